@@ -1,0 +1,158 @@
+"""What the benchmark programs share: arguments, the header of a results file, timing, and writing JSON."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Row = dict[str, Any]
+
+
+def arguments(description: str | None, out: str) -> argparse.ArgumentParser:
+    """Return a parser with the options every program has; `out` is the default results file."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path(out), help="results file (default: %(default)s)")
+    parser.add_argument(
+        "--commit",
+        default=os.environ.get("FLEXPRESS_COMMIT"),
+        help="commit for the header (default: $FLEXPRESS_COMMIT, else what git says)",
+    )
+    return parser
+
+
+def names(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """Return an argparse type: a comma-separated choice from `known`, in the order of `known`."""
+
+    def choose(text: str) -> list[str]:
+        asked = [part.strip() for part in text.split(",") if part.strip()]
+        wrong = [name for name in asked if name not in known]
+        if wrong or not asked:
+            raise argparse.ArgumentTypeError(
+                f"{', '.join(wrong) or 'nothing'}: choose from {', '.join(known)}"
+            )
+        return [name for name in known if name in asked]
+
+    return choose
+
+
+def command_output(*command: str) -> str | None:
+    """Return the first line that `command` prints, or None if it cannot be run or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, cwd=Path(__file__).parent)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = done.stdout.strip().splitlines()
+    return lines[0].strip() if done.returncode == 0 and lines else None
+
+
+def version_of(package: str) -> str | None:
+    """Return the version of an importable package, or None."""
+    try:
+        module = importlib.import_module(package)
+    except ImportError:
+        return None
+    try:
+        return getattr(module, "__version__", None) or importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def header(commit: str | None = None) -> Row:
+    """Return what the numbers depend on: device, driver, versions, commit and date (UTC)."""
+    cuda = torch.cuda.is_available()
+    return {
+        "gpu": torch.cuda.get_device_name() if cuda else None,
+        "driver": command_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": version_of("triton"),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if cuda else None,
+        "flexpress": version_of("flexpress"),
+        "commit": commit or command_output("git", "rev-parse", "HEAD"),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def write_results(path: Path, head: Row, rows: Sequence[Row]) -> None:
+    """Write `{"header": ..., "rows": [...]}`: a reader sees the old file or the whole new one, never a part.
+
+    Raises ValueError for NaN and infinity, which JSON does not have.
+    """
+    text = json.dumps({"header": head, "rows": list(rows)}, indent=1, allow_nan=False) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_results(path: Path) -> tuple[Row, list[Row]]:
+    """Return (header, rows) of a results file."""
+    data = json.loads(path.read_text())
+    return data["header"], data["rows"]
+
+
+def first_line(error: BaseException) -> str:
+    """Return an exception as one line: its type and the first line of its message that says something."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+
+
+def synchronize() -> None:
+    """Wait for the device; does nothing where there is none."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def time_ms(fn: Callable[[], object], rep: float = 100.0) -> float:
+    """Return the median time of `fn` in ms between CUDA events, over about `rep` ms of runs, L2 cleared."""
+    from triton.testing import do_bench
+
+    return float(do_bench(fn, warmup=25, rep=rep, return_mode="median"))
+
+
+def tflops(flops: float, ms: float) -> float:
+    """Return the rate in TFLOP/s of `flops` operations that took `ms` milliseconds."""
+    return flops / ms * 1e-9
+
+
+def ratio(new: float | None, old: float | None) -> float | None:
+    """Return new / old, or None where either is missing."""
+    return new / old if new and old else None
+
+
+def median(values: Sequence[float]) -> float | None:
+    """Return the median, or None of nothing."""
+    return statistics.median(values) if values else None
+
+
+def table(columns: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
+    """Return a text table: first column to the left, the others to the right, '-' for None."""
+
+    def cell(value: object) -> str:
+        if isinstance(value, float):
+            return f"{value:.4g}" if abs(value) < 1e5 else f"{value:.3e}"
+        return "-" if value is None else str(value)
+
+    grid = [list(columns)] + [[cell(value) for value in line] for line in lines]
+    widths = [max(len(line[i]) for line in grid) for i in range(len(columns))]
+    return "\n".join(
+        "  ".join(text.rjust(widths[i]) if i else text.ljust(widths[i]) for i, text in enumerate(line))
+        for line in grid
+    )

@@ -1,0 +1,234 @@
+"""Measure what a user waits for besides the kernels: first calls, host time per call, and new lengths.
+
+    python benchmarks/latency.py --out latency.json
+
+Every measurement runs in a process of its own, with torch and triton imported and the GPU initialised before
+the clock starts.
+
+first_call  the block mask and the first forward, with empty disk caches, then in a second process with those
+            filled
+host_time   median time that a call keeps the host busy, over 200 calls of a tiny problem without waiting for
+            the GPU
+lengths     the block mask and the forward for one length after another in the same process, and what each
+            compiled
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import common
+import torch
+from common import Row
+
+IMPLS = ("flexpress", "torch_flex")
+MEASURES = ("first_call", "host_time", "lengths")
+CASES = ("causal_d128", "alibi_causal_d128", "softcap_causal_d128", "relative_bias_d128", "documents_16k")
+LENGTHS = (1024, 1536, 2048, 1111)
+CACHES = {
+    "FLEXPRESS_CACHE_DIR": "flexpress",
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+}
+CALLS = 200
+
+
+def entry_points(impl: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return (create_block_mask, flex_attention) as a user of `impl` writes them."""
+    if impl == "flexpress":
+        import flexpress
+
+        return flexpress.create_block_mask, flexpress.flex_attention
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    return torch.compile(create_block_mask), torch.compile(flex_attention)
+
+
+@contextlib.contextmanager
+def clock(row: Row, key: str) -> Iterator[None]:
+    """Store in `row[key]` the seconds until the device has finished what the block started."""
+    common.synchronize()
+    start = time.perf_counter()
+    yield
+    common.synchronize()
+    row[key] = time.perf_counter() - start
+
+
+def compiled_kernels() -> int:
+    """Return how many compiled Triton kernels this measurement's caches hold."""
+    return sum(1 for variable in CACHES for _ in Path(os.environ[variable]).rglob("*.cubin"))
+
+
+def import_time(impl: str) -> float | None:
+    """Return the seconds that importing flexpress takes after torch and triton (None for torch)."""
+    import triton  # noqa: F401
+
+    torch.zeros(1, device="cuda")
+    row: Row = {}
+    with clock(row, "import_s"):
+        entry_points(impl)
+    return row["import_s"] if impl == "flexpress" else None
+
+
+def first_call(impl: str, case: str) -> list[Row]:
+    """Time the first block mask and the first forward of this process."""
+    row: Row = {"import_s": import_time(impl), "mask_s": None}
+    from workloads import BY_NAME
+
+    work = BY_NAME[case]
+    score_mod, mask_mod = work.make_mods("cuda")
+    q, k, v, _ = work.inputs("cuda")
+    create_block_mask, flex_attention = entry_points(impl)
+    mask = None
+    if mask_mod:
+        with clock(row, "mask_s"):
+            mask = create_block_mask(mask_mod, None, None, work.length, work.length, "cuda")
+    with clock(row, "forward_s"):
+        flex_attention(q, k, v, score_mod=score_mod, block_mask=mask, enable_gqa=work.gqa)
+    return [row]
+
+
+def host_time(impl: str, case: str) -> list[Row]:
+    """Time calls of one head of 256 positions: the GPU is never the one waited for."""
+    from workloads import BY_NAME
+
+    work = dataclasses.replace(BY_NAME[case], batch=1, heads=1, kv_heads=1, length=256)
+    score_mod, mask_mod = work.make_mods("cuda")
+    q, k, v, _ = work.inputs("cuda")
+    create_block_mask, flex_attention = entry_points(impl)
+    mask = create_block_mask(mask_mod, None, None, work.length, work.length, "cuda") if mask_mod else None
+    for _ in range(10):
+        flex_attention(q, k, v, score_mod=score_mod, block_mask=mask)
+    common.synchronize()
+    times = []
+    for _ in range(CALLS):
+        start = time.perf_counter()
+        flex_attention(q, k, v, score_mod=score_mod, block_mask=mask)
+        times.append(time.perf_counter() - start)
+    return [{"host_us": statistics.median(times) * 1e6}]
+
+
+def lengths(impl: str, case: str) -> list[Row]:
+    """Time the first use of each length of `LENGTHS`, and count the kernels compiled for it."""
+    from workloads import BY_NAME
+
+    rows = []
+    create_block_mask, flex_attention = entry_points(impl)
+    for length in LENGTHS:
+        work = dataclasses.replace(BY_NAME[case], batch=1, length=length)
+        score_mod, mask_mod = work.make_mods("cuda")
+        q, k, v, _ = work.inputs("cuda")
+        row: Row = {"length": length, "mask_s": None}
+        before = compiled_kernels()
+        mask = None
+        if mask_mod:
+            with clock(row, "mask_s"):
+                mask = create_block_mask(mask_mod, None, None, length, length, "cuda")
+        with clock(row, "forward_s"):
+            flex_attention(q, k, v, score_mod=score_mod, block_mask=mask, enable_gqa=work.gqa)
+        row["kernels"] = compiled_kernels() - before
+        rows.append(row)
+    return rows
+
+
+def in_process(measure: str, impl: str, case: str, caches: Path, limit: float) -> list[Row]:
+    """Run one measurement in a new process with its disk caches under `caches`, which they create themselves.
+
+    A failure is a row with an `error`.
+    """
+    about: Row = {"measure": measure, "impl": impl, "case": case}
+    environment = os.environ | {variable: str(caches / folder) for variable, folder in CACHES.items()}
+    command = [sys.executable, __file__, "--child", measure, impl, case]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired:
+        return [about | {"error": f"ran past {limit} s"}]
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        complaint = done.stderr.strip().splitlines()
+        return [about | {"error": complaint[-1][:300] if complaint else f"ended with code {done.returncode}"}]
+    return [about | row for row in json.loads(lines[-1])]
+
+
+def measure_all(args: argparse.Namespace) -> Iterator[list[Row]]:
+    """Yield the rows of one measurement after another."""
+    for measure in args.measures:
+        for case in args.cases:
+            for impl in args.impls:
+                with tempfile.TemporaryDirectory(prefix="latency-") as folder:
+                    for cache in ("empty", "filled") if measure == "first_call" else ("empty",):
+                        rows = in_process(measure, impl, case, Path(folder), args.limit)
+                        yield [row | {"cache": cache} for row in rows] if measure == "first_call" else rows
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the command line's options."""
+    parser = common.arguments(__doc__, "latency.json")
+    parser.add_argument(
+        "--measures",
+        type=common.names(MEASURES),
+        default=list(MEASURES),
+        help="comma-separated (default: all)",
+    )
+    parser.add_argument(
+        "--cases",
+        type=common.names(CASES),
+        default=["alibi_causal_d128"],
+        help=f"comma-separated, of {', '.join(CASES)} (default: alibi_causal_d128)",
+    )
+    parser.add_argument(
+        "--impls", type=common.names(IMPLS), default=list(IMPLS), help="comma-separated (default: all)"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=200.0, help="seconds per process (default: %(default)g)"
+    )
+    parser.add_argument("--child", nargs=3, metavar=("MEASURE", "IMPL", "CASE"), help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    if args.child:
+        measure, impl, case = args.child
+        print(
+            json.dumps(
+                {"first_call": first_call, "host_time": host_time, "lengths": lengths}[measure](impl, case)
+            )
+        )
+        return 0
+    head = common.header(args.commit)
+    rows: list[Row] = []
+    for more in measure_all(args):
+        rows += more
+        common.write_results(args.out, head, rows)
+    keys = (
+        "measure",
+        "case",
+        "impl",
+        "cache",
+        "length",
+        "import_s",
+        "mask_s",
+        "forward_s",
+        "kernels",
+        "host_us",
+        "error",
+    )
+    print(common.table(keys, [[row.get(key) for key in keys] for row in rows]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

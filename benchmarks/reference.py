@@ -1,0 +1,104 @@
+"""A dense float64 attention over a few heads, and errors against it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from workloads import Mod, Workload
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The float64 answer for one batch and one key/value head with its group of query heads.
+
+    `out` is (group, length, d_v); `grads` holds dq (group, length, d_qk), dk (length, d_qk) and
+    dv (length, d_v), or nothing.
+    """
+
+    batch: int
+    heads: slice
+    kv_head: int
+    out: torch.Tensor
+    grads: Tensors = ()
+
+
+def references(
+    row: Workload,
+    qkv: Tensors,
+    mods: tuple[Mod | None, Mod | None],
+    grad_out: torch.Tensor | None = None,
+    chunk: int = 512,
+) -> list[Slice]:
+    """Return the answers for the first and the last (batch, key/value head); `grad_out` asks for gradients.
+
+    `qkv` are the inputs of the whole problem, `mods` is (score_mod, mask_mod).  Every query must see a key.
+    """
+    wanted = sorted({(0, 0), (row.batch - 1, row.kv_heads - 1)})
+    return [_attend(row, qkv, mods, grad_out, chunk, *where) for where in wanted]
+
+
+def _attend(
+    row: Workload,
+    qkv: Tensors,
+    mods: tuple[Mod | None, Mod | None],
+    grad_out: torch.Tensor | None,
+    chunk: int,
+    batch: int,
+    kv_head: int,
+) -> Slice:
+    score_mod, mask_mod = mods
+    group = row.heads // row.kv_heads
+    heads = slice(kv_head * group, (kv_head + 1) * group)
+    leaves = [
+        x[batch, head].detach().double() for x, head in zip(qkv, (heads, kv_head, kv_head), strict=True)
+    ]
+    for leaf in leaves:
+        leaf.requires_grad_(grad_out is not None)
+    q, k, v = leaves
+    b = torch.tensor(batch, dtype=torch.int32, device=q.device)
+    h = torch.arange(heads.start, heads.stop, dtype=torch.int32, device=q.device)[:, None, None]
+    index = torch.arange(row.length, dtype=torch.int32, device=q.device)
+    kv_idx = index[None, None, :]
+    parts = []
+    for begin in range(0, row.length, chunk):
+        rows = slice(begin, begin + chunk)
+        q_idx = index[rows][None, :, None]
+        scores = q[:, rows] @ k.T / math.sqrt(row.d_qk)
+        if score_mod is not None:
+            scores = score_mod(scores, b, h, q_idx, kv_idx)
+        if mask_mod is not None:
+            scores = scores.masked_fill(~mask_mod(b, h, q_idx, kv_idx), -math.inf)
+        part = scores.softmax(-1) @ v
+        if grad_out is not None:
+            part.backward(grad_out[batch, heads, rows].double())
+        parts.append(part.detach())
+    grads = tuple(leaf.grad for leaf in leaves if leaf.grad is not None)
+    return Slice(batch, heads, kv_head, torch.cat(parts, 1), grads)
+
+
+def relative_error(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    """Return ||got - want|| / ||want|| over all (got, want) together."""
+    wrong = sum(float((got.double() - want).square().sum()) for got, want in pairs)
+    whole = sum(float(want.square().sum()) for _, want in pairs)
+    return math.sqrt(wrong / whole)
+
+
+def output_errors(answers: list[Slice], out: torch.Tensor) -> tuple[float, float]:
+    """Return the relative error of `out` and that of its worst row, in which a single wrong tile shows."""
+    pairs = [(out[x.batch, x.heads].detach().double(), x.out) for x in answers]
+    rows = torch.cat([((got - want).norm(dim=-1) / want.norm(dim=-1)).flatten() for got, want in pairs])
+    return relative_error(pairs), float(rows.max())
+
+
+def gradient_error(answers: list[Slice], dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> float:
+    """Return the largest of the relative errors of dq, dk and dv."""
+    pairs = (
+        [(dq[x.batch, x.heads], x.grads[0]) for x in answers],
+        [(dk[x.batch, x.kv_head], x.grads[1]) for x in answers],
+        [(dv[x.batch, x.kv_head], x.grads[2]) for x in answers],
+    )
+    return float(torch.tensor([relative_error(which) for which in pairs], dtype=torch.float64).max())

@@ -1,0 +1,14 @@
+"""The two errors of Flexpress: one for a mod that cannot be traced, one for a kernel that cannot be made.
+
+Wrong arguments raise the usual ``ValueError`` / ``TypeError`` / ``NotImplementedError`` from the front door instead.
+"""
+
+from __future__ import annotations
+
+
+class ModError(ValueError):
+    """A score_mod or mask_mod that Flexpress cannot turn into a kernel; the message shows the user's own line."""
+
+
+class RenderError(RuntimeError):
+    """A template printed text that is not Python: a bug in Flexpress, with the template and the line named."""

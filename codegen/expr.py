@@ -1,0 +1,148 @@
+"""The traced form of a mod: a frozen, typed expression DAG, free of any one target.
+
+An `Expr` is an operation of the op table (`codegen/ops.py`) or one of four leaves:
+
+    symbol    score, b, h, q_idx or kv_idx                                  attr = its name
+    literal   a number written in the mod                                   attr = the number
+    scalar    a number known at launch (captured, or computed from those)   attr = index into ModGraph.scalars
+    load      one element of a captured tensor, args = one index per dim    attr = index into ModGraph.tensors
+
+`weak` marks Python numbers, which take part in torch's type promotion as numbers and not as tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+SCORE_SYMBOLS = ("score", "b", "h", "q_idx", "kv_idx")
+MASK_SYMBOLS = SCORE_SYMBOLS[1:]
+LEAVES = ("symbol", "literal", "scalar", "load")
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLine:
+    """Where in the user's file an expression was written."""
+
+    file: str
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.text}"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Expr:
+    """One node. Nodes are shared: within a graph, equal expressions are the same object (see `ExprTable`)."""
+
+    op: str
+    args: tuple[Expr, ...]
+    dtype: torch.dtype
+    attr: object = None
+    weak: bool = False
+    source: SourceLine | None = None
+
+    @property
+    def is_literal(self) -> bool:
+        return self.op == "literal"
+
+
+class ExprTable:
+    """Makes nodes, one object per distinct expression (hash-consing), so that lowering computes each value once."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[tuple, Expr] = {}
+
+    def make(self, op, args, dtype, attr=None, weak=False, source=None) -> Expr:
+        # repr keeps 1, 1.0, True, 0.0 and -0.0 apart, and makes nan equal to itself.
+        key = (op, tuple(id(a) for a in args), dtype, repr(attr), weak)
+        node = self._nodes.get(key)
+        if node is None:
+            node = self._nodes[key] = Expr(op, tuple(args), dtype, attr, weak, source)
+        return node
+
+
+@dataclass(frozen=True, slots=True)
+class TensorCapture:
+    """A tensor the mod indexes: a pointer, sizes and strides at launch."""
+
+    name: str
+    dtype: torch.dtype
+    ndim: int
+    node: int  # index into the host program that finds (or computes) it at every call
+
+
+@dataclass(frozen=True, slots=True)
+class ScalarCapture:
+    """A number known at launch: an argument of the kernel, so that a new value compiles nothing."""
+
+    name: str
+    kind: type  # int, float or bool
+    node: int
+
+
+@dataclass(frozen=True, eq=False)
+class ModGraph:
+    """A traced mod. Compared by identity: the tracing cache hands out one graph per mod signature."""
+
+    kind: str  # "score" or "mask"
+    name: str  # the user's name for it, used in file names and comments
+    result: Expr
+    tensors: tuple[TensorCapture, ...]
+    scalars: tuple[ScalarCapture, ...]
+    origin: SourceLine | None = None
+    symbols: frozenset[str] = field(default_factory=frozenset)  # which of score, b, h, q_idx, kv_idx it reads
+
+
+def walk(root: Expr) -> list[Expr]:
+    """Every node below `root` once, arguments before the nodes that use them."""
+    order: list[Expr] = []
+    seen: set[int] = set()
+    stack: list[tuple[Expr, bool]] = [(root, False)]
+    while stack:
+        node, ready = stack.pop()
+        if ready:
+            order.append(node)
+        elif id(node) not in seen:
+            seen.add(id(node))
+            stack.append((node, True))
+            stack.extend((a, False) for a in reversed(node.args))
+    return order
+
+
+INDEX_BOUND = 1 << 24  # indices below this are exact in float32
+
+
+def value_range(node: Expr) -> tuple[float, float]:
+    """Bounds of an integer expression when every index symbol lies in [0, 2**24); (-inf, inf) when unknown."""
+    unknown = (float("-inf"), float("inf"))
+    if node.op == "symbol":
+        return (0, INDEX_BOUND - 1) if node.attr != "score" else unknown
+    if node.op == "literal":
+        return (node.attr, node.attr) if isinstance(node.attr, (int, bool)) else unknown
+    if node.dtype.is_floating_point or node.dtype == torch.bool:
+        return unknown
+    ranges = [value_range(a) for a in node.args] if node.op in _RANGE_RULES else []
+    return _RANGE_RULES[node.op](*ranges) if ranges else unknown
+
+
+def _products(a, b):
+    if float("inf") in (*map(abs, a), *map(abs, b)):
+        return (0 if a[0] >= 0 and b[0] >= 0 else float("-inf"), float("inf"))
+    every = [x * y for x in a for y in b]
+    return (min(every), max(every))
+
+
+_RANGE_RULES = {
+    "add": lambda a, b: (a[0] + b[0], a[1] + b[1]),
+    "sub": lambda a, b: (a[0] - b[1], a[1] - b[0]),
+    "neg": lambda a: (-a[1], -a[0]),
+    "mul": _products,
+    "abs": lambda a: (max(a[0], -a[1], 0), max(abs(a[0]), abs(a[1]))),
+    "floor_divide": lambda a, b: (0, a[1]) if a[0] >= 0 and b[0] >= 1 else (float("-inf"), float("inf")),
+    "remainder": lambda a, b: (0, b[1] - 1) if b[0] >= 1 else (float("-inf"), float("inf")),
+    "minimum": lambda a, b: (min(a[0], b[0]), min(a[1], b[1])),
+    "maximum": lambda a, b: (max(a[0], b[0]), max(a[1], b[1])),
+}

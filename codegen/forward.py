@@ -1,0 +1,239 @@
+"""The forward kernel's driver: from tensors and bound mods to a KernelSpec, a grid and arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .cache import INFO
+from .expr import INDEX_BOUND, ModGraph
+from .kernel import Kernel, backend_of, capability_of, kernel_for
+from .lower import Target, plain_indices
+from .spec import KernelSpec, ModText, dtype_name, layouts_of, mod_text
+from .tiles import Tile, architecture, forward_tile, next_smaller
+
+LOG2_E = 1.4426950408889634
+SYMBOL_NAMES = {"score": "score", "b": "z", "h": "h", "q_idx": "m", "kv_idx": "n"}
+
+
+@dataclass(frozen=True)
+class BlockLists:
+    """The block lists of a mask as kernels read them.
+
+    kv_num_blocks (Zm, Hm, rows), kv_indices (Zm, Hm, rows, columns), both contiguous int32; Zm and Hm are 1 or Z and Hq. full_*: the
+    same for blocks that need no mask_mod, or None. `interior`: no full block reaches past KV_LEN.
+    """
+
+    kv_num_blocks: torch.Tensor
+    kv_indices: torch.Tensor
+    full_kv_num_blocks: torch.Tensor | None
+    full_kv_indices: torch.Tensor | None
+    q_block: int
+    kv_block: int
+    interior: bool
+
+
+@dataclass(frozen=True)
+class Options:
+    """kernel_options that change the forward kernel's text or tile. `tile` holds BLOCK_M, BLOCK_N, num_warps, num_stages."""
+
+    prescale_qk: bool = False
+    rows_guaranteed_safe: bool = False
+    blocks_are_contiguous: bool = False
+    use_tma: bool = False
+    float32_precision: str = "ieee"
+    tile: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """What a repeated call needs: the kernel, its tile and how to find the mods' arguments."""
+
+    kernel: Kernel
+    tile: Tile
+    score: ModText | None
+    mask: ModText | None
+    use_tma: bool
+
+
+_plans: dict[tuple, _Plan] = {}
+
+
+def clear() -> None:
+    """Forget every plan."""
+    _plans.clear()
+
+
+def round_up_head_dim(d: int) -> int:
+    """Triton's tiles are powers of two, and a dot needs at least 16."""
+    return max(16, 1 << (d - 1).bit_length())
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides with 0 for dimensions of size 1, whose stride says nothing."""
+    return tuple(0 if n == 1 else s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+_NAMES = {t: tuple(f"stride_{t}{d}" for d in dims) for t, dims in (("q", "zhmd"), ("k", "zhnd"), ("v", "zhnd"), ("o", "zhm"))}
+
+
+def output_like(q: torch.Tensor, d_v: int) -> torch.Tensor:
+    """An empty (Z, Hq, Q_LEN, D_V) tensor laid out as q is, so that (B, S, H, D) code gets (B, S, H, D) back."""
+    shape = (*q.shape[:3], d_v)
+    order = sorted(range(3), key=lambda i: q.stride(i), reverse=True)
+    storage = torch.empty([shape[i] for i in order] + [d_v], dtype=q.dtype, device=q.device)
+    return storage.permute(*[order.index(i) for i in range(3)], 3)
+
+
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, score: tuple[ModGraph, list] | None,
+            mask: tuple[ModGraph, list] | None, lists: BlockLists | None, options: Options, *, output_max: bool = False):
+    """out (Z, Hq, Q_LEN, D_V), lse float32 (Z, Hq, Q_LEN) and max_scores (the same, or None). Arguments are checked already.
+
+    `mask` is the mask_mod of the partial blocks in `lists`; both None for dense attention.
+    """
+    Z, Hq, Q_LEN, D_QK = q.shape
+    Zkv, Hkv, KV_LEN, D_V = v.shape
+    out = output_like(q, D_V)
+    lse = torch.empty((Z, Hq, Q_LEN), dtype=torch.float32, device=q.device)
+    max_scores = torch.empty_like(lse) if output_max else None
+    if out.numel() == 0 or KV_LEN == 0:
+        out.zero_()
+        lse.fill_(float("-inf"))
+        return out, lse, max_scores.fill_(float("-inf")) if output_max else None
+
+    extents = {"b": Z, "h": Hq, "q_idx": Q_LEN, "kv_idx": KV_LEN}
+    score_layouts = layouts_of(score[0], score[1], plain_indices(score[0]), extents) if score else ()
+    mask_layouts = layouts_of(mask[0], mask[1], plain_indices(mask[0]), extents) if mask else ()
+    strides = [_strides(t) for t in (q, k, v)]
+    units = tuple(s[3] == 1 or t.shape[3] == 1 for s, t in zip(strides, (q, k, v), strict=True))
+    per_16_bytes = 16 // q.element_size()
+    aligned = tuple(name for t, s in zip("qkv", strides, strict=True)
+                    for name, stride in zip(_NAMES[t][:3], s[:3], strict=True) if stride % per_16_bytes == 0)
+    key = (q.dtype, D_QK, D_V, q.device, units, aligned, scale > 0, output_max, options,
+           max(Q_LEN, KV_LEN) <= INDEX_BOUND, score and score[0], score_layouts, mask and mask[0], mask_layouts,
+           lists and (lists.full_kv_indices is not None, lists.q_block, lists.kv_block, lists.interior))
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _plans[key] = _make_plan(q, k, v, units, aligned, scale, output_max, options, score, score_layouts, mask,
+                                        mask_layouts, lists)
+    else:
+        INFO.hits += 1
+    numbers = [Hq, Zkv, Hq // Hkv, Q_LEN, KV_LEN]
+    for s, unit in zip(strides, units, strict=True):
+        numbers.extend(s[:3] if unit else s)
+    numbers.extend(_strides(out)[:3])
+    scale_apart = score is not None or options.prescale_qk or not scale > 0
+    numbers += [scale, LOG2_E] if scale_apart else [scale * LOG2_E]
+    mods = [*(plan.score.values(score[1]) if score else ()), *(plan.mask.values(mask[1]) if mask else ())]
+    tables = []
+    if lists is not None:
+        Zm, Hm, rows, columns = lists.kv_indices.shape
+        numbers += [Hm * rows if Zm > 1 else 0, rows if Hm > 1 else 0, columns]
+        tables = [lists.kv_num_blocks, lists.kv_indices]
+        if lists.full_kv_indices is not None:
+            numbers.append(lists.full_kv_indices.shape[-1])
+            tables += [lists.full_kv_num_blocks, lists.full_kv_indices]
+    stats = [lse, max_scores] if output_max else [lse]
+    _launch(plan, q, k, v, out, stats, numbers, tables, mods, Z * Hq, Q_LEN)
+    return out, lse, max_scores
+
+
+def _launch(plan: _Plan, q, k, v, out, stats, numbers, tables, mods, heads: int, Q_LEN: int) -> None:
+    tile = plan.kernel.tiles.get(plan.tile, plan.tile)
+    while True:
+        keys, values = (_descriptor(k, tile.BLOCK_N), _descriptor(v, tile.BLOCK_N)) if plan.use_tma else (k, v)
+        grid = (-(-Q_LEN // tile.BLOCK_M) * heads,)
+        constants = {"BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N}
+        if plan.kernel.spec.backend != "cpu":
+            constants.update(num_warps=tile.num_warps, num_stages=tile.num_stages)
+        try:
+            plan.kernel.launch(grid, (q, keys, values, out, *stats, *numbers, *tables, *mods), q.device, **constants)
+            return
+        except Exception as error:
+            if type(error).__name__ != "OutOfResources" or next_smaller(tile) is None:
+                raise
+            tile = plan.kernel.tiles[plan.tile] = next_smaller(tile)
+
+
+def _descriptor(tensor: torch.Tensor, rows: int):
+    """A TMA descriptor of (Z, H, S, D) that loads [rows, D] of one head; what lies outside the tensor reads as zero."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    strides = [s if n > 1 else max(tensor.shape[-1], 16) for s, n in zip(tensor.stride()[:3], tensor.shape[:3], strict=True)]
+    return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, 1, rows, round_up_head_dim(tensor.shape[-1])])
+
+
+def _can_use_tma(k: torch.Tensor, v: torch.Tensor, backend: str) -> bool:
+    """TMA needs Hopper or newer (or the interpreter), a contiguous head dim and 16-byte strides."""
+    if backend == "hip" or (backend == "cuda" and capability_of(k.device)[0] < 9):
+        return False
+    for t in (k, v):
+        strides = [s for s, n in zip(t.stride()[:3], t.shape[:3], strict=True) if n > 1]
+        bad = any(s * t.element_size() % 16 or s == 0 for s in strides) or t.shape[-1] * t.element_size() % 16
+        if bad or t.stride(-1) != 1 or t.data_ptr() % 16:
+            return False
+    return True
+
+
+def _make_plan(q, k, v, units, aligned, scale, output_max, options, score, score_layouts, mask, mask_layouts, lists) -> _Plan:
+    backend = backend_of(q.device.type)
+    Q_LEN, KV_LEN, D_QK, D_V = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
+    target = Target(backend, dtype_name(q.dtype), max(Q_LEN, KV_LEN) <= INDEX_BOUND)
+    tile_shape = "[BLOCK_M, BLOCK_N]"
+    score_text = mod_text(score[0], score_layouts, SYMBOL_NAMES, target, shape=tile_shape) if score else None
+    taken = frozenset(c.name for c in (*score[0].tensors, *score[0].scalars)) if score else frozenset()
+    mask_text = mod_text(mask[0], mask_layouts, SYMBOL_NAMES, target, shape=tile_shape, taken=taken) if mask else None
+    use_tma = options.use_tma and _can_use_tma(k, v, backend)
+    spec = forward_spec(
+        backend=backend, dtype=dtype_name(q.dtype), d_qk=D_QK, d_v=D_V, units=units, aligned=aligned, score=score_text,
+        mask=mask_text, has_lists=lists is not None, has_full=lists is not None and lists.full_kv_indices is not None,
+        q_block=lists.q_block if lists else 0, kv_block=lists.kv_block if lists else 0,
+        interior=lists is None or lists.interior, scale_is_positive=scale > 0, output_max=output_max, options=options, use_tma=use_tma)
+    arch = architecture(backend, capability_of(q.device) if backend == "cuda" else None)
+    tile = forward_tile(arch, round_up_head_dim(D_QK), round_up_head_dim(D_V), q.element_size(),
+                        q_block=lists.q_block if lists else 0, kv_block=lists.kv_block if lists else 0,
+                        options=dict(options.tile))
+    return _Plan(kernel_for(spec), tile, score_text, mask_text, use_tma)
+
+
+def forward_spec(*, backend: str, dtype: str, d_qk: int, d_v: int, score: ModText | None = None, mask: ModText | None = None,
+                 units=(True, True, True), aligned: tuple[str, ...] = (), has_lists: bool = False, has_full: bool = False, q_block: int = 0,
+                 kv_block: int = 0, interior: bool = True, scale_is_positive: bool = True, output_max: bool = False,
+                 options: Options | None = None, use_tma: bool = False) -> KernelSpec:
+    """The forward kernel's KernelSpec from structure alone: what `_make_plan`, offline compilation and `render` share."""
+    options = options or Options()
+    scale_first = score is not None or not scale_is_positive
+    numbers = ["Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN"]
+    for t, unit in zip("qkv", units, strict=True):
+        numbers += _NAMES[t][:3] if unit else _NAMES[t]
+    numbers += _NAMES["o"]
+    numbers += ["SM_SCALE", "TO_LOG2"] if scale_first or options.prescale_qk else ["TO_LOG2"]
+    if has_lists:
+        numbers += ["mask_stride_z", "mask_stride_h", "mask_columns"] + (["full_mask_columns"] if has_full else [])
+    strides = ["stride_kn", *([] if units[1] else ["stride_kd"]), "stride_vn", *([] if units[2] else ["stride_vd"])]
+    kv_params = ["desc_k", "desc_v", "z_kv", "h_kv"] if use_tma else ["K", "V", *strides]
+    flags = {
+        "DTYPE": dtype, "D_QK": d_qk, "D_V": d_v, "D_QK_ROUNDED": round_up_head_dim(d_qk), "D_V_ROUNDED": round_up_head_dim(d_v),
+        "FLOAT32": dtype == "float32", "FLOAT32_PRECISION": options.float32_precision if dtype == "float32" else "",
+        "Q_UNIT": units[0], "K_UNIT": units[1], "V_UNIT": units[2],
+        "aligned": tuple(n for n in aligned if not (use_tma and n[7] in "kv")), "ALIGNMENT": 4 if dtype == "float32" else 8,
+        "BLOCK_MASK": has_lists, "HAS_FULL_BLOCKS": has_full, "SPARSE_Q_BLOCK_SIZE": q_block, "SPARSE_KV_BLOCK_SIZE": kv_block,
+        "CHECK_FULL_BLOCKS": not interior, "SCALE_IS_POSITIVE": scale_is_positive, "OUTPUT_MAX": output_max,
+        "PRESCALE_QK": options.prescale_qk, "ROWS_GUARANTEED_SAFE": options.rows_guaranteed_safe,
+        "BLOCKS_ARE_CONTIGUOUS": options.blocks_are_contiguous and has_lists, "USE_TMA": use_tma, "kv_params": ", ".join(kv_params),
+        "numbers": tuple(numbers) + tuple(n for m in (score, mask) if m for n in m.numbers),
+        "numbers_text": _wrapped(numbers),
+    }
+    return KernelSpec("forward", (score, mask), tuple(flags.items()), backend)
+
+
+def _wrapped(names: list[str], width: int = 100) -> str:
+    """Parameter names in lines of at most `width` columns."""
+    lines, line = [], ""
+    for name in names:
+        if line and len(line) + len(name) > width:
+            lines.append(line)
+            line = ""
+        line += ("" if not line else " ") + name + ","
+    return "\n    ".join([*lines, line]).rstrip(",")

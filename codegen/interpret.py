@@ -1,0 +1,157 @@
+"""Running printed kernels on a CPU, in Triton's interpreter, with no environment variable.
+
+Triton decides when it is imported whether functions are interpreted, and its library (`tl.sum`, `tl.max`, ...) is compiled
+from then on. Here a printed file is loaded with its functions as plain Python, and while one runs `triton.language` is
+switched over: its builtins by the interpreter's own patches, its library functions to their Python bodies, libdevice to
+NumPy. Everything is switched back afterwards, so the same process can compile for a GPU. One kernel runs at a time.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+import threading
+import time
+import types
+import warnings
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+from triton.runtime.jit import JITFunction
+
+_lock = threading.Lock()
+_NOTICE_AFTER = 3.0  # seconds of running before the rest is estimated
+_SLOW = 60.0  # an estimate longer than this is worth a word
+
+
+def load(path: str, source: str) -> types.SimpleNamespace:
+    """The functions of a printed kernel file as plain Python functions for the interpreter."""
+    tree = ast.parse(source, path)
+    signatures = {}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            node.decorator_list = []
+            names = [a.arg for a in node.args.args]
+            constants = {a.arg for a in node.args.args if a.annotation is not None and "constexpr" in ast.unparse(a.annotation)}
+            signatures[node.name] = (names, constants)
+            interpreter.ASTTransformer().visit(node)
+    ast.fix_missing_locations(tree)
+    namespace = {"__name__": "flexpress_kernel", "__file__": path, "interpreter_semantic": _semantic()}
+    exec(compile(tree, path, "exec"), namespace)
+    if "libdevice" in namespace:
+        namespace["libdevice"] = _Libdevice
+    return types.SimpleNamespace(**{name: _Interpreted(namespace[name], *signature) for name, signature in signatures.items()})
+
+
+def _semantic():
+    return interpreter.interpreter_semantic
+
+
+class _Interpreted:
+    """One kernel: `kernel[grid](*args, **constants)`, as a compiled one is called."""
+
+    def __init__(self, function, names, constants) -> None:
+        self.function, self.names, self.constants = function, names, constants
+
+    def __getitem__(self, grid):
+        return lambda *args, **kwargs: self.run(grid, args, kwargs)
+
+    def run(self, grid, args, kwargs) -> None:
+        given = dict(zip(self.names, args, strict=False))
+        given.update({k: v for k, v in kwargs.items() if k in self.names})
+        with _lock, torch.no_grad():
+            # tensors become their addresses; constexprs stay as they are
+            values = {k: v if k in self.constants else interpreter._implicit_cvt(v) for k, v in given.items()}
+            scope = _switch_to_interpreter()
+            try:
+                sizes = (*grid, 1, 1)[:3]
+                interpreter.interpreter_builder.set_grid_dim(*sizes)
+                progress = _Progress(sizes[0] * sizes[1] * sizes[2], self.function.__name__)
+                with np.errstate(all="ignore"):
+                    for x in range(sizes[0]):
+                        for y in range(sizes[1]):
+                            for z in range(sizes[2]):
+                                interpreter.interpreter_builder.set_grid_idx(x, y, z)
+                                self.function(**values)
+                                progress.step()
+                progress.close()
+            finally:
+                scope.restore()
+
+
+class _Progress:
+    """Says once that a run on the CPU will take minutes, and then how far it is."""
+
+    def __init__(self, total: int, name: str) -> None:
+        self.total, self.name, self.done = total, name, 0
+        self.start = self.last = time.monotonic()
+        self.announced = False
+
+    def step(self) -> None:
+        self.done += 1
+        now = time.monotonic()
+        elapsed = now - self.start
+        if elapsed < _NOTICE_AFTER:
+            return
+        expected = elapsed * self.total / self.done
+        if not self.announced and expected > _SLOW:
+            self.announced = True
+            warnings.warn(f"the tensors are on the CPU, so the kernel `{self.name}` runs in Triton's interpreter: about "
+                          f"{expected / 60:.1f} minutes for {self.total} programs. Move the tensors to a GPU for real sizes.",
+                          stacklevel=6)
+        if self.announced and (now - self.last > 2.0 or self.done == self.total):
+            self.last = now
+            print(f"\rflexpress: {self.name} {self.done}/{self.total}, {max(expected - elapsed, 0):.0f} s left  ",
+                  end="", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self.announced:
+            print(file=sys.stderr)
+
+
+def _switch_to_interpreter():
+    """Patch triton.language for interpretation; the returned scope's `restore` undoes all of it."""
+    scope = interpreter._patch_lang(types.FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core}))
+    for module in (tl, tl.standard):
+        for name, value in list(vars(module).items()):
+            if isinstance(value, JITFunction) and not name.startswith("_"):  # combine functions keep their identity
+                scope.set_attr(module, name, value.fn)
+    builder = interpreter.InterpreterBuilder
+    plain_dot = builder.create_dot
+
+    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+        # the interpreter keeps bfloat16 as its bits, which NumPy would multiply as integers
+        a, b = (_widened(x) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
+        return plain_dot(self, a, b, d, input_precision, max_num_imprecise_acc)
+
+    scope.set_attr(builder, "create_dot", create_dot)
+    return scope
+
+
+def _widened(handle):
+    data = (handle.data.astype(np.uint32) << 16).view(np.float32)
+    return interpreter.TensorHandle(data, tl.float32)
+
+
+class _Libdevice:
+    """NumPy stand-ins for the libdevice functions that the op table uses."""
+
+    @staticmethod
+    def _apply(function, *operands):
+        semantic = _semantic()
+        tensors = [x if isinstance(x, tl.tensor) else semantic.to_tensor(x, False) for x in operands]
+        if len(tensors) == 2:
+            tensors = list(semantic.binary_op_type_checking_impl(*tensors))
+        data = function(*(t.handle.data for t in tensors))
+        like = tensors[0]
+        return tl.tensor(interpreter.TensorHandle(np.asarray(data, dtype=like.handle.data.dtype), like.dtype.scalar), like.type)
+
+
+for _name, _function in {
+    "tanh": np.tanh, "tan": np.tan, "atan": np.arctan, "atan2": np.arctan2, "expm1": np.expm1, "log1p": np.log1p,
+    "fmod": np.fmod, "pow": np.power, "trunc": np.trunc, "rint": np.rint,
+}.items():
+    setattr(_Libdevice, _name, staticmethod(lambda *x, _function=_function: _Libdevice._apply(_function, *x)))
+

@@ -1,0 +1,286 @@
+"""Lowering: a traced mod becomes Triton statements, with comments that lead back to the user's own lines.
+
+Index symbols may be scalars (b, h), columns [BLOCK_M, 1] (q_idx) or rows [1, BLOCK_N] (kv_idx): every spelling in the op
+table broadcasts, so an expression of q_idx alone stays a column and is computed once a program, not once an element.
+All arithmetic is float32 or integer; half-precision and float64 captures are converted when loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from .expr import INDEX_BOUND, Expr, ModGraph, SourceLine, value_range, walk
+from .ops import OPS, kind
+
+_WIDTH = 88  # longest statement that is still put on one line
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLayout:
+    """What the text knows of a captured tensor's layout; the rest is known at launch.
+
+    strides   per dimension "0", "1" or "n" (a kernel argument)
+    wide      offsets may pass 2**31 elements: compute them in int64
+    covers    (dimension, symbol) pairs for which the tensor is at least as long as the symbol's range: no bounds check
+    """
+
+    strides: tuple[str, ...]
+    wide: bool = False
+    covers: frozenset[tuple[int, str]] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Snippet:
+    """Statements that compute a mod, and what they need around them."""
+
+    lines: tuple[str, ...]
+    result: str
+    helpers: tuple[str, ...]  # names of macros in templates/_helpers.jinja
+    libdevice: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What the spellings depend on beside the graph: "cuda", "hip" or "cpu", and the dtype of q, k and v."""
+
+    backend: str
+    precision: str  # "float16", "bfloat16" or "float32"
+    exact_indices: bool = True  # all lengths are below 2**24, so an index is exact in float32
+
+
+def plain_indices(graph: ModGraph) -> tuple[tuple[int, int, str], ...]:
+    """(tensor, dimension, symbol) for every captured tensor dimension that is indexed by a symbol as it is."""
+    found = {(n.attr, dim, a.attr) for n in walk(graph.result) if n.op == "load"
+             for dim, a in enumerate(n.args) if a.op == "symbol"}
+    return tuple(sorted(found))
+
+
+def compute_dtype(dtype: torch.dtype) -> str:
+    """The Triton dtype in which values of a torch dtype are computed."""
+    if dtype.is_floating_point:
+        return "tl.float32"
+    return "tl.int1" if dtype == torch.bool else "tl." + str(dtype).removeprefix("torch.")
+
+
+def literal_text(value) -> str:
+    """A Python literal for a number, infinities and NaN included."""
+    if isinstance(value, float) and (value != value or abs(value) == float("inf")):
+        return f'float("{value}")'
+    return repr(value)
+
+
+class _Printer:
+    def __init__(self, graph: ModGraph, names: dict[str, str], layouts: tuple[TensorLayout, ...], target: Target,
+                 prefix: str) -> None:
+        self.graph, self.names, self.layouts, self.target, self.prefix = graph, names, layouts, target, prefix
+        self.lines: list[str] = []
+        self.helpers: dict[str, None] = {}
+        self.libdevice = False
+        self.text: dict[int, str] = {}
+        self.count = 0
+        self.last_source: SourceLine | None = None
+
+    def statement(self, text: str, source: SourceLine | None) -> str:
+        if source is not None and source != self.last_source:
+            self.lines.append(f"# {provenance(source)}")
+            self.last_source = source
+        name = f"{self.prefix}_{self.count}"
+        self.count += 1
+        self.lines.append(f"{name} = {text}")
+        return name
+
+    def operand(self, node: Expr, dtype: torch.dtype) -> str:
+        """The text of `node` converted to what an operation on `dtype` computes with."""
+        text = self.text[id(node)]
+        have, want = compute_dtype(node.dtype), compute_dtype(dtype)
+        if node.is_literal:
+            value = node.attr
+            value = float(value) if kind(dtype) == "float" else bool(value) if kind(dtype) == "bool" else value
+            return literal_text(value)
+        if have == want or (node.weak and kind(node.dtype) == kind(dtype)):
+            return text
+        if kind(dtype) == "bool":
+            return _paren(f"{_atom(text)} != 0")
+        if kind(node.dtype) == "int" and kind(dtype) == "float":
+            split = self._float_of_sum(node)
+            if split is not None:
+                return split
+        if node.op == "scalar":  # numbers come in as Python types: mixing them with tensors promotes by itself
+            return text if kind(node.dtype) != "bool" else f"({text}).to({want})"
+        return f"{_atom(text)}.to({want})"
+
+    def _float_of_sum(self, node: Expr) -> str | None:
+        """float(a - b) as float(a) - float(b): exact for indices below 2**24, and q_idx's part is converted once."""
+        if not self.target.exact_indices or node.op not in ("add", "sub"):
+            return None
+        for part in (node, *node.args):
+            low, high = value_range(part)
+            if max(abs(low), abs(high)) > INDEX_BOUND:
+                return None
+        left, right = (self.operand(a, torch.float32) for a in node.args)
+        return f"({left} {'+' if node.op == 'add' else '-'} {right})"
+
+    def load(self, node: Expr) -> str:
+        capture, layout = self.graph.tensors[node.attr], self.layouts[node.attr]
+        offset, checks = [], []
+        for dim, index in enumerate(node.args):
+            text = self.text[id(index)]
+            size = f"size_{capture.name}_{dim}"
+            low = 0 if index.op == "symbol" else value_range(index)[0]
+            if not (index.op == "symbol" and (dim, index.attr) in layout.covers):
+                if low < 0:  # negative indices count from the end, as in torch
+                    text = self.statement(text, node.source) if not text.isidentifier() else text
+                    text = self.statement(f"tl.where({text} < 0, {text} + {size}, {text})", node.source)
+                    checks.append(f"({text} >= 0)")
+                elif not text.isidentifier() and index.op != "literal":
+                    text = self.statement(text, node.source)
+                checks.append(f"({text} < {size})")
+            stride = layout.strides[dim]
+            if stride == "0":
+                continue
+            if layout.wide and index.op != "literal":
+                text = f"{_atom(text)}.to(tl.int64)"
+            offset.append(_atom(text) if stride == "1" else f"{_atom(text)} * stride_{capture.name}_{dim}")
+        pointer = " + ".join([f"ptr_{capture.name}", *offset])
+        loaded = f"tl.load({pointer}, mask={' & '.join(checks)}, other=0)" if checks else f"tl.load({pointer})"
+        if node.dtype.is_floating_point and node.dtype != torch.float32:
+            loaded += ".to(tl.float32)"
+        return loaded
+
+    def cast(self, node: Expr) -> str:
+        source = node.args[0]
+        if source.op == "scalar" and compute_dtype(source.dtype) != compute_dtype(node.dtype):
+            # a bare Python number has no .to() in the interpreter
+            return f"tl.cast({self.text[id(source)]}, {compute_dtype(node.dtype)})"
+        text = self.operand(source, node.dtype)
+        if node.dtype in (torch.float16, torch.bfloat16):  # the cast rounds
+            narrow = "tl." + str(node.dtype).removeprefix("torch.")
+            return f"{_atom(text)}.to({narrow}).to(tl.float32)"
+        return text
+
+    def operation(self, node: Expr) -> str:
+        row = OPS[node.op]
+        kinds = [a.dtype for a in node.args]
+        if row.operands == "result":
+            wanted = [node.dtype] * len(kinds)
+        elif row.operands == "float":
+            wanted = [torch.float32] * len(kinds)
+        elif row.operands == "bool":
+            wanted = [torch.bool] * len(kinds)
+        elif row.operands == "where":
+            wanted = [torch.bool, node.dtype, node.dtype]
+        else:
+            wanted = [common_dtype(node.args)] * len(kinds)
+        operands = [self.operand(a, w) for a, w in zip(node.args, wanted, strict=True)]
+        spelling = row.approximate.get((self.target.backend, self.target.precision))
+        if spelling is None:
+            spelling = row.triton if isinstance(row.triton, str) else row.triton[kind(wanted[-1])]
+        if node.op in ("floor_divide", "remainder") and "_int(" in spelling:
+            low, divisor = value_range(node.args[0])[0], value_range(node.args[1])[0]
+            if low >= 0 and divisor >= 1:  # Triton's truncating // and % agree with torch's here
+                spelling = "{0} // {1}" if node.op == "floor_divide" else "{0} % {1}"
+        if row.operands == "where" and all(a.is_literal for a in node.args[1:]):
+            operands[1] = f"tl.full([1, 1], {operands[1]}, {compute_dtype(node.dtype)})"
+        helper = re.match(r"(\w+)\(", spelling)
+        if helper:
+            self.helpers[helper[1]] = None
+        self.libdevice |= "libdevice." in spelling
+        return spelling.format(*(o if "(" in spelling and f"({{{i}}}" in spelling or f", {{{i}}}" in spelling else _atom(o)
+                                 for i, o in enumerate(operands)))
+
+    def run(self, shape: str) -> Snippet:
+        nodes = walk(self.graph.result)
+        uses = Counter(id(a) for n in nodes for a in n.args)
+        for node in nodes:
+            if node.op == "symbol":
+                self.text[id(node)] = self.names[node.attr]
+            elif node.op == "literal":
+                self.text[id(node)] = literal_text(node.attr)
+            elif node.op == "scalar":
+                self.text[id(node)] = f"arg_{self.graph.scalars[node.attr].name}"
+            else:
+                text = self.load(node) if node.op == "load" else self.cast(node) if node.op == "cast" else self.operation(node)
+                if not text.isidentifier() and (uses[id(node)] > 1 or node.op == "load" or len(text) > _WIDTH):
+                    text = self.statement(text, node.source)
+                self.text[id(node)] = text
+        root = self.graph.result
+        result = self.operand(root, torch.float32 if self.graph.kind == "score" else torch.bool)
+        result = self._full_tile(root, result, shape)
+        if not result.isidentifier():
+            result = self.statement(_strip(result), root.source)
+        return Snippet(tuple(self.lines), result, tuple(self.helpers), self.libdevice)
+
+    def _full_tile(self, root: Expr, text: str, shape: str) -> str:
+        """A result that does not depend on every index is spread over the whole tile."""
+        symbols = {n.attr for n in walk(root) if n.op == "symbol"}
+        if "score" in symbols or {"q_idx", "kv_idx"} <= symbols:
+            return text
+        dtype = "tl.float32" if self.graph.kind == "score" else "tl.int1"
+        if {"q_idx", "kv_idx"} & symbols:
+            return f"tl.broadcast_to({text}, {shape})"
+        return f"tl.full({shape}, {text}, {dtype})"
+
+
+def common_dtype(operands: tuple[Expr, ...]) -> torch.dtype:
+    """The dtype in which torch compares operands: numbers written in Python do not widen tensors of their kind."""
+    strong = [o.dtype for o in operands if not o.weak] or [o.dtype for o in operands]
+    result = strong[0]
+    for other in (*strong[1:], *(o.dtype for o in operands if o.weak)):
+        weak_same_kind = other in (torch.int64, torch.float32) and kind(other) == kind(result)
+        result = result if weak_same_kind and other not in strong else torch.promote_types(result, other)
+    return result
+
+
+def provenance(source: SourceLine) -> str:
+    """`folder/file.py:12: the user's line`, short enough to read and free of machine paths."""
+    parts = source.file.replace(os.sep, "/").split("/")
+    return f"{'/'.join(parts[-2:])}:{source.line}: {source.text}"
+
+
+def _paren(text: str) -> str:
+    return f"({text})"
+
+
+_ATOM = re.compile(r"-?[\w.]+(\.\w+)?$")
+
+
+def _atom(text: str) -> str:
+    """`text`, in parentheses unless it already binds as one term."""
+    if _ATOM.match(text) and not text.startswith("-"):
+        return text
+    depth = 0
+    for i, c in enumerate(text):
+        depth += (c in "([") - (c in ")]")
+        if depth == 0 and not (c.isalnum() or c in "._)]"):
+            return f"({text})"
+    return text
+
+
+def _strip(text: str) -> str:
+    return text[1:-1] if text.startswith("(") and text.endswith(")") and _matches(text) else text
+
+
+def _matches(text: str) -> bool:
+    depth = 0
+    for i, c in enumerate(text):
+        depth += (c == "(") - (c == ")")
+        if depth == 0:
+            return i == len(text) - 1
+    return False
+
+
+def lower(graph: ModGraph, names: dict[str, str], layouts: tuple[TensorLayout, ...], target: Target, *, prefix: str,
+          shape: str) -> Snippet:
+    """Triton statements for a traced mod.
+
+    names     the kernel's names of the symbols: {"score": "score", "b": "b", "q_idx": "m", ...}
+    layouts   one per captured tensor of the graph
+    prefix    of the temporaries' names
+    shape     the tile's shape as the kernel spells it, "[BLOCK_M, BLOCK_N]"
+    """
+    return _Printer(graph, names, layouts, target, prefix).run(shape)

@@ -1,0 +1,257 @@
+"""The op table: one row per operation a mod may use. Tracing, lowering, differentiation, mask analysis and the
+error "supported operations are ..." all read it; a new operation is a new row here and nothing else.
+
+Columns of a row (`Op`):
+
+    name         the row's key, as it stands in `Expr.op`
+    torch        torch's (or Python's) own function: it defines the meaning, and run on 0-dim meta tensors the result dtype
+    spellings    what a mod may write for it, beside `torch` itself: "torch.x", "Tensor.x", "F.x", "special.x"
+    triton       the Triton spelling, `{0}` `{1}` `{2}` for the operands; or one spelling per kind of operand
+                 ("float", "int", "bool")
+    operands     what operands are converted to first: "result" dtype, "float" (float32), "common" (their common dtype), "bool"
+                 or "as_is" ("where": the first as it is, the others to the result dtype)
+    approximate  spellings used instead for a (target, attention dtype): faster, and exact to that dtype's own rounding
+    expand       instead of `triton`: a function that writes the row in terms of other rows
+    derivative   one function per operand, (result's gradient, operands..., result) -> operand's gradient   [gradients issue]
+    interval     bounds of the result from bounds of the operands                                             [masks issue]
+
+Helpers named in a spelling (`floor_div_int`) are printed into the kernel from templates/_helpers.jinja.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    name: str
+    torch: Callable
+    spellings: tuple[str, ...]
+    triton: str | dict[str, str] | None = None
+    operands: str = "result"
+    approximate: dict[tuple[str, str], str] = field(default_factory=dict)
+    expand: Callable | None = None
+    derivative: tuple[Callable | None, ...] | None = None
+    interval: Callable | None = None
+
+
+def kind(dtype: torch.dtype) -> str:
+    """ "bool", "int" or "float": what decides between the spellings of a row."""
+    if dtype == torch.bool:
+        return "bool"
+    return "float" if dtype.is_floating_point else "int"
+
+
+def _clamp(x, min=None, max=None):
+    if min is None and max is None:
+        raise TypeError("torch.clamp needs min, max or both")
+    x = x if min is None else torch.where(x < min, min, x)
+    return x if max is None else torch.where(x > max, max, x)
+
+
+def _div(x, y, *, rounding_mode=None):
+    if rounding_mode is None:
+        return operator.truediv(x, y)
+    if rounding_mode == "floor":
+        return torch.floor_divide(x, y)
+    if rounding_mode == "trunc":
+        if _is_integral(x) and _is_integral(y):  # exact where a float quotient would round
+            return (x - torch.fmod(x, y)) // y
+        return torch.trunc(operator.truediv(x, y))
+    raise ValueError(f"rounding_mode is {rounding_mode!r}; write None, 'floor' or 'trunc'")
+
+
+def _is_integral(x) -> bool:
+    dtype = getattr(x, "dtype", None)
+    return isinstance(x, int) if dtype is None else kind(dtype) != "float"
+
+
+def _softplus(x, beta=1, threshold=20):
+    return torch.where(x * beta > threshold, x, torch.log1p(torch.exp(x * beta)) / beta)
+
+
+def _gelu(x, approximate="none"):
+    if approximate == "tanh":
+        inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)
+        return 0.5 * x * (1 + torch.tanh(inner))
+    if approximate != "none":
+        raise ValueError(f"approximate is {approximate!r}; write 'none' or 'tanh'")
+    return 0.5 * x * (1 + torch.erf(x * math.sqrt(0.5)))
+
+
+def _logsigmoid(x):
+    return torch.where(x < 0, x, 0.0) - torch.log1p(torch.exp(-torch.abs(x)))
+
+
+def _round(x, decimals=0):
+    if decimals:
+        raise ValueError(f"decimals is {decimals}; only torch.round(x) is supported: scale before and after instead")
+    return torch.special.round(x)
+
+
+def _add(x, y, *, alpha=1):
+    return operator.add(x, y if _is_one(alpha) else y * alpha)
+
+
+def _sub(x, y, *, alpha=1):
+    return operator.sub(x, y if _is_one(alpha) else y * alpha)
+
+
+def _is_one(alpha) -> bool:
+    return type(alpha) is int and alpha == 1
+
+
+def _silu(x, inplace=False):
+    return x * torch.sigmoid(x)
+
+
+def _relu(x, inplace=False):
+    return torch.where(x <= 0, torch.zeros_like(x), x)  # keeps NaN, as torch does
+
+
+def _elementwise(name: str, *more: str) -> tuple[str, ...]:
+    return (f"torch.{name}", f"Tensor.{name}", *more)
+
+
+def _unary(name: str, triton, *more: str, operands: str = "float", **columns) -> Op:
+    function = getattr(torch, name, None) or getattr(torch.special, name)
+    return Op(name, function, _elementwise(name, f"special.{name}", *more), triton, operands, **columns)
+
+
+def _compare(name: str, symbol: str, *more: str) -> Op:
+    spellings = (*_elementwise(name), *(s for m in more for s in _elementwise(m)))
+    return Op(name, getattr(operator, name), spellings, f"{{0}} {symbol} {{1}}", "common")
+
+
+_ROWS = [
+    # arithmetic
+    Op("add", operator.add, (), {"float": "{0} + {1}", "int": "{0} + {1}", "bool": "{0} | {1}"}),
+    Op("sub", operator.sub, (), "{0} - {1}"),
+    Op("mul", operator.mul, _elementwise("mul", "torch.multiply", "Tensor.multiply"),
+       {"float": "{0} * {1}", "int": "{0} * {1}", "bool": "{0} & {1}"}),
+    Op("div", operator.truediv, (), "{0} / {1}", "float"),
+    Op("floor_divide", operator.floordiv, _elementwise("floor_divide"),
+       {"float": "floor_div_float({0}, {1})", "int": "floor_div_int({0}, {1})"}),
+    Op("remainder", operator.mod, _elementwise("remainder"),
+       {"float": "floor_mod_float({0}, {1})", "int": "floor_mod_int({0}, {1})"}),
+    Op("fmod", torch.fmod, _elementwise("fmod"), {"float": "libdevice.fmod({0}, {1})", "int": "{0} % {1}"}),
+    Op("pow", operator.pow, _elementwise("pow"),
+       {"float": "libdevice.pow({0}, {1})", "int": "int_pow({0}, {1})"}),
+    Op("neg", operator.neg, _elementwise("neg", "torch.negative", "Tensor.negative"), "-{0}"),
+    _unary("abs", "tl.abs({0})", "torch.absolute", "Tensor.absolute", operands="result"),
+    _unary("sign", {"float": "sign_float({0})", "int": "sign_int({0})"}, operands="result"),
+    Op("minimum", torch.minimum, _elementwise("minimum"),
+       {"float": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)", "int": "tl.minimum({0}, {1})",
+        "bool": "{0} & {1}"}),
+    Op("maximum", torch.maximum, _elementwise("maximum"),
+       {"float": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)", "int": "tl.maximum({0}, {1})",
+        "bool": "{0} | {1}"}),
+    Op("atan2", torch.atan2, _elementwise("atan2", "torch.arctan2", "Tensor.arctan2"),
+       "libdevice.atan2({0}, {1})", "float"),
+    # exponentials, roots and circular functions
+    _unary("exp", "tl.exp({0})"),
+    _unary("exp2", "tl.exp2({0})"),
+    _unary("expm1", "libdevice.expm1({0})"),
+    _unary("log", "tl.log({0})"),
+    _unary("log2", "tl.log2({0})"),
+    _unary("log1p", "libdevice.log1p({0})"),
+    _unary("sqrt", "tl.sqrt({0})"),
+    _unary("rsqrt", "tl.rsqrt({0})"),
+    _unary("sin", "tl.sin({0})"),
+    _unary("cos", "tl.cos({0})"),
+    _unary("tan", "libdevice.tan({0})"),
+    _unary("atan", "libdevice.atan({0})", "torch.arctan", "Tensor.arctan"),
+    _unary("erf", "tl.erf({0})"),
+    _unary("sigmoid", "tl.sigmoid({0})", "F.sigmoid", "special.expit"),
+    # libdevice's tanh costs more than the whole attention around it. PTX tanh.approx is one instruction with relative
+    # error 2**-11, below bfloat16's rounding (2**-9); the form by exp2 is good to float32's rounding of 1.
+    _unary("tanh", "libdevice.tanh({0})", "F.tanh",
+           approximate={("cuda", "bfloat16"): "tanh_approx({0})", ("cuda", "float16"): "tanh_by_exp2({0})",
+                        ("hip", "bfloat16"): "tanh_by_exp2({0})", ("hip", "float16"): "tanh_by_exp2({0})"}),
+    # rounding
+    _unary("floor", {"float": "tl.floor({0})", "int": "{0}"}, operands="result"),
+    _unary("ceil", {"float": "tl.ceil({0})", "int": "{0}"}, operands="result"),
+    _unary("trunc", {"float": "libdevice.trunc({0})", "int": "{0}"}, "torch.fix", "Tensor.fix", operands="result"),
+    Op("round", torch.special.round, (), {"float": "libdevice.rint({0})", "int": "{0}"}),
+    # comparisons, logic and bits
+    _compare("eq", "=="),
+    _compare("ne", "!=", "not_equal"),
+    _compare("lt", "<", "less"),
+    _compare("le", "<=", "less_equal"),
+    _compare("gt", ">", "greater"),
+    _compare("ge", ">=", "greater_equal"),
+    Op("and_", operator.and_, _elementwise("bitwise_and"), "{0} & {1}"),
+    Op("or_", operator.or_, _elementwise("bitwise_or"), "{0} | {1}"),
+    Op("xor", operator.xor, _elementwise("bitwise_xor"), "{0} ^ {1}"),
+    Op("invert", operator.invert, _elementwise("bitwise_not"), {"int": "~{0}", "bool": "{0} == 0"}),
+    Op("lshift", operator.lshift, _elementwise("bitwise_left_shift"), "{0} << {1}"),
+    Op("rshift", operator.rshift, _elementwise("bitwise_right_shift"), "{0} >> {1}"),
+    Op("logical_and", torch.logical_and, _elementwise("logical_and"), "{0} & {1}", "bool"),
+    Op("logical_or", torch.logical_or, _elementwise("logical_or"), "{0} | {1}", "bool"),
+    Op("logical_xor", torch.logical_xor, _elementwise("logical_xor"), "{0} ^ {1}", "bool"),
+    Op("logical_not", torch.logical_not, _elementwise("logical_not"), "{0} == 0", "bool"),
+    Op("where", torch.where, _elementwise("where"), "tl.where({0}, {1}, {2})", "where"),
+    # written in terms of the rows above
+    Op("add_alpha", torch.add, _elementwise("add"), expand=_add),
+    Op("sub_alpha", torch.sub, _elementwise("sub", "torch.subtract", "Tensor.subtract"), expand=_sub),
+    Op("div_mode", torch.div, _elementwise("div", "torch.divide", "Tensor.divide", "torch.true_divide"), expand=_div),
+    Op("rsub", torch.rsub, _elementwise("rsub"), expand=lambda x, y: y - x),
+    Op("round_decimals", torch.round, _elementwise("round", "special.round"), expand=_round),
+    Op("clamp", torch.clamp, _elementwise("clamp", "torch.clip", "Tensor.clip"), expand=_clamp),
+    Op("clamp_min", torch.clamp_min, _elementwise("clamp_min"), expand=lambda x, min: _clamp(x, min=min)),
+    Op("clamp_max", torch.clamp_max, _elementwise("clamp_max"), expand=lambda x, max: _clamp(x, max=max)),
+    Op("square", torch.square, _elementwise("square"), expand=lambda x: x * x),
+    Op("reciprocal", torch.reciprocal, _elementwise("reciprocal"), expand=lambda x: 1.0 / x),
+    Op("isnan", torch.isnan, _elementwise("isnan"), expand=lambda x: x != x),
+    Op("isinf", torch.isinf, _elementwise("isinf"), expand=lambda x: torch.abs(x) == math.inf),
+    Op("isposinf", torch.isposinf, _elementwise("isposinf"), expand=lambda x: x == math.inf),
+    Op("isneginf", torch.isneginf, _elementwise("isneginf"), expand=lambda x: x == -math.inf),
+    Op("isfinite", torch.isfinite, _elementwise("isfinite"), expand=lambda x: torch.abs(x) < math.inf),
+    Op("relu", torch.relu, _elementwise("relu", "F.relu"), expand=_relu),
+    Op("gelu", F.gelu, ("F.gelu",), expand=_gelu),
+    Op("silu", F.silu, ("F.silu",), expand=_silu),
+    Op("softplus", F.softplus, ("F.softplus",), expand=_softplus),
+    Op("logsigmoid", F.logsigmoid, ("F.logsigmoid",), expand=_logsigmoid),
+]
+
+OPS: dict[str, Op] = {row.name: row for row in _ROWS}
+
+_HOMES = {"torch": torch, "Tensor": torch.Tensor, "F": F, "special": torch.special}
+
+
+def _spelled(spelling: str):
+    home, _, name = spelling.partition(".")
+    return getattr(_HOMES[home], name, None)
+
+
+def _index_functions() -> dict:
+    table = {}
+    for row in _ROWS:
+        for function in (row.torch, *map(_spelled, row.spellings)):
+            # `torch.floor_divide` and `operator.floordiv` name the same row; the first row to claim a spelling has it.
+            if function is not None:
+                table.setdefault(function, row)
+    return table
+
+
+FUNCTIONS: dict[Callable, Op] = _index_functions()
+METHODS: dict[str, Op] = {
+    spelling.removeprefix("Tensor."): row
+    for row in reversed(_ROWS)
+    for spelling in row.spellings
+    if spelling.startswith("Tensor.")
+}
+
+
+def supported_operations() -> str:
+    """The list that stands in the error for an operation which has no row."""
+    names = sorted({s.rpartition(".")[2] for row in _ROWS for s in row.spellings})
+    return ("Python's + - * / // % ** abs, comparisons, & | ^ ~ << >>, indexing of captured tensors, casts (.to, .float, "
+            ".int, .long, .bool, .half, .bfloat16), torch.tensor(number), *_like, new_*, and " + ", ".join(names))

@@ -1,0 +1,56 @@
+"""Rendering: a KernelSpec becomes the text of a kernel file. One environment, strict, one pass, no post-processing."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from importlib import resources
+
+import jinja2
+
+from .errors import RenderError
+from .lower import literal_text
+from .spec import KernelSpec
+
+
+def _load_template(name: str) -> str | None:
+    import flexpress.templates
+
+    source = resources.files(flexpress.templates) / name
+    return source.read_text(encoding="utf-8") if source.is_file() else None
+
+
+@functools.cache
+def environment() -> jinja2.Environment:
+    env = jinja2.Environment(
+        loader=jinja2.FunctionLoader(_load_template), undefined=jinja2.StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True, keep_trailing_newline=True)
+    env.filters["py"] = python_literal
+    return env
+
+
+def python_literal(value) -> str:
+    """Jinja prints `inf` and `true`; kernels need Python."""
+    return literal_text(value) if isinstance(value, (int, float)) else repr(value)
+
+
+def render(spec: KernelSpec) -> str:
+    """The text of the kernel that `spec` describes. Raises RenderError if a template prints something that is not Python."""
+    env = environment()
+    library = env.get_template("_helpers.jinja").module
+    helpers = tuple(dict.fromkeys(h for m in spec.mods if m for h in m.helpers))
+    texts = [getattr(library, h)().strip() for h in helpers]
+    context = {
+        **dict(spec.flags), "score_mod": None, "mask_mod": None, "mod": next(filter(None, spec.mods), None), **{f"{m.kind}_mod": m for m in spec.mods if m},
+        "helpers": texts, "title": spec.name.replace("_", " "),
+        "libdevice": any(m.libdevice for m in spec.mods if m) or any("libdevice." in t for t in texts),
+    }
+    name = f"{spec.template}.py.jinja"
+    text = env.get_template(name).render(context)
+    try:
+        ast.parse(text)
+    except SyntaxError as error:
+        line = text.splitlines()[(error.lineno or 1) - 1]
+        raise RenderError(f"templates/{name} printed a line that is not Python ({error.msg}), "
+                          f"line {error.lineno} of the kernel:\n    {line.strip()}") from error
+    return text

@@ -1,0 +1,117 @@
+"""KernelSpec: everything that changes the text of a kernel, and nothing that does not.
+
+Lengths, strides, batch and head counts, window sizes and slopes are not here: they are arguments at launch.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+
+from .expr import ModGraph
+from .lower import Snippet, Target, TensorLayout, lower
+
+
+@dataclass(frozen=True, slots=True)
+class ModText:
+    """A lowered mod as a template sees it. `recipe` says how to find each of `args` at launch (see `ModText.values`)."""
+
+    kind: str
+    name: str
+    lines: tuple[str, ...]
+    result: str
+    helpers: tuple[str, ...]
+    libdevice: bool
+    args: tuple[str, ...]
+    recipe: tuple[tuple, ...]
+
+    def values(self, captured: list) -> list:
+        """The kernel arguments, in the order of `args`, from the mod's captured values (tensors, then numbers)."""
+        found = []
+        for what, index, dim in self.recipe:
+            value = captured[index]
+            found.append(value if what == "value" else value.stride(dim) if what == "stride" else value.shape[dim])
+        return found
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """The arguments that are numbers: Triton must not compile anew for their values."""
+        return tuple(a for a in self.args if not a.startswith("ptr_"))
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One kernel: a template, the mods spliced into it and the structure flags that its Jinja reads."""
+
+    template: str
+    mods: tuple[ModText, ...]
+    flags: tuple[tuple[str, object], ...]
+    backend: str  # "cuda", "hip" or "cpu"
+
+    @property
+    def name(self) -> str:
+        """What the file is called: template, mods, then the flags that a reader would look for."""
+        flags = dict(self.flags)
+        parts = [self.template, *(_identifier(m.name) for m in self.mods if m)]
+        if "D_QK" in flags:
+            parts.append(f"d{flags['D_QK']}" + (f"x{flags['D_V']}" if flags["D_V"] != flags["D_QK"] else ""))
+        if "DTYPE" in flags:
+            parts.append({"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}[flags["DTYPE"]])
+        return "_".join(parts)
+
+
+def _identifier(name: str) -> str:
+    return re.sub(r"\W+", "_", name).strip("_").lower() or "mod"
+
+
+def layouts_of(graph: ModGraph, captured: list, plain: tuple, extents: dict[str, int]) -> tuple[TensorLayout, ...]:
+    """What the text may know of the captured tensors: unit and zero strides, 64-bit offsets, bounds that need no check."""
+    layouts = []
+    for i, capture in enumerate(graph.tensors):
+        tensor = captured[i]
+        strides = tensor.stride()
+        pattern = tuple("0" if s == 0 else "1" if s == 1 else "n" for s in strides)
+        reach = sum((n - 1) * s for n, s in zip(tensor.shape, strides, strict=True)) if tensor.numel() else 0
+        covers = frozenset((dim, symbol) for t, dim, symbol in plain
+                           if t == i and tensor.shape[dim] >= extents.get(symbol, 1 << 62))
+        layouts.append(TensorLayout(pattern, reach >= 1 << 31, covers))
+    return tuple(layouts)
+
+
+def mod_text(graph: ModGraph, layouts: tuple[TensorLayout, ...], names: dict[str, str], target: Target, *, shape: str,
+             taken: frozenset[str] = frozenset()) -> ModText:
+    """Lower a mod and name its arguments; names in `taken` (another mod's) get a suffix."""
+    graph = _renamed(graph, taken)
+    snippet: Snippet = lower(graph, names, layouts, target, prefix=graph.kind, shape=shape)
+    words = set(re.findall(r"\w+", "\n".join(snippet.lines)))
+    args, recipe = [], []
+    for i, capture in enumerate(graph.tensors):
+        candidates = [(f"ptr_{capture.name}", ("value", i, 0))]
+        for dim in range(capture.ndim):
+            candidates += [(f"stride_{capture.name}_{dim}", ("stride", i, dim)), (f"size_{capture.name}_{dim}", ("size", i, dim))]
+        for arg, how in candidates:
+            if arg in words:
+                args.append(arg)
+                recipe.append(how)
+    for j, capture in enumerate(graph.scalars):
+        if f"arg_{capture.name}" in words:
+            args.append(f"arg_{capture.name}")
+            recipe.append(("value", len(graph.tensors) + j, 0))
+    return ModText(graph.kind, graph.name, snippet.lines, snippet.result, snippet.helpers, snippet.libdevice,
+                   tuple(args), tuple(recipe))
+
+
+def _renamed(graph: ModGraph, taken: frozenset[str]) -> ModGraph:
+    from dataclasses import replace
+
+    if not taken & {c.name for c in (*graph.tensors, *graph.scalars)}:
+        return graph
+    tensors = tuple(replace(c, name=f"{c.name}_{graph.kind}") for c in graph.tensors)
+    scalars = tuple(replace(c, name=f"{c.name}_{graph.kind}") for c in graph.scalars)
+    return replace(graph, tensors=tensors, scalars=scalars)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

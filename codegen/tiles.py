@@ -1,0 +1,110 @@
+"""Tile sizes: one table per template, and what to do when a tile does not fit.
+
+A tile is chosen by (architecture class, head dim, element size, cost of the mods). The numbers for sm_90 were measured on an
+H100 (benchmarks/results); the others follow from shared memory. `fitting` drops a tile that the device's shared memory
+cannot hold, before launch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+SHARED_MEMORY = {"sm_80": 166_912, "sm_86": 101_376, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    BLOCK_M: int
+    BLOCK_N: int
+    num_warps: int
+    num_stages: int
+
+
+def architecture(backend: str, capability) -> str:
+    """The row of the tables for a device: "sm_80", "sm_86", "sm_90", "sm_100", "gfx942" or "cpu"."""
+    if backend == "cpu":
+        return "cpu"
+    if backend == "hip":
+        return "gfx942"
+    major, minor = capability
+    if major >= 10:
+        return "sm_86" if major >= 12 else "sm_100"  # consumer Blackwell has the small shared memory
+    if major == 9:
+        return "sm_90"
+    return "sm_80" if (major, minor) == (8, 0) else "sm_86"
+
+
+# (architecture, largest padded head dim, bytes per element) -> tile
+_FORWARD = {
+    ("sm_90", 64, 2): Tile(128, 128, 4, 3),
+    ("sm_90", 128, 2): Tile(128, 64, 8, 3),
+    ("sm_90", 256, 2): Tile(128, 64, 8, 2),
+    ("sm_90", 64, 4): Tile(128, 32, 4, 3),
+    ("sm_90", 128, 4): Tile(64, 32, 4, 2),
+    ("sm_90", 256, 4): Tile(32, 32, 4, 2),
+    ("sm_80", 64, 2): Tile(128, 64, 4, 3),
+    ("sm_80", 128, 2): Tile(128, 64, 8, 3),
+    ("sm_80", 256, 2): Tile(64, 32, 4, 2),
+    ("sm_80", 64, 4): Tile(64, 32, 4, 3),
+    ("sm_80", 128, 4): Tile(64, 32, 4, 2),
+    ("sm_80", 256, 4): Tile(32, 16, 4, 2),
+    ("gfx942", 64, 2): Tile(128, 64, 4, 1),
+    ("gfx942", 128, 2): Tile(128, 64, 4, 1),
+    ("gfx942", 256, 2): Tile(64, 32, 4, 1),
+    ("gfx942", 64, 4): Tile(64, 64, 4, 1),
+    ("gfx942", 128, 4): Tile(64, 32, 4, 1),
+    ("gfx942", 256, 4): Tile(32, 16, 4, 1),
+    ("cpu", 256, 2): Tile(64, 64, 1, 1),
+    ("cpu", 256, 4): Tile(64, 64, 1, 1),
+}
+
+
+def forward_tile(arch: str, d_qk: int, d_v: int, itemsize: int, *, q_block: int = 0, kv_block: int = 0,
+                 options: dict | None = None) -> Tile:
+    """The forward kernel's tile. d_qk and d_v are padded head dims; q_block and kv_block, a block mask's sizes, are multiples
+    of BLOCK_M and BLOCK_N. `options` are the user's (BLOCK_M, BLOCK_N, num_warps, num_stages)."""
+    family = {"sm_86": "sm_80", "sm_100": "sm_90"}.get(arch, arch)
+    width = max(d_qk, d_v)
+    rows = sorted(k[1] for k in _FORWARD if k[0] == family and k[2] == itemsize)
+    tile = _FORWARD[family, next((w for w in rows if w >= width), rows[-1]), itemsize]
+    chosen = {k: v for k, v in (options or {}).items() if k in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")}
+    if q_block and "BLOCK_M" not in chosen:
+        tile = replace(tile, BLOCK_M=_divisor(tile.BLOCK_M, q_block))
+    if kv_block and "BLOCK_N" not in chosen:
+        tile = replace(tile, BLOCK_N=_divisor(tile.BLOCK_N, kv_block))
+    if arch != "cpu":
+        tile = fitting(tile, arch, d_qk, d_v, itemsize)
+    return replace(tile, **chosen)
+
+
+def _divisor(size: int, of: int) -> int:
+    """The largest power of two up to `size` that divides `of`."""
+    while of % size:
+        size //= 2
+    return size
+
+
+def fitting(tile: Tile, arch: str, d_qk: int, d_v: int, itemsize: int) -> Tile:
+    """`tile`, or the next smaller one whose Q tile and pipelined K and V blocks fit into shared memory."""
+    while shared_bytes(tile, d_qk, d_v, itemsize) > SHARED_MEMORY[arch]:
+        smaller = next_smaller(tile)
+        if smaller is None:
+            return tile
+        tile = smaller
+    return tile
+
+
+def shared_bytes(tile: Tile, d_qk: int, d_v: int, itemsize: int) -> int:
+    """An upper estimate of a forward tile's shared memory in bytes."""
+    return itemsize * (tile.BLOCK_M * max(d_qk, d_v) + max(tile.num_stages - 1, 1) * tile.BLOCK_N * (d_qk + d_v))
+
+
+def next_smaller(tile: Tile) -> Tile | None:
+    """Fewer stages first, then a narrower block, then a shorter one; None below 16 x 16."""
+    if tile.num_stages > 1:
+        return replace(tile, num_stages=tile.num_stages - 1)
+    if tile.BLOCK_N > 16:
+        return replace(tile, BLOCK_N=tile.BLOCK_N // 2)
+    if tile.BLOCK_M > 16:
+        return replace(tile, BLOCK_M=tile.BLOCK_M // 2)
+    return None

@@ -1,0 +1,19 @@
+"""Flexpress prints attention kernels: score_mod and mask_mod as Python functions, a readable Triton kernel for each, run at once.
+
+    from flexpress import create_block_mask, flex_attention
+    from flexpress.mods import alibi, sliding_window
+
+    mask = create_block_mask(sliding_window(1024), None, None, S, S, device="cuda")
+    out = flex_attention(q, k, v, score_mod=alibi(slopes), block_mask=mask)
+"""
+
+from flexpress.attention import AuxOutput, AuxRequest, flex_attention
+from flexpress.block_mask import BlockMask, and_masks, create_block_mask, create_mask, noop_mask, or_masks
+from flexpress.codegen.cache import VERSION as __version__
+from flexpress.codegen.errors import ModError, RenderError
+from flexpress.inspection import CacheInfo, cache_clear, cache_dir, cache_info, printed_kernels
+
+__all__ = [
+    "AuxOutput", "AuxRequest", "BlockMask", "CacheInfo", "ModError", "RenderError", "__version__", "and_masks", "cache_clear",
+    "cache_dir", "cache_info", "create_block_mask", "create_mask", "flex_attention", "noop_mask", "or_masks", "printed_kernels",
+]

@@ -1,0 +1,265 @@
+"""BlockMask: which blocks of the attention matrix are empty, partial or full; and the functions that make and combine masks.
+
+The attributes have the names and the meaning of torch.nn.attention.flex_attention.BlockMask, whose objects are accepted
+wherever ours are.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import torch
+
+from flexpress.codegen import masks
+from flexpress.codegen.forward import BlockLists
+from flexpress.codegen.signature import bind
+
+DEFAULT_BLOCK_SIZE = 128
+
+
+def noop_mask(b, h, q_idx, kv_idx):
+    """The mask that hides nothing."""
+    return b.new_ones((), dtype=torch.bool)
+
+
+def and_masks(*mask_mods: Callable) -> Callable:
+    """The mask_mod that is true where all of `mask_mods` are. Source: torch.nn.attention.flex_attention.and_masks."""
+    return _combined(mask_mods, "and", lambda b: b.new_ones((), dtype=torch.bool), lambda x, y: x & y)
+
+
+def or_masks(*mask_mods: Callable) -> Callable:
+    """The mask_mod that is true where any of `mask_mods` is. Source: torch.nn.attention.flex_attention.or_masks."""
+    return _combined(mask_mods, "or", lambda b: b.new_zeros((), dtype=torch.bool), lambda x, y: x | y)
+
+
+def _combined(mask_mods: tuple, word: str, start: Callable, join: Callable) -> Callable:
+    for i, mod in enumerate(mask_mods):
+        if not callable(mod):
+            raise TypeError(f"{word}_masks: argument {i} must be a mask_mod, got {type(mod).__name__}")
+
+    def combined(b, h, q_idx, kv_idx):
+        result = start(b)
+        for mod in mask_mods:
+            result = join(result, mod(b, h, q_idx, kv_idx))
+        return result
+
+    combined.__name__ = f"_{word}_".join(getattr(m, "__name__", type(m).__name__) for m in mask_mods) or f"{word}_masks"
+    return combined
+
+
+class BlockMask:
+    """A block-sparse mask.
+
+    seq_lengths           (Q_LEN, KV_LEN)
+    BLOCK_SIZE            (Q block, KV block) in positions
+    kv_num_blocks         int32 (B, H, rows): how many partial KV blocks each row of query blocks has; B and H may be 1
+    kv_indices            int32 (B, H, rows, columns): which ones, ascending; entries past the count mean nothing
+    full_kv_num_blocks    the same for blocks in which every position attends (no mask_mod needed); None if not kept apart
+    full_kv_indices
+    q_num_blocks, q_indices, full_q_num_blocks, full_q_indices
+                          the transposed lists (B, H, columns[, rows]), made when first asked for
+    mask_mod              decides single positions inside partial blocks
+    """
+
+    def __init__(self, seq_lengths, kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, BLOCK_SIZE, mask_mod,
+                 *, _interior: bool | None = None) -> None:
+        self.seq_lengths = tuple(seq_lengths)
+        self.BLOCK_SIZE = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else tuple(BLOCK_SIZE)
+        self.kv_num_blocks, self.kv_indices = kv_num_blocks, kv_indices
+        self.full_kv_num_blocks, self.full_kv_indices = full_kv_num_blocks, full_kv_indices
+        self.mask_mod = mask_mod
+        self._interior = self.seq_lengths[1] % self.BLOCK_SIZE[1] == 0 if _interior is None else _interior
+        self._transposed: tuple | None = None
+        self._lists: BlockLists | None = None
+
+    @classmethod
+    def from_kv_blocks(cls, kv_num_blocks, kv_indices, full_kv_num_blocks=None, full_kv_indices=None,
+                       BLOCK_SIZE=DEFAULT_BLOCK_SIZE, mask_mod=None, seq_lengths=None) -> BlockMask:
+        """A block mask from lists made elsewhere; shapes as in the class. mask_mod=None hides nothing inside the listed blocks."""
+        if kv_indices.dim() < 2:
+            raise ValueError(f"kv_indices must have at least 2 dimensions (rows, columns), got shape {tuple(kv_indices.shape)}")
+        if (full_kv_num_blocks is None) != (full_kv_indices is None):
+            raise ValueError("full_kv_num_blocks and full_kv_indices go together: give both or neither")
+        if kv_num_blocks.shape != kv_indices.shape[:-1]:
+            raise ValueError(f"kv_num_blocks has shape {tuple(kv_num_blocks.shape)}, but kv_indices {tuple(kv_indices.shape)} needs "
+                             f"{tuple(kv_indices.shape[:-1])}")
+        size = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else tuple(BLOCK_SIZE)
+        if seq_lengths is None:
+            seq_lengths = (kv_indices.shape[-2] * size[0], kv_indices.shape[-1] * size[1])
+        return cls(seq_lengths, kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, size, mask_mod or noop_mask)
+
+    def as_lists(self) -> BlockLists:
+        """The lists as kernels read them: 4-dimensional, contiguous, int32."""
+        if self._lists is None:
+            self._lists = lists_of(self, self._interior)
+        return self._lists
+
+    def _transpose(self) -> tuple:
+        if self._transposed is None:
+            status = _status_of(self.as_lists(), -(-self.seq_lengths[1] // self.BLOCK_SIZE[1]))
+            self._transposed = tuple(masks.block_lists(status.transpose(-1, -2), self.full_kv_indices is not None))
+        return self._transposed
+
+    q_num_blocks = property(lambda self: self._transpose()[0])
+    q_indices = property(lambda self: self._transpose()[1])
+    full_q_num_blocks = property(lambda self: self._transpose()[2] if self.full_kv_indices is not None else None)
+    full_q_indices = property(lambda self: self._transpose()[3] if self.full_kv_indices is not None else None)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(B, H, Q_LEN, KV_LEN)"""
+        return (*self.kv_indices.shape[:-2], *self.seq_lengths)
+
+    def numel(self) -> int:
+        """Positions in the mask, hidden ones included."""
+        return torch.Size(self.shape).numel()
+
+    def sparsity(self) -> float:
+        """The percentage of positions that lie in empty blocks."""
+        blocks = self.kv_num_blocks.sum()
+        if self.full_kv_num_blocks is not None:
+            blocks = blocks + self.full_kv_num_blocks.sum()
+        rows, columns = (-(-n // size) for n, size in zip(self.seq_lengths, self.BLOCK_SIZE, strict=True))
+        total = torch.Size(self.kv_indices.shape[:-2]).numel() * rows * columns
+        return 100.0 * (1.0 - blocks.item() / total) if total else 0.0
+
+    def to_dense(self) -> torch.Tensor:
+        """int32 (B, H, rows, columns): 1 where a block is partial or full."""
+        status = _status_of(self.as_lists(), -(-self.seq_lengths[1] // self.BLOCK_SIZE[1]))
+        return (status != 0).to(torch.int32).reshape(*self.kv_indices.shape[:-1], status.shape[-1])
+
+    def to(self, device) -> BlockMask:
+        """The same mask with its lists on another device."""
+        moved = [None if t is None else t.to(device) for t in (self.kv_num_blocks, self.kv_indices, self.full_kv_num_blocks,
+                                                               self.full_kv_indices)]
+        return BlockMask(self.seq_lengths, *moved, self.BLOCK_SIZE, self.mask_mod, _interior=self._interior)
+
+    def to_string(self, grid_size: int | tuple[int, int] = (20, 20), limit: int = 4) -> str:
+        """A picture of the blocks: full, partial (or mixed) and empty as `██`, `░░` and blanks, one batch and head each.
+
+        grid_size is the largest number of (rows, columns) drawn, -1 for all of them; `limit` the number of pictures.
+        """
+        lists = self.as_lists()
+        status = _status_of(lists, -(-self.seq_lengths[1] // self.BLOCK_SIZE[1])).cpu()
+        rows, columns = status.shape[-2:]
+        limits = (rows, columns) if grid_size == -1 else (grid_size, grid_size) if isinstance(grid_size, int) else grid_size
+        step_r, step_c = (max(1, -(-n // most)) for n, most in zip((rows, columns), limits, strict=True))
+        pictures = []
+        for z, h in itertools.product(range(status.shape[0]), range(status.shape[1])):
+            if len(pictures) == limit:
+                pictures.append(f"... {status.shape[0] * status.shape[1] - limit} more; raise limit= to see them")
+                break
+            lines = [f"({z}, {h})"]
+            for r in range(0, rows, step_r):
+                cells = (status[z, h, r:r + step_r, c:c + step_c] for c in range(0, columns, step_c))
+                lines.append("".join("  " if not cell.any() else "██" if bool((cell == 2).all()) else "░░" for cell in cells))
+            pictures.append("\n".join(lines))
+        return "\n\n".join(pictures)
+
+    def __repr__(self) -> str:
+        name = getattr(self.mask_mod, "__name__", type(self.mask_mod).__name__)
+        return f"BlockMask(shape={self.shape}, BLOCK_SIZE={self.BLOCK_SIZE}, sparsity={self.sparsity():.2f}%, mask_mod={name})"
+
+    def __str__(self) -> str:
+        return f"{self!r}\n{self.to_string()}"
+
+
+def lists_of(mask, interior: bool) -> BlockLists:
+    """BlockLists of a BlockMask of ours or of torch's."""
+
+    def ready(tensor, ndim):
+        if tensor is None:
+            return None
+        while tensor.dim() < ndim:
+            tensor = tensor.unsqueeze(0)
+        return tensor.to(torch.int32).contiguous()
+
+    q_block, kv_block = mask.BLOCK_SIZE
+    return BlockLists(ready(mask.kv_num_blocks, 3), ready(mask.kv_indices, 4), ready(mask.full_kv_num_blocks, 3),
+                      ready(mask.full_kv_indices, 4), q_block, kv_block, interior)
+
+
+def _status_of(lists: BlockLists, columns: int) -> torch.Tensor:
+    """int8 (B, H, rows, columns) from lists: 0 empty, 1 partial, 2 full."""
+    status = torch.zeros((*lists.kv_num_blocks.shape, columns + 1), dtype=torch.int8, device=lists.kv_indices.device)
+    for value, counts, indices in ((1, lists.kv_num_blocks, lists.kv_indices), (2, lists.full_kv_num_blocks, lists.full_kv_indices)):
+        if indices is not None:
+            position = torch.arange(indices.shape[-1], device=indices.device)
+            listed = torch.where(position < counts[..., None], indices, columns)  # the extra column takes what is not listed
+            status.scatter_(-1, listed.long(), value)
+    return status[..., :columns]
+
+
+def create_block_mask(mask_mod: Callable, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, device=None,
+                      BLOCK_SIZE: int | tuple[int, int] = DEFAULT_BLOCK_SIZE, *, separate_full_blocks: bool = True) -> BlockMask:
+    """The BlockMask of `mask_mod(b, h, q_idx, kv_idx) -> bool` for B x H masks of Q_LEN x KV_LEN.
+
+    B, H                  None (or 1) if the mask is the same for every batch entry or head
+    device                of the lists; the current accelerator by default, else the CPU
+    BLOCK_SIZE            one size or (Q, KV); attention kernels need multiples of 16
+    separate_full_blocks  False: list full blocks as partial ones too, so that mask_mod is evaluated everywhere
+
+    A printed kernel evaluates mask_mod block by block; no mask of Q_LEN x KV_LEN is ever in memory. Raises ModError if the
+    mod cannot be traced, ValueError or TypeError for other arguments.
+    """
+    B, H = _extent("B", B), _extent("H", H)
+    for name, value in (("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ValueError(f"{name} must be a length, got {value!r}")
+    size = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else tuple(BLOCK_SIZE)
+    if len(size) != 2 or not all(isinstance(n, int) and n > 0 for n in size):
+        raise ValueError(f"BLOCK_SIZE must be a positive integer or a pair of them, got {BLOCK_SIZE!r}")
+    device = resolve_device(device)
+    bound = bind(mask_mod, "mask")
+    check_captured_device(bound, device, "mask_mod")
+    status = masks.block_status(bound, B, H, Q_LEN, KV_LEN, device, *size)
+    lists = masks.block_lists(status, separate_full_blocks)
+    full = lists[2:] if separate_full_blocks else (None, None)
+    return BlockMask((Q_LEN, KV_LEN), *lists[:2], *full, size, mask_mod, _interior=True)
+
+
+def create_mask(mod_fn: Callable, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, device=None) -> torch.Tensor:
+    """The dense mask, bool (B, H, Q_LEN, KV_LEN), of a mask_mod; or of a score_mod, where it does not turn a zero score into -inf.
+
+    For looking at and for tests: attention never needs it.
+    """
+    device = resolve_device(device)
+    kind = "score" if _positional(mod_fn) == 5 else "mask"
+    bound = bind(mod_fn, kind)
+    check_captured_device(bound, device, f"{kind}_mod")
+    return masks.dense_mask(bound, _extent("B", B), _extent("H", H), Q_LEN, KV_LEN, device)
+
+
+def _positional(mod) -> int:
+    import inspect
+
+    parameters = inspect.signature(mod).parameters.values()
+    return sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+
+
+def _extent(name: str, value: int | None) -> int:
+    if value is None:
+        return 1
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a positive integer or None, got {value!r}")
+    return value
+
+
+def resolve_device(device) -> torch.device:
+    """A device with its index, so that it compares equal to a tensor's."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def check_captured_device(bound, device: torch.device, where: str) -> None:
+    """Kernels read captured tensors where they lie: on the device of the call."""
+    graph, values = bound
+    for capture, tensor in zip(graph.tensors, values, strict=False):
+        if tensor.device != device:
+            raise ValueError(f"{where} {graph.name} captures {capture.name}, a tensor of shape {tuple(tensor.shape)} on {tensor.device}, "
+                             f"but the call is on {device}; move it with .to({str(device)!r})")

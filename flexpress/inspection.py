@@ -1,0 +1,29 @@
+"""Looking behind the front door: counters of the caches, and where the printed kernels lie."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from flexpress.codegen import cache, forward, kernel, masks, signature
+from flexpress.codegen.cache import CacheInfo, cache_dir
+
+__all__ = ["CacheInfo", "cache_clear", "cache_dir", "cache_info", "printed_kernels"]
+
+
+def cache_info() -> CacheInfo:
+    """How many mods were traced, kernels printed and compiled, and calls found everything ready, since the process started."""
+    return replace(cache.INFO)
+
+
+def cache_clear() -> None:
+    """Forget traces, plans and loaded kernels, and set the counters to zero. Files on disk stay."""
+    for module in (signature, forward, masks, kernel):
+        module.clear()
+    for name in vars(CacheInfo()):
+        setattr(cache.INFO, name, 0)
+
+
+def printed_kernels() -> list[Path]:
+    """The files of the kernels this process has used, oldest first."""
+    return [k.path for k in kernel.loaded()]

@@ -1,0 +1,37 @@
+"""Recipes: score_mods and mask_mods of the literature, one idea per file.
+
+Each name is a factory that checks its arguments and returns the function to pass to `flex_attention` or
+`create_block_mask`; `causal` alone is that function already. The functions they return follow
+torch.nn.attention.flex_attention, so they run there too. Nothing here imports more than torch.
+"""
+
+from .alibi import alibi, alibi_slopes, alibi_symmetric
+from .causal import causal, causal_offset
+from .compose import compose_scores
+from .dilated_window import dilated_window
+from .document import document, document_from_offsets
+from .global_sliding import global_sliding
+from .prefix_lm import prefix_lm
+from .relative_bias import relative_bias, t5_bias, t5_bucket
+from .sliding_window import sliding_window, sliding_window_bidirectional
+from .softcap import softcap
+
+__all__ = [
+    "alibi",
+    "alibi_slopes",
+    "alibi_symmetric",
+    "causal",
+    "causal_offset",
+    "compose_scores",
+    "dilated_window",
+    "document",
+    "document_from_offsets",
+    "global_sliding",
+    "prefix_lm",
+    "relative_bias",
+    "sliding_window",
+    "sliding_window_bidirectional",
+    "softcap",
+    "t5_bias",
+    "t5_bucket",
+]

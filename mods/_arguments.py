@@ -1,0 +1,79 @@
+"""Argument checks that the recipes share: each names the argument, says what was got and what to do instead.
+
+They look at types, dtypes and shapes only. No check reads the values of a tensor, so none waits for a device.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (b, h, q_idx, kv_idx) -> bool
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]  # (score, b, h, q_idx, kv_idx) -> score
+
+
+def whole_number(recipe: str, name: str, value: object, remedy: str, minimum: int | None = None) -> int:
+    """`value` as a Python int; TypeError if it is not a whole number, ValueError if it is below `minimum`."""
+    if isinstance(value, (bool, Tensor)) or not hasattr(value, "__index__"):
+        raise TypeError(f"{recipe}(): {name} must be an int, got {_described(value)}; {remedy}")
+    number = operator.index(value)
+    if minimum is not None and number < minimum:
+        raise ValueError(f"{recipe}(): {name} must be at least {minimum}, got {number}; {remedy}")
+    return number
+
+
+def positive_number(recipe: str, name: str, value: object, remedy: str) -> float:
+    """`value` as a Python float; TypeError if it is no real number, ValueError unless finite and above 0."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{recipe}(): {name} must be a number, got {_described(value)}; {remedy}")
+    number = float(value)
+    if not (math.isfinite(number) and number > 0):
+        raise ValueError(f"{recipe}(): {name} must be finite and above 0, got {number}; {remedy}")
+    return number
+
+
+def float_tensor(recipe: str, name: str, value: object, *shapes: tuple[str, ...]) -> Tensor:
+    """`value` itself, a floating-point tensor of a rank among `shapes`; else TypeError or ValueError."""
+    tensor = _tensor(recipe, name, value, shapes)
+    if not tensor.dtype.is_floating_point:
+        raise TypeError(f"{recipe}(): {name} must have a floating-point dtype, got {tensor.dtype}; "
+                        f"convert it with {name}.float()")
+    return tensor
+
+
+def integer_tensor(recipe: str, name: str, value: object, *shapes: tuple[str, ...]) -> Tensor:
+    """`value` itself, an integer tensor of a rank among `shapes`; else TypeError or ValueError."""
+    tensor = _tensor(recipe, name, value, shapes)
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool:
+        raise TypeError(f"{recipe}(): {name} must have an integer dtype, got {tensor.dtype}; "
+                        f"convert it with {name}.int()")
+    return tensor
+
+
+def function(recipe: str, name: str, value: object, remedy: str) -> Callable:
+    """`value` itself if it can be called, else TypeError."""
+    if not callable(value):
+        raise TypeError(f"{recipe}(): {name} must be a function, got {_described(value)}; {remedy}")
+    return value
+
+
+def _tensor(recipe: str, name: str, value: object, shapes: tuple[tuple[str, ...], ...]) -> Tensor:
+    wanted = " or ".join(f"({', '.join(shape)}{',' * (len(shape) == 1)})" for shape in shapes)
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{recipe}(): {name} must be a tensor of shape {wanted}, got {_described(value)}; "
+                        f"make one with torch.tensor(...)")
+    if value.dim() not in {len(shape) for shape in shapes}:
+        raise ValueError(f"{recipe}(): {name} must have shape {wanted}, got {tuple(value.shape)}; "
+                         f"reshape or index it to that rank")
+    return value
+
+
+def _described(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
+    return f"{value!r} ({type(value).__name__})"

@@ -1,0 +1,263 @@
+"""The benchmark programs, as far as they can be tried without a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import math
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+sys.path.insert(
+    0, str(BENCHMARKS)
+)  # the programs import each other by plain names, as they do when run as scripts
+common, forward, implementations, latency, block_mask, reference, workloads = map(
+    importlib.import_module,
+    ("common", "forward", "implementations", "latency", "block_mask", "reference", "workloads"),
+)
+
+LENGTH, SIZE = 97, 13
+
+
+def small(row, **changes):
+    """Return a workload of the same kind that a test can afford."""
+    return dataclasses.replace(row, length=LENGTH, size=min(row.size, SIZE), **changes)
+
+
+@pytest.mark.parametrize("row", workloads.WORKLOADS, ids=lambda row: row.name)
+def test_pairs_against_brute_force(row):
+    row = small(row)
+    _, mask_mod = row.make_mods("cpu")
+    zero = torch.tensor(0)
+    brute = sum(
+        1 if mask_mod is None else int(mask_mod(zero, zero, torch.tensor(i), torch.tensor(j)))
+        for i in range(row.length)
+        for j in range(row.length)
+    )
+    assert workloads.count_pairs(mask_mod, row.length, chunk=40) == brute
+    assert workloads.count_pairs(mask_mod, row.length) == brute
+
+
+def test_pairs_in_closed_form():
+    def pairs(name, **changes):
+        row = dataclasses.replace(workloads.BY_NAME[name], **changes)
+        return workloads.count_pairs(row.make_mods("cpu")[1], row.length)
+
+    triangle = 4096 * 4097 // 2
+    assert pairs("full_d128") == 4096**2
+    assert pairs("causal_d128") == triangle
+    assert pairs("causal_4001") == 4001 * 4002 // 2
+    assert pairs("prefix_d128") == triangle + 1024 * 1023 // 2
+    assert pairs("window_16k", length=3000) == 1024 * 1025 // 2 + (3000 - 1024) * 1024
+    ids = workloads.document_ids(5000, 12, "cpu")
+    assert ids.dtype == torch.int32 and ids.diff().min() == 0
+    sizes = ids.bincount()
+    assert len(sizes) == 12 and sizes.min() > 0
+    assert pairs("documents_16k", length=5000) == int((sizes * (sizes + 1) // 2).sum())
+
+
+def test_every_row_has_its_own_name():
+    assert len(workloads.BY_NAME) == len(workloads.WORKLOADS) == 16
+
+
+def test_operations_and_rates():
+    plain = workloads.BY_NAME["full_d128"]
+    assert plain.forward_flops(4096**2) == 4 * 4 * 16 * 4096**2 * 128
+    assert plain.backward_flops(4096**2) == 2.5 * plain.forward_flops(4096**2)
+    assert workloads.BY_NAME["mla_causal"].forward_flops(10) == 2 * (192 + 128) * 10 * 2 * 16
+    assert workloads.BY_NAME["causal_gqa"].forward_flops(1) == 2 * 256 * 4 * 32
+    assert common.tflops(549_755_813_888, 1.0) == pytest.approx(549.755813888)
+    assert (
+        common.ratio(3.0, 2.0) == 1.5 and common.ratio(None, 2.0) is None and common.ratio(1.0, None) is None
+    )
+
+
+def test_inputs_are_the_same_for_the_same_seed():
+    row = small(workloads.BY_NAME["mla_causal"])
+    first, again, other = row.inputs("cpu"), row.inputs("cpu"), row.inputs("cpu", seed=1)
+    assert [tuple(x.shape) for x in first] == [
+        (2, 16, 97, 192),
+        (2, 16, 97, 192),
+        (2, 16, 97, 128),
+        (2, 16, 97, 128),
+    ]
+    assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+    assert not torch.equal(first[0], other[0])
+
+
+def test_results_are_replaced_whole(tmp_path, monkeypatch):
+    out = tmp_path / "deep" / "results.json"
+    common.write_results(out, {"gpu": None}, [{"case": "a"}])
+    assert common.read_results(out) == ({"gpu": None}, [{"case": "a"}])
+    with pytest.raises(ValueError):
+        common.write_results(out, {}, [{"rel_err": math.nan}])
+
+    def crash(source, target):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(common.os, "replace", crash)
+    with pytest.raises(KeyboardInterrupt):
+        common.write_results(out, {}, [])
+    assert common.read_results(out) == ({"gpu": None}, [{"case": "a"}])
+    assert [path.name for path in out.parent.iterdir()] == ["results.json"]
+
+
+def test_header_is_json_without_a_gpu():
+    head = common.header("abc123")
+    assert head["commit"] == "abc123" and head["torch"] == torch.__version__
+    assert set(head) >= {"gpu", "driver", "torch", "triton", "cuda", "flexpress", "commit", "date"}
+    json.dumps(head, allow_nan=False)
+
+
+def test_choices_keep_their_order_and_name_the_unknown():
+    choose = common.names(("a", "b", "c"))
+    assert choose("c, a") == ["a", "c"]
+    with pytest.raises(common.argparse.ArgumentTypeError, match="x: choose from a, b, c"):
+        choose("a,x")
+    with pytest.raises(common.argparse.ArgumentTypeError):
+        choose(",")
+
+
+def test_default_options_parse():
+    args = forward.parse([])
+    assert args.cases == list(workloads.BY_NAME)
+    assert args.impls == ["flexpress", "torch_flex", "cudnn", "flash"]
+    assert set(latency.CASES) <= set(workloads.BY_NAME)
+    assert latency.parse([]).measures == list(latency.MEASURES)
+    assert block_mask.parse(["--lengths", "32768"]).lengths == ["32768"]
+
+
+REFERENCE_CASES = ("full_d128", "causal_gqa", "softcap_window_d256", "mla_causal", "relative_bias_d128")
+
+
+@pytest.mark.parametrize("name", REFERENCE_CASES)
+def test_reference_agrees_with_plain_attention(name):
+    row = small(workloads.BY_NAME[name], batch=2)
+    score_mod, mask_mod = row.make_mods("cpu")
+    *tensors, grad_out = (x.double() for x in row.inputs("cpu"))
+    q, k, v = (x.requires_grad_() for x in tensors)
+    group = row.heads // row.kv_heads
+    scores = q @ k.repeat_interleave(group, 1).mT * row.d_qk**-0.5
+    b, h, i, j = torch.meshgrid(*map(torch.arange, scores.shape), indexing="ij")
+    if score_mod:
+        scores = score_mod(scores, b, h, i, j)
+    if mask_mod:
+        scores = scores.where(mask_mod(b, h, i, j), -math.inf)
+    out = scores.softmax(-1) @ v.repeat_interleave(group, 1)
+    grads = torch.autograd.grad(out, (q, k, v), grad_out)
+    answers = reference.references(row, (q, k, v), (score_mod, mask_mod), grad_out, chunk=40)
+    assert [(x.batch, x.kv_head) for x in answers] == [(0, 0), (1, row.kv_heads - 1)]
+    assert max(reference.output_errors(answers, out)) < 1e-12
+    assert reference.gradient_error(answers, *grads) < 1e-12
+    assert reference.gradient_error(answers, grads[0], grads[1] * 1.5, grads[2]) == pytest.approx(0.5)
+    out[-1, -1, 50] = 0
+    overall, worst = reference.output_errors(answers, out)
+    assert 0 < overall < worst == pytest.approx(1)
+
+
+@pytest.fixture
+def candidates(monkeypatch):
+    """Stand-ins for implementations: right, wrong, leaving a row unwritten, and raising."""
+
+    def right(row, mods, device):
+        def attention(q, k, v):
+            k, v = (x.repeat_interleave(row.heads // row.kv_heads, 1) for x in (k, v))
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=row.mask is not None)
+
+        return attention
+
+    def wrong(row, mods, device):
+        return lambda q, k, v: right(row, mods, device)(q, k, v) * 1.1
+
+    def unwritten(row, mods, device):
+        return lambda q, k, v: right(row, mods, device)(q, k, v).index_fill(2, torch.tensor([5]), math.nan)
+
+    def broken(row, mods, device):
+        raise RuntimeError("\nno such luck\nand more")
+
+    stand_ins = (right, wrong, unwritten, broken)
+    found = {build.__name__: implementations.Implementation(build) for build in stand_ins}
+    monkeypatch.setattr(forward, "IMPLEMENTATIONS", found)
+    monkeypatch.setattr(common, "time_ms", lambda fn, rep: fn() is not None and 2.0)
+    return list(found)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_failures_become_rows(candidates, tmp_path, backward):
+    case = small(workloads.BY_NAME["causal_gqa"], batch=1)
+    rows: list[dict] = []
+    marker = tmp_path / "running"
+    forward.run_case(case, candidates, rows, forward.Watch(marker), device="cpu", backward=backward)
+    assert not marker.exists()
+    right, wrong, unwritten, broken = rows
+    flops = 2 * 256 * (97 * 98 // 2) * 32
+    assert right["fwd_ms"] == 2.0 and right["fwd_rounds"] == [2.0, 2.0]
+    assert right["fwd_tflops"] == pytest.approx(flops * 1e-9 / 2)
+    assert right["bwd_tflops"] == (pytest.approx(2.5 * flops * 1e-9 / 2) if backward else None)
+    assert 0 < right["rel_err"] < 0.02 and "error" not in right
+    assert wrong["rel_err"] == pytest.approx(0.1, rel=0.1) and wrong["error"].startswith("WrongResult")
+    assert unwritten["rel_err"] is None and unwritten["error"].startswith("WrongResult")
+    assert broken["error"] == "RuntimeError: no such luck"
+    assert all(row["fwd_ms"] is None for row in rows[1:]) and all(map(forward.finished, rows))
+    common.write_results(tmp_path / "results.json", {}, rows)
+
+
+def test_a_dead_worker_is_blamed_and_replaced(tmp_path, monkeypatch):
+    """The first worker dies in a kernel, the second loses the GPU, the third finishes."""
+    args = forward.parse(["--out", str(tmp_path / "results.json")])
+    marker = forward.marker_of(args.out)
+    endings = iter((-11, forward.DEVICE_LOST, 0))
+
+    def worker(command):
+        code = next(endings)
+        if code == -11:
+            marker.write_text('["causal_d128", "flexpress"]')
+        return code
+
+    monkeypatch.setattr(forward.subprocess, "call", worker)
+    assert forward.supervise(args, []) == 0
+    _, (row,) = common.read_results(args.out)
+    assert (row["case"], row["impl"]) == ("causal_d128", "flexpress") and "code -11" in row["error"]
+    assert next(endings, None) is None and not marker.exists()
+
+
+def fake_rows():
+    """Rows of two cases, one of them failed."""
+    rates = {
+        ("causal_d128", "flexpress"): 500.0,
+        ("causal_d128", "torch_flex"): 400.0,
+        ("causal_d128", "cudnn"): 625.0,
+        ("alibi_full_d64", "flexpress"): 300.0,
+    }
+    rows = [
+        forward.new_row(*key) | {"fwd_ms": 1.0, "fwd_tflops": rate, "rel_err": 0.003}
+        for key, rate in rates.items()
+    ]
+    return [*rows, forward.new_row("alibi_full_d64", "torch_flex") | {"error": "RuntimeError: out of luck"}]
+
+
+def test_summary():
+    _, causal, alibi = forward.summary(fake_rows()).splitlines()
+    assert causal.split() == ["causal_d128", "500", "400", "625", "1.25", "0.8", "0.003"]
+    assert alibi.split() == ["alibi_full_d64", "300", "failed", "-", "-", "-", "0.003"]
+
+
+def plot_module() -> ModuleType:
+    pytest.importorskip("matplotlib")
+    return importlib.import_module("plot")
+
+
+def test_plot(tmp_path):
+    plot = plot_module()
+    results, out = tmp_path / "results.json", tmp_path / "out.png"
+    common.write_results(results, {"gpu": "Some GPU", "torch": "2.0"}, fake_rows())
+    assert plot.main([str(results), str(out)]) == 0
+    assert out.read_bytes().startswith(b"\x89PNG") and out.stat().st_size > 10_000
+    with pytest.raises(ValueError, match="bwd_tflops"):
+        plot.main([str(results), str(out), "--backward"])

@@ -1,0 +1,541 @@
+"""Every recipe against plain Python: its formula written out a second time, in loops over ints.
+
+The left-hand side is what torch itself makes of the recipe (`create_mask`, vmap over the scores, eager
+flex_attention), so these tests also hold the recipes to torch's rules for mods. No kernel is printed here.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import math
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+from torch.nn.attention import flex_attention as torch_flex
+
+from flexpress import mods
+from flexpress.mods import (
+    alibi,
+    alibi_slopes,
+    alibi_symmetric,
+    causal,
+    causal_offset,
+    compose_scores,
+    dilated_window,
+    document,
+    document_from_offsets,
+    global_sliding,
+    prefix_lm,
+    relative_bias,
+    sliding_window,
+    sliding_window_bidirectional,
+    softcap,
+    t5_bias,
+    t5_bucket,
+)
+
+SIZES = [(13, 13), (7, 12), (12, 7)]  # (Q_LEN, KV_LEN)
+fast = settings(max_examples=25, deadline=None)
+
+
+def dense_mask(mask_mod, q_len, kv_len, batch=2, heads=3):
+    """What torch makes of a mask_mod: bool array (batch, heads, q_len, kv_len)."""
+    mask = torch_flex.create_mask(mask_mod, batch, heads, q_len, kv_len, device="cpu")
+    assert mask.dtype == torch.bool
+    return mask.expand(batch, heads, q_len, kv_len).numpy()
+
+
+def expected_mask(rule, q_len, kv_len, batch=2, heads=3):
+    """The same from ``rule(b, i, j) -> bool``, called with Python ints."""
+    cells = [[[bool(rule(b, i, j)) for j in range(kv_len)] for i in range(q_len)] for b in range(batch)]
+    mask = np.array(cells).reshape(batch, 1, q_len, kv_len)
+    return np.broadcast_to(mask, (batch, heads, q_len, kv_len))
+
+
+def dense_scores(score_mod, scores):
+    """What torch's vmap makes of a score_mod for scores (B, H, Q_LEN, KV_LEN), with int32 indices."""
+    mod = score_mod
+    for mapped in (4, 3, 2, 1):  # kv_idx innermost, b outermost
+        mod = torch.vmap(mod, in_dims=(0, *(0 if place == mapped else None for place in range(1, 5))))
+    with TransformGetItemToIndex():
+        return mod(scores, *(torch.arange(n, dtype=torch.int32) for n in scores.shape))
+
+
+def expected_scores(rule, scores):
+    """The same from ``rule(score, h, i, j) -> float``, called with Python numbers."""
+    array = scores.detach().double().numpy()
+    cells = [rule(float(score), h, i, j) for (b, h, i, j), score in np.ndenumerate(array)]
+    return np.array(cells).reshape(array.shape)
+
+
+def assert_same_mask(mask_mod, rule, sizes=SIZES):
+    for q_len, kv_len in sizes:
+        np.testing.assert_array_equal(dense_mask(mask_mod, q_len, kv_len), expected_mask(rule, q_len, kv_len))
+
+
+def assert_same_scores(score_mod, rule, shape=(2, 4, 9, 11)):
+    scores = torch.linspace(-5, 5, math.prod(shape)).reshape(shape)
+    out = dense_scores(score_mod, scores)
+    assert out.dtype == torch.float32 and out.shape == scores.shape
+    np.testing.assert_allclose(out.numpy(), expected_scores(rule, scores), rtol=1e-5, atol=1e-5)
+
+
+def values(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+# Masks
+
+
+def test_causal():
+    assert_same_mask(causal, lambda b, i, j: j <= i)
+
+
+@pytest.mark.parametrize("offset", [-20, -3, 0, 5, 20])
+def test_causal_offset(offset):
+    assert_same_mask(causal_offset(offset), lambda b, i, j: j in range(i + offset + 1))
+
+
+@pytest.mark.parametrize("q_len, kv_len", SIZES)
+def test_causal_offset_aligns_the_last_query_with_the_last_key(q_len, kv_len):
+    mask = dense_mask(causal_offset(kv_len - q_len), q_len, kv_len)
+    assert mask[..., -1, :].all()
+    ones = np.ones((q_len, kv_len), dtype=bool)
+    np.testing.assert_array_equal(mask[0, 0], np.tril(ones, kv_len - q_len))
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 100])
+def test_sliding_window(window):
+    assert_same_mask(sliding_window(window), lambda b, i, j: j in range(i - window + 1, i + 1))
+    keys_seen = dense_mask(sliding_window(window), 13, 13)[0, 0].sum(1)
+    np.testing.assert_array_equal(keys_seen, [min(window, i + 1) for i in range(13)])
+
+
+@pytest.mark.parametrize("left, right", [(0, 0), (3, 0), (0, 2), (4, 1), (50, 50)])
+def test_sliding_window_bidirectional(left, right):
+    assert_same_mask(sliding_window_bidirectional(left, right),
+                     lambda b, i, j: j in range(i - left, i + right + 1))
+
+
+@fast
+@given(st.integers(0, 20), st.integers(1, 16), st.integers(1, 16))
+def test_the_two_windows_agree_where_they_overlap(before, q_len, kv_len):
+    one_sided = dense_mask(sliding_window(before + 1), q_len, kv_len)
+    left_only = dense_mask(sliding_window_bidirectional(before, 0), q_len, kv_len)
+    np.testing.assert_array_equal(one_sided, left_only)
+    both_sides = dense_mask(global_sliding(before + 1, 0), q_len, kv_len)
+    np.testing.assert_array_equal(one_sided, both_sides & dense_mask(causal, q_len, kv_len))
+
+
+@pytest.mark.parametrize("length", [0, 1, 6, 40])
+def test_prefix_lm(length):
+    assert_same_mask(prefix_lm(length), lambda b, i, j: j in range(length) or not j > i)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_prefix_lm_with_a_length_per_batch_element(dtype):
+    lengths = [0, 5]
+    rule = lambda b, i, j: j in range(lengths[b]) or not j > i  # noqa: E731
+    assert_same_mask(prefix_lm(torch.tensor(lengths, dtype=dtype)), rule)
+
+
+def test_prefix_lm_sees_new_lengths_written_into_the_tensor():
+    lengths = torch.tensor([2, 2])
+    mask_mod = prefix_lm(lengths)
+    lengths.fill_(4)
+    np.testing.assert_array_equal(dense_mask(mask_mod, 6, 6), dense_mask(prefix_lm(4), 6, 6))
+
+
+@pytest.mark.parametrize("window, dilation", [(1, 1), (4, 1), (1, 5), (3, 2), (4, 3), (50, 2)])
+def test_dilated_window(window, dilation):
+    assert_same_mask(dilated_window(window, dilation),
+                     lambda b, i, j: j in [i - step * dilation for step in range(window)])
+
+
+@fast
+@given(st.integers(1, 12), st.integers(1, 5), st.integers(1, 24))
+def test_dilated_window_sees_window_keys_where_there_are_as_many(window, dilation, length):
+    keys_seen = dense_mask(dilated_window(window, dilation), length, length)[0, 0].sum(1)
+    np.testing.assert_array_equal(keys_seen, [min(window, i // dilation + 1) for i in range(length)])
+
+
+@pytest.mark.parametrize("window, num_global", [(1, 0), (1, 2), (3, 0), (3, 1), (2, 50)])
+def test_global_sliding(window, num_global):
+    def rule(b, i, j):
+        return i in range(num_global) or j in range(num_global) or j in range(i - window + 1, i + window)
+
+    assert_same_mask(global_sliding(window, num_global), rule)
+
+
+# Documents
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64])
+@pytest.mark.parametrize("inner", [None, causal, sliding_window(2)])
+def test_document(dtype, inner):
+    ids = [3, 3, 3, -1, -1, 0, 7, 7, 7, 3]
+    rule_of = {None: lambda i, j: True, causal: lambda i, j: j <= i}.get(inner, lambda i, j: j in (i - 1, i))
+    assert_same_mask(document(torch.tensor(ids, dtype=dtype), inner),
+                     lambda b, i, j: ids[i] == ids[j] and rule_of(i, j), [(10, 10)])
+
+
+@pytest.mark.parametrize("inner", [None, causal])
+def test_document_with_ids_per_batch_element(inner):
+    ids = [[0, 0, 0, 1, 1, 2], [5, 4, 4, 4, 4, 4]]
+    assert_same_mask(document(torch.tensor(ids), inner),
+                     lambda b, i, j: ids[b][i] == ids[b][j] and (inner is None or j <= i), [(6, 6)])
+
+
+@fast
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=6).filter(any), st.integers(0, 3), st.booleans())
+def test_document_from_offsets(lengths, padding, is_causal):
+    spans, end = [], 0
+    for length in [*lengths, padding]:
+        spans.append(range(end, end + length))
+        end += length
+    offsets = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    mask_mod = document_from_offsets(offsets, end, causal if is_causal else None)
+
+    def rule(b, i, j):
+        return any(i in span and j in span for span in spans) and not (is_causal and j > i)
+
+    assert_same_mask(mask_mod, rule, [(end, end)])
+    if not padding:
+        left_out = document_from_offsets(offsets, mask_mod=causal if is_causal else None)
+        np.testing.assert_array_equal(dense_mask(left_out, end, end), dense_mask(mask_mod, end, end))
+
+
+def test_document_from_offsets_keeps_its_ids_when_the_offsets_change():
+    offsets = torch.tensor([0, 3, 8])
+    mask_mod = document_from_offsets(offsets)
+    before = dense_mask(mask_mod, 8, 8)
+    offsets.zero_()
+    np.testing.assert_array_equal(dense_mask(mask_mod, 8, 8), before)
+
+
+# Scores
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_alibi(dtype):
+    slopes = alibi_slopes(4).to(dtype)  # powers of two: exact in both
+    rates = slopes.tolist()
+    assert_same_scores(alibi(slopes), lambda score, h, i, j: score + rates[h] * (j - i))
+    assert_same_scores(alibi_symmetric(slopes), lambda score, h, i, j: score - rates[h] * abs(i - j))
+
+
+def slopes_by_recursion(heads):
+    """The paper's slopes: each is the one before times the first; what is missing, from twice the heads."""
+    power = 1
+    while 2 * power <= heads:
+        power *= 2
+    slopes = [(2.0 ** -8) ** (1 / power)]
+    while len(slopes) < power:
+        slopes.append(slopes[-1] * slopes[0])
+    return slopes if power == heads else slopes + slopes_by_recursion(2 * power)[0::2][: heads - power]
+
+
+@pytest.mark.parametrize("heads", [*range(1, 20), 32, 40, 71])
+def test_alibi_slopes(heads):
+    slopes = alibi_slopes(heads, "cpu")
+    assert slopes.shape == (heads,) and slopes.dtype == torch.float32
+    np.testing.assert_allclose(slopes.numpy(), slopes_by_recursion(heads), rtol=1e-5)
+
+
+def test_alibi_slopes_of_eight_heads_are_the_papers():
+    assert alibi_slopes(8).tolist() == [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 128, 1 / 256]
+
+
+@pytest.mark.parametrize("cap", [1, 2.5, 50.0, np.float32(3)])
+def test_softcap(cap):
+    assert_same_scores(softcap(cap), lambda score, h, i, j: float(cap) * math.tanh(score / float(cap)))
+
+
+def test_softcap_bounds_the_scores():
+    scores = torch.tensor([-1e30, -1e4, 0.0, 1e4, 1e30]).reshape(1, 1, 1, 5)
+    assert dense_scores(softcap(5.0), scores).flatten().tolist() == [-5, -5, 0, 5, 5]
+
+
+@pytest.mark.parametrize("length", [11, 16])
+def test_relative_bias(length):
+    table = values(4, 2 * length - 1)
+    numbers = table.tolist()
+    assert_same_scores(relative_bias(table), lambda score, h, i, j: score + numbers[h][length - 1 + j - i])
+
+
+def test_relative_bias_reaches_both_ends_of_its_table():
+    out = dense_scores(relative_bias(torch.arange(5.0).reshape(1, 5)), torch.zeros(1, 1, 3, 3))
+    assert out[0, 0].tolist() == [[2, 3, 4], [1, 2, 3], [0, 1, 2]]
+
+
+def bucket_by_counting(distance, num_buckets, max_distance, bidirectional):
+    """T5's rule in whole numbers: it counts the bucket edges at or below the distance, comparing powers."""
+    side, away = 0, max(-distance, 0)
+    if bidirectional:
+        num_buckets //= 2
+        side, away = (num_buckets, distance) if distance > 0 else (0, -distance)
+    exact = num_buckets // 2
+    if away < exact:
+        return side + away
+    steps = num_buckets - exact
+    bucket = exact
+    for k in range(1, steps):  # edge k is at exact * (max_distance / exact) ** (k / steps)
+        bucket += away**steps * exact**k >= max_distance**k * exact**steps
+    return side + bucket
+
+
+T5_SETTINGS = [(32, 128, True), (32, 128, False), (8, 20, True), (6, 7, False), (2, 5, False), (4, 3, True),
+               (64, 1000, True)]
+
+
+@pytest.mark.parametrize("setting", T5_SETTINGS)
+def test_t5_bucket(setting):
+    distances = range(-1200, 1201)
+    buckets = t5_bucket(torch.tensor(distances), *setting)
+    assert buckets.dtype == torch.int32
+    assert buckets.tolist() == [bucket_by_counting(distance, *setting) for distance in distances]
+
+
+@fast
+@given(st.integers(2, 24), st.integers(0, 500), st.booleans(), st.integers(-2000, 2000))
+def test_t5_bucket_of_any_setting(half, beyond, bidirectional, distance):
+    per_direction = half if bidirectional else 2 * half
+    setting = (2 * half, per_direction // 2 + 1 + beyond, bidirectional)
+    bucket = t5_bucket(torch.tensor(distance), *setting).item()
+    # Some settings put an edge so close above a distance that float32 cannot tell them apart.
+    next_distance = distance + (distance > 0) - (distance < 0)
+    assert bucket in {bucket_by_counting(d, *setting) for d in (distance, next_distance)}
+
+
+def test_t5_bucket_known_values():
+    # Eight exact buckets, then edges at 8 * sqrt(2) ** k: 8, 11.3, 16, 22.6, 32, 45.3, 64, 90.5.
+    before = [0, -1, -7, -8, -11, -12, -16, -31, -32, -64, -90, -91, -5000]
+    assert t5_bucket(torch.tensor(before)).tolist() == [0, 1, 7, 8, 8, 9, 10, 11, 12, 14, 14, 15, 15]
+    assert t5_bucket(torch.tensor([1, 7, 8, 127, 128, 10**6])).tolist() == [17, 23, 24, 31, 31, 31]
+    assert t5_bucket(torch.tensor([5, 0, -15, -16, -127, -10**6]), bidirectional=False).tolist() == [
+        0, 0, 15, 16, 31, 31]
+
+
+@pytest.mark.parametrize("setting", T5_SETTINGS)
+def test_t5_bias(setting):
+    weight = values(setting[0], 2)
+    rows = weight.tolist()
+
+    def rule(score, h, i, j):
+        return score + rows[bucket_by_counting(j - i, *setting)][h]
+
+    assert_same_scores(t5_bias(weight, *setting), rule, (1, 2, 40, 37))
+
+
+def test_compose_scores_applies_left_to_right():
+    slopes = alibi_slopes(4)
+    rates = slopes.tolist()
+
+    def capped(score):
+        return 3 * math.tanh(score / 3)
+
+    assert_same_scores(compose_scores(softcap(3.0), alibi(slopes)),
+                       lambda score, h, i, j: capped(score) + rates[h] * (j - i))
+    assert_same_scores(compose_scores(alibi(slopes), softcap(3.0)),
+                       lambda score, h, i, j: capped(score + rates[h] * (j - i)))
+    assert_same_scores(compose_scores(softcap(3.0), alibi(slopes), alibi_symmetric(slopes), softcap(3.0)),
+                       lambda score, h, i, j: capped(capped(score) + rates[h] * (j - i - abs(i - j))))
+
+
+def test_compose_scores_of_one_is_that_one():
+    score_mod = softcap(2.0)
+    assert compose_scores(score_mod) is score_mod
+
+
+@pytest.mark.parametrize("recipe, shape", [(alibi, (4,)), (alibi_symmetric, (4,)), (relative_bias, (4, 31)),
+                                           (t5_bias, (32, 4))])
+def test_gradients_flow_to_what_is_captured(recipe, shape):
+    captured = values(*shape).requires_grad_()
+    counted = torch.zeros(shape)
+    dense_scores(recipe(captured), torch.zeros(1, 4, 16, 16)).sum().backward()
+    for h, i, j in np.ndindex(4, 16, 16):
+        if recipe is t5_bias:
+            counted[bucket_by_counting(j - i, 32, 128, True), h] += 1
+        elif recipe is relative_bias:
+            counted[h, j - i + 15] += 1
+        else:
+            counted[h] += j - i if recipe is alibi else -abs(j - i)
+    assert captured.grad.tolist() == counted.tolist()
+
+
+# In torch's own flex_attention
+
+IDS = torch.tensor([0, 0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2])
+
+MASKS = {
+    "causal": causal,
+    "causal_offset": causal_offset(2),
+    "dilated_window": dilated_window(3, 2),
+    "document": document(IDS),
+    "document_and_inner": document(torch.stack([IDS, IDS.flip(0)]), causal),
+    "document_from_offsets": document_from_offsets(torch.tensor([0, 5, 8]), 16),
+    "global_sliding": global_sliding(3, 2),
+    "prefix_lm": prefix_lm(4),
+    "prefix_lm of a tensor": prefix_lm(torch.tensor([3, 9])),
+    "sliding_window": sliding_window(4),
+    "sliding_window_bidirectional": sliding_window_bidirectional(2, 1),
+}
+SCORES = {
+    "alibi": alibi(alibi_slopes(4)),
+    "alibi_symmetric": alibi_symmetric(alibi_slopes(4)),
+    "compose_scores": compose_scores(softcap(1.0), alibi(alibi_slopes(4))),
+    "relative_bias": relative_bias(values(4, 31)),
+    "softcap": softcap(0.5),
+    "t5_bias": t5_bias(values(32, 4)),
+}
+
+
+@contextmanager
+def eager_flex_attention():
+    switch = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
+    before = getattr(torch_flex, switch)
+    setattr(torch_flex, switch, True)
+    try:
+        yield torch_flex.flex_attention
+    finally:
+        setattr(torch_flex, switch, before)
+
+
+def attention(q, k, v, score_mod=None, mask_mod=None):
+    """Attention written out in float64, the mod's part from `dense_scores` and `dense_mask`, tested above."""
+    batch, heads, q_len, dim = q.shape
+    scores = q.double() @ k.double().mT / math.sqrt(dim)
+    if score_mod is not None:
+        scores = dense_scores(score_mod, scores)
+    if mask_mod is not None:
+        mask = torch.from_numpy(dense_mask(mask_mod, q_len, k.shape[2], batch, heads).copy())
+        scores = scores.masked_fill(~mask, -math.inf)
+    return scores.softmax(-1) @ v.double()
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_run_in_torch_flex_attention(name):
+    q, k, v = values(3, 2, 4, 16, 8).unbind(0)
+    block_mask = torch_flex.create_block_mask(MASKS[name], 2, 4, 16, 16, device="cpu")
+    with eager_flex_attention() as flex_attention:
+        out = flex_attention(q, k, v, block_mask=block_mask)
+    torch.testing.assert_close(out.double(), attention(q, k, v, mask_mod=MASKS[name]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_scores_run_in_torch_flex_attention(name):
+    q, k, v = values(3, 2, 4, 16, 8).unbind(0)
+    with eager_flex_attention() as flex_attention:
+        out = flex_attention(q, k, v, score_mod=SCORES[name])
+    torch.testing.assert_close(out.double(), attention(q, k, v, score_mod=SCORES[name]), rtol=1e-4, atol=1e-5)
+
+
+# Wrong arguments
+
+EVEN = "num_buckets must be even, half for each direction, got 31"
+
+REFUSED = [
+    (lambda: causal_offset(1.5), TypeError, "offset must be an int, got 1.5"),
+    (lambda: causal_offset(torch.tensor(3)), TypeError, "offset must be an int, got a tensor of shape"),
+    (lambda: sliding_window(0), ValueError, "window must be at least 1, got 0"),
+    (lambda: sliding_window(True), TypeError, "window must be an int, got True"),
+    (lambda: sliding_window(4.0), TypeError, "window must be an int, got 4.0"),
+    (lambda: sliding_window_bidirectional(-1, 2), ValueError, "left must be at least 0, got -1"),
+    (lambda: sliding_window_bidirectional(2, "2"), TypeError, "right must be an int, got '2'"),
+    (lambda: prefix_lm(-1), ValueError, "prefix_length must be at least 0, got -1"),
+    (lambda: prefix_lm(2.0), TypeError, "prefix_length must be an int, got 2.0"),
+    (lambda: prefix_lm(torch.ones(3)), TypeError, "prefix_length must have an integer dtype"),
+    (lambda: prefix_lm(torch.tensor(3)), ValueError, "prefix_length must have shape (B,), got ()"),
+    (lambda: dilated_window(0, 1), ValueError, "window must be at least 1, got 0"),
+    (lambda: dilated_window(3, 0), ValueError, "dilation must be at least 1, got 0"),
+    (lambda: dilated_window(3, 1.5), TypeError, "dilation must be an int, got 1.5"),
+    (lambda: global_sliding(0, 1), ValueError, "window must be at least 1, got 0"),
+    (lambda: global_sliding(1, -1), ValueError, "num_global must be at least 0, got -1"),
+    (lambda: document([0, 0, 1]), TypeError, "ids must be a tensor of shape (S,) or (B, S), got [0, 0, 1]"),
+    (lambda: document(torch.zeros(4)), TypeError, "ids must have an integer dtype, got torch.float32"),
+    (lambda: document(torch.zeros(4).bool()), TypeError, "ids must have an integer dtype, got torch.bool"),
+    (lambda: document(torch.tensor(3)), ValueError, "ids must have shape (S,) or (B, S), got ()"),
+    (lambda: document(IDS, True), TypeError, "mask_mod must be a function, got True"),
+    (lambda: document_from_offsets([0, 3]), TypeError, "offsets must be a tensor of shape (documents + 1,)"),
+    (lambda: document_from_offsets(torch.tensor([[0, 3]])), ValueError, "offsets must have shape"),
+    (lambda: document_from_offsets(torch.tensor([0])), ValueError, "got [0]"),
+    (lambda: document_from_offsets(torch.tensor([1, 3])), ValueError, "offsets must be 0 and then"),
+    (lambda: document_from_offsets(torch.tensor([0, 3, 2])), ValueError, "never falling, got [0, 3, 2]"),
+    (lambda: document_from_offsets(torch.tensor([0, 3]), 2), ValueError, "total must be at least 3, got 2"),
+    (lambda: document_from_offsets(torch.tensor([0, 0])), ValueError, "total must be at least 1, got 0"),
+    (lambda: document_from_offsets(torch.tensor([0, 3]), 3.0), TypeError, "total must be an int, got 3.0"),
+    (lambda: document_from_offsets(torch.tensor([0, 3]), mask_mod=3), TypeError, "mask_mod must be"),
+    (lambda: alibi(0.5), TypeError, "slopes must be a tensor of shape (Hq,), got 0.5"),
+    (lambda: alibi(torch.ones(4, 1)), ValueError, "slopes must have shape (Hq,), got (4, 1)"),
+    (lambda: alibi_symmetric(torch.ones(4).int()), TypeError, "slopes must have a floating-point dtype"),
+    (lambda: alibi_slopes(0), ValueError, "num_heads must be at least 1, got 0"),
+    (lambda: alibi_slopes(8.0), TypeError, "num_heads must be an int, got 8.0"),
+    (lambda: softcap(0), ValueError, "cap must be finite and above 0, got 0.0"),
+    (lambda: softcap(-2.0), ValueError, "cap must be finite and above 0, got -2.0"),
+    (lambda: softcap(math.nan), ValueError, "cap must be finite and above 0, got nan"),
+    (lambda: softcap(math.inf), ValueError, "cap must be finite and above 0, got inf"),
+    (lambda: softcap("50"), TypeError, "cap must be a number, got '50'"),
+    (lambda: softcap(torch.tensor(50.0)), TypeError, "cap must be a number, got a tensor of shape ()"),
+    (lambda: relative_bias(torch.ones(4, 6)), ValueError, "table must have an odd number of columns"),
+    (lambda: relative_bias(torch.ones(7)), ValueError, "table must have shape (Hq, 2 * S - 1), got (7,)"),
+    (lambda: relative_bias(torch.ones(4, 7).long()), TypeError, "table must have a floating-point dtype"),
+    (lambda: t5_bias(torch.ones(4, 32)), ValueError, "weight must have num_buckets = 32 rows"),
+    (lambda: t5_bias(torch.ones(32)), ValueError, "weight must have shape (num_buckets, Hq), got (32,)"),
+    (lambda: t5_bias(torch.ones(31, 4), 31), ValueError, EVEN),
+    (lambda: t5_bias(torch.ones(2, 4), 2), ValueError, "num_buckets must be at least 4, got 2"),
+    (lambda: t5_bias(torch.ones(1, 4), 1, 9, False), ValueError, "num_buckets must be at least 2, got 1"),
+    (lambda: t5_bucket(IDS, 32, 8), ValueError, "max_distance must be at least 9, got 8"),
+    (lambda: t5_bucket(IDS, 32.0), TypeError, "num_buckets must be an int, got 32.0"),
+    (lambda: compose_scores(), ValueError, "score_mods must hold a function, got none"),
+    (lambda: compose_scores(softcap(1.0), 3), TypeError, "score_mods[1] must be a function, got 3"),
+    (lambda: compose_scores([softcap(1.0)]), TypeError, "score_mods[0] must be a function, got ["),
+]
+
+
+@pytest.mark.parametrize("call, error, message", REFUSED, ids=[message for _, _, message in REFUSED])
+def test_wrong_arguments_are_refused(call, error, message):
+    with pytest.raises(error) as caught:
+        call()
+    text = str(caught.value)
+    assert message in text
+    assert text.partition("():")[0] in mods.__all__, "the message opens with the recipe's name"
+    assert "; " in text, "the message ends with what to do"
+
+
+# The folder
+
+SOURCES = sorted(Path(mods.__file__).parent.glob("*.py"))
+
+
+def test_every_public_name_is_there_and_documented():
+    assert list(mods.__all__) == sorted(set(mods.__all__))
+    for name in mods.__all__:
+        assert inspect.isfunction(getattr(mods, name)) and getattr(mods, name).__doc__
+
+
+@pytest.mark.parametrize("name", [*MASKS, *SCORES])
+def test_the_function_a_recipe_returns_is_named_after_it(name):
+    mod = {**MASKS, **SCORES}[name]
+    assert mod.__name__ == {"document_from_offsets": "document"}.get(name, name.partition(" ")[0])
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
+def test_recipes_import_only_torch_and_the_standard_library(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            imported = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level <= 1, "reaches outside the folder"
+            imported = [node.module] if node.level == 0 else []
+        else:
+            continue
+        for module in imported:
+            assert module.partition(".")[0] in {"torch", *sys.stdlib_module_names}, module
