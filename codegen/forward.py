@@ -120,8 +120,9 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sco
     else:
         INFO.hits += 1
     numbers = [Hq, Zkv, Hq // Hkv, Q_LEN, KV_LEN]
-    for s, unit in zip(strides, units, strict=True):
-        numbers.extend(s[:3] if unit else s)
+    for t, s, unit in zip("qkv", strides, units, strict=True):
+        numbers += [x // per_16_bytes if name in aligned else x for name, x in zip(_NAMES[t][:3], s[:3], strict=True)]
+        numbers += [] if unit else [s[3]]
     numbers.extend(_strides(out)[:3])
     scale_apart = score is not None or options.prescale_qk or not scale > 0
     numbers += [scale, LOG2_E] if scale_apart else [scale * LOG2_E]
@@ -217,7 +218,7 @@ def forward_spec(*, backend: str, dtype: str, d_qk: int, d_v: int, score: ModTex
         "DTYPE": dtype, "D_QK": d_qk, "D_V": d_v, "D_QK_ROUNDED": round_up_head_dim(d_qk), "D_V_ROUNDED": round_up_head_dim(d_v),
         "FLOAT32": dtype == "float32", "FLOAT32_PRECISION": options.float32_precision if dtype == "float32" else "",
         "Q_UNIT": units[0], "K_UNIT": units[1], "V_UNIT": units[2],
-        "aligned": tuple(n for n in aligned if not (use_tma and n[7] in "kv")), "ALIGNMENT": 4 if dtype == "float32" else 8,
+        "aligned": aligned, "ALIGNMENT": 4 if dtype == "float32" else 8,
         "BLOCK_MASK": has_lists, "HAS_FULL_BLOCKS": has_full, "SPARSE_Q_BLOCK_SIZE": q_block, "SPARSE_KV_BLOCK_SIZE": kv_block,
         "CHECK_FULL_BLOCKS": not interior, "SCALE_IS_POSITIVE": scale_is_positive, "OUTPUT_MAX": output_max,
         "PRESCALE_QK": options.prescale_qk, "ROWS_GUARANTEED_SAFE": options.rows_guaranteed_safe,

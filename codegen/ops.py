@@ -4,7 +4,7 @@ error "supported operations are ..." all read it; a new operation is a new row h
 Columns of a row (`Op`):
 
     name         the row's key, as it stands in `Expr.op`
-    torch        torch's (or Python's) own function: it defines the meaning, and run on 0-dim meta tensors the result dtype
+    torch        torch's (or Python's) own function: it defines the meaning and, run on 0-dim tensors, the result dtype
     spellings    what a mod may write for it, beside `torch` itself: "torch.x", "Tensor.x", "F.x", "special.x"
     triton       the Triton spelling, `{0}` `{1}` `{2}` for the operands; or one spelling per kind of operand
                  ("float", "int", "bool")

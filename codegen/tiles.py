@@ -96,7 +96,7 @@ def fitting(tile: Tile, arch: str, d_qk: int, d_v: int, itemsize: int) -> Tile:
 
 def shared_bytes(tile: Tile, d_qk: int, d_v: int, itemsize: int) -> int:
     """An upper estimate of a forward tile's shared memory in bytes."""
-    return itemsize * (tile.BLOCK_M * max(d_qk, d_v) + max(tile.num_stages - 1, 1) * tile.BLOCK_N * (d_qk + d_v))
+    return itemsize * (tile.BLOCK_M * max(d_qk, d_v) + tile.num_stages * tile.BLOCK_N * (d_qk + d_v))
 
 
 def next_smaller(tile: Tile) -> Tile | None:

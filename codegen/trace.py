@@ -328,11 +328,14 @@ _dtype_cache: dict[tuple, torch.dtype] = {}
 
 
 def result_dtype(row: ops.Op, operands: list[Expr]) -> torch.dtype:
-    """torch's own rule: the function is run on 0-dim meta tensors (Python numbers where the operand is weak)."""
+    """torch's own rule: the function is run on 0-dim tensors (Python numbers where the operand is weak).
+
+    On the CPU, not on meta: the first meta kernel of a process imports seconds of torch's compiler.
+    """
     key = (row.name, tuple((o.dtype, o.weak) for o in operands))
     if key not in _dtype_cache:
         with torch._C.DisableTorchFunction():
-            stand_ins = [_NUMBER_OF[ops.kind(o.dtype)] if o.weak else torch.empty((), dtype=o.dtype, device="meta")
+            stand_ins = [_NUMBER_OF[ops.kind(o.dtype)] if o.weak else torch.ones((), dtype=o.dtype)
                          for o in operands]
             try:
                 result = row.torch(*stand_ins)

@@ -1,0 +1,92 @@
+"""Compiling printed kernels for GPUs that are not there: what registers, shared memory and spills a kernel takes.
+
+Triton needs no GPU to compile. Tests use this on every template; it is also how a kernel is read before it is tuned.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from . import cache
+from .render import render
+from .spec import KernelSpec
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+
+_TRITON_TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "int32": "i32", "int64": "i64", "bool": "i1", "int8": "i8",
+                 "float64": "fp64", "uint8": "u8", "int16": "i16"}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler made. registers and spilled bytes are None where the target's tools do not tell."""
+
+    assembly: dict
+    shared: int
+    registers: int | None
+    spilled: int | None
+
+
+def compile_for(spec: KernelSpec, target: str, *, tensors: dict[str, str], floats: frozenset[str] = frozenset(),
+                constants: dict[str, int], num_warps: int = 4, num_stages: int = 2) -> Compiled:
+    """Compile `spec` for one of TARGETS.
+
+    tensors    pointer arguments and their element dtypes ("bfloat16"); "desc:bfloat16:64x128" is a TMA descriptor
+    floats     scalar arguments that are floats; the others are int32
+    constants  the tl.constexpr parameters
+    """
+    kernel = cache.load_module(cache.store(render(spec), spec))
+    function = getattr(kernel, spec.template)
+    signature, constexprs, attributes = {}, {}, {}
+    for i, name in enumerate(function.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+            constexprs[(i,)] = constants[name]
+        elif name in tensors and tensors[name].startswith("desc:"):
+            _, dtype, block = tensors[name].split(":")
+            sizes = ", ".join(["1", "1", *block.split("x")])
+            signature[name] = f"tensordesc<{_TRITON_TYPES[dtype]}[{sizes}]>"
+        elif name in tensors:
+            signature[name] = "*" + _TRITON_TYPES[tensors[name]]
+            attributes[(i,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32" if name in floats else "i32"
+    source = ASTSource(function, signature, constexprs, attributes)
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    made = triton.compile(source, target=TARGETS[target], options=options)
+    registers, spilled = _resources(made.asm["ptx"], target) if "ptx" in made.asm else (None, None)
+    return Compiled(dict(made.asm), made.metadata.shared, registers, spilled)
+
+
+def _resources(ptx: str, target: str) -> tuple[int, int]:
+    """Registers a thread and spilled bytes, as ptxas reports them."""
+    found = re.search(r"\.target (\w+)", ptx)
+    arch = found[1] if found else target
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        report = subprocess.run([_ptxas(target), "-v", f"--gpu-name={arch}", file.name, "-o", os.devnull], capture_output=True, text=True,
+                                check=True).stderr
+    registers = int(re.search(r"Used (\d+) registers", report)[1])
+    return registers, int(re.search(r"(\d+) bytes spill stores", report)[1])
+
+
+@functools.cache
+def _ptxas(target: str) -> str:
+    folder = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
+    blackwell = os.path.join(folder, "ptxas-blackwell")
+    return blackwell if target == "sm_100" and os.path.exists(blackwell) else os.path.join(folder, "ptxas")
