@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import io
+import json
 import os
 import stat
 import tempfile
@@ -19,6 +20,7 @@ import tokenize
 import types
 import warnings
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 
 import torch
@@ -97,35 +99,77 @@ def cache_dir() -> Path:
     return _directory(os.environ.get("FLEXPRESS_CACHE_DIR"))
 
 
-def store(source: str, spec: KernelSpec) -> PrintedKernel:
-    """Put a kernel's text on disk (or find it there) and return the file and the text that it holds."""
-    key = key_of(source, spec.backend)
-    path = cache_dir() / f"{spec.name[:120]}_{key[:12]}.py"
-    found = _read(path)
-    if found is not None and key_of_or_none(found, spec.backend) == key:
-        return PrintedKernel(path, found)  # the same code, whatever its comments say
-    handle, temporary = tempfile.mkstemp(prefix=".", suffix=".py", dir=path.parent)
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write under another name and rename: a reader, or a crash in the middle, never sees half of it."""
+    handle, temporary = tempfile.mkstemp(prefix=".", dir=path.parent)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(source)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
         raise
-    return PrintedKernel(path, source)
 
 
-def _read(path: Path) -> str | None:
+def read_own(path: Path) -> bytes | None:
+    """The content of a regular file that belongs to this user; None for a link, somebody else's file or no file."""
     try:
         info = os.lstat(path)
         if not stat.S_ISREG(info.st_mode) or (hasattr(os, "getuid") and info.st_uid != os.getuid()):
-            return None  # a link, or somebody else's file: replaced by our own
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
+            return None
+        return path.read_bytes()
+    except OSError:
         return None
 
 
-def key_of_or_none(source: str, backend: str) -> str | None:
+def store(source: str, spec: KernelSpec) -> PrintedKernel:
+    """Put a kernel's text on disk (or find it there) and return the file and the text that it holds."""
+    key = key_of(source, spec.backend)
+    path = cache_dir() / f"{spec.name[:120]}_{key[:12]}.py"
+    found = (read_own(path) or b"").decode("utf-8", "replace")
+    if _key_or_none(found, spec.backend) != key:  # else the same code, whatever its comments say
+        write_atomically(path, source.encode())
+        found = source
+    kernel = PrintedKernel(path, found)
+    _remember(spec, kernel)
+    return kernel
+
+
+@functools.cache
+def _templates_digest() -> str:
+    import flexpress.templates
+
+    folder = resources.files(flexpress.templates)
+    texts = (f.name + f.read_text(encoding="utf-8") for f in sorted(folder.iterdir(), key=lambda f: f.name)
+             if f.name.endswith(".jinja"))
+    return hashlib.sha256("".join(texts).encode()).hexdigest()
+
+
+def _index(spec: KernelSpec) -> Path:
+    """Where it is noted which file holds the kernel of `spec`: a later process need not print it again."""
+    identity = f"{spec!r} {_templates_digest()} {triton.__version__} {torch.__version__} {VERSION}"
+    return cache_dir() / f".{hashlib.sha256(identity.encode()).hexdigest()[:24]}.spec"
+
+
+def _remember(spec: KernelSpec, kernel: PrintedKernel) -> None:
+    note = {"file": kernel.path.name, "sha256": hashlib.sha256(kernel.source.encode()).hexdigest()}
+    write_atomically(_index(spec), json.dumps(note).encode())
+
+
+def recall(spec: KernelSpec) -> PrintedKernel | None:
+    """The kernel of `spec` if an earlier process printed it and its file is as it was written."""
+    try:
+        note = json.loads(read_own(_index(spec)) or b"")
+        path = cache_dir() / Path(note["file"]).name
+        content = read_own(path) or b""
+        if hashlib.sha256(content).hexdigest() == note["sha256"]:
+            return PrintedKernel(path, content.decode("utf-8"))
+    except (ValueError, KeyError, TypeError):
+        pass
+    return None
+
+
+def _key_or_none(source: str, backend: str) -> str | None:
     try:
         return key_of(source, backend)
     except (tokenize.TokenError, SyntaxError, IndentationError):

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
+from triton.runtime.errors import OutOfResources
 
 from .cache import INFO
 from .expr import INDEX_BOUND, ModGraph
 from .kernel import Kernel, backend_of, capability_of, kernel_for
-from .lower import Target, plain_indices
+from .lower import Target
 from .spec import KernelSpec, ModText, dtype_name, layouts_of, mod_text
 from .tiles import Tile, architecture, forward_tile, next_smaller
 
 LOG2_E = 1.4426950408889634
+TILE_SHAPE = "[BLOCK_M, BLOCK_N]"
 SYMBOL_NAMES = {"score": "score", "b": "z", "h": "h", "q_idx": "m", "kv_idx": "n"}
 
 
@@ -41,12 +44,12 @@ class Options:
     prescale_qk: bool = False
     rows_guaranteed_safe: bool = False
     blocks_are_contiguous: bool = False
-    use_tma: bool = False
+    use_tma: bool | None = None  # None: where the device has it
     float32_precision: str = "ieee"
     tile: tuple[tuple[str, int], ...] = ()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class _Plan:
     """What a repeated call needs: the kernel, its tile and how to find the mods' arguments."""
 
@@ -55,6 +58,64 @@ class _Plan:
     score: ModText | None
     mask: ModText | None
     use_tma: bool
+    scale_apart: bool  # SM_SCALE and TO_LOG2 are two arguments
+
+
+_plans: dict[tuple, _Plan] = {}
+
+
+def clear() -> None:
+    """Forget every plan."""
+    _plans.clear()
+
+
+def round_up_head_dim(d: int) -> int:
+    """Triton's tiles are powers of two, and a dot needs at least 16."""
+    return max(16, 1 << (d - 1).bit_length())
+
+
+_NAMES = {"score": "score", "b": "z", "h": "h", "q_idx": "m", "kv_idx": "n"}
+
+
+@dataclass(frozen=True)
+class BlockLists:
+    """The block lists of a mask as kernels read them.
+
+    kv_num_blocks (Zm, Hm, rows), kv_indices (Zm, Hm, rows, columns), both contiguous int32; Zm and Hm are 1 or Z and Hq. full_*: the
+    same for blocks that need no mask_mod, or None. `interior`: no full block reaches past KV_LEN.
+    """
+
+    kv_num_blocks: torch.Tensor
+    kv_indices: torch.Tensor
+    full_kv_num_blocks: torch.Tensor | None
+    full_kv_indices: torch.Tensor | None
+    q_block: int
+    kv_block: int
+    interior: bool
+
+
+@dataclass(frozen=True)
+class Options:
+    """kernel_options that change the forward kernel's text or tile. `tile` holds BLOCK_M, BLOCK_N, num_warps, num_stages."""
+
+    prescale_qk: bool = False
+    rows_guaranteed_safe: bool = False
+    blocks_are_contiguous: bool = False
+    use_tma: bool | None = None  # None: where the device has it
+    float32_precision: str = "ieee"
+    tile: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(eq=False, slots=True)
+class _Plan:
+    """What a repeated call needs: the kernel, its tile and how to find the mods' arguments."""
+
+    kernel: Kernel
+    tile: Tile
+    score: ModText | None
+    mask: ModText | None
+    use_tma: bool
+    scale_apart: bool  # SM_SCALE and TO_LOG2 are two arguments
 
 
 _plans: dict[tuple, _Plan] = {}
@@ -86,6 +147,37 @@ def output_like(q: torch.Tensor, d_v: int) -> torch.Tensor:
     return storage.permute(*[order.index(i) for i in range(3)], 3)
 
 
+@dataclass(frozen=True, slots=True)
+class _Geometry:
+    """What follows from the shapes and strides of q, k, v and out alone."""
+
+    units: tuple[bool, bool, bool]  # is the head dim of q, k, v contiguous
+    aligned: tuple[str, ...]  # strides that are multiples of 16 bytes and are passed in that unit
+    numbers: tuple[int, ...]  # the kernel's first scalar arguments
+    tma: bool  # shapes and strides that TMA can load
+
+
+@functools.lru_cache(maxsize=4096)
+def _geometry(itemsize: int, shapes: tuple, strides: tuple, out_strides: tuple) -> _Geometry:
+    (_, Hq, Q_LEN, _), (_, Hkv, KV_LEN, _), (Zkv, *_) = shapes
+    known = [tuple(0 if n == 1 else s for n, s in zip(shape, stride, strict=True)) for shape, stride in zip(shapes, strides, strict=True)]
+    units = tuple(s[3] == 1 or shape[3] == 1 for s, shape in zip(known, shapes, strict=True))
+    vector = 16 // itemsize
+    aligned, numbers = [], [Hq, Zkv, Hq // Hkv, Q_LEN, KV_LEN]
+    for t, s, unit in zip("qkv", known, units, strict=True):
+        for name, stride in zip(_NAMES[t][:3], s[:3], strict=True):
+            if stride % vector == 0:
+                aligned.append(name)
+                stride //= vector
+            numbers.append(stride)
+        if not unit:
+            numbers.append(s[3])
+    numbers += out_strides[:3]
+    tma = all(s[3] == 1 and shape[3] % vector == 0 and all(x % vector == 0 and (x or n == 1) for x, n in zip(s[:3], shape[:3], strict=True))
+              for s, shape in zip(known[1:], shapes[1:], strict=True))
+    return _Geometry(units, tuple(aligned), tuple(numbers), tma)
+
+
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, score: tuple[ModGraph, list] | None,
             mask: tuple[ModGraph, list] | None, lists: BlockLists | None, options: Options, *, output_max: bool = False):
     """out (Z, Hq, Q_LEN, D_V), lse float32 (Z, Hq, Q_LEN) and max_scores (the same, or None). Arguments are checked already.
@@ -93,7 +185,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sco
     `mask` is the mask_mod of the partial blocks in `lists`; both None for dense attention.
     """
     Z, Hq, Q_LEN, D_QK = q.shape
-    Zkv, Hkv, KV_LEN, D_V = v.shape
+    KV_LEN, D_V = v.shape[2:]
     out = output_like(q, D_V)
     lse = torch.empty((Z, Hq, Q_LEN), dtype=torch.float32, device=q.device)
     max_scores = torch.empty_like(lse) if output_max else None
@@ -102,59 +194,59 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sco
         lse.fill_(float("-inf"))
         return out, lse, max_scores.fill_(float("-inf")) if output_max else None
 
-    extents = {"b": Z, "h": Hq, "q_idx": Q_LEN, "kv_idx": KV_LEN}
-    score_layouts = layouts_of(score[0], score[1], plain_indices(score[0]), extents) if score else ()
-    mask_layouts = layouts_of(mask[0], mask[1], plain_indices(mask[0]), extents) if mask else ()
-    strides = [_strides(t) for t in (q, k, v)]
-    units = tuple(s[3] == 1 or t.shape[3] == 1 for s, t in zip(strides, (q, k, v), strict=True))
-    per_16_bytes = 16 // q.element_size()
-    aligned = tuple(name for t, s in zip("qkv", strides, strict=True)
-                    for name, stride in zip(_NAMES[t][:3], s[:3], strict=True) if stride % per_16_bytes == 0)
-    key = (q.dtype, D_QK, D_V, q.device, units, aligned, scale > 0, output_max, options,
-           max(Q_LEN, KV_LEN) <= INDEX_BOUND, score and score[0], score_layouts, mask and mask[0], mask_layouts,
-           lists and (lists.full_kv_indices is not None, lists.q_block, lists.kv_block, lists.interior))
+    geometry = _geometry(q.element_size(), (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride()), out.stride())
+    extents = (Z, Hq, Q_LEN, KV_LEN)
+    exact = max(Q_LEN, KV_LEN) <= INDEX_BOUND
+    use_tma = geometry.tma and _wants_tma(options, q.device) and k.data_ptr() % 16 == 0 and v.data_ptr() % 16 == 0
+    score_key = (score[0], layouts_of(*score, extents)) if score else None
+    mask_key = (mask[0], layouts_of(*mask, extents)) if mask else None
+    list_key = (lists.full_kv_indices is not None, lists.q_block, lists.kv_block, lists.interior) if lists else None
+    key = (q.dtype, D_QK, D_V, q.device, geometry.units, geometry.aligned, use_tma, scale > 0, output_max, options, exact, score_key,
+           mask_key, list_key)
     plan = _plans.get(key)
     if plan is None:
-        plan = _plans[key] = _make_plan(q, k, v, units, aligned, scale, output_max, options, score, score_layouts, mask,
-                                        mask_layouts, lists)
+        plan = _plans[key] = _make_plan(q.dtype, D_QK, D_V, q.device, geometry, use_tma, scale > 0, output_max, options, exact, score_key,
+                                        mask_key, lists)
     else:
         INFO.hits += 1
-    numbers = [Hq, Zkv, Hq // Hkv, Q_LEN, KV_LEN]
-    for t, s, unit in zip("qkv", strides, units, strict=True):
-        numbers += [x // per_16_bytes if name in aligned else x for name, x in zip(_NAMES[t][:3], s[:3], strict=True)]
-        numbers += [] if unit else [s[3]]
-    numbers.extend(_strides(out)[:3])
-    scale_apart = score is not None or options.prescale_qk or not scale > 0
-    numbers += [scale, LOG2_E] if scale_apart else [scale * LOG2_E]
-    mods = [*(plan.score.values(score[1]) if score else ()), *(plan.mask.values(mask[1]) if mask else ())]
-    tables = []
+    numbers = [*geometry.numbers, *([scale, LOG2_E] if plan.scale_apart else [scale * LOG2_E])]
+    tables = ()
     if lists is not None:
         Zm, Hm, rows, columns = lists.kv_indices.shape
         numbers += [Hm * rows if Zm > 1 else 0, rows if Hm > 1 else 0, columns]
-        tables = [lists.kv_num_blocks, lists.kv_indices]
+        tables = (lists.kv_num_blocks, lists.kv_indices)
         if lists.full_kv_indices is not None:
             numbers.append(lists.full_kv_indices.shape[-1])
-            tables += [lists.full_kv_num_blocks, lists.full_kv_indices]
-    stats = [lse, max_scores] if output_max else [lse]
-    _launch(plan, q, k, v, out, stats, numbers, tables, mods, Z * Hq, Q_LEN)
+            tables += (lists.full_kv_num_blocks, lists.full_kv_indices)
+    mods = [*(plan.score.values(score[1]) if score else ()), *(plan.mask.values(mask[1]) if mask else ())]
+    stats = (lse, max_scores) if output_max else (lse,)
+    _launch(plan, q, k, v, (out, *stats, *numbers, *tables, *mods))
     return out, lse, max_scores
 
 
-def _launch(plan: _Plan, q, k, v, out, stats, numbers, tables, mods, heads: int, Q_LEN: int) -> None:
-    tile = plan.kernel.tiles.get(plan.tile, plan.tile)
+def _launch(plan: _Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rest: tuple) -> None:
+    """Launch with the plan's tile, or with the next smaller one that the device can hold."""
+    Z, Hq, Q_LEN, _ = q.shape
     while True:
+        tile = plan.tile
         keys, values = (_descriptor(k, tile.BLOCK_N), _descriptor(v, tile.BLOCK_N)) if plan.use_tma else (k, v)
-        grid = (-(-Q_LEN // tile.BLOCK_M) * heads,)
-        constants = {"BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N}
-        if plan.kernel.spec.backend != "cpu":
-            constants.update(num_warps=tile.num_warps, num_stages=tile.num_stages)
+        grid = (-(-Q_LEN // tile.BLOCK_M) * Z * Hq,)
         try:
-            plan.kernel.launch(grid, (q, keys, values, out, *stats, *numbers, *tables, *mods), q.device, **constants)
+            plan.kernel.launch(grid, (q, keys, values, *rest), q.device, (tile.BLOCK_M, tile.BLOCK_N), num_warps=tile.num_warps,
+                               num_stages=tile.num_stages)
             return
-        except Exception as error:
-            if type(error).__name__ != "OutOfResources" or next_smaller(tile) is None:
+        except OutOfResources:
+            if next_smaller(tile) is None:
                 raise
-            tile = plan.kernel.tiles[plan.tile] = next_smaller(tile)
+            plan.tile = next_smaller(tile)
+
+
+def _wants_tma(options: Options, device: torch.device) -> bool:
+    """TMA is faster wherever it exists (Hopper and later); in the interpreter only on request."""
+    backend = backend_of(device.type)
+    if backend == "cuda":
+        return options.use_tma is not False and capability_of(device)[0] in (9, 10)
+    return backend == "cpu" and options.use_tma is True
 
 
 def _descriptor(tensor: torch.Tensor, rows: int):
@@ -165,37 +257,28 @@ def _descriptor(tensor: torch.Tensor, rows: int):
     return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, 1, rows, round_up_head_dim(tensor.shape[-1])])
 
 
-def _can_use_tma(k: torch.Tensor, v: torch.Tensor, backend: str) -> bool:
-    """TMA needs Hopper or newer (or the interpreter), a contiguous head dim and 16-byte strides."""
-    if backend == "hip" or (backend == "cuda" and capability_of(k.device)[0] < 9):
-        return False
-    for t in (k, v):
-        strides = [s for s, n in zip(t.stride()[:3], t.shape[:3], strict=True) if n > 1]
-        bad = any(s * t.element_size() % 16 or s == 0 for s in strides) or t.shape[-1] * t.element_size() % 16
-        if bad or t.stride(-1) != 1 or t.data_ptr() % 16:
-            return False
-    return True
-
-
-def _make_plan(q, k, v, units, aligned, scale, output_max, options, score, score_layouts, mask, mask_layouts, lists) -> _Plan:
-    backend = backend_of(q.device.type)
-    Q_LEN, KV_LEN, D_QK, D_V = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
-    target = Target(backend, dtype_name(q.dtype), max(Q_LEN, KV_LEN) <= INDEX_BOUND)
-    tile_shape = "[BLOCK_M, BLOCK_N]"
-    score_text = mod_text(score[0], score_layouts, SYMBOL_NAMES, target, shape=tile_shape) if score else None
-    taken = frozenset(c.name for c in (*score[0].tensors, *score[0].scalars)) if score else frozenset()
-    mask_text = mod_text(mask[0], mask_layouts, SYMBOL_NAMES, target, shape=tile_shape, taken=taken) if mask else None
-    use_tma = options.use_tma and _can_use_tma(k, v, backend)
+def _make_plan(dtype: torch.dtype, d_qk: int, d_v: int, device: torch.device, geometry: _Geometry, use_tma: bool, scale_is_positive: bool,
+               output_max: bool, options: Options, exact: bool, score: tuple | None, mask: tuple | None, lists: BlockLists | None) -> _Plan:
+    backend = backend_of(device.type)
+    target = Target(backend, dtype_name(dtype), exact)
+    score_text = mask_text = None
+    taken = frozenset()
+    if score:
+        score_text = mod_text(*score, SYMBOL_NAMES, target, shape=TILE_SHAPE)
+        taken = frozenset(c.name for c in (*score[0].tensors, *score[0].scalars))
+    if mask:
+        mask_text = mod_text(*mask, SYMBOL_NAMES, target, shape=TILE_SHAPE, taken=taken)
+    blocks = {"q_block": lists.q_block, "kv_block": lists.kv_block} if lists else {}
     spec = forward_spec(
-        backend=backend, dtype=dtype_name(q.dtype), d_qk=D_QK, d_v=D_V, units=units, aligned=aligned, score=score_text,
+        backend=backend, dtype=dtype_name(dtype), d_qk=d_qk, d_v=d_v, units=geometry.units, aligned=geometry.aligned, score=score_text,
         mask=mask_text, has_lists=lists is not None, has_full=lists is not None and lists.full_kv_indices is not None,
-        q_block=lists.q_block if lists else 0, kv_block=lists.kv_block if lists else 0,
-        interior=lists is None or lists.interior, scale_is_positive=scale > 0, output_max=output_max, options=options, use_tma=use_tma)
-    arch = architecture(backend, capability_of(q.device) if backend == "cuda" else None)
-    tile = forward_tile(arch, round_up_head_dim(D_QK), round_up_head_dim(D_V), q.element_size(),
-                        q_block=lists.q_block if lists else 0, kv_block=lists.kv_block if lists else 0,
-                        options=dict(options.tile))
-    return _Plan(kernel_for(spec), tile, score_text, mask_text, use_tma)
+        interior=lists is None or lists.interior, scale_is_positive=scale_is_positive, output_max=output_max, options=options,
+        use_tma=use_tma, **blocks)
+    arch = architecture(backend, capability_of(device) if backend == "cuda" else None)
+    tile = forward_tile(arch, round_up_head_dim(d_qk), round_up_head_dim(d_v), dtype.itemsize, use_tma=use_tma, options=dict(options.tile),
+                        **blocks)
+    scale_apart = score is not None or options.prescale_qk or not scale_is_positive
+    return _Plan(kernel_for(spec), tile, score_text, mask_text, use_tma, scale_apart)
 
 
 def forward_spec(*, backend: str, dtype: str, d_qk: int, d_v: int, score: ModText | None = None, mask: ModText | None = None,

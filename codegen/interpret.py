@@ -50,17 +50,16 @@ def _semantic():
 
 
 class _Interpreted:
-    """One kernel: `kernel[grid](*args, **constants)`, as a compiled one is called."""
+    """One kernel: `kernel[grid](*args)`, constants last."""
 
     def __init__(self, function, names, constants) -> None:
         self.function, self.names, self.constants = function, names, constants
 
     def __getitem__(self, grid):
-        return lambda *args, **kwargs: self.run(grid, args, kwargs)
+        return lambda *args: self.run(grid, args)
 
-    def run(self, grid, args, kwargs) -> None:
-        given = dict(zip(self.names, args, strict=False))
-        given.update({k: v for k, v in kwargs.items() if k in self.names})
+    def run(self, grid, args) -> None:
+        given = dict(zip(self.names, args, strict=True))
         with _lock, torch.no_grad():
             # tensors become their addresses; constexprs stay as they are
             values = {k: v if k in self.constants else interpreter._implicit_cvt(v) for k, v in given.items()}

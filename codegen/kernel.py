@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from . import cache, interpret
+from . import binary, cache, interpret
 from .cache import INFO
 from .render import render
 from .spec import KernelSpec
@@ -17,32 +17,42 @@ class Kernel:
 
     def __init__(self, spec: KernelSpec) -> None:
         self.spec = spec
-        self.printed = cache.store(render(spec), spec)
-        INFO.prints += 1
-        if spec.backend == "cpu":
-            module = interpret.load(str(self.printed.path), self.printed.source)
-            INFO.compiles += 1
-        else:
-            module = cache.load_module(self.printed)
-        self.function = getattr(module, spec.template)
-        self._compiled = 0
-        self.tiles: dict = {}  # a tile that did not fit -> the one that did
+        self.printed = cache.recall(spec)
+        if self.printed is None:
+            self.printed = cache.store(render(spec), spec)
+            INFO.prints += 1
+        self._variants: dict[tuple, binary.Binary] = {}
+        self._interpreted = None
 
     @property
     def path(self):
         """The printed file."""
         return self.printed.path
 
-    def launch(self, grid: tuple[int, ...], args: tuple, device: torch.device, **constants) -> None:
-        """Run over `grid`; `constants` are the tl.constexpr parameters and, on a GPU, num_warps and num_stages."""
+    def launch(self, grid: tuple[int, ...], args: tuple, device: torch.device, constants: tuple, **options: int) -> None:
+        """Run over `grid`. `constants` are the values of the last, tl.constexpr, parameters; `options` are num_warps and num_stages."""
         if self.spec.backend == "cpu":
-            self.function[grid](*args, **constants)
+            self._interpret(grid, (*args, *constants))
             return
+        layout, plain = binary.describe(args)
         with _on(device):
-            self.function[grid](*args, **constants)
-        compiled = sum(len(entry[0]) for entry in self.function.device_caches.values())
-        INFO.compiles += compiled - self._compiled
-        self._compiled = compiled
+            key = (layout, constants, device.index, *options.values())
+            variant = self._variants.get(key)
+            if variant is None:
+                variant, compiled = binary.obtain(self.path.stem, layout, constants, options, self._function)
+                INFO.compiles += compiled
+                self._variants[key] = variant
+            variant.launch(grid, plain, device.index)
+
+    def _interpret(self, grid, args) -> None:
+        if self._interpreted is None:
+            module = interpret.load(str(self.path), self.printed.source)
+            self._interpreted = getattr(module, self.spec.template)
+            INFO.compiles += 1
+        self._interpreted[grid](*args)
+
+    def _function(self):
+        return getattr(cache.load_module(self.printed), self.spec.template)
 
 
 class _Nothing:

@@ -7,7 +7,7 @@ import torch
 from .cache import INFO
 from .expr import INDEX_BOUND, ModGraph
 from .kernel import Kernel, backend_of, kernel_for
-from .lower import Target, plain_indices
+from .lower import Target
 from .spec import KernelSpec, ModText, layouts_of, mod_text
 
 _SYMBOL_NAMES = {"score": "score", "b": "z", "h": "h", "q_idx": "m", "kv_idx": "n"}
@@ -22,11 +22,11 @@ def clear() -> None:
     _plans.clear()
 
 
-def _plan(template: str, bound: tuple[ModGraph, list], extents: dict[str, int], device: torch.device, numbers: list[str],
+def _plan(template: str, bound: tuple[ModGraph, list], extents: tuple[int, int, int, int], device: torch.device, numbers: list[str],
           flags: dict) -> tuple[Kernel, ModText]:
     graph, captured = bound
-    exact = max(extents["q_idx"], extents["kv_idx"]) <= INDEX_BOUND
-    layouts = layouts_of(graph, captured, plain_indices(graph), extents)
+    exact = max(extents[2:]) <= INDEX_BOUND
+    layouts = layouts_of(graph, captured, extents)
     key = (template, graph, layouts, device, exact, *flags.items())
     if key in _plans:
         INFO.hits += 1
@@ -60,10 +60,9 @@ def block_status(bound: tuple[ModGraph, list], Z: int, H: int, Q_LEN: int, KV_LE
     status = torch.empty((Z, H, rows, columns), dtype=torch.int8, device=device)
     if status.numel():
         flags, tile_m, tile_n = block_mask_flags(q_block, kv_block)
-        extents = {"b": Z, "h": H, "q_idx": Q_LEN, "kv_idx": KV_LEN}
-        kernel, text = _plan("block_mask", bound, extents, device, BLOCK_MASK_NUMBERS, flags)
+        kernel, text = _plan("block_mask", bound, (Z, H, Q_LEN, KV_LEN), device, BLOCK_MASK_NUMBERS, flags)
         kernel.launch((status.numel(),), (status, H, rows, columns, Q_LEN, KV_LEN, *text.values(bound[1])), device,
-                      TILE_M=tile_m, TILE_N=tile_n)
+                      (tile_m, tile_n), num_warps=4, num_stages=1)
     return status
 
 
@@ -85,7 +84,7 @@ def block_lists(status: torch.Tensor, separate_full: bool = True) -> list[torch.
     if Z * H * rows:
         kernel = kernel_for(lists_spec(separate_full, backend_of(status.device.type)))
         kernel.launch((Z * H * rows,), (status, *made, H, rows, columns, *status.stride()), status.device,
-                      CHUNK=min(_CHUNK, max(16, _power_of_two(columns))))
+                      (min(_CHUNK, max(16, _power_of_two(columns))),), num_warps=4, num_stages=1)
     return made
 
 
@@ -93,10 +92,9 @@ def dense_mask(bound: tuple[ModGraph, list], Z: int, H: int, Q_LEN: int, KV_LEN:
     """bool (Z, H, Q_LEN, KV_LEN): the mask_mod everywhere, or where a score_mod of zero scores is not -inf."""
     mask = torch.empty((Z, H, Q_LEN, KV_LEN), dtype=torch.bool, device=device)
     if mask.numel():
-        extents = {"b": Z, "h": H, "q_idx": Q_LEN, "kv_idx": KV_LEN}
-        kernel, text = _plan("dense_mask", bound, extents, device, DENSE_MASK_NUMBERS, {})
+        kernel, text = _plan("dense_mask", bound, (Z, H, Q_LEN, KV_LEN), device, DENSE_MASK_NUMBERS, {})
         grid = (Z * H * -(-Q_LEN // _TILE) * -(-KV_LEN // _TILE),)
-        kernel.launch(grid, (mask, H, Q_LEN, KV_LEN, *text.values(bound[1])), device, TILE_M=_TILE, TILE_N=_TILE)
+        kernel.launch(grid, (mask, H, Q_LEN, KV_LEN, *text.values(bound[1])), device, (_TILE, _TILE), num_warps=4, num_stages=1)
     return mask
 
 

@@ -5,13 +5,14 @@ Lengths, strides, batch and head counts, window sizes and slopes are not here: t
 
 from __future__ import annotations
 
+import functools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from .expr import ModGraph
-from .lower import Snippet, Target, TensorLayout, lower
+from .expr import MASK_SYMBOLS, ModGraph
+from .lower import Snippet, Target, TensorLayout, lower, plain_indices
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +67,25 @@ def _identifier(name: str) -> str:
     return re.sub(r"\W+", "_", name).strip("_").lower() or "mod"
 
 
-def layouts_of(graph: ModGraph, captured: list, plain: tuple, extents: dict[str, int]) -> tuple[TensorLayout, ...]:
-    """What the text may know of the captured tensors: unit and zero strides, 64-bit offsets, bounds that need no check."""
+def layouts_of(graph: ModGraph, captured: list, extents: tuple[int, int, int, int]) -> tuple[TensorLayout, ...]:
+    """What the text may know of the captured tensors: unit and zero strides, 64-bit offsets, bounds that need no check.
+
+    `extents` are the ranges of b, h, q_idx and kv_idx.
+    """
+    if not graph.tensors:
+        return ()
+    return _layouts(graph, tuple((t.shape, t.stride()) for t in captured[:len(graph.tensors)]), extents)
+
+
+@functools.lru_cache(maxsize=4096)
+def _layouts(graph: ModGraph, tensors: tuple, extents: tuple) -> tuple[TensorLayout, ...]:
+    ranges = dict(zip(MASK_SYMBOLS, extents, strict=True))
+    plain = plain_indices(graph)
     layouts = []
-    for i, capture in enumerate(graph.tensors):
-        tensor = captured[i]
-        strides = tensor.stride()
+    for i, (shape, strides) in enumerate(tensors):
         pattern = tuple("0" if s == 0 else "1" if s == 1 else "n" for s in strides)
-        reach = sum((n - 1) * s for n, s in zip(tensor.shape, strides, strict=True)) if tensor.numel() else 0
-        covers = frozenset((dim, symbol) for t, dim, symbol in plain
-                           if t == i and tensor.shape[dim] >= extents.get(symbol, 1 << 62))
+        reach = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if 0 not in shape else 0
+        covers = frozenset((dim, symbol) for t, dim, symbol in plain if t == i and shape[dim] >= ranges[symbol])
         layouts.append(TensorLayout(pattern, reach >= 1 << 31, covers))
     return tuple(layouts)
 
@@ -104,8 +114,6 @@ def mod_text(graph: ModGraph, layouts: tuple[TensorLayout, ...], names: dict[str
 
 
 def _renamed(graph: ModGraph, taken: frozenset[str]) -> ModGraph:
-    from dataclasses import replace
-
     if not taken & {c.name for c in (*graph.tensors, *graph.scalars)}:
         return graph
     tensors = tuple(replace(c, name=f"{c.name}_{graph.kind}") for c in graph.tensors)

@@ -36,8 +36,8 @@ def architecture(backend: str, capability) -> str:
 
 # (architecture, largest padded head dim, bytes per element) -> tile
 _FORWARD = {
-    ("sm_90", 64, 2): Tile(128, 128, 4, 3),
-    ("sm_90", 128, 2): Tile(128, 64, 8, 3),
+    ("sm_90", 64, 2): Tile(128, 64, 4, 3),
+    ("sm_90", 128, 2): Tile(64, 64, 4, 3),
     ("sm_90", 256, 2): Tile(128, 64, 8, 2),
     ("sm_90", 64, 4): Tile(128, 32, 4, 3),
     ("sm_90", 128, 4): Tile(64, 32, 4, 2),
@@ -59,7 +59,7 @@ _FORWARD = {
 }
 
 
-def forward_tile(arch: str, d_qk: int, d_v: int, itemsize: int, *, q_block: int = 0, kv_block: int = 0,
+def forward_tile(arch: str, d_qk: int, d_v: int, itemsize: int, *, use_tma: bool = False, q_block: int = 0, kv_block: int = 0,
                  options: dict | None = None) -> Tile:
     """The forward kernel's tile. d_qk and d_v are padded head dims; q_block and kv_block, a block mask's sizes, are multiples
     of BLOCK_M and BLOCK_N. `options` are the user's (BLOCK_M, BLOCK_N, num_warps, num_stages)."""

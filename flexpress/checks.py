@@ -116,7 +116,7 @@ def parse_options(kernel_options: dict | None) -> Options:
         if key in _TILE_OPTIONS:
             tile[key] = _tile_number(key, value)
         elif key in _SWITCHES:
-            switches[_SWITCHES[key]] = bool(value)
+            switches[_SWITCHES[key]] = None if value is None else bool(value)
         elif key == "FLOAT32_PRECISION":
             precision = str(value).strip("'\"").lower()
             if precision not in ("ieee", "tf32"):
