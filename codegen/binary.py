@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import threading
 import types
 from pathlib import Path
 
@@ -20,7 +18,7 @@ from triton import knobs
 from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime import driver
 
-from . import cache
+from . import cache, words
 
 TYPES = {
     torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64", torch.bool: "i1", torch.uint8: "u8",
@@ -77,15 +75,23 @@ class Binary:
 
     def __init__(self, compiled: CompiledKernel, constants: tuple) -> None:
         self.compiled, self.constants = compiled, constants
-        self.run = compiled.run  # loads the code; raises OutOfResources if it does not fit the device
-        self.function, self.metadata = compiled.function, compiled.packed_metadata
+        if words.needed(compiled):
+            self.launcher = words.WordLauncher(compiled)
+        else:
+            self.launcher = None
+            self.run = compiled.run  # loads the code; raises OutOfResources if it does not fit the device
+            self.function, self.metadata = compiled.function, compiled.packed_metadata
 
     def launch(self, grid: tuple[int, ...], args: list, device_index: int) -> None:
         """Launch on the current stream of the current device."""
         x, y, z = (*grid, 1, 1)[:3]
-        runtime = knobs.runtime
-        self.run(x, y, z, driver.active.get_current_stream(device_index), self.function, self.metadata, None, runtime.launch_enter_hook,
-                 runtime.launch_exit_hook, *args, *self.constants)
+        stream = driver.active.get_current_stream(device_index)
+        if self.launcher is not None:
+            self.launcher.launch(x, y, z, stream, args)
+            return
+        hooks = knobs.runtime
+        self.run(x, y, z, stream, self.function, self.metadata, None, hooks.launch_enter_hook, hooks.launch_exit_hook, *args,
+                 *self.constants)
 
 
 def obtain(stem: str, layout: tuple, constants: tuple, options: dict, load_function) -> tuple[Binary, bool]:
@@ -102,10 +108,9 @@ def obtain(stem: str, layout: tuple, constants: tuple, options: dict, load_funct
     if found is not None:
         return Binary(found, constants), False
     source = ast_source(load_function(), layout, constants)
-    launcher = _prebuild_launcher(source)
+    words.build_ahead(source.signature)
     compiled = triton.compile(source, target=target, options=options)
     _write(base, compiled, source)
-    launcher.join()
     return Binary(compiled, constants), True
 
 
@@ -142,29 +147,3 @@ def _read(base: Path, constants: tuple) -> CompiledKernel | None:
         return CompiledKernel(source, group, record["hash"]) if len(group) == 2 else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # absent, truncated or edited: compile again
-
-
-def _prebuild_launcher(source: ASTSource) -> threading.Thread:
-    """Triton 3.6 builds a C launcher per signature with the host compiler; do that while the kernel itself compiles."""
-
-    def build():
-        from triton.backends.nvidia import driver as nvidia
-
-        if torch.version.hip or not hasattr(nvidia, "make_launcher"):
-            return  # AMD, or a later Triton, which needs none
-        descriptors = sum(t.startswith("tensordesc") for t in source.signature.values())
-        text = nvidia.make_launcher(source.constants, source.signature,
-                                    [{}] * descriptors or None)
-        nvidia.compile_module_from_src(src=text, name="__triton_launcher", library_dirs=nvidia.library_dirs(),
-                                       include_dirs=nvidia.include_dirs, libraries=nvidia.libraries)
-
-    def quietly():
-        try:
-            build()
-        except Exception:  # only a head start: Triton builds it itself, and reports what is wrong
-            if os.environ.get("FLEXPRESS_DEBUG"):
-                raise
-
-    thread = threading.Thread(target=quietly, daemon=True)
-    thread.start()
-    return thread

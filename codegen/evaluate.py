@@ -1,7 +1,7 @@
 """Evaluating a mod on its own: what a score_mod makes of given scores, or a mask_mod of every position.
 
-For looking at a mod and for tests. It goes the way of every mod (trace, lower, print, launch), so the numbers are those
-that an attention kernel computes with.
+For looking at a mod and for tests. It goes the way of every mod (trace, lower, print, launch), so the numbers are
+those that an attention kernel computes with.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from .cache import INFO
 from .expr import INDEX_BOUND, ModGraph
 from .kernel import Kernel, backend_of, kernel_for
-from .lower import Target, plain_indices
+from .lower import Target
 from .signature import bind
 from .spec import KernelSpec, ModText, layouts_of, mod_text
 
@@ -29,7 +29,8 @@ def clear() -> None:
     _plans.clear()
 
 
-def evaluate_mod(mod: Callable, scores: torch.Tensor, kind: str = "score", *, precision: str = "float32") -> torch.Tensor:
+def evaluate_mod(mod: Callable, scores: torch.Tensor, kind: str = "score", *,
+                 precision: str = "float32") -> torch.Tensor:
     """`mod` at every position of `scores`, by a printed kernel: a debugging aid, attention never needs it.
 
     mod        score_mod(score, b, h, q_idx, kv_idx), or with kind="mask" mask_mod(b, h, q_idx, kv_idx)
@@ -37,8 +38,8 @@ def evaluate_mod(mod: Callable, scores: torch.Tensor, kind: str = "score", *, pr
     precision  "float16", "bfloat16" or "float32": compute as in attention on tensors of this dtype, whose kernels
                take a faster spelling of some operations where its error stays below the dtype's own rounding
 
-    Returns float32 (score_mod) or bool (mask_mod) of the same shape. Raises ModError if the mod cannot be traced,
-    ValueError or TypeError for other arguments.
+    Returns float32 (score_mod) or bool (mask_mod) of the same shape. Raises ModError if the mod cannot be
+    traced, ValueError or TypeError for other arguments.
 
         evaluate_mod(lambda score, b, h, q_idx, kv_idx: score * 2, torch.ones(1, 1, 3, 5))  # 3 x 5 twos
     """
@@ -57,18 +58,19 @@ def evaluate_mod(mod: Callable, scores: torch.Tensor, kind: str = "score", *, pr
     result = torch.empty_like(scores, dtype=torch.float32 if kind == "score" else torch.bool)
     if result.numel():
         Z, H, Q_LEN, KV_LEN = scores.shape
-        kernel, text = _plan(bound, {"b": Z, "h": H, "q_idx": Q_LEN, "kv_idx": KV_LEN}, scores.device, precision)
+        kernel, text = _plan(bound, tuple(scores.shape), scores.device, precision)
         grid = (Z * H * -(-Q_LEN // _TILE) * -(-KV_LEN // _TILE),)
         tensors = (scores, result) if kind == "score" else (result,)
-        kernel.launch(grid, (*tensors, H, Q_LEN, KV_LEN, *text.values(bound[1])), scores.device, TILE_M=_TILE, TILE_N=_TILE)
+        kernel.launch(grid, (*tensors, H, Q_LEN, KV_LEN, *text.values(bound[1])), scores.device,
+                      (_TILE, _TILE), num_warps=4, num_stages=1)
     return result
 
 
-def _plan(bound: tuple[ModGraph, list], extents: dict[str, int], device: torch.device,
+def _plan(bound: tuple[ModGraph, list], extents: tuple[int, int, int, int], device: torch.device,
           precision: str) -> tuple[Kernel, ModText]:
     graph, captured = bound
-    exact = max(extents["q_idx"], extents["kv_idx"]) <= INDEX_BOUND
-    layouts = layouts_of(graph, captured, plain_indices(graph), extents)
+    exact = max(extents[2:]) <= INDEX_BOUND
+    layouts = layouts_of(graph, captured, extents)
     key = (graph, layouts, device, precision, exact)
     if key in _plans:
         INFO.hits += 1

@@ -115,24 +115,38 @@ def walk(root: Expr) -> list[Expr]:
 INDEX_BOUND = 1 << 24  # indices below this are exact in float32
 
 
-def value_range(node: Expr) -> tuple[float, float]:
-    """Bounds of an integer expression when every index symbol lies in [0, 2**24); (-inf, inf) when unknown."""
-    unknown = (float("-inf"), float("inf"))
+def value_range(node: Expr, symbols: dict | None = None, scalars: tuple = ()) -> tuple[float, float]:
+    """Bounds of an integer expression; (-inf, inf) when unknown.
+
+    symbols   largest value of each index symbol, each from 0 on; 2**24 - 1 where it is not given
+    scalars   values of ModGraph.scalars, where they are known
+    """
     if node.op == "symbol":
-        return (0, INDEX_BOUND - 1) if node.attr != "score" else unknown
+        return (0, (symbols or {}).get(node.attr, INDEX_BOUND - 1)) if node.attr != "score" else UNKNOWN
     if node.op == "literal":
-        return (node.attr, node.attr) if isinstance(node.attr, (int, bool)) else unknown
-    if node.dtype.is_floating_point or node.dtype == torch.bool:
-        return unknown
-    ranges = [value_range(a) for a in node.args] if node.op in _RANGE_RULES else []
-    return _RANGE_RULES[node.op](*ranges) if ranges else unknown
+        return (node.attr, node.attr) if isinstance(node.attr, (int, bool)) else UNKNOWN
+    if node.op == "scalar" and scalars and isinstance(scalars[node.attr], int):
+        return (scalars[node.attr], scalars[node.attr])
+    if node.op not in _RANGE_RULES or node.dtype.is_floating_point or node.dtype == torch.bool:
+        return UNKNOWN
+    low, high = _RANGE_RULES[node.op](*(value_range(a, symbols, scalars) for a in node.args))
+    limits = torch.iinfo(node.dtype)
+    return (low, high) if limits.min <= low and high <= limits.max else UNKNOWN  # it may wrap around
+
+
+UNKNOWN = (float("-inf"), float("inf"))
 
 
 def _products(a, b):
     if float("inf") in (*map(abs, a), *map(abs, b)):
-        return (0 if a[0] >= 0 and b[0] >= 0 else float("-inf"), float("inf"))
+        return (0, float("inf")) if a[0] >= 0 and b[0] >= 0 else UNKNOWN
     every = [x * y for x in a for y in b]
     return (min(every), max(every))
+
+
+def _quotients(a, b):
+    return (a[0] // b[1], a[1] // b[0]) if a[0] >= 0 and b[0] >= 1 and float("inf") not in (a[1], b[1]) else (
+        (0, a[1]) if a[0] >= 0 and b[0] >= 1 else UNKNOWN)
 
 
 _RANGE_RULES = {
@@ -141,8 +155,9 @@ _RANGE_RULES = {
     "neg": lambda a: (-a[1], -a[0]),
     "mul": _products,
     "abs": lambda a: (max(a[0], -a[1], 0), max(abs(a[0]), abs(a[1]))),
-    "floor_divide": lambda a, b: (0, a[1]) if a[0] >= 0 and b[0] >= 1 else (float("-inf"), float("inf")),
-    "remainder": lambda a, b: (0, b[1] - 1) if b[0] >= 1 else (float("-inf"), float("inf")),
+    "floor_divide": _quotients,
+    "remainder": lambda a, b: (0, b[1] - 1) if b[0] >= 1 else UNKNOWN,
     "minimum": lambda a, b: (min(a[0], b[0]), min(a[1], b[1])),
     "maximum": lambda a, b: (max(a[0], b[0]), max(a[1], b[1])),
+    "cast": lambda a: a,
 }

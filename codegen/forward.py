@@ -232,7 +232,7 @@ def _launch(plan: _Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rest
         keys, values = (_descriptor(k, tile.BLOCK_N), _descriptor(v, tile.BLOCK_N)) if plan.use_tma else (k, v)
         grid = (-(-Q_LEN // tile.BLOCK_M) * Z * Hq,)
         try:
-            plan.kernel.launch(grid, (q, keys, values, *rest), q.device, (tile.BLOCK_M, tile.BLOCK_N), num_warps=tile.num_warps,
+            plan.kernel.launch(grid, (keys, values, q, *rest), q.device, (tile.BLOCK_M, tile.BLOCK_N), num_warps=tile.num_warps,
                                num_stages=tile.num_stages)
             return
         except OutOfResources:

@@ -26,12 +26,12 @@ class TensorLayout:
 
     strides   per dimension "0", "1" or "n" (a kernel argument)
     wide      offsets may pass 2**31 elements: compute them in int64
-    covers    (dimension, symbol) pairs for which the tensor is at least as long as the symbol's range: no bounds check
+    inside    the indices that are known to lie inside, for these lengths: (load, dimension), loads numbered as in `loads_of`
     """
 
     strides: tuple[str, ...]
     wide: bool = False
-    covers: frozenset[tuple[int, str]] = frozenset()
+    inside: frozenset[tuple[int, int]] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +53,9 @@ class Target:
     exact_indices: bool = True  # all lengths are below 2**24, so an index is exact in float32
 
 
-def plain_indices(graph: ModGraph) -> tuple[tuple[int, int, str], ...]:
-    """(tensor, dimension, symbol) for every captured tensor dimension that is indexed by a symbol as it is."""
-    found = {(n.attr, dim, a.attr) for n in walk(graph.result) if n.op == "load"
-             for dim, a in enumerate(n.args) if a.op == "symbol"}
-    return tuple(sorted(found))
+def loads_of(graph: ModGraph) -> list[Expr]:
+    """The loads of a graph, in order."""
+    return [n for n in walk(graph.result) if n.op == "load"]
 
 
 def compute_dtype(dtype: torch.dtype) -> str:
@@ -78,6 +76,7 @@ class _Printer:
     def __init__(self, graph: ModGraph, names: dict[str, str], layouts: tuple[TensorLayout, ...], target: Target,
                  prefix: str) -> None:
         self.graph, self.names, self.layouts, self.target, self.prefix = graph, names, layouts, target, prefix
+        self.loads = loads_of(graph)
         self.lines: list[str] = []
         self.helpers: dict[str, None] = {}
         self.libdevice = False
@@ -127,12 +126,13 @@ class _Printer:
 
     def load(self, node: Expr) -> str:
         capture, layout = self.graph.tensors[node.attr], self.layouts[node.attr]
+        number = self.loads.index(node)
         offset, checks = [], []
         for dim, index in enumerate(node.args):
             text = self.text[id(index)]
             size = f"size_{capture.name}_{dim}"
-            low = 0 if index.op == "symbol" else value_range(index)[0]
-            if not (index.op == "symbol" and (dim, index.attr) in layout.covers):
+            low = value_range(index)[0]
+            if (number, dim) not in layout.inside:
                 if low < 0:  # negative indices count from the end, as in torch
                     text = self.statement(text, node.source) if not text.isidentifier() else text
                     text = self.statement(f"tl.where({text} < 0, {text} + {size}, {text})", node.source)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .expr import MASK_SYMBOLS, ModGraph
-from .lower import Snippet, Target, TensorLayout, lower, plain_indices
+from .expr import MASK_SYMBOLS, ModGraph, value_range
+from .lower import Snippet, Target, TensorLayout, loads_of, lower
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,25 +68,30 @@ def _identifier(name: str) -> str:
 
 
 def layouts_of(graph: ModGraph, captured: list, extents: tuple[int, int, int, int]) -> tuple[TensorLayout, ...]:
-    """What the text may know of the captured tensors: unit and zero strides, 64-bit offsets, bounds that need no check.
+    """What the text may know of the captured tensors: unit and zero strides, 64-bit offsets, indices that need no check.
 
     `extents` are the ranges of b, h, q_idx and kv_idx.
     """
-    if not graph.tensors:
+    count = len(graph.tensors)
+    if not count:
         return ()
-    return _layouts(graph, tuple((t.shape, t.stride()) for t in captured[:len(graph.tensors)]), extents)
+    return _layouts(graph, tuple((t.shape, t.stride()) for t in captured[:count]), tuple(captured[count:]), extents)
 
 
 @functools.lru_cache(maxsize=4096)
-def _layouts(graph: ModGraph, tensors: tuple, extents: tuple) -> tuple[TensorLayout, ...]:
-    ranges = dict(zip(MASK_SYMBOLS, extents, strict=True))
-    plain = plain_indices(graph)
+def _layouts(graph: ModGraph, tensors: tuple, scalars: tuple, extents: tuple) -> tuple[TensorLayout, ...]:
+    largest = {symbol: n - 1 for symbol, n in zip(MASK_SYMBOLS, extents, strict=True)}
+    inside: list[set] = [set() for _ in tensors]
+    for number, load in enumerate(loads_of(graph)):
+        for dim, index in enumerate(load.args):
+            low, high = value_range(index, largest, scalars)
+            if 0 <= low and high < tensors[load.attr][0][dim]:
+                inside[load.attr].add((number, dim))
     layouts = []
-    for i, (shape, strides) in enumerate(tensors):
+    for (shape, strides), known in zip(tensors, inside, strict=True):
         pattern = tuple("0" if s == 0 else "1" if s == 1 else "n" for s in strides)
         reach = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if 0 not in shape else 0
-        covers = frozenset((dim, symbol) for t, dim, symbol in plain if t == i and shape[dim] >= ranges[symbol])
-        layouts.append(TensorLayout(pattern, reach >= 1 << 31, covers))
+        layouts.append(TensorLayout(pattern, reach >= 1 << 31, frozenset(known)))
     return tuple(layouts)
 
 

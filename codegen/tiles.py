@@ -38,6 +38,7 @@ def architecture(backend: str, capability) -> str:
 _FORWARD = {
     ("sm_90", 64, 2): Tile(128, 64, 4, 3),
     ("sm_90", 128, 2): Tile(64, 64, 4, 3),
+    ("sm_90", 192, 2): Tile(128, 64, 8, 3),
     ("sm_90", 256, 2): Tile(128, 64, 8, 2),
     ("sm_90", 64, 4): Tile(128, 32, 4, 3),
     ("sm_90", 128, 4): Tile(64, 32, 4, 2),
