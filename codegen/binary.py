@@ -7,8 +7,10 @@ whether pointers are 16-byte aligned, whether integers need 64 bits, the tl.cons
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import threading
 import types
 from pathlib import Path
 
@@ -109,6 +111,7 @@ def obtain(stem: str, layout: tuple, constants: tuple, options: dict, load_funct
         return Binary(found, constants), False
     source = ast_source(load_function(), layout, constants)
     words.build_ahead(source.signature)
+    warm_up().join()
     compiled = triton.compile(source, target=target, options=options)
     _write(base, compiled, source)
     return Binary(compiled, constants), True
@@ -147,3 +150,19 @@ def _read(base: Path, constants: tuple) -> CompiledKernel | None:
         return CompiledKernel(source, group, record["hash"]) if len(group) == 2 else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # absent, truncated or edited: compile again
+
+
+@functools.cache
+def warm_up() -> threading.Thread:
+    """Start, in the background, what Triton's first compilation of a process needs: a hash of its installation, 0.4 s of
+    reading, and the imports of its compiler. Nothing here touches a GPU."""
+
+    def prepare():
+        import triton.compiler.code_generator
+        from triton.runtime.cache import triton_key
+
+        triton_key()
+
+    thread = threading.Thread(target=prepare, daemon=True)
+    thread.start()
+    return thread

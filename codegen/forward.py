@@ -11,7 +11,7 @@ from triton.runtime.errors import OutOfResources
 from .cache import INFO
 from .expr import INDEX_BOUND, ModGraph
 from .kernel import Kernel, backend_of, capability_of, kernel_for
-from .lower import Target
+from .lower import Target, gathers
 from .spec import KernelSpec, ModText, dtype_name, layouts_of, mod_text
 from .tiles import Tile, architecture, forward_tile, next_smaller
 
@@ -275,8 +275,8 @@ def _make_plan(dtype: torch.dtype, d_qk: int, d_v: int, device: torch.device, ge
         interior=lists is None or lists.interior, scale_is_positive=scale_is_positive, output_max=output_max, options=options,
         use_tma=use_tma, **blocks)
     arch = architecture(backend, capability_of(device) if backend == "cuda" else None)
-    tile = forward_tile(arch, round_up_head_dim(d_qk), round_up_head_dim(d_v), dtype.itemsize, use_tma=use_tma, options=dict(options.tile),
-                        **blocks)
+    tile = forward_tile(arch, round_up_head_dim(d_qk), round_up_head_dim(d_v), dtype.itemsize, options=dict(options.tile),
+                        gathers=any(gathers(m[0]) for m in (score, mask) if m), **blocks)
     scale_apart = score is not None or options.prescale_qk or not scale_is_positive
     return _Plan(kernel_for(spec), tile, score_text, mask_text, use_tma, scale_apart)
 

@@ -62,7 +62,7 @@ class _Interpreted:
         given = dict(zip(self.names, args, strict=True))
         with _lock, torch.no_grad():
             # tensors become their addresses; constexprs stay as they are
-            values = {k: v if k in self.constants else interpreter._implicit_cvt(v) for k, v in given.items()}
+            values = {k: v if k in self.constants else _argument(v) for k, v in given.items()}
             scope = _switch_to_interpreter()
             try:
                 sizes = (*grid, 1, 1)[:3]
@@ -78,6 +78,14 @@ class _Interpreted:
                 progress.close()
             finally:
                 scope.restore()
+
+
+def _argument(value):
+    """A kernel argument; numbers become scalars of the type that they have on a GPU."""
+    if type(value) in (bool, float):
+        dtype, numpy_dtype = (tl.int1, np.bool_) if type(value) is bool else (tl.float32, np.float32)
+        return tl.tensor(interpreter.TensorHandle(np.array([value], dtype=numpy_dtype), dtype), dtype)
+    return interpreter._implicit_cvt(value)
 
 
 class _Progress:
@@ -125,13 +133,42 @@ def _switch_to_interpreter():
         a, b = (_widened(x) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
         return plain_dot(self, a, b, d, input_precision, max_num_imprecise_acc)
 
+    def get_all_ones_value(self, type):  # NumPy refuses -1 for unsigned types
+        return interpreter.TensorHandle(np.array([-1]).astype(interpreter._get_np_dtype(type)), type.scalar)
+
+    plain_cast, plain_splat = builder.cast_impl, builder.create_splat
+
+    def create_splat(self, type, value):
+        # the interpreter gives a comparison the dtype of its operands
+        if value.data.dtype == np.bool_:
+            value = interpreter.TensorHandle(value.data, tl.int1)
+        return plain_splat(self, type, value)
+
+    def cast_impl(self, source, type):
+        # the interpreter cuts bits off; hardware rounds to the nearest
+        if source.dtype.scalar == tl.float32 and type.scalar == tl.bfloat16:
+            return interpreter.TensorHandle(_narrowed(source.data), tl.bfloat16)
+        return plain_cast(self, source, type)
+
     scope.set_attr(builder, "create_dot", create_dot)
+    scope.set_attr(builder, "cast_impl", cast_impl)
+    # Triton 3.6 leaves scalars as arrays of one element, which NumPy 2.4 no longer takes for numbers
+    scope.set_attr(tl.tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+    scope.set_attr(builder, "create_splat", create_splat)
+    scope.set_attr(builder, "get_all_ones_value", get_all_ones_value)
     return scope
 
 
 def _widened(handle):
     data = (handle.data.astype(np.uint32) << 16).view(np.float32)
     return interpreter.TensorHandle(data, tl.float32)
+
+
+def _narrowed(data):
+    """float32 as the bits of the nearest bfloat16, ties to even."""
+    bits = data.view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))) >> 16
+    return np.where(np.isnan(data), np.uint32(0x7FC0), rounded).astype(np.uint16)
 
 
 class _Libdevice:

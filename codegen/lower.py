@@ -7,6 +7,7 @@ All arithmetic is float32 or integer; half-precision and float64 captures are co
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections import Counter
@@ -14,9 +15,10 @@ from dataclasses import dataclass
 
 import torch
 
-from .expr import INDEX_BOUND, Expr, ModGraph, SourceLine, value_range, walk
+from .expr import INDEX_BOUND, MASK_SYMBOLS, Expr, ModGraph, SourceLine, value_range, walk
 from .ops import OPS, kind
 
+_ANY_LENGTH = dict.fromkeys(MASK_SYMBOLS, (1 << 31) - 1)
 _WIDTH = 88  # longest statement that is still put on one line
 
 
@@ -56,6 +58,11 @@ class Target:
 def loads_of(graph: ModGraph) -> list[Expr]:
     """The loads of a graph, in order."""
     return [n for n in walk(graph.result) if n.op == "load"]
+
+
+def gathers(graph: ModGraph) -> bool:
+    """Does the mod load an element of its own for every position (a relative-position table, a full bias)?"""
+    return any({"q_idx", "kv_idx"} <= {n.attr for n in walk(load) if n.op == "symbol"} for load in loads_of(graph))
 
 
 def compute_dtype(dtype: torch.dtype) -> str:
@@ -99,18 +106,16 @@ class _Printer:
         have, want = compute_dtype(node.dtype), compute_dtype(dtype)
         if node.is_literal:
             value = node.attr
-            value = float(value) if kind(dtype) == "float" else bool(value) if kind(dtype) == "bool" else value
+            value = float(value) if kind(dtype) == "float" else bool(value) if kind(dtype) == "bool" else _wrapped(value, dtype)
             return literal_text(value)
-        if have == want or (node.weak and kind(node.dtype) == kind(dtype)):
-            return text
+        if have == want or (node.op == "scalar" and kind(node.dtype) == "int" and want == "tl.int32"):
+            return text  # captured ints come in as int32, or as int64 if they are that large
         if kind(dtype) == "bool":
             return _paren(f"{_atom(text)} != 0")
         if kind(node.dtype) == "int" and kind(dtype) == "float":
             split = self._float_of_sum(node)
             if split is not None:
                 return split
-        if node.op == "scalar":  # numbers come in as Python types: mixing them with tensors promotes by itself
-            return text if kind(node.dtype) != "bool" else f"({text}).to({want})"
         return f"{_atom(text)}.to({want})"
 
     def _float_of_sum(self, node: Expr) -> str | None:
@@ -118,11 +123,14 @@ class _Printer:
         if not self.target.exact_indices or node.op not in ("add", "sub"):
             return None
         for part in (node, *node.args):
-            low, high = value_range(part)
+            low, high = self.range_of(part)
             if max(abs(low), abs(high)) > INDEX_BOUND:
                 return None
         left, right = (self.operand(a, torch.float32) for a in node.args)
         return f"({left} {'+' if node.op == 'add' else '-'} {right})"
+
+    def range_of(self, node: Expr) -> tuple[float, float]:
+        return value_range(node, None if self.target.exact_indices else _ANY_LENGTH)
 
     def load(self, node: Expr) -> str:
         capture, layout = self.graph.tensors[node.attr], self.layouts[node.attr]
@@ -131,7 +139,7 @@ class _Printer:
         for dim, index in enumerate(node.args):
             text = self.text[id(index)]
             size = f"size_{capture.name}_{dim}"
-            low = value_range(index)[0]
+            low = self.range_of(index)[0]
             if (number, dim) not in layout.inside:
                 if low < 0:  # negative indices count from the end, as in torch
                     text = self.statement(text, node.source) if not text.isidentifier() else text
@@ -141,7 +149,8 @@ class _Printer:
                     text = self.statement(text, node.source)
                 checks.append(f"({text} < {size})")
             stride = layout.strides[dim]
-            if stride == "0":
+            if stride == "0":  # what is checked must have the shape of the check
+                offset += [] if (number, dim) in layout.inside else [f"{_atom(text)} * 0"]
                 continue
             if layout.wide and index.op != "literal":
                 text = f"{_atom(text)}.to(tl.int64)"
@@ -153,11 +162,7 @@ class _Printer:
         return loaded
 
     def cast(self, node: Expr) -> str:
-        source = node.args[0]
-        if source.op == "scalar" and compute_dtype(source.dtype) != compute_dtype(node.dtype):
-            # a bare Python number has no .to() in the interpreter
-            return f"tl.cast({self.text[id(source)]}, {compute_dtype(node.dtype)})"
-        text = self.operand(source, node.dtype)
+        text = self.operand(node.args[0], node.dtype)
         if node.dtype in (torch.float16, torch.bfloat16):  # the cast rounds
             narrow = "tl." + str(node.dtype).removeprefix("torch.")
             return f"{_atom(text)}.to({narrow}).to(tl.float32)"
@@ -180,10 +185,8 @@ class _Printer:
         spelling = row.approximate.get((self.target.backend, self.target.precision))
         if spelling is None:
             spelling = row.triton if isinstance(row.triton, str) else row.triton[kind(wanted[-1])]
-        if node.op in ("floor_divide", "remainder") and "_int(" in spelling:
-            low, divisor = value_range(node.args[0])[0], value_range(node.args[1])[0]
-            if low >= 0 and divisor >= 1:  # Triton's truncating // and % agree with torch's here
-                spelling = "{0} // {1}" if node.op == "floor_divide" else "{0} % {1}"
+        if row.plainer is not None and row.plainer[1](node.dtype, *map(self.range_of, node.args)):
+            spelling = row.plainer[0]
         if row.operands == "where" and all(a.is_literal for a in node.args[1:]):
             operands[1] = f"tl.full([1, 1], {operands[1]}, {compute_dtype(node.dtype)})"
         helper = re.match(r"(\w+)\(", spelling)
@@ -217,7 +220,7 @@ class _Printer:
 
     def _full_tile(self, root: Expr, text: str, shape: str) -> str:
         """A result that does not depend on every index is spread over the whole tile."""
-        symbols = {n.attr for n in walk(root) if n.op == "symbol"}
+        symbols = self._varies_with(root)
         if "score" in symbols or {"q_idx", "kv_idx"} <= symbols:
             return text
         dtype = "tl.float32" if self.graph.kind == "score" else "tl.int1"
@@ -225,15 +228,38 @@ class _Printer:
             return f"tl.broadcast_to({text}, {shape})"
         return f"tl.full({shape}, {text}, {dtype})"
 
+    def _varies_with(self, root: Expr) -> frozenset[str]:
+        """The symbols that a value differs along; an index of stride 0 that needs no check adds none."""
+        found: dict[int, frozenset[str]] = {}
+        for node in walk(root):
+            args = node.args
+            if node.op == "load":
+                layout, number = self.layouts[node.attr], self.loads.index(node)
+                args = [a for i, a in enumerate(args) if layout.strides[i] != "0" or (number, i) not in layout.inside]
+            own = {node.attr} if node.op == "symbol" else ()
+            found[id(node)] = frozenset(own).union(*(found[id(a)] for a in args))
+        return found[id(root)]
+
 
 def common_dtype(operands: tuple[Expr, ...]) -> torch.dtype:
-    """The dtype in which torch compares operands: numbers written in Python do not widen tensors of their kind."""
-    strong = [o.dtype for o in operands if not o.weak] or [o.dtype for o in operands]
-    result = strong[0]
-    for other in (*strong[1:], *(o.dtype for o in operands if o.weak)):
-        weak_same_kind = other in (torch.int64, torch.float32) and kind(other) == kind(result)
-        result = result if weak_same_kind and other not in strong else torch.promote_types(result, other)
+    """The dtype in which operands are compared: torch's own rule for tensors; Python's numbers keep their value.
+
+    (torch wraps a number to the tensor's dtype: there, -1 equals 255 in uint8, and 2**31 is below every int32.)
+    """
+    result = functools.reduce(torch.promote_types, [o.dtype for o in operands if not o.weak] or [torch.bool])
+    for number in (o for o in operands if o.weak):
+        if kind(number.dtype) == "float" or kind(result) == "float":
+            result = torch.float32
+        elif kind(number.dtype) == "int":
+            fits = not number.is_literal or _wrapped(number.attr, torch.int32) == number.attr
+            result = torch.promote_types(result, torch.int32 if fits else torch.int64)
     return result
+
+
+def _wrapped(value: int, dtype: torch.dtype) -> int:
+    """An integer as it is in an integer dtype: what does not fit wraps around."""
+    low, bits = torch.iinfo(dtype).min, torch.iinfo(dtype).bits
+    return (int(value) - low) % (1 << bits) + low
 
 
 def provenance(source: SourceLine) -> str:

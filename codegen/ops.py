@@ -11,6 +11,7 @@ Columns of a row (`Op`):
     operands     what operands are converted to first: "result" dtype, "float" (float32), "common" (their common dtype), "bool"
                  or "as_is" ("where": the first as it is, the others to the result dtype)
     approximate  spellings used instead for a (target, attention dtype): faster, and exact to that dtype's own rounding
+    plainer      a shorter spelling and when it means the same: rule(result's dtype, (low, high) of each operand)
     expand       instead of `triton`: a function that writes the row in terms of other rows
     derivative   one function per operand, (result's gradient, operands..., result) -> operand's gradient   [gradients issue]
     interval     bounds of the result from bounds of the operands                                             [masks issue]
@@ -27,6 +28,9 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
+from torch.overrides import handle_torch_function, has_torch_function
+
+from .capture import NUMBERS, as_python
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,7 @@ class Op:
     triton: str | dict[str, str] | None = None
     operands: str = "result"
     approximate: dict[tuple[str, str], str] = field(default_factory=dict)
+    plainer: tuple[str, Callable] | None = None
     expand: Callable | None = None
     derivative: tuple[Callable | None, ...] | None = None
     interval: Callable | None = None
@@ -52,8 +57,8 @@ def kind(dtype: torch.dtype) -> str:
 def _clamp(x, min=None, max=None):
     if min is None and max is None:
         raise TypeError("torch.clamp needs min, max or both")
-    x = x if min is None else torch.where(x < min, min, x)
-    return x if max is None else torch.where(x > max, max, x)
+    x = x if min is None else torch.where(x < min if _is_integral(min) else (x < min) | (min != min), min, x)
+    return x if max is None else torch.where(x > max if _is_integral(max) else (x > max) | (max != max), max, x)
 
 
 def _div(x, y, *, rounding_mode=None):
@@ -62,15 +67,19 @@ def _div(x, y, *, rounding_mode=None):
     if rounding_mode == "floor":
         return torch.floor_divide(x, y)
     if rounding_mode == "trunc":
-        if _is_integral(x) and _is_integral(y):  # exact where a float quotient would round
-            return (x - torch.fmod(x, y)) // y
-        return torch.trunc(operator.truediv(x, y))
+        return _div_trunc(x, y)
     raise ValueError(f"rounding_mode is {rounding_mode!r}; write None, 'floor' or 'trunc'")
 
 
+def _div_trunc(x, y):
+    if has_torch_function((x, y)):
+        return handle_torch_function(_div_trunc, (x, y), x, y)
+    return torch.div(x, y, rounding_mode="trunc")
+
+
 def _is_integral(x) -> bool:
-    dtype = getattr(x, "dtype", None)
-    return isinstance(x, int) if dtype is None else kind(dtype) != "float"
+    x = as_python(x)
+    return isinstance(x, int) if isinstance(x, NUMBERS) else kind(x.dtype) != "float"
 
 
 def _softplus(x, beta=1, threshold=20):
@@ -90,22 +99,30 @@ def _logsigmoid(x):
     return torch.where(x < 0, x, 0.0) - torch.log1p(torch.exp(-torch.abs(x)))
 
 
-def _round(x, decimals=0):
-    if decimals:
-        raise ValueError(f"decimals is {decimals}; only torch.round(x) is supported: scale before and after instead")
-    return torch.special.round(x)
+def _isinf(x):
+    return torch.zeros_like(x, dtype=torch.bool) if _is_integral(x) else torch.abs(x) == math.inf
+
+
+def _isfinite(x):
+    return torch.ones_like(x, dtype=torch.bool) if _is_integral(x) else torch.abs(x) < math.inf
 
 
 def _add(x, y, *, alpha=1):
-    return operator.add(x, y if _is_one(alpha) else y * alpha)
+    return operator.add(x, _scaled(x, y, alpha))
 
 
 def _sub(x, y, *, alpha=1):
-    return operator.sub(x, y if _is_one(alpha) else y * alpha)
+    return operator.sub(x, _scaled(x, y, alpha))
 
 
-def _is_one(alpha) -> bool:
-    return type(alpha) is int and alpha == 1
+def _scaled(x, y, alpha):
+    """y * alpha, in the dtype of x + y."""
+    if type(alpha) is int and alpha == 1:
+        return y
+    dtype = (x + y).dtype
+    if kind(dtype) == "bool" or (kind(dtype) == "int" and not _is_integral(alpha)):
+        raise TypeError(f"alpha is {as_python(alpha)}, but the operands are {dtype}: write the product yourself")
+    return y * alpha if isinstance(as_python(y), NUMBERS) else torch.mul(y.to(dtype), alpha).to(dtype)
 
 
 def _silu(x, inplace=False):
@@ -118,6 +135,15 @@ def _relu(x, inplace=False):
 
 def _elementwise(name: str, *more: str) -> tuple[str, ...]:
     return (f"torch.{name}", f"Tensor.{name}", *more)
+
+
+def _is_natural_division(dtype: torch.dtype, dividend: tuple, divisor: tuple) -> bool:
+    """Triton's // and % round towards zero, which agrees with torch's rounding down here."""
+    return kind(dtype) == "int" and dividend[0] >= 0 and divisor[0] >= 1
+
+
+def _is_short_shift(dtype: torch.dtype, _, amount: tuple) -> bool:
+    return 0 <= amount[0] and amount[1] < torch.iinfo(dtype).bits
 
 
 def _unary(name: str, triton, *more: str, operands: str = "float", **columns) -> Op:
@@ -138,15 +164,18 @@ _ROWS = [
        {"float": "{0} * {1}", "int": "{0} * {1}", "bool": "{0} & {1}"}),
     Op("div", operator.truediv, (), "{0} / {1}", "float"),
     Op("floor_divide", operator.floordiv, _elementwise("floor_divide"),
-       {"float": "floor_div_float({0}, {1})", "int": "floor_div_int({0}, {1})"}),
+       {"float": "floor_div_float({0}, {1})", "int": "floor_div_int({0}, {1})"},
+       plainer=("{0} // {1}", _is_natural_division)),
+    Op("div_trunc", _div_trunc, (), {"float": "libdevice.trunc({0} / {1})", "int": "{0} // {1}"}),
     Op("remainder", operator.mod, _elementwise("remainder"),
-       {"float": "floor_mod_float({0}, {1})", "int": "floor_mod_int({0}, {1})"}),
+       {"float": "floor_mod_float({0}, {1})", "int": "floor_mod_int({0}, {1})"},
+       plainer=("{0} % {1}", _is_natural_division)),
     Op("fmod", torch.fmod, _elementwise("fmod"), {"float": "libdevice.fmod({0}, {1})", "int": "{0} % {1}"}),
     Op("pow", operator.pow, _elementwise("pow"),
        {"float": "libdevice.pow({0}, {1})", "int": "int_pow({0}, {1})"}),
     Op("neg", operator.neg, _elementwise("neg", "torch.negative", "Tensor.negative"), "-{0}"),
     _unary("abs", "tl.abs({0})", "torch.absolute", "Tensor.absolute", operands="result"),
-    _unary("sign", {"float": "sign_float({0})", "int": "sign_int({0})"}, operands="result"),
+    _unary("sign", {"float": "sign_float({0})", "int": "sign_int({0})", "bool": "{0}"}, operands="result"),
     Op("minimum", torch.minimum, _elementwise("minimum"),
        {"float": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)", "int": "tl.minimum({0}, {1})",
         "bool": "{0} & {1}"}),
@@ -179,7 +208,7 @@ _ROWS = [
     _unary("floor", {"float": "tl.floor({0})", "int": "{0}"}, operands="result"),
     _unary("ceil", {"float": "tl.ceil({0})", "int": "{0}"}, operands="result"),
     _unary("trunc", {"float": "libdevice.trunc({0})", "int": "{0}"}, "torch.fix", "Tensor.fix", operands="result"),
-    Op("round", torch.special.round, (), {"float": "libdevice.rint({0})", "int": "{0}"}),
+    _unary("round", {"float": "libdevice.rint({0})", "int": "{0}"}, operands="result"),
     # comparisons, logic and bits
     _compare("eq", "=="),
     _compare("ne", "!=", "not_equal"),
@@ -191,29 +220,31 @@ _ROWS = [
     Op("or_", operator.or_, _elementwise("bitwise_or"), "{0} | {1}"),
     Op("xor", operator.xor, _elementwise("bitwise_xor"), "{0} ^ {1}"),
     Op("invert", operator.invert, _elementwise("bitwise_not"), {"int": "~{0}", "bool": "{0} == 0"}),
-    Op("lshift", operator.lshift, _elementwise("bitwise_left_shift"), "{0} << {1}"),
-    Op("rshift", operator.rshift, _elementwise("bitwise_right_shift"), "{0} >> {1}"),
+    Op("lshift", operator.lshift, _elementwise("bitwise_left_shift"), "shift_left({0}, {1})",
+       plainer=("{0} << {1}", _is_short_shift)),
+    Op("rshift", operator.rshift, _elementwise("bitwise_right_shift"), "shift_right({0}, {1})",
+       plainer=("{0} >> {1}", _is_short_shift)),
     Op("logical_and", torch.logical_and, _elementwise("logical_and"), "{0} & {1}", "bool"),
     Op("logical_or", torch.logical_or, _elementwise("logical_or"), "{0} | {1}", "bool"),
     Op("logical_xor", torch.logical_xor, _elementwise("logical_xor"), "{0} ^ {1}", "bool"),
     Op("logical_not", torch.logical_not, _elementwise("logical_not"), "{0} == 0", "bool"),
-    Op("where", torch.where, _elementwise("where"), "tl.where({0}, {1}, {2})", "where"),
+    Op("where", torch.where, (), "tl.where({0}, {1}, {2})", "where"),
     # written in terms of the rows above
     Op("add_alpha", torch.add, _elementwise("add"), expand=_add),
     Op("sub_alpha", torch.sub, _elementwise("sub", "torch.subtract", "Tensor.subtract"), expand=_sub),
-    Op("div_mode", torch.div, _elementwise("div", "torch.divide", "Tensor.divide", "torch.true_divide"), expand=_div),
-    Op("rsub", torch.rsub, _elementwise("rsub"), expand=lambda x, y: y - x),
-    Op("round_decimals", torch.round, _elementwise("round", "special.round"), expand=_round),
+    Op("div_mode", torch.div, (*_elementwise("div"), *_elementwise("divide"), *_elementwise("true_divide")), expand=_div),
+    Op("rsub", torch.rsub, ("torch.rsub",), expand=lambda x, y, *, alpha=1: _sub(y, x, alpha=alpha)),
+    Op("where_method", torch.Tensor.where, ("Tensor.where",), expand=lambda x, condition, y: torch.where(condition, x, y)),
     Op("clamp", torch.clamp, _elementwise("clamp", "torch.clip", "Tensor.clip"), expand=_clamp),
     Op("clamp_min", torch.clamp_min, _elementwise("clamp_min"), expand=lambda x, min: _clamp(x, min=min)),
     Op("clamp_max", torch.clamp_max, _elementwise("clamp_max"), expand=lambda x, max: _clamp(x, max=max)),
-    Op("square", torch.square, _elementwise("square"), expand=lambda x: x * x),
+    Op("square", torch.square, _elementwise("square"), expand=lambda x: x**2),
     Op("reciprocal", torch.reciprocal, _elementwise("reciprocal"), expand=lambda x: 1.0 / x),
     Op("isnan", torch.isnan, _elementwise("isnan"), expand=lambda x: x != x),
-    Op("isinf", torch.isinf, _elementwise("isinf"), expand=lambda x: torch.abs(x) == math.inf),
+    Op("isinf", torch.isinf, _elementwise("isinf"), expand=_isinf),
     Op("isposinf", torch.isposinf, _elementwise("isposinf"), expand=lambda x: x == math.inf),
     Op("isneginf", torch.isneginf, _elementwise("isneginf"), expand=lambda x: x == -math.inf),
-    Op("isfinite", torch.isfinite, _elementwise("isfinite"), expand=lambda x: torch.abs(x) < math.inf),
+    Op("isfinite", torch.isfinite, _elementwise("isfinite"), expand=_isfinite),
     Op("relu", torch.relu, _elementwise("relu", "F.relu"), expand=_relu),
     Op("gelu", F.gelu, ("F.gelu",), expand=_gelu),
     Op("silu", F.silu, ("F.silu",), expand=_silu),
@@ -231,10 +262,16 @@ def _spelled(spelling: str):
     return getattr(_HOMES[home], name, None)
 
 
+def _method_of(row: Op):
+    """What Python calls for a row's operator on a tensor: Tensor.__and__ for operator.and_."""
+    name = row.torch.__name__.strip("_") if getattr(row.torch, "__module__", "") == "_operator" else ""
+    return getattr(torch.Tensor, f"__{name}__", None)
+
+
 def _index_functions() -> dict:
     table = {}
     for row in _ROWS:
-        for function in (row.torch, *map(_spelled, row.spellings)):
+        for function in (row.torch, _method_of(row), *map(_spelled, row.spellings)):
             # `torch.floor_divide` and `operator.floordiv` name the same row; the first row to claim a spelling has it.
             if function is not None:
                 table.setdefault(function, row)

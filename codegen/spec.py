@@ -78,12 +78,18 @@ def layouts_of(graph: ModGraph, captured: list, extents: tuple[int, int, int, in
     return _layouts(graph, tuple((t.shape, t.stride()) for t in captured[:count]), tuple(captured[count:]), extents)
 
 
+_LARGEST_BLOCK_N = 256
+
+
 @functools.lru_cache(maxsize=4096)
 def _layouts(graph: ModGraph, tensors: tuple, scalars: tuple, extents: tuple) -> tuple[TensorLayout, ...]:
     largest = {symbol: n - 1 for symbol, n in zip(MASK_SYMBOLS, extents, strict=True)}
+    largest["kv_idx"] = -(-extents[3] // _LARGEST_BLOCK_N) * _LARGEST_BLOCK_N - 1  # kernels do not clamp it in the tail block
     inside: list[set] = [set() for _ in tensors]
     for number, load in enumerate(loads_of(graph)):
         for dim, index in enumerate(load.args):
+            if index.op == "symbol" and index.attr in ("q_idx", "kv_idx"):
+                continue  # a vector's check is cheap, and a new length must not compile anything
             low, high = value_range(index, largest, scalars)
             if 0 <= low and high < tensors[load.attr][0][dim]:
                 inside[load.attr].add((number, dim))

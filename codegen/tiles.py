@@ -1,6 +1,6 @@
 """Tile sizes: one table per template, and what to do when a tile does not fit.
 
-A tile is chosen by (architecture class, head dim, element size, cost of the mods). The numbers for sm_90 were measured on an
+A tile is chosen by (architecture, head dim, element size) and by what the mods cost. The numbers for sm_90 were measured on an
 H100 (benchmarks/results); the others follow from shared memory. `fitting` drops a tile that the device's shared memory
 cannot hold, before launch.
 """
@@ -34,11 +34,10 @@ def architecture(backend: str, capability) -> str:
     return "sm_80" if (major, minor) == (8, 0) else "sm_86"
 
 
-# (architecture, largest padded head dim, bytes per element) -> tile
+# (architecture, larger padded head dim, bytes per element) -> tile
 _FORWARD = {
-    ("sm_90", 64, 2): Tile(128, 64, 4, 3),
+    ("sm_90", 64, 2): Tile(64, 64, 4, 3),
     ("sm_90", 128, 2): Tile(64, 64, 4, 3),
-    ("sm_90", 192, 2): Tile(128, 64, 8, 3),
     ("sm_90", 256, 2): Tile(128, 64, 8, 2),
     ("sm_90", 64, 4): Tile(128, 32, 4, 3),
     ("sm_90", 128, 4): Tile(64, 32, 4, 2),
@@ -59,15 +58,31 @@ _FORWARD = {
     ("cpu", 256, 4): Tile(64, 64, 1, 1),
 }
 
+# where a kernel without block lists, one whose mods gather, or unequal head dims measured faster with another tile
+_FORWARD_DENSE = {("sm_90", 64, 2): Tile(128, 64, 4, 3)}
+_FORWARD_GATHER = {("sm_90", 64, 2): Tile(64, 64, 4, 2), ("sm_90", 128, 2): Tile(64, 64, 4, 2)}
+_FORWARD_UNEQUAL = {("sm_90", 256, 2): Tile(128, 64, 8, 3)}  # 192 / 128, padded to 256 / 128
 
-def forward_tile(arch: str, d_qk: int, d_v: int, itemsize: int, *, use_tma: bool = False, q_block: int = 0, kv_block: int = 0,
+
+def forward_tile(arch: str, d_qk: int, d_v: int, itemsize: int, *, gathers: bool = False, q_block: int = 0, kv_block: int = 0,
                  options: dict | None = None) -> Tile:
-    """The forward kernel's tile. d_qk and d_v are padded head dims; q_block and kv_block, a block mask's sizes, are multiples
-    of BLOCK_M and BLOCK_N. `options` are the user's (BLOCK_M, BLOCK_N, num_warps, num_stages)."""
+    """The forward kernel's tile.
+
+    d_qk, d_v          padded head dims
+    gathers            a mod loads one element of a tensor for every position (it costs registers: fewer stages)
+    q_block, kv_block  a block mask's sizes, which BLOCK_M and BLOCK_N must divide; 0 without block lists
+    options            the user's BLOCK_M, BLOCK_N, num_warps, num_stages
+    """
     family = {"sm_86": "sm_80", "sm_100": "sm_90"}.get(arch, arch)
-    width = max(d_qk, d_v)
-    rows = sorted(k[1] for k in _FORWARD if k[0] == family and k[2] == itemsize)
-    tile = _FORWARD[family, next((w for w in rows if w >= width), rows[-1]), itemsize]
+    widths = sorted(k[1] for k in _FORWARD if k[0] == family and k[2] == itemsize)
+    row = (family, next((w for w in widths if w >= max(d_qk, d_v)), widths[-1]), itemsize)
+    tile = _FORWARD[row]
+    if gathers:
+        tile = _FORWARD_GATHER.get(row, tile)
+    elif d_qk != d_v:
+        tile = _FORWARD_UNEQUAL.get(row, tile)
+    elif not kv_block:
+        tile = _FORWARD_DENSE.get(row, tile)
     chosen = {k: v for k, v in (options or {}).items() if k in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")}
     if q_block and "BLOCK_M" not in chosen:
         tile = replace(tile, BLOCK_M=_divisor(tile.BLOCK_M, q_block))

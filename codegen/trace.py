@@ -272,6 +272,8 @@ def dispatch(function, args: tuple, kwargs: dict):
 
 def _expand(row: ops.Op, args: tuple, kwargs: dict):
     """A row written in terms of others: run it, torch functions and all, on the symbols."""
+    args = tuple(Sym(to_expr(a)) if isinstance(a, torch.Tensor) else a for a in args)
+    kwargs = {k: Sym(to_expr(v)) if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
     try:
         return row.expand(*args, **kwargs)
     except (TypeError, ValueError) as error:
@@ -318,6 +320,8 @@ def apply(row: ops.Op, args: tuple, kwargs: dict) -> Sym:
         if simple is not None:
             return simple
     dtype = result_dtype(row, operands)
+    if isinstance(row.triton, dict) and row.operands == "result" and ops.kind(dtype) not in row.triton:
+        raise trace.error(f"{row.name} of {dtype}", "Convert an operand first, for example with .int().")
     folded = _fold(row, operands, dtype)
     if folded is not None:
         return Sym(folded)
@@ -424,7 +428,8 @@ def _literal_tensor(value, dtype: torch.dtype | None) -> Sym:
 
 
 def _folded_literal(value, dtype: torch.dtype) -> Expr:
-    value = bool(value) if dtype == torch.bool else float(value) if dtype.is_floating_point else int(value)
+    with torch._C.DisableTorchFunction():
+        value = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None).to(dtype).item()
     return _Trace.current.table.make("literal", (), dtype, attr=value)
 
 
@@ -448,16 +453,16 @@ def _fold(row: ops.Op, operands: list[Expr], dtype: torch.dtype) -> Expr | None:
 
 def _simple_power(base: Expr, exponent: Expr) -> Sym | None:
     """Small constant powers are products: exact for integers, and cheaper than pow."""
-    if not exponent.is_literal or ops.kind(base.dtype) == "bool":
+    if not (exponent.is_literal and exponent.weak) or base.weak or ops.kind(base.dtype) == "bool":
         return None
     power, symbol = exponent.attr, Sym(base)
     if ops.kind(base.dtype) == "int" and isinstance(power, float):
         return None
-    if power == 0.5 and not base.weak:
+    if ops.kind(base.dtype) == "int" and power < 0:
+        raise _Trace.current.error("an integer to a negative power", "Convert the base first, with .float().")
+    if power == 0.5:
         return dispatch(torch.sqrt, (symbol,), {})
     if power not in (1, 2, 3, 4):
-        return None
-    if ops.kind(base.dtype) == "int" and not isinstance(power, int):
         return None
     square = symbol * symbol if power >= 2 else None
     return symbol if power == 1 else square if power == 2 else square * (symbol if power == 3 else square)

@@ -7,8 +7,11 @@
     out = flex_attention(q, k, v, score_mod=alibi(slopes), block_mask=mask)
 """
 
+import torch as _torch
+
 from flexpress.attention import AuxOutput, AuxRequest, flex_attention
 from flexpress.block_mask import BlockMask, and_masks, create_block_mask, create_mask, noop_mask, or_masks
+from flexpress.codegen.binary import warm_up as _warm_up
 from flexpress.codegen.cache import VERSION as __version__
 from flexpress.codegen.errors import ModError, RenderError
 from flexpress.inspection import CacheInfo, cache_clear, cache_dir, cache_info, printed_kernels
@@ -17,3 +20,6 @@ __all__ = [
     "AuxOutput", "AuxRequest", "BlockMask", "CacheInfo", "ModError", "RenderError", "__version__", "and_masks", "cache_clear",
     "cache_dir", "cache_info", "create_block_mask", "create_mask", "flex_attention", "noop_mask", "or_masks", "printed_kernels",
 ]
+
+if _torch.version.cuda is not None:
+    _warm_up()

@@ -1,0 +1,312 @@
+"""flex_attention against dense float64 attention: shapes, strides, dtypes, mods, masks. On a GPU the same with real shapes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import flexpress
+from flexpress import AuxRequest, and_masks, create_block_mask, flex_attention, mods, or_masks
+from tests.reference import assert_as_accurate, dense_attention, relative_error
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+LENGTHS = {"cpu": [1, 2, 15, 16, 17, 63, 64, 65, 100, 129], "cuda": [1, 15, 64, 129, 257, 1025, 2046]}
+HEAD_DIMS = {"cpu": [1, 8, 16, 31, 40, 64, 72], "cuda": [8, 16, 31, 64, 72, 80, 96, 128, 192, 256]}
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """Every torch.empty is filled with NaN: what a kernel does not write shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def score_mods(heads: int, length: int, device: str) -> dict:
+    """Score mods of every kind: arithmetic, captured per head, gathered by relative position, by batch and by both indices."""
+    generator = torch.Generator().manual_seed(heads * 1000 + length)
+    slopes = torch.rand(heads, generator=generator).to(device)
+    table = torch.randn(heads, 2 * length, generator=generator).to(device)
+    bias = torch.randn(1, heads, length, length, generator=generator).to(device=device, dtype=torch.float16)
+    weight = torch.randn(32, heads, generator=generator).to(device)
+    temperature = torch.tensor(0.7, device=device)
+    return {
+        "none": None,
+        "alibi": mods.alibi(slopes),
+        "softcap": mods.softcap(3.0),
+        "distance": lambda score, b, h, q_idx, kv_idx: score + (q_idx - kv_idx),
+        "scaled": lambda score, b, h, q_idx, kv_idx: score * temperature + temperature,
+        "table": lambda score, b, h, q_idx, kv_idx: score + table[h, q_idx - kv_idx + length],
+        "full_bias": lambda score, b, h, q_idx, kv_idx: score + bias[0, h, q_idx, kv_idx],
+        "t5": mods.t5_bias(weight),
+        "hidden": lambda score, b, h, q_idx, kv_idx: torch.where(q_idx >= kv_idx, score, -math.inf),
+        "constant": lambda score, b, h, q_idx, kv_idx: torch.zeros_like(score),
+    }
+
+
+def mask_mods(length: int, device: str) -> dict:
+    """Mask mods: the recipes, regions by // and %, rows and columns that see nothing, and a mask per batch entry and head."""
+    ids = (torch.arange(length, device=device) * 3) // max(length, 1)
+    prefix = torch.tensor([3, 0], dtype=torch.int32, device=device)
+    return {
+        "none": None,
+        "causal": mods.causal,
+        "window": mods.sliding_window(7),
+        "document": mods.document(ids, mods.causal),
+        "dilated": mods.dilated_window(4, 3),
+        "global": mods.global_sliding(5, 2),
+        "tiles": lambda b, h, q_idx, kv_idx: (q_idx // 5) % 3 != (kv_idx // 7) % 2,
+        "empty_rows": lambda b, h, q_idx, kv_idx: (q_idx % 3 == 1) & (kv_idx != 2),
+        "nothing": lambda b, h, q_idx, kv_idx: q_idx < 0,
+        "per_batch": mods.prefix_lm(prefix),
+        "per_head": lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) | (h % 2 == 1),
+        "joined": or_masks(and_masks(mods.causal, mods.sliding_window(9)), lambda b, h, q_idx, kv_idx: kv_idx == 0),
+    }
+
+
+SCORE_MODS = sorted(score_mods(1, 1, "cpu"))
+MASK_MODS = sorted(mask_mods(1, "cpu"))
+LAYOUTS = ["contiguous", "bshd", "sliced", "wide_head_dim", "shared_batch"]
+
+
+def tensor_of(shape, layout: str, dtype, device: str, seed: int):
+    """A random (B, H, S, D) tensor in one of LAYOUTS."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    B, H, S, D = shape
+
+    def random(*sizes):
+        return torch.randn(sizes, generator=generator, device=device).to(dtype)
+
+    if layout == "bshd":
+        return random(B, S, H, D).transpose(1, 2)
+    if layout == "sliced":
+        return random(B, H + 1, S + 3, D + 5)[:, 1:, 2:S + 2, 3:D + 3]
+    if layout == "wide_head_dim":
+        return random(B, H, S, 2 * D)[..., ::2]
+    if layout == "shared_batch":
+        return random(1, H, S, D).expand(B, H, S, D)
+    return random(B, H, S, D)
+
+
+@st.composite
+def problems(draw, device):
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    Q_LEN = draw(st.sampled_from(LENGTHS[device]))
+    KV_LEN = draw(st.one_of(st.just(Q_LEN), st.sampled_from(LENGTHS[device])))
+    D_QK = draw(st.sampled_from(HEAD_DIMS[device]))
+    return {
+        "dtype": dtype, "B": draw(st.sampled_from([1, 2])), "Hkv": draw(st.sampled_from([1, 2])),
+        "group": draw(st.sampled_from([1, 2, 3, 7])), "Q_LEN": Q_LEN, "KV_LEN": KV_LEN, "D_QK": D_QK,
+        "D_V": draw(st.one_of(st.just(D_QK), st.sampled_from(HEAD_DIMS[device]))),
+        "layouts": draw(st.tuples(*[st.sampled_from(LAYOUTS)] * 3)), "score": draw(st.sampled_from(SCORE_MODS)),
+        "mask": draw(st.sampled_from(MASK_MODS)), "one_kv_batch": draw(st.booleans()),
+        "BLOCK_SIZE": draw(st.sampled_from([128, 64, (32, 64), (64, 16)] if device == "cpu" else [128, 64, (64, 128), 256])),
+        "separate_full_blocks": draw(st.sampled_from([True, True, False])),
+        "scale": draw(st.sampled_from([None, None, 0.3, 0.0, -0.5])),
+        "USE_TMA": draw(st.sampled_from([None, True, False])),
+        "seed": draw(st.integers(0, 99)),
+    }
+
+
+def check_problem(p: dict, device: str) -> None:
+    B, Hkv, Hq, length = p["B"], p["Hkv"], p["Hkv"] * p["group"], max(p["Q_LEN"], p["KV_LEN"])
+    Bkv = 1 if p["one_kv_batch"] else B
+    shapes = [(B, Hq, p["Q_LEN"], p["D_QK"]), (Bkv, Hkv, p["KV_LEN"], p["D_QK"]), (Bkv, Hkv, p["KV_LEN"], p["D_V"])]
+    q, k, v = (tensor_of(shape, layout, p["dtype"], device, p["seed"] + i)
+               for i, (shape, layout) in enumerate(zip(shapes, p["layouts"], strict=True)))
+    score_mod, mask_mod = score_mods(Hq, length, device)[p["score"]], mask_mods(length, device)[p["mask"]]
+    block_mask = None
+    if mask_mod is not None:
+        block_mask = create_block_mask(mask_mod, B, Hq, p["Q_LEN"], p["KV_LEN"], device, p["BLOCK_SIZE"],
+                                       separate_full_blocks=p["separate_full_blocks"])
+    options = {} if p["USE_TMA"] is None else {"USE_TMA": p["USE_TMA"]}
+    out, aux = flex_attention(q, k, v, score_mod, block_mask, p["scale"], enable_gqa=True, kernel_options=options,
+                              return_aux=AuxRequest(lse=True, max_scores=True))
+    assert out.shape == (B, Hq, p["Q_LEN"], p["D_V"]) and out.dtype == p["dtype"]
+    assert_as_accurate(out, q, k, v, score_mod, mask_mod, p["scale"])
+    _, lse, highest = dense_attention(q, k, v, score_mod, mask_mod, p["scale"])
+    tolerance = 2e-5 if p["dtype"] == torch.float32 else 2e-2
+    empty = lse == -math.inf
+    assert torch.equal(aux.lse == -math.inf, empty)
+    assert (out.masked_select(empty[..., None].expand_as(out)) == 0).all()
+    for got, want in ((aux.lse, lse), (aux.max_scores, highest)):
+        assert got.dtype == torch.float32
+        difference = (got.double() - want).masked_fill(empty, 0).abs()
+        assert (difference <= tolerance * (1 + want.masked_fill(empty, 0).abs())).all()
+
+
+@settings(max_examples=60)
+@given(problems("cpu"))
+def test_any_problem(p):
+    check_problem(p, "cpu")
+
+
+@pytest.mark.gpu
+@settings(max_examples=120)
+@given(problems("cuda"))
+def test_any_problem_on_gpu(p):
+    check_problem(p, "cuda")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("length", [0, 1])
+def test_empty_lengths(device, length):
+    """No keys: output 0 and lse -inf. No queries: nothing."""
+    q = torch.randn(1, 2, 5, 16, device=device)
+    kv = torch.randn(1, 2, 0, 16, device=device)
+    out, lse = flex_attention(q, kv, kv, return_lse=True)
+    assert (out == 0).all() and (lse == -math.inf).all()
+    out = flex_attention(q[:, :, :0], q[:, :, :length], q[:, :, :length])
+    assert out.shape == (1, 2, 0, 16)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_output_keeps_the_order_of_dimensions(device):
+    """(B, S, H, D) code gets (B, S, H, D) memory back."""
+    q = torch.randn(2, 33, 4, 16, device=device).transpose(1, 2)
+    assert flex_attention(q, q, q).transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_infinite_keys_outside_the_mask_do_not_leak(device):
+    """What a mask hides, and what lies past the end, contributes nothing, even if it is inf or NaN in memory."""
+    k = torch.full((1, 1, 80, 16), math.nan, device=device)
+    k[:, :, :50] = torch.randn(1, 1, 50, 16, device=device)
+    q = torch.randn(1, 1, 33, 16, device=device)
+    expected, *_ = dense_attention(q, k[:, :, :50], k[:, :, :50])
+    assert relative_error(flex_attention(q, k[:, :, :50], k[:, :, :50]), expected) < 1e-6
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("option", [{"PRESCALE_QK": True}, {"ROWS_GUARANTEED_SAFE": True}, {"BLOCK_M": 32, "BLOCK_N": 16},
+                                    {"fwd_BLOCK_M": 16, "num_warps": 4, "num_stages": 1}, {"FLOAT32_PRECISION": "tf32"}])
+def test_kernel_options(device, option):
+    q, k, v = (torch.randn(1, 2, 70, 32, device=device) for _ in range(3))
+    mask = create_block_mask(mods.causal, None, None, 70, 70, device)
+    for score_mod in (None, mods.softcap(5.0)):
+        out = flex_attention(q, k, v, score_mod, mask, kernel_options=option)
+        expected, *_ = dense_attention(q, k, v, score_mod, mods.causal)
+        assert relative_error(out, expected) < (2e-3 if option.get("FLOAT32_PRECISION") == "tf32" else 2e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_contiguous_blocks(device):
+    """BLOCKS_ARE_CONTIGUOUS walks from the first listed block without reading the list."""
+    q, k, v = (torch.randn(1, 1, 200, 16, device=device) for _ in range(3))
+    window = mods.sliding_window(50)
+    for mod, separate in ((window, False), (mods.prefix_lm(70), True)):
+        mask = create_block_mask(mod, None, None, 200, 200, device, 32, separate_full_blocks=separate)
+        out = flex_attention(q, k, v, block_mask=mask, kernel_options={"BLOCKS_ARE_CONTIGUOUS": True})
+        assert relative_error(out, dense_attention(q, k, v, None, mod)[0]) < 1e-6
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_block_masks_of_torch(device):
+    """torch's BlockMask objects work, whichever way they were made."""
+    from torch.nn.attention import flex_attention as theirs
+
+    q, k, v = (torch.randn(2, 2, 130, 16, device=device) for _ in range(3))
+    made = theirs.create_block_mask(mods.causal, 1, 1, 130, 130, device=device, BLOCK_SIZE=64)
+    assert relative_error(flex_attention(q, k, v, block_mask=made), dense_attention(q, k, v, None, mods.causal)[0]) < 1e-6
+    everything = torch.arange(3, dtype=torch.int32, device=device).expand(1, 1, 3, 3).contiguous()
+    counts = torch.full((1, 1, 3), 3, dtype=torch.int32, device=device)
+    none = torch.zeros_like(counts)
+    listed = theirs.BlockMask.from_kv_blocks(none, everything, counts, everything, BLOCK_SIZE=64, seq_lengths=(130, 130))
+    assert relative_error(flex_attention(q, k, v, block_mask=listed), dense_attention(q, k, v)[0]) < 1e-6
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_autocast(device):
+    """Under autocast float32 inputs are computed in its dtype, as torch's scaled_dot_product_attention does."""
+    q = torch.randn(1, 1, 20, 16, device=device)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        assert flex_attention(q, q, q).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_backward_says_that_it_is_missing(device):
+    q = torch.randn(1, 1, 20, 16, device=device, requires_grad=True)
+    slopes = torch.rand(1, device=device, requires_grad=True)
+    for inputs, score_mod in (((q, q, q), None), ((q.detach(),) * 3, mods.alibi(slopes))):
+        out = flex_attention(*inputs, score_mod=score_mod)
+        assert out.requires_grad
+        with pytest.raises(NotImplementedError, match="no backward pass yet"):
+            out.sum().backward()
+    with torch.no_grad():
+        assert not flex_attention(q, q, q).requires_grad
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [16384, 4001])
+@pytest.mark.parametrize("head_dim", [64, 128, (192, 128), 256])
+def test_real_lengths(length, head_dim):
+    """bfloat16 at real lengths, checked on the last rows of some heads; the error is at most that of torch's fused kernel."""
+    d_qk, d_v = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
+    q, k = (torch.randn(1, 4, length, d_qk, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    v = torch.randn(1, 4, length, d_v, device="cuda", dtype=torch.bfloat16)
+    mask = create_block_mask(mods.causal, None, None, length, length, "cuda")
+    out = flex_attention(q, k, v, block_mask=mask)
+    fused = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    rows = slice(length - 300, length)
+    expected, *_ = dense_attention(q[:, :, rows], k, v, None, lambda b, h, m, n: m + length - 300 >= n)
+    assert relative_error(out[:, :, rows], expected) <= 1.02 * relative_error(fused[:, :, rows], expected)
+
+
+@pytest.mark.gpu
+def test_repeats_are_bitwise_equal():
+    q, k, v = (torch.randn(2, 8, 1000, 80, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    mask = create_block_mask(mods.causal, None, None, 1000, 1000, "cuda")
+    first = flex_attention(q, k, v, mods.softcap(20.0), mask)
+    for _ in range(100):
+        assert torch.equal(flex_attention(q, k, v, mods.softcap(20.0), mask), first)
+
+
+@pytest.mark.gpu
+def test_cuda_graph_replays():
+    q, k, v = (torch.randn(1, 2, 256, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    flex_attention(q, k, v)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flex_attention(q, k, v)
+    q.copy_(torch.randn_like(q))
+    graph.replay()
+    assert torch.equal(out, flex_attention(q, k, v))
+
+
+@pytest.mark.gpu
+def test_offsets_past_32_bits():
+    """A captured bias of more than 2**31 elements, and a key/value buffer as large, are addressed in 64 bits."""
+    length, heads = 16384, 9
+    bias = torch.zeros(1, heads, length, length, device="cuda", dtype=torch.float16)  # 2.4e9 elements
+    bias[0, -1] = torch.randn(length, device="cuda", dtype=torch.float16)
+    q = torch.randn(1, heads, 128, 64, device="cuda", dtype=torch.bfloat16)
+    kv = torch.randn(1, heads, length, 64, device="cuda", dtype=torch.bfloat16)
+
+    def biased(score, b, h, q_idx, kv_idx):
+        return score + bias[b, h, q_idx, kv_idx]
+
+    out = flex_attention(q, kv, kv, biased)[:, -1:]
+    expected, *_ = dense_attention(q[:, -1:], kv[:, -1:], kv[:, -1:], lambda s, b, h, m, n: s + bias[0, -1, 0][None])
+    assert relative_error(out, expected) < 5e-3
+
+
+@pytest.mark.gpu
+def test_forward_allocates_no_scores():
+    """Peak memory is the output and lse: nothing of Q_LEN x KV_LEN."""
+    q, k, v = (torch.randn(1, 16, 16384, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    mask = create_block_mask(mods.causal, None, None, 16384, 16384, "cuda")
+    flex_attention(q, k, v, block_mask=mask)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out, lse = flex_attention(q, k, v, block_mask=mask, return_lse=True)
+    used = torch.cuda.max_memory_allocated() - before
+    assert used <= out.nbytes + lse.nbytes + (1 << 20)
+
+
+def test_public_names_have_docstrings():
+    assert all(getattr(flexpress, name).__doc__ for name in flexpress.__all__ if callable(getattr(flexpress, name)))

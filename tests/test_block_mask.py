@@ -1,0 +1,154 @@
+"""BlockMask: block lists against brute force, torch's names and pictures, memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexpress import BlockMask, and_masks, cache_info, create_block_mask, create_mask, mods, noop_mask, or_masks
+
+from tests.reference import positions
+from tests.test_attention import MASK_MODS, mask_mods
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def brute_force(mask_mod, B, H, Q_LEN, KV_LEN, size, device):
+    """Status of every block: 0 empty, 1 partial, 2 full. Rows past Q_LEN do not count; a block past KV_LEN is never full."""
+    dense = mask_mod(*positions((B, H, Q_LEN, KV_LEN), device)).expand(B, H, Q_LEN, KV_LEN)
+    rows, columns = -(-Q_LEN // size[0]), -(-KV_LEN // size[1])
+    status = torch.zeros(B, H, rows, columns, dtype=torch.int8)
+    for r in range(rows):
+        for c in range(columns):
+            block = dense[:, :, r * size[0]:(r + 1) * size[0], c * size[1]:(c + 1) * size[1]]
+            inside = (c + 1) * size[1] <= KV_LEN
+            status[:, :, r, c] = block.any(-1).any(-1).to(torch.int8) + (block.all(-1).all(-1) & inside).to(torch.int8)
+    return status
+
+
+def listed(counts, indices, columns):
+    """The dense picture of a list, checking that it ascends."""
+    dense = torch.zeros(*counts.shape, columns, dtype=torch.bool)
+    for place in [tuple(p) for p in torch.cartesian_prod(*[torch.arange(n) for n in counts.shape]).reshape(-1, counts.dim()).tolist()]:
+        entries = indices[place][:counts[place]].tolist()
+        assert entries == sorted(set(entries))
+        dense[place][entries] = True
+    return dense
+
+
+def check_lists(mask: BlockMask, status: torch.Tensor) -> None:
+    columns, rows = status.shape[-1], status.shape[-2]
+    partial = (status == 1) if mask.full_kv_indices is not None else (status > 0)
+    assert torch.equal(listed(mask.kv_num_blocks.cpu(), mask.kv_indices.cpu(), columns), partial)
+    assert torch.equal(listed(mask.q_num_blocks.cpu(), mask.q_indices.cpu(), rows), partial.transpose(-1, -2))
+    if mask.full_kv_indices is not None:
+        assert torch.equal(listed(mask.full_kv_num_blocks.cpu(), mask.full_kv_indices.cpu(), columns), status == 2)
+        assert torch.equal(listed(mask.full_q_num_blocks.cpu(), mask.full_q_indices.cpu(), rows),
+                           (status == 2).transpose(-1, -2))
+    assert torch.equal(mask.to_dense().cpu().bool(), status > 0)
+
+
+@settings(max_examples=40)
+@given(st.sampled_from([m for m in MASK_MODS if m != "none"]), st.sampled_from([1, 2]), st.sampled_from([1, 3]),
+       st.sampled_from([1, 20, 64, 127, 129, 200]), st.sampled_from([1, 33, 128, 190]),
+       st.sampled_from([(64, 64), (16, 32), (128, 64), (48, 80), (10, 7)]), st.booleans())
+def test_lists_equal_brute_force(name, B, H, Q_LEN, KV_LEN, size, separate):
+    mask_mod = mask_mods(max(Q_LEN, KV_LEN), "cpu")[name]
+    mask = create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, "cpu", size, separate_full_blocks=separate)
+    check_lists(mask, brute_force(mask_mod, B, H, Q_LEN, KV_LEN, size, "cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [m for m in MASK_MODS if m != "none"])
+@pytest.mark.parametrize("size", [(128, 128), (64, 256), (48, 80)])
+def test_lists_equal_brute_force_on_gpu(name, size):
+    mask_mod = mask_mods(3000, "cuda")[name]
+    mask = create_block_mask(mask_mod, 2, 3, 3000, 2050, "cuda", size)
+    check_lists(mask, brute_force(mask_mod, 2, 3, 3000, 2050, size, "cuda").cpu())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_many_columns(device):
+    """Rows longer than one chunk of the compacting kernel."""
+    mask = create_block_mask(mods.causal, None, None, 32, 1100 * 16, device, 16)
+    assert mask.kv_num_blocks.tolist() == [[[1, 1]]] and mask.full_kv_num_blocks.tolist() == [[[0, 1]]]
+    dilated = create_block_mask(lambda b, h, q_idx, kv_idx: kv_idx // 16 % 3 == 1, None, None, 16, 1100 * 16, device, 16)
+    assert dilated.full_kv_indices[0, 0, 0, :367].tolist() == list(range(1, 1100, 3))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_dense_mask(device):
+    for name, mask_mod in mask_mods(100, device).items():
+        if mask_mod is not None:
+            expected = mask_mod(*positions((2, 3, 100, 90), device)).expand(2, 3, 100, 90)
+            assert torch.equal(create_mask(mask_mod, 2, 3, 100, 90, device), expected), name
+    hidden = create_mask(lambda score, b, h, q_idx, kv_idx: torch.where(q_idx > kv_idx, score, -float("inf")), None, None, 5, 5, device)
+    assert torch.equal(hidden, torch.ones(5, 5, dtype=torch.bool, device=device).tril(-1)[None, None])
+
+
+def test_combinations():
+    window, causal = mods.sliding_window(3), mods.causal
+    args = positions((1, 1, 9, 9), "cpu")
+    assert torch.equal(and_masks(window, causal)(*args), window(*args) & causal(*args))
+    assert torch.equal(or_masks(window, causal)(*args), window(*args) | causal(*args))
+    assert create_mask(noop_mask, None, None, 4, 4, "cpu").all() and create_mask(and_masks(), None, None, 2, 2, "cpu").all()
+    assert and_masks(causal, window).__name__ == "causal_and_sliding_window"
+    with pytest.raises(TypeError, match="argument 1 must be a mask_mod, got int"):
+        and_masks(causal, 3)
+
+
+def test_names_and_pictures():
+    mask = create_block_mask(mods.causal, None, None, 256, 256, "cpu", 64)
+    assert mask.shape == (1, 1, 256, 256) and mask.numel() == 65536 and mask.BLOCK_SIZE == (64, 64)
+    assert mask.sparsity() == pytest.approx(37.5)
+    assert mask.to_string().splitlines() == ["(0, 0)", "░░      ", "██░░    ", "████░░  ", "██████░░"]
+    assert "sparsity=37.50%" in repr(mask) and "causal" in repr(mask)
+    assert mask.to("cpu").kv_indices.equal(mask.kv_indices)
+    assert len(create_block_mask(mods.causal, 3, 3, 64, 64, "cpu").to_string().split("\n\n")) == 5
+
+
+def test_from_kv_blocks():
+    made = create_block_mask(mods.causal, None, None, 192, 192, "cpu", 64)
+    again = BlockMask.from_kv_blocks(made.kv_num_blocks, made.kv_indices, made.full_kv_num_blocks, made.full_kv_indices, 64, mods.causal)
+    assert again.seq_lengths == (192, 192) and again.to_dense().equal(made.to_dense())
+    with pytest.raises(ValueError, match="go together"):
+        BlockMask.from_kv_blocks(made.kv_num_blocks, made.kv_indices, made.kv_num_blocks)
+    with pytest.raises(ValueError, match=r"kv_num_blocks has shape \(1, 1, 2\)"):
+        BlockMask.from_kv_blocks(made.kv_num_blocks[..., :2], made.kv_indices)
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (dict(B=0), "B must be a positive integer"), (dict(Q_LEN=-1), "Q_LEN must be a length"),
+    (dict(KV_LEN=2.0), "KV_LEN must be a length"), (dict(BLOCK_SIZE=0), "BLOCK_SIZE must be"),
+])
+def test_bad_arguments(arguments, message):
+    given_arguments = {"B": None, "H": None, "Q_LEN": 8, "KV_LEN": 8, "device": "cpu", **arguments}
+    with pytest.raises(ValueError, match=message):
+        create_block_mask(mods.causal, **given_arguments)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_new_length_compiles_nothing(device):
+    create_block_mask(mods.sliding_window(5), None, None, 100, 100, device)
+    before = cache_info()
+    create_block_mask(mods.sliding_window(9), 2, 3, 77, 130, device)
+    after = cache_info()
+    assert (after.traces, after.prints, after.compiles) == (before.traces, before.prints, before.compiles)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["causal", "documents"])
+def test_memory_at_131072(name):
+    """A mask of 131072 x 131072 is never in memory: the peak stays under 300 MiB."""
+    length = 131072
+    ids = torch.arange(length, device="cuda") // (length // 64)
+    mask_mod = mods.causal if name == "causal" else mods.document(ids, mods.causal)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    mask = create_block_mask(mask_mod, None, None, length, length, "cuda")
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before < 300 * 2**20
+    assert int(mask.kv_num_blocks.sum()) == 1024  # the diagonal
