@@ -154,14 +154,18 @@ def _read(base: Path, constants: tuple) -> CompiledKernel | None:
 
 @functools.cache
 def warm_up() -> threading.Thread:
-    """Start, in the background, what Triton's first compilation of a process needs: a hash of its installation, 0.4 s of
-    reading, and the imports of its compiler. Nothing here touches a GPU."""
+    """Start, in the background, what the first kernel of a process needs: the templates, the imports of Triton's compiler and a
+    hash of its installation (0.4 s of reading). Nothing here touches a GPU."""
 
     def prepare():
         import triton.compiler.code_generator
         from triton.runtime.cache import triton_key
 
+        from .render import environment
+
         triton_key()
+        for name in ("forward.py.jinja", "block_mask.py.jinja", "_helpers.jinja", "_mod.jinja"):
+            environment().get_template(name)
 
     thread = threading.Thread(target=prepare, daemon=True)
     thread.start()

@@ -16,7 +16,7 @@ from .spec import KernelSpec, ModText, dtype_name, layouts_of, mod_text
 from .tiles import Tile, architecture, forward_tile, next_smaller
 
 LOG2_E = 1.4426950408889634
-TILE_SHAPE = "[BLOCK_M, BLOCK_N]"
+TILE_SHAPE = "qk.shape"
 SYMBOL_NAMES = {"score": "score", "b": "z", "h": "h", "q_idx": "m", "kv_idx": "n"}
 
 
@@ -251,10 +251,33 @@ def _wants_tma(options: Options, device: torch.device) -> bool:
 
 def _descriptor(tensor: torch.Tensor, rows: int):
     """A TMA descriptor of (Z, H, S, D) that loads [rows, D] of one head; what lies outside the tensor reads as zero."""
+    if tensor.device.type == "cpu":
+        return _make_descriptor(tensor, tensor.shape, tensor.stride(), rows)
+    return _known_descriptor(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), rows)
+
+
+@functools.lru_cache(maxsize=1024)
+def _known_descriptor(address: int, dtype: torch.dtype, shape: tuple, strides: tuple, rows: int):
+    """Descriptors are made once for an address and a layout; they keep no tensor alive."""
+    return _make_descriptor(_Memory(address, dtype), shape, strides, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """What a descriptor needs of a tensor."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def _make_descriptor(base, shape: tuple, strides: tuple, rows: int):
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    strides = [s if n > 1 else max(tensor.shape[-1], 16) for s, n in zip(tensor.stride()[:3], tensor.shape[:3], strict=True)]
-    return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, 1, rows, round_up_head_dim(tensor.shape[-1])])
+    outer = [s if n > 1 else max(shape[3], 16) for s, n in zip(strides[:3], shape[:3], strict=True)]
+    return TensorDescriptor(base, list(shape), [*outer, 1], [1, 1, rows, round_up_head_dim(shape[3])])
 
 
 def _make_plan(dtype: torch.dtype, d_qk: int, d_v: int, device: torch.device, geometry: _Geometry, use_tma: bool, scale_is_positive: bool,

@@ -251,9 +251,15 @@ def common_dtype(operands: tuple[Expr, ...]) -> torch.dtype:
         if kind(number.dtype) == "float" or kind(result) == "float":
             result = torch.float32
         elif kind(number.dtype) == "int":
-            fits = not number.is_literal or _wrapped(number.attr, torch.int32) == number.attr
-            result = torch.promote_types(result, torch.int32 if fits else torch.int64)
+            result = torch.promote_types(result, _dtype_holding(number, result))
     return result
+
+
+def _dtype_holding(number: Expr, dtype: torch.dtype) -> torch.dtype:
+    """An integer dtype in which a Python int keeps its value, `dtype` itself if possible."""
+    if not number.is_literal:
+        return torch.int32
+    return next((t for t in (dtype, torch.int32) if kind(t) == "int" and _wrapped(number.attr, t) == number.attr), torch.int64)
 
 
 def _wrapped(value: int, dtype: torch.dtype) -> int:

@@ -5,7 +5,7 @@ Columns of a row (`Op`):
 
     name         the row's key, as it stands in `Expr.op`
     torch        torch's (or Python's) own function: it defines the meaning and, run on 0-dim tensors, the result dtype
-    spellings    what a mod may write for it, beside `torch` itself: "torch.x", "Tensor.x", "F.x", "special.x"
+    spellings    what a mod may write for it, beside `torch` itself: "torch.x", "Tensor.x", "F.x", "special.x", "operator.x"
     triton       the Triton spelling, `{0}` `{1}` `{2}` for the operands; or one spelling per kind of operand
                  ("float", "int", "bool")
     operands     what operands are converted to first: "result" dtype, "float" (float32), "common" (their common dtype), "bool"
@@ -174,7 +174,7 @@ _ROWS = [
     Op("pow", operator.pow, _elementwise("pow"),
        {"float": "libdevice.pow({0}, {1})", "int": "int_pow({0}, {1})"}),
     Op("neg", operator.neg, _elementwise("neg", "torch.negative", "Tensor.negative"), "-{0}"),
-    _unary("abs", "tl.abs({0})", "torch.absolute", "Tensor.absolute", operands="result"),
+    _unary("abs", "tl.abs({0})", "torch.absolute", "Tensor.absolute", "operator.abs", operands="result"),
     _unary("sign", {"float": "sign_float({0})", "int": "sign_int({0})", "bool": "{0}"}, operands="result"),
     Op("minimum", torch.minimum, _elementwise("minimum"),
        {"float": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)", "int": "tl.minimum({0}, {1})",
@@ -254,7 +254,7 @@ _ROWS = [
 
 OPS: dict[str, Op] = {row.name: row for row in _ROWS}
 
-_HOMES = {"torch": torch, "Tensor": torch.Tensor, "F": F, "special": torch.special}
+_HOMES = {"torch": torch, "Tensor": torch.Tensor, "F": F, "special": torch.special, "operator": operator}
 
 
 def _spelled(spelling: str):

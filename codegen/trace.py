@@ -272,8 +272,9 @@ def dispatch(function, args: tuple, kwargs: dict):
 
 def _expand(row: ops.Op, args: tuple, kwargs: dict):
     """A row written in terms of others: run it, torch functions and all, on the symbols."""
-    args = tuple(Sym(to_expr(a)) if isinstance(a, torch.Tensor) else a for a in args)
-    kwargs = {k: Sym(to_expr(v)) if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
+    with torch._C.DisableTorchFunction():
+        args = tuple(Sym(to_expr(a)) if isinstance(a, torch.Tensor) else a for a in args)
+        kwargs = {k: Sym(to_expr(v)) if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
     try:
         return row.expand(*args, **kwargs)
     except (TypeError, ValueError) as error:
@@ -452,20 +453,26 @@ def _fold(row: ops.Op, operands: list[Expr], dtype: torch.dtype) -> Expr | None:
 
 
 def _simple_power(base: Expr, exponent: Expr) -> Sym | None:
-    """Small constant powers are products: exact for integers, and cheaper than pow."""
+    """Constant powers as products: exact for integers, and cheaper than pow."""
     if not (exponent.is_literal and exponent.weak) or base.weak or ops.kind(base.dtype) == "bool":
         return None
     power, symbol = exponent.attr, Sym(base)
-    if ops.kind(base.dtype) == "int" and isinstance(power, float):
-        return None
-    if ops.kind(base.dtype) == "int" and power < 0:
-        raise _Trace.current.error("an integer to a negative power", "Convert the base first, with .float().")
-    if power == 0.5:
+    if ops.kind(base.dtype) == "int":
+        if isinstance(power, float):
+            return None
+        if power < 0:
+            raise _Trace.current.error("an integer to a negative power", "Convert the base first, with .float().")
+    elif power == 0.5:
         return dispatch(torch.sqrt, (symbol,), {})
-    if power not in (1, 2, 3, 4):
+    elif power not in (0, 1, 2, 3, 4):
         return None
-    square = symbol * symbol if power >= 2 else None
-    return symbol if power == 1 else square if power == 2 else square * (symbol if power == 3 else square)
+    result, square, bits = dispatch(torch.ones_like, (symbol,), {}), symbol, int(power)
+    while bits:
+        if bits & 1:
+            result = square if result.expr.is_literal else result * square
+        bits >>= 1
+        square = square * square if bits else square
+    return result
 
 
 def cast(symbol, dtype: torch.dtype) -> Sym:

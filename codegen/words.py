@@ -18,7 +18,7 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.errors import OutOfResources
 
-WORDS = 96
+WORDS = 64
 _BLOCK = "tensordesc<bf16[1, 1, 64, 64]>"  # any four-dimensional block: the launcher's code does not depend on it
 _lock = threading.Lock()
 
@@ -75,9 +75,8 @@ class WordLauncher:
         values = []
         count = len(self.descriptors)
         if count:
-            expand = _nvidia().make_tensordesc_arg
             for descriptor, how in zip(args, self.descriptors, strict=False):
-                values += expand(descriptor, how)
+                values += _expanded(descriptor, how)
         values += [a if type(a) is int else _bits(a) for a in args[count:]]
         values += _ZEROS[:WORDS - len(args) + count]
         hooks = knobs.runtime
@@ -86,6 +85,14 @@ class WordLauncher:
 
 
 _ZEROS = [0] * WORDS
+
+
+def _expanded(descriptor, how: dict) -> list:
+    """The tensor map of a descriptor with its sizes and strides; kept on the descriptor, which is used again."""
+    kept = getattr(descriptor, "_expanded", None)
+    if kept is None or kept[0] != how:
+        kept = descriptor._expanded = how, _nvidia().make_tensordesc_arg(descriptor, how)
+    return kept[1]
 
 
 def _bits(value) -> int:

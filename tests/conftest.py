@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 
 from hypothesis import HealthCheck, settings
 
@@ -10,3 +11,13 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("flexpress", deadline=None, derandomize=bool(os.environ.get("CI")), print_blob=True,
                           suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 settings.load_profile("flexpress")
+
+# caches of their own: no test reads or writes the user's
+_caches = tempfile.TemporaryDirectory(prefix="flexpress-tests-", ignore_cleanup_errors=True)
+for _name in ("FLEXPRESS_CACHE_DIR", "TRITON_CACHE_DIR"):
+    os.environ[_name] = os.path.join(_caches.name, _name.lower())
+
+
+def pytest_addoption(parser):
+    parser.addoption("--update-golden", action="store_true",
+                     help="write the prints in generated/ anew instead of comparing with them")

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from flexpress import BlockMask, and_masks, cache_info, create_block_mask, create_mask, mods, noop_mask, or_masks
 
-from tests.reference import positions
-from tests.test_attention import MASK_MODS, mask_mods
+from dense import positions
+from test_attention import MASK_MODS, mask_mods
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -1,0 +1,45 @@
+# make demo      set up .venv and show what Flexpress does
+# make test      set up .venv and run the tests that need no GPU
+# make test-gpu  the tests on a GPU
+# make golden    print generated/ anew; read the diff
+# make lint      ruff
+#
+# PYTHON=python3.12 chooses the interpreter of a new .venv, VENV=folder its place.
+# PYTEST="-x -k cache" passes options to pytest.
+
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST ?=
+BIN := $(VENV)/bin
+
+.PHONY: help venv demo test test-gpu golden lint
+
+help:
+	@sed -n 's/^# //p' Makefile
+
+venv: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	touch $@
+
+$(VENV)/.linter: constraints.txt | $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -c constraints.txt ruff
+	touch $@
+
+demo: venv
+	$(BIN)/python -m flexpress demo
+
+test: venv
+	$(BIN)/python -m pytest -q $(PYTEST)
+
+test-gpu: venv
+	$(BIN)/python -m pytest -q -m gpu $(PYTEST)
+
+golden: venv
+	$(BIN)/python -m pytest -q tests/test_golden.py --update-golden
+	git --no-pager diff --stat generated
+
+lint: $(VENV)/.linter
+	$(BIN)/ruff check .

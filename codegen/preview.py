@@ -1,0 +1,266 @@
+"""Kernels without a call: the KernelSpec that mods would get, and what a compiler must know of its arguments.
+
+Nothing here needs a device or an input tensor. The command line prints kernels this way, and the committed
+prints and the offline compilation tests are made this way, so all of them see the text that a call gets.
+
+    preview(alibi(slopes), causal, head_dim=64)                  the spec; render(...) prints it
+    compilation("sm_90", alibi(slopes), causal).compile()        registers, shared memory, spills
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from . import evaluate, forward, masks, offline
+from .lower import Target, gathers
+from .signature import bind
+from .spec import KernelSpec, ModText, dtype_name, layouts_of, mod_text
+from .tiles import architecture, forward_tile
+
+TARGETS = ("cpu", *offline.TARGETS)
+EXTENTS = (4, 16, 4096, 4096)  # B, H, Q_LEN and KV_LEN of the call that is imagined
+_TABLES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+_LISTS = ("num_blocks", "indices", "full_num_blocks", "full_indices")
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """A kernel and the arguments of `offline.compile_for`, for one of TARGETS."""
+
+    target: str
+    spec: KernelSpec
+    tensors: dict[str, str]
+    floats: frozenset[str]
+    constants: dict[str, int]
+    num_warps: int = 4
+    num_stages: int = 1
+
+    def compile(self) -> offline.Compiled:
+        """What the compiler makes of the kernel. ValueError for the target "cpu", which compiles nothing."""
+        if self.target not in offline.TARGETS:
+            raise ValueError(f"{self.target!r} compiles nothing; targets are {', '.join(offline.TARGETS)}")
+        return offline.compile_for(
+            self.spec,
+            self.target,
+            tensors=self.tensors,
+            floats=self.floats,
+            constants=self.constants,
+            num_warps=self.num_warps,
+            num_stages=self.num_stages,
+        )
+
+
+def preview(
+    score_mod: Callable | None = None,
+    mask_mod: Callable | None = None,
+    dtype: str = "bfloat16",
+    head_dim: int = 128,
+    head_dim_v: int | None = None,
+    backend: str = "cuda",
+    use_tma: bool | None = None,
+    **details,
+) -> KernelSpec:
+    """The spec of the forward kernel that flex_attention prints for a score_mod and a mask_mod's block mask.
+
+    dtype      "float16", "bfloat16" or "float32"
+    backend    "cuda", "hip" or "cpu"
+    use_tma    as the option USE_TMA: None is what the newest GPUs get, and no TMA on "hip" and "cpu"
+    details    block_size=(128, 128)    of the block mask
+               separate_full=True       full blocks are listed apart
+               output_max=False         max_scores are asked for
+               transposed=False         q, k and v lie in memory as (B, H, D, S), so the head dim is strided
+               options=Options()        forward.Options: the other kernel_options
+
+    Raises ModError for a mod that cannot be traced, TypeError for an unknown detail.
+    """
+    return _imagine(score_mod, mask_mod, dtype, head_dim, head_dim_v, backend, use_tma, **details)[0]
+
+
+def compilation(
+    target: str,
+    score_mod: Callable | None = None,
+    mask_mod: Callable | None = None,
+    dtype: str = "bfloat16",
+    head_dim: int = 128,
+    head_dim_v: int | None = None,
+    use_tma: bool | None = None,
+    **details,
+) -> Compilation:
+    """`preview` for one of TARGETS, with its default tile."""
+    backend = backend_for(target)
+    if target not in ("cpu", "sm_90", "sm_100"):
+        use_tma = False
+    spec, arguments = _imagine(score_mod, mask_mod, dtype, head_dim, head_dim_v, backend, use_tma, **details)
+    flags = dict(spec.flags)
+    widths = {"desc_k": flags["D_QK_ROUNDED"], "desc_v": flags["D_V_ROUNDED"]}
+    options = details.get("options") or forward.Options()
+    tile = forward_tile(
+        architecture_for(target),
+        *widths.values(),
+        getattr(torch, dtype).itemsize,
+        gathers=any(
+            gathers(bind(mod, kind)[0]) for mod, kind in ((score_mod, "score"), (mask_mod, "mask")) if mod
+        ),
+        q_block=flags["SPARSE_Q_BLOCK_SIZE"],
+        kv_block=flags["SPARSE_KV_BLOCK_SIZE"],
+        options=dict(options.tile),
+    )
+    tensors = {
+        **dict.fromkeys("QKVO", dtype),
+        "LSE": "float32",
+        "MAX": "float32",
+        **dict.fromkeys(_TABLES, "int32"),
+        **{name: f"desc:{dtype}:{tile.BLOCK_N}x{width}" for name, width in widths.items()},
+    }
+    constants = {"BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N}
+    return _compilation(target, spec, tensors, constants, arguments, tile.num_warps, tile.num_stages)
+
+
+def block_mask_compilation(
+    target: str, mask_mod: Callable, block_size: tuple[int, int] = (128, 128)
+) -> Compilation:
+    """The kernel by which create_block_mask classifies blocks."""
+    flags, tile_m, tile_n = masks.block_mask_flags(*block_size)
+    text, arguments = _text(mask_mod, "mask", Target(backend_for(target), "float32"), "[TILE_M, TILE_N]")
+    spec = masks.mask_spec("block_mask", text, backend_for(target), masks.BLOCK_MASK_NUMBERS, flags)
+    return _compilation(target, spec, {"status": "int8"}, {"TILE_M": tile_m, "TILE_N": tile_n}, arguments)
+
+
+def block_lists_compilation(target: str, separate_full: bool = True) -> Compilation:
+    """The kernel that makes lists of classified blocks."""
+    spec = masks.lists_spec(separate_full, backend_for(target))
+    return _compilation(
+        target, spec, {"status": "int8", **dict.fromkeys(_LISTS, "int32")}, {"CHUNK": 1024}, {}
+    )
+
+
+def dense_mask_compilation(target: str, mod: Callable, kind: str = "mask") -> Compilation:
+    """The kernel of create_mask."""
+    text, arguments = _text(mod, kind, Target(backend_for(target), "float32"), "[TILE_M, TILE_N]")
+    spec = masks.mask_spec("dense_mask", text, backend_for(target), masks.DENSE_MASK_NUMBERS, {})
+    return _compilation(target, spec, {"mask": "bool"}, {"TILE_M": 64, "TILE_N": 64}, arguments)
+
+
+def evaluate_compilation(
+    target: str, mod: Callable, kind: str = "score", precision: str = "float32"
+) -> Compilation:
+    """The kernel that evaluates a mod on its own."""
+    text, arguments = _text(mod, kind, Target(backend_for(target), precision), "[TILE_M, TILE_N]")
+    tensors = {"scores": "float32", "result": "float32" if kind == "score" else "bool"}
+    return _compilation(
+        target,
+        evaluate.evaluate_spec(text, backend_for(target)),
+        tensors,
+        {"TILE_M": 64, "TILE_N": 64},
+        arguments,
+    )
+
+
+def backend_for(target: str) -> str:
+    """ "cpu", "cuda" or "hip". ValueError for what is not one of TARGETS."""
+    if target not in TARGETS:
+        raise ValueError(f"target must be one of {', '.join(TARGETS)}, got {target!r}")
+    return "cpu" if target == "cpu" else offline.TARGETS[target].backend
+
+
+def architecture_for(target: str) -> str:
+    """The row of the tile tables for one of TARGETS."""
+    capability = divmod(offline.TARGETS[target].arch, 10) if backend_for(target) == "cuda" else None
+    return architecture(backend_for(target), capability)
+
+
+def _imagine(
+    score_mod,
+    mask_mod,
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int | None,
+    backend: str,
+    use_tma: bool | None,
+    block_size: tuple[int, int] = (128, 128),
+    separate_full: bool = True,
+    output_max: bool = False,
+    transposed: bool = False,
+    options: forward.Options | None = None,
+) -> tuple[KernelSpec, dict]:
+    """The spec, and the values of the mods' arguments by name."""
+    if dtype not in ("float16", "bfloat16", "float32"):
+        raise ValueError(f"dtype must be float16, bfloat16 or float32, got {dtype!r}")
+    d_v = head_dim if head_dim_v is None else head_dim_v
+    target = Target(backend, dtype)
+    score, arguments = _text(score_mod, "score", target, forward.TILE_SHAPE)
+    taken = _names(score_mod) if score_mod else frozenset()
+    mask, more = _text(mask_mod, "mask", target, forward.TILE_SHAPE, taken)
+    has_lists = mask is not None
+    geometry = _geometry(dtype, head_dim, d_v, transposed)
+    wanted = use_tma is not False if backend == "cuda" else use_tma is True and backend == "cpu"
+    spec = forward.forward_spec(
+        backend=backend,
+        dtype=dtype,
+        d_qk=head_dim,
+        d_v=d_v,
+        score=score,
+        mask=mask,
+        units=geometry.units,
+        aligned=geometry.aligned,
+        has_lists=has_lists,
+        has_full=has_lists and separate_full,
+        q_block=block_size[0] if has_lists else 0,
+        kv_block=block_size[1] if has_lists else 0,
+        output_max=output_max,
+        options=options,
+        use_tma=wanted and geometry.tma,
+    )
+    return spec, {**arguments, **more}
+
+
+def _names(score_mod: Callable) -> frozenset[str]:
+    """What a score_mod captures, by name: a mask_mod beside it gets other names."""
+    graph = bind(score_mod, "score")[0]
+    return frozenset(c.name for c in (*graph.tensors, *graph.scalars))
+
+
+def _geometry(dtype: str, d_qk: int, d_v: int, transposed: bool):
+    B, H, Q_LEN, KV_LEN = EXTENTS
+    tensors = []
+    for length, width in ((Q_LEN, d_qk), (KV_LEN, d_qk), (KV_LEN, d_v)):
+        shape = (B, H, width, length) if transposed else (B, H, length, width)
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+        tensors.append(tensor.transpose(2, 3) if transposed else tensor)
+    out = forward.output_like(tensors[0], d_v)
+    return forward._geometry(
+        out.element_size(), tuple(t.shape for t in tensors), tuple(t.stride() for t in tensors), out.stride()
+    )
+
+
+def _text(
+    mod: Callable | None, kind: str, target: Target, shape: str, taken: frozenset[str] = frozenset()
+) -> tuple[ModText | None, dict]:
+    """A mod as a template sees it, and the values of its arguments by name."""
+    if mod is None:
+        return None, {}
+    graph, captured = bind(mod, kind)
+    text = mod_text(
+        graph, layouts_of(graph, captured, EXTENTS), forward.SYMBOL_NAMES, target, shape=shape, taken=taken
+    )
+    return text, dict(zip(text.args, text.values(captured), strict=True))
+
+
+def _compilation(
+    target: str,
+    spec: KernelSpec,
+    tensors: dict[str, str],
+    constants: dict[str, int],
+    arguments: dict,
+    num_warps: int = 4,
+    num_stages: int = 1,
+) -> Compilation:
+    tensors = {
+        **tensors,
+        **{k: dtype_name(v.dtype) for k, v in arguments.items() if isinstance(v, torch.Tensor)},
+    }
+    floats = frozenset(("SM_SCALE", "TO_LOG2", *(k for k, v in arguments.items() if type(v) is float)))
+    return Compilation(target, spec, tensors, floats, constants, num_warps, num_stages)

@@ -1,0 +1,144 @@
+"""The command line: `python -m flexpress demo`, `render` and `doctor`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from flexpress import __version__
+from flexpress.codegen.preview import TARGETS, compilation
+from flexpress.codegen.render import render
+from flexpress.recipes import RECIPES, make
+
+_DTYPES = {
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "fp32": "float32",
+    **{n: n for n in ("float16", "bfloat16", "float32")},
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line. Exit codes: 0 all went well, 1 a check failed, 2 wrong arguments."""
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    try:
+        return given.run(given, parser)
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m flexpress",
+        description="Attention kernels printed from Python functions.",
+        epilog="Printed kernels lie in $FLEXPRESS_CACHE_DIR, by default ~/.cache/flexpress.",
+    )
+    parser.add_argument("--version", action="version", version=f"flexpress {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="demo | render | doctor")
+
+    demo = commands.add_parser(
+        "demo",
+        help="ALiBi and a sliding window: the mask as a picture, the error, the time",
+        description="Runs ALiBi attention under a sliding window, on a GPU if there is one and else in "
+        "Triton's interpreter. Prints the block mask, the error against float64 beside plain attention's "
+        "in the same dtype, the time and the printed kernels. Exit code 1 if the error is too large.",
+    )
+    demo.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU")
+    demo.set_defaults(run=_demo)
+
+    named = "\n".join(f"  {name:15} {recipe.example}" for name, recipe in RECIPES.items())
+    show = commands.add_parser(
+        "render",
+        help="print the forward kernel of a recipe",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Prints the forward kernel that a recipe gets, without running it. Several recipes are\n"
+        "combined: score mods one after the other, masks by `and`.",
+        epilog=f"recipes:\n{named}\n\n"
+        "example:\n  python -m flexpress render alibi causal --head-dim 64 --target sm_80",
+    )
+    show.add_argument(
+        "recipe", nargs="+", choices=tuple(RECIPES), metavar="RECIPE", help="one or more of the names below"
+    )
+    show.add_argument(
+        "--dtype",
+        choices=tuple(_DTYPES),
+        default="bf16",
+        metavar="DTYPE",
+        help="bf16 (default), fp16 or fp32",
+    )
+    show.add_argument(
+        "--head-dim",
+        type=_head_dim,
+        default=(128, 128),
+        metavar="D",
+        help="head dim, 1 to 256, or D_QKxD_V as in 192x128; default 128",
+    )
+    show.add_argument(
+        "--target",
+        choices=TARGETS,
+        default="sm_90",
+        metavar="TARGET",
+        help=f"one of {', '.join(TARGETS)}; default sm_90",
+    )
+    show.add_argument(
+        "--no-tma", action="store_true", help="load K and V by pointers on sm_90 and sm_100 too"
+    )
+    show.set_defaults(run=_render)
+
+    doctor = commands.add_parser(
+        "doctor",
+        help="check what this machine can run",
+        description="Checks versions, GPUs, the cache directory, the compilers and the interpreter. "
+        "Exit code 1 if something that this machine needs does not work.",
+    )
+    doctor.set_defaults(run=_doctor)
+    return parser
+
+
+def _head_dim(text: str) -> tuple[int, int]:
+    """ "128" or "192x128" as (D_QK, D_V)."""
+    from flexpress.checks import MAX_HEAD_DIM
+
+    parts = text.split("x")
+    dims = tuple(int(p) for p in parts if p.isdecimal())
+    if len(dims) != len(parts) or len(dims) not in (1, 2) or not all(1 <= d <= MAX_HEAD_DIM for d in dims):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a head dim: write 1 to {MAX_HEAD_DIM}, or two of them as in 192x128"
+        )
+    return dims[0], dims[-1]
+
+
+def _demo(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    import torch
+
+    from flexpress.demo import demo
+
+    if given.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no GPU here; leave the option out to run in the interpreter")
+    return demo(given.device)
+
+
+def _render(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    score_mod, mask_mod = make(*given.recipe)
+    d_qk, d_v = given.head_dim
+    kernel = compilation(
+        given.target,
+        score_mod,
+        mask_mod,
+        _DTYPES[given.dtype],
+        d_qk,
+        d_v,
+        use_tma=False if given.no_tma else None,
+    )
+    sys.stdout.write(render(kernel.spec))
+    sys.stdout.flush()
+    return 0
+
+
+def _doctor(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    from flexpress.doctor import doctor
+
+    return doctor()

@@ -1,0 +1,167 @@
+"""`python -m flexpress doctor`: what this machine can run, checked by running it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from importlib import metadata
+
+import torch
+import triton
+from triton import knobs
+
+import flexpress
+from flexpress import mods
+from flexpress.codegen import offline
+from flexpress.codegen.preview import compilation
+from flexpress.codegen.tiles import SHARED_MEMORY, architecture
+
+_MINIMUM = {"torch": (2, 9), "triton": (3, 6), "jinja2": (3, 1)}
+
+
+class _Report:
+    """Prints a line per check and remembers whether one that matters failed."""
+
+    def __init__(self) -> None:
+        self.failed: list[str] = []
+
+    def title(self, text: str) -> None:
+        print(f"\n{text}")
+
+    def say(self, name: str, text: str) -> None:
+        print(f"          {name:14} {text}")
+
+    def check(self, name: str, run: Callable[[], str], needed: bool = True) -> None:
+        """`run` describes what it found, or raises."""
+        try:
+            mark, text = "ok", run()
+        except Exception as error:
+            known = type(error) is RuntimeError and str(error)
+            mark, text = "failed", known or f"{type(error).__name__}: {error}"
+            if needed:
+                self.failed.append(name)
+            else:
+                text += " (not needed on this machine)"
+        print(f"  {mark:7} {name:14} {text}", flush=True)
+
+
+def doctor() -> int:
+    """Check versions, GPUs, cache, compilers, interpreter. 0 if all that this machine needs works, else 1."""
+    report = _Report()
+    _versions(report)
+    here = _gpus(report)
+    report.title("cache")
+    report.check("directory", _cache_directory)
+    report.title("offline compilation of a causal kernel, bfloat16, head dim 64")
+    for target in offline.TARGETS:
+        report.check(target, lambda target=target: _compile(target), needed=target in here)
+    report.title("a small attention, against plain torch")
+    report.check("cpu", lambda: _attend("cpu"))
+    for i in range(torch.cuda.device_count()):
+        report.check(f"cuda:{i}", lambda i=i: _attend(f"cuda:{i}"))
+    print(
+        "\n"
+        + (f"failed: {', '.join(report.failed)}" if report.failed else "All that this machine needs works.")
+    )
+    return 1 if report.failed else 0
+
+
+def _versions(report: _Report) -> None:
+    report.title("versions")
+    report.say("python", f"{platform.python_version()}  {sys.executable}")
+    report.say("flexpress", flexpress.__version__)
+    for name, minimum in _MINIMUM.items():
+        report.check(name, lambda name=name, minimum=minimum: _version(name, minimum))
+    compiler = os.environ.get("CC") or next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    report.say(
+        "C compiler", compiler or "none found; before version 3.7 triton needs one to launch kernels on a GPU"
+    )
+
+
+def _version(name: str, minimum: tuple[int, int]) -> str:
+    """The version; a RuntimeError if it is too old."""
+    version = (
+        triton.__version__
+        if name == "triton"
+        else torch.__version__
+        if name == "torch"
+        else metadata.version(name)
+    )
+    if tuple(int(part) for part in version.split(".")[:2]) < minimum:
+        raise RuntimeError(f"{version} is too old; install {name}>={'.'.join(map(str, minimum))}")
+    return version
+
+
+def _gpus(report: _Report) -> set[str]:
+    """The architectures of the GPUs here, as the tile tables call them."""
+    report.title("GPUs")
+    if not torch.cuda.is_available():
+        report.say("none", "kernels run in Triton's interpreter, on tensors on the CPU")
+        return set()
+    found = set()
+    for i in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(i)
+        arch = architecture("hip" if torch.version.hip else "cuda", (device.major, device.minor))
+        found.add(arch)
+        model = (
+            getattr(device, "gcnArchName", "") if torch.version.hip else f"sm_{device.major}{device.minor}"
+        )
+        shared = getattr(device, "shared_memory_per_block_optin", 0) or SHARED_MEMORY[arch]
+        report.say(f"cuda:{i}", f"{device.name}, {model}, {device.total_memory / 2**30:.0f} GiB")
+        report.say(
+            "",
+            f"tile table {arch}; shared memory {shared / 1024:g} KiB a block, "
+            f"planned with {SHARED_MEMORY[arch] / 1024:g} KiB",
+        )
+    return found
+
+
+def _cache_directory() -> str:
+    """Where printed kernels go; an error if they cannot go where they should."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        path = flexpress.cache_dir()
+    if caught:
+        raise RuntimeError(caught[0].message)
+    with tempfile.NamedTemporaryFile(dir=path):
+        pass
+    info = path.stat()
+    kernels = list(path.glob("*.py"))
+    return (
+        f"{path}  mode {info.st_mode & 0o777:o}, owner {info.st_uid}, {len(kernels)} printed "
+        f"kernel{'s' * (len(kernels) != 1)}, {sum(f.stat().st_size for f in kernels) / 1024:.0f} KiB"
+    )
+
+
+def _compile(target: str) -> str:
+    """Compile a kernel anew, whatever Triton's own cache holds."""
+    kernel = compilation(target, mask_mod=mods.causal, head_dim=64)
+    with knobs.compilation.scope():
+        knobs.compilation.always_compile = True
+        start = time.perf_counter()
+        made = kernel.compile()
+        seconds = time.perf_counter() - start
+    registers = f", {made.registers} registers, {made.spilled} bytes spilled" if made.registers else ""
+    return f"{seconds:.2f} s, {made.shared / 1024:.0f} KiB shared memory{registers}"
+
+
+def _attend(device: str) -> str:
+    """Run a small causal attention; an error if it is off."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 48, 32, device=device).unbind()
+    start = time.perf_counter()
+    mask = flexpress.create_block_mask(mods.causal, None, None, 48, 48, device=device)
+    out = flexpress.flex_attention(q, k, v, block_mask=mask)
+    seconds = time.perf_counter() - start
+    scores = q.double() @ k.double().mT * q.shape[-1] ** -0.5
+    hidden = torch.ones(48, 48, dtype=torch.bool, device=device).triu(1)
+    error = (out - scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v.double()).abs().max().item()
+    if not error < 1e-5:
+        raise RuntimeError(f"the largest error is {error:.1e}, more than 1e-5")
+    return f"{seconds:.2f} s, largest error {error:.1e} (float32)"

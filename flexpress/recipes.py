@@ -1,0 +1,63 @@
+"""The recipes of flexpress.mods with example parameters, by name: for the command line and for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from flexpress import mods
+
+HEADS, LENGTH = 16, 4096  # what the example tensors are made for
+
+
+class Recipe(NamedTuple):
+    """A mod to be made: `kind` is "score", "mask" or "none"."""
+
+    kind: str
+    example: str
+    make: Callable[[], Callable | None]
+
+
+def _table() -> torch.Tensor:
+    """A bias for every head and distance."""
+    return torch.zeros(HEADS, 2 * LENGTH - 1)
+
+
+def _ids() -> torch.Tensor:
+    """Eight documents of equal length."""
+    return torch.arange(LENGTH, dtype=torch.int32) // (LENGTH // 8)
+
+
+RECIPES = {
+    "plain": Recipe("none", "no mod", lambda: None),
+    "causal": Recipe("mask", "causal", lambda: mods.causal),
+    "sliding_window": Recipe("mask", "sliding_window(1024)", lambda: mods.sliding_window(1024)),
+    "prefix_lm": Recipe("mask", "prefix_lm(512)", lambda: mods.prefix_lm(512)),
+    "document": Recipe("mask", "document(ids, causal)", lambda: mods.document(_ids(), mods.causal)),
+    "dilated_window": Recipe("mask", "dilated_window(256, 4)", lambda: mods.dilated_window(256, 4)),
+    "global_sliding": Recipe("mask", "global_sliding(256, 1)", lambda: mods.global_sliding(256, 1)),
+    "alibi": Recipe("score", f"alibi(alibi_slopes({HEADS}))", lambda: mods.alibi(mods.alibi_slopes(HEADS))),
+    "softcap": Recipe("score", "softcap(50.0)", lambda: mods.softcap(50.0)),
+    "relative_bias": Recipe("score", "relative_bias(table)", lambda: mods.relative_bias(_table())),
+    "t5_bias": Recipe("score", "t5_bias(weight)", lambda: mods.t5_bias(torch.zeros(32, HEADS))),
+}
+
+
+def make(*names: str) -> tuple[Callable | None, Callable | None]:
+    """(score_mod, mask_mod) of recipes by name; several of a kind are composed.
+
+    Score mods apply from left to right, masks must all hold. Raises ValueError for an unknown name.
+
+        score_mod, mask_mod = make("alibi", "causal")
+    """
+    from flexpress.block_mask import and_masks
+
+    unknown = [name for name in names if name not in RECIPES]
+    if unknown:
+        raise ValueError(f"there is no recipe {unknown[0]!r}; there are {', '.join(RECIPES)}")
+    made = {kind: [RECIPES[n].make() for n in names if RECIPES[n].kind == kind] for kind in ("score", "mask")}
+    scores, masks = made["score"], made["mask"]
+    score_mod = mods.compose_scores(*scores) if scores else None
+    return score_mod, masks[0] if len(masks) == 1 else and_masks(*masks) if masks else None

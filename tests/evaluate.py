@@ -1,0 +1,209 @@
+"""What the tests of mods share: mods made from an expression, torch's answer to them, and the comparison with a kernel.
+
+An expression is a line of Python in the symbols score, b, h, q_idx, kv_idx and in what it captures. A printed kernel
+evaluates it at every position (`flexpress.codegen.evaluate`), torch does so on tensors that broadcast. Numbers in floating
+point are compared with float64; what a kernel may be off by comes from the same computation with noise on every operation.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from dense import positions
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flexpress.codegen.evaluate import evaluate_mod
+from flexpress.codegen.expr import MASK_SYMBOLS, SCORE_SYMBOLS
+from flexpress.codegen.ops import OPS
+from flexpress.codegen.signature import bind
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+SHAPES = {"cpu": (2, 2, 20, 24), "cuda": (2, 3, 200, 333)}  # (B, H, Q_LEN, KV_LEN)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+DTYPES = (*FLOATS, *INTEGERS, torch.bool)
+LARGEST = torch.finfo(torch.float32).max
+SMALLEST = torch.finfo(torch.float32).tiny
+EPS = torch.finfo(torch.float32).eps
+
+_FLOAT_VALUES = (0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 1.5, 2.5, -2.5, 3.0, -7.25, 88.0, -100.0, 65504.0, 1e-3, 0.1,
+                 math.inf, -math.inf, math.nan)
+
+
+def values(dtype: torch.dtype, count: int, seed: int) -> torch.Tensor:
+    """`count` values of a dtype: its corners (signed zeros, infinities, NaN; the extremes of an integer), then random ones.
+
+    An integer's smallest value is left out: divided by -1 it ends the process.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    if dtype == torch.bool:
+        return torch.rand(count, generator=generator) < 0.5
+    if dtype.is_floating_point:
+        corners, scale = torch.tensor(_FLOAT_VALUES), torch.tensor([0.3, 3.0, 30.0])
+        rest = torch.randn(count, generator=generator) * scale[torch.arange(count) % 3]
+    else:
+        info = torch.iinfo(dtype)
+        corners = torch.tensor([n for n in (0, 1, -1, 2, -2, 3, -3, 7, -7, 8, 31, 63, 64, -100, 100, info.max, info.min + 1)
+                                if info.min <= n <= info.max])
+        rest = torch.randint(max(info.min, -1000), min(info.max, 1000), (count,), generator=generator)
+    return torch.cat([corners, rest]).to(dtype)[:count][torch.randperm(count, generator=generator)]
+
+
+def make_mod(expression: str, kind: str, captured: dict):
+    """A mod that returns `expression`."""
+    namespace = {"torch": torch, "F": F, "math": math, **captured}
+    exec(f"def mod({', '.join(SCORE_SYMBOLS if kind == 'score' else MASK_SYMBOLS)}):\n    return {expression}", namespace)
+    return namespace["mod"]
+
+
+def traced_dtype(expression: str, captured: dict) -> torch.dtype:
+    """The dtype that a traced score_mod has found for its result."""
+    return bind(make_mod(expression, "score", captured), "score")[0].result.dtype
+
+
+def torch_dtype(expression: str, captured: dict) -> torch.dtype:
+    """The dtype that torch finds for the expression of 0-dim tensors."""
+    symbols = {name: torch.zeros((), dtype=torch.float32 if name == "score" else torch.int32) for name in SCORE_SYMBOLS}
+    return _run(expression, symbols, _on_cpu(captured)).dtype
+
+
+def in_torch(expression: str, scores: torch.Tensor, captured: dict, precision: torch.dtype,
+             formulas: bool = False) -> torch.Tensor:
+    """torch's result at every position, on the CPU, with floating-point values in `precision` (float32 or float64).
+
+    Captured values are rounded to float32 first, as kernels load them. `formulas`: compute rows that the op table
+    writes in terms of others in those terms.
+    """
+
+    def widened(value):
+        if isinstance(value, torch.Tensor):
+            value = value.reshape(1, 1, 1, 1) if value.ndim == 0 else value
+            value = value.float().to(precision) if value.is_floating_point() else value
+        return value
+
+    index = dict(zip(MASK_SYMBOLS, positions(scores.shape, "cpu"), strict=True))
+    names = {name: widened(value) for name, value in _on_cpu({"score": scores, **captured}).items()}
+    if formulas:
+        names["F"] = SimpleNamespace(**{name: OPS[name].expand for name in ("gelu", "silu", "softplus", "logsigmoid")},
+                                     relu=F.relu, sigmoid=torch.sigmoid, tanh=torch.tanh)
+    with _default_dtype(precision):
+        return _run(expression, index, names).expand(scores.shape)
+
+
+def _run(expression: str, symbols: dict, names: dict) -> torch.Tensor:
+    return eval(expression, {"torch": torch, "F": F, "math": math, **symbols, **names})
+
+
+def _on_cpu(captured: dict) -> dict:
+    return {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in captured.items()}
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+class Noise(TorchDispatchMode):
+    """Every operation that rounds is off by a few float32 roundings; results beyond float32's range overflow as there."""
+
+    ROUND = {"add", "sub", "rsub", "mul", "div", "sqrt", "rsqrt", "reciprocal", "remainder", "square"}
+    BLUR = {"exp", "exp2", "expm1", "log", "log2", "log1p", "sin", "cos", "tan", "atan", "atan2", "tanh", "sigmoid", "erf",
+            "pow", "gelu", "silu", "softplus", "log_sigmoid_forward"}  # their operands may be off as well
+    AMOUNT = 2 * EPS
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def blurred(self, value):
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return value
+        sign = torch.randint(-1, 2, value.shape, generator=self.generator).to(value.dtype)
+        value = torch.where(value.abs() > LARGEST, value.sign() * math.inf, value)
+        return torch.where(value.isfinite(), value * (1 + sign * self.AMOUNT) + sign * SMALLEST, value)
+
+    def as_float(self, value):
+        """A large integer, on its way into floating point."""
+        if isinstance(value, torch.Tensor) and not value.is_floating_point() and value.dtype != torch.bool:
+            return torch.where(value.abs() > 1 << 24, self.blurred(value.double()), value.double())
+        return value
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        mixed = any(isinstance(a, float) or (isinstance(a, torch.Tensor) and a.is_floating_point()) for a in args)
+        if mixed and name not in ("index", "where"):
+            args = tuple(map(self.as_float, args))
+        if name in self.BLUR:
+            args = tuple(map(self.blurred, args))
+        result = function(*args, **(kwargs or {}))
+        return self.blurred(result) if name in self.ROUND | self.BLUR else result
+
+
+def blur(expression: str, scores: torch.Tensor, captured: dict, samples: int = 6) -> list[torch.Tensor]:
+    """What float32 arithmetic might make of the expression: float64 results with noise on every operation."""
+    found = []
+    for seed in range(samples):
+        with Noise(seed):
+            found.append(in_torch(expression, scores, captured, torch.float64, formulas=True))
+    return found
+
+
+def check(expression: str, scores: torch.Tensor, captured: dict, *, exact: bool = False, precision: str = "float32",
+          tolerance: float = 0.0) -> float:
+    """Assert that a kernel computes what torch does, in the dtype that torch finds; returns the share of positions compared.
+
+    exact      the floating-point result is torch's float32 result itself (integers and bools always are)
+    precision  of attention's tensors, which decides between spellings
+    tolerance  a relative error that is allowed beside
+    """
+    dtype = torch_dtype(expression, captured)
+    assert traced_dtype(expression, captured) == dtype, expression
+    if not dtype.is_floating_point:
+        return _check_exactly(expression, dtype, scores, captured, precision)
+    out = evaluate_mod(make_mod(expression, "score", captured), scores, precision=precision).cpu().double()
+    if exact:
+        expected = in_torch(expression, scores, captured, torch.float32).double()
+        allowed = torch.zeros_like(expected)
+    else:
+        expected = in_torch(expression, scores, captured, torch.float64).double()
+        plain = in_torch(expression, scores, captured, torch.float32).double()
+        spread = [(sample.double() - expected).abs() for sample in (plain, *blur(expression, scores, captured))]
+        allowed = 4 * torch.stack(spread).nan_to_num(posinf=math.inf).amax(0)
+        allowed += (4 * EPS + tolerance) * expected.abs() + 4 * SMALLEST
+    expected = torch.where(expected.abs() > LARGEST, expected.sign() * math.inf, expected)
+    same = (out == expected) | (out.isnan() & expected.isnan()) | ((out - expected).abs() <= allowed)
+    same |= allowed.isinf()
+    assert same.all(), describe(expression, scores, captured, same, out, expected)
+    return (allowed <= 1e-2 * expected.abs() + 1e-2).double().mean().item()
+
+
+def _check_exactly(expression: str, dtype: torch.dtype, scores: torch.Tensor, captured: dict, precision: str) -> float:
+    """Integers and bools: the kernel itself compares its result with torch's, in the result's dtype."""
+    expected = in_torch(expression, scores, captured, torch.float64, formulas=True).to(dtype).contiguous()
+    sure = torch.ones_like(expected, dtype=torch.bool)
+    for sample in blur(expression, scores, captured):
+        sure &= sample == expected
+    with_answer = {**captured, "expected": expected.to(scores.device)}
+    mod = make_mod(f"expected[b, h, q_idx, kv_idx] == ({expression})", "score", with_answer)
+    agrees = evaluate_mod(mod, scores, precision=precision).cpu().bool()
+    assert (agrees | ~sure).all(), describe(expression, scores, captured, agrees | ~sure, agrees, expected)
+    return sure.double().mean().item()
+
+
+def describe(expression: str, scores, captured: dict, same, out, expected) -> str:
+    """Where a result differs first, with what the expression captures."""
+    at = tuple((~same).nonzero()[0].tolist())
+    lines = [f"{expression}: {int((~same).sum())} of {same.numel()} positions differ, the first at (b, h, q_idx, kv_idx) = {at}:",
+             f"    kernel {out[at].item()!r}, torch {expected[at].item()!r}, score {scores[at].item()!r}"]
+    lines += [f"    {name} = {value!r}" for name, value in captured.items()]
+    return "\n".join(lines)

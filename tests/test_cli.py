@@ -1,0 +1,111 @@
+"""The command line: what it prints and its exit codes."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+import torch
+
+from flexpress import cli, demo, doctor, recipes
+
+
+def test_demo_shows_picture_error_time_and_files(capsys):
+    assert cli.main(["demo", "--device", "cpu"]) == 0
+    shown = capsys.readouterr().out
+    assert "  |████░░                          |\n" in shown
+    assert "printed kernel" in shown and "plain attention in bfloat16" in shown and "ok: at most 2 x" in shown
+    assert "attention, first call" in shown and "attention, repeated" in shown
+    assert "/forward_alibi_sliding_window_d64_bf16_" in shown
+
+
+def test_demo_fails_on_a_wrong_result(capsys, monkeypatch):
+    monkeypatch.setattr(demo, "flex_attention", lambda q, k, v, **_: torch.full_like(q, float("nan")))
+    assert cli.main(["demo", "--device", "cpu"]) == 1
+    assert "TOO LARGE" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, found",
+    [
+        (["plain"], "# forward d128 bf16\n"),
+        (["alibi", "causal", "--head-dim", "64", "--dtype", "fp16"], "# mods/causal.py:"),
+        (["softcap", "--target", "gfx942"], "tanh_by_exp2"),
+        (
+            ["document", "--target", "cpu", "--head-dim", "192x128"],
+            "# forward document and inner d192x128 bf16\n",
+        ),
+        (["causal", "--target", "sm_90"], "desc_k.load("),
+        (["causal", "--target", "sm_90", "--no-tma"], "tl.load(k_ptrs"),
+        (["sliding_window", "prefix_lm"], "mask_mod: sliding_window_and_prefix_lm"),
+    ],
+)
+def test_render(capsys, arguments, found):
+    assert cli.main(["render", *arguments]) == 0
+    text = capsys.readouterr().out
+    ast.parse(text)
+    assert found in text
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["render", "caual"], "invalid choice: 'caual'"),
+        (["render", "causal", "--head-dim", "300"], "'300' is not a head dim: write 1 to 256"),
+        (["render", "causal", "--target", "sm_70"], "invalid choice: 'sm_70'"),
+        ([], "required"),
+    ],
+)
+def test_wrong_arguments(capsys, arguments, message):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_help_names_commands_and_recipes(capsys):
+    for arguments, names in (
+        (["--help"], ("demo", "render", "doctor")),
+        (["render", "--help"], recipes.RECIPES),
+    ):
+        with pytest.raises(SystemExit, match="0"):
+            cli.main(arguments)
+        shown = capsys.readouterr().out
+        assert all(name in shown for name in names)
+
+
+def test_doctor_finds_this_machine_well(capsys):
+    assert cli.main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    for word in (
+        torch.__version__,
+        "sm_80",
+        "sm_90",
+        "sm_100",
+        "gfx942",
+        "cpu",
+        "All that this machine needs works.",
+    ):
+        assert word in shown
+    assert "failed" not in shown
+
+
+def test_doctor_tells_what_is_needed(capsys, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("no such compiler")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(doctor, "_compile", broken)
+    assert cli.main(["doctor"]) == 0  # without a GPU nothing needs a compiler
+    assert "failed  sm_90          no such compiler (not needed on this machine)" in capsys.readouterr().out
+    monkeypatch.setattr(doctor, "_attend", broken)
+    assert cli.main(["doctor"]) == 1
+    assert capsys.readouterr().out.endswith("failed: cpu\n")
+
+
+def test_make_composes():
+    score_mod, mask_mod = recipes.make("softcap", "alibi", "causal", "sliding_window")
+    assert score_mod.__name__ == "compose_scores" and mask_mod.__name__ == "causal_and_sliding_window"
+    assert recipes.make("plain") == (None, None)
+    with pytest.raises(ValueError, match="there is no recipe 'x'; there are plain, causal"):
+        recipes.make("x")

@@ -1,0 +1,63 @@
+"""The prints in generated/ are what the templates print today, to the letter."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+import pytest
+
+from flexpress.codegen.preview import block_lists_compilation, block_mask_compilation, preview
+from flexpress.codegen.render import render
+from flexpress.recipes import make
+
+FOLDER = Path(__file__).parent.parent / "generated"
+GOLDEN = {  # at most 8: a change of a template is read here, everything else is tested elsewhere
+    "forward_plain_d64_fp32": lambda: preview(
+        dtype="float32", head_dim=64, use_tma=False
+    ),  # examples/minimal.md
+    "forward_causal_d128_bf16_tma": lambda: preview(*make("causal")),
+    "forward_alibi_causal_d128_bf16": lambda: preview(*make("alibi", "causal"), use_tma=False),
+    "forward_softcap_d128_fp16": lambda: preview(*make("softcap"), dtype="float16", use_tma=False),
+    "forward_document_d80_bf16": lambda: preview(*make("document"), head_dim=80, use_tma=False),
+    "block_mask_causal": lambda: block_mask_compilation("sm_90", make("causal")[1]).spec,
+    "block_lists": lambda: block_lists_compilation("sm_90").spec,
+}
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_print_is_unchanged(name, request):
+    path = FOLDER / f"{name}.py"
+    text = render(GOLDEN[name]())
+    if request.config.getoption("--update-golden"):
+        path.write_text(text, encoding="utf-8")
+    committed = path.read_text(encoding="utf-8") if path.exists() else ""
+    diff = list(
+        difflib.unified_diff(
+            committed.splitlines(), text.splitlines(), f"generated/{name}.py", "printed now", lineterm="", n=1
+        )
+    )
+    if diff or text != committed:
+        pytest.fail(
+            "\n".join(
+                [
+                    "the print has changed. If it should: `make golden`, and read the diff of generated/.",
+                    *diff[:60],
+                ]
+            ),
+            pytrace=False,
+        )
+
+
+def test_nothing_else_is_committed():
+    assert {f.stem for f in FOLDER.glob("*.py")} == set(GOLDEN)
+    assert len(GOLDEN) <= 8
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_print_names_no_machine(name):
+    """Comments lead to the user's mod by a path inside the repository."""
+    text = render(GOLDEN[name]())
+    assert str(FOLDER.parent) not in text
+    if "_mod: " in text:
+        assert "# mods/" in text

@@ -1,0 +1,146 @@
+"""Every template compiles for GPUs that are not here, fits their shared memory and spills no registers."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from flexpress import create_block_mask, flex_attention, printed_kernels
+from flexpress.codegen import offline
+from flexpress.codegen.cache import without_comments
+from flexpress.codegen.forward import Options
+from flexpress.codegen.preview import (
+    Compilation,
+    architecture_for,
+    block_lists_compilation,
+    block_mask_compilation,
+    compilation,
+    dense_mask_compilation,
+    evaluate_compilation,
+    preview,
+)
+from flexpress.codegen.render import render
+from flexpress.codegen.tiles import SHARED_MEMORY
+from flexpress.recipes import RECIPES, make
+
+FORWARD = {  # every branch of the template and every row of the tile tables, not their product
+    "plain d64 bf16": ("plain", dict(head_dim=64)),
+    "plain d128 fp16": ("plain", dict(dtype="float16")),
+    "plain d64 fp32": ("plain", dict(head_dim=64, dtype="float32")),
+    "plain d256 fp32": ("plain", dict(head_dim=256, dtype="float32")),
+    "causal d128 bf16": ("causal", {}),
+    "causal d128 bf16 by pointers": ("causal", dict(use_tma=False)),
+    "causal d128 fp32": ("causal", dict(dtype="float32")),
+    "causal d256 bf16": ("causal", dict(head_dim=256)),
+    "causal d192x128 bf16": ("causal", dict(head_dim=192, head_dim_v=128)),
+    "alibi causal d128 bf16": ("alibi causal", {}),
+    "alibi causal d80 fp16": ("alibi causal", dict(head_dim=80, dtype="float16")),
+    "softcap d64 bf16": ("softcap", dict(head_dim=64)),
+    "softcap sliding_window d128 bf16": ("softcap sliding_window", {}),
+    "relative_bias d64 fp16": ("relative_bias", dict(head_dim=64, dtype="float16")),
+    "document d128 bf16": ("document", {}),
+    "causal d64 bf16, contiguous blocks": (
+        "causal",
+        dict(head_dim=64, options=Options(blocks_are_contiguous=True)),
+    ),
+    "alibi causal d64 tf32, other options": (
+        "alibi causal",
+        dict(
+            head_dim=64,
+            dtype="float32",
+            output_max=True,
+            separate_full=False,
+            transposed=True,
+            options=Options(prescale_qk=True, rows_guaranteed_safe=True, float32_precision="tf32"),
+        ),
+    ),
+}
+
+OTHERS = {
+    "block_mask causal": lambda t: block_mask_compilation(t, make("causal")[1]),
+    "block_mask document, ragged": lambda t: block_mask_compilation(t, make("document")[1], (48, 80)),
+    "block_lists": lambda t: block_lists_compilation(t),
+    "block_lists, one list": lambda t: block_lists_compilation(t, separate_full=False),
+    "dense_mask global_sliding": lambda t: dense_mask_compilation(t, make("global_sliding")[1]),
+    "dense_mask of a score_mod": lambda t: dense_mask_compilation(t, make("t5_bias")[0], "score"),
+    "evaluate softcap": lambda t: evaluate_compilation(t, make("softcap")[0], precision="bfloat16"),
+    "evaluate prefix_lm": lambda t: evaluate_compilation(t, make("prefix_lm")[1], "mask"),
+}
+
+# Default tiles that spill, and how many bytes at most, under any Triton that is tested. No other may.
+SPILLED = {
+    ("sm_80", "plain d256 fp32"): 32,
+    ("sm_80", "causal d128 fp32"): 16,
+    ("sm_80", "causal d256 bf16"): 16,
+    ("sm_80", "relative_bias d64 fp16"): 16,
+}
+
+
+@functools.cache
+def kernel_of(target: str, case: str) -> Compilation:
+    if case in OTHERS:
+        return OTHERS[case](target)
+    recipes, details = FORWARD[case]
+    return compilation(target, *make(*recipes.split()), **details)
+
+
+@functools.cache
+def compiled(target: str, case: str) -> offline.Compiled:
+    return kernel_of(target, case).compile()
+
+
+@pytest.mark.parametrize("case", [*FORWARD, *OTHERS])
+@pytest.mark.parametrize("target", offline.TARGETS)
+def test_compiles_and_fits(target, case):
+    made = compiled(target, case)
+    assert made.shared <= SHARED_MEMORY[architecture_for(target)]
+    if made.spilled is not None:
+        allowed = SPILLED.get((target, case), 0)
+        assert made.spilled <= allowed, (
+            f"{made.spilled} bytes spilled with {kernel_of(target, case).constants}"
+        )
+
+
+def test_table_of_spills_names_cases():
+    assert {target for target, _ in SPILLED} <= set(offline.TARGETS)
+    assert {case for _, case in SPILLED} <= {*FORWARD, *OTHERS}
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+def test_tma_loads_from_hopper_on(target):
+    case = "causal d128 bf16"
+    assert dict(kernel_of(target, case).spec.flags)["USE_TMA"] == (target != "sm_80")
+    assert ("cp.async.bulk.tensor" in compiled(target, case).assembly["ptx"]) == (target != "sm_80")
+    assert "cp.async.bulk.tensor" not in compiled(target, "causal d128 bf16 by pointers").assembly["ptx"]
+
+
+@pytest.mark.parametrize("backend", ["cuda", "hip", "cpu"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_prints(recipe, backend):
+    """`render` parses what it prints, and a kernel says which mod stands in it."""
+    text = render(preview(*make(recipe), backend=backend))
+    mod = next((m for m in make(recipe) if m), None)
+    assert mod is None or f"_mod: {mod.__name__}" in text
+
+
+@pytest.mark.parametrize(
+    "recipes, dtype, head_dim",
+    [("plain", "float32", 64), ("alibi causal", "bfloat16", 64), ("document", "float16", 80)],
+)
+def test_preview_is_what_a_call_prints(recipes, dtype, head_dim):
+    score_mod, mask_mod = make(*recipes.split())
+    q = torch.randn(1, 16, 128, head_dim, dtype=getattr(torch, dtype))
+    mask = create_block_mask(mask_mod, None, None, 128, 128, device="cpu") if mask_mod else None
+    flex_attention(q, q, q, score_mod=score_mod, block_mask=mask)
+    printed = printed_kernels()[-1].read_text(encoding="utf-8")
+    spec = preview(score_mod, mask_mod, dtype, head_dim, backend="cpu")
+    assert without_comments(printed) == without_comments(render(spec))
+
+
+def test_unknown_target():
+    with pytest.raises(ValueError, match="sm_80, sm_90, sm_100, gfx942, got 'sm_70'"):
+        compilation("sm_70")
+    with pytest.raises(ValueError, match="'cpu' compiles nothing"):
+        compilation("cpu").compile()
