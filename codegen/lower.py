@@ -26,7 +26,8 @@ _WIDTH = 88  # longest statement that is still put on one line
 class TensorLayout:
     """What the text knows of a captured tensor's layout; the rest is known at launch.
 
-    strides   per dimension "0", "1" or "n" (a kernel argument)
+    strides   per dimension "0", "1", "n" (a kernel argument) or "v" (an argument in units of 16 bytes, so that the compiler
+              knows rows are aligned)
     wide      offsets may pass 2**31 elements: compute them in int64
     inside    the indices that are known to lie inside, for these lengths: (load, dimension), loads numbered as in `loads_of`
     """
@@ -62,7 +63,12 @@ def loads_of(graph: ModGraph) -> list[Expr]:
 
 def gathers(graph: ModGraph) -> bool:
     """Does the mod load an element of its own for every position (a relative-position table, a full bias)?"""
-    return any({"q_idx", "kv_idx"} <= {n.attr for n in walk(load) if n.op == "symbol"} for load in loads_of(graph))
+    return any(map(is_gather, loads_of(graph)))
+
+
+def is_gather(load: Expr) -> bool:
+    """Do the indices of a load depend on both q_idx and kv_idx?"""
+    return {"q_idx", "kv_idx"} <= {n.attr for n in walk(load) if n.op == "symbol"}
 
 
 def compute_dtype(dtype: torch.dtype) -> str:
@@ -154,7 +160,9 @@ class _Printer:
                 continue
             if layout.wide and index.op != "literal":
                 text = f"{_atom(text)}.to(tl.int64)"
-            offset.append(_atom(text) if stride == "1" else f"{_atom(text)} * stride_{capture.name}_{dim}")
+            name = f"stride_{capture.name}_{dim}"
+            name = f"({name} * {16 // capture.dtype.itemsize})" if stride == "v" else name
+            offset.append(_atom(text) if stride == "1" else f"{_atom(text)} * {name}")
         pointer = " + ".join([f"ptr_{capture.name}", *offset])
         loaded = f"tl.load({pointer}, mask={' & '.join(checks)}, other=0)" if checks else f"tl.load({pointer})"
         if node.dtype.is_floating_point and node.dtype != torch.float32:

@@ -12,7 +12,15 @@ from dataclasses import dataclass, replace
 import torch
 
 from .expr import MASK_SYMBOLS, ModGraph, value_range
-from .lower import Snippet, Target, TensorLayout, loads_of, lower
+from .lower import Snippet, Target, TensorLayout, is_gather, loads_of, lower
+
+
+_FIND = {
+    "value": lambda value, dim: value,
+    "size": lambda tensor, dim: tensor.shape[dim],
+    "stride": lambda tensor, dim: tensor.stride(dim),
+    "vectors": lambda tensor, dim: tensor.stride(dim) * tensor.element_size() // 16,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +38,7 @@ class ModText:
 
     def values(self, captured: list) -> list:
         """The kernel arguments, in the order of `args`, from the mod's captured values (tensors, then numbers)."""
-        found = []
-        for what, index, dim in self.recipe:
-            value = captured[index]
-            found.append(value if what == "value" else value.stride(dim) if what == "stride" else value.shape[dim])
-        return found
+        return [_FIND[what](captured[index], dim) for what, index, dim in self.recipe]
 
     @property
     def numbers(self) -> tuple[str, ...]:
@@ -86,16 +90,21 @@ def _layouts(graph: ModGraph, tensors: tuple, scalars: tuple, extents: tuple) ->
     largest = {symbol: n - 1 for symbol, n in zip(MASK_SYMBOLS, extents, strict=True)}
     largest["kv_idx"] = -(-extents[3] // _LARGEST_BLOCK_N) * _LARGEST_BLOCK_N - 1  # kernels do not clamp it in the tail block
     inside: list[set] = [set() for _ in tensors]
+    by_rows = set()  # tensors read element by element: there checks cost, and alignment pays
     for number, load in enumerate(loads_of(graph)):
+        spreads = is_gather(load)
+        if spreads:
+            by_rows.add(load.attr)
         for dim, index in enumerate(load.args):
-            if index.op == "symbol" and index.attr in ("q_idx", "kv_idx"):
+            if not spreads and index.op == "symbol" and index.attr in ("q_idx", "kv_idx"):
                 continue  # a vector's check is cheap, and a new length must not compile anything
             low, high = value_range(index, largest, scalars)
             if 0 <= low and high < tensors[load.attr][0][dim]:
                 inside[load.attr].add((number, dim))
     layouts = []
-    for (shape, strides), known in zip(tensors, inside, strict=True):
-        pattern = tuple("0" if s == 0 else "1" if s == 1 else "n" for s in strides)
+    for i, ((shape, strides), known) in enumerate(zip(tensors, inside, strict=True)):
+        vector = 16 // graph.tensors[i].dtype.itemsize if i in by_rows and strides[-1] == 1 else 1 << 62
+        pattern = tuple("0" if s == 0 else "1" if s == 1 else "v" if s % vector == 0 else "n" for s in strides)
         reach = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if 0 not in shape else 0
         layouts.append(TensorLayout(pattern, reach >= 1 << 31, frozenset(known)))
     return tuple(layouts)
@@ -111,7 +120,8 @@ def mod_text(graph: ModGraph, layouts: tuple[TensorLayout, ...], names: dict[str
     for i, capture in enumerate(graph.tensors):
         candidates = [(f"ptr_{capture.name}", ("value", i, 0))]
         for dim in range(capture.ndim):
-            candidates += [(f"stride_{capture.name}_{dim}", ("stride", i, dim)), (f"size_{capture.name}_{dim}", ("size", i, dim))]
+            stride = "vectors" if layouts[i].strides[dim] == "v" else "stride"
+            candidates += [(f"stride_{capture.name}_{dim}", (stride, i, dim)), (f"size_{capture.name}_{dim}", ("size", i, dim))]
         for arg, how in candidates:
             if arg in words:
                 args.append(arg)

@@ -60,7 +60,7 @@ _FORWARD = {
 
 # where a kernel without block lists, one whose mods gather, or unequal head dims measured faster with another tile
 _FORWARD_DENSE = {("sm_90", 64, 2): Tile(128, 64, 4, 3)}
-_FORWARD_GATHER = {("sm_90", 64, 2): Tile(64, 64, 4, 2), ("sm_90", 128, 2): Tile(64, 64, 4, 2)}
+_FORWARD_GATHER = {("sm_90", 64, 2): Tile(64, 32, 4, 3), ("sm_90", 128, 2): Tile(64, 64, 4, 2)}
 _FORWARD_UNEQUAL = {("sm_90", 256, 2): Tile(128, 64, 8, 3)}  # 192 / 128, padded to 256 / 128
 
 

@@ -311,7 +311,7 @@ def apply(row: ops.Op, args: tuple, kwargs: dict) -> Sym:
     trace = _Trace.current
     if kwargs:
         try:  # keywords that only name positional arguments (input=, other=)
-            args = (*args, *(kwargs.pop(k) for k in ("input", "self", "other", "exponent") if k in kwargs))
+            args = (*args, *(kwargs.pop(k) for k in ("condition", "input", "self", "other", "exponent") if k in kwargs))
         finally:
             if kwargs:
                 raise trace.error(f"torch.{row.name} with {', '.join(kwargs)}=", "Drop that argument.")

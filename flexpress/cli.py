@@ -23,6 +23,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line. Exit codes: 0 all went well, 1 a check failed, 2 wrong arguments."""
     parser = _parser()
     given = parser.parse_args(arguments)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show the picture still shows the figures
     try:
         return given.run(given, parser)
     except BrokenPipeError:  # `| head` has read enough

@@ -25,6 +25,14 @@ def test_demo_fails_on_a_wrong_result(capsys, monkeypatch):
     assert "TOO LARGE" in capsys.readouterr().out
 
 
+@pytest.mark.gpu
+def test_demo_and_doctor_on_a_gpu(capsys):
+    assert cli.main(["demo"]) == 0
+    assert "S 4096, D 128, bfloat16, on NVIDIA" in capsys.readouterr().out
+    assert cli.main(["doctor"]) == 0
+    assert "  ok      cuda:0 " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "arguments, found",
     [

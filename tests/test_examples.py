@@ -21,6 +21,9 @@ def test_minimal_runs():
     assert done.returncode == 0, done.stdout + done.stderr
     assert "=== manual attention ===" in done.stdout and "=== flexpress ===" in done.stdout
     assert float(re.search(r"largest difference (\S+)", done.stdout)[1]) < 1e-5
+    printed = Path(done.stdout.splitlines()[-1]).read_text(encoding="utf-8")
+    committed = (ROOT / "generated" / "forward_plain_d64_fp32.py").read_text(encoding="utf-8")
+    assert printed == committed, "examples/minimal.md explains another kernel than the one that ran"
 
 
 def quoted_lines(page: Path) -> list[str]:
