@@ -158,7 +158,6 @@ def warm_up() -> threading.Thread:
     hash of its installation (0.4 s of reading). Nothing here touches a GPU."""
 
     def prepare():
-        import triton.compiler.code_generator
         from triton.runtime.cache import triton_key
 
         from .render import environment

@@ -10,7 +10,7 @@ from .kernel import Kernel, backend_of, kernel_for
 from .lower import Target
 from .spec import KernelSpec, ModText, layouts_of, mod_text
 
-_SYMBOL_NAMES = {"score": "score", "b": "z", "h": "h", "q_idx": "m", "kv_idx": "n"}
+SYMBOL_NAMES = {"score": "score", "b": "z", "h": "h", "q_idx": "m", "kv_idx": "n"}
 _TILE = 64  # rows and columns of a tile of the mask
 _CHUNK = 1024  # columns of the status that one step of block_lists reads
 
@@ -32,7 +32,7 @@ def _plan(template: str, bound: tuple[ModGraph, list], extents: tuple[int, int, 
         INFO.hits += 1
         return _plans[key]
     backend = backend_of(device.type)
-    text = mod_text(graph, layouts, _SYMBOL_NAMES, Target(backend, "float32", exact), shape="[TILE_M, TILE_N]")
+    text = mod_text(graph, layouts, SYMBOL_NAMES, Target(backend, "float32", exact), shape="[TILE_M, TILE_N]")
     _plans[key] = kernel_for(mask_spec(template, text, backend, numbers, flags)), text
     return _plans[key]
 

@@ -143,7 +143,7 @@ def _is_natural_division(dtype: torch.dtype, dividend: tuple, divisor: tuple) ->
 
 
 def _is_short_shift(dtype: torch.dtype, _, amount: tuple) -> bool:
-    return 0 <= amount[0] and amount[1] < torch.iinfo(dtype).bits
+    return amount[0] >= 0 and amount[1] < torch.iinfo(dtype).bits
 
 
 def _unary(name: str, triton, *more: str, operands: str = "float", **columns) -> Op:

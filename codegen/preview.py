@@ -10,15 +10,17 @@ prints and the offline compilation tests are made this way, so all of them see t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from . import evaluate, forward, masks, offline
-from .lower import Target, gathers
+from . import evaluate, masks, offline
+from .forward import output_like
+from .forward_plan import Blocks, ForwardCase, Options, Plan, geometry_of, plan_forward, wants_tma
+from .lower import Target
 from .signature import bind
 from .spec import KernelSpec, ModText, dtype_name, layouts_of, mod_text
-from .tiles import architecture, forward_tile
+from .tiles import architecture
 
 TARGETS = ("cpu", *offline.TARGETS)
 EXTENTS = (4, 16, 4096, 4096)  # B, H, Q_LEN and KV_LEN of the call that is imagined
@@ -72,11 +74,12 @@ def preview(
                separate_full=True       full blocks are listed apart
                output_max=False         max_scores are asked for
                transposed=False         q, k and v lie in memory as (B, H, D, S), so the head dim is strided
-               options=Options()        forward.Options: the other kernel_options
+               options=Options()        forward_plan.Options: the other kernel_options
 
     Raises ModError for a mod that cannot be traced, TypeError for an unknown detail.
     """
-    return _imagine(score_mod, mask_mod, dtype, head_dim, head_dim_v, backend, use_tma, **details)[0]
+    target = {"cuda": "sm_90", "hip": "gfx942", "cpu": "cpu"}[backend]
+    return _imagine(score_mod, mask_mod, dtype, head_dim, head_dim_v, target, use_tma, **details)[0].spec
 
 
 def compilation(
@@ -90,24 +93,9 @@ def compilation(
     **details,
 ) -> Compilation:
     """`preview` for one of TARGETS, with its default tile."""
-    backend = backend_for(target)
-    if target not in ("cpu", "sm_90", "sm_100"):
-        use_tma = False
-    spec, arguments = _imagine(score_mod, mask_mod, dtype, head_dim, head_dim_v, backend, use_tma, **details)
-    flags = dict(spec.flags)
+    plan, arguments = _imagine(score_mod, mask_mod, dtype, head_dim, head_dim_v, target, use_tma, **details)
+    tile, flags = plan.tile, dict(plan.spec.flags)
     widths = {"desc_k": flags["D_QK_ROUNDED"], "desc_v": flags["D_V_ROUNDED"]}
-    options = details.get("options") or forward.Options()
-    tile = forward_tile(
-        architecture_for(target),
-        *widths.values(),
-        getattr(torch, dtype).itemsize,
-        gathers=any(
-            gathers(bind(mod, kind)[0]) for mod, kind in ((score_mod, "score"), (mask_mod, "mask")) if mod
-        ),
-        q_block=flags["SPARSE_Q_BLOCK_SIZE"],
-        kv_block=flags["SPARSE_KV_BLOCK_SIZE"],
-        options=dict(options.tile),
-    )
     tensors = {
         **dict.fromkeys("QKVO", dtype),
         "LSE": "float32",
@@ -116,7 +104,7 @@ def compilation(
         **{name: f"desc:{dtype}:{tile.BLOCK_N}x{width}" for name, width in widths.items()},
     }
     constants = {"BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N}
-    return _compilation(target, spec, tensors, constants, arguments, tile.num_warps, tile.num_stages)
+    return _compilation(target, plan.spec, tensors, constants, arguments, tile.num_warps, tile.num_stages)
 
 
 def block_mask_compilation(
@@ -178,49 +166,42 @@ def _imagine(
     dtype: str,
     head_dim: int,
     head_dim_v: int | None,
-    backend: str,
+    target: str,
     use_tma: bool | None,
     block_size: tuple[int, int] = (128, 128),
     separate_full: bool = True,
     output_max: bool = False,
     transposed: bool = False,
-    options: forward.Options | None = None,
-) -> tuple[KernelSpec, dict]:
-    """The spec, and the values of the mods' arguments by name."""
+    options: Options | None = None,
+) -> tuple[Plan, dict]:
+    """The plan, and the values of the mods' arguments by name."""
     if dtype not in ("float16", "bfloat16", "float32"):
         raise ValueError(f"dtype must be float16, bfloat16 or float32, got {dtype!r}")
     d_v = head_dim if head_dim_v is None else head_dim_v
-    target = Target(backend, dtype)
-    score, arguments = _text(score_mod, "score", target, forward.TILE_SHAPE)
-    taken = _names(score_mod) if score_mod else frozenset()
-    mask, more = _text(mask_mod, "mask", target, forward.TILE_SHAPE, taken)
-    has_lists = mask is not None
+    bound = [bind(mod, kind) if mod else None for mod, kind in ((score_mod, "score"), (mask_mod, "mask"))]
+    mods = [(graph, layouts_of(graph, captured, EXTENTS)) for graph, captured in filter(None, bound)]
+    score = mods[0] if score_mod else None
+    mask = mods[-1] if mask_mod else None
     geometry = _geometry(dtype, head_dim, d_v, transposed)
-    wanted = use_tma is not False if backend == "cuda" else use_tma is True and backend == "cpu"
-    spec = forward.forward_spec(
-        backend=backend,
-        dtype=dtype,
-        d_qk=head_dim,
-        d_v=d_v,
-        score=score,
-        mask=mask,
-        units=geometry.units,
-        aligned=geometry.aligned,
-        has_lists=has_lists,
-        has_full=has_lists and separate_full,
-        q_block=block_size[0] if has_lists else 0,
-        kv_block=block_size[1] if has_lists else 0,
+    options = replace(options or Options(), **({} if use_tma is None else {"use_tma": use_tma}))
+    arch = architecture_for(target)
+    case = ForwardCase(
+        getattr(torch, dtype),
+        head_dim,
+        d_v,
+        geometry.units,
+        geometry.aligned,
+        geometry.tma and wants_tma(options, getattr(torch, dtype), arch),
+        Blocks(separate_full, *block_size) if mask else None,
+        options,
         output_max=output_max,
-        options=options,
-        use_tma=wanted and geometry.tma,
     )
-    return spec, {**arguments, **more}
-
-
-def _names(score_mod: Callable) -> frozenset[str]:
-    """What a score_mod captures, by name: a mask_mod beside it gets other names."""
-    graph = bind(score_mod, "score")[0]
-    return frozenset(c.name for c in (*graph.tensors, *graph.scalars))
+    plan = plan_forward(case, backend_for(target), arch, score, mask)
+    arguments = {}
+    for text, found in zip((plan.score, plan.mask), bound, strict=True):
+        if text:
+            arguments.update(zip(text.args, text.values(found[1]), strict=True))
+    return plan, arguments
 
 
 def _geometry(dtype: str, d_qk: int, d_v: int, transposed: bool):
@@ -230,21 +211,19 @@ def _geometry(dtype: str, d_qk: int, d_v: int, transposed: bool):
         shape = (B, H, width, length) if transposed else (B, H, length, width)
         tensor = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
         tensors.append(tensor.transpose(2, 3) if transposed else tensor)
-    out = forward.output_like(tensors[0], d_v)
-    return forward._geometry(
+    out = output_like(tensors[0], d_v)
+    return geometry_of(
         out.element_size(), tuple(t.shape for t in tensors), tuple(t.stride() for t in tensors), out.stride()
     )
 
 
 def _text(
-    mod: Callable | None, kind: str, target: Target, shape: str, taken: frozenset[str] = frozenset()
-) -> tuple[ModText | None, dict]:
+    mod: Callable, kind: str, target: Target, shape: str
+) -> tuple[ModText, dict]:
     """A mod as a template sees it, and the values of its arguments by name."""
-    if mod is None:
-        return None, {}
     graph, captured = bind(mod, kind)
     text = mod_text(
-        graph, layouts_of(graph, captured, EXTENTS), forward.SYMBOL_NAMES, target, shape=shape, taken=taken
+        graph, layouts_of(graph, captured, EXTENTS), masks.SYMBOL_NAMES, target, shape=shape
     )
     return text, dict(zip(text.args, text.values(captured), strict=True))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import textwrap
 from importlib import resources
 
 import jinja2
@@ -26,7 +27,14 @@ def environment() -> jinja2.Environment:
         loader=jinja2.FunctionLoader(_load_template), undefined=jinja2.StrictUndefined, trim_blocks=True,
         lstrip_blocks=True, keep_trailing_newline=True)
     env.filters["py"] = python_literal
+    env.filters["names"] = quoted_names
     return env
+
+
+def quoted_names(names: tuple[str, ...], indent: int, width: int = 110) -> str:
+    """A list of strings, wrapped and indented."""
+    text = ", ".join(f'"{n}"' for n in names)
+    return textwrap.fill(text, width, break_long_words=False, subsequent_indent=" " * indent)
 
 
 def python_literal(value) -> str:

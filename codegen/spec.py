@@ -14,7 +14,6 @@ import torch
 from .expr import MASK_SYMBOLS, ModGraph, value_range
 from .lower import Snippet, Target, TensorLayout, is_gather, loads_of, lower
 
-
 _FIND = {
     "value": lambda value, dim: value,
     "size": lambda tensor, dim: tensor.shape[dim],
@@ -99,7 +98,7 @@ def _layouts(graph: ModGraph, tensors: tuple, scalars: tuple, extents: tuple) ->
             if not spreads and index.op == "symbol" and index.attr in ("q_idx", "kv_idx"):
                 continue  # a vector's check is cheap, and a new length must not compile anything
             low, high = value_range(index, largest, scalars)
-            if 0 <= low and high < tensors[load.attr][0][dim]:
+            if low >= 0 and high < tensors[load.attr][0][dim]:
                 inside[load.attr].add((number, dim))
     layouts = []
     for i, ((shape, strides), known) in enumerate(zip(tensors, inside, strict=True)):

@@ -20,6 +20,11 @@ class Tile:
     num_stages: int
 
 
+def round_up_head_dim(d: int) -> int:
+    """Triton's tiles are powers of two, and a dot needs at least 16."""
+    return max(16, 1 << (d - 1).bit_length())
+
+
 def architecture(backend: str, capability) -> str:
     """The row of the tables for a device: "sm_80", "sm_86", "sm_90", "sm_100", "gfx942" or "cpu"."""
     if backend == "cpu":
@@ -39,15 +44,15 @@ _FORWARD = {
     ("sm_90", 64, 2): Tile(64, 64, 4, 3),
     ("sm_90", 128, 2): Tile(64, 64, 4, 3),
     ("sm_90", 256, 2): Tile(128, 64, 8, 2),
-    ("sm_90", 64, 4): Tile(128, 32, 4, 3),
-    ("sm_90", 128, 4): Tile(64, 32, 4, 2),
-    ("sm_90", 256, 4): Tile(32, 32, 4, 2),
+    ("sm_90", 64, 4): Tile(64, 64, 8, 2),
+    ("sm_90", 128, 4): Tile(64, 32, 8, 2),
+    ("sm_90", 256, 4): Tile(64, 16, 8, 2),
     ("sm_80", 64, 2): Tile(128, 64, 4, 3),
     ("sm_80", 128, 2): Tile(128, 64, 8, 3),
     ("sm_80", 256, 2): Tile(64, 32, 4, 2),
-    ("sm_80", 64, 4): Tile(64, 32, 4, 3),
-    ("sm_80", 128, 4): Tile(64, 32, 4, 2),
-    ("sm_80", 256, 4): Tile(32, 16, 4, 2),
+    ("sm_80", 64, 4): Tile(64, 64, 8, 2),
+    ("sm_80", 128, 4): Tile(64, 32, 8, 2),
+    ("sm_80", 256, 4): Tile(64, 16, 8, 2),
     ("gfx942", 64, 2): Tile(128, 64, 4, 1),
     ("gfx942", 128, 2): Tile(128, 64, 4, 1),
     ("gfx942", 256, 2): Tile(64, 32, 4, 1),

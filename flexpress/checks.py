@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flexpress.codegen.forward import Options
+from flexpress.codegen.forward_plan import Options
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256

@@ -14,7 +14,11 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=('Hm', 'rows', 'columns', 'Q_LEN', 'KV_LEN'))
+@triton.jit(
+    do_not_specialize=[
+        "Hm", "rows", "columns", "Q_LEN", "KV_LEN"
+    ]
+)
 def block_mask(
     status,
     Hm, rows, columns, Q_LEN, KV_LEN,
@@ -30,7 +34,7 @@ def block_mask(
     for tile_m in range(0, 128, TILE_M):
         offs_m = tile_m + tl.arange(0, TILE_M)
         row_m = row * 128 + offs_m
-        m_counts = ((row_m < Q_LEN))[:, None]
+        m_counts = (row_m < Q_LEN)[:, None]
         for tile_n in range(0, 128, TILE_N):
             offs_n = tile_n + tl.arange(0, TILE_N)
             column_n = column * 128 + offs_n

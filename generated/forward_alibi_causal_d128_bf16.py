@@ -97,7 +97,13 @@ def forward_inner(
     return acc, l_i, m_i
 
 
-@triton.jit(do_not_specialize=('Hq', 'Zkv', 'GROUP_SIZE', 'Q_LEN', 'KV_LEN', 'stride_qz', 'stride_qh', 'stride_qm', 'stride_kz', 'stride_kh', 'stride_kn', 'stride_vz', 'stride_vh', 'stride_vn', 'stride_oz', 'stride_oh', 'stride_om', 'SM_SCALE', 'TO_LOG2', 'mask_stride_z', 'mask_stride_h', 'mask_columns', 'full_mask_columns'))
+@triton.jit(
+    do_not_specialize=[
+        "Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", "stride_qz", "stride_qh", "stride_qm", "stride_kz", "stride_kh",
+        "stride_kn", "stride_vz", "stride_vh", "stride_vn", "stride_oz", "stride_oh", "stride_om", "SM_SCALE",
+        "TO_LOG2", "mask_stride_z", "mask_stride_h", "mask_columns", "full_mask_columns"
+    ]
+)
 def forward(
     K, V,  # [Zkv, Hkv, KV_LEN, D_QK], [Zkv, Hkv, KV_LEN, D_V]
     Q,  # [Z, Hq, Q_LEN, D_QK]

@@ -84,14 +84,20 @@ def forward_inner(
     return acc, l_i, m_i
 
 
-@triton.jit(do_not_specialize=('Hq', 'Zkv', 'GROUP_SIZE', 'Q_LEN', 'KV_LEN', 'stride_qz', 'stride_qh', 'stride_qm', 'stride_kz', 'stride_kh', 'stride_kn', 'stride_vz', 'stride_vh', 'stride_vn', 'stride_oz', 'stride_oh', 'stride_om', 'TO_LOG2', 'mask_stride_z', 'mask_stride_h', 'mask_columns', 'full_mask_columns'))
+@triton.jit(
+    do_not_specialize=[
+        "Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", "stride_qz", "stride_qh", "stride_qm", "stride_kz", "stride_kh",
+        "stride_kn", "stride_vz", "stride_vh", "stride_vn", "stride_oz", "stride_oh", "stride_om", "TO_LOG2",
+        "mask_stride_z", "mask_stride_h", "mask_columns", "full_mask_columns"
+    ]
+)
 def forward(
     desc_k, desc_v,  # [Zkv, Hkv, KV_LEN, D_QK], [Zkv, Hkv, KV_LEN, D_V] as TMA descriptors
     Q,  # [Z, Hq, Q_LEN, D_QK]
     O, LSE,  # [Z, Hq, Q_LEN, D_V] in any strides; float32 [Z, Hq, Q_LEN]
     Hq, Zkv, GROUP_SIZE, Q_LEN, KV_LEN, stride_qz, stride_qh, stride_qm, stride_kz, stride_kh, stride_kn,
-    stride_vz, stride_vh, stride_vn, stride_oz, stride_oh, stride_om, TO_LOG2, mask_stride_z,
-    mask_stride_h, mask_columns, full_mask_columns,
+    stride_vz, stride_vh, stride_vn, stride_oz, stride_oh, stride_om, TO_LOG2, mask_stride_z, mask_stride_h,
+    mask_columns, full_mask_columns,
     kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):

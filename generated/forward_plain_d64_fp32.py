@@ -20,7 +20,7 @@ def forward_block_mn(
     q, acc, l_i, m_i,  # the query tile, its output so far, its softmax so far
     K, V, stride_kn, stride_vn,
     z, h, m, start_n, KV_LEN, TO_LOG2,
-    BLOCK_N: tl.constexpr, IS_TAIL: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     """Fold one block of BLOCK_N keys into the running softmax."""
     offs_n = start_n + tl.arange(0, BLOCK_N)
@@ -32,7 +32,7 @@ def forward_block_mn(
     qk = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N], float32
     score = qk  # TO_LOG2 carries the scale
 
-    if IS_TAIL:
+    if start_n + BLOCK_N > KV_LEN:  # the tail block
         score = tl.where((offs_n < KV_LEN)[None, :], score, float("-inf"))
 
     # running softmax in base 2: exp(s) = exp2(s * log2(e)), and the product folds into one fused multiply-add
@@ -56,20 +56,25 @@ def forward_inner(
     z, h, m, KV_LEN, TO_LOG2,
     BLOCK_N: tl.constexpr,
 ):
-    """Visit the whole KV blocks of BLOCK_N keys; what is left over is the caller's."""
-    for step in range(0, KV_LEN // BLOCK_N):
+    """Visit all KV blocks of BLOCK_N keys."""
+    for step in range(0, tl.cdiv(KV_LEN, BLOCK_N)):
         start_n = step * BLOCK_N
         start_n = tl.multiple_of(start_n, BLOCK_N)
         acc, l_i, m_i = forward_block_mn(
             q, acc, l_i, m_i,
             K, V, stride_kn, stride_vn,
             z, h, m, start_n, KV_LEN, TO_LOG2,
-            BLOCK_N, IS_TAIL=False,
+            BLOCK_N,
         )
     return acc, l_i, m_i
 
 
-@triton.jit(do_not_specialize=('Hq', 'Zkv', 'GROUP_SIZE', 'Q_LEN', 'KV_LEN', 'stride_qz', 'stride_qh', 'stride_qm', 'stride_kz', 'stride_kh', 'stride_kn', 'stride_vz', 'stride_vh', 'stride_vn', 'stride_oz', 'stride_oh', 'stride_om', 'TO_LOG2'))
+@triton.jit(
+    do_not_specialize=[
+        "Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", "stride_qz", "stride_qh", "stride_qm", "stride_kz", "stride_kh",
+        "stride_kn", "stride_vz", "stride_vh", "stride_vn", "stride_oz", "stride_oh", "stride_om", "TO_LOG2"
+    ]
+)
 def forward(
     K, V,  # [Zkv, Hkv, KV_LEN, D_QK], [Zkv, Hkv, KV_LEN, D_V]
     Q,  # [Z, Hq, Q_LEN, D_QK]
@@ -119,13 +124,6 @@ def forward(
         z, h, m, KV_LEN, TO_LOG2,
         BLOCK_N,
     )
-    if KV_LEN % BLOCK_N != 0:  # on its own, so that the loop above needs no check
-        acc, l_i, m_i = forward_block_mn(
-            q, acc, l_i, m_i,
-            K, V, stride_kn, stride_vn,
-            z, h, m, KV_LEN // BLOCK_N * BLOCK_N, KV_LEN, TO_LOG2,
-            BLOCK_N, IS_TAIL=True,
-        )
 
     # an empty row has l_i = 0 and m_i = -inf: output 0, lse -inf
     l_i = tl.where(l_i == 0.0, 1.0, l_i)

@@ -84,7 +84,13 @@ def forward_inner(
     return acc, l_i, m_i
 
 
-@triton.jit(do_not_specialize=('Hq', 'Zkv', 'GROUP_SIZE', 'Q_LEN', 'KV_LEN', 'stride_qz', 'stride_qh', 'stride_qm', 'stride_kz', 'stride_kh', 'stride_kn', 'stride_vz', 'stride_vh', 'stride_vn', 'stride_oz', 'stride_oh', 'stride_om', 'SM_SCALE', 'TO_LOG2', 'arg_cap'))
+@triton.jit(
+    do_not_specialize=[
+        "Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", "stride_qz", "stride_qh", "stride_qm", "stride_kz", "stride_kh",
+        "stride_kn", "stride_vz", "stride_vh", "stride_vn", "stride_oz", "stride_oh", "stride_om", "SM_SCALE",
+        "TO_LOG2", "arg_cap"
+    ]
+)
 def forward(
     K, V,  # [Zkv, Hkv, KV_LEN, D_QK], [Zkv, Hkv, KV_LEN, D_V]
     Q,  # [Z, Hq, Q_LEN, D_QK]

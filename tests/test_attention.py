@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
+from dense import assert_as_accurate, dense_attention, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flexpress
 from flexpress import AuxRequest, and_masks, create_block_mask, flex_attention, mods, or_masks
-from dense import assert_as_accurate, dense_attention, relative_error
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LENGTHS = {"cpu": [1, 2, 15, 16, 17, 63, 64, 65, 100, 129], "cuda": [1, 15, 64, 129, 257, 1025, 2046]}

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from dense import positions
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_attention import MASK_MODS, mask_mods
 
 from flexpress import BlockMask, and_masks, cache_info, create_block_mask, create_mask, mods, noop_mask, or_masks
-
-from dense import positions
-from test_attention import MASK_MODS, mask_mods
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -12,7 +12,7 @@ import operator
 
 import pytest
 import torch
-from evaluate import DEVICES, DTYPES, FLOATS, INTEGERS, SHAPES, check, make_mod, torch_dtype, traced_dtype, values
+from evaluate import DEVICES, DTYPES, FLOATS, INTEGERS, SHAPES, check, make_mod, torch_dtype, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -1,0 +1,41 @@
+"""TMA descriptors: how the tensor memory accelerator of Hopper and later GPUs finds blocks of K and V."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from .tiles import round_up_head_dim
+
+
+def descriptor(tensor: torch.Tensor, rows: int):
+    """A descriptor of (Z, H, S, D) that loads [rows, D] of one head; what lies outside the tensor reads as zero."""
+    if tensor.device.type == "cpu":  # the interpreter reads through the tensor
+        return _describe(tensor, tensor.shape, tensor.stride(), rows)
+    return _known(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), rows)
+
+
+@functools.lru_cache(maxsize=1024)
+def _known(address: int, dtype: torch.dtype, shape: tuple, strides: tuple, rows: int):
+    """Descriptors are made once for an address and a layout; they keep no tensor alive."""
+    return _describe(_Memory(address, dtype), shape, strides, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """What a descriptor needs of a tensor."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def _describe(base, shape: tuple, strides: tuple, rows: int):
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    outer = [s if n > 1 else max(shape[3], 16) for s, n in zip(strides[:3], shape[:3], strict=True)]
+    return TensorDescriptor(base, list(shape), [*outer, 1], [1, 1, rows, round_up_head_dim(shape[3])])
