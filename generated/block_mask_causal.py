@@ -29,8 +29,9 @@ def block_mask(
     row = (block // columns % rows).to(tl.int32)
     z = (block // columns // rows // Hm).to(tl.int32)
     h = (block // columns // rows % Hm).to(tl.int32)
-    allowed = tl.zeros([TILE_M], dtype=tl.int32)  # positions that attend, and positions that do not
-    denied = tl.zeros([TILE_M], dtype=tl.int32)
+    # does any position of the block attend, and is any denied? Kept per element of a tile, reduced once at the end
+    allowed = tl.zeros([TILE_M, TILE_N], dtype=tl.int1)
+    denied = tl.zeros([TILE_M, TILE_N], dtype=tl.int1)
     for tile_m in range(0, 128, TILE_M):
         offs_m = tile_m + tl.arange(0, TILE_M)
         row_m = row * 128 + offs_m
@@ -46,8 +47,9 @@ def block_mask(
             mask_0 = m >= n
             attends = mask_0 & n_exists
             counts = m_counts
-            allowed += tl.sum((attends & counts).to(tl.int32), 1)
-            denied += tl.sum(((attends == 0) & counts).to(tl.int32), 1)
-    any_allowed = tl.sum(allowed, 0) > 0
-    all_allowed = any_allowed & (tl.sum(denied, 0) == 0)
+            allowed |= attends & counts
+            denied |= (attends == 0) & counts
+    any_allowed = tl.max(tl.max(allowed.to(tl.int32), 1), 0) > 0
+    any_denied = tl.max(tl.max(denied.to(tl.int32), 1), 0) > 0
+    all_allowed = any_allowed & (any_denied == 0)
     tl.store(status + block, any_allowed.to(tl.int8) + all_allowed.to(tl.int8))

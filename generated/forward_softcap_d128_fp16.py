@@ -17,10 +17,13 @@ import triton.language as tl
 
 @triton.jit
 def tanh_by_exp2(x):
-    # tanh(x) = sign(x) (1 - e) / (1 + e) with e = exp(-2 |x|) in (0, 1], which cannot overflow
+    # tanh(x) = sign(x) (1 - e) / (1 + e) with e = exp(-2 |x|) in (0, 1], which cannot overflow. Near zero 1 - e has lost its
+    # digits, and the series has them.
     e = tl.exp2(tl.abs(x) * -2.8853900817779268)
     t = (1.0 - e) / (1.0 + e)
-    return tl.where(x < 0.0, -t, t)
+    x2 = x * x
+    series = x * (1.0 + x2 * (-0.3333333333333333 + x2 * 0.13333333333333333))
+    return tl.where(x2 < 0.01, series, tl.where(x < 0.0, -t, t))
 
 @triton.jit
 def forward_block_mn(
