@@ -74,7 +74,7 @@ class HostProgram:
         node = self.add(run, tensor, tensor_guard(tensor), describe)
         first = self._aliases.setdefault(id(tensor), node)
         if first != node:
-            self.add(lambda values: values[node] is values[first], True, bool, f"{describe} is one tensor")
+            self.add(lambda values: values[node + 1] is values[first + 1], True, bool, f"{describe} is one tensor")
         return node
 
     def node_of(self, tensor: torch.Tensor) -> int | None:

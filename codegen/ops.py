@@ -173,7 +173,8 @@ _ROWS = [
     Op("fmod", torch.fmod, _elementwise("fmod"), {"float": "libdevice.fmod({0}, {1})", "int": "{0} % {1}"}),
     Op("pow", operator.pow, _elementwise("pow"),
        {"float": "libdevice.pow({0}, {1})", "int": "int_pow({0}, {1})"}),
-    Op("neg", operator.neg, _elementwise("neg", "torch.negative", "Tensor.negative"), "-{0}"),
+    Op("neg", operator.neg, _elementwise("neg", "torch.negative", "Tensor.negative"),
+       {"float": "{0} * -1.0", "int": "-{0}"}),  # Triton's -x is 0 - x, which loses the sign of zero
     _unary("abs", "tl.abs({0})", "torch.absolute", "Tensor.absolute", "operator.abs", operands="result"),
     _unary("sign", {"float": "sign_float({0})", "int": "sign_int({0})", "bool": "{0}"}, operands="result"),
     Op("minimum", torch.minimum, _elementwise("minimum"),

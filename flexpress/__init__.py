@@ -14,11 +14,13 @@ from flexpress.block_mask import BlockMask, and_masks, create_block_mask, create
 from flexpress.codegen.binary import warm_up as _warm_up
 from flexpress.codegen.cache import VERSION as __version__
 from flexpress.codegen.errors import ModError, RenderError
+from flexpress.codegen.evaluate import evaluate_mod
 from flexpress.inspection import CacheInfo, cache_clear, cache_dir, cache_info, printed_kernels
 
 __all__ = [
-    "AuxOutput", "AuxRequest", "BlockMask", "CacheInfo", "ModError", "RenderError", "__version__", "and_masks", "cache_clear",
-    "cache_dir", "cache_info", "create_block_mask", "create_mask", "flex_attention", "noop_mask", "or_masks", "printed_kernels",
+    "AuxOutput", "AuxRequest", "BlockMask", "CacheInfo", "ModError", "RenderError", "__version__", "and_masks",
+    "cache_clear", "cache_dir", "cache_info", "create_block_mask", "create_mask", "evaluate_mod", "flex_attention",
+    "noop_mask", "or_masks", "printed_kernels",
 ]
 
 if _torch.version.cuda is not None:

@@ -94,7 +94,8 @@ _checked: set[tuple] = set()
 def _check_once(query, key, value, enable_gqa: bool) -> None:
     """Argument checks, skipped for shapes, dtypes and devices that passed before."""
     try:
-        seen = (query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype, query.device, key.device, value.device, enable_gqa)
+        tensors = (query, key, value)
+        seen = (*((t.shape, t.dtype, t.device) for t in tensors), enable_gqa)
         if seen in _checked:
             return
     except (AttributeError, TypeError):  # no tensors, or nested ones: the checks will say so

@@ -73,6 +73,8 @@ def legal_operands(form: str) -> list[tuple]:
             continue
         if "alpha=" in form and len({k.is_floating_point for k in kinds if not isinstance(k, type)}) == 2:
             continue  # torch rounds an integer to half precision before the product
+        if form == "{0} ** {1}" and kinds == (torch.bool, bool):
+            continue  # refused here
         operands = {f"x{i}": k(1) if isinstance(k, type) else torch.ones(1, dtype=k) for i, k in enumerate(kinds)}
         try:
             eval(form.format(*operands), {"torch": torch, "F": torch.nn.functional, **operands})
@@ -369,7 +371,7 @@ def tables(draw):
 
 
 INDICES = ("q_idx", "kv_idx", "h", "b", "kv_idx - q_idx", "q_idx // 3", "kv_idx - 2", "q_idx * 2 - 5", "ids[q_idx % 8]", "kv_idx % 3",
-           "ids[kv_idx % 8] + h", "n", "n - q_idx", "(score * 2).int()", "q_idx.long() - 3", "small[kv_idx % 8]")
+           "ids[kv_idx % 8] + h", "n + h", "n - q_idx", "(score * 2).int()", "q_idx.long() - 3", "small[kv_idx % 8]")
 
 
 @pytest.mark.parametrize("device", DEVICES)
