@@ -135,7 +135,7 @@ class HostNumber:
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        from .trace import dispatch
+        from .dispatch import dispatch
 
         return dispatch(function, args, kwargs or {})
 
@@ -254,7 +254,7 @@ def adopt(program: HostProgram, run: Callable, result, name: str):
         node = program.add(run, result, lambda v: type(v) is kind and len(v) == size, name)
         items = [adopt(program, lambda values, i=i: values[node + 1][i], item, f"{name}[{i}]")
                  for i, item in enumerate(result)]
-        return tuple(items)
+        return kind(items) if kind.__module__ == "torch.return_types" else tuple(items)
     program.add(run, result, _equal_to(result), name)
     return result
 
@@ -388,11 +388,12 @@ class TrackedObject:
         return type(self._value)
 
     def __getattr__(self, name):
-        value = getattr(self._value, name)
-        at = self._at
-        return self._reader.track(value, lambda values: getattr(values[at], name), name) \
-            if not isinstance(value, types.MethodType) or value.__self__ is not self._value \
-            else functools.partial(self._own_function(value.__func__), self)
+        value, at, program = getattr(self._value, name), self._at, self._reader.program
+        if not isinstance(value, types.MethodType) or value.__self__ is not self._value:
+            return self._reader.track(value, lambda values: getattr(values[at], name), name)
+        method = program.add(lambda values: getattr(values[at], name), value, lambda m: type(m) is types.MethodType, name) + 1
+        program.add(lambda values: values[method].__self__ is values[at], True, bool, f"{name} is its own method")
+        return functools.partial(self._reader.track(value.__func__, lambda values: values[method].__func__, name), self)
 
     def __setattr__(self, name, value):
         raise ModError(f"the mod sets {self._name}.{name}: a mod may read what it captures, not change it")
@@ -404,7 +405,7 @@ class TrackedObject:
 
     def __call__(self, *args, **kwargs):
         if isinstance(self._value, torch.nn.Module):
-            return self._own_function(type(self._value).forward)(self, *args, **kwargs)
+            return self.forward(*args, **kwargs)
         return self._own_function(type(self._value).__call__)(self, *args, **kwargs)
 
     def __getitem__(self, key):

@@ -294,7 +294,7 @@ def _atom(text: str) -> str:
     if _ATOM.match(text) and not text.startswith("-"):
         return text
     depth = 0
-    for i, c in enumerate(text):
+    for c in text:
         depth += (c in "([") - (c in ")]")
         if depth == 0 and not (c.isalnum() or c in "._)]"):
             return f"({text})"

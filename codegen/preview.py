@@ -111,10 +111,10 @@ def block_mask_compilation(
     target: str, mask_mod: Callable, block_size: tuple[int, int] = (128, 128)
 ) -> Compilation:
     """The kernel by which create_block_mask classifies blocks."""
-    flags, tile_m, tile_n = masks.block_mask_flags(*block_size)
+    flags, tile_m, tile_n = masks.block_mask_flags(*block_size, backend_for(target))
     text, arguments = _text(mask_mod, "mask", Target(backend_for(target), "float32"), "[TILE_M, TILE_N]")
     spec = masks.mask_spec("block_mask", text, backend_for(target), masks.BLOCK_MASK_NUMBERS, flags)
-    return _compilation(target, spec, {"status": "int8"}, {"TILE_M": tile_m, "TILE_N": tile_n}, arguments)
+    return _compilation(target, spec, {"status": "int8"}, {"TILE_M": tile_m, "TILE_N": tile_n}, arguments, 8)
 
 
 def block_lists_compilation(target: str, separate_full: bool = True) -> Compilation:

@@ -226,7 +226,7 @@ FLOAT_FORMS = ("{f} + {f}", "{f} - {a}", "{f} * {a}", "{f} / {f}", "{i} / {i}", 
                "torch.sigmoid({f})", "torch.erf({f})", "torch.atan({f})", "torch.floor({f})", "torch.round({f})",
                "torch.minimum({f}, {f})", "torch.maximum({f}, {f})", "torch.clamp({f}, -3, 5)", "torch.clamp({f}, max={f})", "F.relu({f})", "F.gelu(torch.clamp({f}, -50, 50))",
                "F.silu({f})", "F.softplus({f})", "F.logsigmoid({f})", "torch.where({b}, {f}, {f})", "torch.where({b}, {f}, 0.0)",
-               "({i}).float()", "{f} % 3.0", "torch.fmod({f}, 2.5)", "({f}).half().float()", "({b}) * {f}", "torch.sign({f})",
+               "({i}).float()", "{f} % 3.0", "torch.fmod({f}, 2.5)", "({f}).float().half().float()", "({b}) * {f}", "torch.sign({f})",
                "torch.log(abs({f}) + x)", "torch.zeros_like({f})", "floats[({i} % 16).long()]")
 INT_FORMS = ("{i} + {i}", "{i} - {i}", "{i} * {i}", "-{i}", "abs({i})", "{i} // 3", "{i} // -2", "{i} % 5", "{i} % -7",
              "torch.fmod({i}, 3)", 'torch.div({i}, 4, rounding_mode="trunc")', "{i} & {i}", "{i} | {i}", "{i} ^ {i}", "~({i})",
@@ -238,7 +238,7 @@ BOOL_FORMS = ("{f} < {f}", "{i} < {i}", "{i} >= {i}", "{f} == {f}", "{i} == {i}"
               "({b}) | ({b})", "({b}) ^ ({b})", "~({b})", "torch.logical_and({i}, {f})", "torch.logical_or({b}, {i})",
               "torch.logical_xor({f}, {b})", "torch.logical_not({i})", "torch.isnan({f})", "torch.isinf({f})",
               "torch.isfinite({f})", "({i}).bool()", "flags[({i} % 16).long()]", "({b}) & on")
-LEAVES = {"f": ("score", "floats[kv_idx % 16]", "floats[q_idx % 16]", "temperature"),
+LEAVES = {"f": ("score", "floats[kv_idx % 16]", "floats[q_idx % 16]", "(h * temperature)"),
           "i": ("q_idx", "kv_idx", "h", "b", "ints[q_idx % 16]", "(kv_idx - q_idx)"),
           "b": ("(q_idx >= kv_idx)", "flags[kv_idx % 16]", "(kv_idx > n)"),
           "a": ("score", "x", "2", "0.5", "n")}
