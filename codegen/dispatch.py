@@ -66,6 +66,7 @@ def _expand(row: ops.Op, args: tuple, kwargs: dict):
     with torch._C.DisableTorchFunction():
         args = tuple(Sym(to_expr(a)) if isinstance(a, torch.Tensor) else a for a in args)
         kwargs = {k: Sym(to_expr(v)) if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
+    _refuse_out(row.torch, kwargs)
     try:
         return row.expand(*args, **kwargs)
     except (TypeError, ValueError) as error:
@@ -78,8 +79,7 @@ def _kernel_side(function, row: ops.Op | None, args: tuple, kwargs: dict):
     trace = Run.current
     if function is torch.Tensor.__getitem__:
         return index_tensor(*args)
-    if kwargs.pop("out", None) is not None:
-        raise trace.error(f"{_name_of(function)} with out=", "A mod returns its result; drop out=.")
+    _refuse_out(function, kwargs)
     for special, handler in ((_SPECIAL_METHODS, None), (_CASTS, _cast_method)):
         key = function if isinstance(function, str) else _method_names.get(function)
         if key in special:
@@ -89,8 +89,14 @@ def _kernel_side(function, row: ops.Op | None, args: tuple, kwargs: dict):
     return apply(row, args, kwargs)
 
 
+def _refuse_out(function, kwargs: dict) -> None:
+    if kwargs.pop("out", None) is not None:
+        raise Run.current.error(f"{_name_of(function)} with out=", "A mod returns its result; drop out=.")
+
+
 def _name_of(function) -> str:
-    return function if isinstance(function, str) else getattr(function, "__qualname__", None) or repr(function)
+    name = function if isinstance(function, str) else getattr(function, "__qualname__", None) or repr(function)
+    return name.replace("_VariableFunctionsClass.", "torch.").replace("TensorBase.", "Tensor.")
 
 
 def unsupported(name: str) -> ModError:
@@ -107,6 +113,8 @@ def apply(row: ops.Op, args: tuple, kwargs: dict) -> Sym:
             if kwargs:
                 raise trace.error(f"torch.{row.name} with {', '.join(kwargs)}=", "Drop that argument.")
     operands = [to_expr(a) for a in args]
+    if len(operands) != row.arity:
+        raise trace.error(f"{row.name} with {len(operands)} of its {row.arity} operands", f"Give it {row.arity}.")
     if row.name == "pow":
         simple = _simple_power(*operands)
         if simple is not None:
@@ -298,23 +306,43 @@ def _to(symbol, *args, dtype=None, **_):
 
 
 def _like(fill):
-    def make(symbol, *args, dtype=None, **_):
-        value = args[-1] if fill is None else fill
-        return _literal_tensor(value, dtype or to_expr(symbol).dtype)
+    return lambda symbol, dtype=None, **_: _literal_tensor(fill, dtype or to_expr(symbol).dtype)
+
+
+def _full_like(symbol, fill_value, dtype=None, **_):
+    return _literal_tensor(fill_value, dtype or to_expr(symbol).dtype)
+
+
+def _new(fill):
+    def make(symbol, *size, dtype=None, **_):
+        _scalar_shape(size)
+        return _literal_tensor(fill, dtype or to_expr(symbol).dtype)
 
     return make
 
 
-def _full(symbol, *args, fill_value=None, dtype=None, **_):
-    value = fill_value if fill_value is not None else args[-1]
-    return _literal_tensor(value, dtype or to_expr(symbol).dtype)
+def _new_full(symbol, size, fill_value, dtype=None, **_):
+    _scalar_shape((size,))
+    return _literal_tensor(fill_value, dtype or to_expr(symbol).dtype)
+
+
+def _reshape(symbol, *shape, **_):
+    if any(isinstance(s, torch.dtype) for s in shape):
+        raise unsupported("Tensor.view(dtype)")
+    _scalar_shape(shape)
+    return symbol
+
+
+def _scalar_shape(shape: tuple) -> None:
+    if any(s not in ((), []) for s in shape):
+        raise Run.current.error(f"a value of shape {shape[0] if len(shape) == 1 else shape}", "A mod computes with scalars: the shape is ().")
 
 
 _SPECIAL_METHODS = {
     "to": _to, "type": _to, "type_as": _to,
-    "zeros_like": _like(0), "ones_like": _like(1), "new_zeros": _like(0), "new_ones": _like(1),
-    "full_like": _full, "new_full": _full, "new_tensor": lambda s, value, dtype=None, **_: _literal_tensor(value, dtype or s.dtype),
-    **{name: lambda symbol, *_, **__: symbol for name in ("clone", "contiguous", "detach", "view", "reshape", "squeeze")},
+    "zeros_like": _like(0), "ones_like": _like(1), "full_like": _full_like,
+    "new_zeros": _new(0), "new_ones": _new(1), "new_full": _new_full, "view": _reshape, "reshape": _reshape, "new_tensor": lambda s, value, dtype=None, **_: _literal_tensor(value, dtype or s.dtype),
+    **{name: lambda symbol, *_, **__: symbol for name in ("clone", "contiguous", "detach", "squeeze")},
 }
 _method_names = {getattr(home, name): name for name in (*_SPECIAL_METHODS, *_CASTS) for home in (torch.Tensor, torch)
                  if callable(getattr(home, name, None)) and not isinstance(getattr(home, name), torch.dtype)}

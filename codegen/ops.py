@@ -46,6 +46,12 @@ class Op:
     derivative: tuple[Callable | None, ...] | None = None
     interval: Callable | None = None
 
+    @property
+    def arity(self) -> int:
+        """How many operands the Triton spelling takes."""
+        text = self.triton if isinstance(self.triton, str) else next(iter(self.triton.values()))
+        return sum(f"{{{i}}}" in text for i in range(3))
+
 
 def kind(dtype: torch.dtype) -> str:
     """ "bool", "int" or "float": what decides between the spellings of a row."""

@@ -71,6 +71,7 @@ def mod_error(problem: str, remedy: str, source: SourceLine | None, kind: str) -
     where = f'\n  File "{source.file}", line {source.line}\n    {source.text}' if source else ""
     return ModError(f"{kind}_mod: {problem}{where}" + (f"\n{remedy}" if remedy else ""))
 
+
 def dispatch(function, args: tuple, kwargs: dict):
     """dispatch.dispatch, which imports this module."""
     from .dispatch import dispatch
@@ -82,7 +83,6 @@ class Sym:
     """A 0-dim tensor known only inside the kernel, while a mod is traced."""
 
     __slots__ = ("expr",)
-    __hash__ = object.__hash__
 
     def __init__(self, expr: Expr) -> None:
         self.expr = expr
@@ -137,6 +137,9 @@ class Sym:
 
     def __iter__(self):
         self._refuse("iterating", "A mod computes one number from scalars.")
+
+    def __hash__(self):
+        self._refuse("a key of a dict or a set", "Capture a tensor instead and index that.")
 
     def item(self):
         self._refuse(".item()", "Use the symbol itself.")

