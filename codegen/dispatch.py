@@ -76,7 +76,6 @@ def _expand(row: ops.Op, args: tuple, kwargs: dict):
 
 
 def _kernel_side(function, row: ops.Op | None, args: tuple, kwargs: dict):
-    trace = Run.current
     if function is torch.Tensor.__getitem__:
         return index_tensor(*args)
     _refuse_out(function, kwargs)
@@ -335,13 +334,15 @@ def _reshape(symbol, *shape, **_):
 
 def _scalar_shape(shape: tuple) -> None:
     if any(s not in ((), []) for s in shape):
-        raise Run.current.error(f"a value of shape {shape[0] if len(shape) == 1 else shape}", "A mod computes with scalars: the shape is ().")
+        raise Run.current.error(f"a value of shape {shape[0] if len(shape) == 1 else shape}",
+                                "A mod computes with scalars: the shape is ().")
 
 
 _SPECIAL_METHODS = {
     "to": _to, "type": _to, "type_as": _to,
     "zeros_like": _like(0), "ones_like": _like(1), "full_like": _full_like,
-    "new_zeros": _new(0), "new_ones": _new(1), "new_full": _new_full, "view": _reshape, "reshape": _reshape, "new_tensor": lambda s, value, dtype=None, **_: _literal_tensor(value, dtype or s.dtype),
+    "new_zeros": _new(0), "new_ones": _new(1), "new_full": _new_full, "view": _reshape, "reshape": _reshape,
+    "new_tensor": lambda s, value, dtype=None, **_: _literal_tensor(value, dtype or s.dtype),
     **{name: lambda symbol, *_, **__: symbol for name in ("clone", "contiguous", "detach", "squeeze")},
 }
 _method_names = {getattr(home, name): name for name in (*_SPECIAL_METHODS, *_CASTS) for home in (torch.Tensor, torch)

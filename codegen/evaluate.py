@@ -1,7 +1,7 @@
 """Evaluating a mod on its own: what a score_mod makes of given scores, or a mask_mod of every position.
 
-For looking at a mod and for tests. It goes the way of every mod (trace, lower, print, launch), so the numbers are
-those that an attention kernel computes with.
+For looking at a mod and for tests. It goes the way of every mod (trace, lower, print, launch), so the numbers
+are those that an attention kernel computes with.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ def evaluate_mod(mod: Callable, scores: torch.Tensor, kind: str = "score", *,
     """`mod` at every position of `scores`, by a printed kernel: a debugging aid, attention never needs it.
 
     mod        score_mod(score, b, h, q_idx, kv_idx), or with kind="mask" mask_mod(b, h, q_idx, kv_idx)
-    scores     float32 (B, H, Q_LEN, KV_LEN), on a CPU or a GPU; for a mask_mod only its shape and device count
-    precision  "float16", "bfloat16" or "float32": compute as in attention on tensors of this dtype, whose kernels
-               take a faster spelling of some operations where its error stays below the dtype's own rounding
+    scores     float32 (B, H, Q_LEN, KV_LEN), on a CPU or a GPU; for a mask_mod only shape and device count
+    precision  "float16", "bfloat16" or "float32": compute as in attention on tensors of this dtype, whose
+               kernels take a faster spelling of some operations where its error stays below the dtype's own
+               rounding
 
     Returns float32 (score_mod) or bool (mask_mod) of the same shape. Raises ModError if the mod cannot be
     traced, ValueError or TypeError for other arguments.
@@ -44,7 +45,8 @@ def evaluate_mod(mod: Callable, scores: torch.Tensor, kind: str = "score", *,
         evaluate_mod(lambda score, b, h, q_idx, kv_idx: score * 2, torch.ones(1, 1, 3, 5))  # 3 x 5 twos
     """
     if scores.dim() != 4 or scores.dtype != torch.float32:
-        raise ValueError(f"scores must be float32 (B, H, Q_LEN, KV_LEN), got {scores.dtype} {tuple(scores.shape)}")
+        raise ValueError(f"scores must be float32 (B, H, Q_LEN, KV_LEN), got {scores.dtype} "
+                         f"{tuple(scores.shape)}")
     if kind not in ("score", "mask"):
         raise ValueError(f"kind is {kind!r}; write 'score' or 'mask'")
     if precision not in _PRECISIONS:
@@ -52,8 +54,8 @@ def evaluate_mod(mod: Callable, scores: torch.Tensor, kind: str = "score", *,
     bound = bind(mod, kind)
     for capture, tensor in zip(bound[0].tensors, bound[1], strict=False):
         if tensor.device != scores.device:
-            raise ValueError(f"{kind}_mod {bound[0].name} captures {capture.name} on {tensor.device}, but scores are on "
-                             f"{scores.device}; move it with .to({str(scores.device)!r})")
+            raise ValueError(f"{kind}_mod {bound[0].name} captures {capture.name} on {tensor.device}, but scores "
+                             f"are on {scores.device}; move it with .to({str(scores.device)!r})")
     scores = scores.detach().contiguous()
     result = torch.empty_like(scores, dtype=torch.float32 if kind == "score" else torch.bool)
     if result.numel():
@@ -76,7 +78,8 @@ def _plan(bound: tuple[ModGraph, list], extents: tuple[int, int, int, int], devi
         INFO.hits += 1
         return _plans[key]
     backend = backend_of(device.type)
-    text = mod_text(graph, layouts, _SYMBOL_NAMES, Target(backend, precision, exact), shape="[TILE_M, TILE_N]")
+    target = Target(backend, precision, exact)
+    text = mod_text(graph, layouts, _SYMBOL_NAMES, target, shape="[TILE_M, TILE_N]")
     _plans[key] = kernel_for(evaluate_spec(text, backend)), text
     return _plans[key]
 

@@ -1,8 +1,9 @@
-"""What the tests of mods share: mods made from an expression, torch's answer to them, and the comparison with a kernel.
+"""What the tests of mods share: mods from expressions, torch's answer to them, and a kernel's.
 
-An expression is a line of Python in the symbols score, b, h, q_idx, kv_idx and in what it captures. A printed kernel
-evaluates it at every position (`flexpress.codegen.evaluate`), torch does so on tensors that broadcast. Numbers in floating
-point are compared with float64; what a kernel may be off by comes from the same computation with noise on every operation.
+An expression is a line of Python in the symbols score, b, h, q_idx, kv_idx and in what it captures. A printed
+kernel evaluates it at every position (`flexpress.codegen.evaluate`), torch does so on tensors that broadcast.
+Numbers in floating point are compared with float64; what a kernel may be off by comes from the same
+computation with noise on every operation.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ LARGEST = torch.finfo(torch.float32).max
 SMALLEST = torch.finfo(torch.float32).tiny
 EPS = torch.finfo(torch.float32).eps
 
-_FLOAT_VALUES = (0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 1.5, 2.5, -2.5, 3.0, -7.25, 88.0, -100.0, 65504.0, 1e-3, 0.1,
-                 math.inf, -math.inf, math.nan)
+_FLOAT_VALUES = (0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 1.5, 2.5, -2.5, 3.0, -7.25, 88.0, -100.0, 65504.0, 1e-3,
+                 0.1, math.inf, -math.inf, math.nan)
+_INT_VALUES = (0, 1, -1, 2, -2, 3, -3, 7, -7, 8, 31, 63, 64, -100, 100)
 
 
 def values(dtype: torch.dtype, count: int, seed: int) -> torch.Tensor:
-    """`count` values of a dtype: its corners (signed zeros, infinities, NaN; the extremes of an integer), then random ones.
+    """`count` values of a dtype: its corners (signed zeros, infinities, NaN, extremes) among random ones.
 
     An integer's smallest value is left out: divided by -1 it ends the process.
     """
@@ -48,8 +50,8 @@ def values(dtype: torch.dtype, count: int, seed: int) -> torch.Tensor:
         rest = torch.randn(count, generator=generator) * scale[torch.arange(count) % 3]
     else:
         info = torch.iinfo(dtype)
-        corners = torch.tensor([n for n in (0, 1, -1, 2, -2, 3, -3, 7, -7, 8, 31, 63, 64, -100, 100, info.max, info.min + 1)
-                                if info.min <= n <= info.max])
+        extremes = info.max, info.min + 1
+        corners = torch.tensor([n for n in (*_INT_VALUES, *extremes) if info.min <= n <= info.max])
         rest = torch.randint(max(info.min, -1000), min(info.max, 1000), (count,), generator=generator)
     return torch.cat([corners, rest]).to(dtype)[:count][torch.randperm(count, generator=generator)]
 
@@ -57,7 +59,8 @@ def values(dtype: torch.dtype, count: int, seed: int) -> torch.Tensor:
 def make_mod(expression: str, kind: str, captured: dict):
     """A mod that returns `expression`."""
     namespace = {"torch": torch, "F": F, "math": math, **captured}
-    exec(f"def mod({', '.join(SCORE_SYMBOLS if kind == 'score' else MASK_SYMBOLS)}):\n    return {expression}", namespace)
+    symbols = SCORE_SYMBOLS if kind == "score" else MASK_SYMBOLS
+    exec(f"def mod({', '.join(symbols)}):\n    return {expression}", namespace)
     return namespace["mod"]
 
 
@@ -68,16 +71,17 @@ def traced_dtype(expression: str, captured: dict) -> torch.dtype:
 
 def torch_dtype(expression: str, captured: dict) -> torch.dtype:
     """The dtype that torch finds for the expression of 0-dim tensors."""
-    symbols = {name: torch.zeros((), dtype=torch.float32 if name == "score" else torch.int32) for name in SCORE_SYMBOLS}
+    dtypes = {"score": torch.float32}
+    symbols = {name: torch.zeros((), dtype=dtypes.get(name, torch.int32)) for name in SCORE_SYMBOLS}
     return _run(expression, symbols, _on_cpu(captured)).dtype
 
 
 def in_torch(expression: str, scores: torch.Tensor, captured: dict, precision: torch.dtype,
              formulas: bool = False) -> torch.Tensor:
-    """torch's result at every position, on the CPU, with floating-point values in `precision` (float32 or float64).
+    """torch's result at every position, on the CPU, with floats in `precision` (float32 or float64).
 
-    Captured values are rounded to float32 first, as kernels load them. `formulas`: compute rows that the op table
-    writes in terms of others in those terms.
+    Captured values are rounded to float32 first, as kernels load them. `formulas`: compute rows that the op
+    table writes in terms of others in those terms.
     """
 
     def widened(value):
@@ -89,8 +93,8 @@ def in_torch(expression: str, scores: torch.Tensor, captured: dict, precision: t
     index = dict(zip(MASK_SYMBOLS, positions(scores.shape, "cpu"), strict=True))
     names = {name: widened(value) for name, value in _on_cpu({"score": scores, **captured}).items()}
     if formulas:
-        names["F"] = SimpleNamespace(**{name: OPS[name].expand for name in ("gelu", "silu", "softplus", "logsigmoid")},
-                                     relu=F.relu, sigmoid=torch.sigmoid, tanh=torch.tanh)
+        written = {name: OPS[name].expand for name in ("gelu", "silu", "softplus", "logsigmoid")}
+        names["F"] = SimpleNamespace(**written, relu=F.relu, sigmoid=torch.sigmoid, tanh=torch.tanh)
     with _default_dtype(precision):
         return _run(expression, index, names).expand(scores.shape)
 
@@ -100,7 +104,12 @@ def _run(expression: str, symbols: dict, names: dict) -> torch.Tensor:
 
 
 def _on_cpu(captured: dict) -> dict:
-    return {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in captured.items()}
+    return placed(captured, "cpu")
+
+
+def placed(captured: dict, device: str) -> dict:
+    """What a mod captures, on `device`."""
+    return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in captured.items()}
 
 
 @contextmanager
@@ -114,11 +123,11 @@ def _default_dtype(dtype: torch.dtype):
 
 
 class Noise(TorchDispatchMode):
-    """Every operation that rounds is off by a few float32 roundings; results beyond float32's range overflow as there."""
+    """Every operation that rounds is off by a few float32 roundings, and overflows where float32 does."""
 
     ROUND = {"add", "sub", "rsub", "mul", "div", "sqrt", "rsqrt", "reciprocal", "remainder", "square"}
-    BLUR = {"exp", "exp2", "expm1", "log", "log2", "log1p", "sin", "cos", "tan", "atan", "atan2", "tanh", "sigmoid", "erf",
-            "pow", "gelu", "silu", "softplus", "log_sigmoid_forward"}  # their operands may be off as well
+    BLUR = {"exp", "exp2", "expm1", "log", "log2", "log1p", "sin", "cos", "tan", "atan", "atan2", "tanh", "erf",
+            "sigmoid", "pow", "gelu", "silu", "softplus", "log_sigmoid_forward"}  # so may their operands be
     AMOUNT = 4 * EPS
 
     def __init__(self, seed: int) -> None:
@@ -140,7 +149,8 @@ class Noise(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.overloadpacket.__name__
-        mixed = any(isinstance(a, float) or (isinstance(a, torch.Tensor) and a.is_floating_point()) for a in args)
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        mixed = any(t.is_floating_point() for t in tensors) or any(isinstance(a, float) for a in args)
         if mixed and name not in ("index", "where"):
             args = tuple(map(self.as_float, args))
         if name in self.BLUR or "alpha" in (kwargs or {}):
@@ -158,14 +168,15 @@ def blur(expression: str, scores: torch.Tensor, captured: dict, samples: int = 6
     return found
 
 
-def check(expression: str, scores: torch.Tensor, captured: dict, *, exact: bool = False, precision: str = "float32",
-          tolerance: float = 0.0, infinities: bool = True) -> float:
-    """Assert that a kernel computes what torch does, in the dtype that torch finds; returns the share of positions compared.
+def check(expression: str, scores: torch.Tensor, captured: dict, *, exact: bool = False,
+          precision: str = "float32", tolerance: float = 0.0, infinities: bool = True) -> float:
+    """Assert that a kernel computes what torch does, in torch's dtype; returns the share compared.
 
     exact      the floating-point result is torch's float32 result itself (integers and bools always are)
     precision  of attention's tensors, which decides between spellings
     tolerance  a relative error that is allowed beside
-    infinities False: positions whose exact value is infinite or NaN are left out (0 / 0 after an underflow is anybody's guess)
+    infinities False: leave out positions whose exact value is infinite or NaN (0 / 0 after an underflow is
+               anybody's guess)
     """
     dtype = torch_dtype(expression, captured)
     assert traced_dtype(expression, captured) == dtype, expression
@@ -178,9 +189,9 @@ def check(expression: str, scores: torch.Tensor, captured: dict, *, exact: bool 
     else:
         expected = in_torch(expression, scores, captured, torch.float64).double()
         plain = in_torch(expression, scores, captured, torch.float32).double()
-        spread = [(sample.double() - expected).abs() for sample in (plain, *blur(expression, scores, captured))]
-        spread = torch.stack(spread).nan_to_num(posinf=math.inf).amax(0)
-        spread = torch.where(spread > 1e-2 * (1 + expected.abs()), math.inf, spread)  # anything may come of it
+        samples = torch.stack([plain, *blur(expression, scores, captured)]).double()
+        spread = (samples - expected).abs().nan_to_num(posinf=math.inf).amax(0)
+        spread[spread > 1e-2 * (1 + expected.abs())] = math.inf  # anything may come of it
         allowed = 4 * spread + (4 * EPS + tolerance) * expected.abs() + 4 * SMALLEST
     expected = torch.where(expected.abs() > LARGEST, expected.sign() * math.inf, expected)
     same = (out == expected) | (out.isnan() & expected.isnan()) | ((out - expected).abs() <= allowed)
@@ -191,11 +202,13 @@ def check(expression: str, scores: torch.Tensor, captured: dict, *, exact: bool 
     return (~allowed.isinf() | ~expected.isfinite()).double().mean().item()
 
 
-def _check_exactly(expression: str, dtype: torch.dtype, scores: torch.Tensor, captured: dict, precision: str) -> float:
+def _check_exactly(expression: str, dtype: torch.dtype, scores: torch.Tensor, captured: dict,
+                   precision: str) -> float:
     """Integers and bools: the kernel itself compares its result with torch's, in the result's dtype."""
     expected = in_torch(expression, scores, captured, torch.float64, formulas=True).to(dtype).contiguous()
     sure = torch.ones_like(expected, dtype=torch.bool)
-    for sample in (in_torch(expression, scores, captured, torch.float32), *blur(expression, scores, captured)):
+    plain = in_torch(expression, scores, captured, torch.float32)
+    for sample in (plain, *blur(expression, scores, captured)):
         sure &= sample == expected
     with_answer = {**captured, "expected": expected.to(scores.device)}
     mod = make_mod(f"expected[b, h, q_idx, kv_idx] == ({expression})", "score", with_answer)
@@ -207,7 +220,7 @@ def _check_exactly(expression: str, dtype: torch.dtype, scores: torch.Tensor, ca
 def describe(expression: str, scores, captured: dict, same, out, expected) -> str:
     """Where a result differs first, with what the expression captures."""
     at = tuple((~same).nonzero()[0].tolist())
-    lines = [f"{expression}: {int((~same).sum())} of {same.numel()} positions differ, the first at (b, h, q_idx, kv_idx) = {at}:",
+    lines = [f"{expression}: {int((~same).sum())} of {same.numel()} positions differ, the first at {at}:",
              f"    kernel {out[at].item()!r}, torch {expected[at].item()!r}, score {scores[at].item()!r}"]
     lines += [f"    {name} = {value!r}" for name, value in captured.items()]
     return "\n".join(lines)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
-from flexpress import ModError, create_block_mask, flex_attention
+from flexpress import ModError, create_block_mask, create_mask, evaluate_mod, flex_attention
 
 TABLE = torch.rand(2, 8)
 Q = torch.randn(1, 2, 8, 16)
@@ -121,6 +123,205 @@ def test_masks(mod, problem, line, remedy):
     message = str(caught.value)
     assert message.startswith("mask_mod: ") and problem in message.splitlines()[0]
     assert line in message and "test_mod_errors.py" in message and remedy in message
+
+
+def with_or(score, b, h, q_idx, kv_idx):
+    return score or 3
+
+
+def with_min(score, b, h, q_idx, kv_idx):
+    return min(score, 3)
+
+
+def with_while(score, b, h, q_idx, kv_idx):
+    while score > 0:
+        score = score - 1
+    return score
+
+
+def with_int(score, b, h, q_idx, kv_idx):
+    return score + int(h)
+
+
+def with_float(score, b, h, q_idx, kv_idx):
+    return score + float(h)
+
+
+def index_of_a_list(score, b, h, q_idx, kv_idx):
+    return score + [1.0, 2.0][h]
+
+
+def key_of_a_dict(score, b, h, q_idx, kv_idx):
+    return score + {0: 1.0, 1: 2.0}[h]
+
+
+def bool_index(score, b, h, q_idx, kv_idx):
+    return score + TABLE[h, q_idx > 2]
+
+
+def none_index(score, b, h, q_idx, kv_idx):
+    return score + TABLE[h, None]
+
+
+def ellipsis_index(score, b, h, q_idx, kv_idx):
+    return score + TABLE[..., h]
+
+
+def tensor_index(score, b, h, q_idx, kv_idx):
+    return score + TABLE[h, torch.tensor([0, 1])]
+
+
+def sum_of_a_row(score, b, h, q_idx, kv_idx):
+    return score + TABLE[h].sum()
+
+
+def unsupported_method(score, b, h, q_idx, kv_idx):
+    return score.lgamma()
+
+
+def unsupported_function(score, b, h, q_idx, kv_idx):
+    return torch.nn.functional.elu(score)
+
+
+def in_place(score, b, h, q_idx, kv_idx):
+    return score.add_(1)
+
+
+def with_out(score, b, h, q_idx, kv_idx):
+    return torch.add(score, 1, out=score)
+
+
+def torch_refuses(score, b, h, q_idx, kv_idx):
+    return ~score
+
+
+def difference_of_bools(score, b, h, q_idx, kv_idx):
+    return score + ((q_idx > 1) - (kv_idx > 1))
+
+
+def negative_power(score, b, h, q_idx, kv_idx):
+    return score + q_idx**-1
+
+
+def number_for_a_tensor(score, b, h, q_idx, kv_idx):
+    return torch.minimum(score, 3)
+
+
+def missing_operands(score, b, h, q_idx, kv_idx):
+    return torch.where(score > 0)
+
+
+def decimals(score, b, h, q_idx, kv_idx):
+    return torch.round(score, decimals=2)
+
+
+def rounding_mode(score, b, h, q_idx, kv_idx):
+    return torch.div(score, 2, rounding_mode="up")
+
+
+def a_vector(score, b, h, q_idx, kv_idx):
+    return score.new_zeros(5)
+
+
+def reinterpreted(score, b, h, q_idx, kv_idx):
+    return score.view(torch.int32)
+
+
+def complex_cast(score, b, h, q_idx, kv_idx):
+    return score.to(torch.complex64)
+
+
+def a_string(score, b, h, q_idx, kv_idx):
+    return score + "1"
+
+
+def a_list(score, b, h, q_idx, kv_idx):
+    return [score]
+
+
+def stores_into_the_table(score, b, h, q_idx, kv_idx):
+    TABLE[0, 0] = score
+    return score
+
+
+def helper(score):
+    return score if score > 0 else 0.0
+
+
+def calls_a_helper(score, b, h, q_idx, kv_idx):
+    return helper(score) + 1
+
+
+def four_lines(score, b, h, q_idx, kv_idx):  # Python names the line on which an expression begins
+    return (score
+            + 1
+            + TABLE[h]
+            + 2)
+
+
+SCORE_CASES = [
+    (with_or, "`or`", "return score or 3", "`|`"),
+    (with_min, "min()", "return min(score, 3)", "torch.minimum"),
+    (with_while, "`if`", "while score > 0:", "torch.where"),
+    (with_int, "Python int", "int(h)", ".int()"),
+    (with_float, "Python float", "float(h)", ".float()"),
+    (index_of_a_list, "an index into a Python list", "[1.0, 2.0][h]", "Capture a tensor instead"),
+    (key_of_a_dict, "a key of a dict", "{0: 1.0, 1: 2.0}[h]", "Capture a tensor instead"),
+    (bool_index, "an index of torch.bool", "TABLE[h, q_idx > 2]", ".int()"),
+    (none_index, "None in an index", "TABLE[h, None]", "index every dimension"),
+    (ellipsis_index, "`...` in the index", "TABLE[..., h]", "Index every dimension"),
+    (tensor_index, "shape (2,) is used where a scalar is needed", "TABLE[h, torch.tensor([0, 1])]", "Index it"),
+    (sum_of_a_row, "shape (2, 8) is indexed by 1 of its 2 dimensions", "TABLE[h].sum()", "Index every dimension"),
+    (unsupported_method, "Tensor.lgamma is not a supported operation", "score.lgamma()", "Supported are"),
+    (unsupported_function, "elu is not a supported operation", "functional.elu(score)", "Supported are"),
+    (in_place, "Tensor.add_ is not a supported operation", "score.add_(1)", "Supported are"),
+    (with_out, "torch.add with out=", "out=score", "drop out="),
+    (torch_refuses, "torch refuses invert on (float32)", "return ~score", "integer and Boolean"),
+    (difference_of_bools, "torch refuses sub on (bool, bool)", "(q_idx > 1) - (kv_idx > 1)", "logical_xor"),
+    (negative_power, "an integer to a negative power", "q_idx**-1", ".float()"),
+    (number_for_a_tensor, "must be Tensor, not int", "torch.minimum(score, 3)", "must be Tensor"),
+    (missing_operands, "where with 1 of its 3 operands", "torch.where(score > 0)", "Give it 3"),
+    (decimals, "torch.round with decimals=", "decimals=2", "Drop that argument"),
+    (rounding_mode, "rounding_mode is 'up'", 'rounding_mode="up"', "'floor' or 'trunc'"),
+    (a_vector, "a value of shape 5", "score.new_zeros(5)", "the shape is ()"),
+    (reinterpreted, "Tensor.view(dtype) is not a supported operation", "score.view(torch.int32)", "Supported are"),
+    (complex_cast, "a cast to torch.complex64", "score.to(torch.complex64)", "real-valued"),
+    (a_string, "'1' (str) is used where a number is needed", 'score + "1"', "Python numbers"),
+    (a_list, "returns a list", "def a_list", "Return one scalar"),
+    (stores_into_the_table, "__setitem__ is not a supported operation", "TABLE[0, 0] = score", "Supported are"),
+    (calls_a_helper, "`if`", "return score if score > 0 else 0.0", "torch.where"),
+    (four_lines, "indexed by 1 of its 2 dimensions", "return (score", "Index every dimension"),
+]
+
+
+@pytest.mark.parametrize("mod, problem, line, remedy", SCORE_CASES, ids=[c[0].__name__ for c in SCORE_CASES])
+def test_scores(mod, problem, line, remedy):
+    with pytest.raises(ModError) as caught:
+        evaluate_mod(mod, torch.zeros(1, 2, 8, 8))
+    message = str(caught.value)
+    assert message.startswith("score_mod: ") and problem in message.splitlines()[0]
+    assert line in message and remedy in message
+    found = re.search(r'File "(.*)", line (\d+)\n    (.*)', message)
+    assert found[1] == __file__ and found[3] == Path(__file__).read_text().splitlines()[int(found[2]) - 1].strip()
+
+
+@pytest.mark.parametrize("returned", [True, 1, 0.5, math.inf], ids=str)
+def test_a_number_is_a_scalar(returned):
+    """A score_mod may return a number; a mask_mod a bool, and nothing else."""
+    assert (evaluate_mod(lambda score, b, h, q_idx, kv_idx: returned, torch.zeros(1, 2, 8, 8)) == float(returned)).all()
+    if returned is True:
+        assert create_mask(lambda b, h, q_idx, kv_idx: returned, None, None, 8, 8, "cpu").all()
+    else:
+        with pytest.raises(ModError, match="not torch.bool"):
+            create_mask(lambda b, h, q_idx, kv_idx: returned, None, None, 8, 8, "cpu")
+
+
+def test_an_error_of_the_mods_own_is_left_alone():
+    """What Python raises in the mod for reasons of its own comes out as it is."""
+    with pytest.raises(ZeroDivisionError):
+        evaluate_mod(lambda score, b, h, q_idx, kv_idx: score + 1 // 0, torch.zeros(1, 2, 8, 8))
+    with pytest.raises(NameError, match="no_such_name"):
+        evaluate_mod(lambda score, b, h, q_idx, kv_idx: score + no_such_name, torch.zeros(1, 2, 8, 8))  # noqa: F821
 
 
 def test_a_mask_passed_as_a_score_mod():
