@@ -32,7 +32,8 @@ BAD = {
     "mask function": (dict(block_mask=mods.causal), TypeError, r"make a BlockMask of it with create_block_mask"),
     "mask type": (dict(block_mask=3), TypeError, r"block_mask must be a BlockMask"),
     "mask lengths": (dict(query=tensor(1, 2, 30, 16), block_mask=MASK), ValueError, r"made for lengths \(20, 20\).*Q_LEN=30, KV_LEN=20"),
-    "mask heads": (dict(block_mask=create_block_mask(mods.causal, None, 3, 20, 20, "cpu")), ValueError, r"its H is 3, which must be 1 or 2"),
+    "mask heads": (dict(block_mask=create_block_mask(mods.causal, None, 3, 20, 20, "cpu")), ValueError,
+                   r"its H is 3, which must be 1 or 2"),
     "mask blocks": (dict(block_mask=create_block_mask(mods.causal, None, None, 20, 20, "cpu", 10)), ValueError, r"multiple of 16"),
     "option": (dict(kernel_options={"BLOK_M": 64}), ValueError, r"no 'BLOK_M'; known are BLOCK_M"),
     "option value": (dict(kernel_options={"BLOCK_M": 48}), ValueError, r"powers of two from 16"),
@@ -40,7 +41,8 @@ BAD = {
     "tile": (dict(block_mask=create_block_mask(mods.causal, None, None, 20, 20, "cpu", 16), kernel_options={"BLOCK_N": 64}), ValueError,
              r"does not divide the block mask's block size 16"),
     "lse and aux": (dict(return_lse=True, return_aux=AuxRequest(lse=True)), ValueError, r"exclude each other"),
-    "captured device": (dict(score_mod=mods.alibi(torch.rand(2, device="meta"))), ValueError, r"captures slopes, .* on meta, but the call is on cpu"),
+    "captured device": (dict(score_mod=mods.alibi(torch.rand(2, device="meta"))), ValueError,
+                        r"captures slopes, .* on meta, but the call is on cpu"),
     "not a function": (dict(score_mod=3), TypeError, r"score_mod must be a function, got int"),
 }
 
