@@ -1,8 +1,9 @@
 """Compiled kernels: one binary per kernel and argument layout, kept on disk beside the printed file, launched directly.
 
-Triton's own just-in-time call binds and specializes every argument at every launch, and finds its cache again in a new process by
-hashing its whole installation. Here a variant of a kernel is named by the few facts that change its code: element types,
-whether pointers are 16-byte aligned, whether integers need 64 bits, the tl.constexpr values and the warp and stage counts.
+Triton's own just-in-time call binds and specializes every argument at every launch, and before it compiles it hashes its whole
+installation (0.4 s). Here a variant of a kernel is named by the few facts that change its code: element types, whether pointers
+are 16-byte aligned, whether integers need 64 bits, the tl.constexpr values and the warp and stage counts; and the compiler's
+stages are run one after another without Triton's cache.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from pathlib import Path
 
 import torch
 import triton
-from triton import knobs
-from triton.compiler import ASTSource, CompiledKernel
+from triton._C.libtriton import get_cache_invalidating_env_vars, ir
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel, make_backend
 from triton.runtime import driver
+from triton.runtime.errors import OutOfResources
 
-from . import cache, words
+from . import cache, cuda
 
 TYPES = {
     torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64", torch.bool: "i1", torch.uint8: "u8",
@@ -73,99 +76,127 @@ def ast_source(function, layout: tuple, constants: tuple) -> ASTSource:
 
 
 class Binary:
-    """One compiled variant of a kernel."""
+    """One compiled variant of a kernel, loaded on the current device."""
 
-    def __init__(self, compiled: CompiledKernel, constants: tuple) -> None:
-        self.compiled, self.constants = compiled, constants
-        if words.needed(compiled):
-            self.launcher = words.WordLauncher(compiled)
+    def __init__(self, files: dict[str, Path], signature: dict[str, str], constants: tuple, device_index: int) -> None:
+        self.native = None
+        if torch.version.hip:
+            self.native, self.constants = _triton_kernel(files, signature, constants), constants
+            try:
+                self.run = self.native.run  # loads the code
+            except OutOfResources as error:
+                raise cuda.DoesNotFit(str(error)) from error
         else:
-            self.launcher = None
-            self.run = compiled.run  # loads the code; raises OutOfResources if it does not fit the device
-            self.function, self.metadata = compiled.function, compiled.packed_metadata
+            metadata = json.loads(files["json"].read_bytes())
+            kinds = [t for t in signature.values() if t != "constexpr"]
+            self.launch_cuda = cuda.Function(files["cubin"].read_bytes(), metadata, kinds, device_index).launch
 
     def launch(self, grid: tuple[int, ...], args: list, device_index: int) -> None:
         """Launch on the current stream of the current device."""
         x, y, z = (*grid, 1, 1)[:3]
-        stream = driver.active.get_current_stream(device_index)
-        if self.launcher is not None:
-            self.launcher.launch(x, y, z, stream, args)
+        if self.native is None:
+            self.launch_cuda(x, y, z, torch._C._cuda_getCurrentRawStream(device_index), args)
             return
-        hooks = knobs.runtime
-        self.run(x, y, z, stream, self.function, self.metadata, None, hooks.launch_enter_hook, hooks.launch_exit_hook, *args,
-                 *self.constants)
+        native = self.native
+        self.run(x, y, z, driver.active.get_current_stream(device_index), native.function, native.packed_metadata, None, None, None,
+                 *args, *self.constants)
 
 
-def obtain(stem: str, layout: tuple, constants: tuple, options: dict, load_function) -> tuple[Binary, bool]:
+def _triton_kernel(files: dict[str, Path], signature: dict[str, str], constants: tuple) -> CompiledKernel:
+    """Triton's own kernel object and launcher, where there is no other."""
+    names = list(signature)
+    first = len(names) - len(constants)
+    source = types.SimpleNamespace(fn=types.SimpleNamespace(arg_names=names, launch_metadata=None), signature=signature,
+                                   constants={(first + i,): value for i, value in enumerate(constants)})
+    return CompiledKernel(source, {path.name: str(path) for path in files.values()}, files["json"].name)
+
+
+def current_target() -> GPUTarget:
+    """The current device as the compiler knows it."""
+    if torch.version.hip:
+        return driver.active.get_current_target()
+    major, minor = torch.cuda.get_device_capability()
+    return GPUTarget("cuda", major * 10 + minor, 32)
+
+
+def obtain(stem: str, layout: tuple, constants: tuple, options: dict, device_index: int, load_function) -> tuple[Binary, bool]:
     """The binary of a variant from disk, or compiled now; the second value says whether it was compiled.
 
     stem            the printed file's name without .py: it holds the key of the kernel's text
     load_function   gives the jitted function when it must be compiled
     """
-    target = driver.active.get_current_target()
+    target = current_target()
     key = repr((stem, [type_of(e) for e in layout], [e[1] for e in layout if not isinstance(e, str) and len(e) == 2], constants,
-                sorted(options.items()), target))
+                sorted(options.items()), target, sorted(get_cache_invalidating_env_vars().items())))
     base = cache.cache_dir() / f"{stem}.{hashlib.sha256(key.encode()).hexdigest()[:12]}"
-    found = _read(base, constants)
+    found = _read(base)
     if found is not None:
-        return Binary(found, constants), False
+        return Binary(*found, constants, device_index), False
     source = ast_source(load_function(), layout, constants)
-    words.build_ahead(source.signature)
-    warm_up().join()
-    compiled = triton.compile(source, target=target, options=options)
-    _write(base, compiled, source)
-    return Binary(compiled, constants), True
+    metadata, code, extension = compile_source(source, target, options)
+    return Binary(*_write(base, metadata, code, extension, source.signature), constants, device_index), True
 
 
-def _record(base: Path) -> Path:
-    return base.with_name(base.name + ".json")
+def compile_source(source: ASTSource, target: GPUTarget, options: dict) -> tuple[dict, bytes, str]:
+    """Run the compiler: the metadata that a launch needs, the GPU's code, and what such code is called ("cubin", "hsaco")."""
+    backend = make_backend(target)
+    parsed = backend.parse_options({**options, **source.parse_options()})
+    stages: dict = {}
+    backend.add_stages(stages, parsed, source.language)
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    metadata = {"target": target, **vars(parsed)}
+    module = source.make_ir(target, parsed, backend.get_codegen_implementation(parsed), backend.get_module_map(), context)
+    names = list(stages)
+    for name in names[names.index(source.ext):]:
+        module = stages[name](module, metadata)
+    return metadata, module, backend.binary_ext
 
 
-def _write(base: Path, compiled: CompiledKernel, source: ASTSource) -> None:
+def _write(base: Path, metadata: dict, code: bytes, extension: str, signature: dict) -> tuple[dict, dict]:
     """Keep metadata and code; the record that names them is written last, and carries their hashes."""
-    files = {}
-    for name, path in compiled.metadata_group.items():
-        suffix = Path(name).suffix
-        if suffix == ".json" or suffix.lstrip(".") in ("cubin", "hsaco"):
-            content = Path(path).read_bytes()
-            kept = base.name + (".metadata.json" if suffix == ".json" else suffix)
-            cache.write_atomically(base.with_name(kept), content)
-            files[kept] = hashlib.sha256(content).hexdigest()
-    record = {"files": files, "signature": source.signature, "hash": compiled.hash}
-    cache.write_atomically(_record(base), json.dumps(record).encode())
+    files, hashes = {}, {}
+    for kind, content in (("json", json.dumps(metadata, default=vars).encode()), (extension, code)):
+        files[kind] = base.with_name(f"{base.name}.{'metadata.json' if kind == 'json' else kind}")
+        cache.write_atomically(files[kind], content)
+        hashes[kind] = hashlib.sha256(content).hexdigest()
+    cache.write_atomically(base.with_name(base.name + ".json"), json.dumps({"hashes": hashes, "signature": signature}).encode())
+    return files, signature
 
 
-def _read(base: Path, constants: tuple) -> CompiledKernel | None:
+def _read(base: Path) -> tuple[dict, dict] | None:
+    """The files of a variant, by kind ("json" is the metadata), and its signature; None if absent, truncated or edited."""
     try:
-        record = json.loads(_record(base).read_bytes())
-        for name, digest in record["files"].items():
-            if hashlib.sha256(cache.read_own(base.with_name(name)) or b"").hexdigest() != digest:
+        record = json.loads(base.with_name(base.name + ".json").read_bytes())
+        files = {}
+        for kind, digest in record["hashes"].items():
+            files[kind] = base.with_name(f"{base.name}.{'metadata.json' if kind == 'json' else kind}")
+            if hashlib.sha256(cache.read_own(files[kind]) or b"").hexdigest() != digest:
                 return None
-        names = list(record["signature"])
-        first = len(names) - len(constants)
-        source = types.SimpleNamespace(
-            fn=types.SimpleNamespace(arg_names=names, launch_metadata=None), signature=record["signature"],
-            constants={(first + i,): value for i, value in enumerate(constants)})
-        group = {name: str(base.with_name(name)) for name in record["files"]}
-        return CompiledKernel(source, group, record["hash"]) if len(group) == 2 else None
+        return (files, record["signature"]) if len(files) == 2 else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None  # absent, truncated or edited: compile again
+        return None
+
+
+@triton.jit
+def _nothing(pointer):
+    pass
 
 
 @functools.cache
 def warm_up() -> threading.Thread:
-    """Start, in the background, what the first kernel of a process needs: the templates, the imports of Triton's compiler and a
-    hash of its installation (0.4 s of reading). Nothing here touches a GPU."""
+    """Start, in the background, what the first kernel of a process needs: the templates, and by compiling a kernel that does
+    nothing, the imports of Triton's compiler and its tools. Nothing here touches a GPU."""
 
     def prepare():
-        from triton.runtime.cache import triton_key
-
         from .render import environment
 
-        triton_key()
         for name in ("forward.py.jinja", "block_mask.py.jinja", "_helpers.jinja", "_mod.jinja"):
             environment().get_template(name)
+        if torch.version.cuda:
+            compile_source(ASTSource(_nothing, {"pointer": "*fp32"}, {}, {}), GPUTarget("cuda", 80, 32), {})
 
-    thread = threading.Thread(target=prepare, daemon=True)
+    thread = threading.Thread(target=prepare)  # no daemon: the compiler must not be cut off at exit
     thread.start()
     return thread

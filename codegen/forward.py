@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from triton.runtime.errors import OutOfResources
 
 from .cache import INFO
+from .cuda import DoesNotFit
 from .expr import INDEX_BOUND, ModGraph
 from .forward_plan import Blocks, ForwardCase, Options, Plan, geometry_of, plan_forward, wants_tma
 from .kernel import backend_of, capability_of, kernel_for
@@ -109,7 +109,7 @@ def _launch(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rest:
             kernel.launch(grid, (keys, values, q, *rest), q.device, (tile.BLOCK_M, tile.BLOCK_N), num_warps=tile.num_warps,
                                num_stages=tile.num_stages)
             return
-        except OutOfResources:
+        except DoesNotFit:
             if next_smaller(tile) is None:
                 raise
             plan.tile = next_smaller(tile)

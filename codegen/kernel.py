@@ -31,6 +31,8 @@ class Kernel:
 
     def launch(self, grid: tuple[int, ...], args: tuple, device: torch.device, constants: tuple, **options: int) -> None:
         """Run over `grid`. `constants` are the values of the last, tl.constexpr, parameters; `options` are num_warps and num_stages."""
+        if 0 in grid:
+            return
         if self.spec.backend == "cpu":
             self._interpret(grid, (*args, *constants))
             return
@@ -39,7 +41,7 @@ class Kernel:
             key = (layout, constants, device.index, *options.values())
             variant = self._variants.get(key)
             if variant is None:
-                variant, compiled = binary.obtain(self.path.stem, layout, constants, options, self._function)
+                variant, compiled = binary.obtain(self.path.stem, layout, constants, options, device.index, self._function)
                 INFO.compiles += compiled
                 self._variants[key] = variant
             variant.launch(grid, plain, device.index)

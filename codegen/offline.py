@@ -35,6 +35,7 @@ _TRITON_TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "int3
 class Compiled:
     """What the compiler made. registers and spilled bytes are None where the target's tools do not tell."""
 
+    signature: dict[str, str]  # Triton's types of the parameters
     assembly: dict
     shared: int
     registers: int | None
@@ -69,7 +70,7 @@ def compile_for(spec: KernelSpec, target: str, *, tensors: dict[str, str], float
     options = {"num_warps": num_warps, "num_stages": num_stages}
     made = triton.compile(source, target=TARGETS[target], options=options)
     registers, spilled = _resources(made.asm["ptx"], target) if "ptx" in made.asm else (None, None)
-    return Compiled(dict(made.asm), made.metadata.shared, registers, spilled)
+    return Compiled(signature, dict(made.asm), made.metadata.shared, registers, spilled)
 
 
 def _resources(ptx: str, target: str) -> tuple[int, int]:

@@ -172,7 +172,7 @@ _ROWS = [
     Op("floor_divide", operator.floordiv, _elementwise("floor_divide"),
        {"float": "floor_div_float({0}, {1})", "int": "floor_div_int({0}, {1})"},
        plainer=("{0} // {1}", _is_natural_division)),
-    Op("div_trunc", _div_trunc, (), {"float": "libdevice.trunc({0} / {1})", "int": "{0} // {1}"}),
+    Op("div_trunc", _div_trunc, (), {"float": "libdevice.trunc(tl.div_rn({0}, {1}))", "int": "{0} // {1}"}),
     Op("remainder", operator.mod, _elementwise("remainder"),
        {"float": "floor_mod_float({0}, {1})", "int": "floor_mod_int({0}, {1})"},
        plainer=("{0} % {1}", _is_natural_division)),

@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .tiles import round_up_head_dim
 
@@ -34,8 +35,14 @@ class _Memory:
         return self.address
 
 
-def _describe(base, shape: tuple, strides: tuple, rows: int):
-    from triton.tools.tensor_descriptor import TensorDescriptor
+class Descriptor(TensorDescriptor):
+    """A block of [1, 1, rows, D] in a (Z, H, S, D) tensor. `expanded` holds what a launch makes of it (see cuda.py)."""
 
+    @functools.cached_property
+    def expanded(self) -> dict:
+        return {}
+
+
+def _describe(base, shape: tuple, strides: tuple, rows: int) -> Descriptor:
     outer = [s if n > 1 else max(shape[3], 16) for s, n in zip(strides[:3], shape[:3], strict=True)]
-    return TensorDescriptor(base, list(shape), [*outer, 1], [1, 1, rows, round_up_head_dim(shape[3])])
+    return Descriptor(base, list(shape), [*outer, 1], [1, 1, rows, round_up_head_dim(shape[3])])

@@ -204,15 +204,19 @@ def check(expression: str, scores: torch.Tensor, captured: dict, *, exact: bool 
 
 def _check_exactly(expression: str, dtype: torch.dtype, scores: torch.Tensor, captured: dict,
                    precision: str) -> float:
-    """Integers and bools: the kernel itself compares its result with torch's, in the result's dtype."""
+    """Bools come out as 0 and 1; integers the kernel itself compares with torch's, in their own dtype."""
     expected = in_torch(expression, scores, captured, torch.float64, formulas=True).to(dtype).contiguous()
     sure = torch.ones_like(expected, dtype=torch.bool)
     plain = in_torch(expression, scores, captured, torch.float32)
     for sample in (plain, *blur(expression, scores, captured)):
         sure &= sample == expected
-    with_answer = {**captured, "expected": expected.to(scores.device)}
-    mod = make_mod(f"expected[b, h, q_idx, kv_idx] == ({expression})", "score", with_answer)
-    agrees = evaluate_mod(mod, scores, precision=precision).cpu().bool()
+    if dtype == torch.bool:
+        mod = make_mod(expression, "score", captured)
+        agrees = evaluate_mod(mod, scores, precision=precision).cpu() == expected
+    else:
+        with_answer = {**captured, "expected": expected.to(scores.device)}
+        mod = make_mod(f"expected[b, h, q_idx, kv_idx] == ({expression})", "score", with_answer)
+        agrees = evaluate_mod(mod, scores, precision=precision).cpu().bool()
     assert (agrees | ~sure).all(), describe(expression, scores, captured, agrees | ~sure, agrees, expected)
     return sure.double().mean().item()
 

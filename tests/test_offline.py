@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import re
+import struct
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch
 from flexpress import create_block_mask, flex_attention, printed_kernels
 from flexpress.codegen import offline
 from flexpress.codegen.cache import without_comments
+from flexpress.codegen.cuda import argument_format
 from flexpress.codegen.forward_plan import Options
 from flexpress.codegen.preview import (
     Compilation,
@@ -160,3 +163,17 @@ def test_unknown_target():
         compilation("sm_70")
     with pytest.raises(ValueError, match="'cpu' compiles nothing"):
         compilation("cpu").compile()
+
+
+@pytest.mark.parametrize("recipes", ["plain", "alibi causal", "relative_bias document"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_arguments_are_packed_as_the_kernel_reads_them(recipes, dtype):
+    """struct's fields are as long as the .param lines of the PTX; for bfloat16 two tensor maps are among them."""
+    made = compilation("sm_90", *make(*recipes.split()), dtype).compile()
+    sizes = []
+    for line in re.search(r"\.entry \w+\((.*?)\)", made.assembly["ptx"], re.S)[1].split(","):
+        tensor_map = re.search(r"\.b8 \w+\[(\d+)\]", line)
+        sizes.append(int(tensor_map[1]) if tensor_map else int(re.search(r"\.param \.\w(\d+)", line)[1]) // 8)
+    fields = argument_format([t for t in made.signature.values() if t != "constexpr"])
+    assert [struct.calcsize(field) for field in fields] == sizes
+    assert fields.count("128s") == (2 if dtype == "bfloat16" else 0)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from flexpress import ModError
 from flexpress.codegen.evaluate import evaluate_mod
 from flexpress.codegen.ops import OPS
+from flexpress.codegen.preview import evaluate_compilation
 from flexpress.codegen.signature import bind
 
 # How each row is written. A row that is missing here fails test_every_row_has_a_test.
@@ -140,6 +141,27 @@ def test_row(name, device):
         check(expression, scores_for(device, seed), placed(captured, device), exact=name in EXACT)
 
     run()
+
+
+@pytest.mark.parametrize("precision", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_rows_compile_for_gpus(target, precision):
+    """All rows in one mask_mod, each on a choice of the operands that torch accepts."""
+    captured, lines = {}, ["allowed = q_idx >= kv_idx"]
+    for place, (name, form) in enumerate(ALL_FORMS):
+        kinds = legal_operands(form)[(7 * place + len(precision)) % len(legal_operands(form))]
+        operands = []
+        for i, kind in enumerate(kinds):
+            if isinstance(kind, type):
+                operands.append(repr(kind(2)))
+            else:
+                table = captured.setdefault(f"x_{str(kind).removeprefix('torch.')}", torch.ones(24, dtype=kind))
+                operands.append(f"x_{str(table.dtype).removeprefix('torch.')}[{'q_idx' if i % 2 == 0 else 'kv_idx'}]")
+        lines.append(f"allowed = allowed ^ (({form.format(*operands)}) != 0)  # {name}")
+    namespace = {"torch": torch, "F": torch.nn.functional, **captured}
+    exec("def mod(b, h, q_idx, kv_idx):\n    " + "\n    ".join([*lines, "return allowed"]), namespace)
+    made = evaluate_compilation(target, namespace["mod"], "mask", precision).compile()
+    assert made.shared == 0
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -348,7 +370,7 @@ LITERALS = [
     "q_idx.long() * 2**33 // 2**31", "score * 1e30 * 1e30", "score * 1e-300", "q_idx * True", "-n * q_idx",
     "math.pi * score", "score + (1 if True else 2)", "+score", "q_idx ** 3", "q_idx ** 0", "q_idx ** 7",
     "score ** 0", "score ** 0.5", "score ** -1", "2 ** q_idx", "n ** h", "score ** n",
-    "score ** torch.tensor(2)", "q_idx.clone()", "score.detach()"
+    "score ** torch.tensor(2)", "q_idx.clone()", "score.detach()", "1.0 / -(score * 0)"
 ]
 
 

@@ -1,0 +1,155 @@
+"""Kernels on NVIDIA GPUs through the driver's own interface (libcuda, by ctypes): load, launch, describe tensors for TMA.
+
+Triton's launcher binds arguments in C code that it builds with the host's compiler, for some versions once per list of argument
+types (0.4 s each). A launch is one call of the driver with the addresses of the packed arguments, which needs no
+compiler and costs less time on the host.
+
+Source: CUDA driver API reference, sections Module Management, Execution Control and Tensor Map Object Management.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+import threading
+
+import torch
+
+SHARED_LIMIT, DYNAMIC_SHARED = 97, 8  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_...
+_INVALID_CONTEXT = 201
+_FORMATS = {"i1": "?", "u1": "?", "i32": "i", "i64": "q", "fp32": "f"}  # struct's codes; every pointer is "Q"
+_MAP_TYPES = {torch.float32: 7, torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
+_MAP_BYTES = 128
+
+
+class DoesNotFit(Exception):
+    """A kernel needs more shared memory than a block of this device may have."""
+
+
+class CudaError(RuntimeError):
+    """The CUDA driver refused something."""
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    driver = ctypes.CDLL("libcuda.so.1")
+    words, pointer = ctypes.c_uint, ctypes.c_void_p
+    driver.cuLaunchKernel.argtypes = [pointer, *[words] * 7, pointer, pointer, pointer]
+    driver.cuModuleGetFunction.argtypes = [pointer, pointer, ctypes.c_char_p]
+    driver.cuFuncSetAttribute.argtypes = [pointer, ctypes.c_int, ctypes.c_int]
+    driver.cuDevicePrimaryCtxRetain.argtypes = [pointer, ctypes.c_int]
+    driver.cuCtxSetCurrent.argtypes = [pointer]
+    driver.cuTensorMapEncodeTiled.argtypes = [pointer, ctypes.c_int, words, ctypes.c_uint64, *[pointer] * 4, *[ctypes.c_int] * 4]
+    return driver
+
+
+def _check(code: int, what: str) -> None:
+    if code:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(code, ctypes.byref(text))
+        raise CudaError(f"{what}: {(text.value or b'unknown error').decode()} (CUDA error {code})")
+
+
+def _enter_context(device: int) -> None:
+    """Make torch's context of `device` current in this thread."""
+    context = ctypes.c_void_p()
+    _check(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "retaining the device's context")
+    _check(_driver().cuCtxSetCurrent(context), "setting the context")
+
+
+@functools.cache
+def shared_limit(device: int) -> int:
+    """Bytes of shared memory that a block may have."""
+    value = ctypes.c_int()
+    _check(_driver().cuDeviceGetAttribute(ctypes.byref(value), SHARED_LIMIT, device), "asking for the shared memory")
+    return value.value
+
+
+class Function:
+    """A compiled kernel, loaded on one device.
+
+    code        the cubin
+    metadata    Triton's: name, shared, num_warps, tensordesc_meta, ...
+    types       Triton's types of the arguments, descriptors first, without tl.constexpr parameters
+    """
+
+    def __init__(self, code: bytes, metadata: dict, types: list[str], device: int) -> None:
+        if metadata["shared"] > shared_limit(device):
+            raise DoesNotFit(f"{metadata['name']} needs {metadata['shared']} bytes of shared memory, "
+                             f"the device has {shared_limit(device)} for a block")
+        if metadata["global_scratch_size"] or metadata["num_ctas"] != 1:
+            raise NotImplementedError("kernels with scratch memory or clusters are not launched here")
+        driver = _driver()
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        _enter_context(device)
+        _check(driver.cuModuleLoadData(ctypes.byref(module), code), f"loading {metadata['name']}")
+        _check(driver.cuModuleGetFunction(ctypes.byref(function), module, metadata["name"].encode()), f"finding {metadata['name']}")
+        _check(driver.cuFuncSetAttribute(function, DYNAMIC_SHARED, metadata["shared"]), "reserving shared memory")
+        self.name, self.device, self.shared, self.threads = metadata["name"], device, metadata["shared"], metadata["num_warps"] * 32
+        self.handle, self.maps = function.value, metadata["tensordesc_meta"] or []
+        fields = argument_format(types)
+        self.pack = struct.Struct("".join(fields)).pack_into
+        self.buffer = ctypes.create_string_buffer(struct.calcsize("".join(fields)))
+        ends = [struct.calcsize("".join(fields[:i + 1])) for i in range(len(fields))]
+        starts = [end - struct.calcsize(field) for end, field in zip(ends, fields, strict=True)]
+        self.pointers = (ctypes.c_void_p * len(fields))(*(ctypes.addressof(self.buffer) + start for start in starts))
+        self.lock = threading.Lock()
+
+    def launch(self, x: int, y: int, z: int, stream: int, args: list) -> None:
+        """Launch over a grid; `args` in the order of `types`: descriptors (tma.Descriptor), addresses and numbers."""
+        if self.maps:
+            count = len(self.maps)
+            args[:count] = [value for pair in zip(args[:count], self.maps, strict=True) for value in _expanded(*pair)]
+        with self.lock:
+            try:
+                self.pack(self.buffer, 0, *args, 0, 0)
+            except OverflowError:  # a float beyond float32 is infinite there
+                args = [ctypes.c_float(a).value if type(a) is float else a for a in args]
+                self.pack(self.buffer, 0, *args, 0, 0)
+            code = _driver().cuLaunchKernel(self.handle, x, y, z, self.threads, 1, 1, self.shared, stream, self.pointers, None)
+            if code == _INVALID_CONTEXT:  # a thread that has not used CUDA yet
+                _enter_context(self.device)
+                code = _driver().cuLaunchKernel(self.handle, x, y, z, self.threads, 1, 1, self.shared, stream, self.pointers, None)
+        _check(code, f"launching {self.name}")
+
+
+def argument_format(types: list[str]) -> list[str]:
+    """The kernel's parameters as `struct` writes them.
+
+    A descriptor is its map, four sizes and four strides; behind the last argument stand the two (unused) scratch pointers.
+    """
+    fields = []
+    for place, kind in enumerate(types):
+        if kind.startswith("tensordesc"):
+            assert place == 0 or types[place - 1].startswith("tensordesc"), "descriptors come first"
+            fields += [f"{_MAP_BYTES}s", *"iiii", *"qqqq"]
+        else:
+            fields.append("Q" if kind.startswith("*") else _FORMATS[kind])
+    return [*fields, "Q", "Q"]
+
+
+def _expanded(descriptor, how: dict) -> tuple:
+    """A descriptor as the kernel takes it: map, sizes, strides. Kept on the descriptor, which is used again."""
+    key = (how["swizzle"], *how["block_size"])
+    kept = descriptor.expanded.get(key)
+    if kept is None:
+        kept = descriptor.expanded[key] = (_tensor_map(descriptor, how), *descriptor.shape, *descriptor.strides)
+    return kept
+
+
+def _tensor_map(descriptor, how: dict) -> bytes:
+    rank = len(descriptor.shape)
+    itemsize = descriptor.base.dtype.itemsize
+    room = ctypes.create_string_buffer(_MAP_BYTES + 64)
+    start = -ctypes.addressof(room) % 64
+    shape = (ctypes.c_uint64 * rank)(*reversed(descriptor.shape))
+    strides = (ctypes.c_uint64 * (rank - 1))(*(s * itemsize for s in reversed(descriptor.strides[:-1])))
+    box = (ctypes.c_uint32 * rank)(*reversed(how["block_size"]))
+    steps = (ctypes.c_uint32 * rank)(*[1] * rank)
+    # no interleaving, the kernel's swizzle, promotion to 128 bytes in the L2 cache, zeros outside
+    code = _driver().cuTensorMapEncodeTiled(
+        ctypes.addressof(room) + start, _MAP_TYPES[descriptor.base.dtype], rank, descriptor.base.data_ptr(), shape, strides, box, steps,
+        0, how["swizzle"], 2, 0)
+    _check(code, f"describing a tensor of shape {tuple(descriptor.shape)} and strides {tuple(descriptor.strides)} for TMA")
+    return room.raw[start:start + _MAP_BYTES]
