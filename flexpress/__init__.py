@@ -9,6 +9,7 @@
 
 import torch as _torch
 
+from flexpress import flash
 from flexpress.attention import AuxOutput, AuxRequest, flex_attention
 from flexpress.block_mask import BlockMask, and_masks, create_block_mask, create_mask, noop_mask, or_masks
 from flexpress.codegen.binary import warm_up as _warm_up
@@ -19,7 +20,7 @@ from flexpress.inspection import CacheInfo, cache_clear, cache_dir, cache_info, 
 
 __all__ = [
     "AuxOutput", "AuxRequest", "BlockMask", "CacheInfo", "ModError", "RenderError", "__version__", "and_masks",
-    "cache_clear", "cache_dir", "cache_info", "create_block_mask", "create_mask", "evaluate_mod", "flex_attention",
+    "cache_clear", "cache_dir", "cache_info", "create_block_mask", "create_mask", "evaluate_mod", "flash", "flex_attention",
     "noop_mask", "or_masks", "printed_kernels",
 ]
 

@@ -1,0 +1,150 @@
+"""FlashAttention's functions, on tensors (B, S, H, D): flex_attention behind the signatures of flash_attn_triton.
+
+    out = flash_attn_func(q, k, v, bias=None, causal=False, softmax_scale=None)
+    out = flash_attn_kvpacked_func(q, kv, ...)
+    out = flash_attn_qkvpacked_func(qkv, ...)
+
+Arguments that the three share:
+
+bias           (B or 1, H or 1, Sq or 1, Skv or 1), a floating-point tensor added to the scaled scores, before the softmax: (1, H, 1, Skv)
+               is a vector per head, (1, H, Sq, Skv) a matrix. Read where it lies; -inf hides a position
+causal         query i sees key j if j <= i, whatever the lengths: the triangle starts in the top left corner. FlashAttention's CUDA
+               functions align it to the bottom right corner from version 2.1 on; for Sq != Skv call flex_attention with
+               flexpress.mods.causal_offset(Skv - Sq) to get that
+softmax_scale  a number, 1 / sqrt(D) by default
+
+All take float16, bfloat16 or float32, any lengths, any strides and head dims up to 256, copy none of their inputs, and return (B, Sq, H, D)
+in q's dtype and q's order of dimensions in memory. A row with nothing to attend to gives 0.
+
+ValueError, TypeError or NotImplementedError names the argument that does not fit and shows the shapes.
+
+Source of signatures, layouts and meaning: flash_attn/flash_attn_triton.py of FlashAttention (Dao et al. 2022, arXiv 2205.14135). New here:
+fewer key and value heads than query heads, float32, head dims above 128, biases with any extent of 1 and any strides.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+from flexpress.attention import flex_attention
+from flexpress.block_mask import DEFAULT_BLOCK_SIZE, BlockMask, create_block_mask
+from flexpress.checks import DTYPES, MAX_HEAD_DIM
+from flexpress.mods import causal as causal_mask
+
+__all__ = ["flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func"]
+
+
+def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None = None, causal: bool = False,
+                    softmax_scale: float | None = None) -> torch.Tensor:
+    """Attention of q (B, Sq, H, D) to k and v (B, Skv, Hkv, D), H a multiple of Hkv. Returns (B, Sq, H, D).
+
+    The other arguments and the errors are described at the top of this module.
+    """
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        _check_rank(name, tensor, "(B, S, H, D)")
+    if k.shape != v.shape:
+        raise ValueError(f"k and v must have the same shape, got k {_shape(k)} and v {_shape(v)}")
+    _check_together("q", q, "k", k, k.shape)
+    _check_together("q", q, "v", v, v.shape)
+    return _attention(q, k, v, bias, causal, softmax_scale)
+
+
+def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, bias: torch.Tensor | None = None, causal: bool = False,
+                             softmax_scale: float | None = None) -> torch.Tensor:
+    """Attention of q (B, Sq, H, D) to kv (B, Skv, 2, Hkv, D), keys first, H a multiple of Hkv. Returns (B, Sq, H, D).
+
+    The other arguments and the errors are described at the top of this module.
+    """
+    _check_rank("q", q, "(B, S, H, D)")
+    _check_rank("kv", kv, "(B, S, 2, H, D)")
+    k, v = kv.unbind(2)
+    _check_together("q", q, "kv", kv, k.shape)
+    return _attention(q, k, v, bias, causal, softmax_scale)
+
+
+def flash_attn_qkvpacked_func(qkv: torch.Tensor, bias: torch.Tensor | None = None, causal: bool = False,
+                              softmax_scale: float | None = None) -> torch.Tensor:
+    """Attention of qkv (B, S, 3, H, D), in this order, to itself. Returns (B, S, H, D).
+
+    The other arguments and the errors are described at the top of this module.
+    """
+    _check_rank("qkv", qkv, "(B, S, 3, H, D)")
+    q, k, v = qkv.unbind(2)
+    _check_together("qkv", qkv, "qkv", qkv, q.shape)
+    return _attention(q, k, v, bias, causal, softmax_scale)
+
+
+def _attention(q, k, v, bias, causal, softmax_scale) -> torch.Tensor:
+    """flex_attention on the (B, H, S, D) views of tensors that fit together."""
+    score_mod = block_mask = None
+    if bias is not None:
+        B, Sq, H, _ = q.shape
+        score_mod = _add(_expanded(bias, (B, H, Sq, k.shape[1])))
+    if causal:
+        block_mask = _causal_block_mask(q.shape[1], k.shape[1], q.device, DEFAULT_BLOCK_SIZE)
+    out = flex_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), score_mod, block_mask, softmax_scale, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+def _add(bias: torch.Tensor) -> Callable:
+    """The score_mod that adds bias (B, H, Sq, Skv). One trace serves every shape; the kernel's text shows which strides are 0."""
+
+    def add_bias(score, b, h, q_idx, kv_idx):
+        return score + bias[b, h, q_idx, kv_idx]
+
+    return add_bias
+
+
+def _expanded(bias: torch.Tensor, shape: tuple[int, int, int, int]) -> torch.Tensor:
+    """A view of `bias` with `shape`, (B, H, Sq, Skv): what it has once gets stride 0."""
+    _check_rank("bias", bias, "(B, H, Sq, Skv)")
+    if not bias.dtype.is_floating_point:
+        raise TypeError(f"bias must have a floating-point dtype, got {bias.dtype}; it is added to the scores: -inf hides a position")
+    if any(have not in (1, want) for have, want in zip(bias.shape, shape, strict=True)):
+        raise ValueError(f"bias of shape {_shape(bias)} does not broadcast to the scores (B, H, Sq, Skv) = {shape}; each extent must be "
+                         "that or 1")
+    return bias.expand(shape)
+
+
+@functools.lru_cache(maxsize=64)
+def _causal_block_mask(Sq: int, Skv: int, device: torch.device, block_size: int) -> BlockMask:
+    """The causal mask, made once. Not as inference tensors, though the first call may come in inference mode: later ones may train."""
+    with torch.inference_mode(False):
+        return create_block_mask(causal_mask, None, None, Sq, Skv, device, block_size)
+
+
+def _check_rank(name: str, tensor, layout: str) -> None:
+    """A tensor with the rank of `layout`, and with the extent that it gives as a number."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor of shape {layout}, got {type(tensor).__name__}")
+    extents = layout.strip("()").split(", ")
+    if tensor.dim() != len(extents) or any(e.isdigit() and int(e) != n for e, n in zip(extents, tensor.shape, strict=True)):
+        raise ValueError(f"{name} must have shape {layout}, got {_shape(tensor)}")
+
+
+def _check_together(q_name: str, q: torch.Tensor, name: str, packed: torch.Tensor, shape: torch.Size) -> None:
+    """Do keys or values of `shape` (B, Skv, Hkv, D), which lie in `packed`, fit to the queries in `q`?"""
+    shapes = f"got {_shape(q)}" if q is packed else f"got {q_name} {_shape(q)} and {name} {_shape(packed)}"
+    if not torch.is_autocast_enabled(q.device.type):  # which converts them
+        if packed.dtype != q.dtype:
+            raise TypeError(f"{q_name} and {name} must have the same dtype, got {q.dtype} and {packed.dtype}; convert one with .to(...)")
+        if q.dtype not in DTYPES:
+            raise TypeError(f"{q_name} has dtype {q.dtype}; supported are float16, bfloat16 and float32. Convert it with .to(...)")
+    if packed.device != q.device:
+        raise ValueError(f"{q_name} is on {q.device} but {name} is on {packed.device}; move one with .to(...)")
+    B, H, D = q.shape[0], q.shape[-2], q.shape[-1]
+    if shape[0] != B:
+        raise ValueError(f"{q_name} and {name} must have the same batch size, {shapes}")
+    if shape[3] != D:
+        raise ValueError(f"{q_name} and {name} must have the same head dim, {shapes}")
+    if D == 0 or D > MAX_HEAD_DIM:
+        raise NotImplementedError(f"{q_name} has head dim {D}; supported are 1 to {MAX_HEAD_DIM}, {shapes}")
+    if shape[2] != H and (shape[2] == 0 or H % shape[2]):
+        raise ValueError(f"{q_name}'s number of heads must be a multiple of {name}'s, {shapes}")
+
+
+def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)
