@@ -81,8 +81,8 @@ def _attention(q, k, v, bias, causal, softmax_scale) -> torch.Tensor:
     """flex_attention on the (B, H, S, D) views of tensors that fit together."""
     score_mod = block_mask = None
     if bias is not None:
-        B, Sq, H, _ = q.shape
-        score_mod = _add(_expanded(bias, (B, H, Sq, k.shape[1])))
+        _check_bias(bias, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
+        score_mod = _add(bias)
     if causal:
         block_mask = _causal_block_mask(q.shape[1], k.shape[1], q.device, DEFAULT_BLOCK_SIZE)
     out = flex_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), score_mod, block_mask, softmax_scale, enable_gqa=True)
@@ -90,23 +90,24 @@ def _attention(q, k, v, bias, causal, softmax_scale) -> torch.Tensor:
 
 
 def _add(bias: torch.Tensor) -> Callable:
-    """The score_mod that adds bias (B, H, Sq, Skv). One trace serves every shape; the kernel's text shows which strides are 0."""
+    """The score_mod that adds bias: captured without its extents of 1, and indexed along the others only."""
+    varies = tuple(n != 1 for n in bias.shape)
+    bias = bias.squeeze()
 
     def add_bias(score, b, h, q_idx, kv_idx):
-        return score + bias[b, h, q_idx, kv_idx]
+        return score + bias[tuple(i for i, used in zip((b, h, q_idx, kv_idx), varies, strict=True) if used)]
 
     return add_bias
 
 
-def _expanded(bias: torch.Tensor, shape: tuple[int, int, int, int]) -> torch.Tensor:
-    """A view of `bias` with `shape`, (B, H, Sq, Skv): what it has once gets stride 0."""
+def _check_bias(bias: torch.Tensor, shape: tuple[int, int, int, int]) -> None:
+    """Does bias broadcast to scores of `shape`, (B, H, Sq, Skv)?"""
     _check_rank("bias", bias, "(B, H, Sq, Skv)")
     if not bias.dtype.is_floating_point:
         raise TypeError(f"bias must have a floating-point dtype, got {bias.dtype}; it is added to the scores: -inf hides a position")
     if any(have not in (1, want) for have, want in zip(bias.shape, shape, strict=True)):
         raise ValueError(f"bias of shape {_shape(bias)} does not broadcast to the scores (B, H, Sq, Skv) = {shape}; each extent must be "
                          "that or 1")
-    return bias.expand(shape)
 
 
 @functools.lru_cache(maxsize=64)
