@@ -118,6 +118,9 @@ def apply(row: ops.Op, args: tuple, kwargs: dict) -> Sym:
         simple = _simple_power(*operands)
         if simple is not None:
             return simple
+    shorter = trace.simplified(row.name, operands)
+    if shorter is not None:
+        return Sym(shorter)
     dtype = result_dtype(row, operands)
     if isinstance(row.triton, dict) and row.operands == "result" and ops.kind(dtype) not in row.triton:
         raise trace.error(f"{row.name} of {dtype}", "Convert an operand first, for example with .int().")
@@ -343,7 +346,7 @@ _SPECIAL_METHODS = {
     "zeros_like": _like(0), "ones_like": _like(1), "full_like": _full_like,
     "new_zeros": _new(0), "new_ones": _new(1), "new_full": _new_full, "view": _reshape, "reshape": _reshape,
     "new_tensor": lambda s, value, dtype=None, **_: _literal_tensor(value, dtype or s.dtype),
-    **{name: lambda symbol, *_, **__: symbol for name in ("clone", "contiguous", "detach", "squeeze")},
+    **{name: lambda symbol, *_, **__: symbol for name in ("clone", "contiguous", "squeeze")},
 }
 _method_names = {getattr(home, name): name for name in (*_SPECIAL_METHODS, *_CASTS) for home in (torch.Tensor, torch)
                  if callable(getattr(home, name, None)) and not isinstance(getattr(home, name), torch.dtype)}

@@ -2,7 +2,7 @@
 
 An `Expr` is an operation of the op table (`codegen/ops.py`) or one of four leaves:
 
-    symbol    score, b, h, q_idx or kv_idx                                  attr = its name
+    symbol    score, b, h, q_idx or kv_idx; grad in derivatives             attr = its name
     literal   a number written in the mod                                   attr = the number
     scalar    a number known at launch (captured, or computed from those)   attr = index into ModGraph.scalars
     load      one element of a captured tensor, args = one index per dim    attr = index into ModGraph.tensors
@@ -12,6 +12,7 @@ An `Expr` is an operation of the op table (`codegen/ops.py`) or one of four leav
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -49,15 +50,22 @@ class Expr:
         return self.op == "literal"
 
 
-class ExprTable:
-    """Makes nodes, one object per distinct expression (hash-consing), so that lowering computes each value once."""
+def _key(op, args, dtype, attr, weak) -> tuple:
+    # repr keeps 1, 1.0, True, 0.0 and -0.0 apart, and makes nan equal to itself.
+    return op, tuple(id(a) for a in args), dtype, repr(attr), weak
 
-    def __init__(self) -> None:
-        self._nodes: dict[tuple, Expr] = {}
+
+class ExprTable:
+    """Makes nodes, one object per distinct expression (hash-consing), so that lowering computes each value once.
+
+    `nodes` are there from the start: the nodes of a graph that is continued.
+    """
+
+    def __init__(self, nodes: Iterable[Expr] = ()) -> None:
+        self._nodes: dict[tuple, Expr] = {_key(n.op, n.args, n.dtype, n.attr, n.weak): n for n in nodes}
 
     def make(self, op, args, dtype, attr=None, weak=False, source=None) -> Expr:
-        # repr keeps 1, 1.0, True, 0.0 and -0.0 apart, and makes nan equal to itself.
-        key = (op, tuple(id(a) for a in args), dtype, repr(attr), weak)
+        key = _key(op, args, dtype, attr, weak)
         node = self._nodes.get(key)
         if node is None:
             node = self._nodes[key] = Expr(op, tuple(args), dtype, attr, weak, source)
@@ -122,7 +130,7 @@ def value_range(node: Expr, symbols: dict | None = None, scalars: tuple = ()) ->
     scalars   values of ModGraph.scalars, where they are known
     """
     if node.op == "symbol":
-        return (0, (symbols or {}).get(node.attr, INDEX_BOUND - 1)) if node.attr != "score" else UNKNOWN
+        return (0, (symbols or {}).get(node.attr, INDEX_BOUND - 1)) if node.attr in MASK_SYMBOLS else UNKNOWN
     if node.op == "literal":
         return (node.attr, node.attr) if isinstance(node.attr, (int, bool)) else UNKNOWN
     if node.op == "scalar" and scalars and isinstance(scalars[node.attr], int):
@@ -160,4 +168,5 @@ _RANGE_RULES = {
     "minimum": lambda a, b: (min(a[0], b[0]), min(a[1], b[1])),
     "maximum": lambda a, b: (max(a[0], b[0]), max(a[1], b[1])),
     "cast": lambda a: a,
+    "detach": lambda a: a,
 }

@@ -112,7 +112,7 @@ class _Printer:
         have, want = compute_dtype(node.dtype), compute_dtype(dtype)
         if node.is_literal:
             value = node.attr
-            value = float(value) if kind(dtype) == "float" else bool(value) if kind(dtype) == "bool" else _wrapped(value, dtype)
+            value = float(value) if kind(dtype) == "float" else bool(value) if kind(dtype) == "bool" else wrapped(value, dtype)
             return literal_text(value)
         if have == want or (node.op == "scalar" and kind(node.dtype) == "int" and want == "tl.int32"):
             return text  # captured ints come in as int32, or as int64 if they are that large
@@ -178,17 +178,7 @@ class _Printer:
 
     def operation(self, node: Expr) -> str:
         row = OPS[node.op]
-        kinds = [a.dtype for a in node.args]
-        if row.operands == "result":
-            wanted = [node.dtype] * len(kinds)
-        elif row.operands == "float":
-            wanted = [torch.float32] * len(kinds)
-        elif row.operands == "bool":
-            wanted = [torch.bool] * len(kinds)
-        elif row.operands == "where":
-            wanted = [torch.bool, node.dtype, node.dtype]
-        else:
-            wanted = [common_dtype(node.args)] * len(kinds)
+        wanted = operand_dtypes(node)
         operands = [self.operand(a, w) for a, w in zip(node.args, wanted, strict=True)]
         spelling = row.approximate.get((self.target.backend, self.target.precision))
         if spelling is None:
@@ -249,6 +239,15 @@ class _Printer:
         return found[id(root)]
 
 
+def operand_dtypes(node: Expr) -> list[torch.dtype]:
+    """What the operands of an operation are converted to first."""
+    how = OPS[node.op].operands
+    if how == "where":
+        return [torch.bool, node.dtype, node.dtype]
+    dtype = {"result": node.dtype, "float": torch.float32, "bool": torch.bool}.get(how) or common_dtype(node.args)
+    return [dtype] * len(node.args)
+
+
 def common_dtype(operands: tuple[Expr, ...]) -> torch.dtype:
     """The dtype in which operands are compared: torch's own rule for tensors; Python's numbers keep their value.
 
@@ -267,10 +266,10 @@ def _dtype_holding(number: Expr, dtype: torch.dtype) -> torch.dtype:
     """An integer dtype in which a Python int keeps its value, `dtype` itself if possible."""
     if not number.is_literal:
         return torch.int32
-    return next((t for t in (dtype, torch.int32) if kind(t) == "int" and _wrapped(number.attr, t) == number.attr), torch.int64)
+    return next((t for t in (dtype, torch.int32) if kind(t) == "int" and wrapped(number.attr, t) == number.attr), torch.int64)
 
 
-def _wrapped(value: int, dtype: torch.dtype) -> int:
+def wrapped(value: int, dtype: torch.dtype) -> int:
     """An integer as it is in an integer dtype: what does not fit wraps around."""
     low, bits = torch.iinfo(dtype).min, torch.iinfo(dtype).bits
     return (int(value) - low) % (1 << bits) + low

@@ -9,12 +9,13 @@ Columns of a row (`Op`):
     triton       the Triton spelling, `{0}` `{1}` `{2}` for the operands; or one spelling per kind of operand
                  ("float", "int", "bool")
     operands     what operands are converted to first: "result" dtype, "float" (float32), "common" (their common dtype), "bool"
-                 or "as_is" ("where": the first as it is, the others to the result dtype)
+                 or "where" (the first "bool", the others to the "result" dtype)
     approximate  spellings used instead for a (target, attention dtype): faster, and exact to that dtype's own rounding
     plainer      a shorter spelling and when it means the same: rule(result's dtype, (low, high) of each operand)
     expand       instead of `triton`: a function that writes the row in terms of other rows
-    derivative   one function per operand, (result's gradient, operands..., result) -> operand's gradient   [gradients issue]
-    interval     bounds of the result from bounds of the operands                                             [masks issue]
+    derivative   one function per operand, (result's gradient, operands..., result) -> operand's gradient, by torch.autograd's
+                 conventions and written as in a mod; None for an operand whose gradient is zero, nothing where all are
+    interval     bounds of the result from bounds of the operands; not filled yet
 
 Helpers named in a spelling (`floor_div_int`) are printed into the kernel from templates/_helpers.jinja.
 """
@@ -43,7 +44,7 @@ class Op:
     approximate: dict[tuple[str, str], str] = field(default_factory=dict)
     plainer: tuple[str, Callable] | None = None
     expand: Callable | None = None
-    derivative: tuple[Callable | None, ...] | None = None
+    derivative: tuple[Callable | None, ...] = ()
     interval: Callable | None = None
 
     @property
@@ -89,7 +90,9 @@ def _is_integral(x) -> bool:
 
 
 def _softplus(x, beta=1, threshold=20):
-    return torch.where(x * beta > threshold, x, torch.log1p(torch.exp(x * beta)) / beta)
+    scaled = x * beta
+    linear = scaled > threshold
+    return torch.where(linear, x, torch.log1p(torch.exp(torch.where(linear, 0.0, scaled))) / beta)  # no overflow, no 0 * inf
 
 
 def _gelu(x, approximate="none"):
@@ -102,7 +105,7 @@ def _gelu(x, approximate="none"):
 
 
 def _logsigmoid(x):
-    return torch.where(x < 0, x, 0.0) - torch.log1p(torch.exp(-torch.abs(x)))
+    return torch.minimum(x, torch.zeros_like(x)) - torch.log1p(torch.exp(-torch.abs(x)))  # at 0 the derivatives are 1/2 and 0
 
 
 def _isinf(x):
@@ -143,6 +146,19 @@ def _elementwise(name: str, *more: str) -> tuple[str, ...]:
     return (f"torch.{name}", f"Tensor.{name}", *more)
 
 
+def _split(g, other, tie):
+    """The gradient of one operand of minimum or maximum: none where the `other` is taken, half where they are equal."""
+    return torch.where(other, 0.0, torch.where(tie, 0.5 * g, g))
+
+
+def _pow_base(g, x, y, r):
+    return torch.where(y == 0, 0.0, g * (y * x ** (y - 1)))
+
+
+def _pow_exponent(g, x, y, r):
+    return torch.where((x == 0) & (y >= 0), 0.0, g * (r * torch.log(x.float())))
+
+
 def _is_natural_division(dtype: torch.dtype, dividend: tuple, divisor: tuple) -> bool:
     """Triton's // and % round towards zero, which agrees with torch's rounding down here."""
     return kind(dtype) == "int" and dividend[0] >= 0 and divisor[0] >= 1
@@ -152,9 +168,10 @@ def _is_short_shift(dtype: torch.dtype, _, amount: tuple) -> bool:
     return amount[0] >= 0 and amount[1] < torch.iinfo(dtype).bits
 
 
-def _unary(name: str, triton, *more: str, operands: str = "float", **columns) -> Op:
+def _unary(name: str, triton, *more: str, operands: str = "float", derivative: Callable | None = None, **columns) -> Op:
     function = getattr(torch, name, None) or getattr(torch.special, name)
-    return Op(name, function, _elementwise(name, f"special.{name}", *more), triton, operands, **columns)
+    spellings = _elementwise(name, f"special.{name}", *more)
+    return Op(name, function, spellings, triton, operands, derivative=(derivative,) if derivative else (), **columns)
 
 
 def _compare(name: str, symbol: str, *more: str) -> Op:
@@ -164,54 +181,67 @@ def _compare(name: str, symbol: str, *more: str) -> Op:
 
 _ROWS = [
     # arithmetic
-    Op("add", operator.add, (), {"float": "{0} + {1}", "int": "{0} + {1}", "bool": "{0} | {1}"}),
-    Op("sub", operator.sub, (), "{0} - {1}"),
+    Op("add", operator.add, (), {"float": "{0} + {1}", "int": "{0} + {1}", "bool": "{0} | {1}"},
+       derivative=(lambda g, *_: g, lambda g, *_: g)),
+    Op("sub", operator.sub, (), "{0} - {1}", derivative=(lambda g, *_: g, lambda g, *_: -g)),
     Op("mul", operator.mul, _elementwise("mul", "torch.multiply", "Tensor.multiply"),
-       {"float": "{0} * {1}", "int": "{0} * {1}", "bool": "{0} & {1}"}),
-    Op("div", operator.truediv, (), "{0} / {1}", "float"),
+       {"float": "{0} * {1}", "int": "{0} * {1}", "bool": "{0} & {1}"},
+       derivative=(lambda g, x, y, r: g * y, lambda g, x, y, r: g * x)),
+    Op("div", operator.truediv, (), "{0} / {1}", "float",
+       derivative=(lambda g, x, y, r: g / y, lambda g, x, y, r: -(g / y) * r)),
     Op("floor_divide", operator.floordiv, _elementwise("floor_divide"),
        {"float": "floor_div_float({0}, {1})", "int": "floor_div_int({0}, {1})"},
        plainer=("{0} // {1}", _is_natural_division)),
     Op("div_trunc", _div_trunc, (), {"float": "libdevice.trunc(tl.div_rn({0}, {1}))", "int": "{0} // {1}"}),
     Op("remainder", operator.mod, _elementwise("remainder"),
        {"float": "floor_mod_float({0}, {1})", "int": "floor_mod_int({0}, {1})"},
-       plainer=("{0} % {1}", _is_natural_division)),
-    Op("fmod", torch.fmod, _elementwise("fmod"), {"float": "libdevice.fmod({0}, {1})", "int": "{0} % {1}"}),
+       plainer=("{0} % {1}", _is_natural_division),
+       derivative=(lambda g, *_: g, lambda g, x, y, r: -g * (x // y))),
+    Op("fmod", torch.fmod, _elementwise("fmod"), {"float": "libdevice.fmod({0}, {1})", "int": "{0} % {1}"},
+       derivative=(lambda g, *_: g, lambda g, x, y, r: -g * _div_trunc(x, y))),
     Op("pow", operator.pow, _elementwise("pow"),
-       {"float": "libdevice.pow({0}, {1})", "int": "int_pow({0}, {1})"}),
+       {"float": "libdevice.pow({0}, {1})", "int": "int_pow({0}, {1})"},
+       derivative=(_pow_base, _pow_exponent)),
     Op("neg", operator.neg, _elementwise("neg", "torch.negative", "Tensor.negative"),
-       {"float": "{0} * -1.0", "int": "-{0}"}),  # Triton's -x is 0 - x, which loses the sign of zero
-    _unary("abs", "tl.abs({0})", "torch.absolute", "Tensor.absolute", "operator.abs", operands="result"),
+       {"float": "{0} * -1.0", "int": "-{0}"},  # Triton's -x is 0 - x, which loses the sign of zero
+       derivative=(lambda g, *_: -g,)),
+    _unary("abs", "tl.abs({0})", "torch.absolute", "Tensor.absolute", "operator.abs", operands="result",
+           derivative=lambda g, x, r: g * torch.sign(x)),
     _unary("sign", {"float": "sign_float({0})", "int": "sign_int({0})", "bool": "{0}"}, operands="result"),
     Op("minimum", torch.minimum, _elementwise("minimum"),
        {"float": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)", "int": "tl.minimum({0}, {1})",
-        "bool": "{0} & {1}"}),
+        "bool": "{0} & {1}"},
+       derivative=(lambda g, x, y, r: _split(g, x > y, x == y), lambda g, x, y, r: _split(g, y > x, x == y))),
     Op("maximum", torch.maximum, _elementwise("maximum"),
        {"float": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)", "int": "tl.maximum({0}, {1})",
-        "bool": "{0} | {1}"}),
+        "bool": "{0} | {1}"},
+       derivative=(lambda g, x, y, r: _split(g, x < y, x == y), lambda g, x, y, r: _split(g, y < x, x == y))),
     Op("atan2", torch.atan2, _elementwise("atan2", "torch.arctan2", "Tensor.arctan2"),
-       "libdevice.atan2({0}, {1})", "float"),
+       "libdevice.atan2({0}, {1})", "float",
+       derivative=(lambda g, y, x, r: g * (x / (x * x + y * y)), lambda g, y, x, r: g * (-y / (x * x + y * y)))),
     # exponentials, roots and circular functions
-    _unary("exp", "tl.exp({0})"),
-    _unary("exp2", "tl.exp2({0})"),
-    _unary("expm1", "libdevice.expm1({0})"),
-    _unary("log", "tl.log({0})"),
-    _unary("log2", "tl.log2({0})"),
-    _unary("log1p", "libdevice.log1p({0})"),
-    _unary("sqrt", "tl.sqrt({0})"),
-    _unary("rsqrt", "tl.rsqrt({0})"),
-    _unary("sin", "tl.sin({0})"),
-    _unary("cos", "tl.cos({0})"),
-    _unary("tan", "libdevice.tan({0})"),
-    _unary("atan", "libdevice.atan({0})", "torch.arctan", "Tensor.arctan"),
-    _unary("erf", "tl.erf({0})"),
-    _unary("sigmoid", "tl.sigmoid({0})", "F.sigmoid", "special.expit"),
+    _unary("exp", "tl.exp({0})", derivative=lambda g, x, r: g * r),
+    _unary("exp2", "tl.exp2({0})", derivative=lambda g, x, r: g * r * math.log(2)),
+    _unary("expm1", "libdevice.expm1({0})", derivative=lambda g, x, r: g * (r + 1)),
+    _unary("log", "tl.log({0})", derivative=lambda g, x, r: g / x),
+    _unary("log2", "tl.log2({0})", derivative=lambda g, x, r: g / (x * math.log(2))),
+    _unary("log1p", "libdevice.log1p({0})", derivative=lambda g, x, r: g / (x + 1)),
+    _unary("sqrt", "tl.sqrt({0})", derivative=lambda g, x, r: g / (2 * r)),
+    _unary("rsqrt", "tl.rsqrt({0})", derivative=lambda g, x, r: -0.5 * g * r**3),
+    _unary("sin", "tl.sin({0})", derivative=lambda g, x, r: g * torch.cos(x)),
+    _unary("cos", "tl.cos({0})", derivative=lambda g, x, r: g * -torch.sin(x)),
+    _unary("tan", "libdevice.tan({0})", derivative=lambda g, x, r: g * (1 + r * r)),
+    _unary("atan", "libdevice.atan({0})", "torch.arctan", "Tensor.arctan", derivative=lambda g, x, r: g / (1 + x * x)),
+    _unary("erf", "tl.erf({0})", derivative=lambda g, x, r: g * torch.exp(-(x * x)) * (2 / math.sqrt(math.pi))),
+    _unary("sigmoid", "tl.sigmoid({0})", "F.sigmoid", "special.expit", derivative=lambda g, x, r: g * ((1 - r) * r)),
     # libdevice's tanh costs more than the whole attention around it. PTX tanh.approx is one instruction with relative
     # error 2**-11, below bfloat16's rounding (2**-9); the form by exp2 is good to float32's rounding of 1.
     _unary("tanh", "libdevice.tanh({0})", "F.tanh",
            approximate={("cuda", "bfloat16"): "tanh_approx({0})", ("cuda", "float16"): "tanh_by_exp2({0})",
-                        ("hip", "bfloat16"): "tanh_by_exp2({0})", ("hip", "float16"): "tanh_by_exp2({0})"}),
-    # rounding
+                        ("hip", "bfloat16"): "tanh_by_exp2({0})", ("hip", "float16"): "tanh_by_exp2({0})"},
+           derivative=lambda g, x, r: g * (1 - r * r)),
+    # without a derivative
+    _unary("detach", "{0}", operands="result"),
     _unary("floor", {"float": "tl.floor({0})", "int": "{0}"}, operands="result"),
     _unary("ceil", {"float": "tl.ceil({0})", "int": "{0}"}, operands="result"),
     _unary("trunc", {"float": "libdevice.trunc({0})", "int": "{0}"}, "torch.fix", "Tensor.fix", operands="result"),
@@ -235,7 +265,8 @@ _ROWS = [
     Op("logical_or", torch.logical_or, _elementwise("logical_or"), "{0} | {1}", "bool"),
     Op("logical_xor", torch.logical_xor, _elementwise("logical_xor"), "{0} ^ {1}", "bool"),
     Op("logical_not", torch.logical_not, _elementwise("logical_not"), "{0} == 0", "bool"),
-    Op("where", torch.where, (), "tl.where({0}, {1}, {2})", "where"),
+    Op("where", torch.where, (), "tl.where({0}, {1}, {2})", "where",
+       derivative=(None, lambda g, c, x, y, r: torch.where(c, g, 0.0), lambda g, c, x, y, r: torch.where(c, 0.0, g))),
     # written in terms of the rows above
     Op("add_alpha", torch.add, _elementwise("add"), expand=_add),
     Op("sub_alpha", torch.sub, _elementwise("sub", "torch.subtract", "Tensor.subtract"), expand=_sub),

@@ -7,6 +7,7 @@ from __future__ import annotations
 import linecache
 import operator
 import sys
+from contextlib import contextmanager
 
 import torch
 
@@ -16,15 +17,41 @@ from .expr import Expr, ExprTable, ScalarCapture, SourceLine, TensorCapture
 
 
 class Run:
-    """The state of one tracing run."""
+    """What operations on symbols need while they become nodes: the table of nodes, and whom to blame for an error."""
 
     current: Run | None = None
 
+    def __init__(self, kind: str, table: ExprTable) -> None:
+        self.kind, self.table = kind, table
+
+    @contextmanager
+    def active(self):
+        """Operations on symbols belong to this run."""
+        previous, Run.current = Run.current, self
+        try:
+            yield self
+        finally:
+            Run.current = previous
+
+    def source(self) -> SourceLine | None:
+        """The user's line that a new node comes from."""
+        return None
+
+    def simplified(self, op: str, operands: list[Expr]) -> Expr | None:
+        """A shorter expression for a new node; None if there is none."""
+        return None
+
+    def error(self, problem: str, remedy: str = "") -> ModError:
+        return mod_error(problem, remedy, self.source(), self.kind)
+
+
+class TracingRun(Run):
+    """The state of one tracing run."""
+
     def __init__(self, mod, kind: str) -> None:
-        self.kind = kind
+        super().__init__(kind, ExprTable())
         self.program = HostProgram(mod)
         self.reader = CaptureReader(self.program)
-        self.table = ExprTable()
         self.tensors: dict[int, TensorCapture] = {}  # host node -> capture
         self.scalars: dict[int, ScalarCapture] = {}
         self._names: set[str] = set()
@@ -62,9 +89,6 @@ class Run:
                 return SourceLine(file, line, linecache.getline(file, line).strip())
             frame = frame.f_back
         return None
-
-    def error(self, problem: str, remedy: str = "") -> ModError:
-        return mod_error(problem, remedy, self.source(), self.kind)
 
 
 def mod_error(problem: str, remedy: str, source: SourceLine | None, kind: str) -> ModError:

@@ -18,7 +18,7 @@ from .capture import HostProgram
 from .dispatch import Mode, to_expr
 from .errors import ModError
 from .expr import MASK_SYMBOLS, SCORE_SYMBOLS, Expr, ModGraph, SourceLine, walk
-from .symbols import Run, Sym, TensorView, mod_error
+from .symbols import Sym, TensorView, TracingRun, mod_error
 
 _SIGNATURES = {"score": f"score_mod({', '.join(SCORE_SYMBOLS)})", "mask": f"mask_mod({', '.join(MASK_SYMBOLS)})"}
 
@@ -71,11 +71,10 @@ def trace(mod, kind: str) -> Traced:
     if not callable(mod):
         raise TypeError(f"{kind}_mod must be a function, got {type(mod).__name__}")
     _check_parameters(mod, kind)
-    run = Run(mod, kind)
+    run = TracingRun(mod, kind)
     names = SCORE_SYMBOLS if kind == "score" else MASK_SYMBOLS
     symbols = [Sym(run.table.make("symbol", (), torch.float32 if n == "score" else torch.int32, attr=n)) for n in names]
-    previous, Run.current = Run.current, run
-    try:
+    with run.active():
         tracked = run.reader.root(mod)
         with Mode():
             try:
@@ -83,8 +82,6 @@ def trace(mod, kind: str) -> Traced:
             except TypeError as error:  # Python's or torch's own words, with the user's line
                 raise mod_error(str(error).strip(), "", _line_of(error, run), kind) from error
         expr = _checked_result(result, run)
-    finally:
-        Run.current = previous
     nodes = walk(expr)
     code = next(iter(run.reader.codes), None) if not isinstance(mod, types.FunctionType) else mod.__code__
     origin = SourceLine(code.co_filename, code.co_firstlineno, "") if code else None
@@ -96,7 +93,7 @@ def trace(mod, kind: str) -> Traced:
     return Traced(graph, run.program)
 
 
-def _line_of(error: Exception, run: Run) -> SourceLine | None:
+def _line_of(error: Exception, run: TracingRun) -> SourceLine | None:
     """The innermost line of the user's code that an error has passed."""
     found, step = None, error.__traceback__
     while step is not None:
@@ -107,7 +104,7 @@ def _line_of(error: Exception, run: Run) -> SourceLine | None:
     return found
 
 
-def _checked_result(result, run: Run) -> Expr:
+def _checked_result(result, run: TracingRun) -> Expr:
     where = run.kind + "_mod"
     if isinstance(result, (tuple, list, dict, str)) or result is None:
         got = "nothing (a `return` is missing)" if result is None else f"a {type(result).__name__}"
@@ -125,7 +122,7 @@ def _checked_result(result, run: Run) -> Expr:
     return expr
 
 
-def _result_error(run: Run, problem: str, remedy: str, source: SourceLine | None = None) -> ModError:
+def _result_error(run: TracingRun, problem: str, remedy: str, source: SourceLine | None = None) -> ModError:
     if source is None:
         code = getattr(run.program.root, "__code__", None)
         if code is not None:

@@ -48,6 +48,7 @@ FORMS = {
     "silu": ("F.silu({0})",),
     "softplus": ("F.softplus({0})", "F.softplus({0}, 2, 5)"),
     "logsigmoid": ("F.logsigmoid({0})",),
+    "detach": ("{0}.detach()",),
 }
 ALL_FORMS = [(name, form) for name, forms in FORMS.items() for form in forms]
 # Floating-point results that are exact, not rounded

@@ -1,0 +1,112 @@
+"""Derivatives of a score_mod: reverse mode on the traced graph.
+
+`differentiate` walks the graph from its result to its leaves and applies the op table's `derivative` column. The derivatives are
+traced like a mod, into the table of the graph's own nodes: what they need of the forward computation is the same object, which
+lowering computes once, and a node of theirs leads back to the user's line whose derivative it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .dispatch import cast
+from .expr import Expr, ExprTable, ModGraph, SourceLine, walk
+from .ops import OPS
+from .symbols import Run, Sym
+
+
+@dataclass(frozen=True, eq=False)
+class GradGraph:
+    """Derivatives of a loss at one position, in float32, by the leaf `grad`: the loss's derivative in the mod's result.
+
+    score   in the score; None if the result does not depend on it (or only through steps: comparisons, floor, casts to integers)
+    loads   (load of the graph, derivative in the value loaded), for every wanted load with a derivative
+    """
+
+    score: Expr | None
+    loads: tuple[tuple[Expr, Expr], ...]
+
+
+def differentiate(graph: ModGraph, wanted: frozenset[int]) -> GradGraph:
+    """The derivatives of a score_mod's result in the score, and in what it loads of the `wanted` tensors (indices of graph.tensors)."""
+    nodes = walk(graph.result)
+    varies = _differentiable(nodes, wanted)
+    run = _GradientRun(graph.kind, ExprTable(nodes))
+    gradients: dict[int, Expr] = {}
+    if id(graph.result) in varies:
+        gradients[id(graph.result)] = run.table.make("symbol", (), torch.float32, attr="grad", source=graph.result.source)
+    with run.active():
+        for node in reversed(nodes):
+            if id(node) not in gradients:
+                continue
+            run.line = node.source
+            g, operands = Sym(gradients[id(node)]), [Sym(a) for a in node.args]
+            for operand, rule in zip(node.args, _rules(node), strict=True):
+                if rule is None or id(operand) not in varies:
+                    continue
+                more = rule(g, *operands, Sym(node))
+                if not _is(more.expr, 0):
+                    sofar = gradients.get(id(operand))
+                    gradients[id(operand)] = more.expr if sofar is None else (Sym(sofar) + more).expr
+        found = {id(n): cast(Sym(gradients[id(n)]), torch.float32).expr
+                 for n in nodes if n.op in ("symbol", "load") and id(n) in gradients}
+    score = next((n for n in nodes if n.op == "symbol" and n.attr == "score"), None)
+    loads = tuple((n, found[id(n)]) for n in nodes if n.op == "load" and id(n) in found)
+    return GradGraph(found.get(id(score)), loads)
+
+
+def _rules(node: Expr) -> tuple:
+    """How the gradient of a node passes to each of its operands."""
+    if node.op == "cast":
+        return (lambda g, *_: g,)
+    derivative = OPS[node.op].derivative if node.op in OPS else ()
+    return derivative or (None,) * len(node.args)
+
+
+def _differentiable(nodes: list[Expr], wanted: frozenset[int]) -> set[int]:
+    """The nodes that vary, in floating point, with the score or with a wanted load."""
+    found: set[int] = set()
+    for node in nodes:
+        if not node.dtype.is_floating_point:
+            continue
+        if node.op in ("symbol", "load"):
+            varies = node.attr in wanted if node.op == "load" else node.attr == "score"
+        else:
+            varies = any(rule and id(a) in found for a, rule in zip(node.args, _rules(node), strict=True))
+        if varies:
+            found.add(id(node))
+    return found
+
+
+class _GradientRun(Run):
+    """Nodes of derivatives: simplified, and marked with the line of the forward node at hand."""
+
+    line: SourceLine | None = None
+
+    def source(self) -> SourceLine | None:
+        return self.line
+
+    def simplified(self, op: str, operands: list[Expr]) -> Expr | None:
+        if op == "where" and operands[0].is_literal:
+            return operands[1] if operands[0].attr else operands[2]
+        if op == "neg" and operands[0].op == "neg":
+            return operands[0].args[0]
+        if len(operands) != 2 or all(o.is_literal for o in operands):
+            return None
+        x, y = operands
+        if op == "mul" and (_is(x, 0) or _is(y, 0)):
+            return self.table.make("literal", (), torch.float32, attr=0.0)
+        if op == "pow" and _is(y, 0):
+            return self.table.make("literal", (), torch.float32, attr=1.0)
+        neutral = {"add": 0, "sub": 0, "mul": 1, "div": 1, "pow": 1}.get(op)
+        if neutral is None:
+            return None
+        if _is(y, neutral) and x.dtype.is_floating_point:
+            return x
+        return y if op in ("add", "mul") and _is(x, neutral) and y.dtype.is_floating_point else None
+
+
+def _is(node: Expr, number: int) -> bool:
+    return node.is_literal and node.attr == number
