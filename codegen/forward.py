@@ -69,7 +69,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sco
 
     geometry = geometry_of(q.element_size(), (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride()), out.stride())
     extents = (Z, Hq, Q_LEN, KV_LEN)
-    arch = _architecture(q.device)
+    arch = architecture_of(q.device)
     use_tma = geometry.tma and wants_tma(options, q.dtype, arch) and k.data_ptr() % 16 == 0 and v.data_ptr() % 16 == 0
     blocks = Blocks(lists.full_kv_indices is not None, lists.q_block, lists.kv_block, lists.interior) if lists else None
     case = ForwardCase(q.dtype, D_QK, D_V, geometry.units, geometry.aligned, use_tma, blocks, options, scale > 0, output_max,
@@ -115,6 +115,7 @@ def _launch(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rest:
             plan.tile = next_smaller(tile)
 
 
-def _architecture(device: torch.device) -> str:
+def architecture_of(device: torch.device) -> str:
+    """The row of the tile tables for a device."""
     backend = backend_of(device.type)
     return architecture(backend, capability_of(device) if backend == "cuda" else None)

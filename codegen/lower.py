@@ -39,12 +39,18 @@ class TensorLayout:
 
 @dataclass(frozen=True, slots=True)
 class Snippet:
-    """Statements that compute a mod, and what they need around them."""
+    """Statements that compute a mod, and what they need around them.
+
+    gradient_lines compute `gradients`, one text per gradient that was asked for; they may use the temporaries of `lines`.
+    """
 
     lines: tuple[str, ...]
     result: str
     helpers: tuple[str, ...]  # names of macros in templates/_helpers.jinja
     libdevice: bool
+    gradient_lines: tuple[str, ...] = ()
+    gradients: tuple[str, ...] = ()
+    places: tuple[tuple[str, str], ...] = ()  # per load that was asked for: where its gradient goes (offset, checks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +101,7 @@ class _Printer:
         self.libdevice = False
         self.text: dict[int, str] = {}
         self.count = 0
+        self.indices: dict[int, tuple[list[str], list[str]]] = {}  # per load: its indices and what must hold for them
         self.last_source: SourceLine | None = None
 
     def statement(self, text: str, source: SourceLine | None) -> str:
@@ -141,7 +148,7 @@ class _Printer:
     def load(self, node: Expr) -> str:
         capture, layout = self.graph.tensors[node.attr], self.layouts[node.attr]
         number = self.loads.index(node)
-        offset, checks = [], []
+        offset, checks, indices = [], [], []
         for dim, index in enumerate(node.args):
             text = self.text[id(index)]
             size = f"size_{capture.name}_{dim}"
@@ -154,6 +161,7 @@ class _Printer:
                 elif not text.isidentifier() and index.op != "literal":
                     text = self.statement(text, node.source)
                 checks.append(f"({text} < {size})")
+            indices.append(text)
             stride = layout.strides[dim]
             if stride == "0":  # what is checked must have the shape of the check
                 offset += [] if (number, dim) in layout.inside else [f"{_atom(text)} * 0"]
@@ -163,6 +171,7 @@ class _Printer:
             name = f"stride_{capture.name}_{dim}"
             name = f"({name} * {16 // capture.dtype.itemsize})" if stride == "v" else name
             offset.append(_atom(text) if stride == "1" else f"{_atom(text)} * {name}")
+        self.indices[id(node)] = indices, checks
         pointer = " + ".join([f"ptr_{capture.name}", *offset])
         loaded = f"tl.load({pointer}, mask={' & '.join(checks)}, other=0)" if checks else f"tl.load({pointer})"
         if node.dtype.is_floating_point and node.dtype != torch.float32:
@@ -194,9 +203,27 @@ class _Printer:
         return spelling.format(*(o if "(" in spelling and f"({{{i}}}" in spelling or f", {{{i}}}" in spelling else _atom(o)
                                  for i, o in enumerate(operands)))
 
-    def run(self, shape: str) -> Snippet:
-        nodes = walk(self.graph.result)
-        uses = Counter(id(a) for n in nodes for a in n.args)
+    def run(self, shape: str, gradients: tuple[Expr, ...], places: tuple[Expr, ...]) -> Snippet:
+        root = self.graph.result
+        forward = walk(root)
+        known = {id(n) for n in forward}
+        backward = [n for g in gradients for n in walk(g) if id(n) not in known and not known.add(id(n))]
+        uses = Counter(id(a) for n in (*forward, *backward) for a in n.args)
+        uses.update(id(g) for g in gradients)
+        if gradients:
+            uses[id(root)] += 1
+        self.print_nodes(forward, uses)
+        result = self.operand(root, torch.float32 if self.graph.kind == "score" else torch.bool)
+        result = self._full_tile(root, result, shape)
+        if not result.isidentifier():
+            result = self.statement(_strip(result), root.source)
+        lines, self.lines, self.last_source = self.lines, [], None
+        self.print_nodes(backward, uses)
+        found = tuple(self._full_tile(g, self.operand(g, torch.float32), shape) for g in gradients)
+        where = tuple(self._place(load) for load in places)
+        return Snippet(tuple(lines), result, tuple(self.helpers), self.libdevice, tuple(self.lines), found, where)
+
+    def print_nodes(self, nodes: list[Expr], uses: Counter) -> None:
         for node in nodes:
             if node.op == "symbol":
                 self.text[id(node)] = self.names[node.attr]
@@ -209,17 +236,20 @@ class _Printer:
                 if not text.isidentifier() and (uses[id(node)] > 1 or node.op == "load" or len(text) > _WIDTH):
                     text = self.statement(text, node.source)
                 self.text[id(node)] = text
-        root = self.graph.result
-        result = self.operand(root, torch.float32 if self.graph.kind == "score" else torch.bool)
-        result = self._full_tile(root, result, shape)
-        if not result.isidentifier():
-            result = self.statement(_strip(result), root.source)
-        return Snippet(tuple(self.lines), result, tuple(self.helpers), self.libdevice)
+
+    def _place(self, load: Expr) -> tuple[str, str]:
+        """The offset of a load's element in a gradient with strides grad_stride_*, and the checks that it lies inside."""
+        name = self.graph.tensors[load.attr].name
+        indices, checks = self.indices[id(load)]
+        strides = self.layouts[load.attr].strides
+        terms = [f"{_atom(text)}.to(tl.int64) * grad_stride_{name}_{dim}" if not text.isdigit() else f"{text} * grad_stride_{name}_{dim}"
+                 for dim, text in enumerate(indices) if strides[dim] != "0"]
+        return " + ".join(terms) or "0", " & ".join(checks)
 
     def _full_tile(self, root: Expr, text: str, shape: str) -> str:
         """A result that does not depend on every index is spread over the whole tile."""
         symbols = self._varies_with(root)
-        if "score" in symbols or {"q_idx", "kv_idx"} <= symbols:
+        if {"score", "grad"} & symbols or {"q_idx", "kv_idx"} <= symbols:
             return text
         dtype = "tl.float32" if self.graph.kind == "score" else "tl.int1"
         if {"q_idx", "kv_idx"} & symbols:
@@ -314,12 +344,14 @@ def _matches(text: str) -> bool:
 
 
 def lower(graph: ModGraph, names: dict[str, str], layouts: tuple[TensorLayout, ...], target: Target, *, prefix: str,
-          shape: str) -> Snippet:
+          shape: str, gradients: tuple[Expr, ...] = (), places: tuple[Expr, ...] = ()) -> Snippet:
     """Triton statements for a traced mod.
 
-    names     the kernel's names of the symbols: {"score": "score", "b": "b", "q_idx": "m", ...}
-    layouts   one per captured tensor of the graph
-    prefix    of the temporaries' names
-    shape     the tile's shape as the kernel spells it, "[BLOCK_M, BLOCK_N]"
+    names      the kernel's names of the symbols: {"score": "score", "b": "b", "q_idx": "m", ...}
+    layouts    one per captured tensor of the graph
+    prefix     of the temporaries' names
+    shape      the tile's shape as the kernel spells it, "[BLOCK_M, BLOCK_N]"
+    gradients  expressions of the symbols and of "grad", d loss / d result, to be computed after it is known (see grad.py)
+    places     loads whose elements' places in a gradient are asked for
     """
-    return _Printer(graph, names, layouts, target, prefix).run(shape)
+    return _Printer(graph, names, layouts, target, prefix).run(shape, gradients, places)

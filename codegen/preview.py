@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from . import evaluate, masks, offline
+from .backward_plan import BackwardCase, backward_geometry, delta_rows, plan_backward
 from .forward import output_like
 from .forward_plan import Blocks, ForwardCase, Options, Plan, geometry_of, plan_forward, wants_tma
 from .lower import Target
@@ -25,6 +26,7 @@ from .tiles import architecture
 TARGETS = ("cpu", *offline.TARGETS)
 EXTENTS = (4, 16, 4096, 4096)  # B, H, Q_LEN and KV_LEN of the call that is imagined
 _TABLES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+_Q_TABLES = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 _LISTS = ("num_blocks", "indices", "full_num_blocks", "full_indices")
 
 
@@ -105,6 +107,72 @@ def compilation(
     }
     constants = {"BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N}
     return _compilation(target, plan.spec, tensors, constants, arguments, tile.num_warps, tile.num_stages)
+
+
+def backward_compilations(
+    target: str,
+    score_mod: Callable | None = None,
+    mask_mod: Callable | None = None,
+    dtype: str = "bfloat16",
+    head_dim: int = 128,
+    head_dim_v: int | None = None,
+    use_tma: bool | None = None,
+    *,
+    block_size: tuple[int, int] = (128, 128),
+    separate_full: bool = True,
+    captured: bool = False,
+    deterministic: bool = False,
+    lse_gradient: bool = False,
+) -> dict[str, Compilation]:
+    """The three kernels of the backward pass by name, as `compilation` gives the forward kernel.
+
+    captured   the tensors that score_mod captures want gradients
+    """
+    d_v = head_dim if head_dim_v is None else head_dim_v
+    B, H, Q_LEN, KV_LEN = EXTENTS
+    bound = [bind(mod, kind) if mod else None for mod, kind in ((score_mod, "score"), (mask_mod, "mask"))]
+    score, mask = ((b[0], layouts_of(*b, EXTENTS)) if b else None for b in bound)
+    shapes = [(B, H, n, d) for n, d in ((Q_LEN, head_dim), (KV_LEN, head_dim), (KV_LEN, d_v), (Q_LEN, d_v))]
+    shapes += [shapes[0], shapes[1], shapes[2]]
+    layouts = [(H * n * d, n * d, d, 1) for _, _, n, d in shapes]
+    geometry = backward_geometry(getattr(torch, dtype).itemsize, tuple(shapes), tuple(layouts))
+    options = Options(use_tma=use_tma)
+    arch = architecture_for(target)
+    tma = wants_tma(options, getattr(torch, dtype), arch)
+    tensors = bound[0][1][: len(bound[0][0].tensors)] if captured and bound[0] else []
+    case = BackwardCase(
+        getattr(torch, dtype),
+        head_dim,
+        d_v,
+        geometry.aligned,
+        tuple(tma and fits for fits in geometry.tma),
+        Blocks(separate_full, *block_size) if mask else None,
+        options,
+        deterministic=deterministic,
+        lse_gradient=lse_gradient,
+        captured=frozenset(i for i, t in enumerate(tensors) if t.is_floating_point()),
+    )
+    plan = plan_backward(case, backend_for(target), arch, score, mask)
+    pointers = dict.fromkeys(("Q", "K", "V", "O", "DO", "DQ", "DK", "DV"), dtype)
+    pointers |= dict.fromkeys(("LSE", "LSE2", "DELTA", "DLSE"), "float32") | dict.fromkeys(_TABLES + _Q_TABLES, "int32")
+    made = {"delta": _compilation(target, plan.delta, pointers, {"BLOCK_M": delta_rows(d_v)}, {}, 4)}
+    for name, step in (("dkv", plan.dkv), ("dq", plan.dq)):
+        tile, flags, arguments = step.tile, dict(step.spec.flags), {}
+        for text, found in zip((step.score, step.mask), bound, strict=True):
+            if text:
+                arguments.update(zip(text.args, text.values(found[1]), strict=True))
+        rows = tile.BLOCK_N if name == "dq" else tile.BLOCK_M
+        widths = {"k": "D_QK_ROUNDED", "v": "D_V_ROUNDED", "q": "D_QK_ROUNDED", "do": "D_V_ROUNDED"}
+        descriptors = {f"desc_{t}": f"desc:{dtype}:{rows}x{flags[width]}" for t, width in widths.items()}
+        buffers = {
+            c.buffer: dtype_name(bound[0][1][load.attr].dtype) if c.role == "store" else "float32"
+            for c, load in step.captured
+        }
+        constants = {"BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N}
+        made[name] = _compilation(
+            target, step.spec, {**pointers, **descriptors, **buffers}, constants, arguments, tile.num_warps, tile.num_stages
+        )
+    return made
 
 
 def block_mask_compilation(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .expr import MASK_SYMBOLS, ModGraph, value_range
+from .expr import MASK_SYMBOLS, Expr, ModGraph, value_range, walk
 from .lower import Snippet, Target, TensorLayout, is_gather, loads_of, lower
 
 _FIND = {
@@ -20,6 +20,55 @@ _FIND = {
     "stride": lambda tensor, dim: tensor.stride(dim),
     "vectors": lambda tensor, dim: tensor.stride(dim) * tensor.element_size() // 16,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedGradient:
+    """How a kernel gathers the gradient of one load of a captured tensor.
+
+    role      "row", "head": summed over the keys of a row, over a tile of one head (backward_dq); "column": summed over the queries of
+              a key (backward_dkv); "store", "atomic": every position has a place in the gradient, of its own or shared (backward_dq);
+              "slab": stored head by head and added up outside, without atomics
+    load      which load of the mod it is (see lower.loads_of)
+    text      the gradient of one position; `guard` if it may be NaN where p is 0
+    offset    for "store" and "atomic": the place in the buffer, with strides `strides`, and the `checks` that it lies inside
+    """
+
+    role: str
+    load: int
+    name: str
+    text: str
+    guard: bool
+    offset: str = ""
+    checks: str = ""
+    strides: tuple[str, ...] = ()
+
+    @property
+    def buffer(self) -> str:
+        """The kernel argument that takes it."""
+        return f"grad_{self.name}_{self.load}"
+
+    value = property(lambda self: f"d_{self.name}_{self.load}")
+    sum = property(lambda self: f"sum_{self.name}_{self.load}")
+    sums = property(lambda self: self.role in ("row", "head", "column"))
+
+    @property
+    def meaning(self) -> str:
+        """For the glossary."""
+        return {"row": "float32 [Z, Hq, Q_LEN]: summed over keys", "column": "float32 [Z, Hq, KV_LEN]: summed over queries",
+                "head": "float32 [Z, Hq, tiles]: summed over a tile's positions", "store": "every position has its own element",
+                "atomic": "float32: positions share elements and add up",
+                "slab": "float32 [Q_LEN, KV_LEN]: one head's positions, added up on the host"}[self.role]
+
+
+@dataclass(frozen=True, slots=True)
+class GradientText:
+    """A lowered derivative: statements, d loss / d score, and what captured tensors get."""
+
+    lines: tuple[str, ...]
+    score: str
+    guard: bool  # `score` may be NaN where p is 0
+    captured: tuple[CapturedGradient, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +83,7 @@ class ModText:
     libdevice: bool
     args: tuple[str, ...]
     recipe: tuple[tuple, ...]
+    gradient: GradientText | None = None
 
     def values(self, captured: list) -> list:
         """The kernel arguments, in the order of `args`, from the mod's captured values (tensors, then numbers)."""
@@ -109,12 +159,25 @@ def _layouts(graph: ModGraph, tensors: tuple, scalars: tuple, extents: tuple) ->
     return tuple(layouts)
 
 
+@dataclass(frozen=True)
+class Differential:
+    """What a backward kernel asks of a score_mod: d loss / d score, and loads with their role and gradient."""
+
+    score: Expr | None
+    captured: tuple[tuple[str, Expr, Expr], ...] = ()  # (role, load, gradient)
+
+
 def mod_text(graph: ModGraph, layouts: tuple[TensorLayout, ...], names: dict[str, str], target: Target, *, shape: str,
-             taken: frozenset[str] = frozenset()) -> ModText:
+             taken: frozenset[str] = frozenset(), differential: Differential | None = None) -> ModText:
     """Lower a mod and name its arguments; names in `taken` (another mod's) get a suffix."""
     graph = _renamed(graph, taken)
-    snippet: Snippet = lower(graph, names, layouts, target, prefix=graph.kind, shape=shape)
-    words = set(re.findall(r"\w+", "\n".join(snippet.lines)))
+    gradients = places = ()
+    if differential:
+        places = tuple(load for role, load, _ in differential.captured if role in ("store", "atomic"))
+        gradients = tuple(g for g in (differential.score, *(g for _, _, g in differential.captured)) if g is not None)
+    snippet: Snippet = lower(graph, names, layouts, target, prefix=graph.kind, shape=shape, gradients=gradients, places=places)
+    gradient = _gradient_text(graph, differential, snippet) if differential else None
+    words = set(re.findall(r"\w+", "\n".join([*snippet.lines, *snippet.gradient_lines, *(f"{o} {c}" for o, c in snippet.places)])))
     args, recipe = [], []
     for i, capture in enumerate(graph.tensors):
         candidates = [(f"ptr_{capture.name}", ("value", i, 0))]
@@ -130,7 +193,38 @@ def mod_text(graph: ModGraph, layouts: tuple[TensorLayout, ...], names: dict[str
             args.append(f"arg_{capture.name}")
             recipe.append(("value", len(graph.tensors) + j, 0))
     return ModText(graph.kind, graph.name, snippet.lines, snippet.result, snippet.helpers, snippet.libdevice,
-                   tuple(args), tuple(recipe))
+                   tuple(args), tuple(recipe), gradient)
+
+
+_FINITE = frozenset({"symbol", "literal", "scalar", "load", "add", "sub", "mul", "neg", "where", "tanh", "sigmoid", "sin", "cos", "erf",
+                     "eq", "ne", "lt", "le", "gt", "ge"})
+
+
+def _may_be_nan(gradient: Expr) -> bool:
+    """Could the gradient be 0 * inf where p is 0? Only if it holds an operation that makes infinities of ordinary numbers."""
+    return any(n.op not in _FINITE and n.dtype.is_floating_point and n.op != "cast" for n in walk(gradient))
+
+
+def _gradient_text(graph: ModGraph, differential: Differential, snippet: Snippet) -> GradientText:
+    texts, places, loads = list(snippet.gradients), list(snippet.places), loads_of(graph)
+    score = "tl.zeros_like(grad)"
+    guard = False
+    if differential.score is not None:
+        score, guard = texts.pop(0), _may_be_nan(differential.score)
+    captured = []
+    for role, load, gradient in differential.captured:
+        name, number = graph.tensors[load.attr].name, loads.index(load)
+        found = CapturedGradient(role, number, name, texts.pop(0), _may_be_nan(gradient))
+        if role == "slab":
+            found = replace(found, offset="offs_m.to(tl.int64)[:, None] * KV_LEN + offs_n[None, :]")
+        elif role in ("store", "atomic"):
+            offset, checks = places.pop(0)
+            strides = tuple(s for s in (f"grad_stride_{name}_{d}" for d in range(len(load.args))) if s in offset)
+            new = {s: f"{s}_{number}" for s in strides}  # several loads of one tensor have a buffer each
+            offset = re.sub(r"grad_stride_\w+", lambda m: new[m[0]], offset)  # noqa: B023
+            found = replace(found, offset=offset, checks=checks, strides=tuple(new.values()))
+        captured.append(found)
+    return GradientText(snippet.gradient_lines, score, guard, tuple(captured))
 
 
 def _renamed(graph: ModGraph, taken: frozenset[str]) -> ModGraph:

@@ -98,6 +98,67 @@ def forward_tile(arch: str, d_qk: int, d_v: int, itemsize: int, *, gathers: bool
     return replace(tile, **chosen)
 
 
+# (kernel, architecture, larger padded head dim, bytes per element) -> tile. backward_dq walks keys in steps of BLOCK_N,
+# backward_dkv walks queries in steps of BLOCK_M
+_BACKWARD = {
+    ("dq", "sm_90", 64, 2): Tile(64, 64, 4, 3),
+    ("dq", "sm_90", 128, 2): Tile(128, 64, 8, 3),
+    ("dq", "sm_90", 256, 2): Tile(64, 64, 8, 2),
+    ("dq", "sm_90", 64, 4): Tile(64, 32, 8, 2),
+    ("dq", "sm_90", 128, 4): Tile(64, 32, 8, 2),
+    ("dq", "sm_90", 256, 4): Tile(32, 16, 8, 1),
+    ("dkv", "sm_90", 64, 2): Tile(64, 64, 4, 3),
+    ("dkv", "sm_90", 128, 2): Tile(64, 64, 4, 2),
+    ("dkv", "sm_90", 256, 2): Tile(64, 64, 8, 2),
+    ("dkv", "sm_90", 64, 4): Tile(32, 64, 8, 2),
+    ("dkv", "sm_90", 128, 4): Tile(32, 32, 8, 2),
+    ("dkv", "sm_90", 256, 4): Tile(16, 32, 8, 1),
+    ("dq", "sm_80", 64, 2): Tile(64, 64, 4, 2),
+    ("dq", "sm_80", 128, 2): Tile(64, 64, 4, 2),
+    ("dq", "sm_80", 256, 2): Tile(32, 32, 4, 2),
+    ("dq", "sm_80", 64, 4): Tile(64, 32, 8, 2),
+    ("dq", "sm_80", 128, 4): Tile(32, 32, 8, 2),
+    ("dq", "sm_80", 256, 4): Tile(32, 16, 8, 1),
+    ("dkv", "sm_80", 64, 2): Tile(64, 64, 4, 2),
+    ("dkv", "sm_80", 128, 2): Tile(32, 64, 4, 2),
+    ("dkv", "sm_80", 256, 2): Tile(32, 32, 4, 1),
+    ("dkv", "sm_80", 64, 4): Tile(32, 64, 8, 2),
+    ("dkv", "sm_80", 128, 4): Tile(32, 32, 8, 2),
+    ("dkv", "sm_80", 256, 4): Tile(16, 32, 8, 1),
+    ("dq", "gfx942", 64, 2): Tile(64, 64, 4, 1),
+    ("dq", "gfx942", 128, 2): Tile(64, 32, 4, 1),
+    ("dq", "gfx942", 256, 2): Tile(32, 16, 4, 1),
+    ("dq", "gfx942", 64, 4): Tile(32, 32, 4, 1),
+    ("dq", "gfx942", 128, 4): Tile(32, 16, 4, 1),
+    ("dq", "gfx942", 256, 4): Tile(16, 16, 4, 1),
+    ("dkv", "gfx942", 64, 2): Tile(32, 64, 4, 1),
+    ("dkv", "gfx942", 128, 2): Tile(32, 32, 4, 1),
+    ("dkv", "gfx942", 256, 2): Tile(16, 32, 4, 1),
+    ("dkv", "gfx942", 64, 4): Tile(32, 32, 4, 1),
+    ("dkv", "gfx942", 128, 4): Tile(16, 32, 4, 1),
+    ("dkv", "gfx942", 256, 4): Tile(16, 16, 4, 1),
+    ("dq", "cpu", 256, 2): Tile(64, 64, 1, 1),
+    ("dq", "cpu", 256, 4): Tile(64, 64, 1, 1),
+    ("dkv", "cpu", 256, 2): Tile(64, 64, 1, 1),
+    ("dkv", "cpu", 256, 4): Tile(64, 64, 1, 1),
+}
+
+
+def backward_tile(kernel: str, arch: str, d_qk: int, d_v: int, itemsize: int, *, q_block: int = 0, kv_block: int = 0,
+                  options: dict | None = None) -> Tile:
+    """The tile of backward_dq or backward_dkv (`kernel` is "dq" or "dkv"); arguments as for forward_tile.
+
+    options   the user's dq_BLOCK_M, dq_BLOCK_N, dq_num_warps, dq_num_stages, and the same with dkv_
+    """
+    family = {"sm_86": "sm_80", "sm_100": "sm_90"}.get(arch, arch)
+    widths = sorted(w for name, a, w, size in _BACKWARD if name == kernel and a == family and size == itemsize)
+    tile = _BACKWARD[kernel, family, next((w for w in widths if w >= max(d_qk, d_v)), widths[-1]), itemsize]
+    chosen = {k.removeprefix(f"{kernel}_"): v for k, v in (options or {}).items() if k.startswith(f"{kernel}_")}
+    if q_block:
+        tile = replace(tile, BLOCK_M=_divisor(tile.BLOCK_M, q_block), BLOCK_N=_divisor(tile.BLOCK_N, kv_block))
+    return replace(tile, **chosen)
+
+
 def _divisor(size: int, of: int) -> int:
     """The largest power of two up to `size` that divides `of`."""
     while of % size:

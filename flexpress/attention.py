@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from flexpress import checks
-from flexpress.block_mask import BlockMask, check_captured_device, lists_of
-from flexpress.codegen.forward import forward
+from flexpress.block_mask import BlockMask, check_captured_device, lists_of, transposed_lists_of
+from flexpress.codegen.backward import backward
+from flexpress.codegen.forward import BlockLists, forward
+from flexpress.codegen.forward_plan import Options
 from flexpress.codegen.signature import bind
 
 
@@ -29,7 +34,7 @@ class AuxOutput(NamedTuple):
 
 def flex_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Callable | None = None, block_mask=None,
                    scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False,
-                   kernel_options: dict | None = None, *, return_aux: AuxRequest | None = None):
+                   kernel_options: dict | None = None, *, return_aux: AuxRequest | None = None, deterministic: bool = False):
     """Attention with the user's own score and mask, by a kernel printed for them. No torch.compile, no dense scores.
 
         out[b, h, i] = sum_j softmax_j(score_mod(query[b, h, i] . key[b, h', j] * scale, b, h, i, j)) value[b, h', j]
@@ -47,13 +52,16 @@ def flex_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
     kernel_options  BLOCK_M, BLOCK_N, num_warps, num_stages, PRESCALE_QK, ROWS_GUARANTEED_SAFE, BLOCKS_ARE_CONTIGUOUS, USE_TMA,
                     FLOAT32_PRECISION ("ieee" or "tf32"), with or without the prefix fwd_
     return_aux      AuxRequest(lse, max_scores)
+    deterministic   gradients are bitwise equal on every run (also under torch.use_deterministic_algorithms); only gradients of captured
+                    tensors whose elements are shared by many positions cost more for it
 
     Returns the output (B, Hq, Q_LEN, D_V), in query's dtype and order of dimensions; (out, lse) with return_lse; (out,
     AuxOutput) with return_aux. lse is the natural logarithm of the softmax's denominator, max_scores its largest score, both
     float32 (B, Hq, Q_LEN). A row with nothing to attend to gives output 0 and lse -inf.
 
-    Raises ValueError, TypeError or NotImplementedError for arguments, ModError for a mod that cannot be traced. Gradients are not
-    implemented yet: the backward pass of the result raises NotImplementedError.
+    Raises ValueError, TypeError or NotImplementedError for arguments, ModError for a mod that cannot be traced.
+    Differentiable once, with respect to query, key, value and every floating-point tensor that score_mod captures, through the output
+    and lse; not through max_scores.
 
     Meaning: torch.nn.attention.flex_attention (Dong et al. 2024, arXiv 2412.05496). Method: FlashAttention-2 (Dao 2023, arXiv
     2307.08691) with block lists.
@@ -64,23 +72,22 @@ def flex_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
     _check_once(query, key, value, enable_gqa)
     options = checks.parse_options(kernel_options)
     scale = checks.check_scale(scale, query.shape[3])
-    score = mask = lists = None
+    score = mask = lists = transposed = None
     if score_mod is not None:
         score = bind(score_mod, "score")
         check_captured_device(score, query.device, "score_mod")
     if block_mask is not None:
-        lists, mask_mod = _read_mask(block_mask, query, key)
+        lists, transposed, mask_mod = _read_mask(block_mask, query, key)
         checks.check_tile_fits_mask(options, lists.q_block, lists.kv_block)
         mask = bind(mask_mod, "mask")
         check_captured_device(mask, query.device, "mask_mod")
     want_max = return_aux is not None and return_aux.max_scores
 
-    inputs = (query, key, value)
-    if torch.is_grad_enabled():
-        inputs += tuple(t for bound in (score, mask) if bound for t in bound[1] if isinstance(t, torch.Tensor))
-    if torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
-        out, lse, max_scores = _ForwardOnly.apply(
-            lambda: forward(query, key, value, scale, score, mask, lists, options, output_max=want_max), *inputs)
+    captured = score[1][:len(score[0].tensors)] if score and torch.is_grad_enabled() else ()
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, *captured)):
+        call = _Call(scale, score, mask, lists, transposed, options, want_max,
+                     deterministic or torch.are_deterministic_algorithms_enabled())
+        out, lse, max_scores = _Attention.apply(call, query, key, value, *captured)
     else:
         out, lse, max_scores = forward(query, key, value, scale, score, mask, lists, options, output_max=want_max)
     if return_aux is not None:
@@ -116,30 +123,60 @@ def _autocast(*tensors: torch.Tensor):
 
 
 def _read_mask(block_mask, query, key):
-    """The lists and the mask_mod of a BlockMask, ours or torch's, checked against the tensors."""
+    """The lists of a BlockMask, ours or torch's, a function that gives the transposed ones, and the mask_mod; all checked."""
     if isinstance(block_mask, BlockMask):
-        lists = block_mask.as_lists()
+        lists, transposed = block_mask.as_lists(), block_mask.as_transposed_lists
     elif all(hasattr(block_mask, a) for a in ("kv_num_blocks", "kv_indices", "BLOCK_SIZE", "mask_mod", "seq_lengths")):
         # torch pads masks with False, so its full blocks are inside too; lists from elsewhere may say anything
         lists = lists_of(block_mask, block_mask.seq_lengths[1] % block_mask.BLOCK_SIZE[1] == 0)
+        transposed = partial(transposed_lists_of, lists, block_mask.seq_lengths[1])
     elif callable(block_mask):
         raise TypeError("block_mask is a function; make a BlockMask of it with create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)")
     else:
         raise TypeError(f"block_mask must be a BlockMask (from create_block_mask), got {type(block_mask).__name__}")
     checks.check_mask_fits(lists, block_mask.seq_lengths, query, key, block_mask.shape)
-    return lists, block_mask.mask_mod
+    return lists, transposed, block_mask.mask_mod
 
 
-class _ForwardOnly(torch.autograd.Function):
-    """Keeps the output attached to its inputs, so that a backward pass says what is missing instead of giving no gradient."""
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """What the kernels of one call take beside tensors that may want gradients."""
+
+    scale: float
+    score: tuple | None  # (graph, captured values)
+    mask: tuple | None
+    lists: BlockLists | None
+    transposed: Callable[[], BlockLists] | None
+    options: Options
+    output_max: bool
+    deterministic: bool
+
+
+class _Attention(torch.autograd.Function):
+    """The forward pass, and a backward pass that recomputes the scores from lse."""
 
     @staticmethod
-    def forward(ctx, run, *inputs):
-        out, lse, max_scores = run()
+    def forward(ctx, call: _Call, q, k, v, *captured):
+        out, lse, max_scores = forward(q, k, v, call.scale, call.score, call.mask, call.lists, call.options, output_max=call.output_max)
+        ctx.call = replace(call, score=call.score and (call.score[0], call.score[1][len(captured):]))  # tensors are saved below
+        ctx.save_for_backward(q, k, v, out, lse, *captured)
+        ctx.set_materialize_grads(False)
         if max_scores is not None:
             ctx.mark_non_differentiable(max_scores)
         return out, lse, max_scores
 
     @staticmethod
-    def backward(ctx, *grads):
-        raise NotImplementedError("flex_attention has no backward pass yet; run it under torch.no_grad(), or detach its inputs")
+    @once_differentiable
+    def backward(ctx, d_out, d_lse, _):
+        q, k, v, out, lse, *captured = ctx.saved_tensors
+        if d_out is None and d_lse is None:
+            return (None,) * len(ctx.needs_input_grad)
+        call = ctx.call
+        score = (call.score[0], [*captured, *call.score[1]]) if call.score else None
+        wanted = frozenset(i for i, needed in enumerate(ctx.needs_input_grad[4:]) if needed)
+        with torch.no_grad():
+            dq, dk, dv, others = backward(
+                q, k, v, out, lse, torch.zeros_like(out) if d_out is None else d_out, d_lse, call.scale, score, call.mask, call.lists,
+                call.transposed() if call.transposed else None, call.options, wanted=wanted, deterministic=call.deterministic)
+        found = [g if needed else None for g, needed in zip((dq, dk, dv), ctx.needs_input_grad[1:4], strict=True)]
+        return None, *found, *(others.get(i) if i in wanted else None for i in range(len(captured)))

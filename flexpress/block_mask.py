@@ -70,8 +70,8 @@ class BlockMask:
         self.full_kv_num_blocks, self.full_kv_indices = full_kv_num_blocks, full_kv_indices
         self.mask_mod = mask_mod
         self._interior = self.seq_lengths[1] % self.BLOCK_SIZE[1] == 0 if _interior is None else _interior
-        self._transposed: tuple | None = None
         self._lists: BlockLists | None = None
+        self._transposed: BlockLists | None = None
 
     @classmethod
     def from_kv_blocks(cls, kv_num_blocks, kv_indices, full_kv_num_blocks=None, full_kv_indices=None,
@@ -95,16 +95,16 @@ class BlockMask:
             self._lists = lists_of(self, self._interior)
         return self._lists
 
-    def _transpose(self) -> tuple:
+    def as_transposed_lists(self) -> BlockLists:
+        """The transposed lists (query blocks for each KV block) as kernels read them, in the fields of the others."""
         if self._transposed is None:
-            status = _status_of(self.as_lists(), -(-self.seq_lengths[1] // self.BLOCK_SIZE[1]))
-            self._transposed = tuple(masks.block_lists(status.transpose(-1, -2), self.full_kv_indices is not None))
+            self._transposed = transposed_lists_of(self.as_lists(), self.seq_lengths[1])
         return self._transposed
 
-    q_num_blocks = property(lambda self: self._transpose()[0])
-    q_indices = property(lambda self: self._transpose()[1])
-    full_q_num_blocks = property(lambda self: self._transpose()[2] if self.full_kv_indices is not None else None)
-    full_q_indices = property(lambda self: self._transpose()[3] if self.full_kv_indices is not None else None)
+    q_num_blocks = property(lambda self: self.as_transposed_lists().kv_num_blocks)
+    q_indices = property(lambda self: self.as_transposed_lists().kv_indices)
+    full_q_num_blocks = property(lambda self: self.as_transposed_lists().full_kv_num_blocks)
+    full_q_indices = property(lambda self: self.as_transposed_lists().full_kv_indices)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -178,6 +178,13 @@ def lists_of(mask, interior: bool) -> BlockLists:
     q_block, kv_block = mask.BLOCK_SIZE
     return BlockLists(ready(mask.kv_num_blocks, 3), ready(mask.kv_indices, 4), ready(mask.full_kv_num_blocks, 3),
                       ready(mask.full_kv_indices, 4), q_block, kv_block, interior)
+
+
+def transposed_lists_of(lists: BlockLists, KV_LEN: int) -> BlockLists:
+    """For each KV block the query blocks that visit it."""
+    status = _status_of(lists, -(-KV_LEN // lists.kv_block))
+    made = masks.block_lists(status.transpose(-1, -2), lists.full_kv_indices is not None)
+    return BlockLists(*made[:2], *(made[2:] or (None, None)), lists.q_block, lists.kv_block, lists.interior)
 
 
 def _status_of(lists: BlockLists, columns: int) -> torch.Tensor:

@@ -111,6 +111,10 @@ def parse_options(kernel_options: dict | None) -> Options:
     precision = "ieee"
     for name, value in kernel_options.items():
         key = name.removeprefix("fwd_")
+        backward = _BACKWARD_OPTIONS.get(key.removeprefix("bwd_") if "BLOCK" in key else key)
+        if backward is not None:
+            tile.update(dict.fromkeys(backward, _tile_number(key, value)))
+            continue
         if key.startswith("bwd_") or key in _ACCEPTED:
             continue
         if key in _TILE_OPTIONS:
@@ -137,10 +141,17 @@ def _tile_number(key: str, value) -> int:
     return value
 
 
+# torch's names: 1 is the kernel of dK and dV, 2 that of dQ
+_BACKWARD_OPTIONS = {
+    "BLOCK_M1": ("dkv_BLOCK_M",), "BLOCK_N1": ("dkv_BLOCK_N",), "BLOCK_M2": ("dq_BLOCK_M",), "BLOCK_N2": ("dq_BLOCK_N",),
+    "bwd_num_warps": ("dkv_num_warps", "dq_num_warps"), "bwd_num_stages": ("dkv_num_stages", "dq_num_stages"),
+}
+
+
 def check_tile_fits_mask(options: Options, q_block: int, kv_block: int) -> None:
     """A tile that the user asks for must divide the block mask's blocks."""
     tile = dict(options.tile)
-    for name, size in (("BLOCK_M", q_block), ("BLOCK_N", kv_block)):
-        if name in tile and size % tile[name]:
+    for name, size in ((name, q_block if name.endswith("M") else kv_block) for name in tile if "BLOCK" in name):
+        if size % tile[name]:
             raise ValueError(f"kernel_options[{name!r}] = {tile[name]} does not divide the block mask's block size {size}; "
                              "choose a divisor or make the mask with another BLOCK_SIZE")

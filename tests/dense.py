@@ -26,7 +26,7 @@ def dense_attention(q, k, v, score_mod=None, mask_mod=None, scale=None, precisio
     weights = (scores - torch.where(highest == float("-inf"), 0.0, highest)).exp()
     total = weights.sum(-1, keepdim=True)
     probabilities = (weights / torch.where(total == 0.0, 1.0, total)).to(precision)
-    lse = (highest + total.log()).squeeze(-1)
+    lse = (highest + torch.where(total == 0.0, 1.0, total).log()).squeeze(-1)
     return probabilities @ v, torch.where(total.squeeze(-1) == 0.0, float("-inf"), lse), highest.squeeze(-1)
 
 

@@ -8,14 +8,10 @@ import pytest
 import torch
 from dense import assert_as_accurate, dense_attention, relative_error
 from hypothesis import given, settings
-from hypothesis import strategies as st
+from problems import DEVICES, mask_mods, problems, score_mods, tensor_of
 
 import flexpress
-from flexpress import AuxRequest, and_masks, create_block_mask, flex_attention, mods, or_masks
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-LENGTHS = {"cpu": [1, 2, 15, 16, 17, 63, 64, 65, 100, 129], "cuda": [1, 15, 64, 129, 257, 1025, 2046]}
-HEAD_DIMS = {"cpu": [1, 8, 16, 31, 40, 64, 72], "cuda": [8, 16, 31, 64, 72, 80, 96, 128, 192, 256]}
+from flexpress import AuxRequest, create_block_mask, flex_attention, mods
 
 
 @pytest.fixture(autouse=True)
@@ -24,92 +20,6 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
-
-
-def score_mods(heads: int, length: int, device: str) -> dict:
-    """Score mods of every kind: arithmetic, captured per head, gathered by relative position, by batch and by both indices."""
-    generator = torch.Generator().manual_seed(heads * 1000 + length)
-    slopes = torch.rand(heads, generator=generator).to(device)
-    table = torch.randn(heads, 2 * length, generator=generator).to(device)
-    bias = torch.randn(1, heads, length, length, generator=generator).to(device=device, dtype=torch.float16)
-    weight = torch.randn(32, heads, generator=generator).to(device)
-    temperature = torch.tensor(0.7, device=device)
-    return {
-        "none": None,
-        "alibi": mods.alibi(slopes),
-        "softcap": mods.softcap(3.0),
-        "distance": lambda score, b, h, q_idx, kv_idx: score + (q_idx - kv_idx),
-        "scaled": lambda score, b, h, q_idx, kv_idx: score * temperature + temperature,
-        "table": lambda score, b, h, q_idx, kv_idx: score + table[h, q_idx - kv_idx + length],
-        "full_bias": lambda score, b, h, q_idx, kv_idx: score + bias[0, h, q_idx, kv_idx],
-        "t5": mods.t5_bias(weight),
-        "hidden": lambda score, b, h, q_idx, kv_idx: torch.where(q_idx >= kv_idx, score, -math.inf),
-        "constant": lambda score, b, h, q_idx, kv_idx: torch.zeros_like(score),
-    }
-
-
-def mask_mods(length: int, device: str) -> dict:
-    """Mask mods: the recipes, regions by // and %, rows and columns that see nothing, and a mask per batch entry and head."""
-    ids = (torch.arange(length, device=device) * 3) // max(length, 1)
-    prefix = torch.tensor([3, 0], dtype=torch.int32, device=device)
-    return {
-        "none": None,
-        "causal": mods.causal,
-        "window": mods.sliding_window(7),
-        "document": mods.document(ids, mods.causal),
-        "dilated": mods.dilated_window(4, 3),
-        "global": mods.global_sliding(5, 2),
-        "tiles": lambda b, h, q_idx, kv_idx: (q_idx // 5) % 3 != (kv_idx // 7) % 2,
-        "empty_rows": lambda b, h, q_idx, kv_idx: (q_idx % 3 == 1) & (kv_idx != 2),
-        "nothing": lambda b, h, q_idx, kv_idx: q_idx < 0,
-        "per_batch": mods.prefix_lm(prefix),
-        "per_head": lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) | (h % 2 == 1),
-        "joined": or_masks(and_masks(mods.causal, mods.sliding_window(9)), lambda b, h, q_idx, kv_idx: kv_idx == 0),
-    }
-
-
-SCORE_MODS = sorted(score_mods(1, 1, "cpu"))
-MASK_MODS = sorted(mask_mods(1, "cpu"))
-LAYOUTS = ["contiguous", "bshd", "sliced", "wide_head_dim", "shared_batch"]
-
-
-def tensor_of(shape, layout: str, dtype, device: str, seed: int):
-    """A random (B, H, S, D) tensor in one of LAYOUTS."""
-    generator = torch.Generator(device=device).manual_seed(seed)
-    B, H, S, D = shape
-
-    def random(*sizes):
-        return torch.randn(sizes, generator=generator, device=device).to(dtype)
-
-    if layout == "bshd":
-        return random(B, S, H, D).transpose(1, 2)
-    if layout == "sliced":
-        return random(B, H + 1, S + 3, D + 5)[:, 1:, 2:S + 2, 3:D + 3]
-    if layout == "wide_head_dim":
-        return random(B, H, S, 2 * D)[..., ::2]
-    if layout == "shared_batch":
-        return random(1, H, S, D).expand(B, H, S, D)
-    return random(B, H, S, D)
-
-
-@st.composite
-def problems(draw, device):
-    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
-    Q_LEN = draw(st.sampled_from(LENGTHS[device]))
-    KV_LEN = draw(st.one_of(st.just(Q_LEN), st.sampled_from(LENGTHS[device])))
-    D_QK = draw(st.sampled_from(HEAD_DIMS[device]))
-    return {
-        "dtype": dtype, "B": draw(st.sampled_from([1, 2])), "Hkv": draw(st.sampled_from([1, 2])),
-        "group": draw(st.sampled_from([1, 2, 3, 7])), "Q_LEN": Q_LEN, "KV_LEN": KV_LEN, "D_QK": D_QK,
-        "D_V": draw(st.one_of(st.just(D_QK), st.sampled_from(HEAD_DIMS[device]))),
-        "layouts": draw(st.tuples(*[st.sampled_from(LAYOUTS)] * 3)), "score": draw(st.sampled_from(SCORE_MODS)),
-        "mask": draw(st.sampled_from(MASK_MODS)), "one_kv_batch": draw(st.booleans()),
-        "BLOCK_SIZE": draw(st.sampled_from([128, 64, (32, 64), (64, 16)] if device == "cpu" else [128, 64, (64, 128), 256])),
-        "separate_full_blocks": draw(st.sampled_from([True, True, False])),
-        "scale": draw(st.sampled_from([None, None, 0.3, 0.0, -0.5])),
-        "USE_TMA": draw(st.sampled_from([None, True, False])),
-        "seed": draw(st.integers(0, 99)),
-    }
 
 
 def check_problem(p: dict, device: str) -> None:
@@ -225,19 +135,6 @@ def test_autocast(device):
     q = torch.randn(1, 1, 20, 16, device=device)
     with torch.autocast(device, dtype=torch.bfloat16):
         assert flex_attention(q, q, q).dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_backward_says_that_it_is_missing(device):
-    q = torch.randn(1, 1, 20, 16, device=device, requires_grad=True)
-    slopes = torch.rand(1, device=device, requires_grad=True)
-    for inputs, score_mod in (((q, q, q), None), ((q.detach(),) * 3, mods.alibi(slopes))):
-        out = flex_attention(*inputs, score_mod=score_mod)
-        assert out.requires_grad
-        with pytest.raises(NotImplementedError, match="no backward pass yet"):
-            out.sum().backward()
-    with torch.no_grad():
-        assert not flex_attention(q, q, q).requires_grad
 
 
 @pytest.mark.gpu

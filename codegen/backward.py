@@ -1,0 +1,226 @@
+"""The backward kernels' driver: from tensors, bound mods and grad_output to the gradients of q, k, v and captured tensors."""
+
+from __future__ import annotations
+
+import torch
+
+from .backward_plan import STATS_ALIGNMENT, BackwardCase, BackwardPlan, Step, backward_geometry, delta_rows, plan_backward
+from .cache import INFO
+from .cuda import DoesNotFit
+from .expr import INDEX_BOUND, Expr, ModGraph
+from .forward import LOG2_E, BlockLists, architecture_of, output_like
+from .forward_plan import Blocks, Options, wants_tma
+from .host import compute
+from .kernel import backend_of, kernel_for
+from .spec import layouts_of
+from .tiles import next_smaller
+from .tma import descriptor
+
+_plans: dict[tuple, BackwardPlan] = {}
+_CHUNK = 1 << 24  # positions whose gradient is added up at a time on the host
+
+
+def clear() -> None:
+    """Forget every plan."""
+    _plans.clear()
+
+
+def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, do: torch.Tensor,
+             dlse: torch.Tensor | None, scale: float, score: tuple[ModGraph, list] | None, mask: tuple[ModGraph, list] | None,
+             lists: BlockLists | None, transposed: BlockLists | None, options: Options, *, wanted: frozenset[int] = frozenset(),
+             deterministic: bool = False):
+    """dq, dk, dv (shaped, typed and laid out as q, k, v) and {index of a captured tensor of score_mod in `wanted`: its gradient}.
+
+    out, lse       what the forward pass returned      do, dlse   their gradients; dlse may be None
+    lists          block lists of the forward pass     transposed the lists of query blocks for each KV block, in the same fields
+    """
+    q, k, v, do = map(_with_rows, (q, k, v, do))
+    Z, Hq, Q_LEN, D_QK = q.shape
+    Zkv, Hkv, KV_LEN, D_V = v.shape
+    dq, dk, dv = output_like(q, D_QK), output_like(k, D_QK), output_like(v, D_V)
+    if out.numel() == 0 or KV_LEN == 0:
+        return dq.zero_(), dk.zero_(), dv.zero_(), {i: torch.zeros_like(score[1][i]) for i in wanted}
+
+    tensors = (q, k, v, do, dq, dk, dv)
+    geometry = backward_geometry(q.element_size(), tuple(t.shape for t in tensors), tuple(t.stride() for t in tensors))
+    extents = (Z, Hq, Q_LEN, KV_LEN)
+    arch = architecture_of(q.device)
+    tma = wants_tma(options, q.dtype, arch) and arch != "cpu"
+    use_tma = tuple(tma and fits and all(t.data_ptr() % 16 == 0 for t in pair)
+                    for fits, pair in zip(geometry.tma, ((k, v), (q, do)), strict=True))
+    blocks = Blocks(lists.full_kv_indices is not None, lists.q_block, lists.kv_block, lists.interior) if lists else None
+    case = BackwardCase(q.dtype, D_QK, D_V, geometry.aligned, use_tma, blocks, options, max(Q_LEN, KV_LEN) <= INDEX_BOUND, Z == 1,
+                        Hq == 1, deterministic, dlse is not None, wanted)
+    score_key = (score[0], layouts_of(*score, extents)) if score else None
+    mask_key = (mask[0], layouts_of(*mask, extents)) if mask else None
+    key = (case, arch, score_key, mask_key)
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _plans[key] = plan_backward(case, backend_of(q.device.type), arch, score_key, mask_key)
+    else:
+        INFO.hits += 1
+
+    stats_len = -(-Q_LEN // STATS_ALIGNMENT) * STATS_ALIGNMENT
+    lse2, delta = torch.empty((2, Z, Hq, stats_len), dtype=torch.float32, device=q.device)
+    known = {**geometry.strides, "Z": Z, "Hq": Hq, "Zkv": Zkv, "Hkv": Hkv, "GROUP_SIZE": Hq // Hkv, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN,
+             "STATS_LEN": stats_len, "SM_SCALE": scale, "TO_LOG2": LOG2_E if score else scale * LOG2_E}
+    plain = {"stride_oz": out.stride(0), "stride_oh": out.stride(1), "stride_om": out.stride(2),
+             "stride_doz": do.stride(0), "stride_doh": do.stride(1), "stride_dom": do.stride(2)}
+    stats = (lse, dlse.contiguous()) if dlse is not None else (lse,)
+    kernel_for(plan.delta).launch((Z * Hq * stats_len // delta_rows(D_V),),
+                                  (out, do, *stats, lse2, delta, *_numbers(plan.delta, {**known, **plain})), q.device,
+                                  (delta_rows(D_V),), num_warps=4, num_stages=1)
+
+    sums = _Sums(plan, score, extents, q.device)
+    _launch(plan.dkv, "dkv", (q, do), (k, v, lse2, delta, dk, dv), known, transposed, score, mask, sums)
+    _launch(plan.dq, "dq", (k, v), (q, do, lse2, delta, dq), known, lists, score, mask, sums)
+    return dq, dk, dv, sums.gradients()
+
+
+def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself if its rows are contiguous and 16-byte steps apart where they can be, else a copy."""
+    vector = 16 // tensor.element_size()
+    if tensor.stride(3) != 1 and tensor.shape[3] > 1:
+        return tensor.contiguous()
+    if tensor.shape[3] % vector == 0 and any(s % vector for s, n in zip(tensor.stride()[:3], tensor.shape, strict=False) if n > 1):
+        return tensor.contiguous()
+    return tensor
+
+
+def _numbers(spec, known: dict) -> list:
+    return [known[name] for name in dict(spec.flags)["parameters"]]
+
+
+def _launch(step: Step, name: str, streamed: tuple, rest: tuple, known: dict, lists: BlockLists | None, score, mask, sums) -> None:
+    """Launch backward_dq or backward_dkv with the step's tile, or with the next smaller one that the device can hold."""
+    flags = dict(step.spec.flags)
+    tables = ()
+    if lists is not None:
+        Zm, Hm, rows, width = lists.kv_indices.shape
+        known = {**known, "mask_stride_z": Hm * rows if Zm > 1 else 0, "mask_stride_h": rows if Hm > 1 else 0,
+                 "mask_columns": width, "mask_rows": width}
+        tables = (lists.kv_num_blocks, lists.kv_indices)
+        if lists.full_kv_indices is not None:
+            known["full_mask_columns"] = known["full_mask_rows"] = lists.full_kv_indices.shape[-1]
+            tables += (lists.full_kv_num_blocks, lists.full_kv_indices)
+    mods = [*(step.score.values(score[1]) if score else ()), *(step.mask.values(mask[1]) if mask else ())]
+    kernel = kernel_for(step.spec)
+    heads = known["Z"] * known["Hq"] if name == "dq" else known["Zkv"] * known["Hkv"]
+    while True:
+        tile = step.tile
+        walked = tile.BLOCK_N if name == "dq" else tile.BLOCK_M
+        first = tuple(descriptor(t, walked) for t in streamed) if flags["USE_TMA"] else streamed
+        length, size = (known["Q_LEN"], tile.BLOCK_M) if name == "dq" else (known["KV_LEN"], tile.BLOCK_N)
+        tiles = -(-length // size)
+        runs = [(head, 1) for head in range(heads)] if flags["SLABS"] else [(0, heads)]
+        try:
+            for head, count in runs:
+                numbers = _numbers(step.spec, {**known, "first_tile": head * tiles})
+                captured = sums.arguments(step, tiles)
+                kernel.launch((tiles * count,), (*first, *rest, *numbers, *tables, *mods, *captured), rest[0].device,
+                              (tile.BLOCK_M, tile.BLOCK_N), num_warps=tile.num_warps, num_stages=tile.num_stages)
+                if flags["SLABS"]:
+                    sums.add_slabs(step, divmod(head, known["Hq"]))
+            return
+        except DoesNotFit:
+            if next_smaller(tile) is None:
+                raise
+            step.tile = next_smaller(tile)
+
+
+class _Sums:
+    """The gradients of captured tensors: the buffers that kernels write, and how they become gradients."""
+
+    def __init__(self, plan: BackwardPlan, score, extents: tuple, device: torch.device) -> None:
+        self.plan, self.score, self.extents, self.device = plan, score, extents, device
+        self.buffers: dict[str, torch.Tensor] = {}
+        self.totals: dict[int, torch.Tensor] = {}
+
+    def _tensor(self, load: Expr) -> torch.Tensor:
+        return self.score[1][load.attr]
+
+    def arguments(self, step: Step, tiles: int) -> list:
+        """Buffers and their strides in the order of the kernel's parameters."""
+        Z, Hq, Q_LEN, KV_LEN = self.extents
+        shapes = {"row": (Z, Hq, Q_LEN), "column": (Z, Hq, KV_LEN), "head": (Z, Hq, tiles), "slab": (Q_LEN, KV_LEN)}
+        made = []
+        for captured, load in step.captured:
+            if captured.role in ("store", "atomic"):
+                tensor = self._tensor(load)
+                buffer = self.buffers.get(captured.buffer)
+                if buffer is None:
+                    dtype = tensor.dtype if captured.role == "store" else torch.float32
+                    buffer = torch.zeros(_own_shape(tensor), dtype=dtype, device=self.device)
+                made += [buffer, *(buffer.stride(int(s.split("_")[-2])) for s in captured.strides)]
+            else:
+                make = torch.zeros if captured.role == "slab" else torch.empty
+                buffer = make(shapes[captured.role], dtype=torch.float32, device=self.device)
+                made.append(buffer)
+            self.buffers[captured.buffer] = buffer
+        return made
+
+    def add_slabs(self, step: Step, head: tuple[int, int]) -> None:
+        """Add one head's stored positions to their places, a chunk of rows at a time."""
+        _, _, Q_LEN, KV_LEN = self.extents
+        rows = max(1, _CHUNK // KV_LEN)
+        for captured, load in step.captured:
+            if captured.role == "slab":
+                for start in range(0, Q_LEN, rows):
+                    part = self.buffers[captured.buffer][start:start + rows]
+                    q_idx = torch.arange(start, start + len(part), device=self.device, dtype=torch.int32)[:, None]
+                    self._add(load, part, {"q_idx": q_idx, "kv_idx": self._range(KV_LEN)[None, :],
+                                           **{s: torch.full((1, 1), n, dtype=torch.int32, device=self.device)
+                                              for s, n in zip(("b", "h"), head, strict=True)}})
+
+    def _range(self, n: int) -> torch.Tensor:
+        return torch.arange(n, dtype=torch.int32, device=self.device)
+
+    def _add(self, load: Expr, values: torch.Tensor, symbols: dict) -> None:
+        """Add `values`, one for each position of the symbols' grid, to the elements that the load reads there."""
+        tensor = self._tensor(load)
+        count = len(self.score[0].tensors)
+        shape = _own_shape(tensor)
+        inside = torch.ones_like(values, dtype=torch.bool)
+        indices = []
+        for index, size, own in zip(load.args, tensor.shape, shape, strict=True):
+            at = compute(index, symbols, self.score[1][:count], self.score[1][count:]).long().expand(values.shape)
+            at = torch.where(at < 0, at + size, at)
+            inside &= (at >= 0) & (at < size)
+            indices.append(at.clamp(0, size - 1) if own == size else torch.zeros_like(at))
+        total = self.totals.get(load.attr)
+        if total is None:
+            total = self.totals[load.attr] = torch.zeros(shape, dtype=torch.float32, device=self.device)
+        values = torch.where(inside, values.float(), 0.0)
+        if indices:
+            total.index_put_(tuple(indices), values, accumulate=True)
+        else:
+            total += values.sum()
+
+    def gradients(self) -> dict[int, torch.Tensor]:
+        """The gradient of every captured tensor that wants one, in its shape and dtype."""
+        Z, Hq, Q_LEN, KV_LEN = self.extents
+        grid = {"b": self._range(Z)[:, None, None], "h": self._range(Hq)[None, :, None]}
+        for step in (self.plan.dkv, self.plan.dq):
+            for captured, load in step.captured:
+                buffer = self.buffers[captured.buffer]
+                if captured.role in ("store", "atomic"):
+                    found = self.totals.get(load.attr)
+                    self.totals[load.attr] = buffer if found is None else found + buffer
+                elif captured.role == "head":
+                    self._add(load, buffer.sum(-1, keepdim=True), grid)
+                elif captured.role == "row":
+                    self._add(load, buffer, {**grid, "q_idx": self._range(Q_LEN)[None, None, :]})
+                elif captured.role == "column":
+                    self._add(load, buffer, {**grid, "kv_idx": self._range(KV_LEN)[None, None, :]})
+        return {i: _spread(total, self.score[1][i]) for i, total in self.totals.items()}
+
+
+def _own_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The tensor's shape with every dimension of stride 0, which holds one element, of size 1."""
+    return tuple(1 if s == 0 else n for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _spread(total: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """A gradient with the tensor's shape: where elements share memory, each gets an equal part of their sum."""
+    shared = tensor.numel() // max(total.numel(), 1)
+    return (total if shared <= 1 else total.float() / shared).to(tensor.dtype).expand(tensor.shape)

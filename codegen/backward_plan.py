@@ -1,0 +1,184 @@
+"""The backward kernels as a plan: from what is known of a call, and no tensor, to three KernelSpecs and two tiles.
+
+How the gradient of a captured tensor is gathered is decided here, by what its indices depend on (`role_of`).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from .expr import Expr, walk
+from .forward_plan import Blocks, Mod, Options
+from .grad import differentiate
+from .lower import Target, TensorLayout
+from .spec import CapturedGradient, Differential, KernelSpec, ModText, dtype_name, mod_text
+from .tiles import Tile, backward_tile, round_up_head_dim
+
+STATS_ALIGNMENT = 128  # backward_delta pads its rows to a multiple of this; query tiles divide it
+
+
+def delta_rows(d_v: int) -> int:
+    """BLOCK_M of backward_delta: 4096 elements a program."""
+    return max(16, min(STATS_ALIGNMENT, 4096 // round_up_head_dim(d_v)))
+
+
+_SYMBOLS = {"score": "qk", "b": "z", "h": "h", "q_idx": "m", "kv_idx": "n", "grad": "grad"}
+
+
+class BackwardCase(NamedTuple):
+    """What changes the backward kernels, beside their mods."""
+
+    dtype: torch.dtype
+    d_qk: int
+    d_v: int
+    aligned: tuple[str, ...] = ()  # strides that are multiples of 16 bytes and are passed in that unit
+    use_tma: tuple[bool, bool] = (False, False)  # of K and V in backward_dq; of Q and dO in backward_dkv
+    blocks: Blocks | None = None
+    options: Options = Options()
+    exact_indices: bool = True
+    one_batch: bool = False  # Z is 1: no two batch entries share an element of a captured tensor
+    one_head: bool = False  # the same for Hq
+    deterministic: bool = False
+    lse_gradient: bool = False
+    captured: frozenset[int] = frozenset()  # the captured tensors of score_mod that want a gradient
+
+
+@dataclass(eq=False, slots=True)
+class Step:
+    """One kernel: its text, its tile, its mods."""
+
+    spec: KernelSpec
+    tile: Tile
+    score: ModText | None = None
+    mask: ModText | None = None
+    captured: tuple[tuple[CapturedGradient, Expr], ...] = ()  # what it gathers, and from which load
+
+
+@dataclass(eq=False, slots=True)
+class BackwardPlan:
+    """The kernels of one backward pass, in the order of their launch."""
+
+    delta: KernelSpec
+    dkv: Step
+    dq: Step
+
+
+def role_of(load: Expr, layout: TensorLayout, case: BackwardCase) -> str:
+    """How the gradient of a load is gathered (see spec.CapturedGradient); "slab" is the deterministic form of "atomic".
+
+    A dimension of stride 0 is one element, whatever its index.
+    """
+    indices = [a for i, a in enumerate(load.args) if layout.strides[i] != "0"]
+    symbols = {n.attr for a in indices for n in walk(a) if n.op == "symbol"}
+    if "score" in symbols or {"q_idx", "kv_idx"} <= symbols:
+        plain = [a.attr for a in indices if a.op == "symbol"]
+        distinct = len(plain) == len(set(plain)) and all(a.op in ("symbol", "literal", "scalar") for a in indices)
+        covered = set(plain) | ({"b"} if case.one_batch else set()) | ({"h"} if case.one_head else set())
+        if distinct and {"b", "h", "q_idx", "kv_idx"} <= covered:
+            return "store"
+        return "slab" if case.deterministic else "atomic"
+    return "row" if "q_idx" in symbols else "column" if "kv_idx" in symbols else "head"
+
+
+def plan_backward(case: BackwardCase, backend: str, arch: str, score: Mod | None, mask: Mod | None) -> BackwardPlan:
+    """The plan for a backend ("cuda", "hip", "cpu") and a row of the tile tables."""
+    target = Target(backend, dtype_name(case.dtype), case.exact_indices)
+    roles: list[tuple[str, Expr, Expr]] = []
+    derivative = None
+    if score:
+        found = differentiate(score[0], case.captured)
+        derivative = found.score
+        roles = [(role_of(load, score[1][load.attr], case), load, gradient) for load, gradient in found.loads]
+    columns = tuple(r for r in roles if r[0] == "column")
+    others = tuple(r for r in roles if r[0] != "column")
+    taken = frozenset(c.name for c in (*score[0].tensors, *score[0].scalars)) if score else frozenset()
+    mask_text = mod_text(*mask, _SYMBOLS, target, shape="qk.shape", taken=taken) if mask else None
+    sizes = case.blocks or Blocks(False, 0, 0)
+    steps = []
+    for name, captured in (("dkv", columns), ("dq", others)):
+        text = None
+        if score:
+            text = mod_text(*score, _SYMBOLS, target, shape="qk.shape", differential=Differential(derivative, captured))
+        tile = backward_tile(name, arch, round_up_head_dim(case.d_qk), round_up_head_dim(case.d_v), case.dtype.itemsize,
+                             q_block=sizes.q_block, kv_block=sizes.kv_block, options=dict(case.options.tile))
+        slabs = any(role == "slab" for role, _, _ in captured)
+        gathered = tuple(zip(text.gradient.captured, (load for _, load, _ in captured), strict=True)) if text else ()
+        steps.append(Step(_spec(name, case, backend, text, mask_text, slabs), tile, text, mask_text, gathered))
+    return BackwardPlan(delta_spec(case, backend), *steps)
+
+
+def strides(*tensors: str) -> list[str]:
+    """The strides of (Z, H, S, D) tensors that are kernel arguments; the head dim is contiguous."""
+    return [f"stride_{t}{d}" for t in tensors for d in (("z", "h", "n") if t in ("k", "v", "dk", "dv") else ("z", "h", "m"))]
+
+
+def delta_spec(case: BackwardCase, backend: str) -> KernelSpec:
+    numbers = ("Hq", "Q_LEN", "STATS_LEN", *strides("o", "do"))
+    flags = {"D_V": case.d_v, "D_V_ROUNDED": round_up_head_dim(case.d_v), "LSE_GRADIENT": case.lse_gradient, "numbers": numbers,
+             "parameters": numbers}
+    return KernelSpec("backward_delta", (), tuple(flags.items()), backend)
+
+
+def _spec(name: str, case: BackwardCase, backend: str, score: ModText | None, mask: ModText | None, slabs: bool) -> KernelSpec:
+    blocks, options = case.blocks, case.options
+    if name == "dq":
+        numbers = ["Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", "STATS_LEN", *strides("q", "k", "v", "do", "dq")]
+    else:
+        numbers = ["Z", "Zkv", "Hkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", "STATS_LEN", *strides("q", "k", "v", "do", "dk", "dv")]
+    numbers += ["SM_SCALE", "TO_LOG2"]
+    if blocks:
+        width = "columns" if name == "dq" else "rows"
+        numbers += ["mask_stride_z", "mask_stride_h", f"mask_{width}"] + ([f"full_mask_{width}"] if blocks.has_full else [])
+    if slabs:
+        numbers.append("first_tile")
+    tma = case.use_tma[0 if name == "dq" else 1]
+    float32 = case.dtype is torch.float32
+    captured = score.gradient.captured if score else ()
+    flags = {
+        "DTYPE": dtype_name(case.dtype), "D_QK": case.d_qk, "D_V": case.d_v,
+        "D_QK_ROUNDED": round_up_head_dim(case.d_qk), "D_V_ROUNDED": round_up_head_dim(case.d_v),
+        "FLOAT32": float32, "FLOAT32_PRECISION": options.float32_precision if float32 else "",
+        "aligned": tuple(a for a in case.aligned if a in numbers), "ALIGNMENT": 16 // case.dtype.itemsize,
+        "BLOCK_MASK": blocks is not None, "HAS_FULL_BLOCKS": blocks is not None and blocks.has_full,
+        "SPARSE_Q_BLOCK_SIZE": blocks.q_block if blocks else 0, "SPARSE_KV_BLOCK_SIZE": blocks.kv_block if blocks else 0,
+        "CHECK_FULL_BLOCKS": blocks is not None and not blocks.interior, "PEEL_TAIL": not float32, "USE_TMA": tma, "SLABS": slabs,
+        "parameters": tuple(numbers),
+        "numbers": tuple(numbers) + tuple(n for m in (score, mask) if m for n in m.numbers)
+        + tuple(s for c in captured for s in c.strides),
+    }
+    if name == "dq":
+        flags["kv_params"] = "desc_k, desc_v, z_kv, h_kv" if tma else "K, V, stride_kn, stride_vn"
+    else:
+        flags["q_params"] = "desc_q, desc_do" if tma else "Q, DO, stride_qm, stride_dom"
+        flags["q_args"] = "desc_q, desc_do" if tma else "q_head, do_head, stride_qm, stride_dom"
+    return KernelSpec(f"backward_{name}", (score, mask), tuple(flags.items()), backend)
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardGeometry:
+    """What follows from shapes and strides alone: which strides are passed in units of 16 bytes, and all of them as passed."""
+
+    aligned: tuple[str, ...]
+    strides: dict[str, int]
+    tma: tuple[bool, bool]  # can TMA load K and V, and Q and dO
+
+
+@functools.lru_cache(maxsize=4096)
+def backward_geometry(itemsize: int, shapes: tuple, layouts: tuple) -> BackwardGeometry:
+    """Of q, k, v, do, dq, dk, dv; a dimension of size 1 has stride 0."""
+    names = ("q", "k", "v", "do", "dq", "dk", "dv")
+    vector = 16 // itemsize
+    aligned, found, fits = [], {}, {}
+    for name, shape, layout in zip(names, shapes, layouts, strict=True):
+        known = [0 if n == 1 else s for n, s in zip(shape, layout, strict=True)]
+        for label, stride in zip(strides(name), known[:3], strict=True):
+            if stride % vector == 0 and len(name) == 1 or name == "do" and stride % vector == 0:
+                aligned.append(label)
+                stride //= vector
+            found[label] = stride
+        fits[name] = all(s % vector == 0 and (s or n == 1) for s, n in zip(known[:3], shape[:3], strict=True)) and shape[3] % vector == 0
+    return BackwardGeometry(tuple(aligned), found, (fits["k"] and fits["v"], fits["q"] and fits["do"]))

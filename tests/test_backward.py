@@ -1,0 +1,298 @@
+"""Gradients of flex_attention against float64 autograd through dense attention: q, k, v, lse and captured tensors."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from dense import dense_attention, relative_error
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import DEVICES, LEARNED_MODS, learned_mods, mask_mods, problems, tensor_of
+from torch.utils.checkpoint import checkpoint
+
+from flexpress import cache_info, create_block_mask, flex_attention, mods
+
+FLOORS = {torch.float32: 4e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """Every torch.empty is filled with NaN: what a kernel does not write shows."""
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@st.composite
+def gradient_problems(draw, device):
+    return {**draw(problems(device)), "score": draw(st.sampled_from(LEARNED_MODS)), "lse": draw(st.booleans()),
+            "deterministic": draw(st.booleans()), "learned_dtype": draw(st.sampled_from([torch.float32, torch.bfloat16])),
+            "grad_layout": draw(st.sampled_from(["contiguous", "bshd", "wide_head_dim", "shared_batch"]))}
+
+
+def reference_gradients(inputs, make, mask_mod, scale, d_out, d_lse, precision):
+    """Gradients of all inputs (q, k, v, then learned tensors) by autograd through dense attention."""
+    leaves = [t.detach().to(precision if i < 3 else torch.promote_types(precision, torch.float32)).requires_grad_()
+              for i, t in enumerate(inputs)]
+    out, lse, _ = dense_attention(*leaves[:3], make(*leaves[3:]), mask_mod, scale, precision)
+    loss = (out * d_out.to(out.dtype)).sum()
+    if d_lse is not None:
+        loss = loss + (torch.where(lse == -math.inf, 0.0, lse) * d_lse.to(lse.dtype)).sum()
+    found = torch.autograd.grad(loss, leaves, allow_unused=True)
+    return [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)]
+
+
+def assert_gradients(grads, exact, plain, dtypes, factor=2.0):
+    """Every gradient's error is at most `factor` times that of the plain computation, or of the order of rounding."""
+    for i, (got, want, rough, dtype) in enumerate(zip(grads, exact, plain, dtypes, strict=True)):
+        if got is None:
+            assert not want.any()
+            continue
+        error, allowed = relative_error(got, want), relative_error(rough.nan_to_num(), want)
+        size = want.norm().item()
+        floor = FLOORS[dtype] if size > 1e-6 * want.numel() ** 0.5 else math.inf if got.abs().max() < 1e-2 else 0.0
+        assert error <= max(factor * allowed, floor), f"gradient {i}: error {error:.2e}, a plain computation has {allowed:.2e}"
+
+
+def check_problem(p: dict, device: str) -> None:
+    B, Hkv, Hq, length = p["B"], p["Hkv"], p["Hkv"] * p["group"], max(p["Q_LEN"], p["KV_LEN"])
+    Bkv = 1 if p["one_kv_batch"] else B
+    shapes = [(B, Hq, p["Q_LEN"], p["D_QK"]), (Bkv, Hkv, p["KV_LEN"], p["D_QK"]), (Bkv, Hkv, p["KV_LEN"], p["D_V"])]
+    inputs = [tensor_of(shape, layout, p["dtype"], device, p["seed"] + i).requires_grad_()
+              for i, (shape, layout) in enumerate(zip(shapes, p["layouts"], strict=True))]
+    make, learned = learned_mods(B, Hq, length, device, p["learned_dtype"], p["seed"])[p["score"]]
+    inputs += [t.requires_grad_() for t in learned]
+    mask_mod = mask_mods(length, device)[p["mask"]]
+    block_mask = None
+    if mask_mod is not None:
+        block_mask = create_block_mask(mask_mod, B, Hq, p["Q_LEN"], p["KV_LEN"], device, p["BLOCK_SIZE"],
+                                       separate_full_blocks=p["separate_full_blocks"])
+    options = {} if p["USE_TMA"] is None else {"USE_TMA": p["USE_TMA"]}
+    out, lse = flex_attention(*inputs[:3], make(*inputs[3:]), block_mask, p["scale"], enable_gqa=True, return_lse=True,
+                              kernel_options=options, deterministic=p["deterministic"])
+    d_out = tensor_of(out.shape, p["grad_layout"], p["dtype"], device, p["seed"] + 7)
+    d_lse = torch.randn(lse.shape, device=device) if p["lse"] else None
+    outputs, weights = ((out, lse), (d_out, d_lse)) if p["lse"] else ((out,), (d_out,))
+    grads = torch.autograd.grad(outputs, inputs, weights, allow_unused=True)
+    for t, g in zip(inputs, grads, strict=True):
+        assert g is None or (g.shape == t.shape and g.dtype == t.dtype and g.isfinite().all())
+    exact = reference_gradients(inputs, make, mask_mod, p["scale"], d_out, d_lse, torch.float64)
+    plain = reference_gradients(inputs, make, mask_mod, p["scale"], d_out, d_lse, p["dtype"])
+    rougher = torch.bfloat16 if torch.bfloat16 in (p["dtype"], p["learned_dtype"]) else p["dtype"]
+    assert_gradients(grads, exact, plain, [p["dtype"]] * 3 + [rougher] * len(learned))
+
+
+@settings(max_examples=40)
+@given(gradient_problems("cpu"))
+def test_any_problem(p):
+    check_problem(p, "cpu")
+
+
+@pytest.mark.gpu
+@settings(max_examples=80)
+@given(gradient_problems("cuda"))
+def test_any_problem_on_gpu(p):
+    check_problem(p, "cuda")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", LEARNED_MODS)
+def test_learned_tensors(name, deterministic, device):
+    """Every way to index a learned tensor, with several tiles and a causal tail."""
+    p = {"dtype": torch.float32, "B": 2, "Hkv": 1, "group": 2, "Q_LEN": 70, "KV_LEN": 90, "D_QK": 16, "D_V": 16, "one_kv_batch": False,
+         "layouts": ["contiguous"] * 3, "score": name, "mask": "causal", "BLOCK_SIZE": 64, "separate_full_blocks": True, "scale": None,
+         "USE_TMA": None, "seed": 3, "lse": True, "deterministic": deterministic, "learned_dtype": torch.float32,
+         "grad_layout": "contiguous"}
+    check_problem(p, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_and_keys_without_partners(device):
+    """A row that sees nothing, and a key that nobody sees, have gradients of exactly zero."""
+    q, k, v = (torch.randn(1, 2, 100, 32, device=device, requires_grad=True) for _ in range(3))
+    mask = create_block_mask(lambda b, h, m, n: (m >= 40) & (n < 70), None, None, 100, 100, device, 32)
+    scale = torch.tensor(0.7, device=device, requires_grad=True)
+    out, lse = flex_attention(q, k, v, lambda s, b, h, m, n: torch.log(s.abs()) * scale, mask, return_lse=True)
+    grads = torch.autograd.grad((out, lse), (q, k, v, scale), (torch.randn_like(out), torch.randn_like(lse)))
+    assert all(g.isfinite().all() for g in grads)
+    assert not grads[0][:, :, :40].any() and not grads[1][:, :, 70:].any() and not grads[2][:, :, 70:].any()
+    assert all(g.any() for g in grads)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_only_what_is_asked_for(device):
+    """Inputs that want no gradient get none; lse alone may carry the loss; a second pass over a kept graph gives the same."""
+    q, k, v = (torch.randn(1, 1, 40, 16, device=device) for _ in range(3))
+    v.requires_grad_()
+    out, lse = flex_attention(q, k, v, mods.alibi(torch.ones(1, device=device)), return_lse=True)
+    first = torch.autograd.grad(out.square().sum(), v, retain_graph=True)
+    assert torch.equal(first[0], torch.autograd.grad(out.square().sum(), v)[0])
+    assert not lse.requires_grad or lse.grad_fn is not None
+    q.requires_grad_()
+    slopes = torch.ones(1, device=device, requires_grad=True)
+    _, lse = flex_attention(q, k, v, mods.alibi(slopes), return_lse=True)
+    dq, dv, ds = torch.autograd.grad(lse.sum(), (q, v, slopes))
+    assert dq.any() and ds.any() and not dv.any()
+    with torch.no_grad():
+        assert not flex_attention(q, k, v, mods.alibi(slopes)).requires_grad
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_captured_tensor_that_the_mod_computes(device):
+    """Work on captured tensors alone runs in torch, and gradients flow through it."""
+    weight = torch.randn(2, 3, device=device, requires_grad=True)
+    q = torch.randn(1, 2, 20, 16, device=device)
+
+    def mod(score, b, h, q_idx, kv_idx):
+        return score * weight.exp().sum(1)[h]
+
+    (got,) = torch.autograd.grad(flex_attention(q, q, q, mod).square().sum(), weight)
+    q64, w64 = q.double(), weight.detach().double().requires_grad_()
+    out, *_ = dense_attention(q64, q64, q64, lambda s, b, h, m, n: s * w64.exp().sum(1)[h])
+    assert relative_error(got, torch.autograd.grad(out.square().sum(), w64)[0]) < 1e-5
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_twice_differentiated_is_refused(device):
+    q = torch.randn(1, 1, 20, 16, device=device, requires_grad=True)
+    (dq,) = torch.autograd.grad(flex_attention(q, q, q).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        dq.sum().backward()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing(device, reentrant):
+    q, k, v = (torch.randn(1, 2, 50, 16, device=device, requires_grad=True) for _ in range(3))
+    mask = create_block_mask(mods.causal, None, None, 50, 50, device)
+
+    def attend(q, k, v):
+        return flex_attention(q, k, v, mods.softcap(5.0), mask)
+
+    plain = torch.autograd.grad(attend(q, k, v).square().sum(), (q, k, v))
+    checkpoint(attend, q, k, v, use_reentrant=reentrant).square().sum().backward()
+    assert all(torch.equal(a, t.grad) for a, t in zip(plain, (q, k, v), strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_block_masks_of_torch(device):
+    from torch.nn.attention import flex_attention as theirs
+
+    q, k, v = (torch.randn(2, 2, 130, 16, device=device, requires_grad=True) for _ in range(3))
+    made = theirs.create_block_mask(mods.causal, 1, 1, 130, 130, device=device, BLOCK_SIZE=64)
+    d_out = torch.randn(2, 2, 130, 16, device=device)
+    grads = torch.autograd.grad(flex_attention(q, k, v, block_mask=made), (q, k, v), d_out)
+    exact = reference_gradients([q, k, v], lambda: None, mods.causal, None, d_out, None, torch.float64)
+    assert all(relative_error(g, e) < 2e-6 for g, e in zip(grads, exact, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_empty_lengths(device):
+    q = torch.randn(1, 2, 5, 16, device=device, requires_grad=True)
+    kv = torch.randn(1, 2, 0, 16, device=device, requires_grad=True)
+    flex_attention(q, kv, kv).sum().backward()
+    assert not q.grad.any() and kv.grad.shape == kv.shape
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_new_lengths_and_values_compile_nothing(device):
+    """A new length, window or slope finds the backward kernels compiled."""
+
+    def step(length, window, slope):
+        q = torch.randn(1, 2, length, 16, device=device, requires_grad=True)
+        mask = create_block_mask(mods.sliding_window(window), None, None, length, length, device)
+        slopes = torch.full((2,), slope, device=device, requires_grad=True)
+        flex_attention(q, q, q, mods.alibi(slopes), mask).sum().backward()
+
+    step(100, 9, 0.5)
+    before = cache_info()
+    step(130, 20, 0.25)
+    step(77, 3, 0.75)
+    assert cache_info().compiles == before.compiles
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("option", [{"BLOCK_M1": 16, "BLOCK_N1": 32}, {"bwd_BLOCK_M2": 32, "bwd_BLOCK_N2": 16, "bwd_num_warps": 4},
+                                    {"FLOAT32_PRECISION": "tf32"}])
+def test_kernel_options(device, option):
+    q, k, v = (torch.randn(1, 2, 70, 32, device=device, requires_grad=True) for _ in range(3))
+    mask = create_block_mask(mods.causal, None, None, 70, 70, device)
+    d_out = torch.randn(1, 2, 70, 32, device=device)
+    out = flex_attention(q, k, v, mods.softcap(5.0), mask, kernel_options=option)
+    grads = torch.autograd.grad(out, (q, k, v), d_out)
+    exact = reference_gradients([q, k, v], lambda: mods.softcap(5.0), mods.causal, None, d_out, None, torch.float64)
+    limit = 4e-3 if "FLOAT32_PRECISION" in option else 4e-6
+    assert all(relative_error(g, e) < limit for g, e in zip(grads, exact, strict=True))
+
+
+REAL_LENGTHS = [1, 15, 129, 257, 1025, 2046, 4001]
+REAL_HEAD_DIMS = [16, 31, 64, 72, 80, 96, 128, (192, 128), 256]
+REAL_GROUPS = [(12, 2), (28, 4), (48, 2), (64, 4)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", REAL_LENGTHS)
+@pytest.mark.parametrize("head_dim", REAL_HEAD_DIMS)
+def test_real_shapes_are_as_exact_as_fused_attention(length, head_dim):
+    """bfloat16, causal: the error of every gradient is at most that of torch's fused kernel on the same input."""
+    d_qk, d_v = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
+    q, k = (torch.randn(1, 2, length, d_qk, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    v = torch.randn(1, 2, length, d_v, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    d_out = torch.randn(1, 2, length, d_v, device="cuda", dtype=torch.bfloat16)
+    mask = create_block_mask(mods.causal, None, None, length, length, "cuda")
+    grads = torch.autograd.grad(flex_attention(q, k, v, block_mask=mask), (q, k, v), d_out)
+    fused = torch.autograd.grad(torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), d_out)
+    exact = reference_gradients([q, k, v], lambda: None, mods.causal, None, d_out, None, torch.float64)
+    for got, theirs, want in zip(grads, fused, exact, strict=True):
+        assert got.isfinite().all()
+        assert relative_error(got, want) <= max(1.05 * relative_error(theirs, want), 1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads, kv_heads", REAL_GROUPS)
+@pytest.mark.parametrize("name", ["none", "distance", "temperature", "table", "bias", "buckets"])
+def test_real_groups(heads, kv_heads, name):
+    p = {"dtype": torch.bfloat16, "B": 1, "Hkv": kv_heads, "group": heads // kv_heads, "Q_LEN": 1025, "KV_LEN": 1025, "D_QK": 64,
+         "D_V": 64, "one_kv_batch": False, "layouts": ["bshd"] * 3, "score": name, "mask": "tiles" if name == "none" else "causal",
+         "BLOCK_SIZE": 128, "separate_full_blocks": True, "scale": None, "USE_TMA": None, "seed": 5, "lse": False,
+         "deterministic": False, "learned_dtype": torch.float32, "grad_layout": "contiguous"}
+    check_problem(p, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [40, 48, 64, 80, 88, 96, 128])
+@pytest.mark.parametrize("name", ["none", "table"])
+def test_repeats_are_bitwise_equal(head_dim, name):
+    """200 runs: the forward always, gradients when deterministic."""
+    q, k, v = (torch.randn(2, 4, 517, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    make, learned = learned_mods(2, 4, 517, "cuda")[name]
+    inputs = [q, k, v, *(t.requires_grad_() for t in learned)]
+    mask = create_block_mask(mods.causal, None, None, 517, 517, "cuda")
+    d_out = torch.randn_like(q)
+    first = None
+    for _ in range(200):
+        out = flex_attention(q, k, v, make(*learned), mask, deterministic=True)
+        found = [out, *torch.autograd.grad(out, inputs, d_out)]
+        first = first or found
+        assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True))
+
+
+@pytest.mark.gpu
+def test_backward_allocates_no_scores():
+    """Peak memory of the backward pass is the gradients and two float32 numbers a row."""
+    q, k, v = (torch.randn(1, 8, 16384, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    mask = create_block_mask(mods.causal, None, None, 16384, 16384, "cuda")
+    slopes = torch.rand(8, device="cuda", requires_grad=True)
+    for _ in range(2):  # the first run compiles
+        out = flex_attention(q, k, v, mods.alibi(slopes), mask)
+        d_out = torch.randn_like(out)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        grads = torch.autograd.grad(out, (q, k, v, slopes), d_out)
+        used = torch.cuda.max_memory_allocated() - before
+    assert used <= sum(g.nbytes for g in grads) + 2 * 4 * 8 * 16384 + (2 << 20)
