@@ -151,8 +151,14 @@ def _split(g, other, tie):
     return torch.where(other, 0.0, torch.where(tie, 0.5 * g, g))
 
 
+def _over_square(part, x, y):
+    x, y = x.float(), y.float()
+    square = x * x + y * y
+    return torch.where(square == 0, 0.0, part / square)
+
+
 def _pow_base(g, x, y, r):
-    return torch.where(y == 0, 0.0, g * (y * x ** (y - 1)))
+    return torch.where(y == 0, 0.0, g * (y * x ** (y + -1)))  # y may be a bool, which torch does not subtract from
 
 
 def _pow_exponent(g, x, y, r):
@@ -188,7 +194,7 @@ _ROWS = [
        {"float": "{0} * {1}", "int": "{0} * {1}", "bool": "{0} & {1}"},
        derivative=(lambda g, x, y, r: g * y, lambda g, x, y, r: g * x)),
     Op("div", operator.truediv, (), "{0} / {1}", "float",
-       derivative=(lambda g, x, y, r: g / y, lambda g, x, y, r: -(g / y) * r)),
+       derivative=(lambda g, x, y, r: g / y, lambda g, x, y, r: -g * (r / y))),
     Op("floor_divide", operator.floordiv, _elementwise("floor_divide"),
        {"float": "floor_div_float({0}, {1})", "int": "floor_div_int({0}, {1})"},
        plainer=("{0} // {1}", _is_natural_division)),
@@ -218,7 +224,7 @@ _ROWS = [
        derivative=(lambda g, x, y, r: _split(g, x < y, x == y), lambda g, x, y, r: _split(g, y < x, x == y))),
     Op("atan2", torch.atan2, _elementwise("atan2", "torch.arctan2", "Tensor.arctan2"),
        "libdevice.atan2({0}, {1})", "float",
-       derivative=(lambda g, y, x, r: g * (x / (x * x + y * y)), lambda g, y, x, r: g * (-y / (x * x + y * y)))),
+       derivative=(lambda g, y, x, r: g * _over_square(x, x, y), lambda g, y, x, r: -g * _over_square(y, x, y))),
     # exponentials, roots and circular functions
     _unary("exp", "tl.exp({0})", derivative=lambda g, x, r: g * r),
     _unary("exp2", "tl.exp2({0})", derivative=lambda g, x, r: g * r * math.log(2)),
