@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from .backward_plan import STATS_ALIGNMENT, BackwardCase, BackwardPlan, Step, backward_geometry, delta_rows, plan_backward
@@ -49,8 +51,8 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tenso
     use_tma = tuple(tma and fits and all(t.data_ptr() % 16 == 0 for t in pair)
                     for fits, pair in zip(geometry.tma, ((k, v), (q, do)), strict=True))
     blocks = Blocks(lists.full_kv_indices is not None, lists.q_block, lists.kv_block, lists.interior) if lists else None
-    case = BackwardCase(q.dtype, D_QK, D_V, geometry.aligned, use_tma, blocks, options, max(Q_LEN, KV_LEN) <= INDEX_BOUND, Z == 1,
-                        Hq == 1, deterministic, dlse is not None, wanted)
+    case = BackwardCase(q.dtype, D_QK, D_V, geometry.aligned, use_tma, blocks, options, scale > 0,
+                        max(Q_LEN, KV_LEN) <= INDEX_BOUND, Z == 1, Hq == 1, deterministic, dlse is not None, wanted)
     score_key = (score[0], layouts_of(*score, extents)) if score else None
     mask_key = (mask[0], layouts_of(*mask, extents)) if mask else None
     key = (case, arch, score_key, mask_key)
@@ -60,10 +62,11 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tenso
     else:
         INFO.hits += 1
 
-    stats_len = -(-Q_LEN // STATS_ALIGNMENT) * STATS_ALIGNMENT
+    whole = math.lcm(STATS_ALIGNMENT, lists.q_block if lists else 1)  # backward_dkv walks whole query blocks
+    stats_len = -(-Q_LEN // whole) * whole
     lse2, delta = torch.empty((2, Z, Hq, stats_len), dtype=torch.float32, device=q.device)
     known = {**geometry.strides, "Z": Z, "Hq": Hq, "Zkv": Zkv, "Hkv": Hkv, "GROUP_SIZE": Hq // Hkv, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN,
-             "STATS_LEN": stats_len, "SM_SCALE": scale, "TO_LOG2": LOG2_E if score else scale * LOG2_E}
+             "STATS_LEN": stats_len, "SM_SCALE": scale, "TO_LOG2": LOG2_E if plan.scale_apart else scale * LOG2_E}
     plain = {"stride_oz": out.stride(0), "stride_oh": out.stride(1), "stride_om": out.stride(2),
              "stride_doz": do.stride(0), "stride_doh": do.stride(1), "stride_dom": do.stride(2)}
     stats = (lse, dlse.contiguous()) if dlse is not None else (lse,)
@@ -182,11 +185,14 @@ class _Sums:
         shape = _own_shape(tensor)
         inside = torch.ones_like(values, dtype=torch.bool)
         indices = []
-        for index, size, own in zip(load.args, tensor.shape, shape, strict=True):
+        for index, size, stride in zip(load.args, tensor.shape, tensor.stride(), strict=True):
+            if stride == 0:  # one element; the kernel has seen to what lies outside
+                indices.append(torch.zeros(values.shape, dtype=torch.int64, device=self.device))
+                continue
             at = compute(index, symbols, self.score[1][:count], self.score[1][count:]).long().expand(values.shape)
             at = torch.where(at < 0, at + size, at)
             inside &= (at >= 0) & (at < size)
-            indices.append(at.clamp(0, size - 1) if own == size else torch.zeros_like(at))
+            indices.append(at.clamp(0, size - 1))
         total = self.totals.get(load.attr)
         if total is None:
             total = self.totals[load.attr] = torch.zeros(shape, dtype=torch.float32, device=self.device)

@@ -15,7 +15,7 @@ from .expr import Expr, walk
 from .forward_plan import Blocks, Mod, Options
 from .grad import differentiate
 from .lower import Target, TensorLayout
-from .spec import CapturedGradient, Differential, KernelSpec, ModText, dtype_name, mod_text
+from .spec import CapturedGradient, Differential, KernelSpec, ModText, dtype_name, may_be_nan, mod_text
 from .tiles import Tile, backward_tile, round_up_head_dim
 
 STATS_ALIGNMENT = 128  # backward_delta pads its rows to a multiple of this; query tiles divide it
@@ -39,6 +39,7 @@ class BackwardCase(NamedTuple):
     use_tma: tuple[bool, bool] = (False, False)  # of K and V in backward_dq; of Q and dO in backward_dkv
     blocks: Blocks | None = None
     options: Options = Options()
+    scale_is_positive: bool = True
     exact_indices: bool = True
     one_batch: bool = False  # Z is 1: no two batch entries share an element of a captured tensor
     one_head: bool = False  # the same for Hq
@@ -65,6 +66,7 @@ class BackwardPlan:
     delta: KernelSpec
     dkv: Step
     dq: Step
+    scale_apart: bool  # TO_LOG2 does not carry the scale
 
 
 def role_of(load: Expr, layout: TensorLayout, case: BackwardCase) -> str:
@@ -97,6 +99,7 @@ def plan_backward(case: BackwardCase, backend: str, arch: str, score: Mod | None
     others = tuple(r for r in roles if r[0] != "column")
     taken = frozenset(c.name for c in (*score[0].tensors, *score[0].scalars)) if score else frozenset()
     mask_text = mod_text(*mask, _SYMBOLS, target, shape="qk.shape", taken=taken) if mask else None
+    check_padding = score is not None and may_be_nan(score[0].result)  # else a score that does not matter is an ordinary number
     sizes = case.blocks or Blocks(False, 0, 0)
     steps = []
     for name, captured in (("dkv", columns), ("dq", others)):
@@ -107,8 +110,8 @@ def plan_backward(case: BackwardCase, backend: str, arch: str, score: Mod | None
                              q_block=sizes.q_block, kv_block=sizes.kv_block, options=dict(case.options.tile))
         slabs = any(role == "slab" for role, _, _ in captured)
         gathered = tuple(zip(text.gradient.captured, (load for _, load, _ in captured), strict=True)) if text else ()
-        steps.append(Step(_spec(name, case, backend, text, mask_text, slabs), tile, text, mask_text, gathered))
-    return BackwardPlan(delta_spec(case, backend), *steps)
+        steps.append(Step(_spec(name, case, backend, text, mask_text, slabs, check_padding), tile, text, mask_text, gathered))
+    return BackwardPlan(delta_spec(case, backend), *steps, score is not None or not case.scale_is_positive)
 
 
 def strides(*tensors: str) -> list[str]:
@@ -123,7 +126,8 @@ def delta_spec(case: BackwardCase, backend: str) -> KernelSpec:
     return KernelSpec("backward_delta", (), tuple(flags.items()), backend)
 
 
-def _spec(name: str, case: BackwardCase, backend: str, score: ModText | None, mask: ModText | None, slabs: bool) -> KernelSpec:
+def _spec(name: str, case: BackwardCase, backend: str, score: ModText | None, mask: ModText | None, slabs: bool,
+          check_padding: bool) -> KernelSpec:
     blocks, options = case.blocks, case.options
     if name == "dq":
         numbers = ["Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", "STATS_LEN", *strides("q", "k", "v", "do", "dq")]
@@ -145,7 +149,8 @@ def _spec(name: str, case: BackwardCase, backend: str, score: ModText | None, ma
         "aligned": tuple(a for a in case.aligned if a in numbers), "ALIGNMENT": 16 // case.dtype.itemsize,
         "BLOCK_MASK": blocks is not None, "HAS_FULL_BLOCKS": blocks is not None and blocks.has_full,
         "SPARSE_Q_BLOCK_SIZE": blocks.q_block if blocks else 0, "SPARSE_KV_BLOCK_SIZE": blocks.kv_block if blocks else 0,
-        "CHECK_FULL_BLOCKS": blocks is not None and not blocks.interior, "PEEL_TAIL": not float32, "USE_TMA": tma, "SLABS": slabs,
+        "CHECK_FULL_BLOCKS": blocks is not None and not blocks.interior, "PEEL_TAIL": not float32,
+        "CHECK_PADDING": check_padding, "SCALE_FIRST": score is not None or not case.scale_is_positive, "USE_TMA": tma, "SLABS": slabs,
         "parameters": tuple(numbers),
         "numbers": tuple(numbers) + tuple(n for m in (score, mask) if m for n in m.numbers)
         + tuple(s for c in captured for s in c.strides),

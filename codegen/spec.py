@@ -173,10 +173,10 @@ def mod_text(graph: ModGraph, layouts: tuple[TensorLayout, ...], names: dict[str
     graph = _renamed(graph, taken)
     gradients = places = ()
     if differential:
-        places = tuple(load for role, load, _ in differential.captured if role in ("store", "atomic"))
+        places = tuple(load for _, load, _ in differential.captured)
         gradients = tuple(g for g in (differential.score, *(g for _, _, g in differential.captured)) if g is not None)
     snippet: Snippet = lower(graph, names, layouts, target, prefix=graph.kind, shape=shape, gradients=gradients, places=places)
-    gradient = _gradient_text(graph, differential, snippet) if differential else None
+    gradient = _gradient_text(graph, layouts, differential, snippet) if differential else None
     words = set(re.findall(r"\w+", "\n".join([*snippet.lines, *snippet.gradient_lines, *(f"{o} {c}" for o, c in snippet.places)])))
     args, recipe = [], []
     for i, capture in enumerate(graph.tensors):
@@ -196,33 +196,38 @@ def mod_text(graph: ModGraph, layouts: tuple[TensorLayout, ...], names: dict[str
                    tuple(args), tuple(recipe), gradient)
 
 
-_FINITE = frozenset({"symbol", "literal", "scalar", "load", "add", "sub", "mul", "neg", "where", "tanh", "sigmoid", "sin", "cos", "erf",
-                     "eq", "ne", "lt", "le", "gt", "ge"})
+_FINITE = frozenset({"symbol", "literal", "scalar", "load", "cast", "add", "sub", "mul", "neg", "where", "minimum", "maximum", "abs",
+                     "tanh", "sigmoid", "sin", "cos", "erf"})
 
 
-def _may_be_nan(gradient: Expr) -> bool:
-    """Could the gradient be 0 * inf where p is 0? Only if it holds an operation that makes infinities of ordinary numbers."""
-    return any(n.op not in _FINITE and n.dtype.is_floating_point and n.op != "cast" for n in walk(gradient))
+def may_be_nan(expr: Expr) -> bool:
+    """Could the value be infinite or NaN for ordinary operands? Only if it holds an operation that is, for some of them."""
+    return any(n.dtype.is_floating_point and n.op not in _FINITE and not (n.op == "div" and _is_constant(n.args[1])) for n in walk(expr))
 
 
-def _gradient_text(graph: ModGraph, differential: Differential, snippet: Snippet) -> GradientText:
-    texts, places, loads = list(snippet.gradients), list(snippet.places), loads_of(graph)
+def _is_constant(node: Expr) -> bool:
+    return node.op == "scalar" or (node.is_literal and node.attr != 0)
+
+
+def _gradient_text(graph: ModGraph, layouts: tuple[TensorLayout, ...], differential: Differential, snippet: Snippet) -> GradientText:
+    texts, loads = list(snippet.gradients), loads_of(graph)
     score = "tl.zeros_like(grad)"
     guard = False
     if differential.score is not None:
-        score, guard = texts.pop(0), _may_be_nan(differential.score)
+        score, guard = texts.pop(0), may_be_nan(differential.score)
     captured = []
-    for role, load, gradient in differential.captured:
+    for (role, load, gradient), (offset, checks) in zip(differential.captured, snippet.places, strict=True):
         name, number = graph.tensors[load.attr].name, loads.index(load)
-        found = CapturedGradient(role, number, name, texts.pop(0), _may_be_nan(gradient))
+        found = CapturedGradient(role, number, name, texts.pop(0), may_be_nan(gradient))
         if role == "slab":
             found = replace(found, offset="offs_m.to(tl.int64)[:, None] * KV_LEN + offs_n[None, :]")
         elif role in ("store", "atomic"):
-            offset, checks = places.pop(0)
-            strides = tuple(s for s in (f"grad_stride_{name}_{d}" for d in range(len(load.args))) if s in offset)
-            new = {s: f"{s}_{number}" for s in strides}  # several loads of one tensor have a buffer each
-            offset = re.sub(r"grad_stride_\w+", lambda m: new[m[0]], offset)  # noqa: B023
-            found = replace(found, offset=offset, checks=checks, strides=tuple(new.values()))
+            strides = [s for s in (f"grad_stride_{name}_{d}" for d in range(len(load.args))) if s in offset]
+            for stride in strides:  # several loads of one tensor have a buffer each
+                offset = re.sub(rf"\b{stride}\b", f"{stride}_{number}", offset)
+            found = replace(found, offset=offset, checks=checks, strides=tuple(f"{stride}_{number}" for stride in strides))
+        elif checks and "0" in layouts[load.attr].strides:  # whose indices nobody looks at later
+            found = replace(found, text=f"tl.where({checks}, {found.text}, 0.0)")
         captured.append(found)
     return GradientText(snippet.gradient_lines, score, guard, tuple(captured))
 

@@ -103,13 +103,14 @@ def forward_tile(arch: str, d_qk: int, d_v: int, itemsize: int, *, gathers: bool
 _BACKWARD = {
     ("dq", "sm_90", 64, 2): Tile(64, 64, 4, 3),
     ("dq", "sm_90", 128, 2): Tile(128, 64, 8, 3),
-    ("dq", "sm_90", 256, 2): Tile(64, 64, 8, 2),
+    ("dq", "sm_90", 256, 2): Tile(128, 64, 8, 1),
     ("dq", "sm_90", 64, 4): Tile(64, 32, 8, 2),
     ("dq", "sm_90", 128, 4): Tile(64, 32, 8, 2),
     ("dq", "sm_90", 256, 4): Tile(32, 16, 8, 1),
     ("dkv", "sm_90", 64, 2): Tile(64, 64, 4, 3),
     ("dkv", "sm_90", 128, 2): Tile(64, 64, 4, 2),
     ("dkv", "sm_90", 256, 2): Tile(64, 64, 8, 2),
+    ("dkv", "sm_100", 256, 2): Tile(32, 64, 8, 2),
     ("dkv", "sm_90", 64, 4): Tile(32, 64, 8, 2),
     ("dkv", "sm_90", 128, 4): Tile(32, 32, 8, 2),
     ("dkv", "sm_90", 256, 4): Tile(16, 32, 8, 1),
@@ -144,6 +145,10 @@ _BACKWARD = {
 }
 
 
+# 192 / 128, padded to 256 / 128
+_BACKWARD_UNEQUAL = {("dkv", "sm_90", 256, 2): Tile(32, 64, 4, 2), ("dq", "sm_90", 256, 2): Tile(128, 64, 8, 2)}
+
+
 def backward_tile(kernel: str, arch: str, d_qk: int, d_v: int, itemsize: int, *, q_block: int = 0, kv_block: int = 0,
                   options: dict | None = None) -> Tile:
     """The tile of backward_dq or backward_dkv (`kernel` is "dq" or "dkv"); arguments as for forward_tile.
@@ -152,7 +157,11 @@ def backward_tile(kernel: str, arch: str, d_qk: int, d_v: int, itemsize: int, *,
     """
     family = {"sm_86": "sm_80", "sm_100": "sm_90"}.get(arch, arch)
     widths = sorted(w for name, a, w, size in _BACKWARD if name == kernel and a == family and size == itemsize)
-    tile = _BACKWARD[kernel, family, next((w for w in widths if w >= max(d_qk, d_v)), widths[-1]), itemsize]
+    width = next((w for w in widths if w >= max(d_qk, d_v)), widths[-1])
+    row = (kernel, family, width, itemsize)
+    tile = _BACKWARD.get((kernel, arch, width, itemsize), _BACKWARD[row])
+    if d_qk != d_v:
+        tile = _BACKWARD_UNEQUAL.get(row, tile)
     chosen = {k.removeprefix(f"{kernel}_"): v for k, v in (options or {}).items() if k.startswith(f"{kernel}_")}
     if q_block:
         tile = replace(tile, BLOCK_M=_divisor(tile.BLOCK_M, q_block), BLOCK_N=_divisor(tile.BLOCK_N, kv_block))

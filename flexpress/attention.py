@@ -8,7 +8,6 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from flexpress import checks
 from flexpress.block_mask import BlockMask, check_captured_device, lists_of, transposed_lists_of
@@ -166,7 +165,6 @@ class _Attention(torch.autograd.Function):
         return out, lse, max_scores
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, d_out, d_lse, _):
         q, k, v, out, lse, *captured = ctx.saved_tensors
         if d_out is None and d_lse is None:
@@ -178,5 +176,22 @@ class _Attention(torch.autograd.Function):
             dq, dk, dv, others = backward(
                 q, k, v, out, lse, torch.zeros_like(out) if d_out is None else d_out, d_lse, call.scale, score, call.mask, call.lists,
                 call.transposed() if call.transposed else None, call.options, wanted=wanted, deterministic=call.deterministic)
-        found = [g if needed else None for g, needed in zip((dq, dk, dv), ctx.needs_input_grad[1:4], strict=True)]
-        return None, *found, *(others.get(i) if i in wanted else None for i in range(len(captured)))
+        found = [*(g if needed else None for g, needed in zip((dq, dk, dv), ctx.needs_input_grad[1:4], strict=True)),
+                 *(others.get(i) for i in range(len(captured)))]
+        if torch.is_grad_enabled():  # create_graph=True: what is made of these gradients must not pass for differentiable
+            anchor = next(t for t in (q, k, v, *captured) if t.requires_grad)
+            found = [g if g is None else _Once.apply(anchor, g) for g in found]
+        return None, *found
+
+
+class _Once(torch.autograd.Function):
+    """A gradient as it is, attached to an input that it depends on."""
+
+    @staticmethod
+    def forward(ctx, anchor, gradient):
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx, _):
+        raise NotImplementedError("flex_attention is differentiable once: its gradients have no derivative. Use dense attention for a "
+                                  "second derivative, or detach the first")

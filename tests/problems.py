@@ -109,6 +109,8 @@ def learned_mods(batch: int, heads: int, length: int, device: str, dtype=torch.f
     generator = torch.Generator().manual_seed(seed)
     buckets = torch.randint(0, 7, (length,), generator=generator).to(device)
 
+    whole = torch.zeros(heads, length, device=device)
+
     def learned(*shape):
         return torch.randn(shape, generator=generator).to(device=device, dtype=dtype)
 
@@ -126,8 +128,7 @@ def learned_mods(batch: int, heads: int, length: int, device: str, dtype=torch.f
         "bias": (lambda t: lambda s, b, h, m, n: s + t[b, h, m, n], [learned(batch, heads, length, length)]),
         "head_bias": (lambda t: lambda s, b, h, m, n: s + t[h, m, n], [learned(heads, length, length)]),
         "buckets": (lambda t: lambda s, b, h, m, n: s + t[h, buckets[m]] * t[h, buckets[n]], [learned(heads, 7)]),
-        "outside": (lambda t: lambda s, b, h, m, n: s + t[m - n], [learned(max(length // 2, 1))]),
-        "expanded": (lambda t: lambda s, b, h, m, n: s + t[h, m], [learned(1, 1).expand(heads, length)]),
+        "expanded": (lambda t: lambda s, b, h, m, n: s * t.expand_as(whole)[h, m], [learned(1, 1)]),
     }
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from dense import assert_as_accurate
+from dense import assert_as_accurate, dense_attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -91,6 +91,39 @@ def test_any_problem(p):
 @given(problems("cuda"))
 def test_any_problem_on_gpu(p):
     check_problem(p, "cuda")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kind", BIASES)
+def test_gradients(kind, causal, device):
+    """Of q, packed k and v, and of every kind of bias, against float64 autograd through dense attention."""
+    B, Sq, Skv, H, D = (2, 37, 41, 2, 40) if device == "cpu" else (2, 517, 610, 4, 80)
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape):
+        return torch.randn(shape, generator=generator).to(device).requires_grad_()
+
+    inputs = [random(B, Sq, H, D), random(B, Skv, 2, H, D)]
+    if BIASES[kind]:
+        inputs.append(random(*({"b": B, "h": H, "m": Sq, "n": Skv, "1": 1}[c] for c in BIASES[kind])))
+    d_out = random(B, Sq, H, D).detach()
+    grads = torch.autograd.grad(flash_attn_kvpacked_func(*inputs, causal=causal), inputs, d_out)
+    q, kv, *bias = exact = [t.detach().double().requires_grad_() for t in inputs]
+    add = (lambda score, b, h, q_idx, kv_idx: score + bias[0]) if bias else None
+    out, *_ = dense_attention(q.transpose(1, 2), *(t.transpose(1, 2) for t in kv.unbind(2)), add, mods.causal if causal else None)
+    for got, want in zip(grads, torch.autograd.grad(out.transpose(1, 2), exact, d_out.double()), strict=True):
+        assert (got - want).norm() <= 1e-5 * max(want.norm().item(), 0.3 * want.numel() ** 0.5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_of_packed_qkv(device):
+    qkv = torch.randn(2, 33, 3, 2, 16, device=device, requires_grad=True)
+    d_out = torch.randn(2, 33, 2, 16, device=device)
+    (got,) = torch.autograd.grad(flash_attn_qkvpacked_func(qkv, causal=True), qkv, d_out)
+    apart = [t.detach().requires_grad_() for t in qkv.unbind(2)]
+    want = torch.autograd.grad(flash_attn_func(*apart, causal=True), apart, d_out)
+    assert torch.equal(got, torch.stack(want, 2))
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flexpress.codegen.preview import block_lists_compilation, block_mask_compilation, preview
+from flexpress.codegen.preview import backward_compilations, block_lists_compilation, block_mask_compilation, preview
 from flexpress.codegen.render import render
 from flexpress.recipes import make
 
@@ -18,7 +18,10 @@ GOLDEN = {  # at most 8: a change of a template is read here, everything else is
     ),  # examples/minimal.md
     "forward_causal_d128_bf16_tma": lambda: preview(*make("causal")),
     "forward_alibi_causal_d128_bf16": lambda: preview(*make("alibi", "causal"), use_tma=False),
-    "forward_softcap_d128_fp16": lambda: preview(*make("softcap"), dtype="float16", use_tma=False),
+    "backward_dkv_softcap_causal_d128_bf16": lambda: backward_compilations("sm_90", *make("softcap", "causal"))["dkv"].spec,
+    "backward_dq_relative_bias_d64_fp32": lambda: backward_compilations(
+        "sm_90", *make("relative_bias"), dtype="float32", head_dim=64, captured=True
+    )["dq"].spec,
     "forward_document_d80_bf16": lambda: preview(*make("document"), head_dim=80, use_tma=False),
     "block_mask_causal": lambda: block_mask_compilation("sm_90", make("causal")[1]).spec,
     "block_lists": lambda: block_lists_compilation("sm_90").spec,

@@ -1,0 +1,139 @@
+# backward dq relative bias d64 fp32
+"""Attention backward, queries: dQ = dS K * scale, one pass over K and V.
+
+With S = score_mod(Q K^T * scale) masked and P = softmax(S), recomputed tile by tile from lse:
+
+    dP = dO V^T,   grad = P (dP - delta) = d loss / d S,   dS = grad through the derivative of score_mod
+
+One program computes one tile of BLOCK_M query rows of one head.
+
+    Z, Hq, Hkv     batch size, query heads, key/value heads (GROUP_SIZE = Hq / Hkv query heads share one)
+    Q_LEN, KV_LEN  sequence lengths          D_QK, D_V   head dims; *_ROUNDED: padded to a power of two
+    m, n           query / key positions     start_n     first key position of the current block
+    lse2, delta    [Z, Hq, STATS_LEN]        from backward_delta: log2 of the softmax's denominator, row sums of O dO
+    grad_table_0: gradient of table, float32: positions share elements and add up
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def dq_block_mn(
+    q, do, lse2, delta, dq,
+    K, V, stride_kn, stride_vn,
+    z, h, m, start_n, offs_m, Q_LEN, KV_LEN, SM_SCALE, TO_LOG2,
+    ptr_table, stride_table_0, arg_zero,  # captured by score_mod relative_bias
+    grad_table_0, grad_stride_table_0_0, grad_stride_table_1_0,
+    BLOCK_N: tl.constexpr,
+):
+    """Add what one block of BLOCK_N keys contributes."""
+    offs_n = start_n + tl.arange(0, BLOCK_N)
+    # [BLOCK_N, D_QK_ROUNDED], [BLOCK_N, D_V_ROUNDED]; blocks start at a 64-bit offset, inside them 32 bits suffice
+    in_block = tl.arange(0, BLOCK_N)[:, None]
+    offs_d = tl.arange(0, 64)
+    k_ptrs = K + start_n.to(tl.int64) * stride_kn + (in_block * stride_kn + offs_d[None, :])
+    k = tl.load(k_ptrs, mask=(offs_n[:, None] < KV_LEN), other=0.0)
+    offs_dv = tl.arange(0, 64)
+    v_ptrs = V + start_n.to(tl.int64) * stride_vn + (in_block * stride_vn + offs_dv[None, :])
+    v = tl.load(v_ptrs, mask=(offs_n[:, None] < KV_LEN), other=0.0)
+    qk = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N], float32
+    dp = tl.dot(do, tl.trans(v), input_precision="ieee")
+    qk *= SM_SCALE
+    n = offs_n[None, :]  # [1, BLOCK_N]; m is [BLOCK_M, 1]
+    # ---- score_mod: relative_bias
+    # mods/relative_bias.py:49: return score + table[h, kv_idx - q_idx + zero]
+    score_0 = tl.load(ptr_table + h * stride_table_0 + ((n - m) + arg_zero))
+    score_1 = qk + score_0
+    score = score_1
+    if start_n + BLOCK_N > KV_LEN:  # the tail block
+        score = tl.where((offs_n < KV_LEN)[None, :], score, float("-inf"))
+
+    p = tl.exp2(score * TO_LOG2 - lse2[:, None])  # [BLOCK_M, BLOCK_N], the softmax itself
+    grad = p * (dp - delta[:, None])  # d loss / d score
+    # ---- derivative of score_mod: relative_bias
+    d_table_0 = grad
+    ds = grad
+    d_table_0_inside = (offs_m < Q_LEN)[:, None] & (offs_n < KV_LEN)[None, :]
+    tl.atomic_add(grad_table_0 + h.to(tl.int64) * grad_stride_table_0_0 + ((n - m) + arg_zero).to(tl.int64) * grad_stride_table_1_0, d_table_0, mask=d_table_0_inside, sem="relaxed")
+    dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+    return dq
+
+
+@triton.jit(
+    do_not_specialize=[
+        "Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", "STATS_LEN", "stride_qz", "stride_qh", "stride_qm", "stride_kz",
+        "stride_kh", "stride_kn", "stride_vz", "stride_vh", "stride_vn", "stride_doz", "stride_doh",
+        "stride_dom", "stride_dqz", "stride_dqh", "stride_dqm", "SM_SCALE", "TO_LOG2", "stride_table_0",
+        "arg_zero", "grad_stride_table_0_0", "grad_stride_table_1_0"
+    ]
+)
+def backward_dq(
+    K, V,  # [Zkv, Hkv, KV_LEN, D_QK], [Zkv, Hkv, KV_LEN, D_V]
+    Q, DO,  # [Z, Hq, Q_LEN, D_QK], [Z, Hq, Q_LEN, D_V]
+    LSE2, DELTA,  # float32 [Z, Hq, STATS_LEN]
+    DQ,  # written: [Z, Hq, Q_LEN, D_QK]
+    Hq, Zkv, GROUP_SIZE, Q_LEN, KV_LEN, STATS_LEN, stride_qz, stride_qh, stride_qm, stride_kz, stride_kh,
+    stride_kn, stride_vz, stride_vh, stride_vn, stride_doz, stride_doh, stride_dom, stride_dqz, stride_dqh,
+    stride_dqm, SM_SCALE, TO_LOG2,
+    ptr_table, stride_table_0, arg_zero,  # captured by score_mod relative_bias
+    grad_table_0, grad_stride_table_0_0, grad_stride_table_1_0,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    # One program a query tile, the last rows first: under a causal mask they are the longest.
+    q_blocks = tl.cdiv(Q_LEN, BLOCK_M)
+    tile = tl.program_id(0)
+    q_block = q_blocks - 1 - tile % q_blocks
+    z = tile // q_blocks // Hq
+    h = tile // q_blocks % Hq
+    z_kv = z % Zkv  # K and V may have one batch entry that all queries share
+    h_kv = h // GROUP_SIZE
+
+    # these strides come in units of 16 bytes, so that the compiler knows rows are aligned and loads them 16 bytes at a time
+    stride_qz *= 4
+    stride_qh *= 4
+    stride_qm *= 4
+    stride_kz *= 4
+    stride_kh *= 4
+    stride_kn *= 4
+    stride_vz *= 4
+    stride_vh *= 4
+    stride_vn *= 4
+    stride_doz *= 4
+    stride_doh *= 4
+    stride_dom *= 4
+    K += z_kv.to(tl.int64) * stride_kz + h_kv.to(tl.int64) * stride_kh
+    V += z_kv.to(tl.int64) * stride_vz + h_kv.to(tl.int64) * stride_vh
+
+    offs_m = q_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows = offs_m.to(tl.int64)[:, None]
+    offs_d = tl.arange(0, 64)
+    offs_dv = tl.arange(0, 64)
+    q_mask = (offs_m[:, None] < Q_LEN)
+    do_mask = (offs_m[:, None] < Q_LEN)
+    q_ptrs = Q + z.to(tl.int64) * stride_qz + h.to(tl.int64) * stride_qh + rows * stride_qm + offs_d[None, :]
+    q = tl.load(q_ptrs, mask=q_mask, other=0.0)
+    do_ptrs = DO + z.to(tl.int64) * stride_doz + h.to(tl.int64) * stride_doh + rows * stride_dom + offs_dv[None, :]
+    do = tl.load(do_ptrs, mask=do_mask, other=0.0)
+    stats = (z.to(tl.int64) * Hq + h) * STATS_LEN + offs_m
+    lse2 = tl.load(LSE2 + stats)
+    delta = tl.load(DELTA + stats)
+
+    dq = tl.zeros([BLOCK_M, 64], dtype=tl.float32)
+    m = tl.minimum(offs_m, Q_LEN - 1)[:, None]  # [BLOCK_M, 1]; padding rows repeat the last one and are not stored
+
+    for step in range(0, tl.cdiv(KV_LEN, BLOCK_N)):
+        start_n = step * BLOCK_N
+        start_n = tl.multiple_of(start_n, BLOCK_N)
+        dq = dq_block_mn(
+            q, do, lse2, delta, dq,
+            K, V, stride_kn, stride_vn,
+            z, h, m, start_n, offs_m, Q_LEN, KV_LEN, SM_SCALE, TO_LOG2,
+            ptr_table, stride_table_0, arg_zero,
+            grad_table_0, grad_stride_table_0_0, grad_stride_table_1_0,
+            BLOCK_N,
+        )
+
+    dq *= SM_SCALE
+    dq_ptrs = DQ + z.to(tl.int64) * stride_dqz + h.to(tl.int64) * stride_dqh + rows * stride_dqm + offs_d[None, :]
+    tl.store(dq_ptrs, dq.to(DQ.dtype.element_ty), mask=q_mask)
