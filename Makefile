@@ -1,6 +1,7 @@
 # make demo      set up .venv and show what Flexpress does
 # make test      set up .venv and run the tests that need no GPU
 # make test-gpu  the tests on a GPU
+# make sanitize  every template under compute-sanitizer, on a GPU
 # make golden    print generated/ anew; read the diff
 # make lint      ruff
 #
@@ -12,7 +13,7 @@ VENV ?= .venv
 PYTEST ?=
 BIN := $(VENV)/bin
 
-.PHONY: help venv demo test test-gpu golden lint
+.PHONY: help venv demo test test-gpu sanitize golden lint
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -36,6 +37,11 @@ test: venv
 
 test-gpu: venv
 	$(BIN)/python -m pytest -q -m gpu $(PYTEST)
+
+sanitize: venv
+	$(BIN)/python tests/every_template.py
+	compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python tests/every_template.py
+	compute-sanitizer --tool racecheck --error-exitcode 1 $(BIN)/python tests/every_template.py
 
 golden: venv
 	$(BIN)/python -m pytest -q tests/test_golden.py --update-golden

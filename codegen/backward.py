@@ -143,7 +143,7 @@ class _Sums:
         return self.score[1][load.attr]
 
     def arguments(self, step: Step, tiles: int) -> list:
-        """Buffers and their strides in the order of the kernel's parameters."""
+        """Buffers in the order of the kernel's parameters."""
         Z, Hq, Q_LEN, KV_LEN = self.extents
         shapes = {"row": (Z, Hq, Q_LEN), "column": (Z, Hq, KV_LEN), "head": (Z, Hq, tiles), "slab": (Q_LEN, KV_LEN)}
         made = []
@@ -153,12 +153,11 @@ class _Sums:
                 buffer = self.buffers.get(captured.buffer)
                 if buffer is None:
                     dtype = tensor.dtype if captured.role == "store" else torch.float32
-                    buffer = torch.zeros(_own_shape(tensor), dtype=dtype, device=self.device)
-                made += [buffer, *(buffer.stride(int(s.split("_")[-2])) for s in captured.strides)]
+                    buffer = torch.empty_strided(_own_shape(tensor), tensor.stride(), dtype=dtype, device=self.device).zero_()
             else:
                 make = torch.zeros if captured.role == "slab" else torch.empty
                 buffer = make(shapes[captured.role], dtype=torch.float32, device=self.device)
-                made.append(buffer)
+            made.append(buffer)
             self.buffers[captured.buffer] = buffer
         return made
 

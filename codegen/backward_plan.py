@@ -141,7 +141,6 @@ def _spec(name: str, case: BackwardCase, backend: str, score: ModText | None, ma
         numbers.append("first_tile")
     tma = case.use_tma[0 if name == "dq" else 1]
     float32 = case.dtype is torch.float32
-    captured = score.gradient.captured if score else ()
     flags = {
         "DTYPE": dtype_name(case.dtype), "D_QK": case.d_qk, "D_V": case.d_v,
         "D_QK_ROUNDED": round_up_head_dim(case.d_qk), "D_V_ROUNDED": round_up_head_dim(case.d_v),
@@ -152,8 +151,7 @@ def _spec(name: str, case: BackwardCase, backend: str, score: ModText | None, ma
         "CHECK_FULL_BLOCKS": blocks is not None and not blocks.interior, "PEEL_TAIL": not float32,
         "CHECK_PADDING": check_padding, "SCALE_FIRST": score is not None or not case.scale_is_positive, "USE_TMA": tma, "SLABS": slabs,
         "parameters": tuple(numbers),
-        "numbers": tuple(numbers) + tuple(n for m in (score, mask) if m for n in m.numbers)
-        + tuple(s for c in captured for s in c.strides),
+        "numbers": tuple(numbers) + tuple(n for m in (score, mask) if m for n in m.numbers),
     }
     if name == "dq":
         flags["kv_params"] = "desc_k, desc_v, z_kv, h_kv" if tma else "K, V, stride_kn, stride_vn"

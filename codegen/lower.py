@@ -50,7 +50,7 @@ class Snippet:
     libdevice: bool
     gradient_lines: tuple[str, ...] = ()
     gradients: tuple[str, ...] = ()
-    places: tuple[tuple[str, str], ...] = ()  # per load that was asked for: where its gradient goes (offset, checks)
+    places: tuple[tuple[str, str], ...] = ()  # per load that was asked for: its offset in the tensor, and what must hold for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class _Printer:
         self.libdevice = False
         self.text: dict[int, str] = {}
         self.count = 0
-        self.indices: dict[int, tuple[list[str], list[str]]] = {}  # per load: its indices and what must hold for them
+        self.places: dict[int, tuple[str, str]] = {}  # per load: its offset and what must hold for it
         self.last_source: SourceLine | None = None
 
     def statement(self, text: str, source: SourceLine | None) -> str:
@@ -148,7 +148,7 @@ class _Printer:
     def load(self, node: Expr) -> str:
         capture, layout = self.graph.tensors[node.attr], self.layouts[node.attr]
         number = self.loads.index(node)
-        offset, checks, indices = [], [], []
+        offset, checks = [], []
         for dim, index in enumerate(node.args):
             text = self.text[id(index)]
             size = f"size_{capture.name}_{dim}"
@@ -161,7 +161,6 @@ class _Printer:
                 elif not text.isidentifier() and index.op != "literal":
                     text = self.statement(text, node.source)
                 checks.append(f"({text} < {size})")
-            indices.append(text)
             stride = layout.strides[dim]
             if stride == "0":  # what is checked must have the shape of the check
                 offset += [] if (number, dim) in layout.inside else [f"{_atom(text)} * 0"]
@@ -171,7 +170,7 @@ class _Printer:
             name = f"stride_{capture.name}_{dim}"
             name = f"({name} * {16 // capture.dtype.itemsize})" if stride == "v" else name
             offset.append(_atom(text) if stride == "1" else f"{_atom(text)} * {name}")
-        self.indices[id(node)] = indices, checks
+        self.places[id(node)] = " + ".join(offset) or "0", " & ".join(checks)
         pointer = " + ".join([f"ptr_{capture.name}", *offset])
         loaded = f"tl.load({pointer}, mask={' & '.join(checks)}, other=0)" if checks else f"tl.load({pointer})"
         if node.dtype.is_floating_point and node.dtype != torch.float32:
@@ -220,7 +219,7 @@ class _Printer:
         lines, self.lines, self.last_source = self.lines, [], None
         self.print_nodes(backward, uses)
         found = tuple(self._full_tile(g, self.operand(g, torch.float32), shape) for g in gradients)
-        where = tuple(self._place(load) for load in places)
+        where = tuple(self.places[id(load)] for load in places)
         return Snippet(tuple(lines), result, tuple(self.helpers), self.libdevice, tuple(self.lines), found, where)
 
     def print_nodes(self, nodes: list[Expr], uses: Counter) -> None:
@@ -236,15 +235,6 @@ class _Printer:
                 if not text.isidentifier() and (uses[id(node)] > 1 or node.op == "load" or len(text) > _WIDTH):
                     text = self.statement(text, node.source)
                 self.text[id(node)] = text
-
-    def _place(self, load: Expr) -> tuple[str, str]:
-        """The offset of a load's element in a gradient with strides grad_stride_*, and the checks that it lies inside."""
-        name = self.graph.tensors[load.attr].name
-        indices, checks = self.indices[id(load)]
-        strides = self.layouts[load.attr].strides
-        terms = [f"{_atom(text)}.to(tl.int64) * grad_stride_{name}_{dim}" if not text.isdigit() else f"{text} * grad_stride_{name}_{dim}"
-                 for dim, text in enumerate(indices) if strides[dim] != "0"]
-        return " + ".join(terms) or "0", " & ".join(checks)
 
     def _full_tile(self, root: Expr, text: str, shape: str) -> str:
         """A result that does not depend on every index is spread over the whole tile."""
@@ -352,6 +342,6 @@ def lower(graph: ModGraph, names: dict[str, str], layouts: tuple[TensorLayout, .
     prefix     of the temporaries' names
     shape      the tile's shape as the kernel spells it, "[BLOCK_M, BLOCK_N]"
     gradients  expressions of the symbols and of "grad", d loss / d result, to be computed after it is known (see grad.py)
-    places     loads whose elements' places in a gradient are asked for
+    places     loads whose offsets are asked for
     """
     return _Printer(graph, names, layouts, target, prefix).run(shape, gradients, places)

@@ -31,7 +31,7 @@ class CapturedGradient:
               "slab": stored head by head and added up outside, without atomics
     load      which load of the mod it is (see lower.loads_of)
     text      the gradient of one position; `guard` if it may be NaN where p is 0
-    offset    for "store" and "atomic": the place in the buffer, with strides `strides`, and the `checks` that it lies inside
+    offset    for "store" and "atomic": the place in the buffer, which has the tensor's own strides, and the `checks` that it lies inside
     """
 
     role: str
@@ -41,7 +41,6 @@ class CapturedGradient:
     guard: bool
     offset: str = ""
     checks: str = ""
-    strides: tuple[str, ...] = ()
 
     @property
     def buffer(self) -> str:
@@ -222,10 +221,7 @@ def _gradient_text(graph: ModGraph, layouts: tuple[TensorLayout, ...], different
         if role == "slab":
             found = replace(found, offset="offs_m.to(tl.int64)[:, None] * KV_LEN + offs_n[None, :]")
         elif role in ("store", "atomic"):
-            strides = [s for s in (f"grad_stride_{name}_{d}" for d in range(len(load.args))) if s in offset]
-            for stride in strides:  # several loads of one tensor have a buffer each
-                offset = re.sub(rf"\b{stride}\b", f"{stride}_{number}", offset)
-            found = replace(found, offset=offset, checks=checks, strides=tuple(f"{stride}_{number}" for stride in strides))
+            found = replace(found, offset=offset, checks=checks)
         elif checks and "0" in layouts[load.attr].strides:  # whose indices nobody looks at later
             found = replace(found, text=f"tl.where({checks}, {found.text}, 0.0)")
         captured.append(found)

@@ -82,8 +82,9 @@ def flex_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
         check_captured_device(mask, query.device, "mask_mod")
     want_max = return_aux is not None and return_aux.max_scores
 
-    captured = score[1][:len(score[0].tensors)] if score and torch.is_grad_enabled() else ()
+    captured = [_apart(t) for t in score[1][:len(score[0].tensors)]] if score and torch.is_grad_enabled() else []
     if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, *captured)):
+        score = score and (score[0], [*captured, *score[1][len(captured):]])
         call = _Call(scale, score, mask, lists, transposed, options, want_max,
                      deterministic or torch.are_deterministic_algorithms_enabled())
         out, lse, max_scores = _Attention.apply(call, query, key, value, *captured)
@@ -119,6 +120,17 @@ def _autocast(*tensors: torch.Tensor):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in tensors)
+
+
+def _apart(tensor: torch.Tensor) -> torch.Tensor:
+    """A captured tensor that wants a gradient has an element of its own in memory for every index, but for dimensions of stride 0."""
+    dims = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if s and n > 1)
+    reach = 1
+    for stride, size in dims if tensor.requires_grad else ():
+        if stride < reach:
+            return tensor.contiguous()
+        reach = stride * size
+    return tensor
 
 
 def _read_mask(block_mask, query, key):

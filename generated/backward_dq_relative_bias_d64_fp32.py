@@ -24,7 +24,7 @@ def dq_block_mn(
     K, V, stride_kn, stride_vn,
     z, h, m, start_n, offs_m, Q_LEN, KV_LEN, SM_SCALE, TO_LOG2,
     ptr_table, stride_table_0, arg_zero,  # captured by score_mod relative_bias
-    grad_table_0, grad_stride_table_0_0, grad_stride_table_1_0,
+    grad_table_0,
     BLOCK_N: tl.constexpr,
 ):
     """Add what one block of BLOCK_N keys contributes."""
@@ -55,7 +55,7 @@ def dq_block_mn(
     d_table_0 = grad
     ds = grad
     d_table_0_inside = (offs_m < Q_LEN)[:, None] & (offs_n < KV_LEN)[None, :]
-    tl.atomic_add(grad_table_0 + h.to(tl.int64) * grad_stride_table_0_0 + ((n - m) + arg_zero).to(tl.int64) * grad_stride_table_1_0, d_table_0, mask=d_table_0_inside, sem="relaxed")
+    tl.atomic_add(grad_table_0 + h * stride_table_0 + ((n - m) + arg_zero), d_table_0, mask=d_table_0_inside, sem="relaxed")
     dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
     return dq
 
@@ -65,7 +65,7 @@ def dq_block_mn(
         "Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", "STATS_LEN", "stride_qz", "stride_qh", "stride_qm", "stride_kz",
         "stride_kh", "stride_kn", "stride_vz", "stride_vh", "stride_vn", "stride_doz", "stride_doh",
         "stride_dom", "stride_dqz", "stride_dqh", "stride_dqm", "SM_SCALE", "TO_LOG2", "stride_table_0",
-        "arg_zero", "grad_stride_table_0_0", "grad_stride_table_1_0"
+        "arg_zero"
     ]
 )
 def backward_dq(
@@ -77,7 +77,7 @@ def backward_dq(
     stride_kn, stride_vz, stride_vh, stride_vn, stride_doz, stride_doh, stride_dom, stride_dqz, stride_dqh,
     stride_dqm, SM_SCALE, TO_LOG2,
     ptr_table, stride_table_0, arg_zero,  # captured by score_mod relative_bias
-    grad_table_0, grad_stride_table_0_0, grad_stride_table_1_0,
+    grad_table_0,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     # One program a query tile, the last rows first: under a causal mask they are the longest.
@@ -130,7 +130,7 @@ def backward_dq(
             K, V, stride_kn, stride_vn,
             z, h, m, start_n, offs_m, Q_LEN, KV_LEN, SM_SCALE, TO_LOG2,
             ptr_table, stride_table_0, arg_zero,
-            grad_table_0, grad_stride_table_0_0, grad_stride_table_1_0,
+            grad_table_0,
             BLOCK_N,
         )
 

@@ -127,6 +127,8 @@ def learned_mods(batch: int, heads: int, length: int, device: str, dtype=torch.f
         "table": (lambda t: lambda s, b, h, m, n: s + t[h, m - n + length], [learned(heads, 2 * length)]),
         "bias": (lambda t: lambda s, b, h, m, n: s + t[b, h, m, n], [learned(batch, heads, length, length)]),
         "head_bias": (lambda t: lambda s, b, h, m, n: s + t[h, m, n], [learned(heads, length, length)]),
+        "windows": (lambda t: lambda s, b, h, m, n: s + t.unfold(0, length, 1)[m, n], [learned(2 * length)]),
+        "turned": (lambda t: lambda s, b, h, m, n: s + t.transpose(0, 2)[b, m, n], [learned(length, length, batch)]),
         "buckets": (lambda t: lambda s, b, h, m, n: s + t[h, buckets[m]] * t[h, buckets[n]], [learned(heads, 7)]),
         "expanded": (lambda t: lambda s, b, h, m, n: s * t.expand_as(whole)[h, m], [learned(1, 1)]),
     }

@@ -7,7 +7,7 @@ import torch
 from dense import positions
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_attention import MASK_MODS, mask_mods
+from problems import MASK_MODS, mask_mods
 
 from flexpress import BlockMask, and_masks, cache_info, create_block_mask, create_mask, mods, noop_mask, or_masks
 

@@ -1,0 +1,47 @@
+"""A small run of every template, for compute-sanitizer (`make sanitize`): on a GPU, every kernel once, with lengths that are no multiples.
+
+    compute-sanitizer --tool memcheck --error-exitcode 1 python tests/every_template.py
+    compute-sanitizer --tool racecheck --error-exitcode 1 python tests/every_template.py
+"""
+
+from __future__ import annotations
+
+import torch
+
+import flexpress
+from flexpress import create_block_mask, create_mask, evaluate_mod, flex_attention, mods
+
+
+def main() -> None:
+    length, heads = 131, 2
+    scores = torch.randn(1, heads, length, length, device="cuda")
+    evaluate_mod(mods.softcap(20.0), scores)
+    create_mask(mods.causal, None, None, length, length, "cuda")
+    learned = {
+        "alibi": (mods.alibi, torch.rand(heads, device="cuda")),
+        "table": (mods.relative_bias, torch.randn(heads, 2 * length - 1, device="cuda")),
+        "bias": (lambda t: lambda s, b, h, m, n: s + t[b, h, m, n], torch.randn(1, heads, length, length, device="cuda")),
+        "per_key": (lambda t: lambda s, b, h, m, n: torch.tanh(s) * t[n], torch.randn(length, device="cuda")),
+        "per_query": (lambda t: lambda s, b, h, m, n: s * t[m], torch.randn(length, device="cuda")),
+    }
+    mask = create_block_mask(mods.causal, None, None, length, length, "cuda")
+    for dtype in (torch.bfloat16, torch.float32):
+        for head_dim in (64, 80):
+            q = torch.randn(1, heads, length, head_dim, device="cuda", dtype=dtype, requires_grad=True)
+            k, v = (torch.randn(1, 1, length, head_dim, device="cuda", dtype=dtype, requires_grad=True) for _ in range(2))
+            for options in ({}, {"USE_TMA": False}):
+                for block_mask in (None, mask):
+                    out, lse = flex_attention(q, k, v, block_mask=block_mask, enable_gqa=True, return_lse=True, kernel_options=options)
+                    torch.autograd.grad((out, lse), (q, k, v), (torch.randn_like(out), torch.randn_like(lse)))
+        for deterministic in (False, True):
+            for make, tensor in learned.values():
+                tensor.requires_grad_()
+                out = flex_attention(q, k, v, make(tensor), mask, enable_gqa=True, deterministic=deterministic)
+                torch.autograd.grad(out, (q, k, v, tensor), torch.randn_like(out))
+    torch.cuda.synchronize()
+    names = {path.stem.split("_")[0] + "_" + path.stem.split("_")[1] for path in flexpress.printed_kernels()}
+    print(f"{len(flexpress.printed_kernels())} kernels of {len(names)} kinds ran")
+
+
+if __name__ == "__main__":
+    main()
