@@ -170,8 +170,12 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: _Call, q, k, v, *captured):
         out, lse, max_scores = forward(q, k, v, call.scale, call.score, call.mask, call.lists, call.options, output_max=call.output_max)
-        ctx.call = replace(call, score=call.score and (call.score[0], call.score[1][len(captured):]))  # tensors are saved below
-        ctx.save_for_backward(q, k, v, out, lse, *captured)
+        mask_tensors = call.mask[1][:len(call.mask[0].tensors)] if call.mask else []
+        # tensors are saved by autograd, which notices if they are overwritten before the backward pass
+        ctx.call = replace(call, score=call.score and (call.score[0], call.score[1][len(captured):]),
+                           mask=call.mask and (call.mask[0], call.mask[1][len(mask_tensors):]))
+        ctx.save_for_backward(q, k, v, out, lse, *captured, *mask_tensors)
+        ctx.count = len(captured)
         ctx.set_materialize_grads(False)
         if max_scores is not None:
             ctx.mark_non_differentiable(max_scores)
@@ -179,18 +183,20 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_out, d_lse, _):
-        q, k, v, out, lse, *captured = ctx.saved_tensors
         if d_out is None and d_lse is None:
             return (None,) * len(ctx.needs_input_grad)
+        q, k, v, out, lse, *others = ctx.saved_tensors
+        captured, mask_tensors = others[:ctx.count], others[ctx.count:]
         call = ctx.call
         score = (call.score[0], [*captured, *call.score[1]]) if call.score else None
+        mask = (call.mask[0], [*mask_tensors, *call.mask[1]]) if call.mask else None
         wanted = frozenset(i for i, needed in enumerate(ctx.needs_input_grad[4:]) if needed)
         with torch.no_grad():
-            dq, dk, dv, others = backward(
-                q, k, v, out, lse, torch.zeros_like(out) if d_out is None else d_out, d_lse, call.scale, score, call.mask, call.lists,
+            dq, dk, dv, gradients = backward(
+                q, k, v, out, lse, torch.zeros_like(out) if d_out is None else d_out, d_lse, call.scale, score, mask, call.lists,
                 call.transposed() if call.transposed else None, call.options, wanted=wanted, deterministic=call.deterministic)
         found = [*(g if needed else None for g, needed in zip((dq, dk, dv), ctx.needs_input_grad[1:4], strict=True)),
-                 *(others.get(i) for i in range(len(captured)))]
+                 *(gradients.get(i) for i in range(ctx.count))]
         if torch.is_grad_enabled():  # create_graph=True: what is made of these gradients must not pass for differentiable
             anchor = next(t for t in (q, k, v, *captured) if t.requires_grad)
             found = [g if g is None else _Once.apply(anchor, g) for g in found]

@@ -93,7 +93,7 @@ def problems(draw, device):
         "D_V": draw(st.one_of(st.just(D_QK), st.sampled_from(HEAD_DIMS[device]))),
         "layouts": draw(st.tuples(*[st.sampled_from(LAYOUTS)] * 3)), "score": draw(st.sampled_from(SCORE_MODS)),
         "mask": draw(st.sampled_from(MASK_MODS)), "one_kv_batch": draw(st.booleans()),
-        "BLOCK_SIZE": draw(st.sampled_from([128, 64, (32, 64), (64, 16)] if device == "cpu" else [128, 64, (64, 128), 256])),
+        "BLOCK_SIZE": draw(st.sampled_from([128, 64, (32, 64), (64, 16), (256, 64)] if device == "cpu" else [128, 64, (64, 128), 256])),
         "separate_full_blocks": draw(st.sampled_from([True, True, False])),
         "scale": draw(st.sampled_from([None, None, 0.3, 0.0, -0.5])),
         "USE_TMA": draw(st.sampled_from([None, True, False])),
