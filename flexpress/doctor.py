@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import platform
-import shutil
 import sys
 import tempfile
 import time
@@ -78,10 +76,6 @@ def _versions(report: _Report) -> None:
     report.say("flexpress", flexpress.__version__)
     for name, minimum in _MINIMUM.items():
         report.check(name, lambda name=name, minimum=minimum: _version(name, minimum))
-    compiler = os.environ.get("CC") or next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
-    report.say(
-        "C compiler", compiler or "none found; before version 3.7 triton needs one to launch kernels on a GPU"
-    )
 
 
 def _version(name: str, minimum: tuple[int, int]) -> str:
