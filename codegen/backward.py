@@ -148,16 +148,15 @@ class _Sums:
         shapes = {"row": (Z, Hq, Q_LEN), "column": (Z, Hq, KV_LEN), "head": (Z, Hq, tiles), "slab": (Q_LEN, KV_LEN)}
         made = []
         for captured, load in step.captured:
+            buffer = self.buffers.get(captured.buffer)  # there already if an earlier launch wrote other heads, or the tile was too large
             if captured.role in ("store", "atomic"):
-                tensor = self._tensor(load)
-                buffer = self.buffers.get(captured.buffer)
                 if buffer is None:
+                    tensor = self._tensor(load)
                     dtype = tensor.dtype if captured.role == "store" else torch.float32
                     buffer = torch.empty_strided(_own_shape(tensor), tensor.stride(), dtype=dtype, device=self.device).zero_()
-            else:
-                make = torch.zeros if captured.role == "slab" else torch.empty
-                buffer = make(shapes[captured.role], dtype=torch.float32, device=self.device)
-            made.append(buffer)
+            elif buffer is None or buffer.shape != shapes[captured.role]:
+                buffer = torch.empty(shapes[captured.role], dtype=torch.float32, device=self.device)
+            made.append(buffer.zero_() if captured.role == "slab" else buffer)
             self.buffers[captured.buffer] = buffer
         return made
 
@@ -195,6 +194,8 @@ class _Sums:
         total = self.totals.get(load.attr)
         if total is None:
             total = self.totals[load.attr] = torch.zeros(shape, dtype=torch.float32, device=self.device)
+        elif total.dtype != torch.float32:  # what another load of this tensor stored
+            total = self.totals[load.attr] = total.float()
         values = torch.where(inside, values.float(), 0.0)
         if indices:
             total.index_put_(tuple(indices), values, accumulate=True)
