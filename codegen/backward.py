@@ -99,13 +99,10 @@ def _launch(step: Step, name: str, streamed: tuple, rest: tuple, known: dict, li
     flags = dict(step.spec.flags)
     tables = ()
     if lists is not None:
-        Zm, Hm, rows, width = lists.kv_indices.shape
-        known = {**known, "mask_stride_z": Hm * rows if Zm > 1 else 0, "mask_stride_h": rows if Hm > 1 else 0,
-                 "mask_columns": width, "mask_rows": width}
-        tables = (lists.kv_num_blocks, lists.kv_indices)
-        if lists.full_kv_indices is not None:
-            known["full_mask_columns"] = known["full_mask_rows"] = lists.full_kv_indices.shape[-1]
-            tables += (lists.full_kv_num_blocks, lists.full_kv_indices)
+        width = "columns" if name == "dq" else "rows"
+        names = ("mask_stride_z", "mask_stride_h", f"mask_{width}", f"full_mask_{width}")
+        known = {**known, **dict(zip(names, lists.numbers, strict=False))}
+        tables = lists.tables
     mods = [*(step.score.values(score[1]) if score else ()), *(step.mask.values(mask[1]) if mask else ())]
     kernel = kernel_for(step.spec)
     heads = known["Z"] * known["Hq"] if name == "dq" else known["Zkv"] * known["Hkv"]

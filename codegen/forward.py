@@ -34,6 +34,18 @@ class BlockLists:
     kv_block: int
     interior: bool
 
+    @property
+    def tables(self) -> tuple[torch.Tensor, ...]:
+        """The lists in the order of the kernels' parameters."""
+        full = () if self.full_kv_indices is None else (self.full_kv_num_blocks, self.full_kv_indices)
+        return self.kv_num_blocks, self.kv_indices, *full
+
+    @property
+    def numbers(self) -> list[int]:
+        """mask_stride_z, mask_stride_h (in rows; 0 for a mask that all share), and the widths of the index lists."""
+        Zm, Hm, rows, _ = self.kv_indices.shape
+        return [Hm * rows if Zm > 1 else 0, rows if Hm > 1 else 0, *(t.shape[-1] for t in self.tables[1::2])]
+
 
 _plans: dict[tuple, Plan] = {}
 
@@ -85,12 +97,8 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sco
     numbers = [*geometry.numbers, *([scale, LOG2_E] if plan.scale_apart else [scale * LOG2_E])]
     tables = ()
     if lists is not None:
-        Zm, Hm, rows, columns = lists.kv_indices.shape
-        numbers += [Hm * rows if Zm > 1 else 0, rows if Hm > 1 else 0, columns]
-        tables = (lists.kv_num_blocks, lists.kv_indices)
-        if lists.full_kv_indices is not None:
-            numbers.append(lists.full_kv_indices.shape[-1])
-            tables += (lists.full_kv_num_blocks, lists.full_kv_indices)
+        numbers += lists.numbers
+        tables = lists.tables
     mods = [*(plan.score.values(score[1]) if score else ()), *(plan.mask.values(mask[1]) if mask else ())]
     stats = (lse, max_scores) if output_max else (lse,)
     _launch(plan, q, k, v, (out, *stats, *numbers, *tables, *mods))
