@@ -113,7 +113,8 @@ def test_gradients(kind, causal, device):
     add = (lambda score, b, h, q_idx, kv_idx: score + bias[0]) if bias else None
     out, *_ = dense_attention(q.transpose(1, 2), *(t.transpose(1, 2) for t in kv.unbind(2)), add, mods.causal if causal else None)
     for got, want in zip(grads, torch.autograd.grad(out.transpose(1, 2), exact, d_out.double()), strict=True):
-        assert (got - want).norm() <= 1e-5 * max(want.norm().item(), 3.0 * want.numel() ** 0.5)
+        # sums that cancel are measured against sums of random numbers, one for each of the B * H * Sq rows
+        assert (got - want).norm() <= 1e-5 * max(want.norm().item(), 3.0 * want.numel() ** 0.5, 0.1 * (B * H * Sq) ** 0.5)
 
 
 @pytest.mark.parametrize("device", DEVICES)
