@@ -29,7 +29,7 @@ def tanh_approx(x):
 def dkv_block_mn(
     k, v, dk, dv,
     desc_q, desc_do, LSE2, DELTA,
-    z, h, n, start_m, is_full, Q_LEN, SM_SCALE, TO_LOG2,
+    z, h, n, start_m, is_full: tl.constexpr, Q_LEN, SM_SCALE, TO_LOG2,
     arg_inverse, arg_cap,  # captured by score_mod softcap
     BLOCK_M: tl.constexpr,
 ):
@@ -48,7 +48,7 @@ def dkv_block_mn(
     score_0 = tanh_approx(qk * arg_inverse)
     score_1 = arg_cap * score_0
     score = score_1
-    if not is_full:  # one branch for the whole tile: full blocks pay nothing for the mask
+    if not is_full:  # full blocks pay nothing for the mask
         # ---- mask_mod: causal
         # mods/causal.py:26: return q_idx >= kv_idx
         mask_0 = m >= n
@@ -142,17 +142,28 @@ def backward_dkv(
         num_full_blocks = tl.load(full_q_num_blocks + row)
         full_indices = full_q_indices + row * full_mask_rows
         STEPS: tl.constexpr = 128 // BLOCK_M
+        partial_steps = num_blocks * STEPS
         steps = (num_blocks + num_full_blocks) * STEPS
         block = listed_block(0, num_blocks, indices, num_full_blocks, full_indices, STEPS)
-        for step in range(0, steps):
+        for step in range(0, partial_steps):
             start_m = block * 128 + (step % STEPS) * BLOCK_M
             block = listed_block(step + 1, num_blocks, indices, num_full_blocks, full_indices, STEPS)  # a step ahead, so that no load of Q waits for it
-            is_full = step >= num_blocks * STEPS
             start_m = tl.multiple_of(start_m, BLOCK_M)
             dk, dv = dkv_block_mn(
                 k, v, dk, dv,
                 desc_q, desc_do, LSE2 + stats, DELTA + stats,
-                z, h, n, start_m, is_full, Q_LEN, SM_SCALE, TO_LOG2,
+                z, h, n, start_m, False, Q_LEN, SM_SCALE, TO_LOG2,
+                arg_inverse, arg_cap,
+                BLOCK_M,
+            )
+        for step in range(partial_steps, steps):
+            start_m = block * 128 + (step % STEPS) * BLOCK_M
+            block = listed_block(step + 1, num_blocks, indices, num_full_blocks, full_indices, STEPS)  # a step ahead, so that no load of Q waits for it
+            start_m = tl.multiple_of(start_m, BLOCK_M)
+            dk, dv = dkv_block_mn(
+                k, v, dk, dv,
+                desc_q, desc_do, LSE2 + stats, DELTA + stats,
+                z, h, n, start_m, True, Q_LEN, SM_SCALE, TO_LOG2,
                 arg_inverse, arg_cap,
                 BLOCK_M,
             )
