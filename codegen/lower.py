@@ -212,7 +212,7 @@ class _Printer:
         if gradients:
             uses[id(root)] += 1
         self.print_nodes(forward, uses)
-        result = self.operand(root, torch.float32 if self.graph.kind == "score" else torch.bool)
+        result = self.operand(root, torch.float32 if self.graph.kind == "score" else root.dtype)
         result = self._full_tile(root, result, shape)
         if not result.isidentifier():
             result = self.statement(_strip(result), root.source)
@@ -241,9 +241,11 @@ class _Printer:
         symbols = self._varies_with(root)
         if {"score", "grad"} & symbols or {"q_idx", "kv_idx"} <= symbols:
             return text
-        dtype = "tl.float32" if self.graph.kind == "score" else "tl.int1"
+        dtype = "tl.float32" if self.graph.kind == "score" else compute_dtype(root.dtype)
         if {"q_idx", "kv_idx"} & symbols:
             return f"tl.broadcast_to({text}, {shape})"
+        if symbols - set(MASK_SYMBOLS):  # of a whole block: see intervals.py
+            return text
         return f"tl.full({shape}, {text}, {dtype})"
 
     def _varies_with(self, root: Expr) -> frozenset[str]:
