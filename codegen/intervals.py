@@ -388,9 +388,9 @@ class _IntervalRun(Run):
         if op in ("minimum", "maximum", "and_", "or_") and x is y:
             return x
         if op in ("minimum", "maximum") and x.dtype == y.dtype and x.dtype != torch.bool:
-            below, above = (x, y) if op == "minimum" else (y, x)
-            (low, high), (least, most) = self.range_of(below), self.range_of(above)
-            return below if high <= least else above if most <= low and math.isfinite(most) and math.isfinite(high) else None
+            (low, high), (least, most) = self.range_of(x), self.range_of(y)
+            if all(map(math.isfinite, (low, high, least, most))) and (high <= least or most <= low):
+                return x if (high <= least) == (op == "minimum") else y
         if kind(x.dtype) == kind(y.dtype) == "int" and not (x.weak and y.weak):
             neutral = {"add": 0, "sub": 0, "mul": 1, "floor_divide": 1}.get(op)
             if y.is_literal and y.attr == neutral and neutral is not None and (y.weak or x.dtype == y.dtype):

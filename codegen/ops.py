@@ -301,9 +301,15 @@ def _quotients(divide: Callable, round_float: Callable) -> Callable:
     return rule
 
 
+def _moderate(x, y):
+    """Is no float quotient so large that an implementation of fmod may give up?"""
+    size = torch.maximum(torch.abs(x.lo), torch.abs(x.hi)) * 2**-20
+    return ((y.lo >= 1e-30) & (y.lo >= size)) | ((y.hi <= -1e-30) & (-y.hi >= size))
+
+
 def _remainder_interval(x, y):
     if _isfloat(x):
-        known = _finite(x, y) & ((y.lo > 0) | (y.hi < 0))
+        known = _finite(x, y) & _moderate(x, y)
         zero = torch.zeros_like(y.lo)
         return _provided(known, *_outward(torch.minimum(y.lo, zero), torch.maximum(y.hi, zero)), x)
     known, least, greatest = _nonzero(y)
@@ -320,7 +326,7 @@ def _remainder_interval(x, y):
 
 def _fmod_interval(x, y):
     if _isfloat(x):
-        known, reach = _finite(x, y) & ((y.lo > 0) | (y.hi < 0)), torch.maximum(y.hi, -y.lo)
+        known, reach = _finite(x, y) & _moderate(x, y), torch.maximum(y.hi, -y.lo)
         zero = torch.zeros_like(reach)
         return _provided(known, *_outward(torch.where(x.lo >= 0, zero, -reach), torch.where(x.hi <= 0, zero, reach)), x)
     known, least, greatest = _nonzero(y)
