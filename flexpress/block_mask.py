@@ -7,11 +7,13 @@ wherever ours are.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 
 import torch
 
 from flexpress.codegen import masks
+from flexpress.codegen.errors import ModError
 from flexpress.codegen.forward import BlockLists
 from flexpress.codegen.signature import bind
 
@@ -60,23 +62,34 @@ class BlockMask:
     q_num_blocks, q_indices, full_q_num_blocks, full_q_indices
                           the transposed lists (B, H, columns[, rows]), made when first asked for
     mask_mod              decides single positions inside partial blocks
+
+    `mask[batch, head, rows]` is the mask of a part of the batch, the heads and the query blocks, `mask.adjust(q_len, kv_len)` that of
+    shorter lengths. Two masks are equal (`==`) if lengths, block size, lists and mask_mod mean the same.
     """
 
-    def __init__(self, seq_lengths, kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, BLOCK_SIZE, mask_mod,
-                 *, _interior: bool | None = None) -> None:
+    def __init__(self, seq_lengths, kv_num_blocks, kv_indices, full_kv_num_blocks=None, full_kv_indices=None,
+                 BLOCK_SIZE=DEFAULT_BLOCK_SIZE, mask_mod=noop_mask, *, q_num_blocks=None, q_indices=None, full_q_num_blocks=None,
+                 full_q_indices=None, _interior: bool | None = None, _selection: _Selection | None = None) -> None:
+        # torch's constructor takes the transposed lists too; here they are always made of the others
+        del q_num_blocks, q_indices, full_q_num_blocks, full_q_indices
         self.seq_lengths = tuple(seq_lengths)
         self.BLOCK_SIZE = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else tuple(BLOCK_SIZE)
         self.kv_num_blocks, self.kv_indices = kv_num_blocks, kv_indices
         self.full_kv_num_blocks, self.full_kv_indices = full_kv_num_blocks, full_kv_indices
         self.mask_mod = mask_mod
         self._interior = self.seq_lengths[1] % self.BLOCK_SIZE[1] == 0 if _interior is None else _interior
+        self._selection = _selection
         self._lists: BlockLists | None = None
         self._transposed: BlockLists | None = None
 
     @classmethod
     def from_kv_blocks(cls, kv_num_blocks, kv_indices, full_kv_num_blocks=None, full_kv_indices=None,
-                       BLOCK_SIZE=DEFAULT_BLOCK_SIZE, mask_mod=None, seq_lengths=None) -> BlockMask:
-        """A block mask from lists made elsewhere; shapes as in the class. mask_mod=None hides nothing inside the listed blocks."""
+                       BLOCK_SIZE=DEFAULT_BLOCK_SIZE, mask_mod=None, seq_lengths=None, compute_q_blocks: bool = True) -> BlockMask:
+        """A block mask from lists made elsewhere; shapes as in the class. mask_mod=None hides nothing inside the listed blocks.
+
+        seq_lengths is (rows, columns) of kv_indices in whole blocks if it is not given. compute_q_blocks is there for code written for
+        torch: the transposed lists are made when first asked for, whatever it says.
+        """
         if kv_indices.dim() < 2:
             raise ValueError(f"kv_indices must have at least 2 dimensions (rows, columns), got shape {tuple(kv_indices.shape)}")
         if (full_kv_num_blocks is None) != (full_kv_indices is None):
@@ -88,6 +101,16 @@ class BlockMask:
         if seq_lengths is None:
             seq_lengths = (kv_indices.shape[-2] * size[0], kv_indices.shape[-1] * size[1])
         return cls(seq_lengths, kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, size, mask_mod or noop_mask)
+
+    def as_tuple(self, flatten: bool = True) -> tuple:
+        """The attributes in the order of torch 2.13's as_tuple; flatten=False keeps seq_lengths and BLOCK_SIZE as pairs.
+
+        Q_LEN, KV_LEN, four lists, four transposed lists, four times None (torch's orders of dQ writes, which no kernel here needs),
+        Q block, KV block, mask_mod.
+        """
+        lengths, size = (self.seq_lengths, self.BLOCK_SIZE) if flatten else ((self.seq_lengths,), (self.BLOCK_SIZE,))
+        return (*lengths, self.kv_num_blocks, self.kv_indices, self.full_kv_num_blocks, self.full_kv_indices, self.q_num_blocks,
+                self.q_indices, self.full_q_num_blocks, self.full_q_indices, None, None, None, None, *size, self.mask_mod)
 
     def as_lists(self) -> BlockLists:
         """The lists as kernels read them: 4-dimensional, contiguous, int32."""
@@ -120,28 +143,131 @@ class BlockMask:
         blocks = self.kv_num_blocks.sum()
         if self.full_kv_num_blocks is not None:
             blocks = blocks + self.full_kv_num_blocks.sum()
-        rows, columns = (-(-n // size) for n, size in zip(self.seq_lengths, self.BLOCK_SIZE, strict=True))
+        rows, columns = self._grid
         total = torch.Size(self.kv_indices.shape[:-2]).numel() * rows * columns
         return 100.0 * (1.0 - blocks.item() / total) if total else 0.0
 
     def to_dense(self) -> torch.Tensor:
         """int32 (B, H, rows, columns): 1 where a block is partial or full."""
-        status = _status_of(self.as_lists(), -(-self.seq_lengths[1] // self.BLOCK_SIZE[1]))
-        return (status != 0).to(torch.int32).reshape(*self.kv_indices.shape[:-1], status.shape[-1])
+        status = self._status()
+        return (status != 0).to(torch.int32).reshape(*self.kv_indices.shape[:-2], *status.shape[-2:])
 
     def to(self, device) -> BlockMask:
         """The same mask with its lists on another device."""
         moved = [None if t is None else t.to(device) for t in (self.kv_num_blocks, self.kv_indices, self.full_kv_num_blocks,
                                                                self.full_kv_indices)]
-        return BlockMask(self.seq_lengths, *moved, self.BLOCK_SIZE, self.mask_mod, _interior=self._interior)
+        selection = self._selected()
+        mask_mod = self.mask_mod
+        if selection is not None:  # its tables of positions move too; what the user's mask_mod captures is the user's
+            selection = selection.made_for(moved[1].device)
+            mask_mod = selection.mask_mod
+        return BlockMask(self.seq_lengths, *moved, self.BLOCK_SIZE, mask_mod, _interior=self._interior, _selection=selection)
+
+    def __getitem__(self, index) -> BlockMask:
+        """The mask of some batch entries, heads and rows of query blocks: mask[1], mask[:, [0, 2]], mask[:, :, 3:5].
+
+        index   up to three of int, slice, sequence of ints and 1-dimensional integer or bool tensor, for batch, head and row. An int
+                keeps its dimension, with extent 1, as in torch. At most one may be a sequence or tensor
+
+        Differs from torch's in that the result is a whole mask: seq_lengths[0] is the number of queries in the selected rows, and mask_mod
+        is told the batch entry, head and query position of the original, so attention of the selected queries is that part of
+        the attention of all. Those numbers are captured: another slice compiles nothing. A batch or head extent of 1
+        stands for all entries; selecting 0 or : of it changes nothing.
+
+        Raises IndexError for what is outside the mask, TypeError for other kinds of index, ValueError for a negative step and
+        where the last query block is cut off by Q_LEN and would not be the last one selected.
+        """
+        lists = self.as_lists()
+        rows = self._grid[0]
+        if lists.kv_indices.shape[2] < rows:
+            raise ValueError(f"kv_indices lists {lists.kv_indices.shape[2]} rows of blocks, but {self.seq_lengths[0]} queries in "
+                             f"blocks of {lists.q_block} need {rows}: give from_kv_blocks the right seq_lengths")
+        extents = (*lists.kv_indices.shape[:2], rows)
+        chosen = tuple(_positions(i, n, name) for i, n, name in zip(_three(index), extents, ("batch", "head", "query block"), strict=True))
+        Q_LEN, q_block = self.seq_lengths[0], lists.q_block
+        lengths = [min(q_block, Q_LEN - r * q_block) for r in chosen[2]]
+        if any(n < q_block for n in lengths[:-1]):
+            raise ValueError(f"the last query block ({rows - 1}) has {Q_LEN - (rows - 1) * q_block} of {q_block} positions, so it can "
+                             f"only be the last one selected, once; got rows {_shown(chosen[2])}. Put it last, or pad Q_LEN to a multiple "
+                             f"of {q_block}")
+        old = self._selected() or _Selection(self.mask_mod, self.mask_mod, q_block)
+        selection = old.then(chosen, extents).made_for(lists.kv_indices.device)
+
+        def part(tensor):
+            for dim, positions in enumerate(chosen if tensor is not None else ()):
+                tensor = _take(tensor, dim, positions)
+            return tensor
+
+        return BlockMask((sum(lengths), self.seq_lengths[1]), *(part(t) for t in (
+            lists.kv_num_blocks, lists.kv_indices, lists.full_kv_num_blocks, lists.full_kv_indices)), self.BLOCK_SIZE, selection.mask_mod,
+            _interior=self._interior, _selection=selection)
+
+    def adjust(self, new_q_len: int, new_kv_len: int) -> BlockMask:
+        """The mask of the first new_q_len queries and new_kv_len keys.
+
+        Blocks beyond are dropped, and a full block that new_kv_len cuts becomes partial: create_block_mask's lists, but that a block cut by
+        a new length stays partial where only mask_mod could tell that what is left of it is empty or full.
+
+        Raises ValueError for a length greater than the mask's: its lists know nothing of positions beyond.
+        """
+        for name, new, old in (("new_q_len", new_q_len, self.seq_lengths[0]), ("new_kv_len", new_kv_len, self.seq_lengths[1])):
+            if isinstance(new, bool) or not isinstance(new, int) or new < 0:
+                raise ValueError(f"{name} must be a length, got {new!r}")
+            if new > old:
+                raise ValueError(f"{name}={new} is more than the {old} positions of this mask, whose lists know nothing beyond; "
+                                 f"make one with create_block_mask(mask_mod, B, H, {new_q_len}, {new_kv_len})")
+        rows, columns = (-(-n // size) for n, size in zip((new_q_len, new_kv_len), self.BLOCK_SIZE, strict=True))
+        status = self._status()[:, :, :rows, :columns].clone()
+        interior = self._interior
+        if new_kv_len < self.seq_lengths[1]:
+            interior = True
+            if new_kv_len % self.BLOCK_SIZE[1]:
+                status[..., -1].clamp_(max=1)
+        made = masks.block_lists(status, self.full_kv_indices is not None)
+        return BlockMask((new_q_len, new_kv_len), *made[:2], *(made[2:] or (None, None)), self.BLOCK_SIZE, self.mask_mod,
+                         _interior=interior, _selection=self._selection)
+
+    _adjust = adjust  # torch's name
+
+    def __eq__(self, other) -> bool:
+        """Whether both masks mean the same: batch and head extents, lengths, block size, partial and full blocks, and mask_mod.
+
+        What index lists hold past their counts does not matter, nor the device of the lists. mask_mods are the same if they are one
+        function, or have the same code and capture equal values. Reads the lists, so on an accelerator it waits for them.
+        """
+        if not isinstance(other, BlockMask):
+            return NotImplemented
+        if self is other:
+            return True
+        if (self.seq_lengths, self.BLOCK_SIZE) != (other.seq_lengths, other.BLOCK_SIZE):
+            return False
+        mine, theirs = self._status(), other._status()
+        return mine.shape == theirs.shape and torch.equal(mine, theirs.to(mine.device)) and same_mod(self.mask_mod, other.mask_mod, "mask")
+
+    def __hash__(self) -> int:
+        # masks are keys in users' caches as torch's are: equal ones must agree, and hashing must not wait for a device
+        return hash((self.seq_lengths, self.BLOCK_SIZE))
+
+    @property
+    def _grid(self) -> tuple[int, int]:
+        """Rows and columns of blocks; lists may have more rows and fewer columns."""
+        return tuple(-(-n // size) for n, size in zip(self.seq_lengths, self.BLOCK_SIZE, strict=True))
+
+    def _status(self) -> torch.Tensor:
+        """int8 (B, H, rows, columns): 0 empty, 1 partial, 2 full."""
+        rows, columns = self._grid
+        return _status_of(self.as_lists(), columns)[:, :, :rows]
+
+    def _selected(self) -> _Selection | None:
+        """How mask_mod was made of another by slicing; None if it was not, or has been replaced since."""
+        return self._selection if self._selection is not None and self._selection.mask_mod is self.mask_mod else None
 
     def to_string(self, grid_size: int | tuple[int, int] = (20, 20), limit: int = 4) -> str:
         """A picture of the blocks: full, partial (or mixed) and empty as `██`, `░░` and blanks, one batch and head each.
 
         grid_size is the largest number of (rows, columns) drawn, -1 for all of them; `limit` the number of pictures.
         """
-        lists = self.as_lists()
-        status = _status_of(lists, -(-self.seq_lengths[1] // self.BLOCK_SIZE[1])).cpu()
+        status = self._status().cpu()
         rows, columns = status.shape[-2:]
         limits = (rows, columns) if grid_size == -1 else (grid_size, grid_size) if isinstance(grid_size, int) else grid_size
         step_r, step_c = (max(1, -(-n // most)) for n, most in zip((rows, columns), limits, strict=True))
@@ -163,6 +289,149 @@ class BlockMask:
 
     def __str__(self) -> str:
         return f"{self!r}\n{self.to_string()}"
+
+
+class _Selection:
+    """How the mask_mod of a slice comes from that of a whole mask.
+
+    base        the mask_mod of the whole mask
+    mask_mod    that of the slice
+    q_block     positions in a query block
+    b, h, rows  the batch entry, head and query block of the whole mask for each of the slice; None if they are the same
+    """
+
+    def __init__(self, base: Callable, mask_mod: Callable, q_block: int, b=None, h=None, rows=None) -> None:
+        self.base, self.mask_mod, self.q_block = base, mask_mod, q_block
+        self.b, self.h, self.rows = b, h, rows
+
+    def then(self, chosen: tuple, extents: tuple) -> _Selection:
+        """What a slice of this slice is of the whole."""
+        maps = []
+        for old, new, extent, shared in zip((self.b, self.h, self.rows), chosen, extents, (True, True, False), strict=True):
+            # entry 0 alone, of several, is a mask for every entry of a call: it needs the map that makes 0 of all of them
+            kept = _is_run(new, 0) and not (shared and len(new) == 1 < extent)
+            maps.append([old[i] for i in new] if old is not None else None if kept else new)
+        return _Selection(self.base, self.mask_mod, self.q_block, *maps)
+
+    def made_for(self, device) -> _Selection:
+        """The same with its mask_mod made, capturing tensors on `device`."""
+        made = self.base
+        if not (self.b is self.h is self.rows is None):
+            made = _reindexed(self.base, _index_map(self.b, device), _index_map(self.h, device), _row_map(self.rows, self.q_block, device))
+        return _Selection(self.base, made, self.q_block, self.b, self.h, self.rows)
+
+
+def _reindexed(mask_mod: Callable, batch: Callable, head: Callable, query: Callable) -> Callable:
+    def reindexed(b, h, q_idx, kv_idx):
+        return mask_mod(batch(b), head(h), query(q_idx), kv_idx)
+
+    reindexed.__name__ = f"{getattr(mask_mod, '__name__', type(mask_mod).__name__)}_slice"
+    return reindexed
+
+
+def _index_map(positions: Sequence[int] | None, device) -> Callable:
+    """positions[i] as a function that can be traced: no table where they are evenly spaced, so most slices share one kernel."""
+    if positions is None:
+        return lambda i: i
+    first = positions[0] if len(positions) else 0
+    step = positions[1] - first if len(positions) > 1 else 0
+    if all(p == first + n * step for n, p in enumerate(positions)):
+        return lambda i: i * step + first
+    table = torch.tensor(positions, dtype=torch.int32, device=device)
+    return lambda i: table[i]
+
+
+def _row_map(rows: Sequence[int] | None, q_block: int, device) -> Callable:
+    """The same for positions in rows of blocks."""
+    if rows is None:
+        return lambda i: i
+    first = rows[0] if len(rows) else 0
+    if _is_run(rows, first):
+        offset = first * q_block
+        return lambda i: i + offset
+    table = torch.tensor(rows, dtype=torch.int32, device=device)
+    return lambda i: table[i // q_block] * q_block + i % q_block
+
+
+def _three(index) -> tuple:
+    """An index as (batch, head, row). Raises IndexError for more."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if sum(p is ... for p in parts) > 1:
+        raise IndexError("a block mask is indexed with at most one ...")
+    if any(p is ... for p in parts):
+        at = next(i for i, p in enumerate(parts) if p is ...)
+        parts = (*parts[:at], *[slice(None)] * (4 - len(parts)), *parts[at + 1:])
+    if len(parts) > 3:
+        raise IndexError(f"a block mask is indexed by batch, head and query block, got {len(parts)} indices; for fewer keys use "
+                         "mask.adjust(q_len, kv_len)")
+    if sum(isinstance(p, Sequence) or (isinstance(p, torch.Tensor) and p.dim() > 0) for p in parts) > 1:
+        raise IndexError("at most one index of a block mask may be a tensor or sequence (torch would pair their elements up); index twice, "
+                         "mask[batches][:, heads], for every combination")
+    return (*parts, *[slice(None)] * (3 - len(parts)))
+
+
+def _positions(index, extent: int, name: str) -> Sequence[int]:
+    """The positions that one index selects of `extent`."""
+    if isinstance(index, slice):
+        if index.step is not None and operator.index(index.step) < 1:
+            raise ValueError(f"the {name} index {index} has a step of {index.step}; steps must be positive: pass a list of positions")
+        return range(extent)[index]
+    if isinstance(index, torch.Tensor):
+        if index.dim() > 1 or index.is_floating_point() or index.is_complex() or (index.dtype == torch.bool and index.dim() == 0):
+            raise TypeError(f"the {name} index must be a 1-dimensional tensor of integers or bools, got {index.dtype} of shape "
+                            f"{tuple(index.shape)}")
+        if index.dtype == torch.bool:
+            if len(index) != extent:
+                raise IndexError(f"the {name} index has {len(index)} bools for {extent} entries")
+            index = index.nonzero().flatten()
+        index = index.tolist()
+    values = index if isinstance(index, Sequence) and not isinstance(index, (str, bytes)) else [index]
+    found = []
+    for value in values:
+        try:
+            position = operator.index(value)
+        except TypeError:
+            position = None
+        if position is None or isinstance(value, bool):
+            raise TypeError(f"the {name} index must be an int, a slice, integers or a tensor of them, got {value!r}")
+        if not -extent <= position < extent:
+            everyone = " (extent 1: the same for all; leave the index out)" if extent == 1 and name != "query block" else ""
+            raise IndexError(f"{name} index {position} is outside a mask with {extent}{everyone}")
+        found.append(position % extent)
+    return found
+
+
+def _is_run(positions: Sequence[int], first: int) -> bool:
+    return all(p == first + n for n, p in enumerate(positions))
+
+
+def _take(tensor: torch.Tensor, dim: int, positions: Sequence[int]) -> torch.Tensor:
+    """tensor's `positions` along `dim`; a view where they are neighbours."""
+    first = positions[0] if len(positions) else 0
+    if _is_run(positions, first):
+        return tensor.narrow(dim, first, len(positions))
+    return tensor.index_select(dim, torch.tensor(positions, device=tensor.device))
+
+
+def _shown(positions: Sequence[int]) -> str:
+    return str(list(positions)) if len(positions) <= 8 else f"[{', '.join(map(str, positions[:7]))}, ..., {positions[-1]}]"
+
+
+def same_mod(mod, other, kind: str) -> bool:
+    """Whether two mods are one function, or have the same code and capture equal values: one trace, which fits both."""
+    if mod is other:
+        return True
+    try:
+        (graph, values), (other_graph, other_values) = bind(mod, kind), bind(other, kind)
+    except (ModError, TypeError):  # not for tracing, so known by identity only
+        return False
+    return graph is other_graph and all(_same_value(x, y) for x, y in zip(values, other_values, strict=True))
+
+
+def _same_value(value, other) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value is other or (value.device == other.device and torch.equal(value, other))
+    return value == other or (value != value and other != other)
 
 
 def lists_of(mask, interior: bool) -> BlockLists:
