@@ -17,11 +17,12 @@ from flexpress.codegen.cache import VERSION as __version__
 from flexpress.codegen.errors import ModError, RenderError
 from flexpress.codegen.evaluate import evaluate_mod
 from flexpress.inspection import CacheInfo, cache_clear, cache_dir, cache_info, printed_kernels
+from flexpress.plot import plot_mask
 
 __all__ = [
     "AuxOutput", "AuxRequest", "BlockMask", "CacheInfo", "ModError", "RenderError", "__version__", "and_masks",
     "cache_clear", "cache_dir", "cache_info", "create_block_mask", "create_mask", "evaluate_mod", "flash", "flex_attention",
-    "noop_mask", "or_masks", "printed_kernels",
+    "noop_mask", "or_masks", "plot_mask", "printed_kernels",
 ]
 
 if _torch.version.cuda is not None:
