@@ -1,4 +1,4 @@
-"""Time create_block_mask and measure its peak memory, for long sequences.
+"""Time create_block_mask and measure its peak memory, for long sequences; and attention that makes its mask itself against a prepared one.
 
 python benchmarks/block_mask.py --out block_mask.json
 """
@@ -20,7 +20,8 @@ from common import Row
 from workloads import Mod, Workload, causal, documents, prefix, window
 
 IMPLS = ("flexpress", "torch_compile")
-LENGTHS = (16384, 32768, 131072)
+LENGTHS = (16384, 131072, 1048576)
+CALL_LENGTH, CALL_HEADS, CALL_HEAD_DIM = 16384, 16, 128
 MASKS = (
     Workload("causal", "causal", mask=causal),
     Workload("window", "sliding window 1024", mask=window, size=1024),
@@ -76,6 +77,29 @@ def measure(impl: str, mask_mod: Mod, length: int, rep: float) -> Row:
     return row
 
 
+def measure_call(way: str, mask_mod: Mod, rep: float) -> Row:
+    """Return times of flex_attention with block_mask= prepared before, or with mask_mod=: forward and backward, bfloat16."""
+    import flexpress
+
+    length = CALL_LENGTH
+    q, k, v, d_out = (
+        torch.randn(1, CALL_HEADS, length, CALL_HEAD_DIM, device="cuda", dtype=torch.bfloat16).requires_grad_(i < 3)
+        for i in range(4)
+    )
+    mask = flexpress.create_block_mask(mask_mod, None, None, length, length, device="cuda")
+    masked = {"mask_mod": mask_mod} if way == "mask_mod" else {"block_mask": mask}
+
+    def forward() -> torch.Tensor:
+        return flexpress.flex_attention(q, k, v, **masked)
+
+    out = forward()
+    expected = flexpress.flex_attention(q, k, v, block_mask=mask)
+    with torch.no_grad():
+        fwd_ms = common.time_ms(forward, rep)
+    bwd_ms = common.time_ms(lambda: torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True), rep)
+    return {"fwd_ms": fwd_ms, "bwd_ms": bwd_ms, "rel_err": float((out - expected).norm() / expected.norm())}
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the command line's options."""
     parser = common.arguments(__doc__, "block_mask.json")
@@ -118,8 +142,18 @@ def main(argv: Sequence[str] | None = None) -> int:
                 except Exception as error:
                     row["error"] = common.first_line(error)
                 common.write_results(args.out, head, rows)
-    keys = ("case", "impl", "length", "ms", "wall_ms", "peak_mib", "first_s", "blocks", "error")
-    print(common.table(keys, [[row.get(key) for key in keys] for row in rows]))
+    calls: list[Row] = []
+    for case in MASKS:
+        for way in ("block_mask", "mask_mod", "block_mask", "mask_mod"):  # twice, for the scatter
+            if case.name in args.cases and str(CALL_LENGTH) in args.lengths:
+                mask_mod = dataclasses.replace(case, length=CALL_LENGTH).make_mods("cuda")[1]
+                calls.append({"case": case.name, "impl": way, "length": CALL_LENGTH} | measure_call(way, mask_mod, args.rep))
+    common.write_results(args.out, head, rows + calls)
+    for keys, shown in (
+        (("case", "impl", "length", "ms", "wall_ms", "peak_mib", "first_s", "blocks", "error"), rows),
+        (("case", "impl", "length", "fwd_ms", "bwd_ms", "rel_err"), calls),
+    ):
+        print(common.table(keys, [[row.get(key) for key in keys] for row in shown]))
     return 0
 
 

@@ -192,7 +192,7 @@ def warm_up() -> threading.Thread:
     def prepare():
         from .render import environment
 
-        for name in ("forward.py.jinja", "block_mask.py.jinja", "_helpers.jinja", "_mod.jinja"):
+        for name in ("forward.py.jinja", "block_status.py.jinja", "block_lists.py.jinja", "_helpers.jinja", "_mod.jinja"):
             environment().get_template(name)
         if torch.version.cuda:
             compile_source(ASTSource(_nothing, {"pointer": "*fp32"}, {}, {}), GPUTarget("cuda", 80, 32), {})

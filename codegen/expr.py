@@ -95,7 +95,7 @@ class ScalarCapture:
 class ModGraph:
     """A traced mod. Compared by identity: the tracing cache hands out one graph per mod signature."""
 
-    kind: str  # "score" or "mask"
+    kind: str  # "score" or "mask"; "zone" or "verdict" for what is made of a mask (intervals.py)
     name: str  # the user's name for it, used in file names and comments
     result: Expr
     tensors: tuple[TensorCapture, ...]

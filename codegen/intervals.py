@@ -34,7 +34,7 @@ class Zone:
     not derived.
 
     axis   "q_idx" or "kv_idx", along which it reads tensors
-    graph  the part as a mod of its own, with the mask's tensors and scalars
+    graph  the part as a mod of its own (of the kind "zone"), with the mask's tensors and scalars
 
     A float part with a NaN among its values has (-inf, inf).
     """
@@ -113,13 +113,13 @@ def _analyse(graph: ModGraph, nodes: list[Expr], run: _IntervalRun) -> Analysis:
     verdict = cast(result.hi, torch.int32) + cast(result.lo, torch.int32)  # what must be can be
     verdict = torch.where(_fit_int32(nodes), verdict, _constant(1))
     symbols = {id(n): frozenset(axes[id(n)]) | {s.attr for s in walk(n) if s.op == "symbol"} for n in zones}
-    parts = tuple(Zone(*axes[id(n)], _part(graph, n, symbols[id(n)])) for n in zones)
+    parts = tuple(Zone(*axes[id(n)], _part(graph, "zone", n, symbols[id(n)])) for n in zones)
     read = frozenset(n.attr for n in walk(verdict.expr) if n.op == "symbol")
-    return Analysis(_part(graph, verdict.expr, read), parts, run.by_rules)
+    return Analysis(_part(graph, "verdict", verdict.expr, read), parts, run.by_rules)
 
 
-def _part(graph: ModGraph, result: Expr, symbols: frozenset[str]) -> ModGraph:
-    return ModGraph(graph.kind, graph.name, result, graph.tensors, graph.scalars, graph.origin, symbols)
+def _part(graph: ModGraph, kind: str, result: Expr, symbols: frozenset[str]) -> ModGraph:
+    return ModGraph(kind, graph.name, result, graph.tensors, graph.scalars, graph.origin, symbols)
 
 
 _EXACT = {"symbol", "literal", "scalar", "load", "cast", "neg", "abs", "sign", "minimum", "maximum", "floor", "ceil", "trunc", "round",

@@ -194,7 +194,7 @@ class _Printer:
         if row.plainer is not None and row.plainer[1](node.dtype, *map(self.range_of, node.args)):
             spelling = row.plainer[0]
         if row.operands == "where" and all(a.is_literal for a in node.args[1:]):
-            operands[1] = f"tl.full([1, 1], {operands[1]}, {compute_dtype(node.dtype)})"
+            operands[1] = f"tl.full([], {operands[1]}, {compute_dtype(node.dtype)})"
         helper = re.match(r"(\w+)\(", spelling)
         if helper:
             self.helpers[helper[1]] = None
@@ -237,15 +237,15 @@ class _Printer:
                 self.text[id(node)] = text
 
     def _full_tile(self, root: Expr, text: str, shape: str) -> str:
-        """A result that does not depend on every index is spread over the whole tile."""
+        """A result that does not depend on every index is spread over the whole tile; parts of masks stay as they are."""
+        if self.graph.kind not in ("score", "mask"):
+            return text
         symbols = self._varies_with(root)
         if {"score", "grad"} & symbols or {"q_idx", "kv_idx"} <= symbols:
             return text
-        dtype = "tl.float32" if self.graph.kind == "score" else compute_dtype(root.dtype)
+        dtype = "tl.float32" if self.graph.kind == "score" else "tl.int1"
         if {"q_idx", "kv_idx"} & symbols:
             return f"tl.broadcast_to({text}, {shape})"
-        if symbols - set(MASK_SYMBOLS):  # of a whole block: see intervals.py
-            return text
         return f"tl.full({shape}, {text}, {dtype})"
 
     def _varies_with(self, root: Expr) -> frozenset[str]:

@@ -175,29 +175,43 @@ def backward_compilations(
     return made
 
 
-def block_mask_compilation(
-    target: str, mask_mod: Callable, block_size: tuple[int, int] = (128, 128)
-) -> Compilation:
-    """The kernel by which create_block_mask classifies blocks."""
-    flags, tile_m, tile_n = masks.block_mask_flags(*block_size, backend_for(target))
-    text, arguments = _text(mask_mod, "mask", Target(backend_for(target), "float32"), "[TILE_M, TILE_N]")
-    spec = masks.mask_spec("block_mask", text, backend_for(target), masks.BLOCK_MASK_NUMBERS, flags)
-    return _compilation(target, spec, {"status": "int8"}, {"TILE_M": tile_m, "TILE_N": tile_n}, arguments, 8)
+def mask_compilations(target: str, mask_mod: Callable, block_size: tuple[int, int] = (128, 128)) -> dict[str, Compilation]:
+    """The kernels of create_block_mask and mask_mod= by name: "status", "lists", "transposed_lists" and, where a mask needs it, "zones"."""
+    backend = backend_for(target)
+    bound = bind(mask_mod, "mask")
+    texts = masks.mask_texts(bound, EXTENTS, backend)
+    parts = (texts.mask, texts.verdict, *(zone.text for zone in texts.zones))
+    arguments = {name: value for text in parts for name, value in zip(text.args, text.values(bound[1]), strict=True)}
+    tensors = dict.fromkeys(_LISTS, "int32") | {"status": "int8", "num_full": "int32"}
+    tensors |= {f"{zone.name}_{end}": zone.dtype for zone in texts.zones for end in ("min", "max")}
+    tile_m, tile_n = masks.status_tile(block_size, backend)
+    made = {
+        "status": (masks.status_spec(texts, block_size, backend), {"CHUNK": 64, "TILE_M": tile_m, "TILE_N": tile_n}),
+        "lists": (masks.verdict_lists_spec(texts, block_size, backend, False), {"CHUNK": masks.LISTS_CHUNK}),
+        "transposed_lists": (masks.verdict_lists_spec(texts, block_size, backend, True), {"CHUNK": masks.LISTS_CHUNK}),
+    }
+    if texts.zones:
+        made["zones"] = masks.zones_spec(texts, block_size, backend), {"TILE": masks.ZONE_TILE}
+    return {
+        name: _compilation(target, spec, tensors, constants, {k: v for k, v in arguments.items() if k in dict(spec.flags)["args"]})
+        for name, (spec, constants) in made.items()
+    }
 
 
 def block_lists_compilation(target: str, separate_full: bool = True) -> Compilation:
     """The kernel that makes lists of classified blocks."""
     spec = masks.lists_spec(separate_full, backend_for(target))
     return _compilation(
-        target, spec, {"status": "int8", **dict.fromkeys(_LISTS, "int32")}, {"CHUNK": 1024}, {}
+        target, spec, {"status": "int8", **dict.fromkeys(_LISTS, "int32")}, {"CHUNK": masks.LISTS_CHUNK}, {}
     )
 
 
 def dense_mask_compilation(target: str, mod: Callable, kind: str = "mask") -> Compilation:
     """The kernel of create_mask."""
     text, arguments = _text(mod, kind, Target(backend_for(target), "float32"), "[TILE_M, TILE_N]")
-    spec = masks.mask_spec("dense_mask", text, backend_for(target), masks.DENSE_MASK_NUMBERS, {})
-    return _compilation(target, spec, {"mask": "bool"}, {"TILE_M": 64, "TILE_N": 64}, arguments)
+    spec = masks.dense_mask_spec(text, backend_for(target))
+    constants = {"TILE_M": masks.DENSE_TILE, "TILE_N": masks.DENSE_TILE}
+    return _compilation(target, spec, {"mask": "bool"}, constants, arguments)
 
 
 def evaluate_compilation(

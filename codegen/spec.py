@@ -107,7 +107,7 @@ class KernelSpec:
     def name(self) -> str:
         """What the file is called: template, mods, then the flags that a reader would look for."""
         flags = dict(self.flags)
-        parts = [self.template, *(_identifier(m.name) for m in self.mods if m)]
+        parts = [self.template, *dict.fromkeys(_identifier(m.name) for m in self.mods if m)]
         if "D_QK" in flags:
             parts.append(f"d{flags['D_QK']}" + (f"x{flags['D_V']}" if flags["D_V"] != flags["D_QK"] else ""))
         if "DTYPE" in flags:

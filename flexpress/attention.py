@@ -10,10 +10,11 @@ from typing import NamedTuple
 import torch
 
 from flexpress import checks
-from flexpress.block_mask import BlockMask, check_captured_device, lists_of, transposed_lists_of
+from flexpress.block_mask import DEFAULT_BLOCK_SIZE, BlockMask, check_captured_device, lists_of, same_mod, transposed_lists_of
 from flexpress.codegen.backward import backward
 from flexpress.codegen.forward import BlockLists, forward
 from flexpress.codegen.forward_plan import Options
+from flexpress.codegen.masks import automatic_lists
 from flexpress.codegen.signature import bind
 
 
@@ -33,18 +34,22 @@ class AuxOutput(NamedTuple):
 
 def flex_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Callable | None = None, block_mask=None,
                    scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False,
-                   kernel_options: dict | None = None, *, return_aux: AuxRequest | None = None, deterministic: bool = False):
+                   kernel_options: dict | None = None, *, mask_mod: Callable | None = None, return_aux: AuxRequest | None = None,
+                   deterministic: bool = False):
     """Attention with the user's own score and mask, by a kernel printed for them. No torch.compile, no dense scores.
 
         out[b, h, i] = sum_j softmax_j(score_mod(query[b, h, i] . key[b, h', j] * scale, b, h, i, j)) value[b, h', j]
 
-    over the positions j that block_mask allows, with h' = h // (Hq / Hkv).
+    over the positions j that block_mask or mask_mod allows, with h' = h // (Hq / Hkv).
 
     query           (B, Hq, Q_LEN, D_QK), float16, bfloat16 or float32, any strides
     key, value      (B or 1, Hkv, KV_LEN, D_QK) and (B or 1, Hkv, KV_LEN, D_V); head dims up to 256
     score_mod       score_mod(score, b, h, q_idx, kv_idx) -> score, on scalars: score is float32, the others int32. It may index
                     captured tensors; an index outside a tensor reads zero
     block_mask      from create_block_mask, flexpress's or torch's
+    mask_mod        mask_mod(b, h, q_idx, kv_idx) -> bool, instead of a block mask: which blocks are empty or full follows from bounds of
+                    mask_mod, on the device and in microseconds, so the mask may be another one at every call. With both, block_mask
+                    must have been made of this mask_mod
     scale           a number, 1 / sqrt(D_QK) by default
     enable_gqa      allows Hq to be a multiple of Hkv
     return_lse      also return lse; return_aux=AuxRequest(lse=True) is the newer form
@@ -77,10 +82,18 @@ def flex_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
         score = bind(score_mod, "score")
         check_captured_device(score, query.device, "score_mod")
     if block_mask is not None:
+        if mask_mod is not None and not same_mod(block_mask.mask_mod, mask_mod, "mask"):
+            raise ValueError(f"block_mask was made of {_name(block_mask.mask_mod)}, not of the mask_mod {_name(mask_mod)}; pass one of "
+                             "them, or and_masks(...) of both as mask_mod")
         lists, transposed, mask_mod = _read_mask(block_mask, query, key)
         checks.check_tile_fits_mask(options, lists.q_block, lists.kv_block)
+    if mask_mod is not None:
         mask = bind(mask_mod, "mask")
         check_captured_device(mask, query.device, "mask_mod")
+    if mask_mod is not None and block_mask is None:
+        extents = (*query.shape[:3], key.shape[2])
+        make = partial(automatic_lists, extents=extents, device=query.device, size=_block_size(options))
+        lists, transposed = make(mask), partial(make, transposed=True)
     want_max = return_aux is not None and return_aux.max_scores
 
     captured = [_apart(t) for t in score[1][:len(score[0].tensors)]] if score and torch.is_grad_enabled() else []
@@ -94,6 +107,16 @@ def flex_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
     if return_aux is not None:
         return out, AuxOutput(lse if return_aux.lse else None, max_scores)
     return (out, lse) if return_lse else out
+
+
+def _block_size(options: Options) -> tuple[int, int]:
+    """The blocks of a mask that is made for one call: whole tiles, also where the user asks for large ones."""
+    tile = dict(options.tile)
+    return tuple(max([DEFAULT_BLOCK_SIZE, *(n for name, n in tile.items() if name.endswith(f"BLOCK_{axis}"))]) for axis in "MN")
+
+
+def _name(mod) -> str:
+    return getattr(mod, "__name__", type(mod).__name__)
 
 
 _checked: set[tuple] = set()
@@ -135,15 +158,18 @@ def _apart(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _read_mask(block_mask, query, key):
-    """The lists of a BlockMask, ours or torch's, a function that gives the transposed ones, and the mask_mod; all checked."""
+    """The lists of a BlockMask, ours or torch's, what makes the transposed ones of the bound mask_mod, and the mask_mod; all checked."""
     if isinstance(block_mask, BlockMask):
-        lists, transposed = block_mask.as_lists(), block_mask.as_transposed_lists
+        lists, transposed = block_mask.as_lists(), lambda _: block_mask.as_transposed_lists()
     elif all(hasattr(block_mask, a) for a in ("kv_num_blocks", "kv_indices", "BLOCK_SIZE", "mask_mod", "seq_lengths")):
         # torch pads masks with False, so its full blocks are inside too; lists from elsewhere may say anything
-        lists = lists_of(block_mask, block_mask.seq_lengths[1] % block_mask.BLOCK_SIZE[1] == 0)
-        transposed = partial(transposed_lists_of, lists, block_mask.seq_lengths[1])
+        lists = lists_of(block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices,
+                         block_mask.BLOCK_SIZE, block_mask.seq_lengths[1] % block_mask.BLOCK_SIZE[1] == 0)
+        def transposed(_):
+            return transposed_lists_of(lists, block_mask.seq_lengths[1])
     elif callable(block_mask):
-        raise TypeError("block_mask is a function; make a BlockMask of it with create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)")
+        raise TypeError("block_mask is a function; pass it as mask_mod=, or make a BlockMask of it with create_block_mask(mask_mod, B, H, "
+                        "Q_LEN, KV_LEN)")
     else:
         raise TypeError(f"block_mask must be a BlockMask (from create_block_mask), got {type(block_mask).__name__}")
     checks.check_mask_fits(lists, block_mask.seq_lengths, query, key, block_mask.shape)
@@ -158,7 +184,7 @@ class _Call:
     score: tuple | None  # (graph, captured values)
     mask: tuple | None
     lists: BlockLists | None
-    transposed: Callable[[], BlockLists] | None
+    transposed: Callable[[tuple], BlockLists] | None  # of the bound mask_mod
     options: Options
     output_max: bool
     deterministic: bool
@@ -194,7 +220,7 @@ class _Attention(torch.autograd.Function):
         with torch.no_grad():
             dq, dk, dv, gradients = backward(
                 q, k, v, out, lse, torch.zeros_like(out) if d_out is None else d_out, d_lse, call.scale, score, mask, call.lists,
-                call.transposed() if call.transposed else None, call.options, wanted=wanted, deterministic=call.deterministic)
+                call.transposed(mask) if call.transposed else None, call.options, wanted=wanted, deterministic=call.deterministic)
         found = [*(g if needed else None for g, needed in zip((dq, dk, dv), ctx.needs_input_grad[1:4], strict=True)),
                  *(gradients.get(i) for i in range(ctx.count))]
         if torch.is_grad_enabled():  # create_graph=True: what is made of these gradients must not pass for differentiable

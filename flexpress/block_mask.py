@@ -63,6 +63,8 @@ class BlockMask:
                           the transposed lists (B, H, columns[, rows]), made when first asked for
     mask_mod              decides single positions inside partial blocks
 
+    Index lists are kept only as wide as the densest row needs, and widened when they are asked for; kernels read `as_lists()`.
+
     `mask[batch, head, rows]` is the mask of a part of the batch, the heads and the query blocks, `mask.adjust(q_len, kv_len)` that of
     shorter lengths. Two masks are equal (`==`) if lengths, block size, lists and mask_mod mean the same.
     """
@@ -74,8 +76,8 @@ class BlockMask:
         del q_num_blocks, q_indices, full_q_num_blocks, full_q_indices
         self.seq_lengths = tuple(seq_lengths)
         self.BLOCK_SIZE = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else tuple(BLOCK_SIZE)
-        self.kv_num_blocks, self.kv_indices = kv_num_blocks, kv_indices
-        self.full_kv_num_blocks, self.full_kv_indices = full_kv_num_blocks, full_kv_indices
+        self.kv_num_blocks, self._kv_indices = kv_num_blocks, kv_indices
+        self.full_kv_num_blocks, self._full_kv_indices = full_kv_num_blocks, full_kv_indices
         self.mask_mod = mask_mod
         self._interior = self.seq_lengths[1] % self.BLOCK_SIZE[1] == 0 if _interior is None else _interior
         self._selection = _selection
@@ -115,7 +117,8 @@ class BlockMask:
     def as_lists(self) -> BlockLists:
         """The lists as kernels read them: 4-dimensional, contiguous, int32."""
         if self._lists is None:
-            self._lists = lists_of(self, self._interior)
+            self._lists = lists_of(self.kv_num_blocks, self._kv_indices, self.full_kv_num_blocks, self._full_kv_indices, self.BLOCK_SIZE,
+                                   self._interior)
         return self._lists
 
     def as_transposed_lists(self) -> BlockLists:
@@ -124,15 +127,17 @@ class BlockMask:
             self._transposed = transposed_lists_of(self.as_lists(), self.seq_lengths[1])
         return self._transposed
 
+    kv_indices = property(lambda self: _padded(self._kv_indices, self._grid[1]))
+    full_kv_indices = property(lambda self: _padded(self._full_kv_indices, self._grid[1]))
     q_num_blocks = property(lambda self: self.as_transposed_lists().kv_num_blocks)
-    q_indices = property(lambda self: self.as_transposed_lists().kv_indices)
+    q_indices = property(lambda self: _padded(self.as_transposed_lists().kv_indices, self._grid[0]))
     full_q_num_blocks = property(lambda self: self.as_transposed_lists().full_kv_num_blocks)
-    full_q_indices = property(lambda self: self.as_transposed_lists().full_kv_indices)
+    full_q_indices = property(lambda self: _padded(self.as_transposed_lists().full_kv_indices, self._grid[0]))
 
     @property
     def shape(self) -> tuple[int, ...]:
         """(B, H, Q_LEN, KV_LEN)"""
-        return (*self.kv_indices.shape[:-2], *self.seq_lengths)
+        return (*self.kv_num_blocks.shape[:-1], *self.seq_lengths)
 
     def numel(self) -> int:
         """Positions in the mask, hidden ones included."""
@@ -144,18 +149,18 @@ class BlockMask:
         if self.full_kv_num_blocks is not None:
             blocks = blocks + self.full_kv_num_blocks.sum()
         rows, columns = self._grid
-        total = torch.Size(self.kv_indices.shape[:-2]).numel() * rows * columns
+        total = self.kv_num_blocks.shape[:-1].numel() * rows * columns
         return 100.0 * (1.0 - blocks.item() / total) if total else 0.0
 
     def to_dense(self) -> torch.Tensor:
         """int32 (B, H, rows, columns): 1 where a block is partial or full."""
         status = self._status()
-        return (status != 0).to(torch.int32).reshape(*self.kv_indices.shape[:-2], *status.shape[-2:])
+        return (status != 0).to(torch.int32).reshape(*self.kv_num_blocks.shape[:-1], *status.shape[-2:])
 
     def to(self, device) -> BlockMask:
         """The same mask with its lists on another device."""
-        moved = [None if t is None else t.to(device) for t in (self.kv_num_blocks, self.kv_indices, self.full_kv_num_blocks,
-                                                               self.full_kv_indices)]
+        moved = [None if t is None else t.to(device) for t in (self.kv_num_blocks, self._kv_indices, self.full_kv_num_blocks,
+                                                               self._full_kv_indices)]
         selection = self._selected()
         mask_mod = self.mask_mod
         if selection is not None:  # its tables of positions move too; what the user's mask_mod captures is the user's
@@ -223,7 +228,7 @@ class BlockMask:
             interior = True
             if new_kv_len % self.BLOCK_SIZE[1]:
                 status[..., -1].clamp_(max=1)
-        made = masks.block_lists(status, self.full_kv_indices is not None)
+        made = masks.block_lists(status, self._full_kv_indices is not None)
         return BlockMask((new_q_len, new_kv_len), *made[:2], *(made[2:] or (None, None)), self.BLOCK_SIZE, self.mask_mod,
                          _interior=interior, _selection=self._selection)
 
@@ -434,8 +439,8 @@ def _same_value(value, other) -> bool:
     return value == other or (value != value and other != other)
 
 
-def lists_of(mask, interior: bool) -> BlockLists:
-    """BlockLists of a BlockMask of ours or of torch's."""
+def lists_of(kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, BLOCK_SIZE, interior: bool) -> BlockLists:
+    """BlockLists of the attributes of a BlockMask, ours or torch's."""
 
     def ready(tensor, ndim):
         if tensor is None:
@@ -444,9 +449,15 @@ def lists_of(mask, interior: bool) -> BlockLists:
             tensor = tensor.unsqueeze(0)
         return tensor.to(torch.int32).contiguous()
 
-    q_block, kv_block = mask.BLOCK_SIZE
-    return BlockLists(ready(mask.kv_num_blocks, 3), ready(mask.kv_indices, 4), ready(mask.full_kv_num_blocks, 3),
-                      ready(mask.full_kv_indices, 4), q_block, kv_block, interior)
+    return BlockLists(ready(kv_num_blocks, 3), ready(kv_indices, 4), ready(full_kv_num_blocks, 3), ready(full_kv_indices, 4), *BLOCK_SIZE,
+                      interior)
+
+
+def _padded(indices: torch.Tensor | None, width: int) -> torch.Tensor | None:
+    """Index lists of at least `width` entries a row."""
+    if indices is None or indices.shape[-1] >= width:
+        return indices
+    return torch.nn.functional.pad(indices, (0, width - indices.shape[-1]))
 
 
 def transposed_lists_of(lists: BlockLists, KV_LEN: int) -> BlockLists:
@@ -468,7 +479,8 @@ def _status_of(lists: BlockLists, columns: int) -> torch.Tensor:
 
 
 def create_block_mask(mask_mod: Callable, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, device=None,
-                      BLOCK_SIZE: int | tuple[int, int] = DEFAULT_BLOCK_SIZE, *, separate_full_blocks: bool = True) -> BlockMask:
+                      BLOCK_SIZE: int | tuple[int, int] = DEFAULT_BLOCK_SIZE, *, separate_full_blocks: bool = True,
+                      capacity: int | None = None) -> BlockMask:
     """The BlockMask of `mask_mod(b, h, q_idx, kv_idx) -> bool` for B x H masks of Q_LEN x KV_LEN.
 
     B, H                  None (or 1) if the mask is the same for every batch entry or head
@@ -476,8 +488,12 @@ def create_block_mask(mask_mod: Callable, B: int | None, H: int | None, Q_LEN: i
     BLOCK_SIZE            one size or (Q, KV); attention kernels need multiples of 16
     separate_full_blocks  False: list full blocks as partial ones too, so that mask_mod is evaluated everywhere
 
-    A printed kernel evaluates mask_mod block by block; no mask of Q_LEN x KV_LEN is ever in memory. Raises ModError if the
-    mod cannot be traced, ValueError or TypeError for other arguments.
+    capacity              most partial (and most full) blocks that a row may have. By default the lists are as wide as the densest row
+                          needs, for which the host waits; with a capacity it does not, so a CUDA graph may hold the call. A
+                          row with more blocks stops the program (a device-side assertion)
+
+    Printed kernels decide whole blocks by bounds of mask_mod where bounds tell, and evaluate it position by position in the others; no
+    mask of Q_LEN x KV_LEN is ever in memory. Raises ModError if the mod cannot be traced, ValueError or TypeError for other arguments.
     """
     B, H = _extent("B", B), _extent("H", H)
     for name, value in (("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
@@ -486,11 +502,12 @@ def create_block_mask(mask_mod: Callable, B: int | None, H: int | None, Q_LEN: i
     size = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else tuple(BLOCK_SIZE)
     if len(size) != 2 or not all(isinstance(n, int) and n > 0 for n in size):
         raise ValueError(f"BLOCK_SIZE must be a positive integer or a pair of them, got {BLOCK_SIZE!r}")
+    if capacity is not None and (isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 0):
+        raise ValueError(f"capacity must be a number of blocks, got {capacity!r}")
     device = resolve_device(device)
     bound = bind(mask_mod, "mask")
     check_captured_device(bound, device, "mask_mod")
-    status = masks.block_status(bound, B, H, Q_LEN, KV_LEN, device, *size)
-    lists = masks.block_lists(status, separate_full_blocks)
+    lists = masks.create_lists(bound, (B, H, Q_LEN, KV_LEN), device, size, separate_full_blocks, capacity)
     full = lists[2:] if separate_full_blocks else (None, None)
     return BlockMask((Q_LEN, KV_LEN), *lists[:2], *full, size, mask_mod, _interior=True)
 

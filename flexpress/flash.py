@@ -24,13 +24,11 @@ fewer key and value heads than query heads, float32, head dims above 128, biases
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import torch
 
 from flexpress.attention import flex_attention
-from flexpress.block_mask import DEFAULT_BLOCK_SIZE, BlockMask, create_block_mask
 from flexpress.checks import DTYPES, MAX_HEAD_DIM
 from flexpress.mods import causal as causal_mask
 
@@ -79,13 +77,12 @@ def flash_attn_qkvpacked_func(qkv: torch.Tensor, bias: torch.Tensor | None = Non
 
 def _attention(q, k, v, bias, causal, softmax_scale) -> torch.Tensor:
     """flex_attention on the (B, H, S, D) views of tensors that fit together."""
-    score_mod = block_mask = None
+    score_mod = None
     if bias is not None:
         _check_bias(bias, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
         score_mod = _add(bias)
-    if causal:
-        block_mask = _causal_block_mask(q.shape[1], k.shape[1], q.device, DEFAULT_BLOCK_SIZE)
-    out = flex_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), score_mod, block_mask, softmax_scale, enable_gqa=True)
+    out = flex_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), score_mod, None, softmax_scale, enable_gqa=True,
+                         mask_mod=causal_mask if causal else None)
     return out.transpose(1, 2)
 
 
@@ -108,13 +105,6 @@ def _check_bias(bias: torch.Tensor, shape: tuple[int, int, int, int]) -> None:
     if any(have not in (1, want) for have, want in zip(bias.shape, shape, strict=True)):
         raise ValueError(f"bias of shape {_shape(bias)} does not broadcast to the scores (B, H, Sq, Skv) = {shape}; each extent must be "
                          "that or 1")
-
-
-@functools.lru_cache(maxsize=64)
-def _causal_block_mask(Sq: int, Skv: int, device: torch.device, block_size: int) -> BlockMask:
-    """The causal mask, made once. Not as inference tensors, though the first call may come in inference mode: later ones may train."""
-    with torch.inference_mode(False):
-        return create_block_mask(causal_mask, None, None, Sq, Skv, device, block_size)
 
 
 def _check_rank(name: str, tensor, layout: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from flexpress import and_masks, mods, or_masks
+from flexpress import and_masks, create_block_mask, mods, or_masks
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LENGTHS = {"cpu": [1, 2, 15, 16, 17, 63, 64, 65, 100, 129], "cuda": [1, 15, 64, 129, 257, 1025, 2046]}
@@ -57,6 +57,14 @@ def mask_mods(length: int, device: str) -> dict:
     }
 
 
+def mask_arguments(p: dict, mask_mod, heads: int, device: str) -> dict:
+    """How a problem's mask is passed to flex_attention."""
+    if mask_mod is None or p["mask_made"] == "by the call":
+        return {"mask_mod": mask_mod}
+    return {"block_mask": create_block_mask(mask_mod, p["B"], heads, p["Q_LEN"], p["KV_LEN"], device, p["BLOCK_SIZE"],
+                                            separate_full_blocks=p["separate_full_blocks"])}
+
+
 SCORE_MODS = sorted(score_mods(1, 1, "cpu"))
 MASK_MODS = sorted(mask_mods(1, "cpu"))
 LAYOUTS = ["contiguous", "bshd", "sliced", "wide_head_dim", "shared_batch"]
@@ -95,6 +103,7 @@ def problems(draw, device):
         "mask": draw(st.sampled_from(MASK_MODS)), "one_kv_batch": draw(st.booleans()),
         "BLOCK_SIZE": draw(st.sampled_from([128, 64, (32, 64), (64, 16), (256, 64)] if device == "cpu" else [128, 64, (64, 128), 256])),
         "separate_full_blocks": draw(st.sampled_from([True, True, False])),
+        "mask_made": draw(st.sampled_from(["before", "before", "by the call"])),
         "scale": draw(st.sampled_from([None, None, 0.3, 0.0, -0.5])),
         "USE_TMA": draw(st.sampled_from([None, True, False])),
         "seed": draw(st.integers(0, 99)),

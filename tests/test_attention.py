@@ -8,7 +8,7 @@ import pytest
 import torch
 from dense import assert_as_accurate, dense_attention, relative_error
 from hypothesis import given, settings
-from problems import DEVICES, mask_mods, problems, score_mods, tensor_of
+from problems import DEVICES, mask_arguments, mask_mods, problems, score_mods, tensor_of
 
 import flexpress
 from flexpress import AuxRequest, create_block_mask, flex_attention, mods
@@ -29,12 +29,9 @@ def check_problem(p: dict, device: str) -> None:
     q, k, v = (tensor_of(shape, layout, p["dtype"], device, p["seed"] + i)
                for i, (shape, layout) in enumerate(zip(shapes, p["layouts"], strict=True)))
     score_mod, mask_mod = score_mods(Hq, length, device)[p["score"]], mask_mods(length, device)[p["mask"]]
-    block_mask = None
-    if mask_mod is not None:
-        block_mask = create_block_mask(mask_mod, B, Hq, p["Q_LEN"], p["KV_LEN"], device, p["BLOCK_SIZE"],
-                                       separate_full_blocks=p["separate_full_blocks"])
+    masked = mask_arguments(p, mask_mod, Hq, device)
     options = {} if p["USE_TMA"] is None else {"USE_TMA": p["USE_TMA"]}
-    out, aux = flex_attention(q, k, v, score_mod, block_mask, p["scale"], enable_gqa=True, kernel_options=options,
+    out, aux = flex_attention(q, k, v, score_mod, scale=p["scale"], enable_gqa=True, kernel_options=options, **masked,
                               return_aux=AuxRequest(lse=True, max_scores=True))
     assert out.shape == (B, Hq, p["Q_LEN"], p["D_V"]) and out.dtype == p["dtype"]
     assert_as_accurate(out, q, k, v, score_mod, mask_mod, p["scale"])

@@ -9,7 +9,7 @@ import torch
 from dense import dense_attention, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import DEVICES, LEARNED_MODS, learned_mods, mask_mods, problems, tensor_of
+from problems import DEVICES, LEARNED_MODS, learned_mods, mask_arguments, mask_mods, problems, tensor_of
 from torch.utils.checkpoint import checkpoint
 
 from flexpress import cache_info, create_block_mask, flex_attention, mods
@@ -73,12 +73,9 @@ def check_problem(p: dict, device: str) -> None:
     make, learned = learned_mods(B, Hq, length, device, p["learned_dtype"], p["seed"])[p["score"]]
     inputs += [t.requires_grad_() for t in learned]
     mask_mod = mask_mods(length, device)[p["mask"]]
-    block_mask = None
-    if mask_mod is not None:
-        block_mask = create_block_mask(mask_mod, B, Hq, p["Q_LEN"], p["KV_LEN"], device, p["BLOCK_SIZE"],
-                                       separate_full_blocks=p["separate_full_blocks"])
+    masked = mask_arguments(p, mask_mod, Hq, device)
     options = {} if p["USE_TMA"] is None else {"USE_TMA": p["USE_TMA"]}
-    out, lse = flex_attention(*inputs[:3], make(*inputs[3:]), block_mask, p["scale"], enable_gqa=True, return_lse=True,
+    out, lse = flex_attention(*inputs[:3], make(*inputs[3:]), scale=p["scale"], enable_gqa=True, return_lse=True, **masked,
                               kernel_options=options, deterministic=p["deterministic"])
     d_out = tensor_of(out.shape, p["grad_layout"], p["dtype"], device, p["seed"] + 7)
     d_lse = torch.randn(lse.shape, device=device) if p["lse"] else None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flexpress.codegen.preview import backward_compilations, block_lists_compilation, block_mask_compilation, preview
+from flexpress.codegen.preview import backward_compilations, mask_compilations, preview
 from flexpress.codegen.render import render
 from flexpress.recipes import make
 
@@ -23,8 +23,8 @@ GOLDEN = {  # at most 8: a change of a template is read here, everything else is
         "sm_90", *make("relative_bias"), dtype="float32", head_dim=64, captured=True
     )["dq"].spec,
     "forward_document_d80_bf16": lambda: preview(*make("document"), head_dim=80, use_tma=False),
-    "block_mask_causal": lambda: block_mask_compilation("sm_90", make("causal")[1]).spec,
-    "block_lists": lambda: block_lists_compilation("sm_90").spec,
+    "block_status_document": lambda: mask_compilations("sm_90", make("document")[1])["status"].spec,
+    "block_lists_sliding_window": lambda: mask_compilations("sm_90", make("sliding_window")[1])["lists"].spec,
 }
 
 

@@ -19,10 +19,10 @@ from flexpress.codegen.preview import (
     architecture_for,
     backward_compilations,
     block_lists_compilation,
-    block_mask_compilation,
     compilation,
     dense_mask_compilation,
     evaluate_compilation,
+    mask_compilations,
     preview,
 )
 from flexpress.codegen.render import render
@@ -62,9 +62,26 @@ FORWARD = {  # every branch of the template and every row of the tile tables, no
     ),
 }
 
+
+
+def everything(b, h, q_idx, kv_idx):
+    """Zones of every kind, floats, rounding, quotients and remainders by numbers that a kernel is told, and choices between numbers."""
+    near = torch.where(FLAGS[q_idx], 3, 7) * (q_idx // WIDTH) >= kv_idx % WIDTH
+    far = torch.exp2(WEIGHTS[h, kv_idx] * 0.5) + torch.sin(q_idx * 0.1) < q_idx.float() / 100
+    return torch.where(h < 2, near, far & (OFFSETS[b, q_idx] - kv_idx <= WIDTH))
+
+
+FLAGS, WEIGHTS, OFFSETS, WIDTH = torch.ones(4096, dtype=torch.bool), torch.ones(16, 4096), torch.ones(4, 4096, dtype=torch.int32), 5
+
 OTHERS = {
-    "block_mask causal": lambda t: block_mask_compilation(t, make("causal")[1]),
-    "block_mask document, ragged": lambda t: block_mask_compilation(t, make("document")[1], (48, 80)),
+    "block_status causal": lambda t: mask_compilations(t, make("causal")[1])["status"],
+    "block_status document, ragged": lambda t: mask_compilations(t, make("document")[1], (48, 80))["status"],
+    "block_status of a mask with everything": lambda t: mask_compilations(t, everything)["status"],
+    "block_zones document": lambda t: mask_compilations(t, make("document")[1], (64, 256))["zones"],
+    "block_zones of a mask with everything": lambda t: mask_compilations(t, everything)["zones"],
+    "block_lists prefix_lm": lambda t: mask_compilations(t, make("prefix_lm")[1])["lists"],
+    "block_lists document, transposed": lambda t: mask_compilations(t, make("document")[1])["transposed_lists"],
+    "block_lists of a mask with everything": lambda t: mask_compilations(t, everything)["lists"],
     "block_lists": lambda t: block_lists_compilation(t),
     "block_lists, one list": lambda t: block_lists_compilation(t, separate_full=False),
     "dense_mask global_sliding": lambda t: dense_mask_compilation(t, make("global_sliding")[1]),
@@ -95,6 +112,8 @@ SPILLED = {
     ("sm_80", "relative_bias d64 fp16"): 64,
     ("sm_80", "alibi causal d64 tf32, other options"): 8,
     ("sm_100", "causal d128 fp32"): 8,
+    ("sm_100", "block_status document, ragged"): 16,
+    ("sm_100", "block_status of a mask with everything"): 16,
 }
 
 # The same for the backward kernels, which hold up to two accumulators: on the H100 these tiles are faster than any that do not spill.

@@ -278,7 +278,8 @@ def test_equality_is_of_meaning():
     mask = create_block_mask(mods.sliding_window(40), None, None, 100, 90, "cpu", 16)
     other = create_block_mask(mods.sliding_window(40), None, None, 100, 90, "cpu", 16)
     past = torch.arange(other.kv_indices.shape[-1]) >= other.kv_num_blocks[..., None]
-    other.kv_indices = torch.where(past, 5, other.kv_indices)
+    other = BlockMask(other.seq_lengths, other.kv_num_blocks, torch.where(past, 5, other.kv_indices), other.full_kv_num_blocks,
+                      other.full_kv_indices, other.BLOCK_SIZE, other.mask_mod)
     assert mask == other and hash(mask) == hash(other) and mask[:, :, 2:4] == other[:, :, 2:4] and mask in {other}
     made = dict(Q_LEN=100, KV_LEN=90, device="cpu", BLOCK_SIZE=16)
     for different in (create_block_mask(mods.sliding_window(41), None, None, **made), mask[:, :, :5], mask.adjust(100, 89), None,
