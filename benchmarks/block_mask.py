@@ -97,7 +97,7 @@ def measure_call(way: str, mask_mod: Mod, rep: float) -> Row:
     with torch.no_grad():
         fwd_ms = common.time_ms(forward, rep)
     bwd_ms = common.time_ms(lambda: torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True), rep)
-    return {"fwd_ms": fwd_ms, "bwd_ms": bwd_ms, "rel_err": float((out - expected).norm() / expected.norm())}
+    return {"fwd_ms": fwd_ms, "bwd_ms": bwd_ms, "rel_err": float(((out - expected).norm() / expected.norm()).detach())}
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

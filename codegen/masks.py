@@ -21,7 +21,7 @@ DENSE_TILE = 64  # rows and columns of a tile of the dense mask
 ZONE_TILE = 128  # positions that one step of block_zones takes
 STATUS_CHUNK = {"cpu": 1024}  # blocks of a program of block_status; elsewhere 64
 EVALUATED_TILE = {"cpu": 128}  # rows and columns of a tile of a block that it evaluates; elsewhere 32
-LISTS_CHUNK = 1024  # blocks that one step of block_lists takes
+LISTS_CHUNK, VERDICTS_CHUNK = 1024, 128  # blocks that one step of block_lists takes: from a status, by bounds
 _KEPT_MASKS, _KEPT_BYTES = 64, 1 << 22  # block lists of masks that capture no tensors: how many, and the size of one
 
 Bound = tuple[ModGraph, list]
@@ -212,7 +212,7 @@ class BlockGrid:
         made = [torch.empty(shape, dtype=torch.int32, device=self.device) for shape in ((Z, H, lines), (Z, H, lines, width)) * 2]
         kernel = self.plan.kernel(verdict_lists_spec, self.size, self.backend, transposed)
         kernel.launch((Z * H * lines,), (*made, width, *self.numbers, *self.zones, *_values((self.plan.texts.verdict,), self.captured)),
-                      self.device, (LISTS_CHUNK,), num_warps=4, num_stages=1)
+                      self.device, (VERDICTS_CHUNK,), num_warps=4, num_stages=1)
         return made
 
 

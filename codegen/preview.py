@@ -186,9 +186,10 @@ def mask_compilations(target: str, mask_mod: Callable, block_size: tuple[int, in
     tensors |= {f"{zone.name}_{end}": zone.dtype for zone in texts.zones for end in ("min", "max")}
     tile_m, tile_n = masks.status_tile(block_size, backend)
     made = {
-        "status": (masks.status_spec(texts, block_size, backend), {"CHUNK": 64, "TILE_M": tile_m, "TILE_N": tile_n}),
-        "lists": (masks.verdict_lists_spec(texts, block_size, backend, False), {"CHUNK": masks.LISTS_CHUNK}),
-        "transposed_lists": (masks.verdict_lists_spec(texts, block_size, backend, True), {"CHUNK": masks.LISTS_CHUNK}),
+        "status": (masks.status_spec(texts, block_size, backend),
+                   {"CHUNK": masks.STATUS_CHUNK.get(backend, 64), "TILE_M": tile_m, "TILE_N": tile_n}),
+        "lists": (masks.verdict_lists_spec(texts, block_size, backend, False), {"CHUNK": masks.VERDICTS_CHUNK}),
+        "transposed_lists": (masks.verdict_lists_spec(texts, block_size, backend, True), {"CHUNK": masks.VERDICTS_CHUNK}),
     }
     if texts.zones:
         made["zones"] = masks.zones_spec(texts, block_size, backend), {"TILE": masks.ZONE_TILE}

@@ -25,6 +25,14 @@ def main() -> None:
         "per_query": (lambda t: lambda s, b, h, m, n: s * t[m], torch.randn(length, device="cuda")),
     }
     mask = create_block_mask(mods.causal, None, None, length, length, "cuda")
+    ids = torch.arange(length, device="cuda") // 50
+    weights = torch.randn(length, device="cuda")
+    masks = [mods.document(ids, mods.causal), lambda b, h, m, n: (weights[m] * weights[n] < 1) & ((ids == 1)[m] | (m >= n))]
+    for mask_mod in masks:
+        create_block_mask(mask_mod, 2, 2, length, length + 60, "cuda", (64, 48)).as_transposed_lists()
+    for mask_mod in masks:
+        q = torch.randn(1, heads, length, 64, device="cuda", requires_grad=True)
+        flex_attention(q, q, q, mask_mod=mask_mod).sum().backward()
     for dtype in (torch.bfloat16, torch.float32):
         for head_dim in (64, 80):
             q = torch.randn(1, heads, length, head_dim, device="cuda", dtype=dtype, requires_grad=True)

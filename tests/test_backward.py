@@ -108,8 +108,8 @@ def test_any_problem_on_gpu(p):
 def test_learned_tensors(name, deterministic, device):
     """Every way to index a learned tensor, with several tiles and a causal tail."""
     p = {"dtype": torch.float32, "B": 2, "Hkv": 1, "group": 2, "Q_LEN": 70, "KV_LEN": 90, "D_QK": 16, "D_V": 16, "one_kv_batch": False,
-         "layouts": ["contiguous"] * 3, "score": name, "mask": "causal", "BLOCK_SIZE": 64, "separate_full_blocks": True, "scale": None,
-         "USE_TMA": None, "seed": 3, "lse": True, "deterministic": deterministic, "learned_dtype": torch.float32,
+         "layouts": ["contiguous"] * 3, "score": name, "mask": "causal", "BLOCK_SIZE": 64, "separate_full_blocks": True,
+         "mask_made": "before", "scale": None, "USE_TMA": None, "seed": 3, "lse": True, "deterministic": deterministic, "learned_dtype": torch.float32,
          "grad_layout": "contiguous"}
     check_problem(p, device)
 
@@ -291,7 +291,7 @@ def test_real_shapes_are_as_exact_as_fused_attention(length, head_dim):
 def test_real_groups(heads, kv_heads, name):
     p = {"dtype": torch.bfloat16, "B": 1, "Hkv": kv_heads, "group": heads // kv_heads, "Q_LEN": 1025, "KV_LEN": 1025, "D_QK": 64,
          "D_V": 64, "one_kv_batch": False, "layouts": ["bshd"] * 3, "score": name, "mask": "tiles" if name == "none" else "causal",
-         "BLOCK_SIZE": 128, "separate_full_blocks": True, "scale": None, "USE_TMA": None, "seed": 5, "lse": False,
+         "BLOCK_SIZE": 128, "separate_full_blocks": True, "mask_made": "before", "scale": None, "USE_TMA": None, "seed": 5, "lse": False,
          "deterministic": False, "learned_dtype": torch.float32, "grad_layout": "contiguous"}
     check_problem(p, "cuda")
 

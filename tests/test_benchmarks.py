@@ -130,7 +130,7 @@ def test_default_options_parse():
     assert args.impls == ["flexpress", "torch_flex", "cudnn", "flash"]
     assert set(latency.CASES) <= set(workloads.BY_NAME)
     assert latency.parse([]).measures == list(latency.MEASURES)
-    assert block_mask.parse(["--lengths", "32768"]).lengths == ["32768"]
+    assert block_mask.parse(["--lengths", "131072"]).lengths == ["131072"]
 
 
 REFERENCE_CASES = ("full_d128", "causal_gqa", "softcap_window_d256", "mla_causal", "relative_bias_d128")

@@ -370,7 +370,7 @@ def printed(mod) -> tuple[str, ...]:
 
 
 def test_causal_is_short():
-    assert printed(mods.causal) == ("mask_0 = (q_max >= kv_min).to(tl.int32) + (q_min >= kv_max).to(tl.int32)",)
+    assert printed(mods.causal) == ("verdict_0 = (q_max >= kv_min).to(tl.int32) + (q_min >= kv_max).to(tl.int32)",)
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -14,6 +14,7 @@ from test_intervals import LEAVES, environments
 from test_ops import compositions
 
 from flexpress import BlockMask, cache_info, create_block_mask, flex_attention, mods
+from flexpress.block_mask import resolve_device
 from flexpress.codegen import masks
 from flexpress.codegen.masks import automatic_lists
 from flexpress.codegen.signature import bind
@@ -44,7 +45,7 @@ def check_bounds(mask_mod, B, H, Q_LEN, KV_LEN, size, device):
     rows, columns = truth.shape[-2:]
     found = []
     for transposed in (False, True):
-        lists = automatic_lists(bound, (B, H, Q_LEN, KV_LEN), torch.device(device), size, transposed=transposed)
+        lists = automatic_lists(bound, (B, H, Q_LEN, KV_LEN), resolve_device(device), size, transposed=transposed)
         found.append(dense_status(lists, rows, columns, transposed))
     assert torch.equal(*found)
     assert ((found[0] == 1) | (found[0] == truth)).all()
