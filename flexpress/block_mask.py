@@ -188,7 +188,8 @@ class BlockMask:
             raise ValueError(f"kv_indices lists {lists.kv_indices.shape[2]} rows of blocks, but {self.seq_lengths[0]} queries in "
                              f"blocks of {lists.q_block} need {rows}: give from_kv_blocks the right seq_lengths")
         extents = (*lists.kv_indices.shape[:2], rows)
-        chosen = tuple(selected(i, n, name) for i, n, name in zip(three_indices(index), extents, ("batch", "head", "query block"), strict=True))
+        names = ("batch", "head", "query block")
+        chosen = tuple(selected(i, n, name) for i, n, name in zip(three_indices(index), extents, names, strict=True))
         Q_LEN, q_block = self.seq_lengths[0], lists.q_block
         lengths = [min(q_block, Q_LEN - r * q_block) for r in chosen[2]]
         if any(n < q_block for n in lengths[:-1]):

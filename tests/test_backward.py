@@ -109,7 +109,8 @@ def test_learned_tensors(name, deterministic, device):
     """Every way to index a learned tensor, with several tiles and a causal tail."""
     p = {"dtype": torch.float32, "B": 2, "Hkv": 1, "group": 2, "Q_LEN": 70, "KV_LEN": 90, "D_QK": 16, "D_V": 16, "one_kv_batch": False,
          "layouts": ["contiguous"] * 3, "score": name, "mask": "causal", "BLOCK_SIZE": 64, "separate_full_blocks": True,
-         "mask_made": "before", "scale": None, "USE_TMA": None, "seed": 3, "lse": True, "deterministic": deterministic, "learned_dtype": torch.float32,
+         "mask_made": "before", "scale": None, "USE_TMA": None,
+         "seed": 3, "lse": True, "deterministic": deterministic, "learned_dtype": torch.float32,
          "grad_layout": "contiguous"}
     check_problem(p, device)
 
