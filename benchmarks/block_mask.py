@@ -1,6 +1,7 @@
 """Time create_block_mask and measure its peak memory, for long sequences; and attention that makes its mask itself against a prepared one.
 
 python benchmarks/block_mask.py --out block_mask.json
+python benchmarks/block_mask.py --out mask_calls.json --lengths 16384 --impls flexpress --calls
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ MASKS = (
     Workload("prefix", "prefix 1024", mask=prefix, size=1024),
     Workload("documents", "64 documents, causal", mask=documents, size=64),
 )
+CALLS = (*MASKS, Workload("documents_12", "12 documents, causal", mask=documents, size=12))
 WALL_CALLS = 20
 
 
@@ -117,6 +119,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--rep", type=float, default=50.0, help="ms of runs per measurement (default: %(default)g)"
     )
+    parser.add_argument("--calls", action="store_true", help="time attention with mask_mod= too")
     return parser.parse_args(argv)
 
 
@@ -143,9 +146,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                     row["error"] = common.first_line(error)
                 common.write_results(args.out, head, rows)
     calls: list[Row] = []
-    for case in MASKS:
+    for case in CALLS:
         for way in ("block_mask", "mask_mod", "block_mask", "mask_mod"):  # twice, for the scatter
-            if case.name in args.cases and str(CALL_LENGTH) in args.lengths:
+            if case.name.partition("_")[0] in args.cases and args.calls:
                 mask_mod = dataclasses.replace(case, length=CALL_LENGTH).make_mods("cuda")[1]
                 calls.append({"case": case.name, "impl": way, "length": CALL_LENGTH} | measure_call(way, mask_mod, args.rep))
     common.write_results(args.out, head, rows + calls)

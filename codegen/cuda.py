@@ -51,6 +51,9 @@ def _check(code: int, what: str) -> None:
         raise CudaError(f"{what}: {(text.value or b'unknown error').decode()} (CUDA error {code})")
 
 
+_threads = threading.local()
+
+
 def _enter_context(device: int) -> None:
     """Make torch's context of `device` current in this thread."""
     context = ctypes.c_void_p()
@@ -101,6 +104,9 @@ class Function:
         if self.maps:
             count = len(self.maps)
             args[:count] = [value for pair in zip(args[:count], self.maps, strict=True) for value in _expanded(*pair)]
+        if not hasattr(_threads, "entered"):  # a thread that may not have used CUDA yet, such as autograd's
+            _enter_context(self.device)
+            _threads.entered = True
         with self.lock:
             try:
                 self.pack(self.buffer, 0, *args, 0, 0)
@@ -108,7 +114,7 @@ class Function:
                 args = [ctypes.c_float(a).value if type(a) is float else a for a in args]
                 self.pack(self.buffer, 0, *args, 0, 0)
             code = _driver().cuLaunchKernel(self.handle, x, y, z, self.threads, 1, 1, self.shared, stream, self.pointers, None)
-            if code == _INVALID_CONTEXT:  # a thread that has not used CUDA yet
+            if code == _INVALID_CONTEXT:  # somebody has left it since
                 _enter_context(self.device)
                 code = _driver().cuLaunchKernel(self.handle, x, y, z, self.threads, 1, 1, self.shared, stream, self.pointers, None)
         _check(code, f"launching {self.name}")
