@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
 import threading
 import types
 from pathlib import Path
@@ -127,7 +128,7 @@ def obtain(stem: str, layout: tuple, constants: tuple, options: dict, device_ind
     """
     target = current_target()
     key = repr((stem, [type_of(e) for e in layout], [e[1] for e in layout if not isinstance(e, str) and len(e) == 2], constants,
-                sorted(options.items()), target, sorted(get_cache_invalidating_env_vars().items())))
+                sorted(options.items()), target, newer_assembler(), sorted(get_cache_invalidating_env_vars().items())))
     base = cache.cache_dir() / f"{stem}.{hashlib.sha256(key.encode()).hexdigest()[:12]}"
     found = _read(base)
     if found is not None:
@@ -137,12 +138,35 @@ def obtain(stem: str, layout: tuple, constants: tuple, options: dict, device_ind
     return Binary(*_write(base, metadata, code, extension, source.signature), constants, device_index), True
 
 
-def compile_source(source: ASTSource, target: GPUTarget, options: dict) -> tuple[dict, bytes, str]:
-    """Run the compiler: the metadata that a launch needs, the GPU's code, and what such code is called ("cubin", "hsaco")."""
+@functools.cache
+def newer_assembler() -> str | None:
+    """The path of the assembler that Triton ships for its newest GPUs, if the driver here takes what it makes (or there is no driver).
+
+    For other NVIDIA GPUs Triton 3.6 and 3.7 use ptxas 12.8, which loses a shared-memory descriptor when it runs out of uniform
+    registers: seen with head dims 192 and 8 on the H100, as an illegal address or a wrong product. 12.9 and 13.1 do not. The
+    environment variable TRITON_PTXAS_PATH has its way.
+    """
+    if os.environ.get("TRITON_PTXAS_PATH"):
+        return None
+    try:
+        tool, runs = triton.knobs.nvidia.ptxas_blackwell, cuda.driver_version()
+    except RuntimeError:  # a Triton without it
+        return None
+    return tool.path if runs is None or runs >= int(tool.version.split(".")[0]) else None
+
+
+def compile_source(source: ASTSource, target: GPUTarget, options: dict, texts: dict | None = None) -> tuple[dict, bytes, str]:
+    """Run the compiler: the metadata that a launch needs, the GPU's code, and what such code is called ("cubin", "hsaco").
+
+    texts   takes what each stage makes, by name ("ttgir", "ptx", ...)
+    """
     backend = make_backend(target)
     parsed = backend.parse_options({**options, **source.parse_options()})
     stages: dict = {}
     backend.add_stages(stages, parsed, source.language)
+    if "cubin" in stages and newer_assembler():
+        newest = make_backend(GPUTarget("cuda", 100, 32))  # it decides which assembler runs, and nothing else
+        stages["cubin"] = lambda ptx, metadata: newest.make_cubin(ptx, metadata, parsed, target.arch)
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
@@ -151,6 +175,8 @@ def compile_source(source: ASTSource, target: GPUTarget, options: dict) -> tuple
     names = list(stages)
     for name in names[names.index(source.ext):]:
         module = stages[name](module, metadata)
+        if texts is not None:
+            texts[name] = module if isinstance(module, bytes) else str(module)
     return metadata, module, backend.binary_ext
 
 

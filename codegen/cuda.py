@@ -44,6 +44,16 @@ def _driver() -> ctypes.CDLL:
     return driver
 
 
+def driver_version() -> int | None:
+    """The major version of CUDA that the driver runs; None if there is no driver."""
+    version = ctypes.c_int()
+    try:
+        _check(_driver().cuDriverGetVersion(ctypes.byref(version)), "asking for the driver's version")
+    except (OSError, CudaError):
+        return None
+    return version.value // 1000
+
+
 def _check(code: int, what: str) -> None:
     if code:
         text = ctypes.c_char_p()

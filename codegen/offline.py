@@ -5,7 +5,6 @@ Triton needs no GPU to compile. Tests use this on every template; it is also how
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import subprocess
@@ -17,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from . import cache
+from .binary import compile_source, newer_assembler
 from .render import render
 from .spec import KernelSpec
 
@@ -68,9 +68,10 @@ def compile_for(spec: KernelSpec, target: str, *, tensors: dict[str, str], float
             signature[name] = "fp32" if name in floats else "i32"
     source = ASTSource(function, signature, constexprs, attributes)
     options = {"num_warps": num_warps, "num_stages": num_stages}
-    made = triton.compile(source, target=TARGETS[target], options=options)
-    registers, spilled = _resources(made.asm["ptx"], target) if "ptx" in made.asm else (None, None)
-    return Compiled(signature, dict(made.asm), made.metadata.shared, registers, spilled)
+    texts: dict = {}
+    metadata, _, _ = compile_source(source, TARGETS[target], options, texts)
+    registers, spilled = _resources(texts["ptx"], target) if "ptx" in texts else (None, None)
+    return Compiled(signature, texts, metadata["shared"], registers, spilled)
 
 
 def _resources(ptx: str, target: str) -> tuple[int, int]:
@@ -80,14 +81,8 @@ def _resources(ptx: str, target: str) -> tuple[int, int]:
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
-        report = subprocess.run([_ptxas(target), "-v", f"--gpu-name={arch}", file.name, "-o", os.devnull], capture_output=True, text=True,
+        ptxas = newer_assembler() or triton.knobs.nvidia.ptxas.path
+        report = subprocess.run([ptxas, "-v", f"--gpu-name={arch}", file.name, "-o", os.devnull], capture_output=True, text=True,
                                 check=True).stderr
     registers = int(re.search(r"Used (\d+) registers", report)[1])
     return registers, int(re.search(r"(\d+) bytes spill stores", report)[1])
-
-
-@functools.cache
-def _ptxas(target: str) -> str:
-    folder = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
-    blackwell = os.path.join(folder, "ptxas-blackwell")
-    return blackwell if target == "sm_100" and os.path.exists(blackwell) else os.path.join(folder, "ptxas")
