@@ -55,7 +55,7 @@ def check_bounds(mask_mod, B, H, Q_LEN, KV_LEN, size, device):
 @pytest.mark.filterwarnings("ignore:where received a uint8 condition")
 @settings(max_examples=60)
 @given(st.integers(1, 3).flatmap(lambda depth: compositions("b", depth, LEAVES)), environments(), st.sampled_from(SIZES),
-       st.sampled_from([(1, 127), (129, 1), (127, 129), (129, 129)]), st.sampled_from([(1, 1), (2, 1), (1, 2)]))
+       st.sampled_from([(1, 127), (129, 1), (127, 129), (129, 129), (1000, 127), (127, 1000)]), st.sampled_from([(1, 1), (2, 1), (1, 2)]))
 def test_lists_of_random_masks(expression, captured, size, lengths, extents):
     """Against brute force: exact where create_block_mask evaluates what is undecided, never wrong by bounds alone."""
     mask_mod = make_mod(expression, "mask", captured)
