@@ -90,13 +90,13 @@ class Binary:
         else:
             metadata = json.loads(files["json"].read_bytes())
             kinds = [t for t in signature.values() if t != "constexpr"]
-            self.launch_cuda = cuda.Function(files["cubin"].read_bytes(), metadata, kinds, device_index).launch
+            self.function = cuda.Function(files["cubin"].read_bytes(), metadata, kinds, device_index)
 
     def launch(self, grid: tuple[int, ...], args: list, device_index: int) -> None:
         """Launch on the current stream of the current device."""
         x, y, z = (*grid, 1, 1)[:3]
         if self.native is None:
-            self.launch_cuda(x, y, z, torch._C._cuda_getCurrentRawStream(device_index), args)
+            self.function.launch(x, y, z, torch._C._cuda_getCurrentRawStream(device_index), args)
             return
         native = self.native
         self.run(x, y, z, driver.active.get_current_stream(device_index), native.function, native.packed_metadata, None, None, None,

@@ -107,13 +107,19 @@ class Function:
         ends = [struct.calcsize("".join(fields[:i + 1])) for i in range(len(fields))]
         starts = [end - struct.calcsize(field) for end, field in zip(ends, fields, strict=True)]
         self.pointers = (ctypes.c_void_p * len(fields))(*(ctypes.addressof(self.buffer) + start for start in starts))
-        self.lock = threading.Lock()
+        self.lock, self.start = threading.Lock(), driver.cuLaunchKernel
 
     def launch(self, x: int, y: int, z: int, stream: int, args: list) -> None:
         """Launch over a grid; `args` in the order of `types`: descriptors (tma.Descriptor), addresses and numbers."""
-        if self.maps:
-            count = len(self.maps)
-            args[:count] = [value for pair in zip(args[:count], self.maps, strict=True) for value in _expanded(*pair)]
+        count = len(self.maps)
+        self.launch_plain(x, y, z, stream, [*self.expanded(args[:count]), *args[count:]] if count else args)
+
+    def expanded(self, descriptors: list) -> list:
+        """Descriptors as the kernel takes them: a map, sizes and strides each."""
+        return [value for pair in zip(descriptors, self.maps, strict=True) for value in _expanded(*pair)]
+
+    def launch_plain(self, x: int, y: int, z: int, stream: int, args: list) -> None:
+        """The same with expanded descriptors."""
         if not hasattr(_threads, "entered"):  # a thread that may not have used CUDA yet, such as autograd's
             _enter_context(self.device)
             _threads.entered = True
@@ -123,11 +129,12 @@ class Function:
             except OverflowError:  # a float beyond float32 is infinite there
                 args = [ctypes.c_float(a).value if type(a) is float else a for a in args]
                 self.pack(self.buffer, 0, *args, 0, 0)
-            code = _driver().cuLaunchKernel(self.handle, x, y, z, self.threads, 1, 1, self.shared, stream, self.pointers, None)
+            code = self.start(self.handle, x, y, z, self.threads, 1, 1, self.shared, stream, self.pointers, None)
             if code == _INVALID_CONTEXT:  # somebody has left it since
                 _enter_context(self.device)
-                code = _driver().cuLaunchKernel(self.handle, x, y, z, self.threads, 1, 1, self.shared, stream, self.pointers, None)
-        _check(code, f"launching {self.name}")
+                code = self.start(self.handle, x, y, z, self.threads, 1, 1, self.shared, stream, self.pointers, None)
+        if code:
+            _check(code, f"launching {self.name}")
 
 
 def argument_format(types: list[str]) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +12,7 @@ from .cache import INFO
 from .cuda import DoesNotFit
 from .expr import INDEX_BOUND, ModGraph
 from .forward_plan import Blocks, ForwardCase, Options, Plan, geometry_of, plan_forward, wants_tma
-from .kernel import backend_of, capability_of, kernel_for
+from .kernel import backend_of, capability_of, kernel_for, on
 from .spec import layouts_of
 from .tiles import architecture, next_smaller
 from .tma import descriptor
@@ -34,13 +36,27 @@ class BlockLists:
     kv_block: int
     interior: bool
 
-    @property
+    @functools.cached_property
     def tables(self) -> tuple[torch.Tensor, ...]:
         """The lists in the order of the kernels' parameters."""
         full = () if self.full_kv_indices is None else (self.full_kv_num_blocks, self.full_kv_indices)
         return self.kv_num_blocks, self.kv_indices, *full
 
-    @property
+    @functools.cached_property
+    def fitting(self) -> set:
+        """Calls that were found to fit these lists."""
+        return set()
+
+    @functools.cached_property
+    def structure(self) -> tuple:
+        """What a launch depends on beside addresses."""
+        return (self.full_kv_indices is not None, self.q_block, self.kv_block, self.interior, *self.numbers)
+
+    @functools.cached_property
+    def addresses(self) -> tuple[int, ...]:
+        return tuple(t.data_ptr() for t in self.tables)
+
+    @functools.cached_property
     def numbers(self) -> list[int]:
         """mask_stride_z, mask_stride_h (in rows; 0 for a mask that all share), and the widths of the index lists."""
         Zm, Hm, rows, _ = self.kv_indices.shape
@@ -48,11 +64,59 @@ class BlockLists:
 
 
 _plans: dict[tuple, Plan] = {}
+_ready: dict[tuple, _Ready] = {}
+_READY = 1024
 
 
 def clear() -> None:
     """Forget every plan."""
     _plans.clear()
+    _ready.clear()
+
+
+class _Ready:
+    """A forward kernel of which everything is decided but addresses and what the mods capture: found by the shapes of a call, it only packs
+    arguments and launches. It serves calls whose tensors are 16-byte aligned and whose numbers fit into 32 bits."""
+
+    def __init__(self, plan: Plan, function, grid: int, numbers: list, out: torch.Tensor) -> None:
+        self.plan, self.function, self.grid, self.numbers = plan, function, grid, numbers
+        self.rows = plan.tile.BLOCK_N  # that a descriptor of K or V loads
+        self.out_shape, self.out_strides = out.shape, out.stride()
+        self.maps: dict[tuple[int, int], list] = {}  # tensor maps of K and V by their addresses
+
+    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, score: list | None, mask: list | None, lists: BlockLists | None,
+            output_max: bool):
+        """What `forward` returns; None if this call needs another variant of the kernel."""
+        out = torch.empty_strided(self.out_shape, self.out_strides, dtype=q.dtype, device=q.device)
+        lse = torch.empty(self.out_shape[:3], dtype=torch.float32, device=q.device)
+        max_scores = torch.empty_like(lse) if output_max else None
+        tables = lists.addresses if lists else ()
+        keys, values, *others = pointers = [k.data_ptr(), v.data_ptr(), q.data_ptr(), out.data_ptr(), lse.data_ptr()]
+        if output_max:
+            others.append(max_scores.data_ptr())
+            pointers.append(others[-1])
+        mods = [*(self.plan.score.values(score) if score else ()), *(self.plan.mask.values(mask) if mask else ())]
+        pointers += tables
+        for i, value in enumerate(mods):
+            if isinstance(value, torch.Tensor):
+                mods[i] = value.data_ptr()
+                pointers.append(mods[i])
+            elif type(value) is int and not -(1 << 31) <= value < 1 << 31:
+                return None
+        if functools.reduce(operator.or_, pointers) % 16:
+            return None
+        if self.plan.use_tma:
+            loads = self.maps.get((keys, values))
+            if loads is None:
+                if len(self.maps) >= 64:
+                    self.maps.clear()
+                loads = self.maps[keys, values] = self.function.expanded([descriptor(k, self.rows), descriptor(v, self.rows)])
+        else:
+            loads = (keys, values)
+        with on(q.device):
+            self.function.launch_plain(self.grid, 1, 1, torch._C._cuda_getCurrentRawStream(q.device.index),
+                                       [*loads, *others, *self.numbers, *tables, *mods])
+        return out, lse, max_scores
 
 
 def output_like(q: torch.Tensor, d_v: int) -> torch.Tensor:
@@ -71,6 +135,17 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sco
     """
     Z, Hq, Q_LEN, D_QK = q.shape
     KV_LEN, D_V = v.shape[2:]
+    extents = (Z, Hq, Q_LEN, KV_LEN)
+    score_key = (score[0], layouts_of(*score, extents)) if score else None
+    mask_key = (mask[0], layouts_of(*mask, extents)) if mask else None
+    shapes, strides = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride())
+    call = (shapes, strides, q.dtype, q.device, scale, score_key, mask_key, lists and lists.structure, options, output_max)
+    ready = _ready.get(call)
+    if ready is not None:
+        found = ready.run(q, k, v, score and score[1], mask and mask[1], lists, output_max)
+        if found is not None:
+            INFO.hits += 1
+            return found
     out = output_like(q, D_V)
     lse = torch.empty((Z, Hq, Q_LEN), dtype=torch.float32, device=q.device)
     max_scores = torch.empty_like(lse) if output_max else None
@@ -79,15 +154,12 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sco
         lse.fill_(float("-inf"))
         return out, lse, max_scores.fill_(float("-inf")) if output_max else None
 
-    geometry = geometry_of(q.element_size(), (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride()), out.stride())
-    extents = (Z, Hq, Q_LEN, KV_LEN)
+    geometry = geometry_of(q.element_size(), shapes, strides, out.stride())
     arch = architecture_of(q.device)
     use_tma = geometry.tma and wants_tma(options, q.dtype, arch) and k.data_ptr() % 16 == 0 and v.data_ptr() % 16 == 0
     blocks = Blocks(lists.full_kv_indices is not None, lists.q_block, lists.kv_block, lists.interior) if lists else None
     case = ForwardCase(q.dtype, D_QK, D_V, geometry.units, geometry.aligned, use_tma, blocks, options, scale > 0, output_max,
                        max(Q_LEN, KV_LEN) <= INDEX_BOUND)
-    score_key = (score[0], layouts_of(*score, extents)) if score else None
-    mask_key = (mask[0], layouts_of(*mask, extents)) if mask else None
     key = (case, arch, score_key, mask_key)
     plan = _plans.get(key)
     if plan is None:
@@ -101,22 +173,31 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sco
         tables = lists.tables
     mods = [*(plan.score.values(score[1]) if score else ()), *(plan.mask.values(mask[1]) if mask else ())]
     stats = (lse, max_scores) if output_max else (lse,)
-    _launch(plan, q, k, v, (out, *stats, *numbers, *tables, *mods))
+    variant, grid = _launch(plan, q, k, v, (out, *stats, *numbers, *tables, *mods))
+    pointers = [t.data_ptr() for t in (q, k, v, *tables, *mods) if isinstance(t, torch.Tensor)]
+    if getattr(variant, "function", None) and not functools.reduce(operator.or_, pointers) % 16 and _short(*numbers, *mods):
+        if len(_ready) >= _READY:
+            _ready.clear()
+        _ready[call] = _Ready(plan, variant.function, grid, numbers, out)
     return out, lse, max_scores
 
 
-def _launch(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rest: tuple) -> None:
-    """Launch with the plan's tile, or with the next smaller one that the device can hold."""
+def _short(*values) -> bool:
+    return all(-(1 << 31) <= n < 1 << 31 for n in values if type(n) is int)
+
+
+def _launch(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rest: tuple) -> tuple:
+    """Launch with the plan's tile, or with the next smaller one that the device can hold. Returns the variant and its programs."""
     Z, Hq, Q_LEN, _ = q.shape
     kernel = kernel_for(plan.spec)
     while True:
         tile = plan.tile
         keys, values = (descriptor(k, tile.BLOCK_N), descriptor(v, tile.BLOCK_N)) if plan.use_tma else (k, v)
-        grid = (-(-Q_LEN // tile.BLOCK_M) * Z * Hq,)
+        grid = -(-Q_LEN // tile.BLOCK_M) * Z * Hq
         try:
-            kernel.launch(grid, (keys, values, q, *rest), q.device, (tile.BLOCK_M, tile.BLOCK_N), num_warps=tile.num_warps,
-                               num_stages=tile.num_stages)
-            return
+            variant = kernel.launch((grid,), (keys, values, q, *rest), q.device, (tile.BLOCK_M, tile.BLOCK_N), num_warps=tile.num_warps,
+                                    num_stages=tile.num_stages)
+            return variant, grid
         except DoesNotFit:
             if next_smaller(tile) is None:
                 raise

@@ -29,15 +29,18 @@ class Kernel:
         """The printed file."""
         return self.printed.path
 
-    def launch(self, grid: tuple[int, ...], args: tuple, device: torch.device, constants: tuple, **options: int) -> None:
-        """Run over `grid`. `constants` are the values of the last, tl.constexpr, parameters; `options` are num_warps and num_stages."""
+    def launch(self, grid: tuple[int, ...], args: tuple, device: torch.device, constants: tuple, **options: int) -> binary.Binary | None:
+        """Run over `grid`. `constants` are the values of the last, tl.constexpr, parameters; `options` are num_warps and num_stages.
+
+        Returns the compiled variant that ran; None if none did.
+        """
         if 0 in grid:
-            return
+            return None
         if self.spec.backend == "cpu":
             self._interpret(grid, (*args, *constants))
-            return
+            return None
         layout, plain = binary.describe(args)
-        with _on(device):
+        with on(device):
             key = (layout, constants, device.index, *options.values())
             variant = self._variants.get(key)
             if variant is None:
@@ -45,6 +48,7 @@ class Kernel:
                 INFO.compiles += compiled
                 self._variants[key] = variant
             variant.launch(grid, plain, device.index)
+        return variant
 
     def _interpret(self, grid, args) -> None:
         if self._interpreted is None:
@@ -65,7 +69,7 @@ class _Nothing:
         return None
 
 
-def _on(device: torch.device):
+def on(device: torch.device):
     """The device's context, where it is not the current one already."""
     if device.index is None or device.index == torch.cuda.current_device():
         return _Nothing()

@@ -85,8 +85,7 @@ def flex_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
         if mask_mod is not None and not same_mod(block_mask.mask_mod, mask_mod, "mask"):
             raise ValueError(f"block_mask was made of {_name(block_mask.mask_mod)}, not of the mask_mod {_name(mask_mod)}; pass one of "
                              "them, or and_masks(...) of both as mask_mod")
-        lists, transposed, mask_mod = _read_mask(block_mask, query, key)
-        checks.check_tile_fits_mask(options, lists.q_block, lists.kv_block)
+        lists, transposed, mask_mod = _read_mask(block_mask, query, key, options)
     if mask_mod is not None:
         mask = bind(mask_mod, "mask")
         check_captured_device(mask, query.device, "mask_mod")
@@ -148,16 +147,18 @@ def _autocast(*tensors: torch.Tensor):
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:
     """A captured tensor that wants a gradient has an element of its own in memory for every index, but for dimensions of stride 0."""
+    if not tensor.requires_grad:
+        return tensor
     dims = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if s and n > 1)
     reach = 1
-    for stride, size in dims if tensor.requires_grad else ():
+    for stride, size in dims:
         if stride < reach:
             return tensor.contiguous()
         reach = stride * size
     return tensor
 
 
-def _read_mask(block_mask, query, key):
+def _read_mask(block_mask, query, key, options: Options):
     """The lists of a BlockMask, ours or torch's, what makes the transposed ones of the bound mask_mod, and the mask_mod; all checked."""
     if isinstance(block_mask, BlockMask):
         lists, transposed = block_mask.as_lists(), lambda _: block_mask.as_transposed_lists()
@@ -172,7 +173,11 @@ def _read_mask(block_mask, query, key):
                         "Q_LEN, KV_LEN)")
     else:
         raise TypeError(f"block_mask must be a BlockMask (from create_block_mask), got {type(block_mask).__name__}")
-    checks.check_mask_fits(lists, block_mask.seq_lengths, query, key, block_mask.shape)
+    call = (query.shape[:3], key.shape[2], query.device, options)
+    if call not in lists.fitting:
+        checks.check_mask_fits(lists, block_mask.seq_lengths, query, key, block_mask.shape)
+        checks.check_tile_fits_mask(options, lists.q_block, lists.kv_block)
+        lists.fitting.add(call)
     return lists, transposed, block_mask.mask_mod
 
 

@@ -1,0 +1,120 @@
+"""A repeated call takes a shorter way to the kernel (forward._Ready): it must arrive with the same arguments.
+
+No GPU is needed: tensors in host memory stand for tensors on one, and what would be launched is compared instead of run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+from flexpress import AuxRequest, cache_info, create_block_mask, flex_attention, mods
+from flexpress.codegen import binary, forward, kernel, tma
+
+
+class Recorder:
+    """In place of a compiled variant: keeps the arguments of its launches, descriptors expanded."""
+
+    def __init__(self, launches: list) -> None:
+        self.launches, self.function = launches, self
+
+    def expanded(self, descriptors: list) -> list:
+        return [value for d in descriptors for value in (d.base.address, tuple(d.shape), tuple(d.strides), tuple(d.block_shape))]
+
+    def launch(self, grid, args, _) -> None:
+        count = sum(isinstance(a, tma.Descriptor) for a in args)
+        self.launches.append(("long", grid[0], [*self.expanded(args[:count]), *args[count:]]))
+
+    def launch_plain(self, x, y, z, _, args) -> None:
+        assert (y, z) == (1, 1)
+        self.launches.append(("short", x, list(args)))
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """What is launched while tensors of the host pass for a Hopper GPU's."""
+    found: list = []
+    for module in (kernel, forward):
+        monkeypatch.setattr(module, "backend_of", lambda _: "cuda")
+        monkeypatch.setattr(module, "capability_of", lambda _: (9, 0))
+        monkeypatch.setattr(module, "on", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(forward, "descriptor", lambda t, rows: tma._known(t.data_ptr(), t.dtype, t.shape, t.stride(), rows))
+    monkeypatch.setattr(binary, "obtain", lambda *_: (Recorder(found), False))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
+    forward.clear()
+    kernel.clear()
+    yield found
+    forward.clear()
+    kernel.clear()
+
+
+def tensors(dtype=torch.bfloat16, B=2, Hq=4, Hkv=2, length=200, D=64):
+    return [torch.zeros(B, h, length, D, dtype=dtype) for h in (Hq, Hkv, Hkv)]
+
+
+def same_but_for(first: list, second: list, made: list) -> bool:
+    """Equal arguments, but for the addresses of what each call allocates."""
+    return len(first) == len(second) and all(a == b for i, (a, b) in enumerate(zip(first, second, strict=True)) if i not in made)
+
+
+SLOPES = torch.rand(4)
+CAP = 20.0
+CASES = {
+    "plain": {},
+    "float32": {"dtype": torch.float32},
+    "no TMA": {"kernel_options": {"USE_TMA": False}},
+    "alibi": {"score_mod": mods.alibi(SLOPES)},
+    "numbers": {"score_mod": lambda s, b, h, m, n: torch.tanh(s / CAP) * CAP + (m - n) * len(CASES)},
+    "causal": {"mask": mods.causal},
+    "alibi, window": {"score_mod": mods.alibi(SLOPES), "mask": mods.sliding_window(30)},
+    "max scores": {"mask": mods.causal, "return_aux": AuxRequest(lse=True, max_scores=True)},
+    "negative scale": {"scale": -0.5},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_short_way_has_the_same_arguments(name, launches):
+    case = dict(CASES[name])
+    q, k, v = tensors(case.pop("dtype", torch.bfloat16))
+    mask = case.pop("mask", None)
+    if mask is not None:  # made by the interpreter
+        case["block_mask"] = create_block_mask(mask, None, None, 200, 200, "cpu")
+    outs = [flex_attention(q, k, v, enable_gqa=True, **case) for _ in range(3)]
+    assert [way for way, *_ in launches] == ["long", "short", "short"]
+    (_, grid, first), (_, other_grid, second), _ = launches
+    loads = 8 if forward.wants_tma(forward.Options(), q.dtype, "sm_90") and name != "no TMA" else 2
+    made = [loads + 1, loads + 2, *([loads + 3] if name == "max scores" else [])]  # after Q: O, LSE, MAX
+    assert grid == other_grid and same_but_for(first, second, made)
+    first_out, second_out = (o[0] if isinstance(o, tuple) else o for o in outs[:2])
+    assert first_out.stride() == second_out.stride() and first_out.dtype == second_out.dtype
+    assert second[loads + 1] == second_out.data_ptr()
+
+
+def test_what_the_short_way_cannot_serve(launches):
+    """Addresses and numbers that need another variant of the kernel go the long way, and do not spoil the next call."""
+    window = 30
+
+    def mod(score, b, h, q_idx, kv_idx):
+        return torch.where(q_idx - kv_idx < window, score, -1.0)
+
+    q, k, v = tensors()
+    shifted = torch.zeros(q.numel() + 8, dtype=q.dtype)[1:1 + q.numel()].view(q.shape)
+    assert shifted.data_ptr() % 16 and shifted.stride() == q.stride()
+    for query, size in ((q, 30), (q, 31), (shifted, 31), (q, 1 << 40), (q, 32)):
+        window = size
+        flex_attention(query, k, v, mod, enable_gqa=True)
+    assert [way for way, *_ in launches] == ["long", "short", "long", "long", "short"]
+    assert launches[-1][2][-1] == 32
+
+
+def test_other_addresses_get_their_own_maps(launches):
+    before = cache_info().hits
+    for _ in range(2):
+        for _ in range(3):
+            q, k, v = tensors()
+            flex_attention(q, k, v, enable_gqa=True)
+            assert launches[-1][2][0] == k.data_ptr() and launches[-1][2][4] == v.data_ptr() and launches[-1][2][8] == q.data_ptr()
+    assert [way for way, *_ in launches] == ["long"] + ["short"] * 5
+    assert cache_info().hits == before + 5
