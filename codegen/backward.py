@@ -91,12 +91,12 @@ def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _numbers(spec, known: dict) -> list:
-    return [known[name] for name in dict(spec.flags)["parameters"]]
+    return [known[name] for name in spec.flag["parameters"]]
 
 
 def _launch(step: Step, name: str, streamed: tuple, rest: tuple, known: dict, lists: BlockLists | None, score, mask, sums) -> None:
     """Launch backward_dq or backward_dkv with the step's tile, or with the next smaller one that the device can hold."""
-    flags = dict(step.spec.flags)
+    flags = step.spec.flag
     tables = ()
     if lists is not None:
         width = "columns" if name == "dq" else "rows"

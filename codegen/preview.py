@@ -96,7 +96,7 @@ def compilation(
 ) -> Compilation:
     """`preview` for one of TARGETS, with its default tile."""
     plan, arguments = _imagine(score_mod, mask_mod, dtype, head_dim, head_dim_v, target, use_tma, **details)
-    tile, flags = plan.tile, dict(plan.spec.flags)
+    tile, flags = plan.tile, plan.spec.flag
     widths = {"desc_k": flags["D_QK_ROUNDED"], "desc_v": flags["D_V_ROUNDED"]}
     tensors = {
         **dict.fromkeys("QKVO", dtype),
@@ -157,7 +157,7 @@ def backward_compilations(
     pointers |= dict.fromkeys(("LSE", "LSE2", "DELTA", "DLSE"), "float32") | dict.fromkeys(_TABLES + _Q_TABLES, "int32")
     made = {"delta": _compilation(target, plan.delta, pointers, {"BLOCK_M": delta_rows(d_v)}, {}, 4)}
     for name, step in (("dkv", plan.dkv), ("dq", plan.dq)):
-        tile, flags, arguments = step.tile, dict(step.spec.flags), {}
+        tile, flags, arguments = step.tile, step.spec.flag, {}
         for text, found in zip((step.score, step.mask), bound, strict=True):
             if text:
                 arguments.update(zip(text.args, text.values(found[1]), strict=True))
@@ -194,7 +194,7 @@ def mask_compilations(target: str, mask_mod: Callable, block_size: tuple[int, in
     if texts.zones:
         made["zones"] = masks.zones_spec(texts, block_size, backend), {"TILE": masks.ZONE_TILE}
     return {
-        name: _compilation(target, spec, tensors, constants, {k: v for k, v in arguments.items() if k in dict(spec.flags)["args"]})
+        name: _compilation(target, spec, tensors, constants, {k: v for k, v in arguments.items() if k in spec.flag["args"]})
         for name, (spec, constants) in made.items()
     }
 

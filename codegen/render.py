@@ -49,7 +49,7 @@ def render(spec: KernelSpec) -> str:
     helpers = tuple(dict.fromkeys(h for m in spec.mods if m for h in m.helpers))
     texts = [getattr(library, h)().strip() for h in helpers]
     context = {
-        **dict(spec.flags), "score_mod": None, "mask_mod": None, "verdict_mod": None, "mod": next(filter(None, spec.mods), None),
+        **spec.flag, "score_mod": None, "mask_mod": None, "verdict_mod": None, "mod": next(filter(None, spec.mods), None),
         **{f"{m.kind}_mod": m for m in spec.mods if m},
         "helpers": texts, "title": spec.name.replace("_", " "),
         "libdevice": any(m.libdevice for m in spec.mods if m) or any("libdevice." in t for t in texts),

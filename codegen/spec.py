@@ -103,10 +103,22 @@ class KernelSpec:
     flags: tuple[tuple[str, object], ...]
     backend: str  # "cuda", "hip" or "cpu"
 
+    @functools.cached_property
+    def flag(self) -> dict:
+        """The flags by name."""
+        return dict(self.flags)
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.template, self.mods, self.flags, self.backend))
+
+    def __hash__(self) -> int:  # asked for at every launch, and long to compute
+        return self._hash
+
     @property
     def name(self) -> str:
         """What the file is called: template, mods, then the flags that a reader would look for."""
-        flags = dict(self.flags)
+        flags = self.flag
         parts = [self.template, *dict.fromkeys(_identifier(m.name) for m in self.mods if m)]
         if "D_QK" in flags:
             parts.append(f"d{flags['D_QK']}" + (f"x{flags['D_V']}" if flags["D_V"] != flags["D_QK"] else ""))
