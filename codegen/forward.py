@@ -87,24 +87,15 @@ class _Ready:
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, score: list | None, mask: list | None, lists: BlockLists | None,
             output_max: bool):
         """What `forward` returns; None if this call needs another variant of the kernel."""
+        mods = [*(self.plan.score.values(score) if score else ()), *(self.plan.mask.values(mask) if mask else ())]
+        tables = lists.addresses if lists else ()
+        keys, values, queries = k.data_ptr(), v.data_ptr(), q.data_ptr()
+        if not _is_plain((keys, values, queries, *tables), mods):
+            return None
         out = torch.empty_strided(self.out_shape, self.out_strides, dtype=q.dtype, device=q.device)
         lse = torch.empty(self.out_shape[:3], dtype=torch.float32, device=q.device)
         max_scores = torch.empty_like(lse) if output_max else None
-        tables = lists.addresses if lists else ()
-        keys, values, *others = pointers = [k.data_ptr(), v.data_ptr(), q.data_ptr(), out.data_ptr(), lse.data_ptr()]
-        if output_max:
-            others.append(max_scores.data_ptr())
-            pointers.append(others[-1])
-        mods = [*(self.plan.score.values(score) if score else ()), *(self.plan.mask.values(mask) if mask else ())]
-        pointers += tables
-        for i, value in enumerate(mods):
-            if isinstance(value, torch.Tensor):
-                mods[i] = value.data_ptr()
-                pointers.append(mods[i])
-            elif type(value) is int and not -(1 << 31) <= value < 1 << 31:
-                return None
-        if functools.reduce(operator.or_, pointers) % 16:
-            return None
+        made = [t.data_ptr() for t in ((out, lse, max_scores) if output_max else (out, lse))]
         if self.plan.use_tma:
             loads = self.maps.get((keys, values))
             if loads is None:
@@ -115,7 +106,8 @@ class _Ready:
             loads = (keys, values)
         with on(q.device):
             self.function.launch_plain(self.grid, 1, 1, torch._C._cuda_getCurrentRawStream(q.device.index),
-                                       [*loads, *others, *self.numbers, *tables, *mods])
+                                       [*loads, queries, *made, *self.numbers, *tables,
+                                        *(m.data_ptr() if isinstance(m, torch.Tensor) else m for m in mods)])
         return out, lse, max_scores
 
 
@@ -174,16 +166,22 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sco
     mods = [*(plan.score.values(score[1]) if score else ()), *(plan.mask.values(mask[1]) if mask else ())]
     stats = (lse, max_scores) if output_max else (lse,)
     variant, grid = _launch(plan, q, k, v, (out, *stats, *numbers, *tables, *mods))
-    pointers = [t.data_ptr() for t in (q, k, v, *tables, *mods) if isinstance(t, torch.Tensor)]
-    if getattr(variant, "function", None) and not functools.reduce(operator.or_, pointers) % 16 and _short(*numbers, *mods):
+    if getattr(variant, "function", None) and _is_plain((), (q, k, v, *tables, *numbers, *mods)):
         if len(_ready) >= _READY:
             _ready.clear()
         _ready[call] = _Ready(plan, variant.function, grid, numbers, out)
     return out, lse, max_scores
 
 
-def _short(*values) -> bool:
-    return all(-(1 << 31) <= n < 1 << 31 for n in values if type(n) is int)
+def _is_plain(addresses: tuple[int, ...], args: tuple | list) -> bool:
+    """Are addresses, and the tensors among arguments, 16-byte aligned, and do the integers fit into 32 bits?"""
+    bits = functools.reduce(operator.or_, addresses, 0)
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            bits |= arg.data_ptr()
+        elif type(arg) is int and not -(1 << 31) <= arg < 1 << 31:
+            return False
+    return bits % 16 == 0
 
 
 def _launch(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rest: tuple) -> tuple:
