@@ -94,6 +94,11 @@ class HostProgram:
         return values
 
 
+def name_of(mod) -> str:
+    """What a mod is called in errors, file names and pictures."""
+    return getattr(mod, "__name__", type(mod).__name__)
+
+
 def same_number(expected) -> Callable:
     kind = type(expected)
     if expected != expected:
@@ -304,7 +309,7 @@ class CaptureReader:
 
     def root(self, function):
         """The tracked form of the mod itself (the program's value 0)."""
-        return self.track(function, lambda values: values[0], getattr(function, "__name__", type(function).__name__))
+        return self.track(function, lambda values: values[0], name_of(function))
 
     def _function(self, function: types.FunctionType, run: Callable, name: str):
         if id(function) in self._functions:

@@ -135,9 +135,9 @@ def value_range(node: Expr, symbols: dict | None = None, scalars: tuple = ()) ->
         return (node.attr, node.attr) if isinstance(node.attr, (int, bool)) else UNKNOWN
     if node.op == "scalar" and scalars and isinstance(scalars[node.attr], int):
         return (scalars[node.attr], scalars[node.attr])
-    if node.op not in _RANGE_RULES or node.dtype.is_floating_point or node.dtype == torch.bool:
+    if node.op not in RANGE_RULES or node.dtype.is_floating_point or node.dtype == torch.bool:
         return UNKNOWN
-    low, high = _RANGE_RULES[node.op](*(value_range(a, symbols, scalars) for a in node.args))
+    low, high = RANGE_RULES[node.op](*(value_range(a, symbols, scalars) for a in node.args))
     limits = torch.iinfo(node.dtype)
     return (low, high) if limits.min <= low and high <= limits.max else UNKNOWN  # it may wrap around
 
@@ -157,7 +157,7 @@ def _quotients(a, b):
         (0, a[1]) if a[0] >= 0 and b[0] >= 1 else UNKNOWN)
 
 
-_RANGE_RULES = {
+RANGE_RULES = {
     "add": lambda a, b: (a[0] + b[0], a[1] + b[1]),
     "sub": lambda a, b: (a[0] - b[1], a[1] - b[0]),
     "neg": lambda a: (-a[1], -a[0]),

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from .dispatch import apply, cast
-from .expr import MASK_SYMBOLS, UNKNOWN, Expr, ExprTable, ModGraph, SourceLine, walk
+from .expr import MASK_SYMBOLS, RANGE_RULES, UNKNOWN, Expr, ExprTable, ModGraph, SourceLine, walk
 from .lower import operand_dtypes, wrapped
 from .ops import OPS, kind
 from .symbols import Run, Sym
@@ -466,15 +466,8 @@ def _remainder_range(a: tuple, b: tuple) -> tuple:
     return -most, most
 
 
-_RANGES = {
-    "add": functools.partial(_every, operator.add),
-    "sub": functools.partial(_every, operator.sub),
-    "mul": functools.partial(_every, operator.mul),
-    "neg": lambda a: (-a[1], -a[0]),
+_RANGES = RANGE_RULES | {  # of finite operands, and of divisors of any sign
     "invert": lambda a: (-a[1] - 1, -a[0] - 1),
-    "abs": lambda a: (max(a[0], -a[1], 0), max(-a[0], a[1])),
-    "minimum": lambda a, b: (min(a[0], b[0]), min(a[1], b[1])),
-    "maximum": lambda a, b: (max(a[0], b[0]), max(a[1], b[1])),
     "where": lambda a, b: (min(a[0], b[0]), max(a[1], b[1])),
     "floor_divide": _quotient_range,
     "div_trunc": lambda a, b: (-max(map(abs, a)), max(map(abs, a))),
@@ -482,5 +475,4 @@ _RANGES = {
     "fmod": lambda a, b: (-max(map(abs, a)), max(map(abs, a))),
     "rshift": lambda a, b: (min(a[0], 0), max(a[1], 0)),
     "whole": lambda a: (a[0] - 1, a[1] + 1),
-    "cast": lambda a: a,
 }

@@ -111,17 +111,18 @@ def zones_spec(texts: MaskTexts, size: tuple[int, int], backend: str) -> KernelS
     return _spec("block_zones", parts, _SIZES, backend, Q_BLOCK=size[0], KV_BLOCK=size[1], zones=texts.zones)
 
 
-def status_tile(size: tuple[int, int], backend: str) -> tuple[int, int]:
-    """TILE_M and TILE_N of block_status."""
-    return tuple(min(EVALUATED_TILE.get(backend, 32), _power_of_two(n)) for n in size)
+def status_constants(size: tuple[int, int], backend: str) -> dict[str, int]:
+    """CHUNK, TILE_M and TILE_N of block_status."""
+    tile_m, tile_n = (min(EVALUATED_TILE.get(backend, 32), _power_of_two(n)) for n in size)
+    return {"CHUNK": STATUS_CHUNK.get(backend, 64), "TILE_M": tile_m, "TILE_N": tile_n}
 
 
 def status_spec(texts: MaskTexts, size: tuple[int, int], backend: str) -> KernelSpec:
     """The KernelSpec of block_status."""
-    ragged = [n % tile != 0 for n, tile in zip(size, status_tile(size, backend), strict=True)]
+    tile = status_constants(size, backend)
     parts = texts.mask, texts.verdict
     return _spec("block_status", parts, _SIZES, backend, Q_BLOCK=size[0], KV_BLOCK=size[1], zones=texts.zones,
-                 RAGGED_M=ragged[0], RAGGED_N=ragged[1])
+                 RAGGED_M=size[0] % tile["TILE_M"] != 0, RAGGED_N=size[1] % tile["TILE_N"] != 0)
 
 
 def lists_spec(separate_full: bool, backend: str) -> KernelSpec:
@@ -166,10 +167,9 @@ class BlockGrid:
     def __init__(self, bound: Bound, extents: tuple[int, int, int, int], device: torch.device, size: tuple[int, int]) -> None:
         graph, self.captured = bound
         self.device, self.size, self.backend = device, size, backend_of(device.type)
-        Z, self.H, Q_LEN, KV_LEN = extents
-        self.rows, self.columns = -(-Q_LEN // size[0]), -(-KV_LEN // size[1])
-        self.shape = (Z, self.H, self.rows, self.columns)
-        self.numbers = (self.H, self.rows, self.columns, Q_LEN, KV_LEN)
+        Z, H, Q_LEN, KV_LEN = extents
+        rows, columns = -(-Q_LEN // size[0]), -(-KV_LEN // size[1])
+        self.shape, self.numbers = (Z, H, rows, columns), (H, rows, columns, Q_LEN, KV_LEN)
         layouts = tuple(layouts_of(part, self.captured, extents) for part in _parts(graph))
         key = ("blocks", graph, layouts, device, size, max(Q_LEN, KV_LEN) <= INDEX_BOUND)
         if key in _plans:
@@ -198,11 +198,11 @@ class BlockGrid:
         status = torch.empty(self.shape, dtype=torch.int8, device=self.device)
         counts = torch.zeros((2, Z, H, rows), dtype=torch.int32, device=self.device)
         kernel = self.plan.kernel(status_spec, self.size, self.backend)
-        chunk = STATUS_CHUNK.get(self.backend, 64)
+        constants = status_constants(self.size, self.backend)
         texts = self.plan.texts
-        kernel.launch((Z * H * rows * -(-columns // chunk),),
+        kernel.launch((Z * H * rows * -(-columns // constants["CHUNK"]),),
                       (status, counts[0], counts[1], *self.numbers, *self.zones, *_values((texts.mask, texts.verdict), self.captured)),
-                      self.device, (chunk, *status_tile(self.size, self.backend)), num_warps=4, num_stages=1)
+                      self.device, tuple(constants.values()), num_warps=4, num_stages=1)
         return status, counts
 
     def lists(self, *, transposed: bool = False) -> list[torch.Tensor]:
@@ -274,10 +274,11 @@ def automatic_lists(bound: Bound, extents: tuple[int, int, int, int], device: to
     """
     graph, captured = bound
     extents = (extents[0] if "b" in graph.symbols else 1, extents[1] if "h" in graph.symbols else 1, *extents[2:])
-    stream = None if device.type == "cpu" else torch.cuda.current_stream(device).cuda_stream
+    key = None
     # what a CUDA graph captures is not there before its replay, and must not go while it lives
-    keeps = not graph.tensors and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
-    key = (graph, *captured, extents, device, stream, size, transposed) if keeps else None
+    if not graph.tensors and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+        key = (graph, *captured, extents, device, stream, size, transposed)
     lists = _kept.get(key)
     if lists is None:
         grid = BlockGrid(bound, extents, device, size)
@@ -288,7 +289,7 @@ def automatic_lists(bound: Bound, extents: tuple[int, int, int, int], device: to
             status = status.transpose(-1, -2) if transposed else status
             made = _listed(status, [status.shape[-1]] * 2, separate_full=True)
         lists = BlockLists(*made, *size, interior=True)
-        if keeps and sum(t.nbytes for t in made) <= _KEPT_BYTES:
+        if key and sum(t.nbytes for t in made) <= _KEPT_BYTES:
             if len(_kept) >= _KEPT_MASKS:
                 del _kept[next(iter(_kept))]
             _kept[key] = lists

@@ -184,10 +184,8 @@ def mask_compilations(target: str, mask_mod: Callable, block_size: tuple[int, in
     arguments = {name: value for text in parts for name, value in zip(text.args, text.values(bound[1]), strict=True)}
     tensors = dict.fromkeys(_LISTS, "int32") | {"status": "int8", "num_full": "int32"}
     tensors |= {f"{zone.name}_{end}": zone.dtype for zone in texts.zones for end in ("min", "max")}
-    tile_m, tile_n = masks.status_tile(block_size, backend)
     made = {
-        "status": (masks.status_spec(texts, block_size, backend),
-                   {"CHUNK": masks.STATUS_CHUNK.get(backend, 64), "TILE_M": tile_m, "TILE_N": tile_n}),
+        "status": (masks.status_spec(texts, block_size, backend), masks.status_constants(block_size, backend)),
         "lists": (masks.verdict_lists_spec(texts, block_size, backend, False), {"CHUNK": masks.VERDICTS_CHUNK}),
         "transposed_lists": (masks.verdict_lists_spec(texts, block_size, backend, True), {"CHUNK": masks.VERDICTS_CHUNK}),
     }

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .capture import HostProgram
+from .capture import HostProgram, name_of
 from .dispatch import Mode, to_expr
 from .errors import ModError
 from .expr import MASK_SYMBOLS, SCORE_SYMBOLS, Expr, ModGraph, SourceLine, walk
@@ -50,7 +50,7 @@ def _check_parameters(mod, kind: str) -> None:
         code = getattr(mod, "__code__", None)
         where = SourceLine(code.co_filename, code.co_firstlineno,
                            linecache.getline(code.co_filename, code.co_firstlineno).strip()) if code else None
-        name = getattr(mod, "__name__", type(mod).__name__)
+        name = name_of(mod)
         hint = ""
         other = "mask" if kind == "score" else "score"
         try:

@@ -10,8 +10,17 @@ from typing import NamedTuple
 import torch
 
 from flexpress import checks
-from flexpress.block_mask import DEFAULT_BLOCK_SIZE, BlockMask, check_captured_device, lists_of, same_mod, transposed_lists_of
+from flexpress.block_mask import (
+    DEFAULT_BLOCK_SIZE,
+    BlockMask,
+    check_captured_device,
+    is_foreign_mask,
+    lists_of,
+    same_mod,
+    transposed_lists_of,
+)
 from flexpress.codegen.backward import backward
+from flexpress.codegen.capture import name_of
 from flexpress.codegen.forward import BlockLists, forward
 from flexpress.codegen.forward_plan import Options
 from flexpress.codegen.masks import automatic_lists
@@ -83,13 +92,13 @@ def flex_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
         check_captured_device(score, query.device, "score_mod")
     if block_mask is not None:
         if mask_mod is not None and not same_mod(block_mask.mask_mod, mask_mod, "mask"):
-            raise ValueError(f"block_mask was made of {_name(block_mask.mask_mod)}, not of the mask_mod {_name(mask_mod)}; pass one of "
+            raise ValueError(f"block_mask was made of {name_of(block_mask.mask_mod)}, not of the mask_mod {name_of(mask_mod)}; pass one of "
                              "them, or and_masks(...) of both as mask_mod")
         lists, transposed, mask_mod = _read_mask(block_mask, query, key, options)
     if mask_mod is not None:
         mask = bind(mask_mod, "mask")
         check_captured_device(mask, query.device, "mask_mod")
-    if mask_mod is not None and block_mask is None:
+    if mask is not None and lists is None:
         extents = (*query.shape[:3], key.shape[2])
         make = partial(automatic_lists, extents=extents, device=query.device, size=_block_size(options))
         lists, transposed = make(mask), partial(make, transposed=True)
@@ -112,10 +121,6 @@ def _block_size(options: Options) -> tuple[int, int]:
     """The blocks of a mask that is made for one call: whole tiles, also where the user asks for large ones."""
     tile = dict(options.tile)
     return tuple(max([DEFAULT_BLOCK_SIZE, *(n for name, n in tile.items() if name.endswith(f"BLOCK_{axis}"))]) for axis in "MN")
-
-
-def _name(mod) -> str:
-    return getattr(mod, "__name__", type(mod).__name__)
 
 
 _checked: set[tuple] = set()
@@ -162,10 +167,11 @@ def _read_mask(block_mask, query, key, options: Options):
     """The lists of a BlockMask, ours or torch's, what makes the transposed ones of the bound mask_mod, and the mask_mod; all checked."""
     if isinstance(block_mask, BlockMask):
         lists, transposed = block_mask.as_lists(), lambda _: block_mask.as_transposed_lists()
-    elif all(hasattr(block_mask, a) for a in ("kv_num_blocks", "kv_indices", "BLOCK_SIZE", "mask_mod", "seq_lengths")):
+    elif is_foreign_mask(block_mask):
         # torch pads masks with False, so its full blocks are inside too; lists from elsewhere may say anything
         lists = lists_of(block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices,
                          block_mask.BLOCK_SIZE, block_mask.seq_lengths[1] % block_mask.BLOCK_SIZE[1] == 0)
+
         def transposed(_):
             return transposed_lists_of(lists, block_mask.seq_lengths[1])
     elif callable(block_mask):

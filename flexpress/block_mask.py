@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from flexpress.codegen import masks
+from flexpress.codegen.capture import name_of
 from flexpress.codegen.errors import ModError
 from flexpress.codegen.forward import BlockLists
 from flexpress.codegen.signature import bind
@@ -46,7 +47,7 @@ def _combined(mask_mods: tuple, word: str, start: Callable, join: Callable) -> C
             result = join(result, mod(b, h, q_idx, kv_idx))
         return result
 
-    combined.__name__ = f"_{word}_".join(getattr(m, "__name__", type(m).__name__) for m in mask_mods) or f"{word}_masks"
+    combined.__name__ = f"_{word}_".join(map(name_of, mask_mods)) or f"{word}_masks"
     return combined
 
 
@@ -290,8 +291,8 @@ class BlockMask:
         return "\n\n".join(pictures)
 
     def __repr__(self) -> str:
-        name = getattr(self.mask_mod, "__name__", type(self.mask_mod).__name__)
-        return f"BlockMask(shape={self.shape}, BLOCK_SIZE={self.BLOCK_SIZE}, sparsity={self.sparsity():.2f}%, mask_mod={name})"
+        return (f"BlockMask(shape={self.shape}, BLOCK_SIZE={self.BLOCK_SIZE}, sparsity={self.sparsity():.2f}%, "
+                f"mask_mod={name_of(self.mask_mod)})")
 
     def __str__(self) -> str:
         return f"{self!r}\n{self.to_string()}"
@@ -312,6 +313,11 @@ def _same_value(value, other) -> bool:
     if isinstance(value, torch.Tensor):
         return value is other or (value.device == other.device and torch.equal(value, other))
     return value == other or (value != value and other != other)
+
+
+def is_foreign_mask(mask) -> bool:
+    """Is this a BlockMask of torch's, or of its kind?"""
+    return all(hasattr(mask, a) for a in ("kv_num_blocks", "kv_indices", "BLOCK_SIZE", "mask_mod", "seq_lengths"))
 
 
 def lists_of(kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, BLOCK_SIZE, interior: bool) -> BlockLists:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from flexpress.block_mask import DEFAULT_BLOCK_SIZE, BlockMask, create_block_mask
+from flexpress.block_mask import DEFAULT_BLOCK_SIZE, BlockMask, create_block_mask, is_foreign_mask
+from flexpress.codegen.capture import name_of
 
 _KINDS = ("empty", "partial", "full")
 _COLOURS = ("#f2f2f2", "#e69f00", "#0072b2")  # grey, orange, blue of Okabe and Ito (2008): told apart by any eye, and in black and white
@@ -38,10 +39,9 @@ def plot_mask(mask, B: int | None = None, H: int | None = None, Q_LEN: int | Non
             raise IndexError(f"{name}={i!r} is outside a mask of shape {mask.shape}; pass an int below {extent}")
     one = mask[batch if extents[0] > 1 else 0, head if extents[1] > 1 else 0]
     if title is None:
-        name = getattr(mask.mask_mod, "__name__", type(mask.mask_mod).__name__)
         place = f", batch {batch}, head {head}" if extents != (1, 1) else ""
         blocks = "blocks of {} x {}".format(*mask.BLOCK_SIZE)
-        title = f"{name} {tuple(mask.seq_lengths)}{place}, {blocks}, {one.sparsity():.1f}% empty"
+        title = f"{name_of(mask.mask_mod)} {tuple(mask.seq_lengths)}{place}, {blocks}, {one.sparsity():.1f}% empty"
     try:
         from matplotlib.colors import ListedColormap
         from matplotlib.figure import Figure
@@ -81,7 +81,7 @@ def plot_mask(mask, B: int | None = None, H: int | None = None, Q_LEN: int | Non
 def _block_mask(mask, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE) -> BlockMask:
     if isinstance(mask, BlockMask):
         made = mask
-    elif all(hasattr(mask, a) for a in ("kv_num_blocks", "kv_indices", "BLOCK_SIZE", "mask_mod", "seq_lengths")):
+    elif is_foreign_mask(mask):
         made = BlockMask(mask.seq_lengths, mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices,
                          mask.BLOCK_SIZE, mask.mask_mod)
     elif isinstance(mask, Callable):

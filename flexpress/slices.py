@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from flexpress.codegen.capture import name_of
+
 
 class Selection:
     """How the mask_mod of a slice comes from that of a whole mask.
@@ -42,7 +44,7 @@ def _reindexed(mask_mod: Callable, batch: Callable, head: Callable, query: Calla
     def reindexed(b, h, q_idx, kv_idx):
         return mask_mod(batch(b), head(h), query(q_idx), kv_idx)
 
-    reindexed.__name__ = f"{getattr(mask_mod, '__name__', type(mask_mod).__name__)}_slice"
+    reindexed.__name__ = f"{name_of(mask_mod)}_slice"
     return reindexed
 
 

@@ -74,9 +74,13 @@ def slices(draw, extents: tuple[int, int, int], ragged: bool):
     return tuple(i for i, _ in found), [c for _, c in found]
 
 
+# name, B, H, Q_LEN, KV_LEN, block size, separate full blocks
+MASKS = (st.sampled_from(NAMES), st.sampled_from([1, 2]), st.sampled_from([1, 3]), st.sampled_from(LENGTHS), st.sampled_from(LENGTHS),
+         st.sampled_from(SIZES), st.booleans())
+
+
 @settings(max_examples=40)
-@given(st.data(), st.sampled_from(NAMES), st.sampled_from([1, 2]), st.sampled_from([1, 3]), st.sampled_from(LENGTHS),
-       st.sampled_from(LENGTHS), st.sampled_from(SIZES), st.booleans())
+@given(st.data(), *MASKS)
 def test_slices_are_slices_of_the_dense_mask(data, name, B, H, Q_LEN, KV_LEN, size, separate):
     mask_mod = mask_mods(max(Q_LEN, KV_LEN), "cpu")[name]
     mask = create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, "cpu", size, separate_full_blocks=separate)
@@ -102,8 +106,7 @@ def test_slices_are_slices_of_the_dense_mask(data, name, B, H, Q_LEN, KV_LEN, si
 
 
 @settings(max_examples=40)
-@given(st.data(), st.sampled_from(NAMES), st.sampled_from([1, 2]), st.sampled_from([1, 3]), st.sampled_from(LENGTHS),
-       st.sampled_from(LENGTHS), st.sampled_from(SIZES), st.booleans())
+@given(st.data(), *MASKS)
 def test_adjust_is_a_new_mask(data, name, B, H, Q_LEN, KV_LEN, size, separate):
     """Lists of a mask made anew, but that a block cut by a length may stay partial; exactly those where no block is cut."""
     mask_mod = mask_mods(max(Q_LEN, KV_LEN), "cpu")[name]
