@@ -1,4 +1,4 @@
-"""Lowering: a traced mod becomes Triton statements, with comments that lead back to the user's own lines.
+"""Lowering: a traced mod becomes Triton (or Gluon) statements, with comments that lead back to the user's own lines.
 
 Index symbols may be scalars (b, h), columns [BLOCK_M, 1] (q_idx) or rows [1, BLOCK_N] (kv_idx): every spelling in the op
 table broadcasts, so an expression of q_idx alone stays a column and is computed once a program, not once an element.
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from .expr import INDEX_BOUND, MASK_SYMBOLS, Expr, ModGraph, SourceLine, value_range, walk
-from .ops import OPS, kind
+from .ops import OPS, Op, kind
 
 _ANY_LENGTH = dict.fromkeys(MASK_SYMBOLS, (1 << 31) - 1)
 _WIDTH = 88  # longest statement that is still put on one line
@@ -55,11 +55,32 @@ class Snippet:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What the spellings depend on beside the graph: "cuda", "hip" or "cpu", and the dtype of q, k and v."""
+    """What the spellings depend on beside the graph: "cuda", "hip" or "cpu", the dtype of q, k and v, and the kernel's language."""
 
     backend: str
     precision: str  # "float16", "bfloat16" or "float32"
     exact_indices: bool = True  # all lengths are below 2**24, so an index is exact in float32
+    language: str = "triton"  # or "gluon"
+
+    @property
+    def module(self) -> str:
+        """The language's name in a kernel."""
+        return "gl" if self.language == "gluon" else "tl"
+
+    def dtype(self, dtype: torch.dtype) -> str:
+        """The dtype in which values of a torch dtype are computed, as the kernel names it."""
+        return f"{self.module}.{compute_dtype(dtype)}"
+
+    def spelling(self, row: Op, operands: str) -> str:
+        """The spelling of a row of the op table for a kind of operands."""
+        approximate = row.approximate.get((self.backend, self.precision))
+        return self.spelled(approximate or (row.triton if isinstance(row.triton, str) else row.triton[operands]), row.gluon.get(operands))
+
+    def spelled(self, triton: str, gluon: str | None = None) -> str:
+        """A Triton spelling in the kernel's language."""
+        if self.language == "triton":
+            return triton
+        return gluon or re.sub(r"\btl\.", "gl.", triton)
 
 
 def loads_of(graph: ModGraph) -> list[Expr]:
@@ -78,10 +99,10 @@ def is_gather(load: Expr) -> bool:
 
 
 def compute_dtype(dtype: torch.dtype) -> str:
-    """The Triton dtype in which values of a torch dtype are computed."""
+    """The name of the Triton dtype in which values of a torch dtype are computed."""
     if dtype.is_floating_point:
-        return "tl.float32"
-    return "tl.int1" if dtype == torch.bool else "tl." + str(dtype).removeprefix("torch.")
+        return "float32"
+    return "int1" if dtype == torch.bool else str(dtype).removeprefix("torch.")
 
 
 def literal_text(value) -> str:
@@ -95,6 +116,7 @@ class _Printer:
     def __init__(self, graph: ModGraph, names: dict[str, str], layouts: tuple[TensorLayout, ...], target: Target,
                  prefix: str) -> None:
         self.graph, self.names, self.layouts, self.target, self.prefix = graph, names, layouts, target, prefix
+        self.tl = target.module
         self.loads = loads_of(graph)
         self.lines: list[str] = []
         self.helpers: dict[str, None] = {}
@@ -121,7 +143,7 @@ class _Printer:
             value = node.attr
             value = float(value) if kind(dtype) == "float" else bool(value) if kind(dtype) == "bool" else wrapped(value, dtype)
             return literal_text(value)
-        if have == want or (node.op == "scalar" and kind(node.dtype) == "int" and want == "tl.int32"):
+        if have == want or (node.op == "scalar" and kind(node.dtype) == "int" and want == "int32"):
             return text  # captured ints come in as int32, or as int64 if they are that large
         if kind(dtype) == "bool":
             return _paren(f"{_atom(text)} != 0")
@@ -129,7 +151,7 @@ class _Printer:
             split = self._float_of_sum(node)
             if split is not None:
                 return split
-        return f"{_atom(text)}.to({want})"
+        return f"{_atom(text)}.to({self.tl}.{want})"
 
     def _float_of_sum(self, node: Expr) -> str | None:
         """float(a - b) as float(a) - float(b): exact for indices below 2**24, and q_idx's part is converted once."""
@@ -156,7 +178,7 @@ class _Printer:
             if (number, dim) not in layout.inside:
                 if low < 0:  # negative indices count from the end, as in torch
                     text = self.statement(text, node.source) if not text.isidentifier() else text
-                    text = self.statement(f"tl.where({text} < 0, {text} + {size}, {text})", node.source)
+                    text = self.statement(f"{self.tl}.where({text} < 0, {text} + {size}, {text})", node.source)
                     checks.append(f"({text} >= 0)")
                 elif not text.isidentifier() and index.op != "literal":
                     text = self.statement(text, node.source)
@@ -166,35 +188,34 @@ class _Printer:
                 offset += [] if (number, dim) in layout.inside else [f"{_atom(text)} * 0"]
                 continue
             if layout.wide and index.op != "literal":
-                text = f"{_atom(text)}.to(tl.int64)"
+                text = f"{_atom(text)}.to({self.tl}.int64)"
             name = f"stride_{capture.name}_{dim}"
             name = f"({name} * {16 // capture.dtype.itemsize})" if stride == "v" else name
             offset.append(_atom(text) if stride == "1" else f"{_atom(text)} * {name}")
         self.places[id(node)] = " + ".join(offset) or "0", " & ".join(checks)
         pointer = " + ".join([f"ptr_{capture.name}", *offset])
-        loaded = f"tl.load({pointer}, mask={' & '.join(checks)}, other=0)" if checks else f"tl.load({pointer})"
+        checked = f", mask={' & '.join(checks)}, other=0" if checks else ""
+        loaded = f"{self.tl}.load({pointer}{checked})"
         if node.dtype.is_floating_point and node.dtype != torch.float32:
-            loaded += ".to(tl.float32)"
+            loaded += f".to({self.tl}.float32)"
         return loaded
 
     def cast(self, node: Expr) -> str:
         text = self.operand(node.args[0], node.dtype)
         if node.dtype in (torch.float16, torch.bfloat16):  # the cast rounds
-            narrow = "tl." + str(node.dtype).removeprefix("torch.")
-            return f"{_atom(text)}.to({narrow}).to(tl.float32)"
+            narrow = f"{self.tl}.{str(node.dtype).removeprefix('torch.')}"
+            return f"{_atom(text)}.to({narrow}).to({self.tl}.float32)"
         return text
 
     def operation(self, node: Expr) -> str:
         row = OPS[node.op]
         wanted = operand_dtypes(node)
         operands = [self.operand(a, w) for a, w in zip(node.args, wanted, strict=True)]
-        spelling = row.approximate.get((self.target.backend, self.target.precision))
-        if spelling is None:
-            spelling = row.triton if isinstance(row.triton, str) else row.triton[kind(wanted[-1])]
+        spelling = self.target.spelling(row, kind(wanted[-1]))
         if row.plainer is not None and row.plainer[1](node.dtype, *map(self.range_of, node.args)):
-            spelling = row.plainer[0]
+            spelling = self.target.spelled(row.plainer[0])
         if row.operands == "where" and all(a.is_literal for a in node.args[1:]):
-            operands[1] = f"tl.full([], {operands[1]}, {compute_dtype(node.dtype)})"
+            operands[1] = f"{self.tl}.full([], {operands[1]}, {self.target.dtype(node.dtype)})"
         helper = re.match(r"(\w+)\(", spelling)
         if helper:
             self.helpers[helper[1]] = None
@@ -243,10 +264,11 @@ class _Printer:
         symbols = self._varies_with(root)
         if {"score", "grad"} & symbols or {"q_idx", "kv_idx"} <= symbols:
             return text
-        dtype = "tl.float32" if self.graph.kind == "score" else "tl.int1"
+        dtype = self.target.dtype(torch.float32 if self.graph.kind == "score" else torch.bool)
+        tile = shape.removesuffix(".shape")
         if {"q_idx", "kv_idx"} & symbols:
-            return f"tl.broadcast_to({text}, {shape})"
-        return f"tl.full({shape}, {text}, {dtype})"
+            return f"tl.broadcast_to({text}, {shape})" if self.tl == "tl" else f"gl.broadcast({text}, {tile})[0]"
+        return f"{self.tl}.full({shape}, {text}, {dtype}{'' if self.tl == 'tl' else f', {tile}.type.layout'})"
 
     def _varies_with(self, root: Expr) -> frozenset[str]:
         """The symbols that a value differs along; an index of stride 0 that needs no check adds none."""
@@ -337,12 +359,12 @@ def _matches(text: str) -> bool:
 
 def lower(graph: ModGraph, names: dict[str, str], layouts: tuple[TensorLayout, ...], target: Target, *, prefix: str,
           shape: str, gradients: tuple[Expr, ...] = (), places: tuple[Expr, ...] = ()) -> Snippet:
-    """Triton statements for a traced mod.
+    """Triton or Gluon statements for a traced mod.
 
     names      the kernel's names of the symbols: {"score": "score", "b": "b", "q_idx": "m", ...}
     layouts    one per captured tensor of the graph
     prefix     of the temporaries' names
-    shape      the tile's shape as the kernel spells it, "[BLOCK_M, BLOCK_N]"
+    shape      the tile's shape as the kernel spells it, "[BLOCK_M, BLOCK_N]"; for Gluon that of a tensor with the tile's layout, "qk.shape"
     gradients  expressions of the symbols and of "grad", d loss / d result, to be computed after it is known (see grad.py)
     places     loads whose offsets are asked for
     """

@@ -10,6 +10,7 @@ Columns of a row (`Op`):
                  ("float", "int", "bool")
     operands     what operands are converted to first: "result" dtype, "float" (float32), "common" (their common dtype), "bool"
                  or "where" (the first "bool", the others to the "result" dtype)
+    gluon        per kind of operand, the Gluon spelling where it is not Triton's with `gl.` for `tl.`
     approximate  spellings used instead for a (target, attention dtype): faster, and exact to that dtype's own rounding
     plainer      a shorter spelling and when it means the same: rule(result's dtype, (low, high) of each operand)
     expand       instead of `triton`: a function that writes the row in terms of other rows
@@ -51,6 +52,7 @@ class Op:
     expand: Callable | None = None
     derivative: tuple[Callable | None, ...] = ()
     interval: Callable | None = None
+    gluon: dict[str, str] = field(default_factory=dict)
 
     @property
     def arity(self) -> int:
@@ -492,11 +494,13 @@ _ROWS = [
     Op("minimum", torch.minimum, _elementwise("minimum"),
        {"float": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)", "int": "tl.minimum({0}, {1})",
         "bool": "{0} & {1}"},
+       gluon={"float": "gl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)"},
        derivative=(lambda g, x, y, r: _split(g, x > y, x == y), lambda g, x, y, r: _split(g, y > x, x == y)),
        interval=_picked(torch.minimum)),
     Op("maximum", torch.maximum, _elementwise("maximum"),
        {"float": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)", "int": "tl.maximum({0}, {1})",
         "bool": "{0} | {1}"},
+       gluon={"float": "gl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)"},
        derivative=(lambda g, x, y, r: _split(g, x < y, x == y), lambda g, x, y, r: _split(g, y < x, x == y)),
        interval=_picked(torch.maximum)),
     Op("atan2", torch.atan2, _elementwise("atan2", "torch.arctan2", "Tensor.arctan2"),
@@ -520,7 +524,7 @@ _ROWS = [
     _unary("erf", "tl.erf({0})", derivative=lambda g, x, r: g * torch.exp(-(x * x)) * (2 / math.sqrt(math.pi)),
            interval=_rising(torch.erf)),
     _unary("sigmoid", "tl.sigmoid({0})", "F.sigmoid", "special.expit", derivative=lambda g, x, r: g * ((1 - r) * r),
-           interval=_rising(torch.sigmoid, 2**-14)),
+           interval=_rising(torch.sigmoid, 2**-14), gluon={"float": "1.0 / (1.0 + gl.exp({0} * -1.0))"}),
     # libdevice's tanh costs more than the whole attention around it. PTX tanh.approx is one instruction with relative
     # error 2**-11, below bfloat16's rounding (2**-9); the form by exp2 is good to float32's rounding of 1.
     _unary("tanh", "libdevice.tanh({0})", "F.tanh",

@@ -31,6 +31,11 @@ def environment() -> jinja2.Environment:
     return env
 
 
+@functools.cache
+def _helpers(**language: str):
+    return environment().get_template("_helpers.jinja").make_module(language)
+
+
 def quoted_names(names: tuple[str, ...], indent: int, width: int = 110) -> str:
     """A list of strings, wrapped and indented."""
     text = ", ".join(f'"{n}"' for n in names)
@@ -45,13 +50,15 @@ def python_literal(value) -> str:
 def render(spec: KernelSpec) -> str:
     """The text of the kernel that `spec` describes. Raises RenderError if a template prints something that is not Python."""
     env = environment()
-    library = env.get_template("_helpers.jinja").module
+    gluon = dict(spec.flags).get("LANGUAGE") == "gluon"
+    language = {"jit": "gluon.jit", "tl": "gl"} if gluon else {"jit": "triton.jit", "tl": "tl"}
+    library = _helpers(**language)
     helpers = tuple(dict.fromkeys(h for m in spec.mods if m for h in m.helpers))
     texts = [getattr(library, h)().strip() for h in helpers]
     context = {
         **spec.flag, "score_mod": None, "mask_mod": None, "verdict_mod": None, "mod": next(filter(None, spec.mods), None),
         **{f"{m.kind}_mod": m for m in spec.mods if m},
-        "helpers": texts, "title": spec.name.replace("_", " "),
+        "helpers": texts, **language, "title": spec.name.replace("_", " "),
         "libdevice": any(m.libdevice for m in spec.mods if m) or any("libdevice." in t for t in texts),
     }
     name = f"{spec.template}.py.jinja"
