@@ -57,23 +57,44 @@ def describe(args: tuple) -> tuple[tuple, list]:
     return tuple(layout), plain
 
 
-def type_of(entry) -> str:
-    """Triton's name for one entry of a layout."""
+def type_of(entry, gluon: bool = False) -> str:
+    """Triton's name for one entry of a layout. Descriptors of Gluon kernels tell how a block lies in shared memory, too."""
     if isinstance(entry, str):
         return entry
     if len(entry) == 2:
         return "*" + TYPES[entry[0]]
-    return f"tensordesc<{TYPES[entry[0]]}[{', '.join(map(str, entry[1:]))}]>"
+    return descriptor_type(TYPES[entry[0]], entry[0].itemsize, entry[1:], gluon)
+
+
+def descriptor_type(element: str, itemsize: int, block: tuple[int, ...], gluon: bool = False) -> str:
+    """Triton's name for a descriptor of blocks. In shared memory, rows are swizzled in the widest pattern that they fill."""
+    width = max(w for w in (0, 32, 64, 128) if w == 0 or block[-1] * itemsize % w == 0)
+    layout = f",NVMMASharedLayout({width}, {itemsize * 8}, {len(block)})" if gluon else ""
+    return f"tensordesc<{element}[{', '.join(map(str, block))}]{layout}>"
 
 
 def ast_source(function, layout: tuple, constants: tuple) -> ASTSource:
     """What Triton compiles: the jitted function with its argument types; `constants` are the values of its last parameters."""
-    names = function.arg_names
-    signature = {name: type_of(entry) for name, entry in zip(names, layout, strict=False)}
+    names, gluon = function.arg_names, is_gluon(function)
+    signature = {name: type_of(entry, gluon) for name, entry in zip(names, layout, strict=False)}
     signature.update({name: "constexpr" for name in names[len(layout):]})
     constexprs = {(len(layout) + i,): value for i, value in enumerate(constants)}
     aligned = {(i,): [["tt.divisibility", 16]] for i, e in enumerate(layout) if not isinstance(e, str) and len(e) == 2 and e[1]}
-    return ASTSource(function, signature, constexprs, aligned)
+    return source_class(function)(function, signature, constexprs, aligned)
+
+
+def is_gluon(function) -> bool:
+    """Is a jitted function written in Gluon?"""
+    return getattr(function, "is_gluon", lambda: False)()
+
+
+def source_class(function) -> type[ASTSource]:
+    """What Triton wraps a jitted function in to compile it."""
+    if not is_gluon(function):
+        return ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    return GluonASTSource
 
 
 class Binary:

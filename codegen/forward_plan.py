@@ -135,7 +135,8 @@ class Geometry:
     units: tuple[bool, bool, bool]
     aligned: tuple[str, ...]
     numbers: tuple[int, ...]  # the kernel's first scalar arguments
-    tma: bool  # shapes and strides that TMA can load
+    tma: bool  # shapes and strides of k and v that TMA can load
+    q_tma: bool = False  # those of q
 
 
 @functools.lru_cache(maxsize=4096)
@@ -155,8 +156,8 @@ def geometry_of(itemsize: int, shapes: tuple, strides: tuple, out_strides: tuple
         if not unit:
             numbers.append(s[3])
     numbers += out_strides[:3]
-    tma = all(_fits_tma(s, shape, vector) for s, shape in zip(known[1:], shapes[1:], strict=True))
-    return Geometry(units, tuple(aligned), tuple(numbers), tma)
+    q_tma, *tma = (_fits_tma(s, shape, vector) for s, shape in zip(known, shapes, strict=True))
+    return Geometry(units, tuple(aligned), tuple(numbers), all(tma), q_tma)
 
 
 def _fits_tma(strides: tuple, shape: tuple, vector: int) -> bool:

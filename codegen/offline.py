@@ -11,12 +11,12 @@ import subprocess
 import tempfile
 from dataclasses import dataclass
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from . import cache
-from .binary import compile_source, newer_assembler
+from .binary import compile_source, descriptor_type, is_gluon, newer_assembler, source_class
 from .render import render
 from .spec import KernelSpec
 
@@ -40,6 +40,7 @@ class Compiled:
     shared: int
     registers: int | None
     spilled: int | None
+    warnings: tuple[str, ...] = ()  # of the assembler: wgmma that it runs one after another, for example
 
 
 def compile_for(spec: KernelSpec, target: str, *, tensors: dict[str, str], floats: frozenset[str] = frozenset(),
@@ -59,23 +60,23 @@ def compile_for(spec: KernelSpec, target: str, *, tensors: dict[str, str], float
             constexprs[(i,)] = constants[name]
         elif name in tensors and tensors[name].startswith("desc:"):
             _, dtype, block = tensors[name].split(":")
-            sizes = ", ".join(["1", "1", *block.split("x")])
-            signature[name] = f"tensordesc<{_TRITON_TYPES[dtype]}[{sizes}]>"
+            sizes = (1, 1, *map(int, block.split("x")))
+            signature[name] = descriptor_type(_TRITON_TYPES[dtype], getattr(torch, dtype).itemsize, sizes, is_gluon(function))
         elif name in tensors:
             signature[name] = "*" + _TRITON_TYPES[tensors[name]]
             attributes[(i,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32" if name in floats else "i32"
-    source = ASTSource(function, signature, constexprs, attributes)
+    source = source_class(function)(function, signature, constexprs, attributes)
     options = {"num_warps": num_warps, "num_stages": num_stages}
     texts: dict = {}
     metadata, _, _ = compile_source(source, TARGETS[target], options, texts)
-    registers, spilled = _resources(texts["ptx"], target) if "ptx" in texts else (None, None)
-    return Compiled(signature, texts, metadata["shared"], registers, spilled)
+    report = _resources(texts["ptx"], target) if "ptx" in texts else (None, None, ())
+    return Compiled(signature, texts, metadata["shared"], *report)
 
 
-def _resources(ptx: str, target: str) -> tuple[int, int]:
-    """Registers a thread and spilled bytes, as ptxas reports them."""
+def _resources(ptx: str, target: str) -> tuple[int, int, tuple[str, ...]]:
+    """Registers a thread, spilled bytes and warnings, as ptxas reports them."""
     found = re.search(r"\.target (\w+)", ptx)
     arch = found[1] if found else target
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
@@ -85,4 +86,5 @@ def _resources(ptx: str, target: str) -> tuple[int, int]:
         report = subprocess.run([ptxas, "-v", f"--gpu-name={arch}", file.name, "-o", os.devnull], capture_output=True, text=True,
                                 check=True).stderr
     registers = int(re.search(r"Used (\d+) registers", report)[1])
-    return registers, int(re.search(r"(\d+) bytes spill stores", report)[1])
+    warnings = tuple(line for line in report.splitlines() if re.search(r"\(C7\d{3}\)|warning", line))
+    return registers, int(re.search(r"(\d+) bytes spill stores", report)[1]), warnings

@@ -17,7 +17,8 @@ import torch
 from . import evaluate, masks, offline
 from .backward_plan import BackwardCase, backward_geometry, delta_rows, plan_backward
 from .forward import output_like
-from .forward_plan import Blocks, ForwardCase, Options, Plan, geometry_of, plan_forward, wants_tma
+from .forward_plan import Blocks, ForwardCase, Geometry, Options, Plan, geometry_of, plan_forward, wants_tma
+from .hopper_plan import HopperPlan, fits, plan_hopper_forward
 from .lower import Target
 from .signature import bind
 from .spec import KernelSpec, ModText, dtype_name, layouts_of, mod_text
@@ -107,6 +108,46 @@ def compilation(
     }
     constants = {"BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N}
     return _compilation(target, plan.spec, tensors, constants, arguments, tile.num_warps, tile.num_stages)
+
+
+def hopper_compilation(
+    target: str = "sm_90",
+    score_mod: Callable | None = None,
+    mask_mod: Callable | None = None,
+    dtype: str = "bfloat16",
+    head_dim: int = 128,
+    head_dim_v: int | None = None,
+    *,
+    interior: bool = True,
+    scale_is_positive: bool = True,
+    **details,
+) -> Compilation:
+    """The forward kernel in Gluon for sm_90, as `compilation` gives the portable one. ValueError for what it does not serve.
+
+    interior   no full block reaches past KV_LEN
+    """
+    if target != "sm_90":
+        raise ValueError(f"the Hopper kernel is for sm_90, got {target!r}")
+    case, geometry, bound = _imagined_case(
+        score_mod, mask_mod, dtype, head_dim, head_dim_v, target, None, **details
+    )
+    blocks = case.blocks and case.blocks._replace(interior=interior)
+    case = case._replace(blocks=blocks, scale_is_positive=scale_is_positive)
+    reason = fits(case, geometry)
+    if reason:
+        raise ValueError(reason)
+    mods = [(b[0], layouts_of(*b, EXTENTS)) if b else None for b in bound]
+    plan = plan_hopper_forward(case, *mods)
+    flags = dict(plan.spec.flags)
+    sizes = {"q": (64, "D_QK"), "k": (plan.tile.BLOCK_N, "D_QK"), "v": (plan.tile.BLOCK_N, "D_V"), "o": (64, "D_V")}
+    tensors = {
+        **{f"desc_{t}": f"desc:{dtype}:{rows}x{flags[f'{d}_ROUNDED']}" for t, (rows, d) in sizes.items()},
+        "LSE": "float32",
+        "MAX": "float32",
+        "COUNTER": "int32",
+        **dict.fromkeys(_TABLES, "int32"),
+    }
+    return _compilation(target, plan.spec, tensors, {}, _arguments(plan, bound))
 
 
 def backward_compilations(
@@ -249,20 +290,36 @@ def _imagine(
     head_dim_v: int | None,
     target: str,
     use_tma: bool | None,
+    **details,
+) -> tuple[Plan, dict]:
+    """The plan, and the values of the mods' arguments by name."""
+    case, _, bound = _imagined_case(
+        score_mod, mask_mod, dtype, head_dim, head_dim_v, target, use_tma, **details
+    )
+    score, mask = ((b[0], layouts_of(*b, EXTENTS)) if b else None for b in bound)
+    plan = plan_forward(case, backend_for(target), architecture_for(target), score, mask)
+    return plan, _arguments(plan, bound)
+
+
+def _imagined_case(
+    score_mod,
+    mask_mod,
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int | None,
+    target: str,
+    use_tma: bool | None,
     block_size: tuple[int, int] = (128, 128),
     separate_full: bool = True,
     output_max: bool = False,
     transposed: bool = False,
     options: Options | None = None,
-) -> tuple[Plan, dict]:
-    """The plan, and the values of the mods' arguments by name."""
+) -> tuple[ForwardCase, Geometry, list]:
+    """The case, its geometry, and the bound mods."""
     if dtype not in ("float16", "bfloat16", "float32"):
         raise ValueError(f"dtype must be float16, bfloat16 or float32, got {dtype!r}")
     d_v = head_dim if head_dim_v is None else head_dim_v
     bound = [bind(mod, kind) if mod else None for mod, kind in ((score_mod, "score"), (mask_mod, "mask"))]
-    mods = [(graph, layouts_of(graph, captured, EXTENTS)) for graph, captured in filter(None, bound)]
-    score = mods[0] if score_mod else None
-    mask = mods[-1] if mask_mod else None
     geometry = _geometry(dtype, head_dim, d_v, transposed)
     options = replace(options or Options(), **({} if use_tma is None else {"use_tma": use_tma}))
     arch = architecture_for(target)
@@ -273,16 +330,20 @@ def _imagine(
         geometry.units,
         geometry.aligned,
         geometry.tma and wants_tma(options, getattr(torch, dtype), arch),
-        Blocks(separate_full, *block_size) if mask else None,
+        Blocks(separate_full, *block_size) if mask_mod else None,
         options,
         output_max=output_max,
     )
-    plan = plan_forward(case, backend_for(target), arch, score, mask)
+    return case, geometry, bound
+
+
+def _arguments(plan: Plan | HopperPlan, bound: list) -> dict:
+    """The values of the mods' arguments by name."""
     arguments = {}
     for text, found in zip((plan.score, plan.mask), bound, strict=True):
         if text:
             arguments.update(zip(text.args, text.values(found[1]), strict=True))
-    return plan, arguments
+    return arguments
 
 
 def _geometry(dtype: str, d_qk: int, d_v: int, transposed: bool):

@@ -1,0 +1,120 @@
+"""The forward kernel for Hopper as a plan: which calls it serves, and from what is known of one to a KernelSpec.
+
+The kernel (templates/hopper_forward.py.jinja) is written in Gluon, for sm_90 alone. Its snippets are those of every other template.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from .forward_plan import _SYMBOLS, ForwardCase, Geometry, Mod
+from .lower import Target
+from .spec import KernelSpec, ModText, dtype_name, mod_text
+from .tiles import round_up_head_dim
+
+ROWS = 64  # of a consumer
+BLOCK_N = 128
+L2_BYTES = 32 << 20  # of K and V that heads which are worked on at a time may take
+
+
+@dataclass(frozen=True, slots=True)
+class HopperTile:
+    """Consumers of 64 query rows each, K and V buffers, and registers of a consumer's and of the producer's threads."""
+
+    consumers: int
+    stages: int
+    consumer_registers: int
+    producer_registers: int
+    BLOCK_N: int = BLOCK_N
+
+    @property
+    def BLOCK_M(self) -> int:
+        return ROWS * self.consumers
+
+
+@dataclass(eq=False, slots=True)
+class HopperPlan:
+    """The kernel's text, its tile and how to find the mods' arguments."""
+
+    spec: KernelSpec
+    tile: HopperTile
+    score: ModText | None
+    mask: ModText | None
+    scale_apart: bool  # SM_SCALE and TO_LOG2 are two arguments
+
+
+def fits(case: ForwardCase, geometry: Geometry) -> str | None:
+    """Why a call cannot be served, or None if it can. The base addresses of q, k, v and out must be multiples of 16 bytes, too."""
+    if case.dtype not in (torch.bfloat16, torch.float16):
+        return f"{dtype_name(case.dtype)} has no wgmma of its precision"
+    if any(_padded(d) > 128 for d in (case.d_qk, case.d_v)):
+        return f"head dims {case.d_qk} and {case.d_v} do not fit into shared memory beside two buffers of K and V"
+    if not (geometry.tma and geometry.q_tma):
+        return "TMA cannot load q, k or v: a head dim that is not contiguous, or strides that are no multiples of 16 bytes"
+    if case.d_v % 8:
+        return f"TMA cannot store rows of {case.d_v} elements"
+    if case.options.prescale_qk:
+        return "PRESCALE_QK: q goes to shared memory as it is"
+    if case.options.tile:
+        return f"{', '.join(name for name, _ in case.options.tile)}: this kernel has tiles of its own"
+    if case.blocks and (case.blocks.q_block % (2 * ROWS) or case.blocks.kv_block % BLOCK_N):
+        return f"block sizes {case.blocks.q_block} and {case.blocks.kv_block} are no multiples of {2 * ROWS} and {BLOCK_N}"
+    return None
+
+
+def hopper_tile(d_qk: int, d_v: int, listed: bool) -> HopperTile:
+    """The tile for padded head dims; `listed`: with block lists, whose blocks have 128 queries or a multiple."""
+    if max(d_qk, d_v) > 64:
+        return HopperTile(2, 2, 240, 24)
+    return HopperTile(2, 4, 240, 24) if listed else HopperTile(3, 4, 160, 32)
+
+
+def heads_per_group(heads: int, kv_bytes: int) -> int:
+    """How many query heads are worked on at a time. `kv_bytes` are those of K and V of one query head, its share if heads share them."""
+    return max(1, min(heads, L2_BYTES // max(1, kv_bytes)))
+
+
+def plan_hopper_forward(case: ForwardCase, score: Mod | None, mask: Mod | None) -> HopperPlan:
+    """The plan for a case that `fits`."""
+    target = Target("cuda", dtype_name(case.dtype), case.exact_indices, "gluon")
+    score_text = mask_text = None
+    taken = frozenset()
+    if score:
+        score_text = mod_text(*score, _SYMBOLS, target, shape="qk.shape")
+        taken = frozenset(c.name for c in (*score[0].tensors, *score[0].scalars))
+    if mask:
+        mask_text = mod_text(*mask, _SYMBOLS, target, shape="qk.shape", taken=taken)
+    tile = hopper_tile(_padded(case.d_qk), _padded(case.d_v), case.blocks is not None)
+    scale_apart = score is not None or not case.scale_is_positive
+    return HopperPlan(_spec(case, tile, score_text, mask_text, scale_apart), tile, score_text, mask_text, scale_apart)
+
+
+def _padded(d: int) -> int:
+    return max(64, round_up_head_dim(d))
+
+
+def _spec(case: ForwardCase, tile: HopperTile, score: ModText | None, mask: ModText | None, scale_apart: bool) -> KernelSpec:
+    blocks, mods = case.blocks, [m for m in (score, mask) if m]
+    numbers = ["Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", "HEADS", "HEADS_PER_GROUP"]
+    numbers += ["SM_SCALE", "TO_LOG2"] if scale_apart else ["TO_LOG2"]
+    if blocks:
+        numbers += ["mask_stride_z", "mask_stride_h", "mask_columns"] + (["full_mask_columns"] if blocks.has_full else [])
+    flags = {
+        "LANGUAGE": "gluon", "DTYPE": dtype_name(case.dtype), "D_QK": case.d_qk, "D_V": case.d_v,
+        "D_QK_ROUNDED": _padded(case.d_qk), "D_V_ROUNDED": _padded(case.d_v),
+        "CONSUMERS": tile.consumers, "STAGES": tile.stages, "BLOCK_N": tile.BLOCK_N,
+        "CONSUMER_REGISTERS": tile.consumer_registers, "PRODUCER_REGISTERS": tile.producer_registers,
+        "BLOCK_MASK": blocks is not None, "HAS_FULL_BLOCKS": blocks is not None and blocks.has_full,
+        "SPARSE_Q_BLOCK_SIZE": blocks.q_block if blocks else 0, "SPARSE_KV_BLOCK_SIZE": blocks.kv_block if blocks else 0,
+        "STEPS": blocks.kv_block // tile.BLOCK_N if blocks else 1,
+        "CHECK_FULL_BLOCKS": blocks is not None and not blocks.interior,
+        "SCALE_FIRST": scale_apart, "OUTPUT_MAX": case.output_max,
+        "BARRIER": "thread_barrier" if triton.__version__ < "3.7" else "barrier",  # Gluon renamed it
+        "imports_triton": any(re.search(r"\btl\.", line) for m in mods for line in (*m.lines, m.result)),
+        "numbers": tuple(numbers) + tuple(n for m in mods for n in m.numbers), "parameters": tuple(numbers),
+    }
+    return KernelSpec("hopper_forward", (score, mask), tuple(flags.items()), "cuda")
