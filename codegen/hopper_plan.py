@@ -12,7 +12,7 @@ import torch
 import triton
 
 from .forward_plan import _SYMBOLS, ForwardCase, Geometry, Mod
-from .lower import Target
+from .lower import Target, gathers
 from .spec import KernelSpec, ModText, dtype_name, mod_text
 from .tiles import round_up_head_dim
 
@@ -51,12 +51,10 @@ def fits(case: ForwardCase, geometry: Geometry) -> str | None:
     """Why a call cannot be served, or None if it can. The base addresses of q, k, v and out must be multiples of 16 bytes, too."""
     if case.dtype not in (torch.bfloat16, torch.float16):
         return f"{dtype_name(case.dtype)} has no wgmma of its precision"
-    if any(_padded(d) > 128 for d in (case.d_qk, case.d_v)):
-        return f"head dims {case.d_qk} and {case.d_v} do not fit into shared memory beside two buffers of K and V"
+    if any(round_up_head_dim(d) not in (64, 128) for d in (case.d_qk, case.d_v)):
+        return f"head dims are {case.d_qk} and {case.d_v}; there are tiles for 33 to 128"
     if not (geometry.tma and geometry.q_tma):
         return "TMA cannot load q, k or v: a head dim that is not contiguous, or strides that are no multiples of 16 bytes"
-    if case.d_v % 8:
-        return f"TMA cannot store rows of {case.d_v} elements"
     if case.options.prescale_qk:
         return "PRESCALE_QK: q goes to shared memory as it is"
     if case.options.tile:
@@ -66,16 +64,21 @@ def fits(case: ForwardCase, geometry: Geometry) -> str | None:
     return None
 
 
-def hopper_tile(d_qk: int, d_v: int, listed: bool) -> HopperTile:
-    """The tile for padded head dims; `listed`: with block lists, whose blocks have 128 queries or a multiple."""
+def hopper_tile(d_qk: int, d_v: int, *, listed: bool, gathers: bool) -> HopperTile:
+    """The tile for padded head dims.
+
+    listed    with block lists, whose blocks have 128 queries or a multiple
+    gathers   a mod loads one element of a tensor for every position (it costs registers)
+    """
     if max(d_qk, d_v) > 64:
         return HopperTile(2, 2, 240, 24)
-    return HopperTile(2, 4, 240, 24) if listed else HopperTile(3, 4, 160, 32)
+    return HopperTile(2, 4, 240, 24) if listed or gathers else HopperTile(3, 4, 160, 32)
 
 
 def heads_per_group(heads: int, kv_bytes: int) -> int:
     """How many query heads are worked on at a time. `kv_bytes` are those of K and V of one query head, its share if heads share them."""
-    return max(1, min(heads, L2_BYTES // max(1, kv_bytes)))
+    groups = -(-heads // max(1, L2_BYTES // max(1, kv_bytes)))
+    return -(-heads // groups)
 
 
 def plan_hopper_forward(case: ForwardCase, score: Mod | None, mask: Mod | None) -> HopperPlan:
@@ -88,13 +91,10 @@ def plan_hopper_forward(case: ForwardCase, score: Mod | None, mask: Mod | None) 
         taken = frozenset(c.name for c in (*score[0].tensors, *score[0].scalars))
     if mask:
         mask_text = mod_text(*mask, _SYMBOLS, target, shape="qk.shape", taken=taken)
-    tile = hopper_tile(_padded(case.d_qk), _padded(case.d_v), case.blocks is not None)
+    tile = hopper_tile(round_up_head_dim(case.d_qk), round_up_head_dim(case.d_v), listed=case.blocks is not None,
+                       gathers=any(gathers(m[0]) for m in (score, mask) if m))
     scale_apart = score is not None or not case.scale_is_positive
     return HopperPlan(_spec(case, tile, score_text, mask_text, scale_apart), tile, score_text, mask_text, scale_apart)
-
-
-def _padded(d: int) -> int:
-    return max(64, round_up_head_dim(d))
 
 
 def _spec(case: ForwardCase, tile: HopperTile, score: ModText | None, mask: ModText | None, scale_apart: bool) -> KernelSpec:
@@ -105,7 +105,7 @@ def _spec(case: ForwardCase, tile: HopperTile, score: ModText | None, mask: ModT
         numbers += ["mask_stride_z", "mask_stride_h", "mask_columns"] + (["full_mask_columns"] if blocks.has_full else [])
     flags = {
         "LANGUAGE": "gluon", "DTYPE": dtype_name(case.dtype), "D_QK": case.d_qk, "D_V": case.d_v,
-        "D_QK_ROUNDED": _padded(case.d_qk), "D_V_ROUNDED": _padded(case.d_v),
+        "D_QK_ROUNDED": round_up_head_dim(case.d_qk), "D_V_ROUNDED": round_up_head_dim(case.d_v),
         "CONSUMERS": tile.consumers, "STAGES": tile.stages, "BLOCK_N": tile.BLOCK_N,
         "CONSUMER_REGISTERS": tile.consumer_registers, "PRODUCER_REGISTERS": tile.producer_registers,
         "BLOCK_MASK": blocks is not None, "HAS_FULL_BLOCKS": blocks is not None and blocks.has_full,
