@@ -99,6 +99,19 @@ def name_of(mod) -> str:
     return getattr(mod, "__name__", type(mod).__name__)
 
 
+def fits_int32(value) -> bool:
+    """May this number be an argument of a kernel? Of an int, that is."""
+    return type(value) is not int or -(1 << 31) <= value < 1 << 31
+
+
+def number_guard(number) -> Callable:
+    """Guards the type of a number that stays symbolic, and that an int fits into 32 bits if it does now."""
+    kind = type(number)
+    if fits_int32(number):
+        return lambda value: type(value) is kind and fits_int32(value)
+    return lambda value: type(value) is kind
+
+
 def same_number(expected) -> Callable:
     kind = type(expected)
     if expected != expected:
@@ -249,8 +262,7 @@ def host_call(program: HostProgram, function: Callable, args: tuple, kwargs: dic
 def adopt(program: HostProgram, run: Callable, result, name: str):
     """Take the result of a host step into the trace: numbers stay symbolic, tensors are known again by identity."""
     if type(result) in NUMBERS:
-        kind = type(result)
-        return HostNumber(program, program.add(run, result, lambda v: type(v) is kind, name), name)
+        return HostNumber(program, program.add(run, result, number_guard(result), name), name)
     if isinstance(result, torch.Tensor):
         program.add_tensor(run, result, name)
         return result
@@ -279,7 +291,7 @@ class CaptureReader:
         """The tracked form of a captured `value` that `run(values)` finds again."""
         kind = type(value)
         if kind in NUMBERS:
-            node = self._add(run, value, lambda v: type(v) is kind, name)
+            node = self._add(run, value, number_guard(value), name)
             return HostNumber(self.program, node, name)
         if isinstance(value, torch.Tensor):
             self.program.add_tensor(run, value, name)

@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from . import ops
-from .capture import NUMBERS, HostNumber, adopt, host_call
+from .capture import NUMBERS, HostNumber, adopt, fits_int32, host_call
 from .errors import ModError
 from .expr import Expr
 from .symbols import Run, Sym, TensorView
@@ -164,6 +164,8 @@ def to_expr(value) -> Expr:
         return value.expr
     if type(value) is TensorView:
         value.incomplete()
+    if isinstance(value, HostNumber) and not fits_int32(value.value):
+        value = value.pinned()  # rare, and a literal keeps to torch's rules of integer overflow in every dtype
     if isinstance(value, HostNumber):
         dtype = _WEAK_DTYPE[type(value.value)]
         return trace.table.make("scalar", (), dtype, attr=trace.scalar_index(value), weak=True)

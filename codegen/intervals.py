@@ -111,7 +111,6 @@ def _analyse(graph: ModGraph, nodes: list[Expr], run: _IntervalRun) -> Analysis:
     run.line = graph.result.source
     result = found[id(graph.result)]
     verdict = cast(result.hi, torch.int32) + cast(result.lo, torch.int32)  # what must be can be
-    verdict = torch.where(_fit_int32(nodes), verdict, _constant(1))
     symbols = {id(n): frozenset(axes[id(n)]) | {s.attr for s in walk(n) if s.op == "symbol"} for n in zones}
     parts = tuple(Zone(*axes[id(n)], _part(graph, "zone", n, symbols[id(n)])) for n in zones)
     read = frozenset(n.attr for n in walk(verdict.expr) if n.op == "symbol")
@@ -141,19 +140,6 @@ def _traits(nodes: list[Expr]) -> tuple[dict[int, frozenset[str]], dict[int, boo
 def _is_point(node: Expr, axes: dict, rounds: set[int]) -> bool:
     """Has it one value in a block? Rounded floats are left to the rules: another kernel may round them otherwise."""
     return not axes[id(node)] and id(node) not in rounds
-
-
-def _fit_int32(nodes: list[Expr]):
-    """Do the captured ints that operations take for int32 fit in it? Larger ones come in as int64, and so stay in kernels."""
-    known, seen = _constant(True), set()
-    for node in nodes:
-        wanted = [node.dtype] if node.op == "cast" else operand_dtypes(node) if node.op in OPS else []
-        for operand, dtype in zip(node.args, wanted, strict=False):
-            if operand.op == "scalar" and kind(operand.dtype) == "int" and dtype == torch.int32 and operand.attr not in seen:
-                seen.add(operand.attr)
-                wide, limits = cast(Sym(operand), torch.int64), torch.iinfo(torch.int32)
-                known = known & (wide >= limits.min) & (wide <= limits.max)
-    return known
 
 
 def _constant(value) -> Sym:

@@ -144,7 +144,7 @@ class _Printer:
             value = float(value) if kind(dtype) == "float" else bool(value) if kind(dtype) == "bool" else wrapped(value, dtype)
             return literal_text(value)
         if have == want or (node.op == "scalar" and kind(node.dtype) == "int" and want == "int32"):
-            return text  # captured ints come in as int32, or as int64 if they are that large
+            return text  # captured ints come in as int32; larger ones are literals
         if kind(dtype) == "bool":
             return _paren(f"{_atom(text)} != 0")
         if kind(node.dtype) == "int" and kind(dtype) == "float":

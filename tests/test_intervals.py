@@ -305,10 +305,11 @@ def test_forms(form):
 
 
 def test_large_captured_ints():
-    """A captured int beyond int32 comes into kernels as int64, so nothing is sure of what int32 makes of it."""
-    for n, sure in ((5, True), (2**31 - 1, True), (2**31, False), (-2**40, False)):
-        judged = Judged(lambda b, h, q_idx, kv_idx, n=n: q_idx - kv_idx < n)
-        assert (judged.block(0, 0, 0, 4, 0, 4)[0] != 1) == sure
+    """A captured int beyond int32 is compared as it is, and wraps around in arithmetic as in torch."""
+    for n in (5, 2**31 - 1, 2**31, -2**40):
+        assert Judged(lambda b, h, q_idx, kv_idx, n=n: q_idx - kv_idx < n).block(0, 0, 0, 4, 0, 4) == (2 * (n > 0),) * 2
+        wrapped = (n + 2**31) % 2**32 - 2**31
+        assert Judged(lambda b, h, q_idx, kv_idx, n=n: kv_idx < h + n).block(0, 0, 0, 4, 0, 4) == (2 * (wrapped > 0),) * 2
 
 
 # Recipes: every empty and every full block is found

@@ -292,7 +292,7 @@ def test_large_numbers_keep_their_value():
         out = evaluate_mod(make(limit), SCORES)
         inside = torch.arange(7)[:, None] < limit
         assert torch.equal(out, torch.where(inside, SCORES, 0.0))
-    assert cache_info().traces == 1
+    assert cache_info().traces == 4  # an int beyond int32 is part of the kernel
 
 
 def repeated(n):
