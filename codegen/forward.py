@@ -11,7 +11,8 @@ import torch
 from .cache import INFO
 from .cuda import DoesNotFit
 from .expr import INDEX_BOUND, ModGraph
-from .forward_plan import Blocks, ForwardCase, Options, Plan, geometry_of, plan_forward, wants_tma
+from .forward_plan import Blocks, ForwardCase, Geometry, Options, Plan, geometry_of, plan_forward, wants_tma
+from .hopper_plan import ROWS, HopperPlan, fits, heads_per_group, plan_hopper_forward
 from .kernel import backend_of, capability_of, kernel_for, on
 from .spec import layouts_of
 from .tiles import architecture, next_smaller
@@ -63,7 +64,8 @@ class BlockLists:
         return [Hm * rows if Zm > 1 else 0, rows if Hm > 1 else 0, *(t.shape[-1] for t in self.tables[1::2])]
 
 
-_plans: dict[tuple, Plan] = {}
+_plans: dict[tuple, Plan | HopperPlan] = {}
+_counters: dict[tuple, torch.Tensor] = {}
 _ready: dict[tuple, _Ready] = {}
 _READY = 1024
 
@@ -72,41 +74,44 @@ def clear() -> None:
     """Forget every plan."""
     _plans.clear()
     _ready.clear()
+    _counters.clear()
 
 
 class _Ready:
     """A forward kernel of which everything is decided but addresses and what the mods capture: found by the shapes of a call, it only packs
     arguments and launches. It serves calls whose tensors are 16-byte aligned and whose numbers fit into 32 bits."""
 
-    def __init__(self, plan: Plan, function, grid: int, numbers: list, out: torch.Tensor) -> None:
+    def __init__(self, plan: Plan | HopperPlan, function, grid: int, numbers: list, out: torch.Tensor) -> None:
         self.plan, self.function, self.grid, self.numbers = plan, function, grid, numbers
-        self.rows = plan.tile.BLOCK_N  # that a descriptor of K or V loads
+        self.described, self.counts = plan.described, isinstance(plan, HopperPlan)
         self.out_shape, self.out_strides = out.shape, out.stride()
-        self.maps: dict[tuple[int, int], list] = {}  # tensor maps of K and V by their addresses
+        self.maps: dict[tuple[int, ...], list] = {}  # tensor maps by addresses
 
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, score: list | None, mask: list | None, lists: BlockLists | None,
             output_max: bool):
         """What `forward` returns; None if this call needs another variant of the kernel."""
         mods = [*(self.plan.score.values(score) if score else ()), *(self.plan.mask.values(mask) if mask else ())]
         tables = lists.addresses if lists else ()
-        keys, values, queries = k.data_ptr(), v.data_ptr(), q.data_ptr()
-        if not _is_plain((keys, values, queries, *tables), mods):
+        inputs = [k.data_ptr(), v.data_ptr(), q.data_ptr()]
+        if not _is_plain((*inputs, *tables), mods):
             return None
         out = torch.empty_strided(self.out_shape, self.out_strides, dtype=q.dtype, device=q.device)
         lse = torch.empty(self.out_shape[:3], dtype=torch.float32, device=q.device)
         max_scores = torch.empty_like(lse) if output_max else None
-        made = [t.data_ptr() for t in ((out, lse, max_scores) if output_max else (out, lse))]
-        if self.plan.use_tma:
-            loads = self.maps.get((keys, values))
-            if loads is None:
+        addresses = [*inputs, *(t.data_ptr() for t in ((out, lse, max_scores) if output_max else (out, lse)))]
+        if self.described:
+            key = tuple(addresses[:self.described])
+            maps = self.maps.get(key)
+            if maps is None:
                 if len(self.maps) >= 64:
                     self.maps.clear()
-                loads = self.maps[keys, values] = self.function.expanded([descriptor(k, self.rows), descriptor(v, self.rows)])
-        else:
-            loads = (keys, values)
+                maps = self.maps[key] = self.function.expanded(_described(self.plan, (k, v, q, out)))
+            addresses[:self.described] = maps
         with on(q.device):
+            if self.counts:
+                addresses.append(_counter(q.device).data_ptr())
             self.function.launch_plain(self.grid, 1, 1, torch._C._cuda_getCurrentRawStream(q.device.index),
-                                       [*loads, queries, *made, *self.numbers, *tables,
+                                       [*addresses, *self.numbers, *tables,
                                         *(m.data_ptr() if isinstance(m, torch.Tensor) else m for m in mods)])
         return out, lse, max_scores
 
@@ -146,26 +151,24 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sco
         lse.fill_(float("-inf"))
         return out, lse, max_scores.fill_(float("-inf")) if output_max else None
 
-    geometry = geometry_of(q.element_size(), shapes, strides, out.stride())
-    arch = architecture_of(q.device)
-    use_tma = geometry.tma and wants_tma(options, q.dtype, arch) and k.data_ptr() % 16 == 0 and v.data_ptr() % 16 == 0
-    blocks = Blocks(lists.full_kv_indices is not None, lists.q_block, lists.kv_block, lists.interior) if lists else None
-    case = ForwardCase(q.dtype, D_QK, D_V, geometry.units, geometry.aligned, use_tma, blocks, options, scale > 0, output_max,
-                       max(Q_LEN, KV_LEN) <= INDEX_BOUND)
-    key = (case, arch, score_key, mask_key)
+    case, geometry, arch, reason = _case(q, k, v, scale, lists, options, output_max, out.stride())
+    key = (case, arch, score_key, mask_key, reason is None)
     plan = _plans.get(key)
-    if plan is None:
-        plan = _plans[key] = plan_forward(case, backend_of(q.device.type), arch, score_key, mask_key)
-    else:
+    if plan is not None:
         INFO.hits += 1
-    numbers = [*geometry.numbers, *([scale, LOG2_E] if plan.scale_apart else [scale * LOG2_E])]
+    elif reason is None:
+        plan = _plans[key] = plan_hopper_forward(case, score_key, mask_key)
+    else:
+        plan = _plans[key] = plan_forward(case, backend_of(q.device.type), arch, score_key, mask_key)
+    numbers = _hopper_numbers(q, k, v) if reason is None else geometry.numbers
+    numbers = [*numbers, *([scale, LOG2_E] if plan.scale_apart else [scale * LOG2_E])]
     tables = ()
     if lists is not None:
         numbers += lists.numbers
         tables = lists.tables
     mods = [*(plan.score.values(score[1]) if score else ()), *(plan.mask.values(mask[1]) if mask else ())]
     stats = (lse, max_scores) if output_max else (lse,)
-    variant, grid = _launch(plan, q, k, v, (out, *stats, *numbers, *tables, *mods))
+    variant, grid = _launch(plan, (k, v, q, out), stats, (*numbers, *tables, *mods))
     if getattr(variant, "function", None) and _is_plain((), (q, k, v, *tables, *numbers, *mods)):
         if len(_ready) >= _READY:
             _ready.clear()
@@ -184,16 +187,70 @@ def _is_plain(addresses: tuple[int, ...], args: tuple | list) -> bool:
     return bits % 16 == 0
 
 
-def _launch(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rest: tuple) -> tuple:
-    """Launch with the plan's tile, or with the next smaller one that the device can hold. Returns the variant and its programs."""
+def _case(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, lists: BlockLists | None, options: Options,
+          output_max: bool, out_strides: tuple[int, ...]) -> tuple[ForwardCase, Geometry, str, str | None]:
+    """What the forward kernel depends on beside its mods, the device's architecture, and why the kernel for Hopper does not serve (None
+    if it does). Raises ValueError if it does not and the user asks for it."""
+    geometry = geometry_of(q.element_size(), (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride()), out_strides)
+    arch = architecture_of(q.device)
+    aligned = (k.data_ptr() | v.data_ptr()) % 16 == 0
+    use_tma = geometry.tma and wants_tma(options, q.dtype, arch) and aligned
+    blocks = Blocks(lists.full_kv_indices is not None, lists.q_block, lists.kv_block, lists.interior) if lists else None
+    case = ForwardCase(q.dtype, q.shape[3], v.shape[3], geometry.units, geometry.aligned, use_tma, blocks, options, scale > 0, output_max,
+                       max(q.shape[2], k.shape[2]) <= INDEX_BOUND)
+    reason = fits(case, geometry, arch, aligned and q.data_ptr() % 16 == 0)
+    if options.backend == "GLUON" and reason is not None:
+        raise ValueError(f"kernel_options['BACKEND'] is 'GLUON', but {reason}; leave BACKEND out")
+    return case, geometry, arch, "BACKEND is TRITON" if options.backend == "TRITON" else reason
+
+
+def _hopper_numbers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[int]:
+    Z, Hq, Q_LEN, D_QK = q.shape
+    Zkv, Hkv, KV_LEN, D_V = v.shape
+    kv_bytes = KV_LEN * (D_QK + D_V) * q.element_size() * Hkv // Hq
+    return [Hq, Zkv, Hq // Hkv, Q_LEN, KV_LEN, Z * Hq, heads_per_group(Z * Hq, kv_bytes)]
+
+
+def _counter(device: torch.device) -> torch.Tensor:
+    """An int32 of zero for the current stream, on which one kernel after another may count: each leaves it zero. A CUDA graph gets one of
+    its own, as graphs may run beside each other."""
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    key = (device, torch._C._cuda_getCurrentRawStream(device.index))
+    found = _counters.get(key)
+    if found is None:
+        found = _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
+    return found
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _described(plan: Plan | HopperPlan, tensors: tuple) -> list:
+    """Descriptors of the first of k, v, q and out, as many as the plan's kernel takes."""
+    rows = (plan.tile.BLOCK_N, plan.tile.BLOCK_N, ROWS, ROWS)
+    return [descriptor(t, n) for t, n in zip(tensors[:plan.described], rows, strict=False)]
+
+
+def _launch(plan: Plan | HopperPlan, tensors: tuple, stats: tuple, rest: tuple) -> tuple:
+    """Launch on k, v, q and out with the plan's tile, or with the next smaller one that the device can hold. Returns the variant and its
+    programs."""
+    q = tensors[2]
     Z, Hq, Q_LEN, _ = q.shape
     kernel = kernel_for(plan.spec)
     while True:
         tile = plan.tile
-        keys, values = (descriptor(k, tile.BLOCK_N), descriptor(v, tile.BLOCK_N)) if plan.use_tma else (k, v)
+        args = (*_described(plan, tensors), *tensors[plan.described:], *stats)
         grid = -(-Q_LEN // tile.BLOCK_M) * Z * Hq
+        if isinstance(plan, HopperPlan):
+            grid = min(grid, _multiprocessors(q.device))
+            with on(q.device):
+                counter = _counter(q.device)
+            return kernel.launch((grid,), (*args, counter, *rest), q.device, (), num_warps=4), grid
         try:
-            variant = kernel.launch((grid,), (keys, values, q, *rest), q.device, (tile.BLOCK_M, tile.BLOCK_N), num_warps=tile.num_warps,
+            variant = kernel.launch((grid,), (*args, *rest), q.device, (tile.BLOCK_M, tile.BLOCK_N), num_warps=tile.num_warps,
                                     num_stages=tile.num_stages)
             return variant, grid
         except DoesNotFit:

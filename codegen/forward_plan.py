@@ -29,6 +29,7 @@ class Options:
     blocks_are_contiguous: bool = False
     use_tma: bool | None = None  # None: where the device has it and it is faster
     float32_precision: str = "ieee"
+    backend: str | None = None  # "TRITON" or "GLUON"; None: the faster one that serves the call
     tile: tuple[tuple[str, int], ...] = ()
 
 
@@ -70,6 +71,11 @@ class Plan:
     mask: ModText | None
     use_tma: bool
     scale_apart: bool  # SM_SCALE and TO_LOG2 are two arguments
+
+    @property
+    def described(self) -> int:
+        """How many of k, v, q and out are passed as TMA descriptors."""
+        return 2 if self.use_tma else 0
 
 
 def wants_tma(options: Options, dtype: torch.dtype, arch: str) -> bool:

@@ -45,20 +45,29 @@ class HopperPlan:
     score: ModText | None
     mask: ModText | None
     scale_apart: bool  # SM_SCALE and TO_LOG2 are two arguments
+    described = 4  # how many of k, v, q and out are passed as TMA descriptors
 
 
-def fits(case: ForwardCase, geometry: Geometry) -> str | None:
-    """Why a call cannot be served, or None if it can. The base addresses of q, k, v and out must be multiples of 16 bytes, too."""
+def fits(case: ForwardCase, geometry: Geometry, arch: str = "sm_90", aligned: bool = True) -> str | None:
+    """Why a call cannot be served, or None if it can.
+
+    aligned   the addresses of q, k and v are multiples of 16 bytes
+    """
+    if arch != "sm_90":
+        return f"the kernel for Hopper needs sm_90, this is {arch}"
     if case.dtype not in (torch.bfloat16, torch.float16):
         return f"{dtype_name(case.dtype)} has no wgmma of its precision"
     if any(round_up_head_dim(d) not in (64, 128) for d in (case.d_qk, case.d_v)):
         return f"head dims are {case.d_qk} and {case.d_v}; there are tiles for 33 to 128"
-    if not (geometry.tma and geometry.q_tma):
-        return "TMA cannot load q, k or v: a head dim that is not contiguous, or strides that are no multiples of 16 bytes"
+    if not (geometry.tma and geometry.q_tma and aligned):
+        return "TMA cannot load q, k or v: a head dim that is not contiguous, or an address or strides that are no multiples of 16 bytes"
+    if case.options.use_tma is False:
+        return "USE_TMA is False"
     if case.options.prescale_qk:
         return "PRESCALE_QK: q goes to shared memory as it is"
-    if case.options.tile:
-        return f"{', '.join(name for name, _ in case.options.tile)}: this kernel has tiles of its own"
+    tile = [name for name, _ in case.options.tile if name in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")]
+    if tile:
+        return f"{', '.join(tile)}: this kernel has tiles of its own"
     if case.blocks and (case.blocks.q_block % (2 * ROWS) or case.blocks.kv_block % BLOCK_N):
         return f"block sizes {case.blocks.q_block} and {case.blocks.kv_block} are no multiples of {2 * ROWS} and {BLOCK_N}"
     return None

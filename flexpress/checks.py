@@ -14,7 +14,7 @@ _SWITCHES = {"PRESCALE_QK": "prescale_qk", "ROWS_GUARANTEED_SAFE": "rows_guarant
              "BLOCKS_ARE_CONTIGUOUS": "blocks_are_contiguous", "USE_TMA": "use_tma"}
 # options of torch's module that have nothing to choose here, or that belong to the backward pass
 _ACCEPTED = {"OUTPUT_LOGSUMEXP", "OUTPUT_MAX", "FORCE_USE_FLEX_ATTENTION", "WRITE_DQ", "IS_DIVISIBLE", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2",
-             "BLOCK_N2", "BACKEND"}
+             "BLOCK_N2"}
 
 
 def check_tensors(query, key, value, enable_gqa: bool) -> None:
@@ -108,7 +108,7 @@ def parse_options(kernel_options: dict | None) -> Options:
     if not kernel_options:
         return _DEFAULT
     switches, tile = {}, {}
-    precision = "ieee"
+    precision, backend = "ieee", None
     for name, value in kernel_options.items():
         key = name.removeprefix("fwd_")
         backward = _BACKWARD_OPTIONS.get(key.removeprefix("bwd_") if "BLOCK" in key else key)
@@ -125,13 +125,18 @@ def parse_options(kernel_options: dict | None) -> Options:
             precision = str(value).strip("'\"").lower()
             if precision not in ("ieee", "tf32"):
                 raise ValueError(f"kernel_options['FLOAT32_PRECISION'] is {value!r}; write 'ieee' or 'tf32'")
+        elif key == "BACKEND":
+            if value not in _BACKENDS:
+                raise ValueError(f"kernel_options['BACKEND'] is {value!r}; write {', '.join(map(repr, _BACKENDS))}")
+            backend = _BACKENDS[value]
         else:
-            known = ", ".join((*_TILE_OPTIONS, *_SWITCHES, "FLOAT32_PRECISION"))
+            known = ", ".join((*_TILE_OPTIONS, *_SWITCHES, "FLOAT32_PRECISION", "BACKEND"))
             raise ValueError(f"kernel_options has no {name!r}; known are {known}")
-    return Options(**switches, float32_precision=precision, tile=tuple(sorted(tile.items())))
+    return Options(**switches, float32_precision=precision, backend=backend, tile=tuple(sorted(tile.items())))
 
 
 _DEFAULT = Options()
+_BACKENDS = {"AUTO": None, "TRITON": "TRITON", "GLUON": "GLUON", "FLASH": None, "TRITON_DECODE": "TRITON"}  # torch's, and ours
 
 
 def _tile_number(key: str, value) -> int:

@@ -43,6 +43,8 @@ def launches(monkeypatch):
     monkeypatch.setattr(forward, "descriptor", lambda t, rows: tma._known(t.data_ptr(), t.dtype, t.shape, t.stride(), rows))
     monkeypatch.setattr(binary, "obtain", lambda *_: (Recorder(found), False))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(forward, "_multiprocessors", lambda _: 5)
     forward.clear()
     kernel.clear()
     yield found
@@ -74,9 +76,11 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("backend", ["TRITON", "AUTO"])
 @pytest.mark.parametrize("name", CASES)
-def test_the_short_way_has_the_same_arguments(name, launches):
+def test_the_short_way_has_the_same_arguments(name, backend, launches):
     case = dict(CASES[name])
+    case["kernel_options"] = {"BACKEND": backend, **case.get("kernel_options", {})}
     q, k, v = tensors(case.pop("dtype", torch.bfloat16))
     mask = case.pop("mask", None)
     if mask is not None:  # made by the interpreter
@@ -84,12 +88,15 @@ def test_the_short_way_has_the_same_arguments(name, launches):
     outs = [flex_attention(q, k, v, enable_gqa=True, **case) for _ in range(3)]
     assert [way for way, *_ in launches] == ["long", "short", "short"]
     (_, grid, first), (_, other_grid, second), _ = launches
-    loads = 8 if forward.wants_tma(forward.Options(), q.dtype, "sm_90") and name != "no TMA" else 2
-    made = [loads + 1, loads + 2, *([loads + 3] if name == "max scores" else [])]  # after Q: O, LSE, MAX
+    portable = backend == "TRITON" or name in ("float32", "no TMA")
+    out = (3 if name in ("float32", "no TMA") else 9) if portable else 12  # after K, V and Q: addresses, or descriptors of four values
+    lse = out + (1 if portable else 4)
+    made = [out, lse, *([lse + 1] if name == "max scores" else [])]
+    assert (grid == 5) != portable
     assert grid == other_grid and same_but_for(first, second, made)
     first_out, second_out = (o[0] if isinstance(o, tuple) else o for o in outs[:2])
     assert first_out.stride() == second_out.stride() and first_out.dtype == second_out.dtype
-    assert second[loads + 1] == second_out.data_ptr()
+    assert second[out] == second_out.data_ptr()
 
 
 def test_what_the_short_way_cannot_serve(launches):
@@ -107,6 +114,7 @@ def test_what_the_short_way_cannot_serve(launches):
         flex_attention(query, k, v, mod, enable_gqa=True)
     assert [way for way, *_ in launches] == ["long", "short", "long", "long", "short"]
     assert launches[-1][2][-1] == 32
+    assert launches[2][1] != launches[1][1]  # what TMA cannot load: another kernel
 
 
 def test_other_addresses_get_their_own_maps(launches):
@@ -115,6 +123,6 @@ def test_other_addresses_get_their_own_maps(launches):
         for _ in range(3):
             q, k, v = tensors()
             flex_attention(q, k, v, enable_gqa=True)
-            assert launches[-1][2][0] == k.data_ptr() and launches[-1][2][4] == v.data_ptr() and launches[-1][2][8] == q.data_ptr()
+            assert launches[-1][2][:12:4] == [t.data_ptr() for t in (k, v, q)]
     assert [way for way, *_ in launches] == ["long"] + ["short"] * 5
     assert cache_info().hits == before + 5
