@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 import os
 import threading
 import types
@@ -67,8 +68,9 @@ def type_of(entry, gluon: bool = False) -> str:
 
 
 def descriptor_type(element: str, itemsize: int, block: tuple[int, ...], gluon: bool = False) -> str:
-    """Triton's name for a descriptor of blocks. In shared memory, rows are swizzled in the widest pattern that they fill."""
-    width = max(w for w in (0, 32, 64, 128) if w == 0 or block[-1] * itemsize % w == 0)
+    """Triton's name for a descriptor of blocks. In shared memory, rows are swizzled in the widest pattern that they fill, if there are 8."""
+    widths = (32, 64, 128) if math.prod(block[:-1]) >= 8 else ()
+    width = max((w for w in widths if block[-1] * itemsize % w == 0), default=0)
     layout = f",NVMMASharedLayout({width}, {itemsize * 8}, {len(block)})" if gluon else ""
     return f"tensordesc<{element}[{', '.join(map(str, block))}]{layout}>"
 

@@ -1,0 +1,131 @@
+"""The fused backward kernel for Hopper as a plan: which calls it serves, and from what is known of one to its KernelSpecs.
+
+The kernel (templates/hopper_backward.py.jinja) is written in Gluon, for sm_90 alone. It takes lse2 and delta from backward_delta and
+leaves dQ in float32 without scale, which hopper_dq_convert finishes.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+
+from .backward_plan import BackwardCase, delta_spec
+from .forward_plan import Mod
+from .grad import differentiate
+from .lower import Target
+from .spec import Differential, KernelSpec, ModText, dtype_name, may_be_nan, mod_text
+
+BLOCK_N = 128  # keys of a program, 64 for each consumer
+CONVERT_ROWS = 64  # BLOCK_M of hopper_dq_convert
+# a derivative is linear in the gradient of its result: it is applied to p before dP is there, which is waited for with fewer registers
+_SYMBOLS = {"score": "qk", "b": "z", "h": "h", "q_idx": "m", "kv_idx": "n", "grad": "p"}
+
+
+@dataclass(frozen=True, slots=True)
+class HopperBackwardTile:
+    """Query rows of a block, buffers of Q and dO, and registers of a consumer's and of the producer's threads."""
+
+    BLOCK_M: int
+    stages: int = 2
+    consumer_registers: int = 240
+    producer_registers: int = 24
+    BLOCK_N: int = BLOCK_N
+
+
+@dataclass(eq=False, slots=True)
+class HopperBackwardPlan:
+    """The kernels of one backward pass, in the order of their launch; dQ is zeroed before the second."""
+
+    delta: KernelSpec
+    fused: KernelSpec
+    convert: KernelSpec
+    tile: HopperBackwardTile
+    score: ModText | None
+    mask: ModText | None
+    scale_apart: bool  # TO_LOG2 does not carry the scale
+
+    @property
+    def blocks(self) -> dict[str, tuple[int, int]]:
+        """The last two sizes of each descriptor's blocks; the first two are 1."""
+        d, m = self.fused.flag["D"], self.tile.BLOCK_M
+        return {"desc_q": (m, d), "desc_do": (m, d), "desc_k": (BLOCK_N, d), "desc_v": (BLOCK_N, d), "desc_lse2": (1, m),
+                "desc_delta": (1, m), "desc_dq": (64, self.fused.flag["DQ_COLUMNS"]), "desc_dk": (64, d), "desc_dv": (64, d)}
+
+
+def fits(case: BackwardCase) -> str | None:
+    """Why a call cannot be served, or None if it can. TMA must be able to load q, k, v and dO and to store dk and dv, too."""
+    if case.dtype not in (torch.bfloat16, torch.float16):
+        return f"{dtype_name(case.dtype)} has no wgmma of its precision"
+    if case.d_qk != case.d_v or case.d_qk not in (64, 128):
+        return f"head dims {case.d_qk} and {case.d_v}: they must be equal, 64 or 128"
+    if case.deterministic:
+        return "deterministic: programs add to dQ in any order"
+    if case.captured:
+        return "a captured tensor wants a gradient, which this kernel does not gather"
+    if not all(case.use_tma):
+        return "TMA cannot load q, k, v or the gradient of the output, or is not wanted"
+    if case.options.tile:
+        return f"{', '.join(name for name, _ in case.options.tile)}: this kernel has tiles of its own"
+    rows = hopper_backward_tile(case.d_qk).BLOCK_M
+    if case.blocks and (case.blocks.q_block % rows or case.blocks.kv_block % BLOCK_N):
+        return f"block sizes {case.blocks.q_block} and {case.blocks.kv_block} are no multiples of {rows} and {BLOCK_N}"
+    return None
+
+
+def hopper_backward_tile(d: int) -> HopperBackwardTile:
+    """The tile for a head dim."""
+    return HopperBackwardTile(64 if d > 64 else 128)
+
+
+def plan_hopper_backward(case: BackwardCase, score: Mod | None, mask: Mod | None) -> HopperBackwardPlan:
+    """The plan for a case that `fits`."""
+    target = Target("cuda", dtype_name(case.dtype), case.exact_indices, "gluon")
+    score_text = mask_text = None
+    taken = frozenset()
+    if score:
+        derivative = differentiate(score[0], frozenset()).score
+        score_text = mod_text(*score, _SYMBOLS, target, shape="qk.shape", differential=Differential(derivative))
+        if derivative is None:
+            score_text = replace(score_text, gradient=replace(score_text.gradient, score="gl.zeros_like(p)"))
+        taken = frozenset(c.name for c in (*score[0].tensors, *score[0].scalars))
+    if mask:
+        mask_text = mod_text(*mask, _SYMBOLS, target, shape="qk.shape", taken=taken)
+    tile = hopper_backward_tile(case.d_qk)
+    scale_apart = score is not None or not case.scale_is_positive
+    check_padding = score is not None and may_be_nan(score[0].result)
+    fused = _spec(case, tile, score_text, mask_text, scale_apart, check_padding)
+    return HopperBackwardPlan(delta_spec(case, "cuda"), fused, _convert_spec(case), tile, score_text, mask_text, scale_apart)
+
+
+def _spec(case: BackwardCase, tile: HopperBackwardTile, score: ModText | None, mask: ModText | None, scale_apart: bool,
+          check_padding: bool) -> KernelSpec:
+    blocks, mods, d = case.blocks, [m for m in (score, mask) if m], case.d_qk
+    numbers = ["Z", "Zkv", "Hkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", "SM_SCALE", "TO_LOG2"]
+    if blocks:
+        numbers += ["mask_stride_z", "mask_stride_h", "mask_rows"] + (["full_mask_rows"] if blocks.has_full else [])
+    columns = tile.BLOCK_M == 64  # which way consumers share a block's dQ; each computes 64 rows
+    lines = [line for m in mods for line in (*m.lines, m.result)]
+    if score:
+        lines += [*score.gradient.lines, score.gradient.score]
+    flags = {
+        "LANGUAGE": "gluon", "DTYPE": dtype_name(case.dtype), "D_QK": d, "D_V": d, "D": d,
+        "BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N, "STAGES": tile.stages,
+        "SPLIT_COLUMNS": columns, "DQ_COLUMNS": d // 2 if columns else d,
+        "CONSUMER_REGISTERS": tile.consumer_registers, "PRODUCER_REGISTERS": tile.producer_registers,
+        "BLOCK_MASK": blocks is not None, "HAS_FULL_BLOCKS": blocks is not None and blocks.has_full,
+        "SPARSE_Q_BLOCK_SIZE": blocks.q_block if blocks else 0, "SPARSE_KV_BLOCK_SIZE": blocks.kv_block if blocks else 0,
+        "STEPS": blocks.q_block // tile.BLOCK_M if blocks else 1,
+        "SCALE_FIRST": scale_apart, "CHECK_PADDING": check_padding,
+        "BARRIER": "thread_barrier" if triton.__version__ < "3.7" else "barrier",  # Gluon renamed it
+        "imports_triton": any(re.search(r"\btl\.", line) for line in lines),
+        "numbers": tuple(numbers) + tuple(n for m in mods for n in m.numbers), "parameters": tuple(numbers),
+    }
+    return KernelSpec("hopper_backward", (score, mask), tuple(flags.items()), "cuda")
+
+
+def _convert_spec(case: BackwardCase) -> KernelSpec:
+    numbers = ("Hq", "Q_LEN", "ROWS", "stride_dqz", "stride_dqh", "stride_dqm", "SM_SCALE")
+    return KernelSpec("hopper_dq_convert", (), (("D", case.d_qk), ("numbers", numbers), ("parameters", numbers)), "cuda")

@@ -1,0 +1,107 @@
+"""The fused backward kernel compiles for Hopper, fits its shared memory, spills nothing and keeps its products asynchronous."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import pytest
+import torch
+
+from flexpress.codegen.backward_plan import BackwardCase
+from flexpress.codegen.forward_plan import Blocks, Options
+from flexpress.codegen.hopper_backward_plan import CONVERT_ROWS, fits, plan_hopper_backward
+from flexpress.codegen.offline import compile_for
+from flexpress.codegen.preview import EXTENTS
+from flexpress.codegen.render import render
+from flexpress.codegen.signature import bind
+from flexpress.codegen.spec import dtype_name, layouts_of
+from flexpress.codegen.tiles import SHARED_MEMORY
+from flexpress.recipes import make
+
+PLAIN = BackwardCase(torch.bfloat16, 128, 128, use_tma=(True, True))
+TABLES = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
+
+CASES = {  # recipes and what differs from PLAIN
+    "plain d128 bf16": ("", {}),
+    "plain d64 fp16": ("", dict(dtype=torch.float16, d_qk=64, d_v=64)),
+    "plain d128 bf16, negative scale": ("", dict(scale_is_positive=False)),
+    "causal d128 bf16": ("causal", {}),
+    "causal d64 bf16": ("causal", dict(d_qk=64, d_v=64)),
+    "causal d128 fp16, blocks of 256": ("causal", dict(dtype=torch.float16, blocks=Blocks(True, 256, 256))),
+    "causal d128 bf16, one list": ("causal", dict(blocks=Blocks(False, 128, 128))),
+    "alibi causal d128 bf16": ("alibi causal", {}),
+    "alibi causal d64 bf16": ("alibi causal", dict(d_qk=64, d_v=64)),
+    "softcap causal d128 bf16": ("softcap causal", {}),
+    "softcap d64 fp16": ("softcap", dict(dtype=torch.float16, d_qk=64, d_v=64)),
+    "relative_bias d128 bf16": ("relative_bias", {}),
+    "document d128 bf16": ("document", {}),
+}
+
+
+def planned(recipes: str, changes: dict):
+    """The plan of a case and the values of its mods' arguments."""
+    score_mod, mask_mod = make(*recipes.split())
+    bound = [bind(mod, kind) if mod else None for mod, kind in ((score_mod, "score"), (mask_mod, "mask"))]
+    case = PLAIN._replace(**{"blocks": Blocks(True, 128, 128) if mask_mod else None, **changes})
+    assert fits(case) is None
+    plan = plan_hopper_backward(case, *((b[0], layouts_of(*b, EXTENTS)) if b else None for b in bound))
+    arguments = {}
+    for text, found in zip((plan.score, plan.mask), bound, strict=True):
+        if text:
+            arguments.update(zip(text.args, text.values(found[1]), strict=True))
+    return case, plan, arguments
+
+
+@functools.cache
+def compiled(name: str):
+    """The kernel of a case for sm_90."""
+    case, plan, arguments = planned(*CASES[name])
+    floats = {"desc_lse2", "desc_delta", "desc_dq"}
+    tensors = {t: f"desc:{'float32' if t in floats else dtype_name(case.dtype)}:{r}x{c}" for t, (r, c) in plan.blocks.items()}
+    tensors |= dict.fromkeys(TABLES, "int32")
+    tensors |= {k: dtype_name(v.dtype) for k, v in arguments.items() if isinstance(v, torch.Tensor)}
+    numbers = frozenset(("SM_SCALE", "TO_LOG2", *(k for k, v in arguments.items() if type(v) is float)))
+    return compile_for(plan.fused, "sm_90", tensors=tensors, floats=numbers, constants={}, num_warps=4, num_stages=1)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_fits_and_spills_nothing(name):
+    made = compiled(name)
+    assert made.shared <= SHARED_MEMORY["sm_90"]
+    assert made.spilled == 0
+    assert not made.warnings  # of wgmma that would run one after another, above all
+
+
+@pytest.mark.parametrize("name", ["causal d128 bf16", "causal d64 bf16"])
+def test_dq_is_added_to_memory_by_the_tma_unit(name):
+    ptx = compiled(name).assembly["ptx"]
+    assert "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add" in ptx
+    assert not re.search(r"\b(atom|red)\.global\S*\.f32", ptx)
+
+
+def test_dq_is_converted():
+    _, plan, _ = planned("", {})
+    made = compile_for(plan.convert, "sm_90", tensors={"SUM": "float32", "DQ": "bfloat16"}, floats=frozenset({"SM_SCALE"}),
+                       constants={"BLOCK_M": CONVERT_ROWS})
+    assert made.spilled == 0
+
+
+def test_derivative_comes_before_the_wait_for_dp():
+    _, plan, _ = planned("softcap causal", {})
+    text = render(plan.fused)
+    assert text.index("slope = ") < text.index("dp = warpgroup_mma_wait(")
+
+
+@pytest.mark.parametrize("changes, word", [
+    (dict(dtype=torch.float32), "wgmma"),
+    (dict(d_qk=192), "head dims"),
+    (dict(d_qk=80, d_v=80), "head dims"),
+    (dict(deterministic=True), "deterministic"),
+    (dict(captured=frozenset({0})), "captured"),
+    (dict(use_tma=(True, False)), "TMA"),
+    (dict(options=Options(tile=(("BLOCK_M", 64),))), "BLOCK_M"),
+    (dict(blocks=Blocks(True, 128, 64)), "block sizes"),
+])
+def test_what_it_does_not_serve_is_named(changes, word):
+    assert word in fits(PLAIN._replace(**changes))
