@@ -26,10 +26,9 @@ _SYMBOLS = {"score": "qk", "b": "z", "h": "h", "q_idx": "m", "kv_idx": "n", "gra
 
 @dataclass(frozen=True, slots=True)
 class HopperBackwardTile:
-    """Query rows of a block, buffers of Q and dO, and registers of a consumer's and of the producer's threads."""
+    """Query rows of a block, and registers of a consumer's and of the producer's threads."""
 
     BLOCK_M: int
-    stages: int = 2
     consumer_registers: int = 240
     producer_registers: int = 24
     BLOCK_N: int = BLOCK_N
@@ -112,7 +111,7 @@ def _spec(case: BackwardCase, tile: HopperBackwardTile, score: ModText | None, m
         lines += [*score.gradient.lines, score.gradient.score]
     flags = {
         "LANGUAGE": "gluon", "DTYPE": dtype_name(case.dtype), "D_QK": d, "D_V": d, "D": d,
-        "BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N, "STAGES": tile.stages,
+        "BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N,
         "SPLIT_COLUMNS": columns, "DQ_COLUMNS": d // 2 if columns else d,
         "CONSUMER_REGISTERS": tile.consumer_registers, "PRODUCER_REGISTERS": tile.producer_registers,
         "BLOCK_MASK": blocks is not None, "HAS_FULL_BLOCKS": blocks is not None and blocks.has_full,
