@@ -68,7 +68,7 @@ def type_of(entry, gluon: bool = False) -> str:
 
 
 def descriptor_type(element: str, itemsize: int, block: tuple[int, ...], gluon: bool = False) -> str:
-    """Triton's name for a descriptor of blocks. In shared memory, rows are swizzled in the widest pattern that they fill, if there are 8."""
+    """Triton's name for a descriptor of blocks. In shared memory, 8 rows or more are swizzled in the widest pattern that they fill."""
     widths = (32, 64, 128) if math.prod(block[:-1]) >= 8 else ()
     width = max((w for w in widths if block[-1] * itemsize % w == 0), default=0)
     layout = f",NVMMASharedLayout({width}, {itemsize * 8}, {len(block)})" if gluon else ""

@@ -68,19 +68,20 @@ def fits(case: BackwardCase) -> str | None:
         return "TMA cannot load q, k, v or the gradient of the output, or is not wanted"
     if case.options.tile:
         return f"{', '.join(name for name, _ in case.options.tile)}: this kernel has tiles of its own"
-    rows = hopper_backward_tile(case.d_qk).BLOCK_M
+    rows = hopper_backward_tile(case.d_qk, case.blocks is not None).BLOCK_M
     if case.blocks and (case.blocks.q_block % rows or case.blocks.kv_block % BLOCK_N):
         return f"block sizes {case.blocks.q_block} and {case.blocks.kv_block} are no multiples of {rows} and {BLOCK_N}"
     return None
 
 
-def hopper_backward_tile(d: int) -> HopperBackwardTile:
-    """The tile for a head dim."""
-    return HopperBackwardTile(64 if d > 64 else 128)
+def hopper_backward_tile(d: int, mods: bool) -> HopperBackwardTile:
+    """The tile for a head dim. 128 query rows halve the barriers of head dim 64, but mods then spill up to 1800 bytes."""
+    return HopperBackwardTile(128 if d == 64 and not mods else 64)
 
 
-def plan_hopper_backward(case: BackwardCase, score: Mod | None, mask: Mod | None) -> HopperBackwardPlan:
-    """The plan for a case that `fits`."""
+def plan_hopper_backward(case: BackwardCase, score: Mod | None, mask: Mod | None,
+                         tile: HopperBackwardTile | None = None) -> HopperBackwardPlan:
+    """The plan for a case that `fits`; `tile` instead of its own, to measure another."""
     target = Target("cuda", dtype_name(case.dtype), case.exact_indices, "gluon")
     score_text = mask_text = None
     taken = frozenset()
@@ -92,7 +93,7 @@ def plan_hopper_backward(case: BackwardCase, score: Mod | None, mask: Mod | None
         taken = frozenset(c.name for c in (*score[0].tensors, *score[0].scalars))
     if mask:
         mask_text = mod_text(*mask, _SYMBOLS, target, shape="qk.shape", taken=taken)
-    tile = hopper_backward_tile(case.d_qk)
+    tile = tile or hopper_backward_tile(case.d_qk, bool(score or mask))
     scale_apart = score is not None or not case.scale_is_positive
     check_padding = score is not None and may_be_nan(score[0].result)
     fused = _spec(case, tile, score_text, mask_text, scale_apart, check_padding)
