@@ -24,10 +24,11 @@ SPILLED = {  # bytes at most; 0 elsewhere. In the loops without a mask, plain an
     "plain d128 bf16": 64, "plain d128 bf16, negative scale": 64, "plain d64 fp16": 288, "causal d128 bf16": 128,
     "causal d128 fp16, blocks of 256": 128, "causal d128 bf16, one list": 96, "alibi causal d128 bf16": 240,
     "softcap causal d128 bf16": 360, "relative_bias d128 bf16": 320, "document d128 bf16": 240,
+    "a derivative that may be NaN, a mask of keys, d64 bf16": 224,
 }
 TABLES = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 
-CASES = {  # recipes and what differs from PLAIN
+CASES = {  # mods, or recipes for them, and what differs from PLAIN
     "plain d128 bf16": ("", {}),
     "plain d64 fp16": ("", dict(dtype=torch.float16, d_qk=64, d_v=64)),
     "plain d128 bf16, negative scale": ("", dict(scale_is_positive=False)),
@@ -41,12 +42,15 @@ CASES = {  # recipes and what differs from PLAIN
     "softcap d64 fp16": ("softcap", dict(dtype=torch.float16, d_qk=64, d_v=64)),
     "relative_bias d128 bf16": ("relative_bias", {}),
     "document d128 bf16": ("document", {}),
+    "a score_mod without derivative, d64 bf16": ((lambda s, b, h, m, n: (m - n) * 0.1, None), dict(d_qk=64, d_v=64)),
+    "a derivative that may be NaN, a mask of keys, d64 bf16": (
+        (lambda s, b, h, m, n: torch.sqrt(torch.abs(s)) + torch.exp(s) * h, lambda b, h, m, n: n < 100 * (b + 1)), dict(d_qk=64, d_v=64)),
 }
 
 
-def planned(recipes: str, changes: dict):
+def planned(mods: str | tuple, changes: dict):
     """The plan of a case and the values of its mods' arguments."""
-    score_mod, mask_mod = make(*recipes.split())
+    score_mod, mask_mod = make(*mods.split()) if isinstance(mods, str) else mods
     bound = [bind(mod, kind) if mod else None for mod, kind in ((score_mod, "score"), (mask_mod, "mask"))]
     case = PLAIN._replace(**{"blocks": Blocks(True, 128, 128) if mask_mod else None, **changes})
     assert fits(case) is None
