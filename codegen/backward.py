@@ -12,13 +12,14 @@ from .cuda import DoesNotFit
 from .expr import INDEX_BOUND, Expr, ModGraph
 from .forward import LOG2_E, BlockLists, architecture_of, output_like
 from .forward_plan import Blocks, Options, wants_tma
+from .hopper_backward_plan import CONVERT_ROWS, HopperBackwardPlan, fits, plan_hopper_backward
 from .host import compute
 from .kernel import backend_of, kernel_for
 from .spec import layouts_of
 from .tiles import next_smaller
 from .tma import descriptor
 
-_plans: dict[tuple, BackwardPlan] = {}
+_plans: dict[tuple, BackwardPlan | HopperBackwardPlan] = {}
 _CHUNK = 1 << 24  # positions whose gradient is added up at a time on the host
 
 
@@ -48,8 +49,8 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tenso
     extents = (Z, Hq, Q_LEN, KV_LEN)
     arch = architecture_of(q.device)
     tma = wants_tma(options, q.dtype, arch) and arch != "cpu"
-    use_tma = tuple(tma and fits and all(t.data_ptr() % 16 == 0 for t in pair)
-                    for fits, pair in zip(geometry.tma, ((k, v), (q, do)), strict=True))
+    use_tma = tuple(tma and possible and all(t.data_ptr() % 16 == 0 for t in pair)
+                    for possible, pair in zip(geometry.tma, ((k, v), (q, do)), strict=True))
     blocks = Blocks(lists.full_kv_indices is not None, lists.q_block, lists.kv_block, lists.interior) if lists else None
     case = BackwardCase(q.dtype, D_QK, D_V, geometry.aligned, use_tma, blocks, options, scale > 0,
                         max(Q_LEN, KV_LEN) <= INDEX_BOUND, Z == 1, Hq == 1, deterministic, dlse is not None, wanted)
@@ -57,10 +58,12 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tenso
     mask_key = (mask[0], layouts_of(*mask, extents)) if mask else None
     key = (case, arch, score_key, mask_key)
     plan = _plans.get(key)
-    if plan is None:
-        plan = _plans[key] = plan_backward(case, backend_of(q.device.type), arch, score_key, mask_key)
-    else:
+    if plan is not None:
         INFO.hits += 1
+    elif fits(case, arch) is None and options.backend != "TRITON":
+        plan = _plans[key] = plan_hopper_backward(case, score_key, mask_key)
+    else:
+        plan = _plans[key] = plan_backward(case, backend_of(q.device.type), arch, score_key, mask_key)
 
     whole = math.lcm(STATS_ALIGNMENT, lists.q_block if lists else 1)  # backward_dkv walks whole query blocks
     stats_len = -(-Q_LEN // whole) * whole
@@ -74,6 +77,9 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tenso
                                   (out, do, *stats, lse2, delta, *_numbers(plan.delta, {**known, **plain})), q.device,
                                   (delta_rows(D_V),), num_warps=4, num_stages=1)
 
+    if isinstance(plan, HopperBackwardPlan):
+        _launch_fused(plan, tensors, lse2, delta, known, transposed, score, mask)
+        return dq, dk, dv, {}
     sums = _Sums(plan, score, extents, q.device)
     _launch(plan.dkv, "dkv", (q, do), (k, v, lse2, delta, dk, dv), known, transposed, score, mask, sums)
     _launch(plan.dq, "dq", (k, v), (q, do, lse2, delta, dq), known, lists, score, mask, sums)
@@ -92,6 +98,27 @@ def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 def _numbers(spec, known: dict) -> list:
     return [known[name] for name in spec.flag["parameters"]]
+
+
+def _launch_fused(plan: HopperBackwardPlan, tensors: tuple, lse2: torch.Tensor, delta: torch.Tensor, known: dict,
+                  lists: BlockLists | None, score, mask) -> None:
+    """Launch hopper_backward, which adds up dQ in float32, and the conversion of that."""
+    q, k, v, do, dq, dk, dv = tensors
+    Z, Hq, Q_LEN, D = q.shape
+    rows = -(-Q_LEN // CONVERT_ROWS) * CONVERT_ROWS
+    dq_sum = torch.zeros((Z, Hq, rows, D), dtype=torch.float32, device=q.device)
+    described = {"q": q, "do": do, "k": k, "v": v, "lse2": lse2[:, :, None], "delta": delta[:, :, None], "dq": dq_sum, "dk": dk, "dv": dv}
+    tables = ()
+    if lists is not None:
+        known = {**known, **dict(zip(("mask_stride_z", "mask_stride_h", "mask_rows", "full_mask_rows"), lists.numbers, strict=False))}
+        tables = lists.tables
+    mods = [*(plan.score.values(score[1]) if score else ()), *(plan.mask.values(mask[1]) if mask else ())]
+    descriptors = [descriptor(t, *plan.blocks[f"desc_{name}"]) for name, t in described.items()]
+    grid = (-(-k.shape[2] // plan.tile.BLOCK_N) * k.shape[0] * k.shape[1],)
+    kernel_for(plan.fused).launch(grid, (*descriptors, *_numbers(plan.fused, known), *tables, *mods), q.device, (), num_warps=4)
+    known = {**known, "ROWS": rows, **dict(zip(("stride_dqz", "stride_dqh", "stride_dqm"), dq.stride(), strict=False))}
+    kernel_for(plan.convert).launch((Z * Hq * rows // CONVERT_ROWS,), (dq_sum, dq, *_numbers(plan.convert, known)), q.device,
+                                    (CONVERT_ROWS,), num_warps=4, num_stages=1)
 
 
 def _launch(step: Step, name: str, streamed: tuple, rest: tuple, known: dict, lists: BlockLists | None, score, mask, sums) -> None:

@@ -54,8 +54,10 @@ class HopperBackwardPlan:
                 "desc_delta": (1, m), "desc_dq": (64, self.fused.flag["DQ_COLUMNS"]), "desc_dk": (64, d), "desc_dv": (64, d)}
 
 
-def fits(case: BackwardCase) -> str | None:
+def fits(case: BackwardCase, arch: str = "sm_90") -> str | None:
     """Why a call cannot be served, or None if it can. TMA must be able to load q, k, v and dO and to store dk and dv, too."""
+    if arch != "sm_90":
+        return f"the kernel for Hopper needs sm_90, this is {arch}"
     if case.dtype not in (torch.bfloat16, torch.float16):
         return f"{dtype_name(case.dtype)} has no wgmma of its precision"
     if case.d_qk != case.d_v or case.d_qk not in (64, 128):
@@ -66,8 +68,9 @@ def fits(case: BackwardCase) -> str | None:
         return "a captured tensor wants a gradient, which this kernel does not gather"
     if not all(case.use_tma):
         return "TMA cannot load q, k, v or the gradient of the output, or is not wanted"
-    if case.options.tile:
-        return f"{', '.join(name for name, _ in case.options.tile)}: this kernel has tiles of its own"
+    tile = [name for name, _ in case.options.tile if name.startswith(("dq_", "dkv_"))]
+    if tile:
+        return f"{', '.join(tile)}: this kernel has tiles of its own"
     rows = hopper_backward_tile(case.d_qk, case.blocks is not None).BLOCK_M
     if case.blocks and (case.blocks.q_block % rows or case.blocks.kv_block % BLOCK_N):
         return f"block sizes {case.blocks.q_block} and {case.blocks.kv_block} are no multiples of {rows} and {BLOCK_N}"

@@ -40,7 +40,7 @@ def launches(monkeypatch):
         monkeypatch.setattr(module, "backend_of", lambda _: "cuda")
         monkeypatch.setattr(module, "capability_of", lambda _: (9, 0))
         monkeypatch.setattr(module, "on", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(forward, "descriptor", lambda t, rows: tma._known(t.data_ptr(), t.dtype, t.shape, t.stride(), rows))
+    monkeypatch.setattr(forward, "descriptor", lambda t, rows: tma._known(t.data_ptr(), t.dtype, t.shape, t.stride(), rows, t.shape[3]))
     monkeypatch.setattr(binary, "obtain", lambda *_: (Recorder(found), False))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
