@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from .backward_plan import STATS_ALIGNMENT, BackwardCase, BackwardPlan, Step, backward_geometry, delta_rows, plan_backward
+from .backward_plan import STATS_ALIGNMENT, BackwardCase, BackwardPlan, Step, backward_geometry, delta_rows, delta_unit, plan_backward
 from .cache import INFO
 from .cuda import DoesNotFit
 from .expr import INDEX_BOUND, Expr, ModGraph
@@ -70,15 +70,20 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tenso
     lse2, delta = torch.empty((2, Z, Hq, stats_len), dtype=torch.float32, device=q.device)
     known = {**geometry.strides, "Z": Z, "Hq": Hq, "Zkv": Zkv, "Hkv": Hkv, "GROUP_SIZE": Hq // Hkv, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN,
              "STATS_LEN": stats_len, "SM_SCALE": scale, "TO_LOG2": LOG2_E if plan.scale_apart else scale * LOG2_E}
-    plain = {"stride_oz": out.stride(0), "stride_oh": out.stride(1), "stride_om": out.stride(2),
-             "stride_doz": do.stride(0), "stride_doh": do.stride(1), "stride_dom": do.stride(2)}
-    stats = (lse, dlse.contiguous()) if dlse is not None else (lse,)
+    unit = delta_unit(case)
+    rows = {f"stride_{name}{dim}": stride // unit if size > 1 else 0 for name, t in (("o", out), ("do", do))
+            for dim, stride, size in zip("zhm", t.stride(), t.shape, strict=False)}
+    stats = (lse, dlse.contiguous(), lse2, delta) if dlse is not None else (lse, lse2, delta)
+    if isinstance(plan, HopperBackwardPlan):
+        known["ROWS"] = -(-Q_LEN // CONVERT_ROWS) * CONVERT_ROWS
+        dq_sum = torch.empty((Z, Hq, known["ROWS"], D_QK), dtype=torch.float32, device=q.device)
+        stats = (*stats, dq_sum)
     kernel_for(plan.delta).launch((Z * Hq * stats_len // delta_rows(D_V),),
-                                  (out, do, *stats, lse2, delta, *_numbers(plan.delta, {**known, **plain})), q.device,
+                                  (out, do, *stats, *_numbers(plan.delta, {**known, **rows})), q.device,
                                   (delta_rows(D_V),), num_warps=4, num_stages=1)
 
     if isinstance(plan, HopperBackwardPlan):
-        _launch_fused(plan, tensors, lse2, delta, known, transposed, score, mask)
+        _launch_fused(plan, tensors, lse2, delta, dq_sum, known, transposed, score, mask)
         return dq, dk, dv, {}
     sums = _Sums(plan, score, extents, q.device)
     _launch(plan.dkv, "dkv", (q, do), (k, v, lse2, delta, dk, dv), known, transposed, score, mask, sums)
@@ -100,13 +105,10 @@ def _numbers(spec, known: dict) -> list:
     return [known[name] for name in spec.flag["parameters"]]
 
 
-def _launch_fused(plan: HopperBackwardPlan, tensors: tuple, lse2: torch.Tensor, delta: torch.Tensor, known: dict,
-                  lists: BlockLists | None, score, mask) -> None:
+def _launch_fused(plan: HopperBackwardPlan, tensors: tuple, lse2: torch.Tensor, delta: torch.Tensor, dq_sum: torch.Tensor,
+                  known: dict, lists: BlockLists | None, score, mask) -> None:
     """Launch hopper_backward, which adds up dQ in float32, and the conversion of that."""
     q, k, v, do, dq, dk, dv = tensors
-    Z, Hq, Q_LEN, D = q.shape
-    rows = -(-Q_LEN // CONVERT_ROWS) * CONVERT_ROWS
-    dq_sum = torch.zeros((Z, Hq, rows, D), dtype=torch.float32, device=q.device)
     described = {"q": q, "do": do, "k": k, "v": v, "lse2": lse2[:, :, None], "delta": delta[:, :, None], "dq": dq_sum, "dk": dk, "dv": dv}
     tables = ()
     if lists is not None:
@@ -116,9 +118,10 @@ def _launch_fused(plan: HopperBackwardPlan, tensors: tuple, lse2: torch.Tensor, 
     descriptors = [descriptor(t, *plan.blocks[f"desc_{name}"]) for name, t in described.items()]
     grid = (-(-k.shape[2] // plan.tile.BLOCK_N) * k.shape[0] * k.shape[1],)
     kernel_for(plan.fused).launch(grid, (*descriptors, *_numbers(plan.fused, known), *tables, *mods), q.device, (), num_warps=4)
-    known = {**known, "ROWS": rows, **dict(zip(("stride_dqz", "stride_dqh", "stride_dqm"), dq.stride(), strict=False))}
-    kernel_for(plan.convert).launch((Z * Hq * rows // CONVERT_ROWS,), (dq_sum, dq, *_numbers(plan.convert, known)), q.device,
-                                    (CONVERT_ROWS,), num_warps=4, num_stages=1)
+    known = {**known, **dict(zip(("stride_dqz", "stride_dqh", "stride_dqm"), dq.stride(), strict=False))}
+    grid = (q.shape[0] * q.shape[1] * known["ROWS"] // CONVERT_ROWS,)
+    numbers = _numbers(plan.convert, known)
+    kernel_for(plan.convert).launch(grid, (dq_sum, dq, *numbers), q.device, (CONVERT_ROWS,), num_warps=4, num_stages=1)
 
 
 def _launch(step: Step, name: str, streamed: tuple, rest: tuple, known: dict, lists: BlockLists | None, score, mask, sums) -> None:

@@ -119,10 +119,17 @@ def strides(*tensors: str) -> list[str]:
     return [f"stride_{t}{d}" for t in tensors for d in (("z", "h", "n") if t in ("k", "v", "dk", "dv") else ("z", "h", "m"))]
 
 
-def delta_spec(case: BackwardCase, backend: str) -> KernelSpec:
-    numbers = ("Hq", "Q_LEN", "STATS_LEN", *strides("o", "do"))
-    flags = {"D_V": case.d_v, "D_V_ROUNDED": round_up_head_dim(case.d_v), "LSE_GRADIENT": case.lse_gradient, "numbers": numbers,
-             "parameters": numbers}
+def delta_unit(case: BackwardCase) -> int:
+    """In how many elements backward_delta takes strides: 16 bytes where rows are whole ones."""
+    vector = 16 // case.dtype.itemsize
+    return vector if case.d_v % vector == 0 else 1
+
+
+def delta_spec(case: BackwardCase, backend: str, *, zero_dq: bool = False) -> KernelSpec:
+    """The KernelSpec of backward_delta, which can zero a float32 dQ as well."""
+    numbers = ("Hq", "Q_LEN", "STATS_LEN", *(["ROWS"] if zero_dq else []), *strides("o", "do"))
+    flags = {"D_V": case.d_v, "D_V_ROUNDED": round_up_head_dim(case.d_v), "UNIT": delta_unit(case), "LSE_GRADIENT": case.lse_gradient,
+             "ZERO_DQ": zero_dq, "numbers": numbers, "parameters": numbers}
     return KernelSpec("backward_delta", (), tuple(flags.items()), backend)
 
 

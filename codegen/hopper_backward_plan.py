@@ -36,7 +36,7 @@ class HopperBackwardTile:
 
 @dataclass(eq=False, slots=True)
 class HopperBackwardPlan:
-    """The kernels of one backward pass, in the order of their launch; dQ is zeroed before the second."""
+    """The kernels of one backward pass, in the order of their launch; the first zeroes the sums of dQ, too."""
 
     delta: KernelSpec
     fused: KernelSpec
@@ -100,7 +100,7 @@ def plan_hopper_backward(case: BackwardCase, score: Mod | None, mask: Mod | None
     scale_apart = score is not None or not case.scale_is_positive
     check_padding = score is not None and may_be_nan(score[0].result)
     fused = _spec(case, tile, score_text, mask_text, scale_apart, check_padding)
-    return HopperBackwardPlan(delta_spec(case, "cuda"), fused, _convert_spec(case), tile, score_text, mask_text, scale_apart)
+    return HopperBackwardPlan(delta_spec(case, "cuda", zero_dq=True), fused, _convert_spec(case), tile, score_text, mask_text, scale_apart)
 
 
 def _spec(case: BackwardCase, tile: HopperBackwardTile, score: ModText | None, mask: ModText | None, scale_apart: bool,

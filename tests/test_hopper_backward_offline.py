@@ -109,7 +109,7 @@ def test_derivative_comes_before_the_wait_for_dp():
     (dict(deterministic=True), "deterministic"),
     (dict(captured=frozenset({0})), "captured"),
     (dict(use_tma=(True, False)), "TMA"),
-    (dict(options=Options(tile=(("BLOCK_M", 64),))), "BLOCK_M"),
+    (dict(options=Options(tile=(("dq_BLOCK_M", 64),))), "dq_BLOCK_M"),
     (dict(blocks=Blocks(True, 128, 64)), "block sizes"),
     (dict(blocks=Blocks(True, 32, 128)), "block sizes"),
 ])

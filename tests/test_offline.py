@@ -22,6 +22,7 @@ from flexpress.codegen.preview import (
     compilation,
     dense_mask_compilation,
     evaluate_compilation,
+    hopper_compilation,
     mask_compilations,
     preview,
 )
@@ -195,11 +196,11 @@ def test_preview_is_what_a_call_on_a_gpu_prints(recipes):
         score_mod, mask_mod = make(*recipes.split())
     q = torch.randn(4, 16, 4096, 128, dtype=torch.bfloat16, device="cuda")
     mask = create_block_mask(mask_mod, None, None, 4096, 4096) if mask_mod else None
-    flex_attention(q, q, q, score_mod=score_mod, block_mask=mask)
-    printed = printed_kernels()[-1].read_text(encoding="utf-8")
     target = architecture("hip" if torch.version.hip else "cuda", torch.cuda.get_device_capability())
-    spec = compilation(target, score_mod, mask_mod).spec
-    assert without_comments(printed) == without_comments(render(spec))
+    for backend, imagine in (("TRITON", compilation), ("GLUON", hopper_compilation))[:2 if target == "sm_90" else 1]:
+        flex_attention(q, q, q, score_mod=score_mod, block_mask=mask, kernel_options={"BACKEND": backend})
+        printed = printed_kernels()[-1].read_text(encoding="utf-8")
+        assert without_comments(printed) == without_comments(render(imagine(target, score_mod, mask_mod).spec))
 
 
 def test_unknown_target():
