@@ -12,7 +12,7 @@ from .cache import INFO
 from .cuda import DoesNotFit
 from .expr import INDEX_BOUND, ModGraph
 from .forward_plan import Blocks, ForwardCase, Geometry, Options, Plan, geometry_of, plan_forward, wants_tma
-from .hopper_plan import ROWS, HopperPlan, fits, heads_per_group, plan_hopper_forward
+from .hopper_plan import HopperPlan, fits, heads_per_group, plan_hopper_forward
 from .kernel import backend_of, capability_of, kernel_for, on
 from .spec import layouts_of
 from .tiles import architecture, next_smaller
@@ -83,7 +83,7 @@ class _Ready:
 
     def __init__(self, plan: Plan | HopperPlan, function, grid: int, numbers: list, out: torch.Tensor) -> None:
         self.plan, self.function, self.grid, self.numbers = plan, function, grid, numbers
-        self.described, self.counts = plan.described, isinstance(plan, HopperPlan)
+        self.described, self.counts = len(plan.blocks), isinstance(plan, HopperPlan)
         self.out_shape, self.out_strides = out.shape, out.stride()
         self.maps: dict[tuple[int, ...], list] = {}  # tensor maps by addresses
 
@@ -230,8 +230,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 def _described(plan: Plan | HopperPlan, tensors: tuple) -> list:
     """Descriptors of the first of k, v, q and out, as many as the plan's kernel takes."""
-    rows = (plan.tile.BLOCK_N, plan.tile.BLOCK_N, ROWS, ROWS)
-    return [descriptor(t, n) for t, n in zip(tensors[:plan.described], rows, strict=False)]
+    return [descriptor(t, *block) for t, block in zip(tensors, plan.blocks, strict=False)]
 
 
 def _launch(plan: Plan | HopperPlan, tensors: tuple, stats: tuple, rest: tuple) -> tuple:
@@ -242,7 +241,7 @@ def _launch(plan: Plan | HopperPlan, tensors: tuple, stats: tuple, rest: tuple) 
     kernel = kernel_for(plan.spec)
     while True:
         tile = plan.tile
-        args = (*_described(plan, tensors), *tensors[plan.described:], *stats)
+        args = (*_described(plan, tensors), *tensors[len(plan.blocks):], *stats)
         grid = -(-Q_LEN // tile.BLOCK_M) * Z * Hq
         if isinstance(plan, HopperPlan):
             grid = min(grid, _multiprocessors(q.device))

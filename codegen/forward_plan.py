@@ -73,9 +73,10 @@ class Plan:
     scale_apart: bool  # SM_SCALE and TO_LOG2 are two arguments
 
     @property
-    def described(self) -> int:
-        """How many of k, v, q and out are passed as TMA descriptors."""
-        return 2 if self.use_tma else 0
+    def blocks(self) -> tuple[tuple[int, int], ...]:
+        """Rows and columns of what TMA copies at once of k and v; empty if they are not passed as descriptors."""
+        d_qk, d_v = self.spec.flag["D_QK_ROUNDED"], self.spec.flag["D_V_ROUNDED"]
+        return ((self.tile.BLOCK_N, d_qk), (self.tile.BLOCK_N, d_v)) if self.use_tma else ()
 
 
 def wants_tma(options: Options, dtype: torch.dtype, arch: str) -> bool:

@@ -17,7 +17,6 @@ from .spec import KernelSpec, ModText, dtype_name, mod_text
 from .tiles import round_up_head_dim
 
 ROWS = 64  # of a consumer
-BLOCK_N = 128
 L2_BYTES = 32 << 20  # of K and V that heads which are worked on at a time may take
 
 
@@ -29,7 +28,8 @@ class HopperTile:
     stages: int
     consumer_registers: int
     producer_registers: int
-    BLOCK_N: int = BLOCK_N
+    BLOCK_N: int = 128
+    output_in_q: bool = False  # the output leaves through Q's part of shared memory, as there is no room for one of its own
 
     @property
     def BLOCK_M(self) -> int:
@@ -45,7 +45,13 @@ class HopperPlan:
     score: ModText | None
     mask: ModText | None
     scale_apart: bool  # SM_SCALE and TO_LOG2 are two arguments
-    described = 4  # how many of k, v, q and out are passed as TMA descriptors
+
+    @property
+    def blocks(self) -> tuple[tuple[int, int], ...]:
+        """Rows and columns of what TMA copies at once of k, v, q and out, all passed as descriptors."""
+        N, flags = self.tile.BLOCK_N, self.spec.flag
+        d_qk, d_v = flags["D_QK_SLICE"], flags["D_V_ROUNDED"]
+        return (N, d_qk), (N, d_v), (ROWS, d_qk), (ROWS, d_v)
 
 
 def fits(case: ForwardCase, geometry: Geometry, arch: str = "sm_90", aligned: bool = True) -> str | None:
@@ -57,8 +63,8 @@ def fits(case: ForwardCase, geometry: Geometry, arch: str = "sm_90", aligned: bo
         return f"the kernel for Hopper needs sm_90, this is {arch}"
     if case.dtype not in (torch.bfloat16, torch.float16):
         return f"{dtype_name(case.dtype)} has no wgmma of its precision"
-    if any(round_up_head_dim(d) not in (64, 128) for d in (case.d_qk, case.d_v)):
-        return f"head dims are {case.d_qk} and {case.d_v}; there are tiles for 33 to 128"
+    if not all(33 <= d <= 256 for d in (case.d_qk, case.d_v)):
+        return f"head dims are {case.d_qk} and {case.d_v}; there are tiles for 33 to 256"
     if not (geometry.tma and geometry.q_tma and aligned):
         return "TMA cannot load q, k or v: a head dim that is not contiguous, or an address or strides that are no multiples of 16 bytes"
     if case.options.use_tma is False:
@@ -68,9 +74,16 @@ def fits(case: ForwardCase, geometry: Geometry, arch: str = "sm_90", aligned: bo
     tile = [name for name, _ in case.options.tile if name in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")]
     if tile:
         return f"{', '.join(tile)}: this kernel has tiles of its own"
-    if case.blocks and (case.blocks.q_block % (2 * ROWS) or case.blocks.kv_block % BLOCK_N):
-        return f"block sizes {case.blocks.q_block} and {case.blocks.kv_block} are no multiples of {2 * ROWS} and {BLOCK_N}"
+    if case.blocks:
+        tile = hopper_tile(*padded(case.d_qk, case.d_v), listed=True, gathers=False)
+        if case.blocks.q_block % tile.BLOCK_M or case.blocks.kv_block % tile.BLOCK_N:
+            return f"block sizes {case.blocks.q_block} and {case.blocks.kv_block} are no multiples of {tile.BLOCK_M} and {tile.BLOCK_N}"
     return None
+
+
+def padded(d_qk: int, d_v: int) -> tuple[int, int]:
+    """Head dims as the kernel computes with them: 64, 128 and 256, as tensors' sizes are powers of two, and 192 for Q and K."""
+    return (192 if 128 < d_qk <= 192 else round_up_head_dim(d_qk)), round_up_head_dim(d_v)
 
 
 def hopper_tile(d_qk: int, d_v: int, *, listed: bool, gathers: bool) -> HopperTile:
@@ -79,6 +92,11 @@ def hopper_tile(d_qk: int, d_v: int, *, listed: bool, gathers: bool) -> HopperTi
     listed    with block lists, whose blocks have 128 queries or a multiple
     gathers   a mod loads one element of a tensor for every position (it costs registers)
     """
+    if max(d_qk, d_v) > 128:
+        registers = (240, 24) if gathers else (232, 40)
+        if d_v > 128 or d_qk > 192:  # 128 keys are too many for the registers or for shared memory
+            return HopperTile(2, 2, *registers, BLOCK_N=64, output_in_q=d_qk == d_v)
+        return HopperTile(2, 2, *registers, output_in_q=d_v == 128)
     if max(d_qk, d_v) > 64:
         return HopperTile(2, 2, 240, 24)
     return HopperTile(2, 4, 240, 24) if listed or gathers else HopperTile(3, 4, 160, 32)
@@ -100,7 +118,7 @@ def plan_hopper_forward(case: ForwardCase, score: Mod | None, mask: Mod | None) 
         taken = frozenset(c.name for c in (*score[0].tensors, *score[0].scalars))
     if mask:
         mask_text = mod_text(*mask, _SYMBOLS, target, shape="qk.shape", taken=taken)
-    tile = hopper_tile(round_up_head_dim(case.d_qk), round_up_head_dim(case.d_v), listed=case.blocks is not None,
+    tile = hopper_tile(*padded(case.d_qk, case.d_v), listed=case.blocks is not None,
                        gathers=any(gathers(m[0]) for m in (score, mask) if m))
     scale_apart = score is not None or not case.scale_is_positive
     return HopperPlan(_spec(case, tile, score_text, mask_text, scale_apart), tile, score_text, mask_text, scale_apart)
@@ -112,9 +130,11 @@ def _spec(case: ForwardCase, tile: HopperTile, score: ModText | None, mask: ModT
     numbers += ["SM_SCALE", "TO_LOG2"] if scale_apart else ["TO_LOG2"]
     if blocks:
         numbers += ["mask_stride_z", "mask_stride_h", "mask_columns"] + (["full_mask_columns"] if blocks.has_full else [])
+    d_qk, d_v = padded(case.d_qk, case.d_v)
+    slices = 3 if d_qk == 192 else 1
     flags = {
         "LANGUAGE": "gluon", "DTYPE": dtype_name(case.dtype), "D_QK": case.d_qk, "D_V": case.d_v,
-        "D_QK_ROUNDED": round_up_head_dim(case.d_qk), "D_V_ROUNDED": round_up_head_dim(case.d_v),
+        "D_QK_ROUNDED": d_qk, "D_V_ROUNDED": d_v, "SLICES": slices, "D_QK_SLICE": d_qk // slices, "OUTPUT_IN_Q": tile.output_in_q,
         "CONSUMERS": tile.consumers, "STAGES": tile.stages, "BLOCK_N": tile.BLOCK_N,
         "CONSUMER_REGISTERS": tile.consumer_registers, "PRODUCER_REGISTERS": tile.producer_registers,
         "BLOCK_MASK": blocks is not None, "HAS_FULL_BLOCKS": blocks is not None and blocks.has_full,

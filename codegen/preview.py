@@ -138,10 +138,8 @@ def hopper_compilation(
         raise ValueError(reason)
     mods = [(b[0], layouts_of(*b, EXTENTS)) if b else None for b in bound]
     plan = plan_hopper_forward(case, *mods)
-    flags = dict(plan.spec.flags)
-    sizes = {"q": (64, "D_QK"), "k": (plan.tile.BLOCK_N, "D_QK"), "v": (plan.tile.BLOCK_N, "D_V"), "o": (64, "D_V")}
     tensors = {
-        **{f"desc_{t}": f"desc:{dtype}:{rows}x{flags[f'{d}_ROUNDED']}" for t, (rows, d) in sizes.items()},
+        **{f"desc_{t}": f"desc:{dtype}:{rows}x{columns}" for t, (rows, columns) in zip("kvqo", plan.blocks, strict=True)},
         "LSE": "float32",
         "MAX": "float32",
         "COUNTER": "int32",

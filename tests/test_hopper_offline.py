@@ -12,11 +12,12 @@ import torch
 from flexpress.codegen import offline
 from flexpress.codegen.cuda import argument_format
 from flexpress.codegen.forward_plan import Blocks, ForwardCase, Options, geometry_of
-from flexpress.codegen.hopper_plan import fits, heads_per_group
+from flexpress.codegen.hopper_plan import fits, heads_per_group, plan_hopper_forward
 from flexpress.codegen.preview import hopper_compilation
 from flexpress.codegen.tiles import SHARED_MEMORY
 from flexpress.recipes import make
 
+MLA = dict(head_dim=192, head_dim_v=128)
 CASES = {
     "plain d128 bf16": ("plain", {}),
     "plain d64 fp16": ("plain", dict(head_dim=64, dtype="float16")),
@@ -39,15 +40,49 @@ CASES = {
     "document d128 bf16": ("document", {}),
     "document d80 fp16": ("document", dict(head_dim=80, dtype="float16")),
     "softcap sliding_window d64 bf16": ("softcap sliding_window", dict(head_dim=64)),
+    "plain d256 bf16": ("plain", dict(head_dim=256)),
+    "causal d256 bf16": ("causal", dict(head_dim=256)),
+    "causal d256 fp16": ("causal", dict(head_dim=256, dtype="float16")),
+    "causal d256 bf16, one list": ("causal", dict(head_dim=256, separate_full=False)),
+    "causal d256 bf16, full blocks past the end": ("causal", dict(head_dim=256, interior=False)),
+    "causal d256 bf16, blocks of 128 and 64": ("causal", dict(head_dim=256, block_size=(128, 64))),
+    "alibi d256 fp16": ("alibi", dict(head_dim=256, dtype="float16")),
+    "alibi causal d256 bf16": ("alibi causal", dict(head_dim=256)),
+    "softcap d256 bf16": ("softcap", dict(head_dim=256)),
+    "softcap causal d256 fp16": ("softcap causal", dict(head_dim=256, dtype="float16")),
+    "softcap sliding_window d256 bf16": ("softcap sliding_window", dict(head_dim=256)),
+    "relative_bias causal d256 bf16": ("relative_bias causal", dict(head_dim=256)),
+    "document d256 bf16": ("document", dict(head_dim=256)),
+    "plain d192x128 bf16": ("plain", MLA),
+    "causal d192x128 bf16": ("causal", MLA),
+    "causal d136x72 fp16": ("causal", dict(head_dim=136, head_dim_v=72, dtype="float16")),
+    "alibi causal d192x128 bf16": ("alibi causal", MLA),
+    "softcap sliding_window d192x128 bf16": ("softcap sliding_window", MLA),
+    "relative_bias causal d192x128 bf16": ("relative_bias causal", MLA),
+    "causal d192x64 bf16": ("causal", dict(head_dim=192, head_dim_v=64)),
+    "causal d192 bf16": ("causal", dict(head_dim=192)),
+    "causal d256x128 bf16": ("causal", dict(head_dim=256, head_dim_v=128)),
+    "plain d64x256 bf16": ("plain", dict(head_dim=64, head_dim_v=256)),
 }
 
-# Bytes spilled at most, under any Triton that is tested: numbers that are read once a tile, outside the loop over full blocks
+# Bytes spilled at most, under any Triton that is tested: numbers that are read once a tile, outside the loop over full blocks. Above 128
+# columns some are read inside: 13 at most a step with relative_bias and 192 columns, one or two with Triton 3.7 and ALiBi, relative_bias,
+# one list or full blocks past the end
 SPILLED = {
     "alibi causal d128 bf16": 24,
     "alibi causal d128 bf16, max, scale": 24,
     "document d128 bf16": 24,
     "document d80 fp16": 24,
     "relative_bias causal d128 bf16": 96,
+    "causal d256 bf16, one list": 20,
+    "causal d256 bf16, full blocks past the end": 20,
+    "causal d256 bf16, blocks of 128 and 64": 20,
+    "alibi causal d256 bf16": 12,
+    "document d256 bf16": 32,
+    "relative_bias causal d256 bf16": 20,
+    "alibi causal d192x128 bf16": 36,
+    "softcap sliding_window d192x128 bf16": 24,
+    "relative_bias causal d192x128 bf16": 168,
 }
 
 NOTHING = torch.zeros(4096, dtype=torch.int32)
@@ -102,7 +137,7 @@ def test_every_kind_of_snippet_compiles(mod):
     assert hopper_compilation("sm_90", *mods).compile().warnings == ()
 
 
-@pytest.mark.parametrize("case", ["plain d128 bf16", "alibi causal d64 fp16"])
+@pytest.mark.parametrize("case", ["plain d128 bf16", "alibi causal d64 fp16", "causal d192x128 bf16"])
 def test_arguments_are_packed_as_the_kernel_reads_them(case):
     """struct's fields are as long as the .param lines of the PTX; four tensor maps are among them."""
     made = compiled(case)
@@ -127,7 +162,8 @@ def test_what_it_serves():
     assert fits(case, geometry()) is None
     assert fits(case._replace(blocks=Blocks(True, 256, 128)), geometry()) is None
     assert "float32" in fits(case._replace(dtype=torch.float32), geometry())
-    assert "33 to 128" in fits(case._replace(d_qk=192), geometry())
+    assert "33 to 256" in fits(case._replace(d_qk=32), geometry())
+    assert "33 to 256" in fits(case._replace(d_v=264), geometry())
     assert "TMA" in fits(case, geometry(strides=(4 * 256 * 128, 256 * 128, 1, 256)))
     assert "TMA" in fits(case, geometry(strides=(4 * 256 * 129, 256 * 129, 129, 1)))
     assert "TMA" in fits(case, geometry(strides=(0, 256 * 128, 128, 1)))
@@ -135,10 +171,31 @@ def test_what_it_serves():
     assert "num_warps" in fits(case._replace(options=Options(tile=(("num_warps", 8),))), geometry())
     for sizes in ((64, 128), (128, 64)):
         assert "block sizes" in fits(case._replace(blocks=Blocks(True, *sizes)), geometry())
-    with pytest.raises(ValueError, match="33 to 128"):
-        hopper_compilation(head_dim=256)
+    wide = case._replace(d_qk=256, d_v=256)  # 64 keys at a time
+    assert fits(wide._replace(blocks=Blocks(True, 128, 64)), geometry()) is None
+    assert "block sizes" in fits(wide._replace(blocks=Blocks(True, 64, 64)), geometry())
+    with pytest.raises(ValueError, match="33 to 256"):
+        hopper_compilation(head_dim=32)
     with pytest.raises(ValueError, match="sm_90"):
         hopper_compilation("sm_100")
+
+
+@pytest.mark.parametrize("d_qk, d_v, block_n, columns, output_in_q", [
+    (64, 64, 128, (64, 64), False),
+    (96, 128, 128, (128, 128), False),
+    (129, 65, 128, (64, 128), True),
+    (192, 128, 128, (64, 128), True),
+    (192, 64, 128, (64, 64), False),
+    (192, 192, 64, (64, 256), False),
+    (193, 128, 64, (256, 128), False),
+    (128, 256, 64, (128, 256), False),
+    (256, 256, 64, (256, 256), True),
+])
+def test_what_is_copied_at_once(d_qk, d_v, block_n, columns, output_in_q):
+    """Q and K of 129 to 192 columns come in slices of 64: no product is with padding."""
+    plan = plan_hopper_forward(ForwardCase(torch.bfloat16, d_qk, d_v, use_tma=True), None, None)
+    assert plan.blocks == ((block_n, columns[0]), (block_n, columns[1]), (64, columns[0]), (64, columns[1]))
+    assert plan.tile.output_in_q == output_in_q
 
 
 @pytest.mark.parametrize("heads, kv_bytes, expected", [(64, 2 << 20, 16), (64, 1 << 30, 1), (3, 1, 3), (17, 2 << 20, 9)])

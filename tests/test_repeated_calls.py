@@ -40,7 +40,7 @@ def launches(monkeypatch):
         monkeypatch.setattr(module, "backend_of", lambda _: "cuda")
         monkeypatch.setattr(module, "capability_of", lambda _: (9, 0))
         monkeypatch.setattr(module, "on", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(forward, "descriptor", lambda t, rows: tma._known(t.data_ptr(), t.dtype, t.shape, t.stride(), rows, t.shape[3]))
+    monkeypatch.setattr(forward, "descriptor", lambda t, *block: tma._known(t.data_ptr(), t.dtype, t.shape, t.stride(), *block))
     monkeypatch.setattr(binary, "obtain", lambda *_: (Recorder(found), False))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -52,8 +52,8 @@ def launches(monkeypatch):
     kernel.clear()
 
 
-def tensors(dtype=torch.bfloat16, B=2, Hq=4, Hkv=2, length=200, D=64):
-    return [torch.zeros(B, h, length, D, dtype=dtype) for h in (Hq, Hkv, Hkv)]
+def tensors(dtype=torch.bfloat16, B=2, Hq=4, Hkv=2, length=200, D=64, D_V=None):
+    return [torch.zeros(B, h, length, d, dtype=dtype) for h, d in ((Hq, D), (Hkv, D), (Hkv, D_V or D))]
 
 
 def same_but_for(first: list, second: list, made: list) -> bool:
@@ -73,6 +73,8 @@ CASES = {
     "alibi, window": {"score_mod": mods.alibi(SLOPES), "mask": mods.sliding_window(30)},
     "max scores": {"mask": mods.causal, "return_aux": AuxRequest(lse=True, max_scores=True)},
     "negative scale": {"scale": -0.5},
+    "head dim 256": {"D": 256},
+    "head dims 192 and 128": {"D": 192, "D_V": 128, "mask": mods.causal},
 }
 
 
@@ -81,7 +83,7 @@ CASES = {
 def test_the_short_way_has_the_same_arguments(name, backend, launches):
     case = dict(CASES[name])
     case["kernel_options"] = {"BACKEND": backend, **case.get("kernel_options", {})}
-    q, k, v = tensors(case.pop("dtype", torch.bfloat16))
+    q, k, v = tensors(**{name: case.pop(name) for name in ("dtype", "D", "D_V") if name in case})
     mask = case.pop("mask", None)
     if mask is not None:  # made by the interpreter
         case["block_mask"] = create_block_mask(mask, None, None, 200, 200, "cpu")
@@ -115,6 +117,19 @@ def test_what_the_short_way_cannot_serve(launches):
     assert [way for way, *_ in launches] == ["long", "short", "long", "long", "short"]
     assert launches[-1][2][-1] == 32
     assert launches[2][1] != launches[1][1]  # what TMA cannot load: another kernel
+
+
+@pytest.mark.parametrize("D, D_V, blocks", [
+    (128, 128, ((128, 128), (128, 128), (64, 128), (64, 128))),
+    (192, 128, ((128, 64), (128, 128), (64, 64), (64, 128))),
+    (256, 256, ((64, 256), (64, 256), (64, 256), (64, 256))),
+])
+def test_what_tma_copies_at_once(D, D_V, blocks, launches):
+    """Of K, V, Q and the output, whose descriptors tell all columns and begin at the first, however many are copied at once."""
+    q, k, v = tensors(D=D, D_V=D_V)
+    out = flex_attention(q, k, v, enable_gqa=True, kernel_options={"BACKEND": "GLUON"})
+    expected = [[t.data_ptr(), tuple(t.shape), t.stride(), (1, 1, *block)] for t, block in zip((k, v, q, out), blocks, strict=True)]
+    assert launches[0][2][:16] == sum(expected, [])
 
 
 def test_other_addresses_get_their_own_maps(launches):
