@@ -6,12 +6,22 @@ import math
 
 import torch
 
-from .backward_plan import STATS_ALIGNMENT, BackwardCase, BackwardPlan, Step, backward_geometry, delta_rows, delta_unit, plan_backward
+from .backward_plan import (
+    STATS_ALIGNMENT,
+    BackwardCase,
+    BackwardGeometry,
+    BackwardPlan,
+    Step,
+    backward_geometry,
+    delta_rows,
+    delta_unit,
+    plan_backward,
+)
 from .cache import INFO
 from .cuda import DoesNotFit
 from .expr import INDEX_BOUND, Expr, ModGraph
-from .forward import LOG2_E, BlockLists, architecture_of, output_like
-from .forward_plan import Blocks, Options, wants_tma
+from .forward import LOG2_E, BlockLists, architecture_of, output_like, strides_like
+from .forward_plan import Options, wants_tma
 from .hopper_backward_plan import CONVERT_ROWS, HopperBackwardPlan, fits, plan_hopper_backward
 from .host import compute
 from .kernel import backend_of, kernel_for
@@ -37,7 +47,7 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tenso
     out, lse       what the forward pass returned      do, dlse   their gradients; dlse may be None
     lists          block lists of the forward pass     transposed the lists of query blocks for each KV block, in the same fields
     """
-    q, k, v, do = map(_with_rows, (q, k, v, do))
+    q, k, v, do = map(with_rows, (q, k, v, do))
     Z, Hq, Q_LEN, D_QK = q.shape
     Zkv, Hkv, KV_LEN, D_V = v.shape
     dq, dk, dv = output_like(q, D_QK), output_like(k, D_QK), output_like(v, D_V)
@@ -45,22 +55,15 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tenso
         return dq.zero_(), dk.zero_(), dv.zero_(), {i: torch.zeros_like(score[1][i]) for i in wanted}
 
     tensors = (q, k, v, do, dq, dk, dv)
-    geometry = backward_geometry(q.element_size(), tuple(t.shape for t in tensors), tuple(t.stride() for t in tensors))
     extents = (Z, Hq, Q_LEN, KV_LEN)
-    arch = architecture_of(q.device)
-    tma = wants_tma(options, q.dtype, arch) and arch != "cpu"
-    use_tma = tuple(tma and possible and all(t.data_ptr() % 16 == 0 for t in pair)
-                    for possible, pair in zip(geometry.tma, ((k, v), (q, do)), strict=True))
-    blocks = Blocks(lists.full_kv_indices is not None, lists.q_block, lists.kv_block, lists.interior) if lists else None
-    case = BackwardCase(q.dtype, D_QK, D_V, geometry.aligned, use_tma, blocks, options, scale > 0,
-                        max(Q_LEN, KV_LEN) <= INDEX_BOUND, Z == 1, Hq == 1, deterministic, dlse is not None, wanted)
+    case, geometry, arch, reason = case_of(q, k, v, do, scale, lists, options, deterministic, dlse is not None, wanted)
     score_key = (score[0], layouts_of(*score, extents)) if score else None
     mask_key = (mask[0], layouts_of(*mask, extents)) if mask else None
     key = (case, arch, score_key, mask_key)
     plan = _plans.get(key)
     if plan is not None:
         INFO.hits += 1
-    elif fits(case, arch) is None and options.backend != "TRITON":
+    elif reason is None:
         plan = _plans[key] = plan_hopper_backward(case, score_key, mask_key)
     else:
         plan = _plans[key] = plan_backward(case, backend_of(q.device.type), arch, score_key, mask_key)
@@ -91,7 +94,24 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tenso
     return dq, dk, dv, sums.gradients()
 
 
-def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
+def case_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, scale: float, lists: BlockLists | None, options: Options,
+            deterministic: bool, lse_gradient: bool, wanted: frozenset[int]) -> tuple[BackwardCase, BackwardGeometry, str, str | None]:
+    """What the backward kernels depend on beside their mods, the device's architecture, and why the fused kernel does not serve (None if
+    it does)."""
+    tensors = (q, k, v, do)
+    made = [(*t.shape[:3], columns) for t, columns in ((q, q.shape[3]), (k, k.shape[3]), (v, v.shape[3]))]
+    strides = [strides_like(t, shape[3]) for t, shape in zip((q, k, v), made, strict=True)]
+    geometry = backward_geometry(q.element_size(), (*(tuple(t.shape) for t in tensors), *made), (*(t.stride() for t in tensors), *strides))
+    arch = architecture_of(q.device)
+    tma = wants_tma(options, q.dtype, arch) and arch != "cpu"
+    use_tma = tuple(tma and possible and all(t.data_ptr() % 16 == 0 for t in pair)
+                    for possible, pair in zip(geometry.tma, ((k, v), (q, do)), strict=True))
+    case = BackwardCase(q.dtype, q.shape[3], v.shape[3], geometry.aligned, use_tma, lists and lists.blocks, options, scale > 0,
+                        max(q.shape[2], k.shape[2]) <= INDEX_BOUND, q.shape[0] == 1, q.shape[1] == 1, deterministic, lse_gradient, wanted)
+    return case, geometry, arch, "BACKEND is TRITON" if options.backend == "TRITON" else fits(case, arch)
+
+
+def with_rows(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself if its rows are contiguous and 16-byte steps apart where they can be, else a copy."""
     vector = 16 // tensor.element_size()
     if tensor.stride(3) != 1 and tensor.shape[3] > 1:

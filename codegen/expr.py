@@ -120,7 +120,7 @@ def walk(root: Expr) -> list[Expr]:
     return order
 
 
-INDEX_BOUND = 1 << 24  # indices below this are exact in float32
+INDEX_BOUND = (1 << 23) - 4096  # of a sequence: its indices, and those of blocks that reach past its end, are mantissas of float32
 
 
 def value_range(node: Expr, symbols: dict | None = None, scalars: tuple = ()) -> tuple[float, float]:

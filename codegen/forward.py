@@ -54,6 +54,11 @@ class BlockLists:
         return (self.full_kv_indices is not None, self.q_block, self.kv_block, self.interior, *self.numbers)
 
     @functools.cached_property
+    def blocks(self) -> Blocks:
+        """What of the lists changes a kernel."""
+        return Blocks(self.full_kv_indices is not None, self.q_block, self.kv_block, self.interior)
+
+    @functools.cached_property
     def addresses(self) -> tuple[int, ...]:
         return tuple(t.data_ptr() for t in self.tables)
 
@@ -118,10 +123,16 @@ class _Ready:
 
 def output_like(q: torch.Tensor, d_v: int) -> torch.Tensor:
     """An empty (Z, Hq, Q_LEN, D_V) tensor laid out as q is, so that (B, S, H, D) code gets (B, S, H, D) back."""
-    shape = (*q.shape[:3], d_v)
-    order = sorted(range(3), key=lambda i: q.stride(i), reverse=True)
-    storage = torch.empty([shape[i] for i in order] + [d_v], dtype=q.dtype, device=q.device)
-    return storage.permute(*[order.index(i) for i in range(3)], 3)
+    return torch.empty_strided((*q.shape[:3], d_v), strides_like(q, d_v), dtype=q.dtype, device=q.device)
+
+
+def strides_like(q: torch.Tensor, d_v: int) -> tuple[int, ...]:
+    """The strides of that."""
+    strides, step = [0, 0, 0, 1], d_v
+    for i in sorted(range(3), key=q.stride):
+        strides[i] = step
+        step *= max(q.shape[i], 1)
+    return tuple(strides)
 
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, score: tuple[ModGraph, list] | None,
@@ -151,7 +162,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sco
         lse.fill_(float("-inf"))
         return out, lse, max_scores.fill_(float("-inf")) if output_max else None
 
-    case, geometry, arch, reason = _case(q, k, v, scale, lists, options, output_max, out.stride())
+    case, geometry, arch, reason = case_of(q, k, v, scale, lists, options, output_max, out.stride())
     key = (case, arch, score_key, mask_key, reason is None)
     plan = _plans.get(key)
     if plan is not None:
@@ -187,17 +198,16 @@ def _is_plain(addresses: tuple[int, ...], args: tuple | list) -> bool:
     return bits % 16 == 0
 
 
-def _case(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, lists: BlockLists | None, options: Options,
-          output_max: bool, out_strides: tuple[int, ...]) -> tuple[ForwardCase, Geometry, str, str | None]:
+def case_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, lists: BlockLists | None, options: Options,
+            output_max: bool, out_strides: tuple[int, ...]) -> tuple[ForwardCase, Geometry, str, str | None]:
     """What the forward kernel depends on beside its mods, the device's architecture, and why the kernel for Hopper does not serve (None
     if it does). Raises ValueError if it does not and the user asks for it."""
     geometry = geometry_of(q.element_size(), (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride()), out_strides)
     arch = architecture_of(q.device)
     aligned = (k.data_ptr() | v.data_ptr()) % 16 == 0
     use_tma = geometry.tma and wants_tma(options, q.dtype, arch) and aligned
-    blocks = Blocks(lists.full_kv_indices is not None, lists.q_block, lists.kv_block, lists.interior) if lists else None
-    case = ForwardCase(q.dtype, q.shape[3], v.shape[3], geometry.units, geometry.aligned, use_tma, blocks, options, scale > 0, output_max,
-                       max(q.shape[2], k.shape[2]) <= INDEX_BOUND)
+    case = ForwardCase(q.dtype, q.shape[3], v.shape[3], geometry.units, geometry.aligned, use_tma, lists and lists.blocks, options,
+                       scale > 0, output_max, max(q.shape[2], k.shape[2]) <= INDEX_BOUND)
     reason = fits(case, geometry, arch, aligned and q.data_ptr() % 16 == 0)
     if options.backend == "GLUON" and reason is not None:
         raise ValueError(f"kernel_options['BACKEND'] is 'GLUON', but {reason}; leave BACKEND out")

@@ -154,9 +154,12 @@ class _Printer:
         return f"{_atom(text)}.to({self.tl}.{want})"
 
     def _float_of_sum(self, node: Expr) -> str | None:
-        """float(a - b) as float(a) - float(b): exact for indices below 2**24, and q_idx's part is converted once."""
+        """float(a - b) as float(a) - float(b): exact for indices below INDEX_BOUND, and q_idx's part is converted once."""
         if not self.target.exact_indices or node.op not in ("add", "sub"):
             return None
+        if node.op == "sub" and all(a.op == "symbol" and a.attr in ("q_idx", "kv_idx") for a in node.args):
+            self.helpers["float_difference"] = None
+            return f"float_difference({', '.join(self.text[id(a)] for a in node.args)})"
         for part in (node, *node.args):
             low, high = self.range_of(part)
             if max(abs(low), abs(high)) > INDEX_BOUND:

@@ -16,12 +16,13 @@ from flexpress.codegen.binary import warm_up as _warm_up
 from flexpress.codegen.cache import VERSION as __version__
 from flexpress.codegen.errors import ModError, RenderError
 from flexpress.codegen.evaluate import evaluate_mod
+from flexpress.explain import explain
 from flexpress.inspection import CacheInfo, cache_clear, cache_dir, cache_info, printed_kernels
 from flexpress.plot import plot_mask
 
 __all__ = [
     "AuxOutput", "AuxRequest", "BlockMask", "CacheInfo", "ModError", "RenderError", "__version__", "and_masks",
-    "cache_clear", "cache_dir", "cache_info", "create_block_mask", "create_mask", "evaluate_mod", "flash", "flex_attention",
+    "cache_clear", "cache_dir", "cache_info", "create_block_mask", "create_mask", "evaluate_mod", "explain", "flash", "flex_attention",
     "noop_mask", "or_masks", "plot_mask", "printed_kernels",
 ]
 

@@ -63,7 +63,8 @@ def flex_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
     enable_gqa      allows Hq to be a multiple of Hkv
     return_lse      also return lse; return_aux=AuxRequest(lse=True) is the newer form
     kernel_options  BLOCK_M, BLOCK_N, num_warps, num_stages, PRESCALE_QK, ROWS_GUARANTEED_SAFE, BLOCKS_ARE_CONTIGUOUS, USE_TMA,
-                    FLOAT32_PRECISION ("ieee" or "tf32"), with or without the prefix fwd_; for the backward pass BLOCK_M1, BLOCK_N1 (of dK
+                    FLOAT32_PRECISION ("ieee" or "tf32"), BACKEND ("AUTO"; "TRITON" for the portable kernels; "GLUON" for the forward
+                    kernel for Hopper, or an error), with or without the prefix fwd_; for the backward pass BLOCK_M1, BLOCK_N1 (of dK
                     and dV), BLOCK_M2, BLOCK_N2 (of dQ), bwd_num_warps, bwd_num_stages
     return_aux      AuxRequest(lse, max_scores)
     deterministic   gradients are bitwise equal on every run (also under torch.use_deterministic_algorithms); only gradients of captured
@@ -82,6 +83,26 @@ def flex_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
     """
     if return_lse and return_aux is not None:
         raise ValueError("return_lse and return_aux exclude each other: write return_aux=AuxRequest(lse=True)")
+    query, key, value, scale, score, mask, lists, transposed, options = prepared(
+        query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod)
+    want_max = return_aux is not None and return_aux.max_scores
+
+    captured = [_apart(t) for t in score[1][:len(score[0].tensors)]] if score and torch.is_grad_enabled() else []
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, *captured)):
+        score = score and (score[0], [*captured, *score[1][len(captured):]])
+        call = _Call(scale, score, mask, lists, transposed, options, want_max,
+                     deterministic or torch.are_deterministic_algorithms_enabled())
+        out, lse, max_scores = _Attention.apply(call, query, key, value, *captured)
+    else:
+        out, lse, max_scores = forward(query, key, value, scale, score, mask, lists, options, output_max=want_max)
+    if return_aux is not None:
+        return out, AuxOutput(lse if return_aux.lse else None, max_scores)
+    return (out, lse) if return_lse else out
+
+
+def prepared(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod) -> tuple:
+    """The arguments of flex_attention, checked, as the drivers of kernels take them: query, key, value, scale, the bound score_mod and
+    mask_mod, the block lists, what makes the transposed ones of the bound mask_mod, and Options."""
     query, key, value = _autocast(query, key, value)
     _check_once(query, key, value, enable_gqa)
     options = checks.parse_options(kernel_options)
@@ -102,19 +123,7 @@ def flex_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
         extents = (*query.shape[:3], key.shape[2])
         make = partial(automatic_lists, extents=extents, device=query.device, size=_block_size(options))
         lists, transposed = make(mask), partial(make, transposed=True)
-    want_max = return_aux is not None and return_aux.max_scores
-
-    captured = [_apart(t) for t in score[1][:len(score[0].tensors)]] if score and torch.is_grad_enabled() else []
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, *captured)):
-        score = score and (score[0], [*captured, *score[1][len(captured):]])
-        call = _Call(scale, score, mask, lists, transposed, options, want_max,
-                     deterministic or torch.are_deterministic_algorithms_enabled())
-        out, lse, max_scores = _Attention.apply(call, query, key, value, *captured)
-    else:
-        out, lse, max_scores = forward(query, key, value, scale, score, mask, lists, options, output_max=want_max)
-    if return_aux is not None:
-        return out, AuxOutput(lse if return_aux.lse else None, max_scores)
-    return (out, lse) if return_lse else out
+    return query, key, value, scale, score, mask, lists, transposed, options
 
 
 def _block_size(options: Options) -> tuple[int, int]:

@@ -18,6 +18,13 @@ import triton.language as tl
 
 
 @triton.jit
+def float_difference(a, b):
+    # float(a - b) of indices from 0 to 2**23 - 1, exactly and without a conversion, which takes a GPU 8 times as long as an addition:
+    # an index added to the bits of 2.0**23 becomes the end of its mantissa
+    BITS: tl.constexpr = 0x4B000000
+    return (a + BITS).to(tl.float32, bitcast=True) - (b + BITS).to(tl.float32, bitcast=True)
+
+@triton.jit
 def forward_block_mn(
     q, acc, l_i, m_i,  # the query tile, its output so far, its softmax so far
     K, V, stride_kn, stride_vn,
@@ -39,7 +46,7 @@ def forward_block_mn(
     # ---- score_mod: alibi
     # mods/alibi.py:65: return score + slopes[h] * (kv_idx - q_idx)
     score_0 = tl.load(ptr_slopes + h)
-    score_1 = score + (score_0 * (n.to(tl.float32) - m.to(tl.float32)))
+    score_1 = score + (score_0 * float_difference(n, m))
     score = score_1
     if not is_full:  # one branch for the whole tile: full blocks pay nothing for the mask
         # ---- mask_mod: causal

@@ -77,7 +77,7 @@ SPILLED = {
     "causal d256 bf16, one list": 20,
     "causal d256 bf16, full blocks past the end": 20,
     "causal d256 bf16, blocks of 128 and 64": 20,
-    "alibi causal d256 bf16": 12,
+    "alibi causal d256 bf16": 20,
     "document d256 bf16": 32,
     "relative_bias causal d256 bf16": 20,
     "alibi causal d192x128 bf16": 36,

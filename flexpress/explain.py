@@ -1,0 +1,42 @@
+"""Which kernels a call gets, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from flexpress.attention import prepared
+from flexpress.codegen import backward, forward
+
+
+def explain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Callable | None = None, block_mask=None,
+            scale: float | None = None, enable_gqa: bool = False, kernel_options: dict | None = None, *,
+            mask_mod: Callable | None = None, deterministic: bool = False) -> str:
+    """Which kernels flex_attention chooses for these arguments, and why not the ones for Hopper: a line each for forward and backward.
+
+        forward   GLUON
+        backward  TRITON: head dims 256 and 256: they must be equal, 64 or 128
+
+    "GLUON" are the kernels for sm_90 alone, "TRITON" the portable ones. The arguments are those of flex_attention; tensors that want
+    gradients (requires_grad), captured ones too, are taken into account. Nothing is compiled or run but what a mask_mod's block lists
+    need. Raises what flex_attention raises.
+    """
+    q, k, v, scale, score, _, lists, _, options = prepared(
+        query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod)
+    _, _, arch, reason = forward.case_of(q, k, v, scale, lists, options, False, forward.strides_like(q, v.shape[3]))
+    lines = [_line("forward", reason)]
+    captured = score[1][:len(score[0].tensors)] if score else []
+    if any(t.requires_grad for t in (q, k, v, *captured)):
+        wanted = frozenset(i for i, t in enumerate(captured) if t.requires_grad)
+        deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+        q, k, v = map(backward.with_rows, (q, k, v))  # and the output's gradient is taken to lie as q does
+        *_, reason = backward.case_of(q, k, v, q, scale, lists, options, deterministic, False, wanted)
+        lines.append(_line("backward", reason))
+    if arch == "cpu":
+        lines.append("on the CPU kernels run in Triton's interpreter, for tests")
+    return "\n".join(lines)
+
+
+def _line(what: str, reason: str | None) -> str:
+    return f"{what:<9} TRITON: {reason}" if reason else f"{what:<9} GLUON"
