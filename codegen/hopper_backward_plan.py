@@ -15,7 +15,7 @@ import triton
 from .backward_plan import BackwardCase, delta_spec
 from .forward_plan import Mod
 from .grad import differentiate
-from .lower import Target, gathers
+from .lower import Target
 from .spec import Differential, KernelSpec, ModText, dtype_name, may_be_nan, mod_text
 
 BLOCK_N = 128  # keys of a program, 64 for each consumer
@@ -80,7 +80,7 @@ def fits(case: BackwardCase, arch: str = "sm_90") -> str | None:
 def hopper_backward_tile(case: BackwardCase, score: Mod | None, mask: Mod | None) -> HopperBackwardTile:
     """The tile for a case. At head dim 64, 128 query rows halve the number of barriers: 9 % faster under a causal mask, in spite of 400
     bytes of spills. A score_mod would spill up to 1800 bytes, and is as fast with 64."""
-    large = case.d_qk == 64 and not score and not (mask and gathers(mask[0])) and (not case.blocks or case.blocks.q_block % 128 == 0)
+    large = case.d_qk == 64 and not score and not (mask and mask[0].tensors) and (not case.blocks or case.blocks.q_block % 128 == 0)
     return HopperBackwardTile(128 if large else 64)
 
 
@@ -101,7 +101,7 @@ def plan_hopper_backward(case: BackwardCase, score: Mod | None, mask: Mod | None
     tile = tile or hopper_backward_tile(case, score, mask)
     scale_apart = score is not None or not case.scale_is_positive
     check_padding = score is not None and may_be_nan(score[0].result)
-    early = not score and not (mask and gathers(mask[0]))  # 5 % faster where it does not spill
+    early = not score and not (mask and mask[0].tensors)  # 5 % faster where it does not spill
     fused = _spec(case, tile, score_text, mask_text, scale_apart, check_padding, early)
     return HopperBackwardPlan(delta_spec(case, "cuda", zero_dq=True), fused, _convert_spec(case), tile, score_text, mask_text, scale_apart)
 
