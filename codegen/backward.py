@@ -20,12 +20,11 @@ from .backward_plan import (
 from .cache import INFO
 from .cuda import DoesNotFit
 from .expr import INDEX_BOUND, Expr, ModGraph
-from .forward import LOG2_E, BlockLists, architecture_of, output_like, strides_like
+from .forward import LOG2_E, BlockLists, architecture_of, keys_of, output_like, strides_like
 from .forward_plan import Options, wants_tma
 from .hopper_backward_plan import CONVERT_ROWS, HopperBackwardPlan, fits, plan_hopper_backward
 from .host import compute
 from .kernel import backend_of, kernel_for
-from .spec import layouts_of
 from .tiles import next_smaller
 from .tma import descriptor
 
@@ -57,8 +56,7 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tenso
     tensors = (q, k, v, do, dq, dk, dv)
     extents = (Z, Hq, Q_LEN, KV_LEN)
     case, geometry, arch, reason = case_of(q, k, v, do, scale, lists, options, deterministic, dlse is not None, wanted)
-    score_key = (score[0], layouts_of(*score, extents)) if score else None
-    mask_key = (mask[0], layouts_of(*mask, extents)) if mask else None
+    score_key, mask_key = keys_of(score, mask, extents)
     key = (case, arch, score_key, mask_key)
     plan = _plans.get(key)
     if plan is not None:

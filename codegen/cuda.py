@@ -16,7 +16,7 @@ import threading
 
 import torch
 
-SHARED_LIMIT, DYNAMIC_SHARED = 97, 8  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_...
+SHARED_LIMIT, DYNAMIC_SHARED, LOCAL_SIZE = 97, 8, 3  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, CU_FUNC_ATTRIBUTE_...
 _INVALID_CONTEXT = 201
 _FORMATS = {"i1": "?", "u1": "?", "i32": "i", "i64": "q", "fp32": "f"}  # struct's codes; every pointer is "Q"
 _MAP_TYPES = {torch.float32: 7, torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
@@ -38,6 +38,7 @@ def _driver() -> ctypes.CDLL:
     driver.cuLaunchKernel.argtypes = [pointer, *[words] * 7, pointer, pointer, pointer]
     driver.cuModuleGetFunction.argtypes = [pointer, pointer, ctypes.c_char_p]
     driver.cuFuncSetAttribute.argtypes = [pointer, ctypes.c_int, ctypes.c_int]
+    driver.cuFuncGetAttribute.argtypes = [pointer, ctypes.c_int, pointer]
     driver.cuDevicePrimaryCtxRetain.argtypes = [pointer, ctypes.c_int]
     driver.cuCtxSetCurrent.argtypes = [pointer]
     driver.cuTensorMapEncodeTiled.argtypes = [pointer, ctypes.c_int, words, ctypes.c_uint64, *[pointer] * 4, *[ctypes.c_int] * 4]
@@ -99,6 +100,9 @@ class Function:
         _check(driver.cuModuleLoadData(ctypes.byref(module), code), f"loading {metadata['name']}")
         _check(driver.cuModuleGetFunction(ctypes.byref(function), module, metadata["name"].encode()), f"finding {metadata['name']}")
         _check(driver.cuFuncSetAttribute(function, DYNAMIC_SHARED, metadata["shared"]), "reserving shared memory")
+        local = ctypes.c_int()
+        _check(driver.cuFuncGetAttribute(ctypes.byref(local), LOCAL_SIZE, function), "asking for the local memory")
+        self.local = local.value  # bytes of a thread: what it spills, and arrays
         self.name, self.device, self.shared, self.threads = metadata["name"], device, metadata["shared"], metadata["num_warps"] * 32
         self.handle, self.maps = function.value, metadata["tensordesc_meta"] or []
         fields = argument_format(types)

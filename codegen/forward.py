@@ -12,7 +12,7 @@ from .cache import INFO
 from .cuda import DoesNotFit
 from .expr import INDEX_BOUND, ModGraph
 from .forward_plan import Blocks, ForwardCase, Geometry, Options, Plan, geometry_of, plan_forward, wants_tma
-from .hopper_plan import HopperPlan, fits, heads_per_group, plan_hopper_forward
+from .hopper_plan import SPILL_LIMIT, HopperPlan, fits, heads_per_group, plan_hopper_forward, worthwhile
 from .kernel import backend_of, capability_of, kernel_for, on
 from .spec import layouts_of
 from .tiles import architecture, next_smaller
@@ -70,6 +70,7 @@ class BlockLists:
 
 
 _plans: dict[tuple, Plan | HopperPlan] = {}
+_spilled: dict[tuple, int] = {}  # cases for which the kernel for Hopper was compiled, and bytes that a thread of it spills
 _counters: dict[tuple, torch.Tensor] = {}
 _ready: dict[tuple, _Ready] = {}
 _READY = 1024
@@ -79,6 +80,7 @@ def clear() -> None:
     """Forget every plan."""
     _plans.clear()
     _ready.clear()
+    _spilled.clear()
     _counters.clear()
 
 
@@ -144,8 +146,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sco
     Z, Hq, Q_LEN, D_QK = q.shape
     KV_LEN, D_V = v.shape[2:]
     extents = (Z, Hq, Q_LEN, KV_LEN)
-    score_key = (score[0], layouts_of(*score, extents)) if score else None
-    mask_key = (mask[0], layouts_of(*mask, extents)) if mask else None
+    score_key, mask_key = keys_of(score, mask, extents)
     shapes, strides = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride())
     call = (shapes, strides, q.dtype, q.device, scale, score_key, mask_key, lists and lists.structure, options, output_max)
     ready = _ready.get(call)
@@ -162,7 +163,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sco
         lse.fill_(float("-inf"))
         return out, lse, max_scores.fill_(float("-inf")) if output_max else None
 
-    case, geometry, arch, reason = case_of(q, k, v, scale, lists, options, output_max, out.stride())
+    case, geometry, arch, reason = case_of(q, k, v, scale, lists, options, output_max, score_key, mask_key)
     key = (case, arch, score_key, mask_key, reason is None)
     plan = _plans.get(key)
     if plan is not None:
@@ -179,7 +180,11 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sco
         tables = lists.tables
     mods = [*(plan.score.values(score[1]) if score else ()), *(plan.mask.values(mask[1]) if mask else ())]
     stats = (lse, max_scores) if output_max else (lse,)
-    variant, grid = _launch(plan, (k, v, q, out), stats, (*numbers, *tables, *mods))
+    try:
+        variant, grid = _launch(plan, (k, v, q, out), stats, (*numbers, *tables, *mods), forced=options.backend == "GLUON")
+    except _Spills as spilled:
+        _spilled[case, arch, score_key, mask_key] = spilled.args[0]
+        return forward(q, k, v, scale, score, mask, lists, options, output_max=output_max)
     if getattr(variant, "function", None) and _is_plain((), (q, k, v, *tables, *numbers, *mods)):
         if len(_ready) >= _READY:
             _ready.clear()
@@ -199,10 +204,11 @@ def _is_plain(addresses: tuple[int, ...], args: tuple | list) -> bool:
 
 
 def case_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, lists: BlockLists | None, options: Options,
-            output_max: bool, out_strides: tuple[int, ...]) -> tuple[ForwardCase, Geometry, str, str | None]:
-    """What the forward kernel depends on beside its mods, the device's architecture, and why the kernel for Hopper does not serve (None
-    if it does). Raises ValueError if it does not and the user asks for it."""
-    geometry = geometry_of(q.element_size(), (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride()), out_strides)
+            output_max: bool, score_key: tuple | None, mask_key: tuple | None) -> tuple[ForwardCase, Geometry, str, str | None]:
+    """What the forward kernel depends on beside its mods, the device's architecture, and why it is not the one for Hopper (None if it is).
+    Raises ValueError if that does not serve the call and the user asks for it."""
+    geometry = geometry_of(q.element_size(), (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride()),
+                           strides_like(q, v.shape[3]))
     arch = architecture_of(q.device)
     aligned = (k.data_ptr() | v.data_ptr()) % 16 == 0
     use_tma = geometry.tma and wants_tma(options, q.dtype, arch) and aligned
@@ -211,7 +217,22 @@ def case_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, lis
     reason = fits(case, geometry, arch, aligned and q.data_ptr() % 16 == 0)
     if options.backend == "GLUON" and reason is not None:
         raise ValueError(f"kernel_options['BACKEND'] is 'GLUON', but {reason}; leave BACKEND out")
-    return case, geometry, arch, "BACKEND is TRITON" if options.backend == "TRITON" else reason
+    if options.backend == "TRITON":
+        reason = "BACKEND is TRITON"
+    elif reason is None and options.backend is None:
+        spilled = _spilled.get((case, arch, score_key, mask_key))
+        reason = worthwhile(q.shape[2], q.shape[0] * q.shape[1], _multiprocessors(q.device)) if spilled is None else (
+            f"its threads would spill {spilled} bytes, more than {SPILL_LIMIT}")
+    return case, geometry, arch, reason
+
+
+class _Spills(Exception):
+    """The kernel for Hopper spills so much that the portable one is faster."""
+
+
+def keys_of(score: tuple | None, mask: tuple | None, extents: tuple[int, int, int, int]) -> tuple[tuple | None, tuple | None]:
+    """What of bound mods changes a kernel."""
+    return tuple((bound[0], layouts_of(*bound, extents)) if bound else None for bound in (score, mask))
 
 
 def _hopper_numbers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[int]:
@@ -243,7 +264,7 @@ def _described(plan: Plan | HopperPlan, tensors: tuple) -> list:
     return [descriptor(t, *block) for t, block in zip(tensors, plan.blocks, strict=False)]
 
 
-def _launch(plan: Plan | HopperPlan, tensors: tuple, stats: tuple, rest: tuple) -> tuple:
+def _launch(plan: Plan | HopperPlan, tensors: tuple, stats: tuple, rest: tuple, *, forced: bool = False) -> tuple:
     """Launch on k, v, q and out with the plan's tile, or with the next smaller one that the device can hold. Returns the variant and its
     programs."""
     q = tensors[2]
@@ -256,8 +277,12 @@ def _launch(plan: Plan | HopperPlan, tensors: tuple, stats: tuple, rest: tuple) 
         if isinstance(plan, HopperPlan):
             grid = min(grid, _multiprocessors(q.device))
             with on(q.device):
-                counter = _counter(q.device)
-            return kernel.launch((grid,), (*args, counter, *rest), q.device, (), num_warps=4), grid
+                args = (*args, _counter(q.device), *rest)
+                variant, plain = kernel.variant(args, q.device, (), num_warps=4)
+                if variant.function.local > SPILL_LIMIT and not forced:
+                    raise _Spills(variant.function.local)
+                variant.launch((grid,), plain, q.device.index)
+            return variant, grid
         try:
             variant = kernel.launch((grid,), (*args, *rest), q.device, (tile.BLOCK_M, tile.BLOCK_N), num_warps=tile.num_warps,
                                     num_stages=tile.num_stages)

@@ -18,6 +18,7 @@ from .tiles import round_up_head_dim
 
 ROWS = 64  # of a consumer
 L2_BYTES = 32 << 20  # of K and V that heads which are worked on at a time may take
+SPILL_LIMIT = 1024  # bytes of a thread; a mod of a dozen library calls spills 20 times that, and the portable kernel is then twice as fast
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,16 @@ def fits(case: ForwardCase, geometry: Geometry, arch: str = "sm_90", aligned: bo
         tile = hopper_tile(*padded(case.d_qk, case.d_v), listed=True, gathers=False)
         if case.blocks.q_block % tile.BLOCK_M or case.blocks.kv_block % tile.BLOCK_N:
             return f"block sizes {case.blocks.q_block} and {case.blocks.kv_block} are no multiples of {tile.BLOCK_M} and {tile.BLOCK_N}"
+    return None
+
+
+def worthwhile(q_len: int, heads: int, multiprocessors: int) -> str | None:
+    """Why the portable kernel is faster for a call that the one for Hopper could serve, or None if it is not."""
+    if q_len <= ROWS:
+        return f"there are {q_len} queries, which is half of a tile or less"
+    tiles = -(-q_len // (2 * ROWS)) * heads
+    if 2 * tiles < multiprocessors:
+        return f"there are {tiles} tiles of {2 * ROWS} queries, for {multiprocessors} multiprocessors"
     return None
 
 

@@ -39,16 +39,21 @@ class Kernel:
         if self.spec.backend == "cpu":
             self._interpret(grid, (*args, *constants))
             return None
-        layout, plain = binary.describe(args)
         with on(device):
-            key = (layout, constants, device.index, *options.values())
-            variant = self._variants.get(key)
-            if variant is None:
-                variant, compiled = binary.obtain(self.path.stem, layout, constants, options, device.index, self._function)
-                INFO.compiles += compiled
-                self._variants[key] = variant
+            variant, plain = self.variant(args, device, constants, **options)
             variant.launch(grid, plain, device.index)
         return variant
+
+    def variant(self, args: tuple, device: torch.device, constants: tuple, **options: int) -> tuple[binary.Binary, list]:
+        """The compiled variant for these arguments, and the arguments as it takes them. The device is the current one."""
+        layout, plain = binary.describe(args)
+        key = (layout, constants, device.index, *options.values())
+        variant = self._variants.get(key)
+        if variant is None:
+            variant, compiled = binary.obtain(self.path.stem, layout, constants, options, device.index, self._function)
+            INFO.compiles += compiled
+            self._variants[key] = variant
+        return variant, plain
 
     def _interpret(self, grid, args) -> None:
         if self._interpreted is None:

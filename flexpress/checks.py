@@ -106,9 +106,9 @@ def check_mask_fits(lists, seq_lengths, query, key, mask_shape) -> None:
 def parse_options(kernel_options: dict | None) -> Options:
     """kernel_options as torch names them (with or without the prefix fwd_). Raises ValueError for what is not known."""
     if not kernel_options:
-        return _DEFAULT
+        return DEFAULT
     switches, tile = {}, {}
-    precision, backend = "ieee", None
+    precision, backend = "ieee", DEFAULT.backend
     for name, value in kernel_options.items():
         key = name.removeprefix("fwd_")
         backward = _BACKWARD_OPTIONS.get(key.removeprefix("bwd_") if "BLOCK" in key else key)
@@ -135,7 +135,7 @@ def parse_options(kernel_options: dict | None) -> Options:
     return Options(**switches, float32_precision=precision, backend=backend, tile=tuple(sorted(tile.items())))
 
 
-_DEFAULT = Options()
+DEFAULT = Options()
 _BACKENDS = {"AUTO": None, "TRITON": "TRITON", "GLUON": "GLUON", "FLASH": None, "TRITON_DECODE": "TRITON"}  # torch's, and ours
 
 

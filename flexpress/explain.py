@@ -20,11 +20,12 @@ def explain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_m
 
     "GLUON" are the kernels for sm_90 alone, "TRITON" the portable ones. The arguments are those of flex_attention; tensors that want
     gradients (requires_grad), captured ones too, are taken into account. Nothing is compiled or run but what a mask_mod's block lists
-    need. Raises what flex_attention raises.
+    need; that a kernel spills too many registers is known only after the first call. Raises what flex_attention raises.
     """
-    q, k, v, scale, score, _, lists, _, options = prepared(
+    q, k, v, scale, score, mask, lists, _, options = prepared(
         query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod)
-    _, _, arch, reason = forward.case_of(q, k, v, scale, lists, options, False, forward.strides_like(q, v.shape[3]))
+    _, _, arch, reason = forward.case_of(q, k, v, scale, lists, options, False,
+                                         *forward.keys_of(score, mask, (*q.shape[:3], k.shape[2])))
     lines = [_line("forward", reason)]
     captured = score[1][:len(score[0].tensors)] if score else []
     if any(t.requires_grad for t in (q, k, v, *captured)):

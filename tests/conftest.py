@@ -21,3 +21,16 @@ for _name in ("FLEXPRESS_CACHE_DIR", "TRITON_CACHE_DIR"):
 def pytest_addoption(parser):
     parser.addoption("--update-golden", action="store_true",
                      help="write the prints in generated/ anew instead of comparing with them")
+    parser.addoption("--backend", choices=["TRITON", "GLUON"],
+                     help="on a Hopper GPU: the portable kernels, or those for Hopper wherever they serve, instead of the faster ones")
+
+
+def pytest_configure(config):
+    from flexpress import checks
+    from flexpress.codegen import forward
+    from flexpress.codegen.forward_plan import Options
+
+    if config.getoption("--backend") == "TRITON":
+        checks.DEFAULT = Options(backend="TRITON")
+    elif config.getoption("--backend") == "GLUON":
+        forward.worthwhile = lambda *_: None

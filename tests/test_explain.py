@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fake_hopper import Variant, pass_for_hopper
 
 from flexpress import create_block_mask, explain, flex_attention, mods
-from flexpress.codegen import backward, forward, kernel
+from flexpress.codegen import forward, kernel
 
 
 @pytest.fixture
-def hopper(monkeypatch):
-    """Tensors of the host pass for a Hopper GPU's, for as long as nothing is launched."""
-    for module in (kernel, forward, backward):
-        monkeypatch.setattr(module, "backend_of", lambda _: "cuda")
-    monkeypatch.setattr(forward, "capability_of", lambda _: (9, 0))
+def launched(monkeypatch):
+    """The names of the kernels that are launched, while tensors of the host pass for a Hopper GPU's."""
+    found: list = []
+
+    class Recorder(Variant):
+        def launch(self, *_) -> None:
+            found.append(self.name)
+
+        launch_plain = launch
+
+    pass_for_hopper(monkeypatch, lambda name: Recorder(name, local=2000), multiprocessors=4)
+    forward.clear()
+    kernel.clear()
+    yield found
+    forward.clear()
+    kernel.clear()
 
 
 def tensors(head_dim=128, head_dim_v=None, dtype=torch.bfloat16, wants=True, length=256):
@@ -40,13 +52,14 @@ CASES = {  # tensors, arguments, and a word of the reasons forward and backward;
     "deterministic": (tensors(), {"deterministic": True}, None, "deterministic"),
     "learned": (tensors(), {"score_mod": lambda s, b, h, m, n: s + LEARNED[h]}, None, "captured"),
     "causal": (tensors(), {"block_mask": create_block_mask(mods.causal, None, None, 256, 256, device="cpu")}, None, None),
+    "few queries": (tensors(length=64), {}, "64 queries", None),
     "small blocks": (tensors(), {"block_mask": create_block_mask(mods.causal, None, None, 256, 256, device="cpu", BLOCK_SIZE=64)},
                      "block sizes", "block sizes"),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_reason_is_named(name, hopper):
+def test_every_reason_is_named(name, launched):
     given, arguments, *reasons = CASES[name]
     text = explain(*given, **arguments)
     lines = text.splitlines()
@@ -56,7 +69,27 @@ def test_every_reason_is_named(name, hopper):
         assert reason is None or reason in line
 
 
-def test_forced(hopper):
+def test_few_tiles(launched, monkeypatch):
+    """The kernel for Hopper has larger tiles, and so too few of them sooner."""
+    monkeypatch.setattr(forward, "_multiprocessors", lambda _: 17)
+    assert "8 tiles of 128 queries, for 17 multiprocessors" in explain(*tensors())
+    monkeypatch.setattr(forward, "_multiprocessors", lambda _: 16)
+    assert "forward   GLUON" in explain(*tensors())
+    assert "forward   GLUON" in explain(*tensors(length=1), kernel_options={"BACKEND": "GLUON"})
+
+
+def test_spills(launched):
+    """A kernel that was compiled, and spills, is not run: the portable one is, from then on."""
+    q, k, v = tensors(wants=False)
+    for _ in range(2):
+        flex_attention(q, k, v)
+    assert [name.startswith("forward") for name in launched] == [True, True]
+    assert "forward   TRITON: its threads would spill 2000 bytes, more than 1024" in explain(q, k, v)
+    flex_attention(q, k, v, kernel_options={"BACKEND": "GLUON"})
+    assert launched[-1].startswith("hopper_forward")
+
+
+def test_forced(launched):
     """BACKEND="GLUON" is an error where the kernel does not serve, before anything is launched."""
     q, k, v = tensors(32)
     with pytest.raises(ValueError, match="'GLUON', but head dims are 32 and 32.*leave BACKEND out"):

@@ -5,23 +5,20 @@ No GPU is needed: tensors in host memory stand for tensors on one, and what woul
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 import torch
+from fake_hopper import Variant, pass_for_hopper
 
 from flexpress import AuxRequest, cache_info, create_block_mask, flex_attention, mods
-from flexpress.codegen import binary, forward, kernel, tma
+from flexpress.codegen import forward, kernel, tma
 
 
-class Recorder:
-    """In place of a compiled variant: keeps the arguments of its launches, descriptors expanded."""
+class Recorder(Variant):
+    """Keeps the arguments of its launches, descriptors expanded."""
 
     def __init__(self, launches: list) -> None:
-        self.launches, self.function = launches, self
-
-    def expanded(self, descriptors: list) -> list:
-        return [value for d in descriptors for value in (d.base.address, tuple(d.shape), tuple(d.strides), tuple(d.block_shape))]
+        super().__init__()
+        self.launches = launches
 
     def launch(self, grid, args, _) -> None:
         count = sum(isinstance(a, tma.Descriptor) for a in args)
@@ -36,15 +33,7 @@ class Recorder:
 def launches(monkeypatch):
     """What is launched while tensors of the host pass for a Hopper GPU's."""
     found: list = []
-    for module in (kernel, forward):
-        monkeypatch.setattr(module, "backend_of", lambda _: "cuda")
-        monkeypatch.setattr(module, "capability_of", lambda _: (9, 0))
-        monkeypatch.setattr(module, "on", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(forward, "descriptor", lambda t, *block: tma._known(t.data_ptr(), t.dtype, t.shape, t.stride(), *block))
-    monkeypatch.setattr(binary, "obtain", lambda *_: (Recorder(found), False))
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(forward, "_multiprocessors", lambda _: 5)
+    pass_for_hopper(monkeypatch, lambda _: Recorder(found))
     forward.clear()
     kernel.clear()
     yield found

@@ -1,0 +1,40 @@
+"""Tensors in host memory that pass for a Hopper GPU's, so that everything up to a launch runs without one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import torch
+
+from flexpress.codegen import backward, binary, forward, kernel, tma
+
+
+class Variant:
+    """In place of a compiled kernel. `local`: bytes spilled."""
+
+    def __init__(self, name: str = "", local: int = 0) -> None:
+        self.name, self.local, self.function = name, local, self
+
+    def expanded(self, descriptors: list) -> list:
+        return [value for d in descriptors for value in (d.base.address, tuple(d.shape), tuple(d.strides), tuple(d.block_shape))]
+
+    def launch(self, grid, args, _) -> None:
+        """The long way; `args` may hold descriptors."""
+
+    def launch_plain(self, x, y, z, _, args) -> None:
+        """The short way, with expanded descriptors."""
+
+
+def pass_for_hopper(monkeypatch, variant: Callable[[str], Variant], multiprocessors: int = 5) -> None:
+    """`variant` makes what stands for the compiled kernel with a printed file's name."""
+    for module in (kernel, forward, backward):
+        monkeypatch.setattr(module, "backend_of", lambda _: "cuda")
+    for module in (kernel, forward):
+        monkeypatch.setattr(module, "on", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(forward, "capability_of", lambda _: (9, 0))
+    monkeypatch.setattr(forward, "descriptor", lambda t, *block: tma._known(t.data_ptr(), t.dtype, t.shape, t.stride(), *block))
+    monkeypatch.setattr(binary, "obtain", lambda name, *_: (variant(name), False))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(forward, "_multiprocessors", lambda _: multiprocessors)

@@ -1,0 +1,116 @@
+"""The kernels for Hopper on a Hopper GPU: every problem that they serve, whether or not the portable kernels would be chosen."""
+
+from __future__ import annotations
+
+import pytest
+import test_attention
+import test_backward
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import problems
+from test_backward import gradient_problems
+
+from flexpress import checks, create_block_mask, explain, flex_attention, mods, printed_kernels
+from flexpress.codegen import forward
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"),
+    pytest.mark.skipif(checks.DEFAULT.backend == "TRITON", reason="--backend TRITON"),
+]
+
+
+@pytest.fixture(autouse=True)
+def forced(monkeypatch):
+    """Small problems as well."""
+    monkeypatch.setattr(forward, "worthwhile", lambda *_: None)
+
+
+def poison() -> None:
+    """Fill memory that is then free with NaN: what a kernel does not write shows."""
+    torch.full((1 << 26,), float("nan"), device="cuda")
+
+
+@st.composite
+def served(draw, drawn, head_dims, same):
+    D_QK = draw(st.sampled_from(head_dims))
+    return {**draw(drawn), "dtype": draw(st.sampled_from([torch.bfloat16, torch.float16])), "D_QK": D_QK,
+            "D_V": D_QK if same else draw(st.one_of(st.just(D_QK), st.sampled_from(head_dims))),
+            "layouts": draw(st.tuples(*[st.sampled_from(["contiguous", "bshd"])] * 3)),
+            "BLOCK_SIZE": draw(st.sampled_from([128, 256, (128, 256), (256, 128)])), "USE_TMA": None}
+
+
+def ran(name: str) -> int:
+    return sum(path.stem.startswith(name) for path in printed_kernels())
+
+
+@settings(max_examples=60)
+@given(served(problems("cuda"), [40, 64, 72, 80, 96, 128, 136, 160, 192, 200, 256], same=False))
+def test_any_forward(p):
+    poison()
+    test_attention.check_problem(p, "cuda")
+
+
+@settings(max_examples=40)
+@given(served(gradient_problems("cuda"), [64, 128], same=True))
+def test_any_backward(p):
+    poison()
+    test_backward.check_problem({**p, "deterministic": False}, "cuda")
+
+
+def test_they_ran():
+    """The problems above reach the kernels that they are for (the file's tests run in order)."""
+    q = torch.randn(2, 4, 300, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    assert explain(q, q, q) == "forward   GLUON\nbackward  GLUON"
+    before = ran("hopper_forward"), ran("hopper_backward")
+    flex_attention(q, q, q, lambda score, b, h, q_idx, kv_idx: score * 0.123).sum().backward()
+    assert (ran("hopper_forward"), ran("hopper_backward")) == (before[0] + 1, before[1] + 1)
+
+
+def inputs(length=1500, head_dim=128, heads=8):
+    return [torch.randn(2, heads, length, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("masked", [False, True])
+def test_repeats_are_bitwise_equal(head_dim, masked):
+    """Which program computes a tile varies, the result does not; nor does dK or dV. Deterministic gradients do not vary at all."""
+    q, k, v = inputs(head_dim=head_dim)
+    mask = create_block_mask(mods.causal, None, None, 1500, 1500, "cuda") if masked else None
+    first = flex_attention(q, k, v, block_mask=mask)
+    grads = torch.autograd.grad(first, (q, k, v), first.detach(), retain_graph=True)
+    exact = torch.autograd.grad(flex_attention(q, k, v, block_mask=mask, deterministic=True), (q, k, v), first.detach())
+    for _ in range(200):
+        out = flex_attention(q, k, v, block_mask=mask)
+        assert torch.equal(out, first)
+        assert all(torch.equal(g, e) for g, e in zip(torch.autograd.grad(out, (q, k, v), first.detach())[1:], grads[1:], strict=True))
+    for _ in range(20):
+        out = flex_attention(q, k, v, block_mask=mask, deterministic=True)
+        assert all(torch.equal(g, e) for g, e in zip(torch.autograd.grad(out, (q, k, v), first.detach()), exact, strict=True))
+    torch.cuda.synchronize()
+    assert all(counter.item() == 0 for counter in forward._counters.values())
+
+
+def test_streams_and_graphs_beside_each_other():
+    """Every stream, and every CUDA graph, has a tile counter of its own."""
+    with torch.no_grad():
+        sets = [inputs(length) for length in (700, 1500, 2500)]
+        expected = [flex_attention(*s) for s in sets]
+        streams, graphs, outs = [torch.cuda.Stream() for _ in sets], [], []
+        for s in sets:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                outs.append(flex_attention(*s))
+            graphs.append(graph)
+        for _ in range(30):
+            found = []
+            for o in outs:
+                o.fill_(float("nan"))
+            torch.cuda.synchronize()
+            for stream, graph, s in zip(streams, graphs, sets, strict=True):
+                with torch.cuda.stream(stream):
+                    graph.replay()
+                    found.append(flex_attention(*s))
+            torch.cuda.synchronize()
+            assert all(torch.equal(a, b) for a, b in zip(found + outs, expected * 2, strict=True))
