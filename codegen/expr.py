@@ -126,7 +126,7 @@ INDEX_BOUND = (1 << 23) - 4096  # of a sequence: its indices, and those of block
 def value_range(node: Expr, symbols: dict | None = None, scalars: tuple = ()) -> tuple[float, float]:
     """Bounds of an integer expression; (-inf, inf) when unknown.
 
-    symbols   largest value of each index symbol, each from 0 on; 2**24 - 1 where it is not given
+    symbols   largest value of each index symbol, each from 0 on; INDEX_BOUND - 1 where it is not given
     scalars   values of ModGraph.scalars, where they are known
     """
     if node.op == "symbol":

@@ -59,7 +59,7 @@ class Target:
 
     backend: str
     precision: str  # "float16", "bfloat16" or "float32"
-    exact_indices: bool = True  # all lengths are below 2**24, so an index is exact in float32
+    exact_indices: bool = True  # all lengths are at most INDEX_BOUND, so an index is exact in float32
     language: str = "triton"  # or "gluon"
 
     @property

@@ -46,9 +46,22 @@ def main() -> None:
                 tensor.requires_grad_()
                 out = flex_attention(q, k, v, make(tensor), mask, enable_gqa=True, deterministic=deterministic)
                 torch.autograd.grad(out, (q, k, v, tensor), torch.randn_like(out))
+    if torch.cuda.get_device_capability() == (9, 0):
+        for_hopper(length, mask, learned["alibi"][1].detach())
     torch.cuda.synchronize()
     names = {path.stem.split("_")[0] + "_" + path.stem.split("_")[1] for path in flexpress.printed_kernels()}
     print(f"{len(flexpress.printed_kernels())} kernels of {len(names)} kinds ran")
+
+
+def for_hopper(length: int, mask, slopes: torch.Tensor) -> None:
+    """The kernels in Gluon, of which every kind of tile is another text."""
+    for head_dim, head_dim_v in ((64, 64), (128, 128), (192, 128), (256, 256)):
+        q, k, v = (torch.randn(2, heads, length, d, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+                   for heads, d in ((2, head_dim), (1, head_dim), (1, head_dim_v)))
+        for score_mod in (None, mods.alibi(slopes)):
+            for block_mask in (None, mask):
+                out = flex_attention(q, k, v, score_mod, block_mask, enable_gqa=True, kernel_options={"BACKEND": "GLUON"})
+                torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
 
 
 if __name__ == "__main__":
