@@ -130,10 +130,15 @@ def output_like(q: torch.Tensor, d_v: int) -> torch.Tensor:
 
 def strides_like(q: torch.Tensor, d_v: int) -> tuple[int, ...]:
     """The strides of that."""
+    return _strides_like(q.shape[:3], q.stride(), d_v)
+
+
+@functools.lru_cache(maxsize=4096)
+def _strides_like(shape: tuple[int, ...], order: tuple[int, ...], d_v: int) -> tuple[int, ...]:
     strides, step = [0, 0, 0, 1], d_v
-    for i in sorted(range(3), key=q.stride):
+    for i in sorted(range(3), key=lambda i: order[i]):
         strides[i] = step
-        step *= max(q.shape[i], 1)
+        step *= max(shape[i], 1)
     return tuple(strides)
 
 
