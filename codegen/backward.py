@@ -22,9 +22,10 @@ from .cuda import DoesNotFit
 from .expr import INDEX_BOUND, Expr, ModGraph
 from .forward import LOG2_E, BlockLists, architecture_of, keys_of, output_like, strides_like
 from .forward_plan import Options, wants_tma
-from .hopper_backward_plan import CONVERT_ROWS, HopperBackwardPlan, fits, plan_hopper_backward
+from .hopper_backward_plan import CONVERT_ROWS, L2_BYTES, HopperBackwardPlan, fits, plan_hopper_backward
+from .hopper_plan import heads_per_group
 from .host import compute
-from .kernel import backend_of, kernel_for
+from .kernel import backend_of, counter, kernel_for, multiprocessors, on
 from .tiles import next_smaller
 from .tma import descriptor
 
@@ -134,8 +135,13 @@ def _launch_fused(plan: HopperBackwardPlan, tensors: tuple, lse2: torch.Tensor, 
         tables = lists.tables
     mods = [*(plan.score.values(score[1]) if score else ()), *(plan.mask.values(mask[1]) if mask else ())]
     descriptors = [descriptor(t, *plan.blocks[f"desc_{name}"]) for name, t in described.items()]
-    grid = (-(-k.shape[2] // plan.tile.BLOCK_N) * k.shape[0] * k.shape[1],)
-    kernel_for(plan.fused).launch(grid, (*descriptors, *_numbers(plan.fused, known), *tables, *mods), q.device, (), num_warps=4)
+    heads = k.shape[0] * k.shape[1]
+    read_bytes = q.shape[2] * q.shape[3] * (2 * q.element_size() + dq_sum.element_size()) * (q.shape[0] * q.shape[1] // heads)
+    known = {**known, "HEADS_PER_GROUP": heads_per_group(heads, read_bytes, L2_BYTES)}
+    tiles = -(-k.shape[2] // plan.tile.BLOCK_N) * heads
+    with on(q.device):
+        args = (*descriptors, counter(q.device), *_numbers(plan.fused, known), *tables, *mods)
+    kernel_for(plan.fused).launch((min(tiles, multiprocessors(q.device)),), args, q.device, (), num_warps=4)
     known = {**known, **dict(zip(("stride_dqz", "stride_dqh", "stride_dqm"), dq.stride(), strict=False))}
     grid = (q.shape[0] * q.shape[1] * known["ROWS"] // CONVERT_ROWS,)
     numbers = _numbers(plan.convert, known)

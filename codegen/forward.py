@@ -13,7 +13,7 @@ from .cuda import DoesNotFit
 from .expr import INDEX_BOUND, ModGraph
 from .forward_plan import Blocks, ForwardCase, Geometry, Options, Plan, geometry_of, plan_forward, wants_tma
 from .hopper_plan import SPILL_LIMIT, HopperPlan, fits, heads_per_group, plan_hopper_forward, worthwhile
-from .kernel import backend_of, capability_of, kernel_for, on
+from .kernel import backend_of, capability_of, counter, kernel_for, multiprocessors, on
 from .spec import layouts_of
 from .tiles import architecture, next_smaller
 from .tma import descriptor
@@ -71,7 +71,6 @@ class BlockLists:
 
 _plans: dict[tuple, Plan | HopperPlan] = {}
 _spilled: dict[tuple, int] = {}  # cases for which the kernel for Hopper was compiled, and bytes that a thread of it spills
-_counters: dict[tuple, torch.Tensor] = {}
 _ready: dict[tuple, _Ready] = {}
 _READY = 1024
 
@@ -81,7 +80,6 @@ def clear() -> None:
     _plans.clear()
     _ready.clear()
     _spilled.clear()
-    _counters.clear()
 
 
 class _Ready:
@@ -116,7 +114,7 @@ class _Ready:
             addresses[:self.described] = maps
         with on(q.device):
             if self.counts:
-                addresses.append(_counter(q.device).data_ptr())
+                addresses.append(counter(q.device).data_ptr())
             self.function.launch_plain(self.grid, 1, 1, torch._C._cuda_getCurrentRawStream(q.device.index),
                                        [*addresses, *self.numbers, *tables,
                                         *(m.data_ptr() if isinstance(m, torch.Tensor) else m for m in mods)])
@@ -226,7 +224,7 @@ def case_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, lis
         reason = "BACKEND is TRITON"
     elif reason is None and options.backend is None:
         spilled = _spilled.get((case, arch, score_key, mask_key))
-        reason = worthwhile(q.shape[2], q.shape[0] * q.shape[1], _multiprocessors(q.device)) if spilled is None else (
+        reason = worthwhile(q.shape[2], q.shape[0] * q.shape[1], multiprocessors(q.device)) if spilled is None else (
             f"its threads would spill {spilled} bytes, more than {SPILL_LIMIT}")
     return case, geometry, arch, reason
 
@@ -247,23 +245,6 @@ def _hopper_numbers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[i
     return [Hq, Zkv, Hq // Hkv, Q_LEN, KV_LEN, Z * Hq, heads_per_group(Z * Hq, kv_bytes)]
 
 
-def _counter(device: torch.device) -> torch.Tensor:
-    """An int32 of zero for the current stream, on which one kernel after another may count: each leaves it zero. A CUDA graph gets one of
-    its own, as graphs may run beside each other."""
-    if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(1, dtype=torch.int32, device=device)
-    key = (device, torch._C._cuda_getCurrentRawStream(device.index))
-    found = _counters.get(key)
-    if found is None:
-        found = _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
-    return found
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def _described(plan: Plan | HopperPlan, tensors: tuple) -> list:
     """Descriptors of the first of k, v, q and out, as many as the plan's kernel takes."""
     return [descriptor(t, *block) for t, block in zip(tensors, plan.blocks, strict=False)]
@@ -280,9 +261,9 @@ def _launch(plan: Plan | HopperPlan, tensors: tuple, stats: tuple, rest: tuple, 
         args = (*_described(plan, tensors), *tensors[len(plan.blocks):], *stats)
         grid = -(-Q_LEN // tile.BLOCK_M) * Z * Hq
         if isinstance(plan, HopperPlan):
-            grid = min(grid, _multiprocessors(q.device))
+            grid = min(grid, multiprocessors(q.device))
             with on(q.device):
-                args = (*args, _counter(q.device), *rest)
+                args = (*args, counter(q.device), *rest)
                 variant, plain = kernel.variant(args, q.device, (), num_warps=4)
                 if variant.function.local > SPILL_LIMIT and not forced:
                     raise _Spills(variant.function.local)

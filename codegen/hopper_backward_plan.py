@@ -19,6 +19,7 @@ from .lower import Target
 from .spec import Differential, KernelSpec, ModText, dtype_name, may_be_nan, mod_text
 
 BLOCK_N = 128  # keys of a program, 64 for each consumer
+L2_BYTES = 24 << 20  # of Q, dO and dQ's sums that heads which are worked on at a time may take
 CONVERT_ROWS = 64  # BLOCK_M of hopper_dq_convert
 # a derivative is linear in the gradient of its result: it is applied to p before dP is there, which is waited for with fewer registers
 _SYMBOLS = {"score": "qk", "b": "z", "h": "h", "q_idx": "m", "kv_idx": "n", "grad": "p"}
@@ -101,7 +102,8 @@ def plan_hopper_backward(case: BackwardCase, score: Mod | None, mask: Mod | None
     tile = tile or hopper_backward_tile(case, score, mask)
     scale_apart = score is not None or not case.scale_is_positive
     check_padding = score is not None and may_be_nan(score[0].result)
-    early = not score and not (mask and mask[0].tensors)  # 5 % faster where it does not spill
+    # lse2 is read while S is computed: 5 % faster where that does not spill
+    early = tile.BLOCK_M == 64 and not score and not (mask and mask[0].tensors)
     fused = _spec(case, tile, score_text, mask_text, scale_apart, check_padding, early)
     return HopperBackwardPlan(delta_spec(case, "cuda", zero_dq=True), fused, _convert_spec(case), tile, score_text, mask_text, scale_apart)
 
@@ -109,7 +111,7 @@ def plan_hopper_backward(case: BackwardCase, score: Mod | None, mask: Mod | None
 def _spec(case: BackwardCase, tile: HopperBackwardTile, score: ModText | None, mask: ModText | None, scale_apart: bool,
           check_padding: bool, early_lse: bool) -> KernelSpec:
     blocks, mods, d = case.blocks, [m for m in (score, mask) if m], case.d_qk
-    numbers = ["Z", "Zkv", "Hkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", "SM_SCALE", "TO_LOG2"]
+    numbers = ["Z", "Zkv", "Hkv", "GROUP_SIZE", "HEADS_PER_GROUP", "Q_LEN", "KV_LEN", "SM_SCALE", "TO_LOG2"]
     if blocks:
         numbers += ["mask_stride_z", "mask_stride_h", "mask_rows"] + (["full_mask_rows"] if blocks.has_full else [])
     columns = tile.BLOCK_M == 64  # which way consumers share a block's dQ; each computes 64 rows

@@ -113,9 +113,10 @@ def hopper_tile(d_qk: int, d_v: int, *, listed: bool, gathers: bool) -> HopperTi
     return HopperTile(2, 4, 240, 24) if listed or gathers else HopperTile(3, 4, 160, 32)
 
 
-def heads_per_group(heads: int, kv_bytes: int) -> int:
-    """How many query heads are worked on at a time. `kv_bytes` are those of K and V of one query head, its share if heads share them."""
-    groups = -(-heads // max(1, L2_BYTES // max(1, kv_bytes)))
+def heads_per_group(heads: int, bytes_each: int, cached: int = L2_BYTES) -> int:
+    """How many heads are worked on at a time, if each reads so many bytes again and again: of K and V of one query head, its share if heads
+    share them. `cached` of them stay in the L2 cache."""
+    groups = -(-heads // max(1, cached // max(1, bytes_each)))
     return -(-heads // groups)
 
 

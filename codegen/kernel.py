@@ -82,6 +82,7 @@ def on(device: torch.device):
 
 
 _kernels: dict[KernelSpec, Kernel] = {}
+_counters: dict[tuple, torch.Tensor] = {}
 
 
 def kernel_for(spec: KernelSpec) -> Kernel:
@@ -95,6 +96,7 @@ def kernel_for(spec: KernelSpec) -> Kernel:
 def clear() -> None:
     """Forget every loaded kernel (files stay)."""
     _kernels.clear()
+    _counters.clear()
 
 
 @functools.cache
@@ -108,6 +110,23 @@ def backend_of(device_type: str) -> str:
 @functools.cache
 def capability_of(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def counter(device: torch.device) -> torch.Tensor:
+    """An int32 of zero for the current stream, on which one kernel after another may count: each leaves it zero. A CUDA graph gets one of
+    its own, as graphs may run beside each other."""
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    key = (device, torch._C._cuda_getCurrentRawStream(device.index))
+    found = _counters.get(key)
+    if found is None:
+        found = _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
+    return found
 
 
 def loaded() -> list[Kernel]:

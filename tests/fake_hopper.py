@@ -30,11 +30,12 @@ def pass_for_hopper(monkeypatch, variant: Callable[[str], Variant], multiprocess
     """`variant` makes what stands for the compiled kernel with a printed file's name."""
     for module in (kernel, forward, backward):
         monkeypatch.setattr(module, "backend_of", lambda _: "cuda")
-    for module in (kernel, forward):
+    for module in (kernel, forward, backward):
         monkeypatch.setattr(module, "on", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(forward, "capability_of", lambda _: (9, 0))
     monkeypatch.setattr(forward, "descriptor", lambda t, *block: tma._known(t.data_ptr(), t.dtype, t.shape, t.stride(), *block))
     monkeypatch.setattr(binary, "obtain", lambda name, *_: (variant(name), False))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(forward, "_multiprocessors", lambda _: multiprocessors)
+    for module in (forward, backward):
+        monkeypatch.setattr(module, "multiprocessors", lambda _: multiprocessors)

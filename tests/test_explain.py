@@ -71,9 +71,9 @@ def test_every_reason_is_named(name, launched):
 
 def test_few_tiles(launched, monkeypatch):
     """The kernel for Hopper has larger tiles, and so too few of them sooner."""
-    monkeypatch.setattr(forward, "_multiprocessors", lambda _: 17)
+    monkeypatch.setattr(forward, "multiprocessors", lambda _: 17)
     assert "8 tiles of 128 queries, for 17 multiprocessors" in explain(*tensors())
-    monkeypatch.setattr(forward, "_multiprocessors", lambda _: 16)
+    monkeypatch.setattr(forward, "multiprocessors", lambda _: 16)
     assert "forward   GLUON" in explain(*tensors())
     assert "forward   GLUON" in explain(*tensors(length=1), kernel_options={"BACKEND": "GLUON"})
 

@@ -12,7 +12,7 @@ from problems import problems
 from test_backward import gradient_problems
 
 from flexpress import checks, create_block_mask, explain, flex_attention, mods, printed_kernels
-from flexpress.codegen import forward
+from flexpress.codegen import forward, kernel
 
 pytestmark = [
     pytest.mark.gpu,
@@ -89,7 +89,7 @@ def test_repeats_are_bitwise_equal(head_dim, masked):
         out = flex_attention(q, k, v, block_mask=mask, deterministic=True)
         assert all(torch.equal(g, e) for g, e in zip(torch.autograd.grad(out, (q, k, v), first.detach()), exact, strict=True))
     torch.cuda.synchronize()
-    assert all(counter.item() == 0 for counter in forward._counters.values())
+    assert all(counter.item() == 0 for counter in kernel._counters.values())
 
 
 def test_streams_and_graphs_beside_each_other():
