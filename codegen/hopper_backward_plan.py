@@ -10,7 +10,6 @@ import re
 from dataclasses import dataclass, replace
 
 import torch
-import triton
 
 from .backward_plan import BackwardCase, delta_spec
 from .forward_plan import Mod
@@ -127,7 +126,6 @@ def _spec(case: BackwardCase, tile: HopperBackwardTile, score: ModText | None, m
         "SPARSE_Q_BLOCK_SIZE": blocks.q_block if blocks else 0, "SPARSE_KV_BLOCK_SIZE": blocks.kv_block if blocks else 0,
         "STEPS": blocks.q_block // tile.BLOCK_M if blocks else 1,
         "SCALE_FIRST": scale_apart, "CHECK_PADDING": check_padding, "EARLY_LSE": early_lse,
-        "BARRIER": "thread_barrier" if triton.__version__ < "3.7" else "barrier",  # Gluon renamed it
         "imports_triton": any(re.search(r"\btl\.", line) for line in lines),
         "numbers": tuple(numbers) + tuple(n for m in mods for n in m.numbers), "parameters": tuple(numbers),
     }

@@ -9,7 +9,6 @@ import re
 from dataclasses import dataclass
 
 import torch
-import triton
 
 from .forward_plan import _SYMBOLS, ForwardCase, Geometry, Mod
 from .lower import Target, gathers
@@ -154,7 +153,6 @@ def _spec(case: ForwardCase, tile: HopperTile, score: ModText | None, mask: ModT
         "STEPS": blocks.kv_block // tile.BLOCK_N if blocks else 1,
         "CHECK_FULL_BLOCKS": blocks is not None and not blocks.interior,
         "SCALE_FIRST": scale_apart, "OUTPUT_MAX": case.output_max,
-        "BARRIER": "thread_barrier" if triton.__version__ < "3.7" else "barrier",  # Gluon renamed it
         "imports_triton": any(re.search(r"\btl\.", line) for m in mods for line in (*m.lines, m.result)),
         "numbers": tuple(numbers) + tuple(n for m in mods for n in m.numbers), "parameters": tuple(numbers),
     }

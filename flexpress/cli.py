@@ -7,7 +7,7 @@ import os
 import sys
 
 from flexpress import __version__
-from flexpress.codegen.preview import TARGETS, compilation
+from flexpress.codegen.preview import TARGETS, compilation, hopper_compilation
 from flexpress.codegen.render import render
 from flexpress.recipes import RECIPES, make
 
@@ -88,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument(
         "--no-tma", action="store_true", help="load K and V by pointers on sm_90 and sm_100 too"
     )
+    show.add_argument("--gluon", action="store_true", help="the kernel for Hopper, which calls on sm_90 get where it serves")
     show.set_defaults(run=_render)
 
     doctor = commands.add_parser(
@@ -124,17 +125,14 @@ def _demo(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 
 def _render(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    score_mod, mask_mod = make(*given.recipe)
-    d_qk, d_v = given.head_dim
-    kernel = compilation(
-        given.target,
-        score_mod,
-        mask_mod,
-        _DTYPES[given.dtype],
-        d_qk,
-        d_v,
-        use_tma=False if given.no_tma else None,
-    )
+    problem = (given.target, *make(*given.recipe), _DTYPES[given.dtype], *given.head_dim)
+    if given.gluon:
+        try:
+            kernel = hopper_compilation(*problem)
+        except ValueError as error:
+            parser.error(f"--gluon: {error}")
+    else:
+        kernel = compilation(*problem, use_tma=False if given.no_tma else None)
     sys.stdout.write(render(kernel.spec))
     sys.stdout.flush()
     return 0

@@ -45,6 +45,7 @@ def test_demo_and_doctor_on_a_gpu(capsys):
         ),
         (["causal", "--target", "sm_90"], "desc_k.load("),
         (["causal", "--target", "sm_90", "--no-tma"], "tl.load(k_ptrs"),
+        (["causal", "--gluon"], "# hopper forward causal d128 bf16\n"),
         (["sliding_window", "prefix_lm"], "mask_mod: sliding_window_and_prefix_lm"),
     ],
 )
@@ -61,6 +62,7 @@ def test_render(capsys, arguments, found):
         (["render", "caual"], "invalid choice: 'caual'"),
         (["render", "causal", "--head-dim", "300"], "'300' is not a head dim: write 1 to 256"),
         (["render", "causal", "--target", "sm_70"], "invalid choice: 'sm_70'"),
+        (["render", "causal", "--gluon", "--dtype", "fp32"], "--gluon: float32 has no wgmma"),
         ([], "required"),
     ],
 )

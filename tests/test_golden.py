@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flexpress.codegen.preview import backward_compilations, mask_compilations, preview
+from flexpress.codegen.preview import backward_compilations, hopper_compilation, mask_compilations, preview
 from flexpress.codegen.render import render
 from flexpress.recipes import make
 
@@ -22,7 +22,7 @@ GOLDEN = {  # at most 8: a change of a template is read here, everything else is
     "backward_dq_relative_bias_d64_fp32": lambda: backward_compilations(
         "sm_90", *make("relative_bias"), dtype="float32", head_dim=64, captured=True
     )["dq"].spec,
-    "forward_document_d80_bf16": lambda: preview(*make("document"), head_dim=80, use_tma=False),
+    "hopper_forward_causal_d128_bf16": lambda: hopper_compilation("sm_90", *make("causal")).spec,
     "block_status_document": lambda: mask_compilations("sm_90", make("document")[1])["status"].spec,
     "block_lists_sliding_window": lambda: mask_compilations("sm_90", make("sliding_window")[1])["lists"].spec,
 }

@@ -1,0 +1,367 @@
+# hopper forward causal d128 bf16
+"""Attention forward for Hopper: O = softmax(score_mod(Q K^T * scale) masked) V, one pass over K and V with a running softmax.
+
+One program stays on each multiprocessor and computes tiles of 2 x 64 query rows of one head. Its warps have roles: one warp, the
+producer, has the TMA unit copy Q, K and V to shared memory; 2 groups of four warps, the consumers, compute 64 rows each. They meet
+at barriers in shared memory: a buffer is "full" when its copy has arrived, "empty" when all that read it have done so.
+
+    Z, Hq, Hkv     batch size, query heads, key/value heads (GROUP_SIZE = Hq / Hkv query heads share one)
+    HEADS          Z * Hq; HEADS_PER_GROUP of them are worked on at a time, as many as have K and V in the L2 cache
+    Q_LEN, KV_LEN  sequence lengths          D_QK, D_V   head dims, here padded to 128 and 128: TMA fills with zeros
+    m, n           query / key positions     start_n     first key position of a block of BLOCK_N keys
+    tile, turn     number of a query tile, and how many this program has had before
+    step           how many blocks of K and V this program has had before: block `step` lies in buffer step % STAGES
+    acc            [64, 128]   unnormalised output
+    m_i, l_i       [64]        running row maximum (base 2) and sum of exp2(score - m_i)
+    lse            [Z, Hq, Q_LEN]            natural logarithm of the sum of exp(score), -inf for an empty row
+    COUNTER        [1]                       tiles handed out beyond every program's first; 0 before and after a launch
+    kv_num_blocks  [Zm, Hm, rows]            how many KV blocks a row of query blocks visits (Zm, Hm: 1 or Z, Hq)
+    kv_indices     [Zm, Hm, rows, columns]   which ones, in order. "Partial" blocks need mask_mod, "full" blocks do not
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+try:
+    barrier = gl.barrier
+except AttributeError:  # its name in Triton 3.6
+    barrier = gl.thread_barrier
+
+CONSUMERS = gl.constexpr(2)
+BLOCK_M = gl.constexpr(128)
+BLOCK_N = gl.constexpr(128)
+STAGES = gl.constexpr(2)
+# how many numbers, and which, the producer hands out with a tile; a negative query block is the end
+NUMBERS = gl.constexpr(5)
+Q_BLOCK = gl.constexpr(0)
+BATCH = gl.constexpr(1)
+HEAD = gl.constexpr(2)
+BLOCKS = gl.constexpr(3)
+FULL_BLOCKS = gl.constexpr(4)
+SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # layout of [64, BLOCK_N] scores
+OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # layout of [64, 128] outputs
+WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, OUTPUT.value, 2))  # of softmax weights, as left operand of the product with V
+ROWS = gl.constexpr(gl.SliceLayout(1, SCORES.value))
+COLUMNS = gl.constexpr(gl.SliceLayout(0, SCORES.value))
+OUTPUT_ROWS = gl.constexpr(gl.SliceLayout(1, OUTPUT.value))
+
+
+@gluon.jit
+def place_of(tile, q_blocks, HEADS, HEADS_PER_GROUP):
+    """The query block and the head of a tile: group by group, the last rows first, as they are the longest under a causal mask."""
+    group = tile // (q_blocks * HEADS_PER_GROUP)
+    inside = tile - group * q_blocks * HEADS_PER_GROUP
+    heads = gl.minimum(HEADS_PER_GROUP, HEADS - group * HEADS_PER_GROUP)
+    return q_blocks - 1 - inside // heads, group * HEADS_PER_GROUP + inside % heads
+
+
+@gluon.jit
+def hand_out(buffers, turn, number: gl.constexpr, value):
+    """The producer writes one of the numbers that describe its tile."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    buffers.index((turn & 1) * NUMBERS + number).store(gl.full([1], value, gl.int32, layout=layout))
+
+
+@gluon.jit
+def handed_out(buffers, turn, number: gl.constexpr):
+    """One of these numbers, read by a consumer."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.max(buffers.index((turn & 1) * NUMBERS + number).load(layout), 0)
+
+
+@gluon.jit
+def listed_block(step, num_blocks, kv_indices, num_full_blocks, full_kv_indices, STEPS: gl.constexpr):
+    """The KV block of a step: the partial blocks first, then the full ones. Past the end, the last one again."""
+    at = step // STEPS
+    at = gl.maximum(gl.minimum(at, num_blocks + num_full_blocks - 1), 0)
+    return gl.load(gl.where(at < num_blocks, kv_indices + at, full_kv_indices + (at - num_blocks)))
+
+
+@gluon.jit
+def fold_scores(
+    qk, m_i, l_i,  # products of a block, softmax so far
+    z, h, m, start_n, is_full, KV_LEN, TO_LOG2,
+    EDGE: gl.constexpr,
+):
+    """Weights of one block of BLOCK_N keys, the factor for what was summed before, and the softmax after. EDGE: some keys may be hidden."""
+    offs_n = start_n + gl.arange(0, BLOCK_N, layout=COLUMNS)
+    score = qk  # TO_LOG2 carries the scale
+    n = offs_n[None, :]  # [1, BLOCK_N]; m is [64, 1]. Past KV_LEN too: loads that could leave their tensor are masked
+    if EDGE:
+        # ---- mask_mod: causal
+        # mods/causal.py:26: return q_idx >= kv_idx
+        mask_0 = m >= n
+        seen = (mask_0 | is_full) & (offs_n < KV_LEN)[None, :]
+        score = gl.where(seen, score, float("-inf"))
+
+    # running softmax in base 2: exp(s) = exp2(s * log2(e)), and the product folds into one fused multiply-add
+    m_new = gl.maximum(m_i, gl.max(score, 1) * TO_LOG2)
+    m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row with nothing to attend to yet: avoid inf - inf
+    alpha = gl.exp2(m_i - m_safe)
+    p = gl.exp2(score * TO_LOG2 - m_safe[:, None])  # [64, BLOCK_N]
+    return p, alpha, m_new, l_i * alpha + gl.sum(p, 1)
+
+
+@gluon.jit
+def forward_producer(
+    desc_q, desc_k, desc_v, COUNTER, buffers, barriers,
+    Hq, Zkv, GROUP_SIZE, HEADS, HEADS_PER_GROUP, Q_LEN, KV_LEN,
+    mask_stride_z, mask_stride_h, mask_columns, full_mask_columns, kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices,
+):
+    """Copy what the consumers need, in the order in which they need it."""
+    q_buffers, k_buffers, v_buffers, _, tile_buffers = buffers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty = barriers
+    q_blocks = gl.cdiv(Q_LEN, BLOCK_M)
+    tiles = q_blocks * HEADS
+    step = 0
+    turn = 0
+    q_turn = 0  # tiles that had something to visit
+    tile = gl.program_id(0)
+    while tile < tiles:
+        # every tile takes one ticket, so the last ticket is tiles - 1, and nobody comes after it
+        ticket = gl.atomic_add(COUNTER, 1)
+        if ticket == tiles - 1:
+            gl.store(COUNTER, 0)
+
+        q_block, head = place_of(tile, q_blocks, HEADS, HEADS_PER_GROUP)
+        z = head // Hq
+        h = head % Hq
+        z_kv = z % Zkv  # K and V may have one batch entry that all queries share
+        h_kv = h // GROUP_SIZE
+        row = z.to(gl.int64) * mask_stride_z + h * mask_stride_h + q_block * BLOCK_M // 128  # this tile's, in the block lists
+        partial_blocks = kv_indices + row * mask_columns
+        full_blocks = full_kv_indices + row * full_mask_columns
+        num_blocks = gl.load(kv_num_blocks + row)
+        num_full_blocks = gl.load(full_kv_num_blocks + row)
+        mbarrier.wait(tile_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
+        hand_out(tile_buffers, turn, Q_BLOCK, q_block)
+        hand_out(tile_buffers, turn, BATCH, z)
+        hand_out(tile_buffers, turn, HEAD, h)
+        hand_out(tile_buffers, turn, BLOCKS, num_blocks)
+        hand_out(tile_buffers, turn, FULL_BLOCKS, num_full_blocks)
+        mbarrier.arrive(tile_full.index(turn & 1), count=1)
+
+        steps = num_blocks + num_full_blocks
+        block = listed_block(0, num_blocks, partial_blocks, num_full_blocks, full_blocks, STEPS=1)
+        for i in range(0, steps):
+            start_n = block * 128
+            block = listed_block(i + 1, num_blocks, partial_blocks, num_full_blocks, full_blocks, STEPS=1)  # a step ahead, so that no copy waits for it
+            slot = step % STAGES
+            free = ((step // STAGES) & 1) ^ 1
+            mbarrier.wait(k_empty.index(slot), free)
+            mbarrier.expect(k_full.index(slot), desc_k.block_type.nbytes)
+            tma.async_copy_global_to_shared(desc_k, [z_kv, h_kv, start_n, 0], k_full.index(slot), k_buffers.index(slot))
+            if i == 0:
+                for c in gl.static_range(CONSUMERS):
+                    mbarrier.wait(q_empty.index(c), (q_turn & 1) ^ 1)
+                    mbarrier.expect(q_full.index(c), desc_q.block_type.nbytes)
+                    tma.async_copy_global_to_shared(desc_q, [z, h, q_block * BLOCK_M + c * 64, 0], q_full.index(c), q_buffers.index(c))
+                q_turn += 1
+            mbarrier.wait(v_empty.index(slot), free)
+            mbarrier.expect(v_full.index(slot), desc_v.block_type.nbytes)
+            tma.async_copy_global_to_shared(desc_v, [z_kv, h_kv, start_n, 0], v_full.index(slot), v_buffers.index(slot))
+            step += 1
+        turn += 1
+        tile = ticket + gl.num_programs(0)
+    mbarrier.wait(tile_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
+    hand_out(tile_buffers, turn, Q_BLOCK, -1)
+    mbarrier.arrive(tile_full.index(turn & 1), count=1)
+
+
+@gluon.jit
+def forward_consumer(
+    CONSUMER: gl.constexpr,
+    desc_o, LSE, buffers, barriers,
+    Hq, Q_LEN, KV_LEN, TO_LOG2,
+    mask_stride_z, mask_stride_h, mask_columns, full_mask_columns, kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices,
+):
+    """Compute 64 rows of every tile. The product with K of a block runs before that with V of the block before it has ended."""
+    q_buffers, k_buffers, v_buffers, o_buffers, tile_buffers = buffers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty = barriers
+    q = q_buffers.index(CONSUMER).reshape([64, 128])
+    o_buffer = o_buffers.index(CONSUMER)
+    zeros = gl.zeros([64, BLOCK_N], gl.float32, layout=SCORES)
+    step = 0
+    turn = 0
+    q_turn = 0
+    mbarrier.wait(tile_full.index(0), 0)
+    q_block = handed_out(tile_buffers, 0, Q_BLOCK)
+    while q_block >= 0:
+        z = handed_out(tile_buffers, turn, BATCH)
+        h = handed_out(tile_buffers, turn, HEAD)
+        offs_m = q_block * BLOCK_M + CONSUMER * 64 + gl.arange(0, 64, layout=ROWS)
+        m = gl.minimum(offs_m, Q_LEN - 1)[:, None]  # [64, 1]; padding rows repeat the last one and are not stored
+        acc = gl.zeros([64, 128], gl.float32, layout=OUTPUT)
+        m_i = gl.full([64], float("-inf"), gl.float32, layout=ROWS)
+        l_i = gl.full([64], 0.0, gl.float32, layout=ROWS)
+        row = z.to(gl.int64) * mask_stride_z + h * mask_stride_h + q_block * BLOCK_M // 128  # this tile's, in the block lists
+        partial_blocks = kv_indices + row * mask_columns
+        full_blocks = full_kv_indices + row * full_mask_columns
+        num_blocks = handed_out(tile_buffers, turn, BLOCKS)
+        num_full_blocks = handed_out(tile_buffers, turn, FULL_BLOCKS)
+        steps = num_blocks + num_full_blocks
+        if steps > 0:
+            mbarrier.wait(q_full.index(CONSUMER), q_turn & 1)
+            block = listed_block(0, num_blocks, partial_blocks, num_full_blocks, full_blocks, STEPS=1)
+
+            # partial blocks but the last, one after another
+            first = gl.maximum(num_blocks - 1, 0)
+            for i in range(0, first):
+                start_n = block * 128
+                block = listed_block(i + 1, num_blocks, partial_blocks, num_full_blocks, full_blocks, STEPS=1)
+                slot = step % STAGES
+                phase = (step // STAGES) & 1
+                mbarrier.wait(k_full.index(slot), phase)
+                k = k_buffers.index(slot).reshape([BLOCK_N, 128])
+                qk = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+                qk = warpgroup_mma_wait(0, deps=(qk,))
+                mbarrier.arrive(k_empty.index(slot), count=1)
+                p, alpha, m_i, l_i = fold_scores(
+                    qk, m_i, l_i, z, h, m, start_n, False, KV_LEN, TO_LOG2,
+                    EDGE=True,
+                )
+                acc = acc * gl.convert_layout(alpha, OUTPUT_ROWS)[:, None]
+                weights = gl.convert_layout(p.to(desc_o.dtype), WEIGHTS)
+                mbarrier.wait(v_full.index(slot), phase)
+                v = v_buffers.index(slot).reshape([BLOCK_N, 128])
+                acc = warpgroup_mma(weights, v, acc, is_async=True)
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+                mbarrier.arrive(v_empty.index(slot), count=1)
+                step += 1
+
+            # the block that fills the pipeline: the last partial one, or a full one if there is none
+            start_n = block * 128
+            block = listed_block(first + 1, num_blocks, partial_blocks, num_full_blocks, full_blocks, STEPS=1)
+            slot = step % STAGES
+            mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
+            k = k_buffers.index(slot).reshape([BLOCK_N, 128])
+            qk = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            qk = warpgroup_mma_wait(0, deps=(qk,))
+            mbarrier.arrive(k_empty.index(slot), count=1)
+            p, alpha, m_i, l_i = fold_scores(
+                qk, m_i, l_i, z, h, m, start_n, num_blocks == 0, KV_LEN, TO_LOG2,
+                EDGE=True,
+            )
+            acc = acc * gl.convert_layout(alpha, OUTPUT_ROWS)[:, None]
+            weights = gl.convert_layout(p.to(desc_o.dtype), WEIGHTS)
+
+            for i in range(first + 1, steps):
+                start_n = block * 128
+                block = listed_block(i + 1, num_blocks, partial_blocks, num_full_blocks, full_blocks, STEPS=1)
+                v_slot = step % STAGES
+                v_phase = (step // STAGES) & 1
+                step += 1
+                slot = step % STAGES
+                mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
+                k = k_buffers.index(slot).reshape([BLOCK_N, 128])
+                qk = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+                mbarrier.wait(v_full.index(v_slot), v_phase)
+                v = v_buffers.index(v_slot).reshape([BLOCK_N, 128])
+                acc = warpgroup_mma(weights, v, acc, is_async=True)
+                qk = warpgroup_mma_wait(1, deps=(qk,))
+                mbarrier.arrive(k_empty.index(slot), count=1)
+                p, alpha, m_i, l_i = fold_scores(
+                    qk, m_i, l_i, z, h, m, start_n, True, KV_LEN, TO_LOG2,
+                    EDGE=False,
+                )
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+                mbarrier.arrive(v_empty.index(v_slot), count=1)
+                acc = acc * gl.convert_layout(alpha, OUTPUT_ROWS)[:, None]
+                weights = gl.convert_layout(p.to(desc_o.dtype), WEIGHTS)
+
+            mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+            q_turn += 1
+            slot = step % STAGES
+            mbarrier.wait(v_full.index(slot), (step // STAGES) & 1)
+            v = v_buffers.index(slot).reshape([BLOCK_N, 128])
+            acc = warpgroup_mma(weights, v, acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            mbarrier.arrive(v_empty.index(slot), count=1)
+            step += 1
+
+        # an empty row has l_i = 0 and m_i = -inf: output 0, lse -inf
+        l_i = gl.where(l_i == 0.0, 1.0, l_i)
+        acc = acc * gl.convert_layout(1.0 / l_i, OUTPUT_ROWS)[:, None]
+        # the numbers are read again, so that no register had to hold them
+        q_block = handed_out(tile_buffers, turn, Q_BLOCK)
+        z = handed_out(tile_buffers, turn, BATCH)
+        h = handed_out(tile_buffers, turn, HEAD)
+        first_row = q_block * BLOCK_M + CONSUMER * 64
+        offs_m = first_row + gl.arange(0, 64, layout=ROWS)
+        tma.store_wait(0)  # of the tile before
+        barrier()
+        o_buffer.reshape([64, 128]).store(acc.to(desc_o.dtype))
+        fence_async_shared()
+        barrier()
+        tma.async_copy_shared_to_global(desc_o, [z, h, first_row, 0], o_buffer)  # drops rows past Q_LEN
+        LN2: gl.constexpr = 0.6931471805599453
+        stats = (z.to(gl.int64) * Hq + h) * Q_LEN + offs_m
+        gl.store(LSE + stats, (m_i + gl.log2(l_i)) * LN2, mask=offs_m < Q_LEN)
+
+        mbarrier.arrive(tile_empty.index(turn & 1), count=1)
+        turn += 1
+        mbarrier.wait(tile_full.index(turn & 1), (turn >> 1) & 1)
+        q_block = handed_out(tile_buffers, turn, Q_BLOCK)
+    tma.store_wait(0)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", "HEADS", "HEADS_PER_GROUP", "TO_LOG2", "mask_stride_z",
+        "mask_stride_h", "mask_columns", "full_mask_columns"
+    ]
+)
+def hopper_forward(
+    desc_k, desc_v, desc_q, desc_o,  # TMA descriptors of [Zkv, Hkv, KV_LEN, D_QK], ... D_V], [Z, Hq, Q_LEN, D_QK], ... D_V]
+    LSE, COUNTER,  # float32 [Z, Hq, Q_LEN]; int32 [1], 0
+    Hq, Zkv, GROUP_SIZE, Q_LEN, KV_LEN, HEADS, HEADS_PER_GROUP, TO_LOG2, mask_stride_z, mask_stride_h,
+    mask_columns, full_mask_columns,
+    kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices,
+):
+    q_buffers = gl.allocate_shared_memory(desc_q.dtype, [CONSUMERS, 1, 1, 64, 128], desc_q.layout)
+    k_buffers = gl.allocate_shared_memory(desc_k.dtype, [STAGES, 1, 1, BLOCK_N, 128], desc_k.layout)
+    v_buffers = gl.allocate_shared_memory(desc_v.dtype, [STAGES, 1, 1, BLOCK_N, 128], desc_v.layout)
+    o_buffers = gl.allocate_shared_memory(desc_o.dtype, [CONSUMERS, 1, 1, 64, 128], desc_o.layout)
+    tile_buffers = gl.allocate_shared_memory(gl.int32, [2 * NUMBERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(CONSUMERS):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=CONSUMERS)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=CONSUMERS)
+    tile_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    tile_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(tile_full.index(i), count=1)
+        mbarrier.init(tile_empty.index(i), count=CONSUMERS)
+    buffers = (q_buffers, k_buffers, v_buffers, o_buffers, tile_buffers)
+    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty)
+    gl.warp_specialize([
+        (forward_consumer, (
+            0,
+            desc_o, LSE, buffers, barriers,
+            Hq, Q_LEN, KV_LEN, TO_LOG2,
+            mask_stride_z, mask_stride_h, mask_columns, full_mask_columns, kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices,
+        )),
+        (forward_consumer, (
+            1,
+            desc_o, LSE, buffers, barriers,
+            Hq, Q_LEN, KV_LEN, TO_LOG2,
+            mask_stride_z, mask_stride_h, mask_columns, full_mask_columns, kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices,
+        )),
+        (forward_producer, (
+            desc_q, desc_k, desc_v, COUNTER, buffers, barriers,
+            Hq, Zkv, GROUP_SIZE, HEADS, HEADS_PER_GROUP, Q_LEN, KV_LEN,
+            mask_stride_z, mask_stride_h, mask_columns, full_mask_columns, kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices,
+        )),
+    ], [4, 1], [240, 24])
