@@ -89,13 +89,7 @@ def wants_tma(options: Options, dtype: torch.dtype, arch: str) -> bool:
 def plan_forward(case: ForwardCase, backend: str, arch: str, score: Mod | None, mask: Mod | None) -> Plan:
     """The plan for a backend ("cuda", "hip", "cpu") and a row of the tile tables."""
     target = Target(backend, dtype_name(case.dtype), case.exact_indices)
-    score_text = mask_text = None
-    taken = frozenset()
-    if score:
-        score_text = mod_text(*score, _SYMBOLS, target, shape="qk.shape")
-        taken = frozenset(c.name for c in (*score[0].tensors, *score[0].scalars))
-    if mask:
-        mask_text = mod_text(*mask, _SYMBOLS, target, shape="qk.shape", taken=taken)
+    score_text, mask_text = lowered(score, mask, target)
     blocks = case.blocks
     tile = forward_tile(arch, round_up_head_dim(case.d_qk), round_up_head_dim(case.d_v), case.dtype.itemsize,
                         gathers=any(gathers(m[0]) for m in (score, mask) if m), q_block=blocks.q_block if blocks else 0,
@@ -103,6 +97,15 @@ def plan_forward(case: ForwardCase, backend: str, arch: str, score: Mod | None, 
     scale_apart = score is not None or case.options.prescale_qk or not case.scale_is_positive
     spec = _spec(case, backend, score_text, mask_text, scale_apart)
     return Plan(spec, tile, score_text, mask_text, case.use_tma, scale_apart)
+
+
+def lowered(score: Mod | None, mask: Mod | None, target: Target) -> tuple[ModText | None, ModText | None]:
+    """The mods as a forward kernel sees them; where both capture something of one name, the mask's gets another."""
+    texts, taken = [], frozenset()
+    for mod in (score, mask):
+        texts.append(mod_text(*mod, _SYMBOLS, target, shape="qk.shape", taken=taken) if mod else None)
+        taken = frozenset(c.name for c in (*mod[0].tensors, *mod[0].scalars)) if mod else taken
+    return tuple(texts)
 
 
 def _spec(case: ForwardCase, backend: str, score: ModText | None, mask: ModText | None, scale_apart: bool) -> KernelSpec:

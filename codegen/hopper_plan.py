@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from .forward_plan import _SYMBOLS, ForwardCase, Geometry, Mod
+from .forward_plan import ForwardCase, Geometry, Mod, lowered
 from .lower import Target, gathers
-from .spec import KernelSpec, ModText, dtype_name, mod_text
+from .spec import KernelSpec, ModText, dtype_name
 from .tiles import round_up_head_dim
 
 ROWS = 64  # of a consumer
@@ -122,13 +122,7 @@ def heads_per_group(heads: int, bytes_each: int, cached: int = L2_BYTES) -> int:
 def plan_hopper_forward(case: ForwardCase, score: Mod | None, mask: Mod | None) -> HopperPlan:
     """The plan for a case that `fits`."""
     target = Target("cuda", dtype_name(case.dtype), case.exact_indices, "gluon")
-    score_text = mask_text = None
-    taken = frozenset()
-    if score:
-        score_text = mod_text(*score, _SYMBOLS, target, shape="qk.shape")
-        taken = frozenset(c.name for c in (*score[0].tensors, *score[0].scalars))
-    if mask:
-        mask_text = mod_text(*mask, _SYMBOLS, target, shape="qk.shape", taken=taken)
+    score_text, mask_text = lowered(score, mask, target)
     tile = hopper_tile(*padded(case.d_qk, case.d_v), listed=case.blocks is not None,
                        gathers=any(gathers(m[0]) for m in (score, mask) if m))
     scale_apart = score is not None or not case.scale_is_positive

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-import re
-import struct
 
 import pytest
 import torch
+from test_offline import assert_packed_as_read
 
 from flexpress.codegen import offline
-from flexpress.codegen.cuda import argument_format
 from flexpress.codegen.forward_plan import Blocks, ForwardCase, Options, geometry_of
 from flexpress.codegen.hopper_plan import fits, heads_per_group, plan_hopper_forward
 from flexpress.codegen.preview import hopper_compilation
@@ -139,15 +137,7 @@ def test_every_kind_of_snippet_compiles(mod):
 
 @pytest.mark.parametrize("case", ["plain d128 bf16", "alibi causal d64 fp16", "causal d192x128 bf16"])
 def test_arguments_are_packed_as_the_kernel_reads_them(case):
-    """struct's fields are as long as the .param lines of the PTX; four tensor maps are among them."""
-    made = compiled(case)
-    sizes = []
-    for line in re.search(r"\.entry \w+\((.*?)\)", made.assembly["ptx"], re.S)[1].split(","):
-        tensor_map = re.search(r"\.b8 \w+\[(\d+)\]", line)
-        sizes.append(int(tensor_map[1]) if tensor_map else int(re.search(r"\.param \.\w(\d+)", line)[1]) // 8)
-    fields = argument_format([t for t in made.signature.values() if t != "constexpr"])
-    assert [struct.calcsize(field) for field in fields] == sizes
-    assert fields.count("128s") == 4
+    assert_packed_as_read(compiled(case), 4)
 
 
 def geometry(shape=(2, 4, 256, 128), strides=None):

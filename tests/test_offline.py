@@ -210,15 +210,19 @@ def test_unknown_target():
         compilation("cpu").compile()
 
 
-@pytest.mark.parametrize("recipes", ["plain", "alibi causal", "relative_bias document"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_arguments_are_packed_as_the_kernel_reads_them(recipes, dtype):
-    """struct's fields are as long as the .param lines of the PTX; for bfloat16 two tensor maps are among them."""
-    made = compilation("sm_90", *make(*recipes.split()), dtype).compile()
+def assert_packed_as_read(made, tensor_maps: int) -> None:
+    """struct's fields are as long as the .param lines of the PTX, and as many tensor maps are among them."""
     sizes = []
     for line in re.search(r"\.entry \w+\((.*?)\)", made.assembly["ptx"], re.S)[1].split(","):
         tensor_map = re.search(r"\.b8 \w+\[(\d+)\]", line)
         sizes.append(int(tensor_map[1]) if tensor_map else int(re.search(r"\.param \.\w(\d+)", line)[1]) // 8)
     fields = argument_format([t for t in made.signature.values() if t != "constexpr"])
     assert [struct.calcsize(field) for field in fields] == sizes
-    assert fields.count("128s") == (2 if dtype == "bfloat16" else 0)
+    assert fields.count("128s") == tensor_maps
+
+
+@pytest.mark.parametrize("recipes", ["plain", "alibi causal", "relative_bias document"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_arguments_are_packed_as_the_kernel_reads_them(recipes, dtype):
+    made = compilation("sm_90", *make(*recipes.split()), dtype).compile()
+    assert_packed_as_read(made, 2 if dtype == "bfloat16" else 0)
