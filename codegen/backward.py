@@ -20,7 +20,7 @@ from .backward_plan import (
 from .cache import INFO
 from .cuda import DoesNotFit
 from .expr import INDEX_BOUND, Expr, ModGraph
-from .forward import LOG2_E, BlockLists, architecture_of, keys_of, output_like, strides_like
+from .forward import LOG2_E, BlockLists, Unusable, architecture_of, keys_of, output_like, strides_like, usable
 from .forward_plan import Options, wants_tma
 from .hopper_backward_plan import CONVERT_ROWS, L2_BYTES, HopperBackwardPlan, fits, plan_hopper_backward
 from .hopper_plan import heads_per_group
@@ -30,12 +30,14 @@ from .tiles import next_smaller
 from .tma import descriptor
 
 _plans: dict[tuple, BackwardPlan | HopperBackwardPlan] = {}
+_refused: dict[tuple, str] = {}  # cases for which the fused kernel was compiled and is not used, and why
 _CHUNK = 1 << 24  # positions whose gradient is added up at a time on the host
 
 
 def clear() -> None:
     """Forget every plan."""
     _plans.clear()
+    _refused.clear()
 
 
 def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, do: torch.Tensor,
@@ -56,9 +58,9 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tenso
 
     tensors = (q, k, v, do, dq, dk, dv)
     extents = (Z, Hq, Q_LEN, KV_LEN)
-    case, geometry, arch, reason = case_of(q, k, v, do, scale, lists, options, deterministic, dlse is not None, wanted)
     score_key, mask_key = keys_of(score, mask, extents)
-    key = (case, arch, score_key, mask_key)
+    case, geometry, arch, reason = case_of(q, k, v, do, scale, lists, options, deterministic, dlse is not None, wanted, score_key, mask_key)
+    key = (case, arch, score_key, mask_key, reason is None)
     plan = _plans.get(key)
     if plan is not None:
         INFO.hits += 1
@@ -85,7 +87,12 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tenso
                                   (delta_rows(D_V),), num_warps=4, num_stages=1)
 
     if isinstance(plan, HopperBackwardPlan):
-        _launch_fused(plan, tensors, lse2, delta, dq_sum, known, transposed, score, mask)
+        try:
+            _launch_fused(plan, tensors, lse2, delta, dq_sum, known, transposed, score, mask)
+        except Unusable as why:
+            _refused[case, arch, score_key, mask_key] = str(why)
+            return backward(q, k, v, out, lse, do, dlse, scale, score, mask, lists, transposed, options, wanted=wanted,
+                            deterministic=deterministic)
         return dq, dk, dv, {}
     sums = _Sums(plan, score, extents, q.device)
     _launch(plan.dkv, "dkv", (q, do), (k, v, lse2, delta, dk, dv), known, transposed, score, mask, sums)
@@ -94,7 +101,8 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tenso
 
 
 def case_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, scale: float, lists: BlockLists | None, options: Options,
-            deterministic: bool, lse_gradient: bool, wanted: frozenset[int]) -> tuple[BackwardCase, BackwardGeometry, str, str | None]:
+            deterministic: bool, lse_gradient: bool, wanted: frozenset[int], score_key: tuple | None, mask_key: tuple | None,
+            ) -> tuple[BackwardCase, BackwardGeometry, str, str | None]:
     """What the backward kernels depend on beside their mods, the device's architecture, and why the fused kernel does not serve (None if
     it does)."""
     tensors = (q, k, v, do)
@@ -107,7 +115,8 @@ def case_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor,
                     for possible, pair in zip(geometry.tma, ((k, v), (q, do)), strict=True))
     case = BackwardCase(q.dtype, q.shape[3], v.shape[3], geometry.aligned, use_tma, lists and lists.blocks, options, scale > 0,
                         max(q.shape[2], k.shape[2]) <= INDEX_BOUND, q.shape[0] == 1, q.shape[1] == 1, deterministic, lse_gradient, wanted)
-    return case, geometry, arch, "BACKEND is TRITON" if options.backend == "TRITON" else fits(case, arch)
+    reason = "BACKEND is TRITON" if options.backend == "TRITON" else fits(case, arch) or _refused.get((case, arch, score_key, mask_key))
+    return case, geometry, arch, reason
 
 
 def with_rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -141,7 +150,8 @@ def _launch_fused(plan: HopperBackwardPlan, tensors: tuple, lse2: torch.Tensor, 
     tiles = -(-k.shape[2] // plan.tile.BLOCK_N) * heads
     with on(q.device):
         args = (*descriptors, counter(q.device), *_numbers(plan.fused, known), *tables, *mods)
-    kernel_for(plan.fused).launch((min(tiles, multiprocessors(q.device)),), args, q.device, (), num_warps=4)
+        variant, plain = usable(kernel_for(plan.fused), args, q.device, math.inf)
+        variant.launch((min(tiles, multiprocessors(q.device)),), plain, q.device.index)
     known = {**known, **dict(zip(("stride_dqz", "stride_dqh", "stride_dqm"), dq.stride(), strict=False))}
     grid = (q.shape[0] * q.shape[1] * known["ROWS"] // CONVERT_ROWS,)
     numbers = _numbers(plan.convert, known)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import functools
 import operator
+import warnings
 from dataclasses import dataclass
 
 import torch
+import triton
 
 from .cache import INFO
 from .cuda import DoesNotFit
 from .expr import INDEX_BOUND, ModGraph
 from .forward_plan import Blocks, ForwardCase, Geometry, Options, Plan, geometry_of, plan_forward, wants_tma
 from .hopper_plan import SPILL_LIMIT, HopperPlan, fits, heads_per_group, plan_hopper_forward, worthwhile
-from .kernel import backend_of, capability_of, counter, kernel_for, multiprocessors, on
+from .kernel import Kernel, backend_of, capability_of, counter, kernel_for, multiprocessors, on
 from .spec import layouts_of
 from .tiles import architecture, next_smaller
 from .tma import descriptor
@@ -70,7 +72,7 @@ class BlockLists:
 
 
 _plans: dict[tuple, Plan | HopperPlan] = {}
-_spilled: dict[tuple, int] = {}  # cases for which the kernel for Hopper was compiled, and bytes that a thread of it spills
+_refused: dict[tuple, str] = {}  # cases for which the kernel for Hopper was compiled and is not used, and why
 _ready: dict[tuple, _Ready] = {}
 _READY = 1024
 
@@ -79,7 +81,7 @@ def clear() -> None:
     """Forget every plan."""
     _plans.clear()
     _ready.clear()
-    _spilled.clear()
+    _refused.clear()
 
 
 class _Ready:
@@ -185,8 +187,8 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sco
     stats = (lse, max_scores) if output_max else (lse,)
     try:
         variant, grid = _launch(plan, (k, v, q, out), stats, (*numbers, *tables, *mods), forced=options.backend == "GLUON")
-    except _Spills as spilled:
-        _spilled[case, arch, score_key, mask_key] = spilled.args[0]
+    except Unusable as why:
+        _refused[case, arch, score_key, mask_key] = str(why)
         return forward(q, k, v, scale, score, mask, lists, options, output_max=output_max)
     if getattr(variant, "function", None) and _is_plain((), (q, k, v, *tables, *numbers, *mods)):
         if len(_ready) >= _READY:
@@ -223,14 +225,27 @@ def case_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, lis
     if options.backend == "TRITON":
         reason = "BACKEND is TRITON"
     elif reason is None and options.backend is None:
-        spilled = _spilled.get((case, arch, score_key, mask_key))
-        reason = worthwhile(q.shape[2], q.shape[0] * q.shape[1], multiprocessors(q.device)) if spilled is None else (
-            f"its threads would spill {spilled} bytes, more than {SPILL_LIMIT}")
+        reason = _refused.get((case, arch, score_key, mask_key))
+        reason = reason or worthwhile(q.shape[2], q.shape[0] * q.shape[1], multiprocessors(q.device))
     return case, geometry, arch, reason
 
 
-class _Spills(Exception):
-    """The kernel for Hopper spills so much that the portable one is faster."""
+class Unusable(Exception):
+    """The compiled kernel for Hopper is not to be used: the portable one is faster, or the only one that compiles."""
+
+
+def usable(kernel: Kernel, args: tuple, device: torch.device, limit: float):
+    """The variant of a kernel for Hopper, and its arguments. Raises Unusable if it does not compile, with a warning, as Gluon is
+    experimental and may change with Triton; or if a thread spills more than `limit` bytes."""
+    try:
+        variant, plain = kernel.variant(args, device, (), num_warps=4)
+    except Exception as error:
+        text = f"{kernel.spec.template} does not compile with Triton {triton.__version__} ({type(error).__name__})"
+        warnings.warn(f"flexpress: {text}; the portable kernel takes its place. {error}", RuntimeWarning, stacklevel=2)
+        raise Unusable(text) from error
+    if variant.function.local > limit:
+        raise Unusable(f"its threads would spill {variant.function.local} bytes, more than {limit}")
+    return variant, plain
 
 
 def keys_of(score: tuple | None, mask: tuple | None, extents: tuple[int, int, int, int]) -> tuple[tuple | None, tuple | None]:
@@ -264,9 +279,7 @@ def _launch(plan: Plan | HopperPlan, tensors: tuple, stats: tuple, rest: tuple, 
             grid = min(grid, multiprocessors(q.device))
             with on(q.device):
                 args = (*args, counter(q.device), *rest)
-                variant, plain = kernel.variant(args, q.device, (), num_warps=4)
-                if variant.function.local > SPILL_LIMIT and not forced:
-                    raise _Spills(variant.function.local)
+                variant, plain = kernel.variant(args, q.device, (), num_warps=4) if forced else usable(kernel, args, q.device, SPILL_LIMIT)
                 variant.launch((grid,), plain, q.device.index)
             return variant, grid
         try:

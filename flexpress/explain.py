@@ -20,19 +20,21 @@ def explain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_m
 
     "GLUON" are the kernels for sm_90 alone, "TRITON" the portable ones. The arguments are those of flex_attention; tensors that want
     gradients (requires_grad), captured ones too, are taken into account. Nothing is compiled or run but what a mask_mod's block lists
-    need; that a kernel spills too many registers is known only after the first call. Raises what flex_attention raises.
+    need; that a kernel spills too many registers, or does not compile, is known only after the first call.
+
+    Raises what flex_attention raises.
     """
     q, k, v, scale, score, mask, lists, _, options = prepared(
         query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod)
-    _, _, arch, reason = forward.case_of(q, k, v, scale, lists, options, False,
-                                         *forward.keys_of(score, mask, (*q.shape[:3], k.shape[2])))
+    keys = forward.keys_of(score, mask, (*q.shape[:3], k.shape[2]))
+    _, _, arch, reason = forward.case_of(q, k, v, scale, lists, options, False, *keys)
     lines = [_line("forward", reason)]
     captured = score[1][:len(score[0].tensors)] if score else []
     if any(t.requires_grad for t in (q, k, v, *captured)):
         wanted = frozenset(i for i, t in enumerate(captured) if t.requires_grad)
         deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
         q, k, v = map(backward.with_rows, (q, k, v))  # and the output's gradient is taken to lie as q does
-        *_, reason = backward.case_of(q, k, v, q, scale, lists, options, deterministic, False, wanted)
+        *_, reason = backward.case_of(q, k, v, q, scale, lists, options, deterministic, False, wanted, *keys)
         lines.append(_line("backward", reason))
     if arch == "cpu":
         lines.append("on the CPU kernels run in Triton's interpreter, for tests")

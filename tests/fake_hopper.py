@@ -33,9 +33,13 @@ def pass_for_hopper(monkeypatch, variant: Callable[[str], Variant], multiprocess
     for module in (kernel, forward, backward):
         monkeypatch.setattr(module, "on", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(forward, "capability_of", lambda _: (9, 0))
-    monkeypatch.setattr(forward, "descriptor", lambda t, *block: tma._known(t.data_ptr(), t.dtype, t.shape, t.stride(), *block))
     monkeypatch.setattr(binary, "obtain", lambda name, *_: (variant(name), False))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    def descriptor(t, rows, columns=None):
+        columns = columns or tma.round_up_head_dim(t.shape[3])
+        return tma._known(t.data_ptr(), t.dtype, t.shape, t.stride(), rows, columns)
+
     for module in (forward, backward):
+        monkeypatch.setattr(module, "descriptor", descriptor)
         monkeypatch.setattr(module, "multiprocessors", lambda _: multiprocessors)

@@ -7,7 +7,7 @@ import torch
 from fake_hopper import Variant, pass_for_hopper
 
 from flexpress import create_block_mask, explain, flex_attention, mods
-from flexpress.codegen import forward, kernel
+from flexpress.codegen import backward, binary, forward, kernel
 
 
 @pytest.fixture
@@ -22,11 +22,11 @@ def launched(monkeypatch):
         launch_plain = launch
 
     pass_for_hopper(monkeypatch, lambda name: Recorder(name, local=2000), multiprocessors=4)
-    forward.clear()
-    kernel.clear()
+    for module in (forward, backward, kernel):
+        module.clear()
     yield found
-    forward.clear()
-    kernel.clear()
+    for module in (forward, backward, kernel):
+        module.clear()
 
 
 def tensors(head_dim=128, head_dim_v=None, dtype=torch.bfloat16, wants=True, length=256):
@@ -87,6 +87,24 @@ def test_spills(launched):
     assert "forward   TRITON: its threads would spill 2000 bytes, more than 1024" in explain(q, k, v)
     flex_attention(q, k, v, kernel_options={"BACKEND": "GLUON"})
     assert launched[-1].startswith("hopper_forward")
+
+
+def test_gluon_of_another_version(launched, monkeypatch):
+    """Gluon is experimental: where a kernel in it does not compile, the portable one runs, and a warning says so."""
+    def obtain(name, *_):
+        if name.startswith("hopper"):
+            raise AttributeError("gl has no such name")
+        return Variant(name), False
+
+    monkeypatch.setattr(binary, "obtain", obtain)
+    tensor = tensors()
+    with pytest.warns(RuntimeWarning, match=r"hopper_forward does not compile with Triton [\d.]+ \(AttributeError\).*no such name"):
+        out = flex_attention(*tensor)
+    with pytest.warns(RuntimeWarning, match="hopper_backward does not compile"):
+        out.sum().backward()
+    assert explain(*tensor).count("does not compile") == 2
+    with pytest.raises(AttributeError):
+        flex_attention(*tensor, kernel_options={"BACKEND": "GLUON"})
 
 
 def test_forced(launched):
