@@ -181,7 +181,7 @@ def newer_assembler() -> str | None:
 def compile_source(source: ASTSource, target: GPUTarget, options: dict, texts: dict | None = None) -> tuple[dict, bytes, str]:
     """Run the compiler: the metadata that a launch needs, the GPU's code, and what such code is called ("cubin", "hsaco").
 
-    texts   takes what each stage makes, by name ("ttgir", "ptx", ...)
+    texts   takes what each stage makes, by name ("ttgir", "ptx", ...); NVIDIA's assembler, the last stage, is then left out
     """
     backend = make_backend(target)
     parsed = backend.parse_options({**options, **source.parse_options()})
@@ -195,6 +195,8 @@ def compile_source(source: ASTSource, target: GPUTarget, options: dict, texts: d
     backend.load_dialects(context)
     metadata = {"target": target, **vars(parsed)}
     module = source.make_ir(target, parsed, backend.get_codegen_implementation(parsed), backend.get_module_map(), context)
+    if texts is not None:
+        stages.pop("cubin", None)
     names = list(stages)
     for name in names[names.index(source.ext):]:
         module = stages[name](module, metadata)
