@@ -26,6 +26,7 @@ from .hopper_backward_plan import CONVERT_ROWS, L2_BYTES, HopperBackwardPlan, fi
 from .hopper_plan import heads_per_group
 from .host import compute
 from .kernel import backend_of, counter, kernel_for, multiprocessors, on
+from .spec import mod_values
 from .tiles import next_smaller
 from .tma import descriptor
 
@@ -105,10 +106,9 @@ def case_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor,
             ) -> tuple[BackwardCase, BackwardGeometry, str, str | None]:
     """What the backward kernels depend on beside their mods, the device's architecture, and why the fused kernel does not serve (None if
     it does)."""
-    tensors = (q, k, v, do)
-    made = [(*t.shape[:3], columns) for t, columns in ((q, q.shape[3]), (k, k.shape[3]), (v, v.shape[3]))]
-    strides = [strides_like(t, shape[3]) for t, shape in zip((q, k, v), made, strict=True)]
-    geometry = backward_geometry(q.element_size(), (*(tuple(t.shape) for t in tensors), *made), (*(t.stride() for t in tensors), *strides))
+    shapes = tuple(t.shape for t in (q, k, v, do, q, k, v))  # and dq, dk and dv
+    strides = (*(t.stride() for t in (q, k, v, do)), *(strides_like(t, t.shape[3]) for t in (q, k, v)))
+    geometry = backward_geometry(q.element_size(), shapes, strides)
     arch = architecture_of(q.device)
     tma = wants_tma(options, q.dtype, arch) and arch != "cpu"
     use_tma = tuple(tma and possible and all(t.data_ptr() % 16 == 0 for t in pair)
@@ -133,17 +133,23 @@ def _numbers(spec, known: dict) -> list:
     return [known[name] for name in spec.flag["parameters"]]
 
 
+def _with_lists(known: dict, lists: BlockLists | None, width: str) -> tuple[dict, tuple]:
+    """Known numbers with those of the block lists, whose rows are `width` ("columns" or "rows") wide, and the tables."""
+    if lists is None:
+        return known, ()
+    names = ("mask_stride_z", "mask_stride_h", f"mask_{width}", f"full_mask_{width}")
+    return {**known, **dict(zip(names, lists.numbers, strict=False))}, lists.tables
+
+
 def _launch_fused(plan: HopperBackwardPlan, tensors: tuple, lse2: torch.Tensor, delta: torch.Tensor, dq_sum: torch.Tensor,
                   known: dict, lists: BlockLists | None, score, mask) -> None:
     """Launch hopper_backward, which adds up dQ in float32, and the conversion of that."""
     q, k, v, do, dq, dk, dv = tensors
     described = {"q": q, "do": do, "k": k, "v": v, "lse2": lse2[:, :, None], "delta": delta[:, :, None], "dq": dq_sum, "dk": dk, "dv": dv}
-    tables = ()
-    if lists is not None:
-        known = {**known, **dict(zip(("mask_stride_z", "mask_stride_h", "mask_rows", "full_mask_rows"), lists.numbers, strict=False))}
-        tables = lists.tables
-    mods = [*(plan.score.values(score[1]) if score else ()), *(plan.mask.values(mask[1]) if mask else ())]
-    descriptors = [descriptor(t, *plan.blocks[f"desc_{name}"]) for name, t in described.items()]
+    known, tables = _with_lists(known, lists, "rows")
+    mods = mod_values(plan, score and score[1], mask and mask[1])
+    blocks = plan.blocks
+    descriptors = [descriptor(t, *blocks[f"desc_{name}"]) for name, t in described.items()]
     heads = k.shape[0] * k.shape[1]
     read_bytes = q.shape[2] * q.shape[3] * (2 * q.element_size() + dq_sum.element_size()) * (q.shape[0] * q.shape[1] // heads)
     known = {**known, "HEADS_PER_GROUP": heads_per_group(heads, read_bytes, L2_BYTES)}
@@ -161,13 +167,8 @@ def _launch_fused(plan: HopperBackwardPlan, tensors: tuple, lse2: torch.Tensor, 
 def _launch(step: Step, name: str, streamed: tuple, rest: tuple, known: dict, lists: BlockLists | None, score, mask, sums) -> None:
     """Launch backward_dq or backward_dkv with the step's tile, or with the next smaller one that the device can hold."""
     flags = step.spec.flag
-    tables = ()
-    if lists is not None:
-        width = "columns" if name == "dq" else "rows"
-        names = ("mask_stride_z", "mask_stride_h", f"mask_{width}", f"full_mask_{width}")
-        known = {**known, **dict(zip(names, lists.numbers, strict=False))}
-        tables = lists.tables
-    mods = [*(step.score.values(score[1]) if score else ()), *(step.mask.values(mask[1]) if mask else ())]
+    known, tables = _with_lists(known, lists, "columns" if name == "dq" else "rows")
+    mods = mod_values(step, score and score[1], mask and mask[1])
     kernel = kernel_for(step.spec)
     heads = known["Z"] * known["Hq"] if name == "dq" else known["Zkv"] * known["Hkv"]
     while True:

@@ -11,12 +11,13 @@ import torch
 import triton
 
 from .cache import INFO
+from .capture import fits_int32
 from .cuda import DoesNotFit
 from .expr import INDEX_BOUND, ModGraph
 from .forward_plan import Blocks, ForwardCase, Geometry, Options, Plan, geometry_of, plan_forward, wants_tma
 from .hopper_plan import SPILL_LIMIT, HopperPlan, fits, heads_per_group, plan_hopper_forward, worthwhile
 from .kernel import Kernel, backend_of, capability_of, counter, kernel_for, multiprocessors, on
-from .spec import layouts_of
+from .spec import layouts_of, mod_values
 from .tiles import architecture, next_smaller
 from .tma import descriptor
 
@@ -97,7 +98,7 @@ class _Ready:
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, score: list | None, mask: list | None, lists: BlockLists | None,
             output_max: bool):
         """What `forward` returns; None if this call needs another variant of the kernel."""
-        mods = [*(self.plan.score.values(score) if score else ()), *(self.plan.mask.values(mask) if mask else ())]
+        mods = mod_values(self.plan, score, mask)
         tables = lists.addresses if lists else ()
         inputs = [k.data_ptr(), v.data_ptr(), q.data_ptr()]
         if not _is_plain((*inputs, *tables), mods):
@@ -183,7 +184,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sco
     if lists is not None:
         numbers += lists.numbers
         tables = lists.tables
-    mods = [*(plan.score.values(score[1]) if score else ()), *(plan.mask.values(mask[1]) if mask else ())]
+    mods = mod_values(plan, score and score[1], mask and mask[1])
     stats = (lse, max_scores) if output_max else (lse,)
     try:
         variant, grid = _launch(plan, (k, v, q, out), stats, (*numbers, *tables, *mods), forced=options.backend == "GLUON")
@@ -203,7 +204,7 @@ def _is_plain(addresses: tuple[int, ...], args: tuple | list) -> bool:
     for arg in args:
         if isinstance(arg, torch.Tensor):
             bits |= arg.data_ptr()
-        elif type(arg) is int and not -(1 << 31) <= arg < 1 << 31:
+        elif not fits_int32(arg):
             return False
     return bits % 16 == 0
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from . import evaluate, masks, offline
-from .backward_plan import BackwardCase, backward_geometry, delta_rows, plan_backward
-from .forward import output_like
+from .backward_plan import BackwardCase, Step, backward_geometry, delta_rows, plan_backward
+from .forward import keys_of, output_like
 from .forward_plan import Blocks, ForwardCase, Geometry, Options, Plan, geometry_of, plan_forward, wants_tma
 from .hopper_plan import HopperPlan, fits, plan_hopper_forward
 from .lower import Target
@@ -136,8 +136,7 @@ def hopper_compilation(
     reason = fits(case, geometry)
     if reason:
         raise ValueError(reason)
-    mods = [(b[0], layouts_of(*b, EXTENTS)) if b else None for b in bound]
-    plan = plan_hopper_forward(case, *mods)
+    plan = plan_hopper_forward(case, *keys_of(*bound, EXTENTS))
     tensors = {
         **{f"desc_{t}": f"desc:{dtype}:{rows}x{columns}" for t, (rows, columns) in zip("kvqo", plan.blocks, strict=True)},
         "LSE": "float32",
@@ -170,7 +169,7 @@ def backward_compilations(
     d_v = head_dim if head_dim_v is None else head_dim_v
     B, H, Q_LEN, KV_LEN = EXTENTS
     bound = [bind(mod, kind) if mod else None for mod, kind in ((score_mod, "score"), (mask_mod, "mask"))]
-    score, mask = ((b[0], layouts_of(*b, EXTENTS)) if b else None for b in bound)
+    score, mask = keys_of(*bound, EXTENTS)
     shapes = [(B, H, n, d) for n, d in ((Q_LEN, head_dim), (KV_LEN, head_dim), (KV_LEN, d_v), (Q_LEN, d_v))]
     shapes += [shapes[0], shapes[1], shapes[2]]
     layouts = [(H * n * d, n * d, d, 1) for _, _, n, d in shapes]
@@ -196,10 +195,7 @@ def backward_compilations(
     pointers |= dict.fromkeys(("LSE", "LSE2", "DELTA", "DLSE"), "float32") | dict.fromkeys(_TABLES + _Q_TABLES, "int32")
     made = {"delta": _compilation(target, plan.delta, pointers, {"BLOCK_M": delta_rows(d_v)}, {}, 4)}
     for name, step in (("dkv", plan.dkv), ("dq", plan.dq)):
-        tile, flags, arguments = step.tile, step.spec.flag, {}
-        for text, found in zip((step.score, step.mask), bound, strict=True):
-            if text:
-                arguments.update(zip(text.args, text.values(found[1]), strict=True))
+        tile, flags, arguments = step.tile, step.spec.flag, _arguments(step, bound)
         rows = tile.BLOCK_N if name == "dq" else tile.BLOCK_M
         widths = {"k": "D_QK_ROUNDED", "v": "D_V_ROUNDED", "q": "D_QK_ROUNDED", "do": "D_V_ROUNDED"}
         descriptors = {f"desc_{t}": f"desc:{dtype}:{rows}x{flags[width]}" for t, width in widths.items()}
@@ -294,8 +290,7 @@ def _imagine(
     case, _, bound = _imagined_case(
         score_mod, mask_mod, dtype, head_dim, head_dim_v, target, use_tma, **details
     )
-    score, mask = ((b[0], layouts_of(*b, EXTENTS)) if b else None for b in bound)
-    plan = plan_forward(case, backend_for(target), architecture_for(target), score, mask)
+    plan = plan_forward(case, backend_for(target), architecture_for(target), *keys_of(*bound, EXTENTS))
     return plan, _arguments(plan, bound)
 
 
@@ -335,7 +330,7 @@ def _imagined_case(
     return case, geometry, bound
 
 
-def _arguments(plan: Plan | HopperPlan, bound: list) -> dict:
+def _arguments(plan: Plan | HopperPlan | Step, bound: list) -> dict:
     """The values of the mods' arguments by name."""
     arguments = {}
     for text, found in zip((plan.score, plan.mask), bound, strict=True):

@@ -50,7 +50,7 @@ def python_literal(value) -> str:
 def render(spec: KernelSpec) -> str:
     """The text of the kernel that `spec` describes. Raises RenderError if a template prints something that is not Python."""
     env = environment()
-    gluon = dict(spec.flags).get("LANGUAGE") == "gluon"
+    gluon = spec.flag.get("LANGUAGE") == "gluon"
     language = {"jit": "gluon.jit", "tl": "gl"} if gluon else {"jit": "triton.jit", "tl": "tl"}
     library = _helpers(**language)
     helpers = tuple(dict.fromkeys(h for m in spec.mods if m for h in m.helpers))

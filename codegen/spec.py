@@ -94,6 +94,11 @@ class ModText:
         return tuple(a for a in self.args if not a.startswith("ptr_"))
 
 
+def mod_values(plan, score: list | None, mask: list | None) -> list:
+    """The kernel arguments of a plan's (or a step's) score_mod and mask_mod, from what the two capture."""
+    return [*(plan.score.values(score) if score is not None else ()), *(plan.mask.values(mask) if mask is not None else ())]
+
+
 @dataclass(frozen=True)
 class KernelSpec:
     """One kernel: a template, the mods spliced into it and the structure flags that its Jinja reads."""
