@@ -52,7 +52,7 @@ class HopperBackwardPlan:
     def blocks(self) -> dict[str, tuple[int, int]]:
         """The last two sizes of each descriptor's blocks; the first two are 1."""
         flags, m = self.fused.flag, self.tile.BLOCK_M
-        d_qk, d_v = flags["D_QK_ROUNDED"], flags["D_V_ROUNDED"]
+        d_qk, d_v = flags["D_QK_SLICE"], flags["D_V_ROUNDED"]
         return {"desc_q": (m, d_qk), "desc_do": (m, d_v), "desc_k": (BLOCK_N, d_qk), "desc_v": (BLOCK_N, d_v), "desc_lse2": (1, m),
                 "desc_delta": (1, m), "desc_dq": (64, flags["DQ_COLUMNS"]), "desc_dk": (64, d_qk), "desc_dv": (64, d_v)}
 
@@ -63,8 +63,8 @@ def fits(case: BackwardCase, arch: str = "sm_90") -> str | None:
         return f"the kernel for Hopper needs sm_90, this is {arch}"
     if case.dtype not in (torch.bfloat16, torch.float16):
         return f"{dtype_name(case.dtype)} has no wgmma of its precision"
-    if not all(33 <= d <= 128 for d in (case.d_qk, case.d_v)):
-        return f"head dims are {case.d_qk} and {case.d_v}; there are tiles for 33 to 128"
+    if not (33 <= case.d_qk <= 192 and 33 <= case.d_v <= 128):
+        return f"head dims are {case.d_qk} and {case.d_v}; there are tiles for 33 to 192 and 33 to 128"
     if case.deterministic:
         return "deterministic: programs add to dQ in any order"
     if case.captured:
@@ -81,7 +81,9 @@ def fits(case: BackwardCase, arch: str = "sm_90") -> str | None:
 
 
 def padded(d_qk: int, d_v: int) -> tuple[int, int]:
-    """Head dims as the kernel computes with them: 64 and 128. dV leaves through buffers of dQ, which must be as wide."""
+    """Head dims as the kernel computes with them: 64 and 128, and 192 for Q and K. dV leaves through buffers of dQ, no narrower."""
+    if d_qk > 128:
+        return 192, 128
     d_v = round_up_head_dim(d_v)
     return max(round_up_head_dim(d_qk), d_v), d_v
 
@@ -124,14 +126,16 @@ def _spec(case: BackwardCase, tile: HopperBackwardTile, score: ModText | None, m
     if blocks:
         numbers += ["mask_stride_z", "mask_stride_h", "mask_rows"] + (["full_mask_rows"] if blocks.has_full else [])
     columns = tile.BLOCK_M == 64  # which way consumers share a block's dQ; each computes 64 rows
+    slices = 3 if d_qk == 192 else 1
+    dq_columns = 32 if slices > 1 else d_qk // 2 if columns else d_qk
     lines = [line for m in mods for line in (*m.lines, m.result)]
     if score:
         lines += [*score.gradient.lines, score.gradient.score]
     flags = {
         "LANGUAGE": "gluon", "DTYPE": dtype_name(case.dtype), "D_QK": case.d_qk, "D_V": case.d_v,
-        "D_QK_ROUNDED": d_qk, "D_V_ROUNDED": d_v,
+        "D_QK_ROUNDED": d_qk, "D_V_ROUNDED": d_v, "SLICES": slices, "D_QK_SLICE": d_qk // slices,
         "BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N,
-        "SPLIT_COLUMNS": columns, "DQ_COLUMNS": d_qk // 2 if columns else d_qk,
+        "SPLIT_COLUMNS": columns, "DQ_COLUMNS": dq_columns,
         "CONSUMER_REGISTERS": tile.consumer_registers, "PRODUCER_REGISTERS": tile.producer_registers,
         "BLOCK_MASK": blocks is not None, "HAS_FULL_BLOCKS": blocks is not None and blocks.has_full,
         "SPARSE_Q_BLOCK_SIZE": blocks.q_block if blocks else 0, "SPARSE_KV_BLOCK_SIZE": blocks.kv_block if blocks else 0,

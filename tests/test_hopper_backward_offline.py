@@ -27,6 +27,7 @@ SPILLED = {  # bytes at most; 0 elsewhere. Of the loops without a mask only thos
     "plain d64 fp16": 64, "causal d128 bf16": 32, "causal d64 bf16": 96, "causal d40 bf16": 96, "causal d64, 128 bf16": 32,
     "causal d128 fp16, blocks of 256": 32,
     "causal d128 bf16, one list": 32, "alibi causal d128 bf16": 32, "softcap causal d128 bf16": 64, "document d128 bf16": 48,
+    "plain d192, 128 bf16": 160, "causal d192, 128 bf16": 256, "softcap causal d192, 128 fp16": 320, "alibi causal d136, 40 bf16": 352,
     "alibi causal d80 fp16": 32, "a derivative that may be NaN, a mask of keys, d64 bf16": 144,
 }
 TABLES = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
@@ -50,6 +51,10 @@ CASES = {  # mods, or recipes for them, and what differs from PLAIN
     "causal d40 bf16": ("causal", dict(d_qk=40, d_v=40)),
     "causal d128, 64 bf16": ("causal", dict(d_v=64)),
     "causal d64, 128 bf16": ("causal", dict(d_qk=64)),
+    "plain d192, 128 bf16": ("", dict(d_qk=192)),
+    "causal d192, 128 bf16": ("causal", dict(d_qk=192)),
+    "softcap causal d192, 128 fp16": ("softcap causal", dict(dtype=torch.float16, d_qk=192)),
+    "alibi causal d136, 40 bf16": ("alibi causal", dict(d_qk=136, d_v=40)),
     "a score_mod without derivative, d64 bf16": ((lambda s, b, h, m, n: (m - n) * 0.1, None), dict(d_qk=64, d_v=64)),
     "a derivative that may be NaN, a mask of keys, d64 bf16": (
         (lambda s, b, h, m, n: torch.sqrt(torch.abs(s)) + torch.exp(s) * h, lambda b, h, m, n: n < 100 * (b + 1)), dict(d_qk=64, d_v=64)),
@@ -138,7 +143,7 @@ def test_programs_share_tiles(monkeypatch, multiprocessors, length, grid, heads_
 
 @pytest.mark.parametrize("changes, word", [
     (dict(dtype=torch.float32), "wgmma"),
-    (dict(d_qk=192), "head dims"),
+    (dict(d_qk=192, d_v=192), "head dims"),
     (dict(d_qk=32, d_v=32), "head dims"),
     (dict(deterministic=True), "deterministic"),
     (dict(captured=frozenset({0})), "captured"),
