@@ -52,9 +52,9 @@ class HopperBackwardPlan:
     def blocks(self) -> dict[str, tuple[int, int]]:
         """The last two sizes of each descriptor's blocks; the first two are 1."""
         flags, m = self.fused.flag, self.tile.BLOCK_M
-        d_qk, d_v = flags["D_QK_SLICE"], flags["D_V_ROUNDED"]
-        return {"desc_q": (m, d_qk), "desc_do": (m, d_v), "desc_k": (BLOCK_N, d_qk), "desc_v": (BLOCK_N, d_v), "desc_lse2": (1, m),
-                "desc_delta": (1, m), "desc_dq": (64, flags["DQ_COLUMNS"]), "desc_dk": (64, d_qk), "desc_dv": (64, d_v)}
+        d_qk, d_v, n = flags["D_QK_SLICE"], flags["D_V_ROUNDED"], self.tile.BLOCK_N
+        return {"desc_q": (m, d_qk), "desc_do": (m, d_v), "desc_k": (n, d_qk), "desc_v": (n, d_v), "desc_lse2": (1, m),
+                "desc_delta": (1, m), "desc_dq": (64, flags["DQ_COLUMNS"]), "desc_dk": (64, min(d_qk, 128)), "desc_dv": (64, min(d_v, 128))}
 
 
 def fits(case: BackwardCase, arch: str = "sm_90") -> str | None:
@@ -63,8 +63,8 @@ def fits(case: BackwardCase, arch: str = "sm_90") -> str | None:
         return f"the kernel for Hopper needs sm_90, this is {arch}"
     if case.dtype not in (torch.bfloat16, torch.float16):
         return f"{dtype_name(case.dtype)} has no wgmma of its precision"
-    if not (33 <= case.d_qk <= 192 and 33 <= case.d_v <= 128):
-        return f"head dims are {case.d_qk} and {case.d_v}; there are tiles for 33 to 192 and 33 to 128"
+    if not (33 <= case.d_qk <= 192 and 33 <= case.d_v <= 128 or 129 <= min(case.d_qk, case.d_v) <= max(case.d_qk, case.d_v) <= 256):
+        return f"head dims are {case.d_qk} and {case.d_v}; there are tiles for 33 to 192 and 33 to 128, and for 129 to 256"
     if case.deterministic:
         return "deterministic: programs add to dQ in any order"
     if case.captured:
@@ -81,7 +81,9 @@ def fits(case: BackwardCase, arch: str = "sm_90") -> str | None:
 
 
 def padded(d_qk: int, d_v: int) -> tuple[int, int]:
-    """Head dims as the kernel computes with them: 64 and 128, and 192 for Q and K. dV leaves through buffers of dQ, no narrower."""
+    """Head dims as the kernel computes with them: 64, 128 and 256, and 192 for Q and K. dV leaves through buffers of dQ, no narrower."""
+    if d_v > 128:
+        return 256, 256
     if d_qk > 128:
         return 192, 128
     d_v = round_up_head_dim(d_v)
@@ -91,6 +93,8 @@ def padded(d_qk: int, d_v: int) -> tuple[int, int]:
 def hopper_backward_tile(case: BackwardCase, score: Mod | None, mask: Mod | None) -> HopperBackwardTile:
     """The tile for a case. At head dim 64, 128 query rows halve the number of barriers: 9 % faster under a causal mask. A score_mod would
     spill up to 1900 bytes, and is as fast with 64."""
+    if case.d_v > 128:
+        return HopperBackwardTile(64, BLOCK_N=64)
     large = not score and not (mask and mask[0].tensors) and (not case.blocks or case.blocks.q_block % 128 == 0)
     large = large and padded(case.d_qk, case.d_v)[0] == 64
     return HopperBackwardTile(128 if large else 64)
@@ -127,13 +131,13 @@ def _spec(case: BackwardCase, tile: HopperBackwardTile, score: ModText | None, m
         numbers += ["mask_stride_z", "mask_stride_h", "mask_rows"] + (["full_mask_rows"] if blocks.has_full else [])
     columns = tile.BLOCK_M == 64  # which way consumers share a block's dQ; each computes 64 rows
     slices = 3 if d_qk == 192 else 1
-    dq_columns = 32 if slices > 1 else d_qk // 2 if columns else d_qk
+    dq_columns = 32 if slices > 1 else min(64, d_qk // 2) if columns else d_qk
     lines = [line for m in mods for line in (*m.lines, m.result)]
     if score:
         lines += [*score.gradient.lines, score.gradient.score]
     flags = {
         "LANGUAGE": "gluon", "DTYPE": dtype_name(case.dtype), "D_QK": case.d_qk, "D_V": case.d_v,
-        "D_QK_ROUNDED": d_qk, "D_V_ROUNDED": d_v, "SLICES": slices, "D_QK_SLICE": d_qk // slices,
+        "D_QK_ROUNDED": d_qk, "D_V_ROUNDED": d_v, "WIDE": d_v == 256, "SLICES": slices, "D_QK_SLICE": d_qk // slices,
         "BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N,
         "SPLIT_COLUMNS": columns, "DQ_COLUMNS": dq_columns,
         "CONSUMER_REGISTERS": tile.consumer_registers, "PRODUCER_REGISTERS": tile.producer_registers,

@@ -61,6 +61,13 @@ def test_any_backward(p):
     test_backward.check_problem({**p, "deterministic": False}, "cuda")
 
 
+@settings(max_examples=20)
+@given(served(gradient_problems("cuda"), [136, 160, 192, 256], widest=256))
+def test_any_wide_backward(p):
+    poison()
+    test_backward.check_problem({**p, "deterministic": False}, "cuda")
+
+
 def test_they_ran():
     """The problems above reach the kernels that they are for (the file's tests run in order)."""
     q = torch.randn(2, 4, 300, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)

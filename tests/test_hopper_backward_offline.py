@@ -28,6 +28,7 @@ SPILLED = {  # bytes at most; 0 elsewhere. Of the loops without a mask only thos
     "causal d128 fp16, blocks of 256": 32,
     "causal d128 bf16, one list": 32, "alibi causal d128 bf16": 32, "softcap causal d128 bf16": 64, "document d128 bf16": 48,
     "plain d192, 128 bf16": 160, "causal d192, 128 bf16": 256, "softcap causal d192, 128 fp16": 320, "alibi causal d136, 40 bf16": 352,
+    "causal d256 bf16": 32, "alibi causal d256 bf16": 32,
     "alibi causal d80 fp16": 32, "a derivative that may be NaN, a mask of keys, d64 bf16": 144,
 }
 TABLES = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
@@ -55,6 +56,10 @@ CASES = {  # mods, or recipes for them, and what differs from PLAIN
     "causal d192, 128 bf16": ("causal", dict(d_qk=192)),
     "softcap causal d192, 128 fp16": ("softcap causal", dict(dtype=torch.float16, d_qk=192)),
     "alibi causal d136, 40 bf16": ("alibi causal", dict(d_qk=136, d_v=40)),
+    "plain d256 bf16": ("", dict(d_qk=256, d_v=256)),
+    "causal d256 bf16": ("causal", dict(d_qk=256, d_v=256)),
+    "softcap causal d192, 160 fp16": ("softcap causal", dict(dtype=torch.float16, d_qk=192, d_v=160)),
+    "alibi causal d256 bf16": ("alibi causal", dict(d_qk=256, d_v=256)),
     "a score_mod without derivative, d64 bf16": ((lambda s, b, h, m, n: (m - n) * 0.1, None), dict(d_qk=64, d_v=64)),
     "a derivative that may be NaN, a mask of keys, d64 bf16": (
         (lambda s, b, h, m, n: torch.sqrt(torch.abs(s)) + torch.exp(s) * h, lambda b, h, m, n: n < 100 * (b + 1)), dict(d_qk=64, d_v=64)),
@@ -143,7 +148,7 @@ def test_programs_share_tiles(monkeypatch, multiprocessors, length, grid, heads_
 
 @pytest.mark.parametrize("changes, word", [
     (dict(dtype=torch.float32), "wgmma"),
-    (dict(d_qk=192, d_v=192), "head dims"),
+    (dict(d_qk=256), "head dims"),
     (dict(d_qk=32, d_v=32), "head dims"),
     (dict(deterministic=True), "deterministic"),
     (dict(captured=frozenset({0})), "captured"),
