@@ -145,7 +145,8 @@ def _launch_fused(plan: HopperBackwardPlan, tensors: tuple, lse2: torch.Tensor, 
     mods = [*(plan.score.values(score[1]) if score else ()), *(plan.mask.values(mask[1]) if mask else ())]
     descriptors = [descriptor(t, *plan.blocks[f"desc_{name}"]) for name, t in described.items()]
     heads = k.shape[0] * k.shape[1]
-    read_bytes = q.shape[2] * q.shape[3] * (2 * q.element_size() + dq_sum.element_size()) * (q.shape[0] * q.shape[1] // heads)
+    row_bytes = sum(t.shape[3] * t.element_size() for t in (q, do, dq_sum))
+    read_bytes = q.shape[2] * row_bytes * (q.shape[0] * q.shape[1] // heads)
     known = {**known, "HEADS_PER_GROUP": heads_per_group(heads, read_bytes, L2_BYTES)}
     tiles = -(-k.shape[2] // plan.tile.BLOCK_N) * heads
     with on(q.device):

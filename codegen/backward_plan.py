@@ -130,6 +130,8 @@ def delta_spec(case: BackwardCase, backend: str, *, zero_dq: bool = False) -> Ke
     numbers = ("Hq", "Q_LEN", "STATS_LEN", *(["ROWS"] if zero_dq else []), *strides("o", "do"))
     flags = {"D_V": case.d_v, "D_V_ROUNDED": round_up_head_dim(case.d_v), "UNIT": delta_unit(case), "LSE_GRADIENT": case.lse_gradient,
              "ZERO_DQ": zero_dq, "numbers": numbers, "parameters": numbers}
+    if zero_dq:
+        flags |= {"D_QK": case.d_qk, "D_QK_ROUNDED": round_up_head_dim(case.d_qk)}
     return KernelSpec("backward_delta", (), tuple(flags.items()), backend)
 
 

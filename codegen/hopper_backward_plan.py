@@ -16,6 +16,7 @@ from .forward_plan import Mod
 from .grad import differentiate
 from .lower import Target
 from .spec import Differential, KernelSpec, ModText, dtype_name, may_be_nan, mod_text
+from .tiles import round_up_head_dim
 
 BLOCK_N = 128  # keys of a program, 64 for each consumer
 L2_BYTES = 24 << 20  # of Q, dO and dQ's sums that heads which are worked on at a time may take
@@ -49,9 +50,10 @@ class HopperBackwardPlan:
     @property
     def blocks(self) -> dict[str, tuple[int, int]]:
         """The last two sizes of each descriptor's blocks; the first two are 1."""
-        d, m = self.fused.flag["D"], self.tile.BLOCK_M
-        return {"desc_q": (m, d), "desc_do": (m, d), "desc_k": (BLOCK_N, d), "desc_v": (BLOCK_N, d), "desc_lse2": (1, m),
-                "desc_delta": (1, m), "desc_dq": (64, self.fused.flag["DQ_COLUMNS"]), "desc_dk": (64, d), "desc_dv": (64, d)}
+        flags, m = self.fused.flag, self.tile.BLOCK_M
+        d_qk, d_v, n = flags["D_QK_SLICE"], flags["D_V_ROUNDED"], self.tile.BLOCK_N
+        return {"desc_q": (m, d_qk), "desc_do": (m, d_v), "desc_k": (n, d_qk), "desc_v": (n, d_v), "desc_lse2": (1, m),
+                "desc_delta": (1, m), "desc_dq": (64, flags["DQ_COLUMNS"]), "desc_dk": (64, min(d_qk, 128)), "desc_dv": (64, min(d_v, 128))}
 
 
 def fits(case: BackwardCase, arch: str = "sm_90") -> str | None:
@@ -60,8 +62,8 @@ def fits(case: BackwardCase, arch: str = "sm_90") -> str | None:
         return f"the kernel for Hopper needs sm_90, this is {arch}"
     if case.dtype not in (torch.bfloat16, torch.float16):
         return f"{dtype_name(case.dtype)} has no wgmma of its precision"
-    if case.d_qk != case.d_v or case.d_qk not in (64, 128):
-        return f"head dims {case.d_qk} and {case.d_v}: they must be equal, 64 or 128"
+    if not (33 <= case.d_qk <= 192 and 33 <= case.d_v <= 128 or 129 <= min(case.d_qk, case.d_v) <= max(case.d_qk, case.d_v) <= 256):
+        return f"head dims are {case.d_qk} and {case.d_v}; there are tiles for 33 to 192 and 33 to 128, and for 129 to 256"
     if case.deterministic:
         return "deterministic: programs add to dQ in any order"
     if case.captured:
@@ -77,10 +79,23 @@ def fits(case: BackwardCase, arch: str = "sm_90") -> str | None:
     return None
 
 
+def padded(d_qk: int, d_v: int) -> tuple[int, int]:
+    """Head dims as the kernel computes with them: 64, 128 and 256, and 192 for Q and K. dV leaves through buffers of dQ, no narrower."""
+    if d_v > 128:
+        return 256, 256
+    if d_qk > 128:
+        return 192, 128
+    d_v = round_up_head_dim(d_v)
+    return max(round_up_head_dim(d_qk), d_v), d_v
+
+
 def hopper_backward_tile(case: BackwardCase, score: Mod | None, mask: Mod | None) -> HopperBackwardTile:
     """The tile for a case. At head dim 64, 128 query rows halve the number of barriers: 9 % faster under a causal mask. A score_mod would
     spill up to 1900 bytes, and is as fast with 64."""
-    large = case.d_qk == 64 and not score and not (mask and mask[0].tensors) and (not case.blocks or case.blocks.q_block % 128 == 0)
+    if case.d_v > 128:
+        return HopperBackwardTile(64, BLOCK_N=64)
+    large = not score and not (mask and mask[0].tensors) and (not case.blocks or case.blocks.q_block % 128 == 0)
+    large = large and padded(case.d_qk, case.d_v)[0] == 64
     return HopperBackwardTile(128 if large else 64)
 
 
@@ -109,18 +124,21 @@ def plan_hopper_backward(case: BackwardCase, score: Mod | None, mask: Mod | None
 
 def _spec(case: BackwardCase, tile: HopperBackwardTile, score: ModText | None, mask: ModText | None, scale_apart: bool,
           check_padding: bool, early_lse: bool) -> KernelSpec:
-    blocks, mods, d = case.blocks, [m for m in (score, mask) if m], case.d_qk
+    blocks, mods, (d_qk, d_v) = case.blocks, [m for m in (score, mask) if m], padded(case.d_qk, case.d_v)
     numbers = ["Z", "Zkv", "Hkv", "GROUP_SIZE", "HEADS_PER_GROUP", "Q_LEN", "KV_LEN", "SM_SCALE", "TO_LOG2"]
     if blocks:
         numbers += ["mask_stride_z", "mask_stride_h", "mask_rows"] + (["full_mask_rows"] if blocks.has_full else [])
     columns = tile.BLOCK_M == 64  # which way consumers share a block's dQ; each computes 64 rows
+    slices = 3 if d_qk == 192 else 1
+    dq_columns = 32 if slices > 1 else min(64, d_qk // 2) if columns else d_qk
     lines = [line for m in mods for line in (*m.lines, m.result)]
     if score:
         lines += [*score.gradient.lines, score.gradient.score]
     flags = {
-        "LANGUAGE": "gluon", "DTYPE": dtype_name(case.dtype), "D_QK": d, "D_V": d, "D": d,
+        "LANGUAGE": "gluon", "DTYPE": dtype_name(case.dtype), "D_QK": case.d_qk, "D_V": case.d_v,
+        "D_QK_ROUNDED": d_qk, "D_V_ROUNDED": d_v, "WIDE": d_v == 256, "SLICES": slices, "D_QK_SLICE": d_qk // slices,
         "BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N,
-        "SPLIT_COLUMNS": columns, "DQ_COLUMNS": d // 2 if columns else d,
+        "SPLIT_COLUMNS": columns, "DQ_COLUMNS": dq_columns,
         "CONSUMER_REGISTERS": tile.consumer_registers, "PRODUCER_REGISTERS": tile.producer_registers,
         "BLOCK_MASK": blocks is not None, "HAS_FULL_BLOCKS": blocks is not None and blocks.has_full,
         "SPARSE_Q_BLOCK_SIZE": blocks.q_block if blocks else 0, "SPARSE_KV_BLOCK_SIZE": blocks.kv_block if blocks else 0,
@@ -134,4 +152,5 @@ def _spec(case: BackwardCase, tile: HopperBackwardTile, score: ModText | None, m
 
 def _convert_spec(case: BackwardCase) -> KernelSpec:
     numbers = ("Hq", "Q_LEN", "ROWS", "stride_dqz", "stride_dqh", "stride_dqm", "SM_SCALE")
-    return KernelSpec("hopper_dq_convert", (), (("D", case.d_qk), ("numbers", numbers), ("parameters", numbers)), "cuda")
+    flags = (("D", case.d_qk), ("D_ROUNDED", round_up_head_dim(case.d_qk)), ("numbers", numbers), ("parameters", numbers))
+    return KernelSpec("hopper_dq_convert", (), flags, "cuda")

@@ -41,9 +41,9 @@ CASES = {  # tensors, arguments, and a word of the reasons forward and backward;
     "float32": (tensors(dtype=torch.float32), {}, "wgmma", "wgmma"),
     "no gradients": (tensors(wants=False), {}, None, ""),
     "a short head dim": (tensors(32), {}, "head dims", "head dims"),
-    "head dim 256": (tensors(256), {}, None, "head dims"),
-    "unequal head dims": (tensors(192, 128), {}, None, "head dims"),
-    "an odd head dim": (tensors(100), {}, "TMA", "head dims"),
+    "head dim 256": (tensors(256), {}, None, None),
+    "unequal head dims": (tensors(192, 128), {}, None, None),
+    "an odd head dim": (tensors(100), {}, "TMA", "TMA"),
     "strides": ([t.transpose(2, 3).contiguous().transpose(2, 3) for t in tensors()], {}, "TMA", None),  # copied for the backward pass
     "portable": (tensors(), {"kernel_options": {"BACKEND": "TRITON"}}, "BACKEND", "BACKEND"),
     "a tile": (tensors(), {"kernel_options": {"BLOCK_M": 64}}, "BLOCK_M", None),

@@ -24,9 +24,12 @@ from flexpress.recipes import make
 
 PLAIN = BackwardCase(torch.bfloat16, 128, 128, use_tma=(True, True))
 SPILLED = {  # bytes at most; 0 elsewhere. Of the loops without a mask only those at head dim 64 load values again, up to 7 a block
-    "plain d64 fp16": 64, "causal d128 bf16": 32, "causal d64 bf16": 96, "causal d128 fp16, blocks of 256": 32,
+    "plain d64 fp16": 64, "causal d128 bf16": 32, "causal d64 bf16": 96, "causal d40 bf16": 96, "causal d64, 128 bf16": 32,
+    "causal d128 fp16, blocks of 256": 32,
     "causal d128 bf16, one list": 32, "alibi causal d128 bf16": 32, "softcap causal d128 bf16": 64, "document d128 bf16": 48,
-    "a derivative that may be NaN, a mask of keys, d64 bf16": 144,
+    "plain d192, 128 bf16": 160, "causal d192, 128 bf16": 256, "softcap causal d192, 128 fp16": 320, "alibi causal d136, 40 bf16": 352,
+    "causal d256 bf16": 32, "alibi causal d256 bf16": 32,
+    "alibi causal d80 fp16": 32, "a derivative that may be NaN, a mask of keys, d64 bf16": 144,
 }
 TABLES = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 
@@ -44,6 +47,19 @@ CASES = {  # mods, or recipes for them, and what differs from PLAIN
     "softcap d64 fp16": ("softcap", dict(dtype=torch.float16, d_qk=64, d_v=64)),
     "relative_bias d128 bf16": ("relative_bias", {}),
     "document d128 bf16": ("document", {}),
+    "plain d96 bf16": ("", dict(d_qk=96, d_v=96)),
+    "alibi causal d80 fp16": ("alibi causal", dict(dtype=torch.float16, d_qk=80, d_v=80)),
+    "causal d40 bf16": ("causal", dict(d_qk=40, d_v=40)),
+    "causal d128, 64 bf16": ("causal", dict(d_v=64)),
+    "causal d64, 128 bf16": ("causal", dict(d_qk=64)),
+    "plain d192, 128 bf16": ("", dict(d_qk=192)),
+    "causal d192, 128 bf16": ("causal", dict(d_qk=192)),
+    "softcap causal d192, 128 fp16": ("softcap causal", dict(dtype=torch.float16, d_qk=192)),
+    "alibi causal d136, 40 bf16": ("alibi causal", dict(d_qk=136, d_v=40)),
+    "plain d256 bf16": ("", dict(d_qk=256, d_v=256)),
+    "causal d256 bf16": ("causal", dict(d_qk=256, d_v=256)),
+    "softcap causal d192, 160 fp16": ("softcap causal", dict(dtype=torch.float16, d_qk=192, d_v=160)),
+    "alibi causal d256 bf16": ("alibi causal", dict(d_qk=256, d_v=256)),
     "a score_mod without derivative, d64 bf16": ((lambda s, b, h, m, n: (m - n) * 0.1, None), dict(d_qk=64, d_v=64)),
     "a derivative that may be NaN, a mask of keys, d64 bf16": (
         (lambda s, b, h, m, n: torch.sqrt(torch.abs(s)) + torch.exp(s) * h, lambda b, h, m, n: n < 100 * (b + 1)), dict(d_qk=64, d_v=64)),
@@ -91,8 +107,9 @@ def test_dq_is_added_to_memory_by_the_tma_unit(name):
     assert not re.search(r"\b(atom|red)\.global\S*\.f32", ptx)
 
 
-def test_dq_is_converted():
-    _, plan, _ = planned("", {})
+@pytest.mark.parametrize("d_qk", [128, 80])
+def test_dq_is_converted(d_qk):
+    _, plan, _ = planned("", dict(d_qk=d_qk))
     made = compile_for(plan.convert, "sm_90", tensors={"SUM": "float32", "DQ": "bfloat16"}, floats=frozenset({"SM_SCALE"}),
                        constants={"BLOCK_M": CONVERT_ROWS})
     assert made.spilled == 0
@@ -131,8 +148,8 @@ def test_programs_share_tiles(monkeypatch, multiprocessors, length, grid, heads_
 
 @pytest.mark.parametrize("changes, word", [
     (dict(dtype=torch.float32), "wgmma"),
-    (dict(d_qk=192), "head dims"),
-    (dict(d_qk=80, d_v=80), "head dims"),
+    (dict(d_qk=256), "head dims"),
+    (dict(d_qk=32, d_v=32), "head dims"),
     (dict(deterministic=True), "deterministic"),
     (dict(captured=frozenset({0})), "captured"),
     (dict(use_tma=(True, False)), "TMA"),
