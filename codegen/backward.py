@@ -76,16 +76,21 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tenso
     rows = {f"stride_{name}{dim}": stride // unit if size > 1 else 0 for name, t in (("o", out), ("do", do))
             for dim, stride, size in zip("zhm", t.stride(), t.shape, strict=False)}
     stats = (lse, dlse.contiguous(), lse2, delta) if dlse is not None else (lse, lse2, delta)
+    added = None
     if isinstance(plan, HopperBackwardPlan):
         known["ROWS"] = -(-Q_LEN // CONVERT_ROWS) * CONVERT_ROWS
         dq_sum = torch.empty((Z, Hq, known["ROWS"], D_QK), dtype=torch.float32, device=q.device)
         stats = (*stats, dq_sum)
+        if deterministic:  # how many key tiles have added to it: two counts a block of 64 rows or more
+            added = torch.empty((Z, Hq, stats_len // 32), dtype=torch.int32, device=q.device)
+            stats = (*stats, added)
     kernel_for(plan.delta).launch((Z * Hq * stats_len // delta_rows(D_V),),
                                   (out, do, *stats, *_numbers(plan.delta, {**known, **rows})), q.device,
                                   (delta_rows(D_V),), num_warps=4, num_stages=1)
 
     if isinstance(plan, HopperBackwardPlan):
-        _launch_fused(plan, tensors, lse2, delta, dq_sum, known, transposed, score, mask)
+        ranks = transposed.ranks(lists.kv_num_blocks.shape[-1]) if lists and deterministic else ()
+        _launch_fused(plan, tensors, lse2, delta, dq_sum, added, known, transposed, ranks, score, mask)
         return dq, dk, dv, {}
     sums = _Sums(plan, score, extents, q.device)
     _launch(plan.dkv, "dkv", (q, do), (k, v, lse2, delta, dk, dv), known, transposed, score, mask, sums)
@@ -125,14 +130,14 @@ def _numbers(spec, known: dict) -> list:
 
 
 def _launch_fused(plan: HopperBackwardPlan, tensors: tuple, lse2: torch.Tensor, delta: torch.Tensor, dq_sum: torch.Tensor,
-                  known: dict, lists: BlockLists | None, score, mask) -> None:
-    """Launch hopper_backward, which adds up dQ in float32, and the conversion of that."""
+                  added: torch.Tensor | None, known: dict, lists: BlockLists | None, ranks: tuple, score, mask) -> None:
+    """Launch hopper_backward, which adds up dQ in float32, and the conversion of that. added, ranks: for a fixed order."""
     q, k, v, do, dq, dk, dv = tensors
     described = {"q": q, "do": do, "k": k, "v": v, "lse2": lse2[:, :, None], "delta": delta[:, :, None], "dq": dq_sum, "dk": dk, "dv": dv}
     tables = ()
     if lists is not None:
         known = {**known, **dict(zip(("mask_stride_z", "mask_stride_h", "mask_rows", "full_mask_rows"), lists.numbers, strict=False))}
-        tables = lists.tables
+        tables = (*lists.tables, *ranks)
     mods = [*(plan.score.values(score[1]) if score else ()), *(plan.mask.values(mask[1]) if mask else ())]
     descriptors = [descriptor(t, *plan.blocks[f"desc_{name}"]) for name, t in described.items()]
     heads = k.shape[0] * k.shape[1]
@@ -140,7 +145,8 @@ def _launch_fused(plan: HopperBackwardPlan, tensors: tuple, lse2: torch.Tensor, 
     known = {**known, "HEADS_PER_GROUP": heads_per_group(heads, read_bytes, L2_BYTES)}
     tiles = -(-k.shape[2] // plan.tile.BLOCK_N) * heads
     with on(q.device):
-        args = (*descriptors, counter(q.device), *_numbers(plan.fused, known), *tables, *mods)
+        counts = (counter(q.device),) if added is None else (counter(q.device), added)
+        args = (*descriptors, *counts, *_numbers(plan.fused, known), *tables, *mods)
     kernel_for(plan.fused).launch((min(tiles, multiprocessors(q.device)),), args, q.device, (), num_warps=4)
     known = {**known, **dict(zip(("stride_dqz", "stride_dqh", "stride_dqm"), dq.stride(), strict=False))}
     grid = (q.shape[0] * q.shape[1] * known["ROWS"] // CONVERT_ROWS,)

@@ -63,8 +63,6 @@ def fits(case: BackwardCase, arch: str = "sm_90") -> str | None:
         return f"{dtype_name(case.dtype)} has no wgmma of its precision"
     if case.d_qk != case.d_v or case.d_qk not in (64, 128):
         return f"head dims {case.d_qk} and {case.d_v}: they must be equal, 64 or 128"
-    if case.deterministic:
-        return "deterministic: programs add to dQ in any order"
     if case.captured:
         return "a captured tensor wants a gradient, which this kernel does not gather"
     if not all(case.use_tma):
@@ -114,6 +112,8 @@ def _spec(case: BackwardCase, tile: HopperBackwardTile, score: ModText | None, m
     numbers = ["Z", "Zkv", "Hkv", "GROUP_SIZE", "HEADS_PER_GROUP", "Q_LEN", "KV_LEN", "SM_SCALE", "TO_LOG2"]
     if blocks:
         numbers += ["mask_stride_z", "mask_stride_h", "mask_rows"] + (["full_mask_rows"] if blocks.has_full else [])
+    if case.deterministic:
+        numbers.append("STATS_LEN")
     columns = tile.BLOCK_M == 64  # which way consumers share a block's dQ; each computes 64 rows
     lines = [line for m in mods for line in (*m.lines, m.result)]
     if score:
@@ -126,7 +126,7 @@ def _spec(case: BackwardCase, tile: HopperBackwardTile, score: ModText | None, m
         "BLOCK_MASK": blocks is not None, "HAS_FULL_BLOCKS": blocks is not None and blocks.has_full,
         "SPARSE_Q_BLOCK_SIZE": blocks.q_block if blocks else 0, "SPARSE_KV_BLOCK_SIZE": blocks.kv_block if blocks else 0,
         "STEPS": blocks.q_block // tile.BLOCK_M if blocks else 1,
-        "SCALE_FIRST": scale_apart, "CHECK_PADDING": check_padding, "EARLY_LSE": early_lse,
+        "SCALE_FIRST": scale_apart, "CHECK_PADDING": check_padding, "EARLY_LSE": early_lse, "DETERMINISTIC": case.deterministic,
         "BARRIER": "thread_barrier" if triton.__version__ < "3.7" else "barrier",  # Gluon renamed it
         "imports_triton": any(re.search(r"\btl\.", line) for line in lines),
         "numbers": tuple(numbers) + tuple(n for m in mods for n in m.numbers), "parameters": tuple(numbers),

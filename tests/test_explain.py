@@ -49,7 +49,7 @@ CASES = {  # tensors, arguments, and a word of the reasons forward and backward;
     "a tile": (tensors(), {"kernel_options": {"BLOCK_M": 64}}, "BLOCK_M", None),
     "a tile backward": (tensors(), {"kernel_options": {"BLOCK_M1": 64}}, None, "dkv_BLOCK_M"),
     "no TMA": (tensors(), {"kernel_options": {"USE_TMA": False}}, "USE_TMA", "TMA"),
-    "deterministic": (tensors(), {"deterministic": True}, None, "deterministic"),
+    "deterministic": (tensors(), {"deterministic": True}, None, None),
     "learned": (tensors(), {"score_mod": lambda s, b, h, m, n: s + LEARNED[h]}, None, "captured"),
     "causal": (tensors(), {"block_mask": create_block_mask(mods.causal, None, None, 256, 256, device="cpu")}, None, None),
     "few queries": (tensors(length=64), {}, "64 queries", None),
