@@ -21,7 +21,7 @@ from .cache import INFO
 from .cuda import DoesNotFit
 from .expr import INDEX_BOUND, Expr, ModGraph
 from .forward import LOG2_E, BlockLists, architecture_of, keys_of, output_like, strides_like
-from .forward_plan import Options, wants_tma
+from .forward_plan import Mod, Options, wants_tma
 from .hopper_backward_plan import CONVERT_ROWS, L2_BYTES, HopperBackwardPlan, fits, plan_hopper_backward
 from .hopper_plan import heads_per_group
 from .host import compute
@@ -56,8 +56,9 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tenso
 
     tensors = (q, k, v, do, dq, dk, dv)
     extents = (Z, Hq, Q_LEN, KV_LEN)
-    case, geometry, arch, reason = case_of(q, k, v, do, scale, lists, options, deterministic, dlse is not None, wanted)
     score_key, mask_key = keys_of(score, mask, extents)
+    case, geometry, arch, reason = case_of(q, k, v, do, scale, lists, options, deterministic, dlse is not None, wanted,
+                                           score_key)
     key = (case, arch, score_key, mask_key)
     plan = _plans.get(key)
     if plan is not None:
@@ -90,16 +91,18 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tenso
 
     if isinstance(plan, HopperBackwardPlan):
         ranks = transposed.ranks(lists.kv_num_blocks.shape[-1]) if lists and deterministic else ()
-        _launch_fused(plan, tensors, lse2, delta, dq_sum, added, known, transposed, ranks, score, mask)
-        return dq, dk, dv, {}
-    sums = _Sums(plan, score, extents, q.device)
+        sums = _Sums((plan,), score, extents, q.device)
+        _launch_fused(plan, tensors, lse2, delta, dq_sum, added, known, transposed, ranks, score, mask, sums)
+        return dq, dk, dv, sums.gradients()
+    sums = _Sums((plan.dkv, plan.dq), score, extents, q.device)
     _launch(plan.dkv, "dkv", (q, do), (k, v, lse2, delta, dk, dv), known, transposed, score, mask, sums)
     _launch(plan.dq, "dq", (k, v), (q, do, lse2, delta, dq), known, lists, score, mask, sums)
     return dq, dk, dv, sums.gradients()
 
 
 def case_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, scale: float, lists: BlockLists | None, options: Options,
-            deterministic: bool, lse_gradient: bool, wanted: frozenset[int]) -> tuple[BackwardCase, BackwardGeometry, str, str | None]:
+            deterministic: bool, lse_gradient: bool, wanted: frozenset[int],
+            score: Mod | None) -> tuple[BackwardCase, BackwardGeometry, str, str | None]:
     """What the backward kernels depend on beside their mods, the device's architecture, and why the fused kernel does not serve (None if
     it does)."""
     tensors = (q, k, v, do)
@@ -112,7 +115,7 @@ def case_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor,
                     for possible, pair in zip(geometry.tma, ((k, v), (q, do)), strict=True))
     case = BackwardCase(q.dtype, q.shape[3], v.shape[3], geometry.aligned, use_tma, lists and lists.blocks, options, scale > 0,
                         max(q.shape[2], k.shape[2]) <= INDEX_BOUND, q.shape[0] == 1, q.shape[1] == 1, deterministic, lse_gradient, wanted)
-    return case, geometry, arch, "BACKEND is TRITON" if options.backend == "TRITON" else fits(case, arch)
+    return case, geometry, arch, "BACKEND is TRITON" if options.backend == "TRITON" else fits(case, arch, score)
 
 
 def with_rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -130,7 +133,8 @@ def _numbers(spec, known: dict) -> list:
 
 
 def _launch_fused(plan: HopperBackwardPlan, tensors: tuple, lse2: torch.Tensor, delta: torch.Tensor, dq_sum: torch.Tensor,
-                  added: torch.Tensor | None, known: dict, lists: BlockLists | None, ranks: tuple, score, mask) -> None:
+                  added: torch.Tensor | None, known: dict, lists: BlockLists | None, ranks: tuple, score, mask,
+                  sums: _Sums) -> None:
     """Launch hopper_backward, which adds up dQ in float32, and the conversion of that. added, ranks: for a fixed order."""
     q, k, v, do, dq, dk, dv = tensors
     described = {"q": q, "do": do, "k": k, "v": v, "lse2": lse2[:, :, None], "delta": delta[:, :, None], "dq": dq_sum, "dk": dk, "dv": dv}
@@ -146,7 +150,8 @@ def _launch_fused(plan: HopperBackwardPlan, tensors: tuple, lse2: torch.Tensor, 
     tiles = -(-k.shape[2] // plan.tile.BLOCK_N) * heads
     with on(q.device):
         counts = (counter(q.device),) if added is None else (counter(q.device), added)
-        args = (*descriptors, *counts, *_numbers(plan.fused, known), *tables, *mods)
+        args = (*descriptors, *counts, *_numbers(plan.fused, known), *tables, *mods,
+                *sums.arguments(plan, 2 * -(-k.shape[2] // plan.tile.BLOCK_N)))
     kernel_for(plan.fused).launch((min(tiles, multiprocessors(q.device)),), args, q.device, (), num_warps=4)
     known = {**known, **dict(zip(("stride_dqz", "stride_dqh", "stride_dqm"), dq.stride(), strict=False))}
     grid = (q.shape[0] * q.shape[1] * known["ROWS"] // CONVERT_ROWS,)
@@ -191,15 +196,15 @@ def _launch(step: Step, name: str, streamed: tuple, rest: tuple, known: dict, li
 class _Sums:
     """The gradients of captured tensors: the buffers that kernels write, and how they become gradients."""
 
-    def __init__(self, plan: BackwardPlan, score, extents: tuple, device: torch.device) -> None:
-        self.plan, self.score, self.extents, self.device = plan, score, extents, device
+    def __init__(self, steps: tuple[Step | HopperBackwardPlan, ...], score, extents: tuple, device: torch.device) -> None:
+        self.steps, self.score, self.extents, self.device = steps, score, extents, device
         self.buffers: dict[str, torch.Tensor] = {}
         self.totals: dict[int, torch.Tensor] = {}
 
     def _tensor(self, load: Expr) -> torch.Tensor:
         return self.score[1][load.attr]
 
-    def arguments(self, step: Step, tiles: int) -> list:
+    def arguments(self, step: Step | HopperBackwardPlan, tiles: int) -> list:
         """Buffers in the order of the kernel's parameters."""
         Z, Hq, Q_LEN, KV_LEN = self.extents
         shapes = {"row": (Z, Hq, Q_LEN), "column": (Z, Hq, KV_LEN), "head": (Z, Hq, tiles), "slab": (Q_LEN, KV_LEN)}
@@ -213,7 +218,8 @@ class _Sums:
                     buffer = torch.empty_strided(_own_shape(tensor), tensor.stride(), dtype=dtype, device=self.device).zero_()
             elif buffer is None or buffer.shape != shapes[captured.role]:
                 buffer = torch.empty(shapes[captured.role], dtype=torch.float32, device=self.device)
-            made.append(buffer.zero_() if captured.role == "slab" else buffer)
+            added = captured.role == "slab" or captured.role == "row" and isinstance(step, HopperBackwardPlan)  # to zeros
+            made.append(buffer.zero_() if added else buffer)
             self.buffers[captured.buffer] = buffer
         return made
 
@@ -263,7 +269,7 @@ class _Sums:
         """The gradient of every captured tensor that wants one, in its shape and dtype."""
         Z, Hq, Q_LEN, KV_LEN = self.extents
         grid = {"b": self._range(Z)[:, None, None], "h": self._range(Hq)[None, :, None]}
-        for step in (self.plan.dkv, self.plan.dq):
+        for step in self.steps:
             for captured, load in step.captured:
                 buffer = self.buffers[captured.buffer]
                 if captured.role in ("store", "atomic"):

@@ -32,7 +32,8 @@ def explain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_m
         wanted = frozenset(i for i, t in enumerate(captured) if t.requires_grad)
         deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
         q, k, v = map(backward.with_rows, (q, k, v))  # and the output's gradient is taken to lie as q does
-        *_, reason = backward.case_of(q, k, v, q, scale, lists, options, deterministic, False, wanted)
+        *_, reason = backward.case_of(q, k, v, q, scale, lists, options, deterministic, False, wanted,
+                                    forward.keys_of(score, None, (*q.shape[:3], k.shape[2]))[0])
         lines.append(_line("backward", reason))
     if arch == "cpu":
         lines.append("on the CPU kernels run in Triton's interpreter, for tests")

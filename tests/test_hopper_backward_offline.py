@@ -28,11 +28,14 @@ PLAIN = BackwardCase(torch.bfloat16, 128, 128, use_tma=(True, True))
 SPILLED = {  # bytes at most; 0 elsewhere. Of the loops without a mask only those at head dim 64 load values again, up to 7 a block
     "plain d64 fp16": 64, "causal d128 bf16": 32, "causal d64 bf16": 96, "causal d128 fp16, blocks of 256": 32,
     "causal d128 bf16, one list": 32, "alibi causal d128 bf16": 32, "softcap causal d128 bf16": 64, "document d128 bf16": 48,
-    "a derivative that may be NaN, a mask of keys, d64 bf16": 144, "deterministic d64 bf16": 64, "deterministic causal d128 bf16": 64,
-    "deterministic causal d64 bf16": 352, "deterministic causal d128 bf16, blocks of 256": 64,
+    "learned slopes, causal d128 bf16": 672, "learned per key, d128 bf16": 736, "learned per query, d64 bf16": 144,
+    "learned bias, d64 bf16": 96, "a derivative that may be NaN, a mask of keys, d64 bf16": 144, "deterministic d64 bf16": 64,
+    "deterministic causal d128 bf16": 64, "deterministic causal d64 bf16": 352, "deterministic causal d128 bf16, blocks of 256": 64,
     "deterministic causal d128 bf16, one list": 32, "deterministic alibi causal d128 bf16": 32,
 }
 TABLES = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices", "q_ranks", "full_q_ranks")
+
+VECTOR, BIAS = torch.zeros(4096), torch.zeros(4, 16, 64, 64)
 
 CASES = {  # mods, or recipes for them, and what differs from PLAIN
     "plain d128 bf16": ("", {}),
@@ -56,6 +59,12 @@ CASES = {  # mods, or recipes for them, and what differs from PLAIN
     "deterministic alibi causal d128 bf16": ("alibi causal", dict(deterministic=True)),
     "deterministic softcap causal d64 bf16": ("softcap causal", dict(d_qk=64, d_v=64, deterministic=True)),
     "document d128 bf16": ("document", {}),
+    "learned slopes, causal d128 bf16": ("alibi causal", dict(captured=frozenset({0}))),
+    "learned slopes, deterministic causal d64 bf16": ("alibi causal", dict(captured=frozenset({0}), d_qk=64, d_v=64, deterministic=True)),
+    "learned per key, d128 bf16": ((lambda s, b, h, m, n: torch.tanh(s) * VECTOR[n], None), dict(captured=frozenset({0}))),
+    "learned per query, d64 bf16": ((lambda s, b, h, m, n: s * VECTOR[m], None), dict(captured=frozenset({0}), d_qk=64, d_v=64)),
+    "learned table, d64 bf16": ("relative_bias", dict(captured=frozenset({0}), d_qk=64, d_v=64)),
+    "learned bias, d64 bf16": ((lambda s, b, h, m, n: s + BIAS[b, h, m, n], None), dict(captured=frozenset({0}), d_qk=64, d_v=64)),
     "a score_mod without derivative, d64 bf16": ((lambda s, b, h, m, n: (m - n) * 0.1, None), dict(d_qk=64, d_v=64)),
     "a derivative that may be NaN, a mask of keys, d64 bf16": (
         (lambda s, b, h, m, n: torch.sqrt(torch.abs(s)) + torch.exp(s) * h, lambda b, h, m, n: n < 100 * (b + 1)), dict(d_qk=64, d_v=64)),
@@ -67,7 +76,8 @@ def planned(mods: str | tuple, changes: dict):
     score_mod, mask_mod = make(*mods.split()) if isinstance(mods, str) else mods
     bound = [bind(mod, kind) if mod else None for mod, kind in ((score_mod, "score"), (mask_mod, "mask"))]
     case = PLAIN._replace(**{"blocks": Blocks(True, 128, 128) if mask_mod else None, **changes})
-    assert fits(case) is None
+    key = (bound[0][0], layouts_of(*bound[0], EXTENTS)) if bound[0] else None
+    assert fits(case, score=key) is None
     plan = plan_hopper_backward(case, *((b[0], layouts_of(*b, EXTENTS)) if b else None for b in bound))
     arguments = {}
     for text, found in zip((plan.score, plan.mask), bound, strict=True):
@@ -83,6 +93,7 @@ def compiled(name: str):
     floats = {"desc_lse2", "desc_delta", "desc_dq"}
     tensors = {t: f"desc:{'float32' if t in floats else dtype_name(case.dtype)}:{r}x{c}" for t, (r, c) in plan.blocks.items()}
     tensors |= dict.fromkeys((*TABLES, "COUNTER", "ADDED"), "int32")
+    tensors |= {c.buffer: "float32" for c, _ in plan.captured}
     tensors |= {k: dtype_name(v.dtype) for k, v in arguments.items() if isinstance(v, torch.Tensor)}
     numbers = frozenset(("SM_SCALE", "TO_LOG2", *(k for k, v in arguments.items() if type(v) is float)))
     return compile_for(plan.fused, "sm_90", tensors=tensors, floats=numbers, constants={}, num_warps=4, num_stages=1)
@@ -140,6 +151,15 @@ def listed(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return chosen.sum(-1).int(), torch.argsort(chosen.int(), dim=-1, descending=True, stable=True).int()
 
 
+def test_gradients_of_captured_tensors_are_gathered():
+    roles = {name: [c.role for c, _ in planned(*CASES[name])[1].captured] for name in CASES if name.startswith("learned")}
+    assert roles == {
+        "learned slopes, causal d128 bf16": ["head"], "learned slopes, deterministic causal d64 bf16": ["head"],
+        "learned per key, d128 bf16": ["column"], "learned per query, d64 bf16": ["row"], "learned table, d64 bf16": ["atomic"],
+        "learned bias, d64 bf16": ["store"],
+    }
+
+
 def test_dq_is_converted():
     _, plan, _ = planned("", {})
     made = compile_for(plan.convert, "sm_90", tensors={"SUM": "float32", "DQ": "bfloat16"}, floats=frozenset({"SM_SCALE"}),
@@ -178,7 +198,8 @@ def test_programs_share_tiles(monkeypatch, multiprocessors, length, grid, heads_
     assert found[1][9:17] == [*addresses, 2, 2, 2, 2, heads_per_group, length, length]
 
 
-def test_deterministic_launch(monkeypatch):
+@pytest.mark.parametrize("learned", [False, True])
+def test_deterministic_launch(monkeypatch, learned):
     """Counts of tiles follow the counter, ranks follow the lists, and every parameter of the kernel has an argument."""
     launches = []
 
@@ -194,16 +215,20 @@ def test_deterministic_launch(monkeypatch):
         module.clear()
     q = torch.zeros(1, 2, 300, 64, dtype=torch.bfloat16, requires_grad=True)
     mask = create_block_mask(mods.causal, None, None, 300, 300, device="cpu")
-    flex_attention(q, q, q, block_mask=mask, deterministic=True).sum().backward()
+    slopes = torch.zeros(2, requires_grad=learned)
+    score_mod = (lambda s, b, h, m, n: s + slopes[h] * n) if learned else None
+    flex_attention(q, q, q, score_mod, mask, deterministic=True).sum().backward()
+    plan, = backward._plans.values()
     for module in (forward, backward, kernel):
         module.clear()
     found, = [args for name, args in launches if name.startswith("hopper_backward")]
     zeroed, = [args for name, args in launches if name.startswith("backward_delta")]
-    _, plan, _ = planned("causal", dict(d_qk=64, d_v=64, deterministic=True))
     assert len(found) == len(re.search(r"\ndef hopper_backward\((.*?)\n\):", re.sub("#.*", "", render(plan.fused)), re.S)[1].split(",")) - 1
     assert found[10] == zeroed[6]
     ranks = mask.as_transposed_lists().ranks(3)
-    assert list(found[-2:]) == [t.data_ptr() for t in ranks]
+    at = found.index(ranks[0].data_ptr())
+    assert found[at + 1] == ranks[1].data_ptr() and found[at - 4:at] == [t.data_ptr() for t in mask.as_transposed_lists().tables]
+    assert not learned or slopes.grad.shape == (2,)
     assert ranks[0].flatten().tolist() == [0, 1, 2]  # partial blocks lie on the diagonal
 
 
@@ -211,7 +236,6 @@ def test_deterministic_launch(monkeypatch):
     (dict(dtype=torch.float32), "wgmma"),
     (dict(d_qk=192), "head dims"),
     (dict(d_qk=80, d_v=80), "head dims"),
-    (dict(captured=frozenset({0})), "captured"),
     (dict(use_tma=(True, False)), "TMA"),
     (dict(options=Options(tile=(("dq_BLOCK_M", 64),))), "dq_BLOCK_M"),
     (dict(blocks=Blocks(True, 128, 64)), "block sizes"),
