@@ -6,16 +6,18 @@ leaves dQ in float32 without scale, which hopper_dq_convert finishes.
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass, replace
 
 import torch
 
-from .backward_plan import BackwardCase, delta_spec
+from .backward_plan import BackwardCase, delta_spec, role_of
+from .expr import Expr, ModGraph
 from .forward_plan import Mod
 from .grad import differentiate
-from .lower import Target
-from .spec import Differential, KernelSpec, ModText, dtype_name, may_be_nan, mod_text
+from .lower import Target, TensorLayout, loads_of
+from .spec import CapturedGradient, Differential, KernelSpec, ModText, dtype_name, may_be_nan, mod_text
 from .tiles import round_up_head_dim
 
 BLOCK_N = 128  # keys of a program, 64 for each consumer
@@ -46,6 +48,7 @@ class HopperBackwardPlan:
     score: ModText | None
     mask: ModText | None
     scale_apart: bool  # TO_LOG2 does not carry the scale
+    captured: tuple[tuple[CapturedGradient, Expr], ...] = ()  # what the fused kernel gathers, and from which load
 
     @property
     def blocks(self) -> dict[str, tuple[int, int]]:
@@ -56,7 +59,12 @@ class HopperBackwardPlan:
                 "desc_delta": (1, m), "desc_dq": (64, flags["DQ_COLUMNS"]), "desc_dk": (64, min(d_qk, 128)), "desc_dv": (64, min(d_v, 128))}
 
 
-def fits(case: BackwardCase, arch: str = "sm_90") -> str | None:
+@functools.lru_cache(maxsize=256)
+def _roles(case: BackwardCase, graph: ModGraph, layouts: tuple[TensorLayout, ...]) -> tuple[str, ...]:
+    return tuple(role_of(load, layouts[load.attr], case) for load in loads_of(graph) if load.attr in case.captured)
+
+
+def fits(case: BackwardCase, arch: str = "sm_90", score: Mod | None = None) -> str | None:
     """Why a call cannot be served, or None if it can. TMA must be able to load q, k, v and dO and to store dk and dv, too."""
     if arch != "sm_90":
         return f"the kernel for Hopper needs sm_90, this is {arch}"
@@ -64,10 +72,16 @@ def fits(case: BackwardCase, arch: str = "sm_90") -> str | None:
         return f"{dtype_name(case.dtype)} has no wgmma of its precision"
     if not (33 <= case.d_qk <= 192 and 33 <= case.d_v <= 128 or 129 <= min(case.d_qk, case.d_v) <= max(case.d_qk, case.d_v) <= 256):
         return f"head dims are {case.d_qk} and {case.d_v}; there are tiles for 33 to 192 and 33 to 128, and for 129 to 256"
-    if case.deterministic:
-        return "deterministic: programs add to dQ in any order"
-    if case.captured:
-        return "a captured tensor wants a gradient, which this kernel does not gather"
+    widest = max(padded(case.d_qk, case.d_v))
+    if case.deterministic and widest > 128:
+        return f"deterministic with head dims {case.d_qk} and {case.d_v}: tiles for more than 128 columns add to dQ in any order"
+    if case.captured and widest > 128:
+        return f"gradients of captured tensors with head dims {case.d_qk} and {case.d_v}: no tile for more than 128 columns gathers them"
+    roles = set(_roles(case, *score)) if case.captured else set()
+    if case.deterministic and roles & {"row", "slab"}:
+        return "deterministic: several tiles of keys add to an element of a captured tensor's gradient"
+    if widest == 128 and roles & {"row", "atomic", "store"}:
+        return "gradients of a captured tensor that varies with the query take too many registers at head dims above 64"
     if not all(case.use_tma):
         return "TMA cannot load q, k, v or the gradient of the output, or is not wanted"
     tile = [name for name, _ in case.options.tile if name.startswith(("dq_", "dkv_"))]
@@ -104,11 +118,16 @@ def plan_hopper_backward(case: BackwardCase, score: Mod | None, mask: Mod | None
     """The plan for a case that `fits`; `tile` instead of its own, to measure another."""
     target = Target("cuda", dtype_name(case.dtype), case.exact_indices, "gluon")
     score_text = mask_text = None
+    gathered = ()
     taken = frozenset()
     if score:
-        derivative = differentiate(score[0], frozenset()).score
-        score_text = mod_text(*score, _SYMBOLS, target, shape="qk.shape", differential=Differential(derivative))
-        if derivative is None:
+        found = differentiate(score[0], case.captured)
+        derivative = found.score
+        roles = tuple((role_of(load, score[1][load.attr], case), load, gradient) for load, gradient in found.loads)
+        names = {**_SYMBOLS, "grad": "grad"} if roles else _SYMBOLS
+        score_text = mod_text(*score, names, target, shape="qk.shape", differential=Differential(derivative, roles))
+        gathered = tuple(zip(score_text.gradient.captured, (load for _, load, _ in roles), strict=True))
+        if derivative is None and not roles:
             score_text = replace(score_text, gradient=replace(score_text.gradient, score="gl.zeros_like(p)"))
         taken = frozenset(c.name for c in (*score[0].tensors, *score[0].scalars))
     if mask:
@@ -119,7 +138,8 @@ def plan_hopper_backward(case: BackwardCase, score: Mod | None, mask: Mod | None
     # lse2 is read while S is computed: 5 % faster where that does not spill
     early = tile.BLOCK_M == 64 and not score and not (mask and mask[0].tensors)
     fused = _spec(case, tile, score_text, mask_text, scale_apart, check_padding, early)
-    return HopperBackwardPlan(delta_spec(case, "cuda", zero_dq=True), fused, _convert_spec(case), tile, score_text, mask_text, scale_apart)
+    return HopperBackwardPlan(delta_spec(case, "cuda", zero_dq=True), fused, _convert_spec(case), tile, score_text, mask_text, scale_apart,
+                              gathered)
 
 
 def _spec(case: BackwardCase, tile: HopperBackwardTile, score: ModText | None, mask: ModText | None, scale_apart: bool,
@@ -128,6 +148,10 @@ def _spec(case: BackwardCase, tile: HopperBackwardTile, score: ModText | None, m
     numbers = ["Z", "Zkv", "Hkv", "GROUP_SIZE", "HEADS_PER_GROUP", "Q_LEN", "KV_LEN", "SM_SCALE", "TO_LOG2"]
     if blocks:
         numbers += ["mask_stride_z", "mask_stride_h", "mask_rows"] + (["full_mask_rows"] if blocks.has_full else [])
+    if case.deterministic:
+        numbers.append("STATS_LEN")
+    if score and score.gradient.captured:
+        numbers.append("Hq")
     columns = tile.BLOCK_M == 64  # which way consumers share a block's dQ; each computes 64 rows
     slices = 3 if d_qk == 192 else 1
     dq_columns = 32 if slices > 1 else min(64, d_qk // 2) if columns else d_qk
@@ -143,7 +167,7 @@ def _spec(case: BackwardCase, tile: HopperBackwardTile, score: ModText | None, m
         "BLOCK_MASK": blocks is not None, "HAS_FULL_BLOCKS": blocks is not None and blocks.has_full,
         "SPARSE_Q_BLOCK_SIZE": blocks.q_block if blocks else 0, "SPARSE_KV_BLOCK_SIZE": blocks.kv_block if blocks else 0,
         "STEPS": blocks.q_block // tile.BLOCK_M if blocks else 1,
-        "SCALE_FIRST": scale_apart, "CHECK_PADDING": check_padding, "EARLY_LSE": early_lse,
+        "SCALE_FIRST": scale_apart, "CHECK_PADDING": check_padding, "EARLY_LSE": early_lse, "DETERMINISTIC": case.deterministic,
         "imports_triton": any(re.search(r"\btl\.", line) for line in lines),
         "numbers": tuple(numbers) + tuple(n for m in mods for n in m.numbers), "parameters": tuple(numbers),
     }
