@@ -79,23 +79,29 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tenso
     rows = {f"stride_{name}{dim}": stride // unit if size > 1 else 0 for name, t in (("o", out), ("do", do))
             for dim, stride, size in zip("zhm", t.stride(), t.shape, strict=False)}
     stats = (lse, dlse.contiguous(), lse2, delta) if dlse is not None else (lse, lse2, delta)
+    added = None
     if isinstance(plan, HopperBackwardPlan):
         known["ROWS"] = -(-Q_LEN // CONVERT_ROWS) * CONVERT_ROWS
         dq_sum = torch.empty((Z, Hq, known["ROWS"], D_QK), dtype=torch.float32, device=q.device)
         stats = (*stats, dq_sum)
+        if deterministic:  # how many key tiles have added to it: two counts a block of 64 rows or more
+            added = torch.empty((Z, Hq, stats_len // 32), dtype=torch.int32, device=q.device)
+            stats = (*stats, added)
     kernel_for(plan.delta).launch((Z * Hq * stats_len // delta_rows(D_V),),
                                   (out, do, *stats, *_numbers(plan.delta, {**known, **rows})), q.device,
                                   (delta_rows(D_V),), num_warps=4, num_stages=1)
 
     if isinstance(plan, HopperBackwardPlan):
+        ranks = transposed.ranks(lists.kv_num_blocks.shape[-1]) if lists and deterministic else ()
+        sums = _Sums((plan,), score, extents, q.device)
         try:
-            _launch_fused(plan, tensors, lse2, delta, dq_sum, known, transposed, score, mask)
+            _launch_fused(plan, tensors, lse2, delta, dq_sum, added, known, transposed, ranks, score, mask, sums)
         except Unusable as why:
             _refused[case, arch, score_key, mask_key] = str(why)
             return backward(q, k, v, out, lse, do, dlse, scale, score, mask, lists, transposed, options, wanted=wanted,
                             deterministic=deterministic)
-        return dq, dk, dv, {}
-    sums = _Sums(plan, score, extents, q.device)
+        return dq, dk, dv, sums.gradients()
+    sums = _Sums((plan.dkv, plan.dq), score, extents, q.device)
     _launch(plan.dkv, "dkv", (q, do), (k, v, lse2, delta, dk, dv), known, transposed, score, mask, sums)
     _launch(plan.dq, "dq", (k, v), (q, do, lse2, delta, dq), known, lists, score, mask, sums)
     return dq, dk, dv, sums.gradients()
@@ -115,8 +121,8 @@ def case_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor,
                     for possible, pair in zip(geometry.tma, ((k, v), (q, do)), strict=True))
     case = BackwardCase(q.dtype, q.shape[3], v.shape[3], geometry.aligned, use_tma, lists and lists.blocks, options, scale > 0,
                         max(q.shape[2], k.shape[2]) <= INDEX_BOUND, q.shape[0] == 1, q.shape[1] == 1, deterministic, lse_gradient, wanted)
-    reason = "BACKEND is TRITON" if options.backend == "TRITON" else fits(case, arch) or _refused.get((case, arch, score_key, mask_key))
-    return case, geometry, arch, reason
+    reason = "BACKEND is TRITON" if options.backend == "TRITON" else fits(case, arch, score_key)
+    return case, geometry, arch, reason or _refused.get((case, arch, score_key, mask_key))
 
 
 def with_rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -142,20 +148,25 @@ def _with_lists(known: dict, lists: BlockLists | None, width: str) -> tuple[dict
 
 
 def _launch_fused(plan: HopperBackwardPlan, tensors: tuple, lse2: torch.Tensor, delta: torch.Tensor, dq_sum: torch.Tensor,
-                  known: dict, lists: BlockLists | None, score, mask) -> None:
-    """Launch hopper_backward, which adds up dQ in float32, and the conversion of that."""
+                  added: torch.Tensor | None, known: dict, lists: BlockLists | None, ranks: tuple, score, mask,
+                  sums: _Sums) -> None:
+    """Launch hopper_backward, which adds up dQ in float32, and the conversion of that. added, ranks: for a fixed order."""
     q, k, v, do, dq, dk, dv = tensors
     described = {"q": q, "do": do, "k": k, "v": v, "lse2": lse2[:, :, None], "delta": delta[:, :, None], "dq": dq_sum, "dk": dk, "dv": dv}
     known, tables = _with_lists(known, lists, "rows")
+    tables = (*tables, *ranks)
     mods = mod_values(plan, score and score[1], mask and mask[1])
     blocks = plan.blocks
     descriptors = [descriptor(t, *blocks[f"desc_{name}"]) for name, t in described.items()]
     heads = k.shape[0] * k.shape[1]
-    read_bytes = q.shape[2] * q.shape[3] * (2 * q.element_size() + dq_sum.element_size()) * (q.shape[0] * q.shape[1] // heads)
+    row_bytes = sum(t.shape[3] * t.element_size() for t in (q, do, dq_sum))
+    read_bytes = q.shape[2] * row_bytes * (q.shape[0] * q.shape[1] // heads)
     known = {**known, "HEADS_PER_GROUP": heads_per_group(heads, read_bytes, L2_BYTES)}
     tiles = -(-k.shape[2] // plan.tile.BLOCK_N) * heads
     with on(q.device):
-        args = (*descriptors, counter(q.device), *_numbers(plan.fused, known), *tables, *mods)
+        counts = (counter(q.device),) if added is None else (counter(q.device), added)
+        args = (*descriptors, *counts, *_numbers(plan.fused, known), *tables, *mods,
+                *sums.arguments(plan, 2 * -(-k.shape[2] // plan.tile.BLOCK_N)))
         variant, plain = usable(kernel_for(plan.fused), args, q.device, math.inf)
         variant.launch((min(tiles, multiprocessors(q.device)),), plain, q.device.index)
     known = {**known, **dict(zip(("stride_dqz", "stride_dqh", "stride_dqm"), dq.stride(), strict=False))}
@@ -196,15 +207,15 @@ def _launch(step: Step, name: str, streamed: tuple, rest: tuple, known: dict, li
 class _Sums:
     """The gradients of captured tensors: the buffers that kernels write, and how they become gradients."""
 
-    def __init__(self, plan: BackwardPlan, score, extents: tuple, device: torch.device) -> None:
-        self.plan, self.score, self.extents, self.device = plan, score, extents, device
+    def __init__(self, steps: tuple[Step | HopperBackwardPlan, ...], score, extents: tuple, device: torch.device) -> None:
+        self.steps, self.score, self.extents, self.device = steps, score, extents, device
         self.buffers: dict[str, torch.Tensor] = {}
         self.totals: dict[int, torch.Tensor] = {}
 
     def _tensor(self, load: Expr) -> torch.Tensor:
         return self.score[1][load.attr]
 
-    def arguments(self, step: Step, tiles: int) -> list:
+    def arguments(self, step: Step | HopperBackwardPlan, tiles: int) -> list:
         """Buffers in the order of the kernel's parameters."""
         Z, Hq, Q_LEN, KV_LEN = self.extents
         shapes = {"row": (Z, Hq, Q_LEN), "column": (Z, Hq, KV_LEN), "head": (Z, Hq, tiles), "slab": (Q_LEN, KV_LEN)}
@@ -218,7 +229,8 @@ class _Sums:
                     buffer = torch.empty_strided(_own_shape(tensor), tensor.stride(), dtype=dtype, device=self.device).zero_()
             elif buffer is None or buffer.shape != shapes[captured.role]:
                 buffer = torch.empty(shapes[captured.role], dtype=torch.float32, device=self.device)
-            made.append(buffer.zero_() if captured.role == "slab" else buffer)
+            added = captured.role == "slab" or captured.role == "row" and isinstance(step, HopperBackwardPlan)  # to zeros
+            made.append(buffer.zero_() if added else buffer)
             self.buffers[captured.buffer] = buffer
         return made
 
@@ -268,7 +280,7 @@ class _Sums:
         """The gradient of every captured tensor that wants one, in its shape and dtype."""
         Z, Hq, Q_LEN, KV_LEN = self.extents
         grid = {"b": self._range(Z)[:, None, None], "h": self._range(Hq)[None, :, None]}
-        for step in (self.plan.dkv, self.plan.dq):
+        for step in self.steps:
             for captured, load in step.captured:
                 buffer = self.buffers[captured.buffer]
                 if captured.role in ("store", "atomic"):

@@ -6,16 +6,19 @@ leaves dQ in float32 without scale, which hopper_dq_convert finishes.
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass, replace
 
 import torch
 
-from .backward_plan import BackwardCase, delta_spec
+from .backward_plan import BackwardCase, delta_spec, role_of
+from .expr import Expr, ModGraph
 from .forward_plan import Mod
 from .grad import differentiate
-from .lower import Target
-from .spec import Differential, KernelSpec, ModText, dtype_name, may_be_nan, mod_text
+from .lower import Target, TensorLayout, loads_of
+from .spec import CapturedGradient, Differential, KernelSpec, ModText, dtype_name, may_be_nan, mod_text
+from .tiles import round_up_head_dim
 
 BLOCK_N = 128  # keys of a program, 64 for each consumer
 L2_BYTES = 24 << 20  # of Q, dO and dQ's sums that heads which are worked on at a time may take
@@ -45,27 +48,40 @@ class HopperBackwardPlan:
     score: ModText | None
     mask: ModText | None
     scale_apart: bool  # TO_LOG2 does not carry the scale
+    captured: tuple[tuple[CapturedGradient, Expr], ...] = ()  # what the fused kernel gathers, and from which load
 
     @property
     def blocks(self) -> dict[str, tuple[int, int]]:
         """The last two sizes of each descriptor's blocks; the first two are 1."""
-        d, m = self.fused.flag["D"], self.tile.BLOCK_M
-        return {"desc_q": (m, d), "desc_do": (m, d), "desc_k": (BLOCK_N, d), "desc_v": (BLOCK_N, d), "desc_lse2": (1, m),
-                "desc_delta": (1, m), "desc_dq": (64, self.fused.flag["DQ_COLUMNS"]), "desc_dk": (64, d), "desc_dv": (64, d)}
+        flags, m = self.fused.flag, self.tile.BLOCK_M
+        d_qk, d_v, n = flags["D_QK_SLICE"], flags["D_V_ROUNDED"], self.tile.BLOCK_N
+        return {"desc_q": (m, d_qk), "desc_do": (m, d_v), "desc_k": (n, d_qk), "desc_v": (n, d_v), "desc_lse2": (1, m),
+                "desc_delta": (1, m), "desc_dq": (64, flags["DQ_COLUMNS"]), "desc_dk": (64, min(d_qk, 128)), "desc_dv": (64, min(d_v, 128))}
 
 
-def fits(case: BackwardCase, arch: str = "sm_90") -> str | None:
+@functools.lru_cache(maxsize=256)
+def _roles(case: BackwardCase, graph: ModGraph, layouts: tuple[TensorLayout, ...]) -> tuple[str, ...]:
+    return tuple(role_of(load, layouts[load.attr], case) for load in loads_of(graph) if load.attr in case.captured)
+
+
+def fits(case: BackwardCase, arch: str = "sm_90", score: Mod | None = None) -> str | None:
     """Why a call cannot be served, or None if it can. TMA must be able to load q, k, v and dO and to store dk and dv, too."""
     if arch != "sm_90":
         return f"the kernel for Hopper needs sm_90, this is {arch}"
     if case.dtype not in (torch.bfloat16, torch.float16):
         return f"{dtype_name(case.dtype)} has no wgmma of its precision"
-    if case.d_qk != case.d_v or case.d_qk not in (64, 128):
-        return f"head dims {case.d_qk} and {case.d_v}: they must be equal, 64 or 128"
-    if case.deterministic:
-        return "deterministic: programs add to dQ in any order"
-    if case.captured:
-        return "a captured tensor wants a gradient, which this kernel does not gather"
+    if not (33 <= case.d_qk <= 192 and 33 <= case.d_v <= 128 or 129 <= min(case.d_qk, case.d_v) <= max(case.d_qk, case.d_v) <= 256):
+        return f"head dims are {case.d_qk} and {case.d_v}; there are tiles for 33 to 192 and 33 to 128, and for 129 to 256"
+    widest = max(padded(case.d_qk, case.d_v))
+    if case.deterministic and widest > 128:
+        return f"deterministic with head dims {case.d_qk} and {case.d_v}: tiles for more than 128 columns add to dQ in any order"
+    if case.captured and widest > 128:
+        return f"gradients of captured tensors with head dims {case.d_qk} and {case.d_v}: no tile for more than 128 columns gathers them"
+    roles = set(_roles(case, *score)) if case.captured else set()
+    if case.deterministic and roles & {"row", "slab"}:
+        return "deterministic: several tiles of keys add to an element of a captured tensor's gradient"
+    if widest == 128 and roles & {"row", "atomic", "store"}:
+        return "gradients of a captured tensor that varies with the query take too many registers at head dims above 64"
     if not all(case.use_tma):
         return "TMA cannot load q, k, v or the gradient of the output, or is not wanted"
     tile = [name for name, _ in case.options.tile if name.startswith(("dq_", "dkv_"))]
@@ -77,10 +93,23 @@ def fits(case: BackwardCase, arch: str = "sm_90") -> str | None:
     return None
 
 
+def padded(d_qk: int, d_v: int) -> tuple[int, int]:
+    """Head dims as the kernel computes with them: 64, 128 and 256, and 192 for Q and K. dV leaves through buffers of dQ, no narrower."""
+    if d_v > 128:
+        return 256, 256
+    if d_qk > 128:
+        return 192, 128
+    d_v = round_up_head_dim(d_v)
+    return max(round_up_head_dim(d_qk), d_v), d_v
+
+
 def hopper_backward_tile(case: BackwardCase, score: Mod | None, mask: Mod | None) -> HopperBackwardTile:
     """The tile for a case. At head dim 64, 128 query rows halve the number of barriers: 9 % faster under a causal mask. A score_mod would
     spill up to 1900 bytes, and is as fast with 64."""
-    large = case.d_qk == 64 and not score and not (mask and mask[0].tensors) and (not case.blocks or case.blocks.q_block % 128 == 0)
+    if case.d_v > 128:
+        return HopperBackwardTile(64, BLOCK_N=64)
+    large = not score and not (mask and mask[0].tensors) and (not case.blocks or case.blocks.q_block % 128 == 0)
+    large = large and padded(case.d_qk, case.d_v)[0] == 64
     return HopperBackwardTile(128 if large else 64)
 
 
@@ -89,11 +118,16 @@ def plan_hopper_backward(case: BackwardCase, score: Mod | None, mask: Mod | None
     """The plan for a case that `fits`; `tile` instead of its own, to measure another."""
     target = Target("cuda", dtype_name(case.dtype), case.exact_indices, "gluon")
     score_text = mask_text = None
+    gathered = ()
     taken = frozenset()
     if score:
-        derivative = differentiate(score[0], frozenset()).score
-        score_text = mod_text(*score, _SYMBOLS, target, shape="qk.shape", differential=Differential(derivative))
-        if derivative is None:
+        found = differentiate(score[0], case.captured)
+        derivative = found.score
+        roles = tuple((role_of(load, score[1][load.attr], case), load, gradient) for load, gradient in found.loads)
+        names = {**_SYMBOLS, "grad": "grad"} if roles else _SYMBOLS
+        score_text = mod_text(*score, names, target, shape="qk.shape", differential=Differential(derivative, roles))
+        gathered = tuple(zip(score_text.gradient.captured, (load for _, load, _ in roles), strict=True))
+        if derivative is None and not roles:
             score_text = replace(score_text, gradient=replace(score_text.gradient, score="gl.zeros_like(p)"))
         taken = frozenset(c.name for c in (*score[0].tensors, *score[0].scalars))
     if mask:
@@ -104,28 +138,36 @@ def plan_hopper_backward(case: BackwardCase, score: Mod | None, mask: Mod | None
     # lse2 is read while S is computed: 5 % faster where that does not spill
     early = tile.BLOCK_M == 64 and not score and not (mask and mask[0].tensors)
     fused = _spec(case, tile, score_text, mask_text, scale_apart, check_padding, early)
-    return HopperBackwardPlan(delta_spec(case, "cuda", zero_dq=True), fused, _convert_spec(case), tile, score_text, mask_text, scale_apart)
+    return HopperBackwardPlan(delta_spec(case, "cuda", zero_dq=True), fused, _convert_spec(case), tile, score_text, mask_text, scale_apart,
+                              gathered)
 
 
 def _spec(case: BackwardCase, tile: HopperBackwardTile, score: ModText | None, mask: ModText | None, scale_apart: bool,
           check_padding: bool, early_lse: bool) -> KernelSpec:
-    blocks, mods, d = case.blocks, [m for m in (score, mask) if m], case.d_qk
+    blocks, mods, (d_qk, d_v) = case.blocks, [m for m in (score, mask) if m], padded(case.d_qk, case.d_v)
     numbers = ["Z", "Zkv", "Hkv", "GROUP_SIZE", "HEADS_PER_GROUP", "Q_LEN", "KV_LEN", "SM_SCALE", "TO_LOG2"]
     if blocks:
         numbers += ["mask_stride_z", "mask_stride_h", "mask_rows"] + (["full_mask_rows"] if blocks.has_full else [])
+    if case.deterministic:
+        numbers.append("STATS_LEN")
+    if score and score.gradient.captured:
+        numbers.append("Hq")
     columns = tile.BLOCK_M == 64  # which way consumers share a block's dQ; each computes 64 rows
+    slices = 3 if d_qk == 192 else 1
+    dq_columns = 32 if slices > 1 else min(64, d_qk // 2) if columns else d_qk
     lines = [line for m in mods for line in (*m.lines, m.result)]
     if score:
         lines += [*score.gradient.lines, score.gradient.score]
     flags = {
-        "LANGUAGE": "gluon", "DTYPE": dtype_name(case.dtype), "D_QK": d, "D_V": d, "D": d,
+        "LANGUAGE": "gluon", "DTYPE": dtype_name(case.dtype), "D_QK": case.d_qk, "D_V": case.d_v,
+        "D_QK_ROUNDED": d_qk, "D_V_ROUNDED": d_v, "WIDE": d_v == 256, "SLICES": slices, "D_QK_SLICE": d_qk // slices,
         "BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N,
-        "SPLIT_COLUMNS": columns, "DQ_COLUMNS": d // 2 if columns else d,
+        "SPLIT_COLUMNS": columns, "DQ_COLUMNS": dq_columns,
         "CONSUMER_REGISTERS": tile.consumer_registers, "PRODUCER_REGISTERS": tile.producer_registers,
         "BLOCK_MASK": blocks is not None, "HAS_FULL_BLOCKS": blocks is not None and blocks.has_full,
         "SPARSE_Q_BLOCK_SIZE": blocks.q_block if blocks else 0, "SPARSE_KV_BLOCK_SIZE": blocks.kv_block if blocks else 0,
         "STEPS": blocks.q_block // tile.BLOCK_M if blocks else 1,
-        "SCALE_FIRST": scale_apart, "CHECK_PADDING": check_padding, "EARLY_LSE": early_lse,
+        "SCALE_FIRST": scale_apart, "CHECK_PADDING": check_padding, "EARLY_LSE": early_lse, "DETERMINISTIC": case.deterministic,
         "imports_triton": any(re.search(r"\btl\.", line) for line in lines),
         "numbers": tuple(numbers) + tuple(n for m in mods for n in m.numbers), "parameters": tuple(numbers),
     }
@@ -134,4 +176,5 @@ def _spec(case: BackwardCase, tile: HopperBackwardTile, score: ModText | None, m
 
 def _convert_spec(case: BackwardCase) -> KernelSpec:
     numbers = ("Hq", "Q_LEN", "ROWS", "stride_dqz", "stride_dqh", "stride_dqm", "SM_SCALE")
-    return KernelSpec("hopper_dq_convert", (), (("D", case.d_qk), ("numbers", numbers), ("parameters", numbers)), "cuda")
+    flags = (("D", case.d_qk), ("D_ROUNDED", round_up_head_dim(case.d_qk)), ("numbers", numbers), ("parameters", numbers))
+    return KernelSpec("hopper_dq_convert", (), flags, "cuda")

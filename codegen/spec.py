@@ -192,7 +192,7 @@ def mod_text(graph: ModGraph, layouts: tuple[TensorLayout, ...], names: dict[str
         places = tuple(load for _, load, _ in differential.captured)
         gradients = tuple(g for g in (differential.score, *(g for _, _, g in differential.captured)) if g is not None)
     snippet: Snippet = lower(graph, names, layouts, target, prefix=graph.kind, shape=shape, gradients=gradients, places=places)
-    gradient = _gradient_text(graph, layouts, differential, snippet) if differential else None
+    gradient = _gradient_text(graph, layouts, differential, snippet, "gl" if target.language == "gluon" else "tl") if differential else None
     words = set(re.findall(r"\w+", "\n".join([*snippet.lines, *snippet.gradient_lines, *(f"{o} {c}" for o, c in snippet.places)])))
     args, recipe = [], []
     for i, capture in enumerate(graph.tensors):
@@ -225,9 +225,10 @@ def _is_constant(node: Expr) -> bool:
     return node.op == "scalar" or (node.is_literal and node.attr != 0)
 
 
-def _gradient_text(graph: ModGraph, layouts: tuple[TensorLayout, ...], differential: Differential, snippet: Snippet) -> GradientText:
+def _gradient_text(graph: ModGraph, layouts: tuple[TensorLayout, ...], differential: Differential, snippet: Snippet,
+                   tl: str) -> GradientText:
     texts, loads = list(snippet.gradients), loads_of(graph)
-    score = "tl.zeros_like(grad)"
+    score = f"{tl}.zeros_like(grad)"
     guard = False
     if differential.score is not None:
         score, guard = texts.pop(0), may_be_nan(differential.score)
@@ -240,7 +241,7 @@ def _gradient_text(graph: ModGraph, layouts: tuple[TensorLayout, ...], different
         elif role in ("store", "atomic"):
             found = replace(found, offset=offset, checks=checks)
         elif checks and "0" in layouts[load.attr].strides:  # whose indices nobody looks at later
-            found = replace(found, text=f"tl.where({checks}, {found.text}, 0.0)")
+            found = replace(found, text=f"{tl}.where({checks}, {found.text}, 0.0)")
         captured.append(found)
     return GradientText(snippet.gradient_lines, score, guard, tuple(captured))
 

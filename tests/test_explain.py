@@ -35,22 +35,30 @@ def tensors(head_dim=128, head_dim_v=None, dtype=torch.bfloat16, wants=True, len
 
 
 LEARNED = torch.zeros(4, requires_grad=True)
+LEARNED_PER_POSITION = torch.zeros(256, requires_grad=True)
 CASES = {  # tensors, arguments, and a word of the reasons forward and backward; None: the kernels for Hopper
     "plain": (tensors(), {}, None, None),
     "fp16, 64": (tensors(64, dtype=torch.float16), {}, None, None),
     "float32": (tensors(dtype=torch.float32), {}, "wgmma", "wgmma"),
     "no gradients": (tensors(wants=False), {}, None, ""),
     "a short head dim": (tensors(32), {}, "head dims", "head dims"),
-    "head dim 256": (tensors(256), {}, None, "head dims"),
-    "unequal head dims": (tensors(192, 128), {}, None, "head dims"),
-    "an odd head dim": (tensors(100), {}, "TMA", "head dims"),
+    "head dim 256": (tensors(256), {}, None, None),
+    "unequal head dims": (tensors(192, 128), {}, None, None),
+    "an odd head dim": (tensors(100), {}, "TMA", "TMA"),
     "strides": ([t.transpose(2, 3).contiguous().transpose(2, 3) for t in tensors()], {}, "TMA", None),  # copied for the backward pass
     "portable": (tensors(), {"kernel_options": {"BACKEND": "TRITON"}}, "BACKEND", "BACKEND"),
     "a tile": (tensors(), {"kernel_options": {"BLOCK_M": 64}}, "BLOCK_M", None),
     "a tile backward": (tensors(), {"kernel_options": {"BLOCK_M1": 64}}, None, "dkv_BLOCK_M"),
     "no TMA": (tensors(), {"kernel_options": {"USE_TMA": False}}, "USE_TMA", "TMA"),
-    "deterministic": (tensors(), {"deterministic": True}, None, "deterministic"),
-    "learned": (tensors(), {"score_mod": lambda s, b, h, m, n: s + LEARNED[h]}, None, "captured"),
+    "deterministic": (tensors(), {"deterministic": True}, None, None),
+    "deterministic, head dim 256": (tensors(256), {"deterministic": True}, None, "deterministic with head dims 256"),
+    "learned, unequal head dims": (
+        tensors(192, 128), {"score_mod": lambda s, b, h, m, n: s + LEARNED[h]}, None, "captured tensors with head dims 192"),
+    "learned": (tensors(), {"score_mod": lambda s, b, h, m, n: s + LEARNED[h]}, None, None),
+    "learned per key": (tensors(), {"score_mod": lambda s, b, h, m, n: s + LEARNED_PER_POSITION[n], "deterministic": True}, None, None),
+    "learned per query": (tensors(), {"score_mod": lambda s, b, h, m, n: s + LEARNED_PER_POSITION[m]}, None, "head dims above 64"),
+    "learned per query, deterministic": (
+        tensors(64), {"score_mod": lambda s, b, h, m, n: s + LEARNED_PER_POSITION[m], "deterministic": True}, None, "deterministic"),
     "causal": (tensors(), {"block_mask": create_block_mask(mods.causal, None, None, 256, 256, device="cpu")}, None, None),
     "few queries": (tensors(length=64), {}, "64 queries", None),
     "small blocks": (tensors(), {"block_mask": create_block_mask(mods.causal, None, None, 256, 256, device="cpu", BLOCK_SIZE=64)},
