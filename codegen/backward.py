@@ -79,23 +79,18 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tenso
     rows = {f"stride_{name}{dim}": stride // unit if size > 1 else 0 for name, t in (("o", out), ("do", do))
             for dim, stride, size in zip("zhm", t.stride(), t.shape, strict=False)}
     stats = (lse, dlse.contiguous(), lse2, delta) if dlse is not None else (lse, lse2, delta)
-    added = None
     if isinstance(plan, HopperBackwardPlan):
         known["ROWS"] = -(-Q_LEN // CONVERT_ROWS) * CONVERT_ROWS
         dq_sum = torch.empty((Z, Hq, known["ROWS"], D_QK), dtype=torch.float32, device=q.device)
         stats = (*stats, dq_sum)
-        if deterministic:  # how many key tiles have added to it: two counts a block of 64 rows or more
-            added = torch.empty((Z, Hq, stats_len // 32), dtype=torch.int32, device=q.device)
-            stats = (*stats, added)
     kernel_for(plan.delta).launch((Z * Hq * stats_len // delta_rows(D_V),),
                                   (out, do, *stats, *_numbers(plan.delta, {**known, **rows})), q.device,
                                   (delta_rows(D_V),), num_warps=4, num_stages=1)
 
     if isinstance(plan, HopperBackwardPlan):
-        ranks = transposed.ranks(lists.kv_num_blocks.shape[-1]) if lists and deterministic else ()
         sums = _Sums((plan,), score, extents, q.device)
         try:
-            _launch_fused(plan, tensors, lse2, delta, dq_sum, added, known, transposed, ranks, score, mask, sums)
+            _launch_fused(plan, tensors, lse2, delta, dq_sum, known, transposed, score, mask, sums)
         except Unusable as why:
             _refused[case, arch, score_key, mask_key] = str(why)
             return backward(q, k, v, out, lse, do, dlse, scale, score, mask, lists, transposed, options, wanted=wanted,
@@ -148,13 +143,11 @@ def _with_lists(known: dict, lists: BlockLists | None, width: str) -> tuple[dict
 
 
 def _launch_fused(plan: HopperBackwardPlan, tensors: tuple, lse2: torch.Tensor, delta: torch.Tensor, dq_sum: torch.Tensor,
-                  added: torch.Tensor | None, known: dict, lists: BlockLists | None, ranks: tuple, score, mask,
-                  sums: _Sums) -> None:
-    """Launch hopper_backward, which adds up dQ in float32, and the conversion of that. added, ranks: for a fixed order."""
+                  known: dict, lists: BlockLists | None, score, mask, sums: _Sums) -> None:
+    """Launch hopper_backward, which adds up dQ in float32, and the conversion of that."""
     q, k, v, do, dq, dk, dv = tensors
     described = {"q": q, "do": do, "k": k, "v": v, "lse2": lse2[:, :, None], "delta": delta[:, :, None], "dq": dq_sum, "dk": dk, "dv": dv}
     known, tables = _with_lists(known, lists, "rows")
-    tables = (*tables, *ranks)
     mods = mod_values(plan, score and score[1], mask and mask[1])
     blocks = plan.blocks
     descriptors = [descriptor(t, *blocks[f"desc_{name}"]) for name, t in described.items()]
@@ -164,8 +157,7 @@ def _launch_fused(plan: HopperBackwardPlan, tensors: tuple, lse2: torch.Tensor, 
     known = {**known, "HEADS_PER_GROUP": heads_per_group(heads, read_bytes, L2_BYTES)}
     tiles = -(-k.shape[2] // plan.tile.BLOCK_N) * heads
     with on(q.device):
-        counts = (counter(q.device),) if added is None else (counter(q.device), added)
-        args = (*descriptors, *counts, *_numbers(plan.fused, known), *tables, *mods,
+        args = (*descriptors, counter(q.device), *_numbers(plan.fused, known), *tables, *mods,
                 *sums.arguments(plan, 2 * -(-k.shape[2] // plan.tile.BLOCK_N)))
         variant, plain = usable(kernel_for(plan.fused), args, q.device, math.inf)
         variant.launch((min(tiles, multiprocessors(q.device)),), plain, q.device.index)

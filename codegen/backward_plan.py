@@ -126,10 +126,10 @@ def delta_unit(case: BackwardCase) -> int:
 
 
 def delta_spec(case: BackwardCase, backend: str, *, zero_dq: bool = False) -> KernelSpec:
-    """The KernelSpec of backward_delta, which can zero a float32 dQ as well, and the counts by which it is added up in order."""
+    """The KernelSpec of backward_delta, which can zero a float32 dQ as well."""
     numbers = ("Hq", "Q_LEN", "STATS_LEN", *(["ROWS"] if zero_dq else []), *strides("o", "do"))
     flags = {"D_V": case.d_v, "D_V_ROUNDED": round_up_head_dim(case.d_v), "UNIT": delta_unit(case), "LSE_GRADIENT": case.lse_gradient,
-             "ZERO_DQ": zero_dq, "COUNT_SUMS": zero_dq and case.deterministic, "numbers": numbers, "parameters": numbers}
+             "ZERO_DQ": zero_dq, "numbers": numbers, "parameters": numbers}
     if zero_dq:
         flags |= {"D_QK": case.d_qk, "D_QK_ROUNDED": round_up_head_dim(case.d_qk)}
     return KernelSpec("backward_delta", (), tuple(flags.items()), backend)

@@ -61,22 +61,6 @@ class BlockLists:
         """What of the lists changes a kernel."""
         return Blocks(self.full_kv_indices is not None, self.q_block, self.kv_block, self.interior)
 
-    def ranks(self, others: int) -> tuple[torch.Tensor, ...]:
-        """For each entry of the index lists how many lists before its own list the same block, one of `others`, in either kind of list."""
-        if others not in self._ranks:
-            blocks = [torch.where(torch.arange(indices.shape[-1], device=indices.device) < counts[..., None], indices, others).long()
-                      for counts, indices in zip(self.tables[::2], self.tables[1::2], strict=True)]  # `others`: no entry
-            listed = torch.zeros((*self.kv_num_blocks.shape, others + 1), dtype=torch.int32, device=self.kv_indices.device)
-            for block in blocks:
-                listed.scatter_(-1, block, 1)
-            before = torch.cumsum(listed, -2, dtype=torch.int32) - listed
-            self._ranks[others] = tuple(before.gather(-1, block) for block in blocks)
-        return self._ranks[others]
-
-    @functools.cached_property
-    def _ranks(self) -> dict:
-        return {}
-
     @functools.cached_property
     def addresses(self) -> tuple[int, ...]:
         return tuple(t.data_ptr() for t in self.tables)

@@ -72,14 +72,12 @@ def fits(case: BackwardCase, arch: str = "sm_90", score: Mod | None = None) -> s
         return f"{dtype_name(case.dtype)} has no wgmma of its precision"
     if not (33 <= case.d_qk <= 192 and 33 <= case.d_v <= 128 or 129 <= min(case.d_qk, case.d_v) <= max(case.d_qk, case.d_v) <= 256):
         return f"head dims are {case.d_qk} and {case.d_v}; there are tiles for 33 to 192 and 33 to 128, and for 129 to 256"
+    if case.deterministic:
+        return "deterministic: programs add to dQ in any order"
     widest = max(padded(case.d_qk, case.d_v))
-    if case.deterministic and widest > 128:
-        return f"deterministic with head dims {case.d_qk} and {case.d_v}: tiles for more than 128 columns add to dQ in any order"
     if case.captured and widest > 128:
         return f"gradients of captured tensors with head dims {case.d_qk} and {case.d_v}: no tile for more than 128 columns gathers them"
     roles = set(_roles(case, *score)) if case.captured else set()
-    if case.deterministic and roles & {"row", "slab"}:
-        return "deterministic: several tiles of keys add to an element of a captured tensor's gradient"
     if widest == 128 and roles & {"row", "atomic", "store"}:
         return "gradients of a captured tensor that varies with the query take too many registers at head dims above 64"
     if not all(case.use_tma):
@@ -148,8 +146,6 @@ def _spec(case: BackwardCase, tile: HopperBackwardTile, score: ModText | None, m
     numbers = ["Z", "Zkv", "Hkv", "GROUP_SIZE", "HEADS_PER_GROUP", "Q_LEN", "KV_LEN", "SM_SCALE", "TO_LOG2"]
     if blocks:
         numbers += ["mask_stride_z", "mask_stride_h", "mask_rows"] + (["full_mask_rows"] if blocks.has_full else [])
-    if case.deterministic:
-        numbers.append("STATS_LEN")
     if score and score.gradient.captured:
         numbers.append("Hq")
     columns = tile.BLOCK_M == 64  # which way consumers share a block's dQ; each computes 64 rows
@@ -167,7 +163,7 @@ def _spec(case: BackwardCase, tile: HopperBackwardTile, score: ModText | None, m
         "BLOCK_MASK": blocks is not None, "HAS_FULL_BLOCKS": blocks is not None and blocks.has_full,
         "SPARSE_Q_BLOCK_SIZE": blocks.q_block if blocks else 0, "SPARSE_KV_BLOCK_SIZE": blocks.kv_block if blocks else 0,
         "STEPS": blocks.q_block // tile.BLOCK_M if blocks else 1,
-        "SCALE_FIRST": scale_apart, "CHECK_PADDING": check_padding, "EARLY_LSE": early_lse, "DETERMINISTIC": case.deterministic,
+        "SCALE_FIRST": scale_apart, "CHECK_PADDING": check_padding, "EARLY_LSE": early_lse,
         "imports_triton": any(re.search(r"\btl\.", line) for line in lines),
         "numbers": tuple(numbers) + tuple(n for m in mods for n in m.numbers), "parameters": tuple(numbers),
     }

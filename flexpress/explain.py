@@ -16,7 +16,7 @@ def explain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_m
     """Which kernels flex_attention chooses for these arguments, and why not the ones for Hopper: a line each for forward and backward.
 
         forward   GLUON
-        backward  TRITON: deterministic with head dims 256 and 256: tiles for more than 128 columns add to dQ in any order
+        backward  TRITON: deterministic: programs add to dQ in any order
 
     "GLUON" are the kernels for sm_90 alone, "TRITON" the portable ones. The arguments are those of flex_attention; tensors that want
     gradients (requires_grad), captured ones too, are taken into account. Nothing is compiled or run but what a mask_mod's block lists

@@ -50,15 +50,12 @@ CASES = {  # tensors, arguments, and a word of the reasons forward and backward;
     "a tile": (tensors(), {"kernel_options": {"BLOCK_M": 64}}, "BLOCK_M", None),
     "a tile backward": (tensors(), {"kernel_options": {"BLOCK_M1": 64}}, None, "dkv_BLOCK_M"),
     "no TMA": (tensors(), {"kernel_options": {"USE_TMA": False}}, "USE_TMA", "TMA"),
-    "deterministic": (tensors(), {"deterministic": True}, None, None),
-    "deterministic, head dim 256": (tensors(256), {"deterministic": True}, None, "deterministic with head dims 256"),
+    "deterministic": (tensors(), {"deterministic": True}, None, "deterministic"),
     "learned, unequal head dims": (
         tensors(192, 128), {"score_mod": lambda s, b, h, m, n: s + LEARNED[h]}, None, "captured tensors with head dims 192"),
     "learned": (tensors(), {"score_mod": lambda s, b, h, m, n: s + LEARNED[h]}, None, None),
-    "learned per key": (tensors(), {"score_mod": lambda s, b, h, m, n: s + LEARNED_PER_POSITION[n], "deterministic": True}, None, None),
+    "learned per key": (tensors(), {"score_mod": lambda s, b, h, m, n: s + LEARNED_PER_POSITION[n]}, None, None),
     "learned per query": (tensors(), {"score_mod": lambda s, b, h, m, n: s + LEARNED_PER_POSITION[m]}, None, "head dims above 64"),
-    "learned per query, deterministic": (
-        tensors(64), {"score_mod": lambda s, b, h, m, n: s + LEARNED_PER_POSITION[m], "deterministic": True}, None, "deterministic"),
     "causal": (tensors(), {"block_mask": create_block_mask(mods.causal, None, None, 256, 256, device="cpu")}, None, None),
     "few queries": (tensors(length=64), {}, "64 queries", None),
     "small blocks": (tensors(), {"block_mask": create_block_mask(mods.causal, None, None, 256, 256, device="cpu", BLOCK_SIZE=64)},

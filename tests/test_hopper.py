@@ -58,7 +58,7 @@ def test_any_forward(p):
 @given(served(gradient_problems("cuda"), [40, 64, 72, 80, 96, 128, 136, 192], widest=128))
 def test_any_backward(p):
     poison()
-    test_backward.check_problem(p, "cuda")
+    test_backward.check_problem({**p, "deterministic": False}, "cuda")
 
 
 @settings(max_examples=20)

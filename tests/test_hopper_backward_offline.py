@@ -10,12 +10,10 @@ import torch
 from fake_hopper import Variant, pass_for_hopper
 
 from flexpress import create_block_mask, flex_attention, mods
-from flexpress.block_mask import transposed_lists_of
 from flexpress.codegen import backward, forward, kernel, tma
 from flexpress.codegen.backward_plan import BackwardCase
-from flexpress.codegen.forward import BlockLists
 from flexpress.codegen.forward_plan import Blocks, Options
-from flexpress.codegen.hopper_backward_plan import BLOCK_N, CONVERT_ROWS, fits, plan_hopper_backward
+from flexpress.codegen.hopper_backward_plan import CONVERT_ROWS, fits, plan_hopper_backward
 from flexpress.codegen.offline import compile_for
 from flexpress.codegen.preview import EXTENTS
 from flexpress.codegen.render import render
@@ -34,12 +32,8 @@ SPILLED = {  # bytes at most; 0 elsewhere. Of the loops without a mask only thos
     "alibi causal d80 fp16": 32, "a derivative that may be NaN, a mask of keys, d64 bf16": 144,
     "learned slopes, causal d128 bf16": 672, "learned per key, d128 bf16": 736, "learned per query, d64 bf16": 144,
     "learned bias, d64 bf16": 96, "learned slopes, causal d80 fp16": 672, "learned per key, d128, 64 bf16": 128,
-    "deterministic d64 bf16": 64, "deterministic causal d40 bf16": 352, "deterministic causal d128, 64 bf16": 32,
-    "deterministic alibi causal d64, 128 bf16": 32, "deterministic causal d128 bf16": 64,
-    "deterministic causal d64 bf16": 352, "deterministic causal d128 bf16, blocks of 256": 64,
-    "deterministic causal d128 bf16, one list": 32, "deterministic alibi causal d128 bf16": 32,
 }
-TABLES = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices", "q_ranks", "full_q_ranks")
+TABLES = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 
 VECTOR, BIAS = torch.zeros(4096), torch.zeros(4, 16, 64, 64)
 
@@ -56,14 +50,6 @@ CASES = {  # mods, or recipes for them, and what differs from PLAIN
     "softcap causal d128 bf16": ("softcap causal", {}),
     "softcap d64 fp16": ("softcap", dict(dtype=torch.float16, d_qk=64, d_v=64)),
     "relative_bias d128 bf16": ("relative_bias", {}),
-    "deterministic d128 bf16": ("", dict(deterministic=True)),
-    "deterministic d64 bf16": ("", dict(d_qk=64, d_v=64, deterministic=True)),
-    "deterministic causal d128 bf16": ("causal", dict(deterministic=True)),
-    "deterministic causal d64 bf16": ("causal", dict(d_qk=64, d_v=64, deterministic=True)),
-    "deterministic causal d128 bf16, blocks of 256": ("causal", dict(blocks=Blocks(True, 256, 256), deterministic=True)),
-    "deterministic causal d128 bf16, one list": ("causal", dict(blocks=Blocks(False, 128, 128), deterministic=True)),
-    "deterministic alibi causal d128 bf16": ("alibi causal", dict(deterministic=True)),
-    "deterministic softcap causal d64 bf16": ("softcap causal", dict(d_qk=64, d_v=64, deterministic=True)),
     "document d128 bf16": ("document", {}),
     "plain d96 bf16": ("", dict(d_qk=96, d_v=96)),
     "alibi causal d80 fp16": ("alibi causal", dict(dtype=torch.float16, d_qk=80, d_v=80)),
@@ -79,15 +65,11 @@ CASES = {  # mods, or recipes for them, and what differs from PLAIN
     "softcap causal d192, 160 fp16": ("softcap causal", dict(dtype=torch.float16, d_qk=192, d_v=160)),
     "alibi causal d256 bf16": ("alibi causal", dict(d_qk=256, d_v=256)),
     "learned slopes, causal d128 bf16": ("alibi causal", dict(captured=frozenset({0}))),
-    "learned slopes, deterministic causal d64 bf16": ("alibi causal", dict(captured=frozenset({0}), d_qk=64, d_v=64, deterministic=True)),
+    "learned slopes, causal d64 bf16": ("alibi causal", dict(captured=frozenset({0}), d_qk=64, d_v=64)),
     "learned per key, d128 bf16": ((lambda s, b, h, m, n: torch.tanh(s) * VECTOR[n], None), dict(captured=frozenset({0}))),
     "learned per query, d64 bf16": ((lambda s, b, h, m, n: s * VECTOR[m], None), dict(captured=frozenset({0}), d_qk=64, d_v=64)),
     "learned table, d64 bf16": ("relative_bias", dict(captured=frozenset({0}), d_qk=64, d_v=64)),
     "learned bias, d64 bf16": ((lambda s, b, h, m, n: s + BIAS[b, h, m, n], None), dict(captured=frozenset({0}), d_qk=64, d_v=64)),
-    "deterministic d96 bf16": ("", dict(d_qk=96, d_v=96, deterministic=True)),
-    "deterministic causal d40 bf16": ("causal", dict(d_qk=40, d_v=40, deterministic=True)),
-    "deterministic causal d128, 64 bf16": ("causal", dict(d_v=64, deterministic=True)),
-    "deterministic alibi causal d64, 128 bf16": ("alibi causal", dict(d_qk=64, deterministic=True)),
     "learned slopes, causal d80 fp16": ("alibi causal", dict(captured=frozenset({0}), dtype=torch.float16, d_qk=80, d_v=80)),
     "learned per key, d128, 64 bf16": ((lambda s, b, h, m, n: torch.tanh(s) * VECTOR[n], None), dict(captured=frozenset({0}), d_v=64)),
     "learned table, d40 bf16": ("relative_bias", dict(captured=frozenset({0}), d_qk=40, d_v=40)),
@@ -118,7 +100,7 @@ def compiled(name: str):
     case, plan, arguments = planned(*CASES[name])
     floats = {"desc_lse2", "desc_delta", "desc_dq"}
     tensors = {t: f"desc:{'float32' if t in floats else dtype_name(case.dtype)}:{r}x{c}" for t, (r, c) in plan.blocks.items()}
-    tensors |= dict.fromkeys((*TABLES, "COUNTER", "ADDED"), "int32")
+    tensors |= dict.fromkeys((*TABLES, "COUNTER"), "int32")
     tensors |= {c.buffer: "float32" for c, _ in plan.captured}
     tensors |= {k: dtype_name(v.dtype) for k, v in arguments.items() if isinstance(v, torch.Tensor)}
     numbers = frozenset(("SM_SCALE", "TO_LOG2", *(k for k, v in arguments.items() if type(v) is float)))
@@ -140,47 +122,10 @@ def test_dq_is_added_to_memory_by_the_tma_unit(name):
     assert not re.search(r"\b(atom|red)\.global\S*\.f32", ptx)
 
 
-@pytest.mark.parametrize("name", ["deterministic causal d128 bf16", "deterministic d64 bf16"])
-def test_tiles_take_turns(name):
-    """Between two tiles' additions to dQ: all of the first in memory, a barrier, a fence, the count; and the count, a fence, the second."""
-    ptx = compiled(name).assembly["ptx"]
-    step = ["ld.relaxed.gpu.global", "cp.async.bulk.wait_group 0;", "bar.sync", "ld.relaxed.gpu.global", "fence.acq_rel.gpu",
-            "fence.proxy.async.global", "atom.global.gpu.relaxed.add.u32", "bar.sync", "cp.reduce.async.bulk.tensor"]
-    loops = len(re.findall("cp.reduce.async", ptx))
-    assert len(re.findall(".*?".join(map(re.escape, step)), ptx, re.S)) == loops
-    assert len(re.findall(r"wait_group 0;.*?bar\.sync.*?atom\.global\.gpu\.release\.add", ptx, re.S)) == 2  # a tile's end
-
-
-@pytest.mark.parametrize("full", [False, True])
-@pytest.mark.parametrize("kv_block", [128, 256])
-def test_every_turn_comes_after_those_of_tiles_with_smaller_numbers(full, kv_block):
-    """In the order of key tiles, the numbers of turns at a query block are 0, 1, 2 and so on."""
-    torch.manual_seed(0)
-    grid = (2, 3, 7, 5)  # batch, heads, query blocks, KV blocks
-    status = torch.randint(0, 3 if full else 2, grid)
-    found = [t for value in ((1, 2) if full else (1,)) for t in listed(status == value)]
-    lists = transposed_lists_of(BlockLists(*found, *(() if full else (None, None)), 64, kv_block, True), 5 * kv_block)
-    tiles, met = kv_block // BLOCK_N, torch.zeros(grid[:3], dtype=torch.int32)
-    for kv_tile in range(5 * tiles):
-        for counts, indices, ranks in zip(lists.tables[::2], lists.tables[1::2], lists.ranks(7), strict=True):
-            at = kv_tile // tiles
-            for b, h in torch.cartesian_prod(torch.arange(2), torch.arange(3)).tolist():
-                for i in range(counts[b, h, at]):
-                    m = indices[b, h, at, i]
-                    assert ranks[b, h, at, i] * tiles + kv_tile % tiles == met[b, h, m]
-                    met[b, h, m] += 1
-    assert torch.equal(met, (status > 0).sum(-1).int() * tiles)
-
-
-def listed(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Counts, and indices of what is chosen, ascending and then anything."""
-    return chosen.sum(-1).int(), torch.argsort(chosen.int(), dim=-1, descending=True, stable=True).int()
-
-
 def test_gradients_of_captured_tensors_are_gathered():
     roles = {name: [c.role for c, _ in planned(*CASES[name])[1].captured] for name in CASES if name.startswith("learned")}
     assert roles == {
-        "learned slopes, causal d128 bf16": ["head"], "learned slopes, deterministic causal d64 bf16": ["head"],
+        "learned slopes, causal d128 bf16": ["head"], "learned slopes, causal d64 bf16": ["head"],
         "learned per key, d128 bf16": ["column"], "learned per query, d64 bf16": ["row"], "learned table, d64 bf16": ["atomic"],
         "learned bias, d64 bf16": ["store"], "learned slopes, causal d80 fp16": ["head"], "learned per key, d128, 64 bf16": ["column"],
         "learned table, d40 bf16": ["atomic"],
@@ -227,8 +172,8 @@ def test_programs_share_tiles(monkeypatch, multiprocessors, length, grid, heads_
 
 
 @pytest.mark.parametrize("learned", [False, True])
-def test_deterministic_launch(monkeypatch, learned):
-    """Counts of tiles follow the counter, ranks follow the lists, and every parameter of the kernel has an argument."""
+def test_every_parameter_has_an_argument(monkeypatch, learned):
+    """With block lists, and with a captured tensor's gradient."""
     launches = []
 
     class Recorder(Variant):
@@ -245,27 +190,23 @@ def test_deterministic_launch(monkeypatch, learned):
     mask = create_block_mask(mods.causal, None, None, 300, 300, device="cpu")
     slopes = torch.zeros(2, requires_grad=learned)
     score_mod = (lambda s, b, h, m, n: s + slopes[h] * n) if learned else None
-    flex_attention(q, q, q, score_mod, mask, deterministic=True).sum().backward()
+    flex_attention(q, q, q, score_mod, mask).sum().backward()
     plan, = backward._plans.values()
     for module in (forward, backward, kernel):
         module.clear()
     found, = [args for name, args in launches if name.startswith("hopper_backward")]
-    zeroed, = [args for name, args in launches if name.startswith("backward_delta")]
     assert len(found) == len(re.search(r"\ndef hopper_backward\((.*?)\n\):", re.sub("#.*", "", render(plan.fused)), re.S)[1].split(",")) - 1
-    assert found[10] == zeroed[6]
-    ranks = mask.as_transposed_lists().ranks(3)
-    at = found.index(ranks[0].data_ptr())
-    assert found[at + 1] == ranks[1].data_ptr() and found[at - 4:at] == [t.data_ptr() for t in mask.as_transposed_lists().tables]
+    tables = [t.data_ptr() for t in mask.as_transposed_lists().tables]
+    at = found.index(tables[0])
+    assert list(found[at:at + 4]) == tables
     assert not learned or slopes.grad.shape == (2,)
-    assert ranks[0].flatten().tolist() == [0, 1, 2]  # partial blocks lie on the diagonal
 
 
 @pytest.mark.parametrize("changes, word", [
     (dict(dtype=torch.float32), "wgmma"),
     (dict(d_qk=256), "head dims"),
     (dict(d_qk=32, d_v=32), "head dims"),
-    (dict(d_qk=192, deterministic=True), "deterministic with head dims 192"),
-    (dict(d_qk=256, d_v=256, deterministic=True), "deterministic with head dims 256"),
+    (dict(deterministic=True), "deterministic"),
     (dict(d_qk=192, captured=frozenset({0})), "captured tensors with head dims 192"),
     (dict(d_qk=256, d_v=256, captured=frozenset({0})), "captured tensors with head dims 256"),
     (dict(use_tma=(True, False)), "TMA"),
