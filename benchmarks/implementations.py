@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Mods = tuple[Mod | None, Mod | None]
 
 
-def flexpress(row: Workload, mods: Mods, device: str) -> Attention:
+def flexpress(row: Workload, mods: Mods, device: str, **options: Any) -> Attention:
     """Flexpress, with its own block mask."""
     import flexpress
 
@@ -27,7 +28,9 @@ def flexpress(row: Workload, mods: Mods, device: str) -> Attention:
     )
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return flexpress.flex_attention(q, k, v, score_mod=score_mod, block_mask=mask, enable_gqa=row.gqa)
+        return flexpress.flex_attention(
+            q, k, v, score_mod=score_mod, block_mask=mask, enable_gqa=row.gqa, **options
+        )
 
     return attention
 
@@ -88,6 +91,7 @@ class Implementation:
 
 IMPLEMENTATIONS = {
     "flexpress": Implementation(flexpress),
+    "flexpress_deterministic": Implementation(partial(flexpress, deterministic=True)),
     "torch_flex": Implementation(torch_flex),
     "torch_flex_tma": Implementation(torch_flex_tma),
     "cudnn": Implementation(sdpa(SDPBackend.CUDNN_ATTENTION), lambda row: row.dense_or_causal),

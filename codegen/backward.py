@@ -221,8 +221,7 @@ class _Sums:
                     buffer = torch.empty_strided(_own_shape(tensor), tensor.stride(), dtype=dtype, device=self.device).zero_()
             elif buffer is None or buffer.shape != shapes[captured.role]:
                 buffer = torch.empty(shapes[captured.role], dtype=torch.float32, device=self.device)
-            added = captured.role == "slab" or captured.role == "row" and isinstance(step, HopperBackwardPlan)  # to zeros
-            made.append(buffer.zero_() if added else buffer)
+            made.append(buffer.zero_() if captured.role == "slab" else buffer)
             self.buffers[captured.buffer] = buffer
         return made
 

@@ -78,8 +78,10 @@ def fits(case: BackwardCase, arch: str = "sm_90", score: Mod | None = None) -> s
     if case.captured and widest > 128:
         return f"gradients of captured tensors with head dims {case.d_qk} and {case.d_v}: no tile for more than 128 columns gathers them"
     roles = set(_roles(case, *score)) if case.captured else set()
-    if widest == 128 and roles & {"row", "atomic", "store"}:
-        return "gradients of a captured tensor that varies with the query take too many registers at head dims above 64"
+    if "row" in roles:
+        return "gradients of a captured tensor that varies with the query alone: the portable kernels are faster"
+    if widest == 128 and roles - {"head"}:
+        return "gradients of a captured tensor that varies with the key take too many registers at head dims above 64"
     if not all(case.use_tma):
         return "TMA cannot load q, k, v or the gradient of the output, or is not wanted"
     tile = [name for name, _ in case.options.tile if name.startswith(("dq_", "dkv_"))]

@@ -54,8 +54,9 @@ CASES = {  # tensors, arguments, and a word of the reasons forward and backward;
     "learned, unequal head dims": (
         tensors(192, 128), {"score_mod": lambda s, b, h, m, n: s + LEARNED[h]}, None, "captured tensors with head dims 192"),
     "learned": (tensors(), {"score_mod": lambda s, b, h, m, n: s + LEARNED[h]}, None, None),
-    "learned per key": (tensors(), {"score_mod": lambda s, b, h, m, n: s + LEARNED_PER_POSITION[n]}, None, None),
-    "learned per query": (tensors(), {"score_mod": lambda s, b, h, m, n: s + LEARNED_PER_POSITION[m]}, None, "head dims above 64"),
+    "learned per key": (tensors(), {"score_mod": lambda s, b, h, m, n: s + LEARNED_PER_POSITION[n]}, None, "head dims above 64"),
+    "learned per key, 64": (tensors(64), {"score_mod": lambda s, b, h, m, n: s + LEARNED_PER_POSITION[n]}, None, None),
+    "learned per query": (tensors(64), {"score_mod": lambda s, b, h, m, n: s + LEARNED_PER_POSITION[m]}, None, "query alone"),
     "causal": (tensors(), {"block_mask": create_block_mask(mods.causal, None, None, 256, 256, device="cpu")}, None, None),
     "few queries": (tensors(length=64), {}, "64 queries", None),
     "small blocks": (tensors(), {"block_mask": create_block_mask(mods.causal, None, None, 256, 256, device="cpu", BLOCK_SIZE=64)},
