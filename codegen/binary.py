@@ -21,6 +21,7 @@ import torch
 import triton
 from triton._C.libtriton import get_cache_invalidating_env_vars, ir
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import ptx_get_version
 from triton.compiler import ASTSource, CompiledKernel, make_backend
 from triton.runtime import driver
 from triton.runtime.errors import OutOfResources
@@ -149,9 +150,9 @@ def obtain(stem: str, layout: tuple, constants: tuple, options: dict, device_ind
     stem            the printed file's name without .py: it holds the key of the kernel's text
     load_function   gives the jitted function when it must be compiled
     """
-    target = current_target()
+    target, newer = current_target(), newer_assembler()
     key = repr((stem, [type_of(e) for e in layout], [e[1] for e in layout if not isinstance(e, str) and len(e) == 2], constants,
-                sorted(options.items()), target, newer_assembler(), sorted(get_cache_invalidating_env_vars().items())))
+                sorted(options.items()), target, newer and newer.path, sorted(get_cache_invalidating_env_vars().items())))
     base = cache.cache_dir() / f"{stem}.{hashlib.sha256(key.encode()).hexdigest()[:12]}"
     found = _read(base)
     if found is not None:
@@ -162,20 +163,21 @@ def obtain(stem: str, layout: tuple, constants: tuple, options: dict, device_ind
 
 
 @functools.cache
-def newer_assembler() -> str | None:
-    """The path of the assembler that Triton ships for its newest GPUs, if the driver here takes what it makes (or there is no driver).
+def newer_assembler():
+    """The assembler (path, version) that Triton ships for its newest GPUs, if the driver here takes what it makes (or there is no driver).
 
     For other NVIDIA GPUs Triton 3.6 and 3.7 use ptxas 12.8, which loses a shared-memory descriptor when it runs out of uniform
     registers: seen with head dims 192 and 8 on the H100, as an illegal address or a wrong product. 12.9 and 13.1 do not. The
-    environment variable TRITON_PTXAS_PATH has its way.
+    environment variable TRITON_PTXAS_PATH has its way, unless it was torch.compile that set it, to torch's own assembler.
     """
-    if os.environ.get("TRITON_PTXAS_PATH"):
+    chosen = os.environ.get("TRITON_PTXAS_PATH")
+    if chosen and Path(chosen) != Path(torch.__file__).parent / "bin" / "ptxas":
         return None
     try:
         tool, runs = triton.knobs.nvidia.ptxas_blackwell, cuda.driver_version()
     except RuntimeError:  # a Triton without it
         return None
-    return tool.path if runs is None or runs >= int(tool.version.split(".")[0]) else None
+    return tool if runs is None or runs >= int(tool.version.split(".")[0]) else None
 
 
 def compile_source(source: ASTSource, target: GPUTarget, options: dict, texts: dict | None = None) -> tuple[dict, bytes, str]:
@@ -184,10 +186,14 @@ def compile_source(source: ASTSource, target: GPUTarget, options: dict, texts: d
     texts   takes what each stage makes, by name ("ttgir", "ptx", ...); NVIDIA's assembler, the last stage, is then left out
     """
     backend = make_backend(target)
-    parsed = backend.parse_options({**options, **source.parse_options()})
+    options = {**options, **source.parse_options()}
+    newer = newer_assembler() if target.backend == "cuda" else None
+    if newer:  # else PTX is written for the assembler that TRITON_PTXAS_PATH names, which torch.compile may set at any time
+        options["ptx_version"] = ptx_get_version(newer.version)
+    parsed = backend.parse_options(options)
     stages: dict = {}
     backend.add_stages(stages, parsed, source.language)
-    if "cubin" in stages and newer_assembler():
+    if newer:
         newest = make_backend(GPUTarget("cuda", 100, 32))  # it decides which assembler runs, and nothing else
         stages["cubin"] = lambda ptx, metadata: newest.make_cubin(ptx, metadata, parsed, target.arch)
     context = ir.context()

@@ -47,21 +47,21 @@ def ran(name: str) -> int:
     return sum(path.stem.startswith(name) for path in printed_kernels())
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(served(problems("cuda"), [40, 64, 72, 80, 96, 128, 136, 160, 192, 200, 256], widest=256))
 def test_any_forward(p):
     poison()
     test_attention.check_problem(p, "cuda")
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(served(gradient_problems("cuda"), [40, 64, 72, 80, 96, 128, 136, 192], widest=128))
 def test_any_backward(p):
     poison()
     test_backward.check_problem({**p, "deterministic": False}, "cuda")
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(served(gradient_problems("cuda"), [136, 160, 192, 256], widest=256))
 def test_any_wide_backward(p):
     poison()

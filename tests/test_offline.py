@@ -8,9 +8,12 @@ import struct
 
 import pytest
 import torch
+import triton
+from triton.backends.nvidia.compiler import ptx_get_version
 
 from flexpress import create_block_mask, flex_attention, printed_kernels
 from flexpress.codegen import offline
+from flexpress.codegen.binary import newer_assembler
 from flexpress.codegen.cache import without_comments
 from flexpress.codegen.cuda import argument_format
 from flexpress.codegen.forward_plan import Options
@@ -201,6 +204,14 @@ def test_preview_is_what_a_call_on_a_gpu_prints(recipes):
         flex_attention(q, q, q, score_mod=score_mod, block_mask=mask, kernel_options={"BACKEND": backend})
         printed = {without_comments(path.read_text(encoding="utf-8")) for path in printed_kernels()}  # maybe for an earlier test
         assert without_comments(render(imagine(target, score_mod, mask_mod).spec)) in printed
+
+
+def test_ptx_is_for_the_assembler_that_reads_it(monkeypatch):
+    """Whatever TRITON_PTXAS_PATH becomes between two compilations: torch.compile may set it in its process."""
+    newer = newer_assembler()
+    monkeypatch.setenv("TRITON_PTXAS_PATH", triton.knobs.nvidia.ptxas.path)
+    written = re.search(r"\.version (\d+)\.(\d+)", compilation("sm_90", head_dim=64).compile().assembly["ptx"])
+    assert int(written[1] + written[2]) == ptx_get_version(newer.version)
 
 
 def test_unknown_target():
