@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from . import decode
 from .cache import INFO
 from .capture import fits_int32
 from .cuda import DoesNotFit
@@ -81,6 +82,7 @@ _READY = 1024
 def clear() -> None:
     """Forget every plan."""
     _plans.clear()
+    decode.clear()
     _ready.clear()
     _refused.clear()
 
@@ -169,6 +171,11 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sco
         lse.fill_(float("-inf"))
         return out, lse, max_scores.fill_(float("-inf")) if output_max else None
 
+    if decode.serves(q, lists, options):
+        case, geometry, arch, _ = case_of(q, k, v, scale, lists, options, output_max, score_key, mask_key)
+        decode.decode((q, k, v), (out, lse, max_scores) if output_max else (out, lse), case, geometry, arch, (scale, LOG2_E, scale * LOG2_E),
+                      score, mask, (score_key, mask_key), lists)
+        return out, lse, max_scores
     case, geometry, arch, reason = case_of(q, k, v, scale, lists, options, output_max, score_key, mask_key)
     key = (case, arch, score_key, mask_key, reason is None)
     plan = _plans.get(key)

@@ -17,7 +17,7 @@ from .spec import KernelSpec, ModText, dtype_name, mod_text
 from .tiles import Tile, forward_tile, round_up_head_dim
 
 _SYMBOLS = {"score": "score", "b": "z", "h": "h", "q_idx": "m", "kv_idx": "n"}
-_STRIDES = {t: tuple(f"stride_{t}{d}" for d in dims) for t, dims in (("q", "zhmd"), ("k", "zhnd"), ("v", "zhnd"), ("o", "zhm"))}
+STRIDES = {t: tuple(f"stride_{t}{d}" for d in dims) for t, dims in (("q", "zhmd"), ("k", "zhnd"), ("v", "zhnd"), ("o", "zhm"))}
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,8 @@ def _spec(case: ForwardCase, backend: str, score: ModText | None, mask: ModText 
     options, blocks, units = case.options, case.blocks, case.units
     numbers = ["Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN"]
     for t, unit in zip("qkv", units, strict=True):
-        numbers += _STRIDES[t][:3] if unit else _STRIDES[t]
-    numbers += _STRIDES["o"]
+        numbers += STRIDES[t][:3] if unit else STRIDES[t]
+    numbers += STRIDES["o"]
     numbers += ["SM_SCALE", "TO_LOG2"] if scale_apart else ["TO_LOG2"]
     if blocks:
         numbers += ["mask_stride_z", "mask_stride_h", "mask_columns"] + (["full_mask_columns"] if blocks.has_full else [])
@@ -158,7 +158,7 @@ def geometry_of(itemsize: int, shapes: tuple, strides: tuple, out_strides: tuple
     vector = 16 // itemsize
     aligned, numbers = [], [Hq, Zkv, Hq // Hkv, Q_LEN, KV_LEN]
     for t, s, unit in zip("qkv", known, units, strict=True):
-        for name, stride in zip(_STRIDES[t][:3], s[:3], strict=True):
+        for name, stride in zip(STRIDES[t][:3], s[:3], strict=True):
             if stride % vector == 0:
                 aligned.append(name)
                 stride //= vector

@@ -1,6 +1,6 @@
 """Lowering: a traced mod becomes Triton (or Gluon) statements, with comments that lead back to the user's own lines.
 
-Index symbols may be scalars (b, h), columns [BLOCK_M, 1] (q_idx) or rows [1, BLOCK_N] (kv_idx): every spelling in the op
+Index symbols may be scalars (b, h), columns [BLOCK_M, 1] (q_idx, in decode h) or rows [1, BLOCK_N] (kv_idx): every spelling in the op
 table broadcasts, so an expression of q_idx alone stays a column and is computed once a program, not once an element.
 All arithmetic is float32 or integer; half-precision and float64 captures are converted when loaded.
 """
@@ -61,6 +61,7 @@ class Target:
     precision: str  # "float16", "bfloat16" or "float32"
     exact_indices: bool = True  # all lengths are at most INDEX_BOUND, so an index is exact in float32
     language: str = "triton"  # or "gluon"
+    packed_heads: bool = False  # h is a column, as q_idx is: rows of a tile belong to several heads
 
     @property
     def module(self) -> str:
@@ -265,11 +266,12 @@ class _Printer:
         if self.graph.kind not in ("score", "mask"):
             return text
         symbols = self._varies_with(root)
-        if {"score", "grad"} & symbols or {"q_idx", "kv_idx"} <= symbols:
+        rows = {"q_idx", "h"} if self.target.packed_heads else {"q_idx"}
+        if {"score", "grad"} & symbols or "kv_idx" in symbols and rows & symbols:
             return text
         dtype = self.target.dtype(torch.float32 if self.graph.kind == "score" else torch.bool)
         tile = shape.removesuffix(".shape")
-        if {"q_idx", "kv_idx"} & symbols:
+        if {"kv_idx", *rows} & symbols:
             return f"tl.broadcast_to({text}, {shape})" if self.tl == "tl" else f"gl.broadcast({text}, {tile})[0]"
         return f"{self.tl}.full({shape}, {text}, {dtype}{'' if self.tl == 'tl' else f', {tile}.type.layout'})"
 

@@ -98,6 +98,21 @@ def forward_tile(arch: str, d_qk: int, d_v: int, itemsize: int, *, gathers: bool
     return replace(tile, **chosen)
 
 
+# (larger padded head dim, bytes per element) -> keys of a decode block; a tile has as many rows as there are
+_DECODE_KEYS = {(64, 2): 128, (128, 2): 64, (256, 2): 32, (64, 4): 64, (128, 4): 32, (256, 4): 16}
+
+
+def decode_tile(arch: str, rows: int, d_qk: int, d_v: int, itemsize: int, *, kv_block: int = 0) -> Tile:
+    """The tile of decode, for `rows` rows (queries times heads that share keys); other arguments as for forward_tile."""
+    block_m = min(max(16, 1 << (rows - 1).bit_length()), 64)
+    if arch == "cpu":
+        tile = Tile(block_m, 64, 1, 1)
+    else:
+        keys = _DECODE_KEYS[next(w for w in (64, 128, 256) if w >= max(d_qk, d_v)), itemsize]
+        tile = fitting(Tile(block_m, keys, 4, 1 if arch == "gfx942" else 3), arch, d_qk, d_v, itemsize)
+    return replace(tile, BLOCK_N=_divisor(tile.BLOCK_N, kv_block)) if kv_block else tile
+
+
 # (kernel, architecture, larger padded head dim, bytes per element) -> tile. backward_dq walks keys in steps of BLOCK_N,
 # backward_dkv walks queries in steps of BLOCK_M
 _BACKWARD = {
