@@ -1,19 +1,55 @@
-"""The driver of the kernels for few queries: from tensors and bound mods to a plan, two grids and arguments."""
+"""The driver of the kernels for few queries and for caches: from tensors and bound mods to a plan, two grids and arguments."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
 from .cache import INFO
 from .cuda import DoesNotFit
-from .decode_plan import BLOCK_S, MAX_QUERIES, DecodePlan, plan_decode, splits_of, without_lengths
-from .forward_plan import ForwardCase, Geometry
+from .decode_plan import BLOCK_S, FIXED_SHARE, MAX_ROWS, MIN_SHARE, DecodeCase, DecodePlan, plan_decode, rows_of, splits_of, vector_of
+from .expr import INDEX_BOUND
+from .forward_plan import geometry_of
 from .kernel import backend_of, kernel_for, multiprocessors
 from .spec import mod_values
 from .tiles import next_smaller
 
+LOG2_E = 1.4426950408889634
+MAX_QUERIES = 16  # of a call without a cache; more of them keep the device busy without splitting keys
+_INTERPRETED = 4  # multiprocessors of the interpreter: keys are split there, too
 _plans: dict[tuple, DecodePlan] = {}
-INTERPRETED = 4  # multiprocessors of the interpreter: enough for keys to be split
+
+
+@dataclass(frozen=True)
+class Cached:
+    """Where the queries and keys of a batch of sequences are. All tensors int32, but scales: float32.
+
+    cu_q         [Z + 1]      where the sequences start in ragged queries, (1, Hq, T, D_QK); max_q is the largest length
+    kv_lens      [Z]          keys of each sequence
+    kv_locs      [Z]          which entry of k and v is each one's
+    pages        [Z, n]       which entries of k and v, pages, hold each one's keys
+    k_scales, v_scales [Hkv]  by which k and v are to be multiplied
+    invariant    a sequence's result does not depend on the others
+    """
+
+    cu_q: torch.Tensor | None = None
+    max_q: int = 0
+    kv_lens: torch.Tensor | None = None
+    kv_locs: torch.Tensor | None = None
+    pages: torch.Tensor | None = None
+    k_scales: torch.Tensor | None = None
+    v_scales: torch.Tensor | None = None
+    invariant: bool = False
+
+    @property
+    def pointers(self) -> tuple[torch.Tensor, ...]:
+        """In the order of the kernel's parameters."""
+        found = (self.cu_q, self.kv_lens, self.kv_locs, self.pages, self.k_scales, self.v_scales)
+        return tuple(t for t in found if t is not None)
+
+
+NOT_CACHED = Cached()
 
 
 def clear() -> None:
@@ -22,57 +58,75 @@ def clear() -> None:
 
 
 def serves(q: torch.Tensor, lists, options) -> bool:
-    """Has a call few queries, which one block of the lists holds, and no options that ask for another kernel?"""
+    """Has a call of flex_attention few queries, which one block of the lists holds, and no options that ask for another kernel?"""
     few = q.shape[2] <= (min(MAX_QUERIES, lists.q_block) if lists else MAX_QUERIES)
     return few and not options.tile and not options.prescale_qk and options.backend is None
 
 
-def decode(tensors: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, ...], case: ForwardCase, geometry: Geometry, arch: str,
-           scales: tuple[float, float, float], score: tuple | None, mask: tuple | None, keys: tuple, lists) -> None:
-    """Fill outputs (out, lse and max_scores, if asked for) from tensors (q, k, v).
+def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outputs: tuple[torch.Tensor, ...], scale: float, score: tuple | None,
+           mask: tuple | None, keys: tuple, lists, arch: str, precision: str = "ieee", cached: Cached = NOT_CACHED) -> None:
+    """Fill outputs: out (Z, Hq, Q_LEN, D_V), lse float32 (Z, Hq, Q_LEN), and max_scores like it if that is asked for.
 
-    scales   scale, log2(e) and their product
-    keys     what of the bound score_mod and mask_mod changes a kernel
+    q (Z, Hq, Q_LEN, D_QK), k (Zkv, Hkv, KV_LEN, D_QK), v (Zkv, Hkv, KV_LEN, D_V), any strides; with cached.cu_q q and out are (1, Hq, T, D)
+    and lse (T, Hq), with cached.pages Zkv is the number of pages and KV_LEN their size.
+
+    keys   what of the bound score_mod and mask_mod changes a kernel
     """
-    q, k, v = tensors
-    Z, Hq, Q_LEN, _ = q.shape
-    group = Hq // k.shape[1]
-    pack = 1 if lists and lists.kv_num_blocks.shape[1] > 1 else group  # heads with lists of their own do not share a tile
-    heads, device = Hq // pack, q.device
-    processors = multiprocessors(device) if device.type != "cpu" else INTERPRETED
-    splits = splits_of(k.shape[2], Z * heads, processors)
-    case = without_lengths(case)
-    rows = min(Q_LEN * pack, 64)
-    key = (case, arch, *keys, 1 << (rows - 1).bit_length(), splits > 1)
+    out, device = outputs[0], q.device
+    Hkv = k.shape[1]
+    ragged, paged = cached.cu_q is not None, cached.pages is not None
+    Z = cached.cu_q.shape[0] - 1 if ragged else q.shape[0]
+    Hq, Q_LEN = q.shape[1], cached.max_q if ragged else q.shape[2]
+    KV_LEN = k.shape[2] * (cached.pages.shape[1] if paged else 1)
+    kv_dtype = k.dtype if cached.k_scales is not None else None
+    vector = vector_of(q.dtype, kv_dtype)
+    geometry = geometry_of(16 // vector, (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride()), out.stride())
+    rows = rows_of(2 * MAX_ROWS if cached.invariant else Q_LEN, 1 if lists and lists.kv_num_blocks.shape[1] > 1 else Hq // Hkv, lists.q_block if lists else 0)
+    tiles = -(-Q_LEN // rows.queries) * (Hq // rows.pack) * Z
+    if cached.invariant:
+        splits = max(1, -(-KV_LEN // FIXED_SHARE))
+    else:
+        splits = splits_of(KV_LEN, tiles, multiprocessors(device) if device.type != "cpu" else _INTERPRETED)
+    split = splits > 1 or cached.invariant
+    case = DecodeCase(q.dtype, q.shape[3], v.shape[3], geometry.units, geometry.aligned, lists and lists.blocks._replace(interior=True),
+                      precision, scale > 0, len(outputs) > 2, max(Q_LEN, KV_LEN) <= INDEX_BOUND, split, ragged,
+                      cached.kv_lens is not None, cached.kv_locs is not None, k.shape[2] if paged else 0, kv_dtype)
+    key = (case, arch, *keys, rows.rows)
     plan = _plans.get(key)
     if plan is not None:
         INFO.hits += 1
     else:
-        plan = _plans[key] = plan_decode(case, backend_of(device.type), arch, *keys, rows, splits > 1)
-    numbers = [*geometry.numbers, *(scales[:2] if plan.scale_apart else scales[2:]), pack]
+        plan = _plans[key] = plan_decode(case, backend_of(device.type), arch, *keys, rows.rows)
+
+    numbers = [Hq, k.shape[0], Hq // Hkv, Q_LEN, KV_LEN, *geometry.numbers[5:],
+               *((scale, LOG2_E) if plan.scale_apart else (scale * LOG2_E,)), rows.queries, rows.pack]
     parts = outputs
-    if splits > 1:
-        numbers.append(splits)
-        D_V = v.shape[3]
-        parts = (torch.empty((Z, Hq, Q_LEN, splits, D_V), dtype=torch.float32, device=device),
-                 *(torch.empty((Z, Hq, Q_LEN, splits), dtype=torch.float32, device=device) for _ in outputs[1:]))
-    tables = ()
+    if split:
+        numbers += [splits, FIXED_SHARE if cached.invariant else MIN_SHARE]
+        parts = tuple(torch.empty((*outputs[1].shape, splits, *width), dtype=torch.float32, device=device)
+                      for width in ((v.shape[3],), *[()] * (len(outputs) - 1)))
+    if paged:
+        numbers.append(cached.pages.stride(0))
     if lists is not None:
         numbers += lists.numbers
-        tables = lists.tables
-    mods = mod_values(plan, score and score[1], mask and mask[1])
+    if ragged:  # tokens after the last sequence's
+        parts[1].fill_(float("-inf"))
+        if not split:
+            out.zero_()
+    args = (k, v, q, *parts, *cached.pointers, *numbers, *(lists.tables if lists else ()),
+            *mod_values(plan, score and score[1], mask and mask[1]))
     kernel = kernel_for(plan.spec)
     while True:
         tile = plan.tile
-        grid = (splits, -(-Q_LEN * pack // tile.BLOCK_M) * Z * heads)
         try:
-            kernel.launch(grid, (k, v, q, *parts, *numbers, *tables, *mods), device, (tile.BLOCK_M, tile.BLOCK_N),
-                          num_warps=tile.num_warps, num_stages=tile.num_stages)
+            kernel.launch((splits, tiles), args, device, (tile.BLOCK_M, tile.BLOCK_N), num_warps=tile.num_warps, num_stages=tile.num_stages)
             break
         except DoesNotFit:
-            if next_smaller(tile) is None:
+            if next_smaller(tile) is None or next_smaller(tile).BLOCK_M < tile.BLOCK_M:  # rows are what they are
                 raise
             plan.tile = next_smaller(tile)
-    if splits > 1:
-        kernel_for(plan.combine).launch((Z * Hq * Q_LEN,), (*parts, *outputs, Hq, Q_LEN, splits, *outputs[0].stride()[:3]), device,
-                                        (BLOCK_S,), num_warps=4, num_stages=1)
+    if split:
+        middle, inner = outputs[1].shape[-2:]
+        strides = (0, out.stride(2), out.stride(1)) if ragged else out.stride()[:3]
+        kernel_for(plan.combine).launch((outputs[1].numel(),), (*parts, *outputs, middle, inner, splits, *strides), device, (BLOCK_S,),
+                                        num_warps=4, num_stages=1)

@@ -1,20 +1,50 @@
-"""The kernels for few queries as a plan: from what is known of a call, and no tensor, to two KernelSpecs and a tile.
+"""The kernels for few queries and for caches as a plan: from what is known of a call, and no tensor, to two KernelSpecs and a tile.
 
 decode splits the keys of a row among programs, so that one query against many keys fills the device; combine_splits adds the parts up.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from .forward_plan import STRIDES, ForwardCase, Mod, lowered
+import torch
+
+from .forward_plan import STRIDES, Blocks, Mod, lowered
 from .lower import Target
 from .spec import KernelSpec, ModText, dtype_name
 from .tiles import Tile, decode_tile, round_up_head_dim
 
-MAX_QUERIES = 16  # more of them keep the device busy without splitting keys
+MAX_ROWS = 64  # of a tile, where it has so many
 MIN_SHARE = 256  # keys of a part at least: adding up parts costs as much as reading some tens of keys
+FIXED_SHARE = 1024  # keys of a part where the result must not depend on other sequences
 BLOCK_S = 16  # parts that combine_splits reads at a time
+
+
+class DecodeCase(NamedTuple):
+    """What changes the kernels, beside their mods."""
+
+    dtype: torch.dtype
+    d_qk: int
+    d_v: int
+    units: tuple[bool, bool, bool] = (True, True, True)  # is the head dim of q, k, v contiguous
+    aligned: tuple[str, ...] = ()  # strides that are multiples of 16 bytes and are passed in that unit
+    blocks: Blocks | None = None
+    float32_precision: str = "ieee"
+    scale_is_positive: bool = True
+    output_max: bool = False
+    exact_indices: bool = True
+    split: bool = True
+    ragged: bool = False  # queries of all sequences follow one another
+    lengths: bool = False  # every sequence has a number of keys of its own
+    located: bool = False  # every sequence says which entry of K and V it reads
+    page_size: int = 0  # of paged K and V
+    kv_dtype: torch.dtype | None = None  # of K and V with scales; else that of q
+
+
+def vector_of(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> int:
+    """Elements of the narrower of q and k that are 16 bytes."""
+    return 16 // (kv_dtype or dtype).itemsize
 
 
 @dataclass(eq=False, slots=True)
@@ -29,63 +59,78 @@ class DecodePlan:
     scale_apart: bool  # SM_SCALE and TO_LOG2 are two arguments
 
 
-def splits_of(keys: int, programs: int, multiprocessors: int) -> int:
-    """Into how many parts to split `keys` keys, of which each one's `programs` programs would read all without splitting.
+class Rows(NamedTuple):
+    """How queries and heads that share keys make up the rows of a tile."""
 
-    Two waves of one program a multiprocessor: enough loads in flight, and few parts to add up.
-    """
+    queries: int
+    pack: int  # heads
+
+    @property
+    def rows(self) -> int:
+        """A power of two, 16 at least."""
+        return max(16, 1 << (self.queries * self.pack - 1).bit_length())
+
+
+def rows_of(q_len: int, group: int, q_block: int = 0) -> Rows:
+    """The rows for up to `q_len` queries of every head and groups of `group` heads; a tile's queries lie in one block of the lists."""
+    pack = next(n for n in range(min(group, 2 * MAX_ROWS), 0, -1) if group % n == 0)
+    queries = min(1 << (q_len - 1).bit_length(), max(1, 1 << (MAX_ROWS // pack).bit_length() - 1))
+    while q_block and q_block % queries:
+        queries //= 2
+    return Rows(queries, pack)
+
+
+def splits_of(keys: int, programs: int, multiprocessors: int) -> int:
+    """Into how many parts to split `keys` keys, which `programs` programs would read without splitting: two waves of one program a
+    multiprocessor have enough loads in flight, and leave few parts to add up."""
     return max(1, min(2 * multiprocessors // programs, keys // MIN_SHARE))
 
 
-def plan_decode(case: ForwardCase, backend: str, arch: str, score: Mod | None, mask: Mod | None, rows: int, split: bool) -> DecodePlan:
-    """The plan for a backend ("cuda", "hip", "cpu") and a row of the tile tables. rows: of a tile, queries times heads that share keys."""
+def plan_decode(case: DecodeCase, backend: str, arch: str, score: Mod | None, mask: Mod | None, rows: int) -> DecodePlan:
+    """The plan for a backend ("cuda", "hip", "cpu"), a row of the tile tables, and tiles of so many rows."""
     target = Target(backend, dtype_name(case.dtype), case.exact_indices, packed_heads=True)
     score_text, mask_text = lowered(score, mask, target)
-    blocks = case.blocks
     tile = decode_tile(arch, rows, round_up_head_dim(case.d_qk), round_up_head_dim(case.d_v), case.dtype.itemsize,
-                       kv_block=blocks.kv_block if blocks else 0)
-    scale_apart = score is not None or not case.scale_is_positive
-    return DecodePlan(_spec(case, backend, score_text, mask_text, scale_apart, split), _combine(case, backend) if split else None, tile,
+                       kv_block=case.blocks.kv_block if case.blocks else 0)
+    scale_apart = score is not None or not case.scale_is_positive or case.kv_dtype is not None
+    return DecodePlan(_spec(case, backend, score_text, mask_text, scale_apart), _combine(case, backend) if case.split else None, tile,
                       score_text, mask_text, scale_apart)
 
 
-def _spec(case: ForwardCase, backend: str, score: ModText | None, mask: ModText | None, scale_apart: bool, split: bool) -> KernelSpec:
-    options, blocks, units = case.options, case.blocks, case.units
+def _spec(case: DecodeCase, backend: str, score: ModText | None, mask: ModText | None, scale_apart: bool) -> KernelSpec:
+    blocks, units = case.blocks, case.units
+    pointers = [*(["CU_Q"] if case.ragged else []), *(["KV_LENS"] if case.lengths else []), *(["KV_LOCS"] if case.located else []),
+                *(["PAGES"] if case.page_size else []), *(["K_SCALES", "V_SCALES"] if case.kv_dtype else [])]
     numbers = ["Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN"]
     for t, unit in zip("qkv", units, strict=True):
         numbers += STRIDES[t][:3] if unit else STRIDES[t]
     numbers += STRIDES["o"]
     numbers += ["SM_SCALE", "TO_LOG2"] if scale_apart else ["TO_LOG2"]
-    numbers += ["PACK"] + (["SPLITS"] if split else [])
+    numbers += ["QUERIES", "PACK", *(["SPLITS", "MIN_SHARE"] if case.split else []), *(["stride_pages"] if case.page_size else [])]
     if blocks:
         numbers += ["mask_stride_z", "mask_stride_h", "mask_columns"] + (["full_mask_columns"] if blocks.has_full else [])
-    strides = ["stride_kn", *([] if units[1] else ["stride_kd"]), "stride_vn", *([] if units[2] else ["stride_vd"])]
-    float32 = case.dtype.itemsize == 4
+    block_args = ["K", *(["PAGES", "stride_kz"] if case.page_size else []), "stride_kn", *([] if units[1] else ["stride_kd"]),
+                  "V", *(["stride_vz"] if case.page_size else []), "stride_vn", *([] if units[2] else ["stride_vd"])]
+    float32 = case.dtype is torch.float32
     flags = {
         "DTYPE": dtype_name(case.dtype), "D_QK": case.d_qk, "D_V": case.d_v,
         "D_QK_ROUNDED": round_up_head_dim(case.d_qk), "D_V_ROUNDED": round_up_head_dim(case.d_v),
-        "FLOAT32": float32, "FLOAT32_PRECISION": options.float32_precision if float32 else "",
+        "FLOAT32": float32, "FLOAT32_PRECISION": case.float32_precision if float32 else "",
         "Q_UNIT": units[0], "K_UNIT": units[1], "V_UNIT": units[2],
-        "aligned": case.aligned, "ALIGNMENT": 16 // case.dtype.itemsize,
+        "aligned": case.aligned, "ALIGNMENT": vector_of(case.dtype, case.kv_dtype),
         "BLOCK_MASK": blocks is not None, "HAS_FULL_BLOCKS": blocks is not None and blocks.has_full,
-        "SPARSE_KV_BLOCK_SIZE": blocks.kv_block if blocks else 0,
-        "SCALE_IS_POSITIVE": case.scale_is_positive, "OUTPUT_MAX": case.output_max, "SPLIT": split,
-        "kv_params": ", ".join(["K", "V", *strides]),
+        "SPARSE_Q_BLOCK_SIZE": blocks.q_block if blocks else 0, "SPARSE_KV_BLOCK_SIZE": blocks.kv_block if blocks else 0,
+        "SCALE_FIRST": scale_apart, "OUTPUT_MAX": case.output_max, "SPLIT": case.split,
+        "RAGGED": case.ragged, "LENGTHS": case.lengths, "LOCATED": case.located, "PAGE_SIZE": case.page_size,
+        "KV_SCALES": case.kv_dtype is not None,
+        "kv_params": ", ".join(block_args), "pointers": tuple(pointers),
         "numbers": tuple(numbers) + tuple(n for m in (score, mask) if m for n in m.numbers), "parameters": tuple(numbers),
     }
     return KernelSpec("decode", (score, mask), tuple(flags.items()), backend)
 
 
-def _combine(case: ForwardCase, backend: str) -> KernelSpec:
-    numbers = ("Hq", "Q_LEN", "SPLITS", *STRIDES["o"])
+def _combine(case: DecodeCase, backend: str) -> KernelSpec:
+    numbers = ("MIDDLE", "INNER", "SPLITS", "stride_outer", "stride_middle", "stride_inner")
     flags = {"D_V": case.d_v, "D_V_ROUNDED": round_up_head_dim(case.d_v), "OUTPUT_MAX": case.output_max, "numbers": numbers,
              "parameters": numbers}
     return KernelSpec("combine_splits", (), tuple(flags.items()), backend)
-
-
-def without_lengths(case: ForwardCase) -> ForwardCase:
-    """The case as decode depends on it: options for other kernels do not change its text."""
-    options = replace(case.options, prescale_qk=False, rows_guaranteed_safe=False, blocks_are_contiguous=False, use_tma=None, backend=None,
-                      tile=())
-    blocks = case.blocks and case.blocks._replace(q_block=0, interior=True)
-    return case._replace(options=options, blocks=blocks, use_tma=False)

@@ -172,9 +172,8 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sco
         return out, lse, max_scores.fill_(float("-inf")) if output_max else None
 
     if decode.serves(q, lists, options):
-        case, geometry, arch, _ = case_of(q, k, v, scale, lists, options, output_max, score_key, mask_key)
-        decode.decode((q, k, v), (out, lse, max_scores) if output_max else (out, lse), case, geometry, arch, (scale, LOG2_E, scale * LOG2_E),
-                      score, mask, (score_key, mask_key), lists)
+        decode.decode(q, k, v, (out, lse, max_scores) if output_max else (out, lse), scale, score, mask, (score_key, mask_key), lists,
+                      architecture_of(q.device), options.float32_precision)
         return out, lse, max_scores
     case, geometry, arch, reason = case_of(q, k, v, scale, lists, options, output_max, score_key, mask_key)
     key = (case, arch, score_key, mask_key, reason is None)

@@ -103,8 +103,8 @@ _DECODE_KEYS = {(64, 2): 128, (128, 2): 64, (256, 2): 32, (64, 4): 64, (128, 4):
 
 
 def decode_tile(arch: str, rows: int, d_qk: int, d_v: int, itemsize: int, *, kv_block: int = 0) -> Tile:
-    """The tile of decode, for `rows` rows (queries times heads that share keys); other arguments as for forward_tile."""
-    block_m = min(max(16, 1 << (rows - 1).bit_length()), 64)
+    """The tile of decode with `rows` rows (queries times heads that share keys); other arguments as for forward_tile."""
+    block_m = rows
     if arch == "cpu":
         tile = Tile(block_m, 64, 1, 1)
     else:

@@ -12,6 +12,7 @@ import torch as _torch
 from flexpress import flash
 from flexpress.attention import AuxOutput, AuxRequest, flex_attention
 from flexpress.block_mask import BlockMask, and_masks, create_block_mask, create_mask, noop_mask, or_masks
+from flexpress.cached import cached_attention
 from flexpress.codegen.binary import warm_up as _warm_up
 from flexpress.codegen.cache import VERSION as __version__
 from flexpress.codegen.errors import ModError, RenderError
@@ -22,7 +23,7 @@ from flexpress.plot import plot_mask
 
 __all__ = [
     "AuxOutput", "AuxRequest", "BlockMask", "CacheInfo", "ModError", "RenderError", "__version__", "and_masks",
-    "cache_clear", "cache_dir", "cache_info", "create_block_mask", "create_mask", "evaluate_mod", "explain", "flash", "flex_attention",
+    "cache_clear", "cache_dir", "cache_info", "cached_attention", "create_block_mask", "create_mask", "evaluate_mod", "explain", "flash", "flex_attention",
     "noop_mask", "or_masks", "plot_mask", "printed_kernels",
 ]
 
