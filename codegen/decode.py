@@ -81,7 +81,8 @@ def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outputs: tuple[tor
     kv_dtype = k.dtype if cached.k_scales is not None else None
     vector = vector_of(q.dtype, kv_dtype)
     geometry = geometry_of(16 // vector, (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride()), out.stride())
-    rows = rows_of(2 * MAX_ROWS if cached.invariant else Q_LEN, 1 if lists and lists.kv_num_blocks.shape[1] > 1 else Hq // Hkv, lists.q_block if lists else 0)
+    by_head = lists is not None and lists.kv_num_blocks.shape[1] > 1  # heads with lists of their own do not share a tile
+    rows = rows_of(2 * MAX_ROWS if cached.invariant else Q_LEN, 1 if by_head else Hq // Hkv, lists.q_block if lists else 0)
     tiles = -(-Q_LEN // rows.queries) * (Hq // rows.pack) * Z
     if cached.invariant:
         splits = max(1, -(-KV_LEN // FIXED_SHARE))

@@ -28,7 +28,7 @@ TARGETS = {
 }
 
 _TRITON_TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "int32": "i32", "int64": "i64", "bool": "i1", "int8": "i8",
-                 "float64": "fp64", "uint8": "u8", "int16": "i16"}
+                 "float64": "fp64", "uint8": "u8", "int16": "i16", "float8_e4m3fn": "fp8e4nv"}
 
 
 @dataclass(frozen=True)

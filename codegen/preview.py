@@ -16,6 +16,7 @@ import torch
 
 from . import evaluate, masks, offline
 from .backward_plan import BackwardCase, Step, backward_geometry, delta_rows, plan_backward
+from .decode_plan import BLOCK_S, DecodeCase, DecodePlan, plan_decode, rows_of
 from .forward import keys_of, output_like
 from .forward_plan import Blocks, ForwardCase, Geometry, Options, Plan, geometry_of, plan_forward, wants_tma
 from .hopper_plan import HopperPlan, fits, plan_hopper_forward
@@ -23,6 +24,7 @@ from .lower import Target
 from .signature import bind
 from .spec import KernelSpec, ModText, dtype_name, layouts_of, mod_text
 from .tiles import architecture
+from .update_cache import BLOCK_T, UpdateCase, update_spec
 
 TARGETS = ("cpu", *offline.TARGETS)
 EXTENTS = (4, 16, 4096, 4096)  # B, H, Q_LEN and KV_LEN of the call that is imagined
@@ -210,6 +212,57 @@ def backward_compilations(
     return made
 
 
+def decode_compilations(
+    target: str,
+    score_mod: Callable | None = None,
+    mask_mod: Callable | None = None,
+    dtype: str = "bfloat16",
+    head_dim: int = 128,
+    head_dim_v: int | None = None,
+    *,
+    q_len: int = 1,
+    group: int = 4,
+    kv_dtype: str | None = None,
+    **details,
+) -> dict[str, Compilation]:
+    """The kernels for few queries and for caches by name, "decode" and "combine", as `compilation` gives the forward kernel.
+
+    group     query heads that share a key/value head
+    kv_dtype  "float8_e4m3fn": of K and V with scales
+    details   fields of DecodeCase: ragged, lengths, located, page_size, output_max, and split=False, which leaves "combine" out
+    """
+    d_v = head_dim if head_dim_v is None else head_dim_v
+    bound = [bind(mod, kind) if mod else None for mod, kind in ((score_mod, "score"), (mask_mod, "mask"))]
+    kept = getattr(torch, kv_dtype) if kv_dtype else None
+    geometry = _geometry(dtype, head_dim, d_v, False)
+    blocks = Blocks(True, 128, 128) if mask_mod else None
+    case = DecodeCase(
+        getattr(torch, dtype), head_dim, d_v, geometry.units, geometry.aligned, blocks, kv_dtype=kept, **details
+    )
+    rows = rows_of(q_len, group, 128 if blocks else 0).rows
+    plan = plan_decode(case, backend_for(target), architecture_for(target), *keys_of(*bound, EXTENTS), rows)
+    numbers = ("CU_Q", "KV_LENS", "KV_LOCS", "PAGES", *_TABLES)
+    statistics = ("PART", "PART_LSE", "PART_MAX", "LSE", "MAX", "K_SCALES", "V_SCALES")
+    pointers = dict.fromkeys("QKVO", dtype) | dict.fromkeys(numbers, "int32") | dict.fromkeys(statistics, "float32")
+    pointers |= dict.fromkeys("KV", kv_dtype) if kv_dtype else {}
+    tile = plan.tile
+    constants = {"BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N}
+    arguments = _arguments(plan, bound)
+    made = {"decode": _compilation(target, plan.spec, pointers, constants, arguments, tile.num_warps, tile.num_stages)}
+    if plan.combine:
+        made["combine"] = _compilation(target, plan.combine, pointers, {"BLOCK_S": BLOCK_S}, {})
+    return made
+
+
+def update_cache_compilation(target: str, dtype: str = "bfloat16", cache_dtype: str | None = None, **details) -> Compilation:
+    """The kernel that writes new keys and values into a cache. details: fields of UpdateCase beside d_qk and d_v, which are 128."""
+    case = UpdateCase(getattr(torch, dtype), 128, 128, scales=cache_dtype is not None, **details)
+    tensors = dict.fromkeys(("K", "V", "Q", "Q_OUT"), dtype) | dict.fromkeys(("K_CACHE", "V_CACHE"), cache_dtype or dtype)
+    tensors |= dict.fromkeys(("CU_Q", "KV_LENS", "KV_LOCS", "PAGES", "OFFSETS"), "int32")
+    tensors |= dict.fromkeys(("TABLE", "K_SCALES", "V_SCALES"), "float32")
+    return _compilation(target, update_spec(case, backend_for(target)), tensors, {"BLOCK_T": BLOCK_T}, {})
+
+
 def mask_compilations(target: str, mask_mod: Callable, block_size: tuple[int, int] = (128, 128)) -> dict[str, Compilation]:
     """The kernels of create_block_mask and mask_mod= by name: "status", "lists", "transposed_lists" and, where a mask needs it, "zones"."""
     backend = backend_for(target)
@@ -330,7 +383,7 @@ def _imagined_case(
     return case, geometry, bound
 
 
-def _arguments(plan: Plan | HopperPlan | Step, bound: list) -> dict:
+def _arguments(plan: Plan | HopperPlan | DecodePlan | Step, bound: list) -> dict:
     """The values of the mods' arguments by name."""
     arguments = {}
     for text, found in zip((plan.score, plan.mask), bound, strict=True):

@@ -23,11 +23,13 @@ from flexpress.codegen.preview import (
     backward_compilations,
     block_lists_compilation,
     compilation,
+    decode_compilations,
     dense_mask_compilation,
     evaluate_compilation,
     hopper_compilation,
     mask_compilations,
     preview,
+    update_cache_compilation,
 )
 from flexpress.codegen.render import render
 from flexpress.codegen.tiles import SHARED_MEMORY, architecture
@@ -92,6 +94,10 @@ OTHERS = {
     "dense_mask of a score_mod": lambda t: dense_mask_compilation(t, make("t5_bias")[0], "score"),
     "evaluate softcap": lambda t: evaluate_compilation(t, make("softcap")[0], precision="bfloat16"),
     "evaluate prefix_lm": lambda t: evaluate_compilation(t, make("prefix_lm")[1], "mask"),
+    "update_cache": lambda t: update_cache_compilation(t, located=True),
+    "update_cache, turned, ragged, in pages": lambda t: update_cache_compilation(t, ragged=True, page_size=16, rope_dim=128),
+    "update_cache, fp8, pairs beside each other": lambda t: update_cache_compilation(
+        t, cache_dtype="float8_e4m3fn", rope_dim=96, interleaved=True, offsets=True),
 }
 
 BACKWARD = {  # each is three kernels
@@ -108,6 +114,19 @@ BACKWARD = {  # each is three kernels
     "learned relative_bias d64 bf16, deterministic": ("relative_bias", dict(head_dim=64, captured=True, deterministic=True)),
 }
 
+DECODE = {  # recipes, and what differs
+    "plain d128 bf16": ("plain", {}),
+    "plain d64 fp16": ("plain", dict(dtype="float16", head_dim=64)),
+    "plain d256 bf16": ("plain", dict(head_dim=256)),
+    "plain d128 fp32": ("plain", dict(dtype="float32")),
+    "plain d192x128 bf16, no parts": ("plain", dict(head_dim=192, head_dim_v=128, split=False, lengths=True)),
+    "alibi causal d128 bf16, pages of 16": ("alibi causal", dict(page_size=16, lengths=True, ragged=True, q_len=64)),
+    "alibi d128 bf16, pages of 128": ("alibi", dict(page_size=128, lengths=True)),
+    "softcap sliding_window d128 bf16, groups of 12": ("softcap sliding_window", dict(group=12, q_len=4, output_max=True)),
+    "plain d128 bf16, fp8 in pages of 64": ("plain", dict(kv_dtype="float8_e4m3fn", page_size=64, lengths=True)),
+    "relative_bias d80 bf16, located": ("relative_bias", dict(head_dim=80, located=True, lengths=True)),
+}
+
 # Default tiles that spill, and how many bytes at most, under any Triton that is tested. No other may.
 SPILLED = {
     ("sm_80", "plain d64 bf16"): 32,
@@ -115,6 +134,10 @@ SPILLED = {
     ("sm_80", "softcap d64 bf16"): 16,
     ("sm_80", "relative_bias d64 fp16"): 64,
     ("sm_80", "alibi causal d64 tf32, other options"): 8,
+    ("sm_80", "alibi causal d128 bf16, pages of 16: decode"): 8,
+    ("sm_80", "update_cache"): 8,
+    ("sm_90", "plain d128 fp32: decode"): 8,
+    ("sm_100", "plain d128 fp32: decode"): 8,
     ("sm_100", "causal d128 fp32"): 8,
     ("sm_100", "block_status document, ragged"): 16,
     ("sm_100", "block_status of a mask with everything"): 16,
@@ -130,13 +153,18 @@ def kernel_of(target: str, case: str) -> Compilation:
     if kernel in ("delta", "dkv", "dq"):
         recipes, details = BACKWARD[name]
         return backward_compilations(target, *make(*recipes.split()), **details)[kernel]
+    if kernel in ("decode", "combine"):
+        recipes, details = DECODE[name]
+        return decode_compilations(target, *make(*recipes.split()), **details)[kernel]
     if case in OTHERS:
         return OTHERS[case](target)
     recipes, details = FORWARD[case]
     return compilation(target, *make(*recipes.split()), **details)
 
 
-CASES = [*FORWARD, *OTHERS, *(f"{case}: {kernel}" for case in BACKWARD for kernel in ("delta", "dkv", "dq"))]
+CASES = [*FORWARD, *OTHERS, *(f"{case}: {kernel}" for case in BACKWARD for kernel in ("delta", "dkv", "dq")),
+         *(f"{case}: decode" for case in DECODE), "plain d128 bf16: combine",
+         "softcap sliding_window d128 bf16, groups of 12: combine"]
 
 
 @functools.cache
@@ -144,8 +172,10 @@ def compiled(target: str, case: str) -> offline.Compiled:
     return kernel_of(target, case).compile()
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("target", offline.TARGETS)
+FP8_TARGETS = ("sm_90", "sm_100")
+
+
+@pytest.mark.parametrize("target, case", [(t, c) for t in offline.TARGETS for c in CASES if t in FP8_TARGETS or "fp8" not in c])
 def test_compiles_and_fits(target, case):
     made = compiled(target, case)
     assert made.shared <= SHARED_MEMORY[architecture_for(target)]

@@ -1,0 +1,140 @@
+"""Writing to caches, and rotary position embedding, against plain torch in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from dense import relative_error
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexpress import rope_table, update_cache
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def turned(x, position, table, interleaved):
+    """x [..., head dim] in float64, its first dimensions turned by the angles of a position."""
+    x, half = x.double(), table.shape[1]
+    c, s = table[position].double().unbind(-1)
+    first, second = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if interleaved else (slice(0, half), slice(half, 2 * half))
+    result = x.clone()
+    result[..., first] = x[..., first] * c - x[..., second] * s
+    result[..., second] = x[..., second] * c + x[..., first] * s
+    return result
+
+
+@st.composite
+def updates(draw, device):
+    B = draw(st.integers(1, 4))
+    ragged = draw(st.booleans())
+    counts = [draw(st.sampled_from([0, 1, 2, 5, 33])) for _ in range(B)]
+    counts = counts if ragged else [max(counts)] * B
+    D = draw(st.sampled_from([8, 20, 64]))
+    return {"counts": counts, "offsets": [draw(st.integers(0, 40)) for _ in range(B)], "ragged": ragged, "D_QK": D,
+            "D_V": draw(st.sampled_from([D, 12])), "Hkv": draw(st.integers(1, 3)), "Hq": draw(st.integers(1, 4)),
+            "page_size": draw(st.sampled_from([0, 1, 7, 16])),
+            "located": draw(st.booleans()), "given": draw(st.booleans()), "rope_dim": draw(st.sampled_from([0, 2, D // 2 // 2 * 2, D])),
+            "interleaved": draw(st.booleans()), "query": draw(st.booleans()), "strided": draw(st.booleans()),
+            "dtype": draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16])), "seed": draw(st.integers(0, 99))}
+
+
+def check(p, device):
+    g = torch.Generator().manual_seed(p["seed"])
+    B, counts, offsets = len(p["counts"]), p["counts"], p["offsets"]
+    room = max(o + n for o, n in zip(offsets, counts, strict=True)) + 2
+
+    def tokens(H, D):
+        shape = (sum(counts), H, D) if p["ragged"] else (B, H, counts[0], D)
+        if p["strided"]:
+            return torch.randn(*shape[:-1], D + 8, generator=g).to(device, p["dtype"])[..., 4:D + 4]
+        return torch.randn(shape, generator=g).to(device, p["dtype"])
+
+    def of_sequence(t, b):  # [tokens, heads, head dim]
+        return t[sum(counts[:b]):sum(counts[:b + 1])] if p["ragged"] else t[b].transpose(0, 1)
+
+    k, v, q = tokens(p["Hkv"], p["D_QK"]), tokens(p["Hkv"], p["D_V"]), tokens(p["Hq"], p["D_QK"])
+    size = p["page_size"]
+    pages = -(-room // size) if size else 0
+    entries = B * pages + 2 if size else B + 3 * p["located"]
+    caches = [torch.randn(entries, size or room, p["Hkv"], D, generator=g).to(device, p["dtype"]) for D in (p["D_QK"], p["D_V"])]
+    before = [c.clone() for c in caches]
+    int32 = dict(dtype=torch.int32, device=device)
+    arguments = {"kv_len": torch.tensor([o + n + p["given"] * (o + n < room) for o, n in zip(offsets, counts, strict=True)], **int32)}
+    if p["given"]:
+        arguments["q_offset"] = torch.tensor(offsets, **int32)
+    if p["ragged"]:
+        arguments["cu_seqlens_q"] = torch.tensor([0, *torch.tensor(counts).cumsum(0)], **int32)
+    if size:
+        table = torch.randperm(entries, generator=g)[:B * pages].reshape(B, pages)
+        arguments["page_table"] = table.to(**int32)
+    elif p["located"]:
+        arguments["cache_loc"] = (where := torch.randperm(entries, generator=g)[:B]).to(**int32)
+    rope = rope_table(room if not size else pages * size, p["rope_dim"], device=device) if p["rope_dim"] else None
+    query = q if p["query"] and rope is not None else None
+    found = update_cache(k, v, *caches, **arguments, rope=rope, interleaved=p["interleaved"], query=query)
+
+    expected = [c.double() for c in before]
+    for b in range(B):
+        for i in range(counts[b]):
+            at = offsets[b] + i
+            place = (int(table[b, at // size]), at % size) if size else (int(where[b]) if p["located"] else b, at)
+            new = of_sequence(k, b)[i]
+            expected[0][place] = new.double() if rope is None else turned(new, at, rope, p["interleaved"])
+            expected[1][place] = of_sequence(v, b)[i].double()
+    eps = torch.finfo(p["dtype"]).eps
+    assert torch.equal(caches[1].double(), expected[1])
+    rounding = 4e-7 * expected[0].abs().amax() if rope is not None else 0.0  # of float32 products
+    assert ((caches[0].double() - expected[0]).abs() <= eps * (expected[0].abs() + 1e-6) + rounding).all()
+    assert (found is None) == (query is None)
+    if found is not None and found.numel():
+        for b in range(B):
+            turned_q = [turned(of_sequence(q, b)[i], offsets[b] + i, rope, p["interleaved"]) for i in range(counts[b])]
+            if turned_q:
+                assert relative_error(of_sequence(found, b), torch.stack(turned_q)) <= 2 * eps
+                assert found.dtype == q.dtype
+
+
+@settings(max_examples=60)
+@given(updates("cpu"))
+def test_any_update(p):
+    check(p, "cpu")
+
+
+@pytest.mark.gpu
+@settings(max_examples=100)
+@given(updates("cuda"))
+def test_any_update_on_gpu(p):
+    check(p, "cuda")
+
+
+def test_rope_table():
+    """Angles are exact where float32 angles are not, and any other frequencies can be given."""
+    table = rope_table(200_000, 8)
+    exact = 199_999 * 10000.0 ** (-torch.arange(0, 8, 2).double() / 8)
+    assert (table[-1].double() - torch.stack([exact.cos(), exact.sin()], -1)).abs().max() < 6e-8
+    assert torch.equal(rope_table(10, 4, scale=2.0)[8], rope_table(10, 4)[4])
+    assert torch.equal(rope_table(10, 4, inv_freq=torch.tensor([1.0, 0.01], dtype=torch.float64)), rope_table(10, 4))
+
+
+BAD = {
+    "more pages than there are": (dict(kv_len=[40]), "positions go from 0 to 31"),
+    "a page outside": (dict(page_table=[[0, 9]]), r"page_table\[0\] names pages from 0 to 9"),
+    "heads": (dict(key=torch.zeros(1, 3, 4, 8)), "need 2 heads"),
+    "dtype of value": (dict(value=torch.zeros(1, 2, 4, 8, dtype=torch.float16)), "all else alike"),
+    "a short table": (dict(rope=rope_table(20, 8)), r"make it with rope_table\(32"),
+    "a wide table": (dict(rope=rope_table(32, 16)), "rope_dim up to the 8 of key"),
+    "query without table": (dict(query=torch.zeros(1, 2, 4, 8)), "pass rope="),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_errors_leave_the_cache_as_it_was(name):
+    caches = [torch.ones(4, 16, 2, 8) for _ in range(2)]
+    arguments = {"key": torch.zeros(1, 2, 4, 8), "value": torch.zeros(1, 2, 4, 8), "kv_len": torch.tensor([30], dtype=torch.int32),
+                 "page_table": torch.tensor([[0, 1]], dtype=torch.int32)}
+    changes, message = BAD[name]
+    arguments |= {k: torch.tensor(v, dtype=torch.int32) if isinstance(v, list) else v for k, v in changes.items()}
+    with pytest.raises(ValueError, match=message):
+        update_cache(arguments.pop("key"), arguments.pop("value"), *caches, **arguments)
+    assert all((c == 1).all() for c in caches)
