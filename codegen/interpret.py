@@ -136,7 +136,7 @@ def _switch_to_interpreter():
     def get_all_ones_value(self, type):  # NumPy refuses -1 for unsigned types
         return interpreter.TensorHandle(np.array([-1]).astype(interpreter._get_np_dtype(type)), type.scalar)
 
-    plain_cast, plain_splat = builder.cast_impl, builder.create_splat
+    plain_cast, plain_splat, plain_convert = builder.cast_impl, builder.create_splat, builder.create_fp_to_fp
 
     def create_splat(self, type, value):
         # the interpreter gives a comparison the dtype of its operands
@@ -150,7 +150,14 @@ def _switch_to_interpreter():
             return interpreter.TensorHandle(_narrowed(source.data), tl.bfloat16)
         return plain_cast(self, source, type)
 
+    def create_fp_to_fp(self, source, type, rounding_mode):
+        # the interpreter loses the carry where rounding reaches the next power of two
+        if source.dtype.scalar == tl.float32 and type.scalar == tl.float8e4nv:
+            return interpreter.TensorHandle(_float8(source.data), tl.float8e4nv)
+        return plain_convert(self, source, type, rounding_mode)
+
     scope.set_attr(builder, "create_dot", create_dot)
+    scope.set_attr(builder, "create_fp_to_fp", create_fp_to_fp)
     scope.set_attr(builder, "cast_impl", cast_impl)
     # Triton 3.6 leaves scalars as arrays of one element, which NumPy 2.4 no longer takes for numbers
     scope.set_attr(tl.tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
@@ -169,6 +176,12 @@ def _narrowed(data):
     bits = data.view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))) >> 16
     return np.where(np.isnan(data), np.uint32(0x7FC0), rounded).astype(np.uint16)
+
+
+def _float8(data):
+    """float32 as the bits of the nearest float8_e4m3fn; what is too large becomes its largest number, as on a GPU."""
+    limit = torch.finfo(torch.float8_e4m3fn).max
+    return torch.from_numpy(np.clip(data, -limit, limit)).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
 
 
 class _Libdevice:

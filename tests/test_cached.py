@@ -42,7 +42,7 @@ def batches(draw, device):
         "page_size": draw(st.sampled_from([0, 0, 1, 5, 16, 64])), "located": draw(st.booleans()),
         "dtype": draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16])),
         "score": draw(st.sampled_from(list(score_mods("cpu")))), "mask": draw(st.sampled_from(list(mask_mods()))),
-        "invariant": draw(st.booleans()), "seed": draw(st.integers(0, 99)),
+        "invariant": draw(st.booleans()), "fp8": draw(st.booleans()), "seed": draw(st.integers(0, 99)),
     }
 
 
@@ -56,6 +56,8 @@ def made(p, device):
     B, S = len(p["q_lens"]), max(p["kv_lens"]) + 3
     q, k, v = ([random(1, H, n, D) for n in lens] for H, D, lens in (
         (p["Hq"], p["D_QK"], p["q_lens"]), (p["Hkv"], p["D_QK"], p["kv_lens"]), (p["Hkv"], p["D_V"], p["kv_lens"])))
+    kept = torch.float8_e4m3fn if p["fp8"] else p["dtype"]
+    k, v = ([t.to(kept) for t in tensors] for tensors in (k, v))
     arguments = {"kv_len": torch.tensor(p["kv_lens"], dtype=torch.int32, device=device), "batch_invariant": p["invariant"]}
     if p["ragged"]:
         arguments["query"] = torch.cat([t[0].transpose(0, 1) for t in q])
@@ -66,7 +68,7 @@ def made(p, device):
     if p["page_size"]:
         size = p["page_size"]
         table = torch.randperm(B * -(-S // size), generator=g).reshape(B, -1)
-        caches = [torch.full((table.numel(), size, *t[0].shape[1::2]), float("nan"), dtype=p["dtype"], device=device) for t in (k, v)]
+        caches = [torch.full((table.numel(), size, *t[0].shape[1::2]), float("nan"), dtype=kept, device=device) for t in (k, v)]
         for cache, tensors in zip(caches, (k, v), strict=True):
             for pages, t in zip(table.tolist(), tensors, strict=True):
                 for i, position in enumerate(t[0].transpose(0, 1)):
@@ -76,13 +78,17 @@ def made(p, device):
         arguments["page_table"] = table.to(device, torch.int32)
     else:
         places = torch.randperm(B + 2, generator=g)[:B] if p["located"] else torch.arange(B)
-        caches = [torch.full((B + 2 * p["located"], S, *t[0].shape[1::2]), float("nan"), dtype=p["dtype"], device=device) for t in (k, v)]
+        caches = [torch.full((B + 2 * p["located"], S, *t[0].shape[1::2]), float("nan"), dtype=kept, device=device) for t in (k, v)]
         for cache, tensors in zip(caches, (k, v), strict=True):
             for place, t in zip(places, tensors, strict=True):
                 cache[place, :t.shape[2]] = t[0].transpose(0, 1)
         if p["located"]:
             arguments["cache_loc"] = places.to(device, torch.int32)
     arguments |= {"k_cache": caches[0], "v_cache": caches[1]}
+    if p["fp8"]:
+        scales = [torch.rand(p["Hkv"], generator=g).to(device) + 0.5 for _ in range(2)]
+        arguments |= {"k_scale": scales[0], "v_scale": scales[1]}
+        k, v = ([t.double() * s[None, :, None, None] for t in tensors] for tensors, s in zip((k, v), scales, strict=True))
     return arguments, list(zip(q, k, v, strict=True))
 
 
@@ -127,7 +133,7 @@ def test_any_batch_on_gpu(p):
 def batch(device, q_lens=(3, 1, 0, 9), kv_lens=(40, 7, 0, 300), dtype=torch.float32, **changes):
     """A ragged batch in pages of 16."""
     p = {"q_lens": list(q_lens), "kv_lens": list(kv_lens), "ragged": True, "Hkv": 2, "Hq": 6, "D_QK": 32, "D_V": 16, "page_size": 16,
-         "located": False, "dtype": dtype, "invariant": False, "seed": 1, **changes}
+         "located": False, "dtype": dtype, "invariant": False, "fp8": False, "seed": 1, **changes}
     return made(p, device)[0]
 
 

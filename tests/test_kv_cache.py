@@ -35,7 +35,7 @@ def updates(draw, device):
             "D_V": draw(st.sampled_from([D, 12])), "Hkv": draw(st.integers(1, 3)), "Hq": draw(st.integers(1, 4)),
             "page_size": draw(st.sampled_from([0, 1, 7, 16])),
             "located": draw(st.booleans()), "given": draw(st.booleans()), "rope_dim": draw(st.sampled_from([0, 2, D // 2 // 2 * 2, D])),
-            "interleaved": draw(st.booleans()), "query": draw(st.booleans()), "strided": draw(st.booleans()),
+            "interleaved": draw(st.booleans()), "query": draw(st.booleans()), "strided": draw(st.booleans()), "fp8": draw(st.booleans()),
             "dtype": draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16])), "seed": draw(st.integers(0, 99))}
 
 
@@ -57,7 +57,8 @@ def check(p, device):
     size = p["page_size"]
     pages = -(-room // size) if size else 0
     entries = B * pages + 2 if size else B + 3 * p["located"]
-    caches = [torch.randn(entries, size or room, p["Hkv"], D, generator=g).to(device, p["dtype"]) for D in (p["D_QK"], p["D_V"])]
+    kept = torch.float8_e4m3fn if p["fp8"] else p["dtype"]
+    caches = [torch.randn(entries, size or room, p["Hkv"], D, generator=g).to(device, kept) for D in (p["D_QK"], p["D_V"])]
     before = [c.clone() for c in caches]
     int32 = dict(dtype=torch.int32, device=device)
     arguments = {"kv_len": torch.tensor([o + n + p["given"] * (o + n < room) for o, n in zip(offsets, counts, strict=True)], **int32)}
@@ -70,6 +71,9 @@ def check(p, device):
         arguments["page_table"] = table.to(**int32)
     elif p["located"]:
         arguments["cache_loc"] = (where := torch.randperm(entries, generator=g)[:B]).to(**int32)
+    scales = [torch.rand(p["Hkv"], generator=g).to(device) + 0.5 if p["fp8"] else torch.ones(p["Hkv"], device=device) for _ in range(2)]
+    if p["fp8"]:
+        arguments |= {"k_scale": scales[0], "v_scale": scales[1]}
     rope = rope_table(room if not size else pages * size, p["rope_dim"], device=device) if p["rope_dim"] else None
     query = q if p["query"] and rope is not None else None
     found = update_cache(k, v, *caches, **arguments, rope=rope, interleaved=p["interleaved"], query=query)
@@ -80,12 +84,13 @@ def check(p, device):
             at = offsets[b] + i
             place = (int(table[b, at // size]), at % size) if size else (int(where[b]) if p["located"] else b, at)
             new = of_sequence(k, b)[i]
-            expected[0][place] = new.double() if rope is None else turned(new, at, rope, p["interleaved"])
-            expected[1][place] = of_sequence(v, b)[i].double()
+            expected[0][place] = (new.double() if rope is None else turned(new, at, rope, p["interleaved"])) / scales[0][:, None]
+            expected[1][place] = of_sequence(v, b)[i].double() / scales[1][:, None]
+    eps = torch.finfo(kept).eps
+    for cache, wanted in zip(caches, expected, strict=True):
+        rounding = 2e-3 if p["fp8"] else 4e-7 * wanted.abs().amax() if rope is not None else 0.0  # subnormals, and float32 products
+        assert ((cache.double() - wanted).abs() <= eps * wanted.abs() + rounding).all()
     eps = torch.finfo(p["dtype"]).eps
-    assert torch.equal(caches[1].double(), expected[1])
-    rounding = 4e-7 * expected[0].abs().amax() if rope is not None else 0.0  # of float32 products
-    assert ((caches[0].double() - expected[0]).abs() <= eps * (expected[0].abs() + 1e-6) + rounding).all()
     assert (found is None) == (query is None)
     if found is not None and found.numel():
         for b in range(B):
