@@ -57,10 +57,13 @@ def clear() -> None:
     _plans.clear()
 
 
-def serves(q: torch.Tensor, lists, options) -> bool:
-    """Has a call of flex_attention few queries, which one block of the lists holds, and no options that ask for another kernel?"""
-    few = q.shape[2] <= (min(MAX_QUERIES, lists.q_block) if lists else MAX_QUERIES)
-    return few and not options.tile and not options.prescale_qk and options.backend is None
+def refuses(q: torch.Tensor, options) -> str | None:
+    """Why decode does not serve a call of flex_attention that asks for it, or None if it does."""
+    if q.shape[2] > MAX_QUERIES:
+        return f"query {tuple(q.shape)} has more than {MAX_QUERIES} positions"
+    if options.tile or options.prescale_qk:
+        return f"{', '.join(name for name, _ in options.tile) or 'PRESCALE_QK'} is for the other kernels"
+    return None
 
 
 def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outputs: tuple[torch.Tensor, ...], scale: float, score: tuple | None,

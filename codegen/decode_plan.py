@@ -74,7 +74,8 @@ class Rows(NamedTuple):
 def rows_of(q_len: int, group: int, q_block: int = 0) -> Rows:
     """The rows for up to `q_len` queries of every head and groups of `group` heads; a tile's queries lie in one block of the lists."""
     pack = next(n for n in range(min(group, 2 * MAX_ROWS), 0, -1) if group % n == 0)
-    queries = min(1 << (q_len - 1).bit_length(), max(1, 1 << (MAX_ROWS // pack).bit_length() - 1))
+    most = max(1, MAX_ROWS // pack)
+    queries = min(1 << (q_len - 1).bit_length(), 1 << most.bit_length() - 1)  # powers of two
     while q_block and q_block % queries:
         queries //= 2
     return Rows(queries, pack)

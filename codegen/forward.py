@@ -171,7 +171,10 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sco
         lse.fill_(float("-inf"))
         return out, lse, max_scores.fill_(float("-inf")) if output_max else None
 
-    if decode.serves(q, lists, options):
+    if options.backend == "DECODE":
+        reason = decode.refuses(q, options)
+        if reason:
+            raise ValueError(f"kernel_options['BACKEND'] is 'TRITON_DECODE', but {reason}; leave BACKEND out")
         decode.decode(q, k, v, (out, lse, max_scores) if output_max else (out, lse), scale, score, mask, (score_key, mask_key), lists,
                       architecture_of(q.device), options.float32_precision)
         return out, lse, max_scores

@@ -136,7 +136,7 @@ def parse_options(kernel_options: dict | None) -> Options:
 
 
 DEFAULT = Options()
-_BACKENDS = {"AUTO": None, "TRITON": "TRITON", "GLUON": "GLUON", "FLASH": None, "TRITON_DECODE": "TRITON"}  # torch's, and ours
+_BACKENDS = {"AUTO": None, "TRITON": "TRITON", "GLUON": "GLUON", "FLASH": None, "TRITON_DECODE": "DECODE"}  # torch's, and ours
 
 
 def _tile_number(key: str, value) -> int:
