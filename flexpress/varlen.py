@@ -21,7 +21,7 @@ def varlen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqle
                      deterministic: bool = False):
     """Attention within each of n packed sequences, with the user's own score and mask.
 
-    q               (total_q, Hq, D), float16, bfloat16 or float32, any strides: never copied
+    q               (total_q, Hq, D), float16, bfloat16 or float32, any strides
     k, v            (total_k, Hkv, D) and (total_k, Hkv, Dv), Hq a multiple of Hkv; head dims up to 256
     cu_seqlens_q    (n + 1,), int32 or int64, on q's device: 0, then the end of each sequence, never falling, total_q at last. Sequence s
                     is the tokens cu_seqlens_q[s] <= i < cu_seqlens_q[s + 1]; it may have none
@@ -44,8 +44,7 @@ def varlen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqle
     """
     _check(q, k, v, cu_seqlens_q, cu_seqlens_k)
     packing = _packing(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0])
-    # transposed first: the stride of the batch dimension must not depend on the number of tokens, nor must the kernel's text
-    q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
+    q, k, v = (t.unsqueeze(0).transpose(1, 2) for t in (q, k, v))
     score_mod = None if score_mod is None else packing.score_mod(score_mod)
     out, lse = flex_attention(q, k, v, score_mod, None, scale, True, True, kernel_options, mask_mod=packing.mask_mod(mask_mod),
                               deterministic=deterministic)
@@ -71,17 +70,17 @@ class _Packing:
     @functools.cached_property
     def local_q(self) -> torch.Tensor:
         """(total_q,) position of each query in its sequence."""
-        return _positions(self.sequence_q) - self.starts_q.index_select(0, self.sequence_q)
+        return _moved(self.sequence_q, -self.starts_q)
 
     @functools.cached_property
     def local_k(self) -> torch.Tensor:
         """(total_k,) position of each key in its sequence."""
-        return self.local_q if self.shared else _positions(self.sequence_k) - self.starts_k.index_select(0, self.sequence_k)
+        return self.local_q if self.shared else _moved(self.sequence_k, -self.starts_k)
 
     @functools.cached_property
     def aligned_q(self) -> torch.Tensor:
         """(total_q,) the packed position of the key that has the query's place in its sequence."""
-        return _positions(self.sequence_q) + (self.starts_k - self.starts_q).index_select(0, self.sequence_q)
+        return _moved(self.sequence_q, self.starts_k - self.starts_q)
 
     def score_mod(self, mod: Callable) -> Callable:
         """The score_mod on packed positions."""
@@ -130,16 +129,20 @@ def _packing(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor | None, tota
 
     def read(cu_seqlens, total):
         starts = cu_seqlens.to(torch.int32)
-        positions = torch.arange(total, dtype=torch.int32, device=starts.device)
-        return starts, torch.searchsorted(starts[1:].contiguous(), positions, right=True, out_int32=True)
+        return starts, torch.searchsorted(starts[1:].contiguous(), _positions(total, starts.device), right=True, out_int32=True)
 
     starts_q, sequence_q = read(cu_seqlens_q, total_q)
     starts_k, sequence_k = (starts_q, sequence_q) if cu_seqlens_k is None else read(cu_seqlens_k, total_k)
     return _Packing(starts_q, starts_k, sequence_q, sequence_k)
 
 
-def _positions(tokens: torch.Tensor) -> torch.Tensor:
-    return torch.arange(tokens.shape[0], dtype=torch.int32, device=tokens.device)
+def _positions(total: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(total, dtype=torch.int32, device=device)
+
+
+def _moved(sequence: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    """The packed position of each token, plus what `by` has for its sequence."""
+    return _positions(sequence.shape[0], sequence.device) + by.index_select(0, sequence)
 
 
 _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
@@ -162,14 +165,13 @@ def _growth(node: Expr, args: list[int | None]) -> int | None:
     """By how much an expression grows when q_idx and kv_idx grow by 1, from that of its arguments; None if unknown."""
     if node.op == "symbol":
         return int(node.attr in ("q_idx", "kv_idx"))
-    if not any(a != 0 for a in args):
+    if all(a == 0 for a in args):
         return 0
-    exact = all(a.dtype in (torch.int32, torch.int64) for a in node.args)
-    if None in args or not exact:
+    if None in args:
         return None
     if node.op in _COMPARISONS:
         return 0 if args[0] == args[1] else None
-    if node.dtype in (torch.int32, torch.int64):
+    if node.dtype in (torch.int32, torch.int64):  # so what grows is always one of these
         if node.op in ("add", "sub"):
             return args[0] + args[1] if node.op == "add" else args[0] - args[1]
         if node.op == "cast":
