@@ -17,6 +17,15 @@ _ACCEPTED = {"OUTPUT_LOGSUMEXP", "OUTPUT_MAX", "FORCE_USE_FLEX_ATTENTION", "WRIT
              "BLOCK_N2"}
 
 
+def check_rank(name: str, tensor, layout: str) -> None:
+    """A tensor with the rank of `layout`, and with the extent that it gives as a number."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor of shape {layout}, got {type(tensor).__name__}")
+    extents = layout.strip("()").split(", ")
+    if tensor.dim() != len(extents) or any(e.isdigit() and int(e) != n for e, n in zip(extents, tensor.shape, strict=True)):
+        raise ValueError(f"{name} must have shape {layout}, got {_shape(tensor)}")
+
+
 def check_tensors(query, key, value, enable_gqa: bool) -> None:
     """Shapes, dtypes and devices of query (B, Hq, Q_LEN, D_QK), key (Bkv, Hkv, KV_LEN, D_QK), value (Bkv, Hkv, KV_LEN, D_V)."""
     named = {"query": query, "key": key, "value": value}

@@ -29,7 +29,7 @@ from collections.abc import Callable
 import torch
 
 from flexpress.attention import flex_attention
-from flexpress.checks import DTYPES, MAX_HEAD_DIM
+from flexpress.checks import DTYPES, MAX_HEAD_DIM, check_rank
 from flexpress.mods import causal as causal_mask
 
 __all__ = ["flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func"]
@@ -42,7 +42,7 @@ def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: tor
     The other arguments and the errors are described at the top of this module.
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        _check_rank(name, tensor, "(B, S, H, D)")
+        check_rank(name, tensor, "(B, S, H, D)")
     if k.shape != v.shape:
         raise ValueError(f"k and v must have the same shape, got k {_shape(k)} and v {_shape(v)}")
     _check_together("q", q, "k", k, k.shape)
@@ -56,8 +56,8 @@ def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, bias: torch.Tens
 
     The other arguments and the errors are described at the top of this module.
     """
-    _check_rank("q", q, "(B, S, H, D)")
-    _check_rank("kv", kv, "(B, S, 2, H, D)")
+    check_rank("q", q, "(B, S, H, D)")
+    check_rank("kv", kv, "(B, S, 2, H, D)")
     k, v = kv.unbind(2)
     _check_together("q", q, "kv", kv, k.shape)
     return _attention(q, k, v, bias, causal, softmax_scale)
@@ -69,7 +69,7 @@ def flash_attn_qkvpacked_func(qkv: torch.Tensor, bias: torch.Tensor | None = Non
 
     The other arguments and the errors are described at the top of this module.
     """
-    _check_rank("qkv", qkv, "(B, S, 3, H, D)")
+    check_rank("qkv", qkv, "(B, S, 3, H, D)")
     q, k, v = qkv.unbind(2)
     _check_together("qkv", qkv, "qkv", qkv, q.shape)
     return _attention(q, k, v, bias, causal, softmax_scale)
@@ -99,21 +99,12 @@ def _add(bias: torch.Tensor) -> Callable:
 
 def _check_bias(bias: torch.Tensor, shape: tuple[int, int, int, int]) -> None:
     """Does bias broadcast to scores of `shape`, (B, H, Sq, Skv)?"""
-    _check_rank("bias", bias, "(B, H, Sq, Skv)")
+    check_rank("bias", bias, "(B, H, Sq, Skv)")
     if not bias.dtype.is_floating_point:
         raise TypeError(f"bias must have a floating-point dtype, got {bias.dtype}; it is added to the scores: -inf hides a position")
     if any(have not in (1, want) for have, want in zip(bias.shape, shape, strict=True)):
         raise ValueError(f"bias of shape {_shape(bias)} does not broadcast to the scores (B, H, Sq, Skv) = {shape}; each extent must be "
                          "that or 1")
-
-
-def _check_rank(name: str, tensor, layout: str) -> None:
-    """A tensor with the rank of `layout`, and with the extent that it gives as a number."""
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor of shape {layout}, got {type(tensor).__name__}")
-    extents = layout.strip("()").split(", ")
-    if tensor.dim() != len(extents) or any(e.isdigit() and int(e) != n for e, n in zip(extents, tensor.shape, strict=True)):
-        raise ValueError(f"{name} must have shape {layout}, got {_shape(tensor)}")
 
 
 def _check_together(q_name: str, q: torch.Tensor, name: str, packed: torch.Tensor, shape: torch.Size) -> None:

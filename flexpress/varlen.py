@@ -1,0 +1,228 @@
+"""varlen_attention: sequences of any lengths, packed one after another, without padding."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from flexpress.attention import flex_attention
+from flexpress.checks import DTYPES, MAX_HEAD_DIM, check_rank
+from flexpress.codegen.capture import name_of
+from flexpress.codegen.expr import Expr, ModGraph, walk
+from flexpress.codegen.signature import bind
+
+
+def varlen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
+                     cu_seqlens_k: torch.Tensor | None = None, score_mod: Callable | None = None, mask_mod: Callable | None = None, *,
+                     scale: float | None = None, return_lse: bool = False, kernel_options: dict | None = None,
+                     deterministic: bool = False):
+    """Attention within each of n packed sequences, with the user's own score and mask.
+
+    q               (total_q, Hq, D), float16, bfloat16 or float32, any strides
+    k, v            (total_k, Hkv, D) and (total_k, Hkv, Dv), Hq a multiple of Hkv; head dims up to 256
+    cu_seqlens_q    (n + 1,), int32 or int64, on q's device: 0, then the end of each sequence, never falling, total_q at last. Sequence s
+                    is the tokens cu_seqlens_q[s] <= i < cu_seqlens_q[s + 1]; it may have none
+    cu_seqlens_k    the same for k and v, n sequences too. Leave it out where both are the same: that gives better kernels
+    score_mod       score_mod(score, b, h, q_idx, kv_idx) -> score, as for flex_attention, but b is the number of the sequence, and q_idx
+                    and kv_idx are positions inside it. It may index captured tensors by all of them
+    mask_mod        mask_mod(b, h, q_idx, kv_idx) -> bool, with the same arguments; other sequences are hidden in any case. `causal` lets
+                    token i of a sequence see tokens 0 to i, whatever their number. FlashAttention counts from the end instead:
+                    lambda b, h, q_idx, kv_idx: q_idx + more[b] >= kv_idx, where more (n,) is by how much keys outnumber queries
+    scale, kernel_options, deterministic   as for flex_attention
+
+    Returns (total_q, Hq, Dv) in q's dtype; with return_lse also lse (total_q, Hq), float32, natural logarithm. A query with nothing to
+    attend to gives 0 and -inf. Differentiable as flex_attention is. Other lengths, or another number of sequences, compile nothing.
+
+    On a GPU the host does not wait for the device, so values of cu_seqlens are not checked there: with wrong ones results are wrong, but
+    nothing outside a tensor is read. On the CPU they are checked. Raises ValueError, TypeError or NotImplementedError for arguments,
+    ModError for a mod that cannot be traced.
+
+    Source of the layout: flash_attn_varlen_func of FlashAttention (Dao 2023, arXiv 2307.08691).
+    """
+    _check(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    packing = _packing(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0])
+    q, k, v = (t.unsqueeze(0).transpose(1, 2) for t in (q, k, v))
+    score_mod = None if score_mod is None else packing.score_mod(score_mod)
+    out, lse = flex_attention(q, k, v, score_mod, None, scale, True, True, kernel_options, mask_mod=packing.mask_mod(mask_mod),
+                              deterministic=deterministic)
+    out, lse = (t.squeeze(0).transpose(0, 1) for t in (out, lse))  # out[0] would copy its gradient
+    return (out, lse) if return_lse else out
+
+
+@dataclass(eq=False)
+class _Packing:
+    """Where tokens belong, and mods on packed positions made of mods on sequences. All tensors int32, made on the device.
+
+    starts_q, starts_k         (n + 1,) the cu_seqlens; one object if they are shared
+    sequence_q, sequence_k     (total,) the sequence of each token; one object if they are shared
+    """
+
+    starts_q: torch.Tensor
+    starts_k: torch.Tensor
+    sequence_q: torch.Tensor
+    sequence_k: torch.Tensor
+
+    shared = property(lambda self: self.starts_q is self.starts_k)
+
+    @functools.cached_property
+    def local_q(self) -> torch.Tensor:
+        """(total_q,) position of each query in its sequence."""
+        return _moved(self.sequence_q, -self.starts_q)
+
+    @functools.cached_property
+    def local_k(self) -> torch.Tensor:
+        """(total_k,) position of each key in its sequence."""
+        return self.local_q if self.shared else _moved(self.sequence_k, -self.starts_k)
+
+    @functools.cached_property
+    def aligned_q(self) -> torch.Tensor:
+        """(total_q,) the packed position of the key that has the query's place in its sequence."""
+        return _moved(self.sequence_q, self.starts_k - self.starts_q)
+
+    def score_mod(self, mod: Callable) -> Callable:
+        """The score_mod on packed positions."""
+        places, sequence = self._places(bind(mod, "score")[0]), self.sequence_q
+
+        def packed(score, b, h, q_idx, kv_idx):
+            return mod(score, sequence[q_idx], h, *places(q_idx, kv_idx))
+
+        packed.__name__ = f"varlen_{name_of(mod)}"
+        return packed
+
+    def mask_mod(self, mod: Callable | None) -> Callable:
+        """The mask_mod on packed positions: of one sequence, and allowed by `mod`."""
+        sequence_q, sequence_k = self.sequence_q, self.sequence_k
+        if mod is None:
+            def varlen(b, h, q_idx, kv_idx):
+                return sequence_q[q_idx] == sequence_k[kv_idx]
+
+            return varlen
+        places = self._places(bind(mod, "mask")[0])
+
+        def packed(b, h, q_idx, kv_idx):
+            sequence = sequence_q[q_idx]
+            return (sequence == sequence_k[kv_idx]) & mod(sequence, h, *places(q_idx, kv_idx))
+
+        packed.__name__ = f"varlen_{name_of(mod)}"
+        return packed
+
+    def _places(self, graph: ModGraph) -> Callable:
+        """From packed positions to the q_idx and kv_idx that a mod is given.
+
+        A mod of distances alone gets packed positions, aligned so that distances within a sequence are right: bounds of a block that
+        holds parts of two sequences are then tight, and less is loaded. Others get positions inside the sequence.
+        """
+        if not _of_distances(graph):
+            local_q, local_k = self.local_q, self.local_k
+            return lambda q_idx, kv_idx: (local_q[q_idx], local_k[kv_idx])
+        if self.shared:
+            return lambda q_idx, kv_idx: (q_idx, kv_idx)
+        aligned_q = self.aligned_q
+        return lambda q_idx, kv_idx: (aligned_q[q_idx], kv_idx)
+
+
+def _packing(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor | None, total_q: int, total_k: int) -> _Packing:
+    """What cu_seqlens say, in two small kernels for queries and two for keys, without waiting for the device."""
+
+    def read(cu_seqlens, total):
+        starts = cu_seqlens.to(torch.int32)
+        return starts, torch.searchsorted(starts[1:].contiguous(), _positions(total, starts.device), right=True, out_int32=True)
+
+    starts_q, sequence_q = read(cu_seqlens_q, total_q)
+    starts_k, sequence_k = (starts_q, sequence_q) if cu_seqlens_k is None else read(cu_seqlens_k, total_k)
+    return _Packing(starts_q, starts_k, sequence_q, sequence_k)
+
+
+def _positions(total: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(total, dtype=torch.int32, device=device)
+
+
+def _moved(sequence: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    """The packed position of each token, plus what `by` has for its sequence."""
+    return _positions(sequence.shape[0], sequence.device) + by.index_select(0, sequence)
+
+
+_COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_distances(graph: ModGraph) -> bool:
+    """Does a mod depend on q_idx and kv_idx through their distance alone, so that moving both by as much changes nothing?
+
+    Found by how much each integer grows with both positions; False where that is not clear. Numbers within a packing's length of the
+    ends of int32 do not count: `q_idx + (2**31 - 1) >= kv_idx` wraps around elsewhere than it would in the sequence alone.
+    """
+    growth: dict[int, int | None] = {}
+    for node in walk(graph.result):
+        growth[id(node)] = _growth(node, [growth[id(a)] for a in node.args])
+    return growth[id(graph.result)] == 0
+
+
+def _growth(node: Expr, args: list[int | None]) -> int | None:
+    """By how much an expression grows when q_idx and kv_idx grow by 1, from that of its arguments; None if unknown."""
+    if node.op == "symbol":
+        return int(node.attr in ("q_idx", "kv_idx"))
+    if all(a == 0 for a in args):
+        return 0
+    if None in args:
+        return None
+    if node.op in _COMPARISONS:
+        return 0 if args[0] == args[1] else None
+    if node.dtype in (torch.int32, torch.int64):  # so what grows is always one of these
+        if node.op in ("add", "sub"):
+            return args[0] + args[1] if node.op == "add" else args[0] - args[1]
+        if node.op == "cast":
+            return args[0]
+    return None
+
+
+def _check(q, k, v, cu_seqlens_q, cu_seqlens_k) -> None:
+    """Shapes, dtypes and devices, and on the CPU the values of cu_seqlens."""
+    for name, t, layout in (("q", q, "(total_q, Hq, D)"), ("k", k, "(total_k, Hkv, D)"), ("v", v, "(total_k, Hkv, Dv)")):
+        check_rank(name, t, layout)
+    autocast = torch.is_autocast_enabled(q.device.type)  # which converts them
+    if q.dtype not in DTYPES and not autocast:
+        raise TypeError(f"q has dtype {q.dtype}; supported are float16, bfloat16 and float32. Convert it with .to(...)")
+    for name, t in (("k", k), ("v", v)):
+        if t.dtype != q.dtype and not autocast:
+            raise TypeError(f"q and {name} must have the same dtype, got {q.dtype} and {t.dtype}; convert one with .to(...)")
+        if t.device != q.device:
+            raise ValueError(f"q is on {q.device} but {name} is on {t.device}; move one with .to(...)")
+    if k.shape[:2] != v.shape[:2]:
+        raise ValueError(f"k and v must have the same tokens and heads, got k {tuple(k.shape)} and v {tuple(v.shape)}")
+    shapes = f"got q {tuple(q.shape)} and k {tuple(k.shape)}"
+    if q.shape[2] != k.shape[2]:
+        raise ValueError(f"q and k must have the same head dim, {shapes}")
+    if q.shape[1] != k.shape[1] and (k.shape[1] == 0 or q.shape[1] % k.shape[1]):
+        raise ValueError(f"q's number of heads must be a multiple of k's, {shapes}")
+    for name, t in (("q", q), ("v", v)):
+        if not 1 <= t.shape[2] <= MAX_HEAD_DIM:
+            raise NotImplementedError(f"{name} has head dim {t.shape[2]} (shape {tuple(t.shape)}); supported are 1 to {MAX_HEAD_DIM}")
+    if cu_seqlens_k is None and q.shape[0] != k.shape[0]:
+        raise ValueError(f"q and k must have the same number of tokens where cu_seqlens_k is left out, {shapes}; pass cu_seqlens_k")
+    _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, "q", q)
+    if cu_seqlens_k is not None:
+        _check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, "k", k)
+        if cu_seqlens_q.shape != cu_seqlens_k.shape:
+            raise ValueError(f"cu_seqlens_q and cu_seqlens_k must be of as many sequences, got shapes {tuple(cu_seqlens_q.shape)} and "
+                             f"{tuple(cu_seqlens_k.shape)}; a sequence without tokens repeats the number before it")
+
+
+def _check_cu_seqlens(name: str, cu_seqlens, packed_name: str, packed: torch.Tensor) -> None:
+    check_rank(name, cu_seqlens, "(sequences + 1)")
+    remedy = "torch.nn.functional.pad(lengths.cumsum(0), (1, 0)) makes it of lengths"
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} has dtype {cu_seqlens.dtype}, not int32 or int64; {remedy}")
+    if cu_seqlens.device != packed.device:
+        raise ValueError(f"{packed_name} is on {packed.device} but {name} is on {cu_seqlens.device}; move it with .to(...)")
+    if cu_seqlens.shape[0] == 0:
+        raise ValueError(f"{name} has shape (0,), but n sequences have n + 1 numbers; {remedy}")
+    if packed.device.type == "cpu":
+        values = cu_seqlens.tolist()
+        if values[0] != 0 or values[-1] != packed.shape[0] or values != sorted(values):
+            shown = str(values) if len(values) <= 8 else f"[{', '.join(map(str, values[:4]))}, ..., {values[-1]}]"
+            raise ValueError(f"{name} must be 0 and then the end of each sequence, never falling, up to the {packed.shape[0]} tokens of "
+                             f"{packed_name} {tuple(packed.shape)}, got {shown}; {remedy}")
