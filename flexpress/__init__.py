@@ -18,12 +18,13 @@ from flexpress.codegen.errors import ModError, RenderError
 from flexpress.codegen.evaluate import evaluate_mod
 from flexpress.explain import explain
 from flexpress.inspection import CacheInfo, cache_clear, cache_dir, cache_info, printed_kernels
+from flexpress.pages import OutOfPages, PageAllocator
 from flexpress.plot import plot_mask
 
 __all__ = [
-    "AuxOutput", "AuxRequest", "BlockMask", "CacheInfo", "ModError", "RenderError", "__version__", "and_masks",
-    "cache_clear", "cache_dir", "cache_info", "create_block_mask", "create_mask", "evaluate_mod", "explain", "flash", "flex_attention",
-    "noop_mask", "or_masks", "plot_mask", "printed_kernels",
+    "AuxOutput", "AuxRequest", "BlockMask", "CacheInfo", "ModError", "OutOfPages", "PageAllocator", "RenderError", "__version__",
+    "and_masks", "cache_clear", "cache_dir", "cache_info", "create_block_mask", "create_mask", "evaluate_mod", "explain", "flash",
+    "flex_attention", "noop_mask", "or_masks", "plot_mask", "printed_kernels",
 ]
 
 if _torch.version.cuda is not None:
