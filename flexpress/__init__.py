@@ -20,13 +20,14 @@ from flexpress.codegen.evaluate import evaluate_mod
 from flexpress.explain import explain
 from flexpress.inspection import CacheInfo, cache_clear, cache_dir, cache_info, printed_kernels
 from flexpress.kv_cache import rope_table, update_cache
+from flexpress.pages import OutOfPages, PageAllocator
 from flexpress.plot import plot_mask
 from flexpress.varlen import varlen_attention
 
 __all__ = [
-    "AuxOutput", "AuxRequest", "BlockMask", "CacheInfo", "ModError", "RenderError", "__version__", "and_masks",
-    "cache_clear", "cache_dir", "cache_info", "cached_attention", "create_block_mask", "create_mask", "evaluate_mod", "explain", "flash",
-    "flex_attention", "noop_mask", "or_masks", "plot_mask", "printed_kernels", "rope_table", "update_cache",
+    "AuxOutput", "AuxRequest", "BlockMask", "CacheInfo", "ModError", "OutOfPages", "PageAllocator", "RenderError", "__version__",
+    "and_masks", "cache_clear", "cache_dir", "cache_info", "cached_attention", "create_block_mask", "create_mask", "evaluate_mod",
+    "explain", "flash", "flex_attention", "noop_mask", "or_masks", "plot_mask", "printed_kernels", "rope_table", "update_cache",
     "varlen_attention",
 ]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 
 from flexpress.codegen.forward_plan import Options
@@ -74,6 +76,17 @@ def _check_heads(query, key, enable_gqa: bool) -> None:
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape)
+
+
+def whole(name: str, value, least: int = 0) -> int:
+    """The argument `name` as an int. TypeError if it is no integer, ValueError if it is less than `least`."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {value!r}") from None
+    if number < least:
+        raise ValueError(f"{name} is {number}; it must be at least {least}")
+    return number
 
 
 def check_scale(scale, head_dim: int) -> float:

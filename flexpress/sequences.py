@@ -1,0 +1,499 @@
+"""The batch of a serving step: which tokens are computed, at which positions, and in which pages of the cache they belong.
+
+    info = SequenceInfo(max_seq_len=8192, max_batch_size=64, page_size=64, device="cuda")
+    info.nest_sequences([[5, 3, 8], [7]], input_pos=[0, 41], page_assignments=[[2], [9]])      # a prompt beside a decoding step
+    logits = model(*info.args)                                                                 # [1, 4, vocabulary]
+    first, second = info.unnest_sequences(logits)                                              # [3, vocabulary], [1, vocabulary]
+    info.update_pos()                                                                          # those 3 and 1 tokens are in the cache now
+
+Nothing here knows a kernel: an attention operation takes the tensors that it needs. Pages come from any allocator
+(`flexpress.PageAllocator` is one).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from flexpress.checks import whole
+
+ARG_NAMES = ("input_ids", "seq_len", "input_pos", "cache_loc", "pages_per_seq", "seq_start", "page_table")
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """How a cache is stored. dtype: of its elements; None for that of the keys and values."""
+
+    dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class PositionalEmbeddingConfig:
+    """How queries and keys are told their positions.
+
+    mode              None (not here), or "rope": rotary embedding (Su et al. 2021, arXiv:2104.09864)
+    rope_theta        pair i of rope_dim / 2 turns by (position / rope_scale) * rope_theta ** (-2 i / rope_dim) radians
+    rope_scale        positions are divided by it (linear position interpolation)
+    rope_dim          how many of a head's last elements turn; 0: all
+    rope_interleaved  a pair is elements (2 i, 2 i + 1); else (i, i + rope_dim / 2)
+    Raises ValueError for another mode, for theta or scale that are not positive, and for an odd or negative rope_dim.
+    """
+
+    mode: str | None = None
+    rope_theta: float = 10000.0
+    rope_scale: float = 1.0
+    rope_dim: int = 0
+    rope_interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        if self.mode not in (None, "rope"):
+            raise ValueError(f"mode is {self.mode!r}; it must be None or 'rope'")
+        for name in ("rope_theta", "rope_scale"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
+        if whole("rope_dim", self.rope_dim) % 2:
+            raise ValueError(f"rope_dim is {self.rope_dim}; it must be even: elements turn in pairs")
+
+
+@dataclass(frozen=True)
+class AttentionInfo:
+    """One attention layer: query heads, key/value heads, elements of a head, dtype of q, k and v, its cache and its positions.
+
+    Raises ValueError if num_heads is no multiple of num_kv_heads, or if more elements turn than a head has.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    cache_config: CacheConfig = CacheConfig()
+    pos_embd_config: PositionalEmbeddingConfig = PositionalEmbeddingConfig()
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "num_kv_heads", "head_dim"):
+            whole(name, getattr(self, name), 1)
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}")
+        if self.rope_dim > self.head_dim or self.rope_dim % 2:
+            raise ValueError(f"rope_dim is {self.rope_dim}; it must be even and at most head_dim, which is {self.head_dim}")
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """dtype of the cache's elements."""
+        return self.cache_config.dtype or self.dtype
+
+    @property
+    def rope_dim(self) -> int:
+        """How many of a head's last elements turn; 0 without rotary embedding."""
+        return (self.pos_embd_config.rope_dim or self.head_dim) if self.pos_embd_config.mode == "rope" else 0
+
+
+class SequenceInfo:
+    """The sequences of a serving step, n of at most `max_batch_size`, each with new tokens (also none), a position and pages.
+
+    Tensors, all int32 on `device`:
+
+    input_ids      [n, 1] if every sequence has one new token (generate-only), else [1, total]: the new tokens, sequence after sequence
+    seq_len        [n]  new tokens of each sequence
+    input_pos      [n]  tokens of each sequence that are in the cache already, so the position of its first new token
+    cache_loc      [sum of pages_per_seq]  the pages of all sequences, sequence after sequence
+    pages_per_seq  [n]  pages of each sequence
+    seq_start      [n]  where each sequence starts in input_ids
+    page_table     [n, max_pages_per_seq]  the pages of each sequence, then -1: no kernel may read there
+
+    They are views of memory that stays where it is until `to`, so a CUDA graph sees every change. Behind its n entries seq_len is 0 up
+    to max_batch_size, and page_table -1: a kernel launched for more sequences finds no work in them. The host keeps the numbers too, and
+    never waits for the device unless it is given positions or pages that are there. Bad arguments raise before anything has changed.
+    """
+
+    def __init__(self, max_seq_len: int = 1, max_batch_size: int = 1, page_size: int = 0, max_num_tokens: int = 0, num_pages: int = 0,
+                 device="cpu") -> None:
+        """Limits; the batch is that of `reset`.
+
+        max_seq_len     tokens of a sequence, in the cache and new
+        max_batch_size  sequences of a step
+        page_size       tokens of a page; 0: max_seq_len, one page a sequence, a cache without paging
+        max_num_tokens  new tokens of a step; 0: max_batch_size * max_seq_len
+        num_pages       pages of the cache; 0: as many as max_batch_size sequences of max_seq_len tokens fill
+        Raises ValueError for negative numbers, and for fewer pages than max_batch_size.
+        """
+        self._max_seq_len = whole("max_seq_len", max_seq_len, 1)
+        self._max_batch_size = whole("max_batch_size", max_batch_size, 1)
+        self._page_size = whole("page_size", page_size) or self._max_seq_len
+        self._max_num_tokens = whole("max_num_tokens", max_num_tokens) or self._max_batch_size * self._max_seq_len
+        self._lengths, self._positions, self._pages = [], [], []  # of each sequence, on the host
+        self.num_pages = whole("num_pages", num_pages) or self._max_batch_size * self.max_pages_per_seq
+        n = self._max_batch_size
+        shapes = {"input_ids": (self._max_num_tokens,), "seq_len": (n,), "input_pos": (n,), "cache_loc": (n * self.max_pages_per_seq,),
+                  "pages_per_seq": (n,), "seq_start": (n,), "page_table": (n, self.max_pages_per_seq)}
+        self._memory = {name: torch.zeros(shape, dtype=torch.int32, device=device) for name, shape in shapes.items()}
+        self.reset()
+
+    # limits
+
+    max_seq_len = property(lambda self: self._max_seq_len, doc="Tokens that a sequence may have, in the cache and new.")
+    max_batch_size = property(lambda self: self._max_batch_size, doc="Sequences that a step may have.")
+    page_size = property(lambda self: self._page_size, doc="Tokens of a page.")
+    max_num_tokens = property(lambda self: self._max_num_tokens, doc="New tokens that a step may have.")
+
+    @property
+    def max_pages_per_seq(self) -> int:
+        """Pages of a sequence of max_seq_len tokens."""
+        return -(-self._max_seq_len // self._page_size)
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether a sequence may have more than one page."""
+        return self._page_size < self._max_seq_len
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the cache. May be set, once it is known how much memory there is: at least max_batch_size, and all assigned pages."""
+        return self._num_pages
+
+    @num_pages.setter
+    def num_pages(self, number: int) -> None:
+        used = max((page for pages in self._pages for page in pages), default=-1)
+        if whole("num_pages", number, self._max_batch_size) <= used:
+            raise ValueError(f"num_pages is {number}, but page {used} is assigned; reset first")
+        self._num_pages = int(number)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self._memory["input_ids"].device
+
+    # the batch, as the host knows it
+
+    @property
+    def num_sequences(self) -> int:
+        """n, also of sequences without new tokens."""
+        return len(self._lengths)
+
+    @property
+    def sequence_lengths(self) -> list[int]:
+        """New tokens of each sequence."""
+        return list(self._lengths)
+
+    @property
+    def input_positions(self) -> list[int]:
+        """Tokens of each sequence that are in the cache."""
+        return list(self._positions)
+
+    @property
+    def page_assignments(self) -> list[list[int]]:
+        """The pages of each sequence."""
+        return [list(pages) for pages in self._pages]
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of all sequences."""
+        return sum(self._lengths)
+
+    @property
+    def is_generate(self) -> bool:
+        """Whether every sequence has one new token; input_ids is then [n, 1]."""
+        return all(length == 1 for length in self._lengths)
+
+    # the batch, as tensors
+
+    @property
+    def input_ids(self) -> torch.Tensor:
+        """int32 [n, 1] or [1, total]: the new tokens."""
+        flat = self._memory["input_ids"][:self.num_tokens]
+        return flat[:, None] if self.is_generate else flat[None]
+
+    seq_len = property(lambda self: self._of_sequences("seq_len"), doc="int32 [n]: new tokens of each sequence.")
+    input_pos = property(lambda self: self._of_sequences("input_pos"), doc="int32 [n]: tokens of each sequence in the cache.")
+    pages_per_seq = property(lambda self: self._of_sequences("pages_per_seq"), doc="int32 [n]: pages of each sequence.")
+    seq_start = property(lambda self: self._of_sequences("seq_start"), doc="int32 [n]: where each sequence starts in input_ids.")
+    page_table = property(lambda self: self._of_sequences("page_table"), doc="int32 [n, max_pages_per_seq]: pages, then -1.")
+
+    @property
+    def cache_loc(self) -> torch.Tensor:
+        """int32 [sum of pages_per_seq]: the pages of all sequences."""
+        return self._memory["cache_loc"][:sum(map(len, self._pages))]
+
+    @property
+    def position_ids(self) -> torch.Tensor:
+        """int32, shaped as input_ids: the position of each new token in its sequence. Made anew at each reading."""
+        if self.is_generate:
+            return self.input_pos[:, None].clone()
+        offsets = torch.repeat_interleave(self.input_pos - self.seq_start, self.seq_len, output_size=self.num_tokens)
+        return (offsets + torch.arange(self.num_tokens, dtype=torch.int32, device=self.device))[None]
+
+    @property
+    def named_args(self) -> dict[str, torch.Tensor]:
+        """The tensors by name, in the order of ARG_NAMES: what the class lists, input_ids first. Raises as `check` does."""
+        self.check()
+        return {name: getattr(self, name) for name in ARG_NAMES}
+
+    @property
+    def args(self) -> tuple[torch.Tensor, ...]:
+        """The tensors in the order of ARG_NAMES. Raises as `check` does."""
+        return tuple(self.named_args.values())
+
+    @property
+    def extra_arg_names(self) -> tuple[str, ...]:
+        """ARG_NAMES without input_ids."""
+        return ARG_NAMES[1:]
+
+    def check(self) -> None:
+        """ValueError if a sequence, with its new tokens, would be longer than max_seq_len or than its pages."""
+        for i, (length, position, pages) in enumerate(zip(self._lengths, self._positions, self._pages, strict=True)):
+            end = position + length
+            if end > self._max_seq_len:
+                raise ValueError(f"sequence {i} has {position} tokens in the cache and {length} new ones; max_seq_len is "
+                                 f"{self._max_seq_len}")
+            if end > len(pages) * self._page_size:
+                raise ValueError(f"sequence {i} has {position} tokens in the cache and {length} new ones, but its {len(pages)} pages hold "
+                                 f"{len(pages) * self._page_size}; assign_cache_loc gives it more")
+
+    # changes
+
+    def nest_sequences(self, sequences, input_pos=None, page_assignments=None) -> None:
+        """The new tokens of each sequence, and with them their number.
+
+        sequences         lists of ids or integer tensors [s_i], s_i >= 0; or one integer tensor [n, s]
+        input_pos         tokens of each sequence in the cache, as in update_pos(..., reset=True)
+        page_assignments  pages of each sequence, as in assign_cache_loc
+        Where these are not given, sequence i keeps the position and pages of the sequence i before it; a new one starts at
+        position 0, without pages (without paging: in page i, if no other sequence has it). Ids must fit int32; those on a device are not
+        checked. Raises ValueError or TypeError for bad input, and ValueError for more sequences or tokens than the limits allow.
+        """
+        lengths, ids = _flatten(sequences)
+        n, total = len(lengths), sum(lengths)
+        if not 1 <= n <= self._max_batch_size:
+            raise ValueError(f"sequences has {n} entries; a batch has 1 to max_batch_size = {self._max_batch_size}")
+        if max(lengths) > self._max_seq_len:
+            raise ValueError(f"sequence {lengths.index(max(lengths))} has {max(lengths)} tokens; max_seq_len is {self._max_seq_len}")
+        if total > self._max_num_tokens:
+            raise ValueError(f"sequences has {total} tokens; max_num_tokens is {self._max_num_tokens}")
+        if input_pos is None:
+            positions = self._positions[:n] + [0] * (n - len(self._positions))
+        else:
+            positions = self._checked_positions(_numbers("input_pos", input_pos, n))
+        pages = self._kept_pages(n) if page_assignments is None else self._checked_pages(page_assignments, n)
+        self._set_lengths(lengths)
+        self._memory["input_ids"][:total] = self._sent(ids)
+        self._set_positions(positions)
+        self._set_pages(pages)
+
+    def unnest_sequences(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """What belongs to each sequence in a tensor laid out as input_ids: [n, 1, ...] or [1, total, ...] -> n views [s_i, ...].
+
+        ValueError for another shape.
+        """
+        shape = (self.num_sequences, 1) if self.is_generate else (1, self.num_tokens)
+        if tuple(tensor.shape[:2]) != shape:
+            raise ValueError(f"tensor has shape {tuple(tensor.shape)}; this batch is laid out as {shape}, any dimensions behind")
+        return list(torch.split(tensor.flatten(0, 1), self._lengths))
+
+    def update_pos(self, seq_len=None, reset: bool = False) -> None:
+        """Adds to the number of tokens in the cache; reset: sets it.
+
+        seq_len   an int for all sequences, or a list or integer tensor [n]; by default the new tokens of this step. Negative numbers take
+                  tokens back (those that speculative decoding has guessed wrong).
+        Raises ValueError if a position leaves 0 to max_seq_len.
+        """
+        numbers = self._lengths if seq_len is None else _numbers("seq_len", seq_len, self.num_sequences)
+        if not reset:
+            numbers = [old + more for old, more in zip(self._positions, numbers, strict=True)]
+        self._set_positions(self._checked_positions(list(numbers)))
+
+    def assign_cache_loc(self, page_assignments: Sequence[Sequence[int]]) -> None:
+        """The pages of each sequence, one list a sequence, in the order of its tokens.
+
+        Sequences may share pages; that no shared page is written is up to who assigns them. Raises ValueError for another number of
+        lists, more than max_pages_per_seq pages in one, and pages outside 0 to num_pages - 1.
+        """
+        self._set_pages(self._checked_pages(page_assignments, self.num_sequences))
+
+    def reset(self) -> None:
+        """A generate-only batch with nothing in the cache: token 0 for as many sequences as the limits allow, sequence i on page i."""
+        n = min(self._max_batch_size, self._max_num_tokens)
+        self.nest_sequences([[0]] * n, 0, [[i] for i in range(n)])
+
+    def set_largest_batch(self) -> None:
+        """max_num_tokens tokens 0, spread over max_batch_size sequences: to warm up, and to see how much memory a step needs at most.
+
+        Sequences share pages if there are too few, so what such a step writes to the cache means nothing.
+        """
+        n = self._max_batch_size
+        lengths = [min((self._max_num_tokens + i) // n, self._max_seq_len) for i in range(n)]
+        pages, first = [], 0
+        for length in lengths:
+            count = -(-length // self._page_size)
+            pages.append([(first + i) % self._num_pages for i in range(count)])
+            first += count
+        self.nest_sequences([[0] * length for length in lengths], 0, pages)
+
+    def sync(self, other: SequenceInfo) -> None:
+        """Takes over the batch of another one, on this one's device. ValueError if its limits differ."""
+        for name in ("max_seq_len", "max_batch_size", "page_size", "max_num_tokens", "num_pages"):
+            if getattr(self, name) != getattr(other, name):
+                raise ValueError(f"{name} is {getattr(self, name)} here and {getattr(other, name)} in the other")
+        ids = other.input_ids.flatten()
+        self.nest_sequences(torch.split(ids, other.sequence_lengths), other.input_positions, other.page_assignments)
+
+    def to(self, device) -> SequenceInfo:
+        """Moves the tensors to `device`; returns itself."""
+        self._memory = {name: memory.to(device) for name, memory in self._memory.items()}
+        return self
+
+    # torch.export
+
+    def example_args(self) -> tuple[torch.Tensor, ...]:
+        """Tensors to export a model with, in the order of ARG_NAMES; the batch stays as it is.
+
+        input_ids is [2, 4] where limits allow: torch.export takes an extent of 1 for a constant.
+        """
+        n = min(2, self._max_batch_size, self._max_num_tokens)
+        s = min(4, self._max_seq_len, self._max_num_tokens // n)
+        example = SequenceInfo(self._max_seq_len, self._max_batch_size, self._page_size, self._max_num_tokens, device=self.device)
+        count = -(-s // self._page_size)
+        example.nest_sequences([[0] * s] * n, 0, [list(range(i * count, (i + 1) * count)) for i in range(n)])
+        return (example.input_ids.reshape(n, s), *example.args[1:])
+
+    @property
+    def dynamic_shapes(self) -> tuple[dict, ...]:
+        """For each tensor of args, the extents that change from step to step, as torch.export wants them: {dimension: Dim}.
+
+        New objects at each reading; take all from one.
+        """
+        from torch.export import Dim
+
+        batch = {}
+        if self._max_batch_size > 1:
+            batch = {0: Dim("num_sequences", max=self._max_batch_size)}
+        ids = {1: Dim("tokens_per_row", max=self._max_num_tokens)} if self._max_num_tokens > 1 else {}
+        if self._max_batch_size > 1:
+            ids[0] = Dim("rows", max=self._max_batch_size)
+        most = self._memory["cache_loc"].shape[0]
+        return (ids, batch, batch, {0: Dim("assigned_pages", max=most)} if most > 1 else {}, batch, batch, batch)
+
+    def __repr__(self) -> str:
+        return (f"SequenceInfo(max_seq_len={self._max_seq_len}, max_batch_size={self._max_batch_size}, page_size={self._page_size}, "
+                f"max_num_tokens={self._max_num_tokens}, num_pages={self._num_pages}, device={str(self.device)!r}): "
+                f"{self.num_sequences} sequences, {self.num_tokens} new tokens")
+
+    def _of_sequences(self, name: str) -> torch.Tensor:
+        return self._memory[name][:self.num_sequences]
+
+    def _kept_pages(self, n: int) -> list[list[int]]:
+        pages = self._pages[:n]
+        taken = {page for row in pages for page in row}
+        return pages + [[] if self.is_paged or i in taken else [i] for i in range(len(pages), n)]
+
+    def _checked_positions(self, positions: list[int]) -> list[int]:
+        for i, position in enumerate(positions):
+            if not 0 <= position <= self._max_seq_len:
+                raise ValueError(f"sequence {i} would have {position} tokens in the cache; possible are 0 to {self._max_seq_len}")
+        return positions
+
+    def _checked_pages(self, assignments, n: int) -> list[list[int]]:
+        rows = [_numbers(f"page_assignments[{i}]", row) for i, row in enumerate(assignments)]
+        if len(rows) != n:
+            raise ValueError(f"page_assignments has {len(rows)} entries for {n} sequences")
+        for i, row in enumerate(rows):
+            if len(row) > self.max_pages_per_seq:
+                raise ValueError(f"page_assignments[{i}] has {len(row)} pages; {self.max_pages_per_seq} hold max_seq_len tokens")
+            for page in row:
+                if not 0 <= page < self._num_pages:
+                    raise ValueError(f"page_assignments[{i}] has page {page}; there are {self._num_pages} pages")
+        return rows
+
+    def _set_lengths(self, lengths: list[int]) -> None:
+        if lengths != self._lengths:
+            self._lengths = lengths
+            self._memory["seq_len"][len(lengths):] = 0
+            self._write("seq_len", lengths)
+            self._write("seq_start", [0, *accumulate(lengths[:-1])])
+
+    def _set_positions(self, positions: list[int]) -> None:
+        self._positions = positions
+        self._write("input_pos", positions)
+
+    def _set_pages(self, rows: list[list[int]]) -> None:
+        if rows == self._pages:
+            return
+        self._pages = rows
+        counts = [len(row) for row in rows]
+        self._write("pages_per_seq", counts)
+        self._write("cache_loc", [page for row in rows for page in row])
+        row = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(counts))
+        column = torch.arange(sum(counts)) - torch.tensor([0, *accumulate(counts[:-1])])[row]
+        self._memory["page_table"].fill_(-1)[self._sent(row), self._sent(column)] = self.cache_loc
+
+    def _write(self, name: str, numbers: list[int]) -> None:
+        self._memory[name][:len(numbers)] = self._sent(torch.tensor(numbers, dtype=torch.int32))
+
+    def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the host on the device, without waiting for it."""
+        if self.device.type == "cuda" and tensor.device.type == "cpu":
+            tensor = tensor.pin_memory()
+        return tensor.to(self.device, non_blocking=True)
+
+
+def _flatten(sequences) -> tuple[list[int], torch.Tensor]:
+    """Lengths, and all ids in one integer tensor [total]; int32 where it lies on the host."""
+    if isinstance(sequences, torch.Tensor) and sequences.dim() != 2:
+        raise ValueError(f"sequences must be [n, s] as one tensor, got shape {tuple(sequences.shape)}")
+    if not isinstance(sequences, (Sequence, torch.Tensor)) or isinstance(sequences, str):
+        raise TypeError(f"sequences must be a list of sequences, or a tensor, got {type(sequences).__name__}")
+    together = _one_list(sequences)
+    if together is not None:
+        parts, lengths = [together], [len(sequence) for sequence in sequences]
+    else:
+        parts = [_ids(i, sequence) for i, sequence in enumerate(sequences)]
+        lengths = [len(part) for part in parts]
+    devices = {part.device for part in parts}
+    ids = torch.cat(parts if len(devices) == 1 else [part.cpu() for part in parts]) if parts else torch.empty(0)
+    if ids.device.type == "cpu" and ids.numel() and not -2**31 <= int(ids.min()) <= int(ids.max()) < 2**31:
+        raise ValueError("sequences has an id that does not fit int32")
+    return lengths, ids
+
+
+def _one_list(sequences) -> torch.Tensor | None:
+    """Lists of ids, as they mostly are, in one tensor, several times as fast as one by one. None if they are anything else, or wrong."""
+    if not all(type(sequence) is list for sequence in sequences):
+        return None
+    try:
+        ids = torch.tensor([number for sequence in sequences for number in sequence])
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    return ids if ids.dim() == 1 and ids.dtype == torch.int64 else None
+
+
+def _ids(i: int, sequence) -> torch.Tensor:
+    if not isinstance(sequence, torch.Tensor):
+        try:
+            sequence = torch.tensor(list(sequence))
+        except (TypeError, ValueError, RuntimeError):
+            raise TypeError(f"sequence {i} must be a list of integers or an integer tensor, got {str(sequence)[:80]}") from None
+    if sequence.dim() != 1:
+        raise ValueError(f"sequence {i} must have 1 dimension, got shape {tuple(sequence.shape)}")
+    if not len(sequence):
+        return sequence.to(torch.int32)
+    if sequence.is_floating_point() or sequence.is_complex() or sequence.dtype == torch.bool:
+        raise TypeError(f"sequence {i} must hold integers, got {sequence.dtype}")
+    return sequence
+
+
+def _numbers(name: str, numbers, n: int | None = None) -> list[int]:
+    """The ints of a list or tensor. With n: there must be n, and an int stands for n times the same."""
+    if isinstance(numbers, torch.Tensor):
+        numbers = numbers.tolist()
+    if n is not None and isinstance(numbers, int):
+        return [numbers] * n
+    try:
+        numbers = [operator.index(number) for number in numbers]
+    except TypeError:
+        raise TypeError(f"{name} must hold integers, got {str(numbers)[:80]}") from None
+    if n is not None and len(numbers) != n:
+        raise ValueError(f"{name} has {len(numbers)} entries for {n} sequences")
+    return numbers
