@@ -38,7 +38,7 @@ class PositionalEmbeddingConfig:
     mode              None (not here), or "rope": rotary embedding (Su et al. 2021, arXiv:2104.09864)
     rope_theta        pair i of rope_dim / 2 turns by (position / rope_scale) * rope_theta ** (-2 i / rope_dim) radians
     rope_scale        positions are divided by it (linear position interpolation)
-    rope_dim          how many of a head's last elements turn; 0: all
+    rope_dim          how many of a head's first elements turn; 0: all
     rope_interleaved  a pair is elements (2 i, 2 i + 1); else (i, i + rope_dim / 2)
     Raises ValueError for another mode, for theta or scale that are not positive, and for an odd or negative rope_dim.
     """
@@ -88,7 +88,7 @@ class AttentionInfo:
 
     @property
     def rope_dim(self) -> int:
-        """How many of a head's last elements turn; 0 without rotary embedding."""
+        """How many of a head's first elements turn; 0 without rotary embedding."""
         return (self.pos_embd_config.rope_dim or self.head_dim) if self.pos_embd_config.mode == "rope" else 0
 
 
