@@ -1,0 +1,137 @@
+"""Which operators a serving stack calls for attention: an interface, a registry by name, and the two that flexpress brings.
+
+    attention = AttentionRegistry.get("flexpress_paged")
+    info = AttentionInfo(num_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+    caches = [make(sequences) for make in attention.cache_initializers(info).values()]       # of every layer
+    buffers = [make(sequences) for make in attention.buffer_initializers(info).values()]     # of the model
+    metadata = attention.metadata_op(*sequences.args)                                         # once a step
+    out = attention.attention_op(q, k, v, *metadata, *caches, *buffers, *attention.constants(info))   # in every layer
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+
+from flexpress import serving_ops
+from flexpress.kv_cache import rope_table
+from flexpress.sequences import AttentionInfo, SequenceInfo
+
+Initializer = Callable[[SequenceInfo], torch.Tensor | None]
+
+
+class AttentionDescriptor(ABC):
+    """What a serving stack must know of an attention with a cache. Its operators are custom ops of torch.library.
+
+    attention_op   (q, k, v, *metadata, *caches, *buffers, *constants) -> out; it changes the caches
+    metadata_op    (*SequenceInfo.args) -> list of `num_metadata` tensors, for all layers of a step
+    is_paged       a sequence may have more than one page of the cache
+    """
+
+    attention_op: ClassVar[Callable]
+    metadata_op: ClassVar[Callable]
+    num_metadata: ClassVar[int]
+    is_paged: ClassVar[bool]
+
+    @classmethod
+    @abstractmethod
+    def cache_initializers(cls, info: AttentionInfo) -> dict[str, Initializer]:
+        """By argument name, in the order of the operator's caches, what makes a layer's."""
+
+    @classmethod
+    def buffer_initializers(cls, info: AttentionInfo) -> dict[str, Initializer]:
+        """By a name that layers with the same buffer share, in the order of the operator's buffers, what makes them."""
+        return {}
+
+    @classmethod
+    def constants(cls, info: AttentionInfo) -> list[int | float | str | None]:
+        """The last arguments of the operator."""
+        return []
+
+
+class AttentionRegistry:
+    """Descriptors by name."""
+
+    _known: ClassVar[dict[str, type[AttentionDescriptor]]] = {}
+
+    @classmethod
+    def register(cls, name: str) -> Callable[[type[AttentionDescriptor]], type[AttentionDescriptor]]:
+        """A decorator that enters a descriptor. ValueError if there is one of that name."""
+        def enter(descriptor: type[AttentionDescriptor]) -> type[AttentionDescriptor]:
+            if name in cls._known:
+                raise ValueError(f"an attention named {name!r} is registered already: {cls._known[name].__name__}")
+            cls._known[name] = descriptor
+            return descriptor
+
+        return enter
+
+    @classmethod
+    def get(cls, name: str) -> type[AttentionDescriptor]:
+        """The descriptor of that name, or KeyError with the names that there are."""
+        if name not in cls._known:
+            raise KeyError(f"no attention is named {name!r}; there are {', '.join(map(repr, cls.names()))}")
+        return cls._known[name]
+
+    @classmethod
+    def has(cls, name: str) -> bool:
+        """Is there a descriptor of that name?"""
+        return name in cls._known
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """All names, in the order of registration."""
+        return list(cls._known)
+
+
+class _WithCache(AttentionDescriptor):
+    """Caches (pages, page size, num_kv_heads, head_dim), and the table of rotary embedding."""
+
+    num_metadata = 3
+
+    @classmethod
+    def cache_initializers(cls, info: AttentionInfo) -> dict[str, Initializer]:
+        def cache(sequences: SequenceInfo) -> torch.Tensor:
+            if sequences.is_paged and not cls.is_paged:
+                raise ValueError(f"{cls.__name__} keeps a sequence in one entry of the cache, but page_size {sequences.page_size} is less "
+                                 f"than max_seq_len {sequences.max_seq_len}; make the SequenceInfo without page_size")
+            shape = (sequences.num_pages, sequences.page_size, info.num_kv_heads, info.head_dim)
+            return torch.zeros(shape, dtype=info.cache_dtype, device=sequences.device)
+
+        return {"k_cache": cache, "v_cache": cache}
+
+    @classmethod
+    def buffer_initializers(cls, info: AttentionInfo) -> dict[str, Initializer]:
+        rope = info.pos_embd_config
+
+        def table(sequences: SequenceInfo) -> torch.Tensor | None:
+            if not info.rope_dim:
+                return None
+            positions = sequences.max_pages_per_seq * sequences.page_size
+            return rope_table(positions, info.rope_dim, rope.rope_theta, rope.rope_scale, device=sequences.device)
+
+        return {f"rope_{info.rope_dim}_{rope.rope_theta:g}_{rope.rope_scale:g}".replace(".", "_"): table}
+
+    @classmethod
+    def constants(cls, info: AttentionInfo) -> list[int | float | str | None]:
+        return [info.pos_embd_config.rope_interleaved]
+
+
+@AttentionRegistry.register("flexpress_flattened")
+class Flattened(_WithCache):
+    """One entry of the cache for each sequence; prefill and decoding in one batch."""
+
+    attention_op = serving_ops.flattened_mha_with_cache
+    metadata_op = serving_ops.prepare_flattened_metadata
+    is_paged = False
+
+
+@AttentionRegistry.register("flexpress_paged")
+class Paged(_WithCache):
+    """Sequences in pages; prefill and decoding in one batch."""
+
+    attention_op = serving_ops.mha_with_paged_cache
+    metadata_op = serving_ops.prepare_metadata
+    is_paged = True

@@ -1,0 +1,159 @@
+"""The kernels of a serving step as operators of torch.library: opaque to torch.compile and torch.export, with fake implementations.
+
+Queries, keys and values come as a linear layer leaves them, (batch, tokens, heads * head dim); caches are changed in place. Batches are
+described by what `prepare_metadata` makes of a SequenceInfo's tensors, once a step and not once a layer:
+
+    cu_seqlens   int32 (n + 1,)   where each sequence's new tokens start, and their end
+    kv_len       int32 (n,)       positions of each sequence in the cache, the new ones included; 0 for a sequence without new tokens
+    page_table   int32 (n, pages) or, for a cache with one entry a sequence, cache_loc int32 (n,)
+"""
+
+from __future__ import annotations
+
+import torch
+
+from flexpress import mods
+from flexpress.attention import flex_attention
+from flexpress.cached import cached_attention
+from flexpress.kv_cache import update_cache
+
+
+def _op(name: str, mutates: tuple[str, ...] = ()):
+    return torch.library.custom_op(f"flexpress::{name}", mutates_args=mutates)
+
+
+@_op("scaled_dot_product_attention")
+def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
+                                 dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+                                 enable_gqa: bool = False) -> torch.Tensor:
+    """torch.nn.functional.scaled_dot_product_attention, by flex_attention: (B, Hq, Q_LEN, D), (B, Hkv, KV_LEN, D) and (B, Hkv, KV_LEN, D_V)
+    to a contiguous (B, Hq, Q_LEN, D_V). attn_mask broadcasts to (B, Hq, Q_LEN, KV_LEN): bool, or added to the scores. Raises ValueError for
+    dropout, and for attn_mask beside is_causal."""
+    if dropout_p != 0.0:
+        raise ValueError(f"dropout_p is {dropout_p}; there is no dropout in this attention, pass 0.0")
+    if attn_mask is not None and is_causal:
+        raise ValueError("attn_mask and is_causal exclude each other: put the causal mask into attn_mask")
+    score_mod, mask_mod = None, mods.causal if is_causal else None
+    if attn_mask is not None:
+        at = attn_mask.expand(*query.shape[:3], key.shape[2])
+        if attn_mask.dtype == torch.bool:
+            def mask_mod(b, h, q_idx, kv_idx):
+                return at[b, h, q_idx, kv_idx]
+        else:
+            def score_mod(score, b, h, q_idx, kv_idx):
+                return score + at[b, h, q_idx, kv_idx]
+    return flex_attention(query, key, value, score_mod, None, scale, enable_gqa, mask_mod=mask_mod).contiguous()
+
+
+@scaled_dot_product_attention.register_fake
+def _(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    return query.new_empty((*query.shape[:-1], value.shape[-1]))
+
+
+@_op("prepare_metadata")
+def prepare_metadata(input_ids: torch.Tensor, seq_len: torch.Tensor, input_pos: torch.Tensor, cache_loc: torch.Tensor,
+                     pages_per_seq: torch.Tensor, seq_start: torch.Tensor, page_table: torch.Tensor) -> list[torch.Tensor]:
+    """cu_seqlens, kv_len and page_table for attention to a paged cache; arguments as SequenceInfo.args."""
+    return [*_lengths(seq_len, input_pos), page_table.clone()]
+
+
+@prepare_metadata.register_fake
+def _(input_ids, seq_len, input_pos, cache_loc, pages_per_seq, seq_start, page_table):
+    n = seq_len.shape[0]
+    return [seq_len.new_empty(n + 1), seq_len.new_empty(n), page_table.new_empty(page_table.shape)]
+
+
+@_op("prepare_flattened_metadata")
+def prepare_flattened_metadata(input_ids: torch.Tensor, seq_len: torch.Tensor, input_pos: torch.Tensor, cache_loc: torch.Tensor,
+                               pages_per_seq: torch.Tensor, seq_start: torch.Tensor, page_table: torch.Tensor) -> list[torch.Tensor]:
+    """cu_seqlens, kv_len and cache_loc for attention to a cache with one page, its entry, for each sequence; arguments as for
+    prepare_metadata. A sequence without an entry gets the first one: it has no new tokens."""
+    return [*_lengths(seq_len, input_pos), page_table[:, 0].clamp(min=0)]
+
+
+@prepare_flattened_metadata.register_fake
+def _(input_ids, seq_len, input_pos, cache_loc, pages_per_seq, seq_start, page_table):
+    n = seq_len.shape[0]
+    return [seq_len.new_empty(n + 1), seq_len.new_empty(n), page_table.new_empty(n)]
+
+
+def _lengths(seq_len: torch.Tensor, input_pos: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    cu_seqlens = torch.nn.functional.pad(seq_len.cumsum(0, dtype=torch.int32), (1, 0))
+    return cu_seqlens, torch.where(seq_len > 0, input_pos + seq_len, 0).to(torch.int32)
+
+
+@_op("mha_with_cache", ("k_cache", "v_cache"))
+def mha_with_cache(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, input_pos: torch.Tensor, k_cache: torch.Tensor,
+                   v_cache: torch.Tensor, rope: torch.Tensor | None = None, interleaved: bool = False, scale: float | None = None,
+                   sliding_window: int = 0, softcap: float = 0.0) -> torch.Tensor:
+    """Attention of b sequences with s new tokens each, q (b, s, Hq * D), k and v (b, s, Hkv * D and * D_V), to caches (b, S, Hkv, D) and
+    (b, S, Hkv, D_V) that hold input_pos (b,) positions of each and take the new ones. To (b, s, Hq * D_V).
+
+    rope, interleaved   as for update_cache: q and k are turned
+    sliding_window      how many positions before its own a token sees; 0: all
+    softcap             scores s become softcap * tanh(s / softcap); 0: they stay
+    """
+    kv_len = (input_pos + q.shape[1]).to(torch.int32)
+    return _attend((q, k, v), kv_len, None, {}, (k_cache, v_cache), rope, interleaved, scale, sliding_window, softcap)
+
+
+@mha_with_cache.register_fake
+def _(q, k, v, input_pos, k_cache, v_cache, rope=None, interleaved=False, scale=None, sliding_window=0, softcap=0.0):
+    return _out_like(q, k_cache, v_cache)
+
+
+@_op("flattened_mha_with_cache", ("k_cache", "v_cache"))
+def flattened_mha_with_cache(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, kv_len: torch.Tensor,
+                             cache_loc: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rope: torch.Tensor | None = None,
+                             interleaved: bool = False, scale: float | None = None, sliding_window: int = 0,
+                             softcap: float = 0.0) -> torch.Tensor:
+    """Attention of sequences with any numbers of new tokens, prefill and decoding in one batch, to caches (entries, S, Hkv, D) and D_V.
+
+    q (n, 1, Hq * D) where each has one, or (1, T, Hq * D), sequence after sequence; k and v alike. cu_seqlens, kv_len, cache_loc from
+    prepare_flattened_metadata; the rest as for mha_with_cache. To q's extents with Hq * D_V; tokens after the last sequence's give 0.
+    """
+    where = {"cache_loc": cache_loc}
+    return _attend((q, k, v), kv_len, cu_seqlens, where, (k_cache, v_cache), rope, interleaved, scale, sliding_window, softcap)
+
+
+@flattened_mha_with_cache.register_fake
+def _(q, k, v, cu_seqlens, kv_len, cache_loc, k_cache, v_cache, rope=None, interleaved=False, scale=None, sliding_window=0, softcap=0.0):
+    return _out_like(q, k_cache, v_cache)
+
+
+@_op("mha_with_paged_cache", ("k_cache", "v_cache"))
+def mha_with_paged_cache(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, kv_len: torch.Tensor,
+                         page_table: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rope: torch.Tensor | None = None,
+                         interleaved: bool = False, scale: float | None = None, sliding_window: int = 0,
+                         softcap: float = 0.0) -> torch.Tensor:
+    """flattened_mha_with_cache with caches (pages, page size, Hkv, D) and D_V, and page_table from prepare_metadata."""
+    where = {"page_table": page_table}
+    return _attend((q, k, v), kv_len, cu_seqlens, where, (k_cache, v_cache), rope, interleaved, scale, sliding_window, softcap)
+
+
+@mha_with_paged_cache.register_fake
+def _(q, k, v, cu_seqlens, kv_len, page_table, k_cache, v_cache, rope=None, interleaved=False, scale=None, sliding_window=0, softcap=0.0):
+    return _out_like(q, k_cache, v_cache)
+
+
+def _out_like(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
+    return q.new_empty((*q.shape[:2], q.shape[2] // k_cache.shape[-1] * v_cache.shape[-1]))
+
+
+def _attend(qkv, kv_len, cu_seqlens, where, caches, rope, interleaved, scale, sliding_window, softcap) -> torch.Tensor:
+    """Write the new keys and values, then attend; the caches' extents say what heads there are."""
+    (k_cache, v_cache), out = caches, _out_like(qkv[0], *caches)
+    split = tuple(t.unflatten(-1, (-1, cache.shape[-1])) for t, cache in zip(qkv, (k_cache, k_cache, v_cache), strict=True))
+    if cu_seqlens is None or out.shape[:2] == (kv_len.shape[0], 1):  # (b, s, heads, head dim) to (b, heads, s, head dim)
+        query, key, value = (t.transpose(1, 2) for t in split)
+    else:
+        query, key, value = (t.flatten(0, 1) for t in split)
+        where = {**where, "cu_seqlens_q": cu_seqlens}
+    turned = update_cache(key, value, k_cache, v_cache, kv_len, **where, query=None if rope is None else query, rope=rope,
+                          interleaved=interleaved)
+    attended = cached_attention(query if turned is None else turned, k_cache, v_cache, kv_len, **where,
+                                score_mod=mods.softcap(softcap) if softcap else None,
+                                mask_mod=mods.sliding_window(sliding_window) if sliding_window else None, scale=scale)
+    if attended.ndim == 4:
+        attended = attended.transpose(1, 2)
+    return out.copy_(attended.reshape(out.shape))
