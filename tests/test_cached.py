@@ -117,7 +117,7 @@ def check(p, device):
         assert error <= 2 * plain_error + 1e-5
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(batches("cpu"))
 def test_any_batch(p):
     check(p, "cpu")
