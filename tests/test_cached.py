@@ -8,7 +8,7 @@ from dense import dense_attention, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexpress import cache_info, cached_attention, mods
+from flexpress import cache_info, cached_attention, mods, rope_table, update_cache
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SLOPES = torch.linspace(0.1, 0.9, 12)
@@ -220,3 +220,49 @@ def test_errors(name):
                           else torch.tensor(value, dtype=torch.int32) if isinstance(value, list) else value)
     with pytest.raises((ValueError, TypeError), match=message):
         cached_attention(**arguments)
+
+
+@pytest.mark.gpu
+def test_a_graph_sees_growing_lengths():
+    """A captured step writes and attends at other positions, on other pages, when it is replayed."""
+    B, Hkv, Hq, D, size = 3, 2, 8, 64, 16
+    int32 = dict(dtype=torch.int32, device="cuda")
+    caches = [torch.zeros(64, size, Hkv, D, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    table = torch.randperm(60, device="cuda").to(torch.int32).reshape(B, 20)
+    kv_len = torch.tensor([1, 100, 250], **int32)
+    q, k, v = (torch.randn(B, h, 1, D, device="cuda", dtype=torch.bfloat16) for h in (Hq, Hkv, Hkv))
+    rope = rope_table(320, D, device="cuda")
+
+    def step():
+        turned = update_cache(k, v, *caches, kv_len, page_table=table, query=q, rope=rope)
+        return cached_attention(turned, *caches, kv_len, page_table=table, score_mod=mods.softcap(5.0), mask_mod=mods.sliding_window(70))
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    for _ in range(60):
+        kv_len += 1
+        for t in (q, k, v):
+            t.normal_()
+        before = [c.clone() for c in caches]
+        graph.replay()
+        written = [c.clone() for c in caches]
+        for cache, old in zip(caches, before, strict=True):
+            cache.copy_(old)
+        assert torch.equal(step(), found)
+        assert all(torch.equal(a, b) for a, b in zip(caches, written, strict=True))
+
+
+@pytest.mark.gpu
+def test_pools_of_more_than_2_31_elements():
+    """Offsets of pages pass 32 bits."""
+    size, Hkv, D = 64, 8, 128
+    pages = (1 << 31) // (size * Hkv * D) + 10
+    caches = [torch.empty(pages, size, Hkv, D, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    table = torch.tensor([[pages - 1, 0, pages - 3, 1]], dtype=torch.int32, device="cuda")
+    kv_len = torch.tensor([250], dtype=torch.int32, device="cuda")
+    q, k, v = (torch.randn(1, h, 250, D, device="cuda", dtype=torch.bfloat16) for h in (16, Hkv, Hkv))
+    update_cache(k, v, *caches, kv_len, page_table=table)
+    out = cached_attention(q, *caches, kv_len, page_table=table)
+    assert relative_error(out, dense_attention(q, k, v, None, mods.causal)[0]) < 4e-3
