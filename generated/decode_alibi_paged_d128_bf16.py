@@ -1,0 +1,156 @@
+# decode alibi d128 bf16
+"""Attention of few queries: O = softmax(score_mod(Q K^T * scale) masked) V, with the keys split among programs (flash decoding).
+
+One program takes one tile of rows and one of SPLITS parts of their keys, MIN_SHARE keys at least, and leaves a normalised partial output and
+its lse; combine_splits adds the parts up.
+
+A row is one query of one head: row i * PACK + g of a tile is query i of the tile's head g, so that K and V, which the heads of a group
+share, are read once for all of them.
+
+    Z, Hq, Hkv     batch size, query heads, key/value heads (GROUP_SIZE = Hq / Hkv query heads share one)
+    QUERIES, PACK  queries and heads in a tile; PACK divides GROUP_SIZE, and is 1 where every head has block lists of its own
+    Q_LEN, KV_LEN  sequence lengths          D_QK, D_V   head dims; *_ROUNDED: padded to a power of two
+    KV_LENS        [Z]                       keys of each sequence, at most KV_LEN
+    PAGES          [Z, pages]                which pages of 16 keys hold the sequence's keys, in order
+    h, m           [BLOCK_M, 1]              head and query position of every row
+    n, start_n     key positions, the first one of a block
+    acc            [BLOCK_M, D_V_ROUNDED]    unnormalised output
+    m_i, l_i       [BLOCK_M]                 running row maximum (base 2) and sum of exp2(score - m_i)
+    lse            [Z, Hq, Q_LEN]            natural logarithm of the sum of exp(score), -inf for an empty row
+    PART, PART_LSE float32 [rows, SPLITS, D_V] and [rows, SPLITS], rows as in lse: outputs of the parts, and their lse in base 2. An empty part
+                   has lse -inf, and no output
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def float_difference(a, b):
+    # float(a - b) of indices from 0 to 2**23 - 1, exactly and without a conversion, which takes a GPU 8 times as long as an addition:
+    # an index added to the bits of 2.0**23 becomes the end of its mantissa
+    BITS: tl.constexpr = 0x4B000000
+    return (a + BITS).to(tl.float32, bitcast=True) - (b + BITS).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def decode_block_mn(
+    q, acc, l_i, m_i,  # the rows, their output so far, their softmax so far
+    K, PAGES, stride_kz, stride_kn, V, stride_vz, stride_vn,
+    z, h, m, start_n, KV_LEN, SM_SCALE, TO_LOG2,
+    ptr_slopes,  # captured by score_mod alibi
+    BLOCK_N: tl.constexpr,
+):
+    """Fold one block of BLOCK_N keys into the running softmax."""
+    offs_n = start_n + tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, 128)
+    in_block = tl.arange(0, BLOCK_N)[:, None]
+    if 16 % BLOCK_N == 0:  # the block lies in one page
+        page = tl.load(PAGES + start_n // 16).to(tl.int64)
+        in_page = start_n % 16 + in_block
+    else:
+        page = tl.load(PAGES + offs_n // 16, mask=offs_n < KV_LEN, other=0).to(tl.int64)[:, None]
+        in_page = (offs_n % 16)[:, None]
+    k_ptrs = K + page * stride_kz + (in_page * stride_kn + offs_d[None, :])  # [BLOCK_N, D_QK_ROUNDED]
+    k = tl.load(k_ptrs, mask=(offs_n[:, None] < KV_LEN), other=0.0)
+    qk = tl.dot(q, tl.trans(k))  # [BLOCK_M, BLOCK_N], float32
+    score = qk * SM_SCALE
+    n = offs_n[None, :]  # [1, BLOCK_N]. Past KV_LEN too: loads that could leave their tensor are masked
+    # ---- score_mod: alibi
+    # mods/alibi.py:65: return score + slopes[h] * (kv_idx - q_idx)
+    score_0 = tl.load(ptr_slopes + h)
+    score_1 = score + (score_0 * float_difference(n, m))
+    score = score_1
+    score = tl.where((offs_n < KV_LEN)[None, :], score, float("-inf"))
+
+    # running softmax in base 2: exp(s) = exp2(s * log2(e)), and the product folds into one fused multiply-add
+    m_new = tl.maximum(m_i, tl.max(score, 1) * TO_LOG2)
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row with nothing to attend to yet: avoid inf - inf
+    alpha = tl.exp2(m_i - m_safe)
+    p = tl.exp2(score * TO_LOG2 - m_safe[:, None])  # [BLOCK_M, BLOCK_N]
+    l_i = l_i * alpha + tl.sum(p, 1)
+    acc = acc * alpha[:, None]
+    offs_dv = tl.arange(0, 128)
+    v_ptrs = V + page * stride_vz + (in_page * stride_vn + offs_dv[None, :])
+    v = tl.load(v_ptrs, mask=(offs_n[:, None] < KV_LEN), other=0.0)
+    acc = tl.dot(p.to(v.dtype), v, acc)
+    return acc, l_i, m_new
+
+
+@triton.jit(
+    do_not_specialize=[
+        "Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", "stride_qz", "stride_qh", "stride_qm", "stride_kz", "stride_kh",
+        "stride_kn", "stride_vz", "stride_vh", "stride_vn", "stride_oz", "stride_oh", "stride_om", "SM_SCALE",
+        "TO_LOG2", "QUERIES", "PACK", "SPLITS", "MIN_SHARE", "stride_pages"
+    ]
+)
+def decode(
+    K, V,  # [pages, Hkv, 16, D_QK], [pages, Hkv, 16, D_V]
+    Q,  # [Z, Hq, Q_LEN, D_QK]
+    PART, PART_LSE,  # float32 [Z, Hq, Q_LEN, SPLITS, D_V], [Z, Hq, Q_LEN, SPLITS]
+    KV_LENS, PAGES,
+    Hq, Zkv, GROUP_SIZE, Q_LEN, KV_LEN, stride_qz, stride_qh, stride_qm, stride_kz, stride_kh, stride_kn,
+    stride_vz, stride_vh, stride_vn, stride_oz, stride_oh, stride_om, SM_SCALE, TO_LOG2, QUERIES, PACK, SPLITS,
+    MIN_SHARE, stride_pages,
+    ptr_slopes,  # captured by score_mod alibi
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    tiles = tl.cdiv(Q_LEN, QUERIES)
+    z = tl.program_id(1) // tiles // (Hq // PACK)
+    first_head = tl.program_id(1) // tiles % (Hq // PACK) * PACK
+    PAGES += z.to(tl.int64) * stride_pages
+    KV_LEN = tl.minimum(KV_LEN, tl.load(KV_LENS + z))
+    h_kv = first_head // GROUP_SIZE
+
+    # these strides come in units of 16 bytes, so that the compiler knows rows are aligned and loads them 16 bytes at a time
+    stride_qz *= 8
+    stride_qh *= 8
+    stride_qm *= 8
+    stride_kz *= 8
+    stride_kh *= 8
+    stride_kn *= 8
+    stride_vz *= 8
+    stride_vh *= 8
+    stride_vn *= 8
+    K += h_kv.to(tl.int64) * stride_kh
+    V += h_kv.to(tl.int64) * stride_vh
+
+    first_query = tl.program_id(1) % tiles * QUERIES
+    Q += z.to(tl.int64) * stride_qz
+    row = tl.arange(0, BLOCK_M)
+    offs_m = first_query + row // PACK
+    inside = (row < QUERIES * PACK) & (offs_m < Q_LEN)  # padding rows repeat the last query and are not stored
+    m = tl.minimum(offs_m, Q_LEN - 1)[:, None]
+    h = (first_head + row % PACK)[:, None]
+    offs_d = tl.arange(0, 128)[None, :]
+    q_ptrs = Q + h.to(tl.int64) * stride_qh + m.to(tl.int64) * stride_qm + offs_d
+    q = tl.load(q_ptrs)
+
+    acc = tl.zeros([BLOCK_M, 128], dtype=tl.float32)
+    l_i = tl.zeros([BLOCK_M], dtype=tl.float32)
+    m_i = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    steps = tl.cdiv(KV_LEN, BLOCK_N)
+    split = tl.program_id(0)
+    share = tl.maximum(tl.cdiv(steps, SPLITS), MIN_SHARE // BLOCK_N)
+    first = tl.minimum(split * share, steps)
+    steps = tl.minimum(first + share, steps)
+    for step in range(first, steps):
+        start_n = step * BLOCK_N
+        start_n = tl.multiple_of(start_n, BLOCK_N)
+        acc, l_i, m_i = decode_block_mn(
+            q, acc, l_i, m_i,
+            K, PAGES, stride_kz, stride_kn, V, stride_vz, stride_vn,
+            z, h, m, start_n, KV_LEN, SM_SCALE, TO_LOG2,
+            ptr_slopes,
+            BLOCK_N,
+        )
+
+    # an empty row has l_i = 0 and m_i = -inf: output 0, lse -inf
+    l_i = tl.where(l_i == 0.0, 1.0, l_i)
+    acc = acc / l_i[:, None]
+    place = (z.to(tl.int64) * Hq + first_head + row % PACK) * Q_LEN + offs_m
+    offs_dv = tl.arange(0, 128)[None, :]
+    place = place * SPLITS + split
+    tl.store(PART_LSE + place, m_i + tl.log2(l_i), mask=inside)
+    if first < steps:
+        tl.store(PART + place[:, None] * 128 + offs_dv, acc, mask=inside[:, None])
