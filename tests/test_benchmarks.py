@@ -17,9 +17,9 @@ BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.insert(
     0, str(BENCHMARKS)
 )  # the programs import each other by plain names, as they do when run as scripts
-common, forward, implementations, latency, block_mask, reference, workloads = map(
+common, forward, implementations, latency, block_mask, reference, supervisor, workloads = map(
     importlib.import_module,
-    ("common", "forward", "implementations", "latency", "block_mask", "reference", "workloads"),
+    ("common", "forward", "implementations", "latency", "block_mask", "reference", "supervisor", "workloads"),
 )
 
 LENGTH, SIZE = 97, 13
@@ -193,7 +193,7 @@ def test_failures_become_rows(candidates, tmp_path, backward):
     case = small(workloads.BY_NAME["causal_gqa"], batch=1)
     rows: list[dict] = []
     marker = tmp_path / "running"
-    forward.run_case(case, candidates, rows, forward.Watch(marker), device="cpu", backward=backward)
+    forward.run_case(case, candidates, rows, supervisor.Watch(marker), device="cpu", backward=backward)
     assert not marker.exists()
     right, wrong, unwritten, broken = rows
     flops = 2 * 256 * (97 * 98 // 2) * 32
@@ -204,15 +204,15 @@ def test_failures_become_rows(candidates, tmp_path, backward):
     assert wrong["rel_err"] == pytest.approx(0.1, rel=0.1) and wrong["error"].startswith("WrongResult")
     assert unwritten["rel_err"] is None and unwritten["error"].startswith("WrongResult")
     assert broken["error"] == "RuntimeError: no such luck"
-    assert all(row["fwd_ms"] is None for row in rows[1:]) and all(map(forward.finished, rows))
+    assert all(row["fwd_ms"] is None for row in rows[1:]) and all(supervisor.finished(row, "fwd_ms") for row in rows)
     common.write_results(tmp_path / "results.json", {}, rows)
 
 
 def test_a_dead_worker_is_blamed_and_replaced(tmp_path, monkeypatch):
     """The first worker dies in a kernel, the second loses the GPU, the third finishes."""
     args = forward.parse(["--out", str(tmp_path / "results.json")])
-    marker = forward.marker_of(args.out)
-    endings = iter((-11, forward.DEVICE_LOST, 0))
+    marker = supervisor.marker_of(args.out)
+    endings = iter((-11, supervisor.DEVICE_LOST, 0))
 
     def worker(command):
         code = next(endings)
@@ -220,8 +220,8 @@ def test_a_dead_worker_is_blamed_and_replaced(tmp_path, monkeypatch):
             marker.write_text('["causal_d128", "flexpress"]')
         return code
 
-    monkeypatch.setattr(forward.subprocess, "call", worker)
-    assert forward.supervise(args, []) == 0
+    monkeypatch.setattr(supervisor.subprocess, "call", worker)
+    assert supervisor.supervise(args, [], "forward.py", forward.new_row) == 0
     _, (row,) = common.read_results(args.out)
     assert (row["case"], row["impl"]) == ("causal_d128", "flexpress") and "code -11" in row["error"]
     assert next(endings, None) is None and not marker.exists()
