@@ -19,10 +19,12 @@ import torch
 Row = dict[str, Any]
 
 
-def arguments(description: str | None, out: str) -> argparse.ArgumentParser:
-    """Return a parser with the options every program has; `out` is the default results file."""
+def arguments(
+    description: str | None, out: str, parents: Sequence[argparse.ArgumentParser] = ()
+) -> argparse.ArgumentParser:
+    """Return a parser with the options every program has, and those of `parents`; `out` is the default results file."""
     parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, parents=parents
     )
     parser.add_argument("--out", type=Path, default=Path(out), help="results file (default: %(default)s)")
     parser.add_argument(

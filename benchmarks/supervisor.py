@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
+import gc
 import json
 import subprocess
 import sys
@@ -63,10 +64,15 @@ class Watch:
 
 
 def arguments(
-    description: str | None, out: str, cases: Sequence[str], impls: Sequence[str], default: Sequence[str]
+    description: str | None,
+    out: str,
+    cases: Sequence[str],
+    impls: Sequence[str],
+    default: Sequence[str],
+    parents: Sequence[argparse.ArgumentParser] = (),
 ) -> argparse.ArgumentParser:
     """Return a parser with the options of a supervised program; `default` are its usual implementations."""
-    parser = common.arguments(description, out)
+    parser = common.arguments(description, out, parents)
     parser.add_argument(
         "--cases",
         type=common.names(cases),
@@ -121,6 +127,7 @@ def work(
         if not impls:
             continue
         torch._dynamo.reset()
+        gc.collect()
         torch.cuda.empty_cache()
         lost = False
         try:
