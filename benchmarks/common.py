@@ -136,11 +136,17 @@ class CaptureFailed(Exception):
 def captured(run: Callable[[], list[torch.Tensor]]) -> tuple[list[torch.Tensor], Callable[[], None]]:
     """Capture `run` into a CUDA graph; return its output tensors and what replays it.
 
-    `run` must have run before, so that nothing is compiled or loaded.  Raises CaptureFailed.
+    `run` runs once before, on the stream of the capture, so that everything is compiled, loaded and allocated.
+    Raises what it raises then, and CaptureFailed.
     """
+    stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        run()
+    current.wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             outs = run()
     except Exception as error:  # capture_end complains, too, and hides what `run` raised
         raise CaptureFailed(first_line(error.__context__ or error)) from error

@@ -65,11 +65,7 @@ def new_row(case: str, impl: str) -> Row:
 
 def prepare(row: Row, run: Run, tools: Tools) -> Measured:
     """Compile, capture and check.  Raises WrongResult."""
-    update = None
-    if run.update:
-        run.update()
-        _, update = tools.capture(run.update)
-    run.call()
+    update = tools.capture(run.update)[1] if run.update else None
     outs, replay = tools.capture(run.call)
     for out in outs:
         out.fill_(math.nan)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import importlib
+import itertools
 import json
 import math
 import sys
@@ -404,6 +407,108 @@ def test_a_failed_capture_ends_the_worker(tmp_path):
                         supervisor.Watch(tmp_path / "running"), "cpu", tools=TOOLS._replace(capture=capture))
     assert [supervisor.finished(row, "us") for row in rows] == [True, False]
     assert rows[0]["error"] == "CaptureFailed: RuntimeError: cannot wait in a capture"
+
+
+class FakeGraph:
+    """Stands in for torch.cuda.CUDAGraph and torch.cuda.graph; the end of the capture complains about what went wrong in it."""
+
+    replays = 0
+
+    def replay(self):
+        self.replays += 1
+
+    @contextlib.contextmanager
+    def capture(self, graph, stream, capture_error_mode):
+        assert graph is self and stream.waited == ["current"] and capture_error_mode == "thread_local"
+        try:
+            yield
+        except ValueError:
+            raise RuntimeError("the capture was invalidated") from None
+
+
+class FakeStream:
+    """Knows whom it waited for."""
+
+    def __init__(self):
+        self.waited = []
+
+    def wait_stream(self, stream):
+        self.waited.append("side" if self is FakeStream.current else "current")
+
+
+FakeStream.current = FakeStream()
+
+
+class FakeEvent:
+    """A clock on which a replay takes 3 ms."""
+
+    def __init__(self, graph):
+        self.graph = graph
+
+    def record(self):
+        self.at = self.graph.replays
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, end):
+        return 3.0 * (end.at - self.at)
+
+
+def test_graphs_are_captured_and_timed(monkeypatch):
+    graph = FakeGraph()
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(torch.cuda, "graph", graph.capture)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: FakeEvent(graph))
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: FakeStream.current)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    count = itertools.count()
+    outs, replay = common.captured(lambda: [next(count)])
+    assert outs == [1] and FakeStream.current.waited == ["side"]
+    assert common.replay_ms(replay, rep=120.0) == 3.0
+    assert graph.replays == 2 + 4 + 10 * (1 + 4)  # 10 groups of 12 ms, and what comes before each
+    assert common.replay_ms(replay, rep=1.0) == 3.0
+
+    def wrong(second):
+        if second or next(count) > 2:
+            raise ValueError("synchronizes")
+
+    with pytest.raises(common.CaptureFailed, match="ValueError: synchronizes"):
+        common.captured(lambda: wrong(False))
+    with pytest.raises(ValueError, match="synchronizes"):
+        common.captured(lambda: wrong(True))
+
+
+@pytest.mark.parametrize("prefill", [False, True])
+def test_work_writes_every_case(tmp_path, monkeypatch, prefill):
+    """Two cases, and later the implementation that was not asked for at first."""
+    prompts = dataclasses.replace(ragged.CASES[0], batch=2, heads=2, kv_heads=2, length=20, d_qk=16, d_v=16)
+    monkeypatch.setattr(serving, "BY_NAME", {name: small_step(name) for name in ("b16_8k", "b16_window")})
+    monkeypatch.setattr(ragged, "BY_NAME", {"ragged_prefill": prompts})
+    monkeypatch.setattr(common, "copy_tb_s", lambda rep: 3.0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("", (), {"L2_cache_size": 50 << 20}))
+    monkeypatch.setattr(decode, "run_case", functools.partial(decode.run_case, device="cpu", tools=TOOLS))
+    first, second = ("flexpress_varlen", "flexpress_equal") if prefill else ("flexpress", "flexpress_cached")
+    which = ["--ragged-prefill"] if prefill else ["--cases", "b16_8k,b16_window"]
+    for impls in (first, f"{first},{second}"):
+        assert decode.work(decode.parse([*which, "--impls", impls, "--out", str(tmp_path / "out.json")])) == 0
+    head, rows = common.read_results(tmp_path / "out.json")
+    assert head["copy_tb_s"] == 3.0 and head["l2_bytes"] == 50 << 20 and "gpu" in head
+    names = ["ragged_prefill"] if prefill else ["b16_8k", "b16_window"]
+    assert sorted((row["case"], row["impl"]) for row in rows) == [(n, i) for n in names for i in sorted((first, second))]
+    assert not any("error" in row for row in rows) and all(row["of_copy"] or prefill for row in rows)
+    assert len(decode.summary(rows).split("\n\n")) == 2 - prefill
+
+
+def test_other_attentions_find_the_same_answers(tmp_path, monkeypatch):
+    """torch's flex_attention, not compiled, and FlashAttention where this machine has it."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(serving, "CALLS", 2)
+    for name in ("b16_8k", "b16_alibi", "b16_softcap", "b16_window", "b16_q4"):
+        case = small_step(name)
+        rows = run_small(case, [i for i in ("torch_flex", "flash") if serving.IMPLEMENTATIONS[i].takes(case)], tmp_path)
+        assert not any("error" in row for row in rows) and max(row["rel_err"] for row in rows) < 0.02
 
 
 def test_equal_lengths_are_as_much_work():
