@@ -501,6 +501,7 @@ def test_work_writes_every_case(tmp_path, monkeypatch, prefill):
     assert len(decode.summary(rows).split("\n\n")) == 2 - prefill
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_other_attentions_find_the_same_answers(tmp_path, monkeypatch):
     """torch's flex_attention, not compiled, and FlashAttention where this machine has it."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
