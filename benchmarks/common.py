@@ -19,10 +19,12 @@ import torch
 Row = dict[str, Any]
 
 
-def arguments(description: str | None, out: str) -> argparse.ArgumentParser:
-    """Return a parser with the options every program has; `out` is the default results file."""
+def arguments(
+    description: str | None, out: str, parents: Sequence[argparse.ArgumentParser] = ()
+) -> argparse.ArgumentParser:
+    """Return a parser with the options every program has, and those of `parents`; `out` is the default results file."""
     parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, parents=parents
     )
     parser.add_argument("--out", type=Path, default=Path(out), help="results file (default: %(default)s)")
     parser.add_argument(
@@ -125,6 +127,55 @@ def time_ms(fn: Callable[[], object], rep: float = 100.0) -> float:
     from triton.testing import do_bench
 
     return float(do_bench(fn, warmup=25, rep=rep, return_mode="median"))
+
+
+class CaptureFailed(Exception):
+    """A CUDA graph could not be captured; the current stream of this process is in doubt."""
+
+
+def captured(run: Callable[[], list[torch.Tensor]]) -> tuple[list[torch.Tensor], Callable[[], None]]:
+    """Capture `run` into a CUDA graph; return its output tensors and what replays it.
+
+    `run` runs once before, on the stream of the capture, so that everything is compiled, loaded and allocated.
+    Raises what it raises then, and CaptureFailed.
+    """
+    stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        run()
+    current.wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            outs = run()
+    except Exception as error:  # capture_end complains, too, and hides what `run` raised
+        raise CaptureFailed(first_line(error.__context__ or error)) from error
+    return outs, graph.replay
+
+
+def replay_ms(replay: Callable[[], None], rep: float = 100.0, groups: int = 10) -> float:
+    """Return the median time in ms of one `replay`, over about `rep` ms: events stand around each of `groups` of several."""
+
+    def group(count: int) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        replay()  # keeps the device busy while the host enqueues the first that counts
+        start.record()
+        for _ in range(count):
+            replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / count
+
+    group(1)
+    count = max(1, round(rep / groups / group(3)))
+    return statistics.median(group(count) for _ in range(groups))
+
+
+def copy_tb_s(rep: float) -> float:
+    """Return the rate of a device copy of 2 GiB, bytes read and written, in TB/s."""
+    source = torch.randn(2**30, device="cuda", dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / time_ms(lambda: target.copy_(source), rep) * 1e-9
 
 
 def tflops(flops: float, ms: float) -> float:

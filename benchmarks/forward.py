@@ -11,79 +11,29 @@ culprit gets an error row and a new process goes on with the rest.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import faulthandler
-import json
-import subprocess
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
+from functools import partial
 
 import common
+import supervisor
 import torch
-import torch._dynamo
 import torch._functorch.config
 from common import Row
 from implementations import IMPLEMENTATIONS, Attention
-from reference import Slice, Tensors, gradient_error, output_errors, references
+from reference import ERROR_LIMIT, Slice, Tensors, WrongResult, check_output, finite, gradient_error, references
+from supervisor import Watch
 from workloads import BY_NAME, Workload, count_pairs
 
 DEFAULT = ("flexpress", "torch_flex", "cudnn", "flash")
 ROUNDS = 2
 CHECK_SCALE = 4.0  # of q in the check: at ordinary scores a lost softcap would hardly show
-ERROR_LIMIT = 0.02  # bf16 lands between 0.001 and 0.01
-ROW_ERROR_LIMIT = 0.2
-DEVICE_LOST = 3  # exit code of a worker whose GPU context no longer answers
-
-
-class WrongResult(Exception):
-    """An implementation's output is not the attention that was asked for."""
-
-
-class DeviceLost(Exception):
-    """The GPU context is unusable after a failed kernel."""
 
 
 def new_row(case: str, impl: str) -> Row:
     """Return a row with every key and nothing measured."""
     keys = ("fwd_ms", "fwd_tflops", "bwd_ms", "bwd_tflops", "rel_err", "row_err", "grad_err")
     return {"case": case, "impl": impl, **dict.fromkeys(keys), "fwd_rounds": [], "bwd_rounds": []}
-
-
-@dataclass(frozen=True)
-class Watch:
-    """Says in the file `marker` what is running: whom to blame when this process ends early.
-
-    A step that takes longer than `limit` seconds (a kernel that hangs) ends the process.
-    """
-
-    marker: Path
-    limit: float = 180.0
-
-    @contextlib.contextmanager
-    def step(self, row: Row) -> Iterator[None]:
-        """Run one step for `row`: an exception becomes its error.  Raises DeviceLost if the GPU is gone."""
-        self.marker.write_text(json.dumps([row["case"], row["impl"]]))
-        faulthandler.dump_traceback_later(self.limit, exit=True)
-        try:
-            yield
-        except Exception as error:
-            row["error"] = common.first_line(error)
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-            self.marker.unlink(missing_ok=True)
-        try:
-            common.synchronize()
-        except Exception as error:
-            row.setdefault("error", common.first_line(error))
-            raise DeviceLost from None
-
-
-def finite(value: float) -> float | None:
-    """Return `value`, or None for NaN and infinity, which a results file cannot hold."""
-    return value if abs(value) < float("inf") else None
 
 
 def check(
@@ -97,10 +47,7 @@ def check(
     poison = torch.full((*q.shape[:-1], v.shape[-1]), float("nan"), dtype=q.dtype, device=q.device)
     del poison  # its memory is the allocator's first choice for the output: elements never written stay NaN
     out = attention(q, k, v)
-    rel_err, row_err = output_errors(answers, out)
-    row["rel_err"], row["row_err"] = finite(rel_err), finite(row_err)
-    if not (rel_err < ERROR_LIMIT and row_err < ROW_ERROR_LIMIT):
-        raise WrongResult(f"relative error {rel_err:.3g}, worst row {row_err:.3g}")
+    check_output(row, answers, out)
     if grad_out is not None:
         error = gradient_error(answers, *torch.autograd.grad(out, (q, k, v), grad_out))
         row["grad_err"] = finite(error)
@@ -163,83 +110,20 @@ def run_case(
             row[f"{name}_tflops"] = common.tflops(flops, ms) if ms else None
 
 
-def finished(row: Row) -> bool:
-    """Return whether nothing is left to do for a row."""
-    return row["fwd_ms"] is not None or "error" in row
-
-
 def ceilings(rep: float) -> Row:
     """Return the rates of this card now: an 8192^3 bf16 product, and a copy (read + written)."""
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    big = a.repeat(16, 1)
-    target = torch.empty_like(big)
-    return {
-        "matmul_tflops": common.tflops(2 * 8192**3, common.time_ms(lambda: a @ b, rep)),
-        "copy_tb_s": 2 * big.nbytes / common.time_ms(lambda: target.copy_(big), rep) * 1e-9,
-    }
+    matmul = common.tflops(2 * 8192**3, common.time_ms(lambda: a @ b, rep))
+    return {"matmul_tflops": matmul, "copy_tb_s": common.copy_tb_s(rep)}
 
 
 def work(args: argparse.Namespace) -> int:
     """Do what is still missing in the results file; return the exit code."""
-    torch._dynamo.config.recompile_limit = 1000
     torch._functorch.config.donated_buffer = False  # or a compiled backward could not be run twice
     head = common.header(args.commit)
     head |= {"rep_ms": args.rep, **ceilings(args.rep)}
-    rows = common.read_results(args.out)[1] if args.out.exists() else []
-    watch = Watch(marker_of(args.out), args.limit)
-    start = time.perf_counter()
-    for name in args.cases:
-        case = BY_NAME[name]
-        done = {row["impl"] for row in rows if row["case"] == name}
-        impls = [impl for impl in args.impls if IMPLEMENTATIONS[impl].takes(case) and impl not in done]
-        if not impls:
-            continue
-        torch._dynamo.reset()
-        torch.cuda.empty_cache()
-        lost = False
-        try:
-            run_case(case, impls, rows, watch, rep=args.rep, backward=args.backward)
-        except DeviceLost:
-            lost = True
-            rows = [row for row in rows if finished(row)]
-        except Exception as error:  # making the inputs or the reference failed: nobody's row is at fault
-            for row in rows:
-                if not finished(row):
-                    row["error"] = common.first_line(error)
-        common.write_results(args.out, head, rows)
-        print(f"{time.perf_counter() - start:6.1f} s  {name}", flush=True)
-        if lost:
-            return DEVICE_LOST
-    return 0
-
-
-def marker_of(out: Path) -> Path:
-    """Return the file in which a worker says what it is running."""
-    return out.with_name(out.name + ".running")
-
-
-def supervise(args: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Run workers until everything has a row; return the exit code."""
-    marker = marker_of(args.out)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    if not args.resume:
-        args.out.unlink(missing_ok=True)
-    while True:
-        marker.unlink(missing_ok=True)
-        code = subprocess.call([sys.executable, __file__, *argv, "--worker"])
-        if code == 0:
-            return 0
-        if code == DEVICE_LOST:
-            continue
-        if not marker.exists():
-            return code
-        case, impl = json.loads(marker.read_text())
-        head, rows = common.read_results(args.out) if args.out.exists() else (common.header(args.commit), [])
-        rows.append(
-            new_row(case, impl) | {"error": f"the process ended with code {code} or ran past {args.limit} s"}
-        )
-        common.write_results(args.out, head, rows)
-        marker.unlink()
+    run = partial(run_case, rep=args.rep, backward=args.backward)
+    return supervisor.work(args, head, BY_NAME, lambda impl, case: IMPLEMENTATIONS[impl].takes(case), run, "fwd_ms")
 
 
 def summary(rows: Sequence[Row], which: str = "fwd") -> str:
@@ -261,30 +145,8 @@ def summary(rows: Sequence[Row], which: str = "fwd") -> str:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Return the command line's options."""
-    parser = common.arguments(__doc__, "forward.json")
-    parser.add_argument(
-        "--cases",
-        type=common.names(list(BY_NAME)),
-        default=list(BY_NAME),
-        help="comma-separated workloads (default: all)",
-    )
-    parser.add_argument(
-        "--impls",
-        type=common.names(list(IMPLEMENTATIONS)),
-        default=list(DEFAULT),
-        help=f"comma-separated, of {', '.join(IMPLEMENTATIONS)} (default: {','.join(DEFAULT)})",
-    )
-    parser.add_argument(
-        "--rep", type=float, default=100.0, help="ms of runs per measurement (default: %(default)g)"
-    )
+    parser = supervisor.arguments(__doc__, "forward.json", list(BY_NAME), list(IMPLEMENTATIONS), DEFAULT)
     parser.add_argument("--backward", action="store_true", help="time and check the gradients too")
-    parser.add_argument(
-        "--resume", action="store_true", help="keep the rows in the results file and do the others"
-    )
-    parser.add_argument(
-        "--limit", type=float, default=180.0, help="seconds one step may take (default: %(default)g)"
-    )
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 
@@ -295,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return work(args)
     if not torch.cuda.is_available():
         sys.exit("no CUDA device")
-    code = supervise(args, argv)
+    code = supervisor.supervise(args, argv, __file__, new_row)
     if args.out.exists():
         rows = common.read_results(args.out)[1]
         for which in ("fwd", "bwd") if args.backward else ("fwd",):

@@ -22,7 +22,7 @@ def flexpress(row: Workload, mods: Mods, device: str, **options: Any) -> Attenti
 
     score_mod, mask_mod = mods
     mask = (
-        flexpress.create_block_mask(mask_mod, None, None, row.length, row.length, device)
+        flexpress.create_block_mask(mask_mod, None, None, row.q_len, row.length, device)
         if mask_mod
         else None
     )
@@ -44,7 +44,7 @@ def torch_flex(row: Workload, mods: Mods, device: str, **kernel_options: Any) ->
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     score_mod, mask_mod = mods
-    mask = create_block_mask(mask_mod, None, None, row.length, row.length, device) if mask_mod else None
+    mask = create_block_mask(mask_mod, None, None, row.q_len, row.length, device) if mask_mod else None
     compiled = torch.compile(flex_attention, dynamic=False)
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from common import Row
 from workloads import Mod, Workload
 
 Tensors = tuple[torch.Tensor, ...]
+Batch = torch.Tensor | Sequence[torch.Tensor]  # (batch, heads, length, head dim), or lengths of their own
+ERROR_LIMIT = 0.02  # bf16 lands between 0.001 and 0.01
+ROW_ERROR_LIMIT = 0.2
+
+
+class WrongResult(Exception):
+    """An implementation's output is not the attention that was asked for."""
 
 
 @dataclass(frozen=True)
@@ -28,22 +37,24 @@ class Slice:
 
 def references(
     row: Workload,
-    qkv: Tensors,
+    qkv: Sequence[Batch],
     mods: tuple[Mod | None, Mod | None],
     grad_out: torch.Tensor | None = None,
     chunk: int = 512,
+    more: Iterable[tuple[int, int]] = (),
 ) -> list[Slice]:
-    """Return the answers for the first and the last (batch, key/value head); `grad_out` asks for gradients.
+    """Return the answers for the first and the last (batch, key/value head), and for `more`.
 
-    `qkv` are the inputs of the whole problem, `mods` is (score_mod, mask_mod).  Every query must see a key.
+    `qkv` are the inputs of the whole problem, `mods` is (score_mod, mask_mod); q_idx counts from 0 whatever
+    the number of keys.  `grad_out` asks for gradients.  Every query must see a key.
     """
-    wanted = sorted({(0, 0), (row.batch - 1, row.kv_heads - 1)})
+    wanted = sorted({(0, 0), (row.batch - 1, row.kv_heads - 1), *more})
     return [_attend(row, qkv, mods, grad_out, chunk, *where) for where in wanted]
 
 
 def _attend(
     row: Workload,
-    qkv: Tensors,
+    qkv: Sequence[Batch],
     mods: tuple[Mod | None, Mod | None],
     grad_out: torch.Tensor | None,
     chunk: int,
@@ -54,17 +65,17 @@ def _attend(
     group = row.heads // row.kv_heads
     heads = slice(kv_head * group, (kv_head + 1) * group)
     leaves = [
-        x[batch, head].detach().double() for x, head in zip(qkv, (heads, kv_head, kv_head), strict=True)
+        x[batch][head].detach().double() for x, head in zip(qkv, (heads, kv_head, kv_head), strict=True)
     ]
     for leaf in leaves:
         leaf.requires_grad_(grad_out is not None)
     q, k, v = leaves
     b = torch.tensor(batch, dtype=torch.int32, device=q.device)
     h = torch.arange(heads.start, heads.stop, dtype=torch.int32, device=q.device)[:, None, None]
-    index = torch.arange(row.length, dtype=torch.int32, device=q.device)
-    kv_idx = index[None, None, :]
+    index = torch.arange(q.shape[1], dtype=torch.int32, device=q.device)
+    kv_idx = torch.arange(k.shape[0], dtype=torch.int32, device=q.device)[None, None, :]
     parts = []
-    for begin in range(0, row.length, chunk):
+    for begin in range(0, q.shape[1], chunk):
         rows = slice(begin, begin + chunk)
         q_idx = index[rows][None, :, None]
         scores = q[:, rows] @ k.T / math.sqrt(row.d_qk)
@@ -87,9 +98,22 @@ def relative_error(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
     return math.sqrt(wrong / whole)
 
 
-def output_errors(answers: list[Slice], out: torch.Tensor) -> tuple[float, float]:
+def finite(value: float) -> float | None:
+    """Return `value`, or None for NaN and infinity, which a results file cannot hold."""
+    return value if abs(value) < float("inf") else None
+
+
+def check_output(row: Row, answers: list[Slice], out: Batch) -> None:
+    """Fill in the row's `rel_err` and `row_err`, and raise WrongResult if they are too large."""
+    rel_err, row_err = output_errors(answers, out)
+    row["rel_err"], row["row_err"] = finite(rel_err), finite(row_err)
+    if not (rel_err < ERROR_LIMIT and row_err < ROW_ERROR_LIMIT):
+        raise WrongResult(f"relative error {rel_err:.3g}, worst row {row_err:.3g}")
+
+
+def output_errors(answers: list[Slice], out: Batch) -> tuple[float, float]:
     """Return the relative error of `out` and that of its worst row, in which a single wrong tile shows."""
-    pairs = [(out[x.batch, x.heads].detach().double(), x.out) for x in answers]
+    pairs = [(out[x.batch][x.heads].detach().double(), x.out) for x in answers]
     rows = torch.cat([((got - want).norm(dim=-1) / want.norm(dim=-1)).flatten() for got, want in pairs])
     return relative_error(pairs), float(rows.max())
 

@@ -45,6 +45,11 @@ class Workload:
         return self.heads != self.kv_heads
 
     @property
+    def q_len(self) -> int:
+        """The number of queries."""
+        return self.length
+
+    @property
     def dense_or_causal(self) -> bool:
         """True when scaled_dot_product_attention can express the row (`is_causal` is `mask is not None`)."""
         return self.score is None and self.mask in (None, causal)
