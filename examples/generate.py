@@ -132,11 +132,11 @@ class Generator:
         self.caches = [[torch.empty(shape, dtype=weight.dtype, device=self.device) for _ in "kv"] for _ in range(config.num_hidden_layers)]
         self.rope = rope_table(num_pages * page_size, config.head_dim, config.rope_theta, device=self.device)
         self.waiting, self.running = [], []  # Requests, in the order of their coming
-        self.steps = self.steps_waited = self.peak_pages = 0
 
     def run(self, requests: list[Request]) -> None:
         """Makes all tokens of all requests. OutOfPages for a request that needs more than there are."""
         self.waiting += requests
+        self.steps = self.steps_waited = self.peak_pages = 0
         while self.waiting or self.running:
             self.admit()
             self.step()
@@ -223,15 +223,15 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    args = arguments()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    args, device = arguments(), "cuda" if torch.cuda.is_available() else "cpu"
     config = Config.read(args.config) if args.config else Config()
     model = make_model(config, args.weights, args.seed, device, getattr(torch, args.dtype))
+    generator = Generator(model, args.pages, args.page_size, args.chunk)
     for _ in range(2 if device == "cuda" else 1):  # the first run loads the kernels, and compiles those not on disk
         draw = random.Random(args.seed)
         requests = [Request([draw.randrange(config.vocab_size) for _ in range(draw.randint(1, args.prompt))], draw.randint(1, args.new))
                     for _ in range(args.requests)]
-        generator, start = Generator(model, args.pages, args.page_size, args.chunk), time.perf_counter()
+        start = time.perf_counter()
         generator.run(requests)
         seconds = time.perf_counter() - start
 
