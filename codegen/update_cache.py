@@ -39,7 +39,7 @@ def update_spec(case: UpdateCase, backend: str) -> KernelSpec:
     numbers = ["Hkv", "Q_LEN", "CAPACITY", *(f"stride_{t}{d}" for t in "kv" for d in f"{outer}mh"),
                *(f"stride_{t}c{d}" for t in "kv" for d in "zmh"), *(["stride_pages"] if case.page_size else [])]
     if case.rope_dim:
-        numbers += ["stride_table", *(f"stride_{t}{d}" for t in "qo" for d in f"{outer}mh")]
+        numbers += ["TABLE_ROWS", "stride_table", *(f"stride_{t}{d}" for t in "qo" for d in f"{outer}mh")]
     rest = case.d_qk - case.rope_dim
     flags = {
         "DTYPE": dtype_name(case.dtype), "D_QK": case.d_qk, "D_V": case.d_v, "D_V_ROUNDED": _power(case.d_v),
@@ -59,7 +59,7 @@ def update(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: tor
            table: torch.Tensor | None, q: torch.Tensor | None, q_out: torch.Tensor | None, *, interleaved: bool) -> None:
     """Write k and v, and q turned to q_out. Arguments are checked; all are [(Z,) tokens, heads, head dim] with a contiguous head dim.
 
-    table   float32 [positions, rope_dim / 2, 2], contiguous in its last two dimensions
+    table   float32 [positions, rope_dim / 2, 2], contiguous in its last two dimensions; beyond its end its last row counts
     """
     ragged, paged = cached.cu_q is not None, cached.pages is not None
     Q_LEN = cached.max_q if ragged else k.shape[1]
@@ -74,7 +74,7 @@ def update(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: tor
                *([cached.pages.stride(0)] if paged else [])]
     if turned:
         pointers += [table, q, q_out]
-        numbers += [table.stride(0), *q.stride()[:-1], *q_out.stride()[:-1]]
+        numbers += [*table.shape[:1], table.stride(0), *q.stride()[:-1], *q_out.stride()[:-1]]
     tokens = 1 if Q_LEN == 1 else BLOCK_T
     grid = (-(-Q_LEN // tokens) * Z, Hkv + (q.shape[-2] if turned else 0))
     kernel.launch(grid, (k, v, k_cache, v_cache, cached.kv_lens, *pointers, *numbers), k.device, (tokens,), num_warps=4, num_stages=1)

@@ -70,17 +70,19 @@ def _check_table(name: str, tensor, shape: tuple, dtype: torch.dtype, device: to
     raise ValueError(f"{name} must be {dtype} ({wanted}) on {device}, got {described(tensor)}")
 
 
-def check_contents(tokens, k_cache, kv_len, page_table, cache_loc, cu_seqlens_q, q_offset) -> None:
-    """What those tensors hold. Waits for the device that they are on."""
+def check_contents(tokens, k_cache, kv_len, page_table, cache_loc, cu_seqlens_q, q_offset) -> int:
+    """What those tensors hold. Waits for the device that they are on. Returns the end of the new tokens' positions."""
     lengths, cache = kv_len.tolist(), f"k_cache {tuple(k_cache.shape)}"
     counts = [tokens.shape[2]] * len(lengths) if cu_seqlens_q is None else _counts(cu_seqlens_q.tolist(), tokens.shape[0])
     offsets = [n - c for n, c in zip(lengths, counts, strict=True)] if q_offset is None else q_offset.tolist()
     size = k_cache.shape[1]
     room = size * (1 if page_table is None else page_table.shape[1])
+    reached = 0
     for b, (offset, count, length) in enumerate(zip(offsets, counts, lengths, strict=True)):
         end = max(offset + count, length)
         if length == 0 and cu_seqlens_q is None:  # a sequence that is not there
             continue
+        reached = max(reached, offset + count)
         if offset < 0 or end > room:
             raise ValueError(f"sequence {b} has {count} new tokens from position {offset} on, and kv_len {length}; positions go from 0 to "
                              f"{room - 1} in {cache}{f' with {page_table.shape[1]} pages' if page_table is not None else ''}")
@@ -92,6 +94,7 @@ def check_contents(tokens, k_cache, kv_len, page_table, cache_loc, cu_seqlens_q,
     entries = cache_loc.tolist() if cache_loc is not None else []
     if entries and not 0 <= min(entries) <= max(entries) < k_cache.shape[0]:
         raise ValueError(f"cache_loc names entries from {min(entries)} to {max(entries)}; {cache} has entries 0 to {k_cache.shape[0] - 1}")
+    return reached
 
 
 def _counts(starts: list[int], tokens: int) -> list[int]:

@@ -37,8 +37,8 @@ def update_cache(key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, 
     """Write the new keys and values of B sequences to their places in a cache, in one kernel.
 
     key, value    (B, Hkv, Q_LEN, D_QK) and (B, Hkv, Q_LEN, D_V); or with cu_seqlens_q (T, Hkv, D_QK) and (T, Hkv, D_V)
-    rope          from rope_table, with a row for every position of a sequence: keys are turned before they are written. rope_dim may be
-                  less than D_QK: the dimensions after it stay as they are
+    rope          from rope_table, with a row for every position that a sequence reaches: keys are turned before they are written. rope_dim
+                  may be less than D_QK: the dimensions after it stay as they are
     interleaved   pairs are dimensions 2j and 2j + 1; else j and j + rope_dim / 2 (as in Llama's weights on Hugging Face)
     query         (B, Hq, Q_LEN, D_QK) or (T, Hq, D_QK), with rope: a turned copy of it is returned
     check         look at what kv_len, cu_seqlens_q, page_table and cache_loc hold, and raise ValueError before anything is written; by
@@ -56,13 +56,16 @@ def update_cache(key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, 
     if query is not None and rope is None:
         raise ValueError("query is turned by rope; pass rope=rope_table(...), or leave query out")
     if rope is not None:
-        _check_rope(rope, key, k_cache.shape[1] * (1 if page_table is None else page_table.shape[1]))
+        _check_rope(rope, key)
     if query is not None and (query.dtype != key.dtype or query.shape[:1] + query.shape[2:] != key.shape[:1] + key.shape[2:]):
         raise ValueError(f"query is {described(query)} and key {described(key)}: all but the number of heads must be equal")
     if k_cache.stride(3) != 1 or v_cache.stride(3) != 1:
         raise ValueError(f"the head dims of k_cache and v_cache must be contiguous, got strides {k_cache.stride()} and {v_cache.stride()}")
     if check or (check is None and key.device.type == "cpu"):
-        check_contents(key, k_cache, kv_len, page_table, cache_loc, cu_seqlens_q, q_offset)
+        reached = check_contents(key, k_cache, kv_len, page_table, cache_loc, cu_seqlens_q, q_offset)
+        if rope is not None and reached > rope.shape[0]:
+            raise ValueError(f"rope {tuple(rope.shape)} has {rope.shape[0]} positions, but a new token has position {reached - 1}: make it "
+                             f"with rope_table({reached}, ...) or longer")
     if key.numel() == 0 or cached.max_q == 0 and ragged:
         return query
     k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (key, value))
@@ -77,12 +80,8 @@ def update_cache(key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, 
     return None if query is None else q_out
 
 
-def _check_rope(rope: torch.Tensor, key: torch.Tensor, capacity: int) -> None:
+def _check_rope(rope: torch.Tensor, key: torch.Tensor) -> None:
     fits = rope.ndim == 3 and rope.shape[2] == 2 and rope.dtype == torch.float32 and rope.device == key.device
     if not fits or not 1 <= rope.shape[1] <= key.shape[-1] // 2 or rope.stride()[1:] != (2, 1):
         raise ValueError(f"rope must be float32 (positions, rope_dim / 2, 2) on {key.device}, from rope_table, with rope_dim up to the "
                          f"{key.shape[-1]} of key, got {described(rope)}")
-    if rope.shape[0] < capacity:
-        raise ValueError(f"rope {tuple(rope.shape)} has {rope.shape[0]} positions, a sequence in this cache may have {capacity}: make it "
-                         f"with rope_table({capacity}, ...)")
-

@@ -74,7 +74,7 @@ def check(p, device):
     scales = [torch.rand(p["Hkv"], generator=g).to(device) + 0.5 if p["fp8"] else torch.ones(p["Hkv"], device=device) for _ in range(2)]
     if p["fp8"]:
         arguments |= {"k_scale": scales[0], "v_scale": scales[1]}
-    rope = rope_table(room if not size else pages * size, p["rope_dim"], device=device) if p["rope_dim"] else None
+    rope = rope_table(room, p["rope_dim"], device=device) if p["rope_dim"] else None
     query = q if p["query"] and rope is not None else None
     found = update_cache(k, v, *caches, **arguments, rope=rope, interleaved=p["interleaved"], query=query)
 
@@ -127,7 +127,7 @@ BAD = {
     "a page outside": (dict(page_table=[[0, 9]]), r"page_table\[0\] names pages from 0 to 9"),
     "heads": (dict(key=torch.zeros(1, 3, 4, 8)), "need 2 heads"),
     "dtype of value": (dict(value=torch.zeros(1, 2, 4, 8, dtype=torch.float16)), "all else alike"),
-    "a short table": (dict(rope=rope_table(20, 8)), r"make it with rope_table\(32"),
+    "a short table": (dict(rope=rope_table(20, 8)), r"rope \(20, 4, 2\) has 20 positions, but a new token has position 29"),
     "a wide table": (dict(rope=rope_table(32, 16)), "rope_dim up to the 8 of key"),
     "query without table": (dict(query=torch.zeros(1, 2, 4, 8)), "pass rope="),
 }
