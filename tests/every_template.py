@@ -9,7 +9,16 @@ from __future__ import annotations
 import torch
 
 import flexpress
-from flexpress import create_block_mask, create_mask, evaluate_mod, flex_attention, mods
+from flexpress import (
+    cached_attention,
+    create_block_mask,
+    create_mask,
+    evaluate_mod,
+    flex_attention,
+    mods,
+    rope_table,
+    update_cache,
+)
 
 
 def main() -> None:
@@ -46,11 +55,27 @@ def main() -> None:
                 tensor.requires_grad_()
                 out = flex_attention(q, k, v, make(tensor), mask, enable_gqa=True, deterministic=deterministic)
                 torch.autograd.grad(out, (q, k, v, tensor), torch.randn_like(out))
+    for_serving()
     if torch.cuda.get_device_capability() == (9, 0):
         for_hopper(length, mask, learned["alibi"][1].detach())
     torch.cuda.synchronize()
     names = {path.stem.split("_")[0] + "_" + path.stem.split("_")[1] for path in flexpress.printed_kernels()}
     print(f"{len(flexpress.printed_kernels())} kernels of {len(names)} kinds ran")
+
+
+def for_serving() -> None:
+    """Decoding with split keys, and a step of a prompt beside a decoding sequence in contiguous and paged caches."""
+    q, k, v = (torch.randn(2, heads, n, 64, device="cuda", dtype=torch.bfloat16) for heads, n in ((4, 3), (2, 900), (2, 900)))
+    for mask_mod in (None, mods.sliding_window(300)):
+        flex_attention(q, k, v, mods.softcap(5.0), enable_gqa=True, mask_mod=mask_mod, kernel_options={"BACKEND": "TRITON_DECODE"})
+    int32 = dict(dtype=torch.int32, device="cuda")
+    kv_len, cu_seqlens_q = (torch.tensor(values, **int32) for values in ([70, 600], [0, 70, 71]))
+    table, rope = torch.arange(80, **int32).view(2, 40), rope_table(640, 48, device="cuda")
+    query, key = (torch.randn(75, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2))
+    for where, shape in (({"page_table": table}, (80, 16)), ({}, (2, 640))):
+        caches = [torch.zeros(*shape, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+        turned = update_cache(key, key, *caches, kv_len, cu_seqlens_q=cu_seqlens_q, query=query, rope=rope, **where)
+        cached_attention(turned, *caches, kv_len, cu_seqlens_q=cu_seqlens_q, max_q_len=70, **where)
 
 
 def for_hopper(length: int, mask, slopes: torch.Tensor) -> None:
