@@ -170,18 +170,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     args = parse(argv)
-    if args.worker:
-        return work(args)
-    if not torch.cuda.is_available():
-        sys.exit("no CUDA device")
-    code = supervisor.supervise(args, argv, __file__, new_row)
-    if args.out.exists():
-        rows = common.read_results(args.out)[1]
-        print(f"\n{summary(rows)}")
-        for row in rows:
-            if "error" in row:
-                print(f"{row['case']} {row['impl']}: {row['error']}")
-    return code
+    return supervisor.run(args, argv, __file__, work, new_row, lambda rows: [summary(rows)])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Running cases in a process of their own: one that dies or hangs in a kernel costs its own row and no other.
 
-A program calls `supervise` in the process that the user starts, and `work` where `--worker` is given.
+A program's main calls `run`: it is `supervise` in the process that the user starts, and the program's work where `--worker` is given.
 """
 
 from __future__ import annotations
@@ -175,3 +175,27 @@ def supervise(
         )
         common.write_results(args.out, head, rows)
         marker.unlink()
+
+
+def run(
+    args: argparse.Namespace,
+    argv: Sequence[str],
+    script: str,
+    work: Callable[[argparse.Namespace], int],
+    new_row: Callable[[str, str], Row],
+    tables: Callable[[Sequence[Row]], Sequence[str]],
+) -> int:
+    """Be the worker, or run workers and print the `tables` of all rows, and the errors; return the exit code."""
+    if args.worker:
+        return work(args)
+    if not torch.cuda.is_available():
+        sys.exit("no CUDA device")
+    code = supervise(args, argv, script, new_row)
+    if args.out.exists():
+        rows = common.read_results(args.out)[1]
+        for table in tables(rows):
+            print(f"\n{table}")
+        for row in rows:
+            if "error" in row:
+                print(f"{row['case']} {row['impl']}: {row['error']}")
+    return code

@@ -18,16 +18,14 @@ from .backward_plan import (
     plan_backward,
 )
 from .cache import INFO
-from .cuda import DoesNotFit
 from .expr import INDEX_BOUND, Expr, ModGraph
-from .forward import LOG2_E, BlockLists, Unusable, architecture_of, keys_of, output_like, strides_like, usable
-from .forward_plan import Options, wants_tma
+from .forward import BlockLists, Unusable, keys_of, output_like, strides_like, usable
+from .forward_plan import LOG2_E, Options, wants_tma
 from .hopper_backward_plan import CONVERT_ROWS, L2_BYTES, HopperBackwardPlan, fits, plan_hopper_backward
 from .hopper_plan import heads_per_group
 from .host import compute
-from .kernel import backend_of, counter, kernel_for, multiprocessors, on
+from .kernel import architecture_of, backend_of, counter, kernel_for, launch_fitting, multiprocessors, on
 from .spec import mod_values
-from .tiles import next_smaller
 from .tma import descriptor
 
 _plans: dict[tuple, BackwardPlan | HopperBackwardPlan] = {}
@@ -174,26 +172,22 @@ def _launch(step: Step, name: str, streamed: tuple, rest: tuple, known: dict, li
     mods = mod_values(step, score and score[1], mask and mask[1])
     kernel = kernel_for(step.spec)
     heads = known["Z"] * known["Hq"] if name == "dq" else known["Zkv"] * known["Hkv"]
-    while True:
-        tile = step.tile
+
+    def launch(tile) -> None:
         walked = tile.BLOCK_N if name == "dq" else tile.BLOCK_M
         first = tuple(descriptor(t, walked) for t in streamed) if flags["USE_TMA"] else streamed
         length, size = (known["Q_LEN"], tile.BLOCK_M) if name == "dq" else (known["KV_LEN"], tile.BLOCK_N)
         tiles = -(-length // size)
         runs = [(head, 1) for head in range(heads)] if flags["SLABS"] else [(0, heads)]
-        try:
-            for head, count in runs:
-                numbers = _numbers(step.spec, {**known, "first_tile": head * tiles})
-                captured = sums.arguments(step, tiles)
-                kernel.launch((tiles * count,), (*first, *rest, *numbers, *tables, *mods, *captured), rest[0].device,
-                              (tile.BLOCK_M, tile.BLOCK_N), num_warps=tile.num_warps, num_stages=tile.num_stages)
-                if flags["SLABS"]:
-                    sums.add_slabs(step, divmod(head, known["Hq"]))
-            return
-        except DoesNotFit:
-            if next_smaller(tile) is None:
-                raise
-            step.tile = next_smaller(tile)
+        for head, count in runs:
+            numbers = _numbers(step.spec, {**known, "first_tile": head * tiles})
+            captured = sums.arguments(step, tiles)
+            kernel.launch((tiles * count,), (*first, *rest, *numbers, *tables, *mods, *captured), rest[0].device,
+                          (tile.BLOCK_M, tile.BLOCK_N), num_warps=tile.num_warps, num_stages=tile.num_stages)
+            if flags["SLABS"]:
+                sums.add_slabs(step, divmod(head, known["Hq"]))
+
+    launch_fitting(step, launch)
 
 
 class _Sums:

@@ -7,15 +7,13 @@ from dataclasses import dataclass
 import torch
 
 from .cache import INFO
-from .cuda import DoesNotFit
 from .decode_plan import BLOCK_S, FIXED_SHARE, MAX_ROWS, MIN_SHARE, DecodeCase, DecodePlan, plan_decode, rows_of, splits_of, vector_of
 from .expr import INDEX_BOUND
-from .forward_plan import geometry_of
-from .kernel import backend_of, kernel_for, multiprocessors
+from .forward_plan import LOG2_E, geometry_of
+from .kernel import architecture_of, backend_of, kernel_for, launch_fitting, multiprocessors
 from .spec import mod_values
-from .tiles import next_smaller
+from .tiles import Tile, next_smaller
 
-LOG2_E = 1.4426950408889634
 MAX_QUERIES = 16  # of a call without a cache; more of them keep the device busy without splitting keys
 _INTERPRETED = 4  # multiprocessors of the interpreter: keys are split there, too
 _plans: dict[tuple, DecodePlan] = {}
@@ -67,7 +65,7 @@ def refuses(q: torch.Tensor, options) -> str | None:
 
 
 def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outputs: tuple[torch.Tensor, ...], scale: float, score: tuple | None,
-           mask: tuple | None, keys: tuple, lists, arch: str, precision: str = "ieee", cached: Cached = NOT_CACHED) -> None:
+           mask: tuple | None, keys: tuple, lists, precision: str = "ieee", cached: Cached = NOT_CACHED) -> None:
     """Fill outputs: out (Z, Hq, Q_LEN, D_V), lse float32 (Z, Hq, Q_LEN), and max_scores like it if that is asked for.
 
     q (Z, Hq, Q_LEN, D_QK), k (Zkv, Hkv, KV_LEN, D_QK), v (Zkv, Hkv, KV_LEN, D_V), any strides; with cached.cu_q q and out are (1, Hq, T, D)
@@ -75,7 +73,7 @@ def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outputs: tuple[tor
 
     keys   what of the bound score_mod and mask_mod changes a kernel
     """
-    out, device = outputs[0], q.device
+    out, device, arch = outputs[0], q.device, architecture_of(q.device)
     Hkv = k.shape[1]
     ragged, paged = cached.cu_q is not None, cached.pages is not None
     Z = cached.cu_q.shape[0] - 1 if ragged else q.shape[0]
@@ -120,17 +118,16 @@ def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outputs: tuple[tor
     args = (k, v, q, *parts, *cached.pointers, *numbers, *(lists.tables if lists else ()),
             *mod_values(plan, score and score[1], mask and mask[1]))
     kernel = kernel_for(plan.spec)
-    while True:
-        tile = plan.tile
-        try:
-            kernel.launch((splits, tiles), args, device, (tile.BLOCK_M, tile.BLOCK_N), num_warps=tile.num_warps, num_stages=tile.num_stages)
-            break
-        except DoesNotFit:
-            if next_smaller(tile) is None or next_smaller(tile).BLOCK_M < tile.BLOCK_M:  # rows are what they are
-                raise
-            plan.tile = next_smaller(tile)
+    launch_fitting(plan, lambda tile: kernel.launch((splits, tiles), args, device, (tile.BLOCK_M, tile.BLOCK_N), num_warps=tile.num_warps,
+                                                    num_stages=tile.num_stages), _with_fewer_keys)
     if split:
         middle, inner = outputs[1].shape[-2:]
         strides = (0, out.stride(2), out.stride(1)) if ragged else out.stride()[:3]
         kernel_for(plan.combine).launch((outputs[1].numel(),), (*parts, *outputs, middle, inner, splits, *strides), device, (BLOCK_S,),
                                         num_warps=4, num_stages=1)
+
+
+def _with_fewer_keys(tile: Tile) -> Tile | None:
+    """The next smaller tile of as many rows."""
+    smaller = next_smaller(tile)
+    return smaller if smaller and smaller.BLOCK_M == tile.BLOCK_M else None

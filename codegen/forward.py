@@ -13,16 +13,12 @@ import triton
 from . import decode
 from .cache import INFO
 from .capture import fits_int32
-from .cuda import DoesNotFit
 from .expr import INDEX_BOUND, ModGraph
-from .forward_plan import Blocks, ForwardCase, Geometry, Options, Plan, geometry_of, plan_forward, wants_tma
+from .forward_plan import LOG2_E, Blocks, ForwardCase, Geometry, Options, Plan, geometry_of, plan_forward, wants_tma
 from .hopper_plan import SPILL_LIMIT, HopperPlan, fits, heads_per_group, plan_hopper_forward, worthwhile
-from .kernel import Kernel, backend_of, capability_of, counter, kernel_for, multiprocessors, on
+from .kernel import Kernel, architecture_of, backend_of, counter, kernel_for, launch_fitting, multiprocessors, on
 from .spec import layouts_of, mod_values
-from .tiles import architecture, next_smaller
 from .tma import descriptor
-
-LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True)
@@ -176,7 +172,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sco
         if reason:
             raise ValueError(f"kernel_options['BACKEND'] is 'TRITON_DECODE', but {reason}; leave BACKEND out")
         decode.decode(q, k, v, (out, lse, max_scores) if output_max else (out, lse), scale, score, mask, (score_key, mask_key), lists,
-                      architecture_of(q.device), options.float32_precision)
+                      options.float32_precision)
         return out, lse, max_scores
     case, geometry, arch, reason = case_of(q, k, v, scale, lists, options, output_max, score_key, mask_key)
     key = (case, arch, score_key, mask_key, reason is None)
@@ -281,28 +277,23 @@ def _launch(plan: Plan | HopperPlan, tensors: tuple, stats: tuple, rest: tuple, 
     q = tensors[2]
     Z, Hq, Q_LEN, _ = q.shape
     kernel = kernel_for(plan.spec)
-    while True:
-        tile = plan.tile
+
+    def prepared(tile) -> tuple[int, tuple]:
         args = (*_described(plan, tensors), *tensors[len(plan.blocks):], *stats)
-        grid = -(-Q_LEN // tile.BLOCK_M) * Z * Hq
-        if isinstance(plan, HopperPlan):
-            grid = min(grid, multiprocessors(q.device))
-            with on(q.device):
-                args = (*args, counter(q.device), *rest)
-                variant, plain = kernel.variant(args, q.device, (), num_warps=4) if forced else usable(kernel, args, q.device, SPILL_LIMIT)
-                variant.launch((grid,), plain, q.device.index)
-            return variant, grid
-        try:
-            variant = kernel.launch((grid,), (*args, *rest), q.device, (tile.BLOCK_M, tile.BLOCK_N), num_warps=tile.num_warps,
-                                    num_stages=tile.num_stages)
-            return variant, grid
-        except DoesNotFit:
-            if next_smaller(tile) is None:
-                raise
-            plan.tile = next_smaller(tile)
+        return -(-Q_LEN // tile.BLOCK_M) * Z * Hq, args
 
+    if isinstance(plan, HopperPlan):
+        grid, args = prepared(plan.tile)
+        grid = min(grid, multiprocessors(q.device))
+        with on(q.device):
+            args = (*args, counter(q.device), *rest)
+            variant, plain = kernel.variant(args, q.device, (), num_warps=4) if forced else usable(kernel, args, q.device, SPILL_LIMIT)
+            variant.launch((grid,), plain, q.device.index)
+        return variant, grid
 
-def architecture_of(device: torch.device) -> str:
-    """The row of the tile tables for a device."""
-    backend = backend_of(device.type)
-    return architecture(backend, capability_of(device) if backend == "cuda" else None)
+    def launch(tile) -> tuple:
+        grid, args = prepared(tile)
+        return kernel.launch((grid,), (*args, *rest), q.device, (tile.BLOCK_M, tile.BLOCK_N), num_warps=tile.num_warps,
+                             num_stages=tile.num_stages), grid
+
+    return launch_fitting(plan, launch)

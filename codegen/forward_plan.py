@@ -16,6 +16,7 @@ from .lower import Target, TensorLayout, gathers
 from .spec import KernelSpec, ModText, dtype_name, mod_text
 from .tiles import Tile, forward_tile, round_up_head_dim
 
+LOG2_E = 1.4426950408889634
 _SYMBOLS = {"score": "score", "b": "z", "h": "h", "q_idx": "m", "kv_idx": "n"}
 STRIDES = {t: tuple(f"stride_{t}{d}" for d in dims) for t, dims in (("q", "zhmd"), ("k", "zhnd"), ("v", "zhnd"), ("o", "zhm"))}
 

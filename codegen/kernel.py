@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 
 from . import binary, cache, interpret
 from .cache import INFO
+from .cuda import DoesNotFit
 from .render import render
 from .spec import KernelSpec
+from .tiles import Tile, architecture, next_smaller
 
 
 class Kernel:
@@ -110,6 +113,24 @@ def backend_of(device_type: str) -> str:
 @functools.cache
 def capability_of(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
+
+
+def architecture_of(device: torch.device) -> str:
+    """The row of the tile tables for a device."""
+    backend = backend_of(device.type)
+    return architecture(backend, capability_of(device) if backend == "cuda" else None)
+
+
+def launch_fitting(holder, launch: Callable[[Tile], object], smaller: Callable[[Tile], Tile | None] = next_smaller):
+    """`launch(tile)` with the holder's tile, or with the next smaller one that the device can hold; the holder keeps it."""
+    while True:
+        try:
+            return launch(holder.tile)
+        except DoesNotFit:
+            tile = smaller(holder.tile)
+            if tile is None:
+                raise
+            holder.tile = tile
 
 
 @functools.cache

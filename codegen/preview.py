@@ -170,7 +170,7 @@ def backward_compilations(
     """
     d_v = head_dim if head_dim_v is None else head_dim_v
     B, H, Q_LEN, KV_LEN = EXTENTS
-    bound = [bind(mod, kind) if mod else None for mod, kind in ((score_mod, "score"), (mask_mod, "mask"))]
+    bound = _bound(score_mod, mask_mod)
     score, mask = keys_of(*bound, EXTENTS)
     shapes = [(B, H, n, d) for n, d in ((Q_LEN, head_dim), (KV_LEN, head_dim), (KV_LEN, d_v), (Q_LEN, d_v))]
     shapes += [shapes[0], shapes[1], shapes[2]]
@@ -232,7 +232,7 @@ def decode_compilations(
     details   fields of DecodeCase: ragged, lengths, located, page_size, output_max, and split=False, which leaves "combine" out
     """
     d_v = head_dim if head_dim_v is None else head_dim_v
-    bound = [bind(mod, kind) if mod else None for mod, kind in ((score_mod, "score"), (mask_mod, "mask"))]
+    bound = _bound(score_mod, mask_mod)
     kept = getattr(torch, kv_dtype) if kv_dtype else None
     geometry = _geometry(dtype, head_dim, d_v, False)
     blocks = Blocks(True, 128, 128) if mask_mod else None
@@ -365,7 +365,7 @@ def _imagined_case(
     if dtype not in ("float16", "bfloat16", "float32"):
         raise ValueError(f"dtype must be float16, bfloat16 or float32, got {dtype!r}")
     d_v = head_dim if head_dim_v is None else head_dim_v
-    bound = [bind(mod, kind) if mod else None for mod, kind in ((score_mod, "score"), (mask_mod, "mask"))]
+    bound = _bound(score_mod, mask_mod)
     geometry = _geometry(dtype, head_dim, d_v, transposed)
     options = replace(options or Options(), **({} if use_tma is None else {"use_tma": use_tma}))
     arch = architecture_for(target)
@@ -381,6 +381,10 @@ def _imagined_case(
         output_max=output_max,
     )
     return case, geometry, bound
+
+
+def _bound(score_mod: Callable | None, mask_mod: Callable | None) -> list:
+    return [bind(mod, kind) if mod else None for mod, kind in ((score_mod, "score"), (mask_mod, "mask"))]
 
 
 def _arguments(plan: Plan | HopperPlan | DecodePlan | Step, bound: list) -> dict:

@@ -11,7 +11,7 @@ from flexpress import checks
 from flexpress.block_mask import check_captured_device
 from flexpress.cache_checks import check_batch, check_contents
 from flexpress.codegen.decode import decode
-from flexpress.codegen.forward import architecture_of, keys_of, output_like
+from flexpress.codegen.forward import keys_of, output_like
 from flexpress.codegen.masks import automatic_lists
 from flexpress.codegen.signature import bind
 
@@ -89,7 +89,7 @@ def cached_attention(query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.
         check_captured_device(mask, query.device, "mask_mod")
         lists = automatic_lists(mask, extents=extents, device=query.device, size=(128, 128))
     decode(q, k, v, (to_fill, lse), checks.check_scale(scale, q.shape[3]), score, mask, keys_of(score, mask, extents), lists,
-           architecture_of(query.device), cached=replace(where, invariant=batch_invariant))
+           cached=replace(where, invariant=batch_invariant))
     return (out, lse) if return_lse else out
 
 

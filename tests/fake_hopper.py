@@ -32,7 +32,7 @@ def pass_for_hopper(monkeypatch, variant: Callable[[str], Variant], multiprocess
         monkeypatch.setattr(module, "backend_of", lambda _: "cuda")
     for module in (kernel, forward, backward):
         monkeypatch.setattr(module, "on", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(forward, "capability_of", lambda _: (9, 0))
+    monkeypatch.setattr(kernel, "capability_of", lambda _: (9, 0))
     monkeypatch.setattr(binary, "obtain", lambda name, *_: (variant(name), False))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
