@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from .cache import INFO
-from .decode_plan import BLOCK_S, FIXED_SHARE, MAX_ROWS, MIN_SHARE, DecodeCase, DecodePlan, plan_decode, rows_of, splits_of, vector_of
+from .decode_plan import BLOCK_S, FIXED_SHARE, MAX_ROWS, MAX_WAVES, MIN_SHARE, ROOM, DecodeCase, DecodePlan, plan_decode, rows_of, splits_of, vector_of
 from .expr import INDEX_BOUND
 from .forward_plan import LOG2_E, geometry_of
 from .kernel import architecture_of, backend_of, kernel_for, launch_fitting, multiprocessors
@@ -85,13 +85,17 @@ def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outputs: tuple[tor
     by_head = lists is not None and lists.kv_num_blocks.shape[1] > 1  # heads with lists of their own do not share a tile
     rows = rows_of(2 * MAX_ROWS if cached.invariant else Q_LEN, 1 if by_head else Hq // Hkv, lists.q_block if lists else 0)
     tiles = -(-Q_LEN // rows.queries) * (Hq // rows.pack) * Z
-    if cached.invariant:
-        splits = max(1, -(-KV_LEN // FIXED_SHARE))
-    else:
-        splits = splits_of(KV_LEN, tiles, multiprocessors(device) if device.type != "cpu" else _INTERPRETED)
-    split = splits > 1 or cached.invariant
+    available = multiprocessors(device) if device.type != "cpu" else _INTERPRETED
+    splits = -(-KV_LEN // FIXED_SHARE) if cached.invariant else splits_of(KV_LEN, tiles, available)
+    many = tiles > MAX_WAVES * available
+    balanced = cached.kv_lens is not None and lists is None and not cached.invariant and not many
+    # with lengths also into one part, so that another number of sequences compiles nothing
+    split = splits > 1 or cached.invariant or (cached.kv_lens is not None and not many)
+    parts_of_all = Z * splits
+    if balanced:
+        splits = max(splits, min(ROOM, KV_LEN // MIN_SHARE))
     case = DecodeCase(q.dtype, q.shape[3], v.shape[3], geometry.units, geometry.aligned, lists and lists.blocks._replace(interior=True),
-                      precision, scale > 0, len(outputs) > 2, max(Q_LEN, KV_LEN) <= INDEX_BOUND, split, ragged,
+                      precision, scale > 0, len(outputs) > 2, max(Q_LEN, KV_LEN) <= INDEX_BOUND, split, balanced, ragged,
                       cached.kv_lens is not None, cached.kv_locs is not None, k.shape[2] if paged else 0, kv_dtype)
     key = (case, arch, *keys, rows.rows)
     plan = _plans.get(key)
@@ -104,21 +108,24 @@ def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outputs: tuple[tor
                *((scale, LOG2_E) if plan.scale_apart else (scale * LOG2_E,)), rows.queries, rows.pack]
     parts = outputs
     if split:
-        numbers += [splits, FIXED_SHARE if cached.invariant else MIN_SHARE]
+        numbers += [splits, FIXED_SHARE if cached.invariant else MIN_SHARE, *((Z, parts_of_all) if balanced else ())]
         parts = tuple(torch.empty((*outputs[1].shape, splits, *width), dtype=torch.float32, device=device)
                       for width in ((v.shape[3],), *[()] * (len(outputs) - 1)))
+        parts += (torch.empty_like(outputs[1], dtype=torch.int32),)  # how many there are
     if paged:
         numbers.append(cached.pages.stride(0))
     if lists is not None:
         numbers += lists.numbers
-    if ragged:  # tokens after the last sequence's
-        parts[1].fill_(float("-inf"))
-        if not split:
-            out.zero_()
+    if ragged and split:  # tokens after the last sequence's
+        parts[-1].zero_()
+    elif ragged:
+        outputs[1].fill_(float("-inf"))
+        out.zero_()
     args = (k, v, q, *parts, *cached.pointers, *numbers, *(lists.tables if lists else ()),
             *mod_values(plan, score and score[1], mask and mask[1]))
     kernel = kernel_for(plan.spec)
-    launch_fitting(plan, lambda tile: kernel.launch((splits, tiles), args, device, (tile.BLOCK_M, tile.BLOCK_N), num_warps=tile.num_warps,
+    grid = (tiles // Z, parts_of_all + Z) if balanced else (tiles, splits if split else 1)
+    launch_fitting(plan, lambda tile: kernel.launch(grid, args, device, (tile.BLOCK_M, tile.BLOCK_N), num_warps=tile.num_warps,
                                                     num_stages=tile.num_stages), _with_fewer_keys)
     if split:
         middle, inner = outputs[1].shape[-2:]

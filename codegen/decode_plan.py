@@ -5,6 +5,7 @@ decode splits the keys of a row among programs, so that one query against many k
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,6 +19,8 @@ from .tiles import Tile, decode_tile, round_up_head_dim
 MAX_ROWS = 64  # of a tile, where it has so many
 MIN_SHARE = 256  # keys of a part at least: adding up parts costs as much as reading some tens of keys
 FIXED_SHARE = 1024  # keys of a part where the result must not depend on other sequences
+MAX_WAVES = 8  # of programs; keys are not split where there would be more
+ROOM = 32  # parts for which there is room where the lengths of sequences decide how many parts each one has
 BLOCK_S = 16  # parts that combine_splits reads at a time
 
 
@@ -35,6 +38,7 @@ class DecodeCase(NamedTuple):
     output_max: bool = False
     exact_indices: bool = True
     split: bool = True
+    balanced: bool = False  # sequences have parts by their lengths
     ragged: bool = False  # queries of all sequences follow one another
     lengths: bool = False  # every sequence has a number of keys of its own
     located: bool = False  # every sequence says which entry of K and V it reads
@@ -82,9 +86,16 @@ def rows_of(q_len: int, group: int, q_block: int = 0) -> Rows:
 
 
 def splits_of(keys: int, programs: int, multiprocessors: int) -> int:
-    """Into how many parts to split `keys` keys, which `programs` programs would read without splitting: two waves of one program a
-    multiprocessor have enough loads in flight, and leave few parts to add up."""
-    return max(1, min(2 * multiprocessors // programs, keys // MIN_SHARE))
+    """Into how many parts to split `keys` keys, which `programs` programs would read without splitting, for the shortest time.
+
+    One program has enough loads in flight for its multiprocessor and tiles leave no room for a second, so time goes by whole waves. Adding
+    parts up takes a second kernel, and a little for every part.
+    """
+    def time(splits: int) -> float:
+        waves = programs * splits / multiprocessors
+        return math.ceil(waves) / waves + (0.02 if splits > 1 else 0.0) + 0.004 * splits
+
+    return min(range(1, max(1, min(MAX_WAVES * multiprocessors // programs, keys // MIN_SHARE)) + 1), key=time)
 
 
 def plan_decode(case: DecodeCase, backend: str, arch: str, score: Mod | None, mask: Mod | None, rows: int) -> DecodePlan:
@@ -92,7 +103,7 @@ def plan_decode(case: DecodeCase, backend: str, arch: str, score: Mod | None, ma
     target = Target(backend, dtype_name(case.dtype), case.exact_indices, packed_heads=True)
     score_text, mask_text = lowered(score, mask, target)
     tile = decode_tile(arch, rows, round_up_head_dim(case.d_qk), round_up_head_dim(case.d_v), case.dtype.itemsize,
-                       kv_block=case.blocks.kv_block if case.blocks else 0)
+                       kv_block=case.blocks.kv_block if case.blocks else 0, paged=case.page_size > 0)
     scale_apart = score is not None or not case.scale_is_positive or case.kv_dtype is not None
     return DecodePlan(_spec(case, backend, score_text, mask_text, scale_apart), _combine(case, backend) if case.split else None, tile,
                       score_text, mask_text, scale_apart)
@@ -107,7 +118,7 @@ def _spec(case: DecodeCase, backend: str, score: ModText | None, mask: ModText |
         numbers += STRIDES[t][:3] if unit else STRIDES[t]
     numbers += STRIDES["o"]
     numbers += ["SM_SCALE", "TO_LOG2"] if scale_apart else ["TO_LOG2"]
-    numbers += ["QUERIES", "PACK", *(["SPLITS", "MIN_SHARE"] if case.split else []), *(["stride_pages"] if case.page_size else [])]
+    numbers += ["QUERIES", "PACK", *(["SPLITS", "MIN_SHARE"] if case.split else []), *(["Z", "PARTS"] if case.balanced else []), *(["stride_pages"] if case.page_size else [])]
     if blocks:
         numbers += ["mask_stride_z", "mask_stride_h", "mask_columns"] + (["full_mask_columns"] if blocks.has_full else [])
     block_args = ["K", *(["PAGES", "stride_kz"] if case.page_size else []), "stride_kn", *([] if units[1] else ["stride_kd"]),
@@ -121,7 +132,7 @@ def _spec(case: DecodeCase, backend: str, score: ModText | None, mask: ModText |
         "aligned": case.aligned, "ALIGNMENT": vector_of(case.dtype, case.kv_dtype),
         "BLOCK_MASK": blocks is not None, "HAS_FULL_BLOCKS": blocks is not None and blocks.has_full,
         "SPARSE_Q_BLOCK_SIZE": blocks.q_block if blocks else 0, "SPARSE_KV_BLOCK_SIZE": blocks.kv_block if blocks else 0,
-        "SCALE_FIRST": scale_apart, "OUTPUT_MAX": case.output_max, "SPLIT": case.split,
+        "SCALE_FIRST": scale_apart, "OUTPUT_MAX": case.output_max, "SPLIT": case.split, "BALANCED": case.balanced,
         "RAGGED": case.ragged, "LENGTHS": case.lengths, "LOCATED": case.located, "PAGE_SIZE": case.page_size,
         "KV_SCALES": case.kv_dtype is not None,
         "kv_params": ", ".join(block_args), "pointers": tuple(pointers),

@@ -229,7 +229,7 @@ def decode_compilations(
 
     group     query heads that share a key/value head
     kv_dtype  "float8_e4m3fn": of K and V with scales
-    details   fields of DecodeCase: ragged, lengths, located, page_size, output_max, and split=False, which leaves "combine" out
+    details   fields of DecodeCase: ragged, lengths, balanced, located, page_size, output_max, and split=False, which leaves "combine" out
     """
     d_v = head_dim if head_dim_v is None else head_dim_v
     bound = _bound(score_mod, mask_mod)
@@ -241,7 +241,7 @@ def decode_compilations(
     )
     rows = rows_of(q_len, group, 128 if blocks else 0).rows
     plan = plan_decode(case, backend_for(target), architecture_for(target), *keys_of(*bound, EXTENTS), rows)
-    numbers = ("CU_Q", "KV_LENS", "KV_LOCS", "PAGES", *_TABLES)
+    numbers = ("CU_Q", "KV_LENS", "KV_LOCS", "PAGES", "PART_COUNT", *_TABLES)
     statistics = ("PART", "PART_LSE", "PART_MAX", "LSE", "MAX", "K_SCALES", "V_SCALES")
     pointers = dict.fromkeys("QKVO", dtype) | dict.fromkeys(numbers, "int32") | dict.fromkeys(statistics, "float32")
     pointers |= dict.fromkeys("KV", kv_dtype) if kv_dtype else {}

@@ -98,18 +98,22 @@ def forward_tile(arch: str, d_qk: int, d_v: int, itemsize: int, *, gathers: bool
     return replace(tile, **chosen)
 
 
-# (larger padded head dim, bytes per element) -> keys of a decode block; a tile has as many rows as there are
+# (larger padded head dim, bytes per element) -> keys of a decode block; a tile has as many rows as there are. With 16 rows of 16 bits
+# on sm_90 and sm_100 shared memory is full of loads in flight and one program keeps a multiprocessor busy
 _DECODE_KEYS = {(64, 2): 128, (128, 2): 64, (256, 2): 32, (64, 4): 64, (128, 4): 32, (256, 4): 16}
+_DECODE_KEYS_16_ROWS = {(64, 2): 256, (128, 2): 128, (256, 2): 64}
 
 
-def decode_tile(arch: str, rows: int, d_qk: int, d_v: int, itemsize: int, *, kv_block: int = 0) -> Tile:
+def decode_tile(arch: str, rows: int, d_qk: int, d_v: int, itemsize: int, *, kv_block: int = 0, paged: bool = False) -> Tile:
     """The tile of decode with `rows` rows (queries times heads that share keys); other arguments as for forward_tile."""
-    block_m = rows
     if arch == "cpu":
-        tile = Tile(block_m, 64, 1, 1)
+        tile = Tile(rows, 64, 1, 1)
     else:
-        keys = _DECODE_KEYS[next(w for w in (64, 128, 256) if w >= max(d_qk, d_v)), itemsize]
-        tile = fitting(Tile(block_m, keys, 4, 1 if arch == "gfx942" else 3), arch, d_qk, d_v, itemsize)
+        row = next(w for w in (64, 128, 256) if w >= max(d_qk, d_v)), itemsize
+        keys = _DECODE_KEYS_16_ROWS.get(row, _DECODE_KEYS[row]) if rows == 16 and arch in ("sm_90", "sm_100") else _DECODE_KEYS[row]
+        tile = fitting(Tile(rows, keys, 4, 1 if arch == "gfx942" else 3), arch, d_qk, d_v, itemsize)
+        if paged and tile.num_stages > 1:  # loads of pages come first: Triton gives K and V every other stage
+            tile = replace(tile, num_stages=2 * tile.num_stages - 1)
     return replace(tile, BLOCK_N=_divisor(tile.BLOCK_N, kv_block)) if kv_block else tile
 
 

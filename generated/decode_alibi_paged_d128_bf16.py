@@ -1,8 +1,9 @@
 # decode alibi d128 bf16
 """Attention of few queries: O = softmax(score_mod(Q K^T * scale) masked) V, with the keys split among programs (flash decoding).
 
-One program takes one tile of rows and one of SPLITS parts of their keys, MIN_SHARE keys at least, and leaves a normalised partial output and
-its lse; combine_splits adds the parts up.
+One program takes one tile of rows and one part of their keys, of up to SPLITS parts of MIN_SHARE keys at least, and leaves a normalised partial
+output and its lse; combine_splits adds the parts up.
+All sequences together have about PARTS parts, as equal as their lengths allow.
 
 A row is one query of one head: row i * PACK + g of a tile is query i of the tile's head g, so that K and V, which the heads of a group
 share, are read once for all of them.
@@ -17,8 +18,8 @@ share, are read once for all of them.
     acc            [BLOCK_M, D_V_ROUNDED]    unnormalised output
     m_i, l_i       [BLOCK_M]                 running row maximum (base 2) and sum of exp2(score - m_i)
     lse            [Z, Hq, Q_LEN]            natural logarithm of the sum of exp(score), -inf for an empty row
-    PART, PART_LSE float32 [rows, SPLITS, D_V] and [rows, SPLITS], rows as in lse: outputs of the parts, and their lse in base 2. An empty part
-                   has lse -inf, and no output
+    PART, PART_LSE float32 [rows, SPLITS, D_V] and [rows, SPLITS], rows as in lse: outputs of the parts, and their lse in base 2
+    PART_COUNT     int32 [rows]              how many parts there are
 """
 
 import triton
@@ -77,27 +78,52 @@ def decode_block_mn(
     return acc, l_i, m_new
 
 
+@triton.jit
+def part_of(part, KV_LENS, Z, KV_LEN, PARTS, SPLITS, least, BLOCK_N: tl.constexpr):
+    """The sequence z that has part number `part` when the parts of all sequences are counted through, which of its parts that is, and how
+    many it has, of `least` steps at least. z is Z if there are fewer parts."""
+    total = 0
+    for first in range(0, Z, 128):
+        offs_z = first + tl.arange(0, 128)
+        total += tl.sum(tl.cdiv(tl.minimum(KV_LEN, tl.load(KV_LENS + offs_z, mask=offs_z < Z, other=0)), BLOCK_N))
+    share = tl.maximum(tl.cdiv(total, PARTS), least)  # so there are at most PARTS + Z parts
+    z, before, upto = 0, 0, 0
+    for first in range(0, Z, 128):
+        offs_z = first + tl.arange(0, 128)
+        steps = tl.cdiv(tl.minimum(KV_LEN, tl.load(KV_LENS + offs_z, mask=offs_z < Z, other=0)), BLOCK_N)
+        parts = tl.where(offs_z < Z, tl.maximum(tl.minimum(tl.cdiv(steps, share), SPLITS), 1), 0)  # an empty sequence has one, too
+        ends = upto + tl.cumsum(parts, 0)
+        z += tl.sum(((ends <= part) & (offs_z < Z)).to(tl.int32))
+        before = tl.maximum(before, tl.max(tl.where(ends <= part, ends, 0)))
+        upto += tl.sum(parts)
+    steps = tl.cdiv(tl.minimum(KV_LEN, tl.load(KV_LENS + z, mask=z < Z, other=0)), BLOCK_N)
+    return z, part - before, tl.maximum(tl.minimum(tl.cdiv(steps, share), SPLITS), 1)
+
+
 @triton.jit(
     do_not_specialize=[
         "Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", "stride_qz", "stride_qh", "stride_qm", "stride_kz", "stride_kh",
         "stride_kn", "stride_vz", "stride_vh", "stride_vn", "stride_oz", "stride_oh", "stride_om", "SM_SCALE",
-        "TO_LOG2", "QUERIES", "PACK", "SPLITS", "MIN_SHARE", "stride_pages"
+        "TO_LOG2", "QUERIES", "PACK", "SPLITS", "MIN_SHARE", "Z", "PARTS", "stride_pages"
     ]
 )
 def decode(
     K, V,  # [pages, Hkv, 16, D_QK], [pages, Hkv, 16, D_V]
     Q,  # [Z, Hq, Q_LEN, D_QK]
     PART, PART_LSE,  # float32 [Z, Hq, Q_LEN, SPLITS, D_V], [Z, Hq, Q_LEN, SPLITS]
+    PART_COUNT,  # int32 [Z, Hq, Q_LEN]
     KV_LENS, PAGES,
     Hq, Zkv, GROUP_SIZE, Q_LEN, KV_LEN, stride_qz, stride_qh, stride_qm, stride_kz, stride_kh, stride_kn,
     stride_vz, stride_vh, stride_vn, stride_oz, stride_oh, stride_om, SM_SCALE, TO_LOG2, QUERIES, PACK, SPLITS,
-    MIN_SHARE, stride_pages,
+    MIN_SHARE, Z, PARTS, stride_pages,
     ptr_slopes,  # captured by score_mod alibi
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     tiles = tl.cdiv(Q_LEN, QUERIES)
-    z = tl.program_id(1) // tiles // (Hq // PACK)
-    first_head = tl.program_id(1) // tiles % (Hq // PACK) * PACK
+    first_head = tl.program_id(0) // tiles % (Hq // PACK) * PACK
+    z, split, parts = part_of(tl.program_id(1), KV_LENS, Z, KV_LEN, PARTS, SPLITS, MIN_SHARE // BLOCK_N, BLOCK_N)
+    if z >= Z:
+        return
     PAGES += z.to(tl.int64) * stride_pages
     KV_LEN = tl.minimum(KV_LEN, tl.load(KV_LENS + z))
     h_kv = first_head // GROUP_SIZE
@@ -115,7 +141,7 @@ def decode(
     K += h_kv.to(tl.int64) * stride_kh
     V += h_kv.to(tl.int64) * stride_vh
 
-    first_query = tl.program_id(1) % tiles * QUERIES
+    first_query = tl.program_id(0) % tiles * QUERIES
     Q += z.to(tl.int64) * stride_qz
     row = tl.arange(0, BLOCK_M)
     offs_m = first_query + row // PACK
@@ -130,9 +156,9 @@ def decode(
     l_i = tl.zeros([BLOCK_M], dtype=tl.float32)
     m_i = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     steps = tl.cdiv(KV_LEN, BLOCK_N)
-    split = tl.program_id(0)
-    share = tl.maximum(tl.cdiv(steps, SPLITS), MIN_SHARE // BLOCK_N)
-    first = tl.minimum(split * share, steps)
+    share = tl.maximum(tl.cdiv(steps, parts), MIN_SHARE // BLOCK_N)
+    parts = tl.cdiv(steps, share)  # none of an empty sequence
+    first = split * share
     steps = tl.minimum(first + share, steps)
     for step in range(first, steps):
         start_n = step * BLOCK_N
@@ -150,7 +176,9 @@ def decode(
     acc = acc / l_i[:, None]
     place = (z.to(tl.int64) * Hq + first_head + row % PACK) * Q_LEN + offs_m
     offs_dv = tl.arange(0, 128)[None, :]
-    place = place * SPLITS + split
-    tl.store(PART_LSE + place, m_i + tl.log2(l_i), mask=inside)
+    if split == 0:
+        tl.store(PART_COUNT + place, parts, mask=inside)
     if first < steps:
+        place = place * SPLITS + split
+        tl.store(PART_LSE + place, m_i + tl.log2(l_i), mask=inside)
         tl.store(PART + place[:, None] * 128 + offs_dv, acc, mask=inside[:, None])

@@ -130,6 +130,16 @@ def test_any_batch_on_gpu(p):
     check(p, "cuda")
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_sequences_share_the_device_by_length(device, page_size):
+    """One new token each; one sequence as long as all others together, one empty, more sequences than are counted at a time."""
+    count = 300 if device == "cuda" else 30
+    check({"q_lens": [1, 1, 0, *[1] * (count - 3)], "kv_lens": [1, 700, 0, *(i % 40 + 1 for i in range(count - 4)), 3000 if device == "cuda" else 900],
+           "ragged": True, "Hkv": 1, "Hq": 4, "D_QK": 32, "D_V": 16, "page_size": page_size, "located": False, "dtype": torch.bfloat16,
+           "score": "per sequence", "mask": "none", "invariant": False, "fp8": False, "seed": 3}, device)
+
+
 def batch(device, q_lens=(3, 1, 0, 9), kv_lens=(40, 7, 0, 300), dtype=torch.float32, **changes):
     """A ragged batch in pages of 16."""
     p = {"q_lens": list(q_lens), "kv_lens": list(kv_lens), "ragged": True, "Hkv": 2, "Hq": 6, "D_QK": 32, "D_V": 16, "page_size": 16,
@@ -163,8 +173,8 @@ def test_lengths_and_values_compile_nothing(device):
         cached_attention(**arguments, score_mod=mods.alibi(slopes), mask_mod=mods.sliding_window(window))
         return cache_info()
 
-    before = step(300, 3, 0.5, 20)
-    for n, B, slope, window in ((301, 3, 0.5, 20), (400, 2, 0.1, 35), (555, 4, 0.3, 100)):
+    before = step(513, 3, 0.5, 20)
+    for n, B, slope, window in ((514, 3, 0.5, 20), (600, 2, 0.1, 35), (755, 4, 0.3, 100)):
         after = step(n, B, slope, window)
     assert (after.prints, after.compiles) == (before.prints, before.compiles)
 

@@ -113,6 +113,7 @@ def test_rows_of_a_tile(q_len, group, q_block, expected):
 
 
 def test_splits():
-    """Two waves of programs, parts of 256 keys at least, and none where programs abound."""
-    assert [splits_of(n, 8, 132) for n in (100, 1024, 8192, 131072)] == [1, 4, 32, 33]
-    assert splits_of(8192, 512, 132) == 1
+    """Nearly whole waves of programs, of few parts; parts of 256 keys at least, and none where programs abound."""
+    assert [splits_of(n, 8, 132) for n in (100, 1024, 8192, 131072)] == [1, 4, 16, 16]
+    assert [splits_of(8192, n, 132) for n in (1, 64, 128, 256, 512, 5000)] == [32, 2, 1, 1, 1, 1]
+    assert splits_of(8192, 160, 132) == 4  # 4.85 waves, where 160 programs are 1.2
