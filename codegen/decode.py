@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from .cache import INFO
-from .decode_plan import BLOCK_S, FIXED_SHARE, MAX_ROWS, MAX_WAVES, MIN_SHARE, ROOM, DecodeCase, DecodePlan, plan_decode, rows_of, splits_of, vector_of
+from .decode_plan import BLOCK_S, MAX_ROWS, MIN_SHARE, DecodeCase, DecodePlan, parts_of, plan_decode, rows_of, vector_of
 from .expr import INDEX_BOUND
 from .forward_plan import LOG2_E, geometry_of
 from .kernel import architecture_of, backend_of, kernel_for, launch_fitting, multiprocessors
@@ -64,6 +64,11 @@ def refuses(q: torch.Tensor, options) -> str | None:
     return None
 
 
+def suits(q: torch.Tensor, k: torch.Tensor, options) -> bool:
+    """Is decode the kernel for a call of flex_attention that asks for none? With few keys there is nothing to split."""
+    return q.shape[2] <= MAX_QUERIES and k.shape[2] >= MIN_SHARE and refuses(q, options) is None
+
+
 def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outputs: tuple[torch.Tensor, ...], scale: float, score: tuple | None,
            mask: tuple | None, keys: tuple, lists, precision: str = "ieee", cached: Cached = NOT_CACHED) -> None:
     """Fill outputs: out (Z, Hq, Q_LEN, D_V), lse float32 (Z, Hq, Q_LEN), and max_scores like it if that is asked for.
@@ -86,16 +91,9 @@ def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outputs: tuple[tor
     rows = rows_of(2 * MAX_ROWS if cached.invariant else Q_LEN, 1 if by_head else Hq // Hkv, lists.q_block if lists else 0)
     tiles = -(-Q_LEN // rows.queries) * (Hq // rows.pack) * Z
     available = multiprocessors(device) if device.type != "cpu" else _INTERPRETED
-    splits = -(-KV_LEN // FIXED_SHARE) if cached.invariant else splits_of(KV_LEN, tiles, available)
-    many = tiles > MAX_WAVES * available
-    balanced = cached.kv_lens is not None and lists is None and not cached.invariant and not many
-    # with lengths also into one part, so that another number of sequences compiles nothing
-    split = splits > 1 or cached.invariant or (cached.kv_lens is not None and not many)
-    parts_of_all = Z * splits
-    if balanced:
-        splits = max(splits, min(ROOM, KV_LEN // MIN_SHARE))
+    split = parts_of(KV_LEN, tiles, Z, available, lengths=cached.kv_lens is not None, listed=lists is not None, invariant=cached.invariant)
     case = DecodeCase(q.dtype, q.shape[3], v.shape[3], geometry.units, geometry.aligned, lists and lists.blocks._replace(interior=True),
-                      precision, scale > 0, len(outputs) > 2, max(Q_LEN, KV_LEN) <= INDEX_BOUND, split, balanced, ragged,
+                      precision, scale > 0, len(outputs) > 2, max(Q_LEN, KV_LEN) <= INDEX_BOUND, split.room > 0, split.of_all > 0, ragged,
                       cached.kv_lens is not None, cached.kv_locs is not None, k.shape[2] if paged else 0, kv_dtype)
     key = (case, arch, *keys, rows.rows)
     plan = _plans.get(key)
@@ -107,16 +105,16 @@ def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outputs: tuple[tor
     numbers = [Hq, k.shape[0], Hq // Hkv, Q_LEN, KV_LEN, *geometry.numbers[5:],
                *((scale, LOG2_E) if plan.scale_apart else (scale * LOG2_E,)), rows.queries, rows.pack]
     parts = outputs
-    if split:
-        numbers += [splits, FIXED_SHARE if cached.invariant else MIN_SHARE, *((Z, parts_of_all) if balanced else ())]
-        parts = tuple(torch.empty((*outputs[1].shape, splits, *width), dtype=torch.float32, device=device)
+    if split.room:
+        numbers += [split.room, split.least, *((Z, split.of_all) if split.of_all else ())]
+        parts = tuple(torch.empty((*outputs[1].shape, split.room, *width), dtype=torch.float32, device=device)
                       for width in ((v.shape[3],), *[()] * (len(outputs) - 1)))
         parts += (torch.empty_like(outputs[1], dtype=torch.int32),)  # how many there are
     if paged:
         numbers.append(cached.pages.stride(0))
     if lists is not None:
         numbers += lists.numbers
-    if ragged and split:  # tokens after the last sequence's
+    if ragged and split.room:  # tokens after the last sequence's
         parts[-1].zero_()
     elif ragged:
         outputs[1].fill_(float("-inf"))
@@ -124,13 +122,13 @@ def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outputs: tuple[tor
     args = (k, v, q, *parts, *cached.pointers, *numbers, *(lists.tables if lists else ()),
             *mod_values(plan, score and score[1], mask and mask[1]))
     kernel = kernel_for(plan.spec)
-    grid = (tiles // Z, parts_of_all + Z) if balanced else (tiles, splits if split else 1)
+    grid = (tiles // Z, split.of_all + Z) if split.of_all else (tiles, max(split.room, 1))
     launch_fitting(plan, lambda tile: kernel.launch(grid, args, device, (tile.BLOCK_M, tile.BLOCK_N), num_warps=tile.num_warps,
                                                     num_stages=tile.num_stages), _with_fewer_keys)
-    if split:
+    if split.room:
         middle, inner = outputs[1].shape[-2:]
         strides = (0, out.stride(2), out.stride(1)) if ragged else out.stride()[:3]
-        kernel_for(plan.combine).launch((outputs[1].numel(),), (*parts, *outputs, middle, inner, splits, *strides), device, (BLOCK_S,),
+        kernel_for(plan.combine).launch((outputs[1].numel(),), (*parts, *outputs, middle, inner, split.room, *strides), device, (BLOCK_S,),
                                         num_warps=4, num_stages=1)
 
 

@@ -98,6 +98,26 @@ def splits_of(keys: int, programs: int, multiprocessors: int) -> int:
     return min(range(1, max(1, min(MAX_WAVES * multiprocessors // programs, keys // MIN_SHARE)) + 1), key=time)
 
 
+class Parts(NamedTuple):
+    """Into how many parts keys are split."""
+
+    room: int  # of one sequence at most; 0: not split
+    least: int = MIN_SHARE  # keys of a part
+    of_all: int = 0  # of all sequences together, where their lengths decide
+
+
+def parts_of(keys: int, programs: int, sequences: int, multiprocessors: int, *, lengths: bool, listed: bool, invariant: bool) -> Parts:
+    """How to split. `lengths`: sequences have numbers of keys of their own; `listed`: block lists say which; `invariant`: a sequence's
+    parts must not depend on the others."""
+    if invariant:
+        return Parts(-(-keys // FIXED_SHARE), FIXED_SHARE)
+    splits = splits_of(keys, programs, multiprocessors)
+    if not lengths or programs > MAX_WAVES * multiprocessors:
+        return Parts(splits if splits > 1 else 0)
+    # with lengths also into one part, so that another number of sequences compiles nothing
+    return Parts(splits) if listed else Parts(max(splits, min(ROOM, keys // MIN_SHARE)), of_all=sequences * splits)
+
+
 def plan_decode(case: DecodeCase, backend: str, arch: str, score: Mod | None, mask: Mod | None, rows: int) -> DecodePlan:
     """The plan for a backend ("cuda", "hip", "cpu"), a row of the tile tables, and tiles of so many rows."""
     target = Target(backend, dtype_name(case.dtype), case.exact_indices, packed_heads=True)
@@ -118,7 +138,8 @@ def _spec(case: DecodeCase, backend: str, score: ModText | None, mask: ModText |
         numbers += STRIDES[t][:3] if unit else STRIDES[t]
     numbers += STRIDES["o"]
     numbers += ["SM_SCALE", "TO_LOG2"] if scale_apart else ["TO_LOG2"]
-    numbers += ["QUERIES", "PACK", *(["SPLITS", "MIN_SHARE"] if case.split else []), *(["Z", "PARTS"] if case.balanced else []), *(["stride_pages"] if case.page_size else [])]
+    numbers += ["QUERIES", "PACK", *(["SPLITS", "MIN_SHARE"] if case.split else []), *(["Z", "PARTS"] if case.balanced else [])]
+    numbers += ["stride_pages"] if case.page_size else []
     if blocks:
         numbers += ["mask_stride_z", "mask_stride_h", "mask_columns"] + (["full_mask_columns"] if blocks.has_full else [])
     block_args = ["K", *(["PAGES", "stride_kz"] if case.page_size else []), "stride_kn", *([] if units[1] else ["stride_kd"]),

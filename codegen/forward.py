@@ -167,10 +167,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sco
         lse.fill_(float("-inf"))
         return out, lse, max_scores.fill_(float("-inf")) if output_max else None
 
-    if options.backend == "DECODE":
-        reason = decode.refuses(q, options)
-        if reason:
-            raise ValueError(f"kernel_options['BACKEND'] is 'TRITON_DECODE', but {reason}; leave BACKEND out")
+    if decodes(q, k, options):
         decode.decode(q, k, v, (out, lse, max_scores) if output_max else (out, lse), scale, score, mask, (score_key, mask_key), lists,
                       options.float32_precision)
         return out, lse, max_scores
@@ -201,6 +198,16 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sco
             _ready.clear()
         _ready[call] = _Ready(plan, variant.function, grid, numbers, out)
     return out, lse, max_scores
+
+
+def decodes(q: torch.Tensor, k: torch.Tensor, options: Options) -> bool:
+    """Is the kernel for few queries to serve a call? Raises ValueError if it cannot and the user asks for it."""
+    if options.backend == "DECODE":
+        reason = decode.refuses(q, options)
+        if reason:
+            raise ValueError(f"kernel_options['BACKEND'] is 'TRITON_DECODE', but {reason}; leave BACKEND out")
+        return True
+    return options.backend is None and decode.suits(q, k, options)
 
 
 def _is_plain(addresses: tuple[int, ...], args: tuple | list) -> bool:

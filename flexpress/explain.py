@@ -18,8 +18,8 @@ def explain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_m
         forward   GLUON
         backward  TRITON: deterministic: programs add to dQ in any order
 
-    "GLUON" are the kernels for sm_90 alone, "TRITON" the portable ones, "DECODE" the one for few queries, where it is asked for. The
-    arguments are those of flex_attention; tensors that want gradients (requires_grad), captured ones too, are taken into account.
+    "GLUON" are the kernels for sm_90 alone, "TRITON" the portable ones, "DECODE" the one for few queries. The arguments are
+    those of flex_attention; tensors that want gradients (requires_grad), captured ones too, are taken into account.
     Nothing is compiled or run but what a mask_mod's block lists need; that a kernel spills too many registers, or does not compile, is
     known only after the first call.
 
@@ -29,7 +29,7 @@ def explain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_m
         query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod)
     keys = forward.keys_of(score, mask, (*q.shape[:3], k.shape[2]))
     _, _, arch, reason = forward.case_of(q, k, v, scale, lists, options, False, *keys)
-    lines = ["forward   DECODE" if options.backend == "DECODE" else _line("forward", reason)]
+    lines = ["forward   DECODE" if forward.decodes(q, k, options) else _line("forward", reason)]
     captured = score[1][:len(score[0].tensors)] if score else []
     if any(t.requires_grad for t in (q, k, v, *captured)):
         wanted = frozenset(i for i, t in enumerate(captured) if t.requires_grad)

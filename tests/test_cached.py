@@ -134,8 +134,8 @@ def test_any_batch_on_gpu(p):
 @pytest.mark.parametrize("page_size", [0, 16])
 def test_sequences_share_the_device_by_length(device, page_size):
     """One new token each; one sequence as long as all others together, one empty, more sequences than are counted at a time."""
-    count = 300 if device == "cuda" else 30
-    check({"q_lens": [1, 1, 0, *[1] * (count - 3)], "kv_lens": [1, 700, 0, *(i % 40 + 1 for i in range(count - 4)), 3000 if device == "cuda" else 900],
+    count, longest = (300, 3000) if device == "cuda" else (30, 900)
+    check({"q_lens": [1, 1, 0, *[1] * (count - 3)], "kv_lens": [1, 700, 0, *(i % 40 + 1 for i in range(count - 4)), longest],
            "ragged": True, "Hkv": 1, "Hq": 4, "D_QK": 32, "D_V": 16, "page_size": page_size, "located": False, "dtype": torch.bfloat16,
            "score": "per sequence", "mask": "none", "invariant": False, "fp8": False, "seed": 3}, device)
 

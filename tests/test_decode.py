@@ -101,6 +101,14 @@ def test_what_it_does_not_serve_is_an_error():
     assert explain(q[:, :, :1], q, q, kernel_options=OPTIONS).startswith("forward   DECODE")
 
 
+def test_chosen_for_few_queries_and_many_keys():
+    q, k = torch.randn(1, 1, 17, 16), torch.randn(1, 1, 256, 16)
+    assert explain(q[:, :, :16], k, k).startswith("forward   DECODE")
+    for few, keys, options in ((q, k, {}), (q[:, :, :16], k[:, :, :255], {}), (q[:, :, :16], k, {"BLOCK_M": 16}),
+                               (q[:, :, :16], k, {"BACKEND": "TRITON"})):
+        assert explain(few, keys, keys, kernel_options=options).startswith("forward   TRITON")
+
+
 @pytest.mark.parametrize("q_len, group, q_block, expected", [
     (1, 4, 0, (1, 4)), (1, 1, 0, (1, 1)), (16, 4, 128, (16, 4)), (500, 4, 128, (16, 4)), (500, 1, 16, (16, 1)), (3, 7, 0, (4, 7)),
     (1, 71, 0, (1, 71)), (1, 142, 0, (1, 71)), (500, 12, 128, (4, 12)), (2, 128, 0, (1, 128)),

@@ -17,7 +17,9 @@ GOLDEN = {  # at most 8: a change of a template is read here, everything else is
         dtype="float32", head_dim=64, use_tma=False
     ),  # examples/minimal.md
     "forward_causal_d128_bf16_tma": lambda: preview(*make("causal")),
-    "decode_alibi_paged_d128_bf16": lambda: decode_compilations("sm_90", *make("alibi"), page_size=16, lengths=True, balanced=True)["decode"].spec,
+    "decode_alibi_paged_d128_bf16": lambda: decode_compilations(
+        "sm_90", *make("alibi"), page_size=16, lengths=True, balanced=True
+    )["decode"].spec,
     "backward_dkv_softcap_causal_d128_bf16": lambda: backward_compilations("sm_90", *make("softcap", "causal"))["dkv"].spec,
     "backward_dq_relative_bias_d64_fp32": lambda: backward_compilations(
         "sm_90", *make("relative_bias"), dtype="float32", head_dim=64, captured=True
