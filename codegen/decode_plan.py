@@ -112,10 +112,9 @@ def parts_of(keys: int, programs: int, sequences: int, multiprocessors: int, *, 
     if invariant:
         return Parts(-(-keys // FIXED_SHARE), FIXED_SHARE)
     splits = splits_of(keys, programs, multiprocessors)
-    if not lengths or programs > MAX_WAVES * multiprocessors:
-        return Parts(splits if splits > 1 else 0)
-    # with lengths also into one part, so that another number of sequences compiles nothing
-    return Parts(splits) if listed else Parts(max(splits, min(ROOM, keys // MIN_SHARE)), of_all=sequences * splits)
+    if lengths and not listed and programs <= MAX_WAVES * multiprocessors:
+        return Parts(max(splits, min(ROOM, keys // MIN_SHARE)), of_all=sequences * splits)
+    return Parts(splits if splits > 1 else 0)
 
 
 def plan_decode(case: DecodeCase, backend: str, arch: str, score: Mod | None, mask: Mod | None, rows: int) -> DecodePlan:

@@ -11,6 +11,7 @@ import functools
 import os
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -38,13 +39,24 @@ class TensorLayout:
 
 
 @dataclass(frozen=True, slots=True)
+class Statement:
+    """`name = value`, the user's line that it comes from, and on which symbols the value depends."""
+
+    name: str
+    value: str
+    source: SourceLine | None
+    varies: frozenset[str]
+    loads: bool = False  # does it read memory
+
+
+@dataclass(frozen=True, slots=True)
 class Snippet:
     """Statements that compute a mod, and what they need around them.
 
-    gradient_lines compute `gradients`, one text per gradient that was asked for; they may use the temporaries of `lines`.
+    gradient_lines compute `gradients`, one text per gradient that was asked for; they may use the temporaries of `statements`.
     """
 
-    lines: tuple[str, ...]
+    statements: tuple[Statement, ...]
     result: str
     helpers: tuple[str, ...]  # names of macros in templates/_helpers.jinja
     libdevice: bool
@@ -106,6 +118,17 @@ def compute_dtype(dtype: torch.dtype) -> str:
     return "int1" if dtype == torch.bool else str(dtype).removeprefix("torch.")
 
 
+def lines_of(statements: Iterable[Statement]) -> tuple[str, ...]:
+    """Statements as they stand in a kernel, below the user's lines that they come from."""
+    lines, last = [], None
+    for s in statements:
+        if s.source is not None and s.source != last:
+            lines.append(f"# {provenance(s.source)}")
+            last = s.source
+        lines.append(f"{s.name} = {s.value}")
+    return tuple(lines)
+
+
 def literal_text(value) -> str:
     """A Python literal for a number, infinities and NaN included."""
     if isinstance(value, float) and (value != value or abs(value) == float("inf")):
@@ -119,21 +142,20 @@ class _Printer:
         self.graph, self.names, self.layouts, self.target, self.prefix = graph, names, layouts, target, prefix
         self.tl = target.module
         self.loads = loads_of(graph)
-        self.lines: list[str] = []
+        self.statements: list[Statement] = []
+        self.varies: dict[int, frozenset[str]] = {}  # per node: the symbols that it depends on
+        self.node: Expr | None = None  # that is being printed
         self.helpers: dict[str, None] = {}
         self.libdevice = False
         self.text: dict[int, str] = {}
         self.count = 0
         self.places: dict[int, tuple[str, str]] = {}  # per load: its offset and what must hold for it
-        self.last_source: SourceLine | None = None
 
-    def statement(self, text: str, source: SourceLine | None) -> str:
-        if source is not None and source != self.last_source:
-            self.lines.append(f"# {provenance(source)}")
-            self.last_source = source
+    def statement(self, text: str, source: SourceLine | None, *, loads: bool = False) -> str:
         name = f"{self.prefix}_{self.count}"
         self.count += 1
-        self.lines.append(f"{name} = {text}")
+        varies = frozenset({*MASK_SYMBOLS, "score"}) if self.node is None else self.varies[id(self.node)]
+        self.statements.append(Statement(name, text, source, varies, loads))
         return name
 
     def operand(self, node: Expr, dtype: torch.dtype) -> str:
@@ -237,18 +259,21 @@ class _Printer:
         if gradients:
             uses[id(root)] += 1
         self.print_nodes(forward, uses)
+        self.node = None
         result = self.operand(root, torch.float32 if self.graph.kind == "score" else root.dtype)
         result = self._full_tile(root, result, shape)
         if not result.isidentifier():
             result = self.statement(_strip(result), root.source)
-        lines, self.lines, self.last_source = self.lines, [], None
+        statements, self.statements = self.statements, []
         self.print_nodes(backward, uses)
         found = tuple(self._full_tile(g, self.operand(g, torch.float32), shape) for g in gradients)
         where = tuple(self.places[id(load)] for load in places)
-        return Snippet(tuple(lines), result, tuple(self.helpers), self.libdevice, tuple(self.lines), found, where)
+        return Snippet(tuple(statements), result, tuple(self.helpers), self.libdevice, lines_of(self.statements), found, where)
 
     def print_nodes(self, nodes: list[Expr], uses: Counter) -> None:
         for node in nodes:
+            self.node = node
+            self.varies[id(node)] = frozenset({node.attr} if node.op == "symbol" else ()).union(*(self.varies[id(a)] for a in node.args))
             if node.op == "symbol":
                 self.text[id(node)] = self.names[node.attr]
             elif node.op == "literal":
@@ -258,7 +283,7 @@ class _Printer:
             else:
                 text = self.load(node) if node.op == "load" else self.cast(node) if node.op == "cast" else self.operation(node)
                 if not text.isidentifier() and (uses[id(node)] > 1 or node.op == "load" or len(text) > _WIDTH):
-                    text = self.statement(text, node.source)
+                    text = self.statement(text, node.source, loads=node.op == "load")
                 self.text[id(node)] = text
 
     def _full_tile(self, root: Expr, text: str, shape: str) -> str:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import functools
 import re
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from .expr import MASK_SYMBOLS, Expr, ModGraph, value_range, walk
-from .lower import Snippet, Target, TensorLayout, is_gather, loads_of, lower
+from .lower import Snippet, Statement, Target, TensorLayout, is_gather, lines_of, loads_of, lower
 
 _FIND = {
     "value": lambda value, dim: value,
@@ -70,19 +71,52 @@ class GradientText:
     captured: tuple[CapturedGradient, ...]
 
 
+class Stages(NamedTuple):
+    """The lines of a mod by when a kernel can run them, and the names of what the first two stages leave for the rest."""
+
+    once: tuple[str, ...]
+    ahead: tuple[str, ...]
+    rest: tuple[str, ...]
+    once_names: tuple[str, ...]
+    ahead_names: tuple[str, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class ModText:
     """A lowered mod as a template sees it. `recipe` says how to find each of `args` at launch (see `ModText.values`)."""
 
     kind: str
     name: str
-    lines: tuple[str, ...]
+    statements: tuple[Statement, ...]
     result: str
     helpers: tuple[str, ...]
     libdevice: bool
     args: tuple[str, ...]
     recipe: tuple[tuple, ...]
     gradient: GradientText | None = None
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        return lines_of(self.statements)
+
+    def staged(self, fixed: str, moving: str | None = None) -> Stages:
+        """For a loop over blocks in which `fixed`, q_idx or kv_idx, stays the same and `moving` does not: what reads memory by `fixed` can
+        do so `once`, before the loop, and what reads by `moving` `ahead` of a block's scores. (Triton moves such loads by itself, Gluon
+        does not.) A stage that reads nothing is empty."""
+        def take(symbols: set[str], among: list[Statement]) -> list[Statement]:
+            found = [s for s in among if s.varies <= symbols]
+            return found if any(s.loads for s in found) else []
+
+        once = take({"b", "h", fixed}, list(self.statements))
+        ahead = take({"b", "h", moving}, [s for s in self.statements if s not in once]) if moving else []
+        rest = [s for s in self.statements if s not in once and s not in ahead]
+        later = [*(s.value for s in rest), self.result]
+        if self.gradient:
+            later += [*self.gradient.lines, self.gradient.score]
+            later += [text for c in self.gradient.captured for text in (c.text, c.offset, c.checks)]
+        words = set(re.findall(r"\w+", "\n".join(later)))
+        names = [tuple(s.name for s in stage if s.name in words) for stage in (once, ahead)]
+        return Stages(lines_of(once), lines_of(ahead), lines_of(rest), *names)
 
     def values(self, captured: list) -> list:
         """The kernel arguments, in the order of `args`, from the mod's captured values (tensors, then numbers)."""
@@ -193,7 +227,8 @@ def mod_text(graph: ModGraph, layouts: tuple[TensorLayout, ...], names: dict[str
         gradients = tuple(g for g in (differential.score, *(g for _, _, g in differential.captured)) if g is not None)
     snippet: Snippet = lower(graph, names, layouts, target, prefix=graph.kind, shape=shape, gradients=gradients, places=places)
     gradient = _gradient_text(graph, layouts, differential, snippet, "gl" if target.language == "gluon" else "tl") if differential else None
-    words = set(re.findall(r"\w+", "\n".join([*snippet.lines, *snippet.gradient_lines, *(f"{o} {c}" for o, c in snippet.places)])))
+    texts = [*(s.value for s in snippet.statements), *snippet.gradient_lines, *(f"{o} {c}" for o, c in snippet.places)]
+    words = set(re.findall(r"\w+", "\n".join(texts)))
     args, recipe = [], []
     for i, capture in enumerate(graph.tensors):
         candidates = [(f"ptr_{capture.name}", ("value", i, 0))]
@@ -208,7 +243,7 @@ def mod_text(graph: ModGraph, layouts: tuple[TensorLayout, ...], names: dict[str
         if f"arg_{capture.name}" in words:
             args.append(f"arg_{capture.name}")
             recipe.append(("value", len(graph.tensors) + j, 0))
-    return ModText(graph.kind, graph.name, snippet.lines, snippet.result, snippet.helpers, snippet.libdevice,
+    return ModText(graph.kind, graph.name, snippet.statements, snippet.result, snippet.helpers, snippet.libdevice,
                    tuple(args), tuple(recipe), gradient)
 
 

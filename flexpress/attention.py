@@ -64,8 +64,8 @@ def flex_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
     return_lse      also return lse; return_aux=AuxRequest(lse=True) is the newer form
     kernel_options  BLOCK_M, BLOCK_N, num_warps, num_stages, PRESCALE_QK, ROWS_GUARANTEED_SAFE, BLOCKS_ARE_CONTIGUOUS, USE_TMA,
                     FLOAT32_PRECISION ("ieee" or "tf32"), BACKEND ("AUTO"; "TRITON" for the portable kernels; "GLUON" for the forward
-                    kernel for Hopper, or an error; "TRITON_DECODE" for that for up to 16 queries, which splits keys among programs), with or
-                    without the prefix fwd_; for the backward pass BLOCK_M1, BLOCK_N1 (of dK and dV), BLOCK_M2, BLOCK_N2 (of dQ),
+                    kernel for Hopper, or an error; "TRITON_DECODE" for that of up to 16 queries, which splits keys among programs), with
+                    or without the prefix fwd_; for the backward pass BLOCK_M1, BLOCK_N1 (of dK and dV), BLOCK_M2, BLOCK_N2 (of dQ),
                     bwd_num_warps, bwd_num_stages
     return_aux      AuxRequest(lse, max_scores)
     deterministic   gradients are bitwise equal on every run (also under torch.use_deterministic_algorithms); only gradients of captured
