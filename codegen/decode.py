@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -10,13 +11,15 @@ from .cache import INFO
 from .decode_plan import BLOCK_S, MAX_ROWS, MIN_SHARE, DecodeCase, DecodePlan, parts_of, plan_decode, rows_of, vector_of
 from .expr import INDEX_BOUND
 from .forward_plan import LOG2_E, geometry_of
-from .kernel import architecture_of, backend_of, kernel_for, launch_fitting, multiprocessors
+from .kernel import architecture_of, backend_of, is_plain, kernel_for, launch_fitting, multiprocessors, on
 from .spec import mod_values
 from .tiles import Tile, next_smaller
 
 MAX_QUERIES = 16  # of a call without a cache; more of them keep the device busy without splitting keys
 _INTERPRETED = 4  # multiprocessors of the interpreter: keys are split there, too
 _plans: dict[tuple, DecodePlan] = {}
+_prepared: dict[tuple, _Prepared] = {}
+_PREPARED = 1024
 
 
 @dataclass(frozen=True)
@@ -47,12 +50,21 @@ class Cached:
         return tuple(t for t in found if t is not None)
 
 
+    @property
+    def structure(self) -> tuple:
+        """All but addresses."""
+        pages = self.pages is not None and (self.pages.shape[1], self.pages.stride(0))
+        return (self.cu_q is not None and self.cu_q.shape[0], self.max_q, self.kv_lens is None, self.kv_locs is None, pages,
+                self.k_scales is None, self.invariant)
+
+
 NOT_CACHED = Cached()
 
 
 def clear() -> None:
     """Forget every plan."""
     _plans.clear()
+    _prepared.clear()
 
 
 def refuses(q: torch.Tensor, options) -> str | None:
@@ -69,6 +81,18 @@ def suits(q: torch.Tensor, k: torch.Tensor, options) -> bool:
     return q.shape[2] <= MAX_QUERIES and k.shape[2] >= MIN_SHARE and refuses(q, options) is None
 
 
+@dataclass
+class _Prepared:
+    """What is decided of a call by everything but addresses and what its mods capture."""
+
+    plan: DecodePlan
+    grid: tuple[int, int]
+    numbers: list
+    sizes: list[int]  # elements of PART, PART_LSE, (PART_MAX,) PART_COUNT; none if keys are not split
+    combine_numbers: tuple[int, ...]
+    functions: tuple = ()  # the compiled kernels for aligned tensors and numbers of 32 bits
+
+
 def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outputs: tuple[torch.Tensor, ...], scale: float, score: tuple | None,
            mask: tuple | None, keys: tuple, lists, precision: str = "ieee", cached: Cached = NOT_CACHED) -> None:
     """Fill outputs: out (Z, Hq, Q_LEN, D_V), lse float32 (Z, Hq, Q_LEN), and max_scores like it if that is asked for.
@@ -78,6 +102,54 @@ def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outputs: tuple[tor
 
     keys   what of the bound score_mod and mask_mod changes a kernel
     """
+    out, device = outputs[0], q.device
+    call = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), out.stride(), q.dtype, k.dtype, device, scale, *keys,
+            lists and lists.structure, precision, len(outputs), *cached.structure)
+    found = _prepared.get(call)
+    if found is not None:
+        INFO.hits += 1
+    else:
+        if len(_prepared) >= _PREPARED:
+            _prepared.clear()
+        found = _prepared[call] = _prepare(q, k, v, outputs, scale, keys, lists, precision, cached)
+    plan, ragged = found.plan, cached.cu_q is not None
+    buffer = torch.empty(sum(found.sizes), dtype=torch.float32, device=device) if found.sizes else None
+    if ragged and found.sizes:  # tokens after the last sequence's have no parts
+        buffer[-found.sizes[-1]:].zero_()
+    elif ragged:
+        outputs[1].fill_(float("-inf"))
+        out.zero_()
+    tables = lists.tables if lists else ()
+    mods = mod_values(plan, score and score[1], mask and mask[1])
+    if found.functions:
+        written = [t.data_ptr() for t in outputs]
+        parts = [*accumulate(found.sizes[:-1], lambda at, size: at + 4 * size, initial=buffer.data_ptr())] if found.sizes else written
+        addresses = [k.data_ptr(), v.data_ptr(), q.data_ptr(), *parts, *(t.data_ptr() for t in cached.pointers)]
+        if is_plain((*addresses, *written), (*tables, *mods)):
+            more = [m.data_ptr() if isinstance(m, torch.Tensor) else m for m in (*tables, *mods)]
+            with on(device):
+                stream = torch._C._cuda_getCurrentRawStream(device.index)
+                found.functions[0].launch_plain(*found.grid, 1, stream, [*addresses, *found.numbers, *more])
+                if found.sizes:
+                    found.functions[1].launch_plain(outputs[1].numel(), 1, 1, stream, [*parts, *written, *found.combine_numbers])
+            return
+    parts = outputs
+    if found.sizes:
+        *sums, count = buffer.split(found.sizes)
+        parts = (*sums, count.view(torch.int32))
+    args = (k, v, q, *parts, *cached.pointers, *found.numbers, *tables, *mods)
+    kernel, combine = kernel_for(plan.spec), plan.combine and kernel_for(plan.combine)
+    variants = [launch_fitting(plan, lambda tile: kernel.launch(found.grid, args, device, (tile.BLOCK_M, tile.BLOCK_N),
+                                                                num_warps=tile.num_warps, num_stages=tile.num_stages), _with_fewer_keys)]
+    if found.sizes:
+        variants.append(combine.launch((outputs[1].numel(),), (*parts, *outputs, *found.combine_numbers), device, (BLOCK_S,), num_warps=4,
+                                       num_stages=1))
+    if all(getattr(variant, "function", None) for variant in variants) and is_plain((), (*args, out, *found.combine_numbers)):
+        found.functions = tuple(variant.function for variant in variants)
+
+
+def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outputs: tuple[torch.Tensor, ...], scale: float, keys: tuple, lists,
+             precision: str, cached: Cached) -> _Prepared:
     out, device, arch = outputs[0], q.device, architecture_of(q.device)
     Hkv = k.shape[1]
     ragged, paged = cached.cu_q is not None, cached.pages is not None
@@ -97,39 +169,24 @@ def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outputs: tuple[tor
                       cached.kv_lens is not None, cached.kv_locs is not None, k.shape[2] if paged else 0, kv_dtype)
     key = (case, arch, *keys, rows.rows)
     plan = _plans.get(key)
-    if plan is not None:
-        INFO.hits += 1
-    else:
+    if plan is None:
         plan = _plans[key] = plan_decode(case, backend_of(device.type), arch, *keys, rows.rows)
-
     numbers = [Hq, k.shape[0], Hq // Hkv, Q_LEN, KV_LEN, *geometry.numbers[5:],
                *((scale, LOG2_E) if plan.scale_apart else (scale * LOG2_E,)), rows.queries, rows.pack]
-    parts = outputs
+    sizes, combine_numbers = [], ()
     if split.room:
         numbers += [split.room, split.least, *((Z, split.of_all) if split.of_all else ())]
-        parts = tuple(torch.empty((*outputs[1].shape, split.room, *width), dtype=torch.float32, device=device)
-                      for width in ((v.shape[3],), *[()] * (len(outputs) - 1)))
-        parts += (torch.empty_like(outputs[1], dtype=torch.int32),)  # how many there are
+        count = outputs[1].numel()
+        sizes = [count * split.room * n for n in (v.shape[3], *[1] * (len(outputs) - 1))] + [count]
+        sizes = [-(-n // 4) * 4 for n in sizes]  # each aligned to 16 bytes
+        strides = (0, out.stride(2), out.stride(1)) if ragged else out.stride()[:3]
+        combine_numbers = (*outputs[1].shape[-2:], split.room, *strides)
     if paged:
         numbers.append(cached.pages.stride(0))
     if lists is not None:
         numbers += lists.numbers
-    if ragged and split.room:  # tokens after the last sequence's
-        parts[-1].zero_()
-    elif ragged:
-        outputs[1].fill_(float("-inf"))
-        out.zero_()
-    args = (k, v, q, *parts, *cached.pointers, *numbers, *(lists.tables if lists else ()),
-            *mod_values(plan, score and score[1], mask and mask[1]))
-    kernel = kernel_for(plan.spec)
     grid = (tiles // Z, split.of_all + Z) if split.of_all else (tiles, max(split.room, 1))
-    launch_fitting(plan, lambda tile: kernel.launch(grid, args, device, (tile.BLOCK_M, tile.BLOCK_N), num_warps=tile.num_warps,
-                                                    num_stages=tile.num_stages), _with_fewer_keys)
-    if split.room:
-        middle, inner = outputs[1].shape[-2:]
-        strides = (0, out.stride(2), out.stride(1)) if ragged else out.stride()[:3]
-        kernel_for(plan.combine).launch((outputs[1].numel(),), (*parts, *outputs, middle, inner, split.room, *strides), device, (BLOCK_S,),
-                                        num_warps=4, num_stages=1)
+    return _Prepared(plan, grid, numbers, sizes, combine_numbers)
 
 
 def _with_fewer_keys(tile: Tile) -> Tile | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 import warnings
 from dataclasses import dataclass
 
@@ -12,11 +11,10 @@ import triton
 
 from . import decode
 from .cache import INFO
-from .capture import fits_int32
 from .expr import INDEX_BOUND, ModGraph
 from .forward_plan import LOG2_E, Blocks, ForwardCase, Geometry, Options, Plan, geometry_of, plan_forward, wants_tma
 from .hopper_plan import SPILL_LIMIT, HopperPlan, fits, heads_per_group, plan_hopper_forward, worthwhile
-from .kernel import Kernel, architecture_of, backend_of, counter, kernel_for, launch_fitting, multiprocessors, on
+from .kernel import Kernel, architecture_of, backend_of, counter, is_plain, kernel_for, launch_fitting, multiprocessors, on
 from .spec import layouts_of, mod_values
 from .tma import descriptor
 
@@ -99,7 +97,7 @@ class _Ready:
         mods = mod_values(self.plan, score, mask)
         tables = lists.addresses if lists else ()
         inputs = [k.data_ptr(), v.data_ptr(), q.data_ptr()]
-        if not _is_plain((*inputs, *tables), mods):
+        if not is_plain((*inputs, *tables), mods):
             return None
         out = torch.empty_strided(self.out_shape, self.out_strides, dtype=q.dtype, device=q.device)
         lse = torch.empty(self.out_shape[:3], dtype=torch.float32, device=q.device)
@@ -193,7 +191,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sco
     except Unusable as why:
         _refused[case, arch, score_key, mask_key] = str(why)
         return forward(q, k, v, scale, score, mask, lists, options, output_max=output_max)
-    if getattr(variant, "function", None) and _is_plain((), (q, k, v, *tables, *numbers, *mods)):
+    if getattr(variant, "function", None) and is_plain((), (q, k, v, *tables, *numbers, *mods)):
         if len(_ready) >= _READY:
             _ready.clear()
         _ready[call] = _Ready(plan, variant.function, grid, numbers, out)
@@ -208,17 +206,6 @@ def decodes(q: torch.Tensor, k: torch.Tensor, options: Options) -> bool:
             raise ValueError(f"kernel_options['BACKEND'] is 'TRITON_DECODE', but {reason}; leave BACKEND out")
         return True
     return options.backend is None and decode.suits(q, k, options)
-
-
-def _is_plain(addresses: tuple[int, ...], args: tuple | list) -> bool:
-    """Are addresses, and the tensors among arguments, 16-byte aligned, and do the integers fit into 32 bits?"""
-    bits = functools.reduce(operator.or_, addresses, 0)
-    for arg in args:
-        if isinstance(arg, torch.Tensor):
-            bits |= arg.data_ptr()
-        elif not fits_int32(arg):
-            return False
-    return bits % 16 == 0
 
 
 def case_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, lists: BlockLists | None, options: Options,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 
 import torch
 
 from . import binary, cache, interpret
 from .cache import INFO
+from .capture import fits_int32
 from .cuda import DoesNotFit
 from .render import render
 from .spec import KernelSpec
@@ -131,6 +133,17 @@ def launch_fitting(holder, launch: Callable[[Tile], object], smaller: Callable[[
             if tile is None:
                 raise
             holder.tile = tile
+
+
+def is_plain(addresses: tuple[int, ...], args: tuple | list) -> bool:
+    """Are addresses, and the tensors among arguments, 16-byte aligned, and do the integers fit into 32 bits?"""
+    bits = functools.reduce(operator.or_, addresses, 0)
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            bits |= arg.data_ptr()
+        elif not fits_int32(arg):
+            return False
+    return bits % 16 == 0
 
 
 @functools.cache

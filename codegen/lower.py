@@ -45,7 +45,7 @@ class Statement:
     name: str
     value: str
     source: SourceLine | None
-    varies: frozenset[str]
+    varies: tuple[str, ...]  # sorted: a spec is the same in every process
     loads: bool = False  # does it read memory
 
 
@@ -154,8 +154,8 @@ class _Printer:
     def statement(self, text: str, source: SourceLine | None, *, loads: bool = False) -> str:
         name = f"{self.prefix}_{self.count}"
         self.count += 1
-        varies = frozenset({*MASK_SYMBOLS, "score"}) if self.node is None else self.varies[id(self.node)]
-        self.statements.append(Statement(name, text, source, varies, loads))
+        varies = {*MASK_SYMBOLS, "score"} if self.node is None else self.varies[id(self.node)]
+        self.statements.append(Statement(name, text, source, tuple(sorted(varies)), loads))
         return name
 
     def operand(self, node: Expr, dtype: torch.dtype) -> str:

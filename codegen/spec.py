@@ -104,7 +104,7 @@ class ModText:
         do so `once`, before the loop, and what reads by `moving` `ahead` of a block's scores. (Triton moves such loads by itself, Gluon
         does not.) A stage that reads nothing is empty."""
         def take(symbols: set[str], among: list[Statement]) -> list[Statement]:
-            found = [s for s in among if s.varies <= symbols]
+            found = [s for s in among if symbols.issuperset(s.varies)]
             return found if any(s.loads for s in found) else []
 
         once = take({"b", "h", fixed}, list(self.statements))

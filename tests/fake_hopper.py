@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from flexpress.codegen import backward, binary, forward, kernel, tma
+from flexpress.codegen import backward, binary, decode, forward, kernel, tma
 
 
 class Variant:
@@ -28,9 +28,8 @@ class Variant:
 
 def pass_for_hopper(monkeypatch, variant: Callable[[str], Variant], multiprocessors: int = 5) -> None:
     """`variant` makes what stands for the compiled kernel with a printed file's name."""
-    for module in (kernel, forward, backward):
+    for module in (kernel, forward, backward, decode):
         monkeypatch.setattr(module, "backend_of", lambda _: "cuda")
-    for module in (kernel, forward, backward):
         monkeypatch.setattr(module, "on", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(kernel, "capability_of", lambda _: (9, 0))
     monkeypatch.setattr(binary, "obtain", lambda name, *_: (variant(name), False))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from fake_hopper import Variant, pass_for_hopper
 
-from flexpress import AuxRequest, cache_info, create_block_mask, flex_attention, mods
+from flexpress import AuxRequest, cache_info, cached_attention, create_block_mask, flex_attention, mods
 from flexpress.codegen import forward, kernel, tma
 
 
@@ -22,11 +22,15 @@ class Recorder(Variant):
 
     def launch(self, grid, args, _) -> None:
         count = sum(isinstance(a, tma.Descriptor) for a in args)
-        self.launches.append(("long", grid[0], [*self.expanded(args[:count]), *args[count:]]))
+        self.launches.append(("long", self.plain(*grid), [*self.expanded(args[:count]), *args[count:]]))
 
     def launch_plain(self, x, y, z, _, args) -> None:
-        assert (y, z) == (1, 1)
-        self.launches.append(("short", x, list(args)))
+        self.launches.append(("short", self.plain(x, y, z), list(args)))
+
+    @staticmethod
+    def plain(x: int, y: int = 1, z: int = 1) -> int | tuple[int, int]:
+        assert z == 1
+        return x if y == 1 else (x, y)
 
 
 @pytest.fixture
@@ -88,6 +92,39 @@ def test_the_short_way_has_the_same_arguments(name, backend, launches):
     first_out, second_out = (o[0] if isinstance(o, tuple) else o for o in outs[:2])
     assert first_out.stride() == second_out.stride() and first_out.dtype == second_out.dtype
     assert second[out] == second_out.data_ptr()
+
+
+CACHED = {"check": False}
+DECODE = {  # arguments, and B and D; with "check", of cached_attention
+    "one query": ({}, 1, 64),
+    "causal": ({"mask_mod": lambda b, h, q_idx, kv_idx: q_idx + 296 >= kv_idx}, 1, 64),
+    "alibi": ({"score_mod": mods.alibi(SLOPES)}, 1, 64),
+    "max scores, not split": ({"return_aux": AuxRequest(lse=True, max_scores=True)}, 40, 64),
+    "a cache": (CACHED, 2, 64),
+    "pages": (CACHED | {"page_table": torch.arange(4, dtype=torch.int32).reshape(2, 2), "score_mod": mods.alibi(SLOPES)}, 2, 64),
+    "ragged": (CACHED | {"cu_seqlens_q": torch.tensor([0, 1, 2], dtype=torch.int32), "max_q_len": 1}, 2, 20),
+}
+
+
+@pytest.mark.parametrize("name", DECODE)
+def test_few_queries_have_the_same_arguments(name, launches):
+    """Of two kernels where keys are split."""
+    arguments, B, D = DECODE[name]
+    q, k, v = tensors(length=600, B=B, D=D)
+    for _ in range(3):  # with tensors of its own each time
+        query = q[:, :, 0].clone() if "cu_seqlens_q" in arguments else q[:, :, :1].clone()
+        if "check" in arguments:
+            lengths = torch.tensor([600, 7], dtype=torch.int32)
+            cached_attention(query, k.transpose(1, 2), v.transpose(1, 2), lengths, **arguments)
+        else:
+            flex_attention(query, k, v, enable_gqa=True, **arguments)
+    kernels = 1 if "not split" in name else 2
+    found = [launch for launch in launches if len(launch[2]) > 9][-3 * kernels:]  # those of the mask aside
+    assert [way for way, *_ in found] == ["long"] * kernels + ["short"] * 2 * kernels
+    for i, (_, grid, first) in enumerate(found):
+        _, other_grid, second = found[i % kernels]
+        assert grid == other_grid and len(first) == len(second)
+        assert all(a % 16 == b % 16 == 0 and a > 1 << 30 for a, b in zip(first, second, strict=True) if a != b)  # addresses
 
 
 def test_what_the_short_way_cannot_serve(launches):
