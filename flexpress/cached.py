@@ -77,15 +77,14 @@ def cached_attention(query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.
         return (out, lse) if return_lse else out
 
     masked = mask_mod is not None or max_q > 1 or q_offset is not None  # else one query, which sees all that there is
-    if q_offset is None and (masked or score_mod is not None):
-        q_offset = kv_len - (cu_seqlens_q.diff() if ragged else q.shape[2])
+    position = _position_from(q_offset, kv_len, cu_seqlens_q, q.shape[2])
     score = mask = lists = None
     extents = (Z, Hq, max_q, KV_LEN)
     if score_mod is not None:
-        score = bind(_score_from(score_mod, q_offset), "score")
+        score = bind(_score_from(score_mod, position), "score")
         check_captured_device(score, query.device, "score_mod")
     if masked:
-        mask = bind(_causal_from(q_offset, kv_len) if mask_mod is None else _mask_from(mask_mod, q_offset, kv_len), "mask")
+        mask = bind(_causal_from(position, kv_len) if mask_mod is None else _mask_from(mask_mod, position, kv_len), "mask")
         check_captured_device(mask, query.device, "mask_mod")
         lists = automatic_lists(mask, extents=extents, device=query.device, size=(128, 128))
     decode(q, k, v, (to_fill, lse), checks.check_scale(scale, q.shape[3]), score, mask, keys_of(score, mask, extents), lists,
@@ -93,22 +92,31 @@ def cached_attention(query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.
     return (out, lse) if return_lse else out
 
 
-def _score_from(score_mod: Callable, offset: torch.Tensor) -> Callable:
+def _position_from(q_offset: torch.Tensor | None, kv_len: torch.Tensor, cu_seqlens_q: torch.Tensor | None, q_len: int) -> Callable:
+    """From a sequence's number and the number of a query in it to the query's position."""
+    if q_offset is not None:
+        return lambda b, q_idx: q_idx + q_offset[b]
+    if cu_seqlens_q is None:
+        return lambda b, q_idx: q_idx + (kv_len[b] - q_len)
+    return lambda b, q_idx: q_idx + (kv_len[b] - (cu_seqlens_q[b + 1] - cu_seqlens_q[b]))
+
+
+def _score_from(score_mod: Callable, position: Callable) -> Callable:
     def score_from(score, b, h, q_idx, kv_idx):
-        return score_mod(score, b, h, q_idx + offset[b], kv_idx)
+        return score_mod(score, b, h, position(b, q_idx), kv_idx)
 
     return score_from
 
 
-def _mask_from(mask_mod: Callable, offset: torch.Tensor, kv_len: torch.Tensor) -> Callable:
+def _mask_from(mask_mod: Callable, position: Callable, kv_len: torch.Tensor) -> Callable:
     def mask_from(b, h, q_idx, kv_idx):
-        return mask_mod(b, h, q_idx + offset[b], kv_idx) & (kv_idx < kv_len[b])
+        return mask_mod(b, h, position(b, q_idx), kv_idx) & (kv_idx < kv_len[b])
 
     return mask_from
 
 
-def _causal_from(offset: torch.Tensor, kv_len: torch.Tensor) -> Callable:
+def _causal_from(position: Callable, kv_len: torch.Tensor) -> Callable:
     def causal_from(b, h, q_idx, kv_idx):
-        return (kv_idx <= q_idx + offset[b]) & (kv_idx < kv_len[b])
+        return (kv_idx <= position(b, q_idx)) & (kv_idx < kv_len[b])
 
     return causal_from
