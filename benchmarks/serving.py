@@ -188,9 +188,9 @@ def cached(step: Step, page: int = 0) -> Attention:
     )
 
 
-def dense(step: Step, build: Callable[..., implementations.Attention], **options: Any) -> Attention:
+def dense(step: Step, build: Callable[..., implementations.Attention]) -> Attention:
     """An implementation that takes (B, H, S, D) tensors and mods which count from the first new query."""
-    attention = build(step.case, step.case.relative(step.mods), step.device, **options)
+    attention = build(step.case, step.case.relative(step.mods), step.device)
     caches = step.dense
     return lambda i: attention(step.q, *caches[i])
 
@@ -217,10 +217,7 @@ class Implementation:
 
 
 IMPLEMENTATIONS = {
-    "flexpress": Implementation(
-        partial(dense, build=implementations.flexpress, kernel_options={"BACKEND": "TRITON_DECODE"}),
-        lambda case: not case.mixed,
-    ),
+    "flexpress": Implementation(partial(dense, build=implementations.flexpress), lambda case: not case.mixed),
     "flexpress_cached": Implementation(cached),
     **{f"flexpress_paged_{page}": Implementation(partial(cached, page=page)) for page in (16, 64, 128)},
     "torch_flex": Implementation(partial(dense, build=implementations.torch_flex), lambda case: not case.mixed),
