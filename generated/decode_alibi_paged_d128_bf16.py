@@ -79,25 +79,28 @@ def decode_block_mn(
 
 
 @triton.jit
+def steps_of(z, KV_LENS, Z, KV_LEN, BLOCK_N: tl.constexpr):
+    """Blocks of keys of the sequences z; none past the last one."""
+    return tl.cdiv(tl.maximum(tl.minimum(KV_LEN, tl.load(KV_LENS + z, mask=z < Z, other=0)), 0), BLOCK_N)
+
+
+@triton.jit
 def part_of(part, KV_LENS, Z, KV_LEN, PARTS, SPLITS, least, BLOCK_N: tl.constexpr):
     """The sequence z that has part number `part` when the parts of all sequences are counted through, which of its parts that is, and how
     many it has, of `least` steps at least. z is Z if there are fewer parts."""
     total = 0
     for first in range(0, Z, 128):
-        offs_z = first + tl.arange(0, 128)
-        total += tl.sum(tl.cdiv(tl.minimum(KV_LEN, tl.load(KV_LENS + offs_z, mask=offs_z < Z, other=0)), BLOCK_N))
+        total += tl.sum(steps_of(first + tl.arange(0, 128), KV_LENS, Z, KV_LEN, BLOCK_N))
     share = tl.maximum(tl.cdiv(total, PARTS), least)  # so there are at most PARTS + Z parts
     z, before, upto = 0, 0, 0
     for first in range(0, Z, 128):
         offs_z = first + tl.arange(0, 128)
-        steps = tl.cdiv(tl.minimum(KV_LEN, tl.load(KV_LENS + offs_z, mask=offs_z < Z, other=0)), BLOCK_N)
-        parts = tl.where(offs_z < Z, tl.maximum(tl.minimum(tl.cdiv(steps, share), SPLITS), 1), 0)  # an empty sequence has one, too
-        ends = upto + tl.cumsum(parts, 0)
+        parts = tl.minimum(tl.cdiv(steps_of(offs_z, KV_LENS, Z, KV_LEN, BLOCK_N), share), SPLITS)
+        ends = upto + tl.cumsum(tl.where(offs_z < Z, tl.maximum(parts, 1), 0), 0)  # an empty sequence has one, too
         z += tl.sum(((ends <= part) & (offs_z < Z)).to(tl.int32))
         before = tl.maximum(before, tl.max(tl.where(ends <= part, ends, 0)))
-        upto += tl.sum(parts)
-    steps = tl.cdiv(tl.minimum(KV_LEN, tl.load(KV_LENS + z, mask=z < Z, other=0)), BLOCK_N)
-    return z, part - before, tl.maximum(tl.minimum(tl.cdiv(steps, share), SPLITS), 1)
+        upto = tl.max(ends)
+    return z, part - before, tl.maximum(tl.minimum(tl.cdiv(steps_of(z, KV_LENS, Z, KV_LEN, BLOCK_N), share), SPLITS), 1)
 
 
 @triton.jit(
