@@ -90,7 +90,27 @@ class _Prepared:
     numbers: list
     sizes: list[int]  # elements of PART, PART_LSE, (PART_MAX,) PART_COUNT; none if keys are not split
     combine_numbers: tuple[int, ...]
-    functions: tuple = ()  # the compiled kernels for aligned tensors and numbers of 32 bits
+    functions: tuple = ()  # the compiled kernels for aligned tensors and numbers of 32 bits, once they have run
+
+    def launch(self, read: tuple, buffer: torch.Tensor | None, outputs: tuple[torch.Tensor, ...], rest: tuple) -> bool:
+        """The short way: pack addresses and launch. False if `functions` do not serve these tensors and numbers.
+
+        read    k, v, q and the tensors that say where sequences are; buffer, the memory for parts, stands behind the first three
+        rest    block lists and what mods capture
+        """
+        written = [t.data_ptr() for t in outputs]
+        parts = [*accumulate(self.sizes[:-1], lambda at, size: at + 4 * size, initial=buffer.data_ptr())] if self.sizes else written
+        addresses = [t.data_ptr() for t in read]
+        if not is_plain((*addresses, *parts, *written), rest):
+            return False
+        device = outputs[0].device
+        values = [t.data_ptr() if isinstance(t, torch.Tensor) else t for t in rest]
+        with on(device):
+            stream = torch._C._cuda_getCurrentRawStream(device.index)
+            self.functions[0].launch_plain(*self.grid, 1, stream, [*addresses[:3], *parts, *addresses[3:], *self.numbers, *values])
+            if self.sizes:
+                self.functions[1].launch_plain(outputs[1].numel(), 1, 1, stream, [*parts, *written, *self.combine_numbers])
+        return True
 
 
 def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outputs: tuple[torch.Tensor, ...], scale: float, score: tuple | None,
@@ -119,25 +139,14 @@ def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outputs: tuple[tor
     elif ragged:
         outputs[1].fill_(float("-inf"))
         out.zero_()
-    tables = lists.tables if lists else ()
-    mods = mod_values(plan, score and score[1], mask and mask[1])
-    if found.functions:
-        written = [t.data_ptr() for t in outputs]
-        parts = [*accumulate(found.sizes[:-1], lambda at, size: at + 4 * size, initial=buffer.data_ptr())] if found.sizes else written
-        addresses = [k.data_ptr(), v.data_ptr(), q.data_ptr(), *parts, *(t.data_ptr() for t in cached.pointers)]
-        if is_plain((*addresses, *written), (*tables, *mods)):
-            more = [m.data_ptr() if isinstance(m, torch.Tensor) else m for m in (*tables, *mods)]
-            with on(device):
-                stream = torch._C._cuda_getCurrentRawStream(device.index)
-                found.functions[0].launch_plain(*found.grid, 1, stream, [*addresses, *found.numbers, *more])
-                if found.sizes:
-                    found.functions[1].launch_plain(outputs[1].numel(), 1, 1, stream, [*parts, *written, *found.combine_numbers])
-            return
+    rest = (*(lists.tables if lists else ()), *mod_values(plan, score and score[1], mask and mask[1]))
+    if found.functions and found.launch((k, v, q, *cached.pointers), buffer, outputs, rest):
+        return
     parts = outputs
     if found.sizes:
         *sums, count = buffer.split(found.sizes)
         parts = (*sums, count.view(torch.int32))
-    args = (k, v, q, *parts, *cached.pointers, *found.numbers, *tables, *mods)
+    args = (k, v, q, *parts, *cached.pointers, *found.numbers, *rest)
     kernel, combine = kernel_for(plan.spec), plan.combine and kernel_for(plan.combine)
     variants = [launch_fitting(plan, lambda tile: kernel.launch(found.grid, args, device, (tile.BLOCK_M, tile.BLOCK_N),
                                                                 num_warps=tile.num_warps, num_stages=tile.num_stages), _with_fewer_keys)]
