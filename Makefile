@@ -1,5 +1,5 @@
 # make demo      set up .venv and show what Flexpress does
-# make test      set up .venv and run the tests that need no GPU
+# make test      set up .venv and run the tests that need no GPU, in two processes
 # make test-gpu  the tests on a GPU
 # make sanitize  every template under compute-sanitizer, on a GPU
 # make golden    print generated/ anew; read the diff
@@ -33,7 +33,7 @@ demo: venv
 	$(BIN)/python -m flexpress demo
 
 test: venv
-	$(BIN)/python -m pytest -q $(PYTEST)
+	$(BIN)/python -m pytest -q -n 2 $(PYTEST)
 
 test-gpu: venv
 	$(BIN)/python -m pytest -q -m gpu $(PYTEST)
