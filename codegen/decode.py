@@ -11,7 +11,7 @@ from .cache import INFO
 from .decode_plan import BLOCK_S, MAX_ROWS, MIN_SHARE, DecodeCase, DecodePlan, parts_of, plan_decode, rows_of, vector_of
 from .expr import INDEX_BOUND
 from .forward_plan import LOG2_E, geometry_of
-from .kernel import architecture_of, backend_of, is_plain, kernel_for, launch_fitting, multiprocessors, on
+from .kernel import architecture_of, backend_of, kernel_for, launch_fitting, multiprocessors, on, plain_values
 from .spec import mod_values
 from .tiles import Tile, next_smaller
 
@@ -98,13 +98,11 @@ class _Prepared:
         read    k, v, q and the tensors that say where sequences are; buffer, the memory for parts, stands behind the first three
         rest    block lists and what mods capture
         """
-        written = [t.data_ptr() for t in outputs]
-        parts = [*accumulate(self.sizes[:-1], lambda at, size: at + 4 * size, initial=buffer.data_ptr())] if self.sizes else written
-        addresses = [t.data_ptr() for t in read]
-        if not is_plain((*addresses, *parts, *written), rest):
+        addresses, written, start, values = map(plain_values, (read, outputs, (buffer,) if self.sizes else (), rest))
+        if None in (addresses, written, start, values):
             return False
+        parts = [*accumulate(self.sizes[:-1], lambda at, size: at + 4 * size, initial=start[0])] if self.sizes else written
         device = outputs[0].device
-        values = [t.data_ptr() if isinstance(t, torch.Tensor) else t for t in rest]
         with on(device):
             stream = torch._C._cuda_getCurrentRawStream(device.index)
             self.functions[0].launch_plain(*self.grid, 1, stream, [*addresses[:3], *parts, *addresses[3:], *self.numbers, *values])
@@ -153,7 +151,7 @@ def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outputs: tuple[tor
     if found.sizes:
         variants.append(combine.launch((outputs[1].numel(),), (*parts, *outputs, *found.combine_numbers), device, (BLOCK_S,), num_warps=4,
                                        num_stages=1))
-    if all(getattr(variant, "function", None) for variant in variants) and is_plain((), (*args, out, *found.combine_numbers)):
+    if all(getattr(variant, "function", None) for variant in variants) and plain_values((*args, out, *found.combine_numbers)) is not None:
         found.functions = tuple(variant.function for variant in variants)
 
 

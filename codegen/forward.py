@@ -14,7 +14,7 @@ from .cache import INFO
 from .expr import INDEX_BOUND, ModGraph
 from .forward_plan import LOG2_E, Blocks, ForwardCase, Geometry, Options, Plan, geometry_of, plan_forward, wants_tma
 from .hopper_plan import SPILL_LIMIT, HopperPlan, fits, heads_per_group, plan_hopper_forward, worthwhile
-from .kernel import Kernel, architecture_of, backend_of, counter, is_plain, kernel_for, launch_fitting, multiprocessors, on
+from .kernel import Kernel, architecture_of, backend_of, counter, kernel_for, launch_fitting, multiprocessors, on, plain_values
 from .spec import layouts_of, mod_values
 from .tma import descriptor
 
@@ -94,10 +94,10 @@ class _Ready:
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, score: list | None, mask: list | None, lists: BlockLists | None,
             output_max: bool):
         """What `forward` returns; None if this call needs another variant of the kernel."""
-        mods = mod_values(self.plan, score, mask)
+        mods = plain_values(mod_values(self.plan, score, mask))
         tables = lists.addresses if lists else ()
-        inputs = [k.data_ptr(), v.data_ptr(), q.data_ptr()]
-        if not is_plain((*inputs, *tables), mods):
+        inputs = plain_values((k, v, q))
+        if mods is None or inputs is None or any(address % 16 for address in tables):
             return None
         out = torch.empty_strided(self.out_shape, self.out_strides, dtype=q.dtype, device=q.device)
         lse = torch.empty(self.out_shape[:3], dtype=torch.float32, device=q.device)
@@ -115,8 +115,7 @@ class _Ready:
             if self.counts:
                 addresses.append(counter(q.device).data_ptr())
             self.function.launch_plain(self.grid, 1, 1, torch._C._cuda_getCurrentRawStream(q.device.index),
-                                       [*addresses, *self.numbers, *tables,
-                                        *(m.data_ptr() if isinstance(m, torch.Tensor) else m for m in mods)])
+                                       [*addresses, *self.numbers, *tables, *mods])
         return out, lse, max_scores
 
 
@@ -191,7 +190,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sco
     except Unusable as why:
         _refused[case, arch, score_key, mask_key] = str(why)
         return forward(q, k, v, scale, score, mask, lists, options, output_max=output_max)
-    if getattr(variant, "function", None) and is_plain((), (q, k, v, *tables, *numbers, *mods)):
+    if getattr(variant, "function", None) and plain_values((q, k, v, *tables, *numbers, *mods)) is not None:
         if len(_ready) >= _READY:
             _ready.clear()
         _ready[call] = _Ready(plan, variant.function, grid, numbers, out)

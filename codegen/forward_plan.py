@@ -30,7 +30,7 @@ class Options:
     blocks_are_contiguous: bool = False
     use_tma: bool | None = None  # None: where the device has it and it is faster
     float32_precision: str = "ieee"
-    backend: str | None = None  # "TRITON", "GLUON" or "DECODE" (few queries); None: the faster of the first two that serves the call
+    backend: str | None = None  # "TRITON", "GLUON" or "DECODE" (few queries); None: the fastest that serves the call
     tile: tuple[tuple[str, int], ...] = ()
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -135,15 +134,19 @@ def launch_fitting(holder, launch: Callable[[Tile], object], smaller: Callable[[
             holder.tile = tile
 
 
-def is_plain(addresses: tuple[int, ...], args: tuple | list) -> bool:
-    """Are addresses, and the tensors among arguments, 16-byte aligned, and do the integers fit into 32 bits?"""
-    bits = functools.reduce(operator.or_, addresses, 0)
+def plain_values(args: Iterable) -> list | None:
+    """Arguments as `launch_plain` takes them, addresses for tensors; None if an address is no multiple of 16 bytes, or an integer has more
+    than 32 bits."""
+    values = []
     for arg in args:
         if isinstance(arg, torch.Tensor):
-            bits |= arg.data_ptr()
+            arg = arg.data_ptr()
+            if arg % 16:
+                return None
         elif not fits_int32(arg):
-            return False
-    return bits % 16 == 0
+            return None
+        values.append(arg)
+    return values
 
 
 @functools.cache
