@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import json
 import math
 import os
@@ -244,15 +245,16 @@ def _nothing(pointer):
 @functools.cache
 def warm_up() -> threading.Thread:
     """Start, in the background, what the first kernel of a process needs: the templates, and by compiling a kernel that does
-    nothing, the imports of Triton's compiler and its tools. Nothing here touches a GPU."""
+    nothing, Triton's compiler and its tools. Nothing here touches a GPU."""
+    for name in ("triton.compiler.code_generator", "triton.experimental.gluon"):
+        importlib.import_module(name)  # they import one another: two threads that came to them from both sides would wait for each other
 
     def prepare():
         from .render import environment
 
         for name in ("forward.py.jinja", "block_status.py.jinja", "block_lists.py.jinja", "_helpers.jinja", "_mod.jinja"):
             environment().get_template(name)
-        if torch.version.cuda:
-            compile_source(ASTSource(_nothing, {"pointer": "*fp32"}, {}, {}), GPUTarget("cuda", 80, 32), {})
+        compile_source(ASTSource(_nothing, {"pointer": "*fp32"}, {}, {}), GPUTarget("cuda", 80, 32), {})
 
     thread = threading.Thread(target=prepare)  # no daemon: the compiler must not be cut off at exit
     thread.start()

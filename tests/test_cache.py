@@ -166,3 +166,20 @@ def test_processes_share_the_files(device):
     assert all(child.wait() == 0 for child in children)
     prints, compiles = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     assert prints == "0" and (device == "cpu" or compiles == "0")
+
+
+def test_warming_up_leaves_no_import_to_two_threads():
+    """The thread that compiles in the background finds everything imported that a caller may import meanwhile."""
+    child = """
+import sys, threading
+from flexpress.codegen.binary import warm_up
+failures = []
+threading.excepthook = failures.append
+thread = warm_up()
+imported = {name for name in sys.modules if name.startswith("triton")}
+thread.join()
+assert not failures, failures
+print(*sorted(name for name in sys.modules if name.startswith("triton") and name not in imported))
+"""
+    found = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == ""
