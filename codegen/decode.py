@@ -49,7 +49,6 @@ class Cached:
         found = (self.cu_q, self.kv_lens, self.kv_locs, self.pages, self.k_scales, self.v_scales)
         return tuple(t for t in found if t is not None)
 
-
     @property
     def structure(self) -> tuple:
         """All but addresses."""
