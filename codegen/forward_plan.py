@@ -100,11 +100,13 @@ def plan_forward(case: ForwardCase, backend: str, arch: str, score: Mod | None, 
     return Plan(spec, tile, score_text, mask_text, case.use_tma, scale_apart)
 
 
-def lowered(score: Mod | None, mask: Mod | None, target: Target) -> tuple[ModText | None, ModText | None]:
-    """The mods as a forward kernel sees them; where both capture something of one name, the mask's gets another."""
+def lowered(score: Mod | None, mask: Mod | None, target: Target,
+            vectors: dict[str, str] | None = None) -> tuple[ModText | None, ModText | None]:
+    """The mods as a forward kernel sees them; where both capture something of one name, the mask's gets another. With `vectors` the kernel
+    takes sums (see mod_text)."""
     texts, taken = [], frozenset()
     for mod in (score, mask):
-        texts.append(mod_text(*mod, _SYMBOLS, target, shape="qk.shape", taken=taken) if mod else None)
+        texts.append(mod_text(*mod, _SYMBOLS, target, shape="qk.shape", taken=taken, vectors=mod is score and vectors or None) if mod else None)
         taken = frozenset(c.name for c in (*mod[0].tensors, *mod[0].scalars)) if mod else taken
     return tuple(texts)
 

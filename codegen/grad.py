@@ -33,7 +33,7 @@ def differentiate(graph: ModGraph, wanted: frozenset[int]) -> GradGraph:
     """The derivatives of a score_mod's result in the score, and in what it loads of the `wanted` tensors (indices of graph.tensors)."""
     nodes = walk(graph.result)
     varies = _differentiable(nodes, wanted)
-    run = _GradientRun(graph.kind, ExprTable(nodes))
+    run = DerivedRun(graph.kind, ExprTable(nodes))
     gradients: dict[int, Expr] = {}
     if id(graph.result) in varies:
         gradients[id(graph.result)] = run.table.make("symbol", (), torch.float32, attr="grad", source=graph.result.source)
@@ -80,8 +80,8 @@ def _differentiable(nodes: list[Expr], wanted: frozenset[int]) -> set[int]:
     return found
 
 
-class _GradientRun(Run):
-    """Nodes of derivatives: simplified, and marked with the line of the forward node at hand."""
+class DerivedRun(Run):
+    """Nodes made of those of a traced graph, as derivatives are: simplified, and marked with the line of the node at hand."""
 
     line: SourceLine | None = None
 

@@ -120,12 +120,14 @@ def plan_hopper_backward(case: BackwardCase, score: Mod | None, mask: Mod | None
     score_text = mask_text = None
     gathered = ()
     taken = frozenset()
+    check_padding = score is not None and may_be_nan(score[0].result)
     if score:
         found = differentiate(score[0], case.captured)
         derivative = found.score
         roles = tuple((role_of(load, score[1][load.attr], case), load, gradient) for load, gradient in found.loads)
         names = {**_SYMBOLS, "grad": "grad"} if roles else _SYMBOLS
-        score_text = mod_text(*score, names, target, shape="qk.shape", differential=Differential(derivative, roles))
+        score_text = mod_text(*score, names, target, shape="qk.shape", differential=Differential(derivative, roles),
+                              vectors={**names, "q_idx": "rows", "kv_idx": "keys"} if not check_padding else None)
         gathered = tuple(zip(score_text.gradient.captured, (load for _, load, _ in roles), strict=True))
         if derivative is None and not roles:
             score_text = replace(score_text, gradient=replace(score_text.gradient, score="gl.zeros_like(p)"))
@@ -134,7 +136,6 @@ def plan_hopper_backward(case: BackwardCase, score: Mod | None, mask: Mod | None
         mask_text = mod_text(*mask, _SYMBOLS, target, shape="qk.shape", taken=taken)
     tile = tile or hopper_backward_tile(case, score, mask)
     scale_apart = score is not None or not case.scale_is_positive
-    check_padding = score is not None and may_be_nan(score[0].result)
     # lse2 is read while S is computed: 5 % faster where that does not spill
     early = tile.BLOCK_M == 64 and not score and not (mask and mask[0].tensors)
     fused = _spec(case, tile, score_text, mask_text, scale_apart, check_padding, early)
@@ -153,7 +154,7 @@ def _spec(case: BackwardCase, tile: HopperBackwardTile, score: ModText | None, m
     columns = tile.BLOCK_M == 64  # which way consumers share a block's dQ; each computes 64 rows
     slices = 3 if d_qk == 192 else 1
     dq_columns = 32 if slices > 1 else min(64, d_qk // 2) if columns else d_qk
-    lines = [line for m in mods for line in (*m.lines, m.result)]
+    lines = [line for m in mods for line in (*m.lines, *m.texts)]
     if score:
         lines += [*score.gradient.lines, score.gradient.score]
     flags = {

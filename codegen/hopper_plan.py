@@ -122,7 +122,7 @@ def heads_per_group(heads: int, bytes_each: int, cached: int = L2_BYTES) -> int:
 def plan_hopper_forward(case: ForwardCase, score: Mod | None, mask: Mod | None) -> HopperPlan:
     """The plan for a case that `fits`."""
     target = Target("cuda", dtype_name(case.dtype), case.exact_indices, "gluon")
-    score_text, mask_text = lowered(score, mask, target)
+    score_text, mask_text = lowered(score, mask, target, {"b": "z", "h": "h", "q_idx": "rows", "kv_idx": "offs_n"})
     tile = hopper_tile(*padded(case.d_qk, case.d_v), listed=case.blocks is not None,
                        gathers=any(gathers(m[0]) for m in (score, mask) if m))
     scale_apart = score is not None or not case.scale_is_positive
@@ -147,7 +147,7 @@ def _spec(case: ForwardCase, tile: HopperTile, score: ModText | None, mask: ModT
         "STEPS": blocks.kv_block // tile.BLOCK_N if blocks else 1,
         "CHECK_FULL_BLOCKS": blocks is not None and not blocks.interior,
         "SCALE_FIRST": scale_apart, "OUTPUT_MAX": case.output_max,
-        "imports_triton": any(re.search(r"\btl\.", line) for m in mods for line in (*m.lines, m.result)),
+        "imports_triton": any(re.search(r"\btl\.", line) for m in mods for line in (*m.lines, *m.texts)),
         "numbers": tuple(numbers) + tuple(n for m in mods for n in m.numbers), "parameters": tuple(numbers),
     }
     return KernelSpec("hopper_forward", (score, mask), tuple(flags.items()), "cuda")

@@ -13,11 +13,15 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from .expr import INDEX_BOUND, MASK_SYMBOLS, Expr, ModGraph, SourceLine, value_range, walk
 from .ops import OPS, Op, kind
+
+if TYPE_CHECKING:
+    from .sums import Sum
 
 _ANY_LENGTH = dict.fromkeys(MASK_SYMBOLS, (1 << 31) - 1)
 _WIDTH = 88  # longest statement that is still put on one line
@@ -63,6 +67,16 @@ class Snippet:
     gradient_lines: tuple[str, ...] = ()
     gradients: tuple[str, ...] = ()
     places: tuple[tuple[str, str], ...] = ()  # per load that was asked for: its offset in the tensor, and what must hold for it
+    sum: SumText | None = None  # instead of `result`
+
+
+@dataclass(frozen=True, slots=True)
+class SumText:
+    """What a score_mod adds to the score: a number per query, one per key, and `rate` times kv_idx - q_idx. Empty where there is none."""
+
+    query: str
+    key: str
+    rate: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +284,15 @@ class _Printer:
         where = tuple(self.places[id(load)] for load in places)
         return Snippet(tuple(statements), result, tuple(self.helpers), self.libdevice, lines_of(self.statements), found, where)
 
+    def run_sum(self, terms: Sum) -> Snippet:
+        nodes = list({id(n): n for part in terms.parts for n in walk(part)}.values())
+        uses = Counter(id(a) for n in nodes for a in n.args)
+        uses.update(map(id, terms.parts))
+        self.print_nodes(nodes, uses)
+        found = SumText(*("" if part is None else self.operand(part, torch.float32) for part in (terms.query, terms.key, terms.rate)))
+        helpers = {**self.helpers, "multiples": None} if found.rate else self.helpers
+        return Snippet(tuple(self.statements), "", tuple(helpers), self.libdevice, sum=found)
+
     def print_nodes(self, nodes: list[Expr], uses: Counter) -> None:
         for node in nodes:
             self.node = node
@@ -399,3 +422,9 @@ def lower(graph: ModGraph, names: dict[str, str], layouts: tuple[TensorLayout, .
     places     loads whose offsets are asked for
     """
     return _Printer(graph, names, layouts, target, prefix).run(shape, gradients, places)
+
+
+def lower_sum(graph: ModGraph, terms: Sum, names: dict[str, str], layouts: tuple[TensorLayout, ...], target: Target, *,
+              prefix: str) -> Snippet:
+    """Statements for what a score_mod adds, its result as a Sum. q_idx and kv_idx in `names` are vectors."""
+    return _Printer(graph, names, layouts, target, prefix).run_sum(terms)

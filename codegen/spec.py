@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 
 from .expr import MASK_SYMBOLS, Expr, ModGraph, value_range, walk
-from .lower import Snippet, Statement, Target, TensorLayout, is_gather, lines_of, loads_of, lower
+from .lower import Snippet, Statement, SumText, Target, TensorLayout, is_gather, lines_of, loads_of, lower, lower_sum
+from .sums import as_sum
 
 _FIND = {
     "value": lambda value, dim: value,
@@ -94,6 +95,12 @@ class ModText:
     args: tuple[str, ...]
     recipe: tuple[tuple, ...]
     gradient: GradientText | None = None
+    sum: SumText | None = None  # instead of `result`, where a template asks for it
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """What the kernel makes of the statements."""
+        return (self.sum.query, self.sum.key, self.sum.rate) if self.sum else (self.result,)
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -110,7 +117,7 @@ class ModText:
         once = take({"b", "h", fixed}, list(self.statements))
         ahead = take({"b", "h", moving}, [s for s in self.statements if s not in once]) if moving else []
         rest = [s for s in self.statements if s not in once and s not in ahead]
-        later = [*(s.value for s in rest), self.result]
+        later = [*(s.value for s in rest), *self.texts]
         if self.gradient:
             later += [*self.gradient.lines, self.gradient.score]
             later += [text for c in self.gradient.captured for text in (c.text, c.offset, c.checks)]
@@ -218,16 +225,28 @@ class Differential:
 
 
 def mod_text(graph: ModGraph, layouts: tuple[TensorLayout, ...], names: dict[str, str], target: Target, *, shape: str,
-             taken: frozenset[str] = frozenset(), differential: Differential | None = None) -> ModText:
-    """Lower a mod and name its arguments; names in `taken` (another mod's) get a suffix."""
+             taken: frozenset[str] = frozenset(), differential: Differential | None = None,
+             vectors: dict[str, str] | None = None) -> ModText:
+    """Lower a mod and name its arguments; names in `taken` (another mod's) get a suffix. With `vectors`, other names, of which q_idx and
+    kv_idx are vectors, a score_mod that is a sum is lowered as one, unless gradients of what it captures are asked for."""
     graph = _renamed(graph, taken)
+    terms = as_sum(graph) if vectors and not (differential and differential.captured) else None
+    if terms:
+        snippet = lower_sum(graph, terms, vectors, layouts, target, prefix=graph.kind)
+        gradient = GradientText((), names["grad"], False, ()) if differential else None
+        return _with_arguments(graph, layouts, snippet, gradient)
     gradients = places = ()
     if differential:
         places = tuple(load for _, load, _ in differential.captured)
         gradients = tuple(g for g in (differential.score, *(g for _, _, g in differential.captured)) if g is not None)
     snippet: Snippet = lower(graph, names, layouts, target, prefix=graph.kind, shape=shape, gradients=gradients, places=places)
     gradient = _gradient_text(graph, layouts, differential, snippet, "gl" if target.language == "gluon" else "tl") if differential else None
+    return _with_arguments(graph, layouts, snippet, gradient)
+
+
+def _with_arguments(graph: ModGraph, layouts: tuple[TensorLayout, ...], snippet: Snippet, gradient: GradientText | None) -> ModText:
     texts = [*(s.value for s in snippet.statements), *snippet.gradient_lines, *(f"{o} {c}" for o, c in snippet.places)]
+    texts += [snippet.sum.query, snippet.sum.key, snippet.sum.rate] if snippet.sum else []
     words = set(re.findall(r"\w+", "\n".join(texts)))
     args, recipe = [], []
     for i, capture in enumerate(graph.tensors):
@@ -244,7 +263,7 @@ def mod_text(graph: ModGraph, layouts: tuple[TensorLayout, ...], names: dict[str
             args.append(f"arg_{capture.name}")
             recipe.append(("value", len(graph.tensors) + j, 0))
     return ModText(graph.kind, graph.name, snippet.statements, snippet.result, snippet.helpers, snippet.libdevice,
-                   tuple(args), tuple(recipe), gradient)
+                   tuple(args), tuple(recipe), gradient, snippet.sum)
 
 
 _FINITE = frozenset({"symbol", "literal", "scalar", "load", "cast", "add", "sub", "mul", "neg", "where", "minimum", "maximum", "abs",

@@ -1,0 +1,172 @@
+"""score_mods that add to the score: what is recognised, and that the Hopper kernels' statements for them, run by torch, are right."""
+
+from __future__ import annotations
+
+import math
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from evaluate import make_mod
+from hypothesis import given
+from hypothesis import strategies as st
+from test_hopper_backward_offline import planned
+
+from flexpress import mods
+from flexpress.codegen.expr import walk
+from flexpress.codegen.host import compute
+from flexpress.codegen.preview import hopper_compilation
+from flexpress.codegen.render import render
+from flexpress.codegen.signature import bind
+from flexpress.codegen.sums import as_sum
+
+Q_LEN, KV_LEN, BATCH, HEAD = 200, 300, 1, 3
+CAPTURED = {
+    "slopes": torch.rand(4) * 0.3, "half": torch.rand(4).bfloat16(), "by_q": torch.randn(2, Q_LEN), "by_k": torch.randn(2, KV_LEN),
+    "by_h": torch.randn(4), "table": torch.randn(Q_LEN, KV_LEN), "padding": torch.arange(KV_LEN) < 250, "WIDTH": 3, "SCALE": 0.7,
+}
+TERMS = [
+    "slopes[h] * (kv_idx - q_idx)", "(q_idx - kv_idx) * half[h]", "(kv_idx - q_idx) / WIDTH", "(kv_idx - q_idx + 3) * (slopes[h] * SCALE)",
+    "(kv_idx - q_idx)", "-(2 - (kv_idx - q_idx)) * 0.5", "by_q[b, q_idx]", "by_k[b, kv_idx] * slopes[h]", "by_h[h]", "SCALE",
+    "torch.where(padding[kv_idx], 0.0, -5.0)", "(by_q[0, q_idx] - by_k[1, kv_idx])", "torch.tanh(by_q[b, q_idx])", "kv_idx * 0.25",
+]
+
+
+@st.composite
+def sums(draw) -> str:
+    """The score with terms around it."""
+    text = "score"
+    for term in draw(st.lists(st.sampled_from(TERMS), max_size=4)):
+        text = draw(st.sampled_from([f"({text} + {term})", f"({term} + {text})", f"({text} - {term})"]))
+    return text
+
+
+def positions() -> dict:
+    return {"b": torch.tensor(BATCH), "h": torch.tensor(HEAD), "q_idx": torch.arange(Q_LEN, dtype=torch.int32)[:, None],
+            "kv_idx": torch.arange(KV_LEN, dtype=torch.int32)[None, :]}
+
+
+def scores_of(mod, scores: torch.Tensor) -> torch.Tensor:
+    graph, found = bind(mod, "score")
+    count = len(graph.tensors)
+    tensors = [t.double() if t.is_floating_point() else t for t in found[:count]]
+    return compute(graph.result, {"score": scores, **positions()}, tensors, found[count:]).double()
+
+
+@given(sums())
+def test_the_parts_add_up(text):
+    graph, found = bind(make_mod(text, "score", CAPTURED), "score")
+    count = len(graph.tensors)
+    tensors = [t.double() if t.is_floating_point() else t for t in found[:count]]
+    terms, where, scores = as_sum(graph), positions(), torch.randn(Q_LEN, KV_LEN, dtype=torch.float64)
+    for part, hidden in ((terms.query, {"kv_idx"}), (terms.key, {"q_idx"}), (terms.rate, {"q_idx", "kv_idx"})):
+        assert part is None or not {"score", *hidden} & {n.attr for n in walk(part) if n.op == "symbol"}
+    query, key, rate = (0.0 if part is None else compute(part, {"score": scores, **where}, tensors, found[count:])
+                        for part in (terms.query, terms.key, terms.rate))
+    exact = compute(graph.result, {"score": scores, **where}, tensors, found[count:])
+    torch.testing.assert_close(scores + query + key + rate * (where["kv_idx"] - where["q_idx"]), exact.expand(scores.shape),
+                               rtol=1e-12, atol=1e-9)
+
+
+@pytest.mark.parametrize("text", [
+    "score + score", "score * 2", "-score", "1.0 - score", "q_idx * 1.0", "torch.tanh(score)", "score.bfloat16() + 1",
+    "score + slopes[h] * torch.abs(kv_idx - q_idx)", "score + table[q_idx, kv_idx]", "score + (kv_idx > q_idx)",
+    "torch.where(kv_idx > q_idx, score, score - 1)", "score + (slopes[h] * (kv_idx - q_idx)).bfloat16()",
+    "score + (kv_idx - q_idx) * (kv_idx - q_idx)", "score + (kv_idx - q_idx) * 2000000", "score + 2 * (by_q[b, q_idx] + by_k[b, kv_idx])",
+])
+def test_what_is_no_sum(text):
+    assert as_sum(bind(make_mod(text, "score", CAPTURED), "score")[0]) is None
+
+
+# The statements of printed kernels, run by torch: layouts mean nothing to it, and copies and products are left out
+
+def _load(pointer, mask=True, other=0):
+    at, values = torch.as_tensor(pointer[1]).long(), pointer[0].flatten()
+    inside = torch.as_tensor(mask) & (at >= 0) & (at < len(values))
+    return torch.where(inside, values[at.clamp(0, len(values) - 1)], torch.tensor(other, dtype=values.dtype))
+
+
+class Pointer(tuple):
+    def __add__(self, offset):
+        return Pointer((self[0], self[1] + offset))
+
+
+class Buffer:
+    """Of shared memory, holding one block's values."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+
+    def index(self, _):
+        return self
+
+    def reshape(self, _):
+        return self
+
+    def load(self, _):
+        return self.values
+
+
+GL = SimpleNamespace(
+    arange=lambda low, high, layout: torch.arange(low, high, dtype=torch.int32), float32=torch.float32, int32=torch.int32, load=_load,
+    where=lambda c, x, y: torch.where(c, *(torch.as_tensor(v, dtype=torch.float32) for v in (x, y))), exp2=torch.exp2, constexpr=int,
+    maximum=torch.maximum, minimum=lambda x, y: x.clamp(max=y), max=lambda x, d: x.max(d).values, sum=lambda x, d: x.sum(d),
+    fma=lambda x, y, z: x * y + z, full=lambda shape, value, dtype: torch.full(shape, value, dtype=dtype))
+SCALE, TO_LOG2 = 0.3, math.log2(math.e)
+
+
+def defined(text: str, name: str, namespace: dict) -> None:
+    """A function of a printed kernel."""
+    found = re.search(rf"^def {name}\(.*?(?=^@|^def |^[A-Z]|\Z)", text, re.S | re.M)
+    if found:
+        exec(found[0], namespace)
+
+
+def arguments(text, found: list) -> dict:
+    values = dict(zip(text.args, text.values(found), strict=True))
+    return {k: Pointer((v, 0)) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+
+
+def run(lines, values: dict) -> None:
+    exec("\n".join(lines), values)
+
+
+MODS = {text: make_mod(text, "score", CAPTURED) for text in [
+    "score", "score + by_h[h]", "by_q[b, q_idx] + score - by_k[b, kv_idx] * 2", "score - (q_idx - kv_idx + 1) * 0.5 + by_k[b, kv_idx]",
+    "score + torch.where(padding[kv_idx], 0.0, float('-inf'))", "score + slopes[h] * (kv_idx - q_idx) + SCALE"]}
+MODS["alibi"] = mods.alibi(CAPTURED["slopes"])
+
+
+@pytest.mark.parametrize("name", MODS)
+def test_statements_of_the_forward_kernel(name):
+    """Two tiles of 128 queries, the second with padding rows, through blocks of 128 keys from the last one on."""
+    products = torch.randn(Q_LEN, KV_LEN)
+    exact = scores_of(MODS[name], products.double() * SCALE)
+    weights, lse = torch.softmax(exact, 1), torch.logsumexp(exact, 1)
+    plan = hopper_compilation("sm_90", MODS[name], None)
+    text, mod = render(plan.spec), plan.spec.mods[0]
+    stages = mod.staged("q_idx", "kv_idx")
+    values = {"gl": GL, "BLOCK_N": 128, "COLUMNS": None, "z": BATCH, "h": HEAD, "KV_LEN": KV_LEN, "SM_SCALE": SCALE, "TO_LOG2": TO_LOG2,
+              "EDGE": True, **arguments(mod, bind(MODS[name], "score")[1])}
+    defined(text, "multiples", values)
+    defined(text, "fold_scores", values)
+    parameters = re.sub(r"#.*", "", re.search(r"def fold_scores\((.*?)\):", text, re.S)[1]).replace("\n", " ").split(",")
+    parameters = [p.split("=")[0].split(":")[0].strip() for p in parameters if p.strip()]
+    for first in (0, 128):
+        rows = torch.arange(first, first + 128, dtype=torch.int32).clamp(max=Q_LEN - 1)
+        values.update(first_m=first, rows=rows, m=rows[:, None], m_i=torch.full((128,), -math.inf), l_i=torch.zeros(128))
+        run(stages.once, values)
+        found = torch.zeros(128, 384)
+        for start in (256, 128, 0):
+            values.update(start_n=start, offs_n=start + torch.arange(128, dtype=torch.int32), qk=torch.zeros(128, 128))
+            values["n"] = values["offs_n"][None, :]
+            run(stages.ahead, values)
+            here = products[rows.long(), start:start + 128]
+            values["qk"][:, :here.shape[1]] = here
+            p, alpha, values["m_i"], values["l_i"] = values["fold_scores"](*(values[p] for p in parameters))
+            found *= alpha[:, None]
+            found[:, start:start + 128] = p
+        torch.testing.assert_close((found / values["l_i"][:, None])[:, :KV_LEN].double(), weights[rows.long()], rtol=1e-4, atol=3e-6)
+        found = (values["m_i"] + torch.log2(values["l_i"])) / TO_LOG2
+        torch.testing.assert_close(found.double(), lse[rows.long()], rtol=1e-6, atol=1e-5)
