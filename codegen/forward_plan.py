@@ -102,13 +102,11 @@ def plan_forward(case: ForwardCase, backend: str, arch: str, score: Mod | None, 
 
 def lowered(score: Mod | None, mask: Mod | None, target: Target,
             vectors: dict[str, str] | None = None) -> tuple[ModText | None, ModText | None]:
-    """The mods as a forward kernel sees them; where both capture something of one name, the mask's gets another. With `vectors` the kernel
-    takes sums (see mod_text)."""
-    texts, taken = [], frozenset()
-    for mod in (score, mask):
-        texts.append(mod_text(*mod, _SYMBOLS, target, shape="qk.shape", taken=taken, vectors=mod is score and vectors or None) if mod else None)
-        taken = frozenset(c.name for c in (*mod[0].tensors, *mod[0].scalars)) if mod else taken
-    return tuple(texts)
+    """The mods as a forward kernel sees them; where both capture something of one name, the mask's gets another (vectors: see mod_text)."""
+    score_text = mod_text(*score, _SYMBOLS, target, shape="qk.shape", vectors=vectors) if score else None
+    taken = frozenset(c.name for c in (*score[0].tensors, *score[0].scalars)) if score else frozenset()
+    mask_text = mod_text(*mask, _SYMBOLS, target, shape="qk.shape", taken=taken) if mask else None
+    return score_text, mask_text
 
 
 def _spec(case: ForwardCase, backend: str, score: ModText | None, mask: ModText | None, scale_apart: bool) -> KernelSpec:

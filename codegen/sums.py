@@ -106,7 +106,7 @@ def _keeps_value(node: Expr) -> bool:
     if node.op == "cast" and node.args[0].dtype.is_floating_point:
         return False
     low, high = value_range(node)
-    return -_EXACT <= low and high <= _EXACT
+    return low >= -_EXACT and high <= _EXACT
 
 
 def _plus(x: Sym | float | None, y: Sym | float | None) -> Sym | float | None:

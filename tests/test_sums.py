@@ -11,7 +11,6 @@ import torch
 from evaluate import make_mod
 from hypothesis import given
 from hypothesis import strategies as st
-from test_hopper_backward_offline import planned
 
 from flexpress import mods
 from flexpress.codegen.expr import walk
