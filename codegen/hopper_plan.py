@@ -75,7 +75,7 @@ def fits(case: ForwardCase, geometry: Geometry, arch: str = "sm_90", aligned: bo
     if tile:
         return f"{', '.join(tile)}: this kernel has tiles of its own"
     if case.blocks:
-        tile = hopper_tile(*padded(case.d_qk, case.d_v), listed=True, gathers=False)
+        tile = hopper_tile(*padded(case.d_qk, case.d_v), listed=True, reads=False)
         if case.blocks.q_block % tile.BLOCK_M or case.blocks.kv_block % tile.BLOCK_N:
             return f"block sizes {case.blocks.q_block} and {case.blocks.kv_block} are no multiples of {tile.BLOCK_M} and {tile.BLOCK_N}"
     return None
@@ -96,20 +96,20 @@ def padded(d_qk: int, d_v: int) -> tuple[int, int]:
     return (192 if 128 < d_qk <= 192 else round_up_head_dim(d_qk)), round_up_head_dim(d_v)
 
 
-def hopper_tile(d_qk: int, d_v: int, *, listed: bool, gathers: bool) -> HopperTile:
+def hopper_tile(d_qk: int, d_v: int, *, listed: bool, reads: bool) -> HopperTile:
     """The tile for padded head dims.
 
     listed    with block lists, whose blocks have 128 queries or a multiple
-    gathers   a mod loads one element of a tensor for every position (it costs registers)
+    reads     a mod loads elements of a tensor by key, or by query and key (it costs registers)
     """
     if max(d_qk, d_v) > 128:
-        registers = (240, 24) if gathers else (232, 40)
+        registers = (240, 24) if reads else (232, 40)
         if d_v > 128 or d_qk > 192:  # 128 keys are too many for the registers or for shared memory
             return HopperTile(2, 2, *registers, BLOCK_N=64, output_in_q=d_qk == d_v)
         return HopperTile(2, 2, *registers, output_in_q=d_v == 128)
     if max(d_qk, d_v) > 64:
         return HopperTile(2, 2, 240, 24)
-    return HopperTile(2, 4, 240, 24) if listed or gathers else HopperTile(3, 4, 160, 32)
+    return HopperTile(2, 4, 240, 24) if listed or reads else HopperTile(3, 4, 160, 32)
 
 
 def heads_per_group(heads: int, bytes_each: int, cached: int = L2_BYTES) -> int:
@@ -123,8 +123,8 @@ def plan_hopper_forward(case: ForwardCase, score: Mod | None, mask: Mod | None) 
     """The plan for a case that `fits`."""
     target = Target("cuda", dtype_name(case.dtype), case.exact_indices, "gluon")
     score_text, mask_text = lowered(score, mask, target, {"b": "z", "h": "h", "q_idx": "rows", "kv_idx": "offs_n"})
-    tile = hopper_tile(*padded(case.d_qk, case.d_v), listed=case.blocks is not None,
-                       gathers=any(gathers(m[0]) for m in (score, mask) if m))
+    reads = any(gathers(m[0]) for m in (score, mask) if m) or any(m.staged("q_idx", "kv_idx").handed for m in (score_text, mask_text) if m)
+    tile = hopper_tile(*padded(case.d_qk, case.d_v), listed=case.blocks is not None, reads=reads)
     scale_apart = score is not None or not case.scale_is_positive
     return HopperPlan(_spec(case, tile, score_text, mask_text, scale_apart), tile, score_text, mask_text, scale_apart)
 

@@ -51,6 +51,7 @@ class Statement:
     source: SourceLine | None
     varies: tuple[str, ...]  # sorted: a spec is the same in every process
     loads: bool = False  # does it read memory
+    dtype: str = ""  # of the value, as compute_dtype names it; none for a result
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,11 +166,11 @@ class _Printer:
         self.count = 0
         self.places: dict[int, tuple[str, str]] = {}  # per load: its offset and what must hold for it
 
-    def statement(self, text: str, source: SourceLine | None, *, loads: bool = False) -> str:
+    def statement(self, text: str, source: SourceLine | None, *, loads: bool = False, dtype: torch.dtype | None = None) -> str:
         name = f"{self.prefix}_{self.count}"
         self.count += 1
         varies = {*MASK_SYMBOLS, "score"} if self.node is None else self.varies[id(self.node)]
-        self.statements.append(Statement(name, text, source, tuple(sorted(varies)), loads))
+        self.statements.append(Statement(name, text, source, tuple(sorted(varies)), loads, compute_dtype(dtype) if dtype else ""))
         return name
 
     def operand(self, node: Expr, dtype: torch.dtype) -> str:
@@ -217,11 +218,11 @@ class _Printer:
             low = self.range_of(index)[0]
             if (number, dim) not in layout.inside:
                 if low < 0:  # negative indices count from the end, as in torch
-                    text = self.statement(text, node.source) if not text.isidentifier() else text
-                    text = self.statement(f"{self.tl}.where({text} < 0, {text} + {size}, {text})", node.source)
+                    text = self.statement(text, node.source, dtype=index.dtype) if not text.isidentifier() else text
+                    text = self.statement(f"{self.tl}.where({text} < 0, {text} + {size}, {text})", node.source, dtype=index.dtype)
                     checks.append(f"({text} >= 0)")
                 elif not text.isidentifier() and index.op != "literal":
-                    text = self.statement(text, node.source)
+                    text = self.statement(text, node.source, dtype=index.dtype)
                 checks.append(f"({text} < {size})")
             stride = layout.strides[dim]
             if stride == "0":  # what is checked must have the shape of the check
@@ -306,7 +307,7 @@ class _Printer:
             else:
                 text = self.load(node) if node.op == "load" else self.cast(node) if node.op == "cast" else self.operation(node)
                 if not text.isidentifier() and (uses[id(node)] > 1 or node.op == "load" or len(text) > _WIDTH):
-                    text = self.statement(text, node.source, loads=node.op == "load")
+                    text = self.statement(text, node.source, loads=node.op == "load", dtype=node.dtype)
                 self.text[id(node)] = text
 
     def _full_tile(self, root: Expr, text: str, shape: str) -> str:

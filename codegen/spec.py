@@ -80,6 +80,13 @@ class Stages(NamedTuple):
     rest: tuple[str, ...]
     once_names: tuple[str, ...]
     ahead_names: tuple[str, ...]
+    ahead_dtypes: tuple[str, ...]
+    apart: tuple[str, ...]  # `ahead`, for a warp that has not run `once`
+
+    @property
+    def handed(self) -> tuple[tuple[str, str], ...]:
+        """What `ahead` leaves for the rest, with dtypes."""
+        return tuple(zip(self.ahead_names, self.ahead_dtypes, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +123,8 @@ class ModText:
 
         once = take({"b", "h", fixed}, list(self.statements))
         ahead = take({"b", "h", moving}, [s for s in self.statements if s not in once]) if moving else []
+        once += [s for s in ahead if moving not in s.varies]
+        ahead = [s for s in ahead if moving in s.varies]
         rest = [s for s in self.statements if s not in once and s not in ahead]
         later = [*(s.value for s in rest), *self.texts]
         if self.gradient:
@@ -123,7 +132,9 @@ class ModText:
             later += [text for c in self.gradient.captured for text in (c.text, c.offset, c.checks)]
         words = set(re.findall(r"\w+", "\n".join(later)))
         names = [tuple(s.name for s in stage if s.name in words) for stage in (once, ahead)]
-        return Stages(lines_of(once), lines_of(ahead), lines_of(rest), *names)
+        dtypes = tuple(s.dtype for s in ahead if s.name in words)
+        apart = [s for s in once if fixed not in s.varies] + ahead
+        return Stages(lines_of(once), lines_of(ahead), lines_of(rest), *names, dtypes, lines_of(apart))
 
     def values(self, captured: list) -> list:
         """The kernel arguments, in the order of `args`, from the mod's captured values (tensors, then numbers)."""

@@ -165,14 +165,18 @@ def test_what_is_copied_at_once(d_qk, d_v, block_n, columns, output_in_q):
     assert plan.tile.output_in_q == output_in_q
 
 
-def test_mods_read_before_the_loop_and_ahead_of_scores():
-    """Slopes and the ids of rows once a tile, ids of keys before a block's scores are waited for, none where scores are folded."""
+def test_mods_read_once_a_tile_and_what_keys_have_in_the_producer():
+    """Slopes and the ids of rows once a tile, ids of keys by the producer, which hands them out with K; nothing else is read."""
     text = render(hopper_compilation("sm_90", *make("alibi", "document")).spec)
-    consumer, folding = text.index("def forward_consumer"), text.index("def fold_scores")
+    text = re.sub(r"^    ptr_.*", "", text, flags=re.M)
+    folding, producer, consumer, kernel = (text.index(f"def {name}(") for name in (
+        "fold_scores", "forward_producer", "forward_consumer", "hopper_forward"))
     loop = text.index("for i in range", consumer)
     assert re.findall(r"gl.load\((ptr_\w+) \+ (\w+)", text[consumer:loop]) == [("ptr_slopes", "h"), ("ptr_ids", "m")]
-    assert re.findall(r"gl.load\(ptr_ids \+ n.*\n\s+(\w+ = warpgroup_mma_wait)", text[loop:]) == 2 * ["qk = warpgroup_mma_wait"]
-    assert "ptr_" not in re.sub(r"^    ptr_.*", "", text[folding:text.index("def forward_producer")], flags=re.M)
+    assert re.findall(r"(\w+) = gl.load\(ptr_ids \+ n", text[producer:consumer]) == ["mask_1"]
+    assert "mask_1_buffers.index(slot).store(mask_1)" in text[producer:consumer]
+    assert re.findall(r"mask_1 = mask_1_buffers.*\n\s+(\w+ = warpgroup_mma_wait)", text[loop:]) == 2 * ["qk = warpgroup_mma_wait"]
+    assert "ptr_" not in text[folding:producer] + re.sub(r"ptr_\w+,", "", text[loop:kernel])
 
 
 @pytest.mark.parametrize("heads, kv_bytes, expected", [(64, 2 << 20, 16), (64, 1 << 30, 1), (3, 1, 3), (17, 2 << 20, 9)])

@@ -11,6 +11,7 @@ import torch
 from evaluate import make_mod
 from hypothesis import given
 from hypothesis import strategies as st
+from test_hopper_backward_offline import planned
 
 from flexpress import mods
 from flexpress.codegen.expr import walk
@@ -169,3 +170,39 @@ def test_statements_of_the_forward_kernel(name):
         torch.testing.assert_close((found / values["l_i"][:, None])[:, :KV_LEN].double(), weights[rows.long()], rtol=1e-4, atol=3e-6)
         found = (values["m_i"] + torch.log2(values["l_i"])) / TO_LOG2
         torch.testing.assert_close(found.double(), lse[rows.long()], rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODS)
+def test_statements_of_the_backward_kernel(name):
+    """Weights of every block of 64 queries, for both consumers' 64 keys, from lse."""
+    products = torch.randn(Q_LEN, KV_LEN)
+    exact = scores_of(MODS[name], products.double() * SCALE)
+    weights, lse2 = torch.softmax(exact, 1), torch.logsumexp(exact, 1) * TO_LOG2
+    _, plan, _ = planned((MODS[name], None), {})
+    text, mod = render(plan.fused), plan.score
+    stages = mod.staged("kv_idx", "q_idx")
+    body = text[text.index("# softmax and the derivative"):]
+    body = body[:body.index("weights = ")].replace("\n    ", "\n")
+    values = {"gl": GL, "BLOCK_M": 64, "QUERIES": None, "z": BATCH, "h": HEAD, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN, "SM_SCALE": SCALE,
+              "TO_LOG2": TO_LOG2, "EDGE": True, "slot": 0, "warpgroup_mma_wait": lambda _, deps: deps[0],
+              **arguments(mod, bind(MODS[name], "score")[1])}
+    defined(text, "multiples", values)
+    for first in range(0, KV_LEN, 64):
+        keys = first + torch.arange(64, dtype=torch.int32)
+        values.update(first_n=first // 128 * 128, keys=keys, n=keys[:, None])
+        run(stages.once, values)
+        for start in range(0, Q_LEN, 64):
+            rows = (start + torch.arange(64, dtype=torch.int32)).clamp(max=Q_LEN - 1)
+            producers = {**values, "rows": rows, "m": rows}
+            run(stages.apart, producers)
+            here, expected = torch.zeros(64, 64), torch.zeros(64, 64, dtype=torch.float64)
+            part = products[start:start + 64, first:first + 64].T
+            here[:part.shape[0], :part.shape[1]] = part
+            expected[:part.shape[0], :part.shape[1]] = weights[start:start + 64, first:first + 64].T
+            stats = torch.full((64,), math.inf)
+            stats[:part.shape[1]] = lse2[start:start + 64]
+            values.update(start_m=start, qk=here, lse2_buffers=Buffer(stats),
+                          **{f"{handed}_buffers": Buffer(producers[handed]) for handed, _ in stages.handed})
+            exec(body, values)
+            torch.testing.assert_close(values["p"].double(), expected, rtol=1e-4, atol=1e-5)
+            assert torch.equal(values["slope"], values["p"])
