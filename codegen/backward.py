@@ -16,10 +16,11 @@ from .backward_plan import (
     delta_rows,
     delta_unit,
     plan_backward,
+    stats_copies,
 )
 from .cache import INFO
 from .expr import INDEX_BOUND, Expr, ModGraph
-from .forward import BlockLists, Unusable, keys_of, output_like, strides_like, usable
+from .forward import BlockLists, Unusable, extents_of, keys_of, output_like, strides_like, tiles_of, usable
 from .forward_plan import LOG2_E, Options, wants_tma
 from .hopper_backward_plan import CONVERT_ROWS, L2_BYTES, HopperBackwardPlan, fits, plan_hopper_backward
 from .hopper_plan import heads_per_group
@@ -57,7 +58,7 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tenso
 
     tensors = (q, k, v, do, dq, dk, dv)
     extents = (Z, Hq, Q_LEN, KV_LEN)
-    score_key, mask_key = keys_of(score, mask, extents)
+    score_key, mask_key = keys_of(score, mask, extents_of(q, k, lists))
     case, geometry, arch, reason = case_of(q, k, v, do, scale, lists, options, deterministic, dlse is not None, wanted, score_key, mask_key)
     key = (case, arch, score_key, mask_key, reason is None)
     plan = _plans.get(key)
@@ -70,7 +71,10 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tenso
 
     whole = math.lcm(STATS_ALIGNMENT, lists.q_block if lists else 1)  # backward_dkv walks whole query blocks
     stats_len = -(-Q_LEN // whole) * whole
-    lse2, delta = torch.empty((2, Z, Hq, stats_len), dtype=torch.float32, device=q.device)
+    if lists and lists.starts is not None:
+        stats_len += whole  # the last block may begin anywhere
+    copies = stats_copies(case) if reason is None else 1
+    lse2, delta = torch.empty((2, Z, Hq, copies, stats_len), dtype=torch.float32, device=q.device)
     known = {**geometry.strides, "Z": Z, "Hq": Hq, "Zkv": Zkv, "Hkv": Hkv, "GROUP_SIZE": Hq // Hkv, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN,
              "STATS_LEN": stats_len, "SM_SCALE": scale, "TO_LOG2": LOG2_E if plan.scale_apart else scale * LOG2_E}
     unit = delta_unit(case)
@@ -136,15 +140,16 @@ def _with_lists(known: dict, lists: BlockLists | None, width: str) -> tuple[dict
     """Known numbers with those of the block lists, whose rows are `width` ("columns" or "rows") wide, and the tables."""
     if lists is None:
         return known, ()
-    names = ("mask_stride_z", "mask_stride_h", f"mask_{width}", f"full_mask_{width}")
-    return {**known, **dict(zip(names, lists.numbers, strict=False))}, lists.tables
+    full = [] if lists.full_kv_indices is None else [f"full_mask_{width}"]
+    names = ("mask_stride_z", "mask_stride_h", f"mask_{width}", *full, *([] if lists.starts is None else ["RANGES"]))
+    return {**known, **dict(zip(names, lists.numbers, strict=True))}, lists.tables
 
 
 def _launch_fused(plan: HopperBackwardPlan, tensors: tuple, lse2: torch.Tensor, delta: torch.Tensor, dq_sum: torch.Tensor,
                   known: dict, lists: BlockLists | None, score, mask, sums: _Sums) -> None:
     """Launch hopper_backward, which adds up dQ in float32, and the conversion of that."""
     q, k, v, do, dq, dk, dv = tensors
-    described = {"q": q, "do": do, "k": k, "v": v, "lse2": lse2[:, :, None], "delta": delta[:, :, None], "dq": dq_sum, "dk": dk, "dv": dv}
+    described = {"q": q, "do": do, "k": k, "v": v, "lse2": lse2, "delta": delta, "dq": dq_sum, "dk": dk, "dv": dv}
     known, tables = _with_lists(known, lists, "rows")
     mods = mod_values(plan, score and score[1], mask and mask[1])
     blocks = plan.blocks
@@ -153,12 +158,13 @@ def _launch_fused(plan: HopperBackwardPlan, tensors: tuple, lse2: torch.Tensor, 
     row_bytes = sum(t.shape[3] * t.element_size() for t in (q, do, dq_sum))
     read_bytes = q.shape[2] * row_bytes * (q.shape[0] * q.shape[1] // heads)
     known = {**known, "HEADS_PER_GROUP": heads_per_group(heads, read_bytes, L2_BYTES)}
-    tiles = -(-k.shape[2] // plan.tile.BLOCK_N) * heads
+    tiles = tiles_of(k.shape[2], plan.tile.BLOCK_N, lists, "kv_block")
     with on(q.device):
-        args = (*descriptors, counter(q.device), *_numbers(plan.fused, known), *tables, *mods,
-                *sums.arguments(plan, 2 * -(-k.shape[2] // plan.tile.BLOCK_N)))
+        stored = (dk, dv) if plan.fused.flag["STARTS"] else ()
+        args = (*descriptors, *stored, counter(q.device), *_numbers(plan.fused, known), *tables, *mods,
+                *sums.arguments(plan, 2 * tiles))
         variant, plain = usable(kernel_for(plan.fused), args, q.device, math.inf)
-        variant.launch((min(tiles, multiprocessors(q.device)),), plain, q.device.index)
+        variant.launch((min(tiles * heads, multiprocessors(q.device)),), plain, q.device.index)
     known = {**known, **dict(zip(("stride_dqz", "stride_dqh", "stride_dqm"), dq.stride(), strict=False))}
     grid = (q.shape[0] * q.shape[1] * known["ROWS"] // CONVERT_ROWS,)
     numbers = _numbers(plan.convert, known)
@@ -176,8 +182,8 @@ def _launch(step: Step, name: str, streamed: tuple, rest: tuple, known: dict, li
     def launch(tile) -> None:
         walked = tile.BLOCK_N if name == "dq" else tile.BLOCK_M
         first = tuple(descriptor(t, walked) for t in streamed) if flags["USE_TMA"] else streamed
-        length, size = (known["Q_LEN"], tile.BLOCK_M) if name == "dq" else (known["KV_LEN"], tile.BLOCK_N)
-        tiles = -(-length // size)
+        own = (known["Q_LEN"], tile.BLOCK_M, lists, "q_block") if name == "dq" else (known["KV_LEN"], tile.BLOCK_N, lists, "kv_block")
+        tiles = tiles_of(*own)
         runs = [(head, 1) for head in range(heads)] if flags["SLABS"] else [(0, heads)]
         for head, count in runs:
             numbers = _numbers(step.spec, {**known, "first_tile": head * tiles})

@@ -125,12 +125,17 @@ def delta_unit(case: BackwardCase) -> int:
     return vector if case.d_v % vector == 0 else 1
 
 
-def delta_spec(case: BackwardCase, backend: str, *, zero_dq: bool = False) -> KernelSpec:
-    """The KernelSpec of backward_delta, which can zero a float32 dQ as well."""
-    numbers = ("Hq", "Q_LEN", "STATS_LEN", *(["ROWS"] if zero_dq else []), *strides("o", "do"))
+def stats_copies(case: BackwardCase) -> int:
+    """How many copies of lse2 and delta the fused kernel wants, each shifted by a row more: TMA reads from whole 16 bytes on."""
+    return 4 if case.blocks and case.blocks.starts else 1
+
+
+def delta_spec(case: BackwardCase, backend: str, *, fused: bool = False) -> KernelSpec:
+    """The KernelSpec of backward_delta; before the `fused` kernel it zeroes a float32 dQ as well."""
+    numbers = ("Hq", "Q_LEN", "STATS_LEN", *(["ROWS"] if fused else []), *strides("o", "do"))
     flags = {"D_V": case.d_v, "D_V_ROUNDED": round_up_head_dim(case.d_v), "UNIT": delta_unit(case), "LSE_GRADIENT": case.lse_gradient,
-             "ZERO_DQ": zero_dq, "numbers": numbers, "parameters": numbers}
-    if zero_dq:
+             "ZERO_DQ": fused, "SHIFTS": stats_copies(case) if fused else 1, "numbers": numbers, "parameters": numbers}
+    if fused:
         flags |= {"D_QK": case.d_qk, "D_QK_ROUNDED": round_up_head_dim(case.d_qk)}
     return KernelSpec("backward_delta", (), tuple(flags.items()), backend)
 
@@ -146,6 +151,7 @@ def _spec(name: str, case: BackwardCase, backend: str, score: ModText | None, ma
     if blocks:
         width = "columns" if name == "dq" else "rows"
         numbers += ["mask_stride_z", "mask_stride_h", f"mask_{width}"] + ([f"full_mask_{width}"] if blocks.has_full else [])
+        numbers += ["RANGES"] if blocks.starts else []
     if slabs:
         numbers.append("first_tile")
     tma = case.use_tma[0 if name == "dq" else 1]
@@ -157,7 +163,8 @@ def _spec(name: str, case: BackwardCase, backend: str, score: ModText | None, ma
         "aligned": tuple(a for a in case.aligned if a in numbers), "ALIGNMENT": 16 // case.dtype.itemsize,
         "BLOCK_MASK": blocks is not None, "HAS_FULL_BLOCKS": blocks is not None and blocks.has_full,
         "SPARSE_Q_BLOCK_SIZE": blocks.q_block if blocks else 0, "SPARSE_KV_BLOCK_SIZE": blocks.kv_block if blocks else 0,
-        "CHECK_FULL_BLOCKS": blocks is not None and not blocks.interior, "PEEL_TAIL": not float32,
+        "CHECK_FULL_BLOCKS": blocks is not None and not blocks.interior, "STARTS": blocks is not None and blocks.starts,
+        "PEEL_TAIL": not float32,
         "CHECK_PADDING": check_padding, "SCALE_FIRST": score is not None or not case.scale_is_positive, "USE_TMA": tma, "SLABS": slabs,
         "parameters": tuple(numbers),
         "numbers": tuple(numbers) + tuple(n for m in (score, mask) if m for n in m.numbers),

@@ -25,6 +25,10 @@ class BlockLists:
 
     kv_num_blocks (Zm, Hm, rows), kv_indices (Zm, Hm, rows, columns), both contiguous int32; Zm and Hm are 1 or Z and Hq. full_*: the
     same for blocks that need no mask_mod, or None. `interior`: no full block reaches past KV_LEN.
+
+    starts   int32 (rows + 1), or None: blocks of the tiles' axis (queries; keys, in transposed lists) are the positions from starts[i] up
+             to starts[i + 1], at most a block's size; the last ones may be empty. The lists then hold first positions of blocks instead
+             of their numbers, a full block has all its positions, and mask_mod hides from a partial one all that is not in it
     """
 
     kv_num_blocks: torch.Tensor
@@ -34,12 +38,13 @@ class BlockLists:
     q_block: int
     kv_block: int
     interior: bool
+    starts: torch.Tensor | None = None
 
     @functools.cached_property
     def tables(self) -> tuple[torch.Tensor, ...]:
         """The lists in the order of the kernels' parameters."""
         full = () if self.full_kv_indices is None else (self.full_kv_num_blocks, self.full_kv_indices)
-        return self.kv_num_blocks, self.kv_indices, *full
+        return self.kv_num_blocks, self.kv_indices, *full, *(() if self.starts is None else (self.starts,))
 
     @functools.cached_property
     def fitting(self) -> set:
@@ -49,12 +54,12 @@ class BlockLists:
     @functools.cached_property
     def structure(self) -> tuple:
         """What a launch depends on beside addresses."""
-        return (self.full_kv_indices is not None, self.q_block, self.kv_block, self.interior, *self.numbers)
+        return (self.full_kv_indices is not None, self.q_block, self.kv_block, self.interior, self.starts is None, *self.numbers)
 
     @functools.cached_property
     def blocks(self) -> Blocks:
         """What of the lists changes a kernel."""
-        return Blocks(self.full_kv_indices is not None, self.q_block, self.kv_block, self.interior)
+        return Blocks(self.full_kv_indices is not None, self.q_block, self.kv_block, self.interior, self.starts is not None)
 
     @functools.cached_property
     def addresses(self) -> tuple[int, ...]:
@@ -62,9 +67,11 @@ class BlockLists:
 
     @functools.cached_property
     def numbers(self) -> list[int]:
-        """mask_stride_z, mask_stride_h (in rows; 0 for a mask that all share), and the widths of the index lists."""
+        """mask_stride_z, mask_stride_h (in rows; 0 for a mask that all share), the widths of the index lists, and RANGES, their rows, with
+        `starts`."""
         Zm, Hm, rows, _ = self.kv_indices.shape
-        return [Hm * rows if Zm > 1 else 0, rows if Hm > 1 else 0, *(t.shape[-1] for t in self.tables[1::2])]
+        widths = [t.shape[-1] for t in (self.kv_indices, self.full_kv_indices) if t is not None]
+        return [Hm * rows if Zm > 1 else 0, rows if Hm > 1 else 0, *widths, *([] if self.starts is None else [rows])]
 
 
 _plans: dict[tuple, Plan | HopperPlan] = {}
@@ -110,7 +117,7 @@ class _Ready:
                 if len(self.maps) >= 64:
                     self.maps.clear()
                 maps = self.maps[key] = self.function.expanded(_described(self.plan, (k, v, q, out)))
-            addresses[:self.described] = maps
+            addresses = [*maps, *_undescribed(self.plan, addresses[:4]), *addresses[4:]]
         with on(q.device):
             if self.counts:
                 addresses.append(counter(q.device).data_ptr())
@@ -146,7 +153,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sco
     """
     Z, Hq, Q_LEN, D_QK = q.shape
     KV_LEN, D_V = v.shape[2:]
-    extents = (Z, Hq, Q_LEN, KV_LEN)
+    extents = extents_of(q, k, lists)
     score_key, mask_key = keys_of(score, mask, extents)
     shapes, strides = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride())
     call = (shapes, strides, q.dtype, q.device, scale, score_key, mask_key, lists and lists.structure, options, output_max)
@@ -183,10 +190,12 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sco
     if lists is not None:
         numbers += lists.numbers
         tables = lists.tables
+    if plan.spec.flag["STARTS"] and reason is None:
+        numbers += out.stride()[:3]
     mods = mod_values(plan, score and score[1], mask and mask[1])
     stats = (lse, max_scores) if output_max else (lse,)
     try:
-        variant, grid = _launch(plan, (k, v, q, out), stats, (*numbers, *tables, *mods), forced=options.backend == "GLUON")
+        variant, grid = _launch(plan, (k, v, q, out), stats, (*numbers, *tables, *mods), lists, forced=options.backend == "GLUON")
     except Unusable as why:
         _refused[case, arch, score_key, mask_key] = str(why)
         return forward(q, k, v, scale, score, mask, lists, options, output_max=output_max)
@@ -247,6 +256,12 @@ def usable(kernel: Kernel, args: tuple, device: torch.device, limit: float):
     return variant, plain
 
 
+def extents_of(q: torch.Tensor, k: torch.Tensor, lists: BlockLists | None) -> tuple[int, int, int, int]:
+    """Z, Hq and how far a kernel's q_idx and kv_idx may reach: past KV_LEN, in a block that begins anywhere."""
+    more = lists.kv_block - 1 if lists is not None and lists.starts is not None else 0
+    return *q.shape[:3], k.shape[2] + more
+
+
 def keys_of(score: tuple | None, mask: tuple | None, extents: tuple[int, int, int, int]) -> tuple[tuple | None, tuple | None]:
     """What of bound mods changes a kernel."""
     return tuple((bound[0], layouts_of(*bound, extents)) if bound else None for bound in (score, mask))
@@ -259,12 +274,24 @@ def _hopper_numbers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[i
     return [Hq, Zkv, Hq // Hkv, Q_LEN, KV_LEN, Z * Hq, heads_per_group(Z * Hq, kv_bytes)]
 
 
+def tiles_of(length: int, size: int, lists: BlockLists | None, axis: str) -> int:
+    """How many tiles of `size` positions of the lists' rows there are; `axis` is the attribute that says how large a block is."""
+    if lists is None or lists.starts is None:
+        return -(-length // size)
+    return (len(lists.starts) - 1) * (getattr(lists, axis) // size)
+
+
 def _described(plan: Plan | HopperPlan, tensors: tuple) -> list:
     """Descriptors of the first of k, v, q and out, as many as the plan's kernel takes."""
     return [descriptor(t, *block) for t, block in zip(tensors, plan.blocks, strict=False)]
 
 
-def _launch(plan: Plan | HopperPlan, tensors: tuple, stats: tuple, rest: tuple, *, forced: bool = False) -> tuple:
+def _undescribed(plan: Plan | HopperPlan, tensors: tuple) -> tuple:
+    """What of k, v, q and out the plan's kernel takes by pointer: what has no descriptor, and out where a tile may end anywhere."""
+    return tensors[3:] if isinstance(plan, HopperPlan) and plan.spec.flag["STARTS"] else tensors[len(plan.blocks):]
+
+
+def _launch(plan: Plan | HopperPlan, tensors: tuple, stats: tuple, rest: tuple, lists: BlockLists | None, *, forced: bool = False) -> tuple:
     """Launch on k, v, q and out with the plan's tile, or with the next smaller one that the device can hold. Returns the variant and its
     programs."""
     q = tensors[2]
@@ -272,8 +299,8 @@ def _launch(plan: Plan | HopperPlan, tensors: tuple, stats: tuple, rest: tuple, 
     kernel = kernel_for(plan.spec)
 
     def prepared(tile) -> tuple[int, tuple]:
-        args = (*_described(plan, tensors), *tensors[len(plan.blocks):], *stats)
-        return -(-Q_LEN // tile.BLOCK_M) * Z * Hq, args
+        args = (*_described(plan, tensors), *_undescribed(plan, tensors), *stats)
+        return tiles_of(Q_LEN, tile.BLOCK_M, lists, "q_block") * Z * Hq, args
 
     if isinstance(plan, HopperPlan):
         grid, args = prepared(plan.tile)

@@ -35,12 +35,17 @@ class Options:
 
 
 class Blocks(NamedTuple):
-    """A block mask's structure. `interior`: no full block reaches past KV_LEN."""
+    """A block mask's structure.
+
+    interior   no full block reaches past KV_LEN
+    starts     blocks begin where a tensor says, and lists hold first positions (see BlockLists)
+    """
 
     has_full: bool
     q_block: int
     kv_block: int
     interior: bool = True
+    starts: bool = False
 
 
 class ForwardCase(NamedTuple):
@@ -118,6 +123,7 @@ def _spec(case: ForwardCase, backend: str, score: ModText | None, mask: ModText 
     numbers += ["SM_SCALE", "TO_LOG2"] if scale_apart else ["TO_LOG2"]
     if blocks:
         numbers += ["mask_stride_z", "mask_stride_h", "mask_columns"] + (["full_mask_columns"] if blocks.has_full else [])
+        numbers += ["RANGES"] if blocks.starts else []
     strides = ["stride_kn", *([] if units[1] else ["stride_kd"]), "stride_vn", *([] if units[2] else ["stride_vd"])]
     float32 = case.dtype is torch.float32
     flags = {
@@ -128,7 +134,7 @@ def _spec(case: ForwardCase, backend: str, score: ModText | None, mask: ModText 
         "aligned": case.aligned, "ALIGNMENT": 16 // case.dtype.itemsize,
         "BLOCK_MASK": blocks is not None, "HAS_FULL_BLOCKS": blocks is not None and blocks.has_full,
         "SPARSE_Q_BLOCK_SIZE": blocks.q_block if blocks else 0, "SPARSE_KV_BLOCK_SIZE": blocks.kv_block if blocks else 0,
-        "CHECK_FULL_BLOCKS": blocks is not None and not blocks.interior,
+        "CHECK_FULL_BLOCKS": blocks is not None and not blocks.interior, "STARTS": blocks is not None and blocks.starts,
         "PEEL_TAIL": not float32,  # a second copy of the dot makes float32 kernels spill
         "SCALE_IS_POSITIVE": case.scale_is_positive, "OUTPUT_MAX": case.output_max,
         "PRESCALE_QK": options.prescale_qk, "ROWS_GUARANTEED_SAFE": options.rows_guaranteed_safe,

@@ -90,6 +90,11 @@ def fits(case: BackwardCase, arch: str = "sm_90", score: Mod | None = None) -> s
     rows = 64  # of the smallest tile
     if case.blocks and (case.blocks.q_block % rows or case.blocks.kv_block % BLOCK_N):
         return f"block sizes {case.blocks.q_block} and {case.blocks.kv_block} are no multiples of {rows} and {BLOCK_N}"
+    if case.blocks and case.blocks.starts:
+        tile = hopper_backward_tile(case, score, None)
+        if case.blocks.kv_block != tile.BLOCK_N:
+            return (f"blocks that begin where a tensor says are tiles: with head dims {case.d_qk} and {case.d_v} they must have "
+                    f"{tile.BLOCK_N} keys, these have {case.blocks.kv_block}")
     return None
 
 
@@ -139,7 +144,7 @@ def plan_hopper_backward(case: BackwardCase, score: Mod | None, mask: Mod | None
     # lse2 is read while S is computed: 5 % faster where that does not spill
     early = tile.BLOCK_M == 64 and not score and not (mask and mask[0].tensors)
     fused = _spec(case, tile, score_text, mask_text, scale_apart, check_padding, early)
-    return HopperBackwardPlan(delta_spec(case, "cuda", zero_dq=True), fused, _convert_spec(case), tile, score_text, mask_text, scale_apart,
+    return HopperBackwardPlan(delta_spec(case, "cuda", fused=True), fused, _convert_spec(case), tile, score_text, mask_text, scale_apart,
                               gathered)
 
 
@@ -149,6 +154,9 @@ def _spec(case: BackwardCase, tile: HopperBackwardTile, score: ModText | None, m
     numbers = ["Z", "Zkv", "Hkv", "GROUP_SIZE", "HEADS_PER_GROUP", "Q_LEN", "KV_LEN", "SM_SCALE", "TO_LOG2"]
     if blocks:
         numbers += ["mask_stride_z", "mask_stride_h", "mask_rows"] + (["full_mask_rows"] if blocks.has_full else [])
+    starts = blocks is not None and blocks.starts
+    if starts:
+        numbers += ["RANGES", *(f"stride_{t}{d}" for t in ("dk", "dv") for d in "zhn")]
     if score and score.gradient.captured:
         numbers.append("Hq")
     columns = tile.BLOCK_M == 64  # which way consumers share a block's dQ; each computes 64 rows
@@ -165,7 +173,7 @@ def _spec(case: BackwardCase, tile: HopperBackwardTile, score: ModText | None, m
         "CONSUMER_REGISTERS": tile.consumer_registers, "PRODUCER_REGISTERS": tile.producer_registers,
         "BLOCK_MASK": blocks is not None, "HAS_FULL_BLOCKS": blocks is not None and blocks.has_full,
         "SPARSE_Q_BLOCK_SIZE": blocks.q_block if blocks else 0, "SPARSE_KV_BLOCK_SIZE": blocks.kv_block if blocks else 0,
-        "STEPS": blocks.q_block // tile.BLOCK_M if blocks else 1,
+        "STEPS": blocks.q_block // tile.BLOCK_M if blocks else 1, "STARTS": starts,
         "SCALE_FIRST": scale_apart, "CHECK_PADDING": check_padding, "EARLY_LSE": early_lse,
         "imports_triton": any(re.search(r"\btl\.", line) for line in lines),
         "numbers": tuple(numbers) + tuple(n for m in mods for n in m.numbers), "parameters": tuple(numbers),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .forward_plan import ForwardCase, Geometry, Mod, lowered
+from .forward_plan import STRIDES, ForwardCase, Geometry, Mod, lowered
 from .lower import Target, gathers
 from .spec import KernelSpec, ModText, dtype_name
 from .tiles import round_up_head_dim
@@ -78,6 +78,9 @@ def fits(case: ForwardCase, geometry: Geometry, arch: str = "sm_90", aligned: bo
         tile = hopper_tile(*padded(case.d_qk, case.d_v), listed=True, reads=False)
         if case.blocks.q_block % tile.BLOCK_M or case.blocks.kv_block % tile.BLOCK_N:
             return f"block sizes {case.blocks.q_block} and {case.blocks.kv_block} are no multiples of {tile.BLOCK_M} and {tile.BLOCK_N}"
+        if case.blocks.starts and case.blocks.q_block != tile.BLOCK_M:
+            return (f"blocks that begin where a tensor says are tiles: they must have {tile.BLOCK_M} queries, "
+                    f"these have {case.blocks.q_block}")
     return None
 
 
@@ -133,8 +136,11 @@ def _spec(case: ForwardCase, tile: HopperTile, score: ModText | None, mask: ModT
     blocks, mods = case.blocks, [m for m in (score, mask) if m]
     numbers = ["Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", "HEADS", "HEADS_PER_GROUP"]
     numbers += ["SM_SCALE", "TO_LOG2"] if scale_apart else ["TO_LOG2"]
+    starts = blocks is not None and blocks.starts
     if blocks:
         numbers += ["mask_stride_z", "mask_stride_h", "mask_columns"] + (["full_mask_columns"] if blocks.has_full else [])
+    if starts:
+        numbers += ["RANGES", *STRIDES["o"]]
     d_qk, d_v = padded(case.d_qk, case.d_v)
     slices = 3 if d_qk == 192 else 1
     flags = {
@@ -145,7 +151,7 @@ def _spec(case: ForwardCase, tile: HopperTile, score: ModText | None, mask: ModT
         "BLOCK_MASK": blocks is not None, "HAS_FULL_BLOCKS": blocks is not None and blocks.has_full,
         "SPARSE_Q_BLOCK_SIZE": blocks.q_block if blocks else 0, "SPARSE_KV_BLOCK_SIZE": blocks.kv_block if blocks else 0,
         "STEPS": blocks.kv_block // tile.BLOCK_N if blocks else 1,
-        "CHECK_FULL_BLOCKS": blocks is not None and not blocks.interior,
+        "CHECK_FULL_BLOCKS": blocks is not None and not blocks.interior, "STARTS": starts,
         "SCALE_FIRST": scale_apart, "OUTPUT_MAX": case.output_max,
         "imports_triton": any(re.search(r"\btl\.", line) for m in mods for line in (*m.lines, *m.texts)),
         "numbers": tuple(numbers) + tuple(n for m in mods for n in m.numbers), "parameters": tuple(numbers),

@@ -22,9 +22,11 @@ ZONE_TILE = 128  # positions that one step of block_zones takes
 STATUS_CHUNK = {"cpu": 1024}  # blocks of a program of block_status; elsewhere 64
 EVALUATED_TILE = {"cpu": 128}  # rows and columns of a tile of a block that it evaluates; elsewhere 32
 LISTS_CHUNK, VERDICTS_CHUNK = 1024, 128  # blocks that one step of block_lists takes: from a status, by bounds
+STARTS_CHUNK = 128  # sequences, and blocks of one, that a step of block_starts takes
 _KEPT_MASKS, _KEPT_BYTES = 64, 1 << 22  # block lists of masks that capture no tensors: how many, and the size of one
 
 Bound = tuple[ModGraph, list]
+Starts = tuple[torch.Tensor, ...]
 
 _plans: dict[tuple, object] = {}
 _kept: dict[tuple, BlockLists] = {}
@@ -105,10 +107,10 @@ def _spec(template: str, texts: tuple[ModText, ...], numbers: list[str], backend
 _SIZES = ["Hm", "rows", "columns", "Q_LEN", "KV_LEN"]
 
 
-def zones_spec(texts: MaskTexts, size: tuple[int, int], backend: str) -> KernelSpec:
-    """The KernelSpec of block_zones, for blocks of `size`."""
+def zones_spec(texts: MaskTexts, size: tuple[int, int], backend: str, starts: bool = False) -> KernelSpec:
+    """The KernelSpec of block_zones, for blocks of `size`. `starts`: see BlockGrid."""
     parts = tuple(zone.text for zone in texts.zones)
-    return _spec("block_zones", parts, _SIZES, backend, Q_BLOCK=size[0], KV_BLOCK=size[1], zones=texts.zones)
+    return _spec("block_zones", parts, _SIZES, backend, Q_BLOCK=size[0], KV_BLOCK=size[1], STARTS=starts, zones=texts.zones)
 
 
 def status_constants(size: tuple[int, int], backend: str) -> dict[str, int]:
@@ -117,25 +119,30 @@ def status_constants(size: tuple[int, int], backend: str) -> dict[str, int]:
     return {"CHUNK": STATUS_CHUNK.get(backend, 64), "TILE_M": tile_m, "TILE_N": tile_n}
 
 
-def status_spec(texts: MaskTexts, size: tuple[int, int], backend: str) -> KernelSpec:
+def status_spec(texts: MaskTexts, size: tuple[int, int], backend: str, starts: bool = False) -> KernelSpec:
     """The KernelSpec of block_status."""
     tile = status_constants(size, backend)
     parts = texts.mask, texts.verdict
-    return _spec("block_status", parts, _SIZES, backend, Q_BLOCK=size[0], KV_BLOCK=size[1], zones=texts.zones,
+    return _spec("block_status", parts, _SIZES, backend, Q_BLOCK=size[0], KV_BLOCK=size[1], STARTS=starts, zones=texts.zones,
                  RAGGED_M=size[0] % tile["TILE_M"] != 0, RAGGED_N=size[1] % tile["TILE_N"] != 0)
 
 
-def lists_spec(separate_full: bool, backend: str) -> KernelSpec:
+def lists_spec(separate_full: bool, backend: str, starts: bool = False) -> KernelSpec:
     """The KernelSpec of block_lists from a status."""
     widths = ["width", "full_width"] if separate_full else ["width"]
     numbers = [*widths, "Hm", "rows", "columns", "stride_z", "stride_h", "stride_row", "stride_column"]
-    return _spec("block_lists", (), numbers, backend, TRANSPOSED=False, SEPARATE_FULL=separate_full)
+    return _spec("block_lists", (), numbers, backend, TRANSPOSED=False, SEPARATE_FULL=separate_full, STARTS=starts)
 
 
-def verdict_lists_spec(texts: MaskTexts, size: tuple[int, int], backend: str, transposed: bool) -> KernelSpec:
+def verdict_lists_spec(texts: MaskTexts, size: tuple[int, int], backend: str, transposed: bool, starts: bool = False) -> KernelSpec:
     """The KernelSpec of block_lists straight from verdicts."""
     return _spec("block_lists", (texts.verdict,), ["width", *_SIZES], backend, Q_BLOCK=size[0], KV_BLOCK=size[1], zones=texts.zones,
-                 TRANSPOSED=transposed, SEPARATE_FULL=True)
+                 TRANSPOSED=transposed, SEPARATE_FULL=True, STARTS=starts)
+
+
+def starts_spec(block: int, backend: str) -> KernelSpec:
+    """The KernelSpec of block_starts."""
+    return KernelSpec("block_starts", (), (("BLOCK", block), ("numbers", ("RANGES", "TOTAL"))), backend)
 
 
 def dense_mask_spec(text: ModText, backend: str) -> KernelSpec:
@@ -161,14 +168,18 @@ class _MaskPlan:
 class BlockGrid:
     """A bound mask_mod over a grid of blocks: (Z, H) masks of Q_LEN x KV_LEN positions, in blocks of `size`. Not one of them is empty.
 
+    starts   where the blocks of queries, and those of keys, begin, or nothing (see BlockLists)
+
     Nothing here waits for the device.
     """
 
-    def __init__(self, bound: Bound, extents: tuple[int, int, int, int], device: torch.device, size: tuple[int, int]) -> None:
+    def __init__(self, bound: Bound, extents: tuple[int, int, int, int], device: torch.device, size: tuple[int, int],
+                 starts: Starts = ()) -> None:
         graph, self.captured = bound
         self.device, self.size, self.backend = device, size, backend_of(device.type)
         Z, H, Q_LEN, KV_LEN = extents
-        rows, columns = -(-Q_LEN // size[0]), -(-KV_LEN // size[1])
+        rows, columns = (len(t) - 1 for t in starts) if starts else (-(-Q_LEN // size[0]), -(-KV_LEN // size[1]))
+        self.starts = starts
         self.shape, self.numbers = (Z, H, rows, columns), (H, rows, columns, Q_LEN, KV_LEN)
         layouts = tuple(layouts_of(part, self.captured, extents) for part in _parts(graph))
         key = ("blocks", graph, layouts, device, size, max(Q_LEN, KV_LEN) <= INDEX_BOUND)
@@ -187,9 +198,10 @@ class BlockGrid:
             return []
         maps = [torch.empty((Z, H, rows if zone.axis == "q_idx" else columns), dtype=getattr(torch, zone.dtype), device=self.device)
                 for zone in zones for _ in range(2)]
-        kernel = self.plan.kernel(zones_spec, self.size, self.backend)
-        kernel.launch((Z * H * (rows + columns),), (*maps, *self.numbers, *_values(tuple(z.text for z in zones), self.captured)),
-                      self.device, (ZONE_TILE,), num_warps=1, num_stages=1)
+        kernel = self.plan.kernel(zones_spec, self.size, self.backend, bool(self.starts))
+        parts = _values(tuple(z.text for z in zones), self.captured)
+        kernel.launch((Z * H * (rows + columns),), (*maps, *self.starts, *self.numbers, *parts), self.device, (ZONE_TILE,), num_warps=1,
+                      num_stages=1)
         return maps
 
     def status(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -197,11 +209,12 @@ class BlockGrid:
         Z, H, rows, columns = self.shape
         status = torch.empty(self.shape, dtype=torch.int8, device=self.device)
         counts = torch.zeros((2, Z, H, rows), dtype=torch.int32, device=self.device)
-        kernel = self.plan.kernel(status_spec, self.size, self.backend)
+        kernel = self.plan.kernel(status_spec, self.size, self.backend, bool(self.starts))
         constants = status_constants(self.size, self.backend)
         texts = self.plan.texts
         kernel.launch((Z * H * rows * -(-columns // constants["CHUNK"]),),
-                      (status, counts[0], counts[1], *self.numbers, *self.zones, *_values((texts.mask, texts.verdict), self.captured)),
+                      (status, counts[0], counts[1], *self.starts, *self.numbers, *self.zones,
+                       *_values((texts.mask, texts.verdict), self.captured)),
                       self.device, tuple(constants.values()), num_warps=4, num_stages=1)
         return status, counts
 
@@ -210,9 +223,10 @@ class BlockGrid:
         Z, H, rows, columns = self.shape
         lines, width = (columns, rows) if transposed else (rows, columns)
         made = [torch.empty(shape, dtype=torch.int32, device=self.device) for shape in ((Z, H, lines), (Z, H, lines, width)) * 2]
-        kernel = self.plan.kernel(verdict_lists_spec, self.size, self.backend, transposed)
-        kernel.launch((Z * H * lines,), (*made, width, *self.numbers, *self.zones, *_values((self.plan.texts.verdict,), self.captured)),
-                      self.device, (VERDICTS_CHUNK,), num_warps=4, num_stages=1)
+        kernel = self.plan.kernel(verdict_lists_spec, self.size, self.backend, transposed, bool(self.starts))
+        verdict = _values((self.plan.texts.verdict,), self.captured)
+        kernel.launch((Z * H * lines,), (*made, *self.starts, width, *self.numbers, *self.zones, *verdict), self.device, (VERDICTS_CHUNK,),
+                      num_warps=4, num_stages=1)
         return made
 
 
@@ -255,19 +269,32 @@ def block_lists(status: torch.Tensor, separate_full: bool = True) -> list[torch.
     return _listed(status, widths, separate_full)
 
 
-def _listed(status: torch.Tensor, widths: list[int], separate_full: bool) -> list[torch.Tensor]:
+def _listed(status: torch.Tensor, widths: list[int], separate_full: bool, starts: Starts = ()) -> list[torch.Tensor]:
+    """The lists of a status; with first positions of its columns in `starts`, these instead of numbers."""
     Z, H, rows, columns = status.shape
     made = _empty_lists((Z, H, rows), tuple(widths), status.device)
     if Z * H * rows:
-        kernel = kernel_for(lists_spec(separate_full, backend_of(status.device.type)))
-        kernel.launch((Z * H * rows,), (*made, status, *(max(w, 1) for w in widths), H, rows, columns, *status.stride()), status.device,
-                      (LISTS_CHUNK,), num_warps=4, num_stages=1)
+        kernel = kernel_for(lists_spec(separate_full, backend_of(status.device.type), bool(starts)))
+        numbers = (*(max(w, 1) for w in widths), H, rows, columns, *status.stride())
+        kernel.launch((Z * H * rows,), (*made, *starts, status, *numbers), status.device, (LISTS_CHUNK,), num_warps=4, num_stages=1)
     return made
 
 
+def block_starts(cu_seqlens: torch.Tensor, total: int, block: int) -> torch.Tensor:
+    """Where blocks of at most `block` of the `total` positions begin so that none holds positions of two sequences, and where the last one
+    ends; int32. cu_seqlens: int32 (sequences + 1)."""
+    sequences = len(cu_seqlens) - 1
+    ranges = total // block + sequences  # at most
+    starts = torch.full((ranges + 1,), total, dtype=torch.int32, device=cu_seqlens.device)
+    kernel_for(starts_spec(block, backend_of(starts.device.type))).launch(
+        (sequences,), (cu_seqlens, starts, ranges, total), starts.device, (STARTS_CHUNK,), num_warps=4, num_stages=1)
+    return starts
+
+
 def automatic_lists(bound: Bound, extents: tuple[int, int, int, int], device: torch.device, size: tuple[int, int], *,
-                    transposed: bool = False) -> BlockLists:
+                    transposed: bool = False, starts: Starts = ()) -> BlockLists:
     """The lists of a mask_mod for one call, without waiting for the device; transposed, those of the backward pass, in the same fields.
+    `starts` is as for BlockGrid.
 
     By bounds if they decide the mask, else by evaluation too. Those of a mask_mod that captures no tensors are kept, for the same
     stream, unless they are large; others are made anew for every call: captured tensors may have changed in ways that nobody is told of.
@@ -276,19 +303,19 @@ def automatic_lists(bound: Bound, extents: tuple[int, int, int, int], device: to
     extents = (extents[0] if "b" in graph.symbols else 1, extents[1] if "h" in graph.symbols else 1, *extents[2:])
     key = None
     # what a CUDA graph captures is not there before its replay, and must not go while it lives
-    if not graph.tensors and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+    if not graph.tensors and not starts and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
         key = (graph, *captured, extents, device, stream, size, transposed)
     lists = _kept.get(key)
     if lists is None:
-        grid = BlockGrid(bound, extents, device, size)
+        grid = BlockGrid(bound, extents, device, size, starts)
         if analyse(graph).by_rules:
             made = grid.lists(transposed=transposed)
         else:
             status, _ = grid.status()
             status = status.transpose(-1, -2) if transposed else status
-            made = _listed(status, [status.shape[-1]] * 2, separate_full=True)
-        lists = BlockLists(*made, *size, interior=True)
+            made = _listed(status, [status.shape[-1]] * 2, separate_full=True, starts=starts and (starts[not transposed],))
+        lists = BlockLists(*made, *size, interior=True, starts=starts[transposed] if starts else None)
         if key and sum(t.nbytes for t in made) <= _KEPT_BYTES:
             if len(_kept) >= _KEPT_MASKS:
                 del _kept[next(iter(_kept))]

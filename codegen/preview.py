@@ -28,9 +28,9 @@ from .update_cache import BLOCK_T, UpdateCase, update_spec
 
 TARGETS = ("cpu", *offline.TARGETS)
 EXTENTS = (4, 16, 4096, 4096)  # B, H, Q_LEN and KV_LEN of the call that is imagined
-_TABLES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+_TABLES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "starts")
 _Q_TABLES = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
-_LISTS = ("num_blocks", "indices", "full_num_blocks", "full_indices")
+_LISTS = ("num_blocks", "indices", "full_num_blocks", "full_indices", "starts", "q_starts", "kv_starts")
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,7 @@ def preview(
     use_tma    as the option USE_TMA: None is what the newest GPUs get, and no TMA on "hip" and "cpu"
     details    block_size=(128, 128)    of the block mask
                separate_full=True       full blocks are listed apart
+             starts=False             blocks begin where a tensor says
                output_max=False         max_scores are asked for
                transposed=False         q, k and v lie in memory as (B, H, D, S), so the head dim is strided
                options=Options()        forward_plan.Options: the other kernel_options
@@ -141,6 +142,7 @@ def hopper_compilation(
     plan = plan_hopper_forward(case, *keys_of(*bound, EXTENTS))
     tensors = {
         **{f"desc_{t}": f"desc:{dtype}:{rows}x{columns}" for t, (rows, columns) in zip("kvqo", plan.blocks, strict=True)},
+        "O": dtype,
         "LSE": "float32",
         "MAX": "float32",
         "COUNTER": "int32",
@@ -163,6 +165,7 @@ def backward_compilations(
     captured: bool = False,
     deterministic: bool = False,
     lse_gradient: bool = False,
+    starts: bool = False,
 ) -> dict[str, Compilation]:
     """The three kernels of the backward pass by name, as `compilation` gives the forward kernel.
 
@@ -186,7 +189,7 @@ def backward_compilations(
         d_v,
         geometry.aligned,
         tuple(tma and fits for fits in geometry.tma),
-        Blocks(separate_full, *block_size) if mask else None,
+        Blocks(separate_full, *block_size, starts=starts) if mask else None,
         options,
         deterministic=deterministic,
         lse_gradient=lse_gradient,
@@ -263,7 +266,8 @@ def update_cache_compilation(target: str, dtype: str = "bfloat16", cache_dtype: 
     return _compilation(target, update_spec(case, backend_for(target)), tensors, {"BLOCK_T": BLOCK_T}, {})
 
 
-def mask_compilations(target: str, mask_mod: Callable, block_size: tuple[int, int] = (128, 128)) -> dict[str, Compilation]:
+def mask_compilations(target: str, mask_mod: Callable, block_size: tuple[int, int] = (128, 128),
+                      starts: bool = False) -> dict[str, Compilation]:
     """The kernels of create_block_mask and mask_mod= by name: "status", "lists", "transposed_lists" and, where a mask needs it, "zones"."""
     backend = backend_for(target)
     bound = bind(mask_mod, "mask")
@@ -273,24 +277,30 @@ def mask_compilations(target: str, mask_mod: Callable, block_size: tuple[int, in
     tensors = dict.fromkeys(_LISTS, "int32") | {"status": "int8", "num_full": "int32"}
     tensors |= {f"{zone.name}_{end}": zone.dtype for zone in texts.zones for end in ("min", "max")}
     made = {
-        "status": (masks.status_spec(texts, block_size, backend), masks.status_constants(block_size, backend)),
-        "lists": (masks.verdict_lists_spec(texts, block_size, backend, False), {"CHUNK": masks.VERDICTS_CHUNK}),
-        "transposed_lists": (masks.verdict_lists_spec(texts, block_size, backend, True), {"CHUNK": masks.VERDICTS_CHUNK}),
+        "status": (masks.status_spec(texts, block_size, backend, starts), masks.status_constants(block_size, backend)),
+        "lists": (masks.verdict_lists_spec(texts, block_size, backend, False, starts), {"CHUNK": masks.VERDICTS_CHUNK}),
+        "transposed_lists": (masks.verdict_lists_spec(texts, block_size, backend, True, starts), {"CHUNK": masks.VERDICTS_CHUNK}),
     }
     if texts.zones:
-        made["zones"] = masks.zones_spec(texts, block_size, backend), {"TILE": masks.ZONE_TILE}
+        made["zones"] = masks.zones_spec(texts, block_size, backend, starts), {"TILE": masks.ZONE_TILE}
     return {
         name: _compilation(target, spec, tensors, constants, {k: v for k, v in arguments.items() if k in spec.flag["args"]})
         for name, (spec, constants) in made.items()
     }
 
 
-def block_lists_compilation(target: str, separate_full: bool = True) -> Compilation:
+def block_lists_compilation(target: str, separate_full: bool = True, starts: bool = False) -> Compilation:
     """The kernel that makes lists of classified blocks."""
-    spec = masks.lists_spec(separate_full, backend_for(target))
+    spec = masks.lists_spec(separate_full, backend_for(target), starts)
     return _compilation(
         target, spec, {"status": "int8", **dict.fromkeys(_LISTS, "int32")}, {"CHUNK": masks.LISTS_CHUNK}, {}
     )
+
+
+def block_starts_compilation(target: str) -> Compilation:
+    """The kernel that says where blocks of packed sequences begin."""
+    spec = masks.starts_spec(128, backend_for(target))
+    return _compilation(target, spec, {"cu_seqlens": "int32", "starts": "int32"}, {"CHUNK": masks.STARTS_CHUNK}, {})
 
 
 def dense_mask_compilation(target: str, mod: Callable, kind: str = "mask") -> Compilation:
@@ -360,6 +370,7 @@ def _imagined_case(
     output_max: bool = False,
     transposed: bool = False,
     options: Options | None = None,
+    starts: bool = False,
 ) -> tuple[ForwardCase, Geometry, list]:
     """The case, its geometry, and the bound mods."""
     if dtype not in ("float16", "bfloat16", "float32"):
@@ -376,7 +387,7 @@ def _imagined_case(
         geometry.units,
         geometry.aligned,
         geometry.tma and wants_tma(options, getattr(torch, dtype), arch),
-        Blocks(separate_full, *block_size) if mask_mod else None,
+        Blocks(separate_full, *block_size, starts=starts) if mask_mod else None,
         options,
         output_max=output_max,
     )

@@ -84,26 +84,31 @@ def flex_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
     """
     if return_lse and return_aux is not None:
         raise ValueError("return_lse and return_aux exclude each other: write return_aux=AuxRequest(lse=True)")
-    query, key, value, scale, score, mask, lists, transposed, options = prepared(
-        query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod)
-    want_max = return_aux is not None and return_aux.max_scores
-
-    captured = [_apart(t) for t in score[1][:len(score[0].tensors)]] if score and torch.is_grad_enabled() else []
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, *captured)):
-        score = score and (score[0], [*captured, *score[1][len(captured):]])
-        call = _Call(scale, score, mask, lists, transposed, options, want_max,
-                     deterministic or torch.are_deterministic_algorithms_enabled())
-        out, lse, max_scores = _Attention.apply(call, query, key, value, *captured)
-    else:
-        out, lse, max_scores = forward(query, key, value, scale, score, mask, lists, options, output_max=want_max)
+    call = prepared(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod)
+    out, lse, max_scores = attend(call, return_aux is not None and return_aux.max_scores, deterministic)
     if return_aux is not None:
         return out, AuxOutput(lse if return_aux.lse else None, max_scores)
     return (out, lse) if return_lse else out
 
 
-def prepared(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod) -> tuple:
+def attend(call: tuple, want_max: bool, deterministic: bool) -> tuple:
+    """out, lse and max_scores (None if they are not wanted) of what `prepared` returned."""
+    query, key, value, scale, score, mask, lists, transposed, options = call
+    captured = [_apart(t) for t in score[1][:len(score[0].tensors)]] if score and torch.is_grad_enabled() else []
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, *captured)):
+        score = score and (score[0], [*captured, *score[1][len(captured):]])
+        call = _Call(scale, score, mask, lists, transposed, options, want_max,
+                     deterministic or torch.are_deterministic_algorithms_enabled())
+        return _Attention.apply(call, query, key, value, *captured)
+    return forward(query, key, value, scale, score, mask, lists, options, output_max=want_max)
+
+
+def prepared(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, starts_of=None) -> tuple:
     """The arguments of flex_attention, checked, as the drivers of kernels take them: query, key, value, scale, the bound score_mod and
-    mask_mod, the block lists, what makes the transposed ones of the bound mask_mod, and Options."""
+    mask_mod, the block lists, what makes the transposed ones of the bound mask_mod, and Options.
+
+    starts_of   (a block's queries, a block's keys, Options) -> where the blocks of a mask_mod that is passed begin (see BlockGrid)
+    """
     query, key, value = _autocast(query, key, value)
     _check_once(query, key, value, enable_gqa)
     options = checks.parse_options(kernel_options)
@@ -122,7 +127,9 @@ def prepared(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel
         check_captured_device(mask, query.device, "mask_mod")
     if mask is not None and lists is None:
         extents = (*query.shape[:3], key.shape[2])
-        make = partial(automatic_lists, extents=extents, device=query.device, size=_block_size(options))
+        size = _block_size(options)
+        starts = starts_of(*size, options) if starts_of else ()
+        make = partial(automatic_lists, extents=extents, device=query.device, size=size, starts=starts)
         lists, transposed = make(mask), partial(make, transposed=True)
     return query, key, value, scale, score, mask, lists, transposed, options
 

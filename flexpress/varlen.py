@@ -8,10 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
-from flexpress.attention import flex_attention
+from flexpress.attention import attend, prepared
 from flexpress.checks import DTYPES, MAX_HEAD_DIM, check_rank
 from flexpress.codegen.capture import name_of
+from flexpress.codegen.decode import MAX_QUERIES
 from flexpress.codegen.expr import Expr, ModGraph, walk
+from flexpress.codegen.forward_plan import Options
+from flexpress.codegen.masks import Starts, block_starts
 from flexpress.codegen.signature import bind
 
 
@@ -34,7 +37,8 @@ def varlen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqle
     scale, kernel_options, deterministic   as for flex_attention
 
     Returns (total_q, Hq, Dv) in q's dtype; with return_lse also lse (total_q, Hq), float32, natural logarithm. A query with nothing to
-    attend to gives 0 and -inf. Differentiable as flex_attention is. Other lengths, or another number of sequences, compile nothing.
+    attend to gives 0 and -inf. Differentiable as flex_attention is. Other lengths, or another number of sequences, compile nothing (but
+    those of 512 tokens or more on average, whose blocks begin where sequences do, and those of fewer have kernels of their own).
 
     On a GPU the host does not wait for the device, so values of cu_seqlens are not checked there: with wrong ones results are wrong, but
     nothing outside a tensor is read. On the CPU they are checked. Raises ValueError, TypeError or NotImplementedError for arguments,
@@ -46,10 +50,13 @@ def varlen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqle
     packing = _packing(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0])
     q, k, v = (t.unsqueeze(0).transpose(1, 2) for t in (q, k, v))
     score_mod = None if score_mod is None else packing.score_mod(score_mod)
-    out, lse = flex_attention(q, k, v, score_mod, None, scale, True, True, kernel_options, mask_mod=packing.mask_mod(mask_mod),
-                              deterministic=deterministic)
+    call = prepared(q, k, v, score_mod, None, scale, True, kernel_options, packing.mask_mod(mask_mod), packing.starts_of)
+    out, lse, _ = attend(call, False, deterministic)
     out, lse = (t.squeeze(0).transpose(0, 1) for t in (out, lse))  # out[0] would copy its gradient
     return (out, lse) if return_lse else out
+
+
+LONG = 4  # blocks that sequences must have on average for blocks of their own
 
 
 @dataclass(eq=False)
@@ -108,6 +115,16 @@ class _Packing:
 
         packed.__name__ = f"varlen_{name_of(mod)}"
         return packed
+
+    def starts_of(self, q_block: int, kv_block: int, options: Options) -> Starts:
+        """Blocks that begin where sequences do, so that none holds two, and causal ones are as few as for each sequence alone. With short
+        sequences they would be many, mostly padding: then blocks of packed positions, as in any mask."""
+        sequences, total_q, total_k = len(self.starts_q) - 1, len(self.sequence_q), len(self.sequence_k)
+        if options.blocks_are_contiguous or total_q <= MAX_QUERIES or min(total_q, total_k) < LONG * q_block * sequences:
+            return ()
+        starts_q = block_starts(self.starts_q, total_q, q_block)
+        shared = self.shared and q_block == kv_block
+        return starts_q, starts_q if shared else block_starts(self.starts_k, total_k, kv_block)
 
     def _places(self, graph: ModGraph) -> Callable:
         """From packed positions to the q_idx and kv_idx that a mod is given.

@@ -18,6 +18,7 @@ from flexpress import (
     mods,
     rope_table,
     update_cache,
+    varlen_attention,
 )
 
 
@@ -55,12 +56,25 @@ def main() -> None:
                 tensor.requires_grad_()
                 out = flex_attention(q, k, v, make(tensor), mask, enable_gqa=True, deterministic=deterministic)
                 torch.autograd.grad(out, (q, k, v, tensor), torch.randn_like(out))
+    for_sequences()
     for_serving()
     if torch.cuda.get_device_capability() == (9, 0):
         for_hopper(length, mask, learned["alibi"][1].detach())
     torch.cuda.synchronize()
     names = {path.stem.split("_")[0] + "_" + path.stem.split("_")[1] for path in flexpress.printed_kernels()}
     print(f"{len(flexpress.printed_kernels())} kernels of {len(names)} kinds ran")
+
+
+def for_sequences() -> None:
+    """Packed sequences whose blocks begin where they do, and packed ones."""
+    for lengths in ([131, 1500, 0, 700], [131, 70, 1]):
+        cu_seqlens = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+        for head_dim in (40, 64, 128):
+            q, k, v = (torch.randn(sum(lengths), heads, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+                       for heads in (4, 2, 2))
+            for deterministic in (False, True):
+                out = varlen_attention(q, k, v, cu_seqlens, mask_mod=mods.causal, deterministic=deterministic)
+                torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
 
 
 def for_serving() -> None:

@@ -8,10 +8,11 @@ import re
 import pytest
 import torch
 from fake_hopper import Variant, pass_for_hopper
+from test_offline import assert_packed_as_read
 
-from flexpress import create_block_mask, flex_attention, mods
+from flexpress import create_block_mask, flex_attention, mods, varlen, varlen_attention
 from flexpress.codegen import backward, forward, kernel, tma
-from flexpress.codegen.backward_plan import BackwardCase
+from flexpress.codegen.backward_plan import BackwardCase, delta_rows, delta_spec
 from flexpress.codegen.forward_plan import Blocks, Options
 from flexpress.codegen.hopper_backward_plan import CONVERT_ROWS, fits, plan_hopper_backward
 from flexpress.codegen.offline import compile_for
@@ -32,8 +33,11 @@ SPILLED = {  # bytes at most; 0 elsewhere. Of the loops without a mask only thos
     "alibi causal d80 fp16": 48, "a derivative that may be NaN, a mask of keys, d64 bf16": 144,
     "learned slopes, causal d128 bf16": 672, 
     "learned bias, d64 bf16": 96, "learned slopes, causal d80 fp16": 672,
+    "causal d128 bf16, starts": 48, "causal d64 bf16, starts": 80, "document d128 bf16, starts": 80,
+    "causal document d128 bf16, starts": 80, "alibi document d80 fp16, starts": 96, "causal document d136, 40 bf16, starts": 352,
 }
 TABLES = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
+STARTS = Blocks(True, 128, 128, starts=True)
 
 VECTOR, BIAS = torch.zeros(4096), torch.zeros(4, 16, 64, 64)
 
@@ -74,6 +78,18 @@ CASES = {  # mods, or recipes for them, and what differs from PLAIN
     "a score_mod without derivative, d64 bf16": ((lambda s, b, h, m, n: (m - n) * 0.1, None), dict(d_qk=64, d_v=64)),
     "a derivative that may be NaN, a mask of keys, d64 bf16": (
         (lambda s, b, h, m, n: torch.sqrt(torch.abs(s)) + torch.exp(s) * h, lambda b, h, m, n: n < 100 * (b + 1)), dict(d_qk=64, d_v=64)),
+    "causal d128 bf16, starts": ("causal", dict(blocks=STARTS)),
+    "causal d64 bf16, starts": ("causal", dict(d_qk=64, d_v=64, blocks=STARTS)),
+    "causal d128, 64 bf16, one list, starts": ("causal", dict(d_v=64, blocks=STARTS._replace(has_full=False))),
+    "document d128 bf16, starts": ("document", dict(blocks=STARTS)),
+    "causal document d128 bf16, starts": ("causal document", dict(blocks=STARTS)),
+    "causal document d64 bf16, starts": ("causal document", dict(d_qk=64, d_v=64, blocks=STARTS)),
+    "alibi document d80 fp16, starts": ("alibi document", dict(dtype=torch.float16, d_qk=80, d_v=80, blocks=STARTS)),
+    "causal document d136, 40 bf16, starts": ("causal document", dict(d_qk=136, d_v=40, blocks=STARTS)),
+    "learned slopes, document d64 bf16, starts": ("alibi document", dict(captured=frozenset({0}), d_qk=64, d_v=64, blocks=STARTS)),
+    "learned per key, causal d64 bf16, starts": (
+        (lambda s, b, h, m, n: torch.tanh(s) * VECTOR[n], make("causal")[1]),
+        dict(captured=frozenset({0}), d_qk=64, d_v=64, blocks=STARTS)),
 }
 
 
@@ -98,7 +114,7 @@ def compiled(name: str):
     case, plan, arguments = planned(*CASES[name])
     floats = {"desc_lse2", "desc_delta", "desc_dq"}
     tensors = {t: f"desc:{'float32' if t in floats else dtype_name(case.dtype)}:{r}x{c}" for t, (r, c) in plan.blocks.items()}
-    tensors |= dict.fromkeys((*TABLES, "COUNTER"), "int32")
+    tensors |= dict.fromkeys((*TABLES, "COUNTER", "starts"), "int32") | dict.fromkeys(("DK", "DV"), dtype_name(case.dtype))
     tensors |= {c.buffer: "float32" for c, _ in plan.captured}
     tensors |= {k: dtype_name(v.dtype) for k, v in arguments.items() if isinstance(v, torch.Tensor)}
     numbers = frozenset(("SM_SCALE", "TO_LOG2", *(k for k, v in arguments.items() if type(v) is float)))
@@ -127,6 +143,7 @@ def test_gradients_of_captured_tensors_are_gathered():
         "learned per key, d64 bf16": ["column"], "learned table, d64 bf16": ["atomic"],
         "learned bias, d64 bf16": ["store"], "learned slopes, causal d80 fp16": ["head"],
         "learned table, d40 bf16": ["atomic"],
+        "learned slopes, document d64 bf16, starts": ["head"], "learned per key, causal d64 bf16, starts": ["column"],
     }
 
 
@@ -170,8 +187,9 @@ def test_programs_share_tiles(monkeypatch, multiprocessors, length, grid, heads_
 
 
 @pytest.mark.parametrize("learned", [False, True])
-def test_every_parameter_has_an_argument(monkeypatch, learned):
-    """With block lists, and with a captured tensor's gradient."""
+@pytest.mark.parametrize("packed", [False, True])
+def test_every_parameter_has_an_argument(monkeypatch, packed, learned):
+    """With block lists, with those of packed sequences, and with a captured tensor's gradient."""
     launches = []
 
     class Recorder(Variant):
@@ -188,16 +206,72 @@ def test_every_parameter_has_an_argument(monkeypatch, learned):
     mask = create_block_mask(mods.causal, None, None, 300, 300, device="cpu")
     slopes = torch.zeros(2, requires_grad=learned)
     score_mod = (lambda s, b, h, m, n: s + slopes[h] * n) if learned else None
-    flex_attention(q, q, q, score_mod, mask).sum().backward()
+    if packed:
+        monkeypatch.setattr(varlen, "LONG", 1)
+        x, cu_seqlens = q[0].transpose(0, 1), torch.tensor([0, 130, 300], dtype=torch.int32)
+        varlen_attention(x, x, x, cu_seqlens, score_mod=score_mod, mask_mod=mods.causal).sum().backward()
+    else:
+        flex_attention(q, q, q, score_mod, mask).sum().backward()
     plan, = backward._plans.values()
+    assert plan.fused.flag["STARTS"] == packed
     for module in (forward, backward, kernel):
         module.clear()
     found, = [args for name, args in launches if name.startswith("hopper_backward")]
     assert len(found) == len(re.search(r"\ndef hopper_backward\((.*?)\n\):", re.sub("#.*", "", render(plan.fused)), re.S)[1].split(",")) - 1
-    tables = [t.data_ptr() for t in mask.as_transposed_lists().tables]
-    at = found.index(tables[0])
-    assert list(found[at:at + 4]) == tables
+    if not packed:
+        tables = [t.data_ptr() for t in mask.as_transposed_lists().tables]
+        at = found.index(tables[0])
+        assert list(found[at:at + 4]) == tables
     assert not learned or slopes.grad.shape == (2,)
+
+
+def test_copies_of_statistics_begin_a_row_later_each():
+    """TMA reads from whole 16 bytes on: in copy m % 4, row m lies there."""
+    lse, out, do = torch.randn(2, 3, 200), torch.randn(2, 3, 200, 16), torch.randn(2, 3, 200, 16)
+    lse[0, 1, 5] = -torch.inf
+
+    def statistics(blocks: Blocks | None, *copies: int) -> torch.Tensor:
+        spec = delta_spec(BackwardCase(torch.float32, 16, 16, blocks=blocks), "cpu", fused=True)
+        made = torch.full((2, 2, 3, *copies, 256), torch.nan)
+        known = {"Hq": 3, "Q_LEN": 200, "STATS_LEN": 256, "ROWS": 256}
+        known |= {f"stride_{name}{dim}": stride // 4 for name in ("o", "do") for dim, stride in zip("zhm", out.stride(), strict=False)}
+        arguments = (out, do, lse, *made, torch.empty(2, 3, 256, 16), *(known[name] for name in spec.flag["parameters"]))
+        rows = delta_rows(16)
+        kernel.kernel_for(spec).launch((2 * 3 * 256 // rows,), arguments, lse.device, (rows,), num_warps=4, num_stages=1)
+        return made
+
+    plain, copied = statistics(None), statistics(STARTS, 4)
+    assert not plain.isnan().any()
+    for shift in range(4):
+        assert torch.equal(copied[..., shift, :256 - shift], plain[..., shift:])
+        assert copied[..., shift, 256 - shift:].isnan().all()
+
+
+def test_arguments_of_tiles_that_begin_where_a_tensor_says():
+    """Addresses of dK and dV after their descriptors, RANGES and their strides after the lists' widths, `starts` after the lists."""
+    names = list(compiled("causal d128 bf16, starts").signature)
+    own = ["RANGES", *(f"stride_{t}{d}" for t in ("dk", "dv") for d in "zhn")]
+    assert names[7:12] == ["desc_dk", "desc_dv", "DK", "DV", "COUNTER"]
+    assert names[-13:] == ["full_mask_rows", *own, *TABLES, "starts"]
+    assert [name for name in names if name not in (*own, "DK", "DV", "starts")] == list(compiled("causal d128 bf16").signature)
+    assert_packed_as_read(compiled("causal d128 bf16, starts"), 9)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.endswith("starts")])
+def test_tiles_that_begin_where_a_tensor_says_end_there(name):
+    """Keys from the next tile's first on, which mask_mod does not hide from queries of their own sequence, are neither seen nor stored."""
+    text = re.sub("#.*", "", render(planned(*CASES[name])[1].fused))
+    producer, block, consumer, kernel = (text.index(f"def {name}(") for name in (
+        "backward_producer", "add_query_block", "backward_consumer", "hopper_backward"))
+    assert re.findall(r"gl.load\((starts.*)\)", text) == re.findall(r"gl.load\((starts.*)\)", text[producer:block])
+    assert re.findall(r"gl.load\((starts.*)\)", text) == ["starts + kv_block", "starts + kv_block + 1"]
+    assert not re.search(r"\* BLOCK_N|cdiv|block \* ", text[producer:kernel])
+    assert "KV_LEN" not in text[block:consumer]
+    assert re.search(r"seen = .* & \(n < end_n\)\n", text[block:consumer])
+    for store in re.finditer("tma.async_copy_shared_to_global", text):
+        assert re.findall(r"^ {8}(\S.*)", text[:store.start()], re.M)[-1] == "if end_key - first_key >= 64:"
+    assert text.count("tma.async_copy_shared_to_global") == text.count("store_rows(") - 1
+    assert all(mask == "own_keys < end_n" for mask in re.findall(r"gl.store\(.*mask=(.*)\)", text[consumer:kernel]))
 
 
 @pytest.mark.parametrize("changes, word", [
@@ -211,6 +285,8 @@ def test_every_parameter_has_an_argument(monkeypatch, learned):
     (dict(options=Options(tile=(("dq_BLOCK_M", 64),))), "dq_BLOCK_M"),
     (dict(blocks=Blocks(True, 128, 64)), "block sizes"),
     (dict(blocks=Blocks(True, 32, 128)), "block sizes"),
+    (dict(blocks=STARTS._replace(kv_block=256)), "must have 128 keys"),
+    (dict(blocks=STARTS, d_qk=256, d_v=256), "must have 64 keys"),
 ])
 def test_what_it_does_not_serve_is_named(changes, word):
     assert word in fits(PLAIN._replace(**changes))

@@ -45,6 +45,15 @@ CASES = {
     "alibi causal d192x128 bf16": ("alibi causal", MLA),
     "softcap sliding_window d192x128 bf16": ("softcap sliding_window", MLA),
     "causal d256x128 bf16": ("causal", dict(head_dim=256, head_dim_v=128)),
+    "causal d128 bf16, starts": ("causal", dict(starts=True)),
+    "causal d64 bf16, starts": ("causal", dict(head_dim=64, starts=True)),
+    "causal d72 fp16, one list, starts": ("causal", dict(head_dim=72, dtype="float16", separate_full=False, starts=True)),
+    "document d128 bf16, starts": ("document", dict(starts=True)),
+    "causal document d128 bf16, starts": ("causal document", dict(starts=True)),
+    "causal document d64 bf16, blocks of 256 keys, starts": ("causal document", dict(head_dim=64, block_size=(128, 256), starts=True)),
+    "alibi document d128 bf16, max, scale, starts": ("alibi document", dict(output_max=True, scale_is_positive=False, starts=True)),
+    "causal document d192x128 bf16, starts": ("causal document", dict(**MLA, starts=True)),
+    "causal d256 bf16, starts": ("causal", dict(head_dim=256, starts=True)),
 }
 
 # Bytes spilled at most, under any Triton that is tested: numbers that are read once a tile, outside the loop over full blocks. Above 128
@@ -58,6 +67,11 @@ SPILLED = {
     "alibi causal d256 bf16": 24,
     "alibi causal d192x128 bf16": 36,
     "softcap sliding_window d192x128 bf16": 24,
+    "document d128 bf16, starts": 32,
+    "causal document d128 bf16, starts": 32,
+    "alibi document d128 bf16, max, scale, starts": 36,
+    "causal document d192x128 bf16, starts": 36,
+    "causal d256 bf16, starts": 28,
 }
 
 NOTHING = torch.zeros(4096, dtype=torch.int32)
@@ -112,9 +126,40 @@ def test_every_kind_of_snippet_compiles(mod):
     assert hopper_compilation("sm_90", *mods).compile().warnings == ()
 
 
-@pytest.mark.parametrize("case", ["plain d128 bf16", "alibi causal d64 fp16", "causal d192x128 bf16"])
+@pytest.mark.parametrize("case", ["plain d128 bf16", "alibi causal d64 fp16", "causal d192x128 bf16", "causal d128 bf16, starts"])
 def test_arguments_are_packed_as_the_kernel_reads_them(case):
     assert_packed_as_read(compiled(case), 4)
+
+
+def test_arguments_of_tiles_that_begin_where_a_tensor_says():
+    """The output's address after its descriptor, RANGES and the output's strides after the lists' widths, `starts` after the lists."""
+    names = list(compiled("causal d128 bf16, starts").signature)
+    assert names[:7] == ["desc_k", "desc_v", "desc_q", "desc_o", "O", "LSE", "COUNTER"]
+    lists = ["kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "starts"]
+    assert names[-11:] == ["mask_columns", "full_mask_columns", "RANGES", "stride_oz", "stride_oh", "stride_om", *lists]
+    without = list(compiled("causal d128 bf16").signature)
+    assert [name for name in names if name not in ("O", "RANGES", "stride_oz", "stride_oh", "stride_om", "starts")] == without
+
+
+@pytest.mark.parametrize("case", ["causal d128 bf16, starts", "causal d256 bf16, starts"])
+def test_tiles_that_begin_where_a_tensor_says_end_there(case):
+    """Rows from the next tile's first on are stored neither by TMA nor by pointers, and lists hold positions."""
+    recipes, details = CASES[case]
+    text = render(hopper_compilation("sm_90", *make(*recipes.split()), **{**details, "output_max": True}).spec)
+    producer, consumer, kernel = (text.index(f"def {name}(") for name in ("forward_producer", "forward_consumer", "hopper_forward"))
+    assert re.findall(r"gl.load\((starts.*)\)", text) == re.findall(r"gl.load\((starts.*)\)", text[producer:consumer])
+    assert re.findall(r"gl.load\((starts.*)\)", text) == ["starts + q_block", "starts + q_block + 1"]
+    assert not re.search(r"\* BLOCK_M|cdiv|block \* ", text[producer:kernel])
+    assert re.findall(r"gl.store\((\w+) .*mask=(.*)\)", text[consumer:kernel]) == [("LSE", "offs_m < end_row"), ("MAX", "offs_m < end_row")]
+    assert re.findall(r"\n {8}(\S.*)\n {12}tma.async_copy_shared_to_global", text) == ["if end_row - first_row >= 64:"]
+    assert text.count("tma.async_copy_shared_to_global") == 1
+    assert "mask=(row < end)[:, None] & (column < WIDTH)" in text
+
+
+def test_output_of_a_cut_tile_leaves_16_bytes_at_a_time():
+    stores = re.findall(r"(@%p\d+)? st\.global\.(\S+)", compiled("causal d64 bf16, starts").assembly["ptx"])
+    assert all(predicate for predicate, _ in stores)
+    assert sum(width == "v4.b32" for _, width in stores) == 2 * 64 * 64 * 2 // 16 // 128  # of two consumers of 128 threads
 
 
 def geometry(shape=(2, 4, 256, 128), strides=None):
@@ -138,6 +183,8 @@ def test_what_it_serves():
     assert "num_warps" in fits(case._replace(options=Options(tile=(("num_warps", 8),))), geometry())
     for sizes in ((64, 128), (128, 64)):
         assert "block sizes" in fits(case._replace(blocks=Blocks(True, *sizes)), geometry())
+    assert fits(case._replace(blocks=Blocks(True, 128, 256, starts=True)), geometry()) is None
+    assert "must have 128 queries" in fits(case._replace(blocks=Blocks(True, 256, 128, starts=True)), geometry())
     wide = case._replace(d_qk=256, d_v=256)  # 64 keys at a time
     assert fits(wide._replace(blocks=Blocks(True, 128, 64)), geometry()) is None
     assert "block sizes" in fits(wide._replace(blocks=Blocks(True, 64, 64)), geometry())

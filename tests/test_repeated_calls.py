@@ -9,7 +9,8 @@ import pytest
 import torch
 from fake_hopper import Variant, pass_for_hopper
 
-from flexpress import AuxRequest, cache_info, cached_attention, create_block_mask, flex_attention, mods
+from flexpress import AuxRequest, cache_info, cached_attention, create_block_mask, flex_attention, mods, varlen
+from flexpress.attention import attend, prepared
 from flexpress.codegen import forward, kernel, tma
 
 
@@ -92,6 +93,29 @@ def test_the_short_way_has_the_same_arguments(name, backend, launches):
     first_out, second_out = (o[0] if isinstance(o, tuple) else o for o in outs[:2])
     assert first_out.stride() == second_out.stride() and first_out.dtype == second_out.dtype
     assert second[out] == second_out.data_ptr()
+
+
+@pytest.mark.parametrize("D", [64, 256])
+@pytest.mark.parametrize("backend", ["TRITON", "AUTO"])
+def test_packed_sequences_have_the_same_arguments(backend, D, launches):
+    """Where blocks begin comes after the lists; the kernel for Hopper also takes out by pointer, and its strides."""
+    cu_seqlens = torch.tensor([0, 900, 900, 1600], dtype=torch.int32)
+    q, k, v = (torch.zeros(1600, heads, D, dtype=torch.bfloat16).unsqueeze(0).transpose(1, 2) for heads in (4, 2, 2))
+    packing = varlen._packing(cu_seqlens, None, 1600, 1600)
+    call = prepared(q, k, v, None, None, None, True, {"BACKEND": backend}, packing.mask_mod(mods.causal), packing.starts_of)
+    for _ in range(3):
+        out, _, _ = attend(call, False, False)
+    assert [way for way, *_ in launches] == ["long", "short", "short"]
+    (_, grid, first), (_, other_grid, second), _ = launches
+    hopper, lists = backend == "AUTO", call[6]
+    ranges = 1600 // 128 + 3
+    made = [12, 16, 17] if hopper else [9, 10]
+    assert grid == other_grid and (grid == 5 if hopper else grid % (4 * ranges) == 0)
+    assert same_but_for(first, second, made)
+    assert not hopper or second[16] == second[12] and second[16] != 0
+    at = second.index(lists.kv_num_blocks.data_ptr())
+    assert second[at - 4:at] == [ranges, *out.stride()[:3]] if hopper else second[at - 1] == ranges
+    assert second[at + 4] == lists.starts.data_ptr()
 
 
 CACHED = {"check": False}
