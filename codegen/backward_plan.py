@@ -14,7 +14,7 @@ import torch
 from .expr import Expr, walk
 from .forward_plan import Blocks, Mod, Options
 from .grad import differentiate
-from .lower import Target, TensorLayout
+from .snippet import Target, TensorLayout
 from .spec import CapturedGradient, Differential, KernelSpec, ModText, dtype_name, may_be_nan, mod_text
 from .tiles import Tile, backward_tile, round_up_head_dim
 

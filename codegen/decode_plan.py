@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from .forward_plan import STRIDES, Blocks, Mod, lowered
-from .lower import Target
+from .snippet import Target
 from .spec import KernelSpec, ModText, dtype_name
 from .tiles import Tile, decode_tile, round_up_head_dim
 

@@ -13,8 +13,8 @@ import torch
 from .cache import INFO
 from .expr import INDEX_BOUND, ModGraph
 from .kernel import Kernel, backend_of, kernel_for
-from .lower import Target
 from .signature import bind
+from .snippet import Target
 from .spec import KernelSpec, ModText, layouts_of, mod_text
 
 _SYMBOL_NAMES = {"score": "score", "b": "z", "h": "h", "q_idx": "m", "kv_idx": "n"}

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 
 from .expr import ModGraph
-from .lower import Target, TensorLayout, gathers
+from .lower import gathers
+from .snippet import Target, TensorLayout
 from .spec import KernelSpec, ModText, dtype_name, mod_text
 from .tiles import Tile, forward_tile, round_up_head_dim
 

@@ -16,7 +16,8 @@ from .backward_plan import BackwardCase, delta_spec, role_of
 from .expr import Expr, ModGraph
 from .forward_plan import Mod
 from .grad import differentiate
-from .lower import Target, TensorLayout, loads_of
+from .lower import loads_of
+from .snippet import Target, TensorLayout
 from .spec import CapturedGradient, Differential, KernelSpec, ModText, dtype_name, may_be_nan, mod_text
 from .tiles import round_up_head_dim
 

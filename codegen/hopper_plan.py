@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from .forward_plan import STRIDES, ForwardCase, Geometry, Mod, lowered
-from .lower import Target, gathers
+from .lower import gathers
+from .snippet import Target
 from .spec import KernelSpec, ModText, dtype_name
 from .tiles import round_up_head_dim
 

@@ -11,8 +11,8 @@ from .expr import INDEX_BOUND, ModGraph
 from .forward import BlockLists
 from .intervals import analyse
 from .kernel import Kernel, backend_of, kernel_for
-from .lower import Target
 from .ops import kind
+from .snippet import Target
 from .spec import KernelSpec, ModText, layouts_of, mod_text
 
 SYMBOL_NAMES = {"score": "score", "b": "z", "h": "h", "q_idx": "m", "kv_idx": "n"}

@@ -20,8 +20,8 @@ from .decode_plan import BLOCK_S, DecodeCase, DecodePlan, plan_decode, rows_of
 from .forward import keys_of, output_like
 from .forward_plan import Blocks, ForwardCase, Geometry, Options, Plan, geometry_of, plan_forward, wants_tma
 from .hopper_plan import HopperPlan, fits, plan_hopper_forward
-from .lower import Target
 from .signature import bind
+from .snippet import Target
 from .spec import KernelSpec, ModText, dtype_name, layouts_of, mod_text
 from .tiles import architecture
 from .update_cache import BLOCK_T, UpdateCase, update_spec

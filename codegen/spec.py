@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 
 from .expr import MASK_SYMBOLS, Expr, ModGraph, value_range, walk
-from .lower import Snippet, Statement, SumText, Target, TensorLayout, is_gather, lines_of, loads_of, lower, lower_sum
+from .lower import is_gather, loads_of, lower, lower_sum
+from .snippet import Snippet, Statement, SumText, Target, TensorLayout, lines_of
 from .sums import as_sum
 
 _FIND = {

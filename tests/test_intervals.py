@@ -17,9 +17,9 @@ from flexpress.codegen.dispatch import apply
 from flexpress.codegen.expr import Expr, ExprTable, walk
 from flexpress.codegen.host import compute
 from flexpress.codegen.intervals import Interval, _IntervalRun, _point, analyse
-from flexpress.codegen.lower import Target
 from flexpress.codegen.ops import OPS, kind
 from flexpress.codegen.signature import bind
+from flexpress.codegen.snippet import Target
 from flexpress.codegen.spec import layouts_of, mod_text
 from flexpress.codegen.symbols import Sym
 
