@@ -94,8 +94,8 @@ class _Ready:
 
     def __init__(self, plan: Plan | HopperPlan, function, grid: int, numbers: list, out: torch.Tensor) -> None:
         self.plan, self.function, self.grid, self.numbers = plan, function, grid, numbers
-        self.described, self.counts = len(plan.blocks), isinstance(plan, HopperPlan)
-        self.out_shape, self.out_strides = out.shape, out.stride()
+        self.described, self.by_pointer, self.counts = len(plan.blocks), _first_by_pointer(plan), isinstance(plan, HopperPlan)
+        self.out_shape, self.out_strides, self.stats_shape = out.shape, out.stride(), out.shape[:3]
         self.maps: dict[tuple[int, ...], list] = {}  # tensor maps by addresses
 
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, score: list | None, mask: list | None, lists: BlockLists | None,
@@ -106,10 +106,13 @@ class _Ready:
         inputs = plain_values((k, v, q))
         if mods is None or inputs is None or any(address % 16 for address in tables):
             return None
-        out = torch.empty_strided(self.out_shape, self.out_strides, dtype=q.dtype, device=q.device)
-        lse = torch.empty(self.out_shape[:3], dtype=torch.float32, device=q.device)
+        device = q.device
+        out = torch.empty_strided(self.out_shape, self.out_strides, dtype=q.dtype, device=device)
+        lse = torch.empty(self.stats_shape, dtype=torch.float32, device=device)
         max_scores = torch.empty_like(lse) if output_max else None
-        addresses = [*inputs, *(t.data_ptr() for t in ((out, lse, max_scores) if output_max else (out, lse)))]
+        addresses = [*inputs, out.data_ptr(), lse.data_ptr()]
+        if output_max:
+            addresses.append(max_scores.data_ptr())
         if self.described:
             key = tuple(addresses[:self.described])
             maps = self.maps.get(key)
@@ -117,11 +120,11 @@ class _Ready:
                 if len(self.maps) >= 64:
                     self.maps.clear()
                 maps = self.maps[key] = self.function.expanded(_described(self.plan, (k, v, q, out)))
-            addresses = [*maps, *_undescribed(self.plan, addresses[:4]), *addresses[4:]]
-        with on(q.device):
+            addresses = [*maps, *addresses[self.by_pointer:]]
+        with on(device):
             if self.counts:
-                addresses.append(counter(q.device).data_ptr())
-            self.function.launch_plain(self.grid, 1, 1, torch._C._cuda_getCurrentRawStream(q.device.index),
+                addresses.append(counter(device).data_ptr())
+            self.function.launch_plain(self.grid, 1, 1, torch._C._cuda_getCurrentRawStream(device.index),
                                        [*addresses, *self.numbers, *tables, *mods])
         return out, lse, max_scores
 
@@ -286,9 +289,9 @@ def _described(plan: Plan | HopperPlan, tensors: tuple) -> list:
     return [descriptor(t, *block) for t, block in zip(tensors, plan.blocks, strict=False)]
 
 
-def _undescribed(plan: Plan | HopperPlan, tensors: tuple) -> tuple:
-    """What of k, v, q and out the plan's kernel takes by pointer: what has no descriptor, and out where a tile may end anywhere."""
-    return tensors[3:] if isinstance(plan, HopperPlan) and plan.spec.flag["STARTS"] else tensors[len(plan.blocks):]
+def _first_by_pointer(plan: Plan | HopperPlan) -> int:
+    """From which of k, v, q and out on the plan's kernel takes pointers: what has no descriptor, and out where a tile may end anywhere."""
+    return 3 if isinstance(plan, HopperPlan) and plan.spec.flag["STARTS"] else len(plan.blocks)
 
 
 def _launch(plan: Plan | HopperPlan, tensors: tuple, stats: tuple, rest: tuple, lists: BlockLists | None, *, forced: bool = False) -> tuple:
@@ -299,7 +302,7 @@ def _launch(plan: Plan | HopperPlan, tensors: tuple, stats: tuple, rest: tuple, 
     kernel = kernel_for(plan.spec)
 
     def prepared(tile) -> tuple[int, tuple]:
-        args = (*_described(plan, tensors), *_undescribed(plan, tensors), *stats)
+        args = (*_described(plan, tensors), *tensors[_first_by_pointer(plan):], *stats)
         return tiles_of(Q_LEN, tile.BLOCK_M, lists, "q_block") * Z * Hq, args
 
     if isinstance(plan, HopperPlan):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -204,8 +203,7 @@ def _read_mask(block_mask, query, key, options: Options):
     return lists, transposed, block_mask.mask_mod
 
 
-@dataclass(frozen=True, eq=False)
-class _Call:
+class _Call(NamedTuple):
     """What the kernels of one call take beside tensors that may want gradients."""
 
     scale: float
@@ -226,8 +224,8 @@ class _Attention(torch.autograd.Function):
         out, lse, max_scores = forward(q, k, v, call.scale, call.score, call.mask, call.lists, call.options, output_max=call.output_max)
         mask_tensors = call.mask[1][:len(call.mask[0].tensors)] if call.mask else []
         # tensors are saved by autograd, which notices if they are overwritten before the backward pass
-        ctx.call = replace(call, score=call.score and (call.score[0], call.score[1][len(captured):]),
-                           mask=call.mask and (call.mask[0], call.mask[1][len(mask_tensors):]))
+        ctx.call = call._replace(score=call.score and (call.score[0], call.score[1][len(captured):]),
+                                 mask=call.mask and (call.mask[0], call.mask[1][len(mask_tensors):]))
         ctx.save_for_backward(q, k, v, out, lse, *captured, *mask_tensors)
         ctx.count = len(captured)
         ctx.set_materialize_grads(False)
