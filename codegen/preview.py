@@ -77,7 +77,7 @@ def preview(
     use_tma    as the option USE_TMA: None is what the newest GPUs get, and no TMA on "hip" and "cpu"
     details    block_size=(128, 128)    of the block mask
                separate_full=True       full blocks are listed apart
-             starts=False             blocks begin where a tensor says
+               starts=False             blocks begin where a tensor says
                output_max=False         max_scores are asked for
                transposed=False         q, k and v lie in memory as (B, H, D, S), so the head dim is strided
                options=Options()        forward_plan.Options: the other kernel_options
