@@ -155,7 +155,7 @@ def test_statements_of_the_forward_kernel(name):
     parameters = [p.split("=")[0].split(":")[0].strip() for p in parameters if p.strip()]
     for first in (0, 128):
         rows = torch.arange(first, first + 128, dtype=torch.int32).clamp(max=Q_LEN - 1)
-        values.update(first_m=first, rows=rows, m=rows[:, None], m_i=torch.full((128,), -math.inf), l_i=torch.zeros(128))
+        values.update(middle=first + 64, rows=rows, m=rows[:, None], m_i=torch.full((128,), -math.inf), l_i=torch.zeros(128))
         run(stages.once, values)
         found = torch.zeros(128, 384)
         for start in (256, 128, 0):
@@ -189,7 +189,7 @@ def test_statements_of_the_backward_kernel(name):
     defined(text, "multiples", values)
     for first in range(0, KV_LEN, 64):
         keys = first + torch.arange(64, dtype=torch.int32)
-        values.update(first_n=first // 128 * 128, keys=keys, n=keys[:, None])
+        values.update(middle=first // 128 * 128 + 64, keys=keys, n=keys[:, None])
         run(stages.once, values)
         for start in range(0, Q_LEN, 64):
             rows = (start + torch.arange(64, dtype=torch.int32)).clamp(max=Q_LEN - 1)
