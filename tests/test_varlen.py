@@ -159,8 +159,9 @@ def _check_problem(p: dict, device: str) -> None:
     assert error <= max(2 * allowed, FLOORS[p["dtype"]]), f"error {error:.2e}, a plain computation has {allowed:.2e}"
     seen = exact[2] > -math.inf
     assert torch.equal(lse > -math.inf, seen) and (out[~seen] == 0).all()
-    # distances from the middle of a tile cancel in float32, up to 96 times a slope
-    torch.testing.assert_close(lse[seen].double(), exact[2][seen], rtol=2e-6, atol=4e-5)
+    # on Hopper, distances from the middle of a tile cancel in float32, up to 64 times a slope
+    atol = 4e-5 if p["score"] == "alibi" and device == "cuda" else 2e-5
+    torch.testing.assert_close(lse[seen].double(), exact[2][seen], rtol=2e-6, atol=atol)
     if not p["backward"]:
         return
     weights = torch.randn(out.shape, generator=generator, device=device).to(p["dtype"]), torch.randn(lse.shape, device=device)
@@ -252,7 +253,8 @@ def test_other_lengths_compile_nothing(apart, form, cross, device, monkeypatch):
 
     cache_clear()
     assert made_by(lambda: run([30, 41], 3))[0]
-    for lengths, shift in (([30, 41], 3), ([64, 64], 5), ([18], 2), ([0, 1, 33, 128, 2], 9), ([16, 16, 16, 16], 4)):
+    few = [18] if apart else [7]  # up to 16 queries have no blocks of their own
+    for lengths, shift in (([30, 41], 3), ([64, 64], 5), (few, 2), ([0, 1, 33, 128, 2], 9), ([16, 16, 16, 16], 4)):
         assert made_by(lambda lengths=lengths, shift=shift: run(lengths, shift)) == (0, 0, 0), lengths
     assert made_by(lambda: run([30, 5], 6, torch.int64)) == (0, 0, 0)
     run([30, 41], 3, D=5)
