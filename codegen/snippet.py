@@ -65,6 +65,10 @@ class SumText:
     key: str
     rate: str
 
+    @property
+    def parts(self) -> tuple[str, str, str]:
+        return self.query, self.key, self.rate
+
 
 @dataclass(frozen=True, slots=True)
 class Target:

@@ -108,7 +108,7 @@ class ModText:
     @property
     def texts(self) -> tuple[str, ...]:
         """What the kernel makes of the statements."""
-        return (self.sum.query, self.sum.key, self.sum.rate) if self.sum else (self.result,)
+        return self.sum.parts if self.sum else (self.result,)
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -258,7 +258,7 @@ def mod_text(graph: ModGraph, layouts: tuple[TensorLayout, ...], names: dict[str
 
 def _with_arguments(graph: ModGraph, layouts: tuple[TensorLayout, ...], snippet: Snippet, gradient: GradientText | None) -> ModText:
     texts = [*(s.value for s in snippet.statements), *snippet.gradient_lines, *(f"{o} {c}" for o, c in snippet.places)]
-    texts += [snippet.sum.query, snippet.sum.key, snippet.sum.rate] if snippet.sum else []
+    texts += snippet.sum.parts if snippet.sum else ()
     words = set(re.findall(r"\w+", "\n".join(texts)))
     args, recipe = [], []
     for i, capture in enumerate(graph.tensors):
