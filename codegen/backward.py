@@ -22,7 +22,7 @@ from .cache import INFO
 from .expr import INDEX_BOUND, Expr, ModGraph
 from .forward import BlockLists, Unusable, extents_of, keys_of, output_like, strides_like, tiles_of, usable
 from .forward_plan import LOG2_E, Options, wants_tma
-from .hopper_backward_plan import CONVERT_ROWS, L2_BYTES, HopperBackwardPlan, fits, plan_hopper_backward
+from .hopper_backward_plan import L2_BYTES, HopperBackwardPlan, fits, plan_hopper_backward
 from .hopper_plan import heads_per_group
 from .host import compute
 from .kernel import architecture_of, backend_of, counter, kernel_for, launch_fitting, multiprocessors, on
@@ -82,9 +82,9 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tenso
             for dim, stride, size in zip("zhm", t.stride(), t.shape, strict=False)}
     stats = (lse, dlse.contiguous(), lse2, delta) if dlse is not None else (lse, lse2, delta)
     if isinstance(plan, HopperBackwardPlan):
-        known["ROWS"] = -(-Q_LEN // CONVERT_ROWS) * CONVERT_ROWS
-        dq_sum = torch.empty((Z, Hq, known["ROWS"], D_QK), dtype=torch.float32, device=q.device)
-        stats = (*stats, dq_sum)
+        dq_sum = torch.empty((Z, Hq, Q_LEN, D_QK), dtype=torch.float32, device=q.device)
+        done = torch.empty((Z, Hq), dtype=torch.int32, device=q.device)  # of these, a number for each head of k
+        stats = (*stats, dq_sum, done)
     kernel_for(plan.delta).launch((Z * Hq * stats_len // delta_rows(D_V),),
                                   (out, do, *stats, *_numbers(plan.delta, {**known, **rows})), q.device,
                                   (delta_rows(D_V),), num_warps=4, num_stages=1)
@@ -92,7 +92,7 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tenso
     if isinstance(plan, HopperBackwardPlan):
         sums = _Sums((plan,), score, extents, q.device)
         try:
-            _launch_fused(plan, tensors, lse2, delta, dq_sum, known, transposed, score, mask, sums)
+            _launch_fused(plan, tensors, lse2, delta, dq_sum, done, known, transposed, score, mask, sums)
         except Unusable as why:
             _refused[case, arch, score_key, mask_key] = str(why)
             return backward(q, k, v, out, lse, do, dlse, scale, score, mask, lists, transposed, options, wanted=wanted,
@@ -146,8 +146,8 @@ def _with_lists(known: dict, lists: BlockLists | None, width: str) -> tuple[dict
 
 
 def _launch_fused(plan: HopperBackwardPlan, tensors: tuple, lse2: torch.Tensor, delta: torch.Tensor, dq_sum: torch.Tensor,
-                  known: dict, lists: BlockLists | None, score, mask, sums: _Sums) -> None:
-    """Launch hopper_backward, which adds up dQ in float32, and the conversion of that."""
+                  done: torch.Tensor, known: dict, lists: BlockLists | None, score, mask, sums: _Sums) -> None:
+    """Launch hopper_backward: a program for each multiprocessor, unless there are fewer tiles and blocks of dQ to finish."""
     q, k, v, do, dq, dk, dv = tensors
     described = {"q": q, "do": do, "k": k, "v": v, "lse2": lse2, "delta": delta, "dq": dq_sum, "dk": dk, "dv": dv}
     known, tables = _with_lists(known, lists, "rows")
@@ -160,15 +160,12 @@ def _launch_fused(plan: HopperBackwardPlan, tensors: tuple, lse2: torch.Tensor, 
     known = {**known, "HEADS_PER_GROUP": heads_per_group(heads, read_bytes, L2_BYTES)}
     tiles = tiles_of(k.shape[2], plan.tile.BLOCK_N, lists, "kv_block")
     with on(q.device):
-        stored = (dk, dv) if plan.fused.flag["STARTS"] else ()
+        stored = (dq_sum, dq, *((dk, dv) if plan.fused.flag["STARTS"] else ()), done)
         args = (*descriptors, *stored, counter(q.device), *_numbers(plan.fused, known), *tables, *mods,
                 *sums.arguments(plan, 2 * tiles))
         variant, plain = usable(kernel_for(plan.fused), args, q.device, math.inf)
-        variant.launch((min(tiles * heads, multiprocessors(q.device)),), plain, q.device.index)
-    known = {**known, **dict(zip(("stride_dqz", "stride_dqh", "stride_dqm"), dq.stride(), strict=False))}
-    grid = (q.shape[0] * q.shape[1] * known["ROWS"] // CONVERT_ROWS,)
-    numbers = _numbers(plan.convert, known)
-    kernel_for(plan.convert).launch(grid, (dq_sum, dq, *numbers), q.device, (CONVERT_ROWS,), num_warps=4, num_stages=1)
+        work = max(tiles * heads, -(-q.shape[2] // plan.fused.flag["DQ_ROWS"]) * q.shape[0] * q.shape[1])
+        variant.launch((min(work, multiprocessors(q.device)),), plain, q.device.index)
 
 
 def _launch(step: Step, name: str, streamed: tuple, rest: tuple, known: dict, lists: BlockLists | None, score, mask, sums) -> None:

@@ -131,8 +131,8 @@ def stats_copies(case: BackwardCase) -> int:
 
 
 def delta_spec(case: BackwardCase, backend: str, *, fused: bool = False) -> KernelSpec:
-    """The KernelSpec of backward_delta; before the `fused` kernel it zeroes a float32 dQ as well."""
-    numbers = ("Hq", "Q_LEN", "STATS_LEN", *(["ROWS"] if fused else []), *strides("o", "do"))
+    """The KernelSpec of backward_delta; before the `fused` kernel it zeroes the sums of dQ and counts as well."""
+    numbers = ("Hq", "Q_LEN", "STATS_LEN", *strides("o", "do"))
     flags = {"D_V": case.d_v, "D_V_ROUNDED": round_up_head_dim(case.d_v), "UNIT": delta_unit(case), "LSE_GRADIENT": case.lse_gradient,
              "ZERO_DQ": fused, "SHIFTS": stats_copies(case) if fused else 1, "numbers": numbers, "parameters": numbers}
     if fused:

@@ -1,7 +1,7 @@
 """The fused backward kernel for Hopper as a plan: which calls it serves, and from what is known of one to its KernelSpecs.
 
-The kernel (templates/hopper_backward.py.jinja) is written in Gluon, for sm_90 alone. It takes lse2 and delta from backward_delta and
-leaves dQ in float32 without scale, which hopper_dq_convert finishes.
+The kernel (templates/hopper_backward.py.jinja) is written in Gluon, for sm_90 alone. It takes lse2, delta, and zeroes to add dQ to, from
+backward_delta.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .backward_plan import BackwardCase, delta_spec, role_of
+from .backward_plan import BackwardCase, delta_spec, role_of, strides
 from .expr import Expr, ModGraph
 from .forward_plan import Mod
 from .grad import differentiate
@@ -23,7 +23,7 @@ from .tiles import round_up_head_dim
 
 BLOCK_N = 128  # keys of a program, 64 for each consumer
 L2_BYTES = 24 << 20  # of Q, dO and dQ's sums that heads which are worked on at a time may take
-CONVERT_ROWS = 64  # BLOCK_M of hopper_dq_convert
+DQ_BLOCK = 128 << 10  # bytes of dQ's sums that a program reads at once, to finish them: as many as keep memory busy
 # a derivative is linear in the gradient of its result: it is applied to p before dP is there, which is waited for with fewer registers
 _SYMBOLS = {"score": "qk", "b": "z", "h": "h", "q_idx": "m", "kv_idx": "n", "grad": "p"}
 
@@ -44,7 +44,6 @@ class HopperBackwardPlan:
 
     delta: KernelSpec
     fused: KernelSpec
-    convert: KernelSpec
     tile: HopperBackwardTile
     score: ModText | None
     mask: ModText | None
@@ -145,21 +144,18 @@ def plan_hopper_backward(case: BackwardCase, score: Mod | None, mask: Mod | None
     # lse2 is read while S is computed: 5 % faster where that does not spill
     early = tile.BLOCK_M == 64 and not score and not (mask and mask[0].tensors)
     fused = _spec(case, tile, score_text, mask_text, scale_apart, check_padding, early)
-    return HopperBackwardPlan(delta_spec(case, "cuda", fused=True), fused, _convert_spec(case), tile, score_text, mask_text, scale_apart,
-                              gathered)
+    return HopperBackwardPlan(delta_spec(case, "cuda", fused=True), fused, tile, score_text, mask_text, scale_apart, gathered)
 
 
 def _spec(case: BackwardCase, tile: HopperBackwardTile, score: ModText | None, mask: ModText | None, scale_apart: bool,
           check_padding: bool, early_lse: bool) -> KernelSpec:
     blocks, mods, (d_qk, d_v) = case.blocks, [m for m in (score, mask) if m], padded(case.d_qk, case.d_v)
-    numbers = ["Z", "Zkv", "Hkv", "GROUP_SIZE", "HEADS_PER_GROUP", "Q_LEN", "KV_LEN", "SM_SCALE", "TO_LOG2"]
+    numbers = ["Z", "Zkv", "Hq", "Hkv", "GROUP_SIZE", "HEADS_PER_GROUP", "Q_LEN", "KV_LEN", *strides("dq"), "SM_SCALE", "TO_LOG2"]
     if blocks:
         numbers += ["mask_stride_z", "mask_stride_h", "mask_rows"] + (["full_mask_rows"] if blocks.has_full else [])
     starts = blocks is not None and blocks.starts
     if starts:
         numbers += ["RANGES", *(f"stride_{t}{d}" for t in ("dk", "dv") for d in "zhn")]
-    if score and score.gradient.captured:
-        numbers.append("Hq")
     columns = tile.BLOCK_M == 64  # which way consumers share a block's dQ; each computes 64 rows
     slices = 3 if d_qk == 192 else 1
     dq_columns = 32 if slices > 1 else min(64, d_qk // 2) if columns else d_qk
@@ -170,7 +166,7 @@ def _spec(case: BackwardCase, tile: HopperBackwardTile, score: ModText | None, m
         "LANGUAGE": "gluon", "DTYPE": dtype_name(case.dtype), "D_QK": case.d_qk, "D_V": case.d_v,
         "D_QK_ROUNDED": d_qk, "D_V_ROUNDED": d_v, "WIDE": d_v == 256, "SLICES": slices, "D_QK_SLICE": d_qk // slices,
         "BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N,
-        "SPLIT_COLUMNS": columns, "DQ_COLUMNS": dq_columns,
+        "SPLIT_COLUMNS": columns, "DQ_COLUMNS": dq_columns, "DQ_ROWS": DQ_BLOCK // (4 * round_up_head_dim(d_qk)),
         "CONSUMER_REGISTERS": tile.consumer_registers, "PRODUCER_REGISTERS": tile.producer_registers,
         "BLOCK_MASK": blocks is not None, "HAS_FULL_BLOCKS": blocks is not None and blocks.has_full,
         "SPARSE_Q_BLOCK_SIZE": blocks.q_block if blocks else 0, "SPARSE_KV_BLOCK_SIZE": blocks.kv_block if blocks else 0,
@@ -180,9 +176,3 @@ def _spec(case: BackwardCase, tile: HopperBackwardTile, score: ModText | None, m
         "numbers": tuple(numbers) + tuple(n for m in mods for n in m.numbers), "parameters": tuple(numbers),
     }
     return KernelSpec("hopper_backward", (score, mask), tuple(flags.items()), "cuda")
-
-
-def _convert_spec(case: BackwardCase) -> KernelSpec:
-    numbers = ("Hq", "Q_LEN", "ROWS", "stride_dqz", "stride_dqh", "stride_dqm", "SM_SCALE")
-    flags = (("D", case.d_qk), ("D_ROUNDED", round_up_head_dim(case.d_qk)), ("numbers", numbers), ("parameters", numbers))
-    return KernelSpec("hopper_dq_convert", (), flags, "cuda")

@@ -123,3 +123,22 @@ def test_streams_and_graphs_beside_each_other():
                     found.append(flex_attention(*s))
             torch.cuda.synchronize()
             assert all(torch.equal(a, b) for a, b in zip(found + outs, expected * 2, strict=True))
+
+
+def test_backward_on_streams_beside_each_other():
+    """Programs of one kernel take multiprocessors from the other, and wait for tiles that are not done."""
+    sets = [inputs(length) for length in (700, 1500, 2500)]
+    outs = [flex_attention(*s) for s in sets]
+    expected = [torch.autograd.grad(o, s, o.detach(), retain_graph=True) for o, s in zip(outs, sets, strict=True)]
+    streams = [torch.cuda.Stream() for _ in sets]
+    torch.cuda.synchronize()
+    for _ in range(30):
+        found = []
+        for stream, o, s in zip(streams, outs, sets, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(torch.autograd.grad(o, s, o.detach(), retain_graph=True))
+        torch.cuda.synchronize()
+        for grads, known in zip(found, expected, strict=True):
+            assert (grads[0] - known[0]).abs().max() <= 0.01 * known[0].abs().max()
+            assert all(torch.equal(g, e) for g, e in zip(grads[1:], known[1:], strict=True))
+    assert all(counter.item() == 0 for counter in kernel._counters.values())
