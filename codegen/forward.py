@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -198,7 +199,8 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sco
     mods = mod_values(plan, score and score[1], mask and mask[1])
     stats = (lse, max_scores) if output_max else (lse,)
     try:
-        variant, grid = _launch(plan, (k, v, q, out), stats, (*numbers, *tables, *mods), lists, forced=options.backend == "GLUON")
+        variant, grid = launch(plan, (k, v, q, out), stats, (*numbers, *tables, *mods),
+                               lambda size: tiles_of(Q_LEN, size, lists, "q_block"), forced=options.backend == "GLUON")
     except Unusable as why:
         _refused[case, arch, score_key, mask_key] = str(why)
         return forward(q, k, v, scale, score, mask, lists, options, output_max=output_max)
@@ -294,16 +296,17 @@ def _first_by_pointer(plan: Plan | HopperPlan) -> int:
     return 3 if isinstance(plan, HopperPlan) and plan.spec.flag["STARTS"] else len(plan.blocks)
 
 
-def _launch(plan: Plan | HopperPlan, tensors: tuple, stats: tuple, rest: tuple, lists: BlockLists | None, *, forced: bool = False) -> tuple:
-    """Launch on k, v, q and out with the plan's tile, or with the next smaller one that the device can hold. Returns the variant and its
-    programs."""
+def launch(plan: Plan | HopperPlan, tensors: tuple, stats: tuple, rest: tuple, tiles: Callable[[int], int], *,
+           forced: bool = False) -> tuple:
+    """Launch on k, v, q and out with the plan's tile, or with the next smaller one that the device can hold. `tiles` says how many tiles of
+    so many queries a head has. Returns the variant and its programs."""
     q = tensors[2]
-    Z, Hq, Q_LEN, _ = q.shape
+    Z, Hq = q.shape[:2]
     kernel = kernel_for(plan.spec)
 
     def prepared(tile) -> tuple[int, tuple]:
         args = (*_described(plan, tensors), *tensors[_first_by_pointer(plan):], *stats)
-        return tiles_of(Q_LEN, tile.BLOCK_M, lists, "q_block") * Z * Hq, args
+        return tiles(tile.BLOCK_M) * Z * Hq, args
 
     if isinstance(plan, HopperPlan):
         grid, args = prepared(plan.tile)
@@ -314,9 +317,9 @@ def _launch(plan: Plan | HopperPlan, tensors: tuple, stats: tuple, rest: tuple, 
             variant.launch((grid,), plain, q.device.index)
         return variant, grid
 
-    def launch(tile) -> tuple:
+    def launched(tile) -> tuple:
         grid, args = prepared(tile)
         return kernel.launch((grid,), (*args, *rest), q.device, (tile.BLOCK_M, tile.BLOCK_N), num_warps=tile.num_warps,
                              num_stages=tile.num_stages), grid
 
-    return launch_fitting(plan, launch)
+    return launch_fitting(plan, launched)

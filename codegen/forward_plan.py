@@ -49,6 +49,19 @@ class Blocks(NamedTuple):
     starts: bool = False
 
 
+class Cache(NamedTuple):
+    """How a cache holds the keys of sequences whose queries are packed one after another (see decode.Cached).
+
+    page_size   positions of a page; 0: a sequence has an entry of its own
+    located     every sequence says which entry
+    offsets     every sequence says at which position its queries begin; else they are its last positions
+    """
+
+    page_size: int = 0
+    located: bool = False
+    offsets: bool = False
+
+
 class ForwardCase(NamedTuple):
     """What changes the forward kernel, beside its mods."""
 
@@ -63,6 +76,7 @@ class ForwardCase(NamedTuple):
     scale_is_positive: bool = True
     output_max: bool = False
     exact_indices: bool = True
+    cache: Cache | None = None  # the kernel for Hopper alone
 
 
 Mod = tuple[ModGraph, tuple[TensorLayout, ...]]

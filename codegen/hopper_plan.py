@@ -6,11 +6,11 @@ The kernel (templates/hopper_forward.py.jinja) is written in Gluon, for sm_90 al
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from .forward_plan import STRIDES, ForwardCase, Geometry, Mod, lowered
+from .forward_plan import STRIDES, Cache, ForwardCase, Geometry, Mod, lowered
 from .lower import gathers
 from .snippet import Target
 from .spec import KernelSpec, ModText, dtype_name
@@ -52,7 +52,11 @@ class HopperPlan:
         """Rows and columns of what TMA copies at once of k, v, q and out, all passed as descriptors."""
         N, flags = self.tile.BLOCK_N, self.spec.flag
         d_qk, d_v = flags["D_QK_SLICE"], flags["D_V_ROUNDED"]
-        return (N, d_qk), (N, d_v), (ROWS, d_qk), (ROWS, d_v)
+        if 0 < flags["PAGE_SIZE"] < N:  # a piece of a block
+            keys = values = (flags["PAGE_SIZE"], 64)
+        else:
+            keys, values = (N, d_qk), (N, d_v)
+        return keys, values, (ROWS, d_qk), (ROWS, d_v)
 
 
 def fits(case: ForwardCase, geometry: Geometry, arch: str = "sm_90", aligned: bool = True) -> str | None:
@@ -82,6 +86,9 @@ def fits(case: ForwardCase, geometry: Geometry, arch: str = "sm_90", aligned: bo
         if case.blocks.starts and case.blocks.q_block != tile.BLOCK_M:
             return (f"blocks that begin where a tensor says are tiles: they must have {tile.BLOCK_M} queries, "
                     f"these have {case.blocks.q_block}")
+    size = case.cache.page_size if case.cache else 0
+    if size % 128 and size not in (8, 16, 32, 64):
+        return f"pages have {size} keys; TMA copies pages of 8, 16, 32 or 64 and whole blocks of pages of multiples of 128"
     return None
 
 
@@ -129,6 +136,8 @@ def plan_hopper_forward(case: ForwardCase, score: Mod | None, mask: Mod | None) 
     score_text, mask_text = lowered(score, mask, target, {"b": "z", "h": "h", "q_idx": "rows", "kv_idx": "offs_n"})
     reads = any(gathers(m[0]) for m in (score, mask) if m) or any(m.staged("q_idx", "kv_idx").handed for m in (score_text, mask_text) if m)
     tile = hopper_tile(*padded(case.d_qk, case.d_v), listed=case.blocks is not None, reads=reads)
+    if case.cache:  # the producer looks up pages
+        tile = replace(tile, consumer_registers=232, producer_registers=40)
     scale_apart = score is not None or not case.scale_is_positive
     return HopperPlan(_spec(case, tile, score_text, mask_text, scale_apart), tile, score_text, mask_text, scale_apart)
 
@@ -142,6 +151,9 @@ def _spec(case: ForwardCase, tile: HopperTile, score: ModText | None, mask: ModT
         numbers += ["mask_stride_z", "mask_stride_h", "mask_columns"] + (["full_mask_columns"] if blocks.has_full else [])
     if starts:
         numbers += ["RANGES", *STRIDES["o"]]
+    cache = case.cache or Cache()
+    if case.cache:
+        numbers += ["SEQUENCES", "MAX_Q", *(["stride_pages"] if cache.page_size else [])]
     d_qk, d_v = padded(case.d_qk, case.d_v)
     slices = 3 if d_qk == 192 else 1
     flags = {
@@ -152,7 +164,8 @@ def _spec(case: ForwardCase, tile: HopperTile, score: ModText | None, mask: ModT
         "BLOCK_MASK": blocks is not None, "HAS_FULL_BLOCKS": blocks is not None and blocks.has_full,
         "SPARSE_Q_BLOCK_SIZE": blocks.q_block if blocks else 0, "SPARSE_KV_BLOCK_SIZE": blocks.kv_block if blocks else 0,
         "STEPS": blocks.kv_block // tile.BLOCK_N if blocks else 1,
-        "CHECK_FULL_BLOCKS": blocks is not None and not blocks.interior, "STARTS": starts,
+        "CHECK_FULL_BLOCKS": blocks is not None and not blocks.interior, "STARTS": starts, "CACHED": case.cache is not None,
+        "PAGE_SIZE": cache.page_size, "LOCATED": cache.located, "OFFSETS": cache.offsets,
         "SCALE_FIRST": scale_apart, "OUTPUT_MAX": case.output_max,
         "imports_triton": any(re.search(r"\btl\.", line) for m in mods for line in (*m.lines, *m.texts)),
         "numbers": tuple(numbers) + tuple(n for m in mods for n in m.numbers), "parameters": tuple(numbers),

@@ -140,9 +140,10 @@ def verdict_lists_spec(texts: MaskTexts, size: tuple[int, int], backend: str, tr
                  TRANSPOSED=transposed, SEPARATE_FULL=True, STARTS=starts)
 
 
-def starts_spec(block: int, backend: str) -> KernelSpec:
-    """The KernelSpec of block_starts."""
-    return KernelSpec("block_starts", (), (("BLOCK", block), ("numbers", ("RANGES", "TOTAL"))), backend)
+def starts_spec(block: int, backend: str, sequences: bool = False) -> KernelSpec:
+    """The KernelSpec of block_starts, which may write the blocks' sequences too."""
+    flags = ("BLOCK", block), ("SEQUENCES", sequences), ("numbers", ("RANGES", "TOTAL"))
+    return KernelSpec("block_starts", (), flags, backend)
 
 
 def dense_mask_spec(text: ModText, backend: str) -> KernelSpec:
@@ -283,12 +284,25 @@ def _listed(status: torch.Tensor, widths: list[int], separate_full: bool, starts
 def block_starts(cu_seqlens: torch.Tensor, total: int, block: int) -> torch.Tensor:
     """Where blocks of at most `block` of the `total` positions begin so that none holds positions of two sequences, and where the last one
     ends; int32. cu_seqlens: int32 (sequences + 1)."""
-    sequences = len(cu_seqlens) - 1
-    ranges = total // block + sequences  # at most
-    starts = torch.full((ranges + 1,), total, dtype=torch.int32, device=cu_seqlens.device)
-    kernel_for(starts_spec(block, backend_of(starts.device.type))).launch(
-        (sequences,), (cu_seqlens, starts, ranges, total), starts.device, (STARTS_CHUNK,), num_warps=4, num_stages=1)
-    return starts
+    return _starts(cu_seqlens, total, block, 0)[0]
+
+
+def owned_starts(cu_seqlens: torch.Tensor, total: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`block_starts`, where positions after the last sequence have blocks as well, and the number of each block's sequence: as many as
+    there are for those, and where no block is left."""
+    return _starts(cu_seqlens, total, block, 1)
+
+
+def _starts(cu_seqlens: torch.Tensor, total: int, block: int, rest: int) -> tuple[torch.Tensor, ...]:
+    """Those tensors; `rest` is 1 with the blocks' sequences."""
+    sequences, device = len(cu_seqlens) - 1, cu_seqlens.device
+    ranges = total // block + sequences + rest  # at most
+    made = [torch.full((ranges + 1,), total, dtype=torch.int32, device=device)]
+    if rest:
+        made.append(torch.full((ranges,), sequences, dtype=torch.int32, device=device))
+    kernel_for(starts_spec(block, backend_of(device.type), bool(rest))).launch(
+        (sequences + rest,), (cu_seqlens, *made, ranges, total), device, (STARTS_CHUNK,), num_warps=4, num_stages=1)
+    return tuple(made)
 
 
 def automatic_lists(bound: Bound, extents: tuple[int, int, int, int], device: torch.device, size: tuple[int, int], *,

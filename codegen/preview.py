@@ -18,7 +18,7 @@ from . import evaluate, masks, offline
 from .backward_plan import BackwardCase, Step, backward_geometry, delta_rows, plan_backward
 from .decode_plan import BLOCK_S, DecodeCase, DecodePlan, plan_decode, rows_of
 from .forward import keys_of, output_like
-from .forward_plan import Blocks, ForwardCase, Geometry, Options, Plan, geometry_of, plan_forward, wants_tma
+from .forward_plan import Blocks, Cache, ForwardCase, Geometry, Options, Plan, geometry_of, plan_forward, wants_tma
 from .hopper_plan import HopperPlan, fits, plan_hopper_forward
 from .signature import bind
 from .snippet import Target
@@ -29,6 +29,7 @@ from .update_cache import BLOCK_T, UpdateCase, update_spec
 TARGETS = ("cpu", *offline.TARGETS)
 EXTENTS = (4, 16, 4096, 4096)  # B, H, Q_LEN and KV_LEN of the call that is imagined
 _TABLES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "starts")
+_PLACES = ("sequences", "cu_q", "kv_lens", "q_offsets", "pages", "kv_locs")
 _Q_TABLES = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 _LISTS = ("num_blocks", "indices", "full_num_blocks", "full_indices", "starts", "q_starts", "kv_starts")
 
@@ -123,11 +124,13 @@ def hopper_compilation(
     *,
     interior: bool = True,
     scale_is_positive: bool = True,
+    cache: Cache | None = None,
     **details,
 ) -> Compilation:
     """The forward kernel in Gluon for sm_90, as `compilation` gives the portable one. ValueError for what it does not serve.
 
     interior   no full block reaches past KV_LEN
+    cache      where a cache holds the keys; with starts=True
     """
     if target != "sm_90":
         raise ValueError(f"the Hopper kernel is for sm_90, got {target!r}")
@@ -135,7 +138,7 @@ def hopper_compilation(
         score_mod, mask_mod, dtype, head_dim, head_dim_v, target, None, **details
     )
     blocks = case.blocks and case.blocks._replace(interior=interior)
-    case = case._replace(blocks=blocks, scale_is_positive=scale_is_positive)
+    case = case._replace(blocks=blocks, scale_is_positive=scale_is_positive, cache=cache)
     reason = fits(case, geometry)
     if reason:
         raise ValueError(reason)
@@ -146,7 +149,7 @@ def hopper_compilation(
         "LSE": "float32",
         "MAX": "float32",
         "COUNTER": "int32",
-        **dict.fromkeys(_TABLES, "int32"),
+        **dict.fromkeys((*_TABLES, *_PLACES), "int32"),
     }
     return _compilation(target, plan.spec, tensors, {}, _arguments(plan, bound))
 
@@ -297,10 +300,11 @@ def block_lists_compilation(target: str, separate_full: bool = True, starts: boo
     )
 
 
-def block_starts_compilation(target: str) -> Compilation:
-    """The kernel that says where blocks of packed sequences begin."""
-    spec = masks.starts_spec(128, backend_for(target))
-    return _compilation(target, spec, {"cu_seqlens": "int32", "starts": "int32"}, {"CHUNK": masks.STARTS_CHUNK}, {})
+def block_starts_compilation(target: str, sequences: bool = False) -> Compilation:
+    """The kernel that says where blocks of packed sequences begin, and which sequences they are of."""
+    spec = masks.starts_spec(128, backend_for(target), sequences)
+    tensors = dict.fromkeys(("cu_seqlens", "starts", "sequences"), "int32")
+    return _compilation(target, spec, tensors, {"CHUNK": masks.STARTS_CHUNK}, {})
 
 
 def dense_mask_compilation(target: str, mod: Callable, kind: str = "mask") -> Compilation:

@@ -13,6 +13,7 @@ from flexpress.cache_checks import check_batch, check_contents
 from flexpress.codegen.decode import decode
 from flexpress.codegen.forward import keys_of, output_like
 from flexpress.codegen.masks import automatic_lists
+from flexpress.codegen.prefill import prefill, serves
 from flexpress.codegen.signature import bind
 
 
@@ -47,6 +48,9 @@ def cached_attention(query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.
     Raises ValueError or TypeError for arguments, ModError for a mod that cannot be traced. Unchecked, kv_len above the cache's room is
     taken as that room; entries of page_table and cache_loc must be inside the cache.
 
+    On Hopper, ragged queries of 512 a sequence or more on average take another kernel, if the cache has 16 bits an element, its head
+    dim is contiguous, head dims are 33 to 256, and pages have 8, 16, 32, 64 or a multiple of 128 positions; not with batch_invariant.
+
     Method: flash decoding (Dao et al. 2023), paged attention (Kwon et al. 2023, arXiv 2309.06180).
     """
     ragged = cu_seqlens_q is not None
@@ -78,18 +82,34 @@ def cached_attention(query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.
 
     masked = mask_mod is not None or max_q > 1 or q_offset is not None  # else one query, which sees all that there is
     position = _position_from(q_offset, kv_len, cu_seqlens_q, q.shape[2])
+    where, scale = replace(where, invariant=batch_invariant), checks.check_scale(scale, q.shape[3])
     score = mask = lists = None
     extents = (Z, Hq, max_q, KV_LEN)
-    if score_mod is not None:
-        score = bind(_score_from(score_mod, position), "score")
-        check_captured_device(score, query.device, "score_mod")
     if masked:
-        mask = bind(_causal_from(position, kv_len) if mask_mod is None else _mask_from(mask_mod, position, kv_len), "mask")
-        check_captured_device(mask, query.device, "mask_mod")
+        mask = _bound(_causal_from(position, kv_len) if mask_mod is None else _mask_from(mask_mod, position, kv_len), "mask", query.device)
         lists = automatic_lists(mask, extents=extents, device=query.device, size=(128, 128))
-    decode(q, k, v, (to_fill, lse), checks.check_scale(scale, q.shape[3]), score, mask, keys_of(score, mask, extents), lists,
-           cached=replace(where, invariant=batch_invariant))
+        case = serves(q, k, v, to_fill, scale, where, q_offset is not None, checks.DEFAULT)
+        if case is not None:  # a kernel that counts positions itself
+            own = _bound(score_mod, "score", query.device), _bound(mask_mod or _causal, "mask", query.device)
+            if prefill(q, k, v, (to_fill, lse), scale, *own, lists, where, q_offset, case):
+                return (out, lse) if return_lse else out
+    if score_mod is not None:
+        score = _bound(_score_from(score_mod, position), "score", query.device)
+    decode(q, k, v, (to_fill, lse), scale, score, mask, keys_of(score, mask, extents), lists, cached=where)
     return (out, lse) if return_lse else out
+
+
+def _bound(mod: Callable | None, kind: str, device: torch.device) -> tuple | None:
+    """A score_mod's or mask_mod's graph and what it captures, on the call's device."""
+    if mod is None:
+        return None
+    bound = bind(mod, kind)
+    check_captured_device(bound, device, f"{kind}_mod")
+    return bound
+
+
+def _causal(b, h, q_idx, kv_idx):
+    return kv_idx <= q_idx
 
 
 def _position_from(q_offset: torch.Tensor | None, kv_len: torch.Tensor, cu_seqlens_q: torch.Tensor | None, q_len: int) -> Callable:

@@ -90,6 +90,21 @@ def for_serving() -> None:
         caches = [torch.zeros(*shape, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
         turned = update_cache(key, key, *caches, kv_len, cu_seqlens_q=cu_seqlens_q, query=query, rope=rope, **where)
         cached_attention(turned, *caches, kv_len, cu_seqlens_q=cu_seqlens_q, max_q_len=70, **where)
+    for_prompts()
+
+
+def for_prompts() -> None:
+    """Long ragged prompts whose last blocks end inside a page, a sequence without queries, and tokens after the last one."""
+    int32 = dict(dtype=torch.int32, device="cuda")
+    cu_seqlens_q, kv_len = (torch.tensor(values, **int32) for values in ([0, 1000, 1000, 1531], [1000, 40, 777]))
+    for head_dim, head_dim_v in ((64, 64), (128, 128), (192, 128), (256, 256)):
+        query = torch.randn(1600, 16, head_dim, device="cuda", dtype=torch.bfloat16)
+        for size in (8, 64, 128, 1024):
+            count = 1024 // size
+            caches = [torch.randn(3 * count, size, 2, d, device="cuda", dtype=torch.bfloat16) for d in (head_dim, head_dim_v)]
+            table = torch.randperm(3 * count, device="cuda").to(torch.int32).view(3, count)
+            where = {} if size == 1024 else {"page_table": table}
+            cached_attention(query, *caches, kv_len, cu_seqlens_q=cu_seqlens_q, max_q_len=1000, **where)
 
 
 def for_hopper(length: int, mask, slopes: torch.Tensor) -> None:

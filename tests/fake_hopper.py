@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from flexpress.codegen import backward, binary, decode, forward, kernel, tma
+from flexpress.codegen import backward, binary, decode, forward, kernel, prefill, tma
 
 
 class Variant:
@@ -41,4 +41,5 @@ def pass_for_hopper(monkeypatch, variant: Callable[[str], Variant], multiprocess
 
     for module in (forward, backward):
         monkeypatch.setattr(module, "descriptor", descriptor)
+    for module in (forward, backward, prefill):
         monkeypatch.setattr(module, "multiprocessors", lambda _: multiprocessors)

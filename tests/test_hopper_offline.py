@@ -10,7 +10,7 @@ import torch
 from test_offline import assert_packed_as_read
 
 from flexpress.codegen import offline
-from flexpress.codegen.forward_plan import Blocks, ForwardCase, Options, geometry_of
+from flexpress.codegen.forward_plan import Blocks, Cache, ForwardCase, Options, geometry_of
 from flexpress.codegen.hopper_plan import fits, heads_per_group, plan_hopper_forward
 from flexpress.codegen.preview import hopper_compilation
 from flexpress.codegen.render import render
@@ -54,6 +54,16 @@ CASES = {
     "alibi document d128 bf16, max, scale, starts": ("alibi document", dict(output_max=True, scale_is_positive=False, starts=True)),
     "causal document d192x128 bf16, starts": ("causal document", dict(**MLA, starts=True)),
     "causal d256 bf16, starts": ("causal", dict(head_dim=256, starts=True)),
+    "causal d128 bf16, an entry a sequence": ("causal", dict(starts=True, cache=Cache())),
+    "causal d128 bf16, pages of 8": ("causal", dict(starts=True, cache=Cache(8))),
+    "causal d128 bf16, pages of 16": ("causal", dict(starts=True, cache=Cache(16))),
+    "causal d128 bf16, pages of 64": ("causal", dict(starts=True, cache=Cache(64))),
+    "causal d128 bf16, pages of 128": ("causal", dict(starts=True, cache=Cache(128))),
+    "causal d64 fp16, entries anywhere": ("causal", dict(head_dim=64, dtype="float16", starts=True, cache=Cache(located=True))),
+    "alibi causal d128 bf16, pages of 64": ("alibi causal", dict(starts=True, cache=Cache(64, offsets=True))),
+    "softcap document d128 bf16, pages of 16": ("softcap document", dict(starts=True, cache=Cache(16))),
+    "causal d192x128 bf16, pages of 32": ("causal", dict(**MLA, starts=True, cache=Cache(32))),
+    "causal d256 bf16, pages of 16": ("causal", dict(head_dim=256, starts=True, cache=Cache(16))),
 }
 
 # Bytes spilled at most, under any Triton that is tested: numbers that are read once a tile, outside the loop over full blocks. Above 128
@@ -72,6 +82,9 @@ SPILLED = {
     "alibi document d128 bf16, max, scale, starts": 36,
     "causal document d192x128 bf16, starts": 36,
     "causal d256 bf16, starts": 28,
+    "causal d128 bf16, pages of 8": 24,
+    "causal d128 bf16, pages of 16": 24,
+    "alibi causal d128 bf16, pages of 64": 12,
 }
 
 NOTHING = torch.zeros(4096, dtype=torch.int32)
@@ -156,6 +169,30 @@ def test_tiles_that_begin_where_a_tensor_says_end_there(case):
     assert "mask=(row < end)[:, None] & (column < WIDTH)" in text
 
 
+def test_arguments_of_a_kernel_that_reads_a_cache():
+    """Numbers of sequences after the output's strides, where queries and keys are after `starts`; and nothing else is new."""
+    names = list(compiled("alibi causal d128 bf16, pages of 64").signature)
+    numbers, places = ["SEQUENCES", "MAX_Q", "stride_pages"], ["sequences", "cu_q", "kv_lens", "q_offsets", "pages"]
+    at = names.index("stride_om")
+    assert names[at + 1:at + 4] == numbers
+    at = names.index("starts")
+    assert names[at + 1:at + 6] == places
+    without = list(compiled("causal d128 bf16, starts").signature)
+    assert [n for n in names if n not in (*numbers, *places, "SM_SCALE", "ptr_slopes")] == without
+
+
+@pytest.mark.parametrize("size, pieces", [(0, 1), (8, 16), (64, 2), (128, 1), (384, 1)])
+def test_a_block_of_keys_comes_page_by_page(size, pieces):
+    """64 columns at a time if a block has more pages than one, as a block's columns beyond 64 lie behind all its rows."""
+    plan = plan_hopper_forward(ForwardCase(torch.bfloat16, 128, 64, use_tma=True, blocks=Blocks(True, 128, 128, starts=True),
+                                           cache=Cache(size)), None, None)
+    keys = ((128, 128), (128, 64)) if pieces == 1 else ((size, 64),) * 2
+    assert plan.blocks == (*keys, (64, 128), (64, 64))
+    text = render(plan.spec)
+    assert f"gl.static_range({pieces})" in text or pieces == 1
+    assert text.count("zero_rows(") == 2  # of V, past a sequence's end
+
+
 def test_output_of_a_cut_tile_leaves_16_bytes_at_a_time():
     stores = re.findall(r"(@%p\d+)? st\.global\.(\S+)", compiled("causal d64 bf16, starts").assembly["ptx"])
     assert all(predicate for predicate, _ in stores)
@@ -185,6 +222,9 @@ def test_what_it_serves():
         assert "block sizes" in fits(case._replace(blocks=Blocks(True, *sizes)), geometry())
     assert fits(case._replace(blocks=Blocks(True, 128, 256, starts=True)), geometry()) is None
     assert "must have 128 queries" in fits(case._replace(blocks=Blocks(True, 256, 128, starts=True)), geometry())
+    starts = case._replace(blocks=Blocks(True, 128, 128, starts=True))
+    assert all(fits(starts._replace(cache=Cache(size)), geometry()) is None for size in (0, 8, 16, 32, 64, 128, 256, 384))
+    assert all("pages have" in fits(starts._replace(cache=Cache(size)), geometry()) for size in (1, 4, 24, 96, 192))
     wide = case._replace(d_qk=256, d_v=256)  # 64 keys at a time
     assert fits(wide._replace(blocks=Blocks(True, 128, 64)), geometry()) is None
     assert "block sizes" in fits(wide._replace(blocks=Blocks(True, 64, 64)), geometry())

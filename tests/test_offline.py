@@ -94,6 +94,7 @@ OTHERS = {
     "block_lists of a mask with everything": lambda t: mask_compilations(t, everything)["lists"],
     "block_lists document, starts": lambda t: mask_compilations(t, make("document")[1], starts=True)["lists"],
     "block_starts": lambda t: block_starts_compilation(t),
+    "block_starts sequences": lambda t: block_starts_compilation(t, True),
     "block_lists": lambda t: block_lists_compilation(t),
     "block_lists, one list": lambda t: block_lists_compilation(t, separate_full=False),
     "dense_mask global_sliding": lambda t: dense_mask_compilation(t, make("global_sliding")[1]),

@@ -1,0 +1,254 @@
+"""Printed Gluon kernels on a CPU: enough of the language, on torch tensors, that the forward kernel for Hopper computes real outputs.
+
+Every partition of a program is a thread, barriers in shared memory count arrivals and bytes, and blocks lie in shared memory as TMA leaves
+them, 64 columns at a time. Layouts of registers, proxies, and products that are still running do not exist here: a kernel that waits too
+late for these is not found.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+import types
+
+import torch
+
+PATIENCE = 60.0  # seconds at a barrier
+
+
+class Pointer:
+    """Into a tensor, which strides address as memory."""
+
+    def __init__(self, tensor: torch.Tensor, offset=0) -> None:
+        self.tensor, self.offset = tensor, offset
+
+    def __add__(self, offset) -> Pointer:
+        return Pointer(self.tensor, self.offset + offset)
+
+    def memory(self) -> torch.Tensor:
+        return torch.as_strided(self.tensor, (self.tensor.untyped_storage().nbytes() // self.tensor.element_size(),), (1,), 0)
+
+    def places(self) -> torch.Tensor:
+        return torch.as_tensor(self.offset, dtype=torch.int64) + self.tensor.storage_offset()
+
+
+def _among(pointer: Pointer, mask) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places, and which of them are asked for; all of those must lie in the tensor's memory."""
+    places = pointer.places()
+    mask = torch.ones_like(places, dtype=torch.bool) if mask is None else torch.as_tensor(mask).expand_as(places)
+    assert not ((places < 0) | (places >= len(pointer.memory())))[mask].any(), "an address outside its tensor"
+    return places, mask
+
+
+def load(pointer: Pointer, mask=None, other=0) -> torch.Tensor:
+    places, mask = _among(pointer, mask)
+    found = pointer.memory()[torch.where(mask, places, 0)] if mask.any() else torch.zeros(places.shape, dtype=pointer.tensor.dtype)
+    return torch.where(mask, found, torch.as_tensor(other, dtype=found.dtype))
+
+
+def store(pointer: Pointer, value, mask=None) -> None:
+    places, mask = _among(pointer, mask)
+    value = torch.as_tensor(value, dtype=pointer.tensor.dtype).expand_as(places)
+    pointer.memory()[places[mask]] = value[mask]
+
+
+class Shared:
+    """A part of shared memory, of which the last two extents are a block. Blocks that TMA copies lie there 64 columns at a time."""
+
+    def __init__(self, memory: torch.Tensor, start: int, shape: tuple[int, ...], slabs: bool) -> None:
+        self.memory, self.start, self.shape, self.slabs = memory, start, tuple(shape), slabs
+
+    def index(self, i) -> Shared:
+        assert 0 <= int(i) < self.shape[0], f"buffer {int(i)} of {self.shape[0]}"
+        return Shared(self.memory, self.start + int(i) * math.prod(self.shape[1:]), self.shape[1:], self.slabs)
+
+    def reshape(self, shape) -> Shared:
+        return Shared(self.memory, self.start, shape, self.slabs)
+
+    def _reinterpret(self, dtype, shape, _layout) -> Shared:
+        assert dtype == self.memory.dtype and self.start + math.prod(shape) <= len(self.memory)
+        return Shared(self.memory, self.start, shape, self.slabs)
+
+    def permute(self, order) -> torch.Tensor:
+        return self.load(None).permute(order)
+
+    def places(self) -> torch.Tensor:
+        if not self.slabs:
+            return self.start + torch.arange(math.prod(self.shape)).reshape(self.shape)
+        rows, columns = math.prod(self.shape[:-1]), self.shape[-1]
+        row, column = torch.arange(rows)[:, None], torch.arange(columns)[None, :]
+        return (self.start + column // 64 * rows * 64 + row * 64 + column % 64).reshape(self.shape)
+
+    def load(self, _layout) -> torch.Tensor:
+        return self.memory[self.places()]
+
+    def store(self, value) -> None:
+        assert tuple(value.shape) == self.shape
+        self.memory[self.places()] = value.to(self.memory.dtype)
+
+
+class Barrier:
+    """Its phase ends when all have arrived and all bytes are there."""
+
+    def __init__(self) -> None:
+        self.changed, self.count, self.pending, self.bytes, self.phase = threading.Condition(), 0, 0, 0, 0
+
+    def change(self, arrivals: int, more: int) -> None:
+        with self.changed:
+            assert self.count, "a barrier that was not initialised"
+            self.pending -= arrivals
+            self.bytes += more
+            assert self.pending >= 0, "too many arrivals"
+            if self.pending == 0 and self.bytes == 0:
+                self.phase, self.pending = self.phase ^ 1, self.count
+                self.changed.notify_all()
+
+    def wait(self, phase) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.phase != int(phase), PATIENCE), "nobody arrives"
+
+
+class Barriers(list):
+    def index(self, i) -> Barrier:
+        assert int(i) >= 0
+        return self[int(i)]
+
+
+class Descriptor:
+    """Of blocks of a (Z, H, S, D) tensor."""
+
+    def __init__(self, tensor: torch.Tensor, rows: int, columns: int) -> None:
+        self.tensor, self.box, self.dtype, self.layout = tensor, (rows, columns), tensor.dtype, "slabs"
+        self.block_type = types.SimpleNamespace(nbytes=rows * columns * tensor.element_size())
+
+    def part(self, at) -> tuple[tuple, tuple]:
+        """Where a block that begins `at` lies in the tensor, and what of it does, as slices."""
+        z, h, row, column = map(int, at)
+        inside = 0 <= z < self.tensor.shape[0] and 0 <= h < self.tensor.shape[1] and row >= 0 and column >= 0
+        rows, columns = (min(n, size - first) if inside else 0 for n, size, first in zip(self.box, self.tensor.shape[2:], (row, column),
+                                                                                         strict=True))
+        rows, columns = max(rows, 0), max(columns, 0)
+        return (z if inside else 0, h if inside else 0, slice(row, row + rows), slice(column, column + columns)), (
+            slice(0, rows), slice(0, columns))
+
+
+def copy_in(descriptor: Descriptor, at, barrier: Barrier, buffer: Shared) -> None:
+    there, here = descriptor.part(at)
+    block = torch.zeros(descriptor.box, dtype=descriptor.dtype)
+    if here[0].stop and here[1].stop:
+        block[here] = descriptor.tensor[there]
+    buffer.store(block.reshape(buffer.shape))
+    barrier.change(0, -descriptor.block_type.nbytes)
+
+
+def copy_out(descriptor: Descriptor, at, buffer: Shared) -> None:
+    there, here = descriptor.part(at)
+    if here[0].stop and here[1].stop:
+        descriptor.tensor[there] = buffer.load(None).reshape(descriptor.box)[here]
+
+
+def initialise(barrier: Barrier, count: int) -> None:
+    barrier.count = barrier.pending = count
+
+
+mbarrier = types.SimpleNamespace(
+    MBarrierLayout=lambda: "barriers", init=initialise, wait=Barrier.wait, expect=lambda b, n: b.change(1, n),
+    arrive=lambda b, count=1: b.change(count, 0))
+tma = types.SimpleNamespace(async_copy_global_to_shared=copy_in, async_copy_shared_to_global=copy_out, store_wait=lambda _: None)
+
+
+class Layout:
+    """Registers have none here."""
+
+    def __init__(self, *_) -> None:
+        self.value = self
+
+
+def allocate(dtype, shape, layout):
+    if layout == "barriers":
+        return Barriers(Barrier() for _ in range(shape[0]))
+    memory = torch.full((math.prod(shape),), float("nan") if dtype.is_floating_point else -77, dtype=dtype)
+    return Shared(memory, 0, shape, layout == "slabs")
+
+
+def multiply(a, b, acc, use_acc=True, is_async=False):
+    a, b = (x.load(None) if isinstance(x, Shared) else x for x in (a, b))
+    return a.float() @ b.float() + (acc if use_acc else 0.0)
+
+
+def where(condition, a, b):
+    if isinstance(a, Pointer):
+        return a if condition else b
+    return torch.where(condition, torch.as_tensor(a), torch.as_tensor(b))
+
+
+def together(threads: list[threading.Thread], errors: list) -> None:
+    """Run all to their end, or to the first error."""
+    for thread in threads:
+        thread.start()
+    while not errors and any(thread.is_alive() for thread in threads):
+        threads[0].join(0.01)
+        time.sleep(0.001)
+    if errors:
+        raise errors[0]
+
+
+def _plain(function):
+    def on_tensors(*args, **_):
+        return function(*(torch.as_tensor(a) for a in args))
+
+    return on_tensors
+
+
+def gluon_language(programs: int, program: int, lock) -> types.SimpleNamespace:
+    """What stands for gluon.language in one of so many programs."""
+    def atomic_add(pointer, value):
+        with lock:
+            before = load(pointer).clone()
+            store(pointer, before + value)
+            return before
+
+    def warp_specialize(partitions, *_):
+        errors = []
+
+        def run(function, args):
+            try:
+                function(*args)
+            except BaseException as error:  # whichever thread it is in
+                errors.append(error)
+
+        together([threading.Thread(target=run, args=partition, daemon=True) for partition in partitions], errors)
+
+    dtypes = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int8", "int32", "int64")}
+    layouts = dict.fromkeys(("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout", "SwizzledSharedLayout"), Layout)
+    return types.SimpleNamespace(
+        **dtypes, **layouts, constexpr=lambda x: x, program_id=lambda _: program, num_programs=lambda _: programs, atomic_add=atomic_add,
+        warp_specialize=warp_specialize, load=load, store=store, allocate_shared_memory=allocate, static_range=range,
+        barrier=lambda: None, multiple_of=lambda x, _: x, convert_layout=lambda x, _: x, cdiv=lambda a, b: -(-a // b),
+        arange=lambda a, b, layout=None: torch.arange(a, b, dtype=torch.int32),
+        zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype),
+        full=lambda shape, value, dtype, layout=None: torch.full(shape, float("nan"), dtype=torch.float64).fill_(value).to(dtype),
+        where=where, maximum=_plain(torch.maximum), minimum=_plain(torch.minimum), exp2=_plain(torch.exp2),
+        log2=_plain(torch.log2), broadcast=lambda a, b: torch.broadcast_tensors(a, b), abs=_plain(torch.abs), fma=lambda a, b, c: a * b + c,
+        max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis))
+
+
+def run(text: str, name: str, args: tuple, programs: int = 2) -> None:
+    """Run a printed kernel's entry point. Tensors among `args` are passed as pointers, Descriptors and numbers as they are."""
+    lines = [line for line in text.splitlines() if not line.strip().startswith(("import triton", "from triton"))]
+    lock, errors = threading.Lock(), []
+
+    def program(number: int) -> None:
+        language = gluon_language(programs, number, lock)
+        namespace = {"gl": language, "mbarrier": mbarrier, "tma": tma, "warpgroup_mma": multiply, "fence_async_shared": lambda: None,
+                     "warpgroup_mma_wait": lambda _, deps: deps[0],
+                     "gluon": types.SimpleNamespace(jit=lambda f=None, **_: f or (lambda g: g))}
+        exec(compile("from __future__ import annotations\n" + "\n".join(lines), name, "exec"), namespace)
+        namespace["tanh_approx"] = torch.tanh  # which is an instruction of a GPU
+        try:
+            namespace[name](*(Pointer(a) if isinstance(a, torch.Tensor) else a for a in args))
+        except BaseException as error:
+            errors.append(error)
+
+    together([threading.Thread(target=program, args=(i,), daemon=True) for i in range(programs)], errors)

@@ -1,0 +1,434 @@
+"""Long ragged prompts against a cache by the kernel for Hopper: which calls, and, in a stand-in for Gluon, what it computes."""
+
+from __future__ import annotations
+
+import ast
+
+import fake_gluon
+import pytest
+import torch
+from dense import dense_attention, relative_error
+from fake_hopper import Variant, pass_for_hopper
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flexpress import cached, cached_attention, checks, mods, printed_kernels, update_cache
+from flexpress.codegen import decode, forward, kernel, masks, prefill
+from flexpress.codegen.forward_plan import Options
+from flexpress.codegen.render import render
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """What one test pretends to have compiled is not there in another."""
+    for module in (prefill, kernel):
+        module.clear()
+    yield
+    for module in (prefill, kernel):
+        module.clear()
+
+
+def batch(q_lens, kv_lens, *, page_size=0, located=False, heads=(2, 1), dims=(64, 64), dtype=torch.bfloat16, more=0, seed=0, device="cpu"):
+    """Arguments of cached_attention, and each sequence's queries, keys and values. What no sequence has is NaN in the cache, and no page
+    in the table; `more` tokens follow the last sequence."""
+    g = torch.Generator().manual_seed(seed)
+    B, S, (Hq, Hkv) = len(q_lens), max(kv_lens) + 3, heads
+
+    def random(heads, n, width):
+        return torch.randn(1, heads, n, width, generator=g).to(device, dtype)
+
+    q, k, v = ([random(H, n, D) for n in lens] for H, D, lens in ((Hq, dims[0], q_lens), (Hkv, dims[0], kv_lens), (Hkv, dims[1], kv_lens)))
+    size = page_size or S
+    pages = -(-S // size)
+    places = torch.randperm(B * pages + 2, generator=g)[:B * pages].reshape(B, pages)
+    places = places if page_size or located else torch.arange(B)[:, None]
+    entries = B * pages + 2 * bool(page_size or located)
+    caches = [torch.full((entries, size, Hkv, D), float("nan"), dtype=dtype, device=device) for D in dims]
+    for cache, tensors in zip(caches, (k, v), strict=True):
+        for b, t in enumerate(tensors):
+            for i, part in enumerate(t[0].transpose(0, 1).split(size)):
+                cache[places[b, i], :len(part)] = part
+    for b, n in enumerate(kv_lens):
+        places[b, -(-n // size):] = -(1 << 30) if b % 2 else 1 << 30  # never to be read
+    int32 = dict(dtype=torch.int32, device=device)
+    tokens = torch.cat([*(t[0].transpose(0, 1) for t in q), random(Hq, more, dims[0])[0].transpose(0, 1)])
+    arguments = {"query": tokens, "k_cache": caches[0], "v_cache": caches[1], "kv_len": torch.tensor(kv_lens, **int32),
+                 "cu_seqlens_q": torch.tensor([0, *torch.tensor(q_lens).cumsum(0)], **int32), "max_q_len": max(q_lens)}
+    if page_size:
+        arguments["page_table"] = places.to(**int32)
+    elif located:
+        arguments["cache_loc"] = places[:, 0].to(**int32)
+    return arguments, list(zip(q, k, v, strict=True))
+
+
+def check(arguments, sequences, found, score_mod=None, mask_mod=None, offsets=None, factor=1.5):
+    """Against dense attention, sequence by sequence, and zeros after the last one."""
+    out, lse = found
+    starts = arguments["cu_seqlens_q"].tolist()
+    for b, (q, k, v) in enumerate(sequences):
+        if q.shape[2] == 0:
+            continue
+        mine = [t[starts[b]:starts[b + 1]].transpose(0, 1)[None] for t in (out, lse)]
+        if k.shape[2] == 0:
+            assert (mine[0] == 0).all() and (mine[1] == float("-inf")).all()
+            continue
+        first = k.shape[2] - q.shape[2] if offsets is None else offsets[b]
+
+        def shifted(mod, b=b, first=first):
+            return mod and (lambda *a: mod(*a[:-4], torch.full_like(a[-4], b), a[-3], a[-2] + first, a[-1]))
+
+        shift = shifted(score_mod), shifted(mask_mod or mods.causal)
+        exact, exact_lse, _ = dense_attention(q, k, v, *shift)
+        plain, plain_lse, _ = dense_attention(q, k, v, *shift, precision=q.dtype)
+        assert relative_error(mine[0], exact) <= factor * relative_error(plain, exact) + 1e-6
+        assert torch.equal(mine[1] == float("-inf"), exact_lse == float("-inf"))
+        error, plain_error = ((t - exact_lse).nan_to_num(0.0, 0.0, 0.0).abs().max() for t in (mine[1], plain_lse))
+        assert error <= 2 * plain_error + 1e-5
+    assert (out[starts[-1]:] == 0).all() and (lse[starts[-1]:] == float("-inf")).all()
+
+
+def pretend(monkeypatch, run=True) -> list:
+    """A Hopper GPU, in which the printed kernel runs in a stand-in for Gluon. The list gets every plan that was launched."""
+    launched = []
+    pass_for_hopper(monkeypatch, Variant)
+
+    def launch(plan, tensors, stats, rest, tiles, forced=False):
+        launched.append(plan)
+        if run:
+            text = render(plan.spec)
+            described = [fake_gluon.Descriptor(t, *block) for t, block in zip(tensors, plan.blocks, strict=True)]
+            tensors[3].fill_(float("nan"))
+            counter = torch.zeros(1, dtype=torch.int32)
+            fake_gluon.run(text, "hopper_forward", (*described, tensors[3], *stats, counter, *rest))
+            assert counter.item() == 0
+
+    monkeypatch.setattr(forward, "launch", launch)
+    monkeypatch.setattr(forward, "worthwhile", lambda *_: None)
+    return launched
+
+
+SLOPES = torch.linspace(0.1, 0.9, 4)
+TABLE = torch.randn(6000, generator=torch.Generator().manual_seed(5))
+
+
+def made_mods(device="cpu") -> dict:
+    """By name: score_mod and mask_mod."""
+    slopes, table = SLOPES.to(device), TABLE.to(device)
+    return {
+        "causal": (None, None),
+        "alibi": (mods.alibi(slopes), None),
+        "window": (None, mods.sliding_window(150)),
+        "softcap, window": (mods.softcap(2.0), mods.sliding_window(300)),
+        "all": (None, lambda b, h, q_idx, kv_idx: kv_idx >= 0),
+        "per sequence": (lambda score, b, h, q_idx, kv_idx: score + b * 0.3 - kv_idx * 0.01,
+                         lambda b, h, q_idx, kv_idx: (kv_idx + b) % 3 != 0),
+        "per head": (None, lambda b, h, q_idx, kv_idx: (kv_idx <= q_idx) & (kv_idx >= 100 * h)),
+        "by position": (lambda score, b, h, q_idx, kv_idx: score + table[q_idx] * table[kv_idx],
+                        lambda b, h, q_idx, kv_idx: q_idx >= kv_idx),
+        "by key": (None, lambda b, h, q_idx, kv_idx: (kv_idx <= q_idx) & (table[kv_idx] > -1)),
+    }
+
+
+CASES = {
+    "an entry a sequence": dict(),
+    "entries anywhere": dict(located=True, heads=(4, 2)),
+    "pages of 8": dict(page_size=8),
+    "pages of 16, head dim 128": dict(page_size=16, dims=(128, 128)),
+    "pages of 32, head dims 192 and 128": dict(page_size=32, dims=(192, 128)),
+    "pages of 64, float16": dict(page_size=64, dims=(72, 40), dtype=torch.float16),
+    "pages of 128": dict(page_size=128, dims=(64, 128)),
+    "pages of 256": dict(page_size=256, heads=(4, 1)),
+    "pages of 16, head dim 256": dict(page_size=16, dims=(256, 256)),
+    "pages of 128, head dim 256": dict(page_size=128, dims=(256, 200)),
+    **{f"{name}, pages of 64": dict(page_size=64, mods=name) for name in made_mods()},
+    "alibi, head dim 128": dict(dims=(128, 128), mods="alibi"),
+    "positions of queries": dict(page_size=64, offsets=[150, 3, 37, 0]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_the_kernel_computes(monkeypatch, name):
+    """By the kernel's text, from what it finds in a cache that is NaN wherever no sequence is."""
+    launched = pretend(monkeypatch)
+    monkeypatch.setattr(prefill, "LONG", 1)
+    case = dict(CASES[name])
+    score_mod, mask_mod = made_mods()[case.pop("mods", "causal")]
+    offsets = case.pop("offsets", None)
+    arguments, sequences = batch([200, 0, 345, 33], [200, 5, 500, 33], more=20, **case)
+    if offsets:
+        arguments["q_offset"] = torch.tensor(offsets, dtype=torch.int32)
+    found = cached_attention(**arguments, score_mod=score_mod, mask_mod=mask_mod, return_lse=True, check=False)
+    assert len(launched) == 1
+    check(arguments, sequences, found, score_mod, mask_mod, offsets)
+
+
+def test_sequences_without_queries_or_keys(monkeypatch):
+    launched = pretend(monkeypatch)
+    monkeypatch.setattr(prefill, "LONG", 0)
+    for q_lens, kv_lens in (([0, 128, 0], [7, 128, 0]), ([0, 0, 130], [1, 2, 130]), ([128, 64], [0, 64])):
+        arguments, sequences = batch(q_lens, kv_lens, page_size=16)
+        arguments.pop("max_q_len")
+        check(arguments, sequences, cached_attention(**arguments, return_lse=True, check=False))
+    assert len(launched) == 3
+
+
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_more_keys_than_there_is_room_for(monkeypatch, page_size):
+    """Are taken as the room."""
+    pretend(monkeypatch)
+    arguments, _ = batch([200, 300], [320, 320], page_size=page_size)
+    for cache in ("k_cache", "v_cache"):
+        arguments[cache] = arguments[cache][:, :320].nan_to_num() if not page_size else arguments[cache].nan_to_num()
+    if page_size:
+        arguments["page_table"] = arguments["page_table"][:, :20].contiguous()
+    monkeypatch.setattr(prefill, "LONG", 1)
+    arguments |= {"q_offset": torch.tensor([120, 20], dtype=torch.int32), "check": False}
+    expected = cached_attention(**arguments)
+    assert torch.equal(cached_attention(**{**arguments, "kv_len": torch.tensor([400, 999], dtype=torch.int32)}), expected)
+
+
+@pytest.mark.parametrize("wrong", [
+    dict(cu_seqlens_q=[0, 500, 300]), dict(cu_seqlens_q=[0, 900, 500]), dict(cu_seqlens_q=[-300, 100, 500]), dict(max_q_len=100),
+    dict(kv_len=[-5, 1 << 30]), dict(q_offset=[-1000, 1 << 20]), dict(kv_len=[100, 100])])
+def test_wrong_values_read_nothing_outside(monkeypatch, wrong):
+    """The stand-in fails where an address lies outside its tensor."""
+    launched = pretend(monkeypatch)
+    monkeypatch.setattr(prefill, "LONG", 1)
+    arguments, _ = batch([200, 300], [200, 300], page_size=16)
+    arguments |= {name: torch.tensor(v, dtype=torch.int32) if isinstance(v, list) else v for name, v in wrong.items()}
+    cached_attention(**arguments, score_mod=made_mods()["by position"][0], check=False)
+    assert launched
+
+
+def test_which_calls_it_serves(monkeypatch):
+    """Long prompts in a cache that TMA can copy; all else is decode's, and gives what it gave."""
+    launched = pretend(monkeypatch, run=False)
+    decoded = []
+    monkeypatch.setattr(cached, "decode", lambda *_, **__: decoded.append(1))
+
+    def goes(q_lens=(512, 600), page_size=16, change=None, **options):
+        launched.clear(), decoded.clear()
+        case = {name: options.pop(name) for name in ("dims", "dtype", "heads") if name in options}
+        arguments, _ = batch(list(q_lens), list(q_lens), page_size=page_size, **case)
+        if change:
+            change(arguments)
+        cached_attention(**arguments, **options, check=False)
+        assert len(launched) + len(decoded) == 1
+        return bool(launched)
+
+    assert goes() and goes(page_size=0) and goes(dtype=torch.float16) and goes(mask_mod=mods.sliding_window(9)) and goes((0, 1024))
+    assert all(goes(page_size=size) for size in (8, 16, 32, 64, 128, 256, 384))
+    assert not any(goes(page_size=size) for size in (1, 4, 5, 48, 96, 192, 200))
+    assert not goes((512, 511)) and not goes((4000, *[1] * 8))
+    assert not goes(dtype=torch.float32) and not goes(batch_invariant=True)
+    assert not goes(dims=(32, 64)) and not goes(dims=(64, 20)) and goes(dims=(40, 72)) and goes(dims=(256, 256))
+
+    def scaled(arguments):
+        arguments |= {name: arguments[name].to(torch.float8_e4m3fn) for name in ("k_cache", "v_cache")}
+        arguments |= {name: torch.ones(1) for name in ("k_scale", "v_scale")}
+
+    def unaligned(arguments):
+        k = arguments["k_cache"]
+        arguments["k_cache"] = torch.empty(k.numel() + 1, dtype=k.dtype)[1:].view(k.shape)
+
+    def one_entry(arguments):
+        k = arguments["k_cache"]
+        arguments["k_cache"] = k[:1].expand(k.shape)
+
+    def not_ragged(arguments):
+        arguments["query"] = arguments["query"][:1024].view(2, 512, 2, 64).transpose(1, 2)
+        del arguments["cu_seqlens_q"], arguments["max_q_len"]
+
+    assert not any(goes(change=change) for change in (scaled, unaligned, one_entry, not_ragged))
+    monkeypatch.setattr(kernel, "capability_of", lambda _: (8, 0))
+    assert not goes()
+    monkeypatch.setattr(kernel, "capability_of", lambda _: (9, 0))
+    monkeypatch.setattr(checks, "DEFAULT", Options(backend="TRITON"))
+    assert not goes()
+
+
+def test_few_tiles_are_for_decode(monkeypatch):
+    """Which splits keys."""
+    pass_for_hopper(monkeypatch, Variant, multiprocessors=132)
+    few, many = (batch([640], [640], heads=(heads, 1))[0] for heads in (4, 16))
+    for arguments, served in ((few, False), (many, True)):
+        q, k, v = arguments["query"].transpose(0, 1)[None], *(arguments[t].transpose(1, 2) for t in ("k_cache", "v_cache"))
+        where = decode.Cached(arguments["cu_seqlens_q"], 640, arguments["kv_len"])
+        assert (prefill.serves(q, k, v, q, 0.1, where, False, Options()) is not None) == served
+
+
+def test_a_kernel_that_spills_or_does_not_compile_is_not_tried_again(monkeypatch):
+    decoded, tried = [], []
+    pass_for_hopper(monkeypatch, lambda name: Variant(name, local=5000))
+    monkeypatch.setattr(forward, "worthwhile", lambda *_: None)
+    monkeypatch.setattr(cached, "decode", lambda *_, **__: decoded.append(1))
+    plan = prefill.plan_hopper_forward
+    monkeypatch.setattr(prefill, "plan_hopper_forward", lambda *a: tried.append(1) or plan(*a))
+    arguments, _ = batch([512, 600], [512, 600], page_size=64)
+    for _ in range(2):
+        cached_attention(**arguments, check=False)
+    assert len(decoded) == 2 and len(tried) == 1
+
+
+@pytest.mark.parametrize("page_size", [0, 64])
+def test_arguments_arrive_where_the_kernel_reads_them(monkeypatch, page_size):
+    launched = []
+
+    class Recorder(Variant):
+        def launch(self, grid, args, _) -> None:
+            launched.append((self.name, grid, args))
+
+    pass_for_hopper(monkeypatch, Recorder, multiprocessors=20)
+    monkeypatch.setattr(forward, "worthwhile", lambda *_: None)
+    arguments, _ = batch([512, 600], [700, 800], page_size=page_size, heads=(4, 2), more=10)
+    out, lse = cached_attention(**arguments, scale=0.5, return_lse=True, check=False)
+    (name, grid, values), = launched
+    text = next(path for path in printed_kernels() if path.stem == name).read_text()
+    entry = next(n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef) and n.name == "hopper_forward")
+    found = dict(zip([a.arg for a in entry.args.args], values, strict=True))
+    room = 832 if page_size else 803
+    expected = {"Hq": 4, "GROUP_SIZE": 2, "Q_LEN": 1122, "KV_LEN": room, "HEADS": 4, "RANGES": 1122 // 128 + 3, "SEQUENCES": 2,
+                "MAX_Q": 600, "mask_stride_z": 5, "mask_stride_h": 0, "mask_columns": 7, "full_mask_columns": 7, "stride_oh": 64,
+                "stride_om": 256, "O": out.data_ptr(), "LSE": lse.data_ptr(), "cu_q": arguments["cu_seqlens_q"].data_ptr(),
+                "kv_lens": arguments["kv_len"].data_ptr()}
+    if page_size:
+        expected |= {"stride_pages": 13, "pages": arguments["page_table"].data_ptr()}
+    assert grid == (20,) and {name: found[name] for name in expected} == expected
+    assert found["TO_LOG2"] == pytest.approx(0.5 * 1.4426950408889634)
+    boxes = {t: found[f"desc_{t}"].block_shape for t in "kvqo"}
+    keys = [1, 1, 64 if page_size else 128, 64]
+    assert boxes == {"k": keys, "v": keys, "q": [1, 1, 64, 64], "o": [1, 1, 64, 64]}
+    assert found["desc_k"].shape == [*arguments["k_cache"].transpose(1, 2).shape]
+
+
+def test_lengths_and_values_compile_nothing(monkeypatch):
+    """Nor do numbers of sequences and of pages, slopes and windows."""
+    names = set()
+    pass_for_hopper(monkeypatch, lambda name: names.add(name) or Variant(name))
+    monkeypatch.setattr(forward, "worthwhile", lambda *_: None)
+    for q_lens, slope, window in (([512, 600], 0.5, 100), ([700, 0, 900], 0.1, 90), ([513], 0.2, 1000)):
+        arguments, _ = batch(q_lens, [n + 100 for n in q_lens], page_size=64)
+        cached_attention(**arguments, score_mod=mods.alibi(torch.full((2,), slope)), mask_mod=mods.sliding_window(window), check=False)
+    assert len(names) == 1
+
+
+@pytest.mark.parametrize("lengths, more", [([700, 0, 650, 130, 1, 300], 0), ([128, 256, 0], 200), ([0, 0], 5), ([127, 129] * 70, 1)])
+def test_which_sequences_blocks_are_of(lengths, more):
+    ends = [sum(lengths[:i + 1]) for i in range(len(lengths))]
+    cu = torch.tensor([0, *ends], dtype=torch.int32)
+    expected = [(start, b) for b, (end, n) in enumerate(zip([*ends, ends[-1] + more], [*lengths, more], strict=True))
+                for start in range(end - n, end, 128)]
+    starts, owners = masks.owned_starts(cu, ends[-1] + more, 128)
+    assert list(zip(starts.tolist(), owners.tolist(), strict=False))[:len(expected)] == expected
+    assert set(starts[len(expected):].tolist()) == {ends[-1] + more} and set(owners[len(expected):].tolist()) <= {len(lengths)}
+
+
+on_hopper = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"),
+    pytest.mark.skipif(checks.DEFAULT.backend == "TRITON", reason="--backend TRITON"),
+]
+
+
+def hopper(test):
+    for mark in on_hopper:
+        test = mark(test)
+    return test
+
+
+@pytest.fixture
+def forced(monkeypatch):
+    """Small problems as well, and nothing by decode. Memory that is then free is NaN: what a kernel does not write shows."""
+    def decode(*_, **__):
+        raise AssertionError("decode took a call")
+
+    monkeypatch.setattr(forward, "worthwhile", lambda *_: None)
+    monkeypatch.setattr(prefill, "LONG", 0)
+    monkeypatch.setattr(cached, "decode", decode)
+    torch.full((1 << 26,), float("nan"), device="cuda")
+
+
+@hopper
+@pytest.mark.parametrize("name", CASES)
+def test_on_a_gpu(forced, name):
+    case = dict(CASES[name])
+    case["dims"] = case.get("dims", (128, 128))
+    score_mod, mask_mod = made_mods("cuda")[case.pop("mods", "causal")]
+    offsets = case.pop("offsets", None)
+    arguments, sequences = batch([1000, 0, 2045, 33, 641], [1000, 5, 2900, 33, 5000], more=300, device="cuda", **case)
+    if offsets:
+        offsets = [0, 3, 700, 0, 4000]
+        arguments["q_offset"] = torch.tensor(offsets, dtype=torch.int32, device="cuda")
+    found = cached_attention(**arguments, score_mod=score_mod, mask_mod=mask_mod, return_lse=True)
+    check(arguments, sequences, found, score_mod, mask_mod, offsets, factor=2.0)
+    again = cached_attention(**arguments, score_mod=score_mod, mask_mod=mask_mod, return_lse=True)
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+
+
+@st.composite
+def batches(draw):
+    q_lens = draw(st.lists(st.sampled_from([0, 1, 60, 128, 300, 777, 1024]), min_size=1, max_size=5).filter(any))
+    Hkv = draw(st.sampled_from([1, 2]))
+    head_dims = st.sampled_from([40, 64, 72, 128, 192, 256])
+    return {"q_lens": q_lens, "kv_lens": [n + draw(st.sampled_from([0, 1, 100, 900])) for n in q_lens],
+            "page_size": draw(st.sampled_from([0, 8, 16, 32, 64, 128, 256])), "located": draw(st.booleans()),
+            "heads": (Hkv * draw(st.sampled_from([1, 2] if Hkv == 2 else [1, 3, 4])), Hkv), "dims": (draw(head_dims), draw(head_dims)),
+            "dtype": draw(st.sampled_from([torch.bfloat16, torch.float16])), "more": draw(st.sampled_from([0, 1, 200])),
+            "seed": draw(st.integers(0, 99))}
+
+
+@hopper
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(p=batches(), name=st.sampled_from(list(made_mods())))
+def test_any_batch_on_a_gpu(forced, p, name):
+    torch.full((1 << 26,), float("nan"), device="cuda")
+    arguments, sequences = batch(**p, device="cuda")
+    score_mod, mask_mod = made_mods("cuda")[name]
+    found = cached_attention(**arguments, score_mod=score_mod, mask_mod=mask_mod, return_lse=True)
+    check(arguments, sequences, found, score_mod, mask_mod, factor=2.0)
+
+
+@hopper
+@pytest.mark.parametrize("page_size", [0, 16, 128])
+def test_a_graph_sees_other_lengths(forced, page_size):
+    """And other pages, when it is replayed; the host does not wait for the device."""
+    arguments, _ = batch([700, 500, 800], [700, 900, 800], page_size=page_size, dims=(128, 128), device="cuda")
+    arguments["max_q_len"] = 1500
+    for name in ("k_cache", "v_cache"):
+        arguments[name] = arguments[name].nan_to_num(1.0)
+    if page_size:
+        pages = len(arguments["k_cache"])
+        arguments["page_table"] = torch.randperm(pages, device="cuda")[:pages // 3 * 3].to(torch.int32).view(3, -1)
+    cached_attention(**arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = cached_attention(**arguments)
+    for q_lens, kv_lens in (([700, 500, 800], [700, 900, 800]), ([3, 0, 1500], [900, 7, 899]), ([900, 850, 0], [900, 900, 0])):
+        arguments["cu_seqlens_q"].copy_(torch.tensor([0, *torch.tensor(q_lens).cumsum(0)], dtype=torch.int32))
+        arguments["kv_len"].copy_(torch.tensor(kv_lens, dtype=torch.int32))
+        if page_size:
+            arguments["page_table"].copy_(arguments["page_table"].flip(1))
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, cached_attention(**arguments)) and not out.isnan().any()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        cached_attention(**arguments)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@hopper
+def test_pages_beyond_2_31_elements(forced):
+    size, Hkv, D = 64, 8, 128
+    pages = (1 << 31) // (size * Hkv * D) + 10
+    caches = [torch.empty(pages, size, Hkv, D, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    table = torch.tensor([[pages - 1, 0, pages - 3, 1], [pages - 2, pages - 9, 4, 5]], dtype=torch.int32, device="cuda")
+    k, v = (torch.randn(2, Hkv, 250, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    kv_len, cu = (torch.tensor(values, dtype=torch.int32, device="cuda") for values in ([250, 250], [0, 250, 500]))
+    update_cache(k, v, *caches, kv_len, page_table=table)
+    q = torch.randn(500, 16, D, device="cuda", dtype=torch.bfloat16)
+    out = cached_attention(q, *caches, kv_len, page_table=table, cu_seqlens_q=cu)
+    expected = dense_attention(q.view(2, 250, 16, D).transpose(1, 2), k, v, None, mods.causal)[0]
+    assert relative_error(out.view(2, 250, 16, D).transpose(1, 2), expected) < 4e-3
