@@ -83,8 +83,11 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tenso
     stats = (lse, dlse.contiguous(), lse2, delta) if dlse is not None else (lse, lse2, delta)
     if isinstance(plan, HopperBackwardPlan):
         dq_sum = torch.empty((Z, Hq, Q_LEN, D_QK), dtype=torch.float32, device=q.device)
-        done = torch.empty((Z, Hq), dtype=torch.int32, device=q.device)  # of these, a number for each head of k
+        done = torch.empty((2, Z, Hq), dtype=torch.int32, device=q.device)
         stats = (*stats, dq_sum, done)
+        heads = Zkv * Hkv
+        row_bytes = sum(t.shape[3] * t.element_size() for t in (q, do, dq_sum))
+        known["HEADS_PER_GROUP"] = heads_per_group(heads, Q_LEN * row_bytes * (Z * Hq // heads), L2_BYTES)
     kernel_for(plan.delta).launch((Z * Hq * stats_len // delta_rows(D_V),),
                                   (out, do, *stats, *_numbers(plan.delta, {**known, **rows})), q.device,
                                   (delta_rows(D_V),), num_warps=4, num_stages=1)
@@ -155,9 +158,6 @@ def _launch_fused(plan: HopperBackwardPlan, tensors: tuple, lse2: torch.Tensor, 
     blocks = plan.blocks
     descriptors = [descriptor(t, *blocks[f"desc_{name}"]) for name, t in described.items()]
     heads = k.shape[0] * k.shape[1]
-    row_bytes = sum(t.shape[3] * t.element_size() for t in (q, do, dq_sum))
-    read_bytes = q.shape[2] * row_bytes * (q.shape[0] * q.shape[1] // heads)
-    known = {**known, "HEADS_PER_GROUP": heads_per_group(heads, read_bytes, L2_BYTES)}
     tiles = tiles_of(k.shape[2], plan.tile.BLOCK_N, lists, "kv_block")
     with on(q.device):
         stored = (dq_sum, dq, *((dk, dv) if plan.fused.flag["STARTS"] else ()), done)

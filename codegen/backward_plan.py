@@ -130,11 +130,13 @@ def stats_copies(case: BackwardCase) -> int:
     return 4 if case.blocks and case.blocks.starts else 1
 
 
-def delta_spec(case: BackwardCase, backend: str, *, fused: bool = False) -> KernelSpec:
-    """The KernelSpec of backward_delta; before the `fused` kernel it zeroes the sums of dQ and counts as well."""
-    numbers = ("Hq", "Q_LEN", "STATS_LEN", *strides("o", "do"))
+def delta_spec(case: BackwardCase, backend: str, zero_dq: str = "") -> KernelSpec:
+    """The KernelSpec of backward_delta; before the fused kernel it zeroes counts and sums of dQ as well: "all", or those of the "first"
+    group of heads."""
+    fused = bool(zero_dq)
+    numbers = ("Hq", "Q_LEN", "STATS_LEN", *strides("o", "do"), *(["Zkv", "GROUP_SIZE", "HEADS_PER_GROUP"] if zero_dq == "first" else []))
     flags = {"D_V": case.d_v, "D_V_ROUNDED": round_up_head_dim(case.d_v), "UNIT": delta_unit(case), "LSE_GRADIENT": case.lse_gradient,
-             "ZERO_DQ": fused, "SHIFTS": stats_copies(case) if fused else 1, "numbers": numbers, "parameters": numbers}
+             "ZERO_DQ": zero_dq, "SHIFTS": stats_copies(case) if fused else 1, "numbers": numbers, "parameters": numbers}
     if fused:
         flags |= {"D_QK": case.d_qk, "D_QK_ROUNDED": round_up_head_dim(case.d_qk)}
     return KernelSpec("backward_delta", (), tuple(flags.items()), backend)

@@ -144,7 +144,8 @@ def plan_hopper_backward(case: BackwardCase, score: Mod | None, mask: Mod | None
     # lse2 is read while S is computed: 5 % faster where that does not spill
     early = tile.BLOCK_M == 64 and not score and not (mask and mask[0].tensors)
     fused = _spec(case, tile, score_text, mask_text, scale_apart, check_padding, early)
-    return HopperBackwardPlan(delta_spec(case, "cuda", fused=True), fused, tile, score_text, mask_text, scale_apart, gathered)
+    delta = delta_spec(case, "cuda", "first" if fused.flag["ZERO_AHEAD"] else "all")
+    return HopperBackwardPlan(delta, fused, tile, score_text, mask_text, scale_apart, gathered)
 
 
 def _spec(case: BackwardCase, tile: HopperBackwardTile, score: ModText | None, mask: ModText | None, scale_apart: bool,
@@ -167,6 +168,7 @@ def _spec(case: BackwardCase, tile: HopperBackwardTile, score: ModText | None, m
         "D_QK_ROUNDED": d_qk, "D_V_ROUNDED": d_v, "WIDE": d_v == 256, "SLICES": slices, "D_QK_SLICE": d_qk // slices,
         "BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N,
         "SPLIT_COLUMNS": columns, "DQ_COLUMNS": dq_columns, "DQ_ROWS": DQ_BLOCK // (4 * round_up_head_dim(d_qk)),
+        "ZERO_AHEAD": slices == 1,  # else no shared memory is left for zeroes
         "CONSUMER_REGISTERS": tile.consumer_registers, "PRODUCER_REGISTERS": tile.producer_registers,
         "BLOCK_MASK": blocks is not None, "HAS_FULL_BLOCKS": blocks is not None and blocks.has_full,
         "SPARSE_Q_BLOCK_SIZE": blocks.q_block if blocks else 0, "SPARSE_KV_BLOCK_SIZE": blocks.kv_block if blocks else 0,
