@@ -55,6 +55,7 @@ class HostProgram:
         self.steps: list[Step] = []
         self.values: list = []
         self._aliases: dict[int, int] = {}  # id of a tensor -> the step that found it first
+        self._pairs: list[tuple[Callable, Callable]] = []  # of the finished program's steps
 
     def add(self, run: Callable, value, guard: Callable, describe: str) -> int:
         """Remember one step with the value it gave during the trace; returns its index."""
@@ -80,13 +81,17 @@ class HostProgram:
     def node_of(self, tensor: torch.Tensor) -> int | None:
         return self._aliases.get(id(tensor))
 
+    def _paired(self) -> list[tuple[Callable, Callable]]:
+        self._pairs = [(step.run, step.guard) for step in self.steps]
+        return self._pairs
+
     def run(self, root) -> list | None:
         """Repeat every step for `root`: the values, or None if a guard fails and the trace does not fit."""
         values: list = [root]
         try:
-            for step in self.steps:
-                value = step.run(values)
-                if not step.guard(value):
+            for run, guard in self._pairs or self._paired():
+                value = run(values)
+                if not guard(value):
                     return None
                 values.append(value)
         except (AttributeError, IndexError, KeyError, ValueError, TypeError):
@@ -327,7 +332,7 @@ class CaptureReader:
         if id(function) in self._functions:
             return self._functions[id(function)]
         code = function.__code__
-        node = self._add(run, function, lambda f: type(f) is types.FunctionType and f.__code__ == code, name)
+        node = self._add(run, function, lambda f: type(f) is types.FunctionType and (f.__code__ is code or f.__code__ == code), name)
         at = node + 1  # values[0] is the root
         self.codes.add(code)
         for constant in code.co_consts:  # functions defined inside the mod

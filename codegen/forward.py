@@ -63,8 +63,10 @@ class BlockLists:
         return Blocks(self.full_kv_indices is not None, self.q_block, self.kv_block, self.interior, self.starts is not None)
 
     @functools.cached_property
-    def addresses(self) -> tuple[int, ...]:
-        return tuple(t.data_ptr() for t in self.tables)
+    def addresses(self) -> tuple[int, ...] | None:
+        """Of the tables; None if one is no multiple of 16 bytes."""
+        found = tuple(t.data_ptr() for t in self.tables)
+        return None if any(address % 16 for address in found) else found
 
     @functools.cached_property
     def numbers(self) -> list[int]:
@@ -105,7 +107,7 @@ class _Ready:
         mods = plain_values(mod_values(self.plan, score, mask))
         tables = lists.addresses if lists else ()
         inputs = plain_values((k, v, q))
-        if mods is None or inputs is None or any(address % 16 for address in tables):
+        if mods is None or inputs is None or tables is None:
             return None
         device = q.device
         out = torch.empty_strided(self.out_shape, self.out_strides, dtype=q.dtype, device=device)
@@ -155,18 +157,17 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sco
 
     `mask` is the mask_mod of the partial blocks in `lists`; both None for dense attention.
     """
-    Z, Hq, Q_LEN, D_QK = q.shape
-    KV_LEN, D_V = v.shape[2:]
-    extents = extents_of(q, k, lists)
-    score_key, mask_key = keys_of(score, mask, extents)
-    shapes, strides = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride())
-    call = (shapes, strides, q.dtype, q.device, scale, score_key, mask_key, lists and lists.structure, options, output_max)
+    score_key, mask_key = keys_of(score, mask, extents_of(q, k, lists))
+    call = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device, scale, score_key, mask_key,
+            lists and lists.structure, options, output_max)
     ready = _ready.get(call)
     if ready is not None:
         found = ready.run(q, k, v, score and score[1], mask and mask[1], lists, output_max)
         if found is not None:
             INFO.hits += 1
             return found
+    Z, Hq, Q_LEN, _ = q.shape
+    KV_LEN, D_V = v.shape[2:]
     out = output_like(q, D_V)
     lse = torch.empty((Z, Hq, Q_LEN), dtype=torch.float32, device=q.device)
     max_scores = torch.empty_like(lse) if output_max else None
@@ -269,7 +270,7 @@ def extents_of(q: torch.Tensor, k: torch.Tensor, lists: BlockLists | None) -> tu
 
 def keys_of(score: tuple | None, mask: tuple | None, extents: tuple[int, int, int, int]) -> tuple[tuple | None, tuple | None]:
     """What of bound mods changes a kernel."""
-    return tuple((bound[0], layouts_of(*bound, extents)) if bound else None for bound in (score, mask))
+    return score and (score[0], layouts_of(*score, extents)), mask and (mask[0], layouts_of(*mask, extents))
 
 
 def _hopper_numbers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[int]:

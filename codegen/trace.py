@@ -7,6 +7,7 @@ methods of `Sym`; both end in `dispatch`, which looks the operation up in the op
 
 from __future__ import annotations
 
+import functools
 import inspect
 import linecache
 import types
@@ -30,12 +31,17 @@ class Traced:
     graph: ModGraph
     program: HostProgram
 
+    @functools.cached_property
+    def places(self) -> tuple[int, ...]:
+        """Where among the program's values the captured tensors and numbers are."""
+        return tuple(c.node + 1 for c in (*self.graph.tensors, *self.graph.scalars))
+
     def bind(self, mod) -> list | None:
         """The values of graph.tensors followed by those of graph.scalars for `mod`; None if the trace does not fit it."""
         values = self.program.run(mod)
         if values is None:
             return None
-        return [values[c.node + 1] for c in (*self.graph.tensors, *self.graph.scalars)]
+        return [values[place] for place in self.places]
 
 
 def _check_parameters(mod, kind: str) -> None:

@@ -93,8 +93,9 @@ def flex_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
 def attend(call: tuple, want_max: bool, deterministic: bool) -> tuple:
     """out, lse and max_scores (None if they are not wanted) of what `prepared` returned."""
     query, key, value, scale, score, mask, lists, transposed, options = call
-    captured = [_apart(t) for t in score[1][:len(score[0].tensors)]] if score and torch.is_grad_enabled() else []
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, *captured)):
+    grad = torch.is_grad_enabled()
+    captured = [_apart(t) for t in score[1][:len(score[0].tensors)]] if score and grad else []
+    if grad and (query.requires_grad or key.requires_grad or value.requires_grad or any(t.requires_grad for t in captured)):
         score = score and (score[0], [*captured, *score[1][len(captured):]])
         call = _Call(scale, score, mask, lists, transposed, options, want_max,
                      deterministic or torch.are_deterministic_algorithms_enabled())
@@ -145,8 +146,8 @@ _checked: set[tuple] = set()
 def _check_once(query, key, value, enable_gqa: bool) -> None:
     """Argument checks, skipped for shapes, dtypes and devices that passed before."""
     try:
-        tensors = (query, key, value)
-        seen = (*((t.shape, t.dtype, t.device) for t in tensors), enable_gqa)
+        seen = (query.shape, query.dtype, query.device, key.shape, key.dtype, key.device, value.shape, value.dtype, value.device,
+                enable_gqa)
         if seen in _checked:
             return
     except (AttributeError, TypeError):  # no tensors, or nested ones: the checks will say so
@@ -159,7 +160,7 @@ def _check_once(query, key, value, enable_gqa: bool) -> None:
 
 def _autocast(*tensors: torch.Tensor):
     """Under autocast, float32 inputs become autocast's dtype, as for torch's scaled_dot_product_attention."""
-    device = getattr(getattr(tensors[0], "device", None), "type", "cpu")
+    device = tensors[0].device.type if isinstance(tensors[0], torch.Tensor) else "cpu"
     if not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
