@@ -1,8 +1,8 @@
-"""Printed Gluon kernels on a CPU: enough of the language, on torch tensors, that the forward kernel for Hopper computes real outputs.
+"""Printed Gluon kernels on a CPU: enough of the language, on torch tensors, that the kernels for Hopper compute real results.
 
 Every partition of a program is a thread, barriers in shared memory count arrivals and bytes, and blocks lie in shared memory as TMA leaves
-them, 64 columns at a time. Layouts of registers, proxies, and products that are still running do not exist here: a kernel that waits too
-late for these is not found.
+them, 128 bytes of columns at a time. Layouts of registers, proxies, and products that are still running do not exist here: a kernel that
+waits too late for these is not found.
 """
 
 from __future__ import annotations
@@ -25,6 +25,13 @@ class Pointer:
 
     def __add__(self, offset) -> Pointer:
         return Pointer(self.tensor, self.offset + offset)
+
+    def __sub__(self, offset) -> Pointer:
+        return self + -offset
+
+    @property
+    def dtype(self) -> types.SimpleNamespace:
+        return types.SimpleNamespace(element_ty=self.tensor.dtype)
 
     def memory(self) -> torch.Tensor:
         return torch.as_strided(self.tensor, (self.tensor.untyped_storage().nbytes() // self.tensor.element_size(),), (1,), 0)
@@ -54,10 +61,14 @@ def store(pointer: Pointer, value, mask=None) -> None:
 
 
 class Shared:
-    """A part of shared memory, of which the last two extents are a block. Blocks that TMA copies lie there 64 columns at a time."""
+    """A part of shared memory, of which the last two extents are a block. What TMA copies lies there 128 bytes of columns at a time."""
 
     def __init__(self, memory: torch.Tensor, start: int, shape: tuple[int, ...], slabs: bool) -> None:
         self.memory, self.start, self.shape, self.slabs = memory, start, tuple(shape), slabs
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.memory.dtype
 
     def index(self, i) -> Shared:
         assert 0 <= int(i) < self.shape[0], f"buffer {int(i)} of {self.shape[0]}"
@@ -66,9 +77,14 @@ class Shared:
     def reshape(self, shape) -> Shared:
         return Shared(self.memory, self.start, shape, self.slabs)
 
-    def _reinterpret(self, dtype, shape, _layout) -> Shared:
-        assert dtype == self.memory.dtype and self.start + math.prod(shape) <= len(self.memory)
-        return Shared(self.memory, self.start, shape, self.slabs)
+    def slice(self, start, length: int, dim: int = 0) -> Slice:
+        return Slice(self.memory, self.places().narrow(dim, int(start), length))
+
+    def _reinterpret(self, dtype, shape, layout) -> Shared:
+        memory = self.memory.view(dtype)
+        start = self.start * self.dtype.itemsize // dtype.itemsize
+        assert start + math.prod(shape) <= len(memory)
+        return Shared(memory, start, shape, layout == "slabs")
 
     def permute(self, order) -> torch.Tensor:
         return self.load(None).permute(order)
@@ -78,7 +94,8 @@ class Shared:
             return self.start + torch.arange(math.prod(self.shape)).reshape(self.shape)
         rows, columns = math.prod(self.shape[:-1]), self.shape[-1]
         row, column = torch.arange(rows)[:, None], torch.arange(columns)[None, :]
-        return (self.start + column // 64 * rows * 64 + row * 64 + column % 64).reshape(self.shape)
+        width = min(columns, 128 // self.dtype.itemsize)
+        return (self.start + column // width * rows * width + row * width + column % width).reshape(self.shape)
 
     def load(self, _layout) -> torch.Tensor:
         return self.memory[self.places()]
@@ -86,6 +103,19 @@ class Shared:
     def store(self, value) -> None:
         assert tuple(value.shape) == self.shape
         self.memory[self.places()] = value.to(self.memory.dtype)
+
+
+class Slice(Shared):
+    """Places in shared memory."""
+
+    def __init__(self, memory: torch.Tensor, places: torch.Tensor) -> None:
+        self.memory, self.shape, self._places = memory, tuple(places.shape), places
+
+    def slice(self, start, length: int, dim: int = 0) -> Slice:
+        return Slice(self.memory, self._places.narrow(dim, int(start), length))
+
+    def places(self) -> torch.Tensor:
+        return self._places
 
 
 class Barrier:
@@ -110,6 +140,8 @@ class Barrier:
 
 
 class Barriers(list):
+    """Of which one may go by the name of all."""
+
     def index(self, i) -> Barrier:
         assert int(i) >= 0
         return self[int(i)]
@@ -139,23 +171,49 @@ def copy_in(descriptor: Descriptor, at, barrier: Barrier, buffer: Shared) -> Non
     if here[0].stop and here[1].stop:
         block[here] = descriptor.tensor[there]
     buffer.store(block.reshape(buffer.shape))
-    barrier.change(0, -descriptor.block_type.nbytes)
+    _one(barrier).change(0, -descriptor.block_type.nbytes)
 
 
-def copy_out(descriptor: Descriptor, at, buffer: Shared) -> None:
-    there, here = descriptor.part(at)
-    if here[0].stop and here[1].stop:
-        descriptor.tensor[there] = buffer.load(None).reshape(descriptor.box)[here]
+class Stores(threading.local):
+    """What this thread has given to TMA: read when it waits for that and no sooner, and in memory when it waits for that, or ends."""
+
+    memory = threading.Lock()
+
+    def __init__(self) -> None:
+        self.given, self.read = [], []
+
+    def give(self, descriptor: Descriptor, at, buffer: Shared, add: bool = False) -> None:
+        self.given.append((descriptor, tuple(map(int, at)), buffer, add))
+
+    def wait_until_read(self, *_) -> None:
+        self.read += [(descriptor, at, buffer.load(None).reshape(descriptor.box), add) for descriptor, at, buffer, add in self.given]
+        self.given = []
+
+    def wait(self) -> None:
+        self.wait_until_read()
+        for descriptor, at, block, add in self.read:
+            there, here = descriptor.part(at)
+            if here[0].stop and here[1].stop:
+                with self.memory:
+                    descriptor.tensor[there] = descriptor.tensor[there] + block[here] if add else block[here]
+        self.read = []
 
 
-def initialise(barrier: Barrier, count: int) -> None:
-    barrier.count = barrier.pending = count
+stores = Stores()
+
+
+def _one(barrier) -> Barrier:
+    return barrier[0] if isinstance(barrier, Barriers) else barrier
+
+
+def initialise(barrier, count: int) -> None:
+    _one(barrier).count = _one(barrier).pending = count
 
 
 mbarrier = types.SimpleNamespace(
-    MBarrierLayout=lambda: "barriers", init=initialise, wait=Barrier.wait, expect=lambda b, n: b.change(1, n),
-    arrive=lambda b, count=1: b.change(count, 0))
-tma = types.SimpleNamespace(async_copy_global_to_shared=copy_in, async_copy_shared_to_global=copy_out, store_wait=lambda _: None)
+    MBarrierLayout=lambda: "barriers", init=initialise, wait=lambda b, phase: _one(b).wait(phase),
+    expect=lambda b, n: _one(b).change(1, n), arrive=lambda b, count=1: _one(b).change(count, 0))
+tma = types.SimpleNamespace(async_copy_global_to_shared=copy_in, async_copy_shared_to_global=stores.give, store_wait=stores.wait_until_read)
 
 
 class Layout:
@@ -172,9 +230,16 @@ def allocate(dtype, shape, layout):
     return Shared(memory, 0, shape, layout == "slabs")
 
 
+class Product(torch.Tensor):
+    """What a product leaves in registers."""
+
+    def split(self, *args):
+        return super().split(*args) if args else self.unbind(-1)  # Gluon's: the last two of the last dimension
+
+
 def multiply(a, b, acc, use_acc=True, is_async=False):
     a, b = (x.load(None) if isinstance(x, Shared) else x for x in (a, b))
-    return a.float() @ b.float() + (acc if use_acc else 0.0)
+    return (a.float() @ b.float() + (acc if use_acc else 0.0)).as_subclass(Product)
 
 
 def where(condition, a, b):
@@ -203,7 +268,9 @@ def _plain(function):
 
 def gluon_language(programs: int, program: int, lock) -> types.SimpleNamespace:
     """What stands for gluon.language in one of so many programs."""
-    def atomic_add(pointer, value):
+    def atomic_add(pointer, value, sem=None):
+        if isinstance(value, int) and value == 0:  # somebody waits
+            time.sleep(0.001)
         with lock:
             before = load(pointer).clone()
             store(pointer, before + value)
@@ -215,6 +282,7 @@ def gluon_language(programs: int, program: int, lock) -> types.SimpleNamespace:
         def run(function, args):
             try:
                 function(*args)
+                stores.wait()
             except BaseException as error:  # whichever thread it is in
                 errors.append(error)
 
@@ -222,6 +290,7 @@ def gluon_language(programs: int, program: int, lock) -> types.SimpleNamespace:
 
     dtypes = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int8", "int32", "int64")}
     layouts = dict.fromkeys(("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout", "SwizzledSharedLayout"), Layout)
+    layouts["NVMMASharedLayout"] = types.SimpleNamespace(get_default_for=lambda *_: "slabs")
     return types.SimpleNamespace(
         **dtypes, **layouts, constexpr=lambda x: x, program_id=lambda _: program, num_programs=lambda _: programs, atomic_add=atomic_add,
         warp_specialize=warp_specialize, load=load, store=store, allocate_shared_memory=allocate, static_range=range,
@@ -241,11 +310,19 @@ def run(text: str, name: str, args: tuple, programs: int = 2) -> None:
 
     def program(number: int) -> None:
         language = gluon_language(programs, number, lock)
+        both, delays = threading.Barrier(2, timeout=PATIENCE), [0.3] * (2 * (number == 0))  # one program is late: others must wait for it
+
+        def wait_for_stores() -> None:
+            time.sleep(delays.pop() if delays else 0.0)
+            stores.wait()
+
         namespace = {"gl": language, "mbarrier": mbarrier, "tma": tma, "warpgroup_mma": multiply, "fence_async_shared": lambda: None,
-                     "warpgroup_mma_wait": lambda _, deps: deps[0],
+                     "warpgroup_mma_wait": lambda _, deps: deps if len(deps) > 1 else deps[0], "builtin": lambda f: f,
                      "gluon": types.SimpleNamespace(jit=lambda f=None, **_: f or (lambda g: g))}
         exec(compile("from __future__ import annotations\n" + "\n".join(lines), name, "exec"), namespace)
-        namespace["tanh_approx"] = torch.tanh  # which is an instruction of a GPU
+        # what is a GPU's instruction
+        namespace |= {"tanh_approx": torch.tanh, "meet": both.wait, "wait_for_stores": wait_for_stores,
+                      "tma_add": lambda *args: stores.give(*args, add=True)}
         try:
             namespace[name](*(Pointer(a) if isinstance(a, torch.Tensor) else a for a in args))
         except BaseException as error:

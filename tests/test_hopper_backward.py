@@ -1,0 +1,82 @@
+"""The fused backward kernel's text, run in a stand-in for Gluon: programs that share tiles, zero dQ ahead for each other and finish it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import fake_gluon
+import pytest
+import torch
+from dense import dense_attention, relative_error
+from fake_hopper import Variant, pass_for_hopper
+
+from flexpress import create_block_mask, flex_attention, mods
+from flexpress.codegen import backward, kernel
+from flexpress.codegen.forward_plan import Options
+from flexpress.codegen.render import render
+from flexpress.codegen.signature import bind
+
+CASES = {  # heads of q and k, batch entries of q and k, lengths, head dims; how many MiB of heads are worked on at a time, and programs
+    "one group": dict(),
+    "head by head": dict(megabytes=0),
+    "head by head, GQA": dict(heads=(4, 2), megabytes=0, programs=3),
+    "shared keys": dict(batches=(2, 1), megabytes=0, lengths=(130, 257)),
+    "more programs than tiles": dict(lengths=(600, 100), heads=(2, 1), programs=7),
+    "head dim 128": dict(dims=(128, 128), megabytes=0, lengths=(150, 140)),
+    "head dims 72 and 40": dict(dims=(72, 40), megabytes=0, lengths=(100, 200)),
+    "head dims 192 and 128": dict(dims=(192, 128), megabytes=0, lengths=(100, 140)),
+    "head dim 256": dict(dims=(256, 256), megabytes=0, lengths=(100, 140)),
+    "alibi, causal": dict(score=mods.alibi(torch.tensor([0.5, 0.1])), mask=mods.causal, megabytes=0),
+    "softcap": dict(score=mods.softcap(2.0), megabytes=0, lengths=(130, 150)),
+    "causal, head by head": dict(mask=mods.causal, megabytes=0, lengths=(300, 300), programs=3),
+    "window, GQA": dict(mask=mods.sliding_window(90), heads=(4, 2), megabytes=0),
+    "a head without queries": dict(mask=lambda b, h, m, n: (h == 1) & (m >= n), megabytes=0),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients(monkeypatch, name):
+    case = dict(heads=(2, 2), batches=(1, 1), lengths=(200, 300), dims=(64, 64), score=None, mask=None, megabytes=24, programs=2)
+    case |= CASES[name]
+    (Hq, Hkv), (Z, Zkv), (Q_LEN, KV_LEN), (D_QK, D_V) = (case[key] for key in ("heads", "batches", "lengths", "dims"))
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((Z, Hq, Q_LEN, D_QK), (Zkv, Hkv, KV_LEN, D_QK), (Zkv, Hkv, KV_LEN, D_V), (Z, Hq, Q_LEN, D_V))
+    q, k, v, do = (torch.randn(s, generator=generator).bfloat16() for s in shapes)
+    mask = case["mask"] and create_block_mask(case["mask"], None, Hq, Q_LEN, KV_LEN, device="cpu")
+    out, lse = flex_attention(q, k, v, case["score"], mask, enable_gqa=True, return_lse=True)
+    ran = []
+
+    class Ran(Variant):
+        def launch(self, grid, args, _) -> None:
+            ran.append(grid)
+            fake_gluon.run(render(plan().fused), "hopper_backward", tuple(args), grid[0])
+
+    def plan():
+        return list(backward._plans.values())[-1]
+
+    def kernel_for(spec):
+        return kernel.kernel_for(replace(spec, backend="cpu") if spec.template == "backward_delta" else spec)
+
+    pass_for_hopper(monkeypatch, Variant, case["programs"])
+    monkeypatch.setattr(backward, "kernel_for", kernel_for)
+    monkeypatch.setattr(backward, "descriptor", lambda t, rows, columns: fake_gluon.Descriptor(t, rows, columns))
+    monkeypatch.setattr(backward, "usable", lambda kernel, args, *_: (Ran(), args))
+    monkeypatch.setattr(backward, "L2_BYTES", case["megabytes"] << 20)
+    counter = torch.zeros(1, dtype=torch.int32)
+    monkeypatch.setattr(backward, "counter", lambda _: counter)
+    for module in (backward, kernel):
+        module.clear()
+    lists = (mask.as_lists(), mask.as_transposed_lists()) if mask else (None, None)
+    bound = [case[kind] and bind(case[kind], kind) for kind in ("score", "mask")]
+    found = backward.backward(q, k, v, out, lse, do, None, D_QK**-0.5, *bound, *lists, Options())[:3]
+    for module in (backward, kernel):
+        module.clear()
+    assert len(ran) == 1 and counter.item() == 0
+
+    def gradients(precision):
+        inputs = [t.detach().to(precision).requires_grad_() for t in (q, k, v)]
+        result = dense_attention(*inputs, case["score"], case["mask"], precision=precision)[0]
+        return torch.autograd.grad(result, inputs, do.to(precision))
+
+    for mine, exact, plain in zip(found, gradients(torch.float64), gradients(torch.bfloat16), strict=True):
+        assert relative_error(mine, exact) <= 1.5 * relative_error(plain, exact) + 1e-3
