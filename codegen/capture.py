@@ -55,7 +55,6 @@ class HostProgram:
         self.steps: list[Step] = []
         self.values: list = []
         self._aliases: dict[int, int] = {}  # id of a tensor -> the step that found it first
-        self._pairs: list[tuple[Callable, Callable]] = []  # of the finished program's steps
 
     def add(self, run: Callable, value, guard: Callable, describe: str) -> int:
         """Remember one step with the value it gave during the trace; returns its index."""
@@ -81,15 +80,16 @@ class HostProgram:
     def node_of(self, tensor: torch.Tensor) -> int | None:
         return self._aliases.get(id(tensor))
 
-    def _paired(self) -> list[tuple[Callable, Callable]]:
-        self._pairs = [(step.run, step.guard) for step in self.steps]
-        return self._pairs
+    @functools.cached_property
+    def _pairs(self) -> list[tuple[Callable, Callable]]:
+        """The steps of the finished program, as every later call goes through them."""
+        return [(step.run, step.guard) for step in self.steps]
 
     def run(self, root) -> list | None:
         """Repeat every step for `root`: the values, or None if a guard fails and the trace does not fit."""
         values: list = [root]
         try:
-            for run, guard in self._pairs or self._paired():
+            for run, guard in self._pairs:
                 value = run(values)
                 if not guard(value):
                     return None

@@ -1,7 +1,7 @@
 """The fused backward kernel for Hopper as a plan: which calls it serves, and from what is known of one to its KernelSpecs.
 
-The kernel (templates/hopper_backward.py.jinja) is written in Gluon, for sm_90 alone. It takes lse2, delta, and zeroes to add dQ to, from
-backward_delta.
+The kernel (templates/hopper_backward.py.jinja) is written in Gluon, for sm_90 alone. It takes lse2 and delta from
+backward_delta, which also zeroes its counts and, of the sums of dQ, those that it does not zero itself.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class HopperBackwardTile:
 
 @dataclass(eq=False, slots=True)
 class HopperBackwardPlan:
-    """The kernels of one backward pass, in the order of their launch; the first zeroes the sums of dQ, too."""
+    """The kernels of one backward pass, in the order of their launch."""
 
     delta: KernelSpec
     fused: KernelSpec
