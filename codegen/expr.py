@@ -12,7 +12,7 @@ An `Expr` is an operation of the op table (`codegen/ops.py`) or one of four leav
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -104,8 +104,8 @@ class ModGraph:
     symbols: frozenset[str] = field(default_factory=frozenset)  # which of score, b, h, q_idx, kv_idx it reads
 
 
-def walk(root: Expr) -> list[Expr]:
-    """Every node below `root` once, arguments before the nodes that use them."""
+def walk(root: Expr, leaves: Collection[int] = ()) -> list[Expr]:
+    """Every node below `root` once, arguments before the nodes that use them; nothing below the nodes whose ids are in `leaves`."""
     order: list[Expr] = []
     seen: set[int] = set()
     stack: list[tuple[Expr, bool]] = [(root, False)]
@@ -116,7 +116,8 @@ def walk(root: Expr) -> list[Expr]:
         elif id(node) not in seen:
             seen.add(id(node))
             stack.append((node, True))
-            stack.extend((a, False) for a in reversed(node.args))
+            if id(node) not in leaves:
+                stack.extend((a, False) for a in reversed(node.args))
     return order
 
 

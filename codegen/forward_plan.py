@@ -121,9 +121,10 @@ def plan_forward(case: ForwardCase, backend: str, arch: str, score: Mod | None, 
 
 
 def lowered(score: Mod | None, mask: Mod | None, target: Target,
-            vectors: dict[str, str] | None = None) -> tuple[ModText | None, ModText | None]:
-    """The mods as a forward kernel sees them; where both capture something of one name, the mask's gets another (vectors: see mod_text)."""
-    score_text = mod_text(*score, _SYMBOLS, target, shape="qk.shape", vectors=vectors) if score else None
+            vectors: dict[str, str] | None = None, *, by_distance: bool = False) -> tuple[ModText | None, ModText | None]:
+    """The mods as a forward kernel sees them; where both capture something of one name, the mask's gets another (vectors, by_distance: see
+    mod_text)."""
+    score_text = mod_text(*score, _SYMBOLS, target, shape="qk.shape", vectors=vectors, by_distance=by_distance) if score else None
     taken = frozenset(c.name for c in (*score[0].tensors, *score[0].scalars)) if score else frozenset()
     mask_text = mod_text(*mask, _SYMBOLS, target, shape="qk.shape", taken=taken) if mask else None
     return score_text, mask_text

@@ -10,13 +10,15 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from .distance import sign_of_difference, sign_of_distance
 from .expr import INDEX_BOUND, MASK_SYMBOLS, Expr, ModGraph, SourceLine, value_range, walk
 from .ops import OPS, kind
-from .snippet import Snippet, Statement, SumText, Target, TensorLayout, compute_dtype, lines_of
+from .snippet import DistanceText, Snippet, Statement, SumText, Target, TensorLayout, compute_dtype, lines_of
 
 if TYPE_CHECKING:
     from .sums import Sum
@@ -61,6 +63,8 @@ class _Printer:
         self.text: dict[int, str] = {}
         self.count = 0
         self.places: dict[int, tuple[str, str]] = {}  # per load: its offset and what must hold for it
+        self.known: dict[int, str] = {}  # names of nodes that are computed elsewhere
+        self.by_distance = False  # kv_idx - q_idx is `distance`, and the two do not occur otherwise
 
     def statement(self, text: str, source: SourceLine | None, *, loads: bool = False, dtype: torch.dtype | None = None) -> str:
         name = f"{self.prefix}_{self.count}"
@@ -89,7 +93,7 @@ class _Printer:
 
     def _float_of_sum(self, node: Expr) -> str | None:
         """float(a - b) as float(a) - float(b): exact for indices below INDEX_BOUND, and q_idx's part is converted once."""
-        if not self.target.exact_indices or node.op not in ("add", "sub"):
+        if not self.target.exact_indices or node.op not in ("add", "sub") or self.by_distance and sign_of_difference(node):
             return None
         if node.op == "sub" and all(a.op == "symbol" and a.attr in ("q_idx", "kv_idx") for a in node.args):
             self.helpers["float_difference"] = None
@@ -124,7 +128,11 @@ class _Printer:
             if stride == "0":  # what is checked must have the shape of the check
                 offset += [] if (number, dim) in layout.inside else [f"{_atom(text)} * 0"]
                 continue
-            if layout.wide and index.op != "literal":
+            sign = sign_of_distance(index) if self.by_distance and "distance" in text else 0
+            if sign:  # the compiler makes constants of the addresses' differences only where it need not mind an overflow
+                near = re.sub(r"\bdistance\b", "near", text)
+                text = f"{_atom(near)}.to({self.tl}.int64) {'+' if sign > 0 else '-'} far"
+            elif layout.wide and index.op != "literal":
                 text = f"{_atom(text)}.to({self.tl}.int64)"
             name = f"stride_{capture.name}_{dim}"
             name = f"({name} * {16 // capture.dtype.itemsize})" if stride == "v" else name
@@ -162,10 +170,10 @@ class _Printer:
 
     def run(self, shape: str, gradients: tuple[Expr, ...], places: tuple[Expr, ...]) -> Snippet:
         root = self.graph.result
-        forward = walk(root)
+        forward = walk(root, self.known)
         known = {id(n) for n in forward}
         backward = [n for g in gradients for n in walk(g) if id(n) not in known and not known.add(id(n))]
-        uses = Counter(id(a) for n in (*forward, *backward) for a in n.args)
+        uses = Counter(id(a) for n in (*forward, *backward) if id(n) not in self.known for a in n.args)
         uses.update(id(g) for g in gradients)
         if gradients:
             uses[id(root)] += 1
@@ -181,11 +189,21 @@ class _Printer:
         where = tuple(self.places[id(load)] for load in places)
         return Snippet(tuple(statements), result, tuple(self.helpers), self.libdevice, lines_of(self.statements), found, where)
 
-    def run_sum(self, terms: Sum) -> Snippet:
-        nodes = list({id(n): n for part in terms.parts for n in walk(part)}.values())
+    def print_all(self, roots: tuple[Expr, ...]) -> None:
+        nodes = list({id(n): n for root in roots for n in walk(root)}.values())
         uses = Counter(id(a) for n in nodes for a in n.args)
-        uses.update(map(id, terms.parts))
+        uses.update(map(id, roots))
         self.print_nodes(nodes, uses)
+
+    def run_distances(self, roots: tuple[Expr, ...]) -> tuple[str, ...]:
+        self.by_distance = True
+        self.print_all(roots)
+        return tuple(self.text[id(root)] if "kv_idx" in self._varies_with(root) else
+                     f"{self.tl}.full(distance.shape, {self.text[id(root)]}, {self.target.dtype(root.dtype)}, distance.type.layout)"
+                     for root in roots)
+
+    def run_sum(self, terms: Sum) -> Snippet:
+        self.print_all(terms.parts)
         found = SumText(*("" if part is None else self.operand(part, torch.float32) for part in (terms.query, terms.key, terms.rate)))
         helpers = {**self.helpers, "multiples": None} if found.rate else self.helpers
         return Snippet(tuple(self.statements), "", tuple(helpers), self.libdevice, sum=found)
@@ -193,8 +211,13 @@ class _Printer:
     def print_nodes(self, nodes: list[Expr], uses: Counter) -> None:
         for node in nodes:
             self.node = node
+            if id(node) in self.known:
+                self.text[id(node)], self.varies[id(node)] = self.known[id(node)], frozenset(MASK_SYMBOLS)
+                continue
             self.varies[id(node)] = frozenset({node.attr} if node.op == "symbol" else ()).union(*(self.varies[id(a)] for a in node.args))
-            if node.op == "symbol":
+            if self.by_distance and sign_of_difference(node):
+                self.text[id(node)] = "distance" if sign_of_difference(node) > 0 else "-distance"
+            elif node.op == "symbol":
                 self.text[id(node)] = self.names[node.attr]
             elif node.op == "literal":
                 self.text[id(node)] = literal_text(node.attr)
@@ -302,7 +325,7 @@ def _matches(text: str) -> bool:
 
 
 def lower(graph: ModGraph, names: dict[str, str], layouts: tuple[TensorLayout, ...], target: Target, *, prefix: str,
-          shape: str, gradients: tuple[Expr, ...] = (), places: tuple[Expr, ...] = ()) -> Snippet:
+          shape: str, gradients: tuple[Expr, ...] = (), places: tuple[Expr, ...] = (), distances: tuple[Expr, ...] = ()) -> Snippet:
     """Triton or Gluon statements for a traced mod.
 
     names      the kernel's names of the symbols: {"score": "score", "b": "b", "q_idx": "m", ...}
@@ -311,8 +334,17 @@ def lower(graph: ModGraph, names: dict[str, str], layouts: tuple[TensorLayout, .
     shape      the tile's shape as the kernel spells it, "[BLOCK_M, BLOCK_N]"; for Gluon that of a tensor with the tile's layout, "qk.shape"
     gradients  expressions of the symbols and of "grad", d loss / d result, to be computed after it is known (see grad.py)
     places     loads whose offsets are asked for
+    distances  expressions that get statements of their own, by the distance (see distance.py), without gradients
     """
-    return _Printer(graph, names, layouts, target, prefix).run(shape, gradients, places)
+    printer, other = (_Printer(graph, names, layouts, target, name) for name in (prefix, "distance"))
+    printer.known = {id(part): f"{prefix}_distance_{i}" for i, part in enumerate(distances)}
+    snippet = printer.run(shape, gradients, places)
+    if not distances:
+        return snippet
+    values = other.run_distances(distances)
+    text = DistanceText(lines_of(other.statements), values, tuple(printer.known.values()))
+    return replace(snippet, helpers=tuple({**printer.helpers, **other.helpers}), libdevice=printer.libdevice or other.libdevice,
+                   distance=text)
 
 
 def lower_sum(graph: ModGraph, terms: Sum, names: dict[str, str], layouts: tuple[TensorLayout, ...], target: Target, *,

@@ -55,6 +55,17 @@ class Snippet:
     gradients: tuple[str, ...] = ()
     places: tuple[tuple[str, str], ...] = ()  # per load that was asked for: its offset in the tensor, and what must hold for it
     sum: SumText | None = None  # instead of `result`
+    distance: DistanceText | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DistanceText:
+    """What a score_mod reads by the distance between query and key: statements that take it as `distance`, or as `near` + `far`, of which
+    the second is a 64-bit constant for every element of a thread; the `values`; and how the mod's own statements call these."""
+
+    lines: tuple[str, ...]
+    values: tuple[str, ...]
+    names: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 import torch
 
+from .distance import read_by_distance
 from .expr import MASK_SYMBOLS, Expr, ModGraph, value_range, walk
 from .lower import is_gather, loads_of, lower, lower_sum
-from .snippet import Snippet, Statement, SumText, Target, TensorLayout, lines_of
+from .snippet import DistanceText, Snippet, Statement, SumText, Target, TensorLayout, lines_of
 from .sums import as_sum
 
 _FIND = {
@@ -104,11 +105,13 @@ class ModText:
     recipe: tuple[tuple, ...]
     gradient: GradientText | None = None
     sum: SumText | None = None  # instead of `result`, where a template asks for it
+    distance: DistanceText | None = None  # what a template that asks for it computes apart
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """What the kernel makes of the statements."""
-        return self.sum.parts if self.sum else (self.result,)
+        """What the kernel makes of the statements, and of what it computes apart."""
+        apart = (*self.distance.lines, *self.distance.values) if self.distance else ()
+        return (*(self.sum.parts if self.sum else (self.result,)), *apart)
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -238,9 +241,10 @@ class Differential:
 
 def mod_text(graph: ModGraph, layouts: tuple[TensorLayout, ...], names: dict[str, str], target: Target, *, shape: str,
              taken: frozenset[str] = frozenset(), differential: Differential | None = None,
-             vectors: dict[str, str] | None = None) -> ModText:
+             vectors: dict[str, str] | None = None, by_distance: bool = False) -> ModText:
     """Lower a mod and name its arguments; names in `taken` (another mod's) get a suffix. With `vectors`, other names, of which q_idx and
-    kv_idx are vectors, a score_mod that is a sum is lowered as one, unless gradients of what it captures are asked for."""
+    kv_idx are vectors, a score_mod that is a sum is lowered as one, unless gradients of what it captures are asked for. With `by_distance`,
+    what it reads by the distance between query and key is lowered apart."""
     graph = _renamed(graph, taken)
     terms = as_sum(graph) if vectors and not (differential and differential.captured) else None
     if terms:
@@ -251,7 +255,8 @@ def mod_text(graph: ModGraph, layouts: tuple[TensorLayout, ...], names: dict[str
     if differential:
         places = tuple(load for _, load, _ in differential.captured)
         gradients = tuple(g for g in (differential.score, *(g for _, _, g in differential.captured)) if g is not None)
-    snippet: Snippet = lower(graph, names, layouts, target, prefix=graph.kind, shape=shape, gradients=gradients, places=places)
+    snippet: Snippet = lower(graph, names, layouts, target, prefix=graph.kind, shape=shape, gradients=gradients, places=places,
+                             distances=read_by_distance(graph) if by_distance else ())
     gradient = _gradient_text(graph, layouts, differential, snippet, "gl" if target.language == "gluon" else "tl") if differential else None
     return _with_arguments(graph, layouts, snippet, gradient)
 
@@ -259,6 +264,7 @@ def mod_text(graph: ModGraph, layouts: tuple[TensorLayout, ...], names: dict[str
 def _with_arguments(graph: ModGraph, layouts: tuple[TensorLayout, ...], snippet: Snippet, gradient: GradientText | None) -> ModText:
     texts = [*(s.value for s in snippet.statements), *snippet.gradient_lines, *(f"{o} {c}" for o, c in snippet.places)]
     texts += snippet.sum.parts if snippet.sum else ()
+    texts += (*snippet.distance.lines, *snippet.distance.values) if snippet.distance else ()
     words = set(re.findall(r"\w+", "\n".join(texts)))
     args, recipe = [], []
     for i, capture in enumerate(graph.tensors):
@@ -275,7 +281,7 @@ def _with_arguments(graph: ModGraph, layouts: tuple[TensorLayout, ...], snippet:
             args.append(f"arg_{capture.name}")
             recipe.append(("value", len(graph.tensors) + j, 0))
     return ModText(graph.kind, graph.name, snippet.statements, snippet.result, snippet.helpers, snippet.libdevice,
-                   tuple(args), tuple(recipe), gradient, snippet.sum)
+                   tuple(args), tuple(recipe), gradient, snippet.sum, snippet.distance)
 
 
 _FINITE = frozenset({"symbol", "literal", "scalar", "load", "cast", "add", "sub", "mul", "neg", "where", "minimum", "maximum", "abs",

@@ -289,22 +289,33 @@ def gluon_language(programs: int, program: int, lock) -> types.SimpleNamespace:
         together([threading.Thread(target=run, args=partition, daemon=True) for partition in partitions], errors)
 
     dtypes = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int8", "int32", "int64")}
-    layouts = dict.fromkeys(("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout", "SwizzledSharedLayout"), Layout)
+    layouts = dict.fromkeys(("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout", "SwizzledSharedLayout",
+                             "DistributedLinearLayout"), Layout)
     layouts["NVMMASharedLayout"] = types.SimpleNamespace(get_default_for=lambda *_: "slabs")
     return types.SimpleNamespace(
         **dtypes, **layouts, constexpr=lambda x: x, program_id=lambda _: program, num_programs=lambda _: programs, atomic_add=atomic_add,
         warp_specialize=warp_specialize, load=load, store=store, allocate_shared_memory=allocate, static_range=range,
-        barrier=lambda: None, multiple_of=lambda x, _: x, convert_layout=lambda x, _: x, cdiv=lambda a, b: -(-a // b),
+        barrier=lambda: None, multiple_of=lambda x, _: x, cdiv=lambda a, b: -(-a // b), convert_layout=lambda x, *_, **__: x,
+        join=lambda a, b: torch.stack((a, b), -1), split=lambda x: x.unbind(-1),
         arange=lambda a, b, layout=None: torch.arange(a, b, dtype=torch.int32),
         zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype),
         full=lambda shape, value, dtype, layout=None: torch.full(shape, float("nan"), dtype=torch.float64).fill_(value).to(dtype),
         where=where, maximum=_plain(torch.maximum), minimum=_plain(torch.minimum), exp2=_plain(torch.exp2),
-        log2=_plain(torch.log2), broadcast=lambda a, b: torch.broadcast_tensors(a, b), abs=_plain(torch.abs), fma=lambda a, b, c: a * b + c,
+        log=_plain(torch.log), log2=_plain(torch.log2), abs=_plain(torch.abs), fma=lambda a, b, c: a * b + c,
+        broadcast=lambda a, b: torch.broadcast_tensors(a, b),
         max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis))
+
+
+class Number(int):
+    """An argument that may be converted, as a kernel's may."""
+
+    def to(self, dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(self, dtype=dtype)
 
 
 def run(text: str, name: str, args: tuple, programs: int = 2) -> None:
     """Run a printed kernel's entry point. Tensors among `args` are passed as pointers, Descriptors and numbers as they are."""
+    text = text.replace(".type.layout", "")
     lines = [line for line in text.splitlines() if not line.strip().startswith(("import triton", "from triton"))]
     lock, errors = threading.Lock(), []
 
@@ -324,7 +335,7 @@ def run(text: str, name: str, args: tuple, programs: int = 2) -> None:
         namespace |= {"tanh_approx": torch.tanh, "meet": both.wait, "wait_for_stores": wait_for_stores,
                       "tma_add": lambda *args: stores.give(*args, add=True)}
         try:
-            namespace[name](*(Pointer(a) if isinstance(a, torch.Tensor) else a for a in args))
+            namespace[name](*(Pointer(a) if isinstance(a, torch.Tensor) else Number(a) if type(a) is int else a for a in args))
         except BaseException as error:
             errors.append(error)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
+import fake_gluon
 import torch
 
 from flexpress.codegen import backward, binary, decode, forward, kernel, prefill, tma
+from flexpress.codegen.render import render
 
 
 class Variant:
@@ -43,3 +45,24 @@ def pass_for_hopper(monkeypatch, variant: Callable[[str], Variant], multiprocess
         monkeypatch.setattr(module, "descriptor", descriptor)
     for module in (forward, backward, prefill):
         monkeypatch.setattr(module, "multiprocessors", lambda _: multiprocessors)
+
+
+def forward_on_cpu(monkeypatch, run: bool = True) -> list:
+    """A Hopper GPU of which the forward kernel runs in a stand-in for Gluon. The list gets every plan that was launched."""
+    launched = []
+    pass_for_hopper(monkeypatch, Variant)
+
+    def launch(plan, tensors, stats, rest, tiles, forced=False):
+        launched.append(plan)
+        if run:
+            described = [fake_gluon.Descriptor(t, *block) for t, block in zip(tensors, plan.blocks, strict=True)]
+            tensors[3].fill_(float("nan"))
+            counter = torch.zeros(1, dtype=torch.int32)
+            pointers = tensors[forward._first_by_pointer(plan):]
+            fake_gluon.run(render(plan.spec), "hopper_forward", (*described, *pointers, *stats, counter, *rest))
+            assert counter.item() == 0
+        return None, 0
+
+    monkeypatch.setattr(forward, "launch", launch)
+    monkeypatch.setattr(forward, "worthwhile", lambda *_: None)
+    return launched

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import ast
 
-import fake_gluon
 import pytest
 import torch
 from dense import dense_attention, relative_error
-from fake_hopper import Variant, pass_for_hopper
+from fake_hopper import Variant, forward_on_cpu, pass_for_hopper
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flexpress import cached, cached_attention, checks, mods, printed_kernels, update_cache
 from flexpress.codegen import decode, forward, kernel, masks, prefill
 from flexpress.codegen.forward_plan import Options
-from flexpress.codegen.render import render
 
 
 @pytest.fixture(autouse=True)
@@ -87,26 +85,6 @@ def check(arguments, sequences, found, score_mod=None, mask_mod=None, offsets=No
     assert (out[starts[-1]:] == 0).all() and (lse[starts[-1]:] == float("-inf")).all()
 
 
-def pretend(monkeypatch, run=True) -> list:
-    """A Hopper GPU, in which the printed kernel runs in a stand-in for Gluon. The list gets every plan that was launched."""
-    launched = []
-    pass_for_hopper(monkeypatch, Variant)
-
-    def launch(plan, tensors, stats, rest, tiles, forced=False):
-        launched.append(plan)
-        if run:
-            text = render(plan.spec)
-            described = [fake_gluon.Descriptor(t, *block) for t, block in zip(tensors, plan.blocks, strict=True)]
-            tensors[3].fill_(float("nan"))
-            counter = torch.zeros(1, dtype=torch.int32)
-            fake_gluon.run(text, "hopper_forward", (*described, tensors[3], *stats, counter, *rest))
-            assert counter.item() == 0
-
-    monkeypatch.setattr(forward, "launch", launch)
-    monkeypatch.setattr(forward, "worthwhile", lambda *_: None)
-    return launched
-
-
 SLOPES = torch.linspace(0.1, 0.9, 4)
 TABLE = torch.randn(6000, generator=torch.Generator().manual_seed(5))
 
@@ -149,7 +127,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_what_the_kernel_computes(monkeypatch, name):
     """By the kernel's text, from what it finds in a cache that is NaN wherever no sequence is."""
-    launched = pretend(monkeypatch)
+    launched = forward_on_cpu(monkeypatch)
     monkeypatch.setattr(prefill, "LONG", 1)
     case = dict(CASES[name])
     score_mod, mask_mod = made_mods()[case.pop("mods", "causal")]
@@ -163,7 +141,7 @@ def test_what_the_kernel_computes(monkeypatch, name):
 
 
 def test_sequences_without_queries_or_keys(monkeypatch):
-    launched = pretend(monkeypatch)
+    launched = forward_on_cpu(monkeypatch)
     monkeypatch.setattr(prefill, "LONG", 0)
     for q_lens, kv_lens in (([0, 128, 0], [7, 128, 0]), ([0, 0, 130], [1, 2, 130]), ([128, 64], [0, 64])):
         arguments, sequences = batch(q_lens, kv_lens, page_size=16)
@@ -175,7 +153,7 @@ def test_sequences_without_queries_or_keys(monkeypatch):
 @pytest.mark.parametrize("page_size", [0, 16])
 def test_more_keys_than_there_is_room_for(monkeypatch, page_size):
     """Are taken as the room."""
-    pretend(monkeypatch)
+    forward_on_cpu(monkeypatch)
     arguments, _ = batch([200, 300], [320, 320], page_size=page_size)
     for cache in ("k_cache", "v_cache"):
         arguments[cache] = arguments[cache][:, :320].nan_to_num() if not page_size else arguments[cache].nan_to_num()
@@ -192,7 +170,7 @@ def test_more_keys_than_there_is_room_for(monkeypatch, page_size):
     dict(kv_len=[-5, 1 << 30]), dict(q_offset=[-1000, 1 << 20]), dict(kv_len=[100, 100])])
 def test_wrong_values_read_nothing_outside(monkeypatch, wrong):
     """The stand-in fails where an address lies outside its tensor."""
-    launched = pretend(monkeypatch)
+    launched = forward_on_cpu(monkeypatch)
     monkeypatch.setattr(prefill, "LONG", 1)
     arguments, _ = batch([200, 300], [200, 300], page_size=16)
     arguments |= {name: torch.tensor(v, dtype=torch.int32) if isinstance(v, list) else v for name, v in wrong.items()}
@@ -202,7 +180,7 @@ def test_wrong_values_read_nothing_outside(monkeypatch, wrong):
 
 def test_which_calls_it_serves(monkeypatch):
     """Long prompts in a cache that TMA can copy; all else is decode's, and gives what it gave."""
-    launched = pretend(monkeypatch, run=False)
+    launched = forward_on_cpu(monkeypatch, run=False)
     decoded = []
     monkeypatch.setattr(cached, "decode", lambda *_, **__: decoded.append(1))
 
