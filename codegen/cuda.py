@@ -21,6 +21,7 @@ _INVALID_CONTEXT = 201
 _FORMATS = {"i1": "?", "u1": "?", "i32": "i", "i64": "q", "fp32": "f"}  # struct's codes; every pointer is "Q"
 _MAP_TYPES = {torch.float32: 7, torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
 _MAP_BYTES = 128
+_DESCRIPTOR = struct.Struct(f"{_MAP_BYTES}s4i4q")  # map, sizes and strides
 
 
 class DoesNotFit(Exception):
@@ -34,8 +35,7 @@ class CudaError(RuntimeError):
 @functools.cache
 def _driver() -> ctypes.CDLL:
     driver = ctypes.CDLL("libcuda.so.1")
-    words, pointer = ctypes.c_uint, ctypes.c_void_p
-    driver.cuLaunchKernel.argtypes = [pointer, *[words] * 7, pointer, pointer, pointer]
+    words, pointer = ctypes.c_uint, ctypes.c_void_p  # cuLaunchKernel has no argtypes, which would double its time: pointers go as objects
     driver.cuModuleGetFunction.argtypes = [pointer, pointer, ctypes.c_char_p]
     driver.cuFuncSetAttribute.argtypes = [pointer, ctypes.c_int, ctypes.c_int]
     driver.cuFuncGetAttribute.argtypes = [pointer, ctypes.c_int, pointer]
@@ -104,9 +104,10 @@ class Function:
         _check(driver.cuFuncGetAttribute(ctypes.byref(local), LOCAL_SIZE, function), "asking for the local memory")
         self.local = local.value  # bytes of a thread: what it spills, and arrays
         self.name, self.device, self.shared, self.threads = metadata["name"], device, metadata["shared"], metadata["num_warps"] * 32
-        self.handle, self.maps = function.value, metadata["tensordesc_meta"] or []
+        self.handle, self.maps = function, metadata["tensordesc_meta"] or []
         fields = argument_format(types)
-        self.pack = struct.Struct("".join(fields)).pack_into
+        count = len(self.maps)
+        self.pack = struct.Struct(f"{_DESCRIPTOR.size}s" * count + "".join(fields[9 * count:])).pack_into
         self.buffer = ctypes.create_string_buffer(struct.calcsize("".join(fields)))
         ends = [struct.calcsize("".join(fields[:i + 1])) for i in range(len(fields))]
         starts = [end - struct.calcsize(field) for end, field in zip(ends, fields, strict=True)]
@@ -119,14 +120,15 @@ class Function:
         self.launch_plain(x, y, z, stream, [*self.expanded(args[:count]), *args[count:]] if count else args)
 
     def expanded(self, descriptors: list) -> list:
-        """Descriptors as the kernel takes them: a map, sizes and strides each."""
-        return [value for pair in zip(descriptors, self.maps, strict=True) for value in _expanded(*pair)]
+        """Descriptors as the kernel takes them: the bytes of a map, sizes and strides each."""
+        return [_expanded(*pair) for pair in zip(descriptors, self.maps, strict=True)]
 
     def launch_plain(self, x: int, y: int, z: int, stream: int, args: list) -> None:
         """The same with expanded descriptors."""
         if not hasattr(_threads, "entered"):  # a thread that may not have used CUDA yet, such as autograd's
             _enter_context(self.device)
             _threads.entered = True
+        stream = ctypes.c_void_p(stream)
         with self.lock:
             try:
                 self.pack(self.buffer, 0, *args, 0, 0)
@@ -156,12 +158,12 @@ def argument_format(types: list[str]) -> list[str]:
     return [*fields, "Q", "Q"]
 
 
-def _expanded(descriptor, how: dict) -> tuple:
-    """A descriptor as the kernel takes it: map, sizes, strides. Kept on the descriptor, which is used again."""
+def _expanded(descriptor, how: dict) -> bytes:
+    """A descriptor as the kernel takes it. Kept on the descriptor, which is used again."""
     key = (how["swizzle"], *how["block_size"])
     kept = descriptor.expanded.get(key)
     if kept is None:
-        kept = descriptor.expanded[key] = (_tensor_map(descriptor, how), *descriptor.shape, *descriptor.strides)
+        kept = descriptor.expanded[key] = _DESCRIPTOR.pack(_tensor_map(descriptor, how), *descriptor.shape, *descriptor.strides)
     return kept
 
 
