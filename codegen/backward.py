@@ -161,8 +161,8 @@ def _launch_fused(plan: HopperBackwardPlan, tensors: tuple, lse2: torch.Tensor, 
     tiles = tiles_of(k.shape[2], plan.tile.BLOCK_N, lists, "kv_block")
     with on(q.device):
         stored = (dq_sum, dq, *((dk, dv) if plan.fused.flag["STARTS"] else ()), done)
-        args = (*descriptors, *stored, counter(q.device), *_numbers(plan.fused, known), *tables, *mods,
-                *sums.arguments(plan, 2 * tiles))
+        count = counter(q.device, torch._C._cuda_getCurrentRawStream(q.device.index))
+        args = (*descriptors, *stored, count, *_numbers(plan.fused, known), *tables, *mods, *sums.arguments(plan, 2 * tiles))
         variant, plain = usable(kernel_for(plan.fused), args, q.device, math.inf)
         work = max(tiles * heads, -(-q.shape[2] // plan.fused.flag["DQ_ROWS"]) * q.shape[0] * q.shape[1])
         variant.launch((min(work, multiprocessors(q.device)),), plain, q.device.index)

@@ -95,10 +95,11 @@ class _Ready:
     """A forward kernel of which everything is decided but addresses and what the mods capture: found by the shapes of a call, it only packs
     arguments and launches. It serves calls whose tensors are 16-byte aligned and whose numbers fit into 32 bits."""
 
-    def __init__(self, plan: Plan | HopperPlan, function, grid: int, numbers: list, out: torch.Tensor) -> None:
+    def __init__(self, plan: Plan | HopperPlan, function, grid: int, numbers: list, out: torch.Tensor, lse: torch.Tensor) -> None:
         self.plan, self.function, self.grid, self.numbers = plan, function, grid, numbers
         self.described, self.by_pointer, self.counts = len(plan.blocks), _first_by_pointer(plan), isinstance(plan, HopperPlan)
-        self.out_shape, self.out_strides, self.stats_shape = out.shape, out.stride(), out.shape[:3]
+        self.new_out, self.new_stats = (functools.partial(torch.empty_strided, tuple(t.shape), t.stride(), dtype=t.dtype, device=t.device)
+                                        for t in (out, lse))
         self.maps: dict[tuple[int, ...], list] = {}  # tensor maps by addresses
 
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, score: list | None, mask: list | None, lists: BlockLists | None,
@@ -106,13 +107,10 @@ class _Ready:
         """What `forward` returns; None if this call needs another variant of the kernel."""
         mods = plain_values(mod_values(self.plan, score, mask))
         tables = lists.addresses if lists else ()
-        inputs = plain_values((k, v, q))
-        if mods is None or inputs is None or tables is None:
+        inputs = k.data_ptr(), v.data_ptr(), q.data_ptr()
+        if mods is None or tables is None or (inputs[0] | inputs[1] | inputs[2]) % 16:
             return None
-        device = q.device
-        out = torch.empty_strided(self.out_shape, self.out_strides, dtype=q.dtype, device=device)
-        lse = torch.empty(self.stats_shape, dtype=torch.float32, device=device)
-        max_scores = torch.empty_like(lse) if output_max else None
+        out, lse, max_scores = self.new_out(), self.new_stats(), self.new_stats() if output_max else None
         addresses = [*inputs, out.data_ptr(), lse.data_ptr()]
         if output_max:
             addresses.append(max_scores.data_ptr())
@@ -124,11 +122,12 @@ class _Ready:
                     self.maps.clear()
                 maps = self.maps[key] = self.function.expanded(_described(self.plan, (k, v, q, out)))
             addresses = [*maps, *addresses[self.by_pointer:]]
+        device = q.device
         with on(device):
+            stream = torch._C._cuda_getCurrentRawStream(device.index)
             if self.counts:
-                addresses.append(counter(device).data_ptr())
-            self.function.launch_plain(self.grid, 1, 1, torch._C._cuda_getCurrentRawStream(device.index),
-                                       [*addresses, *self.numbers, *tables, *mods])
+                addresses.append(counter(device, stream).data_ptr())
+            self.function.launch_plain(self.grid, 1, 1, stream, [*addresses, *self.numbers, *tables, *mods])
         return out, lse, max_scores
 
 
@@ -208,7 +207,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sco
     if getattr(variant, "function", None) and plain_values((q, k, v, *tables, *numbers, *mods)) is not None:
         if len(_ready) >= _READY:
             _ready.clear()
-        _ready[call] = _Ready(plan, variant.function, grid, numbers, out)
+        _ready[call] = _Ready(plan, variant.function, grid, numbers, out, lse)
     return out, lse, max_scores
 
 
@@ -313,7 +312,7 @@ def launch(plan: Plan | HopperPlan, tensors: tuple, stats: tuple, rest: tuple, t
         grid, args = prepared(plan.tile)
         grid = min(grid, multiprocessors(q.device))
         with on(q.device):
-            args = (*args, counter(q.device), *rest)
+            args = (*args, counter(q.device, torch._C._cuda_getCurrentRawStream(q.device.index)), *rest)
             variant, plain = kernel.variant(args, q.device, (), num_warps=4) if forced else usable(kernel, args, q.device, SPILL_LIMIT)
             variant.launch((grid,), plain, q.device.index)
         return variant, grid

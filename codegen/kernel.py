@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable
 
@@ -70,18 +71,13 @@ class Kernel:
         return getattr(cache.load_module(self.printed), self.spec.template)
 
 
-class _Nothing:
-    def __enter__(self):
-        return None
-
-    def __exit__(self, *_):
-        return None
+_NOTHING = contextlib.nullcontext()
 
 
 def on(device: torch.device):
-    """The device's context, where it is not the current one already."""
-    if device.index is None or device.index == torch.cuda.current_device():
-        return _Nothing()
+    """The device's context, where it is not the current one already. It has tensors, so CUDA is initialized."""
+    if device.index is None or device.index == torch._C._cuda_getDevice():
+        return _NOTHING
     return torch.cuda.device(device)
 
 
@@ -154,15 +150,14 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def counter(device: torch.device) -> torch.Tensor:
-    """An int32 of zero for the current stream, on which one kernel after another may count: each leaves it zero. A CUDA graph gets one of
-    its own, as graphs may run beside each other."""
-    if torch.cuda.is_current_stream_capturing():
+def counter(device: torch.device, stream: int) -> torch.Tensor:
+    """An int32 of zero for `stream`, the current one, on which one kernel after another may count: each leaves it zero. A CUDA graph gets
+    one of its own, as graphs may run beside each other; none captures stream 0."""
+    if stream and torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
-    key = (device, torch._C._cuda_getCurrentRawStream(device.index))
-    found = _counters.get(key)
+    found = _counters.get((device, stream))
     if found is None:
-        found = _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
+        found = _counters[device, stream] = torch.zeros(1, dtype=torch.int32, device=device)
     return found
 
 

@@ -315,10 +315,9 @@ def automatic_lists(bound: Bound, extents: tuple[int, int, int, int], device: to
     """
     graph, captured = bound
     extents = (extents[0] if "b" in graph.symbols else 1, extents[1] if "h" in graph.symbols else 1, *extents[2:])
-    key = None
-    # what a CUDA graph captures is not there before its replay, and must not go while it lives
-    if not graph.tensors and not starts and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+    key, stream = None, torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    # what a CUDA graph captures is not there before its replay, and must not go while it lives; none captures stream 0
+    if not graph.tensors and not starts and not (stream and torch.cuda.is_current_stream_capturing()):
         key = (graph, *captured, extents, device, stream, size, transposed)
     lists = _kept.get(key)
     if lists is None:

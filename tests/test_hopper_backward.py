@@ -63,7 +63,7 @@ def test_gradients(monkeypatch, name):
     monkeypatch.setattr(backward, "usable", lambda kernel, args, *_: (Ran(), args))
     monkeypatch.setattr(backward, "L2_BYTES", case["megabytes"] << 20)
     counter = torch.zeros(1, dtype=torch.int32)
-    monkeypatch.setattr(backward, "counter", lambda _: counter)
+    monkeypatch.setattr(backward, "counter", lambda *_: counter)
     for module in (backward, kernel):
         module.clear()
     lists = (mask.as_lists(), mask.as_transposed_lists()) if mask else (None, None)
