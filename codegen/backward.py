@@ -20,7 +20,7 @@ from .backward_plan import (
 )
 from .cache import INFO
 from .expr import INDEX_BOUND, Expr, ModGraph
-from .forward import BlockLists, Unusable, extents_of, keys_of, output_like, strides_like, tiles_of, usable
+from .forward import BlockLists, Unusable, keys_of, output_like, reached, strides_like, tiles_of, usable
 from .forward_plan import LOG2_E, Options, wants_tma
 from .hopper_backward_plan import L2_BYTES, HopperBackwardPlan, fits, plan_hopper_backward
 from .hopper_plan import heads_per_group
@@ -58,7 +58,7 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tenso
 
     tensors = (q, k, v, do, dq, dk, dv)
     extents = (Z, Hq, Q_LEN, KV_LEN)
-    score_key, mask_key = keys_of(score, mask, extents_of(q, k, lists))
+    score_key, mask_key = keys_of(score, mask, reached(extents, lists))
     case, geometry, arch, reason = case_of(q, k, v, do, scale, lists, options, deterministic, dlse is not None, wanted, score_key, mask_key)
     key = (case, arch, score_key, mask_key, reason is None)
     plan = _plans.get(key)

@@ -49,7 +49,7 @@ class BlockLists:
 
     @functools.cached_property
     def fitting(self) -> set:
-        """Calls that were found to fit these lists."""
+        """Inputs, with Options, that were found to fit these lists."""
         return set()
 
     @functools.cached_property
@@ -75,6 +75,15 @@ class BlockLists:
         Zm, Hm, rows, _ = self.kv_indices.shape
         widths = [t.shape[-1] for t in (self.kv_indices, self.full_kv_indices) if t is not None]
         return [Hm * rows if Zm > 1 else 0, rows if Hm > 1 else 0, *widths, *([] if self.starts is None else [rows])]
+
+
+class Inputs:
+    """Stands in keys for the shapes, strides, dtypes and devices of q, k and v, which are checked. Equal ones have one object, so that it
+    is hashed and compared by identity."""
+
+    def __init__(self, q: torch.Tensor, k: torch.Tensor) -> None:
+        self.extents = (*q.shape[:3], k.shape[2])  # Z, Hq, Q_LEN, KV_LEN
+        self.head_dim, self.device = q.shape[3], q.device
 
 
 _plans: dict[tuple, Plan | HopperPlan] = {}
@@ -150,15 +159,14 @@ def _strides_like(shape: tuple[int, ...], order: tuple[int, ...], d_v: int) -> t
     return tuple(strides)
 
 
-def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, score: tuple[ModGraph, list] | None,
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: Inputs, scale: float, score: tuple[ModGraph, list] | None,
             mask: tuple[ModGraph, list] | None, lists: BlockLists | None, options: Options, *, output_max: bool = False):
     """out (Z, Hq, Q_LEN, D_V), lse float32 (Z, Hq, Q_LEN) and max_scores (the same, or None). Arguments are checked already.
 
     `mask` is the mask_mod of the partial blocks in `lists`; both None for dense attention.
     """
-    score_key, mask_key = keys_of(score, mask, extents_of(q, k, lists))
-    call = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device, scale, score_key, mask_key,
-            lists and lists.structure, options, output_max)
+    score_key, mask_key = keys_of(score, mask, reached(inputs.extents, lists))
+    call = (inputs, scale, score_key, mask_key, lists and lists.structure, options, output_max)
     ready = _ready.get(call)
     if ready is not None:
         found = ready.run(q, k, v, score and score[1], mask and mask[1], lists, output_max)
@@ -203,7 +211,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sco
                                lambda size: tiles_of(Q_LEN, size, lists, "q_block"), forced=options.backend == "GLUON")
     except Unusable as why:
         _refused[case, arch, score_key, mask_key] = str(why)
-        return forward(q, k, v, scale, score, mask, lists, options, output_max=output_max)
+        return forward(q, k, v, inputs, scale, score, mask, lists, options, output_max=output_max)
     if getattr(variant, "function", None) and plain_values((q, k, v, *tables, *numbers, *mods)) is not None:
         if len(_ready) >= _READY:
             _ready.clear()
@@ -261,10 +269,12 @@ def usable(kernel: Kernel, args: tuple, device: torch.device, limit: float):
     return variant, plain
 
 
-def extents_of(q: torch.Tensor, k: torch.Tensor, lists: BlockLists | None) -> tuple[int, int, int, int]:
-    """Z, Hq and how far a kernel's q_idx and kv_idx may reach: past KV_LEN, in a block that begins anywhere."""
-    more = lists.kv_block - 1 if lists is not None and lists.starts is not None else 0
-    return *q.shape[:3], k.shape[2] + more
+def reached(extents: tuple[int, int, int, int], lists: BlockLists | None) -> tuple[int, int, int, int]:
+    """How far a kernel's b, h, q_idx and kv_idx may reach: extents (Z, Hq, Q_LEN, KV_LEN), but past KV_LEN in a block that begins
+    anywhere."""
+    if lists is None or lists.starts is None:
+        return extents
+    return *extents[:3], extents[3] + lists.kv_block - 1
 
 
 def keys_of(score: tuple | None, mask: tuple | None, extents: tuple[int, int, int, int]) -> tuple[tuple | None, tuple | None]:

@@ -22,8 +22,7 @@ _SYMBOLS = {"score": "score", "b": "z", "h": "h", "q_idx": "m", "kv_idx": "n"}
 STRIDES = {t: tuple(f"stride_{t}{d}" for d in dims) for t, dims in (("q", "zhmd"), ("k", "zhnd"), ("v", "zhnd"), ("o", "zhm"))}
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):
     """kernel_options that change the forward kernel's text or tile. `tile` holds BLOCK_M, BLOCK_N, num_warps, num_stages."""
 
     prescale_qk: bool = False

@@ -10,7 +10,7 @@ prints and the offline compilation tests are made this way, so all of them see t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -382,7 +382,7 @@ def _imagined_case(
     d_v = head_dim if head_dim_v is None else head_dim_v
     bound = _bound(score_mod, mask_mod)
     geometry = _geometry(dtype, head_dim, d_v, transposed)
-    options = replace(options or Options(), **({} if use_tma is None else {"use_tma": use_tma}))
+    options = (options or Options())._replace(**({} if use_tma is None else {"use_tma": use_tma}))
     arch = architecture_for(target)
     case = ForwardCase(
         getattr(torch, dtype),

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -13,8 +14,7 @@ from .expr import SourceLine
 from .ops import Op
 
 
-@dataclass(frozen=True, slots=True)
-class TensorLayout:
+class TensorLayout(NamedTuple):
     """What the text knows of a captured tensor's layout; the rest is known at launch.
 
     strides   per dimension "0", "1", "n" (a kernel argument) or "v" (an argument in units of 16 bytes, so that the compiler

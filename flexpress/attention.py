@@ -20,7 +20,7 @@ from flexpress.block_mask import (
 )
 from flexpress.codegen.backward import backward
 from flexpress.codegen.capture import name_of
-from flexpress.codegen.forward import BlockLists, forward
+from flexpress.codegen.forward import BlockLists, Inputs, forward
 from flexpress.codegen.forward_plan import Options
 from flexpress.codegen.masks import automatic_lists
 from flexpress.codegen.signature import bind
@@ -92,46 +92,47 @@ def flex_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
 
 def attend(call: tuple, want_max: bool, deterministic: bool) -> tuple:
     """out, lse and max_scores (None if they are not wanted) of what `prepared` returned."""
-    query, key, value, scale, score, mask, lists, transposed, options = call
-    grad = torch.is_grad_enabled()
-    captured = [_apart(t) for t in score[1][:len(score[0].tensors)]] if score and grad else []
-    if grad and (query.requires_grad or key.requires_grad or value.requires_grad or any(t.requires_grad for t in captured)):
-        score = score and (score[0], [*captured, *score[1][len(captured):]])
-        call = _Call(scale, score, mask, lists, transposed, options, want_max,
-                     deterministic or torch.are_deterministic_algorithms_enabled())
-        return _Attention.apply(call, query, key, value, *captured)
-    return forward(query, key, value, scale, score, mask, lists, options, output_max=want_max)
+    query, key, value, inputs, scale, score, mask, lists, transposed, options = call
+    if torch.is_grad_enabled():
+        captured = score[1][:len(score[0].tensors)] if score else []
+        if query.requires_grad or key.requires_grad or value.requires_grad or any([t.requires_grad for t in captured]):
+            captured = [_apart(t) for t in captured]
+            score = score and (score[0], [*captured, *score[1][len(captured):]])
+            call = _Call(inputs, scale, score, mask, lists, transposed, options, want_max,
+                         deterministic or torch.are_deterministic_algorithms_enabled())
+            return _Attention.apply(call, query, key, value, *captured)
+    return forward(query, key, value, inputs, scale, score, mask, lists, options, output_max=want_max)
 
 
 def prepared(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, starts_of=None) -> tuple:
-    """The arguments of flex_attention, checked, as the drivers of kernels take them: query, key, value, scale, the bound score_mod and
-    mask_mod, the block lists, what makes the transposed ones of the bound mask_mod, and Options.
+    """The arguments of flex_attention, checked, as the drivers of kernels take them: query, key, value, their Inputs, scale, the bound
+    score_mod and mask_mod, the block lists, what makes the transposed ones of the bound mask_mod, and Options.
 
     starts_of   (a block's queries, a block's keys, Options) -> where the blocks of a mask_mod that is passed begin (see BlockGrid)
     """
-    query, key, value = _autocast(query, key, value)
-    _check_once(query, key, value, enable_gqa)
+    if torch._C._is_any_autocast_enabled():
+        query, key, value = _autocast(query, key, value)
+    inputs = _checked(query, key, value, enable_gqa)
     options = checks.parse_options(kernel_options)
-    scale = checks.check_scale(scale, query.shape[3])
+    scale = checks.check_scale(scale, inputs.head_dim)
     score = mask = lists = transposed = None
     if score_mod is not None:
         score = bind(score_mod, "score")
-        check_captured_device(score, query.device, "score_mod")
+        check_captured_device(score, inputs.device, "score_mod")
     if block_mask is not None:
         if mask_mod is not None and not same_mod(block_mask.mask_mod, mask_mod, "mask"):
             raise ValueError(f"block_mask was made of {name_of(block_mask.mask_mod)}, not of the mask_mod {name_of(mask_mod)}; pass one of "
                              "them, or and_masks(...) of both as mask_mod")
-        lists, transposed, mask_mod = _read_mask(block_mask, query, key, options)
+        lists, transposed, mask_mod = _read_mask(block_mask, query, key, inputs, options)
     if mask_mod is not None:
         mask = bind(mask_mod, "mask")
-        check_captured_device(mask, query.device, "mask_mod")
+        check_captured_device(mask, inputs.device, "mask_mod")
     if mask is not None and lists is None:
-        extents = (*query.shape[:3], key.shape[2])
         size = _block_size(options)
         starts = starts_of(*size, options) if starts_of else ()
-        make = partial(automatic_lists, extents=extents, device=query.device, size=size, starts=starts)
+        make = partial(automatic_lists, extents=inputs.extents, device=inputs.device, size=size, starts=starts)
         lists, transposed = make(mask), partial(make, transposed=True)
-    return query, key, value, scale, score, mask, lists, transposed, options
+    return query, key, value, inputs, scale, score, mask, lists, transposed, options
 
 
 def _block_size(options: Options) -> tuple[int, int]:
@@ -140,22 +141,23 @@ def _block_size(options: Options) -> tuple[int, int]:
     return tuple(max([DEFAULT_BLOCK_SIZE, *(n for name, n in tile.items() if name.endswith(f"BLOCK_{axis}"))]) for axis in "MN")
 
 
-_checked: set[tuple] = set()
+_inputs: dict[tuple, Inputs] = {}
 
 
-def _check_once(query, key, value, enable_gqa: bool) -> None:
-    """Argument checks, skipped for shapes, dtypes and devices that passed before."""
+def _checked(query, key, value, enable_gqa: bool) -> Inputs:
+    """Argument checks, skipped for shapes, strides, dtypes and devices that passed before."""
     try:
-        seen = (query.shape, query.dtype, query.device, key.shape, key.dtype, key.device, value.shape, value.dtype, value.device,
-                enable_gqa)
-        if seen in _checked:
-            return
-    except (AttributeError, TypeError):  # no tensors, or nested ones: the checks will say so
-        seen = None
-    checks.check_tensors(query, key, value, enable_gqa)
-    if len(_checked) >= 4096:
-        _checked.clear()
-    _checked.add(seen)
+        seen = (query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(), query.dtype, key.dtype, value.dtype,
+                query.device, key.device, value.device, enable_gqa)
+        found = _inputs.get(seen)
+    except (AttributeError, TypeError, RuntimeError):  # no tensors, or nested ones: the checks will say so
+        seen = found = None
+    if found is None:
+        checks.check_tensors(query, key, value, enable_gqa)
+        if len(_inputs) >= 4096:
+            _inputs.clear()
+        found = _inputs[seen] = Inputs(query, key)
+    return found
 
 
 def _autocast(*tensors: torch.Tensor):
@@ -180,7 +182,7 @@ def _apart(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _read_mask(block_mask, query, key, options: Options):
+def _read_mask(block_mask, query, key, inputs: Inputs, options: Options):
     """The lists of a BlockMask, ours or torch's, what makes the transposed ones of the bound mask_mod, and the mask_mod; all checked."""
     if isinstance(block_mask, BlockMask):
         lists, transposed = block_mask.as_lists(), lambda _: block_mask.as_transposed_lists()
@@ -196,17 +198,17 @@ def _read_mask(block_mask, query, key, options: Options):
                         "Q_LEN, KV_LEN)")
     else:
         raise TypeError(f"block_mask must be a BlockMask (from create_block_mask), got {type(block_mask).__name__}")
-    call = (query.shape[:3], key.shape[2], query.device, options)
-    if call not in lists.fitting:
+    if (inputs, options) not in lists.fitting:
         checks.check_mask_fits(lists, block_mask.seq_lengths, query, key, block_mask.shape)
         checks.check_tile_fits_mask(options, lists.q_block, lists.kv_block)
-        lists.fitting.add(call)
+        lists.fitting.add((inputs, options))
     return lists, transposed, block_mask.mask_mod
 
 
 class _Call(NamedTuple):
     """What the kernels of one call take beside tensors that may want gradients."""
 
+    inputs: Inputs
     scale: float
     score: tuple | None  # (graph, captured values)
     mask: tuple | None
@@ -222,7 +224,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call: _Call, q, k, v, *captured):
-        out, lse, max_scores = forward(q, k, v, call.scale, call.score, call.mask, call.lists, call.options, output_max=call.output_max)
+        out, lse, max_scores = forward(q, k, v, call.inputs, call.scale, call.score, call.mask, call.lists, call.options,
+                                       output_max=call.output_max)
         mask_tensors = call.mask[1][:len(call.mask[0].tensors)] if call.mask else []
         # tensors are saved by autograd, which notices if they are overwritten before the backward pass
         ctx.call = call._replace(score=call.score and (call.score[0], call.score[1][len(captured):]),

@@ -25,9 +25,9 @@ def explain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_m
 
     Raises what flex_attention raises.
     """
-    q, k, v, scale, score, mask, lists, _, options = prepared(
+    q, k, v, inputs, scale, score, mask, lists, _, options = prepared(
         query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod)
-    keys = forward.keys_of(score, mask, (*q.shape[:3], k.shape[2]))
+    keys = forward.keys_of(score, mask, inputs.extents)
     _, _, arch, reason = forward.case_of(q, k, v, scale, lists, options, False, *keys)
     lines = ["forward   DECODE" if forward.decodes(q, k, options) else _line("forward", reason)]
     captured = score[1][:len(score[0].tensors)] if score else []

@@ -107,7 +107,7 @@ def test_packed_sequences_have_the_same_arguments(backend, D, launches):
         out, _, _ = attend(call, False, False)
     assert [way for way, *_ in launches] == ["long", "short", "short"]
     (_, grid, first), (_, other_grid, second), _ = launches
-    hopper, lists = backend == "AUTO", call[6]
+    hopper, lists = backend == "AUTO", call[7]
     ranges = 1600 // 128 + 3
     made = [12, 16, 17] if hopper else [9, 10]
     assert grid == other_grid and (grid == 5 if hopper else grid % (4 * ranges) == 0)
