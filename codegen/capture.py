@@ -332,7 +332,10 @@ class CaptureReader:
         if id(function) in self._functions:
             return self._functions[id(function)]
         code = function.__code__
-        node = self._add(run, function, lambda f: type(f) is types.FunctionType and (f.__code__ is code or f.__code__ == code), name)
+        defaults = function.__defaults__ or ()
+        count = len(defaults)
+        node = self._add(run, function, lambda f: (type(f) is types.FunctionType and (f.__code__ is code or f.__code__ == code)
+                                                   and len(f.__defaults__ or ()) == count), name)
         at = node + 1  # values[0] is the root
         self.codes.add(code)
         for constant in code.co_consts:  # functions defined inside the mod
@@ -351,17 +354,16 @@ class CaptureReader:
                 continue  # not assigned yet: reading it raises NameError in the mod, as in Python
             cells[i].cell_contents = self.track(
                 value, lambda values, i=i: values[at].__closure__[i].cell_contents, cell_name)
+        others = []
         for global_name in _global_names(code):
             if global_name in function.__globals__:
                 namespace[global_name] = self.track(
                     function.__globals__[global_name],
                     lambda values, g=global_name: values[at].__globals__[g], global_name)
-            else:  # a builtin today: it must not be hidden by a global tomorrow
-                self._add(lambda values, g=global_name: g in values[at].__globals__, False,
-                          lambda found: found is False, global_name)
-        defaults = function.__defaults__ or ()
-        count = len(defaults)
-        self._add(lambda values: len(values[at].__defaults__ or ()), count, _equal_to(count), f"{name} defaults")
+            else:
+                others.append(global_name)
+        if others:  # builtins today: they must not be hidden by globals tomorrow
+            self._add(lambda values: values[at].__globals__.keys().isdisjoint(others), True, bool, f"{name} builtins")
         names = code.co_varnames[code.co_argcount - count:code.co_argcount]
         tracked.__defaults__ = tuple(
             self.track(value, lambda values, i=i: values[at].__defaults__[i], names[i]) for i, value in enumerate(defaults)

@@ -19,7 +19,6 @@ from .snippet import DistanceText, Snippet, Statement, SumText, Target, TensorLa
 from .sums import as_sum
 
 _FIND = {
-    "value": lambda value, dim: value,
     "size": lambda tensor, dim: tensor.shape[dim],
     "stride": lambda tensor, dim: tensor.stride(dim),
     "vectors": lambda tensor, dim: tensor.stride(dim) * tensor.element_size() // 16,
@@ -142,7 +141,7 @@ class ModText:
 
     def values(self, captured: list) -> list:
         """The kernel arguments, in the order of `args`, from the mod's captured values (tensors, then numbers)."""
-        return [_FIND[what](captured[index], dim) for what, index, dim in self.recipe]
+        return [captured[index] if what == "value" else _FIND[what](captured[index], dim) for what, index, dim in self.recipe]
 
     @property
     def numbers(self) -> tuple[str, ...]:
@@ -152,7 +151,7 @@ class ModText:
 
 def mod_values(plan, score: list | None, mask: list | None) -> list:
     """The kernel arguments of a plan's (or a step's) score_mod and mask_mod, from what the two capture."""
-    return [*(plan.score.values(score) if score is not None else ()), *(plan.mask.values(mask) if mask is not None else ())]
+    return (plan.score.values(score) if score is not None else []) + (plan.mask.values(mask) if mask is not None else [])
 
 
 @dataclass(frozen=True)
@@ -200,7 +199,7 @@ def layouts_of(graph: ModGraph, captured: list, extents: tuple[int, int, int, in
     count = len(graph.tensors)
     if not count:
         return ()
-    return _layouts(graph, tuple((t.shape, t.stride()) for t in captured[:count]), tuple(captured[count:]), extents)
+    return _layouts(graph, tuple([(t.shape, t.stride()) for t in captured[:count]]), tuple(captured[count:]), extents)
 
 
 _LARGEST_BLOCK_N = 256
