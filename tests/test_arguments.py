@@ -53,3 +53,12 @@ def test_bad_arguments(case):
     with pytest.raises(error, match=message) as caught:
         flex_attention(**{"query": tensor(), "key": tensor(), "value": tensor(), **arguments})
     assert len(str(caught.value)) < 500
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors(layout):
+    """Also those whose shape cannot be asked for."""
+    nested = torch.nested.nested_tensor([torch.randn(2, 20, 16), torch.randn(2, 30, 16)], layout=layout)
+    with pytest.raises(NotImplementedError, match="key is a nested tensor; pack the sequences"):
+        flex_attention(tensor(), nested, nested)
