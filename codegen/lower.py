@@ -128,9 +128,9 @@ class _Printer:
             if stride == "0":  # what is checked must have the shape of the check
                 offset += [] if (number, dim) in layout.inside else [f"{_atom(text)} * 0"]
                 continue
-            sign = sign_of_distance(index) if self.by_distance and "distance" in text else 0
+            near = re.sub(r"\bdistance\b", "near", text)
+            sign = sign_of_distance(index) if near != text else 0
             if sign:  # the compiler makes constants of the addresses' differences only where it need not mind an overflow
-                near = re.sub(r"\bdistance\b", "near", text)
                 text = f"{_atom(near)}.to({self.tl}.int64) {'+' if sign > 0 else '-'} far"
             elif layout.wide and index.op != "literal":
                 text = f"{_atom(text)}.to({self.tl}.int64)"

@@ -22,6 +22,7 @@ Q_LEN, KV_LEN = 200, 300
 TABLE = torch.randn(4, 1023, generator=G)
 SHORT = torch.randn(4, 41, generator=G)
 EXACT = torch.randn(4, Q_LEN + 512, generator=G)  # from 1 - Q_LEN to the last key of the last block, which has 256 at most
+NARROW = torch.randn(4, Q_LEN + KV_LEN - 1, generator=G)  # the last block has more keys
 LINE = torch.randn(1023, generator=G)
 BUCKETS = torch.randint(-4, 5, (1023,), generator=G)
 KEPT = torch.rand(1023, generator=G) > 0.2
@@ -32,6 +33,7 @@ MODS = {  # and how many expressions are read by distance
     "table": (lambda s, b, h, m, n: s + TABLE[h, n - m + MIDDLE], 1),
     "table, the other way": (lambda s, b, h, m, n: s + TABLE[h, MIDDLE - (m - n)] + TABLE[h, m - n + MIDDLE], 2),
     "no index outside": (lambda s, b, h, m, n: s + EXACT[h, n - m + FIRST], 1),
+    "no index outside, but none knows": (lambda s, b, h, m, n: s + NARROW[h, n - m + FIRST] - NARROW[h, FIRST - (m - n)], 2),
     "outside is zero": (lambda s, b, h, m, n: s + SHORT[h, (n - m).abs()], 1),
     "clipped": (lambda s, b, h, m, n: s + SHORT[h, (n - m).clamp(-20, 20) + 20], 1),
     "scaled by head": (lambda s, b, h, m, n: s + TABLE[h, n - m + MIDDLE] * PER_HEAD[h], 1),
