@@ -33,7 +33,7 @@ demo: venv
 	$(BIN)/python -m flexpress demo
 
 test: venv
-	$(BIN)/python -m pytest -q -n 2 $(PYTEST)
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal $(PYTEST)
 
 test-gpu: venv
 	$(BIN)/python -m pytest -q -m gpu $(PYTEST)
