@@ -1,10 +1,14 @@
 """A small run of every template, for compute-sanitizer (`make sanitize`): on a GPU, every kernel once, with lengths that are no multiples.
 
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/every_template.py
-    compute-sanitizer --tool racecheck --error-exitcode 1 python tests/every_template.py
+    compute-sanitizer --tool racecheck --error-exitcode 1 python tests/every_template.py hopper
+
+Parts of it may be named, as the whole takes many minutes there: portable, sequences, serving, prompts, hopper.
 """
 
 from __future__ import annotations
+
+import sys
 
 import torch
 
@@ -21,9 +25,20 @@ from flexpress import (
     varlen_attention,
 )
 
+LENGTH = 131
 
-def main() -> None:
-    length, heads = 131, 2
+
+def main(*names: str) -> None:
+    for name in names or PARTS:
+        PARTS[name]()
+        torch.cuda.synchronize()
+    kinds = {path.stem.split("_")[0] + "_" + path.stem.split("_")[1] for path in flexpress.printed_kernels()}
+    print(f"{len(flexpress.printed_kernels())} kernels of {len(kinds)} kinds ran")
+
+
+def portable() -> None:
+    """Masks, forward and backward in Triton, gradients of captured tensors."""
+    length, heads = LENGTH, 2
     scores = torch.randn(1, heads, length, length, device="cuda")
     evaluate_mod(mods.softcap(20.0), scores)
     create_mask(mods.causal, None, None, length, length, "cuda")
@@ -56,16 +71,9 @@ def main() -> None:
                 tensor.requires_grad_()
                 out = flex_attention(q, k, v, make(tensor), mask, enable_gqa=True, deterministic=deterministic)
                 torch.autograd.grad(out, (q, k, v, tensor), torch.randn_like(out))
-    for_sequences()
-    for_serving()
-    if torch.cuda.get_device_capability() == (9, 0):
-        for_hopper(length, mask, learned["alibi"][1].detach())
-    torch.cuda.synchronize()
-    names = {path.stem.split("_")[0] + "_" + path.stem.split("_")[1] for path in flexpress.printed_kernels()}
-    print(f"{len(flexpress.printed_kernels())} kernels of {len(names)} kinds ran")
 
 
-def for_sequences() -> None:
+def sequences() -> None:
     """Packed sequences whose blocks begin where they do, and packed ones."""
     for lengths in ([131, 1500, 0, 700], [131, 70, 1]):
         cu_seqlens = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
@@ -77,7 +85,7 @@ def for_sequences() -> None:
                 torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
 
 
-def for_serving() -> None:
+def serving() -> None:
     """Decoding with split keys, and a step of a prompt beside a decoding sequence in contiguous and paged caches."""
     q, k, v = (torch.randn(2, heads, n, 64, device="cuda", dtype=torch.bfloat16) for heads, n in ((4, 3), (2, 900), (2, 900)))
     for mask_mod in (None, mods.sliding_window(300)):
@@ -90,10 +98,9 @@ def for_serving() -> None:
         caches = [torch.zeros(*shape, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
         turned = update_cache(key, key, *caches, kv_len, cu_seqlens_q=cu_seqlens_q, query=query, rope=rope, **where)
         cached_attention(turned, *caches, kv_len, cu_seqlens_q=cu_seqlens_q, max_q_len=70, **where)
-    for_prompts()
 
 
-def for_prompts() -> None:
+def prompts() -> None:
     """Long ragged prompts whose last blocks end inside a page, a sequence without queries, and tokens after the last one."""
     int32 = dict(dtype=torch.int32, device="cuda")
     cu_seqlens_q, kv_len = (torch.tensor(values, **int32) for values in ([0, 1000, 1000, 1531], [1000, 40, 777]))
@@ -107,16 +114,22 @@ def for_prompts() -> None:
             cached_attention(query, *caches, kv_len, cu_seqlens_q=cu_seqlens_q, max_q_len=1000, **where)
 
 
-def for_hopper(length: int, mask, slopes: torch.Tensor) -> None:
+def hopper() -> None:
     """The kernels in Gluon, of which every kind of tile is another text."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        return
+    mask = create_block_mask(mods.causal, None, None, LENGTH, LENGTH, "cuda")
+    score_mods = None, mods.alibi(torch.rand(2, device="cuda")), mods.relative_bias(torch.randn(2, 2 * LENGTH - 1, device="cuda"))
     for head_dim, head_dim_v in ((64, 64), (128, 128), (192, 128), (256, 256)):
-        q, k, v = (torch.randn(2, heads, length, d, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        q, k, v = (torch.randn(2, heads, LENGTH, d, device="cuda", dtype=torch.bfloat16, requires_grad=True)
                    for heads, d in ((2, head_dim), (1, head_dim), (1, head_dim_v)))
-        for score_mod in (None, mods.alibi(slopes)):
+        for score_mod in score_mods:
             for block_mask in (None, mask):
                 out = flex_attention(q, k, v, score_mod, block_mask, enable_gqa=True, kernel_options={"BACKEND": "GLUON"})
                 torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
 
 
+PARTS = {part.__name__: part for part in (portable, sequences, serving, prompts, hopper)}
+
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
