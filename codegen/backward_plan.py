@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from .expr import Expr, walk
+from .expr import Expr, symbols_in
 from .forward_plan import Blocks, Mod, Options
 from .grad import differentiate
 from .snippet import Target, TensorLayout
@@ -75,7 +75,7 @@ def role_of(load: Expr, layout: TensorLayout, case: BackwardCase) -> str:
     A dimension of stride 0 is one element, whatever its index.
     """
     indices = [a for i, a in enumerate(load.args) if layout.strides[i] != "0"]
-    symbols = {n.attr for a in indices for n in walk(a) if n.op == "symbol"}
+    symbols = frozenset().union(*map(symbols_in, indices))
     if "score" in symbols or {"q_idx", "kv_idx"} <= symbols:
         plain = [a.attr for a in indices if a.op == "symbol"]
         distinct = len(plain) == len(set(plain)) and all(a.op in ("symbol", "literal", "scalar") for a in indices)

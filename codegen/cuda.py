@@ -21,7 +21,8 @@ _INVALID_CONTEXT = 201
 _FORMATS = {"i1": "?", "u1": "?", "i32": "i", "i64": "q", "fp32": "f"}  # struct's codes; every pointer is "Q"
 _MAP_TYPES = {torch.float32: 7, torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
 _MAP_BYTES = 128
-_DESCRIPTOR = struct.Struct(f"{_MAP_BYTES}s4i4q")  # map, sizes and strides
+_DESCRIPTOR_FIELDS = [f"{_MAP_BYTES}s", *"iiii", *"qqqq"]  # map, sizes and strides
+_DESCRIPTOR = struct.Struct("".join(_DESCRIPTOR_FIELDS))
 
 
 class DoesNotFit(Exception):
@@ -107,7 +108,7 @@ class Function:
         self.handle, self.maps = function, metadata["tensordesc_meta"] or []
         fields = argument_format(types)
         count = len(self.maps)
-        self.pack = struct.Struct(f"{_DESCRIPTOR.size}s" * count + "".join(fields[9 * count:])).pack_into
+        self.pack = struct.Struct(f"{_DESCRIPTOR.size}s" * count + "".join(fields[len(_DESCRIPTOR_FIELDS) * count:])).pack_into
         self.buffer = ctypes.create_string_buffer(struct.calcsize("".join(fields)))
         ends = [struct.calcsize("".join(fields[:i + 1])) for i in range(len(fields))]
         starts = [end - struct.calcsize(field) for end, field in zip(ends, fields, strict=True)]
@@ -152,7 +153,7 @@ def argument_format(types: list[str]) -> list[str]:
     for place, kind in enumerate(types):
         if kind.startswith("tensordesc"):
             assert place == 0 or types[place - 1].startswith("tensordesc"), "descriptors come first"
-            fields += [f"{_MAP_BYTES}s", *"iiii", *"qqqq"]
+            fields += _DESCRIPTOR_FIELDS
         else:
             fields.append("Q" if kind.startswith("*") else _FORMATS[kind])
     return [*fields, "Q", "Q"]

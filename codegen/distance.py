@@ -10,7 +10,7 @@ import functools
 
 import torch
 
-from .expr import Expr, ModGraph, walk
+from .expr import Expr, ModGraph, symbols_in, walk
 
 
 def sign_of_difference(node: Expr) -> int:
@@ -25,7 +25,7 @@ def sign_of_distance(node: Expr) -> int:
     if sign_of_difference(node) or node.op not in ("add", "sub", "neg"):
         return sign_of_difference(node)
     signs = [sign_of_distance(a) for a in node.args]
-    others = {n.attr for a, sign in zip(node.args, signs, strict=True) if not sign for n in walk(a) if n.op == "symbol"}
+    others = frozenset().union(*(symbols_in(a) for a, sign in zip(node.args, signs, strict=True) if not sign))
     if sum(map(bool, signs)) != 1 or {"q_idx", "kv_idx"} & others:
         return 0
     return -signs[-1] if node.op != "add" and signs[-1] else sum(signs)

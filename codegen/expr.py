@@ -121,6 +121,11 @@ def walk(root: Expr, leaves: Collection[int] = ()) -> list[Expr]:
     return order
 
 
+def symbols_in(root: Expr) -> frozenset[str]:
+    """The symbols that an expression depends on."""
+    return frozenset(n.attr for n in walk(root) if n.op == "symbol")
+
+
 INDEX_BOUND = (1 << 23) - 4096  # of a sequence: its indices, and those of blocks that reach past its end, are mantissas of float32
 
 

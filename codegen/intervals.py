@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from .dispatch import apply, cast
-from .expr import MASK_SYMBOLS, RANGE_RULES, UNKNOWN, Expr, ExprTable, ModGraph, SourceLine, walk
+from .expr import MASK_SYMBOLS, RANGE_RULES, UNKNOWN, Expr, ExprTable, ModGraph, SourceLine, symbols_in, walk
 from .lower import operand_dtypes, wrapped
 from .ops import OPS, kind
 from .symbols import Run, Sym
@@ -111,9 +111,9 @@ def _analyse(graph: ModGraph, nodes: list[Expr], run: _IntervalRun) -> Analysis:
     run.line = graph.result.source
     result = found[id(graph.result)]
     verdict = cast(result.hi, torch.int32) + cast(result.lo, torch.int32)  # what must be can be
-    symbols = {id(n): frozenset(axes[id(n)]) | {s.attr for s in walk(n) if s.op == "symbol"} for n in zones}
+    symbols = {id(n): frozenset(axes[id(n)]) | symbols_in(n) for n in zones}
     parts = tuple(Zone(*axes[id(n)], _part(graph, "zone", n, symbols[id(n)])) for n in zones)
-    read = frozenset(n.attr for n in walk(verdict.expr) if n.op == "symbol")
+    read = symbols_in(verdict.expr)
     return Analysis(_part(graph, "verdict", verdict.expr, read), parts, run.by_rules)
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .distance import sign_of_difference, sign_of_distance
-from .expr import INDEX_BOUND, MASK_SYMBOLS, Expr, ModGraph, SourceLine, value_range, walk
+from .expr import INDEX_BOUND, MASK_SYMBOLS, Expr, ModGraph, SourceLine, symbols_in, value_range, walk
 from .ops import OPS, kind
 from .snippet import DistanceText, Snippet, Statement, SumText, Target, TensorLayout, compute_dtype, lines_of
 
@@ -39,7 +39,7 @@ def gathers(graph: ModGraph) -> bool:
 
 def is_gather(load: Expr) -> bool:
     """Do the indices of a load depend on both q_idx and kv_idx?"""
-    return {"q_idx", "kv_idx"} <= {n.attr for n in walk(load) if n.op == "symbol"}
+    return {"q_idx", "kv_idx"} <= symbols_in(load)
 
 
 def literal_text(value) -> str:
@@ -93,9 +93,10 @@ class _Printer:
 
     def _float_of_sum(self, node: Expr) -> str | None:
         """float(a - b) as float(a) - float(b): exact for indices below INDEX_BOUND, and q_idx's part is converted once."""
-        if not self.target.exact_indices or node.op not in ("add", "sub") or self.by_distance and sign_of_difference(node):
+        difference = sign_of_difference(node)
+        if not self.target.exact_indices or node.op not in ("add", "sub") or self.by_distance and difference:
             return None
-        if node.op == "sub" and all(a.op == "symbol" and a.attr in ("q_idx", "kv_idx") for a in node.args):
+        if difference:
             self.helpers["float_difference"] = None
             return f"float_difference({', '.join(self.text[id(a)] for a in node.args)})"
         for part in (node, *node.args):
@@ -336,11 +337,12 @@ def lower(graph: ModGraph, names: dict[str, str], layouts: tuple[TensorLayout, .
     places     loads whose offsets are asked for
     distances  expressions that get statements of their own, by the distance (see distance.py), without gradients
     """
-    printer, other = (_Printer(graph, names, layouts, target, name) for name in (prefix, "distance"))
+    printer = _Printer(graph, names, layouts, target, prefix)
     printer.known = {id(part): f"{prefix}_distance_{i}" for i, part in enumerate(distances)}
     snippet = printer.run(shape, gradients, places)
     if not distances:
         return snippet
+    other = _Printer(graph, names, layouts, target, "distance")
     values = other.run_distances(distances)
     text = DistanceText(lines_of(other.statements), values, tuple(printer.known.values()))
     return replace(snippet, helpers=tuple({**printer.helpers, **other.helpers}), libdevice=printer.libdevice or other.libdevice,

@@ -67,6 +67,10 @@ class DistanceText:
     values: tuple[str, ...]
     names: tuple[str, ...]
 
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return *self.lines, *self.values
+
 
 @dataclass(frozen=True, slots=True)
 class SumText:

@@ -109,8 +109,7 @@ class ModText:
     @property
     def texts(self) -> tuple[str, ...]:
         """What the kernel makes of the statements, and of what it computes apart."""
-        apart = (*self.distance.lines, *self.distance.values) if self.distance else ()
-        return (*(self.sum.parts if self.sum else (self.result,)), *apart)
+        return *(self.sum.parts if self.sum else (self.result,)), *(self.distance.texts if self.distance else ())
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -263,7 +262,7 @@ def mod_text(graph: ModGraph, layouts: tuple[TensorLayout, ...], names: dict[str
 def _with_arguments(graph: ModGraph, layouts: tuple[TensorLayout, ...], snippet: Snippet, gradient: GradientText | None) -> ModText:
     texts = [*(s.value for s in snippet.statements), *snippet.gradient_lines, *(f"{o} {c}" for o, c in snippet.places)]
     texts += snippet.sum.parts if snippet.sum else ()
-    texts += (*snippet.distance.lines, *snippet.distance.values) if snippet.distance else ()
+    texts += snippet.distance.texts if snippet.distance else ()
     words = set(re.findall(r"\w+", "\n".join(texts)))
     args, recipe = [], []
     for i, capture in enumerate(graph.tensors):

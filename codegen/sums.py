@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 
 from .dispatch import cast
-from .expr import INDEX_BOUND, Expr, ExprTable, ModGraph, value_range, walk
+from .distance import sign_of_difference
+from .expr import INDEX_BOUND, Expr, ExprTable, ModGraph, symbols_in, value_range, walk
 from .grad import DerivedRun
 from .symbols import Sym
 
@@ -81,8 +82,8 @@ def _terms(node: Expr, args: list[_Terms | None], theirs: list[frozenset[str]], 
         return _Terms(False, *(None if part is None else -part for part in args[0][1:]))
     if node.op == "add" and not (args[0].score and args[1].score):
         return _Terms(args[0].score or args[1].score, *map(_plus, args[0][1:], args[1][1:]))
-    if node.op == "sub" and symbols == {"q_idx", "kv_idx"} and all(a.op == "symbol" for a in node.args):
-        return _Terms(rate=1.0 if node.args[0].attr == "kv_idx" else -1.0)
+    if sign_of_difference(node):
+        return _Terms(rate=float(sign_of_difference(node)))
     if node.op == "sub" and not args[1].score:
         return _Terms(args[0].score, *map(_minus, args[0][1:], args[1][1:]))
     if node.op in ("mul", "div"):
@@ -90,7 +91,7 @@ def _terms(node: Expr, args: list[_Terms | None], theirs: list[frozenset[str]], 
             terms, factor = args[this], node.args[other]
             if theirs[other] & _PAIR or terms.score or terms.key is not None or (node.op == "div" and this == 1):
                 continue
-            if terms.query is not None and _PAIR & {n.attr for n in walk(terms.query.expr) if n.op == "symbol"}:
+            if terms.query is not None and _PAIR & symbols_in(terms.query.expr):
                 continue  # it may be infinite, where a product of sums is not the sum of products
             factor = Sym(factor)
             return _Terms(False, *(None if part is None else part * factor if node.op == "mul" else part / factor for part in terms[1:]))

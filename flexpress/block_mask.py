@@ -433,8 +433,7 @@ def resolve_device(device) -> torch.device:
 def check_captured_device(bound, device: torch.device, where: str) -> None:
     """Kernels read captured tensors where they lie: on the device of the call."""
     graph, values = bound
-    for i, capture in enumerate(graph.tensors):
-        tensor = values[i]
+    for capture, tensor in zip(graph.tensors, values, strict=False):
         if tensor.device != device:
             raise ValueError(f"{where} {graph.name} captures {capture.name}, a tensor of shape {tuple(tensor.shape)} on {tensor.device}, "
                              f"but the call is on {device}; move it with .to({str(device)!r})")
