@@ -118,11 +118,10 @@ def check_mask_fits(lists, seq_lengths, query, key, mask_shape) -> None:
         if size % 16:
             raise ValueError(f"block_mask has a {name} block size of {size}; attention kernels need a multiple of 16: pass "
                              "BLOCK_SIZE=128 to create_block_mask")
-    rows, columns = -(-Q_LEN // lists.q_block), -(-KV_LEN // lists.kv_block)
+    rows = -(-Q_LEN // lists.q_block)
     if lists.kv_indices.shape[2] < rows:
         raise ValueError(f"block_mask lists {lists.kv_indices.shape[2]} rows of blocks, but {Q_LEN} queries in blocks of "
                          f"{lists.q_block} need {rows}")
-    del columns
 
 
 def parse_options(kernel_options: dict | None) -> Options:
