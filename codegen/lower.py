@@ -133,6 +133,9 @@ class _Printer:
             sign = sign_of_distance(index) if near != text else 0
             if sign:  # the compiler makes constants of the addresses' differences only where it need not mind an overflow
                 text = f"{_atom(near)}.to({self.tl}.int64) {'+' if sign > 0 else '-'} far"
+            elif stride == "1" and (number, dim) in layout.inside and {"q_idx", "kv_idx"} <= symbols_in(index):
+                offset.append(self.sum_of_terms(index))
+                continue
             elif layout.wide and index.op != "literal":
                 text = f"{_atom(text)}.to({self.tl}.int64)"
             name = f"stride_{capture.name}_{dim}"
@@ -140,11 +143,34 @@ class _Printer:
             offset.append(_atom(text) if stride == "1" else f"{_atom(text)} * {name}")
         self.places[id(node)] = " + ".join(offset) or "0", " & ".join(checks)
         pointer = " + ".join([f"ptr_{capture.name}", *offset])
-        checked = f", mask={' & '.join(checks)}, other=0" if checks else ""
-        loaded = f"{self.tl}.load({pointer}{checked})"
+        scattered = any({"q_idx", "kv_idx"} <= symbols_in(index) for index in node.args)
+        if scattered and self.target.pipelined and capture.dtype.itemsize < 8:
+            helper = f"read_{8 * capture.dtype.itemsize}_bits{'_if' if checks else ''}"
+            self.helpers[helper] = None
+            loaded = f"{helper}({', '.join([*([' & '.join(checks)] if checks else []), pointer])})"
+        else:
+            checked = f", mask={' & '.join(checks)}, other=0" if checks else ""
+            loaded = f"{self.tl}.load({pointer}{checked})"
         if node.dtype.is_floating_point and node.dtype != torch.float32:
             loaded += f".to({self.tl}.float32)"
         return loaded
+
+    def sum_of_terms(self, index: Expr) -> str:
+        """An index, its terms to be added to a pointer one after another, positions last.
+
+        As the sum of 32-bit numbers it would be, the compiler had to mind an overflow and compute every element's address: this way what
+        differs from one element of a thread to the next is a constant.
+        """
+        terms = sorted(self._terms(index, 1), key=lambda t: (bool({"q_idx", "kv_idx"} & symbols_in(t[1])), t[0] < 0))
+        signed = (f"{'+' if sign > 0 else '-'} {_atom(self.operand(term, index.dtype))}" for sign, term in terms)
+        return " ".join(signed).removeprefix("+ ")
+
+    def _terms(self, node: Expr, sign: int) -> list[tuple[int, Expr]]:
+        """The terms of a sum that is spelled where it is used, and their signs."""
+        if node.op not in ("add", "sub", "neg") or self.text[id(node)].isidentifier():
+            return [(sign, node)]
+        *first, last = node.args
+        return [t for a in first for t in self._terms(a, sign)] + self._terms(last, sign if node.op == "add" else -sign)
 
     def cast(self, node: Expr) -> str:
         text = self.operand(node.args[0], node.dtype)

@@ -63,9 +63,8 @@ _FORWARD = {
     ("cpu", 256, 4): Tile(64, 64, 1, 1),
 }
 
-# where a kernel without block lists, one whose mods gather, or unequal head dims measured faster with another tile
+# where a kernel without block lists, or unequal head dims, measured faster with another tile
 _FORWARD_DENSE = {("sm_90", 64, 2): Tile(128, 64, 4, 3)}
-_FORWARD_GATHER = {("sm_90", 64, 2): Tile(64, 32, 4, 3), ("sm_90", 128, 2): Tile(64, 64, 4, 2)}
 _FORWARD_UNEQUAL = {("sm_90", 256, 2): Tile(128, 64, 8, 3)}  # 192 / 128, padded to 256 / 128
 
 
@@ -74,7 +73,7 @@ def forward_tile(arch: str, d_qk: int, d_v: int, itemsize: int, *, gathers: bool
     """The forward kernel's tile.
 
     d_qk, d_v          padded head dims
-    gathers            a mod loads one element of a tensor for every position (it costs registers: fewer stages)
+    gathers            a mod loads one element of a tensor for every position, which leaves no registers for a larger tile
     q_block, kv_block  a block mask's sizes, which BLOCK_M and BLOCK_N must divide; 0 without block lists
     options            the user's BLOCK_M, BLOCK_N, num_warps, num_stages
     """
@@ -82,11 +81,9 @@ def forward_tile(arch: str, d_qk: int, d_v: int, itemsize: int, *, gathers: bool
     widths = sorted(k[1] for k in _FORWARD if k[0] == family and k[2] == itemsize)
     row = (family, next((w for w in widths if w >= max(d_qk, d_v)), widths[-1]), itemsize)
     tile = _FORWARD[row]
-    if gathers:
-        tile = _FORWARD_GATHER.get(row, tile)
-    elif d_qk != d_v:
+    if d_qk != d_v:
         tile = _FORWARD_UNEQUAL.get(row, tile)
-    elif not kv_block:
+    elif not kv_block and not gathers:
         tile = _FORWARD_DENSE.get(row, tile)
     chosen = {k: v for k, v in (options or {}).items() if k in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")}
     if q_block and "BLOCK_M" not in chosen:
