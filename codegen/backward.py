@@ -17,6 +17,7 @@ from .backward_plan import (
     delta_unit,
     plan_backward,
     stats_copies,
+    whole_blocks,
 )
 from .cache import INFO
 from .expr import INDEX_BOUND, Expr, ModGraph
@@ -69,7 +70,8 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tenso
     else:
         plan = _plans[key] = plan_backward(case, backend_of(q.device.type), arch, score_key, mask_key)
 
-    whole = math.lcm(STATS_ALIGNMENT, lists.q_block if lists else 1)  # backward_dkv walks whole query blocks
+    walked = lists.q_block if lists else plan.dkv.tile.BLOCK_M if isinstance(plan, BackwardPlan) else 1
+    whole = math.lcm(STATS_ALIGNMENT, walked)  # backward_dkv walks whole query blocks
     stats_len = -(-Q_LEN // whole) * whole
     if lists and lists.starts is not None:
         stats_len += whole  # the last block may begin anywhere
@@ -120,7 +122,8 @@ def case_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor,
     use_tma = tuple(tma and possible and all(t.data_ptr() % 16 == 0 for t in pair)
                     for possible, pair in zip(geometry.tma, ((k, v), (q, do)), strict=True))
     case = BackwardCase(q.dtype, q.shape[3], v.shape[3], geometry.aligned, use_tma, lists and lists.blocks, options, scale > 0,
-                        max(q.shape[2], k.shape[2]) <= INDEX_BOUND, q.shape[0] == 1, q.shape[1] == 1, deterministic, lse_gradient, wanted)
+                        max(q.shape[2], k.shape[2]) <= INDEX_BOUND, q.shape[0] == 1, q.shape[1] == 1, deterministic, lse_gradient, wanted,
+                        whole_blocks(q.shape[2], k.shape[2], lists and lists.blocks))
     reason = "BACKEND is TRITON" if options.backend == "TRITON" else fits(case, arch, score_key)
     return case, geometry, arch, reason or _refused.get((case, arch, score_key, mask_key))
 

@@ -19,6 +19,14 @@ from .spec import CapturedGradient, Differential, KernelSpec, ModText, dtype_nam
 from .tiles import Tile, backward_tile, round_up_head_dim
 
 STATS_ALIGNMENT = 128  # backward_delta pads its rows to a multiple of this; query tiles divide it
+_BLOCK = 128  # of queries or keys where there are no block lists
+
+
+def whole_blocks(q_len: int, kv_len: int, blocks: Blocks | None) -> bool:
+    """Does every block end inside the sequence? Then no tile of it has a position that does not exist, and none needs a check."""
+    if blocks is None:
+        return q_len % _BLOCK == 0 and kv_len % _BLOCK == 0
+    return not blocks.starts and q_len % blocks.q_block == 0 and kv_len % blocks.kv_block == 0
 
 
 def delta_rows(d_v: int) -> int:
@@ -46,6 +54,7 @@ class BackwardCase(NamedTuple):
     deterministic: bool = False
     lse_gradient: bool = False
     captured: frozenset[int] = frozenset()  # the captured tensors of score_mod that want a gradient
+    whole: bool = False  # Q_LEN and KV_LEN are whole blocks, see `whole_blocks`
 
 
 @dataclass(eq=False, slots=True)
@@ -88,7 +97,7 @@ def role_of(load: Expr, layout: TensorLayout, case: BackwardCase) -> str:
 
 def plan_backward(case: BackwardCase, backend: str, arch: str, score: Mod | None, mask: Mod | None) -> BackwardPlan:
     """The plan for a backend ("cuda", "hip", "cpu") and a row of the tile tables."""
-    target = Target(backend, dtype_name(case.dtype), case.exact_indices)
+    target = Target(backend, dtype_name(case.dtype), case.exact_indices, pipelined=backend == "cuda")
     roles: list[tuple[str, Expr, Expr]] = []
     derivative = None
     if score:
@@ -110,7 +119,8 @@ def plan_backward(case: BackwardCase, backend: str, arch: str, score: Mod | None
                              q_block=sizes.q_block, kv_block=sizes.kv_block, options=dict(case.options.tile))
         slabs = any(role == "slab" for role, _, _ in captured)
         gathered = tuple(zip(text.gradient.captured, (load for _, load, _ in captured), strict=True)) if text else ()
-        steps.append(Step(_spec(name, case, backend, text, mask_text, slabs, check_padding), tile, text, mask_text, gathered))
+        whole = case.whole and (case.blocks is not None or _BLOCK % tile.BLOCK_M == 0 and _BLOCK % tile.BLOCK_N == 0)
+        steps.append(Step(_spec(name, case, backend, text, mask_text, slabs, check_padding, whole), tile, text, mask_text, gathered))
     return BackwardPlan(delta_spec(case, backend), *steps, score is not None or not case.scale_is_positive)
 
 
@@ -143,7 +153,7 @@ def delta_spec(case: BackwardCase, backend: str, zero_dq: str = "") -> KernelSpe
 
 
 def _spec(name: str, case: BackwardCase, backend: str, score: ModText | None, mask: ModText | None, slabs: bool,
-          check_padding: bool) -> KernelSpec:
+          check_padding: bool, whole: bool) -> KernelSpec:
     blocks, options = case.blocks, case.options
     if name == "dq":
         numbers = ["Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", "STATS_LEN", *strides("q", "k", "v", "do", "dq")]
@@ -165,9 +175,10 @@ def _spec(name: str, case: BackwardCase, backend: str, score: ModText | None, ma
         "aligned": tuple(a for a in case.aligned if a in numbers), "ALIGNMENT": 16 // case.dtype.itemsize,
         "BLOCK_MASK": blocks is not None, "HAS_FULL_BLOCKS": blocks is not None and blocks.has_full,
         "SPARSE_Q_BLOCK_SIZE": blocks.q_block if blocks else 0, "SPARSE_KV_BLOCK_SIZE": blocks.kv_block if blocks else 0,
-        "CHECK_FULL_BLOCKS": blocks is not None and not blocks.interior, "STARTS": blocks is not None and blocks.starts,
+        "WHOLE": whole, "CHECK_FULL_BLOCKS": blocks is not None and not blocks.interior, "STARTS": blocks is not None and blocks.starts,
         "PEEL_TAIL": not float32,
-        "CHECK_PADDING": check_padding, "SCALE_FIRST": score is not None or not case.scale_is_positive, "USE_TMA": tma, "SLABS": slabs,
+        "CHECK_PADDING": check_padding and not whole, "SCALE_FIRST": score is not None or not case.scale_is_positive,
+        "USE_TMA": tma, "SLABS": slabs,
         "parameters": tuple(numbers),
         "numbers": tuple(numbers) + tuple(n for m in (score, mask) if m for n in m.numbers),
     }

@@ -169,10 +169,12 @@ def backward_compilations(
     deterministic: bool = False,
     lse_gradient: bool = False,
     starts: bool = False,
+    whole: bool = True,
 ) -> dict[str, Compilation]:
     """The three kernels of the backward pass by name, as `compilation` gives the forward kernel.
 
     captured   the tensors that score_mod captures want gradients
+    whole      Q_LEN and KV_LEN are whole blocks
     """
     d_v = head_dim if head_dim_v is None else head_dim_v
     B, H, Q_LEN, KV_LEN = EXTENTS
@@ -197,6 +199,7 @@ def backward_compilations(
         deterministic=deterministic,
         lse_gradient=lse_gradient,
         captured=frozenset(i for i, t in enumerate(tensors) if t.is_floating_point()),
+        whole=whole and not starts,
     )
     plan = plan_backward(case, backend_for(target), arch, score, mask)
     pointers = dict.fromkeys(("Q", "K", "V", "O", "DO", "DQ", "DK", "DV"), dtype)

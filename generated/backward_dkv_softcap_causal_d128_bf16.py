@@ -42,7 +42,7 @@ def dkv_block_mn(
     qk = tl.dot(k, tl.trans(q))  # [BLOCK_N, BLOCK_M], float32
     dp = tl.dot(v, tl.trans(do))
     qk *= SM_SCALE
-    m = tl.minimum(offs_m, Q_LEN - 1)[None, :]  # [1, BLOCK_M]; n is [BLOCK_N, 1]
+    m = offs_m[None, :]  # [1, BLOCK_M]; n is [BLOCK_N, 1]
     # ---- score_mod: softcap
     # mods/softcap.py:42: return cap * torch.tanh(score * inverse)
     score_0 = tanh_approx(qk * arg_inverse)

@@ -19,6 +19,13 @@ import triton.language as tl
 
 
 @triton.jit
+def read_32_bits(pointer):
+    # tl.load, as an instruction that the compiler neither moves to an earlier step of the loop nor lays out otherwise
+    LOAD: tl.constexpr = "ld.global.nc.b32 $0, [$1];"
+    found = tl.inline_asm_elementwise(LOAD, "=r,l", [pointer], dtype=tl.int32, is_pure=True, pack=1)
+    return found.to(pointer.dtype.element_ty, bitcast=True)
+
+@triton.jit
 def dq_block_mn(
     q, do, lse2, delta, dq,
     K, V, stride_kn, stride_vn,
@@ -43,19 +50,16 @@ def dq_block_mn(
     n = offs_n[None, :]  # [1, BLOCK_N]; m is [BLOCK_M, 1]
     # ---- score_mod: relative_bias
     # mods/relative_bias.py:49: return score + table[h, kv_idx - q_idx + zero]
-    score_0 = tl.load(ptr_table + h * stride_table_0 + ((n - m) + arg_zero))
+    score_0 = read_32_bits(ptr_table + h * stride_table_0 + arg_zero + n - m)
     score_1 = qk + score_0
     score = score_1
-    if start_n + BLOCK_N > KV_LEN:  # the tail block
-        score = tl.where((offs_n < KV_LEN)[None, :], score, float("-inf"))
 
     p = tl.exp2(score * TO_LOG2 - lse2[:, None])  # [BLOCK_M, BLOCK_N], the softmax itself
     grad = p * (dp - delta[:, None])  # d loss / d score
     # ---- derivative of score_mod: relative_bias
     d_table_0 = grad
     ds = grad
-    d_table_0_inside = (offs_m < Q_LEN)[:, None] & (offs_n < KV_LEN)[None, :]
-    tl.atomic_add(grad_table_0 + h * stride_table_0 + ((n - m) + arg_zero), d_table_0, mask=d_table_0_inside, sem="relaxed")
+    tl.atomic_add(grad_table_0 + h * stride_table_0 + arg_zero + n - m, d_table_0, sem="relaxed")
     dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
     return dq
 
@@ -120,7 +124,7 @@ def backward_dq(
     delta = tl.load(DELTA + stats)
 
     dq = tl.zeros([BLOCK_M, 64], dtype=tl.float32)
-    m = tl.minimum(offs_m, Q_LEN - 1)[:, None]  # [BLOCK_M, 1]; padding rows repeat the last one and are not stored
+    m = offs_m[:, None]  # [BLOCK_M, 1]
 
     for step in range(0, tl.cdiv(KV_LEN, BLOCK_N)):
         start_n = step * BLOCK_N

@@ -13,6 +13,7 @@ from problems import DEVICES, LEARNED_MODS, learned_mods, mask_arguments, mask_m
 from torch.utils.checkpoint import checkpoint
 
 from flexpress import cache_info, create_block_mask, explain, flex_attention, mods
+from flexpress.codegen.backward_plan import whole_blocks
 
 # cancellation in dP - delta, which every flash attention computes from a rounded output, may cost some digits
 FLOORS = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
@@ -116,6 +117,49 @@ def test_learned_tensors(name, deterministic, device):
          "seed": 3, "lse": True, "deterministic": deterministic, "learned_dtype": torch.float32,
          "grad_layout": "contiguous"}
     check_problem(p, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name, length, block_size, options", [
+    ("table", 256, None, {}), ("bias", 128, None, {}), ("slopes", 96, 48, {}), ("table", 96, 64, {}),
+    ("table", 128, None, {"BLOCK_M1": 256, "BLOCK_N2": 256})])
+def test_lengths_of_whole_blocks(name, length, block_size, options, device):
+    """Tiles that end where the sequence does check nothing; blocks of another size and a user's larger tiles do."""
+    q, k, v, d_out = (torch.randn(1, 2, length, 16, device=device) for _ in range(4))
+    make, learned = learned_mods(1, 2, length, device)[name]
+    inputs = [t.requires_grad_() for t in (q, k, v, *learned)]
+    mask_mod = mods.causal if block_size else None
+    mask = mask_mod and create_block_mask(mask_mod, None, None, length, length, device, block_size)
+    out = flex_attention(q, k, v, make(*learned), mask, kernel_options={"BACKEND": "TRITON", **options})
+    grads = torch.autograd.grad(out, inputs, d_out)
+    exact = reference_gradients(inputs, make, mask_mod, None, d_out, None, torch.float64)
+    assert all(relative_error(g, e) < 4e-6 for g, e in zip(grads, exact, strict=True))
+    assert whole_blocks(length, length, mask and mask.as_lists().blocks) == (block_size != 64)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int16,
+                                   torch.int8, torch.uint8, torch.bool], ids=str)
+def test_elements_of_every_dtype(dtype, device):
+    """An element for every position: inside, and outside of the tensor, where it is zero."""
+    length = 256 if device == "cuda" else 70
+    q, k, v, d_out = (torch.randn(1, 2, length, 16, device=device, requires_grad=True) for _ in range(4))
+    far, near = (torch.randint(0, 8, (2, n), device=device).to(dtype) for n in (2 * length + 256, length // 2))
+
+    def inside(s, b, h, m, n):
+        return s + far[h, n - m + length] * 0.5
+
+    def outside(s, b, h, m, n):
+        return s + near[h, (n - m).abs()] * 0.5
+
+    def padded(s, b, h, m, n):
+        return s + torch.where((n - m).abs() < length // 2, near[h, (n - m).abs().clamp(max=length // 2 - 1)] * 0.5, 0.0)
+
+    for mod, reference in ((inside, inside), (outside, padded)):
+        out = flex_attention(q, k, v, mod, kernel_options={"BACKEND": "TRITON"})
+        grads = torch.autograd.grad(out, (q, k, v), d_out)
+        exact = reference_gradients([q, k, v], lambda mod=reference: mod, None, None, d_out, None, torch.float64)
+        assert all(relative_error(g, e) < 4e-6 for g, e in zip(grads, exact, strict=True))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -26,7 +26,8 @@ from flexpress.recipes import make
 PLAIN = BackwardCase(torch.bfloat16, 128, 128, use_tma=(True, True))
 SPILLED = {  # bytes at most; 0 elsewhere. Of the loops without a mask only those at head dim 64 load values again, up to 7 a block
     # a number or two of the program's, at its start
-    "plain d128 bf16": 16, "plain d96 bf16": 16, "relative_bias d128 bf16": 16, "causal d128, 64 bf16": 16, "plain d256 bf16": 16,
+    "plain d128 bf16": 16, "plain d128 bf16, negative scale": 16, "plain d96 bf16": 16, "learned table, d64 bf16": 16,
+    "learned table, d40 bf16": 16, "relative_bias d128 bf16": 16, "causal d128, 64 bf16": 16, "plain d256 bf16": 16,
     "causal document d64 bf16, starts": 16, "learned slopes, document d64 bf16, starts": 16,
     "plain d64 fp16": 64, "causal d128 bf16": 32, "causal d64 bf16": 96, "causal d40 bf16": 96, "causal d64, 128 bf16": 32,
     "causal d128 fp16, blocks of 256": 32,

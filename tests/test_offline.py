@@ -112,17 +112,17 @@ OTHERS = {
 }
 
 BACKWARD = {  # each is three kernels
-    "plain d64 bf16": ("plain", dict(head_dim=64)),
+    "plain d64 bf16": ("plain", dict(head_dim=64, whole=False)),
     "causal d128 bf16": ("causal", {}),
     "causal d128 bf16 by pointers": ("causal", dict(use_tma=False)),
-    "causal d256 bf16": ("causal", dict(head_dim=256, lse_gradient=True)),
+    "causal d256 bf16": ("causal", dict(head_dim=256, lse_gradient=True, whole=False)),
     "causal d192x128 bf16": ("causal", dict(head_dim=192, head_dim_v=128)),
     "causal d128 fp32": ("causal", dict(dtype="float32", separate_full=False)),
     "document d128 bf16, blocks with starts": ("document", dict(starts=True)),
     "plain d256 fp32": ("plain", dict(dtype="float32", head_dim=256)),
     "softcap causal d128 bf16": ("softcap causal", {}),
     "learned alibi causal d80 fp16": ("alibi causal", dict(head_dim=80, dtype="float16", captured=True)),
-    "learned relative_bias d64 bf16": ("relative_bias", dict(head_dim=64, captured=True)),
+    "learned relative_bias d64 bf16": ("relative_bias", dict(head_dim=64, captured=True, whole=False)),
     "learned relative_bias d64 bf16, deterministic": ("relative_bias", dict(head_dim=64, captured=True, deterministic=True)),
 }
 
@@ -148,6 +148,7 @@ SPILLED = {
     ("sm_80", "alibi causal d64 tf32, other options"): 8,
     ("sm_80", "alibi causal d128 bf16, pages of 16: decode"): 8,
     ("sm_80", "update_cache"): 8,
+    ("sm_80", "learned relative_bias d64 bf16: dq"): 512,  # lengths that are no whole blocks: an address for each of 32 positions
     ("sm_90", "plain d128 fp32: decode"): 8,
     ("sm_100", "plain d128 fp32: decode"): 8,
     ("sm_100", "causal d128 fp32"): 8,
