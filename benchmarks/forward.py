@@ -2,8 +2,8 @@
 
     python benchmarks/forward.py --out results.json
 
-Implementations take turns, four rounds each and another one first in every round, on the same random bf16
-tensors; before a thing is timed its output is compared with a float64 reference.  A failure is a row with an
+Implementations take turns, three rounds each, after a rest and another one first in every round, on the same
+random bf16 tensors; before a thing is timed its output is compared with a float64 reference.  A failure is a row with an
 `error`.  The file is rewritten after every case.  The work is done in one process of its own: should that
 process die or hang in a kernel, the culprit gets an error row and a new process goes on with the rest.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from functools import partial
 
@@ -26,7 +27,8 @@ from supervisor import Watch
 from workloads import BY_NAME, Workload, count_pairs
 
 DEFAULT = ("flexpress", "torch_flex", "cudnn", "flash")
-ROUNDS = 4
+ROUNDS = 3
+REST = 0.25  # seconds without work before a timing: what ran before decides how warm the card is, and its power limit how fast it runs then
 CHECK_SCALE = 4.0  # of q in the check: at ordinary scores a lost softcap would hardly show
 
 
@@ -100,13 +102,13 @@ def run_case(
             check(row, attention, (wide, k, v), grad_out, answers)
             runs.append((row, attention))
     del answers, wide
-    # how warm the card is depends on what ran before: the forwards follow one another, then the backwards
     timers = [time_forward] + ([partial(time_backward, grad_out=grad_out)] if backward else [])
     for number in range(ROUNDS):
         first = number % max(len(runs), 1)
         for time_one in timers:
             for row, attention in runs[first:] + runs[:first]:
                 if "error" not in row:
+                    time.sleep(REST)
                     with watch.step(row):
                         time_one(row, attention, (q, k, v), rep)
     for row, _ in runs:
@@ -127,7 +129,7 @@ def work(args: argparse.Namespace) -> int:
     """Do what is still missing in the results file; return the exit code."""
     torch._functorch.config.donated_buffer = False  # or a compiled backward could not be run twice
     head = common.header(args.commit)
-    head |= {"rep_ms": args.rep, **ceilings(args.rep)}
+    head |= {"rep_ms": args.rep, "rest_s": REST, **ceilings(args.rep)}
     run = partial(run_case, rep=args.rep, backward=args.backward)
     return supervisor.work(args, head, BY_NAME, lambda impl, case: IMPLEMENTATIONS[impl].takes(case), run, "fwd_ms")
 

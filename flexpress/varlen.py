@@ -38,7 +38,8 @@ def varlen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqle
 
     Returns (total_q, Hq, Dv) in q's dtype; with return_lse also lse (total_q, Hq), float32, natural logarithm. A query with nothing to
     attend to gives 0 and -inf. Differentiable as flex_attention is. Other lengths, or another number of sequences, compile nothing (but
-    those of 512 tokens or more on average, whose blocks begin where sequences do, and those of fewer have kernels of their own).
+    those of 512 tokens or more on average, whose blocks begin where sequences do, and those of fewer have kernels of their own, and so
+    has, in a portable backward pass of the latter, a sum that is a multiple of the block size).
 
     On a GPU the host does not wait for the device, so values of cu_seqlens are not checked there: with wrong ones results are wrong, but
     nothing outside a tensor is read. On the CPU they are checked. Raises ValueError, TypeError or NotImplementedError for arguments,
