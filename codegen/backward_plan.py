@@ -97,7 +97,7 @@ def role_of(load: Expr, layout: TensorLayout, case: BackwardCase) -> str:
 
 def plan_backward(case: BackwardCase, backend: str, arch: str, score: Mod | None, mask: Mod | None) -> BackwardPlan:
     """The plan for a backend ("cuda", "hip", "cpu") and a row of the tile tables."""
-    target = Target(backend, dtype_name(case.dtype), case.exact_indices, pipelined=backend == "cuda")
+    target = Target(backend, dtype_name(case.dtype), case.exact_indices, read_directly=backend == "cuda")
     roles: list[tuple[str, Expr, Expr]] = []
     derivative = None
     if score:
@@ -175,8 +175,8 @@ def _spec(name: str, case: BackwardCase, backend: str, score: ModText | None, ma
         "aligned": tuple(a for a in case.aligned if a in numbers), "ALIGNMENT": 16 // case.dtype.itemsize,
         "BLOCK_MASK": blocks is not None, "HAS_FULL_BLOCKS": blocks is not None and blocks.has_full,
         "SPARSE_Q_BLOCK_SIZE": blocks.q_block if blocks else 0, "SPARSE_KV_BLOCK_SIZE": blocks.kv_block if blocks else 0,
-        "WHOLE": whole, "CHECK_FULL_BLOCKS": blocks is not None and not blocks.interior, "STARTS": blocks is not None and blocks.starts,
-        "PEEL_TAIL": not float32,
+        "WHOLE": whole, "CHECK_FULL_BLOCKS": not (blocks is None or blocks.interior or whole),
+        "STARTS": blocks is not None and blocks.starts, "PEEL_TAIL": not float32,
         "CHECK_PADDING": check_padding and not whole, "SCALE_FIRST": score is not None or not case.scale_is_positive,
         "USE_TMA": tma, "SLABS": slabs,
         "parameters": tuple(numbers),

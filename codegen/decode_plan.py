@@ -119,7 +119,7 @@ def parts_of(keys: int, programs: int, sequences: int, multiprocessors: int, *, 
 
 def plan_decode(case: DecodeCase, backend: str, arch: str, score: Mod | None, mask: Mod | None, rows: int) -> DecodePlan:
     """The plan for a backend ("cuda", "hip", "cpu"), a row of the tile tables, and tiles of so many rows."""
-    target = Target(backend, dtype_name(case.dtype), case.exact_indices, packed_heads=True, pipelined=backend == "cuda")
+    target = Target(backend, dtype_name(case.dtype), case.exact_indices, packed_heads=True)
     score_text, mask_text = lowered(score, mask, target)
     tile = decode_tile(arch, rows, round_up_head_dim(case.d_qk), round_up_head_dim(case.d_v), case.dtype.itemsize,
                        kv_block=case.blocks.kv_block if case.blocks else 0, paged=case.page_size > 0)

@@ -108,7 +108,7 @@ def wants_tma(options: Options, dtype: torch.dtype, arch: str) -> bool:
 
 def plan_forward(case: ForwardCase, backend: str, arch: str, score: Mod | None, mask: Mod | None) -> Plan:
     """The plan for a backend ("cuda", "hip", "cpu") and a row of the tile tables."""
-    target = Target(backend, dtype_name(case.dtype), case.exact_indices, pipelined=backend == "cuda")
+    target = Target(backend, dtype_name(case.dtype), case.exact_indices, read_directly=backend == "cuda")
     score_text, mask_text = lowered(score, mask, target)
     blocks = case.blocks
     tile = forward_tile(arch, round_up_head_dim(case.d_qk), round_up_head_dim(case.d_v), case.dtype.itemsize,

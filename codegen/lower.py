@@ -142,18 +142,19 @@ class _Printer:
             name = f"({name} * {16 // capture.dtype.itemsize})" if stride == "v" else name
             offset.append(_atom(text) if stride == "1" else f"{_atom(text)} * {name}")
         self.places[id(node)] = " + ".join(offset) or "0", " & ".join(checks)
-        pointer = " + ".join([f"ptr_{capture.name}", *offset])
-        scattered = any({"q_idx", "kv_idx"} <= symbols_in(index) for index in node.args)
-        if scattered and self.target.pipelined and capture.dtype.itemsize < 8:
-            helper = f"read_{8 * capture.dtype.itemsize}_bits{'_if' if checks else ''}"
-            self.helpers[helper] = None
-            loaded = f"{helper}({', '.join([*([' & '.join(checks)] if checks else []), pointer])})"
-        else:
-            checked = f", mask={' & '.join(checks)}, other=0" if checks else ""
-            loaded = f"{self.tl}.load({pointer}{checked})"
+        loaded = self.read(node, " + ".join([f"ptr_{capture.name}", *offset]), " & ".join(checks))
         if node.dtype.is_floating_point and node.dtype != torch.float32:
             loaded += f".to({self.tl}.float32)"
         return loaded
+
+    def read(self, load: Expr, pointer: str, inside: str) -> str:
+        """What reads memory: `inside` is what must hold, "" if nothing need be checked."""
+        bits = 8 * self.graph.tensors[load.attr].dtype.itemsize
+        if not self.target.read_directly or bits > 32 or not any({"q_idx", "kv_idx"} <= symbols_in(index) for index in load.args):
+            return f"{self.tl}.load({pointer}{f', mask={inside}, other=0' if inside else ''})"
+        helper = f"read_{bits}_bits{'_if' if inside else ''}"
+        self.helpers[helper] = None
+        return f"{helper}({f'{inside}, ' if inside else ''}{pointer})"
 
     def sum_of_terms(self, index: Expr) -> str:
         """An index, its terms to be added to a pointer one after another, positions last.

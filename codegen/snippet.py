@@ -94,7 +94,7 @@ class Target:
     exact_indices: bool = True  # all lengths are at most INDEX_BOUND, so an index is exact in float32
     language: str = "triton"  # or "gluon"
     packed_heads: bool = False  # h is a column, as q_idx is: rows of a tile belong to several heads
-    pipelined: bool = False  # in a loop whose loads Triton turns into copies ahead of their use
+    read_directly: bool = False  # elements that no other position shares, past Triton's pipelines and layouts (see _helpers.jinja)
 
     @property
     def module(self) -> str:
