@@ -269,6 +269,8 @@ class _Sums:
 
     def gradients(self) -> dict[int, torch.Tensor]:
         """The gradient of every captured tensor that wants one, in its shape and dtype."""
+        if not self.buffers:
+            return {}
         Z, Hq, Q_LEN, KV_LEN = self.extents
         grid = {"b": self._range(Z)[:, None, None], "h": self._range(Hq)[None, :, None]}
         for step in self.steps:
