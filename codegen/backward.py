@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -19,6 +21,7 @@ from .backward_plan import (
     stats_copies,
     whole_blocks,
 )
+from .binary import Numbers
 from .cache import INFO
 from .expr import INDEX_BOUND, Expr, ModGraph
 from .forward import BlockLists, Unusable, keys_of, output_like, reached, strides_like, tiles_of, usable
@@ -31,6 +34,8 @@ from .spec import mod_values
 from .tma import descriptor
 
 _plans: dict[tuple, BackwardPlan | HopperBackwardPlan] = {}
+_ready: dict[tuple, _Ready] = {}
+_READY = 1024
 _refused: dict[tuple, str] = {}  # cases for which the fused kernel was compiled and is not used, and why
 _CHUNK = 1 << 24  # positions whose gradient is added up at a time on the host
 
@@ -38,7 +43,18 @@ _CHUNK = 1 << 24  # positions whose gradient is added up at a time on the host
 def clear() -> None:
     """Forget every plan."""
     _plans.clear()
+    _ready.clear()
     _refused.clear()
+
+
+class _Ready(NamedTuple):
+    """What is the same in every backward pass of a kind: found by shapes, strides, alignment, graphs and options."""
+
+    plan: BackwardPlan | HopperBackwardPlan
+    case: tuple  # its key in _refused
+    stats: tuple[int, ...]  # the shape of lse2 and delta together
+    known: dict[str, int | float]  # numbers, by parameter
+    numbers: dict[str, Numbers]  # those of each kernel
 
 
 def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, do: torch.Tensor,
@@ -52,23 +68,66 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tenso
     """
     q, k, v, do = map(with_rows, (q, k, v, do))
     Z, Hq, Q_LEN, D_QK = q.shape
-    Zkv, Hkv, KV_LEN, D_V = v.shape
+    KV_LEN, D_V = v.shape[2:]
     dq, dk, dv = output_like(q, D_QK), output_like(k, D_QK), output_like(v, D_V)
     if out.numel() == 0 or KV_LEN == 0:
         return dq.zero_(), dk.zero_(), dv.zero_(), {i: torch.zeros_like(score[1][i]) for i in wanted}
 
     tensors = (q, k, v, do, dq, dk, dv)
     extents = (Z, Hq, Q_LEN, KV_LEN)
-    score_key, mask_key = keys_of(score, mask, reached(extents, lists))
-    case, geometry, arch, reason = case_of(q, k, v, do, scale, lists, options, deterministic, dlse is not None, wanted, score_key, mask_key)
-    key = (case, arch, score_key, mask_key, reason is None)
+    keys = keys_of(score, mask, reached(extents, lists))
+    layouts = tuple([(t.shape, t.stride(), t.data_ptr() % 16) for t in tensors[:4]])
+    kind = (q.device, q.dtype, layouts, out.stride(), scale, options, deterministic, dlse is None, wanted, *keys,
+            lists and lists.structure, transposed and transposed.structure)
+    ready = _ready.get(kind)
+    if ready is None:
+        if len(_ready) == _READY:
+            _ready.clear()
+        ready = _ready[kind] = _decide(q, k, v, out, do, scale, lists, transposed, options, deterministic, dlse is not None, wanted, keys)
+    else:
+        INFO.hits += 1
+
+    plan = ready.plan
+    lse2, delta = torch.empty(ready.stats, dtype=torch.float32, device=q.device)
+    stats = (lse, dlse.contiguous(), lse2, delta) if dlse is not None else (lse, lse2, delta)
+    if isinstance(plan, HopperBackwardPlan):
+        dq_sum = torch.empty((Z, Hq, Q_LEN, D_QK), dtype=torch.float32, device=q.device)
+        done = torch.empty((2, Z, Hq), dtype=torch.int32, device=q.device)
+        stats = (*stats, dq_sum, done)
+    kernel_for(plan.delta).launch((Z * Hq * ready.stats[-1] // delta_rows(D_V),), (out, do, *stats, ready.numbers["delta"]), q.device,
+                                  (delta_rows(D_V),), num_warps=4, num_stages=1)
+
+    if isinstance(plan, HopperBackwardPlan):
+        sums = _Sums((plan,), score, extents, q.device)
+        try:
+            _launch_fused(ready, tensors, lse2, delta, dq_sum, done, transposed, score, mask, sums)
+        except Unusable as why:
+            _refused[ready.case] = str(why)
+            _ready.clear()  # others of this case have other lengths
+            return backward(q, k, v, out, lse, do, dlse, scale, score, mask, lists, transposed, options, wanted=wanted,
+                            deterministic=deterministic)
+        return dq, dk, dv, sums.gradients()
+    sums = _Sums((plan.dkv, plan.dq), score, extents, q.device)
+    _launch(ready, "dkv", (q, do), (k, v, lse2, delta, dk, dv), transposed, score, mask, sums)
+    _launch(ready, "dq", (k, v), (q, do, lse2, delta, dq), lists, score, mask, sums)
+    return dq, dk, dv, sums.gradients()
+
+
+def _decide(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, do: torch.Tensor, scale: float, lists: BlockLists | None,
+            transposed: BlockLists | None, options: Options, deterministic: bool, lse_gradient: bool, wanted: frozenset[int],
+            keys: tuple) -> _Ready:
+    """All that does not depend on addresses."""
+    Z, Hq, Q_LEN, D_QK = q.shape
+    Zkv, Hkv, KV_LEN, _ = v.shape
+    case, geometry, arch, reason = case_of(q, k, v, do, scale, lists, options, deterministic, lse_gradient, wanted, *keys)
+    key = (case, arch, *keys, reason is None)
     plan = _plans.get(key)
     if plan is not None:
         INFO.hits += 1
     elif reason is None:
-        plan = _plans[key] = plan_hopper_backward(case, score_key, mask_key)
+        plan = _plans[key] = plan_hopper_backward(case, *keys)
     else:
-        plan = _plans[key] = plan_backward(case, backend_of(q.device.type), arch, score_key, mask_key)
+        plan = _plans[key] = plan_backward(case, backend_of(q.device.type), arch, *keys)
 
     walked = lists.q_block if lists else plan.dkv.tile.BLOCK_M if isinstance(plan, BackwardPlan) else 1
     whole = math.lcm(STATS_ALIGNMENT, walked)  # backward_dkv walks whole query blocks
@@ -76,37 +135,22 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tenso
     if lists and lists.starts is not None:
         stats_len += whole  # the last block may begin anywhere
     copies = stats_copies(case) if reason is None else 1
-    lse2, delta = torch.empty((2, Z, Hq, copies, stats_len), dtype=torch.float32, device=q.device)
     known = {**geometry.strides, "Z": Z, "Hq": Hq, "Zkv": Zkv, "Hkv": Hkv, "GROUP_SIZE": Hq // Hkv, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN,
              "STATS_LEN": stats_len, "SM_SCALE": scale, "TO_LOG2": LOG2_E if plan.scale_apart else scale * LOG2_E}
+    if reason is None:
+        heads = Zkv * Hkv
+        row_bytes = D_QK * (q.element_size() + 4) + do.shape[3] * do.element_size()
+        known["HEADS_PER_GROUP"] = heads_per_group(heads, Q_LEN * row_bytes * (Z * Hq // heads), L2_BYTES)
+        kernels = {"fused": (plan.fused, transposed, "rows")}
+    else:
+        kernels = {"dkv": (plan.dkv.spec, transposed, "rows"), "dq": (plan.dq.spec, lists, "columns")}
     unit = delta_unit(case)
     rows = {f"stride_{name}{dim}": stride // unit if size > 1 else 0 for name, t in (("o", out), ("do", do))
             for dim, stride, size in zip("zhm", t.stride(), t.shape, strict=False)}
-    stats = (lse, dlse.contiguous(), lse2, delta) if dlse is not None else (lse, lse2, delta)
-    if isinstance(plan, HopperBackwardPlan):
-        dq_sum = torch.empty((Z, Hq, Q_LEN, D_QK), dtype=torch.float32, device=q.device)
-        done = torch.empty((2, Z, Hq), dtype=torch.int32, device=q.device)
-        stats = (*stats, dq_sum, done)
-        heads = Zkv * Hkv
-        row_bytes = sum(t.shape[3] * t.element_size() for t in (q, do, dq_sum))
-        known["HEADS_PER_GROUP"] = heads_per_group(heads, Q_LEN * row_bytes * (Z * Hq // heads), L2_BYTES)
-    kernel_for(plan.delta).launch((Z * Hq * stats_len // delta_rows(D_V),),
-                                  (out, do, *stats, *_numbers(plan.delta, {**known, **rows})), q.device,
-                                  (delta_rows(D_V),), num_warps=4, num_stages=1)
-
-    if isinstance(plan, HopperBackwardPlan):
-        sums = _Sums((plan,), score, extents, q.device)
-        try:
-            _launch_fused(plan, tensors, lse2, delta, dq_sum, done, known, transposed, score, mask, sums)
-        except Unusable as why:
-            _refused[case, arch, score_key, mask_key] = str(why)
-            return backward(q, k, v, out, lse, do, dlse, scale, score, mask, lists, transposed, options, wanted=wanted,
-                            deterministic=deterministic)
-        return dq, dk, dv, sums.gradients()
-    sums = _Sums((plan.dkv, plan.dq), score, extents, q.device)
-    _launch(plan.dkv, "dkv", (q, do), (k, v, lse2, delta, dk, dv), known, transposed, score, mask, sums)
-    _launch(plan.dq, "dq", (k, v), (q, do, lse2, delta, dq), known, lists, score, mask, sums)
-    return dq, dk, dv, sums.gradients()
+    numbers = {name: Numbers(_numbers(spec, _with_lists({"first_tile": 0, **known}, part, width)))
+               for name, (spec, part, width) in kernels.items()}
+    numbers["delta"] = Numbers(_numbers(plan.delta, {**known, **rows}))
+    return _Ready(plan, key[:-1], (2, Z, Hq, copies, stats_len), known, numbers)
 
 
 def case_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, scale: float, lists: BlockLists | None, options: Options,
@@ -130,33 +174,35 @@ def case_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor,
 
 def with_rows(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself if its rows are contiguous and 16-byte steps apart where they can be, else a copy."""
-    vector = 16 // tensor.element_size()
-    if tensor.stride(3) != 1 and tensor.shape[3] > 1:
-        return tensor.contiguous()
-    if tensor.shape[3] % vector == 0 and any(s % vector for s, n in zip(tensor.stride()[:3], tensor.shape, strict=False) if n > 1):
-        return tensor.contiguous()
-    return tensor
+    return tensor if _has_rows(tensor.shape, tensor.stride(), 16 // tensor.element_size()) else tensor.contiguous()
+
+
+@functools.lru_cache(maxsize=4096)
+def _has_rows(shape: tuple, strides: tuple, vector: int) -> bool:
+    if strides[3] != 1 and shape[3] > 1:
+        return False
+    return shape[3] % vector != 0 or not any(s % vector for s, n in zip(strides[:3], shape, strict=False) if n > 1)
 
 
 def _numbers(spec, known: dict) -> list:
     return [known[name] for name in spec.flag["parameters"]]
 
 
-def _with_lists(known: dict, lists: BlockLists | None, width: str) -> tuple[dict, tuple]:
-    """Known numbers with those of the block lists, whose rows are `width` ("columns" or "rows") wide, and the tables."""
+def _with_lists(known: dict, lists: BlockLists | None, width: str) -> dict:
+    """Known numbers with those of the block lists, whose rows are `width` ("columns" or "rows") wide."""
     if lists is None:
-        return known, ()
+        return known
     full = [] if lists.full_kv_indices is None else [f"full_mask_{width}"]
     names = ("mask_stride_z", "mask_stride_h", f"mask_{width}", *full, *([] if lists.starts is None else ["RANGES"]))
-    return {**known, **dict(zip(names, lists.numbers, strict=True))}, lists.tables
+    return {**known, **dict(zip(names, lists.numbers, strict=True))}
 
 
-def _launch_fused(plan: HopperBackwardPlan, tensors: tuple, lse2: torch.Tensor, delta: torch.Tensor, dq_sum: torch.Tensor,
-                  done: torch.Tensor, known: dict, lists: BlockLists | None, score, mask, sums: _Sums) -> None:
+def _launch_fused(ready: _Ready, tensors: tuple, lse2: torch.Tensor, delta: torch.Tensor, dq_sum: torch.Tensor, done: torch.Tensor,
+                  lists: BlockLists | None, score, mask, sums: _Sums) -> None:
     """Launch hopper_backward: a program for each multiprocessor, unless there are fewer tiles and blocks of dQ to finish."""
+    plan = ready.plan
     q, k, v, do, dq, dk, dv = tensors
     described = {"q": q, "do": do, "k": k, "v": v, "lse2": lse2, "delta": delta, "dq": dq_sum, "dk": dk, "dv": dv}
-    known, tables = _with_lists(known, lists, "rows")
     mods = mod_values(plan, score and score[1], mask and mask[1])
     blocks = plan.blocks
     descriptors = [descriptor(t, *blocks[f"desc_{name}"]) for name, t in described.items()]
@@ -165,16 +211,18 @@ def _launch_fused(plan: HopperBackwardPlan, tensors: tuple, lse2: torch.Tensor, 
     with on(q.device):
         stored = (dq_sum, dq, *((dk, dv) if plan.fused.flag["STARTS"] else ()), done)
         count = counter(q.device, torch._C._cuda_getCurrentRawStream(q.device.index))
-        args = (*descriptors, *stored, count, *_numbers(plan.fused, known), *tables, *mods, *sums.arguments(plan, 2 * tiles))
+        args = (*descriptors, *stored, count, ready.numbers["fused"], *(lists.tables if lists else ()), *mods,
+                *sums.arguments(plan, 2 * tiles))
         variant, plain = usable(kernel_for(plan.fused), args, q.device, math.inf)
         work = max(tiles * heads, -(-q.shape[2] // plan.fused.flag["DQ_ROWS"]) * q.shape[0] * q.shape[1])
         variant.launch((min(work, multiprocessors(q.device)),), plain, q.device.index)
 
 
-def _launch(step: Step, name: str, streamed: tuple, rest: tuple, known: dict, lists: BlockLists | None, score, mask, sums) -> None:
+def _launch(ready: _Ready, name: str, streamed: tuple, rest: tuple, lists: BlockLists | None, score, mask, sums) -> None:
     """Launch backward_dq or backward_dkv with the step's tile, or with the next smaller one that the device can hold."""
+    step, known = getattr(ready.plan, name), ready.known
     flags = step.spec.flag
-    known, tables = _with_lists(known, lists, "columns" if name == "dq" else "rows")
+    tables = lists.tables if lists else ()
     mods = mod_values(step, score and score[1], mask and mask[1])
     kernel = kernel_for(step.spec)
     heads = known["Z"] * known["Hq"] if name == "dq" else known["Zkv"] * known["Hkv"]
@@ -186,9 +234,11 @@ def _launch(step: Step, name: str, streamed: tuple, rest: tuple, known: dict, li
         tiles = tiles_of(*own)
         runs = [(head, 1) for head in range(heads)] if flags["SLABS"] else [(0, heads)]
         for head, count in runs:
-            numbers = _numbers(step.spec, {**known, "first_tile": head * tiles})
+            numbers = ready.numbers[name]
+            if flags["SLABS"]:
+                numbers = Numbers(_numbers(step.spec, _with_lists({**known, "first_tile": head * tiles}, lists, "columns")))
             captured = sums.arguments(step, tiles)
-            kernel.launch((tiles * count,), (*first, *rest, *numbers, *tables, *mods, *captured), rest[0].device,
+            kernel.launch((tiles * count,), (*first, *rest, numbers, *tables, *mods, *captured), rest[0].device,
                           (tile.BLOCK_M, tile.BLOCK_N), num_warps=tile.num_warps, num_stages=tile.num_stages)
             if flags["SLABS"]:
                 sums.add_slabs(step, divmod(head, known["Hq"]))

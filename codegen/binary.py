@@ -36,6 +36,18 @@ TYPES = {
 _WIDE = 1 << 31
 
 
+class Numbers:
+    """Integers and floats that are arguments of many calls: described once."""
+
+    def __init__(self, values: list) -> None:
+        self.layout, self.values = describe(tuple(values))
+
+
+def one_by_one(args: tuple) -> list:
+    """Arguments with the numbers among them apart."""
+    return [value for arg in args for value in (arg.values if isinstance(arg, Numbers) else (arg,))]
+
+
 def describe(args: tuple) -> tuple[tuple, list]:
     """The layout of a call's arguments (a variant's key), and the arguments as the launcher takes them."""
     layout, plain = [], []
@@ -51,6 +63,9 @@ def describe(args: tuple) -> tuple[tuple, list]:
             address = arg.data_ptr()
             layout.append((arg.dtype, address % 16 == 0))
             plain.append(address)
+        elif kind is Numbers:
+            layout += arg.layout
+            plain += arg.values
         elif kind is bool:
             layout.append("u1")
             plain.append(arg)

@@ -65,7 +65,7 @@ class Kernel:
             module = interpret.load(str(self.path), self.printed.source)
             self._interpreted = getattr(module, self.spec.template)
             INFO.compiles += 1
-        self._interpreted[grid](*args)
+        self._interpreted[grid](*binary.one_by_one(args))
 
     def _function(self):
         return getattr(cache.load_module(self.printed), self.spec.template)

@@ -13,6 +13,7 @@ from problems import DEVICES, LEARNED_MODS, learned_mods, mask_arguments, mask_m
 from torch.utils.checkpoint import checkpoint
 
 from flexpress import cache_info, create_block_mask, explain, flex_attention, mods
+from flexpress.codegen import backward
 from flexpress.codegen.backward_plan import whole_blocks
 
 # cancellation in dP - delta, which every flash attention computes from a rounded output, may cost some digits
@@ -121,7 +122,7 @@ def test_learned_tensors(name, deterministic, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name, length, block_size, options", [
-    ("table", 256, None, {}), ("bias", 128, None, {}), ("slopes", 96, 48, {}), ("table", 96, 64, {}),
+    ("table", 256, None, {}), ("bias", 128, None, {}), ("distance", 96, 48, {}), ("table", 96, 64, {}),
     ("table", 128, None, {"BLOCK_M1": 256, "BLOCK_N2": 256})])
 def test_lengths_of_whole_blocks(name, length, block_size, options, device):
     """Tiles that end where the sequence does check nothing; blocks of another size and a user's larger tiles do."""
@@ -294,6 +295,37 @@ def test_new_lengths_and_values_compile_nothing(device):
     step(130, 20, 0.25)
     step(77, 3, 0.75)
     assert cache_info().compiles == before.compiles
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_kept_for_repeated_passes_is_of_their_kind(device):
+    """Passes that differ in one thing each, twice, give what they give when nothing is kept."""
+    def tensor(length, order=(0, 1, 2, 3)):
+        return torch.randn([(1, 2, length, 16)[i] for i in order], device=device).permute([order.index(i) for i in range(4)])
+
+    slopes = torch.rand(2, device=device, requires_grad=True)
+    fixed, learned = mods.alibi(slopes.detach()), mods.alibi(slopes)
+    masks = [create_block_mask(mods.sliding_window(w), None, None, 64, 64, device, block) for w, block in ((9, 64), (20, 64), (9, 32))]
+    turned = tensor(64, (0, 2, 1, 3))
+    first = {"q": tensor(64), "k": tensor(64), "d_out": tensor(64), "scale": 0.3, "lse": False, "mod": fixed, "mask": None,
+             "deterministic": False}
+    kinds = [first, *({**first, name: value} for name, value in (
+        ("scale", 0.2), ("q", turned), ("k", turned), ("d_out", turned), ("lse", True), ("mod", None), ("mod", learned),
+        ("mask", masks[0]), ("mask", masks[1]), ("mask", masks[2]), ("k", tensor(80)), ("deterministic", True)))]
+
+    def gradients(q, k, d_out, scale, lse, mod, mask, deterministic):
+        q, k = q.detach().requires_grad_(), k.detach().requires_grad_()
+        out, sums = flex_attention(q, k, k, mod, mask, scale=scale, return_lse=True, deterministic=deterministic)
+        outputs, weights = ((out, sums), (d_out, sums.detach())) if lse else (out, d_out)
+        return torch.autograd.grad(outputs, [q, k, *([slopes] if mod is learned else [])], weights)
+
+    fresh = []
+    for kind in kinds:
+        backward.clear()
+        fresh.append(gradients(**kind))
+    for _ in range(2):
+        for kind, expected in zip(kinds, fresh, strict=True):
+            assert all(torch.equal(g, e) for g, e in zip(gradients(**kind), expected, strict=True))
 
 
 @pytest.mark.parametrize("device", DEVICES)

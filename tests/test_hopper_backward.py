@@ -12,6 +12,7 @@ from fake_hopper import Variant, pass_for_hopper
 
 from flexpress import create_block_mask, flex_attention, mods
 from flexpress.codegen import backward, kernel
+from flexpress.codegen.binary import one_by_one
 from flexpress.codegen.forward_plan import Options
 from flexpress.codegen.render import render
 from flexpress.codegen.signature import bind
@@ -60,7 +61,7 @@ def test_gradients(monkeypatch, name):
     pass_for_hopper(monkeypatch, Variant, case["programs"])
     monkeypatch.setattr(backward, "kernel_for", kernel_for)
     monkeypatch.setattr(backward, "descriptor", lambda t, rows, columns: fake_gluon.Descriptor(t, rows, columns))
-    monkeypatch.setattr(backward, "usable", lambda kernel, args, *_: (Ran(), args))
+    monkeypatch.setattr(backward, "usable", lambda kernel, args, *_: (Ran(), one_by_one(args)))
     monkeypatch.setattr(backward, "L2_BYTES", case["megabytes"] << 20)
     counter = torch.zeros(1, dtype=torch.int32)
     monkeypatch.setattr(backward, "counter", lambda *_: counter)
