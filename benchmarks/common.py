@@ -129,6 +129,39 @@ def time_ms(fn: Callable[[], object], rep: float = 100.0) -> float:
     return float(do_bench(fn, warmup=25, rep=rep, return_mode="median"))
 
 
+def queued_ms(fn: Callable[[], object], rep: float = 100.0, batch: int = 10) -> float:
+    """Return the median time of `fn` in ms between CUDA events, over about `rep` ms of runs, L2 cleared, the first `batch` left out.
+
+    The device waits until a batch of runs is enqueued: left to run, it would catch up with a host that is late, and the
+    gaps would be counted. Raises RuntimeError if a batch never is enqueued in time.
+    """
+    flush = torch.empty(2**28, dtype=torch.int8, device="cuda")
+    cycles = 2**23  # of waiting, a few ms
+    batches: list[list[float]] = []
+    while sum(map(sum, batches[1:])) < rep:
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(batch)]
+        released = torch.cuda.Event()
+        torch.cuda.synchronize()
+        torch.cuda._sleep(cycles)
+        released.record()
+        for start, end in events:
+            flush.zero_()
+            start.record()
+            fn()
+            end.record()
+        late = released.query()
+        torch.cuda.synchronize()
+        if not late:
+            batches.append([start.elapsed_time(end) for start, end in events])
+        elif cycles == 2**31:
+            raise RuntimeError(
+                f"{batch} runs were not enqueued within a second: they wait for the device, or fill its queue. Use time_ms"
+            )
+        else:
+            cycles *= 2
+    return statistics.median(ms for times in batches[1:] for ms in times)
+
+
 class CaptureFailed(Exception):
     """A CUDA graph could not be captured; the current stream of this process is in doubt."""
 

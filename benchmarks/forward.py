@@ -59,7 +59,7 @@ def check(
 
 def time_forward(row: Row, attention: Attention, qkv: Tensors, rep: float) -> None:
     """Add one round to the row."""
-    row["fwd_rounds"].append(common.time_ms(lambda: attention(*qkv), rep))
+    row["fwd_rounds"].append(common.queued_ms(lambda: attention(*qkv), rep))
 
 
 def time_backward(
@@ -68,7 +68,7 @@ def time_backward(
     """Add one round to the row."""
     out = attention(*qkv)
     row["bwd_rounds"].append(
-        common.time_ms(lambda: torch.autograd.grad(out, qkv, grad_out, retain_graph=True), rep)
+        common.queued_ms(lambda: torch.autograd.grad(out, qkv, grad_out, retain_graph=True), rep)
     )
 
 

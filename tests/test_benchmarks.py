@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -190,7 +191,7 @@ def candidates(monkeypatch):
     stand_ins = (right, wrong, unwritten, broken)
     found = {build.__name__: implementations.Implementation(build) for build in stand_ins}
     monkeypatch.setattr(forward, "IMPLEMENTATIONS", found)
-    monkeypatch.setattr(common, "time_ms", lambda fn, rep: fn() is not None and 2.0)
+    monkeypatch.setattr(common, "queued_ms", lambda fn, rep: fn() is not None and 2.0)
     return list(found)
 
 
@@ -231,6 +232,14 @@ def test_a_dead_worker_is_blamed_and_replaced(tmp_path, monkeypatch):
     _, (row,) = common.read_results(args.out)
     assert (row["case"], row["impl"]) == ("causal_d128", "flexpress") and "code -11" in row["error"]
     assert next(endings, None) is None and not marker.exists()
+
+
+@pytest.mark.gpu
+def test_a_late_host_is_not_counted():
+    x = torch.zeros(8, device="cuda")
+    assert common.queued_ms(lambda: (time.sleep(2e-3), x.add_(1)), rep=0.1) < 0.5
+    with pytest.raises(RuntimeError, match="they wait for the device"):
+        common.queued_ms(torch.cuda.synchronize)
 
 
 def fake_rows():
