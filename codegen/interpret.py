@@ -9,6 +9,7 @@ NumPy. Everything is switched back afterwards, so the same process can compile f
 from __future__ import annotations
 
 import ast
+import dataclasses
 import sys
 import threading
 import time
@@ -156,6 +157,19 @@ def _switch_to_interpreter():
             return interpreter.TensorHandle(_float8(source.data), tl.float8e4nv)
         return plain_convert(self, source, type, rounding_mode)
 
+    plain_dtype, dtypes = interpreter._get_np_dtype, {}
+
+    def get_np_dtype(type):  # the interpreter makes its table anew each time
+        name = type.scalar.name
+        found = dtypes.get(name)
+        if found is None:
+            found = dtypes[name] = plain_dtype(type)
+        return found
+
+    scope.set_attr(interpreter, "_get_np_dtype", get_np_dtype)
+    # Triton would compute every integer sum and product again in 64 bits, and do nothing with it
+    options = interpreter.interpreter_builder.options
+    scope.set_attr(interpreter.interpreter_builder, "options", dataclasses.replace(options, sanitize_overflow=False))
     scope.set_attr(builder, "create_dot", create_dot)
     scope.set_attr(builder, "create_fp_to_fp", create_fp_to_fp)
     scope.set_attr(builder, "cast_impl", cast_impl)

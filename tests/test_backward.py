@@ -94,7 +94,7 @@ def check_problem(p: dict, device: str) -> None:
     assert_gradients(grads, exact, plain, [p["dtype"]] * 3 + [rougher] * len(learned), lse=lse.detach())
 
 
-@settings(max_examples=22)
+@settings(max_examples=30)
 @given(gradient_problems("cpu"))
 def test_any_problem(p):
     check_problem(p, "cpu")

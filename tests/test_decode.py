@@ -71,7 +71,7 @@ def check(p, device):
         assert error <= 2 * usual + 1e-5
 
 
-@settings(max_examples=24)
+@settings(max_examples=35)
 @given(problems("cpu"))
 def test_any_problem(p):
     check(p, "cpu")

@@ -179,7 +179,7 @@ def _check_problem(p: dict, device: str) -> None:
                      [p["dtype"]] * (3 + len(learned)), lse=lse.detach())
 
 
-@settings(max_examples=20)
+@settings(max_examples=25)
 @given(problems("cpu"))
 def test_any_problem(p):
     check_problem(p, "cpu")
