@@ -157,16 +157,7 @@ def _switch_to_interpreter():
             return interpreter.TensorHandle(_float8(source.data), tl.float8e4nv)
         return plain_convert(self, source, type, rounding_mode)
 
-    plain_dtype, dtypes = interpreter._get_np_dtype, {}
-
-    def get_np_dtype(type):  # the interpreter makes its table anew each time
-        name = type.scalar.name
-        found = dtypes.get(name)
-        if found is None:
-            found = dtypes[name] = plain_dtype(type)
-        return found
-
-    scope.set_attr(interpreter, "_get_np_dtype", get_np_dtype)
+    scope.set_attr(interpreter, "_get_np_dtype", _numpy_dtype)
     # Triton would compute every integer sum and product again in 64 bits, and do nothing with it
     options = interpreter.interpreter_builder.options
     scope.set_attr(interpreter.interpreter_builder, "options", dataclasses.replace(options, sanitize_overflow=False))
@@ -178,6 +169,19 @@ def _switch_to_interpreter():
     scope.set_attr(builder, "create_splat", create_splat)
     scope.set_attr(builder, "get_all_ones_value", get_all_ones_value)
     return scope
+
+
+_find_numpy_dtype = interpreter._get_np_dtype
+_numpy_dtypes: dict[str, np.dtype] = {}
+
+
+def _numpy_dtype(type):
+    """As the interpreter's own function, which makes its table anew each time."""
+    name = type.scalar.name
+    found = _numpy_dtypes.get(name)
+    if found is None:
+        found = _numpy_dtypes[name] = _find_numpy_dtype(type)
+    return found
 
 
 def _widened(handle):

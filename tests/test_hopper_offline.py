@@ -70,11 +70,11 @@ NOTHING = torch.zeros(4096, dtype=torch.int32)
 WIDTH = 5
 SCORES = {  # what Gluon spells in its own way, results that do not vary along every index, and helpers
     "no index": lambda s, b, h, m, n: torch.zeros_like(s),
-    "rows": lambda s, b, h, m, n: (m * 0.5) // 3.0,
+    "rows": lambda s, b, h, m, n: m * 0.5,
     "columns": lambda s, b, h, m, n: NOTHING[n - m] * 0.5 + n,
     "choices": lambda s, b, h, m, n: torch.where(m >= n, torch.minimum(s, torch.sigmoid(s)), -float("inf")) + torch.where(n > 3, 1.0, 0.0),
     "integers": lambda s, b, h, m, n: s + ((n - m) // WIDTH) + (m - n) % 7 + torch.sign(m - n) + ((n - m) << (n % 3)) + (m - n) ** 2,
-    "casts": lambda s, b, h, m, n: s.to(torch.bfloat16).float() + (m > n).float() + s.half() + s.int(),
+    "casts": lambda s, b, h, m, n: s.to(torch.bfloat16).float() + (m > n).float() + s.half() + s.int() + s // 3.0,
 }
 MASKS = {
     "rows": lambda b, h, m, n: m > WIDTH,

@@ -181,7 +181,7 @@ def test_row(name):
             ranges.append(ends)
         return kinds, literals, ranges
 
-    @settings(max_examples=100)
+    @settings(max_examples=150)
     @given(cases(), st.integers(0, 99))
     def run(case, seed):
         kinds, literals, ranges = case
@@ -194,7 +194,7 @@ def test_row(name):
 
 @pytest.mark.parametrize("source", (torch.bool, *INTEGERS, *FLOATS), ids=str)
 def test_casts(source):
-    @settings(max_examples=100)
+    @settings(max_examples=150)
     @given(st.sampled_from((torch.bool, *INTEGERS, *FLOATS)), spans(source), st.integers(0, 99))
     def run(target, ends, seed):
         Row(target, (source,), {}).check([ends], seed)

@@ -33,9 +33,9 @@ def test_random_steps(device):
     rng, model, pages = random.Random(0), Model(device), PageAllocator(PAGES, PAGE_SIZE)
     caches = [torch.full((PAGES, PAGE_SIZE, 1, D), float("nan"), device=device) for _ in range(2)]
     refused = forked = 0
-    for _ in range(STEPS // 50):
+    for _ in range(STEPS // 25):
         grown: dict[int, int] = {}  # sequences with new tokens
-        for _ in range(50):
+        for _ in range(25):
             action = rng.choice(["new", "grow", "grow", "grow", "fork", "cut", "free"])
             handle = rng.choice(list(model.tokens)) if model.tokens else None
             before = pages.free_pages

@@ -79,7 +79,7 @@ MASKS = (st.sampled_from(NAMES), st.sampled_from([1, 2]), st.sampled_from([1, 3]
          st.sampled_from(SIZES), st.booleans())
 
 
-@settings(max_examples=25)
+@settings(max_examples=40)
 @given(st.data(), *MASKS)
 def test_slices_are_slices_of_the_dense_mask(data, name, B, H, Q_LEN, KV_LEN, size, separate):
     mask_mod = mask_mods(max(Q_LEN, KV_LEN), "cpu")[name]
@@ -105,7 +105,7 @@ def test_slices_are_slices_of_the_dense_mask(data, name, B, H, Q_LEN, KV_LEN, si
             assert torch.equal(part.mask_mod(b, h, q_idx, kv_idx).expand(2, *dense.shape[1:]), dense.expand(2, *dense.shape[1:]))
 
 
-@settings(max_examples=25)
+@settings(max_examples=40)
 @given(st.data(), *MASKS)
 def test_adjust_is_a_new_mask(data, name, B, H, Q_LEN, KV_LEN, size, separate):
     """Lists of a mask made anew, but that a block cut by a length may stay partial; exactly those where no block is cut."""
@@ -149,7 +149,8 @@ PARTS = {
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name, part", [
     ("causal", "rows"), ("causal", "rows_by_list"), ("window", "last_rows"), ("document", "one_row"),
-    ("per_batch", "rows_by_list"), ("per_batch", "entry"), ("per_head", "heads"), ("per_head", "both")])
+    *(("per_batch", part) for part in ("rows", "rows_by_list", "entry", "both")),
+    *(("per_head", part) for part in ("last_rows", "one_row", "heads", "both"))])
 def test_attention_of_a_slice_is_the_slice_of_attention(device, name, part):
     shared = name in ("causal", "window", "document")
     B, H = (1, 1) if shared else (2, 4)

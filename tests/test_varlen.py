@@ -253,7 +253,7 @@ def test_other_lengths_compile_nothing(apart, form, cross, device, monkeypatch):
     cache_clear()
     assert made_by(lambda: run([30, 41], 3))[0]
     few = [18] if apart else [7]  # up to 16 queries have no blocks of their own
-    for lengths, shift in (([64, 62], 5), (few, 2), ([0, 1, 33, 70, 2], 9)):
+    for lengths, shift in (([30, 41], 3), ([64, 62], 5), (few, 2), ([0, 1, 33, 128, 2], 9), ([16, 16, 16, 16], 4)):
         assert made_by(lambda lengths=lengths, shift=shift: run(lengths, shift)) == (0, 0, 0), lengths
     traces, prints, compiles = made_by(lambda: run([64, 64], 3))  # whole blocks
     assert traces == 0 and prints <= 2 and compiles <= 2
