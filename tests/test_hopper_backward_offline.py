@@ -26,8 +26,8 @@ from flexpress.recipes import make
 PLAIN = BackwardCase(torch.bfloat16, 128, 128, use_tma=(True, True))
 SPILLED = {  # bytes at most; 0 elsewhere. Of the loops without a mask only those at head dim 64 load values again, up to 7 a block
     # a number or two of the program's, at its start
-    "plain d128 bf16": 16, "learned table, d64 bf16": 16, "relative_bias d128 bf16": 16, "causal d128, 64 bf16": 16, "plain d256 bf16": 16,
-    "learned slopes, document d64 bf16, starts": 16,
+    "plain d128 bf16": 16, "plain d128 bf16, negative scale": 16, "learned table, d64 bf16": 16, "relative_bias d128 bf16": 16,
+    "causal d128, 64 bf16": 16, "plain d256 bf16": 16, "learned slopes, document d64 bf16, starts": 16,
     "plain d64 fp16": 64, "causal d128 bf16": 32, "causal d64 bf16": 96,
     "causal d128 bf16, one list": 32, "alibi causal d128 bf16": 48, "softcap causal d128 bf16": 64, "document d128 bf16": 80,
     "plain d192, 128 bf16": 160, "causal d192, 128 bf16": 256, "softcap causal d192, 128 fp16": 320, "alibi causal d136, 40 bf16": 352,
@@ -45,6 +45,7 @@ VECTOR, BIAS = torch.zeros(4096), torch.zeros(4, 16, 64, 64)
 CASES = {  # mods, or recipes for them, and what differs from PLAIN
     "plain d128 bf16": ("", {}),
     "plain d64 fp16": ("", dict(dtype=torch.float16, d_qk=64, d_v=64)),
+    "plain d128 bf16, negative scale": ("", dict(scale_is_positive=False)),
     "causal d128 bf16": ("causal", {}),
     "causal d64 bf16": ("causal", dict(d_qk=64, d_v=64)),
     "causal d128 bf16, one list": ("causal", dict(blocks=Blocks(False, 128, 128))),
@@ -72,10 +73,14 @@ CASES = {  # mods, or recipes for them, and what differs from PLAIN
     "a derivative that may be NaN, a mask of keys, d64 bf16": (
         (lambda s, b, h, m, n: torch.sqrt(torch.abs(s)) + torch.exp(s) * h, lambda b, h, m, n: n < 100 * (b + 1)), dict(d_qk=64, d_v=64)),
     "causal d128 bf16, starts": ("causal", dict(blocks=STARTS)),
+    "causal d128, 64 bf16, one list, starts": ("causal", dict(d_v=64, blocks=STARTS._replace(has_full=False))),
     "causal document d128 bf16, starts": ("causal document", dict(blocks=STARTS)),
     "alibi document d80 fp16, starts": ("alibi document", dict(dtype=torch.float16, d_qk=80, d_v=80, blocks=STARTS)),
     "causal document d136, 40 bf16, starts": ("causal document", dict(d_qk=136, d_v=40, blocks=STARTS)),
     "learned slopes, document d64 bf16, starts": ("alibi document", dict(captured=frozenset({0}), d_qk=64, d_v=64, blocks=STARTS)),
+    "learned per key, causal d64 bf16, starts": (
+        (lambda s, b, h, m, n: torch.tanh(s) * VECTOR[n], make("causal")[1]),
+        dict(captured=frozenset({0}), d_qk=64, d_v=64, blocks=STARTS)),
 }
 
 
@@ -137,7 +142,7 @@ def test_gradients_of_captured_tensors_are_gathered():
         "learned slopes, causal d128 bf16": ["head"],
         "learned per key, d64 bf16": ["column"], "learned table, d64 bf16": ["atomic"],
         "learned bias, d64 bf16": ["store"],
-        "learned slopes, document d64 bf16, starts": ["head"],
+        "learned slopes, document d64 bf16, starts": ["head"], "learned per key, causal d64 bf16, starts": ["column"],
     }
 
 
