@@ -1,22 +1,21 @@
 """What a mod captures, and how to find it again at the next call.
 
-While a mod is traced, every captured value it can reach (closure cells, globals, defaults, attributes, items) is read
-through a `HostProgram`, which remembers each read as a step with a guard. Running the program on a function at a later
-call repeats the reads: if every guard holds, the traced graph is valid for that function too, whichever object it is
-(a fresh lambda of the same code included), and the values found are the kernel's arguments. If one fails, the mod is
-traced again. Nothing is keyed by guesswork: a value that was not read cannot have changed the trace, and one that was
-read is compared.
+While a mod is traced, whatever it captures is a stand-in (`HostValue`, `HostNumber`). What Python does with stand-ins is recorded as
+steps: a read (a closure cell, a global, an attribute, an item) or a computation on the host (`len(table)`, `isinstance(w, int)`,
+`window // 2`, `slopes.exp()`). At a later call the steps are repeated on the mod that is passed then, on real objects. The trace is
+valid if what decided anything while tracing is as it was; the values found are the kernel's arguments.
 
-    a number that only meets the mod's symbols   guarded by its type: it becomes a run-time argument of the kernel
-    a number that Python itself used (`if n`)    guarded by its value
-    a tensor                                     guarded by dtype, rank, device and requires_grad
-    a function                                   guarded by its code; its own captures are read in turn
-    a module, class or builtin                   guarded by identity
-    a string, None, a dtype, ...                 guarded by its value
-    list, tuple, dict, partial, bound method     guarded by type and length; their items are read in turn
-    any other object                             guarded by its class; the attributes the mod reads are read in turn
+    a number that meets the mod's symbols     its type is compared; it becomes a run-time argument of the kernel
+    a number that Python used (`if n`)        its value is compared
+    a string, None, a dtype, an enum member   its value is compared
+    a tensor                                  dtype, rank, device and requires_grad are compared
+    a function                                its code is compared; what it captures is read in turn
+    a function or module of a library         its identity is compared
+    any other object                          its class is compared; what the mod reads of it is read in turn
 
-Torch and Python operations on captured values alone run eagerly, as in torch, and are remembered as steps too.
+Soundness does not rest on a list of what Python might ask. A stand-in either records an operation or refuses it (`Untrackable`); what
+cannot be seen by a stand-in (`is`, `try`, `match`, `import`, ...) is found in the mod's bytecode before it runs (audit.py). A mod that
+is refused here is no error: it is traced at every call, on real objects (see trace.py).
 """
 
 from __future__ import annotations
@@ -25,22 +24,36 @@ import enum
 import functools
 import math
 import operator
+import re
 import types
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from .errors import ModError
+from .audit import audited
 
-MISSING = object()
-_CONSTANTS = (str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, complex, type(...), slice)
 NUMBERS = (int, float, bool)
+_CONSTANTS = {str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, complex, type(...), slice}
+_TENSORS = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer} if hasattr(torch.nn, "Buffer") else {torch.Tensor, torch.nn.Parameter}
+_MOST_STEPS = 2000
+
+
+class Symbolic:
+    """What is known only inside the kernel: symbols, and captured tensors indexed by some."""
+
+    __slots__ = ()
+
+
+class Untrackable(Exception):
+    """The mod does something that cannot be repeated step by step. The message says what, with its line."""
 
 
 @dataclass(slots=True)
 class Step:
-    """One read or eager computation: `run(values)` gives its value, `guard(value)` says whether the trace still fits."""
+    """One read or computation: `run(values)` gives its value, `guard(value)` says whether the trace still fits."""
 
     run: Callable
     guard: Callable
@@ -48,42 +61,51 @@ class Step:
 
 
 class HostProgram:
-    """The recorded reads of one trace, in order. `values` are those found while tracing."""
+    """The recorded steps of one trace, in order. A step's place is the index of its value in `values`; the mod itself is at 0."""
 
     def __init__(self, root) -> None:
-        self.root = root
         self.steps: list[Step] = []
-        self.values: list = []
+        self.values: list = [root]
+        self.attributes: set[str] = set()  # names that the mod's code reads of objects
         self._aliases: dict[int, int] = {}  # id of a tensor -> the step that found it first
 
     def add(self, run: Callable, value, guard: Callable, describe: str) -> int:
-        """Remember one step with the value it gave during the trace; returns its index."""
+        """Remember one step with the value that it gave during the trace; returns its place."""
+        if len(self.steps) >= _MOST_STEPS:
+            raise Untrackable(f"reads more than {_MOST_STEPS} captured values")
         self.steps.append(Step(run, guard, describe))
         self.values.append(value)
-        return len(self.steps) - 1
+        return len(self.steps)
 
-    def pin(self, node: int) -> object:
+    def guard(self, place: int, guard: Callable) -> None:
+        """From now on the step at `place` must give what `guard` accepts."""
+        if place:
+            self.steps[place - 1].guard = guard
+
+    def pin(self, place: int) -> object:
         """From now on the value of this step is part of the signature (Python itself used it)."""
-        value = self.values[node]
-        same = same_number if isinstance(value, NUMBERS) else _equal_to
-        self.steps[node].guard = same(value)
+        value = self.values[place]
+        self.guard(place, same_number(value) if isinstance(value, NUMBERS) else _equal_to(value))
         return value
 
     def add_tensor(self, run: Callable, tensor: torch.Tensor, describe: str) -> int:
         """A step that gives a tensor; finding the same tensor twice is remembered, and guarded, as the same one."""
-        node = self.add(run, tensor, tensor_guard(tensor), describe)
-        first = self._aliases.setdefault(id(tensor), node)
-        if first != node:
-            self.add(lambda values: values[node + 1] is values[first + 1], True, bool, f"{describe} is one tensor")
-        return node
+        place = self.add(run, tensor, tensor_guard(tensor, self.attributes), describe)
+        first = self._aliases.setdefault(id(tensor), place)
+        if first != place:
+            self.add(lambda values: values[place] is values[first], True, bool, f"{describe} is one tensor")
+        return first
 
-    def node_of(self, tensor: torch.Tensor) -> int | None:
+    def place_of(self, tensor: torch.Tensor) -> int | None:
         return self._aliases.get(id(tensor))
 
-    @functools.cached_property
-    def _pairs(self) -> list[tuple[Callable, Callable]]:
-        """The steps of the finished program, as every later call goes through them."""
-        return [(step.run, step.guard) for step in self.steps]
+    def finish(self) -> list:
+        """The values of the trace. The program outlives its first call; they must not."""
+        values, self.values, self._aliases = self.values, [], {}
+        if not all(step.guard(value) for step, value in zip(self.steps, values[1:], strict=True)):
+            raise Untrackable("captures something that changes while it is read")
+        self._pairs = [(step.run, step.guard) for step in self.steps]
+        return values
 
     def run(self, root) -> list | None:
         """Repeat every step for `root`: the values, or None if a guard fails and the trace does not fit."""
@@ -94,14 +116,15 @@ class HostProgram:
                 if not guard(value):
                     return None
                 values.append(value)
-        except (AttributeError, IndexError, KeyError, ValueError, TypeError):
-            return None  # what was captured has another structure now
+        except Exception:  # what was captured has another structure now, or a computation fails: tracing will tell
+            return None
         return values
 
 
 def name_of(mod) -> str:
     """What a mod is called in errors, file names and pictures."""
-    return getattr(mod, "__name__", type(mod).__name__)
+    name = getattr(mod, "__name__", None)
+    return name if isinstance(name, str) else type(mod).__name__
 
 
 def fits_int32(value) -> bool:
@@ -109,12 +132,16 @@ def fits_int32(value) -> bool:
     return type(value) is not int or -(1 << 31) <= value < 1 << 31
 
 
+# Guards
+
 def number_guard(number) -> Callable:
     """Guards the type of a number that stays symbolic, and that an int fits into 32 bits if it does now."""
     kind = type(number)
+    if kind is not int:
+        return lambda value: type(value) is kind
     if fits_int32(number):
-        return lambda value: type(value) is kind and fits_int32(value)
-    return lambda value: type(value) is kind
+        return lambda value: type(value) is int and -2147483648 <= value <= 2147483647
+    return lambda value: type(value) is int
 
 
 def same_number(expected) -> Callable:
@@ -127,34 +154,65 @@ def same_number(expected) -> Callable:
 
 
 def _equal_to(expected) -> Callable:
+    if expected is None:
+        return lambda value: value is None
     kind = type(expected)
+    if kind is slice:
+        expected = _parts_of(expected)
+        return lambda value: type(value) is slice and _parts_of(value) == expected
     return lambda value: type(value) is kind and value == expected
 
 
-def tensor_guard(tensor: torch.Tensor) -> Callable:
-    dtype, ndim, device, needs_grad = tensor.dtype, tensor.ndim, tensor.device, tensor.requires_grad
-    return lambda t: (isinstance(t, torch.Tensor) and t.dtype is dtype and t.ndim == ndim and t.device == device
-                      and t.requires_grad == needs_grad)
+def _parts_of(value: slice) -> tuple:
+    return tuple((type(part), part) for part in (value.start, value.stop, value.step))
 
 
-class HostNumber:
-    """A captured number while a mod is traced: still symbolic, until Python itself asks for its value.
+def _same(expected) -> Callable:
+    return lambda value: value is expected
 
-    Arithmetic between host numbers is remembered and repeated at every call, on the host, in Python's own precision.
-    """
 
-    __slots__ = ("program", "node", "name")
+def _of_class(kind: type) -> Callable:
+    """The class is compared, and not kept alive: it may hold anything."""
+    if kind.__module__ == "builtins":
+        return lambda value: type(value) is kind
+    reference = weakref.ref(kind)
+    return lambda value: type(value) is reference()
 
-    def __init__(self, program: HostProgram, node: int, name: str) -> None:
-        self.program, self.node, self.name = program, node, name
+
+def tensor_guard(tensor: torch.Tensor, attributes: set[str]) -> Callable:
+    """attributes   names that the mod reads of objects: a tensor must not carry one of its own, which nobody would see it read"""
+    kind, dtype, ndim, device, needs_grad = type(tensor), tensor.dtype, tensor.ndim, tensor.device, tensor.requires_grad
+    return lambda t: (type(t) is kind and t.dtype is dtype and t.ndim == ndim and t.device == device
+                      and t.requires_grad == needs_grad and attributes.isdisjoint(t.__dict__))
+
+
+# Stand-ins
+
+@dataclass(slots=True)
+class State:
+    """What a stand-in stands for: the value at `place` of the program, or for a place of None a constant."""
+
+    reader: CaptureReader
+    place: int | None
+    name: str
+    constant: object = None
+    refused: str = ""
+    function: Callable | None = None  # the function to run instead, once it was called
 
     @property
     def value(self):
-        """The number found while tracing (for the result's type only: reading it pins nothing)."""
-        return self.program.values[self.node]
+        if self.refused:
+            raise Untrackable(self.refused)
+        return self.constant if self.place is None else self.reader.program.values[self.place]
 
-    def pinned(self):
-        return self.program.pin(self.node)
+
+class HostValue:
+    """A captured object while a mod is traced. Every operation on it is recorded, or refused."""
+
+    __slots__ = ("_state",)
+
+    def __init__(self, state: State) -> None:
+        _set_state(self, state)
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -162,306 +220,541 @@ class HostNumber:
 
         return dispatch(function, args, kwargs or {})
 
+    def __getattribute__(self, name):
+        if name in ("__class__", "__torch_function__"):  # isinstance and torch ask; a mod that does is refused by the audit
+            return object.__getattribute__(self, name)
+        return _attribute(_state_of(self), name)
+
+    def __setattr__(self, name, value):
+        raise Untrackable(f"sets {_state_of(self).name}.{name}")
+
+    def __delattr__(self, name):
+        raise Untrackable(f"deletes {_state_of(self).name}.{name}")
+
+    def __call__(self, *args, **kwargs):
+        return _call(_state_of(self), args, kwargs)
+
+    def __getitem__(self, key):
+        return _step(self, operator.getitem, self, key)
+
+    def __len__(self):
+        return _pinned(_step(self, len, self))
+
+    def __contains__(self, item):
+        return _pinned(_step(self, operator.contains, self, item))
+
     def __bool__(self):
-        return bool(self.pinned())
+        return _pinned(_step(self, bool, self))
 
     def __int__(self):
-        return int(self.pinned())
+        return _pinned(_step(self, int, self))
 
     def __float__(self):
-        return float(self.pinned())
+        return _pinned(_step(self, float, self))
 
     def __index__(self):
-        if not isinstance(self.value, int):
-            raise TypeError(f"{self.name} is a float where Python needs an integer")
-        return int(self.pinned())
-
-    def __hash__(self):
-        return hash(self.pinned())
+        return _pinned(_step(self, operator.index, self))
 
     def __str__(self):
-        return str(self.pinned())
+        return _step(self, str, self)
+
+    def __repr__(self):
+        return _step(self, repr, self)
 
     def __format__(self, spec):
-        return format(self.pinned(), spec)
+        return _step(self, format, self, spec)
 
-    __repr__ = __str__
+    def __hash__(self):
+        raise Untrackable(f"uses {_state_of(self).name} as a key")
 
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.pinned(), name)
+    def __iter__(self):
+        state = _state_of(self)
+        if type(state.value) in (list, tuple) or isinstance(state.value, tuple):
+            return (self[i] for i in range(len(self)))
+        if type(state.value) is dict:
+            return iter(_keys(state))
+        raise Untrackable(f"iterates over {state.name}, a {type(state.value).__name__}")
+
+
+class HostNumber(HostValue):
+    """A captured number while a mod is traced: still symbolic, until Python itself asks for its value.
+
+    Arithmetic between host numbers is repeated at every call, on the host, in Python's own precision.
+    """
+
+    __slots__ = ()
+
+    def __bool__(self):
+        return bool(_pinned(self))
+
+    def __int__(self):
+        return int(_pinned(self))
+
+    def __float__(self):
+        return float(_pinned(self))
+
+    def __index__(self):
+        state = _state_of(self)
+        if not isinstance(state.value, int):
+            raise TypeError(f"{state.name} is a float where Python needs an integer")
+        return int(_pinned(self))
+
+    def __hash__(self):
+        return hash(_pinned(self))
+
+
+_state_of = HostValue.__dict__["_state"].__get__
+_set_state = HostValue.__dict__["_state"].__set__
+
+
+def _is_stand_in(value) -> bool:
+    return type(value) in (HostValue, HostNumber)
+
+
+def label_of(number: HostNumber) -> str:
+    return _state_of(number).name
+
+
+def as_python(value):
+    """The plain Python number behind a HostNumber, without pinning it."""
+    if type(value) is not HostNumber:
+        return value
+    number = _state_of(value).value
+    return number.item() if isinstance(number, np.generic) else number
+
+
+def plain_place(number: HostNumber) -> int:
+    """The place of a HostNumber as a Python number, which kernels take."""
+    state = _state_of(number)
+    if not isinstance(state.value, np.generic):
+        return state.place
+    plain, at = state.value.item(), state.place
+    return state.reader.program.add(lambda values: values[at].item(), plain, number_guard(plain), state.name)
+
+
+def value_of(value):
+    """What a stand-in stands for; anything else itself."""
+    return _state_of(value).value if _is_stand_in(value) else value
+
+
+def pinned(value):
+    """The plain value behind a stand-in, from now on part of the signature."""
+    return _pinned(value)
+
+
+def _pinned(value):
+    if not _is_stand_in(value):
+        return value  # a constant: compared already
+    state = _state_of(value)
+    if type(value) is HostValue:
+        raise Untrackable(f"uses the value of {state.name}, a {type(state.value).__name__}")
+    if isinstance(state.value, np.generic):
+        raise Untrackable(f"uses the value of {state.name}, a NumPy number")
+    return state.reader.program.pin(state.place)
+
+
+def _step(stand_in: HostValue, function: Callable, *args):
+    state = _state_of(stand_in)
+    return host_call(state.reader, function, args, {}, state.name)
 
 
 def _binary(function: Callable, reflected: bool) -> Callable:
     def method(self, other):
-        if not isinstance(other, (*NUMBERS, HostNumber)):
+        if isinstance(other, (Symbolic, torch.Tensor)):
             return NotImplemented  # a symbol or a tensor takes over from here
-        args = (other, self) if reflected else (self, other)
-        return host_call(self.program, function, args, {}, self.name)
+        return _step(self, function, *((other, self) if reflected else (self, other)))
 
     return method
 
 
 def _unary(function: Callable) -> Callable:
-    return lambda self: host_call(self.program, function, (self,), {}, self.name)
+    return lambda self, *args: _step(self, function, self, *args)
 
 
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"):
+def _refusal(name: str) -> Callable:
+    def method(self, *_):
+        raise Untrackable(f"changes {_state_of(self).name} in place ({name})")
+
+    return method
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift"):
     _function = getattr(operator, f"{_name}_", None) or getattr(operator, _name)
-    setattr(HostNumber, f"__{_name}__", _binary(_function, reflected=False))
-    setattr(HostNumber, f"__r{_name}__", _binary(_function, reflected=True))
+    setattr(HostValue, f"__{_name}__", _binary(_function, reflected=False))
+    setattr(HostValue, f"__r{_name}__", _binary(_function, reflected=True))
+    setattr(HostValue, f"__i{_name}__", _refusal(f"__i{_name}__"))
+    setattr(HostNumber, f"__i{_name}__", _binary(_function, reflected=False))
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
-    setattr(HostNumber, f"__{_name}__", _binary(getattr(operator, _name), reflected=False))
+    setattr(HostValue, f"__{_name}__", _binary(getattr(operator, _name), reflected=False))
+setattr(HostValue, "__divmod__", _binary(divmod, reflected=False))
+setattr(HostValue, "__rdivmod__", _binary(divmod, reflected=True))
 for _name in ("neg", "pos", "abs", "invert"):
-    setattr(HostNumber, f"__{_name}__", _unary(getattr(operator, _name)))
+    setattr(HostValue, f"__{_name}__", _unary(getattr(operator, _name)))
+for _name, _function in (("round", round), ("trunc", math.trunc), ("floor", math.floor), ("ceil", math.ceil), ("reversed", reversed)):
+    setattr(HostValue, f"__{_name}__", _unary(_function))
+for _name in ("setitem", "delitem", "enter", "exit", "next", "await"):
+    setattr(HostValue, f"__{_name}__", _refusal(f"__{_name}__"))
+HostNumber.__eq__ = HostValue.__eq__
 
 
-def as_python(value):
-    """The plain Python value behind a HostNumber, without pinning it."""
-    return value.value if isinstance(value, HostNumber) else value
+# Operations on captured values alone
 
-
-def host_call(program: HostProgram, function: Callable, args: tuple, kwargs: dict, name: str):
+def host_call(reader: CaptureReader, function: Callable, args: tuple, kwargs: dict, name: str):
     """Run `function` on captured values now, and remember to run it again at every call. Returns what tracing goes on with."""
-    sources: list[tuple] = []
+    program = reader.program
+    positional = [_source(program, a) for a in args]
+    named = {k: _source(program, v) for k, v in kwargs.items()}
 
-    def source(arg):
-        if isinstance(arg, HostNumber):
-            sources.append(("node", arg.node))
-            return arg.value
-        if isinstance(arg, torch.Tensor):
-            node = program.node_of(arg)
-            if node is not None:
-                sources.append(("node", node))
-                return arg
-        if isinstance(arg, (list, tuple)) and type(arg) in (list, tuple):
-            start = len(sources)
-            items = [source(a) for a in arg]
-            inner = sources[start:]
-            del sources[start:]
-            sources.append(("items", type(arg), inner))
-            return type(arg)(items)
-        sources.append(("constant", arg))
-        return arg
+    def call(values):
+        return function(*[get(values) for get in positional], **{k: get(values) for k, get in named.items()})
 
-    plain = [source(a) for a in args]
-    positional = list(sources)
-    sources.clear()
-    plain_kwargs = {k: source(v) for k, v in kwargs.items()}
-    named = dict(zip(kwargs, list(sources), strict=True))
-
-    def rebuild(spec, values):
-        if spec[0] == "node":
-            return values[spec[1] + 1]
-        if spec[0] == "items":
-            return spec[1](rebuild(s, values) for s in spec[2])
-        return spec[1]
-
-    def run(values):
-        return function(*(rebuild(s, values) for s in positional), **{k: rebuild(s, values) for k, s in named.items()})
-
-    return adopt(program, run, function(*plain, **plain_kwargs), name)
+    places = [getattr(get, "place", None) for get in positional]
+    run = call
+    if not named and None not in places:
+        if len(places) == 1:
+            first, = places
+            run = lambda values: function(values[first])
+        elif len(places) == 2:
+            first, second = places
+            run = lambda values: function(values[first], values[second])
+    with torch._C.DisableTorchFunction():
+        result = call(program.values)
+    return reader.track(result, run, name)
 
 
-def adopt(program: HostProgram, run: Callable, result, name: str):
-    """Take the result of a host step into the trace: numbers stay symbolic, tensors are known again by identity."""
-    if type(result) in NUMBERS:
-        return HostNumber(program, program.add(run, result, number_guard(result), name), name)
-    if isinstance(result, torch.Tensor):
-        program.add_tensor(run, result, name)
-        return result
-    if isinstance(result, tuple):
-        kind, size = type(result), len(result)
-        node = program.add(run, result, lambda v: type(v) is kind and len(v) == size, name)
-        items = [adopt(program, lambda values, i=i: values[node + 1][i], item, f"{name}[{i}]")
-                 for i, item in enumerate(result)]
-        return kind(items) if kind.__module__ == "torch.return_types" else tuple(items)
-    program.add(run, result, _equal_to(result), name)
-    return result
+class _Place:
+    """Finds a value of the program again."""
+
+    __slots__ = ("place",)
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+
+    def __call__(self, values):
+        return values[self.place]
+
+
+def _source(program: HostProgram, arg) -> Callable:
+    """What gives an argument of a host computation from the program's values."""
+    kind = type(arg)
+    if _is_stand_in(arg):
+        state = _state_of(arg)
+        value = state.value
+        return _Place(state.place) if state.place is not None else lambda _: value
+    if isinstance(arg, torch.Tensor) and type(arg) in _TENSORS:
+        place = program.place_of(arg)
+        if place is not None:
+            return _Place(place)
+    elif kind in (list, tuple, torch.Size):
+        items = [_source(program, a) for a in arg]
+        return lambda values: kind(get(values) for get in items)
+    elif kind is dict:
+        pairs = [(_source(program, k), _source(program, v)) for k, v in arg.items()]
+        return lambda values: {k(values): v(values) for k, v in pairs}
+    elif kind is slice:
+        start, stop, step = (_source(program, a) for a in (arg.start, arg.stop, arg.step))
+        return lambda values: slice(start(values), stop(values), step(values))
+    elif kind in NUMBERS or kind in _CONSTANTS or isinstance(arg, enum.Enum):
+        return lambda _: arg
+    raise Untrackable(f"passes a {kind.__name__} to a function on the host")
+
+
+_IMPURE = re.compile(r"(i(add|sub|mul|truediv|floordiv|mod|pow|matmul|and|or|xor|lshift|rshift|concat)$|setitem|delitem|rand|normal|bernoulli|multinomial|poisson|binomial|dropout|rrelu|gumbel|empty|seed|manual_seed|set_)")
+_PURE_MODULES = {"math", "cmath", "operator", "_operator", "torch", "numpy"}
+_PURE_BUILTINS = {abs, all, any, bool, bytes, callable, chr, complex, dict, divmod, enumerate, float, format, frozenset, getattr, hasattr,
+                  hash, int, isinstance, issubclass, len, list, max, min, ord, pow, range, repr, reversed, round, set, slice, sorted, str,
+                  sum, tuple, type, zip, torch.Size, torch.device}
+_PURE_METHODS = {"get", "keys", "values", "items", "index", "count", "copy", "format", "join", "split", "startswith", "endswith", "lower",
+                 "upper", "strip", "replace", "bit_length", "is_integer", "conjugate", "most_common", "union", "intersection"}
+# C functions that only use the operators of their arguments: stand-ins see what they do
+_ITERATORS = (all, any, enumerate, filter, list, map, range, reversed, sorted, tuple, zip)
+_BY_OPERATORS = (abs, bool, divmod, float, int, len, max, min, pow, round, sum, functools.reduce,
+                 *(getattr(operator, name) for name in ("add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift eq ne lt le "
+                                                        "gt ge neg pos abs invert not_ truth getitem contains index").split()))
+
+
+def _is_pure(function) -> bool:
+    """Does a function only compute, so that it may be repeated?"""
+    try:
+        if function in _PURE_BUILTINS:
+            return True
+    except TypeError:
+        return False
+    if _IMPURE.match(getattr(function, "__name__", "")):
+        return False
+    if isinstance(function, types.FunctionType):
+        return _library_of(function) is not None
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, types.ModuleType) or owner is None:
+        return _top(getattr(function, "__module__", None)) in _PURE_MODULES
+    if isinstance(owner, type):
+        return _top(owner.__module__) == "torch" and isinstance(function, types.BuiltinFunctionType)
+    return isinstance(function, types.BuiltinFunctionType) and function.__name__ in _PURE_METHODS
+
+
+def _top(module) -> str:
+    return module.partition(".")[0] if isinstance(module, str) else ""
+
+
+def _library_of(function: types.FunctionType) -> str | None:
+    """The library whose own code a Python function is, by where it looks up names: a decorator cannot claim that."""
+    top = _top(function.__globals__.get("__name__"))
+    return top if top in ("torch", "numpy", "functools", "math") else None
+
+
+def _is_known(value) -> bool:
+    """Is an argument known on the host, and found again at a later call? Symbols are not, nor what the mod itself has made of them."""
+    kind = type(value)
+    if kind in (list, tuple, torch.Size):
+        return all(map(_is_known, value))
+    if kind is dict:
+        return all(map(_is_known, value)) and all(map(_is_known, value.values()))
+    return _is_stand_in(value) or kind in NUMBERS or kind in _CONSTANTS or kind in _TENSORS or isinstance(value, enum.Enum)
+
+
+def _call(state: State, args: tuple, kwargs: dict):
+    """A captured callable is called: traced through, run on the host now and later, or refused."""
+    value, reader = state.value, state.reader
+    if isinstance(value, types.MethodType):
+        owner = _attribute(state, "__self__")
+        return _attribute(state, "__func__")(owner, *args, **kwargs)
+    if type(value) is functools.partial:
+        function, first, named = (_attribute(state, name) for name in ("func", "args", "keywords"))
+        return function(*first, *args, **{**{k: named[k] for k in named}, **kwargs})
+    if any(value is f for f in _ITERATORS):
+        return value(*args, **kwargs)
+    known = all(map(_is_known, args)) and all(map(_is_known, kwargs.values()))
+    if known and _is_pure(value):
+        name = getattr(value, "__name__", state.name)
+        if isinstance(getattr(value, "__self__", None), (types.ModuleType, type, types.NoneType)):
+            return reader.host(value, args, kwargs, name)
+        return reader.host(_called, (HostValue(state), *args), kwargs, name)  # a method, of what may be another object next time
+    if not known and (reader.is_operation(value) or any(value is f for f in _BY_OPERATORS)):
+        return value(*args, **kwargs)
+    if isinstance(value, types.FunctionType):
+        if state.function is None:
+            state.function = reader.stand_in_function(state)
+        return state.function(*args, **kwargs)
+    if isinstance(value, torch.nn.Module):
+        return _call_module(state, args, kwargs)
+    own = None if isinstance(value, type) else _found_on_class(value, "__call__")
+    if isinstance(own, types.FunctionType):
+        at = state.place
+        function = reader.track(own, lambda values: _found_on_class(values[at], "__call__"), state.name)
+        return function(HostValue(state), *args, **kwargs)
+    raise Untrackable(f"calls {state.name}, a {type(value).__name__}")
+
+
+def _called(function, *args, **kwargs):
+    return function(*args, **kwargs)
+
+
+def _found_on_class(value, name: str):
+    return next((base.__dict__[name] for base in type(value).__mro__ if name in base.__dict__), None)
+
+
+def _has_hooks(module: torch.nn.Module) -> bool:
+    from torch.nn.modules import module as registry
+
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+                or registry._global_forward_hooks or registry._global_forward_pre_hooks or registry._global_backward_hooks
+                or registry._global_backward_pre_hooks or module._compiled_call_impl is not None)
+
+
+def _call_module(state: State, args: tuple, kwargs: dict):
+    """nn.Module's own __call__ runs hooks around forward: without hooks it is forward."""
+    module, program, at = state.value, state.reader.program, state.place
+    if type(module).__call__ is not torch.nn.Module.__call__ or _has_hooks(module):
+        raise Untrackable(f"calls {state.name}, a module with hooks or a __call__ of its own")
+    program.add(lambda values: (type(values[at]).__call__ is torch.nn.Module.__call__ and not _has_hooks(values[at])), True, bool,
+                f"{state.name} without hooks")
+    return _attribute(state, "forward")(*args, **kwargs)
+
+
+def _attribute(state: State, name: str):
+    """An attribute of a captured object: read now, and again at every call."""
+    value, reader, at = state.value, state.reader, state.place
+    if type(value) is dict and name == "keys":
+        return lambda: _keys(state)
+    with torch._C.DisableTorchFunction():
+        found = getattr(value, name)
+    constant = state.constant
+    run = (lambda values: getattr(values[at], name)) if at is not None else (lambda values: getattr(constant, name))
+    if isinstance(value, types.ModuleType) and _top(value.__name__) in _PURE_MODULES | {"functools", "itertools"}:
+        key = id(value), name
+        if key not in reader.members:
+            reader.members[key] = reader.track(found, run, name)
+        return reader.members[key]
+    if isinstance(found, types.MethodType) and found.__self__ is value and isinstance(found.__func__, types.FunctionType):
+        place = reader.program.add(run, found, _of_class(types.MethodType), name)
+        reader.program.add(lambda values: values[place].__self__ is values[at], True, bool, f"{name} is its own method")
+        function = reader.track(found.__func__, lambda values: values[place].__func__, name)
+        return _Method(function, HostValue(state))
+    return reader.track(found, run, name)
+
+
+class _Method:
+    """A method of a captured object, with the stand-in as its self."""
+
+    __slots__ = ("_function", "_owner")
+
+    def __init__(self, function: HostValue, owner: HostValue) -> None:
+        object.__setattr__(self, "_function", function)
+        object.__setattr__(self, "_owner", owner)
+
+    def __call__(self, *args, **kwargs):
+        return _method_function(self)(_method_owner(self), *args, **kwargs)
+
+    def __getattribute__(self, name):
+        raise Untrackable(f"reads {name} of a method")
+
+    def __eq__(self, other):
+        raise Untrackable("compares a method")
+
+    def __hash__(self):
+        raise Untrackable("uses a method as a key")
+
+    def __bool__(self):
+        return True
+
+
+_method_function = _Method.__dict__["_function"].__get__
+_method_owner = _Method.__dict__["_owner"].__get__
+
+
+def _keys(state: State) -> list:
+    """The keys of a captured dict, which are compared."""
+    keys, at = list(state.value), state.place
+    if not all(type(k) in (str, int, bool, float, type(None)) for k in keys):
+        raise Untrackable(f"iterates over {state.name}, a dict with keys that are not strings or numbers")
+    expected = [(type(k), k) for k in keys]
+    state.reader.program.add(lambda values: [(type(k), k) for k in values[at]], expected, lambda found: found == expected,
+                             f"keys of {state.name}")
+    return keys
 
 
 class CaptureReader:
-    """Gives a function whose every captured value is a tracked one, and so traces through it safely."""
+    """Gives the mod as a function whose every captured value is a stand-in.
 
-    def __init__(self, program: HostProgram) -> None:
-        self.program = program
-        self.codes: set[types.CodeType] = set()  # user code seen: where errors look for the user's own line
-        self._functions: dict[int, object] = {}
+    is_operation   whether a function is one that a mod may apply to its symbols (the op table knows)
+    host           runs a function of captured values: (function, args, kwargs, name), by host_call in the end
+    """
 
-    def _add(self, run, value, guard, name) -> int:
-        return self.program.add(run, value, guard, name)
+    def __init__(self, program: HostProgram, is_operation: Callable[[object], bool], host: Callable) -> None:
+        self.program, self.is_operation, self.host = program, is_operation, host
+        self.members: dict[tuple[int, str], object] = {}  # what was read of library modules
+
+    def root(self):
+        """The stand-in of the mod itself (the program's value 0)."""
+        value = self.program.values[0]
+        place = self.program.add(lambda values: values[0], value, _of_class(type(value)), name_of(value))
+        return HostValue(State(self, place, name_of(value)))
 
     def track(self, value, run: Callable, name: str):
-        """The tracked form of a captured `value` that `run(values)` finds again."""
+        """The stand-in, or the tensor or constant itself, for a captured `value` that `run(values)` finds again."""
         kind = type(value)
         if kind in NUMBERS:
-            node = self._add(run, value, number_guard(value), name)
-            return HostNumber(self.program, node, name)
+            return HostNumber(State(self, self.program.add(run, value, number_guard(value), name), name))
+        if isinstance(value, (np.integer, np.floating, np.bool_)):
+            return HostNumber(State(self, self.program.add(run, value, _of_class(kind), name), name))
         if isinstance(value, torch.Tensor):
+            if kind not in _TENSORS:
+                return self._refused(f"captures {name}, a {kind.__name__}", name)
             self.program.add_tensor(run, value, name)
             return value
-        if isinstance(value, (*_CONSTANTS, enum.Enum)):
-            self._add(run, value, _equal_to(value), name)
+        if kind in _CONSTANTS or isinstance(value, enum.Enum):
+            self.program.add(run, value, _equal_to(value), name)
             return value
-        if isinstance(value, types.FunctionType) and not _is_library(value):
-            return self._function(value, run, name)
-        if isinstance(value, types.MethodType):
-            return self._method(value, run, name)
-        if kind is functools.partial:
-            return self._partial(value, run, name)
-        if kind in (list, tuple, dict) or (isinstance(value, tuple) and hasattr(value, "_fields")):
-            return self._container(value, run, name)
-        if isinstance(value, types.ModuleType) and not _is_library(value):
-            node = self._add(run, value, lambda v: v is value, name)
-            return TrackedObject(self, value, node, name)
-        if isinstance(value, (types.ModuleType, type, types.FunctionType, types.BuiltinFunctionType,
-                              types.MethodDescriptorType, types.WrapperDescriptorType)) or _is_library(value):
-            self._add(run, value, lambda v: v is value, name)
+        if isinstance(value, types.ModuleType) or _is_of_a_library(value) or self._is_operation(value):
+            guard = _same(value)
+        else:
+            guard = _of_class(kind)
+        return HostValue(State(self, self.program.add(run, value, guard, name), name))
+
+    def _builtin(self, value, name: str):
+        """The stand-in of a builtin, whose identity is compared with that of the others."""
+        if type(value) in NUMBERS or type(value) in _CONSTANTS:
             return value
-        if hasattr(value, "dtype") and hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # a numpy number
-            return self.track(value.item(), lambda values: run(values).item(), name)
-        node = self._add(run, value, lambda v: type(v) is kind, name)
-        return TrackedObject(self, value, node, name)
+        return HostValue(State(self, None, name, constant=value))
 
-    def root(self, function):
-        """The tracked form of the mod itself (the program's value 0)."""
-        return self.track(function, lambda values: values[0], name_of(function))
+    def _is_operation(self, value) -> bool:
+        return isinstance(value, types.FunctionType) and self.is_operation(value)
 
-    def _function(self, function: types.FunctionType, run: Callable, name: str):
-        if id(function) in self._functions:
-            return self._functions[id(function)]
-        code = function.__code__
-        defaults = function.__defaults__ or ()
-        count = len(defaults)
-        node = self._add(run, function, lambda f: (type(f) is types.FunctionType and (f.__code__ is code or f.__code__ == code)
-                                                   and len(f.__defaults__ or ()) == count), name)
-        at = node + 1  # values[0] is the root
-        self.codes.add(code)
-        for constant in code.co_consts:  # functions defined inside the mod
-            if isinstance(constant, types.CodeType):
-                self.codes.add(constant)
+    def _refused(self, reason: str, name: str) -> HostValue:
+        return HostValue(State(self, None, name, refused=reason))
+
+    def stand_in_function(self, state: State) -> types.FunctionType:
+        """A function with the code of a captured one, whose cells, globals and defaults are stand-ins."""
+        function, at = state.value, state.place
+        code, facts = function.__code__, audited(function.__code__)
+        if facts.refused:
+            raise Untrackable(facts.refused)
+        self.program.attributes |= facts.attributes
+        count = len(function.__defaults__ or ())
+        self.program.guard(at, lambda f: (type(f) is types.FunctionType and (f.__code__ is code or f.__code__ == code)
+                                          and len(f.__defaults__ or ()) == count))
         cells = tuple(types.CellType() for _ in code.co_freevars)
-        namespace = {"__builtins__": function.__globals__.get("__builtins__", __builtins__),
-                     "__name__": function.__globals__.get("__name__", "mod")}
+        namespace: dict[str, object] = {"__builtins__": {}}
         tracked = types.FunctionType(code, namespace, function.__name__, None, cells)
-        self._functions[id(function)] = tracked
-        for i, cell_name in enumerate(code.co_freevars):
-            cell = function.__closure__[i]
+        for i, name in enumerate(code.co_freevars):
             try:
-                value = cell.cell_contents
+                value = function.__closure__[i].cell_contents
             except ValueError:
                 continue  # not assigned yet: reading it raises NameError in the mod, as in Python
-            cells[i].cell_contents = self.track(
-                value, lambda values, i=i: values[at].__closure__[i].cell_contents, cell_name)
-        others = []
-        for global_name in _global_names(code):
-            if global_name in function.__globals__:
-                namespace[global_name] = self.track(
-                    function.__globals__[global_name],
-                    lambda values, g=global_name: values[at].__globals__[g], global_name)
+            cells[i].cell_contents = self.track(value, lambda values, i=i: values[at].__closure__[i].cell_contents, name)
+        builtins = _builtins_of(function)
+        others = {}
+        for name in sorted(facts.globals):
+            if name in function.__globals__:
+                namespace[name] = self.track(function.__globals__[name], lambda values, g=name: values[at].__globals__[g], name)
             else:
-                others.append(global_name)
-        if others:  # builtins today: they must not be hidden by globals tomorrow
-            self._add(lambda values: values[at].__globals__.keys().isdisjoint(others), True, bool, f"{name} builtins")
+                others[name] = builtins.get(name, _builtins_of)  # a name that is nowhere: reading it raises NameError in the mod
+                if name in builtins:
+                    namespace[name] = self._builtin(builtins[name], name)
+        if others:  # builtins today: they must not be hidden by globals, or be others, tomorrow
+            self.program.add(lambda values: _finds_builtins(values[at], others), True, bool, f"{state.name} builtins")
         names = code.co_varnames[code.co_argcount - count:code.co_argcount]
-        tracked.__defaults__ = tuple(
-            self.track(value, lambda values, i=i: values[at].__defaults__[i], names[i]) for i, value in enumerate(defaults)
-        ) or None
+        tracked.__defaults__ = tuple(self.track(value, lambda values, i=i: values[at].__defaults__[i], names[i])
+                                     for i, value in enumerate(function.__defaults__ or ())) or None
         if function.__kwdefaults__:
-            tracked.__kwdefaults__ = self.track(function.__kwdefaults__, lambda values: values[at].__kwdefaults__,
-                                                f"{name} keyword defaults")
+            named = function.__kwdefaults__
+            keys = list(named)
+            self.program.add(lambda values: list(values[at].__kwdefaults__ or ()), keys, lambda found: found == keys, "keyword defaults")
+            tracked.__kwdefaults__ = {k: self.track(v, lambda values, k=k: values[at].__kwdefaults__[k], k) for k, v in named.items()}
         return tracked
 
-    def _method(self, method: types.MethodType, run: Callable, name: str):
-        at = self._add(run, method, lambda m: isinstance(m, types.MethodType), name) + 1
-        owner = self.track(method.__self__, lambda values: values[at].__self__, f"{name}.__self__")
-        function = self.track(method.__func__, lambda values: values[at].__func__, name)
-        return functools.partial(function, owner)
 
-    def _partial(self, partial: functools.partial, run: Callable, name: str):
-        at = self._add(run, partial, lambda p: type(p) is functools.partial, name) + 1
-        function = self.track(partial.func, lambda values: values[at].func, name)
-        args = self.track(partial.args, lambda values: values[at].args, f"{name} arguments")
-        keywords = self.track(partial.keywords, lambda values: values[at].keywords, f"{name} keywords")
-        return functools.partial(function, *args, **keywords)
-
-    def _container(self, value, run: Callable, name: str):
-        kind = type(value)
-        if isinstance(value, dict):
-            keys = list(value)
-            if not all(isinstance(k, (*_CONSTANTS, int)) for k in keys):
-                raise ModError(f"{name} is a dict with keys of {[type(k).__name__ for k in keys]}: use strings or ints as keys")
-            at = self._add(run, value, lambda v: type(v) is dict and list(v) == keys, name) + 1
-            return {k: self.track(v, lambda values, k=k: values[at][k], k if isinstance(k, str) else f"{name}_{k}")
-                    for k, v in value.items()}
-        size = len(value)
-        at = self._add(run, value, lambda v: type(v) is kind and len(v) == size, name) + 1
-        items = [self.track(v, lambda values, i=i: values[at][i], f"{name}_{i}") for i, v in enumerate(value)]
-        return kind(*items) if hasattr(value, "_fields") else kind(items)
+def _builtins_of(function: types.FunctionType) -> dict:
+    found = function.__globals__.get("__builtins__", {})
+    return found if isinstance(found, dict) else vars(found)
 
 
-class TrackedObject:
-    """Stands for a captured object (a callable object, an nn.Module, a config): each attribute the mod reads is tracked."""
-
-    def __init__(self, reader: CaptureReader, value, node: int, name: str) -> None:
-        self.__dict__.update(_reader=reader, _value=value, _at=node + 1, _name=name)
-
-    @property
-    def __class__(self):
-        return type(self._value)
-
-    def __getattr__(self, name):
-        value, at, program = getattr(self._value, name), self._at, self._reader.program
-        if not isinstance(value, types.MethodType) or value.__self__ is not self._value:
-            return self._reader.track(value, lambda values: getattr(values[at], name), name)
-        method = program.add(lambda values: getattr(values[at], name), value, lambda m: type(m) is types.MethodType, name) + 1
-        program.add(lambda values: values[method].__self__ is values[at], True, bool, f"{name} is its own method")
-        return functools.partial(self._reader.track(value.__func__, lambda values: values[method].__func__, name), self)
-
-    def __setattr__(self, name, value):
-        raise ModError(f"the mod sets {self._name}.{name}: a mod may read what it captures, not change it")
-
-    def _own_function(self, function):
-        """A function found on the object's class. The class is guarded, and so is the function's code."""
-        at, name = self._at, function.__name__
-        return self._reader.track(function, lambda values: getattr(type(values[at]), name), name)
-
-    def __call__(self, *args, **kwargs):
-        if isinstance(self._value, torch.nn.Module):
-            return self.forward(*args, **kwargs)
-        return self._own_function(type(self._value).__call__)(self, *args, **kwargs)
-
-    def __getitem__(self, key):
-        key = key.pinned() if isinstance(key, HostNumber) else key
-        at = self._at
-        return self._reader.track(self._value[key], lambda values: values[at][key], f"{self._name}_{key}")
-
-    def __len__(self):
-        at = self._at
-        size = len(self._value)
-        self._reader.program.add(lambda values: len(values[at]), size, _equal_to(size), f"len({self._name})")
-        return size
-
-    def __iter__(self):
-        return (self[i] for i in range(len(self)))
+def _finds_builtins(function: types.FunctionType, expected: dict) -> bool:
+    """Does a function find these values under their names, and not among its globals?"""
+    names, builtins = function.__globals__, _builtins_of(function)
+    return all(name not in names and builtins.get(name, _builtins_of) is value for name, value in expected.items())
 
 
-def _global_names(code: types.CodeType) -> list[str]:
-    """Names that `code`, or a function defined inside it, may look up in its globals."""
-    names = dict.fromkeys(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names.update(dict.fromkeys(_global_names(constant)))
-    return list(names)
+def _is_of_a_library(value) -> bool:
+    """C functions and the classes of Python, torch and NumPy are known by identity."""
+    if isinstance(value, type):
+        return _top(value.__module__) in ("builtins", "torch", "numpy", "math")
+    if isinstance(value, types.BuiltinFunctionType):
+        return getattr(value, "__self__", None) is None or isinstance(value.__self__, (types.ModuleType, type))
+    if isinstance(value, types.FunctionType):
+        return _library_of(value) is not None and not value.__closure__ and "<locals>" not in value.__qualname__
+    return isinstance(value, (types.MethodDescriptorType, types.WrapperDescriptorType)) or type(value).__module__ == "numpy" and isinstance(
+        value, np.ufunc)
 
 
-def _is_library(value) -> bool:
-    """Code of torch, numpy, math and the standard library: called as it is, known by identity."""
-    name = getattr(value, "__module__", None) if not isinstance(value, types.ModuleType) else value.__name__
-    return isinstance(name, str) and name.partition(".")[0] in _LIBRARIES and not isinstance(value, torch.nn.Module)
+def changes_in_place(function, kwargs: dict) -> bool:
+    """Does a torch function write into its first argument (or into out=), by its name?"""
+    name = getattr(function, "__name__", "")
+    if name == "__set__" or kwargs.get("out") is not None or kwargs.get("inplace") is True:
+        return True
+    if name.startswith("__") and name.endswith("__"):
+        return name in ("__setitem__", "__delitem__") or (name[2] == "i" and name not in _NOT_IN_PLACE)
+    return name.endswith("_") and not name.endswith("__")
 
 
-_LIBRARIES = {"torch", "numpy", "math", "cmath", "operator", "functools", "builtins", "itertools", "typing",
-              "collections", "einops", "_operator"}
-
+_NOT_IN_PLACE = {"__invert__", "__index__", "__int__", "__iter__", "__init__", "__instancecheck__"}

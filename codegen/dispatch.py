@@ -6,21 +6,36 @@ every later call.
 
 from __future__ import annotations
 
+import types
+
 import torch
 from torch.overrides import TorchFunctionMode
 
 from . import ops
-from .capture import NUMBERS, HostNumber, adopt, fits_int32, host_call
+from .capture import NUMBERS, HostNumber, HostValue, Untrackable
 from .errors import ModError
 from .expr import Expr
-from .symbols import Run, Sym, TensorView
+from .symbols import FACTORIES, WEAK_DTYPE, Run, Sym, TensorView
 
 
 class Mode(TorchFunctionMode):
     """Sees every torch function the mod calls, those on captured tensors alone included."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
+        if Run.current is None:  # an interrupt has left it behind
+            return function(*args, **(kwargs or {}))
         return dispatch(function, args, kwargs or {})
+
+
+def is_operation(function) -> bool:
+    """Is this a function of torch, or an operator, that a mod may apply to symbols?"""
+    try:
+        if function in ops.FUNCTIONS or function in FACTORIES:
+            return True
+    except TypeError:  # not hashable
+        return False
+    owner = getattr(function, "__self__", None)
+    return isinstance(function, types.BuiltinFunctionType) and isinstance(owner, type) and owner.__module__.startswith("torch")
 
 
 def _symbolic(value) -> bool:
@@ -31,7 +46,7 @@ def _symbolic(value) -> bool:
 
 _PLAIN_ATTRIBUTES = {torch.Tensor.dtype.__get__, torch.Tensor.device.__get__, torch.Tensor.ndim.__get__, torch.Tensor.dim,
                      torch.Tensor.requires_grad.__get__, torch.Tensor.is_cuda.__get__, torch.Tensor.layout.__get__}
-_FACTORIES = {torch.tensor, torch.scalar_tensor, torch.as_tensor}
+_FROM_NUMBER = {torch.tensor, torch.scalar_tensor, torch.as_tensor}
 
 
 def dispatch(function, args: tuple, kwargs: dict):
@@ -44,7 +59,7 @@ def dispatch(function, args: tuple, kwargs: dict):
     if in_kernel and row is not None and row.expand is not None:
         return _expand(row, args, kwargs)
     with torch._C.DisableTorchFunction():
-        if function in _FACTORIES and args and isinstance(args[0], (*NUMBERS, HostNumber, Sym)):
+        if function in _FROM_NUMBER and args and isinstance(args[0], (*NUMBERS, HostNumber, Sym)):
             return _literal_tensor(args[0], kwargs.get("dtype"))
         if in_kernel:
             return _kernel_side(function, row, args, kwargs)
@@ -53,12 +68,7 @@ def dispatch(function, args: tuple, kwargs: dict):
             return _literal_tensor(fill, kwargs.get("dtype"))
         if function in _PLAIN_ATTRIBUTES:  # guarded with the tensor itself
             return function(*args, **kwargs)
-        name = getattr(function, "__name__", "value")
-        owner = args[0] if args and isinstance(args[0], torch.Tensor) else None
-        known = trace.program.node_of(owner) if owner is not None else None
-        if name in ("__get__", "size", "item") and known is not None:
-            name = trace.program.steps[known].describe
-        return host_call(trace.program, function, args, kwargs, name)
+        return trace.host(function, args, kwargs, getattr(function, "__name__", "value"))
 
 
 def _expand(row: ops.Op, args: tuple, kwargs: dict):
@@ -127,7 +137,7 @@ def apply(row: ops.Op, args: tuple, kwargs: dict) -> Sym:
     folded = _fold(row, operands, dtype)
     if folded is not None:
         return Sym(folded)
-    return Sym(trace.table.make(row.name, operands, dtype, source=trace.source()))
+    return Sym(trace.made(trace.table.make(row.name, operands, dtype, source=trace.source())))
 
 
 _dtype_cache: dict[tuple, torch.dtype] = {}
@@ -138,7 +148,7 @@ def result_dtype(row: ops.Op, operands: list[Expr]) -> torch.dtype:
 
     On the CPU, not on meta: the first meta kernel of a process imports seconds of torch's compiler.
     """
-    key = (row.name, tuple((o.dtype, o.weak) for o in operands))
+    key = (row.name, torch.get_default_dtype(), tuple((o.dtype, o.weak) for o in operands))
     if key not in _dtype_cache:
         with torch._C.DisableTorchFunction():
             stand_ins = [_NUMBER_OF[ops.kind(o.dtype)] if o.weak else torch.ones((), dtype=o.dtype)
@@ -154,7 +164,6 @@ def result_dtype(row: ops.Op, operands: list[Expr]) -> torch.dtype:
 
 
 _NUMBER_OF = {"bool": True, "int": 1, "float": 1.0}
-_WEAK_DTYPE = {bool: torch.bool, int: torch.int64, float: torch.float32}
 
 
 def to_expr(value) -> Expr:
@@ -164,13 +173,12 @@ def to_expr(value) -> Expr:
         return value.expr
     if type(value) is TensorView:
         value.incomplete()
-    if isinstance(value, HostNumber) and not fits_int32(value.value):
-        value = value.pinned()  # rare, and a literal keeps to torch's rules of integer overflow in every dtype
-    if isinstance(value, HostNumber):
-        dtype = _WEAK_DTYPE[type(value.value)]
-        return trace.table.make("scalar", (), dtype, attr=trace.scalar_index(value), weak=True)
-    if isinstance(value, NUMBERS):
-        return trace.table.make("literal", (), _WEAK_DTYPE[type(value)], attr=value, weak=True)
+    if type(value) is HostValue:
+        raise Untrackable("uses an object where a number is needed")
+    if type(value) is HostNumber or type(value) in NUMBERS:
+        if type(value) is int and not -(1 << 63) <= value < 1 << 64:
+            raise trace.error(f"an integer of {value.bit_length()} bits", "Integers have at most 64.")
+        return trace.number(value)
     if isinstance(value, torch.Tensor):
         if value.ndim:
             raise trace.error(f"a captured tensor of shape {tuple(value.shape)} is used where a scalar is needed",
@@ -206,18 +214,20 @@ def index_tensor(tensor: torch.Tensor, index) -> Sym | TensorView:
             raise trace.error(f"an index of {e.dtype}", "Indices are integers: add .int() or .long().")
     if len(index) < tensor.ndim:
         return TensorView(tensor, index)
+    if tensor.layout != torch.strided or tensor.dtype not in READABLE:
+        raise trace.error(f"a captured tensor of {tensor.dtype} and {tensor.layout}",
+                          "Mods read strided tensors of real numbers: convert it before.")
     if tensor.ndim == 0 and tensor.device.type == "cpu" and not tensor.requires_grad:
-        return _host_scalar(tensor)
-    capture = trace.tensor_index(tensor, "captured")
-    return Sym(trace.table.make("load", exprs, tensor.dtype, attr=capture, source=trace.source()))
+        number = trace.host_scalar(tensor)
+        return Sym(_folded_literal(number.attr, tensor.dtype) if number.is_literal else
+                   trace.table.make("cast", (number,), tensor.dtype, source=trace.source()))
+    capture = trace.tensor_index(tensor)
+    return Sym(trace.made(trace.table.make("load", exprs, tensor.dtype, attr=capture, source=trace.source())))
 
 
-def _host_scalar(tensor: torch.Tensor) -> Sym:
-    """A 0-dim tensor in host memory: its value becomes an argument of the kernel, as torch allows on any device."""
-    trace = Run.current
-    node = trace.program.node_of(tensor)
-    number = adopt(trace.program, lambda values: values[node + 1].item(), tensor.item(), trace.program.steps[node].describe)
-    return _literal_tensor(number, tensor.dtype)
+# dtypes that kernels load
+READABLE = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32,
+            torch.int64, torch.float8_e4m3fn}
 
 
 def _literal_tensor(value, dtype: torch.dtype | None) -> Sym:
@@ -245,7 +255,7 @@ def _fold(row: ops.Op, operands: list[Expr], dtype: torch.dtype) -> Expr | None:
             result = row.torch(*plain)
         value = result.item() if isinstance(result, torch.Tensor) else result
         if all(o.weak for o in operands) and not isinstance(result, torch.Tensor):
-            return Run.current.table.make("literal", (), _WEAK_DTYPE[type(value)], attr=value, weak=True)
+            return Run.current.table.make("literal", (), WEAK_DTYPE[type(value)], attr=value, weak=True)
         return _folded_literal(value, dtype)
     if row.name in ("and_", "logical_and", "or_", "logical_or") and dtype == torch.bool:
         absorbing = row.name in ("or_", "logical_or")  # True absorbs in |, False in &

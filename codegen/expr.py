@@ -79,7 +79,6 @@ class TensorCapture:
     name: str
     dtype: torch.dtype
     ndim: int
-    node: int  # index into the host program that finds (or computes) it at every call
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +87,6 @@ class ScalarCapture:
 
     name: str
     kind: type  # int, float or bool
-    node: int
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,40 +1,46 @@
 """Tracing: run the user's mod once on symbols and record what it does to them.
 
-`trace(mod, kind)` returns a `Traced`: the frozen graph and the host program that finds the mod's captured values again.
+`trace(mod, kind)` returns a `Traced`: the frozen graph, the captured values, and how to find them again. There are two ways to run a mod.
+On stand-ins, its reads are recorded and can be repeated (`program`). Where that is not sound, it runs on the real objects, and is
+traced anew at every call (`refused` says why). Equal graphs are one object, so neither way compiles a kernel twice.
+
 Torch functions reach the tracer through `__torch_function__` and a TorchFunctionMode, Python's operators through the
 methods of `Sym`; both end in `dispatch`, which looks the operation up in the op table.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
-import linecache
+import threading
 import types
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import torch
 
-from .capture import HostProgram, name_of
-from .dispatch import Mode, to_expr
+from .capture import HostProgram, Untrackable, name_of
+from .dispatch import Mode, is_operation, to_expr
 from .errors import ModError
 from .expr import MASK_SYMBOLS, SCORE_SYMBOLS, Expr, ModGraph, SourceLine, walk
-from .symbols import Sym, TensorView, TracingRun, mod_error
+from .symbols import EagerRun, ReplayedRun, Sym, TensorView, TracingRun, is_machinery, line_of, mod_error, run_mod
 
 _SIGNATURES = {"score": f"score_mod({', '.join(SCORE_SYMBOLS)})", "mask": f"mask_mod({', '.join(MASK_SYMBOLS)})"}
 
 
 @dataclass(frozen=True, eq=False)
 class Traced:
-    """A traced mod with the program that finds its captured values again at every call."""
+    """A traced mod.
+
+    graph     its graph
+    program   finds the captured values again; None if the mod must be traced at every call
+    places    where among the program's values the captured tensors and numbers are
+    codes     the functions that were run
+    """
 
     graph: ModGraph
-    program: HostProgram
-
-    @functools.cached_property
-    def places(self) -> tuple[int, ...]:
-        """Where among the program's values the captured tensors and numbers are."""
-        return tuple(c.node + 1 for c in (*self.graph.tensors, *self.graph.scalars))
+    program: HostProgram | None
+    places: tuple[int, ...]
+    codes: frozenset[types.CodeType]
 
     def bind(self, mod) -> list | None:
         """The values of graph.tensors followed by those of graph.scalars for `mod`; None if the trace does not fit it."""
@@ -44,7 +50,10 @@ class Traced:
         return [values[place] for place in self.places]
 
 
-def _check_parameters(mod, kind: str) -> None:
+def check_parameters(mod, kind: str) -> None:
+    """Raises ModError, or TypeError, for what cannot be called with a mod's arguments."""
+    if not callable(mod):
+        raise TypeError(f"{kind}_mod must be a function, got {type(mod).__name__}")
     expected = SCORE_SYMBOLS if kind == "score" else MASK_SYMBOLS
     try:
         signature = inspect.signature(mod)
@@ -54,8 +63,7 @@ def _check_parameters(mod, kind: str) -> None:
         signature.bind(*expected)
     except TypeError:
         code = getattr(mod, "__code__", None)
-        where = SourceLine(code.co_filename, code.co_firstlineno,
-                           linecache.getline(code.co_filename, code.co_firstlineno).strip()) if code else None
+        where = line_of(code.co_filename, code.co_firstlineno) if isinstance(code, types.CodeType) else None
         name = name_of(mod)
         hint = ""
         other = "mask" if kind == "score" else "score"
@@ -69,69 +77,105 @@ def _check_parameters(mod, kind: str) -> None:
                          f"Write it as {_SIGNATURES[kind]}.{hint}", where, kind) from None
 
 
-def trace(mod, kind: str) -> Traced:
-    """Trace a score_mod (`kind="score"`) or mask_mod (`kind="mask"`).
+def replayable(mod, kind: str) -> tuple[Traced, list]:
+    """Trace a mod on stand-ins: the trace, which serves later calls, and the captured values of this one.
 
-    Symbols are 0-dim: score is float32, b, h, q_idx and kv_idx are int32. Raises ModError with the user's own line.
+    Raises Untrackable, or what the mod raises on stand-ins, if its reads cannot be recorded.
     """
-    if not callable(mod):
-        raise TypeError(f"{kind}_mod must be a function, got {type(mod).__name__}")
-    _check_parameters(mod, kind)
-    run = TracingRun(mod, kind)
-    names = SCORE_SYMBOLS if kind == "score" else MASK_SYMBOLS
+    run = ReplayedRun(mod, kind, is_operation)
+    result = _result(run, run.reader.root())
+    values = run.values()
+    return Traced(_graph_of(mod, run, result), run.program, (*run.tensors, *run.scalars), frozenset(run.codes)), values
+
+
+def traced_once(mod, kind: str) -> tuple[Traced, list]:
+    """Trace a mod on the objects that it captures: the trace, for this call alone, and the captured values.
+
+    Raises ModError with the user's own line for what cannot be in a kernel.
+    """
+    run = EagerRun(kind)
+    result = _result(run, mod)
+    return Traced(_graph_of(mod, run, result), None, (), frozenset(run.codes)), run.values()
+
+
+def _result(run: TracingRun, mod) -> Expr:
+    """What the mod gives for symbols. They are 0-dim: score is float32, b, h, q_idx and kv_idx are int32."""
+    names = SCORE_SYMBOLS if run.kind == "score" else MASK_SYMBOLS
     symbols = [Sym(run.table.make("symbol", (), torch.float32 if n == "score" else torch.int32, attr=n)) for n in names]
     with run.active():
-        tracked = run.reader.root(mod)
         with Mode():
             try:
-                result = tracked(*symbols)
-            except TypeError as error:  # Python's or torch's own words, with the user's line
-                raise mod_error(str(error).strip(), "", _line_of(error, run), kind) from error
-        expr = _checked_result(result, run)
-    nodes = walk(expr)
-    code = next(iter(run.reader.codes), None) if not isinstance(mod, types.FunctionType) else mod.__code__
-    origin = SourceLine(code.co_filename, code.co_firstlineno, "") if code else None
-    name = getattr(mod, "__name__", None) or type(mod).__name__
-    used = frozenset(n.attr for n in nodes if n.op == "symbol")
-    graph = ModGraph(kind, name, expr, tuple(run.tensors.values()), tuple(run.scalars.values()), origin, used)
-    run.program.values.clear()  # the trace outlives its first call; the captured values must not
-    run.program.root = None
-    return Traced(graph, run.program)
+                result = run_mod(mod, symbols)
+            except (TypeError, IndexError, KeyError) as error:  # Python's or torch's own words, with the user's line
+                raise mod_error(str(error).strip(), "", _line_of(error), run.kind) from error
+        return _checked_result(result, run, mod)
 
 
-def _line_of(error: Exception, run: TracingRun) -> SourceLine | None:
-    """The innermost line of the user's code that an error has passed."""
-    found, step = None, error.__traceback__
+_graphs: OrderedDict[tuple, ModGraph] = OrderedDict()
+_graphs_lock = threading.Lock()
+_MOST_GRAPHS = 4096
+
+
+def _graph_of(mod, run: TracingRun, result: Expr) -> ModGraph:
+    """The graph of a traced mod: the one that is there, if it is equal."""
+    nodes = walk(result)
+    numbers = {id(n): i for i, n in enumerate(nodes)}
+    code = getattr(mod, "__code__", None)
+    origin = SourceLine(code.co_filename, code.co_firstlineno, "") if isinstance(code, types.CodeType) else None
+    name, tensors, scalars = name_of(mod), tuple(run.tensors.values()), tuple(run.scalars.values())
+    key = (run.kind, name, origin, tensors, scalars,
+           tuple((n.op, tuple(numbers[id(a)] for a in n.args), n.dtype, repr(n.attr), n.weak, n.source) for n in nodes))
+    with _graphs_lock:
+        graph = _graphs.get(key)
+        if graph is None:
+            used = frozenset(n.attr for n in nodes if n.op == "symbol")
+            graph = _graphs[key] = ModGraph(run.kind, name, result, tensors, scalars, origin, used)
+            if len(_graphs) > _MOST_GRAPHS:
+                _graphs.popitem(last=False)
+        else:
+            _graphs.move_to_end(key)
+        return graph
+
+
+def clear() -> None:
+    """Forget every graph."""
+    with _graphs_lock:
+        _graphs.clear()
+
+
+def _line_of(error: Exception) -> SourceLine | None:
+    """The innermost line of the mod that an error has passed."""
+    found, inside, step = None, False, error.__traceback__
     while step is not None:
-        if step.tb_frame.f_code in run.reader.codes:
-            file, line = step.tb_frame.f_code.co_filename, step.tb_lineno
-            found = SourceLine(file, line, linecache.getline(file, line).strip())
+        code = step.tb_frame.f_code
+        if inside and not is_machinery(code.co_filename):
+            found = line_of(code.co_filename, step.tb_lineno)
+        inside = inside or code is run_mod.__code__
         step = step.tb_next
     return found
 
 
-def _checked_result(result, run: TracingRun) -> Expr:
+def _checked_result(result, run: TracingRun, mod) -> Expr:
     where = run.kind + "_mod"
     if isinstance(result, (tuple, list, dict, str)) or result is None:
         got = "nothing (a `return` is missing)" if result is None else f"a {type(result).__name__}"
-        raise _result_error(run, f"returns {got}", f"Return one scalar from {where}.")
+        raise _result_error(run, mod, f"returns {got}", f"Return one scalar from {where}.")
     if isinstance(result, torch.Tensor) and result.ndim:
-        raise _result_error(run, f"returns a tensor of shape {tuple(result.shape)}", f"{where} returns one scalar per position.")
+        raise _result_error(run, mod, f"returns a tensor of shape {tuple(result.shape)}", f"{where} returns one scalar per position.")
     if type(result) is TensorView:
-        raise _result_error(run, f"returns a tensor of shape {tuple(result.shape)}: a captured tensor of shape "
+        raise _result_error(run, mod, f"returns a tensor of shape {tuple(result.shape)}: a captured tensor of shape "
                                  f"{tuple(result.tensor.shape)} indexed by {len(result.index)} of its dimensions",
                             "Index every dimension.")
     expr = to_expr(result)
     if run.kind == "mask" and expr.dtype != torch.bool:
-        raise _result_error(run, f"returns {expr.dtype}, not torch.bool",
+        raise _result_error(run, mod, f"returns {expr.dtype}, not torch.bool",
                             "A mask_mod says which positions may attend: return a comparison, or add `!= 0`.", expr.source)
     return expr
 
 
-def _result_error(run: TracingRun, problem: str, remedy: str, source: SourceLine | None = None) -> ModError:
+def _result_error(run: TracingRun, mod, problem: str, remedy: str, source: SourceLine | None = None) -> ModError:
     if source is None:
-        code = getattr(run.program.root, "__code__", None)
-        if code is not None:
-            source = SourceLine(code.co_filename, code.co_firstlineno,
-                                linecache.getline(code.co_filename, code.co_firstlineno).strip())
+        code = getattr(mod, "__code__", None)
+        if isinstance(code, types.CodeType):
+            source = line_of(code.co_filename, code.co_firstlineno)
     return mod_error(problem, remedy, source, run.kind)

@@ -1,0 +1,763 @@
+"""A mod's captures change between calls, in every place that Python has for a value: each call computes what the mod computes then.
+
+A place is made with a first value, and then given others; after each the mod's graph, evaluated on the host, is compared with
+the mod itself on dense indices.
+"""
+
+from __future__ import annotations
+
+import builtins
+import collections
+import contextvars
+import dataclasses
+import enum
+import functools
+import math
+import operator
+import os
+import random
+import sys
+import types
+import weakref
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from dense import positions
+
+from flexpress import cache_clear
+from flexpress.codegen.host import compute
+from flexpress.codegen.signature import bind
+
+SHAPE = (2, 3, 5, 7)
+SCORES = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
+INDICES = positions(SHAPE, "cpu")
+NAMES = ("score", "b", "h", "q_idx", "kv_idx")
+
+
+def check(mod) -> None:
+    """What the mod's graph computes with what it captures now is what the mod computes now."""
+    graph, values = bind(mod, "score")
+    count = len(graph.tensors)
+    found = compute(graph.result, dict(zip(NAMES, (SCORES, *INDICES), strict=True)), values[:count], values[count:])
+    expected = mod(SCORES, *INDICES)
+    expected = expected if isinstance(expected, torch.Tensor) else torch.tensor(expected)
+    torch.testing.assert_close(found.float().expand(SHAPE), expected.float().expand(SHAPE), rtol=2e-6, atol=2e-6)
+
+
+def used(score, w, q_idx, kv_idx):
+    return score + w * (kv_idx - q_idx)
+
+
+# Places of one value. Each gives the mod and a function that puts another value into the place.
+
+Place = tuple[Callable, Callable]
+PLACES: dict[str, Callable[[object], Place]] = {}
+
+
+def place(function):
+    PLACES[function.__name__] = function
+    return function
+
+
+def in_namespace(text: str, **names) -> tuple[Callable, dict]:
+    """A mod written as text, and its globals."""
+    namespace = {"torch": torch, "used": used, "sys": sys, **names}
+    exec(f"def mod(score, b, h, q_idx, kv_idx):\n    {text}", namespace)
+    return namespace["mod"], namespace
+
+
+@place
+def closure_cell(w):
+    def mod(score, b, h, q_idx, kv_idx):
+        return used(score, w, q_idx, kv_idx)
+
+    def put(value):
+        nonlocal w
+        w = value
+    return mod, put
+
+
+@place
+def global_name(w):
+    mod, names = in_namespace("return used(score, w, q_idx, kv_idx)", w=w)
+    return mod, lambda value: names.update(w=value)
+
+
+@place
+def builtin_name(w):
+    mod, _ = in_namespace("return used(score, flexpress_test_value, q_idx, kv_idx)")
+    builtins.flexpress_test_value = w
+    return mod, lambda value: setattr(builtins, "flexpress_test_value", value)
+
+
+@place
+def default(w):
+    def mod(score, b, h, q_idx, kv_idx, w=w):
+        return used(score, w, q_idx, kv_idx)
+    return mod, lambda value: setattr(mod, "__defaults__", (value,))
+
+
+@place
+def keyword_default(w):
+    def mod(score, b, h, q_idx, kv_idx, *, w=w):
+        return used(score, w, q_idx, kv_idx)
+    return mod, lambda value: setattr(mod, "__kwdefaults__", {"w": value})
+
+
+@place
+def keyword_default_in_place(w):
+    def mod(score, b, h, q_idx, kv_idx, *, w=w):
+        return used(score, w, q_idx, kv_idx)
+    return mod, lambda value: mod.__kwdefaults__.update(w=value)
+
+
+def reading(read: Callable, holder) -> Callable:
+    return lambda score, b, h, q_idx, kv_idx: used(score, read(holder), q_idx, kv_idx)
+
+
+class Plain:
+    """An object with an attribute."""
+
+    def __init__(self, w):
+        self.w = w
+
+    @property
+    def doubled(self):
+        return self.w * 2
+
+    def method(self, score, b, h, q_idx, kv_idx):
+        return used(score, self.w, q_idx, kv_idx)
+
+    def reader(self):
+        return self.w
+
+
+class Slots:
+    __slots__ = ("w",)
+
+
+class Called(Plain):
+    def __call__(self, score, b, h, q_idx, kv_idx):
+        return used(score, self.w, q_idx, kv_idx)
+
+
+class Dynamic:
+    def __getattr__(self, name):
+        if name == "w":
+            return self.__dict__["hidden"]
+        raise AttributeError(name)
+
+
+class Items:
+    def __init__(self, w):
+        self.content = w
+
+    def __getitem__(self, key):
+        return self.content
+
+    def __len__(self):
+        return int(self.content)
+
+
+class Descriptor:
+    """A descriptor that keeps its value on itself."""
+
+    def __get__(self, owner, kind):
+        return self.value
+
+
+@dataclasses.dataclass
+class Data:
+    w: object
+    inner: object = None
+
+
+class Named(collections.namedtuple("Named", "w other")):  # noqa: SLOT002
+    """A tuple with names."""
+
+
+class Stringed(str):
+    """A string with an attribute."""
+
+
+def attributes(make, read, put=lambda holder, value: setattr(holder, "w", value)):
+    def made(w):
+        holder = make(w)
+        return reading(read, holder), lambda value: put(holder, value)
+    return made
+
+
+def filled(cls):
+    def make(w):
+        holder = cls()
+        holder.w = w
+        return holder
+    return make
+
+
+def klass(w):
+    return type("Config", (), {"w": w})
+
+
+def metaclass(w):
+    meta = type("Meta", (type,), {"w": property(lambda cls: cls.hidden)})
+    return meta("Config", (), {"hidden": w})
+
+
+def with_descriptor(w):
+    descriptor = Descriptor()
+    descriptor.value = w
+    return type("Owner", (), {"w": descriptor})()
+
+
+def module(w):
+    found = types.ModuleType("flexpress_test_settings")
+    found.w = w
+    sys.modules["flexpress_test_settings"] = found
+    return found
+
+
+def buffered(w):
+    return types.SimpleNamespace(w=w)
+
+
+def with_class_method(w):
+    return type("Config", (), {"w": w, "read": classmethod(lambda cls: cls.w)})
+
+
+def with_static_method(w):
+    return type("Config", (), {"read": staticmethod(lambda: w)})()
+
+
+def set_static(holder, value):
+    type(holder).read = staticmethod(lambda: value)
+
+
+def tagged(w):
+    tensor = torch.ones(3)
+    tensor.w = w
+    return tensor
+
+
+def tagged_parameter(w):
+    parameter = torch.nn.Parameter(torch.ones(3))
+    parameter.w = w
+    return parameter
+
+
+def partly(w):
+    return functools.partial(lambda value: value, w)
+
+
+def with_default(w):
+    return functools.partial(getattr, Plain(w), "w", 5)
+
+
+def chain(w):
+    return collections.ChainMap({}, {"w": w})
+
+
+def in_module(w):
+    found = torch.nn.Module()
+    found.w = w
+    return found
+
+
+def nested_module(w):
+    found = torch.nn.Module()
+    found.inner = torch.nn.Module()
+    found.inner.w = w
+    return found
+
+
+def context(w):
+    variable = contextvars.ContextVar("w")
+    variable.set(w)
+    return variable
+
+
+def try_read(holder):
+    try:
+        return holder.w
+    except AttributeError:
+        return 7
+
+
+def imported(holder):
+    import flexpress_test_settings
+    return flexpress_test_settings.w
+
+
+def imported_name(holder):
+    from flexpress_test_settings import w
+    return w
+
+
+def in_class_statement(holder):
+    class Local:
+        w = holder.w
+    return Local.w
+
+
+def matched(holder):
+    match holder.w:
+        case bool():
+            return 3
+        case int():
+            return 5
+        case other:
+            return other
+
+
+def with_statement(holder):
+    with torch.no_grad():
+        return holder.w
+
+
+def identity(holder):
+    return 11 if holder.w is holder.first else holder.w
+
+
+def two(w):
+    found = Plain(w)
+    found.first = w
+    return found
+
+
+class Kind(enum.Enum):
+    ONE = 1
+    TWO = 2
+
+
+PLACES |= {
+    "attribute": attributes(Plain, lambda o: o.w),
+    "attribute_deleted_and_set": attributes(Plain, lambda o: o.w, lambda o, v: (delattr(o, "w"), setattr(o, "w", v))),
+    "instance_dict": attributes(Plain, lambda o: o.__dict__["w"]),
+    "slots": attributes(filled(Slots), lambda o: o.w),
+    "property_": attributes(Plain, lambda o: o.doubled),
+    "property_replaced": attributes(lambda w: type("P", (), {"w": property(lambda self: w)})(), lambda o: o.w,
+                                    lambda o, v: setattr(type(o), "w", property(lambda self: v))),
+    "dynamic": attributes(lambda w: filled(Dynamic)(w), lambda o: o.w),
+    "dynamic_hidden": attributes(lambda w: (o := Dynamic(), setattr(o, "hidden", w))[0], lambda o: o.w,
+                                 lambda o, v: setattr(o, "hidden", v)),
+    "descriptor": attributes(with_descriptor, lambda o: o.w, lambda o, v: setattr(type(o).__dict__["w"], "value", v)),
+    "class_attribute": attributes(klass, lambda o: o.w),
+    "class_attribute_of_an_instance": attributes(lambda w: klass(w)(), lambda o: o.w, lambda o, v: setattr(type(o), "w", v)),
+    "class_attribute_hidden_by_an_instance": attributes(lambda w: klass(w)(), lambda o: o.w),
+    "class_by_type": attributes(lambda w: klass(w)(), lambda o: type(o).w, lambda o, v: setattr(type(o), "w", v)),
+    "class_by_dunder": attributes(lambda w: klass(w)(), lambda o: o.__class__.w, lambda o, v: setattr(type(o), "w", v)),
+    "class_exchanged": attributes(lambda w: klass(w)(), lambda o: o.w, lambda o, v: setattr(o, "__class__", klass(v))),
+    "base_class": attributes(lambda w: type("Sub", (klass(w),), {})(), lambda o: o.w, lambda o, v: setattr(type(o).__mro__[1], "w", v)),
+    "metaclass_property": attributes(metaclass, lambda o: o.w, lambda o, v: setattr(o, "hidden", v)),
+    "class_method": attributes(with_class_method, lambda o: o.read()),
+    "static_method": attributes(with_static_method, lambda o: o.read(), set_static),
+    "getattr_": attributes(Plain, lambda o: getattr(o, "w")),  # noqa: B009
+    "getattr_with_default": attributes(Plain, lambda o: getattr(o, "w", 5)),
+    "getattr_default_then_set": attributes(lambda w: Plain(w).__class__.__new__(Plain), lambda o: getattr(o, "w", 5)),
+    "hasattr_": attributes(lambda w: Plain.__new__(Plain), lambda o: o.w if hasattr(o, "w") else 5),
+    "try_except": attributes(Plain, try_read),
+    "try_except_then_set": attributes(lambda w: Plain.__new__(Plain), try_read),
+    "vars_": attributes(Plain, lambda o: vars(o)["w"]),
+    "attrgetter": attributes(Plain, operator.attrgetter("w")),
+    "nested_attribute": attributes(lambda w: Plain(Plain(w)), lambda o: o.w.w, lambda o, v: setattr(o.w, "w", v)),
+    "nested_object_exchanged": attributes(lambda w: Plain(Plain(w)), lambda o: o.w.w, lambda o, v: setattr(o, "w", Plain(v))),
+    "names_of_our_own": attributes(lambda w: types.SimpleNamespace(_at=w, _name=1, _value=2, _reader=3, _state=4, place=5),
+                                   lambda o: o._at, lambda o, v: setattr(o, "_at", v)),
+    "state_name": attributes(lambda w: types.SimpleNamespace(_state=w), lambda o: o._state, lambda o, v: setattr(o, "_state", v)),
+    "data_class": attributes(Data, lambda o: o.w),
+    "replaced_data_class": attributes(lambda w: Plain(Data(w)), lambda o: o.w.w,
+                                      lambda o, v: setattr(o, "w", dataclasses.replace(o.w, w=v))),
+    "namespace": attributes(buffered, lambda o: o.w),
+    "user_module": attributes(module, lambda o: o.w),
+    "imported_module": attributes(module, imported),
+    "imported_name": attributes(module, imported_name),
+    "nn_module": attributes(in_module, lambda o: o.w),
+    "nested_nn_module": attributes(nested_module, lambda o: o.inner.w, lambda o, v: setattr(o.inner, "w", v)),
+    "module_exchanged": attributes(nested_module, lambda o: o.inner.w, lambda o, v: setattr(o, "inner", in_module(v))),
+    "tensor_attribute": attributes(tagged, lambda o: o.w),
+    "parameter_attribute": attributes(tagged_parameter, lambda o: o.w),
+    "function_attribute": attributes(lambda w: (f := lambda: None, setattr(f, "w", w))[0], lambda o: o.w),
+    "string_attribute": attributes(lambda w: (s := Stringed("x"), setattr(s, "w", w))[0], lambda o: o.w),
+    "list_item": attributes(lambda w: [1, w], lambda o: o[1], lambda o, v: operator.setitem(o, 1, v)),
+    "last_item": attributes(lambda w: [1, w], lambda o: o[-1], lambda o, v: o.append(v)),
+    "list_in_list": attributes(lambda w: [[w]], lambda o: o[0][0], lambda o, v: operator.setitem(o, 0, [v])),
+    "tuple_in_list": attributes(lambda w: [(w, 2)], lambda o: o[0][0], lambda o, v: operator.setitem(o, 0, (v, 2))),
+    "unpacked": attributes(lambda w: [w, 2], lambda o: (lambda first, second: first)(*o), lambda o, v: operator.setitem(o, 0, v)),
+    "sum_of_a_list": attributes(lambda w: [w, 2], sum, lambda o, v: operator.setitem(o, 0, v)),
+    "comprehension": attributes(lambda w: [w, 2], lambda o: sum([x * 2 for x in o]), lambda o, v: operator.setitem(o, 0, v)),
+    "generator": attributes(lambda w: [w, 2], lambda o: sum(x * 2 for x in o), lambda o, v: operator.setitem(o, 0, v)),
+    "dict_item": attributes(lambda w: {"w": w}, lambda o: o["w"], lambda o, v: o.update(w=v)),
+    "dict_get": attributes(lambda w: {"w": w}, lambda o: o.get("w"), lambda o, v: o.update(w=v)),
+    "dict_get_default": attributes(lambda w: {}, lambda o: o.get("w", 5), lambda o, v: o.update(w=v)),
+    "dict_values": attributes(lambda w: {"w": w}, lambda o: next(iter(o.values())), lambda o, v: o.update(w=v)),
+    "dict_items": attributes(lambda w: {"w": w}, lambda o: [v for _, v in o.items()][0], lambda o, v: o.update(w=v)),
+    "dict_unpacked": attributes(lambda w: {"w": w}, lambda o: (lambda w: w)(**o), lambda o, v: o.update(w=v)),
+    "dict_in": attributes(lambda w: {}, lambda o: o["w"] if "w" in o else 5, lambda o, v: o.update(w=v)),
+    "dict_by_enum": attributes(lambda w: {Kind.ONE: w}, lambda o: o[Kind.ONE], lambda o, v: o.update({Kind.ONE: v})),
+    "ordered_dict": attributes(lambda w: collections.OrderedDict(w=w), lambda o: o["w"], lambda o, v: o.update(w=v)),
+    "ordered_dict_get": attributes(lambda w: collections.OrderedDict(w=w), lambda o: o.get("w"), lambda o, v: o.update(w=v)),
+    "default_dict": attributes(lambda w: collections.defaultdict(lambda: 5), lambda o: o["w"], lambda o, v: o.update(w=v)),
+    "counter": attributes(lambda w: collections.Counter(), lambda o: o["w"], lambda o, v: o.update(w=v) if type(v) is int else None),
+    "user_dict": attributes(lambda w: collections.UserDict(w=w), lambda o: o["w"], lambda o, v: o.update(w=v)),
+    "user_list": attributes(lambda w: collections.UserList([w]), lambda o: o[0], lambda o, v: operator.setitem(o, 0, v)),
+    "chain_map": attributes(chain, lambda o: o["w"], lambda o, v: operator.setitem(o, "w", v)),
+    "deque": attributes(lambda w: collections.deque([w]), lambda o: o[0], lambda o, v: o.appendleft(v)),
+    "mapping_proxy": attributes(klass, lambda o: o.__dict__["w"]),
+    "named_tuple": attributes(lambda w: Plain(Named(w, 1)), lambda o: o.w.w, lambda o, v: setattr(o, "w", Named(v, 1))),
+    "named_tuple_item": attributes(lambda w: Plain(Named(w, 1)), lambda o: o.w[0], lambda o, v: setattr(o, "w", o.w._replace(w=v))),
+    "own_getitem": attributes(Items, lambda o: o["anything"], lambda o, v: setattr(o, "content", v)),
+    "context_variable": attributes(context, lambda o: o.get(), lambda o, v: o.set(v)),
+    "weak_reference": attributes(lambda w: Plain(w), lambda o: weakref.ref(o)().w),
+    "class_statement": attributes(Plain, in_class_statement),
+    "match_": attributes(Plain, matched),
+    "with_": attributes(Plain, with_statement),
+    "identity_": attributes(two, identity),
+    "partial_argument": attributes(lambda w: Plain(partly(w)), lambda o: o.w(), lambda o, v: setattr(o, "w", partly(v))),
+    "partial_of_getattr": attributes(with_default, lambda o: o(), lambda o, v: setattr(o.args[0], "w", v)),
+    "cell_of_a_helper": attributes(lambda w: Plain((lambda x: lambda: x)(w)), lambda o: o.w(),
+                                   lambda o, v: setattr(o.w.__closure__[0], "cell_contents", v)),
+    "recursive_list": attributes(lambda w: (x := [w], x.append(x))[0], lambda o: o[1][1][0], lambda o, v: operator.setitem(o, 0, v)),
+    "recursive_object": attributes(lambda w: (o := Plain(w), setattr(o, "me", o))[0], lambda o: o.me.me.w),
+}
+
+
+@place
+def bound_method(w):
+    owner = Plain(w)
+    return owner.method, lambda value: setattr(owner, "w", value)
+
+
+@place
+def callable_object(w):
+    owner = Called(w)
+    return owner, lambda value: setattr(owner, "w", value)
+
+
+@place
+def decorated(w):
+    """wraps() copies torch's name and module onto a function of the user's."""
+    state = [w]
+
+    @functools.wraps(torch.tanh)
+    def inner(score, q_idx, kv_idx):
+        return used(score, state[0], q_idx, kv_idx)
+    return lambda score, b, h, q_idx, kv_idx: inner(score, q_idx, kv_idx), lambda value: operator.setitem(state, 0, value)
+
+
+@place
+def name_of_an_attribute(w):
+    """A global that has the name of an attribute is not read for it."""
+    mod, names = in_namespace("return used(score, holder.w, q_idx, kv_idx)", w=99, holder=Plain(w))
+    return mod, lambda value: setattr(names["holder"], "w", value)
+
+
+@place
+def helper_by_two_names(w):
+    """One function reached by two names, of which one is changed."""
+    first = lambda score, q_idx, kv_idx: used(score, w, q_idx, kv_idx)  # noqa: E731
+    mod, names = in_namespace("return f(score, q_idx, kv_idx) + g(score, q_idx, kv_idx)", f=first, g=first)
+    return mod, lambda value: names.update(g=lambda score, q_idx, kv_idx: used(score, value, q_idx, kv_idx))
+
+
+@place
+def module_forward(w):
+    class Mod(torch.nn.Module):
+        def forward(self, score, b, h, q_idx, kv_idx):
+            return used(score, self.w, q_idx, kv_idx)
+    found = Mod()
+    found.w = w
+    return found, lambda value: setattr(found, "w", value)
+
+
+@place
+def module_with_a_hook(w):
+    class Mod(torch.nn.Module):
+        def forward(self, score, b, h, q_idx, kv_idx):
+            return score
+
+    found, state = Mod(), [w]
+    found.register_forward_hook(lambda module, args, out: used(out, state[0], args[3], args[4]))
+    return found, lambda value: operator.setitem(state, 0, value)
+
+
+@place
+def submodule_called(w):
+    class Inner(torch.nn.Module):
+        def forward(self, score, q_idx, kv_idx):
+            return used(score, self.w, q_idx, kv_idx)
+    inner = Inner()
+    inner.w = w
+    return lambda score, b, h, q_idx, kv_idx: inner(score, q_idx, kv_idx), lambda value: setattr(inner, "w", value)
+
+
+VALUES = {
+    "another_int": (2, 3),
+    "a_float": (2, 2.5),
+    "a_bool": (1, True),
+    "a_tensor": (2, torch.tensor(0.75)),
+    "a_numpy_number": (0.5, np.float32(1.25)),
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """Every test starts without traces, and leaves no names behind."""
+    cache_clear()
+    yield
+    sys.modules.pop("flexpress_test_settings", None)
+    builtins.__dict__.pop("flexpress_test_value", None)
+
+
+@pytest.mark.parametrize("change", VALUES)
+@pytest.mark.parametrize("name", PLACES)
+def test_a_changed_value_is_seen(name, change):
+    """There and back: the second change finds traces of both."""
+    first, second = VALUES[change]
+    mod, put = PLACES[name](first)
+    check(mod)
+    check(mod)
+    for value in (second, first, second):
+        put(value)
+        check(mod)
+        check(mod)
+
+
+# What Python asks of a value while the mod runs. `o.w` is changed from the first value to the others.
+
+ASKED: dict[str, tuple[Callable, tuple]] = {
+    "isinstance": (lambda o: 2 if isinstance(o.w, int) else 3, (1, 1.0, True)),
+    "isinstance of several": (lambda o: 2 if isinstance(o.w, (float, str)) else 3, (1, 1.0, "x")),
+    "type": (lambda o: 2 if type(o.w) == int else 3, (1, 1.0, True)),  # noqa: E721
+    "type is": (lambda o: 2 if type(o.w) is int else 3, (1, 1.0, True)),
+    "is True": (lambda o: 2 if o.w is True else 3, (True, 1, False)),
+    "is not None": (lambda o: 2 if o.w is not None else 3, (None, 0, 1)),
+    "None is": (lambda o: 2 if None is o.w else 3, (None, 0, 1)),
+    "is of objects": (lambda o: 2 if o.w is o.first else 3, (math, torch, math)),
+    "== of objects": (lambda o: 2 if o.w == o.first else 3, (Plain(1), Plain(1), None)),
+    "== of functions": (lambda o: 2 if o.w == o.first else 3, (check, used, check)),
+    "== of lists": (lambda o: 2 if o.w == [1, 2] else 3, ([1, 2], [1, 3], (1, 2))),
+    "!= of strings": (lambda o: 2 if o.w != "a" else 3, ("a", "b", "a")),
+    "in a list": (lambda o: 2 if 3 in o.w else 3, ([1, 2], [3], [])),
+    "in a tuple of constants": (lambda o: 2 if o.w in (1, "x", None) else 3, (1, "x", 5)),
+    "in a set": (lambda o: 2 if o.w in {1, 2} else 3, (1, 5, 2)),
+    "in a string": (lambda o: 2 if o.w in "abc" else 3, ("a", "d", "")),
+    "in a dict": (lambda o: 2 if "a" in o.w else 3, ({"a": 1}, {"b": 1}, {})),
+    "in a range": (lambda o: 2 if o.w in range(3) else 3, (1, 5, 2)),
+    "truth of a list": (lambda o: 2 if o.w else 3, ([1], [], [0])),
+    "truth of an object": (lambda o: 2 if o.w else 3, (Items(0), Items(2), None)),
+    "not": (lambda o: 2 if not o.w else 3, (0, 1, 0.0)),
+    "and or": (lambda o: o.w and 2 or 3, (0, 1, 4)),
+    "chained comparison": (lambda o: 2 if 0 < o.w < 3 else 3, (1, 5, -1)),
+    "min": (lambda o: min(o.w, 2), (1, 5, -1.5)),
+    "max of a list": (lambda o: max(o.w), ([1, 2], [5], [0.5, -1])),
+    "sorted": (lambda o: sorted(o.w)[0], ([3, 1], [5, 9], [0.5])),
+    "reversed": (lambda o: list(reversed(o.w))[0], ([3, 1], [5, 9], [0.5])),
+    "enumerate": (lambda o: sum(i * x for i, x in enumerate(o.w)), ([3, 1], [5, 9, 2], [0.5])),
+    "zip": (lambda o: sum(x * y for x, y in zip(o.w, [1, 2, 3], strict=False)), ([3, 1], [5, 9, 2], [0.5])),
+    "map": (lambda o: sum(map(lambda x: x + 1, o.w)), ([3, 1], [5, 9, 2], [0.5])),
+    "any all": (lambda o: 2 if any(o.w) and not all(o.w) else 3, ([0, 1], [1, 1], [])),
+    "len": (lambda o: len(o.w), ([1], [], "abc")),
+    "len of an object": (lambda o: len(o.w), (Items(1), Items(4), [1])),
+    "range": (lambda o: sum(range(o.w)), (3, 5, 0)),
+    "while": (lambda o: [n := o.w, [n := n - 1 for _ in range(2)]][0], (3, 5, 1)),
+    "int": (lambda o: int(o.w), (2.5, 3.5, -1)),
+    "float": (lambda o: float(o.w), (2, 3, True)),
+    "round": (lambda o: round(o.w), (2.4, 3.6, -1)),
+    "divmod": (lambda o: divmod(o.w, 3)[1], (4, 5, 2.5)),
+    "abs": (lambda o: abs(o.w), (-4, 5, -2.5)),
+    "pow": (lambda o: pow(o.w, 2), (4, 5, 2.5)),
+    "math": (lambda o: math.floor(o.w) + math.sqrt(abs(o.w)), (4, 5, -2.5)),
+    "hex": (lambda o: len(hex(o.w)), (4, 500, 0)),
+    "str": (lambda o: len(str(o.w)), (4, 500, None)),
+    "str of an object": (lambda o: len(str(o.w)), (Kind.ONE, [1, 2], "abc")),
+    "repr": (lambda o: len(repr(o.w)), ("a", "ab", 3)),
+    "f-string": (lambda o: {"1": 5, "2": 7}.get(f"{o.w}", 9), (1, 2, "1")),
+    "format": (lambda o: 5 if f"{o.w:.1f}" == "1.5" else 7, (1.5, 2.5, 1.52)),
+    "percent": (lambda o: 5 if "%s" % o.w == "1" else 7, (1, 2, "1")),  # noqa: UP031
+    "string method": (lambda o: 5 if o.w.startswith("a") else 7, ("ab", "b", "a")),
+    "hash": (lambda o: hash(o.w) % 7, (1, 2, "a")),
+    "key of a dict": (lambda o: {1: 5, 2: 7, "a": 9}[o.w], (1, 2, "a")),
+    "index of a list": (lambda o: [5, 7, 9][o.w], (1, 2, -1)),
+    "slice": (lambda o: sum([5, 7, 9][:o.w]), (1, 2, None)),
+    "bit_length": (lambda o: o.w.bit_length(), (1, 200, 0)),
+    "real": (lambda o: o.w.real, (1, 2.5, True)),
+    "is_integer": (lambda o: 2 if float(o.w).is_integer() else 3, (1, 2.5, 3.0)),
+    "callable": (lambda o: 2 if callable(o.w) else 3, (check, 1, None)),
+    "issubclass": (lambda o: 2 if issubclass(o.w, Plain) else 3, (Called, Items, Plain)),
+    "class called": (lambda o: o.w(2.6) * 1, (int, float, bool)),
+    "class of the user's called": (lambda o: o.w(3).w, (Called, Plain, Data)),
+    "dir": (lambda o: len([n for n in dir(o.w) if n == "w"]), (Plain(1), 1, Plain(2))),
+    "id": (lambda o: 2 if id(o.w) == id(o.first) else 3, (check, used, check)),
+    "enum": (lambda o: 2 if o.w is Kind.ONE else 3, (Kind.ONE, Kind.TWO, 1)),
+    "enum value": (lambda o: o.w.value, (Kind.ONE, Kind.TWO, Kind.ONE)),
+    "complex": (lambda o: o.w.imag, (1 + 2j, 3.0, 5 + 1j)),
+    "bytes": (lambda o: o.w[0], (b"ab", b"b", [7])),
+    "set": (lambda o: len(o.w | {1}), ({1}, {2}, set())),
+    "frozenset": (lambda o: 2 if 1 in o.w else 3, (frozenset([1]), frozenset(), [1])),
+    "dtype": (lambda o: torch.tensor(2.6).to(o.w), (torch.float32, torch.int32, torch.float64)),
+    "device": (lambda o: 2 if o.w.type == "cpu" else 3, (torch.device("cpu"), torch.device("meta"), torch.device("cpu"))),
+    "tensor ndim": (lambda o: o.w.ndim, (torch.ones(2), torch.ones(2, 2), torch.ones(()))),
+    "tensor shape": (lambda o: o.w.shape[0], (torch.ones(2), torch.ones(5, 2), torch.ones(3))),
+    "shape ==": (lambda o: 2 if o.w.shape == (2,) else 3, (torch.ones(2), torch.ones(5), torch.ones(2, 2))),
+    "tensor size": (lambda o: o.w.numel() + o.w.size(0), (torch.ones(2), torch.ones(5, 2), torch.ones(3))),
+    "tensor stride": (lambda o: o.w.stride(0), (torch.ones(2), torch.ones(5, 2), torch.ones(6)[::2])),
+    "tensor contiguous": (lambda o: 2 if o.w.is_contiguous() else 3, (torch.ones(2), torch.ones(6)[::2], torch.ones(3))),
+    "tensor dtype": (lambda o: 2 if o.w.dtype == torch.float32 else 3, (torch.ones(2), torch.ones(2).half(), torch.ones(2, dtype=int))),
+    "tensor requires_grad": (lambda o: 2 if o.w.requires_grad else 3, (torch.ones(2), torch.ones(2, requires_grad=True), torch.ones(2))),
+    "isinstance of a parameter": (lambda o: 2 if isinstance(o.w, torch.nn.Parameter) else 3,
+                                  (torch.ones(2), torch.nn.Parameter(torch.ones(2)), torch.ones(2))),
+    "if tensor": (lambda o: 2 if o.w > 1 else 3, (torch.tensor(2.0), torch.tensor(0.0), torch.tensor(5))),
+    "int of a tensor": (lambda o: int(o.w[0]), (torch.tensor([2.0]), torch.tensor([4.5]), torch.tensor([7]))),
+    "tensor item": (lambda o: o.w.item(), (torch.tensor(2.0), torch.tensor(4.5), torch.tensor(7))),
+    "tensor tolist": (lambda o: sum(o.w.tolist()), (torch.ones(2), torch.arange(3), torch.ones(0))),
+    "tensor iterated": (lambda o: sum(x * 2 for x in o.w), (torch.ones(2), torch.arange(3), torch.ones(4))),
+    "tensor unpacked": (lambda o: (lambda x, *_: x)(*o.w), (torch.ones(2), torch.arange(3) + 1, torch.ones(4) * 3)),
+    "len of a tensor": (lambda o: len(o.w), (torch.ones(2), torch.arange(3), torch.ones(4, 2))),
+    "in a tensor": (lambda o: 2 if 1 in o.w else 3, (torch.ones(2), torch.zeros(3), torch.arange(4))),
+    "tensor numpy": (lambda o: float(o.w.numpy()[0]), (torch.ones(2), torch.zeros(3), torch.ones(4) * 3)),
+    "nan": (lambda o: 2 if o.w != o.w else 3, (math.nan, 1.0, math.nan)),
+    "signed zero": (lambda o: math.copysign(2, o.w), (0.0, -0.0, 1)),
+    "numpy array": (lambda o: o.w[0], (np.ones(2), np.arange(3) + 5, np.zeros(2, dtype=np.int8))),
+    "numpy shape": (lambda o: o.w.shape[0], (np.ones(2), np.arange(3), np.zeros((4, 2)))),
+    "numpy arithmetic": (lambda o: o.w / 3, (np.float32(1.5), np.float64(1.5), np.int8(7))),
+    "numpy wrap-around": (lambda o: int(o.w + o.w), (np.int8(100), np.int16(100), 100)),
+    "environment": (lambda o: len(os.environ.get("FLEXPRESS_TEST", "")) + o.w, (1, 2, 3)),
+}
+
+
+@pytest.mark.parametrize("question", ASKED)
+def test_what_python_asks_is_seen(question):
+    """Three values in turn, twice each, and the first one again."""
+    answer, values = ASKED[question]
+    holder = Plain(values[0])
+    holder.first = values[0]
+    mod = reading(answer, holder)
+    for value in (*values, values[0]):
+        holder.w = value
+        check(mod)
+        check(mod)
+
+
+# The rest of the world
+
+def test_the_grad_mode_is_seen():
+    mod = lambda score, b, h, q_idx, kv_idx: score * (2 if torch.is_grad_enabled() else 3)  # noqa: E731
+    for enabled in (True, False, True):
+        with torch.set_grad_enabled(enabled):
+            check(mod)
+
+
+def test_the_default_dtype_is_seen():
+    mod = lambda score, b, h, q_idx, kv_idx: score * (2 if torch.get_default_dtype() == torch.float32 else 3)  # noqa: E731
+    divided = lambda score, b, h, q_idx, kv_idx: score * ((h / 2).dtype == torch.float32)  # noqa: E731
+    try:
+        for dtype in (torch.float32, torch.float64, torch.float32):
+            torch.set_default_dtype(dtype)
+            for one in (mod, divided):
+                check(one)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_random_numbers_are_drawn_at_every_call():
+    """As many as the mod draws in Python, also at the first call."""
+    def mod(score, b, h, q_idx, kv_idx):
+        return score * random.random() + torch.rand(())
+
+    random.seed(3)
+    torch.manual_seed(3)
+    expected = [(random.random(), torch.rand(()).item()) for _ in range(3)]
+    random.seed(3)
+    torch.manual_seed(3)
+    drawn = []
+    for _ in range(3):
+        graph, values = bind(mod, "score")
+        drawn.append(values)
+    assert [tuple(v) for v in drawn] == [pytest.approx(e) for e in expected]
+
+
+def test_side_effects_happen_once_a_call():
+    """Python code beside the kernel runs once for each call, as in torch."""
+    calls, count = [], 0
+
+    def mod(score, b, h, q_idx, kv_idx):
+        nonlocal count
+        calls.append(len(calls))
+        count += 1
+        return score * (len(calls) * 10)
+
+    for expected in (1, 2, 3):
+        graph, values = bind(mod, "score")
+        scored = compute(graph.result, {"score": torch.ones(())}, [], values).item()
+        assert (len(calls), count, scored) == (expected, expected, expected * 10)
+
+
+def test_a_changed_function_of_a_library_is_seen(monkeypatch):
+    mod = lambda score, b, h, q_idx, kv_idx: torch.tanh(score)  # noqa: E731
+    check(mod)
+    monkeypatch.setattr(torch, "tanh", torch.sigmoid)
+    check(mod)
+    monkeypatch.undo()
+    check(mod)
+
+
+def test_hooks_that_come_and_go_are_seen():
+    module = torch.nn.Module()
+    module.forward = lambda score, b, h, q_idx, kv_idx: score * 2
+    check(module)
+    handle = module.register_forward_hook(lambda module, args, out: out + 5)
+    check(module)
+    handle.remove()
+    check(module)
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, args, out: out + 7)
+    try:
+        check(module)
+    finally:
+        handle.remove()
+    check(module)
+
+
+def test_a_parametrized_weight_is_computed_at_every_call():
+    class Mod(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(3))
+
+        def forward(self, score, b, h, q_idx, kv_idx):
+            return score + self.weight[h] * self.weight[0]
+
+    class Doubled(torch.nn.Module):
+        def forward(self, x):
+            return x * 2
+
+    module = Mod()
+    check(module)
+    torch.nn.utils.parametrize.register_parametrization(module, "weight", Doubled())
+    check(module)
+    with torch.no_grad():
+        module.parametrizations.weight.original.mul_(3)
+    check(module)
+
+
+@pytest.mark.parametrize("other", ["and_masks", "or_masks"])
+def test_one_mask_twice_and_then_two(other):
+    """torch's helpers and ours: the second guard of one function is not lost."""
+    from torch.nn.attention import flex_attention as torch_flex
+
+    import flexpress
+
+    causal = lambda b, h, q_idx, kv_idx: q_idx >= kv_idx  # noqa: E731
+    window = lambda b, h, q_idx, kv_idx: q_idx - kv_idx < 2  # noqa: E731
+    for home in (torch_flex, flexpress):
+        join = getattr(home, other)
+        for parts in ((causal, causal), (causal, window), (window, causal), (window, window), (causal, causal)):
+            mod = join(*parts)
+            graph, values = bind(mod, "mask")
+            assert torch.equal(compute(graph.result, dict(zip(NAMES[1:], INDICES, strict=True)), values, []).expand(SHAPE),
+                               mod(*INDICES).expand(SHAPE))
+
+
+def test_enough_changes_are_tested():
+    assert len(PLACES) * len(VALUES) + len(ASKED) >= 300
