@@ -78,7 +78,9 @@ def preview(
     use_tma    as the option USE_TMA: None is what the newest GPUs get, and no TMA on "hip" and "cpu"
     details    block_size=(128, 128)    of the block mask
                separate_full=True       full blocks are listed apart
+               interior=True            no full block reaches past KV_LEN
                starts=False             blocks begin where a tensor says
+               scale_is_positive=True
                output_max=False         max_scores are asked for
                transposed=False         q, k and v lie in memory as (B, H, D, S), so the head dim is strided
                options=Options()        forward_plan.Options: the other kernel_options
@@ -122,14 +124,11 @@ def hopper_compilation(
     head_dim: int = 128,
     head_dim_v: int | None = None,
     *,
-    interior: bool = True,
-    scale_is_positive: bool = True,
     cache: Cache | None = None,
     **details,
 ) -> Compilation:
     """The forward kernel in Gluon for sm_90, as `compilation` gives the portable one. ValueError for what it does not serve.
 
-    interior   no full block reaches past KV_LEN
     cache      where a cache holds the keys; with starts=True
     """
     if target != "sm_90":
@@ -137,8 +136,7 @@ def hopper_compilation(
     case, geometry, bound = _imagined_case(
         score_mod, mask_mod, dtype, head_dim, head_dim_v, target, None, **details
     )
-    blocks = case.blocks and case.blocks._replace(interior=interior)
-    case = case._replace(blocks=blocks, scale_is_positive=scale_is_positive, cache=cache)
+    case = case._replace(cache=cache)
     reason = fits(case, geometry)
     if reason:
         raise ValueError(reason)
@@ -165,16 +163,20 @@ def backward_compilations(
     *,
     block_size: tuple[int, int] = (128, 128),
     separate_full: bool = True,
+    interior: bool = True,
     captured: bool = False,
     deterministic: bool = False,
     lse_gradient: bool = False,
     starts: bool = False,
     whole: bool = True,
+    scale_is_positive: bool = True,
+    options: Options | None = None,
 ) -> dict[str, Compilation]:
     """The three kernels of the backward pass by name, as `compilation` gives the forward kernel.
 
     captured   the tensors that score_mod captures want gradients
     whole      Q_LEN and KV_LEN are whole blocks
+    interior   no full block reaches past KV_LEN
     """
     d_v = head_dim if head_dim_v is None else head_dim_v
     B, H, Q_LEN, KV_LEN = EXTENTS
@@ -184,7 +186,7 @@ def backward_compilations(
     shapes += [shapes[0], shapes[1], shapes[2]]
     layouts = [(H * n * d, n * d, d, 1) for _, _, n, d in shapes]
     geometry = backward_geometry(getattr(torch, dtype).itemsize, tuple(shapes), tuple(layouts))
-    options = Options(use_tma=use_tma)
+    options = (options or Options())._replace(use_tma=use_tma)
     arch = architecture_for(target)
     tma = wants_tma(options, getattr(torch, dtype), arch)
     tensors = bound[0][1][: len(bound[0][0].tensors)] if captured and bound[0] else []
@@ -194,8 +196,9 @@ def backward_compilations(
         d_v,
         geometry.aligned,
         tuple(tma and fits for fits in geometry.tma),
-        Blocks(separate_full, *block_size, starts=starts) if mask else None,
+        Blocks(separate_full, *block_size, interior, starts) if mask else None,
         options,
+        scale_is_positive,
         deterministic=deterministic,
         lse_gradient=lse_gradient,
         captured=frozenset(i for i, t in enumerate(tensors) if t.is_floating_point()),
@@ -378,6 +381,8 @@ def _imagined_case(
     transposed: bool = False,
     options: Options | None = None,
     starts: bool = False,
+    interior: bool = True,
+    scale_is_positive: bool = True,
 ) -> tuple[ForwardCase, Geometry, list]:
     """The case, its geometry, and the bound mods."""
     if dtype not in ("float16", "bfloat16", "float32"):
@@ -394,9 +399,10 @@ def _imagined_case(
         geometry.units,
         geometry.aligned,
         geometry.tma and wants_tma(options, getattr(torch, dtype), arch),
-        Blocks(separate_full, *block_size, starts=starts) if mask_mod else None,
+        Blocks(separate_full, *block_size, interior, starts) if mask_mod else None,
         options,
-        output_max=output_max,
+        scale_is_positive,
+        output_max,
     )
     return case, geometry, bound
 

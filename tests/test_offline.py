@@ -48,6 +48,7 @@ FORWARD = {  # every branch of the template and every row of the tile tables, no
     "causal d128 bf16": ("causal", {}),
     "causal d128 bf16 by pointers": ("causal", dict(use_tma=False)),
     "causal d128 fp32": ("causal", dict(dtype="float32")),
+    "causal d128 fp16, full blocks past the end": ("causal", dict(dtype="float16", interior=False)),
     "causal d256 bf16": ("causal", dict(head_dim=256)),
     "causal d192x128 bf16": ("causal", dict(head_dim=192, head_dim_v=128)),
     "alibi causal d128 bf16": ("alibi causal", {}),
@@ -114,7 +115,7 @@ OTHERS = {
 BACKWARD = {  # each is three kernels
     "plain d64 bf16": ("plain", dict(head_dim=64, whole=False)),
     "causal d128 bf16": ("causal", {}),
-    "causal d128 bf16 by pointers": ("causal", dict(use_tma=False)),
+    "causal d128 bf16 by pointers": ("causal", dict(use_tma=False, whole=False, interior=False)),
     "causal d256 bf16": ("causal", dict(head_dim=256, lse_gradient=True, whole=False)),
     "causal d192x128 bf16": ("causal", dict(head_dim=192, head_dim_v=128)),
     "causal d128 fp32": ("causal", dict(dtype="float32", separate_full=False)),
@@ -189,7 +190,7 @@ FP8_TARGETS = ("sm_90", "sm_100")
 EVERYWHERE = {"causal d128 bf16", "plain d128 bf16: decode", "plain d128 bf16: combine", "evaluate softcap", "block_lists", "block_starts",
               "update_cache", "dense_mask global_sliding", "softcap causal d128 bf16: dq", "block_zones document",
               "block_status document, ragged", "block_lists document, transposed",
-              "causal d128 bf16: delta", "causal d128 bf16: dkv", "causal d128 bf16: dq"}
+              "causal d128 fp16, full blocks past the end", "causal d128 bf16: delta", "causal d128 bf16: dkv", "causal d128 bf16: dq"}
 
 
 def targets_of(case: str) -> list[str]:
