@@ -170,6 +170,9 @@ def to_expr(value) -> Expr:
         dtype = _WEAK_DTYPE[type(value.value)]
         return trace.table.make("scalar", (), dtype, attr=trace.scalar_index(value), weak=True)
     if isinstance(value, NUMBERS):
+        if isinstance(value, int) and not -1 << 63 <= value < 1 << 63:
+            raise trace.error(f"the number {value:.3e} does not fit into 64 bits" if abs(value) < 10**300 else
+                              "a number does not fit into 64 bits", "Write a float, or a smaller integer.")
         return trace.table.make("literal", (), _WEAK_DTYPE[type(value)], attr=value, weak=True)
     if isinstance(value, torch.Tensor):
         if value.ndim:
