@@ -176,8 +176,6 @@ def to_expr(value) -> Expr:
     if type(value) is HostValue:
         raise Untrackable("uses an object where a number is needed")
     if type(value) is HostNumber or type(value) in NUMBERS:
-        if type(value) is int and not -(1 << 63) <= value < 1 << 64:
-            raise trace.error(f"an integer of {value.bit_length()} bits", "Integers have at most 64.")
         return trace.number(value)
     if isinstance(value, torch.Tensor):
         if value.ndim:

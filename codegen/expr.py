@@ -128,22 +128,31 @@ INDEX_BOUND = (1 << 23) - 4096  # of a sequence: its indices, and those of block
 
 
 def value_range(node: Expr, symbols: dict | None = None, scalars: tuple = ()) -> tuple[float, float]:
-    """Bounds of an integer expression; (-inf, inf) when unknown.
+    """Bounds of an integer expression; (-inf, inf) when unknown, and when it may wrap around.
 
     symbols   largest value of each index symbol, each from 0 on; INDEX_BOUND - 1 where it is not given
     scalars   values of ModGraph.scalars, where they are known
     """
+    found: dict[int, tuple[float, float]] = {}
+    for n in walk(node):
+        found[id(n)] = _value_range(n, [found[id(a)] for a in n.args], symbols or {}, scalars)
+    return found[id(node)]
+
+
+def _value_range(node: Expr, args: list[tuple[float, float]], symbols: dict, scalars: tuple) -> tuple[float, float]:
     if node.op == "symbol":
-        return (0, (symbols or {}).get(node.attr, INDEX_BOUND - 1)) if node.attr in MASK_SYMBOLS else UNKNOWN
+        return (0, symbols.get(node.attr, INDEX_BOUND - 1)) if node.attr in MASK_SYMBOLS else UNKNOWN
     if node.op == "literal":
         return (node.attr, node.attr) if isinstance(node.attr, (int, bool)) else UNKNOWN
     if node.op == "scalar" and scalars and isinstance(scalars[node.attr], int):
         return (scalars[node.attr], scalars[node.attr])
     if node.op not in RANGE_RULES or node.dtype.is_floating_point or node.dtype == torch.bool:
         return UNKNOWN
-    low, high = RANGE_RULES[node.op](*(value_range(a, symbols, scalars) for a in node.args))
     limits = torch.iinfo(node.dtype)
-    return (low, high) if limits.min <= low and high <= limits.max else UNKNOWN  # it may wrap around
+    if any(a.weak and not (limits.min <= low and high <= limits.max) for a, (low, high) in zip(node.args, args, strict=True)):
+        return UNKNOWN  # a Python number wraps around before the operation
+    low, high = RANGE_RULES[node.op](*args)
+    return (low, high) if limits.min <= low and high <= limits.max else UNKNOWN
 
 
 UNKNOWN = (float("-inf"), float("inf"))

@@ -418,7 +418,7 @@ def _lshift_interval(x, y):
         return None
     amount = y.lo.expr.attr
     factor = 1 << amount if 0 <= amount < torch.iinfo(x.dtype).bits else 0
-    return (x.lo * factor, x.hi * factor) if factor < 1 << 31 else None
+    return x.lo * factor, x.hi * factor
 
 
 def _rshift_interval(x, y):
@@ -434,8 +434,8 @@ def _where_interval(c, x, y):
 
 
 def _is_natural_division(dtype: torch.dtype, dividend: tuple, divisor: tuple) -> bool:
-    """Triton's // and % round towards zero, which agrees with torch's rounding down here."""
-    return kind(dtype) == "int" and dividend[0] >= 0 and divisor[0] >= 1
+    """Triton's // and % round towards zero, which agrees with torch's rounding down here. (A Python number above the dtype's wraps around.)"""
+    return kind(dtype) == "int" and dividend[0] >= 0 and divisor[0] >= 1 and max(dividend[1], divisor[1]) <= torch.iinfo(dtype).max
 
 
 def _is_short_shift(dtype: torch.dtype, _, amount: tuple) -> bool:
