@@ -22,6 +22,7 @@ from .dispatch import apply, cast
 from .expr import MASK_SYMBOLS, RANGE_RULES, UNKNOWN, Expr, ExprTable, ModGraph, SourceLine, symbols_in, walk
 from .lower import operand_dtypes, wrapped
 from .ops import OPS, kind
+from .registry import remembered
 from .symbols import Run, Sym
 
 _AXES = {"q_idx": ("q_min", "q_max"), "kv_idx": ("kv_min", "kv_max")}
@@ -71,7 +72,7 @@ class Interval:
     greatest = property(lambda self: _constant(_limits(self.dtype)[1]))
 
 
-@functools.lru_cache(maxsize=1024)
+@remembered("analyses of masks", 1024)
 def analyse(graph: ModGraph) -> Analysis:
     """The intervals of a traced mask_mod."""
     nodes = walk(graph.result)

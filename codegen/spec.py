@@ -15,6 +15,7 @@ import torch
 from .distance import read_by_distance
 from .expr import MASK_SYMBOLS, Expr, ModGraph, value_range, walk
 from .lower import is_gather, loads_of, lower, lower_sum
+from .registry import remembered
 from .snippet import DistanceText, Snippet, Statement, SumText, Target, TensorLayout, lines_of
 from .sums import as_sum
 
@@ -204,7 +205,7 @@ def layouts_of(graph: ModGraph, captured: list, extents: tuple[int, int, int, in
 _LARGEST_BLOCK_N = 256
 
 
-@functools.lru_cache(maxsize=4096)
+@remembered("layouts of captured tensors", 4096)
 def _layouts(graph: ModGraph, tensors: tuple, scalars: tuple, extents: tuple) -> tuple[TensorLayout, ...]:
     largest = {symbol: n - 1 for symbol, n in zip(MASK_SYMBOLS, extents, strict=True)}
     largest["kv_idx"] = -(-extents[3] // _LARGEST_BLOCK_N) * _LARGEST_BLOCK_N - 1  # kernels do not clamp it in the tail block
