@@ -28,7 +28,7 @@ from triton.compiler import ASTSource, CompiledKernel, make_backend
 from triton.runtime import driver
 from triton.runtime.errors import OutOfResources
 
-from . import cuda
+from . import cuda, folder
 from .interpret import LANGUAGE, restore
 from .turn import Turn
 
