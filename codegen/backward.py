@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -30,21 +29,15 @@ from .hopper_backward_plan import L2_BYTES, HopperBackwardPlan, fits, plan_hoppe
 from .hopper_plan import heads_per_group
 from .host import compute
 from .kernel import architecture_of, backend_of, counter, kernel_for, launch_fitting, multiprocessors, on
+from .registry import Table, remembered
 from .spec import mod_values
 from .tma import descriptor
 
-_plans: dict[tuple, BackwardPlan | HopperBackwardPlan] = {}
-_ready: dict[tuple, _Ready] = {}
-_READY = 1024
-_refused: dict[tuple, str] = {}  # cases for which the fused kernel was compiled and is not used, and why
+_plans: dict[tuple, BackwardPlan | HopperBackwardPlan] = Table("backward plans", 1024)
+_ready: dict[tuple, _Ready] = Table("backward calls", 1024)
+# cases for which the fused kernel was compiled and is not used, and why
+_refused: dict[tuple, str] = Table("backward kernels not used", 1024)
 _CHUNK = 1 << 24  # positions whose gradient is added up at a time on the host
-
-
-def clear() -> None:
-    """Forget every plan."""
-    _plans.clear()
-    _ready.clear()
-    _refused.clear()
 
 
 class _Ready(NamedTuple):
@@ -81,8 +74,6 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tenso
             lists and lists.structure, transposed and transposed.structure)
     ready = _ready.get(kind)
     if ready is None:
-        if len(_ready) == _READY:
-            _ready.clear()
         ready = _ready[kind] = _decide(q, k, v, out, do, scale, lists, transposed, options, deterministic, dlse is not None, wanted, keys)
     else:
         INFO.hits += 1
@@ -177,7 +168,7 @@ def with_rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if _has_rows(tensor.shape, tensor.stride(), 16 // tensor.element_size()) else tensor.contiguous()
 
 
-@functools.lru_cache(maxsize=4096)
+@remembered("checked strides of the backward pass", 4096)
 def _has_rows(shape: tuple, strides: tuple, vector: int) -> bool:
     if strides[3] != 1 and shape[3] > 1:
         return False

@@ -5,7 +5,6 @@ How the gradient of a captured tensor is gathered is decided here, by what its i
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ import torch
 from .expr import Expr, symbols_in
 from .forward_plan import Blocks, Mod, Options
 from .grad import differentiate
+from .registry import remembered
 from .snippet import Target, TensorLayout
 from .spec import CapturedGradient, Differential, KernelSpec, ModText, dtype_name, may_be_nan, mod_text
 from .tiles import Tile, backward_tile, round_up_head_dim
@@ -199,7 +199,7 @@ class BackwardGeometry:
     tma: tuple[bool, bool]  # can TMA load K and V, and Q and dO
 
 
-@functools.lru_cache(maxsize=4096)
+@remembered("geometries of the backward pass", 4096)
 def backward_geometry(itemsize: int, shapes: tuple, layouts: tuple) -> BackwardGeometry:
     """Of q, k, v, do, dq, dk, dv; a dimension of size 1 has stride 0."""
     names = ("q", "k", "v", "do", "dq", "dk", "dv")

@@ -8,15 +8,16 @@ stages are run one after another without Triton's cache.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import hashlib
-import importlib
 import json
 import math
 import os
-import threading
+import tempfile
 import types
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import triton
@@ -27,7 +28,9 @@ from triton.compiler import ASTSource, CompiledKernel, make_backend
 from triton.runtime import driver
 from triton.runtime.errors import OutOfResources
 
-from . import cache, cuda
+from . import cuda, folder
+from .interpret import LANGUAGE, restore
+from .turn import Turn
 
 TYPES = {
     torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64", torch.bool: "i1", torch.uint8: "u8",
@@ -116,21 +119,29 @@ def source_class(function) -> type[ASTSource]:
     return GluonASTSource
 
 
+class Compiled(NamedTuple):
+    """What the compiler makes of a variant, and what a launch needs of it."""
+
+    metadata: bytes  # Triton's, as JSON
+    code: bytes
+    extension: str  # "cubin" or "hsaco"
+    signature: dict[str, str]  # Triton's types of the parameters
+
+
 class Binary:
     """One compiled variant of a kernel, loaded on the current device."""
 
-    def __init__(self, files: dict[str, Path], signature: dict[str, str], constants: tuple, device_index: int) -> None:
+    def __init__(self, compiled: Compiled, constants: tuple, device_index: int) -> None:
         self.native = None
         if torch.version.hip:
-            self.native, self.constants = _triton_kernel(files, signature, constants), constants
+            self.native, self.constants = _triton_kernel(compiled, constants), constants
             try:
                 self.run = self.native.run  # loads the code
             except OutOfResources as error:
                 raise cuda.DoesNotFit(str(error)) from error
         else:
-            metadata = json.loads(files["json"].read_bytes())
-            kinds = [t for t in signature.values() if t != "constexpr"]
-            self.function = cuda.Function(files["cubin"].read_bytes(), metadata, kinds, device_index)
+            kinds = [t for t in compiled.signature.values() if t != "constexpr"]
+            self.function = cuda.Function(compiled.code, json.loads(compiled.metadata), kinds, device_index)
 
     def launch(self, grid: tuple[int, ...], args: list, device_index: int) -> None:
         """Launch on the current stream of the current device."""
@@ -143,13 +154,17 @@ class Binary:
                  *args, *self.constants)
 
 
-def _triton_kernel(files: dict[str, Path], signature: dict[str, str], constants: tuple) -> CompiledKernel:
-    """Triton's own kernel object and launcher, where there is no other."""
-    names = list(signature)
+def _triton_kernel(compiled: Compiled, constants: tuple) -> CompiledKernel:
+    """Triton's own kernel object and launcher, where there is no other. It takes files, so it gets some that nobody else can write to."""
+    names = list(compiled.signature)
     first = len(names) - len(constants)
-    source = types.SimpleNamespace(fn=types.SimpleNamespace(arg_names=names, launch_metadata=None), signature=signature,
+    source = types.SimpleNamespace(fn=types.SimpleNamespace(arg_names=names, launch_metadata=None), signature=compiled.signature,
                                    constants={(first + i,): value for i, value in enumerate(constants)})
-    return CompiledKernel(source, {path.name: str(path) for path in files.values()}, files["json"].name)
+    with tempfile.TemporaryDirectory(prefix="flexpress-") as place:
+        files = {"kernel.json": compiled.metadata, f"kernel.{compiled.extension}": compiled.code}
+        for name, content in files.items():
+            Path(place, name).write_bytes(content)
+        return CompiledKernel(source, {name: str(Path(place, name)) for name in files}, "kernel.json")
 
 
 def current_target() -> GPUTarget:
@@ -169,13 +184,15 @@ def obtain(stem: str, layout: tuple, constants: tuple, options: dict, device_ind
     target, newer = current_target(), newer_assembler()
     key = repr((stem, [type_of(e) for e in layout], [e[1] for e in layout if not isinstance(e, str) and len(e) == 2], constants,
                 sorted(options.items()), target, newer and newer.path, sorted(get_cache_invalidating_env_vars().items())))
-    base = cache.cache_dir() / f"{stem}.{hashlib.sha256(key.encode()).hexdigest()[:12]}"
-    found = _read(base)
+    name = f"{stem}.{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+    found = _read(name)
     if found is not None:
-        return Binary(*found, constants, device_index), False
+        return Binary(found, constants, device_index), False
     source = ast_source(load_function(), layout, constants)
     metadata, code, extension = compile_source(source, target, options)
-    return Binary(*_write(base, metadata, code, extension, source.signature), constants, device_index), True
+    compiled = Compiled(json.dumps(metadata, default=vars).encode(), code, extension, source.signature)
+    _write(name, compiled)
+    return Binary(compiled, constants, device_index), True
 
 
 @functools.cache
@@ -196,11 +213,24 @@ def newer_assembler():
     return tool if runs is None or runs >= int(tool.version.split(".")[0]) else None
 
 
+_compiler = Turn(fork_waits=True)
+
+
 def compile_source(source: ASTSource, target: GPUTarget, options: dict, texts: dict | None = None) -> tuple[dict, bytes, str]:
     """Run the compiler: the metadata that a launch needs, the GPU's code, and what such code is called ("cubin", "hsaco").
 
     texts   takes what each stage makes, by name ("ttgir", "ptx", ...); NVIDIA's assembler, the last stage, is then left out
+
+    One thread compiles at a time: Triton's front end reads triton.language, which the interpreter switches, and its passes and LLVM have
+    options and tables that belong to the process and are set while they run, without a lock. The assembler is a process of its own.
     """
+    metadata, module, assemble, extension = LANGUAGE.run(_compiler.run, _lowered, source, target, options, texts)
+    return metadata, assemble(module, metadata) if assemble else module, extension
+
+
+def _lowered(source: ASTSource, target: GPUTarget, options: dict, texts: dict | None) -> tuple:
+    """Metadata, the module after all stages but the assembler's, that stage or None, and the binary's extension."""
+    restore()
     backend = make_backend(target)
     options = {**options, **source.parse_options()}
     newer = newer_assembler() if target.backend == "cuda" else None
@@ -217,60 +247,38 @@ def compile_source(source: ASTSource, target: GPUTarget, options: dict, texts: d
     backend.load_dialects(context)
     metadata = {"target": target, **vars(parsed)}
     module = source.make_ir(target, parsed, backend.get_codegen_implementation(parsed), backend.get_module_map(), context)
-    if texts is not None:
-        stages.pop("cubin", None)
+    assemble = stages.pop("cubin", None)
     names = list(stages)
     for name in names[names.index(source.ext):]:
         module = stages[name](module, metadata)
         if texts is not None:
             texts[name] = module if isinstance(module, bytes) else str(module)
-    return metadata, module, backend.binary_ext
+    return metadata, module, assemble if texts is None else None, backend.binary_ext
 
 
-def _write(base: Path, metadata: dict, code: bytes, extension: str, signature: dict) -> tuple[dict, dict]:
+@atexit.register
+def _finish() -> None:
+    """At the end of the process, wait for a thread that compiles: LLVM must not be torn down under it. Nobody compiles afterwards."""
+    _compiler.close()
+
+
+def _write(name: str, compiled: Compiled) -> None:
     """Keep metadata and code; the record that names them is written last, and carries their hashes."""
-    files, hashes = {}, {}
-    for kind, content in (("json", json.dumps(metadata, default=vars).encode()), (extension, code)):
-        files[kind] = base.with_name(f"{base.name}.{'metadata.json' if kind == 'json' else kind}")
-        cache.write_atomically(files[kind], content)
+    hashes = {}
+    for kind, content in (("metadata.json", compiled.metadata), (compiled.extension, compiled.code)):
+        folder.write(f"{name}.{kind}", content)
         hashes[kind] = hashlib.sha256(content).hexdigest()
-    cache.write_atomically(base.with_name(base.name + ".json"), json.dumps({"hashes": hashes, "signature": signature}).encode())
-    return files, signature
+    folder.write(f"{name}.json", json.dumps({"hashes": hashes, "signature": compiled.signature}).encode())
 
 
-def _read(base: Path) -> tuple[dict, dict] | None:
-    """The files of a variant, by kind ("json" is the metadata), and its signature; None if absent, truncated or edited."""
+def _read(name: str) -> Compiled | None:
+    """A variant from disk; None if it is absent, truncated or edited. What is returned is what was hashed: no file is read twice."""
     try:
-        record = json.loads(base.with_name(base.name + ".json").read_bytes())
-        files = {}
-        for kind, digest in record["hashes"].items():
-            files[kind] = base.with_name(f"{base.name}.{'metadata.json' if kind == 'json' else kind}")
-            if hashlib.sha256(cache.read_own(files[kind]) or b"").hexdigest() != digest:
-                return None
-        return (files, record["signature"]) if len(files) == 2 else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        record = json.loads(folder.read(f"{name}.json") or b"")
+        (metadata_kind, metadata_hash), (extension, code_hash) = record["hashes"].items()
+        contents = [folder.read(f"{name}.{kind}") or b"" for kind in (metadata_kind, extension)]
+        if [hashlib.sha256(content).hexdigest() for content in contents] != [metadata_hash, code_hash]:
+            return None
+        return Compiled(*contents, extension, dict(record["signature"]))
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
-
-
-@triton.jit
-def _nothing(pointer):
-    pass
-
-
-@functools.cache
-def warm_up() -> threading.Thread:
-    """Start, in the background, what the first kernel of a process needs: the templates, and by compiling a kernel that does
-    nothing, Triton's compiler and its tools. Nothing here touches a GPU."""
-    for name in ("triton.compiler.code_generator", "triton.experimental.gluon"):
-        importlib.import_module(name)  # they import one another: two threads that came to them from both sides would wait for each other
-
-    def prepare():
-        from .render import environment
-
-        for name in ("forward.py.jinja", "block_status.py.jinja", "block_lists.py.jinja", "_helpers.jinja", "_mod.jinja"):
-            environment().get_template(name)
-        compile_source(ASTSource(_nothing, {"pointer": "*fp32"}, {}, {}), GPUTarget("cuda", 80, 32), {})
-
-    thread = threading.Thread(target=prepare)  # no daemon: the compiler must not be cut off at exit
-    thread.start()
-    return thread

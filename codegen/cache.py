@@ -2,9 +2,7 @@
 
 A kernel file is named after what it is and keyed by the sha256 of its text without comments, with the versions of triton,
 torch and flexpress and the backend. Files are written under another name and renamed, so a reader never sees half of one; a file
-that was truncated or edited is written again. The directory belongs to its owner alone.
-
-    FLEXPRESS_CACHE_DIR    where files lie; default $XDG_CACHE_HOME/flexpress or ~/.cache/flexpress
+that was truncated or edited is written again. What was compared is what is used: no file is read twice. See folder.py for where they lie.
 """
 
 from __future__ import annotations
@@ -13,12 +11,9 @@ import functools
 import hashlib
 import io
 import json
-import os
-import stat
-import tempfile
+import linecache
 import tokenize
 import types
-import warnings
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -26,6 +21,7 @@ from pathlib import Path
 import torch
 import triton
 
+from . import folder
 from .spec import KernelSpec
 
 VERSION = "0.1.0"
@@ -67,70 +63,19 @@ def key_of(source: str, backend: str) -> str:
     return hashlib.sha256((versions + "\n" + without_comments(source)).encode()).hexdigest()
 
 
-@functools.cache
-def _directory(configured: str | None) -> Path:
-    if configured:
-        path = Path(configured).expanduser()
-    else:
-        base = os.environ.get("XDG_CACHE_HOME")
-        path = (Path(base) if base else Path.home() / ".cache") / "flexpress"
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _check_owner(path)
-        return path
-    except OSError as error:
-        private = Path(tempfile.mkdtemp(prefix="flexpress-"))
-        warnings.warn(f"the kernel cache {path} cannot be used ({error}); kernels of this process go to {private}. "
-                      "Set FLEXPRESS_CACHE_DIR to a directory of your own.", stacklevel=4)
-        return private
-
-
-def _check_owner(path: Path) -> None:
-    """Kernels are code: refuse a directory that somebody else owns, and close one that others may write to."""
-    info = path.stat()
-    if hasattr(os, "getuid") and info.st_uid != os.getuid():
-        raise PermissionError(f"it belongs to user {info.st_uid}")
-    if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        path.chmod(0o700)
-
-
-def cache_dir() -> Path:
-    """Where printed kernels lie."""
-    return _directory(os.environ.get("FLEXPRESS_CACHE_DIR"))
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write under another name and rename: a reader, or a crash in the middle, never sees half of it."""
-    handle, temporary = tempfile.mkstemp(prefix=".", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-
-
-def read_own(path: Path) -> bytes | None:
-    """The content of a regular file that belongs to this user; None for a link, somebody else's file or no file."""
-    try:
-        info = os.lstat(path)
-        if not stat.S_ISREG(info.st_mode) or (hasattr(os, "getuid") and info.st_uid != os.getuid()):
-            return None
-        return path.read_bytes()
-    except OSError:
-        return None
+def cache_dir() -> Path | None:
+    """Where printed kernels lie; None if they stay in memory, because no folder can be written to."""
+    return folder.path()
 
 
 def store(source: str, spec: KernelSpec) -> PrintedKernel:
     """Put a kernel's text on disk (or find it there) and return the file and the text that it holds."""
     key = key_of(source, spec.backend)
-    path = cache_dir() / f"{spec.name[:120]}_{key[:12]}.py"
-    found = (read_own(path) or b"").decode("utf-8", "replace")
+    name = folder.file_name(spec.name, key[:12]) + ".py"
+    place, found = folder.path(), (folder.read(name) or b"").decode("utf-8", "replace")
     if _key_or_none(found, spec.backend) != key:  # else the same code, whatever its comments say
-        write_atomically(path, source.encode())
-        found = source
-    kernel = PrintedKernel(path, found)
+        place, found = folder.write(name, source.encode()), source
+    kernel = PrintedKernel((place or Path("<memory>")) / name, found)
     _remember(spec, kernel)
     return kernel
 
@@ -145,25 +90,25 @@ def _templates_digest() -> str:
     return hashlib.sha256("".join(texts).encode()).hexdigest()
 
 
-def _index(spec: KernelSpec) -> Path:
-    """Where it is noted which file holds the kernel of `spec`: a later process need not print it again."""
+def _index(spec: KernelSpec) -> str:
+    """The file that notes which other one holds the kernel of `spec`: a later process need not print it again."""
     identity = f"{spec!r} {_templates_digest()} {triton.__version__} {torch.__version__} {VERSION}"
-    return cache_dir() / f".{hashlib.sha256(identity.encode()).hexdigest()[:24]}.spec"
+    return f".{hashlib.sha256(identity.encode('utf-8', 'surrogatepass')).hexdigest()[:24]}.spec"
 
 
 def _remember(spec: KernelSpec, kernel: PrintedKernel) -> None:
     note = {"file": kernel.path.name, "sha256": hashlib.sha256(kernel.source.encode()).hexdigest()}
-    write_atomically(_index(spec), json.dumps(note).encode())
+    folder.write(_index(spec), json.dumps(note).encode())
 
 
 def recall(spec: KernelSpec) -> PrintedKernel | None:
     """The kernel of `spec` if an earlier process printed it and its file is as it was written."""
     try:
-        note = json.loads(read_own(_index(spec)) or b"")
-        path = cache_dir() / Path(note["file"]).name
-        content = read_own(path) or b""
-        if hashlib.sha256(content).hexdigest() == note["sha256"]:
-            return PrintedKernel(path, content.decode("utf-8"))
+        place, note = folder.path(), json.loads(folder.read(_index(spec)) or b"")
+        name = Path(note["file"]).name
+        content = folder.read(name) or b""
+        if place and hashlib.sha256(content).hexdigest() == note["sha256"]:
+            return PrintedKernel(place / name, content.decode("utf-8"))
     except (ValueError, KeyError, TypeError):
         pass
     return None
@@ -177,8 +122,14 @@ def _key_or_none(source: str, backend: str) -> str | None:
 
 
 def load_module(kernel: PrintedKernel) -> types.ModuleType:
-    """Import a kernel file for compilation. Triton reads functions from a real file, so the text has one."""
+    """Import a kernel for compilation. Triton asks for the functions' text by the file's name: it gets the text that is here, whatever the
+    file holds by now."""
+    name = str(kernel.path)
     module = types.ModuleType(f"flexpress_kernel_{kernel.path.stem}")
-    module.__file__ = str(kernel.path)
-    exec(compile(kernel.source, str(kernel.path), "exec"), module.__dict__)
+    module.__file__ = name
+    linecache.cache[name] = (len(kernel.source), None, kernel.source.splitlines(keepends=True), name)  # no time: never read again
+    try:
+        exec(compile(kernel.source, name, "exec"), module.__dict__)
+    finally:
+        linecache.cache.pop(name, None)
     return module

@@ -12,14 +12,14 @@ from .decode_plan import BLOCK_S, MAX_ROWS, MIN_SHARE, DecodeCase, DecodePlan, p
 from .expr import INDEX_BOUND
 from .forward_plan import LOG2_E, geometry_of
 from .kernel import architecture_of, backend_of, kernel_for, launch_fitting, multiprocessors, on, plain_values
+from .registry import Table
 from .spec import mod_values
 from .tiles import Tile, next_smaller
 
 MAX_QUERIES = 16  # of a call without a cache; more of them keep the device busy without splitting keys
 _INTERPRETED = 4  # multiprocessors of the interpreter: keys are split there, too
-_plans: dict[tuple, DecodePlan] = {}
-_prepared: dict[tuple, _Prepared] = {}
-_PREPARED = 1024
+_plans: dict[tuple, DecodePlan] = Table("decode plans", 1024)
+_prepared: dict[tuple, _Prepared] = Table("decode calls", 1024)
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,6 @@ class Cached:
 
 
 NOT_CACHED = Cached()
-
-
-def clear() -> None:
-    """Forget every plan."""
-    _plans.clear()
-    _prepared.clear()
 
 
 def refuses(q: torch.Tensor, options) -> str | None:
@@ -126,8 +120,6 @@ def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outputs: tuple[tor
     if found is not None:
         INFO.hits += 1
     else:
-        if len(_prepared) >= _PREPARED:
-            _prepared.clear()
         found = _prepared[call] = _prepare(q, k, v, outputs, scale, keys, lists, precision, cached)
     plan, ragged = found.plan, cached.cu_q is not None
     buffer = torch.empty(sum(found.sizes), dtype=torch.float32, device=device) if found.sizes else None

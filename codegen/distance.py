@@ -6,11 +6,11 @@ key is as far from the lower row as the key 8 to its left from the upper one. So
 
 from __future__ import annotations
 
-import functools
 
 import torch
 
 from .expr import Expr, ModGraph, symbols_in, walk
+from .registry import remembered
 
 
 def sign_of_difference(node: Expr) -> int:
@@ -31,7 +31,7 @@ def sign_of_distance(node: Expr) -> int:
     return -signs[-1] if node.op != "add" and signs[-1] else sum(signs)
 
 
-@functools.lru_cache(maxsize=1024)
+@remembered("what mods read by distance", 1024)
 def read_by_distance(graph: ModGraph) -> tuple[Expr, ...]:
     """The largest expressions of a score_mod that read memory by q_idx and kv_idx and depend on these by their difference alone."""
     nodes = walk(graph.result)

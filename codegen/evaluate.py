@@ -13,6 +13,7 @@ import torch
 from .cache import INFO
 from .expr import INDEX_BOUND, ModGraph
 from .kernel import Kernel, backend_of, kernel_for
+from .registry import Table
 from .signature import bind
 from .snippet import Target
 from .spec import KernelSpec, ModText, layouts_of, mod_text
@@ -21,12 +22,7 @@ _SYMBOL_NAMES = {"score": "score", "b": "z", "h": "h", "q_idx": "m", "kv_idx": "
 _TILE = 64
 _PRECISIONS = ("float16", "bfloat16", "float32")
 
-_plans: dict[tuple, tuple[Kernel, ModText]] = {}
-
-
-def clear() -> None:
-    """Forget every plan."""
-    _plans.clear()
+_plans: dict[tuple, tuple[Kernel, ModText]] = Table("evaluate plans", 1024)
 
 
 def evaluate_mod(mod: Callable, scores: torch.Tensor, kind: str = "score", *,
@@ -74,14 +70,15 @@ def _plan(bound: tuple[ModGraph, list], extents: tuple[int, int, int, int], devi
     exact = max(extents[2:]) <= INDEX_BOUND
     layouts = layouts_of(graph, captured, extents)
     key = (graph, layouts, device, precision, exact)
-    if key in _plans:
+    plan = _plans.get(key)
+    if plan is not None:
         INFO.hits += 1
-        return _plans[key]
+        return plan
     backend = backend_of(device.type)
     target = Target(backend, precision, exact)
     text = mod_text(graph, layouts, _SYMBOL_NAMES, target, shape="[TILE_M, TILE_N]")
-    _plans[key] = kernel_for(evaluate_spec(text, backend)), text
-    return _plans[key]
+    plan = _plans[key] = kernel_for(evaluate_spec(text, backend)), text
+    return plan
 
 
 def evaluate_spec(text: ModText, backend: str) -> KernelSpec:

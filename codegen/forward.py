@@ -16,6 +16,7 @@ from .expr import INDEX_BOUND, ModGraph
 from .forward_plan import LOG2_E, Blocks, ForwardCase, Geometry, Options, Plan, geometry_of, plan_forward, wants_tma
 from .hopper_plan import SPILL_LIMIT, HopperPlan, fits, heads_per_group, plan_hopper_forward, worthwhile
 from .kernel import Kernel, architecture_of, backend_of, counter, kernel_for, launch_fitting, multiprocessors, on, plain_values
+from .registry import Table, remembered
 from .spec import layouts_of, mod_values
 from .tma import descriptor
 
@@ -86,18 +87,10 @@ class Inputs:
         self.head_dim, self.device = q.shape[3], q.device
 
 
-_plans: dict[tuple, Plan | HopperPlan] = {}
-_refused: dict[tuple, str] = {}  # cases for which the kernel for Hopper was compiled and is not used, and why
-_ready: dict[tuple, _Ready] = {}
-_READY = 1024
-
-
-def clear() -> None:
-    """Forget every plan."""
-    _plans.clear()
-    decode.clear()
-    _ready.clear()
-    _refused.clear()
+_plans: dict[tuple, Plan | HopperPlan] = Table("forward plans", 1024)
+# cases for which the kernel for Hopper was compiled and is not used, and why
+_refused: dict[tuple, str] = Table("forward kernels not used", 1024)
+_ready: dict[tuple, _Ready] = Table("forward calls", 1024)
 
 
 class _Ready:
@@ -150,7 +143,7 @@ def strides_like(q: torch.Tensor, d_v: int) -> tuple[int, ...]:
     return _strides_like(q.shape[:3], q.stride(), d_v)
 
 
-@functools.lru_cache(maxsize=4096)
+@remembered("strides of outputs", 4096)
 def _strides_like(shape: tuple[int, ...], order: tuple[int, ...], d_v: int) -> tuple[int, ...]:
     strides, step = [0, 0, 0, 1], d_v
     for i in sorted(range(3), key=lambda i: order[i]):
@@ -213,8 +206,6 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: Inputs, s
         _refused[case, arch, score_key, mask_key] = str(why)
         return forward(q, k, v, inputs, scale, score, mask, lists, options, output_max=output_max)
     if getattr(variant, "function", None) and plain_values((q, k, v, *tables, *numbers, *mods)) is not None:
-        if len(_ready) >= _READY:
-            _ready.clear()
         _ready[call] = _Ready(plan, variant.function, grid, numbers, out, lse)
     return out, lse, max_scores
 

@@ -5,7 +5,6 @@ flex_attention, the command line and offline compilation all come through `plan_
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,6 +12,7 @@ import torch
 
 from .expr import ModGraph
 from .lower import gathers
+from .registry import remembered
 from .snippet import Target, TensorLayout
 from .spec import KernelSpec, ModText, dtype_name, mod_text
 from .tiles import Tile, forward_tile, round_up_head_dim
@@ -171,7 +171,7 @@ class Geometry:
     q_tma: bool = False  # those of q
 
 
-@functools.lru_cache(maxsize=4096)
+@remembered("geometries", 4096)
 def geometry_of(itemsize: int, shapes: tuple, strides: tuple, out_strides: tuple) -> Geometry:
     """The geometry of q, k, v (their shapes and strides) and out; a dimension of size 1 has stride 0."""
     (_, Hq, Q_LEN, _), (_, Hkv, KV_LEN, _), (Zkv, *_) = shapes

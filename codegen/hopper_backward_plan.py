@@ -6,7 +6,6 @@ backward_delta, which also zeroes its counts and, of the sums of dQ, those that 
 
 from __future__ import annotations
 
-import functools
 import re
 from dataclasses import dataclass, replace
 
@@ -17,6 +16,7 @@ from .expr import Expr, ModGraph
 from .forward_plan import Mod
 from .grad import differentiate
 from .lower import loads_of
+from .registry import remembered
 from .snippet import Target, TensorLayout
 from .spec import CapturedGradient, Differential, KernelSpec, ModText, dtype_name, may_be_nan, mod_text
 from .tiles import round_up_head_dim
@@ -59,7 +59,7 @@ class HopperBackwardPlan:
                 "desc_delta": (1, m), "desc_dq": (64, flags["DQ_COLUMNS"]), "desc_dk": (64, min(d_qk, 128)), "desc_dv": (64, min(d_v, 128))}
 
 
-@functools.lru_cache(maxsize=256)
+@remembered("roles of captured gradients", 256)
 def _roles(case: BackwardCase, graph: ModGraph, layouts: tuple[TensorLayout, ...]) -> tuple[str, ...]:
     return tuple(role_of(load, layouts[load.attr], case) for load in loads_of(graph) if load.attr in case.captured)
 

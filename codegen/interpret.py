@@ -3,18 +3,28 @@
 Triton decides when it is imported whether functions are interpreted, and its library (`tl.sum`, `tl.max`, ...) is compiled
 from then on. Here a printed file is loaded with its functions as plain Python, and while one runs `triton.language` is
 switched over: its builtins by the interpreter's own patches, its library functions to their Python bodies, libdevice to
-NumPy. Everything is switched back afterwards, so the same process can compile for a GPU. One kernel runs at a time.
+NumPy. Everything is switched back afterwards, so the same process can compile for a GPU.
+
+The whole process shares triton.language, so one kernel runs or compiles at a time (`LANGUAGE`). An interrupt may strike anywhere: switching
+is one call that no bytecode divides, there and back, and whoever comes next switches back what is still switched.
 """
 
 from __future__ import annotations
 
 import ast
+import contextvars
 import dataclasses
+import functools
+import importlib
+import itertools
+import operator
+import os
 import sys
-import threading
 import time
 import types
 import warnings
+from collections import deque
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -22,7 +32,9 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
-_lock = threading.Lock()
+from .turn import Turn
+
+LANGUAGE = Turn()  # who runs or compiles a kernel
 _NOTICE_AFTER = 3.0  # seconds of running before the rest is estimated
 _SLOW = 60.0  # an estimate longer than this is worth a word
 
@@ -60,15 +72,25 @@ class _Interpreted:
         return lambda *args: self.run(grid, args)
 
     def run(self, grid, args) -> None:
+        # NumPy's error state belongs to a context: in a copy of it, nothing that happens here outlasts the call
+        LANGUAGE.run(contextvars.copy_context().run, self._run, grid, args)
+
+    def _run(self, grid, args) -> None:
+        if LANGUAGE.depth > 1:
+            raise RuntimeError(f"the kernel {self.function.__name__} was started on the CPU from a signal handler or finalizer while another "
+                               "kernel ran in the same thread; start it when that one is done")
         given = dict(zip(self.names, args, strict=True))
-        with _lock, torch.no_grad():
-            # tensors become their addresses; constexprs stay as they are
-            values = {k: v if k in self.constants else _argument(v) for k, v in given.items()}
-            scope = _switch_to_interpreter()
+        sizes = (*grid, 1, 1)[:3]
+        progress = _Progress(sizes[0] * sizes[1] * sizes[2], self.function.__name__)
+        restore()
+        # tensors become their addresses; constexprs stay as they are
+        values = {k: v if k in self.constants else _argument(v) for k, v in given.items()}
+        there, back = _switches()
+        again = map(operator.methodcaller("__call__"), [restore])
+        try:
             try:
-                sizes = (*grid, 1, 1)[:3]
+                _at_once(there)
                 interpreter.interpreter_builder.set_grid_dim(*sizes)
-                progress = _Progress(sizes[0] * sizes[1] * sizes[2], self.function.__name__)
                 with np.errstate(all="ignore"):
                     for x in range(sizes[0]):
                         for y in range(sizes[1]):
@@ -78,7 +100,9 @@ class _Interpreted:
                                 progress.step()
                 progress.close()
             finally:
-                scope.restore()
+                _at_once(back)
+        finally:
+            _at_once(again)  # had an interrupt struck before the line above
 
 
 def _argument(value):
@@ -108,7 +132,7 @@ class _Progress:
             self.announced = True
             warnings.warn(f"the tensors are on the CPU, so the kernel `{self.name}` runs in Triton's interpreter: about "
                           f"{expected / 60:.1f} minutes for {self.total} programs. Move the tensors to a GPU for real sizes.",
-                          stacklevel=6)
+                          stacklevel=8)
         if self.announced and (now - self.last > 2.0 or self.done == self.total):
             self.last = now
             print(f"\rflexpress: {self.name} {self.done}/{self.total}, {max(expected - elapsed, 0):.0f} s left  ",
@@ -119,8 +143,63 @@ class _Progress:
             print(file=sys.stderr)
 
 
-def _switch_to_interpreter():
-    """Patch triton.language for interpretation; the returned scope's `restore` undoes all of it."""
+_MISSING = object()
+_OWNERS = (tl, tl.core, tl.math, tl.standard, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base, interpreter,
+           interpreter.InterpreterBuilder, interpreter.interpreter_builder)
+_unchanged: list[tuple[object, dict]] = []  # those with their attributes, before the first switch
+_changes: list[tuple[object, str, object, object]] = []  # what differs while a kernel runs: of what, its name, before and then
+_at_once = deque(maxlen=0).extend  # goes through an iterator of C's own without a bytecode in between, at which an interrupt could strike
+
+
+def _changed(changes: Iterable[tuple], column: int) -> Iterable:
+    """An iterator that sets every attribute to its value in a column of `changes`."""
+    steps = [functools.partial(delattr, owner, name) if value is _MISSING else functools.partial(setattr, owner, name, value)
+             for owner, name, value in ((change[0], change[1], change[column]) for change in changes)]
+    return map(operator.methodcaller("__call__"), steps)
+
+
+def restore() -> None:
+    """Switch back what an interrupt, or a fork in the middle of another thread's kernel, has left switched. Asked for under LANGUAGE."""
+    left = [change for change in _changes or _differences() if vars(change[0]).get(change[1], _MISSING) is change[3]]
+    if left:
+        _at_once(_changed(left, 2))
+
+
+def _switches() -> tuple[Iterable, Iterable]:
+    """Iterators that switch triton.language to the interpreter, and back."""
+    if not _changes:
+        _changes.extend(_found_by_switching())
+    # others may patch triton.language, too: what is there now is what comes back
+    _changes[:] = [(owner, name, vars(owner).get(name, _MISSING), then) for owner, name, _, then in _changes]
+    there = _changed(_changes, 3)
+    return there, itertools.chain(there, _changed(_changes, 2))  # back comes after all of `there`, if an interrupt came before it
+
+
+def _found_by_switching() -> list[tuple]:
+    """The changes that Triton's interpreter and the functions below make, found by making them once."""
+    importlib.import_module("triton.experimental.gluon")  # it takes functions from triton.language, and must not find them switched
+    _unchanged[:] = [(owner, dict(vars(owner))) for owner in _OWNERS]
+    try:
+        _patch()
+        return _differences()
+    finally:
+        restore()
+
+
+def _differences() -> list[tuple]:
+    """What is not as it was before the first switch."""
+    return [(owner, name, attributes.get(name, _MISSING), value) for owner, attributes in _unchanged
+            for name, value in list(vars(owner).items()) if attributes.get(name, _MISSING) is not value
+            # a submodule that somebody imports, and what Python makes when it is asked for, are nobody's switching
+            and not isinstance(value, types.ModuleType) and name != "__annotations__"]
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: LANGUAGE.depth or restore())
+
+
+def _patch():
+    """Patch triton.language for interpretation, one attribute after another; returns Triton's record of it."""
     scope = interpreter._patch_lang(types.FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core}))
     for module in (tl, tl.standard):
         for name, value in list(vars(module).items()):

@@ -22,6 +22,7 @@ from .dispatch import cast
 from .expr import Expr, ExprTable, ModGraph, symbols_in, walk
 from .lower import operand_dtypes, wrapped
 from .ops import OPS, kind
+from .registry import remembered
 from .symbols import Sym
 
 _AXES = {"q_idx": ("q_min", "q_max"), "kv_idx": ("kv_min", "kv_max")}
@@ -71,7 +72,7 @@ class Interval:
     greatest = property(lambda self: constant(limits_of(self.dtype)[1]))
 
 
-@functools.lru_cache(maxsize=1024)
+@remembered("analyses of masks", 1024)
 def analyse(graph: ModGraph) -> Analysis:
     """The intervals of a traced mask_mod."""
     nodes = walk(graph.result)

@@ -1,4 +1,7 @@
-"""A kernel ready to launch: printed, stored, loaded for a GPU or for the interpreter, compiled at its first launch."""
+"""A kernel ready to launch: printed, stored, loaded for a GPU or for the interpreter, compiled at its first launch.
+
+Threads may ask for the same kernel at once: it is printed once, and each variant of it is compiled once, while the others wait.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,11 @@ from . import binary, cache, interpret
 from .cache import INFO
 from .capture import fits_int32
 from .cuda import DoesNotFit
+from .registry import Bounded, Table
 from .render import render
 from .spec import KernelSpec
 from .tiles import Tile, architecture, next_smaller
+from .turn import Turn
 
 
 class Kernel:
@@ -26,8 +31,9 @@ class Kernel:
         if self.printed is None:
             self.printed = cache.store(render(spec), spec)
             INFO.prints += 1
-        self._variants: dict[tuple, binary.Binary] = {}
+        self._variants: dict[tuple, binary.Binary] = Bounded(256)
         self._interpreted = None
+        self._turn = Turn()  # who obtains a variant
 
     @property
     def path(self):
@@ -55,17 +61,27 @@ class Kernel:
         key = (layout, constants, device.index, *options.values())
         variant = self._variants.get(key)
         if variant is None:
-            variant, compiled = binary.obtain(self.path.stem, layout, constants, options, device.index, self._function)
-            INFO.compiles += compiled
-            self._variants[key] = variant
+            variant = self._turn.run(self._obtained, key, layout, constants, options, device.index)
         return variant, plain
 
+    def _obtained(self, key: tuple, layout: tuple, constants: tuple, options: dict, device_index: int) -> binary.Binary:
+        variant = self._variants.get(key)
+        if variant is None:
+            variant, compiled = binary.obtain(self.path.stem, layout, constants, options, device_index, self._function)
+            INFO.compiles += compiled
+            self._variants[key] = variant
+        return variant
+
     def _interpret(self, grid, args) -> None:
+        (self._interpreted or self._turn.run(self._loaded))[grid](*binary.one_by_one(args))
+
+    def _loaded(self):
+        """The kernel for the interpreter."""
         if self._interpreted is None:
             module = interpret.load(str(self.path), self.printed.source)
             self._interpreted = getattr(module, self.spec.template)
             INFO.compiles += 1
-        self._interpreted[grid](*binary.one_by_one(args))
+        return self._interpreted
 
     def _function(self):
         return getattr(cache.load_module(self.printed), self.spec.template)
@@ -81,22 +97,21 @@ def on(device: torch.device):
     return torch.cuda.device(device)
 
 
-_kernels: dict[KernelSpec, Kernel] = {}
-_counters: dict[tuple, torch.Tensor] = {}
+_kernels: dict[KernelSpec, Kernel] = Table("kernels", 2048)  # code on a device stays there: a CUDA graph may launch it at any time
+_counters: dict[tuple, torch.Tensor] = Table("counters", 1024)
+_printing = Turn(fork_waits=True)
 
 
 def kernel_for(spec: KernelSpec) -> Kernel:
     """The kernel of `spec`, printed at its first use."""
+    return _kernels.get(spec) or _printing.run(_printed, spec)
+
+
+def _printed(spec: KernelSpec) -> Kernel:
     kernel = _kernels.get(spec)
     if kernel is None:
         kernel = _kernels[spec] = Kernel(spec)
     return kernel
-
-
-def clear() -> None:
-    """Forget every loaded kernel (files stay)."""
-    _kernels.clear()
-    _counters.clear()
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from .forward import BlockLists
 from .intervals import analyse
 from .kernel import Kernel, backend_of, kernel_for
 from .ops import kind
+from .registry import Table
 from .snippet import Target
 from .spec import KernelSpec, ModText, layouts_of, mod_text
 
@@ -28,14 +29,8 @@ _KEPT_MASKS, _KEPT_BYTES = 64, 1 << 22  # block lists of masks that capture no t
 Bound = tuple[ModGraph, list]
 Starts = tuple[torch.Tensor, ...]
 
-_plans: dict[tuple, object] = {}
-_kept: dict[tuple, BlockLists] = {}
-
-
-def clear() -> None:
-    """Forget every plan and every kept mask."""
-    _plans.clear()
-    _kept.clear()
+_plans: dict[tuple, object] = Table("mask plans", 1024)
+_kept: dict[tuple, BlockLists] = Table("block lists", _KEPT_MASKS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +156,10 @@ class _MaskPlan:
     def kernel(self, make, *details) -> Kernel:
         """The kernel of the spec that `make` gives."""
         key = make, details
-        if key not in self.kernels:
-            self.kernels[key] = kernel_for(make(self.texts, *details))
-        return self.kernels[key]
+        kernel = self.kernels.get(key)
+        if kernel is None:
+            kernel = self.kernels[key] = kernel_for(make(self.texts, *details))
+        return kernel
 
 
 class BlockGrid:
@@ -184,11 +180,12 @@ class BlockGrid:
         self.shape, self.numbers = (Z, H, rows, columns), (H, rows, columns, Q_LEN, KV_LEN)
         layouts = tuple(layouts_of(part, self.captured, extents) for part in _parts(graph))
         key = ("blocks", graph, layouts, device, size, max(Q_LEN, KV_LEN) <= INDEX_BOUND)
-        if key in _plans:
+        plan = _plans.get(key)
+        if plan is not None:
             INFO.hits += 1
         else:
-            _plans[key] = _MaskPlan(mask_texts(bound, extents, self.backend))
-        self.plan: _MaskPlan = _plans[key]
+            plan = _plans[key] = _MaskPlan(mask_texts(bound, extents, self.backend))
+        self.plan: _MaskPlan = plan
         self.zones = self._measured()
 
     def _measured(self) -> list[torch.Tensor]:
@@ -330,8 +327,6 @@ def automatic_lists(bound: Bound, extents: tuple[int, int, int, int], device: to
             made = _listed(status, [status.shape[-1]] * 2, separate_full=True, starts=starts and (starts[not transposed],))
         lists = BlockLists(*made, *size, interior=True, starts=starts[transposed] if starts else None)
         if key and sum(t.nbytes for t in made) <= _KEPT_BYTES:
-            if len(_kept) >= _KEPT_MASKS:
-                del _kept[next(iter(_kept))]
             _kept[key] = lists
     return lists
 
@@ -346,13 +341,14 @@ def dense_mask(bound: Bound, Z: int, H: int, Q_LEN: int, KV_LEN: int, device: to
     exact = max(Q_LEN, KV_LEN) <= INDEX_BOUND
     layouts = layouts_of(graph, captured, extents)
     key = ("dense", graph, layouts, device, exact)
-    if key in _plans:
+    plan = _plans.get(key)
+    if plan is not None:
         INFO.hits += 1
     else:
         backend = backend_of(device.type)
         text = mod_text(graph, layouts, SYMBOL_NAMES, Target(backend, "float32", exact), shape="[TILE_M, TILE_N]")
-        _plans[key] = kernel_for(dense_mask_spec(text, backend)), text
-    kernel, text = _plans[key]
+        plan = _plans[key] = kernel_for(dense_mask_spec(text, backend)), text
+    kernel, text = plan
     grid = (Z * H * -(-Q_LEN // DENSE_TILE) * -(-KV_LEN // DENSE_TILE),)
     kernel.launch(grid, (mask, H, Q_LEN, KV_LEN, *text.values(captured)), device, (DENSE_TILE, DENSE_TILE), num_warps=4, num_stages=1)
     return mask

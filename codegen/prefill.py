@@ -13,18 +13,13 @@ from .forward_plan import LOG2_E, Cache, ForwardCase, Options, geometry_of, want
 from .hopper_plan import ROWS, HopperPlan, fits, heads_per_group, plan_hopper_forward
 from .kernel import architecture_of, multiprocessors
 from .masks import owned_starts
+from .registry import Table
 from .spec import mod_values
 
 LONG = 4  # blocks of queries that sequences must have on average: each begins a tile of its own
 BLOCK = 128  # queries and keys of a block of the lists
-_plans: dict[tuple, HopperPlan] = {}
-_refused: dict[tuple, str] = {}  # what was compiled and is not used, and why
-
-
-def clear() -> None:
-    """Forget every plan."""
-    _plans.clear()
-    _refused.clear()
+_plans: dict[tuple, HopperPlan] = Table("prefill plans", 1024)
+_refused: dict[tuple, str] = Table("prefill kernels not used", 1024)  # what was compiled and is not used, and why
 
 
 def serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, scale: float, cached: Cached, offsets: bool,

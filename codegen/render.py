@@ -11,7 +11,8 @@ import jinja2
 
 from .errors import RenderError
 from .lower import literal_text
-from .spec import KernelSpec
+from .spec import KernelSpec, without_texts
+from .text import one_line
 
 
 def _load_template(name: str) -> str | None:
@@ -48,8 +49,18 @@ def python_literal(value) -> str:
 
 
 def render(spec: KernelSpec) -> str:
-    """The text of the kernel that `spec` describes. Raises RenderError if a template prints something that is not Python."""
-    env = environment()
+    """The text of the kernel that `spec` describes. Raises RenderError if a template prints something that is not Python, or if a text
+    of the user's, which belongs into comments, would be more than a comment."""
+    text = _text(spec)
+    tree = _parsed(text, spec.template)
+    # nothing of the user's is in the tree, or it would not be the same without the user's texts
+    if not text.replace("\n", "").isprintable() or ast.dump(tree) != ast.dump(_parsed(_text(without_texts(spec)), spec.template)):
+        raise RenderError(f"templates/{spec.template}.py.jinja printed a source line or a name of the mod's as code. This is an error in Flexpress "
+                          "and the kernel is not used; please report the mod")
+    return text
+
+
+def _text(spec: KernelSpec) -> str:
     gluon = spec.flag.get("LANGUAGE") == "gluon"
     language = {"jit": "gluon.jit", "tl": "gl"} if gluon else {"jit": "triton.jit", "tl": "tl"}
     library = _helpers(**language)
@@ -61,12 +72,13 @@ def render(spec: KernelSpec) -> str:
         "helpers": texts, **language, "title": spec.name.replace("_", " "),
         "libdevice": any(m.libdevice for m in spec.mods if m) or any("libdevice." in t for t in texts),
     }
-    name = f"{spec.template}.py.jinja"
-    text = env.get_template(name).render(context)
+    return environment().get_template(f"{spec.template}.py.jinja").render(context)
+
+
+def _parsed(text: str, template: str) -> ast.Module:
     try:
-        ast.parse(text)
-    except SyntaxError as error:
-        line = text.splitlines()[(error.lineno or 1) - 1]
-        raise RenderError(f"templates/{name} printed a line that is not Python ({error.msg}), "
-                          f"line {error.lineno} of the kernel:\n    {line.strip()}") from error
-    return text
+        return ast.parse(text)
+    except (SyntaxError, ValueError) as error:
+        line = text.split("\n")[(getattr(error, "lineno", None) or 1) - 1]
+        raise RenderError(f"templates/{template}.py.jinja printed a line that is not Python ({error}):\n"
+                          f"    {one_line(line.strip())}") from error

@@ -12,6 +12,7 @@ import torch
 
 from .expr import SourceLine
 from .ops import Op
+from .text import one_line
 
 
 class TensorLayout(NamedTuple):
@@ -136,6 +137,6 @@ def lines_of(statements: Iterable[Statement]) -> tuple[str, ...]:
 
 
 def provenance(source: SourceLine) -> str:
-    """`folder/file.py:12: the user's line`, short enough to read and free of machine paths."""
+    """`folder/file.py:12: the user's line`, one printable line, short enough to read and free of machine paths."""
     parts = source.file.replace(os.sep, "/").split("/")
-    return f"{'/'.join(parts[-2:])}:{source.line}: {source.text}"
+    return one_line(f"{'/'.join(parts[-2:])}:{source.line}: {source.text}")

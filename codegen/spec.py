@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import NamedTuple
 
 import torch
 
 from .distance import read_by_distance
-from .expr import MASK_SYMBOLS, Expr, ModGraph, value_range, walk
+from .expr import MASK_SYMBOLS, Expr, ModGraph, SourceLine, value_range, walk
 from .lower import is_gather, loads_of, lower, lower_sum
+from .registry import remembered
 from .snippet import DistanceText, Snippet, Statement, SumText, Target, TensorLayout, lines_of
 from .sums import as_sum
+from .text import one_line
 
 _FIND = {
     "size": lambda tensor, dim: tensor.shape[dim],
@@ -204,7 +206,7 @@ def layouts_of(graph: ModGraph, captured: list, extents: tuple[int, int, int, in
 _LARGEST_BLOCK_N = 256
 
 
-@functools.lru_cache(maxsize=4096)
+@remembered("layouts of captured tensors", 4096)
 def _layouts(graph: ModGraph, tensors: tuple, scalars: tuple, extents: tuple) -> tuple[TensorLayout, ...]:
     largest = {symbol: n - 1 for symbol, n in zip(MASK_SYMBOLS, extents, strict=True)}
     largest["kv_idx"] = -(-extents[3] // _LARGEST_BLOCK_N) * _LARGEST_BLOCK_N - 1  # kernels do not clamp it in the tail block
@@ -278,7 +280,7 @@ def _with_arguments(graph: ModGraph, layouts: tuple[TensorLayout, ...], snippet:
         if f"arg_{capture.name}" in words:
             args.append(f"arg_{capture.name}")
             recipe.append(("value", len(graph.tensors) + j, 0))
-    return ModText(graph.kind, graph.name, snippet.statements, snippet.result, snippet.helpers, snippet.libdevice,
+    return ModText(graph.kind, one_line(graph.name), snippet.statements, snippet.result, snippet.helpers, snippet.libdevice,
                    tuple(args), tuple(recipe), gradient, snippet.sum, snippet.distance)
 
 
@@ -322,6 +324,21 @@ def _renamed(graph: ModGraph, taken: frozenset[str]) -> ModGraph:
     tensors = tuple(replace(c, name=f"{c.name}_{graph.kind}") for c in graph.tensors)
     scalars = tuple(replace(c, name=f"{c.name}_{graph.kind}") for c in graph.scalars)
     return replace(graph, tensors=tensors, scalars=scalars)
+
+
+def without_texts(value):
+    """A spec, or a part of one, without the texts that come from the user: source lines and names, which a kernel shows in comments."""
+    if isinstance(value, SourceLine):
+        return None
+    if isinstance(value, str):
+        return "#" if value.startswith("#") else value
+    if isinstance(value, tuple):
+        parts = map(without_texts, value)
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = {field.name: without_texts(getattr(value, field.name)) for field in fields(value)}
+        return replace(value, **parts | ({"name": "mod"} if isinstance(value, ModText) else {}))
+    return value
 
 
 def dtype_name(dtype: torch.dtype) -> str:

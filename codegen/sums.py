@@ -6,7 +6,6 @@ adds goes into one fused multiply-add with the scale of the products. ALiBi is s
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ from .dispatch import cast
 from .distance import sign_of_difference
 from .expr import INDEX_BOUND, Expr, ExprTable, ModGraph, symbols_in, value_range, walk
 from .grad import DerivedRun
+from .registry import remembered
 from .symbols import Sym
 
 
@@ -35,7 +35,7 @@ class Sum:
         return tuple(part for part in (self.query, self.key, self.rate) if part is not None)
 
 
-@functools.lru_cache(maxsize=1024)
+@remembered("mods that are sums", 1024)
 def as_sum(graph: ModGraph) -> Sum | None:
     """A score_mod's result as a Sum, or None if it is none."""
     nodes = walk(graph.result)

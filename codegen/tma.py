@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .registry import remembered
 from .tiles import round_up_head_dim
 
 
@@ -20,7 +21,7 @@ def descriptor(tensor: torch.Tensor, rows: int, columns: int | None = None):
     return _known(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), rows, columns)
 
 
-@functools.lru_cache(maxsize=1024)
+@remembered("descriptors", 1024)
 def _known(address: int, dtype: torch.dtype, shape: tuple, strides: tuple, rows: int, columns: int):
     """Descriptors are made once for an address and a layout; they keep no tensor alive."""
     return _describe(_Memory(address, dtype), shape, strides, rows, columns)

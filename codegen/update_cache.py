@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
 
 from .decode import Cached
 from .kernel import backend_of, kernel_for
+from .registry import remembered
 from .spec import KernelSpec, dtype_name
 
 BLOCK_T = 16  # tokens of a program; for a single new token of every sequence 1
@@ -29,7 +29,7 @@ class UpdateCase(NamedTuple):
     interleaved: bool = False
 
 
-@functools.lru_cache(maxsize=256)
+@remembered("specs of update_cache", 256)
 def update_spec(case: UpdateCase, backend: str) -> KernelSpec:
     """The kernel's KernelSpec."""
     pointers = [*(["CU_Q"] if case.ragged else []), *(["KV_LOCS"] if case.located else []), *(["PAGES"] if case.page_size else []),

@@ -7,13 +7,10 @@
     out = flex_attention(q, k, v, score_mod=alibi(slopes), block_mask=mask)
 """
 
-import torch as _torch
-
 from flexpress import flash
 from flexpress.attention import AuxOutput, AuxRequest, flex_attention
 from flexpress.block_mask import BlockMask, and_masks, create_block_mask, create_mask, noop_mask, or_masks
 from flexpress.cached import cached_attention
-from flexpress.codegen.binary import warm_up as _warm_up
 from flexpress.codegen.cache import VERSION as __version__
 from flexpress.codegen.errors import ModError, RenderError
 from flexpress.codegen.evaluate import evaluate_mod
@@ -30,6 +27,3 @@ __all__ = [
     "explain", "flash", "flex_attention", "noop_mask", "or_masks", "plot_mask", "printed_kernels", "rope_table", "update_cache",
     "varlen_attention",
 ]
-
-if _torch.version.cuda is not None:
-    _warm_up()

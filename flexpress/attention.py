@@ -23,6 +23,7 @@ from flexpress.codegen.capture import name_of
 from flexpress.codegen.forward import BlockLists, Inputs, forward
 from flexpress.codegen.forward_plan import Options
 from flexpress.codegen.masks import automatic_lists
+from flexpress.codegen.registry import Table
 from flexpress.codegen.signature import bind
 
 
@@ -141,7 +142,7 @@ def _block_size(options: Options) -> tuple[int, int]:
     return tuple(max([DEFAULT_BLOCK_SIZE, *(n for name, n in tile.items() if name.endswith(f"BLOCK_{axis}"))]) for axis in "MN")
 
 
-_inputs: dict[tuple, Inputs] = {}
+_inputs: dict[tuple, Inputs] = Table("checked inputs", 4096)
 
 
 def _checked(query, key, value, enable_gqa: bool) -> Inputs:
@@ -154,8 +155,6 @@ def _checked(query, key, value, enable_gqa: bool) -> Inputs:
         seen = found = None
     if found is None:
         checks.check_tensors(query, key, value, enable_gqa)
-        if len(_inputs) >= 4096:
-            _inputs.clear()
         found = _inputs[seen] = Inputs(query, key)
     return found
 
@@ -201,6 +200,8 @@ def _read_mask(block_mask, query, key, inputs: Inputs, options: Options):
     if (inputs, options) not in lists.fitting:
         checks.check_mask_fits(lists, block_mask.seq_lengths, query, key, block_mask.shape)
         checks.check_tile_fits_mask(options, lists.q_block, lists.kv_block)
+        if len(lists.fitting) >= 1024:
+            lists.fitting.clear()
         lists.fitting.add((inputs, options))
     return lists, transposed, block_mask.mask_mod
 

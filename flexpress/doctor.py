@@ -123,6 +123,8 @@ def _cache_directory() -> str:
         path = flexpress.cache_dir()
     if caught:
         raise RuntimeError(caught[0].message)
+    if path is None:
+        raise RuntimeError("kernels stay in memory: no folder could be written to")
     with tempfile.NamedTemporaryFile(dir=path):
         pass
     info = path.stat()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from flexpress.codegen import backward, cache, forward, kernel, masks, prefill, signature
+from flexpress.codegen import cache, kernel, registry, signature
 from flexpress.codegen.cache import CacheInfo, cache_dir
 
 __all__ = ["CacheInfo", "cache_clear", "cache_dir", "cache_info", "printed_kernels"]
@@ -17,9 +17,10 @@ def cache_info() -> CacheInfo:
 
 
 def cache_clear() -> None:
-    """Forget traces, plans and loaded kernels, and set the counters to zero. Files on disk stay."""
-    for module in (signature, forward, prefill, backward, masks, kernel):
-        module.clear()
+    """Forget traces, plans, loaded kernels and everything else that the process remembers, and set the counters to zero. Files on disk
+    stay."""
+    signature.clear()
+    registry.clear()
     for name in vars(CacheInfo()):
         setattr(cache.INFO, name, 0)
 

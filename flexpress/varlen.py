@@ -15,6 +15,7 @@ from flexpress.codegen.decode import MAX_QUERIES
 from flexpress.codegen.expr import Expr, ModGraph, walk
 from flexpress.codegen.forward_plan import Options
 from flexpress.codegen.masks import Starts, block_starts
+from flexpress.codegen.registry import remembered
 from flexpress.codegen.signature import bind
 
 
@@ -166,7 +167,7 @@ def _moved(sequence: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
 _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 
 
-@functools.lru_cache(maxsize=1024)
+@remembered("mods by distance", 1024)
 def _of_distances(graph: ModGraph) -> bool:
     """Does a mod depend on q_idx and kv_idx through their distance alone, so that moving both by as much changes nothing?
 

@@ -13,7 +13,7 @@ from problems import DEVICES, LEARNED_MODS, learned_mods, mask_arguments, mask_m
 from torch.utils.checkpoint import checkpoint
 
 from flexpress import cache_info, create_block_mask, explain, flex_attention, mods
-from flexpress.codegen import backward
+from flexpress.codegen import backward, registry
 from flexpress.codegen.backward_plan import whole_blocks
 
 # cancellation in dP - delta, which every flash attention computes from a rounded output, may cost some digits
@@ -321,7 +321,7 @@ def test_what_is_kept_for_repeated_passes_is_of_their_kind(device):
 
     fresh = []
     for kind in kinds:
-        backward.clear()
+        registry.clear()
         fresh.append(gradients(**kind))
     for _ in range(2):
         for kind, expected in zip(kinds, fresh, strict=True):

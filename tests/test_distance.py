@@ -8,7 +8,7 @@ from dense import dense_attention, relative_error
 from fake_hopper import forward_on_cpu
 
 from flexpress import flex_attention, mods
-from flexpress.codegen import forward, kernel
+from flexpress.codegen import kernel, registry
 from flexpress.codegen.distance import read_by_distance
 from flexpress.codegen.expr import walk
 from flexpress.codegen.forward_plan import Cache
@@ -63,11 +63,9 @@ def test_what_is_read_by_distance(name):
 
 @pytest.fixture
 def launched(monkeypatch):
-    forward.clear()
-    kernel.clear()
+    registry.clear()
     yield forward_on_cpu(monkeypatch)
-    forward.clear()
-    kernel.clear()
+    registry.clear()
 
 
 def check(mod, reference, dims, causal, lengths=(Q_LEN, KV_LEN), device="cpu"):

@@ -7,7 +7,7 @@ import torch
 from fake_hopper import Variant, pass_for_hopper
 
 from flexpress import create_block_mask, explain, flex_attention, mods
-from flexpress.codegen import backward, binary, forward, kernel
+from flexpress.codegen import backward, binary, forward, kernel, registry
 
 
 @pytest.fixture
@@ -22,11 +22,9 @@ def launched(monkeypatch):
         launch_plain = launch
 
     pass_for_hopper(monkeypatch, lambda name: Recorder(name, local=2000), multiprocessors=4)
-    for module in (forward, backward, kernel):
-        module.clear()
+    registry.clear()
     yield found
-    for module in (forward, backward, kernel):
-        module.clear()
+    registry.clear()
 
 
 def tensors(head_dim=128, head_dim_v=None, dtype=torch.bfloat16, wants=True, length=256):

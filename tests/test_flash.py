@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexpress import cache_info, flash, mods
-from flexpress.codegen import masks
+from flexpress.codegen import registry
 from flexpress.flash import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -202,7 +202,7 @@ def test_nothing_is_copied(device, monkeypatch):
 @pytest.mark.parametrize("device", DEVICES)
 def test_causal_masks_are_made_once(device):
     """Also when the first call comes in inference mode: the mask must serve training afterwards."""
-    masks.clear()
+    registry.clear()
     q, k, v = (torch.randn(1, n, 1, 16, device=device, requires_grad=True) for n in (50, 60, 60))
     with torch.inference_mode():
         flash_attn_func(q, k, v, causal=True)

@@ -11,7 +11,7 @@ from dense import dense_attention, relative_error
 from fake_hopper import Variant, pass_for_hopper
 
 from flexpress import create_block_mask, flex_attention, mods
-from flexpress.codegen import backward, kernel
+from flexpress.codegen import backward, kernel, registry
 from flexpress.codegen.binary import one_by_one
 from flexpress.codegen.forward_plan import Options
 from flexpress.codegen.render import render
@@ -65,13 +65,11 @@ def test_gradients(monkeypatch, name):
     monkeypatch.setattr(backward, "L2_BYTES", case["megabytes"] << 20)
     counter = torch.zeros(1, dtype=torch.int32)
     monkeypatch.setattr(backward, "counter", lambda *_: counter)
-    for module in (backward, kernel):
-        module.clear()
+    registry.clear()
     lists = (mask.as_lists(), mask.as_transposed_lists()) if mask else (None, None)
     bound = [case[kind] and bind(case[kind], kind) for kind in ("score", "mask")]
     found = backward.backward(q, k, v, out, lse, do, None, D_QK**-0.5, *bound, *lists, Options())[:3]
-    for module in (backward, kernel):
-        module.clear()
+    registry.clear()
     assert len(ran) == 1 and counter.item() == 0
 
     def gradients(precision):

@@ -11,7 +11,7 @@ from fake_hopper import Variant, pass_for_hopper
 from test_offline import assert_packed_as_read
 
 from flexpress import create_block_mask, flex_attention, mods, varlen, varlen_attention
-from flexpress.codegen import backward, forward, kernel, tma
+from flexpress.codegen import backward, kernel, registry, tma
 from flexpress.codegen.backward_plan import BackwardCase, delta_rows, delta_spec
 from flexpress.codegen.forward_plan import Blocks, Options
 from flexpress.codegen.hopper_backward_plan import fits, plan_hopper_backward
@@ -167,13 +167,11 @@ def test_programs_share_tiles(monkeypatch, multiprocessors, lengths, grid, heads
 
     pass_for_hopper(monkeypatch, Recorder, multiprocessors)
     monkeypatch.setattr(backward, "descriptor", lambda t, *block: tma._known(t.data_ptr(), t.dtype, t.shape, t.stride(), *block))
-    for module in (forward, backward, kernel):
-        module.clear()
+    registry.clear()
     q, k = (torch.zeros(2, h, length, 64, dtype=torch.bfloat16, requires_grad=True) for h, length in zip((4, 2), lengths, strict=True))
     flex_attention(q, k, k, enable_gqa=True).sum().backward()
     addresses = [t.data_ptr() for t in kernel._counters.values()]
-    for module in (forward, backward, kernel):
-        module.clear()
+    registry.clear()
     found, = [(g, args) for name, g, args in launches if name.startswith("hopper_backward")]
     assert found[0] == (grid,)
     assert found[1][12:21] == [*addresses, 2, 2, 4, 2, 2, heads_per_group, *lengths]
@@ -193,8 +191,7 @@ def test_every_parameter_has_an_argument(monkeypatch, packed, learned):
 
     pass_for_hopper(monkeypatch, Recorder)
     monkeypatch.setattr(backward, "descriptor", lambda t, *block: tma._known(t.data_ptr(), t.dtype, t.shape, t.stride(), *block))
-    for module in (forward, backward, kernel):
-        module.clear()
+    registry.clear()
     q = torch.zeros(1, 2, 300, 64, dtype=torch.bfloat16, requires_grad=True)
     mask = create_block_mask(mods.causal, None, None, 300, 300, device="cpu")
     slopes = torch.zeros(2, requires_grad=learned)
@@ -207,8 +204,7 @@ def test_every_parameter_has_an_argument(monkeypatch, packed, learned):
         flex_attention(q, q, q, score_mod, mask).sum().backward()
     plan, = backward._plans.values()
     assert plan.fused.flag["STARTS"] == packed
-    for module in (forward, backward, kernel):
-        module.clear()
+    registry.clear()
     found, = [args for name, args in launches if name.startswith("hopper_backward")]
     assert len(found) == len(re.search(r"\ndef hopper_backward\((.*?)\n\):", re.sub("#.*", "", render(plan.fused)), re.S)[1].split(",")) - 1
     if not packed:

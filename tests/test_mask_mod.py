@@ -15,7 +15,7 @@ from test_ops import compositions
 
 from flexpress import BlockMask, cache_info, create_block_mask, flex_attention, mods
 from flexpress.block_mask import resolve_device
-from flexpress.codegen import masks
+from flexpress.codegen import masks, registry
 from flexpress.codegen.masks import automatic_lists
 from flexpress.codegen.signature import bind
 
@@ -145,7 +145,7 @@ def test_block_mask_and_mask_mod_must_agree(device):
 def test_masks_without_tensors_are_kept(device):
     """The same window at the same length launches no mask kernel; another one gets its own lists."""
     q, k, v = inputs(device)
-    masks.clear()
+    registry.clear()
     kept = []
     for window in (30, 30, 8, 30):
         out = flex_attention(q, k, v, mask_mod=mods.sliding_window(window))

@@ -12,18 +12,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flexpress import cached, cached_attention, checks, mods, printed_kernels, update_cache
-from flexpress.codegen import decode, forward, kernel, masks, prefill
+from flexpress.codegen import decode, forward, kernel, masks, prefill, registry
 from flexpress.codegen.forward_plan import Options
 
 
 @pytest.fixture(autouse=True)
 def fresh():
     """What one test pretends to have compiled is not there in another."""
-    for module in (prefill, kernel):
-        module.clear()
+    registry.clear()
     yield
-    for module in (prefill, kernel):
-        module.clear()
+    registry.clear()
 
 
 def batch(q_lens, kv_lens, *, page_size=0, located=False, heads=(2, 1), dims=(64, 64), dtype=torch.bfloat16, more=0, seed=0, device="cpu"):

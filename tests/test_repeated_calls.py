@@ -11,7 +11,7 @@ from fake_hopper import Variant, pass_for_hopper
 
 from flexpress import AuxRequest, cache_info, cached_attention, create_block_mask, flex_attention, mods, varlen
 from flexpress.attention import attend, prepared
-from flexpress.codegen import forward, kernel, tma
+from flexpress.codegen import forward, kernel, registry, tma
 
 
 class Recorder(Variant):
@@ -39,11 +39,9 @@ def launches(monkeypatch):
     """What is launched while tensors of the host pass for a Hopper GPU's."""
     found: list = []
     pass_for_hopper(monkeypatch, lambda _: Recorder(found))
-    forward.clear()
-    kernel.clear()
+    registry.clear()
     yield found
-    forward.clear()
-    kernel.clear()
+    registry.clear()
 
 
 def tensors(dtype=torch.bfloat16, B=2, Hq=4, Hkv=2, length=200, D=64, D_V=None):

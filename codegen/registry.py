@@ -1,0 +1,90 @@
+"""Every in-memory cache of the package: bounded, listed and cleared in one place.
+
+    _plans: dict[tuple, Plan] = Table("forward plans", 1024)        a dict of at most 1024 entries
+    @remembered("strides", 4096)                                    functools.lru_cache of a function
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+
+class CacheSize(NamedTuple):
+    """How full one of the caches is."""
+
+    name: str
+    entries: int
+    limit: int
+
+
+class Bounded(dict):
+    """A dict that holds at most `limit` entries: the oldest goes when one more comes. Reading is a dict's own, and so as fast.
+
+    Threads may use one together: whoever reads takes what `get` gave, as an entry may go at any time.
+    """
+
+    __slots__ = ("limit",)
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+
+    def __setitem__(self, key, value) -> None:
+        while len(self) >= self.limit and key not in self:
+            try:
+                self.pop(next(iter(self)), None)
+            except (RuntimeError, StopIteration):  # another thread made room, or filled it
+                continue
+        super().__setitem__(key, value)
+
+    def setdefault(self, key, default):
+        found = self.get(key)
+        if found is None:
+            self[key] = found = default
+        return found
+
+
+class Table(Bounded):
+    """One that is listed here, for the process."""
+
+    __slots__ = ()
+
+    def __init__(self, name: str, limit: int) -> None:
+        super().__init__(limit)
+        _register(name, self)
+
+
+_caches: dict[str, Table | Callable] = {}
+
+
+def _register(name: str, cache) -> None:
+    if name in _caches:
+        raise ValueError(f"two caches are called {name!r}")
+    _caches[name] = cache
+
+
+def remembered(name: str, limit: int) -> Callable:
+    """Decorator: functools.lru_cache of at most `limit` results, listed here."""
+    def decorate(function):
+        cached = functools.lru_cache(maxsize=limit)(function)
+        _register(name, cached)
+        return cached
+
+    return decorate
+
+
+def clear() -> None:
+    """Empty all of them."""
+    for cache in _caches.values():
+        cache.clear() if isinstance(cache, Table) else cache.cache_clear()
+
+
+def sizes() -> Iterator[CacheSize]:
+    """How full each is, by name."""
+    for name, cache in sorted(_caches.items()):
+        if isinstance(cache, Table):
+            yield CacheSize(name, len(cache), cache.limit)
+        else:
+            info = cache.cache_info()
+            yield CacheSize(name, info.currsize, info.maxsize)

@@ -1,0 +1,133 @@
+"""Interrupts at any moment of an interpreted call: afterwards the library is as before, and the next call is right.
+
+    python tests/interrupts.py --n 500             KeyboardInterrupt at random moments: by a timer's signal, and in another thread
+    python tests/interrupts.py --n 500 --seed 3
+
+After every one: triton.language is what it was, gradients are on, NumPy's error state is the same, the next call gives the right numbers;
+after every 50, and at the end, a kernel compiles for a GPU that is not there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import random
+import signal
+import threading
+import time
+
+import numpy as np
+import torch
+from fresh_mods import language, mask_mod, mask_of, same_language, score_mod, score_of
+
+from flexpress import cache_clear, create_block_mask, evaluate_mod, flex_attention, mods
+from flexpress.codegen.preview import compilation
+
+LENGTH = 40
+
+
+def call(number: int) -> None:
+    """A mask, a forward and a backward pass of mods that are new, checked."""
+    q, k, v = (torch.randn(1, 1, LENGTH, 16, requires_grad=True) for _ in range(3))
+    mask = create_block_mask(mask_mod(2 + number % 30), None, None, LENGTH, LENGTH, "cpu")
+    out = flex_attention(q, k, v, score_mod(number), mask)
+    (dq,) = torch.autograd.grad(out.sum(), q)
+    scores = score_of(number, q @ k.mT / 4).masked_fill(~mask_of(2 + number % 30, LENGTH), float("-inf"))
+    dense = scores.softmax(-1) @ v
+    assert torch.allclose(out, dense, atol=1e-4), (out - dense).abs().max()
+    assert torch.allclose(dq, torch.autograd.grad(dense.sum(), q)[0], atol=1e-4)
+
+
+def quick_check(number: int) -> None:
+    scores = torch.randn(1, 1, 5, 7)
+    assert torch.allclose(evaluate_mod(score_mod(number), scores), score_of(number, scores), atol=1e-5)
+
+
+def by_signal(number: int, delay: float) -> bool:
+    """Call until a timer's signal strikes; was the call cut off?"""
+    def strike(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, strike)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, delay)
+        call(number)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    return False
+
+
+def in_thread(number: int, delay: float) -> bool:
+    """The same in a thread, struck by another."""
+    struck = []
+
+    def work():
+        try:
+            call(number)
+            time.sleep(0.001)
+        except KeyboardInterrupt:
+            struck.append(True)
+
+    def quiet():
+        try:
+            work()
+        except KeyboardInterrupt:  # between the end of the one `try` and that of the thread
+            struck.append(True)
+
+    thread = threading.Thread(target=quiet)
+    hook, threading.excepthook = threading.excepthook, lambda args: struck.append(args.exc_type is KeyboardInterrupt)
+    try:
+        thread.start()
+        time.sleep(delay)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(KeyboardInterrupt))
+        thread.join()
+    finally:
+        threading.excepthook = hook
+    assert all(struck), "the thread failed otherwise"
+    return bool(struck)
+
+
+def compiles() -> None:
+    cache_clear()
+    assert compilation("sm_90", mask_mod=mods.causal, head_dim=64).compile().registers != 0
+
+
+def campaign(n: int, seed: int, ways=(by_signal, in_thread), offline: bool = True) -> int:
+    """`n` interrupts; how many struck inside a call."""
+    random.seed(seed)
+    call(0)
+    if offline:
+        compiles()
+    pristine, errors = language(), np.geterr()
+    start = time.perf_counter()
+    call(1)
+    usual = time.perf_counter() - start
+    struck = 0
+    for i in range(n):
+        if i % 10 == 0:
+            cache_clear()
+        number = 2 + i if i % 3 else 2  # mods that are new, and one that is known
+        struck += ways[i % len(ways)](number, random.uniform(0.0005, max(usual, 0.01)))
+        assert same_language(pristine), f"interrupt {i}: triton.language is not what it was"
+        assert torch.is_grad_enabled(), f"interrupt {i}: gradients are off"
+        assert np.geterr() == errors, f"interrupt {i}: NumPy's error state is another"
+        quick_check(i)
+        if offline and i % 50 == 49:
+            compiles()
+    call(3)
+    if offline:
+        compiles()
+    return struck
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--n", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    begun = time.perf_counter()
+    inside = campaign(given.n, given.seed)
+    print(f"{given.n} interrupts, {inside} inside a call, 0 failures, {time.perf_counter() - begun:.0f} s")
