@@ -154,7 +154,7 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outputs: tuple[t
     Z = cached.cu_q.shape[0] - 1 if ragged else q.shape[0]
     Hq, Q_LEN = q.shape[1], cached.max_q if ragged else q.shape[2]
     KV_LEN = k.shape[2] * (cached.pages.shape[1] if paged else 1)
-    kv_dtype = k.dtype if cached.k_scales is not None else None
+    kv_dtype = k.dtype if k.dtype != q.dtype else None
     vector = vector_of(q.dtype, kv_dtype)
     geometry = geometry_of(16 // vector, (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride()), out.stride())
     by_head = lists is not None and lists.kv_num_blocks.shape[1] > 1  # heads with lists of their own do not share a tile
@@ -164,7 +164,8 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outputs: tuple[t
     split = parts_of(KV_LEN, tiles, Z, available, lengths=cached.kv_lens is not None, listed=lists is not None, invariant=cached.invariant)
     case = DecodeCase(q.dtype, q.shape[3], v.shape[3], geometry.units, geometry.aligned, lists and lists.blocks._replace(interior=True),
                       precision, scale > 0, len(outputs) > 2, max(Q_LEN, KV_LEN) <= INDEX_BOUND, split.room > 0, split.of_all > 0, ragged,
-                      cached.kv_lens is not None, cached.kv_locs is not None, k.shape[2] if paged else 0, kv_dtype)
+                      cached.kv_lens is not None, cached.kv_locs is not None, k.shape[2] if paged else 0, kv_dtype,
+                      cached.k_scales is not None)
     key = (case, arch, *keys, rows.rows)
     plan = _plans.get(key)
     if plan is None:
@@ -181,6 +182,8 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outputs: tuple[t
         combine_numbers = (*outputs[1].shape[-2:], split.room, *strides)
     if paged:
         numbers.append(cached.pages.stride(0))
+    if ragged:
+        numbers.append(q.shape[2])
     if lists is not None:
         numbers += lists.numbers
     grid = (tiles // Z, split.of_all + Z) if split.of_all else (tiles, max(split.room, 1))

@@ -43,12 +43,13 @@ class DecodeCase(NamedTuple):
     lengths: bool = False  # every sequence has a number of keys of its own
     located: bool = False  # every sequence says which entry of K and V it reads
     page_size: int = 0  # of paged K and V
-    kv_dtype: torch.dtype | None = None  # of K and V with scales; else that of q
+    kv_dtype: torch.dtype | None = None  # of K and V where it is not that of q
+    scales: bool = False  # K and V are to be multiplied by
 
 
 def vector_of(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> int:
     """Elements of the narrower of q and k that are 16 bytes."""
-    return 16 // (kv_dtype or dtype).itemsize
+    return 16 // min((kv_dtype or dtype).itemsize, dtype.itemsize)
 
 
 @dataclass(eq=False, slots=True)
@@ -121,9 +122,10 @@ def plan_decode(case: DecodeCase, backend: str, arch: str, score: Mod | None, ma
     """The plan for a backend ("cuda", "hip", "cpu"), a row of the tile tables, and tiles of so many rows."""
     target = Target(backend, dtype_name(case.dtype), case.exact_indices, packed_heads=True)
     score_text, mask_text = lowered(score, mask, target)
-    tile = decode_tile(arch, rows, round_up_head_dim(case.d_qk), round_up_head_dim(case.d_v), case.dtype.itemsize,
+    itemsize = max((case.kv_dtype or case.dtype).itemsize, case.dtype.itemsize)
+    tile = decode_tile(arch, rows, round_up_head_dim(case.d_qk), round_up_head_dim(case.d_v), itemsize,
                        kv_block=case.blocks.kv_block if case.blocks else 0, paged=case.page_size > 0)
-    scale_apart = score is not None or not case.scale_is_positive or case.kv_dtype is not None
+    scale_apart = score is not None or not case.scale_is_positive or case.scales
     return DecodePlan(_spec(case, backend, score_text, mask_text, scale_apart), _combine(case, backend) if case.split else None, tile,
                       score_text, mask_text, scale_apart)
 
@@ -131,17 +133,17 @@ def plan_decode(case: DecodeCase, backend: str, arch: str, score: Mod | None, ma
 def _spec(case: DecodeCase, backend: str, score: ModText | None, mask: ModText | None, scale_apart: bool) -> KernelSpec:
     blocks, units = case.blocks, case.units
     pointers = [*(["CU_Q"] if case.ragged else []), *(["KV_LENS"] if case.lengths else []), *(["KV_LOCS"] if case.located else []),
-                *(["PAGES"] if case.page_size else []), *(["K_SCALES", "V_SCALES"] if case.kv_dtype else [])]
+                *(["PAGES"] if case.page_size else []), *(["K_SCALES", "V_SCALES"] if case.scales else [])]
     numbers = ["Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN"]
     for t, unit in zip("qkv", units, strict=True):
         numbers += STRIDES[t][:3] if unit else STRIDES[t]
     numbers += STRIDES["o"]
     numbers += ["SM_SCALE", "TO_LOG2"] if scale_apart else ["TO_LOG2"]
     numbers += ["QUERIES", "PACK", *(["SPLITS", "MIN_SHARE"] if case.split else []), *(["Z", "PARTS"] if case.balanced else [])]
-    numbers += ["stride_pages"] if case.page_size else []
+    numbers += [*(["stride_pages"] if case.page_size else []), *(["T"] if case.ragged else [])]
     if blocks:
         numbers += ["mask_stride_z", "mask_stride_h", "mask_columns"] + (["full_mask_columns"] if blocks.has_full else [])
-    block_args = ["K", *(["PAGES", "stride_kz"] if case.page_size else []), "stride_kn", *([] if units[1] else ["stride_kd"]),
+    block_args = ["K", *(["PAGES", "Zkv", "stride_kz"] if case.page_size else []), "stride_kn", *([] if units[1] else ["stride_kd"]),
                   "V", *(["stride_vz"] if case.page_size else []), "stride_vn", *([] if units[2] else ["stride_vd"])]
     float32 = case.dtype is torch.float32
     flags = {
@@ -154,7 +156,7 @@ def _spec(case: DecodeCase, backend: str, score: ModText | None, mask: ModText |
         "SPARSE_Q_BLOCK_SIZE": blocks.q_block if blocks else 0, "SPARSE_KV_BLOCK_SIZE": blocks.kv_block if blocks else 0,
         "SCALE_FIRST": scale_apart, "OUTPUT_MAX": case.output_max, "SPLIT": case.split, "BALANCED": case.balanced,
         "RAGGED": case.ragged, "LENGTHS": case.lengths, "LOCATED": case.located, "PAGE_SIZE": case.page_size,
-        "KV_SCALES": case.kv_dtype is not None,
+        "KV_SCALES": case.scales, "CONVERTS": case.kv_dtype is not None,
         "kv_params": ", ".join(block_args), "pointers": tuple(pointers),
         "numbers": tuple(numbers) + tuple(n for m in (score, mask) if m for n in m.numbers), "parameters": tuple(numbers),
     }

@@ -26,7 +26,7 @@ def serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
            options: Options) -> ForwardCase | None:
     """What the kernel depends on beside its mods, for a call of `prefill`; None if decode is to serve it. Found from shapes, strides and
     addresses alone."""
-    if cached.cu_q is None or cached.invariant or cached.k_scales is not None or options.backend == "TRITON":
+    if cached.cu_q is None or cached.invariant or k.dtype != q.dtype or options.backend == "TRITON":
         return None
     arch, tokens, sequences = architecture_of(q.device), q.shape[2], cached.cu_q.shape[0] - 1
     if arch != "sm_90" or tokens < LONG * BLOCK * sequences:

@@ -240,7 +240,7 @@ def decode_compilations(
     """The kernels for few queries and for caches by name, "decode" and "combine", as `compilation` gives the forward kernel.
 
     group     query heads that share a key/value head
-    kv_dtype  "float8_e4m3fn": of K and V with scales
+    kv_dtype  "float8_e4m3fn" and so on: of K and V, with scales
     details   fields of DecodeCase: ragged, lengths, balanced, located, page_size, output_max, and split=False, which leaves "combine" out
     """
     d_v = head_dim if head_dim_v is None else head_dim_v
@@ -249,7 +249,7 @@ def decode_compilations(
     geometry = _geometry(dtype, head_dim, d_v, False)
     blocks = Blocks(True, 128, 128) if mask_mod else None
     case = DecodeCase(
-        getattr(torch, dtype), head_dim, d_v, geometry.units, geometry.aligned, blocks, kv_dtype=kept, **details
+        getattr(torch, dtype), head_dim, d_v, geometry.units, geometry.aligned, blocks, kv_dtype=kept, scales=kept is not None, **details
     )
     rows = rows_of(q_len, group, 128 if blocks else 0).rows
     plan = plan_decode(case, backend_for(target), architecture_for(target), *keys_of(*bound, EXTENTS), rows)
@@ -268,7 +268,7 @@ def decode_compilations(
 
 def update_cache_compilation(target: str, dtype: str = "bfloat16", cache_dtype: str | None = None, **details) -> Compilation:
     """The kernel that writes new keys and values into a cache. details: fields of UpdateCase beside d_qk and d_v, which are 128."""
-    case = UpdateCase(getattr(torch, dtype), 128, 128, scales=cache_dtype is not None, **details)
+    case = UpdateCase(getattr(torch, dtype), 128, 128, scales=cache_dtype is not None, converts=cache_dtype is not None, **details)
     tensors = dict.fromkeys(("K", "V", "Q", "Q_OUT"), dtype) | dict.fromkeys(("K_CACHE", "V_CACHE"), cache_dtype or dtype)
     tensors |= dict.fromkeys(("CU_Q", "KV_LENS", "KV_LOCS", "PAGES", "OFFSETS"), "int32")
     tensors |= dict.fromkeys(("TABLE", "K_SCALES", "V_SCALES"), "float32")

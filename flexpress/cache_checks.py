@@ -2,103 +2,194 @@
 
 from __future__ import annotations
 
+import functools
+import math
+
 import torch
 
+from flexpress.checks import CACHE_DTYPES, DTYPES, MAX_HEAD_DIM, whole
 from flexpress.codegen.decode import Cached
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def described(value) -> str:
     """A tensor's dtype, shape and device, or what is there instead of a tensor."""
     if not isinstance(value, torch.Tensor):
-        return type(value).__name__
-    return f"{value.dtype} {tuple(value.shape)} on {value.device}"
+        return f"{type(value).__name__} {value!r}"[:80]
+    kind = "" if type(value) in _PLAIN else f"{type(value).__name__} "
+    return f"{kind}{value.dtype} {tuple(value.shape)} on {value.device}"
+
+
+def check_plain(name: str, tensor, layout: str) -> None:
+    """A tensor whose memory a kernel can read: of the rank of `layout`, strided, on a CPU or GPU, no subclass that stands for others."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor {layout}, got {described(tensor)}")
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.device.type not in ("cpu", "cuda"):
+        what = "" if tensor.layout is torch.strided else f"{tensor.layout} "
+        raise NotImplementedError(f"{name} must be a plain tensor {layout} in the memory of a GPU or CPU, got {what}{described(tensor)}")
+    if tensor.ndim != layout.count(",") + 1:
+        raise ValueError(f"{name} must be {layout}, got {described(tensor)}")
 
 
 def check_batch(name: str, tokens, k_cache, v_cache, kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale,
-                v_scale) -> Cached:
-    """Those arguments, put together. `tokens`, an argument of that name, is (B, H, Q_LEN, D) or with cu_seqlens_q (T, H, D)."""
+                v_scale) -> tuple[Cached, torch.Tensor | None]:
+    """Those arguments, put together, and q_offset. `tokens`, an argument of that name, is (B, H, Q_LEN, D) or with cu_seqlens_q (T, H, D)."""
     ragged = cu_seqlens_q is not None
     _check_caches(name, tokens, "(T, H, D) with cu_seqlens_q" if ragged else "(B, H, Q_LEN, D)", k_cache, v_cache, k_scale, v_scale)
     device = tokens.device
     if page_table is not None and cache_loc is not None:
         raise ValueError("page_table and cache_loc exclude each other: a page table says where a sequence is")
-    batch = kv_len.shape[0] if isinstance(kv_len, torch.Tensor) and kv_len.ndim == 1 else None
-    _check_table("kv_len", kv_len, (batch if ragged else tokens.shape[0],), torch.int32, device)
-    tables = (("page_table", page_table, (batch, None)), ("cache_loc", cache_loc, (batch,)), ("cu_seqlens_q", cu_seqlens_q, (batch + 1,)),
-              ("q_offset", q_offset, (batch,)))
-    for what, tensor, shape in tables:
-        if tensor is not None:
-            _check_table(what, tensor, shape, torch.int32, device)
-    for what, tensor in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if tensor is not None:
-            _check_table(what, tensor, (k_cache.shape[2],), torch.float32, device)
+    kv_len = _table("kv_len", kv_len, (None if ragged else tokens.shape[0],), torch.int32, device, needed=True)
+    batch, heads = kv_len.shape[0], k_cache.shape[2]
+    page_table = _table("page_table", page_table, (batch, None), torch.int32, device)
+    cache_loc = _table("cache_loc", cache_loc, (batch,), torch.int32, device)
+    cu_seqlens_q = _table("cu_seqlens_q", cu_seqlens_q, (batch + 1,), torch.int32, device)
+    q_offset = _table("q_offset", q_offset, (batch,), torch.int32, device)
+    k_scale, v_scale = (_table(what, t, (heads,), torch.float32, device) for what, t in (("k_scale", k_scale), ("v_scale", v_scale)))
     if cache_loc is None and page_table is None and k_cache.shape[0] != batch:
         raise ValueError(f"k_cache {tuple(k_cache.shape)} has {k_cache.shape[0]} entries for {batch} sequences; say with cache_loc or "
                          "page_table which ones are theirs")
-    if max_q_len is not None and not (ragged and 0 <= max_q_len <= tokens.shape[0]):
+    if max_q_len is not None and not (ragged and whole("max_q_len", max_q_len) <= tokens.shape[0]):
         raise ValueError(f"max_q_len ({max_q_len}) is for cu_seqlens_q, and from 0 to the number of tokens in {name} {tuple(tokens.shape)}")
-    max_q = tokens.shape[0 if ragged else 2] if max_q_len is None else max_q_len
-    return Cached(cu_seqlens_q, max_q, kv_len, cache_loc, page_table, k_scale, v_scale)
+    max_q = tokens.shape[0 if ragged else 2] if max_q_len is None else int(max_q_len)
+    return Cached(cu_seqlens_q, max_q, kv_len, cache_loc, page_table, k_scale, v_scale), q_offset
 
 
 def _check_caches(name: str, tokens, layout: str, k_cache, v_cache, k_scale, v_scale) -> None:
-    layouts = ((name, tokens, layout), ("k_cache", k_cache, "(N, S, Hkv, D_QK)"), ("v_cache", v_cache, "(N, S, Hkv, D_V)"))
-    for what, tensor, wanted in layouts:
-        if not isinstance(tensor, torch.Tensor) or tensor.ndim != wanted.count(",") + 1:
-            raise ValueError(f"{what} must be {wanted}, got {described(tensor)}")
+    for what, tensor, wanted in ((name, tokens, layout), ("k_cache", k_cache, "(N, S, Hkv, D_QK)"), ("v_cache", v_cache, "(N, S, Hkv, D_V)")):
+        check_plain(what, tensor, wanted)
     if tokens.dtype not in DTYPES:
         raise TypeError(f"{name} must be float16, bfloat16 or float32, got {tokens.dtype}")
     if (k_scale is None) != (v_scale is None):
         raise ValueError("k_scale and v_scale go together; pass ones for the one that is not scaled")
-    wanted = tokens.dtype if k_scale is None else torch.float8_e4m3fn
-    if k_cache.dtype != wanted or v_cache.dtype != wanted:
-        raise TypeError(f"k_cache and v_cache must be {wanted}, {f'as {name} is' if k_scale is None else 'as scales are given'}, got "
-                        f"{k_cache.dtype} and {v_cache.dtype}")
+    if k_cache.dtype not in CACHE_DTYPES or v_cache.dtype != k_cache.dtype:
+        raise TypeError(f"k_cache and v_cache must both be float16, bfloat16, float32 or float8_e4m3fn, got {k_cache.dtype} and "
+                        f"{v_cache.dtype}")
+    if k_scale is not None and k_cache.dtype != torch.float8_e4m3fn:
+        raise TypeError(f"k_scale and v_scale are for caches of float8_e4m3fn, got {k_cache.dtype}; leave them out")
+    for what, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if tensor.device != tokens.device:
+            raise ValueError(f"{what} is on {tensor.device} but {name} is on {tokens.device}; move one with .to(...)")
+        if tensor.is_neg():
+            raise ValueError(f"{what} is a view with the negative bit (as x.conj().imag is); pass {what}.resolve_neg()")
     if k_cache.shape[:3] != v_cache.shape[:3] or k_cache.shape[3] != tokens.shape[-1]:
         raise ValueError(f"{name} {tuple(tokens.shape)}, k_cache {tuple(k_cache.shape)} and v_cache {tuple(v_cache.shape)} do not fit: the "
                          f"last extent of k_cache is that of {name}, its first three are those of v_cache")
+    if k_cache.shape[2] == 0:
+        raise ValueError(f"k_cache {tuple(k_cache.shape)} has no heads; it needs at least 1")
+    for what, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if not 1 <= tensor.shape[3] <= MAX_HEAD_DIM:
+            raise NotImplementedError(f"{what} has head_dim {tensor.shape[3]} (shape {tuple(tensor.shape)}); supported are 1 to {MAX_HEAD_DIM}")
 
 
-def _check_table(name: str, tensor, shape: tuple, dtype: torch.dtype, device: torch.device) -> None:
-    """`shape` with None for any extent."""
-    if (isinstance(tensor, torch.Tensor) and tensor.dtype == dtype and tensor.device == device and tensor.ndim == len(shape)
-            and all(want in (None, n) for want, n in zip(shape, tensor.shape, strict=True))):
-        return
+def _table(name: str, tensor, shape: tuple, dtype: torch.dtype, device: torch.device, needed: bool = False) -> torch.Tensor | None:
+    """The tensor with contiguous rows, as kernels read it; None stays None unless it is needed. `shape` with None for any extent."""
+    if tensor is None and not needed:
+        return None
+    if (type(tensor) in _PLAIN and tensor.dtype == dtype and tensor.device == device and tensor.ndim == len(shape)
+            and all([want is None or want == n for want, n in zip(shape, tensor.shape, strict=True)])):
+        return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
     wanted = ", ".join("n" if n is None else str(n) for n in shape) + ("," if len(shape) == 1 else "")
-    raise ValueError(f"{name} must be {dtype} ({wanted}) on {device}, got {described(tensor)}")
+    error = ValueError if isinstance(tensor, torch.Tensor) else TypeError
+    raise error(f"{name} must be {dtype} ({wanted}) on {device}, got {described(tensor)}")
 
 
-def check_contents(tokens, k_cache, kv_len, page_table, cache_loc, cu_seqlens_q, q_offset) -> int:
-    """What those tensors hold. Waits for the device that they are on. Returns the end of the new tokens' positions."""
-    lengths, cache = kv_len.tolist(), f"k_cache {tuple(k_cache.shape)}"
-    counts = [tokens.shape[2]] * len(lengths) if cu_seqlens_q is None else _counts(cu_seqlens_q.tolist(), tokens.shape[0])
+def autocast(*tensors):
+    """Under autocast, floating-point tensors become autocast's dtype, as for torch's scaled_dot_product_attention. The first says the
+    device."""
+    device = tensors[0].device.type if isinstance(tensors[0], torch.Tensor) else "cpu"
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in tensors)
+
+
+def check_no_gradients(function: str, instead: str, **tensors) -> None:
+    """NotImplementedError if autograd would want a gradient through one of them."""
+    if torch.is_grad_enabled():
+        for name, tensor in tensors.items():
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                raise NotImplementedError(f"{name} requires grad, but {function} is not differentiable: {instead}")
+
+
+@functools.lru_cache(maxsize=1024)
+def _shares_memory(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """May two indices of such a tensor name one place? Exact for what slicing, permuting and expanding make."""
+    reach = 0
+    for stride, size in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
+def check_writable(name: str, cache: torch.Tensor) -> None:
+    """Every element has a place of its own."""
+    if _shares_memory(tuple(cache.shape), cache.stride()):
+        raise ValueError(f"{name} {tuple(cache.shape)} has strides {cache.stride()}: elements share memory (as expand makes it), so what is "
+                         f"written for one changes others; pass {name}.clone() or a tensor of its own")
+
+
+def check_contents(tokens, k_cache, cached: Cached, q_offset, written: bool = False) -> int:
+    """What the tensors hold that say where sequences are. Waits for the device that they are on. Returns the end of the new tokens'
+    positions.
+
+    written   the new tokens are to be written: each needs a place of its own, inside kv_len
+    """
+    lengths, cache = cached.kv_lens.tolist(), f"k_cache {tuple(k_cache.shape)}"
+    ragged, pages, locations = cached.cu_q is not None, cached.pages, cached.kv_locs
+    counts = _counts(cached.cu_q.tolist(), tokens.shape[0], cached.max_q) if ragged else [tokens.shape[2]] * len(lengths)
     offsets = [n - c for n, c in zip(lengths, counts, strict=True)] if q_offset is None else q_offset.tolist()
-    size = k_cache.shape[1]
-    room = size * (1 if page_table is None else page_table.shape[1])
-    reached = 0
+    entries, size = k_cache.shape[:2]
+    room = size * (1 if pages is None else pages.shape[1])
+    pages = pages if pages is None else pages.cpu()
+    locations = [*range(len(lengths))] if locations is None else locations.tolist()
+    if locations and not 0 <= min(locations) <= max(locations) < entries and pages is None:
+        raise ValueError(f"cache_loc names entries from {min(locations)} to {max(locations)}; {cache} has entries 0 to {entries - 1}")
+    for name, scale in (("k_scale", cached.k_scales), ("v_scale", cached.v_scales)):
+        wrong = [x for x in scale.tolist() if not 0 < x < math.inf] if scale is not None else []
+        if wrong:
+            raise ValueError(f"{name} has {wrong[0]}; scales must be positive and finite")
+    reached, holders = 0, {}  # which sequence writes to a row of a page, or of an entry
     for b, (offset, count, length) in enumerate(zip(offsets, counts, lengths, strict=True)):
-        end = max(offset + count, length)
-        if length == 0 and cu_seqlens_q is None:  # a sequence that is not there
+        if length < 0:
+            raise ValueError(f"kv_len[{b}] is {length}; it must be 0 (a sequence that is not there) or more")
+        if length == 0 and not ragged:  # a sequence that is not there
+            continue
+        end = max(offset + count, length) if count else length
+        if (count and offset < 0) or end > room:
+            raise ValueError(f"sequence {b} has {count} new tokens from position {offset} on, and kv_len {length}; positions go from 0 to "
+                             f"{room - 1} in {cache}{f' with {pages.shape[1]} pages' if pages is not None else ''}")
+        if pages is not None:
+            mine = pages[b, :-(-end // size)].tolist()
+            if mine and not 0 <= min(mine) <= max(mine) < entries:
+                raise ValueError(f"page_table[{b}] names pages from {min(mine)} to {max(mine)}; {cache} has pages 0 to {entries - 1}")
+        if not count:
             continue
         reached = max(reached, offset + count)
-        if offset < 0 or end > room:
-            raise ValueError(f"sequence {b} has {count} new tokens from position {offset} on, and kv_len {length}; positions go from 0 to "
-                             f"{room - 1} in {cache}{f' with {page_table.shape[1]} pages' if page_table is not None else ''}")
-        if page_table is not None:
-            pages = page_table[b, :-(-end // size)].tolist()
-            if pages and not 0 <= min(pages) <= max(pages) < k_cache.shape[0]:
-                raise ValueError(f"page_table[{b}] names pages from {min(pages)} to {max(pages)}; {cache} has pages 0 to "
-                                 f"{k_cache.shape[0] - 1}")
-    entries = cache_loc.tolist() if cache_loc is not None else []
-    if entries and not 0 <= min(entries) <= max(entries) < k_cache.shape[0]:
-        raise ValueError(f"cache_loc names entries from {min(entries)} to {max(entries)}; {cache} has entries 0 to {k_cache.shape[0] - 1}")
+        if not written:
+            continue
+        if offset + count > length:
+            raise ValueError(f"sequence {b} has {count} new tokens from position {offset} on, but kv_len {length}, which counts the new ones, too")
+        for first in range(offset - offset % size, offset + count, size):  # page by page; an entry is one page
+            place = locations[b] if pages is None else mine[first // size]
+            rows = range(max(offset - first, 0), min(offset + count - first, size))
+            for other, taken in holders.setdefault(place, []):
+                if rows.start < taken.stop and taken.start < rows.stop:
+                    raise ValueError(f"sequences {other} and {b} both write to "
+                                     f"{f'page {place} (page_table)' if pages is not None else f'entry {place} (cache_loc)'}, rows "
+                                     f"{max(rows.start, taken.start)} to {min(rows.stop, taken.stop) - 1}; give each its own")
+            holders[place].append((b, rows))
     return reached
 
 
-def _counts(starts: list[int], tokens: int) -> list[int]:
+def _counts(starts: list[int], tokens: int, max_q: int) -> list[int]:
     counts = [b - a for a, b in zip(starts, starts[1:], strict=False)]
     if starts[0] != 0 or min(counts, default=0) < 0 or starts[-1] > tokens:
         raise ValueError(f"cu_seqlens_q must start with 0, never fall, and end with at most the {tokens} tokens there are, got {starts}")
+    if max(counts, default=0) > max_q:
+        b = counts.index(max(counts))
+        raise ValueError(f"max_q_len is {max_q}, but sequence {b} has {counts[b]} queries (cu_seqlens_q {starts}); it must be the largest "
+                         "length or more")
     return counts

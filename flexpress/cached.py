@@ -9,12 +9,14 @@ import torch
 
 from flexpress import checks
 from flexpress.block_mask import check_captured_device
-from flexpress.cache_checks import check_batch, check_contents
+from flexpress.cache_checks import autocast, check_batch, check_contents, check_no_gradients
 from flexpress.codegen.decode import decode
 from flexpress.codegen.forward import keys_of, output_like
 from flexpress.codegen.masks import automatic_lists
-from flexpress.codegen.prefill import prefill, serves
+from flexpress.codegen.prefill import BLOCK, prefill, serves
 from flexpress.codegen.signature import bind
+
+_INSTEAD = "train with flex_attention or varlen_attention, or call it under torch.no_grad()"
 
 
 def cached_attention(query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, kv_len: torch.Tensor, *,
@@ -25,9 +27,10 @@ def cached_attention(query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.
                      batch_invariant: bool = False, check: bool | None = None):
     """Attention of the queries of B sequences, prefill or decoding or both, to what a cache holds of each one.
 
-    query         (B, Hq, Q_LEN, D_QK); or with cu_seqlens_q (T, Hq, D_QK), the queries of all sequences one after another
+    query         (B, Hq, Q_LEN, D_QK); or with cu_seqlens_q (T, Hq, D_QK), the queries of all sequences one after another. float16,
+                  bfloat16 or float32, head dims 1 to 256; under autocast it becomes autocast's dtype first
     k_cache, v_cache   (N, S, Hkv, D_QK) and (N, S, Hkv, D_V): N sequences of up to S positions, or with page_table N pages of S positions.
-                  In query's dtype, or float8_e4m3fn with k_scale and v_scale. Any strides
+                  float16, bfloat16, float32 or float8_e4m3fn: what is not query's dtype is converted to it as it is read. Any strides
     kv_len        int32 (B,): positions of each sequence that the cache holds, the new ones included; on the device, so it may grow under a
                   CUDA graph. 0 for a sequence that is not there
     page_table    int32 (B, n): the pages that hold a sequence's positions in order; entries past kv_len are never read
@@ -37,16 +40,21 @@ def cached_attention(query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.
     q_offset      int32 (B,): the position of each sequence's first query; by default its queries are its last positions
     score_mod     score_mod(score, b, h, q_idx, kv_idx) with q_idx and kv_idx positions in the sequence, b its number in this batch
     mask_mod      mask_mod(b, h, q_idx, kv_idx); by default kv_idx <= q_idx
-    k_scale, v_scale   float32 (Hkv,): what k_cache and v_cache are to be multiplied by
+    k_scale, v_scale   float32 (Hkv,): what caches of float8_e4m3fn are to be multiplied by; by default 1
     batch_invariant    a sequence's result is bitwise the same whatever else is in the batch (and takes longer)
-    check         look at what kv_len, cu_seqlens_q, page_table and cache_loc hold, and raise ValueError for what is not in the cache; by
-                  default where that does not wait for a GPU
+    check         look at what kv_len, cu_seqlens_q, page_table, cache_loc, q_offset and the scales hold, and raise ValueError for what is
+                  not in the cache, for lengths that do not agree and for a max_q_len that is too small; by default where that does not
+                  wait for a GPU
 
     Returns (B, Hq, Q_LEN, D_V) or (T, Hq, D_V), in query's dtype; with return_lse also lse, float32, (B, Hq, Q_LEN) or (T, Hq). A query
-    with nothing to attend to, and a token after the last sequence, gets 0 and lse -inf. Not differentiable.
+    with nothing to attend to, and a token after the last sequence, gets 0 and lse -inf.
 
-    Raises ValueError or TypeError for arguments, ModError for a mod that cannot be traced. Unchecked, kv_len above the cache's room is
-    taken as that room; entries of page_table and cache_loc must be inside the cache.
+    Raises ValueError or TypeError for arguments, ModError for a mod that cannot be traced, NotImplementedError for tensors that are not in
+    memory (fake, meta, distributed) and, as there is no backward pass, where gradients are on and a tensor requires grad.
+
+    Unchecked, nothing outside the tensors is read or written, and every row is: kv_len above the cache's room is taken as that room; a
+    page outside the cache holds zeros, and an entry outside (cache_loc) zeros or nothing; queries past max_q_len may get 0 and lse -inf,
+    and so do tokens that cu_seqlens_q gives to no sequence.
 
     On Hopper, ragged queries of 512 a sequence or more on average take another kernel, if the cache has 16 bits an element, its head
     dim is contiguous, head dims are 33 to 256, and pages have 8, 16, 32, 64 or a multiple of 128 positions; not with batch_invariant.
@@ -54,20 +62,22 @@ def cached_attention(query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.
     Method: flash decoding (Dao et al. 2023), paged attention (Kwon et al. 2023, arXiv 2309.06180).
     """
     ragged = cu_seqlens_q is not None
-    where = check_batch("query", query, k_cache, v_cache, kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale,
-                        v_scale)
-    if query.shape[1] % max(k_cache.shape[2], 1):
+    if torch._C._is_any_autocast_enabled():
+        query, = autocast(query)
+    check_no_gradients("cached_attention", _INSTEAD, query=query, k_cache=k_cache, v_cache=v_cache, k_scale=k_scale, v_scale=v_scale)
+    where, q_offset = check_batch("query", query, k_cache, v_cache, kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset,
+                                  k_scale, v_scale)
+    if query.shape[1] % k_cache.shape[2]:
         raise ValueError(f"query {tuple(query.shape)} has {query.shape[1]} heads, no multiple of the {k_cache.shape[2]} heads of k_cache "
                          f"{tuple(k_cache.shape)}")
-    if query.requires_grad and torch.is_grad_enabled():
-        raise NotImplementedError("cached_attention is not differentiable; train with flex_attention, or call it under torch.no_grad()")
     if check or (check is None and query.device.type == "cpu"):
-        check_contents(query, k_cache, kv_len, page_table, cache_loc, cu_seqlens_q, q_offset)
+        check_contents(query, k_cache, where, q_offset)
+    query = query.resolve_neg()
     q = query.transpose(0, 1)[None] if ragged else query
     k, v = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
-    Z, Hq = kv_len.shape[0], q.shape[1]
+    Z, Hq = where.kv_lens.shape[0], q.shape[1]
     max_q = where.max_q
-    KV_LEN = k.shape[2] * (1 if page_table is None else page_table.shape[1])
+    KV_LEN = k.shape[2] * (1 if where.pages is None else where.pages.shape[1])
     if ragged:
         out = query.new_empty((*query.shape[:2], v.shape[3]))
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
@@ -75,27 +85,29 @@ def cached_attention(query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.
     else:
         to_fill = out = output_like(q, v.shape[3])
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    if 0 in (out.numel(), KV_LEN, Z, max_q):
+    if 0 in (out.numel(), KV_LEN, Z, max_q, k.shape[0]):
         out.zero_()
         lse.fill_(float("-inf"))
         return (out, lse) if return_lse else out
 
     masked = mask_mod is not None or max_q > 1 or q_offset is not None  # else one query, which sees all that there is
-    position = _position_from(q_offset, kv_len, cu_seqlens_q, q.shape[2])
+    position = _position_from(q_offset, where.kv_lens, where.cu_q, q.shape[2])
     where, scale = replace(where, invariant=batch_invariant), checks.check_scale(scale, q.shape[3])
     score = mask = lists = None
-    extents = (Z, Hq, max_q, KV_LEN)
     if masked:
-        mask = _bound(_causal_from(position, kv_len) if mask_mod is None else _mask_from(mask_mod, position, kv_len), "mask", query.device)
-        lists = automatic_lists(mask, extents=extents, device=query.device, size=(128, 128))
+        mask = _bound(_causal_from(position, where.kv_lens) if mask_mod is None else _mask_from(mask_mod, position, where.kv_lens), "mask",
+                      query.device)
         case = serves(q, k, v, to_fill, scale, where, q_offset is not None, checks.DEFAULT)
+        if case is not None:  # its tiles end with the sequence, not with max_q_len: the lists must hold for all rows of a block
+            max_q = -(-max_q // BLOCK) * BLOCK
+        lists = automatic_lists(mask, extents=(Z, Hq, max_q, KV_LEN), device=query.device, size=(BLOCK, BLOCK))
         if case is not None:  # a kernel that counts positions itself
             own = _bound(score_mod, "score", query.device), _bound(mask_mod or _causal, "mask", query.device)
             if prefill(q, k, v, (to_fill, lse), scale, *own, lists, where, q_offset, case):
                 return (out, lse) if return_lse else out
     if score_mod is not None:
         score = _bound(_score_from(score_mod, position), "score", query.device)
-    decode(q, k, v, (to_fill, lse), scale, score, mask, keys_of(score, mask, extents), lists, cached=where)
+    decode(q, k, v, (to_fill, lse), scale, score, mask, keys_of(score, mask, (Z, Hq, max_q, KV_LEN)), lists, cached=where)
     return (out, lse) if return_lse else out
 
 
@@ -105,6 +117,8 @@ def _bound(mod: Callable | None, kind: str, device: torch.device) -> tuple | Non
         return None
     bound = bind(mod, kind)
     check_captured_device(bound, device, f"{kind}_mod")
+    if torch.is_grad_enabled() and any([t.requires_grad for t in bound[1][:len(bound[0].tensors)]]):
+        raise NotImplementedError(f"{kind}_mod captures a tensor that requires grad, but cached_attention is not differentiable: {_INSTEAD}")
     return bound
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from flexpress.codegen.forward_plan import Options
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+CACHE_DTYPES = (*DTYPES, torch.float8_e4m3fn)
 MAX_HEAD_DIM = 256
 
 _TILE_OPTIONS = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
@@ -86,6 +88,19 @@ def whole(name: str, value, least: int = 0) -> int:
         raise TypeError(f"{name} must be an integer, got {value!r}") from None
     if number < least:
         raise ValueError(f"{name} is {number}; it must be at least {least}")
+    return number
+
+
+def positive(name: str, value) -> float:
+    """The argument `name` as a float. TypeError if it is no number, ValueError if it is not positive and finite."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not 0 < number < math.inf:
+        raise ValueError(f"{name} is {str(value)[:40]}; it must be positive and finite")
     return number
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from flexpress.cache_checks import check_batch, check_contents, described
+from flexpress.cache_checks import autocast, check_batch, check_contents, check_no_gradients, check_plain, check_writable, described
+from flexpress.checks import positive, whole
 from flexpress.codegen.update_cache import update
 
 
@@ -14,15 +15,23 @@ def rope_table(length: int, rope_dim: int, theta: float = 10000.0, scale: float 
 
     Dimension pair j of position p is turned by p / scale * theta ** (-2 j / rope_dim).
 
+    theta      the base of the angles
     scale      linear scaling: positions are divided by it
     inv_freq   (rope_dim / 2,): angles per position, instead of theta's, for any other scaling (that of Llama 3, YaRN and so on)
 
+    Raises TypeError for a length or rope_dim that is no integer and for an inv_freq that is no tensor of floats, ValueError for a
+    negative length, an odd rope_dim, theta and scale that are not positive and finite, and another shape of inv_freq.
+
     Method: RoFormer (Su et al. 2021, arXiv 2104.09864).
     """
+    length, rope_dim = whole("length", length), whole("rope_dim", rope_dim)
     if rope_dim < 2 or rope_dim % 2:
         raise ValueError(f"rope_dim must be even and at least 2, got {rope_dim}")
+    theta, scale = positive("theta", theta), positive("scale", scale)
     if inv_freq is None:
         inv_freq = theta ** (-torch.arange(0, rope_dim, 2, dtype=torch.float64, device=device) / rope_dim)
+    elif not isinstance(inv_freq, torch.Tensor) or not inv_freq.is_floating_point():
+        raise TypeError(f"inv_freq must be a floating-point tensor ({rope_dim // 2},), got {described(inv_freq)}")
     elif inv_freq.shape != (rope_dim // 2,):
         raise ValueError(f"inv_freq must have shape ({rope_dim // 2},) for rope_dim {rope_dim}, got {tuple(inv_freq.shape)}")
     angles = torch.arange(length, dtype=torch.float64, device=device)[:, None] / scale * inv_freq.to(device, torch.float64)
@@ -36,38 +45,57 @@ def update_cache(key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, 
                  v_scale: torch.Tensor | None = None, check: bool | None = None) -> torch.Tensor | None:
     """Write the new keys and values of B sequences to their places in a cache, in one kernel.
 
-    key, value    (B, Hkv, Q_LEN, D_QK) and (B, Hkv, Q_LEN, D_V); or with cu_seqlens_q (T, Hkv, D_QK) and (T, Hkv, D_V)
+    key, value    (B, Hkv, Q_LEN, D_QK) and (B, Hkv, Q_LEN, D_V); or with cu_seqlens_q (T, Hkv, D_QK) and (T, Hkv, D_V). Under autocast
+                  they, and query, become autocast's dtype first
     rope          from rope_table, with a row for every position that a sequence reaches: keys are turned before they are written. rope_dim
                   may be less than D_QK: the dimensions after it stay as they are
     interleaved   pairs are dimensions 2j and 2j + 1; else j and j + rope_dim / 2 (as in Llama's weights on Hugging Face)
-    query         (B, Hq, Q_LEN, D_QK) or (T, Hq, D_QK), with rope: a turned copy of it is returned
-    check         look at what kv_len, cu_seqlens_q, page_table and cache_loc hold, and raise ValueError before anything is written; by
-                  default where that does not wait for a GPU. Unchecked, a position that has no place is not written
+    query         (B, Hq, Q_LEN, D_QK) or (T, Hq, D_QK), with rope: a turned copy of it is returned. Tokens after the last sequence's are
+                  in it as they are
+    check         look at what kv_len, cu_seqlens_q, page_table, cache_loc, q_offset and the scales hold, and raise ValueError before
+                  anything is written: for positions and pages that are not in the cache, lengths that do not agree, and two tokens with
+                  one place. By default where that does not wait for a GPU. Unchecked, what has no place (a page or an entry that is not
+                  in the cache, such as -1; a position outside) is not written, nothing is read or written outside the tensors, and of
+                  two tokens with one place any may stay
 
-    Other arguments as for cached_attention: kv_len counts the new positions, too. k_cache and v_cache are changed, and may be
-    float8_e4m3fn with k_scale and v_scale. Returns the turned query, or None.
+    Other arguments as for cached_attention: kv_len counts the new positions, too. k_cache and v_cache are changed. They may have another
+    dtype than key and value have, float8_e4m3fn too, then k_scale and v_scale divide what is written. Returns the turned query, or None.
+
+    Raises ValueError or TypeError for arguments, NotImplementedError for tensors that are not in memory (fake, meta, distributed) and,
+    unless gradients are off (torch.no_grad), where one of them requires grad.
     """
-    cached = check_batch("key", key, k_cache, v_cache, kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale, v_scale)
+    check_no_gradients("update_cache", "call it under torch.no_grad()", key=key, value=value, query=query, k_cache=k_cache,
+                       v_cache=v_cache, rope=rope, k_scale=k_scale, v_scale=v_scale)
+    if torch._C._is_any_autocast_enabled():
+        key, value, query = autocast(key, value, query)
+    cached, q_offset = check_batch("key", key, k_cache, v_cache, kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale,
+                                   v_scale)
     ragged = cu_seqlens_q is not None
     Hkv, D_V = k_cache.shape[2], v_cache.shape[3]
-    if key.shape[1] != Hkv or value.shape != (*key.shape[:-1], D_V) or value.dtype != key.dtype:
+    check_plain("value", value, "(T, Hkv, D_V) with cu_seqlens_q" if ragged else "(B, Hkv, Q_LEN, D_V)")
+    if key.shape[1] != Hkv or value.shape != (*key.shape[:-1], D_V) or value.dtype != key.dtype or value.device != key.device:
         raise ValueError(f"key is {described(key)} and value {described(value)}; k_cache {tuple(k_cache.shape)} and v_cache "
                          f"{tuple(v_cache.shape)} need {Hkv} heads, head dims {k_cache.shape[3]} and {D_V}, and all else alike")
-    if query is not None and rope is None:
-        raise ValueError("query is turned by rope; pass rope=rope_table(...), or leave query out")
     if rope is not None:
         _check_rope(rope, key)
-    if query is not None and (query.dtype != key.dtype or query.shape[:1] + query.shape[2:] != key.shape[:1] + key.shape[2:]):
-        raise ValueError(f"query is {described(query)} and key {described(key)}: all but the number of heads must be equal")
+    if query is not None:
+        if rope is None:
+            raise ValueError("query is turned by rope; pass rope=rope_table(...), or leave query out")
+        check_plain("query", query, "(T, Hq, D_QK) with cu_seqlens_q" if ragged else "(B, Hq, Q_LEN, D_QK)")
+        if query.dtype != key.dtype or query.device != key.device or query.shape[:1] + query.shape[2:] != key.shape[:1] + key.shape[2:]:
+            raise ValueError(f"query is {described(query)} and key {described(key)}: all but the number of heads must be equal")
     if k_cache.stride(3) != 1 or v_cache.stride(3) != 1:
         raise ValueError(f"the head dims of k_cache and v_cache must be contiguous, got strides {k_cache.stride()} and {v_cache.stride()}")
+    check_writable("k_cache", k_cache)
+    check_writable("v_cache", v_cache)
     if check or (check is None and key.device.type == "cpu"):
-        reached = check_contents(key, k_cache, kv_len, page_table, cache_loc, cu_seqlens_q, q_offset)
+        reached = check_contents(key, k_cache, cached, q_offset, written=True)
         if rope is not None and reached > rope.shape[0]:
             raise ValueError(f"rope {tuple(rope.shape)} has {rope.shape[0]} positions, but a new token has position {reached - 1}: make it "
                              f"with rope_table({reached}, ...) or longer")
-    if key.numel() == 0 or cached.max_q == 0 and ragged:
-        return query
+    if key.numel() == 0:
+        return None if query is None else query.clone()
+    key, value, query = (t if t is None else t.resolve_neg() for t in (key, value, query))
     k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (key, value))
     q = q_out = None
     if rope is not None:
@@ -81,7 +109,8 @@ def update_cache(key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, 
 
 
 def _check_rope(rope: torch.Tensor, key: torch.Tensor) -> None:
-    fits = rope.ndim == 3 and rope.shape[2] == 2 and rope.dtype == torch.float32 and rope.device == key.device
-    if not fits or not 1 <= rope.shape[1] <= key.shape[-1] // 2 or rope.stride()[1:] != (2, 1):
+    check_plain("rope", rope, "(positions, rope_dim / 2, 2)")
+    fits = rope.shape[0] > 0 and rope.shape[2] == 2 and rope.dtype == torch.float32 and rope.device == key.device
+    if not fits or not 1 <= rope.shape[1] <= key.shape[-1] // 2 or rope.stride(2) != 1 or rope.stride(1) != 2 and rope.shape[1] > 1:
         raise ValueError(f"rope must be float32 (positions, rope_dim / 2, 2) on {key.device}, from rope_table, with rope_dim up to the "
-                         f"{key.shape[-1]} of key, got {described(rope)}")
+                         f"{key.shape[-1]} of key, got {described(rope)} with strides {rope.stride()}")

@@ -19,16 +19,23 @@ from itertools import accumulate
 
 import torch
 
-from flexpress.checks import whole
+from flexpress.checks import CACHE_DTYPES, DTYPES, positive, whole
 
 ARG_NAMES = ("input_ids", "seq_len", "input_pos", "cache_loc", "pages_per_seq", "seq_start", "page_table")
 
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """How a cache is stored. dtype: of its elements; None for that of the keys and values."""
+    """How a cache is stored. dtype: of its elements, float16, bfloat16, float32 or float8_e4m3fn; None for that of the keys and values.
+
+    Raises TypeError for another dtype.
+    """
 
     dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and self.dtype not in CACHE_DTYPES:
+            raise TypeError(f"dtype of a cache is {self.dtype!r}; it must be float16, bfloat16, float32, float8_e4m3fn or None")
 
 
 @dataclass(frozen=True)
@@ -40,7 +47,8 @@ class PositionalEmbeddingConfig:
     rope_scale        positions are divided by it (linear position interpolation)
     rope_dim          how many of a head's first elements turn; 0: all
     rope_interleaved  a pair is elements (2 i, 2 i + 1); else (i, i + rope_dim / 2)
-    Raises ValueError for another mode, for theta or scale that are not positive, and for an odd or negative rope_dim.
+    Raises ValueError for another mode, for theta or scale that are not positive and finite, and for an odd or negative rope_dim; TypeError
+    for what is no number.
     """
 
     mode: str | None = None
@@ -53,17 +61,19 @@ class PositionalEmbeddingConfig:
         if self.mode not in (None, "rope"):
             raise ValueError(f"mode is {self.mode!r}; it must be None or 'rope'")
         for name in ("rope_theta", "rope_scale"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
+            positive(name, getattr(self, name))
         if whole("rope_dim", self.rope_dim) % 2:
             raise ValueError(f"rope_dim is {self.rope_dim}; it must be even: elements turn in pairs")
+        if not isinstance(self.rope_interleaved, bool):
+            raise TypeError(f"rope_interleaved must be a bool, got {self.rope_interleaved!r}")
 
 
 @dataclass(frozen=True)
 class AttentionInfo:
     """One attention layer: query heads, key/value heads, elements of a head, dtype of q, k and v, its cache and its positions.
 
-    Raises ValueError if num_heads is no multiple of num_kv_heads, or if more elements turn than a head has.
+    Raises ValueError if num_heads is no multiple of num_kv_heads, or if more elements turn than a head has; TypeError for another dtype
+    than float16, bfloat16 and float32.
     """
 
     num_heads: int
@@ -76,6 +86,11 @@ class AttentionInfo:
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim"):
             whole(name, getattr(self, name), 1)
+        if self.dtype not in DTYPES:
+            raise TypeError(f"dtype is {self.dtype!r}; q, k and v must be float16, bfloat16 or float32")
+        for name, kind in (("cache_config", CacheConfig), ("pos_embd_config", PositionalEmbeddingConfig)):
+            if not isinstance(getattr(self, name), kind):
+                raise TypeError(f"{name} must be a {kind.__name__}, got {getattr(self, name)!r}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}")
         if self.rope_dim > self.head_dim or self.rope_dim % 2:
@@ -341,7 +356,10 @@ class SequenceInfo:
         self.nest_sequences(torch.split(ids, other.sequence_lengths), other.input_positions, other.page_assignments)
 
     def to(self, device) -> SequenceInfo:
-        """Moves the tensors to `device`; returns itself."""
+        """Moves the tensors to `device`; returns itself. TypeError for what is no device: the tensors stay int32."""
+        if isinstance(device, bool) or not isinstance(device, (torch.device, str, int)):
+            raise TypeError(f"device must be a torch.device or its name, got {device!r}; the tensors of a SequenceInfo stay int32")
+        device = torch.device(device)
         self._memory = {name: memory.to(device) for name, memory in self._memory.items()}
         return self
 
@@ -350,14 +368,16 @@ class SequenceInfo:
     def example_args(self) -> tuple[torch.Tensor, ...]:
         """Tensors to export a model with, in the order of ARG_NAMES; the batch stays as it is.
 
-        input_ids is [2, 4] where limits allow: torch.export takes an extent of 1 for a constant.
+        torch.export takes an extent of 1 for a constant, so each extent that dynamic_shapes names is 2 or more: input_ids is [2, 4] where
+        limits allow, also where that is more than max_num_tokens (a model finds tokens behind the last sequence), and a sequence alone has
+        two pages.
         """
-        n = min(2, self._max_batch_size, self._max_num_tokens)
-        s = min(4, self._max_seq_len, self._max_num_tokens // n)
-        example = SequenceInfo(self._max_seq_len, self._max_batch_size, self._page_size, self._max_num_tokens, device=self.device)
-        count = -(-s // self._page_size)
-        example.nest_sequences([[0] * s] * n, 0, [list(range(i * count, (i + 1) * count)) for i in range(n)])
-        return (example.input_ids.reshape(n, s), *example.args[1:])
+        n, s = min(2, self._max_batch_size), min(4, self._most_tokens)
+        length = min(s, self._max_seq_len)
+        count = min(max(-(-length // self._page_size), 3 - n), self.max_pages_per_seq)
+        example = SequenceInfo(self._max_seq_len, n, self._page_size, n * s, device=self.device)
+        example.nest_sequences([[0] * length] * n, 0, [list(range(i * count, (i + 1) * count)) for i in range(n)])
+        return (torch.zeros((n, s), dtype=torch.int32, device=self.device), *example.args[1:])
 
     @property
     def dynamic_shapes(self) -> tuple[dict, ...]:
@@ -370,7 +390,7 @@ class SequenceInfo:
         batch = {}
         if self._max_batch_size > 1:
             batch = {0: Dim("num_sequences", max=self._max_batch_size)}
-        ids = {1: Dim("tokens_per_row", max=self._max_num_tokens)} if self._max_num_tokens > 1 else {}
+        ids = {1: Dim("tokens_per_row", max=self._most_tokens)} if self._most_tokens > 1 else {}
         if self._max_batch_size > 1:
             ids[0] = Dim("rows", max=self._max_batch_size)
         most = self._memory["cache_loc"].shape[0]
@@ -380,6 +400,10 @@ class SequenceInfo:
         return (f"SequenceInfo(max_seq_len={self._max_seq_len}, max_batch_size={self._max_batch_size}, page_size={self._page_size}, "
                 f"max_num_tokens={self._max_num_tokens}, num_pages={self._num_pages}, device={str(self.device)!r}): "
                 f"{self.num_sequences} sequences, {self.num_tokens} new tokens")
+
+    @property
+    def _most_tokens(self) -> int:
+        return min(self._max_num_tokens, self._max_batch_size * self._max_seq_len)
 
     def _of_sequences(self, name: str) -> torch.Tensor:
         return self._memory[name][:self.num_sequences]

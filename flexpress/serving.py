@@ -53,16 +53,21 @@ class AttentionDescriptor(ABC):
 
 
 class AttentionRegistry:
-    """Descriptors by name."""
+    """Descriptors by name. What is entered is complete: see `register`."""
 
     _known: ClassVar[dict[str, type[AttentionDescriptor]]] = {}
 
     @classmethod
     def register(cls, name: str) -> Callable[[type[AttentionDescriptor]], type[AttentionDescriptor]]:
-        """A decorator that enters a descriptor. ValueError if there is one of that name."""
+        """A decorator that enters a descriptor. ValueError if there is one of that name, TypeError for what is no subclass of
+        AttentionDescriptor with all its parts."""
+        if not isinstance(name, str) or not name:
+            raise TypeError(f"an attention is registered by a name, as in @AttentionRegistry.register('mine'); got {name!r}")
+
         def enter(descriptor: type[AttentionDescriptor]) -> type[AttentionDescriptor]:
             if name in cls._known:
                 raise ValueError(f"an attention named {name!r} is registered already: {cls._known[name].__name__}")
+            _check_descriptor(name, descriptor)
             cls._known[name] = descriptor
             return descriptor
 
@@ -86,8 +91,30 @@ class AttentionRegistry:
         return list(cls._known)
 
 
+def _check_descriptor(name: str, descriptor) -> None:
+    """TypeError that names the part which is missing or no such part."""
+    if not isinstance(descriptor, type) or not issubclass(descriptor, AttentionDescriptor):
+        raise TypeError(f"{name!r} must be a subclass of AttentionDescriptor, got {descriptor!r}")
+    parts = {"attention_op": (callable, "an operator"), "metadata_op": (callable, "an operator"),
+             "num_metadata": (lambda n: type(n) is int and n >= 0, "an int of 0 or more"),
+             "is_paged": (lambda x: type(x) is bool, "a bool"),
+             **dict.fromkeys(("cache_initializers", "buffer_initializers", "constants"), (callable, "a classmethod of info"))}
+    for part, (fits, what) in parts.items():
+        if not hasattr(descriptor, part) or part in descriptor.__abstractmethods__:
+            raise TypeError(f"{descriptor.__name__}, to be registered as {name!r}, has no {part}: {what}, see AttentionDescriptor")
+        value = getattr(descriptor, part)
+        if not fits(value):
+            raise TypeError(f"{descriptor.__name__}.{part} must be {what}, got {value!r}")
+        if part in ("cache_initializers", "buffer_initializers", "constants") and getattr(value, "__self__", None) is not descriptor:
+            raise TypeError(f"{descriptor.__name__}.{part} must be {what}: write @classmethod above it")
+
+
 class _WithCache(AttentionDescriptor):
-    """Caches (pages, page size, num_kv_heads, head_dim), and the table of rotary embedding."""
+    """Caches (pages, page size, num_kv_heads, head_dim), and the table of rotary embedding.
+
+    Caches may have another dtype than q, k and v have. Those of float8_e4m3fn hold what fits (up to 448) unless the operator is also
+    called with k_scale= and v_scale=.
+    """
 
     num_metadata = 3
 
@@ -112,7 +139,8 @@ class _WithCache(AttentionDescriptor):
             positions = sequences.max_pages_per_seq * sequences.page_size
             return rope_table(positions, info.rope_dim, rope.rope_theta, rope.rope_scale, device=sequences.device)
 
-        return {f"rope_{info.rope_dim}_{rope.rope_theta:g}_{rope.rope_scale:g}".replace(".", "_"): table}
+        numbers = f"{info.rope_dim}_{float(rope.rope_theta)!r}_{float(rope.rope_scale)!r}"  # all digits: layers share what has one name
+        return {f"rope_{numbers}".replace(".", "_").replace("-", "m").replace("+", ""): table}
 
     @classmethod
     def constants(cls, info: AttentionInfo) -> list[int | float | str | None]:

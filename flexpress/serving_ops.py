@@ -10,10 +10,13 @@ described by what `prepare_metadata` makes of a SequenceInfo's tensors, once a s
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 
 from flexpress import mods
 from flexpress.attention import flex_attention
+from flexpress.cache_checks import described
 from flexpress.cached import cached_attention
 from flexpress.kv_cache import update_cache
 
@@ -28,21 +31,28 @@ def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: 
                                  enable_gqa: bool = False) -> torch.Tensor:
     """torch.nn.functional.scaled_dot_product_attention, by flex_attention: (B, Hq, Q_LEN, D), (B, Hkv, KV_LEN, D) and (B, Hkv, KV_LEN, D_V)
     to a contiguous (B, Hq, Q_LEN, D_V). attn_mask broadcasts to (B, Hq, Q_LEN, KV_LEN): bool, or added to the scores. Raises ValueError for
-    dropout, and for attn_mask beside is_causal."""
+    dropout, for attn_mask beside is_causal and for one that does not broadcast. Not differentiable; autocast changes nothing."""
     if dropout_p != 0.0:
         raise ValueError(f"dropout_p is {dropout_p}; there is no dropout in this attention, pass 0.0")
     if attn_mask is not None and is_causal:
         raise ValueError("attn_mask and is_causal exclude each other: put the causal mask into attn_mask")
     score_mod, mask_mod = None, mods.causal if is_causal else None
     if attn_mask is not None:
-        at = attn_mask.expand(*query.shape[:3], key.shape[2])
+        if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+            raise TypeError(f"attn_mask must be bool or floating-point, got {attn_mask.dtype}")
+        try:
+            at = attn_mask.expand(*query.shape[:3], key.shape[2])
+        except RuntimeError:
+            raise ValueError(f"attn_mask {tuple(attn_mask.shape)} does not broadcast to (B, Hq, Q_LEN, KV_LEN) of query "
+                             f"{tuple(query.shape)} and key {tuple(key.shape)}") from None
         if attn_mask.dtype == torch.bool:
             def mask_mod(b, h, q_idx, kv_idx):
                 return at[b, h, q_idx, kv_idx]
         else:
             def score_mod(score, b, h, q_idx, kv_idx):
                 return score + at[b, h, q_idx, kv_idx]
-    return flex_attention(query, key, value, score_mod, None, scale, enable_gqa, mask_mod=mask_mod).contiguous()
+    with _no_autocast(query):
+        return flex_attention(query, key, value, score_mod, None, scale, enable_gqa, mask_mod=mask_mod).contiguous()
 
 
 @scaled_dot_product_attention.register_fake
@@ -53,86 +63,107 @@ def _(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=N
 @_op("prepare_metadata")
 def prepare_metadata(input_ids: torch.Tensor, seq_len: torch.Tensor, input_pos: torch.Tensor, cache_loc: torch.Tensor,
                      pages_per_seq: torch.Tensor, seq_start: torch.Tensor, page_table: torch.Tensor) -> list[torch.Tensor]:
-    """cu_seqlens, kv_len and page_table for attention to a paged cache; arguments as SequenceInfo.args."""
-    return [*_lengths(seq_len, input_pos), page_table.clone()]
+    """cu_seqlens, kv_len and page_table for attention to a paged cache, all int32; arguments as SequenceInfo.args."""
+    return [*_lengths(seq_len, input_pos, page_table), page_table.to(torch.int32).clone(memory_format=torch.contiguous_format)]
 
 
 @prepare_metadata.register_fake
 def _(input_ids, seq_len, input_pos, cache_loc, pages_per_seq, seq_start, page_table):
-    n = seq_len.shape[0]
-    return [seq_len.new_empty(n + 1), seq_len.new_empty(n), page_table.new_empty(page_table.shape)]
+    return [*_fake_lengths(seq_len), page_table.new_empty(page_table.shape, dtype=torch.int32)]
 
 
 @_op("prepare_flattened_metadata")
 def prepare_flattened_metadata(input_ids: torch.Tensor, seq_len: torch.Tensor, input_pos: torch.Tensor, cache_loc: torch.Tensor,
                                pages_per_seq: torch.Tensor, seq_start: torch.Tensor, page_table: torch.Tensor) -> list[torch.Tensor]:
-    """cu_seqlens, kv_len and cache_loc for attention to a cache with one page, its entry, for each sequence; arguments as for
+    """cu_seqlens, kv_len and cache_loc, all int32, for attention to a cache with one page, its entry, for each sequence; arguments as for
     prepare_metadata. A sequence without an entry gets the first one: it has no new tokens."""
-    return [*_lengths(seq_len, input_pos), page_table[:, 0].clamp(min=0)]
+    return [*_lengths(seq_len, input_pos, page_table), page_table[:, 0].clamp(min=0).to(torch.int32).contiguous()]
 
 
 @prepare_flattened_metadata.register_fake
 def _(input_ids, seq_len, input_pos, cache_loc, pages_per_seq, seq_start, page_table):
-    n = seq_len.shape[0]
-    return [seq_len.new_empty(n + 1), seq_len.new_empty(n), page_table.new_empty(n)]
+    return [*_fake_lengths(seq_len), page_table.new_empty(page_table.shape[0], dtype=torch.int32)]
 
 
-def _lengths(seq_len: torch.Tensor, input_pos: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _lengths(seq_len: torch.Tensor, input_pos: torch.Tensor, page_table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    for name, tensor, shape in (("seq_len", seq_len, "(n,)"), ("input_pos", input_pos, "(n,)"), ("page_table", page_table, "(n, pages)")):
+        if tensor.dtype not in (torch.int32, torch.int64) or tensor.ndim != (2 if "pages" in shape else 1):
+            raise TypeError(f"{name} must be int32 {shape}, as SequenceInfo has it, got {described(tensor)}")
+        if tensor.shape[0] != seq_len.shape[0]:
+            raise ValueError(f"{name} {tuple(tensor.shape)} is not for the {seq_len.shape[0]} sequences of seq_len")
+    if page_table.shape[1] == 0:
+        raise ValueError(f"page_table {tuple(page_table.shape)} has no pages; it needs a column for each page of a sequence")
     cu_seqlens = torch.nn.functional.pad(seq_len.cumsum(0, dtype=torch.int32), (1, 0))
     return cu_seqlens, torch.where(seq_len > 0, input_pos + seq_len, 0).to(torch.int32)
+
+
+def _fake_lengths(seq_len):
+    n = seq_len.shape[0]
+    return seq_len.new_empty(n + 1, dtype=torch.int32), seq_len.new_empty(n, dtype=torch.int32)
 
 
 @_op("mha_with_cache", ("k_cache", "v_cache"))
 def mha_with_cache(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, input_pos: torch.Tensor, k_cache: torch.Tensor,
                    v_cache: torch.Tensor, rope: torch.Tensor | None = None, interleaved: bool = False, scale: float | None = None,
-                   sliding_window: int = 0, softcap: float = 0.0) -> torch.Tensor:
+                   sliding_window: int = 0, softcap: float = 0.0, k_scale: torch.Tensor | None = None,
+                   v_scale: torch.Tensor | None = None) -> torch.Tensor:
     """Attention of b sequences with s new tokens each, q (b, s, Hq * D), k and v (b, s, Hkv * D and * D_V), to caches (b, S, Hkv, D) and
-    (b, S, Hkv, D_V) that hold input_pos (b,) positions of each and take the new ones. To (b, s, Hq * D_V).
+    (b, S, Hkv, D_V) that hold input_pos (b,) positions of each and take the new ones. To (b, s, Hq * D_V), in q's dtype.
 
+    k_cache, v_cache    in q's dtype or any other that cached_attention takes
     rope, interleaved   as for update_cache: q and k are turned
-    sliding_window      how many positions before its own a token sees; 0: all
+    sliding_window      how many positions a token sees, its own included: 1, only itself; 0: all
     softcap             scores s become softcap * tanh(s / softcap); 0: they stay
+    k_scale, v_scale    float32 (Hkv,): what caches of float8_e4m3fn are to be multiplied by; None: 1
+    Raises ValueError or TypeError for arguments. Not differentiable; autocast changes nothing.
     """
+    if input_pos.ndim != 1 or input_pos.dtype not in (torch.int32, torch.int64) or q.ndim == 3 and input_pos.shape[0] != q.shape[0]:
+        raise ValueError(f"input_pos must be int32 (b,), a number for each sequence of q {tuple(q.shape)}, got {described(input_pos)}")
     kv_len = (input_pos + q.shape[1]).to(torch.int32)
-    return _attend((q, k, v), kv_len, None, {}, (k_cache, v_cache), rope, interleaved, scale, sliding_window, softcap)
+    return _attend((q, k, v), kv_len, None, {}, (k_cache, v_cache), rope, interleaved, scale, sliding_window, softcap, (k_scale, v_scale))
 
 
 @mha_with_cache.register_fake
-def _(q, k, v, input_pos, k_cache, v_cache, rope=None, interleaved=False, scale=None, sliding_window=0, softcap=0.0):
+def _(q, k, v, input_pos, k_cache, v_cache, rope=None, interleaved=False, scale=None, sliding_window=0, softcap=0.0, k_scale=None,
+      v_scale=None):
     return _out_like(q, k_cache, v_cache)
 
 
 @_op("flattened_mha_with_cache", ("k_cache", "v_cache"))
 def flattened_mha_with_cache(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, kv_len: torch.Tensor,
                              cache_loc: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rope: torch.Tensor | None = None,
-                             interleaved: bool = False, scale: float | None = None, sliding_window: int = 0,
-                             softcap: float = 0.0) -> torch.Tensor:
+                             interleaved: bool = False, scale: float | None = None, sliding_window: int = 0, softcap: float = 0.0,
+                             k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None) -> torch.Tensor:
     """Attention of sequences with any numbers of new tokens, prefill and decoding in one batch, to caches (entries, S, Hkv, D) and D_V.
 
     q (n, 1, Hq * D) where each has one, or (1, T, Hq * D), sequence after sequence; k and v alike. cu_seqlens, kv_len, cache_loc from
     prepare_flattened_metadata; the rest as for mha_with_cache. To q's extents with Hq * D_V; tokens after the last sequence's give 0.
     """
     where = {"cache_loc": cache_loc}
-    return _attend((q, k, v), kv_len, cu_seqlens, where, (k_cache, v_cache), rope, interleaved, scale, sliding_window, softcap)
+    return _attend((q, k, v), kv_len, cu_seqlens, where, (k_cache, v_cache), rope, interleaved, scale, sliding_window, softcap,
+                   (k_scale, v_scale))
 
 
 @flattened_mha_with_cache.register_fake
-def _(q, k, v, cu_seqlens, kv_len, cache_loc, k_cache, v_cache, rope=None, interleaved=False, scale=None, sliding_window=0, softcap=0.0):
+def _(q, k, v, cu_seqlens, kv_len, cache_loc, k_cache, v_cache, rope=None, interleaved=False, scale=None, sliding_window=0, softcap=0.0,
+      k_scale=None, v_scale=None):
     return _out_like(q, k_cache, v_cache)
 
 
 @_op("mha_with_paged_cache", ("k_cache", "v_cache"))
 def mha_with_paged_cache(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, kv_len: torch.Tensor,
                          page_table: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rope: torch.Tensor | None = None,
-                         interleaved: bool = False, scale: float | None = None, sliding_window: int = 0,
-                         softcap: float = 0.0) -> torch.Tensor:
+                         interleaved: bool = False, scale: float | None = None, sliding_window: int = 0, softcap: float = 0.0,
+                         k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None) -> torch.Tensor:
     """flattened_mha_with_cache with caches (pages, page size, Hkv, D) and D_V, and page_table from prepare_metadata."""
     where = {"page_table": page_table}
-    return _attend((q, k, v), kv_len, cu_seqlens, where, (k_cache, v_cache), rope, interleaved, scale, sliding_window, softcap)
+    return _attend((q, k, v), kv_len, cu_seqlens, where, (k_cache, v_cache), rope, interleaved, scale, sliding_window, softcap,
+                   (k_scale, v_scale))
 
 
 @mha_with_paged_cache.register_fake
-def _(q, k, v, cu_seqlens, kv_len, page_table, k_cache, v_cache, rope=None, interleaved=False, scale=None, sliding_window=0, softcap=0.0):
+def _(q, k, v, cu_seqlens, kv_len, page_table, k_cache, v_cache, rope=None, interleaved=False, scale=None, sliding_window=0, softcap=0.0,
+      k_scale=None, v_scale=None):
     return _out_like(q, k_cache, v_cache)
 
 
@@ -140,8 +171,31 @@ def _out_like(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> 
     return q.new_empty((*q.shape[:2], q.shape[2] // k_cache.shape[-1] * v_cache.shape[-1]))
 
 
-def _attend(qkv, kv_len, cu_seqlens, where, caches, rope, interleaved, scale, sliding_window, softcap) -> torch.Tensor:
+def _check_layers(q, k, v, k_cache, v_cache) -> None:
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.ndim != 4 or cache.shape[3] == 0:
+            raise ValueError(f"{name} must be (entries or pages, positions, heads, head dim), got {described(cache)}")
+    for name, tensor, cache in (("q", q, k_cache), ("k", k, k_cache), ("v", v, v_cache)):
+        heads, head_dim = cache.shape[2:]
+        if tensor.ndim != 3 or tensor.shape[:2] != q.shape[:2] or tensor.dtype != q.dtype:
+            raise ValueError(f"q, k and v must be (batch, tokens, heads * head dim) with equal batch, tokens and dtype, got q {described(q)} "
+                             f"and {name} {described(tensor)}")
+        if tensor.shape[2] % head_dim or name != "q" and tensor.shape[2] != heads * head_dim:
+            raise ValueError(f"{name} {tuple(tensor.shape)} must have {'heads' if name == 'q' else heads} * {head_dim} as its last extent, "
+                             f"for a cache {tuple(cache.shape)}")
+
+
+def _no_autocast(tensor: torch.Tensor):
+    """Operators compute in the dtype that they are given, as their fakes say, also under autocast."""
+    return torch.autocast(tensor.device.type, enabled=False) if torch._C._is_any_autocast_enabled() else nullcontext()
+
+
+def _attend(qkv, kv_len, cu_seqlens, where, caches, rope, interleaved, scale, sliding_window, softcap, scales) -> torch.Tensor:
     """Write the new keys and values, then attend; the caches' extents say what heads there are."""
+    _check_layers(*qkv, *caches)
+    if cu_seqlens is not None and cu_seqlens.shape != (kv_len.shape[0] + 1,):
+        raise ValueError(f"cu_seqlens {tuple(cu_seqlens.shape)} must be one longer than kv_len {tuple(kv_len.shape)}, both from the metadata "
+                         "operator")
     (k_cache, v_cache), out = caches, _out_like(qkv[0], *caches)
     split = tuple(t.unflatten(-1, (-1, cache.shape[-1])) for t, cache in zip(qkv, (k_cache, k_cache, v_cache), strict=True))
     if cu_seqlens is None or out.shape[:2] == (kv_len.shape[0], 1):  # (b, s, heads, head dim) to (b, heads, s, head dim)
@@ -149,11 +203,14 @@ def _attend(qkv, kv_len, cu_seqlens, where, caches, rope, interleaved, scale, sl
     else:
         query, key, value = (t.flatten(0, 1) for t in split)
         where = {**where, "cu_seqlens_q": cu_seqlens}
-    turned = update_cache(key, value, k_cache, v_cache, kv_len, **where, query=None if rope is None else query, rope=rope,
-                          interleaved=interleaved)
-    attended = cached_attention(query if turned is None else turned, k_cache, v_cache, kv_len, **where,
-                                score_mod=mods.softcap(softcap) if softcap else None,
-                                mask_mod=mods.sliding_window(sliding_window) if sliding_window else None, scale=scale)
+    where = {**where, "k_scale": scales[0], "v_scale": scales[1]}
+    score_mod = mods.softcap(softcap) if softcap else None
+    mask_mod = mods.sliding_window(sliding_window) if sliding_window else None  # before anything is written: these raise for bad numbers
+    with _no_autocast(out):
+        turned = update_cache(key, value, k_cache, v_cache, kv_len, **where, query=None if rope is None else query, rope=rope,
+                              interleaved=interleaved)
+        attended = cached_attention(query if turned is None else turned, k_cache, v_cache, kv_len, **where, score_mod=score_mod,
+                                    mask_mod=mask_mod, scale=scale)
     if attended.ndim == 4:
         attended = attended.transpose(1, 2)
     return out.copy_(attended.reshape(out.shape))

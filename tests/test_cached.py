@@ -215,10 +215,10 @@ BAD = {  # what changes, and what the error says
     "lengths that do not add up": (
         dict(cu_seqlens_q=[0, 3, 4, 4, 14]), r"cu_seqlens_q must .* 13 tokens there are, got \[0, 3, 4, 4, 14\]"),
     "falling starts": (dict(cu_seqlens_q=[0, 3, 2, 4, 13]), "never fall"),
-    "int64": (dict(kv_len=torch.tensor([40, 7, 0, 300])), r"kv_len must be torch.int32 \(4,\) on cpu, got torch.int64"),
+    "int64": (dict(kv_len=torch.tensor([40, 7, 0, 300])), r"kv_len must be torch.int32 \(n,\) on cpu, got torch.int64"),
     "another number": (dict(q_offset=[1, 2, 3]), r"q_offset must be torch.int32 \(4,\) on cpu, got torch.int32 \(3,\)"),
     "dtype of the cache": (
-        dict(query=torch.zeros(13, 6, 32, dtype=torch.bfloat16)), "k_cache and v_cache must be torch.bfloat16, as query is"),
+        dict(v_cache=torch.zeros(76, 16, 2, 16, dtype=torch.bfloat16)), "must both be .* got torch.float32 and torch.bfloat16"),
     "heads": (dict(query=torch.zeros(13, 5, 32)), "5 heads, no multiple of the 2 heads"),
     "head dim": (dict(query=torch.zeros(13, 6, 16)), r"query \(13, 6, 16\), k_cache .* do not fit"),
     "both": (dict(cache_loc=[0, 1, 2, 3]), "exclude each other"),
