@@ -261,9 +261,9 @@ class Writer:
         if kind == "f":
             if "score" in self.symbols and rng.random() < 0.5:
                 return self.symbols["score"]
-            return self.load("f") if rng.random() < 0.7 else self.made(f"{{0}} * {self.real()}", self.index_leaf())
+            return self.load_float() if rng.random() < 0.7 else self.made(f"{{0}} * {self.real()}", self.index_leaf())
         if kind == "i":
-            return self.load("i") if rng.random() < 0.25 else self.index_leaf()
+            return self.load("i", both=rng.random() < 0.4) if rng.random() < 0.35 else self.index_leaf()
         choice = rng.random()
         if choice < 0.3:
             return self.made("{0} >= {1}", self.symbols["q_idx"], self.symbols["kv_idx"])
@@ -320,6 +320,22 @@ class Writer:
         self.captures.add(name, self.with_layout(f"{source}.to(device)", shape), tuple(axes))
         return name
 
+    def table_of_pairs(self) -> str:
+        """An integer tensor with an element for every pair of positions, or for every sum of them."""
+        rng, (_, _, M, N) = self.rng, self.extents
+        known = [n for n, axes in self.captures.axes.items() if axes in (("q_idx", "kv_idx"), ("sum",)) and _kind(self.captures.value[n]) == "i"]
+        if known and rng.random() < 0.6:
+            return rng.choice(known)
+        name, dtype = f"{self.prefix}{len(self.captures.source)}", rng.choice(INT_DTYPES)
+        axes = ("q_idx", "kv_idx") if M * N <= 200_000 and rng.random() < 0.7 else ("sum",)
+        shape = (M, N) if len(axes) == 2 else (M + N,)
+        low, high = rng.choice(((0, 1), (0, 3), (-3, 3), (0, 100)))
+        source = f"integers({shape}, {dtype}, {rng.randrange(10_000)}, {max(low, torch.iinfo(dtype).min)}, {high})"
+        if rng.random() < 0.15:
+            source = f"extremes({shape}, {dtype}, {rng.randrange(10_000)})"
+        self.captures.add(name, self.with_layout(f"{source}.to(device)", shape), axes)
+        return name
+
     def with_layout(self, source: str, shape: tuple) -> str:
         rng = self.rng
         if not shape:
@@ -336,9 +352,21 @@ class Writer:
                 source = f"{source}.flip(0)[{rng.choice(('0:', '-' + str(shape[0]) + ':'))}]"
         return source
 
-    def load(self, kind: str) -> Node:
-        """A captured tensor at some indices."""
-        name = self.table(kind)
+    def load_float(self) -> Node:
+        """Sixteen bits go into the score as they are, else float32 goes on: torch rounds what it computes of them alone, kernels do not."""
+        node = self.load("f")
+        base = node
+        while base.form.startswith("{0}"):
+            base = base.args[0]
+        if self.captures.value[base.form.split("[")[0]].dtype not in (torch.float16, torch.bfloat16):
+            return node
+        if "score" in self.symbols and self.rng.random() < 0.4:
+            return self.made(self.rng.choice(("{0} + {1}", "{0} * {1}", "{0} - {1}")), self.symbols["score"], node)
+        return self.made("{0}.float()", node)
+
+    def load(self, kind: str, both: bool = False) -> Node:
+        """A captured tensor at some indices; `both`: at a place for every pair of positions, so that nobody knows its bounds."""
+        name = self.table_of_pairs() if both else self.table(kind)
         axes, value = self.captures.axes[name], self.captures.value[name]
         if not axes:
             return self.made(name)
@@ -354,6 +382,8 @@ class Writer:
             first, second = rng.choice(((s["q_idx"], s["kv_idx"]), (s["kv_idx"], s["q_idx"])))
             offset = rng.choice((self.extents[3], self.extents[2], 0, rng.randint(-5, 20)))
             node = self.made(f"{{0}} - {{1}} + {offset}", first, second) if offset else self.made("{0} - {1}", first, second)
+        elif axis == "sum":
+            node = self.made("{0} + {1}", s["q_idx"], s["kv_idx"])
         elif axis == "any" or rng.random() < 0.1:
             node = self.grown("i", 1)
             if rng.random() < 0.7:

@@ -190,13 +190,7 @@ def attention(p: Program, rng: random.Random, small: int, backward: bool | None 
     if chance(rng, 0.75):
         score = score_source(Writer(rng, s.extents, max(deviation, 0.2), p.captured), rng.choice((1, 1, 2, 2, 3, 4)))
         written.append(score)
-    learned = []
-    if backward:
-        for name in p.captured.source:
-            value = p.captured.value[name]
-            if isinstance(value, torch.Tensor) and value.is_floating_point() and re.search(rf"\b{name}\b", score) and chance(rng, 0.6):
-                p.captured.source[name] += ".requires_grad_()"
-                learned.append(name)
+    learned = marked_learned(p, rng, score) if backward else []
     options, arguments, reference = drawn_options(p, rng, s, dtype, masked, score), {}, []
     if masked:
         base = recipe_source if masked == "torch" else random_mask
@@ -454,6 +448,250 @@ def verdicts(p: Program, rng: random.Random, small: int) -> None:
     p.check = check
 
 
+def varlen(p: Program, rng: random.Random, small: int) -> None:
+    """varlen_attention of ragged sequences, with blocks of their own or not, forward and backward."""
+    cuda, dtype = p.device == "cuda", rng.choice(DTYPES)
+    lengths = (0, 0, 1, 2, 15, 16, 40, 65, 130) if not cuda else (0, 1, 17, 128, 300, 777, 1024)
+
+    def drawn(count: int) -> list[int]:
+        found = [rng.choice(lengths) // 2**small for _ in range(count)]
+        return found if any(found) else [*found[:-1], 9]
+
+    q_lens = drawn(rng.randint(1, 5))
+    cross = chance(rng, 0.5)
+    kv_lens = drawn(len(q_lens)) if cross else q_lens
+    Hkv, group = rng.choice((1, 2)), rng.choice((1, 2, 3))
+    D = rng.choice(HEAD_DIMS[p.device][:9])
+    Dv = D if chance(rng, 0.6) else rng.choice(HEAD_DIMS[p.device][:9])
+    if sum(q_lens) * sum(kv_lens) * Hkv * group > PAIRS[p.device]:
+        Hkv, group = 1, 1
+    extents = len(q_lens), Hkv * group, max(q_lens), max(max(kv_lens), 1)
+    scale, backward = rng.choice((None, None, 0.3, -0.5)), chance(rng, 0.5)
+    score = mask = ""
+    if chance(rng, 0.7):
+        score = score_source(Writer(rng, extents, 1.0, p.captured), rng.choice((1, 2, 3)))
+    learned = marked_learned(p, rng, score) if backward else []
+    if chance(rng, 0.7):
+        mask = random_mask(rng, extents, p.captured)
+    p.mods = "\n\n".join(with_factory(w, p.captured, rng) if chance(rng, 0.3) else w for w in (score, mask) if w)
+    T, S, Hq = sum(q_lens), sum(kv_lens), Hkv * group
+    ending = ".requires_grad_()" if backward else ""
+    for name, shape in (("q", (T, Hq, D)), ("k", (S, Hkv, D)), ("v", (S, Hkv, Dv))):
+        p.inputs.append(f'{name} = laid_out({shape}, {dtype}, device, {rng.randrange(10_000)}, "{rng.choice(fuzz_inputs.LAYOUTS)}"){ending}')
+    kind = rng.choice(("torch.int32", "torch.int64"))
+    p.inputs.append(f"cu_q = offsets({q_lens}, device, {kind})")
+    if cross:
+        p.inputs.append(f"cu_k = offsets({kv_lens}, device, {kind})")
+    apart = chance(rng, 0.5)
+    if apart:  # blocks begin where sequences do, however short these are
+        p.inputs.append("from flexpress import varlen\nusual, varlen.LONG = varlen.LONG, 0")
+    text = f"{'cu_k' if cross else None}, {'score_mod' if score else None}, {'mask_mod' if mask else None}"
+    options = {"BACKEND": rng.choice(("TRITON", "AUTO"))} if chance(rng, 0.3) else {}
+    text += f"{f', scale={scale}' if scale is not None else ''}{f', kernel_options={options}' if options else ''}"
+    p.poison = deterministic = backward and chance(rng, 0.3)
+    p.call.append(f"out, lse = flexpress.varlen_attention(q, k, v, cu_q, {text}, return_lse=True, deterministic={deterministic})")
+    if apart:
+        p.call.append("varlen.LONG = usual")
+    results = ["out", "lse"]
+    if backward:
+        results += gradients(p, rng, (T, Hq, Dv), dtype, learned, chance(rng, 0.5), lse_shape=(T, Hq))
+
+    def check(names: dict) -> Judged:
+        def heads_first(t):
+            return None if t is None else t.transpose(0, 1)[None]
+
+        def places(lens):
+            sequence = torch.tensor([i for i, n in enumerate(lens) for _ in range(n)], dtype=torch.int32, device=p.device)
+            local = torch.tensor([i for n in lens for i in range(n)], dtype=torch.int32, device=p.device)
+            return sequence, local
+
+        (sq, lq), (sk, lk) = places(q_lens), places(kv_lens)
+        h = torch.arange(Hq, dtype=torch.int32, device=p.device).view(-1, 1, 1)
+        d_lse = names.get("d_lse")
+        problem = Problem(*(heads_first(names[n]) for n in "qkv"), sq[:, None], h, lq[:, None], lk, "\n\n".join((score, mask)),
+                          values_of(p, names), scale, sq[:, None] == sk, heads_first(names.get("d_out")),
+                          None if d_lse is None else d_lse.transpose(0, 1)[None], tuple(learned),
+                          approximate=cuda and dtype != "torch.float32")
+        found = {n: names[n] if n[1:] in learned else heads_first(names[n]) for n in results if n != "lse"}
+        return judge(problem, {**found, "lse": names["lse"].transpose(0, 1)[None]})
+
+    p.check = check
+
+
+def cached(p: Program, rng: random.Random, small: int) -> None:
+    """cached_attention: prefill and decoding, contiguous and paged, float8, any positions."""
+    cuda, dtype = p.device == "cuda", rng.choice(DTYPES)
+    B, ragged = rng.randint(1, 4), chance(rng, 0.5)
+    q_lens = [rng.choice((0, 1, 1, 2, 5, 17, 150) if cuda else (0, 1, 1, 2, 5, 17)) for _ in range(B)]
+    if not ragged:
+        q_lens = [max(q_lens) or 1] * B
+    room = rng.choice((0, 1, 30, 100, 700) if cuda else (0, 1, 30, 70, 300)) // 2**small
+    kv_lens = [n + rng.randint(0, room) for n in q_lens]
+    if not any(q_lens):
+        q_lens[0], kv_lens[0] = 1, kv_lens[0] + 1
+    M, N = max(q_lens), max(kv_lens)
+    Hkv, group = rng.choice(((1, 1), (2, 1), (1, 4), (2, 3), (1, 12), (4, 2)))
+    D, Dv, fp8 = rng.choice((16, 20, 64)), rng.choice((16, 24)), chance(rng, 0.25)
+    page_size, located = rng.choice((0, 0, 1, 5, 16, 64)), chance(rng, 0.5)
+    Hq, extents = Hkv * group, (B, Hkv * group, N + 8, N + 8)
+    shifted = chance(rng, 0.25)  # queries need not be the last positions
+    starts = [kv - q + (rng.randint(0, 4) if shifted else 0) for q, kv in zip(q_lens, kv_lens, strict=True)]
+    starts = [min(s, N + 8 - q) for s, q in zip(starts, q_lens, strict=True)]
+    score = mask = ""
+    if chance(rng, 0.6):
+        score = score_source(Writer(rng, extents, 1.0, p.captured), rng.choice((1, 2, 3)))
+    if chance(rng, 0.5):
+        mask = random_mask(rng, extents, p.captured)
+    p.mods = "\n\n".join(w for w in (score, mask) if w)
+    p.inputs.append(f'q = laid_out({(B, Hq, M, D)}, {dtype}, device, {rng.randrange(10_000)}, "{rng.choice(fuzz_inputs.LAYOUTS)}")')
+    cast = ".to(torch.float8_e4m3fn)" if fp8 else ""
+    for name, size in (("k", D), ("v", Dv)):
+        p.inputs.append(f"{name} = laid_out({(B, Hkv, N + 8, size)}, {dtype}, device, {rng.randrange(10_000)}){cast}")
+    seed = rng.randrange(10_000)
+    p.inputs.append(f"k_cache, table = in_cache(k, {kv_lens}, {page_size}, {seed}, {located})")
+    p.inputs.append(f"v_cache, table = in_cache(v, {kv_lens}, {page_size}, {seed}, {located})")
+    p.inputs.append(f"kv_len = torch.tensor({kv_lens}, dtype=torch.int32, device=device)")
+    arguments = {"kv_len": "kv_len", "batch_invariant": str(chance(rng, 0.3))}
+    if page_size:
+        arguments["page_table"] = "table"
+    elif located:
+        arguments["cache_loc"] = "table"
+    if ragged:
+        p.inputs.append(f"cu_q = offsets({q_lens}, device)")
+        arguments |= {"cu_seqlens_q": "cu_q", "max_q_len": str(M)}
+    if shifted:
+        p.inputs.append(f"q_offset = torch.tensor({starts}, dtype=torch.int32, device=device)")
+        arguments["q_offset"] = "q_offset"
+    if fp8:
+        for name in "kv":
+            p.inputs.append(f"{name}_scale = floats(({Hkv},), torch.float32, {rng.randrange(999)}).abs().to(device) + 0.5")
+            arguments[f"{name}_scale"] = f"{name}_scale"
+    scale = rng.choice((None, None, 0.3, -0.5))
+    if scale is not None:
+        arguments["scale"] = repr(scale)
+    for name, source in (("score_mod", score), ("mask_mod", mask)):
+        if source:
+            arguments[name] = name
+    if shifted:
+        p.refusals += "|positions go from|names pages from -1"  # past the room of a cache, or past a sequence's pages
+    query = f"packed(q, {q_lens})" if ragged else "q"
+    p.call.append(f"out, lse = flexpress.cached_attention({query}, k_cache, v_cache, {', '.join(f'{k}={v}' for k, v in arguments.items())}, "
+                  "return_lse=True)")
+    p.poison = True
+
+    def check(names: dict) -> Judged:
+        def int32(values):
+            return torch.tensor(values, dtype=torch.int32, device=p.device).view(-1, 1, 1, 1)
+
+        local = torch.arange(M, dtype=torch.int32, device=p.device)[:, None]
+        n = torch.arange(N + 8, dtype=torch.int32, device=p.device)
+        b = torch.arange(B, dtype=torch.int32, device=p.device).view(-1, 1, 1, 1)
+        h = torch.arange(Hq, dtype=torch.int32, device=p.device).view(-1, 1, 1)
+        reference = mask or "def mask_mod(b, h, q_idx, kv_idx):\n    return kv_idx <= q_idx\n"
+        k, v = names["k"], names["v"]
+        if fp8:
+            k, v = (t.double() * names[f"{n}_scale"].double()[None, :, None, None] for n, t in (("k", k), ("v", v)))
+        problem = Problem(names["q"], k, v, b, h, local + int32(starts), n, "\n\n".join((score, reference)), values_of(p, names), scale,
+                          (n < int32(kv_lens)) & (local < int32(q_lens)), approximate=cuda and dtype != "torch.float32")
+        out, lse = names["out"], names["lse"]
+        if ragged:
+            outs, rows = out.split(q_lens), lse.split(q_lens)
+            out, lse = torch.zeros((B, Hq, M, Dv), dtype=out.dtype, device=p.device), torch.full((B, Hq, M), -torch.inf, device=p.device)
+            for i, length in enumerate(q_lens):
+                out[i, :, :length], lse[i, :, :length] = outs[i].transpose(0, 1), rows[i].transpose(0, 1)
+        return judge(problem, {"out": out, "lse": lse})
+
+    p.check = check
+
+
+def updated(p: Program, rng: random.Random, small: int) -> None:
+    """update_cache: keys, values and queries turned by RoPE, and written to their places."""
+    B, ragged, D = rng.randint(1, 4), chance(rng, 0.5), rng.choice((8, 20, 64))
+    counts = [rng.choice((0, 1, 2, 5, 33)) for _ in range(B)]
+    p.call.append("from test_kv_cache import check")
+    dtype = rng.choice(DTYPES)
+    case = {"counts": counts if ragged else [max(counts)] * B, "offsets": [rng.randint(0, 40) for _ in range(B)], "ragged": ragged, "D_QK": D,
+            "D_V": rng.choice((D, 12)), "Hkv": rng.randint(1, 3), "Hq": rng.randint(1, 4), "page_size": rng.choice((0, 1, 7, 16)),
+            "located": chance(rng, 0.5), "given": chance(rng, 0.5), "rope_dim": rng.choice((0, 2, D // 4 * 2, D)),
+            "interleaved": chance(rng, 0.5), "query": chance(rng, 0.5), "strided": chance(rng, 0.5), "fp8": chance(rng, 0.3),
+            "seed": rng.randrange(10_000)}
+    p.call.append(f"check({case} | {{'dtype': {dtype}}}, device)  # of this module's neighbour: raises AssertionError")
+    p.check = lambda names: Judged([], 1.0, {})
+
+
+def flash(p: Program, rng: random.Random, small: int) -> None:
+    """The functions of flash_attn, with a bias, and gradients of all."""
+    s = drawn_shape(rng, p.device, small)
+    dtype, causal, scale = rng.choice(DTYPES), chance(rng, 0.5), rng.choice((None, None, 0.3))
+    form, backward = rng.choice(("", "kvpacked", "qkvpacked")), chance(rng, 0.5)
+    if form == "qkvpacked":
+        s.N, s.group = s.M, 1
+    ending = ".requires_grad_()" if backward else ""
+    layouts = [rng.choice(fuzz_inputs.LAYOUTS[:5]) for _ in range(3)]
+
+    def tensor(shape, layout):  # laid_out has heads before positions
+        order = "(0, 2, 1, 3)" if len(shape) == 4 else "(0, 3, 1, 2, 4)"
+        inner = (shape[0], shape[2], shape[1], shape[3]) if len(shape) == 4 else (shape[0], shape[2] * shape[3], shape[1], shape[4])
+        text = f'laid_out({inner}, {dtype}, device, {rng.randrange(10_000)}, "{layout}")'
+        return f"{text}.permute{order}" if len(shape) == 4 else f"{text}.unflatten(1, {shape[2:4]}).permute{order}"
+
+    texts = {"": (("q", (s.B, s.M, s.Hq, s.D)), ("k", (s.B, s.N, s.Hkv, s.D)), ("v", (s.B, s.N, s.Hkv, s.D))),
+             "kvpacked": (("q", (s.B, s.M, s.Hq, s.D)), ("kv", (s.B, s.N, 2, s.Hkv, s.D))),
+             "qkvpacked": (("qkv", (s.B, s.M, 3, s.Hq, s.D)),)}[form]
+    if form:
+        layouts = ["contiguous" if len(shape) == 5 else layout for (_, shape), layout in zip(texts, layouts, strict=False)]
+    for (name, shape), layout in zip(texts, layouts, strict=False):
+        p.inputs.append(f"{name} = {tensor(shape, layout)}{ending}")
+    bias, score = rng.choice(("", "1h1n", "1hmn", "bhmn", "11mn", "b11n", "1hm1", "1111")), ""
+    if bias:
+        shape = tuple({"b": s.B, "h": s.Hq, "m": s.M, "n": s.N, "1": 1}[c] for c in bias)
+        source = f"floats({shape}, {rng.choice((dtype, 'torch.float32'))}, {rng.randrange(10_000)}).to(device)"
+        p.captured.add("bias", f"turned({source})" if chance(rng, 0.4) else source)
+        if backward:
+            p.captured.source["bias"] += ".requires_grad_()"
+        index = ", ".join({"b": "b", "h": "h", "m": "q_idx", "n": "kv_idx", "1": "0"}[c] for c in bias)
+        score = f"def score_mod(score, b, h, q_idx, kv_idx):\n    return score + bias[{index}]\n"
+    mask = "def mask_mod(b, h, q_idx, kv_idx):\n    return q_idx >= kv_idx\n" if causal else ""
+    names_ = [name for name, _ in texts]
+    p.call.append(f"from flexpress.flash import flash_attn_{form}{'_' * bool(form)}func")
+    p.call.append(f"out = flash_attn_{form}{'_' * bool(form)}func({', '.join(names_)}, {'bias' if bias else None}, {causal}, {scale})")
+    results, learned = ["out"], ["bias"] if bias and backward else []
+    if backward:
+        results += gradients(p, rng, (s.B, s.M, s.Hq, s.D), dtype, learned, False, tuple(names_))
+
+    def check(names: dict) -> Judged:
+        def parts(t, count):
+            return [x.transpose(1, 2) for x in (t.unbind(2) if count > 1 else (t,))]
+
+        def apart(prefix):
+            found = {}
+            for name in names_:
+                t = names[prefix + name]
+                found |= {prefix + n: x for n, x in zip(name, parts(t, len(name)), strict=True)}
+            return found
+
+        tensors = apart("")
+        d_out = names["d_out"].transpose(1, 2) if backward else None
+        problem = Problem(tensors["q"], tensors["k"], tensors["v"], *indices(s.extents, p.device), "\n\n".join((score, mask)),
+                          values_of(p, names), scale, None, d_out, None, tuple(learned))
+        found = {"out": names["out"].transpose(1, 2)}
+        if backward:
+            found |= apart("d") | {f"d{n}": names[f"d{n}"] for n in learned}
+        return judge(problem, found)
+
+    p.check = check
+
+
+def marked_learned(p: Program, rng: random.Random, score: str) -> list[str]:
+    """The names of captured tensors in a score_mod that are to get gradients."""
+    learned = []
+    for name, value in p.captured.value.items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and re.search(rf"\b{name}\b", score) and chance(rng, 0.6):
+            p.captured.source[name] += ".requires_grad_()"
+            learned.append(name)
+    return learned
+
+
 def true_status(dense: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
     """int8 (B, H, rows, columns): 0 empty, 1 partial, 2 full. Rows past the end do not count; a block past the last column is never full."""
     B, H, M, N = dense.shape
@@ -524,7 +762,7 @@ def wrong_bounds(mask_mod, dense: torch.Tensor, extents: tuple, device: str) -> 
 
 KINDS: dict[str, tuple[Callable, float]] = {
     "verdicts": (verdicts, 30), "evaluate": (evaluated, 25), "attention": (attention, 30), "huge": (huge, 3),
-    "hidden infinities": (hidden_infinities, 3),
+    "hidden infinities": (hidden_infinities, 3), "varlen": (varlen, 8), "cached": (cached, 8), "update": (updated, 3), "flash": (flash, 4),
 }
 
 

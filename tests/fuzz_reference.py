@@ -140,6 +140,8 @@ def solve(p: Problem, sample: int | None = None) -> Answer:
              "dv": short(rounded(P)).transpose(-1, -2) @ short(d_out)}
     for name in ("dk", "dv"):
         found[name] = summed(found[name], p.k)
+    if not exact:
+        learned = {name: g.to(p.captured[name[1:]].dtype).to(g.dtype) for name, g in learned.items()}
     answer.found |= {name: rounded(g) for name, g in found.items()} | learned
     if exact:
         answer.parts |= {"dP": dP, "delta": delta, "dS": dS, "d_raw": d_raw, "d_out": d_out, "scale": torch.tensor(float(scale))}
