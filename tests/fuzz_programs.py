@@ -685,8 +685,10 @@ def flash(p: Program, rng: random.Random, small: int) -> None:
 def marked_learned(p: Program, rng: random.Random, score: str) -> list[str]:
     """The names of captured tensors in a score_mod that are to get gradients."""
     learned = []
+    if "half()" in score or "bfloat16()" in score:  # autograd rounds gradients on their way back through a cast, kernels do not
+        return learned
     for name, value in p.captured.value.items():
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and re.search(rf"\b{name}\b", score) and chance(rng, 0.6):
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and re.search(rf"\b{name}\b", score) and chance(rng, 0.85):
             p.captured.source[name] += ".requires_grad_()"
             learned.append(name)
     return learned
