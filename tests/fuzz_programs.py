@@ -7,6 +7,7 @@ import itertools
 import linecache
 import random
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -183,7 +184,7 @@ def attention(p: Program, rng: random.Random, small: int, backward: bool | None 
     s = drawn_shape(rng, p.device, small)
     cuda, dtype = p.device == "cuda", rng.choice(DTYPES)
     backward = chance(rng, 0.45) if backward is None else backward
-    scale = rng.choice((None, None, None, None, 0.3, 1.0, 0.0, -0.5, 2.0))
+    scale = rng.choice((None, None, None, None, 0.3, 0.7, 1.0, 0.0, -0.5, 2.0))
     deviation = s.D**0.5 * abs(s.D**-0.5 if scale is None else scale)
     masked = rng.choice(("", "", "mask_mod", "mask_mod", "made", "made", "made", "torch", "sliced", "adjusted"))
     written, score = [], ""
@@ -685,13 +686,30 @@ def flash(p: Program, rng: random.Random, small: int) -> None:
 def marked_learned(p: Program, rng: random.Random, score: str) -> list[str]:
     """The names of captured tensors in a score_mod that are to get gradients."""
     learned = []
-    if "half()" in score or "bfloat16()" in score:  # autograd rounds gradients on their way back through a cast, kernels do not
-        return learned
+    if not score or "half()" in score or "bfloat16()" in score or not differentiable(score, p.captured):
+        return learned  # autograd rounds gradients on their way back through a cast, kernels do not
     for name, value in p.captured.value.items():
         if isinstance(value, torch.Tensor) and value.is_floating_point() and re.search(rf"\b{name}\b", score) and chance(rng, 0.85):
             p.captured.source[name] += ".requires_grad_()"
             learned.append(name)
     return learned
+
+
+def differentiable(score: str, captured: Captures) -> bool:
+    """Does torch have the derivatives of captured tensors? It has none for // of floats, whose derivative is zero."""
+    leaves = {n: v.double().requires_grad_() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for n, v in captured.value.items()}
+    names = reference_namespace(leaves, torch.float64)
+    exec(score, names)
+    zero = torch.zeros(1, dtype=torch.int32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        result = names["score_mod"](torch.zeros(1, dtype=torch.float64, requires_grad=True), zero, zero, zero, zero)
+    try:
+        if result.requires_grad:
+            result.sum().backward()
+    except RuntimeError:
+        return False
+    return True
 
 
 def true_status(dense: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
