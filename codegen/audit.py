@@ -8,9 +8,10 @@ well. Only instructions on a list pass; one that is unknown, of a newer Python s
 from __future__ import annotations
 
 import dis
-import functools
 import types
 from dataclasses import dataclass
+
+from .registry import remembered
 
 _PLAIN = frozenset("""
     CACHE NOP RESUME EXTENDED_ARG NOT_TAKEN POP_TOP POP_ITER POP_BLOCK END_FOR END_SEND PUSH_NULL COPY SWAP DUP_TOP DUP_TOP_TWO ROT_TWO
@@ -48,7 +49,7 @@ class Facts:
     numbers: frozenset[tuple[type, str]]
 
 
-@functools.lru_cache(maxsize=4096)
+@remembered("audits of bytecode", 4096)
 def audited(code: types.CodeType) -> Facts:
     """The facts of a function's code and of the functions inside it."""
     found_globals, attributes, numbers, refused = set(), set(), set(), ""

@@ -1,7 +1,7 @@
 """Every in-memory cache of the package: bounded, listed and cleared in one place.
 
     _plans: dict[tuple, Plan] = Table("forward plans", 1024)        a dict of at most 1024 entries
-    @remembered("strides", 4096)                                    functools.lru_cache of a function
+    @remembered("strides", 4096)                                    the results of a function
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
+
+from .turn import Turn
 
 
 class CacheSize(NamedTuple):
@@ -55,36 +57,51 @@ class Table(Bounded):
         _register(name, self)
 
 
-_caches: dict[str, Table | Callable] = {}
+_caches: dict[str, Table] = {}
 
 
-def _register(name: str, cache) -> None:
+def _register(name: str, cache: Table) -> None:
     if name in _caches:
         raise ValueError(f"two caches are called {name!r}")
     _caches[name] = cache
 
 
 def remembered(name: str, limit: int) -> Callable:
-    """Decorator: functools.lru_cache of at most `limit` results, listed here."""
+    """Decorator: keeps at most `limit` results, by the (positional) arguments, listed here. Threads that race all get the same object."""
     def decorate(function):
-        cached = functools.lru_cache(maxsize=limit)(function)
-        _register(name, cached)
-        return cached
+        results = Table(name, limit)
+
+        @functools.wraps(function)
+        def found(*args):
+            result = results.get(args, _NOTHING)
+            if result is _NOTHING:
+                result = _keeping.run(_kept, results, args, function(*args))
+            return result
+
+        return found
 
     return decorate
+
+
+_NOTHING = object()
+_keeping = Turn()
+
+
+def _kept(results: Table, key: tuple, result):
+    """The result that is there, or this one."""
+    found = results.get(key, _NOTHING)
+    if found is _NOTHING:
+        results[key] = found = result
+    return found
 
 
 def clear() -> None:
     """Empty all of them."""
     for cache in _caches.values():
-        cache.clear() if isinstance(cache, Table) else cache.cache_clear()
+        cache.clear()
 
 
 def sizes() -> Iterator[CacheSize]:
     """How full each is, by name."""
     for name, cache in sorted(_caches.items()):
-        if isinstance(cache, Table):
-            yield CacheSize(name, len(cache), cache.limit)
-        else:
-            info = cache.cache_info()
-            yield CacheSize(name, info.currsize, info.maxsize)
+        yield CacheSize(name, len(cache), cache.limit)

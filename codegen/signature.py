@@ -12,23 +12,21 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
 import types
 import warnings
-from collections import OrderedDict
 from dataclasses import dataclass, field
 
 import torch
 
-from . import trace
 from .cache import INFO
 from .capture import Untrackable, name_of
 from .expr import ModGraph
+from .registry import Table
 from .trace import Traced, check_parameters, replayable, traced_once
+from .turn import Turn
 
 _PER_BUCKET = 64  # traces kept for one piece of code: more means numbers that Python itself consumes keep changing
 _GRAPHS = 8  # kernels of the same functions of which nothing is said
-_BUCKETS = 1024
 _log = logging.getLogger("flexpress")
 
 
@@ -45,8 +43,8 @@ class _Bucket:
     graphs: dict[frozenset, set[int]] = field(default_factory=dict)
 
 
-_buckets: OrderedDict[tuple, _Bucket] = OrderedDict()
-_lock = threading.RLock()
+_buckets: dict[tuple, _Bucket] = Table("mods", 1024)
+_keeping = Turn()
 
 
 def _code_of(mod):
@@ -76,19 +74,20 @@ def bind(mod, kind: str) -> tuple[ModGraph, list]:
         check_parameters(mod, kind)
         bucket = _Bucket()
     traced, values, reason = _trace(mod, kind, bucket)
-    with _lock:
-        INFO.traces += 1
-        bucket = _buckets.setdefault(key, bucket)
-        _buckets.move_to_end(key)
-        while len(_buckets) > _BUCKETS:
-            _buckets.popitem(last=False)
-        if traced.program is not None:
-            bucket.traces = (traced, *bucket.traces[:_PER_BUCKET - 1])
-        elif reason != bucket.every_call:
-            bucket.every_call = reason
-            _log.warning("%s_mod %s is traced at every call, which takes some tenths of a millisecond: it %s", kind, name_of(mod), reason)
-        _count(bucket, traced)
+    _keeping.run(_keep, key, bucket, traced, reason, f"{kind}_mod {name_of(mod)}")
     return traced.graph, values
+
+
+def _keep(key: tuple, bucket: _Bucket, traced: Traced, reason: str, name: str) -> None:
+    """Put a new trace, or that there can be none, into the bucket that all threads see."""
+    INFO.traces += 1
+    bucket = _buckets.setdefault(key, bucket)
+    if traced.program is not None:
+        bucket.traces = (traced, *bucket.traces[:_PER_BUCKET - 1])
+    elif not bucket.every_call:
+        bucket.every_call = reason
+        _log.warning("%s is traced at every call, which takes some tenths of a millisecond: it %s", name, reason)
+    _count(bucket, traced)
 
 
 def _trace(mod, kind: str, bucket: _Bucket) -> tuple[Traced, list, str]:
@@ -123,9 +122,3 @@ def why_every_call(mod, kind: str) -> str:
     bucket = _buckets.get((kind, _code_of(mod), torch.get_default_dtype()))
     return bucket.every_call if bucket is not None else ""
 
-
-def clear() -> None:
-    """Forget every trace."""
-    with _lock:
-        _buckets.clear()
-    trace.clear()

@@ -11,9 +11,7 @@ methods of `Sym`; both end in `dispatch`, which looks the operation up in the op
 from __future__ import annotations
 
 import inspect
-import threading
 import types
-from collections import OrderedDict
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +20,9 @@ from .capture import HostProgram, Untrackable, name_of
 from .dispatch import Mode, is_operation, to_expr
 from .errors import ModError
 from .expr import MASK_SYMBOLS, SCORE_SYMBOLS, Expr, ModGraph, SourceLine, walk
+from .registry import Table
 from .symbols import EagerRun, ReplayedRun, Sym, TensorView, TracingRun, is_machinery, line_of, mod_error, run_mod
+from .turn import Turn
 
 _SIGNATURES = {"score": f"score_mod({', '.join(SCORE_SYMBOLS)})", "mask": f"mask_mod({', '.join(MASK_SYMBOLS)})"}
 
@@ -111,9 +111,8 @@ def _result(run: TracingRun, mod) -> Expr:
         return _checked_result(result, run, mod)
 
 
-_graphs: OrderedDict[tuple, ModGraph] = OrderedDict()
-_graphs_lock = threading.Lock()
-_MOST_GRAPHS = 4096
+_graphs: dict[tuple, ModGraph] = Table("graphs", 4096)
+_finding = Turn()
 
 
 def _graph_of(mod, run: TracingRun, result: Expr) -> ModGraph:
@@ -125,22 +124,8 @@ def _graph_of(mod, run: TracingRun, result: Expr) -> ModGraph:
     name, tensors, scalars = name_of(mod), tuple(run.tensors.values()), tuple(run.scalars.values())
     key = (run.kind, name, origin, tensors, scalars,
            tuple((n.op, tuple(numbers[id(a)] for a in n.args), n.dtype, repr(n.attr), n.weak, n.source) for n in nodes))
-    with _graphs_lock:
-        graph = _graphs.get(key)
-        if graph is None:
-            used = frozenset(n.attr for n in nodes if n.op == "symbol")
-            graph = _graphs[key] = ModGraph(run.kind, name, result, tensors, scalars, origin, used)
-            if len(_graphs) > _MOST_GRAPHS:
-                _graphs.popitem(last=False)
-        else:
-            _graphs.move_to_end(key)
-        return graph
-
-
-def clear() -> None:
-    """Forget every graph."""
-    with _graphs_lock:
-        _graphs.clear()
+    used = frozenset(n.attr for n in nodes if n.op == "symbol")
+    return _finding.run(_graphs.setdefault, key, ModGraph(run.kind, name, result, tensors, scalars, origin, used))
 
 
 def _line_of(error: Exception) -> SourceLine | None:

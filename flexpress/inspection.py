@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from flexpress.codegen import cache, kernel, registry, signature
+from flexpress.codegen import cache, kernel, registry
 from flexpress.codegen.cache import CacheInfo, cache_dir
 
 __all__ = ["CacheInfo", "cache_clear", "cache_dir", "cache_info", "printed_kernels"]
@@ -19,7 +19,6 @@ def cache_info() -> CacheInfo:
 def cache_clear() -> None:
     """Forget traces, plans, loaded kernels and everything else that the process remembers, and set the counters to zero. Files on disk
     stay."""
-    signature.clear()
     registry.clear()
     for name in vars(CacheInfo()):
         setattr(cache.INFO, name, 0)
