@@ -8,6 +8,7 @@ import torch
 
 from flexpress.attention import prepared
 from flexpress.codegen import backward, forward
+from flexpress.codegen.signature import why_every_call
 
 
 def explain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Callable | None = None, block_mask=None,
@@ -20,6 +21,7 @@ def explain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_m
 
     "GLUON" are the kernels for sm_90 alone, "TRITON" the portable ones, "DECODE" the one for few queries. The arguments are
     those of flex_attention; tensors that want gradients (requires_grad), captured ones too, are taken into account.
+    A mod that has to be traced at every call, which takes some tenths of a millisecond, has a line that says why.
     Nothing is compiled or run but what a mask_mod's block lists need; that a kernel spills too many registers, or does not compile, is
     known only after the first call.
 
@@ -37,6 +39,10 @@ def explain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_m
         q, k, v = map(backward.with_rows, (q, k, v))  # and the output's gradient is taken to lie as q does
         *_, reason = backward.case_of(q, k, v, q, scale, lists, options, deterministic, False, wanted, *keys)
         lines.append(_line("backward", reason))
+    for name, mod, kind in (("score_mod", score_mod, "score"), ("mask_mod", mask_mod or getattr(block_mask, "mask_mod", None), "mask")):
+        reason = mod is not None and why_every_call(mod, kind)
+        if reason:
+            lines.append(f"{name} is traced at every call: it {reason}")
     if arch == "cpu":
         lines.append("on the CPU kernels run in Triton's interpreter, for tests")
     return "\n".join(lines)

@@ -6,6 +6,7 @@ import math
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -252,6 +253,53 @@ def calls_a_helper(score, b, h, q_idx, kv_idx):
     return helper(score) + 1
 
 
+class Rounded(torch.autograd.Function):
+    """Rounds, and passes the gradient through."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return torch.round(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+
+
+def with_a_function_of_its_own(score, b, h, q_idx, kv_idx):
+    return Rounded.apply(score)
+
+
+COMPLEX = torch.zeros(2, dtype=torch.complex64)
+SPARSE = torch.eye(2).to_sparse()
+NESTED = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+ARRAY = np.arange(3.0)
+HUGE = 10**400
+
+
+def complex_table(score, b, h, q_idx, kv_idx):
+    return score * COMPLEX[h]
+
+
+def sparse_table(score, b, h, q_idx, kv_idx):
+    return score * SPARSE[h, h]
+
+
+def nested_table(score, b, h, q_idx, kv_idx):
+    return score * NESTED[h, h]
+
+
+def outside_an_array(score, b, h, q_idx, kv_idx):
+    return score * ARRAY[5]
+
+
+def huge_number(score, b, h, q_idx, kv_idx):
+    return score * HUGE
+
+
+def complex_number(score, b, h, q_idx, kv_idx):
+    return score * 2j
+
+
 def four_lines(score, b, h, q_idx, kv_idx):  # Python names the line on which an expression begins
     return (score
             + 1
@@ -290,6 +338,13 @@ SCORE_CASES = [
     (a_list, "returns a list", "def a_list", "Return one scalar"),
     (stores_into_the_table, "__setitem__ is not a supported operation", "TABLE[0, 0] = score", "Supported are"),
     (calls_a_helper, "`if`", "return score if score > 0 else 0.0", "torch.where"),
+    (with_a_function_of_its_own, "an autograd.Function", "return torch.round(x)", "(f(x) - x).detach()"),
+    (complex_table, "a captured tensor of torch.complex64", "COMPLEX[h]", "convert it"),
+    (sparse_table, "sparse", "SPARSE[h, h]", ".to_dense()"),
+    (nested_table, "nested", "NESTED[h, h]", "varlen_attention"),
+    (outside_an_array, "index 5 is out of bounds", "ARRAY[5]", ""),
+    (huge_number, "an integer of 1329 bits", "score * HUGE", "smaller integer"),
+    (complex_number, "2j (complex) is used where a number is needed", "score * 2j", "Python numbers"),
     (four_lines, "indexed by 1 of its 2 dimensions", "return (score", "Index every dimension"),
 ]
 

@@ -10,6 +10,7 @@ import enum
 import functools
 import math
 import operator
+import warnings
 from collections import namedtuple
 from dataclasses import dataclass
 
@@ -18,9 +19,10 @@ import torch
 import torch.nn.functional as F
 from dense import positions
 
-from flexpress import ModError, cache_clear, cache_info
+from flexpress import ModError, cache_clear, cache_info, explain, flex_attention
 from flexpress.codegen.evaluate import evaluate_mod
 from flexpress.codegen.signature import bind
+from flexpress.mods import compose_scores
 
 SCORES = torch.randn(2, 3, 7, 9, generator=torch.Generator().manual_seed(0))
 SLOPES = torch.tensor([0.5, 0.25, 0.125])
@@ -662,3 +664,85 @@ def test_two_kinds_of_one_function():
     score, mask = bind(mod, "score")[0], bind(mod, "mask")[0]
     assert score is not mask and score.kind == "score" and mask.kind == "mask"
     assert mask.symbols == {"q_idx", "kv_idx"}
+
+
+# Mods that are traced at every call
+
+def test_what_stand_ins_cannot_see_is_traced_at_every_call(caplog):
+    """Nothing compiles again, another number neither, and the log says it once."""
+    flag, factor = True, 2.5
+
+    def mod(score, b, h, q_idx, kv_idx):
+        return score * factor if flag is True else score
+
+    assert traces(mod) == 1 and traces(mod) == 1
+    first = graph(mod)
+    factor = 3.5
+    assert graph(mod) is first and [c.name for c in first.scalars] == ["number"]
+    flag = 1
+    assert graph(mod) is not first
+    said = [r for r in caplog.records if r.name == "flexpress"]
+    assert len(said) == 1 and "uses `is` (test_trace.py:" in said[0].getMessage()
+    assert "traced at every call: it uses `is`" in explain(*[torch.randn(1, 1, 8, 16)] * 3, mod)
+
+
+def test_a_kernel_for_each_value_is_said_once():
+    def make(n):
+        def mod(score, b, h, q_idx, kv_idx):
+            for _ in range(n):
+                score = score * score
+            return score
+        return mod
+
+    with pytest.warns(UserWarning, match="has become 9 different kernels") as caught:
+        for n in range(14):
+            bind(make(n), "score")
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for n in range(14):  # numbers that only look consumed
+            step, scale = n, n + 0.5
+            bind(lambda score, b, h, q_idx, kv_idx, step=step, scale=scale: score * float(step) + math.sqrt(scale) * int(scale), "score")
+            bind(compose_scores(eval(f"lambda score, b, h, q_idx, kv_idx: score + {n}"), windowed(n)), "score")
+
+
+def test_no_gradient_flows_through_what_is_computed_without_grad():
+    weight = torch.ones(3, requires_grad=True)
+
+    def mod(score, b, h, q_idx, kv_idx):
+        with torch.no_grad():
+            kept = torch.tanh(score) * weight[h]
+        return score + kept
+
+    q, k, v = (torch.randn(1, 3, 5, 8, requires_grad=True) for _ in range(3))
+    flex_attention(q, k, v, mod).square().sum().backward()
+    found = q.grad.clone()
+    q.grad = None
+    scores = q @ k.mT / math.sqrt(8)
+    (torch.softmax(mod(scores, *positions(scores.shape, "cpu")), -1) @ v).square().sum().backward()
+    torch.testing.assert_close(found, q.grad, rtol=1e-4, atol=1e-5)
+    assert weight.grad is None
+
+
+def test_an_index_of_an_index_in_host_memory():
+    table, place = torch.randn(7, 4), torch.tensor(2)
+    mod = lambda score, b, h, q_idx, kv_idx: score + table[q_idx][place]  # noqa: E731
+    for i in (2, 3):
+        place.fill_(i)
+        torch.testing.assert_close(evaluate_mod(mod, SCORES), SCORES + table[:, i, None])
+    assert cache_info().traces == 1
+
+
+def test_classes_are_not_kept_alive():
+    import gc
+    import weakref
+
+    class Holder:
+        factor = 2.0
+        large = torch.ones(3)
+
+    alive, large = weakref.ref(Holder), weakref.ref(Holder.large)
+    result(lambda score, b, h, q_idx, kv_idx, holder=Holder, one=Holder(): score * holder.factor + one.factor)
+    del Holder
+    gc.collect()
+    assert alive() is None and large() is None
