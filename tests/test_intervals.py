@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 
 import pytest
 import torch
-from evaluate import FLOATS, INTEGERS, make_mod
+from evaluate import DEVICES, FLOATS, INTEGERS, make_mod
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_ops import BOOL_FORMS, DIVISIONS, FLOAT_FORMS, INT_FORMS, NUMBERS, compositions
 from verdicts import Judged, check, random_case
 
-from flexpress import ModError, mods
+from flexpress import ModError, create_block_mask, mods
 from flexpress.codegen.dispatch import apply
 from flexpress.codegen.expr import Expr, ExprTable, walk
 from flexpress.codegen.host import compute
 from flexpress.codegen.intervals import Interval, _IntervalRun, _point, analyse
+from flexpress.codegen.masks import BlockGrid
 from flexpress.codegen.ops import OPS, kind
 from flexpress.codegen.signature import bind
 from flexpress.codegen.snippet import Target
@@ -85,9 +87,13 @@ _DISCRETE = {"floor_divide", "div_trunc", "remainder", "fmod"}  # jump with the 
 
 
 class Row:
-    """One row on operands that are leaves: symbols of a dtype in an interval, or literals."""
+    """One row on operands that are leaves: symbols of a dtype in an interval, or literals.
 
-    def __init__(self, name: str, dtypes: tuple, literals: dict) -> None:
+    unknown, points   places of operands of which nothing is known, or that have one value, as what a block reads by b and h alone
+    """
+
+    def __init__(self, name: str, dtypes: tuple, literals: dict, unknown: tuple = (), points: tuple = ()) -> None:
+        self.unknown, self.points = ([f"x{i}" for i in places] for places in (unknown, points))
         self.run = _IntervalRun("mask", ExprTable())
         make = self.run.table.make
         with Run("mask", self.run.table).active():
@@ -101,7 +107,11 @@ class Row:
     def bounded(self) -> Interval:
         ends = {}
         for leaf in walk(self.node):
-            if leaf.op == "symbol":
+            if leaf.op == "symbol" and leaf.attr in self.unknown:
+                ends[id(leaf)] = self.run.unknown(leaf.dtype)
+            elif leaf.op == "symbol" and leaf.attr in self.points:
+                ends[id(leaf)] = _point(leaf)
+            elif leaf.op == "symbol":
                 dtype = {"bool": torch.bool, "float": torch.float32, "int": torch.int64}[kind(leaf.dtype)]
                 lo, hi = (Sym(self.run.table.make("symbol", (), dtype, attr=f"{leaf.attr}_{end}")) for end in ("lo", "hi"))
                 if kind(leaf.dtype) == "int":
@@ -133,6 +143,168 @@ class Row:
             results = torch.cat([results.double().flatten(), precise[precise.abs() < 3e38]])
         assert within(results, lo, hi).all(), (self.node.op, [str(n.dtype) for n in self.leaves], [n.attr for n in self.leaves],
                                                spans, lo.item(), hi.item(), results[~within(results, lo, hi)][0].item())
+
+
+def every(dtype: torch.dtype) -> torch.Tensor:
+    """Every value of a dtype of 8 bits; of a wider one its corners and those of the grid."""
+    if dtype.itemsize > 1 or dtype == torch.bool:
+        return torch.tensor(sorted({*corners(dtype), *grid(dtype).flatten().tolist()}), dtype=dtype)
+    info = torch.iinfo(dtype)
+    return torch.arange(info.min, info.max + 1).to(dtype)
+
+
+@functools.cache
+def grid(dtype: torch.dtype) -> torch.Tensor:
+    """(intervals, 2): all intervals between some values of a dtype of 8 bits, its ends among them; of a wider one the whole, and values."""
+    if dtype == torch.bool:
+        return torch.tensor([[False, False], [False, True], [True, True]])
+    limits = torch.iinfo(dtype)
+    ends = [n for n in (limits.min, limits.min + 1, -65, -9, -2, -1, 0, 1, 2, 3, 7, 8, 65, 127, 128, 200, limits.max - 1, limits.max)
+            if limits.min <= n <= limits.max]
+    ends = sorted({*ends})
+    return torch.tensor([[low, high] for low in ends for high in ends
+                         if low <= high and (dtype.itemsize == 1 or low == high or (low, high) == (limits.min, limits.max))])
+
+
+def spread(values: torch.Tensor, place: int, count: int) -> torch.Tensor:
+    """A vector along dimension `place` of `count`."""
+    return values.reshape([-1 if i == place else 1 for i in range(count)])
+
+
+def reduced(values: torch.Tensor, place: int, ranges: torch.Tensor, least: bool) -> torch.Tensor:
+    """The least or greatest of results along dimension `place`, in each of some ranges [first, last) of it. NaN stays."""
+    parts = [values.narrow(place, first, last - first) for first, last in ranges.tolist()]
+    return torch.stack([part.amin(place) if least else part.amax(place) for part in parts], place)
+
+
+def pieces(whole: torch.Tensor, intervals: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Some values cut wherever an interval ends: [first, last) of each piece, and of each interval in pieces."""
+    low, high = intervals.long().T.contiguous()
+    lows, highs = torch.searchsorted(whole.long(), low), torch.searchsorted(whole.long(), high, right=True)
+    cuts = torch.cat([lows, highs]).unique()
+    return torch.stack([cuts[:-1], cuts[1:]], -1), torch.stack([torch.searchsorted(cuts, lows), torch.searchsorted(cuts, highs)], -1)
+
+
+@functools.cache
+def brute_force(name, dtypes: tuple, numbers: tuple) -> tuple[torch.Tensor, torch.Tensor]:
+    """The least and the greatest result of a row for every choice of intervals from the operands' grids, from all values in them.
+
+    numbers  per operand None, or a number that takes its place
+
+    Results are torch's own; where integers are divided by 0 they are anything.
+    """
+    literals = {i: n for i, n in enumerate(numbers) if n is not None}
+    row = Row(name, tuple(int if i in literals else dtype for i, dtype in enumerate(dtypes)), literals)
+    values = [torch.tensor([literals[i]]) if i in literals else every(dtype) for i, dtype in enumerate(dtypes)]
+    found = compute(row.node, {f"x{i}": spread(v, i, len(values)) for i, v in enumerate(values)}, [], []).expand([len(v) for v in values])
+    least = greatest = found if found.dtype in (torch.bool, torch.float32) else found.long()
+    if row.node.op in DIVISIONS and kind(row.node.dtype) == "int":
+        by_zero, info = spread(values[1].to(row.node.dtype), 1, 2) == 0, torch.iinfo(row.node.dtype)
+        least, greatest = torch.where(by_zero, info.min, least), torch.where(by_zero, info.max, greatest)
+    cut = {i: pieces(values[i], grid(dtype)) for i, dtype in enumerate(dtypes) if i not in literals}
+    for step in (0, 1):  # pieces first: they are few
+        for i, parts in cut.items():
+            least, greatest = reduced(least, i, parts[step], True), reduced(greatest, i, parts[step], False)
+    return least, greatest
+
+
+def chosen(dtype: torch.dtype, known: str, number: int | None) -> torch.Tensor:
+    """Which intervals of a grid an operand may be in."""
+    low, high = grid(dtype).T
+    if known == "interval":
+        return torch.arange(len(low))
+    if known == "unknown":
+        return ((low == low.min()) & (high == high.max())).nonzero()[0]
+    return (low == high).nonzero()[:, 0] if known == "point" else torch.tensor([0])
+
+
+def check_every_value(name, dtypes: tuple, how: tuple, number: int | None = None) -> None:
+    """Bounds of a row hold for every interval of the grid and every value in it.
+
+    how  what is known of each operand: an "interval", a "point" (its value, when the kernel runs), the "number" itself, or it is "unknown"
+    """
+    numbers = tuple(number if known == "number" else None for known in how)
+    literals = {i: n for i, n in enumerate(numbers) if n is not None}
+    row = Row(name, tuple(int if i in literals else dtype for i, dtype in enumerate(dtypes)), literals,
+              *(tuple(i for i, known in enumerate(how) if known == what) for what in ("unknown", "point")))
+    if row.bounds is None:
+        return
+    least, greatest = brute_force(name, dtypes, numbers)
+    symbols, choices = {}, []
+    for i, (dtype, known) in enumerate(zip(dtypes, how, strict=True)):
+        choices.append(chosen(dtype, known, number))
+        low, high = (spread(ends, i, len(dtypes)) for ends in grid(dtype)[choices[i]].T)
+        symbols |= {f"x{i}": low.to(dtype), f"x{i}_lo": low, f"x{i}_hi": high}
+        least, greatest = least.index_select(i, choices[i]), greatest.index_select(i, choices[i])
+    lo, hi = (compute(end.expr, symbols, [], []) for end in (row.bounds.lo, row.bounds.hi))
+    wrong = (~(within(least, lo, hi) & within(greatest, lo, hi))).nonzero()
+    if len(wrong):
+        spans = [grid(dtype)[choice[at]].tolist() for dtype, choice, at in zip(dtypes, choices, wrong[0], strict=True)]
+        pytest.fail(f"{name} of {dtypes}, of which are known {how}, in {spans}, number {number}: {len(wrong)} wrong")
+
+
+OPERANDS = ("interval", "unknown", "point", "number")
+NEAR_ENDS = {True: (-128, -1, 0, 1, 3, 8, 127, 300), False: (0, 1, 3, 8, 128, 255, -1, 300)}  # signed or not
+
+
+def integer_operands(name: str, dtypes: tuple) -> list[tuple]:
+    """The kinds of operands from some dtypes that torch accepts: (dtypes,) * arity, a condition first."""
+    found = []
+    for kinds in itertools.product(*[(torch.bool,) if name == "where" and i == 0 else dtypes for i in range(OPS[name].arity)]):
+        try:
+            OPS[name].torch(*(torch.ones((), dtype=k) for k in kinds))
+        except (TypeError, RuntimeError):
+            continue
+        found.append(kinds)
+    return found
+
+
+def ways(count: int) -> list[tuple]:
+    """What may be known of operands, with a number for one of them at most, and an interval, or nothing known, among the others."""
+    return [how for how in itertools.product(OPERANDS, repeat=count) if how.count("number") <= (count > 1) and {"interval", "unknown"} & {*how}]
+
+
+def accepts_number(name: str, dtypes: tuple, how: tuple) -> bool:
+    try:
+        OPS[name].torch(*(1 if known == "number" else torch.ones((), dtype=dtype) for known, dtype in zip(how, dtypes, strict=True)))
+    except (TypeError, RuntimeError):
+        return False
+    return True
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@pytest.mark.parametrize("name", [name for name, row in OPS.items() if row.interval])
+def test_every_interval_of_8_bits(name):
+    """Bounds hold for all values in all intervals of a grid, wrapped around or not; nothing known, one value and numbers included."""
+    for dtypes in integer_operands(name, (torch.int8, torch.uint8, torch.bool)):
+        mixed = len(set(dtypes[name == "where":])) > 1
+        for how in ways(len(dtypes)):
+            if "number" not in how:
+                check_every_value(name, dtypes, how)
+            elif not mixed and accepts_number(name, dtypes, how) and torch.bool not in dtypes[name == "where":]:
+                for number in NEAR_ENDS[dtypes[-1].is_signed]:
+                    check_every_value(name, dtypes, how, number)
+
+
+@pytest.mark.parametrize("name", [name for name, row in OPS.items() if row.interval])
+def test_unknown_operands_of_every_width(name):
+    """The same where operands are anything of wider dtypes, or one value of it, or a number at an end."""
+    wide = (torch.int16, torch.int32, torch.int64)
+    for dtypes in [d for d in integer_operands(name, INTEGERS) if {*d} & {*wide} and (len({*d}) == 1 or torch.uint8 in d or torch.bool in d)]:
+        for how in [how for how in ways(len(dtypes)) if "interval" not in how]:
+            info = torch.iinfo(dtypes[-1])
+            if "number" not in how:
+                check_every_value(name, dtypes, how)
+            elif accepts_number(name, dtypes, how):
+                for number in (info.min, -1, 1, 3, info.max):
+                    check_every_value(name, dtypes, how, number)
+
+
+@pytest.mark.parametrize("source", (torch.bool, *INTEGERS), ids=str)
+def test_casts_of_every_value(source):
+    for target in (torch.bool, *INTEGERS, *FLOATS):
+        for how in ("interval", "unknown", "point"):
+            check_every_value(target, (source,), (how,))
 
 
 def within(values: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor) -> torch.Tensor:
@@ -181,7 +353,7 @@ def test_row(name):
             ranges.append(ends)
         return kinds, literals, ranges
 
-    @settings(max_examples=150)
+    @settings(max_examples=60)
     @given(cases(), st.integers(0, 99))
     def run(case, seed):
         kinds, literals, ranges = case
@@ -230,7 +402,8 @@ def environments(draw) -> dict:
             "big": draw(st.sampled_from((2**31 - 1, -2**31, 2**30, 100, 2**33))), "on": draw(st.booleans())}
 
 
-BLOCKS = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 24), st.integers(0, 50), st.integers(1, 24)), min_size=3, max_size=3)
+SIZES = st.lists(st.integers(1, 24), min_size=1, max_size=3)
+BLOCKS = st.tuples(*2 * [st.builds(lambda first, sizes: [*itertools.accumulate(sizes, initial=first)], st.integers(0, 50), SIZES)])
 
 
 @pytest.mark.filterwarnings("ignore:where received a uint8 condition")
@@ -239,13 +412,104 @@ def test_random_masks():
     counts = [0, 0]
 
     def run(expression, captured, blocks):
-        found = [check(expression, captured, [q, q + queries], [kv, kv + keys]) for q, queries, kv, keys in blocks]
-        counts[0] += sum(sure for sure, _ in found)
-        counts[1] += sum(sure for _, sure in found)
+        found, sure = check(expression, captured, *blocks)
+        counts[0] += found
+        counts[1] += sure
 
     depths = st.integers(1, 4).flatmap(lambda depth: compositions("b", depth, LEAVES))
     settings(max_examples=500)(given(depths, environments(), BLOCKS)(run))()
     assert counts[0] / counts[1] > 0.4, counts
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_masks_that_gather_and_wrap_around(seed):
+    """Random masks of tests/verdicts.py: gathers by one axis and by both, arithmetic on both sides, numbers at the ends of every dtype."""
+    counts = [found for found in (check(*random_case(1000 * seed + number)) for number in range(60)) if found]
+    assert len(counts) > 50 and sum(found for found, _ in counts) > 0.3 * sum(sure for _, sure in counts)
+
+
+LISTED = ("{x} - 1 == 0", "(~{x}) + 7 != 0", "{x} + 1 <= 4", "{x} + 1 != 3", "-{x} > -4", "{x} * 2 == 4", "1 - {x} > 0", "abs({x} - 1) < 2", "({x} + 1) % 2 == 0",
+          "{x} + 1 > 10", "({x} << (kv_idx & 3)) + 1 > 2", "({x} ** kv_idx) + 1 > 2", "({x} + 1) // 2 < 2", "{x} - n > n", "(n << {x}) - 1 > 2",
+          "torch.minimum({x}, {x} - 1) < {x}", "abs(-{x} - 1) > 0", "({x} + 1).to(torch.int8) > 3", "torch.where({x} > 2, {x} + 1, 1 - {x}) >= 0",
+          "({x} - 1 > {x}) | ({x} + 1 < {x})", "(({x} >> 1) + 1) * 3 > 5", "torch.fmod({x} - 1, 3) > -1", "torch.sign({x} - 1) + 1 > 0")
+
+
+@pytest.mark.parametrize("form", LISTED)
+def test_arithmetic_on_what_is_not_known(form):
+    """Bounds of what nothing is known of are the ends of its dtype: arithmetic on them must not wrap around."""
+    generator = torch.Generator().manual_seed(0)
+    for dtype in INTEGERS:
+        info = torch.iinfo(dtype)
+        near = torch.randint(0, 5, (40, 40), generator=generator).to(dtype)
+        ends = torch.tensor([info.min, info.min + 1, info.max - 1, info.max, 0, 1, 2], dtype=dtype)
+        for T in (near, ends[torch.randint(7, (40, 40), generator=generator)], torch.full((40, 40), info.max, dtype=dtype)):
+            for x in ("T[q_idx, kv_idx]", "V[q_idx + kv_idx]", "(q_idx << (V[q_idx + kv_idx] & 3))", "(q_idx ** V[kv_idx - q_idx])"):
+                check(form.format(x=x), {"T": T, "V": T.flatten(), "n": 100}, [0, 7, 8, 20], [0, 8, 16, 20])
+
+
+@pytest.mark.parametrize("expression", [
+    "q_idx.half() < 3e9", "torch.isfinite(q_idx.half())", "s[q_idx + kv_idx].bfloat16() < 32768", "torch.minimum(s[q_idx + kv_idx].float(), x) < 0.1000000005",
+    "(l[q_idx + kv_idx].float() - 1 < 2147483647)", "(q_idx.float() + 0.5 > q_idx)", "f[q_idx + kv_idx].int() - 1 < 0", "(f[q_idx, ] * 1).bool()",
+    "f[q_idx + kv_idx] < math.inf", "f[q_idx + kv_idx] - f[q_idx + kv_idx] == 0", "f[kv_idx] * 0 == 0", "~(f[q_idx + kv_idx] <= f[kv_idx])",
+    "u[q_idx + kv_idx] > -1", "u[q_idx + kv_idx] < 256", "u[q_idx + kv_idx] - 1 > 3", "-u[q_idx + kv_idx] > 3", "u[q_idx + kv_idx] // 300 == 0",
+    "s[q_idx + kv_idx] < 40000", "(q_idx % 100).to(torch.int8) % 200 >= 0", "q_idx // 2**31 >= 0", "q_idx.to(torch.int8) >= 0"])
+@pytest.mark.parametrize("first", [0, 65500, 2**24 - 9, 2**31 - 21])
+def test_roundings_and_narrow_dtypes(expression, first):
+    """Infinities after a cast, floats next to their literals, Python's numbers beyond a tensor's dtype, NaN."""
+    floats = torch.tensor([math.nan, math.inf, -math.inf, 3e38, 0.0, 1.5, -2.0, 1e-40])
+    captured = {"s": torch.full((40,), 32767, dtype=torch.int16), "l": torch.full((40,), 2**31 - 1), "f": floats.repeat(5), "x": 0.1,
+                "u": torch.arange(236, 276).to(torch.uint8)}
+    check(expression, captured, [first, first + 7, first + 8, first + 20], [0, 8, 16, 20])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_zones_hold_the_least_and_greatest_value(device):
+    """Zone maps of every dtype, at its ends, with NaN and infinities; and masks on them are as torch has them."""
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.uint8, torch.int8, torch.int64, torch.bool, torch.float16, torch.float32):
+        if dtype.is_floating_point:
+            ends = torch.tensor([math.nan, math.inf, -math.inf, 65504.0, 0.0, -1.0])
+        else:
+            ends = torch.tensor(corners(dtype), dtype=dtype)[[0, 1, -2, -1]]
+        x = torch.where(torch.arange(40) < 20, ends[torch.randint(len(ends), (40,), generator=generator)], ends[-1]).to(dtype).to(device)
+        mod = make_mod("x[q_idx] == x[kv_idx]", "mask", {"x": x})
+        maps = BlockGrid(bind(mod, "mask"), (1, 1, 40, 40), x.device, (8, 8)).zones
+        assert len(maps) == 4
+        parts = x.reshape(5, 8).float() if dtype.is_floating_point else x.reshape(5, 8).long()
+        low, high = parts.amin(1), parts.amax(1)
+        if dtype.is_floating_point:
+            low, high = torch.where(low.isnan(), -math.inf, low), torch.where(high.isnan(), math.inf, high)
+        for found, expected in zip(maps, (low, high, low, high), strict=True):
+            assert (found[0, 0].to(expected.dtype) == expected).all(), dtype
+        block_mask = create_block_mask(mod, None, None, 40, 40, device=device, BLOCK_SIZE=8)
+        blocks = (x[:, None] == x).reshape(5, 8, 5, 8).transpose(1, 2).flatten(2)
+        assert (dense_blocks(block_mask) == blocks.any(2).int() + blocks.all(2).int()).all(), dtype
+
+
+def dense_blocks(block_mask) -> torch.Tensor:
+    """0, 1 or 2 of the blocks of a mask of one batch entry and head."""
+    found = torch.zeros(block_mask.kv_num_blocks.shape[-1], -(-block_mask.shape[-1] // block_mask.BLOCK_SIZE[1]), dtype=torch.int32,
+                        device=block_mask.kv_num_blocks.device)
+    for value, counts, indices in ((1, block_mask.kv_num_blocks, block_mask.kv_indices), (2, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)):
+        for row, count in enumerate(counts[0, 0].tolist()):
+            found[row, indices[0, 0, row, :count].long()] = value
+    return found
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_masks_that_gather_by_both_axes(device):
+    """In kernels, where the interpreter or a GPU computes the bounds: the listed forms on a table."""
+    T = torch.randint(0, 5, (128, 128), generator=torch.Generator().manual_seed(0)).to(device)
+    T = torch.where(torch.arange(128, device=device)[:, None] < 64, T, 2)
+    for dtype, forms in ((torch.int32, LISTED if device == "cuda" else LISTED[:6]), (torch.int64, LISTED[6:9]), (torch.uint8, LISTED[:2])):
+        table = T.to(dtype)
+        for form in forms:
+            expression = form.format(x="T[q_idx, kv_idx]")
+            block_mask = create_block_mask(make_mod(expression, "mask", {"T": table, "n": 100}), None, None, 128, 128, device=device, BLOCK_SIZE=32)
+            kv_idx = torch.arange(128, dtype=torch.int32, device=device)
+            dense = eval(expression, {"torch": torch, "T": table, "n": 100, "q_idx": kv_idx[:, None], "kv_idx": kv_idx})
+            blocks = dense.reshape(4, 32, 4, 32).transpose(1, 2).flatten(2)
+            assert (dense_blocks(block_mask) == blocks.any(2).int() + blocks.all(2).int()).all(), (expression, dtype)
 
 
 @pytest.mark.parametrize("form", sorted({*BOOL_FORMS, *(f"({f}) < 3" for f in INT_FORMS), *(f"({f}) < 1.5" for f in FLOAT_FORMS)}))
@@ -256,8 +520,7 @@ def test_forms(form):
         for k in "fiba":
             while f"{{{k}}}" in expression:
                 expression = expression.replace(f"{{{k}}}", choice.choice(LEAVES[k]), 1)
-        for q, queries, kv, keys in blocks:
-            check(expression, captured, [q, q + queries], [kv, kv + keys])
+        check(expression, captured, *blocks)
 
     settings(max_examples=12)(given(st.randoms(use_true_random=False), environments(), BLOCKS)(run))()
 
