@@ -164,6 +164,14 @@ def test_export():
     assert all(torch.equal(a, b) for a, b in zip(model(*info.args), Model()(*info.args), strict=True))
     info.reset()
     assert all(torch.equal(a, b) for a, b in zip(model(*info.args), Model()(*info.args), strict=True))
+    for limits in ((16, 1, 4), (16, 1, 4, 1), (3, 2, 1, 2), (16, 3, 0, 3), (1, 3), (2, 1, 1)):
+        info = SequenceInfo(*limits)
+        shapes = info.dynamic_shapes
+        assert all(a.shape[d] > 1 for a, dims in zip(info.example_args(), shapes, strict=True) for d in dims), limits
+        model = torch.export.export(Model(), info.example_args(), dynamic_shapes=shapes).module()
+        for tokens in ([[1]], [[1] * min(info.max_seq_len, info.max_num_tokens)], [[1]] + [[]] * (info.max_batch_size - 1)):
+            info.nest_sequences(tokens, 0, [[0] * info.max_pages_per_seq for _ in tokens])
+            assert all(torch.equal(a, b) for a, b in zip(model(*info.args), Model()(*info.args), strict=True))
     one = SequenceInfo()
     assert one.dynamic_shapes == ({},) * 7 and [tuple(a.shape) for a in one.example_args()[:2]] == [(1, 1), (1,)]
 
@@ -194,6 +202,8 @@ BAD = {
     "page type": (lambda i: i.assign_cache_loc([1, 2]), TypeError, r"page_assignments\[0\] must hold integers, got 1"),
     "unnest": (lambda i: i.unnest_sequences(torch.zeros(4, 1, 3)), ValueError, r"shape \(4, 1, 3\); this batch is laid out as \(1, 4\)"),
     "few pages": (lambda i: setattr(i, "num_pages", 3), ValueError, "num_pages is 3; it must be at least 4"),
+    "a dtype as device": (lambda i: i.to(torch.int64), TypeError, "device must be a torch.device or its name, got torch.int64"),
+    "a tensor as device": (lambda i: i.to(torch.zeros(1)), TypeError, "device must be a torch.device or its name"),
     "limits": (lambda i: SequenceInfo(0, 1), ValueError, "max_seq_len is 0; it must be at least 1"),
     "limits, pages": (lambda i: SequenceInfo(8, 4, num_pages=2), ValueError, "num_pages is 2; it must be at least 4"),
 }
@@ -237,6 +247,9 @@ def test_layers():
     (lambda: PositionalEmbeddingConfig("alibi"), "mode is 'alibi'; it must be None or 'rope'"),
     (lambda: PositionalEmbeddingConfig("rope", rope_theta=0.0), "rope_theta is 0.0; it must be positive"),
     (lambda: PositionalEmbeddingConfig("rope", rope_scale=-1.0), "rope_scale is -1.0"),
+    (lambda: PositionalEmbeddingConfig("rope", rope_theta=float("nan")), "rope_theta is nan; it must be positive and finite"),
+    (lambda: PositionalEmbeddingConfig("rope", rope_theta=10**400), "rope_theta is 1000.*; it must be positive and finite"),
+    (lambda: PositionalEmbeddingConfig("rope", rope_scale=float("inf")), "rope_scale is inf; it must be positive and finite"),
     (lambda: PositionalEmbeddingConfig("rope", rope_dim=3), "rope_dim is 3; it must be even"),
     (lambda: AttentionInfo(6, 4, 64, torch.float16), "num_heads must be a multiple of num_kv_heads, got 6 and 4"),
     (lambda: AttentionInfo(6, 0, 64, torch.float16), "num_kv_heads is 0; it must be at least 1"),
@@ -245,6 +258,20 @@ def test_layers():
 ])
 def test_bad_layers(make, message):
     with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("make, message", [
+    (lambda: PositionalEmbeddingConfig("rope", "1e4"), "rope_theta must be a number, got '1e4'"),
+    (lambda: PositionalEmbeddingConfig("rope", rope_interleaved=1), "rope_interleaved must be a bool, got 1"),
+    (lambda: CacheConfig(torch.int8), "dtype of a cache is torch.int8; it must be float16, bfloat16, float32, float8_e4m3fn or None"),
+    (lambda: CacheConfig("float16"), "dtype of a cache is 'float16'"),
+    (lambda: AttentionInfo(4, 4, 64, torch.float64), "dtype is torch.float64; q, k and v must be float16, bfloat16 or float32"),
+    (lambda: AttentionInfo(4, 4, 64, torch.float16, torch.float16), "cache_config must be a CacheConfig, got torch.float16"),
+    (lambda: AttentionInfo(4, 4, 64.0, torch.float16), "head_dim must be an integer, got 64.0"),
+])
+def test_layers_of_wrong_types(make, message):
+    with pytest.raises(TypeError, match=message):
         make()
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from dense import dense_attention, relative_error
 from test_kv_cache import turned
+
+from torch._subclasses import FakeTensorMode
 
 from flexpress import PageAllocator, mods, rope_table, serving_ops
 from flexpress.sequences import AttentionInfo, CacheConfig, PositionalEmbeddingConfig, SequenceInfo
@@ -40,13 +44,122 @@ def samples(device):
         "flattened_mha_with_cache": (*qkv, cu, kv, int32([2, 0], device), *entries, None, False, 0.3, 2, 5.0),
         "mha_with_paged_cache": (*qkv, cu, kv, table, *caches, rope, True),
         "mha_with_paged_cache, one token each": (*single, int32([0, 1, 2], device), int32([3, 0], device), table, *caches, rope),
+        "mha_with_paged_cache, float8": (*qkv, cu, kv, table, *(c.to(torch.float8_e4m3fn) for c in caches), rope, False, None, 0, 0.0,
+                                         *(torch.full((KV_HEADS,), 0.5, device=device) for _ in "kv")),
+        "flattened_mha_with_cache, half": (*(t.bfloat16() for t in qkv), cu, kv, int32([2, 0], device), *(c.half() for c in entries)),
     }
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", samples("cpu"))
 def test_ops_are_well_made(name, device):
-    torch.library.opcheck(getattr(torch.ops.flexpress, name.partition(",")[0]).default, samples(device)[name])
+    tests = ("test_autograd_registration", "test_faketensor") if "float8" in name else "ALL"  # torch cannot compare tensors of float8
+    torch.library.opcheck(getattr(torch.ops.flexpress, name.partition(",")[0]).default, samples(device)[name], test_utils=tests)
+
+
+def metadata(device):
+    """Arguments of the metadata operators in dtypes and layouts that SequenceInfo makes, and others."""
+    sequences = SequenceInfo(max_seq_len=32, max_batch_size=3, page_size=8, device=device)
+    sequences.nest_sequences([[1, 2, 3], [], [5]], input_pos=[0, 4, 7], page_assignments=[[2], [0], [5, 6]])
+    args = sequences.args
+    sparse = [t.repeat_interleave(2, -1)[..., ::2] for t in args]
+    return {"int32": args, "int64": [t.long() for t in args], "strided": sparse, "turned table": [*args[:6], args[6].t().contiguous().t()],
+            "one": [t[:1] for t in args], "expanded": [*args[:2], args[2][:1].expand(3), *args[3:]], "int64 lengths": [*args[:1], args[1].long(), *args[2:]]}
+
+
+def layers(device):
+    """Arguments of the attention operators: dtypes, caches of other dtypes, strides, no tokens, no batch."""
+    found = {}
+    for name, args in samples(device).items():
+        found[name] = args
+        if "mha" in name:
+            found[f"{name}; strided"] = (*(t.repeat_interleave(2, -1)[..., ::2] for t in args[:3]), *args[3:])
+            found[f"{name}; turned"] = (*(t.transpose(0, 1).contiguous().transpose(0, 1) for t in args[:3]), *args[3:])
+            if not isinstance(args[-1], torch.Tensor) or args[-1].ndim != 1:
+                kept = torch.float8_e4m3fn
+                found[f"{name}; float8"] = tuple(t.to(kept) if isinstance(t, torch.Tensor) and t.ndim == 4 else t for t in args)
+    q, k, v = samples(device)["scaled_dot_product_attention"][:3]
+    sdpa = found["scaled_dot_product_attention"]
+    found["scaled_dot_product_attention; (B, S, H, D)"] = (q.transpose(1, 2).contiguous().transpose(1, 2), *sdpa[1:])
+    found["scaled_dot_product_attention; expanded"] = (q[:, :1].expand(-1, HEADS, -1, -1), *sdpa[1:])
+    found["scaled_dot_product_attention; half"] = (*(t.half() for t in sdpa[:3]), None, 0.0, True, 0.3, True)
+    found["scaled_dot_product_attention; no queries"] = (q[:, :, :0], k, v, None, 0.0, False, None, True)
+    found["scaled_dot_product_attention; no batch"] = (q[:0], k[:0], v[:0], None, 0.0, False, None, True)
+    found |= {f"{name}; {kind}": args for name in ("prepare_metadata", "prepare_flattened_metadata") for kind, args in metadata(device).items()}
+    return found
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_fakes_are_what_operators_return(device):
+    """dtype, shape, strides and device, of every operator over many arguments, under autocast too."""
+    def described(tensors):
+        tensors = tensors if isinstance(tensors, (list, tuple)) else [tensors]
+        return [(t.dtype, tuple(t.shape), t.stride(), t.device.type) for t in tensors]
+
+    for name, args in layers(device).items():
+        op = getattr(torch.ops.flexpress, name.partition(";")[0].partition(",")[0])
+        for autocast in (False, True):
+            with torch.autocast(device, torch.bfloat16, enabled=autocast):
+                with FakeTensorMode() as mode:
+                    fake = op(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args))
+                if autocast and "mha" in name:
+                    continue  # the kernels are those of the call without
+                assert described(op(*args)) == described(fake), f"{name}{', autocast' * autocast}"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_operators_compute_in_the_dtype_they_are_given(device):
+    """Under autocast, too: their fakes say so."""
+    args = samples(device)["mha_with_paged_cache"]
+    op = torch.ops.flexpress.mha_with_paged_cache
+    with torch.autocast(device, torch.bfloat16):
+        out = op(*(a.clone() if isinstance(a, torch.Tensor) else a for a in args))
+    assert out.dtype == torch.float32 and torch.equal(out, op(*args))
+
+
+@pytest.mark.parametrize("window", [1, 2, 5])
+def test_a_window_counts_the_token_itself(window):
+    """1 sees only itself: the output is its value."""
+    _, _, v, *_ = args = [t.clone() for t in samples("cpu")["mha_with_cache"]]
+    out = torch.ops.flexpress.mha_with_cache(*args, sliding_window=window)
+    head = out[0, :, :8]  # of the first query head, positions 0 to 4
+    values = v[0, :, :8]
+    if window == 1:
+        assert torch.allclose(head, values, atol=1e-6)
+    assert torch.allclose(head[0], values[0], atol=1e-6)
+    bounds = [values[max(0, i + 1 - window):i + 1] for i in range(5)]
+    assert all((b.amin(0) - 1e-5 <= o).all() and (o <= b.amax(0) + 1e-5).all() for b, o in zip(bounds, head, strict=True))
+
+
+BAD_OPERATORS = {  # operator, which arguments are others, and the words
+    "q": ("mha_with_paged_cache", {0: lambda t: t[..., :60]}, r"q \(1, 5, 60\) must have heads \* 16"),
+    "k": ("mha_with_paged_cache", {1: lambda t: t[..., :16]}, r"k \(1, 5, 16\) must have 2 \* 16"),
+    "v": ("flattened_mha_with_cache", {2: lambda t: t.repeat(1, 1, 2)}, r"v \(1, 5, 32\) must have 2 \* 8"),
+    "tokens": ("mha_with_cache", {1: lambda t: t[:, :4]}, "equal batch, tokens and dtype"),
+    "dtypes": ("mha_with_cache", {2: torch.Tensor.half}, "equal batch, tokens and dtype"),
+    "a flat cache": ("mha_with_cache", {4: torch.Tensor.flatten}, "k_cache must be"),
+    "input_pos": ("mha_with_cache", {3: lambda t: t[:2]}, "input_pos must be int32 .b,., a number for each sequence"),
+    "cu_seqlens": ("mha_with_paged_cache", {3: lambda t: t[:2]}, "must be one longer than kv_len"),
+    "a window": ("mha_with_paged_cache", {11: -1}, "window"),
+    "a cap": ("mha_with_paged_cache", {12: -1.0}, "cap"),
+    "a small scale": ("mha_with_paged_cache, float8", {13: lambda t: t * 0}, "k_scale has 0.0"),
+    "a mask": ("scaled_dot_product_attention", {3: lambda t: t[:2]}, "attn_mask .2, 9. does not broadcast"),
+    "lengths": ("prepare_metadata", {2: lambda t: t[:1]}, r"input_pos \(1,\) is not for the 2 sequences"),
+    "a table without pages": ("prepare_metadata", {6: lambda t: t[:, :0]}, "has no pages"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_OPERATORS)
+def test_operators_say_what_is_wrong_before_they_write(name):
+    op, changes, words = BAD_OPERATORS[name]
+    args = [a.clone() if isinstance(a, torch.Tensor) else a for a in samples("cpu")[op]]
+    args += [False, None, 0, 0.0][len(args) - 13:] if op == "mha_with_paged_cache" else []
+    for i, change in changes.items():
+        args[i] = change(args[i]) if callable(change) else change
+    before = [a.clone() for a in args if isinstance(a, torch.Tensor)]
+    with pytest.raises(ValueError, match=words):
+        getattr(torch.ops.flexpress, op.partition(",")[0])(*args)
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip((a for a in args if isinstance(a, torch.Tensor)), before, strict=True))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -119,10 +232,111 @@ def test_descriptors_make_what_the_ops_take():
         flattened.cache_initializers(info)["k_cache"](sequences)
 
 
+class Server(torch.nn.Module):
+    """A model of one layer as a serving stack exports it: caches and tables are buffers, metadata is made once a step."""
+
+    def __init__(self, attention, info, sequences):
+        super().__init__()
+        self.attention, self.info = attention, info
+        self.embedding = torch.nn.Embedding(20, 8)
+        self.qkv = torch.nn.ModuleList(torch.nn.Linear(8, h * D) for h in (HEADS, KV_HEADS, KV_HEADS))
+        made = {**attention.cache_initializers(info), **attention.buffer_initializers(info)}
+        self.names = list(made)
+        for name, make in made.items():
+            self.register_buffer(name, make(sequences))
+
+    def forward(self, *args):
+        x = self.embedding(args[0])
+        metadata = self.attention.metadata_op(*args)
+        return self.attention.attention_op(*(layer(x) for layer in self.qkv), *metadata, *(getattr(self, name) for name in self.names),
+                                           *self.attention.constants(self.info))
+
+
+@pytest.mark.parametrize("name, limits, dtype", [
+    ("paged", (16, 1, 4), None), ("paged", (16, 3, 4), torch.float8_e4m3fn), ("flattened", (16, 2, 0), torch.float16),
+    ("flattened", (16, 1, 0), torch.bfloat16), ("paged", (5, 2, 4, 3), None)])
+@torch.no_grad()
+def test_servers_can_be_exported(name, limits, dtype):
+    """And run steps of every size, with caches of any dtype: outputs and caches are those of the model itself."""
+    torch.manual_seed(0)
+    sequences, info = SequenceInfo(*limits), AttentionInfo(HEADS, KV_HEADS, D, torch.float32, CacheConfig(dtype),
+                                                           PositionalEmbeddingConfig("rope"))
+    model = Server(AttentionRegistry.get(f"flexpress_{name}"), info, sequences)
+    exported = torch.export.export(copy.deepcopy(model), sequences.example_args(), dynamic_shapes=(sequences.dynamic_shapes,)).module()
+    n, pages = sequences.max_batch_size, sequences.max_pages_per_seq
+    for lengths, position in (([3] + [0] * (n - 1), 0), ([1] * n, 3), ([2] + [1] * (n - 1), 0), ([1], 3), ([0] * (n - 1) + [2], 2)):
+        sequences.nest_sequences([[3] * length for length in lengths], position, [[*range(i * pages, i * pages + pages)]
+                                                                                for i in range(len(lengths))])
+        assert torch.equal(model(*sequences.args), exported(*sequences.args))
+    assert torch.equal(model.k_cache.float(), exported.k_cache.float()) and model.k_cache.float().any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["flattened", "paged"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn])
+def test_attention_takes_the_caches_its_descriptor_makes(dtype, name, device):
+    """Whatever dtype the layer has."""
+    attention, sequences = AttentionRegistry.get(f"flexpress_{name}"), SequenceInfo(16, 2, 4 if name == "paged" else 0, device=device)
+    sequences.nest_sequences([[1, 2, 3], [4]], 0, [[0], [1]])
+    for layer in (torch.float16, torch.bfloat16, torch.float32):
+        info = AttentionInfo(HEADS, KV_HEADS, D, layer, CacheConfig(dtype))
+        caches = [make(sequences) for make in attention.cache_initializers(info).values()]
+        q, k, v = (torch.randn(1, 4, h * D, device=device, dtype=layer) for h in (HEADS, KV_HEADS, KV_HEADS))
+        out = attention.attention_op(q, k, v, *attention.metadata_op(*sequences.args), *caches, None, *attention.constants(info))
+        assert out.dtype == layer and caches[0].dtype == dtype
+        assert torch.equal(out[0, 0, :D].float(), v[0, 0, :D].to(dtype).to(layer).float()), "the first token sees its own value"
+
+
+def test_layers_share_a_table_only_if_all_digits_agree():
+    names = set()
+    configs = [(theta, scale) for theta in (1000000, 1000001, 1e6 + 2**-20, 10000.0, 1e16, 1e-5, 10.5, 1.0) for scale in (1, 5.0, 1.05, 1e-5)]
+    for theta, scale in configs:
+        info = AttentionInfo(4, 2, 16, torch.float32, pos_embd_config=PositionalEmbeddingConfig("rope", theta, scale))
+        (name,) = AttentionRegistry.get("flexpress_paged").buffer_initializers(info)
+        torch.nn.Module().register_buffer(name, None)
+        assert name.isidentifier()
+        names.add(name)
+    assert len(names) == len(configs)
+    same = [AttentionInfo(4, 2, 16, torch.float32, pos_embd_config=PositionalEmbeddingConfig("rope", t)) for t in (10000, 10000.0)]
+    assert len({*AttentionRegistry.get("flexpress_paged").buffer_initializers(same[0]),
+                *AttentionRegistry.get("flexpress_paged").buffer_initializers(same[1])}) == 1
+
+
+def descriptor(**changes):
+    """A class with every part but what is changed; None leaves a part out."""
+    parts = {"attention_op": print, "metadata_op": print, "num_metadata": 1, "is_paged": False,
+             "cache_initializers": classmethod(lambda cls, info: {})} | changes
+    return type("Mine", (AttentionDescriptor,), {name: part for name, part in parts.items() if part is not None})
+
+
+@pytest.mark.parametrize("wrong, words", [
+    *((descriptor(**{part: None}), f"Mine, to be registered as 'mine', has no {part}")
+      for part in ("attention_op", "metadata_op", "num_metadata", "is_paged", "cache_initializers")),
+    (descriptor(attention_op="sdpa"), "Mine.attention_op must be an operator, got 'sdpa'"),
+    (descriptor(num_metadata=-1), "Mine.num_metadata must be an int of 0 or more, got -1"),
+    (descriptor(num_metadata=True), "Mine.num_metadata must be an int"),
+    (descriptor(is_paged=lambda: True), "Mine.is_paged must be a bool"),
+    (descriptor(cache_initializers=lambda info: {}), "Mine.cache_initializers must be a classmethod of info: write @classmethod"),
+    (descriptor(constants=[1]), "Mine.constants must be a classmethod of info"),
+    (object, "'mine' must be a subclass of AttentionDescriptor"), (descriptor(), "'mine' must be a subclass of AttentionDescriptor"),
+], ids=str)
+def test_what_is_registered_is_complete(wrong, words):
+    with pytest.raises(TypeError, match=words):
+        AttentionRegistry.register("mine")(wrong() if words.startswith("'mine'") and wrong is not object else wrong)
+    assert not AttentionRegistry.has("mine")
+
+
 def test_registry():
     assert AttentionRegistry.names() == ["flexpress_flattened", "flexpress_paged"]
     assert AttentionRegistry.has("flexpress_paged") and not AttentionRegistry.has("paged")
     with pytest.raises(KeyError, match="no attention is named 'paged'; there are 'flexpress_flattened', 'flexpress_paged'"):
         AttentionRegistry.get("paged")
     with pytest.raises(ValueError, match="registered already: Paged"):
-        AttentionRegistry.register("flexpress_paged")(AttentionDescriptor)
+        AttentionRegistry.register("flexpress_paged")(descriptor())
+    with pytest.raises(TypeError, match="is registered by a name"):
+        AttentionRegistry.register(descriptor())
+    try:
+        mine = AttentionRegistry.register("mine")(descriptor())
+        assert AttentionRegistry.get("mine") is mine
+    finally:
+        AttentionRegistry._known.pop("mine", None)
