@@ -77,8 +77,13 @@ def default_dtype(dtype: torch.dtype):
         torch.set_default_dtype(before)
 
 
+def in_working_precision(source: str) -> str:
+    """Source whose casts to float32 are casts to WORK: what kernels compute in float32, the reference has in float64."""
+    return source.replace(".float()", ".to(WORK)").replace(".to(torch.float32)", ".to(WORK)")
+
+
 def reference_namespace(captured: dict, precision: torch.dtype) -> dict:
-    return {"torch": torch, "F": F, "math": math, **{k: as_table(widened(v, precision)) for k, v in captured.items()}}
+    return {"torch": torch, "F": F, "math": math, "WORK": precision, **{k: as_table(widened(v, precision)) for k, v in captured.items()}}
 
 
 @dataclass(eq=False)
@@ -416,7 +421,8 @@ class Writer:
         with default_dtype(precision), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                found = eval(form.format(*names), {"torch": torch, "F": F, "math": math, **captured, **names})
+                namespace = {"torch": torch, "F": F, "math": math, "WORK": precision, **captured, **names}
+                found = eval(in_working_precision(form).format(*names), namespace)
             except (TypeError, RuntimeError, AttributeError, OverflowError) as error:
                 raise ValueError(str(error)) from None
         if not isinstance(found, torch.Tensor):

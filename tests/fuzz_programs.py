@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import linecache
+import math
 import random
 import re
 import warnings
@@ -425,8 +426,8 @@ def verdicts(p: Program, rng: random.Random, small: int) -> None:
     lengths = (1, 16, 20, 64, 127, 128, 129, 200, 260) if p.device == "cpu" else (1, 64, 127, 129, 500, 1000, 2050)
     extents = rng.choice((1, 1, 2)), rng.choice((1, 1, 2, 3)), *(-(-rng.choice(lengths) // 2**small) for _ in range(2))
     size = tuple(rng.choice((7, 10, 16, 16, 32, 48, 64, 64, 128, 128, 256)) for _ in range(2))
-    if extents[2] * extents[3] // (size[0] * size[1]) > 2000:
-        size = (64, 64)
+    while math.prod(-(-n // step) for n, step in zip(extents, (1, 1, *size), strict=True)) > (100 if p.device == "cpu" else 5000):
+        size = size[0] * 2, size[1] * 2
     source = random_mask(rng, extents, p.captured)
     p.mods = with_factory(source, p.captured, rng) if chance(rng, 0.3) else source
     separate = chance(rng, 0.8)

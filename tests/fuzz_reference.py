@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 from evaluate import Noise as AnyNoise
-from fuzz_mods import default_dtype, reference_namespace
+from fuzz_mods import default_dtype, in_working_precision, reference_namespace
 
 UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}  # half an ulp of 1
 MASKED = -math.inf
@@ -28,6 +28,12 @@ class Noise(AnyNoise):
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return value
         return torch.where(value.float().double() == value, value, super().blurred(value))
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        alpha = (kwargs or {}).get("alpha", 1)
+        if alpha != 1 and isinstance(args[1], torch.Tensor) and args[1].is_floating_point():  # two operations that round
+            kwargs, args = {}, (args[0], self.blurred(args[1] * alpha))
+        return super().__torch_dispatch__(function, types, args, kwargs)
 
 
 @dataclass
@@ -64,7 +70,7 @@ class Problem:
         namespace = reference_namespace(self.captured, precision)
         if leaves:
             namespace |= reference_namespace(leaves, precision)
-        exec(self.mods, namespace)
+        exec(in_working_precision(self.mods), namespace)
         return namespace[name]
 
 
