@@ -14,6 +14,7 @@ import torch
 from .capture import CaptureReader, HostNumber, HostProgram
 from .errors import ModError
 from .expr import Expr, ExprTable, ScalarCapture, SourceLine, TensorCapture
+from .tensors import check_kind
 
 
 class Run:
@@ -62,6 +63,7 @@ class TracingRun(Run):
             raise self.error(f"a tensor of shape {tuple(tensor.shape)} that was not captured by the mod")
         if node not in self.tensors:
             describe = self.program.steps[node].describe
+            check_kind(f"{self.kind}_mod captures {describe or name}, which", tensor)
             self.tensors[node] = TensorCapture(self._unique(describe or name), tensor.dtype, tensor.ndim, node)
         return list(self.tensors).index(node)
 

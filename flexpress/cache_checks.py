@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from flexpress.codegen.decode import Cached
+from flexpress.codegen.tensors import check_memory
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -48,6 +49,7 @@ def _check_caches(name: str, tokens, layout: str, k_cache, v_cache, k_scale, v_s
     for what, tensor, wanted in layouts:
         if not isinstance(tensor, torch.Tensor) or tensor.ndim != wanted.count(",") + 1:
             raise ValueError(f"{what} must be {wanted}, got {described(tensor)}")
+        check_memory(what, tensor)
     if tokens.dtype not in DTYPES:
         raise TypeError(f"{name} must be float16, bfloat16 or float32, got {tokens.dtype}")
     if (k_scale is None) != (v_scale is None):
@@ -65,6 +67,7 @@ def _check_table(name: str, tensor, shape: tuple, dtype: torch.dtype, device: to
     """`shape` with None for any extent."""
     if (isinstance(tensor, torch.Tensor) and tensor.dtype == dtype and tensor.device == device and tensor.ndim == len(shape)
             and all(want in (None, n) for want, n in zip(shape, tensor.shape, strict=True))):
+        check_memory(name, tensor)
         return
     wanted = ", ".join("n" if n is None else str(n) for n in shape) + ("," if len(shape) == 1 else "")
     raise ValueError(f"{name} must be {dtype} ({wanted}) on {device}, got {described(tensor)}")

@@ -8,15 +8,17 @@ from dataclasses import replace
 import torch
 
 from flexpress import checks
-from flexpress.block_mask import check_captured_device
 from flexpress.cache_checks import check_batch, check_contents
 from flexpress.codegen.decode import decode
 from flexpress.codegen.forward import keys_of, output_like
 from flexpress.codegen.masks import automatic_lists
 from flexpress.codegen.prefill import prefill, serves
 from flexpress.codegen.signature import bind
+from flexpress.codegen.tensors import check_surroundings, read_captured
+from flexpress.codegen.compiling import runs_uncompiled
 
 
+@runs_uncompiled
 def cached_attention(query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, kv_len: torch.Tensor, *,
                      page_table: torch.Tensor | None = None, cache_loc: torch.Tensor | None = None,
                      cu_seqlens_q: torch.Tensor | None = None, max_q_len: int | None = None, q_offset: torch.Tensor | None = None,
@@ -53,6 +55,7 @@ def cached_attention(query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.
 
     Method: flash decoding (Dao et al. 2023), paged attention (Kwon et al. 2023, arXiv 2309.06180).
     """
+    check_surroundings("cached_attention")
     ragged = cu_seqlens_q is not None
     where = check_batch("query", query, k_cache, v_cache, kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale,
                         v_scale)
@@ -104,7 +107,7 @@ def _bound(mod: Callable | None, kind: str, device: torch.device) -> tuple | Non
     if mod is None:
         return None
     bound = bind(mod, kind)
-    check_captured_device(bound, device, f"{kind}_mod")
+    read_captured(bound, device, f"{kind}_mod")
     return bound
 
 

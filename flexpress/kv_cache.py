@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from flexpress.cache_checks import check_batch, check_contents, described
+from flexpress.codegen.compiling import runs_uncompiled
+from flexpress.codegen.tensors import check_memory, check_surroundings
 from flexpress.codegen.update_cache import update
 
 
@@ -29,6 +31,7 @@ def rope_table(length: int, rope_dim: int, theta: float = 10000.0, scale: float 
     return torch.stack([angles.cos(), angles.sin()], dim=-1).float()
 
 
+@runs_uncompiled
 def update_cache(key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, kv_len: torch.Tensor, *,
                  page_table: torch.Tensor | None = None, cache_loc: torch.Tensor | None = None, cu_seqlens_q: torch.Tensor | None = None,
                  max_q_len: int | None = None, q_offset: torch.Tensor | None = None, query: torch.Tensor | None = None,
@@ -47,7 +50,11 @@ def update_cache(key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, 
     Other arguments as for cached_attention: kv_len counts the new positions, too. k_cache and v_cache are changed, and may be
     float8_e4m3fn with k_scale and v_scale. Returns the turned query, or None.
     """
+    check_surroundings("update_cache")
     cached = check_batch("key", key, k_cache, v_cache, kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale, v_scale)
+    for name, tensor in (("value", value), ("query", query), ("rope", rope)):
+        if isinstance(tensor, torch.Tensor):
+            check_memory(name, tensor)
     ragged = cu_seqlens_q is not None
     Hkv, D_V = k_cache.shape[2], v_cache.shape[3]
     if key.shape[1] != Hkv or value.shape != (*key.shape[:-1], D_V) or value.dtype != key.dtype:
