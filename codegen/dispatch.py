@@ -16,6 +16,7 @@ from .capture import NUMBERS, HostNumber, HostValue, Untrackable
 from .errors import ModError
 from .expr import Expr
 from .symbols import FACTORIES, WEAK_DTYPE, Run, Sym, TensorView
+from .tensors import DTYPES
 
 
 class Mode(TorchFunctionMode):
@@ -212,20 +213,14 @@ def index_tensor(tensor: torch.Tensor, index) -> Sym | TensorView:
             raise trace.error(f"an index of {e.dtype}", "Indices are integers: add .int() or .long().")
     if len(index) < tensor.ndim:
         return TensorView(tensor, index)
-    if tensor.layout != torch.strided or tensor.dtype not in READABLE:
-        raise trace.error(f"a captured tensor of {tensor.dtype} and {tensor.layout}",
-                          "Mods read strided tensors of real numbers: convert it before.")
+    if tensor.dtype not in DTYPES and tensor.layout == torch.strided and not tensor.is_quantized:
+        raise trace.error(f"a captured tensor of {tensor.dtype}", "Mods read real numbers: convert it before.")
     if tensor.ndim == 0 and tensor.device.type == "cpu" and not tensor.requires_grad:
         number = trace.host_scalar(tensor)
         return Sym(_folded_literal(number.attr, tensor.dtype) if number.is_literal else
                    trace.table.make("cast", (number,), tensor.dtype, source=trace.source()))
     capture = trace.tensor_index(tensor)
     return Sym(trace.made(trace.table.make("load", exprs, tensor.dtype, attr=capture, source=trace.source())))
-
-
-# dtypes that kernels load
-READABLE = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32,
-            torch.int64, torch.float8_e4m3fn}
 
 
 def _literal_tensor(value, dtype: torch.dtype | None) -> Sym:

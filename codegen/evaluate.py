@@ -11,12 +11,14 @@ from collections.abc import Callable
 import torch
 
 from .cache import INFO
+from .compiling import runs_uncompiled
 from .expr import INDEX_BOUND, ModGraph
 from .kernel import Kernel, backend_of, kernel_for
 from .registry import Table
 from .signature import bind
 from .snippet import Target
 from .spec import KernelSpec, ModText, layouts_of, mod_text
+from .tensors import check_surroundings, read_captured, readable
 
 _SYMBOL_NAMES = {"score": "score", "b": "z", "h": "h", "q_idx": "m", "kv_idx": "n"}
 _TILE = 64
@@ -25,6 +27,7 @@ _PRECISIONS = ("float16", "bfloat16", "float32")
 _plans: dict[tuple, tuple[Kernel, ModText]] = Table("evaluate plans", 1024)
 
 
+@runs_uncompiled
 def evaluate_mod(mod: Callable, scores: torch.Tensor, kind: str = "score", *,
                  precision: str = "float32") -> torch.Tensor:
     """`mod` at every position of `scores`, by a printed kernel: a debugging aid, attention never needs it.
@@ -40,6 +43,10 @@ def evaluate_mod(mod: Callable, scores: torch.Tensor, kind: str = "score", *,
 
         evaluate_mod(lambda score, b, h, q_idx, kv_idx: score * 2, torch.ones(1, 1, 3, 5))  # 3 x 5 twos
     """
+    check_surroundings("evaluate_mod")
+    if not isinstance(scores, torch.Tensor):
+        raise TypeError(f"scores must be a torch.Tensor (B, H, Q_LEN, KV_LEN), got {type(scores).__name__}")
+    scores = readable("scores", scores)
     if scores.dim() != 4 or scores.dtype != torch.float32:
         raise ValueError(f"scores must be float32 (B, H, Q_LEN, KV_LEN), got {scores.dtype} "
                          f"{tuple(scores.shape)}")
@@ -48,10 +55,7 @@ def evaluate_mod(mod: Callable, scores: torch.Tensor, kind: str = "score", *,
     if precision not in _PRECISIONS:
         raise ValueError(f"precision is {precision!r}; write one of {', '.join(map(repr, _PRECISIONS))}")
     bound = bind(mod, kind)
-    for capture, tensor in zip(bound[0].tensors, bound[1], strict=False):
-        if tensor.device != scores.device:
-            raise ValueError(f"{kind}_mod {bound[0].name} captures {capture.name} on {tensor.device}, but scores "
-                             f"are on {scores.device}; move it with .to({str(scores.device)!r})")
+    read_captured(bound, scores.device, f"{kind}_mod")
     scores = scores.detach().contiguous()
     result = torch.empty_like(scores, dtype=torch.float32 if kind == "score" else torch.bool)
     if result.numel():

@@ -17,7 +17,7 @@ from .forward_plan import LOG2_E, Blocks, ForwardCase, Geometry, Options, Plan, 
 from .hopper_plan import SPILL_LIMIT, HopperPlan, fits, heads_per_group, plan_hopper_forward, worthwhile
 from .kernel import Kernel, architecture_of, backend_of, counter, kernel_for, launch_fitting, multiprocessors, on, plain_values
 from .registry import Table, remembered
-from .spec import layouts_of, mod_values
+from .spec import LARGEST_BLOCK_N, layouts_of, mod_values
 from .tma import descriptor
 
 
@@ -261,10 +261,12 @@ def usable(kernel: Kernel, args: tuple, device: torch.device, limit: float):
 
 
 def reached(extents: tuple[int, int, int, int], lists: BlockLists | None) -> tuple[int, int, int, int]:
-    """How far a kernel's b, h, q_idx and kv_idx may reach: extents (Z, Hq, Q_LEN, KV_LEN), but past KV_LEN in a block that begins
-    anywhere."""
-    if lists is None or lists.starts is None:
+    """How far a kernel's b, h, q_idx and kv_idx may reach: extents (Z, Hq, Q_LEN, KV_LEN), but past KV_LEN to the end of the last block,
+    or of one that begins anywhere."""
+    if lists is None or (lists.starts is None and LARGEST_BLOCK_N % lists.kv_block == 0):  # to which layouts_of rounds up anyway
         return extents
+    if lists.starts is None:
+        return *extents[:3], -(-extents[3] // lists.kv_block) * lists.kv_block
     return *extents[:3], extents[3] + lists.kv_block - 1
 
 

@@ -27,7 +27,6 @@ class Options(NamedTuple):
 
     prescale_qk: bool = False
     rows_guaranteed_safe: bool = False
-    blocks_are_contiguous: bool = False
     use_tma: bool | None = None  # None: where the device has it and it is faster
     float32_precision: str = "ieee"
     backend: str | None = None  # "TRITON", "GLUON" or "DECODE" (few queries); None: the fastest that serves the call
@@ -153,7 +152,6 @@ def _spec(case: ForwardCase, backend: str, score: ModText | None, mask: ModText 
         "PEEL_TAIL": not float32,  # a second copy of the dot makes float32 kernels spill
         "SCALE_IS_POSITIVE": case.scale_is_positive, "OUTPUT_MAX": case.output_max,
         "PRESCALE_QK": options.prescale_qk, "ROWS_GUARANTEED_SAFE": options.rows_guaranteed_safe,
-        "BLOCKS_ARE_CONTIGUOUS": options.blocks_are_contiguous and blocks is not None,
         "USE_TMA": case.use_tma, "kv_params": ", ".join(["desc_k", "desc_v", "z_kv", "h_kv"] if case.use_tma else ["K", "V", *strides]),
         "numbers": tuple(numbers) + tuple(n for m in (score, mask) if m for n in m.numbers), "parameters": tuple(numbers),
     }

@@ -244,6 +244,7 @@ def create_lists(bound: Bound, extents: tuple[int, int, int, int], device: torch
     capacity   the width of the lists; by default that of the densest row, for which the host waits. A row with more makes the
                program fail, by torch._assert_async
     """
+    size = tuple(_no_longer_than_needed(n, length) for n, length in zip(size, extents[2:], strict=True))
     if 0 in extents:
         lines = (*extents[:2], -(-extents[2] // size[0]))
         return _empty_lists(lines, (capacity or 0,) * (1 + separate_full), device)
@@ -257,11 +258,20 @@ def create_lists(bound: Bound, extents: tuple[int, int, int, int], device: torch
     return _listed(status, widths, separate_full)
 
 
-def block_lists(status: torch.Tensor, separate_full: bool = True) -> list[torch.Tensor]:
+def _no_longer_than_needed(size: int, length: int) -> int:
+    """A block's positions, or fewer where one block reaches past all of them: kernels walk whole blocks. It still reaches past them, and is
+    one of few sizes, since each has kernels of its own."""
+    return min(size, max(128, _power_of_two(length + 1)))
+
+
+def block_lists(status: torch.Tensor, separate_full: bool = True, *, wait: bool = True) -> list[torch.Tensor]:
     """kv_num_blocks, kv_indices and, if `separate_full`, full_kv_num_blocks, full_kv_indices of a status (any strides).
 
-    int32 (Z, H, rows) and (Z, H, rows, width), zero past each row's count; as wide as the densest row needs, so the host waits for it.
+    int32 (Z, H, rows) and (Z, H, rows, width), zero past each row's count; as wide as the densest row needs, for which the host waits, or
+    without `wait` as wide as there are columns.
     """
+    if not wait:
+        return _listed(status, [status.shape[-1]] * (1 + separate_full), separate_full)
     counts = [(status == 1).sum(-1), (status == 2).sum(-1)] if separate_full else [(status != 0).sum(-1)]
     widths = [int(c.amax()) if c.numel() else 0 for c in counts]
     return _listed(status, widths, separate_full)

@@ -203,13 +203,13 @@ def layouts_of(graph: ModGraph, captured: list, extents: tuple[int, int, int, in
     return _layouts(graph, tuple([(t.shape, t.stride()) for t in captured[:count]]), tuple(captured[count:]), extents)
 
 
-_LARGEST_BLOCK_N = 256
+LARGEST_BLOCK_N = 256
 
 
 @remembered("layouts of captured tensors", 4096)
 def _layouts(graph: ModGraph, tensors: tuple, scalars: tuple, extents: tuple) -> tuple[TensorLayout, ...]:
     largest = {symbol: n - 1 for symbol, n in zip(MASK_SYMBOLS, extents, strict=True)}
-    largest["kv_idx"] = -(-extents[3] // _LARGEST_BLOCK_N) * _LARGEST_BLOCK_N - 1  # kernels do not clamp it in the tail block
+    largest["kv_idx"] = -(-extents[3] // LARGEST_BLOCK_N) * LARGEST_BLOCK_N - 1  # kernels do not clamp it in the tail block
     inside: list[set] = [set() for _ in tensors]
     by_rows = set()  # tensors read element by element: there checks cost, and alignment pays
     for number, load in enumerate(loads_of(graph)):

@@ -33,6 +33,7 @@ from .capture import (
 )
 from .errors import ModError
 from .expr import Expr, ExprTable, ScalarCapture, SourceLine, TensorCapture
+from .tensors import check_kind
 
 FACTORIES = {torch.tensor, torch.scalar_tensor, torch.as_tensor, torch.zeros, torch.ones, torch.full}  # of what may be a literal
 WEAK_DTYPE = {bool: torch.bool, int: torch.int64, float: torch.float32}
@@ -120,8 +121,16 @@ class TracingRun(Run):
 
     def _tensor(self, key, tensor: torch.Tensor, name: str) -> int:
         if key not in self.tensors:
+            self.check(tensor, name)
             self.tensors[key] = TensorCapture(self._unique(name), tensor.dtype, tensor.ndim)
         return list(self.tensors).index(key)
+
+    def check(self, tensor: torch.Tensor, name: str) -> None:
+        """Raises ModError for a captured tensor that kernels cannot read."""
+        try:
+            check_kind(f"captures {name}, which", tensor)
+        except NotImplementedError as why:
+            raise self.error(str(why)) from None
 
     def _scalar(self, key, value, name: str) -> Expr:
         if key not in self.scalars:
@@ -239,7 +248,9 @@ class EagerRun(TracingRun):
         return self._tensor(id(tensor), tensor, _name_in(self.user_frame(), tensor))
 
     def host_scalar(self, tensor: torch.Tensor) -> Expr:
-        return self._argument(tensor.item(), _name_in(self.user_frame(), tensor))
+        name = _name_in(self.user_frame(), tensor)
+        self.check(tensor, name)
+        return self._argument(tensor.item(), name)
 
     def number(self, value) -> Expr:
         if not fits_int32(value) or value != value or value in (float("inf"), float("-inf")) or self._stands_in_code(value):

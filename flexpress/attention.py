@@ -9,15 +9,7 @@ from typing import NamedTuple
 import torch
 
 from flexpress import checks
-from flexpress.block_mask import (
-    DEFAULT_BLOCK_SIZE,
-    BlockMask,
-    check_captured_device,
-    is_foreign_mask,
-    lists_of,
-    same_mod,
-    transposed_lists_of,
-)
+from flexpress.block_mask import DEFAULT_BLOCK_SIZE, BlockMask, adopt, is_foreign_mask, same_mod
 from flexpress.codegen.backward import backward
 from flexpress.codegen.capture import name_of
 from flexpress.codegen.forward import BlockLists, Inputs, forward
@@ -25,6 +17,8 @@ from flexpress.codegen.forward_plan import Options
 from flexpress.codegen.masks import automatic_lists
 from flexpress.codegen.registry import Table
 from flexpress.codegen.signature import bind
+from flexpress.codegen.tensors import check_kind, check_surroundings, looks_ordinary, read_captured, readable
+from flexpress.codegen.compiling import runs_uncompiled
 
 
 class AuxRequest(NamedTuple):
@@ -41,6 +35,7 @@ class AuxOutput(NamedTuple):
     max_scores: torch.Tensor | None = None
 
 
+@runs_uncompiled
 def flex_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Callable | None = None, block_mask=None,
                    scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False,
                    kernel_options: dict | None = None, *, mask_mod: Callable | None = None, return_aux: AuxRequest | None = None,
@@ -62,11 +57,13 @@ def flex_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
     scale           a number, 1 / sqrt(D_QK) by default
     enable_gqa      allows Hq to be a multiple of Hkv
     return_lse      also return lse; return_aux=AuxRequest(lse=True) is the newer form
-    kernel_options  BLOCK_M, BLOCK_N, num_warps, num_stages, PRESCALE_QK, ROWS_GUARANTEED_SAFE, BLOCKS_ARE_CONTIGUOUS, USE_TMA,
+    kernel_options  BLOCK_M, BLOCK_N, num_warps, num_stages, PRESCALE_QK, ROWS_GUARANTEED_SAFE, USE_TMA, with or without the prefix fwd_;
                     FLOAT32_PRECISION ("ieee" or "tf32"), BACKEND ("AUTO"; "TRITON" for the portable kernels; "GLUON" for the forward
-                    kernel for Hopper, or an error; "TRITON_DECODE" for that of up to 16 queries, which splits keys among programs), with
-                    or without the prefix fwd_; for the backward pass BLOCK_M1, BLOCK_N1 (of dK and dV), BLOCK_M2, BLOCK_N2 (of dQ),
-                    bwd_num_warps, bwd_num_stages
+                    kernel for Hopper, or an error; "TRITON_DECODE" for that of up to 16 queries, which splits keys among programs); for the
+                    backward pass BLOCK_M1, BLOCK_N1 (of dK and dV), BLOCK_M2, BLOCK_N2 (of dQ), with or without bwd_, bwd_num_warps,
+                    bwd_num_stages. ROWS_GUARANTEED_SAFE promises that every row sees a key; it is taken at its word. Torch's
+                    BLOCKS_ARE_CONTIGUOUS, FORCE_USE_FLEX_ATTENTION, IS_DIVISIBLE, WRITE_DQ and ROCm's hints are accepted and change
+                    nothing: block lists are always read. Others are refused
     return_aux      AuxRequest(lse, max_scores)
     deterministic   gradients are bitwise equal on every run (also under torch.use_deterministic_algorithms); only gradients of captured
                     tensors whose elements are shared by many positions cost more for it
@@ -82,8 +79,11 @@ def flex_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
     Meaning: torch.nn.attention.flex_attention (Dong et al. 2024, arXiv 2412.05496). Method: FlashAttention-2 (Dao 2023, arXiv
     2307.08691) with block lists.
     """
-    if return_lse and return_aux is not None:
-        raise ValueError("return_lse and return_aux exclude each other: write return_aux=AuxRequest(lse=True)")
+    if return_aux is not None:
+        if return_lse:
+            raise ValueError("return_lse and return_aux exclude each other: write return_aux=AuxRequest(lse=True)")
+        if not (hasattr(return_aux, "lse") and hasattr(return_aux, "max_scores")):  # torch's will do
+            raise TypeError(f"return_aux must be AuxRequest(lse=..., max_scores=...), got {return_aux!r}")
     call = prepared(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod)
     out, lse, max_scores = attend(call, return_aux is not None and return_aux.max_scores, deterministic)
     if return_aux is not None:
@@ -93,6 +93,15 @@ def flex_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
 
 def attend(call: tuple, want_max: bool, deterministic: bool) -> tuple:
     """out, lse and max_scores (None if they are not wanted) of what `prepared` returned."""
+    try:
+        return _attended(call, want_max, deterministic)
+    except RuntimeError:
+        for name, tensor in zip(("query", "key", "value"), call, strict=False):  # one whose looks passed, but has no address?
+            check_kind(name, tensor)
+        raise
+
+
+def _attended(call: tuple, want_max: bool, deterministic: bool) -> tuple:
     query, key, value, inputs, scale, score, mask, lists, transposed, options = call
     if torch.is_grad_enabled():
         captured = score[1][:len(score[0].tensors)] if score else []
@@ -109,17 +118,19 @@ def prepared(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel
     """The arguments of flex_attention, checked, as the drivers of kernels take them: query, key, value, their Inputs, scale, the bound
     score_mod and mask_mod, the block lists, what makes the transposed ones of the bound mask_mod, and Options.
 
-    starts_of   (a block's queries, a block's keys, Options) -> where the blocks of a mask_mod that is passed begin (see BlockGrid)
+    starts_of   (a block's queries, a block's keys) -> where the blocks of a mask_mod that is passed begin (see BlockGrid)
     """
+    check_surroundings("flex_attention")
+    query, key, value = _readable(query, key, value)
     if torch._C._is_any_autocast_enabled():
-        query, key, value = _autocast(query, key, value)
+        query, key, value = checks.autocast(query, key, value)
     inputs = _checked(query, key, value, enable_gqa)
     options = checks.parse_options(kernel_options)
     scale = checks.check_scale(scale, inputs.head_dim)
     score = mask = lists = transposed = None
     if score_mod is not None:
         score = bind(score_mod, "score")
-        check_captured_device(score, inputs.device, "score_mod")
+        read_captured(score, inputs.device, "score_mod")
     if block_mask is not None:
         if mask_mod is not None and not same_mod(block_mask.mask_mod, mask_mod, "mask"):
             raise ValueError(f"block_mask was made of {name_of(block_mask.mask_mod)}, not of the mask_mod {name_of(mask_mod)}; pass one of "
@@ -127,10 +138,10 @@ def prepared(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel
         lists, transposed, mask_mod = _read_mask(block_mask, query, key, inputs, options)
     if mask_mod is not None:
         mask = bind(mask_mod, "mask")
-        check_captured_device(mask, inputs.device, "mask_mod")
+        read_captured(mask, inputs.device, "mask_mod")
     if mask is not None and lists is None:
         size = _block_size(options)
-        starts = starts_of(*size, options) if starts_of else ()
+        starts = starts_of(*size) if starts_of else ()
         make = partial(automatic_lists, extents=inputs.extents, device=inputs.device, size=size, starts=starts)
         lists, transposed = make(mask), partial(make, transposed=True)
     return query, key, value, inputs, scale, score, mask, lists, transposed, options
@@ -140,6 +151,17 @@ def _block_size(options: Options) -> tuple[int, int]:
     """The blocks of a mask that is made for one call: whole tiles, also where the user asks for large ones."""
     tile = dict(options.tile)
     return tuple(max([DEFAULT_BLOCK_SIZE, *(n for name, n in tile.items() if name.endswith(f"BLOCK_{axis}"))]) for axis in "MN")
+
+
+def _readable(*tensors):
+    """query, key and value with their negative bit resolved. Raises NotImplementedError for kinds that kernels cannot read."""
+    query, key, value = tensors
+    try:
+        if looks_ordinary(query) and looks_ordinary(key) and looks_ordinary(value):
+            return tensors
+    except (AttributeError, RuntimeError):
+        pass
+    return [readable(name, t) if isinstance(t, torch.Tensor) else t for name, t in zip(("query", "key", "value"), tensors, strict=True)]
 
 
 _inputs: dict[tuple, Inputs] = Table("checked inputs", 4096)
@@ -159,15 +181,6 @@ def _checked(query, key, value, enable_gqa: bool) -> Inputs:
     return found
 
 
-def _autocast(*tensors: torch.Tensor):
-    """Under autocast, float32 inputs become autocast's dtype, as for torch's scaled_dot_product_attention."""
-    device = tensors[0].device.type if isinstance(tensors[0], torch.Tensor) else "cpu"
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in tensors)
-
-
 def _apart(tensor: torch.Tensor) -> torch.Tensor:
     """A captured tensor that wants a gradient has an element of its own in memory for every index, but for dimensions of stride 0."""
     if not tensor.requires_grad:
@@ -183,27 +196,21 @@ def _apart(tensor: torch.Tensor) -> torch.Tensor:
 
 def _read_mask(block_mask, query, key, inputs: Inputs, options: Options):
     """The lists of a BlockMask, ours or torch's, what makes the transposed ones of the bound mask_mod, and the mask_mod; all checked."""
-    if isinstance(block_mask, BlockMask):
-        lists, transposed = block_mask.as_lists(), lambda _: block_mask.as_transposed_lists()
-    elif is_foreign_mask(block_mask):
-        # torch pads masks with False, so its full blocks are inside too; lists from elsewhere may say anything
-        lists = lists_of(block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices,
-                         block_mask.BLOCK_SIZE, block_mask.seq_lengths[1] % block_mask.BLOCK_SIZE[1] == 0)
-
-        def transposed(_):
-            return transposed_lists_of(lists, block_mask.seq_lengths[1])
-    elif callable(block_mask):
-        raise TypeError("block_mask is a function; pass it as mask_mod=, or make a BlockMask of it with create_block_mask(mask_mod, B, H, "
-                        "Q_LEN, KV_LEN)")
-    else:
+    if is_foreign_mask(block_mask) and not isinstance(block_mask, BlockMask):
+        block_mask = adopt(block_mask)
+    if not isinstance(block_mask, BlockMask):
+        if callable(block_mask):
+            raise TypeError("block_mask is a function; pass it as mask_mod=, or make a BlockMask of it with create_block_mask(mask_mod, B, "
+                            "H, Q_LEN, KV_LEN)")
         raise TypeError(f"block_mask must be a BlockMask (from create_block_mask), got {type(block_mask).__name__}")
-    if (inputs, options) not in lists.fitting:
+    lists, mask_mod = block_mask.for_kernels()
+    if (inputs, options) not in lists.fitting:  # lists of other lengths are others
         checks.check_mask_fits(lists, block_mask.seq_lengths, query, key, block_mask.shape)
         checks.check_tile_fits_mask(options, lists.q_block, lists.kv_block)
         if len(lists.fitting) >= 1024:
             lists.fitting.clear()
         lists.fitting.add((inputs, options))
-    return lists, transposed, block_mask.mask_mod
+    return lists, lambda _: block_mask.transposed_for_kernels(), mask_mod
 
 
 class _Call(NamedTuple):
@@ -220,6 +227,7 @@ class _Call(NamedTuple):
     deterministic: bool
 
 
+@runs_uncompiled
 class _Attention(torch.autograd.Function):
     """The forward pass, and a backward pass that recomputes the scores from lse."""
 
@@ -242,6 +250,8 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, d_out, d_lse, _):
         if d_out is None and d_lse is None:
             return (None,) * len(ctx.needs_input_grad)
+        check_surroundings("the backward pass of flex_attention")
+        d_out, d_lse = (g if g is None else _dense("gradient of flex_attention's output", g) for g in (d_out, d_lse))
         q, k, v, out, lse, *others = ctx.saved_tensors
         captured, mask_tensors = others[:ctx.count], others[ctx.count:]
         call = ctx.call
@@ -260,6 +270,12 @@ class _Attention(torch.autograd.Function):
         return None, *found
 
 
+def _dense(name: str, gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient that autograd hands over, as ordinary memory."""
+    return readable(name, gradient if gradient.layout is torch.strided else gradient.to_dense())
+
+
+@runs_uncompiled
 class _Once(torch.autograd.Function):
     """A gradient as it is, attached to an input that it depends on."""
 

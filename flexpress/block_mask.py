@@ -7,15 +7,29 @@ wherever ours are.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable
 
 import torch
 
+from flexpress.block_lists import (
+    capturing,
+    kernel_size,
+    listed_status,
+    mask_mod_of_lists,
+    read_lists,
+    regridded,
+    status_of,
+    transposed_lists,
+)
+from flexpress.checks import block_size, pair, whole
 from flexpress.codegen import masks
 from flexpress.codegen.capture import name_of
 from flexpress.codegen.errors import ModError
 from flexpress.codegen.forward import BlockLists
 from flexpress.codegen.signature import bind
+from flexpress.codegen.tensors import check_surroundings, read_captured
+from flexpress.codegen.compiling import runs_uncompiled
 from flexpress.slices import Selection, selected, shown, take, three_indices
 
 DEFAULT_BLOCK_SIZE = 128
@@ -51,10 +65,11 @@ def _combined(mask_mods: tuple, word: str, start: Callable, join: Callable) -> C
     return combined
 
 
+@runs_uncompiled
 class BlockMask:
     """A block-sparse mask.
 
-    seq_lengths           (Q_LEN, KV_LEN)
+    seq_lengths           (Q_LEN, KV_LEN). May be set: other lengths in the same blocks; what lists name beyond them is dropped
     BLOCK_SIZE            (Q block, KV block) in positions
     kv_num_blocks         int32 (B, H, rows): how many partial KV blocks each row of query blocks has; B and H may be 1
     kv_indices            int32 (B, H, rows, columns): which ones, ascending; entries past the count mean nothing
@@ -62,9 +77,10 @@ class BlockMask:
     full_kv_indices
     q_num_blocks, q_indices, full_q_num_blocks, full_q_indices
                           the transposed lists (B, H, columns[, rows]), made when first asked for
-    mask_mod              decides single positions inside partial blocks
+    mask_mod              decides single positions inside partial blocks. May be set
 
-    Index lists are kept only as wide as the densest row needs, and widened when they are asked for; kernels read `as_lists()`.
+    These lists are copies: kernels read the mask's own, so writing to them, or later to those that the mask was made of, changes
+    nothing; make another mask instead. Index lists are kept only as wide as the densest row needs, and widened when they are asked for.
 
     `mask[batch, head, rows]` is the mask of a part of the batch, the heads and the query blocks, `mask.adjust(q_len, kv_len)` that of
     shorter lengths. Two masks are equal (`==`) if lengths, block size, lists and mask_mod mean the same.
@@ -72,38 +88,66 @@ class BlockMask:
 
     def __init__(self, seq_lengths, kv_num_blocks, kv_indices, full_kv_num_blocks=None, full_kv_indices=None,
                  BLOCK_SIZE=DEFAULT_BLOCK_SIZE, mask_mod=noop_mask, *, q_num_blocks=None, q_indices=None, full_q_num_blocks=None,
-                 full_q_indices=None, _interior: bool | None = None, _selection: Selection | None = None) -> None:
-        # torch's constructor takes the transposed lists too; here they are always made of the others
-        del q_num_blocks, q_indices, full_q_num_blocks, full_q_indices
-        self.seq_lengths = tuple(seq_lengths)
-        self.BLOCK_SIZE = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else tuple(BLOCK_SIZE)
-        self.kv_num_blocks, self._kv_indices = kv_num_blocks, kv_indices
-        self.full_kv_num_blocks, self._full_kv_indices = full_kv_num_blocks, full_kv_indices
-        self.mask_mod = mask_mod
-        self._interior = self.seq_lengths[1] % self.BLOCK_SIZE[1] == 0 if _interior is None else _interior
-        self._selection = _selection
-        self._lists: BlockLists | None = None
-        self._transposed: BlockLists | None = None
+                 full_q_indices=None) -> None:
+        """A block mask from lists made elsewhere, which may leave out B and H. They are copied, by kernels that nobody waits for; counts
+        above a list's width and entries outside the mask list nothing, and a block listed as full and as partial is full.
+
+        q_num_blocks, q_indices, full_q_num_blocks and full_q_indices are there for code written for torch: the transposed lists are made
+        of the others. Raises TypeError, ValueError or NotImplementedError for arguments, showing shapes that do not fit.
+        """
+        for counts, indices, names in ((q_num_blocks, q_indices, "q_num_blocks and q_indices"),
+                                       (full_q_num_blocks, full_q_indices, "full_q_num_blocks and full_q_indices")):
+            if (counts is None) != (indices is None):
+                raise ValueError(f"{names} go together: give both or neither")
+        if not callable(mask_mod):
+            raise TypeError(f"mask_mod must be a function, got {type(mask_mod).__name__}")
+        check_surroundings("BlockMask")
+        lengths, size = pair("seq_lengths", seq_lengths, 0, "a pair of lengths (Q_LEN, KV_LEN)"), block_size(BLOCK_SIZE)
+        lists = read_lists(kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, size, lengths)
+        self._set(lengths, lists, mask_mod, leading=tuple(kv_num_blocks.shape[:-1]))
+
+    def _set(self, seq_lengths: tuple[int, int], lists: BlockLists, mask_mod: Callable, *, leading: tuple[int, ...] | None = None,
+             decided_by: Callable | None = None, selection: Selection | None = None) -> BlockMask:
+        """Give the mask its parts; lists are safe to be read by kernels.
+
+        leading      extents of the lists in front of the rows, (B, H) if they have both
+        decided_by   the mask_mod that lists agree with: it alone says what attends
+        """
+        self._seq_lengths, self._lists, self.mask_mod = seq_lengths, lists, mask_mod
+        self._leading = tuple(lists.kv_num_blocks.shape[:2]) if leading is None else leading
+        self._decided_by, self._selection = decided_by, selection
+        self._forget()
+        return self
+
+    def _forget(self) -> None:
+        """What is derived from lists and lengths is to be made anew."""
+        self._walked: BlockLists | None = None  # the lists that kernels walk
+        self._walked_mod: tuple[Callable, Callable] | None = None  # a mask_mod, and what it is in the blocks of those
+        self._transposed: dict[bool, BlockLists] = {}  # of the lists; of those that kernels walk
+
+    @classmethod
+    def _made(cls, *parts, **more) -> BlockMask:
+        """A mask of lists that need no look."""
+        return cls.__new__(cls)._set(*parts, **more)
+
+    @property
+    def _decided(self) -> bool:
+        """Does mask_mod alone say what attends? Else lists may leave out, or show in full, what it says otherwise."""
+        return self._decided_by is self.mask_mod
 
     @classmethod
     def from_kv_blocks(cls, kv_num_blocks, kv_indices, full_kv_num_blocks=None, full_kv_indices=None,
                        BLOCK_SIZE=DEFAULT_BLOCK_SIZE, mask_mod=None, seq_lengths=None, compute_q_blocks: bool = True) -> BlockMask:
-        """A block mask from lists made elsewhere; shapes as in the class. mask_mod=None hides nothing inside the listed blocks.
+        """A block mask from lists made elsewhere, as `BlockMask(...)` makes it. mask_mod=None hides nothing inside the listed blocks.
 
         seq_lengths is (rows, columns) of kv_indices in whole blocks if it is not given. compute_q_blocks is there for code written for
         torch: the transposed lists are made when first asked for, whatever it says.
         """
-        if kv_indices.dim() < 2:
-            raise ValueError(f"kv_indices must have at least 2 dimensions (rows, columns), got shape {tuple(kv_indices.shape)}")
-        if (full_kv_num_blocks is None) != (full_kv_indices is None):
-            raise ValueError("full_kv_num_blocks and full_kv_indices go together: give both or neither")
-        if kv_num_blocks.shape != kv_indices.shape[:-1]:
-            raise ValueError(f"kv_num_blocks has shape {tuple(kv_num_blocks.shape)}, but kv_indices {tuple(kv_indices.shape)} needs "
-                             f"{tuple(kv_indices.shape[:-1])}")
-        size = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else tuple(BLOCK_SIZE)
-        if seq_lengths is None:
+        size = block_size(BLOCK_SIZE)
+        if seq_lengths is None and isinstance(kv_indices, torch.Tensor) and not kv_indices.is_nested and kv_indices.dim() >= 2:
             seq_lengths = (kv_indices.shape[-2] * size[0], kv_indices.shape[-1] * size[1])
-        return cls(seq_lengths, kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, size, mask_mod or noop_mask)
+        return cls((0, 0) if seq_lengths is None else seq_lengths, kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, size,
+                   noop_mask if mask_mod is None else mask_mod)
 
     def as_tuple(self, flatten: bool = True) -> tuple:
         """The attributes in the order of torch 2.13's as_tuple; flatten=False keeps seq_lengths and BLOCK_SIZE as pairs.
@@ -116,29 +160,88 @@ class BlockMask:
                 self.q_indices, self.full_q_num_blocks, self.full_q_indices, None, None, None, None, *size, self.mask_mod)
 
     def as_lists(self) -> BlockLists:
-        """The lists as kernels read them: 4-dimensional, contiguous, int32."""
-        if self._lists is None:
-            self._lists = lists_of(self.kv_num_blocks, self._kv_indices, self.full_kv_num_blocks, self._full_kv_indices, self.BLOCK_SIZE,
-                                   self._interior)
+        """The mask's own lists: 4-dimensional, contiguous, int32, not to be written to."""
         return self._lists
 
     def as_transposed_lists(self) -> BlockLists:
-        """The transposed lists (query blocks for each KV block) as kernels read them, in the fields of the others."""
-        if self._transposed is None:
-            self._transposed = transposed_lists_of(self.as_lists(), self.seq_lengths[1])
-        return self._transposed
+        """The transposed lists (query blocks for each KV block), in the fields of the others."""
+        return self._transposed_of(self._lists)
 
-    kv_indices = property(lambda self: _padded(self._kv_indices, self._grid[1]))
-    full_kv_indices = property(lambda self: _padded(self._full_kv_indices, self._grid[1]))
-    q_num_blocks = property(lambda self: self.as_transposed_lists().kv_num_blocks)
-    q_indices = property(lambda self: _padded(self.as_transposed_lists().kv_indices, self._grid[0]))
-    full_q_num_blocks = property(lambda self: self.as_transposed_lists().full_kv_num_blocks)
-    full_q_indices = property(lambda self: _padded(self.as_transposed_lists().full_kv_indices, self._grid[0]))
+    def for_kernels(self) -> tuple[BlockLists, Callable]:
+        """The lists that kernels walk, and the mask_mod of their partial blocks: the mask's own, unless its blocks do not suit them
+        (see kernel_size). Then lists of other blocks, with a mask_mod that knows of the mask's own where mask_mod alone does not."""
+        walked = self._walked
+        if walked is None:
+            self._check_rows()
+            size, walked = kernel_size(self.BLOCK_SIZE, self._seq_lengths), self._lists
+            if size != self.BLOCK_SIZE:
+                walked = regridded(walked, size, self._seq_lengths)
+            self._walked = None if capturing(walked) else walked
+        if walked is self._lists or self._decided:
+            return walked, self.mask_mod
+        mod = self._walked_mod
+        if mod is None or mod[0] is not self.mask_mod:
+            mod = self.mask_mod, mask_mod_of_lists(self.mask_mod, self._status().contiguous(), self.BLOCK_SIZE)
+            self._walked_mod = None if capturing(walked) else mod
+        return walked, mod[1]
+
+    def transposed_for_kernels(self) -> BlockLists:
+        """The transposed lists of those."""
+        return self._transposed_of(self.for_kernels()[0])
+
+    def _transposed_of(self, lists: BlockLists) -> BlockLists:
+        own = lists is self._lists
+        found = self._transposed.get(own)
+        if found is None:
+            found = transposed_lists(lists, self._seq_lengths[1])
+            if not capturing(lists):
+                self._transposed[own] = found
+        return found
+
+    def _check_rows(self) -> None:
+        rows = self._grid[0]
+        if self._lists.kv_indices.shape[2] < rows:
+            raise ValueError(f"kv_indices lists {self._lists.kv_indices.shape[2]} rows of blocks, but {self._seq_lengths[0]} queries in "
+                             f"blocks of {self._lists.q_block} need {rows}: give from_kv_blocks the right seq_lengths")
+
+    @property
+    def seq_lengths(self) -> tuple[int, int]:
+        return self._seq_lengths
+
+    @seq_lengths.setter
+    def seq_lengths(self, value) -> None:
+        lengths = pair("seq_lengths", value, 0, "a pair of lengths (Q_LEN, KV_LEN)")
+        if lengths != self._seq_lengths:
+            self._lists = read_lists(*self._tables(), self.BLOCK_SIZE, lengths)
+            self._seq_lengths = lengths
+            self._forget()
+
+    def _tables(self) -> tuple[torch.Tensor | None, ...]:
+        lists = self._lists
+        return lists.kv_num_blocks, lists.kv_indices, lists.full_kv_num_blocks, lists.full_kv_indices
+
+    def _shown(self, tensor: torch.Tensor | None, width: int | None = None) -> torch.Tensor | None:
+        """A list as users get it: a copy, with B and H where the mask was made with them, and at least `width` entries in a row."""
+        if tensor is None:
+            return None
+        tensor = tensor.reshape(*self._leading, *tensor.shape[2:])
+        missing = 0 if width is None else width - tensor.shape[-1]
+        return torch.nn.functional.pad(tensor, (0, missing)) if missing > 0 else tensor.clone()
+
+    BLOCK_SIZE = property(lambda self: (self._lists.q_block, self._lists.kv_block))
+    kv_num_blocks = property(lambda self: self._shown(self._lists.kv_num_blocks))
+    kv_indices = property(lambda self: self._shown(self._lists.kv_indices, self._grid[1]))
+    full_kv_num_blocks = property(lambda self: self._shown(self._lists.full_kv_num_blocks))
+    full_kv_indices = property(lambda self: self._shown(self._lists.full_kv_indices, self._grid[1]))
+    q_num_blocks = property(lambda self: self._shown(self.as_transposed_lists().kv_num_blocks))
+    q_indices = property(lambda self: self._shown(self.as_transposed_lists().kv_indices, self._grid[0]))
+    full_q_num_blocks = property(lambda self: self._shown(self.as_transposed_lists().full_kv_num_blocks))
+    full_q_indices = property(lambda self: self._shown(self.as_transposed_lists().full_kv_indices, self._grid[0]))
 
     @property
     def shape(self) -> tuple[int, ...]:
         """(B, H, Q_LEN, KV_LEN)"""
-        return (*self.kv_num_blocks.shape[:-1], *self.seq_lengths)
+        return (*self._leading, *self._seq_lengths)
 
     def numel(self) -> int:
         """Positions in the mask, hidden ones included."""
@@ -146,28 +249,24 @@ class BlockMask:
 
     def sparsity(self) -> float:
         """The percentage of positions that lie in empty blocks."""
-        blocks = self.kv_num_blocks.sum()
-        if self.full_kv_num_blocks is not None:
-            blocks = blocks + self.full_kv_num_blocks.sum()
-        rows, columns = self._grid
-        total = self.kv_num_blocks.shape[:-1].numel() * rows * columns
-        return 100.0 * (1.0 - blocks.item() / total) if total else 0.0
+        status = self._status()
+        return 100.0 * (1.0 - torch.count_nonzero(status).item() / status.numel()) if status.numel() else 0.0
 
     def to_dense(self) -> torch.Tensor:
         """int32 (B, H, rows, columns): 1 where a block is partial or full."""
         status = self._status()
-        return (status != 0).to(torch.int32).reshape(*self.kv_num_blocks.shape[:-1], *status.shape[-2:])
+        return (status != 0).to(torch.int32).reshape(*self._leading, *status.shape[-2:])
 
     def to(self, device) -> BlockMask:
         """The same mask with its lists on another device."""
-        moved = [None if t is None else t.to(device) for t in (self.kv_num_blocks, self._kv_indices, self.full_kv_num_blocks,
-                                                               self._full_kv_indices)]
+        moved = [None if t is None else t.to(device) for t in self._tables()]
         selection = self._selected()
         mask_mod = self.mask_mod
         if selection is not None:  # its tables of positions move too; what the user's mask_mod captures is the user's
             selection = selection.made_for(moved[1].device)
             mask_mod = selection.mask_mod
-        return BlockMask(self.seq_lengths, *moved, self.BLOCK_SIZE, mask_mod, _interior=self._interior, _selection=selection)
+        return self._made(self._seq_lengths, BlockLists(*moved, *self.BLOCK_SIZE, self._lists.interior), mask_mod, leading=self._leading,
+                          decided_by=mask_mod if self._decided else None, selection=selection)
 
     def __getitem__(self, index) -> BlockMask:
         """The mask of some batch entries, heads and rows of query blocks: mask[1], mask[:, [0, 2]], mask[:, :, 3:5].
@@ -183,11 +282,8 @@ class BlockMask:
         Raises IndexError for what is outside the mask, TypeError for other kinds of index, ValueError for a negative step and
         where the last query block is cut off by Q_LEN and would not be the last one selected.
         """
-        lists = self.as_lists()
-        rows = self._grid[0]
-        if lists.kv_indices.shape[2] < rows:
-            raise ValueError(f"kv_indices lists {lists.kv_indices.shape[2]} rows of blocks, but {self.seq_lengths[0]} queries in "
-                             f"blocks of {lists.q_block} need {rows}: give from_kv_blocks the right seq_lengths")
+        self._check_rows()
+        lists, rows = self._lists, self._grid[0]
         extents = (*lists.kv_indices.shape[:2], rows)
         names = ("batch", "head", "query block")
         chosen = tuple(selected(i, n, name) for i, n, name in zip(three_indices(index), extents, names, strict=True))
@@ -205,9 +301,10 @@ class BlockMask:
                 tensor = take(tensor, dim, positions)
             return tensor
 
-        return BlockMask((sum(lengths), self.seq_lengths[1]), *(part(t) for t in (
-            lists.kv_num_blocks, lists.kv_indices, lists.full_kv_num_blocks, lists.full_kv_indices)), self.BLOCK_SIZE, selection.mask_mod,
-            _interior=self._interior, _selection=selection)
+        tables = [part(t) for t in self._tables()]
+        made = BlockLists(*(t if t is None else t.contiguous() for t in tables), *self.BLOCK_SIZE, lists.interior)
+        return self._made((sum(lengths), self._seq_lengths[1]), made, selection.mask_mod,
+                          decided_by=selection.mask_mod if self._decided else None, selection=selection)
 
     def adjust(self, new_q_len: int, new_kv_len: int) -> BlockMask:
         """The mask of the first new_q_len queries and new_kv_len keys.
@@ -217,22 +314,19 @@ class BlockMask:
 
         Raises ValueError for a length greater than the mask's: its lists know nothing of positions beyond.
         """
-        for name, new, old in (("new_q_len", new_q_len, self.seq_lengths[0]), ("new_kv_len", new_kv_len, self.seq_lengths[1])):
-            if isinstance(new, bool) or not isinstance(new, int) or new < 0:
-                raise ValueError(f"{name} must be a length, got {new!r}")
+        lengths = whole("new_q_len", new_q_len), whole("new_kv_len", new_kv_len)
+        for name, new, old in zip(("new_q_len", "new_kv_len"), lengths, self._seq_lengths, strict=True):
             if new > old:
                 raise ValueError(f"{name}={new} is more than the {old} positions of this mask, whose lists know nothing beyond; "
                                  f"make one with create_block_mask(mask_mod, B, H, {new_q_len}, {new_kv_len})")
-        rows, columns = (-(-n // size) for n, size in zip((new_q_len, new_kv_len), self.BLOCK_SIZE, strict=True))
+        rows, columns = (-(-n // size) for n, size in zip(lengths, self.BLOCK_SIZE, strict=True))
         status = self._status()[:, :, :rows, :columns].clone()
-        interior = self._interior
-        if new_kv_len < self.seq_lengths[1]:
-            interior = True
-            if new_kv_len % self.BLOCK_SIZE[1]:
-                status[..., -1].clamp_(max=1)
-        made = masks.block_lists(status, self._full_kv_indices is not None)
-        return BlockMask((new_q_len, new_kv_len), *made[:2], *(made[2:] or (None, None)), self.BLOCK_SIZE, self.mask_mod,
-                         _interior=interior, _selection=self._selection)
+        cut = lengths[1] % self.BLOCK_SIZE[1] != 0
+        partial = cut and (self._decided or self.mask_mod is noop_mask)  # else mask_mod may hide what the lists show
+        if partial:
+            status[..., -1].clamp_(max=1)  # so that no kernel checks full blocks
+        lists = listed_status(status, self._lists, partial or not cut, self.BLOCK_SIZE)
+        return self._made(lengths, lists, self.mask_mod, decided_by=self._decided_by, selection=self._selection)
 
     _adjust = adjust  # torch's name
 
@@ -263,7 +357,7 @@ class BlockMask:
     def _status(self) -> torch.Tensor:
         """int8 (B, H, rows, columns): 0 empty, 1 partial, 2 full."""
         rows, columns = self._grid
-        return _status_of(self.as_lists(), columns)[:, :, :rows]
+        return status_of(self._lists, columns)[:, :, :rows]
 
     def _selected(self) -> Selection | None:
         """How mask_mod was made of another by slicing; None if it was not, or has been replaced since."""
@@ -320,45 +414,31 @@ def is_foreign_mask(mask) -> bool:
     return all(hasattr(mask, a) for a in ("kv_num_blocks", "kv_indices", "BLOCK_SIZE", "mask_mod", "seq_lengths"))
 
 
-def lists_of(kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, BLOCK_SIZE, interior: bool) -> BlockLists:
-    """BlockLists of the attributes of a BlockMask, ours or torch's."""
-
-    def ready(tensor, ndim):
-        if tensor is None:
-            return None
-        while tensor.dim() < ndim:
-            tensor = tensor.unsqueeze(0)
-        return tensor.to(torch.int32).contiguous()
-
-    return BlockLists(ready(kv_num_blocks, 3), ready(kv_indices, 4), ready(full_kv_num_blocks, 3), ready(full_kv_indices, 4), *BLOCK_SIZE,
-                      interior)
+_adopted: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # masks of torch's, with what was read and the BlockMask of it
 
 
-def _padded(indices: torch.Tensor | None, width: int) -> torch.Tensor | None:
-    """Index lists of at least `width` entries a row."""
-    if indices is None or indices.shape[-1] >= width:
-        return indices
-    return torch.nn.functional.pad(indices, (0, width - indices.shape[-1]))
+@runs_uncompiled
+def adopt(mask) -> BlockMask:
+    """The BlockMask of one of torch's, or of its kind: made once, and again after its lists or lengths were changed, as far as torch notices
+    that (it does not for tensors made in inference mode). While a CUDA graph is captured it is made for the graph, whose replays read
+    the lists anew."""
+    tables = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
+    kept = isinstance(tables[1], torch.Tensor) and not (tables[1].is_cuda and torch.cuda.is_current_stream_capturing())
+    try:
+        state = [mask.seq_lengths, mask.BLOCK_SIZE, *(None if t is None else (id(t), t._version) for t in tables)]
+        found = _adopted.get(mask) if kept else None
+    except (AttributeError, TypeError, RuntimeError):  # no tensors, of inference mode, or a mask that cannot be a key
+        kept = found = None
+    if found is None or found[0] != state:
+        made = BlockMask(mask.seq_lengths, *tables, mask.BLOCK_SIZE, mask.mask_mod)
+        if not kept:
+            return made
+        found = _adopted[mask] = state, tables, made  # holding the tensors, so that no other gets the id of one
+    found[2].mask_mod = mask.mask_mod
+    return found[2]
 
 
-def transposed_lists_of(lists: BlockLists, KV_LEN: int) -> BlockLists:
-    """For each KV block the query blocks that visit it."""
-    status = _status_of(lists, -(-KV_LEN // lists.kv_block))
-    made = masks.block_lists(status.transpose(-1, -2), lists.full_kv_indices is not None)
-    return BlockLists(*made[:2], *(made[2:] or (None, None)), lists.q_block, lists.kv_block, lists.interior)
-
-
-def _status_of(lists: BlockLists, columns: int) -> torch.Tensor:
-    """int8 (B, H, rows, columns) from lists: 0 empty, 1 partial, 2 full."""
-    status = torch.zeros((*lists.kv_num_blocks.shape, columns + 1), dtype=torch.int8, device=lists.kv_indices.device)
-    for value, counts, indices in ((1, lists.kv_num_blocks, lists.kv_indices), (2, lists.full_kv_num_blocks, lists.full_kv_indices)):
-        if indices is not None:
-            position = torch.arange(indices.shape[-1], device=indices.device)
-            listed = torch.where(position < counts[..., None], indices, columns)  # the extra column takes what is not listed
-            status.scatter_(-1, listed.long(), value)
-    return status[..., :columns]
-
-
+@runs_uncompiled
 def create_block_mask(mask_mod: Callable, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, device=None,
                       BLOCK_SIZE: int | tuple[int, int] = DEFAULT_BLOCK_SIZE, *, separate_full_blocks: bool = True,
                       capacity: int | None = None) -> BlockMask:
@@ -366,7 +446,8 @@ def create_block_mask(mask_mod: Callable, B: int | None, H: int | None, Q_LEN: i
 
     B, H                  None (or 1) if the mask is the same for every batch entry or head
     device                of the lists; the current accelerator by default, else the CPU
-    BLOCK_SIZE            one size or (Q, KV); attention kernels need multiples of 16
+    BLOCK_SIZE            one size or (Q, KV), of any number of positions. Attention is fastest with 128; where no tile of 16 positions
+                          divides a size, kernels walk blocks of 128 made of these
     separate_full_blocks  False: list full blocks as partial ones too, so that mask_mod is evaluated everywhere
 
     capacity              most partial (and most full) blocks that a row may have. By default the lists are as wide as the densest row
@@ -376,64 +457,61 @@ def create_block_mask(mask_mod: Callable, B: int | None, H: int | None, Q_LEN: i
     Printed kernels decide whole blocks by bounds of mask_mod where bounds tell, and evaluate it position by position in the others; no
     mask of Q_LEN x KV_LEN is ever in memory. Raises ModError if the mod cannot be traced, ValueError or TypeError for other arguments.
     """
-    B, H = _extent("B", B), _extent("H", H)
-    for name, value in (("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ValueError(f"{name} must be a length, got {value!r}")
-    size = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else tuple(BLOCK_SIZE)
-    if len(size) != 2 or not all(isinstance(n, int) and n > 0 for n in size):
-        raise ValueError(f"BLOCK_SIZE must be a positive integer or a pair of them, got {BLOCK_SIZE!r}")
-    if capacity is not None and (isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 0):
-        raise ValueError(f"capacity must be a number of blocks, got {capacity!r}")
+    check_surroundings("create_block_mask")
+    extents, size = _extents(B, H, Q_LEN, KV_LEN), block_size(BLOCK_SIZE)
+    capacity = capacity if capacity is None else whole("capacity", capacity)
     device = resolve_device(device)
     bound = bind(mask_mod, "mask")
-    check_captured_device(bound, device, "mask_mod")
-    lists = masks.create_lists(bound, (B, H, Q_LEN, KV_LEN), device, size, separate_full_blocks, capacity)
+    read_captured(bound, device, "mask_mod")
+    lists = masks.create_lists(bound, extents, device, size, separate_full_blocks, capacity)
     full = lists[2:] if separate_full_blocks else (None, None)
-    return BlockMask((Q_LEN, KV_LEN), *lists[:2], *full, size, mask_mod, _interior=True)
+    return BlockMask._made(extents[2:], BlockLists(*lists[:2], *full, *size, interior=True), mask_mod, decided_by=mask_mod)
 
 
+@runs_uncompiled
 def create_mask(mod_fn: Callable, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, device=None) -> torch.Tensor:
     """The dense mask, bool (B, H, Q_LEN, KV_LEN), of a mask_mod; or of a score_mod, where it does not turn a zero score into -inf.
 
     For looking at and for tests: attention never needs it.
     """
-    device = resolve_device(device)
+    check_surroundings("create_mask")
+    if not callable(mod_fn):
+        raise TypeError(f"mod_fn must be a mask_mod or a score_mod, got {type(mod_fn).__name__}")
+    extents, device = _extents(B, H, Q_LEN, KV_LEN), resolve_device(device)
     kind = "score" if _positional(mod_fn) == 5 else "mask"
     bound = bind(mod_fn, kind)
-    check_captured_device(bound, device, f"{kind}_mod")
-    return masks.dense_mask(bound, _extent("B", B), _extent("H", H), Q_LEN, KV_LEN, device)
+    read_captured(bound, device, f"{kind}_mod")
+    return masks.dense_mask(bound, *extents, device)
 
 
 def _positional(mod) -> int:
     import inspect
 
-    parameters = inspect.signature(mod).parameters.values()
+    try:
+        parameters = inspect.signature(mod).parameters.values()
+    except (TypeError, ValueError):  # a builtin without a signature: tracing will tell
+        return 4
     return sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
 
 
-def _extent(name: str, value: int | None) -> int:
-    if value is None:
-        return 1
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a positive integer or None, got {value!r}")
-    return value
+def _extents(B: int | None, H: int | None, Q_LEN: int, KV_LEN: int) -> tuple[int, int, int, int]:
+    """(B, H, Q_LEN, KV_LEN) of a mask, checked; None stands for 1."""
+    return (*(1 if n is None else whole(name, n, 1) for name, n in (("B", B), ("H", H))), whole("Q_LEN", Q_LEN), whole("KV_LEN", KV_LEN))
 
 
 def resolve_device(device) -> torch.device:
-    """A device with its index, so that it compares equal to a tensor's."""
+    """A device with its index, so that it compares equal to a tensor's. Raises TypeError for what is none, NotImplementedError for one
+    without kernels."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
+    try:
+        if isinstance(device, bool):
+            raise TypeError
+        device = torch.device(device)
+    except (TypeError, RuntimeError) as error:
+        raise TypeError(f"device must be a torch.device or its name, got {device!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"device is {str(device)!r}; kernels run on CUDA or ROCm GPUs ('cuda') and, interpreted, on 'cpu'")
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return device
-
-
-def check_captured_device(bound, device: torch.device, where: str) -> None:
-    """Kernels read captured tensors where they lie: on the device of the call."""
-    graph, values = bound
-    for capture, tensor in zip(graph.tensors, values, strict=False):
-        if tensor.device != device:
-            raise ValueError(f"{where} {graph.name} captures {capture.name}, a tensor of shape {tuple(tensor.shape)} on {tensor.device}, "
-                             f"but the call is on {device}; move it with .to({str(device)!r})")

@@ -9,6 +9,7 @@ import torch
 
 from flexpress.checks import CACHE_DTYPES, DTYPES, MAX_HEAD_DIM, whole
 from flexpress.codegen.decode import Cached
+from flexpress.codegen.tensors import check_memory
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -25,9 +26,9 @@ def check_plain(name: str, tensor, layout: str) -> None:
     """A tensor whose memory a kernel can read: of the rank of `layout`, strided, on a CPU or GPU, no subclass that stands for others."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a tensor {layout}, got {described(tensor)}")
-    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.device.type not in ("cpu", "cuda"):
-        what = "" if tensor.layout is torch.strided else f"{tensor.layout} "
-        raise NotImplementedError(f"{name} must be a plain tensor {layout} in the memory of a GPU or CPU, got {what}{described(tensor)}")
+    check_memory(name, tensor)
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"{name} must be in the memory of a GPU or CPU, got {described(tensor)}")
     if tensor.ndim != layout.count(",") + 1:
         raise ValueError(f"{name} must be {layout}, got {described(tensor)}")
 
@@ -87,22 +88,14 @@ def _table(name: str, tensor, shape: tuple, dtype: torch.dtype, device: torch.de
     """The tensor with contiguous rows, as kernels read it; None stays None unless it is needed. `shape` with None for any extent."""
     if tensor is None and not needed:
         return None
-    if (type(tensor) in _PLAIN and tensor.dtype == dtype and tensor.device == device and tensor.ndim == len(shape)
+    if isinstance(tensor, torch.Tensor):
+        check_memory(name, tensor)
+    if (isinstance(tensor, torch.Tensor) and tensor.dtype == dtype and tensor.device == device and tensor.ndim == len(shape)
             and all([want is None or want == n for want, n in zip(shape, tensor.shape, strict=True)])):
         return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
     wanted = ", ".join("n" if n is None else str(n) for n in shape) + ("," if len(shape) == 1 else "")
     error = ValueError if isinstance(tensor, torch.Tensor) else TypeError
     raise error(f"{name} must be {dtype} ({wanted}) on {device}, got {described(tensor)}")
-
-
-def autocast(*tensors):
-    """Under autocast, floating-point tensors become autocast's dtype, as for torch's scaled_dot_product_attention. The first says the
-    device."""
-    device = tensors[0].device.type if isinstance(tensors[0], torch.Tensor) else "cpu"
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in tensors)
 
 
 def check_no_gradients(function: str, instead: str, **tensors) -> None:

@@ -8,17 +8,19 @@ from dataclasses import replace
 import torch
 
 from flexpress import checks
-from flexpress.block_mask import check_captured_device
-from flexpress.cache_checks import autocast, check_batch, check_contents, check_no_gradients
+from flexpress.cache_checks import check_batch, check_contents, check_no_gradients
 from flexpress.codegen.decode import decode
 from flexpress.codegen.forward import keys_of, output_like
 from flexpress.codegen.masks import automatic_lists
 from flexpress.codegen.prefill import BLOCK, prefill, serves
 from flexpress.codegen.signature import bind
+from flexpress.codegen.tensors import check_surroundings, read_captured
+from flexpress.codegen.compiling import runs_uncompiled
 
 _INSTEAD = "train with flex_attention or varlen_attention, or call it under torch.no_grad()"
 
 
+@runs_uncompiled
 def cached_attention(query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, kv_len: torch.Tensor, *,
                      page_table: torch.Tensor | None = None, cache_loc: torch.Tensor | None = None,
                      cu_seqlens_q: torch.Tensor | None = None, max_q_len: int | None = None, q_offset: torch.Tensor | None = None,
@@ -61,9 +63,10 @@ def cached_attention(query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.
 
     Method: flash decoding (Dao et al. 2023), paged attention (Kwon et al. 2023, arXiv 2309.06180).
     """
+    check_surroundings("cached_attention")
     ragged = cu_seqlens_q is not None
     if torch._C._is_any_autocast_enabled():
-        query, = autocast(query)
+        query, = checks.autocast(query)
     check_no_gradients("cached_attention", _INSTEAD, query=query, k_cache=k_cache, v_cache=v_cache, k_scale=k_scale, v_scale=v_scale)
     where, q_offset = check_batch("query", query, k_cache, v_cache, kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset,
                                   k_scale, v_scale)
@@ -116,7 +119,7 @@ def _bound(mod: Callable | None, kind: str, device: torch.device) -> tuple | Non
     if mod is None:
         return None
     bound = bind(mod, kind)
-    check_captured_device(bound, device, f"{kind}_mod")
+    read_captured(bound, device, f"{kind}_mod")
     if torch.is_grad_enabled() and any([t.requires_grad for t in bound[1][:len(bound[0].tensors)]]):
         raise NotImplementedError(f"{kind}_mod captures a tensor that requires grad, but cached_attention is not differentiable: {_INSTEAD}")
     return bound

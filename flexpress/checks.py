@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import math
+import numbers
 import operator
+from collections.abc import Mapping
 
 import torch
 
 from flexpress.codegen.forward_plan import Options
+from flexpress.codegen.tensors import check_kind
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CACHE_DTYPES = (*DTYPES, torch.float8_e4m3fn)
 MAX_HEAD_DIM = 256
 
-_TILE_OPTIONS = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
-_SWITCHES = {"PRESCALE_QK": "prescale_qk", "ROWS_GUARANTEED_SAFE": "rows_guaranteed_safe",
-             "BLOCKS_ARE_CONTIGUOUS": "blocks_are_contiguous", "USE_TMA": "use_tma"}
-# options of torch's module that have nothing to choose here, or that belong to the backward pass
-_ACCEPTED = {"OUTPUT_LOGSUMEXP", "OUTPUT_MAX", "FORCE_USE_FLEX_ATTENTION", "WRITE_DQ", "IS_DIVISIBLE", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2",
-             "BLOCK_N2"}
-
 
 def check_rank(name: str, tensor, layout: str) -> None:
-    """A tensor with the rank of `layout`, and with the extent that it gives as a number."""
+    """A tensor that is ordinary memory, with the rank of `layout`, and with the extent that it gives as a number."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor of shape {layout}, got {type(tensor).__name__}")
+    check_kind(name, tensor)
     extents = layout.strip("()").split(", ")
     if tensor.dim() != len(extents) or any(e.isdigit() and int(e) != n for e, n in zip(extents, tensor.shape, strict=True)):
         raise ValueError(f"{name} must have shape {layout}, got {_shape(tensor)}")
@@ -36,8 +33,7 @@ def check_tensors(query, key, value, enable_gqa: bool) -> None:
     for name, t in named.items():
         if not isinstance(t, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
-        if t.is_nested:
-            raise NotImplementedError(f"{name} is a nested tensor; pack the sequences and pass a document mask instead")
+        check_kind(name, t)
         if t.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions (batch, heads, length, head_dim), got shape {_shape(t)}")
     if query.dtype not in DTYPES:
@@ -83,6 +79,8 @@ def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
 def whole(name: str, value, least: int = 0) -> int:
     """The argument `name` as an int. TypeError if it is no integer, ValueError if it is less than `least`."""
     try:
+        if isinstance(value, (bool, torch.Tensor)):  # a tensor's number would have to be waited for
+            raise TypeError
         number = operator.index(value)
     except TypeError:
         raise TypeError(f"{name} must be an integer, got {value!r}") from None
@@ -104,24 +102,69 @@ def positive(name: str, value) -> float:
     return number
 
 
+def pair(name: str, value, least: int, what: str) -> tuple[int, int]:
+    """The argument `name`, two integers of at least `least`; `what` says what they are. Raises TypeError or ValueError."""
+    if isinstance(value, (str, bytes, torch.Tensor)):
+        raise TypeError(f"{name} must be {what}, got {value!r}")
+    try:
+        found = tuple(value)
+    except TypeError:
+        raise TypeError(f"{name} must be {what}, got {value!r}") from None
+    if len(found) != 2:
+        raise ValueError(f"{name} must be {what}, got {value!r}")
+    return tuple(whole(f"{name}[{i}]", n, least) for i, n in enumerate(found))
+
+
+def block_size(value) -> tuple[int, int]:
+    """BLOCK_SIZE as (Q, KV): one size for both, or a pair."""
+    what = "a positive integer, or a pair of them for queries and keys"
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return (whole("BLOCK_SIZE", value, 1),) * 2
+    return pair("BLOCK_SIZE", value, 1, what)
+
+
+def autocast(*tensors):
+    """Under autocast, floating-point tensors but float64 become autocast's dtype, as for torch's scaled_dot_product_attention. The first says
+    the device."""
+    device = tensors[0].device.type if isinstance(tensors[0], torch.Tensor) else "cpu"
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
+
+
 def check_scale(scale, head_dim: int) -> float:
     """The scale as a float; 1 / sqrt(head_dim) by default."""
     if scale is None:
         return head_dim ** -0.5
     if isinstance(scale, torch.Tensor):
-        if scale.numel() != 1:
-            raise ValueError(f"scale must be a number, got a tensor of shape {_shape(scale)}")
-        return float(scale)
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        check_kind("scale", scale)
+        if scale.numel() != 1 or scale.is_complex() or scale.dtype == torch.bool:
+            raise ValueError(f"scale must be a number, got a tensor of {scale.dtype} and shape {_shape(scale)}")
+        if scale.requires_grad and torch.is_grad_enabled():
+            raise TypeError("scale is a tensor that requires a gradient, which a number does not get; multiply query by it and pass scale=1, "
+                            "or pass scale.item()")
+        scale = scale.item()
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise TypeError(f"scale must be a number, got {type(scale).__name__}")
-    return float(scale)
+    try:
+        number = float(scale)
+    except OverflowError:
+        number = math.inf
+    if not abs(number) <= _LARGEST_FLOAT32:
+        shown = scale if isinstance(scale, float) else f"{type(scale).__name__} too large for float32"
+        raise ValueError(f"scale must be finite in float32, got {shown}")
+    return number
+
+
+_LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 
 
 def check_mask_fits(lists, seq_lengths, query, key, mask_shape) -> None:
     """A block mask must be made for these lengths, this device and a batch and head extent that broadcasts."""
     Q_LEN, KV_LEN = query.shape[2], key.shape[2]
-    if tuple(seq_lengths) != (Q_LEN, KV_LEN):
-        raise ValueError(f"block_mask was made for lengths {tuple(seq_lengths)} (shape {tuple(mask_shape)}) but query is {_shape(query)} "
+    if seq_lengths != (Q_LEN, KV_LEN):
+        raise ValueError(f"block_mask was made for lengths {seq_lengths} (shape {tuple(mask_shape)}) but query is {_shape(query)} "
                          f"and key {_shape(key)}; make one with create_block_mask(..., Q_LEN={Q_LEN}, KV_LEN={KV_LEN})")
     if lists.kv_indices.device != query.device:
         raise ValueError(f"block_mask is on {lists.kv_indices.device} but query is on {query.device}; use block_mask.to(query.device)")
@@ -129,64 +172,72 @@ def check_mask_fits(lists, seq_lengths, query, key, mask_shape) -> None:
         if size not in (1, extent):
             raise ValueError(f"block_mask of shape {tuple(mask_shape)} does not broadcast to query {_shape(query)}: its {name} is {size}, "
                              f"which must be 1 or {extent}")
-    for name, size in (("Q", lists.q_block), ("KV", lists.kv_block)):
-        if size % 16:
-            raise ValueError(f"block_mask has a {name} block size of {size}; attention kernels need a multiple of 16: pass "
-                             "BLOCK_SIZE=128 to create_block_mask")
-    rows = -(-Q_LEN // lists.q_block)
-    if lists.kv_indices.shape[2] < rows:
-        raise ValueError(f"block_mask lists {lists.kv_indices.shape[2]} rows of blocks, but {Q_LEN} queries in blocks of "
-                         f"{lists.q_block} need {rows}")
 
 
 def parse_options(kernel_options: dict | None) -> Options:
-    """kernel_options as torch names them (with or without the prefix fwd_). Raises ValueError for what is not known."""
+    """kernel_options as torch names them. Raises TypeError if it is no dict, ValueError for what is not known."""
+    if kernel_options is None:
+        return DEFAULT
+    if not isinstance(kernel_options, Mapping):
+        raise TypeError(f"kernel_options must be a dict of options, got {type(kernel_options).__name__}")
     if not kernel_options:
         return DEFAULT
-    switches, tile = {}, {}
-    precision, backend = "ieee", DEFAULT.backend
+    if "BACKEND" in kernel_options and kernel_options.get("FORCE_USE_FLEX_ATTENTION"):
+        raise ValueError("kernel_options has both BACKEND and FORCE_USE_FLEX_ATTENTION, which exclude each other; leave out the latter")
+    fields, tile = {}, {}
     for name, value in kernel_options.items():
-        key = name.removeprefix("fwd_")
-        backward = _BACKWARD_OPTIONS.get(key.removeprefix("bwd_") if "BLOCK" in key else key)
-        if backward is not None:
-            tile.update(dict.fromkeys(backward, _tile_number(key, value)))
-            continue
-        if key.startswith("bwd_") or key in _ACCEPTED:
-            continue
-        if key in _TILE_OPTIONS:
-            tile[key] = _tile_number(key, value)
-        elif key in _SWITCHES:
-            switches[_SWITCHES[key]] = None if value is None else bool(value)
-        elif key == "FLOAT32_PRECISION":
-            precision = str(value).strip("'\"").lower()
-            if precision not in ("ieee", "tf32"):
-                raise ValueError(f"kernel_options['FLOAT32_PRECISION'] is {value!r}; write 'ieee' or 'tf32'")
-        elif key == "BACKEND":
-            if value not in _BACKENDS:
-                raise ValueError(f"kernel_options['BACKEND'] is {value!r}; write {', '.join(map(repr, _BACKENDS))}")
-            backend = _BACKENDS[value]
-        else:
-            known = ", ".join((*_TILE_OPTIONS, *_SWITCHES, "FLOAT32_PRECISION", "BACKEND"))
-            raise ValueError(f"kernel_options has no {name!r}; known are {known}")
-    return Options(**switches, float32_precision=precision, backend=backend, tile=tuple(sorted(tile.items())))
+        tiles = _TILE_OPTIONS.get(name)
+        if tiles is not None:
+            tile.update(dict.fromkeys(tiles, _tile_number(name, value)))
+        elif name in _OTHER_OPTIONS:
+            field, values = _OTHER_OPTIONS[name]
+            word = value.strip("'\"").lower() if name == "FLOAT32_PRECISION" and isinstance(value, str) else value  # torch's has quotes
+            try:
+                fields[field] = values[word]
+            except (KeyError, TypeError):
+                *most, last = map(repr, values)
+                raise ValueError(f"kernel_options[{name!r}] is {value!r}; write {', '.join(most)} or {last}") from None
+        elif name not in _WITHOUT_EFFECT:
+            raise ValueError(f"kernel_options has no {name!r}; known are BLOCK_M, BLOCK_N, num_warps, num_stages, PRESCALE_QK, "
+                             "ROWS_GUARANTEED_SAFE and USE_TMA (the same with fwd_), BLOCK_M1, BLOCK_N1, BLOCK_M2 and BLOCK_N2 (the same with "
+                             f"bwd_), bwd_num_warps, bwd_num_stages, FLOAT32_PRECISION, BACKEND, and without effect {', '.join(_IGNORED)}")
+    return DEFAULT._replace(**fields, tile=tuple(sorted(tile.items())))
 
 
 DEFAULT = Options()
-_BACKENDS = {"AUTO": None, "TRITON": "TRITON", "GLUON": "GLUON", "FLASH": None, "TRITON_DECODE": "DECODE"}  # torch's, and ours
 
-
-def _tile_number(key: str, value) -> int:
-    if not isinstance(value, int) or value < 1 or (key.startswith("BLOCK_") and (value < 16 or value & (value - 1))):
-        raise ValueError(f"kernel_options[{key!r}] is {value!r}; " + ("BLOCK sizes are powers of two from 16" if key.startswith("BLOCK_")
-                                                                     else "it must be a positive integer"))
-    return value
-
-
-# torch's names: 1 is the kernel of dK and dV, 2 that of dQ
-_BACKWARD_OPTIONS = {
-    "BLOCK_M1": ("dkv_BLOCK_M",), "BLOCK_N1": ("dkv_BLOCK_N",), "BLOCK_M2": ("dq_BLOCK_M",), "BLOCK_N2": ("dq_BLOCK_N",),
-    "bwd_num_warps": ("dkv_num_warps", "dq_num_warps"), "bwd_num_stages": ("dkv_num_stages", "dq_num_stages"),
+# torch's names, and by them those of the tiles' parts: 1 is the kernel of dK and dV, 2 that of dQ
+_TILE_OPTIONS = {
+    **{prefix + name: (name,) for prefix in ("", "fwd_") for name in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")},
+    **{prefix + name: (part,) for prefix in ("", "bwd_") for name, part in (
+        ("BLOCK_M1", "dkv_BLOCK_M"), ("BLOCK_N1", "dkv_BLOCK_N"), ("BLOCK_M2", "dq_BLOCK_M"), ("BLOCK_N2", "dq_BLOCK_N"))},
+    **{f"bwd_{name}": (f"dkv_{name}", f"dq_{name}") for name in ("num_warps", "num_stages")},
 }
+_SWITCH = {False: False, True: True}
+_OTHER_OPTIONS = {
+    **{prefix + name: (field, values) for prefix in ("", "fwd_") for name, field, values in (
+        ("PRESCALE_QK", "prescale_qk", _SWITCH), ("ROWS_GUARANTEED_SAFE", "rows_guaranteed_safe", _SWITCH),
+        ("USE_TMA", "use_tma", {**_SWITCH, None: None}))},
+    "FLOAT32_PRECISION": ("float32_precision", {"ieee": "ieee", "tf32": "tf32"}),
+    "BACKEND": ("backend", {"AUTO": None, "TRITON": "TRITON", "GLUON": "GLUON", "TRITON_DECODE": "DECODE"}),  # torch's but FLASH, and ours
+}
+# options of torch's module that have nothing to choose here: promises that no kernel relies on, and hints for others' kernels
+_IGNORED = ("BLOCKS_ARE_CONTIGUOUS", "FORCE_USE_FLEX_ATTENTION", "IS_DIVISIBLE", "WRITE_DQ", "kpack", "matrix_instr_nonkdim", "waves_per_eu")
+_WITHOUT_EFFECT = frozenset(prefix + name for prefix in ("", "fwd_", "bwd_") for name in _IGNORED)
+_LARGEST_BLOCK, _LARGEST_BACKWARD_BLOCK = 256, 128  # kernels rely on it where they do not check positions past the end
+
+
+def _tile_number(name: str, value) -> int:
+    if "BLOCK" in name:
+        largest = _LARGEST_BACKWARD_BLOCK if name[-1] in "12" else _LARGEST_BLOCK
+        allowed, what = {1 << n for n in range(4, largest.bit_length())}, f"BLOCK sizes are powers of two from 16 to {largest}"
+    elif name.endswith("num_warps"):
+        allowed, what = {1, 2, 4, 8, 16, 32}, "it must be a power of two from 1 to 32"
+    else:
+        allowed, what = range(1, 17), "it must be an integer from 1 to 16"
+    if type(value) is not int or value not in allowed:
+        raise ValueError(f"kernel_options[{name!r}] is {value!r}; {what}")
+    return value
 
 
 def check_tile_fits_mask(options: Options, q_block: int, kv_block: int) -> None:

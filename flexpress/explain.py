@@ -9,8 +9,10 @@ import torch
 from flexpress.attention import prepared
 from flexpress.codegen import backward, forward
 from flexpress.codegen.signature import why_every_call
+from flexpress.codegen.compiling import runs_uncompiled
 
 
+@runs_uncompiled
 def explain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Callable | None = None, block_mask=None,
             scale: float | None = None, enable_gqa: bool = False, kernel_options: dict | None = None, *,
             mask_mod: Callable | None = None, deterministic: bool = False) -> str:

@@ -30,17 +30,21 @@ import torch
 
 from flexpress.attention import flex_attention
 from flexpress.checks import DTYPES, MAX_HEAD_DIM, check_rank
+from flexpress.codegen.compiling import runs_uncompiled
+from flexpress.codegen.tensors import check_surroundings
 from flexpress.mods import causal as causal_mask
 
 __all__ = ["flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func"]
 
 
+@runs_uncompiled
 def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None = None, causal: bool = False,
                     softmax_scale: float | None = None) -> torch.Tensor:
     """Attention of q (B, Sq, H, D) to k and v (B, Skv, Hkv, D), H a multiple of Hkv. Returns (B, Sq, H, D).
 
     The other arguments and the errors are described at the top of this module.
     """
+    check_surroundings("flash_attn_func")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_rank(name, tensor, "(B, S, H, D)")
     if k.shape != v.shape:
@@ -50,12 +54,14 @@ def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: tor
     return _attention(q, k, v, bias, causal, softmax_scale)
 
 
+@runs_uncompiled
 def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, bias: torch.Tensor | None = None, causal: bool = False,
                              softmax_scale: float | None = None) -> torch.Tensor:
     """Attention of q (B, Sq, H, D) to kv (B, Skv, 2, Hkv, D), keys first, H a multiple of Hkv. Returns (B, Sq, H, D).
 
     The other arguments and the errors are described at the top of this module.
     """
+    check_surroundings("flash_attn_kvpacked_func")
     check_rank("q", q, "(B, S, H, D)")
     check_rank("kv", kv, "(B, S, 2, H, D)")
     k, v = kv.unbind(2)
@@ -63,12 +69,14 @@ def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, bias: torch.Tens
     return _attention(q, k, v, bias, causal, softmax_scale)
 
 
+@runs_uncompiled
 def flash_attn_qkvpacked_func(qkv: torch.Tensor, bias: torch.Tensor | None = None, causal: bool = False,
                               softmax_scale: float | None = None) -> torch.Tensor:
     """Attention of qkv (B, S, 3, H, D), in this order, to itself. Returns (B, S, H, D).
 
     The other arguments and the errors are described at the top of this module.
     """
+    check_surroundings("flash_attn_qkvpacked_func")
     check_rank("qkv", qkv, "(B, S, 3, H, D)")
     q, k, v = qkv.unbind(2)
     _check_together("qkv", qkv, "qkv", qkv, q.shape)

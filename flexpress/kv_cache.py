@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from flexpress.cache_checks import autocast, check_batch, check_contents, check_no_gradients, check_plain, check_writable, described
+from flexpress import checks
+from flexpress.cache_checks import check_batch, check_contents, check_no_gradients, check_plain, check_writable, described
 from flexpress.checks import positive, whole
+from flexpress.codegen.compiling import runs_uncompiled
+from flexpress.codegen.tensors import check_surroundings
 from flexpress.codegen.update_cache import update
 
 
@@ -38,6 +41,7 @@ def rope_table(length: int, rope_dim: int, theta: float = 10000.0, scale: float 
     return torch.stack([angles.cos(), angles.sin()], dim=-1).float()
 
 
+@runs_uncompiled
 def update_cache(key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, kv_len: torch.Tensor, *,
                  page_table: torch.Tensor | None = None, cache_loc: torch.Tensor | None = None, cu_seqlens_q: torch.Tensor | None = None,
                  max_q_len: int | None = None, q_offset: torch.Tensor | None = None, query: torch.Tensor | None = None,
@@ -64,10 +68,11 @@ def update_cache(key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, 
     Raises ValueError or TypeError for arguments, NotImplementedError for tensors that are not in memory (fake, meta, distributed) and,
     unless gradients are off (torch.no_grad), where one of them requires grad.
     """
+    check_surroundings("update_cache")
     check_no_gradients("update_cache", "call it under torch.no_grad()", key=key, value=value, query=query, k_cache=k_cache,
                        v_cache=v_cache, rope=rope, k_scale=k_scale, v_scale=v_scale)
     if torch._C._is_any_autocast_enabled():
-        key, value, query = autocast(key, value, query)
+        key, value, query = checks.autocast(key, value, query)
     cached, q_offset = check_batch("key", key, k_cache, v_cache, kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale,
                                    v_scale)
     ragged = cu_seqlens_q is not None

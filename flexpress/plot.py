@@ -7,14 +7,16 @@ from collections.abc import Callable
 
 import torch
 
-from flexpress.block_mask import DEFAULT_BLOCK_SIZE, BlockMask, create_block_mask, is_foreign_mask
+from flexpress.block_mask import DEFAULT_BLOCK_SIZE, BlockMask, adopt, create_block_mask, is_foreign_mask
 from flexpress.codegen.capture import name_of
+from flexpress.codegen.compiling import runs_uncompiled
 
 _KINDS = ("empty", "partial", "full")
 _COLOURS = ("#f2f2f2", "#e69f00", "#0072b2")  # grey, orange, blue of Okabe and Ito (2008): told apart by any eye, and in black and white
 _CELLS = 512  # rows and columns drawn; more would be finer than the picture's pixels
 
 
+@runs_uncompiled
 def plot_mask(mask, B: int | None = None, H: int | None = None, Q_LEN: int | None = None, KV_LEN: int | None = None, *, device=None,
               BLOCK_SIZE: int | tuple[int, int] = DEFAULT_BLOCK_SIZE, batch: int = 0, head: int = 0,
               path: str | os.PathLike | None = None, title: str | None = None):
@@ -82,8 +84,7 @@ def _block_mask(mask, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE) -> BlockMask:
     if isinstance(mask, BlockMask):
         made = mask
     elif is_foreign_mask(mask):
-        made = BlockMask(mask.seq_lengths, mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices,
-                         mask.BLOCK_SIZE, mask.mask_mod)
+        made = adopt(mask)
     elif isinstance(mask, Callable):
         if Q_LEN is None or KV_LEN is None:
             raise ValueError(f"a mask_mod has no lengths: pass Q_LEN and KV_LEN, got Q_LEN={Q_LEN}, KV_LEN={KV_LEN}")

@@ -13,12 +13,14 @@ from flexpress.checks import DTYPES, MAX_HEAD_DIM, check_rank
 from flexpress.codegen.capture import name_of
 from flexpress.codegen.decode import MAX_QUERIES
 from flexpress.codegen.expr import Expr, ModGraph, walk
-from flexpress.codegen.forward_plan import Options
 from flexpress.codegen.masks import Starts, block_starts
 from flexpress.codegen.registry import remembered
 from flexpress.codegen.signature import bind
+from flexpress.codegen.tensors import check_surroundings
+from flexpress.codegen.compiling import runs_uncompiled
 
 
+@runs_uncompiled
 def varlen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
                      cu_seqlens_k: torch.Tensor | None = None, score_mod: Callable | None = None, mask_mod: Callable | None = None, *,
                      scale: float | None = None, return_lse: bool = False, kernel_options: dict | None = None,
@@ -48,6 +50,7 @@ def varlen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqle
 
     Source of the layout: flash_attn_varlen_func of FlashAttention (Dao 2023, arXiv 2307.08691).
     """
+    check_surroundings("varlen_attention")
     _check(q, k, v, cu_seqlens_q, cu_seqlens_k)
     packing = _packing(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0])
     q, k, v = (t.unsqueeze(0).transpose(1, 2) for t in (q, k, v))
@@ -118,11 +121,11 @@ class _Packing:
         packed.__name__ = f"varlen_{name_of(mod)}"
         return packed
 
-    def starts_of(self, q_block: int, kv_block: int, options: Options) -> Starts:
+    def starts_of(self, q_block: int, kv_block: int) -> Starts:
         """Blocks that begin where sequences do, so that none holds two, and causal ones are as few as for each sequence alone. With short
         sequences they would be many, mostly padding: then blocks of packed positions, as in any mask."""
         sequences, total_q, total_k = len(self.starts_q) - 1, len(self.sequence_q), len(self.sequence_k)
-        if options.blocks_are_contiguous or total_q <= MAX_QUERIES or min(total_q, total_k) < LONG * q_block * sequences:
+        if total_q <= MAX_QUERIES or min(total_q, total_k) < LONG * q_block * sequences:
             return ()
         starts_q = block_starts(self.starts_q, total_q, q_block)
         shared = self.shared and q_block == kv_block

@@ -34,7 +34,6 @@ BAD = {
     "mask lengths": (dict(query=tensor(1, 2, 30, 16), block_mask=MASK), ValueError, r"made for lengths \(20, 20\).*Q_LEN=30, KV_LEN=20"),
     "mask heads": (dict(block_mask=create_block_mask(mods.causal, None, 3, 20, 20, "cpu")), ValueError,
                    r"its H is 3, which must be 1 or 2"),
-    "mask blocks": (dict(block_mask=create_block_mask(mods.causal, None, None, 20, 20, "cpu", 10)), ValueError, r"multiple of 16"),
     "option": (dict(kernel_options={"BLOK_M": 64}), ValueError, r"no 'BLOK_M'; known are BLOCK_M"),
     "option value": (dict(kernel_options={"BLOCK_M": 48}), ValueError, r"powers of two from 16"),
     "precision": (dict(kernel_options={"FLOAT32_PRECISION": "fast"}), ValueError, r"write 'ieee' or 'tf32'"),

@@ -118,16 +118,6 @@ def test_from_kv_blocks():
         BlockMask.from_kv_blocks(made.kv_num_blocks[..., :2], made.kv_indices)
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (dict(B=0), "B must be a positive integer"), (dict(Q_LEN=-1), "Q_LEN must be a length"),
-    (dict(KV_LEN=2.0), "KV_LEN must be a length"), (dict(BLOCK_SIZE=0), "BLOCK_SIZE must be"),
-])
-def test_bad_arguments(arguments, message):
-    given_arguments = {"B": None, "H": None, "Q_LEN": 8, "KV_LEN": 8, "device": "cpu", **arguments}
-    with pytest.raises(ValueError, match=message):
-        create_block_mask(mods.causal, **given_arguments)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_new_length_compiles_nothing(device):
     create_block_mask(mods.sliding_window(5), None, None, 100, 100, device)

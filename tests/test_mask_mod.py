@@ -239,7 +239,7 @@ def test_capacity():
     assert made == create_block_mask(mods.sliding_window(100), None, None, 1024, 1024, "cpu")
     with pytest.raises(RuntimeError, match="a row has more blocks than capacity=1"):
         create_block_mask(mods.sliding_window(100), None, None, 1024, 1024, "cpu", capacity=1)
-    with pytest.raises(ValueError, match="capacity must be a number of blocks, got -1"):
+    with pytest.raises(ValueError, match="capacity is -1; it must be at least 0"):
         create_block_mask(mods.causal, None, None, 64, 64, "cpu", capacity=-1)
 
 

@@ -58,10 +58,6 @@ FORWARD = {  # every branch of the template and every row of the tile tables, no
     "relative_bias d64 fp16": ("relative_bias", dict(head_dim=64, dtype="float16")),
     "document d128 bf16": ("document", {}),
     "document d128 bf16, blocks with starts": ("document", dict(starts=True)),
-    "causal d64 bf16, contiguous blocks": (
-        "causal",
-        dict(head_dim=64, options=Options(blocks_are_contiguous=True)),
-    ),
     "alibi causal d64 tf32, other options": (
         "alibi causal",
         dict(

@@ -14,7 +14,6 @@ from test_mask_mod import check_bounds
 
 from flexpress import ModError, and_masks, cache_clear, cache_info, mods, or_masks, varlen, varlen_attention
 from flexpress.attention import attend
-from flexpress.codegen.forward_plan import Options
 from flexpress.codegen.masks import automatic_lists, block_starts
 from flexpress.codegen.signature import bind
 
@@ -335,7 +334,7 @@ def own_lists(mask_mod, lengths, kv_lengths=None):
     """Where the blocks of sequences begin, and the lists of their mask, forward and transposed."""
     total_q, total_k = sum(lengths), sum(kv_lengths or lengths)
     packing = varlen._packing(offsets(lengths), None if kv_lengths is None else offsets(kv_lengths), total_q, total_k)
-    starts = packing.starts_of(128, 128, Options())
+    starts = packing.starts_of(128, 128)
     assert len(starts) == 2
     bound, extents = bind(packing.mask_mod(mask_mod), "mask"), (1, 1, total_q, total_k)
     return starts, *(automatic_lists(bound, extents, torch.device("cpu"), (128, 128), starts=starts, transposed=t) for t in (False, True))
@@ -372,11 +371,11 @@ def test_undecided_blocks_of_sequences_are_evaluated():
 
 
 def test_which_sequences_have_blocks_of_their_own():
-    def starts(lengths, **options):
-        return varlen._packing(offsets(lengths), None, sum(lengths), sum(lengths)).starts_of(128, 128, Options(**options))
+    def starts(lengths):
+        return varlen._packing(offsets(lengths), None, sum(lengths), sum(lengths)).starts_of(128, 128)
 
     assert starts([512] * 4) and starts([2000, 48]) and starts([0, 0, 2000])
-    assert not starts([511] * 4) and not starts([4000] + [1] * 8) and not starts([512] * 4, blocks_are_contiguous=True)
+    assert not starts([511] * 4) and not starts([4000] + [1] * 8)
 
 
 TABLE = torch.zeros(100)

@@ -1,0 +1,158 @@
+"""Lists of blocks: those from elsewhere made safe, their transposes, and the same blocks on the grid that kernels walk.
+
+Kernels take what lists say at its word: a count is how many entries are read, an entry is where keys are read. Lists that printed kernels
+wrote are right. Others pass `read_lists` once, which waits for no device: afterwards a count is at most the list's width, entries are
+inside the mask, ascend and are listed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from flexpress.codegen import masks
+from flexpress.codegen.capture import name_of
+from flexpress.codegen.forward import BlockLists
+from flexpress.codegen.tensors import check_kind
+
+_BLOCK = 128  # of the grid that kernels walk where a mask's own blocks do not suit them
+
+
+def read_lists(kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, size: tuple[int, int], seq_lengths: tuple[int, int],
+               ) -> BlockLists:
+    """BlockLists of lists that came from elsewhere: copies, from which counts and entries that point outside are gone. A block that is
+    listed as full and as partial is full.
+
+    Raises TypeError, ValueError or NotImplementedError for what are no lists, naming them and showing both shapes.
+    """
+    _check("kv_num_blocks", kv_num_blocks, "kv_indices", kv_indices, None)
+    if (full_kv_num_blocks is None) != (full_kv_indices is None):
+        raise ValueError("full_kv_num_blocks and full_kv_indices go together: give both or neither")
+    has_full = full_kv_indices is not None
+    if has_full:
+        _check("full_kv_num_blocks", full_kv_num_blocks, "full_kv_indices", full_kv_indices, kv_indices)
+    columns = -(-seq_lengths[1] // size[1])
+    full = made = ()
+    if has_full:
+        full = _listed(full_kv_num_blocks, full_kv_indices, columns)
+        made = _counted(full, columns)
+    partial = _listed(kv_num_blocks, kv_indices, columns)
+    if has_full and full.shape[-1] and partial.shape[-1]:
+        place = torch.searchsorted(full, partial).clamp_(max=full.shape[-1] - 1)
+        partial = torch.where(full.gather(-1, place) == partial, columns, partial).sort(-1).values
+    return BlockLists(*_counted(partial, columns), *(made or (None, None)), *size, interior=seq_lengths[1] % size[1] == 0)
+
+
+def _check(counts_name: str, counts, indices_name: str, indices, partial: torch.Tensor | None) -> None:
+    """Do counts and indices fit together, and full ones to the `partial` indices?"""
+    for name, tensor in ((counts_name, counts), (indices_name, indices)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor of int32, got {type(tensor).__name__}")
+        check_kind(name, tensor)
+        if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool:
+            raise TypeError(f"{name} must hold integers (int32), got {tensor.dtype}")
+        if tensor.device.type not in ("cpu", "cuda"):
+            raise NotImplementedError(f"{name} is on {tensor.device}; block lists are on 'cuda' or 'cpu'")
+    if indices.dim() not in (2, 3, 4):
+        raise ValueError(f"{indices_name} must have shape ([B, [H,]] rows, columns), at least 2 dimensions and at most 4, got "
+                         f"{tuple(indices.shape)}")
+    if counts.shape != indices.shape[:-1]:
+        raise ValueError(f"{counts_name} has shape {tuple(counts.shape)}, but {indices_name} {tuple(indices.shape)} needs "
+                         f"{tuple(indices.shape[:-1])}")
+    if counts.device != indices.device:
+        raise ValueError(f"{counts_name} is on {counts.device} but {indices_name} is on {indices.device}; move one with .to(...)")
+    if partial is not None and indices.shape[:-1] != partial.shape[:-1]:
+        raise ValueError(f"{indices_name} has shape {tuple(indices.shape)} but kv_indices {tuple(partial.shape)}; all but the last extent "
+                         "must be the same")
+    if partial is not None and indices.device != partial.device:
+        raise ValueError(f"{indices_name} is on {indices.device} but kv_indices is on {partial.device}; move one with .to(...)")
+
+
+def _listed(counts: torch.Tensor, indices: torch.Tensor, columns: int) -> torch.Tensor:
+    """The listed blocks of each row, ascending and once, and then `columns` where there is none; int32, 4 dimensions."""
+    counts, indices = (t.detach()[(None,) * (n - t.dim())] for t, n in ((counts, 3), (indices, 4)))
+    counts, indices = counts.long(), indices.long()
+    place = torch.arange(indices.shape[-1], device=indices.device)
+    listed = (place < counts[..., None]) & (indices >= 0) & (indices < columns)
+    found = torch.where(listed, indices, columns).to(torch.int32).sort(-1).values
+    if found.shape[-1] > 1:
+        again = torch.nn.functional.pad(found[..., 1:] == found[..., :-1], (1, 0))
+        found = torch.where(again, columns, found).sort(-1).values
+    return found
+
+
+def _counted(listed: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Counts and indices of that. Kernels may read the first index of an empty row, so no list has width 0."""
+    there = listed < columns
+    indices = torch.where(there, listed, 0)
+    if not indices.shape[-1]:
+        indices = torch.nn.functional.pad(indices, (0, 1))
+    return there.sum(-1, dtype=torch.int32), indices.contiguous()
+
+
+def status_of(lists: BlockLists, columns: int) -> torch.Tensor:
+    """int8 (B, H, rows, columns) from lists: 0 empty, 1 partial, 2 full."""
+    status = torch.zeros((*lists.kv_num_blocks.shape, columns + 1), dtype=torch.int8, device=lists.kv_indices.device)
+    for value, counts, indices in ((1, lists.kv_num_blocks, lists.kv_indices), (2, lists.full_kv_num_blocks, lists.full_kv_indices)):
+        if indices is not None:
+            position = torch.arange(indices.shape[-1], device=indices.device)
+            listed = torch.where(position < counts[..., None], indices, columns)  # the extra column takes what is not listed
+            status.scatter_(-1, listed.long(), value)
+    return status[..., :columns]
+
+
+def listed_status(status: torch.Tensor, like: BlockLists, interior: bool, size: tuple[int, int], *, wait: bool = True) -> BlockLists:
+    """The lists of a status, with full blocks apart if `like` has them apart. Without `wait`, as wide as there are columns."""
+    made = masks.block_lists(status, like.full_kv_indices is not None, wait=wait)
+    return BlockLists(*made[:2], *(made[2:] or (None, None)), *size, interior)
+
+
+def transposed_lists(lists: BlockLists, KV_LEN: int) -> BlockLists:
+    """For each KV block the query blocks that visit it."""
+    status = status_of(lists, -(-KV_LEN // lists.kv_block)).transpose(-1, -2)
+    return listed_status(status, lists, lists.interior, (lists.q_block, lists.kv_block), wait=not capturing(lists))
+
+
+def capturing(lists: BlockLists) -> bool:
+    """Is a CUDA graph captured, which nobody may wait for, and whose tensors hold nothing before its replay?"""
+    return lists.kv_indices.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def kernel_size(size: tuple[int, int], seq_lengths: tuple[int, int]) -> tuple[int, int]:
+    """The blocks that kernels walk for a mask with blocks of `size`: its own, unless no tile of 16 positions divides them, or a tile would
+    walk through a block that is longer than the sequence by far."""
+    return tuple(n if n % 16 == 0 and n < 2 * max(length, _BLOCK) else _BLOCK for n, length in zip(size, seq_lengths, strict=True))
+
+
+def regridded(lists: BlockLists, size: tuple[int, int], seq_lengths: tuple[int, int]) -> BlockLists:
+    """The same positions in blocks of `size`: empty or full where all blocks that a new one touches are, else partial. Waits for nothing."""
+    old = lists.q_block, lists.kv_block
+    rows, columns = (-(-n // s) for n, s in zip(seq_lengths, old, strict=True))
+    low = high = status_of(lists, columns)[:, :, :rows]
+    for dim, was, now, length in zip((2, 3), old, size, seq_lengths, strict=True):
+        if was != now:
+            low, high = _pooled(low, dim, was, now, length, torch.amin), _pooled(high, dim, was, now, length, torch.amax)
+    status = torch.where(low == 2, 2, (high > 0).to(torch.int8)).to(torch.int8)
+    return listed_status(status, lists, seq_lengths[1] % size[1] == 0, size, wait=False)
+
+
+def _pooled(status: torch.Tensor, dim: int, was: int, now: int, length: int, reduce: Callable) -> torch.Tensor:
+    """The least or greatest status of the blocks of `was` positions that each block of `now` positions touches."""
+    begin = torch.arange(0, length, now, device=status.device)
+    first, last = begin // was, ((begin + now).clamp(max=length) - 1) // was
+    touched = (first[:, None] + torch.arange((now - 1) // was + 2, device=status.device)).minimum(last[:, None])
+    found = status.index_select(dim, touched.flatten()).unflatten(dim, touched.shape)
+    return reduce(found, dim + 1)
+
+
+def mask_mod_of_lists(mask_mod: Callable, status: torch.Tensor, size: tuple[int, int]) -> Callable:
+    """The mask_mod that hides what lists of blocks of `size` hide, and asks `mask_mod` in partial blocks alone."""
+    (q_block, kv_block), by_batch, by_head = size, status.shape[0] > 1, status.shape[1] > 1
+
+    def listed(b, h, q_idx, kv_idx):
+        found = status[b if by_batch else 0, h if by_head else 0, q_idx // q_block, kv_idx // kv_block]
+        return (found == 2) | ((found == 1) & mask_mod(b, h, q_idx, kv_idx))
+
+    listed.__name__ = f"{name_of(mask_mod)}_in_listed_blocks"
+    return listed

@@ -1,0 +1,132 @@
+"""Under torch.compile the public functions run as they are, at the price of a graph break."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from dense import dense_attention
+
+import flexpress
+from flexpress import create_block_mask, flex_attention, mods, varlen_attention
+
+dynamo = pytest.importorskip("torch._dynamo")
+
+BACKENDS = ["eager", pytest.param("inductor", marks=pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler"))]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    dynamo.reset()
+    yield
+    dynamo.reset()
+
+
+def inputs(device, length=20):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, 2, length, 16, generator=generator).to(device).requires_grad_() for _ in range(3)]
+
+
+class Layer(torch.nn.Module):
+    """Mods and masks made inside what is compiled, of what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slopes = torch.nn.Parameter(torch.tensor([0.1, 0.3]))
+
+    def forward(self, q, k, v, window):
+        scaled = q * 1.5
+        slopes = self.slopes * 2
+
+        def score_mod(score, b, h, q_idx, kv_idx):
+            return score + slopes[h] * (kv_idx - q_idx)
+
+        def mask_mod(b, h, q_idx, kv_idx):
+            return (q_idx >= kv_idx) & (q_idx - kv_idx < window)
+
+        mask = create_block_mask(mask_mod, None, None, q.shape[2], k.shape[2], q.device)
+        return flex_attention(scaled, k, v, score_mod, mask) * 0.5 + q.sum()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_compiled_layer_computes_what_the_layer_does(backend, device):
+    layer, q, k, v = Layer().to(device), *inputs(device)
+    wanted = layer(q, k, v, 7)
+    gradients = torch.autograd.grad(wanted.square().mean(), (q, k, v, layer.slopes))
+    compiled = torch.compile(layer, backend=backend)
+    for _ in range(2):
+        found = compiled(q, k, v, 7)
+        torch.testing.assert_close(found, wanted)
+        for g, expected in zip(torch.autograd.grad(found.square().mean(), (q, k, v, layer.slopes)), gradients, strict=True):
+            torch.testing.assert_close(g, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_compiled_training_step(device):
+    """The backward pass begins inside what is compiled."""
+    q, k, v = inputs(device)
+
+    def step(q, k, v):
+        loss = flex_attention(q, k, v, mods.alibi(torch.tensor([0.1, 0.2], device=device)), mask_mod=mods.causal).sum() * 2
+        loss.backward()
+        return loss
+
+    loss = step(q, k, v)
+    wanted, q.grad, k.grad, v.grad = [t.grad for t in (q, k, v)], None, None, None
+    torch.testing.assert_close(torch.compile(step, backend="eager")(q, k, v), loss)
+    for t, expected in zip((q, k, v), wanted, strict=True):
+        torch.testing.assert_close(t.grad, expected)
+
+
+def test_flex_attention_itself_compiled():
+    q, k, v = inputs("cpu")
+    out = torch.compile(flex_attention, backend="eager")(q, k, v, mask_mod=mods.causal)
+    torch.testing.assert_close(out, dense_attention(q, k, v, None, mods.causal)[0].float())
+
+
+def test_every_call_is_one_graph_break():
+    def run(q, k, v):
+        return flex_attention(q * 2, k, v) + 1
+
+    report = dynamo.explain(run)(*inputs("cpu"))
+    assert (report.graph_break_count, report.graph_count) == (1, 2)
+    assert "flexpress prints and launches kernels of its own" in str(report.break_reasons[0].reason)
+
+
+def test_fullgraph_is_refused_by_torch():
+    with pytest.raises(dynamo.exc.Unsupported, match="flexpress prints and launches kernels of its own"):
+        torch.compile(lambda q: flex_attention(q, q, q) + 1, backend="eager", fullgraph=True)(inputs("cpu")[0])
+
+
+def test_other_functions_inside_what_is_compiled():
+    """Each public function that launches, and methods of a mask."""
+    q = torch.randn(12, 2, 16)
+    lengths = torch.tensor([0, 5, 12], dtype=torch.int32)
+    cache = torch.zeros(1, 16, 2, 16)
+    kv_len = torch.tensor([4], dtype=torch.int32)
+
+    def run(q):
+        packed = varlen_attention(q, q, q, lengths, mask_mod=mods.causal)
+        mask = create_block_mask(mods.causal, None, None, 40, 40, "cpu", 16)
+        part = mask[:, :, 1:].adjust(20, 40)
+        picture = flexpress.create_mask(mods.causal, None, None, 5, 5, "cpu")
+        doubled = flexpress.evaluate_mod(mods.softcap(2.0), torch.ones(1, 1, 3, 3))
+        new = q[:4].transpose(0, 1)[None] * 2
+        flexpress.update_cache(new, new, cache, cache, kv_len)
+        read = flexpress.cached_attention(new, cache, cache, kv_len)
+        flat = flexpress.flash.flash_attn_func(q[None], q[None], q[None], causal=True)
+        return packed + 1, part.to_dense(), mask.kv_indices, picture, doubled, read, flat
+
+    for found, wanted in zip(torch.compile(run, backend="eager")(q), run(q), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_the_marks_do_not_import_the_compiler():
+    """It takes seconds."""
+    code = "import flexpress, sys; assert 'torch._dynamo' not in sys.modules and 'torch._inductor' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
