@@ -23,7 +23,7 @@ from .backward_plan import (
 from .binary import Numbers
 from .cache import INFO
 from .expr import INDEX_BOUND, Expr, ModGraph
-from .forward import BlockLists, Unusable, keys_of, output_like, reached, strides_like, tiles_of, usable
+from .forward import BlockLists, Rows, Unusable, keys_of, output_like, reached, strides_like, tiles_of, usable
 from .forward_plan import LOG2_E, Options, wants_tma
 from .hopper_backward_plan import L2_BYTES, HopperBackwardPlan, fits, plan_hopper_backward
 from .hopper_plan import heads_per_group
@@ -45,18 +45,18 @@ class _Ready(NamedTuple):
 
     plan: BackwardPlan | HopperBackwardPlan
     case: tuple  # its key in _refused
-    stats: tuple[int, ...]  # the shape of lse2 and delta together
+    stats: tuple[int, int]  # copies and length of the row statistics
     known: dict[str, int | float]  # numbers, by parameter
     numbers: dict[str, Numbers]  # those of each kernel
 
 
-def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, do: torch.Tensor,
+def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, rows: Rows, do: torch.Tensor,
              dlse: torch.Tensor | None, scale: float, score: tuple[ModGraph, list] | None, mask: tuple[ModGraph, list] | None,
              lists: BlockLists | None, transposed: BlockLists | None, options: Options, *, wanted: frozenset[int] = frozenset(),
              deterministic: bool = False):
     """dq, dk, dv (shaped, typed and laid out as q, k, v) and {index of a captured tensor of score_mod in `wanted`: its gradient}.
 
-    out, lse       what the forward pass returned      do, dlse   their gradients; dlse may be None
+    out, rows      what the forward pass returned      do, dlse   gradients of out and lse; dlse may be None
     lists          block lists of the forward pass     transposed the lists of query blocks for each KV block, in the same fields
     """
     q, k, v, do = map(with_rows, (q, k, v, do))
@@ -70,47 +70,51 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tenso
     extents = (Z, Hq, Q_LEN, KV_LEN)
     keys = keys_of(score, mask, reached(extents, lists))
     layouts = tuple([(t.shape, t.stride(), t.data_ptr() % 16) for t in tensors[:4]])
-    kind = (q.device, q.dtype, layouts, out.stride(), scale, options, deterministic, dlse is None, wanted, *keys,
+    kind = (q.device, q.dtype, layouts, out.stride(), scale, options, deterministic, dlse is None, rows.raw, wanted, *keys,
             lists and lists.structure, transposed and transposed.structure)
     ready = _ready.get(kind)
     if ready is None:
-        ready = _ready[kind] = _decide(q, k, v, out, do, scale, lists, transposed, options, deterministic, dlse is not None, wanted, keys)
+        ready = _ready[kind] = _decide(q, k, v, out, do, scale, lists, transposed, options, deterministic, dlse is not None, rows.raw, wanted,
+                                         keys)
     else:
         INFO.hits += 1
 
     plan = ready.plan
-    lse2, delta = torch.empty(ready.stats, dtype=torch.float32, device=q.device)
-    stats = (lse, dlse.contiguous(), lse2, delta) if dlse is not None else (lse, lse2, delta)
+    copies, stats_len = ready.stats
+    tops = torch.empty((Z, Hq, 2 * copies, stats_len), dtype=torch.float32, device=q.device)
+    delta = torch.empty((Z, Hq, copies, stats_len), dtype=torch.float32, device=q.device)
+    stats = (rows.values, dlse.contiguous(), tops, delta) if dlse is not None else (rows.values, tops, delta)
     if isinstance(plan, HopperBackwardPlan):
         dq_sum = torch.empty((Z, Hq, Q_LEN, D_QK), dtype=torch.float32, device=q.device)
         done = torch.empty((2, Z, Hq), dtype=torch.int32, device=q.device)
         stats = (*stats, dq_sum, done)
-    kernel_for(plan.delta).launch((Z * Hq * ready.stats[-1] // delta_rows(D_V),), (out, do, *stats, ready.numbers["delta"]), q.device,
+    kernel_for(plan.delta).launch((Z * Hq * stats_len // delta_rows(D_V),), (out, do, *stats, ready.numbers["delta"]), q.device,
                                   (delta_rows(D_V),), num_warps=4, num_stages=1)
 
     if isinstance(plan, HopperBackwardPlan):
         sums = _Sums((plan,), score, extents, q.device)
         try:
-            _launch_fused(ready, tensors, lse2, delta, dq_sum, done, transposed, score, mask, sums)
+            _launch_fused(ready, tensors, tops, delta, dq_sum, done, transposed, score, mask, sums)
         except Unusable as why:
             _refused[ready.case] = str(why)
             _ready.clear()  # others of this case have other lengths
-            return backward(q, k, v, out, lse, do, dlse, scale, score, mask, lists, transposed, options, wanted=wanted,
+            return backward(q, k, v, out, rows, do, dlse, scale, score, mask, lists, transposed, options, wanted=wanted,
                             deterministic=deterministic)
         return dq, dk, dv, sums.gradients()
     sums = _Sums((plan.dkv, plan.dq), score, extents, q.device)
-    _launch(ready, "dkv", (q, do), (k, v, lse2, delta, dk, dv), transposed, score, mask, sums)
-    _launch(ready, "dq", (k, v), (q, do, lse2, delta, dq), lists, score, mask, sums)
+    _launch(ready, "dkv", (q, do), (k, v, tops, delta, dk, dv), transposed, score, mask, sums)
+    _launch(ready, "dq", (k, v), (q, do, tops, delta, dq), lists, score, mask, sums)
     return dq, dk, dv, sums.gradients()
 
 
 def _decide(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, do: torch.Tensor, scale: float, lists: BlockLists | None,
-            transposed: BlockLists | None, options: Options, deterministic: bool, lse_gradient: bool, wanted: frozenset[int],
-            keys: tuple) -> _Ready:
+            transposed: BlockLists | None, options: Options, deterministic: bool, lse_gradient: bool, raw_tops: bool,
+            wanted: frozenset[int], keys: tuple) -> _Ready:
     """All that does not depend on addresses."""
     Z, Hq, Q_LEN, D_QK = q.shape
     Zkv, Hkv, KV_LEN, _ = v.shape
-    case, geometry, arch, reason = case_of(q, k, v, do, scale, lists, options, deterministic, lse_gradient, wanted, *keys)
+    case, geometry, arch, reason = case_of(q, k, v, do, scale, lists, options, deterministic, lse_gradient, wanted, *keys,
+                                           raw_tops=raw_tops)
     key = (case, arch, *keys, reason is None)
     plan = _plans.get(key)
     if plan is not None:
@@ -141,12 +145,12 @@ def _decide(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
     numbers = {name: Numbers(_numbers(spec, _with_lists({"first_tile": 0, **known}, part, width)))
                for name, (spec, part, width) in kernels.items()}
     numbers["delta"] = Numbers(_numbers(plan.delta, {**known, **rows}))
-    return _Ready(plan, key[:-1], (2, Z, Hq, copies, stats_len), known, numbers)
+    return _Ready(plan, key[:-1], (copies, stats_len), known, numbers)
 
 
 def case_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, scale: float, lists: BlockLists | None, options: Options,
             deterministic: bool, lse_gradient: bool, wanted: frozenset[int], score_key: tuple | None, mask_key: tuple | None,
-            ) -> tuple[BackwardCase, BackwardGeometry, str, str | None]:
+            raw_tops: bool = False) -> tuple[BackwardCase, BackwardGeometry, str, str | None]:
     """What the backward kernels depend on beside their mods, the device's architecture, and why the fused kernel does not serve (None if
     it does)."""
     shapes = tuple(t.shape for t in (q, k, v, do, q, k, v))  # and dq, dk and dv
@@ -157,7 +161,7 @@ def case_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor,
     use_tma = tuple(tma and possible and all(t.data_ptr() % 16 == 0 for t in pair)
                     for possible, pair in zip(geometry.tma, ((k, v), (q, do)), strict=True))
     case = BackwardCase(q.dtype, q.shape[3], v.shape[3], geometry.aligned, use_tma, lists and lists.blocks, options, scale > 0,
-                        max(q.shape[2], k.shape[2]) <= INDEX_BOUND, q.shape[0] == 1, q.shape[1] == 1, deterministic, lse_gradient, wanted,
+                        max(q.shape[2], k.shape[2]) <= INDEX_BOUND, q.shape[0] == 1, q.shape[1] == 1, deterministic, lse_gradient, wanted, raw_tops,
                         whole_blocks(q.shape[2], k.shape[2], lists and lists.blocks))
     reason = "BACKEND is TRITON" if options.backend == "TRITON" else fits(case, arch, score_key)
     return case, geometry, arch, reason or _refused.get((case, arch, score_key, mask_key))
@@ -188,12 +192,12 @@ def _with_lists(known: dict, lists: BlockLists | None, width: str) -> dict:
     return {**known, **dict(zip(names, lists.numbers, strict=True))}
 
 
-def _launch_fused(ready: _Ready, tensors: tuple, lse2: torch.Tensor, delta: torch.Tensor, dq_sum: torch.Tensor, done: torch.Tensor,
+def _launch_fused(ready: _Ready, tensors: tuple, tops: torch.Tensor, delta: torch.Tensor, dq_sum: torch.Tensor, done: torch.Tensor,
                   lists: BlockLists | None, score, mask, sums: _Sums) -> None:
     """Launch hopper_backward: a program for each multiprocessor, unless there are fewer tiles and blocks of dQ to finish."""
     plan = ready.plan
     q, k, v, do, dq, dk, dv = tensors
-    described = {"q": q, "do": do, "k": k, "v": v, "lse2": lse2, "delta": delta, "dq": dq_sum, "dk": dk, "dv": dv}
+    described = {"q": q, "do": do, "k": k, "v": v, "tops": tops, "delta": delta, "dq": dq_sum, "dk": dk, "dv": dv}
     mods = mod_values(plan, score and score[1], mask and mask[1])
     blocks = plan.blocks
     descriptors = [descriptor(t, *blocks[f"desc_{name}"]) for name, t in described.items()]

@@ -54,6 +54,7 @@ class BackwardCase(NamedTuple):
     deterministic: bool = False
     lse_gradient: bool = False
     captured: frozenset[int] = frozenset()  # the captured tensors of score_mod that want a gradient
+    raw_tops: bool = False  # the forward kernel left largest scores without scale, of a score_mod that adds distances
     whole: bool = False  # Q_LEN and KV_LEN are whole blocks, see `whole_blocks`
 
 
@@ -121,7 +122,7 @@ def plan_backward(case: BackwardCase, backend: str, arch: str, score: Mod | None
         gathered = tuple(zip(text.gradient.captured, (load for _, load, _ in captured), strict=True)) if text else ()
         whole = case.whole and (case.blocks is not None or _BLOCK % tile.BLOCK_M == 0 and _BLOCK % tile.BLOCK_N == 0)
         steps.append(Step(_spec(name, case, backend, text, mask_text, slabs, check_padding, whole), tile, text, mask_text, gathered))
-    return BackwardPlan(delta_spec(case, backend), *steps, score is not None or not case.scale_is_positive)
+    return BackwardPlan(delta_spec(case, backend), *steps, score is not None or not case.scale_is_positive or case.options.prescale_qk)
 
 
 def strides(*tensors: str) -> list[str]:
@@ -136,16 +137,18 @@ def delta_unit(case: BackwardCase) -> int:
 
 
 def stats_copies(case: BackwardCase) -> int:
-    """How many copies of lse2 and delta the fused kernel wants, each shifted by a row more: TMA reads from whole 16 bytes on."""
+    """How many copies of row statistics the fused kernel wants, each shifted by a row more: TMA reads from whole 16 bytes on."""
     return 4 if case.blocks and case.blocks.starts else 1
 
 
-def delta_spec(case: BackwardCase, backend: str, zero_dq: str = "") -> KernelSpec:
+def delta_spec(case: BackwardCase, backend: str, zero_dq: str = "", raw: bool = False) -> KernelSpec:
     """The KernelSpec of backward_delta; before the fused kernel it zeroes counts and sums of dQ as well: "all", or those of the "first"
-    group of heads."""
+    group of heads. `raw`: the next kernel's scores are without scale where the forward kernel's were."""
     fused = bool(zero_dq)
     numbers = ("Hq", "Q_LEN", "STATS_LEN", *strides("o", "do"), *(["Zkv", "GROUP_SIZE", "HEADS_PER_GROUP"] if zero_dq == "first" else []))
-    flags = {"D_V": case.d_v, "D_V_ROUNDED": round_up_head_dim(case.d_v), "UNIT": delta_unit(case), "LSE_GRADIENT": case.lse_gradient,
+    scaled = case.raw_tops and not raw
+    numbers += ("SM_SCALE",) if scaled else ()
+    flags = {"D_V": case.d_v, "D_V_ROUNDED": round_up_head_dim(case.d_v), "UNIT": delta_unit(case), "LSE_GRADIENT": case.lse_gradient, "SCALE_TOPS": scaled,
              "ZERO_DQ": zero_dq, "SHIFTS": stats_copies(case) if fused else 1, "numbers": numbers, "parameters": numbers}
     if fused:
         flags |= {"D_QK": case.d_qk, "D_QK_ROUNDED": round_up_head_dim(case.d_qk)}
@@ -178,7 +181,7 @@ def _spec(name: str, case: BackwardCase, backend: str, score: ModText | None, ma
         "WHOLE": whole, "CHECK_FULL_BLOCKS": not (blocks is None or blocks.interior or whole),
         "STARTS": blocks is not None and blocks.starts, "PEEL_TAIL": not float32,
         "CHECK_PADDING": check_padding and not whole, "SCALE_FIRST": score is not None or not case.scale_is_positive,
-        "USE_TMA": tma, "SLABS": slabs,
+        "PRESCALE_QK": options.prescale_qk, "USE_TMA": tma, "SLABS": slabs,
         "parameters": tuple(numbers),
         "numbers": tuple(numbers) + tuple(n for m in (score, mask) if m for n in m.numbers),
     }

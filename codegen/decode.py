@@ -81,7 +81,7 @@ class _Prepared:
     plan: DecodePlan
     grid: tuple[int, int]
     numbers: list
-    sizes: list[int]  # elements of PART, PART_LSE, (PART_MAX,) PART_COUNT; none if keys are not split
+    sizes: list[int]  # elements of PART, PART_SHARE, PART_MAX and PART_COUNT; none if keys are not split
     combine_numbers: tuple[int, ...]
     functions: tuple = ()  # the compiled kernels for aligned tensors and numbers of 32 bits, once they have run
 
@@ -105,8 +105,9 @@ class _Prepared:
 
 
 def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outputs: tuple[torch.Tensor, ...], scale: float, score: tuple | None,
-           mask: tuple | None, keys: tuple, lists, precision: str = "ieee", cached: Cached = NOT_CACHED) -> None:
-    """Fill outputs: out (Z, Hq, Q_LEN, D_V), lse float32 (Z, Hq, Q_LEN), and max_scores like it if that is asked for.
+           mask: tuple | None, keys: tuple, lists, precision: str = "ieee", cached: Cached = NOT_CACHED, *, output_max: bool = False) -> None:
+    """Fill outputs: out (Z, Hq, Q_LEN, D_V), lse float32 (Z, Hq, Q_LEN), max_scores like it with output_max, and (Z, Hq, Q_LEN, 2) for
+    forward.Rows if that is asked for.
 
     q (Z, Hq, Q_LEN, D_QK), k (Zkv, Hkv, KV_LEN, D_QK), v (Zkv, Hkv, KV_LEN, D_V), any strides; with cached.cu_q q and out are (1, Hq, T, D)
     and lse (T, Hq), with cached.pages Zkv is the number of pages and KV_LEN their size.
@@ -115,12 +116,12 @@ def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outputs: tuple[tor
     """
     out, device = outputs[0], q.device
     call = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), out.stride(), q.dtype, k.dtype, device, scale, *keys,
-            lists and lists.structure, precision, len(outputs), *cached.structure)
+            lists and lists.structure, precision, len(outputs), output_max, *cached.structure)
     found = _prepared.get(call)
     if found is not None:
         INFO.hits += 1
     else:
-        found = _prepared[call] = _prepare(q, k, v, outputs, scale, keys, lists, precision, cached)
+        found = _prepared[call] = _prepare(q, k, v, outputs, scale, keys, lists, precision, cached, output_max)
     plan, ragged = found.plan, cached.cu_q is not None
     buffer = torch.empty(sum(found.sizes), dtype=torch.float32, device=device) if found.sizes else None
     if ragged and found.sizes:  # tokens after the last sequence's have no parts
@@ -147,7 +148,7 @@ def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outputs: tuple[tor
 
 
 def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outputs: tuple[torch.Tensor, ...], scale: float, keys: tuple, lists,
-             precision: str, cached: Cached) -> _Prepared:
+             precision: str, cached: Cached, output_max: bool) -> _Prepared:
     out, device, arch = outputs[0], q.device, architecture_of(q.device)
     Hkv = k.shape[1]
     ragged, paged = cached.cu_q is not None, cached.pages is not None
@@ -163,8 +164,8 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outputs: tuple[t
     available = multiprocessors(device) if device.type != "cpu" else _INTERPRETED
     split = parts_of(KV_LEN, tiles, Z, available, lengths=cached.kv_lens is not None, listed=lists is not None, invariant=cached.invariant)
     case = DecodeCase(q.dtype, q.shape[3], v.shape[3], geometry.units, geometry.aligned, lists and lists.blocks._replace(interior=True),
-                      precision, scale > 0, len(outputs) > 2, max(Q_LEN, KV_LEN) <= INDEX_BOUND, split.room > 0, split.of_all > 0, ragged,
-                      cached.kv_lens is not None, cached.kv_locs is not None, k.shape[2] if paged else 0, kv_dtype,
+                      precision, scale > 0, output_max, len(outputs) - output_max > 2, max(Q_LEN, KV_LEN) <= INDEX_BOUND, split.room > 0,
+                      split.of_all > 0, ragged, cached.kv_lens is not None, cached.kv_locs is not None, k.shape[2] if paged else 0, kv_dtype,
                       cached.k_scales is not None)
     key = (case, arch, *keys, rows.rows)
     plan = _plans.get(key)
@@ -176,10 +177,10 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outputs: tuple[t
     if split.room:
         numbers += [split.room, split.least, *((Z, split.of_all) if split.of_all else ())]
         count = outputs[1].numel()
-        sizes = [count * split.room * n for n in (v.shape[3], *[1] * (len(outputs) - 1))] + [count]
+        sizes = [count * split.room * n for n in (v.shape[3], 1, 1)] + [count]
         sizes = [-(-n // 4) * 4 for n in sizes]  # each aligned to 16 bytes
         strides = (0, out.stride(2), out.stride(1)) if ragged else out.stride()[:3]
-        combine_numbers = (*outputs[1].shape[-2:], split.room, *strides)
+        combine_numbers = (*outputs[1].shape[-2:], split.room, *strides, LOG2_E if plan.scale_apart else scale * LOG2_E)
     if paged:
         numbers.append(cached.pages.stride(0))
     if ragged:

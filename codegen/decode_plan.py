@@ -36,6 +36,7 @@ class DecodeCase(NamedTuple):
     float32_precision: str = "ieee"
     scale_is_positive: bool = True
     output_max: bool = False
+    output_rows: bool = False  # what the backward pass needs of every row
     exact_indices: bool = True
     split: bool = True
     balanced: bool = False  # sequences have parts by their lengths
@@ -126,8 +127,8 @@ def plan_decode(case: DecodeCase, backend: str, arch: str, score: Mod | None, ma
     tile = decode_tile(arch, rows, round_up_head_dim(case.d_qk), round_up_head_dim(case.d_v), itemsize,
                        kv_block=case.blocks.kv_block if case.blocks else 0, paged=case.page_size > 0)
     scale_apart = score is not None or not case.scale_is_positive or case.scales
-    return DecodePlan(_spec(case, backend, score_text, mask_text, scale_apart), _combine(case, backend) if case.split else None, tile,
-                      score_text, mask_text, scale_apart)
+    return DecodePlan(_spec(case, backend, score_text, mask_text, scale_apart), _combine(case, backend, scale_apart) if case.split else None,
+                      tile, score_text, mask_text, scale_apart)
 
 
 def _spec(case: DecodeCase, backend: str, score: ModText | None, mask: ModText | None, scale_apart: bool) -> KernelSpec:
@@ -154,7 +155,8 @@ def _spec(case: DecodeCase, backend: str, score: ModText | None, mask: ModText |
         "aligned": case.aligned, "ALIGNMENT": vector_of(case.dtype, case.kv_dtype),
         "BLOCK_MASK": blocks is not None, "HAS_FULL_BLOCKS": blocks is not None and blocks.has_full,
         "SPARSE_Q_BLOCK_SIZE": blocks.q_block if blocks else 0, "SPARSE_KV_BLOCK_SIZE": blocks.kv_block if blocks else 0,
-        "SCALE_FIRST": scale_apart, "OUTPUT_MAX": case.output_max, "SPLIT": case.split, "BALANCED": case.balanced,
+        "SCALE_FIRST": scale_apart, "OUTPUT_MAX": case.output_max, "OUTPUT_ROWS": case.output_rows,
+        "SPLIT": case.split, "BALANCED": case.balanced,
         "RAGGED": case.ragged, "LENGTHS": case.lengths, "LOCATED": case.located, "PAGE_SIZE": case.page_size,
         "KV_SCALES": case.scales, "CONVERTS": case.kv_dtype is not None,
         "kv_params": ", ".join(block_args), "pointers": tuple(pointers),
@@ -163,8 +165,8 @@ def _spec(case: DecodeCase, backend: str, score: ModText | None, mask: ModText |
     return KernelSpec("decode", (score, mask), tuple(flags.items()), backend)
 
 
-def _combine(case: DecodeCase, backend: str) -> KernelSpec:
-    numbers = ("MIDDLE", "INNER", "SPLITS", "stride_outer", "stride_middle", "stride_inner")
-    flags = {"D_V": case.d_v, "D_V_ROUNDED": round_up_head_dim(case.d_v), "OUTPUT_MAX": case.output_max, "numbers": numbers,
-             "parameters": numbers}
+def _combine(case: DecodeCase, backend: str, scale_apart: bool) -> KernelSpec:
+    numbers = ("MIDDLE", "INNER", "SPLITS", "stride_outer", "stride_middle", "stride_inner", "TO_LOG2")
+    flags = {"D_V": case.d_v, "D_V_ROUNDED": round_up_head_dim(case.d_v), "RAW": not scale_apart, "OUTPUT_MAX": case.output_max,
+             "OUTPUT_ROWS": case.output_rows, "numbers": numbers, "parameters": numbers}
     return KernelSpec("combine_splits", (), tuple(flags.items()), backend)

@@ -6,6 +6,7 @@ import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -78,6 +79,18 @@ class BlockLists:
         return [Hm * rows if Zm > 1 else 0, rows if Hm > 1 else 0, *widths, *([] if self.starts is None else [rows])]
 
 
+class Rows(NamedTuple):
+    """What the backward pass needs of every row.
+
+    values   float32 (Z, Hq, Q_LEN, 2): the largest score, and log2 of its weight. lse cannot say both: beside a score of 1e9 the logarithm of
+             a sum is lost
+    raw      the scores of a score_mod are still without scale
+    """
+
+    values: torch.Tensor
+    raw: bool
+
+
 class Inputs:
     """Stands in keys for the shapes, strides, dtypes and devices of q, k and v, which are checked. Equal ones have one object, so that it
     is hashed and compared by identity."""
@@ -102,10 +115,12 @@ class _Ready:
         self.described, self.by_pointer, self.counts = len(plan.blocks), _first_by_pointer(plan), isinstance(plan, HopperPlan)
         self.new_out, self.new_stats = (functools.partial(torch.empty_strided, tuple(t.shape), t.stride(), dtype=t.dtype, device=t.device)
                                         for t in (out, lse))
+        self.raw = _are_raw(plan)
+        self.new_rows = functools.partial(torch.empty, (*lse.shape, 2), dtype=lse.dtype, device=lse.device)
         self.maps: dict[tuple[int, ...], list] = {}  # tensor maps by addresses
 
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, score: list | None, mask: list | None, lists: BlockLists | None,
-            output_max: bool):
+            output_max: bool, output_rows: bool):
         """What `forward` returns; None if this call needs another variant of the kernel."""
         mods = plain_values(mod_values(self.plan, score, mask))
         tables = lists.addresses if lists else ()
@@ -116,6 +131,10 @@ class _Ready:
         addresses = [*inputs, out.data_ptr(), lse.data_ptr()]
         if output_max:
             addresses.append(max_scores.data_ptr())
+        rows = None
+        if output_rows:
+            rows = Rows(self.new_rows(), self.raw)
+            addresses.append(rows.values.data_ptr())
         if self.described:
             key = tuple(addresses[:self.described])
             maps = self.maps.get(key)
@@ -130,7 +149,7 @@ class _Ready:
             if self.counts:
                 addresses.append(counter(device, stream).data_ptr())
             self.function.launch_plain(self.grid, 1, 1, stream, [*addresses, *self.numbers, *tables, *mods])
-        return out, lse, max_scores
+        return out, lse, max_scores, rows
 
 
 def output_like(q: torch.Tensor, d_v: int) -> torch.Tensor:
@@ -153,16 +172,17 @@ def _strides_like(shape: tuple[int, ...], order: tuple[int, ...], d_v: int) -> t
 
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: Inputs, scale: float, score: tuple[ModGraph, list] | None,
-            mask: tuple[ModGraph, list] | None, lists: BlockLists | None, options: Options, *, output_max: bool = False):
-    """out (Z, Hq, Q_LEN, D_V), lse float32 (Z, Hq, Q_LEN) and max_scores (the same, or None). Arguments are checked already.
+            mask: tuple[ModGraph, list] | None, lists: BlockLists | None, options: Options, *, output_max: bool = False,
+            output_rows: bool = False):
+    """out (Z, Hq, Q_LEN, D_V), lse float32 (Z, Hq, Q_LEN), max_scores (the same, or None) and Rows (or None). Arguments are checked already.
 
     `mask` is the mask_mod of the partial blocks in `lists`; both None for dense attention.
     """
     score_key, mask_key = keys_of(score, mask, reached(inputs.extents, lists))
-    call = (inputs, scale, score_key, mask_key, lists and lists.structure, options, output_max)
+    call = (inputs, scale, score_key, mask_key, lists and lists.structure, options, output_max, output_rows)
     ready = _ready.get(call)
     if ready is not None:
-        found = ready.run(q, k, v, score and score[1], mask and mask[1], lists, output_max)
+        found = ready.run(q, k, v, score and score[1], mask and mask[1], lists, output_max, output_rows)
         if found is not None:
             INFO.hits += 1
             return found
@@ -171,16 +191,19 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: Inputs, s
     out = output_like(q, D_V)
     lse = torch.empty((Z, Hq, Q_LEN), dtype=torch.float32, device=q.device)
     max_scores = torch.empty_like(lse) if output_max else None
+    rows = torch.empty((*lse.shape, 2), dtype=torch.float32, device=q.device) if output_rows else None
     if out.numel() == 0 or KV_LEN == 0:
         out.zero_()
         lse.fill_(float("-inf"))
-        return out, lse, max_scores.fill_(float("-inf")) if output_max else None
+        return out, lse, max_scores.fill_(float("-inf")) if output_max else None, Rows(rows, False) if output_rows else None
 
+    stats = tuple(t for t in (lse, max_scores, rows) if t is not None)
     if decodes(q, k, options):
-        decode.decode(q, k, v, (out, lse, max_scores) if output_max else (out, lse), scale, score, mask, (score_key, mask_key), lists,
-                      options.float32_precision)
-        return out, lse, max_scores
-    case, geometry, arch, reason = case_of(q, k, v, scale, lists, options, output_max, score_key, mask_key)
+        decode.decode(q, k, v, (out, *stats), scale, score, mask, (score_key, mask_key), lists, options.float32_precision,
+                      output_max=output_max)
+        return out, lse, max_scores, Rows(rows, False) if output_rows else None
+    case, geometry, arch, reason = case_of(q, k, v, scale, lists, options, output_max, score_key, mask_key,
+                                           output_rows=output_rows)
     key = (case, arch, score_key, mask_key, reason is None)
     plan = _plans.get(key)
     if plan is not None:
@@ -198,16 +221,20 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: Inputs, s
     if plan.spec.flag["STARTS"] and reason is None:
         numbers += out.stride()[:3]
     mods = mod_values(plan, score and score[1], mask and mask[1])
-    stats = (lse, max_scores) if output_max else (lse,)
     try:
         variant, grid = launch(plan, (k, v, q, out), stats, (*numbers, *tables, *mods),
                                lambda size: tiles_of(Q_LEN, size, lists, "q_block"), forced=options.backend == "GLUON")
     except Unusable as why:
         _refused[case, arch, score_key, mask_key] = str(why)
-        return forward(q, k, v, inputs, scale, score, mask, lists, options, output_max=output_max)
+        return forward(q, k, v, inputs, scale, score, mask, lists, options, output_max=output_max, output_rows=output_rows)
     if getattr(variant, "function", None) and plain_values((q, k, v, *tables, *numbers, *mods)) is not None:
         _ready[call] = _Ready(plan, variant.function, grid, numbers, out, lse)
-    return out, lse, max_scores
+    return out, lse, max_scores, Rows(rows, _are_raw(plan)) if output_rows else None
+
+
+def _are_raw(plan: Plan | HopperPlan) -> bool:
+    """Has a score_mod's kernel scores without scale?"""
+    return isinstance(plan, HopperPlan) and plan.spec.flag["SUM_IS_RAW"]
 
 
 def decodes(q: torch.Tensor, k: torch.Tensor, options: Options) -> bool:
@@ -221,7 +248,8 @@ def decodes(q: torch.Tensor, k: torch.Tensor, options: Options) -> bool:
 
 
 def case_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, lists: BlockLists | None, options: Options,
-            output_max: bool, score_key: tuple | None, mask_key: tuple | None) -> tuple[ForwardCase, Geometry, str, str | None]:
+            output_max: bool, score_key: tuple | None, mask_key: tuple | None, *,
+            output_rows: bool = False) -> tuple[ForwardCase, Geometry, str, str | None]:
     """What the forward kernel depends on beside its mods, the device's architecture, and why it is not the one for Hopper (None if it is).
     Raises ValueError if that does not serve the call and the user asks for it."""
     geometry = geometry_of(q.element_size(), (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride()),
@@ -230,7 +258,7 @@ def case_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, lis
     aligned = (k.data_ptr() | v.data_ptr()) % 16 == 0
     use_tma = geometry.tma and wants_tma(options, q.dtype, arch) and aligned
     case = ForwardCase(q.dtype, q.shape[3], v.shape[3], geometry.units, geometry.aligned, use_tma, lists and lists.blocks, options,
-                       scale > 0, output_max, max(q.shape[2], k.shape[2]) <= INDEX_BOUND)
+                       scale > 0, output_max, output_rows, max(q.shape[2], k.shape[2]) <= INDEX_BOUND)
     reason = fits(case, geometry, arch, aligned and q.data_ptr() % 16 == 0)
     if options.backend == "GLUON" and reason is not None:
         raise ValueError(f"kernel_options['BACKEND'] is 'GLUON', but {reason}; leave BACKEND out")

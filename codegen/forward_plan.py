@@ -73,6 +73,7 @@ class ForwardCase(NamedTuple):
     options: Options = Options()
     scale_is_positive: bool = True
     output_max: bool = False
+    output_rows: bool = False  # what the backward pass needs of every row
     exact_indices: bool = True
     cache: Cache | None = None  # the kernel for Hopper alone
 
@@ -151,6 +152,7 @@ def _spec(case: ForwardCase, backend: str, score: ModText | None, mask: ModText 
         "CHECK_FULL_BLOCKS": blocks is not None and not blocks.interior, "STARTS": blocks is not None and blocks.starts,
         "PEEL_TAIL": not float32,  # a second copy of the dot makes float32 kernels spill
         "SCALE_IS_POSITIVE": case.scale_is_positive, "OUTPUT_MAX": case.output_max,
+        "OUTPUT_ROWS": case.output_rows,
         "PRESCALE_QK": options.prescale_qk, "ROWS_GUARANTEED_SAFE": options.rows_guaranteed_safe,
         "USE_TMA": case.use_tma, "kv_params": ", ".join(["desc_k", "desc_v", "z_kv", "h_kv"] if case.use_tma else ["K", "V", *strides]),
         "numbers": tuple(numbers) + tuple(n for m in (score, mask) if m for n in m.numbers), "parameters": tuple(numbers),

@@ -1,6 +1,6 @@
 """The fused backward kernel for Hopper as a plan: which calls it serves, and from what is known of one to its KernelSpecs.
 
-The kernel (templates/hopper_backward.py.jinja) is written in Gluon, for sm_90 alone. It takes lse2 and delta from
+The kernel (templates/hopper_backward.py.jinja) is written in Gluon, for sm_90 alone. It takes row statistics from
 backward_delta, which also zeroes its counts and, of the sums of dQ, those that it does not zero itself.
 """
 
@@ -15,6 +15,7 @@ from .backward_plan import BackwardCase, delta_spec, role_of, strides
 from .expr import Expr, ModGraph
 from .forward_plan import Mod
 from .grad import differentiate
+from .hopper_plan import scores_are_raw
 from .lower import loads_of
 from .registry import remembered
 from .snippet import Target, TensorLayout
@@ -55,7 +56,7 @@ class HopperBackwardPlan:
         """The last two sizes of each descriptor's blocks; the first two are 1."""
         flags, m = self.fused.flag, self.tile.BLOCK_M
         d_qk, d_v, n = flags["D_QK_SLICE"], flags["D_V_ROUNDED"], self.tile.BLOCK_N
-        return {"desc_q": (m, d_qk), "desc_do": (m, d_v), "desc_k": (n, d_qk), "desc_v": (n, d_v), "desc_lse2": (1, m),
+        return {"desc_q": (m, d_qk), "desc_do": (m, d_v), "desc_k": (n, d_qk), "desc_v": (n, d_v), "desc_tops": (1, m),
                 "desc_delta": (1, m), "desc_dq": (64, flags["DQ_COLUMNS"]), "desc_dk": (64, min(d_qk, 128)), "desc_dv": (64, min(d_v, 128))}
 
 
@@ -87,6 +88,8 @@ def fits(case: BackwardCase, arch: str = "sm_90", score: Mod | None = None) -> s
     tile = [name for name, _ in case.options.tile if name.startswith(("dq_", "dkv_"))]
     if tile:
         return f"{', '.join(tile)}: this kernel has tiles of its own"
+    if case.options.prescale_qk:
+        return "PRESCALE_QK: q goes to shared memory as it is"
     rows = 64  # of the smallest tile
     if case.blocks and (case.blocks.q_block % rows or case.blocks.kv_block % BLOCK_N):
         return f"block sizes {case.blocks.q_block} and {case.blocks.kv_block} are no multiples of {rows} and {BLOCK_N}"
@@ -141,16 +144,17 @@ def plan_hopper_backward(case: BackwardCase, score: Mod | None, mask: Mod | None
         mask_text = mod_text(*mask, _SYMBOLS, target, shape="qk.shape", taken=taken)
     tile = tile or hopper_backward_tile(case, score, mask)
     scale_apart = score is not None or not case.scale_is_positive
-    # lse2 is read while S is computed: 5 % faster where that does not spill
+    # top is read while S is computed: 5 % faster where that does not spill
     early = tile.BLOCK_M == 64 and not score and not (mask and mask[0].tensors)
     fused = _spec(case, tile, score_text, mask_text, scale_apart, check_padding, early)
-    delta = delta_spec(case, "cuda", "first" if fused.flag["ZERO_AHEAD"] else "all")
+    delta = delta_spec(case, "cuda", "first" if fused.flag["ZERO_AHEAD"] else "all", fused.flag["SUM_IS_RAW"])
     return HopperBackwardPlan(delta, fused, tile, score_text, mask_text, scale_apart, gathered)
 
 
 def _spec(case: BackwardCase, tile: HopperBackwardTile, score: ModText | None, mask: ModText | None, scale_apart: bool,
-          check_padding: bool, early_lse: bool) -> KernelSpec:
+          check_padding: bool, early_top: bool) -> KernelSpec:
     blocks, mods, (d_qk, d_v) = case.blocks, [m for m in (score, mask) if m], padded(case.d_qk, case.d_v)
+    raw = case.raw_tops and scores_are_raw(score, case.scale_is_positive)  # as the forward kernel had them
     numbers = ["Z", "Zkv", "Hq", "Hkv", "GROUP_SIZE", "HEADS_PER_GROUP", "Q_LEN", "KV_LEN", *strides("dq"), "SM_SCALE", "TO_LOG2"]
     if blocks:
         numbers += ["mask_stride_z", "mask_stride_h", "mask_rows"] + (["full_mask_rows"] if blocks.has_full else [])
@@ -173,7 +177,7 @@ def _spec(case: BackwardCase, tile: HopperBackwardTile, score: ModText | None, m
         "BLOCK_MASK": blocks is not None, "HAS_FULL_BLOCKS": blocks is not None and blocks.has_full,
         "SPARSE_Q_BLOCK_SIZE": blocks.q_block if blocks else 0, "SPARSE_KV_BLOCK_SIZE": blocks.kv_block if blocks else 0,
         "STEPS": blocks.q_block // tile.BLOCK_M if blocks else 1, "STARTS": starts,
-        "SCALE_FIRST": scale_apart, "CHECK_PADDING": check_padding, "EARLY_LSE": early_lse,
+        "SCALE_FIRST": scale_apart, "SUM_IS_RAW": raw, "CHECK_PADDING": check_padding, "EARLY_TOP": early_top,
         "imports_triton": any(re.search(r"\btl\.", line) for line in lines),
         "numbers": tuple(numbers) + tuple(n for m in mods for n in m.numbers), "parameters": tuple(numbers),
     }

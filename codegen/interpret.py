@@ -213,6 +213,11 @@ def _patch():
         a, b = (_widened(x) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
         return plain_dot(self, a, b, d, input_precision, max_num_imprecise_acc)
 
+    def create_fma(self, x, y, z):
+        # one rounding: the exact product is what the softmax's shift is taken from
+        data = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data.astype(np.float64)
+        return interpreter.TensorHandle(data.astype(z.data.dtype), z.dtype.scalar)
+
     def get_all_ones_value(self, type):  # NumPy refuses -1 for unsigned types
         return interpreter.TensorHandle(np.array([-1]).astype(interpreter._get_np_dtype(type)), type.scalar)
 
@@ -241,6 +246,7 @@ def _patch():
     options = interpreter.interpreter_builder.options
     scope.set_attr(interpreter.interpreter_builder, "options", dataclasses.replace(options, sanitize_overflow=False))
     scope.set_attr(builder, "create_dot", create_dot)
+    scope.set_attr(builder, "create_fma", create_fma)
     scope.set_attr(builder, "create_fp_to_fp", create_fp_to_fp)
     scope.set_attr(builder, "cast_impl", cast_impl)
     # Triton 3.6 leaves scalars as arrays of one element, which NumPy 2.4 no longer takes for numbers

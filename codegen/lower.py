@@ -232,9 +232,8 @@ class _Printer:
 
     def run_sum(self, terms: Sum) -> Snippet:
         self.print_all(terms.parts)
-        found = SumText(*("" if part is None else self.operand(part, torch.float32) for part in (terms.query, terms.key, terms.rate)))
-        helpers = {**self.helpers, "multiples": None} if found.rate else self.helpers
-        return Snippet(tuple(self.statements), "", tuple(helpers), self.libdevice, sum=found)
+        found = SumText(*("" if part is None else self.operand(part, torch.float32) for part in (terms.key, terms.rate)))
+        return Snippet(tuple(self.statements), "", tuple(self.helpers), self.libdevice, sum=found)
 
     def print_nodes(self, nodes: list[Expr], uses: Counter) -> None:
         for node in nodes:

@@ -206,7 +206,7 @@ def backward_compilations(
     )
     plan = plan_backward(case, backend_for(target), arch, score, mask)
     pointers = dict.fromkeys(("Q", "K", "V", "O", "DO", "DQ", "DK", "DV"), dtype)
-    pointers |= dict.fromkeys(("LSE", "LSE2", "DELTA", "DLSE"), "float32") | dict.fromkeys(_TABLES + _Q_TABLES, "int32")
+    pointers |= dict.fromkeys(("ROWS", "TOPS", "DELTA", "DLSE"), "float32") | dict.fromkeys(_TABLES + _Q_TABLES, "int32")
     made = {"delta": _compilation(target, plan.delta, pointers, {"BLOCK_M": delta_rows(d_v)}, {}, 4)}
     for name, step in (("dkv", plan.dkv), ("dq", plan.dq)):
         tile, flags, arguments = step.tile, step.spec.flag, _arguments(step, bound)
@@ -254,7 +254,7 @@ def decode_compilations(
     rows = rows_of(q_len, group, 128 if blocks else 0).rows
     plan = plan_decode(case, backend_for(target), architecture_for(target), *keys_of(*bound, EXTENTS), rows)
     numbers = ("CU_Q", "KV_LENS", "KV_LOCS", "PAGES", "PART_COUNT", *_TABLES)
-    statistics = ("PART", "PART_LSE", "PART_MAX", "LSE", "MAX", "K_SCALES", "V_SCALES")
+    statistics = ("PART", "PART_SHARE", "PART_MAX", "LSE", "MAX", "K_SCALES", "V_SCALES")
     pointers = dict.fromkeys("QKVO", dtype) | dict.fromkeys(numbers, "int32") | dict.fromkeys(statistics, "float32")
     pointers |= dict.fromkeys("KV", kv_dtype) if kv_dtype else {}
     tile = plan.tile

@@ -75,15 +75,14 @@ class DistanceText:
 
 @dataclass(frozen=True, slots=True)
 class SumText:
-    """What a score_mod adds to the score: a number per query, one per key, and `rate` times kv_idx - q_idx. Empty where there is none."""
+    """What a score_mod adds to the score: a number per key, and `rate` times kv_idx - q_idx. Empty where there is none."""
 
-    query: str
     key: str
     rate: str
 
     @property
-    def parts(self) -> tuple[str, str, str]:
-        return self.query, self.key, self.rate
+    def parts(self) -> tuple[str, str]:
+        return self.key, self.rate
 
 
 @dataclass(frozen=True, slots=True)

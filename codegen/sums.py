@@ -1,7 +1,8 @@
-"""score_mods that add: to the score, a number for every query, one for every key, and a multiple of the distance between the two.
+"""score_mods that add: to the score, a number for every key, and a multiple of the distance between query and key.
 
-A kernel need not compute such a sum for every pair. What a query adds can wait until a row's largest score is known, and what a key
-adds goes into one fused multiply-add with the scale of the products. ALiBi is slope * distance, a padding bias a number for every key.
+A kernel need not compute such a sum for every pair: what a key adds goes into one fused multiply-add with the scale of the products, and
+so does the slope of distances. ALiBi is slope * distance, a padding bias a number for every key. What a query adds is no such sum: all
+scores of its row are rounded with it.
 """
 
 from __future__ import annotations
@@ -21,18 +22,14 @@ from .symbols import Sym
 
 @dataclass(frozen=True, eq=False)
 class Sum:
-    """score + query + key + rate * (kv_idx - q_idx), in float32; None is 0.
+    """score + key + rate * (kv_idx - q_idx), in float32; None is 0. `key` does not depend on q_idx, `rate` on neither."""
 
-    `query` does not depend on kv_idx, `key` not on q_idx, `rate` on neither. What depends on neither is part of `query`.
-    """
-
-    query: Expr | None = None
     key: Expr | None = None
     rate: Expr | None = None
 
     @property
     def parts(self) -> tuple[Expr, ...]:
-        return tuple(part for part in (self.query, self.key, self.rate) if part is not None)
+        return tuple(part for part in (self.key, self.rate) if part is not None)
 
 
 @remembered("mods that are sums", 1024)
@@ -48,13 +45,13 @@ def as_sum(graph: ModGraph) -> Sum | None:
             symbols[id(node)] = frozenset({node.attr} if node.op == "symbol" else ()).union(*(symbols[id(a)] for a in node.args))
             found[id(node)] = _terms(node, [found[id(a)] for a in node.args], [symbols[id(a)] for a in node.args], symbols[id(node)])
         terms = found[id(graph.result)]
-        if terms is None or not terms.score:
+        if terms is None or not terms.score or terms.query is not None:
             return None
-        return Sum(*(None if part is None else cast(part, torch.float32).expr for part in terms[1:]))
+        return Sum(*(None if part is None else cast(part, torch.float32).expr for part in (terms.key, terms.rate)))
 
 
 class _Terms(NamedTuple):
-    """Of an expression: is the score one of its terms, and the others as in a Sum."""
+    """Of an expression: is the score one of its terms, and the others as in a Sum; `query` does not depend on kv_idx."""
 
     score: bool = False
     query: Sym | None = None

@@ -12,7 +12,7 @@ from flexpress import checks
 from flexpress.block_mask import DEFAULT_BLOCK_SIZE, BlockMask, adopt, is_foreign_mask, same_mod
 from flexpress.codegen.backward import backward
 from flexpress.codegen.capture import name_of
-from flexpress.codegen.forward import BlockLists, Inputs, forward
+from flexpress.codegen.forward import BlockLists, Inputs, Rows, forward
 from flexpress.codegen.forward_plan import Options
 from flexpress.codegen.masks import automatic_lists
 from flexpress.codegen.registry import Table
@@ -111,7 +111,7 @@ def _attended(call: tuple, want_max: bool, deterministic: bool) -> tuple:
             call = _Call(inputs, scale, score, mask, lists, transposed, options, want_max,
                          deterministic or torch.are_deterministic_algorithms_enabled())
             return _Attention.apply(call, query, key, value, *captured)
-    return forward(query, key, value, inputs, scale, score, mask, lists, options, output_max=want_max)
+    return forward(query, key, value, inputs, scale, score, mask, lists, options, output_max=want_max)[:3]
 
 
 def prepared(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, starts_of=None) -> tuple:
@@ -229,17 +229,18 @@ class _Call(NamedTuple):
 
 @runs_uncompiled
 class _Attention(torch.autograd.Function):
-    """The forward pass, and a backward pass that recomputes the scores from lse."""
+    """The forward pass, and a backward pass that recomputes the weights from Rows."""
 
     @staticmethod
     def forward(ctx, call: _Call, q, k, v, *captured):
-        out, lse, max_scores = forward(q, k, v, call.inputs, call.scale, call.score, call.mask, call.lists, call.options,
-                                       output_max=call.output_max)
+        out, lse, max_scores, rows = forward(q, k, v, call.inputs, call.scale, call.score, call.mask, call.lists, call.options,
+                                             output_max=call.output_max, output_rows=True)
         mask_tensors = call.mask[1][:len(call.mask[0].tensors)] if call.mask else []
         # tensors are saved by autograd, which notices if they are overwritten before the backward pass
         ctx.call = call._replace(score=call.score and (call.score[0], call.score[1][len(captured):]),
                                  mask=call.mask and (call.mask[0], call.mask[1][len(mask_tensors):]))
-        ctx.save_for_backward(q, k, v, out, lse, *captured, *mask_tensors)
+        ctx.raw_rows = rows.raw
+        ctx.save_for_backward(q, k, v, out, rows.values, *captured, *mask_tensors)
         ctx.count = len(captured)
         ctx.set_materialize_grads(False)
         if max_scores is not None:
@@ -252,7 +253,7 @@ class _Attention(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         check_surroundings("the backward pass of flex_attention")
         d_out, d_lse = (g if g is None else _dense("gradient of flex_attention's output", g) for g in (d_out, d_lse))
-        q, k, v, out, lse, *others = ctx.saved_tensors
+        q, k, v, out, rows, *others = ctx.saved_tensors
         captured, mask_tensors = others[:ctx.count], others[ctx.count:]
         call = ctx.call
         score = (call.score[0], [*captured, *call.score[1]]) if call.score else None
@@ -260,7 +261,7 @@ class _Attention(torch.autograd.Function):
         wanted = frozenset(i for i, needed in enumerate(ctx.needs_input_grad[4:]) if needed)
         with torch.no_grad():
             dq, dk, dv, gradients = backward(
-                q, k, v, out, lse, torch.zeros_like(out) if d_out is None else d_out, d_lse, call.scale, score, mask, call.lists,
+                q, k, v, out, Rows(rows, ctx.raw_rows), torch.zeros_like(out) if d_out is None else d_out, d_lse, call.scale, score, mask, call.lists,
                 call.transposed(mask) if call.transposed else None, call.options, wanted=wanted, deterministic=call.deterministic)
         found = [*(g if needed else None for g, needed in zip((dq, dk, dv), ctx.needs_input_grad[1:4], strict=True)),
                  *(gradients.get(i) for i in range(ctx.count))]

@@ -1,7 +1,7 @@
 # backward dkv softcap causal d128 bf16
 """Attention backward, keys and values: dV = P^T dO and dK = dS^T Q * scale, one pass over Q and dO of every query head that reads them.
 
-With S = score_mod(Q K^T * scale) masked and P = softmax(S), recomputed tile by tile from lse:
+With S = score_mod(Q K^T * scale) masked and P = softmax(S), recomputed tile by tile from what the forward pass has found of every row:
 
     dP = dO V^T,   grad = P (dP - delta) = d loss / d S,   dS = grad through the derivative of score_mod
 
@@ -11,7 +11,8 @@ dS^T are operands of the next product as they stand.
     Z, Hq, Hkv     batch size, query heads, key/value heads (GROUP_SIZE = Hq / Hkv query heads share one)
     Q_LEN, KV_LEN  sequence lengths          D_QK, D_V   head dims; *_ROUNDED: padded to a power of two
     m, n           query / key positions     start_m     first query position of the current block
-    lse2, delta    [Z, Hq, STATS_LEN]        from backward_delta: log2 of the softmax's denominator, row sums of O dO
+    top, share     [Z, Hq, 2, STATS_LEN]     from backward_delta: a row's largest score, log2 of its weight
+    delta          [Z, Hq, STATS_LEN]        from there, too: row sums of O dO
     q_num_blocks   [Zm, Hm, columns]         how many query blocks visit a KV block (Zm, Hm: 1 or Z, Hq)
     q_indices      [Zm, Hm, columns, rows]   which ones. "Partial" blocks need mask_mod, "full" blocks do not
 """
@@ -28,7 +29,7 @@ def tanh_approx(x):
 @triton.jit
 def dkv_block_mn(
     k, v, dk, dv,
-    desc_q, desc_do, LSE2, DELTA,
+    desc_q, desc_do, TOPS, DELTA, STATS_LEN,
     z, h, n, start_m, is_full: tl.constexpr, Q_LEN, SM_SCALE, TO_LOG2,
     arg_inverse, arg_cap,  # captured by score_mod softcap
     BLOCK_M: tl.constexpr,
@@ -38,7 +39,8 @@ def dkv_block_mn(
     # rows past Q_LEN and columns past the head dim arrive as zeros
     q = desc_q.load([z, h, start_m, 0]).reshape(BLOCK_M, 128)
     do = desc_do.load([z, h, start_m, 0]).reshape(BLOCK_M, 128)
-    lse2 = tl.load(LSE2 + offs_m)  # +inf past Q_LEN: p is 0 there
+    top = tl.load(TOPS + offs_m)  # +inf past Q_LEN: p is 0 there
+    share = tl.load(TOPS + STATS_LEN + offs_m)
     qk = tl.dot(k, tl.trans(q))  # [BLOCK_N, BLOCK_M], float32
     dp = tl.dot(v, tl.trans(do))
     qk *= SM_SCALE
@@ -54,7 +56,8 @@ def dkv_block_mn(
         mask_0 = m >= n
         score = tl.where(mask_0, score, float("-inf"))
 
-    p = tl.exp2(score * TO_LOG2 - lse2[None, :])  # [BLOCK_N, BLOCK_M], the softmax itself
+    # [BLOCK_N, BLOCK_M], the softmax itself. The difference first: it is exact where it matters, however large scores are
+    p = tl.exp2(tl.fma(score - top[None, :], TO_LOG2, share[None, :]))
     delta = tl.load(DELTA + offs_m)
     grad = p * (dp - delta[None, :])  # d loss / d score
     # ---- derivative of score_mod: softcap
@@ -85,7 +88,7 @@ def listed_block(step, num_blocks, q_indices, num_full_blocks, full_q_indices, S
 def backward_dkv(
     desc_q, desc_do,  # [Z, Hq, Q_LEN, D_QK], [Z, Hq, Q_LEN, D_V] as TMA descriptors
     K, V,  # [Zkv, Hkv, KV_LEN, D_QK], [Zkv, Hkv, KV_LEN, D_V]
-    LSE2, DELTA,  # float32 [Z, Hq, STATS_LEN]
+    TOPS, DELTA,  # float32 [Z, Hq, 2, STATS_LEN], [Z, Hq, STATS_LEN]
     DK, DV,  # written: as K and V
     Z, Zkv, Hkv, GROUP_SIZE, Q_LEN, KV_LEN, STATS_LEN, stride_qz, stride_qh, stride_qm, stride_kz, stride_kh,
     stride_kn, stride_vz, stride_vh, stride_vn, stride_doz, stride_doh, stride_dom, stride_dkz, stride_dkh,
@@ -151,7 +154,7 @@ def backward_dkv(
             start_m = tl.multiple_of(start_m, BLOCK_M)
             dk, dv = dkv_block_mn(
                 k, v, dk, dv,
-                desc_q, desc_do, LSE2 + stats, DELTA + stats,
+                desc_q, desc_do, TOPS + 2 * stats, DELTA + stats, STATS_LEN,
                 z, h, n, start_m, False, Q_LEN, SM_SCALE, TO_LOG2,
                 arg_inverse, arg_cap,
                 BLOCK_M,
@@ -162,7 +165,7 @@ def backward_dkv(
             start_m = tl.multiple_of(start_m, BLOCK_M)
             dk, dv = dkv_block_mn(
                 k, v, dk, dv,
-                desc_q, desc_do, LSE2 + stats, DELTA + stats,
+                desc_q, desc_do, TOPS + 2 * stats, DELTA + stats, STATS_LEN,
                 z, h, n, start_m, True, Q_LEN, SM_SCALE, TO_LOG2,
                 arg_inverse, arg_cap,
                 BLOCK_M,

@@ -1,7 +1,7 @@
 # backward dq relative bias d64 fp32
 """Attention backward, queries: dQ = dS K * scale, one pass over K and V.
 
-With S = score_mod(Q K^T * scale) masked and P = softmax(S), recomputed tile by tile from lse:
+With S = score_mod(Q K^T * scale) masked and P = softmax(S), recomputed tile by tile from what the forward pass has found of every row:
 
     dP = dO V^T,   grad = P (dP - delta) = d loss / d S,   dS = grad through the derivative of score_mod
 
@@ -10,7 +10,8 @@ One program computes one tile of BLOCK_M query rows of one head.
     Z, Hq, Hkv     batch size, query heads, key/value heads (GROUP_SIZE = Hq / Hkv query heads share one)
     Q_LEN, KV_LEN  sequence lengths          D_QK, D_V   head dims; *_ROUNDED: padded to a power of two
     m, n           query / key positions     start_n     first key position of the current block
-    lse2, delta    [Z, Hq, STATS_LEN]        from backward_delta: log2 of the softmax's denominator, row sums of O dO
+    top, share     [Z, Hq, 2, STATS_LEN]     from backward_delta: a row's largest score, log2 of its weight
+    delta          [Z, Hq, STATS_LEN]        from there, too: row sums of O dO
     grad_table_0: gradient of table, float32: positions share elements and add up
 """
 
@@ -27,7 +28,7 @@ def read_32_bits(pointer):
 
 @triton.jit
 def dq_block_mn(
-    q, do, lse2, delta, dq,
+    q, do, top, share, delta, dq,
     K, V, stride_kn, stride_vn,
     z, h, m, start_n, offs_m, Q_LEN, KV_LEN, SM_SCALE, TO_LOG2,
     ptr_table, stride_table_0, arg_zero,  # captured by score_mod relative_bias
@@ -54,7 +55,8 @@ def dq_block_mn(
     score_1 = qk + score_0
     score = score_1
 
-    p = tl.exp2(score * TO_LOG2 - lse2[:, None])  # [BLOCK_M, BLOCK_N], the softmax itself
+    # [BLOCK_M, BLOCK_N], the softmax itself. The difference first: it is exact where it matters, however large scores are
+    p = tl.exp2(tl.fma(score - top[:, None], TO_LOG2, share[:, None]))
     grad = p * (dp - delta[:, None])  # d loss / d score
     # ---- derivative of score_mod: relative_bias
     d_table_0 = grad
@@ -75,7 +77,7 @@ def dq_block_mn(
 def backward_dq(
     K, V,  # [Zkv, Hkv, KV_LEN, D_QK], [Zkv, Hkv, KV_LEN, D_V]
     Q, DO,  # [Z, Hq, Q_LEN, D_QK], [Z, Hq, Q_LEN, D_V]
-    LSE2, DELTA,  # float32 [Z, Hq, STATS_LEN]
+    TOPS, DELTA,  # float32 [Z, Hq, 2, STATS_LEN], [Z, Hq, STATS_LEN]
     DQ,  # written: [Z, Hq, Q_LEN, D_QK]
     Hq, Zkv, GROUP_SIZE, Q_LEN, KV_LEN, STATS_LEN, stride_qz, stride_qh, stride_qm, stride_kz, stride_kh,
     stride_kn, stride_vz, stride_vh, stride_vn, stride_doz, stride_doh, stride_dom, stride_dqz, stride_dqh,
@@ -119,9 +121,10 @@ def backward_dq(
     q = tl.load(q_ptrs, mask=q_mask, other=0.0)
     do_ptrs = DO + z.to(tl.int64) * stride_doz + h.to(tl.int64) * stride_doh + rows * stride_dom + offs_dv[None, :]
     do = tl.load(do_ptrs, mask=do_mask, other=0.0)
-    stats = (z.to(tl.int64) * Hq + h) * STATS_LEN + offs_m
-    lse2 = tl.load(LSE2 + stats)
-    delta = tl.load(DELTA + stats)
+    stats = (z.to(tl.int64) * Hq + h) * STATS_LEN
+    top = tl.load(TOPS + 2 * stats + offs_m)
+    share = tl.load(TOPS + 2 * stats + STATS_LEN + offs_m)
+    delta = tl.load(DELTA + stats + offs_m)
 
     dq = tl.zeros([BLOCK_M, 64], dtype=tl.float32)
     m = offs_m[:, None]  # [BLOCK_M, 1]
@@ -130,7 +133,7 @@ def backward_dq(
         start_n = step * BLOCK_N
         start_n = tl.multiple_of(start_n, BLOCK_N)
         dq = dq_block_mn(
-            q, do, lse2, delta, dq,
+            q, do, top, share, delta, dq,
             K, V, stride_kn, stride_vn,
             z, h, m, start_n, offs_m, Q_LEN, KV_LEN, SM_SCALE, TO_LOG2,
             ptr_table, stride_table_0, arg_zero,

@@ -16,9 +16,12 @@ share, are read once for all of them.
     h, m           [BLOCK_M, 1]              head and query position of every row
     n, start_n     key positions, the first one of a block
     acc            [BLOCK_M, D_V_ROUNDED]    unnormalised output
-    m_i, l_i       [BLOCK_M]                 running row maximum (base 2) and sum of exp2(score - m_i)
+    m_i            [BLOCK_M]                 running row maximum of the scores
+    l_i            [BLOCK_M]                 sum of exp2(score in base 2 - shift_i), where shift_i is m_i in base 2 (see limits)
     lse            [Z, Hq, Q_LEN]            natural logarithm of the sum of exp(score), -inf for an empty row
-    PART, PART_LSE float32 [rows, SPLITS, D_V] and [rows, SPLITS], rows as in lse: outputs of the parts, and their lse in base 2
+    PART           float32 [rows, SPLITS, D_V], rows as in lse: outputs of the parts
+    PART_MAX       float32 [rows, SPLITS]    their m_i
+    PART_SHARE     float32 [rows, SPLITS]    log2 of its weight in the part
     PART_COUNT     int32 [rows]              how many parts there are
 """
 
@@ -35,10 +38,22 @@ def float_difference(a, b):
 
 
 @triton.jit
+def limits(TO_LOG2):
+    """HUGE and STEP: scores of a row are multiplied by TO_LOG2, but by the power of two STEP if its largest one is HUGE or more.
+
+    exp2(score * TO_LOG2 - shift) is one multiply-add, of the exact product, while shift = m * TO_LOG2 is rounded. What that is off by, a row's
+    weights have in common, and it cancels: up to 2**32. Beyond that, float32 numbers are so far apart that all scores but the
+    largest have weight 0 in any base, and m * STEP is exact.
+    """
+    STEP = (TO_LOG2.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return 1073741824.0 / TO_LOG2, STEP
+
+
+@triton.jit
 def decode_block_mn(
-    q, acc, l_i, m_i,  # the rows, their output so far, their softmax so far
+    q, acc, l_i, m_i, shift_i,  # the rows, their output so far, their softmax so far
     K, PAGES, Zkv, stride_kz, stride_kn, V, stride_vz, stride_vn,
-    z, h, m, start_n, KV_LEN, SM_SCALE, TO_LOG2,
+    z, h, m, start_n, KV_LEN, SM_SCALE, TO_LOG2, HUGE, STEP,
     ptr_slopes,  # captured by score_mod alibi
     BLOCK_N: tl.constexpr,
 ):
@@ -67,17 +82,21 @@ def decode_block_mn(
     score = tl.where((offs_n < KV_LEN)[None, :], score, float("-inf"))
 
     # running softmax in base 2: exp(s) = exp2(s * log2(e)), and the product folds into one fused multiply-add
-    m_new = tl.maximum(m_i, tl.max(score, 1) * TO_LOG2)
-    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row with nothing to attend to yet: avoid inf - inf
-    alpha = tl.exp2(m_i - m_safe)
-    p = tl.exp2(score * TO_LOG2 - m_safe[:, None])  # [BLOCK_M, BLOCK_N]
+    m_new = tl.maximum(m_i, tl.max(score, 1))
+    usual = tl.abs(m_new) < HUGE
+    factor = tl.where(usual, TO_LOG2, STEP)
+    shift = m_new * factor
+    shift_safe = tl.where(m_new == float("-inf"), 0.0, shift)  # a row with nothing to attend to yet: avoid inf - inf
+    # a sum that was shifted in the other way is of scores that are much smaller
+    alpha = tl.exp2(tl.where(usual == (tl.abs(m_i) < HUGE), shift_i - shift_safe, float("-inf")))
+    p = tl.exp2(tl.fma(score, factor[:, None], -shift_safe[:, None]))  # [BLOCK_M, BLOCK_N]
     l_i = l_i * alpha + tl.sum(p, 1)
     acc = acc * alpha[:, None]
     offs_dv = tl.arange(0, 128)
     v_ptrs = V + page * stride_vz + (in_page * stride_vn + offs_dv[None, :])
     v = tl.load(v_ptrs, mask=inside, other=0.0)
     acc = tl.dot(p.to(v.dtype), v, acc)
-    return acc, l_i, m_new
+    return acc, l_i, m_new, shift
 
 
 @triton.jit
@@ -115,7 +134,7 @@ def part_of(part, KV_LENS, Z, KV_LEN, PARTS, SPLITS, least, BLOCK_N: tl.constexp
 def decode(
     K, V,  # [pages, Hkv, 16, D_QK], [pages, Hkv, 16, D_V]
     Q,  # [Z, Hq, Q_LEN, D_QK]
-    PART, PART_LSE,  # float32 [Z, Hq, Q_LEN, SPLITS, D_V], [Z, Hq, Q_LEN, SPLITS]
+    PART, PART_SHARE, PART_MAX,  # float32 [Z, Hq, Q_LEN, SPLITS, D_V], [Z, Hq, Q_LEN, SPLITS]
     PART_COUNT,  # int32 [Z, Hq, Q_LEN]
     KV_LENS, PAGES,
     Hq, Zkv, GROUP_SIZE, Q_LEN, KV_LEN, stride_qz, stride_qh, stride_qm, stride_kz, stride_kh, stride_kn,
@@ -160,6 +179,8 @@ def decode(
     acc = tl.zeros([BLOCK_M, 128], dtype=tl.float32)
     l_i = tl.zeros([BLOCK_M], dtype=tl.float32)
     m_i = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    shift_i = m_i
+    HUGE, STEP = limits(TO_LOG2)
     steps = tl.cdiv(KV_LEN, BLOCK_N)
     share = tl.maximum(tl.cdiv(steps, parts), MIN_SHARE // BLOCK_N)
     parts = tl.cdiv(steps, share)  # none of an empty sequence
@@ -168,16 +189,19 @@ def decode(
     for step in range(first, steps):
         start_n = step * BLOCK_N
         start_n = tl.multiple_of(start_n, BLOCK_N)
-        acc, l_i, m_i = decode_block_mn(
-            q, acc, l_i, m_i,
+        acc, l_i, m_i, shift_i = decode_block_mn(
+            q, acc, l_i, m_i, shift_i,
             K, PAGES, Zkv, stride_kz, stride_kn, V, stride_vz, stride_vn,
-            z, h, m, start_n, KV_LEN, SM_SCALE, TO_LOG2,
+            z, h, m, start_n, KV_LEN, SM_SCALE, TO_LOG2, HUGE, STEP,
             ptr_slopes,
             BLOCK_N,
         )
 
     # an empty row has l_i = 0 and m_i = -inf: output 0, lse -inf
-    l_i = tl.where(l_i == 0.0, 1.0, l_i)
+    empty = l_i == 0.0
+    l_i = tl.where(empty, 1.0, l_i)
+    # log2 of the weight of a score m_i: of what rounding the shift has left, by l_i
+    share = tl.where(empty, 0.0, tl.fma(m_i, tl.where(tl.abs(m_i) < HUGE, TO_LOG2, STEP), -shift_i) - tl.log2(l_i))
     acc = acc / l_i[:, None]
     place = (z.to(tl.int64) * Hq + first_head + row % PACK) * Q_LEN + offs_m
     offs_dv = tl.arange(0, 128)[None, :]
@@ -185,5 +209,6 @@ def decode(
         tl.store(PART_COUNT + place, parts, mask=inside)
     if first < steps:
         place = place * SPLITS + split
-        tl.store(PART_LSE + place, m_i + tl.log2(l_i), mask=inside)
+        tl.store(PART_SHARE + place, share, mask=inside)
+        tl.store(PART_MAX + place, m_i, mask=inside)
         tl.store(PART + place[:, None] * 128 + offs_dv, acc, mask=inside[:, None])

@@ -7,7 +7,8 @@ One program computes one tile of BLOCK_M query rows of one head.
     Q_LEN, KV_LEN  sequence lengths          D_QK, D_V   head dims; *_ROUNDED: padded to a power of two
     m, n           query / key positions     start_n     first key position of the current block
     acc            [BLOCK_M, D_V_ROUNDED]    unnormalised output
-    m_i, l_i       [BLOCK_M]                 running row maximum (base 2) and sum of exp2(score - m_i)
+    m_i            [BLOCK_M]                 running row maximum of the scores, still without scale
+    l_i            [BLOCK_M]                 sum of exp2(score in base 2 - shift_i), where shift_i is m_i in base 2 (see limits)
     lse            [Z, Hq, Q_LEN]            natural logarithm of the sum of exp(score), -inf for an empty row
     kv_num_blocks  [Zm, Hm, rows]            how many KV blocks a row of query blocks visits (Zm, Hm: 1 or Z, Hq)
     kv_indices     [Zm, Hm, rows, columns]   which ones, in order. "Partial" blocks need mask_mod, "full" blocks do not
@@ -18,10 +19,22 @@ import triton.language as tl
 
 
 @triton.jit
+def limits(TO_LOG2):
+    """HUGE and STEP: scores of a row are multiplied by TO_LOG2, but by the power of two STEP if its largest one is HUGE or more.
+
+    exp2(score * TO_LOG2 - shift) is one multiply-add, of the exact product, while shift = m * TO_LOG2 is rounded. What that is off by, a row's
+    weights have in common, and it cancels: up to 2**32. Beyond that, float32 numbers are so far apart that all scores but the
+    largest have weight 0 in any base, and m * STEP is exact.
+    """
+    STEP = (TO_LOG2.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return 1073741824.0 / TO_LOG2, STEP
+
+
+@triton.jit
 def forward_block_mn(
-    q, acc, l_i, m_i,  # the query tile, its output so far, its softmax so far
+    q, acc, l_i, m_i, shift_i,  # the query tile, its output so far, its softmax so far
     desc_k, desc_v, z_kv, h_kv,
-    z, h, m, start_n, is_full, KV_LEN, TO_LOG2,
+    z, h, m, start_n, is_full, KV_LEN, TO_LOG2, HUGE, STEP,
     BLOCK_N: tl.constexpr,
 ):
     """Fold one block of BLOCK_N keys into the running softmax."""
@@ -39,15 +52,19 @@ def forward_block_mn(
         score = tl.where(mask_0 & (offs_n < KV_LEN)[None, :], score, float("-inf"))
 
     # running softmax in base 2: exp(s) = exp2(s * log2(e)), and the product folds into one fused multiply-add
-    m_new = tl.maximum(m_i, tl.max(score, 1) * TO_LOG2)
-    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row with nothing to attend to yet: avoid inf - inf
-    alpha = tl.exp2(m_i - m_safe)
-    p = tl.exp2(score * TO_LOG2 - m_safe[:, None])  # [BLOCK_M, BLOCK_N]
+    m_new = tl.maximum(m_i, tl.max(score, 1))
+    usual = tl.abs(m_new) < HUGE
+    factor = tl.where(usual, TO_LOG2, STEP)
+    shift = m_new * factor
+    shift_safe = tl.where(m_new == float("-inf"), 0.0, shift)  # a row with nothing to attend to yet: avoid inf - inf
+    # a sum that was shifted in the other way is of scores that are much smaller
+    alpha = tl.exp2(tl.where(usual == (tl.abs(m_i) < HUGE), shift_i - shift_safe, float("-inf")))
+    p = tl.exp2(tl.fma(score, factor[:, None], -shift_safe[:, None]))  # [BLOCK_M, BLOCK_N]
     l_i = l_i * alpha + tl.sum(p, 1)
     acc = acc * alpha[:, None]
     v = desc_v.load([z_kv, h_kv, start_n, 0]).reshape(BLOCK_N, 128)
     acc = tl.dot(p.to(v.dtype), v, acc)
-    return acc, l_i, m_new
+    return acc, l_i, m_new, shift
 
 
 @triton.jit
@@ -60,9 +77,9 @@ def listed_block(step, num_blocks, kv_indices, num_full_blocks, full_kv_indices,
 
 @triton.jit
 def forward_inner(
-    q, acc, l_i, m_i,
+    q, acc, l_i, m_i, shift_i,
     desc_k, desc_v, z_kv, h_kv,
-    z, h, m, KV_LEN, TO_LOG2,
+    z, h, m, KV_LEN, TO_LOG2, HUGE, STEP,
     num_blocks, kv_indices, num_full_blocks, full_kv_indices,
     BLOCK_N: tl.constexpr,
 ):
@@ -75,13 +92,13 @@ def forward_inner(
         block = listed_block(step + 1, num_blocks, kv_indices, num_full_blocks, full_kv_indices, STEPS)  # a step ahead, so that no load of K waits for it
         is_full = step >= num_blocks * STEPS
         start_n = tl.multiple_of(start_n, BLOCK_N)
-        acc, l_i, m_i = forward_block_mn(
-            q, acc, l_i, m_i,
+        acc, l_i, m_i, shift_i = forward_block_mn(
+            q, acc, l_i, m_i, shift_i,
             desc_k, desc_v, z_kv, h_kv,
-            z, h, m, start_n, is_full, KV_LEN, TO_LOG2,
+            z, h, m, start_n, is_full, KV_LEN, TO_LOG2, HUGE, STEP,
             BLOCK_N,
         )
-    return acc, l_i, m_i
+    return acc, l_i, m_i, shift_i
 
 
 @triton.jit(
@@ -132,25 +149,30 @@ def forward(
     acc = tl.zeros([BLOCK_M, 128], dtype=tl.float32)
     l_i = tl.zeros([BLOCK_M], dtype=tl.float32)
     m_i = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    shift_i = m_i
+    HUGE, STEP = limits(TO_LOG2)
     m = tl.minimum(offs_m, Q_LEN - 1)[:, None]  # [BLOCK_M, 1]; padding rows repeat the last one and are not stored
 
     # this tile's row in the block lists
     row = z.to(tl.int64) * mask_stride_z + h * mask_stride_h + q_block * BLOCK_M // 128
-    acc, l_i, m_i = forward_inner(
-        q, acc, l_i, m_i,
+    acc, l_i, m_i, shift_i = forward_inner(
+        q, acc, l_i, m_i, shift_i,
         desc_k, desc_v, z_kv, h_kv,
-        z, h, m, KV_LEN, TO_LOG2,
+        z, h, m, KV_LEN, TO_LOG2, HUGE, STEP,
         tl.load(kv_num_blocks + row), kv_indices + row * mask_columns,
         tl.load(full_kv_num_blocks + row), full_kv_indices + row * full_mask_columns,
         BLOCK_N,
     )
 
     # an empty row has l_i = 0 and m_i = -inf: output 0, lse -inf
-    l_i = tl.where(l_i == 0.0, 1.0, l_i)
+    empty = l_i == 0.0
+    l_i = tl.where(empty, 1.0, l_i)
+    # log2 of the weight of a score m_i: of what rounding the shift has left, by l_i
+    share = tl.where(empty, 0.0, tl.fma(m_i, tl.where(tl.abs(m_i) < HUGE, TO_LOG2, STEP), -shift_i) - tl.log2(l_i))
     acc = acc / l_i[:, None]
     LN2: tl.constexpr = 0.6931471805599453
     stats = (z.to(tl.int64) * Hq + h) * Q_LEN + offs_m
-    tl.store(LSE + stats, (m_i + tl.log2(l_i)) * LN2, mask=offs_m < Q_LEN)
+    tl.store(LSE + stats, m_i * (TO_LOG2 * LN2) - share * LN2, mask=offs_m < Q_LEN)
     offs_dv = tl.arange(0, 128)
     o_ptrs = O + z.to(tl.int64) * stride_oz + h.to(tl.int64) * stride_oh + offs_m.to(tl.int64)[:, None] * stride_om + offs_dv[None, :]
     tl.store(o_ptrs, acc.to(O.dtype.element_ty), mask=(offs_m[:, None] < Q_LEN))

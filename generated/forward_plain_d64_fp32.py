@@ -7,7 +7,8 @@ One program computes one tile of BLOCK_M query rows of one head.
     Q_LEN, KV_LEN  sequence lengths          D_QK, D_V   head dims; *_ROUNDED: padded to a power of two
     m, n           query / key positions     start_n     first key position of the current block
     acc            [BLOCK_M, D_V_ROUNDED]    unnormalised output
-    m_i, l_i       [BLOCK_M]                 running row maximum (base 2) and sum of exp2(score - m_i)
+    m_i            [BLOCK_M]                 running row maximum of the scores, still without scale
+    l_i            [BLOCK_M]                 sum of exp2(score in base 2 - shift_i), where shift_i is m_i in base 2 (see limits)
     lse            [Z, Hq, Q_LEN]            natural logarithm of the sum of exp(score), -inf for an empty row
 """
 
@@ -16,10 +17,22 @@ import triton.language as tl
 
 
 @triton.jit
+def limits(TO_LOG2):
+    """HUGE and STEP: scores of a row are multiplied by TO_LOG2, but by the power of two STEP if its largest one is HUGE or more.
+
+    exp2(score * TO_LOG2 - shift) is one multiply-add, of the exact product, while shift = m * TO_LOG2 is rounded. What that is off by, a row's
+    weights have in common, and it cancels: up to 2**32. Beyond that, float32 numbers are so far apart that all scores but the
+    largest have weight 0 in any base, and m * STEP is exact.
+    """
+    STEP = (TO_LOG2.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return 1073741824.0 / TO_LOG2, STEP
+
+
+@triton.jit
 def forward_block_mn(
-    q, acc, l_i, m_i,  # the query tile, its output so far, its softmax so far
+    q, acc, l_i, m_i, shift_i,  # the query tile, its output so far, its softmax so far
     K, V, stride_kn, stride_vn,
-    z, h, m, start_n, KV_LEN, TO_LOG2,
+    z, h, m, start_n, KV_LEN, TO_LOG2, HUGE, STEP,
     BLOCK_N: tl.constexpr,
 ):
     """Fold one block of BLOCK_N keys into the running softmax."""
@@ -36,37 +49,41 @@ def forward_block_mn(
         score = tl.where((offs_n < KV_LEN)[None, :], score, float("-inf"))
 
     # running softmax in base 2: exp(s) = exp2(s * log2(e)), and the product folds into one fused multiply-add
-    m_new = tl.maximum(m_i, tl.max(score, 1) * TO_LOG2)
-    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row with nothing to attend to yet: avoid inf - inf
-    alpha = tl.exp2(m_i - m_safe)
-    p = tl.exp2(score * TO_LOG2 - m_safe[:, None])  # [BLOCK_M, BLOCK_N]
+    m_new = tl.maximum(m_i, tl.max(score, 1))
+    usual = tl.abs(m_new) < HUGE
+    factor = tl.where(usual, TO_LOG2, STEP)
+    shift = m_new * factor
+    shift_safe = tl.where(m_new == float("-inf"), 0.0, shift)  # a row with nothing to attend to yet: avoid inf - inf
+    # a sum that was shifted in the other way is of scores that are much smaller
+    alpha = tl.exp2(tl.where(usual == (tl.abs(m_i) < HUGE), shift_i - shift_safe, float("-inf")))
+    p = tl.exp2(tl.fma(score, factor[:, None], -shift_safe[:, None]))  # [BLOCK_M, BLOCK_N]
     l_i = l_i * alpha + tl.sum(p, 1)
     acc = acc * alpha[:, None]
     offs_dv = tl.arange(0, 64)
     v_ptrs = V + start_n.to(tl.int64) * stride_vn + (in_block * stride_vn + offs_dv[None, :])
     v = tl.load(v_ptrs, mask=(offs_n[:, None] < KV_LEN), other=0.0)
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
-    return acc, l_i, m_new
+    return acc, l_i, m_new, shift
 
 
 @triton.jit
 def forward_inner(
-    q, acc, l_i, m_i,
+    q, acc, l_i, m_i, shift_i,
     K, V, stride_kn, stride_vn,
-    z, h, m, KV_LEN, TO_LOG2,
+    z, h, m, KV_LEN, TO_LOG2, HUGE, STEP,
     BLOCK_N: tl.constexpr,
 ):
     """Visit all KV blocks of BLOCK_N keys."""
     for step in range(0, tl.cdiv(KV_LEN, BLOCK_N)):
         start_n = step * BLOCK_N
         start_n = tl.multiple_of(start_n, BLOCK_N)
-        acc, l_i, m_i = forward_block_mn(
-            q, acc, l_i, m_i,
+        acc, l_i, m_i, shift_i = forward_block_mn(
+            q, acc, l_i, m_i, shift_i,
             K, V, stride_kn, stride_vn,
-            z, h, m, start_n, KV_LEN, TO_LOG2,
+            z, h, m, start_n, KV_LEN, TO_LOG2, HUGE, STEP,
             BLOCK_N,
         )
-    return acc, l_i, m_i
+    return acc, l_i, m_i, shift_i
 
 
 @triton.jit(
@@ -116,21 +133,26 @@ def forward(
     acc = tl.zeros([BLOCK_M, 64], dtype=tl.float32)
     l_i = tl.zeros([BLOCK_M], dtype=tl.float32)
     m_i = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    shift_i = m_i
+    HUGE, STEP = limits(TO_LOG2)
     m = tl.minimum(offs_m, Q_LEN - 1)[:, None]  # [BLOCK_M, 1]; padding rows repeat the last one and are not stored
 
-    acc, l_i, m_i = forward_inner(
-        q, acc, l_i, m_i,
+    acc, l_i, m_i, shift_i = forward_inner(
+        q, acc, l_i, m_i, shift_i,
         K, V, stride_kn, stride_vn,
-        z, h, m, KV_LEN, TO_LOG2,
+        z, h, m, KV_LEN, TO_LOG2, HUGE, STEP,
         BLOCK_N,
     )
 
     # an empty row has l_i = 0 and m_i = -inf: output 0, lse -inf
-    l_i = tl.where(l_i == 0.0, 1.0, l_i)
+    empty = l_i == 0.0
+    l_i = tl.where(empty, 1.0, l_i)
+    # log2 of the weight of a score m_i: of what rounding the shift has left, by l_i
+    share = tl.where(empty, 0.0, tl.fma(m_i, tl.where(tl.abs(m_i) < HUGE, TO_LOG2, STEP), -shift_i) - tl.log2(l_i))
     acc = acc / l_i[:, None]
     LN2: tl.constexpr = 0.6931471805599453
     stats = (z.to(tl.int64) * Hq + h) * Q_LEN + offs_m
-    tl.store(LSE + stats, (m_i + tl.log2(l_i)) * LN2, mask=offs_m < Q_LEN)
+    tl.store(LSE + stats, m_i * (TO_LOG2 * LN2) - share * LN2, mask=offs_m < Q_LEN)
     offs_dv = tl.arange(0, 64)
     o_ptrs = O + z.to(tl.int64) * stride_oz + h.to(tl.int64) * stride_oh + offs_m.to(tl.int64)[:, None] * stride_om + offs_dv[None, :]
     tl.store(o_ptrs, acc.to(O.dtype.element_ty), mask=(offs_m[:, None] < Q_LEN))

@@ -12,7 +12,8 @@ at barriers in shared memory: a buffer is "full" when its copy has arrived, "emp
     tile, turn     number of a query tile, and how many this program has had before
     step           how many blocks of K and V this program has had before: block `step` lies in buffer step % STAGES
     acc            [64, 128]   unnormalised output
-    m_i, l_i       [64]        running row maximum (base 2) and sum of exp2(score - m_i)
+    m_i            [64]        running row maximum of the scores, still without scale
+    l_i            [64]        sum of exp2(score in base 2 - shift_i), where shift_i is m_i in base 2 (see limits)
     lse            [Z, Hq, Q_LEN]            natural logarithm of the sum of exp(score), -inf for an empty row
     COUNTER        [1]                       tiles handed out beyond every program's first; 0 before and after a launch
     kv_num_blocks  [Zm, Hm, rows]            how many KV blocks a row of query blocks visits (Zm, Hm: 1 or Z, Hq)
@@ -42,7 +43,7 @@ FULL_BLOCKS = gl.constexpr(4)
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # layout of [64, BLOCK_N] scores
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # layout of [64, 128] outputs
 WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, OUTPUT.value, 2))  # of softmax weights, as left operand of the product with V
-ROWS = gl.constexpr(gl.SliceLayout(1, SCORES.value))
+QUERIES = gl.constexpr(gl.SliceLayout(1, SCORES.value))
 COLUMNS = gl.constexpr(gl.SliceLayout(0, SCORES.value))
 OUTPUT_ROWS = gl.constexpr(gl.SliceLayout(1, OUTPUT.value))
 
@@ -79,9 +80,21 @@ def listed_block(step, num_blocks, kv_indices, num_full_blocks, full_kv_indices,
 
 
 @gluon.jit
+def limits(TO_LOG2):
+    """HUGE and STEP: scores of a row are multiplied by TO_LOG2, but by the power of two STEP if its largest one is HUGE or more.
+
+    exp2(score * TO_LOG2 - shift) is one multiply-add, of the exact product, while shift = m * TO_LOG2 is rounded. What that is off by, a row's
+    weights have in common, and it cancels: up to 2**32. Beyond that, float32 numbers are so far apart that all scores but the
+    largest have weight 0 in any base, and m * STEP is exact.
+    """
+    STEP = (TO_LOG2.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
+    return 1073741824.0 / TO_LOG2, STEP
+
+
+@gluon.jit
 def fold_scores(
-    qk, m_i, l_i,  # products of a block, softmax so far
-    z, h, m, start_n, is_full, KV_LEN, TO_LOG2,
+    qk, m_i, shift_i, l_i,  # products of a block, softmax so far
+    z, h, m, start_n, is_full, KV_LEN, TO_LOG2, HUGE, STEP,
     EDGE: gl.constexpr,
 ):
     """Weights of one block of BLOCK_N keys, the factor for what was summed before, and the softmax after. EDGE: some keys may be hidden."""
@@ -96,11 +109,15 @@ def fold_scores(
         score = gl.where(seen, score, float("-inf"))
 
     # running softmax in base 2: exp(s) = exp2(s * log2(e)), and the product folds into one fused multiply-add
-    m_new = gl.maximum(m_i, gl.max(score, 1) * TO_LOG2)
-    m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row with nothing to attend to yet: avoid inf - inf
-    alpha = gl.exp2(m_i - m_safe)
-    p = gl.exp2(score * TO_LOG2 - m_safe[:, None])  # [64, BLOCK_N]
-    return p, alpha, m_new, l_i * alpha + gl.sum(p, 1)
+    m_new = gl.maximum(m_i, gl.max(score, 1))
+    usual = gl.abs(m_new) < HUGE
+    factor = gl.where(usual, TO_LOG2, STEP)
+    shift = m_new * factor
+    shift_safe = gl.where(m_new == float("-inf"), 0.0, shift)  # a row with nothing to attend to yet: avoid inf - inf
+    # a sum that was shifted in the other way is of scores that are much smaller
+    alpha = gl.exp2(gl.where(usual == (gl.abs(m_i) < HUGE), shift_i - shift_safe, float("-inf")))
+    p = gl.exp2(gl.fma(score, factor[:, None], -shift_safe[:, None]))  # [64, BLOCK_N]
+    return p, alpha, m_new, shift, l_i * alpha + gl.sum(p, 1)
 
 
 @gluon.jit
@@ -182,6 +199,7 @@ def forward_consumer(
     q = q_buffers.index(CONSUMER).reshape([64, 128])
     o_buffer = o_buffers.index(CONSUMER)
     zeros = gl.zeros([64, BLOCK_N], gl.float32, layout=SCORES)
+    HUGE, STEP = limits(TO_LOG2)
     step = 0
     turn = 0
     q_turn = 0
@@ -190,11 +208,12 @@ def forward_consumer(
     while q_block >= 0:
         z = handed_out(tile_buffers, turn, BATCH)
         h = handed_out(tile_buffers, turn, HEAD)
-        offs_m = q_block * BLOCK_M + CONSUMER * 64 + gl.arange(0, 64, layout=ROWS)
+        offs_m = q_block * BLOCK_M + CONSUMER * 64 + gl.arange(0, 64, layout=QUERIES)
         m = gl.minimum(offs_m, Q_LEN - 1)[:, None]  # [64, 1]; padding rows repeat the last one and are not stored
         acc = gl.zeros([64, 128], gl.float32, layout=OUTPUT)
-        m_i = gl.full([64], float("-inf"), gl.float32, layout=ROWS)
-        l_i = gl.full([64], 0.0, gl.float32, layout=ROWS)
+        m_i = gl.full([64], float("-inf"), gl.float32, layout=QUERIES)
+        shift_i = m_i
+        l_i = gl.full([64], 0.0, gl.float32, layout=QUERIES)
         row = z.to(gl.int64) * mask_stride_z + h * mask_stride_h + q_block * BLOCK_M // 128  # this tile's, in the block lists
         partial_blocks = kv_indices + row * mask_columns
         full_blocks = full_kv_indices + row * full_mask_columns
@@ -217,8 +236,8 @@ def forward_consumer(
                 qk = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
                 qk = warpgroup_mma_wait(0, deps=(qk,))
                 mbarrier.arrive(k_empty.index(slot), count=1)
-                p, alpha, m_i, l_i = fold_scores(
-                    qk, m_i, l_i, z, h, m, start_n, False, KV_LEN, TO_LOG2,
+                p, alpha, m_i, shift_i, l_i = fold_scores(
+                    qk, m_i, shift_i, l_i, z, h, m, start_n, False, KV_LEN, TO_LOG2, HUGE, STEP,
                     EDGE=True,
                 )
                 acc = acc * gl.convert_layout(alpha, OUTPUT_ROWS)[:, None]
@@ -239,8 +258,8 @@ def forward_consumer(
             qk = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
             qk = warpgroup_mma_wait(0, deps=(qk,))
             mbarrier.arrive(k_empty.index(slot), count=1)
-            p, alpha, m_i, l_i = fold_scores(
-                qk, m_i, l_i, z, h, m, start_n, num_blocks == 0, KV_LEN, TO_LOG2,
+            p, alpha, m_i, shift_i, l_i = fold_scores(
+                qk, m_i, shift_i, l_i, z, h, m, start_n, num_blocks == 0, KV_LEN, TO_LOG2, HUGE, STEP,
                 EDGE=True,
             )
             acc = acc * gl.convert_layout(alpha, OUTPUT_ROWS)[:, None]
@@ -261,8 +280,8 @@ def forward_consumer(
                 acc = warpgroup_mma(weights, v, acc, is_async=True)
                 qk = warpgroup_mma_wait(1, deps=(qk,))
                 mbarrier.arrive(k_empty.index(slot), count=1)
-                p, alpha, m_i, l_i = fold_scores(
-                    qk, m_i, l_i, z, h, m, start_n, True, KV_LEN, TO_LOG2,
+                p, alpha, m_i, shift_i, l_i = fold_scores(
+                    qk, m_i, shift_i, l_i, z, h, m, start_n, True, KV_LEN, TO_LOG2, HUGE, STEP,
                     EDGE=False,
                 )
                 acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -281,14 +300,17 @@ def forward_consumer(
             step += 1
 
         # an empty row has l_i = 0 and m_i = -inf: output 0, lse -inf
-        l_i = gl.where(l_i == 0.0, 1.0, l_i)
+        empty = l_i == 0.0
+        l_i = gl.where(empty, 1.0, l_i)
+        # log2 of the weight of a score m_i: of what rounding the shift has left, by l_i
+        share = gl.where(empty, 0.0, gl.fma(m_i, gl.where(gl.abs(m_i) < HUGE, TO_LOG2, STEP), -shift_i) - gl.log2(l_i))
         acc = acc * gl.convert_layout(1.0 / l_i, OUTPUT_ROWS)[:, None]
         # the numbers are read again, so that no register had to hold them
         q_block = handed_out(tile_buffers, turn, Q_BLOCK)
         z = handed_out(tile_buffers, turn, BATCH)
         h = handed_out(tile_buffers, turn, HEAD)
         first_row = q_block * BLOCK_M + CONSUMER * 64
-        offs_m = first_row + gl.arange(0, 64, layout=ROWS)
+        offs_m = first_row + gl.arange(0, 64, layout=QUERIES)
         tma.store_wait(0)  # of the tile before
         barrier()
         o_buffer.reshape([64, 128]).store(acc.to(desc_o.dtype))
@@ -297,7 +319,7 @@ def forward_consumer(
         tma.async_copy_shared_to_global(desc_o, [z, h, first_row, 0], o_buffer)  # drops rows past Q_LEN
         LN2: gl.constexpr = 0.6931471805599453
         stats = (z.to(gl.int64) * Hq + h) * Q_LEN + offs_m
-        gl.store(LSE + stats, (m_i + gl.log2(l_i)) * LN2, mask=offs_m < Q_LEN)
+        gl.store(LSE + stats, m_i * (TO_LOG2 * LN2) - share * LN2, mask=offs_m < Q_LEN)
 
         mbarrier.arrive(tile_empty.index(turn & 1), count=1)
         turn += 1

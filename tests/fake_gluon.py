@@ -8,6 +8,7 @@ waits too late for these is not found.
 from __future__ import annotations
 
 import math
+import re
 import threading
 import time
 import types
@@ -242,6 +243,12 @@ def multiply(a, b, acc, use_acc=True, is_async=False):
     return (a.float() @ b.float() + (acc if use_acc else 0.0)).as_subclass(Product)
 
 
+def fused(a, b, c) -> torch.Tensor:
+    """a * b + c with one rounding."""
+    a, b, c = (torch.as_tensor(x, dtype=torch.float32).double() for x in (a, b, c))
+    return (a * b + c).float()
+
+
 def where(condition, a, b):
     if isinstance(a, Pointer):
         return a if condition else b
@@ -301,9 +308,16 @@ def gluon_language(programs: int, program: int, lock) -> types.SimpleNamespace:
         zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype),
         full=lambda shape, value, dtype, layout=None: torch.full(shape, float("nan"), dtype=torch.float64).fill_(value).to(dtype),
         where=where, maximum=_plain(torch.maximum), minimum=_plain(torch.minimum), exp2=_plain(torch.exp2),
-        log=_plain(torch.log), log2=_plain(torch.log2), abs=_plain(torch.abs), fma=lambda a, b, c: a * b + c,
+        log=_plain(torch.log), log2=_plain(torch.log2), abs=_plain(torch.abs), fma=fused,
         broadcast=lambda a, b: torch.broadcast_tensors(a, b),
         max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis))
+
+
+def limits(to_log2, text: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kernel's own, without its bits."""
+    most = float(re.search(r"return (\S+) / TO_LOG2, STEP", text)[1])
+    to_log2 = torch.as_tensor(to_log2, dtype=torch.float32)
+    return most / to_log2, torch.exp2(torch.floor(torch.log2(to_log2.double()))).float()
 
 
 class Number(int):
@@ -332,7 +346,7 @@ def run(text: str, name: str, args: tuple, programs: int = 2) -> None:
                      "gluon": types.SimpleNamespace(jit=lambda f=None, **_: f or (lambda g: g))}
         exec(compile("from __future__ import annotations\n" + "\n".join(lines), name, "exec"), namespace)
         # what is a GPU's instruction
-        namespace |= {"tanh_approx": torch.tanh, "meet": both.wait, "wait_for_stores": wait_for_stores,
+        namespace |= {"tanh_approx": torch.tanh, "limits": lambda x: limits(x, text), "meet": both.wait, "wait_for_stores": wait_for_stores,
                       "tma_add": lambda *args: stores.give(*args, add=True)}
         try:
             namespace[name](*(Pointer(a) if isinstance(a, torch.Tensor) else Number(a) if type(a) is int else a for a in args))

@@ -10,9 +10,10 @@ import torch
 from dense import dense_attention, relative_error
 from fake_hopper import Variant, pass_for_hopper
 
-from flexpress import create_block_mask, flex_attention, mods
+from flexpress import create_block_mask, mods
 from flexpress.codegen import backward, kernel, registry
 from flexpress.codegen.binary import one_by_one
+from flexpress.codegen.forward import Inputs, forward
 from flexpress.codegen.forward_plan import Options
 from flexpress.codegen.render import render
 from flexpress.codegen.signature import bind
@@ -44,7 +45,9 @@ def test_gradients(monkeypatch, name):
     shapes = ((Z, Hq, Q_LEN, D_QK), (Zkv, Hkv, KV_LEN, D_QK), (Zkv, Hkv, KV_LEN, D_V), (Z, Hq, Q_LEN, D_V))
     q, k, v, do = (torch.randn(s, generator=generator).bfloat16() for s in shapes)
     mask = case["mask"] and create_block_mask(case["mask"], None, Hq, Q_LEN, KV_LEN, device="cpu")
-    out, lse = flex_attention(q, k, v, case["score"], mask, enable_gqa=True, return_lse=True)
+    lists = (mask.as_lists(), mask.as_transposed_lists()) if mask else (None, None)
+    bound = [case[kind] and bind(case[kind], kind) for kind in ("score", "mask")]
+    out, _, _, rows = forward(q, k, v, Inputs(q, k), D_QK**-0.5, *bound, lists[0], Options(), output_rows=True)
     ran = []
 
     class Ran(Variant):
@@ -66,9 +69,7 @@ def test_gradients(monkeypatch, name):
     counter = torch.zeros(1, dtype=torch.int32)
     monkeypatch.setattr(backward, "counter", lambda *_: counter)
     registry.clear()
-    lists = (mask.as_lists(), mask.as_transposed_lists()) if mask else (None, None)
-    bound = [case[kind] and bind(case[kind], kind) for kind in ("score", "mask")]
-    found = backward.backward(q, k, v, out, lse, do, None, D_QK**-0.5, *bound, *lists, Options())[:3]
+    found = backward.backward(q, k, v, out, rows, do, None, D_QK**-0.5, *bound, *lists, Options())[:3]
     registry.clear()
     assert len(ran) == 1 and counter.item() == 0
 

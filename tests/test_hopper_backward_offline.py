@@ -103,7 +103,7 @@ def planned(mods: str | tuple, changes: dict):
 def compiled(name: str):
     """The kernel of a case for sm_90."""
     case, plan, arguments = planned(*CASES[name])
-    floats = {"desc_lse2", "desc_delta", "desc_dq"}
+    floats = {"desc_tops", "desc_delta", "desc_dq"}
     tensors = {t: f"desc:{'float32' if t in floats else dtype_name(case.dtype)}:{r}x{c}" for t, (r, c) in plan.blocks.items()}
     tensors |= dict.fromkeys((*TABLES, "COUNTER", "DONE", "starts"), "int32") | dict.fromkeys(("DQ", "DK", "DV"), dtype_name(case.dtype))
     tensors |= dict.fromkeys(("DQ_SUM", *(c.buffer for c, _ in plan.captured)), "float32")
@@ -216,26 +216,27 @@ def test_every_parameter_has_an_argument(monkeypatch, packed, learned):
 
 def test_copies_of_statistics_begin_a_row_later_each():
     """TMA reads from whole 16 bytes on: in copy m % 4, row m lies there."""
-    lse, out, do = torch.randn(2, 3, 200), torch.randn(2, 3, 200, 16), torch.randn(2, 3, 200, 16)
-    lse[0, 1, 5] = -torch.inf
+    rows, out, do = torch.randn(2, 3, 200, 2), torch.randn(2, 3, 200, 16), torch.randn(2, 3, 200, 16)
+    rows[0, 1, 5] = torch.tensor([-torch.inf, 0.0])
 
-    def statistics(blocks: Blocks | None, zero_dq: str, *copies: int) -> torch.Tensor:
+    def statistics(blocks: Blocks | None, zero_dq: str, copies: int) -> torch.Tensor:
         spec = delta_spec(BackwardCase(torch.float32, 16, 16, blocks=blocks), "cpu", zero_dq)
-        made, sums, done = torch.full((2, 2, 3, *copies, 256), torch.nan), torch.ones(2, 3, 200, 16), torch.ones(2, 2, 3, dtype=torch.int32)
+        tops, delta = (torch.full((2, 3, n * copies, 256), torch.nan) for n in (2, 1))
+        sums, done = torch.ones(2, 3, 200, 16), torch.ones(2, 2, 3, dtype=torch.int32)
         known = {"Hq": 3, "Q_LEN": 200, "STATS_LEN": 256, "Zkv": 2, "GROUP_SIZE": 3, "HEADS_PER_GROUP": 1}
         known |= {f"stride_{name}{dim}": stride // 4 for name in ("o", "do") for dim, stride in zip("zhm", out.stride(), strict=False)}
-        arguments = (out, do, lse, *made, sums, done, *(known[name] for name in spec.flag["parameters"]))
-        rows = delta_rows(16)
-        kernel.kernel_for(spec).launch((2 * 3 * 256 // rows,), arguments, lse.device, (rows,), num_warps=4, num_stages=1)
+        arguments = (out, do, rows, tops, delta, sums, done, *(known[name] for name in spec.flag["parameters"]))
+        block = delta_rows(16)
+        kernel.kernel_for(spec).launch((2 * 3 * 256 // block,), arguments, out.device, (block,), num_warps=4, num_stages=1)
         assert not sums[:1 if zero_dq == "first" else 2].any() and not done.any()
         assert zero_dq == "all" or sums[1].all()
-        return made
+        return torch.cat((tops.view(2, 3, copies, 2, 256), delta.view(2, 3, copies, 1, 256)), 3)
 
-    plain, copied = statistics(None, "all"), statistics(STARTS, "first", 4)
-    assert not plain.isnan().any()
+    plain, copied = statistics(None, "all", 1)[:, :, 0], statistics(STARTS, "first", 4)
+    assert not plain.isnan().any() and plain[0, 1, 0, 5] == torch.inf and torch.equal(plain[..., 1, :200], rows[..., 1])
     for shift in range(4):
-        assert torch.equal(copied[..., shift, :256 - shift], plain[..., shift:])
-        assert copied[..., shift, 256 - shift:].isnan().all()
+        assert torch.equal(copied[:, :, shift, :, :256 - shift], plain[..., shift:])
+        assert copied[:, :, shift, :, 256 - shift:].isnan().all()
 
 
 def test_arguments_of_tiles_that_begin_where_a_tensor_says():

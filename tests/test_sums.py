@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from evaluate import make_mod
+from fake_gluon import fused, limits
 from hypothesis import given
 from hypothesis import strategies as st
 from test_hopper_backward_offline import planned
@@ -27,9 +28,9 @@ CAPTURED = {
     "by_h": torch.randn(4), "table": torch.randn(Q_LEN, KV_LEN), "padding": torch.arange(KV_LEN) < 250, "WIDTH": 3, "SCALE": 0.7,
 }
 TERMS = [
-    "slopes[h] * (kv_idx - q_idx)", "(q_idx - kv_idx) * half[h]", "(kv_idx - q_idx) / WIDTH", "(kv_idx - q_idx + 3) * (slopes[h] * SCALE)",
-    "(kv_idx - q_idx)", "-(2 - (kv_idx - q_idx)) * 0.5", "by_q[b, q_idx]", "by_k[b, kv_idx] * slopes[h]", "by_h[h]", "SCALE",
-    "torch.where(padding[kv_idx], 0.0, -5.0)", "(by_q[0, q_idx] - by_k[1, kv_idx])", "torch.tanh(by_q[b, q_idx])", "kv_idx * 0.25",
+    "slopes[h] * (kv_idx - q_idx)", "(q_idx - kv_idx) * half[h]", "(kv_idx - q_idx) / WIDTH", "(kv_idx - q_idx) * (slopes[h] * SCALE)",
+    "(kv_idx - q_idx)", "-(q_idx - kv_idx) * 0.5", "by_k[b, kv_idx] * slopes[h]", "-by_k[1, kv_idx]",
+    "torch.where(padding[kv_idx], 0.0, -5.0)", "torch.tanh(by_k[b, kv_idx])", "kv_idx * 0.25",
 ]
 
 
@@ -60,12 +61,12 @@ def test_the_parts_add_up(text):
     count = len(graph.tensors)
     tensors = [t.double() if t.is_floating_point() else t for t in found[:count]]
     terms, where, scores = as_sum(graph), positions(), torch.randn(Q_LEN, KV_LEN, dtype=torch.float64)
-    for part, hidden in ((terms.query, {"kv_idx"}), (terms.key, {"q_idx"}), (terms.rate, {"q_idx", "kv_idx"})):
+    for part, hidden in ((terms.key, {"q_idx"}), (terms.rate, {"q_idx", "kv_idx"})):
         assert part is None or not {"score", *hidden} & {n.attr for n in walk(part) if n.op == "symbol"}
-    query, key, rate = (0.0 if part is None else compute(part, {"score": scores, **where}, tensors, found[count:])
-                        for part in (terms.query, terms.key, terms.rate))
+    key, rate = (0.0 if part is None else compute(part, {"score": scores, **where}, tensors, found[count:])
+                 for part in (terms.key, terms.rate))
     exact = compute(graph.result, {"score": scores, **where}, tensors, found[count:])
-    torch.testing.assert_close(scores + query + key + rate * (where["kv_idx"] - where["q_idx"]), exact.expand(scores.shape),
+    torch.testing.assert_close(scores + key + rate * (where["kv_idx"] - where["q_idx"]), exact.expand(scores.shape),
                                rtol=1e-12, atol=1e-9)
 
 
@@ -74,6 +75,7 @@ def test_the_parts_add_up(text):
     "score + slopes[h] * torch.abs(kv_idx - q_idx)", "score + table[q_idx, kv_idx]", "score + (kv_idx > q_idx)",
     "torch.where(kv_idx > q_idx, score, score - 1)", "score + (slopes[h] * (kv_idx - q_idx)).bfloat16()",
     "score + (kv_idx - q_idx) * (kv_idx - q_idx)", "score + (kv_idx - q_idx) * 2000000", "score + 2 * (by_q[b, q_idx] + by_k[b, kv_idx])",
+    "score + by_q[b, q_idx]", "score + by_h[h]", "score + (kv_idx - q_idx + 3)", "score + 1e9", "score + (by_k[b, kv_idx] - by_q[b, q_idx])",
 ])
 def test_what_is_no_sum(text):
     assert as_sum(bind(make_mod(text, "score", CAPTURED), "score")[0]) is None
@@ -108,11 +110,19 @@ class Buffer:
         return self.values
 
 
+class Buffers(tuple):
+    def __new__(cls, *values: torch.Tensor):
+        return super().__new__(cls, map(Buffer, values))
+
+    def index(self, i):
+        return self[i]
+
+
 GL = SimpleNamespace(
     arange=lambda low, high, layout: torch.arange(low, high, dtype=torch.int32), float32=torch.float32, int32=torch.int32, load=_load,
     where=lambda c, x, y: torch.where(c, *(torch.as_tensor(v, dtype=torch.float32) for v in (x, y))), exp2=torch.exp2, constexpr=int,
     maximum=torch.maximum, minimum=lambda x, y: x.clamp(max=y), max=lambda x, d: x.max(d).values, sum=lambda x, d: x.sum(d),
-    fma=lambda x, y, z: x * y + z, full=lambda shape, value, dtype: torch.full(shape, value, dtype=dtype))
+    fma=fused, abs=torch.abs, full=lambda shape, value, dtype: torch.full(shape, value, dtype=dtype))
 SCALE, TO_LOG2 = 0.3, math.log2(math.e)
 
 
@@ -133,8 +143,8 @@ def run(lines, values: dict) -> None:
 
 
 MODS = {text: make_mod(text, "score", CAPTURED) for text in [
-    "score", "score + by_h[h]", "by_q[b, q_idx] + score - by_k[b, kv_idx] * 2", "score - (q_idx - kv_idx + 1) * 0.5 + by_k[b, kv_idx]",
-    "score + torch.where(padding[kv_idx], 0.0, float('-inf'))", "score + slopes[h] * (kv_idx - q_idx) + SCALE"]}
+    "score", "score + kv_idx * 0.25", "score - by_k[b, kv_idx] * 2", "score - (q_idx - kv_idx) * 0.5 + by_k[b, kv_idx]",
+    "score + torch.where(padding[kv_idx], 0.0, float('-inf'))", "score + slopes[h] * (kv_idx - q_idx) * SCALE"]}
 MODS["alibi"] = mods.alibi(CAPTURED["slopes"])
 
 
@@ -149,13 +159,16 @@ def test_statements_of_the_forward_kernel(name):
     stages = mod.staged("q_idx", "kv_idx")
     values = {"gl": GL, "BLOCK_N": 128, "COLUMNS": None, "z": BATCH, "h": HEAD, "KV_LEN": KV_LEN, "SM_SCALE": SCALE, "TO_LOG2": TO_LOG2,
               "EDGE": True, **arguments(mod, bind(MODS[name], "score")[1])}
-    defined(text, "multiples", values)
+    if plan.spec.flag["SUM_IS_RAW"]:
+        values["TO_LOG2"] = TO_LOG2 * SCALE
+    values["HUGE"], values["STEP"] = limits(values["TO_LOG2"], text)
     defined(text, "fold_scores", values)
     parameters = re.sub(r"#.*", "", re.search(r"def fold_scores\((.*?)\):", text, re.S)[1]).replace("\n", " ").split(",")
     parameters = [p.split("=")[0].split(":")[0].strip() for p in parameters if p.strip()]
     for first in (0, 128):
         rows = torch.arange(first, first + 128, dtype=torch.int32).clamp(max=Q_LEN - 1)
-        values.update(middle=first + 64, rows=rows, m=rows[:, None], m_i=torch.full((128,), -math.inf), l_i=torch.zeros(128))
+        values.update(rows=rows, m=rows[:, None], m_i=torch.full((128,), -math.inf), l_i=torch.zeros(128))
+        values["shift_i"] = values["m_i"]
         run(stages.once, values)
         found = torch.zeros(128, 384)
         for start in (256, 128, 0):
@@ -164,11 +177,11 @@ def test_statements_of_the_forward_kernel(name):
             run(stages.ahead, values)
             here = products[rows.long(), start:start + 128]
             values["qk"][:, :here.shape[1]] = here
-            p, alpha, values["m_i"], values["l_i"] = values["fold_scores"](*(values[p] for p in parameters))
+            p, alpha, values["m_i"], values["shift_i"], values["l_i"] = values["fold_scores"](*(values[p] for p in parameters))
             found *= alpha[:, None]
             found[:, start:start + 128] = p
         torch.testing.assert_close((found / values["l_i"][:, None])[:, :KV_LEN].double(), weights[rows.long()], rtol=1e-4, atol=3e-6)
-        found = (values["m_i"] + torch.log2(values["l_i"])) / TO_LOG2
+        found = (values["shift_i"] + torch.log2(values["l_i"])) / math.log2(math.e)
         torch.testing.assert_close(found.double(), lse[rows.long()], rtol=1e-6, atol=1e-5)
 
 
@@ -177,19 +190,20 @@ def test_statements_of_the_backward_kernel(name):
     """Weights of every block of 64 queries, for both consumers' 64 keys, from lse."""
     products = torch.randn(Q_LEN, KV_LEN)
     exact = scores_of(MODS[name], products.double() * SCALE)
-    weights, lse2 = torch.softmax(exact, 1), torch.logsumexp(exact, 1) * TO_LOG2
-    _, plan, _ = planned((MODS[name], None), {})
+    weights = torch.softmax(exact, 1)
+    _, plan, _ = planned((MODS[name], None), {"raw_tops": True})
+    to_log2 = TO_LOG2 * SCALE if plan.fused.flag["SUM_IS_RAW"] else TO_LOG2
+    tops, shares = exact.amax(1) * TO_LOG2 / to_log2, torch.log2(weights.amax(1))
     text, mod = render(plan.fused), plan.score
     stages = mod.staged("kv_idx", "q_idx")
     body = text[text.index("# softmax and the derivative"):]
     body = body[:body.index("weights = ")].replace("\n    ", "\n")
     values = {"gl": GL, "BLOCK_M": 64, "QUERIES": None, "z": BATCH, "h": HEAD, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN, "SM_SCALE": SCALE,
-              "TO_LOG2": TO_LOG2, "EDGE": True, "slot": 0, "warpgroup_mma_wait": lambda _, deps: deps[0],
+              "TO_LOG2": to_log2, "EDGE": True, "slot": 0, "warpgroup_mma_wait": lambda _, deps: deps[0],
               **arguments(mod, bind(MODS[name], "score")[1])}
-    defined(text, "multiples", values)
     for first in range(0, KV_LEN, 64):
         keys = first + torch.arange(64, dtype=torch.int32)
-        values.update(middle=first // 128 * 128 + 64, keys=keys, n=keys[:, None])
+        values.update(keys=keys, n=keys[:, None])
         run(stages.once, values)
         for start in range(0, Q_LEN, 64):
             rows = (start + torch.arange(64, dtype=torch.int32)).clamp(max=Q_LEN - 1)
@@ -199,9 +213,9 @@ def test_statements_of_the_backward_kernel(name):
             part = products[start:start + 64, first:first + 64].T
             here[:part.shape[0], :part.shape[1]] = part
             expected[:part.shape[0], :part.shape[1]] = weights[start:start + 64, first:first + 64].T
-            stats = torch.full((64,), math.inf)
-            stats[:part.shape[1]] = lse2[start:start + 64]
-            values.update(start_m=start, qk=here, lse2_buffers=Buffer(stats),
+            top, share = torch.full((64,), math.inf), torch.zeros(64)
+            top[:part.shape[1]], share[:part.shape[1]] = tops[start:start + 64], shares[start:start + 64]
+            values.update(start_m=start, qk=here, tops_buffers=Buffers(top, share),
                           **{f"{handed}_buffers": Buffer(producers[handed]) for handed, _ in stages.handed})
             exec(body, values)
             torch.testing.assert_close(values["p"].double(), expected, rtol=1e-4, atol=1e-5)
