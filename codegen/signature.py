@@ -8,6 +8,7 @@ all find the trace that is there, and a changed global or another closed-over fu
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import types
 from collections import OrderedDict
@@ -21,6 +22,8 @@ _BUCKETS = 1024
 
 _traces: OrderedDict[tuple, list[Traced]] = OrderedDict()
 _lock = threading.RLock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # another thread may have been tracing
 
 
 def _code_of(mod):
