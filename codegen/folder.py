@@ -29,6 +29,7 @@ _TEMPORARY = re.compile(r"\.flexpress-[0-9a-z_]+\.tmp")
 _ABANDONED = 3600.0  # seconds after which a temporary file has nobody who still writes it
 _FRESH = 86400.0  # seconds in which a file's time of use need not be written again
 _DEFAULT_MIB = 1024
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _UNMAPPED = 65534  # whom files of users outside belong to, root among them, in a container with users of its own
 
 
@@ -58,8 +59,9 @@ class _Place:
     def _go_elsewhere(self, failed, error: Exception) -> None:
         try:
             spare = _opened(Path(tempfile.gettempdir()) / f"flexpress-{_user()}")
-            with tempfile.TemporaryFile(dir=spare) as file:
-                file.write(bytes(1 << 16))  # what one needs is not the folder but room in it
+            probe = f".flexpress-probe_{os.getpid()}.tmp"
+            _write(spare, probe, bytes(1 << 16))  # not only the folder is needed but room in it
+            _remove(spare / probe)
             self.path = spare if spare != self.path and not self.moved else None
         except (OSError, RuntimeError, ValueError):
             self.path = None
@@ -109,7 +111,7 @@ def read(name: str) -> bytes | None:
     try:
         with os.fdopen(handle, "rb") as file:
             info = os.fstat(handle)
-            if not stat.S_ISREG(info.st_mode) or info.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or info.st_uid != _user():
+            if not stat.S_ISREG(info.st_mode) or info.st_mode & _OTHERS_WRITE or info.st_uid != _user():
                 return None
             content = file.read()
     except OSError:
@@ -181,9 +183,9 @@ def _opened(place: Path) -> Path:
         return place
     for folder in reversed(place.parents):
         _check(folder, shared=True)
-    _check(place, shared=True)
-    info = place.stat()
-    if info.st_uid != _user() or info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    shared = bool(place.stat().st_mode & _OTHERS_WRITE)
+    _check(place, shared)
+    if shared:
         place = place / f"flexpress-{_user()}"
         place.mkdir(mode=0o700, exist_ok=True)
         _check(place, shared=False)
@@ -197,7 +199,7 @@ def _check(folder: Path, shared: bool) -> None:
         raise NotADirectoryError(f"{folder} is not a directory")
     if info.st_uid != _user() and not (shared and info.st_uid in (0, _UNMAPPED)):
         raise Unsafe(f"{folder} belongs to user {info.st_uid}")
-    if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not (shared and info.st_mode & stat.S_ISVTX):
+    if info.st_mode & _OTHERS_WRITE and not (shared and info.st_mode & stat.S_ISVTX):
         raise Unsafe(f"others may write to {folder} (mode {stat.S_IMODE(info.st_mode):o})")
 
 
@@ -246,7 +248,7 @@ def _make_room(place: _Place, size: int) -> None:
                 break
 
 
-def _remove(file: str) -> None:
+def _remove(file: str | Path) -> None:
     try:
         os.unlink(file)
     except OSError:

@@ -79,6 +79,13 @@ class _Interpreted:
         if LANGUAGE.depth > 1:
             raise RuntimeError(f"the kernel {self.function.__name__} was started on the CPU from a signal handler or finalizer while another "
                                "kernel ran in the same thread; start it when that one is done")
+        again = map(operator.methodcaller("__call__"), [restore])
+        try:
+            self._switched(grid, args)
+        finally:
+            _at_once(again)  # should an interrupt have struck where nothing below would see it
+
+    def _switched(self, grid, args) -> None:
         given = dict(zip(self.names, args, strict=True))
         sizes = (*grid, 1, 1)[:3]
         progress = _Progress(sizes[0] * sizes[1] * sizes[2], self.function.__name__)
@@ -86,23 +93,19 @@ class _Interpreted:
         # tensors become their addresses; constexprs stay as they are
         values = {k: v if k in self.constants else _argument(v) for k, v in given.items()}
         there, back = _switches()
-        again = map(operator.methodcaller("__call__"), [restore])
         try:
-            try:
-                _at_once(there)
-                interpreter.interpreter_builder.set_grid_dim(*sizes)
-                with np.errstate(all="ignore"):
-                    for x in range(sizes[0]):
-                        for y in range(sizes[1]):
-                            for z in range(sizes[2]):
-                                interpreter.interpreter_builder.set_grid_idx(x, y, z)
-                                self.function(**values)
-                                progress.step()
-                progress.close()
-            finally:
-                _at_once(back)
+            _at_once(there)
+            interpreter.interpreter_builder.set_grid_dim(*sizes)
+            with np.errstate(all="ignore"):
+                for x in range(sizes[0]):
+                    for y in range(sizes[1]):
+                        for z in range(sizes[2]):
+                            interpreter.interpreter_builder.set_grid_idx(x, y, z)
+                            self.function(**values)
+                            progress.step()
+            progress.close()
         finally:
-            _at_once(again)  # had an interrupt struck before the line above
+            _at_once(back)
 
 
 def _argument(value):
@@ -132,7 +135,7 @@ class _Progress:
             self.announced = True
             warnings.warn(f"the tensors are on the CPU, so the kernel `{self.name}` runs in Triton's interpreter: about "
                           f"{expected / 60:.1f} minutes for {self.total} programs. Move the tensors to a GPU for real sizes.",
-                          stacklevel=8)
+                          stacklevel=9)
         if self.announced and (now - self.last > 2.0 or self.done == self.total):
             self.last = now
             print(f"\rflexpress: {self.name} {self.done}/{self.total}, {max(expected - elapsed, 0):.0f} s left  ",
