@@ -12,7 +12,7 @@ share, are read once for all of them.
     QUERIES, PACK  queries and heads in a tile; PACK divides GROUP_SIZE, and is 1 where every head has block lists of its own
     Q_LEN, KV_LEN  sequence lengths          D_QK, D_V   head dims; *_ROUNDED: padded to a power of two
     KV_LENS        [Z]                       keys of each sequence, at most KV_LEN
-    PAGES          [Z, pages]                which pages of 16 keys hold the sequence's keys, in order
+    PAGES          [Z, pages]                which of Zkv pages of 16 keys hold the sequence's keys, in order; another holds zeros
     h, m           [BLOCK_M, 1]              head and query position of every row
     n, start_n     key positions, the first one of a block
     acc            [BLOCK_M, D_V_ROUNDED]    unnormalised output
@@ -37,7 +37,7 @@ def float_difference(a, b):
 @triton.jit
 def decode_block_mn(
     q, acc, l_i, m_i,  # the rows, their output so far, their softmax so far
-    K, PAGES, stride_kz, stride_kn, V, stride_vz, stride_vn,
+    K, PAGES, Zkv, stride_kz, stride_kn, V, stride_vz, stride_vn,
     z, h, m, start_n, KV_LEN, SM_SCALE, TO_LOG2,
     ptr_slopes,  # captured by score_mod alibi
     BLOCK_N: tl.constexpr,
@@ -47,13 +47,15 @@ def decode_block_mn(
     offs_d = tl.arange(0, 128)
     in_block = tl.arange(0, BLOCK_N)[:, None]
     if 16 % BLOCK_N == 0:  # the block lies in one page
-        page = tl.load(PAGES + start_n // 16).to(tl.int64)
+        page = tl.load(PAGES + start_n // 16, mask=start_n < KV_LEN, other=-1)
         in_page = start_n % 16 + in_block
     else:
-        page = tl.load(PAGES + offs_n // 16, mask=offs_n < KV_LEN, other=0).to(tl.int64)[:, None]
+        page = tl.load(PAGES + offs_n // 16, mask=offs_n < KV_LEN, other=-1)[:, None]
         in_page = (offs_n % 16)[:, None]
+    inside = (page >= 0) & (page < Zkv) & (offs_n[:, None] < KV_LEN)
+    page = page.to(tl.int64)
     k_ptrs = K + page * stride_kz + (in_page * stride_kn + offs_d[None, :])  # [BLOCK_N, D_QK_ROUNDED]
-    k = tl.load(k_ptrs, mask=(offs_n[:, None] < KV_LEN), other=0.0)
+    k = tl.load(k_ptrs, mask=inside, other=0.0)
     qk = tl.dot(q, tl.trans(k))  # [BLOCK_M, BLOCK_N], float32
     score = qk * SM_SCALE
     n = offs_n[None, :]  # [1, BLOCK_N]. Past KV_LEN too: loads that could leave their tensor are masked
@@ -73,7 +75,7 @@ def decode_block_mn(
     acc = acc * alpha[:, None]
     offs_dv = tl.arange(0, 128)
     v_ptrs = V + page * stride_vz + (in_page * stride_vn + offs_dv[None, :])
-    v = tl.load(v_ptrs, mask=(offs_n[:, None] < KV_LEN), other=0.0)
+    v = tl.load(v_ptrs, mask=inside, other=0.0)
     acc = tl.dot(p.to(v.dtype), v, acc)
     return acc, l_i, m_new
 
@@ -168,7 +170,7 @@ def decode(
         start_n = tl.multiple_of(start_n, BLOCK_N)
         acc, l_i, m_i = decode_block_mn(
             q, acc, l_i, m_i,
-            K, PAGES, stride_kz, stride_kn, V, stride_vz, stride_vn,
+            K, PAGES, Zkv, stride_kz, stride_kn, V, stride_vz, stride_vn,
             z, h, m, start_n, KV_LEN, SM_SCALE, TO_LOG2,
             ptr_slopes,
             BLOCK_N,
