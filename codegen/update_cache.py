@@ -59,8 +59,8 @@ def _power(n: int) -> int:
 
 def update(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, cached: Cached, offsets: torch.Tensor | None,
            table: torch.Tensor | None, q: torch.Tensor | None, q_out: torch.Tensor | None, *, interleaved: bool) -> None:
-    """Write k and v, and q turned to q_out. Shapes and dtypes are checked, contents need not be; all are [(Z,) tokens, heads, head dim] with
-    a contiguous head dim. Ragged tokens after the last sequence get to q_out as they are.
+    """Write k and v, and q turned to q_out. Shapes and dtypes are checked, contents need not be; all are [(Z,) tokens, heads, head dim]
+    with a contiguous head dim. Ragged tokens after the last sequence get to q_out as they are.
 
     table   float32 [positions, rope_dim / 2, 2], contiguous in its last two dimensions; beyond its end its last row counts
     """

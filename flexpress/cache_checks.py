@@ -35,7 +35,8 @@ def check_plain(name: str, tensor, layout: str) -> None:
 
 def check_batch(name: str, tokens, k_cache, v_cache, kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale,
                 v_scale) -> tuple[Cached, torch.Tensor | None]:
-    """Those arguments, put together, and q_offset. `tokens`, an argument of that name, is (B, H, Q_LEN, D) or with cu_seqlens_q (T, H, D)."""
+    """Those arguments, put together, and q_offset. `tokens`, an argument of that name, is (B, H, Q_LEN, D), or (T, H, D) with
+    cu_seqlens_q."""
     ragged = cu_seqlens_q is not None
     _check_caches(name, tokens, "(T, H, D) with cu_seqlens_q" if ragged else "(B, H, Q_LEN, D)", k_cache, v_cache, k_scale, v_scale)
     device = tokens.device
@@ -58,8 +59,9 @@ def check_batch(name: str, tokens, k_cache, v_cache, kv_len, page_table, cache_l
 
 
 def _check_caches(name: str, tokens, layout: str, k_cache, v_cache, k_scale, v_scale) -> None:
-    for what, tensor, wanted in ((name, tokens, layout), ("k_cache", k_cache, "(N, S, Hkv, D_QK)"), ("v_cache", v_cache, "(N, S, Hkv, D_V)")):
-        check_plain(what, tensor, wanted)
+    check_plain(name, tokens, layout)
+    check_plain("k_cache", k_cache, "(N, S, Hkv, D_QK)")
+    check_plain("v_cache", v_cache, "(N, S, Hkv, D_V)")
     if tokens.dtype not in DTYPES:
         raise TypeError(f"{name} must be float16, bfloat16 or float32, got {tokens.dtype}")
     if (k_scale is None) != (v_scale is None):
@@ -81,7 +83,8 @@ def _check_caches(name: str, tokens, layout: str, k_cache, v_cache, k_scale, v_s
         raise ValueError(f"k_cache {tuple(k_cache.shape)} has no heads; it needs at least 1")
     for what, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
         if not 1 <= tensor.shape[3] <= MAX_HEAD_DIM:
-            raise NotImplementedError(f"{what} has head_dim {tensor.shape[3]} (shape {tuple(tensor.shape)}); supported are 1 to {MAX_HEAD_DIM}")
+            raise NotImplementedError(f"{what} has head_dim {tensor.shape[3]} (shape {tuple(tensor.shape)}); supported are 1 to "
+                                      f"{MAX_HEAD_DIM}")
 
 
 def _table(name: str, tensor, shape: tuple, dtype: torch.dtype, device: torch.device, needed: bool = False) -> torch.Tensor | None:
@@ -120,8 +123,8 @@ def _shares_memory(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 def check_writable(name: str, cache: torch.Tensor) -> None:
     """Every element has a place of its own."""
     if _shares_memory(tuple(cache.shape), cache.stride()):
-        raise ValueError(f"{name} {tuple(cache.shape)} has strides {cache.stride()}: elements share memory (as expand makes it), so what is "
-                         f"written for one changes others; pass {name}.clone() or a tensor of its own")
+        raise ValueError(f"{name} {tuple(cache.shape)} has strides {cache.stride()}: elements share memory (as expand makes it), so "
+                         f"what is written for one changes others; pass {name}.clone() or a tensor of its own")
 
 
 def check_contents(tokens, k_cache, cached: Cached, q_offset, written: bool = False) -> int:
@@ -164,7 +167,8 @@ def check_contents(tokens, k_cache, cached: Cached, q_offset, written: bool = Fa
         if not written:
             continue
         if offset + count > length:
-            raise ValueError(f"sequence {b} has {count} new tokens from position {offset} on, but kv_len {length}, which counts the new ones, too")
+            raise ValueError(f"sequence {b} has {count} new tokens from position {offset} on, but kv_len {length}, which counts the new "
+                             "ones, too")
         for first in range(offset - offset % size, offset + count, size):  # page by page; an entry is one page
             place = locations[b] if pages is None else mine[first // size]
             rows = range(max(offset - first, 0), min(offset + count - first, size))

@@ -121,7 +121,8 @@ def _bound(mod: Callable | None, kind: str, device: torch.device) -> tuple | Non
     bound = bind(mod, kind)
     read_captured(bound, device, f"{kind}_mod")
     if torch.is_grad_enabled() and any([t.requires_grad for t in bound[1][:len(bound[0].tensors)]]):
-        raise NotImplementedError(f"{kind}_mod captures a tensor that requires grad, but cached_attention is not differentiable: {_INSTEAD}")
+        raise NotImplementedError(f"{kind}_mod captures a tensor that requires grad, but cached_attention is not differentiable: "
+                                  f"{_INSTEAD}")
     return bound
 
 

@@ -178,8 +178,8 @@ def _check_layers(q, k, v, k_cache, v_cache) -> None:
     for name, tensor, cache in (("q", q, k_cache), ("k", k, k_cache), ("v", v, v_cache)):
         heads, head_dim = cache.shape[2:]
         if tensor.ndim != 3 or tensor.shape[:2] != q.shape[:2] or tensor.dtype != q.dtype:
-            raise ValueError(f"q, k and v must be (batch, tokens, heads * head dim) with equal batch, tokens and dtype, got q {described(q)} "
-                             f"and {name} {described(tensor)}")
+            raise ValueError("q, k and v must be (batch, tokens, heads * head dim) with equal batch, tokens and dtype, got q "
+                             f"{described(q)} and {name} {described(tensor)}")
         if tensor.shape[2] % head_dim or name != "q" and tensor.shape[2] != heads * head_dim:
             raise ValueError(f"{name} {tuple(tensor.shape)} must have {'heads' if name == 'q' else heads} * {head_dim} as its last extent, "
                              f"for a cache {tuple(cache.shape)}")
@@ -194,8 +194,8 @@ def _attend(qkv, kv_len, cu_seqlens, where, caches, rope, interleaved, scale, sl
     """Write the new keys and values, then attend; the caches' extents say what heads there are."""
     _check_layers(*qkv, *caches)
     if cu_seqlens is not None and cu_seqlens.shape != (kv_len.shape[0] + 1,):
-        raise ValueError(f"cu_seqlens {tuple(cu_seqlens.shape)} must be one longer than kv_len {tuple(kv_len.shape)}, both from the metadata "
-                         "operator")
+        raise ValueError(f"cu_seqlens {tuple(cu_seqlens.shape)} must be one longer than kv_len {tuple(kv_len.shape)}, both from the "
+                         "metadata operator")
     (k_cache, v_cache), out = caches, _out_like(qkv[0], *caches)
     split = tuple(t.unflatten(-1, (-1, cache.shape[-1])) for t, cache in zip(qkv, (k_cache, k_cache, v_cache), strict=True))
     if cu_seqlens is None or out.shape[:2] == (kv_len.shape[0], 1):  # (b, s, heads, head dim) to (b, heads, s, head dim)

@@ -79,7 +79,7 @@ BOTH = {
     "no lengths": ("pages", dict(kv_len=None), TypeError, r"kv_len must be torch.int32 \(n,\).*got None"),
     "lengths in int64": ("pages", dict(kv_len=torch.Tensor.long), ValueError, "got torch.int64"),
     "a page that is padding": ("pages", dict(kv_len=int32(10, 9, 16)), ValueError, r"page_table\[1\] names pages from -1 to 2"),
-    "a page after the last": ("pages", dict(page_table=int32([0, 1], [2, -1], [3, 7])), ValueError, "k_cache .7, 8, 2, 16. has pages 0 to 6"),
+    "a page after the last": ("pages", dict(page_table=int32([0, 1], [2, -1], [3, 7])), ValueError, "k_cache .* has pages 0 to 6"),
     "a flat page table": ("pages", dict(page_table=int32(0, 1, 2)), ValueError, r"page_table must be torch.int32 \(3, n\)"),
     "an entry after the last": ("entries", dict(cache_loc=int32(0, 1, 3)), ValueError, "cache_loc names entries from 0 to 3"),
     "entry -1": ("entries", dict(cache_loc=int32(0, -1, 2)), ValueError, "cache_loc names entries from -1 to 2"),
@@ -113,7 +113,7 @@ ATTEND = {
                          "k_cache has head_dim 300"),
 }
 UPDATE = {
-    "a key that requires grad": ("pages", dict(key=lambda t: t.requires_grad_()), NotImplementedError, "key requires grad, but update_cache"),
+    "a key that requires grad": ("pages", dict(key=lambda t: t.requires_grad_()), NotImplementedError, "key requires grad, but update_"),
     "one entry twice": ("entries", dict(cache_loc=int32(1, 2, 1), kv_len=int32(10, 1, 11)), ValueError,
                         r"sequences 0 and 2 both write to entry 1 \(cache_loc\), rows 8 to 9"),
     "one page twice": ("pages", dict(page_table=int32([0, 1], [2, -1], [3, 1]), kv_len=int32(10, 1, 11)), ValueError,
@@ -121,8 +121,8 @@ UPDATE = {
     "one page twice in a sequence": ("pages", dict(page_table=int32([0, 1], [2, -1], [3, 3]), kv_len=int32(10, 1, 9), key=None, value=None,
                                                    query=None, rope=None, cu_seqlens_q=int32(0, 1, 2, 11), max_q_len=9), ValueError,
                                      "sequences 2 and 2 both write to page 3"),
-    "new ones past kv_len": ("pages", dict(q_offset=int32(8, 0, 14), kv_len=int32(10, 1, 15), max_q_len=None, cu_seqlens_q=int32(0, 2, 3, 5)),
-                             ValueError, "sequence 2 has 2 new tokens from position 14 on, but kv_len 15"),
+    "new ones past kv_len": ("pages", dict(q_offset=int32(8, 0, 14), kv_len=int32(10, 1, 15), cu_seqlens_q=int32(0, 2, 3, 5)), ValueError,
+                             "sequence 2 has 2 new tokens from position 14 on, but kv_len 15"),
     "an expanded cache": ("pages", dict(k_cache=lambda t: t[:1].expand(7, -1, -1, -1)), ValueError, "k_cache .* elements share memory"),
     "overlapping entries": ("entries", dict(v_cache=lambda t: t.flatten().as_strided(t.shape, (8 * 32, 32, 16, 1))), ValueError,
                             "v_cache .* elements share memory"),
@@ -178,7 +178,7 @@ def refuses(call, layout, changes, error, words):
     lambda: rope_table(8.5, 16), lambda: rope_table("8", 16), lambda: rope_table(8, 16.0), lambda: rope_table(8, 16, "1e4"),
     lambda: rope_table(8, 16, True), lambda: rope_table(8, 16, inv_freq=[1.0] * 8), lambda: rope_table(8, 16, inv_freq=torch.arange(8))])
 def test_rope_table_says_what_is_no_number(call):
-    with pytest.raises(TypeError, match="length must be an integer|rope_dim must be an integer|theta must be a number|inv_freq must be a fl"):
+    with pytest.raises(TypeError, match="length must be an int|rope_dim must be an int|theta must be a number|inv_freq must be"):
         call()
 
 
@@ -277,7 +277,7 @@ def test_autocast(device):
 @pytest.mark.parametrize("layout", ["pages", "entries", "contiguous"])
 @pytest.mark.parametrize("max_q_len", [0, 1, 2])
 def test_a_max_q_len_that_lies_loses_nothing_but_late_queries(max_q_len, layout, device):
-    """Unchecked: update_cache writes all; in cached_attention the first max_q_len queries of a sequence are right, and others 0 and -inf."""
+    """Unchecked: update_cache writes all; in cached_attention a sequence's first max_q_len queries are right, others 0 and -inf."""
     found = arguments(layout, device)
     (expected, expected_lse), (out, lse) = (
         attend(found | {"max_q_len": n}, check=False, return_lse=True) for n in (3, max_q_len))

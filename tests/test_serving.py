@@ -64,7 +64,8 @@ def metadata(device):
     args = sequences.args
     sparse = [t.repeat_interleave(2, -1)[..., ::2] for t in args]
     return {"int32": args, "int64": [t.long() for t in args], "strided": sparse, "turned table": [*args[:6], args[6].t().contiguous().t()],
-            "one": [t[:1] for t in args], "expanded": [*args[:2], args[2][:1].expand(3), *args[3:]], "int64 lengths": [*args[:1], args[1].long(), *args[2:]]}
+            "one": [t[:1] for t in args], "expanded": [*args[:2], args[2][:1].expand(3), *args[3:]],
+            "int64 lengths": [*args[:1], args[1].long(), *args[2:]]}
 
 
 def layers(device):
@@ -85,8 +86,8 @@ def layers(device):
     found["scaled_dot_product_attention; half"] = (*(t.half() for t in sdpa[:3]), None, 0.0, True, 0.3, True)
     found["scaled_dot_product_attention; no queries"] = (q[:, :, :0], k, v, None, 0.0, False, None, True)
     found["scaled_dot_product_attention; no batch"] = (q[:0], k[:0], v[:0], None, 0.0, False, None, True)
-    found |= {f"{name}; {kind}": args for name in ("prepare_metadata", "prepare_flattened_metadata") for kind, args in metadata(device).items()}
-    return found
+    names = "prepare_metadata", "prepare_flattened_metadata"
+    return found | {f"{name}; {kind}": args for name in names for kind, args in metadata(device).items()}
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -289,7 +290,8 @@ def test_attention_takes_the_caches_its_descriptor_makes(dtype, name, device):
 
 def test_layers_share_a_table_only_if_all_digits_agree():
     names = set()
-    configs = [(theta, scale) for theta in (1000000, 1000001, 1e6 + 2**-20, 10000.0, 1e16, 1e-5, 10.5, 1.0) for scale in (1, 5.0, 1.05, 1e-5)]
+    thetas = 1000000, 1000001, 1e6 + 2**-20, 10000.0, 1e16, 1e-5, 10.5, 1.0
+    configs = [(theta, scale) for theta in thetas for scale in (1, 5.0, 1.05, 1e-5)]
     for theta, scale in configs:
         info = AttentionInfo(4, 2, 16, torch.float32, pos_embd_config=PositionalEmbeddingConfig("rope", theta, scale))
         (name,) = AttentionRegistry.get("flexpress_paged").buffer_initializers(info)
