@@ -182,9 +182,12 @@ def _checked(query, key, value, enable_gqa: bool) -> Inputs:
 
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:
-    """A captured tensor that wants a gradient has an element of its own in memory for every index, but for dimensions of stride 0."""
+    """A captured tensor that wants a gradient has an element of its own in memory for every index. Dimensions of stride 0 are left alone where
+    autograd sums over them, in the backward pass of what expanded the tensor."""
     if not tensor.requires_grad:
         return tensor
+    if tensor.is_leaf and 0 in tensor.stride():
+        return tensor.contiguous()
     dims = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if s and n > 1)
     reach = 1
     for stride, size in dims:
