@@ -22,6 +22,8 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
+from .interpreter_types import keep_types
+
 _lock = threading.Lock()
 _NOTICE_AFTER = 3.0  # seconds of running before the rest is estimated
 _SLOW = 60.0  # an estimate longer than this is worth a word
@@ -126,6 +128,7 @@ def _switch_to_interpreter():
         for name, value in list(vars(module).items()):
             if isinstance(value, JITFunction) and not name.startswith("_"):  # combine functions keep their identity
                 scope.set_attr(module, name, value.fn)
+    keep_types(scope)
     builder = interpreter.InterpreterBuilder
     plain_dot = builder.create_dot
 
