@@ -32,6 +32,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
+from .interpreter_types import keep_types
 from .turn import Turn
 
 LANGUAGE = Turn()  # who runs or compiles a kernel
@@ -147,7 +148,7 @@ class _Progress:
 
 
 _MISSING = object()
-_OWNERS = (tl, tl.core, tl.math, tl.standard, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base, interpreter,
+_OWNERS = (tl, tl.core, tl.math, tl.standard, tl.tensor, tl.dtype, tl.core.block_type, tl.core.tensor_descriptor_base, interpreter,
            interpreter.InterpreterBuilder, interpreter.interpreter_builder)
 _unchanged: list[tuple[object, dict]] = []  # those with their attributes, before the first switch
 _changes: list[tuple[object, str, object, object]] = []  # what differs while a kernel runs: of what, its name, before and then
@@ -208,6 +209,7 @@ def _patch():
         for name, value in list(vars(module).items()):
             if isinstance(value, JITFunction) and not name.startswith("_"):  # combine functions keep their identity
                 scope.set_attr(module, name, value.fn)
+    keep_types(scope)
     builder = interpreter.InterpreterBuilder
     plain_dot = builder.create_dot
 
