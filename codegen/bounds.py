@@ -129,7 +129,7 @@ class BoundsRun(Run):
         return (low, high) if limits[0] <= low and high <= limits[1] else limits
 
     def _integer_range(self, node: Expr, values: tuple[Expr, ...]) -> tuple[float, float] | None:
-        """Of an operation of the mask itself, in its own dtype; None if unknown. What its operands become when they are converted counts."""
+        """Of an operation of the mask itself, on operands converted to its dtype; None if unknown."""
         if any(kind(v.dtype) == "float" for v in values):
             return None
         ranges = []

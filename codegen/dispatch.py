@@ -242,7 +242,7 @@ def _folded_literal(value, dtype: torch.dtype) -> Expr:
 
 def _fold(row: ops.Op, operands: list[Expr], dtype: torch.dtype) -> Expr | None:
     """Constant operands are computed now, and `mask & True` is `mask`; None when there is nothing to fold."""
-    if all(o.is_literal for o in operands):
+    if all(o.is_literal for o in operands) and not _may_trap(row, operands):
         with torch._C.DisableTorchFunction():
             plain = [o.attr if o.weak else torch.tensor(o.attr, dtype=o.dtype) for o in operands]
             try:
@@ -260,6 +260,11 @@ def _fold(row: ops.Op, operands: list[Expr], dtype: torch.dtype) -> Expr | None:
             if constant.is_literal and other.dtype == torch.bool:
                 return _folded_literal(absorbing, dtype) if bool(constant.attr) == absorbing else other
     return None
+
+
+def _may_trap(row: ops.Op, operands: list[Expr]) -> bool:
+    """Would torch's division of the least integer by -1 end the process? The kernel divides."""
+    return row.name in ("floor_divide", "div_trunc", "remainder", "fmod") and operands[1].attr == -1 and operands[0].attr < 0
 
 
 def _simple_power(base: Expr, exponent: Expr) -> Sym | None:

@@ -44,8 +44,9 @@ def compute(expr: Expr, symbols: dict[str, torch.Tensor], tensors: list[torch.Te
         else:
             operands = [converted(o, dtype) for o, dtype in zip(operands, operand_dtypes(node), strict=True)]
             if node.op in ("floor_divide", "remainder", "fmod", "div_trunc") and kind(node.dtype) == "int":
-                ends = (operands[1] == -1) & (operands[0] == torch.iinfo(node.dtype).min)  # an exception, though divided by 1 it is the same
-                operands[1] = torch.where((operands[1] == 0) | ends, 1, operands[1])  # anything may come of 0
+                # anything may come of a division by 0, but no exception; the least number by -1 is the same as by 1, and ends the process
+                traps = (operands[1] == 0) | (operands[1] == -1) & (operands[0] == torch.iinfo(node.dtype).min)
+                operands[1] = torch.where(traps, 1, operands[1])
             value = converted(OPS[node.op].torch(*operands), node.dtype)
         values[id(node)] = value
     return converted(values[id(expr)], expr.dtype)

@@ -10,7 +10,6 @@ Positions are int32 in [0, 2**31 - 1). Bounds of integers are exact (bounds.py),
 from __future__ import annotations
 
 import functools
-import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass

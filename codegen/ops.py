@@ -434,7 +434,7 @@ def _where_interval(c, x, y):
 
 
 def _is_natural_division(dtype: torch.dtype, dividend: tuple, divisor: tuple) -> bool:
-    """Triton's // and % round towards zero, which agrees with torch's rounding down here. (A Python number above the dtype's wraps around.)"""
+    """Triton's // and % round towards zero, which agrees with torch's rounding down here. (What the dtype does not hold wraps around.)"""
     return kind(dtype) == "int" and dividend[0] >= 0 and divisor[0] >= 1 and max(dividend[1], divisor[1]) <= torch.iinfo(dtype).max
 
 

@@ -369,7 +369,8 @@ LITERALS = [
     "torch.where(q_idx > kv_idx, score, -math.inf)", "torch.where(q_idx > kv_idx, -math.inf, score)",
     "torch.where(q_idx > kv_idx, score, math.nan)", "torch.where(q_idx > kv_idx, 2, score)",
     "torch.where(q_idx > kv_idx, torch.tensor(1.0), 2)", "q_idx + 1000000 * 1000",
-    "q_idx.long() * 2**33 // 2**31", "score * 1e30 * 1e30", "score * 1e-300", "q_idx * True", "-n * q_idx",
+    "q_idx.long() * 2**33 // 2**31", "q_idx // 2**31", "(q_idx % 100).to(torch.int8) % 200", "(q_idx % 100).to(torch.uint8) // 300",
+    "q_idx % (2**32 + 5)", "score * 1e30 * 1e30", "score * 1e-300", "q_idx * True", "-n * q_idx",
     "math.pi * score", "score + (1 if True else 2)", "+score", "q_idx ** 3", "q_idx ** 0", "q_idx ** 7",
     "score ** 0", "score ** 0.5", "score ** -1", "2 ** q_idx", "n ** h", "score ** n",
     "score ** torch.tensor(2)", "q_idx.clone()", "score.detach()", "1.0 / -(score * 0)"

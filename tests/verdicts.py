@@ -24,25 +24,28 @@ from flexpress.codegen.intervals import Analysis, analyse
 from flexpress.codegen.signature import bind
 
 SIZE = 20  # positions along an axis
-GATHERS = ("[{q}]", "[{k}]", "[q_idx + kv_idx]", "[q_idx - kv_idx]", "[kv_idx - q_idx]", "[{q}, {k}]", "[h, {k}]", "[{q}, b]", "[b]", "[b, h]",
-           "[{q}, {q}]", "[q_idx - kv_idx, h]")
-LITERALS = (0, 1, 2, 3, 5, 7, 8, 31, 32, 63, 64, 100, 127, 128, 255, 256, 32767, 32768, 65535, 2**24 + 1, 2**31 - 1, 2**31, 2**32 + 5, 2**62,
-            2**63 - 1)
+GATHERS = ("[{q}]", "[{k}]", "[q_idx + kv_idx]", "[q_idx - kv_idx]", "[kv_idx - q_idx]", "[{q}, {k}]", "[h, {k}]", "[{q}, b]", "[b]",
+           "[b, h]", "[{q}, {q}]", "[q_idx - kv_idx, h]")
+LITERALS = (0, 1, 2, 3, 5, 7, 8, 31, 32, 63, 64, 100, 127, 128, 255, 256, 32767, 32768, 65535, 2**24 + 1, 2**31 - 1, 2**31, 2**32 + 5,
+            2**62, 2**63 - 1)
 COMPARISONS = ("{0} == {1}", "{0} != {1}", "{0} < {1}", "{0} <= {1}", "{0} > {1}", "{0} >= {1}")
-INTEGER_FORMS = ("{i} + {i}", "{i} - {i}", "{i} * {i}", "{i} + {a}", "{i} - {a}", "{a} - {i}", "{i} * {a}", "-{i}", "~{i}", "abs({i})", "torch.sign({i})",
-                 "{i} // {a}", "{i} // {i}", "{i} % {a}", "{i} % {i}", "{a} % {i}", "{a} // {i}", "torch.fmod({i}, {i})", "torch.fmod({i}, {a})",
-                 'torch.div({i}, {i}, rounding_mode="trunc")', 'torch.div({i}, {a}, rounding_mode="trunc")',
-                 "{i} & {i}", "{i} & {a}", "{i} | {i}", "{i} ^ {a}", "{i} << {i}", "{i} << ({i} & 3)", "{i} << {s}", "{i} >> {i}", "{i} >> {s}",
-                 "{i} ** ({i} & 3)", "{i} ** {s}", "torch.minimum({i}, {i})", "torch.maximum({i}, {i})", "torch.clamp({i}, {a}, {a})",
-                 "torch.clamp({i}, min={a})", "torch.where({b}, {i}, {i})", "torch.where({b}, {i}, {a})", "({b}).int()", "({i}).to({d})", "({i}).to({d})",
+INTEGER_FORMS = ("{i} + {i}", "{i} - {i}", "{i} * {i}", "{i} + {a}", "{i} - {a}", "{a} - {i}", "{i} * {a}", "-{i}", "~{i}", "abs({i})",
+                 "torch.sign({i})", "{i} // {a}", "{i} // {i}", "{i} % {a}", "{i} % {i}", "{a} % {i}", "{a} // {i}",
+                 "torch.fmod({i}, {i})", "torch.fmod({i}, {a})", 'torch.div({i}, {i}, rounding_mode="trunc")',
+                 'torch.div({i}, {a}, rounding_mode="trunc")', "{i} & {i}", "{i} & {a}", "{i} | {i}", "{i} ^ {a}", "{i} << {i}",
+                 "{i} << ({i} & 3)", "{i} << {s}", "{i} >> {i}", "{i} >> {s}", "{i} ** ({i} & 3)", "{i} ** {s}",
+                 "torch.minimum({i}, {i})", "torch.maximum({i}, {i})", "torch.clamp({i}, {a}, {a})", "torch.clamp({i}, min={a})",
+                 "torch.where({b}, {i}, {i})", "torch.where({b}, {i}, {a})", "({b}).int()", "({i}).to({d})", "({i}).to({d})",
                  "({f}).to({d})", "torch.full_like({i}, {a})", "torch.floor({i})", "{i}.detach()")
-FLOAT_FORMS = ("{f} + {f}", "{f} - {i}", "{f} * {f}", "{f} * {a}", "{f} / {f}", "{i} / {i}", "-{f}", "abs({f})", "{f} % {x}", "{f} // {x}", "torch.exp({f})",
-               "torch.sqrt({f})", "torch.tanh({f})", "torch.floor({f})", "torch.round({f})", "torch.minimum({f}, {f})", "torch.maximum({f}, {f})",
-               "torch.where({b}, {f}, {f})", "torch.where({b}, {f}, {x})", "({i}).float()", "({i}).to({e})", "({f}).to({e})", "torch.sign({f})",
-               "torch.log({f})", "torch.clamp({f}, -3, {x})", "({b}) * {f}", "F.relu({f})", "{f} ** 2", "torch.sin({f})", "torch.atan2({f}, {f})")
-BOOL_FORMS = ("({b}) & ({b})", "({b}) | ({b})", "({b}) ^ ({b})", "~({b})", "torch.logical_and({i}, {b})", "torch.logical_not({i})", "({i}).bool()",
-              "torch.where({b}, {b}, {b})", "torch.isnan({f})", "torch.isfinite({f})", "({f}).bool()", "({b}) == ({b})", "({b}) <= ({b})",
-              "torch.logical_xor({f}, {i})", "({b}) * ({b})", "torch.maximum({b}, {b})")
+COMMON_FORMS = ("{i} + {a}", "{i} - {a}", "{a} - {i}", "-{i}", "~{i}", "abs({i})", "{i} * {a}", "{i} << ({i} & 3)", "{i} % {a}")
+FLOAT_FORMS = ("{f} + {f}", "{f} - {i}", "{f} * {f}", "{f} * {a}", "{f} / {f}", "{i} / {i}", "-{f}", "abs({f})", "{f} % {x}",
+               "{f} // {x}", "torch.exp({f})", "torch.sqrt({f})", "torch.tanh({f})", "torch.floor({f})", "torch.round({f})",
+               "torch.minimum({f}, {f})", "torch.maximum({f}, {f})", "torch.where({b}, {f}, {f})", "torch.where({b}, {f}, {x})",
+               "({i}).float()", "({i}).to({e})", "({f}).to({e})", "torch.sign({f})", "torch.log({f})", "torch.clamp({f}, -3, {x})",
+               "({b}) * {f}", "F.relu({f})", "{f} ** 2", "torch.sin({f})", "torch.atan2({f}, {f})")
+BOOL_FORMS = ("({b}) & ({b})", "({b}) | ({b})", "({b}) ^ ({b})", "~({b})", "torch.logical_and({i}, {b})", "torch.logical_not({i})",
+              "({i}).bool()", "torch.where({b}, {b}, {b})", "torch.isnan({f})", "torch.isfinite({f})", "({f}).bool()", "({b}) == ({b})",
+              "({b}) <= ({b})", "torch.logical_xor({f}, {i})", "({b}) * ({b})", "torch.maximum({b}, {b})")
 
 
 class Writer:
@@ -56,7 +59,8 @@ class Writer:
         return self.bool(self.rng.choice((1, 1, 2, 2, 3, 4)))
 
     def fill(self, form: str, depth: int) -> str:
-        makers = {"i": lambda: self.integer(depth - 1), "f": lambda: self.float(depth - 1), "b": lambda: self.bool(depth - 1), "a": self.number,
+        makers = {"i": lambda: self.integer(depth - 1), "f": lambda: self.float(depth - 1), "b": lambda: self.bool(depth - 1),
+                  "a": self.number,
                   "s": lambda: str(self.rng.choice((0, 1, 2, 3, 7, 8, 31, 33, 63, 64, -1))), "d": lambda: str(self.rng.choice(INTEGERS)),
                   "e": lambda: str(self.rng.choice(FLOATS)), "x": self.real}
         for letter, make in makers.items():
@@ -80,7 +84,7 @@ class Writer:
     def integer(self, depth: int) -> str:
         if depth <= 0:
             return self.rng.choice(("q_idx", "kv_idx", "h", "b", *4 * [""])) or self.load(self.rng.choice(INTEGERS))
-        return self.fill(self.rng.choice(INTEGER_FORMS), depth)
+        return self.fill(self.rng.choice(COMMON_FORMS if self.rng.random() < 0.4 else INTEGER_FORMS), depth)
 
     def float(self, depth: int) -> str:
         if depth <= 0:
@@ -96,7 +100,8 @@ class Writer:
 
     def number(self) -> str:
         """An integer: a literal, or captured."""
-        value = self.rng.choice(LITERALS if self.rng.random() < 0.5 else LITERALS[:6]) * self.rng.choice((1, 1, -1)) + self.rng.choice((0, 0, 0, 1, -1))
+        value = self.rng.choice(LITERALS if self.rng.random() < 0.5 else LITERALS[:6])
+        value = value * self.rng.choice((1, 1, -1)) + self.rng.choice((0, 0, 0, 1, -1))
         value = min(max(value, -2**63), 2**63 - 1)
         if self.rng.random() < 0.6:
             return f"({value})"
@@ -179,7 +184,8 @@ class Judged:
 
         own = {"b": whole(range(B), B, 1, 1, 1), "h": whole(range(H), 1, H, 1, 1)}
         positions = own | {"q_idx": torch.arange(q[0], q[-1]).int()[:, None], "kv_idx": torch.arange(kv[0], kv[-1]).int()}
-        symbols = own | {"q_min": whole(q[:-1], -1, 1), "q_max": whole(q[1:], -1, 1) - 1, "kv_min": whole(kv[:-1], -1), "kv_max": whole(kv[1:], -1) - 1}
+        symbols = own | {"q_min": whole(q[:-1], -1, 1), "q_max": whole(q[1:], -1, 1) - 1}
+        symbols |= {"kv_min": whole(kv[:-1], -1), "kv_max": whole(kv[1:], -1) - 1}
         for i, zone in enumerate(self.analysis.zones):
             read = {n.attr for n in walk(zone.graph.result) if n.op == "symbol"}
             assert {"q_idx", "kv_idx"} & read == {zone.axis}
