@@ -78,8 +78,8 @@ class _Interpreted:
 
     def _run(self, grid, args) -> None:
         if LANGUAGE.depth > 1:
-            raise RuntimeError(f"the kernel {self.function.__name__} was started on the CPU from a signal handler or finalizer while another "
-                               "kernel ran in the same thread; start it when that one is done")
+            raise RuntimeError(f"the kernel {self.function.__name__} was started on the CPU from a signal handler or finalizer while "
+                               "another kernel ran in the same thread; start it when that one is done")
         again = map(operator.methodcaller("__call__"), [restore])
         try:
             self._switched(grid, args)

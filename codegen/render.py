@@ -55,8 +55,8 @@ def render(spec: KernelSpec) -> str:
     tree = _parsed(text, spec.template)
     # nothing of the user's is in the tree, or it would not be the same without the user's texts
     if not text.replace("\n", "").isprintable() or ast.dump(tree) != ast.dump(_parsed(_text(without_texts(spec)), spec.template)):
-        raise RenderError(f"templates/{spec.template}.py.jinja printed a source line or a name of the mod's as code. This is an error in Flexpress "
-                          "and the kernel is not used; please report the mod")
+        raise RenderError(f"templates/{spec.template}.py.jinja printed a source line or a name of the mod's as code. This is an error in "
+                          "Flexpress, and the kernel is not used; please report the mod")
     return text
 
 

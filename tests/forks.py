@@ -31,7 +31,7 @@ def child(work) -> int:
     if pid == 0:
         status = 1
         try:
-            torch.set_num_threads(1)  # OpenMP's threads stay in the parent, and torch's own products would wait for them: as in its DataLoader
+            torch.set_num_threads(1)  # as torch's DataLoader: OpenMP's threads stay in the parent, and torch's products would wait for them
             work()
             status = 0
         except BaseException:

@@ -2,9 +2,9 @@
 
     python tests/kills.py --n 300
 
-Each child prints new kernels and keeps records of compiled code until SIGKILL strikes it at a random moment; the one after it begins with
-what the killed one was at. After every kill each file under its own name is whole. At the end the temporary files of the killed, made to look
-two hours old, are swept by the next writer.
+Each child prints new kernels and keeps records of compiled code until SIGKILL strikes it at a random moment; the one after it begins
+with what the killed one was at. After every kill each file under its own name is whole. At the end the temporary files of the killed,
+made to look two hours old, are swept by the next writer.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def whole(place: Path) -> int:
     return count
 
 
-def campaign(n: int, seed: int, place: Path, longest: float = 0.15) -> str:
+def campaign(n: int, seed: int, place: Path, longest: float = 0.3) -> str:
     random.seed(seed)
     os.environ["FLEXPRESS_CACHE_DIR"] = str(place)
     check(10**6)  # children begin with the templates loaded

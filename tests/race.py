@@ -3,8 +3,8 @@
     python tests/race.py --threads 8 --calls 1000
     python tests/race.py --threads 8 --calls 50 --device cuda      kernels compile, too
 
-Every call is checked. Each round of `threads` calls begins at a barrier, so that they race; half of the rounds ask all for the same mod, which
-then is printed and compiled once.
+Every call is checked. Each round of `threads` calls begins at a barrier, so that they race; half of the rounds ask all for the same mod,
+which then is printed and compiled once.
 """
 
 from __future__ import annotations

@@ -137,5 +137,6 @@ threading.Thread(target=work, daemon=True).start()
 time.sleep(1.5)
 """
     for _ in range(3):
-        done = subprocess.run([sys.executable, "-c", program], cwd=os.path.dirname(os.path.abspath(__file__)), capture_output=True, text=True)
+        folder = os.path.dirname(os.path.abspath(__file__))
+        done = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-3000:]
