@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -33,29 +33,66 @@ def check_plain(name: str, tensor, layout: str) -> None:
         raise ValueError(f"{name} must be {layout}, got {described(tensor)}")
 
 
-def check_batch(name: str, tokens, k_cache, v_cache, kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale,
-                v_scale) -> tuple[Cached, torch.Tensor | None]:
+_passed: dict[tuple, bool] = {}  # what passed the checks; do tables have contiguous rows
+
+
+def forms_of(*values) -> tuple | None:
+    """All of some tensors and numbers that checks look at, but contents; None if there is no telling."""
+    try:
+        return tuple([(type(t), t.shape, t.stride(), t.dtype, t.device, t.is_neg()) if isinstance(t, torch.Tensor) else (type(t), t)
+                      for t in values])
+    except (RuntimeError, TypeError, NotImplementedError):  # sparse and nested tensors have no strides
+        return None
+
+
+def check_batch(name: str, tokens, k_cache, v_cache, kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale, v_scale,
+                others: tuple = (), check_others: Callable | None = None) -> tuple[Cached, torch.Tensor | None]:
     """Those arguments, put together, and q_offset. `tokens`, an argument of that name, is (B, H, Q_LEN, D), or (T, H, D) with
-    cu_seqlens_q."""
+    cu_seqlens_q. Checks are skipped for forms that passed before; `check_others(tokens, k_cache, v_cache,
+    *others)` looks at others."""
+    tables = kv_len, page_table, cache_loc, cu_seqlens_q, q_offset, k_scale, v_scale
+    forms = forms_of(name, max_q_len, tokens, k_cache, v_cache, *tables, *others)
+    try:
+        contiguous = _passed.get(forms)
+    except TypeError:  # lists and dicts have no hash
+        forms = contiguous = None
+    if contiguous is None:
+        _check_batch(name, tokens, k_cache, v_cache, *tables[:4], max_q_len, *tables[4:])
+        if check_others is not None:
+            check_others(tokens, k_cache, v_cache, *others)
+        contiguous = all([t is None or t.stride(-1) == 1 for t in tables])
+        if forms is not None:
+            if len(_passed) >= 4096:
+                _passed.clear()
+            _passed[forms] = contiguous
+    if not contiguous:  # kernels read contiguous rows
+        kv_len, page_table, cache_loc, cu_seqlens_q, q_offset, k_scale, v_scale = (
+            t if t is None or t.stride(-1) == 1 else t.contiguous() for t in tables)
+    max_q = tokens.shape[2 if cu_seqlens_q is None else 0] if max_q_len is None else int(max_q_len)
+    return Cached(cu_seqlens_q, max_q, kv_len, cache_loc, page_table, k_scale, v_scale), q_offset
+
+
+def _check_batch(name, tokens, k_cache, v_cache, kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale, v_scale) -> None:
     ragged = cu_seqlens_q is not None
     _check_caches(name, tokens, "(T, H, D) with cu_seqlens_q" if ragged else "(B, H, Q_LEN, D)", k_cache, v_cache, k_scale, v_scale)
     device = tokens.device
     if page_table is not None and cache_loc is not None:
         raise ValueError("page_table and cache_loc exclude each other: a page table says where a sequence is")
-    kv_len = _table("kv_len", kv_len, (None if ragged else tokens.shape[0],), torch.int32, device, needed=True)
+    _check_table("kv_len", kv_len, (None if ragged else tokens.shape[0],), torch.int32, device)
     batch, heads = kv_len.shape[0], k_cache.shape[2]
-    page_table = _table("page_table", page_table, (batch, None), torch.int32, device)
-    cache_loc = _table("cache_loc", cache_loc, (batch,), torch.int32, device)
-    cu_seqlens_q = _table("cu_seqlens_q", cu_seqlens_q, (batch + 1,), torch.int32, device)
-    q_offset = _table("q_offset", q_offset, (batch,), torch.int32, device)
-    k_scale, v_scale = (_table(what, t, (heads,), torch.float32, device) for what, t in (("k_scale", k_scale), ("v_scale", v_scale)))
+    tables = (("page_table", page_table, (batch, None)), ("cache_loc", cache_loc, (batch,)), ("cu_seqlens_q", cu_seqlens_q, (batch + 1,)),
+              ("q_offset", q_offset, (batch,)))
+    for what, tensor, shape in tables:
+        if tensor is not None:
+            _check_table(what, tensor, shape, torch.int32, device)
+    for what, tensor in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if tensor is not None:
+            _check_table(what, tensor, (heads,), torch.float32, device)
     if cache_loc is None and page_table is None and k_cache.shape[0] != batch:
         raise ValueError(f"k_cache {tuple(k_cache.shape)} has {k_cache.shape[0]} entries for {batch} sequences; say with cache_loc or "
                          "page_table which ones are theirs")
     if max_q_len is not None and not (ragged and whole("max_q_len", max_q_len) <= tokens.shape[0]):
         raise ValueError(f"max_q_len ({max_q_len}) is for cu_seqlens_q, and from 0 to the number of tokens in {name} {tuple(tokens.shape)}")
-    max_q = tokens.shape[0 if ragged else 2] if max_q_len is None else int(max_q_len)
-    return Cached(cu_seqlens_q, max_q, kv_len, cache_loc, page_table, k_scale, v_scale), q_offset
 
 
 def _check_caches(name: str, tokens, layout: str, k_cache, v_cache, k_scale, v_scale) -> None:
@@ -87,29 +124,25 @@ def _check_caches(name: str, tokens, layout: str, k_cache, v_cache, k_scale, v_s
                                       f"{MAX_HEAD_DIM}")
 
 
-def _table(name: str, tensor, shape: tuple, dtype: torch.dtype, device: torch.device, needed: bool = False) -> torch.Tensor | None:
-    """The tensor with contiguous rows, as kernels read it; None stays None unless it is needed. `shape` with None for any extent."""
-    if tensor is None and not needed:
-        return None
+def _check_table(name: str, tensor, shape: tuple, dtype: torch.dtype, device: torch.device) -> None:
+    """`shape` with None for any extent."""
     if isinstance(tensor, torch.Tensor):
         check_memory(name, tensor)
     if (isinstance(tensor, torch.Tensor) and tensor.dtype == dtype and tensor.device == device and tensor.ndim == len(shape)
-            and all([want is None or want == n for want, n in zip(shape, tensor.shape, strict=True)])):
-        return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+            and all(want in (None, n) for want, n in zip(shape, tensor.shape, strict=True))):
+        return
     wanted = ", ".join("n" if n is None else str(n) for n in shape) + ("," if len(shape) == 1 else "")
     error = ValueError if isinstance(tensor, torch.Tensor) else TypeError
     raise error(f"{name} must be {dtype} ({wanted}) on {device}, got {described(tensor)}")
 
 
-def check_no_gradients(function: str, instead: str, **tensors) -> None:
+def check_no_gradients(function: str, instead: str, **tensors: torch.Tensor | None) -> None:
     """NotImplementedError if autograd would want a gradient through one of them."""
-    if torch.is_grad_enabled():
-        for name, tensor in tensors.items():
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                raise NotImplementedError(f"{name} requires grad, but {function} is not differentiable: {instead}")
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.requires_grad:
+            raise NotImplementedError(f"{name} requires grad, but {function} is not differentiable: {instead}")
 
 
-@functools.lru_cache(maxsize=1024)
 def _shares_memory(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """May two indices of such a tensor name one place? Exact for what slicing, permuting and expanding make."""
     reach = 0

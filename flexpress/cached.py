@@ -67,15 +67,16 @@ def cached_attention(query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.
     ragged = cu_seqlens_q is not None
     if torch._C._is_any_autocast_enabled():
         query, = checks.autocast(query)
-    check_no_gradients("cached_attention", _INSTEAD, query=query, k_cache=k_cache, v_cache=v_cache, k_scale=k_scale, v_scale=v_scale)
     where, q_offset = check_batch("query", query, k_cache, v_cache, kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset,
                                   k_scale, v_scale)
     if query.shape[1] % k_cache.shape[2]:
         raise ValueError(f"query {tuple(query.shape)} has {query.shape[1]} heads, no multiple of the {k_cache.shape[2]} heads of k_cache "
                          f"{tuple(k_cache.shape)}")
+    if torch.is_grad_enabled():
+        check_no_gradients("cached_attention", _INSTEAD, query=query, k_cache=k_cache, v_cache=v_cache, k_scale=k_scale, v_scale=v_scale)
     if check or (check is None and query.device.type == "cpu"):
         check_contents(query, k_cache, where, q_offset)
-    query = query.resolve_neg()
+    query = query.resolve_neg() if query.is_neg() else query
     q = query.transpose(0, 1)[None] if ragged else query
     k, v = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
     Z, Hq = where.kv_lens.shape[0], q.shape[1]

@@ -69,15 +69,45 @@ def update_cache(key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, 
     unless gradients are off (torch.no_grad), where one of them requires grad.
     """
     check_surroundings("update_cache")
-    check_no_gradients("update_cache", "call it under torch.no_grad()", key=key, value=value, query=query, k_cache=k_cache,
-                       v_cache=v_cache, rope=rope, k_scale=k_scale, v_scale=v_scale)
     if torch._C._is_any_autocast_enabled():
         key, value, query = checks.autocast(key, value, query)
     cached, q_offset = check_batch("key", key, k_cache, v_cache, kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale,
-                                   v_scale)
+                                   v_scale, (value, query, rope), _check_new)
     ragged = cu_seqlens_q is not None
+    if torch.is_grad_enabled():
+        check_no_gradients("update_cache", "call it under torch.no_grad()", key=key, value=value, query=query, k_cache=k_cache,
+                           v_cache=v_cache, rope=rope, k_scale=k_scale, v_scale=v_scale)
+    if check or (check is None and key.device.type == "cpu"):
+        reached = check_contents(key, k_cache, cached, q_offset, written=True)
+        if rope is not None and reached > rope.shape[0]:
+            raise ValueError(f"rope {tuple(rope.shape)} has {rope.shape[0]} positions, but a new token has position {reached - 1}: make it "
+                             f"with rope_table({reached}, ...) or longer")
+    if key.numel() == 0:
+        return None if query is None else query.clone()
+    k, v = _readable(key), _readable(value)
+    q = q_out = None
+    if rope is not None:
+        q = k[:, :0] if query is None else _readable(query)
+        q_out = torch.empty_like(q)
+    tensors = k, v, q, q_out
+    if not ragged:  # tokens before heads
+        tensors = tuple(t if t is None else t.transpose(1, 2) for t in tensors)
+    update(*tensors[:2], k_cache, v_cache, cached, q_offset, rope, *tensors[2:], interleaved=interleaved)
+    return None if query is None else q_out
+
+
+def _readable(tensor: torch.Tensor) -> torch.Tensor:
+    """With contiguous head dims and without the negative bit."""
+    tensor = tensor.resolve_neg() if tensor.is_neg() else tensor
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _check_new(key, k_cache, v_cache, value, query, rope) -> None:
+    """What check_batch leaves."""
     Hkv, D_V = k_cache.shape[2], v_cache.shape[3]
-    check_plain("value", value, "(T, Hkv, D_V) with cu_seqlens_q" if ragged else "(B, Hkv, Q_LEN, D_V)")
+    tokens, end = ("(T", " with cu_seqlens_q") if key.ndim == 3 else ("(B", "")
+    inner = "" if key.ndim == 3 else ", Q_LEN"
+    check_plain("value", value, f"{tokens}, Hkv{inner}, D_V){end}")
     if key.shape[1] != Hkv or value.shape != (*key.shape[:-1], D_V) or value.dtype != key.dtype or value.device != key.device:
         raise ValueError(f"key is {described(key)} and value {described(value)}; k_cache {tuple(k_cache.shape)} and v_cache "
                          f"{tuple(v_cache.shape)} need {Hkv} heads, head dims {k_cache.shape[3]} and {D_V}, and all else alike")
@@ -86,31 +116,13 @@ def update_cache(key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, 
     if query is not None:
         if rope is None:
             raise ValueError("query is turned by rope; pass rope=rope_table(...), or leave query out")
-        check_plain("query", query, "(T, Hq, D_QK) with cu_seqlens_q" if ragged else "(B, Hq, Q_LEN, D_QK)")
+        check_plain("query", query, f"{tokens}, Hq{inner}, D_QK){end}")
         if query.dtype != key.dtype or query.device != key.device or query.shape[:1] + query.shape[2:] != key.shape[:1] + key.shape[2:]:
             raise ValueError(f"query is {described(query)} and key {described(key)}: all but the number of heads must be equal")
     if k_cache.stride(3) != 1 or v_cache.stride(3) != 1:
         raise ValueError(f"the head dims of k_cache and v_cache must be contiguous, got strides {k_cache.stride()} and {v_cache.stride()}")
     check_writable("k_cache", k_cache)
     check_writable("v_cache", v_cache)
-    if check or (check is None and key.device.type == "cpu"):
-        reached = check_contents(key, k_cache, cached, q_offset, written=True)
-        if rope is not None and reached > rope.shape[0]:
-            raise ValueError(f"rope {tuple(rope.shape)} has {rope.shape[0]} positions, but a new token has position {reached - 1}: make it "
-                             f"with rope_table({reached}, ...) or longer")
-    if key.numel() == 0:
-        return None if query is None else query.clone()
-    key, value, query = (t if t is None else t.resolve_neg() for t in (key, value, query))
-    k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (key, value))
-    q = q_out = None
-    if rope is not None:
-        q = k[:, :0] if query is None else query if query.stride(-1) == 1 else query.contiguous()
-        q_out = torch.empty_like(q)
-    tensors = k, v, q, q_out
-    if not ragged:  # tokens before heads
-        tensors = tuple(t if t is None else t.transpose(1, 2) for t in tensors)
-    update(*tensors[:2], k_cache, v_cache, cached, q_offset, rope, *tensors[2:], interleaved=interleaved)
-    return None if query is None else q_out
 
 
 def _check_rope(rope: torch.Tensor, key: torch.Tensor) -> None:

@@ -315,5 +315,5 @@ def test_a_sequence_that_is_not_there_is_not_written(device):
 def test_lies_read_and_write_nothing_outside(monkeypatch):
     """A part of what tests/sanitize_corrupt.py calls, which runs under compute-sanitizer as well."""
     calls = sanitize_corrupt.calls
-    monkeypatch.setattr(sanitize_corrupt, "calls", lambda *a, **k: itertools.islice(calls(*a, **k), 1, None, 23))
+    monkeypatch.setattr(sanitize_corrupt, "calls", lambda *a, **k: itertools.islice(calls(*a, **k), 1, None, 37))
     sanitize_corrupt.main("cpu", "caches")
