@@ -17,6 +17,7 @@ from .forward_plan import LOG2_E, Blocks, ForwardCase, Geometry, Options, Plan, 
 from .hopper_plan import SPILL_LIMIT, HopperPlan, fits, heads_per_group, plan_hopper_forward, worthwhile
 from .kernel import Kernel, architecture_of, backend_of, counter, kernel_for, launch_fitting, multiprocessors, on, plain_values
 from .spec import LARGEST_BLOCK_N, layouts_of, mod_values
+from .tensors import check_kind
 from .tma import descriptor
 
 
@@ -117,7 +118,7 @@ class _Ready:
         mods = plain_values(mod_values(self.plan, score, mask))
         tables = lists.addresses if lists else ()
         inputs = k.data_ptr(), v.data_ptr(), q.data_ptr()
-        if mods is None or tables is None or (inputs[0] | inputs[1] | inputs[2]) % 16:
+        if mods is None or tables is None or (inputs[0] | inputs[1] | inputs[2]) % 16 or 0 in inputs:
             return None
         out, lse, max_scores = self.new_out(), self.new_stats(), self.new_stats() if output_max else None
         addresses = [*inputs, out.data_ptr(), lse.data_ptr()]
@@ -183,6 +184,9 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: Inputs, s
         lse.fill_(float("-inf"))
         return out, lse, max_scores.fill_(float("-inf")) if output_max else None
 
+    for name, tensor in (("query", q), ("key", k), ("value", v)):
+        if tensor.data_ptr() == 0:  # of a kind that looks as others do
+            check_kind(name, tensor)
     if decodes(q, k, options):
         decode.decode(q, k, v, (out, lse, max_scores) if output_max else (out, lse), scale, score, mask, (score_key, mask_key), lists,
                       options.float32_precision)

@@ -25,6 +25,8 @@ def check_batch(name: str, tokens, k_cache, v_cache, kv_len, page_table, cache_l
     device = tokens.device
     if page_table is not None and cache_loc is not None:
         raise ValueError("page_table and cache_loc exclude each other: a page table says where a sequence is")
+    if isinstance(kv_len, torch.Tensor):
+        check_memory("kv_len", kv_len)
     batch = kv_len.shape[0] if isinstance(kv_len, torch.Tensor) and kv_len.ndim == 1 else None
     _check_table("kv_len", kv_len, (batch if ragged else tokens.shape[0],), torch.int32, device)
     tables = (("page_table", page_table, (batch, None)), ("cache_loc", cache_loc, (batch,)), ("cu_seqlens_q", cu_seqlens_q, (batch + 1,)),
@@ -50,6 +52,8 @@ def _check_caches(name: str, tokens, layout: str, k_cache, v_cache, k_scale, v_s
         if not isinstance(tensor, torch.Tensor) or tensor.ndim != wanted.count(",") + 1:
             raise ValueError(f"{what} must be {wanted}, got {described(tensor)}")
         check_memory(what, tensor)
+        if tensor.device != tokens.device:
+            raise ValueError(f"{what} is on {tensor.device} but {name} is on {tokens.device}; move one with .to(...)")
     if tokens.dtype not in DTYPES:
         raise TypeError(f"{name} must be float16, bfloat16 or float32, got {tokens.dtype}")
     if (k_scale is None) != (v_scale is None):
@@ -65,9 +69,10 @@ def _check_caches(name: str, tokens, layout: str, k_cache, v_cache, k_scale, v_s
 
 def _check_table(name: str, tensor, shape: tuple, dtype: torch.dtype, device: torch.device) -> None:
     """`shape` with None for any extent."""
+    if isinstance(tensor, torch.Tensor):
+        check_memory(name, tensor)
     if (isinstance(tensor, torch.Tensor) and tensor.dtype == dtype and tensor.device == device and tensor.ndim == len(shape)
             and all(want in (None, n) for want, n in zip(shape, tensor.shape, strict=True))):
-        check_memory(name, tensor)
         return
     wanted = ", ".join("n" if n is None else str(n) for n in shape) + ("," if len(shape) == 1 else "")
     raise ValueError(f"{name} must be {dtype} ({wanted}) on {device}, got {described(tensor)}")

@@ -26,6 +26,12 @@ def check_rank(name: str, tensor, layout: str) -> None:
         raise ValueError(f"{name} must have shape {layout}, got {_shape(tensor)}")
 
 
+def autocasts(tensor: torch.Tensor) -> bool:
+    """Is autocast on for the tensor's device, so that calls convert it?"""
+    device = tensor.device.type
+    return device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
+
+
 def check_tensors(query, key, value, enable_gqa: bool) -> None:
     """Shapes, dtypes and devices of query (B, Hq, Q_LEN, D_QK), key (Bkv, Hkv, KV_LEN, D_QK), value (Bkv, Hkv, KV_LEN, D_V)."""
     named = {"query": query, "key": key, "value": value}

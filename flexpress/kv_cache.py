@@ -55,6 +55,8 @@ def update_cache(key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, 
     for name, tensor in (("value", value), ("query", query), ("rope", rope)):
         if isinstance(tensor, torch.Tensor):
             check_memory(name, tensor)
+            if tensor.device != key.device:
+                raise ValueError(f"{name} is on {tensor.device} but key is on {key.device}; move one with .to(...)")
     ragged = cu_seqlens_q is not None
     Hkv, D_V = k_cache.shape[2], v_cache.shape[3]
     if key.shape[1] != Hkv or value.shape != (*key.shape[:-1], D_V) or value.dtype != key.dtype:
