@@ -50,6 +50,8 @@ def evaluate_mod(mod: Callable, scores: torch.Tensor, kind: str = "score", *,
     if scores.dim() != 4 or scores.dtype != torch.float32:
         raise ValueError(f"scores must be float32 (B, H, Q_LEN, KV_LEN), got {scores.dtype} "
                          f"{tuple(scores.shape)}")
+    if scores.device.type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"scores are on {scores.device}; kernels run on CUDA or ROCm GPUs ('cuda') and, interpreted, on 'cpu'")
     if kind not in ("score", "mask"):
         raise ValueError(f"kind is {kind!r}; write 'score' or 'mask'")
     if precision not in _PRECISIONS:

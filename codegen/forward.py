@@ -19,6 +19,7 @@ from .hopper_plan import SPILL_LIMIT, HopperPlan, fits, heads_per_group, plan_ho
 from .kernel import Kernel, architecture_of, backend_of, counter, kernel_for, launch_fitting, multiprocessors, on, plain_values
 from .registry import Table, remembered
 from .spec import LARGEST_BLOCK_N, layouts_of, mod_values
+from .tensors import check_kind
 from .tma import descriptor
 
 
@@ -125,7 +126,7 @@ class _Ready:
         mods = plain_values(mod_values(self.plan, score, mask))
         tables = lists.addresses if lists else ()
         inputs = k.data_ptr(), v.data_ptr(), q.data_ptr()
-        if mods is None or tables is None or (inputs[0] | inputs[1] | inputs[2]) % 16:
+        if mods is None or tables is None or (inputs[0] | inputs[1] | inputs[2]) % 16 or 0 in inputs:
             return None
         out, lse, max_scores = self.new_out(), self.new_stats(), self.new_stats() if output_max else None
         addresses = [*inputs, out.data_ptr(), lse.data_ptr()]
@@ -198,6 +199,9 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: Inputs, s
         return out, lse, max_scores.fill_(float("-inf")) if output_max else None, Rows(rows, False) if output_rows else None
 
     stats = tuple(t for t in (lse, max_scores, rows) if t is not None)
+    for name, tensor in (("query", q), ("key", k), ("value", v)):
+        if tensor.data_ptr() == 0:  # of a kind that looks as others do
+            check_kind(name, tensor)
     if decodes(q, k, options):
         decode.decode(q, k, v, (out, *stats), scale, score, mask, (score_key, mask_key), lists, options.float32_precision,
                       output_max=output_max)

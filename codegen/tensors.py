@@ -29,6 +29,19 @@ def check_surroundings(name: str) -> None:
             raise NotImplementedError(f"{name} was called {reason}")
 
 
+def check_inputs(query, key, value) -> tuple:
+    """query, key and value with their negative bit resolved. Raises NotImplementedError for kinds that kernels cannot read, as far as a
+    quick look shows: what has no strides or no address is found where it is asked for them."""
+    try:
+        if (query.__class__ in _ORDINARY and key.__class__ in _ORDINARY and value.__class__ in _ORDINARY and forward_ad._current_level < 0
+                and not (query.is_neg() or key.is_neg() or value.is_neg())):
+            return query, key, value
+    except (AttributeError, RuntimeError):
+        pass
+    return tuple(readable(name, t) if isinstance(t, torch.Tensor) else t
+                 for name, t in (("query", query), ("key", key), ("value", value)))
+
+
 def _surroundings() -> str | None:
     """What follows "was called", or None if nothing is wrong."""
     if _transform() is not None:
@@ -100,14 +113,18 @@ def _ordinary_keys(device: torch.device) -> frozenset[int]:
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
 
-def looks_ordinary(tensor: torch.Tensor) -> bool:
-    """The quick look at a tensor, outside of transforms and modes. A layout without strides, or without an address, has to show otherwise."""
-    return tensor.__class__ in _ORDINARY and not tensor.is_neg() and forward_ad._current_level < 0
+def _looks_ordinary(tensor: torch.Tensor) -> bool:
+    """The quick look at a tensor."""
+    try:
+        return (tensor.__class__ in _ORDINARY and not tensor.is_neg() and tensor.data_ptr() != 0 and not tensor.is_nested
+                and forward_ad._current_level < 0)
+    except RuntimeError:  # it has no address
+        return False
 
 
 def check_memory(name: str, tensor: torch.Tensor) -> None:
     """`check_kind`, for a tensor that cannot be copied because it is written, or large: its memory must hold its values."""
-    if looks_ordinary(tensor) and tensor.layout is torch.strided and not tensor.is_nested:
+    if _looks_ordinary(tensor):
         return
     check_kind(name, tensor)
     if tensor.is_neg():
@@ -126,7 +143,7 @@ def read_captured(bound: tuple, device: torch.device, where: str) -> None:
             check_kind(f"{where} {graph.name} captures {capture.name}, which", tensor)
             raise ValueError(f"{where} {graph.name} captures {capture.name}, a tensor of shape {tuple(tensor.shape)} on {tensor.device}, "
                              f"but the call is on {device}; move it with .to({str(device)!r})")
-        if looks_ordinary(tensor) and tensor.layout is torch.strided and capture.dtype in DTYPES and not tensor.is_nested:
+        if capture.dtype in DTYPES and _looks_ordinary(tensor):
             continue
         values[i] = readable(f"{where} {graph.name} captures {capture.name}, which", tensor)
         if tensor.dtype not in DTYPES:

@@ -17,7 +17,7 @@ from flexpress.codegen.forward_plan import Options
 from flexpress.codegen.masks import automatic_lists
 from flexpress.codegen.registry import Table
 from flexpress.codegen.signature import bind
-from flexpress.codegen.tensors import check_kind, check_surroundings, looks_ordinary, read_captured, readable
+from flexpress.codegen.tensors import check_inputs, check_kind, check_surroundings, read_captured, readable
 from flexpress.codegen.compiling import runs_uncompiled
 
 
@@ -121,7 +121,7 @@ def prepared(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel
     starts_of   (a block's queries, a block's keys) -> where the blocks of a mask_mod that is passed begin (see BlockGrid)
     """
     check_surroundings("flex_attention")
-    query, key, value = _readable(query, key, value)
+    query, key, value = check_inputs(query, key, value)
     if torch._C._is_any_autocast_enabled():
         query, key, value = checks.autocast(query, key, value)
     inputs = _checked(query, key, value, enable_gqa)
@@ -151,17 +151,6 @@ def _block_size(options: Options) -> tuple[int, int]:
     """The blocks of a mask that is made for one call: whole tiles, also where the user asks for large ones."""
     tile = dict(options.tile)
     return tuple(max([DEFAULT_BLOCK_SIZE, *(n for name, n in tile.items() if name.endswith(f"BLOCK_{axis}"))]) for axis in "MN")
-
-
-def _readable(*tensors):
-    """query, key and value with their negative bit resolved. Raises NotImplementedError for kinds that kernels cannot read."""
-    query, key, value = tensors
-    try:
-        if looks_ordinary(query) and looks_ordinary(key) and looks_ordinary(value):
-            return tensors
-    except (AttributeError, RuntimeError):
-        pass
-    return [readable(name, t) if isinstance(t, torch.Tensor) else t for name, t in zip(("query", "key", "value"), tensors, strict=True)]
 
 
 _inputs: dict[tuple, Inputs] = Table("checked inputs", 4096)
@@ -199,7 +188,7 @@ def _apart(tensor: torch.Tensor) -> torch.Tensor:
 
 def _read_mask(block_mask, query, key, inputs: Inputs, options: Options):
     """The lists of a BlockMask, ours or torch's, what makes the transposed ones of the bound mask_mod, and the mask_mod; all checked."""
-    if is_foreign_mask(block_mask) and not isinstance(block_mask, BlockMask):
+    if not isinstance(block_mask, BlockMask) and is_foreign_mask(block_mask):
         block_mask = adopt(block_mask)
     if not isinstance(block_mask, BlockMask):
         if callable(block_mask):

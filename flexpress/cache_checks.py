@@ -9,6 +9,7 @@ import torch
 
 from flexpress.checks import CACHE_DTYPES, DTYPES, MAX_HEAD_DIM, whole
 from flexpress.codegen.decode import Cached
+from flexpress.codegen.registry import Table
 from flexpress.codegen.tensors import check_memory
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -33,7 +34,7 @@ def check_plain(name: str, tensor, layout: str) -> None:
         raise ValueError(f"{name} must be {layout}, got {described(tensor)}")
 
 
-_passed: dict[tuple, bool] = {}  # what passed the checks; do tables have contiguous rows
+_passed: dict[tuple, bool] = Table("checked caches", 4096)  # what passed the checks; do tables have contiguous rows
 
 
 def forms_of(*values) -> tuple | None:
@@ -62,8 +63,6 @@ def check_batch(name: str, tokens, k_cache, v_cache, kv_len, page_table, cache_l
             check_others(tokens, k_cache, v_cache, *others)
         contiguous = all([t is None or t.stride(-1) == 1 for t in tables])
         if forms is not None:
-            if len(_passed) >= 4096:
-                _passed.clear()
             _passed[forms] = contiguous
     if not contiguous:  # kernels read contiguous rows
         kv_len, page_table, cache_loc, cu_seqlens_q, q_offset, k_scale, v_scale = (
@@ -78,8 +77,9 @@ def _check_batch(name, tokens, k_cache, v_cache, kv_len, page_table, cache_loc, 
     device = tokens.device
     if page_table is not None and cache_loc is not None:
         raise ValueError("page_table and cache_loc exclude each other: a page table says where a sequence is")
-    _check_table("kv_len", kv_len, (None if ragged else tokens.shape[0],), torch.int32, device)
-    batch, heads = kv_len.shape[0], k_cache.shape[2]
+    batch = kv_len.shape[0] if isinstance(kv_len, torch.Tensor) and kv_len.ndim == 1 else None
+    _check_table("kv_len", kv_len, (batch if ragged else tokens.shape[0],), torch.int32, device)
+    heads = k_cache.shape[2]
     tables = (("page_table", page_table, (batch, None)), ("cache_loc", cache_loc, (batch,)), ("cu_seqlens_q", cu_seqlens_q, (batch + 1,)),
               ("q_offset", q_offset, (batch,)))
     for what, tensor, shape in tables:
@@ -96,9 +96,10 @@ def _check_batch(name, tokens, k_cache, v_cache, kv_len, page_table, cache_loc, 
 
 
 def _check_caches(name: str, tokens, layout: str, k_cache, v_cache, k_scale, v_scale) -> None:
-    check_plain(name, tokens, layout)
-    check_plain("k_cache", k_cache, "(N, S, Hkv, D_QK)")
-    check_plain("v_cache", v_cache, "(N, S, Hkv, D_V)")
+    for what, tensor, layout in ((name, tokens, layout), ("k_cache", k_cache, "(N, S, Hkv, D_QK)"), ("v_cache", v_cache, "(N, S, Hkv, D_V)")):
+        check_plain(what, tensor, layout)
+        if tensor.device != tokens.device:
+            raise ValueError(f"{what} is on {tensor.device} but {name} is on {tokens.device}; move one with .to(...)")
     if tokens.dtype not in DTYPES:
         raise TypeError(f"{name} must be float16, bfloat16 or float32, got {tokens.dtype}")
     if (k_scale is None) != (v_scale is None):

@@ -27,6 +27,12 @@ def check_rank(name: str, tensor, layout: str) -> None:
         raise ValueError(f"{name} must have shape {layout}, got {_shape(tensor)}")
 
 
+def autocasts(tensor: torch.Tensor) -> bool:
+    """Is autocast on for the tensor's device, so that calls convert it?"""
+    device = tensor.device.type
+    return device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
+
+
 def check_tensors(query, key, value, enable_gqa: bool) -> None:
     """Shapes, dtypes and devices of query (B, Hq, Q_LEN, D_QK), key (Bkv, Hkv, KV_LEN, D_QK), value (Bkv, Hkv, KV_LEN, D_V)."""
     named = {"query": query, "key": key, "value": value}
@@ -126,10 +132,9 @@ def block_size(value) -> tuple[int, int]:
 def autocast(*tensors):
     """Under autocast, floating-point tensors but float64 become autocast's dtype, as for torch's scaled_dot_product_attention. The first says
     the device."""
-    device = tensors[0].device.type if isinstance(tensors[0], torch.Tensor) else "cpu"
-    if not torch.is_autocast_enabled(device):
+    if not isinstance(tensors[0], torch.Tensor) or not autocasts(tensors[0]):
         return tensors
-    dtype = torch.get_autocast_dtype(device)
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
     return tuple(t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
 
 

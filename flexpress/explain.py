@@ -10,6 +10,7 @@ from flexpress.attention import prepared
 from flexpress.codegen import backward, forward
 from flexpress.codegen.signature import why_every_call
 from flexpress.codegen.compiling import runs_uncompiled
+from flexpress.codegen.tensors import check_surroundings
 
 
 @runs_uncompiled
@@ -29,6 +30,7 @@ def explain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_m
 
     Raises what flex_attention raises.
     """
+    check_surroundings("explain")
     q, k, v, inputs, scale, score, mask, lists, _, options = prepared(
         query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod)
     keys = forward.keys_of(score, mask, inputs.extents)

@@ -29,7 +29,7 @@ from collections.abc import Callable
 import torch
 
 from flexpress.attention import flex_attention
-from flexpress.checks import DTYPES, MAX_HEAD_DIM, check_rank
+from flexpress.checks import DTYPES, MAX_HEAD_DIM, autocasts, check_rank
 from flexpress.codegen.compiling import runs_uncompiled
 from flexpress.codegen.tensors import check_surroundings
 from flexpress.mods import causal as causal_mask
@@ -118,11 +118,13 @@ def _check_bias(bias: torch.Tensor, shape: tuple[int, int, int, int]) -> None:
 def _check_together(q_name: str, q: torch.Tensor, name: str, packed: torch.Tensor, shape: torch.Size) -> None:
     """Do keys or values of `shape` (B, Skv, Hkv, D), which lie in `packed`, fit to the queries in `q`?"""
     shapes = f"got {_shape(q)}" if q is packed else f"got {q_name} {_shape(q)} and {name} {_shape(packed)}"
-    if not torch.is_autocast_enabled(q.device.type):  # which converts them
+    if not autocasts(q):  # which converts them
         if packed.dtype != q.dtype:
             raise TypeError(f"{q_name} and {name} must have the same dtype, got {q.dtype} and {packed.dtype}; convert one with .to(...)")
         if q.dtype not in DTYPES:
             raise TypeError(f"{q_name} has dtype {q.dtype}; supported are float16, bfloat16 and float32. Convert it with .to(...)")
+    if q.device.type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"{q_name} is on {q.device}; kernels run on CUDA or ROCm GPUs ('cuda') and, interpreted, on 'cpu'")
     if packed.device != q.device:
         raise ValueError(f"{q_name} is on {q.device} but {name} is on {packed.device}; move one with .to(...)")
     B, H, D = q.shape[0], q.shape[-2], q.shape[-1]

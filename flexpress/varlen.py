@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from flexpress.attention import attend, prepared
-from flexpress.checks import DTYPES, MAX_HEAD_DIM, check_rank
+from flexpress.checks import DTYPES, MAX_HEAD_DIM, autocasts, check_rank
 from flexpress.codegen.capture import name_of
 from flexpress.codegen.decode import MAX_QUERIES
 from flexpress.codegen.expr import Expr, ModGraph, walk
@@ -205,7 +205,7 @@ def _check(q, k, v, cu_seqlens_q, cu_seqlens_k) -> None:
     """Shapes, dtypes and devices, and on the CPU the values of cu_seqlens."""
     for name, t, layout in (("q", q, "(total_q, Hq, D)"), ("k", k, "(total_k, Hkv, D)"), ("v", v, "(total_k, Hkv, Dv)")):
         check_rank(name, t, layout)
-    autocast = torch.is_autocast_enabled(q.device.type)  # which converts them
+    autocast = autocasts(q)  # which converts them
     if q.dtype not in DTYPES and not autocast:
         raise TypeError(f"q has dtype {q.dtype}; supported are float16, bfloat16 and float32. Convert it with .to(...)")
     for name, t in (("k", k), ("v", v)):

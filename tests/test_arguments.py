@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
+import numpy as np
 import pytest
 import torch
+import torch.nn.attention.flex_attention as theirs
 
-from flexpress import AuxRequest, create_block_mask, flex_attention, mods
+import flexpress
+from flexpress import (
+    AuxRequest,
+    BlockMask,
+    create_block_mask,
+    create_mask,
+    evaluate_mod,
+    flex_attention,
+    mods,
+    varlen_attention,
+)
 
 
 def tensor(*shape, **how):
@@ -29,12 +43,46 @@ BAD = {
     "large head_dim": (dict(query=tensor(1, 2, 20, 300), key=tensor(1, 2, 20, 300)), NotImplementedError, r"head_dim 300"),
     "device": (dict(key=tensor().to("meta")), ValueError, r"key is on meta but query is on cpu"),
     "scale": (dict(scale="big"), TypeError, r"scale must be a number, got str"),
+    "scale that is a bool": (dict(scale=True), TypeError, r"scale must be a number, got bool"),
+    "scale that is complex": (dict(scale=1j), TypeError, r"scale must be a number, got complex"),
+    "scale too large": (dict(scale=10**400), ValueError, r"scale must be finite in float32, got int too large"),
+    "scale too large for float32": (dict(scale=1e39), ValueError, r"scale must be finite in float32, got 1e\+39"),
+    "scale that is NaN": (dict(scale=float("nan")), ValueError, r"scale must be finite in float32, got nan"),
+    "scale that wants a gradient": (dict(scale=torch.tensor(0.5, requires_grad=True)), TypeError, r"multiply query by it"),
+    "scale of several numbers": (dict(scale=torch.ones(2)), ValueError, r"scale must be a number, got a tensor .* \(2,\)"),
+    "scale that is a complex tensor": (dict(scale=torch.tensor(1j)), ValueError, r"scale must be a number, got a tensor of torch.complex64"),
+    "complex": (dict(query=tensor().to(torch.complex64)), TypeError, r"query has dtype torch.complex64; supported are"),
+    "integers": (dict(query=tensor().long()), TypeError, r"query has dtype torch.int64; supported are"),
+    "bools": (dict(value=tensor() > 0), TypeError, r"value has dtype torch.bool but query has torch.float32"),
+    "nothing": (dict(key=None), TypeError, r"key must be a torch.Tensor, got NoneType"),
+    "array": (dict(value=tensor().numpy()), TypeError, r"value must be a torch.Tensor, got ndarray"),
+    "other device": (dict(zip(("query", "key", "value"), [tensor(device="meta")] * 3, strict=True)), NotImplementedError, "query is on meta"),
+    "aux": (dict(return_aux=True), TypeError, r"return_aux must be AuxRequest\(lse=..., max_scores=...\), got True"),
+    "aux that is a tuple": (dict(return_aux=(True, False)), TypeError, r"return_aux must be AuxRequest"),
+    "block mask of lists": (dict(block_mask=[[0, 1]]), TypeError, r"block_mask must be a BlockMask .*, got list"),
+    "mask_mod": (dict(mask_mod=MASK), TypeError, r"mask_mod must be a function, got BlockMask"),
     "mask function": (dict(block_mask=mods.causal), TypeError, r"make a BlockMask of it with create_block_mask"),
     "mask type": (dict(block_mask=3), TypeError, r"block_mask must be a BlockMask"),
     "mask lengths": (dict(query=tensor(1, 2, 30, 16), block_mask=MASK), ValueError, r"made for lengths \(20, 20\).*Q_LEN=30, KV_LEN=20"),
     "mask heads": (dict(block_mask=create_block_mask(mods.causal, None, 3, 20, 20, "cpu")), ValueError,
                    r"its H is 3, which must be 1 or 2"),
     "option": (dict(kernel_options={"BLOK_M": 64}), ValueError, r"no 'BLOK_M'; known are BLOCK_M"),
+    "option of the backward pass": (dict(kernel_options={"bwd_BLOK_M1": 64}), ValueError, r"no 'bwd_BLOK_M1'; known are .* bwd_num_warps"),
+    "option for one pass alone": (dict(kernel_options={"bwd_PRESCALE_QK": True}), ValueError, r"no 'bwd_PRESCALE_QK'"),
+    "option with the other prefix": (dict(kernel_options={"fwd_BLOCK_M1": 64}), ValueError, r"no 'fwd_BLOCK_M1'"),
+    "option of torch's insides": (dict(kernel_options={"OUTPUT_LOGSUMEXP": True}), ValueError, r"no 'OUTPUT_LOGSUMEXP'"),
+    "option that is no word": (dict(kernel_options={3: 64}), ValueError, r"no 3"),
+    "options": (dict(kernel_options="x"), TypeError, r"kernel_options must be a dict of options, got str"),
+    "no options": (dict(kernel_options=""), TypeError, r"kernel_options must be a dict of options, got str"),
+    "backend": (dict(kernel_options={"BACKEND": "FLASH"}), ValueError, r"is 'FLASH'; write 'AUTO', 'TRITON', 'GLUON' or 'TRITON_DECODE'"),
+    "backend of another type": (dict(kernel_options={"BACKEND": ["AUTO"]}), ValueError, r"write 'AUTO', 'TRITON'"),
+    "backend and its old form": (dict(kernel_options={"BACKEND": "AUTO", "FORCE_USE_FLEX_ATTENTION": True}), ValueError, r"exclude each"),
+    "switch": (dict(kernel_options={"PRESCALE_QK": "no"}), ValueError, r"'PRESCALE_QK'\] is 'no'; write False or True"),
+    "option too large": (dict(kernel_options={"BLOCK_N": 512}), ValueError, r"powers of two from 16 to 256"),
+    "backward option too large": (dict(kernel_options={"BLOCK_M1": 256}), ValueError, r"powers of two from 16 to 128"),
+    "warps": (dict(kernel_options={"num_warps": 3}), ValueError, r"'num_warps'\] is 3; it must be a power of two"),
+    "stages": (dict(kernel_options={"num_stages": True}), ValueError, r"'num_stages'\] is True"),
+    "stages of the backward pass": (dict(kernel_options={"bwd_num_stages": 0}), ValueError, r"'bwd_num_stages'\] is 0"),
     "option value": (dict(kernel_options={"BLOCK_M": 48}), ValueError, r"powers of two from 16"),
     "precision": (dict(kernel_options={"FLOAT32_PRECISION": "fast"}), ValueError, r"write 'ieee' or 'tf32'"),
     "tile": (dict(block_mask=create_block_mask(mods.causal, None, None, 20, 20, "cpu", 16), kernel_options={"BLOCK_N": 64}), ValueError,
@@ -52,6 +100,142 @@ def test_bad_arguments(case):
     with pytest.raises(error, match=message) as caught:
         flex_attention(**{"query": tensor(), "key": tensor(), "value": tensor(), **arguments})
     assert len(str(caught.value)) < 500
+
+
+COUNTS, INDICES = torch.ones(1, 1, 2, dtype=torch.int32), torch.zeros(1, 1, 2, 2, dtype=torch.int32)
+
+
+def blocks(*lists, **more):
+    return lambda: BlockMask((32, 32), *lists, **{"BLOCK_SIZE": 16, **more})
+
+
+def made(**more):
+    given = dict(mask_mod=mods.causal, B=None, H=None, Q_LEN=8, KV_LEN=8, device="cpu")
+    return lambda: create_block_mask(**{**given, **more})
+
+
+def packed(**more):
+    given = dict(q=torch.randn(8, 2, 16), k=torch.randn(8, 2, 16), v=torch.randn(8, 2, 16), cu_seqlens_q=torch.tensor([0, 3, 8]))
+    return lambda: varlen_attention(**{**given, **more})
+
+
+def dense(*args):
+    return lambda: create_mask(*args, "cpu")
+
+
+def flash(name, *tensors, **more):
+    return lambda: getattr(flexpress.flash, name)(*tensors, **more)
+
+
+BSHD = torch.randn(1, 8, 2, 16)
+ELSEWHERE = {
+    "create_block_mask mask_mod": (made(mask_mod=3), TypeError, "mask_mod must be a function, got int"),
+    "create_block_mask B": (made(B=0), ValueError, "B is 0; it must be at least 1"),
+    "create_block_mask H": (made(H=True), TypeError, "H must be an integer, got True"),
+    "create_block_mask Q_LEN": (made(Q_LEN=-1), ValueError, "Q_LEN is -1; it must be at least 0"),
+    "create_block_mask Q_LEN, a bool": (made(Q_LEN=True), TypeError, "Q_LEN must be an integer, got True"),
+    "create_block_mask KV_LEN": (made(KV_LEN=2.0), TypeError, "KV_LEN must be an integer, got 2.0"),
+    "create_block_mask KV_LEN, a tensor": (made(KV_LEN=torch.tensor(8)), TypeError, "KV_LEN must be an integer, got tensor"),
+    "create_block_mask BLOCK_SIZE": (made(BLOCK_SIZE=0), ValueError, "BLOCK_SIZE is 0; it must be at least 1"),
+    "create_block_mask BLOCK_SIZE, a pair": (made(BLOCK_SIZE=(16, -1)), ValueError, r"BLOCK_SIZE\[1\] is -1"),
+    "create_block_mask BLOCK_SIZE, three": (made(BLOCK_SIZE=(1, 2, 3)), ValueError, r"BLOCK_SIZE must be .* got \(1, 2, 3\)"),
+    "create_block_mask BLOCK_SIZE, a float": (made(BLOCK_SIZE=16.0), TypeError, "BLOCK_SIZE must be .* got 16.0"),
+    "create_block_mask BLOCK_SIZE, a word": (made(BLOCK_SIZE="16"), TypeError, "BLOCK_SIZE must be .* got '16'"),
+    "create_block_mask BLOCK_SIZE, a bool": (made(BLOCK_SIZE=True), TypeError, "BLOCK_SIZE must be .* got True"),
+    "create_block_mask capacity": (made(capacity=-1), ValueError, "capacity is -1"),
+    "create_block_mask capacity, a float": (made(capacity=1.5), TypeError, "capacity must be an integer, got 1.5"),
+    "create_block_mask device": (made(device="gpu"), TypeError, "device must be a torch.device or its name, got 'gpu'"),
+    "create_mask mod_fn": (dense(3, None, None, 8, 8), TypeError, "mod_fn must be a mask_mod or a score_mod, got int"),
+    "create_mask KV_LEN": (dense(mods.causal, None, None, 8, "8"), TypeError, "KV_LEN must be an integer, got '8'"),
+    "create_mask Q_LEN": (dense(mods.causal, None, None, -8, 8), ValueError, "Q_LEN is -8"),
+    "BlockMask seq_lengths": (lambda: BlockMask((20,), COUNTS, INDICES), ValueError, r"seq_lengths must be a pair .* got \(20,\)"),
+    "BlockMask seq_lengths, floats": (lambda: BlockMask((20.0, 2), COUNTS, INDICES), TypeError, r"seq_lengths\[0\] must be an integer"),
+    "BlockMask seq_lengths, a number": (lambda: BlockMask(20, COUNTS, INDICES), TypeError, "seq_lengths must be a pair .* got 20"),
+    "BlockMask seq_lengths, bools": (lambda: BlockMask((True, 2), COUNTS, INDICES), TypeError, "must be an integer, got True"),
+    "BlockMask BLOCK_SIZE": (blocks(COUNTS, INDICES, BLOCK_SIZE=0), ValueError, "BLOCK_SIZE is 0"),
+    "BlockMask mask_mod": (blocks(COUNTS, INDICES, mask_mod=3), TypeError, "mask_mod must be a function, got int"),
+    "BlockMask kv_num_blocks": (blocks([[[1, 1]]], INDICES), TypeError, "kv_num_blocks must be a torch.Tensor of int32, got list"),
+    "BlockMask kv_num_blocks' dtype": (blocks(COUNTS.float(), INDICES), TypeError, "kv_num_blocks must hold integers .* got torch.float32"),
+    "BlockMask kv_num_blocks' shape": (blocks(COUNTS[..., :1], INDICES), ValueError,
+                                       r"kv_num_blocks has shape \(1, 1, 1\), but kv_indices \(1, 1, 2, 2\) needs \(1, 1, 2\)"),
+    "BlockMask kv_num_blocks' device": (blocks(COUNTS.to("meta"), INDICES), NotImplementedError, "kv_num_blocks is on meta"),
+    "BlockMask kv_indices": (blocks(COUNTS, None), TypeError, "kv_indices must be a torch.Tensor of int32, got NoneType"),
+    "BlockMask kv_indices' dtype": (blocks(COUNTS, INDICES > 0), TypeError, "kv_indices must hold integers .* got torch.bool"),
+    "BlockMask kv_indices' rank": (blocks(COUNTS[0, 0, 0], INDICES[0, 0, 0]), ValueError, r"kv_indices must have shape .* got \(2,\)"),
+    "BlockMask full lists, one alone": (blocks(COUNTS, INDICES, COUNTS), ValueError, "full_kv_indices go together: give both or neither"),
+    "BlockMask full lists of other heads": (
+        blocks(COUNTS, INDICES, COUNTS.expand(1, 3, 2), INDICES.expand(1, 3, 2, 2)), ValueError,
+        r"full_kv_indices has shape \(1, 3, 2, 2\) but kv_indices \(1, 1, 2, 2\)"),
+    "BlockMask full lists of other rows": (blocks(COUNTS, INDICES, COUNTS[..., :1], INDICES[:, :, :1]), ValueError,
+                                           r"full_kv_indices has shape \(1, 1, 1, 2\) but kv_indices \(1, 1, 2, 2\)"),
+    "BlockMask full counts": (blocks(COUNTS, INDICES, COUNTS[..., :1], INDICES), ValueError, r"full_kv_num_blocks has shape \(1, 1, 1\)"),
+    "BlockMask q lists, one alone": (blocks(COUNTS, INDICES, q_indices=INDICES), ValueError, "q_num_blocks and q_indices go together"),
+    "from_kv_blocks kv_indices": (lambda: BlockMask.from_kv_blocks(COUNTS, [[0]]), TypeError, "kv_indices must be .* got list"),
+    "from_kv_blocks seq_lengths": (lambda: BlockMask.from_kv_blocks(COUNTS, INDICES, seq_lengths=(20,)), ValueError, "seq_lengths must be"),
+    "seq_lengths, set": (lambda: setattr(create_block_mask(mods.causal, None, None, 8, 8, "cpu"), "seq_lengths", 3), TypeError, "pair"),
+    "adjust": (lambda: MASK.adjust(True, 3), TypeError, "new_q_len must be an integer, got True"),
+    "varlen_attention q": (packed(q=[1.0]), TypeError, "q must be a torch.Tensor .* got list"),
+    "varlen_attention cu_seqlens_q": (packed(cu_seqlens_q=[0, 3, 8]), TypeError, "cu_seqlens_q must be a torch.Tensor .* got list"),
+    "varlen_attention cu_seqlens_q's dtype": (packed(cu_seqlens_q=torch.tensor([False, True])), TypeError, "cu_seqlens_q has dtype torch.bool"),
+    "varlen_attention scale": (packed(scale=10**400), ValueError, "scale must be finite"),
+    "varlen_attention options": (packed(kernel_options={"bwd_X": 1}), ValueError, "no 'bwd_X'"),
+    "varlen_attention v": (packed(v=torch.randn(8, 2, 16, dtype=torch.complex64)), TypeError, "v must have the same dtype"),
+    "flash_attn_func k": (flash("flash_attn_func", BSHD, [BSHD], BSHD), TypeError, "k must be a torch.Tensor .* got list"),
+    "flash_attn_func bias": (flash("flash_attn_func", BSHD, BSHD, BSHD, torch.ones(1, 1, 1, 8) > 0), TypeError, "bias must have a floating"),
+    "flash_attn_func softmax_scale": (flash("flash_attn_func", BSHD, BSHD, BSHD, softmax_scale="x"), TypeError, "scale must be a number"),
+    "flash_attn_qkvpacked_func qkv": (flash("flash_attn_qkvpacked_func", BSHD), ValueError, "qkv must have shape"),
+    "evaluate_mod scores": (lambda: evaluate_mod(mods.softcap(1.0), [1.0]), TypeError, "scores must be a torch.Tensor .* got list"),
+}
+
+
+@pytest.mark.parametrize("case", sorted(ELSEWHERE))
+def test_bad_calls_of_other_functions(case):
+    call, error, message = ELSEWHERE[case]
+    with pytest.raises(error, match=message) as caught:
+        call()
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("scale", [np.float32(0.5), np.float64(0.5), torch.tensor(0.5), torch.tensor([0.5]), Fraction(1, 2), 0.5])
+def test_numbers_of_other_libraries_are_scales(scale):
+    q = tensor()
+    assert torch.equal(flex_attention(q, q, q, scale=scale), flex_attention(q, q, q, scale=0.5))
+
+
+def test_numpy_integers_are_lengths():
+    mask = create_block_mask(mods.causal, np.int64(1), None, np.int32(20), np.int64(20), "cpu", np.int64(16))
+    assert mask == create_block_mask(mods.causal, None, None, 20, 20, "cpu", 16) and type(mask.seq_lengths[0]) is int
+
+
+def test_torchs_options_that_change_nothing_are_accepted():
+    q = tensor()
+    options = {"BLOCKS_ARE_CONTIGUOUS": True, "WRITE_DQ": False, "bwd_WRITE_DQ": True, "FORCE_USE_FLEX_ATTENTION": True, "kpack": 2,
+               "matrix_instr_nonkdim": 16, "waves_per_eu": 1, "IS_DIVISIBLE": True, "fwd_num_stages": 1, "bwd_BLOCK_N2": 32,
+               "fwd_PRESCALE_QK": False, "FLOAT32_PRECISION": "'ieee'", "USE_TMA": None}
+    torch.testing.assert_close(flex_attention(q, q, q, mask_mod=mods.causal, kernel_options=options),
+                               flex_attention(q, q, q, mask_mod=mods.causal))
+
+
+def test_autocast_leaves_float64_alone():
+    with torch.autocast("cpu", torch.bfloat16):
+        assert flex_attention(tensor(), tensor(), tensor()).dtype == torch.bfloat16
+        with pytest.raises(TypeError, match="query has dtype torch.float64"):
+            flex_attention(*[tensor().double()] * 3)
+
+
+def test_modes_without_gradients():
+    """A mask made in inference mode serves training, and what is computed under no_grad wants no gradient."""
+    q = tensor().requires_grad_()
+    with torch.inference_mode():
+        mask = create_block_mask(mods.causal, None, None, 20, 20, "cpu", (1, 16))
+        foreign = theirs.create_block_mask(mods.causal, None, None, 20, 20, "cpu", (1, 16))
+        inferred = flex_attention(q, q, q, block_mask=mask)
+    assert inferred.is_inference() and not inferred.requires_grad
+    with torch.no_grad():
+        assert not flex_attention(q, q, q, block_mask=mask).requires_grad
+    for used in (mask, foreign):
+        out = flex_attention(q, q, q, block_mask=used)
+        assert torch.equal(out, inferred) and torch.autograd.grad(out.sum(), q)[0].isfinite().all()
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
