@@ -154,7 +154,7 @@ def plan_hopper_backward(case: BackwardCase, score: Mod | None, mask: Mod | None
 def _spec(case: BackwardCase, tile: HopperBackwardTile, score: ModText | None, mask: ModText | None, scale_apart: bool,
           check_padding: bool, early_top: bool) -> KernelSpec:
     blocks, mods, (d_qk, d_v) = case.blocks, [m for m in (score, mask) if m], padded(case.d_qk, case.d_v)
-    raw = case.raw_tops and scores_are_raw(score, case.scale_is_positive)  # as the forward kernel had them
+    raw = case.raw_tops and score is not None and scores_are_raw(score.sum, case.scale_is_positive)  # as the forward kernel had them
     numbers = ["Z", "Zkv", "Hq", "Hkv", "GROUP_SIZE", "HEADS_PER_GROUP", "Q_LEN", "KV_LEN", *strides("dq"), "SM_SCALE", "TO_LOG2"]
     if blocks:
         numbers += ["mask_stride_z", "mask_stride_h", "mask_rows"] + (["full_mask_rows"] if blocks.has_full else [])
