@@ -30,7 +30,7 @@ from .hopper_plan import heads_per_group
 from .host import compute
 from .kernel import architecture_of, backend_of, counter, kernel_for, launch_fitting, multiprocessors, on
 from .registry import Table, remembered
-from .spec import mod_values
+from .spec import are_ordinary, mod_values
 from .tma import descriptor
 
 _plans: dict[tuple, BackwardPlan | HopperBackwardPlan] = Table("backward plans", 1024)
@@ -69,13 +69,14 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tenso
     tensors = (q, k, v, do, dq, dk, dv)
     extents = (Z, Hq, Q_LEN, KV_LEN)
     keys = keys_of(score, mask, reached(extents, lists))
+    ordinary = score is None or are_ordinary(score[1][len(score[0].tensors):])
     layouts = tuple([(t.shape, t.stride(), t.data_ptr() % 16) for t in tensors[:4]])
-    kind = (q.device, q.dtype, layouts, out.stride(), scale, options, deterministic, dlse is None, rows.raw, wanted, *keys,
+    kind = (q.device, q.dtype, layouts, out.stride(), scale, options, deterministic, dlse is None, rows.raw, ordinary, wanted, *keys,
             lists and lists.structure, transposed and transposed.structure)
     ready = _ready.get(kind)
     if ready is None:
-        ready = _ready[kind] = _decide(q, k, v, out, do, scale, lists, transposed, options, deterministic, dlse is not None, rows.raw, wanted,
-                                         keys)
+        ready = _ready[kind] = _decide(q, k, v, out, do, scale, lists, transposed, options, deterministic, dlse is not None, rows.raw,
+                                       ordinary, wanted, keys)
     else:
         INFO.hits += 1
 
@@ -109,12 +110,12 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tenso
 
 def _decide(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, do: torch.Tensor, scale: float, lists: BlockLists | None,
             transposed: BlockLists | None, options: Options, deterministic: bool, lse_gradient: bool, raw_tops: bool,
-            wanted: frozenset[int], keys: tuple) -> _Ready:
+            ordinary: bool, wanted: frozenset[int], keys: tuple) -> _Ready:
     """All that does not depend on addresses."""
     Z, Hq, Q_LEN, D_QK = q.shape
     Zkv, Hkv, KV_LEN, _ = v.shape
     case, geometry, arch, reason = case_of(q, k, v, do, scale, lists, options, deterministic, lse_gradient, wanted, *keys,
-                                           raw_tops=raw_tops)
+                                           raw_tops=raw_tops, ordinary=ordinary)
     key = (case, arch, *keys, reason is None)
     plan = _plans.get(key)
     if plan is not None:
@@ -150,7 +151,7 @@ def _decide(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
 
 def case_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, scale: float, lists: BlockLists | None, options: Options,
             deterministic: bool, lse_gradient: bool, wanted: frozenset[int], score_key: tuple | None, mask_key: tuple | None,
-            raw_tops: bool = False) -> tuple[BackwardCase, BackwardGeometry, str, str | None]:
+            *, raw_tops: bool = False, ordinary: bool = True) -> tuple[BackwardCase, BackwardGeometry, str, str | None]:
     """What the backward kernels depend on beside their mods, the device's architecture, and why the fused kernel does not serve (None if
     it does)."""
     shapes = tuple(t.shape for t in (q, k, v, do, q, k, v))  # and dq, dk and dv
@@ -161,7 +162,7 @@ def case_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor,
     use_tma = tuple(tma and possible and all(t.data_ptr() % 16 == 0 for t in pair)
                     for possible, pair in zip(geometry.tma, ((k, v), (q, do)), strict=True))
     case = BackwardCase(q.dtype, q.shape[3], v.shape[3], geometry.aligned, use_tma, lists and lists.blocks, options, scale > 0,
-                        max(q.shape[2], k.shape[2]) <= INDEX_BOUND, q.shape[0] == 1, q.shape[1] == 1, deterministic, lse_gradient, wanted, raw_tops,
+                        max(q.shape[2], k.shape[2]) <= INDEX_BOUND, q.shape[0] == 1, q.shape[1] == 1, deterministic, lse_gradient, wanted, ordinary, raw_tops,
                         whole_blocks(q.shape[2], k.shape[2], lists and lists.blocks))
     reason = "BACKEND is TRITON" if options.backend == "TRITON" else fits(case, arch, score_key)
     return case, geometry, arch, reason or _refused.get((case, arch, score_key, mask_key))

@@ -15,7 +15,7 @@ from .forward_plan import Blocks, Mod, Options
 from .grad import differentiate
 from .registry import remembered
 from .snippet import Target, TensorLayout
-from .spec import CapturedGradient, Differential, KernelSpec, ModText, dtype_name, may_be_nan, mod_text
+from .spec import CapturedGradient, Differential, KernelSpec, ModText, dtype_name, mod_text, padding_may_be_nan
 from .tiles import Tile, backward_tile, round_up_head_dim
 
 STATS_ALIGNMENT = 128  # backward_delta pads its rows to a multiple of this; query tiles divide it
@@ -54,6 +54,7 @@ class BackwardCase(NamedTuple):
     deterministic: bool = False
     lse_gradient: bool = False
     captured: frozenset[int] = frozenset()  # the captured tensors of score_mod that want a gradient
+    ordinary: bool = True  # captured numbers of score_mod are, see spec.are_ordinary
     raw_tops: bool = False  # the forward kernel left largest scores without scale, of a score_mod that adds distances
     whole: bool = False  # Q_LEN and KV_LEN are whole blocks, see `whole_blocks`
 
@@ -109,13 +110,13 @@ def plan_backward(case: BackwardCase, backend: str, arch: str, score: Mod | None
     others = tuple(r for r in roles if r[0] != "column")
     taken = frozenset(c.name for c in (*score[0].tensors, *score[0].scalars)) if score else frozenset()
     mask_text = mod_text(*mask, _SYMBOLS, target, shape="qk.shape", taken=taken) if mask else None
-    check_padding = score is not None and may_be_nan(score[0].result)  # else a score that does not matter is an ordinary number
+    check_padding = score is not None and padding_may_be_nan(score[0].result, case.ordinary)
     sizes = case.blocks or Blocks(False, 0, 0)
     steps = []
     for name, captured in (("dkv", columns), ("dq", others)):
         text = None
         if score:
-            text = mod_text(*score, _SYMBOLS, target, shape="qk.shape", differential=Differential(derivative, captured))
+            text = mod_text(*score, _SYMBOLS, target, shape="qk.shape", differential=Differential(derivative, captured, case.ordinary))
         tile = backward_tile(name, arch, round_up_head_dim(case.d_qk), round_up_head_dim(case.d_v), case.dtype.itemsize,
                              q_block=sizes.q_block, kv_block=sizes.kv_block, options=dict(case.options.tile))
         slabs = any(role == "slab" for role, _, _ in captured)

@@ -19,7 +19,7 @@ from .hopper_plan import scores_are_raw
 from .lower import loads_of
 from .registry import remembered
 from .snippet import Target, TensorLayout
-from .spec import CapturedGradient, Differential, KernelSpec, ModText, dtype_name, may_be_nan, mod_text
+from .spec import CapturedGradient, Differential, KernelSpec, ModText, dtype_name, mod_text, padding_may_be_nan
 from .tiles import round_up_head_dim
 
 BLOCK_N = 128  # keys of a program, 64 for each consumer
@@ -128,13 +128,13 @@ def plan_hopper_backward(case: BackwardCase, score: Mod | None, mask: Mod | None
     score_text = mask_text = None
     gathered = ()
     taken = frozenset()
-    check_padding = score is not None and may_be_nan(score[0].result)
+    check_padding = score is not None and padding_may_be_nan(score[0].result, case.ordinary)
     if score:
         found = differentiate(score[0], case.captured)
         derivative = found.score
         roles = tuple((role_of(load, score[1][load.attr], case), load, gradient) for load, gradient in found.loads)
         names = {**_SYMBOLS, "grad": "grad"} if roles else _SYMBOLS
-        score_text = mod_text(*score, names, target, shape="qk.shape", differential=Differential(derivative, roles),
+        score_text = mod_text(*score, names, target, shape="qk.shape", differential=Differential(derivative, roles, case.ordinary),
                               vectors={**names, "q_idx": "rows", "kv_idx": "keys"} if not check_padding else None)
         gathered = tuple(zip(score_text.gradient.captured, (load for _, load, _ in roles), strict=True))
         if derivative is None and not roles:
@@ -154,7 +154,7 @@ def plan_hopper_backward(case: BackwardCase, score: Mod | None, mask: Mod | None
 def _spec(case: BackwardCase, tile: HopperBackwardTile, score: ModText | None, mask: ModText | None, scale_apart: bool,
           check_padding: bool, early_top: bool) -> KernelSpec:
     blocks, mods, (d_qk, d_v) = case.blocks, [m for m in (score, mask) if m], padded(case.d_qk, case.d_v)
-    raw = case.raw_tops and scores_are_raw(score, case.scale_is_positive)  # as the forward kernel had them
+    raw = case.raw_tops and score is not None and scores_are_raw(score.sum, case.scale_is_positive)  # as the forward kernel had them
     numbers = ["Z", "Zkv", "Hq", "Hkv", "GROUP_SIZE", "HEADS_PER_GROUP", "Q_LEN", "KV_LEN", *strides("dq"), "SM_SCALE", "TO_LOG2"]
     if blocks:
         numbers += ["mask_stride_z", "mask_stride_h", "mask_rows"] + (["full_mask_rows"] if blocks.has_full else [])

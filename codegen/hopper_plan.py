@@ -12,8 +12,9 @@ import torch
 
 from .forward_plan import STRIDES, Cache, ForwardCase, Geometry, Mod, lowered
 from .lower import gathers
-from .snippet import Target
+from .snippet import SumText, Target
 from .spec import KernelSpec, ModText, dtype_name
+from .sums import Sum
 from .tiles import round_up_head_dim
 
 ROWS = 64  # of a consumer
@@ -123,9 +124,10 @@ def hopper_tile(d_qk: int, d_v: int, *, listed: bool, reads: bool) -> HopperTile
     return HopperTile(2, 4, 240, 24) if listed or reads else HopperTile(3, 4, 160, 32)
 
 
-def scores_are_raw(score: ModText | None, scale_is_positive: bool) -> bool:
-    """Does a kernel for Hopper keep the scores of a score_mod that adds distances alone without scale? One multiply-add less a score."""
-    return bool(score and score.sum and score.sum.rate and not score.sum.key and scale_is_positive)
+def scores_are_raw(terms: Sum | SumText | None, scale_is_positive: bool) -> bool:
+    """Does a kernel for Hopper keep the scores of a score_mod with these terms without scale? One operation less a score, where distances
+    alone are added."""
+    return bool(terms and terms.rate and not terms.key and scale_is_positive)
 
 
 def heads_per_group(heads: int, bytes_each: int, cached: int = L2_BYTES) -> int:
@@ -172,7 +174,7 @@ def _spec(case: ForwardCase, tile: HopperTile, score: ModText | None, mask: ModT
         "STEPS": blocks.kv_block // tile.BLOCK_N if blocks else 1,
         "CHECK_FULL_BLOCKS": blocks is not None and not blocks.interior, "STARTS": starts, "CACHED": case.cache is not None,
         "PAGE_SIZE": cache.page_size, "LOCATED": cache.located, "OFFSETS": cache.offsets,
-        "SCALE_FIRST": scale_apart, "SUM_IS_RAW": scores_are_raw(score, case.scale_is_positive),
+        "SCALE_FIRST": scale_apart, "SUM_IS_RAW": scores_are_raw(score and score.sum, case.scale_is_positive),
         "OUTPUT_MAX": case.output_max, "OUTPUT_ROWS": case.output_rows,
         "imports_triton": any(re.search(r"\btl\.", line) for m in mods for line in (*m.lines, *m.texts)),
         "numbers": tuple(numbers) + tuple(n for m in mods for n in m.numbers), "parameters": tuple(numbers),

@@ -6,6 +6,7 @@ Lengths, strides, batch and head counts, window sizes and slopes are not here: t
 from __future__ import annotations
 
 import functools
+import math
 import re
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import NamedTuple
@@ -13,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from .distance import read_by_distance
-from .expr import MASK_SYMBOLS, Expr, ModGraph, SourceLine, value_range, walk
+from .expr import MASK_SYMBOLS, Expr, ModGraph, SourceLine, symbols_in, value_range, walk
 from .lower import is_gather, loads_of, lower, lower_sum
 from .registry import remembered
 from .snippet import DistanceText, Snippet, Statement, SumText, Target, TensorLayout, lines_of
@@ -107,6 +108,7 @@ class ModText:
     gradient: GradientText | None = None
     sum: SumText | None = None  # instead of `result`, where a template asks for it
     distance: DistanceText | None = None  # what a template that asks for it computes apart
+    is_product: bool = False  # the compiler could put the result, before it is rounded, into a sum
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -237,6 +239,7 @@ class Differential:
 
     score: Expr | None
     captured: tuple[tuple[str, Expr, Expr], ...] = ()  # (role, load, gradient)
+    ordinary: bool = True  # captured numbers are, see are_ordinary
 
 
 def mod_text(graph: ModGraph, layouts: tuple[TensorLayout, ...], names: dict[str, str], target: Target, *, shape: str,
@@ -280,21 +283,83 @@ def _with_arguments(graph: ModGraph, layouts: tuple[TensorLayout, ...], snippet:
         if f"arg_{capture.name}" in words:
             args.append(f"arg_{capture.name}")
             recipe.append(("value", len(graph.tensors) + j, 0))
-    return ModText(graph.kind, one_line(graph.name), snippet.statements, snippet.result, snippet.helpers, snippet.libdevice,
-                   tuple(args), tuple(recipe), gradient, snippet.sum, snippet.distance)
+    return ModText(graph.kind, one_line(graph.name), snippet.statements, snippet.result, snippet.helpers, snippet.libdevice, tuple(args),
+                   tuple(recipe), gradient, snippet.sum, snippet.distance, _is_product(graph.result, snippet.sum))
 
 
-_FINITE = frozenset({"symbol", "literal", "scalar", "load", "cast", "add", "sub", "mul", "neg", "where", "minimum", "maximum", "abs",
-                     "tanh", "sigmoid", "sin", "cos", "erf"})
+def _is_product(result: Expr, terms: SumText | None) -> bool:
+    """Is a score_mod's result a product, or may it be one, as the score itself is?"""
+    if terms:
+        return not any(terms.parts)
+    while result.op in ("cast", "neg", "detach"):
+        result = result.args[0]
+    return result.op not in ("add", "sub", "where", "load", "minimum", "maximum", "abs")
 
 
-def may_be_nan(expr: Expr) -> bool:
-    """Could the value be infinite or NaN for ordinary operands? Only if it holds an operation that is, for some of them."""
-    return any(n.dtype.is_floating_point and n.op not in _FINITE and not (n.op == "div" and _is_constant(n.args[1])) for n in walk(expr))
+_LARGEST = {torch.float16: 65504.0, torch.bfloat16: torch.finfo(torch.bfloat16).max}  # others: float32's
+_ORDINARY = (1e-9, 1e9)  # sizes of captured numbers that are ordinary
+_SIZES = {  # of results, from those of operands; what is not here may be infinite or NaN
+    "cast": lambda x: x, "neg": lambda x: x, "abs": lambda x: x, "detach": lambda x: x,
+    "add": lambda x, y: x + y, "sub": lambda x, y: x + y, "mul": lambda x, y: x * y,
+    "minimum": max, "maximum": max, "where": lambda _, x, y: max(x, y),
+    **dict.fromkeys(("tanh", "sigmoid", "sin", "cos", "erf"), lambda x: 1.0),
+}
 
 
-def _is_constant(node: Expr) -> bool:
-    return node.op == "scalar" or (node.is_literal and node.attr != 0)
+def are_ordinary(numbers: list) -> bool:
+    """Are captured numbers neither infinite nor NaN, and neither so large nor so small that a few products or quotients of them are?"""
+    low, high = _ORDINARY
+    return all(low < abs(n) < high for n in numbers if isinstance(n, float))
+
+
+def may_be_nan(expr: Expr, ordinary: bool = True) -> bool:
+    """Could the value be infinite or NaN where "grad" is 0? Elements of tensors may be, scores are finite, and captured numbers are
+    `ordinary` or may be anything. Then 0 times what the gradient is multiplied by need not be 0."""
+    return math.isinf(_size(expr, ordinary, {}))
+
+
+def padding_may_be_nan(expr: Expr, ordinary: bool = True) -> bool:
+    """Could a score_mod's result be NaN for a score of 0 where it is none for the scores of that row? Not if it only adds to the score."""
+    sizes: dict[int, float] = {}
+    for node in walk(expr):
+        if node.dtype.is_floating_point and "score" in symbols_in(node) and node.op not in ("add", "sub", "neg", "cast", "where"):
+            operands = [_size(a, ordinary, sizes) for a in node.args if "score" not in symbols_in(a)]
+            if node.op not in ("symbol", *_SIZES) and not _divides_by_constant(node) or any(map(math.isinf, operands)):
+                return True
+    return False
+
+
+def _size(node: Expr, ordinary: bool, sizes: dict[int, float]) -> float:
+    """What a value is at most, signs aside, where "grad" is at most 1; inf if it may be infinite or NaN."""
+    found = sizes.get(id(node))
+    if found is not None:
+        return found
+    most = _LARGEST.get(node.dtype, torch.finfo(torch.float32).max)
+    if not node.dtype.is_floating_point:
+        found = 2.0**64
+    elif node.op == "symbol":
+        found = 1.0 if node.attr == "grad" else most / 4
+    elif node.op == "literal":
+        found = abs(node.attr)
+    elif node.op == "scalar":
+        found = _ORDINARY[1] if ordinary else math.inf
+    else:
+        operands = [_size(a, ordinary, sizes) for a in node.args]
+        if any(map(math.isinf, operands)):
+            found = math.inf
+        elif _divides_by_constant(node):
+            divisor = node.args[1]
+            found = operands[0] / (abs(divisor.attr) if divisor.is_literal else _ORDINARY[0])
+        else:
+            found = _SIZES[node.op](*operands) if node.op in _SIZES else math.inf
+    found = found if found <= most else math.inf  # NaN, too
+    sizes[id(node)] = found
+    return found
+
+
+def _divides_by_constant(node: Expr) -> bool:
+    divisor = node.args[1] if node.op == "div" else None
+    return divisor is not None and (divisor.op == "scalar" or (divisor.is_literal and divisor.attr != 0))
 
 
 def _gradient_text(graph: ModGraph, layouts: tuple[TensorLayout, ...], differential: Differential, snippet: Snippet,
@@ -303,11 +368,11 @@ def _gradient_text(graph: ModGraph, layouts: tuple[TensorLayout, ...], different
     score = f"{tl}.zeros_like(grad)"
     guard = False
     if differential.score is not None:
-        score, guard = texts.pop(0), may_be_nan(differential.score)
+        score, guard = texts.pop(0), may_be_nan(differential.score, differential.ordinary)
     captured = []
     for (role, load, gradient), (offset, checks) in zip(differential.captured, snippet.places, strict=True):
         name, number = graph.tensors[load.attr].name, loads.index(load)
-        found = CapturedGradient(role, number, name, texts.pop(0), may_be_nan(gradient))
+        found = CapturedGradient(role, number, name, texts.pop(0), may_be_nan(gradient, differential.ordinary))
         if role == "slab":
             found = replace(found, offset="offs_m.to(tl.int64)[:, None] * KV_LEN + offs_n[None, :]")
         elif role in ("store", "atomic"):

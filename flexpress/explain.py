@@ -8,8 +8,10 @@ import torch
 
 from flexpress.attention import prepared
 from flexpress.codegen import backward, forward
-from flexpress.codegen.signature import why_every_call
 from flexpress.codegen.compiling import runs_uncompiled
+from flexpress.codegen.hopper_plan import scores_are_raw
+from flexpress.codegen.signature import why_every_call
+from flexpress.codegen.sums import as_sum
 from flexpress.codegen.tensors import check_surroundings
 
 
@@ -34,14 +36,16 @@ def explain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_m
     q, k, v, inputs, scale, score, mask, lists, _, options = prepared(
         query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod)
     keys = forward.keys_of(score, mask, inputs.extents)
-    _, _, arch, reason = forward.case_of(q, k, v, scale, lists, options, False, *keys)
-    lines = ["forward   DECODE" if forward.decodes(q, k, options) else _line("forward", reason)]
     captured = score[1][:len(score[0].tensors)] if score else []
-    if any(t.requires_grad for t in (q, k, v, *captured)):
+    differentiable = any(t.requires_grad for t in (q, k, v, *captured))
+    _, _, arch, reason = forward.case_of(q, k, v, scale, lists, options, False, *keys, output_rows=differentiable and torch.is_grad_enabled())
+    lines = ["forward   DECODE" if forward.decodes(q, k, options) else _line("forward", reason)]
+    if differentiable:
         wanted = frozenset(i for i, t in enumerate(captured) if t.requires_grad)
         deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
         q, k, v = map(backward.with_rows, (q, k, v))  # and the output's gradient is taken to lie as q does
-        *_, reason = backward.case_of(q, k, v, q, scale, lists, options, deterministic, False, wanted, *keys)
+        *_, reason = backward.case_of(q, k, v, q, scale, lists, options, deterministic, False, wanted, *keys,
+                                      raw_tops=reason is None and score is not None and scores_are_raw(as_sum(score[0]), scale > 0))
         lines.append(_line("backward", reason))
     for name, mod, kind in (("score_mod", score_mod, "score"), ("mask_mod", mask_mod or getattr(block_mask, "mask_mod", None), "mask")):
         reason = mod is not None and why_every_call(mod, kind)

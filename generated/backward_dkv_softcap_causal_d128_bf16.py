@@ -57,11 +57,12 @@ def dkv_block_mn(
         score = tl.where(mask_0, score, float("-inf"))
 
     # [BLOCK_N, BLOCK_M], the softmax itself. The difference first: it is exact where it matters, however large scores are
+    score = tl.minimum(score, top[None, :])  # it is, and the compiler must not take the difference from a product before that is rounded
     p = tl.exp2(tl.fma(score - top[None, :], TO_LOG2, share[None, :]))
     delta = tl.load(DELTA + offs_m)
     grad = p * (dp - delta[None, :])  # d loss / d score
     # ---- derivative of score_mod: softcap
-    ds = ((grad * arg_cap) * (1.0 - (score_0 * score_0))) * arg_inverse
+    ds = tl.where(p == 0.0, 0.0, ((grad * arg_cap) * (1.0 - (score_0 * score_0))) * arg_inverse)
     # both products at the end: p and dS are needed no longer in float32, which saves registers
     dv = tl.dot(p.to(do.dtype), do, dv)
     dk = tl.dot(ds.to(q.dtype), q, dk)

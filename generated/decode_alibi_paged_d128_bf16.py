@@ -85,7 +85,7 @@ def decode_block_mn(
     m_new = tl.maximum(m_i, tl.max(score, 1))
     usual = tl.abs(m_new) < HUGE
     factor = tl.where(usual, TO_LOG2, STEP)
-    shift = m_new * factor
+    shift = tl.fma(m_new, factor, 0.0)  # no product, which the compiler would put into the difference below unrounded
     shift_safe = tl.where(m_new == float("-inf"), 0.0, shift)  # a row with nothing to attend to yet: avoid inf - inf
     # a sum that was shifted in the other way is of scores that are much smaller
     alpha = tl.exp2(tl.where(usual == (tl.abs(m_i) < HUGE), shift_i - shift_safe, float("-inf")))

@@ -112,7 +112,7 @@ def fold_scores(
     m_new = gl.maximum(m_i, gl.max(score, 1))
     usual = gl.abs(m_new) < HUGE
     factor = gl.where(usual, TO_LOG2, STEP)
-    shift = m_new * factor
+    shift = gl.fma(m_new, factor, 0.0)  # no product, which the compiler would put into the difference below unrounded
     shift_safe = gl.where(m_new == float("-inf"), 0.0, shift)  # a row with nothing to attend to yet: avoid inf - inf
     # a sum that was shifted in the other way is of scores that are much smaller
     alpha = gl.exp2(gl.where(usual == (gl.abs(m_i) < HUGE), shift_i - shift_safe, float("-inf")))

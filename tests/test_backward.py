@@ -410,3 +410,50 @@ def test_backward_allocates_no_scores():
         used = torch.cuda.max_memory_allocated() - before
     fused = "backward  GLUON" in explain(q, k, v, mods.alibi(slopes), mask)
     assert used <= sum(g.nbytes for g in grads) + 2 * 4 * 8 * 16384 + (2 << 20) + fused * 4 * q.numel()
+
+
+INFINITE = {  # score_mods with factors that are infinite where nothing is attended to, or past the end
+    "past the end of a tensor's use": lambda t: lambda s, b, h, m, n: s * t[n],
+    "literals": lambda t: lambda s, b, h, m, n: s * torch.where(n - m <= 0, 1.0, -math.inf),
+    "captured numbers": lambda t: lambda s, b, h, m, n: s * torch.where(n <= m, 1.0, INFINITY),
+    "quotients": lambda t: lambda s, b, h, m, n: s / torch.where(n <= m, 1.0, ZERO),
+    "both": lambda t: lambda s, b, h, m, n: torch.tanh(s) * t[n] + t[0] * s,
+    "overflow": lambda t: lambda s, b, h, m, n: s * torch.where(n > m, 1e38, 1.0) * 1e10,
+    "half precision": lambda t: lambda s, b, h, m, n: s * torch.where(n <= m, 1.0, (n + 60000.0 - m) * 2).half(),
+}
+INFINITY, ZERO = math.inf, 0.0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name, lengths", [*((name, (20, 20)) for name in INFINITE), ("literals", (33, 50)), ("quotients", (128, 128))])
+def test_nothing_flows_from_where_nothing_is_attended_to(name, lengths, device):
+    """Whatever the derivative is there: in tiles past the end, under masks, and in whole blocks."""
+    q, k, v = (torch.randn(1, 2, n, 16, device=device, requires_grad=True) for n in (lengths[0], lengths[1], lengths[1]))
+    factor = torch.ones(256, device=device)
+    factor[lengths[1]:] = math.inf
+    mask = create_block_mask(mods.causal, None, None, *lengths, device=device)
+    out = flex_attention(q, k, v, INFINITE[name](factor), mask, scale=0.25, kernel_options={"BACKEND": "TRITON"})
+    grads = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    seen = {"both": lambda s, b, h, m, n: torch.tanh(s) + s, "overflow": lambda s, b, h, m, n: s * 1e10}
+    exact = reference_gradients([q, k, v], lambda: seen.get(name), mods.causal, 0.25, torch.ones_like(out), None, torch.float64)
+    assert all(g.isfinite().all() for g in grads)
+    if name != "overflow":  # whose gradients are rounding errors times 1e10
+        assert all(relative_error(g, e) < 1e-5 for g, e in zip(grads, exact, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("score_mod", [None, mods.softcap(20.0)], ids=["plain", "softcap"])
+def test_queries_scaled_in_half_precision_are_so_in_the_backward_pass(score_mod, dtype, device):
+    """The gradients are those of scores of scaled queries as they were rounded."""
+    q, k, v, d_out = (torch.randn(1, 2, 100, 32, device=device).to(dtype) * f for f in (4, 4, 1, 1))
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    out = flex_attention(q, k, v, score_mod, scale=0.3, kernel_options={"PRESCALE_QK": True})
+    grads = torch.autograd.grad(out, inputs, d_out)
+    scaled = (q.detach().float() * 0.3).to(dtype).requires_grad_()
+    exact = reference_gradients([scaled, k, v], lambda: score_mod, None, 1.0, d_out, None, torch.float64)
+    exact = (exact[0] * 0.3, *exact[1:])
+    plain = reference_gradients([scaled, k, v], lambda: score_mod, None, 1.0, d_out, None, dtype)
+    plain = (plain[0] * 0.3, *plain[1:])
+    for g, e, p in zip(grads, exact, plain, strict=True):
+        assert relative_error(g, e) <= 1.5 * relative_error(p, e) + 1e-4

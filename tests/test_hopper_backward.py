@@ -13,7 +13,7 @@ from fake_hopper import Variant, pass_for_hopper
 from flexpress import create_block_mask, mods
 from flexpress.codegen import backward, kernel, registry
 from flexpress.codegen.binary import one_by_one
-from flexpress.codegen.forward import Inputs, forward
+from flexpress.codegen.forward import Inputs, Rows, forward
 from flexpress.codegen.forward_plan import Options
 from flexpress.codegen.render import render
 from flexpress.codegen.signature import bind
@@ -28,6 +28,11 @@ CASES = {  # heads of q and k, batch entries of q and k, lengths, head dims; how
     "head dims 72 and 40": dict(dims=(72, 40), megabytes=0, lengths=(100, 200)),
     "head dims 192 and 128": dict(dims=(192, 128), megabytes=0, lengths=(100, 140)),
     "head dim 256": dict(dims=(256, 256), megabytes=0, lengths=(100, 140)),
+    "scores of 1e9": dict(score=lambda s, b, h, m, n: torch.where(m % 2 == 0, s, s * 0.0 - 1e9), lengths=(130, 150)),
+    "the least number, head dims 192 and 128": dict(score=lambda s, b, h, m, n: s + torch.finfo(torch.float32).min, dims=(192, 128),
+                                                    lengths=(100, 140)),
+    "alibi as the forward kernel for Hopper has it": dict(score=mods.alibi(torch.tensor([0.5, 1e5])), lengths=(130, 150), raw=True),
+    "a number for every key": dict(score=lambda s, b, h, m, n: s + n * 0.125, lengths=(130, 150)),
     "alibi, causal": dict(score=mods.alibi(torch.tensor([0.5, 0.1])), mask=mods.causal, megabytes=0),
     "softcap": dict(score=mods.softcap(2.0), megabytes=0, lengths=(130, 150)),
     "causal, head by head": dict(mask=mods.causal, megabytes=0, lengths=(300, 300), programs=3),
@@ -38,7 +43,7 @@ CASES = {  # heads of q and k, batch entries of q and k, lengths, head dims; how
 
 @pytest.mark.parametrize("name", CASES)
 def test_gradients(monkeypatch, name):
-    case = dict(heads=(2, 2), batches=(1, 1), lengths=(200, 300), dims=(64, 64), score=None, mask=None, megabytes=24, programs=2)
+    case = dict(heads=(2, 2), batches=(1, 1), lengths=(200, 300), dims=(64, 64), score=None, mask=None, megabytes=24, programs=2, raw=False)
     case |= CASES[name]
     (Hq, Hkv), (Z, Zkv), (Q_LEN, KV_LEN), (D_QK, D_V) = (case[key] for key in ("heads", "batches", "lengths", "dims"))
     generator = torch.Generator().manual_seed(0)
@@ -48,6 +53,8 @@ def test_gradients(monkeypatch, name):
     lists = (mask.as_lists(), mask.as_transposed_lists()) if mask else (None, None)
     bound = [case[kind] and bind(case[kind], kind) for kind in ("score", "mask")]
     out, _, _, rows = forward(q, k, v, Inputs(q, k), D_QK**-0.5, *bound, lists[0], Options(), output_rows=True)
+    if case["raw"]:
+        rows = Rows(rows.values * torch.tensor([D_QK**0.5, 1.0]), True)
     ran = []
 
     class Ran(Variant):
