@@ -196,10 +196,12 @@ def newer_assembler():
     return tool if runs is None or runs >= int(tool.version.split(".")[0]) else None
 
 
-def compile_source(source: ASTSource, target: GPUTarget, options: dict, texts: dict | None = None) -> tuple[dict, bytes, str]:
+def compile_source(source: ASTSource, target: GPUTarget, options: dict, texts: dict | None = None,
+                   last: str | None = None) -> tuple[dict, bytes, str]:
     """Run the compiler: the metadata that a launch needs, the GPU's code, and what such code is called ("cubin", "hsaco").
 
     texts   takes what each stage makes, by name ("ttgir", "ptx", ...); NVIDIA's assembler, the last stage, is then left out
+    last    the stage to stop after, with texts; None: all
     """
     backend = make_backend(target)
     options = {**options, **source.parse_options()}
@@ -220,7 +222,7 @@ def compile_source(source: ASTSource, target: GPUTarget, options: dict, texts: d
     if texts is not None:
         stages.pop("cubin", None)
     names = list(stages)
-    for name in names[names.index(source.ext):]:
+    for name in names[names.index(source.ext):names.index(last) + 1 if last else None]:
         module = stages[name](module, metadata)
         if texts is not None:
             texts[name] = module if isinstance(module, bytes) else str(module)

@@ -178,7 +178,7 @@ def test_statements_of_the_backward_kernel(name):
     products = torch.randn(Q_LEN, KV_LEN)
     exact = scores_of(MODS[name], products.double() * SCALE)
     weights, lse2 = torch.softmax(exact, 1), torch.logsumexp(exact, 1) * TO_LOG2
-    _, plan, _ = planned((MODS[name], None), {})
+    plan = planned((MODS[name], None), {})
     text, mod = render(plan.fused), plan.score
     stages = mod.staged("kv_idx", "q_idx")
     body = text[text.index("# softmax and the derivative"):]
