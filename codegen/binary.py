@@ -216,19 +216,21 @@ def newer_assembler():
 _compiler = Turn(fork_waits=True)
 
 
-def compile_source(source: ASTSource, target: GPUTarget, options: dict, texts: dict | None = None) -> tuple[dict, bytes, str]:
+def compile_source(source: ASTSource, target: GPUTarget, options: dict, texts: dict | None = None,
+                   last: str | None = None) -> tuple[dict, bytes, str]:
     """Run the compiler: the metadata that a launch needs, the GPU's code, and what such code is called ("cubin", "hsaco").
 
     texts   takes what each stage makes, by name ("ttgir", "ptx", ...); NVIDIA's assembler, the last stage, is then left out
+    last    the stage to stop after, with texts; None: all
 
     One thread compiles at a time: Triton's front end reads triton.language, which the interpreter switches, and its passes and LLVM have
     options and tables that belong to the process and are set while they run, without a lock. The assembler is a process of its own.
     """
-    metadata, module, assemble, extension = LANGUAGE.run(_compiler.run, _lowered, source, target, options, texts)
+    metadata, module, assemble, extension = LANGUAGE.run(_compiler.run, _lowered, source, target, options, texts, last)
     return metadata, assemble(module, metadata) if assemble else module, extension
 
 
-def _lowered(source: ASTSource, target: GPUTarget, options: dict, texts: dict | None) -> tuple:
+def _lowered(source: ASTSource, target: GPUTarget, options: dict, texts: dict | None, last: str | None) -> tuple:
     """Metadata, the module after all stages but the assembler's, that stage or None, and the binary's extension."""
     restore()
     backend = make_backend(target)
@@ -249,7 +251,7 @@ def _lowered(source: ASTSource, target: GPUTarget, options: dict, texts: dict | 
     module = source.make_ir(target, parsed, backend.get_codegen_implementation(parsed), backend.get_module_map(), context)
     assemble = stages.pop("cubin", None)
     names = list(stages)
-    for name in names[names.index(source.ext):]:
+    for name in names[names.index(source.ext):names.index(last) + 1 if last else None]:
         module = stages[name](module, metadata)
         if texts is not None:
             texts[name] = module if isinstance(module, bytes) else str(module)

@@ -33,23 +33,24 @@ _TRITON_TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "int3
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler made. registers and spilled bytes are None where the target's tools do not tell."""
+    """What the compiler made. registers and spilled bytes are None where the target's tools do not tell, shared too where it stopped early."""
 
     signature: dict[str, str]  # Triton's types of the parameters
     assembly: dict
-    shared: int
+    shared: int | None
     registers: int | None
     spilled: int | None
     warnings: tuple[str, ...] = ()  # of the assembler: wgmma that it runs one after another, for example
 
 
 def compile_for(spec: KernelSpec, target: str, *, tensors: dict[str, str], floats: frozenset[str] = frozenset(),
-                constants: dict[str, int], num_warps: int = 4, num_stages: int = 2) -> Compiled:
+                constants: dict[str, int], num_warps: int = 4, num_stages: int = 2, last: str | None = None) -> Compiled:
     """Compile `spec` for one of TARGETS.
 
     tensors    pointer arguments and their element dtypes ("bfloat16"); "desc:bfloat16:64x128" is a TMA descriptor
     floats     scalar arguments that are floats; the others are int32
     constants  the tl.constexpr parameters
+    last       "ttgir": stop when Triton's own passes have run, which is a tenth of the work; None: go on to the assembler
     """
     kernel = cache.load_module(cache.store(render(spec), spec))
     function = getattr(kernel, spec.template)
@@ -70,9 +71,9 @@ def compile_for(spec: KernelSpec, target: str, *, tensors: dict[str, str], float
     source = source_class(function)(function, signature, constexprs, attributes)
     options = {"num_warps": num_warps, "num_stages": num_stages}
     texts: dict = {}
-    metadata, _, _ = compile_source(source, TARGETS[target], options, texts)
+    metadata, _, _ = compile_source(source, TARGETS[target], options, texts, last)
     report = _resources(texts["ptx"], target) if "ptx" in texts else (None, None, ())
-    return Compiled(signature, texts, metadata["shared"], *report)
+    return Compiled(signature, texts, metadata.get("shared"), *report)
 
 
 def _resources(ptx: str, target: str) -> tuple[int, int, tuple[str, ...]]:

@@ -19,6 +19,8 @@ from .backward_plan import BackwardCase, Step, backward_geometry, delta_rows, pl
 from .decode_plan import BLOCK_S, DecodeCase, DecodePlan, plan_decode, rows_of
 from .forward import keys_of, output_like
 from .forward_plan import Blocks, Cache, ForwardCase, Geometry, Options, Plan, geometry_of, plan_forward, wants_tma
+from .hopper_backward_plan import fits as backward_fits
+from .hopper_backward_plan import HopperBackwardPlan, plan_hopper_backward
 from .hopper_plan import HopperPlan, fits, plan_hopper_forward
 from .signature import bind
 from .snippet import Target
@@ -46,8 +48,8 @@ class Compilation:
     num_warps: int = 4
     num_stages: int = 1
 
-    def compile(self) -> offline.Compiled:
-        """What the compiler makes of the kernel. ValueError for the target "cpu", which compiles nothing."""
+    def compile(self, last: str | None = None) -> offline.Compiled:
+        """What the compiler makes of the kernel (last: see `compile_for`). ValueError for the target "cpu", which compiles nothing."""
         if self.target not in offline.TARGETS:
             raise ValueError(f"{self.target!r} compiles nothing; targets are {', '.join(offline.TARGETS)}")
         return offline.compile_for(
@@ -58,6 +60,7 @@ class Compilation:
             constants=self.constants,
             num_warps=self.num_warps,
             num_stages=self.num_stages,
+            last=last,
         )
 
 
@@ -222,6 +225,43 @@ def backward_compilations(
             target, step.spec, {**pointers, **descriptors, **buffers}, constants, arguments, tile.num_warps, tile.num_stages
         )
     return made
+
+
+def hopper_backward_compilations(
+    score_mod: Callable | None = None,
+    mask_mod: Callable | None = None,
+    dtype: str = "bfloat16",
+    head_dim: int = 128,
+    head_dim_v: int | None = None,
+    *,
+    captured: bool = False,
+    **details,
+) -> dict[str, Compilation]:
+    """The kernels of the backward pass in Gluon for sm_90 by name, "delta" and "fused". ValueError for what they do not serve.
+
+    captured   the tensors that score_mod captures want gradients
+    details    other fields of BackwardCase; blocks are Blocks(True, 128, 128) where there is a mask_mod
+    """
+    d_v = head_dim if head_dim_v is None else head_dim_v
+    bound = _bound(score_mod, mask_mod)
+    score, mask = keys_of(*bound, EXTENTS)
+    tensors = bound[0][1][: len(bound[0][0].tensors)] if captured and bound[0] else []
+    wanted = frozenset(i for i, t in enumerate(tensors) if t.is_floating_point())
+    case = BackwardCase(getattr(torch, dtype), head_dim, d_v, use_tma=(True, True), captured=wanted,
+                        **{"blocks": Blocks(True, 128, 128) if mask else None, **details})
+    reason = backward_fits(case, score=score)
+    if reason:
+        raise ValueError(reason)
+    plan = plan_hopper_backward(case, score, mask)
+    floats = {"desc_tops", "desc_delta", "desc_dq"}
+    pointers = {t: f"desc:{'float32' if t in floats else dtype}:{rows}x{columns}" for t, (rows, columns) in plan.blocks.items()}
+    pointers |= dict.fromkeys((*_Q_TABLES, "COUNTER", "DONE", "starts"), "int32") | dict.fromkeys(("DQ", "DK", "DV", "O", "DO"), dtype)
+    statistics = ("DQ_SUM", "ROWS", "TOPS", "DELTA", "DLSE")
+    pointers |= dict.fromkeys((*statistics, *(c.buffer for c, _ in plan.captured)), "float32")
+    return {
+        "delta": _compilation("sm_90", plan.delta, pointers, {"BLOCK_M": delta_rows(d_v)}, {}),
+        "fused": _compilation("sm_90", plan.fused, pointers, {}, _arguments(plan, bound)),
+    }
 
 
 def decode_compilations(
@@ -411,7 +451,7 @@ def _bound(score_mod: Callable | None, mask_mod: Callable | None) -> list:
     return [bind(mod, kind) if mod else None for mod, kind in ((score_mod, "score"), (mask_mod, "mask"))]
 
 
-def _arguments(plan: Plan | HopperPlan | DecodePlan | Step, bound: list) -> dict:
+def _arguments(plan: Plan | HopperPlan | HopperBackwardPlan | DecodePlan | Step, bound: list) -> dict:
     """The values of the mods' arguments by name."""
     arguments = {}
     for text, found in zip((plan.score, plan.mask), bound, strict=True):

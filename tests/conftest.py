@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # kernels compile inside examples, so no deadline; the same examples every time, unless FLEXPRESS_RANDOM_TESTS is set
@@ -17,12 +18,22 @@ _caches = tempfile.TemporaryDirectory(prefix="flexpress-tests-", ignore_cleanup_
 for _name in ("FLEXPRESS_CACHE_DIR", "TRITON_CACHE_DIR"):
     os.environ[_name] = os.path.join(_caches.name, _name.lower())
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # processes share the cores: a thread each for torch, which is not imported yet
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 def pytest_addoption(parser):
     parser.addoption("--update-golden", action="store_true",
                      help="write the prints in generated/ anew instead of comparing with them")
+    parser.addoption("--every-kernel", action="store_true",
+                     help="bring every kernel for GPUs that are not here to the assembler, also those that the other Triton has (tests/tritons.py)")
     parser.addoption("--backend", choices=["TRITON", "GLUON"],
                      help="on a Hopper GPU: the portable kernels, or those for Hopper wherever they serve, instead of the faster ones")
+
+
+@pytest.fixture
+def every_kernel(request) -> bool:
+    return request.config.getoption("--every-kernel")
 
 
 def pytest_configure(config):
