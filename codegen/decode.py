@@ -111,7 +111,8 @@ class _Prepared:
 
 
 def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outputs: tuple[torch.Tensor, ...], scale: float, score: tuple | None,
-           mask: tuple | None, keys: tuple, lists, precision: str = "ieee", cached: Cached = NOT_CACHED, *, output_max: bool = False) -> None:
+           mask: tuple | None, keys: tuple, lists, precision: str = "ieee", cached: Cached = NOT_CACHED, *,
+           output_max: bool = False) -> None:
     """Fill outputs: out (Z, Hq, Q_LEN, D_V), lse float32 (Z, Hq, Q_LEN), max_scores like it with output_max, and (Z, Hq, Q_LEN, 2) for
     forward.Rows if that is asked for.
 
@@ -172,7 +173,8 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outputs: tuple[t
     available = multiprocessors(device) if device.type != "cpu" else _INTERPRETED
     split = parts_of(KV_LEN, tiles, Z, available, lengths=cached.kv_lens is not None, listed=lists is not None, invariant=cached.invariant)
     case = DecodeCase(q.dtype, q.shape[3], v.shape[3], geometry.units, geometry.aligned, lists and lists.blocks._replace(interior=True),
-                      precision, scale > 0, output_max, len(outputs) - output_max > 2, max(Q_LEN, KV_LEN) <= INDEX_BOUND, split.room > 0, split.of_all > 0, ragged,
+                      precision, scale > 0, output_max, len(outputs) - output_max > 2,
+                      max(Q_LEN, KV_LEN) <= INDEX_BOUND, split.room > 0, split.of_all > 0, ragged,
                       cached.kv_lens is not None, cached.kv_locs is not None, k.shape[2] if paged else 0, kv_dtype)
     key = (case, arch, *keys, rows.rows)
     plan = _plans.get(key)
