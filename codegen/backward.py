@@ -162,8 +162,8 @@ def case_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor,
     use_tma = tuple(tma and possible and all(t.data_ptr() % 16 == 0 for t in pair)
                     for possible, pair in zip(geometry.tma, ((k, v), (q, do)), strict=True))
     case = BackwardCase(q.dtype, q.shape[3], v.shape[3], geometry.aligned, use_tma, lists and lists.blocks, options, scale > 0,
-                        max(q.shape[2], k.shape[2]) <= INDEX_BOUND, q.shape[0] == 1, q.shape[1] == 1, deterministic, lse_gradient, wanted, ordinary, raw_tops,
-                        whole_blocks(q.shape[2], k.shape[2], lists and lists.blocks))
+                        max(q.shape[2], k.shape[2]) <= INDEX_BOUND, q.shape[0] == 1, q.shape[1] == 1, deterministic, lse_gradient, wanted,
+                        ordinary, raw_tops, whole_blocks(q.shape[2], k.shape[2], lists and lists.blocks))
     reason = "BACKEND is TRITON" if options.backend == "TRITON" else fits(case, arch, score_key)
     return case, geometry, arch, reason or _refused.get((case, arch, score_key, mask_key))
 

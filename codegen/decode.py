@@ -105,7 +105,8 @@ class _Prepared:
 
 
 def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outputs: tuple[torch.Tensor, ...], scale: float, score: tuple | None,
-           mask: tuple | None, keys: tuple, lists, precision: str = "ieee", cached: Cached = NOT_CACHED, *, output_max: bool = False) -> None:
+           mask: tuple | None, keys: tuple, lists, precision: str = "ieee", cached: Cached = NOT_CACHED, *,
+           output_max: bool = False) -> None:
     """Fill outputs: out (Z, Hq, Q_LEN, D_V), lse float32 (Z, Hq, Q_LEN), max_scores like it with output_max, and (Z, Hq, Q_LEN, 2) for
     forward.Rows if that is asked for.
 

@@ -127,8 +127,8 @@ def plan_decode(case: DecodeCase, backend: str, arch: str, score: Mod | None, ma
     tile = decode_tile(arch, rows, round_up_head_dim(case.d_qk), round_up_head_dim(case.d_v), itemsize,
                        kv_block=case.blocks.kv_block if case.blocks else 0, paged=case.page_size > 0)
     scale_apart = score is not None or not case.scale_is_positive or case.scales
-    return DecodePlan(_spec(case, backend, score_text, mask_text, scale_apart), _combine(case, backend, scale_apart) if case.split else None,
-                      tile, score_text, mask_text, scale_apart)
+    combine = _combine(case, backend, scale_apart) if case.split else None
+    return DecodePlan(_spec(case, backend, score_text, mask_text, scale_apart), combine, tile, score_text, mask_text, scale_apart)
 
 
 def _spec(case: DecodeCase, backend: str, score: ModText | None, mask: ModText | None, scale_apart: bool) -> KernelSpec:

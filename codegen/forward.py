@@ -83,8 +83,8 @@ class BlockLists:
 class Rows(NamedTuple):
     """What the backward pass needs of every row.
 
-    values   float32 (Z, Hq, Q_LEN, 2): the largest score, and log2 of its weight. lse cannot say both: beside a score of 1e9 the logarithm of
-             a sum is lost
+    values   float32 (Z, Hq, Q_LEN, 2): the largest score, and log2 of its weight. lse cannot say both: beside a score of 1e9 the logarithm
+             of a sum is lost
     raw      the scores of a score_mod are still without scale
     """
 
@@ -175,7 +175,8 @@ def _strides_like(shape: tuple[int, ...], order: tuple[int, ...], d_v: int) -> t
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: Inputs, scale: float, score: tuple[ModGraph, list] | None,
             mask: tuple[ModGraph, list] | None, lists: BlockLists | None, options: Options, *, output_max: bool = False,
             output_rows: bool = False):
-    """out (Z, Hq, Q_LEN, D_V), lse float32 (Z, Hq, Q_LEN), max_scores (the same, or None) and Rows (or None). Arguments are checked already.
+    """out (Z, Hq, Q_LEN, D_V), lse float32 (Z, Hq, Q_LEN), max_scores (the same, or None) and Rows (or None). Arguments are checked
+    already.
 
     `mask` is the mask_mod of the partial blocks in `lists`; both None for dense attention.
     """

@@ -85,6 +85,7 @@ def preview(
                starts=False             blocks begin where a tensor says
                scale_is_positive=True
                output_max=False         max_scores are asked for
+               output_rows=False        for a call whose gradients are wanted
                transposed=False         q, k and v lie in memory as (B, H, D, S), so the head dim is strided
                options=Options()        forward_plan.Options: the other kernel_options
 
@@ -112,6 +113,7 @@ def compilation(
         **dict.fromkeys("QKVO", dtype),
         "LSE": "float32",
         "MAX": "float32",
+        "ROWS": "float32",
         **dict.fromkeys(_TABLES, "int32"),
         **{name: f"desc:{dtype}:{tile.BLOCK_N}x{width}" for name, width in widths.items()},
     }
@@ -149,6 +151,7 @@ def hopper_compilation(
         "O": dtype,
         "LSE": "float32",
         "MAX": "float32",
+        "ROWS": "float32",
         "COUNTER": "int32",
         **dict.fromkeys((*_TABLES, *_PLACES), "int32"),
     }
@@ -294,7 +297,7 @@ def decode_compilations(
     rows = rows_of(q_len, group, 128 if blocks else 0).rows
     plan = plan_decode(case, backend_for(target), architecture_for(target), *keys_of(*bound, EXTENTS), rows)
     numbers = ("CU_Q", "KV_LENS", "KV_LOCS", "PAGES", "PART_COUNT", *_TABLES)
-    statistics = ("PART", "PART_SHARE", "PART_MAX", "LSE", "MAX", "K_SCALES", "V_SCALES")
+    statistics = ("PART", "PART_SHARE", "PART_MAX", "LSE", "MAX", "ROWS", "K_SCALES", "V_SCALES")
     pointers = dict.fromkeys("QKVO", dtype) | dict.fromkeys(numbers, "int32") | dict.fromkeys(statistics, "float32")
     pointers |= dict.fromkeys("KV", kv_dtype) if kv_dtype else {}
     tile = plan.tile
@@ -418,6 +421,7 @@ def _imagined_case(
     block_size: tuple[int, int] = (128, 128),
     separate_full: bool = True,
     output_max: bool = False,
+    output_rows: bool = False,
     transposed: bool = False,
     options: Options | None = None,
     starts: bool = False,
@@ -442,7 +446,8 @@ def _imagined_case(
         Blocks(separate_full, *block_size, interior, starts) if mask_mod else None,
         options,
         scale_is_positive,
-        output_max,
+        output_max=output_max,
+        output_rows=output_rows,
     )
     return case, geometry, bound
 

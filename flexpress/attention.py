@@ -245,7 +245,8 @@ class _Attention(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         check_surroundings("the backward pass of flex_attention")
         d_out, d_lse = (g if g is None else _dense("gradient of flex_attention's output", g) for g in (d_out, d_lse))
-        q, k, v, out, rows, *others = ctx.saved_tensors
+        q, k, v, out, values, *others = ctx.saved_tensors
+        rows = Rows(values, ctx.raw_rows)
         captured, mask_tensors = others[:ctx.count], others[ctx.count:]
         call = ctx.call
         score = (call.score[0], [*captured, *call.score[1]]) if call.score else None
@@ -253,7 +254,7 @@ class _Attention(torch.autograd.Function):
         wanted = frozenset(i for i, needed in enumerate(ctx.needs_input_grad[4:]) if needed)
         with torch.no_grad():
             dq, dk, dv, gradients = backward(
-                q, k, v, out, Rows(rows, ctx.raw_rows), torch.zeros_like(out) if d_out is None else d_out, d_lse, call.scale, score, mask, call.lists,
+                q, k, v, out, rows, torch.zeros_like(out) if d_out is None else d_out, d_lse, call.scale, score, mask, call.lists,
                 call.transposed(mask) if call.transposed else None, call.options, wanted=wanted, deterministic=call.deterministic)
         found = [*(g if needed else None for g, needed in zip((dq, dk, dv), ctx.needs_input_grad[1:4], strict=True)),
                  *(gradients.get(i) for i in range(ctx.count))]

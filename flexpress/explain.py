@@ -38,7 +38,8 @@ def explain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_m
     keys = forward.keys_of(score, mask, inputs.extents)
     captured = score[1][:len(score[0].tensors)] if score else []
     differentiable = any(t.requires_grad for t in (q, k, v, *captured))
-    _, _, arch, reason = forward.case_of(q, k, v, scale, lists, options, False, *keys, output_rows=differentiable and torch.is_grad_enabled())
+    _, _, arch, reason = forward.case_of(q, k, v, scale, lists, options, False, *keys,
+                                         output_rows=differentiable and torch.is_grad_enabled())
     lines = ["forward   DECODE" if forward.decodes(q, k, options) else _line("forward", reason)]
     if differentiable:
         wanted = frozenset(i for i, t in enumerate(captured) if t.requires_grad)

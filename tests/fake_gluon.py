@@ -346,7 +346,8 @@ def run(text: str, name: str, args: tuple, programs: int = 2) -> None:
                      "gluon": types.SimpleNamespace(jit=lambda f=None, **_: f or (lambda g: g))}
         exec(compile("from __future__ import annotations\n" + "\n".join(lines), name, "exec"), namespace)
         # what is a GPU's instruction
-        namespace |= {"tanh_approx": torch.tanh, "float_difference": lambda a, b: (a - b).float(), "limits": lambda x: limits(x, text), "meet": both.wait, "wait_for_stores": wait_for_stores,
+        namespace |= {"tanh_approx": torch.tanh, "float_difference": lambda a, b: (a - b).float(), "meet": both.wait,
+                      "limits": lambda x: limits(x, text), "wait_for_stores": wait_for_stores,
                       "tma_add": lambda *args: stores.give(*args, add=True)}
         try:
             namespace[name](*(Pointer(a) if isinstance(a, torch.Tensor) else Number(a) if type(a) is int else a for a in args))

@@ -5,6 +5,8 @@ Queries and keys are whole numbers, so that scores are exact in float32; the sof
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from fake_hopper import forward_on_cpu
@@ -12,6 +14,7 @@ from problems import DEVICES
 
 from flexpress import AuxRequest, cached_attention, create_block_mask, flex_attention, mods, varlen_attention
 from flexpress.codegen import forward, kernel
+from flexpress.codegen.signature import bind
 
 MIN = torch.finfo(torch.float32).min
 TABLE = torch.tensor([0.0, -1e9, MIN, -65504.0])  # what models write for "hidden", by query
@@ -191,10 +194,16 @@ def test_text_for_hopper(monkeypatch, name):
     kernel.clear()
     q, k = (whole_numbers(1, h, n, 64, dtype=dtype, device="cpu", seed=n) for h, n in ((2, 130), (1, 260)))
     v = torch.randn(1, 1, 260, 64).to(dtype)
-    out, lse = flex_attention(q, k, v, score_mods("cpu")[name], scale=0.25, enable_gqa=True, return_lse=True)
+    score = bind(score_mods("cpu")[name], "score")
+    out, lse, _, rows = forward.forward(q, k, v, forward.Inputs(q, k), 0.25, score, None, None, forward.Options(), output_rows=True)
     forward.clear()
     kernel.clear()
     assert len(launched) == 1
     expected = exact(q, k, v, score_mods("cpu")[name])
+    assert rows.raw == (name == "slopes")
+    top, share = rows.values.double().unbind(-1)
+    torch.testing.assert_close(top * (0.25 if rows.raw else 1.0), expected[2], rtol=2e-7, atol=0.0)
+    with_top = torch.where(expected[2].abs() < 1e7, expected[1] - expected[2], -share / math.log2(math.e))  # lse is too coarse for others
+    torch.testing.assert_close(-share / math.log2(math.e), with_top, rtol=1e-5, atol=1e-5)
     assert_close(out, expected[0], dtype)
     torch.testing.assert_close(lse.double(), expected[1], rtol=1e-6, atol=1e-4)

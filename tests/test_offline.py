@@ -56,7 +56,7 @@ FORWARD = {  # every branch of the template and every row of the tile tables, no
     "causal d256 bf16": ("causal", dict(head_dim=256)),
     "causal d192x128 bf16": ("causal", dict(head_dim=192, head_dim_v=128)),
     "alibi causal d128 bf16": ("alibi causal", {}),
-    "alibi causal d80 fp16": ("alibi causal", dict(head_dim=80, dtype="float16")),
+    "alibi causal d80 fp16": ("alibi causal", dict(head_dim=80, dtype="float16", output_rows=True)),
     "softcap d64 bf16": ("softcap", dict(head_dim=64)),
     "softcap sliding_window d128 bf16": ("softcap sliding_window", {}),
     "relative_bias d64 fp16": ("relative_bias", dict(head_dim=64, dtype="float16")),
@@ -149,6 +149,7 @@ SPILLED = {
     ("sm_80", "alibi causal d64 tf32, other options"): 8,
     ("sm_80", "alibi causal d128 bf16, pages of 16: decode"): 12,
     ("sm_80", "update_cache"): 8,
+    ("sm_80", "plain d128 bf16: combine"): 8,
     ("sm_80", "learned relative_bias d64 bf16: dq"): 512,  # lengths that are no whole blocks: an address for each of 32 positions
     ("sm_90", "plain d128 fp32: decode"): 8,
     ("sm_100", "plain d128 fp32: decode"): 8,
