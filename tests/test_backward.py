@@ -13,7 +13,7 @@ from problems import DEVICES, LEARNED_MODS, learned_mods, mask_arguments, mask_m
 from torch.utils.checkpoint import checkpoint
 
 from flexpress import cache_info, create_block_mask, explain, flex_attention, mods
-from flexpress.codegen import backward, registry
+from flexpress.codegen import registry
 from flexpress.codegen.backward_plan import whole_blocks
 
 # cancellation in dP - delta, which every flash attention computes from a rounded output, may cost some digits

@@ -8,7 +8,7 @@ from dense import dense_attention, relative_error
 from fake_hopper import forward_on_cpu
 
 from flexpress import flex_attention, mods
-from flexpress.codegen import kernel, registry
+from flexpress.codegen import registry
 from flexpress.codegen.distance import read_by_distance
 from flexpress.codegen.expr import walk
 from flexpress.codegen.forward_plan import Cache

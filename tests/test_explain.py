@@ -7,7 +7,7 @@ import torch
 from fake_hopper import Variant, pass_for_hopper
 
 from flexpress import create_block_mask, explain, flex_attention, mods
-from flexpress.codegen import backward, binary, forward, kernel, registry
+from flexpress.codegen import binary, forward, registry
 
 
 @pytest.fixture

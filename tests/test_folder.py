@@ -355,3 +355,19 @@ def test_killed_processes_leave_no_half_files(tmp_path):
     done = subprocess.run([sys.executable, kills.__file__, "--n", "12"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert Path(kills.__file__).exists() and done.stdout.startswith("12 kills")
+
+
+def test_amd_kernels_are_loaded_from_what_was_compared(place):
+    """Triton's own launcher takes files: it gets copies in a folder that was made for them, and that is gone afterwards."""
+    import json
+
+    from triton.backends.compiler import GPUTarget
+
+    spec, text = _printed()
+    function = cache.load_module(cache.store(text, spec)).evaluate
+    source = binary.ast_source(function, (*[(torch.float32, True)] * 2, *["i32"] * 3), (64, 64))
+    metadata, code, extension = binary.compile_source(source, GPUTarget("hip", "gfx942", 64), {"num_warps": 4, "num_stages": 1})
+    compiled = binary.Compiled(json.dumps(metadata, default=vars).encode(), code, extension, source.signature)
+    binary._write("kernel_00000000000a.00000000000a", compiled)
+    assert binary._read("kernel_00000000000a.00000000000a") == compiled
+    assert binary._triton_kernel(compiled, (64, 64)).kernel == code and list((place.parent / "tmp").iterdir()) == []

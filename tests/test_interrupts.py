@@ -74,6 +74,7 @@ def test_an_interrupted_first_switch_is_undone_at_the_next_one(monkeypatch):
     expected = evaluate_mod(mod, scores)
     pristine = language()
     for moment in (1, 5, 50, 300, 700):
+        interpret.restore()
         monkeypatch.setattr(interpret, "_changes", [])
         assert strike_at(moment, lambda: evaluate_mod(mod, scores), (interpret.__file__, interpret.interpreter.__file__))
         interpret.restore()
@@ -92,15 +93,15 @@ def test_what_is_left_switched_is_switched_back_by_whoever_comes_next():
         assert same_language(pristine)
 
 
-def test_every_change_of_the_interpreter_is_known():
+def test_every_change_of_the_interpreter_is_known(monkeypatch):
     """Triton's own record of what it patches has nothing that would not be switched back."""
     evaluate_mod(score_mod(1), torch.ones(1, 1, 1, 1))
-    known = {(id(owner), name) for owner, name, *_ in interpret._changes}
-    scope = interpret._patch()
-    try:
-        assert {(id(owner), name) for owner, name, _ in scope._changes} <= known
-    finally:
-        interpret.restore()
+    pristine, scopes, patch = language(), [], interpret._patch
+    monkeypatch.setattr(interpret, "_changes", [])
+    monkeypatch.setattr(interpret, "_patch", lambda: scopes.append(patch()))
+    known = {(id(owner), name) for owner, name, *_ in interpret._found_by_switching()}
+    assert {(id(owner), name) for owner, name, _ in scopes[0]._changes} == known and len(known) > 200
+    assert same_language(pristine)
 
 
 def test_patches_of_others_survive(monkeypatch):

@@ -11,7 +11,7 @@ from fake_hopper import Variant, pass_for_hopper
 
 from flexpress import AuxRequest, cache_info, cached_attention, create_block_mask, flex_attention, mods, varlen
 from flexpress.attention import attend, prepared
-from flexpress.codegen import forward, kernel, registry, tma
+from flexpress.codegen import registry, tma
 
 
 class Recorder(Variant):
