@@ -1,7 +1,7 @@
 # make demo      set up .venv and show what Flexpress does
 # make test      set up .venv and run the tests that need no GPU, in two processes; those that compile for GPUs with a second Triton, too
 # make test-gpu  the tests on a GPU
-# make sanitize  every template under compute-sanitizer, on a GPU
+# make sanitize  every template under compute-sanitizer, and tables and lists that lie, on a GPU
 # make golden    print generated/ anew; read the diff
 # make lint      ruff
 #
@@ -53,6 +53,7 @@ sanitize: venv
 	$(BIN)/python tests/every_template.py
 	compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python tests/every_template.py
 	compute-sanitizer --tool racecheck --error-exitcode 1 $(BIN)/python tests/every_template.py
+	compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python tests/sanitize_corrupt.py
 
 golden: venv
 	$(BIN)/python -m pytest -q tests/test_golden.py --update-golden

@@ -165,15 +165,23 @@ def test_more_keys_than_there_is_room_for(monkeypatch, page_size):
 
 @pytest.mark.parametrize("wrong", [
     dict(cu_seqlens_q=[0, 500, 300]), dict(cu_seqlens_q=[0, 900, 500]), dict(cu_seqlens_q=[-300, 100, 500]), dict(max_q_len=100),
-    dict(kv_len=[-5, 1 << 30]), dict(q_offset=[-1000, 1 << 20]), dict(kv_len=[100, 100])])
+    dict(cu_seqlens_q=[3, 200, 500]), dict(cu_seqlens_q=[0, 1 << 30, 1 << 30]), dict(cu_seqlens_q=[0, -(1 << 31), 500]),
+    dict(kv_len=[-5, 1 << 30]), dict(q_offset=[-1000, 1 << 20]), dict(kv_len=[100, 100]), dict(page_table=-1), dict(page_table=1 << 30),
+    dict(page_table=[[0, -1, 1 << 30, -(1 << 31)] * 5] * 2)])
 def test_wrong_values_read_nothing_outside(monkeypatch, wrong):
     """The stand-in fails where an address lies outside its tensor."""
     launched = forward_on_cpu(monkeypatch)
     monkeypatch.setattr(prefill, "LONG", 1)
     arguments, _ = batch([200, 300], [200, 300], page_size=16)
-    arguments |= {name: torch.tensor(v, dtype=torch.int32) if isinstance(v, list) else v for name, v in wrong.items()}
-    cached_attention(**arguments, score_mod=made_mods()["by position"][0], check=False)
-    assert launched
+    arguments |= {name: torch.tensor(v, dtype=torch.int32) if isinstance(v, list) else torch.full_like(arguments[name], v)
+                  if name == "page_table" else v for name, v in wrong.items()}
+    arguments |= {name: arguments[name].nan_to_num() for name in ("k_cache", "v_cache")}
+    torch.use_deterministic_algorithms(True)  # memory that nobody writes is NaN
+    try:
+        found = cached_attention(**arguments, score_mod=made_mods()["by position"][0], return_lse=True, check=False)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert launched and not any(t.isnan().any() for t in found)
 
 
 def test_which_calls_it_serves(monkeypatch):
@@ -297,6 +305,21 @@ def test_which_sequences_blocks_are_of(lengths, more):
     starts, owners = masks.owned_starts(cu, ends[-1] + more, 128)
     assert list(zip(starts.tolist(), owners.tolist(), strict=False))[:len(expected)] == expected
     assert set(starts[len(expected):].tolist()) == {ends[-1] + more} and set(owners[len(expected):].tolist()) <= {len(lengths)}
+
+
+@pytest.mark.parametrize("cu", [[0, 300, 200, 500], [0, 300, 900, 500], [7, 300, 400, 500], [0, -5, 200, 500], [0, 300, 300, (1 << 31) - 131],
+                                [-(1 << 31)] * 4, [1 << 30] * 4])
+@pytest.mark.parametrize("before", [0, 130])
+def test_positions_after_wrong_offsets_are_of_no_sequence(cu, before):
+    """And every position is in one block, also behind more sequences than are counted at a time. The first offset counts as 0."""
+    cu, total = [*range(before), *(n + before for n in cu)], 600 + before
+    ends = [0, *cu[1:]]
+    valid = next((b for b in range(len(cu) - 1) if not ends[b] <= ends[b + 1] <= total), len(cu) - 1)
+    expected = [(start, b) for b in range(valid) for start in range(ends[b], ends[b + 1], 128)]
+    expected += [(start, len(cu) - 1) for start in range(ends[valid], total, 128)]
+    starts, owners = masks.owned_starts(torch.tensor(cu, dtype=torch.int32), total, 128)
+    found = list(zip(starts.tolist(), owners.tolist(), strict=False))
+    assert found[:len(expected)] == expected and all(pair == (total, len(cu) - 1) for pair in found[len(expected):])
 
 
 on_hopper = [
