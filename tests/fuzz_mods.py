@@ -172,7 +172,7 @@ INT_FORMS = [
     ("{i} & {n}", None, 1), ("{i} | {n}", None, 1), ("{i} ^ {n}", None, 1), ("{i} << 2", not_bool, 1), ("{i} << ({i} & 3)", None, 1),
     ("{i} >> 1", not_bool, 1), ("{i} >> ({i} & 5)", None, 1), ("{i}**2", None, 1), ("{i}**3", None, 1), ("{i} ** ({i} & 3)", None, 1),
     ("{i} ** {i}", powers, 1), ("torch.minimum({i}, {i})", None, 1), ("torch.maximum({i}, {i})", None, 1),
-    ("torch.where({b}, {i}, {i})", None, 2), ("torch.where({b}, {i}, {n})", None, 1), ("torch.clamp({i}, 2, 9)", None, 1),
+    ("torch.where({b}, {i}, {i})", None, 2), ("torch.where({b}, {i}, {n})", None, 1), ("torch.where({b}, {n}, {n})", None, 1), ("torch.clamp({i}, 2, 9)", None, 1),
     ("torch.clamp({i}, min={i})", None, 1), ("torch.clamp_max({i}, {n})", None, 1), ("torch.sign({i})", None, 1), ("{b}.int()", None, 1),
     ("{i}.long()", None, 1), ("{i}.int()", None, 1), ("{i}.short()", None, 0.5), ("{i}.char()", None, 0.5), ("{i}.byte()", None, 0.5),
     ("{i}.to(torch.int8)", None, 0.3), ("{f}.int()", whole(torch.int32), 1), ("{f}.long()", whole(torch.int64), 0.5),

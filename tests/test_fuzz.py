@@ -22,7 +22,7 @@ from flexpress.codegen import masks
 
 SEED = int(os.environ.get("FLEXPRESS_FUZZ_SEED", 0))
 COUNTS = {"verdicts": 110, "evaluate": 130, "attention": 24, "varlen": 8, "cached": 10, "flash": 6, "huge": 6, "hidden infinities": 8, "update": 6}
-SMALLER = {"attention": 1, "varlen": 1, "flash": 1, "huge": 1, "hidden infinities": 1}
+SMALLER = {"verdicts": 1, "attention": 1, "varlen": 1, "flash": 1, "huge": 1, "hidden infinities": 1}
 
 
 @pytest.mark.parametrize("device", DEVICES)
