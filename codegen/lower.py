@@ -81,8 +81,10 @@ class _Printer:
             value = node.attr
             value = float(value) if kind(dtype) == "float" else bool(value) if kind(dtype) == "bool" else wrapped(value, dtype)
             return literal_text(value)
-        if have == want or (node.op == "scalar" and kind(node.dtype) == "int" and want == "int32"):
-            return text  # captured ints come in as int32; larger ones are literals
+        if node.op == "scalar" and kind(node.dtype) == "int":  # captured ints come in as int32; larger ones are literals
+            have = "int32"
+        if have == want:
+            return text
         if kind(dtype) == "bool":
             return _paren(f"{_atom(text)} != 0")
         if kind(node.dtype) == "int" and kind(dtype) == "float":

@@ -5,7 +5,8 @@
     python tests/fuzz.py --seed 1 --only 4711                           # print one program, run it, say what is wrong
     python tests/fuzz.py --n 2000 --kinds verdicts,evaluate --seconds 300
 
-A program follows from seed and index. Exit status 1 if any result differs, an error is raised that should not be, or a program takes too long.
+A program follows from seed and index. Exit status 1 if any result differs, an error is raised that should not be, or a program takes too
+long.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
@@ -67,6 +69,7 @@ def worker(seed: int, device: str, kinds: tuple, tasks, results) -> None:
     import torch
 
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
     me = os.getpid()
     while True:
         index = tasks.get()
@@ -74,7 +77,12 @@ def worker(seed: int, device: str, kinds: tuple, tasks, results) -> None:
             results.put((me, "end", None))
             return
         results.put((me, "begin", index))
-        results.put((me, "done", outcome(seed, index, device, kinds)))
+        found = outcome(seed, index, device, kinds)
+        results.put((me, "done", found))
+        if found.status == "error" and "CUDA error" in found.message:  # nothing that this process does on the device from now on is right
+            results.close()
+            results.join_thread()
+            os._exit(1)
 
 
 class Campaign:
@@ -91,8 +99,9 @@ class Campaign:
 
     def start(self) -> None:
         tasks = self.context.Queue()
-        process = self.context.Process(target=worker, args=(self.options.seed, self.options.device, self.options.kinds, tasks, self.results),
-                                       daemon=True)
+        process = self.context.Process(
+            target=worker, args=(self.options.seed, self.options.device, self.options.kinds, tasks, self.results), daemon=True
+        )
         process.start()
         self.workers[process.pid] = process, tasks
         self.give(process.pid)
@@ -106,7 +115,7 @@ class Campaign:
         self.next += not over
 
     def lose(self, pid: int, status: str, message: str) -> None:
-        """A worker that hangs or died, and another in its place. The program that it had waiting goes to nobody: it is run here at the end."""
+        """A worker that hangs or died: another takes its place, and the programs that it had waiting."""
         process, tasks = self.workers.pop(pid)
         process.kill()
         process.join()
@@ -125,8 +134,9 @@ class Campaign:
         tasks = self.context.Queue()
         for index in indices:
             tasks.put(index)
-        process = self.context.Process(target=worker, args=(self.options.seed, self.options.device, self.options.kinds, tasks, self.results),
-                                       daemon=True)
+        process = self.context.Process(
+            target=worker, args=(self.options.seed, self.options.device, self.options.kinds, tasks, self.results), daemon=True
+        )
         process.start()
         self.workers[process.pid] = process, tasks
         self.give(process.pid)
@@ -169,8 +179,11 @@ class Campaign:
     def line(self) -> str:
         counts = Counter(o.status for o in self.outcomes)
         seconds = time.time() - self.began
-        return (f"{len(self.outcomes)} programs in {seconds:.0f} s ({len(self.outcomes) / max(seconds, 1e-9) / self.options.jobs:.2f} a second and process): "
-                + ", ".join(f"{n} {status}" for status, n in sorted(counts.items())))
+        rate = len(self.outcomes) / max(seconds, 1e-9) / self.options.jobs
+        return (
+            f"{len(self.outcomes)} programs in {seconds:.0f} s ({rate:.2f} a second and process): "
+            + ", ".join(f"{n} {status}" for status, n in sorted(counts.items()))
+        )
 
     def summary(self) -> str:
         lines = ["", self.line()]
@@ -179,8 +192,11 @@ class Campaign:
             by_kind[o.kind].append(o)
         for kind, found in sorted(by_kind.items()):
             counts = Counter(o.status for o in found)
-            lines.append(f"  {kind:18} {len(found):6}: {', '.join(f'{n} {s}' for s, n in sorted(counts.items()))}; "
-                         f"{sum(o.seconds for o in found) / len(found):.2f} s each, {100 * sum(o.compared for o in found) / len(found):.1f} % of elements compared")
+            seconds, share = (sum(values) / len(found) for values in ([o.seconds for o in found], [100 * o.compared for o in found]))
+            lines.append(
+                f"  {kind:18} {len(found):6}: {', '.join(f'{n} {s}' for s, n in sorted(counts.items()))}; "
+                f"{seconds:.2f} s each, {share:.1f} % of elements compared"
+            )
         bad = sorted((o.index, o.status) for o in self.outcomes if o.status not in ("right", "refused"))
         lines.append(f"differences: {bad}" if bad else "no differences")
         if len(self.outcomes) < self.options.n:
@@ -198,18 +214,22 @@ def replay(options: argparse.Namespace) -> int:
     from fuzz_programs import program
 
     result = 0
-    for small in ((options.small,) if options.small is not None else (0, 1, 2, 3)):
+    for small in (0, 1, 2, 3) if options.small is None else (options.small,):
         found = outcome(options.seed, options.only, options.device, options.kinds, small)
-        if small == 0 or options.small is not None or found.status not in ("right", "refused"):
-            print(program(options.seed, options.only, options.device, options.kinds, small).text() if small == 0 or options.small is not None
-                  else f"\n# --small {small} is wrong too:\n{program(options.seed, options.only, options.device, options.kinds, small).body()}")
-            print(f"# {found.status}: " + found.message.replace("\n", "\n# "))
-            print(f"# shares of what is allowed, by element and by norm: { {k: tuple(round(x, 3) for x in v) for k, v in found.worst.items()} }")
-        result |= found.status not in ("right", "refused")
+        bad = found.status not in ("right", "refused")
+        result |= bad
+        first = small == 0 or options.small is not None
+        if not first and not bad:
+            continue
+        p = program(options.seed, options.only, options.device, options.kinds, small)
+        print(p.text() if first else f"\n# --small {small} is wrong too:\n{p.body()}")
+        print(f"# {found.status}: " + found.message.replace("\n", "\n# "))
+        for name, (element, norm) in found.worst.items():
+            print(f"# {name}: {element:.3f} of what is allowed by element, {norm:.3f} by norm")
     return result
 
 
-def arguments() -> argparse.Namespace:
+def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--n", type=int, default=200, help="programs")
     parser.add_argument("--seed", type=int, default=int(os.environ.get("FLEXPRESS_FUZZ_SEED", 0)))
@@ -218,7 +238,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--only", type=int, help="one program: print it and run it")
     parser.add_argument("--small", type=int, help="with --only: the program with extents halved this often")
-    parser.add_argument("--kinds", type=lambda text: tuple(text.split(",")), default=(), help="kinds of programs (changes what an index means)")
+    parser.add_argument(
+        "--kinds", type=lambda text: tuple(text.split(",")), default=(), help="kinds of programs (changes what an index means)"
+    )
     parser.add_argument("--seconds", type=float, default=0, help="begin no program after this time")
     parser.add_argument("--timeout", type=float, default=120, help="seconds that one program may take")
     parser.add_argument("--every", type=float, default=10, help="seconds between lines of progress")
@@ -226,7 +248,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    options = arguments()
+    options = parsed()
     if options.only is not None:
         return replay(options)
     campaign = Campaign(options)

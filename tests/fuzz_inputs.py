@@ -55,7 +55,7 @@ def laid_out(shape, dtype, device, seed, layout="contiguous", scale=1.0):
     if layout == "heads last":
         return random(*B, S, H, D).transpose(-3, -2)
     if layout == "sliced":
-        return random(*B, H + 1, S + 3, D + 5)[..., 1:, 2:S + 2, 3:D + 3]
+        return random(*B, H + 1, S + 3, D + 5)[..., 1:, 2 : S + 2, 3 : D + 3]
     if layout == "every other element":
         return random(*B, H, S, 2 * D)[..., ::2]
     if layout == "one batch entry":
@@ -90,7 +90,7 @@ def in_cache(padded, lengths, page_size, seed, located=False):
             for i in range(n):
                 cache[pages[i // page_size], i % page_size] = t[:, i]
         for pages, n in zip(table, lengths, strict=True):
-            pages[-(-n // page_size):] = -1
+            pages[-(-n // page_size) :] = -1
         return cache.to(padded.device), table.to(padded.device, torch.int32)
     places = torch.randperm(B + 2, generator=generator)[:B] if located else torch.arange(B)
     cache = torch.full((B + 2 * located, S, H, D), float("nan")).to(padded.dtype)

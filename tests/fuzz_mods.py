@@ -156,7 +156,8 @@ FLOAT_FORMS = [
     ("torch.rsub({f}, {f})", None, 1), ("torch.pow(abs({f}) + 0.5, {x})", between(0, 100), 1), ("torch.where({b}, {f}, {f})", None, 3),
     ("torch.where({b}, {f}, {x})", None, 2), ("{f}.where({b}, {f})", None, 1), ("{b} * {f}", None, 1), ("{b}.float()", None, 1),
     ("{i}.float()", between(-2**24, 2**24), 2), ("{i}.to(torch.float32)", between(-2**24, 2**24), 1),
-    ("{i}.double()", between(-2**24, 2**24), 1), ("{i}.half().float()", between(-2000, 2000), 1), ("{i}.bfloat16().float()", between(-200, 200), 1),
+    ("{i}.double()", between(-2**24, 2**24), 1), ("{i}.half().float()", between(-2000, 2000), 1),
+    ("{i}.bfloat16().float()", between(-200, 200), 1),
     ("torch.floor({f})", exact, 1), ("torch.ceil({f})", exact, 1), ("torch.trunc({f})", exact, 1), ("torch.round({f})", exact, 1),
     ("torch.sign({f})", exact, 1), ("{f} % 3.0", exact, 1), ("{f} // 2.0", exact, 1), ("torch.fmod({f}, 2.5)", exact, 1),
     ("torch.div({f}, 4, rounding_mode='floor')", exact, 1), ("{f}.half().float()", exact, 1), ("{f}.bfloat16().float()", exact, 1),
@@ -172,7 +173,8 @@ INT_FORMS = [
     ("{i} & {n}", None, 1), ("{i} | {n}", None, 1), ("{i} ^ {n}", None, 1), ("{i} << 2", not_bool, 1), ("{i} << ({i} & 3)", None, 1),
     ("{i} >> 1", not_bool, 1), ("{i} >> ({i} & 5)", None, 1), ("{i}**2", None, 1), ("{i}**3", None, 1), ("{i} ** ({i} & 3)", None, 1),
     ("{i} ** {i}", powers, 1), ("torch.minimum({i}, {i})", None, 1), ("torch.maximum({i}, {i})", None, 1),
-    ("torch.where({b}, {i}, {i})", None, 2), ("torch.where({b}, {i}, {n})", None, 1), ("torch.clamp({i}, 2, 9)", None, 1),
+    ("torch.where({b}, {i}, {i})", None, 2), ("torch.where({b}, {i}, {n})", None, 1), ("torch.where({b}, {n}, {n})", None, 1),
+    ("torch.clamp({i}, 2, 9)", None, 1),
     ("torch.clamp({i}, min={i})", None, 1), ("torch.clamp_max({i}, {n})", None, 1), ("torch.sign({i})", None, 1), ("{b}.int()", None, 1),
     ("{i}.long()", None, 1), ("{i}.int()", None, 1), ("{i}.short()", None, 0.5), ("{i}.char()", None, 0.5), ("{i}.byte()", None, 0.5),
     ("{i}.to(torch.int8)", None, 0.3), ("{f}.int()", whole(torch.int32), 1), ("{f}.long()", whole(torch.int64), 0.5),
@@ -242,7 +244,8 @@ class Writer:
     def number(self) -> str:
         """An integer, written or captured."""
         rng = self.rng
-        n = rng.choice(INTEGERS) if rng.random() < 0.4 else rng.randint(0, max(self.extents[2:]) + 5) if rng.random() < 0.5 else rng.randint(0, 9)
+        choice = rng.random()
+        n = rng.choice(INTEGERS) if choice < 0.4 else rng.randint(0, max(self.extents[2:]) + 5 if choice < 0.7 else 9)
         n = -n if rng.random() < 0.3 else n
         return self.captured_number(n) if rng.random() < 0.3 else f"{n}" if n >= 0 else f"({n})"
 
@@ -291,7 +294,8 @@ class Writer:
     def table(self, kind: str) -> str:
         """The name of a captured tensor of a kind, often one that there is."""
         rng = self.rng
-        known = [n for n, v in self.captures.value.items() if isinstance(v, torch.Tensor) and n.startswith(self.prefix) and _kind(v) == kind]
+        tensors = {n: v for n, v in self.captures.value.items() if isinstance(v, torch.Tensor) and n.startswith(self.prefix)}
+        known = [n for n, v in tensors.items() if _kind(v) == kind]
         if known and rng.random() < 0.5:
             return rng.choice(known)
         name = f"{self.prefix}{len(self.captures.source)}"
@@ -328,7 +332,8 @@ class Writer:
     def table_of_pairs(self) -> str:
         """An integer tensor with an element for every pair of positions, or for every sum of them."""
         rng, (_, _, M, N) = self.rng, self.extents
-        known = [n for n, axes in self.captures.axes.items() if axes in (("q_idx", "kv_idx"), ("sum",)) and _kind(self.captures.value[n]) == "i"]
+        pairs = [n for n, axes in self.captures.axes.items() if axes in (("q_idx", "kv_idx"), ("sum",))]
+        known = [n for n in pairs if _kind(self.captures.value[n]) == "i"]
         if known and rng.random() < 0.6:
             return rng.choice(known)
         name, dtype = f"{self.prefix}{len(self.captures.source)}", rng.choice(INT_DTYPES)

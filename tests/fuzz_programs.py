@@ -1,4 +1,7 @@
-"""Random programs: Python source that calls Flexpress, and how its results are to be compared. A program follows from (seed, index, device)."""
+"""Random programs: Python source that calls Flexpress, and how its results are to be compared.
+
+A program follows from (seed, index, device).
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,10 @@ class Program:
 _PRELUDE = inspect.getsource(fuzz_inputs).split("import torch\n", 1)[1]
 
 DTYPES = ("torch.float32", "torch.float32", "torch.bfloat16", "torch.float16")
-LENGTHS = {"cpu": (1, 2, 5, 9, 15, 16, 17, 31, 32, 33, 48, 64, 65, 70, 100, 129), "cuda": (1, 7, 16, 64, 100, 128, 129, 257, 300, 513, 600, 1025)}
+LENGTHS = {
+    "cpu": (1, 2, 5, 9, 15, 16, 17, 31, 32, 33, 48, 64, 65, 70, 100, 129),
+    "cuda": (1, 7, 16, 64, 100, 128, 129, 257, 300, 513, 600, 1025),
+}
 HEAD_DIMS = {"cpu": (1, 3, 8, 16, 16, 17, 24, 31, 32, 40, 64, 72), "cuda": (8, 16, 31, 40, 64, 64, 72, 80, 96, 128, 128, 192, 256)}
 PAIRS = {"cpu": 60_000, "cuda": 6_000_000}  # of a query and a key, over batch and heads
 BLOCKS = (16, 32, 48, 64, 128, 256)
@@ -102,7 +108,15 @@ def drawn_shape(rng: random.Random, device: str, small: int) -> Shape:
     M = rng.choice(lengths)
     N = M if chance(rng, 0.4) else rng.choice(lengths)
     D = rng.choice(dims)
-    s = Shape(rng.choice((1, 1, 2, 3)), rng.choice((1, 1, 2)), rng.choice((1, 1, 2, 3, 4, 7)), M, N, D, D if chance(rng, 0.6) else rng.choice(dims))
+    s = Shape(
+        rng.choice((1, 1, 2, 3)),
+        rng.choice((1, 1, 2)),
+        rng.choice((1, 1, 2, 3, 4, 7)),
+        M,
+        N,
+        D,
+        D if chance(rng, 0.6) else rng.choice(dims),
+    )
     for _ in range(small):
         s.B, s.Hkv, s.group, s.M, s.N, s.D, s.Dv = (-(-n // 2) for n in (s.B, s.Hkv, s.group, s.M, s.N, s.D, s.Dv))
     while s.B * s.Hq * s.M * s.N > PAIRS[device]:
@@ -135,8 +149,11 @@ def recipe_source(rng: random.Random, extents: tuple, captured: Captures, name: 
             return f"(q_idx - kv_idx < {w}) & (q_idx >= kv_idx)"
         if choice == 5:
             n = f"d{len(captured.source)}"
-            captured.add(n, f"ascending({longest}, {rng.choice((2, 3, 6))}, {rng.choice(('torch.int32', 'torch.int64', 'torch.int16'))}, "
-                            f"{rng.randrange(999)}).to(device)")
+            captured.add(
+                n,
+                f"ascending({longest}, {rng.choice((2, 3, 6))}, {rng.choice(('torch.int32', 'torch.int64', 'torch.int16'))}, "
+                f"{rng.randrange(999)}).to(device)",
+            )
             return f"{n}[q_idx] == {n}[kv_idx]"
         if choice == 6:
             n = f"d{len(captured.source)}"
@@ -180,6 +197,7 @@ def indices(extents: tuple, device) -> list[torch.Tensor]:
 
 # Kinds
 
+
 def attention(p: Program, rng: random.Random, small: int, backward: bool | None = None) -> None:
     """flex_attention, forward and often backward."""
     s = drawn_shape(rng, p.device, small)
@@ -205,7 +223,9 @@ def attention(p: Program, rng: random.Random, small: int, backward: bool | None 
     shapes = {"q": (s.B, s.Hq, s.M, s.D), "k": (Bkv, s.Hkv, s.N, s.D), "v": (Bkv, s.Hkv, s.N, s.Dv)}
     ending = ".requires_grad_()" if backward else ""
     for name, shape in shapes.items():
-        p.inputs.append(f'{name} = laid_out({shape}, {dtype}, device, {rng.randrange(10_000)}, "{rng.choice(fuzz_inputs.LAYOUTS)}"){ending}')
+        p.inputs.append(
+            f'{name} = laid_out({shape}, {dtype}, device, {rng.randrange(10_000)}, "{rng.choice(fuzz_inputs.LAYOUTS)}"){ending}'
+        )
     if score:
         arguments["score_mod"] = "score_mod"
     if scale is not None:
@@ -219,8 +239,7 @@ def attention(p: Program, rng: random.Random, small: int, backward: bool | None 
     text = ", ".join(f"{k}={v}" for k, v in arguments.items())
     results = ["out", "lse"]
     if chance(rng, 0.4):
-        p.call.append(f"out, aux = flexpress.flex_attention(q, k, v, {text}, "
-                      "return_aux=flexpress.AuxRequest(lse=True, max_scores=True))")
+        p.call.append(f"out, aux = flexpress.flex_attention(q, k, v, {text}, return_aux=flexpress.AuxRequest(lse=True, max_scores=True))")
         p.call.append("lse, max_scores = aux")
         results.append("max_scores")
     else:
@@ -231,9 +250,22 @@ def attention(p: Program, rng: random.Random, small: int, backward: bool | None 
     p.poison = not backward or "deterministic" in arguments
 
     def check(names: dict) -> Judged:
-        problem = Problem(names["q"], names["k"], names["v"], *indices(s.extents, p.device), "\n\n".join([score, *reference]),
-                          values_of(p, names), scale, None, names.get("d_out"), names.get("d_lse"), tuple(learned),
-                          bool(options.get("PRESCALE_QK")), options.get("FLOAT32_PRECISION") == "tf32" and cuda, cuda and dtype != "torch.float32")
+        problem = Problem(
+            names["q"],
+            names["k"],
+            names["v"],
+            *indices(s.extents, p.device),
+            "\n\n".join([score, *reference]),
+            values_of(p, names),
+            scale,
+            None,
+            names.get("d_out"),
+            names.get("d_lse"),
+            tuple(learned),
+            bool(options.get("PRESCALE_QK")),
+            options.get("FLOAT32_PRECISION") == "tf32" and cuda,
+            cuda and dtype != "torch.float32",
+        )
         for name in problem.captured:
             if f"{name}_reference" in names:
                 problem.captured[name] = names[f"{name}_reference"]
@@ -243,8 +275,16 @@ def attention(p: Program, rng: random.Random, small: int, backward: bool | None 
     p.check = check
 
 
-def gradients(p: Program, rng: random.Random, shape: tuple, dtype: str, learned: list[str], with_lse: bool, inputs=("q", "k", "v"),
-              lse_shape: tuple | None = None) -> list[str]:
+def gradients(
+    p: Program,
+    rng: random.Random,
+    shape: tuple,
+    dtype: str,
+    learned: list[str],
+    with_lse: bool,
+    inputs=("q", "k", "v"),
+    lse_shape: tuple | None = None,
+) -> list[str]:
     """Lines that compute gradients; their names."""
     layout = rng.choice(("contiguous", "heads last", "every other element", "one head"))
     p.call.append(f'd_out = laid_out({shape}, {dtype}, device, {rng.randrange(10_000)}, "{layout}")')
@@ -253,8 +293,10 @@ def gradients(p: Program, rng: random.Random, shape: tuple, dtype: str, learned:
         p.call.append(f"d_lse = floats({lse_shape or shape[:-1]}, torch.float32, {rng.randrange(10_000)}).to(device)")
     outputs, weights = ("(out, lse)", "(d_out, d_lse)") if with_lse else ("out", "d_out")
     names = [f"d{w}" for w in wanted]
-    p.call.append(f"{', '.join(names)}{',' if len(names) == 1 else ''} = torch.autograd.grad({outputs}, ({', '.join(wanted)},), {weights}, "
-                  "allow_unused=True)")
+    p.call.append(
+        f"{', '.join(names)}{',' if len(names) == 1 else ''} = torch.autograd.grad({outputs}, ({', '.join(wanted)},), {weights}, "
+        "allow_unused=True)"
+    )
     return names
 
 
@@ -274,8 +316,12 @@ def drawn_options(p: Program, rng: random.Random, s: Shape, dtype: str, masked: 
     if chance(rng, 0.1):
         options["FLOAT32_PRECISION"] = rng.choice(("tf32", "ieee"))
     if chance(rng, 0.15):
-        options |= {"BLOCK_M1": rng.choice((16, 32)), "BLOCK_N1": rng.choice((16, 32)), "BLOCK_M2": rng.choice((16, 32)),
-                    "BLOCK_N2": rng.choice((16, 32))}
+        options |= {
+            "BLOCK_M1": rng.choice((16, 32)),
+            "BLOCK_N1": rng.choice((16, 32)),
+            "BLOCK_M2": rng.choice((16, 32)),
+            "BLOCK_N2": rng.choice((16, 32)),
+        }
     if chance(rng, 0.2):
         options["BACKEND"] = rng.choice(("TRITON", "AUTO", "TRITON_DECODE" if s.M <= 16 else "TRITON", "GLUON" if cuda else "TRITON"))
     elif s.M <= 16 and chance(rng, 0.25):
@@ -306,8 +352,10 @@ def mask_call(p: Program, rng: random.Random, s: Shape, mask: str, masked: str, 
         p.call.append(f"mask = flexpress.create_block_mask(mask_mod, {B}, {H}, {s.M}, {s.N}, device, {size}{separate})")
         return {"block_mask": "mask"}, [mask]
     if masked == "adjusted":
-        p.call.append(f"mask = flexpress.create_block_mask(mask_mod, {B}, {H}, {s.M + rng.choice((0, 1, 50))}, {s.N + rng.choice((0, 3, 100))}, "
-                      f"device, {size}{separate}).adjust({s.M}, {s.N})")
+        p.call.append(
+            f"mask = flexpress.create_block_mask(mask_mod, {B}, {H}, {s.M + rng.choice((0, 1, 50))}, {s.N + rng.choice((0, 3, 100))}, "
+            f"device, {size}{separate}).adjust({s.M}, {s.N})"
+        )
         return {"block_mask": "mask"}, [mask]
     # the rows of some query blocks, in any order, of a longer mask; a shorter last one comes last
     count = -(-s.M // size[0])
@@ -318,7 +366,7 @@ def mask_call(p: Program, rng: random.Random, s: Shape, mask: str, masked: str, 
         rows[:-1] = [min(r, count) for r in rows[:-1]]
     batches = [rng.randrange(s.B + 1) for _ in range(s.B)]
     heads = [rng.randrange(s.Hq + 1) for _ in range(s.Hq)]
-    places = [q for r in rows for q in range(r * size[0], (r + 1) * size[0])][:s.M]
+    places = [q for r in rows for q in range(r * size[0], (r + 1) * size[0])][: s.M]
     text = f"flexpress.create_block_mask(mask_mod, {s.B + 1}, {s.Hq + 1}, {whole}, {s.N}, device, {size}{separate})"
     parts = [f"[{batches}]", f"[:, {heads}]", f"[:, :, {rows}]"]
     rng.shuffle(parts)
@@ -332,13 +380,35 @@ def mask_call(p: Program, rng: random.Random, s: Shape, mask: str, masked: str, 
 def huge(p: Program, rng: random.Random, small: int) -> None:
     """Scores of any size, computed without rounding: whole rows of -1e9, of float32's least number, of powers of two."""
     s = drawn_shape(rng, p.device, small)
-    dtype, big = rng.choice(DTYPES), rng.choice(("1e9", "-1e9", "2.0**30", "-2.0**40", "2.0**100", "torch.finfo(torch.float32).min",
-                                                 "-torch.finfo(torch.float32).max / 2", "-65504.0", "1e4", "-2.0**127"))
+    dtype, big = (
+        rng.choice(DTYPES),
+        rng.choice(
+            (
+                "1e9",
+                "-1e9",
+                "2.0**30",
+                "-2.0**40",
+                "2.0**100",
+                "torch.finfo(torch.float32).min",
+                "-torch.finfo(torch.float32).max / 2",
+                "-65504.0",
+                "1e4",
+                "-2.0**127",
+            )
+        ),
+    )
     condition = rng.choice(("q_idx % 3 == 1", "q_idx % 2 == h % 2", "kv_idx > q_idx", "kv_idx >= 0", "kv_idx % 2 == 0", "b == 0"))
-    body = rng.choice((f"torch.where({condition}, {big}, score)", f"torch.where({condition}, score * 0 + {big}, score)",
-                       f"({2**rng.randint(20, 30)} - h) * ((kv_idx - q_idx) / 4)", f"torch.zeros_like(score) + {big}",
-                       f"torch.where({condition}, {big}, 0.0)", f"(kv_idx % 3) * 2.0**{rng.randint(10, 100)}",
-                       f"torch.maximum(score, torch.where({condition}, {big}, 0.0))"))
+    body = rng.choice(
+        (
+            f"torch.where({condition}, {big}, score)",
+            f"torch.where({condition}, score * 0 + {big}, score)",
+            f"({2 ** rng.randint(20, 30)} - h) * ((kv_idx - q_idx) / 4)",
+            f"torch.zeros_like(score) + {big}",
+            f"torch.where({condition}, {big}, 0.0)",
+            f"(kv_idx % 3) * 2.0**{rng.randint(10, 100)}",
+            f"torch.maximum(score, torch.where({condition}, {big}, 0.0))",
+        )
+    )
     score = f"def score_mod({', '.join(('score', *MASK_SYMBOLS))}):\n    return {body}\n"
     mask = recipe_source(rng, s.extents, p.captured) if chance(rng, 0.4) else ""
     p.mods = f"{score}\n\n{mask}"
@@ -346,13 +416,16 @@ def huge(p: Program, rng: random.Random, small: int) -> None:
         p.inputs.append(f"{name} = laid_out({shape}, {dtype}, device, {rng.randrange(10_000)}).requires_grad_()")
     options = {"BACKEND": rng.choice(("TRITON", "AUTO", "TRITON_DECODE" if s.M <= 16 else "AUTO"))}
     p.refusals = "DECODE"
-    p.call.append(f"out, lse = flexpress.flex_attention(q, k, v, score_mod, enable_gqa=True, return_lse=True{', mask_mod=mask_mod' if mask else ''}, "
-                  f"kernel_options={options})")
+    p.call.append(
+        f"out, lse = flexpress.flex_attention(q, k, v, score_mod, enable_gqa=True, return_lse=True{', mask_mod=mask_mod' if mask else ''}, "
+        f"kernel_options={options})"
+    )
     results = ["out", "lse", *gradients(p, rng, (s.B, s.Hq, s.M, s.Dv), dtype, [], False)]
 
     def check(names: dict) -> Judged:
-        problem = Problem(names["q"], names["k"], names["v"], *indices(s.extents, p.device), p.mods, values_of(p, names), None, None,
-                          names["d_out"])
+        problem = Problem(
+            names["q"], names["k"], names["v"], *indices(s.extents, p.device), p.mods, values_of(p, names), None, None, names["d_out"]
+        )
         return judge(problem, {name: names[name] for name in results})
 
     p.check = check
@@ -364,12 +437,25 @@ def hidden_infinities(p: Program, rng: random.Random, small: int) -> None:
     dtype, bad = rng.choice(DTYPES), rng.choice(("math.inf", "-math.inf", "math.nan"))
     room = s.N + rng.choice((1, 7, 44, 108))
     end = rng.randint(max(1, s.N // 2), s.N)
-    p.captured.add("t0", f"torch.cat([floats(({end},), torch.float32, {rng.randrange(999)}), torch.full(({room - end},), {bad})]).to(device)")
+    p.captured.add(
+        "t0", f"torch.cat([floats(({end},), torch.float32, {rng.randrange(999)}), torch.full(({room - end},), {bad})]).to(device)"
+    )
     p.captured.add("t1", f"torch.cat([floats(({s.M},), torch.float32, {rng.randrange(999)}), torch.full((40,), {bad})]).to(device)")
-    body = rng.choice(("score + t0[kv_idx]", "score * t0[kv_idx]", "score * t0[kv_idx] + t1[q_idx]", "score * t1[q_idx]",
-                       "torch.tanh(score * t0[kv_idx])", f"torch.where(kv_idx < {end}, score * t0[kv_idx], -math.inf)",
-                       f"score * torch.where(kv_idx < {end}, 1.0, -math.inf)", f"score * torch.where(kv_idx - q_idx <= {s.N - s.M}, 2.0, -math.inf)",
-                       "torch.minimum(score, t0[kv_idx]) * t1[q_idx]", "score / t0[kv_idx]", "score * t0[kv_idx] * t0[kv_idx]"))
+    body = rng.choice(
+        (
+            "score + t0[kv_idx]",
+            "score * t0[kv_idx]",
+            "score * t0[kv_idx] + t1[q_idx]",
+            "score * t1[q_idx]",
+            "torch.tanh(score * t0[kv_idx])",
+            f"torch.where(kv_idx < {end}, score * t0[kv_idx], -math.inf)",
+            f"score * torch.where(kv_idx < {end}, 1.0, -math.inf)",
+            f"score * torch.where(kv_idx - q_idx <= {s.N - s.M}, 2.0, -math.inf)",
+            "torch.minimum(score, t0[kv_idx]) * t1[q_idx]",
+            "score / t0[kv_idx]",
+            "score * t0[kv_idx] * t0[kv_idx]",
+        )
+    )
     score = f"def score_mod({', '.join(('score', *MASK_SYMBOLS))}):\n    return {body}\n"
     hides = "where(kv_idx" not in body
     extra = rng.choice(("", " & (q_idx >= kv_idx)", " & (kv_idx % 5 != 3)"))
@@ -388,13 +474,26 @@ def hidden_infinities(p: Program, rng: random.Random, small: int) -> None:
         if chance(rng, 0.5):
             p.call.append(f"mask = flexpress.create_block_mask(mask_mod, None, None, {s.M}, {s.N}, device, {block_size(rng)})")
             given = ", block_mask=mask"
-    p.call.append(f"out, lse = flexpress.flex_attention(q, k, v, score_mod, enable_gqa=True, return_lse=True{given}, "
-                  f"deterministic={chance(rng, 0.3)})")
+    p.call.append(
+        f"out, lse = flexpress.flex_attention(q, k, v, score_mod, enable_gqa=True, return_lse=True{given}, "
+        f"deterministic={chance(rng, 0.3)})"
+    )
     results = ["out", "lse", *gradients(p, rng, (s.B, s.Hq, s.M, s.Dv), dtype, learned, chance(rng, 0.5))]
 
     def check(names: dict) -> Judged:
-        problem = Problem(names["q"], names["k"], names["v"], *indices(s.extents, p.device), p.mods, values_of(p, names), None, None,
-                          names["d_out"], names.get("d_lse"), tuple(learned))
+        problem = Problem(
+            names["q"],
+            names["k"],
+            names["v"],
+            *indices(s.extents, p.device),
+            p.mods,
+            values_of(p, names),
+            None,
+            None,
+            names["d_out"],
+            names.get("d_lse"),
+            tuple(learned),
+        )
         return judge(problem, {name: names[name] for name in results})
 
     p.check = check
@@ -431,8 +530,10 @@ def verdicts(p: Program, rng: random.Random, small: int) -> None:
     source = random_mask(rng, extents, p.captured)
     p.mods = with_factory(source, p.captured, rng) if chance(rng, 0.3) else source
     separate = chance(rng, 0.8)
-    p.call.append(f"mask = flexpress.create_block_mask(mask_mod, {extents[0]}, {extents[1]}, {extents[2]}, {extents[3]}, device, {size}, "
-                  f"separate_full_blocks={separate})")
+    p.call.append(
+        f"mask = flexpress.create_block_mask(mask_mod, {extents[0]}, {extents[1]}, {extents[2]}, {extents[3]}, device, {size}, "
+        f"separate_full_blocks={separate})"
+    )
     if chance(rng, 0.2):
         p.call.append(f"dense = flexpress.create_mask(mask_mod, {extents[0]}, {extents[1]}, {extents[2]}, {extents[3]}, device)")
 
@@ -479,7 +580,9 @@ def varlen(p: Program, rng: random.Random, small: int) -> None:
     T, S, Hq = sum(q_lens), sum(kv_lens), Hkv * group
     ending = ".requires_grad_()" if backward else ""
     for name, shape in (("q", (T, Hq, D)), ("k", (S, Hkv, D)), ("v", (S, Hkv, Dv))):
-        p.inputs.append(f'{name} = laid_out({shape}, {dtype}, device, {rng.randrange(10_000)}, "{rng.choice(fuzz_inputs.LAYOUTS)}"){ending}')
+        p.inputs.append(
+            f'{name} = laid_out({shape}, {dtype}, device, {rng.randrange(10_000)}, "{rng.choice(fuzz_inputs.LAYOUTS)}"){ending}'
+        )
     kind = rng.choice(("torch.int32", "torch.int64"))
     p.inputs.append(f"cu_q = offsets({q_lens}, device, {kind})")
     if cross:
@@ -510,10 +613,21 @@ def varlen(p: Program, rng: random.Random, small: int) -> None:
         (sq, lq), (sk, lk) = places(q_lens), places(kv_lens)
         h = torch.arange(Hq, dtype=torch.int32, device=p.device).view(-1, 1, 1)
         d_lse = names.get("d_lse")
-        problem = Problem(*(heads_first(names[n]) for n in "qkv"), sq[:, None], h, lq[:, None], lk, "\n\n".join((score, mask)),
-                          values_of(p, names), scale, sq[:, None] == sk, heads_first(names.get("d_out")),
-                          None if d_lse is None else d_lse.transpose(0, 1)[None], tuple(learned),
-                          approximate=cuda and dtype != "torch.float32")
+        problem = Problem(
+            *(heads_first(names[n]) for n in "qkv"),
+            sq[:, None],
+            h,
+            lq[:, None],
+            lk,
+            "\n\n".join((score, mask)),
+            values_of(p, names),
+            scale,
+            sq[:, None] == sk,
+            heads_first(names.get("d_out")),
+            None if d_lse is None else d_lse.transpose(0, 1)[None],
+            tuple(learned),
+            approximate=cuda and dtype != "torch.float32",
+        )
         found = {n: names[n] if n[1:] in learned else heads_first(names[n]) for n in results if n != "lse"}
         return judge(problem, {**found, "lse": names["lse"].transpose(0, 1)[None]})
 
@@ -577,8 +691,10 @@ def cached(p: Program, rng: random.Random, small: int) -> None:
     if shifted:
         p.refusals += "|positions go from|names pages from -1"  # past the room of a cache, or past a sequence's pages
     query = f"packed(q, {q_lens})" if ragged else "q"
-    p.call.append(f"out, lse = flexpress.cached_attention({query}, k_cache, v_cache, {', '.join(f'{k}={v}' for k, v in arguments.items())}, "
-                  "return_lse=True)")
+    p.call.append(
+        f"out, lse = flexpress.cached_attention({query}, k_cache, v_cache, {', '.join(f'{k}={v}' for k, v in arguments.items())}, "
+        "return_lse=True)"
+    )
     p.poison = True
 
     def check(names: dict) -> Judged:
@@ -593,8 +709,20 @@ def cached(p: Program, rng: random.Random, small: int) -> None:
         k, v = names["k"], names["v"]
         if fp8:
             k, v = (t.double() * names[f"{n}_scale"].double()[None, :, None, None] for n, t in (("k", k), ("v", v)))
-        problem = Problem(names["q"], k, v, b, h, local + int32(starts), n, "\n\n".join((score, reference)), values_of(p, names), scale,
-                          (n < int32(kv_lens)) & (local < int32(q_lens)), approximate=cuda and dtype != "torch.float32")
+        problem = Problem(
+            names["q"],
+            k,
+            v,
+            b,
+            h,
+            local + int32(starts),
+            n,
+            "\n\n".join((score, reference)),
+            values_of(p, names),
+            scale,
+            (n < int32(kv_lens)) & (local < int32(q_lens)),
+            approximate=cuda and dtype != "torch.float32",
+        )
         out, lse = names["out"], names["lse"]
         if ragged:
             outs, rows = out.split(q_lens), lse.split(q_lens)
@@ -612,11 +740,24 @@ def updated(p: Program, rng: random.Random, small: int) -> None:
     counts = [rng.choice((0, 1, 2, 5, 33)) for _ in range(B)]
     p.call.append("from test_kv_cache import check")
     dtype = rng.choice(DTYPES)
-    case = {"counts": counts if ragged else [max(counts)] * B, "offsets": [rng.randint(0, 40) for _ in range(B)], "ragged": ragged, "D_QK": D,
-            "D_V": rng.choice((D, 12)), "Hkv": rng.randint(1, 3), "Hq": rng.randint(1, 4), "page_size": rng.choice((0, 1, 7, 16)),
-            "located": chance(rng, 0.5), "given": chance(rng, 0.5), "rope_dim": rng.choice((0, 2, D // 4 * 2, D)),
-            "interleaved": chance(rng, 0.5), "query": chance(rng, 0.5), "strided": chance(rng, 0.5), "fp8": chance(rng, 0.3),
-            "seed": rng.randrange(10_000)}
+    case = {
+        "counts": counts if ragged else [max(counts)] * B,
+        "offsets": [rng.randint(0, 40) for _ in range(B)],
+        "ragged": ragged,
+        "D_QK": D,
+        "D_V": rng.choice((D, 12)),
+        "Hkv": rng.randint(1, 3),
+        "Hq": rng.randint(1, 4),
+        "page_size": rng.choice((0, 1, 7, 16)),
+        "located": chance(rng, 0.5),
+        "given": chance(rng, 0.5),
+        "rope_dim": rng.choice((0, 2, D // 4 * 2, D)),
+        "interleaved": chance(rng, 0.5),
+        "query": chance(rng, 0.5),
+        "strided": chance(rng, 0.5),
+        "fp8": chance(rng, 0.3),
+        "seed": rng.randrange(10_000),
+    }
     p.call.append(f"check({case} | {{'dtype': {dtype}}}, device)  # of this module's neighbour: raises AssertionError")
     p.check = lambda names: Judged([], 1.0, {})
 
@@ -637,9 +778,11 @@ def flash(p: Program, rng: random.Random, small: int) -> None:
         text = f'laid_out({inner}, {dtype}, device, {rng.randrange(10_000)}, "{layout}")'
         return f"{text}.permute{order}" if len(shape) == 4 else f"{text}.unflatten(1, {shape[2:4]}).permute{order}"
 
-    texts = {"": (("q", (s.B, s.M, s.Hq, s.D)), ("k", (s.B, s.N, s.Hkv, s.D)), ("v", (s.B, s.N, s.Hkv, s.D))),
-             "kvpacked": (("q", (s.B, s.M, s.Hq, s.D)), ("kv", (s.B, s.N, 2, s.Hkv, s.D))),
-             "qkvpacked": (("qkv", (s.B, s.M, 3, s.Hq, s.D)),)}[form]
+    texts = {
+        "": (("q", (s.B, s.M, s.Hq, s.D)), ("k", (s.B, s.N, s.Hkv, s.D)), ("v", (s.B, s.N, s.Hkv, s.D))),
+        "kvpacked": (("q", (s.B, s.M, s.Hq, s.D)), ("kv", (s.B, s.N, 2, s.Hkv, s.D))),
+        "qkvpacked": (("qkv", (s.B, s.M, 3, s.Hq, s.D)),),
+    }[form]
     if form:
         layouts = ["contiguous" if len(shape) == 5 else layout for (_, shape), layout in zip(texts, layouts, strict=False)]
     for (name, shape), layout in zip(texts, layouts, strict=False):
@@ -674,8 +817,19 @@ def flash(p: Program, rng: random.Random, small: int) -> None:
 
         tensors = apart("")
         d_out = names["d_out"].transpose(1, 2) if backward else None
-        problem = Problem(tensors["q"], tensors["k"], tensors["v"], *indices(s.extents, p.device), "\n\n".join((score, mask)),
-                          values_of(p, names), scale, None, d_out, None, tuple(learned))
+        problem = Problem(
+            tensors["q"],
+            tensors["k"],
+            tensors["v"],
+            *indices(s.extents, p.device),
+            "\n\n".join((score, mask)),
+            values_of(p, names),
+            scale,
+            None,
+            d_out,
+            None,
+            tuple(learned),
+        )
         found = {"out": names["out"].transpose(1, 2)}
         if backward:
             found |= apart("d") | {f"d{n}": names[f"d{n}"] for n in learned}
@@ -698,7 +852,9 @@ def marked_learned(p: Program, rng: random.Random, score: str) -> list[str]:
 
 def differentiable(score: str, captured: Captures) -> bool:
     """Does torch have the derivatives of captured tensors? It has none for // of floats, whose derivative is zero."""
-    leaves = {n: v.double().requires_grad_() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for n, v in captured.value.items()}
+    leaves = {
+        n: v.double().requires_grad_() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for n, v in captured.value.items()
+    }
     names = reference_namespace(leaves, torch.float64)
     exec(score, names)
     zero = torch.zeros(1, dtype=torch.int32)
@@ -714,7 +870,8 @@ def differentiable(score: str, captured: Captures) -> bool:
 
 
 def true_status(dense: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    """int8 (B, H, rows, columns): 0 empty, 1 partial, 2 full. Rows past the end do not count; a block past the last column is never full."""
+    """int8 (B, H, rows, columns): 0 empty, 1 partial, 2 full. Rows past the end do not count; past the last column, no block is
+    full."""
     B, H, M, N = dense.shape
     rows, columns = -(-M // size[0]), -(-N // size[1])
 
@@ -725,7 +882,9 @@ def true_status(dense: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
             padded[:, :, M:, :N] = True
         return padded.reshape(B, H, rows, size[0], columns, size[1])
 
-    return blocks(False).any(5).any(3).to(torch.int8) + blocks(True).all(5).all(3).to(torch.int8) * blocks(False).any(5).any(3).to(torch.int8)
+    return blocks(False).any(5).any(3).to(torch.int8) + blocks(True).all(5).all(3).to(torch.int8) * blocks(False).any(5).any(3).to(
+        torch.int8
+    )
 
 
 def listed(counts: torch.Tensor, indices_: torch.Tensor | None, columns: int) -> torch.Tensor:
@@ -752,8 +911,13 @@ def wrong_blocks(mask, dense: torch.Tensor, size: tuple[int, int], separate: boo
         expected = status if separate else status.clamp(max=1)
         if not torch.equal(found, expected):
             at = tuple((found != expected).nonzero()[0].tolist())
-            wrong.append(Difference(f"{axis}_indices", f"block {at} is {_STATUS[found[at].item()]}, not {_STATUS[expected[at].item()]}; "
-                                    f"{int((found != expected).sum())} of {found.numel()} blocks are wrong"))
+            wrong.append(
+                Difference(
+                    f"{axis}_indices",
+                    f"block {at} is {_STATUS[found[at].item()]}, not {_STATUS[expected[at].item()]}; "
+                    f"{int((found != expected).sum())} of {found.numel()} blocks are wrong",
+                )
+            )
     return wrong
 
 
@@ -776,14 +940,26 @@ def wrong_bounds(mask_mod, dense: torch.Tensor, extents: tuple, device: str) -> 
         bad = (found != 1) & (found != status)
         if bad.any():
             at = tuple(bad.nonzero()[0].tolist())
-            wrong.append(Difference("mask_mod=", f"bounds call block {at} of the {'transposed ' * transposed}lists {_STATUS[found[at].item()]}; "
-                                    f"it is {_STATUS[status[at].item()]}"))
+            wrong.append(
+                Difference(
+                    "mask_mod=",
+                    f"bounds call block {at} of the {'transposed ' * transposed}lists {_STATUS[found[at].item()]}; "
+                    f"it is {_STATUS[status[at].item()]}",
+                )
+            )
     return wrong
 
 
 KINDS: dict[str, tuple[Callable, float]] = {
-    "verdicts": (verdicts, 30), "evaluate": (evaluated, 25), "attention": (attention, 30), "huge": (huge, 3),
-    "hidden infinities": (hidden_infinities, 3), "varlen": (varlen, 8), "cached": (cached, 8), "update": (updated, 3), "flash": (flash, 4),
+    "verdicts": (verdicts, 30),
+    "evaluate": (evaluated, 25),
+    "attention": (attention, 30),
+    "huge": (huge, 3),
+    "hidden infinities": (hidden_infinities, 3),
+    "varlen": (varlen, 8),
+    "cached": (cached, 8),
+    "update": (updated, 3),
+    "flash": (flash, 4),
 }
 
 

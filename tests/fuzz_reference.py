@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+from evaluate import LARGEST, SMALLEST
 from evaluate import Noise as AnyNoise
 from fuzz_mods import default_dtype, in_working_precision, reference_namespace
 
@@ -22,12 +23,20 @@ MASKED = -math.inf
 
 
 class Noise(AnyNoise):
-    """Noise on what float32 rounds; what it has exactly stays."""
+    """Noise on what float32 rounds; what it has exactly stays. On any device."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        super().__init__(seed)
+        self.generator = torch.Generator(device=device).manual_seed(seed)
 
     def blurred(self, value):
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return value
-        return torch.where(value.float().double() == value, value, super().blurred(value))
+        noise = torch.rand(value.shape, generator=self.generator, dtype=value.dtype, device=self.generator.device) * 2 - 1
+        noise = noise.to(value.device)
+        value = torch.where(value.abs() > LARGEST, value.sign() * math.inf, value)
+        off = value * (1 + noise * self.AMOUNT) + noise * SMALLEST
+        return torch.where(value.isfinite() & (value.float().double() != value), off, value)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         alpha = (kwargs or {}).get("alpha", 1)
@@ -111,7 +120,6 @@ def solve(p: Problem, sample: int | None = None) -> Answer:
         size = (q.abs() @ k.abs().transpose(-1, -2)) * abs(scale) / math.sqrt(q.shape[-1])
         raw = raw + torch.randn(raw.shape, generator=generator, device=raw.device) * 2.0**-23 * (size + raw.abs())
     shape = raw.shape
-    index = tuple(i.expand(shape) if i.ndim == 4 else i for i in (p.b, p.h, p.m, p.n))
     mask_mod, score_mod = p.mod("mask_mod", T), p.mod("score_mod", T)
     with warnings.catch_warnings(), default_dtype(T):
         warnings.simplefilter("ignore")
@@ -142,8 +150,11 @@ def solve(p: Problem, sample: int | None = None) -> Answer:
     dS = torch.where(P > 0, P * (dP - delta), 0.0)
     d_raw, learned = derivatives(p, raw, dS, visible & (s > MASKED), sample)
     short_dS = short(rounded(d_raw))
-    found = {"dq": short_dS @ short(k) * scale, "dk": short_dS.transpose(-1, -2) @ short(q) * scale,
-             "dv": short(rounded(P)).transpose(-1, -2) @ short(d_out)}
+    found = {
+        "dq": short_dS @ short(k) * scale,
+        "dk": short_dS.transpose(-1, -2) @ short(q) * scale,
+        "dv": short(rounded(P)).transpose(-1, -2) @ short(d_out),
+    }
     for name in ("dk", "dv"):
         found[name] = summed(found[name], p.k)
     if not exact:
@@ -169,18 +180,22 @@ def run_mod(p: Problem, name: str, raw: torch.Tensor, index: tuple, sample: int 
         warnings.simplefilter("ignore")
         if not sample:
             return mod(raw.to(precision), *index)
-        with Noise(sample) as noise:
+        with Noise(sample, raw.device) as noise:
             if p.approximate:
                 noise.AMOUNT = 2.0**-10
             return mod(raw.to(precision), *index)
 
 
 def derivatives(p: Problem, raw: torch.Tensor, dS: torch.Tensor, seen: torch.Tensor, sample: int | None) -> tuple:
-    """Gradients of the raw scores and of learned tensors (by name, "d" before it), from those of the scores: of pairs that count alone, since
-    what is hidden has a gradient of zero whatever its derivative is."""
+    """Gradients of the raw scores and of learned tensors (by name, "d" before it), from those of the scores.
+
+    Of pairs that count alone: what is hidden has a gradient of zero, whatever its derivative is.
+    """
     if "def score_mod(" not in p.mods:
         return dS, {}
-    leaves = {name: p.captured[name].detach().float().to(torch.float32 if sample == 0 else torch.float64).requires_grad_() for name in p.learned}
+    leaves = {
+        name: p.captured[name].detach().float().to(torch.float32 if sample == 0 else torch.float64).requires_grad_() for name in p.learned
+    }
     index = tuple(i.expand(raw.shape)[seen] for i in (p.b, p.h, p.m, p.n))
     precision = torch.float32 if sample == 0 else torch.float64
     inner = raw.detach()[seen].to(precision).requires_grad_()
@@ -218,14 +233,17 @@ def bounds(p: Problem, answer: Answer) -> dict[str, torch.Tensor]:
 
     half = u if dtype != torch.float32 or p.tf32 else 4 * f
     E_out = E_P @ v.abs() + 2 * f * (P @ v.abs()) + half * (3 * spread(P, v) + out.abs())
-    found = {"out": E_out, "lse": E_lse.squeeze(-1) + f * 8 * (1 + answer.found["lse"].abs().nan_to_num(0, 0, 0)),
-             "max_scores": (E_s.amax(-1) if E_s.shape[-1] else E_lse.squeeze(-1)) + f * 8}
+    found = {
+        "out": E_out,
+        "lse": E_lse.squeeze(-1) + f * 8 * (1 + answer.found["lse"].abs().nan_to_num(0, 0, 0)),
+        "max_scores": (E_s.amax(-1) if E_s.shape[-1] else E_lse.squeeze(-1)) + f * 8,
+    }
     if p.d_out is None:
         return found
     dP, delta, dS, d_out = (a[name] for name in ("dP", "delta", "dS", "d_out"))
     E_delta = E_P @ v.abs()
     E_delta = (d_out.abs() * (E_delta + 4 * f * (P @ v.abs()))).sum(-1, keepdim=True)
-    E_delta = E_delta + 2 * half * ((d_out * (out.abs() + spread(P, v)))**2).sum(-1, keepdim=True).sqrt()
+    E_delta = E_delta + 2 * half * ((d_out * (out.abs() + spread(P, v))) ** 2).sum(-1, keepdim=True).sqrt()
     E_dP = 4 * f * (d_out.abs() @ v.abs().transpose(-1, -2))
     if p.tf32:
         E_dP = E_dP + 3 * u * spread(d_out, v.transpose(-1, -2))
@@ -319,12 +337,22 @@ def judge(p: Problem, results: dict[str, torch.Tensor | None]) -> Judged:
         worst[name] = (ratio.max().item() if ratio.numel() else 0.0, norm / norm_allowed)
         if bad.any():
             at = tuple(bad.nonzero()[0].tolist())
-            differences.append(Difference(name, f"{int(bad.sum())} of {bad.numel()} elements are wrong, the first at {at}: {got[at].item():.9g}, "
-                                          f"not {want[at].item():.9g} +- {tolerance[at].item():.2g}; the largest error is "
-                                          f"{(got - want).abs()[bad].nan_to_num(math.inf).max().item():.3g}"))
+            differences.append(
+                Difference(
+                    name,
+                    f"{int(bad.sum())} of {bad.numel()} elements are wrong, the first at {at}: {got[at].item():.9g}, "
+                    f"not {want[at].item():.9g} +- {tolerance[at].item():.2g}; the largest error is "
+                    f"{(got - want).abs()[bad].nan_to_num(math.inf).max().item():.3g}",
+                )
+            )
         elif norm > norm_allowed:
-            differences.append(Difference(name, f"has an error of norm {norm:.3g} (relative {norm / max(want[finite].norm().item(), 1e-30):.2e}), "
-                                          f"where {norm_allowed:.3g} is due"))
+            differences.append(
+                Difference(
+                    name,
+                    f"has an error of norm {norm:.3g} (relative {norm / max(want[finite].norm().item(), 1e-30):.2e}), "
+                    f"where {norm_allowed:.3g} is due",
+                )
+            )
     return Judged(differences, min(shares, default=1.0), worst)
 
 
@@ -349,5 +377,14 @@ def solve_mod(source: str, name: str, captured: dict, scores: torch.Tensor, inde
     if not bad.any():
         return Judged([], sure, {})
     at = tuple(bad.nonzero()[0].tolist())
-    return Judged([Difference("score_mod", f"is {got[at].item():.9g} at {at} of score {scores[at].item():.9g}, not {exact[at].item():.9g} +- "
-                              f"{tolerance[at].item():.2g}; {int(bad.sum())} of {bad.numel()} are wrong")], sure, {})
+    return Judged(
+        [
+            Difference(
+                "score_mod",
+                f"is {got[at].item():.9g} at {at} of score {scores[at].item():.9g}, not {exact[at].item():.9g} +- "
+                f"{tolerance[at].item():.2g}; {int(bad.sum())} of {bad.numel()} are wrong",
+            )
+        ],
+        sure,
+        {},
+    )

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-import flexpress
 import fuzz_programs
 import pytest
 import torch
@@ -17,12 +15,23 @@ from fuzz import outcome
 from fuzz_programs import KINDS, listed, program, true_status
 from problems import DEVICES
 
+import flexpress
 from flexpress import BlockMask
 from flexpress.codegen import masks
 
 SEED = int(os.environ.get("FLEXPRESS_FUZZ_SEED", 0))
-COUNTS = {"verdicts": 110, "evaluate": 130, "attention": 24, "varlen": 8, "cached": 10, "flash": 6, "huge": 6, "hidden infinities": 8, "update": 6}
-SMALLER = {"attention": 1, "varlen": 1, "flash": 1, "huge": 1, "hidden infinities": 1}
+COUNTS = {
+    "verdicts": 110,
+    "evaluate": 130,
+    "attention": 24,
+    "varlen": 8,
+    "cached": 10,
+    "flash": 6,
+    "huge": 6,
+    "hidden infinities": 8,
+    "update": 6,
+}
+SMALLER = {"verdicts": 1, "attention": 1, "varlen": 1, "flash": 1, "huge": 1, "hidden infinities": 1}
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -35,7 +44,8 @@ def test_random_programs_agree_with_float64(kind, device):
         found = outcome(SEED, index, device, (kind,), small)
         assert found.status in ("right", "refused"), (
             f"python tests/fuzz.py --seed {SEED} --device {device} --kinds '{kind}' --only {index} --small {small}\n{found.message}\n"
-            + program(SEED, index, device, (kind,), small).body())
+            + program(SEED, index, device, (kind,), small).body()
+        )
         compared += [found.compared] if found.status == "right" else []
     assert sum(compared) / len(compared) > 0.5
 
@@ -66,8 +76,10 @@ PLANTED = 3e-4
 @functools.cache
 def float32_programs(backward: bool = False) -> list:
     """Four programs in float32 whose rows see something, with what they compute."""
-    chosen = []
-    for index in itertools.count():
+    chosen: list = []
+    index = -1
+    while len(chosen) < 4:
+        index += 1
         p = program(5, index, "cpu", ("attention",), 1)
         body = p.body()
         if "torch.float32, device" not in body.split("\nq = laid_out")[1].split("\n")[0] or backward != ("autograd.grad" in body):
@@ -76,8 +88,7 @@ def float32_programs(backward: bool = False) -> list:
         if names["out"].any():
             assert not p.check(names).differences, body
             chosen.append((p, names))
-        if len(chosen) == 4:
-            return chosen
+    return chosen
 
 
 @pytest.mark.parametrize("where", ["row", "element", "head"])
@@ -136,8 +147,10 @@ def test_a_wrong_slope_in_one_head_is_found():
 @functools.cache
 def verdict_programs() -> list:
     """Programs about block lists that have blocks of two kinds or more, with what they compute."""
-    chosen = []
-    for index in itertools.count():
+    chosen: list = []
+    index = -1
+    while len(chosen) < 6:
+        index += 1
         p = program(6, index, "cpu", ("verdicts",))
         if "separate_full_blocks=True" not in p.body():
             continue
@@ -145,8 +158,7 @@ def verdict_programs() -> list:
         if len(names["mask"]._status().unique()) > 1:
             assert not p.check(names).differences, p.body()
             chosen.append((p, names))
-        if len(chosen) == 6:
-            return chosen
+    return chosen
 
 
 @pytest.mark.parametrize("was, becomes", [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)])

@@ -131,6 +131,19 @@ def test_marking_every_block_partial_changes_nothing(name, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("number", [22, -22, 2**40])
+def test_captured_numbers_beside_int64(number, device):
+    """They come in as int32; bounds of an element of int64 that nobody knows do not fit into that."""
+    table = (torch.arange(64 * 64, device=device) * 7919 % 64).reshape(64, 64)
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        return (table[q_idx, kv_idx] & number) != 0
+
+    check_bounds(mask_mod, 1, 1, 64, 64, (64, 64), device)
+    check_lists(create_block_mask(mask_mod, 1, 1, 64, 64, device, 16), brute_force(mask_mod, 1, 1, 64, 64, (16, 16), device))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_block_mask_and_mask_mod_must_agree(device):
     q, k, v = inputs(device)
     mask = create_block_mask(mods.sliding_window(30), None, None, 100, 100, device)

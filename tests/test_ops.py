@@ -373,6 +373,8 @@ LITERALS = [
     "q_idx % (2**32 + 5)", "score * 1e30 * 1e30", "score * 1e-300", "q_idx * True", "-n * q_idx",
     "math.pi * score", "score + (1 if True else 2)", "+score", "q_idx ** 3", "q_idx ** 0", "q_idx ** 7",
     "score ** 0", "score ** 0.5", "score ** -1", "2 ** q_idx", "n ** h", "score ** n",
+    "torch.where(q_idx > kv_idx, n, 70000) * 100000 // 100000", "torch.where(q_idx > kv_idx, n, n) * 2**30 // 3",
+    "torch.full_like(q_idx.long(), n) * 2**30 // 3", "torch.where(q_idx > kv_idx, n, 2**40) // 1000", "q_idx.new_tensor(n).long() * 2**30",
     "score ** torch.tensor(2)", "q_idx.clone()", "score.detach()", "1.0 / -(score * 0)"
 ]
 
