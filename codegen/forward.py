@@ -56,6 +56,11 @@ class BlockLists:
         return set()
 
     @functools.cached_property
+    def transposed(self) -> dict[int, BlockLists]:
+        """The transposed lists, by KV_LEN, where they were made."""
+        return {}
+
+    @functools.cached_property
     def structure(self) -> tuple:
         """What a launch depends on beside addresses."""
         return (self.full_kv_indices is not None, self.q_block, self.kv_block, self.interior, self.starts is None, *self.numbers)
@@ -99,6 +104,7 @@ class Inputs:
     def __init__(self, q: torch.Tensor, k: torch.Tensor) -> None:
         self.extents = (*q.shape[:3], k.shape[2])  # Z, Hq, Q_LEN, KV_LEN
         self.head_dim, self.device = q.shape[3], q.device
+        self.scale = self.head_dim ** -0.5  # where the user gives none
 
 
 _plans: dict[tuple, Plan | HopperPlan] = Table("forward plans", 1024)

@@ -30,14 +30,16 @@ def check_surroundings(name: str) -> None:
 
 
 def check_inputs(query, key, value) -> tuple:
-    """query, key and value with their negative bit resolved. Raises NotImplementedError for kinds that kernels cannot read, as far as a
-    quick look shows: what has no strides or no address is found where it is asked for them."""
+    """`check_surroundings`, and query, key and value with their negative bit resolved. Raises NotImplementedError for kinds that kernels
+    cannot read, as far as a quick look shows: what has no strides or no address is found where it is asked for them."""
     try:
-        if (query.__class__ in _ORDINARY and key.__class__ in _ORDINARY and value.__class__ in _ORDINARY and forward_ad._current_level < 0
+        if (_transform() is None and not _modes() and not _traced() and forward_ad._current_level < 0 and query.__class__ in _ORDINARY
+                and key.__class__ in _ORDINARY and value.__class__ in _ORDINARY
                 and not (query.is_neg() or key.is_neg() or value.is_neg())):
             return query, key, value
     except (AttributeError, RuntimeError):
         pass
+    check_surroundings("flex_attention")
     return tuple(readable(name, t) if isinstance(t, torch.Tensor) else t
                  for name, t in (("query", query), ("key", key), ("value", value)))
 
@@ -138,13 +140,18 @@ def read_captured(bound: tuple, device: torch.device, where: str) -> None:
     Raises ValueError for another device, TypeError for a dtype and NotImplementedError for a kind that kernels cannot read.
     """
     graph, values = bound
-    for i, (capture, tensor) in enumerate(zip(graph.tensors, values, strict=False)):
+    for i, capture in enumerate(graph.tensors):
+        tensor = values[i]
+        try:  # as _looks_ordinary does, without its call
+            if (tensor.device == device and tensor.__class__ in _ORDINARY and capture.dtype in DTYPES and not tensor.is_neg()
+                    and tensor.data_ptr() != 0 and not tensor.is_nested and forward_ad._current_level < 0):
+                continue
+        except RuntimeError:  # it has no address
+            pass
         if tensor.device != device:
             check_kind(f"{where} {graph.name} captures {capture.name}, which", tensor)
             raise ValueError(f"{where} {graph.name} captures {capture.name}, a tensor of shape {tuple(tensor.shape)} on {tensor.device}, "
                              f"but the call is on {device}; move it with .to({str(device)!r})")
-        if capture.dtype in DTYPES and _looks_ordinary(tensor):
-            continue
         values[i] = readable(f"{where} {graph.name} captures {capture.name}, which", tensor)
         if tensor.dtype not in DTYPES:
             raise TypeError(f"{where} {graph.name} captures {capture.name}, a tensor of {tensor.dtype}, which mods cannot read; convert it "

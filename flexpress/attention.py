@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from flexpress import checks
+from flexpress.block_lists import transposed_lists
 from flexpress.block_mask import DEFAULT_BLOCK_SIZE, BlockMask, adopt, is_foreign_mask, same_mod
 from flexpress.codegen.backward import backward
 from flexpress.codegen.capture import name_of
@@ -93,25 +94,21 @@ def flex_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
 
 def attend(call: tuple, want_max: bool, deterministic: bool) -> tuple:
     """out, lse and max_scores (None if they are not wanted) of what `prepared` returned."""
+    query, key, value, inputs, scale, score, mask, lists, transposed, options = call
     try:
-        return _attended(call, want_max, deterministic)
+        if torch.is_grad_enabled():
+            captured = score[1][:len(score[0].tensors)] if score else []
+            if query.requires_grad or key.requires_grad or value.requires_grad or any([t.requires_grad for t in captured]):
+                captured = [_apart(t) for t in captured]
+                score = score and (score[0], [*captured, *score[1][len(captured):]])
+                call = _Call(inputs, scale, score, mask, lists, transposed, options, want_max,
+                             deterministic or torch.are_deterministic_algorithms_enabled())
+                return _Attention.apply(call, query, key, value, *captured)
+        return forward(query, key, value, inputs, scale, score, mask, lists, options, output_max=want_max)[:3]
     except RuntimeError:
-        for name, tensor in zip(("query", "key", "value"), call, strict=False):  # one whose looks passed, but has no address?
+        for name, tensor in (("query", query), ("key", key), ("value", value)):  # one whose looks passed, but that has no address?
             check_kind(name, tensor)
         raise
-
-
-def _attended(call: tuple, want_max: bool, deterministic: bool) -> tuple:
-    query, key, value, inputs, scale, score, mask, lists, transposed, options = call
-    if torch.is_grad_enabled():
-        captured = score[1][:len(score[0].tensors)] if score else []
-        if query.requires_grad or key.requires_grad or value.requires_grad or any([t.requires_grad for t in captured]):
-            captured = [_apart(t) for t in captured]
-            score = score and (score[0], [*captured, *score[1][len(captured):]])
-            call = _Call(inputs, scale, score, mask, lists, transposed, options, want_max,
-                         deterministic or torch.are_deterministic_algorithms_enabled())
-            return _Attention.apply(call, query, key, value, *captured)
-    return forward(query, key, value, inputs, scale, score, mask, lists, options, output_max=want_max)[:3]
 
 
 def prepared(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, starts_of=None) -> tuple:
@@ -120,13 +117,12 @@ def prepared(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel
 
     starts_of   (a block's queries, a block's keys) -> where the blocks of a mask_mod that is passed begin (see BlockGrid)
     """
-    check_surroundings("flex_attention")
     query, key, value = check_inputs(query, key, value)
     if torch._C._is_any_autocast_enabled():
         query, key, value = checks.autocast(query, key, value)
     inputs = _checked(query, key, value, enable_gqa)
-    options = checks.parse_options(kernel_options)
-    scale = checks.check_scale(scale, inputs.head_dim)
+    options = checks.DEFAULT if kernel_options is None else checks.parse_options(kernel_options)
+    scale = inputs.scale if scale is None else checks.check_scale(scale, inputs.head_dim)
     score = mask = lists = transposed = None
     if score_mod is not None:
         score = bind(score_mod, "score")
@@ -202,7 +198,7 @@ def _read_mask(block_mask, query, key, inputs: Inputs, options: Options):
         if len(lists.fitting) >= 1024:
             lists.fitting.clear()
         lists.fitting.add((inputs, options))
-    return lists, lambda _: block_mask.transposed_for_kernels(), mask_mod
+    return lists, lambda _: transposed_lists(lists, inputs.extents[3]), mask_mod
 
 
 class _Call(NamedTuple):

@@ -109,9 +109,14 @@ def listed_status(status: torch.Tensor, like: BlockLists, interior: bool, size: 
 
 
 def transposed_lists(lists: BlockLists, KV_LEN: int) -> BlockLists:
-    """For each KV block the query blocks that visit it."""
-    status = status_of(lists, -(-KV_LEN // lists.kv_block)).transpose(-1, -2)
-    return listed_status(status, lists, lists.interior, (lists.q_block, lists.kv_block), wait=not capturing(lists))
+    """For each KV block the query blocks that visit it; made once."""
+    found = lists.transposed.get(KV_LEN)
+    if found is None:
+        status, captured = status_of(lists, -(-KV_LEN // lists.kv_block)).transpose(-1, -2), capturing(lists)
+        found = listed_status(status, lists, lists.interior, (lists.q_block, lists.kv_block), wait=not captured)
+        if not captured:
+            lists.transposed[KV_LEN] = found
+    return found
 
 
 def capturing(lists: BlockLists) -> bool:

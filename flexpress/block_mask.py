@@ -123,7 +123,6 @@ class BlockMask:
         """What is derived from lists and lengths is to be made anew."""
         self._walked: BlockLists | None = None  # the lists that kernels walk
         self._walked_mod: tuple[Callable, Callable] | None = None  # a mask_mod, and what it is in the blocks of those
-        self._transposed: dict[bool, BlockLists] = {}  # of the lists; of those that kernels walk
 
     @classmethod
     def _made(cls, *parts, **more) -> BlockMask:
@@ -165,7 +164,7 @@ class BlockMask:
 
     def as_transposed_lists(self) -> BlockLists:
         """The transposed lists (query blocks for each KV block), in the fields of the others."""
-        return self._transposed_of(self._lists)
+        return transposed_lists(self._lists, self._seq_lengths[1])
 
     def for_kernels(self) -> tuple[BlockLists, Callable]:
         """The lists that kernels walk, and the mask_mod of their partial blocks: the mask's own, unless its blocks do not suit them
@@ -184,19 +183,6 @@ class BlockMask:
             mod = self.mask_mod, mask_mod_of_lists(self.mask_mod, self._status().contiguous(), self.BLOCK_SIZE)
             self._walked_mod = None if capturing(walked) else mod
         return walked, mod[1]
-
-    def transposed_for_kernels(self) -> BlockLists:
-        """The transposed lists of those."""
-        return self._transposed_of(self.for_kernels()[0])
-
-    def _transposed_of(self, lists: BlockLists) -> BlockLists:
-        own = lists is self._lists
-        found = self._transposed.get(own)
-        if found is None:
-            found = transposed_lists(lists, self._seq_lengths[1])
-            if not capturing(lists):
-                self._transposed[own] = found
-        return found
 
     def _check_rows(self) -> None:
         rows = self._grid[0]

@@ -216,6 +216,17 @@ def test_lengths_may_be_set(ours):
         check(mask, mods.causal, (64, 64))
 
 
+def test_a_mask_that_changes_before_the_backward_pass():
+    """Gradients are those of the mask that the forward pass had."""
+    for mask in (create_block_mask(mods.causal, None, None, 64, 64, "cpu", 16), theirs.create_block_mask(mods.causal, 1, 1, 64, 64, "cpu", 16)):
+        q = torch.randn(1, 1, 64, 16, requires_grad=True)
+        out = flex_attention(q, q, q, block_mask=mask)
+        mask.seq_lengths, mask.mask_mod = (16, 16), stripes
+        found, = torch.autograd.grad(out.sum(), q)
+        wanted, = torch.autograd.grad(dense_attention(q, q, q, None, mods.causal)[0].sum(), q)
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-5)
+
+
 def test_parts_of_a_mask_cannot_be_replaced():
     mask = create_block_mask(mods.causal, None, None, 64, 64, "cpu", 16)
     for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "BLOCK_SIZE", "q_indices"):
