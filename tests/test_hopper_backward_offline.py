@@ -34,7 +34,7 @@ SPILLED = {  # bytes at most; 0 elsewhere. Of the loops without a mask only thos
     "plain d192, 128 bf16": 160, "causal d192, 128 bf16": 256, "softcap causal d192, 128 fp16": 352, "alibi causal d136, 40 bf16": 352,
     "causal d256 bf16": 32, "alibi causal d256 bf16": 32, "softcap causal d192, 160 fp16": 32,
     "alibi causal d80 fp16": 48, "a derivative that may be NaN, a mask of keys, d64 bf16": 144,
-    "learned slopes, causal d128 bf16": 672, "learned bias, d64 bf16": 96,
+    "learned slopes, causal d128 bf16": 672, "learned bias, d64 bf16": 96, "learned per key, d64 bf16": 32,
     "causal d128 bf16, starts": 64,
     "causal document d128 bf16, starts": 80, "alibi document d80 fp16, starts": 96, "causal document d136, 40 bf16, starts": 352,
 }

@@ -184,8 +184,8 @@ def test_largest_scores_are_scores(device):
         torch.testing.assert_close(aux.max_scores.double(), exact(q, k, k, score_mod)[2], rtol=2e-7, atol=0.0)
 
 
-@pytest.mark.parametrize("name", ["all the same", "the least number", "the largest numbers", "64 apart", "rising", "rising to ordinary ones",
-                                  "slopes", "by key", "products"])
+@pytest.mark.parametrize("name", ["all the same", "the least number", "the largest numbers", "64 apart", "rising",
+                                  "rising to ordinary ones", "slopes", "by key", "products"])
 def test_text_for_hopper(monkeypatch, name):
     """The forward kernel for Hopper, in a stand-in for Gluon."""
     dtype = DTYPES[1 + NAMES.index(name) % 2]

@@ -75,7 +75,8 @@ def test_the_parts_add_up(text):
     "score + slopes[h] * torch.abs(kv_idx - q_idx)", "score + table[q_idx, kv_idx]", "score + (kv_idx > q_idx)",
     "torch.where(kv_idx > q_idx, score, score - 1)", "score + (slopes[h] * (kv_idx - q_idx)).bfloat16()",
     "score + (kv_idx - q_idx) * (kv_idx - q_idx)", "score + (kv_idx - q_idx) * 2000000", "score + 2 * (by_q[b, q_idx] + by_k[b, kv_idx])",
-    "score + by_q[b, q_idx]", "score + by_h[h]", "score + (kv_idx - q_idx + 3)", "score + 1e9", "score + (by_k[b, kv_idx] - by_q[b, q_idx])",
+    "score + by_q[b, q_idx]", "score + by_h[h]", "score + (kv_idx - q_idx + 3)", "score + 1e9",
+    "score + (by_k[b, kv_idx] - by_q[b, q_idx])",
 ])
 def test_what_is_no_sum(text):
     assert as_sum(bind(make_mod(text, "score", CAPTURED), "score")[0]) is None
