@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import sanitize_corrupt
 import torch
@@ -312,8 +310,12 @@ def test_a_sequence_that_is_not_there_is_not_written(device):
     assert different.nonzero().tolist() == [[0, 3], [2, 3]]
 
 
+LIES = {"pages that are not there, pages, ragged", "a page after the last, and the least number, pages", "entries that are not there, entries",
+        "offsets outside, contiguous, ragged"}
+
+
 def test_lies_read_and_write_nothing_outside(monkeypatch):
     """A part of what tests/sanitize_corrupt.py calls, which runs under compute-sanitizer as well."""
     calls = sanitize_corrupt.calls
-    monkeypatch.setattr(sanitize_corrupt, "calls", lambda *a, **k: itertools.islice(calls(*a, **k), 1, None, 37))
+    monkeypatch.setattr(sanitize_corrupt, "calls", lambda *a, **k: (c for c in calls(*a, **k) if c[0] in LIES))
     sanitize_corrupt.main("cpu", "caches")

@@ -184,6 +184,18 @@ def test_wrong_values_read_nothing_outside(monkeypatch, wrong):
     assert launched and not any(t.isnan().any() for t in found)
 
 
+def test_queries_past_a_max_q_len_that_lies_are_right_or_nothing(monkeypatch):
+    """Its tiles know where sequences end, not max_q_len: the lists hold for whole blocks of queries."""
+    launched = forward_on_cpu(monkeypatch)
+    monkeypatch.setattr(prefill, "LONG", 0)
+    arguments, _ = batch([300], [400], page_size=16)
+    arguments |= {"mask_mod": lambda b, h, q_idx, kv_idx: (kv_idx <= q_idx) & (kv_idx // 128 == q_idx // 128), "check": False}
+    expected, found = (cached_attention(**arguments | {"max_q_len": n}, return_lse=True) for n in (300, 140))
+    assert len(launched) == 2
+    assert all(torch.equal(a[:256], b[:256]) for a, b in zip(expected, found, strict=True))
+    assert (found[0][256:] == 0).all() and (found[1][256:] == float("-inf")).all()
+
+
 def test_which_calls_it_serves(monkeypatch):
     """Long prompts in a cache that TMA can copy; all else is decode's, and gives what it gave."""
     launched = forward_on_cpu(monkeypatch, run=False)
