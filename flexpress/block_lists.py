@@ -131,7 +131,7 @@ def kernel_size(size: tuple[int, int], seq_lengths: tuple[int, int]) -> tuple[in
 
 
 def regridded(lists: BlockLists, size: tuple[int, int], seq_lengths: tuple[int, int]) -> BlockLists:
-    """The same positions in blocks of `size`: empty or full where all blocks that a new one touches are, else partial. Waits for nothing."""
+    """The same positions in blocks of `size`: empty or full where all blocks that a new one touches are, else partial. Nobody waits."""
     old = lists.q_block, lists.kv_block
     rows, columns = (-(-n // s) for n, s in zip(seq_lengths, old, strict=True))
     low = high = status_of(lists, columns)[:, :, :rows]

@@ -405,9 +405,9 @@ _adopted: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # masks of to
 
 @runs_uncompiled
 def adopt(mask) -> BlockMask:
-    """The BlockMask of one of torch's, or of its kind: made once, and again after its lists or lengths were changed, as far as torch notices
-    that (it does not for tensors made in inference mode). While a CUDA graph is captured it is made for the graph, whose replays read
-    the lists anew."""
+    """The BlockMask of one of torch's, or of its kind: made once, and again after its lists or lengths were changed; at every call if lists
+    are tensors of inference mode, of which torch does not notice that. While a CUDA graph is captured it is made for the graph, whose
+    replays read the lists anew."""
     tables = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
     kept = isinstance(tables[1], torch.Tensor) and not (tables[1].is_cuda and torch.cuda.is_current_stream_capturing())
     try:

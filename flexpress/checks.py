@@ -147,8 +147,8 @@ def check_scale(scale, head_dim: int) -> float:
         if scale.numel() != 1 or scale.is_complex() or scale.dtype == torch.bool:
             raise ValueError(f"scale must be a number, got a tensor of {scale.dtype} and shape {_shape(scale)}")
         if scale.requires_grad and torch.is_grad_enabled():
-            raise TypeError("scale is a tensor that requires a gradient, which a number does not get; multiply query by it and pass scale=1, "
-                            "or pass scale.item()")
+            raise TypeError("scale is a tensor that requires a gradient, which a number does not get; multiply query by it and pass "
+                            "scale=1, or pass scale.item()")
         scale = scale.item()
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise TypeError(f"scale must be a number, got {type(scale).__name__}")
@@ -204,8 +204,9 @@ def parse_options(kernel_options: dict | None) -> Options:
                 raise ValueError(f"kernel_options[{name!r}] is {value!r}; write {', '.join(most)} or {last}") from None
         elif name not in _WITHOUT_EFFECT:
             raise ValueError(f"kernel_options has no {name!r}; known are BLOCK_M, BLOCK_N, num_warps, num_stages, PRESCALE_QK, "
-                             "ROWS_GUARANTEED_SAFE and USE_TMA (the same with fwd_), BLOCK_M1, BLOCK_N1, BLOCK_M2 and BLOCK_N2 (the same with "
-                             f"bwd_), bwd_num_warps, bwd_num_stages, FLOAT32_PRECISION, BACKEND, and without effect {', '.join(_IGNORED)}")
+                             "ROWS_GUARANTEED_SAFE and USE_TMA (the same with fwd_), BLOCK_M1, BLOCK_N1, BLOCK_M2 and BLOCK_N2 (the same "
+                             f"with bwd_), bwd_num_warps, bwd_num_stages, FLOAT32_PRECISION, BACKEND, and without effect "
+                             + ", ".join(_IGNORED))
     return DEFAULT._replace(**fields, tile=tuple(sorted(tile.items())))
 
 
@@ -227,7 +228,8 @@ _OTHER_OPTIONS = {
     "BACKEND": ("backend", {"AUTO": None, "TRITON": "TRITON", "GLUON": "GLUON", "TRITON_DECODE": "DECODE"}),  # torch's but FLASH, and ours
 }
 # options of torch's module that have nothing to choose here: promises that no kernel relies on, and hints for others' kernels
-_IGNORED = ("BLOCKS_ARE_CONTIGUOUS", "FORCE_USE_FLEX_ATTENTION", "IS_DIVISIBLE", "WRITE_DQ", "kpack", "matrix_instr_nonkdim", "waves_per_eu")
+_IGNORED = ("BLOCKS_ARE_CONTIGUOUS", "FORCE_USE_FLEX_ATTENTION", "IS_DIVISIBLE", "WRITE_DQ", "kpack", "matrix_instr_nonkdim",
+            "waves_per_eu")
 _WITHOUT_EFFECT = frozenset(prefix + name for prefix in ("", "fwd_", "bwd_") for name in _IGNORED)
 _LARGEST_BLOCK, _LARGEST_BACKWARD_BLOCK = 256, 128  # kernels rely on it where they do not check positions past the end
 

@@ -16,7 +16,6 @@ from flexpress.block_lists import kernel_size
 from flexpress.codegen.forward import reached
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-CLASSES = [BlockMask, theirs.BlockMask]
 
 
 def stripes(b, h, q_idx, kv_idx):
@@ -53,6 +52,10 @@ def random_lists(shape, columns, generator, full=True, corrupt=True):
             indices[..., 0] = torch.tensor([1 << 20, -(1 << 31), 1 << 33])[torch.randint(0, 3, shape, generator=generator)]
         made += [counts, indices]
     return made + [None] * (4 - len(made))
+
+
+def lists_of(mask):
+    return mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
 
 
 def check(mask, mask_mod, lengths, heads=2, device="cpu", queries_only=False):
@@ -99,7 +102,8 @@ def test_whatever_lists_hold_on_gpu(seed):
     mask_mod = meant(lists, size, lengths)
     for dtype in (torch.float32, torch.bfloat16):
         q, k = (torch.randn(1, 2, n, 64, device="cuda", dtype=dtype, requires_grad=True) for n in lengths)
-        for mask in (BlockMask.from_kv_blocks(*lists, size, stripes, lengths), theirs.BlockMask(lengths, *lists, *[None] * 4, size, stripes)):
+        for mask in (BlockMask.from_kv_blocks(*lists, size, stripes, lengths),
+                     theirs.BlockMask(lengths, *lists, *[None] * 4, size, stripes)):
             out = flex_attention(q, k, k, block_mask=mask)
             wanted = dense_attention(q, k, k, None, mask_mod)[0]
             assert (out - wanted).abs().max() < (0.05 if dtype == torch.bfloat16 else 1e-3)
@@ -132,8 +136,7 @@ def test_one_query_a_block(device):
     check(mask[:, :, 5:40], lambda b, h, q_idx, kv_idx: stripes(b, h, q_idx + 5, kv_idx), (35, 150), device=device)
     causal = create_block_mask(mods.causal, None, None, 70, 150, device, (1, 64))
     causal.mask_mod = stripes  # hides more than the lists, which still count
-    lists = causal.kv_num_blocks, causal.kv_indices, causal.full_kv_num_blocks, causal.full_kv_indices
-    check(causal, meant(lists, (1, 64), (70, 150)), (70, 150), device=device)
+    check(causal, meant(lists_of(causal), (1, 64), (70, 150)), (70, 150), device=device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -164,10 +167,10 @@ def walked(mask):
 def test_lists_are_read_once(device):
     """Writing to a mask's lists, or to those that it was made of, changes nothing."""
     made = create_block_mask(mods.causal, None, None, 100, 100, device, 32)
-    lists = [made.kv_num_blocks, made.kv_indices, made.full_kv_num_blocks, made.full_kv_indices]
+    lists = lists_of(made)
     mask = BlockMask.from_kv_blocks(*lists, 32, mods.causal, (100, 100))
     before = walked(mask)
-    for tensor in (*lists, mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices, mask.q_num_blocks):
+    for tensor in (*lists, *lists_of(mask), mask.q_num_blocks):
         tensor.fill_(99)
     assert walked(mask) == before
     check(mask, mods.causal, (100, 100), device=device)
@@ -182,15 +185,13 @@ def test_changes_of_torchs_masks_are_seen(device):
     check(mask, mods.causal, lengths, device=device)
     mask.kv_num_blocks.zero_()
     assert mask.full_kv_num_blocks.sum() > 0
-    check(mask, meant((mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices), (32, 32), lengths), lengths,
-          device=device)
+    check(mask, meant(lists_of(mask), (32, 32), lengths), lengths, device=device)
     mask.full_kv_num_blocks = torch.zeros_like(mask.full_kv_num_blocks)
     check(mask, lambda b, h, q_idx, kv_idx: q_idx < 0, lengths, device=device)
     other = theirs.create_block_mask(mods.causal, None, None, 100, 100, device, 32)
     check(other, mods.causal, lengths, device=device)
     other.mask_mod = stripes
-    check(other, meant((other.kv_num_blocks, other.kv_indices, other.full_kv_num_blocks, other.full_kv_indices), (32, 32), lengths), lengths,
-          device=device)
+    check(other, meant(lists_of(other), (32, 32), lengths), lengths, device=device)
 
 
 def test_a_repeated_call_reads_torchs_mask_once(monkeypatch):
@@ -206,7 +207,7 @@ def test_a_repeated_call_reads_torchs_mask_once(monkeypatch):
 
 @pytest.mark.parametrize("ours", [True, False])
 def test_lengths_may_be_set(ours):
-    """As code for decoding does with torch's masks: a row of blocks becomes the mask of one query. Blocks past the new length are dropped."""
+    """As code for decoding does with torch's masks: a row of blocks becomes the mask of one query. Blocks past the new length go."""
     make = create_block_mask if ours else theirs.create_block_mask
     mask = make(mods.causal, None, None, 64, 64, "cpu", 16)
     check(mask, mods.causal, (64, 64))
@@ -218,7 +219,8 @@ def test_lengths_may_be_set(ours):
 
 def test_a_mask_that_changes_before_the_backward_pass():
     """Gradients are those of the mask that the forward pass had."""
-    for mask in (create_block_mask(mods.causal, None, None, 64, 64, "cpu", 16), theirs.create_block_mask(mods.causal, 1, 1, 64, 64, "cpu", 16)):
+    for make in (create_block_mask, theirs.create_block_mask):
+        mask = make(mods.causal, None, None, 64, 64, "cpu", 16)
         q = torch.randn(1, 1, 64, 16, requires_grad=True)
         out = flex_attention(q, q, q, block_mask=mask)
         mask.seq_lengths, mask.mask_mod = (16, 16), stripes
