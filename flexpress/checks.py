@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from flexpress.codegen.forward_plan import Options
+from flexpress.codegen.spec import LARGEST_BLOCK_N
 from flexpress.codegen.tensors import check_kind
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -231,13 +232,11 @@ _OTHER_OPTIONS = {
 _IGNORED = ("BLOCKS_ARE_CONTIGUOUS", "FORCE_USE_FLEX_ATTENTION", "IS_DIVISIBLE", "WRITE_DQ", "kpack", "matrix_instr_nonkdim",
             "waves_per_eu")
 _WITHOUT_EFFECT = frozenset(prefix + name for prefix in ("", "fwd_", "bwd_") for name in _IGNORED)
-_LARGEST_BLOCK, _LARGEST_BACKWARD_BLOCK = 256, 128  # kernels rely on it where they do not check positions past the end
 
 
 def _tile_number(name: str, value) -> int:
     if "BLOCK" in name:
-        largest = _LARGEST_BACKWARD_BLOCK if name[-1] in "12" else _LARGEST_BLOCK
-        allowed, what = {1 << n for n in range(4, largest.bit_length())}, f"BLOCK sizes are powers of two from 16 to {largest}"
+        allowed, what = {16, 32, 64, 128, LARGEST_BLOCK_N}, f"BLOCK sizes are powers of two from 16 to {LARGEST_BLOCK_N}"
     elif name.endswith("num_warps"):
         allowed, what = {1, 2, 4, 8, 16, 32}, "it must be a power of two from 1 to 32"
     else:
