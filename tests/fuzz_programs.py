@@ -423,9 +423,8 @@ def huge(p: Program, rng: random.Random, small: int) -> None:
     results = ["out", "lse", *gradients(p, rng, (s.B, s.Hq, s.M, s.Dv), dtype, [], False)]
 
     def check(names: dict) -> Judged:
-        problem = Problem(
-            names["q"], names["k"], names["v"], *indices(s.extents, p.device), p.mods, values_of(p, names), None, None, names["d_out"]
-        )
+        tensors = names["q"], names["k"], names["v"]
+        problem = Problem(*tensors, *indices(s.extents, p.device), p.mods, values_of(p, names), d_out=names["d_out"], huge=True)
         return judge(problem, {name: names[name] for name in results})
 
     p.check = check
@@ -451,6 +450,7 @@ def hidden_infinities(p: Program, rng: random.Random, small: int) -> None:
             f"torch.where(kv_idx < {end}, score * t0[kv_idx], -math.inf)",
             f"score * torch.where(kv_idx < {end}, 1.0, -math.inf)",
             f"score * torch.where(kv_idx - q_idx <= {s.N - s.M}, 2.0, -math.inf)",
+            f"score * torch.where(kv_idx - q_idx < {s.N}, 2.0, -math.inf)",
             "torch.minimum(score, t0[kv_idx]) * t1[q_idx]",
             "score / t0[kv_idx]",
             "score * t0[kv_idx] * t0[kv_idx]",
