@@ -10,7 +10,7 @@ import torch
 from flexpress.checks import CACHE_DTYPES, DTYPES, MAX_HEAD_DIM, whole
 from flexpress.codegen.decode import Cached
 from flexpress.codegen.registry import Table
-from flexpress.codegen.tensors import check_memory
+from flexpress.codegen.tensors import check_kind, check_memory
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -24,10 +24,10 @@ def described(value) -> str:
 
 
 def check_plain(name: str, tensor, layout: str) -> None:
-    """A tensor whose memory a kernel can read: of the rank of `layout`, strided, on a CPU or GPU, no subclass that stands for others."""
+    """A tensor that a kernel can read: of the rank of `layout`, on a CPU or GPU, of no kind that stands for others."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a tensor {layout}, got {described(tensor)}")
-    check_memory(name, tensor)
+    check_kind(name, tensor)
     if tensor.device.type not in ("cpu", "cuda"):
         raise NotImplementedError(f"{name} must be in the memory of a GPU or CPU, got {described(tensor)}")
     if tensor.ndim != layout.count(",") + 1:
@@ -98,6 +98,8 @@ def _check_batch(name, tokens, k_cache, v_cache, kv_len, page_table, cache_loc, 
 def _check_caches(name: str, tokens, layout: str, k_cache, v_cache, k_scale, v_scale) -> None:
     for what, tensor, layout in ((name, tokens, layout), ("k_cache", k_cache, "(N, S, Hkv, D_QK)"), ("v_cache", v_cache, "(N, S, Hkv, D_V)")):
         check_plain(what, tensor, layout)
+        if what != name:
+            check_memory(what, tensor)
         if tensor.device != tokens.device:
             raise ValueError(f"{what} is on {tensor.device} but {name} is on {tokens.device}; move one with .to(...)")
     if tokens.dtype not in DTYPES:

@@ -8,7 +8,7 @@ from flexpress import checks
 from flexpress.cache_checks import check_batch, check_contents, check_no_gradients, check_plain, check_writable, described
 from flexpress.checks import positive, whole
 from flexpress.codegen.compiling import runs_uncompiled
-from flexpress.codegen.tensors import check_surroundings
+from flexpress.codegen.tensors import check_memory, check_surroundings
 from flexpress.codegen.update_cache import update
 
 
@@ -127,6 +127,7 @@ def _check_new(key, k_cache, v_cache, value, query, rope) -> None:
 
 def _check_rope(rope: torch.Tensor, key: torch.Tensor) -> None:
     check_plain("rope", rope, "(positions, rope_dim / 2, 2)")
+    check_memory("rope", rope)
     fits = rope.shape[0] > 0 and rope.shape[2] == 2 and rope.dtype == torch.float32 and rope.device == key.device
     if not fits or not 1 <= rope.shape[1] <= key.shape[-1] // 2 or rope.stride(2) != 1 or rope.stride(1) != 2 and rope.shape[1] > 1:
         raise ValueError(f"rope must be float32 (positions, rope_dim / 2, 2) on {key.device}, from rope_table, with rope_dim up to the "

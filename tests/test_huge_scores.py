@@ -70,7 +70,8 @@ def exact(q, k, v, score_mod, mask_mod=None, scale=0.25):
 
 def assert_close(found, expected, dtype):
     scale = expected.abs().max().clamp(min=1.0)
-    allowed = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}[dtype]  # what was wrong is off by 1 or not finite
+    # what was wrong is off by 1 or not finite; the weight of a row's largest score is any number near 1, and rounded
+    allowed = {torch.float32: 5e-5, torch.float16: 5e-2, torch.bfloat16: 3e-1}[dtype]
     assert found.isfinite().all()
     assert ((found.double() - expected.double()).abs().max() / scale).item() <= allowed
 
