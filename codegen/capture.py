@@ -386,8 +386,8 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"
     setattr(HostNumber, f"__i{_name}__", _binary(_function, reflected=False))
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     setattr(HostValue, f"__{_name}__", _binary(getattr(operator, _name), reflected=False))
-setattr(HostValue, "__divmod__", _binary(divmod, reflected=False))
-setattr(HostValue, "__rdivmod__", _binary(divmod, reflected=True))
+HostValue.__divmod__ = _binary(divmod, reflected=False)
+HostValue.__rdivmod__ = _binary(divmod, reflected=True)
 for _name in ("neg", "pos", "abs", "invert"):
     setattr(HostValue, f"__{_name}__", _unary(getattr(operator, _name)))
 for _name, _function in (("round", round), ("trunc", math.trunc), ("floor", math.floor), ("ceil", math.ceil), ("reversed", reversed)):
@@ -459,7 +459,8 @@ def _source(program: HostProgram, arg) -> Callable:
     raise Untrackable(f"passes a {kind.__name__} to a function on the host")
 
 
-_IMPURE = re.compile(r"(i(add|sub|mul|truediv|floordiv|mod|pow|matmul|and|or|xor|lshift|rshift|concat)$|setitem|delitem|rand|normal|bernoulli|multinomial|poisson|binomial|dropout|rrelu|gumbel|empty|seed|manual_seed|set_)")
+_IMPURE = re.compile(r"i(add|sub|mul|truediv|floordiv|mod|pow|matmul|and|or|xor|lshift|rshift|concat)$|setitem|delitem|rand|normal"
+                     r"|bernoulli|multinomial|poisson|binomial|dropout|rrelu|gumbel|empty|seed|manual_seed|set_")
 _PURE_MODULES = {"math", "cmath", "operator", "_operator", "torch", "numpy"}
 _PURE_BUILTINS = {abs, all, any, bool, bytes, callable, chr, complex, dict, divmod, enumerate, float, format, frozenset, getattr, hasattr,
                   hash, int, isinstance, issubclass, len, list, max, min, ord, pow, range, repr, reversed, round, set, slice, sorted, str,
@@ -468,9 +469,10 @@ _PURE_METHODS = {"get", "keys", "values", "items", "index", "count", "copy", "fo
                  "upper", "strip", "replace", "bit_length", "is_integer", "conjugate", "most_common", "union", "intersection"}
 # C functions that only use the operators of their arguments: stand-ins see what they do
 _ITERATORS = (all, any, enumerate, filter, list, map, range, reversed, sorted, tuple, zip)
+_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor", "lshift", "rshift", "eq", "ne",
+              "lt", "le", "gt", "ge", "neg", "pos", "abs", "invert", "not_", "truth", "getitem", "contains", "index")
 _BY_OPERATORS = (abs, bool, divmod, float, int, len, max, min, pow, round, sum, functools.reduce,
-                 *(getattr(operator, name) for name in ("add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift eq ne lt le "
-                                                        "gt ge neg pos abs invert not_ truth getitem contains index").split()))
+                 *(getattr(operator, name) for name in _OPERATORS))
 
 
 def _is_pure(function) -> bool:

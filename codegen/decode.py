@@ -166,8 +166,8 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outputs: tuple[t
     split = parts_of(KV_LEN, tiles, Z, available, lengths=cached.kv_lens is not None, listed=lists is not None, invariant=cached.invariant)
     case = DecodeCase(q.dtype, q.shape[3], v.shape[3], geometry.units, geometry.aligned, lists and lists.blocks._replace(interior=True),
                       precision, scale > 0, output_max, len(outputs) - output_max > 2, max(Q_LEN, KV_LEN) <= INDEX_BOUND, split.room > 0,
-                      split.of_all > 0, ragged, cached.kv_lens is not None, cached.kv_locs is not None, k.shape[2] if paged else 0, kv_dtype,
-                      cached.k_scales is not None)
+                      split.of_all > 0, ragged, cached.kv_lens is not None, cached.kv_locs is not None, k.shape[2] if paged else 0,
+                      kv_dtype, cached.k_scales is not None)
     key = (case, arch, *keys, rows.rows)
     plan = _plans.get(key)
     if plan is None:

@@ -6,7 +6,6 @@ key is as far from the lower row as the key 8 to its left from the upper one. So
 
 from __future__ import annotations
 
-
 import torch
 
 from .expr import Expr, ModGraph, symbols_in, walk

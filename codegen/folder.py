@@ -11,6 +11,7 @@ the temporary files, or else stay in memory; that is said once.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import stat
@@ -117,10 +118,8 @@ def read(name: str) -> bytes | None:
     except OSError:
         return None
     if time.time() - info.st_mtime > _FRESH:  # so that what is in use is not taken for old
-        try:
+        with contextlib.suppress(OSError):
             os.utime(folder / name)
-        except OSError:
-            pass
     return content
 
 
@@ -150,10 +149,8 @@ def _write(folder: Path, name: str, content: bytes) -> None:
             file.write(content)
         os.replace(temporary, folder / name)
     except BaseException:
-        try:
+        with contextlib.suppress(OSError):
             os.unlink(temporary)
-        except OSError:
-            pass
         raise
 
 
@@ -249,7 +246,5 @@ def _make_room(place: _Place, size: int) -> None:
 
 
 def _remove(file: str | Path) -> None:
-    try:
+    with contextlib.suppress(OSError):
         os.unlink(file)
-    except OSError:
-        pass

@@ -24,10 +24,7 @@ def keep_types(scope) -> None:
         self.__dict__.update(held)
 
     def tensor(self, handle, type) -> None:
-        if type.is_block():
-            held = type.__dict__.get("of_tensors")
-        else:
-            held = scalars.setdefault(id(type), (type, {}))[1]
+        held = type.__dict__.get("of_tensors") if type.is_block() else scalars.setdefault(id(type), (type, {}))[1]
         if held:
             self.__dict__.update(held, handle=handle, type=type)
             return

@@ -33,7 +33,7 @@ _TRITON_TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "int3
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler made. registers and spilled bytes are None where the target's tools do not tell, shared too where it stopped early."""
+    """What the compiler made. registers and spilled bytes are None where the target's tools do not tell, shared where it stopped early."""
 
     signature: dict[str, str]  # Triton's types of the parameters
     assembly: dict

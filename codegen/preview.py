@@ -19,8 +19,8 @@ from .backward_plan import BackwardCase, Step, backward_geometry, delta_rows, pl
 from .decode_plan import BLOCK_S, DecodeCase, DecodePlan, plan_decode, rows_of
 from .forward import keys_of, output_like
 from .forward_plan import Blocks, Cache, ForwardCase, Geometry, Options, Plan, geometry_of, plan_forward, wants_tma
-from .hopper_backward_plan import fits as backward_fits
 from .hopper_backward_plan import HopperBackwardPlan, plan_hopper_backward
+from .hopper_backward_plan import fits as backward_fits
 from .hopper_plan import HopperPlan, fits, plan_hopper_forward
 from .signature import bind
 from .snippet import Target

@@ -113,8 +113,8 @@ def _count(bucket: _Bucket, traced: Traced) -> None:
     found.add(id(graph))
     if len(found) > _GRAPHS:
         warnings.warn(f"{graph.kind}_mod {graph.name} has become {len(found)} different kernels: values that Python itself consumes "
-                      "(if, range, a list's index, the truth of a tensor) are part of a kernel. Let numbers and tensors meet the mod's symbols in "
-                      "arithmetic, and nothing is compiled again.", stacklevel=3)
+                      "(if, range, a list's index, the truth of a tensor) are part of a kernel. Let numbers and tensors meet the mod's "
+                      "symbols in arithmetic, and nothing is compiled again.", stacklevel=3)
 
 
 def why_every_call(mod, kind: str) -> str:

@@ -16,7 +16,6 @@ import torch
 
 from .audit import audited
 from .capture import (
-    NUMBERS,
     CaptureReader,
     HostNumber,
     HostProgram,
@@ -81,7 +80,8 @@ class Run(metaclass=_RunType):
     def number(self, value) -> Expr:
         """The expression of a Python number."""
         if type(value) is int and not -1 << 63 <= value < 1 << 63:
-            raise self.error(f"an integer of {value.bit_length()} bits, which does not fit into 64 bits", "Write a float, or a smaller integer.")
+            raise self.error(f"an integer of {value.bit_length()} bits, which does not fit into 64 bits",
+                             "Write a float, or a smaller integer.")
         return self.table.make("literal", (), WEAK_DTYPE[type(value)], attr=value, weak=True)
 
     def made(self, node: Expr) -> Expr:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .capture import HostProgram, Untrackable, name_of
+from .capture import HostProgram, name_of
 from .dispatch import Mode, is_operation, to_expr
 from .errors import ModError
 from .expr import MASK_SYMBOLS, SCORE_SYMBOLS, Expr, ModGraph, SourceLine, walk

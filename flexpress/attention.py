@@ -13,13 +13,13 @@ from flexpress.block_lists import transposed_lists
 from flexpress.block_mask import DEFAULT_BLOCK_SIZE, BlockMask, adopt, is_foreign_mask, same_mod
 from flexpress.codegen.backward import backward
 from flexpress.codegen.capture import name_of
+from flexpress.codegen.compiling import runs_uncompiled
 from flexpress.codegen.forward import BlockLists, Inputs, Rows, forward
 from flexpress.codegen.forward_plan import Options
 from flexpress.codegen.masks import automatic_lists
 from flexpress.codegen.registry import Table
 from flexpress.codegen.signature import bind
 from flexpress.codegen.tensors import check_inputs, check_kind, check_surroundings, read_captured, readable
-from flexpress.codegen.compiling import runs_uncompiled
 
 
 class AuxRequest(NamedTuple):
@@ -167,8 +167,8 @@ def _checked(query, key, value, enable_gqa: bool) -> Inputs:
 
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:
-    """A captured tensor that wants a gradient has an element of its own in memory for every index. Dimensions of stride 0 are left alone where
-    autograd sums over them, in the backward pass of what expanded the tensor."""
+    """A captured tensor that wants a gradient has an element of its own in memory for every index. Dimensions of stride 0 are left alone
+    where autograd sums over them, in the backward pass of what expanded the tensor."""
     if not tensor.requires_grad:
         return tensor
     if tensor.is_leaf and 0 in tensor.stride():

@@ -25,11 +25,11 @@ from flexpress.block_lists import (
 from flexpress.checks import block_size, pair, whole
 from flexpress.codegen import masks
 from flexpress.codegen.capture import name_of
+from flexpress.codegen.compiling import runs_uncompiled
 from flexpress.codegen.errors import ModError
 from flexpress.codegen.forward import BlockLists
 from flexpress.codegen.signature import bind
 from flexpress.codegen.tensors import check_surroundings, read_captured
-from flexpress.codegen.compiling import runs_uncompiled
 from flexpress.slices import Selection, selected, shown, take, three_indices
 
 DEFAULT_BLOCK_SIZE = 128

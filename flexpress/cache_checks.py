@@ -71,7 +71,8 @@ def check_batch(name: str, tokens, k_cache, v_cache, kv_len, page_table, cache_l
     return Cached(cu_seqlens_q, max_q, kv_len, cache_loc, page_table, k_scale, v_scale), q_offset
 
 
-def _check_batch(name, tokens, k_cache, v_cache, kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale, v_scale) -> None:
+def _check_batch(name, tokens, k_cache, v_cache, kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale,
+                 v_scale) -> None:
     ragged = cu_seqlens_q is not None
     _check_caches(name, tokens, "(T, H, D) with cu_seqlens_q" if ragged else "(B, H, Q_LEN, D)", k_cache, v_cache, k_scale, v_scale)
     device = tokens.device
@@ -96,8 +97,9 @@ def _check_batch(name, tokens, k_cache, v_cache, kv_len, page_table, cache_loc, 
 
 
 def _check_caches(name: str, tokens, layout: str, k_cache, v_cache, k_scale, v_scale) -> None:
-    for what, tensor, layout in ((name, tokens, layout), ("k_cache", k_cache, "(N, S, Hkv, D_QK)"), ("v_cache", v_cache, "(N, S, Hkv, D_V)")):
-        check_plain(what, tensor, layout)
+    layouts = (name, tokens, layout), ("k_cache", k_cache, "(N, S, Hkv, D_QK)"), ("v_cache", v_cache, "(N, S, Hkv, D_V)")
+    for what, tensor, wanted in layouts:
+        check_plain(what, tensor, wanted)
         if what != name:
             check_memory(what, tensor)
         if tensor.device != tokens.device:

@@ -131,8 +131,8 @@ def block_size(value) -> tuple[int, int]:
 
 
 def autocast(*tensors):
-    """Under autocast, floating-point tensors but float64 become autocast's dtype, as for torch's scaled_dot_product_attention. The first says
-    the device."""
+    """Under autocast, floating-point tensors but float64 become autocast's dtype, as for torch's scaled_dot_product_attention. The first
+    says the device."""
     if not isinstance(tensors[0], torch.Tensor) or not autocasts(tensors[0]):
         return tensors
     dtype = torch.get_autocast_dtype(tensors[0].device.type)

@@ -11,13 +11,13 @@ import torch
 from flexpress.attention import attend, prepared
 from flexpress.checks import DTYPES, MAX_HEAD_DIM, autocasts, check_rank
 from flexpress.codegen.capture import name_of
+from flexpress.codegen.compiling import runs_uncompiled
 from flexpress.codegen.decode import MAX_QUERIES
 from flexpress.codegen.expr import Expr, ModGraph, walk
 from flexpress.codegen.masks import Starts, block_starts
 from flexpress.codegen.registry import remembered
 from flexpress.codegen.signature import bind
 from flexpress.codegen.tensors import check_surroundings
-from flexpress.codegen.compiling import runs_uncompiled
 
 
 @runs_uncompiled

@@ -183,7 +183,8 @@ def hopper_backward(d: Draw, target: str) -> list[Kernel]:
     if mask_mod:
         blocks = Blocks(True, 128, 128)._replace(**d.now_and_then(has_full=False, interior=False, starts=True, q_block=256))
         details["blocks"] = blocks._replace(q_block=128) if blocks.starts else blocks
-    return list(hopper_backward_compilations(score_mod, mask_mod, d.of("dtype", "float16", "bfloat16"), **d.head_dims(40), **details).items())
+    dtype = d.of("dtype", "float16", "bfloat16")
+    return list(hopper_backward_compilations(score_mod, mask_mod, dtype, **d.head_dims(40), **details).items())
 
 
 KINDS = {"forward": forward, "backward": backward, "decode": decode, "masks": masks, "rest": rest, "hopper": hopper,

@@ -26,7 +26,7 @@ def pytest_addoption(parser):
     parser.addoption("--update-golden", action="store_true",
                      help="write the prints in generated/ anew instead of comparing with them")
     parser.addoption("--every-kernel", action="store_true",
-                     help="bring every kernel for GPUs that are not here to the assembler, also those that the other Triton has (tests/tritons.py)")
+                     help="bring every kernel for GPUs that are not here to the assembler, the other Triton's too (tests/tritons.py)")
     parser.addoption("--backend", choices=["TRITON", "GLUON"],
                      help="on a Hopper GPU: the portable kernels, or those for Hopper wherever they serve, instead of the faster ones")
 

@@ -66,9 +66,7 @@ def whole(place: Path) -> int:
         if path.suffix == ".py":
             ast.parse(content)
             assert content.endswith(b"\n"), path
-        elif path.suffix == ".spec":
-            json.loads(content)
-        elif path.name.endswith(".metadata.json"):
+        elif path.suffix == ".spec" or path.name.endswith(".metadata.json"):
             json.loads(content)
         elif path.suffix == ".json":
             assert binary._read(path.stem) is not None, path

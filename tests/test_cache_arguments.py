@@ -310,8 +310,8 @@ def test_a_sequence_that_is_not_there_is_not_written(device):
     assert different.nonzero().tolist() == [[0, 3], [2, 3]]
 
 
-LIES = {"pages that are not there, pages, ragged", "a page after the last, and the least number, pages", "entries that are not there, entries",
-        "offsets outside, contiguous, ragged"}
+LIES = {"pages that are not there, pages, ragged", "a page after the last, and the least number, pages",
+        "entries that are not there, entries", "offsets outside, contiguous, ragged"}
 
 
 def test_lies_read_and_write_nothing_outside(monkeypatch):

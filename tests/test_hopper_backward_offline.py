@@ -104,9 +104,8 @@ def kernel_of(name: str) -> Compilation:
     case = PLAIN._replace(**changes)
     kept = {k: v for k, v in changes.items() if k not in ("dtype", "d_qk", "d_v")}
     kept["captured"] = bool(case.captured)
-    made = hopper_backward_compilations(*(make(*mods.split()) if isinstance(mods, str) else mods), dtype_name(case.dtype), case.d_qk, case.d_v,
-                                        **kept)
-    return made["fused"]
+    mods = make(*mods.split()) if isinstance(mods, str) else mods
+    return hopper_backward_compilations(*mods, dtype_name(case.dtype), case.d_qk, case.d_v, **kept)["fused"]
 
 
 @functools.cache

@@ -85,7 +85,8 @@ SNIPPETS = {  # what Gluon spells in its own way, results that do not vary along
     "columns": (lambda s, b, h, m, n: NOTHING[n - m] * 0.5 + n, lambda b, h, m, n: n < 100),
     "choices": (lambda s, b, h, m, n: torch.where(m >= n, torch.minimum(s, torch.sigmoid(s)), -float("inf")) + torch.where(n > 3, 1.0, 0.0),
                 lambda b, h, m, n: h < 3),
-    "integers": (lambda s, b, h, m, n: s + ((n - m) // WIDTH) + (m - n) % 7 + torch.sign(m - n) + ((n - m) << (n % 3)) + (m - n) ** 2, None),
+    "integers": (lambda s, b, h, m, n: s + ((n - m) // WIDTH) + (m - n) % 7 + torch.sign(m - n) + ((n - m) << (n % 3)) + (m - n) ** 2,
+                 None),
     "casts": (lambda s, b, h, m, n: s.to(torch.bfloat16).float() + (m > n).float() + s.half() + s.int() + s // 3.0, None),
 }
 

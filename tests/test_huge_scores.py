@@ -89,8 +89,8 @@ def check(name, q, k, v, mask_mod=None, options=None, deterministic=False):
     d_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
     wanted = torch.autograd.grad(expected[0], (q, k, v), d_out.double(), allow_unused=True)
     found = torch.autograd.grad(out, (q, k, v), d_out)
-    for found, gradient in list(zip(found, wanted, strict=True))[2 if name.startswith("times") else 0:]:
-        assert_close(found, torch.zeros_like(found) if gradient is None else gradient, q.dtype)
+    for ours, gradient in list(zip(found, wanted, strict=True))[2 if name.startswith("times") else 0:]:
+        assert_close(ours, torch.zeros_like(ours) if gradient is None else gradient, q.dtype)
 
 
 @pytest.mark.parametrize("name", NAMES)

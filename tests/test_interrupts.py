@@ -119,21 +119,19 @@ def test_interrupts_at_random_moments():
 
 def test_a_lock_whose_holder_was_interrupted_opens_again(monkeypatch):
     monkeypatch.setattr(turn, "_LOOK_AGAIN", 0.02)
-    mine = Turn()
+    mine, found, done, gone = Turn(), [], threading.Event(), threading.Event()
+    keeper = threading.Thread(target=lambda: (mine._taken(), gone.set(), done.wait()))
     for holder in ("this thread", "another thread"):
         if holder == "this thread":
             mine._taken()  # and an interrupt strikes
         else:
-            done, gone = threading.Event(), threading.Event()
-            keeper = threading.Thread(target=lambda: (mine._taken(), gone.set(), done.wait()))
             keeper.start()
             gone.wait()
         assert mine.run(lambda: 7) == 7
-        found = []
         other = threading.Thread(target=lambda: found.append(mine.run(lambda: 8)))
         other.start()
         other.join(10)
-        assert found == [8]
+        assert found.pop() == 8
     done.set()
     keeper.join()
 

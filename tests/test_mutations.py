@@ -394,7 +394,8 @@ PLACES |= {
     "dict_values": attributes(lambda w: {"w": w}, lambda o: next(iter(o.values())), lambda o, v: o.update(w=v)),
     "dict_items": attributes(lambda w: {"w": w}, lambda o: [v for _, v in o.items()][0], lambda o, v: o.update(w=v)),
     "dict_unpacked": attributes(lambda w: {"w": w}, lambda o: (lambda w: w)(**o), lambda o, v: o.update(w=v)),
-    "dict_in": attributes(lambda w: {}, lambda o: o["w"] if "w" in o else 5, lambda o, v: o.update(w=v)),
+    "dict_in": attributes(lambda w: {}, lambda o: o["w"] if "w" in o else 5,  # noqa: SIM401
+                lambda o, v: o.update(w=v)),
     "dict_by_enum": attributes(lambda w: {Kind.ONE: w}, lambda o: o[Kind.ONE], lambda o, v: o.update({Kind.ONE: v})),
     "ordered_dict": attributes(lambda w: collections.OrderedDict(w=w), lambda o: o["w"], lambda o, v: o.update(w=v)),
     "ordered_dict_get": attributes(lambda w: collections.OrderedDict(w=w), lambda o: o.get("w"), lambda o, v: o.update(w=v)),

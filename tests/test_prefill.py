@@ -319,7 +319,7 @@ def test_which_sequences_blocks_are_of(lengths, more):
     assert set(starts[len(expected):].tolist()) == {ends[-1] + more} and set(owners[len(expected):].tolist()) <= {len(lengths)}
 
 
-@pytest.mark.parametrize("cu", [[0, 300, 200, 500], [0, 300, 900, 500], [7, 300, 400, 500], [0, -5, 200, 500], [0, 300, 300, (1 << 31) - 131],
+@pytest.mark.parametrize("cu", [[0, 300, 200, 500], [0, 300, 900, 500], [7, 300, 400, 500], [0, -5, 200, 500], [0, 300, 300, 2**31 - 131],
                                 [-(1 << 31)] * 4, [1 << 30] * 4])
 @pytest.mark.parametrize("before", [0, 130])
 def test_positions_after_wrong_offsets_are_of_no_sequence(cu, before):

@@ -8,7 +8,6 @@ import pytest
 import torch
 from dense import dense_attention, relative_error
 from test_kv_cache import turned
-
 from torch._subclasses import FakeTensorMode
 
 from flexpress import PageAllocator, mods, rope_table, serving_ops

@@ -742,7 +742,8 @@ def test_classes_are_not_kept_alive():
         large = torch.ones(3)
 
     alive, large = weakref.ref(Holder), weakref.ref(Holder.large)
-    result(lambda score, b, h, q_idx, kv_idx, holder=Holder, one=Holder(): score * holder.factor + one.factor)
-    del Holder
+    one = Holder()
+    result(lambda score, b, h, q_idx, kv_idx, holder=Holder, one=one: score * holder.factor + one.factor)
+    del Holder, one
     gc.collect()
     assert alive() is None and large() is None
