@@ -159,7 +159,7 @@ FLOAT_FORMS = [
     ("{i}.double()", between(-2**24, 2**24), 1), ("{i}.half().float()", between(-2000, 2000), 1),
     ("{i}.bfloat16().float()", between(-200, 200), 1),
     ("torch.floor({f})", exact, 1), ("torch.ceil({f})", exact, 1), ("torch.trunc({f})", exact, 1), ("torch.round({f})", exact, 1),
-    ("torch.sign({f})", exact, 1), ("{f} % 3.0", exact, 1), ("{f} // 2.0", exact, 1), ("torch.fmod({f}, 2.5)", exact, 1),
+    ("torch.sign({f})", exact, 1), ("{f} % 3.0", exact, 1), ("{f}.detach() // 2.0", exact, 1), ("torch.fmod({f}, 2.5)", exact, 1),
     ("torch.div({f}, 4, rounding_mode='floor')", exact, 1), ("{f}.half().float()", exact, 1), ("{f}.bfloat16().float()", exact, 1),
     ("{f}.detach()", None, 0.3), ("torch.zeros_like({f})", None, 0.2), ("torch.full_like({f}, {x})", None, 0.3),
     ("torch.tensor({x}) + {f}", None, 0.3), ("{f}.clone()", None, 0.2),

@@ -11,7 +11,6 @@ import linecache
 import math
 import random
 import re
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -236,14 +235,14 @@ def attention(p: Program, rng: random.Random, small: int, backward: bool | None 
         arguments["kernel_options"] = repr(options)
     if backward and chance(rng, 0.3):
         arguments["deterministic"] = "True"
-    text = ", ".join(f"{k}={v}" for k, v in arguments.items())
+    text = "".join(f", {k}={v}" for k, v in arguments.items())
     results = ["out", "lse"]
     if chance(rng, 0.4):
-        p.call.append(f"out, aux = flexpress.flex_attention(q, k, v, {text}, return_aux=flexpress.AuxRequest(lse=True, max_scores=True))")
+        p.call.append(f"out, aux = flexpress.flex_attention(q, k, v{text}, return_aux=flexpress.AuxRequest(lse=True, max_scores=True))")
         p.call.append("lse, max_scores = aux")
         results.append("max_scores")
     else:
-        p.call.append(f"out, lse = flexpress.flex_attention(q, k, v, {text}, return_lse=True)")
+        p.call.append(f"out, lse = flexpress.flex_attention(q, k, v{text}, return_lse=True)")
     with_lse = backward and chance(rng, 0.5)
     if backward:
         results += gradients(p, rng, (s.B, s.Hq, s.M, s.Dv), dtype, learned, with_lse)
@@ -841,32 +840,13 @@ def flash(p: Program, rng: random.Random, small: int) -> None:
 def marked_learned(p: Program, rng: random.Random, score: str) -> list[str]:
     """The names of captured tensors in a score_mod that are to get gradients."""
     learned = []
-    if not score or "half()" in score or "bfloat16()" in score or not differentiable(score, p.captured):
+    if not score or "half()" in score or "bfloat16()" in score:
         return learned  # autograd rounds gradients on their way back through a cast, kernels do not
     for name, value in p.captured.value.items():
         if isinstance(value, torch.Tensor) and value.is_floating_point() and re.search(rf"\b{name}\b", score) and chance(rng, 0.85):
             p.captured.source[name] += ".requires_grad_()"
             learned.append(name)
     return learned
-
-
-def differentiable(score: str, captured: Captures) -> bool:
-    """Does torch have the derivatives of captured tensors? It has none for // of floats, whose derivative is zero."""
-    leaves = {
-        n: v.double().requires_grad_() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for n, v in captured.value.items()
-    }
-    names = reference_namespace(leaves, torch.float64)
-    exec(score, names)
-    zero = torch.zeros(1, dtype=torch.int32)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        result = names["score_mod"](torch.zeros(1, dtype=torch.float64, requires_grad=True), zero, zero, zero, zero)
-    try:
-        if result.requires_grad:
-            result.sum().backward()
-    except RuntimeError:
-        return False
-    return True
 
 
 def true_status(dense: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:

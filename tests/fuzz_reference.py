@@ -12,14 +12,20 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import torch
 from evaluate import LARGEST, SMALLEST
 from evaluate import Noise as AnyNoise
 from fuzz_mods import default_dtype, in_working_precision, reference_namespace
 
+from flexpress.codegen.ops import OPS
+
 UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}  # half an ulp of 1
 MASKED = -math.inf
+
+
+_FORMULAS = SimpleNamespace(relu=torch.relu, **{name: OPS[name].expand for name in ("gelu", "silu", "softplus", "logsigmoid")})
 
 
 class Noise(AnyNoise):
@@ -74,12 +80,15 @@ class Problem:
     huge: bool = False  # scores are exact however large: what is rounded is their distance from the largest
     approximate: bool = False  # do kernels take faster spellings than float32's, as with 16 bits on a GPU
 
-    def mod(self, name: str, precision: torch.dtype, leaves: dict | None = None) -> Callable | None:
+    def mod(self, name: str, precision: torch.dtype, leaves: dict | None = None, formulas: bool = False) -> Callable | None:
+        """score_mod or mask_mod, None if there is none. `formulas`: what kernels write in other operations is written so."""
         if f"def {name}(" not in self.mods:
             return None
         namespace = reference_namespace(self.captured, precision)
         if leaves:
             namespace |= reference_namespace(leaves, precision)
+        if formulas:
+            namespace["F"] = _FORMULAS
         exec(in_working_precision(self.mods), namespace)
         return namespace[name]
 
@@ -179,7 +188,7 @@ def summed(gradient: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def run_mod(p: Problem, name: str, raw: torch.Tensor, index: tuple, sample: int | None, leaves: dict | None = None) -> torch.Tensor:
     """The scores that score_mod makes of `raw`: with noise on float64 for a sample other than 0."""
     precision = torch.float32 if sample == 0 else torch.float64
-    mod = p.mod(name, precision, leaves)
+    mod = p.mod(name, precision, leaves, formulas=bool(sample))
     with default_dtype(precision), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if not sample:
