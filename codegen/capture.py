@@ -475,6 +475,14 @@ _BY_OPERATORS = (abs, bool, divmod, float, int, len, max, min, pow, round, sum, 
                  *(getattr(operator, name) for name in _OPERATORS))
 
 
+# functions whose value for constants is a constant
+_OF_CONSTANTS = (abs, bool, float, int, max, min, pow, round, torch.finfo, torch.iinfo)
+
+
+def _is_constant(value) -> bool:
+    return type(value) in NUMBERS or type(value) in _CONSTANTS
+
+
 def _is_pure(function) -> bool:
     """Does a function only compute, so that it may be repeated?"""
     try:
@@ -526,6 +534,9 @@ def _call(state: State, args: tuple, kwargs: dict):
     if any(value is f for f in _ITERATORS):
         return value(*args, **kwargs)
     known = all(map(_is_known, args)) and all(map(_is_known, kwargs.values()))
+    if known and args and not kwargs and all(map(_is_constant, args)) and (
+            any(value is f for f in _OF_CONSTANTS) or isinstance(value, types.BuiltinFunctionType) and value.__module__ == "math"):
+        return reader.constant(value(*args), state.name)  # float("-inf") is as constant as what stands in the code
     if known and _is_pure(value):
         name = getattr(value, "__name__", state.name)
         if isinstance(getattr(value, "__self__", None), (types.ModuleType, type, types.NoneType)):
@@ -580,12 +591,15 @@ def _attribute(state: State, name: str):
         return lambda: _keys(state)
     with torch._C.DisableTorchFunction():
         found = getattr(value, name)
+    if at is None and isinstance(value, (torch.finfo, torch.iinfo)):
+        return reader.constant(found, name)
     constant = state.constant
     run = (lambda values: getattr(values[at], name)) if at is not None else (lambda values: getattr(constant, name))
     if isinstance(value, types.ModuleType) and _top(value.__name__) in _PURE_MODULES | {"functools", "itertools"}:
         key = id(value), name
         if key not in reader.members:
-            reader.members[key] = reader.track(found, run, name)
+            member = reader.track(found, run, name)
+            reader.members[key] = _pinned(member) if type(found) in NUMBERS else member  # math.inf is a constant
         return reader.members[key]
     if isinstance(found, types.MethodType) and found.__self__ is value and isinstance(found.__func__, types.FunctionType):
         place = reader.program.add(run, found, _of_class(types.MethodType), name)
@@ -673,11 +687,9 @@ class CaptureReader:
             guard = _of_class(kind)
         return HostValue(State(self, self.program.add(run, value, guard, name), name))
 
-    def _builtin(self, value, name: str):
-        """The stand-in of a builtin, whose identity is compared with that of the others."""
-        if type(value) in NUMBERS or type(value) in _CONSTANTS:
-            return value
-        return HostValue(State(self, None, name, constant=value))
+    def constant(self, value, name: str):
+        """What stands for a value that is the same at every call, or is compared elsewhere."""
+        return value if _is_constant(value) else HostValue(State(self, None, name, constant=value))
 
     def _is_operation(self, value) -> bool:
         return isinstance(value, types.FunctionType) and self.is_operation(value)
@@ -712,7 +724,7 @@ class CaptureReader:
             else:
                 others[name] = builtins.get(name, _builtins_of)  # a name that is nowhere: reading it raises NameError in the mod
                 if name in builtins:
-                    namespace[name] = self._builtin(builtins[name], name)
+                    namespace[name] = self.constant(builtins[name], name)
         if others:  # builtins today: they must not be hidden by globals, or be others, tomorrow
             self.program.add(lambda values: _finds_builtins(values[at], others), True, bool, f"{state.name} builtins")
         names = code.co_varnames[code.co_argcount - count:code.co_argcount]

@@ -279,6 +279,17 @@ def test_numbers_are_arguments():
     assert [c.kind for c in first.scalars] == [int, bool, float]
 
 
+def test_constants_of_libraries_are_literals():
+    for mod in (lambda score, b, h, q_idx, kv_idx: torch.where(q_idx >= kv_idx, score, -math.inf),
+                lambda score, b, h, q_idx, kv_idx: torch.where(q_idx >= kv_idx, score, float("-inf")),
+                lambda score, b, h, q_idx, kv_idx: torch.where(q_idx >= kv_idx, score, -torch.inf),
+                lambda score, b, h, q_idx, kv_idx: torch.where(q_idx >= kv_idx, score, torch.finfo(torch.float32).min),
+                lambda score, b, h, q_idx, kv_idx: torch.where(q_idx >= kv_idx, score, torch.finfo(score.dtype).max * -0.5),
+                lambda score, b, h, q_idx, kv_idx: score * 0.5 / math.sqrt(2) + math.pi * 2):
+        assert not graph(mod).scalars
+        assert traces(mod) == 0
+
+
 def test_nan_and_signed_zero_are_arguments_too():
     ones = torch.ones(1, 1, 2, 2)
     out = [evaluate_mod(windowed(3, x), ones)[0, 0, 0, 0].item() for x in (0.0, -0.0, math.nan)]
