@@ -35,8 +35,7 @@ def is_operation(function) -> bool:
             return True
     except TypeError:  # not hashable
         return False
-    owner = getattr(function, "__self__", None)
-    return isinstance(function, types.BuiltinFunctionType) and isinstance(owner, type) and owner.__module__.startswith("torch")
+    return isinstance(function, types.BuiltinFunctionType) and (function.__module__ or "").partition(".")[0] == "torch"
 
 
 def _symbolic(value) -> bool:

@@ -216,8 +216,15 @@ class _Printer:
         statements, self.statements = self.statements, []
         self.print_nodes(backward, uses)
         found = tuple(self._full_tile(g, self.operand(g, torch.float32), shape) for g in gradients)
-        where = tuple(self.places[id(load)] for load in places)
+        where = tuple(self._place(load) for load in places)
         return Snippet(tuple(statements), result, tuple(self.helpers), self.libdevice, lines_of(self.statements), found, where)
+
+    def _place(self, load: Expr) -> tuple[str, str]:
+        """The offset of a load and what must hold for it. An index that another load gives need not differ along the axes it is made of, if
+        that tensor is expanded; gradients do differ, so the offset gets their shape."""
+        offset, checks = self.places[id(load)]
+        same = {"q_idx", "kv_idx"} & symbols_in(load) - self._varies_with(load)
+        return " + ".join([offset, *(f"{self.names[name]} * 0" for name in sorted(same))]), checks
 
     def print_all(self, roots: tuple[Expr, ...]) -> None:
         nodes = list({id(n): n for root in roots for n in walk(root)}.values())

@@ -6,11 +6,11 @@ be turned) have none, or one that means something else. All that is asked of a t
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch.autograd import forward_ad
 from torch.nn.parameter import UninitializedTensorMixin
+
+from .registry import remembered
 
 DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8, torch.int8, torch.int16,
                     torch.int32, torch.int64))  # of what mods capture
@@ -101,7 +101,7 @@ def _kind(tensor: torch.Tensor) -> str | None:
     return None
 
 
-@functools.cache
+@remembered("keys of ordinary tensors", 64)
 def _ordinary_keys(device: torch.device) -> frozenset[int]:
     """The dispatch keys of ordinary tensors, of those made in inference mode too: whatever has others is more than memory."""
     found = set()

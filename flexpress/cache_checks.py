@@ -34,14 +34,15 @@ def check_plain(name: str, tensor, layout: str) -> None:
         raise ValueError(f"{name} must be {layout}, got {described(tensor)}")
 
 
+_keys = torch._C._dispatch_keys  # they tell ordinary memory from all else, the negative bit too
 _passed: dict[tuple, bool] = Table("checked caches", 4096)  # what passed the checks; do tables have contiguous rows
 
 
 def forms_of(*values) -> tuple | None:
     """All of some tensors and numbers that checks look at, but contents; None if there is no telling."""
     try:
-        return tuple([(type(t), t.shape, t.stride(), t.dtype, t.device, t.is_neg()) if isinstance(t, torch.Tensor) else (type(t), t)
-                      for t in values])
+        return tuple([(type(t), t.shape, t.stride(), t.dtype, t.device, _keys(t).raw_repr()) if isinstance(t, torch.Tensor)
+                      else (type(t), t) for t in values])
     except (RuntimeError, TypeError, NotImplementedError):  # sparse and nested tensors have no strides
         return None
 
@@ -78,9 +79,8 @@ def _check_batch(name, tokens, k_cache, v_cache, kv_len, page_table, cache_loc, 
     device = tokens.device
     if page_table is not None and cache_loc is not None:
         raise ValueError("page_table and cache_loc exclude each other: a page table says where a sequence is")
-    batch = kv_len.shape[0] if isinstance(kv_len, torch.Tensor) and kv_len.ndim == 1 else None
-    _check_table("kv_len", kv_len, (batch if ragged else tokens.shape[0],), torch.int32, device)
-    heads = k_cache.shape[2]
+    _check_table("kv_len", kv_len, (None if ragged else tokens.shape[0],), torch.int32, device)
+    batch, heads = kv_len.shape[0], k_cache.shape[2]
     tables = (("page_table", page_table, (batch, None)), ("cache_loc", cache_loc, (batch,)), ("cu_seqlens_q", cu_seqlens_q, (batch + 1,)),
               ("q_offset", q_offset, (batch,)))
     for what, tensor, shape in tables:

@@ -457,3 +457,19 @@ def test_queries_scaled_in_half_precision_are_so_in_the_backward_pass(score_mod,
     plain = (plain[0] * 0.3, *plain[1:])
     for g, e, p in zip(grads, exact, plain, strict=True):
         assert relative_error(g, e) <= 1.5 * relative_error(p, e) + 1e-4
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("axis", [0, 1])
+def test_gradients_at_indices_from_an_expanded_tensor(axis, device):
+    """An index that is loaded by q_idx and kv_idx, but is the same along one of them."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(0, 9, (1, 70) if axis == 0 else (70, 1), generator=generator).to(device).expand(70, 70)
+    table = torch.randn(70, 9, generator=generator).to(device).requires_grad_()
+    q, k, v = (torch.randn(1, 1, 70, 16, generator=generator).to(device) for _ in range(3))
+    score_mod = lambda score, b, h, q_idx, kv_idx: score + table[kv_idx, ids[q_idx, kv_idx]]  # noqa: E731
+    found, = torch.autograd.grad(flex_attention(q, k, v, score_mod, scale=0.25).square().sum(), table)
+    scores = (q @ k.mT * 0.25).double()
+    scores = score_mod(scores, 0, 0, torch.arange(70, device=device)[:, None], torch.arange(70, device=device))
+    expected, = torch.autograd.grad((torch.softmax(scores, -1) @ v.double()).square().sum(), table)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)

@@ -44,10 +44,6 @@ def update(a: dict, **options):
     return update_cache(a["key"], a["value"], **{k: t for k, t in a.items() if k not in ("key", "value")}, **options)
 
 
-def subclass(tensor):
-    return tensor.as_subclass(type("Mine", (torch.Tensor,), {}))
-
-
 def sparse(tensor):
     return tensor.to_sparse()
 
@@ -92,12 +88,11 @@ BOTH = {
     "one scale": ("pages", dict(k_scale=torch.ones(2)), ValueError, "go together"),
     "no heads": ("pages", dict(k_cache=lambda t: t[:, :, :0], v_cache=lambda t: t[:, :, :0], key=lambda t: t[:, :0],
                                value=lambda t: t[:, :0]), ValueError, "has no heads"),
-    "a fake cache": ("pages", dict(k_cache=fake), NotImplementedError, "k_cache must be a plain tensor .*FakeTensor"),
-    "a cache on meta": ("pages", dict(k_cache=lambda t: t.to("meta")), NotImplementedError, "k_cache must be a plain tensor .* on meta"),
-    "a sparse cache": ("pages", dict(v_cache=sparse), NotImplementedError, "v_cache must be a plain tensor .*sparse_coo"),
-    "a subclass": ("pages", dict(k_cache=subclass), NotImplementedError, "k_cache must be a plain tensor .*Mine"),
+    "a fake cache": ("pages", dict(k_cache=fake), NotImplementedError, "k_cache is a FakeTensor"),
+    "a cache on meta": ("pages", dict(k_cache=lambda t: t.to("meta")), NotImplementedError, "k_cache must be in the memory .* on meta"),
+    "a sparse cache": ("pages", dict(v_cache=sparse), NotImplementedError, "v_cache is a sparse tensor"),
     "a list of lists": ("pages", dict(k_cache=[[1.0]]), TypeError, "k_cache must be a tensor .*got list"),
-    "a cache with the negative bit": ("pages", dict(k_cache=torch._neg_view), ValueError, r"pass k_cache.resolve_neg\(\)"),
+    "a cache with the negative bit": ("pages", dict(k_cache=torch._neg_view), NotImplementedError, r"pass .resolve_neg\(\)"),
     "a cache that requires grad": ("pages", dict(k_cache=lambda t: t.requires_grad_()), NotImplementedError, "k_cache requires grad, but"),
 }
 ATTEND = {
@@ -125,7 +120,7 @@ UPDATE = {
     "overlapping entries": ("entries", dict(v_cache=lambda t: t.flatten().as_strided(t.shape, (8 * 32, 32, 16, 1))), ValueError,
                             "v_cache .* elements share memory"),
     "key as a list": ("pages", dict(key=[1.0]), TypeError, "key must be a tensor"),
-    "a fake value": ("pages", dict(value=fake), NotImplementedError, "value must be a plain tensor"),
+    "a fake value": ("pages", dict(value=fake), NotImplementedError, "value is a FakeTensor"),
     "value as a list": ("pages", dict(value=[1.0]), TypeError, "value must be a tensor"),
     "another dtype of value": ("pages", dict(value=torch.Tensor.half), ValueError, "all else alike"),
     "a query of other length": ("pages", dict(query=lambda t: t[:5]), ValueError, "all but the number of heads must be equal"),

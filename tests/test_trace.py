@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from dense import positions
 
-from flexpress import ModError, cache_clear, cache_info, explain, flex_attention
+from flexpress import ModError, and_masks, cache_clear, cache_info, explain, flex_attention, mods, noop_mask
 from flexpress.codegen.evaluate import evaluate_mod
-from flexpress.codegen.signature import bind
+from flexpress.codegen.signature import bind, why_every_call
 from flexpress.mods import compose_scores
 
 SCORES = torch.randn(2, 3, 7, 9, generator=torch.Generator().manual_seed(0))
@@ -678,6 +678,23 @@ def test_two_kinds_of_one_function():
 
 
 # Mods that are traced at every call
+
+def test_ordinary_mods_are_traced_once():
+    table, slopes, ids = torch.randn(3, 9, 9), torch.rand(3), torch.zeros(9, dtype=torch.int32)
+    for mod in (mods.alibi(slopes), mods.alibi_symmetric(slopes), mods.softcap(3.0), mods.t5_bias(torch.randn(32, 3)),
+                compose_scores(mods.softcap(3.0), mods.alibi(slopes)), mods.relative_bias(torch.randn(3, 17)),
+                lambda score, b, h, q_idx, kv_idx: torch.where(q_idx >= kv_idx, score, torch.full_like(score, -math.inf)),
+                lambda score, b, h, q_idx, kv_idx: score + torch.zeros_like(score) + score.new_ones(()) + torch.tensor(2.0),
+                lambda score, b, h, q_idx, kv_idx: score + table[h, q_idx, kv_idx] * torch.ones_like(score).to(table.dtype)):
+        graph(mod)
+        assert not why_every_call(mod, "score")
+    for mod in (mods.causal, mods.causal_offset(3), mods.sliding_window(3), mods.prefix_lm(torch.tensor([3])),
+                mods.document(ids, mods.causal), mods.dilated_window(4, 2), mods.global_sliding(5, 2), and_masks(mods.causal, mods.sliding_window(5)), noop_mask,
+                lambda b, h, q_idx, kv_idx: (ids[q_idx] == ids[kv_idx]) & (q_idx >= kv_idx)):
+        bind(mod, "mask")
+        assert not why_every_call(mod, "mask")
+
+
 
 def test_what_stand_ins_cannot_see_is_traced_at_every_call(caplog):
     """Nothing compiles again, another number neither, and the log says it once."""
