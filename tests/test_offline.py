@@ -217,6 +217,8 @@ def test_every_template_is_compiled_for_every_target():
 @pytest.mark.parametrize("target, case", PAIRS)
 def test_compiles_and_fits(target, case, every_kernel):
     if not (every_kernel or my_turn(PAIRS.index((target, case))) or target == "sm_90" and case in EVERYWHERE | ON_HOPPER):
+        if target != "sm_90":
+            pytest.skip("the other Triton compiles it")
         kernel_of(target, case).compile("ttgir")
         return
     made = compiled(target, case)
