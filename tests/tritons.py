@@ -1,5 +1,5 @@
-"""Two Tritons compile kernels for GPUs that are not here (`make test`). All kernels go through the passes of both, which is where Tritons
-differ and a tenth of the work; the assembler, which says what spills, gets most of them from one of the two."""
+"""Two Tritons compile kernels for GPUs that are not here (`make test`). All kernels for Hopper go through the passes of both, where Tritons
+differ; that is a tenth of the work. The assembler, which says what spills, gets most of them from one of the two; --every-kernel: all."""
 
 from __future__ import annotations
 
