@@ -47,7 +47,7 @@ class Program:
     inputs: list[str] = field(default_factory=list)
     call: list[str] = field(default_factory=list)
     check: Callable[[dict], Judged] | None = None
-    refusals: str = ""
+    refusals: str = r"_mod: index -?\d+ is out of bounds for dimension"  # torch's own, of an index without symbols
     poison: bool = False  # torch.empty gives NaN (and all is deterministic)
 
     def body(self) -> str:

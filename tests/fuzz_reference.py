@@ -316,7 +316,7 @@ class Judged:
     worst: dict[str, tuple[float, float]]  # of every result, its largest error by element and by norm, in shares of what is allowed
 
 
-ELEMENT, NORM, SAMPLES = 2.0, 1.1, 3
+ELEMENT, NORM, SAMPLES = 2.0, 1.25, 3
 
 
 def judge(p: Problem, results: dict[str, torch.Tensor | None]) -> Judged:
@@ -395,7 +395,7 @@ def solve_mod(source: str, name: str, captured: dict, scores: torch.Tensor, inde
     exact = run_mod(p, name, scores, tuple(index), None).expand(scores.shape).double()
     samples = torch.stack([run_mod(p, name, scores, tuple(index), i).expand(scores.shape).double() for i in range(SAMPLES + 1)])
     errors = (samples - exact).abs().nan_to_num(0, 0, 0).amax(0)
-    tolerance = 2 * ELEMENT * errors + 2.0**-21 * exact.abs() + 1e-37
+    tolerance = 2 * ELEMENT * errors + 2.0**-21 * exact.abs() + 2.0**-23 * scores.abs().double() + 1e-37
     got = found.double()
     certain = (samples.isfinite() == exact.isfinite()).all(0)
     bad = ~((got == exact) | (got.isnan() & exact.isnan()) | ((got - exact).abs() <= tolerance)) & certain

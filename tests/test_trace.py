@@ -689,7 +689,8 @@ def test_ordinary_mods_are_traced_once():
         graph(mod)
         assert not why_every_call(mod, "score")
     for mod in (mods.causal, mods.causal_offset(3), mods.sliding_window(3), mods.prefix_lm(torch.tensor([3])),
-                mods.document(ids, mods.causal), mods.dilated_window(4, 2), mods.global_sliding(5, 2), and_masks(mods.causal, mods.sliding_window(5)), noop_mask,
+                mods.document(ids, mods.causal), mods.dilated_window(4, 2), mods.global_sliding(5, 2),
+                and_masks(mods.causal, mods.sliding_window(5)), noop_mask,
                 lambda b, h, q_idx, kv_idx: (ids[q_idx] == ids[kv_idx]) & (q_idx >= kv_idx)):
         bind(mod, "mask")
         assert not why_every_call(mod, "mask")
