@@ -66,6 +66,7 @@ class HostProgram:
     def __init__(self, root) -> None:
         self.steps: list[Step] = []
         self.values: list = [root]
+        self.root_guard = _of_class(type(root))
         self.attributes: set[str] = set()  # names that the mod's code reads of objects
         self._aliases: dict[int, int] = {}  # id of a tensor -> the step that found it first
 
@@ -81,6 +82,8 @@ class HostProgram:
         """From now on the step at `place` must give what `guard` accepts."""
         if place:
             self.steps[place - 1].guard = guard
+        else:
+            self.root_guard = guard
 
     def pin(self, place: int) -> object:
         """From now on the value of this step is part of the signature (Python itself used it)."""
@@ -102,13 +105,15 @@ class HostProgram:
     def finish(self) -> list:
         """The values of the trace. The program outlives its first call; they must not."""
         values, self.values, self._aliases = self.values, [], {}
-        if not all(step.guard(value) for step, value in zip(self.steps, values[1:], strict=True)):
+        if not self.root_guard(values[0]) or not all(step.guard(value) for step, value in zip(self.steps, values[1:], strict=True)):
             raise Untrackable("captures something that changes while it is read")
         self._pairs = [(step.run, step.guard) for step in self.steps]
         return values
 
     def run(self, root) -> list | None:
         """Repeat every step for `root`: the values, or None if a guard fails and the trace does not fit."""
+        if not self.root_guard(root):
+            return None
         values: list = [root]
         try:
             for run, guard in self._pairs:
@@ -662,9 +667,7 @@ class CaptureReader:
 
     def root(self):
         """The stand-in of the mod itself (the program's value 0)."""
-        value = self.program.values[0]
-        place = self.program.add(lambda values: values[0], value, _of_class(type(value)), name_of(value))
-        return HostValue(State(self, place, name_of(value)))
+        return HostValue(State(self, 0, name_of(self.program.values[0])))
 
     def track(self, value, run: Callable, name: str):
         """The stand-in, or the tensor or constant itself, for a captured `value` that `run(values)` finds again."""

@@ -63,7 +63,7 @@ def bind(mod, kind: str) -> tuple[ModGraph, list]:
 
     Traces the mod if no trace fits. Raises ModError for a mod that cannot be traced.
     """
-    key = (kind, _code_of(mod), torch.get_default_dtype())
+    key = (kind, mod.__code__ if type(mod) is types.FunctionType else _code_of(mod), torch.get_default_dtype())
     bucket = _buckets.get(key)
     if bucket is not None:
         for traced in bucket.traces:
