@@ -13,7 +13,7 @@ from fake_hopper import forward_on_cpu
 from problems import DEVICES
 
 from flexpress import AuxRequest, cached_attention, create_block_mask, flex_attention, mods, varlen_attention
-from flexpress.codegen import forward, kernel
+from flexpress.codegen import forward, registry
 from flexpress.codegen.signature import bind
 
 MIN = torch.finfo(torch.float32).min
@@ -191,14 +191,12 @@ def test_text_for_hopper(monkeypatch, name):
     """The forward kernel for Hopper, in a stand-in for Gluon."""
     dtype = DTYPES[1 + NAMES.index(name) % 2]
     launched = forward_on_cpu(monkeypatch)
-    forward.clear()
-    kernel.clear()
+    registry.clear()
     q, k = (whole_numbers(1, h, n, 64, dtype=dtype, device="cpu", seed=n) for h, n in ((2, 130), (1, 260)))
     v = torch.randn(1, 1, 260, 64).to(dtype)
     score = bind(score_mods("cpu")[name], "score")
     out, lse, _, rows = forward.forward(q, k, v, forward.Inputs(q, k), 0.25, score, None, None, forward.Options(), output_rows=True)
-    forward.clear()
-    kernel.clear()
+    registry.clear()
     assert len(launched) == 1
     expected = exact(q, k, v, score_mods("cpu")[name])
     assert rows.raw == (name == "slopes")
