@@ -88,14 +88,16 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tenso
     if isinstance(plan, HopperBackwardPlan):
         dq_sum = torch.empty((Z, Hq, Q_LEN, D_QK), dtype=torch.float32, device=q.device)
         done = torch.empty((2, Z, Hq), dtype=torch.int32, device=q.device)
-        stats = (*stats, dq_sum, done)
+        with on(q.device):
+            count = counter(q.device, torch._C._cuda_getCurrentRawStream(q.device.index))
+        stats = (*stats, dq_sum, done, count)
     kernel_for(plan.delta).launch((Z * Hq * stats_len // delta_rows(D_V),), (out, do, *stats, ready.numbers["delta"]), q.device,
                                   (delta_rows(D_V),), num_warps=4, num_stages=1)
 
     if isinstance(plan, HopperBackwardPlan):
         sums = _Sums((plan,), score, extents, q.device)
         try:
-            _launch_fused(ready, tensors, tops, delta, dq_sum, done, transposed, score, mask, sums)
+            _launch_fused(ready, tensors, tops, delta, dq_sum, done, count, transposed, score, mask, sums)
         except Unusable as why:
             _refused[ready.case] = str(why)
             _ready.clear()  # others of this case have other lengths
@@ -194,7 +196,7 @@ def _with_lists(known: dict, lists: BlockLists | None, width: str) -> dict:
 
 
 def _launch_fused(ready: _Ready, tensors: tuple, tops: torch.Tensor, delta: torch.Tensor, dq_sum: torch.Tensor, done: torch.Tensor,
-                  lists: BlockLists | None, score, mask, sums: _Sums) -> None:
+                  count: torch.Tensor, lists: BlockLists | None, score, mask, sums: _Sums) -> None:
     """Launch hopper_backward: a program for each multiprocessor, unless there are fewer tiles and blocks of dQ to finish."""
     plan = ready.plan
     q, k, v, do, dq, dk, dv = tensors
@@ -206,7 +208,6 @@ def _launch_fused(ready: _Ready, tensors: tuple, tops: torch.Tensor, delta: torc
     tiles = tiles_of(k.shape[2], plan.tile.BLOCK_N, lists, "kv_block")
     with on(q.device):
         stored = (dq_sum, dq, *((dk, dv) if plan.fused.flag["STARTS"] else ()), done)
-        count = counter(q.device, torch._C._cuda_getCurrentRawStream(q.device.index))
         args = (*descriptors, *stored, count, ready.numbers["fused"], *(lists.tables if lists else ()), *mods,
                 *sums.arguments(plan, 2 * tiles))
         variant, plain = usable(kernel_for(plan.fused), args, q.device, math.inf)

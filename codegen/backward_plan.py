@@ -148,9 +148,9 @@ def delta_spec(case: BackwardCase, backend: str, zero_dq: str = "", raw: bool = 
     fused = bool(zero_dq)
     numbers = ("Hq", "Q_LEN", "STATS_LEN", *strides("o", "do"), *(["Zkv", "GROUP_SIZE", "HEADS_PER_GROUP"] if zero_dq == "first" else []))
     scaled = case.raw_tops and not raw
-    numbers += ("SM_SCALE",) if scaled else ()
+    numbers += (*(["SM_SCALE"] if case.raw_tops else []), *(["TO_LOG2"] if fused else []))
     flags = {"D_V": case.d_v, "D_V_ROUNDED": round_up_head_dim(case.d_v), "UNIT": delta_unit(case), "LSE_GRADIENT": case.lse_gradient,
-             "SCALE_TOPS": scaled,
+             "SCALE_TOPS": scaled, "RAW": raw,
              "ZERO_DQ": zero_dq, "SHIFTS": stats_copies(case) if fused else 1, "numbers": numbers, "parameters": numbers}
     if fused:
         flags |= {"D_QK": case.d_qk, "D_QK_ROUNDED": round_up_head_dim(case.d_qk)}

@@ -144,7 +144,7 @@ def plan_hopper_backward(case: BackwardCase, score: Mod | None, mask: Mod | None
         mask_text = mod_text(*mask, _SYMBOLS, target, shape="qk.shape", taken=taken)
     tile = tile or hopper_backward_tile(case, score, mask)
     scale_apart = score is not None or not case.scale_is_positive
-    # top is read while S is computed: 5 % faster where that does not spill
+    # share is read while S is computed: 5 % faster where that does not spill
     early = tile.BLOCK_M == 64 and not score and not (mask and mask[0].tensors)
     fused = _spec(case, tile, score_text, mask_text, scale_apart, check_padding, early)
     delta = delta_spec(case, "cuda", "first" if fused.flag["ZERO_AHEAD"] else "all", fused.flag["SUM_IS_RAW"])
@@ -152,7 +152,7 @@ def plan_hopper_backward(case: BackwardCase, score: Mod | None, mask: Mod | None
 
 
 def _spec(case: BackwardCase, tile: HopperBackwardTile, score: ModText | None, mask: ModText | None, scale_apart: bool,
-          check_padding: bool, early_top: bool) -> KernelSpec:
+          check_padding: bool, early_share: bool) -> KernelSpec:
     blocks, mods, (d_qk, d_v) = case.blocks, [m for m in (score, mask) if m], padded(case.d_qk, case.d_v)
     raw = case.raw_tops and score is not None and scores_are_raw(score.sum, case.scale_is_positive)  # as the forward kernel had them
     numbers = ["Z", "Zkv", "Hq", "Hkv", "GROUP_SIZE", "HEADS_PER_GROUP", "Q_LEN", "KV_LEN", *strides("dq"), "SM_SCALE", "TO_LOG2"]
@@ -177,7 +177,7 @@ def _spec(case: BackwardCase, tile: HopperBackwardTile, score: ModText | None, m
         "BLOCK_MASK": blocks is not None, "HAS_FULL_BLOCKS": blocks is not None and blocks.has_full,
         "SPARSE_Q_BLOCK_SIZE": blocks.q_block if blocks else 0, "SPARSE_KV_BLOCK_SIZE": blocks.kv_block if blocks else 0,
         "STEPS": blocks.q_block // tile.BLOCK_M if blocks else 1, "STARTS": starts,
-        "SCALE_FIRST": scale_apart, "SUM_IS_RAW": raw, "CHECK_PADDING": check_padding, "EARLY_TOP": early_top,
+        "SCALE_FIRST": scale_apart, "SUM_IS_RAW": raw, "CHECK_PADDING": check_padding, "EARLY_SHARE": early_share,
         "imports_triton": any(re.search(r"\btl\.", line) for line in lines),
         "numbers": tuple(numbers) + tuple(n for m in mods for n in m.numbers), "parameters": tuple(numbers),
     }

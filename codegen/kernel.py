@@ -166,13 +166,13 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def counter(device: torch.device, stream: int) -> torch.Tensor:
-    """An int32 of zero for `stream`, the current one, on which one kernel after another may count: each leaves it zero. A CUDA graph gets
-    one of its own, as graphs may run beside each other; none captures stream 0."""
+    """Two int32 of zero for `stream`, the current one, on which one kernel after another may count: each leaves them zero. A CUDA graph gets
+    some of its own, as graphs may run beside each other; none captures stream 0."""
     if stream and torch.cuda.is_current_stream_capturing():
-        return torch.zeros(1, dtype=torch.int32, device=device)
+        return torch.zeros(2, dtype=torch.int32, device=device)
     found = _counters.get((device, stream))
     if found is None:
-        found = _counters[device, stream] = torch.zeros(1, dtype=torch.int32, device=device)
+        found = _counters[device, stream] = torch.zeros(2, dtype=torch.int32, device=device)
     return found
 
 

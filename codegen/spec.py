@@ -304,6 +304,7 @@ _SIZES = {  # of results, from those of operands; what is not here may be infini
     "minimum": max, "maximum": max, "where": lambda _, x, y: max(x, y),
     **dict.fromkeys(("tanh", "sigmoid", "sin", "cos", "erf"), lambda x: 1.0),
 }
+_OF_INFINITY = {"cast", "neg", "abs", "detach", "minimum", "maximum", "where", "tanh", "sigmoid", "erf"}  # no NaN
 
 
 def are_ordinary(numbers: list) -> bool:
@@ -315,7 +316,7 @@ def are_ordinary(numbers: list) -> bool:
 def may_be_nan(expr: Expr, ordinary: bool = True) -> bool:
     """Could the value be infinite or NaN where "grad" is 0? Elements of tensors may be, scores are finite, and captured numbers are
     `ordinary` or may be anything. Then 0 times what the gradient is multiplied by need not be 0."""
-    return math.isinf(_size(expr, ordinary, {}))
+    return not math.isfinite(_size(expr, ordinary, {}))
 
 
 def padding_may_be_nan(expr: Expr, ordinary: bool = True) -> bool:
@@ -324,13 +325,13 @@ def padding_may_be_nan(expr: Expr, ordinary: bool = True) -> bool:
     for node in walk(expr):
         if node.dtype.is_floating_point and "score" in symbols_in(node) and node.op not in ("add", "sub", "neg", "cast", "where"):
             operands = [_size(a, ordinary, sizes) for a in node.args if "score" not in symbols_in(a)]
-            if node.op not in ("symbol", *_SIZES) and not _divides_by_constant(node) or any(map(math.isinf, operands)):
+            if node.op not in ("symbol", *_SIZES) and not _divides_by_constant(node) or not all(map(math.isfinite, operands)):
                 return True
     return False
 
 
 def _size(node: Expr, ordinary: bool, sizes: dict[int, float]) -> float:
-    """What a value is at most, signs aside, where "grad" is at most 1; inf if it may be infinite or NaN."""
+    """What a value is at most, signs aside, where "grad" is at most 1; inf if it may be infinite, NaN if it may be NaN."""
     found = sizes.get(id(node))
     if found is not None:
         return found
@@ -342,17 +343,17 @@ def _size(node: Expr, ordinary: bool, sizes: dict[int, float]) -> float:
     elif node.op == "literal":
         found = abs(node.attr)
     elif node.op == "scalar":
-        found = _ORDINARY[1] if ordinary else math.inf
+        found = _ORDINARY[1] if ordinary else math.nan
     else:
         operands = [_size(a, ordinary, sizes) for a in node.args]
-        if any(map(math.isinf, operands)):
-            found = math.inf
+        if any(map(math.isnan, operands)) or any(map(math.isinf, operands)) and node.op not in _OF_INFINITY:
+            found = math.nan
         elif _divides_by_constant(node):
             divisor = node.args[1]
             found = operands[0] / (abs(divisor.attr) if divisor.is_literal else _ORDINARY[0])
         else:
-            found = _SIZES[node.op](*operands) if node.op in _SIZES else math.inf
-    found = found if found <= most else math.inf  # NaN, too
+            found = _SIZES[node.op](*operands) if node.op in _SIZES else math.nan
+    found = math.inf if found > most else found
     sizes[id(node)] = found
     return found
 
