@@ -573,7 +573,7 @@ def test_ranges_of_integers_hold_every_value(name):
 
 @pytest.mark.parametrize("mod", [
     lambda b, h, q_idx, kv_idx: kv_idx >= torch.sqrt(h * 1.0),  # no axis: not read as a number
-    lambda b, h, q_idx, kv_idx: TWOS[kv_idx] * TWOS[kv_idx] >= q_idx + 1.0,  # read along an axis: measured
+    lambda b, h, q_idx, kv_idx: TWOS[kv_idx] * 1.5 >= q_idx,  # read along an axis: measured
 ], ids=["point", "zone"])
 def test_rounded_numbers_leave_room_for_other_roundings(mod):
     """Another kernel may round otherwise: where the last bit decides, nothing is sure."""
@@ -581,11 +581,6 @@ def test_rounded_numbers_leave_room_for_other_roundings(mod):
 
 
 TWOS = torch.full((4,), 2.0)
-
-
-def test_divisions_by_zeros_of_both_signs_are_not_bounded():
-    for zeros in ((0.0, -0.0, 1.0, 2.0), (-0.0, 0.0, 1.0, 2.0)):
-        check("(q_idx + 1.0) / z[kv_idx] > 0", {"z": torch.tensor(zeros)}, [0, 4], [0, 4])
 
 
 @pytest.mark.parametrize("seed", range(4))
