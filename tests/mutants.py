@@ -9,6 +9,8 @@ process that ends otherwise are no proof, unless the mutant says so. First the s
 that out). Exit status 1 if a mutant survives or is not what it should be.
 """
 
+# ruff: noqa: E501 (the texts that are replaced)
+
 from __future__ import annotations
 
 import argparse
@@ -240,7 +242,7 @@ CHECKS = [
 
 LAUNCHES = [
     Mutant("codegen/forward.py", "return [Hm * rows if Zm > 1 else 0, rows if Hm > 1 else 0,", "return [Hm * rows if Zm > 1 else 0, rows,",
-           named("mask_mod", "marking_every or the_call_makes"), "a mask that all heads share is read as if each had its own"),
+           named("mask_mod", "marking_every or the_call_makes"), "a mask that all heads share is read as if each had its own", "crash"),
     Mutant("codegen/forward.py", "inputs = k.data_ptr(), v.data_ptr(), q.data_ptr()", "inputs = v.data_ptr(), k.data_ptr(), q.data_ptr()",
            named("repeated_calls"), "a repeated call exchanges keys and values"),
     Mutant("codegen/forward.py", "                       scale > 0, output_max", "                       True, output_max",

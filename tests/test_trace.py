@@ -348,7 +348,8 @@ def test_a_consumed_number_that_also_meets_symbols():
     "window * 2 + 1", "window // 2", "window / 3", "2**window", "-window", "abs(window - 7)", "window % 4",
     "window << 1 | 1", "int(True) + window", "window > 2", "table.shape[1] // 2", "table.numel() + 1",
     "table.size(0) - 1", "len(table)", "table.shape[0] * window", "max_of.sum().item()",
-    "table.dim() + window", "scale * window", "window ** 0.5", "1 / window", "table.sum()", "math.sqrt(window)", "float(window)", "window - scale",
+    "table.dim() + window", "scale * window", "window ** 0.5", "1 / window", "table.sum()", "math.sqrt(window)", "float(window)",
+    "window - scale",
     "round(scale * 2)", "max(window, 2)", "[scale, window][1]", "window.bit_length()", "len(f'{rows}') * window"
 ])
 def test_arithmetic_on_captured_numbers_is_done_at_every_call(expression):
