@@ -442,6 +442,29 @@ def test_nothing_flows_from_where_nothing_is_attended_to(name, lengths, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_a_mod_that_makes_nan_of_zero_scores(device):
+    """As those past the end are."""
+    q, k, v = (torch.randn(1, 2, 20, 16, device=device, requires_grad=True) for _ in range(3))
+    score_mod = lambda s, b, h, m, n: s + s / torch.abs(s)  # noqa: E731
+    out = flex_attention(q, k, v, score_mod, scale=0.25, kernel_options={"BACKEND": "TRITON"})
+    grads = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    exact = reference_gradients([q, k, v], lambda: score_mod, None, 0.25, torch.ones_like(out), None, torch.float64)
+    assert all(relative_error(g, e) < 1e-5 for g, e in zip(grads, exact, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_captured_number_that_becomes_infinite_is_seen(device):
+    """The kernels of ordinary numbers, which are kept, do not serve it."""
+    q = torch.randn(1, 2, 20, 16, device=device, requires_grad=True)
+    mask, found = create_block_mask(mods.causal, None, None, 20, 20, device=device), []
+    for number in (2.0, math.inf, 2.0):
+        out = flex_attention(q, q, q, lambda s, b, h, m, n, number=number: s * torch.where(n <= m, 1.0, number), mask,
+                             kernel_options={"BACKEND": "TRITON"})
+        found += torch.autograd.grad(out, q, torch.ones_like(out))
+    assert relative_error(found[1], found[0]) < 1e-6 and torch.equal(found[2], found[0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("score_mod", [None, mods.softcap(20.0)], ids=["plain", "softcap"])
 def test_queries_scaled_in_half_precision_are_so_in_the_backward_pass(score_mod, dtype, device):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -127,6 +128,25 @@ def test_blocks_of_any_size(size, lengths, heads):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_full_blocks_may_be_listed_as_partial_too_and_reach_past_the_end(device):
+    """They are visited once, without the mask_mod, up to the last key."""
+    counts, indices = torch.full((1, 1, 2), 2), torch.tensor([0, 1]).expand(1, 1, 2, 2)
+    for full_counts, full_indices in ((counts - 1, indices[..., 1:]), (counts, indices)):
+        lists = tuple(t.int().to(device) for t in (counts, indices, full_counts, full_indices))
+        mask = BlockMask((20, 20), *lists, BLOCK_SIZE=16, mask_mod=stripes)
+        check(mask, meant(lists, (16, 16), (20, 20)), (20, 20), device=device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_blocks_of_kernels_that_are_full_in_part_are_partial(device):
+    """Of four columns of blocks the first is full, and a kernel's block takes in all four."""
+    nothing, first = torch.zeros(1, 1, 4), torch.zeros(1, 1, 4, 1)
+    lists = tuple(t.int().to(device) for t in (nothing, first, nothing + 1, first))
+    mask = BlockMask((32, 32), *lists, BLOCK_SIZE=8, mask_mod=stripes)
+    check(mask, meant(lists, (8, 8), (32, 32)), (32, 32), device=device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_one_query_a_block(device):
     """BLOCK_SIZE=(1, 64), sliced, cut and with another mask_mod."""
     mask = create_block_mask(stripes, None, 2, 70, 150, device, (1, 64))
@@ -148,7 +168,10 @@ def test_a_captured_tensor_is_not_read_past_its_end_in_a_long_last_block(device)
     table = torch.rand(3 + 768 + 1024, device=device)[:3 + 768]
     lists = torch.full((1, 1, 1), 1, dtype=torch.int32, device=device), torch.zeros(1, 1, 1, 1, dtype=torch.int32, device=device)
     mask = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=(128, 1024), mask_mod=mask_mod, seq_lengths=(20, 600))
-    assert reached((1, 1, 20, 600), mask.for_kernels()[0]) == (1, 1, 20, 1024)
+    lists = mask.for_kernels()[0]
+    assert reached((1, 1, 20, 600), lists) == (1, 1, 20, 1024)
+    begins_anywhere = dataclasses.replace(lists, starts=torch.tensor([0, 20], dtype=torch.int32))
+    assert reached((1, 1, 20, 600), begins_anywhere) == (1, 1, 20, 599 + lists.kv_block)
     check(mask, mask_mod, (20, 600), device=device)
 
 

@@ -300,6 +300,44 @@ def test_another_version_prints_and_compiles_anew(place, monkeypatch, owner, nam
     assert cache_info().prints == 1 and after != before, "compiled code is found by the file's name, which holds the versions"
 
 
+def test_other_templates_print_anew(place, monkeypatch):
+    number, scores = next(_numbers), torch.ones(1, 1, 3, 5)
+    evaluate_mod(score_mod(number), scores)
+    for digest, prints in ((cache._templates_digest(), 0), ("of templates that have changed", 1)):
+        monkeypatch.setattr(cache, "_templates_digest", lambda digest=digest: digest)
+        cache_clear()
+        evaluate_mod(score_mod(number), scores)
+        assert cache_info().prints == prints
+
+
+def test_a_print_that_was_edited_is_not_used(place):
+    """Also where it is still Python, and the note beside it is whole."""
+    spec, text = _printed()
+    path = cache.store(text, spec).path
+    assert cache.recall(spec).source == text
+    path.write_text(text + "x = 1\n")
+    assert cache.recall(spec) is None
+
+
+def test_variants_of_compiled_code_are_named_by_all_that_changes_it(monkeypatch):
+    names, target = [], binary.GPUTarget("cuda", 90, 32)
+    monkeypatch.setattr(binary, "_read", lambda name: names.append(name) or b"")
+    monkeypatch.setattr(binary, "Binary", lambda *_: None)
+    ones = torch.ones(9)
+
+    def name(*args, stem="kernel", constants=(64,), target=target, **options) -> str:
+        monkeypatch.setattr(binary, "current_target", lambda: target)
+        binary.obtain(stem, binary.describe(args)[0], constants, {"num_warps": 4, "num_stages": 2} | options, 0, None)
+        return names[-1]
+
+    base = name(1, ones)
+    assert base == name(2**31 - 1, ones * 2) == name(-2**31, ones[4:])
+    others = [name(2**31, ones), name(1.0, ones), name(1, ones.half()), name(1, ones[1:]),
+              name(1, ones, stem="other"), name(1, ones, constants=(128,)), name(1, ones, num_warps=8), name(1, ones, num_stages=3),
+              name(1, ones, target=binary.GPUTarget("cuda", 80, 32))]
+    assert len({base, *others}) == 1 + len(others) and others[0] == name(-2**31 - 1, ones)
+
+
 def test_the_key_knows_the_backend_and_the_code_and_nothing_else():
     text = _printed()[1]
     assert cache.key_of(text, "cuda") != cache.key_of(text, "hip")

@@ -156,8 +156,8 @@ def test_a_print_with_more_than_comments_is_refused(monkeypatch, forgotten):
     """Were a text forgotten to be made one line, rendering would find out: the print is not what it is without the user's texts."""
     monkeypatch.setattr(snippet if forgotten == "source lines" else spec, "one_line", lambda text: text)
     rendering.environment.cache_clear()
-    for character in BREAKS:
-        bad = f"x{character}    {PAYLOAD}{character}    x = 1 #"
+    for indented in [character + " " * depth for character in BREAKS for depth in (0, 4)]:
+        bad = f"x{indented}{PAYLOAD}{indented}x = 1 #"
         given = {"line": f"# {bad}", "name": "mod"} if forgotten == "source lines" else {"line": "", "name": bad}
         with pytest.raises(RenderError):
             render(preview(mod_from("/tmp/place/mod.py", **given)))

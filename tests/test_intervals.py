@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 import random
 
 import pytest
@@ -16,7 +17,7 @@ from test_ops import BOOL_FORMS, DIVISIONS, FLOAT_FORMS, INT_FORMS, NUMBERS, com
 from verdicts import SIZE, Judged, Writer, check, random_case
 
 from flexpress import ModError, create_block_mask, mods
-from flexpress.codegen.bounds import BoundsRun, TooLarge, constant
+from flexpress.codegen.bounds import _INTEGERS, _ORDERS, BoundsRun, TooLarge, constant
 from flexpress.codegen.dispatch import apply
 from flexpress.codegen.expr import ExprTable, value_range, walk
 from flexpress.codegen.host import compute
@@ -460,6 +461,7 @@ def test_arithmetic_on_what_is_not_known(form):
     "(l[q_idx + kv_idx].float() - 1 < 2147483647)", "(q_idx.float() + 0.5 > q_idx)", "f[q_idx + kv_idx].int() - 1 < 0",
     "(f[q_idx, ] * 1).bool()",
     "f[q_idx + kv_idx] < math.inf", "f[q_idx + kv_idx] - f[q_idx + kv_idx] == 0", "f[kv_idx] * 0 == 0", "~(f[q_idx + kv_idx] <= f[kv_idx])",
+    "f[h] <= torch.where(q_idx >= 0, math.inf, 0.0)",
     "u[q_idx + kv_idx] > -1", "u[q_idx + kv_idx] < 256", "u[q_idx + kv_idx] - 1 > 3", "-u[q_idx + kv_idx] > 3",
     "u[q_idx + kv_idx] // 300 == 0",
     "s[q_idx + kv_idx] < 40000", "(q_idx % 100).to(torch.int8) % 200 >= 0", "q_idx // 2**31 >= 0", "q_idx.to(torch.int8) >= 0",
@@ -549,6 +551,36 @@ def test_large_captured_ints():
 def verdict_of(mod) -> tuple[int, int]:
     """(verdict, truth) of the first 4 x 4 positions."""
     return tuple(int(found[0, 0]) for found in Judged.of(mod).blocks([0, 4], [0, 4]))
+
+
+@pytest.mark.parametrize("name", sorted({*_INTEGERS, *_ORDERS} - {"where"}))
+def test_ranges_of_integers_hold_every_value(name):
+    """Of small ranges, exhaustively: what an operation may give lies in its range, and a comparison that is decided has that outcome."""
+    ranges = [(low, high) for low in range(-4, 5) for high in range(low, 5)]
+    count = 1 if name in ("neg", "abs", "sign", "invert") else 2
+    compute = getattr(operator, name) if name in _ORDERS else _INTEGERS[name].compute
+    divides = name in ("floor_divide", "div_trunc", "remainder", "fmod")
+    for operands in itertools.product(ranges, repeat=count):
+        found = {compute(*values) for values in itertools.product(*(range(low, high + 1) for low, high in operands))
+                 if not (divides and values[1] == 0)}
+        if name in _ORDERS:
+            always, never = _ORDERS[name](*itertools.chain(*operands))
+            assert (not always or found == {True}) and (not never or found == {False}), operands
+        elif found:
+            low, high = _INTEGERS[name].range(*operands)
+            assert low <= min(found) and max(found) <= high, operands
+
+
+@pytest.mark.parametrize("mod", [
+    lambda b, h, q_idx, kv_idx: kv_idx >= torch.sqrt(h * 1.0),  # no axis: not read as a number
+    lambda b, h, q_idx, kv_idx: TWOS[kv_idx] * 1.5 >= q_idx,  # read along an axis: measured
+], ids=["point", "zone"])
+def test_rounded_numbers_leave_room_for_other_roundings(mod):
+    """Another kernel may round otherwise: where the last bit decides, nothing is sure."""
+    assert verdict_of(mod) == (1, 2)
+
+
+TWOS = torch.full((4,), 2.0)
 
 
 @pytest.mark.parametrize("seed", range(4))

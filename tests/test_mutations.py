@@ -331,6 +331,10 @@ class Kind(enum.Enum):
     TWO = 2
 
 
+class Number(enum.IntEnum):
+    ONE = 1
+
+
 PLACES |= {
     "attribute": attributes(Plain, lambda o: o.w),
     "attribute_deleted_and_set": attributes(Plain, lambda o: o.w, lambda o, v: (delattr(o, "w"), setattr(o, "w", v))),
@@ -351,6 +355,7 @@ PLACES |= {
     "class_exchanged": attributes(lambda w: klass(w)(), lambda o: o.w, lambda o, v: setattr(o, "__class__", klass(v))),
     "base_class": attributes(lambda w: type("Sub", (klass(w),), {})(), lambda o: o.w, lambda o, v: setattr(type(o).__mro__[1], "w", v)),
     "metaclass_property": attributes(metaclass, lambda o: o.w, lambda o, v: setattr(o, "hidden", v)),
+    "method_of_another": attributes(Plain, lambda o: o.reader(), lambda o, v: setattr(o, "reader", Plain(v).reader)),
     "class_method": attributes(with_class_method, lambda o: o.read()),
     "static_method": attributes(with_static_method, lambda o: o.read(), set_static),
     "getattr_": attributes(Plain, lambda o: getattr(o, "w")),  # noqa: B009
@@ -576,6 +581,11 @@ ASKED: dict[str, tuple[Callable, tuple]] = {
     "repr": (lambda o: len(repr(o.w)), ("a", "ab", 3)),
     "f-string": (lambda o: {"1": 5, "2": 7}.get(f"{o.w}", 9), (1, 2, "1")),
     "format": (lambda o: 5 if f"{o.w:.1f}" == "1.5" else 7, (1.5, 2.5, 1.52)),
+    "percent of a float": (lambda o: 5 if "%g" % o.w == "0" else 7, (0.0, -0.0, 1)),  # noqa: UP031
+    "enum of numbers": (lambda o: 2 if isinstance(o.w, enum.Enum) else 3, (Number.ONE, 1, Number.ONE)),
+    "keys": (lambda o: sum(o.w[k] for k in o.w), ({"a": 1}, {"a": 1, "b": 2}, {"b": 3})),
+    "in a function inside": (lambda o: (lambda x: 2 if x is o.first else 3)(o.w), (math, torch, math)),
+    "name of the class": (lambda o: len(o.w.__class__.__name__), (1, 1.5, "x")),
     "percent": (lambda o: 5 if "%s" % o.w == "1" else 7, (1, 2, "1")),  # noqa: UP031
     "string method": (lambda o: 5 if o.w.startswith("a") else 7, ("ab", "b", "a")),
     "hash": (lambda o: hash(o.w) % 7, (1, 2, "a")),
@@ -679,6 +689,42 @@ def test_random_numbers_are_drawn_at_every_call():
     assert [tuple(v) for v in drawn] == [pytest.approx(e) for e in expected]
 
 
+def test_random_numbers_are_drawn_once_whatever_traces_do_not_fit():
+    """Looking whether a trace fits draws nothing."""
+    holder = Plain(1)
+
+    def mod(score, b, h, q_idx, kv_idx):
+        noise = torch.rand(())
+        return score * (2 if holder.w > 1 else 3) + noise
+
+    torch.manual_seed(3)
+    expected = [torch.rand(()).item() for _ in range(4)]
+    torch.manual_seed(3)
+    for holder.w, number in zip((1, 2, 1, 2), expected, strict=True):
+        assert bind(mod, "score")[1] == [pytest.approx(number)]
+
+
+def test_numbers_of_an_outer_function_count_calls():
+    """What `nonlocal` assigns is seen by the next call, and by others."""
+    count = 0.5
+
+    def mod(score, b, h, q_idx, kv_idx):
+        nonlocal count
+        count += 1
+        return score * count
+
+    for expected in (1.5, 2.5, 3.5):
+        assert bind(mod, "score")[1] == [expected] and count == expected
+
+
+def test_graphs_with_zeros_of_both_signs_are_two():
+    mods = [in_namespace(f"return torch.where(score > 1e9, score, {zero}).reciprocal()")[0] for zero in ("0.0", "-0.0", "0.0")]
+    graphs = [bind(mod, "score")[0] for mod in mods]
+    assert graphs[0] is graphs[2] is not graphs[1]
+    for mod in mods:
+        check(mod)
+
+
 def test_side_effects_happen_once_a_call():
     """Python code beside the kernel runs once for each call, as in torch."""
     calls, count = [], 0
@@ -709,6 +755,10 @@ def test_hooks_that_come_and_go_are_seen():
     module.forward = lambda score, b, h, q_idx, kv_idx: score * 2
     check(module)
     handle = module.register_forward_hook(lambda module, args, out: out + 5)
+    check(module)
+    handle.remove()
+    check(module)
+    handle = module.register_forward_pre_hook(lambda module, args: (args[0] + 3, *args[1:]))
     check(module)
     handle.remove()
     check(module)

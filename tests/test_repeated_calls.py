@@ -12,6 +12,7 @@ from fake_hopper import Variant, pass_for_hopper
 from flexpress import AuxRequest, cache_info, cached_attention, create_block_mask, flex_attention, mods, varlen
 from flexpress.attention import attend, prepared
 from flexpress.codegen import registry, tma
+from flexpress.codegen.kernel import plain_values
 
 
 class Recorder(Variant):
@@ -189,3 +190,11 @@ def test_other_addresses_get_their_own_maps(launches):
             assert launches[-1][2][:12:4] == [t.data_ptr() for t in (k, v, q)]
     assert [way for way, *_ in launches] == ["long"] + ["short"] * 5
     assert cache_info().hits == before + 5
+
+
+def test_what_fits_into_the_short_way():
+    """Aligned addresses, and integers of 32 bits."""
+    ones = torch.ones(9)
+    assert plain_values([ones, 3, 0.5, ones[4:]]) == [ones.data_ptr(), 3, 0.5, ones.data_ptr() + 16]
+    assert plain_values([3, ones[1:]]) is None
+    assert plain_values([2**31 - 1, -2**31]) and plain_values([2**31]) is None and plain_values([-2**31 - 1]) is None

@@ -16,6 +16,7 @@ from fresh_mods import score_mod, score_of
 from flexpress import cache_clear, cache_info, evaluate_mod
 from flexpress.codegen import binary, interpret, kernel
 from flexpress.codegen.preview import evaluate_compilation
+from flexpress.codegen.signature import bind
 
 
 def together(count: int, work) -> list:
@@ -43,6 +44,22 @@ def test_a_kernel_is_printed_once_however_many_threads_ask():
     before = cache_info().prints
     kernels = together(8, lambda _: kernel.kernel_for(spec))
     assert len({id(k) for k in kernels}) == 1 and kernels[0].spec == spec and cache_info().prints <= before + 1
+
+
+def test_threads_trace_side_by_side():
+    """Each thread is half-way through its mod when the other one goes on."""
+    half_way = threading.Barrier(2)
+
+    def made(number):
+        def mod(score, b, h, q_idx, kv_idx):
+            half_way.wait(30)
+            scaled = score * number
+            half_way.wait(30)
+            return scaled
+
+        return mod
+
+    assert [values for _, values in together(2, lambda i: bind(made(i + 0.25), "score"))] == [[0.25], [1.25]]
 
 
 def test_a_variant_is_compiled_once_and_others_do_not_wait_for_it(monkeypatch):

@@ -349,6 +349,7 @@ def test_a_consumed_number_that_also_meets_symbols():
     "window << 1 | 1", "int(True) + window", "window > 2", "table.shape[1] // 2", "table.numel() + 1",
     "table.size(0) - 1", "len(table)", "table.shape[0] * window", "max_of.sum().item()",
     "table.dim() + window", "scale * window", "window ** 0.5", "1 / window", "table.sum()", "math.sqrt(window)", "float(window)",
+    "window - scale",
     "round(scale * 2)", "max(window, 2)", "[scale, window][1]", "window.bit_length()", "len(f'{rows}') * window"
 ])
 def test_arithmetic_on_captured_numbers_is_done_at_every_call(expression):
@@ -618,7 +619,8 @@ def test_a_mod_that_sets_an_attribute_sets_it_at_every_call():
 
 
 @pytest.mark.parametrize("change", ["table.mul_(2)", "table[1:].add_(1)", "torch.exp(table, out=table)", "table.__setitem__(0, 1.0)",
-                                    "torch.relu_(table)", "F.relu(table, inplace=True)", "operator.iadd(table, 1)"])
+                                    "torch.relu_(table)", "F.relu(table, inplace=True)", "F.relu(table, True)",
+                                    "operator.iadd(table, 1)"])
 def test_a_mod_may_not_change_captured_tensors(change):
     """How often a mod runs is not for it to know. A copy of its own it may change."""
     table, names = torch.ones(3), {"torch": torch, "F": F, "operator": operator}

@@ -1,0 +1,365 @@
+"""Mutants: would the tests notice? Each one is an error planted by hand in a copy of the tree; the tests beside it must fail.
+
+    python tests/mutants.py                  all of them, some ten minutes on one core
+    python tests/mutants.py --only 3 17      some, by number
+    python tests/mutants.py --list           what there is
+
+A mutant replaces a text that occurs once in its file. It is killed if pytest says that a test failed; an import that fails, no test, or a
+process that ends otherwise are no proof, unless the mutant says so. First the same tests must pass on the copy as it is (--skip-base leaves
+that out). Exit status 1 if a mutant survives or is not what it should be.
+"""
+
+# ruff: noqa: E501 (the texts that are replaced)
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+SECONDS = 180  # of a mutant's tests, at most
+
+
+class Mutant(NamedTuple):
+    """An error: `old`, once in `file`, becomes `new`; `tests` (pytest's arguments) must fail; `breaks` says what is wrong then.
+
+    ends   "crash" or "time-out" count as noticed, too
+    """
+
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    breaks: str
+    ends: str = ""
+
+
+def named(file: str, words: str = "") -> tuple[str, ...]:
+    """Tests of a file, by words of their names."""
+    return (f"tests/test_{file}.py", *(("-k", words) if words else ()))
+
+
+CAPTURES = [
+    Mutant("codegen/capture.py", "        self.guard(place, same_number(value) if isinstance(value, NUMBERS) else _equal_to(value))\n", "",
+           named("trace", "numbers_that_python_consumes"), "a number that Python used is not compared"),
+    Mutant("codegen/capture.py", 'self.add(lambda values: values[place] is values[first], True, bool, f"{describe} is one tensor")', "pass",
+           named("trace", "the_same_tensor_twice"), "two names of one tensor may become two tensors"),
+    Mutant("codegen/capture.py", "type(value) is int and -2147483648 <= value <= 2147483647", "type(value) is int",
+           named("trace", "large_numbers"), "an argument of 32 bits gets a larger number"),
+    Mutant("codegen/capture.py", "\n                          and (kind is not float or math.copysign(1.0, value) == sign))", ")",
+           named("mutations", "percent"), "0.0 and -0.0 are the same"),
+    Mutant("codegen/capture.py", "return lambda value: type(value) is kind and value == expected\n", "return lambda value: value == expected\n",
+           named("mutations", "enum"), "an IntEnum is the same as its number"),
+    Mutant("codegen/capture.py", "\n                      and t.requires_grad == needs_grad", "\n                     ",
+           named("mutations", "requires or changed_value") + ("tests/test_trace.py",), "whether a tensor wants a gradient is not compared"),
+    Mutant("codegen/capture.py", " and attributes.isdisjoint(t.__dict__))", ")",
+           named("mutations", "tensor_attribute or parameter_attribute"), "an attribute put on a tensor later is not seen"),
+    Mutant("codegen/capture.py", "and t.dtype is dtype and t.ndim == ndim", "and t.ndim == ndim",
+           named("trace", "tensor") + ("tests/test_mutations.py", ), "a tensor of another dtype finds the trace"),
+    Mutant("codegen/capture.py", "bool(module._forward_hooks or module._forward_pre_hooks or", "bool(module._forward_hooks or",
+           named("mutations", "hooks"), "pre-hooks of a module are skipped"),
+    Mutant("codegen/capture.py", "(f.__code__ is code or f.__code__ == code)", "True",
+           named("trace", "changed_code or another_function"), "a function with other code finds the trace"),
+    Mutant("codegen/capture.py", "all(name not in names and builtins.get", "all(builtins.get",
+           named("trace", "builtin"), "a global that hides a builtin is not seen"),
+    Mutant("codegen/capture.py", "rand|normal", "normal",
+           named("mutations", "random_numbers"), "a trace that does not fit has drawn random numbers"),
+    Mutant("codegen/capture.py", 'lambda values: values[place].__self__ is values[at], True, bool, f"{name} is its own method"',
+           'lambda values: True, True, bool, f"{name} is its own method"',
+           named("mutations", "method"), "a method of another object is called on this one"),
+    Mutant("codegen/capture.py", "expected, lambda found: found == expected,", "expected, lambda found: True,",
+           named("mutations", "dict or keys"), "another set of keys finds the trace"),
+    Mutant("codegen/capture.py", "lambda values: function(values[first], values[second])", "lambda values: function(values[second], values[first])",
+           named("trace", "arithmetic_on_captured"), "host arithmetic with its operands exchanged"),
+    Mutant("codegen/audit.py", 'return before is not None and before.opname == "LOAD_CONST" and before.argval is None', "return before is not None",
+           named("mutations", "identity or is_of or type"), "`is` passes on stand-ins"),
+    Mutant("codegen/audit.py", "refused = refused or inner.refused", "refused = refused or ''",
+           named("mutations", "inside"), "functions inside a mod are not looked at"),
+    Mutant("codegen/audit.py", "return instruction.argval not in code.co_freevars", "return True",
+           named("mutations", "outer_function"), "nonlocal passes"),
+    Mutant("codegen/audit.py", '(attributes & {"__class__", "__torch_function__"})', '(attributes & {"__torch_function__"})',
+           named("mutations", "class_by_dunder or class_exchanged or name_of_the_class or (name and class)"), "__class__ is the stand-in's"),
+    Mutant("codegen/symbols.py", "any(id(t) in written or t._version != version for t, version in foreign)",
+           "any(id(t) in written for t, version in foreign)", named("trace", "may_not_change"), "writes that no name tells are not seen"),
+    Mutant("codegen/symbols.py", "given = {_storage_of(a) for a in _tensors_in((args, kwargs))} - set(self._own)", "given = set()",
+           named("trace", "may_not_change"), "a view of a captured tensor counts as the mod's own"),
+    Mutant("codegen/symbols.py", "if self.with_grad and node.dtype.is_floating_point and not torch.is_grad_enabled():", "if False:",
+           named("trace", "without_grad"), "no_grad inside a mod is ignored"),
+    Mutant("codegen/symbols.py", "class _Thread(threading.local):", "class _Thread:",
+           named("threads", "trace_side_by_side"), "threads share one trace"),
+    Mutant("codegen/symbols.py", "if frame.f_code is _APPLY:", "if False:",
+           named("mod_errors", "with_a_function or scores"), "an autograd.Function loses its backward silently"),
+    Mutant("codegen/symbols.py", "in audited(frame.f_code).numbers", "is not None",
+           named("trace") + ("tests/test_mutations.py",), "at every call, each value of a number is a kernel"),
+    Mutant("codegen/trace.py", "n.dtype, repr(n.attr), n.weak", "n.dtype, n.attr, n.weak",
+           named("mutations", "both_signs"), "graphs with 0.0 and -0.0 are one"),
+    Mutant("codegen/signature.py", "    key = (kind, _code_of(mod), torch.get_default_dtype())", "    key = (kind, _code_of(mod))",
+           named("mutations", "default_dtype"), "the default dtype is not compared"),
+    Mutant("codegen/signature.py", "    key = (kind, _code_of(mod), torch.get_default_dtype())",
+           "    key = (_code_of(mod), torch.get_default_dtype())", named("trace", "two_kinds"), "a score_mod and a mask_mod of one function are one"),
+    Mutant("codegen/signature.py", "(traced, *bucket.traces[:_PER_BUCKET - 1])", "(traced,)",
+           named("trace") + ("tests/test_cache.py",), "two mods of one code take turns to be traced"),
+]
+
+INTERVALS = [
+    Mutant("codegen/bounds.py", "return (0, b[1] - 1) if b[0] > 0 else", "return (0, b[1] - 2) if b[0] > 0 else",
+           named("intervals", "ranges_of_integers"), "the greatest remainder is left out"),
+    Mutant("codegen/bounds.py", '"lt": lambda a, b, c, d: (b < c, a >= d),', '"lt": lambda a, b, c, d: (b <= c, a >= d),',
+           named("intervals", "ranges_of_integers"), "n < n is decided"),
+    Mutant("codegen/bounds.py", "if b[0] > 0 else (-most, most)", "if b[0] > 0 else (a[0], most)",
+           named("intervals", "ranges_of_integers"), "quotients by -1 are left out"),
+    Mutant("codegen/bounds.py", "            return None  # anything may come of a division by 0", "            return ranges[0]",
+           named("intervals", "divide or remainder or value_ranges or row"), "a division by 0 has bounds"),
+    Mutant("codegen/bounds.py", "return None  # it may be NaN", "pass",
+           named("intervals", "roundings_and_narrow"), "a comparison with what may be NaN is decided"),
+    Mutant("codegen/intervals.py", "inside = (lo >= least) & (hi <= greatest)", "inside = lo >= least",
+           named("intervals", "8_bits and (add or mul)"), "wrap-around at the upper end is not seen"),
+    Mutant("codegen/intervals.py", "return not axes[id(node)] and id(node) not in rounds", "return not axes[id(node)]",
+           named("intervals", "other_roundings"), "what another kernel rounds otherwise is a point"),
+    Mutant("codegen/intervals.py", "(not floating or narrows or node.op", "(not floating or node.op",
+           named("intervals", "zone or rounding"), "a zone ends in half precision, which jumps"),
+    Mutant("codegen/intervals.py", "        if rounds:\n", "        if False:\n",
+           named("intervals", "other_roundings"), "a measured zone leaves no room for roundings"),
+    Mutant("codegen/ops.py", "torch.where(x.lo >= 0, torch.where(y.lo >= 0, torch.minimum(x.hi, y.hi), x.hi), y.hi)", "torch.minimum(x.hi, y.hi)",
+           named("intervals", "8_bits and and_"), "x & y is bounded by a negative y"),
+    Mutant("codegen/ops.py", "(x.hi & ~y.lo) | (~x.lo & y.hi)\n    hi =", "(x.hi & ~y.lo)\n    hi =",
+           named("intervals", "xor"), "a ^ b is thought false where only b is true"),
+    Mutant("codegen/ops.py", "torch.where(x.hi <= 0, squares[1], zero)", "squares[1]",
+           named("intervals"), "the square of an interval around 0 leaves out 0"),
+    Mutant("codegen/ops.py", "lo = torch.where(x.lo >= 0, x.lo >> y.hi, x.lo >> y.lo)", "lo = x.lo >> y.lo",
+           named("intervals", "rshift"), "x >> y for a y that varies"),
+    Mutant("codegen/ops.py", "_outward(*_turned(y.lo >= 0, x.lo * y.lo, x.hi * y.lo))", "_outward(x.lo * y.lo, x.hi * y.lo)",
+           named("intervals", "8_bits and mul"), "a product with a negative number turns the bounds around"),
+    Mutant("codegen/ops.py", "return _finite(*unsure) if unsure else True", "return True",
+           named("intervals", "row"), "NaN is not thought of"),
+    Mutant("codegen/ops.py", "        must = must if one.is_point else must & (one.lo == one.hi)", "        must = must",
+           named("intervals", "eq or ne"), "x == y where only their least values are equal"),
+]
+
+CACHE = [
+    Mutant("codegen/folder.py", 'os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)', "os.O_RDONLY",
+           named("folder", "others_may_have_written"), "links are followed"),
+    Mutant("codegen/folder.py", "or info.st_mode & _OTHERS_WRITE or info.st_uid", "or info.st_uid",
+           named("folder", "others_may_have_written"), "files that others may write to are read"),
+    Mutant("codegen/folder.py", " or info.st_uid != _user():\n                return None", ":\n                return None",
+           named("folder", "others_may_have_written"), "files of others are read"),
+    Mutant("codegen/folder.py", "if info.st_uid != _user() and not (shared and info.st_uid in (0, _UNMAPPED)):", "if False:",
+           named("folder", "another_user"), "a folder of another user is used"),
+    Mutant("codegen/folder.py", "not (shared and info.st_mode & stat.S_ISVTX)", "not shared",
+           named("folder", "others_could_put"), "a folder below one that anybody may rename in is used"),
+    Mutant("codegen/folder.py", "key=lambda group: group[0])", "key=lambda group: -group[0])",
+           named("folder", "holds_so_much"), "what was used last goes first"),
+    Mutant("codegen/cache.py", '(versions + "\\n" + without_comments(source))', "without_comments(source)",
+           named("folder", "another_version"), "the key has no versions"),
+    Mutant("codegen/cache.py", 'if place and hashlib.sha256(content).hexdigest() == note["sha256"]:', "if place:",
+           named("folder", "edited"), "a file that was edited is used"),
+    Mutant("codegen/cache.py", "if _key_or_none(found, spec.backend) != key:", "if not found:",
+           named("cache", "damaged"), "a damaged file is not printed again"),
+    Mutant("codegen/cache.py", "{spec!r} {_templates_digest()} {triton", "{spec!r} {triton",
+           named("folder", "other_templates"), "kernels of templates that have changed since are used"),
+    Mutant("codegen/cache.py", "linecache.cache[name] = (len(kernel.source), None, kernel.source.splitlines(keepends=True), name)", "pass",
+           named("folder", "what_was_compared"), "Triton reads the file once more"),
+    Mutant("codegen/binary.py", "!= [metadata_hash, code_hash]:", "[:1] != [metadata_hash]:",
+           named("folder", "not killed"), "damaged code is loaded"),
+    Mutant("codegen/binary.py", "constants,\n                sorted(options.items()), target", "constants,\n                target",
+           named("folder", "variants"), "a variant with other warps finds the binary of this one"),
+    Mutant("codegen/binary.py", 'layout.append("i32" if -_WIDE <= arg < _WIDE', 'layout.append("i32" if -_WIDE <= arg <= _WIDE',
+           named("folder", "variants"), "2**31 is passed in 32 bits"),
+    Mutant("codegen/text.py", "if not text.isprintable():", 'if "\\n" in text:',
+           named("injection", "one_line"), "U+2028 ends a comment"),
+    Mutant("codegen/render.py", ' or ast.dump(tree) != ast.dump(_parsed(_text(without_texts(spec)), spec.template))', "",
+           named("injection", "refused"), "a text of the user's that becomes code is not noticed"),
+    Mutant("codegen/registry.py", "while len(self) >= self.limit and key not in self:", "while False:",
+           named("registry", "holds_so_much or bounded"), "caches grow without bound"),
+]
+
+PAGES = [
+    Mutant("templates/update_cache.py.jinja", "inside &= (page >= 0) & (page < ENTRIES)", "inside &= page < ENTRIES",
+           named("cache_arguments", "lies_read"), "page -1, the allocator's padding, is written before the pool", "crash"),
+    Mutant("templates/update_cache.py.jinja", "inside &= (entry >= 0) & (entry < ENTRIES)", "inside &= entry >= 0",
+           named("cache_arguments", "lies_read"), "an entry after the last is written", "crash"),
+    Mutant("templates/update_cache.py.jinja", '"tl.minimum(CAPACITY, tl.load(KV_LENS + z%s))" % there if OFFSETS else "CAPACITY"', '"CAPACITY"',
+           named("cache_arguments", "not_there_is_not_written"), "tokens of an absent sequence are written"),
+    Mutant("templates/update_cache.py.jinja", "BLOCK_T, count, tiles * BLOCK_T):", "BLOCK_T, count, count + 1):",
+           named("cache_arguments", "that_lies_loses"), "tokens past max_q_len are not written"),
+    Mutant("templates/update_cache.py.jinja", "v_factor = 1.0 / tl.load(V_SCALES + head)", "v_factor = 1.0 / tl.load(K_SCALES + head)",
+           named("kv_cache", "any_update and not gpu"), "values are scaled as keys"),
+    Mutant("templates/decode.py.jinja", "inside = (page >= 0) & (page < Zkv) & (offs_n", "inside = (page < Zkv) & (offs_n",
+           named("cache_arguments", "lies_read"), "page -1 is read", "crash"),
+    Mutant("templates/decode.py.jinja", "tl.where((z_kv >= 0) & (z_kv < Zkv), KV_LEN, 0)", "tl.where(z_kv >= 0, KV_LEN, 0)",
+           named("cache_arguments", "lies_read"), "an entry after the last is read", "crash"),
+    Mutant("templates/decode.py.jinja", '{{ " - tl.maximum(count - Q_LEN, 0)" if RAGGED and not mask_mod }}', "",
+           named("cache_arguments", "that_lies_loses"), "queries of a sequence longer than max_q_len see keys after them"),
+    Mutant("flexpress/cache_checks.py", "end = max(offset + count, length) if count else length", "end = offset + count if count else length",
+           named("cache_arguments", "lengths_beyond or bad_calls or beyond"), "a kv_len beyond the cache passes"),
+    Mutant("flexpress/cache_checks.py", "if rows.start < taken.stop and taken.start < rows.stop:", "if rows.start < taken.stop - 1 and taken.start < rows.stop:",
+           named("cache_arguments", "bad_calls_of_update"), "two sequences that share one row pass"),
+    Mutant("flexpress/cache_checks.py", "        if stride <= reach:", "        if stride < reach:",
+           named("cache_arguments", "bad_calls_of_update"), "expanded caches are written"),
+    Mutant("flexpress/cache_checks.py", "(type(t), t.shape, t.stride(), t.dtype,", "(type(t), t.shape, t.dtype,",
+           named("cache_arguments", "any_strides"), "tables with gaps are read as if they had none"),
+    Mutant("flexpress/cache_checks.py", "if starts[0] != 0 or", "if",
+           named("cache_arguments", "bad_calls_of_both and offsets"), "offsets that begin at 1 pass"),
+    Mutant("flexpress/pages.py", "            self._holders[pages[-1]] -= 1\n            pages.pop()", "            pages.pop()",
+           named("pages"), "a page that was copied is never free again"),
+    Mutant("flexpress/pages.py", "new_length > length and length % self._page_size and self._holders", "new_length > length and self._holders",
+           named("pages"), "full pages are copied"),
+    Mutant("flexpress/pages.py", "row + [-1] *", "row + [0] *", named("pages"), "what pads a page table is a page"),
+]
+
+CHECKS = [
+    Mutant("flexpress/checks.py", "if seq_lengths != (Q_LEN, KV_LEN):", "if seq_lengths[0] != Q_LEN:",
+           named("arguments", "mask or lengths"), "a mask for other keys passes"),
+    Mutant("flexpress/checks.py", "        if size % tile[name]:", "        if size < tile[name]:",
+           named("arguments", "tile"), "a tile that does not divide the mask's blocks passes"),
+    Mutant("flexpress/checks.py", "and t.is_floating_point() and t.dtype != torch.float64", "and t.is_floating_point()",
+           named("arguments", "float64"), "autocast rounds float64"),
+    Mutant("flexpress/checks.py", "if scale.requires_grad and torch.is_grad_enabled():", "if False:",
+           named("arguments", "bad_arguments"), "the gradient of scale is lost"),
+    Mutant("flexpress/checks.py", "isinstance(value, (bool, torch.Tensor)):  # a tensor's", "isinstance(value, bool):  # a tensor's",
+           named("arguments", "bad_calls"), "a length in a tensor passes"),
+    Mutant("codegen/tensors.py", "tensor.__class__ in _ORDINARY and capture.dtype in DTYPES and not tensor.is_neg()\n",
+           "tensor.__class__ in _ORDINARY and capture.dtype in DTYPES\n",
+           named("kinds_of_tensors", "sign_elsewhere"), "captured negative views lose their sign"),
+    Mutant("codegen/tensors.py", "        if keys not in _ordinary_keys(tensor.device):", "        if False:",
+           named("kinds_of_tensors", "flex_attention and other_kinds"), "tensors without memory reach kernels", "crash"),
+    Mutant("flexpress/block_lists.py", "(place < counts[..., None]) & (indices >= 0) & (indices < columns)",
+           "(place < counts[..., None]) & (indices < columns)", named("block_lists", "whatever_lists_hold and not gpu"), "block -1 is visited", "crash"),
+    Mutant("flexpress/block_lists.py", "partial = torch.where(full.gather(-1, place) == partial, columns, partial).sort(-1).values", "pass",
+           named("block_lists", "full_blocks_may"), "a block that is full and partial is visited twice"),
+    Mutant("flexpress/block_lists.py", "status = torch.where(low == 2, 2,", "status = torch.where(high == 2, 2,",
+           named("block_lists", "full_in_part"), "a block that is full in part counts as full"),
+    Mutant("flexpress/block_lists.py", "interior=seq_lengths[1] % size[1] == 0)", "interior=True)",
+           named("block_lists", "full_blocks_may"), "full blocks of others reach past KV_LEN"),
+]
+
+LAUNCHES = [
+    Mutant("codegen/forward.py", "return [Hm * rows if Zm > 1 else 0, rows if Hm > 1 else 0,", "return [Hm * rows if Zm > 1 else 0, rows,",
+           named("mask_mod", "marking_every or the_call_makes"), "a mask that all heads share is read as if each had its own", "crash"),
+    Mutant("codegen/forward.py", "inputs = k.data_ptr(), v.data_ptr(), q.data_ptr()", "inputs = v.data_ptr(), k.data_ptr(), q.data_ptr()",
+           named("repeated_calls"), "a repeated call exchanges keys and values"),
+    Mutant("codegen/forward.py", "                       scale > 0, output_max", "                       True, output_max",
+           named("attention") + ("tests/test_huge_scores.py",), "a negative scale is folded into the softmax's base"),
+    Mutant("codegen/forward.py", "return *extents[:3], extents[3] + lists.kv_block - 1", "return extents",
+           named("block_lists", "past_its_end"), "mods that read past the keys in a block that begins anywhere are not checked"),
+    Mutant("codegen/kernel.py", "            if arg % 16:\n                return None", "            if False:\n                return None",
+           named("repeated_calls", "short_way"), "addresses that are not aligned take the short way"),
+    Mutant("codegen/kernel.py", "key = (layout, constants, device.index, *options.values())", "key = (layout, device.index, *options.values())",
+           named("threads", "variant"), "two tiles share one binary"),
+    Mutant("codegen/backward.py", "layouts, out.stride(), scale, options,", "layouts, out.stride(), options,",
+           named("backward", "kept_for_repeated or new_lengths"), "another scale finds the numbers of the first"),
+    Mutant("codegen/backward.py", "rows.raw, ordinary, wanted, *keys", "rows.raw, wanted, *keys",
+           named("backward", "becomes_infinite"), "a captured number that is infinite now finds the kernel of one that was not"),
+    Mutant("codegen/backward.py", "            at = torch.where(at < 0, at + size, at)\n", "",
+           named("backward", "places_outside or twice or computes"), "negative indices lose their gradient"),
+    Mutant("codegen/backward.py", "(total if shared <= 1 else total.float() / shared)", "total",
+           named("backward", "learned or places_outside or dtype"), "an expanded tensor gets its gradient several times"),
+    Mutant("codegen/spec.py", "    return math.isinf(_size(expr, ordinary, {}))", "    return False",
+           named("backward", "nothing_flows"), "0 * inf where nothing is attended to"),
+    Mutant("codegen/spec.py", "                return True\n    return False", "                return False\n    return False",
+           named("backward", "nan_of_zero"), "padding rows become NaN in dK"),
+    Mutant("templates/backward_dq.py.jinja", "q = (q.to(tl.float32) * SM_SCALE).to(q.dtype)", "q = (q.to(tl.float32) * (SM_SCALE * 1.002)).to(q.dtype)",
+           named("backward", "queries_scaled"), "dQ is not of the queries that the forward pass rounded"),
+    Mutant("templates/backward_dkv.py.jinja", "q = (q.to(tl.float32) * SM_SCALE).to(q.dtype)", "q = (q * SM_SCALE.to(q.dtype)).to(q.dtype)",
+           named("backward", "queries_scaled"), "dK and dV round the scale before the product"),
+    Mutant("templates/_softmax.jinja", "usual = {{ tl }}.abs(m_new) < HUGE", "usual = m_new < HUGE",
+           named("huge_scores", "any_dtype and not gpu or caches or few"), "rows of huge negative scores"),
+    Mutant("templates/_softmax.jinja", "-shift_i) - {{ tl }}.log2(l_i))", "-shift_i) + {{ tl }}.log2(l_i))",
+           named("backward", "any_problem and not gpu"), "the backward pass gets weights that do not sum to 1"),
+    Mutant("templates/backward_delta.py.jinja", "delta -= tl.load(DLSE", "delta += tl.load(DLSE",
+           named("backward", "any_problem and not gpu"), "the gradient of lse has the wrong sign"),
+    Mutant("templates/combine_splits.py.jinja", "row.to(tl.int64) * 2 + 1, -tl.log2(l_i))", "row.to(tl.int64) * 2 + 1, tl.log2(l_i))",
+           named("decode", "gradients"), "gradients after few queries"),
+    Mutant("codegen/interpret.py", "        restore()\n        # tensors become", "        # tensors become",
+           named("interrupts", "left_switched or first_switch"), "what an interrupt left switched stays so"),
+]
+
+MUTANTS = [*CAPTURES, *INTERVALS, *CACHE, *PAGES, *CHECKS, *LAUNCHES]
+
+
+def copied(place: Path) -> Path:
+    """The packages and tests in one folder, so that it alone is imported from: with its packages as they are once installed."""
+    ignored = shutil.ignore_patterns(".hypothesis", ".pytest_cache")
+    shutil.copytree(ROOT / "flexpress", place / "flexpress", ignore=ignored)
+    for name in ("codegen", "templates", "mods"):
+        shutil.copytree(ROOT / name, place / "flexpress" / name, ignore=ignored)
+        (place / name).symlink_to(place / "flexpress" / name)
+    shutil.copytree(ROOT / "tests", place / "tests", ignore=ignored)
+    for name in ("pyproject.toml", "README.md", "DESIGN.md", "Makefile", "generated", "examples", "benchmarks"):
+        if (ROOT / name).exists():
+            (place / name).symlink_to(ROOT / name)
+    return place
+
+
+def tested(place: Path, arguments: tuple[str, ...], seconds: float = SECONDS) -> tuple[str, str]:
+    """What becomes of pytest in a copy ("passed", "failed", "time-out" or "crash"), and what it says at the end."""
+    environment = {**os.environ, "PYTHONPATH": str(place), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:warnings", "--tb=line", *arguments]
+    try:
+        done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return "time-out", f"{seconds} s"
+    lines = (done.stdout + done.stderr).strip().splitlines() or [""]
+    said = next((line for line in lines if line.startswith(("FAILED", "ERROR", "Fatal"))), lines[-1])
+    return {0: "passed", 1: "failed"}.get(done.returncode, "crash" if done.returncode < 0 else f"status {done.returncode}"), said
+
+
+def tried(number: int) -> tuple[int, bool, str]:
+    """A mutant in a copy of its own: its number, whether it was noticed, and by what."""
+    mutant = MUTANTS[number]
+    with tempfile.TemporaryDirectory(prefix="flexpress-mutant-") as folder:
+        place = copied(Path(folder))
+        file = place / mutant.file
+        text = file.read_text(encoding="utf-8")
+        if text.count(mutant.old) != 1:
+            return number, False, f"its text occurs {text.count(mutant.old)} times"
+        file.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
+        how, said = tested(place, mutant.tests)
+    return number, how == "failed" or how == mutant.ends, f"{how}: {said}"
+
+
+def base_passes(numbers: list[int]) -> bool:
+    """Do the tests pass without mutants?"""
+    with tempfile.TemporaryDirectory(prefix="flexpress-mutant-") as folder:
+        place = copied(Path(folder))
+        for tests in dict.fromkeys(MUTANTS[n].tests for n in numbers):
+            how, said = tested(place, tests)
+            if how != "passed":
+                print(f"without a mutant, {' '.join(tests)}: {how}: {said}", flush=True)
+                return False
+    return True
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", type=int, nargs="+", help="numbers of mutants")
+    parser.add_argument("--jobs", type=int, default=1, help="how many at a time")
+    parser.add_argument("--list", action="store_true", help="say what there is, and run nothing")
+    parser.add_argument("--skip-base", action="store_true", help="believe that the tests pass without mutants")
+    options = parser.parse_args()
+    numbers = options.only or list(range(len(MUTANTS)))
+    if options.list:
+        for n in numbers:
+            print(f"{n:3} {MUTANTS[n].file:36} {MUTANTS[n].breaks}")
+        return 0
+    if not options.skip_base and not base_passes(numbers):
+        return 1
+    survivors = []
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for number, noticed, how in pool.map(tried, numbers):
+            print(f"{number:3} {'killed  ' if noticed else 'SURVIVED'} {MUTANTS[number].file:36} {MUTANTS[number].breaks}\n"
+                  f"             {how[:150]}", flush=True)
+            survivors += [] if noticed else [number]
+    print(f"{len(numbers)} mutants, {len(numbers) - len(survivors)} killed" + (f"; survivors: {survivors}" if survivors else ""))
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
