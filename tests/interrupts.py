@@ -59,7 +59,7 @@ def by_signal(number: int, delay: float) -> bool:
             call(number)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-    except (KeyboardInterrupt, TypeError):
+    except (KeyboardInterrupt, TypeError, SystemError):
         if not struck:
             raise
     finally:
