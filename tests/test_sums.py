@@ -163,7 +163,7 @@ def test_statements_of_the_forward_kernel(name):
     if plan.spec.flag["SUM_IS_RAW"]:
         values["TO_LOG2"] = TO_LOG2 * SCALE
     values["HUGE"], values["STEP"] = limits(values["TO_LOG2"], text)
-    values["distances_between"] = lambda start, rows: (start + torch.arange(128) - rows[:, None]).float()  # with layouts in tests of the whole
+    values["distances_between"] = lambda start, rows: (start + torch.arange(128) - rows[:, None]).float()
     defined(text, "fold_scores", values)
     parameters = re.sub(r"#.*", "", re.search(r"def fold_scores\((.*?)\):", text, re.S)[1]).replace("\n", " ").split(",")
     parameters = [p.split("=")[0].split(":")[0].strip() for p in parameters if p.strip()]
