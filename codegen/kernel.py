@@ -166,8 +166,8 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def counter(device: torch.device, stream: int) -> torch.Tensor:
-    """Two int32 of zero for `stream`, the current one, on which one kernel after another may count: each leaves them zero. A CUDA graph gets
-    some of its own, as graphs may run beside each other; none captures stream 0."""
+    """Two int32 of zero for `stream`, the current one, on which one kernel after another may count: each leaves them zero. A CUDA graph
+    gets some of its own, as graphs may run beside each other; none captures stream 0."""
     if stream and torch.cuda.is_current_stream_capturing():
         return torch.zeros(2, dtype=torch.int32, device=device)
     found = _counters.get((device, stream))

@@ -29,6 +29,7 @@ CASES = {  # heads of q and k, batch entries of q and k, lengths, head dims; how
     "head dims 192 and 128": dict(dims=(192, 128), megabytes=0, lengths=(100, 140)),
     "head dim 256": dict(dims=(256, 256), megabytes=0, lengths=(100, 140)),
     "scores of 1e9": dict(score=lambda s, b, h, m, n: torch.where(m % 2 == 0, s, s * 0.0 - 1e9), lengths=(130, 150)),
+    "a head of huge scores, causal": dict(score=lambda s, b, h, m, n: s - torch.where(h == 1, 1e9, 0.0), mask=mods.causal, megabytes=0),
     "the least number, head dims 192 and 128": dict(score=lambda s, b, h, m, n: s + torch.finfo(torch.float32).min, dims=(192, 128),
                                                     lengths=(100, 140)),
     "alibi as the forward kernel for Hopper has it": dict(score=mods.alibi(torch.tensor([0.5, 1e5])), lengths=(130, 150), raw=True),

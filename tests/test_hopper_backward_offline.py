@@ -27,17 +27,16 @@ from flexpress.recipes import make
 PLAIN = BackwardCase(torch.bfloat16, 128, 128, use_tma=(True, True))
 SPILLED = {  # bytes at most; 0 elsewhere. Of the loops without a mask only those at head dim 64 load values again, up to 7 a block
     # a number or two of the program's, at its start
-    "plain d128 bf16": 16, "plain d128 bf16, negative scale": 16, "learned table, d64 bf16": 16, "relative_bias d128 bf16": 16,
-    "causal d128, 64 bf16": 16, "plain d256 bf16": 16, "learned slopes, document d64 bf16, starts": 20,
-    "causal d128, 64 bf16, one list, starts": 8, "learned per key, causal d64 bf16, starts": 16,
+    "plain d128 bf16": 16, "plain d128 bf16, negative scale": 16, "learned table, d64 bf16": 16, "relative_bias d128 bf16": 48,
+    "causal d128, 64 bf16": 16, "plain d256 bf16": 16, "learned slopes, document d64 bf16, starts": 32,
     "plain d64 fp16": 64, "causal d128 bf16": 48, "causal d64 bf16": 176, "alibi causal d64 bf16": 16,
     "causal d128 bf16, one list": 32, "alibi causal d128 bf16": 48, "softcap causal d128 bf16": 88, "document d128 bf16": 80,
-    "plain d192, 128 bf16": 160, "causal d192, 128 bf16": 256, "softcap causal d192, 128 fp16": 352, "alibi causal d136, 40 bf16": 352,
+    "plain d192, 128 bf16": 160, "causal d192, 128 bf16": 256, "softcap causal d192, 128 fp16": 384, "alibi causal d136, 40 bf16": 352,
     "causal d256 bf16": 32, "alibi causal d256 bf16": 32, "softcap causal d192, 160 fp16": 32,
     "alibi causal d80 fp16": 48, "a derivative that may be NaN, a mask of keys, d64 bf16": 144,
     "learned slopes, causal d128 bf16": 672, "learned bias, d64 bf16": 96, "learned per key, d64 bf16": 32,
-    "causal d128 bf16, starts": 64,
-    "causal document d128 bf16, starts": 112, "alibi document d80 fp16, starts": 96, "causal document d136, 40 bf16, starts": 384,
+    "causal d128 bf16, starts": 64, "causal d128, 64 bf16, one list, starts": 16, "learned per key, causal d64 bf16, starts": 16,
+    "causal document d128 bf16, starts": 128, "alibi document d80 fp16, starts": 112, "causal document d136, 40 bf16, starts": 384,
 }
 TABLES = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 STARTS = Blocks(True, 128, 128, starts=True)
@@ -155,6 +154,23 @@ def test_derivative_comes_before_the_wait_for_dp():
     assert text.index("slope = ") < text.index("dp = warpgroup_mma_wait(")
 
 
+def test_a_bounded_derivative_needs_no_selection():
+    """tanh of a score that overflows is 1, but of a captured number that may be NaN it is NaN."""
+    assert "slope = gl.where(" not in render(planned("softcap", {}).fused)
+    assert "slope = gl.where(p == 0.0" in render(planned("softcap", dict(ordinary=False)).fused)
+    assert "slope = gl.where(p == 0.0" in render(planned((lambda s, b, h, m, n: torch.tanh(s * VECTOR[n]), None), {}).fused)
+    assert "slope = gl.where(p == 0.0" in render(planned((lambda s, b, h, m, n: torch.sin(s * 1e9), None), {}).fused)
+
+
+@pytest.mark.parametrize("name", ["plain d128 bf16", "causal d128 bf16", "softcap causal d128 bf16"])
+def test_ordinary_scores_need_one_multiply_add(name):
+    """In the loop without checks; the difference to the largest score is taken in the other one."""
+    text = render(planned(*CASES[name]).fused)
+    assert re.findall(r"\n( *)if EDGE:\n(?:\1    .*\n)+?\1    score = .* - top\[None, :\]\n", text) == ["    "]
+    assert text.count("top[None, :]") == 1
+    assert "p = gl.exp2(gl.fma(score, TO_LOG2, share[None, :]))" in text
+
+
 @pytest.mark.parametrize("multiprocessors, lengths, grid, heads_per_group", [
     (5, (300, 300), 5, 4), (132, (300, 300), 12, 4), (5, (8192, 8192), 5, 2), (200, (8192, 130), 128, 2)])
 def test_programs_share_tiles(monkeypatch, multiprocessors, lengths, grid, heads_per_group):
@@ -221,25 +237,36 @@ def test_copies_of_statistics_begin_a_row_later_each():
     """TMA reads from whole 16 bytes on: in copy m % 4, row m lies there."""
     rows, out, do = torch.randn(2, 3, 200, 2), torch.randn(2, 3, 200, 16), torch.randn(2, 3, 200, 16)
     rows[0, 1, 5] = torch.tensor([-torch.inf, 0.0])
+    rows[0, 1, 7] = torch.tensor([-1e9, -3.0])
 
-    def statistics(blocks: Blocks | None, zero_dq: str, copies: int) -> torch.Tensor:
+    def statistics(blocks: Blocks | None, zero_dq: str, copies: int, huge: bool = True) -> torch.Tensor:
         spec = delta_spec(BackwardCase(torch.float32, 16, 16, blocks=blocks), "cpu", zero_dq)
         tops, delta = (torch.full((2, 3, n * copies, 256), torch.nan) for n in (2, 1))
         sums, done = torch.ones(2, 3, 200, 16), torch.ones(2, 2, 3, dtype=torch.int32)
-        known = {"Hq": 3, "Q_LEN": 200, "STATS_LEN": 256, "Zkv": 2, "GROUP_SIZE": 3, "HEADS_PER_GROUP": 1}
+        known = {"Hq": 3, "Q_LEN": 200, "STATS_LEN": 256, "Zkv": 2, "GROUP_SIZE": 3, "HEADS_PER_GROUP": 1, "TO_LOG2": 2.0}
+        count = torch.zeros(2, dtype=torch.int32)
         known |= {f"stride_{name}{dim}": stride // 4 for name in ("o", "do") for dim, stride in zip("zhm", out.stride(), strict=False)}
-        arguments = (out, do, rows, tops, delta, sums, done, *(known[name] for name in spec.flag["parameters"]))
+        arguments = (out, do, rows, tops, delta, sums, done, count, *(known[name] for name in spec.flag["parameters"]))
         block = delta_rows(16)
         kernel.kernel_for(spec).launch((2 * 3 * 256 // block,), arguments, out.device, (block,), num_warps=4, num_stages=1)
         assert not sums[:1 if zero_dq == "first" else 2].any() and not done.any()
         assert zero_dq == "all" or sums[1].all()
+        assert count.tolist() == [0, huge]
         return torch.cat((tops.view(2, 3, copies, 2, 256), delta.view(2, 3, copies, 1, 256)), 3)
 
     plain, copied = statistics(None, "all", 1)[:, :, 0], statistics(STARTS, "first", 4)
-    assert not plain.isnan().any() and plain[0, 1, 0, 5] == torch.inf and torch.equal(plain[..., 1, :200], rows[..., 1])
+    top, share = rows[..., 0].clone(), rows[..., 1].clone()
+    ordinary = top > -1e9
+    share[ordinary] -= 2 * top[ordinary]
+    share[0, 1, 5] = -torch.inf
+    torch.testing.assert_close(plain[..., 1, :200], share, rtol=0.0, atol=1e-6)
+    assert torch.equal(plain[..., 0, :200], torch.where(top == -1e9, top, 0.0)) and not plain[..., 2, :].isnan().any()
+    assert (plain[..., 0, 200:] == 0.0).all() and (plain[..., 1, 200:] == -torch.inf).all()
     for shift in range(4):
         assert torch.equal(copied[:, :, shift, :, :256 - shift], plain[..., shift:])
         assert copied[:, :, shift, :, 256 - shift:].isnan().all()
+    rows[0, 1, 7] = 0.0
+    statistics(None, "all", 1, huge=False)
 
 
 def test_arguments_of_tiles_that_begin_where_a_tensor_says():

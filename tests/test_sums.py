@@ -163,12 +163,13 @@ def test_statements_of_the_forward_kernel(name):
     if plan.spec.flag["SUM_IS_RAW"]:
         values["TO_LOG2"] = TO_LOG2 * SCALE
     values["HUGE"], values["STEP"] = limits(values["TO_LOG2"], text)
+    values["distances_between"] = lambda start, rows: (start + torch.arange(128) - rows[:, None]).float()
     defined(text, "fold_scores", values)
     parameters = re.sub(r"#.*", "", re.search(r"def fold_scores\((.*?)\):", text, re.S)[1]).replace("\n", " ").split(",")
     parameters = [p.split("=")[0].split(":")[0].strip() for p in parameters if p.strip()]
     for first in (0, 128):
         rows = torch.arange(first, first + 128, dtype=torch.int32).clamp(max=Q_LEN - 1)
-        values.update(rows=rows, m=rows[:, None], m_i=torch.full((128,), -math.inf), l_i=torch.zeros(128))
+        values.update(rows=rows, upper_m=rows, m=rows[:, None], m_i=torch.full((128,), -math.inf), l_i=torch.zeros(128))
         values["shift_i"] = values["m_i"]
         run(stages.once, values)
         found = torch.zeros(128, 384)
