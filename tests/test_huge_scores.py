@@ -71,7 +71,7 @@ def exact(q, k, v, score_mod, mask_mod=None, scale=0.25):
 def assert_close(found, expected, dtype):
     scale = expected.abs().max().clamp(min=1.0)
     # what was wrong is off by 1 or not finite; the weight of a row's largest score is any number near 1, and rounded
-    allowed = {torch.float32: 5e-5, torch.float16: 5e-2, torch.bfloat16: 3e-1}[dtype]
+    allowed = {torch.float32: 5e-5, torch.float16: 5e-2, torch.bfloat16: 5e-1}[dtype]
     assert found.isfinite().all()
     assert ((found.double() - expected.double()).abs().max() / scale).item() <= allowed
 
