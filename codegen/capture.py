@@ -37,7 +37,7 @@ from .audit import audited
 
 NUMBERS = (int, float, bool)
 _CONSTANTS = {str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, complex, type(...), slice}
-_TENSORS = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer} if hasattr(torch.nn, "Buffer") else {torch.Tensor, torch.nn.Parameter}
+_TENSORS = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
 _MOST_STEPS = 2000
 
 
@@ -243,22 +243,22 @@ class HostValue:
         return _step(self, operator.getitem, self, key)
 
     def __len__(self):
-        return _pinned(_step(self, len, self))
+        return pinned(_step(self, len, self))
 
     def __contains__(self, item):
-        return _pinned(_step(self, operator.contains, self, item))
+        return pinned(_step(self, operator.contains, self, item))
 
     def __bool__(self):
-        return _pinned(_step(self, bool, self))
+        return pinned(_step(self, bool, self))
 
     def __int__(self):
-        return _pinned(_step(self, int, self))
+        return pinned(_step(self, int, self))
 
     def __float__(self):
-        return _pinned(_step(self, float, self))
+        return pinned(_step(self, float, self))
 
     def __index__(self):
-        return _pinned(_step(self, operator.index, self))
+        return pinned(_step(self, operator.index, self))
 
     def __str__(self):
         return _step(self, str, self)
@@ -290,22 +290,22 @@ class HostNumber(HostValue):
     __slots__ = ()
 
     def __bool__(self):
-        return bool(_pinned(self))
+        return bool(pinned(self))
 
     def __int__(self):
-        return int(_pinned(self))
+        return int(pinned(self))
 
     def __float__(self):
-        return float(_pinned(self))
+        return float(pinned(self))
 
     def __index__(self):
         state = _state_of(self)
         if not isinstance(state.value, int):
             raise TypeError(f"{state.name} is a float where Python needs an integer")
-        return int(_pinned(self))
+        return int(pinned(self))
 
     def __hash__(self):
-        return hash(_pinned(self))
+        return hash(pinned(self))
 
 
 _state_of = HostValue.__dict__["_state"].__get__
@@ -344,10 +344,6 @@ def value_of(value):
 
 def pinned(value):
     """The plain value behind a stand-in, from now on part of the signature."""
-    return _pinned(value)
-
-
-def _pinned(value):
     if not _is_stand_in(value):
         return value  # a constant: compared already
     state = _state_of(value)
@@ -399,7 +395,6 @@ for _name, _function in (("round", round), ("trunc", math.trunc), ("floor", math
     setattr(HostValue, f"__{_name}__", _unary(_function))
 for _name in ("setitem", "delitem", "enter", "exit", "next", "await"):
     setattr(HostValue, f"__{_name}__", _refusal(f"__{_name}__"))
-HostNumber.__eq__ = HostValue.__eq__
 
 
 # Operations on captured values alone
@@ -459,7 +454,7 @@ def _source(program: HostProgram, arg) -> Callable:
     elif kind is slice:
         start, stop, step = (_source(program, a) for a in (arg.start, arg.stop, arg.step))
         return lambda values: slice(start(values), stop(values), step(values))
-    elif kind in NUMBERS or kind in _CONSTANTS or isinstance(arg, enum.Enum):
+    elif _is_constant(arg) or isinstance(arg, enum.Enum):
         return lambda _: arg
     raise Untrackable(f"passes a {kind.__name__} to a function on the host")
 
@@ -467,9 +462,8 @@ def _source(program: HostProgram, arg) -> Callable:
 _IMPURE = re.compile(r"i(add|sub|mul|truediv|floordiv|mod|pow|matmul|and|or|xor|lshift|rshift|concat)$|setitem|delitem|rand|normal"
                      r"|bernoulli|multinomial|poisson|binomial|dropout|rrelu|gumbel|empty|seed|manual_seed|set_")
 _PURE_MODULES = {"math", "cmath", "operator", "_operator", "torch", "numpy"}
-_PURE_BUILTINS = {abs, all, any, bool, bytes, callable, chr, complex, dict, divmod, enumerate, float, format, frozenset, getattr, hasattr,
-                  hash, int, isinstance, issubclass, len, list, max, min, ord, pow, range, repr, reversed, round, set, slice, sorted, str,
-                  sum, tuple, type, zip, torch.Size, torch.device}
+_PURE_BUILTINS = {abs, bool, bytes, callable, chr, complex, dict, divmod, float, format, frozenset, getattr, hasattr, hash, int, isinstance,
+                  issubclass, len, max, min, ord, pow, repr, round, set, slice, str, sum, type, torch.Size, torch.device}
 _PURE_METHODS = {"get", "keys", "values", "items", "index", "count", "copy", "format", "join", "split", "startswith", "endswith", "lower",
                  "upper", "strip", "replace", "bit_length", "is_integer", "conjugate", "most_common", "union", "intersection"}
 # C functions that only use the operators of their arguments: stand-ins see what they do
@@ -478,8 +472,6 @@ _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"
               "lt", "le", "gt", "ge", "neg", "pos", "abs", "invert", "not_", "truth", "getitem", "contains", "index")
 _BY_OPERATORS = (abs, bool, divmod, float, int, len, max, min, pow, round, sum, functools.reduce,
                  *(getattr(operator, name) for name in _OPERATORS))
-
-
 # functions whose value for constants is a constant
 _OF_CONSTANTS = (abs, bool, float, int, max, min, pow, round, torch.finfo, torch.iinfo)
 
@@ -524,7 +516,7 @@ def _is_known(value) -> bool:
         return all(map(_is_known, value))
     if kind is dict:
         return all(map(_is_known, value)) and all(map(_is_known, value.values()))
-    return _is_stand_in(value) or kind in NUMBERS or kind in _CONSTANTS or kind in _TENSORS or isinstance(value, enum.Enum)
+    return _is_stand_in(value) or _is_constant(value) or kind in _TENSORS or isinstance(value, enum.Enum)
 
 
 def _call(state: State, args: tuple, kwargs: dict):
@@ -604,7 +596,7 @@ def _attribute(state: State, name: str):
         key = id(value), name
         if key not in reader.members:
             member = reader.track(found, run, name)
-            reader.members[key] = _pinned(member) if type(found) in NUMBERS else member  # math.inf is a constant
+            reader.members[key] = pinned(member) if type(found) in NUMBERS else member  # math.inf is a constant
         return reader.members[key]
     if isinstance(found, types.MethodType) and found.__self__ is value and isinstance(found.__func__, types.FunctionType):
         place = reader.program.add(run, found, _of_class(types.MethodType), name)

@@ -253,7 +253,7 @@ class EagerRun(TracingRun):
         return self._argument(tensor.item(), name)
 
     def number(self, value) -> Expr:
-        if not fits_int32(value) or value != value or value in (float("inf"), float("-inf")) or self._stands_in_code(value):
+        if value != value or value in (float("inf"), float("-inf")) or self._stands_in_code(value):
             return super().number(value)
         return self._argument(value, "number")
 
