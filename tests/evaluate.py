@@ -95,7 +95,7 @@ def in_torch(expression: str, scores: torch.Tensor, captured: dict, precision: t
     if formulas:
         written = {name: OPS[name].expand for name in ("gelu", "silu", "softplus", "logsigmoid")}
         names["F"] = SimpleNamespace(**written, relu=F.relu, sigmoid=torch.sigmoid, tanh=torch.tanh)
-    with _default_dtype(precision):
+    with default_dtype(precision):
         return _run(expression, index, names).expand(scores.shape)
 
 
@@ -113,7 +113,8 @@ def placed(captured: dict, device: str) -> dict:
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype):
+def default_dtype(dtype: torch.dtype):
+    """torch's default dtype is `dtype`."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

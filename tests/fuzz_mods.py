@@ -11,12 +11,12 @@ import math
 import random
 import warnings
 from collections import Counter
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import fuzz_inputs
 import torch
 import torch.nn.functional as F
+from evaluate import default_dtype
 
 INT_DTYPES = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -65,16 +65,6 @@ def widened(value, precision: torch.dtype):
     if isinstance(value, torch.Tensor) and value.is_floating_point():
         return value.float().to(precision)
     return value
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def in_working_precision(source: str) -> str:

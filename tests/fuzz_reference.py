@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import torch
-from evaluate import LARGEST, SMALLEST
+from evaluate import LARGEST, SMALLEST, default_dtype
 from evaluate import Noise as AnyNoise
-from fuzz_mods import default_dtype, in_working_precision, reference_namespace
+from fuzz_mods import in_working_precision, reference_namespace
 
 from flexpress.codegen.ops import OPS
 
