@@ -28,7 +28,7 @@ from .forward_plan import LOG2_E, Options, wants_tma
 from .hopper_backward_plan import L2_BYTES, HopperBackwardPlan, fits, plan_hopper_backward
 from .hopper_plan import heads_per_group
 from .host import compute
-from .kernel import architecture_of, backend_of, counter, kernel_for, launch_fitting, multiprocessors, on
+from .kernel import architecture_of, backend_of, held_counter, kernel_for, launch_fitting, multiprocessors, on
 from .registry import Table, remembered
 from .spec import are_ordinary, mod_values
 from .tma import descriptor
@@ -85,25 +85,27 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tenso
     tops = torch.empty((Z, Hq, 2 * copies, stats_len), dtype=torch.float32, device=q.device)
     delta = torch.empty((Z, Hq, copies, stats_len), dtype=torch.float32, device=q.device)
     stats = (rows.values, dlse.contiguous(), tops, delta) if dlse is not None else (rows.values, tops, delta)
+
+    def describe_rows(*fused) -> None:
+        """The rows' maxima, shares and delta, and for the fused kernel what it counts on."""
+        kernel_for(plan.delta).launch((Z * Hq * stats_len // delta_rows(D_V),), (out, do, *stats, *fused, ready.numbers["delta"]), q.device,
+                                      (delta_rows(D_V),), num_warps=4, num_stages=1)
+
     if isinstance(plan, HopperBackwardPlan):
         dq_sum = torch.empty((Z, Hq, Q_LEN, D_QK), dtype=torch.float32, device=q.device)
         done = torch.empty((2, Z, Hq), dtype=torch.int32, device=q.device)
-        with on(q.device):
-            count = counter(q.device, torch._C._cuda_getCurrentRawStream(q.device.index))
-        stats = (*stats, dq_sum, done, count)
-    kernel_for(plan.delta).launch((Z * Hq * stats_len // delta_rows(D_V),), (out, do, *stats, ready.numbers["delta"]), q.device,
-                                  (delta_rows(D_V),), num_warps=4, num_stages=1)
-
-    if isinstance(plan, HopperBackwardPlan):
         sums = _Sums((plan,), score, extents, q.device)
         try:
-            _launch_fused(ready, tensors, tops, delta, dq_sum, done, count, transposed, score, mask, sums)
+            with on(q.device), held_counter(q.device, torch._C._cuda_getCurrentRawStream(q.device.index)) as count:
+                describe_rows(dq_sum, done, count)
+                _launch_fused(ready, tensors, tops, delta, dq_sum, done, count, transposed, score, mask, sums)
         except Unusable as why:
             _refused[ready.case] = str(why)
             _ready.clear()  # others of this case have other lengths
             return backward(q, k, v, out, rows, do, dlse, scale, score, mask, lists, transposed, options, wanted=wanted,
                             deterministic=deterministic)
         return dq, dk, dv, sums.gradients()
+    describe_rows()
     sums = _Sums((plan.dkv, plan.dq), score, extents, q.device)
     _launch(ready, "dkv", (q, do), (k, v, tops, delta, dk, dv), transposed, score, mask, sums)
     _launch(ready, "dq", (k, v), (q, do, tops, delta, dq), lists, score, mask, sums)
@@ -206,13 +208,11 @@ def _launch_fused(ready: _Ready, tensors: tuple, tops: torch.Tensor, delta: torc
     descriptors = [descriptor(t, *blocks[f"desc_{name}"]) for name, t in described.items()]
     heads = k.shape[0] * k.shape[1]
     tiles = tiles_of(k.shape[2], plan.tile.BLOCK_N, lists, "kv_block")
-    with on(q.device):
-        stored = (dq_sum, dq, *((dk, dv) if plan.fused.flag["STARTS"] else ()), done)
-        args = (*descriptors, *stored, count, ready.numbers["fused"], *(lists.tables if lists else ()), *mods,
-                *sums.arguments(plan, 2 * tiles))
-        variant, plain = usable(kernel_for(plan.fused), args, q.device, math.inf)
-        work = max(tiles * heads, -(-q.shape[2] // plan.fused.flag["DQ_ROWS"]) * q.shape[0] * q.shape[1])
-        variant.launch((min(work, multiprocessors(q.device)),), plain, q.device.index)
+    stored = (dq_sum, dq, *((dk, dv) if plan.fused.flag["STARTS"] else ()), done)
+    args = (*descriptors, *stored, count, ready.numbers["fused"], *(lists.tables if lists else ()), *mods, *sums.arguments(plan, 2 * tiles))
+    variant, plain = usable(kernel_for(plan.fused), args, q.device, math.inf)
+    work = max(tiles * heads, -(-q.shape[2] // plan.fused.flag["DQ_ROWS"]) * q.shape[0] * q.shape[1])
+    variant.launch((min(work, multiprocessors(q.device)),), plain, q.device.index)
 
 
 def _launch(ready: _Ready, name: str, streamed: tuple, rest: tuple, lists: BlockLists | None, score, mask, sums) -> None:

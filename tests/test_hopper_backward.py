@@ -74,10 +74,9 @@ def test_gradients(monkeypatch, name):
     monkeypatch.setattr(backward, "descriptor", lambda t, rows, columns: fake_gluon.Descriptor(t, rows, columns))
     monkeypatch.setattr(backward, "usable", lambda kernel, args, *_: (Ran(), one_by_one(args)))
     monkeypatch.setattr(backward, "L2_BYTES", case["megabytes"] << 20)
-    counter = torch.zeros(2, dtype=torch.int32)
-    monkeypatch.setattr(backward, "counter", lambda *_: counter)
     registry.clear()
     found = backward.backward(q, k, v, out, rows, do, None, D_QK**-0.5, *bound, *lists, Options())[:3]
+    counter, = kernel._counters.values()
     registry.clear()
     assert len(ran) == 1 and not counter.any()
 
@@ -88,3 +87,19 @@ def test_gradients(monkeypatch, name):
 
     for mine, exact, plain in zip(found, gradients(torch.float64), gradients(torch.bfloat16), strict=True):
         assert relative_error(mine, exact) <= 1.5 * relative_error(plain, exact) + 1e-3
+
+
+def test_kernels_that_count_together_have_their_counters_alone(monkeypatch):
+    """Two threads, and so two backward passes, may queue their kernels on one stream by turns."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    registry.clear()
+    device = torch.device("cpu")
+    with kernel.held_counter(device, 0) as first, kernel.held_counter(device, 0) as second:
+        assert first is not second
+        assert kernel.counter(device, 0) is not first
+    assert kernel.counter(device, 0) is first
+    with pytest.raises(ValueError), kernel.held_counter(device, 0) as broken:
+        broken += 1
+        raise ValueError
+    assert not kernel.counter(device, 0).any()
+    registry.clear()
