@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import tempfile
 import types
 from pathlib import Path
@@ -253,9 +254,25 @@ def _lowered(source: ASTSource, target: GPUTarget, options: dict, texts: dict | 
     names = list(stages)
     for name in names[names.index(source.ext):names.index(last) + 1 if last else None]:
         module = stages[name](module, metadata)
+        if name == "ptx":
+            module = _wrapping(module)
         if texts is not None:
             texts[name] = module if isinstance(module, bytes) else str(module)
     return metadata, module, assemble if texts is None else None, backend.binary_ext
+
+
+_NEG_OR_ABS = re.compile(r"\b(neg|abs)\.s16(\s+)(%\w+), (%\w+);")
+
+
+def _wrapping(ptx: str) -> str:
+    """PTX in which -x and abs(x) of int16 wrap around. The assembler takes them in 32 bits, and leaves the wrap out where int32 comes next:
+    -(-32768) would be 32768. LLVM writes them for x * -1, ~x + 1 and the like, so no spelling in the kernel's own language avoids them."""
+    def written(found: re.Match) -> str:
+        name, space, to, of = found.groups()
+        negated = f"not.b16{space}{to}, {of};\n\tadd.s16{space}{to}, {to}, 1;"
+        return negated if name == "neg" else f"{negated}\n\tmax.s16{space}{to}, {to}, {of};"
+
+    return _NEG_OR_ABS.sub(written, ptx)
 
 
 @atexit.register

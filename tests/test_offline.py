@@ -315,6 +315,19 @@ def test_ptx_is_for_the_assembler_that_reads_it(monkeypatch):
     assert int(written[1] + written[2]) == ptx_get_version(newer.version)
 
 
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+def test_the_assembler_never_sees_what_it_does_not_wrap(target):
+    """It takes neg.s16 and abs.s16 of -32768 for 32768 where int32 comes next."""
+    x = torch.zeros(8, dtype=torch.int16)
+
+    def far(b, h, q_idx, kv_idx):
+        return (~x[q_idx] + 1 > kv_idx) & (torch.abs(x[kv_idx]) > q_idx) & (x[kv_idx] * -1 > h)
+
+    ptx = compilation(target, None, far).compile().assembly["ptx"]
+    assert "add.s16" in ptx and "max.s16" in ptx
+    assert not re.search(r"(neg|abs)\.s16", ptx)
+
+
 def test_unknown_target():
     with pytest.raises(ValueError, match="sm_80, sm_90, sm_100, gfx942, got 'sm_70'"):
         compilation("sm_70")

@@ -178,6 +178,18 @@ def test_tanh_is_as_exact_as_the_precision(precision, device):
     check("torch.tanh(score / 50) * 50", scores, {}, precision=precision, tolerance=rounding)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16], ids=str)
+@pytest.mark.parametrize("form", ["-{0}", "abs({0})", "~{0} + 1", "{0} * -1", "0 - {0}", "torch.where({0} < 0, -{0}, {0})", "{0} + 1", "{0} << 3"])
+def test_small_integers_wrap_around_before_they_are_widened(form, dtype, device):
+    """Every value there is."""
+    low = torch.iinfo(dtype).min
+    x = torch.arange(low, torch.iinfo(dtype).max + 1, dtype=torch.int32).to(dtype).reshape(-1, 16).to(device)
+    cell = "x[q_idx, kv_idx]"
+    found = evaluate_mod(make_mod(f"({form.format(cell)}).int() * 1.0", "score", {"x": x}), torch.zeros(1, 1, *x.shape, device=device))
+    assert torch.equal(found[0, 0], eval(form.format("x"), {"torch": torch, "x": x}).float())
+
+
 # Spellings
 
 
