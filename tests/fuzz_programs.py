@@ -625,7 +625,6 @@ def varlen(p: Program, rng: random.Random, small: int) -> None:
             heads_first(names.get("d_out")),
             None if d_lse is None else d_lse.transpose(0, 1)[None],
             tuple(learned),
-            approximate=cuda and dtype != "torch.float32",
         )
         found = {n: names[n] if n[1:] in learned else heads_first(names[n]) for n in results if n != "lse"}
         return judge(problem, {**found, "lse": names["lse"].transpose(0, 1)[None]})
@@ -720,7 +719,6 @@ def cached(p: Program, rng: random.Random, small: int) -> None:
             values_of(p, names),
             scale,
             (n < int32(kv_lens)) & (local < int32(q_lens)),
-            approximate=cuda and dtype != "torch.float32",
         )
         out, lse = names["out"], names["lse"]
         if ragged:

@@ -180,7 +180,8 @@ def test_tanh_is_as_exact_as_the_precision(precision, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16], ids=str)
-@pytest.mark.parametrize("form", ["-{0}", "abs({0})", "~{0} + 1", "{0} * -1", "0 - {0}", "torch.where({0} < 0, -{0}, {0})", "{0} + 1", "{0} << 3"])
+@pytest.mark.parametrize("form", ["-{0}", "abs({0})", "~{0} + 1", "{0} * -1", "0 - {0}", "torch.where({0} < 0, -{0}, {0})",
+                                  "{0} + 1", "{0} << 3"])
 def test_small_integers_wrap_around_before_they_are_widened(form, dtype, device):
     """Every value there is."""
     low = torch.iinfo(dtype).min
