@@ -3,7 +3,8 @@
 # make test-gpu  the tests on a GPU
 # make sanitize  every template under compute-sanitizer, and tables and lists that lie, on a GPU
 # make golden    print generated/ anew; read the diff
-# make lint      ruff
+# make lint      linter and formatter, as they must be
+# make format    format all Python
 #
 # PYTHON=python3.12 chooses the interpreter of a new .venv, VENV=folder its place.
 # PYTEST="-x -k cache" passes options to pytest.
@@ -18,7 +19,7 @@ TRITON := 3.6.0
 OTHER_TRITON := $(VENV)/triton-$(TRITON)
 COMPILED := $(wildcard tests/test_*offline.py)
 
-.PHONY: help venv demo test test-gpu sanitize golden lint
+.PHONY: help venv demo test test-gpu sanitize golden lint format
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -61,3 +62,8 @@ golden: venv
 
 lint: $(VENV)/.linter
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.linter
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .

@@ -85,8 +85,7 @@ def measure_call(way: str, mask_mod: Mod, rep: float) -> Row:
 
     length = CALL_LENGTH
     q, k, v, d_out = (
-        torch.randn(1, CALL_HEADS, length, CALL_HEAD_DIM, device="cuda", dtype=torch.bfloat16).requires_grad_(i < 3)
-        for i in range(4)
+        torch.randn(1, CALL_HEADS, length, CALL_HEAD_DIM, device="cuda", dtype=torch.bfloat16).requires_grad_(i < 3) for i in range(4)
     )
     mask = flexpress.create_block_mask(mask_mod, None, None, length, length, device="cuda")
     masked = {"mask_mod": mask_mod} if way == "mask_mod" else {"block_mask": mask}
@@ -107,18 +106,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = common.arguments(__doc__, "block_mask.json")
     masks = [row.name for row in MASKS]
     lengths = [str(length) for length in LENGTHS]
-    parser.add_argument(
-        "--cases", type=common.names(masks), default=masks, help="comma-separated (default: all)"
-    )
-    parser.add_argument(
-        "--impls", type=common.names(IMPLS), default=list(IMPLS), help="comma-separated (default: all)"
-    )
-    parser.add_argument(
-        "--lengths", type=common.names(lengths), default=lengths, help="comma-separated (default: all)"
-    )
-    parser.add_argument(
-        "--rep", type=float, default=50.0, help="ms of runs per measurement (default: %(default)g)"
-    )
+    parser.add_argument("--cases", type=common.names(masks), default=masks, help="comma-separated (default: all)")
+    parser.add_argument("--impls", type=common.names(IMPLS), default=list(IMPLS), help="comma-separated (default: all)")
+    parser.add_argument("--lengths", type=common.names(lengths), default=lengths, help="comma-separated (default: all)")
+    parser.add_argument("--rep", type=float, default=50.0, help="ms of runs per measurement (default: %(default)g)")
     parser.add_argument("--calls", action="store_true", help="time attention with mask_mod= too")
     return parser.parse_args(argv)
 
@@ -139,9 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 torch._dynamo.reset()
                 torch.cuda.empty_cache()
                 try:
-                    row |= measure(
-                        impl, dataclasses.replace(case, length=length).make_mods("cuda")[1], length, args.rep
-                    )
+                    row |= measure(impl, dataclasses.replace(case, length=length).make_mods("cuda")[1], length, args.rep)
                 except Exception as error:
                     row["error"] = common.first_line(error)
                 common.write_results(args.out, head, rows)

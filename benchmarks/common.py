@@ -19,13 +19,9 @@ import torch
 Row = dict[str, Any]
 
 
-def arguments(
-    description: str | None, out: str, parents: Sequence[argparse.ArgumentParser] = ()
-) -> argparse.ArgumentParser:
+def arguments(description: str | None, out: str, parents: Sequence[argparse.ArgumentParser] = ()) -> argparse.ArgumentParser:
     """Return a parser with the options every program has, and those of `parents`; `out` is the default results file."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, parents=parents
-    )
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, parents=parents)
     parser.add_argument("--out", type=Path, default=Path(out), help="results file (default: %(default)s)")
     parser.add_argument(
         "--commit",
@@ -42,9 +38,7 @@ def names(known: Sequence[str]) -> Callable[[str], list[str]]:
         asked = [part.strip() for part in text.split(",") if part.strip()]
         wrong = [name for name in asked if name not in known]
         if wrong or not asked:
-            raise argparse.ArgumentTypeError(
-                f"{', '.join(wrong) or 'nothing'}: choose from {', '.join(known)}"
-            )
+            raise argparse.ArgumentTypeError(f"{', '.join(wrong) or 'nothing'}: choose from {', '.join(known)}")
         return [name for name in known if name in asked]
 
     return choose
@@ -154,9 +148,7 @@ def queued_ms(fn: Callable[[], object], rep: float = 100.0, batch: int = 10) -> 
         if not late:
             batches.append([start.elapsed_time(end) for start, end in events])
         elif cycles == 2**31:
-            raise RuntimeError(
-                f"{batch} runs were not enqueued within a second: they wait for the device, or fill its queue. Use time_ms"
-            )
+            raise RuntimeError(f"{batch} runs were not enqueued within a second: they wait for the device, or fill its queue. Use time_ms")
         else:
             cycles *= 2
     return statistics.median(ms for times in batches[1:] for ms in times)
@@ -236,7 +228,4 @@ def table(columns: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
 
     grid = [list(columns)] + [[cell(value) for value in line] for line in lines]
     widths = [max(len(line[i]) for line in grid) for i in range(len(columns))]
-    return "\n".join(
-        "  ".join(text.rjust(widths[i]) if i else text.ljust(widths[i]) for i, text in enumerate(line))
-        for line in grid
-    )
+    return "\n".join("  ".join(text.rjust(widths[i]) if i else text.ljust(widths[i]) for i, text in enumerate(line)) for line in grid)

@@ -77,8 +77,14 @@ def prepare(row: Row, run: Run, tools: Tools) -> Measured:
 
 @torch.no_grad()
 def run_case(
-    case: Any, impls: Sequence[str], rows: list[Row], watch: Watch, device: str = "cuda", rep: float = 100.0,
-    copy_tb_s: float | None = None, tools: Tools | None = None,
+    case: Any,
+    impls: Sequence[str],
+    rows: list[Row],
+    watch: Watch,
+    device: str = "cuda",
+    rep: float = 100.0,
+    copy_tb_s: float | None = None,
+    tools: Tools | None = None,
 ) -> None:
     """Append a row for each of `impls` to `rows` and fill them in.
 
@@ -116,9 +122,7 @@ def work(args: argparse.Namespace) -> int:
     run = partial(run_case, rep=args.rep, copy_tb_s=copy)
     if args.ragged_prefill:
         return supervisor.work(args, head, ragged.BY_NAME, lambda impl, case: True, run, "us")
-    return supervisor.work(
-        args, head, serving.BY_NAME, lambda impl, case: IMPLEMENTATIONS[impl].takes(case), run, "us"
-    )
+    return supervisor.work(args, head, serving.BY_NAME, lambda impl, case: IMPLEMENTATIONS[impl].takes(case), run, "us")
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -133,8 +137,9 @@ def summary(rows: Sequence[Row]) -> str:
             here = {impl: found.get((case, impl), {}) for impl in IMPLEMENTATIONS}
             us = {impl: row.get("us") for impl, row in here.items()}
             times.append([case, *("failed" if "error" in here[impl] else us[impl] for impl in impls)])
-            best = max((row for impl, row in here.items() if "flexpress" in impl and row.get("tb_s")),
-                       key=lambda row: row["tb_s"], default={})
+            best = max(
+                (row for impl, row in here.items() if "flexpress" in impl and row.get("tb_s")), key=lambda row: row["tb_s"], default={}
+            )
             errors = [row["rel_err"] for impl, row in here.items() if "flexpress" in impl and row.get("rel_err")]
             ratios = [ratio(us[peer], us[impl]) for impl, peer in RATIOS]
             rates.append([case, *ratios, best.get("tb_s"), best.get("of_copy"), max(errors, default=None)])
@@ -145,8 +150,17 @@ def summary(rows: Sequence[Row]) -> str:
     for case in ragged.BY_NAME:
         here = [row for row in rows if row["case"] == case]
         equal = found.get((case, "flexpress_equal"), {}).get("tflops")
-        lines = [[row["impl"], "failed" if "error" in row else row["us"], row["tflops"], ratio(row["tflops"], equal),
-                  row["update_us"], row["rel_err"]] for row in here]
+        lines = [
+            [
+                row["impl"],
+                "failed" if "error" in row else row["us"],
+                row["tflops"],
+                ratio(row["tflops"], equal),
+                row["update_us"],
+                row["rel_err"],
+            ]
+            for row in here
+        ]
         if here:
             shown.append(common.table([case, "us", "TFLOP/s", "/equal", "update us", "err"], lines))
     return "\n\n".join(shown)
@@ -155,9 +169,7 @@ def summary(rows: Sequence[Row]) -> str:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Return the command line's options."""
     first = argparse.ArgumentParser(add_help=False)  # which cases and implementations there are to choose from
-    first.add_argument(
-        "--ragged-prefill", action="store_true", help="prefill of prompts of different lengths instead of decoding"
-    )
+    first.add_argument("--ragged-prefill", action="store_true", help="prefill of prompts of different lengths instead of decoding")
     known, rest = first.parse_known_args(argv)
     choice = (ragged.BY_NAME, ragged.IMPLS, ragged.DEFAULT)
     if not known.ragged_prefill:

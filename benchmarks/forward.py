@@ -38,9 +38,7 @@ def new_row(case: str, impl: str) -> Row:
     return {"case": case, "impl": impl, **dict.fromkeys(keys), "fwd_rounds": [], "bwd_rounds": []}
 
 
-def check(
-    row: Row, attention: Attention, qkv: Tensors, grad_out: torch.Tensor | None, answers: list[Slice]
-) -> None:
+def check(row: Row, attention: Attention, qkv: Tensors, grad_out: torch.Tensor | None, answers: list[Slice]) -> None:
     """Run `attention` once, fill in the row's errors, and raise WrongResult if they are too large.
 
     The gradients are left out when `grad_out` is None.
@@ -62,24 +60,14 @@ def time_forward(row: Row, attention: Attention, qkv: Tensors, rep: float) -> No
     row["fwd_rounds"].append(common.queued_ms(lambda: attention(*qkv), rep))
 
 
-def time_backward(
-    row: Row, attention: Attention, qkv: Tensors, rep: float, grad_out: torch.Tensor
-) -> None:
+def time_backward(row: Row, attention: Attention, qkv: Tensors, rep: float, grad_out: torch.Tensor) -> None:
     """Add one round to the row."""
     out = attention(*qkv)
-    row["bwd_rounds"].append(
-        common.queued_ms(lambda: torch.autograd.grad(out, qkv, grad_out, retain_graph=True), rep)
-    )
+    row["bwd_rounds"].append(common.queued_ms(lambda: torch.autograd.grad(out, qkv, grad_out, retain_graph=True), rep))
 
 
 def run_case(
-    case: Workload,
-    impls: Sequence[str],
-    rows: list[Row],
-    watch: Watch,
-    device: str = "cuda",
-    rep: float = 100.0,
-    backward: bool = False,
+    case: Workload, impls: Sequence[str], rows: list[Row], watch: Watch, device: str = "cuda", rep: float = 100.0, backward: bool = False
 ) -> None:
     """Append a row for each of `impls` to `rows` and fill them in.
 
@@ -162,9 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     args = parse(argv)
     passes = ("fwd", "bwd") if args.backward else ("fwd",)
-    return supervisor.run(
-        args, argv, __file__, work, new_row, lambda rows: [summary(rows, which) for which in passes]
-    )
+    return supervisor.run(args, argv, __file__, work, new_row, lambda rows: [summary(rows, which) for which in passes])
 
 
 if __name__ == "__main__":

@@ -21,16 +21,10 @@ def flexpress(row: Workload, mods: Mods, device: str, **options: Any) -> Attenti
     import flexpress
 
     score_mod, mask_mod = mods
-    mask = (
-        flexpress.create_block_mask(mask_mod, None, None, row.q_len, row.length, device)
-        if mask_mod
-        else None
-    )
+    mask = flexpress.create_block_mask(mask_mod, None, None, row.q_len, row.length, device) if mask_mod else None
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return flexpress.flex_attention(
-            q, k, v, score_mod=score_mod, block_mask=mask, enable_gqa=row.gqa, **options
-        )
+        return flexpress.flex_attention(q, k, v, score_mod=score_mod, block_mask=mask, enable_gqa=row.gqa, **options)
 
     return attention
 
@@ -48,15 +42,7 @@ def torch_flex(row: Workload, mods: Mods, device: str, **kernel_options: Any) ->
     compiled = torch.compile(flex_attention, dynamic=False)
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return compiled(
-            q,
-            k,
-            v,
-            score_mod=score_mod,
-            block_mask=mask,
-            enable_gqa=row.gqa,
-            kernel_options=kernel_options or None,
-        )
+        return compiled(q, k, v, score_mod=score_mod, block_mask=mask, enable_gqa=row.gqa, kernel_options=kernel_options or None)
 
     return attention
 
@@ -72,9 +58,7 @@ def sdpa(backend: SDPBackend) -> Callable[[Workload, Mods, str], Attention]:
     def build(row: Workload, mods: Mods, device: str) -> Attention:
         def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             with sdpa_kernel(backend):
-                return scaled_dot_product_attention(
-                    q, k, v, is_causal=row.mask is not None, enable_gqa=row.gqa
-                )
+                return scaled_dot_product_attention(q, k, v, is_causal=row.mask is not None, enable_gqa=row.gqa)
 
         return attention
 
@@ -95,7 +79,5 @@ IMPLEMENTATIONS = {
     "torch_flex": Implementation(torch_flex),
     "torch_flex_tma": Implementation(torch_flex_tma),
     "cudnn": Implementation(sdpa(SDPBackend.CUDNN_ATTENTION), lambda row: row.dense_or_causal),
-    "flash": Implementation(
-        sdpa(SDPBackend.FLASH_ATTENTION), lambda row: row.dense_or_causal and row.d_qk == row.d_v
-    ),
+    "flash": Implementation(sdpa(SDPBackend.FLASH_ATTENTION), lambda row: row.dense_or_causal and row.d_qk == row.d_v),
 }

@@ -37,11 +37,7 @@ IMPLS = ("flexpress", "torch_flex")
 MEASURES = ("first_call", "host_time", "lengths")
 CASES = ("causal_d128", "alibi_causal_d128", "softcap_causal_d128", "relative_bias_d128", "documents_16k")
 LENGTHS = (1024, 1536, 2048, 1111)
-CACHES = {
-    "FLEXPRESS_CACHE_DIR": "flexpress",
-    "TRITON_CACHE_DIR": "triton",
-    "TORCHINDUCTOR_CACHE_DIR": "inductor",
-}
+CACHES = {"FLEXPRESS_CACHE_DIR": "flexpress", "TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
 UNSEEN = "prefix_d128"  # the case whose mods the caches of `first_call` have not seen
 CALLS = 200
 ROUNDS = 20
@@ -188,24 +184,15 @@ def measure_all(args: argparse.Namespace) -> Iterator[list[Row]]:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the command line's options."""
     parser = common.arguments(__doc__, "latency.json")
-    parser.add_argument(
-        "--measures",
-        type=common.names(MEASURES),
-        default=list(MEASURES),
-        help="comma-separated (default: all)",
-    )
+    parser.add_argument("--measures", type=common.names(MEASURES), default=list(MEASURES), help="comma-separated (default: all)")
     parser.add_argument(
         "--cases",
         type=common.names(CASES),
         default=["alibi_causal_d128"],
         help=f"comma-separated, of {', '.join(CASES)} (default: alibi_causal_d128)",
     )
-    parser.add_argument(
-        "--impls", type=common.names(IMPLS), default=list(IMPLS), help="comma-separated (default: all)"
-    )
-    parser.add_argument(
-        "--limit", type=float, default=200.0, help="seconds per process (default: %(default)g)"
-    )
+    parser.add_argument("--impls", type=common.names(IMPLS), default=list(IMPLS), help="comma-separated (default: all)")
+    parser.add_argument("--limit", type=float, default=200.0, help="seconds per process (default: %(default)g)")
     parser.add_argument("--child", nargs=3, metavar=("MEASURE", "IMPL", "CASE"), help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
@@ -214,11 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     if args.child:
         measure, impl, case = args.child
-        print(
-            json.dumps(
-                {"first_call": first_call, "host_time": host_time, "lengths": lengths}[measure](impl, case)
-            )
-        )
+        print(json.dumps({"first_call": first_call, "host_time": host_time, "lengths": lengths}[measure](impl, case)))
         return 0
     head = common.header(args.commit)
     rows: list[Row] = []

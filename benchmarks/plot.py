@@ -73,9 +73,7 @@ def title(header: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, help="file that forward.py wrote")
     parser.add_argument("out", type=Path, help="picture to write; the ending says the format")
     parser.add_argument("--backward", action="store_true", help="draw the backward instead")

@@ -38,8 +38,7 @@ class Prefill(Workload):
     def equal(self) -> Workload:
         """Return the batch of as many prompts of one length, with the same sum of squared lengths, to within rounding."""
         length = round(math.sqrt(sum(n * n for n in self.lengths()) / self.batch))
-        return Workload("equal", "equal lengths", self.batch, self.heads, self.kv_heads, length, mask=causal,
-                        d_qk=self.d_qk, d_v=self.d_v)
+        return Workload("equal", "equal lengths", self.batch, self.heads, self.kv_heads, length, mask=causal, d_qk=self.d_qk, d_v=self.d_v)
 
     def flops(self, impl: str) -> int:
         """Operations of `impl`: those of unmasked pairs."""
@@ -59,8 +58,7 @@ class Packed:
         generator = torch.Generator(device).manual_seed(seed)
         widths = ((case.heads, case.d_qk), (case.kv_heads, case.d_qk), (case.kv_heads, case.d_v))
         self.q, self.k, self.v = (
-            torch.randn((sum(self.lengths), *width), generator=generator, device=device, dtype=torch.bfloat16)
-            for width in widths
+            torch.randn((sum(self.lengths), *width), generator=generator, device=device, dtype=torch.bfloat16) for width in widths
         )
         starts = torch.tensor([0, *self.lengths]).cumsum(0)
         self.cu_seqlens = starts.to(device, torch.int32)
@@ -74,7 +72,8 @@ class Packed:
     def run(self, impl: str) -> Run:
         """Return what `impl` is to do."""
         builders: dict[str, Callable[[], Run]] = {
-            "flexpress_varlen": self._varlen, "flexpress_cached": self._cached,
+            "flexpress_varlen": self._varlen,
+            "flexpress_cached": self._cached,
             "flexpress_equal": lambda: self._equal(implementations.flexpress),
             "torch_flex_equal": lambda: self._equal(implementations.torch_flex),
         }
@@ -83,8 +82,7 @@ class Packed:
     def _varlen(self) -> Run:
         from flexpress import varlen_attention
 
-        return Run(lambda: [varlen_attention(self.q, self.k, self.v, self.cu_seqlens, mask_mod=mods.causal)],
-                   self.answers, self.prompts)
+        return Run(lambda: [varlen_attention(self.q, self.k, self.v, self.cu_seqlens, mask_mod=mods.causal)], self.answers, self.prompts)
 
     def _cached(self) -> Run:
         """The prompts are the first that the cache holds of their sequences."""

@@ -64,9 +64,7 @@ def _attend(
     score_mod, mask_mod = mods
     group = row.heads // row.kv_heads
     heads = slice(kv_head * group, (kv_head + 1) * group)
-    leaves = [
-        x[batch][head].detach().double() for x, head in zip(qkv, (heads, kv_head, kv_head), strict=True)
-    ]
+    leaves = [x[batch][head].detach().double() for x, head in zip(qkv, (heads, kv_head, kv_head), strict=True)]
     for leaf in leaves:
         leaf.requires_grad_(grad_out is not None)
     q, k, v = leaves

@@ -120,9 +120,7 @@ class Step:
     @cached_property
     def contiguous(self) -> Caches:
         absent = torch.arange(self.case.length, device=self.device) >= self.kv_len[:, None]
-        k, v = (
-            x.transpose(1, 2).masked_fill(absent[:, :, None, None], math.nan).contiguous() for x in (self.k, self.v)
-        )
+        k, v = (x.transpose(1, 2).masked_fill(absent[:, :, None, None], math.nan).contiguous() for x in (self.k, self.v))
         return self._copies(k, v)
 
     def paged(self, size: int) -> tuple[torch.Tensor, Caches]:
@@ -183,9 +181,7 @@ def cached(step: Step, page: int = 0) -> Attention:
     score_mod, mask_mod = step.mods
     if step.case.mask is causal:
         mask_mod = None
-    return lambda i: cached_attention(
-        step.q, *caches[i], step.kv_len, page_table=table, score_mod=score_mod, mask_mod=mask_mod
-    )
+    return lambda i: cached_attention(step.q, *caches[i], step.kv_len, page_table=table, score_mod=score_mod, mask_mod=mask_mod)
 
 
 def dense(step: Step, build: Callable[..., implementations.Attention]) -> Attention:
@@ -221,13 +217,10 @@ IMPLEMENTATIONS = {
     "flexpress_cached": Implementation(cached),
     **{f"flexpress_paged_{page}": Implementation(partial(cached, page=page)) for page in (16, 64, 128)},
     "torch_flex": Implementation(partial(dense, build=implementations.torch_flex), lambda case: not case.mixed),
-    "cudnn": Implementation(
-        partial(dense, build=implementations.sdpa(SDPBackend.CUDNN_ATTENTION)), lambda case: case.plain
-    ),
+    "cudnn": Implementation(partial(dense, build=implementations.sdpa(SDPBackend.CUDNN_ATTENTION)), lambda case: case.plain),
     "flash": Implementation(flash, lambda case: case.dense_or_causal and not case.mixed),
     "efficient": Implementation(
-        partial(dense, build=implementations.sdpa(SDPBackend.EFFICIENT_ATTENTION)),
-        lambda case: case.plain and not case.gqa,
+        partial(dense, build=implementations.sdpa(SDPBackend.EFFICIENT_ATTENTION)), lambda case: case.plain and not case.gqa
     ),
 }
 

@@ -74,10 +74,7 @@ def arguments(
     """Return a parser with the options of a supervised program; `default` are its usual implementations."""
     parser = common.arguments(description, out, parents)
     parser.add_argument(
-        "--cases",
-        type=common.names(cases),
-        default=list(cases),
-        help=f"comma-separated, of {', '.join(cases)} (default: all)",
+        "--cases", type=common.names(cases), default=list(cases), help=f"comma-separated, of {', '.join(cases)} (default: all)"
     )
     parser.add_argument(
         "--impls",
@@ -85,15 +82,9 @@ def arguments(
         default=list(default),
         help=f"comma-separated, of {', '.join(impls)} (default: {','.join(default)})",
     )
-    parser.add_argument(
-        "--rep", type=float, default=100.0, help="ms of runs per measurement (default: %(default)g)"
-    )
-    parser.add_argument(
-        "--resume", action="store_true", help="keep the rows in the results file and do the others"
-    )
-    parser.add_argument(
-        "--limit", type=float, default=180.0, help="seconds one step may take (default: %(default)g)"
-    )
+    parser.add_argument("--rep", type=float, default=100.0, help="ms of runs per measurement (default: %(default)g)")
+    parser.add_argument("--resume", action="store_true", help="keep the rows in the results file and do the others")
+    parser.add_argument("--limit", type=float, default=180.0, help="seconds one step may take (default: %(default)g)")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser
 
@@ -151,9 +142,7 @@ def marker_of(out: Path) -> Path:
     return out.with_name(out.name + ".running")
 
 
-def supervise(
-    args: argparse.Namespace, argv: Sequence[str], script: str, new_row: Callable[[str, str], Row]
-) -> int:
+def supervise(args: argparse.Namespace, argv: Sequence[str], script: str, new_row: Callable[[str, str], Row]) -> int:
     """Run workers, `script` with `argv`, until everything has a row; return the exit code."""
     marker = marker_of(args.out)
     args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -170,9 +159,7 @@ def supervise(
             return code
         case, impl = json.loads(marker.read_text())
         head, rows = common.read_results(args.out) if args.out.exists() else (common.header(args.commit), [])
-        rows.append(
-            new_row(case, impl) | {"error": f"the process ended with code {code} or ran past {args.limit} s"}
-        )
+        rows.append(new_row(case, impl) | {"error": f"the process ended with code {code} or ran past {args.limit} s"})
         common.write_results(args.out, head, rows)
         marker.unlink()
 

@@ -60,9 +60,7 @@ class Workload:
         mask_mod = self.mask(self, device) if self.mask else None
         return score_mod, mask_mod
 
-    def inputs(
-        self, device: str, seed: int = 0, dtype: torch.dtype = torch.bfloat16
-    ) -> tuple[torch.Tensor, ...]:
+    def inputs(self, device: str, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, ...]:
         """Return q, k, v and the output's gradient, normally distributed, determined by seed and device."""
         generator = torch.Generator(device).manual_seed(seed)
         shapes = (
@@ -100,9 +98,7 @@ def count_pairs(mask_mod: Mod | None, length: int, device: str = "cpu", chunk: i
 
 def document_ids(length: int, count: int, device: str, seed: int = 0) -> torch.Tensor:
     """Return the document of every position, int32 (length,): `count` documents of uneven random lengths."""
-    cuts = (
-        torch.randperm(length - 1, generator=torch.Generator().manual_seed(seed))[: count - 1].sort().values
-    )
+    cuts = torch.randperm(length - 1, generator=torch.Generator().manual_seed(seed))[: count - 1].sort().values
     return torch.bucketize(torch.arange(length), cuts, out_int32=True).to(device)
 
 
@@ -161,9 +157,7 @@ WORKLOADS = (
         mask=window,
         size=4096,
     ),
-    Workload(
-        "documents_16k", "12 documents, causal, S 16384", batch=1, length=16384, mask=documents, size=12
-    ),
+    Workload("documents_16k", "12 documents, causal, S 16384", batch=1, length=16384, mask=documents, size=12),
     Workload("prefix_d128", "prefix 1024, D 128", mask=prefix, size=1024),
     Workload("relative_bias_d128", "relative-bias table, full, D 128", score=relative_bias),
     Workload("mla_causal", "MLA 192/128, causal", batch=2, d_qk=192, d_v=128, mask=causal),

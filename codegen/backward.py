@@ -50,10 +50,24 @@ class _Ready(NamedTuple):
     numbers: dict[str, Numbers]  # those of each kernel
 
 
-def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, rows: Rows, do: torch.Tensor,
-             dlse: torch.Tensor | None, scale: float, score: tuple[ModGraph, list] | None, mask: tuple[ModGraph, list] | None,
-             lists: BlockLists | None, transposed: BlockLists | None, options: Options, *, wanted: frozenset[int] = frozenset(),
-             deterministic: bool = False):
+def backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    rows: Rows,
+    do: torch.Tensor,
+    dlse: torch.Tensor | None,
+    scale: float,
+    score: tuple[ModGraph, list] | None,
+    mask: tuple[ModGraph, list] | None,
+    lists: BlockLists | None,
+    transposed: BlockLists | None,
+    options: Options,
+    *,
+    wanted: frozenset[int] = frozenset(),
+    deterministic: bool = False,
+):
     """dq, dk, dv (shaped, typed and laid out as q, k, v) and {index of a captured tensor of score_mod in `wanted`: its gradient}.
 
     out, rows      what the forward pass returned      do, dlse   gradients of out and lse; dlse may be None
@@ -69,14 +83,29 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tenso
     tensors = (q, k, v, do, dq, dk, dv)
     extents = (Z, Hq, Q_LEN, KV_LEN)
     keys = keys_of(score, mask, reached(extents, lists))
-    ordinary = score is None or are_ordinary(score[1][len(score[0].tensors):])
+    ordinary = score is None or are_ordinary(score[1][len(score[0].tensors) :])
     layouts = tuple([(t.shape, t.stride(), t.data_ptr() % 16) for t in tensors[:4]])
-    kind = (q.device, q.dtype, layouts, out.stride(), scale, options, deterministic, dlse is None, rows.raw, ordinary, wanted, *keys,
-            lists and lists.structure, transposed and transposed.structure)
+    kind = (
+        q.device,
+        q.dtype,
+        layouts,
+        out.stride(),
+        scale,
+        options,
+        deterministic,
+        dlse is None,
+        rows.raw,
+        ordinary,
+        wanted,
+        *keys,
+        lists and lists.structure,
+        transposed and transposed.structure,
+    )
     ready = _ready.get(kind)
     if ready is None:
-        ready = _ready[kind] = _decide(q, k, v, out, do, scale, lists, transposed, options, deterministic, dlse is not None, rows.raw,
-                                       ordinary, wanted, keys)
+        ready = _ready[kind] = _decide(
+            q, k, v, out, do, scale, lists, transposed, options, deterministic, dlse is not None, rows.raw, ordinary, wanted, keys
+        )
     else:
         INFO.hits += 1
 
@@ -88,8 +117,14 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tenso
 
     def describe_rows(*fused) -> None:
         """The rows' maxima, shares and delta, and for the fused kernel what it counts on."""
-        kernel_for(plan.delta).launch((Z * Hq * stats_len // delta_rows(D_V),), (out, do, *stats, *fused, ready.numbers["delta"]), q.device,
-                                      (delta_rows(D_V),), num_warps=4, num_stages=1)
+        kernel_for(plan.delta).launch(
+            (Z * Hq * stats_len // delta_rows(D_V),),
+            (out, do, *stats, *fused, ready.numbers["delta"]),
+            q.device,
+            (delta_rows(D_V),),
+            num_warps=4,
+            num_stages=1,
+        )
 
     if isinstance(plan, HopperBackwardPlan):
         dq_sum = torch.empty((Z, Hq, Q_LEN, D_QK), dtype=torch.float32, device=q.device)
@@ -102,8 +137,9 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tenso
         except Unusable as why:
             _refused[ready.case] = str(why)
             _ready.clear()  # others of this case have other lengths
-            return backward(q, k, v, out, rows, do, dlse, scale, score, mask, lists, transposed, options, wanted=wanted,
-                            deterministic=deterministic)
+            return backward(
+                q, k, v, out, rows, do, dlse, scale, score, mask, lists, transposed, options, wanted=wanted, deterministic=deterministic
+            )
         return dq, dk, dv, sums.gradients()
     describe_rows()
     sums = _Sums((plan.dkv, plan.dq), score, extents, q.device)
@@ -112,14 +148,29 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tenso
     return dq, dk, dv, sums.gradients()
 
 
-def _decide(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, do: torch.Tensor, scale: float, lists: BlockLists | None,
-            transposed: BlockLists | None, options: Options, deterministic: bool, lse_gradient: bool, raw_tops: bool,
-            ordinary: bool, wanted: frozenset[int], keys: tuple) -> _Ready:
+def _decide(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    do: torch.Tensor,
+    scale: float,
+    lists: BlockLists | None,
+    transposed: BlockLists | None,
+    options: Options,
+    deterministic: bool,
+    lse_gradient: bool,
+    raw_tops: bool,
+    ordinary: bool,
+    wanted: frozenset[int],
+    keys: tuple,
+) -> _Ready:
     """All that does not depend on addresses."""
     Z, Hq, Q_LEN, D_QK = q.shape
     Zkv, Hkv, KV_LEN, _ = v.shape
-    case, geometry, arch, reason = case_of(q, k, v, do, scale, lists, options, deterministic, lse_gradient, wanted, *keys,
-                                           raw_tops=raw_tops, ordinary=ordinary)
+    case, geometry, arch, reason = case_of(
+        q, k, v, do, scale, lists, options, deterministic, lse_gradient, wanted, *keys, raw_tops=raw_tops, ordinary=ordinary
+    )
     key = (case, arch, *keys, reason is None)
     plan = _plans.get(key)
     if plan is not None:
@@ -135,8 +186,19 @@ def _decide(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
     if lists and lists.starts is not None:
         stats_len += whole  # the last block may begin anywhere
     copies = stats_copies(case) if reason is None else 1
-    known = {**geometry.strides, "Z": Z, "Hq": Hq, "Zkv": Zkv, "Hkv": Hkv, "GROUP_SIZE": Hq // Hkv, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN,
-             "STATS_LEN": stats_len, "SM_SCALE": scale, "TO_LOG2": LOG2_E if plan.scale_apart else scale * LOG2_E}
+    known = {
+        **geometry.strides,
+        "Z": Z,
+        "Hq": Hq,
+        "Zkv": Zkv,
+        "Hkv": Hkv,
+        "GROUP_SIZE": Hq // Hkv,
+        "Q_LEN": Q_LEN,
+        "KV_LEN": KV_LEN,
+        "STATS_LEN": stats_len,
+        "SM_SCALE": scale,
+        "TO_LOG2": LOG2_E if plan.scale_apart else scale * LOG2_E,
+    }
     if reason is None:
         heads = Zkv * Hkv
         row_bytes = D_QK * (q.element_size() + 4) + do.shape[3] * do.element_size()
@@ -145,17 +207,35 @@ def _decide(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
     else:
         kernels = {"dkv": (plan.dkv.spec, transposed, "rows"), "dq": (plan.dq.spec, lists, "columns")}
     unit = delta_unit(case)
-    rows = {f"stride_{name}{dim}": stride // unit if size > 1 else 0 for name, t in (("o", out), ("do", do))
-            for dim, stride, size in zip("zhm", t.stride(), t.shape, strict=False)}
-    numbers = {name: Numbers(_numbers(spec, _with_lists({"first_tile": 0, **known}, part, width)))
-               for name, (spec, part, width) in kernels.items()}
+    rows = {
+        f"stride_{name}{dim}": stride // unit if size > 1 else 0
+        for name, t in (("o", out), ("do", do))
+        for dim, stride, size in zip("zhm", t.stride(), t.shape, strict=False)
+    }
+    numbers = {
+        name: Numbers(_numbers(spec, _with_lists({"first_tile": 0, **known}, part, width))) for name, (spec, part, width) in kernels.items()
+    }
     numbers["delta"] = Numbers(_numbers(plan.delta, {**known, **rows}))
     return _Ready(plan, key[:-1], (copies, stats_len), known, numbers)
 
 
-def case_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, scale: float, lists: BlockLists | None, options: Options,
-            deterministic: bool, lse_gradient: bool, wanted: frozenset[int], score_key: tuple | None, mask_key: tuple | None,
-            *, raw_tops: bool = False, ordinary: bool = True) -> tuple[BackwardCase, BackwardGeometry, str, str | None]:
+def case_of(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    do: torch.Tensor,
+    scale: float,
+    lists: BlockLists | None,
+    options: Options,
+    deterministic: bool,
+    lse_gradient: bool,
+    wanted: frozenset[int],
+    score_key: tuple | None,
+    mask_key: tuple | None,
+    *,
+    raw_tops: bool = False,
+    ordinary: bool = True,
+) -> tuple[BackwardCase, BackwardGeometry, str, str | None]:
     """What the backward kernels depend on beside their mods, the device's architecture, and why the fused kernel does not serve (None if
     it does)."""
     shapes = tuple(t.shape for t in (q, k, v, do, q, k, v))  # and dq, dk and dv
@@ -163,11 +243,29 @@ def case_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor,
     geometry = backward_geometry(q.element_size(), shapes, strides)
     arch = architecture_of(q.device)
     tma = wants_tma(options, q.dtype, arch) and arch != "cpu"
-    use_tma = tuple(tma and possible and all(t.data_ptr() % 16 == 0 for t in pair)
-                    for possible, pair in zip(geometry.tma, ((k, v), (q, do)), strict=True))
-    case = BackwardCase(q.dtype, q.shape[3], v.shape[3], geometry.aligned, use_tma, lists and lists.blocks, options, scale > 0,
-                        max(q.shape[2], k.shape[2]) <= INDEX_BOUND, q.shape[0] == 1, q.shape[1] == 1, deterministic, lse_gradient, wanted,
-                        ordinary, raw_tops, whole_blocks(q.shape[2], k.shape[2], lists and lists.blocks))
+    use_tma = tuple(
+        tma and possible and all(t.data_ptr() % 16 == 0 for t in pair)
+        for possible, pair in zip(geometry.tma, ((k, v), (q, do)), strict=True)
+    )
+    case = BackwardCase(
+        q.dtype,
+        q.shape[3],
+        v.shape[3],
+        geometry.aligned,
+        use_tma,
+        lists and lists.blocks,
+        options,
+        scale > 0,
+        max(q.shape[2], k.shape[2]) <= INDEX_BOUND,
+        q.shape[0] == 1,
+        q.shape[1] == 1,
+        deterministic,
+        lse_gradient,
+        wanted,
+        ordinary,
+        raw_tops,
+        whole_blocks(q.shape[2], k.shape[2], lists and lists.blocks),
+    )
     reason = "BACKEND is TRITON" if options.backend == "TRITON" else fits(case, arch, score_key)
     return case, geometry, arch, reason or _refused.get((case, arch, score_key, mask_key))
 
@@ -197,8 +295,19 @@ def _with_lists(known: dict, lists: BlockLists | None, width: str) -> dict:
     return {**known, **dict(zip(names, lists.numbers, strict=True))}
 
 
-def _launch_fused(ready: _Ready, tensors: tuple, tops: torch.Tensor, delta: torch.Tensor, dq_sum: torch.Tensor, done: torch.Tensor,
-                  count: torch.Tensor, lists: BlockLists | None, score, mask, sums: _Sums) -> None:
+def _launch_fused(
+    ready: _Ready,
+    tensors: tuple,
+    tops: torch.Tensor,
+    delta: torch.Tensor,
+    dq_sum: torch.Tensor,
+    done: torch.Tensor,
+    count: torch.Tensor,
+    lists: BlockLists | None,
+    score,
+    mask,
+    sums: _Sums,
+) -> None:
     """Launch hopper_backward: a program for each multiprocessor, unless there are fewer tiles and blocks of dQ to finish."""
     plan = ready.plan
     q, k, v, do, dq, dk, dv = tensors
@@ -235,8 +344,14 @@ def _launch(ready: _Ready, name: str, streamed: tuple, rest: tuple, lists: Block
             if flags["SLABS"]:
                 numbers = Numbers(_numbers(step.spec, _with_lists({**known, "first_tile": head * tiles}, lists, "columns")))
             captured = sums.arguments(step, tiles)
-            kernel.launch((tiles * count,), (*first, *rest, numbers, *tables, *mods, *captured), rest[0].device,
-                          (tile.BLOCK_M, tile.BLOCK_N), num_warps=tile.num_warps, num_stages=tile.num_stages)
+            kernel.launch(
+                (tiles * count,),
+                (*first, *rest, numbers, *tables, *mods, *captured),
+                rest[0].device,
+                (tile.BLOCK_M, tile.BLOCK_N),
+                num_warps=tile.num_warps,
+                num_stages=tile.num_stages,
+            )
             if flags["SLABS"]:
                 sums.add_slabs(step, divmod(head, known["Hq"]))
 
@@ -279,11 +394,20 @@ class _Sums:
         for captured, load in step.captured:
             if captured.role == "slab":
                 for start in range(0, Q_LEN, rows):
-                    part = self.buffers[captured.buffer][start:start + rows]
+                    part = self.buffers[captured.buffer][start : start + rows]
                     q_idx = torch.arange(start, start + len(part), device=self.device, dtype=torch.int32)[:, None]
-                    self._add(load, part, {"q_idx": q_idx, "kv_idx": self._range(KV_LEN)[None, :],
-                                           **{s: torch.full((1, 1), n, dtype=torch.int32, device=self.device)
-                                              for s, n in zip(("b", "h"), head, strict=True)}})
+                    self._add(
+                        load,
+                        part,
+                        {
+                            "q_idx": q_idx,
+                            "kv_idx": self._range(KV_LEN)[None, :],
+                            **{
+                                s: torch.full((1, 1), n, dtype=torch.int32, device=self.device)
+                                for s, n in zip(("b", "h"), head, strict=True)
+                            },
+                        },
+                    )
 
     def _range(self, n: int) -> torch.Tensor:
         return torch.arange(n, dtype=torch.int32, device=self.device)

@@ -117,8 +117,16 @@ def plan_backward(case: BackwardCase, backend: str, arch: str, score: Mod | None
         text = None
         if score:
             text = mod_text(*score, _SYMBOLS, target, shape="qk.shape", differential=Differential(derivative, captured, case.ordinary))
-        tile = backward_tile(name, arch, round_up_head_dim(case.d_qk), round_up_head_dim(case.d_v), case.dtype.itemsize,
-                             q_block=sizes.q_block, kv_block=sizes.kv_block, options=dict(case.options.tile))
+        tile = backward_tile(
+            name,
+            arch,
+            round_up_head_dim(case.d_qk),
+            round_up_head_dim(case.d_v),
+            case.dtype.itemsize,
+            q_block=sizes.q_block,
+            kv_block=sizes.kv_block,
+            options=dict(case.options.tile),
+        )
         slabs = any(role == "slab" for role, _, _ in captured)
         gathered = tuple(zip(text.gradient.captured, (load for _, load, _ in captured), strict=True)) if text else ()
         whole = case.whole and (case.blocks is not None or _BLOCK % tile.BLOCK_M == 0 and _BLOCK % tile.BLOCK_N == 0)
@@ -149,16 +157,26 @@ def delta_spec(case: BackwardCase, backend: str, zero_dq: str = "", raw: bool = 
     numbers = ("Hq", "Q_LEN", "STATS_LEN", *strides("o", "do"), *(["Zkv", "GROUP_SIZE", "HEADS_PER_GROUP"] if zero_dq == "first" else []))
     scaled = case.raw_tops and not raw
     numbers += (*(["SM_SCALE"] if case.raw_tops else []), *(["TO_LOG2"] if fused else []))
-    flags = {"D_V": case.d_v, "D_V_ROUNDED": round_up_head_dim(case.d_v), "UNIT": delta_unit(case), "LSE_GRADIENT": case.lse_gradient,
-             "SCALE_TOPS": scaled, "RAW": raw,
-             "ZERO_DQ": zero_dq, "SHIFTS": stats_copies(case) if fused else 1, "numbers": numbers, "parameters": numbers}
+    flags = {
+        "D_V": case.d_v,
+        "D_V_ROUNDED": round_up_head_dim(case.d_v),
+        "UNIT": delta_unit(case),
+        "LSE_GRADIENT": case.lse_gradient,
+        "SCALE_TOPS": scaled,
+        "RAW": raw,
+        "ZERO_DQ": zero_dq,
+        "SHIFTS": stats_copies(case) if fused else 1,
+        "numbers": numbers,
+        "parameters": numbers,
+    }
     if fused:
         flags |= {"D_QK": case.d_qk, "D_QK_ROUNDED": round_up_head_dim(case.d_qk)}
     return KernelSpec("backward_delta", (), tuple(flags.items()), backend)
 
 
-def _spec(name: str, case: BackwardCase, backend: str, score: ModText | None, mask: ModText | None, slabs: bool,
-          check_padding: bool, whole: bool) -> KernelSpec:
+def _spec(
+    name: str, case: BackwardCase, backend: str, score: ModText | None, mask: ModText | None, slabs: bool, check_padding: bool, whole: bool
+) -> KernelSpec:
     blocks, options = case.blocks, case.options
     if name == "dq":
         numbers = ["Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", "STATS_LEN", *strides("q", "k", "v", "do", "dq")]
@@ -174,16 +192,28 @@ def _spec(name: str, case: BackwardCase, backend: str, score: ModText | None, ma
     tma = case.use_tma[0 if name == "dq" else 1]
     float32 = case.dtype is torch.float32
     flags = {
-        "DTYPE": dtype_name(case.dtype), "D_QK": case.d_qk, "D_V": case.d_v,
-        "D_QK_ROUNDED": round_up_head_dim(case.d_qk), "D_V_ROUNDED": round_up_head_dim(case.d_v),
-        "FLOAT32": float32, "FLOAT32_PRECISION": options.float32_precision if float32 else "",
-        "aligned": tuple(a for a in case.aligned if a in numbers), "ALIGNMENT": 16 // case.dtype.itemsize,
-        "BLOCK_MASK": blocks is not None, "HAS_FULL_BLOCKS": blocks is not None and blocks.has_full,
-        "SPARSE_Q_BLOCK_SIZE": blocks.q_block if blocks else 0, "SPARSE_KV_BLOCK_SIZE": blocks.kv_block if blocks else 0,
-        "WHOLE": whole, "CHECK_FULL_BLOCKS": not (blocks is None or blocks.interior or whole),
-        "STARTS": blocks is not None and blocks.starts, "PEEL_TAIL": not float32,
-        "CHECK_PADDING": check_padding and not whole, "SCALE_FIRST": score is not None or not case.scale_is_positive,
-        "PRESCALE_QK": options.prescale_qk, "USE_TMA": tma, "SLABS": slabs,
+        "DTYPE": dtype_name(case.dtype),
+        "D_QK": case.d_qk,
+        "D_V": case.d_v,
+        "D_QK_ROUNDED": round_up_head_dim(case.d_qk),
+        "D_V_ROUNDED": round_up_head_dim(case.d_v),
+        "FLOAT32": float32,
+        "FLOAT32_PRECISION": options.float32_precision if float32 else "",
+        "aligned": tuple(a for a in case.aligned if a in numbers),
+        "ALIGNMENT": 16 // case.dtype.itemsize,
+        "BLOCK_MASK": blocks is not None,
+        "HAS_FULL_BLOCKS": blocks is not None and blocks.has_full,
+        "SPARSE_Q_BLOCK_SIZE": blocks.q_block if blocks else 0,
+        "SPARSE_KV_BLOCK_SIZE": blocks.kv_block if blocks else 0,
+        "WHOLE": whole,
+        "CHECK_FULL_BLOCKS": not (blocks is None or blocks.interior or whole),
+        "STARTS": blocks is not None and blocks.starts,
+        "PEEL_TAIL": not float32,
+        "CHECK_PADDING": check_padding and not whole,
+        "SCALE_FIRST": score is not None or not case.scale_is_positive,
+        "PRESCALE_QK": options.prescale_qk,
+        "USE_TMA": tma,
+        "SLABS": slabs,
         "parameters": tuple(numbers),
         "numbers": tuple(numbers) + tuple(n for m in (score, mask) if m for n in m.numbers),
     }

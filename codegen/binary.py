@@ -34,8 +34,17 @@ from .interpret import LANGUAGE, restore
 from .turn import Turn
 
 TYPES = {
-    torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64", torch.bool: "i1", torch.uint8: "u8",
-    torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.float8_e4m3fn: "fp8e4nv",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.bool: "i1",
+    torch.uint8: "u8",
+    torch.int8: "i8",
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.float8_e4m3fn: "fp8e4nv",
 }
 _WIDE = 1 << 31
 
@@ -100,7 +109,7 @@ def ast_source(function, layout: tuple, constants: tuple) -> ASTSource:
     """What Triton compiles: the jitted function with its argument types; `constants` are the values of its last parameters."""
     names, gluon = function.arg_names, is_gluon(function)
     signature = {name: type_of(entry, gluon) for name, entry in zip(names, layout, strict=False)}
-    signature.update({name: "constexpr" for name in names[len(layout):]})
+    signature.update({name: "constexpr" for name in names[len(layout) :]})
     constexprs = {(len(layout) + i,): value for i, value in enumerate(constants)}
     aligned = {(i,): [["tt.divisibility", 16]] for i, e in enumerate(layout) if not isinstance(e, str) and len(e) == 2 and e[1]}
     return source_class(function)(function, signature, constexprs, aligned)
@@ -151,16 +160,30 @@ class Binary:
             self.function.launch(x, y, z, torch._C._cuda_getCurrentRawStream(device_index), args)
             return
         native = self.native
-        self.run(x, y, z, driver.active.get_current_stream(device_index), native.function, native.packed_metadata, None, None, None,
-                 *args, *self.constants)
+        self.run(
+            x,
+            y,
+            z,
+            driver.active.get_current_stream(device_index),
+            native.function,
+            native.packed_metadata,
+            None,
+            None,
+            None,
+            *args,
+            *self.constants,
+        )
 
 
 def _triton_kernel(compiled: Compiled, constants: tuple) -> CompiledKernel:
     """Triton's own kernel object and launcher, where there is no other. It takes files, so it gets some that nobody else can write to."""
     names = list(compiled.signature)
     first = len(names) - len(constants)
-    source = types.SimpleNamespace(fn=types.SimpleNamespace(arg_names=names, launch_metadata=None), signature=compiled.signature,
-                                   constants={(first + i,): value for i, value in enumerate(constants)})
+    source = types.SimpleNamespace(
+        fn=types.SimpleNamespace(arg_names=names, launch_metadata=None),
+        signature=compiled.signature,
+        constants={(first + i,): value for i, value in enumerate(constants)},
+    )
     with tempfile.TemporaryDirectory(prefix="flexpress-") as place:
         files = {"kernel.json": compiled.metadata, f"kernel.{compiled.extension}": compiled.code}
         for name, content in files.items():
@@ -183,8 +206,18 @@ def obtain(stem: str, layout: tuple, constants: tuple, options: dict, device_ind
     load_function   gives the jitted function when it must be compiled
     """
     target, newer = current_target(), newer_assembler()
-    key = repr((stem, [type_of(e) for e in layout], [e[1] for e in layout if not isinstance(e, str) and len(e) == 2], constants,
-                sorted(options.items()), target, newer and newer.path, sorted(get_cache_invalidating_env_vars().items())))
+    key = repr(
+        (
+            stem,
+            [type_of(e) for e in layout],
+            [e[1] for e in layout if not isinstance(e, str) and len(e) == 2],
+            constants,
+            sorted(options.items()),
+            target,
+            newer and newer.path,
+            sorted(get_cache_invalidating_env_vars().items()),
+        )
+    )
     name = f"{stem}.{hashlib.sha256(key.encode()).hexdigest()[:12]}"
     found = _read(name)
     if found is not None:
@@ -217,8 +250,9 @@ def newer_assembler():
 _compiler = Turn(fork_waits=True)
 
 
-def compile_source(source: ASTSource, target: GPUTarget, options: dict, texts: dict | None = None,
-                   last: str | None = None) -> tuple[dict, bytes, str]:
+def compile_source(
+    source: ASTSource, target: GPUTarget, options: dict, texts: dict | None = None, last: str | None = None
+) -> tuple[dict, bytes, str]:
     """Run the compiler: the metadata that a launch needs, the GPU's code, and what such code is called ("cubin", "hsaco").
 
     texts   takes what each stage makes, by name ("ttgir", "ptx", ...); NVIDIA's assembler, the last stage, is then left out
@@ -252,7 +286,7 @@ def _lowered(source: ASTSource, target: GPUTarget, options: dict, texts: dict | 
     module = source.make_ir(target, parsed, backend.get_codegen_implementation(parsed), backend.get_module_map(), context)
     assemble = stages.pop("cubin", None)
     names = list(stages)
-    for name in names[names.index(source.ext):names.index(last) + 1 if last else None]:
+    for name in names[names.index(source.ext) : names.index(last) + 1 if last else None]:
         module = stages[name](module, metadata)
         if name == "ptx":
             module = _wrapping(module)
@@ -267,6 +301,7 @@ _NEG_OR_ABS = re.compile(r"\b(neg|abs)\.s16(\s+)(%\w+), (%\w+);")
 def _wrapping(ptx: str) -> str:
     """PTX in which -x and abs(x) of int16 wrap around. The assembler takes them in 32 bits, and leaves the wrap out where int32 comes next:
     -(-32768) would be 32768. LLVM writes them for x * -1, ~x + 1 and the like, so no spelling in the kernel's own language avoids them."""
+
     def written(found: re.Match) -> str:
         name, space, to, of = found.groups()
         negated = f"not.b16{space}{to}, {of};\n\tadd.s16{space}{to}, {to}, 1;"

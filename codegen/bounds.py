@@ -78,7 +78,7 @@ class BoundsRun(Run):
         values = operands[1:] if op == "where" else operands
         integers = all(kind(v.dtype) == "int" for v in values)
         if integers and op not in _ORDERS:
-            return self._exact(op, operands[:-len(values)], values)
+            return self._exact(op, operands[: -len(values)], values)
         if all(o.is_literal for o in operands) and not integers:
             return None
         return self._shorter(op, operands)
@@ -203,8 +203,9 @@ class BoundsRun(Run):
         floats = x.dtype.is_floating_point, y.dtype.is_floating_point
         if any(floats) and not all(floats):
             return None  # one of them will be rounded
-        if any(f and not n.is_literal and math.isinf(end) for f, n, ends in zip(floats, (x, y), ((a, b), (c, d)), strict=True)
-               for end in ends) or any(n.is_literal and n.attr != n.attr for n in (x, y)):
+        if any(
+            f and not n.is_literal and math.isinf(end) for f, n, ends in zip(floats, (x, y), ((a, b), (c, d)), strict=True) for end in ends
+        ) or any(n.is_literal and n.attr != n.attr for n in (x, y)):
             return None  # it may be NaN
         always, never = _ORDERS[op](a, b, c, d)
         return constant(bool(always)).expr if always or never else None
@@ -250,6 +251,7 @@ def _towards_zero(a: int, b: int) -> int:
 
 def _quotient_range(divide: Callable) -> Callable:
     """Of divisors that are not 0, though their range may be around it."""
+
     def rule(a: tuple, b: tuple) -> tuple:
         most = max(map(abs, a))
         return _every(divide, a, b) if b[0] > 0 else (-most, most)
@@ -279,4 +281,5 @@ _INTEGERS = {
     "rshift": _Integer(lambda a, b: a >> b if b >= 0 else -(a < 0), lambda a, b: (min(a[0], 0), max(a[1], 0))),
 }
 _FLOATS = {name: RANGE_RULES[name] for name in ("add", "sub", "mul", "neg", "abs", "minimum", "maximum", "cast", "detach")} | dict.fromkeys(
-    ("floor", "ceil", "trunc", "round"), lambda a: (a[0] - 1, a[1] + 1))
+    ("floor", "ceil", "trunc", "round"), lambda a: (a[0] - 1, a[1] + 1)
+)

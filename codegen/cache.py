@@ -50,8 +50,7 @@ class PrintedKernel:
 
 def without_comments(source: str) -> str:
     """The text with comments and blank lines removed: what decides whether two kernels are the same."""
-    tokens = [t for t in tokenize.generate_tokens(io.StringIO(source).readline)
-              if t.type not in (tokenize.COMMENT, tokenize.NL)]
+    tokens = [t for t in tokenize.generate_tokens(io.StringIO(source).readline) if t.type not in (tokenize.COMMENT, tokenize.NL)]
     lines: dict[int, list[str]] = {}
     for t in tokens:
         lines.setdefault(t.start[0], []).append(t.string if t.type not in (tokenize.INDENT, tokenize.DEDENT) else "\t")
@@ -85,8 +84,7 @@ def _templates_digest() -> str:
     import flexpress.templates
 
     folder = resources.files(flexpress.templates)
-    texts = (f.name + f.read_text(encoding="utf-8") for f in sorted(folder.iterdir(), key=lambda f: f.name)
-             if f.name.endswith(".jinja"))
+    texts = (f.name + f.read_text(encoding="utf-8") for f in sorted(folder.iterdir(), key=lambda f: f.name) if f.name.endswith(".jinja"))
     return hashlib.sha256("".join(texts).encode()).hexdigest()
 
 

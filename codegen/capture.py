@@ -139,6 +139,7 @@ def fits_int32(value) -> bool:
 
 # Guards
 
+
 def number_guard(number) -> Callable:
     """Guards the type of a number that stays symbolic, and that an int fits into 32 bits if it does now."""
     kind = type(number)
@@ -154,8 +155,7 @@ def same_number(expected) -> Callable:
     if expected != expected:
         return lambda value: type(value) is kind and value != value
     sign = math.copysign(1.0, expected) if kind is float else 0
-    return lambda value: (type(value) is kind and value == expected
-                          and (kind is not float or math.copysign(1.0, value) == sign))
+    return lambda value: type(value) is kind and value == expected and (kind is not float or math.copysign(1.0, value) == sign)
 
 
 def _equal_to(expected) -> Callable:
@@ -187,11 +187,18 @@ def _of_class(kind: type) -> Callable:
 def tensor_guard(tensor: torch.Tensor, attributes: set[str]) -> Callable:
     """attributes   names that the mod reads of objects: a tensor must not carry one of its own, which nobody would see it read"""
     kind, dtype, ndim, device, needs_grad = type(tensor), tensor.dtype, tensor.ndim, tensor.device, tensor.requires_grad
-    return lambda t: (type(t) is kind and t.dtype is dtype and t.ndim == ndim and t.device == device
-                      and t.requires_grad == needs_grad and attributes.isdisjoint(t.__dict__))
+    return lambda t: (
+        type(t) is kind
+        and t.dtype is dtype
+        and t.ndim == ndim
+        and t.device == device
+        and t.requires_grad == needs_grad
+        and attributes.isdisjoint(t.__dict__)
+    )
 
 
 # Stand-ins
+
 
 @dataclass(slots=True)
 class State:
@@ -399,6 +406,7 @@ for _name in ("setitem", "delitem", "enter", "exit", "next", "await"):
 
 # Operations on captured values alone
 
+
 def host_call(reader: CaptureReader, function: Callable, args: tuple, kwargs: dict, name: str):
     """Run `function` on captured values now, and remember to run it again at every call. Returns what tracing goes on with."""
     program = reader.program
@@ -412,7 +420,7 @@ def host_call(reader: CaptureReader, function: Callable, args: tuple, kwargs: di
     run = call
     if not named and None not in places:
         if len(places) == 1:
-            first, = places
+            (first,) = places
             run = lambda values: function(values[first])
         elif len(places) == 2:
             first, second = places
@@ -459,19 +467,115 @@ def _source(program: HostProgram, arg) -> Callable:
     raise Untrackable(f"passes a {kind.__name__} to a function on the host")
 
 
-_IMPURE = re.compile(r"i(add|sub|mul|truediv|floordiv|mod|pow|matmul|and|or|xor|lshift|rshift|concat)$|setitem|delitem|rand|normal"
-                     r"|bernoulli|multinomial|poisson|binomial|dropout|rrelu|gumbel|empty|seed|manual_seed|set_")
+_IMPURE = re.compile(
+    r"i(add|sub|mul|truediv|floordiv|mod|pow|matmul|and|or|xor|lshift|rshift|concat)$|setitem|delitem|rand|normal"
+    r"|bernoulli|multinomial|poisson|binomial|dropout|rrelu|gumbel|empty|seed|manual_seed|set_"
+)
 _PURE_MODULES = {"math", "cmath", "operator", "_operator", "torch", "numpy"}
-_PURE_BUILTINS = {abs, bool, bytes, callable, chr, complex, dict, divmod, float, format, frozenset, getattr, hasattr, hash, int, isinstance,
-                  issubclass, len, max, min, ord, pow, repr, round, set, slice, str, sum, type, torch.Size, torch.device}
-_PURE_METHODS = {"get", "keys", "values", "items", "index", "count", "copy", "format", "join", "split", "startswith", "endswith", "lower",
-                 "upper", "strip", "replace", "bit_length", "is_integer", "conjugate", "most_common", "union", "intersection"}
+_PURE_BUILTINS = {
+    abs,
+    bool,
+    bytes,
+    callable,
+    chr,
+    complex,
+    dict,
+    divmod,
+    float,
+    format,
+    frozenset,
+    getattr,
+    hasattr,
+    hash,
+    int,
+    isinstance,
+    issubclass,
+    len,
+    max,
+    min,
+    ord,
+    pow,
+    repr,
+    round,
+    set,
+    slice,
+    str,
+    sum,
+    type,
+    torch.Size,
+    torch.device,
+}
+_PURE_METHODS = {
+    "get",
+    "keys",
+    "values",
+    "items",
+    "index",
+    "count",
+    "copy",
+    "format",
+    "join",
+    "split",
+    "startswith",
+    "endswith",
+    "lower",
+    "upper",
+    "strip",
+    "replace",
+    "bit_length",
+    "is_integer",
+    "conjugate",
+    "most_common",
+    "union",
+    "intersection",
+}
 # C functions that only use the operators of their arguments: stand-ins see what they do
 _ITERATORS = (all, any, enumerate, filter, list, map, range, reversed, sorted, tuple, zip)
-_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor", "lshift", "rshift", "eq", "ne",
-              "lt", "le", "gt", "ge", "neg", "pos", "abs", "invert", "not_", "truth", "getitem", "contains", "index")
-_BY_OPERATORS = (abs, bool, divmod, float, int, len, max, min, pow, round, sum, functools.reduce,
-                 *(getattr(operator, name) for name in _OPERATORS))
+_OPERATORS = (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "matmul",
+    "and_",
+    "or_",
+    "xor",
+    "lshift",
+    "rshift",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "neg",
+    "pos",
+    "abs",
+    "invert",
+    "not_",
+    "truth",
+    "getitem",
+    "contains",
+    "index",
+)
+_BY_OPERATORS = (
+    abs,
+    bool,
+    divmod,
+    float,
+    int,
+    len,
+    max,
+    min,
+    pow,
+    round,
+    sum,
+    functools.reduce,
+    *(getattr(operator, name) for name in _OPERATORS),
+)
 # functions whose value for constants is a constant
 _OF_CONSTANTS = (abs, bool, float, int, max, min, pow, round, torch.finfo, torch.iinfo)
 
@@ -531,8 +635,13 @@ def _call(state: State, args: tuple, kwargs: dict):
     if any(value is f for f in _ITERATORS):
         return value(*args, **kwargs)
     known = all(map(_is_known, args)) and all(map(_is_known, kwargs.values()))
-    if known and args and not kwargs and all(map(_is_constant, args)) and (
-            any(value is f for f in _OF_CONSTANTS) or isinstance(value, types.BuiltinFunctionType) and value.__module__ == "math"):
+    if (
+        known
+        and args
+        and not kwargs
+        and all(map(_is_constant, args))
+        and (any(value is f for f in _OF_CONSTANTS) or isinstance(value, types.BuiltinFunctionType) and value.__module__ == "math")
+    ):
         return reader.constant(value(*args), state.name)  # float("-inf") is as constant as what stands in the code
     if known and _is_pure(value):
         name = getattr(value, "__name__", state.name)
@@ -566,9 +675,17 @@ def _found_on_class(value, name: str):
 def _has_hooks(module: torch.nn.Module) -> bool:
     from torch.nn.modules import module as registry
 
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-                or registry._global_forward_hooks or registry._global_forward_pre_hooks or registry._global_backward_hooks
-                or registry._global_backward_pre_hooks or module._compiled_call_impl is not None)
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or registry._global_forward_hooks
+        or registry._global_forward_pre_hooks
+        or registry._global_backward_hooks
+        or registry._global_backward_pre_hooks
+        or module._compiled_call_impl is not None
+    )
 
 
 def _call_module(state: State, args: tuple, kwargs: dict):
@@ -576,8 +693,12 @@ def _call_module(state: State, args: tuple, kwargs: dict):
     module, program, at = state.value, state.reader.program, state.place
     if type(module).__call__ is not torch.nn.Module.__call__ or _has_hooks(module):
         raise Untrackable(f"calls {state.name}, a module with hooks or a __call__ of its own")
-    program.add(lambda values: (type(values[at]).__call__ is torch.nn.Module.__call__ and not _has_hooks(values[at])), True, bool,
-                f"{state.name} without hooks")
+    program.add(
+        lambda values: type(values[at]).__call__ is torch.nn.Module.__call__ and not _has_hooks(values[at]),
+        True,
+        bool,
+        f"{state.name} without hooks",
+    )
     return _attribute(state, "forward")(*args, **kwargs)
 
 
@@ -641,8 +762,9 @@ def _keys(state: State) -> list:
     if not all(type(k) in (str, int, bool, float, type(None)) for k in keys):
         raise Untrackable(f"iterates over {state.name}, a dict with keys that are not strings or numbers")
     expected = [(type(k), k) for k in keys]
-    state.reader.program.add(lambda values: [(type(k), k) for k in values[at]], expected, lambda found: found == expected,
-                             f"keys of {state.name}")
+    state.reader.program.add(
+        lambda values: [(type(k), k) for k in values[at]], expected, lambda found: found == expected, f"keys of {state.name}"
+    )
     return keys
 
 
@@ -700,8 +822,10 @@ class CaptureReader:
             raise Untrackable(facts.refused)
         self.program.attributes |= facts.attributes
         count = len(function.__defaults__ or ())
-        self.program.guard(at, lambda f: (type(f) is types.FunctionType and (f.__code__ is code or f.__code__ == code)
-                                          and len(f.__defaults__ or ()) == count))
+        self.program.guard(
+            at,
+            lambda f: type(f) is types.FunctionType and (f.__code__ is code or f.__code__ == code) and len(f.__defaults__ or ()) == count,
+        )
         cells = tuple(types.CellType() for _ in code.co_freevars)
         namespace: dict[str, object] = {"__builtins__": {}}
         tracked = types.FunctionType(code, namespace, function.__name__, None, cells)
@@ -722,9 +846,14 @@ class CaptureReader:
                     namespace[name] = self.constant(builtins[name], name)
         if others:  # builtins today: they must not be hidden by globals, or be others, tomorrow
             self.program.add(lambda values: _finds_builtins(values[at], others), True, bool, f"{state.name} builtins")
-        names = code.co_varnames[code.co_argcount - count:code.co_argcount]
-        tracked.__defaults__ = tuple(self.track(value, lambda values, i=i: values[at].__defaults__[i], names[i])
-                                     for i, value in enumerate(function.__defaults__ or ())) or None
+        names = code.co_varnames[code.co_argcount - count : code.co_argcount]
+        tracked.__defaults__ = (
+            tuple(
+                self.track(value, lambda values, i=i: values[at].__defaults__[i], names[i])
+                for i, value in enumerate(function.__defaults__ or ())
+            )
+            or None
+        )
         if function.__kwdefaults__:
             named = function.__kwdefaults__
             keys = list(named)
@@ -752,8 +881,11 @@ def _is_of_a_library(value) -> bool:
         return getattr(value, "__self__", None) is None or isinstance(value.__self__, (types.ModuleType, type))
     if isinstance(value, types.FunctionType):
         return _library_of(value) is not None and not value.__closure__ and "<locals>" not in value.__qualname__
-    return isinstance(value, (types.MethodDescriptorType, types.WrapperDescriptorType)) or type(value).__module__ == "numpy" and isinstance(
-        value, np.ufunc)
+    return (
+        isinstance(value, (types.MethodDescriptorType, types.WrapperDescriptorType))
+        or type(value).__module__ == "numpy"
+        and isinstance(value, np.ufunc)
+    )
 
 
 def changes_in_place(function, kwargs: dict) -> bool:

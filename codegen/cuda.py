@@ -91,8 +91,9 @@ class Function:
 
     def __init__(self, code: bytes, metadata: dict, types: list[str], device: int) -> None:
         if metadata["shared"] > shared_limit(device):
-            raise DoesNotFit(f"{metadata['name']} needs {metadata['shared']} bytes of shared memory, "
-                             f"the device has {shared_limit(device)} for a block")
+            raise DoesNotFit(
+                f"{metadata['name']} needs {metadata['shared']} bytes of shared memory, the device has {shared_limit(device)} for a block"
+            )
         if metadata["global_scratch_size"] or metadata["num_ctas"] != 1:
             raise NotImplementedError("kernels with scratch memory or clusters are not launched here")
         driver = _driver()
@@ -108,9 +109,9 @@ class Function:
         self.handle, self.maps = function, metadata["tensordesc_meta"] or []
         fields = argument_format(types)
         count = len(self.maps)
-        self.pack = struct.Struct(f"{_DESCRIPTOR.size}s" * count + "".join(fields[len(_DESCRIPTOR_FIELDS) * count:])).pack_into
+        self.pack = struct.Struct(f"{_DESCRIPTOR.size}s" * count + "".join(fields[len(_DESCRIPTOR_FIELDS) * count :])).pack_into
         self.buffer = ctypes.create_string_buffer(struct.calcsize("".join(fields)))
-        ends = [struct.calcsize("".join(fields[:i + 1])) for i in range(len(fields))]
+        ends = [struct.calcsize("".join(fields[: i + 1])) for i in range(len(fields))]
         starts = [end - struct.calcsize(field) for end, field in zip(ends, fields, strict=True)]
         self.pointers = (ctypes.c_void_p * len(fields))(*(ctypes.addressof(self.buffer) + start for start in starts))
         self.lock, self.start = threading.Lock(), driver.cuLaunchKernel
@@ -179,7 +180,18 @@ def _tensor_map(descriptor, how: dict) -> bytes:
     steps = (ctypes.c_uint32 * rank)(*[1] * rank)
     # no interleaving, the kernel's swizzle, promotion to 128 bytes in the L2 cache, zeros outside
     code = _driver().cuTensorMapEncodeTiled(
-        ctypes.addressof(room) + start, _MAP_TYPES[descriptor.base.dtype], rank, descriptor.base.data_ptr(), shape, strides, box, steps,
-        0, how["swizzle"], 2, 0)
+        ctypes.addressof(room) + start,
+        _MAP_TYPES[descriptor.base.dtype],
+        rank,
+        descriptor.base.data_ptr(),
+        shape,
+        strides,
+        box,
+        steps,
+        0,
+        how["swizzle"],
+        2,
+        0,
+    )
     _check(code, f"describing a tensor of shape {tuple(descriptor.shape)} and strides {tuple(descriptor.strides)} for TMA")
-    return room.raw[start:start + _MAP_BYTES]
+    return room.raw[start : start + _MAP_BYTES]

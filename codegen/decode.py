@@ -53,8 +53,15 @@ class Cached:
     def structure(self) -> tuple:
         """All but addresses."""
         pages = self.pages is not None and (self.pages.shape[1], self.pages.stride(0))
-        return (self.cu_q is not None and self.cu_q.shape[0], self.max_q, self.kv_lens is None, self.kv_locs is None, pages,
-                self.k_scales is None, self.invariant)
+        return (
+            self.cu_q is not None and self.cu_q.shape[0],
+            self.max_q,
+            self.kv_lens is None,
+            self.kv_locs is None,
+            pages,
+            self.k_scales is None,
+            self.invariant,
+        )
 
 
 NOT_CACHED = Cached()
@@ -104,9 +111,21 @@ class _Prepared:
         return True
 
 
-def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outputs: tuple[torch.Tensor, ...], scale: float, score: tuple | None,
-           mask: tuple | None, keys: tuple, lists, precision: str = "ieee", cached: Cached = NOT_CACHED, *,
-           output_max: bool = False) -> None:
+def decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    outputs: tuple[torch.Tensor, ...],
+    scale: float,
+    score: tuple | None,
+    mask: tuple | None,
+    keys: tuple,
+    lists,
+    precision: str = "ieee",
+    cached: Cached = NOT_CACHED,
+    *,
+    output_max: bool = False,
+) -> None:
     """Fill outputs: out (Z, Hq, Q_LEN, D_V), lse float32 (Z, Hq, Q_LEN), max_scores like it with output_max, and (Z, Hq, Q_LEN, 2) for
     forward.Rows if that is asked for.
 
@@ -116,8 +135,25 @@ def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outputs: tuple[tor
     keys   what of the bound score_mod and mask_mod changes a kernel
     """
     out, device = outputs[0], q.device
-    call = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), out.stride(), q.dtype, k.dtype, device, scale, *keys,
-            lists and lists.structure, precision, len(outputs), output_max, *cached.structure)
+    call = (
+        q.shape,
+        k.shape,
+        v.shape,
+        q.stride(),
+        k.stride(),
+        v.stride(),
+        out.stride(),
+        q.dtype,
+        k.dtype,
+        device,
+        scale,
+        *keys,
+        lists and lists.structure,
+        precision,
+        len(outputs),
+        output_max,
+        *cached.structure,
+    )
     found = _prepared.get(call)
     if found is not None:
         INFO.hits += 1
@@ -126,7 +162,7 @@ def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outputs: tuple[tor
     plan, ragged = found.plan, cached.cu_q is not None
     buffer = torch.empty(sum(found.sizes), dtype=torch.float32, device=device) if found.sizes else None
     if ragged and found.sizes:  # tokens after the last sequence's have no parts
-        buffer[-found.sizes[-1]:].zero_()
+        buffer[-found.sizes[-1] :].zero_()
     elif ragged:
         outputs[1].fill_(float("-inf"))
         out.zero_()
@@ -139,17 +175,35 @@ def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outputs: tuple[tor
         parts = (*sums, count.view(torch.int32))
     args = (k, v, q, *parts, *cached.pointers, *found.numbers, *rest)
     kernel, combine = kernel_for(plan.spec), plan.combine and kernel_for(plan.combine)
-    variants = [launch_fitting(plan, lambda tile: kernel.launch(found.grid, args, device, (tile.BLOCK_M, tile.BLOCK_N),
-                                                                num_warps=tile.num_warps, num_stages=tile.num_stages), _with_fewer_keys)]
+    variants = [
+        launch_fitting(
+            plan,
+            lambda tile: kernel.launch(
+                found.grid, args, device, (tile.BLOCK_M, tile.BLOCK_N), num_warps=tile.num_warps, num_stages=tile.num_stages
+            ),
+            _with_fewer_keys,
+        )
+    ]
     if found.sizes:
-        variants.append(combine.launch((outputs[1].numel(),), (*parts, *outputs, *found.combine_numbers), device, (BLOCK_S,), num_warps=4,
-                                       num_stages=1))
+        variants.append(
+            combine.launch((outputs[1].numel(),), (*parts, *outputs, *found.combine_numbers), device, (BLOCK_S,), num_warps=4, num_stages=1)
+        )
     if all(getattr(variant, "function", None) for variant in variants) and plain_values((*args, out, *found.combine_numbers)) is not None:
         found.functions = tuple(variant.function for variant in variants)
 
 
-def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outputs: tuple[torch.Tensor, ...], scale: float, keys: tuple, lists,
-             precision: str, cached: Cached, output_max: bool) -> _Prepared:
+def _prepare(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    outputs: tuple[torch.Tensor, ...],
+    scale: float,
+    keys: tuple,
+    lists,
+    precision: str,
+    cached: Cached,
+    output_max: bool,
+) -> _Prepared:
     out, device, arch = outputs[0], q.device, architecture_of(q.device)
     Hkv = k.shape[1]
     ragged, paged = cached.cu_q is not None, cached.pages is not None
@@ -164,16 +218,42 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outputs: tuple[t
     tiles = -(-Q_LEN // rows.queries) * (Hq // rows.pack) * Z
     available = multiprocessors(device) if device.type != "cpu" else _INTERPRETED
     split = parts_of(KV_LEN, tiles, Z, available, lengths=cached.kv_lens is not None, listed=lists is not None, invariant=cached.invariant)
-    case = DecodeCase(q.dtype, q.shape[3], v.shape[3], geometry.units, geometry.aligned, lists and lists.blocks._replace(interior=True),
-                      precision, scale > 0, output_max, len(outputs) - output_max > 2, max(Q_LEN, KV_LEN) <= INDEX_BOUND, split.room > 0,
-                      split.of_all > 0, ragged, cached.kv_lens is not None, cached.kv_locs is not None, k.shape[2] if paged else 0,
-                      kv_dtype, cached.k_scales is not None)
+    case = DecodeCase(
+        q.dtype,
+        q.shape[3],
+        v.shape[3],
+        geometry.units,
+        geometry.aligned,
+        lists and lists.blocks._replace(interior=True),
+        precision,
+        scale > 0,
+        output_max,
+        len(outputs) - output_max > 2,
+        max(Q_LEN, KV_LEN) <= INDEX_BOUND,
+        split.room > 0,
+        split.of_all > 0,
+        ragged,
+        cached.kv_lens is not None,
+        cached.kv_locs is not None,
+        k.shape[2] if paged else 0,
+        kv_dtype,
+        cached.k_scales is not None,
+    )
     key = (case, arch, *keys, rows.rows)
     plan = _plans.get(key)
     if plan is None:
         plan = _plans[key] = plan_decode(case, backend_of(device.type), arch, *keys, rows.rows)
-    numbers = [Hq, k.shape[0], Hq // Hkv, Q_LEN, KV_LEN, *geometry.numbers[5:],
-               *((scale, LOG2_E) if plan.scale_apart else (scale * LOG2_E,)), rows.queries, rows.pack]
+    numbers = [
+        Hq,
+        k.shape[0],
+        Hq // Hkv,
+        Q_LEN,
+        KV_LEN,
+        *geometry.numbers[5:],
+        *((scale, LOG2_E) if plan.scale_apart else (scale * LOG2_E,)),
+        rows.queries,
+        rows.pack,
+    ]
     sizes, combine_numbers = [], ()
     if split.room:
         numbers += [split.room, split.least, *((Z, split.of_all) if split.of_all else ())]

@@ -93,6 +93,7 @@ def splits_of(keys: int, programs: int, multiprocessors: int) -> int:
     One program has enough loads in flight for its multiprocessor and tiles leave no room for a second, so time goes by whole waves. Adding
     parts up takes a second kernel, and a little for every part.
     """
+
     def time(splits: int) -> float:
         waves = programs * splits / multiprocessors
         return math.ceil(waves) / waves + (0.02 if splits > 1 else 0.0) + 0.004 * splits
@@ -124,8 +125,15 @@ def plan_decode(case: DecodeCase, backend: str, arch: str, score: Mod | None, ma
     target = Target(backend, dtype_name(case.dtype), case.exact_indices, packed_heads=True)
     score_text, mask_text = lowered(score, mask, target)
     itemsize = max((case.kv_dtype or case.dtype).itemsize, case.dtype.itemsize)
-    tile = decode_tile(arch, rows, round_up_head_dim(case.d_qk), round_up_head_dim(case.d_v), itemsize,
-                       kv_block=case.blocks.kv_block if case.blocks else 0, paged=case.page_size > 0)
+    tile = decode_tile(
+        arch,
+        rows,
+        round_up_head_dim(case.d_qk),
+        round_up_head_dim(case.d_v),
+        itemsize,
+        kv_block=case.blocks.kv_block if case.blocks else 0,
+        paged=case.page_size > 0,
+    )
     scale_apart = score is not None or not case.scale_is_positive or case.scales
     combine = _combine(case, backend, scale_apart) if case.split else None
     return DecodePlan(_spec(case, backend, score_text, mask_text, scale_apart), combine, tile, score_text, mask_text, scale_apart)
@@ -133,8 +141,13 @@ def plan_decode(case: DecodeCase, backend: str, arch: str, score: Mod | None, ma
 
 def _spec(case: DecodeCase, backend: str, score: ModText | None, mask: ModText | None, scale_apart: bool) -> KernelSpec:
     blocks, units = case.blocks, case.units
-    pointers = [*(["CU_Q"] if case.ragged else []), *(["KV_LENS"] if case.lengths else []), *(["KV_LOCS"] if case.located else []),
-                *(["PAGES"] if case.page_size else []), *(["K_SCALES", "V_SCALES"] if case.scales else [])]
+    pointers = [
+        *(["CU_Q"] if case.ragged else []),
+        *(["KV_LENS"] if case.lengths else []),
+        *(["KV_LOCS"] if case.located else []),
+        *(["PAGES"] if case.page_size else []),
+        *(["K_SCALES", "V_SCALES"] if case.scales else []),
+    ]
     numbers = ["Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN"]
     for t, unit in zip("qkv", units, strict=True):
         numbers += STRIDES[t][:3] if unit else STRIDES[t]
@@ -144,29 +157,62 @@ def _spec(case: DecodeCase, backend: str, score: ModText | None, mask: ModText |
     numbers += [*(["stride_pages"] if case.page_size else []), *(["T"] if case.ragged else [])]
     if blocks:
         numbers += ["mask_stride_z", "mask_stride_h", "mask_columns"] + (["full_mask_columns"] if blocks.has_full else [])
-    block_args = ["K", *(["PAGES", "Zkv", "stride_kz"] if case.page_size else []), "stride_kn", *([] if units[1] else ["stride_kd"]),
-                  "V", *(["stride_vz"] if case.page_size else []), "stride_vn", *([] if units[2] else ["stride_vd"])]
+    block_args = [
+        "K",
+        *(["PAGES", "Zkv", "stride_kz"] if case.page_size else []),
+        "stride_kn",
+        *([] if units[1] else ["stride_kd"]),
+        "V",
+        *(["stride_vz"] if case.page_size else []),
+        "stride_vn",
+        *([] if units[2] else ["stride_vd"]),
+    ]
     float32 = case.dtype is torch.float32
     flags = {
-        "DTYPE": dtype_name(case.dtype), "D_QK": case.d_qk, "D_V": case.d_v,
-        "D_QK_ROUNDED": round_up_head_dim(case.d_qk), "D_V_ROUNDED": round_up_head_dim(case.d_v),
-        "FLOAT32": float32, "FLOAT32_PRECISION": case.float32_precision if float32 else "",
-        "Q_UNIT": units[0], "K_UNIT": units[1], "V_UNIT": units[2],
-        "aligned": case.aligned, "ALIGNMENT": vector_of(case.dtype, case.kv_dtype),
-        "BLOCK_MASK": blocks is not None, "HAS_FULL_BLOCKS": blocks is not None and blocks.has_full,
-        "SPARSE_Q_BLOCK_SIZE": blocks.q_block if blocks else 0, "SPARSE_KV_BLOCK_SIZE": blocks.kv_block if blocks else 0,
-        "SCALE_FIRST": scale_apart, "OUTPUT_MAX": case.output_max, "OUTPUT_ROWS": case.output_rows,
-        "SPLIT": case.split, "BALANCED": case.balanced,
-        "RAGGED": case.ragged, "LENGTHS": case.lengths, "LOCATED": case.located, "PAGE_SIZE": case.page_size,
-        "KV_SCALES": case.scales, "CONVERTS": case.kv_dtype is not None,
-        "kv_params": ", ".join(block_args), "pointers": tuple(pointers),
-        "numbers": tuple(numbers) + tuple(n for m in (score, mask) if m for n in m.numbers), "parameters": tuple(numbers),
+        "DTYPE": dtype_name(case.dtype),
+        "D_QK": case.d_qk,
+        "D_V": case.d_v,
+        "D_QK_ROUNDED": round_up_head_dim(case.d_qk),
+        "D_V_ROUNDED": round_up_head_dim(case.d_v),
+        "FLOAT32": float32,
+        "FLOAT32_PRECISION": case.float32_precision if float32 else "",
+        "Q_UNIT": units[0],
+        "K_UNIT": units[1],
+        "V_UNIT": units[2],
+        "aligned": case.aligned,
+        "ALIGNMENT": vector_of(case.dtype, case.kv_dtype),
+        "BLOCK_MASK": blocks is not None,
+        "HAS_FULL_BLOCKS": blocks is not None and blocks.has_full,
+        "SPARSE_Q_BLOCK_SIZE": blocks.q_block if blocks else 0,
+        "SPARSE_KV_BLOCK_SIZE": blocks.kv_block if blocks else 0,
+        "SCALE_FIRST": scale_apart,
+        "OUTPUT_MAX": case.output_max,
+        "OUTPUT_ROWS": case.output_rows,
+        "SPLIT": case.split,
+        "BALANCED": case.balanced,
+        "RAGGED": case.ragged,
+        "LENGTHS": case.lengths,
+        "LOCATED": case.located,
+        "PAGE_SIZE": case.page_size,
+        "KV_SCALES": case.scales,
+        "CONVERTS": case.kv_dtype is not None,
+        "kv_params": ", ".join(block_args),
+        "pointers": tuple(pointers),
+        "numbers": tuple(numbers) + tuple(n for m in (score, mask) if m for n in m.numbers),
+        "parameters": tuple(numbers),
     }
     return KernelSpec("decode", (score, mask), tuple(flags.items()), backend)
 
 
 def _combine(case: DecodeCase, backend: str, scale_apart: bool) -> KernelSpec:
     numbers = ("MIDDLE", "INNER", "SPLITS", "stride_outer", "stride_middle", "stride_inner", "TO_LOG2")
-    flags = {"D_V": case.d_v, "D_V_ROUNDED": round_up_head_dim(case.d_v), "RAW": not scale_apart, "OUTPUT_MAX": case.output_max,
-             "OUTPUT_ROWS": case.output_rows, "numbers": numbers, "parameters": numbers}
+    flags = {
+        "D_V": case.d_v,
+        "D_V_ROUNDED": round_up_head_dim(case.d_v),
+        "RAW": not scale_apart,
+        "OUTPUT_MAX": case.output_max,
+        "OUTPUT_ROWS": case.output_rows,
+        "numbers": numbers,
+        "parameters": numbers,
+    }
     return KernelSpec("combine_splits", (), tuple(flags.items()), backend)

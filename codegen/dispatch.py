@@ -44,8 +44,15 @@ def _symbolic(value) -> bool:
     return type(value) in (Sym, TensorView)
 
 
-_PLAIN_ATTRIBUTES = {torch.Tensor.dtype.__get__, torch.Tensor.device.__get__, torch.Tensor.ndim.__get__, torch.Tensor.dim,
-                     torch.Tensor.requires_grad.__get__, torch.Tensor.is_cuda.__get__, torch.Tensor.layout.__get__}
+_PLAIN_ATTRIBUTES = {
+    torch.Tensor.dtype.__get__,
+    torch.Tensor.device.__get__,
+    torch.Tensor.ndim.__get__,
+    torch.Tensor.dim,
+    torch.Tensor.requires_grad.__get__,
+    torch.Tensor.is_cuda.__get__,
+    torch.Tensor.layout.__get__,
+}
 _FROM_NUMBER = {torch.tensor, torch.scalar_tensor, torch.as_tensor}
 
 
@@ -151,8 +158,7 @@ def result_dtype(row: ops.Op, operands: list[Expr]) -> torch.dtype:
     key = (row.name, torch.get_default_dtype(), tuple((o.dtype, o.weak) for o in operands))
     if key not in _dtype_cache:
         with torch._C.DisableTorchFunction():
-            stand_ins = [_NUMBER_OF[ops.kind(o.dtype)] if o.weak else torch.ones((), dtype=o.dtype)
-                         for o in operands]
+            stand_ins = [_NUMBER_OF[ops.kind(o.dtype)] if o.weak else torch.ones((), dtype=o.dtype) for o in operands]
             try:
                 result = row.torch(*stand_ins)
             except (TypeError, RuntimeError) as error:
@@ -179,13 +185,16 @@ def to_expr(value) -> Expr:
         return trace.number(value)
     if isinstance(value, torch.Tensor):
         if value.ndim:
-            raise trace.error(f"a captured tensor of shape {tuple(value.shape)} is used where a scalar is needed",
-                              "Index it, for example with [h] or [q_idx].")
+            raise trace.error(
+                f"a captured tensor of shape {tuple(value.shape)} is used where a scalar is needed",
+                "Index it, for example with [h] or [q_idx].",
+            )
         return index_tensor(value, ()).expr
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         return to_expr(value.item())
-    raise trace.error(f"{value!r} ({type(value).__name__}) is used where a number is needed",
-                      "Use symbols, Python numbers and captured tensors.")
+    raise trace.error(
+        f"{value!r} ({type(value).__name__}) is used where a number is needed", "Use symbols, Python numbers and captured tensors."
+    )
 
 
 def index_tensor(tensor: torch.Tensor, index) -> Sym | TensorView:
@@ -198,14 +207,15 @@ def index_tensor(tensor: torch.Tensor, index) -> Sym | TensorView:
         at = next(n for n, i in enumerate(index) if i is Ellipsis)
         if len(index) - 1 < tensor.ndim:
             raise trace.error("`...` in the index leaves dimensions over", "Index every dimension by a number or a symbol.")
-        index = index[:at] + index[at + 1:]
+        index = index[:at] + index[at + 1 :]
     if len(index) > tensor.ndim:
-        raise trace.error(f"{len(index)} indices for a captured tensor of shape {tuple(tensor.shape)}",
-                          f"Use at most {tensor.ndim}.")
+        raise trace.error(f"{len(index)} indices for a captured tensor of shape {tuple(tensor.shape)}", f"Use at most {tensor.ndim}.")
     for i in index:
         if isinstance(i, slice) or i is None:
-            raise trace.error(f"{'a slice' if isinstance(i, slice) else 'None'} in an index with symbols",
-                              "Slice the tensor before, or index every dimension by a number or a symbol.")
+            raise trace.error(
+                f"{'a slice' if isinstance(i, slice) else 'None'} in an index with symbols",
+                "Slice the tensor before, or index every dimension by a number or a symbol.",
+            )
     exprs = [to_expr(i) for i in index]
     for e in exprs:
         if ops.kind(e.dtype) != "int":
@@ -216,8 +226,11 @@ def index_tensor(tensor: torch.Tensor, index) -> Sym | TensorView:
         raise trace.error(f"a captured tensor of {tensor.dtype}", "Mods read real numbers: convert it before.")
     if tensor.ndim == 0 and tensor.device.type == "cpu" and not tensor.requires_grad:
         number = trace.host_scalar(tensor)
-        return Sym(_folded_literal(number.attr, tensor.dtype) if number.is_literal else
-                   trace.table.make("cast", (number,), tensor.dtype, source=trace.source()))
+        return Sym(
+            _folded_literal(number.attr, tensor.dtype)
+            if number.is_literal
+            else trace.table.make("cast", (number,), tensor.dtype, source=trace.source())
+        )
     capture = trace.tensor_index(tensor)
     return Sym(trace.made(trace.table.make("load", exprs, tensor.dtype, attr=capture, source=trace.source())))
 
@@ -303,8 +316,18 @@ def cast(symbol, dtype: torch.dtype) -> Sym:
     return Sym(trace.table.make("cast", (expr,), dtype, source=trace.source()))
 
 
-_CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16, "int": torch.int32,
-          "long": torch.int64, "short": torch.int16, "char": torch.int8, "byte": torch.uint8, "bool": torch.bool}
+_CASTS = {
+    "float": torch.float32,
+    "double": torch.float64,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int": torch.int32,
+    "long": torch.int64,
+    "short": torch.int16,
+    "char": torch.int8,
+    "byte": torch.uint8,
+    "bool": torch.bool,
+}
 
 
 def _cast_method(name: str, symbol, **_):
@@ -350,17 +373,30 @@ def _reshape(symbol, *shape, **_):
 
 def _scalar_shape(shape: tuple) -> None:
     if any(s not in ((), []) for s in shape):
-        raise Run.current.error(f"a value of shape {shape[0] if len(shape) == 1 else shape}",
-                                "A mod computes with scalars: the shape is ().")
+        raise Run.current.error(
+            f"a value of shape {shape[0] if len(shape) == 1 else shape}", "A mod computes with scalars: the shape is ()."
+        )
 
 
 _SPECIAL_METHODS = {
-    "to": _to, "type": _to, "type_as": _to,
-    "zeros_like": _like(0), "ones_like": _like(1), "full_like": _full_like,
-    "new_zeros": _new(0), "new_ones": _new(1), "new_full": _new_full, "view": _reshape, "reshape": _reshape,
+    "to": _to,
+    "type": _to,
+    "type_as": _to,
+    "zeros_like": _like(0),
+    "ones_like": _like(1),
+    "full_like": _full_like,
+    "new_zeros": _new(0),
+    "new_ones": _new(1),
+    "new_full": _new_full,
+    "view": _reshape,
+    "reshape": _reshape,
     "new_tensor": lambda s, value, dtype=None, **_: _literal_tensor(value, dtype or s.dtype),
     **{name: lambda symbol, *_, **__: symbol for name in ("clone", "contiguous", "squeeze")},
 }
-_method_names = {getattr(home, name): name for name in (*_SPECIAL_METHODS, *_CASTS) for home in (torch.Tensor, torch)
-                 if callable(getattr(home, name, None)) and not isinstance(getattr(home, name), torch.dtype)}
+_method_names = {
+    getattr(home, name): name
+    for name in (*_SPECIAL_METHODS, *_CASTS)
+    for home in (torch.Tensor, torch)
+    if callable(getattr(home, name, None)) and not isinstance(getattr(home, name), torch.dtype)
+}
 METHOD_NAMES = {*_CASTS, *_SPECIAL_METHODS, *ops.METHODS}

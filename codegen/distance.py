@@ -38,8 +38,9 @@ def read_by_distance(graph: ModGraph) -> tuple[Expr, ...]:
     reads: dict[int, bool] = {}
     for node in nodes:
         own = {node.attr} if node.op == "symbol" else ()
-        symbols[id(node)] = frozenset({"distance"}) if sign_of_difference(node) else (
-            frozenset(own).union(*(symbols[id(a)] for a in node.args)))
+        symbols[id(node)] = (
+            frozenset({"distance"}) if sign_of_difference(node) else (frozenset(own).union(*(symbols[id(a)] for a in node.args)))
+        )
         reads[id(node)] = node.op == "load" and "distance" in symbols[id(node)] or any(reads[id(a)] for a in node.args)
     found, seen, stack = [], set(), [graph.result]
     while stack:

@@ -28,8 +28,7 @@ _plans: dict[tuple, tuple[Kernel, ModText]] = Table("evaluate plans", 1024)
 
 
 @runs_uncompiled
-def evaluate_mod(mod: Callable, scores: torch.Tensor, kind: str = "score", *,
-                 precision: str = "float32") -> torch.Tensor:
+def evaluate_mod(mod: Callable, scores: torch.Tensor, kind: str = "score", *, precision: str = "float32") -> torch.Tensor:
     """`mod` at every position of `scores`, by a printed kernel: a debugging aid, attention never needs it.
 
     mod        score_mod(score, b, h, q_idx, kv_idx), or with kind="mask" mask_mod(b, h, q_idx, kv_idx)
@@ -48,8 +47,7 @@ def evaluate_mod(mod: Callable, scores: torch.Tensor, kind: str = "score", *,
         raise TypeError(f"scores must be a torch.Tensor (B, H, Q_LEN, KV_LEN), got {type(scores).__name__}")
     scores = readable("scores", scores)
     if scores.dim() != 4 or scores.dtype != torch.float32:
-        raise ValueError(f"scores must be float32 (B, H, Q_LEN, KV_LEN), got {scores.dtype} "
-                         f"{tuple(scores.shape)}")
+        raise ValueError(f"scores must be float32 (B, H, Q_LEN, KV_LEN), got {scores.dtype} {tuple(scores.shape)}")
     if scores.device.type not in ("cpu", "cuda"):
         raise NotImplementedError(f"scores are on {scores.device}; kernels run on CUDA or ROCm GPUs ('cuda') and, interpreted, on 'cpu'")
     if kind not in ("score", "mask"):
@@ -65,13 +63,11 @@ def evaluate_mod(mod: Callable, scores: torch.Tensor, kind: str = "score", *,
         kernel, text = _plan(bound, tuple(scores.shape), scores.device, precision)
         grid = (Z * H * -(-Q_LEN // _TILE) * -(-KV_LEN // _TILE),)
         tensors = (scores, result) if kind == "score" else (result,)
-        kernel.launch(grid, (*tensors, H, Q_LEN, KV_LEN, *text.values(bound[1])), scores.device,
-                      (_TILE, _TILE), num_warps=4, num_stages=1)
+        kernel.launch(grid, (*tensors, H, Q_LEN, KV_LEN, *text.values(bound[1])), scores.device, (_TILE, _TILE), num_warps=4, num_stages=1)
     return result
 
 
-def _plan(bound: tuple[ModGraph, list], extents: tuple[int, int, int, int], device: torch.device,
-          precision: str) -> tuple[Kernel, ModText]:
+def _plan(bound: tuple[ModGraph, list], extents: tuple[int, int, int, int], device: torch.device, precision: str) -> tuple[Kernel, ModText]:
     graph, captured = bound
     exact = max(extents[2:]) <= INDEX_BOUND
     layouts = layouts_of(graph, captured, extents)

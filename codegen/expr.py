@@ -166,8 +166,11 @@ def _products(a, b):
 
 
 def _quotients(a, b):
-    return (a[0] // b[1], a[1] // b[0]) if a[0] >= 0 and b[0] >= 1 and float("inf") not in (a[1], b[1]) else (
-        (0, a[1]) if a[0] >= 0 and b[0] >= 1 else UNKNOWN)
+    return (
+        (a[0] // b[1], a[1] // b[0])
+        if a[0] >= 0 and b[0] >= 1 and float("inf") not in (a[1], b[1])
+        else ((0, a[1]) if a[0] >= 0 and b[0] >= 1 else UNKNOWN)
+    )
 
 
 RANGE_RULES = {

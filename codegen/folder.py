@@ -70,8 +70,14 @@ class _Place:
             return
         self.moved = True
         where = f"go to {self.path}" if self.path else "stay in memory"
-        warnings.warn(one_line(f"the kernel cache {failed} cannot be used ({error}); kernels of this process {where}. Set "
-                               "FLEXPRESS_CACHE_DIR to a folder of your own that nobody else can write to.", limit=1000), stacklevel=2)
+        warnings.warn(
+            one_line(
+                f"the kernel cache {failed} cannot be used ({error}); kernels of this process {where}. Set "
+                "FLEXPRESS_CACHE_DIR to a folder of your own that nobody else can write to.",
+                limit=1000,
+            ),
+            stacklevel=2,
+        )
 
 
 _places: dict[str | None, _Place] = Table("cache folders", 64)

@@ -104,7 +104,7 @@ class Inputs:
     def __init__(self, q: torch.Tensor, k: torch.Tensor) -> None:
         self.extents = (*q.shape[:3], k.shape[2])  # Z, Hq, Q_LEN, KV_LEN
         self.head_dim, self.device = q.shape[3], q.device
-        self.scale = self.head_dim ** -0.5  # where the user gives none
+        self.scale = self.head_dim**-0.5  # where the user gives none
 
 
 _plans: dict[tuple, Plan | HopperPlan] = Table("forward plans", 1024)
@@ -120,14 +120,24 @@ class _Ready:
     def __init__(self, plan: Plan | HopperPlan, function, grid: int, numbers: list, out: torch.Tensor, lse: torch.Tensor) -> None:
         self.plan, self.function, self.grid, self.numbers = plan, function, grid, numbers
         self.described, self.by_pointer, self.counts = len(plan.blocks), _first_by_pointer(plan), isinstance(plan, HopperPlan)
-        self.new_out, self.new_stats = (functools.partial(torch.empty_strided, tuple(t.shape), t.stride(), dtype=t.dtype, device=t.device)
-                                        for t in (out, lse))
+        self.new_out, self.new_stats = (
+            functools.partial(torch.empty_strided, tuple(t.shape), t.stride(), dtype=t.dtype, device=t.device) for t in (out, lse)
+        )
         self.raw = _are_raw(plan)
         self.new_rows = functools.partial(torch.empty, (*lse.shape, 2), dtype=lse.dtype, device=lse.device)
         self.maps: dict[tuple[int, ...], list] = {}  # tensor maps by addresses
 
-    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, score: list | None, mask: list | None, lists: BlockLists | None,
-            output_max: bool, output_rows: bool):
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        score: list | None,
+        mask: list | None,
+        lists: BlockLists | None,
+        output_max: bool,
+        output_rows: bool,
+    ):
         """What `forward` returns; None if this call needs another variant of the kernel."""
         mods = plain_values(mod_values(self.plan, score, mask))
         tables = lists.addresses if lists else ()
@@ -143,13 +153,13 @@ class _Ready:
             rows = Rows(self.new_rows(), self.raw)
             addresses.append(rows.values.data_ptr())
         if self.described:
-            key = tuple(addresses[:self.described])
+            key = tuple(addresses[: self.described])
             maps = self.maps.get(key)
             if maps is None:
                 if len(self.maps) >= 64:
                     self.maps.clear()
                 maps = self.maps[key] = self.function.expanded(_described(self.plan, (k, v, q, out)))
-            addresses = [*maps, *addresses[self.by_pointer:]]
+            addresses = [*maps, *addresses[self.by_pointer :]]
         device = q.device
         with on(device):
             stream = torch._C._cuda_getCurrentRawStream(device.index)
@@ -178,9 +188,20 @@ def _strides_like(shape: tuple[int, ...], order: tuple[int, ...], d_v: int) -> t
     return tuple(strides)
 
 
-def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: Inputs, scale: float, score: tuple[ModGraph, list] | None,
-            mask: tuple[ModGraph, list] | None, lists: BlockLists | None, options: Options, *, output_max: bool = False,
-            output_rows: bool = False):
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    inputs: Inputs,
+    scale: float,
+    score: tuple[ModGraph, list] | None,
+    mask: tuple[ModGraph, list] | None,
+    lists: BlockLists | None,
+    options: Options,
+    *,
+    output_max: bool = False,
+    output_rows: bool = False,
+):
     """out (Z, Hq, Q_LEN, D_V), lse float32 (Z, Hq, Q_LEN), max_scores (the same, or None) and Rows (or None). Arguments are checked
     already.
 
@@ -210,11 +231,11 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: Inputs, s
         if tensor.data_ptr() == 0:  # of a kind that looks as others do
             check_kind(name, tensor)
     if decodes(q, k, options):
-        decode.decode(q, k, v, (out, *stats), scale, score, mask, (score_key, mask_key), lists, options.float32_precision,
-                      output_max=output_max)
+        decode.decode(
+            q, k, v, (out, *stats), scale, score, mask, (score_key, mask_key), lists, options.float32_precision, output_max=output_max
+        )
         return out, lse, max_scores, Rows(rows, False) if output_rows else None
-    case, geometry, arch, reason = case_of(q, k, v, scale, lists, options, output_max, score_key, mask_key,
-                                           output_rows=output_rows)
+    case, geometry, arch, reason = case_of(q, k, v, scale, lists, options, output_max, score_key, mask_key, output_rows=output_rows)
     key = (case, arch, score_key, mask_key, reason is None)
     plan = _plans.get(key)
     if plan is not None:
@@ -233,8 +254,14 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: Inputs, s
         numbers += out.stride()[:3]
     mods = mod_values(plan, score and score[1], mask and mask[1])
     try:
-        variant, grid = launch(plan, (k, v, q, out), stats, (*numbers, *tables, *mods),
-                               lambda size: tiles_of(Q_LEN, size, lists, "q_block"), forced=options.backend == "GLUON")
+        variant, grid = launch(
+            plan,
+            (k, v, q, out),
+            stats,
+            (*numbers, *tables, *mods),
+            lambda size: tiles_of(Q_LEN, size, lists, "q_block"),
+            forced=options.backend == "GLUON",
+        )
     except Unusable as why:
         _refused[case, arch, score_key, mask_key] = str(why)
         return forward(q, k, v, inputs, scale, score, mask, lists, options, output_max=output_max, output_rows=output_rows)
@@ -258,18 +285,39 @@ def decodes(q: torch.Tensor, k: torch.Tensor, options: Options) -> bool:
     return options.backend is None and decode.suits(q, k, options)
 
 
-def case_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, lists: BlockLists | None, options: Options,
-            output_max: bool, score_key: tuple | None, mask_key: tuple | None, *,
-            output_rows: bool = False) -> tuple[ForwardCase, Geometry, str, str | None]:
+def case_of(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    lists: BlockLists | None,
+    options: Options,
+    output_max: bool,
+    score_key: tuple | None,
+    mask_key: tuple | None,
+    *,
+    output_rows: bool = False,
+) -> tuple[ForwardCase, Geometry, str, str | None]:
     """What the forward kernel depends on beside its mods, the device's architecture, and why it is not the one for Hopper (None if it is).
     Raises ValueError if that does not serve the call and the user asks for it."""
-    geometry = geometry_of(q.element_size(), (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride()),
-                           strides_like(q, v.shape[3]))
+    geometry = geometry_of(q.element_size(), (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride()), strides_like(q, v.shape[3]))
     arch = architecture_of(q.device)
     aligned = (k.data_ptr() | v.data_ptr()) % 16 == 0
     use_tma = geometry.tma and wants_tma(options, q.dtype, arch) and aligned
-    case = ForwardCase(q.dtype, q.shape[3], v.shape[3], geometry.units, geometry.aligned, use_tma, lists and lists.blocks, options,
-                       scale > 0, output_max, output_rows, max(q.shape[2], k.shape[2]) <= INDEX_BOUND)
+    case = ForwardCase(
+        q.dtype,
+        q.shape[3],
+        v.shape[3],
+        geometry.units,
+        geometry.aligned,
+        use_tma,
+        lists and lists.blocks,
+        options,
+        scale > 0,
+        output_max,
+        output_rows,
+        max(q.shape[2], k.shape[2]) <= INDEX_BOUND,
+    )
     reason = fits(case, geometry, arch, aligned and q.data_ptr() % 16 == 0)
     if options.backend == "GLUON" and reason is not None:
         raise ValueError(f"kernel_options['BACKEND'] is 'GLUON', but {reason}; leave BACKEND out")
@@ -338,8 +386,9 @@ def _first_by_pointer(plan: Plan | HopperPlan) -> int:
     return 3 if isinstance(plan, HopperPlan) and plan.spec.flag["STARTS"] else len(plan.blocks)
 
 
-def launch(plan: Plan | HopperPlan, tensors: tuple, stats: tuple, rest: tuple, tiles: Callable[[int], int], *,
-           forced: bool = False) -> tuple:
+def launch(
+    plan: Plan | HopperPlan, tensors: tuple, stats: tuple, rest: tuple, tiles: Callable[[int], int], *, forced: bool = False
+) -> tuple:
     """Launch on k, v, q and out with the plan's tile, or with the next smaller one that the device can hold. `tiles` says how many tiles of
     so many queries a head has. Returns the variant and its programs."""
     q = tensors[2]
@@ -347,7 +396,7 @@ def launch(plan: Plan | HopperPlan, tensors: tuple, stats: tuple, rest: tuple, t
     kernel = kernel_for(plan.spec)
 
     def prepared(tile) -> tuple[int, tuple]:
-        args = (*_described(plan, tensors), *tensors[_first_by_pointer(plan):], *stats)
+        args = (*_described(plan, tensors), *tensors[_first_by_pointer(plan) :], *stats)
         return tiles(tile.BLOCK_M) * Z * Hq, args
 
     if isinstance(plan, HopperPlan):
@@ -361,7 +410,8 @@ def launch(plan: Plan | HopperPlan, tensors: tuple, stats: tuple, rest: tuple, t
 
     def launched(tile) -> tuple:
         grid, args = prepared(tile)
-        return kernel.launch((grid,), (*args, *rest), q.device, (tile.BLOCK_M, tile.BLOCK_N), num_warps=tile.num_warps,
-                             num_stages=tile.num_stages), grid
+        return kernel.launch(
+            (grid,), (*args, *rest), q.device, (tile.BLOCK_M, tile.BLOCK_N), num_warps=tile.num_warps, num_stages=tile.num_stages
+        ), grid
 
     return launch_fitting(plan, launched)

@@ -111,16 +111,24 @@ def plan_forward(case: ForwardCase, backend: str, arch: str, score: Mod | None, 
     target = Target(backend, dtype_name(case.dtype), case.exact_indices, read_directly=backend == "cuda")
     score_text, mask_text = lowered(score, mask, target)
     blocks = case.blocks
-    tile = forward_tile(arch, round_up_head_dim(case.d_qk), round_up_head_dim(case.d_v), case.dtype.itemsize,
-                        gathers=any(gathers(m[0]) for m in (score, mask) if m), q_block=blocks.q_block if blocks else 0,
-                        kv_block=blocks.kv_block if blocks else 0, options=dict(case.options.tile))
+    tile = forward_tile(
+        arch,
+        round_up_head_dim(case.d_qk),
+        round_up_head_dim(case.d_v),
+        case.dtype.itemsize,
+        gathers=any(gathers(m[0]) for m in (score, mask) if m),
+        q_block=blocks.q_block if blocks else 0,
+        kv_block=blocks.kv_block if blocks else 0,
+        options=dict(case.options.tile),
+    )
     scale_apart = score is not None or case.options.prescale_qk or not case.scale_is_positive
     spec = _spec(case, backend, score_text, mask_text, scale_apart)
     return Plan(spec, tile, score_text, mask_text, case.use_tma, scale_apart)
 
 
-def lowered(score: Mod | None, mask: Mod | None, target: Target,
-            vectors: dict[str, str] | None = None, *, by_distance: bool = False) -> tuple[ModText | None, ModText | None]:
+def lowered(
+    score: Mod | None, mask: Mod | None, target: Target, vectors: dict[str, str] | None = None, *, by_distance: bool = False
+) -> tuple[ModText | None, ModText | None]:
     """The mods as a forward kernel sees them; where both capture something of one name, the mask's gets another (vectors, by_distance: see
     mod_text)."""
     score_text = mod_text(*score, _SYMBOLS, target, shape="qk.shape", vectors=vectors, by_distance=by_distance) if score else None
@@ -142,20 +150,34 @@ def _spec(case: ForwardCase, backend: str, score: ModText | None, mask: ModText 
     strides = ["stride_kn", *([] if units[1] else ["stride_kd"]), "stride_vn", *([] if units[2] else ["stride_vd"])]
     float32 = case.dtype is torch.float32
     flags = {
-        "DTYPE": dtype_name(case.dtype), "D_QK": case.d_qk, "D_V": case.d_v,
-        "D_QK_ROUNDED": round_up_head_dim(case.d_qk), "D_V_ROUNDED": round_up_head_dim(case.d_v),
-        "FLOAT32": float32, "FLOAT32_PRECISION": options.float32_precision if float32 else "",
-        "Q_UNIT": units[0], "K_UNIT": units[1], "V_UNIT": units[2],
-        "aligned": case.aligned, "ALIGNMENT": 16 // case.dtype.itemsize,
-        "BLOCK_MASK": blocks is not None, "HAS_FULL_BLOCKS": blocks is not None and blocks.has_full,
-        "SPARSE_Q_BLOCK_SIZE": blocks.q_block if blocks else 0, "SPARSE_KV_BLOCK_SIZE": blocks.kv_block if blocks else 0,
-        "CHECK_FULL_BLOCKS": blocks is not None and not blocks.interior, "STARTS": blocks is not None and blocks.starts,
+        "DTYPE": dtype_name(case.dtype),
+        "D_QK": case.d_qk,
+        "D_V": case.d_v,
+        "D_QK_ROUNDED": round_up_head_dim(case.d_qk),
+        "D_V_ROUNDED": round_up_head_dim(case.d_v),
+        "FLOAT32": float32,
+        "FLOAT32_PRECISION": options.float32_precision if float32 else "",
+        "Q_UNIT": units[0],
+        "K_UNIT": units[1],
+        "V_UNIT": units[2],
+        "aligned": case.aligned,
+        "ALIGNMENT": 16 // case.dtype.itemsize,
+        "BLOCK_MASK": blocks is not None,
+        "HAS_FULL_BLOCKS": blocks is not None and blocks.has_full,
+        "SPARSE_Q_BLOCK_SIZE": blocks.q_block if blocks else 0,
+        "SPARSE_KV_BLOCK_SIZE": blocks.kv_block if blocks else 0,
+        "CHECK_FULL_BLOCKS": blocks is not None and not blocks.interior,
+        "STARTS": blocks is not None and blocks.starts,
         "PEEL_TAIL": not float32,  # a second copy of the dot makes float32 kernels spill
-        "SCALE_IS_POSITIVE": case.scale_is_positive, "OUTPUT_MAX": case.output_max,
+        "SCALE_IS_POSITIVE": case.scale_is_positive,
+        "OUTPUT_MAX": case.output_max,
         "OUTPUT_ROWS": case.output_rows,
-        "PRESCALE_QK": options.prescale_qk, "ROWS_GUARANTEED_SAFE": options.rows_guaranteed_safe,
-        "USE_TMA": case.use_tma, "kv_params": ", ".join(["desc_k", "desc_v", "z_kv", "h_kv"] if case.use_tma else ["K", "V", *strides]),
-        "numbers": tuple(numbers) + tuple(n for m in (score, mask) if m for n in m.numbers), "parameters": tuple(numbers),
+        "PRESCALE_QK": options.prescale_qk,
+        "ROWS_GUARANTEED_SAFE": options.rows_guaranteed_safe,
+        "USE_TMA": case.use_tma,
+        "kv_params": ", ".join(["desc_k", "desc_v", "z_kv", "h_kv"] if case.use_tma else ["K", "V", *strides]),
+        "numbers": tuple(numbers) + tuple(n for m in (score, mask) if m for n in m.numbers),
+        "parameters": tuple(numbers),
     }
     return KernelSpec("forward", (score, mask), tuple(flags.items()), backend)
 

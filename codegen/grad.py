@@ -50,8 +50,7 @@ def differentiate(graph: ModGraph, wanted: frozenset[int]) -> GradGraph:
                 if not _is(more.expr, 0):
                     sofar = gradients.get(id(operand))
                     gradients[id(operand)] = more.expr if sofar is None else (Sym(sofar) + more).expr
-        found = {id(n): cast(Sym(gradients[id(n)]), torch.float32).expr
-                 for n in nodes if n.op in ("symbol", "load") and id(n) in gradients}
+        found = {id(n): cast(Sym(gradients[id(n)]), torch.float32).expr for n in nodes if n.op in ("symbol", "load") and id(n) in gradients}
     score = next((n for n in nodes if n.op == "symbol" and n.attr == "score"), None)
     loads = tuple((n, found[id(n)]) for n in nodes if n.op == "load" and id(n) in found)
     return GradGraph(found.get(id(score)), loads)

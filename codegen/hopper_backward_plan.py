@@ -56,8 +56,17 @@ class HopperBackwardPlan:
         """The last two sizes of each descriptor's blocks; the first two are 1."""
         flags, m = self.fused.flag, self.tile.BLOCK_M
         d_qk, d_v, n = flags["D_QK_SLICE"], flags["D_V_ROUNDED"], self.tile.BLOCK_N
-        return {"desc_q": (m, d_qk), "desc_do": (m, d_v), "desc_k": (n, d_qk), "desc_v": (n, d_v), "desc_tops": (1, m),
-                "desc_delta": (1, m), "desc_dq": (64, flags["DQ_COLUMNS"]), "desc_dk": (64, min(d_qk, 128)), "desc_dv": (64, min(d_v, 128))}
+        return {
+            "desc_q": (m, d_qk),
+            "desc_do": (m, d_v),
+            "desc_k": (n, d_qk),
+            "desc_v": (n, d_v),
+            "desc_tops": (1, m),
+            "desc_delta": (1, m),
+            "desc_dq": (64, flags["DQ_COLUMNS"]),
+            "desc_dk": (64, min(d_qk, 128)),
+            "desc_dv": (64, min(d_v, 128)),
+        }
 
 
 @remembered("roles of captured gradients", 256)
@@ -96,8 +105,10 @@ def fits(case: BackwardCase, arch: str = "sm_90", score: Mod | None = None) -> s
     if case.blocks and case.blocks.starts:
         tile = hopper_backward_tile(case, score, None)
         if case.blocks.kv_block != tile.BLOCK_N:
-            return (f"blocks that begin where a tensor says are tiles: with head dims {case.d_qk} and {case.d_v} they must have "
-                    f"{tile.BLOCK_N} keys, these have {case.blocks.kv_block}")
+            return (
+                f"blocks that begin where a tensor says are tiles: with head dims {case.d_qk} and {case.d_v} they must have "
+                f"{tile.BLOCK_N} keys, these have {case.blocks.kv_block}"
+            )
     return None
 
 
@@ -121,8 +132,9 @@ def hopper_backward_tile(case: BackwardCase, score: Mod | None, mask: Mod | None
     return HopperBackwardTile(128 if large else 64)
 
 
-def plan_hopper_backward(case: BackwardCase, score: Mod | None, mask: Mod | None,
-                         tile: HopperBackwardTile | None = None) -> HopperBackwardPlan:
+def plan_hopper_backward(
+    case: BackwardCase, score: Mod | None, mask: Mod | None, tile: HopperBackwardTile | None = None
+) -> HopperBackwardPlan:
     """The plan for a case that `fits`; `tile` instead of its own, to measure another."""
     target = Target("cuda", dtype_name(case.dtype), case.exact_indices, "gluon")
     score_text = mask_text = None
@@ -134,8 +146,14 @@ def plan_hopper_backward(case: BackwardCase, score: Mod | None, mask: Mod | None
         derivative = found.score
         roles = tuple((role_of(load, score[1][load.attr], case), load, gradient) for load, gradient in found.loads)
         names = {**_SYMBOLS, "grad": "grad"} if roles else _SYMBOLS
-        score_text = mod_text(*score, names, target, shape="qk.shape", differential=Differential(derivative, roles, case.ordinary),
-                              vectors={**names, "q_idx": "rows", "kv_idx": "keys"} if not check_padding else None)
+        score_text = mod_text(
+            *score,
+            names,
+            target,
+            shape="qk.shape",
+            differential=Differential(derivative, roles, case.ordinary),
+            vectors={**names, "q_idx": "rows", "kv_idx": "keys"} if not check_padding else None,
+        )
         gathered = tuple(zip(score_text.gradient.captured, (load for _, load, _ in roles), strict=True))
         if derivative is None and not roles:
             score_text = replace(score_text, gradient=replace(score_text.gradient, score="gl.zeros_like(p)"))
@@ -151,8 +169,15 @@ def plan_hopper_backward(case: BackwardCase, score: Mod | None, mask: Mod | None
     return HopperBackwardPlan(delta, fused, tile, score_text, mask_text, scale_apart, gathered)
 
 
-def _spec(case: BackwardCase, tile: HopperBackwardTile, score: ModText | None, mask: ModText | None, scale_apart: bool,
-          check_padding: bool, early_share: bool) -> KernelSpec:
+def _spec(
+    case: BackwardCase,
+    tile: HopperBackwardTile,
+    score: ModText | None,
+    mask: ModText | None,
+    scale_apart: bool,
+    check_padding: bool,
+    early_share: bool,
+) -> KernelSpec:
     blocks, mods, (d_qk, d_v) = case.blocks, [m for m in (score, mask) if m], padded(case.d_qk, case.d_v)
     raw = case.raw_tops and score is not None and scores_are_raw(score.sum, case.scale_is_positive)  # as the forward kernel had them
     numbers = ["Z", "Zkv", "Hq", "Hkv", "GROUP_SIZE", "HEADS_PER_GROUP", "Q_LEN", "KV_LEN", *strides("dq"), "SM_SCALE", "TO_LOG2"]
@@ -168,17 +193,35 @@ def _spec(case: BackwardCase, tile: HopperBackwardTile, score: ModText | None, m
     if score:
         lines += [*score.gradient.lines, score.gradient.score]
     flags = {
-        "LANGUAGE": "gluon", "DTYPE": dtype_name(case.dtype), "D_QK": case.d_qk, "D_V": case.d_v,
-        "D_QK_ROUNDED": d_qk, "D_V_ROUNDED": d_v, "WIDE": d_v == 256, "SLICES": slices, "D_QK_SLICE": d_qk // slices,
-        "BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N,
-        "SPLIT_COLUMNS": columns, "DQ_COLUMNS": dq_columns, "DQ_ROWS": DQ_BLOCK // (4 * round_up_head_dim(d_qk)),
+        "LANGUAGE": "gluon",
+        "DTYPE": dtype_name(case.dtype),
+        "D_QK": case.d_qk,
+        "D_V": case.d_v,
+        "D_QK_ROUNDED": d_qk,
+        "D_V_ROUNDED": d_v,
+        "WIDE": d_v == 256,
+        "SLICES": slices,
+        "D_QK_SLICE": d_qk // slices,
+        "BLOCK_M": tile.BLOCK_M,
+        "BLOCK_N": tile.BLOCK_N,
+        "SPLIT_COLUMNS": columns,
+        "DQ_COLUMNS": dq_columns,
+        "DQ_ROWS": DQ_BLOCK // (4 * round_up_head_dim(d_qk)),
         "ZERO_AHEAD": slices == 1,  # else no shared memory is left for zeroes
-        "CONSUMER_REGISTERS": tile.consumer_registers, "PRODUCER_REGISTERS": tile.producer_registers,
-        "BLOCK_MASK": blocks is not None, "HAS_FULL_BLOCKS": blocks is not None and blocks.has_full,
-        "SPARSE_Q_BLOCK_SIZE": blocks.q_block if blocks else 0, "SPARSE_KV_BLOCK_SIZE": blocks.kv_block if blocks else 0,
-        "STEPS": blocks.q_block // tile.BLOCK_M if blocks else 1, "STARTS": starts,
-        "SCALE_FIRST": scale_apart, "SUM_IS_RAW": raw, "CHECK_PADDING": check_padding, "EARLY_SHARE": early_share,
+        "CONSUMER_REGISTERS": tile.consumer_registers,
+        "PRODUCER_REGISTERS": tile.producer_registers,
+        "BLOCK_MASK": blocks is not None,
+        "HAS_FULL_BLOCKS": blocks is not None and blocks.has_full,
+        "SPARSE_Q_BLOCK_SIZE": blocks.q_block if blocks else 0,
+        "SPARSE_KV_BLOCK_SIZE": blocks.kv_block if blocks else 0,
+        "STEPS": blocks.q_block // tile.BLOCK_M if blocks else 1,
+        "STARTS": starts,
+        "SCALE_FIRST": scale_apart,
+        "SUM_IS_RAW": raw,
+        "CHECK_PADDING": check_padding,
+        "EARLY_SHARE": early_share,
         "imports_triton": any(re.search(r"\btl\.", line) for line in lines),
-        "numbers": tuple(numbers) + tuple(n for m in mods for n in m.numbers), "parameters": tuple(numbers),
+        "numbers": tuple(numbers) + tuple(n for m in mods for n in m.numbers),
+        "parameters": tuple(numbers),
     }
     return KernelSpec("hopper_backward", (score, mask), tuple(flags.items()), "cuda")

@@ -85,8 +85,9 @@ def fits(case: ForwardCase, geometry: Geometry, arch: str = "sm_90", aligned: bo
         if case.blocks.q_block % tile.BLOCK_M or case.blocks.kv_block % tile.BLOCK_N:
             return f"block sizes {case.blocks.q_block} and {case.blocks.kv_block} are no multiples of {tile.BLOCK_M} and {tile.BLOCK_N}"
         if case.blocks.starts and case.blocks.q_block != tile.BLOCK_M:
-            return (f"blocks that begin where a tensor says are tiles: they must have {tile.BLOCK_M} queries, "
-                    f"these have {case.blocks.q_block}")
+            return (
+                f"blocks that begin where a tensor says are tiles: they must have {tile.BLOCK_M} queries, these have {case.blocks.q_block}"
+            )
     size = case.cache.page_size if case.cache else 0
     if size % 128 and size not in (8, 16, 32, 64):
         return f"pages have {size} keys; TMA copies pages of 8, 16, 32 or 64 and whole blocks of pages of multiples of 128"
@@ -140,8 +141,9 @@ def heads_per_group(heads: int, bytes_each: int, cached: int = L2_BYTES) -> int:
 def plan_hopper_forward(case: ForwardCase, score: Mod | None, mask: Mod | None) -> HopperPlan:
     """The plan for a case that `fits`."""
     target = Target("cuda", dtype_name(case.dtype), case.exact_indices, "gluon")
-    score_text, mask_text = lowered(score, mask, target, {"b": "z", "h": "h", "q_idx": "rows", "kv_idx": "offs_n"},
-                                    by_distance=case.cache is None)  # positions in a cache may be negative, and are then cut off
+    score_text, mask_text = lowered(
+        score, mask, target, {"b": "z", "h": "h", "q_idx": "rows", "kv_idx": "offs_n"}, by_distance=case.cache is None
+    )  # positions in a cache may be negative, and are then cut off
     reads = any(gathers(m[0]) for m in (score, mask) if m) or any(m.staged("q_idx", "kv_idx").handed for m in (score_text, mask_text) if m)
     tile = hopper_tile(*padded(case.d_qk, case.d_v), listed=case.blocks is not None, reads=reads)
     if case.cache:  # the producer looks up pages
@@ -165,18 +167,37 @@ def _spec(case: ForwardCase, tile: HopperTile, score: ModText | None, mask: ModT
     d_qk, d_v = padded(case.d_qk, case.d_v)
     slices = 3 if d_qk == 192 else 1
     flags = {
-        "LANGUAGE": "gluon", "DTYPE": dtype_name(case.dtype), "D_QK": case.d_qk, "D_V": case.d_v,
-        "D_QK_ROUNDED": d_qk, "D_V_ROUNDED": d_v, "SLICES": slices, "D_QK_SLICE": d_qk // slices, "OUTPUT_IN_Q": tile.output_in_q,
-        "CONSUMERS": tile.consumers, "STAGES": tile.stages, "BLOCK_N": tile.BLOCK_N,
-        "CONSUMER_REGISTERS": tile.consumer_registers, "PRODUCER_REGISTERS": tile.producer_registers,
-        "BLOCK_MASK": blocks is not None, "HAS_FULL_BLOCKS": blocks is not None and blocks.has_full,
-        "SPARSE_Q_BLOCK_SIZE": blocks.q_block if blocks else 0, "SPARSE_KV_BLOCK_SIZE": blocks.kv_block if blocks else 0,
+        "LANGUAGE": "gluon",
+        "DTYPE": dtype_name(case.dtype),
+        "D_QK": case.d_qk,
+        "D_V": case.d_v,
+        "D_QK_ROUNDED": d_qk,
+        "D_V_ROUNDED": d_v,
+        "SLICES": slices,
+        "D_QK_SLICE": d_qk // slices,
+        "OUTPUT_IN_Q": tile.output_in_q,
+        "CONSUMERS": tile.consumers,
+        "STAGES": tile.stages,
+        "BLOCK_N": tile.BLOCK_N,
+        "CONSUMER_REGISTERS": tile.consumer_registers,
+        "PRODUCER_REGISTERS": tile.producer_registers,
+        "BLOCK_MASK": blocks is not None,
+        "HAS_FULL_BLOCKS": blocks is not None and blocks.has_full,
+        "SPARSE_Q_BLOCK_SIZE": blocks.q_block if blocks else 0,
+        "SPARSE_KV_BLOCK_SIZE": blocks.kv_block if blocks else 0,
         "STEPS": blocks.kv_block // tile.BLOCK_N if blocks else 1,
-        "CHECK_FULL_BLOCKS": blocks is not None and not blocks.interior, "STARTS": starts, "CACHED": case.cache is not None,
-        "PAGE_SIZE": cache.page_size, "LOCATED": cache.located, "OFFSETS": cache.offsets,
-        "SCALE_FIRST": scale_apart, "SUM_IS_RAW": scores_are_raw(score and score.sum, case.scale_is_positive),
-        "OUTPUT_MAX": case.output_max, "OUTPUT_ROWS": case.output_rows,
+        "CHECK_FULL_BLOCKS": blocks is not None and not blocks.interior,
+        "STARTS": starts,
+        "CACHED": case.cache is not None,
+        "PAGE_SIZE": cache.page_size,
+        "LOCATED": cache.located,
+        "OFFSETS": cache.offsets,
+        "SCALE_FIRST": scale_apart,
+        "SUM_IS_RAW": scores_are_raw(score and score.sum, case.scale_is_positive),
+        "OUTPUT_MAX": case.output_max,
+        "OUTPUT_ROWS": case.output_rows,
         "imports_triton": any(re.search(r"\btl\.", line) for m in mods for line in (*m.lines, *m.texts)),
-        "numbers": tuple(numbers) + tuple(n for m in mods for n in m.numbers), "parameters": tuple(numbers),
+        "numbers": tuple(numbers) + tuple(n for m in mods for n in m.numbers),
+        "parameters": tuple(numbers),
     }
     return KernelSpec("hopper_forward", (score, mask), tuple(flags.items()), "cuda")

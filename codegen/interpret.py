@@ -78,8 +78,10 @@ class _Interpreted:
 
     def _run(self, grid, args) -> None:
         if LANGUAGE.depth > 1:
-            raise RuntimeError(f"the kernel {self.function.__name__} was started on the CPU from a signal handler or finalizer while "
-                               "another kernel ran in the same thread; start it when that one is done")
+            raise RuntimeError(
+                f"the kernel {self.function.__name__} was started on the CPU from a signal handler or finalizer while "
+                "another kernel ran in the same thread; start it when that one is done"
+            )
         again = map(operator.methodcaller("__call__"), [restore])
         try:
             self._switched(grid, args)
@@ -134,13 +136,19 @@ class _Progress:
         expected = elapsed * self.total / self.done
         if not self.announced and expected > _SLOW:
             self.announced = True
-            warnings.warn(f"the tensors are on the CPU, so the kernel `{self.name}` runs in Triton's interpreter: about "
-                          f"{expected / 60:.1f} minutes for {self.total} programs. Move the tensors to a GPU for real sizes.",
-                          stacklevel=9)
+            warnings.warn(
+                f"the tensors are on the CPU, so the kernel `{self.name}` runs in Triton's interpreter: about "
+                f"{expected / 60:.1f} minutes for {self.total} programs. Move the tensors to a GPU for real sizes.",
+                stacklevel=9,
+            )
         if self.announced and (now - self.last > 2.0 or self.done == self.total):
             self.last = now
-            print(f"\rflexpress: {self.name} {self.done}/{self.total}, {max(expected - elapsed, 0):.0f} s left  ",
-                  end="", file=sys.stderr, flush=True)
+            print(
+                f"\rflexpress: {self.name} {self.done}/{self.total}, {max(expected - elapsed, 0):.0f} s left  ",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def close(self) -> None:
         if self.announced:
@@ -148,8 +156,19 @@ class _Progress:
 
 
 _MISSING = object()
-_OWNERS = (tl, tl.core, tl.math, tl.standard, tl.tensor, tl.dtype, tl.core.block_type, tl.core.tensor_descriptor_base, interpreter,
-           interpreter.InterpreterBuilder, interpreter.interpreter_builder)
+_OWNERS = (
+    tl,
+    tl.core,
+    tl.math,
+    tl.standard,
+    tl.tensor,
+    tl.dtype,
+    tl.core.block_type,
+    tl.core.tensor_descriptor_base,
+    interpreter,
+    interpreter.InterpreterBuilder,
+    interpreter.interpreter_builder,
+)
 _unchanged: list[tuple[object, dict]] = []  # those with their attributes, before the first switch
 _changes: list[tuple[object, str, object, object]] = []  # what differs while a kernel runs: of what, its name, before and then
 _at_once = deque(maxlen=0).extend  # goes through an iterator of C's own without a bytecode in between, at which an interrupt could strike
@@ -157,8 +176,10 @@ _at_once = deque(maxlen=0).extend  # goes through an iterator of C's own without
 
 def _changed(changes: Iterable[tuple], column: int) -> Iterable:
     """An iterator that sets every attribute to its value in a column of `changes`."""
-    steps = [functools.partial(delattr, owner, name) if value is _MISSING else functools.partial(setattr, owner, name, value)
-             for owner, name, value in ((change[0], change[1], change[column]) for change in changes)]
+    steps = [
+        functools.partial(delattr, owner, name) if value is _MISSING else functools.partial(setattr, owner, name, value)
+        for owner, name, value in ((change[0], change[1], change[column]) for change in changes)
+    ]
     return map(operator.methodcaller("__call__"), steps)
 
 
@@ -192,10 +213,15 @@ def _found_by_switching() -> list[tuple]:
 
 def _differences() -> list[tuple]:
     """What is not as it was before the first switch."""
-    return [(owner, name, attributes.get(name, _MISSING), value) for owner, attributes in _unchanged
-            for name, value in list(vars(owner).items()) if attributes.get(name, _MISSING) is not value
-            # a submodule that somebody imports, and what Python makes when it is asked for, are nobody's switching
-            and not isinstance(value, types.ModuleType) and name != "__annotations__"]
+    return [
+        (owner, name, attributes.get(name, _MISSING), value)
+        for owner, attributes in _unchanged
+        for name, value in list(vars(owner).items())
+        if attributes.get(name, _MISSING) is not value
+        # a submodule that somebody imports, and what Python makes when it is asked for, are nobody's switching
+        and not isinstance(value, types.ModuleType)
+        and name != "__annotations__"
+    ]
 
 
 if hasattr(os, "register_at_fork"):
@@ -307,8 +333,15 @@ class _Libdevice:
 
 
 for _name, _function in {
-    "tanh": np.tanh, "tan": np.tan, "atan": np.arctan, "atan2": np.arctan2, "expm1": np.expm1, "log1p": np.log1p,
-    "fmod": np.fmod, "pow": np.power, "trunc": np.trunc, "rint": np.rint,
+    "tanh": np.tanh,
+    "tan": np.tan,
+    "atan": np.arctan,
+    "atan2": np.arctan2,
+    "expm1": np.expm1,
+    "log1p": np.log1p,
+    "fmod": np.fmod,
+    "pow": np.power,
+    "trunc": np.trunc,
+    "rint": np.rint,
 }.items():
     setattr(_Libdevice, _name, staticmethod(lambda *x, _function=_function: _Libdevice._apply(_function, *x)))
-

@@ -121,8 +121,24 @@ def _part(graph: ModGraph, kind: str, result: Expr, symbols: frozenset[str]) -> 
     return ModGraph(kind, graph.name, result, graph.tensors, graph.scalars, graph.origin, symbols)
 
 
-_EXACT = {"symbol", "literal", "scalar", "load", "cast", "neg", "abs", "sign", "minimum", "maximum", "floor", "ceil", "trunc", "round",
-          "where", "detach"}
+_EXACT = {
+    "symbol",
+    "literal",
+    "scalar",
+    "load",
+    "cast",
+    "neg",
+    "abs",
+    "sign",
+    "minimum",
+    "maximum",
+    "floor",
+    "ceil",
+    "trunc",
+    "round",
+    "where",
+    "detach",
+}
 
 
 _STEPS = {"floor", "ceil", "trunc", "round", "sign", "floor_divide", "div_trunc", "remainder", "fmod"}
@@ -273,8 +289,10 @@ class _IntervalRun(BoundsRun):
                 continue
             if found is None or small.expr.is_literal and small.expr.attr:
                 return found
-            return tuple(torch.where(small, bound, limit) for bound, limit in zip(
-                found, map(constant, limits_of(self._dtype(operands, found))), strict=True))
+            return tuple(
+                torch.where(small, bound, limit)
+                for bound, limit in zip(found, map(constant, limits_of(self._dtype(operands, found))), strict=True)
+            )
         return None
 
     @staticmethod

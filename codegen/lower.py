@@ -50,8 +50,7 @@ def literal_text(value) -> str:
 
 
 class _Printer:
-    def __init__(self, graph: ModGraph, names: dict[str, str], layouts: tuple[TensorLayout, ...], target: Target,
-                 prefix: str) -> None:
+    def __init__(self, graph: ModGraph, names: dict[str, str], layouts: tuple[TensorLayout, ...], target: Target, prefix: str) -> None:
         self.graph, self.names, self.layouts, self.target, self.prefix = graph, names, layouts, target, prefix
         self.tl = target.module
         self.loads = loads_of(graph)
@@ -195,8 +194,9 @@ class _Printer:
         if helper:
             self.helpers[helper[1]] = None
         self.libdevice |= "libdevice." in spelling
-        return spelling.format(*(o if "(" in spelling and f"({{{i}}}" in spelling or f", {{{i}}}" in spelling else _atom(o)
-                                 for i, o in enumerate(operands)))
+        return spelling.format(
+            *(o if "(" in spelling and f"({{{i}}}" in spelling or f", {{{i}}}" in spelling else _atom(o) for i, o in enumerate(operands))
+        )
 
     def run(self, shape: str, gradients: tuple[Expr, ...], places: tuple[Expr, ...]) -> Snippet:
         root = self.graph.result
@@ -235,9 +235,12 @@ class _Printer:
     def run_distances(self, roots: tuple[Expr, ...]) -> tuple[str, ...]:
         self.by_distance = True
         self.print_all(roots)
-        return tuple(self.text[id(root)] if "kv_idx" in self._varies_with(root) else
-                     f"{self.tl}.full(distance.shape, {self.text[id(root)]}, {self.target.dtype(root.dtype)}, distance.type.layout)"
-                     for root in roots)
+        return tuple(
+            self.text[id(root)]
+            if "kv_idx" in self._varies_with(root)
+            else f"{self.tl}.full(distance.shape, {self.text[id(root)]}, {self.target.dtype(root.dtype)}, distance.type.layout)"
+            for root in roots
+        )
 
     def run_sum(self, terms: Sum) -> Snippet:
         self.print_all(terms.parts)
@@ -360,8 +363,18 @@ def _matches(text: str) -> bool:
     return False
 
 
-def lower(graph: ModGraph, names: dict[str, str], layouts: tuple[TensorLayout, ...], target: Target, *, prefix: str,
-          shape: str, gradients: tuple[Expr, ...] = (), places: tuple[Expr, ...] = (), distances: tuple[Expr, ...] = ()) -> Snippet:
+def lower(
+    graph: ModGraph,
+    names: dict[str, str],
+    layouts: tuple[TensorLayout, ...],
+    target: Target,
+    *,
+    prefix: str,
+    shape: str,
+    gradients: tuple[Expr, ...] = (),
+    places: tuple[Expr, ...] = (),
+    distances: tuple[Expr, ...] = (),
+) -> Snippet:
     """Triton or Gluon statements for a traced mod.
 
     names      the kernel's names of the symbols: {"score": "score", "b": "b", "q_idx": "m", ...}
@@ -380,11 +393,13 @@ def lower(graph: ModGraph, names: dict[str, str], layouts: tuple[TensorLayout, .
     other = _Printer(graph, names, layouts, target, "distance")
     values = other.run_distances(distances)
     text = DistanceText(lines_of(other.statements), values, tuple(printer.known.values()))
-    return replace(snippet, helpers=tuple({**printer.helpers, **other.helpers}), libdevice=printer.libdevice or other.libdevice,
-                   distance=text)
+    return replace(
+        snippet, helpers=tuple({**printer.helpers, **other.helpers}), libdevice=printer.libdevice or other.libdevice, distance=text
+    )
 
 
-def lower_sum(graph: ModGraph, terms: Sum, names: dict[str, str], layouts: tuple[TensorLayout, ...], target: Target, *,
-              prefix: str) -> Snippet:
+def lower_sum(
+    graph: ModGraph, terms: Sum, names: dict[str, str], layouts: tuple[TensorLayout, ...], target: Target, *, prefix: str
+) -> Snippet:
     """Statements for what a score_mod adds, its result as a Sum. q_idx and kv_idx in `names` are vectors."""
     return _Printer(graph, names, layouts, target, prefix).run_sum(terms)

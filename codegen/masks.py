@@ -74,11 +74,19 @@ def mask_texts(bound: Bound, extents: tuple[int, int, int, int], backend: str) -
     for i in range(len(zones)):
         names |= {f"zone{i}_min": f"zone{i}_low", f"zone{i}_max": f"zone{i}_high"}
     mask, verdict, *parts = (
-        mod_text(part, layouts_of(part, captured, extents), names if part.kind == "verdict" else SYMBOL_NAMES, target,
-                 shape="[TILE_M, TILE_N]") for part in _parts(graph))
-    return MaskTexts(mask, verdict, tuple(
-        ZoneText(f"zone{i}", zone.axis, *_ZONE_DTYPES[kind(zone.graph.result.dtype)], text)
-        for i, (zone, text) in enumerate(zip(zones, parts, strict=True))))
+        mod_text(
+            part, layouts_of(part, captured, extents), names if part.kind == "verdict" else SYMBOL_NAMES, target, shape="[TILE_M, TILE_N]"
+        )
+        for part in _parts(graph)
+    )
+    return MaskTexts(
+        mask,
+        verdict,
+        tuple(
+            ZoneText(f"zone{i}", zone.axis, *_ZONE_DTYPES[kind(zone.graph.result.dtype)], text)
+            for i, (zone, text) in enumerate(zip(zones, parts, strict=True))
+        ),
+    )
 
 
 def _args(texts: tuple[ModText, ...]) -> tuple[str, ...]:
@@ -118,8 +126,18 @@ def status_spec(texts: MaskTexts, size: tuple[int, int], backend: str, starts: b
     """The KernelSpec of block_status."""
     tile = status_constants(size, backend)
     parts = texts.mask, texts.verdict
-    return _spec("block_status", parts, _SIZES, backend, Q_BLOCK=size[0], KV_BLOCK=size[1], STARTS=starts, zones=texts.zones,
-                 RAGGED_M=size[0] % tile["TILE_M"] != 0, RAGGED_N=size[1] % tile["TILE_N"] != 0)
+    return _spec(
+        "block_status",
+        parts,
+        _SIZES,
+        backend,
+        Q_BLOCK=size[0],
+        KV_BLOCK=size[1],
+        STARTS=starts,
+        zones=texts.zones,
+        RAGGED_M=size[0] % tile["TILE_M"] != 0,
+        RAGGED_N=size[1] % tile["TILE_N"] != 0,
+    )
 
 
 def lists_spec(separate_full: bool, backend: str, starts: bool = False) -> KernelSpec:
@@ -131,8 +149,18 @@ def lists_spec(separate_full: bool, backend: str, starts: bool = False) -> Kerne
 
 def verdict_lists_spec(texts: MaskTexts, size: tuple[int, int], backend: str, transposed: bool, starts: bool = False) -> KernelSpec:
     """The KernelSpec of block_lists straight from verdicts."""
-    return _spec("block_lists", (texts.verdict,), ["width", *_SIZES], backend, Q_BLOCK=size[0], KV_BLOCK=size[1], zones=texts.zones,
-                 TRANSPOSED=transposed, SEPARATE_FULL=True, STARTS=starts)
+    return _spec(
+        "block_lists",
+        (texts.verdict,),
+        ["width", *_SIZES],
+        backend,
+        Q_BLOCK=size[0],
+        KV_BLOCK=size[1],
+        zones=texts.zones,
+        TRANSPOSED=transposed,
+        SEPARATE_FULL=True,
+        STARTS=starts,
+    )
 
 
 def starts_spec(block: int, backend: str, sequences: bool = False) -> KernelSpec:
@@ -170,8 +198,9 @@ class BlockGrid:
     Nothing here waits for the device.
     """
 
-    def __init__(self, bound: Bound, extents: tuple[int, int, int, int], device: torch.device, size: tuple[int, int],
-                 starts: Starts = ()) -> None:
+    def __init__(
+        self, bound: Bound, extents: tuple[int, int, int, int], device: torch.device, size: tuple[int, int], starts: Starts = ()
+    ) -> None:
         graph, self.captured = bound
         self.device, self.size, self.backend = device, size, backend_of(device.type)
         Z, H, Q_LEN, KV_LEN = extents
@@ -194,12 +223,16 @@ class BlockGrid:
         zones = self.plan.texts.zones
         if not zones:
             return []
-        maps = [torch.empty((Z, H, rows if zone.axis == "q_idx" else columns), dtype=getattr(torch, zone.dtype), device=self.device)
-                for zone in zones for _ in range(2)]
+        maps = [
+            torch.empty((Z, H, rows if zone.axis == "q_idx" else columns), dtype=getattr(torch, zone.dtype), device=self.device)
+            for zone in zones
+            for _ in range(2)
+        ]
         kernel = self.plan.kernel(zones_spec, self.size, self.backend, bool(self.starts))
         parts = _values(tuple(z.text for z in zones), self.captured)
-        kernel.launch((Z * H * (rows + columns),), (*maps, *self.starts, *self.numbers, *parts), self.device, (ZONE_TILE,), num_warps=1,
-                      num_stages=1)
+        kernel.launch(
+            (Z * H * (rows + columns),), (*maps, *self.starts, *self.numbers, *parts), self.device, (ZONE_TILE,), num_warps=1, num_stages=1
+        )
         return maps
 
     def status(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -210,10 +243,14 @@ class BlockGrid:
         kernel = self.plan.kernel(status_spec, self.size, self.backend, bool(self.starts))
         constants = status_constants(self.size, self.backend)
         texts = self.plan.texts
-        kernel.launch((Z * H * rows * -(-columns // constants["CHUNK"]),),
-                      (status, counts[0], counts[1], *self.starts, *self.numbers, *self.zones,
-                       *_values((texts.mask, texts.verdict), self.captured)),
-                      self.device, tuple(constants.values()), num_warps=4, num_stages=1)
+        kernel.launch(
+            (Z * H * rows * -(-columns // constants["CHUNK"]),),
+            (status, counts[0], counts[1], *self.starts, *self.numbers, *self.zones, *_values((texts.mask, texts.verdict), self.captured)),
+            self.device,
+            tuple(constants.values()),
+            num_warps=4,
+            num_stages=1,
+        )
         return status, counts
 
     def lists(self, *, transposed: bool = False) -> list[torch.Tensor]:
@@ -223,8 +260,14 @@ class BlockGrid:
         made = [torch.empty(shape, dtype=torch.int32, device=self.device) for shape in ((Z, H, lines), (Z, H, lines, width)) * 2]
         kernel = self.plan.kernel(verdict_lists_spec, self.size, self.backend, transposed, bool(self.starts))
         verdict = _values((self.plan.texts.verdict,), self.captured)
-        kernel.launch((Z * H * lines,), (*made, *self.starts, width, *self.numbers, *self.zones, *verdict), self.device, (VERDICTS_CHUNK,),
-                      num_warps=4, num_stages=1)
+        kernel.launch(
+            (Z * H * lines,),
+            (*made, *self.starts, width, *self.numbers, *self.zones, *verdict),
+            self.device,
+            (VERDICTS_CHUNK,),
+            num_warps=4,
+            num_stages=1,
+        )
         return made
 
 
@@ -237,8 +280,14 @@ def _empty_lists(lines: tuple[int, ...], widths: tuple[int, ...], device: torch.
     return made
 
 
-def create_lists(bound: Bound, extents: tuple[int, int, int, int], device: torch.device, size: tuple[int, int], separate_full: bool = True,
-                 capacity: int | None = None) -> list[torch.Tensor]:
+def create_lists(
+    bound: Bound,
+    extents: tuple[int, int, int, int],
+    device: torch.device,
+    size: tuple[int, int],
+    separate_full: bool = True,
+    capacity: int | None = None,
+) -> list[torch.Tensor]:
     """Block lists (see `block_lists`) of a mask_mod, exact: what bounds cannot decide is evaluated.
 
     capacity   the width of the lists; by default that of the densest row, for which the host waits. A row with more makes the
@@ -308,12 +357,20 @@ def _starts(cu_seqlens: torch.Tensor, total: int, block: int, rest: int) -> tupl
     if rest:
         made.append(torch.full((ranges,), sequences, dtype=torch.int32, device=device))
     kernel_for(starts_spec(block, backend_of(device.type), bool(rest))).launch(
-        (sequences + rest,), (cu_seqlens, *made, ranges, total), device, (STARTS_CHUNK,), num_warps=4, num_stages=1)
+        (sequences + rest,), (cu_seqlens, *made, ranges, total), device, (STARTS_CHUNK,), num_warps=4, num_stages=1
+    )
     return tuple(made)
 
 
-def automatic_lists(bound: Bound, extents: tuple[int, int, int, int], device: torch.device, size: tuple[int, int], *,
-                    transposed: bool = False, starts: Starts = ()) -> BlockLists:
+def automatic_lists(
+    bound: Bound,
+    extents: tuple[int, int, int, int],
+    device: torch.device,
+    size: tuple[int, int],
+    *,
+    transposed: bool = False,
+    starts: Starts = (),
+) -> BlockLists:
     """The lists of a mask_mod for one call, without waiting for the device; transposed, those of the backward pass, in the same fields.
     `starts` is as for BlockGrid.
 

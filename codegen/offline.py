@@ -27,8 +27,19 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 
-_TRITON_TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "int32": "i32", "int64": "i64", "bool": "i1", "int8": "i8",
-                 "float64": "fp64", "uint8": "u8", "int16": "i16", "float8_e4m3fn": "fp8e4nv"}
+_TRITON_TYPES = {
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "float32": "fp32",
+    "int32": "i32",
+    "int64": "i64",
+    "bool": "i1",
+    "int8": "i8",
+    "float64": "fp64",
+    "uint8": "u8",
+    "int16": "i16",
+    "float8_e4m3fn": "fp8e4nv",
+}
 
 
 @dataclass(frozen=True)
@@ -43,8 +54,17 @@ class Compiled:
     warnings: tuple[str, ...] = ()  # of the assembler: wgmma that it runs one after another, for example
 
 
-def compile_for(spec: KernelSpec, target: str, *, tensors: dict[str, str], floats: frozenset[str] = frozenset(),
-                constants: dict[str, int], num_warps: int = 4, num_stages: int = 2, last: str | None = None) -> Compiled:
+def compile_for(
+    spec: KernelSpec,
+    target: str,
+    *,
+    tensors: dict[str, str],
+    floats: frozenset[str] = frozenset(),
+    constants: dict[str, int],
+    num_warps: int = 4,
+    num_stages: int = 2,
+    last: str | None = None,
+) -> Compiled:
     """Compile `spec` for one of TARGETS.
 
     tensors    pointer arguments and their element dtypes ("bfloat16"); "desc:bfloat16:64x128" is a TMA descriptor
@@ -84,8 +104,9 @@ def _resources(ptx: str, target: str) -> tuple[int, int, tuple[str, ...]]:
         file.write(ptx)
         file.flush()
         ptxas = (newer_assembler() or triton.knobs.nvidia.ptxas).path  # once: compile_source has left it out
-        report = subprocess.run([ptxas, "-v", f"--gpu-name={arch}", file.name, "-o", os.devnull], capture_output=True, text=True,
-                                check=True).stderr
+        report = subprocess.run(
+            [ptxas, "-v", f"--gpu-name={arch}", file.name, "-o", os.devnull], capture_output=True, text=True, check=True
+        ).stderr
     registers = int(re.search(r"Used (\d+) registers", report)[1])
     warnings = tuple(line for line in report.splitlines() if re.search(r"\(C7\d{3}\)|warning", line))
     return registers, int(re.search(r"(\d+) bytes spill stores", report)[1]), warnings

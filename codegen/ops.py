@@ -174,6 +174,7 @@ def _pow_exponent(g, x, y, r):
 
 # Rules of the `interval` column
 
+
 def _isfloat(x) -> bool:
     return kind(x.dtype) == "float"
 
@@ -235,6 +236,7 @@ def _rising(function: Callable, error: float = 2**-16, tiny: float = 1e-37, low:
 
 def _within(least: float, greatest: float) -> Callable:
     """A function of which only its range is known."""
+
     def rule(x, *more):
         known = _finite(x, *more)
         return torch.where(known, least, x.least), torch.where(known, greatest, x.greatest)
@@ -289,6 +291,7 @@ def _nonzero(y):
 
 def _quotients(divide: Callable, round_float: Callable) -> Callable:
     """Division with a whole result."""
+
     def rule(x, y):
         if _isfloat(x):
             lo, hi = _div_interval(x, y)
@@ -429,8 +432,10 @@ def _rshift_interval(x, y):
 def _where_interval(c, x, y):
     if x.dtype == torch.bool:
         return (~c.hi | x.lo) & (c.lo | y.lo), (c.hi & x.hi) | (~c.lo & y.hi)
-    return tuple(torch.where(c.lo, a, torch.where(c.hi, function(a, b), b))
-                 for function, a, b in ((torch.minimum, x.lo, y.lo), (torch.maximum, x.hi, y.hi)))
+    return tuple(
+        torch.where(c.lo, a, torch.where(c.hi, function(a, b), b))
+        for function, a, b in ((torch.minimum, x.lo, y.lo), (torch.maximum, x.hi, y.hi))
+    )
 
 
 def _is_natural_division(dtype: torch.dtype, dividend: tuple, divisor: tuple) -> bool:
@@ -455,58 +460,124 @@ def _compare(name: str, symbol: str, *more: str, interval: Callable) -> Op:
 
 _ROWS = [
     # arithmetic
-    Op("add", operator.add, (), {"float": "{0} + {1}", "int": "{0} + {1}", "bool": "{0} | {1}"},
-       derivative=(lambda g, *_: g, lambda g, *_: g),
-       interval=_add_interval),
-    Op("sub", operator.sub, (), "{0} - {1}", derivative=(lambda g, *_: g, lambda g, *_: -g),
-       interval=lambda x, y: _outward(x.lo - y.hi, x.hi - y.lo)),
-    Op("mul", operator.mul, _elementwise("mul", "torch.multiply", "Tensor.multiply"),
-       {"float": "{0} * {1}", "int": "{0} * {1}", "bool": "{0} & {1}"},
-       derivative=(lambda g, x, y, r: g * y, lambda g, x, y, r: g * x),
-       interval=_mul_interval),
-    Op("div", operator.truediv, (), "{0} / {1}", "float",
-       derivative=(lambda g, x, y, r: g / y, lambda g, x, y, r: -g * (r / y)),
-       interval=_div_interval),
-    Op("floor_divide", operator.floordiv, _elementwise("floor_divide"),
-       {"float": "floor_div_float({0}, {1})", "int": "floor_div_int({0}, {1})"},
-       plainer=("{0} // {1}", _is_natural_division),
-       interval=_quotients(operator.floordiv, torch.floor)),
-    Op("div_trunc", _div_trunc, (), {"float": "libdevice.trunc(tl.div_rn({0}, {1}))", "int": "{0} // {1}"},
-       interval=_quotients(_div_trunc, torch.trunc)),
-    Op("remainder", operator.mod, _elementwise("remainder"),
-       {"float": "floor_mod_float({0}, {1})", "int": "floor_mod_int({0}, {1})"},
-       plainer=("{0} % {1}", _is_natural_division),
-       derivative=(lambda g, *_: g, lambda g, x, y, r: -g * (x // y)),
-       interval=_remainder_interval),
-    Op("fmod", torch.fmod, _elementwise("fmod"), {"float": "libdevice.fmod({0}, {1})", "int": "{0} % {1}"},
-       derivative=(lambda g, *_: g, lambda g, x, y, r: -g * _div_trunc(x, y)),
-       interval=_fmod_interval),
-    Op("pow", operator.pow, _elementwise("pow"),
-       {"float": "libdevice.pow({0}, {1})", "int": "int_pow({0}, {1})"},
-       derivative=(_pow_base, _pow_exponent)),
-    Op("neg", operator.neg, _elementwise("neg", "torch.negative", "Tensor.negative"),
-       {"float": "{0} * -1.0", "int": "-{0}"},  # Triton's -x is 0 - x, which loses the sign of zero
-       derivative=(lambda g, *_: -g,),
-       interval=lambda x: (-x.hi, -x.lo)),
-    _unary("abs", "tl.abs({0})", "torch.absolute", "Tensor.absolute", "operator.abs", operands="result",
-           derivative=lambda g, x, r: g * torch.sign(x), interval=_abs_interval),
+    Op(
+        "add",
+        operator.add,
+        (),
+        {"float": "{0} + {1}", "int": "{0} + {1}", "bool": "{0} | {1}"},
+        derivative=(lambda g, *_: g, lambda g, *_: g),
+        interval=_add_interval,
+    ),
+    Op(
+        "sub",
+        operator.sub,
+        (),
+        "{0} - {1}",
+        derivative=(lambda g, *_: g, lambda g, *_: -g),
+        interval=lambda x, y: _outward(x.lo - y.hi, x.hi - y.lo),
+    ),
+    Op(
+        "mul",
+        operator.mul,
+        _elementwise("mul", "torch.multiply", "Tensor.multiply"),
+        {"float": "{0} * {1}", "int": "{0} * {1}", "bool": "{0} & {1}"},
+        derivative=(lambda g, x, y, r: g * y, lambda g, x, y, r: g * x),
+        interval=_mul_interval,
+    ),
+    Op(
+        "div",
+        operator.truediv,
+        (),
+        "{0} / {1}",
+        "float",
+        derivative=(lambda g, x, y, r: g / y, lambda g, x, y, r: -g * (r / y)),
+        interval=_div_interval,
+    ),
+    Op(
+        "floor_divide",
+        operator.floordiv,
+        _elementwise("floor_divide"),
+        {"float": "floor_div_float({0}, {1})", "int": "floor_div_int({0}, {1})"},
+        plainer=("{0} // {1}", _is_natural_division),
+        interval=_quotients(operator.floordiv, torch.floor),
+    ),
+    Op(
+        "div_trunc",
+        _div_trunc,
+        (),
+        {"float": "libdevice.trunc(tl.div_rn({0}, {1}))", "int": "{0} // {1}"},
+        interval=_quotients(_div_trunc, torch.trunc),
+    ),
+    Op(
+        "remainder",
+        operator.mod,
+        _elementwise("remainder"),
+        {"float": "floor_mod_float({0}, {1})", "int": "floor_mod_int({0}, {1})"},
+        plainer=("{0} % {1}", _is_natural_division),
+        derivative=(lambda g, *_: g, lambda g, x, y, r: -g * (x // y)),
+        interval=_remainder_interval,
+    ),
+    Op(
+        "fmod",
+        torch.fmod,
+        _elementwise("fmod"),
+        {"float": "libdevice.fmod({0}, {1})", "int": "{0} % {1}"},
+        derivative=(lambda g, *_: g, lambda g, x, y, r: -g * _div_trunc(x, y)),
+        interval=_fmod_interval,
+    ),
+    Op(
+        "pow",
+        operator.pow,
+        _elementwise("pow"),
+        {"float": "libdevice.pow({0}, {1})", "int": "int_pow({0}, {1})"},
+        derivative=(_pow_base, _pow_exponent),
+    ),
+    Op(
+        "neg",
+        operator.neg,
+        _elementwise("neg", "torch.negative", "Tensor.negative"),
+        {"float": "{0} * -1.0", "int": "-{0}"},  # Triton's -x is 0 - x, which loses the sign of zero
+        derivative=(lambda g, *_: -g,),
+        interval=lambda x: (-x.hi, -x.lo),
+    ),
+    _unary(
+        "abs",
+        "tl.abs({0})",
+        "torch.absolute",
+        "Tensor.absolute",
+        "operator.abs",
+        operands="result",
+        derivative=lambda g, x, r: g * torch.sign(x),
+        interval=_abs_interval,
+    ),
     _unary("sign", {"float": "sign_float({0})", "int": "sign_int({0})", "bool": "{0}"}, operands="result", interval=_sign_interval),
-    Op("minimum", torch.minimum, _elementwise("minimum"),
-       {"float": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)", "int": "tl.minimum({0}, {1})",
-        "bool": "{0} & {1}"},
-       gluon={"float": "gl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)"},
-       derivative=(lambda g, x, y, r: _split(g, x > y, x == y), lambda g, x, y, r: _split(g, y > x, x == y)),
-       interval=_picked(torch.minimum)),
-    Op("maximum", torch.maximum, _elementwise("maximum"),
-       {"float": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)", "int": "tl.maximum({0}, {1})",
-        "bool": "{0} | {1}"},
-       gluon={"float": "gl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)"},
-       derivative=(lambda g, x, y, r: _split(g, x < y, x == y), lambda g, x, y, r: _split(g, y < x, x == y)),
-       interval=_picked(torch.maximum)),
-    Op("atan2", torch.atan2, _elementwise("atan2", "torch.arctan2", "Tensor.arctan2"),
-       "libdevice.atan2({0}, {1})", "float",
-       derivative=(lambda g, y, x, r: g * _over_square(x, x, y), lambda g, y, x, r: -g * _over_square(y, x, y)),
-       interval=_within(-3.15, 3.15)),
+    Op(
+        "minimum",
+        torch.minimum,
+        _elementwise("minimum"),
+        {"float": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)", "int": "tl.minimum({0}, {1})", "bool": "{0} & {1}"},
+        gluon={"float": "gl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)"},
+        derivative=(lambda g, x, y, r: _split(g, x > y, x == y), lambda g, x, y, r: _split(g, y > x, x == y)),
+        interval=_picked(torch.minimum),
+    ),
+    Op(
+        "maximum",
+        torch.maximum,
+        _elementwise("maximum"),
+        {"float": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)", "int": "tl.maximum({0}, {1})", "bool": "{0} | {1}"},
+        gluon={"float": "gl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)"},
+        derivative=(lambda g, x, y, r: _split(g, x < y, x == y), lambda g, x, y, r: _split(g, y < x, x == y)),
+        interval=_picked(torch.maximum),
+    ),
+    Op(
+        "atan2",
+        torch.atan2,
+        _elementwise("atan2", "torch.arctan2", "Tensor.arctan2"),
+        "libdevice.atan2({0}, {1})",
+        "float",
+        derivative=(lambda g, y, x, r: g * _over_square(x, x, y), lambda g, y, x, r: -g * _over_square(y, x, y)),
+        interval=_within(-3.15, 3.15),
+    ),
     # exponentials, roots and circular functions
     _unary("exp", "tl.exp({0})", derivative=lambda g, x, r: g * r, interval=_rising(torch.exp, 2**-14)),
     _unary("exp2", "tl.exp2({0})", derivative=lambda g, x, r: g * r * math.log(2), interval=_rising(torch.exp2, 2**-14)),
@@ -519,24 +590,48 @@ _ROWS = [
     _unary("sin", "tl.sin({0})", derivative=lambda g, x, r: g * torch.cos(x), interval=_within(-1.001, 1.001)),
     _unary("cos", "tl.cos({0})", derivative=lambda g, x, r: g * -torch.sin(x), interval=_within(-1.001, 1.001)),
     _unary("tan", "libdevice.tan({0})", derivative=lambda g, x, r: g * (1 + r * r)),
-    _unary("atan", "libdevice.atan({0})", "torch.arctan", "Tensor.arctan", derivative=lambda g, x, r: g / (1 + x * x),
-           interval=_rising(torch.atan)),
-    _unary("erf", "tl.erf({0})", derivative=lambda g, x, r: g * torch.exp(-(x * x)) * (2 / math.sqrt(math.pi)),
-           interval=_rising(torch.erf)),
-    _unary("sigmoid", "tl.sigmoid({0})", "F.sigmoid", "special.expit", derivative=lambda g, x, r: g * ((1 - r) * r),
-           interval=_rising(torch.sigmoid, 2**-14), gluon={"float": "1.0 / (1.0 + gl.exp({0} * -1.0))"}),
+    _unary(
+        "atan",
+        "libdevice.atan({0})",
+        "torch.arctan",
+        "Tensor.arctan",
+        derivative=lambda g, x, r: g / (1 + x * x),
+        interval=_rising(torch.atan),
+    ),
+    _unary(
+        "erf", "tl.erf({0})", derivative=lambda g, x, r: g * torch.exp(-(x * x)) * (2 / math.sqrt(math.pi)), interval=_rising(torch.erf)
+    ),
+    _unary(
+        "sigmoid",
+        "tl.sigmoid({0})",
+        "F.sigmoid",
+        "special.expit",
+        derivative=lambda g, x, r: g * ((1 - r) * r),
+        interval=_rising(torch.sigmoid, 2**-14),
+        gluon={"float": "1.0 / (1.0 + gl.exp({0} * -1.0))"},
+    ),
     # libdevice's tanh costs more than the whole attention around it. PTX tanh.approx is one instruction with relative
     # error 2**-11, below bfloat16's rounding (2**-9); the form by exp2 is good to float32's rounding of 1.
-    _unary("tanh", "libdevice.tanh({0})", "F.tanh",
-           approximate={("cuda", "bfloat16"): "tanh_approx({0})", ("cuda", "float16"): "tanh_by_exp2({0})",
-                        ("hip", "bfloat16"): "tanh_by_exp2({0})", ("hip", "float16"): "tanh_by_exp2({0})"},
-           derivative=lambda g, x, r: g * (1 - r * r), interval=_rising(torch.tanh, 2**-10)),
+    _unary(
+        "tanh",
+        "libdevice.tanh({0})",
+        "F.tanh",
+        approximate={
+            ("cuda", "bfloat16"): "tanh_approx({0})",
+            ("cuda", "float16"): "tanh_by_exp2({0})",
+            ("hip", "bfloat16"): "tanh_by_exp2({0})",
+            ("hip", "float16"): "tanh_by_exp2({0})",
+        },
+        derivative=lambda g, x, r: g * (1 - r * r),
+        interval=_rising(torch.tanh, 2**-10),
+    ),
     # without a derivative
     _unary("detach", "{0}", operands="result", interval=lambda x: (x.lo, x.hi)),
     _unary("floor", {"float": "tl.floor({0})", "int": "{0}"}, operands="result", interval=_steps(torch.floor)),
     _unary("ceil", {"float": "tl.ceil({0})", "int": "{0}"}, operands="result", interval=_steps(torch.ceil)),
-    _unary("trunc", {"float": "libdevice.trunc({0})", "int": "{0}"}, "torch.fix", "Tensor.fix", operands="result",
-           interval=_steps(torch.trunc)),
+    _unary(
+        "trunc", {"float": "libdevice.trunc({0})", "int": "{0}"}, "torch.fix", "Tensor.fix", operands="result", interval=_steps(torch.trunc)
+    ),
     _unary("round", {"float": "libdevice.rint({0})", "int": "{0}"}, operands="result", interval=_steps(torch.round)),
     # comparisons, logic and bits
     _compare("eq", "==", interval=_eq_interval),
@@ -549,17 +644,35 @@ _ROWS = [
     Op("or_", operator.or_, _elementwise("bitwise_or"), "{0} | {1}", interval=_or_interval),
     Op("xor", operator.xor, _elementwise("bitwise_xor"), "{0} ^ {1}", interval=_xor_interval),
     Op("invert", operator.invert, _elementwise("bitwise_not"), {"int": "~{0}", "bool": "{0} == 0"}, interval=_invert_interval),
-    Op("lshift", operator.lshift, _elementwise("bitwise_left_shift"), "shift_left({0}, {1})",
-       plainer=("{0} << {1}", _is_short_shift), interval=_lshift_interval),
-    Op("rshift", operator.rshift, _elementwise("bitwise_right_shift"), "shift_right({0}, {1})",
-       plainer=("{0} >> {1}", _is_short_shift), interval=_rshift_interval),
+    Op(
+        "lshift",
+        operator.lshift,
+        _elementwise("bitwise_left_shift"),
+        "shift_left({0}, {1})",
+        plainer=("{0} << {1}", _is_short_shift),
+        interval=_lshift_interval,
+    ),
+    Op(
+        "rshift",
+        operator.rshift,
+        _elementwise("bitwise_right_shift"),
+        "shift_right({0}, {1})",
+        plainer=("{0} >> {1}", _is_short_shift),
+        interval=_rshift_interval,
+    ),
     Op("logical_and", torch.logical_and, _elementwise("logical_and"), "{0} & {1}", "bool", interval=_and_interval),
     Op("logical_or", torch.logical_or, _elementwise("logical_or"), "{0} | {1}", "bool", interval=_or_interval),
     Op("logical_xor", torch.logical_xor, _elementwise("logical_xor"), "{0} ^ {1}", "bool", interval=_xor_interval),
     Op("logical_not", torch.logical_not, _elementwise("logical_not"), "{0} == 0", "bool", interval=_invert_interval),
-    Op("where", torch.where, (), "tl.where({0}, {1}, {2})", "where",
-       derivative=(None, lambda g, c, x, y, r: torch.where(c, g, 0.0), lambda g, c, x, y, r: torch.where(c, 0.0, g)),
-       interval=_where_interval),
+    Op(
+        "where",
+        torch.where,
+        (),
+        "tl.where({0}, {1}, {2})",
+        "where",
+        derivative=(None, lambda g, c, x, y, r: torch.where(c, g, 0.0), lambda g, c, x, y, r: torch.where(c, 0.0, g)),
+        interval=_where_interval,
+    ),
     # written in terms of the rows above
     Op("add_alpha", torch.add, _elementwise("add"), expand=_add),
     Op("sub_alpha", torch.sub, _elementwise("sub", "torch.subtract", "Tensor.subtract"), expand=_sub),
@@ -611,15 +724,14 @@ def _index_functions() -> dict:
 
 FUNCTIONS: dict[Callable, Op] = _index_functions()
 METHODS: dict[str, Op] = {
-    spelling.removeprefix("Tensor."): row
-    for row in reversed(_ROWS)
-    for spelling in row.spellings
-    if spelling.startswith("Tensor.")
+    spelling.removeprefix("Tensor."): row for row in reversed(_ROWS) for spelling in row.spellings if spelling.startswith("Tensor.")
 }
 
 
 def supported_operations() -> str:
     """The list that stands in the error for an operation which has no row."""
     names = sorted({s.rpartition(".")[2] for row in _ROWS for s in row.spellings})
-    return ("Python's + - * / // % ** abs, comparisons, & | ^ ~ << >>, indexing of captured tensors, casts (.to, .float, "
-            ".int, .long, .bool, .half, .bfloat16), torch.tensor(number), *_like, new_*, and " + ", ".join(names))
+    return (
+        "Python's + - * / // % ** abs, comparisons, & | ^ ~ << >>, indexing of captured tensors, casts (.to, .float, "
+        ".int, .long, .bool, .half, .bfloat16), torch.tensor(number), *_like, new_*, and " + ", ".join(names)
+    )

@@ -22,8 +22,9 @@ _plans: dict[tuple, HopperPlan] = Table("prefill plans", 1024)
 _refused: dict[tuple, str] = Table("prefill kernels not used", 1024)  # what was compiled and is not used, and why
 
 
-def serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, scale: float, cached: Cached, offsets: bool,
-           options: Options) -> ForwardCase | None:
+def serves(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, scale: float, cached: Cached, offsets: bool, options: Options
+) -> ForwardCase | None:
     """What the kernel depends on beside its mods, for a call of `prefill`; None if decode is to serve it. Found from shapes, strides and
     addresses alone."""
     if cached.cu_q is None or cached.invariant or k.dtype != q.dtype or options.backend == "TRITON":
@@ -36,14 +37,34 @@ def serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
     geometry = geometry_of(q.element_size(), (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride()), out.stride())
     aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0
     cache = Cache(0 if cached.pages is None else k.shape[2], cached.kv_locs is not None, offsets)
-    case = ForwardCase(q.dtype, q.shape[3], v.shape[3], geometry.units, geometry.aligned, wants_tma(options, q.dtype, arch),
-                       options=options, scale_is_positive=scale > 0, exact_indices=max(tokens, _room(k, cached)) <= INDEX_BOUND,
-                       cache=cache)
+    case = ForwardCase(
+        q.dtype,
+        q.shape[3],
+        v.shape[3],
+        geometry.units,
+        geometry.aligned,
+        wants_tma(options, q.dtype, arch),
+        options=options,
+        scale_is_positive=scale > 0,
+        exact_indices=max(tokens, _room(k, cached)) <= INDEX_BOUND,
+        cache=cache,
+    )
     return case if fits(case, geometry, arch, aligned) is None else None
 
 
-def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outputs: tuple[torch.Tensor, ...], scale: float, score: tuple | None,
-            mask: tuple, lists: BlockLists, cached: Cached, q_offset: torch.Tensor | None, case: ForwardCase) -> bool:
+def prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    outputs: tuple[torch.Tensor, ...],
+    scale: float,
+    score: tuple | None,
+    mask: tuple,
+    lists: BlockLists,
+    cached: Cached,
+    q_offset: torch.Tensor | None,
+    case: ForwardCase,
+) -> bool:
     """Fill outputs, out (1, Hq, T, D_V) and lse float32 (T, Hq), from q (1, Hq, T, D_QK) and a cache. False if the kernel is not for use.
 
     score, mask   bound mods on positions in a sequence; a key past the sequence's end is hidden in any case
@@ -66,14 +87,33 @@ def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, outputs: tuple[to
         INFO.hits += 1
     starts, owners = owned_starts(cached.cu_q, T, 2 * ROWS)
     kv_bytes = room * (D_QK + v.shape[3]) * q.element_size() * Hkv // Hq
-    numbers = [Hq, k.shape[0], Hq // Hkv, T, room, Hq, heads_per_group(Hq, kv_bytes),
-               *((scale, LOG2_E) if plan.scale_apart else (scale * LOG2_E,)), *lists.numbers, len(owners), *outputs[0].stride()[:3],
-               sequences, cached.max_q, *(() if cached.pages is None else (cached.pages.stride(0),))]
+    numbers = [
+        Hq,
+        k.shape[0],
+        Hq // Hkv,
+        T,
+        room,
+        Hq,
+        heads_per_group(Hq, kv_bytes),
+        *((scale, LOG2_E) if plan.scale_apart else (scale * LOG2_E,)),
+        *lists.numbers,
+        len(owners),
+        *outputs[0].stride()[:3],
+        sequences,
+        cached.max_q,
+        *(() if cached.pages is None else (cached.pages.stride(0),)),
+    ]
     places = [t for t in (cached.cu_q, cached.kv_lens, q_offset, cached.kv_locs, cached.pages) if t is not None]
     mods = mod_values(plan, score and score[1], mask[1])
     try:
-        forward.launch(plan, (k, v, q, outputs[0]), outputs[1:], (*numbers, *lists.tables, starts, owners, *places, *mods),
-                       lambda _: len(owners), forced=case.options.backend == "GLUON")
+        forward.launch(
+            plan,
+            (k, v, q, outputs[0]),
+            outputs[1:],
+            (*numbers, *lists.tables, starts, owners, *places, *mods),
+            lambda _: len(owners),
+            forced=case.options.backend == "GLUON",
+        )
     except Unusable as why:
         _refused[key] = str(why)
         return False

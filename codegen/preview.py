@@ -138,9 +138,7 @@ def hopper_compilation(
     """
     if target != "sm_90":
         raise ValueError(f"the Hopper kernel is for sm_90, got {target!r}")
-    case, geometry, bound = _imagined_case(
-        score_mod, mask_mod, dtype, head_dim, head_dim_v, target, None, **details
-    )
+    case, geometry, bound = _imagined_case(score_mod, mask_mod, dtype, head_dim, head_dim_v, target, None, **details)
     case = case._replace(cache=cache)
     reason = fits(case, geometry)
     if reason:
@@ -219,10 +217,7 @@ def backward_compilations(
         rows = tile.BLOCK_N if name == "dq" else tile.BLOCK_M
         widths = {"k": "D_QK_ROUNDED", "v": "D_V_ROUNDED", "q": "D_QK_ROUNDED", "do": "D_V_ROUNDED"}
         descriptors = {f"desc_{t}": f"desc:{dtype}:{rows}x{flags[width]}" for t, width in widths.items()}
-        buffers = {
-            c.buffer: dtype_name(bound[0][1][load.attr].dtype) if c.role == "store" else "float32"
-            for c, load in step.captured
-        }
+        buffers = {c.buffer: dtype_name(bound[0][1][load.attr].dtype) if c.role == "store" else "float32" for c, load in step.captured}
         constants = {"BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N}
         made[name] = _compilation(
             target, step.spec, {**pointers, **descriptors, **buffers}, constants, arguments, tile.num_warps, tile.num_stages
@@ -250,8 +245,14 @@ def hopper_backward_compilations(
     score, mask = keys_of(*bound, EXTENTS)
     tensors = bound[0][1][: len(bound[0][0].tensors)] if captured and bound[0] else []
     wanted = frozenset(i for i, t in enumerate(tensors) if t.is_floating_point())
-    case = BackwardCase(getattr(torch, dtype), head_dim, d_v, use_tma=(True, True), captured=wanted,
-                        **{"blocks": Blocks(True, 128, 128) if mask else None, **details})
+    case = BackwardCase(
+        getattr(torch, dtype),
+        head_dim,
+        d_v,
+        use_tma=(True, True),
+        captured=wanted,
+        **{"blocks": Blocks(True, 128, 128) if mask else None, **details},
+    )
     reason = backward_fits(case, score=score)
     if reason:
         raise ValueError(reason)
@@ -318,8 +319,9 @@ def update_cache_compilation(target: str, dtype: str = "bfloat16", cache_dtype: 
     return _compilation(target, update_spec(case, backend_for(target)), tensors, {"BLOCK_T": BLOCK_T}, {})
 
 
-def mask_compilations(target: str, mask_mod: Callable, block_size: tuple[int, int] = (128, 128),
-                      starts: bool = False) -> dict[str, Compilation]:
+def mask_compilations(
+    target: str, mask_mod: Callable, block_size: tuple[int, int] = (128, 128), starts: bool = False
+) -> dict[str, Compilation]:
     """The kernels of create_block_mask and mask_mod= by name: "status", "lists", "transposed_lists" and, where a mask needs it, "zones"."""
     backend = backend_for(target)
     bound = bind(mask_mod, "mask")
@@ -344,9 +346,7 @@ def mask_compilations(target: str, mask_mod: Callable, block_size: tuple[int, in
 def block_lists_compilation(target: str, separate_full: bool = True, starts: bool = False) -> Compilation:
     """The kernel that makes lists of classified blocks."""
     spec = masks.lists_spec(separate_full, backend_for(target), starts)
-    return _compilation(
-        target, spec, {"status": "int8", **dict.fromkeys(_LISTS, "int32")}, {"CHUNK": masks.LISTS_CHUNK}, {}
-    )
+    return _compilation(target, spec, {"status": "int8", **dict.fromkeys(_LISTS, "int32")}, {"CHUNK": masks.LISTS_CHUNK}, {})
 
 
 def block_starts_compilation(target: str, sequences: bool = False) -> Compilation:
@@ -364,19 +364,11 @@ def dense_mask_compilation(target: str, mod: Callable, kind: str = "mask") -> Co
     return _compilation(target, spec, {"mask": "bool"}, constants, arguments)
 
 
-def evaluate_compilation(
-    target: str, mod: Callable, kind: str = "score", precision: str = "float32"
-) -> Compilation:
+def evaluate_compilation(target: str, mod: Callable, kind: str = "score", precision: str = "float32") -> Compilation:
     """The kernel that evaluates a mod on its own."""
     text, arguments = _text(mod, kind, Target(backend_for(target), precision), "[TILE_M, TILE_N]")
     tensors = {"scores": "float32", "result": "float32" if kind == "score" else "bool"}
-    return _compilation(
-        target,
-        evaluate.evaluate_spec(text, backend_for(target)),
-        tensors,
-        {"TILE_M": 64, "TILE_N": 64},
-        arguments,
-    )
+    return _compilation(target, evaluate.evaluate_spec(text, backend_for(target)), tensors, {"TILE_M": 64, "TILE_N": 64}, arguments)
 
 
 def backend_for(target: str) -> str:
@@ -393,19 +385,10 @@ def architecture_for(target: str) -> str:
 
 
 def _imagine(
-    score_mod,
-    mask_mod,
-    dtype: str,
-    head_dim: int,
-    head_dim_v: int | None,
-    target: str,
-    use_tma: bool | None,
-    **details,
+    score_mod, mask_mod, dtype: str, head_dim: int, head_dim_v: int | None, target: str, use_tma: bool | None, **details
 ) -> tuple[Plan, dict]:
     """The plan, and the values of the mods' arguments by name."""
-    case, _, bound = _imagined_case(
-        score_mod, mask_mod, dtype, head_dim, head_dim_v, target, use_tma, **details
-    )
+    case, _, bound = _imagined_case(score_mod, mask_mod, dtype, head_dim, head_dim_v, target, use_tma, **details)
     plan = plan_forward(case, backend_for(target), architecture_for(target), *keys_of(*bound, EXTENTS))
     return plan, _arguments(plan, bound)
 
@@ -473,19 +456,13 @@ def _geometry(dtype: str, d_qk: int, d_v: int, transposed: bool):
         tensor = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
         tensors.append(tensor.transpose(2, 3) if transposed else tensor)
     out = output_like(tensors[0], d_v)
-    return geometry_of(
-        out.element_size(), tuple(t.shape for t in tensors), tuple(t.stride() for t in tensors), out.stride()
-    )
+    return geometry_of(out.element_size(), tuple(t.shape for t in tensors), tuple(t.stride() for t in tensors), out.stride())
 
 
-def _text(
-    mod: Callable, kind: str, target: Target, shape: str
-) -> tuple[ModText, dict]:
+def _text(mod: Callable, kind: str, target: Target, shape: str) -> tuple[ModText, dict]:
     """A mod as a template sees it, and the values of its arguments by name."""
     graph, captured = bind(mod, kind)
-    text = mod_text(
-        graph, layouts_of(graph, captured, EXTENTS), masks.SYMBOL_NAMES, target, shape=shape
-    )
+    text = mod_text(graph, layouts_of(graph, captured, EXTENTS), masks.SYMBOL_NAMES, target, shape=shape)
     return text, dict(zip(text.args, text.values(captured), strict=True))
 
 
@@ -498,9 +475,6 @@ def _compilation(
     num_warps: int = 4,
     num_stages: int = 1,
 ) -> Compilation:
-    tensors = {
-        **tensors,
-        **{k: dtype_name(v.dtype) for k, v in arguments.items() if isinstance(v, torch.Tensor)},
-    }
+    tensors = {**tensors, **{k: dtype_name(v.dtype) for k, v in arguments.items() if isinstance(v, torch.Tensor)}}
     floats = frozenset(("SM_SCALE", "TO_LOG2", *(k for k, v in arguments.items() if type(v) is float)))
     return Compilation(target, spec, tensors, floats, constants, num_warps, num_stages)

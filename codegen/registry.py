@@ -1,7 +1,7 @@
 """Every in-memory cache of the package: bounded, listed and cleared in one place.
 
-    _plans: dict[tuple, Plan] = Table("forward plans", 1024)        a dict of at most 1024 entries
-    @remembered("strides", 4096)                                    the results of a function
+_plans: dict[tuple, Plan] = Table("forward plans", 1024)        a dict of at most 1024 entries
+@remembered("strides", 4096)                                    the results of a function
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ def _register(name: str, cache: Table) -> None:
 
 def remembered(name: str, limit: int) -> Callable:
     """Decorator: keeps at most `limit` results, by the (positional) arguments, listed here. Threads that race all get the same object."""
+
     def decorate(function):
         results = Table(name, limit)
 

@@ -25,8 +25,12 @@ def _load_template(name: str) -> str | None:
 @functools.cache
 def environment() -> jinja2.Environment:
     env = jinja2.Environment(
-        loader=jinja2.FunctionLoader(_load_template), undefined=jinja2.StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True, keep_trailing_newline=True)
+        loader=jinja2.FunctionLoader(_load_template),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
     env.filters["py"] = python_literal
     env.filters["names"] = quoted_names
     return env
@@ -55,8 +59,10 @@ def render(spec: KernelSpec) -> str:
     tree = _parsed(text, spec.template)
     # nothing of the user's is in the tree, or it would not be the same without the user's texts
     if not text.replace("\n", "").isprintable() or ast.dump(tree) != ast.dump(_parsed(_text(without_texts(spec)), spec.template)):
-        raise RenderError(f"templates/{spec.template}.py.jinja printed a source line or a name of the mod's as code. This is an error in "
-                          "Flexpress, and the kernel is not used; please report the mod")
+        raise RenderError(
+            f"templates/{spec.template}.py.jinja printed a source line or a name of the mod's as code. This is an error in "
+            "Flexpress, and the kernel is not used; please report the mod"
+        )
     return text
 
 
@@ -67,9 +73,15 @@ def _text(spec: KernelSpec) -> str:
     helpers = tuple(dict.fromkeys(h for m in spec.mods if m for h in m.helpers))
     texts = [getattr(library, h)().strip() for h in helpers]
     context = {
-        **spec.flag, "score_mod": None, "mask_mod": None, "verdict_mod": None, "mod": next(filter(None, spec.mods), None),
+        **spec.flag,
+        "score_mod": None,
+        "mask_mod": None,
+        "verdict_mod": None,
+        "mod": next(filter(None, spec.mods), None),
         **{f"{m.kind}_mod": m for m in spec.mods if m},
-        "helpers": texts, **language, "title": spec.name.replace("_", " "),
+        "helpers": texts,
+        **language,
+        "title": spec.name.replace("_", " "),
         "libdevice": any(m.libdevice for m in spec.mods if m) or any("libdevice." in t for t in texts),
     }
     return environment().get_template(f"{spec.template}.py.jinja").render(context)
@@ -80,5 +92,6 @@ def _parsed(text: str, template: str) -> ast.Module:
         return ast.parse(text)
     except (SyntaxError, ValueError) as error:
         line = text.split("\n")[(getattr(error, "lineno", None) or 1) - 1]
-        raise RenderError(f"templates/{template}.py.jinja printed a line that is not Python ({error}):\n"
-                          f"    {one_line(line.strip())}") from error
+        raise RenderError(
+            f"templates/{template}.py.jinja printed a line that is not Python ({error}):\n    {one_line(line.strip())}"
+        ) from error

@@ -83,7 +83,7 @@ def _keep(key: tuple, bucket: _Bucket, traced: Traced, reason: str, name: str) -
     INFO.traces += 1
     bucket = _buckets.setdefault(key, bucket)
     if traced.program is not None:
-        bucket.traces = (traced, *bucket.traces[:_PER_BUCKET - 1])
+        bucket.traces = (traced, *bucket.traces[: _PER_BUCKET - 1])
     elif not bucket.every_call:
         bucket.every_call = reason
         _log.warning("%s is traced at every call, which takes some tenths of a millisecond: it %s", name, reason)
@@ -112,13 +112,15 @@ def _count(bucket: _Bucket, traced: Traced) -> None:
         return
     found.add(id(graph))
     if len(found) > _GRAPHS:
-        warnings.warn(f"{graph.kind}_mod {graph.name} has become {len(found)} different kernels: values that Python itself consumes "
-                      "(if, range, a list's index, the truth of a tensor) are part of a kernel. Let numbers and tensors meet the mod's "
-                      "symbols in arithmetic, and nothing is compiled again.", stacklevel=3)
+        warnings.warn(
+            f"{graph.kind}_mod {graph.name} has become {len(found)} different kernels: values that Python itself consumes "
+            "(if, range, a list's index, the truth of a tensor) are part of a kernel. Let numbers and tensors meet the mod's "
+            "symbols in arithmetic, and nothing is compiled again.",
+            stacklevel=3,
+        )
 
 
 def why_every_call(mod, kind: str) -> str:
     """Why a mod is traced at every call; "" if it is not, or was not traced yet."""
     bucket = _buckets.get((kind, _code_of(mod), torch.get_default_dtype()))
     return bucket.every_call if bucket is not None else ""
-

@@ -60,10 +60,14 @@ class CapturedGradient:
     @property
     def meaning(self) -> str:
         """For the glossary."""
-        return {"row": "float32 [Z, Hq, Q_LEN]: summed over keys", "column": "float32 [Z, Hq, KV_LEN]: summed over queries",
-                "head": "float32 [Z, Hq, tiles]: summed over a tile's positions", "store": "every position has its own element",
-                "atomic": "float32: positions share elements and add up",
-                "slab": "float32 [Q_LEN, KV_LEN]: one head's positions, added up on the host"}[self.role]
+        return {
+            "row": "float32 [Z, Hq, Q_LEN]: summed over keys",
+            "column": "float32 [Z, Hq, KV_LEN]: summed over queries",
+            "head": "float32 [Z, Hq, tiles]: summed over a tile's positions",
+            "store": "every position has its own element",
+            "atomic": "float32: positions share elements and add up",
+            "slab": "float32 [Q_LEN, KV_LEN]: one head's positions, added up on the host",
+        }[self.role]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +127,7 @@ class ModText:
         """For a loop over blocks in which `fixed`, q_idx or kv_idx, stays the same and `moving` does not: what reads memory by `fixed` can
         do so `once`, before the loop, and what reads by `moving` `ahead` of a block's scores. (Triton moves such loads by itself, Gluon
         does not.) A stage that reads nothing is empty."""
+
         def take(symbols: set[str], among: list[Statement]) -> list[Statement]:
             found = [s for s in among if symbols.issuperset(s.varies)]
             return found if any(s.loads for s in found) else []
@@ -242,9 +247,18 @@ class Differential:
     ordinary: bool = True  # captured numbers are, see are_ordinary
 
 
-def mod_text(graph: ModGraph, layouts: tuple[TensorLayout, ...], names: dict[str, str], target: Target, *, shape: str,
-             taken: frozenset[str] = frozenset(), differential: Differential | None = None,
-             vectors: dict[str, str] | None = None, by_distance: bool = False) -> ModText:
+def mod_text(
+    graph: ModGraph,
+    layouts: tuple[TensorLayout, ...],
+    names: dict[str, str],
+    target: Target,
+    *,
+    shape: str,
+    taken: frozenset[str] = frozenset(),
+    differential: Differential | None = None,
+    vectors: dict[str, str] | None = None,
+    by_distance: bool = False,
+) -> ModText:
     """Lower a mod and name its arguments; names in `taken` (another mod's) get a suffix. With `vectors`, other names, of which q_idx and
     kv_idx are vectors, a score_mod that is a sum is lowered as one, unless gradients of what it captures are asked for. With `by_distance`,
     what it reads by the distance between query and key is lowered apart."""
@@ -258,8 +272,17 @@ def mod_text(graph: ModGraph, layouts: tuple[TensorLayout, ...], names: dict[str
     if differential:
         places = tuple(load for _, load, _ in differential.captured)
         gradients = tuple(g for g in (differential.score, *(g for _, _, g in differential.captured)) if g is not None)
-    snippet: Snippet = lower(graph, names, layouts, target, prefix=graph.kind, shape=shape, gradients=gradients, places=places,
-                             distances=read_by_distance(graph) if by_distance else ())
+    snippet: Snippet = lower(
+        graph,
+        names,
+        layouts,
+        target,
+        prefix=graph.kind,
+        shape=shape,
+        gradients=gradients,
+        places=places,
+        distances=read_by_distance(graph) if by_distance else (),
+    )
     gradient = _gradient_text(graph, layouts, differential, snippet, "gl" if target.language == "gluon" else "tl") if differential else None
     return _with_arguments(graph, layouts, snippet, gradient)
 
@@ -283,8 +306,20 @@ def _with_arguments(graph: ModGraph, layouts: tuple[TensorLayout, ...], snippet:
         if f"arg_{capture.name}" in words:
             args.append(f"arg_{capture.name}")
             recipe.append(("value", len(graph.tensors) + j, 0))
-    return ModText(graph.kind, one_line(graph.name), snippet.statements, snippet.result, snippet.helpers, snippet.libdevice, tuple(args),
-                   tuple(recipe), gradient, snippet.sum, snippet.distance, _is_product(graph.result, snippet.sum))
+    return ModText(
+        graph.kind,
+        one_line(graph.name),
+        snippet.statements,
+        snippet.result,
+        snippet.helpers,
+        snippet.libdevice,
+        tuple(args),
+        tuple(recipe),
+        gradient,
+        snippet.sum,
+        snippet.distance,
+        _is_product(graph.result, snippet.sum),
+    )
 
 
 def _is_product(result: Expr, terms: SumText | None) -> bool:
@@ -299,9 +334,16 @@ def _is_product(result: Expr, terms: SumText | None) -> bool:
 _LARGEST = {torch.float16: 65504.0, torch.bfloat16: torch.finfo(torch.bfloat16).max}  # others: float32's
 _ORDINARY = (1e-9, 1e9)  # sizes of captured numbers that are ordinary
 _SIZES = {  # of results, from those of operands; what is not here may be infinite or NaN
-    "cast": lambda x: x, "neg": lambda x: x, "abs": lambda x: x, "detach": lambda x: x,
-    "add": lambda x, y: x + y, "sub": lambda x, y: x + y, "mul": lambda x, y: x * y,
-    "minimum": max, "maximum": max, "where": lambda _, x, y: max(x, y),
+    "cast": lambda x: x,
+    "neg": lambda x: x,
+    "abs": lambda x: x,
+    "detach": lambda x: x,
+    "add": lambda x, y: x + y,
+    "sub": lambda x, y: x + y,
+    "mul": lambda x, y: x * y,
+    "minimum": max,
+    "maximum": max,
+    "where": lambda _, x, y: max(x, y),
     **dict.fromkeys(("tanh", "sigmoid", "sin", "cos", "erf"), lambda x: 1.0),
 }
 _OF_INFINITY = {"cast", "neg", "abs", "detach", "minimum", "maximum", "where", "tanh", "sigmoid", "erf"}  # no NaN
@@ -363,8 +405,9 @@ def _divides_by_constant(node: Expr) -> bool:
     return divisor is not None and (divisor.op == "scalar" or (divisor.is_literal and divisor.attr != 0))
 
 
-def _gradient_text(graph: ModGraph, layouts: tuple[TensorLayout, ...], differential: Differential, snippet: Snippet,
-                   tl: str) -> GradientText:
+def _gradient_text(
+    graph: ModGraph, layouts: tuple[TensorLayout, ...], differential: Differential, snippet: Snippet, tl: str
+) -> GradientText:
     texts, loads = list(snippet.gradients), loads_of(graph)
     score = f"{tl}.zeros_like(grad)"
     guard = False

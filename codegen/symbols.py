@@ -80,8 +80,9 @@ class Run(metaclass=_RunType):
     def number(self, value) -> Expr:
         """The expression of a Python number."""
         if type(value) is int and not -1 << 63 <= value < 1 << 63:
-            raise self.error(f"an integer of {value.bit_length()} bits, which does not fit into 64 bits",
-                             "Write a float, or a smaller integer.")
+            raise self.error(
+                f"an integer of {value.bit_length()} bits, which does not fit into 64 bits", "Write a float, or a smaller integer."
+            )
         return self.table.make("literal", (), WEAK_DTYPE[type(value)], attr=value, weak=True)
 
     def made(self, node: Expr) -> Expr:
@@ -156,8 +157,10 @@ class TracingRun(Run):
             yield
             written = ()
         if any(id(t) in written or t._version != version for t, version in foreign):
-            raise self.error(f"{getattr(function, '__qualname__', function)} changes a captured tensor",
-                             "A mod may read what it captures, not change it. Work on a copy, for example tensor.clone().")
+            raise self.error(
+                f"{getattr(function, '__qualname__', function)} changes a captured tensor",
+                "A mod may read what it captures, not change it. Work on a copy, for example tensor.clone().",
+            )
 
     def note_made(self, result, args: tuple, kwargs: dict) -> None:
         """Remember the storages of tensors that a function has made."""
@@ -287,8 +290,13 @@ class EagerRun(TracingRun):
         while frame is not None and frame.f_code is not run_mod.__code__:
             if frame.f_code is _APPLY:
                 where = line_of(found.f_code.co_filename, found.f_lineno) if found is not None else None
-                raise mod_error("an autograd.Function: its own backward would not be run", "Write the computation without it; its gradient "
-                                "is then derived. For one that passes a gradient through, x + (f(x) - x).detach().", where, self.kind)
+                raise mod_error(
+                    "an autograd.Function: its own backward would not be run",
+                    "Write the computation without it; its gradient "
+                    "is then derived. For one that passes a gradient through, x + (f(x) - x).detach().",
+                    where,
+                    self.kind,
+                )
             frame = frame.f_back
         return found
 
@@ -404,7 +412,8 @@ class Sym(Symbolic):
         self._refuse(
             "`if`, `and`, `or`, `not`, min(), max() or a chained comparison",
             "Write torch.where(condition, a, b) for `if`, `&` `|` `~` for `and` `or` `not`, (a <= x) & (x < b) for "
-            "a <= x < b, torch.minimum / torch.maximum for min / max.")
+            "a <= x < b, torch.minimum / torch.maximum for min / max.",
+        )
 
     def __float__(self):
         self._refuse("a conversion to a Python float (math.exp and the like)", "Use torch's function (torch.exp), or .float().")
@@ -464,7 +473,7 @@ class TensorView(Symbolic):
         self.tensor, self.index = tensor, index
 
     __array_ufunc__ = None
-    shape = property(lambda self: self.tensor.shape[len(self.index):])
+    shape = property(lambda self: self.tensor.shape[len(self.index) :])
     ndim = property(lambda self: self.tensor.ndim - len(self.index))
     dtype = property(lambda self: self.tensor.dtype)
 
@@ -482,11 +491,35 @@ class TensorView(Symbolic):
         raise Run.current.error(
             f"a captured tensor of shape {tuple(self.tensor.shape)} is indexed by {len(self.index)} of its "
             f"{self.tensor.ndim} dimensions, which gives a {self.ndim}-dimensional value where a scalar is needed",
-            "Index every dimension.")
+            "Index every dimension.",
+        )
 
     __bool__ = __float__ = __int__ = __len__ = __iter__ = incomplete
 
 
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "eq", "ne", "lt", "le", "gt", "ge",
-              "radd", "rsub", "rmul", "rtruediv", "neg", "abs", "invert"):
+for _name in (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "and",
+    "or",
+    "xor",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "radd",
+    "rsub",
+    "rmul",
+    "rtruediv",
+    "neg",
+    "abs",
+    "invert",
+):
     setattr(TensorView, f"__{_name}__", TensorView.incomplete)

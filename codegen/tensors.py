@@ -12,8 +12,20 @@ from torch.nn.parameter import UninitializedTensorMixin
 
 from .registry import remembered
 
-DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8, torch.int8, torch.int16,
-                    torch.int32, torch.int64))  # of what mods capture
+DTYPES = frozenset(
+    (
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+    )
+)  # of what mods capture
 
 _transform = torch._C._functorch.peek_interpreter_stack
 _modes = torch._C._len_torch_dispatch_stack
@@ -33,22 +45,30 @@ def check_inputs(query, key, value) -> tuple:
     """`check_surroundings`, and query, key and value with their negative bit resolved. Raises NotImplementedError for kinds that kernels
     cannot read, as far as a quick look shows: what has no strides or no address is found where it is asked for them."""
     try:
-        if (_transform() is None and not _modes() and not _traced() and forward_ad._current_level < 0 and query.__class__ in _ORDINARY
-                and key.__class__ in _ORDINARY and value.__class__ in _ORDINARY
-                and not (query.is_neg() or key.is_neg() or value.is_neg())):
+        if (
+            _transform() is None
+            and not _modes()
+            and not _traced()
+            and forward_ad._current_level < 0
+            and query.__class__ in _ORDINARY
+            and key.__class__ in _ORDINARY
+            and value.__class__ in _ORDINARY
+            and not (query.is_neg() or key.is_neg() or value.is_neg())
+        ):
             return query, key, value
     except (AttributeError, RuntimeError):
         pass
     check_surroundings("flex_attention")
-    return tuple(readable(name, t) if isinstance(t, torch.Tensor) else t
-                 for name, t in (("query", query), ("key", key), ("value", value)))
+    return tuple(readable(name, t) if isinstance(t, torch.Tensor) else t for name, t in (("query", query), ("key", key), ("value", value)))
 
 
 def _surroundings() -> str | None:
     """What follows "was called", or None if nothing is wrong."""
     if _transform() is not None:
-        return ("inside a transform of torch.func (vmap, grad, jvp, ...), which printed kernels cannot follow; call it outside. Instead of "
-                "vmap make the mapped dimension part of the batch, instead of grad use torch.autograd")
+        return (
+            "inside a transform of torch.func (vmap, grad, jvp, ...), which printed kernels cannot follow; call it outside. Instead of "
+            "vmap make the mapped dimension part of the batch, instead of grad use torch.autograd"
+        )
     if _traced():
         return "under torch.jit.trace, which would not record the kernel; trace the parts around it"
     modes = torch._C._TorchDispatchModeKey
@@ -83,10 +103,14 @@ def _kind(tensor: torch.Tensor) -> str | None:
     if isinstance(tensor, UninitializedTensorMixin):
         return f"an {cls.__name__}, which has no memory yet; run its module once"
     if cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        remedies = {"FakeTensor": "it has no memory: kernels need real tensors", "DTensor": "pass the part of this rank, .to_local()",
-                    "AsyncCollectiveTensor": "wait for it with .wait()"}
+        remedies = {
+            "FakeTensor": "it has no memory: kernels need real tensors",
+            "DTensor": "pass the part of this rank, .to_local()",
+            "AsyncCollectiveTensor": "wait for it with .wait()",
+        }
         return f"a {cls.__name__}, a tensor subclass with operations of its own (__torch_dispatch__); " + remedies.get(
-            cls.__name__, "pass the ordinary tensor that it holds, or makes")
+            cls.__name__, "pass the ordinary tensor that it holds, or makes"
+        )
     if tensor.is_quantized:
         return "a quantized tensor; pass .dequantize()"
     if tensor.layout is not torch.strided:
@@ -118,8 +142,13 @@ _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 def _looks_ordinary(tensor: torch.Tensor) -> bool:
     """The quick look at a tensor."""
     try:
-        return (tensor.__class__ in _ORDINARY and not tensor.is_neg() and tensor.data_ptr() != 0 and not tensor.is_nested
-                and forward_ad._current_level < 0)
+        return (
+            tensor.__class__ in _ORDINARY
+            and not tensor.is_neg()
+            and tensor.data_ptr() != 0
+            and not tensor.is_nested
+            and forward_ad._current_level < 0
+        )
     except RuntimeError:  # it has no address
         return False
 
@@ -130,8 +159,9 @@ def check_memory(name: str, tensor: torch.Tensor) -> None:
         return
     check_kind(name, tensor)
     if tensor.is_neg():
-        raise NotImplementedError(f"{name} is a view with the negative bit (of x.conj().imag, for example), whose memory holds other "
-                                  "values; pass .resolve_neg()")
+        raise NotImplementedError(
+            f"{name} is a view with the negative bit (of x.conj().imag, for example), whose memory holds other values; pass .resolve_neg()"
+        )
 
 
 def read_captured(bound: tuple, device: torch.device, where: str) -> None:
@@ -143,16 +173,27 @@ def read_captured(bound: tuple, device: torch.device, where: str) -> None:
     for i, capture in enumerate(graph.tensors):
         tensor = values[i]
         try:  # as _looks_ordinary does, without its call
-            if (tensor.device == device and tensor.__class__ in _ORDINARY and capture.dtype in DTYPES and not tensor.is_neg()
-                    and tensor.data_ptr() != 0 and not tensor.is_nested and forward_ad._current_level < 0):
+            if (
+                tensor.device == device
+                and tensor.__class__ in _ORDINARY
+                and capture.dtype in DTYPES
+                and not tensor.is_neg()
+                and tensor.data_ptr() != 0
+                and not tensor.is_nested
+                and forward_ad._current_level < 0
+            ):
                 continue
         except RuntimeError:  # it has no address
             pass
         if tensor.device != device:
             check_kind(f"{where} {graph.name} captures {capture.name}, which", tensor)
-            raise ValueError(f"{where} {graph.name} captures {capture.name}, a tensor of shape {tuple(tensor.shape)} on {tensor.device}, "
-                             f"but the call is on {device}; move it with .to({str(device)!r})")
+            raise ValueError(
+                f"{where} {graph.name} captures {capture.name}, a tensor of shape {tuple(tensor.shape)} on {tensor.device}, "
+                f"but the call is on {device}; move it with .to({str(device)!r})"
+            )
         values[i] = readable(f"{where} {graph.name} captures {capture.name}, which", tensor)
         if tensor.dtype not in DTYPES:
-            raise TypeError(f"{where} {graph.name} captures {capture.name}, a tensor of {tensor.dtype}, which mods cannot read; convert it "
-                            "with .to(...), or capture real and imaginary parts")
+            raise TypeError(
+                f"{where} {graph.name} captures {capture.name}, a tensor of {tensor.dtype}, which mods cannot read; convert it "
+                "with .to(...), or capture real and imaginary parts"
+            )

@@ -15,4 +15,4 @@ def one_line(text: object, limit: int = _LIMIT) -> str:
     text = str.__str__(text) if isinstance(text, str) else str(text)
     if not text.isprintable():
         text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
-    return text if len(text) <= limit else text[:limit - 3] + "..."
+    return text if len(text) <= limit else text[: limit - 3] + "..."

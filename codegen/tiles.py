@@ -68,8 +68,17 @@ _FORWARD_DENSE = {("sm_90", 64, 2): Tile(128, 64, 4, 3)}
 _FORWARD_UNEQUAL = {("sm_90", 256, 2): Tile(128, 64, 8, 3)}  # 192 / 128, padded to 256 / 128
 
 
-def forward_tile(arch: str, d_qk: int, d_v: int, itemsize: int, *, gathers: bool = False, q_block: int = 0, kv_block: int = 0,
-                 options: dict | None = None) -> Tile:
+def forward_tile(
+    arch: str,
+    d_qk: int,
+    d_v: int,
+    itemsize: int,
+    *,
+    gathers: bool = False,
+    q_block: int = 0,
+    kv_block: int = 0,
+    options: dict | None = None,
+) -> Tile:
     """The forward kernel's tile.
 
     d_qk, d_v          padded head dims
@@ -165,8 +174,9 @@ _BACKWARD = {
 _BACKWARD_UNEQUAL = {("dkv", "sm_90", 256, 2): Tile(32, 64, 4, 2), ("dq", "sm_90", 256, 2): Tile(128, 64, 8, 2)}
 
 
-def backward_tile(kernel: str, arch: str, d_qk: int, d_v: int, itemsize: int, *, q_block: int = 0, kv_block: int = 0,
-                  options: dict | None = None) -> Tile:
+def backward_tile(
+    kernel: str, arch: str, d_qk: int, d_v: int, itemsize: int, *, q_block: int = 0, kv_block: int = 0, options: dict | None = None
+) -> Tile:
     """The tile of backward_dq or backward_dkv (`kernel` is "dq" or "dkv"); arguments as for forward_tile.
 
     options   the user's dq_BLOCK_M, dq_BLOCK_N, dq_num_warps, dq_num_stages, and the same with dkv_

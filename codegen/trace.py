@@ -70,11 +70,13 @@ def check_parameters(mod, kind: str) -> None:
         try:
             signature.bind(*(MASK_SYMBOLS if kind == "score" else SCORE_SYMBOLS))
             hint = f" This looks like a {other}_mod: " + (
-                "pass it through block_mask=create_block_mask(...)." if other == "mask" else "pass it as score_mod=.")
+                "pass it through block_mask=create_block_mask(...)." if other == "mask" else "pass it as score_mod=."
+            )
         except TypeError:
             pass
-        raise mod_error(f"{name}{signature} does not take {len(expected)} positional arguments",
-                         f"Write it as {_SIGNATURES[kind]}.{hint}", where, kind) from None
+        raise mod_error(
+            f"{name}{signature} does not take {len(expected)} positional arguments", f"Write it as {_SIGNATURES[kind]}.{hint}", where, kind
+        ) from None
 
 
 def replayable(mod, kind: str) -> tuple[Traced, list]:
@@ -122,8 +124,14 @@ def _graph_of(mod, run: TracingRun, result: Expr) -> ModGraph:
     code = getattr(mod, "__code__", None)
     origin = SourceLine(code.co_filename, code.co_firstlineno, "") if isinstance(code, types.CodeType) else None
     name, tensors, scalars = name_of(mod), tuple(run.tensors.values()), tuple(run.scalars.values())
-    key = (run.kind, name, origin, tensors, scalars,
-           tuple((n.op, tuple(numbers[id(a)] for a in n.args), n.dtype, repr(n.attr), n.weak, n.source) for n in nodes))
+    key = (
+        run.kind,
+        name,
+        origin,
+        tensors,
+        scalars,
+        tuple((n.op, tuple(numbers[id(a)] for a in n.args), n.dtype, repr(n.attr), n.weak, n.source) for n in nodes),
+    )
     used = frozenset(n.attr for n in nodes if n.op == "symbol")
     return _finding.run(_graphs.setdefault, key, ModGraph(run.kind, name, result, tensors, scalars, origin, used))
 
@@ -148,13 +156,22 @@ def _checked_result(result, run: TracingRun, mod) -> Expr:
     if isinstance(result, torch.Tensor) and result.ndim:
         raise _result_error(run, mod, f"returns a tensor of shape {tuple(result.shape)}", f"{where} returns one scalar per position.")
     if type(result) is TensorView:
-        raise _result_error(run, mod, f"returns a tensor of shape {tuple(result.shape)}: a captured tensor of shape "
-                                 f"{tuple(result.tensor.shape)} indexed by {len(result.index)} of its dimensions",
-                            "Index every dimension.")
+        raise _result_error(
+            run,
+            mod,
+            f"returns a tensor of shape {tuple(result.shape)}: a captured tensor of shape "
+            f"{tuple(result.tensor.shape)} indexed by {len(result.index)} of its dimensions",
+            "Index every dimension.",
+        )
     expr = to_expr(result)
     if run.kind == "mask" and expr.dtype != torch.bool:
-        raise _result_error(run, mod, f"returns {expr.dtype}, not torch.bool",
-                            "A mask_mod says which positions may attend: return a comparison, or add `!= 0`.", expr.source)
+        raise _result_error(
+            run,
+            mod,
+            f"returns {expr.dtype}, not torch.bool",
+            "A mask_mod says which positions may attend: return a comparison, or add `!= 0`.",
+            expr.source,
+        )
     return expr
 
 

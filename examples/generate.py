@@ -62,6 +62,7 @@ class Llama:
 
     def logits(self, ids: list[int], rows: list[int], attend: Attend) -> Tensor:
         """(rows, vocab_size): what follows the tokens ids[row]."""
+
         def linear(name: str, x: Tensor) -> Tensor:
             return F.linear(x, self.weights[f"{name}.weight"])
 
@@ -84,12 +85,23 @@ def weight_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """The shape of every weight."""
     hidden, middle = config.hidden_size, config.intermediate_size
     q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    of_layer = {"input_layernorm": (hidden,), "self_attn.q_proj": (q, hidden), "self_attn.k_proj": (kv, hidden),
-                "self_attn.v_proj": (kv, hidden), "self_attn.o_proj": (hidden, q), "post_attention_layernorm": (hidden,),
-                "mlp.gate_proj": (middle, hidden), "mlp.up_proj": (middle, hidden), "mlp.down_proj": (hidden, middle)}
+    of_layer = {
+        "input_layernorm": (hidden,),
+        "self_attn.q_proj": (q, hidden),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, q),
+        "post_attention_layernorm": (hidden,),
+        "mlp.gate_proj": (middle, hidden),
+        "mlp.up_proj": (middle, hidden),
+        "mlp.down_proj": (hidden, middle),
+    }
     shapes = {f"model.layers.{n}.{name}.weight": shape for n in range(config.num_hidden_layers) for name, shape in of_layer.items()}
-    return shapes | {"model.embed_tokens.weight": (config.vocab_size, hidden), "model.norm.weight": (hidden,),
-                     "lm_head.weight": (config.vocab_size, hidden)}
+    return shapes | {
+        "model.embed_tokens.weight": (config.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (config.vocab_size, hidden),
+    }
 
 
 def make_model(config: Config, files: list[str], seed: int, device: str, dtype: torch.dtype) -> Llama:
@@ -100,8 +112,10 @@ def make_model(config: Config, files: list[str], seed: int, device: str, dtype: 
 
         weights = {name: weight for file in files for name, weight in load_file(file).items()}
     else:
-        weights = {name: torch.randn(shape, generator=g) * shape[1] ** -0.5 if len(shape) == 2 else torch.ones(shape)
-                   for name, shape in shapes.items()}
+        weights = {
+            name: torch.randn(shape, generator=g) * shape[1] ** -0.5 if len(shape) == 2 else torch.ones(shape)
+            for name, shape in shapes.items()
+        }
     if config.tie_word_embeddings and "model.embed_tokens.weight" in weights:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     if wrong := shapes.items() ^ {name: tuple(weight.shape) for name, weight in weights.items()}.items():
@@ -155,7 +169,7 @@ class Generator:
 
     def step(self) -> None:
         """One run of the model over the new tokens of all running requests, one request after another."""
-        new = [(r.prompt + r.made)[r.cached:r.cached + self.chunk] for r in self.running]
+        new = [(r.prompt + r.made)[r.cached : r.cached + self.chunk] for r in self.running]
         for r, tokens in zip(self.running, new, strict=True):
             r.cached += len(tokens)
         ends = list(accumulate(map(len, new)))
@@ -171,9 +185,12 @@ class Generator:
 
     def paged_attention(self, ends: list[int], most: int) -> Attend:
         """Attention of this step's tokens, at most `most` of a request, to all that is cached of theirs; they are written there first."""
-        batch = {"kv_len": torch.tensor([r.cached for r in self.running], dtype=torch.int32, device=self.device),
-                 "page_table": self.pool.page_table([r.sequence for r in self.running], device=self.device),
-                 "cu_seqlens_q": torch.tensor([0, *ends], dtype=torch.int32, device=self.device), "max_q_len": most}
+        batch = {
+            "kv_len": torch.tensor([r.cached for r in self.running], dtype=torch.int32, device=self.device),
+            "page_table": self.pool.page_table([r.sequence for r in self.running], device=self.device),
+            "cu_seqlens_q": torch.tensor([0, *ends], dtype=torch.int32, device=self.device),
+            "max_q_len": most,
+        }
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q = update_cache(k, v, *self.caches[layer], query=q, rope=self.rope, **batch)
@@ -184,9 +201,10 @@ class Generator:
 
 def dense_attention(config: Config) -> Attend:
     """Attention within one whole sequence by plain torch."""
+
     def turned(x: Tensor) -> Tensor:
         j = torch.arange(0, config.head_dim, 2, dtype=torch.float64, device=x.device) / config.head_dim
-        angles = torch.arange(len(x), device=x.device)[:, None, None] * config.rope_theta ** -j
+        angles = torch.arange(len(x), device=x.device)[:, None, None] * config.rope_theta**-j
         (first, second), c, s = x.chunk(2, -1), angles.cos().to(x), angles.sin().to(x)
         return torch.cat([first * c - second * s, second * c + first * s], -1)
 
@@ -215,9 +233,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--weights", nargs="+", default=[], help="its safetensors files; random weights if left out")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--check", action=argparse.BooleanOptionalAction, help="ask the dense model; by default up to 50M weights")
-    for name, default, meaning in (("requests", 6, "how many"), ("prompt", 40, "tokens of a prompt, at most"),
-                                   ("new", 12, "tokens to make, at most"), ("chunk", 16, "tokens of a prompt in a step"),
-                                   ("pages", 8, "of the cache"), ("page-size", 16, "tokens of a page"), ("seed", 0, "of all")):
+    for name, default, meaning in (
+        ("requests", 6, "how many"),
+        ("prompt", 40, "tokens of a prompt, at most"),
+        ("new", 12, "tokens to make, at most"),
+        ("chunk", 16, "tokens of a prompt in a step"),
+        ("pages", 8, "of the cache"),
+        ("page-size", 16, "tokens of a page"),
+        ("seed", 0, "of all"),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} (default {default})")
     return parser.parse_args()
 
@@ -229,8 +253,10 @@ def main() -> int:
     generator = Generator(model, args.pages, args.page_size, args.chunk)
     for _ in range(2 if device == "cuda" else 1):  # the first run loads the kernels, and compiles those not on disk
         draw = random.Random(args.seed)
-        requests = [Request([draw.randrange(config.vocab_size) for _ in range(draw.randint(1, args.prompt))], draw.randint(1, args.new))
-                    for _ in range(args.requests)]
+        requests = [
+            Request([draw.randrange(config.vocab_size) for _ in range(draw.randint(1, args.prompt))], draw.randint(1, args.new))
+            for _ in range(args.requests)
+        ]
         start = time.perf_counter()
         generator.run(requests)
         seconds = time.perf_counter() - start
@@ -238,9 +264,16 @@ def main() -> int:
     made = sum(len(r.made) for r in requests)
     check = sum(weight.numel() for weight in model.weights.values()) <= 50e6 if args.check is None else args.check
     wrong = sum(wrong_tokens(model, r) for r in requests) if check else 0
-    table = {"requests": len(requests), "prompt tokens": sum(len(r.prompt) for r in requests), "generated tokens": made,
-             "tokens per second": f"{made / seconds:.1f}", "steps": generator.steps, "steps with a request waiting": generator.steps_waited,
-             "pages at most": f"{generator.peak_pages} of {args.pages}", "tokens unlike float64, dense": wrong if check else "not checked"}
+    table = {
+        "requests": len(requests),
+        "prompt tokens": sum(len(r.prompt) for r in requests),
+        "generated tokens": made,
+        "tokens per second": f"{made / seconds:.1f}",
+        "steps": generator.steps,
+        "steps with a request waiting": generator.steps_waited,
+        "pages at most": f"{generator.peak_pages} of {args.pages}",
+        "tokens unlike float64, dense": wrong if check else "not checked",
+    }
     print("\n".join(f"{name:30}{value:>12}" for name, value in table.items()))
     return int(wrong > 0)
 

@@ -12,9 +12,7 @@ import math
 import os
 import sys
 
-os.environ.setdefault(
-    "KINETO_LOG_LEVEL", "99"
-)  # the profiler writes a diary to stderr; read when torch is imported
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler writes a diary to stderr; read when torch is imported
 
 import torch  # noqa: E402
 from torch.profiler import ProfilerActivity, profile, record_function  # noqa: E402
@@ -60,9 +58,7 @@ def main() -> int:
     manual = profiled("manual attention", manual_attention, inputs, on_gpu)
     ours = profiled("flexpress", printed_attention, inputs, on_gpu)
     error = (ours - manual).abs().max().item()
-    print(
-        f"largest difference {error:.1e} (allowed {TOLERANCE:.0e}), the kernel is\n{printed_kernels()[-1]}"
-    )
+    print(f"largest difference {error:.1e} (allowed {TOLERANCE:.0e}), the kernel is\n{printed_kernels()[-1]}")
     return 0 if error <= TOLERANCE else 1
 
 

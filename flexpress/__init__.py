@@ -1,10 +1,10 @@
 """Flexpress prints attention kernels: score_mod and mask_mod as Python functions, a readable Triton kernel for each, run at once.
 
-    from flexpress import create_block_mask, flex_attention
-    from flexpress.mods import alibi, sliding_window
+from flexpress import create_block_mask, flex_attention
+from flexpress.mods import alibi, sliding_window
 
-    mask = create_block_mask(sliding_window(1024), None, None, S, S, device="cuda")
-    out = flex_attention(q, k, v, score_mod=alibi(slopes), block_mask=mask)
+mask = create_block_mask(sliding_window(1024), None, None, S, S, device="cuda")
+out = flex_attention(q, k, v, score_mod=alibi(slopes), block_mask=mask)
 """
 
 from flexpress import flash
@@ -22,8 +22,31 @@ from flexpress.plot import plot_mask
 from flexpress.varlen import varlen_attention
 
 __all__ = [
-    "AuxOutput", "AuxRequest", "BlockMask", "CacheInfo", "ModError", "OutOfPages", "PageAllocator", "RenderError", "__version__",
-    "and_masks", "cache_clear", "cache_dir", "cache_info", "cached_attention", "create_block_mask", "create_mask", "evaluate_mod",
-    "explain", "flash", "flex_attention", "noop_mask", "or_masks", "plot_mask", "printed_kernels", "rope_table", "update_cache",
+    "AuxOutput",
+    "AuxRequest",
+    "BlockMask",
+    "CacheInfo",
+    "ModError",
+    "OutOfPages",
+    "PageAllocator",
+    "RenderError",
+    "__version__",
+    "and_masks",
+    "cache_clear",
+    "cache_dir",
+    "cache_info",
+    "cached_attention",
+    "create_block_mask",
+    "create_mask",
+    "evaluate_mod",
+    "explain",
+    "flash",
+    "flex_attention",
+    "noop_mask",
+    "or_masks",
+    "plot_mask",
+    "printed_kernels",
+    "rope_table",
+    "update_cache",
     "varlen_attention",
 ]

@@ -37,10 +37,21 @@ class AuxOutput(NamedTuple):
 
 
 @runs_uncompiled
-def flex_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Callable | None = None, block_mask=None,
-                   scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False,
-                   kernel_options: dict | None = None, *, mask_mod: Callable | None = None, return_aux: AuxRequest | None = None,
-                   deterministic: bool = False):
+def flex_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: Callable | None = None,
+    block_mask=None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: dict | None = None,
+    *,
+    mask_mod: Callable | None = None,
+    return_aux: AuxRequest | None = None,
+    deterministic: bool = False,
+):
     """Attention with the user's own score and mask, by a kernel printed for them. No torch.compile, no dense scores.
 
         out[b, h, i] = sum_j softmax_j(score_mod(query[b, h, i] . key[b, h', j] * scale, b, h, i, j)) value[b, h', j]
@@ -97,12 +108,21 @@ def attend(call: tuple, want_max: bool, deterministic: bool) -> tuple:
     query, key, value, inputs, scale, score, mask, lists, transposed, options = call
     try:
         if torch.is_grad_enabled():
-            captured = score[1][:len(score[0].tensors)] if score else []
+            captured = score[1][: len(score[0].tensors)] if score else []
             if query.requires_grad or key.requires_grad or value.requires_grad or any([t.requires_grad for t in captured]):
                 captured = [_apart(t) for t in captured]
-                score = score and (score[0], [*captured, *score[1][len(captured):]])
-                call = _Call(inputs, scale, score, mask, lists, transposed, options, want_max,
-                             deterministic or torch.are_deterministic_algorithms_enabled())
+                score = score and (score[0], [*captured, *score[1][len(captured) :]])
+                call = _Call(
+                    inputs,
+                    scale,
+                    score,
+                    mask,
+                    lists,
+                    transposed,
+                    options,
+                    want_max,
+                    deterministic or torch.are_deterministic_algorithms_enabled(),
+                )
                 return _Attention.apply(call, query, key, value, *captured)
         return forward(query, key, value, inputs, scale, score, mask, lists, options, output_max=want_max)[:3]
     except RuntimeError:
@@ -129,8 +149,10 @@ def prepared(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel
         read_captured(score, inputs.device, "score_mod")
     if block_mask is not None:
         if mask_mod is not None and not same_mod(block_mask.mask_mod, mask_mod, "mask"):
-            raise ValueError(f"block_mask was made of {name_of(block_mask.mask_mod)}, not of the mask_mod {name_of(mask_mod)}; pass one of "
-                             "them, or and_masks(...) of both as mask_mod")
+            raise ValueError(
+                f"block_mask was made of {name_of(block_mask.mask_mod)}, not of the mask_mod {name_of(mask_mod)}; pass one of "
+                "them, or and_masks(...) of both as mask_mod"
+            )
         lists, transposed, mask_mod = _read_mask(block_mask, query, key, inputs, options)
     if mask_mod is not None:
         mask = bind(mask_mod, "mask")
@@ -155,8 +177,21 @@ _inputs: dict[tuple, Inputs] = Table("checked inputs", 4096)
 def _checked(query, key, value, enable_gqa: bool) -> Inputs:
     """Argument checks, skipped for shapes, strides, dtypes and devices that passed before."""
     try:
-        seen = (query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(), query.dtype, key.dtype, value.dtype,
-                query.device, key.device, value.device, enable_gqa)
+        seen = (
+            query.shape,
+            key.shape,
+            value.shape,
+            query.stride(),
+            key.stride(),
+            value.stride(),
+            query.dtype,
+            key.dtype,
+            value.dtype,
+            query.device,
+            key.device,
+            value.device,
+            enable_gqa,
+        )
         found = _inputs.get(seen)
     except (AttributeError, TypeError, RuntimeError):  # no tensors, or nested ones: the checks will say so
         seen = found = None
@@ -188,8 +223,10 @@ def _read_mask(block_mask, query, key, inputs: Inputs, options: Options):
         block_mask = adopt(block_mask)
     if not isinstance(block_mask, BlockMask):
         if callable(block_mask):
-            raise TypeError("block_mask is a function; pass it as mask_mod=, or make a BlockMask of it with create_block_mask(mask_mod, B, "
-                            "H, Q_LEN, KV_LEN)")
+            raise TypeError(
+                "block_mask is a function; pass it as mask_mod=, or make a BlockMask of it with create_block_mask(mask_mod, B, "
+                "H, Q_LEN, KV_LEN)"
+            )
         raise TypeError(f"block_mask must be a BlockMask (from create_block_mask), got {type(block_mask).__name__}")
     lists, mask_mod = block_mask.for_kernels()
     if (inputs, options) not in lists.fitting:  # lists of other lengths are others
@@ -221,12 +258,15 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call: _Call, q, k, v, *captured):
-        out, lse, max_scores, rows = forward(q, k, v, call.inputs, call.scale, call.score, call.mask, call.lists, call.options,
-                                             output_max=call.output_max, output_rows=True)
-        mask_tensors = call.mask[1][:len(call.mask[0].tensors)] if call.mask else []
+        out, lse, max_scores, rows = forward(
+            q, k, v, call.inputs, call.scale, call.score, call.mask, call.lists, call.options, output_max=call.output_max, output_rows=True
+        )
+        mask_tensors = call.mask[1][: len(call.mask[0].tensors)] if call.mask else []
         # tensors are saved by autograd, which notices if they are overwritten before the backward pass
-        ctx.call = call._replace(score=call.score and (call.score[0], call.score[1][len(captured):]),
-                                 mask=call.mask and (call.mask[0], call.mask[1][len(mask_tensors):]))
+        ctx.call = call._replace(
+            score=call.score and (call.score[0], call.score[1][len(captured) :]),
+            mask=call.mask and (call.mask[0], call.mask[1][len(mask_tensors) :]),
+        )
         ctx.raw_rows = rows.raw
         ctx.save_for_backward(q, k, v, out, rows.values, *captured, *mask_tensors)
         ctx.count = len(captured)
@@ -243,17 +283,33 @@ class _Attention(torch.autograd.Function):
         d_out, d_lse = (g if g is None else _dense("gradient of flex_attention's output", g) for g in (d_out, d_lse))
         q, k, v, out, values, *others = ctx.saved_tensors
         rows = Rows(values, ctx.raw_rows)
-        captured, mask_tensors = others[:ctx.count], others[ctx.count:]
+        captured, mask_tensors = others[: ctx.count], others[ctx.count :]
         call = ctx.call
         score = (call.score[0], [*captured, *call.score[1]]) if call.score else None
         mask = (call.mask[0], [*mask_tensors, *call.mask[1]]) if call.mask else None
         wanted = frozenset(i for i, needed in enumerate(ctx.needs_input_grad[4:]) if needed)
         with torch.no_grad():
             dq, dk, dv, gradients = backward(
-                q, k, v, out, rows, torch.zeros_like(out) if d_out is None else d_out, d_lse, call.scale, score, mask, call.lists,
-                call.transposed(mask) if call.transposed else None, call.options, wanted=wanted, deterministic=call.deterministic)
-        found = [*(g if needed else None for g, needed in zip((dq, dk, dv), ctx.needs_input_grad[1:4], strict=True)),
-                 *(gradients.get(i) for i in range(ctx.count))]
+                q,
+                k,
+                v,
+                out,
+                rows,
+                torch.zeros_like(out) if d_out is None else d_out,
+                d_lse,
+                call.scale,
+                score,
+                mask,
+                call.lists,
+                call.transposed(mask) if call.transposed else None,
+                call.options,
+                wanted=wanted,
+                deterministic=call.deterministic,
+            )
+        found = [
+            *(g if needed else None for g, needed in zip((dq, dk, dv), ctx.needs_input_grad[1:4], strict=True)),
+            *(gradients.get(i) for i in range(ctx.count)),
+        ]
         if torch.is_grad_enabled():  # create_graph=True: what is made of these gradients must not pass for differentiable
             anchor = next(t for t in (q, k, v, *captured) if t.requires_grad)
             found = [g if g is None else _Once.apply(anchor, g) for g in found]
@@ -275,5 +331,7 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, _):
-        raise NotImplementedError("flex_attention is differentiable once: its gradients have no derivative. Use dense attention for a "
-                                  "second derivative, or detach the first")
+        raise NotImplementedError(
+            "flex_attention is differentiable once: its gradients have no derivative. Use dense attention for a "
+            "second derivative, or detach the first"
+        )

@@ -19,8 +19,9 @@ from flexpress.codegen.tensors import check_kind
 _BLOCK = 128  # of the grid that kernels walk where a mask's own blocks do not suit them
 
 
-def read_lists(kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, size: tuple[int, int], seq_lengths: tuple[int, int],
-               ) -> BlockLists:
+def read_lists(
+    kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, size: tuple[int, int], seq_lengths: tuple[int, int]
+) -> BlockLists:
     """BlockLists of lists that came from elsewhere: copies, from which counts and entries that point outside are gone. A block that is
     listed as full and as partial is full.
 
@@ -55,16 +56,20 @@ def _check(counts_name: str, counts, indices_name: str, indices, partial: torch.
         if tensor.device.type not in ("cpu", "cuda"):
             raise NotImplementedError(f"{name} is on {tensor.device}; block lists are on 'cuda' or 'cpu'")
     if indices.dim() not in (2, 3, 4):
-        raise ValueError(f"{indices_name} must have shape ([B, [H,]] rows, columns), at least 2 dimensions and at most 4, got "
-                         f"{tuple(indices.shape)}")
+        raise ValueError(
+            f"{indices_name} must have shape ([B, [H,]] rows, columns), at least 2 dimensions and at most 4, got {tuple(indices.shape)}"
+        )
     if counts.shape != indices.shape[:-1]:
-        raise ValueError(f"{counts_name} has shape {tuple(counts.shape)}, but {indices_name} {tuple(indices.shape)} needs "
-                         f"{tuple(indices.shape[:-1])}")
+        raise ValueError(
+            f"{counts_name} has shape {tuple(counts.shape)}, but {indices_name} {tuple(indices.shape)} needs {tuple(indices.shape[:-1])}"
+        )
     if counts.device != indices.device:
         raise ValueError(f"{counts_name} is on {counts.device} but {indices_name} is on {indices.device}; move one with .to(...)")
     if partial is not None and indices.shape[:-1] != partial.shape[:-1]:
-        raise ValueError(f"{indices_name} has shape {tuple(indices.shape)} but kv_indices {tuple(partial.shape)}; all but the last extent "
-                         "must be the same")
+        raise ValueError(
+            f"{indices_name} has shape {tuple(indices.shape)} but kv_indices {tuple(partial.shape)}; all but the last extent "
+            "must be the same"
+        )
     if partial is not None and indices.device != partial.device:
         raise ValueError(f"{indices_name} is on {indices.device} but kv_indices is on {partial.device}; move one with .to(...)")
 

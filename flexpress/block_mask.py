@@ -86,17 +86,31 @@ class BlockMask:
     shorter lengths. Two masks are equal (`==`) if lengths, block size, lists and mask_mod mean the same.
     """
 
-    def __init__(self, seq_lengths, kv_num_blocks, kv_indices, full_kv_num_blocks=None, full_kv_indices=None,
-                 BLOCK_SIZE=DEFAULT_BLOCK_SIZE, mask_mod=noop_mask, *, q_num_blocks=None, q_indices=None, full_q_num_blocks=None,
-                 full_q_indices=None) -> None:
+    def __init__(
+        self,
+        seq_lengths,
+        kv_num_blocks,
+        kv_indices,
+        full_kv_num_blocks=None,
+        full_kv_indices=None,
+        BLOCK_SIZE=DEFAULT_BLOCK_SIZE,
+        mask_mod=noop_mask,
+        *,
+        q_num_blocks=None,
+        q_indices=None,
+        full_q_num_blocks=None,
+        full_q_indices=None,
+    ) -> None:
         """A block mask from lists made elsewhere, which may leave out B and H. They are copied, by kernels that nobody waits for; counts
         above a list's width and entries outside the mask list nothing, and a block listed as full and as partial is full.
 
         q_num_blocks, q_indices, full_q_num_blocks and full_q_indices are there for code written for torch: the transposed lists are made
         of the others. Raises TypeError, ValueError or NotImplementedError for arguments, showing shapes that do not fit.
         """
-        for counts, indices, names in ((q_num_blocks, q_indices, "q_num_blocks and q_indices"),
-                                       (full_q_num_blocks, full_q_indices, "full_q_num_blocks and full_q_indices")):
+        for counts, indices, names in (
+            (q_num_blocks, q_indices, "q_num_blocks and q_indices"),
+            (full_q_num_blocks, full_q_indices, "full_q_num_blocks and full_q_indices"),
+        ):
             if (counts is None) != (indices is None):
                 raise ValueError(f"{names} go together: give both or neither")
         if not callable(mask_mod):
@@ -106,8 +120,16 @@ class BlockMask:
         lists = read_lists(kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, size, lengths)
         self._set(lengths, lists, mask_mod, leading=tuple(kv_num_blocks.shape[:-1]))
 
-    def _set(self, seq_lengths: tuple[int, int], lists: BlockLists, mask_mod: Callable, *, leading: tuple[int, ...] | None = None,
-             decided_by: Callable | None = None, selection: Selection | None = None) -> BlockMask:
+    def _set(
+        self,
+        seq_lengths: tuple[int, int],
+        lists: BlockLists,
+        mask_mod: Callable,
+        *,
+        leading: tuple[int, ...] | None = None,
+        decided_by: Callable | None = None,
+        selection: Selection | None = None,
+    ) -> BlockMask:
         """Give the mask its parts; lists are safe to be read by kernels.
 
         leading      extents of the lists in front of the rows, (B, H) if they have both
@@ -135,8 +157,17 @@ class BlockMask:
         return self._decided_by is self.mask_mod
 
     @classmethod
-    def from_kv_blocks(cls, kv_num_blocks, kv_indices, full_kv_num_blocks=None, full_kv_indices=None,
-                       BLOCK_SIZE=DEFAULT_BLOCK_SIZE, mask_mod=None, seq_lengths=None, compute_q_blocks: bool = True) -> BlockMask:
+    def from_kv_blocks(
+        cls,
+        kv_num_blocks,
+        kv_indices,
+        full_kv_num_blocks=None,
+        full_kv_indices=None,
+        BLOCK_SIZE=DEFAULT_BLOCK_SIZE,
+        mask_mod=None,
+        seq_lengths=None,
+        compute_q_blocks: bool = True,
+    ) -> BlockMask:
         """A block mask from lists made elsewhere, as `BlockMask(...)` makes it. mask_mod=None hides nothing inside the listed blocks.
 
         seq_lengths is (rows, columns) of kv_indices in whole blocks if it is not given. compute_q_blocks is there for code written for
@@ -145,8 +176,15 @@ class BlockMask:
         size = block_size(BLOCK_SIZE)
         if seq_lengths is None and isinstance(kv_indices, torch.Tensor) and not kv_indices.is_nested and kv_indices.dim() >= 2:
             seq_lengths = (kv_indices.shape[-2] * size[0], kv_indices.shape[-1] * size[1])
-        return cls((0, 0) if seq_lengths is None else seq_lengths, kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, size,
-                   noop_mask if mask_mod is None else mask_mod)
+        return cls(
+            (0, 0) if seq_lengths is None else seq_lengths,
+            kv_num_blocks,
+            kv_indices,
+            full_kv_num_blocks,
+            full_kv_indices,
+            size,
+            noop_mask if mask_mod is None else mask_mod,
+        )
 
     def as_tuple(self, flatten: bool = True) -> tuple:
         """The attributes in the order of torch 2.13's as_tuple; flatten=False keeps seq_lengths and BLOCK_SIZE as pairs.
@@ -155,8 +193,23 @@ class BlockMask:
         Q block, KV block, mask_mod.
         """
         lengths, size = (self.seq_lengths, self.BLOCK_SIZE) if flatten else ((self.seq_lengths,), (self.BLOCK_SIZE,))
-        return (*lengths, self.kv_num_blocks, self.kv_indices, self.full_kv_num_blocks, self.full_kv_indices, self.q_num_blocks,
-                self.q_indices, self.full_q_num_blocks, self.full_q_indices, None, None, None, None, *size, self.mask_mod)
+        return (
+            *lengths,
+            self.kv_num_blocks,
+            self.kv_indices,
+            self.full_kv_num_blocks,
+            self.full_kv_indices,
+            self.q_num_blocks,
+            self.q_indices,
+            self.full_q_num_blocks,
+            self.full_q_indices,
+            None,
+            None,
+            None,
+            None,
+            *size,
+            self.mask_mod,
+        )
 
     def as_lists(self) -> BlockLists:
         """The mask's own lists: 4-dimensional, contiguous, int32, not to be written to."""
@@ -187,8 +240,10 @@ class BlockMask:
     def _check_rows(self) -> None:
         rows = self._grid[0]
         if self._lists.kv_indices.shape[2] < rows:
-            raise ValueError(f"kv_indices lists {self._lists.kv_indices.shape[2]} rows of blocks, but {self._seq_lengths[0]} queries in "
-                             f"blocks of {self._lists.q_block} need {rows}: give from_kv_blocks the right seq_lengths")
+            raise ValueError(
+                f"kv_indices lists {self._lists.kv_indices.shape[2]} rows of blocks, but {self._seq_lengths[0]} queries in "
+                f"blocks of {self._lists.q_block} need {rows}: give from_kv_blocks the right seq_lengths"
+            )
 
     @property
     def seq_lengths(self) -> tuple[int, int]:
@@ -251,8 +306,14 @@ class BlockMask:
         if selection is not None:  # its tables of positions move too; what the user's mask_mod captures is the user's
             selection = selection.made_for(moved[1].device)
             mask_mod = selection.mask_mod
-        return self._made(self._seq_lengths, BlockLists(*moved, *self.BLOCK_SIZE, self._lists.interior), mask_mod, leading=self._leading,
-                          decided_by=mask_mod if self._decided else None, selection=selection)
+        return self._made(
+            self._seq_lengths,
+            BlockLists(*moved, *self.BLOCK_SIZE, self._lists.interior),
+            mask_mod,
+            leading=self._leading,
+            decided_by=mask_mod if self._decided else None,
+            selection=selection,
+        )
 
     def __getitem__(self, index) -> BlockMask:
         """The mask of some batch entries, heads and rows of query blocks: mask[1], mask[:, [0, 2]], mask[:, :, 3:5].
@@ -276,9 +337,11 @@ class BlockMask:
         Q_LEN, q_block = self.seq_lengths[0], lists.q_block
         lengths = [min(q_block, Q_LEN - r * q_block) for r in chosen[2]]
         if any(n < q_block for n in lengths[:-1]):
-            raise ValueError(f"the last query block ({rows - 1}) has {Q_LEN - (rows - 1) * q_block} of {q_block} positions, so it can "
-                             f"only be the last one selected, once; got rows {shown(chosen[2])}. Put it last, or pad Q_LEN to a multiple "
-                             f"of {q_block}")
+            raise ValueError(
+                f"the last query block ({rows - 1}) has {Q_LEN - (rows - 1) * q_block} of {q_block} positions, so it can "
+                f"only be the last one selected, once; got rows {shown(chosen[2])}. Put it last, or pad Q_LEN to a multiple "
+                f"of {q_block}"
+            )
         old = self._selected() or Selection(self.mask_mod, self.mask_mod, q_block)
         selection = old.then(chosen, extents).made_for(lists.kv_indices.device)
 
@@ -289,8 +352,13 @@ class BlockMask:
 
         tables = [part(t) for t in self._tables()]
         made = BlockLists(*(t if t is None else t.contiguous() for t in tables), *self.BLOCK_SIZE, lists.interior)
-        return self._made((sum(lengths), self._seq_lengths[1]), made, selection.mask_mod,
-                          decided_by=selection.mask_mod if self._decided else None, selection=selection)
+        return self._made(
+            (sum(lengths), self._seq_lengths[1]),
+            made,
+            selection.mask_mod,
+            decided_by=selection.mask_mod if self._decided else None,
+            selection=selection,
+        )
 
     def adjust(self, new_q_len: int, new_kv_len: int) -> BlockMask:
         """The mask of the first new_q_len queries and new_kv_len keys.
@@ -303,8 +371,10 @@ class BlockMask:
         lengths = whole("new_q_len", new_q_len), whole("new_kv_len", new_kv_len)
         for name, new, old in zip(("new_q_len", "new_kv_len"), lengths, self._seq_lengths, strict=True):
             if new > old:
-                raise ValueError(f"{name}={new} is more than the {old} positions of this mask, whose lists know nothing beyond; "
-                                 f"make one with create_block_mask(mask_mod, B, H, {new_q_len}, {new_kv_len})")
+                raise ValueError(
+                    f"{name}={new} is more than the {old} positions of this mask, whose lists know nothing beyond; "
+                    f"make one with create_block_mask(mask_mod, B, H, {new_q_len}, {new_kv_len})"
+                )
         rows, columns = (-(-n // size) for n, size in zip(lengths, self.BLOCK_SIZE, strict=True))
         status = self._status()[:, :, :rows, :columns].clone()
         cut = lengths[1] % self.BLOCK_SIZE[1] != 0
@@ -365,14 +435,16 @@ class BlockMask:
                 break
             lines = [f"({z}, {h})"]
             for r in range(0, rows, step_r):
-                cells = (status[z, h, r:r + step_r, c:c + step_c] for c in range(0, columns, step_c))
+                cells = (status[z, h, r : r + step_r, c : c + step_c] for c in range(0, columns, step_c))
                 lines.append("".join("  " if not cell.any() else "██" if bool((cell == 2).all()) else "░░" for cell in cells))
             pictures.append("\n".join(lines))
         return "\n\n".join(pictures)
 
     def __repr__(self) -> str:
-        return (f"BlockMask(shape={self.shape}, BLOCK_SIZE={self.BLOCK_SIZE}, sparsity={self.sparsity():.2f}%, "
-                f"mask_mod={name_of(self.mask_mod)})")
+        return (
+            f"BlockMask(shape={self.shape}, BLOCK_SIZE={self.BLOCK_SIZE}, sparsity={self.sparsity():.2f}%, "
+            f"mask_mod={name_of(self.mask_mod)})"
+        )
 
     def __str__(self) -> str:
         return f"{self!r}\n{self.to_string()}"
@@ -425,9 +497,18 @@ def adopt(mask) -> BlockMask:
 
 
 @runs_uncompiled
-def create_block_mask(mask_mod: Callable, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, device=None,
-                      BLOCK_SIZE: int | tuple[int, int] = DEFAULT_BLOCK_SIZE, *, separate_full_blocks: bool = True,
-                      capacity: int | None = None) -> BlockMask:
+def create_block_mask(
+    mask_mod: Callable,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device=None,
+    BLOCK_SIZE: int | tuple[int, int] = DEFAULT_BLOCK_SIZE,
+    *,
+    separate_full_blocks: bool = True,
+    capacity: int | None = None,
+) -> BlockMask:
     """The BlockMask of `mask_mod(b, h, q_idx, kv_idx) -> bool` for B x H masks of Q_LEN x KV_LEN.
 
     B, H                  None (or 1) if the mask is the same for every batch entry or head

@@ -41,14 +41,32 @@ _passed: dict[tuple, bool] = Table("checked caches", 4096)  # what passed the ch
 def forms_of(*values) -> tuple | None:
     """All of some tensors and numbers that checks look at, but contents; None if there is no telling."""
     try:
-        return tuple([(type(t), t.shape, t.stride(), t.dtype, t.device, _keys(t).raw_repr()) if isinstance(t, torch.Tensor)
-                      else (type(t), t) for t in values])
+        return tuple(
+            [
+                (type(t), t.shape, t.stride(), t.dtype, t.device, _keys(t).raw_repr()) if isinstance(t, torch.Tensor) else (type(t), t)
+                for t in values
+            ]
+        )
     except (RuntimeError, TypeError, NotImplementedError):  # sparse and nested tensors have no strides
         return None
 
 
-def check_batch(name: str, tokens, k_cache, v_cache, kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale, v_scale,
-                others: tuple = (), check_others: Callable | None = None) -> tuple[Cached, torch.Tensor | None]:
+def check_batch(
+    name: str,
+    tokens,
+    k_cache,
+    v_cache,
+    kv_len,
+    page_table,
+    cache_loc,
+    cu_seqlens_q,
+    max_q_len,
+    q_offset,
+    k_scale,
+    v_scale,
+    others: tuple = (),
+    check_others: Callable | None = None,
+) -> tuple[Cached, torch.Tensor | None]:
     """Those arguments, put together, and q_offset. `tokens`, an argument of that name, is (B, H, Q_LEN, D), or (T, H, D) with
     cu_seqlens_q. Checks are skipped for forms that passed before; `check_others(tokens, k_cache, v_cache,
     *others)` looks at others."""
@@ -67,13 +85,15 @@ def check_batch(name: str, tokens, k_cache, v_cache, kv_len, page_table, cache_l
             _passed[forms] = contiguous
     if not contiguous:  # kernels read contiguous rows
         kv_len, page_table, cache_loc, cu_seqlens_q, q_offset, k_scale, v_scale = (
-            t if t is None or t.stride(-1) == 1 else t.contiguous() for t in tables)
+            t if t is None or t.stride(-1) == 1 else t.contiguous() for t in tables
+        )
     max_q = tokens.shape[2 if cu_seqlens_q is None else 0] if max_q_len is None else int(max_q_len)
     return Cached(cu_seqlens_q, max_q, kv_len, cache_loc, page_table, k_scale, v_scale), q_offset
 
 
-def _check_batch(name, tokens, k_cache, v_cache, kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale,
-                 v_scale) -> None:
+def _check_batch(
+    name, tokens, k_cache, v_cache, kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale, v_scale
+) -> None:
     ragged = cu_seqlens_q is not None
     _check_caches(name, tokens, "(T, H, D) with cu_seqlens_q" if ragged else "(B, H, Q_LEN, D)", k_cache, v_cache, k_scale, v_scale)
     device = tokens.device
@@ -81,8 +101,12 @@ def _check_batch(name, tokens, k_cache, v_cache, kv_len, page_table, cache_loc, 
         raise ValueError("page_table and cache_loc exclude each other: a page table says where a sequence is")
     _check_table("kv_len", kv_len, (None if ragged else tokens.shape[0],), torch.int32, device)
     batch, heads = kv_len.shape[0], k_cache.shape[2]
-    tables = (("page_table", page_table, (batch, None)), ("cache_loc", cache_loc, (batch,)), ("cu_seqlens_q", cu_seqlens_q, (batch + 1,)),
-              ("q_offset", q_offset, (batch,)))
+    tables = (
+        ("page_table", page_table, (batch, None)),
+        ("cache_loc", cache_loc, (batch,)),
+        ("cu_seqlens_q", cu_seqlens_q, (batch + 1,)),
+        ("q_offset", q_offset, (batch,)),
+    )
     for what, tensor, shape in tables:
         if tensor is not None:
             _check_table(what, tensor, shape, torch.int32, device)
@@ -90,8 +114,10 @@ def _check_batch(name, tokens, k_cache, v_cache, kv_len, page_table, cache_loc, 
         if tensor is not None:
             _check_table(what, tensor, (heads,), torch.float32, device)
     if cache_loc is None and page_table is None and k_cache.shape[0] != batch:
-        raise ValueError(f"k_cache {tuple(k_cache.shape)} has {k_cache.shape[0]} entries for {batch} sequences; say with cache_loc or "
-                         "page_table which ones are theirs")
+        raise ValueError(
+            f"k_cache {tuple(k_cache.shape)} has {k_cache.shape[0]} entries for {batch} sequences; say with cache_loc or "
+            "page_table which ones are theirs"
+        )
     if max_q_len is not None and not (ragged and whole("max_q_len", max_q_len) <= tokens.shape[0]):
         raise ValueError(f"max_q_len ({max_q_len}) is for cu_seqlens_q, and from 0 to the number of tokens in {name} {tuple(tokens.shape)}")
 
@@ -109,8 +135,9 @@ def _check_caches(name: str, tokens, layout: str, k_cache, v_cache, k_scale, v_s
     if (k_scale is None) != (v_scale is None):
         raise ValueError("k_scale and v_scale go together; pass ones for the one that is not scaled")
     if k_cache.dtype not in CACHE_DTYPES or v_cache.dtype != k_cache.dtype:
-        raise TypeError(f"k_cache and v_cache must both be float16, bfloat16, float32 or float8_e4m3fn, got {k_cache.dtype} and "
-                        f"{v_cache.dtype}")
+        raise TypeError(
+            f"k_cache and v_cache must both be float16, bfloat16, float32 or float8_e4m3fn, got {k_cache.dtype} and {v_cache.dtype}"
+        )
     if k_scale is not None and k_cache.dtype != torch.float8_e4m3fn:
         raise TypeError(f"k_scale and v_scale are for caches of float8_e4m3fn, got {k_cache.dtype}; leave them out")
     for what, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
@@ -119,22 +146,30 @@ def _check_caches(name: str, tokens, layout: str, k_cache, v_cache, k_scale, v_s
         if tensor.is_neg():
             raise ValueError(f"{what} is a view with the negative bit (as x.conj().imag is); pass {what}.resolve_neg()")
     if k_cache.shape[:3] != v_cache.shape[:3] or k_cache.shape[3] != tokens.shape[-1]:
-        raise ValueError(f"{name} {tuple(tokens.shape)}, k_cache {tuple(k_cache.shape)} and v_cache {tuple(v_cache.shape)} do not fit: the "
-                         f"last extent of k_cache is that of {name}, its first three are those of v_cache")
+        raise ValueError(
+            f"{name} {tuple(tokens.shape)}, k_cache {tuple(k_cache.shape)} and v_cache {tuple(v_cache.shape)} do not fit: the "
+            f"last extent of k_cache is that of {name}, its first three are those of v_cache"
+        )
     if k_cache.shape[2] == 0:
         raise ValueError(f"k_cache {tuple(k_cache.shape)} has no heads; it needs at least 1")
     for what, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
         if not 1 <= tensor.shape[3] <= MAX_HEAD_DIM:
-            raise NotImplementedError(f"{what} has head_dim {tensor.shape[3]} (shape {tuple(tensor.shape)}); supported are 1 to "
-                                      f"{MAX_HEAD_DIM}")
+            raise NotImplementedError(
+                f"{what} has head_dim {tensor.shape[3]} (shape {tuple(tensor.shape)}); supported are 1 to {MAX_HEAD_DIM}"
+            )
 
 
 def _check_table(name: str, tensor, shape: tuple, dtype: torch.dtype, device: torch.device) -> None:
     """`shape` with None for any extent."""
     if isinstance(tensor, torch.Tensor):
         check_memory(name, tensor)
-    if (isinstance(tensor, torch.Tensor) and tensor.dtype == dtype and tensor.device == device and tensor.ndim == len(shape)
-            and all(want in (None, n) for want, n in zip(shape, tensor.shape, strict=True))):
+    if (
+        isinstance(tensor, torch.Tensor)
+        and tensor.dtype == dtype
+        and tensor.device == device
+        and tensor.ndim == len(shape)
+        and all(want in (None, n) for want, n in zip(shape, tensor.shape, strict=True))
+    ):
         return
     wanted = ", ".join("n" if n is None else str(n) for n in shape) + ("," if len(shape) == 1 else "")
     error = ValueError if isinstance(tensor, torch.Tensor) else TypeError
@@ -161,8 +196,10 @@ def _shares_memory(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 def check_writable(name: str, cache: torch.Tensor) -> None:
     """Every element has a place of its own."""
     if _shares_memory(tuple(cache.shape), cache.stride()):
-        raise ValueError(f"{name} {tuple(cache.shape)} has strides {cache.stride()}: elements share memory (as expand makes it), so "
-                         f"what is written for one changes others; pass {name}.clone() or a tensor of its own")
+        raise ValueError(
+            f"{name} {tuple(cache.shape)} has strides {cache.stride()}: elements share memory (as expand makes it), so "
+            f"what is written for one changes others; pass {name}.clone() or a tensor of its own"
+        )
 
 
 def check_contents(tokens, k_cache, cached: Cached, q_offset, written: bool = False) -> int:
@@ -193,10 +230,12 @@ def check_contents(tokens, k_cache, cached: Cached, q_offset, written: bool = Fa
             continue
         end = max(offset + count, length) if count else length
         if (count and offset < 0) or end > room:
-            raise ValueError(f"sequence {b} has {count} new tokens from position {offset} on, and kv_len {length}; positions go from 0 to "
-                             f"{room - 1} in {cache}{f' with {pages.shape[1]} pages' if pages is not None else ''}")
+            raise ValueError(
+                f"sequence {b} has {count} new tokens from position {offset} on, and kv_len {length}; positions go from 0 to "
+                f"{room - 1} in {cache}{f' with {pages.shape[1]} pages' if pages is not None else ''}"
+            )
         if pages is not None:
-            mine = pages[b, :-(-end // size)].tolist()
+            mine = pages[b, : -(-end // size)].tolist()
             if mine and not 0 <= min(mine) <= max(mine) < entries:
                 raise ValueError(f"page_table[{b}] names pages from {min(mine)} to {max(mine)}; {cache} has pages 0 to {entries - 1}")
         if not count:
@@ -205,16 +244,19 @@ def check_contents(tokens, k_cache, cached: Cached, q_offset, written: bool = Fa
         if not written:
             continue
         if offset + count > length:
-            raise ValueError(f"sequence {b} has {count} new tokens from position {offset} on, but kv_len {length}, which counts the new "
-                             "ones, too")
+            raise ValueError(
+                f"sequence {b} has {count} new tokens from position {offset} on, but kv_len {length}, which counts the new ones, too"
+            )
         for first in range(offset - offset % size, offset + count, size):  # page by page; an entry is one page
             place = locations[b] if pages is None else mine[first // size]
             rows = range(max(offset - first, 0), min(offset + count - first, size))
             for other, taken in holders.setdefault(place, []):
                 if rows.start < taken.stop and taken.start < rows.stop:
-                    raise ValueError(f"sequences {other} and {b} both write to "
-                                     f"{f'page {place} (page_table)' if pages is not None else f'entry {place} (cache_loc)'}, rows "
-                                     f"{max(rows.start, taken.start)} to {min(rows.stop, taken.stop) - 1}; give each its own")
+                    raise ValueError(
+                        f"sequences {other} and {b} both write to "
+                        f"{f'page {place} (page_table)' if pages is not None else f'entry {place} (cache_loc)'}, rows "
+                        f"{max(rows.start, taken.start)} to {min(rows.stop, taken.stop) - 1}; give each its own"
+                    )
             holders[place].append((b, rows))
     return reached
 
@@ -225,6 +267,7 @@ def _counts(starts: list[int], tokens: int, max_q: int) -> list[int]:
         raise ValueError(f"cu_seqlens_q must start with 0, never fall, and end with at most the {tokens} tokens there are, got {starts}")
     if max(counts, default=0) > max_q:
         b = counts.index(max(counts))
-        raise ValueError(f"max_q_len is {max_q}, but sequence {b} has {counts[b]} queries (cu_seqlens_q {starts}); it must be the largest "
-                         "length or more")
+        raise ValueError(
+            f"max_q_len is {max_q}, but sequence {b} has {counts[b]} queries (cu_seqlens_q {starts}); it must be the largest length or more"
+        )
     return counts

@@ -21,12 +21,26 @@ _INSTEAD = "train with flex_attention or varlen_attention, or call it under torc
 
 
 @runs_uncompiled
-def cached_attention(query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, kv_len: torch.Tensor, *,
-                     page_table: torch.Tensor | None = None, cache_loc: torch.Tensor | None = None,
-                     cu_seqlens_q: torch.Tensor | None = None, max_q_len: int | None = None, q_offset: torch.Tensor | None = None,
-                     score_mod: Callable | None = None, mask_mod: Callable | None = None, scale: float | None = None,
-                     k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None, return_lse: bool = False,
-                     batch_invariant: bool = False, check: bool | None = None):
+def cached_attention(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    kv_len: torch.Tensor,
+    *,
+    page_table: torch.Tensor | None = None,
+    cache_loc: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    max_q_len: int | None = None,
+    q_offset: torch.Tensor | None = None,
+    score_mod: Callable | None = None,
+    mask_mod: Callable | None = None,
+    scale: float | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    return_lse: bool = False,
+    batch_invariant: bool = False,
+    check: bool | None = None,
+):
     """Attention of the queries of B sequences, prefill or decoding or both, to what a cache holds of each one.
 
     query         (B, Hq, Q_LEN, D_QK); or with cu_seqlens_q (T, Hq, D_QK), the queries of all sequences one after another. float16,
@@ -66,12 +80,15 @@ def cached_attention(query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.
     check_surroundings("cached_attention")
     ragged = cu_seqlens_q is not None
     if torch._C._is_any_autocast_enabled():
-        query, = checks.autocast(query)
-    where, q_offset = check_batch("query", query, k_cache, v_cache, kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset,
-                                  k_scale, v_scale)
+        (query,) = checks.autocast(query)
+    where, q_offset = check_batch(
+        "query", query, k_cache, v_cache, kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale, v_scale
+    )
     if query.shape[1] % k_cache.shape[2]:
-        raise ValueError(f"query {tuple(query.shape)} has {query.shape[1]} heads, no multiple of the {k_cache.shape[2]} heads of k_cache "
-                         f"{tuple(k_cache.shape)}")
+        raise ValueError(
+            f"query {tuple(query.shape)} has {query.shape[1]} heads, no multiple of the {k_cache.shape[2]} heads of k_cache "
+            f"{tuple(k_cache.shape)}"
+        )
     if torch.is_grad_enabled():
         check_no_gradients("cached_attention", _INSTEAD, query=query, k_cache=k_cache, v_cache=v_cache, k_scale=k_scale, v_scale=v_scale)
     if check or (check is None and query.device.type == "cpu"):
@@ -99,8 +116,11 @@ def cached_attention(query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.
     where, scale = replace(where, invariant=batch_invariant), checks.check_scale(scale, q.shape[3])
     score = mask = lists = None
     if masked:
-        mask = _bound(_causal_from(position, where.kv_lens) if mask_mod is None else _mask_from(mask_mod, position, where.kv_lens), "mask",
-                      query.device)
+        mask = _bound(
+            _causal_from(position, where.kv_lens) if mask_mod is None else _mask_from(mask_mod, position, where.kv_lens),
+            "mask",
+            query.device,
+        )
         case = serves(q, k, v, to_fill, scale, where, q_offset is not None, checks.DEFAULT)
         if case is not None:  # its tiles end with the sequence, not with max_q_len: the lists must hold for all rows of a block
             max_q = -(-max_q // BLOCK) * BLOCK
@@ -121,9 +141,10 @@ def _bound(mod: Callable | None, kind: str, device: torch.device) -> tuple | Non
         return None
     bound = bind(mod, kind)
     read_captured(bound, device, f"{kind}_mod")
-    if torch.is_grad_enabled() and any([t.requires_grad for t in bound[1][:len(bound[0].tensors)]]):
-        raise NotImplementedError(f"{kind}_mod captures a tensor that requires grad, but cached_attention is not differentiable: "
-                                  f"{_INSTEAD}")
+    if torch.is_grad_enabled() and any([t.requires_grad for t in bound[1][: len(bound[0].tensors)]]):
+        raise NotImplementedError(
+            f"{kind}_mod captures a tensor that requires grad, but cached_attention is not differentiable: {_INSTEAD}"
+        )
     return bound
 
 

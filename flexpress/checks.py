@@ -73,8 +73,10 @@ def _check_heads(query, key, enable_gqa: bool) -> None:
     if hq == hkv:
         return
     if not enable_gqa:
-        raise ValueError(f"query has {hq} heads and key/value have {hkv} (query {_shape(query)}, key {_shape(key)}); for "
-                         "grouped-query attention pass enable_gqa=True")
+        raise ValueError(
+            f"query has {hq} heads and key/value have {hkv} (query {_shape(query)}, key {_shape(key)}); for "
+            "grouped-query attention pass enable_gqa=True"
+        )
     if hkv == 0 or hq % hkv:
         raise ValueError(f"query heads must be a multiple of key/value heads, got query {_shape(query)} and key {_shape(key)}")
 
@@ -142,14 +144,16 @@ def autocast(*tensors):
 def check_scale(scale, head_dim: int) -> float:
     """The scale as a float; 1 / sqrt(head_dim) by default."""
     if scale is None:
-        return head_dim ** -0.5
+        return head_dim**-0.5
     if isinstance(scale, torch.Tensor):
         check_kind("scale", scale)
         if scale.numel() != 1 or scale.is_complex() or scale.dtype == torch.bool:
             raise ValueError(f"scale must be a number, got a tensor of {scale.dtype} and shape {_shape(scale)}")
         if scale.requires_grad and torch.is_grad_enabled():
-            raise TypeError("scale is a tensor that requires a gradient, which a number does not get; multiply query by it and pass "
-                            "scale=1, or pass scale.item()")
+            raise TypeError(
+                "scale is a tensor that requires a gradient, which a number does not get; multiply query by it and pass "
+                "scale=1, or pass scale.item()"
+            )
         scale = scale.item()
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise TypeError(f"scale must be a number, got {type(scale).__name__}")
@@ -170,14 +174,18 @@ def check_mask_fits(lists, seq_lengths, query, key, mask_shape) -> None:
     """A block mask must be made for these lengths, this device and a batch and head extent that broadcasts."""
     Q_LEN, KV_LEN = query.shape[2], key.shape[2]
     if seq_lengths != (Q_LEN, KV_LEN):
-        raise ValueError(f"block_mask was made for lengths {seq_lengths} (shape {tuple(mask_shape)}) but query is {_shape(query)} "
-                         f"and key {_shape(key)}; make one with create_block_mask(..., Q_LEN={Q_LEN}, KV_LEN={KV_LEN})")
+        raise ValueError(
+            f"block_mask was made for lengths {seq_lengths} (shape {tuple(mask_shape)}) but query is {_shape(query)} "
+            f"and key {_shape(key)}; make one with create_block_mask(..., Q_LEN={Q_LEN}, KV_LEN={KV_LEN})"
+        )
     if lists.kv_indices.device != query.device:
         raise ValueError(f"block_mask is on {lists.kv_indices.device} but query is on {query.device}; use block_mask.to(query.device)")
     for name, size, extent in (("B", lists.kv_indices.shape[0], query.shape[0]), ("H", lists.kv_indices.shape[1], query.shape[1])):
         if size not in (1, extent):
-            raise ValueError(f"block_mask of shape {tuple(mask_shape)} does not broadcast to query {_shape(query)}: its {name} is {size}, "
-                             f"which must be 1 or {extent}")
+            raise ValueError(
+                f"block_mask of shape {tuple(mask_shape)} does not broadcast to query {_shape(query)}: its {name} is {size}, "
+                f"which must be 1 or {extent}"
+            )
 
 
 def parse_options(kernel_options: dict | None) -> Options:
@@ -204,10 +212,11 @@ def parse_options(kernel_options: dict | None) -> Options:
                 *most, last = map(repr, values)
                 raise ValueError(f"kernel_options[{name!r}] is {value!r}; write {', '.join(most)} or {last}") from None
         elif name not in _WITHOUT_EFFECT:
-            raise ValueError(f"kernel_options has no {name!r}; known are BLOCK_M, BLOCK_N, num_warps, num_stages, PRESCALE_QK, "
-                             "ROWS_GUARANTEED_SAFE and USE_TMA (the same with fwd_), BLOCK_M1, BLOCK_N1, BLOCK_M2 and BLOCK_N2 (the same "
-                             f"with bwd_), bwd_num_warps, bwd_num_stages, FLOAT32_PRECISION, BACKEND, and without effect "
-                             + ", ".join(_IGNORED))
+            raise ValueError(
+                f"kernel_options has no {name!r}; known are BLOCK_M, BLOCK_N, num_warps, num_stages, PRESCALE_QK, "
+                "ROWS_GUARANTEED_SAFE and USE_TMA (the same with fwd_), BLOCK_M1, BLOCK_N1, BLOCK_M2 and BLOCK_N2 (the same "
+                f"with bwd_), bwd_num_warps, bwd_num_stages, FLOAT32_PRECISION, BACKEND, and without effect " + ", ".join(_IGNORED)
+            )
     return DEFAULT._replace(**fields, tile=tuple(sorted(tile.items())))
 
 
@@ -216,21 +225,37 @@ DEFAULT = Options()
 # torch's names, and by them those of the tiles' parts: 1 is the kernel of dK and dV, 2 that of dQ
 _TILE_OPTIONS = {
     **{prefix + name: (name,) for prefix in ("", "fwd_") for name in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")},
-    **{prefix + name: (part,) for prefix in ("", "bwd_") for name, part in (
-        ("BLOCK_M1", "dkv_BLOCK_M"), ("BLOCK_N1", "dkv_BLOCK_N"), ("BLOCK_M2", "dq_BLOCK_M"), ("BLOCK_N2", "dq_BLOCK_N"))},
+    **{
+        prefix + name: (part,)
+        for prefix in ("", "bwd_")
+        for name, part in (("BLOCK_M1", "dkv_BLOCK_M"), ("BLOCK_N1", "dkv_BLOCK_N"), ("BLOCK_M2", "dq_BLOCK_M"), ("BLOCK_N2", "dq_BLOCK_N"))
+    },
     **{f"bwd_{name}": (f"dkv_{name}", f"dq_{name}") for name in ("num_warps", "num_stages")},
 }
 _SWITCH = {False: False, True: True}
 _OTHER_OPTIONS = {
-    **{prefix + name: (field, values) for prefix in ("", "fwd_") for name, field, values in (
-        ("PRESCALE_QK", "prescale_qk", _SWITCH), ("ROWS_GUARANTEED_SAFE", "rows_guaranteed_safe", _SWITCH),
-        ("USE_TMA", "use_tma", {**_SWITCH, None: None}))},
+    **{
+        prefix + name: (field, values)
+        for prefix in ("", "fwd_")
+        for name, field, values in (
+            ("PRESCALE_QK", "prescale_qk", _SWITCH),
+            ("ROWS_GUARANTEED_SAFE", "rows_guaranteed_safe", _SWITCH),
+            ("USE_TMA", "use_tma", {**_SWITCH, None: None}),
+        )
+    },
     "FLOAT32_PRECISION": ("float32_precision", {"ieee": "ieee", "tf32": "tf32"}),
     "BACKEND": ("backend", {"AUTO": None, "TRITON": "TRITON", "GLUON": "GLUON", "TRITON_DECODE": "DECODE"}),  # torch's but FLASH, and ours
 }
 # options of torch's module that have nothing to choose here: promises that no kernel relies on, and hints for others' kernels
-_IGNORED = ("BLOCKS_ARE_CONTIGUOUS", "FORCE_USE_FLEX_ATTENTION", "IS_DIVISIBLE", "WRITE_DQ", "kpack", "matrix_instr_nonkdim",
-            "waves_per_eu")
+_IGNORED = (
+    "BLOCKS_ARE_CONTIGUOUS",
+    "FORCE_USE_FLEX_ATTENTION",
+    "IS_DIVISIBLE",
+    "WRITE_DQ",
+    "kpack",
+    "matrix_instr_nonkdim",
+    "waves_per_eu",
+)
 _WITHOUT_EFFECT = frozenset(prefix + name for prefix in ("", "fwd_", "bwd_") for name in _IGNORED)
 
 
@@ -251,5 +276,7 @@ def check_tile_fits_mask(options: Options, q_block: int, kv_block: int) -> None:
     tile = dict(options.tile)
     for name, size in ((name, q_block if name.endswith("M") else kv_block) for name in tile if "BLOCK" in name):
         if size % tile[name]:
-            raise ValueError(f"kernel_options[{name!r}] = {tile[name]} does not divide the block mask's block size {size}; "
-                             "choose a divisor or make the mask with another BLOCK_SIZE")
+            raise ValueError(
+                f"kernel_options[{name!r}] = {tile[name]} does not divide the block mask's block size {size}; "
+                "choose a divisor or make the mask with another BLOCK_SIZE"
+            )

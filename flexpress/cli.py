@@ -11,12 +11,7 @@ from flexpress.codegen.preview import TARGETS, compilation, hopper_compilation
 from flexpress.codegen.render import render
 from flexpress.recipes import RECIPES, make
 
-_DTYPES = {
-    "fp16": "float16",
-    "bf16": "bfloat16",
-    "fp32": "float32",
-    **{n: n for n in ("float16", "bfloat16", "float32")},
-}
+_DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", **{n: n for n in ("float16", "bfloat16", "float32")}}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -58,36 +53,15 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Prints the forward kernel that a recipe gets, without running it. Several recipes are\n"
         "combined: score mods one after the other, masks by `and`.",
-        epilog=f"recipes:\n{named}\n\n"
-        "example:\n  python -m flexpress render alibi causal --head-dim 64 --target sm_80",
+        epilog=f"recipes:\n{named}\n\nexample:\n  python -m flexpress render alibi causal --head-dim 64 --target sm_80",
     )
+    show.add_argument("recipe", nargs="+", choices=tuple(RECIPES), metavar="RECIPE", help="one or more of the names below")
+    show.add_argument("--dtype", choices=tuple(_DTYPES), default="bf16", metavar="DTYPE", help="bf16 (default), fp16 or fp32")
     show.add_argument(
-        "recipe", nargs="+", choices=tuple(RECIPES), metavar="RECIPE", help="one or more of the names below"
+        "--head-dim", type=_head_dim, default=(128, 128), metavar="D", help="head dim, 1 to 256, or D_QKxD_V as in 192x128; default 128"
     )
-    show.add_argument(
-        "--dtype",
-        choices=tuple(_DTYPES),
-        default="bf16",
-        metavar="DTYPE",
-        help="bf16 (default), fp16 or fp32",
-    )
-    show.add_argument(
-        "--head-dim",
-        type=_head_dim,
-        default=(128, 128),
-        metavar="D",
-        help="head dim, 1 to 256, or D_QKxD_V as in 192x128; default 128",
-    )
-    show.add_argument(
-        "--target",
-        choices=TARGETS,
-        default="sm_90",
-        metavar="TARGET",
-        help=f"one of {', '.join(TARGETS)}; default sm_90",
-    )
-    show.add_argument(
-        "--no-tma", action="store_true", help="load K and V by pointers on sm_90 and sm_100 too"
-    )
+    show.add_argument("--target", choices=TARGETS, default="sm_90", metavar="TARGET", help=f"one of {', '.join(TARGETS)}; default sm_90")
+    show.add_argument("--no-tma", action="store_true", help="load K and V by pointers on sm_90 and sm_100 too")
     show.add_argument("--gluon", action="store_true", help="the kernel for Hopper, which calls on sm_90 get where it serves")
     show.set_defaults(run=_render)
 
@@ -108,9 +82,7 @@ def _head_dim(text: str) -> tuple[int, int]:
     parts = text.split("x")
     dims = tuple(int(p) for p in parts if p.isdecimal())
     if len(dims) != len(parts) or len(dims) not in (1, 2) or not all(1 <= d <= MAX_HEAD_DIM for d in dims):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a head dim: write 1 to {MAX_HEAD_DIM}, or two of them as in 192x128"
-        )
+        raise argparse.ArgumentTypeError(f"{text!r} is not a head dim: write 1 to {MAX_HEAD_DIM}, or two of them as in 192x128")
     return dims[0], dims[-1]
 
 

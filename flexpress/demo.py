@@ -35,25 +35,16 @@ def demo(device_type: str | None = None) -> int:
     size = _SIZES[device_type]
     device = torch.device(device_type)
     where = torch.cuda.get_device_name() if device_type == "cuda" else "the CPU, in Triton's interpreter"
-    print(
-        f"ALiBi under a sliding window of {size.window}: B {size.B}, H {size.H}, S {size.S}, D {size.D}, "
-        f"bfloat16, on {where}"
-    )
+    print(f"ALiBi under a sliding window of {size.window}: B {size.B}, H {size.H}, S {size.S}, D {size.D}, bfloat16, on {where}")
     if device_type == "cpu":
-        print(
-            "The interpreter shows that a kernel is right, not how fast it is. A GPU runs the same kernel."
-        )
+        print("The interpreter shows that a kernel is right, not how fast it is. A GPU runs the same kernel.")
 
     torch.manual_seed(0)
-    q, k, v = (
-        torch.randn(size.B, size.H, size.S, size.D, dtype=torch.bfloat16, device=device) for _ in range(3)
-    )
+    q, k, v = (torch.randn(size.B, size.H, size.S, size.D, dtype=torch.bfloat16, device=device) for _ in range(3))
     score_mod = mods.alibi(mods.alibi_slopes(size.H, device))
     mask_mod = mods.sliding_window(size.window)
 
-    mask, mask_seconds = _timed(
-        lambda: create_block_mask(mask_mod, None, None, size.S, size.S, device, size.block)
-    )
+    mask, mask_seconds = _timed(lambda: create_block_mask(mask_mod, None, None, size.S, size.S, device, size.block))
     out, first_seconds = _timed(lambda: flex_attention(q, k, v, score_mod=score_mod, block_mask=mask))
     compiled = cache_info()
     seconds = _repeated(lambda: flex_attention(q, k, v, score_mod=score_mod, block_mask=mask), device_type)

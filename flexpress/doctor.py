@@ -63,10 +63,7 @@ def doctor() -> int:
     report.check("cpu", lambda: _attend("cpu"))
     for i in range(torch.cuda.device_count()):
         report.check(f"cuda:{i}", lambda i=i: _attend(f"cuda:{i}"))
-    print(
-        "\n"
-        + (f"failed: {', '.join(report.failed)}" if report.failed else "All that this machine needs works.")
-    )
+    print("\n" + (f"failed: {', '.join(report.failed)}" if report.failed else "All that this machine needs works."))
     return 1 if report.failed else 0
 
 
@@ -80,13 +77,7 @@ def _versions(report: _Report) -> None:
 
 def _version(name: str, minimum: tuple[int, int]) -> str:
     """The version; a RuntimeError if it is too old."""
-    version = (
-        triton.__version__
-        if name == "triton"
-        else torch.__version__
-        if name == "torch"
-        else metadata.version(name)
-    )
+    version = triton.__version__ if name == "triton" else torch.__version__ if name == "torch" else metadata.version(name)
     if tuple(int(part) for part in version.split(".")[:2]) < minimum:
         raise RuntimeError(f"{version} is too old; install {name}>={'.'.join(map(str, minimum))}")
     return version
@@ -103,16 +94,10 @@ def _gpus(report: _Report) -> set[str]:
         device = torch.cuda.get_device_properties(i)
         arch = architecture("hip" if torch.version.hip else "cuda", (device.major, device.minor))
         found.add(arch)
-        model = (
-            getattr(device, "gcnArchName", "") if torch.version.hip else f"sm_{device.major}{device.minor}"
-        )
+        model = getattr(device, "gcnArchName", "") if torch.version.hip else f"sm_{device.major}{device.minor}"
         shared = getattr(device, "shared_memory_per_block_optin", 0) or SHARED_MEMORY[arch]
         report.say(f"cuda:{i}", f"{device.name}, {model}, {device.total_memory / 2**30:.0f} GiB")
-        report.say(
-            "",
-            f"tile table {arch}; shared memory {shared / 1024:g} KiB a block, "
-            f"planned with {SHARED_MEMORY[arch] / 1024:g} KiB",
-        )
+        report.say("", f"tile table {arch}; shared memory {shared / 1024:g} KiB a block, planned with {SHARED_MEMORY[arch] / 1024:g} KiB")
     return found
 
 

@@ -16,9 +16,19 @@ from flexpress.codegen.tensors import check_surroundings
 
 
 @runs_uncompiled
-def explain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Callable | None = None, block_mask=None,
-            scale: float | None = None, enable_gqa: bool = False, kernel_options: dict | None = None, *,
-            mask_mod: Callable | None = None, deterministic: bool = False) -> str:
+def explain(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: Callable | None = None,
+    block_mask=None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    kernel_options: dict | None = None,
+    *,
+    mask_mod: Callable | None = None,
+    deterministic: bool = False,
+) -> str:
     """Which kernels flex_attention chooses for these arguments, and why not the ones for Hopper: a line each for forward and backward.
 
         forward   GLUON
@@ -34,19 +44,33 @@ def explain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_m
     """
     check_surroundings("explain")
     q, k, v, inputs, scale, score, mask, lists, _, options = prepared(
-        query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod)
+        query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod
+    )
     keys = forward.keys_of(score, mask, inputs.extents)
-    captured = score[1][:len(score[0].tensors)] if score else []
+    captured = score[1][: len(score[0].tensors)] if score else []
     differentiable = any(t.requires_grad for t in (q, k, v, *captured))
-    _, _, arch, reason = forward.case_of(q, k, v, scale, lists, options, False, *keys,
-                                         output_rows=differentiable and torch.is_grad_enabled())
+    _, _, arch, reason = forward.case_of(
+        q, k, v, scale, lists, options, False, *keys, output_rows=differentiable and torch.is_grad_enabled()
+    )
     lines = ["forward   DECODE" if forward.decodes(q, k, options) else _line("forward", reason)]
     if differentiable:
         wanted = frozenset(i for i, t in enumerate(captured) if t.requires_grad)
         deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
         q, k, v = map(backward.with_rows, (q, k, v))  # and the output's gradient is taken to lie as q does
-        *_, reason = backward.case_of(q, k, v, q, scale, lists, options, deterministic, False, wanted, *keys,
-                                      raw_tops=reason is None and score is not None and scores_are_raw(as_sum(score[0]), scale > 0))
+        *_, reason = backward.case_of(
+            q,
+            k,
+            v,
+            q,
+            scale,
+            lists,
+            options,
+            deterministic,
+            False,
+            wanted,
+            *keys,
+            raw_tops=reason is None and score is not None and scores_are_raw(as_sum(score[0]), scale > 0),
+        )
         lines.append(_line("backward", reason))
     for name, mod, kind in (("score_mod", score_mod, "score"), ("mask_mod", mask_mod or getattr(block_mask, "mask_mod", None), "mask")):
         reason = mod is not None and why_every_call(mod, kind)

@@ -38,8 +38,14 @@ __all__ = ["flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_
 
 
 @runs_uncompiled
-def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None = None, causal: bool = False,
-                    softmax_scale: float | None = None) -> torch.Tensor:
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+) -> torch.Tensor:
     """Attention of q (B, Sq, H, D) to k and v (B, Skv, Hkv, D), H a multiple of Hkv. Returns (B, Sq, H, D).
 
     The other arguments and the errors are described at the top of this module.
@@ -55,8 +61,9 @@ def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: tor
 
 
 @runs_uncompiled
-def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, bias: torch.Tensor | None = None, causal: bool = False,
-                             softmax_scale: float | None = None) -> torch.Tensor:
+def flash_attn_kvpacked_func(
+    q: torch.Tensor, kv: torch.Tensor, bias: torch.Tensor | None = None, causal: bool = False, softmax_scale: float | None = None
+) -> torch.Tensor:
     """Attention of q (B, Sq, H, D) to kv (B, Skv, 2, Hkv, D), keys first, H a multiple of Hkv. Returns (B, Sq, H, D).
 
     The other arguments and the errors are described at the top of this module.
@@ -70,8 +77,9 @@ def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, bias: torch.Tens
 
 
 @runs_uncompiled
-def flash_attn_qkvpacked_func(qkv: torch.Tensor, bias: torch.Tensor | None = None, causal: bool = False,
-                              softmax_scale: float | None = None) -> torch.Tensor:
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor, bias: torch.Tensor | None = None, causal: bool = False, softmax_scale: float | None = None
+) -> torch.Tensor:
     """Attention of qkv (B, S, 3, H, D), in this order, to itself. Returns (B, S, H, D).
 
     The other arguments and the errors are described at the top of this module.
@@ -89,8 +97,16 @@ def _attention(q, k, v, bias, causal, softmax_scale) -> torch.Tensor:
     if bias is not None:
         _check_bias(bias, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
         score_mod = _add(bias)
-    out = flex_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), score_mod, None, softmax_scale, enable_gqa=True,
-                         mask_mod=causal_mask if causal else None)
+    out = flex_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        score_mod,
+        None,
+        softmax_scale,
+        enable_gqa=True,
+        mask_mod=causal_mask if causal else None,
+    )
     return out.transpose(1, 2)
 
 
@@ -111,8 +127,9 @@ def _check_bias(bias: torch.Tensor, shape: tuple[int, int, int, int]) -> None:
     if not bias.dtype.is_floating_point:
         raise TypeError(f"bias must have a floating-point dtype, got {bias.dtype}; it is added to the scores: -inf hides a position")
     if any(have not in (1, want) for have, want in zip(bias.shape, shape, strict=True)):
-        raise ValueError(f"bias of shape {_shape(bias)} does not broadcast to the scores (B, H, Sq, Skv) = {shape}; each extent must be "
-                         "that or 1")
+        raise ValueError(
+            f"bias of shape {_shape(bias)} does not broadcast to the scores (B, H, Sq, Skv) = {shape}; each extent must be that or 1"
+        )
 
 
 def _check_together(q_name: str, q: torch.Tensor, name: str, packed: torch.Tensor, shape: torch.Size) -> None:

@@ -12,8 +12,9 @@ from flexpress.codegen.tensors import check_memory, check_surroundings
 from flexpress.codegen.update_cache import update
 
 
-def rope_table(length: int, rope_dim: int, theta: float = 10000.0, scale: float = 1.0, *, inv_freq: torch.Tensor | None = None,
-               device=None) -> torch.Tensor:
+def rope_table(
+    length: int, rope_dim: int, theta: float = 10000.0, scale: float = 1.0, *, inv_freq: torch.Tensor | None = None, device=None
+) -> torch.Tensor:
     """Cosine and sine of the angles of rotary position embedding, float32 (length, rope_dim / 2, 2), computed in float64.
 
     Dimension pair j of position p is turned by p / scale * theta ** (-2 j / rope_dim).
@@ -42,11 +43,25 @@ def rope_table(length: int, rope_dim: int, theta: float = 10000.0, scale: float 
 
 
 @runs_uncompiled
-def update_cache(key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, kv_len: torch.Tensor, *,
-                 page_table: torch.Tensor | None = None, cache_loc: torch.Tensor | None = None, cu_seqlens_q: torch.Tensor | None = None,
-                 max_q_len: int | None = None, q_offset: torch.Tensor | None = None, query: torch.Tensor | None = None,
-                 rope: torch.Tensor | None = None, interleaved: bool = False, k_scale: torch.Tensor | None = None,
-                 v_scale: torch.Tensor | None = None, check: bool | None = None) -> torch.Tensor | None:
+def update_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    kv_len: torch.Tensor,
+    *,
+    page_table: torch.Tensor | None = None,
+    cache_loc: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    max_q_len: int | None = None,
+    q_offset: torch.Tensor | None = None,
+    query: torch.Tensor | None = None,
+    rope: torch.Tensor | None = None,
+    interleaved: bool = False,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    check: bool | None = None,
+) -> torch.Tensor | None:
     """Write the new keys and values of B sequences to their places in a cache, in one kernel.
 
     key, value    (B, Hkv, Q_LEN, D_QK) and (B, Hkv, Q_LEN, D_V); or with cu_seqlens_q (T, Hkv, D_QK) and (T, Hkv, D_V). Under autocast
@@ -71,17 +86,43 @@ def update_cache(key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, 
     check_surroundings("update_cache")
     if torch._C._is_any_autocast_enabled():
         key, value, query = checks.autocast(key, value, query)
-    cached, q_offset = check_batch("key", key, k_cache, v_cache, kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale,
-                                   v_scale, (value, query, rope), _check_new)
+    cached, q_offset = check_batch(
+        "key",
+        key,
+        k_cache,
+        v_cache,
+        kv_len,
+        page_table,
+        cache_loc,
+        cu_seqlens_q,
+        max_q_len,
+        q_offset,
+        k_scale,
+        v_scale,
+        (value, query, rope),
+        _check_new,
+    )
     ragged = cu_seqlens_q is not None
     if torch.is_grad_enabled():
-        check_no_gradients("update_cache", "call it under torch.no_grad()", key=key, value=value, query=query, k_cache=k_cache,
-                           v_cache=v_cache, rope=rope, k_scale=k_scale, v_scale=v_scale)
+        check_no_gradients(
+            "update_cache",
+            "call it under torch.no_grad()",
+            key=key,
+            value=value,
+            query=query,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            rope=rope,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
     if check or (check is None and key.device.type == "cpu"):
         reached = check_contents(key, k_cache, cached, q_offset, written=True)
         if rope is not None and reached > rope.shape[0]:
-            raise ValueError(f"rope {tuple(rope.shape)} has {rope.shape[0]} positions, but a new token has position {reached - 1}: make it "
-                             f"with rope_table({reached}, ...) or longer")
+            raise ValueError(
+                f"rope {tuple(rope.shape)} has {rope.shape[0]} positions, but a new token has position {reached - 1}: make it "
+                f"with rope_table({reached}, ...) or longer"
+            )
     if key.numel() == 0:
         return None if query is None else query.clone()
     k, v = _readable(key), _readable(value)
@@ -109,8 +150,10 @@ def _check_new(key, k_cache, v_cache, value, query, rope) -> None:
     inner = "" if key.ndim == 3 else ", Q_LEN"
     check_plain("value", value, f"{tokens}, Hkv{inner}, D_V){end}")
     if key.shape[1] != Hkv or value.shape != (*key.shape[:-1], D_V) or value.dtype != key.dtype or value.device != key.device:
-        raise ValueError(f"key is {described(key)} and value {described(value)}; k_cache {tuple(k_cache.shape)} and v_cache "
-                         f"{tuple(v_cache.shape)} need {Hkv} heads, head dims {k_cache.shape[3]} and {D_V}, and all else alike")
+        raise ValueError(
+            f"key is {described(key)} and value {described(value)}; k_cache {tuple(k_cache.shape)} and v_cache "
+            f"{tuple(v_cache.shape)} need {Hkv} heads, head dims {k_cache.shape[3]} and {D_V}, and all else alike"
+        )
     if rope is not None:
         _check_rope(rope, key)
     if query is not None:
@@ -130,5 +173,7 @@ def _check_rope(rope: torch.Tensor, key: torch.Tensor) -> None:
     check_memory("rope", rope)
     fits = rope.shape[0] > 0 and rope.shape[2] == 2 and rope.dtype == torch.float32 and rope.device == key.device
     if not fits or not 1 <= rope.shape[1] <= key.shape[-1] // 2 or rope.stride(2) != 1 or rope.stride(1) != 2 and rope.shape[1] > 1:
-        raise ValueError(f"rope must be float32 (positions, rope_dim / 2, 2) on {key.device}, from rope_table, with rope_dim up to the "
-                         f"{key.shape[-1]} of key, got {described(rope)} with strides {rope.stride()}")
+        raise ValueError(
+            f"rope must be float32 (positions, rope_dim / 2, 2) on {key.device}, from rope_table, with rope_dim up to the "
+            f"{key.shape[-1]} of key, got {described(rope)} with strides {rope.stride()}"
+        )

@@ -34,8 +34,10 @@ class OutOfPages(RuntimeError):
         self.wanted, self.free, self.num_pages = wanted, free, num_pages
 
     def __str__(self) -> str:
-        return (f"{self.wanted} pages are needed but {self.free} of {self.num_pages} are free; free or truncate other sequences, or make "
-                "a larger pool")
+        return (
+            f"{self.wanted} pages are needed but {self.free} of {self.num_pages} are free; free or truncate other sequences, or make "
+            "a larger pool"
+        )
 
 
 class PageAllocator:
@@ -142,8 +144,10 @@ class PageAllocator:
         return torch.tensor(table, dtype=torch.int32).reshape(len(rows), width).to(device)
 
     def __repr__(self) -> str:
-        return (f"PageAllocator(num_pages={self._num_pages}, page_size={self._page_size}): {len(self._pages)} sequences, "
-                f"{self.free_pages} pages free")
+        return (
+            f"PageAllocator(num_pages={self._num_pages}, page_size={self._page_size}): {len(self._pages)} sequences, "
+            f"{self.free_pages} pages free"
+        )
 
     def _known(self, sequence: int) -> int:
         if not isinstance(sequence, int) or sequence not in self._pages:

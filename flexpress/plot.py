@@ -17,9 +17,20 @@ _CELLS = 512  # rows and columns drawn; more would be finer than the picture's p
 
 
 @runs_uncompiled
-def plot_mask(mask, B: int | None = None, H: int | None = None, Q_LEN: int | None = None, KV_LEN: int | None = None, *, device=None,
-              BLOCK_SIZE: int | tuple[int, int] = DEFAULT_BLOCK_SIZE, batch: int = 0, head: int = 0,
-              path: str | os.PathLike | None = None, title: str | None = None):
+def plot_mask(
+    mask,
+    B: int | None = None,
+    H: int | None = None,
+    Q_LEN: int | None = None,
+    KV_LEN: int | None = None,
+    *,
+    device=None,
+    BLOCK_SIZE: int | tuple[int, int] = DEFAULT_BLOCK_SIZE,
+    batch: int = 0,
+    head: int = 0,
+    path: str | os.PathLike | None = None,
+    title: str | None = None,
+):
     """Draw which blocks of a mask are full, partial and empty, over query and key positions.
 
     mask         a BlockMask, ours or torch's, or a mask_mod. A mask_mod needs Q_LEN and KV_LEN; B, H, device and BLOCK_SIZE are
@@ -62,9 +73,15 @@ def plot_mask(mask, B: int | None = None, H: int | None = None, Q_LEN: int | Non
     axes = figure.subplots()
     if cells.numel():
         rows, columns = cells.shape
-        axes.imshow(cells.cpu().numpy(), cmap=ListedColormap(_COLOURS), vmin=0, vmax=2, interpolation="nearest",
-                    extent=(0, columns * steps[1] * size[1], rows * steps[0] * size[0], 0),
-                    aspect="equal" if max(Q_LEN, KV_LEN) <= 3 * min(Q_LEN, KV_LEN) else "auto")
+        axes.imshow(
+            cells.cpu().numpy(),
+            cmap=ListedColormap(_COLOURS),
+            vmin=0,
+            vmax=2,
+            interpolation="nearest",
+            extent=(0, columns * steps[1] * size[1], rows * steps[0] * size[0], 0),
+            aspect="equal" if max(Q_LEN, KV_LEN) <= 3 * min(Q_LEN, KV_LEN) else "auto",
+        )
     axes.set_xlim(0, max(KV_LEN, 1))
     axes.set_ylim(max(Q_LEN, 1), 0)
     axes.set_xlabel("key position (kv_idx)")
@@ -72,8 +89,14 @@ def plot_mask(mask, B: int | None = None, H: int | None = None, Q_LEN: int | Non
     axes.xaxis.set_label_position("top")
     axes.xaxis.tick_top()
     axes.set_title(title, fontsize=10)
-    figure.legend(handles=[Patch(facecolor=_COLOURS[kind], edgecolor="#888888", label=f"{_KINDS[kind]} ({100 * shares[kind]:.1f}%)")
-                           for kind in (2, 1, 0)], loc="outside lower center", ncols=3, frameon=False)
+    figure.legend(
+        handles=[
+            Patch(facecolor=_COLOURS[kind], edgecolor="#888888", label=f"{_KINDS[kind]} ({100 * shares[kind]:.1f}%)") for kind in (2, 1, 0)
+        ],
+        loc="outside lower center",
+        ncols=3,
+        frameon=False,
+    )
     if path is None:
         return figure
     figure.savefig(path, dpi=150)
@@ -92,11 +115,16 @@ def _block_mask(mask, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE) -> BlockMask:
     else:
         raise TypeError(f"mask must be a BlockMask or a mask_mod, got {type(mask).__name__}")
     own = (*made.as_lists().kv_indices.shape[:2], *made.seq_lengths)
-    given = [f"{name}={value}" for name, value, n in zip(("B", "H", "Q_LEN", "KV_LEN"), (B, H, Q_LEN, KV_LEN), own, strict=True)
-             if value not in (None, n)]
+    given = [
+        f"{name}={value}"
+        for name, value, n in zip(("B", "H", "Q_LEN", "KV_LEN"), (B, H, Q_LEN, KV_LEN), own, strict=True)
+        if value not in (None, n)
+    ]
     if given:
-        raise ValueError(f"{', '.join(given)} does not fit this BlockMask of shape {made.shape}; leave B, H, Q_LEN and KV_LEN out, or pass "
-                         "its mask_mod to draw other lengths")
+        raise ValueError(
+            f"{', '.join(given)} does not fit this BlockMask of shape {made.shape}; leave B, H, Q_LEN and KV_LEN out, or pass "
+            "its mask_mod to draw other lengths"
+        )
     return made
 
 

@@ -125,8 +125,9 @@ class SequenceInfo:
     never waits for the device unless it is given positions or pages that are there. Bad arguments raise before anything has changed.
     """
 
-    def __init__(self, max_seq_len: int = 1, max_batch_size: int = 1, page_size: int = 0, max_num_tokens: int = 0, num_pages: int = 0,
-                 device="cpu") -> None:
+    def __init__(
+        self, max_seq_len: int = 1, max_batch_size: int = 1, page_size: int = 0, max_num_tokens: int = 0, num_pages: int = 0, device="cpu"
+    ) -> None:
         """Limits; the batch is that of `reset`.
 
         max_seq_len     tokens of a sequence, in the cache and new
@@ -143,8 +144,15 @@ class SequenceInfo:
         self._lengths, self._positions, self._pages = [], [], []  # of each sequence, on the host
         self.num_pages = whole("num_pages", num_pages) or self._max_batch_size * self.max_pages_per_seq
         n = self._max_batch_size
-        shapes = {"input_ids": (self._max_num_tokens,), "seq_len": (n,), "input_pos": (n,), "cache_loc": (n * self.max_pages_per_seq,),
-                  "pages_per_seq": (n,), "seq_start": (n,), "page_table": (n, self.max_pages_per_seq)}
+        shapes = {
+            "input_ids": (self._max_num_tokens,),
+            "seq_len": (n,),
+            "input_pos": (n,),
+            "cache_loc": (n * self.max_pages_per_seq,),
+            "pages_per_seq": (n,),
+            "seq_start": (n,),
+            "page_table": (n, self.max_pages_per_seq),
+        }
         self._memory = {name: torch.zeros(shape, dtype=torch.int32, device=device) for name, shape in shapes.items()}
         self.reset()
 
@@ -219,7 +227,7 @@ class SequenceInfo:
     @property
     def input_ids(self) -> torch.Tensor:
         """int32 [n, 1] or [1, total]: the new tokens."""
-        flat = self._memory["input_ids"][:self.num_tokens]
+        flat = self._memory["input_ids"][: self.num_tokens]
         return flat[:, None] if self.is_generate else flat[None]
 
     seq_len = property(lambda self: self._of_sequences("seq_len"), doc="int32 [n]: new tokens of each sequence.")
@@ -231,7 +239,7 @@ class SequenceInfo:
     @property
     def cache_loc(self) -> torch.Tensor:
         """int32 [sum of pages_per_seq]: the pages of all sequences."""
-        return self._memory["cache_loc"][:sum(map(len, self._pages))]
+        return self._memory["cache_loc"][: sum(map(len, self._pages))]
 
     @property
     def position_ids(self) -> torch.Tensor:
@@ -262,11 +270,14 @@ class SequenceInfo:
         for i, (length, position, pages) in enumerate(zip(self._lengths, self._positions, self._pages, strict=True)):
             end = position + length
             if end > self._max_seq_len:
-                raise ValueError(f"sequence {i} has {position} tokens in the cache and {length} new ones; max_seq_len is "
-                                 f"{self._max_seq_len}")
+                raise ValueError(
+                    f"sequence {i} has {position} tokens in the cache and {length} new ones; max_seq_len is {self._max_seq_len}"
+                )
             if end > len(pages) * self._page_size:
-                raise ValueError(f"sequence {i} has {position} tokens in the cache and {length} new ones, but its {len(pages)} pages hold "
-                                 f"{len(pages) * self._page_size}; assign_cache_loc gives it more")
+                raise ValueError(
+                    f"sequence {i} has {position} tokens in the cache and {length} new ones, but its {len(pages)} pages hold "
+                    f"{len(pages) * self._page_size}; assign_cache_loc gives it more"
+                )
 
     # changes
 
@@ -397,16 +408,18 @@ class SequenceInfo:
         return (ids, batch, batch, {0: Dim("assigned_pages", max=most)} if most > 1 else {}, batch, batch, batch)
 
     def __repr__(self) -> str:
-        return (f"SequenceInfo(max_seq_len={self._max_seq_len}, max_batch_size={self._max_batch_size}, page_size={self._page_size}, "
-                f"max_num_tokens={self._max_num_tokens}, num_pages={self._num_pages}, device={str(self.device)!r}): "
-                f"{self.num_sequences} sequences, {self.num_tokens} new tokens")
+        return (
+            f"SequenceInfo(max_seq_len={self._max_seq_len}, max_batch_size={self._max_batch_size}, page_size={self._page_size}, "
+            f"max_num_tokens={self._max_num_tokens}, num_pages={self._num_pages}, device={str(self.device)!r}): "
+            f"{self.num_sequences} sequences, {self.num_tokens} new tokens"
+        )
 
     @property
     def _most_tokens(self) -> int:
         return min(self._max_num_tokens, self._max_batch_size * self._max_seq_len)
 
     def _of_sequences(self, name: str) -> torch.Tensor:
-        return self._memory[name][:self.num_sequences]
+        return self._memory[name][: self.num_sequences]
 
     def _kept_pages(self, n: int) -> list[list[int]]:
         pages = self._pages[:n]
@@ -434,7 +447,7 @@ class SequenceInfo:
     def _set_lengths(self, lengths: list[int]) -> None:
         if lengths != self._lengths:
             self._lengths = lengths
-            self._memory["seq_len"][len(lengths):] = 0
+            self._memory["seq_len"][len(lengths) :] = 0
             self._write("seq_len", lengths)
             self._write("seq_start", [0, *accumulate(lengths[:-1])])
 
@@ -454,7 +467,7 @@ class SequenceInfo:
         self._memory["page_table"].fill_(-1)[self._sent(row), self._sent(column)] = self.cache_loc
 
     def _write(self, name: str, numbers: list[int]) -> None:
-        self._memory[name][:len(numbers)] = self._sent(torch.tensor(numbers, dtype=torch.int32))
+        self._memory[name][: len(numbers)] = self._sent(torch.tensor(numbers, dtype=torch.int32))
 
     def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the host on the device, without waiting for it."""
@@ -477,7 +490,7 @@ def _flatten(sequences) -> tuple[list[int], torch.Tensor]:
         lengths = [len(part) for part in parts]
     devices = {part.device for part in parts}
     ids = torch.cat(parts if len(devices) == 1 else [part.cpu() for part in parts]) if parts else torch.empty(0)
-    if ids.device.type == "cpu" and ids.numel() and not -2**31 <= int(ids.min()) <= int(ids.max()) < 2**31:
+    if ids.device.type == "cpu" and ids.numel() and not -(2**31) <= int(ids.min()) <= int(ids.max()) < 2**31:
         raise ValueError("sequences has an id that does not fit int32")
     return lengths, ids
 

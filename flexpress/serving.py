@@ -1,11 +1,11 @@
 """Which operators a serving stack calls for attention: an interface, a registry by name, and the two that flexpress brings.
 
-    attention = AttentionRegistry.get("flexpress_paged")
-    info = AttentionInfo(num_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
-    caches = [make(sequences) for make in attention.cache_initializers(info).values()]       # of every layer
-    buffers = [make(sequences) for make in attention.buffer_initializers(info).values()]     # of the model
-    metadata = attention.metadata_op(*sequences.args)                                         # once a step
-    out = attention.attention_op(q, k, v, *metadata, *caches, *buffers, *attention.constants(info))   # in every layer
+attention = AttentionRegistry.get("flexpress_paged")
+info = AttentionInfo(num_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+caches = [make(sequences) for make in attention.cache_initializers(info).values()]       # of every layer
+buffers = [make(sequences) for make in attention.buffer_initializers(info).values()]     # of the model
+metadata = attention.metadata_op(*sequences.args)                                         # once a step
+out = attention.attention_op(q, k, v, *metadata, *caches, *buffers, *attention.constants(info))   # in every layer
 """
 
 from __future__ import annotations
@@ -95,10 +95,13 @@ def _check_descriptor(name: str, descriptor) -> None:
     """TypeError that names the part which is missing or no such part."""
     if not isinstance(descriptor, type) or not issubclass(descriptor, AttentionDescriptor):
         raise TypeError(f"{name!r} must be a subclass of AttentionDescriptor, got {descriptor!r}")
-    parts = {"attention_op": (callable, "an operator"), "metadata_op": (callable, "an operator"),
-             "num_metadata": (lambda n: type(n) is int and n >= 0, "an int of 0 or more"),
-             "is_paged": (lambda x: type(x) is bool, "a bool"),
-             **dict.fromkeys(("cache_initializers", "buffer_initializers", "constants"), (callable, "a classmethod of info"))}
+    parts = {
+        "attention_op": (callable, "an operator"),
+        "metadata_op": (callable, "an operator"),
+        "num_metadata": (lambda n: type(n) is int and n >= 0, "an int of 0 or more"),
+        "is_paged": (lambda x: type(x) is bool, "a bool"),
+        **dict.fromkeys(("cache_initializers", "buffer_initializers", "constants"), (callable, "a classmethod of info")),
+    }
     for part, (fits, what) in parts.items():
         if not hasattr(descriptor, part) or part in descriptor.__abstractmethods__:
             raise TypeError(f"{descriptor.__name__}, to be registered as {name!r}, has no {part}: {what}, see AttentionDescriptor")
@@ -122,8 +125,10 @@ class _WithCache(AttentionDescriptor):
     def cache_initializers(cls, info: AttentionInfo) -> dict[str, Initializer]:
         def cache(sequences: SequenceInfo) -> torch.Tensor:
             if sequences.is_paged and not cls.is_paged:
-                raise ValueError(f"{cls.__name__} keeps a sequence in one entry of the cache, but page_size {sequences.page_size} is less "
-                                 f"than max_seq_len {sequences.max_seq_len}; make the SequenceInfo without page_size")
+                raise ValueError(
+                    f"{cls.__name__} keeps a sequence in one entry of the cache, but page_size {sequences.page_size} is less "
+                    f"than max_seq_len {sequences.max_seq_len}; make the SequenceInfo without page_size"
+                )
             shape = (sequences.num_pages, sequences.page_size, info.num_kv_heads, info.head_dim)
             return torch.zeros(shape, dtype=info.cache_dtype, device=sequences.device)
 

@@ -26,9 +26,16 @@ def _op(name: str, mutates: tuple[str, ...] = ()):
 
 
 @_op("scaled_dot_product_attention")
-def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
-                                 dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
-                                 enable_gqa: bool = False) -> torch.Tensor:
+def scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
     """torch.nn.functional.scaled_dot_product_attention, by flex_attention: (B, Hq, Q_LEN, D), (B, Hkv, KV_LEN, D) and (B, Hkv, KV_LEN, D_V)
     to a contiguous (B, Hq, Q_LEN, D_V). attn_mask broadcasts to (B, Hq, Q_LEN, KV_LEN): bool, or added to the scores. Raises ValueError for
     dropout, for attn_mask beside is_causal and for one that does not broadcast. Not differentiable; autocast changes nothing."""
@@ -43,14 +50,19 @@ def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: 
         try:
             at = attn_mask.expand(*query.shape[:3], key.shape[2])
         except RuntimeError:
-            raise ValueError(f"attn_mask {tuple(attn_mask.shape)} does not broadcast to (B, Hq, Q_LEN, KV_LEN) of query "
-                             f"{tuple(query.shape)} and key {tuple(key.shape)}") from None
+            raise ValueError(
+                f"attn_mask {tuple(attn_mask.shape)} does not broadcast to (B, Hq, Q_LEN, KV_LEN) of query "
+                f"{tuple(query.shape)} and key {tuple(key.shape)}"
+            ) from None
         if attn_mask.dtype == torch.bool:
+
             def mask_mod(b, h, q_idx, kv_idx):
                 return at[b, h, q_idx, kv_idx]
         else:
+
             def score_mod(score, b, h, q_idx, kv_idx):
                 return score + at[b, h, q_idx, kv_idx]
+
     with _no_autocast(query):
         return flex_attention(query, key, value, score_mod, None, scale, enable_gqa, mask_mod=mask_mod).contiguous()
 
@@ -61,8 +73,15 @@ def _(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=N
 
 
 @_op("prepare_metadata")
-def prepare_metadata(input_ids: torch.Tensor, seq_len: torch.Tensor, input_pos: torch.Tensor, cache_loc: torch.Tensor,
-                     pages_per_seq: torch.Tensor, seq_start: torch.Tensor, page_table: torch.Tensor) -> list[torch.Tensor]:
+def prepare_metadata(
+    input_ids: torch.Tensor,
+    seq_len: torch.Tensor,
+    input_pos: torch.Tensor,
+    cache_loc: torch.Tensor,
+    pages_per_seq: torch.Tensor,
+    seq_start: torch.Tensor,
+    page_table: torch.Tensor,
+) -> list[torch.Tensor]:
     """cu_seqlens, kv_len and page_table for attention to a paged cache, all int32; arguments as SequenceInfo.args."""
     return [*_lengths(seq_len, input_pos, page_table), page_table.to(torch.int32).clone(memory_format=torch.contiguous_format)]
 
@@ -73,8 +92,15 @@ def _(input_ids, seq_len, input_pos, cache_loc, pages_per_seq, seq_start, page_t
 
 
 @_op("prepare_flattened_metadata")
-def prepare_flattened_metadata(input_ids: torch.Tensor, seq_len: torch.Tensor, input_pos: torch.Tensor, cache_loc: torch.Tensor,
-                               pages_per_seq: torch.Tensor, seq_start: torch.Tensor, page_table: torch.Tensor) -> list[torch.Tensor]:
+def prepare_flattened_metadata(
+    input_ids: torch.Tensor,
+    seq_len: torch.Tensor,
+    input_pos: torch.Tensor,
+    cache_loc: torch.Tensor,
+    pages_per_seq: torch.Tensor,
+    seq_start: torch.Tensor,
+    page_table: torch.Tensor,
+) -> list[torch.Tensor]:
     """cu_seqlens, kv_len and cache_loc, all int32, for attention to a cache with one page, its entry, for each sequence; arguments as for
     prepare_metadata. A sequence without an entry gets the first one: it has no new tokens."""
     return [*_lengths(seq_len, input_pos, page_table), page_table[:, 0].clamp(min=0).to(torch.int32).contiguous()]
@@ -103,10 +129,21 @@ def _fake_lengths(seq_len):
 
 
 @_op("mha_with_cache", ("k_cache", "v_cache"))
-def mha_with_cache(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, input_pos: torch.Tensor, k_cache: torch.Tensor,
-                   v_cache: torch.Tensor, rope: torch.Tensor | None = None, interleaved: bool = False, scale: float | None = None,
-                   sliding_window: int = 0, softcap: float = 0.0, k_scale: torch.Tensor | None = None,
-                   v_scale: torch.Tensor | None = None) -> torch.Tensor:
+def mha_with_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    input_pos: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    rope: torch.Tensor | None = None,
+    interleaved: bool = False,
+    scale: float | None = None,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Attention of b sequences with s new tokens each, q (b, s, Hq * D), k and v (b, s, Hkv * D and * D_V), to caches (b, S, Hkv, D) and
     (b, S, Hkv, D_V) that hold input_pos (b,) positions of each and take the new ones. To (b, s, Hq * D_V), in q's dtype.
 
@@ -124,46 +161,117 @@ def mha_with_cache(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, input_pos:
 
 
 @mha_with_cache.register_fake
-def _(q, k, v, input_pos, k_cache, v_cache, rope=None, interleaved=False, scale=None, sliding_window=0, softcap=0.0, k_scale=None,
-      v_scale=None):
+def _(
+    q,
+    k,
+    v,
+    input_pos,
+    k_cache,
+    v_cache,
+    rope=None,
+    interleaved=False,
+    scale=None,
+    sliding_window=0,
+    softcap=0.0,
+    k_scale=None,
+    v_scale=None,
+):
     return _out_like(q, k_cache, v_cache)
 
 
 @_op("flattened_mha_with_cache", ("k_cache", "v_cache"))
-def flattened_mha_with_cache(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, kv_len: torch.Tensor,
-                             cache_loc: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rope: torch.Tensor | None = None,
-                             interleaved: bool = False, scale: float | None = None, sliding_window: int = 0, softcap: float = 0.0,
-                             k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None) -> torch.Tensor:
+def flattened_mha_with_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    kv_len: torch.Tensor,
+    cache_loc: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    rope: torch.Tensor | None = None,
+    interleaved: bool = False,
+    scale: float | None = None,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Attention of sequences with any numbers of new tokens, prefill and decoding in one batch, to caches (entries, S, Hkv, D) and D_V.
 
     q (n, 1, Hq * D) where each has one, or (1, T, Hq * D), sequence after sequence; k and v alike. cu_seqlens, kv_len, cache_loc from
     prepare_flattened_metadata; the rest as for mha_with_cache. To q's extents with Hq * D_V; tokens after the last sequence's give 0.
     """
     where = {"cache_loc": cache_loc}
-    return _attend((q, k, v), kv_len, cu_seqlens, where, (k_cache, v_cache), rope, interleaved, scale, sliding_window, softcap,
-                   (k_scale, v_scale))
+    return _attend(
+        (q, k, v), kv_len, cu_seqlens, where, (k_cache, v_cache), rope, interleaved, scale, sliding_window, softcap, (k_scale, v_scale)
+    )
 
 
 @flattened_mha_with_cache.register_fake
-def _(q, k, v, cu_seqlens, kv_len, cache_loc, k_cache, v_cache, rope=None, interleaved=False, scale=None, sliding_window=0, softcap=0.0,
-      k_scale=None, v_scale=None):
+def _(
+    q,
+    k,
+    v,
+    cu_seqlens,
+    kv_len,
+    cache_loc,
+    k_cache,
+    v_cache,
+    rope=None,
+    interleaved=False,
+    scale=None,
+    sliding_window=0,
+    softcap=0.0,
+    k_scale=None,
+    v_scale=None,
+):
     return _out_like(q, k_cache, v_cache)
 
 
 @_op("mha_with_paged_cache", ("k_cache", "v_cache"))
-def mha_with_paged_cache(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, kv_len: torch.Tensor,
-                         page_table: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rope: torch.Tensor | None = None,
-                         interleaved: bool = False, scale: float | None = None, sliding_window: int = 0, softcap: float = 0.0,
-                         k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None) -> torch.Tensor:
+def mha_with_paged_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    kv_len: torch.Tensor,
+    page_table: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    rope: torch.Tensor | None = None,
+    interleaved: bool = False,
+    scale: float | None = None,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
     """flattened_mha_with_cache with caches (pages, page size, Hkv, D) and D_V, and page_table from prepare_metadata."""
     where = {"page_table": page_table}
-    return _attend((q, k, v), kv_len, cu_seqlens, where, (k_cache, v_cache), rope, interleaved, scale, sliding_window, softcap,
-                   (k_scale, v_scale))
+    return _attend(
+        (q, k, v), kv_len, cu_seqlens, where, (k_cache, v_cache), rope, interleaved, scale, sliding_window, softcap, (k_scale, v_scale)
+    )
 
 
 @mha_with_paged_cache.register_fake
-def _(q, k, v, cu_seqlens, kv_len, page_table, k_cache, v_cache, rope=None, interleaved=False, scale=None, sliding_window=0, softcap=0.0,
-      k_scale=None, v_scale=None):
+def _(
+    q,
+    k,
+    v,
+    cu_seqlens,
+    kv_len,
+    page_table,
+    k_cache,
+    v_cache,
+    rope=None,
+    interleaved=False,
+    scale=None,
+    sliding_window=0,
+    softcap=0.0,
+    k_scale=None,
+    v_scale=None,
+):
     return _out_like(q, k_cache, v_cache)
 
 
@@ -178,11 +286,15 @@ def _check_layers(q, k, v, k_cache, v_cache) -> None:
     for name, tensor, cache in (("q", q, k_cache), ("k", k, k_cache), ("v", v, v_cache)):
         heads, head_dim = cache.shape[2:]
         if tensor.ndim != 3 or tensor.shape[:2] != q.shape[:2] or tensor.dtype != q.dtype:
-            raise ValueError("q, k and v must be (batch, tokens, heads * head dim) with equal batch, tokens and dtype, got q "
-                             f"{described(q)} and {name} {described(tensor)}")
+            raise ValueError(
+                "q, k and v must be (batch, tokens, heads * head dim) with equal batch, tokens and dtype, got q "
+                f"{described(q)} and {name} {described(tensor)}"
+            )
         if tensor.shape[2] % head_dim or name != "q" and tensor.shape[2] != heads * head_dim:
-            raise ValueError(f"{name} {tuple(tensor.shape)} must have {'heads' if name == 'q' else heads} * {head_dim} as its last extent, "
-                             f"for a cache {tuple(cache.shape)}")
+            raise ValueError(
+                f"{name} {tuple(tensor.shape)} must have {'heads' if name == 'q' else heads} * {head_dim} as its last extent, "
+                f"for a cache {tuple(cache.shape)}"
+            )
 
 
 def _no_autocast(tensor: torch.Tensor):
@@ -194,8 +306,9 @@ def _attend(qkv, kv_len, cu_seqlens, where, caches, rope, interleaved, scale, sl
     """Write the new keys and values, then attend; the caches' extents say what heads there are."""
     _check_layers(*qkv, *caches)
     if cu_seqlens is not None and cu_seqlens.shape != (kv_len.shape[0] + 1,):
-        raise ValueError(f"cu_seqlens {tuple(cu_seqlens.shape)} must be one longer than kv_len {tuple(kv_len.shape)}, both from the "
-                         "metadata operator")
+        raise ValueError(
+            f"cu_seqlens {tuple(cu_seqlens.shape)} must be one longer than kv_len {tuple(kv_len.shape)}, both from the metadata operator"
+        )
     (k_cache, v_cache), out = caches, _out_like(qkv[0], *caches)
     split = tuple(t.unflatten(-1, (-1, cache.shape[-1])) for t, cache in zip(qkv, (k_cache, k_cache, v_cache), strict=True))
     if cu_seqlens is None or out.shape[:2] == (kv_len.shape[0], 1):  # (b, s, heads, head dim) to (b, heads, s, head dim)
@@ -207,10 +320,12 @@ def _attend(qkv, kv_len, cu_seqlens, where, caches, rope, interleaved, scale, sl
     score_mod = mods.softcap(softcap) if softcap else None
     mask_mod = mods.sliding_window(sliding_window) if sliding_window else None  # before anything is written: these raise for bad numbers
     with _no_autocast(out):
-        turned = update_cache(key, value, k_cache, v_cache, kv_len, **where, query=None if rope is None else query, rope=rope,
-                              interleaved=interleaved)
-        attended = cached_attention(query if turned is None else turned, k_cache, v_cache, kv_len, **where, score_mod=score_mod,
-                                    mask_mod=mask_mod, scale=scale)
+        turned = update_cache(
+            key, value, k_cache, v_cache, kv_len, **where, query=None if rope is None else query, rope=rope, interleaved=interleaved
+        )
+        attended = cached_attention(
+            query if turned is None else turned, k_cache, v_cache, kv_len, **where, score_mod=score_mod, mask_mod=mask_mod, scale=scale
+        )
     if attended.ndim == 4:
         attended = attended.transpose(1, 2)
     return out.copy_(attended.reshape(out.shape))

@@ -79,13 +79,17 @@ def three_indices(index) -> tuple:
         raise IndexError("a block mask is indexed with at most one ...")
     if any(p is ... for p in parts):
         at = next(i for i, p in enumerate(parts) if p is ...)
-        parts = (*parts[:at], *[slice(None)] * (4 - len(parts)), *parts[at + 1:])
+        parts = (*parts[:at], *[slice(None)] * (4 - len(parts)), *parts[at + 1 :])
     if len(parts) > 3:
-        raise IndexError(f"a block mask is indexed by batch, head and query block, got {len(parts)} indices; for fewer keys use "
-                         "mask.adjust(q_len, kv_len)")
+        raise IndexError(
+            f"a block mask is indexed by batch, head and query block, got {len(parts)} indices; for fewer keys use "
+            "mask.adjust(q_len, kv_len)"
+        )
     if sum(isinstance(p, Sequence) or (isinstance(p, torch.Tensor) and p.dim() > 0) for p in parts) > 1:
-        raise IndexError("at most one index of a block mask may be a tensor or sequence (torch would pair their elements up); index twice, "
-                         "mask[batches][:, heads], for every combination")
+        raise IndexError(
+            "at most one index of a block mask may be a tensor or sequence (torch would pair their elements up); index twice, "
+            "mask[batches][:, heads], for every combination"
+        )
     return (*parts, *[slice(None)] * (3 - len(parts)))
 
 
@@ -97,8 +101,9 @@ def selected(index, extent: int, name: str) -> Sequence[int]:
         return range(extent)[index]
     if isinstance(index, torch.Tensor):
         if index.dim() > 1 or index.is_floating_point() or index.is_complex() or (index.dtype == torch.bool and index.dim() == 0):
-            raise TypeError(f"the {name} index must be a 1-dimensional tensor of integers or bools, got {index.dtype} of shape "
-                            f"{tuple(index.shape)}")
+            raise TypeError(
+                f"the {name} index must be a 1-dimensional tensor of integers or bools, got {index.dtype} of shape {tuple(index.shape)}"
+            )
         if index.dtype == torch.bool:
             if len(index) != extent:
                 raise IndexError(f"the {name} index has {len(index)} bools for {extent} entries")

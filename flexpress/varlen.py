@@ -21,10 +21,20 @@ from flexpress.codegen.tensors import check_surroundings
 
 
 @runs_uncompiled
-def varlen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
-                     cu_seqlens_k: torch.Tensor | None = None, score_mod: Callable | None = None, mask_mod: Callable | None = None, *,
-                     scale: float | None = None, return_lse: bool = False, kernel_options: dict | None = None,
-                     deterministic: bool = False):
+def varlen_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = None,
+    score_mod: Callable | None = None,
+    mask_mod: Callable | None = None,
+    *,
+    scale: float | None = None,
+    return_lse: bool = False,
+    kernel_options: dict | None = None,
+    deterministic: bool = False,
+):
     """Attention within each of n packed sequences, with the user's own score and mask.
 
     q               (total_q, Hq, D), float16, bfloat16 or float32, any strides
@@ -108,6 +118,7 @@ class _Packing:
         """The mask_mod on packed positions: of one sequence, and allowed by `mod`."""
         sequence_q, sequence_k = self.sequence_q, self.sequence_k
         if mod is None:
+
             def varlen(b, h, q_idx, kv_idx):
                 return sequence_q[q_idx] == sequence_k[kv_idx]
 
@@ -229,8 +240,10 @@ def _check(q, k, v, cu_seqlens_q, cu_seqlens_k) -> None:
     if cu_seqlens_k is not None:
         _check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, "k", k)
         if cu_seqlens_q.shape != cu_seqlens_k.shape:
-            raise ValueError(f"cu_seqlens_q and cu_seqlens_k must be of as many sequences, got shapes {tuple(cu_seqlens_q.shape)} and "
-                             f"{tuple(cu_seqlens_k.shape)}; a sequence without tokens repeats the number before it")
+            raise ValueError(
+                f"cu_seqlens_q and cu_seqlens_k must be of as many sequences, got shapes {tuple(cu_seqlens_q.shape)} and "
+                f"{tuple(cu_seqlens_k.shape)}; a sequence without tokens repeats the number before it"
+            )
 
 
 def _check_cu_seqlens(name: str, cu_seqlens, packed_name: str, packed: torch.Tensor) -> None:
@@ -246,5 +259,7 @@ def _check_cu_seqlens(name: str, cu_seqlens, packed_name: str, packed: torch.Ten
         values = cu_seqlens.tolist()
         if values[0] != 0 or values[-1] != packed.shape[0] or values != sorted(values):
             shown = str(values) if len(values) <= 8 else f"[{', '.join(map(str, values[:4]))}, ..., {values[-1]}]"
-            raise ValueError(f"{name} must be 0 and then the end of each sequence, never falling, up to the {packed.shape[0]} tokens of "
-                             f"{packed_name} {tuple(packed.shape)}, got {shown}; {remedy}")
+            raise ValueError(
+                f"{name} must be 0 and then the end of each sequence, never falling, up to the {packed.shape[0]} tokens of "
+                f"{packed_name} {tuple(packed.shape)}, got {shown}; {remedy}"
+            )

@@ -41,8 +41,7 @@ def float_tensor(recipe: str, name: str, value: object, *shapes: tuple[str, ...]
     """`value` itself, a floating-point tensor of a rank among `shapes`; else TypeError or ValueError."""
     tensor = _tensor(recipe, name, value, shapes)
     if not tensor.dtype.is_floating_point:
-        raise TypeError(f"{recipe}(): {name} must have a floating-point dtype, got {tensor.dtype}; "
-                        f"convert it with {name}.float()")
+        raise TypeError(f"{recipe}(): {name} must have a floating-point dtype, got {tensor.dtype}; convert it with {name}.float()")
     return tensor
 
 
@@ -50,8 +49,7 @@ def integer_tensor(recipe: str, name: str, value: object, *shapes: tuple[str, ..
     """`value` itself, an integer tensor of a rank among `shapes`; else TypeError or ValueError."""
     tensor = _tensor(recipe, name, value, shapes)
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool:
-        raise TypeError(f"{recipe}(): {name} must have an integer dtype, got {tensor.dtype}; "
-                        f"convert it with {name}.int()")
+        raise TypeError(f"{recipe}(): {name} must have an integer dtype, got {tensor.dtype}; convert it with {name}.int()")
     return tensor
 
 
@@ -65,11 +63,9 @@ def function(recipe: str, name: str, value: object, remedy: str) -> Callable:
 def _tensor(recipe: str, name: str, value: object, shapes: tuple[tuple[str, ...], ...]) -> Tensor:
     wanted = " or ".join(f"({', '.join(shape)}{',' * (len(shape) == 1)})" for shape in shapes)
     if not isinstance(value, Tensor):
-        raise TypeError(f"{recipe}(): {name} must be a tensor of shape {wanted}, got {_described(value)}; "
-                        f"make one with torch.tensor(...)")
+        raise TypeError(f"{recipe}(): {name} must be a tensor of shape {wanted}, got {_described(value)}; make one with torch.tensor(...)")
     if value.dim() not in {len(shape) for shape in shapes}:
-        raise ValueError(f"{recipe}(): {name} must have shape {wanted}, got {tuple(value.shape)}; "
-                         f"reshape or index it to that rank")
+        raise ValueError(f"{recipe}(): {name} must have shape {wanted}, got {tuple(value.shape)}; reshape or index it to that rank")
     return value
 
 

@@ -44,8 +44,7 @@ def causal_offset(offset: int) -> MaskMod:
 
         create_block_mask(causal_offset(1016), B=None, H=None, Q_LEN=8, KV_LEN=1024)
     """
-    offset = whole_number("causal_offset", "offset", offset,
-                          "pass KV_LEN - Q_LEN to align the last query with the last key")
+    offset = whole_number("causal_offset", "offset", offset, "pass KV_LEN - Q_LEN to align the last query with the last key")
 
     def causal_offset(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return q_idx + offset >= kv_idx

@@ -35,8 +35,12 @@ def compose_scores(*score_mods: ScoreMod) -> ScoreMod:
     if not score_mods:
         raise ValueError("compose_scores(): score_mods must hold a function, got none; pass them one by one")
     for place, score_mod in enumerate(score_mods):
-        function("compose_scores", f"score_mods[{place}]", score_mod,
-                 "pass functions (score, b, h, q_idx, kv_idx) -> score, one by one and not as a list")
+        function(
+            "compose_scores",
+            f"score_mods[{place}]",
+            score_mod,
+            "pass functions (score, b, h, q_idx, kv_idx) -> score, one by one and not as a list",
+        )
     if len(score_mods) == 1:
         return score_mods[0]
 

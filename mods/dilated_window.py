@@ -34,10 +34,8 @@ def dilated_window(window: int, dilation: int) -> MaskMod:
 
         create_block_mask(dilated_window(4, 3), B=None, H=None, Q_LEN=16, KV_LEN=16)
     """
-    window = whole_number("dilated_window", "window", window,
-                          "pass the number of keys a query sees, itself included", minimum=1)
-    dilation = whole_number("dilated_window", "dilation", dilation,
-                            "pass the distance from one seen key to the next", minimum=1)
+    window = whole_number("dilated_window", "window", window, "pass the number of keys a query sees, itself included", minimum=1)
+    dilation = whole_number("dilated_window", "dilation", dilation, "pass the distance from one seen key to the next", minimum=1)
     reach = window * dilation
 
     def dilated_window(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

@@ -40,11 +40,14 @@ def document(ids: Tensor, mask_mod: MaskMod | None = None) -> MaskMod:
     """
     ids = integer_tensor("document", "ids", ids, ("S",), ("B", "S"))
     if ids.dim() == 1:
+
         def document(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             return ids[q_idx] == ids[kv_idx]
     else:
+
         def document(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             return ids[b, q_idx] == ids[b, kv_idx]
+
     if mask_mod is None:
         return document
     inner = function("document", "mask_mod", mask_mod, "pass one (b, h, q_idx, kv_idx) -> bool, or None")
@@ -55,9 +58,7 @@ def document(ids: Tensor, mask_mod: MaskMod | None = None) -> MaskMod:
     return document_and_inner
 
 
-def document_from_offsets(
-    offsets: Tensor, total: int | None = None, mask_mod: MaskMod | None = None
-) -> MaskMod:
+def document_from_offsets(offsets: Tensor, total: int | None = None, mask_mod: MaskMod | None = None) -> MaskMod:
     """`document` for a packing given by where its documents end, the cu_seqlens of variable-length kernels.
 
     Args:
@@ -84,11 +85,12 @@ def document_from_offsets(
     values = ends.tolist()
     if len(values) < 2 or values[0] != 0 or values != sorted(values):
         shown = str(values) if len(values) <= 8 else f"[{', '.join(map(str, values[:8]))}, ...]"
-        raise ValueError(f"{recipe}(): offsets must be 0 and then the end of each document, never falling, "
-                         f"got {shown}; make torch.nn.functional.pad(lengths.cumsum(0), (1, 0))")
+        raise ValueError(
+            f"{recipe}(): offsets must be 0 and then the end of each document, never falling, "
+            f"got {shown}; make torch.nn.functional.pad(lengths.cumsum(0), (1, 0))"
+        )
     length = values[-1] if total is None else total
-    length = whole_number(recipe, "total", length, "pass the length of the packed sequence, padding included",
-                          minimum=max(1, values[-1]))
+    length = whole_number(recipe, "total", length, "pass the length of the packed sequence, padding included", minimum=max(1, values[-1]))
     positions = torch.arange(length, device=ends.device)
     ids = torch.searchsorted(ends[1:].contiguous(), positions, right=True, out_int32=True)
     return document(ids, mask_mod)

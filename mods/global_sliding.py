@@ -34,10 +34,12 @@ def global_sliding(window: int, num_global: int) -> MaskMod:
 
         create_block_mask(global_sliding(256, 1), B=None, H=None, Q_LEN=4096, KV_LEN=4096)
     """
-    window = whole_number("global_sliding", "window", window,
-                          "pass the number of keys a query sees to one side, itself included", minimum=1)
-    num_global = whole_number("global_sliding", "num_global", num_global,
-                              "pass how many of the first tokens see all and are seen by all", minimum=0)
+    window = whole_number(
+        "global_sliding", "window", window, "pass the number of keys a query sees to one side, itself included", minimum=1
+    )
+    num_global = whole_number(
+        "global_sliding", "num_global", num_global, "pass how many of the first tokens see all and are seen by all", minimum=0
+    )
 
     def global_sliding(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         near = (q_idx - kv_idx < window) & (kv_idx - q_idx < window)

@@ -39,8 +39,9 @@ def prefix_lm(prefix_length: int | Tensor) -> MaskMod:
         def prefix_lm(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             return (kv_idx < prefix_lengths[b]) | (q_idx >= kv_idx)
     else:
-        prefix_length = whole_number("prefix_lm", "prefix_length", prefix_length,
-                                     "pass one length, or an integer tensor (B,) of lengths", minimum=0)
+        prefix_length = whole_number(
+            "prefix_lm", "prefix_length", prefix_length, "pass one length, or an integer tensor (B,) of lengths", minimum=0
+        )
 
         def prefix_lm(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             return (kv_idx < prefix_length) | (q_idx >= kv_idx)

@@ -41,8 +41,10 @@ def relative_bias(table: Tensor) -> ScoreMod:
     """
     table = float_tensor("relative_bias", "table", table, ("Hq", "2 * S - 1"))
     if table.shape[1] % 2 == 0:
-        raise ValueError(f"relative_bias(): table must have an odd number of columns, 2 * S - 1, got shape "
-                         f"{tuple(table.shape)}; give it a column for each distance from -(S - 1) to S - 1")
+        raise ValueError(
+            f"relative_bias(): table must have an odd number of columns, 2 * S - 1, got shape "
+            f"{tuple(table.shape)}; give it a column for each distance from -(S - 1) to S - 1"
+        )
     zero = (table.shape[1] + 1) // 2 - 1  # S - 1, the column of distance 0
 
     def relative_bias(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -51,8 +53,7 @@ def relative_bias(table: Tensor) -> ScoreMod:
     return relative_bias
 
 
-def t5_bucket(relative_position: Tensor, num_buckets: int = 32, max_distance: int = 128,
-              bidirectional: bool = True) -> Tensor:
+def t5_bucket(relative_position: Tensor, num_buckets: int = 32, max_distance: int = 128, bidirectional: bool = True) -> Tensor:
     """The bucket of a distance, by T5's rule.
 
     With n buckets for a direction and m = n // 2, distances 0 .. m - 1 have a bucket each; from there on the
@@ -77,8 +78,7 @@ def t5_bucket(relative_position: Tensor, num_buckets: int = 32, max_distance: in
     return (_two_sided if bidirectional else _one_sided)(relative_position, n, m, scale)
 
 
-def t5_bias(weight: Tensor, num_buckets: int = 32, max_distance: int = 128,
-            bidirectional: bool = True) -> ScoreMod:
+def t5_bias(weight: Tensor, num_buckets: int = 32, max_distance: int = 128, bidirectional: bool = True) -> ScoreMod:
     """Adds ``weight[t5_bucket(kv_idx - q_idx, ...), h]`` to the score.
 
     T5 does not scale its scores: pass ``scale=1.0`` to flex_attention to compute what T5 computes.
@@ -98,8 +98,10 @@ def t5_bias(weight: Tensor, num_buckets: int = 32, max_distance: int = 128,
     weight = float_tensor("t5_bias", "weight", weight, ("num_buckets", "Hq"))
     n, m, scale = _bucket_constants("t5_bias", num_buckets, max_distance, bidirectional)
     if weight.shape[0] != num_buckets:
-        raise ValueError(f"t5_bias(): weight must have num_buckets = {num_buckets} rows, got shape "
-                         f"{tuple(weight.shape)}; pass its own num_buckets, or weight.T if heads come first")
+        raise ValueError(
+            f"t5_bias(): weight must have num_buckets = {num_buckets} rows, got shape "
+            f"{tuple(weight.shape)}; pass its own num_buckets, or weight.T if heads come first"
+        )
     bucket = _two_sided if bidirectional else _one_sided
 
     def t5_bias(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -108,18 +110,18 @@ def t5_bias(weight: Tensor, num_buckets: int = 32, max_distance: int = 128,
     return t5_bias
 
 
-def _bucket_constants(
-    recipe: str, num_buckets: int, max_distance: int, bidirectional: bool
-) -> tuple[int, int, float]:
+def _bucket_constants(recipe: str, num_buckets: int, max_distance: int, bidirectional: bool) -> tuple[int, int, float]:
     """(n, m, buckets per unit of log distance), in the letters of `t5_bucket`."""
     buckets = whole_number(recipe, "num_buckets", num_buckets, "T5 has 32", minimum=4 if bidirectional else 2)
     if bidirectional and buckets % 2:
-        raise ValueError(f"{recipe}(): num_buckets must be even, half for each direction, got {buckets}; "
-                         f"pass {buckets + 1}, or bidirectional=False")
+        raise ValueError(
+            f"{recipe}(): num_buckets must be even, half for each direction, got {buckets}; pass {buckets + 1}, or bidirectional=False"
+        )
     n = buckets // 2 if bidirectional else buckets
     m = n // 2
-    farthest = whole_number(recipe, "max_distance", max_distance,
-                            f"distances below {m} have buckets of their own, it lies beyond", minimum=m + 1)
+    farthest = whole_number(
+        recipe, "max_distance", max_distance, f"distances below {m} have buckets of their own, it lies beyond", minimum=m + 1
+    )
     return n, m, (n - m) / math.log(farthest / m)
 
 

@@ -38,8 +38,7 @@ def sliding_window(window: int) -> MaskMod:
 
         create_block_mask(sliding_window(1024), B=None, H=None, Q_LEN=32768, KV_LEN=32768)
     """
-    window = whole_number("sliding_window", "window", window,
-                          "pass the number of keys a query sees, itself included", minimum=1)
+    window = whole_number("sliding_window", "window", window, "pass the number of keys a query sees, itself included", minimum=1)
 
     def sliding_window(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (q_idx >= kv_idx) & (q_idx - kv_idx < window)

@@ -98,8 +98,11 @@ class Draw:
 
 def forward(d: Draw, target: str) -> list[Kernel]:
     dtype = d.of("dtype", "float16", "bfloat16", "float32")
-    blocks = dict(block_size=(d.of("q_block", 128, 128, 16, 48, 64, 256), d.of("kv_block", 128, 128, 16, 64, 96, 384)),
-                  interior=d.of("interior", True, False), **d.now_and_then(separate_full=False, starts=True))
+    blocks = dict(
+        block_size=(d.of("q_block", 128, 128, 16, 48, 64, 256), d.of("kv_block", 128, 128, 16, 64, 96, 384)),
+        interior=d.of("interior", True, False),
+        **d.now_and_then(separate_full=False, starts=True),
+    )
     if "starts" in blocks:  # those of packed sequences: 16 keys at a time would fail for sm_100, with either Triton
         blocks["block_size"] = (128, 128)
     tile = d.now_and_then(num_stages=d.random.choice((1, 2, 3, 4)), num_warps=d.random.choice((4, 8)))
@@ -109,17 +112,34 @@ def forward(d: Draw, target: str) -> list[Kernel]:
     if "starts" not in blocks:
         options |= d.now_and_then(blocks_are_contiguous=True)
     options = Options(**options, tile=tuple(tile.items()))
-    kernel = compilation(target, *d.mods(), dtype, **d.head_dims(), **blocks, options=options,
-                         **d.now_and_then(output_max=True, transposed=True, scale_is_positive=False))
+    kernel = compilation(
+        target,
+        *d.mods(),
+        dtype,
+        **d.head_dims(),
+        **blocks,
+        options=options,
+        **d.now_and_then(output_max=True, transposed=True, scale_is_positive=False),
+    )
     return [("forward", kernel)]
 
 
 def backward(d: Draw, target: str) -> list[Kernel]:
     dtype = d.of("dtype", "float16", "bfloat16", "float32")
-    details = dict(block_size=(d.of("q_block", 128, 128, 64, 256), d.of("kv_block", 128, 128, 64, 256)),
-                   interior=d.of("interior", True, False),
-                   **d.now_and_then(separate_full=False, starts=True, whole=False, captured=True, deterministic=True,
-                                    lse_gradient=True, scale_is_positive=False, use_tma=False))
+    details = dict(
+        block_size=(d.of("q_block", 128, 128, 64, 256), d.of("kv_block", 128, 128, 64, 256)),
+        interior=d.of("interior", True, False),
+        **d.now_and_then(
+            separate_full=False,
+            starts=True,
+            whole=False,
+            captured=True,
+            deterministic=True,
+            lse_gradient=True,
+            scale_is_positive=False,
+            use_tma=False,
+        ),
+    )
     stages = d.now_and_then(stages=d.random.choice((1, 2, 3)))
     tile = (("dkv_num_stages", stages["stages"]), ("dq_num_stages", stages["stages"])) if stages else ()
     options = Options(**d.now_and_then(float32_precision="tf32"), tile=tile)
@@ -128,8 +148,9 @@ def backward(d: Draw, target: str) -> list[Kernel]:
 
 def decode(d: Draw, target: str) -> list[Kernel]:
     score_mod, mask_mod = d.mods()
-    details = d.now_and_then(output_max=True, split=False, lengths=True, scale_is_positive=False, float32_precision="tf32",
-                             kv_dtype="float8_e4m3fn")
+    details = d.now_and_then(
+        output_max=True, split=False, lengths=True, scale_is_positive=False, float32_precision="tf32", kv_dtype="float8_e4m3fn"
+    )
     if target not in ("sm_90", "sm_100"):
         details.pop("kv_dtype", None)
     if "lengths" in details:  # of a cache
@@ -137,8 +158,16 @@ def decode(d: Draw, target: str) -> list[Kernel]:
         details |= d.now_and_then(balanced=True) if "split" not in details and mask_mod is None else {}
         details |= {} if "located" in details else d.now_and_then(page_size=d.random.choice((1, 8, 16, 48, 64, 128, 256)))
         mask_mod = None  # in place of block lists
-    made = decode_compilations(target, score_mod, mask_mod, d.of("dtype", "float16", "bfloat16", "float32"), **d.head_dims(),
-                               q_len=d.of("q_len", 1, 1, 2, 5, 16, 64), group=d.of("group", 1, 4, 8, 12, 64), **details)
+    made = decode_compilations(
+        target,
+        score_mod,
+        mask_mod,
+        d.of("dtype", "float16", "bfloat16", "float32"),
+        **d.head_dims(),
+        q_len=d.of("q_len", 1, 1, 2, 5, 16, 64),
+        group=d.of("group", 1, 4, 8, 12, 64),
+        **details,
+    )
     return list(made.items())
 
 
@@ -171,10 +200,15 @@ def hopper(d: Draw, target: str) -> list[Kernel]:
     if mask_mod:
         details |= d.now_and_then(starts=True)
     if "starts" in details:
-        details |= d.now_and_then(cache=Cache(*d.random.choice(((0, True), (0, False), (8,), (16,), (64,), (128,), (256,))),
-                                              **d.now_and_then(offsets=True)))
-    return [("hopper_forward", hopper_compilation("sm_90", score_mod, mask_mod, d.of("dtype", "float16", "bfloat16"), **d.head_dims(40),
-                                                  **details))]
+        details |= d.now_and_then(
+            cache=Cache(*d.random.choice(((0, True), (0, False), (8,), (16,), (64,), (128,), (256,))), **d.now_and_then(offsets=True))
+        )
+    return [
+        (
+            "hopper_forward",
+            hopper_compilation("sm_90", score_mod, mask_mod, d.of("dtype", "float16", "bfloat16"), **d.head_dims(40), **details),
+        )
+    ]
 
 
 def hopper_backward(d: Draw, target: str) -> list[Kernel]:
@@ -187,8 +221,15 @@ def hopper_backward(d: Draw, target: str) -> list[Kernel]:
     return list(hopper_backward_compilations(score_mod, mask_mod, dtype, **d.head_dims(40), **details).items())
 
 
-KINDS = {"forward": forward, "backward": backward, "decode": decode, "masks": masks, "rest": rest, "hopper": hopper,
-         "hopper_backward": hopper_backward}
+KINDS = {
+    "forward": forward,
+    "backward": backward,
+    "decode": decode,
+    "masks": masks,
+    "rest": rest,
+    "hopper": hopper,
+    "hopper_backward": hopper_backward,
+}
 TARGETS = ("sm_90", "sm_90", "sm_90", "sm_80", "sm_100", "gfx942")
 
 

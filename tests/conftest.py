@@ -9,8 +9,13 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 # kernels compile inside examples, so no deadline; the same examples every time, unless FLEXPRESS_RANDOM_TESTS is set
-settings.register_profile("flexpress", deadline=None, derandomize=not os.environ.get("FLEXPRESS_RANDOM_TESTS"), print_blob=True,
-                          suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+settings.register_profile(
+    "flexpress",
+    deadline=None,
+    derandomize=not os.environ.get("FLEXPRESS_RANDOM_TESTS"),
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 settings.load_profile("flexpress")
 
 # caches of their own: no test reads or writes the user's
@@ -23,12 +28,17 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # processes share the cores: a thread e
 
 
 def pytest_addoption(parser):
-    parser.addoption("--update-golden", action="store_true",
-                     help="write the prints in generated/ anew instead of comparing with them")
-    parser.addoption("--every-kernel", action="store_true",
-                     help="bring every kernel for GPUs that are not here to the assembler, the other Triton's too (tests/tritons.py)")
-    parser.addoption("--backend", choices=["TRITON", "GLUON"],
-                     help="on a Hopper GPU: the portable kernels, or those for Hopper wherever they serve, instead of the faster ones")
+    parser.addoption("--update-golden", action="store_true", help="write the prints in generated/ anew instead of comparing with them")
+    parser.addoption(
+        "--every-kernel",
+        action="store_true",
+        help="bring every kernel for GPUs that are not here to the assembler, the other Triton's too (tests/tritons.py)",
+    )
+    parser.addoption(
+        "--backend",
+        choices=["TRITON", "GLUON"],
+        help="on a Hopper GPU: the portable kernels, or those for Hopper wherever they serve, instead of the faster ones",
+    )
 
 
 @pytest.fixture

@@ -32,8 +32,27 @@ LARGEST = torch.finfo(torch.float32).max
 SMALLEST = torch.finfo(torch.float32).tiny
 EPS = torch.finfo(torch.float32).eps
 
-_FLOAT_VALUES = (0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 1.5, 2.5, -2.5, 3.0, -7.25, 88.0, -100.0, 65504.0, 1e-3,
-                 0.1, math.inf, -math.inf, math.nan)
+_FLOAT_VALUES = (
+    0.0,
+    -0.0,
+    1.0,
+    -1.0,
+    0.5,
+    -0.5,
+    1.5,
+    2.5,
+    -2.5,
+    3.0,
+    -7.25,
+    88.0,
+    -100.0,
+    65504.0,
+    1e-3,
+    0.1,
+    math.inf,
+    -math.inf,
+    math.nan,
+)
 _INT_VALUES = (0, 1, -1, 2, -2, 3, -3, 7, -7, 8, 31, 63, 64, -100, 100)
 
 
@@ -76,8 +95,7 @@ def torch_dtype(expression: str, captured: dict) -> torch.dtype:
     return _run(expression, symbols, _on_cpu(captured)).dtype
 
 
-def in_torch(expression: str, scores: torch.Tensor, captured: dict, precision: torch.dtype,
-             formulas: bool = False) -> torch.Tensor:
+def in_torch(expression: str, scores: torch.Tensor, captured: dict, precision: torch.dtype, formulas: bool = False) -> torch.Tensor:
     """torch's result at every position, on the CPU, with floats in `precision` (float32 or float64).
 
     Captured values are rounded to float32 first, as kernels load them. `formulas`: compute rows that the op
@@ -127,8 +145,27 @@ class Noise(TorchDispatchMode):
     """Every operation that rounds is off by a few float32 roundings, and overflows where float32 does."""
 
     ROUND = {"add", "sub", "rsub", "mul", "div", "sqrt", "rsqrt", "reciprocal", "remainder", "square"}
-    BLUR = {"exp", "exp2", "expm1", "log", "log2", "log1p", "sin", "cos", "tan", "atan", "atan2", "tanh", "erf",
-            "sigmoid", "pow", "gelu", "silu", "softplus", "log_sigmoid_forward"}  # so may their operands be
+    BLUR = {
+        "exp",
+        "exp2",
+        "expm1",
+        "log",
+        "log2",
+        "log1p",
+        "sin",
+        "cos",
+        "tan",
+        "atan",
+        "atan2",
+        "tanh",
+        "erf",
+        "sigmoid",
+        "pow",
+        "gelu",
+        "silu",
+        "softplus",
+        "log_sigmoid_forward",
+    }  # so may their operands be
     AMOUNT = 4 * EPS
 
     def __init__(self, seed: int) -> None:
@@ -169,8 +206,16 @@ def blur(expression: str, scores: torch.Tensor, captured: dict, samples: int = 6
     return found
 
 
-def check(expression: str, scores: torch.Tensor, captured: dict, *, exact: bool = False,
-          precision: str = "float32", tolerance: float = 0.0, infinities: bool = True) -> float:
+def check(
+    expression: str,
+    scores: torch.Tensor,
+    captured: dict,
+    *,
+    exact: bool = False,
+    precision: str = "float32",
+    tolerance: float = 0.0,
+    infinities: bool = True,
+) -> float:
     """Assert that a kernel computes what torch does, in torch's dtype; returns the share compared.
 
     exact      the floating-point result is torch's float32 result itself (integers and bools always are)
@@ -203,8 +248,7 @@ def check(expression: str, scores: torch.Tensor, captured: dict, *, exact: bool 
     return (~allowed.isinf() | ~expected.isfinite()).double().mean().item()
 
 
-def _check_exactly(expression: str, dtype: torch.dtype, scores: torch.Tensor, captured: dict,
-                   precision: str) -> float:
+def _check_exactly(expression: str, dtype: torch.dtype, scores: torch.Tensor, captured: dict, precision: str) -> float:
     """Bools come out as 0 and 1; integers the kernel itself compares with torch's, in their own dtype."""
     expected = in_torch(expression, scores, captured, torch.float64, formulas=True).to(dtype).contiguous()
     sure = torch.ones_like(expected, dtype=torch.bool)
@@ -225,7 +269,9 @@ def _check_exactly(expression: str, dtype: torch.dtype, scores: torch.Tensor, ca
 def describe(expression: str, scores, captured: dict, same, out, expected) -> str:
     """Where a result differs first, with what the expression captures."""
     at = tuple((~same).nonzero()[0].tolist())
-    lines = [f"{expression}: {int((~same).sum())} of {same.numel()} positions differ, the first at {at}:",
-             f"    kernel {out[at].item()!r}, torch {expected[at].item()!r}, score {scores[at].item()!r}"]
+    lines = [
+        f"{expression}: {int((~same).sum())} of {same.numel()} positions differ, the first at {at}:",
+        f"    kernel {out[at].item()!r}, torch {expected[at].item()!r}, score {scores[at].item()!r}",
+    ]
     lines += [f"    {name} = {value!r}" for name, value in captured.items()]
     return "\n".join(lines)

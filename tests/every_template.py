@@ -78,8 +78,9 @@ def sequences() -> None:
     for lengths in ([131, 1500, 0, 700], [131, 70, 1]):
         cu_seqlens = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
         for head_dim in (40, 64, 128):
-            q, k, v = (torch.randn(sum(lengths), heads, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-                       for heads in (4, 2, 2))
+            q, k, v = (
+                torch.randn(sum(lengths), heads, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)
+            )
             for deterministic in (False, True):
                 out = varlen_attention(q, k, v, cu_seqlens, mask_mod=mods.causal, deterministic=deterministic)
                 torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
@@ -121,8 +122,10 @@ def hopper() -> None:
     mask = create_block_mask(mods.causal, None, None, LENGTH, LENGTH, "cuda")
     score_mods = None, mods.alibi(torch.rand(2, device="cuda")), mods.relative_bias(torch.randn(2, 2 * LENGTH - 1, device="cuda"))
     for head_dim, head_dim_v in ((64, 64), (128, 128), (192, 128), (256, 256)):
-        q, k, v = (torch.randn(2, heads, LENGTH, d, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-                   for heads, d in ((2, head_dim), (1, head_dim), (1, head_dim_v)))
+        q, k, v = (
+            torch.randn(2, heads, LENGTH, d, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            for heads, d in ((2, head_dim), (1, head_dim), (1, head_dim_v))
+        )
         for score_mod in score_mods:
             for block_mask in (None, mask):
                 out = flex_attention(q, k, v, score_mod, block_mask, enable_gqa=True, kernel_options={"BACKEND": "GLUON"})

@@ -159,11 +159,14 @@ class Descriptor:
         """Where a block that begins `at` lies in the tensor, and what of it does, as slices."""
         z, h, row, column = map(int, at)
         inside = 0 <= z < self.tensor.shape[0] and 0 <= h < self.tensor.shape[1] and row >= 0 and column >= 0
-        rows, columns = (min(n, size - first) if inside else 0 for n, size, first in zip(self.box, self.tensor.shape[2:], (row, column),
-                                                                                         strict=True))
+        rows, columns = (
+            min(n, size - first) if inside else 0 for n, size, first in zip(self.box, self.tensor.shape[2:], (row, column), strict=True)
+        )
         rows, columns = max(rows, 0), max(columns, 0)
         return (z if inside else 0, h if inside else 0, slice(row, row + rows), slice(column, column + columns)), (
-            slice(0, rows), slice(0, columns))
+            slice(0, rows),
+            slice(0, columns),
+        )
 
 
 def copy_in(descriptor: Descriptor, at, barrier: Barrier, buffer: Shared) -> None:
@@ -212,8 +215,12 @@ def initialise(barrier, count: int) -> None:
 
 
 mbarrier = types.SimpleNamespace(
-    MBarrierLayout=lambda: "barriers", init=initialise, wait=lambda b, phase: _one(b).wait(phase),
-    expect=lambda b, n: _one(b).change(1, n), arrive=lambda b, count=1: _one(b).change(count, 0))
+    MBarrierLayout=lambda: "barriers",
+    init=initialise,
+    wait=lambda b, phase: _one(b).wait(phase),
+    expect=lambda b, n: _one(b).change(1, n),
+    arrive=lambda b, count=1: _one(b).change(count, 0),
+)
 tma = types.SimpleNamespace(async_copy_global_to_shared=copy_in, async_copy_shared_to_global=stores.give, store_wait=stores.wait_until_read)
 
 
@@ -275,6 +282,7 @@ def _plain(function):
 
 def gluon_language(programs: int, program: int, lock) -> types.SimpleNamespace:
     """What stands for gluon.language in one of so many programs."""
+
     def atomic_add(pointer, value, sem=None):
         if isinstance(value, int) and value == 0:  # somebody waits
             time.sleep(0.001)
@@ -296,21 +304,44 @@ def gluon_language(programs: int, program: int, lock) -> types.SimpleNamespace:
         together([threading.Thread(target=run, args=partition, daemon=True) for partition in partitions], errors)
 
     dtypes = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int8", "int32", "int64")}
-    layouts = dict.fromkeys(("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout", "SwizzledSharedLayout",
-                             "DistributedLinearLayout"), Layout)
+    layouts = dict.fromkeys(
+        ("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout", "SwizzledSharedLayout", "DistributedLinearLayout"),
+        Layout,
+    )
     layouts["NVMMASharedLayout"] = types.SimpleNamespace(get_default_for=lambda *_: "slabs")
     return types.SimpleNamespace(
-        **dtypes, **layouts, constexpr=lambda x: x, program_id=lambda _: program, num_programs=lambda _: programs, atomic_add=atomic_add,
-        warp_specialize=warp_specialize, load=load, store=store, allocate_shared_memory=allocate, static_range=range,
-        barrier=lambda: None, multiple_of=lambda x, _: x, cdiv=lambda a, b: -(-a // b), convert_layout=lambda x, *_, **__: x,
-        join=lambda a, b: torch.stack((a, b), -1), split=lambda x: x.unbind(-1),
+        **dtypes,
+        **layouts,
+        constexpr=lambda x: x,
+        program_id=lambda _: program,
+        num_programs=lambda _: programs,
+        atomic_add=atomic_add,
+        warp_specialize=warp_specialize,
+        load=load,
+        store=store,
+        allocate_shared_memory=allocate,
+        static_range=range,
+        barrier=lambda: None,
+        multiple_of=lambda x, _: x,
+        cdiv=lambda a, b: -(-a // b),
+        convert_layout=lambda x, *_, **__: x,
+        join=lambda a, b: torch.stack((a, b), -1),
+        split=lambda x: x.unbind(-1),
         arange=lambda a, b, layout=None: torch.arange(a, b, dtype=torch.int32),
         zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype),
         full=lambda shape, value, dtype, layout=None: torch.full(shape, float("nan"), dtype=torch.float64).fill_(value).to(dtype),
-        where=where, maximum=_plain(torch.maximum), minimum=_plain(torch.minimum), exp2=_plain(torch.exp2),
-        log=_plain(torch.log), log2=_plain(torch.log2), abs=_plain(torch.abs), fma=fused,
+        where=where,
+        maximum=_plain(torch.maximum),
+        minimum=_plain(torch.minimum),
+        exp2=_plain(torch.exp2),
+        log=_plain(torch.log),
+        log2=_plain(torch.log2),
+        abs=_plain(torch.abs),
+        fma=fused,
         broadcast=lambda a, b: torch.broadcast_tensors(a, b),
-        max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis))
+        max=lambda x, axis: x.amax(axis),
+        sum=lambda x, axis: x.sum(axis),
+    )
 
 
 def limits(to_log2, text: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -341,14 +372,26 @@ def run(text: str, name: str, args: tuple, programs: int = 2) -> None:
             time.sleep(delays.pop() if delays else 0.0)
             stores.wait()
 
-        namespace = {"gl": language, "mbarrier": mbarrier, "tma": tma, "warpgroup_mma": multiply, "fence_async_shared": lambda: None,
-                     "warpgroup_mma_wait": lambda _, deps: deps if len(deps) > 1 else deps[0], "builtin": lambda f: f,
-                     "gluon": types.SimpleNamespace(jit=lambda f=None, **_: f or (lambda g: g))}
+        namespace = {
+            "gl": language,
+            "mbarrier": mbarrier,
+            "tma": tma,
+            "warpgroup_mma": multiply,
+            "fence_async_shared": lambda: None,
+            "warpgroup_mma_wait": lambda _, deps: deps if len(deps) > 1 else deps[0],
+            "builtin": lambda f: f,
+            "gluon": types.SimpleNamespace(jit=lambda f=None, **_: f or (lambda g: g)),
+        }
         exec(compile("from __future__ import annotations\n" + "\n".join(lines), name, "exec"), namespace)
         # what is a GPU's instruction
-        namespace |= {"tanh_approx": torch.tanh, "float_difference": lambda a, b: (a - b).float(), "meet": both.wait,
-                      "limits": lambda x: limits(x, text), "wait_for_stores": wait_for_stores,
-                      "tma_add": lambda *args: stores.give(*args, add=True)}
+        namespace |= {
+            "tanh_approx": torch.tanh,
+            "float_difference": lambda a, b: (a - b).float(),
+            "meet": both.wait,
+            "limits": lambda x: limits(x, text),
+            "wait_for_stores": wait_for_stores,
+            "tma_add": lambda *args: stores.give(*args, add=True),
+        }
         try:
             namespace[name](*(Pointer(a) if isinstance(a, torch.Tensor) else Number(a) if type(a) is int else a for a in args))
         except BaseException as error:

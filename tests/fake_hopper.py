@@ -37,6 +37,7 @@ def pass_for_hopper(monkeypatch, variant: Callable[[str], Variant], multiprocess
     monkeypatch.setattr(binary, "obtain", lambda name, *_: (variant(name), False))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
     def descriptor(t, rows, columns=None):
         columns = columns or tma.round_up_head_dim(t.shape[3])
         return tma._known(t.data_ptr(), t.dtype, t.shape, t.stride(), rows, columns)
@@ -58,7 +59,7 @@ def forward_on_cpu(monkeypatch, run: bool = True) -> list:
             described = [fake_gluon.Descriptor(t, *block) for t, block in zip(tensors, plan.blocks, strict=True)]
             tensors[3].fill_(float("nan"))
             counter = torch.zeros(2, dtype=torch.int32)
-            pointers = tensors[forward._first_by_pointer(plan):]
+            pointers = tensors[forward._first_by_pointer(plan) :]
             fake_gluon.run(render(plan.spec), "hopper_forward", (*described, *pointers, *stats, counter, *rest))
             assert not counter.any()
         return None, 0

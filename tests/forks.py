@@ -1,12 +1,12 @@
 """Forks: a child works on the CPU and ends, whatever another thread of its parent was doing.
 
-    python tests/forks.py --n 25                    each of the ways below 25 times, each child with 60 seconds to do its work
-    python tests/forks.py --n 100 --ways interpret
+python tests/forks.py --n 25                    each of the ways below 25 times, each child with 60 seconds to do its work
+python tests/forks.py --n 100 --ways interpret
 
-    import      right after `import flexpress`
-    interpret   while another thread runs interpreted kernels
-    trace       while another thread traces, lowers and prints new mods
-    compile     while another thread compiles for a GPU that is not there
+import      right after `import flexpress`
+interpret   while another thread runs interpreted kernels
+trace       while another thread traces, lowers and prints new mods
+compile     while another thread compiles for a GPU that is not there
 """
 
 from __future__ import annotations
@@ -71,8 +71,9 @@ def importing(n: int) -> int:
     import subprocess
 
     program = "import flexpress, forks; assert forks.threading.active_count() == 1; raise SystemExit(forks.child(forks.attend))"
-    return sum(subprocess.run([sys.executable, "-c", program], cwd=os.path.dirname(os.path.abspath(__file__))).returncode != 0
-               for _ in range(n))
+    return sum(
+        subprocess.run([sys.executable, "-c", program], cwd=os.path.dirname(os.path.abspath(__file__))).returncode != 0 for _ in range(n)
+    )
 
 
 def beside(n: int, work) -> int:

@@ -35,18 +35,32 @@ def language() -> list[tuple]:
     import triton.language as tl
     from triton.runtime import interpreter
 
-    owners = (tl, tl.core, tl.math, tl.standard, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base, interpreter,
-              interpreter.InterpreterBuilder)
+    owners = (
+        tl,
+        tl.core,
+        tl.math,
+        tl.standard,
+        tl.tensor,
+        tl.dtype,
+        tl.core.tensor_descriptor_base,
+        interpreter,
+        interpreter.InterpreterBuilder,
+    )
     module = type(os)
-    return [(owner, name, value) for owner in owners for name, value in vars(owner).items()
-            if not isinstance(value, module) and name != "__annotations__"]
+    return [
+        (owner, name, value)
+        for owner in owners
+        for name, value in vars(owner).items()
+        if not isinstance(value, module) and name != "__annotations__"
+    ]
 
 
 def same_language(before: list[tuple]) -> bool:
     """Is everything as `language` found it?"""
     now = language()
-    return len(now) == len(before) and all(a is c and x == y and v is w for (a, x, v), (c, y, w) in zip(
-        sorted(before, key=_place), sorted(now, key=_place), strict=True))
+    return len(now) == len(before) and all(
+        a is c and x == y and v is w for (a, x, v), (c, y, w) in zip(sorted(before, key=_place), sorted(now, key=_place), strict=True)
+    )
 
 
 def _place(entry: tuple) -> tuple:

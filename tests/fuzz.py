@@ -180,9 +180,8 @@ class Campaign:
         counts = Counter(o.status for o in self.outcomes)
         seconds = time.time() - self.began
         rate = len(self.outcomes) / max(seconds, 1e-9) / self.options.jobs
-        return (
-            f"{len(self.outcomes)} programs in {seconds:.0f} s ({rate:.2f} a second and process): "
-            + ", ".join(f"{n} {status}" for status, n in sorted(counts.items()))
+        return f"{len(self.outcomes)} programs in {seconds:.0f} s ({rate:.2f} a second and process): " + ", ".join(
+            f"{n} {status}" for status, n in sorted(counts.items())
         )
 
     def summary(self) -> str:

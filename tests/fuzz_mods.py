@@ -21,8 +21,39 @@ from evaluate import default_dtype
 INT_DTYPES = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MASK_SYMBOLS = ("b", "h", "q_idx", "kv_idx")
-INTEGERS = (0, 1, 2, 3, 5, 7, 8, 13, 16, 31, 32, 63, 64, 100, 127, 128, 129, 255, 256, 32767, 32768, 65535, 2**24, 2**24 + 1, 2**30,
-            2**31 - 2, 2**31 - 1, 2**31, 2**32, 2**33, 2**62)
+INTEGERS = (
+    0,
+    1,
+    2,
+    3,
+    5,
+    7,
+    8,
+    13,
+    16,
+    31,
+    32,
+    63,
+    64,
+    100,
+    127,
+    128,
+    129,
+    255,
+    256,
+    32767,
+    32768,
+    65535,
+    2**24,
+    2**24 + 1,
+    2**30,
+    2**31 - 2,
+    2**31 - 1,
+    2**31,
+    2**32,
+    2**33,
+    2**62,
+)
 FLOATS = (0.0, 0.5, 1.0, 1.5, 2.0, 0.25, 0.1, 0.3, 3.0, 7.25, 1e-3, 100.0)
 
 
@@ -105,6 +136,7 @@ class Node:
 
 # What a form asks of its operands, beside what torch does.
 
+
 def exact(*nodes) -> bool:
     return all(n.exact for n in nodes)
 
@@ -124,63 +156,176 @@ def powers(x, exponent) -> bool:
 def whole(dtype):
     """Exact floats that a cast to an integer dtype keeps inside its range."""
     info = torch.iinfo(dtype)
-    return lambda x: x.exact and x.low > max(info.min, -2**30) and x.high < min(info.max, 2**30)
+    return lambda x: x.exact and x.low > max(info.min, -(2**30)) and x.high < min(info.max, 2**30)
 
 
 # form, what it asks for, weight
 FLOAT_FORMS = [
-    ("{f} + {f}", None, 4), ("{f} - {f}", None, 4), ("{f} * {f}", None, 3), ("{f} * {x}", None, 3), ("{f} + {x}", None, 2),
-    ("{f} + {i}", between(-1e4, 1e4), 2), ("{i} * {x}", between(-2**24, 2**24), 3), ("{f} * {i}", None, 2), ("{x} - {f}", None, 1),
-    ("-{f}", None, 1), ("abs({f})", None, 1), ("{f} / {x}", None, 1), ("{f} / (abs({f}) + 1)", None, 1), ("{i} / ({i} % 9 + 1)", None, 1),
-    ("{f}**2", None, 1), ("{f}**3", None, 1), ("torch.square({f})", None, 1), ("torch.reciprocal({f} * {f} + 1)", None, 1),
-    ("torch.exp(torch.clamp({f}, max=3))", None, 1), ("torch.exp({f})", between(-80, 4), 1), ("torch.exp2({f})", between(-80, 5), 1),
-    ("torch.expm1({f})", between(-80, 4), 1), ("torch.log(abs({f}) + 1)", None, 1), ("torch.log2({f})", between(0.01, 1e6), 1),
-    ("torch.log1p({f})", between(-0.9, 1e6), 1), ("torch.sqrt({f} * {f} + 0.5)", None, 1), ("torch.sqrt({f})", between(0.01, 1e6), 1),
-    ("torch.rsqrt(abs({f}) + 1)", None, 1), ("torch.sin({f})", between(-30, 30), 1), ("torch.cos({f})", between(-30, 30), 1),
-    ("torch.cos({i})", between(-30, 30), 1), ("torch.tan({f})", between(-1.2, 1.2), 1), ("torch.atan({f})", None, 1),
-    ("torch.atan2({f}, abs({f}) + 1)", None, 1), ("torch.erf({f})", None, 1), ("torch.sigmoid({f})", None, 1), ("torch.tanh({f})", None, 2),
-    ("{x} * torch.tanh({f} / 5)", None, 1), ("torch.minimum({f}, {f})", None, 1), ("torch.maximum({f}, {f})", None, 1),
-    ("torch.clamp({f}, -3, 5)", None, 1), ("torch.clamp({f}, max={f})", None, 1), ("torch.clamp_min({f}, {x})", None, 1),
-    ("F.relu({f})", None, 1), ("F.gelu({f})", between(-50, 50), 1), ("F.gelu({f}, approximate='tanh')", between(-20, 20), 1),
-    ("F.silu({f})", None, 1), ("F.softplus({f})", None, 1), ("F.logsigmoid({f})", None, 1), ("torch.add({f}, {f}, alpha=3)", None, 1),
-    ("torch.rsub({f}, {f})", None, 1), ("torch.pow(abs({f}) + 0.5, {x})", between(0, 100), 1), ("torch.where({b}, {f}, {f})", None, 3),
-    ("torch.where({b}, {f}, {x})", None, 2), ("{f}.where({b}, {f})", None, 1), ("{b} * {f}", None, 1), ("{b}.float()", None, 1),
-    ("{i}.float()", between(-2**24, 2**24), 2), ("{i}.to(torch.float32)", between(-2**24, 2**24), 1),
-    ("{i}.double()", between(-2**24, 2**24), 1), ("{i}.half().float()", between(-2000, 2000), 1),
+    ("{f} + {f}", None, 4),
+    ("{f} - {f}", None, 4),
+    ("{f} * {f}", None, 3),
+    ("{f} * {x}", None, 3),
+    ("{f} + {x}", None, 2),
+    ("{f} + {i}", between(-1e4, 1e4), 2),
+    ("{i} * {x}", between(-(2**24), 2**24), 3),
+    ("{f} * {i}", None, 2),
+    ("{x} - {f}", None, 1),
+    ("-{f}", None, 1),
+    ("abs({f})", None, 1),
+    ("{f} / {x}", None, 1),
+    ("{f} / (abs({f}) + 1)", None, 1),
+    ("{i} / ({i} % 9 + 1)", None, 1),
+    ("{f}**2", None, 1),
+    ("{f}**3", None, 1),
+    ("torch.square({f})", None, 1),
+    ("torch.reciprocal({f} * {f} + 1)", None, 1),
+    ("torch.exp(torch.clamp({f}, max=3))", None, 1),
+    ("torch.exp({f})", between(-80, 4), 1),
+    ("torch.exp2({f})", between(-80, 5), 1),
+    ("torch.expm1({f})", between(-80, 4), 1),
+    ("torch.log(abs({f}) + 1)", None, 1),
+    ("torch.log2({f})", between(0.01, 1e6), 1),
+    ("torch.log1p({f})", between(-0.9, 1e6), 1),
+    ("torch.sqrt({f} * {f} + 0.5)", None, 1),
+    ("torch.sqrt({f})", between(0.01, 1e6), 1),
+    ("torch.rsqrt(abs({f}) + 1)", None, 1),
+    ("torch.sin({f})", between(-30, 30), 1),
+    ("torch.cos({f})", between(-30, 30), 1),
+    ("torch.cos({i})", between(-30, 30), 1),
+    ("torch.tan({f})", between(-1.2, 1.2), 1),
+    ("torch.atan({f})", None, 1),
+    ("torch.atan2({f}, abs({f}) + 1)", None, 1),
+    ("torch.erf({f})", None, 1),
+    ("torch.sigmoid({f})", None, 1),
+    ("torch.tanh({f})", None, 2),
+    ("{x} * torch.tanh({f} / 5)", None, 1),
+    ("torch.minimum({f}, {f})", None, 1),
+    ("torch.maximum({f}, {f})", None, 1),
+    ("torch.clamp({f}, -3, 5)", None, 1),
+    ("torch.clamp({f}, max={f})", None, 1),
+    ("torch.clamp_min({f}, {x})", None, 1),
+    ("F.relu({f})", None, 1),
+    ("F.gelu({f})", between(-50, 50), 1),
+    ("F.gelu({f}, approximate='tanh')", between(-20, 20), 1),
+    ("F.silu({f})", None, 1),
+    ("F.softplus({f})", None, 1),
+    ("F.logsigmoid({f})", None, 1),
+    ("torch.add({f}, {f}, alpha=3)", None, 1),
+    ("torch.rsub({f}, {f})", None, 1),
+    ("torch.pow(abs({f}) + 0.5, {x})", between(0, 100), 1),
+    ("torch.where({b}, {f}, {f})", None, 3),
+    ("torch.where({b}, {f}, {x})", None, 2),
+    ("{f}.where({b}, {f})", None, 1),
+    ("{b} * {f}", None, 1),
+    ("{b}.float()", None, 1),
+    ("{i}.float()", between(-(2**24), 2**24), 2),
+    ("{i}.to(torch.float32)", between(-(2**24), 2**24), 1),
+    ("{i}.double()", between(-(2**24), 2**24), 1),
+    ("{i}.half().float()", between(-2000, 2000), 1),
     ("{i}.bfloat16().float()", between(-200, 200), 1),
-    ("torch.floor({f})", exact, 1), ("torch.ceil({f})", exact, 1), ("torch.trunc({f})", exact, 1), ("torch.round({f})", exact, 1),
-    ("torch.sign({f})", exact, 1), ("{f} % 3.0", exact, 1), ("{f}.detach() // 2.0", exact, 1), ("torch.fmod({f}, 2.5)", exact, 1),
-    ("torch.div({f}, 4, rounding_mode='floor')", exact, 1), ("{f}.half().float()", exact, 1), ("{f}.bfloat16().float()", exact, 1),
-    ("{f}.detach()", None, 0.3), ("torch.zeros_like({f})", None, 0.2), ("torch.full_like({f}, {x})", None, 0.3),
-    ("torch.tensor({x}) + {f}", None, 0.3), ("{f}.clone()", None, 0.2),
+    ("torch.floor({f})", exact, 1),
+    ("torch.ceil({f})", exact, 1),
+    ("torch.trunc({f})", exact, 1),
+    ("torch.round({f})", exact, 1),
+    ("torch.sign({f})", exact, 1),
+    ("{f} % 3.0", exact, 1),
+    ("{f}.detach() // 2.0", exact, 1),
+    ("torch.fmod({f}, 2.5)", exact, 1),
+    ("torch.div({f}, 4, rounding_mode='floor')", exact, 1),
+    ("{f}.half().float()", exact, 1),
+    ("{f}.bfloat16().float()", exact, 1),
+    ("{f}.detach()", None, 0.3),
+    ("torch.zeros_like({f})", None, 0.2),
+    ("torch.full_like({f}, {x})", None, 0.3),
+    ("torch.tensor({x}) + {f}", None, 0.3),
+    ("{f}.clone()", None, 0.2),
 ]
 INT_FORMS = [
-    ("{i} + {i}", None, 4), ("{i} - {i}", None, 4), ("{i} * {i}", None, 2), ("{i} + {n}", None, 4), ("{n} - {i}", None, 2),
-    ("{i} - {n}", None, 2), ("{i} * {n}", None, 2), ("-{i}", None, 1), ("abs({i})", None, 1), ("~{i}", None, 1), ("{i} // 3", None, 1),
-    ("{i} // -2", None, 1), ("{i} % 5", None, 1), ("{i} % -7", None, 1), ("{i} // ({i} % 5 + 2)", None, 1),
-    ("{i} % (({i} & 7) + 1)", None, 1), ("torch.fmod({i}, 3)", None, 1), ("torch.div({i}, 4, rounding_mode='trunc')", None, 1),
-    ("torch.div({i}, -3, rounding_mode='floor')", None, 1), ("{i} & {i}", None, 1), ("{i} | {i}", None, 1), ("{i} ^ {i}", None, 1),
-    ("{i} & {n}", None, 1), ("{i} | {n}", None, 1), ("{i} ^ {n}", None, 1), ("{i} << 2", not_bool, 1), ("{i} << ({i} & 3)", None, 1),
-    ("{i} >> 1", not_bool, 1), ("{i} >> ({i} & 5)", None, 1), ("{i}**2", None, 1), ("{i}**3", None, 1), ("{i} ** ({i} & 3)", None, 1),
-    ("{i} ** {i}", powers, 1), ("torch.minimum({i}, {i})", None, 1), ("torch.maximum({i}, {i})", None, 1),
-    ("torch.where({b}, {i}, {i})", None, 2), ("torch.where({b}, {i}, {n})", None, 1), ("torch.where({b}, {n}, {n})", None, 1),
+    ("{i} + {i}", None, 4),
+    ("{i} - {i}", None, 4),
+    ("{i} * {i}", None, 2),
+    ("{i} + {n}", None, 4),
+    ("{n} - {i}", None, 2),
+    ("{i} - {n}", None, 2),
+    ("{i} * {n}", None, 2),
+    ("-{i}", None, 1),
+    ("abs({i})", None, 1),
+    ("~{i}", None, 1),
+    ("{i} // 3", None, 1),
+    ("{i} // -2", None, 1),
+    ("{i} % 5", None, 1),
+    ("{i} % -7", None, 1),
+    ("{i} // ({i} % 5 + 2)", None, 1),
+    ("{i} % (({i} & 7) + 1)", None, 1),
+    ("torch.fmod({i}, 3)", None, 1),
+    ("torch.div({i}, 4, rounding_mode='trunc')", None, 1),
+    ("torch.div({i}, -3, rounding_mode='floor')", None, 1),
+    ("{i} & {i}", None, 1),
+    ("{i} | {i}", None, 1),
+    ("{i} ^ {i}", None, 1),
+    ("{i} & {n}", None, 1),
+    ("{i} | {n}", None, 1),
+    ("{i} ^ {n}", None, 1),
+    ("{i} << 2", not_bool, 1),
+    ("{i} << ({i} & 3)", None, 1),
+    ("{i} >> 1", not_bool, 1),
+    ("{i} >> ({i} & 5)", None, 1),
+    ("{i}**2", None, 1),
+    ("{i}**3", None, 1),
+    ("{i} ** ({i} & 3)", None, 1),
+    ("{i} ** {i}", powers, 1),
+    ("torch.minimum({i}, {i})", None, 1),
+    ("torch.maximum({i}, {i})", None, 1),
+    ("torch.where({b}, {i}, {i})", None, 2),
+    ("torch.where({b}, {i}, {n})", None, 1),
+    ("torch.where({b}, {n}, {n})", None, 1),
     ("torch.clamp({i}, 2, 9)", None, 1),
-    ("torch.clamp({i}, min={i})", None, 1), ("torch.clamp_max({i}, {n})", None, 1), ("torch.sign({i})", None, 1), ("{b}.int()", None, 1),
-    ("{i}.long()", None, 1), ("{i}.int()", None, 1), ("{i}.short()", None, 0.5), ("{i}.char()", None, 0.5), ("{i}.byte()", None, 0.5),
-    ("{i}.to(torch.int8)", None, 0.3), ("{f}.int()", whole(torch.int32), 1), ("{f}.long()", whole(torch.int64), 0.5),
-    ("{f}.to(torch.int16)", whole(torch.int16), 0.5), ("torch.square({i})", None, 0.5), ("{b} + {i}", None, 0.5),
-    ("torch.add({i}, {i}, alpha=3)", None, 0.5), ("torch.full_like({i}, {n})", None, 0.2), ("torch.rsub({i}, {n})", None, 0.3),
+    ("torch.clamp({i}, min={i})", None, 1),
+    ("torch.clamp_max({i}, {n})", None, 1),
+    ("torch.sign({i})", None, 1),
+    ("{b}.int()", None, 1),
+    ("{i}.long()", None, 1),
+    ("{i}.int()", None, 1),
+    ("{i}.short()", None, 0.5),
+    ("{i}.char()", None, 0.5),
+    ("{i}.byte()", None, 0.5),
+    ("{i}.to(torch.int8)", None, 0.3),
+    ("{f}.int()", whole(torch.int32), 1),
+    ("{f}.long()", whole(torch.int64), 0.5),
+    ("{f}.to(torch.int16)", whole(torch.int16), 0.5),
+    ("torch.square({i})", None, 0.5),
+    ("{b} + {i}", None, 0.5),
+    ("torch.add({i}, {i}, alpha=3)", None, 0.5),
+    ("torch.full_like({i}, {n})", None, 0.2),
+    ("torch.rsub({i}, {n})", None, 0.3),
 ]
 BOOL_FORMS = [
     *((f"{{i}} {op} {{i}}", None, 3) for op in ("<", "<=", ">", ">=", "==", "!=")),
     *((f"{{i}} {op} {{n}}", None, 3) for op in ("<", "<=", ">", ">=", "==", "!=")),
-    *((f"{{f}} {op} {{f}}", exact, 0.5) for op in ("<", "<=", ">", ">=", "==", "!=")), ("{f} < {x}", exact, 1), ("{f} >= {x}", exact, 1),
-    ("{i} < {f}", exact, 1), ("{i} >= 2.5", None, 1), ("{b} & {b}", None, 5), ("{b} | {b}", None, 5), ("{b} ^ {b}", None, 1),
-    ("~{b}", None, 2), ("torch.logical_and({i}, {b})", None, 1), ("torch.logical_or({b}, {i})", None, 1),
-    ("torch.logical_xor({b}, {b})", None, 0.5), ("torch.logical_not({i})", None, 1), ("torch.isnan({f})", exact, 0.3),
-    ("torch.isfinite({f})", exact, 0.3), ("torch.isinf({f})", exact, 0.3), ("{i}.bool()", None, 1), ("{b} == {b}", None, 0.5),
-    ("{b} < {b}", None, 0.3), ("torch.where({b}, {b}, {b})", None, 1), ("({i} & {n}) != 0", None, 1), ("torch.lt({i}, {i})", None, 0.5),
-    ("{b} & {on}", None, 0.5), ("{b} | {on}", None, 0.3),
+    *((f"{{f}} {op} {{f}}", exact, 0.5) for op in ("<", "<=", ">", ">=", "==", "!=")),
+    ("{f} < {x}", exact, 1),
+    ("{f} >= {x}", exact, 1),
+    ("{i} < {f}", exact, 1),
+    ("{i} >= 2.5", None, 1),
+    ("{b} & {b}", None, 5),
+    ("{b} | {b}", None, 5),
+    ("{b} ^ {b}", None, 1),
+    ("~{b}", None, 2),
+    ("torch.logical_and({i}, {b})", None, 1),
+    ("torch.logical_or({b}, {i})", None, 1),
+    ("torch.logical_xor({b}, {b})", None, 0.5),
+    ("torch.logical_not({i})", None, 1),
+    ("torch.isnan({f})", exact, 0.3),
+    ("torch.isfinite({f})", exact, 0.3),
+    ("torch.isinf({f})", exact, 0.3),
+    ("{i}.bool()", None, 1),
+    ("{b} == {b}", None, 0.5),
+    ("{b} < {b}", None, 0.3),
+    ("torch.where({b}, {b}, {b})", None, 1),
+    ("({i} & {n}) != 0", None, 1),
+    ("torch.lt({i}, {i})", None, 0.5),
+    ("{b} & {on}", None, 0.5),
+    ("{b} | {on}", None, 0.3),
 ]
 FORMS = {"f": FLOAT_FORMS, "i": INT_FORMS, "b": BOOL_FORMS}
 WEIGHTS = {kind: [weight for *_, weight in forms] for kind, forms in FORMS.items()}
@@ -444,7 +589,7 @@ class Writer:
         args, text = [], form
         while (at := text.find("{")) >= 0:
             end = text.index("}", at)
-            key = text[at + 1:end]
+            key = text[at + 1 : end]
             if key in ("n", "x", "on"):
                 put = {"n": self.number, "x": self.real, "on": self.on}[key]()
                 if key == "n" and (any(sign in form for sign in "<>=") or "torch.where" in form or "clamp" in form):
@@ -452,7 +597,7 @@ class Writer:
             else:
                 put = f"\0{len(args)}\1"
                 args.append(self.grown(key, depth - 1 if not args else self.rng.randint(0, depth - 1)))
-            text = text[:at] + put + text[end + 1:]
+            text = text[:at] + put + text[end + 1 :]
         if asks is not None and not asks(*args):
             raise ValueError("not for these operands")
         return self.made(text.replace("\0", "{").replace("\1", "}"), *args)
@@ -470,8 +615,11 @@ class Writer:
         if node.kind != "f":
             return True
         value = node.value.double()
-        return bool(value.isfinite().all() and (value.abs() <= 1e5).all()
-                    and ((value - node.rough.double()).abs() <= 1e-4 * (1 + value.abs())).all())
+        return bool(
+            value.isfinite().all()
+            and (value.abs() <= 1e5).all()
+            and ((value - node.rough.double()).abs() <= 1e-4 * (1 + value.abs())).all()
+        )
 
 
 def _kind(value: torch.Tensor) -> str:
@@ -489,8 +637,10 @@ def score_source(writer: Writer, depth: int) -> str:
         node = writer.made("{0} * 0.5", score)
     largest = node.value.abs().max().item()
     if largest > 60:
-        node = writer.made(rng.choice(("20 * torch.tanh({0} / 20)", "torch.clamp({0}, -20, 20)",
-                                       f"{{0}} * {2.0 ** -math.ceil(math.log2(largest / 20))}")), node)
+        node = writer.made(
+            rng.choice(("20 * torch.tanh({0} / 20)", "torch.clamp({0}, -20, 20)", f"{{0}} * {2.0 ** -math.ceil(math.log2(largest / 20))}")),
+            node,
+        )
     if rng.random() < 0.12:
         hidden = rng.choice(("-math.inf", "-math.inf", "float('-inf')", "torch.finfo(torch.float32).min", "-1e9"))
         node = writer.made(f"torch.where({{0}}, {{1}}, {hidden})", writer.grown("b", 2), node)

@@ -61,8 +61,11 @@ def mask_arguments(p: dict, mask_mod, heads: int, device: str) -> dict:
     """How a problem's mask is passed to flex_attention."""
     if mask_mod is None or p["mask_made"] == "by the call":
         return {"mask_mod": mask_mod}
-    return {"block_mask": create_block_mask(mask_mod, p["B"], heads, p["Q_LEN"], p["KV_LEN"], device, p["BLOCK_SIZE"],
-                                            separate_full_blocks=p["separate_full_blocks"])}
+    return {
+        "block_mask": create_block_mask(
+            mask_mod, p["B"], heads, p["Q_LEN"], p["KV_LEN"], device, p["BLOCK_SIZE"], separate_full_blocks=p["separate_full_blocks"]
+        )
+    }
 
 
 SCORE_MODS = sorted(score_mods(1, 1, "cpu"))
@@ -81,7 +84,7 @@ def tensor_of(shape, layout: str, dtype, device: str, seed: int):
     if layout == "bshd":
         return random(B, S, H, D).transpose(1, 2)
     if layout == "sliced":
-        return random(B, H + 1, S + 3, D + 5)[:, 1:, 2:S + 2, 3:D + 3]
+        return random(B, H + 1, S + 3, D + 5)[:, 1:, 2 : S + 2, 3 : D + 3]
     if layout == "wide_head_dim":
         return random(B, H, S, 2 * D)[..., ::2]
     if layout == "shared_batch":
@@ -96,11 +99,18 @@ def problems(draw, device):
     KV_LEN = draw(st.one_of(st.just(Q_LEN), st.sampled_from(LENGTHS[device])))
     D_QK = draw(st.sampled_from(HEAD_DIMS[device]))
     return {
-        "dtype": dtype, "B": draw(st.sampled_from([1, 2])), "Hkv": draw(st.sampled_from([1, 2])),
-        "group": draw(st.sampled_from([1, 2, 3, 7])), "Q_LEN": Q_LEN, "KV_LEN": KV_LEN, "D_QK": D_QK,
+        "dtype": dtype,
+        "B": draw(st.sampled_from([1, 2])),
+        "Hkv": draw(st.sampled_from([1, 2])),
+        "group": draw(st.sampled_from([1, 2, 3, 7])),
+        "Q_LEN": Q_LEN,
+        "KV_LEN": KV_LEN,
+        "D_QK": D_QK,
         "D_V": draw(st.one_of(st.just(D_QK), st.sampled_from(HEAD_DIMS[device]))),
-        "layouts": draw(st.tuples(*[st.sampled_from(LAYOUTS)] * 3)), "score": draw(st.sampled_from(SCORE_MODS)),
-        "mask": draw(st.sampled_from(MASK_MODS)), "one_kv_batch": draw(st.booleans()),
+        "layouts": draw(st.tuples(*[st.sampled_from(LAYOUTS)] * 3)),
+        "score": draw(st.sampled_from(SCORE_MODS)),
+        "mask": draw(st.sampled_from(MASK_MODS)),
+        "one_kv_batch": draw(st.booleans()),
         "BLOCK_SIZE": draw(st.sampled_from([128, 64, (32, 64), (64, 16), (256, 64)] if device == "cpu" else [128, 64, (64, 128), 256])),
         "separate_full_blocks": draw(st.sampled_from([True, True, False])),
         "mask_made": draw(st.sampled_from(["before", "before", "by the call"])),
@@ -131,14 +141,15 @@ def learned_mods(batch: int, heads: int, length: int, device: str, dtype=torch.f
         "temperature": (lambda t: lambda s, b, h, m, n: s * t + t, [learned()]),
         "constant": (lambda t: lambda s, b, h, m, n: torch.zeros_like(s) + t[0] * 0.5, [learned(3)]),
         "per_query": (lambda t: lambda s, b, h, m, n: s * t[b, m], [learned(batch, length)]),
-        "per_key": (lambda t, u: lambda s, b, h, m, n: torch.tanh(s) * u[h, n] + t[0, n],
-                    [learned(1, length), learned(heads, length)]),
+        "per_key": (lambda t, u: lambda s, b, h, m, n: torch.tanh(s) * u[h, n] + t[0, n], [learned(1, length), learned(heads, length)]),
         "table": (lambda t: lambda s, b, h, m, n: s + t[h, m - n + length], [learned(heads, 2 * length)]),
         "bias": (lambda t: lambda s, b, h, m, n: s + t[b, h, m, n], [learned(batch, heads, length, length)]),
         "head_bias": (lambda t: lambda s, b, h, m, n: s + t[h, m, n], [learned(heads, length, length)]),
         "windows": (lambda t: lambda s, b, h, m, n: s + t.unfold(0, length, 1)[m, n], [learned(2 * length)]),
-        "table_and_rows": (lambda t, u: lambda s, b, h, m, n: s * u[h, m] + t[h, m - n + length] + u[0, 0],
-                           [learned(heads, 2 * length), learned(heads, length)]),
+        "table_and_rows": (
+            lambda t, u: lambda s, b, h, m, n: s * u[h, m] + t[h, m - n + length] + u[0, 0],
+            [learned(heads, 2 * length), learned(heads, length)],
+        ),
         "bias_twice": (lambda t: lambda s, b, h, m, n: t[b, h, m, n] + s * t[b, h, m, 0], [learned(batch, heads, length, length)]),
         "turned": (lambda t: lambda s, b, h, m, n: s + t.transpose(0, 2)[b, m, n], [learned(length, length, batch)]),
         "buckets": (lambda t: lambda s, b, h, m, n: s + t[h, buckets[m]] * t[h, buckets[n]], [learned(heads, 7)]),

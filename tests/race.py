@@ -43,8 +43,12 @@ def attended(number: int, device: str, packed: bool = False) -> None:
     q, k, v = (torch.randn(1, 1, LENGTH, 16, device=device, requires_grad=number % 2 == 0 and not packed) for _ in range(3))
     if packed:
         ends = torch.tensor([0, LENGTH], dtype=torch.int32, device=device)
-        out = varlen_attention(*(t[0].mT.transpose(1, 2).transpose(0, 1) for t in (q, k, v)), ends, score_mod=score_mod(number),
-                               mask_mod=mask_mod(number % 40 + 1)).transpose(0, 1)[None]
+        out = varlen_attention(
+            *(t[0].mT.transpose(1, 2).transpose(0, 1) for t in (q, k, v)),
+            ends,
+            score_mod=score_mod(number),
+            mask_mod=mask_mod(number % 40 + 1),
+        ).transpose(0, 1)[None]
     else:
         out = flex_attention(q, k, v, score_mod(number), mask_mod=mask_mod(number % 40 + 1))
     scores = score_of(number, (q.double() @ k.double().mT / 4).cpu())
@@ -88,8 +92,10 @@ def campaign(threads: int, calls: int, device: str = "cpu", seed: int = 0) -> st
     for failure in failures[:5]:
         print(failure, file=sys.stderr)
     assert not failures, f"{len(failures)} of {len(rounds) * threads} calls failed"
-    return (f"{threads} threads, {len(rounds) * threads} first calls, 0 failures; {info.traces} traces, {info.prints} prints, "
-            f"{info.compiles} compiled, {time.perf_counter() - begun:.0f} s")
+    return (
+        f"{threads} threads, {len(rounds) * threads} first calls, 0 failures; {info.traces} traces, {info.prints} prints, "
+        f"{info.compiles} compiled, {time.perf_counter() - begun:.0f} s"
+    )
 
 
 if __name__ == "__main__":

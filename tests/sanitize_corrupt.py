@@ -36,13 +36,16 @@ class Guards:
         memory = torch.full((tensor.numel() + 2 * GUARD,), fill, dtype=torch.float32 if tensor.is_floating_point() else tensor.dtype)
         memory = memory.to(self.device, tensor.dtype)
         self.kept.append((memory, fill, tensor.numel()))
-        inside = memory[GUARD:GUARD + tensor.numel()].view(tensor.shape)
+        inside = memory[GUARD : GUARD + tensor.numel()].view(tensor.shape)
         return inside.copy_(tensor)
 
     def intact(self) -> bool:
         """Has nobody written to them?"""
-        return all((edge.float().isnan() if edge.is_floating_point() else edge == fill).all()
-                   for memory, fill, n in self.kept for edge in (memory[:GUARD], memory[GUARD + n:]))
+        return all(
+            (edge.float().isnan() if edge.is_floating_point() else edge == fill).all()
+            for memory, fill, n in self.kept
+            for edge in (memory[:GUARD], memory[GUARD + n :])
+        )
 
 
 # what of an honest call is another value, and which sequences that concerns (None: all)
@@ -92,13 +95,17 @@ def calls(device: str, *, lengths, lens, page_size, room, heads, dims, dtype, ca
                 guards = Guards(device)
                 most = max(lens)
                 shape = (total + 2,) if ragged else (batch,)
-                q, k, v = (guards.put(torch.randn(*shape, h, *(() if ragged else (most,)), d, generator=g).to(dtype)) for h, d in
-                           zip((heads[0], heads[1], heads[1]), (dims[0], *dims), strict=True))
+                q, k, v = (
+                    guards.put(torch.randn(*shape, h, *(() if ragged else (most,)), d, generator=g).to(dtype))
+                    for h, d in zip((heads[0], heads[1], heads[1]), (dims[0], *dims), strict=True)
+                )
                 rows = (pages, page_size) if layout == "pages" else (batch + (layout == "entries"), room)
                 caches = [guards.put(torch.randn(*rows, heads[1], d, generator=g).to(cache_dtype)) for d in dims]
                 where = {"kv_len": torch.tensor(lengths)}
                 if layout == "pages":
-                    where["page_table"] = torch.randperm(pages, generator=g)[:batch * columns].view(batch, columns)[:, :lie.get("columns")]
+                    where["page_table"] = torch.randperm(pages, generator=g)[: batch * columns].view(batch, columns)[
+                        :, : lie.get("columns")
+                    ]
                 elif layout == "entries":
                     where["cache_loc"] = torch.arange(batch).flip(0)
                 if ragged:
@@ -152,10 +159,14 @@ def caches(device: str) -> None:
 
 def prompts(device: str) -> None:
     """Long prompts, on Hopper by the kernel in Gluon."""
-    size = dict(lengths=[600, 900, 700], lens=[600, 513, 650], page_size=64, room=1024) if device == "cuda" else \
-        dict(lengths=[140, 30, 60], lens=[130, 20, 3], page_size=16, room=160)
-    for name, concerned, guards, (q, _, _), tensors, where, honest in calls(device, heads=(8, 2), dims=(64, 128), dtype=torch.bfloat16,
-                                                            cache_dtype=torch.bfloat16, **size):
+    size = (
+        dict(lengths=[600, 900, 700], lens=[600, 513, 650], page_size=64, room=1024)
+        if device == "cuda"
+        else dict(lengths=[140, 30, 60], lens=[130, 20, 3], page_size=16, room=160)
+    )
+    for name, concerned, guards, (q, _, _), tensors, where, honest in calls(
+        device, heads=(8, 2), dims=(64, 128), dtype=torch.bfloat16, cache_dtype=torch.bfloat16, **size
+    ):
         if "ragged" in name:
             with saying(name, "prompts"):
                 attend(guards, q, tensors, where, honest, concerned, (None, mods.sliding_window(100)))
@@ -166,8 +177,14 @@ def lists(device: str) -> None:
     """Block lists whose counts and indices are not there, forward and backward."""
     length, block = 200, 64
     rows = columns = -(-length // block)
-    for name, count, index in (("honest", None, None), ("a count too large", FAR, None), ("a negative count", -3, None),
-                               ("index -1", None, -1), ("an index after the last", None, columns), ("an index far away", None, FAR)):
+    for name, count, index in (
+        ("honest", None, None),
+        ("a count too large", FAR, None),
+        ("a negative count", -3, None),
+        ("index -1", None, -1),
+        ("an index after the last", None, columns),
+        ("an index far away", None, FAR),
+    ):
         guards = Guards(device)
         counts = torch.full((1, 1, rows), columns)
         indices = torch.arange(columns).expand(1, 1, rows, columns).contiguous()

@@ -10,16 +10,7 @@ import torch
 import torch.nn.attention.flex_attention as theirs
 
 import flexpress
-from flexpress import (
-    AuxRequest,
-    BlockMask,
-    create_block_mask,
-    create_mask,
-    evaluate_mod,
-    flex_attention,
-    mods,
-    varlen_attention,
-)
+from flexpress import AuxRequest, BlockMask, create_block_mask, create_mask, evaluate_mod, flex_attention, mods, varlen_attention
 
 
 def tensor(*shape, **how):
@@ -56,8 +47,11 @@ BAD = {
     "bools": (dict(value=tensor() > 0), TypeError, r"value has dtype torch.bool but query has torch.float32"),
     "nothing": (dict(key=None), TypeError, r"key must be a torch.Tensor, got NoneType"),
     "array": (dict(value=tensor().numpy()), TypeError, r"value must be a torch.Tensor, got ndarray"),
-    "other device": (dict(zip(("query", "key", "value"), [tensor(device="meta")] * 3, strict=True)), NotImplementedError,
-                     "query is on meta"),
+    "other device": (
+        dict(zip(("query", "key", "value"), [tensor(device="meta")] * 3, strict=True)),
+        NotImplementedError,
+        "query is on meta",
+    ),
     "aux": (dict(return_aux=True), TypeError, r"return_aux must be AuxRequest\(lse=..., max_scores=...\), got True"),
     "aux that is a tuple": (dict(return_aux=(True, False)), TypeError, r"return_aux must be AuxRequest"),
     "block mask of lists": (dict(block_mask=[[0, 1]]), TypeError, r"block_mask must be a BlockMask .*, got list"),
@@ -65,10 +59,16 @@ BAD = {
     "mask function": (dict(block_mask=mods.causal), TypeError, r"make a BlockMask of it with create_block_mask"),
     "mask type": (dict(block_mask=3), TypeError, r"block_mask must be a BlockMask"),
     "mask lengths": (dict(query=tensor(1, 2, 30, 16), block_mask=MASK), ValueError, r"made for lengths \(20, 20\).*Q_LEN=30, KV_LEN=20"),
-    "mask lengths of keys": (dict(key=tensor(1, 2, 30, 16), value=tensor(1, 2, 30, 16), block_mask=MASK), ValueError,
-                             r"made for lengths \(20, 20\).*Q_LEN=20, KV_LEN=30"),
-    "mask heads": (dict(block_mask=create_block_mask(mods.causal, None, 3, 20, 20, "cpu")), ValueError,
-                   r"its H is 3, which must be 1 or 2"),
+    "mask lengths of keys": (
+        dict(key=tensor(1, 2, 30, 16), value=tensor(1, 2, 30, 16), block_mask=MASK),
+        ValueError,
+        r"made for lengths \(20, 20\).*Q_LEN=20, KV_LEN=30",
+    ),
+    "mask heads": (
+        dict(block_mask=create_block_mask(mods.causal, None, 3, 20, 20, "cpu")),
+        ValueError,
+        r"its H is 3, which must be 1 or 2",
+    ),
     "option": (dict(kernel_options={"BLOK_M": 64}), ValueError, r"no 'BLOK_M'; known are BLOCK_M"),
     "option of the backward pass": (dict(kernel_options={"bwd_BLOK_M1": 64}), ValueError, r"no 'bwd_BLOK_M1'; known are .* bwd_num_warps"),
     "option for one pass alone": (dict(kernel_options={"bwd_PRESCALE_QK": True}), ValueError, r"no 'bwd_PRESCALE_QK'"),
@@ -88,13 +88,22 @@ BAD = {
     "stages of the backward pass": (dict(kernel_options={"bwd_num_stages": 0}), ValueError, r"'bwd_num_stages'\] is 0"),
     "option value": (dict(kernel_options={"BLOCK_M": 48}), ValueError, r"powers of two from 16"),
     "precision": (dict(kernel_options={"FLOAT32_PRECISION": "fast"}), ValueError, r"write 'ieee' or 'tf32'"),
-    "tile": (dict(block_mask=create_block_mask(mods.causal, None, None, 20, 20, "cpu", 16), kernel_options={"BLOCK_N": 64}), ValueError,
-             r"does not divide the block mask's block size 16"),
-    "tile that leaves a rest": (dict(block_mask=create_block_mask(mods.causal, None, None, 20, 20, "cpu", 48),
-                                     kernel_options={"BLOCK_N": 32}), ValueError, r"= 32 does not divide the block mask's block size 48"),
+    "tile": (
+        dict(block_mask=create_block_mask(mods.causal, None, None, 20, 20, "cpu", 16), kernel_options={"BLOCK_N": 64}),
+        ValueError,
+        r"does not divide the block mask's block size 16",
+    ),
+    "tile that leaves a rest": (
+        dict(block_mask=create_block_mask(mods.causal, None, None, 20, 20, "cpu", 48), kernel_options={"BLOCK_N": 32}),
+        ValueError,
+        r"= 32 does not divide the block mask's block size 48",
+    ),
     "lse and aux": (dict(return_lse=True, return_aux=AuxRequest(lse=True)), ValueError, r"exclude each other"),
-    "captured device": (dict(score_mod=mods.alibi(torch.rand(2, device="meta"))), ValueError,
-                        r"captures slopes, .* on meta, but the call is on cpu"),
+    "captured device": (
+        dict(score_mod=mods.alibi(torch.rand(2, device="meta"))),
+        ValueError,
+        r"captures slopes, .* on meta, but the call is on cpu",
+    ),
     "not a function": (dict(score_mod=3), TypeError, r"score_mod must be a function, got int"),
 }
 
@@ -161,18 +170,26 @@ ELSEWHERE = {
     "BlockMask mask_mod": (blocks(COUNTS, INDICES, mask_mod=3), TypeError, "mask_mod must be a function, got int"),
     "BlockMask kv_num_blocks": (blocks([[[1, 1]]], INDICES), TypeError, "kv_num_blocks must be a torch.Tensor of int32, got list"),
     "BlockMask kv_num_blocks' dtype": (blocks(COUNTS.float(), INDICES), TypeError, "kv_num_blocks must hold integers .* got torch.float32"),
-    "BlockMask kv_num_blocks' shape": (blocks(COUNTS[..., :1], INDICES), ValueError,
-                                       r"kv_num_blocks has shape \(1, 1, 1\), but kv_indices \(1, 1, 2, 2\) needs \(1, 1, 2\)"),
+    "BlockMask kv_num_blocks' shape": (
+        blocks(COUNTS[..., :1], INDICES),
+        ValueError,
+        r"kv_num_blocks has shape \(1, 1, 1\), but kv_indices \(1, 1, 2, 2\) needs \(1, 1, 2\)",
+    ),
     "BlockMask kv_num_blocks' device": (blocks(COUNTS.to("meta"), INDICES), NotImplementedError, "kv_num_blocks is on meta"),
     "BlockMask kv_indices": (blocks(COUNTS, None), TypeError, "kv_indices must be a torch.Tensor of int32, got NoneType"),
     "BlockMask kv_indices' dtype": (blocks(COUNTS, INDICES > 0), TypeError, "kv_indices must hold integers .* got torch.bool"),
     "BlockMask kv_indices' rank": (blocks(COUNTS[0, 0, 0], INDICES[0, 0, 0]), ValueError, r"kv_indices must have shape .* got \(2,\)"),
     "BlockMask full lists, one alone": (blocks(COUNTS, INDICES, COUNTS), ValueError, "full_kv_indices go together: give both or neither"),
     "BlockMask full lists of other heads": (
-        blocks(COUNTS, INDICES, COUNTS.expand(1, 3, 2), INDICES.expand(1, 3, 2, 2)), ValueError,
-        r"full_kv_indices has shape \(1, 3, 2, 2\) but kv_indices \(1, 1, 2, 2\)"),
-    "BlockMask full lists of other rows": (blocks(COUNTS, INDICES, COUNTS[..., :1], INDICES[:, :, :1]), ValueError,
-                                           r"full_kv_indices has shape \(1, 1, 1, 2\) but kv_indices \(1, 1, 2, 2\)"),
+        blocks(COUNTS, INDICES, COUNTS.expand(1, 3, 2), INDICES.expand(1, 3, 2, 2)),
+        ValueError,
+        r"full_kv_indices has shape \(1, 3, 2, 2\) but kv_indices \(1, 1, 2, 2\)",
+    ),
+    "BlockMask full lists of other rows": (
+        blocks(COUNTS, INDICES, COUNTS[..., :1], INDICES[:, :, :1]),
+        ValueError,
+        r"full_kv_indices has shape \(1, 1, 1, 2\) but kv_indices \(1, 1, 2, 2\)",
+    ),
     "BlockMask full counts": (blocks(COUNTS, INDICES, COUNTS[..., :1], INDICES), ValueError, r"full_kv_num_blocks has shape \(1, 1, 1\)"),
     "BlockMask q lists, one alone": (blocks(COUNTS, INDICES, q_indices=INDICES), ValueError, "q_num_blocks and q_indices go together"),
     "from_kv_blocks kv_indices": (lambda: BlockMask.from_kv_blocks(COUNTS, [[0]]), TypeError, "kv_indices must be .* got list"),
@@ -214,11 +231,24 @@ def test_numpy_integers_are_lengths():
 
 def test_torchs_options_that_change_nothing_are_accepted():
     q = tensor()
-    options = {"BLOCKS_ARE_CONTIGUOUS": True, "WRITE_DQ": False, "bwd_WRITE_DQ": True, "FORCE_USE_FLEX_ATTENTION": True, "kpack": 2,
-               "matrix_instr_nonkdim": 16, "waves_per_eu": 1, "IS_DIVISIBLE": True, "fwd_num_stages": 1, "bwd_BLOCK_N2": 32,
-               "fwd_PRESCALE_QK": False, "FLOAT32_PRECISION": "'ieee'", "USE_TMA": None}
-    torch.testing.assert_close(flex_attention(q, q, q, mask_mod=mods.causal, kernel_options=options),
-                               flex_attention(q, q, q, mask_mod=mods.causal))
+    options = {
+        "BLOCKS_ARE_CONTIGUOUS": True,
+        "WRITE_DQ": False,
+        "bwd_WRITE_DQ": True,
+        "FORCE_USE_FLEX_ATTENTION": True,
+        "kpack": 2,
+        "matrix_instr_nonkdim": 16,
+        "waves_per_eu": 1,
+        "IS_DIVISIBLE": True,
+        "fwd_num_stages": 1,
+        "bwd_BLOCK_N2": 32,
+        "fwd_PRESCALE_QK": False,
+        "FLOAT32_PRECISION": "'ieee'",
+        "USE_TMA": None,
+    }
+    torch.testing.assert_close(
+        flex_attention(q, q, q, mask_mod=mods.causal, kernel_options=options), flex_attention(q, q, q, mask_mod=mods.causal)
+    )
 
 
 def test_autocast_leaves_float64_alone():

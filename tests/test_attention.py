@@ -26,13 +26,24 @@ def check_problem(p: dict, device: str) -> None:
     B, Hkv, Hq, length = p["B"], p["Hkv"], p["Hkv"] * p["group"], max(p["Q_LEN"], p["KV_LEN"])
     Bkv = 1 if p["one_kv_batch"] else B
     shapes = [(B, Hq, p["Q_LEN"], p["D_QK"]), (Bkv, Hkv, p["KV_LEN"], p["D_QK"]), (Bkv, Hkv, p["KV_LEN"], p["D_V"])]
-    q, k, v = (tensor_of(shape, layout, p["dtype"], device, p["seed"] + i)
-               for i, (shape, layout) in enumerate(zip(shapes, p["layouts"], strict=True)))
+    q, k, v = (
+        tensor_of(shape, layout, p["dtype"], device, p["seed"] + i)
+        for i, (shape, layout) in enumerate(zip(shapes, p["layouts"], strict=True))
+    )
     score_mod, mask_mod = score_mods(Hq, length, device)[p["score"]], mask_mods(length, device)[p["mask"]]
     masked = mask_arguments(p, mask_mod, Hq, device)
     options = {} if p["USE_TMA"] is None else {"USE_TMA": p["USE_TMA"]}
-    out, aux = flex_attention(q, k, v, score_mod, scale=p["scale"], enable_gqa=True, kernel_options=options, **masked,
-                              return_aux=AuxRequest(lse=True, max_scores=True))
+    out, aux = flex_attention(
+        q,
+        k,
+        v,
+        score_mod,
+        scale=p["scale"],
+        enable_gqa=True,
+        kernel_options=options,
+        **masked,
+        return_aux=AuxRequest(lse=True, max_scores=True),
+    )
     assert out.shape == (B, Hq, p["Q_LEN"], p["D_V"]) and out.dtype == p["dtype"]
     assert_as_accurate(out, q, k, v, score_mod, mask_mod, p["scale"])
     _, lse, highest = dense_attention(q, k, v, score_mod, mask_mod, p["scale"])
@@ -89,8 +100,16 @@ def test_infinite_keys_outside_the_mask_do_not_leak(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("option", [{"PRESCALE_QK": True}, {"ROWS_GUARANTEED_SAFE": True}, {"BLOCK_M": 32, "BLOCK_N": 16},
-                                    {"fwd_BLOCK_M": 16, "num_warps": 4, "num_stages": 1}, {"FLOAT32_PRECISION": "tf32"}])
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"PRESCALE_QK": True},
+        {"ROWS_GUARANTEED_SAFE": True},
+        {"BLOCK_M": 32, "BLOCK_N": 16},
+        {"fwd_BLOCK_M": 16, "num_warps": 4, "num_stages": 1},
+        {"FLOAT32_PRECISION": "tf32"},
+    ],
+)
 def test_kernel_options(device, option):
     q, k, v = (torch.randn(1, 2, 70, 32, device=device) for _ in range(3))
     mask = create_block_mask(mods.causal, None, None, 70, 70, device)

@@ -31,15 +31,21 @@ def poisoned_memory():
 
 @st.composite
 def gradient_problems(draw, device):
-    return {**draw(problems(device)), "score": draw(st.sampled_from(LEARNED_MODS)), "lse": draw(st.booleans()),
-            "deterministic": draw(st.booleans()), "learned_dtype": draw(st.sampled_from([torch.float32, torch.bfloat16])),
-            "grad_layout": draw(st.sampled_from(["contiguous", "bshd", "wide_head_dim", "shared_batch"]))}
+    return {
+        **draw(problems(device)),
+        "score": draw(st.sampled_from(LEARNED_MODS)),
+        "lse": draw(st.booleans()),
+        "deterministic": draw(st.booleans()),
+        "learned_dtype": draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        "grad_layout": draw(st.sampled_from(["contiguous", "bshd", "wide_head_dim", "shared_batch"])),
+    }
 
 
 def reference_gradients(inputs, make, mask_mod, scale, d_out, d_lse, precision):
     """Gradients of all inputs (q, k, v, then learned tensors) by autograd through dense attention."""
-    leaves = [t.detach().to(precision if i < 3 else torch.promote_types(precision, torch.float32)).requires_grad_()
-              for i, t in enumerate(inputs)]
+    leaves = [
+        t.detach().to(precision if i < 3 else torch.promote_types(precision, torch.float32)).requires_grad_() for i, t in enumerate(inputs)
+    ]
     out, lse, _ = dense_attention(*leaves[:3], make(*leaves[3:]), mask_mod, scale, precision)
     loss = (out * d_out.to(out.dtype)).sum()
     if d_lse is not None:
@@ -73,15 +79,25 @@ def check_problem(p: dict, device: str) -> None:
     B, Hkv, Hq, length = p["B"], p["Hkv"], p["Hkv"] * p["group"], max(p["Q_LEN"], p["KV_LEN"])
     Bkv = 1 if p["one_kv_batch"] else B
     shapes = [(B, Hq, p["Q_LEN"], p["D_QK"]), (Bkv, Hkv, p["KV_LEN"], p["D_QK"]), (Bkv, Hkv, p["KV_LEN"], p["D_V"])]
-    inputs = [tensor_of(shape, layout, p["dtype"], device, p["seed"] + i).requires_grad_()
-              for i, (shape, layout) in enumerate(zip(shapes, p["layouts"], strict=True))]
+    inputs = [
+        tensor_of(shape, layout, p["dtype"], device, p["seed"] + i).requires_grad_()
+        for i, (shape, layout) in enumerate(zip(shapes, p["layouts"], strict=True))
+    ]
     make, learned = learned_mods(B, Hq, length, device, p["learned_dtype"], p["seed"])[p["score"]]
     inputs += [t.requires_grad_() for t in learned]
     mask_mod = mask_mods(length, device)[p["mask"]]
     masked = mask_arguments(p, mask_mod, Hq, device)
     options = {} if p["USE_TMA"] is None else {"USE_TMA": p["USE_TMA"]}
-    out, lse = flex_attention(*inputs[:3], make(*inputs[3:]), scale=p["scale"], enable_gqa=True, return_lse=True, **masked,
-                              kernel_options=options, deterministic=p["deterministic"])
+    out, lse = flex_attention(
+        *inputs[:3],
+        make(*inputs[3:]),
+        scale=p["scale"],
+        enable_gqa=True,
+        return_lse=True,
+        **masked,
+        kernel_options=options,
+        deterministic=p["deterministic"],
+    )
     d_out = tensor_of(out.shape, p["grad_layout"], p["dtype"], device, p["seed"] + 7)
     d_lse = torch.randn(lse.shape, device=device) if p["lse"] else None
     outputs, weights = ((out, lse), (d_out, d_lse)) if p["lse"] else ((out,), (d_out,))
@@ -112,18 +128,44 @@ def test_any_problem_on_gpu(p):
 @pytest.mark.parametrize("name", LEARNED_MODS)
 def test_learned_tensors(name, deterministic, device):
     """Every way to index a learned tensor, with several tiles and a causal tail."""
-    p = {"dtype": torch.float32, "B": 2, "Hkv": 1, "group": 2, "Q_LEN": 70, "KV_LEN": 90, "D_QK": 16, "D_V": 16, "one_kv_batch": False,
-         "layouts": ["contiguous"] * 3, "score": name, "mask": "causal", "BLOCK_SIZE": 64, "separate_full_blocks": True,
-         "mask_made": "before", "scale": None, "USE_TMA": None,
-         "seed": 3, "lse": True, "deterministic": deterministic, "learned_dtype": torch.float32,
-         "grad_layout": "contiguous"}
+    p = {
+        "dtype": torch.float32,
+        "B": 2,
+        "Hkv": 1,
+        "group": 2,
+        "Q_LEN": 70,
+        "KV_LEN": 90,
+        "D_QK": 16,
+        "D_V": 16,
+        "one_kv_batch": False,
+        "layouts": ["contiguous"] * 3,
+        "score": name,
+        "mask": "causal",
+        "BLOCK_SIZE": 64,
+        "separate_full_blocks": True,
+        "mask_made": "before",
+        "scale": None,
+        "USE_TMA": None,
+        "seed": 3,
+        "lse": True,
+        "deterministic": deterministic,
+        "learned_dtype": torch.float32,
+        "grad_layout": "contiguous",
+    }
     check_problem(p, device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name, length, block_size, options", [
-    ("table", 256, None, {}), ("bias", 128, None, {}), ("distance", 96, 48, {}), ("table", 96, 64, {}),
-    ("table", 128, None, {"BLOCK_M1": 256, "BLOCK_N2": 256})])
+@pytest.mark.parametrize(
+    "name, length, block_size, options",
+    [
+        ("table", 256, None, {}),
+        ("bias", 128, None, {}),
+        ("distance", 96, 48, {}),
+        ("table", 96, 64, {}),
+        ("table", 128, None, {"BLOCK_M1": 256, "BLOCK_N2": 256}),
+    ],
+)
 def test_lengths_of_whole_blocks(name, length, block_size, options, device):
     """Tiles that end where the sequence does check nothing; blocks of another size and a user's larger tiles do."""
     q, k, v, d_out = (torch.randn(1, 2, length, 16, device=device) for _ in range(4))
@@ -139,8 +181,22 @@ def test_lengths_of_whole_blocks(name, length, block_size, options, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int16,
-                                   torch.int8, torch.uint8, torch.bool], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float64,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    ],
+    ids=str,
+)
 def test_elements_of_every_dtype(dtype, device):
     """An element for every position: inside, and outside of the tensor, where it is zero."""
     length = 256 if device == "cuda" else 70
@@ -300,6 +356,7 @@ def test_new_lengths_and_values_compile_nothing(device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_is_kept_for_repeated_passes_is_of_their_kind(device):
     """Passes that differ in one thing each, twice, give what they give when nothing is kept."""
+
     def tensor(length, order=(0, 1, 2, 3)):
         return torch.randn([(1, 2, length, 16)[i] for i in order], device=device).permute([order.index(i) for i in range(4)])
 
@@ -307,11 +364,36 @@ def test_what_is_kept_for_repeated_passes_is_of_their_kind(device):
     fixed, learned = mods.alibi(slopes.detach()), mods.alibi(slopes)
     masks = [create_block_mask(mods.sliding_window(w), None, None, 64, 64, device, block) for w, block in ((9, 64), (20, 64), (9, 32))]
     turned = tensor(64, (0, 2, 1, 3))
-    first = {"q": tensor(64), "k": tensor(64), "d_out": tensor(64), "scale": 0.3, "lse": False, "mod": fixed, "mask": None,
-             "deterministic": False}
-    kinds = [first, *({**first, name: value} for name, value in (
-        ("scale", 0.2), ("q", turned), ("k", turned), ("d_out", turned), ("lse", True), ("mod", None), ("mod", learned),
-        ("mask", masks[0]), ("mask", masks[1]), ("mask", masks[2]), ("k", tensor(80)), ("deterministic", True)))]
+    first = {
+        "q": tensor(64),
+        "k": tensor(64),
+        "d_out": tensor(64),
+        "scale": 0.3,
+        "lse": False,
+        "mod": fixed,
+        "mask": None,
+        "deterministic": False,
+    }
+    kinds = [
+        first,
+        *(
+            {**first, name: value}
+            for name, value in (
+                ("scale", 0.2),
+                ("q", turned),
+                ("k", turned),
+                ("d_out", turned),
+                ("lse", True),
+                ("mod", None),
+                ("mod", learned),
+                ("mask", masks[0]),
+                ("mask", masks[1]),
+                ("mask", masks[2]),
+                ("k", tensor(80)),
+                ("deterministic", True),
+            )
+        ),
+    ]
 
     def gradients(q, k, d_out, scale, lse, mod, mask, deterministic):
         q, k = q.detach().requires_grad_(), k.detach().requires_grad_()
@@ -329,8 +411,10 @@ def test_what_is_kept_for_repeated_passes_is_of_their_kind(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("option", [{"BLOCK_M1": 16, "BLOCK_N1": 32}, {"bwd_BLOCK_M2": 32, "bwd_BLOCK_N2": 16, "bwd_num_warps": 4},
-                                    {"FLOAT32_PRECISION": "tf32"}])
+@pytest.mark.parametrize(
+    "option",
+    [{"BLOCK_M1": 16, "BLOCK_N1": 32}, {"bwd_BLOCK_M2": 32, "bwd_BLOCK_N2": 16, "bwd_num_warps": 4}, {"FLOAT32_PRECISION": "tf32"}],
+)
 def test_kernel_options(device, option):
     q, k, v = (torch.randn(1, 2, 70, 32, device=device, requires_grad=True) for _ in range(3))
     mask = create_block_mask(mods.causal, None, None, 70, 70, device)
@@ -369,10 +453,30 @@ def test_real_shapes_are_as_exact_as_fused_attention(length, head_dim):
 @pytest.mark.parametrize("heads, kv_heads", REAL_GROUPS)
 @pytest.mark.parametrize("name", ["none", "distance", "temperature", "table", "bias", "buckets"])
 def test_real_groups(heads, kv_heads, name):
-    p = {"dtype": torch.bfloat16, "B": 1, "Hkv": kv_heads, "group": heads // kv_heads, "Q_LEN": 1025, "KV_LEN": 1025, "D_QK": 64,
-         "D_V": 64, "one_kv_batch": False, "layouts": ["bshd"] * 3, "score": name, "mask": "tiles" if name == "none" else "causal",
-         "BLOCK_SIZE": 128, "separate_full_blocks": True, "mask_made": "before", "scale": None, "USE_TMA": None, "seed": 5, "lse": False,
-         "deterministic": False, "learned_dtype": torch.float32, "grad_layout": "contiguous"}
+    p = {
+        "dtype": torch.bfloat16,
+        "B": 1,
+        "Hkv": kv_heads,
+        "group": heads // kv_heads,
+        "Q_LEN": 1025,
+        "KV_LEN": 1025,
+        "D_QK": 64,
+        "D_V": 64,
+        "one_kv_batch": False,
+        "layouts": ["bshd"] * 3,
+        "score": name,
+        "mask": "tiles" if name == "none" else "causal",
+        "BLOCK_SIZE": 128,
+        "separate_full_blocks": True,
+        "mask_made": "before",
+        "scale": None,
+        "USE_TMA": None,
+        "seed": 5,
+        "lse": False,
+        "deterministic": False,
+        "learned_dtype": torch.float32,
+        "grad_layout": "contiguous",
+    }
     check_problem(p, "cuda")
 
 
@@ -430,7 +534,7 @@ def test_nothing_flows_from_where_nothing_is_attended_to(name, lengths, device):
     """Whatever the derivative is there: in tiles past the end, under masks, and in whole blocks."""
     q, k, v = (torch.randn(1, 2, n, 16, device=device, requires_grad=True) for n in (lengths[0], lengths[1], lengths[1]))
     factor = torch.ones(256, device=device)
-    factor[lengths[1]:] = math.inf
+    factor[lengths[1] :] = math.inf
     mask = create_block_mask(mods.causal, None, None, *lengths, device=device)
     out = flex_attention(q, k, v, INFINITE[name](factor), mask, scale=0.25, kernel_options={"BACKEND": "TRITON"})
     grads = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
@@ -458,8 +562,9 @@ def test_a_captured_number_that_becomes_infinite_is_seen(device):
     q = torch.randn(1, 2, 20, 16, device=device, requires_grad=True)
     mask, found = create_block_mask(mods.causal, None, None, 20, 20, device=device), []
     for number in (2.0, math.inf, 2.0):
-        out = flex_attention(q, q, q, lambda s, b, h, m, n, number=number: s * torch.where(n <= m, 1.0, number), mask,
-                             kernel_options={"BACKEND": "TRITON"})
+        out = flex_attention(
+            q, q, q, lambda s, b, h, m, n, number=number: s * torch.where(n <= m, 1.0, number), mask, kernel_options={"BACKEND": "TRITON"}
+        )
         found += torch.autograd.grad(out, q, torch.ones_like(out))
     assert relative_error(found[1], found[0]) < 1e-6 and torch.equal(found[2], found[0])
 
@@ -491,8 +596,8 @@ def test_gradients_at_indices_from_an_expanded_tensor(axis, device):
     table = torch.randn(70, 9, generator=generator).to(device).requires_grad_()
     q, k, v = (torch.randn(1, 1, 70, 16, generator=generator).to(device) for _ in range(3))
     score_mod = lambda score, b, h, q_idx, kv_idx: score + table[kv_idx, ids[q_idx, kv_idx]]  # noqa: E731
-    found, = torch.autograd.grad(flex_attention(q, k, v, score_mod, scale=0.25).square().sum(), table)
+    (found,) = torch.autograd.grad(flex_attention(q, k, v, score_mod, scale=0.25).square().sum(), table)
     scores = (q @ k.mT * 0.25).double()
     scores = score_mod(scores, 0, 0, torch.arange(70, device=device)[:, None], torch.arange(70, device=device))
-    expected, = torch.autograd.grad((torch.softmax(scores, -1) @ v.double()).square().sum(), table)
+    (expected,) = torch.autograd.grad((torch.softmax(scores, -1) @ v.double()).square().sum(), table)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)

@@ -18,14 +18,21 @@ import pytest
 import torch
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-sys.path.insert(
-    0, str(BENCHMARKS)
-)  # the programs import each other by plain names, as they do when run as scripts
+sys.path.insert(0, str(BENCHMARKS))  # the programs import each other by plain names, as they do when run as scripts
 common, decode, forward, implementations, latency, block_mask, ragged, reference, serving, supervisor, workloads = map(
     importlib.import_module,
     (
-        "common", "decode", "forward", "implementations", "latency", "block_mask", "ragged", "reference", "serving",
-        "supervisor", "workloads",
+        "common",
+        "decode",
+        "forward",
+        "implementations",
+        "latency",
+        "block_mask",
+        "ragged",
+        "reference",
+        "serving",
+        "supervisor",
+        "workloads",
     ),
 )
 
@@ -80,20 +87,13 @@ def test_operations_and_rates():
     assert workloads.BY_NAME["mla_causal"].forward_flops(10) == 2 * (192 + 128) * 10 * 2 * 16
     assert workloads.BY_NAME["causal_gqa"].forward_flops(1) == 2 * 256 * 4 * 32
     assert common.tflops(549_755_813_888, 1.0) == pytest.approx(549.755813888)
-    assert (
-        common.ratio(3.0, 2.0) == 1.5 and common.ratio(None, 2.0) is None and common.ratio(1.0, None) is None
-    )
+    assert common.ratio(3.0, 2.0) == 1.5 and common.ratio(None, 2.0) is None and common.ratio(1.0, None) is None
 
 
 def test_inputs_are_the_same_for_the_same_seed():
     row = small(workloads.BY_NAME["mla_causal"])
     first, again, other = row.inputs("cpu"), row.inputs("cpu"), row.inputs("cpu", seed=1)
-    assert [tuple(x.shape) for x in first] == [
-        (2, 16, 97, 192),
-        (2, 16, 97, 192),
-        (2, 16, 97, 128),
-        (2, 16, 97, 128),
-    ]
+    assert [tuple(x.shape) for x in first] == [(2, 16, 97, 192), (2, 16, 97, 192), (2, 16, 97, 128), (2, 16, 97, 128)]
     assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
     assert not torch.equal(first[0], other[0])
 
@@ -250,10 +250,7 @@ def fake_rows():
         ("causal_d128", "cudnn"): 625.0,
         ("alibi_full_d64", "flexpress"): 300.0,
     }
-    rows = [
-        forward.new_row(*key) | {"fwd_ms": 1.0, "fwd_tflops": rate, "rel_err": 0.003}
-        for key, rate in rates.items()
-    ]
+    rows = [forward.new_row(*key) | {"fwd_ms": 1.0, "fwd_tflops": rate, "rel_err": 0.003} for key, rate in rates.items()]
     return [*rows, forward.new_row("alibi_full_d64", "torch_flex") | {"error": "RuntimeError: out of luck"}]
 
 
@@ -289,8 +286,9 @@ def run_small(case, impls, tmp_path):
 def small_step(name):
     """A decoding case of the same kind that the interpreter can afford."""
     row = serving.BY_NAME[name]
-    return dataclasses.replace(row, batch=min(row.batch, 3), heads=4, kv_heads=row.kv_heads // 8, length=70, d_qk=16, d_v=16,
-                               size=min(row.size, 20))
+    return dataclasses.replace(
+        row, batch=min(row.batch, 3), heads=4, kv_heads=row.kv_heads // 8, length=70, d_qk=16, d_v=16, size=min(row.size, 20)
+    )
 
 
 def test_decoding_cases():
@@ -380,7 +378,7 @@ def test_reference_of_decoding(name, monkeypatch):
     score_mod, mask_mod = case.make_mods("cpu")
     for (b, kv_head), found in answers.items():
         n, group = step.lengths[b], case.heads // case.kv_heads
-        q, k, v = step.q[b].double()[kv_head * group:][:group], step.k[b, kv_head, :n].double(), step.v[b, kv_head, :n].double()
+        q, k, v = step.q[b].double()[kv_head * group :][:group], step.k[b, kv_head, :n].double(), step.v[b, kv_head, :n].double()
         scores = q @ k.T * 0.25
         h = torch.arange(kv_head * group, kv_head * group + group)[:, None, None]
         i, j = torch.arange(n - case.q_len, n)[:, None], torch.arange(n)
@@ -407,13 +405,20 @@ def test_decoding_that_is_wrong_or_fails(tmp_path, monkeypatch):
 
 def test_a_failed_capture_ends_the_worker(tmp_path):
     """For the current stream is in doubt."""
+
     def capture(run):
         raise common.CaptureFailed("RuntimeError: cannot wait in a capture")
 
     rows: list[dict] = []
     with pytest.raises(supervisor.DeviceLost):
-        decode.run_case(small_step("b16_8k"), ["flexpress_cached", "flexpress"], rows,
-                        supervisor.Watch(tmp_path / "running"), "cpu", tools=TOOLS._replace(capture=capture))
+        decode.run_case(
+            small_step("b16_8k"),
+            ["flexpress_cached", "flexpress"],
+            rows,
+            supervisor.Watch(tmp_path / "running"),
+            "cpu",
+            tools=TOOLS._replace(capture=capture),
+        )
     assert [supervisor.finished(row, "us") for row in rows] == [True, False]
     assert rows[0]["error"] == "CaptureFailed: RuntimeError: cannot wait in a capture"
 
@@ -525,7 +530,7 @@ def test_equal_lengths_are_as_much_work():
     (case,) = ragged.CASES
     lengths, equal = case.lengths(), case.equal()
     assert len(lengths) == 64 and min(lengths) >= 16 and 4000 < max(lengths) <= 4096
-    assert equal.length ** 2 * 64 == pytest.approx(sum(n * n for n in lengths), rel=1e-3)
+    assert equal.length**2 * 64 == pytest.approx(sum(n * n for n in lengths), rel=1e-3)
     pairs = sum(n * (n + 1) // 2 for n in lengths)
     assert case.flops("flexpress_varlen") == case.flops("flexpress_cached") == 2 * 256 * 32 * pairs
     assert case.flops("flexpress_equal") == equal.forward_flops(workloads.count_pairs(equal.make_mods("cpu")[1], equal.length))

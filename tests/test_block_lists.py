@@ -30,13 +30,14 @@ def meant(lists, size, lengths, mask_mod=stripes):
     status = torch.zeros(*counts.shape, columns, dtype=torch.int8)
     for value, n, listed in ((1, counts, indices), (2, full_counts, full_indices)):
         for place in torch.cartesian_prod(*map(torch.arange, counts.shape)).tolist() if n is not None else ():
-            for block in listed[tuple(place)][:max(int(n[tuple(place)]), 0)].tolist():
+            for block in listed[tuple(place)][: max(int(n[tuple(place)]), 0)].tolist():
                 if 0 <= block < columns:
                     status[(*place, block)] = value
 
     def mask(b, h, q_idx, kv_idx):
-        found = status.to(q_idx.device)[b if status.shape[0] > 1 else 0, h if status.shape[1] > 1 else 0, q_idx // size[0],
-                                        kv_idx // size[1]]
+        found = status.to(q_idx.device)[
+            b if status.shape[0] > 1 else 0, h if status.shape[1] > 1 else 0, q_idx // size[0], kv_idx // size[1]
+        ]
         return (found == 2) | ((found == 1) & mask_mod(b, h, q_idx, kv_idx))
 
     return mask
@@ -67,8 +68,9 @@ def check(mask, mask_mod, lengths, heads=2, device="cpu", queries_only=False):
     torch.testing.assert_close(out, wanted.float(), rtol=1e-3, atol=1e-5)
     if not queries_only:
         weight = torch.randn(out.shape, generator=generator).to(device)
-        for found, expected in zip(torch.autograd.grad(out, (q, k), weight), torch.autograd.grad(wanted, (q, k), weight.double()),
-                                   strict=True):
+        for found, expected in zip(
+            torch.autograd.grad(out, (q, k), weight), torch.autograd.grad(wanted, (q, k), weight.double()), strict=True
+        ):
             torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
 
 
@@ -76,8 +78,14 @@ SIZES = st.sampled_from([(1, 64), (16, 16), (1, 1), (5, 3), (16, 20), (64, 256),
 
 
 @settings(max_examples=15)
-@given(st.sampled_from([(1, 1), (16, 300), (20, 50), (33, 90)]), SIZES, st.sampled_from([1, 2]), st.booleans(), st.booleans(),
-       st.integers(0, 999))
+@given(
+    st.sampled_from([(1, 1), (16, 300), (20, 50), (33, 90)]),
+    SIZES,
+    st.sampled_from([1, 2]),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 999),
+)
 def test_whatever_lists_hold(lengths, size, heads, full, ours, seed):
     generator = torch.Generator().manual_seed(seed)
     rows, columns = (-(-n // s) for n, s in zip(lengths, size, strict=True))
@@ -103,8 +111,10 @@ def test_whatever_lists_hold_on_gpu(seed):
     mask_mod = meant(lists, size, lengths)
     for dtype in (torch.float32, torch.bfloat16):
         q, k = (torch.randn(1, 2, n, 64, device="cuda", dtype=dtype, requires_grad=True) for n in lengths)
-        for mask in (BlockMask.from_kv_blocks(*lists, size, stripes, lengths),
-                     theirs.BlockMask(lengths, *lists, *[None] * 4, size, stripes)):
+        for mask in (
+            BlockMask.from_kv_blocks(*lists, size, stripes, lengths),
+            theirs.BlockMask(lengths, *lists, *[None] * 4, size, stripes),
+        ):
             out = flex_attention(q, k, k, block_mask=mask)
             wanted = dense_attention(q, k, k, None, mask_mod)[0]
             assert (out - wanted).abs().max() < (0.05 if dtype == torch.bfloat16 else 1e-3)
@@ -114,8 +124,11 @@ def test_whatever_lists_hold_on_gpu(seed):
 
 
 @settings(max_examples=15)
-@given(st.sampled_from([(1, 64), (1, 1), (10, 7), (64, 1 << 20), (1 << 20, 1 << 20), (16, 1024), (3, 200), (1 << 40, 17)]),
-       st.sampled_from([(20, 20), (37, 50), (40, 300), (1, 257)]), st.sampled_from([None, 2]))
+@given(
+    st.sampled_from([(1, 64), (1, 1), (10, 7), (64, 1 << 20), (1 << 20, 1 << 20), (16, 1024), (3, 200), (1 << 40, 17)]),
+    st.sampled_from([(20, 20), (37, 50), (40, 300), (1, 257)]),
+    st.sampled_from([None, 2]),
+)
 def test_blocks_of_any_size(size, lengths, heads):
     """In seconds, also where a block is far longer than the sequence; torch's masks of such blocks too."""
     mask_mod = stripes if heads else mods.causal
@@ -162,10 +175,11 @@ def test_one_query_a_block(device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_captured_tensor_is_not_read_past_its_end_in_a_long_last_block(device):
     """A block of 1024 keys reaches 1023 past a sequence of one more: indices that cannot leave the tensor inside it do so there."""
+
     def mask_mod(b, h, q_idx, kv_idx):
         return table[kv_idx + 3] > 0
 
-    table = torch.rand(3 + 768 + 1024, device=device)[:3 + 768]
+    table = torch.rand(3 + 768 + 1024, device=device)[: 3 + 768]
     lists = torch.full((1, 1, 1), 1, dtype=torch.int32, device=device), torch.zeros(1, 1, 1, 1, dtype=torch.int32, device=device)
     mask = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=(128, 1024), mask_mod=mask_mod, seq_lengths=(20, 600))
     lists = mask.for_kernels()[0]
@@ -247,8 +261,8 @@ def test_a_mask_that_changes_before_the_backward_pass():
         q = torch.randn(1, 1, 64, 16, requires_grad=True)
         out = flex_attention(q, q, q, block_mask=mask)
         mask.seq_lengths, mask.mask_mod = (16, 16), stripes
-        found, = torch.autograd.grad(out.sum(), q)
-        wanted, = torch.autograd.grad(dense_attention(q, q, q, None, mods.causal)[0].sum(), q)
+        (found,) = torch.autograd.grad(out.sum(), q)
+        (wanted,) = torch.autograd.grad(dense_attention(q, q, q, None, mods.causal)[0].sum(), q)
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-5)
 
 

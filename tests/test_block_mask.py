@@ -21,7 +21,7 @@ def brute_force(mask_mod, B, H, Q_LEN, KV_LEN, size, device):
     status = torch.zeros(B, H, rows, columns, dtype=torch.int8)
     for r in range(rows):
         for c in range(columns):
-            block = dense[:, :, r * size[0]:(r + 1) * size[0], c * size[1]:(c + 1) * size[1]]
+            block = dense[:, :, r * size[0] : (r + 1) * size[0], c * size[1] : (c + 1) * size[1]]
             inside = (c + 1) * size[1] <= KV_LEN
             status[:, :, r, c] = block.any(-1).any(-1).to(torch.int8) + (block.all(-1).all(-1) & inside).to(torch.int8)
     return status
@@ -31,7 +31,7 @@ def listed(counts, indices, columns):
     """The dense picture of a list, checking that it ascends."""
     dense = torch.zeros(*counts.shape, columns, dtype=torch.bool)
     for place in [tuple(p) for p in torch.cartesian_prod(*[torch.arange(n) for n in counts.shape]).reshape(-1, counts.dim()).tolist()]:
-        entries = indices[place][:counts[place]].tolist()
+        entries = indices[place][: counts[place]].tolist()
         assert entries == sorted(set(entries))
         dense[place][entries] = True
     return dense
@@ -44,15 +44,20 @@ def check_lists(mask: BlockMask, status: torch.Tensor) -> None:
     assert torch.equal(listed(mask.q_num_blocks.cpu(), mask.q_indices.cpu(), rows), partial.transpose(-1, -2))
     if mask.full_kv_indices is not None:
         assert torch.equal(listed(mask.full_kv_num_blocks.cpu(), mask.full_kv_indices.cpu(), columns), status == 2)
-        assert torch.equal(listed(mask.full_q_num_blocks.cpu(), mask.full_q_indices.cpu(), rows),
-                           (status == 2).transpose(-1, -2))
+        assert torch.equal(listed(mask.full_q_num_blocks.cpu(), mask.full_q_indices.cpu(), rows), (status == 2).transpose(-1, -2))
     assert torch.equal(mask.to_dense().cpu().bool(), status > 0)
 
 
 @settings(max_examples=40)
-@given(st.sampled_from([m for m in MASK_MODS if m != "none"]), st.sampled_from([1, 2]), st.sampled_from([1, 3]),
-       st.sampled_from([1, 20, 64, 127, 129, 200]), st.sampled_from([1, 33, 128, 190]),
-       st.sampled_from([(64, 64), (16, 32), (128, 64), (48, 80), (10, 7)]), st.booleans())
+@given(
+    st.sampled_from([m for m in MASK_MODS if m != "none"]),
+    st.sampled_from([1, 2]),
+    st.sampled_from([1, 3]),
+    st.sampled_from([1, 20, 64, 127, 129, 200]),
+    st.sampled_from([1, 33, 128, 190]),
+    st.sampled_from([(64, 64), (16, 32), (128, 64), (48, 80), (10, 7)]),
+    st.booleans(),
+)
 def test_lists_equal_brute_force(name, B, H, Q_LEN, KV_LEN, size, separate):
     mask_mod = mask_mods(max(Q_LEN, KV_LEN), "cpu")[name]
     mask = create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, "cpu", size, separate_full_blocks=separate)

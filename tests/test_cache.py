@@ -114,7 +114,7 @@ def test_damaged_files_are_replaced(device, damage, tmp_path):
         content = path.read_bytes()
         path.unlink()
         if damage == "truncate":
-            path.write_bytes(content[:len(content) // 2])
+            path.write_bytes(content[: len(content) // 2])
         elif damage == "edit":
             path.write_bytes(content.replace(b"tl.exp2", b"tl.log2") if path.suffix == ".py" else content[::-1])
         elif damage == "empty":

@@ -26,9 +26,17 @@ def arguments(layout: str = "pages", device: str = "cpu", dtype=torch.float32) -
         return torch.randn(*shape, generator=g).to(device, dtype)
 
     rows = (7, 8) if layout == "pages" else (3, 16)
-    found = {"query": random(6, HEADS, D), "key": random(6, KV_HEADS, D), "value": random(6, KV_HEADS, D),
-             "k_cache": random(*rows, KV_HEADS, D), "v_cache": random(*rows, KV_HEADS, D), "kv_len": int32(10, 1, 16, device=device),
-             "cu_seqlens_q": int32(0, 2, 3, 6, device=device), "max_q_len": 3, "rope": rope_table(16, D, device=device)}
+    found = {
+        "query": random(6, HEADS, D),
+        "key": random(6, KV_HEADS, D),
+        "value": random(6, KV_HEADS, D),
+        "k_cache": random(*rows, KV_HEADS, D),
+        "v_cache": random(*rows, KV_HEADS, D),
+        "kv_len": int32(10, 1, 16, device=device),
+        "cu_seqlens_q": int32(0, 2, 3, 6, device=device),
+        "max_q_len": 3,
+        "rope": rope_table(16, D, device=device),
+    }
     if layout == "pages":
         found["page_table"] = int32([0, 1], [2, -1], [3, 4], device=device)
     elif layout == "entries":
@@ -80,14 +88,22 @@ BOTH = {
     "entries and pages": ("entries", dict(page_table=int32([0], [1], [2])), ValueError, "exclude each other"),
     "first positions below 0": ("pages", dict(q_offset=int32(0, -1, 0)), ValueError, "sequence 1 has 1 new tokens from position -1"),
     "first positions beyond": ("pages", dict(q_offset=int32(0, 0, 14)), ValueError, "sequence 2 has 3 new tokens from position 14"),
-    "another number of entries": ("contiguous", dict(k_cache=torch.zeros(2, 16, KV_HEADS, D), v_cache=torch.zeros(2, 16, KV_HEADS, D)),
-                                  ValueError, "2 entries for 3 sequences"),
+    "another number of entries": (
+        "contiguous",
+        dict(k_cache=torch.zeros(2, 16, KV_HEADS, D), v_cache=torch.zeros(2, 16, KV_HEADS, D)),
+        ValueError,
+        "2 entries for 3 sequences",
+    ),
     "a cache of integers": ("pages", dict(k_cache=torch.Tensor.int, v_cache=torch.Tensor.int), TypeError, "must both be .*got torch.int32"),
     "caches of two dtypes": ("pages", dict(v_cache=torch.Tensor.half), TypeError, "must both be .*torch.float32 and torch.float16"),
     "scales for float32": ("pages", dict(k_scale=torch.ones(2), v_scale=torch.ones(2)), TypeError, "for caches of float8_e4m3fn, got"),
     "one scale": ("pages", dict(k_scale=torch.ones(2)), ValueError, "go together"),
-    "no heads": ("pages", dict(k_cache=lambda t: t[:, :, :0], v_cache=lambda t: t[:, :, :0], key=lambda t: t[:, :0],
-                               value=lambda t: t[:, :0]), ValueError, "has no heads"),
+    "no heads": (
+        "pages",
+        dict(k_cache=lambda t: t[:, :, :0], v_cache=lambda t: t[:, :, :0], key=lambda t: t[:, :0], value=lambda t: t[:, :0]),
+        ValueError,
+        "has no heads",
+    ),
     "a fake cache": ("pages", dict(k_cache=fake), NotImplementedError, "k_cache is a FakeTensor"),
     "a cache on meta": ("pages", dict(k_cache=lambda t: t.to("meta")), NotImplementedError, "k_cache must be in the memory .* on meta"),
     "a sparse cache": ("pages", dict(v_cache=sparse), NotImplementedError, "v_cache is a sparse tensor"),
@@ -96,29 +112,69 @@ BOTH = {
     "a cache that requires grad": ("pages", dict(k_cache=lambda t: t.requires_grad_()), NotImplementedError, "k_cache requires grad, but"),
 }
 ATTEND = {
-    "a query that requires grad": ("pages", dict(query=lambda t: t.requires_grad_()), NotImplementedError,
-                                   "query requires grad, but cached_attention is not differentiable: train with flex_attention"),
-    "a captured tensor that requires grad": ("pages", dict(score_mod=mods.alibi(torch.ones(HEADS, requires_grad=True))),
-                                             NotImplementedError, "score_mod captures a tensor that requires grad"),
+    "a query that requires grad": (
+        "pages",
+        dict(query=lambda t: t.requires_grad_()),
+        NotImplementedError,
+        "query requires grad, but cached_attention is not differentiable: train with flex_attention",
+    ),
+    "a captured tensor that requires grad": (
+        "pages",
+        dict(score_mod=mods.alibi(torch.ones(HEADS, requires_grad=True))),
+        NotImplementedError,
+        "score_mod captures a tensor that requires grad",
+    ),
     "heads": ("pages", dict(query=lambda t: t[:, :3]), ValueError, "3 heads, no multiple of the 2 heads"),
     "integers": ("pages", dict(query=torch.Tensor.int), TypeError, "query must be float16, bfloat16 or float32, got torch.int32"),
-    "a large head dim": ("pages", dict(query=torch.zeros(6, 4, 300), k_cache=torch.zeros(7, 8, 2, 300)), NotImplementedError,
-                         "k_cache has head_dim 300"),
+    "a large head dim": (
+        "pages",
+        dict(query=torch.zeros(6, 4, 300), k_cache=torch.zeros(7, 8, 2, 300)),
+        NotImplementedError,
+        "k_cache has head_dim 300",
+    ),
 }
 UPDATE = {
     "a key that requires grad": ("pages", dict(key=lambda t: t.requires_grad_()), NotImplementedError, "key requires grad, but update_"),
-    "one entry twice": ("entries", dict(cache_loc=int32(1, 2, 1), kv_len=int32(10, 1, 11)), ValueError,
-                        r"sequences 0 and 2 both write to entry 1 \(cache_loc\), rows 8 to 9"),
-    "one page twice": ("pages", dict(page_table=int32([0, 1], [2, -1], [3, 1]), kv_len=int32(10, 1, 11)), ValueError,
-                       r"sequences 0 and 2 both write to page 1 \(page_table\), rows 0 to 1"),
-    "one page twice in a sequence": ("pages", dict(page_table=int32([0, 1], [2, -1], [3, 3]), kv_len=int32(10, 1, 9), key=None, value=None,
-                                                   query=None, rope=None, cu_seqlens_q=int32(0, 1, 2, 11), max_q_len=9), ValueError,
-                                     "sequences 2 and 2 both write to page 3"),
-    "new ones past kv_len": ("pages", dict(q_offset=int32(8, 0, 14), kv_len=int32(10, 1, 15), cu_seqlens_q=int32(0, 2, 3, 5)), ValueError,
-                             "sequence 2 has 2 new tokens from position 14 on, but kv_len 15"),
+    "one entry twice": (
+        "entries",
+        dict(cache_loc=int32(1, 2, 1), kv_len=int32(10, 1, 11)),
+        ValueError,
+        r"sequences 0 and 2 both write to entry 1 \(cache_loc\), rows 8 to 9",
+    ),
+    "one page twice": (
+        "pages",
+        dict(page_table=int32([0, 1], [2, -1], [3, 1]), kv_len=int32(10, 1, 11)),
+        ValueError,
+        r"sequences 0 and 2 both write to page 1 \(page_table\), rows 0 to 1",
+    ),
+    "one page twice in a sequence": (
+        "pages",
+        dict(
+            page_table=int32([0, 1], [2, -1], [3, 3]),
+            kv_len=int32(10, 1, 9),
+            key=None,
+            value=None,
+            query=None,
+            rope=None,
+            cu_seqlens_q=int32(0, 1, 2, 11),
+            max_q_len=9,
+        ),
+        ValueError,
+        "sequences 2 and 2 both write to page 3",
+    ),
+    "new ones past kv_len": (
+        "pages",
+        dict(q_offset=int32(8, 0, 14), kv_len=int32(10, 1, 15), cu_seqlens_q=int32(0, 2, 3, 5)),
+        ValueError,
+        "sequence 2 has 2 new tokens from position 14 on, but kv_len 15",
+    ),
     "an expanded cache": ("pages", dict(k_cache=lambda t: t[:1].expand(7, -1, -1, -1)), ValueError, "k_cache .* elements share memory"),
-    "overlapping entries": ("entries", dict(v_cache=lambda t: t.flatten().as_strided(t.shape, (8 * 32, 32, 16, 1))), ValueError,
-                            "v_cache .* elements share memory"),
+    "overlapping entries": (
+        "entries",
+        dict(v_cache=lambda t: t.flatten().as_strided(t.shape, (8 * 32, 32, 16, 1))),
+        ValueError,
+        "v_cache .* elements share memory",
+    ),
     "key as a list": ("pages", dict(key=[1.0]), TypeError, "key must be a tensor"),
     "a fake value": ("pages", dict(value=fake), NotImplementedError, "value is a FakeTensor"),
     "value as a list": ("pages", dict(value=[1.0]), TypeError, "value must be a tensor"),
@@ -129,8 +185,12 @@ UPDATE = {
     "an empty rope": ("pages", dict(rope=rope_table(0, D)), ValueError, "rope must be float32"),
     "rope in float64": ("pages", dict(rope=torch.Tensor.double), ValueError, "rope must be float32"),
     "a turned rope": ("pages", dict(rope=lambda t: t.transpose(1, 2).contiguous().transpose(1, 2)), ValueError, "with strides"),
-    "a cache with strided head dims": ("pages", dict(k_cache=lambda t: t.transpose(2, 3).contiguous().transpose(2, 3)), ValueError,
-                                       "head dims of k_cache and v_cache must be contiguous"),
+    "a cache with strided head dims": (
+        "pages",
+        dict(k_cache=lambda t: t.transpose(2, 3).contiguous().transpose(2, 3)),
+        ValueError,
+        "head dims of k_cache and v_cache must be contiguous",
+    ),
     "no rope for the query": ("pages", dict(rope=None), ValueError, "pass rope="),
 }
 
@@ -167,19 +227,39 @@ def refuses(call, layout, changes, error, words):
     assert all(torch.equal(found[n], t) for n, t in kept.items()), "nothing was written"
 
 
-@pytest.mark.parametrize("call", [
-    lambda: rope_table(8.5, 16), lambda: rope_table("8", 16), lambda: rope_table(8, 16.0), lambda: rope_table(8, 16, "1e4"),
-    lambda: rope_table(8, 16, True), lambda: rope_table(8, 16, inv_freq=[1.0] * 8), lambda: rope_table(8, 16, inv_freq=torch.arange(8))])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: rope_table(8.5, 16),
+        lambda: rope_table("8", 16),
+        lambda: rope_table(8, 16.0),
+        lambda: rope_table(8, 16, "1e4"),
+        lambda: rope_table(8, 16, True),
+        lambda: rope_table(8, 16, inv_freq=[1.0] * 8),
+        lambda: rope_table(8, 16, inv_freq=torch.arange(8)),
+    ],
+)
 def test_rope_table_says_what_is_no_number(call):
     with pytest.raises(TypeError, match="length must be an int|rope_dim must be an int|theta must be a number|inv_freq must be"):
         call()
 
 
-@pytest.mark.parametrize("call", [
-    lambda: rope_table(-1, 16), lambda: rope_table(8, 15), lambda: rope_table(8, 0), lambda: rope_table(8, 16, -1.0),
-    lambda: rope_table(8, 16, 0), lambda: rope_table(8, 16, float("nan")), lambda: rope_table(8, 16, float("inf")),
-    lambda: rope_table(8, 16, 10**400), lambda: rope_table(8, 16, scale=float("nan")), lambda: rope_table(8, 16, scale=0.0),
-    lambda: rope_table(8, 16, inv_freq=torch.ones(7))])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: rope_table(-1, 16),
+        lambda: rope_table(8, 15),
+        lambda: rope_table(8, 0),
+        lambda: rope_table(8, 16, -1.0),
+        lambda: rope_table(8, 16, 0),
+        lambda: rope_table(8, 16, float("nan")),
+        lambda: rope_table(8, 16, float("inf")),
+        lambda: rope_table(8, 16, 10**400),
+        lambda: rope_table(8, 16, scale=float("nan")),
+        lambda: rope_table(8, 16, scale=0.0),
+        lambda: rope_table(8, 16, inv_freq=torch.ones(7)),
+    ],
+)
 def test_rope_table_says_which_number_is_wrong(call):
     with pytest.raises(ValueError, match="length is -1|rope_dim must be even|theta is .*positive and finite|scale is|inv_freq must have"):
         call()
@@ -272,8 +352,7 @@ def test_autocast(device):
 def test_a_max_q_len_that_lies_loses_nothing_but_late_queries(max_q_len, layout, device):
     """Unchecked: update_cache writes all; in cached_attention a sequence's first max_q_len queries are right, others 0 and -inf."""
     found = arguments(layout, device)
-    (expected, expected_lse), (out, lse) = (
-        attend(found | {"max_q_len": n}, check=False, return_lse=True) for n in (3, max_q_len))
+    (expected, expected_lse), (out, lse) = (attend(found | {"max_q_len": n}, check=False, return_lse=True) for n in (3, max_q_len))
     number = torch.tensor([0, 1, 0, 0, 1, 2], device=device)  # of each query in its sequence
     there = number < max_q_len
     assert torch.allclose(out[there], expected[there], atol=1e-6) and torch.allclose(lse[there], expected_lse[there], atol=1e-6)
@@ -305,8 +384,12 @@ def test_a_sequence_that_is_not_there_is_not_written(device):
     assert different.nonzero().tolist() == [[0, 3], [2, 3]]
 
 
-LIES = {"pages that are not there, pages, ragged", "a page after the last, and the least number, pages",
-        "entries that are not there, entries", "offsets outside, contiguous, ragged"}
+LIES = {
+    "pages that are not there, pages, ragged",
+    "a page after the last, and the least number, pages",
+    "entries that are not there, entries",
+    "offsets outside, contiguous, ragged",
+}
 
 
 def test_lies_read_and_write_nothing_outside(monkeypatch):

@@ -17,13 +17,22 @@ SLOPES = torch.linspace(0.1, 0.9, 12)
 
 def score_mods(device):
     slopes = SLOPES.to(device)
-    return {"none": None, "alibi": mods.alibi(slopes), "softcap": mods.softcap(2.0),
-            "per sequence": lambda score, b, h, q, k: score + b * 0.3 - k * 0.01 + slopes[h]}
+    return {
+        "none": None,
+        "alibi": mods.alibi(slopes),
+        "softcap": mods.softcap(2.0),
+        "per sequence": lambda score, b, h, q, k: score + b * 0.3 - k * 0.01 + slopes[h],
+    }
 
 
 def mask_mods():
-    return {"none": None, "window": mods.sliding_window(20), "per sequence": lambda b, h, q, k: (k <= q) & ((k + b) % 3 != 0),
-            "all": lambda b, h, q, k: k >= 0, "per head": lambda b, h, q, k: (k <= q) & (k >= h)}
+    return {
+        "none": None,
+        "window": mods.sliding_window(20),
+        "per sequence": lambda b, h, q, k: (k <= q) & ((k + b) % 3 != 0),
+        "all": lambda b, h, q, k: k >= 0,
+        "per head": lambda b, h, q, k: (k <= q) & (k >= h),
+    }
 
 
 @st.composite
@@ -38,12 +47,21 @@ def batches(draw, device):
     room = draw(st.sampled_from([1, 30, 100, 700] if big else [1, 30, 70]))
     Hkv, group = draw(st.sampled_from([(1, 1), (2, 1), (1, 4), (2, 3), (1, 12), (4, 2)]))
     return {
-        "q_lens": q_lens, "kv_lens": [n + draw(st.integers(0, room)) for n in q_lens], "ragged": ragged, "Hkv": Hkv, "Hq": Hkv * group,
-        "D_QK": draw(st.sampled_from([16, 20, 64])), "D_V": draw(st.sampled_from([16, 24])),
-        "page_size": draw(st.sampled_from([0, 0, 1, 5, 16, 64])), "located": draw(st.booleans()),
+        "q_lens": q_lens,
+        "kv_lens": [n + draw(st.integers(0, room)) for n in q_lens],
+        "ragged": ragged,
+        "Hkv": Hkv,
+        "Hq": Hkv * group,
+        "D_QK": draw(st.sampled_from([16, 20, 64])),
+        "D_V": draw(st.sampled_from([16, 24])),
+        "page_size": draw(st.sampled_from([0, 0, 1, 5, 16, 64])),
+        "located": draw(st.booleans()),
         "dtype": draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16])),
-        "score": draw(st.sampled_from(list(score_mods("cpu")))), "mask": draw(st.sampled_from(list(mask_mods()))),
-        "invariant": draw(st.booleans()), "fp8": draw(st.booleans()), "seed": draw(st.integers(0, 99)),
+        "score": draw(st.sampled_from(list(score_mods("cpu")))),
+        "mask": draw(st.sampled_from(list(mask_mods()))),
+        "invariant": draw(st.booleans()),
+        "fp8": draw(st.booleans()),
+        "seed": draw(st.integers(0, 99)),
     }
 
 
@@ -55,8 +73,10 @@ def made(p, device):
         return torch.randn(*shape, generator=g).to(device, p["dtype"])
 
     B, S = len(p["q_lens"]), max(p["kv_lens"]) + 3
-    q, k, v = ([random(1, H, n, D) for n in lens] for H, D, lens in (
-        (p["Hq"], p["D_QK"], p["q_lens"]), (p["Hkv"], p["D_QK"], p["kv_lens"]), (p["Hkv"], p["D_V"], p["kv_lens"])))
+    q, k, v = (
+        [random(1, H, n, D) for n in lens]
+        for H, D, lens in ((p["Hq"], p["D_QK"], p["q_lens"]), (p["Hkv"], p["D_QK"], p["kv_lens"]), (p["Hkv"], p["D_V"], p["kv_lens"]))
+    )
     kept = torch.float8_e4m3fn if p["fp8"] else p["dtype"]
     k, v = ([t.to(kept) for t in tensors] for tensors in (k, v))
     arguments = {"kv_len": torch.tensor(p["kv_lens"], dtype=torch.int32, device=device), "batch_invariant": p["invariant"]}
@@ -75,14 +95,14 @@ def made(p, device):
                 for i, position in enumerate(t[0].transpose(0, 1)):
                     cache[pages[i // size], i % size] = position
         for pages, n in zip(table, p["kv_lens"], strict=True):
-            pages[-(-n // size):] = 1 << 30  # never to be read
+            pages[-(-n // size) :] = 1 << 30  # never to be read
         arguments["page_table"] = table.to(device, torch.int32)
     else:
         places = torch.randperm(B + 2, generator=g)[:B] if p["located"] else torch.arange(B)
         caches = [torch.full((B + 2 * p["located"], S, *t[0].shape[1::2]), float("nan"), dtype=kept, device=device) for t in (k, v)]
         for cache, tensors in zip(caches, (k, v), strict=True):
             for place, t in zip(places, tensors, strict=True):
-                cache[place, :t.shape[2]] = t[0].transpose(0, 1)
+                cache[place, : t.shape[2]] = t[0].transpose(0, 1)
         if p["located"]:
             arguments["cache_loc"] = places.to(device, torch.int32)
     arguments |= {"k_cache": caches[0], "v_cache": caches[1]}
@@ -108,7 +128,7 @@ def check(p, device):
         if 0 in q.shape:
             continue
         offset = k.shape[2] - q.shape[2]
-        found = (out[b], lse[b]) if not p["ragged"] else [t[starts[b]:starts[b + 1]].transpose(0, 1) for t in (out, lse)]
+        found = (out[b], lse[b]) if not p["ragged"] else [t[starts[b] : starts[b + 1]].transpose(0, 1) for t in (out, lse)]
         shift = shifted(score_mod, b, offset), shifted(mask_mod or mods.causal, b, offset)
         exact, exact_lse, _ = dense_attention(q, k, v, *shift)
         plain, plain_lse, _ = dense_attention(q, k, v, *shift, precision=p["dtype"])
@@ -136,15 +156,46 @@ def test_any_batch_on_gpu(p):
 def test_sequences_share_the_device_by_length(device, page_size):
     """One new token each; one sequence as long as all others together, one empty, more sequences than are counted at a time."""
     count, longest = (300, 3000) if device == "cuda" else (30, 900)
-    check({"q_lens": [1, 1, 0, *[1] * (count - 3)], "kv_lens": [1, 700, 0, *(i % 40 + 1 for i in range(count - 4)), longest],
-           "ragged": True, "Hkv": 1, "Hq": 4, "D_QK": 32, "D_V": 16, "page_size": page_size, "located": False, "dtype": torch.bfloat16,
-           "score": "per sequence", "mask": "none", "invariant": False, "fp8": False, "seed": 3}, device)
+    check(
+        {
+            "q_lens": [1, 1, 0, *[1] * (count - 3)],
+            "kv_lens": [1, 700, 0, *(i % 40 + 1 for i in range(count - 4)), longest],
+            "ragged": True,
+            "Hkv": 1,
+            "Hq": 4,
+            "D_QK": 32,
+            "D_V": 16,
+            "page_size": page_size,
+            "located": False,
+            "dtype": torch.bfloat16,
+            "score": "per sequence",
+            "mask": "none",
+            "invariant": False,
+            "fp8": False,
+            "seed": 3,
+        },
+        device,
+    )
 
 
 def batch(device, q_lens=(3, 1, 0, 9), kv_lens=(40, 7, 0, 300), dtype=torch.float32, **changes):
     """A ragged batch in pages of 16."""
-    p = {"q_lens": list(q_lens), "kv_lens": list(kv_lens), "ragged": True, "Hkv": 2, "Hq": 6, "D_QK": 32, "D_V": 16, "page_size": 16,
-         "located": False, "dtype": dtype, "invariant": False, "fp8": False, "seed": 1, **changes}
+    p = {
+        "q_lens": list(q_lens),
+        "kv_lens": list(kv_lens),
+        "ragged": True,
+        "Hkv": 2,
+        "Hq": 6,
+        "D_QK": 32,
+        "D_V": 16,
+        "page_size": 16,
+        "located": False,
+        "dtype": dtype,
+        "invariant": False,
+        "fp8": False,
+        "seed": 1,
+        **changes,
+    }
     return made(p, device)[0]
 
 
@@ -157,12 +208,12 @@ def test_a_sequence_alone_is_bitwise_the_same(device, paged):
     for b, n in enumerate((3, 1, 2, 9)):
         alone = {k: arguments[k] for k in ("k_cache", "v_cache", "batch_invariant")}
         if paged:
-            alone["page_table"] = arguments["page_table"][b:b + 1, :-(-int(arguments["kv_len"][b]) // 16)].contiguous()
+            alone["page_table"] = arguments["page_table"][b : b + 1, : -(-int(arguments["kv_len"][b]) // 16)].contiguous()
         else:
             alone["cache_loc"] = torch.tensor([b], dtype=torch.int32, device=device)
-        query = arguments["query"][starts[b]:starts[b + 1]]
-        out = cached_attention(query.transpose(0, 1)[None], kv_len=arguments["kv_len"][b:b + 1], **alone)
-        assert torch.equal(out[0].transpose(0, 1), whole[starts[b]:starts[b] + n])
+        query = arguments["query"][starts[b] : starts[b + 1]]
+        out = cached_attention(query.transpose(0, 1)[None], kv_len=arguments["kv_len"][b : b + 1], **alone)
+        assert torch.equal(out[0].transpose(0, 1), whole[starts[b] : starts[b] + n])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -209,16 +260,22 @@ def test_queries_at_any_position(device):
 
 BAD = {  # what changes, and what the error says
     "positions beyond the pages": (
-        dict(kv_len=[40, 7, 0, 305]), r"sequence 3 has 9 new tokens .* go from 0 to 303 in k_cache .* with 19 pages"),
+        dict(kv_len=[40, 7, 0, 305]),
+        r"sequence 3 has 9 new tokens .* go from 0 to 303 in k_cache .* with 19 pages",
+    ),
     "more new tokens than positions": (dict(kv_len=[2, 7, 0, 300]), r"sequence 0 has 3 new tokens from position -1"),
     "pages outside the pool": (dict(page_table=99), r"page_table\[0\] names pages from 99 to 99; k_cache .* has pages 0 to 75"),
     "lengths that do not add up": (
-        dict(cu_seqlens_q=[0, 3, 4, 4, 14]), r"cu_seqlens_q must .* 13 tokens there are, got \[0, 3, 4, 4, 14\]"),
+        dict(cu_seqlens_q=[0, 3, 4, 4, 14]),
+        r"cu_seqlens_q must .* 13 tokens there are, got \[0, 3, 4, 4, 14\]",
+    ),
     "falling starts": (dict(cu_seqlens_q=[0, 3, 2, 4, 13]), "never fall"),
     "int64": (dict(kv_len=torch.tensor([40, 7, 0, 300])), r"kv_len must be torch.int32 \(n,\) on cpu, got torch.int64"),
     "another number": (dict(q_offset=[1, 2, 3]), r"q_offset must be torch.int32 \(4,\) on cpu, got torch.int32 \(3,\)"),
     "dtype of the cache": (
-        dict(v_cache=torch.zeros(76, 16, 2, 16, dtype=torch.bfloat16)), "must both be .* got torch.float32 and torch.bfloat16"),
+        dict(v_cache=torch.zeros(76, 16, 2, 16, dtype=torch.bfloat16)),
+        "must both be .* got torch.float32 and torch.bfloat16",
+    ),
     "heads": (dict(query=torch.zeros(13, 5, 32)), "5 heads, no multiple of the 2 heads"),
     "head dim": (dict(query=torch.zeros(13, 6, 16)), r"query \(13, 6, 16\), k_cache .* do not fit"),
     "both": (dict(cache_loc=[0, 1, 2, 3]), "exclude each other"),
@@ -230,8 +287,13 @@ BAD = {  # what changes, and what the error says
 def test_errors(name):
     arguments, (changes, message) = batch("cpu"), BAD[name]
     for key, value in changes.items():
-        arguments[key] = (torch.full_like(arguments[key], value) if isinstance(value, int)
-                          else torch.tensor(value, dtype=torch.int32) if isinstance(value, list) else value)
+        arguments[key] = (
+            torch.full_like(arguments[key], value)
+            if isinstance(value, int)
+            else torch.tensor(value, dtype=torch.int32)
+            if isinstance(value, list)
+            else value
+        )
     with pytest.raises((ValueError, TypeError), match=message):
         cached_attention(**arguments)
 

@@ -39,10 +39,7 @@ def test_demo_and_doctor_on_a_gpu(capsys):
         (["plain"], "# forward d128 bf16\n"),
         (["alibi", "causal", "--head-dim", "64", "--dtype", "fp16"], "# mods/causal.py:"),
         (["softcap", "--target", "gfx942"], "tanh_by_exp2"),
-        (
-            ["document", "--target", "cpu", "--head-dim", "192x128"],
-            "# forward document and inner d192x128 bf16\n",
-        ),
+        (["document", "--target", "cpu", "--head-dim", "192x128"], "# forward document and inner d192x128 bf16\n"),
         (["causal", "--target", "sm_90"], "desc_k.load("),
         (["causal", "--target", "sm_90", "--no-tma"], "tl.load(k_ptrs"),
         (["causal", "--gluon"], "# hopper forward causal d128 bf16\n"),
@@ -73,10 +70,7 @@ def test_wrong_arguments(capsys, arguments, message):
 
 
 def test_help_names_commands_and_recipes(capsys):
-    for arguments, names in (
-        (["--help"], ("demo", "render", "doctor")),
-        (["render", "--help"], recipes.RECIPES),
-    ):
+    for arguments, names in ((["--help"], ("demo", "render", "doctor")), (["render", "--help"], recipes.RECIPES)):
         with pytest.raises(SystemExit, match="0"):
             cli.main(arguments)
         shown = capsys.readouterr().out
@@ -86,15 +80,7 @@ def test_help_names_commands_and_recipes(capsys):
 def test_doctor_finds_this_machine_well(capsys):
     assert cli.main(["doctor"]) == 0
     shown = capsys.readouterr().out
-    for word in (
-        torch.__version__,
-        "sm_80",
-        "sm_90",
-        "sm_100",
-        "gfx942",
-        "cpu",
-        "All that this machine needs works.",
-    ):
+    for word in (torch.__version__, "sm_80", "sm_90", "sm_100", "gfx942", "cpu", "All that this machine needs works."):
         assert word in shown
     assert "failed" not in shown
 

@@ -17,26 +17,48 @@ OPTIONS = {"BACKEND": "TRITON_DECODE"}
 
 def score_mods(device):
     vector = torch.linspace(0.1, 0.9, 4096, device=device)
-    return {"none": None, "alibi": mods.alibi(vector[:24]), "softcap": mods.softcap(2.0), "head alone": lambda s, b, h, m, n: h * 0.1,
-            "head added": lambda s, b, h, m, n: s + vector[h] + b, "per head and key": lambda s, b, h, m, n: s * vector[h + n % 7],
-            "per query": lambda s, b, h, m, n: s * vector[m]}
+    return {
+        "none": None,
+        "alibi": mods.alibi(vector[:24]),
+        "softcap": mods.softcap(2.0),
+        "head alone": lambda s, b, h, m, n: h * 0.1,
+        "head added": lambda s, b, h, m, n: s + vector[h] + b,
+        "per head and key": lambda s, b, h, m, n: s * vector[h + n % 7],
+        "per query": lambda s, b, h, m, n: s * vector[m],
+    }
 
 
-MASK_MODS = {"none": None, "window": lambda b, h, m, n: n >= 40 + m, "prefix": lambda b, h, m, n: n < 100 - 3 * m,
-             "per head": lambda b, h, m, n: n > h * 9, "holes": lambda b, h, m, n: (n + b) % 5 > m % 3, "nothing": lambda b, h, m, n: n < 0}
+MASK_MODS = {
+    "none": None,
+    "window": lambda b, h, m, n: n >= 40 + m,
+    "prefix": lambda b, h, m, n: n < 100 - 3 * m,
+    "per head": lambda b, h, m, n: n > h * 9,
+    "holes": lambda b, h, m, n: (n + b) % 5 > m % 3,
+    "nothing": lambda b, h, m, n: n < 0,
+}
 
 
 @st.composite
 def problems(draw, device):
     big = device == "cuda"
     Hkv, group = draw(st.sampled_from([(1, 1), (2, 1), (1, 4), (2, 3), (1, 24), (2, 7)]))
-    return {"Z": draw(st.integers(1, 3)), "Zkv": draw(st.booleans()), "Hkv": Hkv, "Hq": Hkv * group,
-            "Q_LEN": draw(st.sampled_from([1, 1, 2, 3, 8, 16])),
-            "KV_LEN": draw(st.sampled_from([1, 70, 600, 1500] if big else [1, 70, 300, 600])), "D_QK": draw(st.sampled_from([16, 20, 64])),
-            "D_V": draw(st.sampled_from([16, 40])), "dtype": draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16])),
-            "score": draw(st.sampled_from(list(score_mods("cpu")))), "mask": draw(st.sampled_from(list(MASK_MODS))),
-            "lists": draw(st.sampled_from(["mask_mod", "block_mask", "one list", "per head"])),
-            "scale": draw(st.sampled_from([None, 0.3, -0.2])), "transposed": draw(st.booleans()), "seed": draw(st.integers(0, 99))}
+    return {
+        "Z": draw(st.integers(1, 3)),
+        "Zkv": draw(st.booleans()),
+        "Hkv": Hkv,
+        "Hq": Hkv * group,
+        "Q_LEN": draw(st.sampled_from([1, 1, 2, 3, 8, 16])),
+        "KV_LEN": draw(st.sampled_from([1, 70, 600, 1500] if big else [1, 70, 300, 600])),
+        "D_QK": draw(st.sampled_from([16, 20, 64])),
+        "D_V": draw(st.sampled_from([16, 40])),
+        "dtype": draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16])),
+        "score": draw(st.sampled_from(list(score_mods("cpu")))),
+        "mask": draw(st.sampled_from(list(MASK_MODS))),
+        "lists": draw(st.sampled_from(["mask_mod", "block_mask", "one list", "per head"])),
+        "scale": draw(st.sampled_from([None, 0.3, -0.2])),
+        "transposed": draw(st.booleans()),
+        "seed": draw(st.integers(0, 99)),
+    }
 
 
 def check(p, device):
@@ -46,8 +68,10 @@ def check(p, device):
         t = torch.randn(Z, H, S, D, device=device).to(p["dtype"])
         return t.transpose(1, 2).contiguous().transpose(1, 2) if p["transposed"] else t
 
-    q, (k, v) = random(p["Z"], p["Hq"], p["Q_LEN"], p["D_QK"]), (
-        random(1 if p["Zkv"] else p["Z"], p["Hkv"], p["KV_LEN"], D) for D in (p["D_QK"], p["D_V"]))
+    q, (k, v) = (
+        random(p["Z"], p["Hq"], p["Q_LEN"], p["D_QK"]),
+        (random(1 if p["Zkv"] else p["Z"], p["Hkv"], p["KV_LEN"], D) for D in (p["D_QK"], p["D_V"])),
+    )
     score_mod, mask_mod = score_mods(device)[p["score"]], MASK_MODS[p["mask"]]
     masks = {}
     if mask_mod and p["lists"] == "mask_mod":
@@ -55,13 +79,23 @@ def check(p, device):
     elif mask_mod:
         heads = p["Hq"] if p["lists"] == "per head" else None
         if heads or p["mask"] != "per head":
-            masks["block_mask"] = create_block_mask(mask_mod, p["Z"], heads, p["Q_LEN"], p["KV_LEN"], device, 64,
-                                                    separate_full_blocks=p["lists"] != "one list")
+            masks["block_mask"] = create_block_mask(
+                mask_mod, p["Z"], heads, p["Q_LEN"], p["KV_LEN"], device, 64, separate_full_blocks=p["lists"] != "one list"
+            )
         else:
             masks["mask_mod"] = mask_mod
     torch.full((1 << 16,), float("nan"), device=device)
-    out, aux = flex_attention(q, k, v, score_mod, scale=p["scale"], enable_gqa=True, kernel_options=OPTIONS,
-                              return_aux=AuxRequest(lse=True, max_scores=True), **masks)
+    out, aux = flex_attention(
+        q,
+        k,
+        v,
+        score_mod,
+        scale=p["scale"],
+        enable_gqa=True,
+        kernel_options=OPTIONS,
+        return_aux=AuxRequest(lse=True, max_scores=True),
+        **masks,
+    )
     exact = dense_attention(q, k, v, score_mod, mask_mod, p["scale"])
     plain = dense_attention(q, k, v, score_mod, mask_mod, p["scale"], precision=p["dtype"])
     assert relative_error(out, exact[0]) <= 1.2 * relative_error(plain[0], exact[0]) + 1e-6
@@ -106,15 +140,30 @@ def test_what_it_does_not_serve_is_an_error():
 def test_chosen_for_few_queries_and_many_keys():
     q, k = torch.randn(1, 1, 17, 16), torch.randn(1, 1, 256, 16)
     assert explain(q[:, :, :16], k, k).startswith("forward   DECODE")
-    for few, keys, options in ((q, k, {}), (q[:, :, :16], k[:, :, :255], {}), (q[:, :, :16], k, {"BLOCK_M": 16}),
-                               (q[:, :, :16], k, {"BACKEND": "TRITON"})):
+    for few, keys, options in (
+        (q, k, {}),
+        (q[:, :, :16], k[:, :, :255], {}),
+        (q[:, :, :16], k, {"BLOCK_M": 16}),
+        (q[:, :, :16], k, {"BACKEND": "TRITON"}),
+    ):
         assert explain(few, keys, keys, kernel_options=options).startswith("forward   TRITON")
 
 
-@pytest.mark.parametrize("q_len, group, q_block, expected", [
-    (1, 4, 0, (1, 4)), (1, 1, 0, (1, 1)), (16, 4, 128, (16, 4)), (500, 4, 128, (16, 4)), (500, 1, 16, (16, 1)), (3, 7, 0, (4, 7)),
-    (1, 71, 0, (1, 71)), (1, 142, 0, (1, 71)), (500, 12, 128, (4, 12)), (2, 128, 0, (1, 128)),
-])
+@pytest.mark.parametrize(
+    "q_len, group, q_block, expected",
+    [
+        (1, 4, 0, (1, 4)),
+        (1, 1, 0, (1, 1)),
+        (16, 4, 128, (16, 4)),
+        (500, 4, 128, (16, 4)),
+        (500, 1, 16, (16, 1)),
+        (3, 7, 0, (4, 7)),
+        (1, 71, 0, (1, 71)),
+        (1, 142, 0, (1, 71)),
+        (500, 12, 128, (4, 12)),
+        (2, 128, 0, (1, 128)),
+    ],
+)
 def test_rows_of_a_tile(q_len, group, q_block, expected):
     """Queries are a power of two that divides a mask's blocks, heads divide their group, and there are 16 to 128 rows."""
     rows = rows_of(q_len, group, q_block)

@@ -69,8 +69,10 @@ def launched(monkeypatch):
 
 
 def check(mod, reference, dims, causal, lengths=(Q_LEN, KV_LEN), device="cpu"):
-    q, k, v = (torch.randn(1, 4, n, d, generator=G).to(device, torch.bfloat16) for n, d in (
-        (lengths[0], dims[0]), (lengths[1], dims[0]), (lengths[1], dims[1])))
+    q, k, v = (
+        torch.randn(1, 4, n, d, generator=G).to(device, torch.bfloat16)
+        for n, d in ((lengths[0], dims[0]), (lengths[1], dims[0]), (lengths[1], dims[1]))
+    )
     mask = mods.causal if causal else None
     reference = reference or mod
     out, lse = flex_attention(q, k, v, mod, return_lse=True, mask_mod=mask)
@@ -80,8 +82,13 @@ def check(mod, reference, dims, causal, lengths=(Q_LEN, KV_LEN), device="cpu"):
     assert (lse - exact_lse).abs().max() <= 2 * (plain_lse - exact_lse).abs().max() + 1e-5
 
 
-CASES = [*((name, (64, 64), False) for name in MODS), ("table", (128, 128), True), ("no index outside", (128, 128), False),
-         ("no index outside", (192, 128), True), ("clipped", (256, 256), False)]
+CASES = [
+    *((name, (64, 64), False) for name in MODS),
+    ("table", (128, 128), True),
+    ("no index outside", (128, 128), False),
+    ("no index outside", (192, 128), True),
+    ("clipped", (256, 256), False),
+]
 
 
 @pytest.mark.parametrize("name, dims, causal", CASES, ids=str)
@@ -104,10 +111,18 @@ def test_nothing_is_read_by_distance_from_a_cache():
 @pytest.mark.parametrize("causal", [False, True])
 def test_on_a_gpu(dims, causal):
     """A table for exactly these lengths; what T5 computes; an index that leaves its tensor."""
-    table, line, weight = (torch.randn(size, device="cuda", generator=torch.Generator("cuda").manual_seed(i)) for i, size in enumerate((
-        (4, 1500 + 1700), 100, (32, 4))))
+    table, line, weight = (
+        torch.randn(size, device="cuda", generator=torch.Generator("cuda").manual_seed(i))
+        for i, size in enumerate(((4, 1500 + 1700), 100, (32, 4)))
+    )
     for Q, KV in ((1500, 1700), (1536, 1024), (300, 1700)):
         check(lambda s, b, h, m, n: s + table[h, n - m + 1499], None, dims, causal, (Q, KV), "cuda")
         check(mods.t5_bias(weight), None, dims, causal, (Q, KV), "cuda")
-        check(lambda s, b, h, m, n: s + line[(m - n).abs()], lambda s, b, h, m, n: s + torch.where(
-            (m - n).abs() < 100, line[(m - n).abs().clamp(max=99)], 0.0), dims, causal, (Q, KV), "cuda")
+        check(
+            lambda s, b, h, m, n: s + line[(m - n).abs()],
+            lambda s, b, h, m, n: s + torch.where((m - n).abs() < 100, line[(m - n).abs().clamp(max=99)], 0.0),
+            dims,
+            causal,
+            (Q, KV),
+            "cuda",
+        )

@@ -21,9 +21,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_minimal_runs():
-    done = subprocess.run(
-        [sys.executable, "examples/minimal.py"], cwd=ROOT, capture_output=True, text=True, env=os.environ
-    )
+    done = subprocess.run([sys.executable, "examples/minimal.py"], cwd=ROOT, capture_output=True, text=True, env=os.environ)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "=== manual attention ===" in done.stdout and "=== flexpress ===" in done.stdout
     assert float(re.search(r"largest difference (\S+)", done.stdout)[1]) < 1e-5
@@ -112,15 +110,31 @@ def test_generate_refuses_a_request_that_never_fits():
         example.Generator(model, num_pages=2, page_size=4, chunk=4).run([example.Request([1, 2, 3], 6)])
 
 
-@pytest.mark.parametrize("change, expected", [
-    ({}, {"rope_theta": 500000.0, "head_dim": 16}), ({"head_dim": 32}, {"head_dim": 32}),
-    ({"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, {"rope_theta": 7.0}),
-    ({"num_key_value_heads": None}, {"num_key_value_heads": 4}), ({"rope_scaling": {"rope_type": "llama3"}}, None),
-    ({"hidden_act": "gelu"}, None)])
+@pytest.mark.parametrize(
+    "change, expected",
+    [
+        ({}, {"rope_theta": 500000.0, "head_dim": 16}),
+        ({"head_dim": 32}, {"head_dim": 32}),
+        ({"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, {"rope_theta": 7.0}),
+        ({"num_key_value_heads": None}, {"num_key_value_heads": 4}),
+        ({"rope_scaling": {"rope_type": "llama3"}}, None),
+        ({"hidden_act": "gelu"}, None),
+    ],
+)
 def test_generate_reads_configs(tmp_path, change, expected):
-    given = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": None,
-             "intermediate_size": 96, "rms_norm_eps": 1e-6, "rope_theta": 500000.0, "rope_scaling": None, "vocab_size": 100,
-             "bos_token_id": 1}
+    given = {
+        "hidden_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": None,
+        "intermediate_size": 96,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 500000.0,
+        "rope_scaling": None,
+        "vocab_size": 100,
+        "bos_token_id": 1,
+    }
     (tmp_path / "config.json").write_text(json.dumps(given | change))
     read = generate().Config.read
     if expected is None:
@@ -132,8 +146,13 @@ def test_generate_reads_configs(tmp_path, change, expected):
 
 
 def test_generate_runs():
-    done = subprocess.run([sys.executable, "examples/generate.py", "--requests", "2", "--prompt", "9", "--new", "3", "--page-size", "4"],
-                          cwd=ROOT, capture_output=True, text=True, env=os.environ)
+    done = subprocess.run(
+        [sys.executable, "examples/generate.py", "--requests", "2", "--prompt", "9", "--new", "3", "--page-size", "4"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^tokens unlike float64, dense +0$", done.stdout, re.MULTILINE), done.stdout
 

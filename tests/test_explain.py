@@ -50,15 +50,23 @@ CASES = {  # tensors, arguments, and a word of the reasons forward and backward;
     "no TMA": (tensors(), {"kernel_options": {"USE_TMA": False}}, "USE_TMA", "TMA"),
     "deterministic": (tensors(), {"deterministic": True}, None, "deterministic"),
     "learned, unequal head dims": (
-        tensors(192, 128), {"score_mod": lambda s, b, h, m, n: s + LEARNED[h]}, None, "captured tensors with head dims 192"),
+        tensors(192, 128),
+        {"score_mod": lambda s, b, h, m, n: s + LEARNED[h]},
+        None,
+        "captured tensors with head dims 192",
+    ),
     "learned": (tensors(), {"score_mod": lambda s, b, h, m, n: s + LEARNED[h]}, None, None),
     "learned per key": (tensors(), {"score_mod": lambda s, b, h, m, n: s + LEARNED_PER_POSITION[n]}, None, "head dims above 64"),
     "learned per key, 64": (tensors(64), {"score_mod": lambda s, b, h, m, n: s + LEARNED_PER_POSITION[n]}, None, None),
     "learned per query": (tensors(64), {"score_mod": lambda s, b, h, m, n: s + LEARNED_PER_POSITION[m]}, None, "query alone"),
     "causal": (tensors(), {"block_mask": create_block_mask(mods.causal, None, None, 256, 256, device="cpu")}, None, None),
     "few queries": (tensors(length=64), {}, "64 queries", None),
-    "small blocks": (tensors(), {"block_mask": create_block_mask(mods.causal, None, None, 256, 256, device="cpu", BLOCK_SIZE=64)},
-                     "block sizes", "block sizes"),
+    "small blocks": (
+        tensors(),
+        {"block_mask": create_block_mask(mods.causal, None, None, 256, 256, device="cpu", BLOCK_SIZE=64)},
+        "block sizes",
+        "block sizes",
+    ),
 }
 
 
@@ -95,6 +103,7 @@ def test_spills(launched):
 
 def test_gluon_of_another_version(launched, monkeypatch):
     """Gluon is experimental: where a kernel in it does not compile, the portable one runs, and a warning says so."""
+
     def obtain(name, *_):
         if name.startswith("hopper"):
             raise AttributeError("gl has no such name")

@@ -19,8 +19,16 @@ LENGTHS = {"cpu": [1, 2, 16, 33, 64, 100, 129], "cuda": [1, 113, 128, 203, 512, 
 HEAD_DIMS = {"cpu": [1, 16, 40, 48, 64, 80, 88, 96, 128], "cuda": [16, 40, 48, 64, 80, 88, 96, 128, 192, 256]}
 RACE_HEAD_DIMS = [40, 48, 64, 80, 88, 96, 128]
 LAYOUTS = ["contiguous", "heads_first", "sliced", "strided_head_dim"]
-BIASES = {"none": None, "vector": "1h1n", "matrix": "1hmn", "per_batch": "bhmn", "shared": "11mn", "batch_vector": "b11n",
-          "column": "1hm1", "number": "1111"}
+BIASES = {
+    "none": None,
+    "vector": "1h1n",
+    "matrix": "1hmn",
+    "per_batch": "bhmn",
+    "shared": "11mn",
+    "batch_vector": "b11n",
+    "column": "1hm1",
+    "number": "1111",
+}
 
 
 def tensor_of(shape, layout: str, dtype, device: str, generator) -> torch.Tensor:
@@ -33,7 +41,7 @@ def tensor_of(shape, layout: str, dtype, device: str, generator) -> torch.Tensor
     if layout == "heads_first":
         return random(B, H, *packed, S, D).transpose(1, -2)
     if layout == "sliced":
-        return random(B, S + 3, *packed, H + 1, D + 5)[:, 2:S + 2, ..., 1:, 3:D + 3]
+        return random(B, S + 3, *packed, H + 1, D + 5)[:, 2 : S + 2, ..., 1:, 3 : D + 3]
     if layout == "strided_head_dim":
         return random(*shape[:-1], 2 * D)[..., ::2]
     return random(*shape)
@@ -43,13 +51,21 @@ def tensor_of(shape, layout: str, dtype, device: str, generator) -> torch.Tensor
 def problems(draw, device):
     Sq = draw(st.sampled_from(LENGTHS[device]))
     return {
-        "dtype": draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])), "B": draw(st.sampled_from([1, 2])),
-        "Hkv": draw(st.sampled_from([1, 2])), "group": draw(st.sampled_from([1, 1, 2, 3])), "Sq": Sq,
-        "Skv": draw(st.one_of(st.just(Sq), st.sampled_from(LENGTHS[device]))), "D": draw(st.sampled_from(HEAD_DIMS[device])),
-        "form": draw(st.sampled_from(["apart", "kv", "qkv"])), "layouts": draw(st.tuples(*[st.sampled_from(LAYOUTS)] * 3)),
-        "bias": draw(st.sampled_from(sorted(BIASES))), "bias_dtype": draw(st.sampled_from(["own", "float32"])),
-        "bias_layout": draw(st.sampled_from(["contiguous", "transposed"])), "causal": draw(st.booleans()),
-        "scale": draw(st.sampled_from([None, None, 0.3])), "seed": draw(st.integers(0, 99)),
+        "dtype": draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
+        "B": draw(st.sampled_from([1, 2])),
+        "Hkv": draw(st.sampled_from([1, 2])),
+        "group": draw(st.sampled_from([1, 1, 2, 3])),
+        "Sq": Sq,
+        "Skv": draw(st.one_of(st.just(Sq), st.sampled_from(LENGTHS[device]))),
+        "D": draw(st.sampled_from(HEAD_DIMS[device])),
+        "form": draw(st.sampled_from(["apart", "kv", "qkv"])),
+        "layouts": draw(st.tuples(*[st.sampled_from(LAYOUTS)] * 3)),
+        "bias": draw(st.sampled_from(sorted(BIASES))),
+        "bias_dtype": draw(st.sampled_from(["own", "float32"])),
+        "bias_layout": draw(st.sampled_from(["contiguous", "transposed"])),
+        "causal": draw(st.booleans()),
+        "scale": draw(st.sampled_from([None, None, 0.3])),
+        "seed": draw(st.integers(0, 99)),
     }
 
 
@@ -61,12 +77,16 @@ def check_problem(p: dict, device: str) -> None:
         (qkv,) = inputs = (tensor_of((B, Sq, 3, H, D), p["layouts"][0], p["dtype"], device, generator),)
         q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
     elif form == "kv":
-        q, kv = inputs = tuple(tensor_of(shape, layout, p["dtype"], device, generator)
-                               for shape, layout in zip(((B, Sq, H, D), (B, Skv, 2, Hkv, D)), p["layouts"][:2], strict=True))
+        q, kv = inputs = tuple(
+            tensor_of(shape, layout, p["dtype"], device, generator)
+            for shape, layout in zip(((B, Sq, H, D), (B, Skv, 2, Hkv, D)), p["layouts"][:2], strict=True)
+        )
         k, v = kv[:, :, 0], kv[:, :, 1]
     else:
-        q, k, v = inputs = tuple(tensor_of(shape, layout, p["dtype"], device, generator) for shape, layout in
-                                 zip(((B, Sq, H, D), (B, Skv, Hkv, D), (B, Skv, Hkv, D)), p["layouts"], strict=True))
+        q, k, v = inputs = tuple(
+            tensor_of(shape, layout, p["dtype"], device, generator)
+            for shape, layout in zip(((B, Sq, H, D), (B, Skv, Hkv, D), (B, Skv, Hkv, D)), p["layouts"], strict=True)
+        )
     function = {"apart": flash_attn_func, "kv": flash_attn_kvpacked_func, "qkv": flash_attn_qkvpacked_func}[form]
     bias = add = None
     if BIASES[p["bias"]]:
@@ -187,9 +207,11 @@ def test_nothing_is_copied(device, monkeypatch):
     q, k, v = (torch.randn(2, 33, 4, 40, device=device) for _ in range(3))
     kv, qkv = torch.randn(2, 33, 2, 4, 40, device=device), torch.randn(2, 33, 3, 4, 40, device=device)
     bias = torch.randn(1, 4, 1, 33, device=device)
-    for function, inputs, parts in ((flash_attn_func, (q, k, v), (q, k, v)),
-                                    (flash_attn_kvpacked_func, (q, kv), (q, kv[:, :, 0], kv[:, :, 1])),
-                                    (flash_attn_qkvpacked_func, (qkv,), (qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]))):
+    for function, inputs, parts in (
+        (flash_attn_func, (q, k, v), (q, k, v)),
+        (flash_attn_kvpacked_func, (q, kv), (q, kv[:, :, 0], kv[:, :, 1])),
+        (flash_attn_qkvpacked_func, (qkv,), (qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2])),
+    ):
         out = function(*inputs, bias)
         *received, score_mod, block_mask, scale, result = calls.pop()
         for got, part in zip(received, parts, strict=True):
@@ -269,16 +291,24 @@ BAD = {
     "head dim": (flash_attn_func, (Q[..., :8], K, K), ValueError, r"same head dim, got q \(2, 5, 4, 8\) and k \(2, 7, 2, 16\)"),
     "heads": (flash_attn_func, (Q[:, :, :3], K, K), ValueError, r"multiple of k's, got q \(2, 5, 3, 16\) and k \(2, 7, 2, 16\)"),
     "no heads": (flash_attn_func, (Q, K[:, :, :0], K[:, :, :0]), ValueError, r"multiple of k's"),
-    "large head dim": (flash_attn_qkvpacked_func, (torch.zeros(1, 2, 3, 1, 257),), NotImplementedError,
-                       r"qkv has head dim 257; supported are 1 to 256, got \(1, 2, 3, 1, 257\)"),
+    "large head dim": (
+        flash_attn_qkvpacked_func,
+        (torch.zeros(1, 2, 3, 1, 257),),
+        NotImplementedError,
+        r"qkv has head dim 257; supported are 1 to 256, got \(1, 2, 3, 1, 257\)",
+    ),
     "kv rank": (flash_attn_kvpacked_func, (Q, K), ValueError, r"kv must have shape \(B, S, 2, H, D\), got \(2, 7, 2, 16\)"),
     "kv packed": (flash_attn_kvpacked_func, (Q, QKV), ValueError, r"kv must have shape \(B, S, 2, H, D\), got \(2, 5, 3, 4, 16\)"),
     "kv dtype": (flash_attn_kvpacked_func, (Q, KV.half()), TypeError, r"q and kv must have the same dtype"),
     "kv heads": (flash_attn_kvpacked_func, (Q[:, :, :3], KV), ValueError, r"got q \(2, 5, 3, 16\) and kv \(2, 7, 2, 2, 16\)"),
     "qkv packed": (flash_attn_qkvpacked_func, (KV,), ValueError, r"qkv must have shape \(B, S, 3, H, D\), got \(2, 7, 2, 2, 16\)"),
     "bias rank": (flash_attn_func, (Q, K, K, torch.zeros(5, 7)), ValueError, r"bias must have shape \(B, H, Sq, Skv\), got \(5, 7\)"),
-    "bias shape": (flash_attn_func, (Q, K, K, torch.zeros(1, 2, 5, 7)), ValueError,
-                   r"bias of shape \(1, 2, 5, 7\) does not broadcast to the scores \(B, H, Sq, Skv\) = \(2, 4, 5, 7\)"),
+    "bias shape": (
+        flash_attn_func,
+        (Q, K, K, torch.zeros(1, 2, 5, 7)),
+        ValueError,
+        r"bias of shape \(1, 2, 5, 7\) does not broadcast to the scores \(B, H, Sq, Skv\) = \(2, 4, 5, 7\)",
+    ),
     "bias dtype": (flash_attn_func, (Q, K, K, torch.ones(1, 1, 5, 7).bool()), TypeError, r"floating-point dtype, got torch.bool"),
     "bias device": (flash_attn_func, (Q, K, K, torch.zeros(1, 1, 1, 7, device="meta")), ValueError, r"captures bias, .* on meta"),
     "scale": (flash_attn_func, (Q, K, K, None, False, "big"), TypeError, r"scale must be a number, got str"),

@@ -331,11 +331,19 @@ def test_variants_of_compiled_code_are_named_by_all_that_changes_it(monkeypatch)
         return names[-1]
 
     base = name(1, ones)
-    assert base == name(2**31 - 1, ones * 2) == name(-2**31, ones[4:])
-    others = [name(2**31, ones), name(1.0, ones), name(1, ones.half()), name(1, ones[1:]),
-              name(1, ones, stem="other"), name(1, ones, constants=(128,)), name(1, ones, num_warps=8), name(1, ones, num_stages=3),
-              name(1, ones, target=binary.GPUTarget("cuda", 80, 32))]
-    assert len({base, *others}) == 1 + len(others) and others[0] == name(-2**31 - 1, ones)
+    assert base == name(2**31 - 1, ones * 2) == name(-(2**31), ones[4:])
+    others = [
+        name(2**31, ones),
+        name(1.0, ones),
+        name(1, ones.half()),
+        name(1, ones[1:]),
+        name(1, ones, stem="other"),
+        name(1, ones, constants=(128,)),
+        name(1, ones, num_warps=8),
+        name(1, ones, num_stages=3),
+        name(1, ones, target=binary.GPUTarget("cuda", 80, 32)),
+    ]
+    assert len({base, *others}) == 1 + len(others) and others[0] == name(-(2**31) - 1, ones)
 
 
 def test_the_key_knows_the_backend_and_the_code_and_nothing_else():

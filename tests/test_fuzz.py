@@ -20,8 +20,17 @@ from flexpress import BlockMask
 from flexpress.codegen import masks
 
 SEED = int(os.environ.get("FLEXPRESS_FUZZ_SEED", 0))
-COUNTS = {"verdicts": 110, "evaluate": 130, "attention": 30, "varlen": 8, "cached": 12, "flash": 6, "huge": 8, "hidden infinities": 8,
-          "update": 6}
+COUNTS = {
+    "verdicts": 110,
+    "evaluate": 130,
+    "attention": 30,
+    "varlen": 8,
+    "cached": 12,
+    "flash": 6,
+    "huge": 8,
+    "hidden infinities": 8,
+    "update": 6,
+}
 SMALLER = {"verdicts": 1, "attention": 1, "varlen": 1, "flash": 1, "huge": 1, "hidden infinities": 1}
 
 

@@ -19,8 +19,32 @@ from flexpress.codegen.ops import OPS
 from flexpress.codegen.signature import bind
 
 # Their results are integers or bools, or move in steps.
-NOT_DIFFERENTIABLE = {"floor_divide", "div_trunc", "sign", "floor", "ceil", "trunc", "round", "detach", "eq", "ne", "lt", "le", "gt", "ge",
-                      "and_", "or_", "xor", "invert", "lshift", "rshift", "logical_and", "logical_or", "logical_xor", "logical_not"}
+NOT_DIFFERENTIABLE = {
+    "floor_divide",
+    "div_trunc",
+    "sign",
+    "floor",
+    "ceil",
+    "trunc",
+    "round",
+    "detach",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "and_",
+    "or_",
+    "xor",
+    "invert",
+    "lshift",
+    "rshift",
+    "logical_and",
+    "logical_or",
+    "logical_xor",
+    "logical_not",
+}
 CONDITIONS = {"isnan", "isinf", "isposinf", "isneginf", "isfinite"}  # expand to comparisons
 SHAPE = (2, 3, 8, 10)
 
@@ -79,13 +103,16 @@ def upstream(shape) -> torch.Tensor:
 def by_autograd(expression: str, scores: torch.Tensor, captured: dict) -> dict[str, torch.Tensor]:
     """The same by torch; what does not require a gradient there is missing."""
     leaves = {"score": scores.detach().clone().requires_grad_()}
-    leaves |= {k: v.detach().double().requires_grad_() for k, v in captured.items()
-               if isinstance(v, torch.Tensor) and v.is_floating_point()}
+    leaves |= {
+        k: v.detach().double().requires_grad_() for k, v in captured.items() if isinstance(v, torch.Tensor) and v.is_floating_point()
+    }
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        out = eval(expression.replace(".float()", ".double()"),
-                   {"torch": torch, "F": F, "math": math, **captured, **indices(scores.shape), **leaves})
+        out = eval(
+            expression.replace(".float()", ".double()"),
+            {"torch": torch, "F": F, "math": math, **captured, **indices(scores.shape), **leaves},
+        )
     finally:
         torch.set_default_dtype(before)
     if not out.requires_grad:
@@ -110,12 +137,14 @@ def check_derivatives(expression: str, scores: torch.Tensor, captured: dict) -> 
         sure = expected.isfinite()
         close = (found - expected).abs() <= 1e-6 * (1 + expected.abs())
         assert (close | ~sure).all(), (
-            f"{expression}: d {name} is {found[sure & ~close][0].item()}, in torch {expected[sure & ~close][0].item()}; {captured}")
+            f"{expression}: d {name} is {found[sure & ~close][0].item()}, in torch {expected[sure & ~close][0].item()}; {captured}"
+        )
         compared.append(sure.double().mean().item())
     return min(compared, default=1.0)
 
 
 # Rows
+
 
 def torch_differentiates(name: str, kinds: tuple) -> bool:
     """Is there a floating tensor among the operands, and can torch be trusted with them?"""
@@ -177,8 +206,20 @@ def test_steps_have_no_derivative(name):
     assert differentiate(graph, frozenset()).score is None
 
 
-@pytest.mark.parametrize("function", ["F.softplus({})", "F.softplus({}, 2, 5)", "F.logsigmoid({})", "F.gelu({})", "F.silu({})",
-                                      'F.gelu({}, approximate="tanh")', "torch.sigmoid({})", "torch.tanh({})", "F.relu({})"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        "F.softplus({})",
+        "F.softplus({}, 2, 5)",
+        "F.logsigmoid({})",
+        "F.gelu({})",
+        "F.silu({})",
+        'F.gelu({}, approximate="tanh")',
+        "torch.sigmoid({})",
+        "torch.tanh({})",
+        "F.relu({})",
+    ],
+)
 def test_activations_have_finite_derivatives(function):
     """Also where an exponential overflows in a branch that is not taken."""
     scores = torch.tensor([0.0, -0.0, 1.0, -1.0, 2.5, 10.0, 20.0, -20.0, 88.0, 90.0, -90.0, 200.0, -200.0, 1e4, -1e4, 1e10, -1e10])
@@ -200,11 +241,26 @@ def test_clamp_passes_the_gradient_at_its_bounds(low, high):
 
 # Compositions
 
-LEAVES = {"f": ("score", "score", "t0", "t1[kv_idx]", "t1[q_idx]", "t1[q_idx - kv_idx + 4]", "t1[kv_idx - q_idx]", "t1[ids[kv_idx]]",
-                "t2[b, h]", "t2[h, kv_idx]", "t2[h, ids[q_idx]]", "t3[b, h, kv_idx]", "t3[b, h, ids[q_idx] - 1]"),
-          "i": ("q_idx", "kv_idx", "h", "b", "ids[kv_idx]", "(kv_idx - q_idx)"),
-          "b": ("(q_idx >= kv_idx)", "(ids[kv_idx] > n)", "(kv_idx > n)", "(score > t0)"),
-          "a": ("score", "x", "2", "0.5", "n")}
+LEAVES = {
+    "f": (
+        "score",
+        "score",
+        "t0",
+        "t1[kv_idx]",
+        "t1[q_idx]",
+        "t1[q_idx - kv_idx + 4]",
+        "t1[kv_idx - q_idx]",
+        "t1[ids[kv_idx]]",
+        "t2[b, h]",
+        "t2[h, kv_idx]",
+        "t2[h, ids[q_idx]]",
+        "t3[b, h, kv_idx]",
+        "t3[b, h, ids[q_idx] - 1]",
+    ),
+    "i": ("q_idx", "kv_idx", "h", "b", "ids[kv_idx]", "(kv_idx - q_idx)"),
+    "b": ("(q_idx >= kv_idx)", "(ids[kv_idx] > n)", "(kv_idx > n)", "(score > t0)"),
+    "a": ("score", "x", "2", "0.5", "n"),
+}
 
 
 @st.composite
@@ -214,8 +270,16 @@ def environments(draw) -> dict:
     shapes = {"t0": (), "t1": (16,), "t2": (3, 16), "t3": (2, 3, 16), "floats": (16,)}
     tables = {name: (torch.randn(shape, generator=generator) * 2).to(draw(st.sampled_from(FLOATS))) for name, shape in shapes.items()}
     ids = torch.randint(-5, 6, (16,), generator=generator)
-    return {**tables, "t0": tables["t0"].double().requires_grad_(), "ids": ids, "ints": ids, "flags": ids > 0,
-            "x": draw(st.sampled_from([0.5, -1.25, 3.0])), "n": draw(st.integers(0, 40)), "on": draw(st.booleans())}
+    return {
+        **tables,
+        "t0": tables["t0"].double().requires_grad_(),
+        "ids": ids,
+        "ints": ids,
+        "flags": ids > 0,
+        "x": draw(st.sampled_from([0.5, -1.25, 3.0])),
+        "n": draw(st.integers(0, 40)),
+        "on": draw(st.booleans()),
+    }
 
 
 def test_compositions():
@@ -234,8 +298,17 @@ def test_compositions():
     assert sum(shares) / len(shares) > 0.7
 
 
-@pytest.mark.parametrize("expression", ["score + table[h][q_idx]", "score * table[h, 1 - q_idx]", "score * (table * 2)[h, kv_idx]",
-                                        "score - table.T[q_idx, h] ** 2", "score * table.sum()", "score * table[0][kv_idx]"])
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "score + table[h][q_idx]",
+        "score * table[h, 1 - q_idx]",
+        "score * (table * 2)[h, kv_idx]",
+        "score - table.T[q_idx, h] ** 2",
+        "score * table.sum()",
+        "score * table[0][kv_idx]",
+    ],
+)
 def test_tables_by_way_of_torch(expression):
     """What the host computes from a captured tensor has the derivatives; torch carries them on to the tensor."""
     table = torch.randn(3, 10, dtype=torch.float64, requires_grad=True)
@@ -257,6 +330,7 @@ def test_only_wanted_tensors_have_derivatives():
 
 # What the derivatives look like
 
+
 def derivative(expression: str, **captured) -> str:
     """The derivative in the score, written out."""
     graph = bind(make_mod(expression, "score", captured), "score")[0]
@@ -270,13 +344,31 @@ def written(node) -> str:
     return f"{node.op}({', '.join([*map(written, node.args), *([str(node.attr)] if node.attr is not None else [])])})"
 
 
-@pytest.mark.parametrize("expression, expected", [
-    ("score", "grad"), ("score + table[kv_idx]", "grad"), ("table[h] - (-score)", "grad"), ("score * 2.0", "mul(grad, 2.0)"),
-    ("1.0 * score", "grad"), ("score / 1", "grad"), ("score ** 1", "grad"), ("score * 0.0", "None"), ("score * 0.0 + score", "grad"),
-    ("score.half().double()", "grad"), ("-score", "neg(grad)"), ("score * n", "mul(grad, scalar(0))"), ("score / 8.0", "div(grad, 8.0)"),
-    ("torch.where(q_idx >= kv_idx, score, -math.inf)", "where(ge(q_idx, kv_idx), grad, 0.0)"), ("q_idx * 2.0", "None"),
-    ("torch.exp(score)", "mul(grad, exp(score))"), ("score.detach() + score", "grad"), ("score ** torch.tensor(1)", "grad"),
-    ("(score > 0).float()", "None"), ("score + score", "add(grad, grad)")])
+@pytest.mark.parametrize(
+    "expression, expected",
+    [
+        ("score", "grad"),
+        ("score + table[kv_idx]", "grad"),
+        ("table[h] - (-score)", "grad"),
+        ("score * 2.0", "mul(grad, 2.0)"),
+        ("1.0 * score", "grad"),
+        ("score / 1", "grad"),
+        ("score ** 1", "grad"),
+        ("score * 0.0", "None"),
+        ("score * 0.0 + score", "grad"),
+        ("score.half().double()", "grad"),
+        ("-score", "neg(grad)"),
+        ("score * n", "mul(grad, scalar(0))"),
+        ("score / 8.0", "div(grad, 8.0)"),
+        ("torch.where(q_idx >= kv_idx, score, -math.inf)", "where(ge(q_idx, kv_idx), grad, 0.0)"),
+        ("q_idx * 2.0", "None"),
+        ("torch.exp(score)", "mul(grad, exp(score))"),
+        ("score.detach() + score", "grad"),
+        ("score ** torch.tensor(1)", "grad"),
+        ("(score > 0).float()", "None"),
+        ("score + score", "add(grad, grad)"),
+    ],
+)
 def test_derivatives_are_short(expression, expected):
     assert derivative(expression, table=torch.ones(10), n=3) == expected
 
@@ -285,7 +377,7 @@ def test_forward_nodes_are_shared():
     graph = bind(make_mod("20 * torch.tanh(score / 20)", "score", {}), "score")[0]
     forward = {id(n) for n in walk(graph.result)}
     found = differentiate(graph, frozenset()).score
-    tanh, = (n for n in walk(found) if n.op == "tanh")
+    (tanh,) = (n for n in walk(found) if n.op == "tanh")
     assert id(tanh) in forward
 
 
@@ -305,6 +397,7 @@ def test_nodes_lead_back_to_the_users_lines():
 
 # Expressions on the host
 
+
 def test_host_reads_zero_outside_and_wraps_once():
     table = torch.tensor([1.0, 2.0, 3.0])
     graph, found = bind(make_mod("table[kv_idx - 4]", "score", {"table": table}), "score")
@@ -321,14 +414,25 @@ def test_host_rounds_where_a_mod_casts():
         assert torch.equal(compute(graph.result, {"score": scores}, [], []), expected.double())
 
 
-@pytest.mark.parametrize("expression", ["q_idx // 3 - kv_idx % n", "ids[q_idx] * 2", "(q_idx << 2) ^ kv_idx", "n - q_idx", "q_idx.long()",
-                                        "torch.clamp(q_idx, 1, n)", "(q_idx / 2).int()", "q_idx // (kv_idx - 1) * 0"])
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "q_idx // 3 - kv_idx % n",
+        "ids[q_idx] * 2",
+        "(q_idx << 2) ^ kv_idx",
+        "n - q_idx",
+        "q_idx.long()",
+        "torch.clamp(q_idx, 1, n)",
+        "(q_idx / 2).int()",
+        "q_idx // (kv_idx - 1) * 0",
+    ],
+)
 def test_host_computes_indices(expression):
     """Index expressions have torch's value and dtype; a division by zero is no exception."""
     captured = {"ids": torch.tensor([3, 1, 2, 5]), "n": 3}
     graph, found = bind(make_mod(expression, "score", captured), "score")
     symbols = indices((1, 1, 4, 5))
-    out = compute(graph.result, symbols, found[:len(graph.tensors)], found[len(graph.tensors):])
+    out = compute(graph.result, symbols, found[: len(graph.tensors)], found[len(graph.tensors) :])
     if "(kv_idx - 1)" in expression:
         assert (out == 0).all()
         return

@@ -39,10 +39,15 @@ def served(draw, drawn, head_dims, widest):
     """Problems with such head dims, of V up to `widest`."""
     D_QK = draw(st.sampled_from(head_dims))
     others = st.sampled_from([d for d in head_dims if d <= widest])
-    return {**draw(drawn), "dtype": draw(st.sampled_from([torch.bfloat16, torch.float16])), "D_QK": D_QK,
-            "D_V": draw(st.one_of(st.just(D_QK), others) if widest >= D_QK else others),
-            "layouts": draw(st.tuples(*[st.sampled_from(["contiguous", "bshd"])] * 3)),
-            "BLOCK_SIZE": draw(st.sampled_from([128, 256, (128, 256), (256, 128)])), "USE_TMA": None}
+    return {
+        **draw(drawn),
+        "dtype": draw(st.sampled_from([torch.bfloat16, torch.float16])),
+        "D_QK": D_QK,
+        "D_V": draw(st.one_of(st.just(D_QK), others) if widest >= D_QK else others),
+        "layouts": draw(st.tuples(*[st.sampled_from(["contiguous", "bshd"])] * 3)),
+        "BLOCK_SIZE": draw(st.sampled_from([128, 256, (128, 256), (256, 128)])),
+        "USE_TMA": None,
+    }
 
 
 def ran(name: str) -> int:

@@ -30,8 +30,9 @@ CASES = {  # heads of q and k, batch entries of q and k, lengths, head dims; how
     "head dim 256": dict(dims=(256, 256), megabytes=0, lengths=(100, 140)),
     "scores of 1e9": dict(score=lambda s, b, h, m, n: torch.where(m % 2 == 0, s, s * 0.0 - 1e9), lengths=(130, 150)),
     "a head of huge scores, causal": dict(score=lambda s, b, h, m, n: s - torch.where(h == 1, 1e9, 0.0), mask=mods.causal, megabytes=0),
-    "the least number, head dims 192 and 128": dict(score=lambda s, b, h, m, n: s + torch.finfo(torch.float32).min, dims=(192, 128),
-                                                    lengths=(100, 140)),
+    "the least number, head dims 192 and 128": dict(
+        score=lambda s, b, h, m, n: s + torch.finfo(torch.float32).min, dims=(192, 128), lengths=(100, 140)
+    ),
     "alibi as the forward kernel for Hopper has it": dict(score=mods.alibi(torch.tensor([0.5, 1e5])), lengths=(130, 150), raw=True),
     "a number for every key": dict(score=lambda s, b, h, m, n: s + n * 0.125, lengths=(130, 150)),
     "alibi, causal": dict(score=mods.alibi(torch.tensor([0.5, 0.1])), mask=mods.causal, megabytes=0),
@@ -76,7 +77,7 @@ def test_gradients(monkeypatch, name):
     monkeypatch.setattr(backward, "L2_BYTES", case["megabytes"] << 20)
     registry.clear()
     found = backward.backward(q, k, v, out, rows, do, None, D_QK**-0.5, *bound, *lists, Options())[:3]
-    counter, = kernel._counters.values()
+    (counter,) = kernel._counters.values()
     registry.clear()
     assert len(ran) == 1 and not counter.any()
 

@@ -27,16 +27,39 @@ from flexpress.recipes import make
 PLAIN = BackwardCase(torch.bfloat16, 128, 128, use_tma=(True, True))
 SPILLED = {  # bytes at most; 0 elsewhere. Of the loops without a mask only those at head dim 64 load values again, up to 7 a block
     # a number or two of the program's, at its start
-    "plain d128 bf16": 16, "plain d128 bf16, negative scale": 16, "learned table, d64 bf16": 16, "relative_bias d128 bf16": 48,
-    "causal d128, 64 bf16": 16, "plain d256 bf16": 16, "learned slopes, document d64 bf16, starts": 32,
-    "plain d64 fp16": 64, "causal d128 bf16": 48, "causal d64 bf16": 176, "alibi causal d64 bf16": 16,
-    "causal d128 bf16, one list": 32, "alibi causal d128 bf16": 48, "softcap causal d128 bf16": 88, "document d128 bf16": 80,
-    "plain d192, 128 bf16": 160, "causal d192, 128 bf16": 256, "softcap causal d192, 128 fp16": 384, "alibi causal d136, 40 bf16": 352,
-    "causal d256 bf16": 32, "alibi causal d256 bf16": 32, "softcap causal d192, 160 fp16": 32,
-    "alibi causal d80 fp16": 48, "a derivative that may be NaN, a mask of keys, d64 bf16": 144,
-    "learned slopes, causal d128 bf16": 672, "learned bias, d64 bf16": 96, "learned per key, d64 bf16": 32,
-    "causal d128 bf16, starts": 64, "causal d128, 64 bf16, one list, starts": 16, "learned per key, causal d64 bf16, starts": 16,
-    "causal document d128 bf16, starts": 128, "alibi document d80 fp16, starts": 112, "causal document d136, 40 bf16, starts": 384,
+    "plain d128 bf16": 16,
+    "plain d128 bf16, negative scale": 16,
+    "learned table, d64 bf16": 16,
+    "relative_bias d128 bf16": 48,
+    "causal d128, 64 bf16": 16,
+    "plain d256 bf16": 16,
+    "learned slopes, document d64 bf16, starts": 32,
+    "plain d64 fp16": 64,
+    "causal d128 bf16": 48,
+    "causal d64 bf16": 176,
+    "alibi causal d64 bf16": 16,
+    "causal d128 bf16, one list": 32,
+    "alibi causal d128 bf16": 48,
+    "softcap causal d128 bf16": 88,
+    "document d128 bf16": 80,
+    "plain d192, 128 bf16": 160,
+    "causal d192, 128 bf16": 256,
+    "softcap causal d192, 128 fp16": 384,
+    "alibi causal d136, 40 bf16": 352,
+    "causal d256 bf16": 32,
+    "alibi causal d256 bf16": 32,
+    "softcap causal d192, 160 fp16": 32,
+    "alibi causal d80 fp16": 48,
+    "a derivative that may be NaN, a mask of keys, d64 bf16": 144,
+    "learned slopes, causal d128 bf16": 672,
+    "learned bias, d64 bf16": 96,
+    "learned per key, d64 bf16": 32,
+    "causal d128 bf16, starts": 64,
+    "causal d128, 64 bf16, one list, starts": 16,
+    "learned per key, causal d64 bf16, starts": 16,
+    "causal document d128 bf16, starts": 128,
+    "alibi document d80 fp16, starts": 112,
+    "causal document d136, 40 bf16, starts": 384,
 }
 TABLES = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 STARTS = Blocks(True, 128, 128, starts=True)
@@ -45,9 +68,17 @@ VECTOR, BIAS = torch.zeros(4096), torch.zeros(4, 16, 64, 64)
 
 BY_BOTH = {"causal d128 bf16", "causal d128 bf16, starts"}  # Tritons
 # Not assembled without --every-kernel: their loops are those of an assembled kernel with another head dim or mod
-LOWERED = {"softcap d64 fp16", "alibi causal d64 bf16", "relative_bias d128 bf16", "alibi causal d80 fp16", "plain d192, 128 bf16",
-           "plain d256 bf16", "softcap causal d192, 160 fp16", "a score_mod without derivative, d64 bf16",
-           "causal document d128 bf16, starts"}
+LOWERED = {
+    "softcap d64 fp16",
+    "alibi causal d64 bf16",
+    "relative_bias d128 bf16",
+    "alibi causal d80 fp16",
+    "plain d192, 128 bf16",
+    "plain d256 bf16",
+    "softcap causal d192, 160 fp16",
+    "a score_mod without derivative, d64 bf16",
+    "causal document d128 bf16, starts",
+}
 
 CASES = {  # mods, or recipes for them, and what differs from PLAIN
     "plain d128 bf16": ("", {}),
@@ -78,7 +109,9 @@ CASES = {  # mods, or recipes for them, and what differs from PLAIN
     "learned bias, d64 bf16": ((lambda s, b, h, m, n: s + BIAS[b, h, m, n], None), dict(captured=frozenset({0}), d_qk=64, d_v=64)),
     "a score_mod without derivative, d64 bf16": ((lambda s, b, h, m, n: (m - n) * 0.1, None), dict(d_qk=64, d_v=64)),
     "a derivative that may be NaN, a mask of keys, d64 bf16": (
-        (lambda s, b, h, m, n: torch.sqrt(torch.abs(s)) + torch.exp(s) * h, lambda b, h, m, n: n < 100 * (b + 1)), dict(d_qk=64, d_v=64)),
+        (lambda s, b, h, m, n: torch.sqrt(torch.abs(s)) + torch.exp(s) * h, lambda b, h, m, n: n < 100 * (b + 1)),
+        dict(d_qk=64, d_v=64),
+    ),
     "causal d128 bf16, starts": ("causal", dict(blocks=STARTS)),
     "causal d128, 64 bf16, one list, starts": ("causal", dict(d_v=64, blocks=STARTS._replace(has_full=False))),
     "causal document d128 bf16, starts": ("causal document", dict(blocks=STARTS)),
@@ -87,7 +120,8 @@ CASES = {  # mods, or recipes for them, and what differs from PLAIN
     "learned slopes, document d64 bf16, starts": ("alibi document", dict(captured=frozenset({0}), d_qk=64, d_v=64, blocks=STARTS)),
     "learned per key, causal d64 bf16, starts": (
         (lambda s, b, h, m, n: torch.tanh(s) * VECTOR[n], make("causal")[1]),
-        dict(captured=frozenset({0}), d_qk=64, d_v=64, blocks=STARTS)),
+        dict(captured=frozenset({0}), d_qk=64, d_v=64, blocks=STARTS),
+    ),
 }
 
 
@@ -143,9 +177,11 @@ def test_gradients_of_captured_tensors_are_gathered():
     roles = {name: [c.role for c, _ in planned(*CASES[name]).captured] for name in CASES if name.startswith("learned")}
     assert roles == {
         "learned slopes, causal d128 bf16": ["head"],
-        "learned per key, d64 bf16": ["column"], "learned table, d64 bf16": ["atomic"],
+        "learned per key, d64 bf16": ["column"],
+        "learned table, d64 bf16": ["atomic"],
         "learned bias, d64 bf16": ["store"],
-        "learned slopes, document d64 bf16, starts": ["head"], "learned per key, causal d64 bf16, starts": ["column"],
+        "learned slopes, document d64 bf16, starts": ["head"],
+        "learned per key, causal d64 bf16, starts": ["column"],
     }
 
 
@@ -171,8 +207,10 @@ def test_ordinary_scores_need_one_multiply_add(name):
     assert "p = gl.exp2(gl.fma(score, TO_LOG2, share[None, :]))" in text
 
 
-@pytest.mark.parametrize("multiprocessors, lengths, grid, heads_per_group", [
-    (5, (300, 300), 5, 4), (132, (300, 300), 12, 4), (5, (8192, 8192), 5, 2), (200, (8192, 130), 128, 2)])
+@pytest.mark.parametrize(
+    "multiprocessors, lengths, grid, heads_per_group",
+    [(5, (300, 300), 5, 4), (132, (300, 300), 12, 4), (5, (8192, 8192), 5, 2), (200, (8192, 130), 128, 2)],
+)
 def test_programs_share_tiles(monkeypatch, multiprocessors, lengths, grid, heads_per_group):
     """As many programs as multiprocessors, or as there are tiles of 128 keys, or blocks of 512 rows of dQ. The query heads of one KV head
     have 8 MiB of Q, dO and dQ at 8192 rows."""
@@ -191,7 +229,7 @@ def test_programs_share_tiles(monkeypatch, multiprocessors, lengths, grid, heads
     flex_attention(q, k, k, enable_gqa=True).sum().backward()
     addresses = [t.data_ptr() for t in kernel._counters.values()]
     registry.clear()
-    found, = [(g, args) for name, g, args in launches if name.startswith("hopper_backward")]
+    (found,) = [(g, args) for name, g, args in launches if name.startswith("hopper_backward")]
     assert found[0] == (grid,)
     assert found[1][12:21] == [*addresses, 2, 2, 4, 2, 2, heads_per_group, *lengths]
 
@@ -221,15 +259,15 @@ def test_every_parameter_has_an_argument(monkeypatch, packed, learned):
         varlen_attention(x, x, x, cu_seqlens, score_mod=score_mod, mask_mod=mods.causal).sum().backward()
     else:
         flex_attention(q, q, q, score_mod, mask).sum().backward()
-    plan, = backward._plans.values()
+    (plan,) = backward._plans.values()
     assert plan.fused.flag["STARTS"] == packed
     registry.clear()
-    found, = [args for name, args in launches if name.startswith("hopper_backward")]
+    (found,) = [args for name, args in launches if name.startswith("hopper_backward")]
     assert len(found) == len(re.search(r"\ndef hopper_backward\((.*?)\n\):", re.sub("#.*", "", render(plan.fused)), re.S)[1].split(",")) - 1
     if not packed:
         tables = [t.data_ptr() for t in mask.as_transposed_lists().tables]
         at = found.index(tables[0])
-        assert list(found[at:at + 4]) == tables
+        assert list(found[at : at + 4]) == tables
     assert not learned or slopes.grad.shape == (2,)
 
 
@@ -249,7 +287,7 @@ def test_copies_of_statistics_begin_a_row_later_each():
         arguments = (out, do, rows, tops, delta, sums, done, count, *(known[name] for name in spec.flag["parameters"]))
         block = delta_rows(16)
         kernel.kernel_for(spec).launch((2 * 3 * 256 // block,), arguments, out.device, (block,), num_warps=4, num_stages=1)
-        assert not sums[:1 if zero_dq == "first" else 2].any() and not done.any()
+        assert not sums[: 1 if zero_dq == "first" else 2].any() and not done.any()
         assert zero_dq == "all" or sums[1].all()
         assert count.tolist() == [0, huge]
         return torch.cat((tops.view(2, 3, copies, 2, 256), delta.view(2, 3, copies, 1, 256)), 3)
@@ -263,8 +301,8 @@ def test_copies_of_statistics_begin_a_row_later_each():
     assert torch.equal(plain[..., 0, :200], torch.where(top == -1e9, top, 0.0)) and not plain[..., 2, :].isnan().any()
     assert (plain[..., 0, 200:] == 0.0).all() and (plain[..., 1, 200:] == -torch.inf).all()
     for shift in range(4):
-        assert torch.equal(copied[:, :, shift, :, :256 - shift], plain[..., shift:])
-        assert copied[:, :, shift, :, 256 - shift:].isnan().all()
+        assert torch.equal(copied[:, :, shift, :, : 256 - shift], plain[..., shift:])
+        assert copied[:, :, shift, :, 256 - shift :].isnan().all()
     rows[0, 1, 7] = 0.0
     statistics(None, "all", 1, huge=False)
 
@@ -283,8 +321,9 @@ def test_arguments_of_tiles_that_begin_where_a_tensor_says():
 def test_tiles_that_begin_where_a_tensor_says_end_there(name):
     """Keys from the next tile's first on, which mask_mod does not hide from queries of their own sequence, are neither seen nor stored."""
     text = re.sub("#.*", "", render(planned(*CASES[name]).fused))
-    producer, block, consumer, kernel = (text.index(f"def {name}(") for name in (
-        "backward_producer", "add_query_block", "backward_consumer", "hopper_backward"))
+    producer, block, consumer, kernel = (
+        text.index(f"def {name}(") for name in ("backward_producer", "add_query_block", "backward_consumer", "hopper_backward")
+    )
     assert re.findall(r"gl.load\((starts.*)\)", text) == re.findall(r"gl.load\((starts.*)\)", text[producer:block])
     assert re.findall(r"gl.load\((starts.*)\)", text) == ["starts + kv_block", "starts + kv_block + 1"]
     assert not re.search(r"\* BLOCK_N|cdiv\(KV_LEN|block \* ", text[producer:kernel])
@@ -292,24 +331,27 @@ def test_tiles_that_begin_where_a_tensor_says_end_there(name):
     assert re.search(r"seen = .* & \(n < end_n\)\n", text[block:consumer])
     stores = text[consumer:kernel]
     for store in re.finditer("tma.async_copy_shared_to_global", stores):
-        assert re.findall(r"^ {8}(\S.*)", stores[:store.start()], re.M)[-1] == "if end_key - first_key >= 64:"
+        assert re.findall(r"^ {8}(\S.*)", stores[: store.start()], re.M)[-1] == "if end_key - first_key >= 64:"
     assert stores.count("tma.async_copy_shared_to_global") == stores.count("store_rows(")
     assert all(mask == "own_keys < end_n" for mask in re.findall(r"gl.store\(.*mask=(.*)\)", text[consumer:kernel]))
 
 
-@pytest.mark.parametrize("changes, word", [
-    (dict(dtype=torch.float32), "wgmma"),
-    (dict(d_qk=256), "head dims"),
-    (dict(d_qk=32, d_v=32), "head dims"),
-    (dict(deterministic=True), "deterministic"),
-    (dict(d_qk=192, captured=frozenset({0})), "captured tensors with head dims 192"),
-    (dict(d_qk=256, d_v=256, captured=frozenset({0})), "captured tensors with head dims 256"),
-    (dict(use_tma=(True, False)), "TMA"),
-    (dict(options=Options(tile=(("dq_BLOCK_M", 64),))), "dq_BLOCK_M"),
-    (dict(blocks=Blocks(True, 128, 64)), "block sizes"),
-    (dict(blocks=Blocks(True, 32, 128)), "block sizes"),
-    (dict(blocks=STARTS._replace(kv_block=256)), "must have 128 keys"),
-    (dict(blocks=STARTS, d_qk=256, d_v=256), "must have 64 keys"),
-])
+@pytest.mark.parametrize(
+    "changes, word",
+    [
+        (dict(dtype=torch.float32), "wgmma"),
+        (dict(d_qk=256), "head dims"),
+        (dict(d_qk=32, d_v=32), "head dims"),
+        (dict(deterministic=True), "deterministic"),
+        (dict(d_qk=192, captured=frozenset({0})), "captured tensors with head dims 192"),
+        (dict(d_qk=256, d_v=256, captured=frozenset({0})), "captured tensors with head dims 256"),
+        (dict(use_tma=(True, False)), "TMA"),
+        (dict(options=Options(tile=(("dq_BLOCK_M", 64),))), "dq_BLOCK_M"),
+        (dict(blocks=Blocks(True, 128, 64)), "block sizes"),
+        (dict(blocks=Blocks(True, 32, 128)), "block sizes"),
+        (dict(blocks=STARTS._replace(kv_block=256)), "must have 128 keys"),
+        (dict(blocks=STARTS, d_qk=256, d_v=256), "must have 64 keys"),
+    ],
+)
 def test_what_it_does_not_serve_is_named(changes, word):
     assert word in fits(PLAIN._replace(**changes))

@@ -56,8 +56,15 @@ CASES = {
 
 BY_BOTH = {"plain d128 bf16", "causal d128 bf16", "causal d64 bf16, starts"}  # Tritons
 # Not assembled without --every-kernel. Their loops are those of an assembled kernel with another head dim, mod or cache, and none spills
-LOWERED = {"causal d64 bf16", "alibi causal d64 fp16", "softcap causal d128 bf16", "softcap d64 bf16",
-           "plain d256 bf16", "plain d192x128 bf16", "causal d128 bf16, an entry a sequence"}
+LOWERED = {
+    "causal d64 bf16",
+    "alibi causal d64 fp16",
+    "softcap causal d128 bf16",
+    "softcap d64 bf16",
+    "plain d256 bf16",
+    "plain d192x128 bf16",
+    "causal d128 bf16, an entry a sequence",
+}
 
 # Bytes spilled at most, under any Triton that is tested: numbers that are read once a tile, outside the loop over full blocks. Above 128
 # columns some are read inside: one or two a step with Triton 3.7 and ALiBi
@@ -83,10 +90,14 @@ SNIPPETS = {  # what Gluon spells in its own way, results that do not vary along
     "no index": (lambda s, b, h, m, n: torch.zeros_like(s), lambda b, h, m, n: torch.ones_like(m, dtype=torch.bool)),
     "rows": (lambda s, b, h, m, n: m * 0.5, lambda b, h, m, n: m > WIDTH),
     "columns": (lambda s, b, h, m, n: NOTHING[n - m] * 0.5 + n, lambda b, h, m, n: n < 100),
-    "choices": (lambda s, b, h, m, n: torch.where(m >= n, torch.minimum(s, torch.sigmoid(s)), -float("inf")) + torch.where(n > 3, 1.0, 0.0),
-                lambda b, h, m, n: h < 3),
-    "integers": (lambda s, b, h, m, n: s + ((n - m) // WIDTH) + (m - n) % 7 + torch.sign(m - n) + ((n - m) << (n % 3)) + (m - n) ** 2,
-                 None),
+    "choices": (
+        lambda s, b, h, m, n: torch.where(m >= n, torch.minimum(s, torch.sigmoid(s)), -float("inf")) + torch.where(n > 3, 1.0, 0.0),
+        lambda b, h, m, n: h < 3,
+    ),
+    "integers": (
+        lambda s, b, h, m, n: s + ((n - m) // WIDTH) + (m - n) % 7 + torch.sign(m - n) + ((n - m) << (n % 3)) + (m - n) ** 2,
+        None,
+    ),
     "casts": (lambda s, b, h, m, n: s.to(torch.bfloat16).float() + (m > n).float() + s.half() + s.int() + s // 3.0, None),
 }
 
@@ -169,9 +180,9 @@ def test_arguments_of_a_kernel_that_reads_a_cache():
     names = parameters("alibi causal d128 bf16, pages of 64")
     numbers, places = ["SEQUENCES", "MAX_Q", "stride_pages"], ["sequences", "cu_q", "kv_lens", "q_offsets", "pages"]
     at = names.index("stride_om")
-    assert names[at + 1:at + 4] == numbers
+    assert names[at + 1 : at + 4] == numbers
     at = names.index("starts")
-    assert names[at + 1:at + 6] == places
+    assert names[at + 1 : at + 6] == places
     without = parameters("causal d128 bf16, starts")
     assert [n for n in names if n not in (*numbers, *places, "SM_SCALE", "ptr_slopes")] == without
 
@@ -179,8 +190,9 @@ def test_arguments_of_a_kernel_that_reads_a_cache():
 @pytest.mark.parametrize("size, pieces", [(0, 1), (8, 16), (64, 2), (128, 1), (384, 1)])
 def test_a_block_of_keys_comes_page_by_page(size, pieces):
     """64 columns at a time if a block has more pages than one, as a block's columns beyond 64 lie behind all its rows."""
-    plan = plan_hopper_forward(ForwardCase(torch.bfloat16, 128, 64, use_tma=True, blocks=Blocks(True, 128, 128, starts=True),
-                                           cache=Cache(size)), None, None)
+    plan = plan_hopper_forward(
+        ForwardCase(torch.bfloat16, 128, 64, use_tma=True, blocks=Blocks(True, 128, 128, starts=True), cache=Cache(size)), None, None
+    )
     keys = ((128, 128), (128, 64)) if pieces == 1 else ((size, 64),) * 2
     assert plan.blocks == (*keys, (64, 128), (64, 64))
     text = render(plan.spec)
@@ -229,17 +241,20 @@ def test_what_it_serves():
         hopper_compilation("sm_100")
 
 
-@pytest.mark.parametrize("d_qk, d_v, block_n, columns, output_in_q", [
-    (64, 64, 128, (64, 64), False),
-    (96, 128, 128, (128, 128), False),
-    (129, 65, 128, (64, 128), True),
-    (192, 128, 128, (64, 128), True),
-    (192, 64, 128, (64, 64), False),
-    (192, 192, 64, (64, 256), False),
-    (193, 128, 64, (256, 128), False),
-    (128, 256, 64, (128, 256), False),
-    (256, 256, 64, (256, 256), True),
-])
+@pytest.mark.parametrize(
+    "d_qk, d_v, block_n, columns, output_in_q",
+    [
+        (64, 64, 128, (64, 64), False),
+        (96, 128, 128, (128, 128), False),
+        (129, 65, 128, (64, 128), True),
+        (192, 128, 128, (64, 128), True),
+        (192, 64, 128, (64, 64), False),
+        (192, 192, 64, (64, 256), False),
+        (193, 128, 64, (256, 128), False),
+        (128, 256, 64, (128, 256), False),
+        (256, 256, 64, (256, 256), True),
+    ],
+)
 def test_what_is_copied_at_once(d_qk, d_v, block_n, columns, output_in_q):
     """Q and K of 129 to 192 columns come in slices of 64: no product is with padding."""
     plan = plan_hopper_forward(ForwardCase(torch.bfloat16, d_qk, d_v, use_tma=True), None, None)
@@ -251,8 +266,9 @@ def test_mods_read_once_a_tile_and_what_keys_have_in_the_producer():
     """Slopes and the ids of rows once a tile, ids of keys by the producer, which hands them out with K; nothing else is read."""
     text = render(hopper_compilation("sm_90", *make("alibi", "document")).spec)
     text = re.sub(r"^    ptr_.*", "", text, flags=re.M)
-    folding, producer, consumer, kernel = (text.index(f"def {name}(") for name in (
-        "fold_scores", "forward_producer", "forward_consumer", "hopper_forward"))
+    folding, producer, consumer, kernel = (
+        text.index(f"def {name}(") for name in ("fold_scores", "forward_producer", "forward_consumer", "hopper_forward")
+    )
     loop = text.index("for i in range", consumer)
     assert re.findall(r"gl.load\((ptr_\w+) \+ (\w+)", text[consumer:loop]) == [("ptr_slopes", "h"), ("ptr_ids", "m")]
     assert re.findall(r"(\w+) = gl.load\(ptr_ids \+ n", text[producer:consumer]) == ["mask_1"]

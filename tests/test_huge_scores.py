@@ -56,8 +56,10 @@ def exact(q, k, v, score_mod, mask_mod=None, scale=0.25):
     """out, lse and largest scores of float32 scores, in float64; differentiable."""
     group = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(group, 1) for t in (k, v))
-    b, h, m, n = (torch.arange(size, device=q.device).view(view) for size, view in zip(
-        (*q.shape[:3], k.shape[2]), ((-1, 1, 1, 1), (-1, 1, 1), (-1, 1), (-1,)), strict=True))
+    b, h, m, n = (
+        torch.arange(size, device=q.device).view(view)
+        for size, view in zip((*q.shape[:3], k.shape[2]), ((-1, 1, 1, 1), (-1, 1, 1), (-1, 1), (-1,)), strict=True)
+    )
     scores = q.float() @ k.float().transpose(-1, -2) * scale
     scores = scores if score_mod is None else score_mod(scores, b, h, m, n).expand(scores.shape)
     if mask_mod is not None:
@@ -81,15 +83,16 @@ def check(name, q, k, v, mask_mod=None, options=None, deterministic=False):
     score_mod = score_mods(q.device)[name]
     q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
     mask = mask_mod and create_block_mask(mask_mod, None, None, q.shape[2], k.shape[2], device=q.device)
-    out, lse = flex_attention(q, k, v, score_mod, mask, scale=0.25, enable_gqa=True, return_lse=True, kernel_options=options,
-                              deterministic=deterministic)
+    out, lse = flex_attention(
+        q, k, v, score_mod, mask, scale=0.25, enable_gqa=True, return_lse=True, kernel_options=options, deterministic=deterministic
+    )
     expected = exact(q, k, v, score_mod, mask_mod)
     assert_close(out, expected[0], q.dtype)
     torch.testing.assert_close(lse.double(), expected[1], rtol=1e-6, atol=1e-4)
     d_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
     wanted = torch.autograd.grad(expected[0], (q, k, v), d_out.double(), allow_unused=True)
     found = torch.autograd.grad(out, (q, k, v), d_out)
-    for ours, gradient in list(zip(found, wanted, strict=True))[2 if name.startswith("times") else 0:]:
+    for ours, gradient in list(zip(found, wanted, strict=True))[2 if name.startswith("times") else 0 :]:
         assert_close(ours, torch.zeros_like(ours) if gradient is None else gradient, q.dtype)
 
 
@@ -165,15 +168,15 @@ def test_caches_and_packed_sequences(name, device):
     cache_k, cache_v = (torch.zeros(2, 80, 1, 16, device=device) for _ in range(2))
     kv_len = torch.tensor(lengths, dtype=torch.int32, device=device)
     for i, (start, length) in enumerate(((0, 70), (70, 3))):
-        own = [t[start:start + length].transpose(0, 1)[None] for t in (q, k, v)]
+        own = [t[start : start + length].transpose(0, 1)[None] for t in (q, k, v)]
         expected = exact(*own, score_mod)
-        assert_close(out[start:start + length].transpose(0, 1)[None], expected[0], q.dtype)
-        torch.testing.assert_close(lse[start:start + length].T[None].double(), expected[1], rtol=1e-6, atol=1e-4)
-        cache_k[i, :length], cache_v[i, :length] = k[start:start + length], v[start:start + length]
+        assert_close(out[start : start + length].transpose(0, 1)[None], expected[0], q.dtype)
+        torch.testing.assert_close(lse[start : start + length].T[None].double(), expected[1], rtol=1e-6, atol=1e-4)
+        cache_k[i, :length], cache_v[i, :length] = k[start : start + length], v[start : start + length]
     last = torch.stack((q[69], q[72]))[:, :, None]
     out = cached_attention(last, cache_k, cache_v, kv_len, score_mod=score_mod, scale=0.25)
     for i, (start, length) in enumerate(((0, 70), (70, 3))):
-        own = [t[start:start + length].transpose(0, 1)[None] for t in (q, k, v)]
+        own = [t[start : start + length].transpose(0, 1)[None] for t in (q, k, v)]
         assert_close(out[i], exact(*own, score_mod)[0][0, :, -1:], q.dtype)
 
 
@@ -185,8 +188,20 @@ def test_largest_scores_are_scores(device):
         torch.testing.assert_close(aux.max_scores.double(), exact(q, k, k, score_mod)[2], rtol=2e-7, atol=0.0)
 
 
-@pytest.mark.parametrize("name", ["all the same", "the least number", "the largest numbers", "64 apart", "rising",
-                                  "rising to ordinary ones", "slopes", "by key", "products"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "all the same",
+        "the least number",
+        "the largest numbers",
+        "64 apart",
+        "rising",
+        "rising to ordinary ones",
+        "slopes",
+        "by key",
+        "products",
+    ],
+)
 def test_text_for_hopper(monkeypatch, name):
     """The forward kernel for Hopper, in a stand-in for Gluon."""
     dtype = DTYPES[1 + NAMES.index(name) % 2]

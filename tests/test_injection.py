@@ -89,17 +89,21 @@ TEXTS = {
     "a folder's name": dict(file=f"/tmp/{SPLITS}/mod.py"),
     "a function's name": dict(name=SPLITS),
     "all of them": dict(line=f"# {SPLITS}", file=f"/tmp/{SPLITS}/{SPLITS}", name=SPLITS),
-    "quotes and braces": dict(line='# """ \'\'\' {{ 1 }} {% raw %} \\', file='/tmp/"""/{{x}}.py', name='"""\\'),
+    "quotes and braces": dict(line="# \"\"\" ''' {{ 1 }} {% raw %} \\", file='/tmp/"""/{{x}}.py', name='"""\\'),
     "surrogates": dict(line="# \udcff\ud800", file="/tmp/\udcff/x.py", name="\udcff"),
 }
 
 
 def all_prints(score, mask) -> list[str]:
     """Every kind of kernel with these mods."""
-    specs = [preview(score, mask), hopper_compilation("sm_90", score, mask).spec,
-             evaluate_compilation("sm_90", score, "score").spec, decode_compilations("sm_90", score, mask)["decode"].spec,
-             *(c.spec for c in backward_compilations("sm_90", score, mask, captured=True).values()),
-             *(c.spec for c in mask_compilations("sm_90", mask).values())]
+    specs = [
+        preview(score, mask),
+        hopper_compilation("sm_90", score, mask).spec,
+        evaluate_compilation("sm_90", score, "score").spec,
+        decode_compilations("sm_90", score, mask)["decode"].spec,
+        *(c.spec for c in backward_compilations("sm_90", score, mask, captured=True).values()),
+        *(c.spec for c in mask_compilations("sm_90", mask).values()),
+    ]
     return [render(s) for s in specs]
 
 
@@ -117,8 +121,13 @@ def test_such_mods_run(what):
     q = torch.randn(1, 2, 40, 16)
     mask = create_block_mask(mod_from(**given, kind="mask"), None, None, 40, 40, "cpu")
     out = flex_attention(q, q, q, mod_from(**given), mask)
-    plain = flex_attention(q, q, q, mod_from("/tmp/place/mod.py", "mod"), create_block_mask(
-        mod_from("/tmp/place/mod.py", "mod", kind="mask"), None, None, 40, 40, "cpu"))
+    plain = flex_attention(
+        q,
+        q,
+        q,
+        mod_from("/tmp/place/mod.py", "mod"),
+        create_block_mask(mod_from("/tmp/place/mod.py", "mod", kind="mask"), None, None, 40, 40, "cpu"),
+    )
     assert torch.equal(out, plain)
     for path in printed_kernels():
         if path.exists():
@@ -128,8 +137,11 @@ def test_such_mods_run(what):
 
 def test_names_of_classes_and_captures_stay_in_comments():
     scope: dict = {}
-    exec(f"def __call__(self, score, b, h, q_idx, kv_idx):\n"
-         f"    return score + self.table[{SPLITS!r}][kv_idx] * self.table['number' + {SPLITS!r}]\n", scope)
+    exec(
+        f"def __call__(self, score, b, h, q_idx, kv_idx):\n"
+        f"    return score + self.table[{SPLITS!r}][kv_idx] * self.table['number' + {SPLITS!r}]\n",
+        scope,
+    )
     made = type(SPLITS, (), {"__call__": scope["__call__"]})()
     made.table = {SPLITS: torch.ones(5), "number" + SPLITS: 2.0}
     assert torch.equal(evaluate_mod(made, torch.zeros(1, 1, 3, 5)), torch.full((1, 1, 3, 5), 2.0))

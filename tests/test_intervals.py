@@ -30,8 +30,10 @@ from flexpress.codegen.spec import layouts_of, mod_text
 from flexpress.codegen.symbols import Run, Sym
 
 WITHOUT_RULE = {"pow", "tan"}
-NAMES = {name: name for name in ("b", "h", "q_min", "q_max", "kv_min", "kv_max",
-                                 *(f"zone{i}_{end}" for i in range(20) for end in ("min", "max")))}
+NAMES = {
+    name: name
+    for name in ("b", "h", "q_min", "q_max", "kv_min", "kv_max", *(f"zone{i}_{end}" for i in range(20) for end in ("min", "max")))
+}
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -40,6 +42,7 @@ def test_every_row_has_a_rule_or_is_written_by_others(name):
 
 
 # Rows
+
 
 def corners(dtype: torch.dtype) -> list:
     """Numbers near which rules change: zeros, signs, powers of two, extremes."""
@@ -100,10 +103,17 @@ class Row:
         self.run = _IntervalRun("mask", ExprTable())
         make = self.run.table.make
         with Run("mask", self.run.table).active():
-            self.leaves = [make("literal", (), torch.int64 if d is int else torch.float32 if d is float else d, attr=literals[i],
-                                weak=d in NUMBERS) if i in literals else make("symbol", (), d, attr=f"x{i}") for i, d in enumerate(dtypes)]
-            self.node = (Sym(make("cast", (self.leaves[0],), name)).expr if isinstance(name, torch.dtype)
-                         else apply(OPS[name], tuple(map(Sym, self.leaves)), {}).expr)
+            self.leaves = [
+                make("literal", (), torch.int64 if d is int else torch.float32 if d is float else d, attr=literals[i], weak=d in NUMBERS)
+                if i in literals
+                else make("symbol", (), d, attr=f"x{i}")
+                for i, d in enumerate(dtypes)
+            ]
+            self.node = (
+                Sym(make("cast", (self.leaves[0],), name)).expr
+                if isinstance(name, torch.dtype)
+                else apply(OPS[name], tuple(map(Sym, self.leaves)), {}).expr
+            )
         with self.run.active():
             self.bounds = None if self.node.is_literal else self.bounded()
 
@@ -144,8 +154,15 @@ class Row:
         if self.node.dtype == torch.float32 and all(n.dtype == torch.float32 for n in self.leaves) and self.node.op not in _DISCRETE:
             precise = compute(self.node, {**values, "score": torch.zeros((), dtype=torch.float64)}, [], [])  # rounded otherwise
             results = torch.cat([results.double().flatten(), precise[precise.abs() < 3e38]])
-        assert within(results, lo, hi).all(), (self.node.op, [str(n.dtype) for n in self.leaves], [n.attr for n in self.leaves],
-                                               spans, lo.item(), hi.item(), results[~within(results, lo, hi)][0].item())
+        assert within(results, lo, hi).all(), (
+            self.node.op,
+            [str(n.dtype) for n in self.leaves],
+            [n.attr for n in self.leaves],
+            spans,
+            lo.item(),
+            hi.item(),
+            results[~within(results, lo, hi)][0].item(),
+        )
 
 
 def every(dtype: torch.dtype) -> torch.Tensor:
@@ -162,11 +179,20 @@ def grid(dtype: torch.dtype) -> torch.Tensor:
     if dtype == torch.bool:
         return torch.tensor([[False, False], [False, True], [True, True]])
     limits = torch.iinfo(dtype)
-    ends = [n for n in (limits.min, limits.min + 1, -65, -9, -2, -1, 0, 1, 2, 3, 7, 8, 65, 127, 128, 200, limits.max - 1, limits.max)
-            if limits.min <= n <= limits.max]
+    ends = [
+        n
+        for n in (limits.min, limits.min + 1, -65, -9, -2, -1, 0, 1, 2, 3, 7, 8, 65, 127, 128, 200, limits.max - 1, limits.max)
+        if limits.min <= n <= limits.max
+    ]
     ends = sorted({*ends})
-    return torch.tensor([[low, high] for low in ends for high in ends
-                         if low <= high and (dtype.itemsize == 1 or low == high or (low, high) == (limits.min, limits.max))])
+    return torch.tensor(
+        [
+            [low, high]
+            for low in ends
+            for high in ends
+            if low <= high and (dtype.itemsize == 1 or low == high or (low, high) == (limits.min, limits.max))
+        ]
+    )
 
 
 def spread(values: torch.Tensor, place: int, count: int) -> torch.Tensor:
@@ -228,8 +254,12 @@ def check_every_value(name, dtypes: tuple, how: tuple, number: int | None = None
     """
     numbers = tuple(number if known == "number" else None for known in how)
     literals = {i: n for i, n in enumerate(numbers) if n is not None}
-    row = Row(name, tuple(int if i in literals else dtype for i, dtype in enumerate(dtypes)), literals,
-              *(tuple(i for i, known in enumerate(how) if known == what) for what in ("unknown", "point")))
+    row = Row(
+        name,
+        tuple(int if i in literals else dtype for i, dtype in enumerate(dtypes)),
+        literals,
+        *(tuple(i for i, known in enumerate(how) if known == what) for what in ("unknown", "point")),
+    )
     if row.bounds is None:
         return
     least, greatest = brute_force(name, dtypes, numbers)
@@ -264,8 +294,9 @@ def integer_operands(name: str, dtypes: tuple) -> list[tuple]:
 
 def ways(count: int) -> list[tuple]:
     """What may be known of operands, with a number for one of them at most, and an interval, or nothing known, among the others."""
-    return [how for how in itertools.product(OPERANDS, repeat=count)
-            if how.count("number") <= (count > 1) and {"interval", "unknown"} & {*how}]
+    return [
+        how for how in itertools.product(OPERANDS, repeat=count) if how.count("number") <= (count > 1) and {"interval", "unknown"} & {*how}
+    ]
 
 
 def accepts_number(name: str, dtypes: tuple, how: tuple) -> bool:
@@ -281,11 +312,11 @@ def accepts_number(name: str, dtypes: tuple, how: tuple) -> bool:
 def test_every_interval_of_8_bits(name):
     """Bounds hold for all values in all intervals of a grid, wrapped around or not; nothing known, one value and numbers included."""
     for dtypes in integer_operands(name, (torch.int8, torch.uint8, torch.bool)):
-        mixed = len(set(dtypes[name == "where":])) > 1
+        mixed = len(set(dtypes[name == "where" :])) > 1
         for how in ways(len(dtypes)):
             if "number" not in how:
                 check_every_value(name, dtypes, how)
-            elif not mixed and accepts_number(name, dtypes, how) and torch.bool not in dtypes[name == "where":]:
+            elif not mixed and accepts_number(name, dtypes, how) and torch.bool not in dtypes[name == "where" :]:
                 for number in NEAR_ENDS[dtypes[-1].is_signed]:
                     check_every_value(name, dtypes, how, number)
 
@@ -342,7 +373,7 @@ def legal(name: str) -> list[tuple]:
 def test_row(name):
     """Operands of any dtypes with intervals of any kind, extremes, NaN and what overflows included."""
     choices = legal(name)
-    alike = [c for c in choices if len(set(c[name == "where":])) == 1 and c[-1] in (torch.bool, torch.float32)] or choices
+    alike = [c for c in choices if len(set(c[name == "where" :])) == 1 and c[-1] in (torch.bool, torch.float32)] or choices
 
     @st.composite
     def cases(draw):
@@ -382,12 +413,38 @@ def test_casts(source):
 
 # Masks
 
-LEAVES = {"f": ("floats[kv_idx]", "floats[q_idx]", "(q_idx * 0.5)", "(h * x)", "table[q_idx, kv_idx]", "floats[h]", "kv_idx.float()"),
-          "i": ("q_idx", "kv_idx", "q_idx", "kv_idx", "h", "b", "ints[q_idx]", "(kv_idx - q_idx)", "(q_idx - kv_idx)", "ids[kv_idx]",
-                "ids[q_idx - 7]", "(h + n)", "(q_idx + n)", "(b - big)", "grid[q_idx, h]", "grid[b, kv_idx]", "ids[n - kv_idx]"),
-          "b": ("(q_idx >= kv_idx)", "flags[kv_idx]", "(kv_idx > n)", "(q_idx - kv_idx < n)", "(ids[q_idx] == ids[kv_idx])",
-                "flags[q_idx // 2]", "(kv_idx < ids[b])"),
-          "a": ("x", "2", "0.5", "n", "q_idx", "kv_idx", "big")}
+LEAVES = {
+    "f": ("floats[kv_idx]", "floats[q_idx]", "(q_idx * 0.5)", "(h * x)", "table[q_idx, kv_idx]", "floats[h]", "kv_idx.float()"),
+    "i": (
+        "q_idx",
+        "kv_idx",
+        "q_idx",
+        "kv_idx",
+        "h",
+        "b",
+        "ints[q_idx]",
+        "(kv_idx - q_idx)",
+        "(q_idx - kv_idx)",
+        "ids[kv_idx]",
+        "ids[q_idx - 7]",
+        "(h + n)",
+        "(q_idx + n)",
+        "(b - big)",
+        "grid[q_idx, h]",
+        "grid[b, kv_idx]",
+        "ids[n - kv_idx]",
+    ),
+    "b": (
+        "(q_idx >= kv_idx)",
+        "flags[kv_idx]",
+        "(kv_idx > n)",
+        "(q_idx - kv_idx < n)",
+        "(ids[q_idx] == ids[kv_idx])",
+        "flags[q_idx // 2]",
+        "(kv_idx < ids[b])",
+    ),
+    "a": ("x", "2", "0.5", "n", "q_idx", "kv_idx", "big"),
+}
 
 
 @st.composite
@@ -399,13 +456,18 @@ def environments(draw) -> dict:
     floats = torch.randn(40, generator=generator) * draw(st.sampled_from((1.0, 50.0)))
     if draw(st.integers(0, 4)) == 0:
         floats[draw(st.integers(0, 39))] = draw(st.sampled_from((math.nan, math.inf, -math.inf, 3e38)))
-    return {"floats": floats.to(draw(st.sampled_from(FLOATS))),
-            "flags": torch.rand(30, generator=generator) < draw(st.sampled_from((0.1, 0.9))),
-            "ints": torch.randint(max(-spread, limits.min), min(spread, limits.max), (50,), generator=generator).to(integer),
-            "ids": torch.randint(0, 4, (60,), generator=generator).sort().values, "table": torch.randn(64, 64, generator=generator),
-            "grid": torch.randint(-9, 9, (64, 64), generator=generator), "x": draw(st.sampled_from((0.5, -1.25, 3.0))),
-            "n": draw(st.sampled_from((0, 1, 5, 17, 40, -3, 2**31 - 1, -2**31, 2**31, 2**40))),
-            "big": draw(st.sampled_from((2**31 - 1, -2**31, 2**30, 100, 2**33))), "on": draw(st.booleans())}
+    return {
+        "floats": floats.to(draw(st.sampled_from(FLOATS))),
+        "flags": torch.rand(30, generator=generator) < draw(st.sampled_from((0.1, 0.9))),
+        "ints": torch.randint(max(-spread, limits.min), min(spread, limits.max), (50,), generator=generator).to(integer),
+        "ids": torch.randint(0, 4, (60,), generator=generator).sort().values,
+        "table": torch.randn(64, 64, generator=generator),
+        "grid": torch.randint(-9, 9, (64, 64), generator=generator),
+        "x": draw(st.sampled_from((0.5, -1.25, 3.0))),
+        "n": draw(st.sampled_from((0, 1, 5, 17, 40, -3, 2**31 - 1, -(2**31), 2**31, 2**40))),
+        "big": draw(st.sampled_from((2**31 - 1, -(2**31), 2**30, 100, 2**33))),
+        "on": draw(st.booleans()),
+    }
 
 
 SIZES = st.lists(st.integers(1, 24), min_size=1, max_size=3)
@@ -434,12 +496,31 @@ def test_masks_that_gather_and_wrap_around(seed):
     assert len(counts) > 50 and sum(found for found, _ in counts) > 0.3 * sum(sure for _, sure in counts)
 
 
-LISTED = ("{x} - 1 == 0", "(~{x}) + 7 != 0", "{x} + 1 <= 4", "{x} + 1 != 3", "-{x} > -4", "{x} * 2 == 4", "1 - {x} > 0", "abs({x} - 1) < 2",
-          "({x} + 1) % 2 == 0", "{x} + 1 > 10", "({x} << (kv_idx & 3)) + 1 > 2", "({x} ** kv_idx) + 1 > 2", "({x} + 1) // 2 < 2",
-          "{x} - n > n", "(n << {x}) - 1 > 2",
-          "torch.minimum({x}, {x} - 1) < {x}", "abs(-{x} - 1) > 0", "({x} + 1).to(torch.int8) > 3",
-          "torch.where({x} > 2, {x} + 1, 1 - {x}) >= 0",
-          "({x} - 1 > {x}) | ({x} + 1 < {x})", "(({x} >> 1) + 1) * 3 > 5", "torch.fmod({x} - 1, 3) > -1", "torch.sign({x} - 1) + 1 > 0")
+LISTED = (
+    "{x} - 1 == 0",
+    "(~{x}) + 7 != 0",
+    "{x} + 1 <= 4",
+    "{x} + 1 != 3",
+    "-{x} > -4",
+    "{x} * 2 == 4",
+    "1 - {x} > 0",
+    "abs({x} - 1) < 2",
+    "({x} + 1) % 2 == 0",
+    "{x} + 1 > 10",
+    "({x} << (kv_idx & 3)) + 1 > 2",
+    "({x} ** kv_idx) + 1 > 2",
+    "({x} + 1) // 2 < 2",
+    "{x} - n > n",
+    "(n << {x}) - 1 > 2",
+    "torch.minimum({x}, {x} - 1) < {x}",
+    "abs(-{x} - 1) > 0",
+    "({x} + 1).to(torch.int8) > 3",
+    "torch.where({x} > 2, {x} + 1, 1 - {x}) >= 0",
+    "({x} - 1 > {x}) | ({x} + 1 < {x})",
+    "(({x} >> 1) + 1) * 3 > 5",
+    "torch.fmod({x} - 1, 3) > -1",
+    "torch.sign({x} - 1) + 1 > 0",
+)
 
 
 @pytest.mark.parametrize("form", LISTED)
@@ -455,23 +536,45 @@ def test_arithmetic_on_what_is_not_known(form):
                 check(form.format(x=x), {"T": T, "V": T.flatten(), "n": 100}, [0, 7, 8, 20], [0, 8, 16, 20])
 
 
-@pytest.mark.parametrize("expression", [
-    "q_idx.half() < 3e9", "torch.isfinite(q_idx.half())", "s[q_idx + kv_idx].bfloat16() < 32768",
-    "torch.minimum(s[q_idx + kv_idx].float(), x) < 0.1000000005",
-    "(l[q_idx + kv_idx].float() - 1 < 2147483647)", "(q_idx.float() + 0.5 > q_idx)", "f[q_idx + kv_idx].int() - 1 < 0",
-    "(f[q_idx, ] * 1).bool()",
-    "f[q_idx + kv_idx] < math.inf", "f[q_idx + kv_idx] - f[q_idx + kv_idx] == 0", "f[kv_idx] * 0 == 0", "~(f[q_idx + kv_idx] <= f[kv_idx])",
-    "f[h] <= torch.where(q_idx >= 0, math.inf, 0.0)",
-    "u[q_idx + kv_idx] > -1", "u[q_idx + kv_idx] < 256", "u[q_idx + kv_idx] - 1 > 3", "-u[q_idx + kv_idx] > 3",
-    "u[q_idx + kv_idx] // 300 == 0",
-    "s[q_idx + kv_idx] < 40000", "(q_idx % 100).to(torch.int8) % 200 >= 0", "q_idx // 2**31 >= 0", "q_idx.to(torch.int8) >= 0",
-    "torch.full_like(kv_idx, 2**40, dtype=torch.int64) // (kv_idx % 1000 + 2**20) > 9"])
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "q_idx.half() < 3e9",
+        "torch.isfinite(q_idx.half())",
+        "s[q_idx + kv_idx].bfloat16() < 32768",
+        "torch.minimum(s[q_idx + kv_idx].float(), x) < 0.1000000005",
+        "(l[q_idx + kv_idx].float() - 1 < 2147483647)",
+        "(q_idx.float() + 0.5 > q_idx)",
+        "f[q_idx + kv_idx].int() - 1 < 0",
+        "(f[q_idx, ] * 1).bool()",
+        "f[q_idx + kv_idx] < math.inf",
+        "f[q_idx + kv_idx] - f[q_idx + kv_idx] == 0",
+        "f[kv_idx] * 0 == 0",
+        "~(f[q_idx + kv_idx] <= f[kv_idx])",
+        "f[h] <= torch.where(q_idx >= 0, math.inf, 0.0)",
+        "u[q_idx + kv_idx] > -1",
+        "u[q_idx + kv_idx] < 256",
+        "u[q_idx + kv_idx] - 1 > 3",
+        "-u[q_idx + kv_idx] > 3",
+        "u[q_idx + kv_idx] // 300 == 0",
+        "s[q_idx + kv_idx] < 40000",
+        "(q_idx % 100).to(torch.int8) % 200 >= 0",
+        "q_idx // 2**31 >= 0",
+        "q_idx.to(torch.int8) >= 0",
+        "torch.full_like(kv_idx, 2**40, dtype=torch.int64) // (kv_idx % 1000 + 2**20) > 9",
+    ],
+)
 @pytest.mark.parametrize("first", [0, 65500, 2**24 - 9, 2**31 - 21])
 def test_roundings_and_narrow_dtypes(expression, first):
     """Infinities after a cast, floats next to their literals, Python's numbers beyond a tensor's dtype, NaN."""
     floats = torch.tensor([math.nan, math.inf, -math.inf, 3e38, 0.0, 1.5, -2.0, 1e-40])
-    captured = {"s": torch.full((40,), 32767, dtype=torch.int16), "l": torch.full((40,), 2**31 - 1), "f": floats.repeat(5), "x": 0.1,
-                "u": torch.arange(236, 276).to(torch.uint8)}
+    captured = {
+        "s": torch.full((40,), 32767, dtype=torch.int16),
+        "l": torch.full((40,), 2**31 - 1),
+        "f": floats.repeat(5),
+        "x": 0.1,
+        "u": torch.arange(236, 276).to(torch.uint8),
+    }
     check(expression, captured, [first, first + 7, first + 8, first + 20], [0, 8, 16, 20])
 
 
@@ -501,8 +604,12 @@ def test_zones_hold_the_least_and_greatest_value(device):
 
 def dense_blocks(block_mask) -> torch.Tensor:
     """0, 1 or 2 of the blocks of a mask of one batch entry and head."""
-    found = torch.zeros(block_mask.kv_num_blocks.shape[-1], -(-block_mask.shape[-1] // block_mask.BLOCK_SIZE[1]), dtype=torch.int32,
-                        device=block_mask.kv_num_blocks.device)
+    found = torch.zeros(
+        block_mask.kv_num_blocks.shape[-1],
+        -(-block_mask.shape[-1] // block_mask.BLOCK_SIZE[1]),
+        dtype=torch.int32,
+        device=block_mask.kv_num_blocks.device,
+    )
     partial, full = (block_mask.kv_num_blocks, block_mask.kv_indices), (block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
     for value, (counts, indices) in ((1, partial), (2, full)):
         for row, count in enumerate(counts[0, 0].tolist()):
@@ -530,6 +637,7 @@ def test_masks_that_gather_by_both_axes(device):
 @pytest.mark.parametrize("form", sorted({*BOOL_FORMS, *(f"({f}) < 3" for f in INT_FORMS), *(f"({f}) < 1.5" for f in FLOAT_FORMS)}))
 def test_forms(form):
     """The same, each form on leaves alone."""
+
     def run(choice, captured, blocks):
         expression = form
         for k in "fiba":
@@ -542,7 +650,7 @@ def test_forms(form):
 
 def test_large_captured_ints():
     """A captured int beyond int32 is compared as it is, and wraps around in arithmetic as in torch."""
-    for n in (5, 2**31 - 1, 2**31, -2**40):
+    for n in (5, 2**31 - 1, 2**31, -(2**40)):
         assert verdict_of(lambda b, h, q_idx, kv_idx, n=n: q_idx - kv_idx < n) == (2 * (n > 0),) * 2
         wrapped = (n + 2**31) % 2**32 - 2**31
         assert verdict_of(lambda b, h, q_idx, kv_idx, n=n: kv_idx < h + n) == (2 * (wrapped > 0),) * 2
@@ -561,8 +669,11 @@ def test_ranges_of_integers_hold_every_value(name):
     compute = getattr(operator, name) if name in _ORDERS else _INTEGERS[name].compute
     divides = name in ("floor_divide", "div_trunc", "remainder", "fmod")
     for operands in itertools.product(ranges, repeat=count):
-        found = {compute(*values) for values in itertools.product(*(range(low, high + 1) for low, high in operands))
-                 if not (divides and values[1] == 0)}
+        found = {
+            compute(*values)
+            for values in itertools.product(*(range(low, high + 1) for low, high in operands))
+            if not (divides and values[1] == 0)
+        }
         if name in _ORDERS:
             always, never = _ORDERS[name](*itertools.chain(*operands))
             assert (not always or found == {True}) and (not never or found == {False}), operands
@@ -571,10 +682,14 @@ def test_ranges_of_integers_hold_every_value(name):
             assert low <= min(found) and max(found) <= high, operands
 
 
-@pytest.mark.parametrize("mod", [
-    lambda b, h, q_idx, kv_idx: kv_idx >= torch.sqrt(h * 1.0),  # no axis: not read as a number
-    lambda b, h, q_idx, kv_idx: TWOS[kv_idx] * 1.5 >= q_idx,  # read along an axis: measured
-], ids=["point", "zone"])
+@pytest.mark.parametrize(
+    "mod",
+    [
+        lambda b, h, q_idx, kv_idx: kv_idx >= torch.sqrt(h * 1.0),  # no axis: not read as a number
+        lambda b, h, q_idx, kv_idx: TWOS[kv_idx] * 1.5 >= q_idx,  # read along an axis: measured
+    ],
+    ids=["point", "zone"],
+)
 def test_rounded_numbers_leave_room_for_other_roundings(mod):
     """Another kernel may round otherwise: where the last bit decides, nothing is sure."""
     assert verdict_of(mod) == (1, 2)
@@ -595,8 +710,10 @@ def test_value_ranges_hold(seed):
             judged = Judged.of(make_mod(expression, "mask", writer.captured))
         except (ModError, RuntimeError, TypeError):
             continue
-        positions = {name: torch.arange(SIZE, dtype=torch.int32).reshape([-1 if i == axis else 1 for i in range(4)])
-                     for axis, name in enumerate(("b", "h", "q_idx", "kv_idx"))}
+        positions = {
+            name: torch.arange(SIZE, dtype=torch.int32).reshape([-1 if i == axis else 1 for i in range(4)])
+            for axis, name in enumerate(("b", "h", "q_idx", "kv_idx"))
+        }
         run = BoundsRun("mask", ExprTable())
         for node in walk(judged.graph.result):
             if not node.weak and kind(node.dtype) == "int":
@@ -614,19 +731,32 @@ def test_integer_bounds_are_as_wide_as_they_must_be():
     """int32 where that holds the operands, the result and the quotient of a remainder, else int64, else none."""
     run = BoundsRun("mask", ExprTable())
     with run.active():
-        q, x, wide = (Sym(run.table.make("symbol", (), dtype, attr=name)) for name, dtype in (
-            ("q_idx", torch.int32), ("x", torch.int32), ("wide", torch.int64)))
-        for made, dtype in ((q + 1, torch.int32), (q * 2, torch.int64), (q - q - 1, torch.int32), (x + 1, torch.int64), (-x, torch.int64),
-                            (~x, torch.int32), (abs(x), torch.int64), (x % (q - 1), torch.int64), (x % (q + 1), torch.int32),
-                            (torch.fmod(x, x), torch.int64), (x // (q + 1), torch.int32), (2**40 // (q % 1000 + 2**20), torch.int64)):
+        q, x, wide = (
+            Sym(run.table.make("symbol", (), dtype, attr=name))
+            for name, dtype in (("q_idx", torch.int32), ("x", torch.int32), ("wide", torch.int64))
+        )
+        for made, dtype in (
+            (q + 1, torch.int32),
+            (q * 2, torch.int64),
+            (q - q - 1, torch.int32),
+            (x + 1, torch.int64),
+            (-x, torch.int64),
+            (~x, torch.int32),
+            (abs(x), torch.int64),
+            (x % (q - 1), torch.int64),
+            (x % (q + 1), torch.int32),
+            (torch.fmod(x, x), torch.int64),
+            (x // (q + 1), torch.int32),
+            (2**40 // (q % 1000 + 2**20), torch.int64),
+        ):
             assert made.dtype == dtype, made.expr.op
-        assert (constant(2**31 - 1) + 1).expr.attr == 2**31 and (-constant(-2**31)).expr.attr == 2**31
-        ends = constant(-2**63), constant(2**63 - 1)
+        assert (constant(2**31 - 1) + 1).expr.attr == 2**31 and (-constant(-(2**31))).expr.attr == 2**31
+        ends = constant(-(2**63)), constant(2**63 - 1)
         for beyond in (lambda: wide + 1, lambda: -wide, lambda: wide * wide, lambda: ends[1] + 1, lambda: abs(ends[0])):
             with pytest.raises(TooLarge):
                 beyond()
         divided = run.table.make("floor_divide", (q.expr, (q - 1).expr), torch.int32)  # the mask's own, perhaps by 0
-        assert run.range_of(divided) == (-2**31, 2**31 - 1)
+        assert run.range_of(divided) == (-(2**31), 2**31 - 1)
 
 
 def test_value_range_of_shared_operands():
@@ -634,13 +764,14 @@ def test_value_range_of_shared_operands():
     assert value_range(bind(make_mod("q_idx ** 2**40 > 0", "mask", {}), "mask")[0].result.args[0]) == (-math.inf, math.inf)
 
 
-@pytest.mark.parametrize("n", [2**63, -2**63 - 1, 10**400])
+@pytest.mark.parametrize("n", [2**63, -(2**63) - 1, 10**400])
 def test_an_int_beyond_64_bits_is_refused(n):
     with pytest.raises(ModError, match="does not fit into 64 bits"):
         bind(lambda b, h, q_idx, kv_idx: q_idx < n, "mask")
 
 
 # Recipes: every empty and every full block is found
+
 
 def documents(sorted_ids: bool) -> torch.Tensor:
     ids = torch.repeat_interleave(torch.arange(5), torch.tensor([40, 8, 48, 96, 64]))
@@ -674,26 +805,49 @@ def test_recipes(name):
     assert judged.analysis.by_rules
 
 
-@pytest.mark.parametrize("expression, by_rules", [
-    ("table[q_idx, kv_idx] > 0", False), ("torch.tan(q_idx * 0.1) > kv_idx", False), ("table[q_idx, h] > 0", True),
-    ("(q_idx >= kv_idx) & (table[h, q_idx - kv_idx] > 0)", False), ("torch.tan(h * 0.1) > kv_idx", False), ("q_idx ** 2 > kv_idx", True)])
+@pytest.mark.parametrize(
+    "expression, by_rules",
+    [
+        ("table[q_idx, kv_idx] > 0", False),
+        ("torch.tan(q_idx * 0.1) > kv_idx", False),
+        ("table[q_idx, h] > 0", True),
+        ("(q_idx >= kv_idx) & (table[h, q_idx - kv_idx] > 0)", False),
+        ("torch.tan(h * 0.1) > kv_idx", False),
+        ("q_idx ** 2 > kv_idx", True),
+    ],
+)
 def test_by_rules(expression, by_rules):
     assert analyse(bind(make_mod(expression, "mask", {"table": torch.zeros(8, 8)}), "mask")[0]).by_rules == by_rules
 
 
-@pytest.mark.parametrize("expression, axis, count", [
-    ("table[q_idx, h] * 3 + table[b, q_idx] > 2", ["q_idx"], 1), ("ids[ids[kv_idx]] < q_idx", ["kv_idx"], 1),
-    ("ids[q_idx] == ids[kv_idx]", ["q_idx", "kv_idx"], 2), ("kv_idx < ids[b]", [], 0), ("q_idx * 2 < kv_idx", [], 0)])
+@pytest.mark.parametrize(
+    "expression, axis, count",
+    [
+        ("table[q_idx, h] * 3 + table[b, q_idx] > 2", ["q_idx"], 1),
+        ("ids[ids[kv_idx]] < q_idx", ["kv_idx"], 1),
+        ("ids[q_idx] == ids[kv_idx]", ["q_idx", "kv_idx"], 2),
+        ("kv_idx < ids[b]", [], 0),
+        ("q_idx * 2 < kv_idx", [], 0),
+    ],
+)
 def test_zones_are_as_large_as_can_be(expression, axis, count):
     zones = analyse(bind(make_mod(expression, "mask", {"table": torch.zeros(8, 8), "ids": torch.arange(8)}), "mask")[0]).zones
     assert [zone.axis for zone in zones] == axis and len(zones) == count
 
 
-@pytest.mark.parametrize("expression, dtype", [
-    ("f[q_idx] > 0.5", torch.bool), ("f[q_idx].int() == kv_idx", torch.int32), ("torch.tanh(f[q_idx]) > 0.5", torch.float32),
-    ("(f[q_idx] * 3).int() == kv_idx", torch.float32), ("torch.floor(f[q_idx] * 3) > kv_idx", torch.float32),
-    ("(f[q_idx] * 3).half() > kv_idx", torch.float32), ("t[(f[q_idx] * 3).int()] > kv_idx", None),
-    ("torch.floor(f[q_idx]) > kv_idx", torch.float32)])
+@pytest.mark.parametrize(
+    "expression, dtype",
+    [
+        ("f[q_idx] > 0.5", torch.bool),
+        ("f[q_idx].int() == kv_idx", torch.int32),
+        ("torch.tanh(f[q_idx]) > 0.5", torch.float32),
+        ("(f[q_idx] * 3).int() == kv_idx", torch.float32),
+        ("torch.floor(f[q_idx] * 3) > kv_idx", torch.float32),
+        ("(f[q_idx] * 3).half() > kv_idx", torch.float32),
+        ("t[(f[q_idx] * 3).int()] > kv_idx", None),
+        ("torch.floor(f[q_idx]) > kv_idx", torch.float32),
+    ],
+)
 def test_zones_leave_room_for_roundings(expression, dtype):
     """What a rounded float is compared with, converted to or an index of may be another number in another kernel: it is not measured."""
     zones = analyse(bind(make_mod(expression, "mask", {"f": torch.zeros(8), "t": torch.arange(8)}), "mask")[0]).zones
@@ -701,6 +855,7 @@ def test_zones_leave_room_for_roundings(expression, dtype):
 
 
 # Printed
+
 
 def printed(mod) -> tuple[str, ...]:
     graph, captured = bind(mod, "mask")

@@ -115,8 +115,10 @@ ARGUMENTS = {
     "flash_attn_qkvpacked_func qkv": (torch.stack([BSHD] * 3, 2), lambda t: flash_attn_qkvpacked_func(t)),
     "BlockMask kv_num_blocks": (MASK.kv_num_blocks, lambda t: BlockMask((20, 20), t, MASK.kv_indices, BLOCK_SIZE=16)),
     "BlockMask kv_indices": (MASK.kv_indices, lambda t: BlockMask.from_kv_blocks(MASK.kv_num_blocks, t, BLOCK_SIZE=16)),
-    "BlockMask full_kv_indices": (MASK.full_kv_indices, lambda t: BlockMask.from_kv_blocks(
-        MASK.kv_num_blocks, MASK.kv_indices, MASK.full_kv_num_blocks, t, BLOCK_SIZE=16)),
+    "BlockMask full_kv_indices": (
+        MASK.full_kv_indices,
+        lambda t: BlockMask.from_kv_blocks(MASK.kv_num_blocks, MASK.kv_indices, MASK.full_kv_num_blocks, t, BLOCK_SIZE=16),
+    ),
 }
 
 
@@ -158,9 +160,12 @@ def _with(context, call, t):
 
 
 CALLS = {
-    "flex_attention": lambda t: flex_attention(t, Q, Q), "varlen_attention": lambda t: varlen_attention(THREE, THREE, THREE, OFFSETS),
-    "cached_attention": lambda t: cached_attention(Q, CACHE, CACHE, KV_LEN), "explain": lambda t: explain(Q, Q, Q) and t,
-    "update_cache": lambda t: update_cache(Q, Q, CACHE, CACHE, KV_LEN), "evaluate_mod": lambda t: evaluate_mod(mods.softcap(1.0), Q),
+    "flex_attention": lambda t: flex_attention(t, Q, Q),
+    "varlen_attention": lambda t: varlen_attention(THREE, THREE, THREE, OFFSETS),
+    "cached_attention": lambda t: cached_attention(Q, CACHE, CACHE, KV_LEN),
+    "explain": lambda t: explain(Q, Q, Q) and t,
+    "update_cache": lambda t: update_cache(Q, Q, CACHE, CACHE, KV_LEN),
+    "evaluate_mod": lambda t: evaluate_mod(mods.softcap(1.0), Q),
     "create_mask": lambda t: create_mask(mods.causal, None, None, 3, 3, "cpu"),
     "create_block_mask": lambda t: create_block_mask(mods.causal, None, None, 20, 20, "cpu").kv_indices,
     "flash_attn_func": lambda t: flash_attn_func(BSHD, BSHD, BSHD),
@@ -214,11 +219,13 @@ def test_gradients_may_be_sparse_or_negative_views(device):
         return torch.autograd.grad(loss_of(flex_attention(q, q, q)), q)[0]
 
     index = torch.zeros(1, 2, 20, 1, dtype=torch.long, device=device)
-    torch.testing.assert_close(gradient(lambda out: torch.gather(out, 3, index, sparse_grad=True).sum()),
-                               gradient(lambda out: torch.gather(out, 3, index).sum()))
+    torch.testing.assert_close(
+        gradient(lambda out: torch.gather(out, 3, index, sparse_grad=True).sum()), gradient(lambda out: torch.gather(out, 3, index).sum())
+    )
     weight = torch.randn(1, 2, 20, 16, device=device)
-    torch.testing.assert_close(gradient(lambda out: (torch.complex(weight, out).conj().imag * weight).sum()),
-                               gradient(lambda out: -(out * weight).sum()))
+    torch.testing.assert_close(
+        gradient(lambda out: (torch.complex(weight, out).conj().imag * weight).sum()), gradient(lambda out: -(out * weight).sum())
+    )
 
 
 class Plain(torch.Tensor):
@@ -292,10 +299,15 @@ def test_negative_views_have_their_sign_elsewhere(device):
         torch.testing.assert_close(call(negative), call(lambda t: t), msg=name)
 
 
-@pytest.mark.parametrize("call", [
-    lambda t: cached_attention(Q, t, CACHE, KV_LEN), lambda t: cached_attention(Q, CACHE, t, KV_LEN),
-    lambda t: update_cache(Q, Q, t, CACHE, KV_LEN), lambda t: update_cache(Q, Q, CACHE, t, KV_LEN),
-])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda t: cached_attention(Q, t, CACHE, KV_LEN),
+        lambda t: cached_attention(Q, CACHE, t, KV_LEN),
+        lambda t: update_cache(Q, Q, t, CACHE, KV_LEN),
+        lambda t: update_cache(Q, Q, CACHE, t, KV_LEN),
+    ],
+)
 def test_caches_that_are_negative_views_are_refused(call):
     with pytest.raises(NotImplementedError, match="_cache is a view with the negative bit"):
         call(negative(torch.randn(1, 32, 2, 16)))

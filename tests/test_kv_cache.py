@@ -31,12 +31,25 @@ def updates(draw, device):
     counts = [draw(st.sampled_from([0, 1, 2, 5, 33])) for _ in range(B)]
     counts = counts if ragged else [max(counts)] * B
     D = draw(st.sampled_from([8, 20, 64]))
-    return {"counts": counts, "offsets": [draw(st.integers(0, 40)) for _ in range(B)], "ragged": ragged, "D_QK": D,
-            "D_V": draw(st.sampled_from([D, 12])), "Hkv": draw(st.integers(1, 3)), "Hq": draw(st.integers(1, 4)),
-            "page_size": draw(st.sampled_from([0, 1, 7, 16])),
-            "located": draw(st.booleans()), "given": draw(st.booleans()), "rope_dim": draw(st.sampled_from([0, 2, D // 2 // 2 * 2, D])),
-            "interleaved": draw(st.booleans()), "query": draw(st.booleans()), "strided": draw(st.booleans()), "fp8": draw(st.booleans()),
-            "dtype": draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16])), "seed": draw(st.integers(0, 99))}
+    return {
+        "counts": counts,
+        "offsets": [draw(st.integers(0, 40)) for _ in range(B)],
+        "ragged": ragged,
+        "D_QK": D,
+        "D_V": draw(st.sampled_from([D, 12])),
+        "Hkv": draw(st.integers(1, 3)),
+        "Hq": draw(st.integers(1, 4)),
+        "page_size": draw(st.sampled_from([0, 1, 7, 16])),
+        "located": draw(st.booleans()),
+        "given": draw(st.booleans()),
+        "rope_dim": draw(st.sampled_from([0, 2, D // 2 // 2 * 2, D])),
+        "interleaved": draw(st.booleans()),
+        "query": draw(st.booleans()),
+        "strided": draw(st.booleans()),
+        "fp8": draw(st.booleans()),
+        "dtype": draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16])),
+        "seed": draw(st.integers(0, 99)),
+    }
 
 
 def check(p, device):
@@ -47,11 +60,11 @@ def check(p, device):
     def tokens(H, D):
         shape = (sum(counts), H, D) if p["ragged"] else (B, H, counts[0], D)
         if p["strided"]:
-            return torch.randn(*shape[:-1], D + 8, generator=g).to(device, p["dtype"])[..., 4:D + 4]
+            return torch.randn(*shape[:-1], D + 8, generator=g).to(device, p["dtype"])[..., 4 : D + 4]
         return torch.randn(shape, generator=g).to(device, p["dtype"])
 
     def of_sequence(t, b):  # [tokens, heads, head dim]
-        return t[sum(counts[:b]):sum(counts[:b + 1])] if p["ragged"] else t[b].transpose(0, 1)
+        return t[sum(counts[:b]) : sum(counts[: b + 1])] if p["ragged"] else t[b].transpose(0, 1)
 
     k, v, q = tokens(p["Hkv"], p["D_QK"]), tokens(p["Hkv"], p["D_V"]), tokens(p["Hq"], p["D_QK"])
     size = p["page_size"]
@@ -67,7 +80,7 @@ def check(p, device):
     if p["ragged"]:
         arguments["cu_seqlens_q"] = torch.tensor([0, *torch.tensor(counts).cumsum(0)], **int32)
     if size:
-        table = torch.randperm(entries, generator=g)[:B * pages].reshape(B, pages)
+        table = torch.randperm(entries, generator=g)[: B * pages].reshape(B, pages)
         arguments["page_table"] = table.to(**int32)
     elif p["located"]:
         arguments["cache_loc"] = (where := torch.randperm(entries, generator=g)[:B]).to(**int32)
@@ -136,8 +149,12 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_errors_leave_the_cache_as_it_was(name):
     caches = [torch.ones(4, 16, 2, 8) for _ in range(2)]
-    arguments = {"key": torch.zeros(1, 2, 4, 8), "value": torch.zeros(1, 2, 4, 8), "kv_len": torch.tensor([30], dtype=torch.int32),
-                 "page_table": torch.tensor([[0, 1]], dtype=torch.int32)}
+    arguments = {
+        "key": torch.zeros(1, 2, 4, 8),
+        "value": torch.zeros(1, 2, 4, 8),
+        "kv_len": torch.tensor([30], dtype=torch.int32),
+        "page_table": torch.tensor([[0, 1]], dtype=torch.int32),
+    }
     changes, message = BAD[name]
     arguments |= {k: torch.tensor(v, dtype=torch.int32) if isinstance(v, list) else v for k, v in changes.items()}
     with pytest.raises(ValueError, match=message):

@@ -31,8 +31,10 @@ def inputs(device, length=100, kv_length=None, heads=2, head_dim=16, batch=2, dt
 def dense_status(lists, rows, columns, transposed=False):
     """0, 1 or 2 for every block, from lists."""
     extent = rows if transposed else columns
-    partial, full = (listed(c.cpu(), i.cpu(), extent) for c, i in ((lists.kv_num_blocks, lists.kv_indices),
-                                                                  (lists.full_kv_num_blocks, lists.full_kv_indices)))
+    partial, full = (
+        listed(c.cpu(), i.cpu(), extent)
+        for c, i in ((lists.kv_num_blocks, lists.kv_indices), (lists.full_kv_num_blocks, lists.full_kv_indices))
+    )
     assert not (partial & full).any()
     status = partial.to(torch.int8) + 2 * full.to(torch.int8)
     return status.transpose(-1, -2) if transposed else status
@@ -54,8 +56,13 @@ def check_bounds(mask_mod, B, H, Q_LEN, KV_LEN, size, device):
 
 @pytest.mark.filterwarnings("ignore:where received a uint8 condition")
 @settings(max_examples=60)
-@given(st.integers(1, 3).flatmap(lambda depth: compositions("b", depth, LEAVES)), environments(), st.sampled_from(SIZES),
-       st.sampled_from([(1, 127), (129, 1), (127, 129), (129, 129), (1000, 127), (127, 1000)]), st.sampled_from([(1, 1), (2, 1), (1, 2)]))
+@given(
+    st.integers(1, 3).flatmap(lambda depth: compositions("b", depth, LEAVES)),
+    environments(),
+    st.sampled_from(SIZES),
+    st.sampled_from([(1, 127), (129, 1), (127, 129), (129, 129), (1000, 127), (127, 1000)]),
+    st.sampled_from([(1, 1), (2, 1), (1, 2)]),
+)
 def test_lists_of_random_masks(expression, captured, size, lengths, extents):
     """Against brute force: exact where create_block_mask evaluates what is undecided, never wrong by bounds alone."""
     mask_mod = make_mod(expression, "mask", captured)
@@ -118,8 +125,13 @@ def test_marking_every_block_partial_changes_nothing(name, device):
     size = 16 if device == "cpu" else 128
     blocks = -(-length // size)
     counts = torch.full((1, 1, blocks), blocks, dtype=torch.int32, device=device)
-    everywhere = BlockMask.from_kv_blocks(counts, torch.arange(blocks, dtype=torch.int32, device=device).expand(1, 1, blocks, blocks),
-                                          BLOCK_SIZE=size, mask_mod=mask_mod, seq_lengths=(length, length))
+    everywhere = BlockMask.from_kv_blocks(
+        counts,
+        torch.arange(blocks, dtype=torch.int32, device=device).expand(1, 1, blocks, blocks),
+        BLOCK_SIZE=size,
+        mask_mod=mask_mod,
+        seq_lengths=(length, length),
+    )
     want = flex_attention(q, k, v, block_mask=everywhere)
     d_out = torch.randn_like(want)
     gradients = torch.autograd.grad(want, (q, k, v), d_out)
@@ -260,8 +272,10 @@ def test_capacity():
 @pytest.mark.parametrize("lengths", [(0, 64), (64, 0), (0, 0)])
 def test_nothing_to_mask(lengths, device):
     q, k, v = inputs(device, 1)
-    q, k, v = (t[:, :, :0].expand(-1, -1, 0, -1) if n == 0 else t.expand(-1, -1, n, -1) for t, n in zip(
-        (q, k, v), (lengths[0], lengths[1], lengths[1]), strict=True))
+    q, k, v = (
+        t[:, :, :0].expand(-1, -1, 0, -1) if n == 0 else t.expand(-1, -1, n, -1)
+        for t, n in zip((q, k, v), (lengths[0], lengths[1], lengths[1]), strict=True)
+    )
     out = flex_attention(q, k, v, mask_mod=mods.causal)
     assert out.shape == q.shape and (out == 0).all()
     mask = create_block_mask(mods.causal, None, None, *lengths, device, capacity=3)

@@ -301,10 +301,7 @@ def complex_number(score, b, h, q_idx, kv_idx):
 
 
 def four_lines(score, b, h, q_idx, kv_idx):  # Python names the line on which an expression begins
-    return (score
-            + 1
-            + TABLE[h]
-            + 2)
+    return score + 1 + TABLE[h] + 2
 
 
 SCORE_CASES = [

@@ -76,6 +76,7 @@ def closure_cell(w):
     def put(value):
         nonlocal w
         w = value
+
     return mod, put
 
 
@@ -96,6 +97,7 @@ def builtin_name(w):
 def default(w):
     def mod(score, b, h, q_idx, kv_idx, w=w):
         return used(score, w, q_idx, kv_idx)
+
     return mod, lambda value: setattr(mod, "__defaults__", (value,))
 
 
@@ -103,6 +105,7 @@ def default(w):
 def keyword_default(w):
     def mod(score, b, h, q_idx, kv_idx, *, w=w):
         return used(score, w, q_idx, kv_idx)
+
     return mod, lambda value: setattr(mod, "__kwdefaults__", {"w": value})
 
 
@@ -110,6 +113,7 @@ def keyword_default(w):
 def keyword_default_in_place(w):
     def mod(score, b, h, q_idx, kv_idx, *, w=w):
         return used(score, w, q_idx, kv_idx)
+
     return mod, lambda value: mod.__kwdefaults__.update(w=value)
 
 
@@ -186,6 +190,7 @@ def attributes(make, read, put=lambda holder, value: setattr(holder, "w", value)
     def made(w):
         holder = make(w)
         return reading(read, holder), lambda value: put(holder, value)
+
     return made
 
 
@@ -194,6 +199,7 @@ def filled(cls):
         holder = cls()
         holder.w = w
         return holder
+
     return make
 
 
@@ -287,17 +293,20 @@ def try_read(holder):
 
 def imported(holder):
     import flexpress_test_settings
+
     return flexpress_test_settings.w
 
 
 def imported_name(holder):
     from flexpress_test_settings import w
+
     return w
 
 
 def in_class_statement(holder):
     class Local:
         w = holder.w
+
     return Local.w
 
 
@@ -341,11 +350,15 @@ PLACES |= {
     "instance_dict": attributes(Plain, lambda o: o.__dict__["w"]),
     "slots": attributes(filled(Slots), lambda o: o.w),
     "property_": attributes(Plain, lambda o: o.doubled),
-    "property_replaced": attributes(lambda w: type("P", (), {"w": property(lambda self: w)})(), lambda o: o.w,
-                                    lambda o, v: setattr(type(o), "w", property(lambda self: v))),
+    "property_replaced": attributes(
+        lambda w: type("P", (), {"w": property(lambda self: w)})(),
+        lambda o: o.w,
+        lambda o, v: setattr(type(o), "w", property(lambda self: v)),
+    ),
     "dynamic": attributes(lambda w: filled(Dynamic)(w), lambda o: o.w),
-    "dynamic_hidden": attributes(lambda w: (o := Dynamic(), setattr(o, "hidden", w))[0], lambda o: o.w,
-                                 lambda o, v: setattr(o, "hidden", v)),
+    "dynamic_hidden": attributes(
+        lambda w: (o := Dynamic(), setattr(o, "hidden", w))[0], lambda o: o.w, lambda o, v: setattr(o, "hidden", v)
+    ),
     "descriptor": attributes(with_descriptor, lambda o: o.w, lambda o, v: setattr(type(o).__dict__["w"], "value", v)),
     "class_attribute": attributes(klass, lambda o: o.w),
     "class_attribute_of_an_instance": attributes(lambda w: klass(w)(), lambda o: o.w, lambda o, v: setattr(type(o), "w", v)),
@@ -368,12 +381,16 @@ PLACES |= {
     "attrgetter": attributes(Plain, operator.attrgetter("w")),
     "nested_attribute": attributes(lambda w: Plain(Plain(w)), lambda o: o.w.w, lambda o, v: setattr(o.w, "w", v)),
     "nested_object_exchanged": attributes(lambda w: Plain(Plain(w)), lambda o: o.w.w, lambda o, v: setattr(o, "w", Plain(v))),
-    "names_of_our_own": attributes(lambda w: types.SimpleNamespace(_at=w, _name=1, _value=2, _reader=3, _state=4, place=5),
-                                   lambda o: o._at, lambda o, v: setattr(o, "_at", v)),
+    "names_of_our_own": attributes(
+        lambda w: types.SimpleNamespace(_at=w, _name=1, _value=2, _reader=3, _state=4, place=5),
+        lambda o: o._at,
+        lambda o, v: setattr(o, "_at", v),
+    ),
     "state_name": attributes(lambda w: types.SimpleNamespace(_state=w), lambda o: o._state, lambda o, v: setattr(o, "_state", v)),
     "data_class": attributes(Data, lambda o: o.w),
-    "replaced_data_class": attributes(lambda w: Plain(Data(w)), lambda o: o.w.w,
-                                      lambda o, v: setattr(o, "w", dataclasses.replace(o.w, w=v))),
+    "replaced_data_class": attributes(
+        lambda w: Plain(Data(w)), lambda o: o.w.w, lambda o, v: setattr(o, "w", dataclasses.replace(o.w, w=v))
+    ),
     "namespace": attributes(buffered, lambda o: o.w),
     "user_module": attributes(module, lambda o: o.w),
     "imported_module": attributes(module, imported),
@@ -399,8 +416,11 @@ PLACES |= {
     "dict_values": attributes(lambda w: {"w": w}, lambda o: next(iter(o.values())), lambda o, v: o.update(w=v)),
     "dict_items": attributes(lambda w: {"w": w}, lambda o: [v for _, v in o.items()][0], lambda o, v: o.update(w=v)),
     "dict_unpacked": attributes(lambda w: {"w": w}, lambda o: (lambda w: w)(**o), lambda o, v: o.update(w=v)),
-    "dict_in": attributes(lambda w: {}, lambda o: o["w"] if "w" in o else 5,  # noqa: SIM401
-                lambda o, v: o.update(w=v)),
+    "dict_in": attributes(
+        lambda w: {},
+        lambda o: o["w"] if "w" in o else 5,  # noqa: SIM401
+        lambda o, v: o.update(w=v),
+    ),
     "dict_by_enum": attributes(lambda w: {Kind.ONE: w}, lambda o: o[Kind.ONE], lambda o, v: o.update({Kind.ONE: v})),
     "ordered_dict": attributes(lambda w: collections.OrderedDict(w=w), lambda o: o["w"], lambda o, v: o.update(w=v)),
     "ordered_dict_get": attributes(lambda w: collections.OrderedDict(w=w), lambda o: o.get("w"), lambda o, v: o.update(w=v)),
@@ -422,8 +442,9 @@ PLACES |= {
     "identity_": attributes(two, identity),
     "partial_argument": attributes(lambda w: Plain(partly(w)), lambda o: o.w(), lambda o, v: setattr(o, "w", partly(v))),
     "partial_of_getattr": attributes(with_default, lambda o: o(), lambda o, v: setattr(o.args[0], "w", v)),
-    "cell_of_a_helper": attributes(lambda w: Plain((lambda x: lambda: x)(w)), lambda o: o.w(),
-                                   lambda o, v: setattr(o.w.__closure__[0], "cell_contents", v)),
+    "cell_of_a_helper": attributes(
+        lambda w: Plain((lambda x: lambda: x)(w)), lambda o: o.w(), lambda o, v: setattr(o.w.__closure__[0], "cell_contents", v)
+    ),
     "recursive_list": attributes(lambda w: (x := [w], x.append(x))[0], lambda o: o[1][1][0], lambda o, v: operator.setitem(o, 0, v)),
     "recursive_object": attributes(lambda w: (o := Plain(w), setattr(o, "me", o))[0], lambda o: o.me.me.w),
 }
@@ -449,6 +470,7 @@ def decorated(w):
     @functools.wraps(torch.tanh)
     def inner(score, q_idx, kv_idx):
         return used(score, state[0], q_idx, kv_idx)
+
     return lambda score, b, h, q_idx, kv_idx: inner(score, q_idx, kv_idx), lambda value: operator.setitem(state, 0, value)
 
 
@@ -472,6 +494,7 @@ def module_forward(w):
     class Mod(torch.nn.Module):
         def forward(self, score, b, h, q_idx, kv_idx):
             return used(score, self.w, q_idx, kv_idx)
+
     found = Mod()
     found.w = w
     return found, lambda value: setattr(found, "w", value)
@@ -493,6 +516,7 @@ def submodule_called(w):
     class Inner(torch.nn.Module):
         def forward(self, score, q_idx, kv_idx):
             return used(score, self.w, q_idx, kv_idx)
+
     inner = Inner()
     inner.w = w
     return lambda score, b, h, q_idx, kv_idx: inner(score, q_idx, kv_idx), lambda value: setattr(inner, "w", value)
@@ -591,7 +615,7 @@ ASKED: dict[str, tuple[Callable, tuple]] = {
     "hash": (lambda o: hash(o.w) % 7, (1, 2, "a")),
     "key of a dict": (lambda o: {1: 5, 2: 7, "a": 9}[o.w], (1, 2, "a")),
     "index of a list": (lambda o: [5, 7, 9][o.w], (1, 2, -1)),
-    "slice": (lambda o: sum([5, 7, 9][:o.w]), (1, 2, None)),
+    "slice": (lambda o: sum([5, 7, 9][: o.w]), (1, 2, None)),
     "bit_length": (lambda o: o.w.bit_length(), (1, 200, 0)),
     "real": (lambda o: o.w.real, (1, 2.5, True)),
     "is_integer": (lambda o: 2 if float(o.w).is_integer() else 3, (1, 2.5, 3.0)),
@@ -617,8 +641,10 @@ ASKED: dict[str, tuple[Callable, tuple]] = {
     "tensor contiguous": (lambda o: 2 if o.w.is_contiguous() else 3, (torch.ones(2), torch.ones(6)[::2], torch.ones(3))),
     "tensor dtype": (lambda o: 2 if o.w.dtype == torch.float32 else 3, (torch.ones(2), torch.ones(2).half(), torch.ones(2, dtype=int))),
     "tensor requires_grad": (lambda o: 2 if o.w.requires_grad else 3, (torch.ones(2), torch.ones(2, requires_grad=True), torch.ones(2))),
-    "isinstance of a parameter": (lambda o: 2 if isinstance(o.w, torch.nn.Parameter) else 3,
-                                  (torch.ones(2), torch.nn.Parameter(torch.ones(2)), torch.ones(2))),
+    "isinstance of a parameter": (
+        lambda o: 2 if isinstance(o.w, torch.nn.Parameter) else 3,
+        (torch.ones(2), torch.nn.Parameter(torch.ones(2)), torch.ones(2)),
+    ),
     "if tensor": (lambda o: 2 if o.w > 1 else 3, (torch.tensor(2.0), torch.tensor(0.0), torch.tensor(5))),
     "int of a tensor": (lambda o: int(o.w[0]), (torch.tensor([2.0]), torch.tensor([4.5]), torch.tensor([7]))),
     "tensor item": (lambda o: o.w.item(), (torch.tensor(2.0), torch.tensor(4.5), torch.tensor(7))),
@@ -653,6 +679,7 @@ def test_what_python_asks_is_seen(question):
 
 # The rest of the world
 
+
 def test_the_grad_mode_is_seen():
     mod = lambda score, b, h, q_idx, kv_idx: score * (2 if torch.is_grad_enabled() else 3)  # noqa: E731
     for enabled in (True, False, True):
@@ -674,6 +701,7 @@ def test_the_default_dtype_is_seen():
 
 def test_random_numbers_are_drawn_at_every_call():
     """As many as the mod draws in Python, also at the first call."""
+
     def mod(score, b, h, q_idx, kv_idx):
         return score * random.random() + torch.rand(())
 
@@ -806,8 +834,9 @@ def test_one_mask_twice_and_then_two(other):
         for parts in ((causal, causal), (causal, window), (window, causal), (window, window), (causal, causal)):
             mod = join(*parts)
             graph, values = bind(mod, "mask")
-            assert torch.equal(compute(graph.result, dict(zip(NAMES[1:], INDICES, strict=True)), values, []).expand(SHAPE),
-                               mod(*INDICES).expand(SHAPE))
+            assert torch.equal(
+                compute(graph.result, dict(zip(NAMES[1:], INDICES, strict=True)), values, []).expand(SHAPE), mod(*INDICES).expand(SHAPE)
+            )
 
 
 def test_enough_changes_are_tested():

@@ -76,7 +76,6 @@ FORWARD = {  # every branch of the template and every row of the tile tables, no
 }
 
 
-
 def everything(b, h, q_idx, kv_idx):
     """Zones of every kind, floats, rounding, quotients and remainders by numbers that a kernel is told, and choices between numbers."""
     near = torch.where(FLAGS[q_idx], 3, 7) * (q_idx // WIDTH) >= kv_idx % WIDTH
@@ -109,7 +108,8 @@ OTHERS = {
     "update_cache": lambda t: update_cache_compilation(t, located=True),
     "update_cache, turned, ragged, in pages": lambda t: update_cache_compilation(t, ragged=True, page_size=16, rope_dim=128),
     "update_cache, fp8, pairs beside each other": lambda t: update_cache_compilation(
-        t, cache_dtype="float8_e4m3fn", rope_dim=96, interleaved=True, offsets=True),
+        t, cache_dtype="float8_e4m3fn", rope_dim=96, interleaved=True, offsets=True
+    ),
 }
 
 BACKWARD = {  # each is three kernels
@@ -177,9 +177,14 @@ def kernel_of(target: str, case: str) -> Compilation:
     return compilation(target, *make(*recipes.split()), **details)
 
 
-CASES = [*FORWARD, *OTHERS, *(f"{case}: {kernel}" for case in BACKWARD for kernel in ("delta", "dkv", "dq")),
-         *(f"{case}: decode" for case in DECODE), "plain d128 bf16: combine",
-         "softcap sliding_window d128 bf16, groups of 12: combine"]
+CASES = [
+    *FORWARD,
+    *OTHERS,
+    *(f"{case}: {kernel}" for case in BACKWARD for kernel in ("delta", "dkv", "dq")),
+    *(f"{case}: decode" for case in DECODE),
+    "plain d128 bf16: combine",
+    "softcap sliding_window d128 bf16, groups of 12: combine",
+]
 
 
 @functools.cache
@@ -188,9 +193,21 @@ def compiled(target: str, case: str) -> offline.Compiled:
 
 
 FP8_TARGETS = ("sm_90", "sm_100")
-EVERYWHERE = {"causal d128 bf16", "plain d128 bf16: decode", "plain d128 bf16: combine", "evaluate softcap", "block_lists", "block_starts",
-              "update_cache", "dense_mask global_sliding", "block_zones document", "block_status document, ragged",
-              "causal d128 bf16: delta", "causal d128 bf16: dkv", "causal d128 bf16: dq"}
+EVERYWHERE = {
+    "causal d128 bf16",
+    "plain d128 bf16: decode",
+    "plain d128 bf16: combine",
+    "evaluate softcap",
+    "block_lists",
+    "block_starts",
+    "update_cache",
+    "dense_mask global_sliding",
+    "block_zones document",
+    "block_status document, ragged",
+    "causal d128 bf16: delta",
+    "causal d128 bf16: dkv",
+    "causal d128 bf16: dq",
+}
 ON_HOPPER = {"causal d128 fp16, full blocks past the end", "softcap causal d128 bf16: dq", "block_lists document, transposed"}
 
 
@@ -225,17 +242,19 @@ def test_compiles_and_fits(target, case, every_kernel):
     assert made.shared <= SHARED_MEMORY[architecture_for(target)]
     if made.spilled is not None:
         allowed = SPILLED.get((target, case), BACKWARD_SPILLED[target] if case.endswith((": dkv", ": dq")) else 0)
-        assert made.spilled <= allowed, (
-            f"{made.spilled} bytes spilled with {kernel_of(target, case).constants}"
-        )
+        assert made.spilled <= allowed, f"{made.spilled} bytes spilled with {kernel_of(target, case).constants}"
         assert_packed_as_read(made)
 
 
 STRUCTURES = [  # of the forward kernel: what stands between the two products, which Triton overlaps
     dict(recipes=recipes, use_tma=use_tma, scale_is_positive=positive, **lists)
-    for recipes, positive in (("plain", True), ("causal", True), ("causal", False), ("softcap causal", True)) for use_tma in (None, False)
-    for lists in ([dict(separate_full=full, interior=interior) for full, interior in itertools.product((True, False), repeat=2)]
-                  + [dict(starts=True)] if recipes != "plain" else [{}])
+    for recipes, positive in (("plain", True), ("causal", True), ("causal", False), ("softcap causal", True))
+    for use_tma in (None, False)
+    for lists in (
+        [dict(separate_full=full, interior=interior) for full, interior in itertools.product((True, False), repeat=2)] + [dict(starts=True)]
+        if recipes != "plain"
+        else [{}]
+    )
 ]
 
 
@@ -280,8 +299,7 @@ def test_every_recipe_prints(recipe, backend):
 
 
 @pytest.mark.parametrize(
-    "recipes, dtype, head_dim",
-    [("plain", "float32", 64), ("alibi causal", "bfloat16", 64), ("document", "float16", 80)],
+    "recipes, dtype, head_dim", [("plain", "float32", 64), ("alibi causal", "bfloat16", 64), ("document", "float16", 80)]
 )
 def test_preview_is_what_a_call_prints(recipes, dtype, head_dim):
     score_mod, mask_mod = make(*recipes.split())
@@ -301,7 +319,7 @@ def test_preview_is_what_a_call_on_a_gpu_prints(recipes):
     q = torch.randn(4, 16, 4096, 128, dtype=torch.bfloat16, device="cuda")
     mask = create_block_mask(mask_mod, None, None, 4096, 4096) if mask_mod else None
     target = architecture("hip" if torch.version.hip else "cuda", torch.cuda.get_device_capability())
-    for backend, imagine in (("TRITON", compilation), ("GLUON", hopper_compilation))[:2 if target == "sm_90" else 1]:
+    for backend, imagine in (("TRITON", compilation), ("GLUON", hopper_compilation))[: 2 if target == "sm_90" else 1]:
         flex_attention(q, q, q, score_mod=score_mod, block_mask=mask, kernel_options={"BACKEND": backend})
         printed = {without_comments(path.read_text(encoding="utf-8")) for path in printed_kernels()}  # maybe for an earlier test
         assert without_comments(render(imagine(target, score_mod, mask_mod).spec)) in printed

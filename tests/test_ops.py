@@ -25,18 +25,70 @@ from flexpress.codegen.signature import bind
 
 # How each row is written. A row that is missing here fails test_every_row_has_a_test.
 FORMS = {
-    **{name: (f"{{0}} {symbol} {{1}}",) for name, symbol in {
-        "add": "+", "sub": "-", "mul": "*", "div": "/", "floor_divide": "//", "remainder": "%", "pow": "**",
-        "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "and_": "&", "or_": "|",
-        "xor": "^", "lshift": "<<", "rshift": ">>"}.items()},
-    "neg": ("-{0}",), "abs": ("abs({0})",), "invert": ("~{0}",),
-    **{name: (f"torch.{name}({{0}})",) for name in (
-        "sign", "exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "rsqrt", "sin", "cos", "tan", "atan",
-        "erf", "sigmoid", "tanh", "floor", "ceil", "trunc", "round", "logical_not", "square", "reciprocal",
-        "isnan", "isinf", "isposinf", "isneginf", "isfinite", "relu")},
-    **{name: (f"torch.{name}({{0}}, {{1}})",) for name in (
-        "fmod", "minimum", "maximum", "atan2", "logical_and", "logical_or", "logical_xor", "clamp_min",
-        "clamp_max")},
+    **{
+        name: (f"{{0}} {symbol} {{1}}",)
+        for name, symbol in {
+            "add": "+",
+            "sub": "-",
+            "mul": "*",
+            "div": "/",
+            "floor_divide": "//",
+            "remainder": "%",
+            "pow": "**",
+            "eq": "==",
+            "ne": "!=",
+            "lt": "<",
+            "le": "<=",
+            "gt": ">",
+            "ge": ">=",
+            "and_": "&",
+            "or_": "|",
+            "xor": "^",
+            "lshift": "<<",
+            "rshift": ">>",
+        }.items()
+    },
+    "neg": ("-{0}",),
+    "abs": ("abs({0})",),
+    "invert": ("~{0}",),
+    **{
+        name: (f"torch.{name}({{0}})",)
+        for name in (
+            "sign",
+            "exp",
+            "exp2",
+            "expm1",
+            "log",
+            "log2",
+            "log1p",
+            "sqrt",
+            "rsqrt",
+            "sin",
+            "cos",
+            "tan",
+            "atan",
+            "erf",
+            "sigmoid",
+            "tanh",
+            "floor",
+            "ceil",
+            "trunc",
+            "round",
+            "logical_not",
+            "square",
+            "reciprocal",
+            "isnan",
+            "isinf",
+            "isposinf",
+            "isneginf",
+            "isfinite",
+            "relu",
+        )
+    },
+    **{
+        name: (f"torch.{name}({{0}}, {{1}})",)
+        for name in ("fmod", "minimum", "maximum", "atan2", "logical_and", "logical_or", "logical_xor", "clamp_min", "clamp_max")
+    },
     "where": ("torch.where({0}, {1}, {2})",),
     "where_method": ("{0}.where({1}, {2})",),
     "add_alpha": ("torch.add({0}, {1})", "torch.add({0}, {1}, alpha=3)"),
@@ -53,8 +105,26 @@ FORMS = {
 }
 ALL_FORMS = [(name, form) for name, forms in FORMS.items() for form in forms]
 # Floating-point results that are exact, not rounded
-EXACT = {"neg", "abs", "sign", "fmod", "remainder", "floor_divide", "minimum", "maximum", "floor", "ceil",
-         "trunc", "round", "where", "where_method", "clamp", "clamp_min", "clamp_max", "relu"}
+EXACT = {
+    "neg",
+    "abs",
+    "sign",
+    "fmod",
+    "remainder",
+    "floor_divide",
+    "minimum",
+    "maximum",
+    "floor",
+    "ceil",
+    "trunc",
+    "round",
+    "where",
+    "where_method",
+    "clamp",
+    "clamp_min",
+    "clamp_max",
+    "relu",
+}
 DIVISIONS = ("floor_divide", "remainder", "fmod", "div_trunc", "div_mode")
 NUMBERS = (bool, int, float)
 
@@ -180,8 +250,9 @@ def test_tanh_is_as_exact_as_the_precision(precision, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16], ids=str)
-@pytest.mark.parametrize("form", ["-{0}", "abs({0})", "~{0} + 1", "{0} * -1", "0 - {0}", "torch.where({0} < 0, -{0}, {0})",
-                                  "{0} + 1", "{0} << 3"])
+@pytest.mark.parametrize(
+    "form", ["-{0}", "abs({0})", "~{0} + 1", "{0} * -1", "0 - {0}", "torch.where({0} < 0, -{0}, {0})", "{0} + 1", "{0} << 3"]
+)
 def test_small_integers_wrap_around_before_they_are_widened(form, dtype, device):
     """Every value there is."""
     low = torch.iinfo(dtype).min
@@ -200,8 +271,10 @@ def signature_of(node) -> tuple:
 
 
 OPERANDS = [
-    ("score", "(score + 1.0)", "(score - 1.0)"), ("q_idx", "kv_idx", "h"),
-    ("(q_idx < kv_idx)", "score", "(score + 1.0)"), ("score", "(q_idx < kv_idx)", "(score + 1.0)")
+    ("score", "(score + 1.0)", "(score - 1.0)"),
+    ("q_idx", "kv_idx", "h"),
+    ("(q_idx < kv_idx)", "score", "(score + 1.0)"),
+    ("score", "(q_idx < kv_idx)", "(score + 1.0)"),
 ]
 
 
@@ -216,8 +289,7 @@ def accepted_operands(form: str) -> tuple[str, ...]:
     raise AssertionError(f"torch accepts none of the operands for {form}")
 
 
-HOMES = {"torch": torch, "Tensor": torch.Tensor, "F": torch.nn.functional, "special": torch.special,
-         "operator": operator}
+HOMES = {"torch": torch, "Tensor": torch.Tensor, "F": torch.nn.functional, "special": torch.special, "operator": operator}
 
 
 def spelled(spelling: str, operands: tuple[str, ...]) -> str | None:
@@ -236,17 +308,21 @@ def test_every_spelling_gives_the_same_graph(name):
     operands = accepted_operands(form)
     expected = bind(make_mod(form.format(*operands), "score", {}), "score")[0]
     for spelling in OPS[name].spellings:
-        expression = spelled(spelling, operands[:arity(form)])
+        expression = spelled(spelling, operands[: arity(form)])
         if expression is not None:
             graph = bind(make_mod(expression, "score", {"operator": operator}), "score")[0]
             assert signature_of(graph.result) == signature_of(expected.result), expression
             assert torch_dtype(expression, {"operator": operator}) == graph.result.dtype, expression
 
 
-@pytest.mark.parametrize("expression", [
-    "torch.where(condition=q_idx < kv_idx, input=score, other=score + 1.0)",
-    "torch.pow(input=score, exponent=h)", "torch.maximum(score, other=score * 2)"
-])
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "torch.where(condition=q_idx < kv_idx, input=score, other=score + 1.0)",
+        "torch.pow(input=score, exponent=h)",
+        "torch.maximum(score, other=score * 2)",
+    ],
+)
 def test_keywords_that_only_name_operands(expression):
     check(expression, torch.ones(1, 2, 5, 7), {})
 
@@ -257,42 +333,116 @@ def test_alpha(expression, number):
     """x + alpha * y, alpha literal or captured."""
     name = expression.removesuffix("_alpha")
     for alpha in (number, "n"):
-        check(f"torch.{name}(score, floats[kv_idx], alpha={alpha})", torch.randn(1, 1, 5, 7),
-              {"n": number, "floats": torch.randn(7)})
+        check(f"torch.{name}(score, floats[kv_idx], alpha={alpha})", torch.randn(1, 1, 5, 7), {"n": number, "floats": torch.randn(7)})
 
 
 # Random compositions
 
 FLOAT_FORMS = (
-    "{f} + {f}", "{f} - {a}", "{f} * {a}", "{f} / {f}", "{i} / {i}", "{f} - {i}", "-{f}", "abs({f})",
-    "{f} ** 2", "{f} ** 3", "torch.exp(torch.clamp({f}, max=20))", "torch.exp2({f} * 0.125)",
-    "torch.log1p(abs({f}))", "torch.sqrt(abs({f}))", "torch.rsqrt({f} * {f} + 1)", "torch.sin({f})",
-    "torch.cos({i})", "torch.tanh({f})", "torch.sigmoid({f})", "torch.erf({f})", "torch.atan({f})",
-    "torch.floor({f})", "torch.round({f})", "torch.minimum({f}, {f})", "torch.maximum({f}, {f})",
-    "torch.clamp({f}, -3, 5)", "torch.clamp({f}, max={f})", "F.relu({f})",
-    "F.gelu(torch.clamp({f}, -50, 50))", "F.silu({f})", "F.softplus({f})", "F.logsigmoid({f})",
-    "torch.where({b}, {f}, {f})", "torch.where({b}, {f}, 0.0)", "({i}).float()", "{f} % 3.0",
-    "torch.fmod({f}, 2.5)", "({f}).float().half().float()", "({b}) * {f}", "torch.sign({f})",
-    "torch.log(abs({f}) + x)", "torch.zeros_like({f})", "floats[({i} % 16).long()]"
+    "{f} + {f}",
+    "{f} - {a}",
+    "{f} * {a}",
+    "{f} / {f}",
+    "{i} / {i}",
+    "{f} - {i}",
+    "-{f}",
+    "abs({f})",
+    "{f} ** 2",
+    "{f} ** 3",
+    "torch.exp(torch.clamp({f}, max=20))",
+    "torch.exp2({f} * 0.125)",
+    "torch.log1p(abs({f}))",
+    "torch.sqrt(abs({f}))",
+    "torch.rsqrt({f} * {f} + 1)",
+    "torch.sin({f})",
+    "torch.cos({i})",
+    "torch.tanh({f})",
+    "torch.sigmoid({f})",
+    "torch.erf({f})",
+    "torch.atan({f})",
+    "torch.floor({f})",
+    "torch.round({f})",
+    "torch.minimum({f}, {f})",
+    "torch.maximum({f}, {f})",
+    "torch.clamp({f}, -3, 5)",
+    "torch.clamp({f}, max={f})",
+    "F.relu({f})",
+    "F.gelu(torch.clamp({f}, -50, 50))",
+    "F.silu({f})",
+    "F.softplus({f})",
+    "F.logsigmoid({f})",
+    "torch.where({b}, {f}, {f})",
+    "torch.where({b}, {f}, 0.0)",
+    "({i}).float()",
+    "{f} % 3.0",
+    "torch.fmod({f}, 2.5)",
+    "({f}).float().half().float()",
+    "({b}) * {f}",
+    "torch.sign({f})",
+    "torch.log(abs({f}) + x)",
+    "torch.zeros_like({f})",
+    "floats[({i} % 16).long()]",
 )
 INT_FORMS = (
-    "{i} + {i}", "{i} - {i}", "{i} * {i}", "-{i}", "abs({i})", "{i} // 3", "{i} // -2", "{i} % 5", "{i} % -7",
-    "torch.fmod({i}, 3)", 'torch.div({i}, 4, rounding_mode="trunc")', "{i} & {i}", "{i} | {i}", "{i} ^ {i}",
-    "~({i})", "{i} << 2", "{i} >> 1", "({i}) ** 2", "torch.minimum({i}, {i})", "torch.maximum({i}, {i})",
-    "torch.where({b}, {i}, {i})", "torch.where({b}, {i}, 1)", "torch.clamp({i}, 2, 9)", "torch.sign({i})",
-    "({b}).int()", "({i}).long()", "ints[({i} % 16).long()]", "{i} + n",
-    "torch.clamp(torch.where(torch.isfinite({f}), {f}, 0.0), -99, 99).int()"
+    "{i} + {i}",
+    "{i} - {i}",
+    "{i} * {i}",
+    "-{i}",
+    "abs({i})",
+    "{i} // 3",
+    "{i} // -2",
+    "{i} % 5",
+    "{i} % -7",
+    "torch.fmod({i}, 3)",
+    'torch.div({i}, 4, rounding_mode="trunc")',
+    "{i} & {i}",
+    "{i} | {i}",
+    "{i} ^ {i}",
+    "~({i})",
+    "{i} << 2",
+    "{i} >> 1",
+    "({i}) ** 2",
+    "torch.minimum({i}, {i})",
+    "torch.maximum({i}, {i})",
+    "torch.where({b}, {i}, {i})",
+    "torch.where({b}, {i}, 1)",
+    "torch.clamp({i}, 2, 9)",
+    "torch.sign({i})",
+    "({b}).int()",
+    "({i}).long()",
+    "ints[({i} % 16).long()]",
+    "{i} + n",
+    "torch.clamp(torch.where(torch.isfinite({f}), {f}, 0.0), -99, 99).int()",
 )
 BOOL_FORMS = (
-    "{f} < {f}", "{i} < {i}", "{i} >= {i}", "{f} == {f}", "{i} == {i}", "{i} != n", "{i} <= {f}",
-    "({b}) & ({b})", "({b}) | ({b})", "({b}) ^ ({b})", "~({b})", "torch.logical_and({i}, {f})",
-    "torch.logical_or({b}, {i})", "torch.logical_xor({f}, {b})", "torch.logical_not({i})", "torch.isnan({f})",
-    "torch.isinf({f})", "torch.isfinite({f})", "({i}).bool()", "flags[({i} % 16).long()]", "({b}) & on"
+    "{f} < {f}",
+    "{i} < {i}",
+    "{i} >= {i}",
+    "{f} == {f}",
+    "{i} == {i}",
+    "{i} != n",
+    "{i} <= {f}",
+    "({b}) & ({b})",
+    "({b}) | ({b})",
+    "({b}) ^ ({b})",
+    "~({b})",
+    "torch.logical_and({i}, {f})",
+    "torch.logical_or({b}, {i})",
+    "torch.logical_xor({f}, {b})",
+    "torch.logical_not({i})",
+    "torch.isnan({f})",
+    "torch.isinf({f})",
+    "torch.isfinite({f})",
+    "({i}).bool()",
+    "flags[({i} % 16).long()]",
+    "({b}) & on",
 )
-LEAVES = {"f": ("score", "floats[kv_idx % 16]", "floats[q_idx % 16]", "(h * temperature)"),
-          "i": ("q_idx", "kv_idx", "h", "b", "ints[q_idx % 16]", "(kv_idx - q_idx)"),
-          "b": ("(q_idx >= kv_idx)", "flags[kv_idx % 16]", "(kv_idx > n)"),
-          "a": ("score", "x", "2", "0.5", "n")}
+LEAVES = {
+    "f": ("score", "floats[kv_idx % 16]", "floats[q_idx % 16]", "(h * temperature)"),
+    "i": ("q_idx", "kv_idx", "h", "b", "ints[q_idx % 16]", "(kv_idx - q_idx)"),
+    "b": ("(q_idx >= kv_idx)", "flags[kv_idx % 16]", "(kv_idx > n)"),
+    "a": ("score", "x", "2", "0.5", "n"),
+}
 
 
 @st.composite
@@ -315,9 +465,15 @@ def environments(draw) -> dict:
     seed = draw(st.integers(0, 999))
     floats, ints = draw(st.sampled_from(FLOATS)), draw(st.sampled_from(INTEGERS))
     wide = draw(st.sampled_from((torch.float32, torch.float64)))
-    return {"floats": values(floats, 16, seed), "ints": values(ints, 16, seed),
-            "flags": values(torch.bool, 16, seed), "temperature": values(wide, 16, seed + 1)[0],
-            "x": draw(st.sampled_from([0.5, -1.25, 3.0])), "n": draw(st.integers(0, 40)), "on": draw(st.booleans())}
+    return {
+        "floats": values(floats, 16, seed),
+        "ints": values(ints, 16, seed),
+        "flags": values(torch.bool, 16, seed),
+        "temperature": values(wide, 16, seed + 1)[0],
+        "x": draw(st.sampled_from([0.5, -1.25, 3.0])),
+        "n": draw(st.integers(0, 40)),
+        "on": draw(st.booleans()),
+    }
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -327,8 +483,11 @@ def test_compositions(kind, device):
     shares = []
 
     def run(expression, captured, seed):
-        scores = scores_for(device, seed) if seed % 3 == 0 else torch.randn(
-            SHAPES[device], generator=torch.Generator().manual_seed(seed)).to(device) * 4
+        scores = (
+            scores_for(device, seed)
+            if seed % 3 == 0
+            else torch.randn(SHAPES[device], generator=torch.Generator().manual_seed(seed)).to(device) * 4
+        )
         shares.append(check(expression, scores, placed(captured, device), infinities=False))
 
     leaves = LEAVES if kind == "score" else {**LEAVES, "f": LEAVES["f"][1:], "a": LEAVES["a"][1:]}
@@ -340,6 +499,7 @@ def test_compositions(kind, device):
 
 
 # Casts and literals
+
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("source", DTYPES, ids=str)
@@ -354,41 +514,98 @@ def test_casts(source, device):
         check(f"x[kv_idx % 24].to({target})", scores_for(device), captured, exact=target != torch.float64)
 
 
-@pytest.mark.parametrize("expression, dtype", [
-    ("score.int()", torch.int32), ("score.long()", torch.int64), ("score.short()", torch.int16),
-    ("score.char()", torch.int8), ("score.byte()", torch.uint8), ("score.bool()", torch.bool),
-    ("score.half()", torch.float16), ("score.bfloat16()", torch.bfloat16),
-    ("q_idx.float()", torch.float32), ("q_idx.double()", torch.float64),
-    ("score.to(torch.int32)", torch.int32), ("score.to(dtype=torch.int32)", torch.int32),
-    ("score.type(torch.int32)", torch.int32), ("score.type_as(q_idx)", torch.int32),
-    ("score.to(q_idx)", torch.int32), ("score.to(q_idx.dtype)", torch.int32),
-    ("q_idx.to(torch.int32)", torch.int32), ("score.to(score.device)", torch.float32)])
+@pytest.mark.parametrize(
+    "expression, dtype",
+    [
+        ("score.int()", torch.int32),
+        ("score.long()", torch.int64),
+        ("score.short()", torch.int16),
+        ("score.char()", torch.int8),
+        ("score.byte()", torch.uint8),
+        ("score.bool()", torch.bool),
+        ("score.half()", torch.float16),
+        ("score.bfloat16()", torch.bfloat16),
+        ("q_idx.float()", torch.float32),
+        ("q_idx.double()", torch.float64),
+        ("score.to(torch.int32)", torch.int32),
+        ("score.to(dtype=torch.int32)", torch.int32),
+        ("score.type(torch.int32)", torch.int32),
+        ("score.type_as(q_idx)", torch.int32),
+        ("score.to(q_idx)", torch.int32),
+        ("score.to(q_idx.dtype)", torch.int32),
+        ("q_idx.to(torch.int32)", torch.int32),
+        ("score.to(score.device)", torch.float32),
+    ],
+)
 def test_cast_spellings(expression, dtype):
     assert torch_dtype(expression, {}) == dtype
     check(expression, torch.rand(1, 1, 5, 7) * 100, {}, exact=True)
 
 
 LITERALS = [
-    "torch.zeros_like(score)", "torch.ones_like(q_idx)", "torch.full_like(score, 2.5)",
-    "torch.full_like(q_idx, n)", "torch.zeros_like(score, dtype=torch.int32)", "score.new_zeros(())",
-    "score.new_ones(()) + q_idx", "score.new_full((), 3)", "q_idx.new_full((), n)", "q_idx.new_tensor(3)",
-    "score.new_zeros((), dtype=torch.bool)", "torch.tensor(3.5) + q_idx", "torch.tensor(3) + q_idx",
-    "torch.tensor(n) + q_idx", "torch.tensor(x) * score", "torch.tensor(2, dtype=torch.float16) * q_idx",
-    "torch.tensor(True) & (q_idx > kv_idx)", "torch.scalar_tensor(2.5) * score", "torch.zeros(()) + score",
-    "torch.full((), 2.0)", "torch.ones((), dtype=torch.int32) + q_idx",
-    "torch.tensor(300).to(torch.int8) + q_idx", "torch.where(q_idx > kv_idx, 1.0, 0.0)",
-    "torch.where(q_idx > kv_idx, 3, 4)", "torch.where(q_idx > kv_idx, True, False)",
-    "torch.where(q_idx > kv_idx, n, 4)", "torch.where(q_idx > kv_idx, n, x)",
-    "torch.where(q_idx > kv_idx, score, -math.inf)", "torch.where(q_idx > kv_idx, -math.inf, score)",
-    "torch.where(q_idx > kv_idx, score, math.nan)", "torch.where(q_idx > kv_idx, 2, score)",
-    "torch.where(q_idx > kv_idx, torch.tensor(1.0), 2)", "q_idx + 1000000 * 1000",
-    "q_idx.long() * 2**33 // 2**31", "q_idx // 2**31", "(q_idx % 100).to(torch.int8) % 200", "(q_idx % 100).to(torch.uint8) // 300",
-    "q_idx % (2**32 + 5)", "score * 1e30 * 1e30", "score * 1e-300", "q_idx * True", "-n * q_idx",
-    "math.pi * score", "score + (1 if True else 2)", "+score", "q_idx ** 3", "q_idx ** 0", "q_idx ** 7",
-    "score ** 0", "score ** 0.5", "score ** -1", "2 ** q_idx", "n ** h", "score ** n",
-    "torch.where(q_idx > kv_idx, n, 70000) * 100000 // 100000", "torch.where(q_idx > kv_idx, n, n) * 2**30 // 3",
-    "torch.full_like(q_idx.long(), n) * 2**30 // 3", "torch.where(q_idx > kv_idx, n, 2**40) // 1000", "q_idx.new_tensor(n).long() * 2**30",
-    "score ** torch.tensor(2)", "q_idx.clone()", "score.detach()", "1.0 / -(score * 0)"
+    "torch.zeros_like(score)",
+    "torch.ones_like(q_idx)",
+    "torch.full_like(score, 2.5)",
+    "torch.full_like(q_idx, n)",
+    "torch.zeros_like(score, dtype=torch.int32)",
+    "score.new_zeros(())",
+    "score.new_ones(()) + q_idx",
+    "score.new_full((), 3)",
+    "q_idx.new_full((), n)",
+    "q_idx.new_tensor(3)",
+    "score.new_zeros((), dtype=torch.bool)",
+    "torch.tensor(3.5) + q_idx",
+    "torch.tensor(3) + q_idx",
+    "torch.tensor(n) + q_idx",
+    "torch.tensor(x) * score",
+    "torch.tensor(2, dtype=torch.float16) * q_idx",
+    "torch.tensor(True) & (q_idx > kv_idx)",
+    "torch.scalar_tensor(2.5) * score",
+    "torch.zeros(()) + score",
+    "torch.full((), 2.0)",
+    "torch.ones((), dtype=torch.int32) + q_idx",
+    "torch.tensor(300).to(torch.int8) + q_idx",
+    "torch.where(q_idx > kv_idx, 1.0, 0.0)",
+    "torch.where(q_idx > kv_idx, 3, 4)",
+    "torch.where(q_idx > kv_idx, True, False)",
+    "torch.where(q_idx > kv_idx, n, 4)",
+    "torch.where(q_idx > kv_idx, n, x)",
+    "torch.where(q_idx > kv_idx, score, -math.inf)",
+    "torch.where(q_idx > kv_idx, -math.inf, score)",
+    "torch.where(q_idx > kv_idx, score, math.nan)",
+    "torch.where(q_idx > kv_idx, 2, score)",
+    "torch.where(q_idx > kv_idx, torch.tensor(1.0), 2)",
+    "q_idx + 1000000 * 1000",
+    "q_idx.long() * 2**33 // 2**31",
+    "q_idx // 2**31",
+    "(q_idx % 100).to(torch.int8) % 200",
+    "(q_idx % 100).to(torch.uint8) // 300",
+    "q_idx % (2**32 + 5)",
+    "score * 1e30 * 1e30",
+    "score * 1e-300",
+    "q_idx * True",
+    "-n * q_idx",
+    "math.pi * score",
+    "score + (1 if True else 2)",
+    "+score",
+    "q_idx ** 3",
+    "q_idx ** 0",
+    "q_idx ** 7",
+    "score ** 0",
+    "score ** 0.5",
+    "score ** -1",
+    "2 ** q_idx",
+    "n ** h",
+    "score ** n",
+    "torch.where(q_idx > kv_idx, n, 70000) * 100000 // 100000",
+    "torch.where(q_idx > kv_idx, n, n) * 2**30 // 3",
+    "torch.full_like(q_idx.long(), n) * 2**30 // 3",
+    "torch.where(q_idx > kv_idx, n, 2**40) // 1000",
+    "q_idx.new_tensor(n).long() * 2**30",
+    "score ** torch.tensor(2)",
+    "q_idx.clone()",
+    "score.detach()",
+    "1.0 / -(score * 0)",
 ]
 
 
@@ -399,10 +616,26 @@ def test_literals(expression, device):
     check(expression, torch.randn(1, 2, 9, 11, device=device), {"n": 3, "x": 2.5, "on": True})
 
 
-@pytest.mark.parametrize("expression", [
-    "score", "score * 0 + 1.5", "h * 2.0", "q_idx + 0.5", "kv_idx", "b", "1", "2.5", "n", "x", "on",
-    "table[h]", "table[q_idx % 3]", "zero", "torch.zeros_like(score)"
-])
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "score",
+        "score * 0 + 1.5",
+        "h * 2.0",
+        "q_idx + 0.5",
+        "kv_idx",
+        "b",
+        "1",
+        "2.5",
+        "n",
+        "x",
+        "on",
+        "table[h]",
+        "table[q_idx % 3]",
+        "zero",
+        "torch.zeros_like(score)",
+    ],
+)
 def test_results_that_depend_on_few_symbols(expression):
     """A result fills the whole tile whatever it reads."""
     table, zero = torch.randn(3), torch.tensor(0.25)
@@ -439,9 +672,22 @@ def tables(draw):
 
 
 INDICES = (
-    "q_idx", "kv_idx", "h", "b", "kv_idx - q_idx", "q_idx // 3", "kv_idx - 2", "q_idx * 2 - 5",
-    "ids[q_idx % 8]", "kv_idx % 3", "ids[kv_idx % 8] + h", "n + h", "n - q_idx", "(score * 2).int()",
-    "q_idx.long() - 3", "small[kv_idx % 8]"
+    "q_idx",
+    "kv_idx",
+    "h",
+    "b",
+    "kv_idx - q_idx",
+    "q_idx // 3",
+    "kv_idx - 2",
+    "q_idx * 2 - 5",
+    "ids[q_idx % 8]",
+    "kv_idx % 3",
+    "ids[kv_idx % 8] + h",
+    "n + h",
+    "n - q_idx",
+    "(score * 2).int()",
+    "q_idx.long() - 3",
+    "small[kv_idx % 8]",
 )
 
 
@@ -452,8 +698,11 @@ def test_indexing(table, data, device):
     """Negative indices wrap once, as in torch; an index outside reads zero, never what lies around."""
     scores = torch.randn(2, 2, 9, 11, generator=torch.Generator().manual_seed(5)).to(device) * 3
     index = [data.draw(st.sampled_from((*INDICES, str(-n), str(n - 1)))) for n in table.shape]
-    captured = {"n": data.draw(st.integers(-3, 5)), "ids": torch.tensor([0, -1, 5, 2, -6, 3, 1, -2]),
-                "small": torch.tensor([0, 1, -1, 2, 3, -2, 9, 1], dtype=torch.int8)}
+    captured = {
+        "n": data.draw(st.integers(-3, 5)),
+        "ids": torch.tensor([0, -1, 5, 2, -6, 3, 1, -2]),
+        "small": torch.tensor([0, 1, -1, 2, 3, -2, 9, 1], dtype=torch.int8),
+    }
     split = data.draw(st.integers(0, len(index)))
     read = "".join(f"[{', '.join(part)}]" for part in (index[:split], index[split:]) if part)
     mod = make_mod(f"table{read} * 1.0", "score", placed({**captured, "table": table}, device))
@@ -496,15 +745,25 @@ def test_an_index_that_wraps_around_int32_reads_zero(device):
     assert (out.cpu() == expected[:, None]).all()
 
 
-@pytest.mark.parametrize("expression", [
-    "table[-1]", "table[2, ...]", "table[..., q_idx % 3, 1]", "nested[h][q_idx]", "table[0][kv_idx]",
-    "table[h, ids[kv_idx]]", "(table * 2)[h, 1]", "table.T[q_idx, h]", "table[:, 1][h]",
-    "table.sum(0)[q_idx]", "table[torch.tensor(1), q_idx]"
-])
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "table[-1]",
+        "table[2, ...]",
+        "table[..., q_idx % 3, 1]",
+        "nested[h][q_idx]",
+        "table[0][kv_idx]",
+        "table[h, ids[kv_idx]]",
+        "(table * 2)[h, 1]",
+        "table.T[q_idx, h]",
+        "table[:, 1][h]",
+        "table.sum(0)[q_idx]",
+        "table[torch.tensor(1), q_idx]",
+    ],
+)
 def test_indexing_mixed_with_torch(expression):
     """Views and sums of captured tensors are torch's own work; symbols index what comes of it."""
-    captured = {"table": torch.randn(3, 4), "nested": [torch.randn(4), torch.randn(4)],
-                "ids": torch.tensor([3, 0, 1, 2])}
+    captured = {"table": torch.randn(3, 4), "nested": [torch.randn(4), torch.randn(4)], "ids": torch.tensor([3, 0, 1, 2])}
     if expression in ("table[-1]", "table[2, ...]"):
         with pytest.raises(ModError, match=r"shape \(4,\)"):
             evaluate_mod(make_mod(expression, "score", captured), torch.zeros(1, 2, 4, 4))

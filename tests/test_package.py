@@ -8,15 +8,11 @@ import sys
 import zipfile
 from pathlib import Path
 
+import mutants
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = {
-    "flexpress": "flexpress",
-    "codegen": "flexpress/codegen",
-    "templates": "flexpress/templates",
-    "mods": "flexpress/mods",
-}
+FOLDERS = {"flexpress": "flexpress", "codegen": "flexpress/codegen", "templates": "flexpress/templates", "mods": "flexpress/mods"}
 
 
 @pytest.fixture(scope="module")
@@ -27,18 +23,7 @@ def wheel(tmp_path_factory) -> set[str]:
         shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        str(out),
-        str(source),
-    ]
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(out), str(source)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     (file,) = out.glob("flexpress-*.whl")
@@ -59,19 +44,12 @@ def test_wheel_has_every_module_and_template(wheel):
 
 def test_wheel_has_nothing_outside_the_package(wheel):
     assert {path for path in wheel if not path.startswith(("flexpress/", "flexpress-"))} == set()
-    assert {path.partition("/")[0] for path in wheel} - {"flexpress"} == {
-        next(p.partition("/")[0] for p in wheel if ".dist-info/" in p)
-    }
+    assert {path.partition("/")[0] for path in wheel} - {"flexpress"} == {next(p.partition("/")[0] for p in wheel if ".dist-info/" in p)}
 
 
 def test_packages_are_flat():
     """A folder inside a package would be missing from the wheel in silence."""
-    nested = [
-        path
-        for folder in FOLDERS
-        for path in (ROOT / folder).iterdir()
-        if path.is_dir() and path.name != "__pycache__"
-    ]
+    nested = [path for folder in FOLDERS for path in (ROOT / folder).iterdir() if path.is_dir() and path.name != "__pycache__"]
     assert nested == []
 
 
@@ -79,3 +57,9 @@ def test_the_folder_codegen_is_not_a_package_of_its_own():
     done = subprocess.run([sys.executable, "-c", "import codegen"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode != 0
     assert "ImportError: this folder is the package flexpress.codegen; import it by that name" in done.stderr
+
+
+@pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda m: m.breaks)
+def test_every_mutant_has_its_place(mutant):
+    """One that no longer occurs would prove nothing."""
+    assert len(mutants.places((mutants.ROOT / mutant.file).read_text(encoding="utf-8"), mutant.old)) == 1

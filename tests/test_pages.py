@@ -62,7 +62,7 @@ class Machine(RuleBasedStateMachine):
         copies = self.attempt(-(-(length + n) // size) - len(pages) + copied, self.pool.extend, sequence, n)
         if copies is not None:
             assert [source for source, _ in copies] == pages[-1:] * copied
-            assert [target for _, target in copies] == self.pool.pages(sequence)[len(pages) - 1:len(pages)] * copied
+            assert [target for _, target in copies] == self.pool.pages(sequence)[len(pages) - 1 : len(pages)] * copied
         return copies
 
     def step(self, lengths: dict[int, int]) -> None:
@@ -125,7 +125,7 @@ class Machine(RuleBasedStateMachine):
             pages = pool.pages(sequence)
             assert pool.length(sequence) == len(tokens) and len(set(pages)) == len(pages) == -(-len(tokens) // size)
             assert row.tolist() == pages + [-1] * (table.shape[1] - len(pages))
-            assert self.memory[pages].flatten()[:len(tokens)].tolist() == tokens
+            assert self.memory[pages].flatten()[: len(tokens)].tolist() == tokens
 
     def teardown(self):
         if hasattr(self, "pool"):

@@ -69,7 +69,7 @@ def test_large_masks_are_reduced():
     cells, steps = _reduced(status, 100)
     assert cells.shape == (100, 40) and steps == (13, 1)
     for r in range(100):
-        part = status[13 * r:13 * r + 13]
+        part = status[13 * r : 13 * r + 13]
         for c in range(40):
             seen = set(part[:, c].tolist())
             assert cells[r, c] == (seen.pop() if len(seen) == 1 else 1)
@@ -102,11 +102,14 @@ def test_without_matplotlib(monkeypatch, capsys, tmp_path, path):
     assert (f"{target} was not written" in printed) == (path is not None) and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("arguments, error, message", [
-    ((mods.causal,), ValueError, "a mask_mod has no lengths: pass Q_LEN and KV_LEN"),
-    ((mods.causal, None, None, 5), ValueError, "got Q_LEN=5, KV_LEN=None"),
-    ((3,), TypeError, "mask must be a BlockMask or a mask_mod, got int"),
-])
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        ((mods.causal,), ValueError, "a mask_mod has no lengths: pass Q_LEN and KV_LEN"),
+        ((mods.causal, None, None, 5), ValueError, "got Q_LEN=5, KV_LEN=None"),
+        ((3,), TypeError, "mask must be a BlockMask or a mask_mod, got int"),
+    ],
+)
 def test_bad_arguments(arguments, error, message):
     with pytest.raises(error, match=message):
         plot_mask(*arguments)

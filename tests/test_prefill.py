@@ -36,20 +36,26 @@ def batch(q_lens, kv_lens, *, page_size=0, located=False, heads=(2, 1), dims=(64
     q, k, v = ([random(H, n, D) for n in lens] for H, D, lens in ((Hq, dims[0], q_lens), (Hkv, dims[0], kv_lens), (Hkv, dims[1], kv_lens)))
     size = page_size or S
     pages = -(-S // size)
-    places = torch.randperm(B * pages + 2, generator=g)[:B * pages].reshape(B, pages)
+    places = torch.randperm(B * pages + 2, generator=g)[: B * pages].reshape(B, pages)
     places = places if page_size or located else torch.arange(B)[:, None]
     entries = B * pages + 2 * bool(page_size or located)
     caches = [torch.full((entries, size, Hkv, D), float("nan"), dtype=dtype, device=device) for D in dims]
     for cache, tensors in zip(caches, (k, v), strict=True):
         for b, t in enumerate(tensors):
             for i, part in enumerate(t[0].transpose(0, 1).split(size)):
-                cache[places[b, i], :len(part)] = part
+                cache[places[b, i], : len(part)] = part
     for b, n in enumerate(kv_lens):
-        places[b, -(-n // size):] = -(1 << 30) if b % 2 else 1 << 30  # never to be read
+        places[b, -(-n // size) :] = -(1 << 30) if b % 2 else 1 << 30  # never to be read
     int32 = dict(dtype=torch.int32, device=device)
     tokens = torch.cat([*(t[0].transpose(0, 1) for t in q), random(Hq, more, dims[0])[0].transpose(0, 1)])
-    arguments = {"query": tokens, "k_cache": caches[0], "v_cache": caches[1], "kv_len": torch.tensor(kv_lens, **int32),
-                 "cu_seqlens_q": torch.tensor([0, *torch.tensor(q_lens).cumsum(0)], **int32), "max_q_len": max(q_lens)}
+    arguments = {
+        "query": tokens,
+        "k_cache": caches[0],
+        "v_cache": caches[1],
+        "kv_len": torch.tensor(kv_lens, **int32),
+        "cu_seqlens_q": torch.tensor([0, *torch.tensor(q_lens).cumsum(0)], **int32),
+        "max_q_len": max(q_lens),
+    }
     if page_size:
         arguments["page_table"] = places.to(**int32)
     elif located:
@@ -64,7 +70,7 @@ def check(arguments, sequences, found, score_mod=None, mask_mod=None, offsets=No
     for b, (q, k, v) in enumerate(sequences):
         if q.shape[2] == 0:
             continue
-        mine = [t[starts[b]:starts[b + 1]].transpose(0, 1)[None] for t in (out, lse)]
+        mine = [t[starts[b] : starts[b + 1]].transpose(0, 1)[None] for t in (out, lse)]
         if k.shape[2] == 0:
             assert (mine[0] == 0).all() and (mine[1] == float("-inf")).all()
             continue
@@ -80,7 +86,7 @@ def check(arguments, sequences, found, score_mod=None, mask_mod=None, offsets=No
         assert torch.equal(mine[1] == float("-inf"), exact_lse == float("-inf"))
         error, plain_error = ((t - exact_lse).nan_to_num(0.0, 0.0, 0.0).abs().max() for t in (mine[1], plain_lse))
         assert error <= 2 * plain_error + 1e-5
-    assert (out[starts[-1]:] == 0).all() and (lse[starts[-1]:] == float("-inf")).all()
+    assert (out[starts[-1] :] == 0).all() and (lse[starts[-1] :] == float("-inf")).all()
 
 
 SLOPES = torch.linspace(0.1, 0.9, 4)
@@ -96,11 +102,15 @@ def made_mods(device="cpu") -> dict:
         "window": (None, mods.sliding_window(150)),
         "softcap, window": (mods.softcap(2.0), mods.sliding_window(300)),
         "all": (None, lambda b, h, q_idx, kv_idx: kv_idx >= 0),
-        "per sequence": (lambda score, b, h, q_idx, kv_idx: score + b * 0.3 - kv_idx * 0.01,
-                         lambda b, h, q_idx, kv_idx: (kv_idx + b) % 3 != 0),
+        "per sequence": (
+            lambda score, b, h, q_idx, kv_idx: score + b * 0.3 - kv_idx * 0.01,
+            lambda b, h, q_idx, kv_idx: (kv_idx + b) % 3 != 0,
+        ),
         "per head": (None, lambda b, h, q_idx, kv_idx: (kv_idx <= q_idx) & (kv_idx >= 100 * h)),
-        "by position": (lambda score, b, h, q_idx, kv_idx: score + table[q_idx] * table[kv_idx],
-                        lambda b, h, q_idx, kv_idx: q_idx >= kv_idx),
+        "by position": (
+            lambda score, b, h, q_idx, kv_idx: score + table[q_idx] * table[kv_idx],
+            lambda b, h, q_idx, kv_idx: q_idx >= kv_idx,
+        ),
         "by key": (None, lambda b, h, q_idx, kv_idx: (kv_idx <= q_idx) & (table[kv_idx] > -1)),
     }
 
@@ -163,18 +173,37 @@ def test_more_keys_than_there_is_room_for(monkeypatch, page_size):
     assert torch.equal(cached_attention(**{**arguments, "kv_len": torch.tensor([400, 999], dtype=torch.int32)}), expected)
 
 
-@pytest.mark.parametrize("wrong", [
-    dict(cu_seqlens_q=[0, 500, 300]), dict(cu_seqlens_q=[0, 900, 500]), dict(cu_seqlens_q=[-300, 100, 500]), dict(max_q_len=100),
-    dict(cu_seqlens_q=[3, 200, 500]), dict(cu_seqlens_q=[0, 1 << 30, 1 << 30]), dict(cu_seqlens_q=[0, -(1 << 31), 500]),
-    dict(kv_len=[-5, 1 << 30]), dict(q_offset=[-1000, 1 << 20]), dict(kv_len=[100, 100]), dict(page_table=-1), dict(page_table=1 << 30),
-    dict(page_table=[[0, -1, 1 << 30, -(1 << 31)] * 5] * 2)])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        dict(cu_seqlens_q=[0, 500, 300]),
+        dict(cu_seqlens_q=[0, 900, 500]),
+        dict(cu_seqlens_q=[-300, 100, 500]),
+        dict(max_q_len=100),
+        dict(cu_seqlens_q=[3, 200, 500]),
+        dict(cu_seqlens_q=[0, 1 << 30, 1 << 30]),
+        dict(cu_seqlens_q=[0, -(1 << 31), 500]),
+        dict(kv_len=[-5, 1 << 30]),
+        dict(q_offset=[-1000, 1 << 20]),
+        dict(kv_len=[100, 100]),
+        dict(page_table=-1),
+        dict(page_table=1 << 30),
+        dict(page_table=[[0, -1, 1 << 30, -(1 << 31)] * 5] * 2),
+    ],
+)
 def test_wrong_values_read_nothing_outside(monkeypatch, wrong):
     """The stand-in fails where an address lies outside its tensor."""
     launched = forward_on_cpu(monkeypatch)
     monkeypatch.setattr(prefill, "LONG", 1)
     arguments, _ = batch([200, 300], [200, 300], page_size=16)
-    arguments |= {name: torch.tensor(v, dtype=torch.int32) if isinstance(v, list) else torch.full_like(arguments[name], v)
-                  if name == "page_table" else v for name, v in wrong.items()}
+    arguments |= {
+        name: torch.tensor(v, dtype=torch.int32)
+        if isinstance(v, list)
+        else torch.full_like(arguments[name], v)
+        if name == "page_table"
+        else v
+        for name, v in wrong.items()
+    }
     arguments |= {name: arguments[name].nan_to_num() for name in ("k_cache", "v_cache")}
     torch.use_deterministic_algorithms(True)  # memory that nobody writes is NaN
     try:
@@ -278,15 +307,31 @@ def test_arguments_arrive_where_the_kernel_reads_them(monkeypatch, page_size):
     monkeypatch.setattr(forward, "worthwhile", lambda *_: None)
     arguments, _ = batch([512, 600], [700, 800], page_size=page_size, heads=(4, 2), more=10)
     out, lse = cached_attention(**arguments, scale=0.5, return_lse=True, check=False)
-    (name, grid, values), = launched
+    ((name, grid, values),) = launched
     text = next(path for path in printed_kernels() if path.stem == name).read_text()
     entry = next(n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef) and n.name == "hopper_forward")
     found = dict(zip([a.arg for a in entry.args.args], values, strict=True))
     room = 832 if page_size else 803
-    expected = {"Hq": 4, "GROUP_SIZE": 2, "Q_LEN": 1122, "KV_LEN": room, "HEADS": 4, "RANGES": 1122 // 128 + 3, "SEQUENCES": 2,
-                "MAX_Q": 600, "mask_stride_z": 5, "mask_stride_h": 0, "mask_columns": 7, "full_mask_columns": 7, "stride_oh": 64,
-                "stride_om": 256, "O": out.data_ptr(), "LSE": lse.data_ptr(), "cu_q": arguments["cu_seqlens_q"].data_ptr(),
-                "kv_lens": arguments["kv_len"].data_ptr()}
+    expected = {
+        "Hq": 4,
+        "GROUP_SIZE": 2,
+        "Q_LEN": 1122,
+        "KV_LEN": room,
+        "HEADS": 4,
+        "RANGES": 1122 // 128 + 3,
+        "SEQUENCES": 2,
+        "MAX_Q": 600,
+        "mask_stride_z": 5,
+        "mask_stride_h": 0,
+        "mask_columns": 7,
+        "full_mask_columns": 7,
+        "stride_oh": 64,
+        "stride_om": 256,
+        "O": out.data_ptr(),
+        "LSE": lse.data_ptr(),
+        "cu_q": arguments["cu_seqlens_q"].data_ptr(),
+        "kv_lens": arguments["kv_len"].data_ptr(),
+    }
     if page_size:
         expected |= {"stride_pages": 13, "pages": arguments["page_table"].data_ptr()}
     assert grid == (20,) and {name: found[name] for name in expected} == expected
@@ -310,17 +355,30 @@ def test_lengths_and_values_compile_nothing(monkeypatch):
 
 @pytest.mark.parametrize("lengths, more", [([700, 0, 650, 130, 1, 300], 0), ([128, 256, 0], 200), ([0, 0], 5), ([127, 129] * 70, 1)])
 def test_which_sequences_blocks_are_of(lengths, more):
-    ends = [sum(lengths[:i + 1]) for i in range(len(lengths))]
+    ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
     cu = torch.tensor([0, *ends], dtype=torch.int32)
-    expected = [(start, b) for b, (end, n) in enumerate(zip([*ends, ends[-1] + more], [*lengths, more], strict=True))
-                for start in range(end - n, end, 128)]
+    expected = [
+        (start, b)
+        for b, (end, n) in enumerate(zip([*ends, ends[-1] + more], [*lengths, more], strict=True))
+        for start in range(end - n, end, 128)
+    ]
     starts, owners = masks.owned_starts(cu, ends[-1] + more, 128)
-    assert list(zip(starts.tolist(), owners.tolist(), strict=False))[:len(expected)] == expected
-    assert set(starts[len(expected):].tolist()) == {ends[-1] + more} and set(owners[len(expected):].tolist()) <= {len(lengths)}
+    assert list(zip(starts.tolist(), owners.tolist(), strict=False))[: len(expected)] == expected
+    assert set(starts[len(expected) :].tolist()) == {ends[-1] + more} and set(owners[len(expected) :].tolist()) <= {len(lengths)}
 
 
-@pytest.mark.parametrize("cu", [[0, 300, 200, 500], [0, 300, 900, 500], [7, 300, 400, 500], [0, -5, 200, 500], [0, 300, 300, 2**31 - 131],
-                                [-(1 << 31)] * 4, [1 << 30] * 4])
+@pytest.mark.parametrize(
+    "cu",
+    [
+        [0, 300, 200, 500],
+        [0, 300, 900, 500],
+        [7, 300, 400, 500],
+        [0, -5, 200, 500],
+        [0, 300, 300, 2**31 - 131],
+        [-(1 << 31)] * 4,
+        [1 << 30] * 4,
+    ],
+)
 @pytest.mark.parametrize("before", [0, 130])
 def test_positions_after_wrong_offsets_are_of_no_sequence(cu, before):
     """And every position is in one block, also behind more sequences than are counted at a time. The first offset counts as 0."""
@@ -331,7 +389,7 @@ def test_positions_after_wrong_offsets_are_of_no_sequence(cu, before):
     expected += [(start, len(cu) - 1) for start in range(ends[valid], total, 128)]
     starts, owners = masks.owned_starts(torch.tensor(cu, dtype=torch.int32), total, 128)
     found = list(zip(starts.tolist(), owners.tolist(), strict=False))
-    assert found[:len(expected)] == expected and all(pair == (total, len(cu) - 1) for pair in found[len(expected):])
+    assert found[: len(expected)] == expected and all(pair == (total, len(cu) - 1) for pair in found[len(expected) :])
 
 
 on_hopper = [
@@ -350,6 +408,7 @@ def hopper(test):
 @pytest.fixture
 def forced(monkeypatch):
     """Small problems as well, and nothing by decode. Memory that is then free is NaN: what a kernel does not write shows."""
+
     def decode(*_, **__):
         raise AssertionError("decode took a call")
 
@@ -381,11 +440,17 @@ def batches(draw):
     q_lens = draw(st.lists(st.sampled_from([0, 1, 60, 128, 300, 777, 1024]), min_size=1, max_size=5).filter(any))
     Hkv = draw(st.sampled_from([1, 2]))
     head_dims = st.sampled_from([40, 64, 72, 128, 192, 256])
-    return {"q_lens": q_lens, "kv_lens": [n + draw(st.sampled_from([0, 1, 100, 900])) for n in q_lens],
-            "page_size": draw(st.sampled_from([0, 8, 16, 32, 64, 128, 256])), "located": draw(st.booleans()),
-            "heads": (Hkv * draw(st.sampled_from([1, 2] if Hkv == 2 else [1, 3, 4])), Hkv), "dims": (draw(head_dims), draw(head_dims)),
-            "dtype": draw(st.sampled_from([torch.bfloat16, torch.float16])), "more": draw(st.sampled_from([0, 1, 200])),
-            "seed": draw(st.integers(0, 99))}
+    return {
+        "q_lens": q_lens,
+        "kv_lens": [n + draw(st.sampled_from([0, 1, 100, 900])) for n in q_lens],
+        "page_size": draw(st.sampled_from([0, 8, 16, 32, 64, 128, 256])),
+        "located": draw(st.booleans()),
+        "heads": (Hkv * draw(st.sampled_from([1, 2] if Hkv == 2 else [1, 3, 4])), Hkv),
+        "dims": (draw(head_dims), draw(head_dims)),
+        "dtype": draw(st.sampled_from([torch.bfloat16, torch.float16])),
+        "more": draw(st.sampled_from([0, 1, 200])),
+        "seed": draw(st.integers(0, 99)),
+    }
 
 
 @hopper
@@ -409,7 +474,7 @@ def test_a_graph_sees_other_lengths(forced, page_size):
         arguments[name] = arguments[name].nan_to_num(1.0)
     if page_size:
         pages = len(arguments["k_cache"])
-        arguments["page_table"] = torch.randperm(pages, device="cuda")[:pages // 3 * 3].to(torch.int32).view(3, -1)
+        arguments["page_table"] = torch.randperm(pages, device="cuda")[: pages // 3 * 3].to(torch.int32).view(3, -1)
     cached_attention(**arguments)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -121,8 +121,7 @@ def test_sliding_window(window):
 
 @pytest.mark.parametrize("left, right", [(0, 0), (3, 0), (0, 2), (4, 1), (50, 50)])
 def test_sliding_window_bidirectional(left, right):
-    assert_same_mask(sliding_window_bidirectional(left, right),
-                     lambda b, i, j: j in range(i - left, i + right + 1))
+    assert_same_mask(sliding_window_bidirectional(left, right), lambda b, i, j: j in range(i - left, i + right + 1))
 
 
 @fast
@@ -156,8 +155,7 @@ def test_prefix_lm_sees_new_lengths_written_into_the_tensor():
 
 @pytest.mark.parametrize("window, dilation", [(1, 1), (4, 1), (1, 5), (3, 2), (4, 3), (50, 2)])
 def test_dilated_window(window, dilation):
-    assert_same_mask(dilated_window(window, dilation),
-                     lambda b, i, j: j in [i - step * dilation for step in range(window)])
+    assert_same_mask(dilated_window(window, dilation), lambda b, i, j: j in [i - step * dilation for step in range(window)])
 
 
 @fast
@@ -183,15 +181,13 @@ def test_global_sliding(window, num_global):
 def test_document(dtype, inner):
     ids = [3, 3, 3, -1, -1, 0, 7, 7, 7, 3]
     rule_of = {None: lambda i, j: True, causal: lambda i, j: j <= i}.get(inner, lambda i, j: j in (i - 1, i))
-    assert_same_mask(document(torch.tensor(ids, dtype=dtype), inner),
-                     lambda b, i, j: ids[i] == ids[j] and rule_of(i, j), [(10, 10)])
+    assert_same_mask(document(torch.tensor(ids, dtype=dtype), inner), lambda b, i, j: ids[i] == ids[j] and rule_of(i, j), [(10, 10)])
 
 
 @pytest.mark.parametrize("inner", [None, causal])
 def test_document_with_ids_per_batch_element(inner):
     ids = [[0, 0, 0, 1, 1, 2], [5, 4, 4, 4, 4, 4]]
-    assert_same_mask(document(torch.tensor(ids), inner),
-                     lambda b, i, j: ids[b][i] == ids[b][j] and (inner is None or j <= i), [(6, 6)])
+    assert_same_mask(document(torch.tensor(ids), inner), lambda b, i, j: ids[b][i] == ids[b][j] and (inner is None or j <= i), [(6, 6)])
 
 
 @fast
@@ -237,7 +233,7 @@ def slopes_by_recursion(heads):
     power = 1
     while 2 * power <= heads:
         power *= 2
-    slopes = [(2.0 ** -8) ** (1 / power)]
+    slopes = [(2.0**-8) ** (1 / power)]
     while len(slopes) < power:
         slopes.append(slopes[-1] * slopes[0])
     return slopes if power == heads else slopes + slopes_by_recursion(2 * power)[0::2][: heads - power]
@@ -292,8 +288,7 @@ def bucket_by_counting(distance, num_buckets, max_distance, bidirectional):
     return side + bucket
 
 
-T5_SETTINGS = [(32, 128, True), (32, 128, False), (8, 20, True), (6, 7, False), (2, 5, False), (4, 3, True),
-               (64, 1000, True)]
+T5_SETTINGS = [(32, 128, True), (32, 128, False), (8, 20, True), (6, 7, False), (2, 5, False), (4, 3, True), (64, 1000, True)]
 
 
 @pytest.mark.parametrize("setting", T5_SETTINGS)
@@ -320,8 +315,7 @@ def test_t5_bucket_known_values():
     before = [0, -1, -7, -8, -11, -12, -16, -31, -32, -64, -90, -91, -5000]
     assert t5_bucket(torch.tensor(before)).tolist() == [0, 1, 7, 8, 8, 9, 10, 11, 12, 14, 14, 15, 15]
     assert t5_bucket(torch.tensor([1, 7, 8, 127, 128, 10**6])).tolist() == [17, 23, 24, 31, 31, 31]
-    assert t5_bucket(torch.tensor([5, 0, -15, -16, -127, -10**6]), bidirectional=False).tolist() == [
-        0, 0, 15, 16, 31, 31]
+    assert t5_bucket(torch.tensor([5, 0, -15, -16, -127, -(10**6)]), bidirectional=False).tolist() == [0, 0, 15, 16, 31, 31]
 
 
 @pytest.mark.parametrize("setting", T5_SETTINGS)
@@ -342,12 +336,12 @@ def test_compose_scores_applies_left_to_right():
     def capped(score):
         return 3 * math.tanh(score / 3)
 
-    assert_same_scores(compose_scores(softcap(3.0), alibi(slopes)),
-                       lambda score, h, i, j: capped(score) + rates[h] * (j - i))
-    assert_same_scores(compose_scores(alibi(slopes), softcap(3.0)),
-                       lambda score, h, i, j: capped(score + rates[h] * (j - i)))
-    assert_same_scores(compose_scores(softcap(3.0), alibi(slopes), alibi_symmetric(slopes), softcap(3.0)),
-                       lambda score, h, i, j: capped(capped(score) + rates[h] * (j - i - abs(i - j))))
+    assert_same_scores(compose_scores(softcap(3.0), alibi(slopes)), lambda score, h, i, j: capped(score) + rates[h] * (j - i))
+    assert_same_scores(compose_scores(alibi(slopes), softcap(3.0)), lambda score, h, i, j: capped(score + rates[h] * (j - i)))
+    assert_same_scores(
+        compose_scores(softcap(3.0), alibi(slopes), alibi_symmetric(slopes), softcap(3.0)),
+        lambda score, h, i, j: capped(capped(score) + rates[h] * (j - i - abs(i - j))),
+    )
 
 
 def test_compose_scores_of_one_is_that_one():
@@ -355,8 +349,7 @@ def test_compose_scores_of_one_is_that_one():
     assert compose_scores(score_mod) is score_mod
 
 
-@pytest.mark.parametrize("recipe, shape", [(alibi, (4,)), (alibi_symmetric, (4,)), (relative_bias, (4, 31)),
-                                           (t5_bias, (32, 4))])
+@pytest.mark.parametrize("recipe, shape", [(alibi, (4,)), (alibi_symmetric, (4,)), (relative_bias, (4, 31)), (t5_bias, (32, 4))])
 def test_gradients_flow_to_what_is_captured(recipe, shape):
     captured = values(*shape).requires_grad_()
     counted = torch.zeros(shape)

@@ -17,11 +17,19 @@ from flexpress.codegen.registry import Bounded, CacheSize, Table, remembered
 PACKAGES = [Path(__file__).parent.parent / name for name in ("codegen", "flexpress", "mods")]
 # what a process has one of, or one a device: no cache of what calls bring
 CONSTANT = {
-    "render.environment", "render._helpers", "cache._templates_digest", "kernel.backend_of", "kernel.capability_of",
-    "kernel.multiprocessors", "binary.newer_assembler", "cuda._driver", "cuda.shared_limit",
+    "render.environment",
+    "render._helpers",
+    "cache._templates_digest",
+    "kernel.backend_of",
+    "kernel.capability_of",
+    "kernel.multiprocessors",
+    "binary.newer_assembler",
+    "cuda._driver",
+    "cuda.shared_limit",
     "dispatch._dtype_cache",  # by operation and dtypes
     "interpret._numpy_dtypes",  # by dtype
-    "registry._caches", "serving._known",
+    "registry._caches",
+    "serving._known",
     "block_mask._adopted",  # as many as there are masks of the user's
 }
 
@@ -34,14 +42,23 @@ def module_level_caches() -> set[str]:
         for scope in (tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))):
             for node in scope.body:
                 value = getattr(node, "value", None)
-                target = (node.targets[0] if isinstance(node, ast.Assign) else node.target if isinstance(node, ast.AnnAssign) else None)
-                empty = isinstance(value, ast.Dict) and not value.keys or (
-                    isinstance(value, ast.Call) and not value.args and ast.unparse(value.func).split(".")[-1] in (
-                        "dict", "OrderedDict", "defaultdict", "set", "WeakKeyDictionary", "WeakValueDictionary"))
+                target = node.targets[0] if isinstance(node, ast.Assign) else node.target if isinstance(node, ast.AnnAssign) else None
+                empty = (
+                    isinstance(value, ast.Dict)
+                    and not value.keys
+                    or (
+                        isinstance(value, ast.Call)
+                        and not value.args
+                        and ast.unparse(value.func).split(".")[-1]
+                        in ("dict", "OrderedDict", "defaultdict", "set", "WeakKeyDictionary", "WeakValueDictionary")
+                    )
+                )
                 if target is not None and empty:
                     found.add(f"{path.stem}.{ast.unparse(target)}")
-                if any("cache" in ast.unparse(d).split("(")[0].split(".")[-1] and "property" not in ast.unparse(d)
-                       for d in getattr(node, "decorator_list", ())):
+                if any(
+                    "cache" in ast.unparse(d).split("(")[0].split(".")[-1] and "property" not in ast.unparse(d)
+                    for d in getattr(node, "decorator_list", ())
+                ):
                     found.add(f"{path.stem}.{node.name}")
     return found
 
@@ -64,8 +81,19 @@ def test_every_cache_is_bounded_and_cache_clear_forgets_all():
     rope_table(4, 8)
     sizes = list(registry.sizes())
     filled = {size.name for size in sizes if size.entries}
-    assert {"forward plans", "backward plans", "backward calls", "decode plans", "mask plans", "block lists", "evaluate plans", "kernels",
-            "checked inputs", "geometries", "analyses of masks"} <= filled
+    assert {
+        "forward plans",
+        "backward plans",
+        "backward calls",
+        "decode plans",
+        "mask plans",
+        "block lists",
+        "evaluate plans",
+        "kernels",
+        "checked inputs",
+        "geometries",
+        "analyses of masks",
+    } <= filled
     assert all(0 <= size.entries <= size.limit <= 4096 for size in sizes)
     cache_clear()
     assert {size.name for size in registry.sizes() if size.entries} == set()

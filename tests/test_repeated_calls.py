@@ -113,7 +113,7 @@ def test_packed_sequences_have_the_same_arguments(backend, D, launches):
     assert same_but_for(first, second, made)
     assert not hopper or second[16] == second[12] and second[16] != 0
     at = second.index(lists.kv_num_blocks.data_ptr())
-    assert second[at - 4:at] == [ranges, *out.stride()[:3]] if hopper else second[at - 1] == ranges
+    assert second[at - 4 : at] == [ranges, *out.stride()[:3]] if hopper else second[at - 1] == ranges
     assert second[at + 4] == lists.starts.data_ptr()
 
 
@@ -142,7 +142,7 @@ def test_few_queries_have_the_same_arguments(name, launches):
         else:
             flex_attention(query, k, v, enable_gqa=True, **arguments)
     kernels = 1 if "not split" in name else 2
-    found = [launch for launch in launches if len(launch[2]) > 9][-3 * kernels:]  # those of the mask aside
+    found = [launch for launch in launches if len(launch[2]) > 9][-3 * kernels :]  # those of the mask aside
     assert [way for way, *_ in found] == ["long"] * kernels + ["short"] * 2 * kernels
     for i, (_, grid, first) in enumerate(found):
         _, other_grid, second = found[i % kernels]
@@ -158,7 +158,7 @@ def test_what_the_short_way_cannot_serve(launches):
         return torch.where(q_idx - kv_idx < window, score, -1.0)
 
     q, k, v = tensors()
-    shifted = torch.zeros(q.numel() + 8, dtype=q.dtype)[1:1 + q.numel()].view(q.shape)
+    shifted = torch.zeros(q.numel() + 8, dtype=q.dtype)[1 : 1 + q.numel()].view(q.shape)
     assert shifted.data_ptr() % 16 and shifted.stride() == q.stride()
     for query, size in ((q, 30), (q, 31), (shifted, 31), (q, 1 << 40), (q, 32)):
         window = size
@@ -168,11 +168,14 @@ def test_what_the_short_way_cannot_serve(launches):
     assert launches[2][1] != launches[1][1]  # what TMA cannot load: another kernel
 
 
-@pytest.mark.parametrize("D, D_V, blocks", [
-    (128, 128, ((128, 128), (128, 128), (64, 128), (64, 128))),
-    (192, 128, ((128, 64), (128, 128), (64, 64), (64, 128))),
-    (256, 256, ((64, 256), (64, 256), (64, 256), (64, 256))),
-])
+@pytest.mark.parametrize(
+    "D, D_V, blocks",
+    [
+        (128, 128, ((128, 128), (128, 128), (64, 128), (64, 128))),
+        (192, 128, ((128, 64), (128, 128), (64, 64), (64, 128))),
+        (256, 256, ((64, 256), (64, 256), (64, 256), (64, 256))),
+    ],
+)
 def test_what_tma_copies_at_once(D, D_V, blocks, launches):
     """Of K, V, Q and the output, whose descriptors tell all columns and begin at the first, however many are copied at once."""
     q, k, v = tensors(D=D, D_V=D_V)
@@ -197,4 +200,4 @@ def test_what_fits_into_the_short_way():
     ones = torch.ones(9)
     assert plain_values([ones, 3, 0.5, ones[4:]]) == [ones.data_ptr(), 3, 0.5, ones.data_ptr() + 16]
     assert plain_values([3, ones[1:]]) is None
-    assert plain_values([2**31 - 1, -2**31]) and plain_values([2**31]) is None and plain_values([-2**31 - 1]) is None
+    assert plain_values([2**31 - 1, -(2**31)]) and plain_values([2**31]) is None and plain_values([-(2**31) - 1]) is None

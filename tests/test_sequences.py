@@ -15,8 +15,11 @@ SIZES = dict(max_seq_len=40, max_batch_size=4, page_size=8)
 
 def state(info: SequenceInfo) -> dict:
     """Everything that a batch is, with the memory behind its tensors."""
-    return {**{name: memory.tolist() for name, memory in info._memory.items()}, "num_pages": info.num_pages,
-            "host": (info.sequence_lengths, info.input_positions, info.page_assignments)}
+    return {
+        **{name: memory.tolist() for name, memory in info._memory.items()},
+        "num_pages": info.num_pages,
+        "host": (info.sequence_lengths, info.input_positions, info.page_assignments),
+    }
 
 
 @given(st.data())
@@ -27,7 +30,7 @@ def test_batches(data):
     where = {name: getattr(info, name).data_ptr() for name in ARG_NAMES}
     for _ in range(3):
         lengths = data.draw(st.lists(st.integers(0, 12) if data.draw(st.booleans()) else st.just(1), min_size=1, max_size=5))
-        tokens = [data.draw(st.lists(st.integers(-2**31, 2**31 - 1), min_size=n, max_size=n)) for n in lengths]
+        tokens = [data.draw(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=n, max_size=n)) for n in lengths]
         positions = [data.draw(st.integers(0, 20 - n)) for n in lengths]
         spare = iter(data.draw(st.permutations(range(info.num_pages))))
         pages = [[next(spare) for _ in range(-(-(p + n) // info.page_size))] for p, n in zip(positions, lengths, strict=True)]
@@ -243,33 +246,45 @@ def test_layers():
     assert len({info, AttentionInfo(8, 2, 64, torch.bfloat16)}) == 1, "equal and hashable"
 
 
-@pytest.mark.parametrize("make, message", [
-    (lambda: PositionalEmbeddingConfig("alibi"), "mode is 'alibi'; it must be None or 'rope'"),
-    (lambda: PositionalEmbeddingConfig("rope", rope_theta=0.0), "rope_theta is 0.0; it must be positive"),
-    (lambda: PositionalEmbeddingConfig("rope", rope_scale=-1.0), "rope_scale is -1.0"),
-    (lambda: PositionalEmbeddingConfig("rope", rope_theta=float("nan")), "rope_theta is nan; it must be positive and finite"),
-    (lambda: PositionalEmbeddingConfig("rope", rope_theta=10**400), "rope_theta is 1000.*; it must be positive and finite"),
-    (lambda: PositionalEmbeddingConfig("rope", rope_scale=float("inf")), "rope_scale is inf; it must be positive and finite"),
-    (lambda: PositionalEmbeddingConfig("rope", rope_dim=3), "rope_dim is 3; it must be even"),
-    (lambda: AttentionInfo(6, 4, 64, torch.float16), "num_heads must be a multiple of num_kv_heads, got 6 and 4"),
-    (lambda: AttentionInfo(6, 0, 64, torch.float16), "num_kv_heads is 0; it must be at least 1"),
-    (lambda: AttentionInfo(4, 4, 64, torch.float16, pos_embd_config=PositionalEmbeddingConfig("rope", rope_dim=80)), "at most head_dim"),
-    (lambda: AttentionInfo(4, 4, 63, torch.float16, pos_embd_config=PositionalEmbeddingConfig("rope")), "rope_dim is 63; it must be even"),
-])
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: PositionalEmbeddingConfig("alibi"), "mode is 'alibi'; it must be None or 'rope'"),
+        (lambda: PositionalEmbeddingConfig("rope", rope_theta=0.0), "rope_theta is 0.0; it must be positive"),
+        (lambda: PositionalEmbeddingConfig("rope", rope_scale=-1.0), "rope_scale is -1.0"),
+        (lambda: PositionalEmbeddingConfig("rope", rope_theta=float("nan")), "rope_theta is nan; it must be positive and finite"),
+        (lambda: PositionalEmbeddingConfig("rope", rope_theta=10**400), "rope_theta is 1000.*; it must be positive and finite"),
+        (lambda: PositionalEmbeddingConfig("rope", rope_scale=float("inf")), "rope_scale is inf; it must be positive and finite"),
+        (lambda: PositionalEmbeddingConfig("rope", rope_dim=3), "rope_dim is 3; it must be even"),
+        (lambda: AttentionInfo(6, 4, 64, torch.float16), "num_heads must be a multiple of num_kv_heads, got 6 and 4"),
+        (lambda: AttentionInfo(6, 0, 64, torch.float16), "num_kv_heads is 0; it must be at least 1"),
+        (
+            lambda: AttentionInfo(4, 4, 64, torch.float16, pos_embd_config=PositionalEmbeddingConfig("rope", rope_dim=80)),
+            "at most head_dim",
+        ),
+        (
+            lambda: AttentionInfo(4, 4, 63, torch.float16, pos_embd_config=PositionalEmbeddingConfig("rope")),
+            "rope_dim is 63; it must be even",
+        ),
+    ],
+)
 def test_bad_layers(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
 
-@pytest.mark.parametrize("make, message", [
-    (lambda: PositionalEmbeddingConfig("rope", "1e4"), "rope_theta must be a number, got '1e4'"),
-    (lambda: PositionalEmbeddingConfig("rope", rope_interleaved=1), "rope_interleaved must be a bool, got 1"),
-    (lambda: CacheConfig(torch.int8), "dtype of a cache is torch.int8; it must be float16, bfloat16, float32, float8_e4m3fn or None"),
-    (lambda: CacheConfig("float16"), "dtype of a cache is 'float16'"),
-    (lambda: AttentionInfo(4, 4, 64, torch.float64), "dtype is torch.float64; q, k and v must be float16, bfloat16 or float32"),
-    (lambda: AttentionInfo(4, 4, 64, torch.float16, torch.float16), "cache_config must be a CacheConfig, got torch.float16"),
-    (lambda: AttentionInfo(4, 4, 64.0, torch.float16), "head_dim must be an integer, got 64.0"),
-])
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: PositionalEmbeddingConfig("rope", "1e4"), "rope_theta must be a number, got '1e4'"),
+        (lambda: PositionalEmbeddingConfig("rope", rope_interleaved=1), "rope_interleaved must be a bool, got 1"),
+        (lambda: CacheConfig(torch.int8), "dtype of a cache is torch.int8; it must be float16, bfloat16, float32, float8_e4m3fn or None"),
+        (lambda: CacheConfig("float16"), "dtype of a cache is 'float16'"),
+        (lambda: AttentionInfo(4, 4, 64, torch.float64), "dtype is torch.float64; q, k and v must be float16, bfloat16 or float32"),
+        (lambda: AttentionInfo(4, 4, 64, torch.float16, torch.float16), "cache_config must be a CacheConfig, got torch.float16"),
+        (lambda: AttentionInfo(4, 4, 64.0, torch.float16), "head_dim must be an integer, got 64.0"),
+    ],
+)
 def test_layers_of_wrong_types(make, message):
     with pytest.raises(TypeError, match=message):
         make()

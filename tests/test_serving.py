@@ -24,6 +24,7 @@ def int32(values, device):
 
 def samples(device):
     """Every op with arguments."""
+
     def new(*shape):
         return torch.randn(*shape, device=device)
 
@@ -37,14 +38,34 @@ def samples(device):
     cu, kv, table = serving_ops.prepare_metadata(*sequences.args)
     return {
         "scaled_dot_product_attention": (
-            new(1, HEADS, 3, D), new(1, KV_HEADS, 9, D), new(1, KV_HEADS, 9, 8), new(3, 9), 0.0, False, None, True),
-        "prepare_metadata": sequences.args, "prepare_flattened_metadata": sequences.args,
+            new(1, HEADS, 3, D),
+            new(1, KV_HEADS, 9, D),
+            new(1, KV_HEADS, 9, 8),
+            new(3, 9),
+            0.0,
+            False,
+            None,
+            True,
+        ),
+        "prepare_metadata": sequences.args,
+        "prepare_flattened_metadata": sequences.args,
         "mha_with_cache": (*(t.expand(3, -1, -1).contiguous() for t in qkv), int32([0, 3, 20], device), *entries, rope),
         "flattened_mha_with_cache": (*qkv, cu, kv, int32([2, 0], device), *entries, None, False, 0.3, 2, 5.0),
         "mha_with_paged_cache": (*qkv, cu, kv, table, *caches, rope, True),
         "mha_with_paged_cache, one token each": (*single, int32([0, 1, 2], device), int32([3, 0], device), table, *caches, rope),
-        "mha_with_paged_cache, float8": (*qkv, cu, kv, table, *(c.to(torch.float8_e4m3fn) for c in caches), rope, False, None, 0, 0.0,
-                                         *(torch.full((KV_HEADS,), 0.5, device=device) for _ in "kv")),
+        "mha_with_paged_cache, float8": (
+            *qkv,
+            cu,
+            kv,
+            table,
+            *(c.to(torch.float8_e4m3fn) for c in caches),
+            rope,
+            False,
+            None,
+            0,
+            0.0,
+            *(torch.full((KV_HEADS,), 0.5, device=device) for _ in "kv"),
+        ),
         "flattened_mha_with_cache, half": (*(t.bfloat16() for t in qkv), cu, kv, int32([2, 0], device), *(c.half() for c in entries)),
     }
 
@@ -62,9 +83,15 @@ def metadata(device):
     sequences.nest_sequences([[1, 2, 3], [], [5]], input_pos=[0, 4, 7], page_assignments=[[2], [0], [5, 6]])
     args = sequences.args
     sparse = [t.repeat_interleave(2, -1)[..., ::2] for t in args]
-    return {"int32": args, "int64": [t.long() for t in args], "strided": sparse, "turned table": [*args[:6], args[6].t().contiguous().t()],
-            "one": [t[:1] for t in args], "expanded": [*args[:2], args[2][:1].expand(3), *args[3:]],
-            "int64 lengths": [*args[:1], args[1].long(), *args[2:]]}
+    return {
+        "int32": args,
+        "int64": [t.long() for t in args],
+        "strided": sparse,
+        "turned table": [*args[:6], args[6].t().contiguous().t()],
+        "one": [t[:1] for t in args],
+        "expanded": [*args[:2], args[2][:1].expand(3), *args[3:]],
+        "int64 lengths": [*args[:1], args[1].long(), *args[2:]],
+    }
 
 
 def layers(device):
@@ -92,6 +119,7 @@ def layers(device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_fakes_are_what_operators_return(device):
     """dtype, shape, strides and device, of every operator over many arguments, under autocast too."""
+
     def described(tensors):
         tensors = tensors if isinstance(tensors, (list, tuple)) else [tensors]
         return [(t.dtype, tuple(t.shape), t.stride(), t.device.type) for t in tensors]
@@ -127,7 +155,7 @@ def test_a_window_counts_the_token_itself(window):
     if window == 1:
         assert torch.allclose(head, values, atol=1e-6)
     assert torch.allclose(head[0], values[0], atol=1e-6)
-    bounds = [values[max(0, i + 1 - window):i + 1] for i in range(5)]
+    bounds = [values[max(0, i + 1 - window) : i + 1] for i in range(5)]
     assert all((b.amin(0) - 1e-5 <= o).all() and (o <= b.amax(0) + 1e-5).all() for b, o in zip(bounds, head, strict=True))
 
 
@@ -153,7 +181,7 @@ BAD_OPERATORS = {  # operator, which arguments are others, and the words
 def test_operators_say_what_is_wrong_before_they_write(name):
     op, changes, words = BAD_OPERATORS[name]
     args = [a.clone() if isinstance(a, torch.Tensor) else a for a in samples("cpu")[op]]
-    args += [False, None, 0, 0.0][len(args) - 13:] if op == "mha_with_paged_cache" else []
+    args += [False, None, 0, 0.0][len(args) - 13 :] if op == "mha_with_paged_cache" else []
     for i, change in changes.items():
         args[i] = change(args[i]) if callable(change) else change
     before = [a.clone() for a in args if isinstance(a, torch.Tensor)]
@@ -168,9 +196,11 @@ def test_scaled_dot_product_attention(device):
     hidden = torch.rand(2, 1, 9, 13, device=device) < 0.5
     op = torch.ops.flexpress.scaled_dot_product_attention
     for arguments, score_mod, mask_mod in (
-            ({"is_causal": True}, None, mods.causal), ({"scale": 0.1}, None, None),
-            ({"attn_mask": ~hidden}, None, lambda b, h, m, n: ~hidden[b.long(), 0, m.long(), n.long()]),
-            ({"attn_mask": hidden[0, 0] * 2.0}, lambda s, b, h, m, n: s + hidden[0, 0][m.long(), n.long()] * 2.0, None)):
+        ({"is_causal": True}, None, mods.causal),
+        ({"scale": 0.1}, None, None),
+        ({"attn_mask": ~hidden}, None, lambda b, h, m, n: ~hidden[b.long(), 0, m.long(), n.long()]),
+        ({"attn_mask": hidden[0, 0] * 2.0}, lambda s, b, h, m, n: s + hidden[0, 0][m.long(), n.long()] * 2.0, None),
+    ):
         expected = dense_attention(q, k, v, score_mod, mask_mod, arguments.get("scale"))[0]
         assert relative_error(op(q, k, v, enable_gqa=True, **arguments), expected) < 1e-6
     with pytest.raises(ValueError, match="dropout_p is 0.5"):
@@ -193,8 +223,15 @@ def test_steps_of_mixed_batches(name, interleaved, device):
     pages = PageAllocator(sequences.num_pages, sequences.page_size)
     tokens = {name: [torch.randn(24, h * D, device=device) for h in (HEADS, KV_HEADS, KV_HEADS)] for name in "abcd"}
     done, handles = dict.fromkeys("abcd", 0), {}
-    steps = ({"a": 5}, {"a": 1, "b": 7, "c": 1}, {"a": 1, "b": 1, "c": 1}, {"a": 2, "b": 0, "c": 3}, {"d": 9, "b": 1}, {"d": 1, "b": 1},
-             {"d": 1, "b": 0})
+    steps = (
+        {"a": 5},
+        {"a": 1, "b": 7, "c": 1},
+        {"a": 1, "b": 1, "c": 1},
+        {"a": 2, "b": 0, "c": 3},
+        {"d": 9, "b": 1},
+        {"d": 1, "b": 1},
+        {"d": 1, "b": 0},
+    )
     for step in steps:
         for gone in set(handles) - set(step):
             pages.free(handles.pop(gone))
@@ -205,7 +242,7 @@ def test_steps_of_mixed_batches(name, interleaved, device):
                 handles[s] = pages.allocate(n)
         assigned = [pages.pages(handles[s]) for s in step]
         sequences.nest_sequences([[0] * n for n in step.values()], [done[s] for s in step], assigned)
-        q, k, v = (torch.cat([tokens[s][i][done[s]:done[s] + n] for s, n in step.items()])[None] for i in range(3))
+        q, k, v = (torch.cat([tokens[s][i][done[s] : done[s] + n] for s, n in step.items()])[None] for i in range(3))
         if sequences.is_generate:
             q, k, v = (t.transpose(0, 1) for t in (q, k, v))
         out = attention.attention_op(q, k, v, *attention.metadata_op(*sequences.args), *caches, *buffers, *attention.constants(info))
@@ -214,7 +251,7 @@ def test_steps_of_mixed_batches(name, interleaved, device):
             first, done[s] = done[s], done[s] + step[s]
             if not step[s]:
                 continue
-            whole = [t[:done[s]].unflatten(-1, (-1, D)).transpose(0, 1)[None] for t in tokens[s]]
+            whole = [t[: done[s]].unflatten(-1, (-1, D)).transpose(0, 1)[None] for t in tokens[s]]
             positions = torch.arange(done[s], device=device)
             whole = [turned(t, positions, buffers[0], interleaved) if i < 2 else t for i, t in enumerate(whole)]
             expected = dense_attention(*whole, None, mods.causal)[0][0, :, first:].transpose(0, 1).flatten(1)
@@ -248,25 +285,39 @@ class Server(torch.nn.Module):
     def forward(self, *args):
         x = self.embedding(args[0])
         metadata = self.attention.metadata_op(*args)
-        return self.attention.attention_op(*(layer(x) for layer in self.qkv), *metadata, *(getattr(self, name) for name in self.names),
-                                           *self.attention.constants(self.info))
+        return self.attention.attention_op(
+            *(layer(x) for layer in self.qkv),
+            *metadata,
+            *(getattr(self, name) for name in self.names),
+            *self.attention.constants(self.info),
+        )
 
 
-@pytest.mark.parametrize("name, limits, dtype", [
-    ("paged", (16, 1, 4), None), ("paged", (16, 3, 4), torch.float8_e4m3fn), ("flattened", (16, 2, 0), torch.float16),
-    ("flattened", (16, 1, 0), torch.bfloat16), ("paged", (5, 2, 4, 3), None)])
+@pytest.mark.parametrize(
+    "name, limits, dtype",
+    [
+        ("paged", (16, 1, 4), None),
+        ("paged", (16, 3, 4), torch.float8_e4m3fn),
+        ("flattened", (16, 2, 0), torch.float16),
+        ("flattened", (16, 1, 0), torch.bfloat16),
+        ("paged", (5, 2, 4, 3), None),
+    ],
+)
 @torch.no_grad()
 def test_servers_can_be_exported(name, limits, dtype):
     """And run steps of every size, with caches of any dtype: outputs and caches are those of the model itself."""
     torch.manual_seed(0)
-    sequences, info = SequenceInfo(*limits), AttentionInfo(HEADS, KV_HEADS, D, torch.float32, CacheConfig(dtype),
-                                                           PositionalEmbeddingConfig("rope"))
+    sequences, info = (
+        SequenceInfo(*limits),
+        AttentionInfo(HEADS, KV_HEADS, D, torch.float32, CacheConfig(dtype), PositionalEmbeddingConfig("rope")),
+    )
     model = Server(AttentionRegistry.get(f"flexpress_{name}"), info, sequences)
     exported = torch.export.export(copy.deepcopy(model), sequences.example_args(), dynamic_shapes=(sequences.dynamic_shapes,)).module()
     n, pages = sequences.max_batch_size, sequences.max_pages_per_seq
     for lengths, position in (([3] + [0] * (n - 1), 0), ([1] * n, 3), ([2] + [1] * (n - 1), 0), ([1], 3), ([0] * (n - 1) + [2], 2)):
-        sequences.nest_sequences([[3] * length for length in lengths], position, [[*range(i * pages, i * pages + pages)]
-                                                                                for i in range(len(lengths))])
+        sequences.nest_sequences(
+            [[3] * length for length in lengths], position, [[*range(i * pages, i * pages + pages)] for i in range(len(lengths))]
+        )
         assert torch.equal(model(*sequences.args), exported(*sequences.args))
     assert torch.equal(model.k_cache.float(), exported.k_cache.float()) and model.k_cache.float().any()
 
@@ -299,28 +350,47 @@ def test_layers_share_a_table_only_if_all_digits_agree():
         names.add(name)
     assert len(names) == len(configs)
     same = [AttentionInfo(4, 2, 16, torch.float32, pos_embd_config=PositionalEmbeddingConfig("rope", t)) for t in (10000, 10000.0)]
-    assert len({*AttentionRegistry.get("flexpress_paged").buffer_initializers(same[0]),
-                *AttentionRegistry.get("flexpress_paged").buffer_initializers(same[1])}) == 1
+    assert (
+        len(
+            {
+                *AttentionRegistry.get("flexpress_paged").buffer_initializers(same[0]),
+                *AttentionRegistry.get("flexpress_paged").buffer_initializers(same[1]),
+            }
+        )
+        == 1
+    )
 
 
 def descriptor(**changes):
     """A class with every part but what is changed; None leaves a part out."""
-    parts = {"attention_op": print, "metadata_op": print, "num_metadata": 1, "is_paged": False,
-             "cache_initializers": classmethod(lambda cls, info: {})} | changes
+    parts = {
+        "attention_op": print,
+        "metadata_op": print,
+        "num_metadata": 1,
+        "is_paged": False,
+        "cache_initializers": classmethod(lambda cls, info: {}),
+    } | changes
     return type("Mine", (AttentionDescriptor,), {name: part for name, part in parts.items() if part is not None})
 
 
-@pytest.mark.parametrize("wrong, words", [
-    *((descriptor(**{part: None}), f"Mine, to be registered as 'mine', has no {part}")
-      for part in ("attention_op", "metadata_op", "num_metadata", "is_paged", "cache_initializers")),
-    (descriptor(attention_op="sdpa"), "Mine.attention_op must be an operator, got 'sdpa'"),
-    (descriptor(num_metadata=-1), "Mine.num_metadata must be an int of 0 or more, got -1"),
-    (descriptor(num_metadata=True), "Mine.num_metadata must be an int"),
-    (descriptor(is_paged=lambda: True), "Mine.is_paged must be a bool"),
-    (descriptor(cache_initializers=lambda info: {}), "Mine.cache_initializers must be a classmethod of info: write @classmethod"),
-    (descriptor(constants=[1]), "Mine.constants must be a classmethod of info"),
-    (object, "'mine' must be a subclass of AttentionDescriptor"), (descriptor(), "'mine' must be a subclass of AttentionDescriptor"),
-], ids=str)
+@pytest.mark.parametrize(
+    "wrong, words",
+    [
+        *(
+            (descriptor(**{part: None}), f"Mine, to be registered as 'mine', has no {part}")
+            for part in ("attention_op", "metadata_op", "num_metadata", "is_paged", "cache_initializers")
+        ),
+        (descriptor(attention_op="sdpa"), "Mine.attention_op must be an operator, got 'sdpa'"),
+        (descriptor(num_metadata=-1), "Mine.num_metadata must be an int of 0 or more, got -1"),
+        (descriptor(num_metadata=True), "Mine.num_metadata must be an int"),
+        (descriptor(is_paged=lambda: True), "Mine.is_paged must be a bool"),
+        (descriptor(cache_initializers=lambda info: {}), "Mine.cache_initializers must be a classmethod of info: write @classmethod"),
+        (descriptor(constants=[1]), "Mine.constants must be a classmethod of info"),
+        (object, "'mine' must be a subclass of AttentionDescriptor"),
+        (descriptor(), "'mine' must be a subclass of AttentionDescriptor"),
+    ],
+    ids=str,
+)
 def test_what_is_registered_is_complete(wrong, words):
     with pytest.raises(TypeError, match=words):
         AttentionRegistry.register("mine")(wrong() if words.startswith("'mine'") and wrong is not object else wrong)

@@ -83,7 +83,7 @@ def step(pages: PageAllocator, model: Model, caches: list, grown: dict[int, int]
     table = pages.page_table(list(grown), device=device)
     kv_len = torch.tensor([len(model.tokens[h]) for h in grown], dtype=torch.int32, device=device)
     cu_seqlens = torch.tensor([0, *torch.tensor(list(grown.values())).cumsum(0)], dtype=torch.int32, device=device)
-    new = [i for h, n in grown.items() for i in model.tokens[h][len(model.tokens[h]) - n:]]
+    new = [i for h, n in grown.items() for i in model.tokens[h][len(model.tokens[h]) - n :]]
     keys, values = (v[new][:, None] for v in model.vectors)
     where = {"page_table": table, "cu_seqlens_q": cu_seqlens, "max_q_len": min(12, len(new))}
     update_cache(keys, values, *caches, kv_len, **where)
@@ -93,7 +93,7 @@ def step(pages: PageAllocator, model: Model, caches: list, grown: dict[int, int]
     for h, n in grown.items():
         if n:
             k, v = (t[model.tokens[h]][None, None] for t in model.vectors)
-            q = query[start:start + n].transpose(0, 1)[None]
+            q = query[start : start + n].transpose(0, 1)[None]
             expected = dense_attention(q, k, v, None, lambda b, h, i, j, more=k.shape[2] - n: mods.causal(b, h, i + more, j))[0]
-            assert relative_error(out[start:start + n].transpose(0, 1)[None], expected) < 1e-5
+            assert relative_error(out[start : start + n].transpose(0, 1)[None], expected) < 1e-5
         start += n

@@ -29,7 +29,7 @@ def statuses(mask: BlockMask) -> torch.Tensor:
     status = torch.zeros(*mask.kv_num_blocks.shape, columns, dtype=torch.int8)
     for value, counts, indices in ((1, mask.kv_num_blocks, mask.kv_indices), (2, mask.full_kv_num_blocks, mask.full_kv_indices)):
         for place in torch.cartesian_prod(*[torch.arange(n) for n in counts.shape]).reshape(-1, 3).tolist() if counts is not None else ():
-            status[tuple(place)][indices[tuple(place)][:counts[tuple(place)]].long().cpu()] = value
+            status[tuple(place)][indices[tuple(place)][: counts[tuple(place)]].long().cpu()] = value
     return status
 
 
@@ -75,8 +75,15 @@ def slices(draw, extents: tuple[int, int, int], ragged: bool):
 
 
 # name, B, H, Q_LEN, KV_LEN, block size, separate full blocks
-MASKS = (st.sampled_from(NAMES), st.sampled_from([1, 2]), st.sampled_from([1, 3]), st.sampled_from(LENGTHS), st.sampled_from(LENGTHS),
-         st.sampled_from(SIZES), st.booleans())
+MASKS = (
+    st.sampled_from(NAMES),
+    st.sampled_from([1, 2]),
+    st.sampled_from([1, 3]),
+    st.sampled_from(LENGTHS),
+    st.sampled_from(LENGTHS),
+    st.sampled_from(SIZES),
+    st.booleans(),
+)
 
 
 @settings(max_examples=40)
@@ -147,10 +154,17 @@ PARTS = {
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name, part", [
-    ("causal", "rows"), ("causal", "rows_by_list"), ("window", "last_rows"), ("document", "one_row"),
-    *(("per_batch", part) for part in ("rows", "rows_by_list", "entry", "both")),
-    *(("per_head", part) for part in ("last_rows", "one_row", "heads", "both"))])
+@pytest.mark.parametrize(
+    "name, part",
+    [
+        ("causal", "rows"),
+        ("causal", "rows_by_list"),
+        ("window", "last_rows"),
+        ("document", "one_row"),
+        *(("per_batch", part) for part in ("rows", "rows_by_list", "entry", "both")),
+        *(("per_head", part) for part in ("last_rows", "one_row", "heads", "both")),
+    ],
+)
 def test_attention_of_a_slice_is_the_slice_of_attention(device, name, part):
     shared = name in ("causal", "window", "document")
     B, H = (1, 1) if shared else (2, 4)
@@ -160,8 +174,9 @@ def test_attention_of_a_slice_is_the_slice_of_attention(device, name, part):
     mask_mod = mask_mods(length, device)[name]
     mask = create_block_mask(mask_mod, None if shared else B, None if shared else H, length, length, device, size)
     index = PARTS[part]
-    chosen = [list(range(n))[i] if isinstance(i, slice) else i if isinstance(i, list) else [i]
-              for i, n in zip(index, (B, H, 4), strict=True)]
+    chosen = [
+        list(range(n))[i] if isinstance(i, slice) else i if isinstance(i, list) else [i] for i, n in zip(index, (B, H, 4), strict=True)
+    ]
     queries = block_positions([r % 4 for r in chosen[2]], size, length)
 
     def taken(tensor, rows=True):
@@ -236,21 +251,27 @@ def test_a_slice_moves_with_its_tables():
     assert flex_attention(q, k, k, block_mask=mask[:, :, [3, 1]]).isfinite().all()
 
 
-@pytest.mark.parametrize("index, error, message", [
-    ((slice(None), slice(None), [6, 5]), ValueError, r"the last query block \(6\) has 4 of 16 positions.*got rows \[6, 5\]"),
-    ((slice(None), slice(None), [6, 6]), ValueError, "only be the last one selected, once"),
-    ((slice(None), slice(None), slice(None, None, -1)), ValueError, "steps must be positive"),
-    ((slice(None), slice(None), 7), IndexError, "query block index 7 is outside a mask with 7"),
-    (2, IndexError, "batch index 2 is outside a mask with 2"),
-    ((0, 1), IndexError, "head index 1 is outside .* the same for all"),
-    ((0, 0, 0, 0), IndexError, r"got 4 indices.*adjust\(q_len, kv_len\)"),
-    (([0, 1], slice(None), [0, 1]), IndexError, r"mask\[batches\]\[:, heads\]"),
-    ((..., ...), IndexError, "at most one"),
-    (None, TypeError, "batch index must be .* got None"),
-    ("0", TypeError, "got '0'"), (True, TypeError, "got True"), ([0.5], TypeError, "got 0.5"),
-    (torch.zeros(1, 1, dtype=torch.long), TypeError, "1-dimensional"), (torch.zeros(1), TypeError, "torch.float32"),
-    (torch.tensor([True]), IndexError, "1 bools for 2 entries"),
-])
+@pytest.mark.parametrize(
+    "index, error, message",
+    [
+        ((slice(None), slice(None), [6, 5]), ValueError, r"the last query block \(6\) has 4 of 16 positions.*got rows \[6, 5\]"),
+        ((slice(None), slice(None), [6, 6]), ValueError, "only be the last one selected, once"),
+        ((slice(None), slice(None), slice(None, None, -1)), ValueError, "steps must be positive"),
+        ((slice(None), slice(None), 7), IndexError, "query block index 7 is outside a mask with 7"),
+        (2, IndexError, "batch index 2 is outside a mask with 2"),
+        ((0, 1), IndexError, "head index 1 is outside .* the same for all"),
+        ((0, 0, 0, 0), IndexError, r"got 4 indices.*adjust\(q_len, kv_len\)"),
+        (([0, 1], slice(None), [0, 1]), IndexError, r"mask\[batches\]\[:, heads\]"),
+        ((..., ...), IndexError, "at most one"),
+        (None, TypeError, "batch index must be .* got None"),
+        ("0", TypeError, "got '0'"),
+        (True, TypeError, "got True"),
+        ([0.5], TypeError, "got 0.5"),
+        (torch.zeros(1, 1, dtype=torch.long), TypeError, "1-dimensional"),
+        (torch.zeros(1), TypeError, "torch.float32"),
+        (torch.tensor([True]), IndexError, "1 bools for 2 entries"),
+    ],
+)
 def test_indices_that_are_refused(index, error, message):
     mask = create_block_mask(mods.causal, 2, None, 100, 100, "cpu", 16)
     with pytest.raises(error, match=message):
@@ -285,14 +306,27 @@ def test_equality_is_of_meaning():
     mask = create_block_mask(mods.sliding_window(40), None, None, 100, 90, "cpu", 16)
     other = create_block_mask(mods.sliding_window(40), None, None, 100, 90, "cpu", 16)
     past = torch.arange(other.kv_indices.shape[-1]) >= other.kv_num_blocks[..., None]
-    other = BlockMask(other.seq_lengths, other.kv_num_blocks, torch.where(past, 5, other.kv_indices), other.full_kv_num_blocks,
-                      other.full_kv_indices, other.BLOCK_SIZE, other.mask_mod)
+    other = BlockMask(
+        other.seq_lengths,
+        other.kv_num_blocks,
+        torch.where(past, 5, other.kv_indices),
+        other.full_kv_num_blocks,
+        other.full_kv_indices,
+        other.BLOCK_SIZE,
+        other.mask_mod,
+    )
     assert mask == other and hash(mask) == hash(other) and mask[:, :, 2:4] == other[:, :, 2:4] and mask in {other}
     made = dict(Q_LEN=100, KV_LEN=90, device="cpu", BLOCK_SIZE=16)
-    for different in (create_block_mask(mods.sliding_window(41), None, None, **made), mask[:, :, :5], mask.adjust(100, 89), None,
-                      create_block_mask(mods.sliding_window(40), 2, None, **made), create_block_mask(mods.causal, None, None, **made),
-                      create_block_mask(mods.sliding_window(40), None, None, **made, separate_full_blocks=False),
-                      create_block_mask(mods.sliding_window(40), None, None, **{**made, "BLOCK_SIZE": 32})):
+    for different in (
+        create_block_mask(mods.sliding_window(41), None, None, **made),
+        mask[:, :, :5],
+        mask.adjust(100, 89),
+        None,
+        create_block_mask(mods.sliding_window(40), 2, None, **made),
+        create_block_mask(mods.causal, None, None, **made),
+        create_block_mask(mods.sliding_window(40), None, None, **made, separate_full_blocks=False),
+        create_block_mask(mods.sliding_window(40), None, None, **{**made, "BLOCK_SIZE": 32}),
+    ):
         assert mask != different
     ids = torch.arange(100) // 30
     documents = create_block_mask(mods.document(ids), None, None, 100, 100, "cpu", 16)
@@ -326,10 +360,19 @@ def test_names_of_torch():
         assert part.kv_num_blocks.shape == expected.kv_num_blocks.shape
         assert torch.equal(part.to_dense(), expected.to_dense())
     assert torch.equal(ours.adjust(96, 64).to_dense(), theirs._adjust(96, 64).to_dense())
-    again = BlockMask(seq_lengths=ours.seq_lengths, kv_num_blocks=ours.kv_num_blocks, kv_indices=ours.kv_indices,
-                      full_kv_num_blocks=ours.full_kv_num_blocks, full_kv_indices=ours.full_kv_indices, q_num_blocks=ours.q_num_blocks,
-                      q_indices=ours.q_indices, full_q_num_blocks=ours.full_q_num_blocks, full_q_indices=ours.full_q_indices,
-                      BLOCK_SIZE=ours.BLOCK_SIZE, mask_mod=causal)
+    again = BlockMask(
+        seq_lengths=ours.seq_lengths,
+        kv_num_blocks=ours.kv_num_blocks,
+        kv_indices=ours.kv_indices,
+        full_kv_num_blocks=ours.full_kv_num_blocks,
+        full_kv_indices=ours.full_kv_indices,
+        q_num_blocks=ours.q_num_blocks,
+        q_indices=ours.q_indices,
+        full_q_num_blocks=ours.full_q_num_blocks,
+        full_q_indices=ours.full_q_indices,
+        BLOCK_SIZE=ours.BLOCK_SIZE,
+        mask_mod=causal,
+    )
     assert again == ours
 
 

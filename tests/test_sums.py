@@ -24,13 +24,28 @@ from flexpress.codegen.sums import as_sum
 
 Q_LEN, KV_LEN, BATCH, HEAD = 200, 300, 1, 3
 CAPTURED = {
-    "slopes": torch.rand(4) * 0.3, "half": torch.rand(4).bfloat16(), "by_q": torch.randn(2, Q_LEN), "by_k": torch.randn(2, KV_LEN),
-    "by_h": torch.randn(4), "table": torch.randn(Q_LEN, KV_LEN), "padding": torch.arange(KV_LEN) < 250, "WIDTH": 3, "SCALE": 0.7,
+    "slopes": torch.rand(4) * 0.3,
+    "half": torch.rand(4).bfloat16(),
+    "by_q": torch.randn(2, Q_LEN),
+    "by_k": torch.randn(2, KV_LEN),
+    "by_h": torch.randn(4),
+    "table": torch.randn(Q_LEN, KV_LEN),
+    "padding": torch.arange(KV_LEN) < 250,
+    "WIDTH": 3,
+    "SCALE": 0.7,
 }
 TERMS = [
-    "slopes[h] * (kv_idx - q_idx)", "(q_idx - kv_idx) * half[h]", "(kv_idx - q_idx) / WIDTH", "(kv_idx - q_idx) * (slopes[h] * SCALE)",
-    "(kv_idx - q_idx)", "-(q_idx - kv_idx) * 0.5", "by_k[b, kv_idx] * slopes[h]", "-by_k[1, kv_idx]",
-    "torch.where(padding[kv_idx], 0.0, -5.0)", "torch.tanh(by_k[b, kv_idx])", "kv_idx * 0.25",
+    "slopes[h] * (kv_idx - q_idx)",
+    "(q_idx - kv_idx) * half[h]",
+    "(kv_idx - q_idx) / WIDTH",
+    "(kv_idx - q_idx) * (slopes[h] * SCALE)",
+    "(kv_idx - q_idx)",
+    "-(q_idx - kv_idx) * 0.5",
+    "by_k[b, kv_idx] * slopes[h]",
+    "-by_k[1, kv_idx]",
+    "torch.where(padding[kv_idx], 0.0, -5.0)",
+    "torch.tanh(by_k[b, kv_idx])",
+    "kv_idx * 0.25",
 ]
 
 
@@ -44,8 +59,12 @@ def sums(draw) -> str:
 
 
 def positions() -> dict:
-    return {"b": torch.tensor(BATCH), "h": torch.tensor(HEAD), "q_idx": torch.arange(Q_LEN, dtype=torch.int32)[:, None],
-            "kv_idx": torch.arange(KV_LEN, dtype=torch.int32)[None, :]}
+    return {
+        "b": torch.tensor(BATCH),
+        "h": torch.tensor(HEAD),
+        "q_idx": torch.arange(Q_LEN, dtype=torch.int32)[:, None],
+        "kv_idx": torch.arange(KV_LEN, dtype=torch.int32)[None, :],
+    }
 
 
 def scores_of(mod, scores: torch.Tensor) -> torch.Tensor:
@@ -63,26 +82,44 @@ def test_the_parts_add_up(text):
     terms, where, scores = as_sum(graph), positions(), torch.randn(Q_LEN, KV_LEN, dtype=torch.float64)
     for part, hidden in ((terms.key, {"q_idx"}), (terms.rate, {"q_idx", "kv_idx"})):
         assert part is None or not {"score", *hidden} & {n.attr for n in walk(part) if n.op == "symbol"}
-    key, rate = (0.0 if part is None else compute(part, {"score": scores, **where}, tensors, found[count:])
-                 for part in (terms.key, terms.rate))
+    key, rate = (
+        0.0 if part is None else compute(part, {"score": scores, **where}, tensors, found[count:]) for part in (terms.key, terms.rate)
+    )
     exact = compute(graph.result, {"score": scores, **where}, tensors, found[count:])
-    torch.testing.assert_close(scores + key + rate * (where["kv_idx"] - where["q_idx"]), exact.expand(scores.shape),
-                               rtol=1e-12, atol=1e-9)
+    torch.testing.assert_close(scores + key + rate * (where["kv_idx"] - where["q_idx"]), exact.expand(scores.shape), rtol=1e-12, atol=1e-9)
 
 
-@pytest.mark.parametrize("text", [
-    "score + score", "score * 2", "-score", "1.0 - score", "q_idx * 1.0", "torch.tanh(score)", "score.bfloat16() + 1",
-    "score + slopes[h] * torch.abs(kv_idx - q_idx)", "score + table[q_idx, kv_idx]", "score + (kv_idx > q_idx)",
-    "torch.where(kv_idx > q_idx, score, score - 1)", "score + (slopes[h] * (kv_idx - q_idx)).bfloat16()",
-    "score + (kv_idx - q_idx) * (kv_idx - q_idx)", "score + (kv_idx - q_idx) * 2000000", "score + 2 * (by_q[b, q_idx] + by_k[b, kv_idx])",
-    "score + by_q[b, q_idx]", "score + by_h[h]", "score + (kv_idx - q_idx + 3)", "score + 1e9",
-    "score + (by_k[b, kv_idx] - by_q[b, q_idx])",
-])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "score + score",
+        "score * 2",
+        "-score",
+        "1.0 - score",
+        "q_idx * 1.0",
+        "torch.tanh(score)",
+        "score.bfloat16() + 1",
+        "score + slopes[h] * torch.abs(kv_idx - q_idx)",
+        "score + table[q_idx, kv_idx]",
+        "score + (kv_idx > q_idx)",
+        "torch.where(kv_idx > q_idx, score, score - 1)",
+        "score + (slopes[h] * (kv_idx - q_idx)).bfloat16()",
+        "score + (kv_idx - q_idx) * (kv_idx - q_idx)",
+        "score + (kv_idx - q_idx) * 2000000",
+        "score + 2 * (by_q[b, q_idx] + by_k[b, kv_idx])",
+        "score + by_q[b, q_idx]",
+        "score + by_h[h]",
+        "score + (kv_idx - q_idx + 3)",
+        "score + 1e9",
+        "score + (by_k[b, kv_idx] - by_q[b, q_idx])",
+    ],
+)
 def test_what_is_no_sum(text):
     assert as_sum(bind(make_mod(text, "score", CAPTURED), "score")[0]) is None
 
 
 # The statements of printed kernels, run by torch: layouts mean nothing to it, and copies and products are left out
+
 
 def _load(pointer, mask=True, other=0):
     at, values = torch.as_tensor(pointer[1]).long(), pointer[0].flatten()
@@ -120,10 +157,21 @@ class Buffers(tuple):
 
 
 GL = SimpleNamespace(
-    arange=lambda low, high, layout: torch.arange(low, high, dtype=torch.int32), float32=torch.float32, int32=torch.int32, load=_load,
-    where=lambda c, x, y: torch.where(c, *(torch.as_tensor(v, dtype=torch.float32) for v in (x, y))), exp2=torch.exp2, constexpr=int,
-    maximum=torch.maximum, minimum=lambda x, y: x.clamp(max=y), max=lambda x, d: x.max(d).values, sum=lambda x, d: x.sum(d),
-    fma=fused, abs=torch.abs, full=lambda shape, value, dtype: torch.full(shape, value, dtype=dtype))
+    arange=lambda low, high, layout: torch.arange(low, high, dtype=torch.int32),
+    float32=torch.float32,
+    int32=torch.int32,
+    load=_load,
+    where=lambda c, x, y: torch.where(c, *(torch.as_tensor(v, dtype=torch.float32) for v in (x, y))),
+    exp2=torch.exp2,
+    constexpr=int,
+    maximum=torch.maximum,
+    minimum=lambda x, y: x.clamp(max=y),
+    max=lambda x, d: x.max(d).values,
+    sum=lambda x, d: x.sum(d),
+    fma=fused,
+    abs=torch.abs,
+    full=lambda shape, value, dtype: torch.full(shape, value, dtype=dtype),
+)
 SCALE, TO_LOG2 = 0.3, math.log2(math.e)
 
 
@@ -143,9 +191,17 @@ def run(lines, values: dict) -> None:
     exec("\n".join(lines), values)
 
 
-MODS = {text: make_mod(text, "score", CAPTURED) for text in [
-    "score", "score + kv_idx * 0.25", "score - by_k[b, kv_idx] * 2", "score - (q_idx - kv_idx) * 0.5 + by_k[b, kv_idx]",
-    "score + torch.where(padding[kv_idx], 0.0, float('-inf'))", "score + slopes[h] * (kv_idx - q_idx) * SCALE"]}
+MODS = {
+    text: make_mod(text, "score", CAPTURED)
+    for text in [
+        "score",
+        "score + kv_idx * 0.25",
+        "score - by_k[b, kv_idx] * 2",
+        "score - (q_idx - kv_idx) * 0.5 + by_k[b, kv_idx]",
+        "score + torch.where(padding[kv_idx], 0.0, float('-inf'))",
+        "score + slopes[h] * (kv_idx - q_idx) * SCALE",
+    ]
+}
 MODS["alibi"] = mods.alibi(CAPTURED["slopes"])
 
 
@@ -158,8 +214,18 @@ def test_statements_of_the_forward_kernel(name):
     plan = hopper_compilation("sm_90", MODS[name], None)
     text, mod = render(plan.spec), plan.spec.mods[0]
     stages = mod.staged("q_idx", "kv_idx")
-    values = {"gl": GL, "BLOCK_N": 128, "COLUMNS": None, "z": BATCH, "h": HEAD, "KV_LEN": KV_LEN, "SM_SCALE": SCALE, "TO_LOG2": TO_LOG2,
-              "EDGE": True, **arguments(mod, bind(MODS[name], "score")[1])}
+    values = {
+        "gl": GL,
+        "BLOCK_N": 128,
+        "COLUMNS": None,
+        "z": BATCH,
+        "h": HEAD,
+        "KV_LEN": KV_LEN,
+        "SM_SCALE": SCALE,
+        "TO_LOG2": TO_LOG2,
+        "EDGE": True,
+        **arguments(mod, bind(MODS[name], "score")[1]),
+    }
     if plan.spec.flag["SUM_IS_RAW"]:
         values["TO_LOG2"] = TO_LOG2 * SCALE
     values["HUGE"], values["STEP"] = limits(values["TO_LOG2"], text)
@@ -177,11 +243,11 @@ def test_statements_of_the_forward_kernel(name):
             values.update(start_n=start, offs_n=start + torch.arange(128, dtype=torch.int32), qk=torch.zeros(128, 128))
             values["n"] = values["offs_n"][None, :]
             run(stages.ahead, values)
-            here = products[rows.long(), start:start + 128]
-            values["qk"][:, :here.shape[1]] = here
+            here = products[rows.long(), start : start + 128]
+            values["qk"][:, : here.shape[1]] = here
             p, alpha, values["m_i"], values["shift_i"], values["l_i"] = values["fold_scores"](*(values[p] for p in parameters))
             found *= alpha[:, None]
-            found[:, start:start + 128] = p
+            found[:, start : start + 128] = p
         torch.testing.assert_close((found / values["l_i"][:, None])[:, :KV_LEN].double(), weights[rows.long()], rtol=1e-4, atol=3e-6)
         found = (values["shift_i"] + torch.log2(values["l_i"])) / math.log2(math.e)
         torch.testing.assert_close(found.double(), lse[rows.long()], rtol=1e-6, atol=1e-5)
@@ -198,11 +264,23 @@ def test_statements_of_the_backward_kernel(name):
     tops, shares = exact.amax(1) * TO_LOG2 / to_log2, torch.log2(weights.amax(1))
     text, mod = render(plan.fused), plan.score
     stages = mod.staged("kv_idx", "q_idx")
-    body = text[text.index("# softmax and the derivative"):]
-    body = body[:body.index("weights = ")].replace("\n    ", "\n")
-    values = {"gl": GL, "BLOCK_M": 64, "QUERIES": None, "z": BATCH, "h": HEAD, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN, "SM_SCALE": SCALE,
-              "TO_LOG2": to_log2, "EDGE": True, "slot": 0, "warpgroup_mma_wait": lambda _, deps: deps[0],
-              **arguments(mod, bind(MODS[name], "score")[1])}
+    body = text[text.index("# softmax and the derivative") :]
+    body = body[: body.index("weights = ")].replace("\n    ", "\n")
+    values = {
+        "gl": GL,
+        "BLOCK_M": 64,
+        "QUERIES": None,
+        "z": BATCH,
+        "h": HEAD,
+        "Q_LEN": Q_LEN,
+        "KV_LEN": KV_LEN,
+        "SM_SCALE": SCALE,
+        "TO_LOG2": to_log2,
+        "EDGE": True,
+        "slot": 0,
+        "warpgroup_mma_wait": lambda _, deps: deps[0],
+        **arguments(mod, bind(MODS[name], "score")[1]),
+    }
     for first in range(0, KV_LEN, 64):
         keys = first + torch.arange(64, dtype=torch.int32)
         values.update(keys=keys, n=keys[:, None])
@@ -212,13 +290,17 @@ def test_statements_of_the_backward_kernel(name):
             producers = {**values, "rows": rows, "m": rows}
             run(stages.apart, producers)
             here, expected = torch.zeros(64, 64), torch.zeros(64, 64, dtype=torch.float64)
-            part = products[start:start + 64, first:first + 64].T
-            here[:part.shape[0], :part.shape[1]] = part
-            expected[:part.shape[0], :part.shape[1]] = weights[start:start + 64, first:first + 64].T
+            part = products[start : start + 64, first : first + 64].T
+            here[: part.shape[0], : part.shape[1]] = part
+            expected[: part.shape[0], : part.shape[1]] = weights[start : start + 64, first : first + 64].T
             top, share = torch.full((64,), math.inf), torch.zeros(64)
-            top[:part.shape[1]], share[:part.shape[1]] = tops[start:start + 64], shares[start:start + 64]
-            values.update(start_m=start, qk=here, tops_buffers=Buffers(top, share),
-                          **{f"{handed}_buffers": Buffer(producers[handed]) for handed, _ in stages.handed})
+            top[: part.shape[1]], share[: part.shape[1]] = tops[start : start + 64], shares[start : start + 64]
+            values.update(
+                start_m=start,
+                qk=here,
+                tops_buffers=Buffers(top, share),
+                **{f"{handed}_buffers": Buffer(producers[handed]) for handed, _ in stages.handed},
+            )
             exec(body, values)
             torch.testing.assert_close(values["p"].double(), expected, rtol=1e-4, atol=1e-5)
             assert torch.equal(values["slope"], values["p"])

@@ -119,10 +119,12 @@ def test_one_thread_compiles_or_interprets_at_a_time(monkeypatch):
 
 def test_importing_starts_nothing():
     """No thread, no file, no kernel; a fork right after it works."""
-    program = ("import threading, sys, os, tempfile; os.environ['FLEXPRESS_CACHE_DIR'] = folder = tempfile.mkdtemp() + '/kernels';"
-               "import torch; torch.version.cuda = '12.8';"  # as with a CUDA build
-               "import flexpress, forks; assert threading.active_count() == 1, threading.enumerate();"
-               "assert not os.path.exists(folder); raise SystemExit(forks.child(forks.attend))")
+    program = (
+        "import threading, sys, os, tempfile; os.environ['FLEXPRESS_CACHE_DIR'] = folder = tempfile.mkdtemp() + '/kernels';"
+        "import torch; torch.version.cuda = '12.8';"  # as with a CUDA build
+        "import flexpress, forks; assert threading.active_count() == 1, threading.enumerate();"
+        "assert not os.path.exists(folder); raise SystemExit(forks.child(forks.attend))"
+    )
     folder = os.path.dirname(os.path.abspath(__file__))
     assert subprocess.run([sys.executable, "-c", program], cwd=folder, timeout=120).returncode == 0
 

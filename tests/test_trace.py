@@ -138,12 +138,14 @@ def closure():
 def default():
     def mod(score, b, h, q_idx, kv_idx, slopes=SLOPES, shift=2):
         return score + slopes[h] * shift
+
     return mod
 
 
 def keyword_default():
     def mod(score, b, h, q_idx, kv_idx, *, slopes=SLOPES, shift=2):
         return score + slopes[h] * shift
+
     return mod
 
 
@@ -159,19 +161,23 @@ def nested_function():
     def mod(score, b, h, q_idx, kv_idx):
         def inside(x):
             return x * SLOPES[h]
+
         return inside(score) + (lambda y: y - 1)(score)
+
     return mod
 
 
 def partial():
     def mod(slopes, score, b, h, q_idx, kv_idx, shift):
         return score + slopes[h] * shift
+
     return functools.partial(mod, SLOPES, shift=3)
 
 
 def partial_of_partial():
     def mod(a, b_, score, b, h, q_idx, kv_idx):
         return score * a + b_
+
     return functools.partial(functools.partial(mod, 2.0), 3)
 
 
@@ -184,6 +190,7 @@ def dataclass_settings():
 
     def mod(score, b, h, q_idx, kv_idx):
         return settings.cap * torch.tanh(score / settings.cap) + settings.table[h % settings.heads]
+
     return mod
 
 
@@ -202,6 +209,7 @@ def dictionary():
 
     def mod(score, b, h, q_idx, kv_idx):
         return score * settings[3] + settings["shift"] * settings["tables"]["near"][q_idx]
+
     return mod
 
 
@@ -210,6 +218,7 @@ def list_and_tuple():
 
     def mod(score, b, h, q_idx, kv_idx):
         return things[-1](score) * things[0] + things[1][0] * things[1][1][h] + things[-2][0]
+
     return mod
 
 
@@ -220,12 +229,14 @@ def constants():
         if name == "sum" and kind == Kind.SUM and nothing is None and NOTHING is None and device.type == "cpu":
             return score.to(dtype).float() + score
         return score
+
     return mod
 
 
 def libraries():
     def mod(score, b, h, q_idx, kv_idx):
         return F.relu(score) + math.pi + functools.reduce(lambda x, y: x + y, [score, h, 2])
+
     return mod
 
 
@@ -236,10 +247,27 @@ def unpacked():
 
 
 CAPTURES = [
-    closure, default, keyword_default, global_number, helper_function, nested_function, partial,
-    partial_of_partial, partial_of_object, dataclass_settings, slots, named_tuple, dictionary, list_and_tuple,
-    constants, libraries, unpacked, lambda: Slope(SLOPES, 0.5), lambda: Slope(SLOPES, 0.5).method,
-    lambda: Slope.static, Bias
+    closure,
+    default,
+    keyword_default,
+    global_number,
+    helper_function,
+    nested_function,
+    partial,
+    partial_of_partial,
+    partial_of_object,
+    dataclass_settings,
+    slots,
+    named_tuple,
+    dictionary,
+    list_and_tuple,
+    constants,
+    libraries,
+    unpacked,
+    lambda: Slope(SLOPES, 0.5),
+    lambda: Slope(SLOPES, 0.5).method,
+    lambda: Slope.static,
+    Bias,
 ]
 NAMES = [*(f.__name__ for f in CAPTURES[:17]), "callable_object", "bound_method", "static_method", "module"]
 
@@ -280,12 +308,14 @@ def test_numbers_are_arguments():
 
 
 def test_constants_of_libraries_are_literals():
-    for mod in (lambda score, b, h, q_idx, kv_idx: torch.where(q_idx >= kv_idx, score, -math.inf),
-                lambda score, b, h, q_idx, kv_idx: torch.where(q_idx >= kv_idx, score, float("-inf")),
-                lambda score, b, h, q_idx, kv_idx: torch.where(q_idx >= kv_idx, score, -torch.inf),
-                lambda score, b, h, q_idx, kv_idx: torch.where(q_idx >= kv_idx, score, torch.finfo(torch.float32).min),
-                lambda score, b, h, q_idx, kv_idx: torch.where(q_idx >= kv_idx, score, torch.finfo(score.dtype).max * -0.5),
-                lambda score, b, h, q_idx, kv_idx: score * 0.5 / math.sqrt(2) + math.pi * 2):
+    for mod in (
+        lambda score, b, h, q_idx, kv_idx: torch.where(q_idx >= kv_idx, score, -math.inf),
+        lambda score, b, h, q_idx, kv_idx: torch.where(q_idx >= kv_idx, score, float("-inf")),
+        lambda score, b, h, q_idx, kv_idx: torch.where(q_idx >= kv_idx, score, -torch.inf),
+        lambda score, b, h, q_idx, kv_idx: torch.where(q_idx >= kv_idx, score, torch.finfo(torch.float32).min),
+        lambda score, b, h, q_idx, kv_idx: torch.where(q_idx >= kv_idx, score, torch.finfo(score.dtype).max * -0.5),
+        lambda score, b, h, q_idx, kv_idx: score * 0.5 / math.sqrt(2) + math.pi * 2,
+    ):
         assert not graph(mod).scalars
         assert traces(mod) == 0
 
@@ -301,7 +331,7 @@ def test_large_numbers_keep_their_value():
     def make(limit):
         return lambda score, b, h, q_idx, kv_idx: torch.where(q_idx < limit, score, 0.0)
 
-    for limit in (3, 2**31 - 1, 2**31, 2**40, -2**40):
+    for limit in (3, 2**31 - 1, 2**31, 2**40, -(2**40)):
         out = evaluate_mod(make(limit), SCORES)
         inside = torch.arange(7)[:, None] < limit
         assert torch.equal(out, torch.where(inside, SCORES, 0.0))
@@ -313,6 +343,7 @@ def repeated(n):
         for i in range(n):
             score = score + i
         return score
+
     return mod
 
 
@@ -344,22 +375,47 @@ def test_a_consumed_number_that_also_meets_symbols():
     assert traces(branched(1)) == 1
 
 
-@pytest.mark.parametrize("expression", [
-    "window * 2 + 1", "window // 2", "window / 3", "2**window", "-window", "abs(window - 7)", "window % 4",
-    "window << 1 | 1", "int(True) + window", "window > 2", "table.shape[1] // 2", "table.numel() + 1",
-    "table.size(0) - 1", "len(table)", "table.shape[0] * window", "max_of.sum().item()",
-    "table.dim() + window", "scale * window", "window ** 0.5", "1 / window", "table.sum()", "math.sqrt(window)", "float(window)",
-    "window - scale",
-    "round(scale * 2)", "max(window, 2)", "[scale, window][1]", "window.bit_length()", "len(f'{rows}') * window"
-])
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "window * 2 + 1",
+        "window // 2",
+        "window / 3",
+        "2**window",
+        "-window",
+        "abs(window - 7)",
+        "window % 4",
+        "window << 1 | 1",
+        "int(True) + window",
+        "window > 2",
+        "table.shape[1] // 2",
+        "table.numel() + 1",
+        "table.size(0) - 1",
+        "len(table)",
+        "table.shape[0] * window",
+        "max_of.sum().item()",
+        "table.dim() + window",
+        "scale * window",
+        "window ** 0.5",
+        "1 / window",
+        "table.sum()",
+        "math.sqrt(window)",
+        "float(window)",
+        "window - scale",
+        "round(scale * 2)",
+        "max(window, 2)",
+        "[scale, window][1]",
+        "window.bit_length()",
+        "len(f'{rows}') * window",
+    ],
+)
 def test_arithmetic_on_captured_numbers_is_done_at_every_call(expression):
     """Host arithmetic stays symbolic: another window or another table of the same rank is the same graph."""
 
     def make(window, rows, scale):
         table, max_of = torch.randn(rows, rows + 3), torch.randn(rows)
         namespace = {"window": window, "table": table, "max_of": max_of, "scale": scale, "rows": "rows", "math": math}
-        exec(f"def mod(score, b, h, q_idx, kv_idx):\n"
-             f"    return score + ({expression}) * (kv_idx - q_idx)", namespace)
+        exec(f"def mod(score, b, h, q_idx, kv_idx):\n    return score + ({expression}) * (kv_idx - q_idx)", namespace)
         return namespace["mod"]
 
     if expression == "len(table)":
@@ -403,19 +459,37 @@ def test_a_tensor_of_another_rank_is_another_graph():
     assert traces(make(torch.randn(4))) == 0
 
 
-@pytest.mark.parametrize("work", [
-    "table.exp()", "table * 2 + 1", "torch.softmax(table, 0)", "table.flip(0)", "table.to(torch.float64)",
-    "table[1:]", "table.reshape(-1)", "torch.cat([table, table])", "-table", "table @ square",
-    "F.pad(table, (1, 1))", "torch.stack([table, table])[1]", "table.cumsum(0)", "table.sort().values",
-    "table.split(2)[0]", "table.clone().mul_(3)", "torch.where(table > 0, table, 0.0)", "table.chunk(2)[0]",
-    "table[torch.tensor([0, 2, 1])]", "torch.einsum('i,ij->j', table, square)", "table[ids]"
-])
+@pytest.mark.parametrize(
+    "work",
+    [
+        "table.exp()",
+        "table * 2 + 1",
+        "torch.softmax(table, 0)",
+        "table.flip(0)",
+        "table.to(torch.float64)",
+        "table[1:]",
+        "table.reshape(-1)",
+        "torch.cat([table, table])",
+        "-table",
+        "table @ square",
+        "F.pad(table, (1, 1))",
+        "torch.stack([table, table])[1]",
+        "table.cumsum(0)",
+        "table.sort().values",
+        "table.split(2)[0]",
+        "table.clone().mul_(3)",
+        "torch.where(table > 0, table, 0.0)",
+        "table.chunk(2)[0]",
+        "table[torch.tensor([0, 2, 1])]",
+        "torch.einsum('i,ij->j', table, square)",
+        "table[ids]",
+    ],
+)
 def test_work_on_captured_tensors_alone_is_redone_at_every_call(work):
     """What touches no symbol runs eagerly, as in torch, and is found again with the next tensor."""
 
     def make():
-        namespace = {"table": torch.randn(3), "square": torch.randn(3, 3), "ids": torch.randint(0, 3, (3,)),
-                     "torch": torch, "F": F}
+        namespace = {"table": torch.randn(3), "square": torch.randn(3, 3), "ids": torch.randint(0, 3, (3,)), "torch": torch, "F": F}
         exec(f"def mod(score, b, h, q_idx, kv_idx): return score + ({work})[h % 2]", namespace)
         return namespace["mod"]
 
@@ -567,6 +641,7 @@ def test_enum_and_string_are_compared():
     def make(kind, name):
         def mod(score, b, h, q_idx, kv_idx):
             return score + 1 if kind == Kind.SUM and name == "a" else score * 2
+
         return mod
 
     assert traces(make(Kind.SUM, "a")) == 1
@@ -601,6 +676,7 @@ def test_a_list_of_mods():
             for inner in mods:
                 score = inner(score, b, h, q_idx, kv_idx)
             return score
+
         return mod
 
     assert traces(make(mods)) == 1
@@ -618,9 +694,19 @@ def test_a_mod_that_sets_an_attribute_sets_it_at_every_call():
     assert [bind(mod, "score")[1] for _ in range(2)] == [[1.0], [2.0]]
 
 
-@pytest.mark.parametrize("change", ["table.mul_(2)", "table[1:].add_(1)", "torch.exp(table, out=table)", "table.__setitem__(0, 1.0)",
-                                    "torch.relu_(table)", "F.relu(table, inplace=True)", "F.relu(table, True)",
-                                    "operator.iadd(table, 1)"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        "table.mul_(2)",
+        "table[1:].add_(1)",
+        "torch.exp(table, out=table)",
+        "table.__setitem__(0, 1.0)",
+        "torch.relu_(table)",
+        "F.relu(table, inplace=True)",
+        "F.relu(table, True)",
+        "operator.iadd(table, 1)",
+    ],
+)
 def test_a_mod_may_not_change_captured_tensors(change):
     """How often a mod runs is not for it to know. A copy of its own it may change."""
     table, names = torch.ones(3), {"torch": torch, "F": F, "operator": operator}
@@ -629,8 +715,11 @@ def test_a_mod_may_not_change_captured_tensors(change):
         bind(names["mod"], "score")
     assert torch.equal(table, torch.ones(3))
     names["table"] = table
-    exec(f"def mod(score, b, h, q_idx, kv_idx):\n    copy = table.clone()\n    {change.replace('table', 'copy')}\n"
-         "    return score + copy[h]", names)
+    exec(
+        f"def mod(score, b, h, q_idx, kv_idx):\n    copy = table.clone()\n    {change.replace('table', 'copy')}\n"
+        "    return score + copy[h]",
+        names,
+    )
     result(names["mod"])
     assert torch.equal(table, torch.ones(3))
 
@@ -681,22 +770,36 @@ def test_two_kinds_of_one_function():
 
 # Mods that are traced at every call
 
+
 def test_ordinary_mods_are_traced_once():
     table, slopes, ids = torch.randn(3, 9, 9), torch.rand(3), torch.zeros(9, dtype=torch.int32)
-    for mod in (mods.alibi(slopes), mods.alibi_symmetric(slopes), mods.softcap(3.0), mods.t5_bias(torch.randn(32, 3)),
-                compose_scores(mods.softcap(3.0), mods.alibi(slopes)), mods.relative_bias(torch.randn(3, 17)),
-                lambda score, b, h, q_idx, kv_idx: torch.where(q_idx >= kv_idx, score, torch.full_like(score, -math.inf)),
-                lambda score, b, h, q_idx, kv_idx: score + torch.zeros_like(score) + score.new_ones(()) + torch.tensor(2.0),
-                lambda score, b, h, q_idx, kv_idx: score + table[h, q_idx, kv_idx] * torch.ones_like(score).to(table.dtype)):
+    for mod in (
+        mods.alibi(slopes),
+        mods.alibi_symmetric(slopes),
+        mods.softcap(3.0),
+        mods.t5_bias(torch.randn(32, 3)),
+        compose_scores(mods.softcap(3.0), mods.alibi(slopes)),
+        mods.relative_bias(torch.randn(3, 17)),
+        lambda score, b, h, q_idx, kv_idx: torch.where(q_idx >= kv_idx, score, torch.full_like(score, -math.inf)),
+        lambda score, b, h, q_idx, kv_idx: score + torch.zeros_like(score) + score.new_ones(()) + torch.tensor(2.0),
+        lambda score, b, h, q_idx, kv_idx: score + table[h, q_idx, kv_idx] * torch.ones_like(score).to(table.dtype),
+    ):
         graph(mod)
         assert not why_every_call(mod, "score")
-    for mod in (mods.causal, mods.causal_offset(3), mods.sliding_window(3), mods.prefix_lm(torch.tensor([3])),
-                mods.document(ids, mods.causal), mods.dilated_window(4, 2), mods.global_sliding(5, 2),
-                and_masks(mods.causal, mods.sliding_window(5)), noop_mask,
-                lambda b, h, q_idx, kv_idx: (ids[q_idx] == ids[kv_idx]) & (q_idx >= kv_idx)):
+    for mod in (
+        mods.causal,
+        mods.causal_offset(3),
+        mods.sliding_window(3),
+        mods.prefix_lm(torch.tensor([3])),
+        mods.document(ids, mods.causal),
+        mods.dilated_window(4, 2),
+        mods.global_sliding(5, 2),
+        and_masks(mods.causal, mods.sliding_window(5)),
+        noop_mask,
+        lambda b, h, q_idx, kv_idx: (ids[q_idx] == ids[kv_idx]) & (q_idx >= kv_idx),
+    ):
         bind(mod, "mask")
         assert not why_every_call(mod, "mask")
-
 
 
 def test_what_stand_ins_cannot_see_is_traced_at_every_call(caplog):
@@ -723,6 +826,7 @@ def test_a_kernel_for_each_value_is_said_once():
             for _ in range(n):
                 score = score * score
             return score
+
         return mod
 
     with pytest.warns(UserWarning, match="has become 9 different kernels") as caught:

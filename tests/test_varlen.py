@@ -78,7 +78,7 @@ def tensor_of(shape, layout: str, dtype, device: str, generator) -> torch.Tensor
     if layout == "heads_first":
         return random(H, T, D).transpose(0, 1)
     if layout == "sliced":
-        return random(T + 3, H + 1, D + 5)[2:T + 2, 1:, 3:D + 3]
+        return random(T + 3, H + 1, D + 5)[2 : T + 2, 1:, 3 : D + 3]
     if layout == "wide_head_dim":
         return random(T, H, 2 * D)[..., ::2]
     if layout == "packed":
@@ -115,12 +115,21 @@ def problems(draw, device):
         kv_lengths = draw(st.lists(st.sampled_from(LENGTHS[device]), min_size=size, max_size=size).filter(any))
     D = draw(st.sampled_from(HEAD_DIMS[device]))
     return {
-        "lengths": lengths, "kv_lengths": kv_lengths, "Hkv": draw(st.sampled_from([1, 2])), "group": draw(st.sampled_from([1, 2, 3])),
-        "D": D, "Dv": draw(st.one_of(st.just(D), st.sampled_from(HEAD_DIMS[device]))),
+        "lengths": lengths,
+        "kv_lengths": kv_lengths,
+        "Hkv": draw(st.sampled_from([1, 2])),
+        "group": draw(st.sampled_from([1, 2, 3])),
+        "D": D,
+        "Dv": draw(st.one_of(st.just(D), st.sampled_from(HEAD_DIMS[device]))),
         "dtype": draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
-        "offsets": draw(st.sampled_from([torch.int32, torch.int64])), "layouts": draw(st.tuples(*[st.sampled_from(LAYOUTS)] * 3)),
-        "score": draw(st.sampled_from(SCORE_MODS)), "mask": draw(st.sampled_from(MASK_MODS)), "backward": draw(st.booleans()),
-        "scale": draw(st.sampled_from([None, None, 0.3])), "deterministic": draw(st.booleans()), "seed": draw(st.integers(0, 99)),
+        "offsets": draw(st.sampled_from([torch.int32, torch.int64])),
+        "layouts": draw(st.tuples(*[st.sampled_from(LAYOUTS)] * 3)),
+        "score": draw(st.sampled_from(SCORE_MODS)),
+        "mask": draw(st.sampled_from(MASK_MODS)),
+        "backward": draw(st.booleans()),
+        "scale": draw(st.sampled_from([None, None, 0.3])),
+        "deterministic": draw(st.booleans()),
+        "seed": draw(st.integers(0, 99)),
         "apart": draw(st.booleans()),
     }
 
@@ -138,19 +147,23 @@ def _check_problem(p: dict, device: str) -> None:
     n, Hq, Tq, Tk = len(lengths), p["Hkv"] * p["group"], sum(lengths), sum(kv_lengths)
     generator = torch.Generator(device=device).manual_seed(p["seed"])
     shapes = (Tq, Hq, p["D"]), (Tk, p["Hkv"], p["D"]), (Tk, p["Hkv"], p["Dv"])
-    inputs = [tensor_of(shape, layout, p["dtype"], device, generator).requires_grad_()
-              for shape, layout in zip(shapes, p["layouts"], strict=True)]
+    inputs = [
+        tensor_of(shape, layout, p["dtype"], device, generator).requires_grad_() for shape, layout in zip(shapes, p["layouts"], strict=True)
+    ]
     make, learned = score_mods(n, Hq, max(*lengths, *kv_lengths), device)[p["score"]]
     mask_mod = mask_mods(n, device)[p["mask"]]
     cu_q = offsets(lengths, device, p["offsets"])
     cu_k = None if p["kv_lengths"] is None else offsets(kv_lengths, device, p["offsets"])
-    out, lse = varlen_attention(*inputs, cu_q, cu_k, make(*learned), mask_mod, scale=p["scale"], return_lse=True,
-                                deterministic=p["deterministic"])
+    out, lse = varlen_attention(
+        *inputs, cu_q, cu_k, make(*learned), mask_mod, scale=p["scale"], return_lse=True, deterministic=p["deterministic"]
+    )
     assert out.shape == (Tq, Hq, p["Dv"]) and lse.shape == (Tq, Hq) and out.dtype == p["dtype"] and lse.dtype == torch.float32
 
     def reference(precision):
-        leaves = [t.detach().to(precision if i < 3 else torch.promote_types(precision, torch.float32)).requires_grad_()
-                  for i, t in enumerate((*inputs, *learned))]
+        leaves = [
+            t.detach().to(precision if i < 3 else torch.promote_types(precision, torch.float32)).requires_grad_()
+            for i, t in enumerate((*inputs, *learned))
+        ]
         return leaves, *by_sequence(*leaves[:3], lengths, kv_lengths, make(*leaves[3:]), mask_mod, p["scale"], precision)
 
     exact, plain = reference(torch.float64), reference(p["dtype"])
@@ -174,8 +187,13 @@ def _check_problem(p: dict, device: str) -> None:
     def heads_first(found):
         return [g if i >= 3 or g is None else g.transpose(0, 1)[None] for i, g in enumerate(found)]
 
-    assert_gradients(heads_first(grads), heads_first(gradients(*exact)), heads_first(gradients(*plain)),
-                     [p["dtype"]] * (3 + len(learned)), lse=lse.detach())
+    assert_gradients(
+        heads_first(grads),
+        heads_first(gradients(*exact)),
+        heads_first(gradients(*plain)),
+        [p["dtype"]] * (3 + len(learned)),
+        lse=lse.detach(),
+    )
 
 
 @settings(max_examples=25)
@@ -191,9 +209,24 @@ def test_any_problem_on_gpu(p):
     check_problem(p, "cuda")
 
 
-EXAMPLE = {"lengths": [40, 0, 65, 1], "kv_lengths": None, "Hkv": 1, "group": 2, "D": 16, "Dv": 16, "dtype": torch.float32,
-           "offsets": torch.int32, "layouts": ["contiguous"] * 3, "score": "none", "mask": "causal", "backward": True, "scale": None,
-           "deterministic": False, "seed": 0, "apart": False}
+EXAMPLE = {
+    "lengths": [40, 0, 65, 1],
+    "kv_lengths": None,
+    "Hkv": 1,
+    "group": 2,
+    "D": 16,
+    "Dv": 16,
+    "dtype": torch.float32,
+    "offsets": torch.int32,
+    "layouts": ["contiguous"] * 3,
+    "score": "none",
+    "mask": "causal",
+    "backward": True,
+    "scale": None,
+    "deterministic": False,
+    "seed": 0,
+    "apart": False,
+}
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -216,8 +249,21 @@ def test_deterministic_gradients(apart, device):
 @pytest.mark.parametrize("score", ["none", "alibi", "sequence"])
 @pytest.mark.parametrize("mask", ["causal", "prefix"])
 def test_long_sequences(mask, score, kv_lengths):
-    check_problem(EXAMPLE | {"lengths": [2000, 4001, 1, 0, 777, 1024], "kv_lengths": kv_lengths, "Hkv": 2, "group": 4, "D": 128, "Dv": 128,
-                             "dtype": torch.bfloat16, "score": score, "mask": mask}, "cuda")
+    check_problem(
+        EXAMPLE
+        | {
+            "lengths": [2000, 4001, 1, 0, 777, 1024],
+            "kv_lengths": kv_lengths,
+            "Hkv": 2,
+            "group": 4,
+            "D": 128,
+            "Dv": 128,
+            "dtype": torch.bfloat16,
+            "score": score,
+            "mask": mask,
+        },
+        "cuda",
+    )
 
 
 def made_by(call) -> tuple[int, int, int]:
@@ -229,8 +275,16 @@ def made_by(call) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("apart, form, cross", [
-    (False, "distances", True), (False, "positions", False), (False, "plain", True), (True, "positions", True), (True, "distances", False)])
+@pytest.mark.parametrize(
+    "apart, form, cross",
+    [
+        (False, "distances", True),
+        (False, "positions", False),
+        (False, "plain", True),
+        (True, "positions", True),
+        (True, "distances", False),
+    ],
+)
 def test_other_lengths_compile_nothing(apart, form, cross, device, monkeypatch):
     """Nor does another number of sequences, a fresh lambda with another number, other offsets' dtype or unaligned rows."""
     if apart:
@@ -242,7 +296,8 @@ def test_other_lengths_compile_nothing(apart, form, cross, device, monkeypatch):
         score, mask = {
             "distances": (lambda s, b, h, m, n: s + (m - n - shift) * slopes[h] * sizes[b], lambda b, h, m, n: m + shift >= n),
             "positions": (lambda s, b, h, m, n: s + (m * shift - n) * slopes[h] * sizes[b], lambda b, h, m, n: m % shift >= n % 5),
-            "plain": (None, None)}[form]
+            "plain": (None, None),
+        }[form]
         kv_lengths = lengths[::-1] if cross else lengths
         q, k, v = (torch.randn(sum(t), 2, D, device=device, requires_grad=True) for t in (lengths, kv_lengths, kv_lengths))
         cu_q, cu_k = offsets(lengths, device, dtype), offsets(kv_lengths, device, dtype)
@@ -275,7 +330,7 @@ def test_nothing_is_copied(device, monkeypatch):
     qkv = torch.randn(75, 3, 4, 40, device=device, requires_grad=True)
     cu = offsets([33, 42], device)
     out, lse = varlen_attention(*qkv.unbind(1), cu, mask_mod=mods.causal, return_lse=True)
-    (*views, result, rows, _), = calls
+    ((*views, result, rows, _),) = calls
     for i, view in enumerate(views):
         assert view.data_ptr() == qkv[:, i].data_ptr() and view.shape == (1, 4, 75, 40) and view.stride()[1:] == (40, 480, 1)
     assert out.data_ptr() == result.data_ptr() and out.is_contiguous() and lse.data_ptr() == rows.data_ptr()
@@ -286,13 +341,20 @@ def test_nothing_is_copied(device, monkeypatch):
 
 
 LONG, OTHER = [700, 0, 650, 130, 1, 300], [650, 50, 800, 60, 1, 320]
-EXACT = {"none": None, "causal": mods.causal, "window": mods.sliding_window(300), "dilated": mods.dilated_window(4, 3),
-         "bidirectional": mods.sliding_window_bidirectional(200, 300), "offset": mods.causal_offset(64)}
+EXACT = {
+    "none": None,
+    "causal": mods.causal,
+    "window": mods.sliding_window(300),
+    "dilated": mods.dilated_window(4, 3),
+    "bidirectional": mods.sliding_window_bidirectional(200, 300),
+    "offset": mods.causal_offset(64),
+}
 
 
 def packed_mask(mask_mod, lengths, kv_lengths):
-    packing = varlen._packing(offsets(lengths), None if kv_lengths is None else offsets(kv_lengths), sum(lengths),
-                              sum(kv_lengths or lengths))
+    packing = varlen._packing(
+        offsets(lengths), None if kv_lengths is None else offsets(kv_lengths), sum(lengths), sum(kv_lengths or lengths)
+    )
     return packing.mask_mod(mask_mod)
 
 
@@ -317,11 +379,11 @@ def test_bounds_find_every_full_block(name, kv_lengths):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("lengths", [LONG, [0, 0, 1000], [128, 256, 0], [1] * 300, [127, 129] * 70, [0, 40000]])
 def test_where_blocks_begin(lengths, device):
-    ends = [sum(lengths[:i + 1]) for i in range(len(lengths))]
+    ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
     expected = [start for end, n in zip(ends, lengths, strict=True) for start in range(end - n, end, 128)]
     starts = block_starts(offsets(lengths, device), ends[-1], 128).tolist()
-    assert starts[:len(expected)] == expected
-    assert starts[len(expected):] == [ends[-1]] * (ends[-1] // 128 + len(lengths) + 1 - len(expected))
+    assert starts[: len(expected)] == expected
+    assert starts[len(expected) :] == [ends[-1]] * (ends[-1] // 128 + len(lengths) + 1 - len(expected))
 
 
 @pytest.mark.parametrize("cu_seqlens", [[0, 500, 300, 1000], [0, 2000, 1000], [0, -5, 1000], [700, 900, 1000]])
@@ -345,7 +407,7 @@ def visited(lists) -> list[tuple[set, set]]:
     rows = []
     for row in range(int((lists.starts[1:] > lists.starts[:-1]).sum())):
         tables = (lists.kv_num_blocks, lists.kv_indices), (lists.full_kv_num_blocks, lists.full_kv_indices)
-        rows.append(tuple(set(indices[0, 0, row, :count[0, 0, row]].tolist()) for count, indices in tables))
+        rows.append(tuple(set(indices[0, 0, row, : count[0, 0, row]].tolist()) for count, indices in tables))
     return rows
 
 
@@ -380,13 +442,19 @@ def test_which_sequences_have_blocks_of_their_own():
 
 TABLE = torch.zeros(100)
 OF_DISTANCES = {
-    "causal": (lambda b, h, m, n: m >= n, True), "offset": (lambda b, h, m, n: m + 3 - n.long() > TABLE[b].int(), True),
-    "modulo": (lambda b, h, m, n: (m - n) % 4 == 0, True), "table": (lambda b, h, m, n: TABLE[m - n] > TABLE[h], True),
-    "sums": (lambda b, h, m, n: (m + n) - (n + m) == 0, True), "constant": (lambda b, h, m, n: h > 2, True),
-    "position": (lambda b, h, m, n: m > 3, False), "sum": (lambda b, h, m, n: m + n > 3, False),
-    "chunks": (lambda b, h, m, n: m // 4 == n // 4, False), "twice": (lambda b, h, m, n: 2 * m >= 2 * n, False),
+    "causal": (lambda b, h, m, n: m >= n, True),
+    "offset": (lambda b, h, m, n: m + 3 - n.long() > TABLE[b].int(), True),
+    "modulo": (lambda b, h, m, n: (m - n) % 4 == 0, True),
+    "table": (lambda b, h, m, n: TABLE[m - n] > TABLE[h], True),
+    "sums": (lambda b, h, m, n: (m + n) - (n + m) == 0, True),
+    "constant": (lambda b, h, m, n: h > 2, True),
+    "position": (lambda b, h, m, n: m > 3, False),
+    "sum": (lambda b, h, m, n: m + n > 3, False),
+    "chunks": (lambda b, h, m, n: m // 4 == n // 4, False),
+    "twice": (lambda b, h, m, n: 2 * m >= 2 * n, False),
     "narrow": (lambda b, h, m, n: m.to(torch.int8) >= n.to(torch.int8), False),
-    "floats": (lambda b, h, m, n: m.float() >= n.float(), False), "index": (lambda b, h, m, n: TABLE[m] > TABLE[n], False),
+    "floats": (lambda b, h, m, n: m.float() >= n.float(), False),
+    "index": (lambda b, h, m, n: TABLE[m] > TABLE[n], False),
     "mixed": (lambda b, h, m, n: (m >= n) & (n < 4), False),
 }
 

@@ -24,28 +24,146 @@ from flexpress.codegen.intervals import Analysis, analyse
 from flexpress.codegen.signature import bind
 
 SIZE = 20  # positions along an axis
-GATHERS = ("[{q}]", "[{k}]", "[q_idx + kv_idx]", "[q_idx - kv_idx]", "[kv_idx - q_idx]", "[{q}, {k}]", "[h, {k}]", "[{q}, b]", "[b]",
-           "[b, h]", "[{q}, {q}]", "[q_idx - kv_idx, h]")
-LITERALS = (0, 1, 2, 3, 5, 7, 8, 31, 32, 63, 64, 100, 127, 128, 255, 256, 32767, 32768, 65535, 2**24 + 1, 2**31 - 1, 2**31, 2**32 + 5,
-            2**62, 2**63 - 1)
+GATHERS = (
+    "[{q}]",
+    "[{k}]",
+    "[q_idx + kv_idx]",
+    "[q_idx - kv_idx]",
+    "[kv_idx - q_idx]",
+    "[{q}, {k}]",
+    "[h, {k}]",
+    "[{q}, b]",
+    "[b]",
+    "[b, h]",
+    "[{q}, {q}]",
+    "[q_idx - kv_idx, h]",
+)
+LITERALS = (
+    0,
+    1,
+    2,
+    3,
+    5,
+    7,
+    8,
+    31,
+    32,
+    63,
+    64,
+    100,
+    127,
+    128,
+    255,
+    256,
+    32767,
+    32768,
+    65535,
+    2**24 + 1,
+    2**31 - 1,
+    2**31,
+    2**32 + 5,
+    2**62,
+    2**63 - 1,
+)
 COMPARISONS = ("{0} == {1}", "{0} != {1}", "{0} < {1}", "{0} <= {1}", "{0} > {1}", "{0} >= {1}")
-INTEGER_FORMS = ("{i} + {i}", "{i} - {i}", "{i} * {i}", "{i} + {a}", "{i} - {a}", "{a} - {i}", "{i} * {a}", "-{i}", "~{i}", "abs({i})",
-                 "torch.sign({i})", "{i} // {a}", "{i} // {i}", "{i} % {a}", "{i} % {i}", "{a} % {i}", "{a} // {i}",
-                 "torch.fmod({i}, {i})", "torch.fmod({i}, {a})", 'torch.div({i}, {i}, rounding_mode="trunc")',
-                 'torch.div({i}, {a}, rounding_mode="trunc")', "{i} & {i}", "{i} & {a}", "{i} | {i}", "{i} ^ {a}", "{i} << {i}",
-                 "{i} << ({i} & 3)", "{i} << {s}", "{i} >> {i}", "{i} >> {s}", "{i} ** ({i} & 3)", "{i} ** {s}",
-                 "torch.minimum({i}, {i})", "torch.maximum({i}, {i})", "torch.clamp({i}, {a}, {a})", "torch.clamp({i}, min={a})",
-                 "torch.where({b}, {i}, {i})", "torch.where({b}, {i}, {a})", "({b}).int()", "({i}).to({d})", "({i}).to({d})",
-                 "({f}).to({d})", "torch.full_like({i}, {a})", "torch.floor({i})", "{i}.detach()")
+INTEGER_FORMS = (
+    "{i} + {i}",
+    "{i} - {i}",
+    "{i} * {i}",
+    "{i} + {a}",
+    "{i} - {a}",
+    "{a} - {i}",
+    "{i} * {a}",
+    "-{i}",
+    "~{i}",
+    "abs({i})",
+    "torch.sign({i})",
+    "{i} // {a}",
+    "{i} // {i}",
+    "{i} % {a}",
+    "{i} % {i}",
+    "{a} % {i}",
+    "{a} // {i}",
+    "torch.fmod({i}, {i})",
+    "torch.fmod({i}, {a})",
+    'torch.div({i}, {i}, rounding_mode="trunc")',
+    'torch.div({i}, {a}, rounding_mode="trunc")',
+    "{i} & {i}",
+    "{i} & {a}",
+    "{i} | {i}",
+    "{i} ^ {a}",
+    "{i} << {i}",
+    "{i} << ({i} & 3)",
+    "{i} << {s}",
+    "{i} >> {i}",
+    "{i} >> {s}",
+    "{i} ** ({i} & 3)",
+    "{i} ** {s}",
+    "torch.minimum({i}, {i})",
+    "torch.maximum({i}, {i})",
+    "torch.clamp({i}, {a}, {a})",
+    "torch.clamp({i}, min={a})",
+    "torch.where({b}, {i}, {i})",
+    "torch.where({b}, {i}, {a})",
+    "({b}).int()",
+    "({i}).to({d})",
+    "({i}).to({d})",
+    "({f}).to({d})",
+    "torch.full_like({i}, {a})",
+    "torch.floor({i})",
+    "{i}.detach()",
+)
 COMMON_FORMS = ("{i} + {a}", "{i} - {a}", "{a} - {i}", "-{i}", "~{i}", "abs({i})", "{i} * {a}", "{i} << ({i} & 3)", "{i} % {a}")
-FLOAT_FORMS = ("{f} + {f}", "{f} - {i}", "{f} * {f}", "{f} * {a}", "{f} / {f}", "{i} / {i}", "-{f}", "abs({f})", "{f} % {x}",
-               "{f} // {x}", "torch.exp({f})", "torch.sqrt({f})", "torch.tanh({f})", "torch.floor({f})", "torch.round({f})",
-               "torch.minimum({f}, {f})", "torch.maximum({f}, {f})", "torch.where({b}, {f}, {f})", "torch.where({b}, {f}, {x})",
-               "({i}).float()", "({i}).to({e})", "({f}).to({e})", "torch.sign({f})", "torch.log({f})", "torch.clamp({f}, -3, {x})",
-               "({b}) * {f}", "F.relu({f})", "{f} ** 2", "torch.sin({f})", "torch.atan2({f}, {f})")
-BOOL_FORMS = ("({b}) & ({b})", "({b}) | ({b})", "({b}) ^ ({b})", "~({b})", "torch.logical_and({i}, {b})", "torch.logical_not({i})",
-              "({i}).bool()", "torch.where({b}, {b}, {b})", "torch.isnan({f})", "torch.isfinite({f})", "({f}).bool()", "({b}) == ({b})",
-              "({b}) <= ({b})", "torch.logical_xor({f}, {i})", "({b}) * ({b})", "torch.maximum({b}, {b})")
+FLOAT_FORMS = (
+    "{f} + {f}",
+    "{f} - {i}",
+    "{f} * {f}",
+    "{f} * {a}",
+    "{f} / {f}",
+    "{i} / {i}",
+    "-{f}",
+    "abs({f})",
+    "{f} % {x}",
+    "{f} // {x}",
+    "torch.exp({f})",
+    "torch.sqrt({f})",
+    "torch.tanh({f})",
+    "torch.floor({f})",
+    "torch.round({f})",
+    "torch.minimum({f}, {f})",
+    "torch.maximum({f}, {f})",
+    "torch.where({b}, {f}, {f})",
+    "torch.where({b}, {f}, {x})",
+    "({i}).float()",
+    "({i}).to({e})",
+    "({f}).to({e})",
+    "torch.sign({f})",
+    "torch.log({f})",
+    "torch.clamp({f}, -3, {x})",
+    "({b}) * {f}",
+    "F.relu({f})",
+    "{f} ** 2",
+    "torch.sin({f})",
+    "torch.atan2({f}, {f})",
+)
+BOOL_FORMS = (
+    "({b}) & ({b})",
+    "({b}) | ({b})",
+    "({b}) ^ ({b})",
+    "~({b})",
+    "torch.logical_and({i}, {b})",
+    "torch.logical_not({i})",
+    "({i}).bool()",
+    "torch.where({b}, {b}, {b})",
+    "torch.isnan({f})",
+    "torch.isfinite({f})",
+    "({f}).bool()",
+    "({b}) == ({b})",
+    "({b}) <= ({b})",
+    "torch.logical_xor({f}, {i})",
+    "({b}) * ({b})",
+    "torch.maximum({b}, {b})",
+)
 
 
 class Writer:
@@ -59,10 +177,16 @@ class Writer:
         return self.bool(self.rng.choice((1, 1, 2, 2, 3, 4)))
 
     def fill(self, form: str, depth: int) -> str:
-        makers = {"i": lambda: self.integer(depth - 1), "f": lambda: self.float(depth - 1), "b": lambda: self.bool(depth - 1),
-                  "a": self.number,
-                  "s": lambda: str(self.rng.choice((0, 1, 2, 3, 7, 8, 31, 33, 63, 64, -1))), "d": lambda: str(self.rng.choice(INTEGERS)),
-                  "e": lambda: str(self.rng.choice(FLOATS)), "x": self.real}
+        makers = {
+            "i": lambda: self.integer(depth - 1),
+            "f": lambda: self.float(depth - 1),
+            "b": lambda: self.bool(depth - 1),
+            "a": self.number,
+            "s": lambda: str(self.rng.choice((0, 1, 2, 3, 7, 8, 31, 33, 63, 64, -1))),
+            "d": lambda: str(self.rng.choice(INTEGERS)),
+            "e": lambda: str(self.rng.choice(FLOATS)),
+            "x": self.real,
+        }
         for letter, make in makers.items():
             while f"{{{letter}}}" in form:
                 form = form.replace(f"{{{letter}}}", make(), 1)
@@ -70,8 +194,15 @@ class Writer:
 
     def bool(self, depth: int) -> str:
         if depth <= 0:
-            return self.rng.choice((lambda: "(q_idx >= kv_idx)", lambda: self.load(torch.bool), lambda: self.load(torch.bool),
-                                    lambda: f"(kv_idx - q_idx < {self.number()})", self.flag))()
+            return self.rng.choice(
+                (
+                    lambda: "(q_idx >= kv_idx)",
+                    lambda: self.load(torch.bool),
+                    lambda: self.load(torch.bool),
+                    lambda: f"(kv_idx - q_idx < {self.number()})",
+                    self.flag,
+                )
+            )()
         if self.rng.random() < 0.7:
             if self.rng.random() < 0.75:
                 sides = [self.integer(depth), self.number() if self.rng.random() < 0.6 else self.integer(self.rng.randrange(depth + 1))]
@@ -102,11 +233,11 @@ class Writer:
         """An integer: a literal, or captured."""
         value = self.rng.choice(LITERALS if self.rng.random() < 0.5 else LITERALS[:6])
         value = value * self.rng.choice((1, 1, -1)) + self.rng.choice((0, 0, 0, 1, -1))
-        value = min(max(value, -2**63), 2**63 - 1)
+        value = min(max(value, -(2**63)), 2**63 - 1)
         if self.rng.random() < 0.6:
             return f"({value})"
         if self.rng.random() < 0.7:
-            value = self.rng.choice((value % 64, -2**31, 2**31 - 1, -128, 127, 255, 256))
+            value = self.rng.choice((value % 64, -(2**31), 2**31 - 1, -128, 127, 255, 256))
         return self.capture("n", lambda: value)
 
     def flag(self) -> str:
@@ -179,6 +310,7 @@ class Judged:
     def blocks(self, q: list[int], kv: list[int], B: int = 2, H: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
         """(verdict, truth), each (B, H, blocks of queries, blocks of keys): 0 empty, 2 full, 1 neither. q and kv: where blocks begin, and
         where the last one ends."""
+
         def whole(values, *shape):
             return torch.tensor(values, dtype=torch.int32).reshape(shape)
 
