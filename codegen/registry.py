@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from .turn import Turn
@@ -106,3 +107,16 @@ def sizes() -> Iterator[CacheSize]:
     """How full each is, by name."""
     for name, cache in sorted(_caches.items()):
         yield CacheSize(name, len(cache), cache.limit)
+
+
+@dataclass
+class CacheInfo:
+    """Counters since the process started (or `cache_clear`)."""
+
+    traces: int = 0  # mods traced
+    prints: int = 0  # kernels rendered from a template
+    compiles: int = 0  # kernels compiled (GPU) or loaded for the interpreter (CPU)
+    hits: int = 0  # calls that found everything ready
+
+
+INFO = CacheInfo()

@@ -11,15 +11,16 @@ from flexpress import flash
 from flexpress.attention import AuxOutput, AuxRequest, flex_attention
 from flexpress.block_mask import BlockMask, and_masks, create_block_mask, create_mask, noop_mask, or_masks
 from flexpress.cached import cached_attention
-from flexpress.codegen.cache import VERSION as __version__
-from flexpress.codegen.errors import ModError, RenderError
-from flexpress.codegen.evaluate import evaluate_mod
 from flexpress.explain import explain
 from flexpress.inspection import CacheInfo, cache_clear, cache_dir, cache_info, printed_kernels
 from flexpress.kv_cache import rope_table, update_cache
 from flexpress.pages import OutOfPages, PageAllocator
 from flexpress.plot import plot_mask
 from flexpress.varlen import varlen_attention
+
+from .codegen.device.cache import VERSION as __version__
+from .codegen.mod.errors import ModError, RenderError
+from .codegen.run.evaluate import evaluate_mod
 
 __all__ = [
     "AuxOutput",

@@ -11,15 +11,16 @@ import torch
 from flexpress import checks
 from flexpress.block_lists import transposed_lists
 from flexpress.block_mask import DEFAULT_BLOCK_SIZE, BlockMask, adopt, is_foreign_mask, same_mod
-from flexpress.codegen.backward import backward
-from flexpress.codegen.capture import name_of
-from flexpress.codegen.compiling import runs_uncompiled
-from flexpress.codegen.forward import BlockLists, Inputs, Rows, forward
-from flexpress.codegen.forward_plan import Options
-from flexpress.codegen.masks import automatic_lists
-from flexpress.codegen.registry import Table
-from flexpress.codegen.signature import bind
-from flexpress.codegen.tensors import check_inputs, check_kind, check_surroundings, read_captured, readable
+
+from .codegen.compiling import runs_uncompiled
+from .codegen.mod.bind import bind
+from .codegen.mod.capture import name_of
+from .codegen.mod.tensors import check_inputs, check_kind, check_surroundings, read_captured, readable
+from .codegen.plan.forward import Options
+from .codegen.registry import Table
+from .codegen.run.backward import backward
+from .codegen.run.forward import BlockLists, Inputs, Rows, forward
+from .codegen.run.masks import automatic_lists
 
 
 class AuxRequest(NamedTuple):

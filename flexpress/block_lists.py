@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 import torch
 
-from flexpress.codegen import masks
-from flexpress.codegen.capture import name_of
-from flexpress.codegen.forward import BlockLists
-from flexpress.codegen.tensors import check_kind
+from .codegen.mod.capture import name_of
+from .codegen.mod.tensors import check_kind
+from .codegen.run import masks
+from .codegen.run.forward import BlockLists
 
 _BLOCK = 128  # of the grid that kernels walk where a mask's own blocks do not suit them
 

@@ -23,14 +23,15 @@ from flexpress.block_lists import (
     transposed_lists,
 )
 from flexpress.checks import block_size, pair, whole
-from flexpress.codegen import masks
-from flexpress.codegen.capture import name_of
-from flexpress.codegen.compiling import runs_uncompiled
-from flexpress.codegen.errors import ModError
-from flexpress.codegen.forward import BlockLists
-from flexpress.codegen.signature import bind
-from flexpress.codegen.tensors import check_surroundings, read_captured
 from flexpress.slices import Selection, selected, shown, take, three_indices
+
+from .codegen.compiling import runs_uncompiled
+from .codegen.mod.bind import bind
+from .codegen.mod.capture import name_of
+from .codegen.mod.errors import ModError
+from .codegen.mod.tensors import check_surroundings, read_captured
+from .codegen.run import masks
+from .codegen.run.forward import BlockLists
 
 DEFAULT_BLOCK_SIZE = 128
 

@@ -8,9 +8,10 @@ from collections.abc import Callable
 import torch
 
 from flexpress.checks import CACHE_DTYPES, DTYPES, MAX_HEAD_DIM, whole
-from flexpress.codegen.decode import Cached
-from flexpress.codegen.registry import Table
-from flexpress.codegen.tensors import check_kind, check_memory
+
+from .codegen.mod.tensors import check_kind, check_memory
+from .codegen.registry import Table
+from .codegen.run.decode import Cached
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 

@@ -9,13 +9,14 @@ import torch
 
 from flexpress import checks
 from flexpress.cache_checks import check_batch, check_contents, check_no_gradients
-from flexpress.codegen.compiling import runs_uncompiled
-from flexpress.codegen.decode import decode
-from flexpress.codegen.forward import keys_of, output_like
-from flexpress.codegen.masks import automatic_lists
-from flexpress.codegen.prefill import BLOCK, prefill, serves
-from flexpress.codegen.signature import bind
-from flexpress.codegen.tensors import check_surroundings, read_captured
+
+from .codegen.compiling import runs_uncompiled
+from .codegen.mod.bind import bind
+from .codegen.mod.tensors import check_surroundings, read_captured
+from .codegen.run.decode import decode
+from .codegen.run.forward import keys_of, output_like
+from .codegen.run.masks import automatic_lists
+from .codegen.run.prefill import BLOCK, prefill, serves
 
 _INSTEAD = "train with flex_attention or varlen_attention, or call it under torch.no_grad()"
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 
 import torch
 
-from flexpress.codegen.forward_plan import Options
-from flexpress.codegen.spec import LARGEST_BLOCK_N
-from flexpress.codegen.tensors import check_kind
+from .codegen.mod.tensors import check_kind
+from .codegen.plan.forward import Options
+from .codegen.text.spec import LARGEST_BLOCK_N
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CACHE_DTYPES = (*DTYPES, torch.float8_e4m3fn)

@@ -7,9 +7,10 @@ import os
 import sys
 
 from flexpress import __version__
-from flexpress.codegen.preview import TARGETS, compilation, hopper_compilation
-from flexpress.codegen.render import render
 from flexpress.recipes import RECIPES, make
+
+from .codegen.run.preview import TARGETS, compilation, hopper_compilation
+from .codegen.text.render import render
 
 _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", **{n: n for n in ("float16", "bfloat16", "float32")}}
 

@@ -16,9 +16,10 @@ from triton import knobs
 
 import flexpress
 from flexpress import mods
-from flexpress.codegen import offline
-from flexpress.codegen.preview import compilation
-from flexpress.codegen.tiles import SHARED_MEMORY, architecture
+
+from .codegen.device import offline
+from .codegen.gpus import SHARED_MEMORY, architecture
+from .codegen.run.preview import compilation
 
 _MINIMUM = {"torch": (2, 9), "triton": (3, 6), "jinja2": (3, 1)}
 

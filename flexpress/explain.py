@@ -7,12 +7,13 @@ from collections.abc import Callable
 import torch
 
 from flexpress.attention import prepared
-from flexpress.codegen import backward, forward
-from flexpress.codegen.compiling import runs_uncompiled
-from flexpress.codegen.hopper_plan import scores_are_raw
-from flexpress.codegen.signature import why_every_call
-from flexpress.codegen.sums import as_sum
-from flexpress.codegen.tensors import check_surroundings
+
+from .codegen.compiling import runs_uncompiled
+from .codegen.mod.bind import why_every_call
+from .codegen.mod.sums import as_sum
+from .codegen.mod.tensors import check_surroundings
+from .codegen.plan.hopper_forward import scores_are_raw
+from .codegen.run import backward, forward
 
 
 @runs_uncompiled

@@ -30,9 +30,10 @@ import torch
 
 from flexpress.attention import flex_attention
 from flexpress.checks import DTYPES, MAX_HEAD_DIM, autocasts, check_rank
-from flexpress.codegen.compiling import runs_uncompiled
-from flexpress.codegen.tensors import check_surroundings
 from flexpress.mods import causal as causal_mask
+
+from .codegen.compiling import runs_uncompiled
+from .codegen.mod.tensors import check_surroundings
 
 __all__ = ["flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func"]
 

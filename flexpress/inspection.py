@@ -5,15 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from flexpress.codegen import cache, kernel, registry
-from flexpress.codegen.cache import CacheInfo, cache_dir
+from .codegen import registry
+from .codegen.device import kernel
+from .codegen.device.cache import cache_dir
+from .codegen.registry import INFO, CacheInfo
 
 __all__ = ["CacheInfo", "cache_clear", "cache_dir", "cache_info", "printed_kernels"]
 
 
 def cache_info() -> CacheInfo:
     """How many mods were traced, kernels printed and compiled, and calls found everything ready, since the process started."""
-    return replace(cache.INFO)
+    return replace(INFO)
 
 
 def cache_clear() -> None:
@@ -21,7 +23,7 @@ def cache_clear() -> None:
     stay."""
     registry.clear()
     for name in vars(CacheInfo()):
-        setattr(cache.INFO, name, 0)
+        setattr(INFO, name, 0)
 
 
 def printed_kernels() -> list[Path]:

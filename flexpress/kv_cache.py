@@ -7,9 +7,10 @@ import torch
 from flexpress import checks
 from flexpress.cache_checks import check_batch, check_contents, check_no_gradients, check_plain, check_writable, described
 from flexpress.checks import positive, whole
-from flexpress.codegen.compiling import runs_uncompiled
-from flexpress.codegen.tensors import check_memory, check_surroundings
-from flexpress.codegen.update_cache import update
+
+from .codegen.compiling import runs_uncompiled
+from .codegen.mod.tensors import check_memory, check_surroundings
+from .codegen.run.update_cache import update
 
 
 def rope_table(

@@ -8,8 +8,9 @@ from collections.abc import Callable
 import torch
 
 from flexpress.block_mask import DEFAULT_BLOCK_SIZE, BlockMask, adopt, create_block_mask, is_foreign_mask
-from flexpress.codegen.capture import name_of
-from flexpress.codegen.compiling import runs_uncompiled
+
+from .codegen.compiling import runs_uncompiled
+from .codegen.mod.capture import name_of
 
 _KINDS = ("empty", "partial", "full")
 _COLOURS = ("#f2f2f2", "#e69f00", "#0072b2")  # grey, orange, blue of Okabe and Ito (2008): told apart by any eye, and in black and white

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from flexpress.codegen.capture import name_of
+from .codegen.mod.capture import name_of
 
 
 class Selection:

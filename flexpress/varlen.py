@@ -10,14 +10,15 @@ import torch
 
 from flexpress.attention import attend, prepared
 from flexpress.checks import DTYPES, MAX_HEAD_DIM, autocasts, check_rank
-from flexpress.codegen.capture import name_of
-from flexpress.codegen.compiling import runs_uncompiled
-from flexpress.codegen.decode import MAX_QUERIES
-from flexpress.codegen.expr import Expr, ModGraph, walk
-from flexpress.codegen.masks import Starts, block_starts
-from flexpress.codegen.registry import remembered
-from flexpress.codegen.signature import bind
-from flexpress.codegen.tensors import check_surroundings
+
+from .codegen.compiling import runs_uncompiled
+from .codegen.mod.bind import bind
+from .codegen.mod.capture import name_of
+from .codegen.mod.expr import Expr, ModGraph, walk
+from .codegen.mod.tensors import check_surroundings
+from .codegen.registry import remembered
+from .codegen.run.decode import MAX_QUERIES
+from .codegen.run.masks import Starts, block_starts
 
 
 @runs_uncompiled

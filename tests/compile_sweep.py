@@ -20,8 +20,8 @@ from collections.abc import Callable
 
 import torch
 
-from flexpress.codegen.forward_plan import Blocks, Cache, Options
-from flexpress.codegen.preview import (
+from flexpress.codegen.plan.forward import Blocks, Cache, Options
+from flexpress.codegen.run.preview import (
     Compilation,
     backward_compilations,
     block_lists_compilation,

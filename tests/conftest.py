@@ -48,8 +48,8 @@ def every_kernel(request) -> bool:
 
 def pytest_configure(config):
     from flexpress import checks
-    from flexpress.codegen import forward
-    from flexpress.codegen.forward_plan import Options
+    from flexpress.codegen.plan.forward import Options
+    from flexpress.codegen.run import forward
 
     if config.getoption("--backend") == "TRITON":
         checks.DEFAULT = Options(backend="TRITON")

@@ -1,7 +1,7 @@
 """What the tests of mods share: mods from expressions, torch's answer to them, and a kernel's.
 
 An expression is a line of Python in the symbols score, b, h, q_idx, kv_idx and in what it captures. A printed
-kernel evaluates it at every position (`flexpress.codegen.evaluate`), torch does so on tensors that broadcast.
+kernel evaluates it at every position (`flexpress.codegen.run.evaluate`), torch does so on tensors that broadcast.
 Numbers in floating point are compared with float64; what a kernel may be off by comes from the same
 computation with noise on every operation.
 """
@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from dense import positions
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flexpress.codegen.evaluate import evaluate_mod
-from flexpress.codegen.expr import MASK_SYMBOLS, SCORE_SYMBOLS
-from flexpress.codegen.ops import OPS
-from flexpress.codegen.signature import bind
+from flexpress.codegen.mod.bind import bind
+from flexpress.codegen.mod.expr import MASK_SYMBOLS, SCORE_SYMBOLS
+from flexpress.codegen.mod.ops import OPS
+from flexpress.codegen.run.evaluate import evaluate_mod
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = {"cpu": (2, 2, 20, 24), "cuda": (2, 3, 200, 333)}  # (B, H, Q_LEN, KV_LEN)

@@ -8,8 +8,9 @@ from collections.abc import Callable
 import fake_gluon
 import torch
 
-from flexpress.codegen import backward, binary, decode, forward, kernel, prefill, tma
-from flexpress.codegen.render import render
+from flexpress.codegen.device import binary, kernel, tma
+from flexpress.codegen.run import backward, decode, forward, prefill
+from flexpress.codegen.text.render import render
 
 
 class Variant:

@@ -117,8 +117,8 @@ def interpret(n: int) -> int:
 def trace(n: int) -> int:
     import fresh_mods
 
-    from flexpress.codegen.preview import preview
-    from flexpress.codegen.render import render
+    from flexpress.codegen.run.preview import preview
+    from flexpress.codegen.text.render import render
 
     return beside(n, lambda i: render(preview(fresh_mods.score_mod(1000 + i), fresh_mods.mask_mod(3 + i))))
 
@@ -126,7 +126,7 @@ def trace(n: int) -> int:
 def compiling(n: int) -> int:
     import fresh_mods
 
-    from flexpress.codegen.preview import compilation
+    from flexpress.codegen.run.preview import compilation
 
     return beside(n, lambda i: compilation("sm_90", mask_mod=fresh_mods.mask_mod(3 + i), head_dim=64).compile())
 

@@ -19,7 +19,7 @@ from evaluate import EPS, LARGEST, SMALLEST, default_dtype
 from evaluate import Noise as AnyNoise
 from fuzz_mods import in_working_precision, reference_namespace
 
-from flexpress.codegen.ops import OPS
+from flexpress.codegen.mod.ops import OPS
 
 UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}  # half an ulp of 1
 MASKED = -math.inf

@@ -22,7 +22,7 @@ import torch
 from fresh_mods import language, mask_mod, mask_of, same_language, score_mod, score_of
 
 from flexpress import cache_clear, create_block_mask, evaluate_mod, flex_attention, mods
-from flexpress.codegen.preview import compilation
+from flexpress.codegen.run.preview import compilation
 
 LENGTH = 40
 

@@ -25,7 +25,7 @@ import torch
 from fresh_mods import score_mod, score_of
 
 from flexpress import cache_clear, cache_info, evaluate_mod
-from flexpress.codegen import binary, folder
+from flexpress.codegen.device import binary, folder
 
 
 def check(number: int) -> None:

@@ -20,7 +20,7 @@ import torch
 from fresh_mods import mask_mod, mask_of, score_mod, score_of
 
 from flexpress import cache_clear, cache_info, create_block_mask, evaluate_mod, flex_attention, varlen_attention
-from flexpress.codegen import kernel
+from flexpress.codegen.device import kernel
 
 LENGTH = 20
 

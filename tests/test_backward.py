@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flexpress import cache_info, create_block_mask, explain, flex_attention, mods
 from flexpress.codegen import registry
-from flexpress.codegen.backward_plan import whole_blocks
+from flexpress.codegen.plan.backward import whole_blocks
 
 # cancellation in dP - delta, which every flash attention computes from a rounded output, may cost some digits
 FLOORS = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}

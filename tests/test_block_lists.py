@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from flexpress import BlockMask, create_block_mask, flex_attention, mods
 from flexpress.block_lists import kernel_size
-from flexpress.codegen.forward import reached
+from flexpress.codegen.run.forward import reached
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

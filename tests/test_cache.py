@@ -13,7 +13,7 @@ from dense import dense_attention, relative_error
 
 import flexpress
 from flexpress import cache_clear, cache_info, create_block_mask, flex_attention, mods
-from flexpress.codegen import cache
+from flexpress.codegen.device import cache
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 OFFSET = 1

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexpress import cache_info, cached_attention, mods, rope_table, update_cache
-from flexpress.codegen import decode
+from flexpress.codegen.run import decode
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SLOPES = torch.linspace(0.1, 0.9, 12)

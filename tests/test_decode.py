@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexpress import AuxRequest, create_block_mask, explain, flex_attention, mods
-from flexpress.codegen.decode_plan import rows_of, splits_of
+from flexpress.codegen.plan.decode import rows_of, splits_of
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 OPTIONS = {"BACKEND": "TRITON_DECODE"}

@@ -9,12 +9,12 @@ from fake_hopper import forward_on_cpu
 
 from flexpress import flex_attention, mods
 from flexpress.codegen import registry
-from flexpress.codegen.distance import read_by_distance
-from flexpress.codegen.expr import walk
-from flexpress.codegen.forward_plan import Cache
-from flexpress.codegen.preview import hopper_compilation
-from flexpress.codegen.render import render
-from flexpress.codegen.signature import bind
+from flexpress.codegen.mod.bind import bind
+from flexpress.codegen.mod.distance import read_by_distance
+from flexpress.codegen.mod.expr import walk
+from flexpress.codegen.plan.forward import Cache
+from flexpress.codegen.run.preview import hopper_compilation
+from flexpress.codegen.text.render import render
 from flexpress.recipes import make
 
 G = torch.Generator().manual_seed(3)

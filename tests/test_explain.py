@@ -7,7 +7,9 @@ import torch
 from fake_hopper import Variant, pass_for_hopper
 
 from flexpress import create_block_mask, explain, flex_attention, mods
-from flexpress.codegen import binary, forward, registry
+from flexpress.codegen import registry
+from flexpress.codegen.device import binary
+from flexpress.codegen.run import forward
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import torch
 from fresh_mods import score_mod, score_of
 
 from flexpress import cache_clear, cache_dir, cache_info, evaluate_mod, printed_kernels
-from flexpress.codegen import binary, cache, folder
+from flexpress.codegen.device import binary, cache, folder
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "getuid"), reason="owners and modes as POSIX has them")
 _numbers = iter(range(10**6))
@@ -256,8 +256,8 @@ def _of_another(info: os.stat_result, inode: int) -> os.stat_result:
 
 def _printed():
     """The spec and the text of a kernel."""
-    from flexpress.codegen.preview import evaluate_compilation
-    from flexpress.codegen.render import render
+    from flexpress.codegen.run.preview import evaluate_compilation
+    from flexpress.codegen.text.render import render
 
     spec = evaluate_compilation("sm_90", score_mod(next(_numbers)), "score").spec
     return spec, render(spec)

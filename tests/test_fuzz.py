@@ -17,7 +17,7 @@ from problems import DEVICES
 
 import flexpress
 from flexpress import BlockMask
-from flexpress.codegen import masks
+from flexpress.codegen.run import masks
 
 SEED = int(os.environ.get("FLEXPRESS_FUZZ_SEED", 0))
 COUNTS = {

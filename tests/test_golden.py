@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from flexpress.codegen.preview import backward_compilations, decode_compilations, hopper_compilation, mask_compilations, preview
-from flexpress.codegen.render import render
+from flexpress.codegen.run.preview import backward_compilations, decode_compilations, hopper_compilation, mask_compilations, preview
+from flexpress.codegen.text.render import render
 from flexpress.recipes import make
 
 FOLDER = Path(__file__).parent.parent / "generated"

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_ops import DIVISIONS, FORMS, NUMBER_VALUES, compositions, legal_operands
 
-from flexpress.codegen.expr import SCORE_SYMBOLS, walk
-from flexpress.codegen.grad import differentiate
-from flexpress.codegen.host import compute
-from flexpress.codegen.ops import OPS
-from flexpress.codegen.signature import bind
+from flexpress.codegen.mod.bind import bind
+from flexpress.codegen.mod.compute import compute
+from flexpress.codegen.mod.expr import SCORE_SYMBOLS, walk
+from flexpress.codegen.mod.grad import differentiate
+from flexpress.codegen.mod.ops import OPS
 
 # Their results are integers or bools, or move in steps.
 NOT_DIFFERENTIABLE = {

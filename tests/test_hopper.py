@@ -14,7 +14,8 @@ from problems import problems
 from test_backward import gradient_problems
 
 from flexpress import checks, create_block_mask, explain, flex_attention, mods, printed_kernels
-from flexpress.codegen import backward, forward, kernel
+from flexpress.codegen.device import kernel
+from flexpress.codegen.run import backward, forward
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,12 +11,14 @@ from dense import dense_attention, relative_error
 from fake_hopper import Variant, pass_for_hopper
 
 from flexpress import create_block_mask, mods
-from flexpress.codegen import backward, kernel, registry
-from flexpress.codegen.binary import one_by_one
-from flexpress.codegen.forward import Inputs, Rows, forward
-from flexpress.codegen.forward_plan import Options
-from flexpress.codegen.render import render
-from flexpress.codegen.signature import bind
+from flexpress.codegen import registry
+from flexpress.codegen.device import kernel
+from flexpress.codegen.device.binary import one_by_one
+from flexpress.codegen.mod.bind import bind
+from flexpress.codegen.plan.forward import Options
+from flexpress.codegen.run import backward
+from flexpress.codegen.run.forward import Inputs, Rows, forward
+from flexpress.codegen.text.render import render
 
 CASES = {  # heads of q and k, batch entries of q and k, lengths, head dims; how many MiB of heads are worked on at a time, and programs
     "one group": dict(),

@@ -12,16 +12,18 @@ from test_offline import assert_packed_as_read
 from tritons import my_turn
 
 from flexpress import create_block_mask, flex_attention, mods, varlen, varlen_attention
-from flexpress.codegen import backward, kernel, registry, tma
-from flexpress.codegen.backward_plan import BackwardCase, delta_rows, delta_spec
-from flexpress.codegen.forward_plan import Blocks, Options
-from flexpress.codegen.hopper_backward_plan import HopperBackwardPlan, fits, plan_hopper_backward
-from flexpress.codegen.offline import Compiled
-from flexpress.codegen.preview import EXTENTS, Compilation, hopper_backward_compilations
-from flexpress.codegen.render import render
-from flexpress.codegen.signature import bind
-from flexpress.codegen.spec import dtype_name, layouts_of
-from flexpress.codegen.tiles import SHARED_MEMORY
+from flexpress.codegen import registry
+from flexpress.codegen.device import kernel, tma
+from flexpress.codegen.device.offline import Compiled
+from flexpress.codegen.gpus import SHARED_MEMORY
+from flexpress.codegen.mod.bind import bind
+from flexpress.codegen.plan.backward import BackwardCase, delta_rows, delta_spec
+from flexpress.codegen.plan.forward import Blocks, Options
+from flexpress.codegen.plan.hopper_backward import HopperBackwardPlan, fits, plan_hopper_backward
+from flexpress.codegen.run import backward
+from flexpress.codegen.run.preview import EXTENTS, Compilation, hopper_backward_compilations
+from flexpress.codegen.text.render import render
+from flexpress.codegen.text.spec import dtype_name, layouts_of
 from flexpress.recipes import make
 
 PLAIN = BackwardCase(torch.bfloat16, 128, 128, use_tma=(True, True))

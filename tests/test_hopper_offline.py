@@ -10,13 +10,13 @@ import torch
 from test_offline import assert_packed_as_read
 from tritons import my_turn
 
-from flexpress.codegen import offline
-from flexpress.codegen.cache import load_module, store
-from flexpress.codegen.forward_plan import Blocks, Cache, ForwardCase, Options, geometry_of
-from flexpress.codegen.hopper_plan import fits, heads_per_group, plan_hopper_forward
-from flexpress.codegen.preview import Compilation, hopper_compilation
-from flexpress.codegen.render import render
-from flexpress.codegen.tiles import SHARED_MEMORY
+from flexpress.codegen.device import offline
+from flexpress.codegen.device.cache import load_module, store
+from flexpress.codegen.gpus import SHARED_MEMORY
+from flexpress.codegen.plan.forward import Blocks, Cache, ForwardCase, Options, geometry_of
+from flexpress.codegen.plan.hopper_forward import fits, heads_per_group, plan_hopper_forward
+from flexpress.codegen.run.preview import Compilation, hopper_compilation
+from flexpress.codegen.text.render import render
 from flexpress.recipes import make
 
 MLA = dict(head_dim=192, head_dim_v=128)

@@ -14,10 +14,8 @@ import pytest
 import torch
 
 from flexpress import cache_clear, create_block_mask, evaluate_mod, flex_attention, printed_kernels
-from flexpress.codegen import render as rendering
-from flexpress.codegen import snippet, spec
-from flexpress.codegen.errors import RenderError
-from flexpress.codegen.preview import (
+from flexpress.codegen.mod.errors import RenderError
+from flexpress.codegen.run.preview import (
     backward_compilations,
     decode_compilations,
     evaluate_compilation,
@@ -25,8 +23,10 @@ from flexpress.codegen.preview import (
     mask_compilations,
     preview,
 )
-from flexpress.codegen.render import render
-from flexpress.codegen.text import one_line
+from flexpress.codegen.text import render as rendering
+from flexpress.codegen.text import snippet, spec
+from flexpress.codegen.text.lines import one_line
+from flexpress.codegen.text.render import render
 
 BREAKS = [chr(c) for c in range(sys.maxunicode + 1) if len(f"a{chr(c)}b".splitlines()) > 1]  # all that Python takes for the end of a line
 CONTROLS = [chr(c) for c in (0, 1, 7, 8, 9, 27, 127, 0x80, 0x9F)]

@@ -14,7 +14,8 @@ import triton.language as tl
 from fresh_mods import language, same_language, score_mod
 
 from flexpress import evaluate_mod
-from flexpress.codegen import binary, interpret, kernel, turn
+from flexpress.codegen import turn
+from flexpress.codegen.device import binary, interpret, kernel
 from flexpress.codegen.turn import Turn
 
 _FILES = (interpret.__file__, turn.__file__, kernel.__file__)

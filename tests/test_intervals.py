@@ -17,17 +17,17 @@ from test_ops import BOOL_FORMS, DIVISIONS, FLOAT_FORMS, INT_FORMS, NUMBERS, com
 from verdicts import SIZE, Judged, Writer, check, random_case
 
 from flexpress import ModError, create_block_mask, mods
-from flexpress.codegen.bounds import _INTEGERS, _ORDERS, BoundsRun, TooLarge, constant
-from flexpress.codegen.dispatch import apply
-from flexpress.codegen.expr import ExprTable, value_range, walk
-from flexpress.codegen.host import compute
-from flexpress.codegen.intervals import Interval, _IntervalRun, _point, analyse
-from flexpress.codegen.masks import BlockGrid
-from flexpress.codegen.ops import OPS, kind
-from flexpress.codegen.signature import bind
-from flexpress.codegen.snippet import Target
-from flexpress.codegen.spec import layouts_of, mod_text
-from flexpress.codegen.symbols import Run, Sym
+from flexpress.codegen.mod.bind import bind
+from flexpress.codegen.mod.bounds import _INTEGERS, _ORDERS, BoundsRun, TooLarge, constant
+from flexpress.codegen.mod.compute import compute
+from flexpress.codegen.mod.dispatch import apply
+from flexpress.codegen.mod.expr import ExprTable, value_range, walk
+from flexpress.codegen.mod.intervals import Interval, _IntervalRun, _point, analyse
+from flexpress.codegen.mod.ops import OPS, kind
+from flexpress.codegen.mod.symbols import Run, Sym
+from flexpress.codegen.run.masks import BlockGrid
+from flexpress.codegen.text.snippet import Target
+from flexpress.codegen.text.spec import layouts_of, mod_text
 
 WITHOUT_RULE = {"pow", "tan"}
 NAMES = {

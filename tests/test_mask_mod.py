@@ -15,9 +15,10 @@ from test_ops import compositions
 
 from flexpress import BlockMask, cache_info, create_block_mask, flex_attention, mods
 from flexpress.block_mask import resolve_device
-from flexpress.codegen import masks, registry
-from flexpress.codegen.masks import automatic_lists
-from flexpress.codegen.signature import bind
+from flexpress.codegen import registry
+from flexpress.codegen.mod.bind import bind
+from flexpress.codegen.run import masks
+from flexpress.codegen.run.masks import automatic_lists
 
 SIZES = [(64, 64), (128, 128), (256, 256), (64, 128)]
 
@@ -78,7 +79,7 @@ def test_lists_of_random_masks(expression, captured, size, lengths, extents):
 
 def evaluated(graph, values, b, h, q_idx, kv_idx):
     """A traced mask on tensors of indices, as kernels compute it."""
-    from flexpress.codegen.host import compute
+    from flexpress.codegen.mod.compute import compute
 
     count = len(graph.tensors)
     symbols = {name: value.to(torch.int32) for name, value in zip(("b", "h", "q_idx", "kv_idx"), (b, h, q_idx, kv_idx), strict=True)}

@@ -27,8 +27,8 @@ import torch
 from dense import positions
 
 from flexpress import cache_clear
-from flexpress.codegen.host import compute
-from flexpress.codegen.signature import bind
+from flexpress.codegen.mod.bind import bind
+from flexpress.codegen.mod.compute import compute
 
 SHAPE = (2, 3, 5, 7)
 SCORES = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))

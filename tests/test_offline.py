@@ -20,12 +20,13 @@ from triton.backends.nvidia.compiler import ptx_get_version
 from tritons import OLDER, my_turn
 
 from flexpress import create_block_mask, flex_attention, printed_kernels, templates
-from flexpress.codegen import offline
-from flexpress.codegen.binary import newer_assembler
-from flexpress.codegen.cache import without_comments
-from flexpress.codegen.cuda import argument_format
-from flexpress.codegen.forward_plan import Options
-from flexpress.codegen.preview import (
+from flexpress.codegen.device import offline
+from flexpress.codegen.device.binary import newer_assembler
+from flexpress.codegen.device.cache import without_comments
+from flexpress.codegen.device.cuda import argument_format
+from flexpress.codegen.gpus import SHARED_MEMORY, architecture
+from flexpress.codegen.plan.forward import Options
+from flexpress.codegen.run.preview import (
     Compilation,
     architecture_for,
     backward_compilations,
@@ -40,8 +41,7 @@ from flexpress.codegen.preview import (
     preview,
     update_cache_compilation,
 )
-from flexpress.codegen.render import render
-from flexpress.codegen.tiles import SHARED_MEMORY, architecture
+from flexpress.codegen.text.render import render
 from flexpress.recipes import RECIPES, make
 
 FORWARD = {  # every branch of the template and every row of the tile tables, not their product

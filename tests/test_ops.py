@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexpress import ModError
-from flexpress.codegen.evaluate import evaluate_mod
-from flexpress.codegen.ops import OPS
-from flexpress.codegen.preview import evaluate_compilation
-from flexpress.codegen.signature import bind
+from flexpress.codegen.mod.bind import bind
+from flexpress.codegen.mod.ops import OPS
+from flexpress.codegen.run.evaluate import evaluate_mod
+from flexpress.codegen.run.preview import evaluate_compilation
 
 # How each row is written. A row that is missing here fails test_every_row_has_a_test.
 FORMS = {

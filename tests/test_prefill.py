@@ -12,8 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flexpress import cached, cached_attention, checks, mods, printed_kernels, update_cache
-from flexpress.codegen import decode, forward, kernel, masks, prefill, registry
-from flexpress.codegen.forward_plan import Options
+from flexpress.codegen import registry
+from flexpress.codegen.device import kernel
+from flexpress.codegen.plan.forward import Options
+from flexpress.codegen.run import decode, forward, masks, prefill
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import torch
 from fresh_mods import mask_mod, score_mod
 
 from flexpress import cache_clear, create_block_mask, evaluate_mod, flex_attention, mods, rope_table, update_cache
-from flexpress.codegen import cache, registry
+from flexpress.codegen import registry
 from flexpress.codegen.registry import Bounded, CacheSize, Table, remembered
 
 PACKAGES = [Path(__file__).parent.parent / name for name in ("codegen", "flexpress", "mods")]
@@ -37,7 +37,7 @@ CONSTANT = {
 def module_level_caches() -> set[str]:
     """Empty dicts, lists and sets that modules and classes begin with, and functions with functools' caches."""
     found = set()
-    for path in (file for package in PACKAGES for file in package.glob("*.py")):
+    for path in (file for package in PACKAGES for file in package.rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for scope in (tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))):
             for node in scope.body:
@@ -97,7 +97,7 @@ def test_every_cache_is_bounded_and_cache_clear_forgets_all():
     assert all(0 <= size.entries <= size.limit <= 4096 for size in sizes)
     cache_clear()
     assert {size.name for size in registry.sizes() if size.entries} == set()
-    assert vars(cache.INFO) == dict.fromkeys(vars(cache.INFO), 0)
+    assert vars(registry.INFO) == dict.fromkeys(vars(registry.INFO), 0)
 
 
 def test_a_table_holds_so_much_and_the_oldest_goes():
@@ -155,7 +155,8 @@ def test_kernels_of_many_mods_are_bounded(monkeypatch):
     """With room for four, results stay right and no more than four are held."""
     from fresh_mods import score_of
 
-    from flexpress.codegen import evaluate, kernel
+    from flexpress.codegen.device import kernel
+    from flexpress.codegen.run import evaluate
 
     cache_clear()
     for table in (kernel._kernels, evaluate._plans):

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from test_hopper_backward_offline import planned
 
 from flexpress import mods
-from flexpress.codegen.expr import walk
-from flexpress.codegen.host import compute
-from flexpress.codegen.preview import hopper_compilation
-from flexpress.codegen.render import render
-from flexpress.codegen.signature import bind
-from flexpress.codegen.sums import as_sum
+from flexpress.codegen.mod.bind import bind
+from flexpress.codegen.mod.compute import compute
+from flexpress.codegen.mod.expr import walk
+from flexpress.codegen.mod.sums import as_sum
+from flexpress.codegen.run.preview import hopper_compilation
+from flexpress.codegen.text.render import render
 
 Q_LEN, KV_LEN, BATCH, HEAD = 200, 300, 1, 3
 CAPTURED = {

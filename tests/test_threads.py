@@ -14,9 +14,9 @@ import torch
 from fresh_mods import score_mod, score_of
 
 from flexpress import cache_clear, cache_info, evaluate_mod
-from flexpress.codegen import binary, interpret, kernel
-from flexpress.codegen.preview import evaluate_compilation
-from flexpress.codegen.signature import bind
+from flexpress.codegen.device import binary, interpret, kernel
+from flexpress.codegen.mod.bind import bind
+from flexpress.codegen.run.preview import evaluate_compilation
 
 
 def together(count: int, work) -> list:

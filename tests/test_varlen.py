@@ -14,8 +14,8 @@ from test_mask_mod import check_bounds
 
 from flexpress import ModError, and_masks, cache_clear, cache_info, mods, or_masks, varlen, varlen_attention
 from flexpress.attention import attend
-from flexpress.codegen.masks import automatic_lists, block_starts
-from flexpress.codegen.signature import bind
+from flexpress.codegen.mod.bind import bind
+from flexpress.codegen.run.masks import automatic_lists, block_starts
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LENGTHS = {"cpu": [0, 0, 1, 2, 15, 16, 40, 65, 130], "cuda": [0, 1, 17, 128, 300, 777, 1024]}

@@ -18,10 +18,10 @@ import torch
 from evaluate import FLOATS, INTEGERS, make_mod
 
 from flexpress import ModError
-from flexpress.codegen.expr import ModGraph, walk
-from flexpress.codegen.host import compute
-from flexpress.codegen.intervals import Analysis, analyse
-from flexpress.codegen.signature import bind
+from flexpress.codegen.mod.bind import bind
+from flexpress.codegen.mod.compute import compute
+from flexpress.codegen.mod.expr import ModGraph, walk
+from flexpress.codegen.mod.intervals import Analysis, analyse
 
 SIZE = 20  # positions along an axis
 GATHERS = (

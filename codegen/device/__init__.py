@@ -1,0 +1,1 @@
+"""The machine: the cache on disk, compiling, loading, launching, the interpreter."""

@@ -1,0 +1,120 @@
+"""Printed kernels on disk and in memory.
+
+A kernel file is named after what it is and keyed by the sha256 of its text without comments, with the versions of triton,
+torch and flexpress and the backend. Files are written under another name and renamed, so a reader never sees half of one; a file
+that was truncated or edited is written again. What was compared is what is used: no file is read twice. See folder.py for where they lie.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import json
+import linecache
+import tokenize
+import types
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+import torch
+import triton
+
+from ..text.spec import KernelSpec
+from . import folder
+
+VERSION = "0.1.0"
+
+
+@dataclass(frozen=True)
+class PrintedKernel:
+    """A kernel file and its text."""
+
+    path: Path
+    source: str
+
+
+def without_comments(source: str) -> str:
+    """The text with comments and blank lines removed: what decides whether two kernels are the same."""
+    tokens = [t for t in tokenize.generate_tokens(io.StringIO(source).readline) if t.type not in (tokenize.COMMENT, tokenize.NL)]
+    lines: dict[int, list[str]] = {}
+    for t in tokens:
+        lines.setdefault(t.start[0], []).append(t.string if t.type not in (tokenize.INDENT, tokenize.DEDENT) else "\t")
+    return "\n".join(" ".join(parts).rstrip() for parts in lines.values() if any(p.strip() for p in parts))
+
+
+def key_of(source: str, backend: str) -> str:
+    versions = f"{triton.__version__} {torch.__version__} {VERSION} {backend}"
+    return hashlib.sha256((versions + "\n" + without_comments(source)).encode()).hexdigest()
+
+
+def cache_dir() -> Path | None:
+    """Where printed kernels lie; None if they stay in memory, because no folder can be written to."""
+    return folder.path()
+
+
+def store(source: str, spec: KernelSpec) -> PrintedKernel:
+    """Put a kernel's text on disk (or find it there) and return the file and the text that it holds."""
+    key = key_of(source, spec.backend)
+    name = folder.file_name(spec.name, key[:12]) + ".py"
+    place, found = folder.path(), (folder.read(name) or b"").decode("utf-8", "replace")
+    if _key_or_none(found, spec.backend) != key:  # else the same code, whatever its comments say
+        place, found = folder.write(name, source.encode()), source
+    kernel = PrintedKernel((place or Path("<memory>")) / name, found)
+    _remember(spec, kernel)
+    return kernel
+
+
+@functools.cache
+def _templates_digest() -> str:
+    import flexpress.templates
+
+    folder = resources.files(flexpress.templates)
+    texts = (f.name + f.read_text(encoding="utf-8") for f in sorted(folder.iterdir(), key=lambda f: f.name) if f.name.endswith(".jinja"))
+    return hashlib.sha256("".join(texts).encode()).hexdigest()
+
+
+def _index(spec: KernelSpec) -> str:
+    """The file that notes which other one holds the kernel of `spec`: a later process need not print it again."""
+    identity = f"{spec!r} {_templates_digest()} {triton.__version__} {torch.__version__} {VERSION}"
+    return f".{hashlib.sha256(identity.encode('utf-8', 'surrogatepass')).hexdigest()[:24]}.spec"
+
+
+def _remember(spec: KernelSpec, kernel: PrintedKernel) -> None:
+    note = {"file": kernel.path.name, "sha256": hashlib.sha256(kernel.source.encode()).hexdigest()}
+    folder.write(_index(spec), json.dumps(note).encode())
+
+
+def recall(spec: KernelSpec) -> PrintedKernel | None:
+    """The kernel of `spec` if an earlier process printed it and its file is as it was written."""
+    try:
+        place, note = folder.path(), json.loads(folder.read(_index(spec)) or b"")
+        name = Path(note["file"]).name
+        content = folder.read(name) or b""
+        if place and hashlib.sha256(content).hexdigest() == note["sha256"]:
+            return PrintedKernel(place / name, content.decode("utf-8"))
+    except (ValueError, KeyError, TypeError):
+        pass
+    return None
+
+
+def _key_or_none(source: str, backend: str) -> str | None:
+    try:
+        return key_of(source, backend)
+    except (tokenize.TokenError, SyntaxError, IndentationError):
+        return None
+
+
+def load_module(kernel: PrintedKernel) -> types.ModuleType:
+    """Import a kernel for compilation. Triton asks for the functions' text by the file's name: it gets the text that is here, whatever the
+    file holds by now."""
+    name = str(kernel.path)
+    module = types.ModuleType(f"flexpress_kernel_{kernel.path.stem}")
+    module.__file__ = name
+    linecache.cache[name] = (len(kernel.source), None, kernel.source.splitlines(keepends=True), name)  # no time: never read again
+    try:
+        exec(compile(kernel.source, name, "exec"), module.__dict__)
+    finally:
+        linecache.cache.pop(name, None)
+    return module

@@ -1,0 +1,112 @@
+"""Compiling printed kernels for GPUs that are not there: what registers, shared memory and spills a kernel takes.
+
+Triton needs no GPU to compile. Tests use this on every template; it is also how a kernel is read before it is tuned.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from ..text.render import render
+from ..text.spec import KernelSpec
+from . import cache
+from .binary import compile_source, descriptor_type, is_gluon, newer_assembler, source_class
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+
+_TRITON_TYPES = {
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "float32": "fp32",
+    "int32": "i32",
+    "int64": "i64",
+    "bool": "i1",
+    "int8": "i8",
+    "float64": "fp64",
+    "uint8": "u8",
+    "int16": "i16",
+    "float8_e4m3fn": "fp8e4nv",
+}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler made. registers and spilled bytes are None where the target's tools do not tell, shared where it stopped early."""
+
+    signature: dict[str, str]  # Triton's types of the parameters
+    assembly: dict
+    shared: int | None
+    registers: int | None
+    spilled: int | None
+    warnings: tuple[str, ...] = ()  # of the assembler: wgmma that it runs one after another, for example
+
+
+def compile_for(
+    spec: KernelSpec,
+    target: str,
+    *,
+    tensors: dict[str, str],
+    floats: frozenset[str] = frozenset(),
+    constants: dict[str, int],
+    num_warps: int = 4,
+    num_stages: int = 2,
+    last: str | None = None,
+) -> Compiled:
+    """Compile `spec` for one of TARGETS.
+
+    tensors    pointer arguments and their element dtypes ("bfloat16"); "desc:bfloat16:64x128" is a TMA descriptor
+    floats     scalar arguments that are floats; the others are int32
+    constants  the tl.constexpr parameters
+    last       "ttgir": stop when Triton's own passes have run, which is a tenth of the work; None: go on to the assembler
+    """
+    kernel = cache.load_module(cache.store(render(spec), spec))
+    function = getattr(kernel, spec.template)
+    signature, constexprs, attributes = {}, {}, {}
+    for i, name in enumerate(function.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+            constexprs[(i,)] = constants[name]
+        elif name in tensors and tensors[name].startswith("desc:"):
+            _, dtype, block = tensors[name].split(":")
+            sizes = (1, 1, *map(int, block.split("x")))
+            signature[name] = descriptor_type(_TRITON_TYPES[dtype], getattr(torch, dtype).itemsize, sizes, is_gluon(function))
+        elif name in tensors:
+            signature[name] = "*" + _TRITON_TYPES[tensors[name]]
+            attributes[(i,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32" if name in floats else "i32"
+    source = source_class(function)(function, signature, constexprs, attributes)
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    texts: dict = {}
+    metadata, _, _ = compile_source(source, TARGETS[target], options, texts, last)
+    report = _resources(texts["ptx"], target) if "ptx" in texts else (None, None, ())
+    return Compiled(signature, texts, metadata.get("shared"), *report)
+
+
+def _resources(ptx: str, target: str) -> tuple[int, int, tuple[str, ...]]:
+    """Registers a thread, spilled bytes and warnings, as ptxas reports them."""
+    found = re.search(r"\.target (\w+)", ptx)
+    arch = found[1] if found else target
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        ptxas = (newer_assembler() or triton.knobs.nvidia.ptxas).path  # once: compile_source has left it out
+        report = subprocess.run(
+            [ptxas, "-v", f"--gpu-name={arch}", file.name, "-o", os.devnull], capture_output=True, text=True, check=True
+        ).stderr
+    registers = int(re.search(r"Used (\d+) registers", report)[1])
+    warnings = tuple(line for line in report.splitlines() if re.search(r"\(C7\d{3}\)|warning", line))
+    return registers, int(re.search(r"(\d+) bytes spill stores", report)[1]), warnings

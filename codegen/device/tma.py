@@ -1,0 +1,51 @@
+"""TMA descriptors: how the tensor memory accelerator of Hopper and later GPUs finds blocks of K and V."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..gpus import round_up_head_dim
+from ..registry import remembered
+
+
+def descriptor(tensor: torch.Tensor, rows: int, columns: int | None = None):
+    """A descriptor of (Z, H, S, D) for blocks [rows, columns] of one head, all columns by default; what lies outside the tensor reads as
+    zero and is not written."""
+    columns = columns or round_up_head_dim(tensor.shape[3])
+    if tensor.device.type == "cpu":  # the interpreter reads through the tensor
+        return _describe(tensor, tensor.shape, tensor.stride(), rows, columns)
+    return _known(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), rows, columns)
+
+
+@remembered("descriptors", 1024)
+def _known(address: int, dtype: torch.dtype, shape: tuple, strides: tuple, rows: int, columns: int):
+    """Descriptors are made once for an address and a layout; they keep no tensor alive."""
+    return _describe(_Memory(address, dtype), shape, strides, rows, columns)
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """What a descriptor needs of a tensor."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+class Descriptor(TensorDescriptor):
+    """Blocks of [1, 1, rows, columns] in a (Z, H, S, D) tensor. `expanded` holds what a launch makes of it (see cuda.py)."""
+
+    @functools.cached_property
+    def expanded(self) -> dict:
+        return {}
+
+
+def _describe(base, shape: tuple, strides: tuple, rows: int, columns: int) -> Descriptor:
+    outer = [s if n > 1 else max(shape[3], 16) for s, n in zip(strides[:3], shape[:3], strict=True)]
+    return Descriptor(base, list(shape), [*outer, 1], [1, 1, rows, columns])

@@ -1,0 +1,125 @@
+"""From a mod to its traced graph: the identity of mods, and the cache of traces.
+
+Mods with the same code share a bucket; a trace in it serves a mod if all its guards hold for what that mod captures now
+(see capture.py). So the same lambda twice, a fresh lambda of the same code, another window size or another slope tensor
+all find the trace that is there, and a changed global or another closed-over function does not.
+
+A mod whose reads cannot be recorded is traced at every call, on the objects that it captures. That takes some tenths of a
+millisecond and compiles nothing that is there already. The log (logger "flexpress") says so once, `explain` always.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import types
+import warnings
+from dataclasses import dataclass, field
+
+import torch
+
+from ..registry import INFO, Table
+from ..turn import Turn
+from .capture import Untrackable, name_of
+from .expr import ModGraph
+from .trace import Traced, check_parameters, replayable, traced_once
+
+_PER_BUCKET = 64  # traces kept for one piece of code: more means numbers that Python itself consumes keep changing
+_GRAPHS = 8  # kernels of the same functions of which nothing is said
+_log = logging.getLogger("flexpress")
+
+
+@dataclass
+class _Bucket:
+    """The traces of one piece of code, newest first.
+
+    every_call   why mods of this code are traced at every call; "" if they are not
+    graphs       the kernels so far, by the functions that were run: of a mod made of others, as and_masks makes them, these differ
+    """
+
+    traces: tuple[Traced, ...] = ()
+    every_call: str = ""
+    graphs: dict[frozenset, set[int]] = field(default_factory=dict)
+
+
+_buckets: dict[tuple, _Bucket] = Table("mods", 1024)
+_keeping = Turn()
+
+
+def _code_of(mod):
+    """What mods must have in common to share traces. No mod or class is kept alive by it."""
+    if isinstance(mod, types.FunctionType):
+        return mod.__code__
+    if isinstance(mod, types.MethodType):
+        return types.MethodType, _code_of(mod.__func__)
+    if type(mod) is functools.partial:
+        return functools.partial, _code_of(mod.func)
+    return type(mod).__module__, type(mod).__qualname__
+
+
+def bind(mod, kind: str) -> tuple[ModGraph, list]:
+    """The graph of a score_mod or mask_mod and what it captures now: tensors, then numbers, in the graph's order.
+
+    Traces the mod if no trace fits. Raises ModError for a mod that cannot be traced.
+    """
+    key = (kind, mod.__code__ if type(mod) is types.FunctionType else _code_of(mod), torch.get_default_dtype())
+    bucket = _buckets.get(key)
+    if bucket is not None:
+        for traced in bucket.traces:
+            values = traced.bind(mod)
+            if values is not None:
+                return traced.graph, values
+    else:
+        check_parameters(mod, kind)
+        bucket = _Bucket()
+    traced, values, reason = _trace(mod, kind, bucket)
+    _keeping.run(_keep, key, bucket, traced, reason, f"{kind}_mod {name_of(mod)}")
+    return traced.graph, values
+
+
+def _keep(key: tuple, bucket: _Bucket, traced: Traced, reason: str, name: str) -> None:
+    """Put a new trace, or that there can be none, into the bucket that all threads see."""
+    INFO.traces += 1
+    bucket = _buckets.setdefault(key, bucket)
+    if traced.program is not None:
+        bucket.traces = (traced, *bucket.traces[: _PER_BUCKET - 1])
+    elif not bucket.every_call:
+        bucket.every_call = reason
+        _log.warning("%s is traced at every call, which takes some tenths of a millisecond: it %s", name, reason)
+    _count(bucket, traced)
+
+
+def _trace(mod, kind: str, bucket: _Bucket) -> tuple[Traced, list, str]:
+    """A new trace, what the mod captures now, and why the trace serves this call alone (or "")."""
+    reason = bucket.every_call
+    if not reason:
+        try:
+            return *replayable(mod, kind), ""
+        except Untrackable as refused:
+            reason = str(refused)
+        except Exception as error:  # on real objects it may be none; if it is, that error is the user's
+            reason = f"raises {type(error).__name__} with stand-ins for what it captures"
+    return *traced_once(mod, kind), reason
+
+
+def _count(bucket: _Bucket, traced: Traced) -> None:
+    """Warn once of functions that get a kernel for each value of something."""
+    if len(bucket.graphs) >= _PER_BUCKET:
+        bucket.graphs.clear()
+    graph, found = traced.graph, bucket.graphs.setdefault(traced.codes, set())
+    if len(found) > _GRAPHS or id(graph) in found:
+        return
+    found.add(id(graph))
+    if len(found) > _GRAPHS:
+        warnings.warn(
+            f"{graph.kind}_mod {graph.name} has become {len(found)} different kernels: values that Python itself consumes "
+            "(if, range, a list's index, the truth of a tensor) are part of a kernel. Let numbers and tensors meet the mod's "
+            "symbols in arithmetic, and nothing is compiled again.",
+            stacklevel=3,
+        )
+
+
+def why_every_call(mod, kind: str) -> str:
+    """Why a mod is traced at every call; "" if it is not, or was not traced yet."""
+    bucket = _buckets.get((kind, _code_of(mod), torch.get_default_dtype()))
+    return bucket.every_call if bucket is not None else ""

@@ -1,0 +1,199 @@
+"""Which tensors kernels can read: those that are ordinary memory.
+
+A kernel gets addresses. Tensors that stand for something else (no memory, another layout, several tensors, a value with its sign still to
+be turned) have none, or one that means something else. All that is asked of a tensor before its address is taken is asked here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd import forward_ad
+from torch.nn.parameter import UninitializedTensorMixin
+
+from ..registry import remembered
+
+DTYPES = frozenset(
+    (
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+    )
+)  # of what mods capture
+
+_transform = torch._C._functorch.peek_interpreter_stack
+_modes = torch._C._len_torch_dispatch_stack
+_traced = torch._C._is_tracing
+
+
+def check_surroundings(name: str) -> None:
+    """Raise NotImplementedError if the public function `name` is called where torch records or transforms operations: a launch by address
+    is none that it could see."""
+    if _transform() is not None or _modes() or _traced():
+        reason = _surroundings()
+        if reason:
+            raise NotImplementedError(f"{name} was called {reason}")
+
+
+def check_inputs(query, key, value) -> tuple:
+    """`check_surroundings`, and query, key and value with their negative bit resolved. Raises NotImplementedError for kinds that kernels
+    cannot read, as far as a quick look shows: what has no strides or no address is found where it is asked for them."""
+    try:
+        if (
+            _transform() is None
+            and not _modes()
+            and not _traced()
+            and forward_ad._current_level < 0
+            and query.__class__ in _ORDINARY
+            and key.__class__ in _ORDINARY
+            and value.__class__ in _ORDINARY
+            and not (query.is_neg() or key.is_neg() or value.is_neg())
+        ):
+            return query, key, value
+    except (AttributeError, RuntimeError):
+        pass
+    check_surroundings("flex_attention")
+    return tuple(readable(name, t) if isinstance(t, torch.Tensor) else t for name, t in (("query", query), ("key", key), ("value", value)))
+
+
+def _surroundings() -> str | None:
+    """What follows "was called", or None if nothing is wrong."""
+    if _transform() is not None:
+        return (
+            "inside a transform of torch.func (vmap, grad, jvp, ...), which printed kernels cannot follow; call it outside. Instead of "
+            "vmap make the mapped dimension part of the batch, instead of grad use torch.autograd"
+        )
+    if _traced():
+        return "under torch.jit.trace, which would not record the kernel; trace the parts around it"
+    modes = torch._C._TorchDispatchModeKey
+    if torch._C._get_dispatch_mode(modes.FAKE) is not None:
+        return "under FakeTensorMode (torch.export and torch.compile trace in it), where tensors have no memory"
+    if torch._C._get_dispatch_mode(modes.PROXY) is not None or torch._C._get_dispatch_mode(modes.FUNCTIONAL) is not None:
+        return "while torch records operations (make_fx, functionalize), of which the kernel is none; record the parts around it"
+    return None
+
+
+def readable(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or a copy where its values differ from what lies in memory (the negative bit of `x.conj().imag`), through which
+    gradients flow. Raises NotImplementedError for a kind of tensor without ordinary memory; `name` says whose it is."""
+    check_kind(name, tensor)
+    return tensor.resolve_neg()
+
+
+def check_kind(name: str, tensor: torch.Tensor) -> None:
+    """Raise NotImplementedError unless the tensor is ordinary memory. On devices without kernels nothing is asked."""
+    kind = _kind(tensor)
+    if kind:
+        raise NotImplementedError(f"{name} is {kind}")
+
+
+def _kind(tensor: torch.Tensor) -> str | None:
+    """What a tensor is instead of ordinary memory, and what to do."""
+    cls = type(tensor)
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return "a tensor of a torch.func transform (vmap, grad, jvp, ...), which printed kernels cannot follow; call it outside"
+    if tensor.is_nested:
+        return "a nested tensor; pack the sequences (varlen_attention, or flex_attention with a document mask) instead"
+    if isinstance(tensor, UninitializedTensorMixin):
+        return f"an {cls.__name__}, which has no memory yet; run its module once"
+    if cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        remedies = {
+            "FakeTensor": "it has no memory: kernels need real tensors",
+            "DTensor": "pass the part of this rank, .to_local()",
+            "AsyncCollectiveTensor": "wait for it with .wait()",
+        }
+        return f"a {cls.__name__}, a tensor subclass with operations of its own (__torch_dispatch__); " + remedies.get(
+            cls.__name__, "pass the ordinary tensor that it holds, or makes"
+        )
+    if tensor.is_quantized:
+        return "a quantized tensor; pass .dequantize()"
+    if tensor.layout is not torch.strided:
+        word = "a sparse" if "sparse" in str(tensor.layout) else "a"
+        return f"{word} tensor of layout {tensor.layout}; pass .to_dense()"
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+        return "a dual tensor with a tangent; kernels have no forward-mode derivative: use reverse mode"
+    if tensor.device.type in ("cpu", "cuda") and not tensor.is_complex():
+        keys = torch._C._dispatch_keys(tensor.resolve_neg()).raw_repr()
+        if keys not in _ordinary_keys(tensor.device):
+            return f"a tensor of a kind that kernels cannot read ({torch._C._dispatch_keys(tensor)}); pass .clone()"
+    return None
+
+
+@remembered("keys of ordinary tensors", 64)
+def _ordinary_keys(device: torch.device) -> frozenset[int]:
+    """The dispatch keys of ordinary tensors, of those made in inference mode too: whatever has others is more than memory."""
+    found = set()
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            made = torch.empty(1, device=device)
+            found |= {torch._C._dispatch_keys(t).raw_repr() for t in (made, made[:1])}
+    return frozenset(found)
+
+
+_ORDINARY = (torch.Tensor, torch.nn.Parameter)
+
+
+def _looks_ordinary(tensor: torch.Tensor) -> bool:
+    """The quick look at a tensor."""
+    try:
+        return (
+            tensor.__class__ in _ORDINARY
+            and not tensor.is_neg()
+            and tensor.data_ptr() != 0
+            and not tensor.is_nested
+            and forward_ad._current_level < 0
+        )
+    except RuntimeError:  # it has no address
+        return False
+
+
+def check_memory(name: str, tensor: torch.Tensor) -> None:
+    """`check_kind`, for a tensor that cannot be copied because it is written, or large: its memory must hold its values."""
+    if _looks_ordinary(tensor):
+        return
+    check_kind(name, tensor)
+    if tensor.is_neg():
+        raise NotImplementedError(
+            f"{name} is a view with the negative bit (of x.conj().imag, for example), whose memory holds other values; pass .resolve_neg()"
+        )
+
+
+def read_captured(bound: tuple, device: torch.device, where: str) -> None:
+    """Make what a bound mod captures readable, in place. Kernels read captured tensors where they lie: on the device of the call.
+
+    Raises ValueError for another device, TypeError for a dtype and NotImplementedError for a kind that kernels cannot read.
+    """
+    graph, values = bound
+    for i, capture in enumerate(graph.tensors):
+        tensor = values[i]
+        try:  # as _looks_ordinary does, without its call
+            if (
+                tensor.device == device
+                and tensor.__class__ in _ORDINARY
+                and capture.dtype in DTYPES
+                and not tensor.is_neg()
+                and tensor.data_ptr() != 0
+                and not tensor.is_nested
+                and forward_ad._current_level < 0
+            ):
+                continue
+        except RuntimeError:  # it has no address
+            pass
+        if tensor.device != device:
+            check_kind(f"{where} {graph.name} captures {capture.name}, which", tensor)
+            raise ValueError(
+                f"{where} {graph.name} captures {capture.name}, a tensor of shape {tuple(tensor.shape)} on {tensor.device}, "
+                f"but the call is on {device}; move it with .to({str(device)!r})"
+            )
+        values[i] = readable(f"{where} {graph.name} captures {capture.name}, which", tensor)
+        if tensor.dtype not in DTYPES:
+            raise TypeError(
+                f"{where} {graph.name} captures {capture.name}, a tensor of {tensor.dtype}, which mods cannot read; convert it "
+                "with .to(...), or capture real and imaginary parts"
+            )

@@ -1,0 +1,183 @@
+"""Tracing: run the user's mod once on symbols and record what it does to them.
+
+`trace(mod, kind)` returns a `Traced`: the frozen graph, the captured values, and how to find them again. There are two ways to run a mod.
+On stand-ins, its reads are recorded and can be repeated (`program`). Where that is not sound, it runs on the real objects, and is
+traced anew at every call (`refused` says why). Equal graphs are one object, so neither way compiles a kernel twice.
+
+Torch functions reach the tracer through `__torch_function__` and a TorchFunctionMode, Python's operators through the
+methods of `Sym`; both end in `dispatch`, which looks the operation up in the op table.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from dataclasses import dataclass
+
+import torch
+
+from ..registry import Table
+from ..turn import Turn
+from .capture import HostProgram, name_of
+from .dispatch import Mode, is_operation, to_expr
+from .errors import ModError
+from .expr import MASK_SYMBOLS, SCORE_SYMBOLS, Expr, ModGraph, SourceLine, walk
+from .symbols import EagerRun, ReplayedRun, Sym, TensorView, TracingRun, is_machinery, line_of, mod_error, run_mod
+
+_SIGNATURES = {"score": f"score_mod({', '.join(SCORE_SYMBOLS)})", "mask": f"mask_mod({', '.join(MASK_SYMBOLS)})"}
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """A traced mod.
+
+    graph     its graph
+    program   finds the captured values again; None if the mod must be traced at every call
+    places    where among the program's values the captured tensors and numbers are
+    codes     the functions that were run
+    """
+
+    graph: ModGraph
+    program: HostProgram | None
+    places: tuple[int, ...]
+    codes: frozenset[types.CodeType]
+
+    def bind(self, mod) -> list | None:
+        """The values of graph.tensors followed by those of graph.scalars for `mod`; None if the trace does not fit it."""
+        values = self.program.run(mod)
+        if values is None:
+            return None
+        return [values[place] for place in self.places]
+
+
+def check_parameters(mod, kind: str) -> None:
+    """Raises ModError, or TypeError, for what cannot be called with a mod's arguments."""
+    if not callable(mod):
+        raise TypeError(f"{kind}_mod must be a function, got {type(mod).__name__}")
+    expected = SCORE_SYMBOLS if kind == "score" else MASK_SYMBOLS
+    try:
+        signature = inspect.signature(mod)
+    except (TypeError, ValueError):
+        return  # a builtin without a signature: calling it will tell
+    try:
+        signature.bind(*expected)
+    except TypeError:
+        code = getattr(mod, "__code__", None)
+        where = line_of(code.co_filename, code.co_firstlineno) if isinstance(code, types.CodeType) else None
+        name = name_of(mod)
+        hint = ""
+        other = "mask" if kind == "score" else "score"
+        try:
+            signature.bind(*(MASK_SYMBOLS if kind == "score" else SCORE_SYMBOLS))
+            hint = f" This looks like a {other}_mod: " + (
+                "pass it through block_mask=create_block_mask(...)." if other == "mask" else "pass it as score_mod=."
+            )
+        except TypeError:
+            pass
+        raise mod_error(
+            f"{name}{signature} does not take {len(expected)} positional arguments", f"Write it as {_SIGNATURES[kind]}.{hint}", where, kind
+        ) from None
+
+
+def replayable(mod, kind: str) -> tuple[Traced, list]:
+    """Trace a mod on stand-ins: the trace, which serves later calls, and the captured values of this one.
+
+    Raises Untrackable, or what the mod raises on stand-ins, if its reads cannot be recorded.
+    """
+    run = ReplayedRun(mod, kind, is_operation)
+    result = _result(run, run.reader.root())
+    values = run.values()
+    return Traced(_graph_of(mod, run, result), run.program, (*run.tensors, *run.scalars), frozenset(run.codes)), values
+
+
+def traced_once(mod, kind: str) -> tuple[Traced, list]:
+    """Trace a mod on the objects that it captures: the trace, for this call alone, and the captured values.
+
+    Raises ModError with the user's own line for what cannot be in a kernel.
+    """
+    run = EagerRun(kind)
+    result = _result(run, mod)
+    return Traced(_graph_of(mod, run, result), None, (), frozenset(run.codes)), run.values()
+
+
+def _result(run: TracingRun, mod) -> Expr:
+    """What the mod gives for symbols. They are 0-dim: score is float32, b, h, q_idx and kv_idx are int32."""
+    names = SCORE_SYMBOLS if run.kind == "score" else MASK_SYMBOLS
+    symbols = [Sym(run.table.make("symbol", (), torch.float32 if n == "score" else torch.int32, attr=n)) for n in names]
+    with run.active():
+        with Mode():
+            try:
+                result = run_mod(mod, symbols)
+            except (TypeError, IndexError, KeyError) as error:  # Python's or torch's own words, with the user's line
+                raise mod_error(str(error).strip(), "", _line_of(error), run.kind) from error
+        return _checked_result(result, run, mod)
+
+
+_graphs: dict[tuple, ModGraph] = Table("graphs", 4096)
+_finding = Turn()
+
+
+def _graph_of(mod, run: TracingRun, result: Expr) -> ModGraph:
+    """The graph of a traced mod: the one that is there, if it is equal."""
+    nodes = walk(result)
+    numbers = {id(n): i for i, n in enumerate(nodes)}
+    code = getattr(mod, "__code__", None)
+    origin = SourceLine(code.co_filename, code.co_firstlineno, "") if isinstance(code, types.CodeType) else None
+    name, tensors, scalars = name_of(mod), tuple(run.tensors.values()), tuple(run.scalars.values())
+    key = (
+        run.kind,
+        name,
+        origin,
+        tensors,
+        scalars,
+        tuple((n.op, tuple(numbers[id(a)] for a in n.args), n.dtype, repr(n.attr), n.weak, n.source) for n in nodes),
+    )
+    used = frozenset(n.attr for n in nodes if n.op == "symbol")
+    return _finding.run(_graphs.setdefault, key, ModGraph(run.kind, name, result, tensors, scalars, origin, used))
+
+
+def _line_of(error: Exception) -> SourceLine | None:
+    """The innermost line of the mod that an error has passed."""
+    found, inside, step = None, False, error.__traceback__
+    while step is not None:
+        code = step.tb_frame.f_code
+        if inside and not is_machinery(code.co_filename):
+            found = line_of(code.co_filename, step.tb_lineno)
+        inside = inside or code is run_mod.__code__
+        step = step.tb_next
+    return found
+
+
+def _checked_result(result, run: TracingRun, mod) -> Expr:
+    where = run.kind + "_mod"
+    if isinstance(result, (tuple, list, dict, str)) or result is None:
+        got = "nothing (a `return` is missing)" if result is None else f"a {type(result).__name__}"
+        raise _result_error(run, mod, f"returns {got}", f"Return one scalar from {where}.")
+    if isinstance(result, torch.Tensor) and result.ndim:
+        raise _result_error(run, mod, f"returns a tensor of shape {tuple(result.shape)}", f"{where} returns one scalar per position.")
+    if type(result) is TensorView:
+        raise _result_error(
+            run,
+            mod,
+            f"returns a tensor of shape {tuple(result.shape)}: a captured tensor of shape "
+            f"{tuple(result.tensor.shape)} indexed by {len(result.index)} of its dimensions",
+            "Index every dimension.",
+        )
+    expr = to_expr(result)
+    if run.kind == "mask" and expr.dtype != torch.bool:
+        raise _result_error(
+            run,
+            mod,
+            f"returns {expr.dtype}, not torch.bool",
+            "A mask_mod says which positions may attend: return a comparison, or add `!= 0`.",
+            expr.source,
+        )
+    return expr
+
+
+def _result_error(run: TracingRun, mod, problem: str, remedy: str, source: SourceLine | None = None) -> ModError:
+    if source is None:
+        code = getattr(mod, "__code__", None)
+        if isinstance(code, types.CodeType):
+            source = line_of(code.co_filename, code.co_firstlineno)
+    return mod_error(problem, remedy, source, run.kind)

@@ -1,0 +1,252 @@
+"""The backward kernels as a plan: from what is known of a call, and no tensor, to three KernelSpecs and two tiles.
+
+How the gradient of a captured tensor is gathered is decided here, by what its indices depend on (`role_of`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ..gpus import round_up_head_dim
+from ..mod.expr import Expr, symbols_in
+from ..mod.grad import differentiate
+from ..registry import remembered
+from ..text.snippet import Target, TensorLayout
+from ..text.spec import CapturedGradient, Differential, KernelSpec, ModText, dtype_name, mod_text, padding_may_be_nan
+from .forward import Blocks, Mod, Options
+from .tiles import Tile, backward_tile
+
+STATS_ALIGNMENT = 128  # backward_delta pads its rows to a multiple of this; query tiles divide it
+_BLOCK = 128  # of queries or keys where there are no block lists
+
+
+def whole_blocks(q_len: int, kv_len: int, blocks: Blocks | None) -> bool:
+    """Does every block end inside the sequence? Then no tile of it has a position that does not exist, and none needs a check."""
+    if blocks is None:
+        return q_len % _BLOCK == 0 and kv_len % _BLOCK == 0
+    return not blocks.starts and q_len % blocks.q_block == 0 and kv_len % blocks.kv_block == 0
+
+
+def delta_rows(d_v: int) -> int:
+    """BLOCK_M of backward_delta: 4096 elements a program."""
+    return max(16, min(STATS_ALIGNMENT, 4096 // round_up_head_dim(d_v)))
+
+
+_SYMBOLS = {"score": "qk", "b": "z", "h": "h", "q_idx": "m", "kv_idx": "n", "grad": "grad"}
+
+
+class BackwardCase(NamedTuple):
+    """What changes the backward kernels, beside their mods."""
+
+    dtype: torch.dtype
+    d_qk: int
+    d_v: int
+    aligned: tuple[str, ...] = ()  # strides that are multiples of 16 bytes and are passed in that unit
+    use_tma: tuple[bool, bool] = (False, False)  # of K and V in backward_dq; of Q and dO in backward_dkv
+    blocks: Blocks | None = None
+    options: Options = Options()
+    scale_is_positive: bool = True
+    exact_indices: bool = True
+    one_batch: bool = False  # Z is 1: no two batch entries share an element of a captured tensor
+    one_head: bool = False  # the same for Hq
+    deterministic: bool = False
+    lse_gradient: bool = False
+    captured: frozenset[int] = frozenset()  # the captured tensors of score_mod that want a gradient
+    ordinary: bool = True  # captured numbers of score_mod are, see spec.are_ordinary
+    raw_tops: bool = False  # the forward kernel left largest scores without scale, of a score_mod that adds distances
+    whole: bool = False  # Q_LEN and KV_LEN are whole blocks, see `whole_blocks`
+
+
+@dataclass(eq=False, slots=True)
+class Step:
+    """One kernel: its text, its tile, its mods."""
+
+    spec: KernelSpec
+    tile: Tile
+    score: ModText | None = None
+    mask: ModText | None = None
+    captured: tuple[tuple[CapturedGradient, Expr], ...] = ()  # what it gathers, and from which load
+
+
+@dataclass(eq=False, slots=True)
+class BackwardPlan:
+    """The kernels of one backward pass, in the order of their launch."""
+
+    delta: KernelSpec
+    dkv: Step
+    dq: Step
+    scale_apart: bool  # TO_LOG2 does not carry the scale
+
+
+def role_of(load: Expr, layout: TensorLayout, case: BackwardCase) -> str:
+    """How the gradient of a load is gathered (see spec.CapturedGradient); "slab" is the deterministic form of "atomic".
+
+    A dimension of stride 0 is one element, whatever its index.
+    """
+    indices = [a for i, a in enumerate(load.args) if layout.strides[i] != "0"]
+    symbols = frozenset().union(*map(symbols_in, indices))
+    if "score" in symbols or {"q_idx", "kv_idx"} <= symbols:
+        plain = [a.attr for a in indices if a.op == "symbol"]
+        distinct = len(plain) == len(set(plain)) and all(a.op in ("symbol", "literal", "scalar") for a in indices)
+        covered = set(plain) | ({"b"} if case.one_batch else set()) | ({"h"} if case.one_head else set())
+        if distinct and {"b", "h", "q_idx", "kv_idx"} <= covered:
+            return "store"
+        return "slab" if case.deterministic else "atomic"
+    return "row" if "q_idx" in symbols else "column" if "kv_idx" in symbols else "head"
+
+
+def plan_backward(case: BackwardCase, backend: str, arch: str, score: Mod | None, mask: Mod | None) -> BackwardPlan:
+    """The plan for a backend ("cuda", "hip", "cpu") and a row of the tile tables."""
+    target = Target(backend, dtype_name(case.dtype), case.exact_indices, read_directly=backend == "cuda")
+    roles: list[tuple[str, Expr, Expr]] = []
+    derivative = None
+    if score:
+        found = differentiate(score[0], case.captured)
+        derivative = found.score
+        roles = [(role_of(load, score[1][load.attr], case), load, gradient) for load, gradient in found.loads]
+    columns = tuple(r for r in roles if r[0] == "column")
+    others = tuple(r for r in roles if r[0] != "column")
+    taken = frozenset(c.name for c in (*score[0].tensors, *score[0].scalars)) if score else frozenset()
+    mask_text = mod_text(*mask, _SYMBOLS, target, shape="qk.shape", taken=taken) if mask else None
+    check_padding = score is not None and padding_may_be_nan(score[0].result, case.ordinary)
+    sizes = case.blocks or Blocks(False, 0, 0)
+    steps = []
+    for name, captured in (("dkv", columns), ("dq", others)):
+        text = None
+        if score:
+            text = mod_text(*score, _SYMBOLS, target, shape="qk.shape", differential=Differential(derivative, captured, case.ordinary))
+        tile = backward_tile(
+            name,
+            arch,
+            round_up_head_dim(case.d_qk),
+            round_up_head_dim(case.d_v),
+            case.dtype.itemsize,
+            q_block=sizes.q_block,
+            kv_block=sizes.kv_block,
+            options=dict(case.options.tile),
+        )
+        slabs = any(role == "slab" for role, _, _ in captured)
+        gathered = tuple(zip(text.gradient.captured, (load for _, load, _ in captured), strict=True)) if text else ()
+        whole = case.whole and (case.blocks is not None or _BLOCK % tile.BLOCK_M == 0 and _BLOCK % tile.BLOCK_N == 0)
+        steps.append(Step(_spec(name, case, backend, text, mask_text, slabs, check_padding, whole), tile, text, mask_text, gathered))
+    return BackwardPlan(delta_spec(case, backend), *steps, score is not None or not case.scale_is_positive or case.options.prescale_qk)
+
+
+def strides(*tensors: str) -> list[str]:
+    """The strides of (Z, H, S, D) tensors that are kernel arguments; the head dim is contiguous."""
+    return [f"stride_{t}{d}" for t in tensors for d in (("z", "h", "n") if t in ("k", "v", "dk", "dv") else ("z", "h", "m"))]
+
+
+def delta_unit(case: BackwardCase) -> int:
+    """In how many elements backward_delta takes strides: 16 bytes where rows are whole ones."""
+    vector = 16 // case.dtype.itemsize
+    return vector if case.d_v % vector == 0 else 1
+
+
+def stats_copies(case: BackwardCase) -> int:
+    """How many copies of row statistics the fused kernel wants, each shifted by a row more: TMA reads from whole 16 bytes on."""
+    return 4 if case.blocks and case.blocks.starts else 1
+
+
+def delta_spec(case: BackwardCase, backend: str, zero_dq: str = "", raw: bool = False) -> KernelSpec:
+    """The KernelSpec of backward_delta; before the fused kernel it zeroes counts and sums of dQ as well: "all", or those of the "first"
+    group of heads. `raw`: the next kernel's scores are without scale where the forward kernel's were."""
+    fused = bool(zero_dq)
+    numbers = ("Hq", "Q_LEN", "STATS_LEN", *strides("o", "do"), *(["Zkv", "GROUP_SIZE", "HEADS_PER_GROUP"] if zero_dq == "first" else []))
+    scaled = case.raw_tops and not raw
+    numbers += (*(["SM_SCALE"] if case.raw_tops else []), *(["TO_LOG2"] if fused else []))
+    flags = {
+        "D_V": case.d_v,
+        "D_V_ROUNDED": round_up_head_dim(case.d_v),
+        "UNIT": delta_unit(case),
+        "LSE_GRADIENT": case.lse_gradient,
+        "SCALE_TOPS": scaled,
+        "RAW": raw,
+        "ZERO_DQ": zero_dq,
+        "SHIFTS": stats_copies(case) if fused else 1,
+        "numbers": numbers,
+        "parameters": numbers,
+    }
+    if fused:
+        flags |= {"D_QK": case.d_qk, "D_QK_ROUNDED": round_up_head_dim(case.d_qk)}
+    return KernelSpec("backward_delta", (), tuple(flags.items()), backend)
+
+
+def _spec(
+    name: str, case: BackwardCase, backend: str, score: ModText | None, mask: ModText | None, slabs: bool, check_padding: bool, whole: bool
+) -> KernelSpec:
+    blocks, options = case.blocks, case.options
+    if name == "dq":
+        numbers = ["Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", "STATS_LEN", *strides("q", "k", "v", "do", "dq")]
+    else:
+        numbers = ["Z", "Zkv", "Hkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", "STATS_LEN", *strides("q", "k", "v", "do", "dk", "dv")]
+    numbers += ["SM_SCALE", "TO_LOG2"]
+    if blocks:
+        width = "columns" if name == "dq" else "rows"
+        numbers += ["mask_stride_z", "mask_stride_h", f"mask_{width}"] + ([f"full_mask_{width}"] if blocks.has_full else [])
+        numbers += ["RANGES"] if blocks.starts else []
+    if slabs:
+        numbers.append("first_tile")
+    tma = case.use_tma[0 if name == "dq" else 1]
+    float32 = case.dtype is torch.float32
+    flags = {
+        "DTYPE": dtype_name(case.dtype),
+        "D_QK": case.d_qk,
+        "D_V": case.d_v,
+        "D_QK_ROUNDED": round_up_head_dim(case.d_qk),
+        "D_V_ROUNDED": round_up_head_dim(case.d_v),
+        "FLOAT32": float32,
+        "FLOAT32_PRECISION": options.float32_precision if float32 else "",
+        "aligned": tuple(a for a in case.aligned if a in numbers),
+        "ALIGNMENT": 16 // case.dtype.itemsize,
+        "BLOCK_MASK": blocks is not None,
+        "HAS_FULL_BLOCKS": blocks is not None and blocks.has_full,
+        "SPARSE_Q_BLOCK_SIZE": blocks.q_block if blocks else 0,
+        "SPARSE_KV_BLOCK_SIZE": blocks.kv_block if blocks else 0,
+        "WHOLE": whole,
+        "CHECK_FULL_BLOCKS": not (blocks is None or blocks.interior or whole),
+        "STARTS": blocks is not None and blocks.starts,
+        "PEEL_TAIL": not float32,
+        "CHECK_PADDING": check_padding and not whole,
+        "SCALE_FIRST": score is not None or not case.scale_is_positive,
+        "PRESCALE_QK": options.prescale_qk,
+        "USE_TMA": tma,
+        "SLABS": slabs,
+        "parameters": tuple(numbers),
+        "numbers": tuple(numbers) + tuple(n for m in (score, mask) if m for n in m.numbers),
+    }
+    if name == "dq":
+        flags["kv_params"] = "desc_k, desc_v, z_kv, h_kv" if tma else "K, V, stride_kn, stride_vn"
+    else:
+        flags["q_params"] = "desc_q, desc_do" if tma else "Q, DO, stride_qm, stride_dom"
+        flags["q_args"] = "desc_q, desc_do" if tma else "q_head, do_head, stride_qm, stride_dom"
+    return KernelSpec(f"backward_{name}", (score, mask), tuple(flags.items()), backend)
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardGeometry:
+    """What follows from shapes and strides alone: which strides are passed in units of 16 bytes, and all of them as passed."""
+
+    aligned: tuple[str, ...]
+    strides: dict[str, int]
+    tma: tuple[bool, bool]  # can TMA load K and V, and Q and dO
+
+
+@remembered("geometries of the backward pass", 4096)
+def backward_geometry(itemsize: int, shapes: tuple, layouts: tuple) -> BackwardGeometry:
+    """Of q, k, v, do, dq, dk, dv; a dimension of size 1 has stride 0."""
+    names = ("q", "k", "v", "do", "dq", "dk", "dv")
+    vector = 16 // itemsize
+    aligned, found, fits = [], {}, {}
+    for name, shape, layout in zip(names, shapes, layouts, strict=True):
+        known = [0 if n == 1 else s for n, s in zip(shape, layout, strict=True)]
+        for label, stride in zip(strides(name), known[:3], strict=True):
+            if stride % vector == 0 and len(name) == 1 or name == "do" and stride % vector == 0:
+                aligned.append(label)
+                stride //= vector
+            found[label] = stride
+        fits[name] = all(s % vector == 0 and (s or n == 1) for s, n in zip(known[:3], shape[:3], strict=True)) and shape[3] % vector == 0
+    return BackwardGeometry(tuple(aligned), found, (fits["k"] and fits["v"], fits["q"] and fits["do"]))

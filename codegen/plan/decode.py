@@ -1,0 +1,219 @@
+"""The kernels for few queries and for caches as a plan: from what is known of a call, and no tensor, to two KernelSpecs and a tile.
+
+decode splits the keys of a row among programs, so that one query against many keys fills the device; combine_splits adds the parts up.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ..gpus import round_up_head_dim
+from ..text.snippet import Target
+from ..text.spec import KernelSpec, ModText, dtype_name
+from .forward import STRIDES, Blocks, Mod, lowered
+from .tiles import Tile, decode_tile
+
+MAX_ROWS = 64  # of a tile, where it has so many
+MIN_SHARE = 256  # keys of a part at least: adding up parts costs as much as reading some tens of keys
+FIXED_SHARE = 1024  # keys of a part where the result must not depend on other sequences
+MAX_WAVES = 8  # of programs; keys are not split where there would be more
+ROOM = 32  # parts for which there is room where the lengths of sequences decide how many parts each one has
+BLOCK_S = 16  # parts that combine_splits reads at a time
+
+
+class DecodeCase(NamedTuple):
+    """What changes the kernels, beside their mods."""
+
+    dtype: torch.dtype
+    d_qk: int
+    d_v: int
+    units: tuple[bool, bool, bool] = (True, True, True)  # is the head dim of q, k, v contiguous
+    aligned: tuple[str, ...] = ()  # strides that are multiples of 16 bytes and are passed in that unit
+    blocks: Blocks | None = None
+    float32_precision: str = "ieee"
+    scale_is_positive: bool = True
+    output_max: bool = False
+    output_rows: bool = False  # what the backward pass needs of every row
+    exact_indices: bool = True
+    split: bool = True
+    balanced: bool = False  # sequences have parts by their lengths
+    ragged: bool = False  # queries of all sequences follow one another
+    lengths: bool = False  # every sequence has a number of keys of its own
+    located: bool = False  # every sequence says which entry of K and V it reads
+    page_size: int = 0  # of paged K and V
+    kv_dtype: torch.dtype | None = None  # of K and V where it is not that of q
+    scales: bool = False  # K and V are to be multiplied by
+
+
+def vector_of(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> int:
+    """Elements of the narrower of q and k that are 16 bytes."""
+    return 16 // min((kv_dtype or dtype).itemsize, dtype.itemsize)
+
+
+@dataclass(eq=False, slots=True)
+class DecodePlan:
+    """The kernels' text, their tile and how to find the mods' arguments. `combine` is None where keys are not split."""
+
+    spec: KernelSpec
+    combine: KernelSpec | None
+    tile: Tile
+    score: ModText | None
+    mask: ModText | None
+    scale_apart: bool  # SM_SCALE and TO_LOG2 are two arguments
+
+
+class Rows(NamedTuple):
+    """How queries and heads that share keys make up the rows of a tile."""
+
+    queries: int
+    pack: int  # heads
+
+    @property
+    def rows(self) -> int:
+        """A power of two, 16 at least."""
+        return max(16, 1 << (self.queries * self.pack - 1).bit_length())
+
+
+def rows_of(q_len: int, group: int, q_block: int = 0) -> Rows:
+    """The rows for up to `q_len` queries of every head and groups of `group` heads; a tile's queries lie in one block of the lists."""
+    pack = next(n for n in range(min(group, 2 * MAX_ROWS), 0, -1) if group % n == 0)
+    most = max(1, MAX_ROWS // pack)
+    queries = min(1 << (q_len - 1).bit_length(), 1 << most.bit_length() - 1)  # powers of two
+    while q_block and q_block % queries:
+        queries //= 2
+    return Rows(queries, pack)
+
+
+def splits_of(keys: int, programs: int, multiprocessors: int) -> int:
+    """Into how many parts to split `keys` keys, which `programs` programs would read without splitting, for the shortest time.
+
+    One program has enough loads in flight for its multiprocessor and tiles leave no room for a second, so time goes by whole waves. Adding
+    parts up takes a second kernel, and a little for every part.
+    """
+
+    def time(splits: int) -> float:
+        waves = programs * splits / multiprocessors
+        return math.ceil(waves) / waves + (0.02 if splits > 1 else 0.0) + 0.004 * splits
+
+    return min(range(1, max(1, min(MAX_WAVES * multiprocessors // programs, keys // MIN_SHARE)) + 1), key=time)
+
+
+class Parts(NamedTuple):
+    """Into how many parts keys are split."""
+
+    room: int  # of one sequence at most; 0: not split
+    least: int = MIN_SHARE  # keys of a part
+    of_all: int = 0  # of all sequences together, where their lengths decide
+
+
+def parts_of(keys: int, programs: int, sequences: int, multiprocessors: int, *, lengths: bool, listed: bool, invariant: bool) -> Parts:
+    """How to split. `lengths`: sequences have numbers of keys of their own; `listed`: block lists say which; `invariant`: a sequence's
+    parts must not depend on the others."""
+    if invariant:
+        return Parts(-(-keys // FIXED_SHARE), FIXED_SHARE)
+    splits = splits_of(keys, programs, multiprocessors)
+    if lengths and not listed and programs <= MAX_WAVES * multiprocessors:
+        return Parts(max(splits, min(ROOM, keys // MIN_SHARE)), of_all=sequences * splits)
+    return Parts(splits if splits > 1 else 0)
+
+
+def plan_decode(case: DecodeCase, backend: str, arch: str, score: Mod | None, mask: Mod | None, rows: int) -> DecodePlan:
+    """The plan for a backend ("cuda", "hip", "cpu"), a row of the tile tables, and tiles of so many rows."""
+    target = Target(backend, dtype_name(case.dtype), case.exact_indices, packed_heads=True)
+    score_text, mask_text = lowered(score, mask, target)
+    itemsize = max((case.kv_dtype or case.dtype).itemsize, case.dtype.itemsize)
+    tile = decode_tile(
+        arch,
+        rows,
+        round_up_head_dim(case.d_qk),
+        round_up_head_dim(case.d_v),
+        itemsize,
+        kv_block=case.blocks.kv_block if case.blocks else 0,
+        paged=case.page_size > 0,
+    )
+    scale_apart = score is not None or not case.scale_is_positive or case.scales
+    combine = _combine(case, backend, scale_apart) if case.split else None
+    return DecodePlan(_spec(case, backend, score_text, mask_text, scale_apart), combine, tile, score_text, mask_text, scale_apart)
+
+
+def _spec(case: DecodeCase, backend: str, score: ModText | None, mask: ModText | None, scale_apart: bool) -> KernelSpec:
+    blocks, units = case.blocks, case.units
+    pointers = [
+        *(["CU_Q"] if case.ragged else []),
+        *(["KV_LENS"] if case.lengths else []),
+        *(["KV_LOCS"] if case.located else []),
+        *(["PAGES"] if case.page_size else []),
+        *(["K_SCALES", "V_SCALES"] if case.scales else []),
+    ]
+    numbers = ["Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN"]
+    for t, unit in zip("qkv", units, strict=True):
+        numbers += STRIDES[t][:3] if unit else STRIDES[t]
+    numbers += STRIDES["o"]
+    numbers += ["SM_SCALE", "TO_LOG2"] if scale_apart else ["TO_LOG2"]
+    numbers += ["QUERIES", "PACK", *(["SPLITS", "MIN_SHARE"] if case.split else []), *(["Z", "PARTS"] if case.balanced else [])]
+    numbers += [*(["stride_pages"] if case.page_size else []), *(["T"] if case.ragged else [])]
+    if blocks:
+        numbers += ["mask_stride_z", "mask_stride_h", "mask_columns"] + (["full_mask_columns"] if blocks.has_full else [])
+    block_args = [
+        "K",
+        *(["PAGES", "Zkv", "stride_kz"] if case.page_size else []),
+        "stride_kn",
+        *([] if units[1] else ["stride_kd"]),
+        "V",
+        *(["stride_vz"] if case.page_size else []),
+        "stride_vn",
+        *([] if units[2] else ["stride_vd"]),
+    ]
+    float32 = case.dtype is torch.float32
+    flags = {
+        "DTYPE": dtype_name(case.dtype),
+        "D_QK": case.d_qk,
+        "D_V": case.d_v,
+        "D_QK_ROUNDED": round_up_head_dim(case.d_qk),
+        "D_V_ROUNDED": round_up_head_dim(case.d_v),
+        "FLOAT32": float32,
+        "FLOAT32_PRECISION": case.float32_precision if float32 else "",
+        "Q_UNIT": units[0],
+        "K_UNIT": units[1],
+        "V_UNIT": units[2],
+        "aligned": case.aligned,
+        "ALIGNMENT": vector_of(case.dtype, case.kv_dtype),
+        "BLOCK_MASK": blocks is not None,
+        "HAS_FULL_BLOCKS": blocks is not None and blocks.has_full,
+        "SPARSE_Q_BLOCK_SIZE": blocks.q_block if blocks else 0,
+        "SPARSE_KV_BLOCK_SIZE": blocks.kv_block if blocks else 0,
+        "SCALE_FIRST": scale_apart,
+        "OUTPUT_MAX": case.output_max,
+        "OUTPUT_ROWS": case.output_rows,
+        "SPLIT": case.split,
+        "BALANCED": case.balanced,
+        "RAGGED": case.ragged,
+        "LENGTHS": case.lengths,
+        "LOCATED": case.located,
+        "PAGE_SIZE": case.page_size,
+        "KV_SCALES": case.scales,
+        "CONVERTS": case.kv_dtype is not None,
+        "kv_params": ", ".join(block_args),
+        "pointers": tuple(pointers),
+        "numbers": tuple(numbers) + tuple(n for m in (score, mask) if m for n in m.numbers),
+        "parameters": tuple(numbers),
+    }
+    return KernelSpec("decode", (score, mask), tuple(flags.items()), backend)
+
+
+def _combine(case: DecodeCase, backend: str, scale_apart: bool) -> KernelSpec:
+    numbers = ("MIDDLE", "INNER", "SPLITS", "stride_outer", "stride_middle", "stride_inner", "TO_LOG2")
+    flags = {
+        "D_V": case.d_v,
+        "D_V_ROUNDED": round_up_head_dim(case.d_v),
+        "RAW": not scale_apart,
+        "OUTPUT_MAX": case.output_max,
+        "OUTPUT_ROWS": case.output_rows,
+        "numbers": numbers,
+        "parameters": numbers,
+    }
+    return KernelSpec("combine_splits", (), tuple(flags.items()), backend)

@@ -1,0 +1,221 @@
+"""The forward kernel as a plan: from what is known of a call, and no tensor, to a KernelSpec and a tile.
+
+flex_attention, the command line and offline compilation all come through `plan_forward`, so all see the same kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ..gpus import round_up_head_dim
+from ..mod.expr import ModGraph
+from ..registry import remembered
+from ..text.lower import gathers
+from ..text.snippet import Target, TensorLayout
+from ..text.spec import KernelSpec, ModText, dtype_name, mod_text
+from .tiles import Tile, forward_tile
+
+LOG2_E = 1.4426950408889634
+_SYMBOLS = {"score": "score", "b": "z", "h": "h", "q_idx": "m", "kv_idx": "n"}
+STRIDES = {t: tuple(f"stride_{t}{d}" for d in dims) for t, dims in (("q", "zhmd"), ("k", "zhnd"), ("v", "zhnd"), ("o", "zhm"))}
+
+
+class Options(NamedTuple):
+    """kernel_options that change the forward kernel's text or tile. `tile` holds BLOCK_M, BLOCK_N, num_warps, num_stages."""
+
+    prescale_qk: bool = False
+    rows_guaranteed_safe: bool = False
+    use_tma: bool | None = None  # None: where the device has it and it is faster
+    float32_precision: str = "ieee"
+    backend: str | None = None  # "TRITON", "GLUON" or "DECODE" (few queries); None: the fastest that serves the call
+    tile: tuple[tuple[str, int], ...] = ()
+
+
+class Blocks(NamedTuple):
+    """A block mask's structure.
+
+    interior   no full block reaches past KV_LEN
+    starts     blocks begin where a tensor says, and lists hold first positions (see BlockLists)
+    """
+
+    has_full: bool
+    q_block: int
+    kv_block: int
+    interior: bool = True
+    starts: bool = False
+
+
+class Cache(NamedTuple):
+    """How a cache holds the keys of sequences whose queries are packed one after another (see decode.Cached).
+
+    page_size   positions of a page; 0: a sequence has an entry of its own
+    located     every sequence says which entry
+    offsets     every sequence says at which position its queries begin; else they are its last positions
+    """
+
+    page_size: int = 0
+    located: bool = False
+    offsets: bool = False
+
+
+class ForwardCase(NamedTuple):
+    """What changes the forward kernel, beside its mods."""
+
+    dtype: torch.dtype
+    d_qk: int
+    d_v: int
+    units: tuple[bool, bool, bool] = (True, True, True)  # is the head dim of q, k, v contiguous
+    aligned: tuple[str, ...] = ()  # strides that are multiples of 16 bytes and are passed in that unit
+    use_tma: bool = False
+    blocks: Blocks | None = None
+    options: Options = Options()
+    scale_is_positive: bool = True
+    output_max: bool = False
+    output_rows: bool = False  # what the backward pass needs of every row
+    exact_indices: bool = True
+    cache: Cache | None = None  # the kernel for Hopper alone
+
+
+Mod = tuple[ModGraph, tuple[TensorLayout, ...]]
+
+
+@dataclass(eq=False, slots=True)
+class Plan:
+    """The kernel's text, its tile and how to find the mods' arguments."""
+
+    spec: KernelSpec
+    tile: Tile
+    score: ModText | None
+    mask: ModText | None
+    use_tma: bool
+    scale_apart: bool  # SM_SCALE and TO_LOG2 are two arguments
+
+    @property
+    def blocks(self) -> tuple[tuple[int, int], ...]:
+        """Rows and columns of what TMA copies at once of k and v; empty if they are not passed as descriptors."""
+        d_qk, d_v = self.spec.flag["D_QK_ROUNDED"], self.spec.flag["D_V_ROUNDED"]
+        return ((self.tile.BLOCK_N, d_qk), (self.tile.BLOCK_N, d_v)) if self.use_tma else ()
+
+
+def wants_tma(options: Options, dtype: torch.dtype, arch: str) -> bool:
+    """TMA is faster wherever it exists, but spills with float32 in full precision; in the interpreter only on request."""
+    if arch in ("sm_90", "sm_100"):
+        return options.use_tma if options.use_tma is not None else dtype is not torch.float32
+    return arch == "cpu" and options.use_tma is True
+
+
+def plan_forward(case: ForwardCase, backend: str, arch: str, score: Mod | None, mask: Mod | None) -> Plan:
+    """The plan for a backend ("cuda", "hip", "cpu") and a row of the tile tables."""
+    target = Target(backend, dtype_name(case.dtype), case.exact_indices, read_directly=backend == "cuda")
+    score_text, mask_text = lowered(score, mask, target)
+    blocks = case.blocks
+    tile = forward_tile(
+        arch,
+        round_up_head_dim(case.d_qk),
+        round_up_head_dim(case.d_v),
+        case.dtype.itemsize,
+        gathers=any(gathers(m[0]) for m in (score, mask) if m),
+        q_block=blocks.q_block if blocks else 0,
+        kv_block=blocks.kv_block if blocks else 0,
+        options=dict(case.options.tile),
+    )
+    scale_apart = score is not None or case.options.prescale_qk or not case.scale_is_positive
+    spec = _spec(case, backend, score_text, mask_text, scale_apart)
+    return Plan(spec, tile, score_text, mask_text, case.use_tma, scale_apart)
+
+
+def lowered(
+    score: Mod | None, mask: Mod | None, target: Target, vectors: dict[str, str] | None = None, *, by_distance: bool = False
+) -> tuple[ModText | None, ModText | None]:
+    """The mods as a forward kernel sees them; where both capture something of one name, the mask's gets another (vectors, by_distance: see
+    mod_text)."""
+    score_text = mod_text(*score, _SYMBOLS, target, shape="qk.shape", vectors=vectors, by_distance=by_distance) if score else None
+    taken = frozenset(c.name for c in (*score[0].tensors, *score[0].scalars)) if score else frozenset()
+    mask_text = mod_text(*mask, _SYMBOLS, target, shape="qk.shape", taken=taken) if mask else None
+    return score_text, mask_text
+
+
+def _spec(case: ForwardCase, backend: str, score: ModText | None, mask: ModText | None, scale_apart: bool) -> KernelSpec:
+    options, blocks, units = case.options, case.blocks, case.units
+    numbers = ["Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN"]
+    for t, unit in zip("qkv", units, strict=True):
+        numbers += STRIDES[t][:3] if unit else STRIDES[t]
+    numbers += STRIDES["o"]
+    numbers += ["SM_SCALE", "TO_LOG2"] if scale_apart else ["TO_LOG2"]
+    if blocks:
+        numbers += ["mask_stride_z", "mask_stride_h", "mask_columns"] + (["full_mask_columns"] if blocks.has_full else [])
+        numbers += ["RANGES"] if blocks.starts else []
+    strides = ["stride_kn", *([] if units[1] else ["stride_kd"]), "stride_vn", *([] if units[2] else ["stride_vd"])]
+    float32 = case.dtype is torch.float32
+    flags = {
+        "DTYPE": dtype_name(case.dtype),
+        "D_QK": case.d_qk,
+        "D_V": case.d_v,
+        "D_QK_ROUNDED": round_up_head_dim(case.d_qk),
+        "D_V_ROUNDED": round_up_head_dim(case.d_v),
+        "FLOAT32": float32,
+        "FLOAT32_PRECISION": options.float32_precision if float32 else "",
+        "Q_UNIT": units[0],
+        "K_UNIT": units[1],
+        "V_UNIT": units[2],
+        "aligned": case.aligned,
+        "ALIGNMENT": 16 // case.dtype.itemsize,
+        "BLOCK_MASK": blocks is not None,
+        "HAS_FULL_BLOCKS": blocks is not None and blocks.has_full,
+        "SPARSE_Q_BLOCK_SIZE": blocks.q_block if blocks else 0,
+        "SPARSE_KV_BLOCK_SIZE": blocks.kv_block if blocks else 0,
+        "CHECK_FULL_BLOCKS": blocks is not None and not blocks.interior,
+        "STARTS": blocks is not None and blocks.starts,
+        "PEEL_TAIL": not float32,  # a second copy of the dot makes float32 kernels spill
+        "SCALE_IS_POSITIVE": case.scale_is_positive,
+        "OUTPUT_MAX": case.output_max,
+        "OUTPUT_ROWS": case.output_rows,
+        "PRESCALE_QK": options.prescale_qk,
+        "ROWS_GUARANTEED_SAFE": options.rows_guaranteed_safe,
+        "USE_TMA": case.use_tma,
+        "kv_params": ", ".join(["desc_k", "desc_v", "z_kv", "h_kv"] if case.use_tma else ["K", "V", *strides]),
+        "numbers": tuple(numbers) + tuple(n for m in (score, mask) if m for n in m.numbers),
+        "parameters": tuple(numbers),
+    }
+    return KernelSpec("forward", (score, mask), tuple(flags.items()), backend)
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What follows from the shapes and strides of q, k, v and out alone."""
+
+    units: tuple[bool, bool, bool]
+    aligned: tuple[str, ...]
+    numbers: tuple[int, ...]  # the kernel's first scalar arguments
+    tma: bool  # shapes and strides of k and v that TMA can load
+    q_tma: bool = False  # those of q
+
+
+@remembered("geometries", 4096)
+def geometry_of(itemsize: int, shapes: tuple, strides: tuple, out_strides: tuple) -> Geometry:
+    """The geometry of q, k, v (their shapes and strides) and out; a dimension of size 1 has stride 0."""
+    (_, Hq, Q_LEN, _), (_, Hkv, KV_LEN, _), (Zkv, *_) = shapes
+    known = [tuple(0 if n == 1 else s for n, s in zip(shape, stride, strict=True)) for shape, stride in zip(shapes, strides, strict=True)]
+    units = tuple(s[3] == 1 or shape[3] == 1 for s, shape in zip(known, shapes, strict=True))
+    vector = 16 // itemsize
+    aligned, numbers = [], [Hq, Zkv, Hq // Hkv, Q_LEN, KV_LEN]
+    for t, s, unit in zip("qkv", known, units, strict=True):
+        for name, stride in zip(STRIDES[t][:3], s[:3], strict=True):
+            if stride % vector == 0:
+                aligned.append(name)
+                stride //= vector
+            numbers.append(stride)
+        if not unit:
+            numbers.append(s[3])
+    numbers += out_strides[:3]
+    q_tma, *tma = (_fits_tma(s, shape, vector) for s, shape in zip(known, shapes, strict=True))
+    return Geometry(units, tuple(aligned), tuple(numbers), all(tma), q_tma)
+
+
+def _fits_tma(strides: tuple, shape: tuple, vector: int) -> bool:
+    """TMA wants a contiguous head dim and strides of whole 16 bytes, none of them 0."""
+    outer = all(s % vector == 0 and (s or n == 1) for s, n in zip(strides[:3], shape[:3], strict=True))
+    return outer and strides[3] == 1 and shape[3] % vector == 0

@@ -1,0 +1,203 @@
+"""The forward kernel for Hopper as a plan: which calls it serves, and from what is known of one to a KernelSpec.
+
+The kernel (templates/hopper_forward.py.jinja) is written in Gluon, for sm_90 alone. Its snippets are those of every other template.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..gpus import round_up_head_dim
+from ..mod.sums import Sum
+from ..text.lower import gathers
+from ..text.snippet import SumText, Target
+from ..text.spec import KernelSpec, ModText, dtype_name
+from .forward import STRIDES, Cache, ForwardCase, Geometry, Mod, lowered
+
+ROWS = 64  # of a consumer
+L2_BYTES = 32 << 20  # of K and V that heads which are worked on at a time may take
+SPILL_LIMIT = 1024  # bytes of a thread; a mod of a dozen library calls spills 20 times that, and the portable kernel is then twice as fast
+
+
+@dataclass(frozen=True, slots=True)
+class HopperTile:
+    """Consumers of 64 query rows each, K and V buffers, and registers of a consumer's and of the producer's threads."""
+
+    consumers: int
+    stages: int
+    consumer_registers: int
+    producer_registers: int
+    BLOCK_N: int = 128
+    output_in_q: bool = False  # the output leaves through Q's part of shared memory, as there is no room for one of its own
+
+    @property
+    def BLOCK_M(self) -> int:
+        return ROWS * self.consumers
+
+
+@dataclass(eq=False, slots=True)
+class HopperPlan:
+    """The kernel's text, its tile and how to find the mods' arguments."""
+
+    spec: KernelSpec
+    tile: HopperTile
+    score: ModText | None
+    mask: ModText | None
+    scale_apart: bool  # SM_SCALE and TO_LOG2 are two arguments
+
+    @property
+    def blocks(self) -> tuple[tuple[int, int], ...]:
+        """Rows and columns of what TMA copies at once of k, v, q and out, all passed as descriptors."""
+        N, flags = self.tile.BLOCK_N, self.spec.flag
+        d_qk, d_v = flags["D_QK_SLICE"], flags["D_V_ROUNDED"]
+        if 0 < flags["PAGE_SIZE"] < N:  # a piece of a block
+            keys = values = (flags["PAGE_SIZE"], 64)
+        else:
+            keys, values = (N, d_qk), (N, d_v)
+        return keys, values, (ROWS, d_qk), (ROWS, d_v)
+
+
+def fits(case: ForwardCase, geometry: Geometry, arch: str = "sm_90", aligned: bool = True) -> str | None:
+    """Why a call cannot be served, or None if it can.
+
+    aligned   the addresses of q, k and v are multiples of 16 bytes
+    """
+    if arch != "sm_90":
+        return f"the kernel for Hopper needs sm_90, this is {arch}"
+    if case.dtype not in (torch.bfloat16, torch.float16):
+        return f"{dtype_name(case.dtype)} has no wgmma of its precision"
+    if not all(33 <= d <= 256 for d in (case.d_qk, case.d_v)):
+        return f"head dims are {case.d_qk} and {case.d_v}; there are tiles for 33 to 256"
+    if not (geometry.tma and geometry.q_tma and aligned):
+        return "TMA cannot load q, k or v: a head dim that is not contiguous, or an address or strides that are no multiples of 16 bytes"
+    if case.options.use_tma is False:
+        return "USE_TMA is False"
+    if case.options.prescale_qk:
+        return "PRESCALE_QK: q goes to shared memory as it is"
+    tile = [name for name, _ in case.options.tile if name in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")]
+    if tile:
+        return f"{', '.join(tile)}: this kernel has tiles of its own"
+    if case.blocks:
+        tile = hopper_tile(*padded(case.d_qk, case.d_v), listed=True, reads=False)
+        if case.blocks.q_block % tile.BLOCK_M or case.blocks.kv_block % tile.BLOCK_N:
+            return f"block sizes {case.blocks.q_block} and {case.blocks.kv_block} are no multiples of {tile.BLOCK_M} and {tile.BLOCK_N}"
+        if case.blocks.starts and case.blocks.q_block != tile.BLOCK_M:
+            return (
+                f"blocks that begin where a tensor says are tiles: they must have {tile.BLOCK_M} queries, these have {case.blocks.q_block}"
+            )
+    size = case.cache.page_size if case.cache else 0
+    if size % 128 and size not in (8, 16, 32, 64):
+        return f"pages have {size} keys; TMA copies pages of 8, 16, 32 or 64 and whole blocks of pages of multiples of 128"
+    return None
+
+
+def worthwhile(q_len: int, heads: int, multiprocessors: int) -> str | None:
+    """Why the portable kernel is faster for a call that the one for Hopper could serve, or None if it is not."""
+    if q_len <= ROWS:
+        return f"there are {q_len} queries, which is half of a tile or less"
+    tiles = -(-q_len // (2 * ROWS)) * heads
+    if 2 * tiles < multiprocessors:
+        return f"there are {tiles} tiles of {2 * ROWS} queries, for {multiprocessors} multiprocessors"
+    return None
+
+
+def padded(d_qk: int, d_v: int) -> tuple[int, int]:
+    """Head dims as the kernel computes with them: 64, 128 and 256, as tensors' sizes are powers of two, and 192 for Q and K."""
+    return (192 if 128 < d_qk <= 192 else round_up_head_dim(d_qk)), round_up_head_dim(d_v)
+
+
+def hopper_tile(d_qk: int, d_v: int, *, listed: bool, reads: bool) -> HopperTile:
+    """The tile for padded head dims.
+
+    listed    with block lists, whose blocks have 128 queries or a multiple
+    reads     a mod loads elements of a tensor by key, or by query and key (it costs registers)
+    """
+    if max(d_qk, d_v) > 128:
+        registers = (240, 24) if reads else (232, 40)
+        if d_v > 128 or d_qk > 192:  # 128 keys are too many for the registers or for shared memory
+            return HopperTile(2, 2, *registers, BLOCK_N=64, output_in_q=d_qk == d_v)
+        return HopperTile(2, 2, *registers, output_in_q=d_v == 128)
+    if max(d_qk, d_v) > 64:
+        return HopperTile(2, 2, 240, 24)
+    return HopperTile(2, 4, 240, 24) if listed or reads else HopperTile(3, 4, 160, 32)
+
+
+def scores_are_raw(terms: Sum | SumText | None, scale_is_positive: bool) -> bool:
+    """Does a kernel for Hopper keep the scores of a score_mod with these terms without scale? One operation less a score, where distances
+    alone are added."""
+    return bool(terms and terms.rate and not terms.key and scale_is_positive)
+
+
+def heads_per_group(heads: int, bytes_each: int, cached: int = L2_BYTES) -> int:
+    """How many heads are worked on at a time, if each reads so many bytes again and again: of K and V of one query head, its share if heads
+    share them. `cached` of them stay in the L2 cache."""
+    groups = -(-heads // max(1, cached // max(1, bytes_each)))
+    return -(-heads // groups)
+
+
+def plan_hopper_forward(case: ForwardCase, score: Mod | None, mask: Mod | None) -> HopperPlan:
+    """The plan for a case that `fits`."""
+    target = Target("cuda", dtype_name(case.dtype), case.exact_indices, "gluon")
+    score_text, mask_text = lowered(
+        score, mask, target, {"b": "z", "h": "h", "q_idx": "rows", "kv_idx": "offs_n"}, by_distance=case.cache is None
+    )  # positions in a cache may be negative, and are then cut off
+    reads = any(gathers(m[0]) for m in (score, mask) if m) or any(m.staged("q_idx", "kv_idx").handed for m in (score_text, mask_text) if m)
+    tile = hopper_tile(*padded(case.d_qk, case.d_v), listed=case.blocks is not None, reads=reads)
+    if case.cache:  # the producer looks up pages
+        tile = replace(tile, consumer_registers=232, producer_registers=40)
+    scale_apart = score is not None or not case.scale_is_positive
+    return HopperPlan(_spec(case, tile, score_text, mask_text, scale_apart), tile, score_text, mask_text, scale_apart)
+
+
+def _spec(case: ForwardCase, tile: HopperTile, score: ModText | None, mask: ModText | None, scale_apart: bool) -> KernelSpec:
+    blocks, mods = case.blocks, [m for m in (score, mask) if m]
+    numbers = ["Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", "HEADS", "HEADS_PER_GROUP"]
+    numbers += ["SM_SCALE", "TO_LOG2"] if scale_apart else ["TO_LOG2"]
+    starts = blocks is not None and blocks.starts
+    if blocks:
+        numbers += ["mask_stride_z", "mask_stride_h", "mask_columns"] + (["full_mask_columns"] if blocks.has_full else [])
+    if starts:
+        numbers += ["RANGES", *STRIDES["o"]]
+    cache = case.cache or Cache()
+    if case.cache:
+        numbers += ["SEQUENCES", "MAX_Q", *(["stride_pages"] if cache.page_size else [])]
+    d_qk, d_v = padded(case.d_qk, case.d_v)
+    slices = 3 if d_qk == 192 else 1
+    flags = {
+        "LANGUAGE": "gluon",
+        "DTYPE": dtype_name(case.dtype),
+        "D_QK": case.d_qk,
+        "D_V": case.d_v,
+        "D_QK_ROUNDED": d_qk,
+        "D_V_ROUNDED": d_v,
+        "SLICES": slices,
+        "D_QK_SLICE": d_qk // slices,
+        "OUTPUT_IN_Q": tile.output_in_q,
+        "CONSUMERS": tile.consumers,
+        "STAGES": tile.stages,
+        "BLOCK_N": tile.BLOCK_N,
+        "CONSUMER_REGISTERS": tile.consumer_registers,
+        "PRODUCER_REGISTERS": tile.producer_registers,
+        "BLOCK_MASK": blocks is not None,
+        "HAS_FULL_BLOCKS": blocks is not None and blocks.has_full,
+        "SPARSE_Q_BLOCK_SIZE": blocks.q_block if blocks else 0,
+        "SPARSE_KV_BLOCK_SIZE": blocks.kv_block if blocks else 0,
+        "STEPS": blocks.kv_block // tile.BLOCK_N if blocks else 1,
+        "CHECK_FULL_BLOCKS": blocks is not None and not blocks.interior,
+        "STARTS": starts,
+        "CACHED": case.cache is not None,
+        "PAGE_SIZE": cache.page_size,
+        "LOCATED": cache.located,
+        "OFFSETS": cache.offsets,
+        "SCALE_FIRST": scale_apart,
+        "SUM_IS_RAW": scores_are_raw(score and score.sum, case.scale_is_positive),
+        "OUTPUT_MAX": case.output_max,
+        "OUTPUT_ROWS": case.output_rows,
+        "imports_triton": any(re.search(r"\btl\.", line) for m in mods for line in (*m.lines, *m.texts)),
+        "numbers": tuple(numbers) + tuple(n for m in mods for n in m.numbers),
+        "parameters": tuple(numbers),
+    }
+    return KernelSpec("hopper_forward", (score, mask), tuple(flags.items()), "cuda")

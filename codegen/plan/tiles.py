@@ -1,0 +1,208 @@
+"""Tile sizes: one table per template, and what to do when a tile does not fit.
+
+A tile is chosen by (architecture, head dim, element size) and by what the mods cost. The numbers for sm_90 were measured on an
+H100 (benchmarks/results); the others follow from shared memory. `fitting` drops a tile that the device's shared memory
+cannot hold, before launch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..gpus import SHARED_MEMORY
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    BLOCK_M: int
+    BLOCK_N: int
+    num_warps: int
+    num_stages: int
+
+
+# (architecture, larger padded head dim, bytes per element) -> tile
+_FORWARD = {
+    ("sm_90", 64, 2): Tile(64, 64, 4, 3),
+    ("sm_90", 128, 2): Tile(64, 64, 4, 3),
+    ("sm_90", 256, 2): Tile(128, 64, 8, 2),
+    ("sm_90", 64, 4): Tile(64, 64, 8, 2),
+    ("sm_90", 128, 4): Tile(64, 32, 8, 2),
+    ("sm_90", 256, 4): Tile(64, 16, 8, 2),
+    ("sm_80", 64, 2): Tile(128, 64, 4, 3),
+    ("sm_80", 128, 2): Tile(128, 64, 8, 3),
+    ("sm_80", 256, 2): Tile(64, 32, 4, 2),
+    ("sm_80", 64, 4): Tile(64, 64, 8, 2),
+    ("sm_80", 128, 4): Tile(64, 32, 8, 2),
+    ("sm_80", 256, 4): Tile(64, 16, 8, 2),
+    ("gfx942", 64, 2): Tile(128, 64, 4, 1),
+    ("gfx942", 128, 2): Tile(128, 64, 4, 1),
+    ("gfx942", 256, 2): Tile(64, 32, 4, 1),
+    ("gfx942", 64, 4): Tile(64, 64, 4, 1),
+    ("gfx942", 128, 4): Tile(64, 32, 4, 1),
+    ("gfx942", 256, 4): Tile(32, 16, 4, 1),
+    ("cpu", 256, 2): Tile(64, 64, 1, 1),
+    ("cpu", 256, 4): Tile(64, 64, 1, 1),
+}
+
+# where a kernel without block lists, or unequal head dims, measured faster with another tile
+_FORWARD_DENSE = {("sm_90", 64, 2): Tile(128, 64, 4, 3)}
+_FORWARD_UNEQUAL = {("sm_90", 256, 2): Tile(128, 64, 8, 3)}  # 192 / 128, padded to 256 / 128
+
+
+def forward_tile(
+    arch: str,
+    d_qk: int,
+    d_v: int,
+    itemsize: int,
+    *,
+    gathers: bool = False,
+    q_block: int = 0,
+    kv_block: int = 0,
+    options: dict | None = None,
+) -> Tile:
+    """The forward kernel's tile.
+
+    d_qk, d_v          padded head dims
+    gathers            a mod loads one element of a tensor for every position, which leaves no registers for a larger tile
+    q_block, kv_block  a block mask's sizes, which BLOCK_M and BLOCK_N must divide; 0 without block lists
+    options            the user's BLOCK_M, BLOCK_N, num_warps, num_stages
+    """
+    family = {"sm_86": "sm_80", "sm_100": "sm_90"}.get(arch, arch)
+    widths = sorted(k[1] for k in _FORWARD if k[0] == family and k[2] == itemsize)
+    row = (family, next((w for w in widths if w >= max(d_qk, d_v)), widths[-1]), itemsize)
+    tile = _FORWARD[row]
+    if d_qk != d_v:
+        tile = _FORWARD_UNEQUAL.get(row, tile)
+    elif not kv_block and not gathers:
+        tile = _FORWARD_DENSE.get(row, tile)
+    chosen = {k: v for k, v in (options or {}).items() if k in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")}
+    if q_block and "BLOCK_M" not in chosen:
+        tile = replace(tile, BLOCK_M=_divisor(tile.BLOCK_M, q_block))
+    if kv_block and "BLOCK_N" not in chosen:
+        tile = replace(tile, BLOCK_N=_divisor(tile.BLOCK_N, kv_block))
+    if arch != "cpu":
+        tile = fitting(tile, arch, d_qk, d_v, itemsize)
+    return replace(tile, **chosen)
+
+
+# (larger padded head dim, bytes per element) -> keys of a decode block; a tile has as many rows as there are. With 16 rows of 16 bits
+# on sm_90 and sm_100 shared memory is full of loads in flight and one program keeps a multiprocessor busy
+_DECODE_KEYS = {(64, 2): 128, (128, 2): 64, (256, 2): 32, (64, 4): 64, (128, 4): 32, (256, 4): 16}
+_DECODE_KEYS_16_ROWS = {(64, 2): 256, (128, 2): 128, (256, 2): 64}
+
+
+def decode_tile(arch: str, rows: int, d_qk: int, d_v: int, itemsize: int, *, kv_block: int = 0, paged: bool = False) -> Tile:
+    """The tile of decode with `rows` rows (queries times heads that share keys); other arguments as for forward_tile."""
+    if arch == "cpu":
+        tile = Tile(rows, 64, 1, 1)
+    else:
+        row = next(w for w in (64, 128, 256) if w >= max(d_qk, d_v)), itemsize
+        keys = _DECODE_KEYS_16_ROWS.get(row, _DECODE_KEYS[row]) if rows == 16 and arch in ("sm_90", "sm_100") else _DECODE_KEYS[row]
+        tile = fitting(Tile(rows, keys, 4, 1 if arch == "gfx942" else 3), arch, d_qk, d_v, itemsize)
+        if paged and tile.num_stages > 1:  # loads of pages come first: Triton gives K and V every other stage
+            tile = replace(tile, num_stages=2 * tile.num_stages - 1)
+    return replace(tile, BLOCK_N=_divisor(tile.BLOCK_N, kv_block)) if kv_block else tile
+
+
+# (kernel, architecture, larger padded head dim, bytes per element) -> tile. backward_dq walks keys in steps of BLOCK_N,
+# backward_dkv walks queries in steps of BLOCK_M
+_BACKWARD = {
+    ("dq", "sm_90", 64, 2): Tile(64, 64, 4, 3),
+    ("dq", "sm_90", 128, 2): Tile(128, 64, 8, 3),
+    ("dq", "sm_90", 256, 2): Tile(128, 64, 8, 1),
+    ("dq", "sm_90", 64, 4): Tile(64, 32, 8, 2),
+    ("dq", "sm_90", 128, 4): Tile(64, 32, 8, 2),
+    ("dq", "sm_90", 256, 4): Tile(32, 16, 8, 1),
+    ("dkv", "sm_90", 64, 2): Tile(64, 64, 4, 3),
+    ("dkv", "sm_90", 128, 2): Tile(64, 64, 4, 2),
+    ("dkv", "sm_90", 256, 2): Tile(64, 64, 8, 2),
+    ("dkv", "sm_100", 256, 2): Tile(32, 64, 8, 2),
+    ("dkv", "sm_90", 64, 4): Tile(32, 64, 8, 2),
+    ("dkv", "sm_90", 128, 4): Tile(32, 32, 8, 2),
+    ("dkv", "sm_90", 256, 4): Tile(16, 32, 8, 1),
+    ("dq", "sm_80", 64, 2): Tile(64, 64, 4, 2),
+    ("dq", "sm_80", 128, 2): Tile(64, 64, 4, 2),
+    ("dq", "sm_80", 256, 2): Tile(32, 32, 4, 2),
+    ("dq", "sm_80", 64, 4): Tile(64, 32, 8, 2),
+    ("dq", "sm_80", 128, 4): Tile(32, 32, 8, 2),
+    ("dq", "sm_80", 256, 4): Tile(32, 16, 8, 1),
+    ("dkv", "sm_80", 64, 2): Tile(64, 64, 4, 2),
+    ("dkv", "sm_80", 128, 2): Tile(32, 64, 4, 2),
+    ("dkv", "sm_80", 256, 2): Tile(32, 32, 4, 1),
+    ("dkv", "sm_80", 64, 4): Tile(32, 64, 8, 2),
+    ("dkv", "sm_80", 128, 4): Tile(32, 32, 8, 2),
+    ("dkv", "sm_80", 256, 4): Tile(16, 32, 8, 1),
+    ("dq", "gfx942", 64, 2): Tile(64, 64, 4, 1),
+    ("dq", "gfx942", 128, 2): Tile(64, 32, 4, 1),
+    ("dq", "gfx942", 256, 2): Tile(32, 16, 4, 1),
+    ("dq", "gfx942", 64, 4): Tile(32, 32, 4, 1),
+    ("dq", "gfx942", 128, 4): Tile(32, 16, 4, 1),
+    ("dq", "gfx942", 256, 4): Tile(16, 16, 4, 1),
+    ("dkv", "gfx942", 64, 2): Tile(32, 64, 4, 1),
+    ("dkv", "gfx942", 128, 2): Tile(32, 32, 4, 1),
+    ("dkv", "gfx942", 256, 2): Tile(16, 32, 4, 1),
+    ("dkv", "gfx942", 64, 4): Tile(32, 32, 4, 1),
+    ("dkv", "gfx942", 128, 4): Tile(16, 32, 4, 1),
+    ("dkv", "gfx942", 256, 4): Tile(16, 16, 4, 1),
+    ("dq", "cpu", 256, 2): Tile(64, 64, 1, 1),
+    ("dq", "cpu", 256, 4): Tile(64, 64, 1, 1),
+    ("dkv", "cpu", 256, 2): Tile(64, 64, 1, 1),
+    ("dkv", "cpu", 256, 4): Tile(64, 64, 1, 1),
+}
+
+
+# 192 / 128, padded to 256 / 128
+_BACKWARD_UNEQUAL = {("dkv", "sm_90", 256, 2): Tile(32, 64, 4, 2), ("dq", "sm_90", 256, 2): Tile(128, 64, 8, 2)}
+
+
+def backward_tile(
+    kernel: str, arch: str, d_qk: int, d_v: int, itemsize: int, *, q_block: int = 0, kv_block: int = 0, options: dict | None = None
+) -> Tile:
+    """The tile of backward_dq or backward_dkv (`kernel` is "dq" or "dkv"); arguments as for forward_tile.
+
+    options   the user's dq_BLOCK_M, dq_BLOCK_N, dq_num_warps, dq_num_stages, and the same with dkv_
+    """
+    family = {"sm_86": "sm_80", "sm_100": "sm_90"}.get(arch, arch)
+    widths = sorted(w for name, a, w, size in _BACKWARD if name == kernel and a == family and size == itemsize)
+    width = next((w for w in widths if w >= max(d_qk, d_v)), widths[-1])
+    row = (kernel, family, width, itemsize)
+    tile = _BACKWARD.get((kernel, arch, width, itemsize), _BACKWARD[row])
+    if d_qk != d_v:
+        tile = _BACKWARD_UNEQUAL.get(row, tile)
+    chosen = {k.removeprefix(f"{kernel}_"): v for k, v in (options or {}).items() if k.startswith(f"{kernel}_")}
+    if q_block:
+        tile = replace(tile, BLOCK_M=_divisor(tile.BLOCK_M, q_block), BLOCK_N=_divisor(tile.BLOCK_N, kv_block))
+    return replace(tile, **chosen)
+
+
+def _divisor(size: int, of: int) -> int:
+    """The largest power of two up to `size` that divides `of`."""
+    while of % size:
+        size //= 2
+    return size
+
+
+def fitting(tile: Tile, arch: str, d_qk: int, d_v: int, itemsize: int) -> Tile:
+    """`tile`, or the next smaller one whose Q tile and pipelined K and V blocks fit into shared memory."""
+    while shared_bytes(tile, d_qk, d_v, itemsize) > SHARED_MEMORY[arch]:
+        smaller = next_smaller(tile)
+        if smaller is None:
+            return tile
+        tile = smaller
+    return tile
+
+
+def shared_bytes(tile: Tile, d_qk: int, d_v: int, itemsize: int) -> int:
+    """An upper estimate of a forward tile's shared memory in bytes."""
+    return itemsize * (tile.BLOCK_M * max(d_qk, d_v) + tile.num_stages * tile.BLOCK_N * (d_qk + d_v))
+
+
+def next_smaller(tile: Tile) -> Tile | None:
+    """Fewer stages first, then a narrower block, then a shorter one; None below 16 x 16."""
+    if tile.num_stages > 1:
+        return replace(tile, num_stages=tile.num_stages - 1)
+    if tile.BLOCK_N > 16:
+        return replace(tile, BLOCK_N=tile.BLOCK_N // 2)
+    if tile.BLOCK_M > 16:
+        return replace(tile, BLOCK_M=tile.BLOCK_M // 2)
+    return None

@@ -1,0 +1,1 @@
+"""A call's tensors become a plan, arguments and outputs."""

@@ -1,0 +1,87 @@
+"""Evaluating a mod on its own: what a score_mod makes of given scores, or a mask_mod of every position.
+
+For looking at a mod and for tests. It goes the way of every mod (trace, lower, print, launch), so the numbers
+are those that an attention kernel computes with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..compiling import runs_uncompiled
+from ..device.kernel import Kernel, backend_of, kernel_for
+from ..mod.bind import bind
+from ..mod.expr import INDEX_BOUND, ModGraph
+from ..mod.tensors import check_surroundings, read_captured, readable
+from ..registry import INFO, Table
+from ..text.snippet import Target
+from ..text.spec import KernelSpec, ModText, layouts_of, mod_text
+
+_SYMBOL_NAMES = {"score": "score", "b": "z", "h": "h", "q_idx": "m", "kv_idx": "n"}
+_TILE = 64
+_PRECISIONS = ("float16", "bfloat16", "float32")
+
+_plans: dict[tuple, tuple[Kernel, ModText]] = Table("evaluate plans", 1024)
+
+
+@runs_uncompiled
+def evaluate_mod(mod: Callable, scores: torch.Tensor, kind: str = "score", *, precision: str = "float32") -> torch.Tensor:
+    """`mod` at every position of `scores`, by a printed kernel: a debugging aid, attention never needs it.
+
+    mod        score_mod(score, b, h, q_idx, kv_idx), or with kind="mask" mask_mod(b, h, q_idx, kv_idx)
+    scores     float32 (B, H, Q_LEN, KV_LEN), on a CPU or a GPU; for a mask_mod only shape and device count
+    precision  "float16", "bfloat16" or "float32": compute as in attention on tensors of this dtype, whose
+               kernels take a faster spelling of some operations where its error stays below the dtype's own
+               rounding
+
+    Returns float32 (score_mod) or bool (mask_mod) of the same shape. Raises ModError if the mod cannot be
+    traced, ValueError or TypeError for other arguments.
+
+        evaluate_mod(lambda score, b, h, q_idx, kv_idx: score * 2, torch.ones(1, 1, 3, 5))  # 3 x 5 twos
+    """
+    check_surroundings("evaluate_mod")
+    if not isinstance(scores, torch.Tensor):
+        raise TypeError(f"scores must be a torch.Tensor (B, H, Q_LEN, KV_LEN), got {type(scores).__name__}")
+    scores = readable("scores", scores)
+    if scores.dim() != 4 or scores.dtype != torch.float32:
+        raise ValueError(f"scores must be float32 (B, H, Q_LEN, KV_LEN), got {scores.dtype} {tuple(scores.shape)}")
+    if scores.device.type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"scores are on {scores.device}; kernels run on CUDA or ROCm GPUs ('cuda') and, interpreted, on 'cpu'")
+    if kind not in ("score", "mask"):
+        raise ValueError(f"kind is {kind!r}; write 'score' or 'mask'")
+    if precision not in _PRECISIONS:
+        raise ValueError(f"precision is {precision!r}; write one of {', '.join(map(repr, _PRECISIONS))}")
+    bound = bind(mod, kind)
+    read_captured(bound, scores.device, f"{kind}_mod")
+    scores = scores.detach().contiguous()
+    result = torch.empty_like(scores, dtype=torch.float32 if kind == "score" else torch.bool)
+    if result.numel():
+        Z, H, Q_LEN, KV_LEN = scores.shape
+        kernel, text = _plan(bound, tuple(scores.shape), scores.device, precision)
+        grid = (Z * H * -(-Q_LEN // _TILE) * -(-KV_LEN // _TILE),)
+        tensors = (scores, result) if kind == "score" else (result,)
+        kernel.launch(grid, (*tensors, H, Q_LEN, KV_LEN, *text.values(bound[1])), scores.device, (_TILE, _TILE), num_warps=4, num_stages=1)
+    return result
+
+
+def _plan(bound: tuple[ModGraph, list], extents: tuple[int, int, int, int], device: torch.device, precision: str) -> tuple[Kernel, ModText]:
+    graph, captured = bound
+    exact = max(extents[2:]) <= INDEX_BOUND
+    layouts = layouts_of(graph, captured, extents)
+    key = (graph, layouts, device, precision, exact)
+    plan = _plans.get(key)
+    if plan is not None:
+        INFO.hits += 1
+        return plan
+    backend = backend_of(device.type)
+    target = Target(backend, precision, exact)
+    text = mod_text(graph, layouts, _SYMBOL_NAMES, target, shape="[TILE_M, TILE_N]")
+    plan = _plans[key] = kernel_for(evaluate_spec(text, backend)), text
+    return plan
+
+
+def evaluate_spec(text: ModText, backend: str) -> KernelSpec:
+    """The KernelSpec of evaluate."""
+    return KernelSpec("evaluate", (text,), (("numbers", ("H", "Q_LEN", "KV_LEN", *text.numbers)),), backend)

@@ -1,0 +1,1 @@
+"""From an expression to the text of a kernel."""

@@ -1,0 +1,97 @@
+"""Rendering: a KernelSpec becomes the text of a kernel file. One environment, strict, one pass, no post-processing."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import textwrap
+from importlib import resources
+
+import jinja2
+
+from ..mod.errors import RenderError
+from .lines import one_line
+from .lower import literal_text
+from .spec import KernelSpec, without_texts
+
+
+def _load_template(name: str) -> str | None:
+    import flexpress.templates
+
+    source = resources.files(flexpress.templates) / name
+    return source.read_text(encoding="utf-8") if source.is_file() else None
+
+
+@functools.cache
+def environment() -> jinja2.Environment:
+    env = jinja2.Environment(
+        loader=jinja2.FunctionLoader(_load_template),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    env.filters["py"] = python_literal
+    env.filters["names"] = quoted_names
+    return env
+
+
+@functools.cache
+def _helpers(**language: str):
+    return environment().get_template("_helpers.jinja").make_module(language)
+
+
+def quoted_names(names: tuple[str, ...], indent: int, width: int = 110) -> str:
+    """A list of strings, wrapped and indented."""
+    text = ", ".join(f'"{n}"' for n in names)
+    return textwrap.fill(text, width, break_long_words=False, subsequent_indent=" " * indent)
+
+
+def python_literal(value) -> str:
+    """Jinja prints `inf` and `true`; kernels need Python."""
+    return literal_text(value) if isinstance(value, (int, float)) else repr(value)
+
+
+def render(spec: KernelSpec) -> str:
+    """The text of the kernel that `spec` describes. Raises RenderError if a template prints something that is not Python, or if a text
+    of the user's, which belongs into comments, would be more than a comment."""
+    text = _text(spec)
+    tree = _parsed(text, spec.template)
+    # nothing of the user's is in the tree, or it would not be the same without the user's texts
+    if not text.replace("\n", "").isprintable() or ast.dump(tree) != ast.dump(_parsed(_text(without_texts(spec)), spec.template)):
+        raise RenderError(
+            f"templates/{spec.template}.py.jinja printed a source line or a name of the mod's as code. This is an error in "
+            "Flexpress, and the kernel is not used; please report the mod"
+        )
+    return text
+
+
+def _text(spec: KernelSpec) -> str:
+    gluon = spec.flag.get("LANGUAGE") == "gluon"
+    language = {"jit": "gluon.jit", "tl": "gl"} if gluon else {"jit": "triton.jit", "tl": "tl"}
+    library = _helpers(**language)
+    helpers = tuple(dict.fromkeys(h for m in spec.mods if m for h in m.helpers))
+    texts = [getattr(library, h)().strip() for h in helpers]
+    context = {
+        **spec.flag,
+        "score_mod": None,
+        "mask_mod": None,
+        "verdict_mod": None,
+        "mod": next(filter(None, spec.mods), None),
+        **{f"{m.kind}_mod": m for m in spec.mods if m},
+        "helpers": texts,
+        **language,
+        "title": spec.name.replace("_", " "),
+        "libdevice": any(m.libdevice for m in spec.mods if m) or any("libdevice." in t for t in texts),
+    }
+    return environment().get_template(f"{spec.template}.py.jinja").render(context)
+
+
+def _parsed(text: str, template: str) -> ast.Module:
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError) as error:
+        line = text.split("\n")[(getattr(error, "lineno", None) or 1) - 1]
+        raise RenderError(
+            f"templates/{template}.py.jinja printed a line that is not Python ({error}):\n    {one_line(line.strip())}"
+        ) from error

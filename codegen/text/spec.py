@@ -1,0 +1,454 @@
+"""KernelSpec: everything that changes the text of a kernel, and nothing that does not.
+
+Lengths, strides, batch and head counts, window sizes and slopes are not here: they are arguments at launch.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from ..mod.distance import read_by_distance
+from ..mod.expr import MASK_SYMBOLS, Expr, ModGraph, SourceLine, symbols_in, value_range, walk
+from ..mod.sums import as_sum
+from ..registry import remembered
+from .lines import one_line
+from .lower import is_gather, loads_of, lower, lower_sum
+from .snippet import DistanceText, Snippet, Statement, SumText, Target, TensorLayout, lines_of
+
+_FIND = {
+    "size": lambda tensor, dim: tensor.shape[dim],
+    "stride": lambda tensor, dim: tensor.stride(dim),
+    "vectors": lambda tensor, dim: tensor.stride(dim) * tensor.element_size() // 16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedGradient:
+    """How a kernel gathers the gradient of one load of a captured tensor.
+
+    role      "row", "head": summed over the keys of a row, over a tile of one head (backward_dq); "column": summed over the queries of
+              a key (backward_dkv); "store", "atomic": every position has a place in the gradient, of its own or shared (backward_dq);
+              "slab": stored head by head and added up outside, without atomics
+    load      which load of the mod it is (see lower.loads_of)
+    text      the gradient of one position; `guard` if it may be NaN where p is 0
+    offset    for "store" and "atomic": the place in the buffer, which has the tensor's own strides, and the `checks` that it lies inside
+    """
+
+    role: str
+    load: int
+    name: str
+    text: str
+    guard: bool
+    offset: str = ""
+    checks: str = ""
+
+    @property
+    def buffer(self) -> str:
+        """The kernel argument that takes it."""
+        return f"grad_{self.name}_{self.load}"
+
+    value = property(lambda self: f"d_{self.name}_{self.load}")
+    sum = property(lambda self: f"sum_{self.name}_{self.load}")
+    sums = property(lambda self: self.role in ("row", "head", "column"))
+
+    @property
+    def meaning(self) -> str:
+        """For the glossary."""
+        return {
+            "row": "float32 [Z, Hq, Q_LEN]: summed over keys",
+            "column": "float32 [Z, Hq, KV_LEN]: summed over queries",
+            "head": "float32 [Z, Hq, tiles]: summed over a tile's positions",
+            "store": "every position has its own element",
+            "atomic": "float32: positions share elements and add up",
+            "slab": "float32 [Q_LEN, KV_LEN]: one head's positions, added up on the host",
+        }[self.role]
+
+
+@dataclass(frozen=True, slots=True)
+class GradientText:
+    """A lowered derivative: statements, d loss / d score, and what captured tensors get."""
+
+    lines: tuple[str, ...]
+    score: str
+    guard: bool  # `score` may be NaN where p is 0
+    captured: tuple[CapturedGradient, ...]
+
+
+class Stages(NamedTuple):
+    """The lines of a mod by when a kernel can run them, and the names of what the first two stages leave for the rest."""
+
+    once: tuple[str, ...]
+    ahead: tuple[str, ...]
+    rest: tuple[str, ...]
+    once_names: tuple[str, ...]
+    ahead_names: tuple[str, ...]
+    ahead_dtypes: tuple[str, ...]
+    apart: tuple[str, ...]  # `ahead`, for a warp that has not run `once`
+
+    @property
+    def handed(self) -> tuple[tuple[str, str], ...]:
+        """What `ahead` leaves for the rest, with dtypes."""
+        return tuple(zip(self.ahead_names, self.ahead_dtypes, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class ModText:
+    """A lowered mod as a template sees it. `recipe` says how to find each of `args` at launch (see `ModText.values`)."""
+
+    kind: str
+    name: str
+    statements: tuple[Statement, ...]
+    result: str
+    helpers: tuple[str, ...]
+    libdevice: bool
+    args: tuple[str, ...]
+    recipe: tuple[tuple, ...]
+    gradient: GradientText | None = None
+    sum: SumText | None = None  # instead of `result`, where a template asks for it
+    distance: DistanceText | None = None  # what a template that asks for it computes apart
+    is_product: bool = False  # the compiler could put the result, before it is rounded, into a sum
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """What the kernel makes of the statements, and of what it computes apart."""
+        return *(self.sum.parts if self.sum else (self.result,)), *(self.distance.texts if self.distance else ())
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        return lines_of(self.statements)
+
+    def staged(self, fixed: str, moving: str | None = None) -> Stages:
+        """For a loop over blocks in which `fixed`, q_idx or kv_idx, stays the same and `moving` does not: what reads memory by `fixed` can
+        do so `once`, before the loop, and what reads by `moving` `ahead` of a block's scores. (Triton moves such loads by itself, Gluon
+        does not.) A stage that reads nothing is empty."""
+
+        def take(symbols: set[str], among: list[Statement]) -> list[Statement]:
+            found = [s for s in among if symbols.issuperset(s.varies)]
+            return found if any(s.loads for s in found) else []
+
+        once = take({"b", "h", fixed}, list(self.statements))
+        ahead = take({"b", "h", moving}, [s for s in self.statements if s not in once]) if moving else []
+        once += [s for s in ahead if moving not in s.varies]
+        ahead = [s for s in ahead if moving in s.varies]
+        rest = [s for s in self.statements if s not in once and s not in ahead]
+        later = [*(s.value for s in rest), *self.texts]
+        if self.gradient:
+            later += [*self.gradient.lines, self.gradient.score]
+            later += [text for c in self.gradient.captured for text in (c.text, c.offset, c.checks)]
+        words = set(re.findall(r"\w+", "\n".join(later)))
+        names = [tuple(s.name for s in stage if s.name in words) for stage in (once, ahead)]
+        dtypes = tuple(s.dtype for s in ahead if s.name in words)
+        apart = [s for s in once if fixed not in s.varies] + ahead
+        return Stages(lines_of(once), lines_of(ahead), lines_of(rest), *names, dtypes, lines_of(apart))
+
+    def values(self, captured: list) -> list:
+        """The kernel arguments, in the order of `args`, from the mod's captured values (tensors, then numbers)."""
+        return [captured[index] if what == "value" else _FIND[what](captured[index], dim) for what, index, dim in self.recipe]
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """The arguments that are numbers: Triton must not compile anew for their values."""
+        return tuple(a for a in self.args if not a.startswith("ptr_"))
+
+
+def mod_values(plan, score: list | None, mask: list | None) -> list:
+    """The kernel arguments of a plan's (or a step's) score_mod and mask_mod, from what the two capture."""
+    return (plan.score.values(score) if score is not None else []) + (plan.mask.values(mask) if mask is not None else [])
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One kernel: a template, the mods spliced into it and the structure flags that its Jinja reads."""
+
+    template: str
+    mods: tuple[ModText, ...]
+    flags: tuple[tuple[str, object], ...]
+    backend: str  # "cuda", "hip" or "cpu"
+
+    @functools.cached_property
+    def flag(self) -> dict:
+        """The flags by name."""
+        return dict(self.flags)
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.template, self.mods, self.flags, self.backend))
+
+    def __hash__(self) -> int:  # asked for at every launch, and long to compute
+        return self._hash
+
+    @property
+    def name(self) -> str:
+        """What the file is called: template, mods, then the flags that a reader would look for."""
+        flags = self.flag
+        parts = [self.template, *dict.fromkeys(_identifier(m.name) for m in self.mods if m)]
+        if "D_QK" in flags:
+            parts.append(f"d{flags['D_QK']}" + (f"x{flags['D_V']}" if flags["D_V"] != flags["D_QK"] else ""))
+        if "DTYPE" in flags:
+            parts.append({"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}[flags["DTYPE"]])
+        return "_".join(parts)
+
+
+def _identifier(name: str) -> str:
+    return re.sub(r"\W+", "_", name).strip("_").lower() or "mod"
+
+
+def layouts_of(graph: ModGraph, captured: list, extents: tuple[int, int, int, int]) -> tuple[TensorLayout, ...]:
+    """What the text may know of the captured tensors: unit and zero strides, 64-bit offsets, indices that need no check.
+
+    `extents` are the ranges of b, h, q_idx and kv_idx.
+    """
+    count = len(graph.tensors)
+    if not count:
+        return ()
+    return _layouts(graph, tuple([(t.shape, t.stride()) for t in captured[:count]]), tuple(captured[count:]), extents)
+
+
+LARGEST_BLOCK_N = 256
+
+
+@remembered("layouts of captured tensors", 4096)
+def _layouts(graph: ModGraph, tensors: tuple, scalars: tuple, extents: tuple) -> tuple[TensorLayout, ...]:
+    largest = {symbol: n - 1 for symbol, n in zip(MASK_SYMBOLS, extents, strict=True)}
+    largest["kv_idx"] = -(-extents[3] // LARGEST_BLOCK_N) * LARGEST_BLOCK_N - 1  # kernels do not clamp it in the tail block
+    inside: list[set] = [set() for _ in tensors]
+    by_rows = set()  # tensors read element by element: there checks cost, and alignment pays
+    for number, load in enumerate(loads_of(graph)):
+        spreads = is_gather(load)
+        if spreads:
+            by_rows.add(load.attr)
+        for dim, index in enumerate(load.args):
+            if not spreads and index.op == "symbol" and index.attr in ("q_idx", "kv_idx"):
+                continue  # a vector's check is cheap, and a new length must not compile anything
+            low, high = value_range(index, largest, scalars)
+            if low >= 0 and high < tensors[load.attr][0][dim]:
+                inside[load.attr].add((number, dim))
+    layouts = []
+    for i, ((shape, strides), known) in enumerate(zip(tensors, inside, strict=True)):
+        vector = 16 // graph.tensors[i].dtype.itemsize if i in by_rows and strides[-1] == 1 else 1 << 62
+        pattern = tuple("0" if s == 0 else "1" if s == 1 else "v" if s % vector == 0 else "n" for s in strides)
+        reach = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if 0 not in shape else 0
+        layouts.append(TensorLayout(pattern, reach >= 1 << 31, frozenset(known)))
+    return tuple(layouts)
+
+
+@dataclass(frozen=True)
+class Differential:
+    """What a backward kernel asks of a score_mod: d loss / d score, and loads with their role and gradient."""
+
+    score: Expr | None
+    captured: tuple[tuple[str, Expr, Expr], ...] = ()  # (role, load, gradient)
+    ordinary: bool = True  # captured numbers are, see are_ordinary
+
+
+def mod_text(
+    graph: ModGraph,
+    layouts: tuple[TensorLayout, ...],
+    names: dict[str, str],
+    target: Target,
+    *,
+    shape: str,
+    taken: frozenset[str] = frozenset(),
+    differential: Differential | None = None,
+    vectors: dict[str, str] | None = None,
+    by_distance: bool = False,
+) -> ModText:
+    """Lower a mod and name its arguments; names in `taken` (another mod's) get a suffix. With `vectors`, other names, of which q_idx and
+    kv_idx are vectors, a score_mod that is a sum is lowered as one, unless gradients of what it captures are asked for. With `by_distance`,
+    what it reads by the distance between query and key is lowered apart."""
+    graph = _renamed(graph, taken)
+    terms = as_sum(graph) if vectors and not (differential and differential.captured) else None
+    if terms:
+        snippet = lower_sum(graph, terms, vectors, layouts, target, prefix=graph.kind)
+        gradient = GradientText((), names["grad"], False, ()) if differential else None
+        return _with_arguments(graph, layouts, snippet, gradient)
+    gradients = places = ()
+    if differential:
+        places = tuple(load for _, load, _ in differential.captured)
+        gradients = tuple(g for g in (differential.score, *(g for _, _, g in differential.captured)) if g is not None)
+    snippet: Snippet = lower(
+        graph,
+        names,
+        layouts,
+        target,
+        prefix=graph.kind,
+        shape=shape,
+        gradients=gradients,
+        places=places,
+        distances=read_by_distance(graph) if by_distance else (),
+    )
+    gradient = _gradient_text(graph, layouts, differential, snippet, "gl" if target.language == "gluon" else "tl") if differential else None
+    return _with_arguments(graph, layouts, snippet, gradient)
+
+
+def _with_arguments(graph: ModGraph, layouts: tuple[TensorLayout, ...], snippet: Snippet, gradient: GradientText | None) -> ModText:
+    texts = [*(s.value for s in snippet.statements), *snippet.gradient_lines, *(f"{o} {c}" for o, c in snippet.places)]
+    texts += snippet.sum.parts if snippet.sum else ()
+    texts += snippet.distance.texts if snippet.distance else ()
+    words = set(re.findall(r"\w+", "\n".join(texts)))
+    args, recipe = [], []
+    for i, capture in enumerate(graph.tensors):
+        candidates = [(f"ptr_{capture.name}", ("value", i, 0))]
+        for dim in range(capture.ndim):
+            stride = "vectors" if layouts[i].strides[dim] == "v" else "stride"
+            candidates += [(f"stride_{capture.name}_{dim}", (stride, i, dim)), (f"size_{capture.name}_{dim}", ("size", i, dim))]
+        for arg, how in candidates:
+            if arg in words:
+                args.append(arg)
+                recipe.append(how)
+    for j, capture in enumerate(graph.scalars):
+        if f"arg_{capture.name}" in words:
+            args.append(f"arg_{capture.name}")
+            recipe.append(("value", len(graph.tensors) + j, 0))
+    return ModText(
+        graph.kind,
+        one_line(graph.name),
+        snippet.statements,
+        snippet.result,
+        snippet.helpers,
+        snippet.libdevice,
+        tuple(args),
+        tuple(recipe),
+        gradient,
+        snippet.sum,
+        snippet.distance,
+        _is_product(graph.result, snippet.sum),
+    )
+
+
+def _is_product(result: Expr, terms: SumText | None) -> bool:
+    """Is a score_mod's result a product, or may it be one, as the score itself is?"""
+    if terms:
+        return not any(terms.parts)
+    while result.op in ("cast", "neg", "detach"):
+        result = result.args[0]
+    return result.op not in ("add", "sub", "where", "load", "minimum", "maximum", "abs")
+
+
+_LARGEST = {torch.float16: 65504.0, torch.bfloat16: torch.finfo(torch.bfloat16).max}  # others: float32's
+_ORDINARY = (1e-9, 1e9)  # sizes of captured numbers that are ordinary
+_SIZES = {  # of results, from those of operands; what is not here may be infinite or NaN
+    "cast": lambda x: x,
+    "neg": lambda x: x,
+    "abs": lambda x: x,
+    "detach": lambda x: x,
+    "add": lambda x, y: x + y,
+    "sub": lambda x, y: x + y,
+    "mul": lambda x, y: x * y,
+    "minimum": max,
+    "maximum": max,
+    "where": lambda _, x, y: max(x, y),
+    **dict.fromkeys(("tanh", "sigmoid", "sin", "cos", "erf"), lambda x: 1.0),
+}
+_OF_INFINITY = {"cast", "neg", "abs", "detach", "minimum", "maximum", "where", "tanh", "sigmoid", "erf"}  # no NaN
+
+
+def are_ordinary(numbers: list) -> bool:
+    """Are captured numbers neither infinite nor NaN, and neither so large nor so small that a few products or quotients of them are?"""
+    low, high = _ORDINARY
+    return all(low < abs(n) < high for n in numbers if isinstance(n, float))
+
+
+def may_be_nan(expr: Expr, ordinary: bool = True) -> bool:
+    """Could the value be infinite or NaN where "grad" is 0? Elements of tensors may be, scores are finite, and captured numbers are
+    `ordinary` or may be anything. Then 0 times what the gradient is multiplied by need not be 0."""
+    return not math.isfinite(_size(expr, ordinary, {}))
+
+
+def padding_may_be_nan(expr: Expr, ordinary: bool = True) -> bool:
+    """Could a score_mod's result be NaN for a score of 0 where it is none for the scores of that row? Not if it only adds to the score."""
+    sizes: dict[int, float] = {}
+    for node in walk(expr):
+        if node.dtype.is_floating_point and "score" in symbols_in(node) and node.op not in ("add", "sub", "neg", "cast", "where"):
+            operands = [_size(a, ordinary, sizes) for a in node.args if "score" not in symbols_in(a)]
+            if node.op not in ("symbol", *_SIZES) and not _divides_by_constant(node) or not all(map(math.isfinite, operands)):
+                return True
+    return False
+
+
+def _size(node: Expr, ordinary: bool, sizes: dict[int, float]) -> float:
+    """What a value is at most, signs aside, where "grad" is at most 1; inf if it may be infinite, NaN if it may be NaN."""
+    found = sizes.get(id(node))
+    if found is not None:
+        return found
+    most = _LARGEST.get(node.dtype, torch.finfo(torch.float32).max)
+    if not node.dtype.is_floating_point:
+        found = 2.0**64
+    elif node.op == "symbol":
+        found = 1.0 if node.attr == "grad" else most / 4
+    elif node.op == "literal":
+        found = abs(node.attr)
+    elif node.op == "scalar":
+        found = _ORDINARY[1] if ordinary else math.nan
+    else:
+        operands = [_size(a, ordinary, sizes) for a in node.args]
+        if any(map(math.isnan, operands)) or any(map(math.isinf, operands)) and node.op not in _OF_INFINITY:
+            found = math.nan
+        elif _divides_by_constant(node):
+            divisor = node.args[1]
+            found = operands[0] / (abs(divisor.attr) if divisor.is_literal else _ORDINARY[0])
+        else:
+            found = _SIZES[node.op](*operands) if node.op in _SIZES else math.nan
+    found = math.inf if found > most else found
+    sizes[id(node)] = found
+    return found
+
+
+def _divides_by_constant(node: Expr) -> bool:
+    divisor = node.args[1] if node.op == "div" else None
+    return divisor is not None and (divisor.op == "scalar" or (divisor.is_literal and divisor.attr != 0))
+
+
+def _gradient_text(
+    graph: ModGraph, layouts: tuple[TensorLayout, ...], differential: Differential, snippet: Snippet, tl: str
+) -> GradientText:
+    texts, loads = list(snippet.gradients), loads_of(graph)
+    score = f"{tl}.zeros_like(grad)"
+    guard = False
+    if differential.score is not None:
+        score, guard = texts.pop(0), may_be_nan(differential.score, differential.ordinary)
+    captured = []
+    for (role, load, gradient), (offset, checks) in zip(differential.captured, snippet.places, strict=True):
+        name, number = graph.tensors[load.attr].name, loads.index(load)
+        found = CapturedGradient(role, number, name, texts.pop(0), may_be_nan(gradient, differential.ordinary))
+        if role == "slab":
+            found = replace(found, offset="offs_m.to(tl.int64)[:, None] * KV_LEN + offs_n[None, :]")
+        elif role in ("store", "atomic"):
+            found = replace(found, offset=offset, checks=checks)
+        elif checks and "0" in layouts[load.attr].strides:  # whose indices nobody looks at later
+            found = replace(found, text=f"{tl}.where({checks}, {found.text}, 0.0)")
+        captured.append(found)
+    return GradientText(snippet.gradient_lines, score, guard, tuple(captured))
+
+
+def _renamed(graph: ModGraph, taken: frozenset[str]) -> ModGraph:
+    if not taken & {c.name for c in (*graph.tensors, *graph.scalars)}:
+        return graph
+    tensors = tuple(replace(c, name=f"{c.name}_{graph.kind}") for c in graph.tensors)
+    scalars = tuple(replace(c, name=f"{c.name}_{graph.kind}") for c in graph.scalars)
+    return replace(graph, tensors=tensors, scalars=scalars)
+
+
+def without_texts(value):
+    """A spec, or a part of one, without the texts that come from the user: source lines and names, which a kernel shows in comments."""
+    if isinstance(value, SourceLine):
+        return None
+    if isinstance(value, str):
+        return "#" if value.startswith("#") else value
+    if isinstance(value, tuple):
+        parts = map(without_texts, value)
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = {field.name: without_texts(getattr(value, field.name)) for field in fields(value)}
+        return replace(value, **parts | ({"name": "mod"} if isinstance(value, ModText) else {}))
+    return value
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
