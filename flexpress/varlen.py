@@ -15,6 +15,7 @@ from .codegen.compiling import runs_uncompiled
 from .codegen.mod.bind import bind
 from .codegen.mod.capture import name_of
 from .codegen.mod.expr import Expr, ModGraph, walk
+from .codegen.mod.ops import row_of
 from .codegen.mod.tensors import check_surroundings
 from .codegen.registry import remembered
 from .codegen.run.decode import MAX_QUERIES
@@ -179,9 +180,6 @@ def _moved(sequence: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
     return _positions(sequence.shape[0], sequence.device) + by.index_select(0, sequence)
 
 
-_COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
-
-
 @remembered("mods by distance", 1024)
 def _of_distances(graph: ModGraph) -> bool:
     """Does a mod depend on q_idx and kv_idx through their distance alone, so that moving both by as much changes nothing?
@@ -203,11 +201,12 @@ def _growth(node: Expr, args: list[int | None]) -> int | None:
         return 0
     if None in args:
         return None
-    if node.op in _COMPARISONS:
+    row = row_of(node)
+    if row.decided:
         return 0 if args[0] == args[1] else None
     if node.dtype in (torch.int32, torch.int64):  # so what grows is always one of these
-        if node.op in ("add", "sub"):
-            return args[0] + args[1] if node.op == "add" else args[0] - args[1]
+        if row.signs:
+            return sum(sign * arg for sign, arg in zip(row.signs, args, strict=True))
         if node.op == "cast":
             return args[0]
     return None

@@ -1,4 +1,4 @@
-"""Where code stands: folders import downwards only, and no files import each other in a circle."""
+"""Where code stands: folders import downwards only, no files import each other in a circle, and operations are named in the op table."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import ast
 from pathlib import Path
 
 import pytest
+
+from flexpress.codegen.mod.ops import OPS
 
 ROOT = Path(__file__).parent.parent
 BELOW = {  # what a folder may import beside its own files; the files of codegen/ itself are the ground, and import nothing
@@ -70,3 +72,21 @@ def test_no_files_import_each_other_in_a_circle():
             break
         left = {path: others for path, others in left.items() if path not in ends}
     assert sorted(map(str, left)) == []
+
+
+THE_OP_TABLE = {path for path in FILES if path.parts[:2] == ("codegen", "mod") and path.stem.startswith(("op", "rows_"))}
+OTHER_NAMES = {  # that are spelled like those of operations
+    Path("codegen/mod/operators.py"): set(OPS),  # Python's operators
+    Path("codegen/device/binary.py"): {"neg"},  # PTX's instruction
+}
+
+
+@pytest.mark.parametrize("path", sorted(set(FILES) - THE_OP_TABLE), ids=str)
+def test_no_operation_is_named_outside_the_op_table(path):
+    """Whoever treats some operations otherwise asks for a trait of their rows."""
+    named = {
+        node.value
+        for node in ast.walk(ast.parse(FILES[path].read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in OPS
+    }
+    assert named <= OTHER_NAMES.get(path, set())

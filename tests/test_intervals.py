@@ -18,13 +18,16 @@ from verdicts import SIZE, Judged, Writer, check, random_case
 
 from flexpress import ModError, create_block_mask, mods
 from flexpress.codegen.mod.bind import bind
-from flexpress.codegen.mod.bounds import _INTEGERS, _ORDERS, BoundsRun, TooLarge, constant
+from flexpress.codegen.mod.bounds import BoundsRun, TooLarge, constant
 from flexpress.codegen.mod.compute import compute
 from flexpress.codegen.mod.current import Run
-from flexpress.codegen.mod.dispatch import OPERATIONS, apply
-from flexpress.codegen.mod.expr import ExprTable, value_range, walk
+from flexpress.codegen.mod.dispatch import OPERATIONS
+from flexpress.codegen.mod.expr import ExprTable, walk
+from flexpress.codegen.mod.index_range import value_range
 from flexpress.codegen.mod.intervals import Interval, _IntervalRun, _point, analyse
-from flexpress.codegen.mod.ops import OPS, kind
+from flexpress.codegen.mod.nodes import apply
+from flexpress.codegen.mod.op import kind
+from flexpress.codegen.mod.ops import OPS
 from flexpress.codegen.mod.symbols import Sym
 from flexpress.codegen.run.masks import BlockGrid
 from flexpress.codegen.text.snippet import Target
@@ -662,12 +665,12 @@ def verdict_of(mod) -> tuple[int, int]:
     return tuple(int(found[0, 0]) for found in Judged.of(mod).blocks([0, 4], [0, 4]))
 
 
-@pytest.mark.parametrize("name", sorted({*_INTEGERS, *_ORDERS} - {"where"}))
+@pytest.mark.parametrize("name", sorted(name for name, row in OPS.items() if row.decided or (row.integers and not row.chooses)))
 def test_ranges_of_integers_hold_every_value(name):
     """Of small ranges, exhaustively: what an operation may give lies in its range, and a comparison that is decided has that outcome."""
     ranges = [(low, high) for low in range(-4, 5) for high in range(low, 5)]
     count = 1 if name in ("neg", "abs", "sign", "invert") else 2
-    compute = getattr(operator, name) if name in _ORDERS else _INTEGERS[name].compute
+    compute = OPS[name].integers.compute if OPS[name].integers else getattr(operator, name)
     divides = name in ("floor_divide", "div_trunc", "remainder", "fmod")
     for operands in itertools.product(ranges, repeat=count):
         found = {
@@ -675,11 +678,11 @@ def test_ranges_of_integers_hold_every_value(name):
             for values in itertools.product(*(range(low, high + 1) for low, high in operands))
             if not (divides and values[1] == 0)
         }
-        if name in _ORDERS:
-            always, never = _ORDERS[name](*itertools.chain(*operands))
+        if OPS[name].decided:
+            always, never = OPS[name].decided(*itertools.chain(*operands))
             assert (not always or found == {True}) and (not never or found == {False}), operands
         elif found:
-            low, high = _INTEGERS[name].range(*operands)
+            low, high = OPS[name].integers.range(*operands)
             assert low <= min(found) and max(found) <= high, operands
 
 

@@ -26,7 +26,7 @@ CONSTANT = {
     "binary.newer_assembler",
     "cuda._driver",
     "cuda.shared_limit",
-    "dispatch._dtype_cache",  # by operation and dtypes
+    "nodes._dtype_cache",  # by operation and dtypes
     "interpret._numpy_dtypes",  # by dtype
     "registry._caches",
     "serving._known",

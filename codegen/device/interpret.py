@@ -55,7 +55,7 @@ def load(path: str, source: str) -> types.SimpleNamespace:
     namespace = {"__name__": "flexpress_kernel", "__file__": path, "interpreter_semantic": _semantic()}
     exec(compile(tree, path, "exec"), namespace)
     if "libdevice" in namespace:
-        namespace["libdevice"] = _Libdevice
+        namespace["libdevice"] = _Libdevice()
     return types.SimpleNamespace(**{name: _Interpreted(namespace[name], *signature) for name, signature in signatures.items()})
 
 
@@ -319,29 +319,18 @@ def _float8(data):
 
 
 class _Libdevice:
-    """NumPy stand-ins for the libdevice functions that the op table uses."""
+    """libdevice's functions, which NumPy has under the same names."""
 
-    @staticmethod
-    def _apply(function, *operands):
-        semantic = _semantic()
-        tensors = [x if isinstance(x, tl.tensor) else semantic.to_tensor(x, False) for x in operands]
-        if len(tensors) == 2:
-            tensors = list(semantic.binary_op_type_checking_impl(*tensors))
-        data = function(*(t.handle.data for t in tensors))
-        like = tensors[0]
-        return tl.tensor(interpreter.TensorHandle(np.asarray(data, dtype=like.handle.data.dtype), like.dtype.scalar), like.type)
+    def __getattr__(self, name: str):
+        return functools.partial(_applied, getattr(np, name))
 
 
-for _name, _function in {
-    "tanh": np.tanh,
-    "tan": np.tan,
-    "atan": np.arctan,
-    "atan2": np.arctan2,
-    "expm1": np.expm1,
-    "log1p": np.log1p,
-    "fmod": np.fmod,
-    "pow": np.power,
-    "trunc": np.trunc,
-    "rint": np.rint,
-}.items():
-    setattr(_Libdevice, _name, staticmethod(lambda *x, _function=_function: _Libdevice._apply(_function, *x)))
+def _applied(function, *operands):
+    """A function of NumPy on the interpreter's tensors and numbers."""
+    semantic = _semantic()
+    tensors = [x if isinstance(x, tl.tensor) else semantic.to_tensor(x, False) for x in operands]
+    if len(tensors) == 2:
+        tensors = list(semantic.binary_op_type_checking_impl(*tensors))
+    data = function(*(t.handle.data for t in tensors))
+    like = tensors[0]
+    return tl.tensor(interpreter.TensorHandle(np.asarray(data, dtype=like.handle.data.dtype), like.dtype.scalar), like.type)

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 
 from .current import Operations, Run
-from .dispatch import apply, cast
 from .dtypes import wrapped
-from .expr import MASK_SYMBOLS, RANGE_RULES, UNKNOWN, Expr, ExprTable, SourceLine
-from .ops import OPS, kind
+from .expr import MASK_SYMBOLS, Expr, ExprTable, SourceLine
+from .nodes import apply, cast
+from .op import Op, kind
+from .ops import OPS, row_of
+from .ranges import UNKNOWN, either, quotients, same
 from .symbols import Sym
 
 LARGEST_INDEX = (1 << 31) - 2
@@ -76,36 +76,37 @@ class BoundsRun(Run):
         return self.line
 
     def simplified(self, op: str, operands: list[Expr]) -> Expr | None:
-        values = operands[1:] if op == "where" else operands
+        row = OPS[op]
+        values = operands[1:] if row.chooses else operands
         integers = all(kind(v.dtype) == "int" for v in values)
-        if integers and op not in _ORDERS:
-            return self._exact(op, operands[: -len(values)], values)
+        if integers and not row.decided:
+            return self._exact(row, operands[: -len(values)], values)
         if all(o.is_literal for o in operands) and not integers:
             return None
-        return self._shorter(op, operands)
+        return self._shorter(row, operands)
 
     # integers
 
-    def _exact(self, op: str, condition: list[Expr], values: list[Expr]) -> Expr:
-        """An operation on integers; only `where` has a condition."""
-        if op not in _INTEGERS:
-            raise NotImplementedError(f"{op} of integer bounds: give it a row in bounds.py")
+    def _exact(self, row: Op, condition: list[Expr], values: list[Expr]) -> Expr:
+        """An operation on integers; only one that chooses has a condition."""
+        if row.integers is None:
+            raise NotImplementedError(f"{row.name} of integer bounds: give its row the column `integers`")
         values = [constant(int(v.attr)).expr if v.is_literal else v for v in values]
         if not condition and all(v.is_literal for v in values):
-            return constant(_INTEGERS[op].compute(*(v.attr for v in values))).expr
-        shorter = self._shorter(op, [*condition, *values])
+            return constant(row.integers.compute(*(v.attr for v in values))).expr
+        shorter = self._shorter(row, [*condition, *values])
         if shorter is not None:
             return shorter
         ranges = [self.range_of(v) for v in values]
-        found = _INTEGERS[op].range(*ranges)
+        found = row.integers.range(*ranges)
         held = [found, *ranges]
-        if op in ("remainder", "fmod"):  # computed from the quotient, and the least number / -1 overflows
-            held.append(_INTEGERS["floor_divide"].range(*ranges))
+        if row.divides:  # a remainder is computed from the quotient, and the least number / -1 overflows
+            held.append(quotients(operator.floordiv)(*ranges))
         dtype = _dtype_of(min(low for low, _ in held), max(high for _, high in held))
         if any(v.dtype == torch.int64 for v in values):
             dtype = torch.int64
         values = [v if v.is_literal else cast(Sym(v), dtype).expr for v in values]
-        node = self.table.make(op, (*condition, *values), dtype, source=self.source())
+        node = self.table.make(row.name, (*condition, *values), dtype, source=self.source())
         self.ranges[id(node)] = found
         return node
 
@@ -123,7 +124,7 @@ class BoundsRun(Run):
         if node.op == "symbol" and node.attr in MASK_SYMBOLS:
             return 0, LARGEST_INDEX
         limits = limits_of(node.dtype)
-        values = node.args[1:] if node.op == "where" else node.args
+        values = node.args[1:] if row_of(node).chooses else node.args
         if not values or node.op == "load" or node.dtype == torch.bool:
             return limits
         low, high = (self._float_range if node.dtype.is_floating_point else self._integer_range)(node, values) or limits
@@ -141,19 +142,21 @@ class BoundsRun(Run):
             ranges.append((low, high) if _holds(node.dtype, low, high) else limits_of(node.dtype))
         if node.op == "cast":
             return ranges[0]
-        divides = node.op in ("floor_divide", "div_trunc", "remainder", "fmod")
-        if node.op not in _INTEGERS or divides and ranges[1][0] <= 0 <= ranges[1][1]:
+        row = OPS[node.op]
+        if row.integers is None or (row.divides and ranges[1][0] <= 0 <= ranges[1][1]):
             return None  # anything may come of a division by 0
-        return _INTEGERS[node.op].range(*ranges)
+        return row.integers.range(*ranges)
 
     def _float_range(self, node: Expr, values: tuple[Expr, ...]) -> tuple[float, float] | None:
         """Of a float operation, which rounds; None if unknown."""
         ranges = [self.range_of(value) for value in values]
-        if node.op == "where":
-            return min(low for low, _ in ranges), max(high for _, high in ranges)
-        if node.op not in _FLOATS or any(math.isinf(end) for ends in ranges for end in ends):
+        row = row_of(node)
+        if row.chooses:
+            return either(*ranges)
+        rule = same if node.op == "cast" else None if row.divides else row.range
+        if rule is None or any(math.isinf(end) for ends in ranges for end in ends):
             return None
-        low, high = _FLOATS[node.op](*ranges)
+        low, high = rule(*ranges)
         low, high = low - abs(low) * 1e-6, high + abs(high) * 1e-6
         if node.op == "cast" and node.dtype in (torch.float16, torch.bfloat16):
             low, high = torch.tensor([low, high], dtype=torch.float32).to(node.dtype).tolist()
@@ -161,28 +164,26 @@ class BoundsRun(Run):
 
     # shorter expressions
 
-    def _shorter(self, op: str, operands: list[Expr]) -> Expr | None:
+    def _shorter(self, row: Op, operands: list[Expr]) -> Expr | None:
         x, y = operands[0], operands[-1]
-        if op == "where":
+        if row.chooses:
             return self._simple_choice(*operands)
-        if op in _ORDERS:
-            return self._decided(op, x, y)
-        if op == "invert":
-            return self._inverted(x)
-        if op == "abs" and self.range_of(x)[0] >= 0:
+        if row.decided:
+            return self._decided(row, x, y)
+        if row.involution:
+            return self._inverted(row, x)
+        if row.unchanged is not None and self.range_of(x)[0] >= row.unchanged:
             return x
-        if op in ("minimum", "maximum", "and_", "or_") and x is y:
+        if row.idempotent and x is y:
             return x
-        if op in ("minimum", "maximum") and x.dtype == y.dtype and x.dtype != torch.bool:
+        if row.picks and x.dtype == y.dtype and x.dtype != torch.bool:
             (low, high), (least, most) = self.range_of(x), self.range_of(y)
             if all(map(math.isfinite, (low, high, least, most))) and (high <= least or most <= low):
-                return x if (high <= least) == (op == "minimum") else y
+                return x if (high <= least) == (row.picks is min) else y
         if kind(x.dtype) == kind(y.dtype) == "int":
-            neutral = {"add": 0, "sub": 0, "mul": 1, "floor_divide": 1}.get(op)
-            if y.is_literal and y.attr == neutral:
-                return x
-            if op in ("add", "mul") and x.is_literal and x.attr == neutral:
-                return y
+            for neutral, operand, other in ((row.neutral[1], y, x), (row.neutral[0], x, y)):
+                if neutral is not None and operand.is_literal and operand.attr == neutral:
+                    return other
         return None
 
     def _simple_choice(self, condition: Expr, x: Expr, y: Expr) -> Expr | None:
@@ -194,7 +195,7 @@ class BoundsRun(Run):
             return x
         return None
 
-    def _decided(self, op: str, x: Expr, y: Expr) -> Expr | None:
+    def _decided(self, row: Op, x: Expr, y: Expr) -> Expr | None:
         """A comparison that has the same outcome in every block."""
         if torch.bool in (x.dtype, y.dtype):
             return None
@@ -208,79 +209,16 @@ class BoundsRun(Run):
             f and not n.is_literal and math.isinf(end) for f, n, ends in zip(floats, (x, y), ((a, b), (c, d)), strict=True) for end in ends
         ) or any(n.is_literal and n.attr != n.attr for n in (x, y)):
             return None  # it may be NaN
-        always, never = _ORDERS[op](a, b, c, d)
+        always, never = row.decided(a, b, c, d)
         return constant(bool(always)).expr if always or never else None
 
-    def _inverted(self, x: Expr) -> Expr | None:
+    def _inverted(self, row: Op, x: Expr) -> Expr | None:
+        """The opposite of what is true or false."""
         if x.dtype != torch.bool:
             return None
-        if x.op == "invert":
+        if x.op == row.name:
             return x.args[0]
-        if x.op in _OPPOSITES and not any(a.dtype.is_floating_point and math.isinf(self.range_of(a)[0]) for a in x.args):
-            return apply(OPS[_OPPOSITES[x.op]], tuple(map(Sym, x.args)), {}).expr
+        opposite = row_of(x).opposite
+        if opposite and not any(a.dtype.is_floating_point and math.isinf(self.range_of(a)[0]) for a in x.args):
+            return apply(OPS[opposite], tuple(map(Sym, x.args)), {}).expr
         return None
-
-
-_OPPOSITES = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "eq": "ne", "ne": "eq"}
-
-# (always, never) of comparisons of a value in [a, b] with one in [c, d]
-_ORDERS = {
-    "lt": lambda a, b, c, d: (b < c, a >= d),
-    "le": lambda a, b, c, d: (b <= c, a > d),
-    "gt": lambda a, b, c, d: (a > d, b <= c),
-    "ge": lambda a, b, c, d: (a >= d, b < c),
-    "eq": lambda a, b, c, d: (a == b == c == d, b < c or d < a),
-    "ne": lambda a, b, c, d: (b < c or d < a, a == b == c == d),
-}
-
-
-class _Integer(NamedTuple):
-    """An operation on Python's integers, and on ranges of integers."""
-
-    compute: Callable | None
-    range: Callable
-
-
-def _every(operation: Callable, a: tuple, b: tuple) -> tuple:
-    values = [operation(x, y) for x in a for y in b]
-    return min(values), max(values)
-
-
-def _towards_zero(a: int, b: int) -> int:
-    return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
-
-
-def _quotient_range(divide: Callable) -> Callable:
-    """Of divisors that are not 0, though their range may be around it."""
-
-    def rule(a: tuple, b: tuple) -> tuple:
-        most = max(map(abs, a))
-        return _every(divide, a, b) if b[0] > 0 else (-most, most)
-
-    return rule
-
-
-def _remainder_range(a: tuple, b: tuple) -> tuple:
-    return (0, b[1] - 1) if b[0] > 0 else (min(b[0] + 1, 0), max(b[1] - 1, 0))
-
-
-_INTEGERS = {
-    "add": _Integer(operator.add, RANGE_RULES["add"]),
-    "sub": _Integer(operator.sub, RANGE_RULES["sub"]),
-    "mul": _Integer(operator.mul, RANGE_RULES["mul"]),
-    "neg": _Integer(operator.neg, RANGE_RULES["neg"]),
-    "abs": _Integer(abs, RANGE_RULES["abs"]),
-    "sign": _Integer(lambda a: (a > 0) - (a < 0), lambda a: (-1, 1)),
-    "invert": _Integer(operator.invert, lambda a: (~a[1], ~a[0])),
-    "minimum": _Integer(min, RANGE_RULES["minimum"]),
-    "maximum": _Integer(max, RANGE_RULES["maximum"]),
-    "where": _Integer(None, lambda a, b: (min(a[0], b[0]), max(a[1], b[1]))),
-    "floor_divide": _Integer(operator.floordiv, _quotient_range(operator.floordiv)),
-    "div_trunc": _Integer(_towards_zero, _quotient_range(_towards_zero)),
-    "remainder": _Integer(operator.mod, _remainder_range),
-    "fmod": _Integer(lambda a, b: a - b * _towards_zero(a, b), lambda a, b: (min(a[0], 0), max(a[1], 0))),
-    "rshift": _Integer(lambda a, b: a >> b if b >= 0 else -(a < 0), lambda a, b: (min(a[0], 0), max(a[1], 0))),
-}
-_FLOATS = {name: RANGE_RULES[name] for name in ("add", "sub", "mul", "neg", "abs", "minimum", "maximum", "cast", "detach")} | dict.fromkeys(
-    ("floor", "ceil", "trunc", "round"), lambda a: (a[0] - 1, a[1] + 1)
-)

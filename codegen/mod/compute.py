@@ -6,7 +6,8 @@ import torch
 
 from .dtypes import operand_dtypes, wrapped
 from .expr import Expr, walk
-from .ops import OPS, kind
+from .op import kind
+from .ops import OPS
 
 
 def compute(expr: Expr, symbols: dict[str, torch.Tensor], tensors: list[torch.Tensor], scalars: list) -> torch.Tensor:
@@ -43,11 +44,12 @@ def compute(expr: Expr, symbols: dict[str, torch.Tensor], tensors: list[torch.Te
                 value = value.to(node.dtype).to(precision)
         else:
             operands = [converted(o, dtype) for o, dtype in zip(operands, operand_dtypes(node), strict=True)]
-            if node.op in ("floor_divide", "remainder", "fmod", "div_trunc") and kind(node.dtype) == "int":
+            row = OPS[node.op]
+            if row.divides and kind(node.dtype) == "int":
                 # anything may come of a division by 0, but no exception; the least number by -1 is the same as by 1, and ends the process
                 traps = (operands[1] == 0) | (operands[1] == -1) & (operands[0] == torch.iinfo(node.dtype).min)
                 operands[1] = torch.where(traps, 1, operands[1])
-            value = converted(OPS[node.op].torch(*operands), node.dtype)
+            value = converted(row.torch(*operands), node.dtype)
         values[id(node)] = value
     return converted(values[id(expr)], expr.dtype)
 

@@ -10,24 +10,25 @@ import torch
 
 from ..registry import remembered
 from .expr import Expr, ModGraph, symbols_in, walk
+from .ops import row_of
 
 
 def sign_of_difference(node: Expr) -> int:
     """1 for kv_idx - q_idx, -1 for q_idx - kv_idx, 0 for all else."""
-    if node.op != "sub" or any(a.op != "symbol" for a in node.args):
+    if row_of(node).signs != (1, -1) or any(a.op != "symbol" for a in node.args):
         return 0
     return {("kv_idx", "q_idx"): 1, ("q_idx", "kv_idx"): -1}.get(tuple(a.attr for a in node.args), 0)
 
 
 def sign_of_distance(node: Expr) -> int:
     """1 or -1 if a node is kv_idx - q_idx or q_idx - kv_idx and a number that depends on neither, 0 for all else."""
-    if sign_of_difference(node) or node.op not in ("add", "sub", "neg"):
+    if sign_of_difference(node) or not row_of(node).signs:
         return sign_of_difference(node)
     signs = [sign_of_distance(a) for a in node.args]
     others = frozenset().union(*(symbols_in(a) for a, sign in zip(node.args, signs, strict=True) if not sign))
     if sum(map(bool, signs)) != 1 or {"q_idx", "kv_idx"} & others:
         return 0
-    return -signs[-1] if node.op != "add" and signs[-1] else sum(signs)
+    return sum(own * sign for own, sign in zip(row_of(node).signs, signs, strict=True))
 
 
 @remembered("what mods read by distance", 1024)

@@ -7,13 +7,14 @@ import functools
 import torch
 
 from .expr import Expr
-from .ops import OPS, kind
+from .op import kind
+from .ops import OPS
 
 
 def operand_dtypes(node: Expr) -> list[torch.dtype]:
     """What the operands of an operation are converted to first."""
     how = OPS[node.op].operands
-    if how == "where":
+    if how == "choice":
         return [torch.bool, node.dtype, node.dtype]
     dtype = {"result": node.dtype, "float": torch.float32, "bool": torch.bool}.get(how) or common_dtype(node.args)
     return [dtype] * len(node.args)

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from .current import Run
-from .dispatch import OPERATIONS, cast
+from .dispatch import OPERATIONS
 from .expr import Expr, ExprTable, ModGraph, SourceLine, walk
-from .ops import OPS
+from .nodes import cast
+from .ops import OPS, row_of
 from .symbols import Sym
 
 
@@ -61,8 +62,7 @@ def _rules(node: Expr) -> tuple:
     """How the gradient of a node passes to each of its operands."""
     if node.op == "cast":
         return (lambda g, *_: g,)
-    derivative = OPS[node.op].derivative if node.op in OPS else ()
-    return derivative or (None,) * len(node.args)
+    return row_of(node).derivative or (None,) * len(node.args)
 
 
 def _differentiable(nodes: list[Expr], wanted: frozenset[int]) -> set[int]:
@@ -89,23 +89,19 @@ class DerivedRun(Run):
         return self.line
 
     def simplified(self, op: str, operands: list[Expr]) -> Expr | None:
-        if op == "where" and operands[0].is_literal:
+        row = OPS[op]
+        if row.chooses and operands[0].is_literal:
             return operands[1] if operands[0].attr else operands[2]
-        if op == "neg" and operands[0].op == "neg":
+        if row.involution and operands[0].op == op:
             return operands[0].args[0]
         if len(operands) != 2 or all(o.is_literal for o in operands):
             return None
-        x, y = operands
-        if op == "mul" and (_is(x, 0) or _is(y, 0)):
-            return self.table.make("literal", (), torch.float32, attr=0.0)
-        if op == "pow" and _is(y, 0):
-            return self.table.make("literal", (), torch.float32, attr=1.0)
-        neutral = {"add": 0, "sub": 0, "mul": 1, "div": 1, "pow": 1}.get(op)
-        if neutral is None:
-            return None
-        if _is(y, neutral) and x.dtype.is_floating_point:
-            return x
-        return y if op in ("add", "mul") and _is(x, neutral) and y.dtype.is_floating_point else None
+        if type(row.absorbing) is int and any(_is(o, row.absorbing) for o in operands):
+            return self.table.make("literal", (), torch.float32, attr=float(row.absorbing))
+        for neutral, o, other in zip(row.neutral, operands, operands[::-1], strict=True):
+            if neutral is not None and _is(o, neutral) and other.dtype.is_floating_point and not row.jumps:
+                return other
+        return None
 
 
 def _is(node: Expr, number: int) -> bool:

@@ -19,10 +19,12 @@ import torch
 from ..registry import remembered
 from .bounds import LARGEST_INDEX, BoundsRun, TooLarge, constant, limits_of
 from .current import Operations
-from .dispatch import OPERATIONS, cast
+from .dispatch import OPERATIONS
 from .dtypes import operand_dtypes, wrapped
 from .expr import Expr, ExprTable, ModGraph, symbols_in, walk
-from .ops import OPS, kind
+from .nodes import cast
+from .op import kind
+from .ops import OPS, row_of
 from .symbols import Sym
 
 _AXES = {"q_idx": ("q_min", "q_max"), "kv_idx": ("kv_min", "kv_max")}
@@ -122,29 +124,6 @@ def _part(graph: ModGraph, kind: str, result: Expr, symbols: frozenset[str]) -> 
     return ModGraph(kind, graph.name, result, graph.tensors, graph.scalars, graph.origin, symbols)
 
 
-_EXACT = {
-    "symbol",
-    "literal",
-    "scalar",
-    "load",
-    "cast",
-    "neg",
-    "abs",
-    "sign",
-    "minimum",
-    "maximum",
-    "floor",
-    "ceil",
-    "trunc",
-    "round",
-    "where",
-    "detach",
-}
-
-
-_STEPS = {"floor", "ceil", "trunc", "round", "sign", "floor_divide", "div_trunc", "remainder", "fmod"}
-
-
 def _traits(nodes: list[Expr]) -> tuple[dict[int, frozenset[str]], dict[int, bool], set[int], set[int]]:
     """Of each node: the axes it depends on, whether it reads a tensor along one; the nodes that rounding may change, and those of them
     that it may change by more than a rounding: what a rounded number is compared with, converted to or an index of."""
@@ -154,10 +133,10 @@ def _traits(nodes: list[Expr]) -> tuple[dict[int, frozenset[str]], dict[int, boo
         axes[id(node)] = frozenset(own).union(*(axes[id(a)] for a in node.args))
         reads[id(node)] = bool(node.op == "load" and axes[id(node)]) or any(reads[id(a)] for a in node.args)
         floating, of_rounded = node.dtype.is_floating_point, any(id(a) in rounds for a in node.args)
-        if of_rounded or floating and node.op not in _EXACT:
+        if of_rounded or (floating and not row_of(node).exact):
             rounds.add(id(node))
         narrows = node.op == "cast" and node.dtype in (torch.float16, torch.bfloat16)
-        if of_rounded and (not floating or narrows or node.op in _STEPS or any(id(a) in jumps for a in node.args)):
+        if of_rounded and (not floating or narrows or row_of(node).jumps or any(id(a) in jumps for a in node.args)):
             jumps.add(id(node))
     return axes, reads, rounds, jumps
 

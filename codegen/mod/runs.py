@@ -18,6 +18,7 @@ from .capture import CaptureReader
 from .current import WEAK_DTYPE, Operations, Run
 from .errors import mod_error
 from .expr import Expr, ExprTable, ScalarCapture, SourceLine, TensorCapture
+from .ops import FUNCTIONS
 from .program import HostProgram, Untrackable, fits_int32
 from .purity import FACTORIES, changes_in_place
 from .stand_ins import HostNumber, as_python, label_of, pinned, plain_place, value_of
@@ -212,7 +213,7 @@ class EagerRun(TracingRun):
     def made(self, node: Expr) -> Expr:
         """Within torch.no_grad() no gradient flows through an operation."""
         if self.with_grad and node.dtype.is_floating_point and not torch.is_grad_enabled():
-            return self.table.make("detach", (node,), node.dtype, source=node.source)
+            return self.table.make(FUNCTIONS[torch.detach].name, (node,), node.dtype, source=node.source)
         return node
 
     def user_frame(self) -> types.FrameType | None:
@@ -243,7 +244,18 @@ _WORKSHOP = os.path.dirname(_HERE) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _MACHINERY = {
     os.path.join(_HERE, name)
-    for name in ("symbols.py", "current.py", "runs.py", "dispatch.py", "trace.py", "capture.py", "calls.py", "stand_ins.py")
+    for name in (
+        "symbols.py",
+        "current.py",
+        "runs.py",
+        "dispatch.py",
+        "methods.py",
+        "nodes.py",
+        "trace.py",
+        "capture.py",
+        "calls.py",
+        "stand_ins.py",
+    )
 }
 
 

@@ -241,7 +241,7 @@ HostValue.__divmod__ = _binary(divmod, reflected=False)
 HostValue.__rdivmod__ = _binary(divmod, reflected=True)
 for _name in UNARY:
     setattr(HostValue, f"__{_name}__", _unary(function_of(_name)))
-for _name, _function in (("round", round), ("trunc", math.trunc), ("floor", math.floor), ("ceil", math.ceil), ("reversed", reversed)):
-    setattr(HostValue, f"__{_name}__", _unary(_function))
+for _function in (round, math.trunc, math.floor, math.ceil, reversed):
+    setattr(HostValue, f"__{_function.__name__}__", _unary(_function))
 for _name in ("setitem", "delitem", "enter", "exit", "next", "await"):
     setattr(HostValue, f"__{_name}__", _refusal(f"__{_name}__"))

@@ -13,10 +13,13 @@ from typing import NamedTuple
 import torch
 
 from ..registry import remembered
-from .dispatch import OPERATIONS, cast
+from .dispatch import OPERATIONS
 from .distance import sign_of_difference
-from .expr import INDEX_BOUND, Expr, ExprTable, ModGraph, symbols_in, value_range, walk
+from .expr import INDEX_BOUND, Expr, ExprTable, ModGraph, symbols_in, walk
 from .grad import DerivedRun
+from .index_range import value_range
+from .nodes import cast
+from .ops import row_of
 from .symbols import Sym
 
 
@@ -75,23 +78,21 @@ def _terms(node: Expr, args: list[_Terms | None], theirs: list[frozenset[str]], 
         return None
     if node.op == "cast":
         return args[0]
-    if node.op == "neg" and not args[0].score:
-        return _Terms(False, *(None if part is None else -part for part in args[0][1:]))
-    if node.op == "add" and not (args[0].score and args[1].score):
-        return _Terms(args[0].score or args[1].score, *map(_plus, args[0][1:], args[1][1:]))
+    row = row_of(node)
     if sign_of_difference(node):
         return _Terms(rate=float(sign_of_difference(node)))
-    if node.op == "sub" and not args[1].score:
-        return _Terms(args[0].score, *map(_minus, args[0][1:], args[1][1:]))
-    if node.op in ("mul", "div"):
-        for this, other in ((0, 1), (1, 0)):
-            terms, factor = args[this], node.args[other]
-            if theirs[other] & _PAIR or terms.score or terms.key is not None or (node.op == "div" and this == 1):
-                continue
-            if terms.query is not None and _PAIR & symbols_in(terms.query.expr):
-                continue  # it may be infinite, where a product of sums is not the sum of products
-            factor = Sym(factor)
-            return _Terms(False, *(None if part is None else part * factor if node.op == "mul" else part / factor for part in terms[1:]))
+    if row.signs:
+        scores = [sign for term, sign in zip(args, row.signs, strict=True) if term.score]
+        parts = zip(*(term[1:] for term in args), strict=True)
+        return _Terms(bool(scores), *(_total(part, row.signs) for part in parts)) if scores in ([], [1]) else None
+    for this in row.scales:
+        terms, other = args[this], 1 - this
+        if theirs[other] & _PAIR or terms.score or terms.key is not None:
+            continue
+        if terms.query is not None and _PAIR & symbols_in(terms.query.expr):
+            continue  # it may be infinite, where a product of sums is not the sum of products
+        factor = Sym(node.args[other])
+        return _Terms(False, *(None if part is None else row.torch(part, factor) for part in terms[1:]))
     return None
 
 
@@ -107,9 +108,12 @@ def _keeps_value(node: Expr) -> bool:
     return low >= -_EXACT and high <= _EXACT
 
 
-def _plus(x: Sym | float | None, y: Sym | float | None) -> Sym | float | None:
-    return x if y is None else y if x is None else x + y
-
-
-def _minus(x: Sym | float | None, y: Sym | float | None) -> Sym | float | None:
-    return x if y is None else -y if x is None else x - y
+def _total(parts: tuple, signs: tuple[int, ...]) -> Sym | float | None:
+    """A sum of parts, each with its sign; None is 0."""
+    total = None
+    for part, sign in zip(parts, signs, strict=True):
+        if part is not None and total is None:
+            total = part if sign > 0 else -part
+        elif part is not None:
+            total = total + part if sign > 0 else total - part
+    return total

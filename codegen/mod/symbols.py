@@ -100,7 +100,7 @@ def _operator(function, reflected: bool):
 for _name in BINARY:
     setattr(Sym, f"__{_name}__", _operator(function_of(_name), reflected=False))
     setattr(Sym, f"__r{_name}__", _operator(function_of(_name), reflected=True))
-for _name in (*COMPARISONS, "neg", "abs", "invert"):
+for _name in {*COMPARISONS, *UNARY} - {"pos"}:
     setattr(Sym, f"__{_name}__", _operator(function_of(_name), reflected=False))
 
 

@@ -19,9 +19,10 @@ import torch
 from ..registry import Table
 from ..turn import Turn
 from .capture import name_of
-from .dispatch import OPERATIONS, Mode, to_expr
+from .dispatch import OPERATIONS, Mode
 from .errors import ModError, mod_error
 from .expr import MASK_SYMBOLS, SCORE_SYMBOLS, Expr, ModGraph, SourceLine, walk
+from .nodes import to_expr
 from .program import HostProgram
 from .runs import EagerRun, ReplayedRun, TracingRun, is_machinery, line_of, run_mod
 from .symbols import Sym, TensorView

@@ -9,7 +9,7 @@ import torch
 from ..device.kernel import Kernel, backend_of, kernel_for
 from ..mod.expr import INDEX_BOUND, ModGraph
 from ..mod.intervals import analyse
-from ..mod.ops import kind
+from ..mod.op import kind
 from ..registry import INFO, Table
 from ..text.snippet import Target
 from ..text.spec import KernelSpec, ModText, layouts_of, mod_text

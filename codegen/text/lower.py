@@ -16,8 +16,10 @@ import torch
 
 from ..mod.distance import sign_of_difference, sign_of_distance
 from ..mod.dtypes import operand_dtypes, wrapped
-from ..mod.expr import INDEX_BOUND, MASK_SYMBOLS, Expr, ModGraph, SourceLine, symbols_in, value_range, walk
-from ..mod.ops import OPS, kind
+from ..mod.expr import INDEX_BOUND, MASK_SYMBOLS, Expr, ModGraph, SourceLine, symbols_in, walk
+from ..mod.index_range import value_range
+from ..mod.op import kind
+from ..mod.ops import OPS, row_of
 from .snippet import DistanceText, Snippet, Statement, SumText, Target, TensorLayout, compute_dtype, lines_of
 
 if TYPE_CHECKING:
@@ -95,7 +97,8 @@ class _Printer:
     def _float_of_sum(self, node: Expr) -> str | None:
         """float(a - b) as float(a) - float(b): exact for indices below INDEX_BOUND, and q_idx's part is converted once."""
         difference = sign_of_difference(node)
-        if not self.target.exact_indices or node.op not in ("add", "sub") or self.by_distance and difference:
+        signs = row_of(node).signs
+        if not self.target.exact_indices or len(signs) != 2 or self.by_distance and difference:
             return None
         if difference:
             self.helpers["float_difference"] = None
@@ -105,7 +108,7 @@ class _Printer:
             if max(abs(low), abs(high)) > INDEX_BOUND:
                 return None
         left, right = (self.operand(a, torch.float32) for a in node.args)
-        return f"({left} {'+' if node.op == 'add' else '-'} {right})"
+        return f"({left} {'+' if signs[1] > 0 else '-'} {right})"
 
     def range_of(self, node: Expr) -> tuple[float, float]:
         return value_range(node, None if self.target.exact_indices else _ANY_LENGTH)
@@ -169,10 +172,10 @@ class _Printer:
 
     def _terms(self, node: Expr, sign: int) -> list[tuple[int, Expr]]:
         """The terms of a sum that is spelled where it is used, and their signs."""
-        if node.op not in ("add", "sub", "neg") or self.text[id(node)].isidentifier():
+        signs = row_of(node).signs
+        if not signs or self.text[id(node)].isidentifier():
             return [(sign, node)]
-        *first, last = node.args
-        return [t for a in first for t in self._terms(a, sign)] + self._terms(last, sign if node.op == "add" else -sign)
+        return [term for own, arg in zip(signs, node.args, strict=True) for term in self._terms(arg, own * sign)]
 
     def cast(self, node: Expr) -> str:
         text = self.operand(node.args[0], node.dtype)
@@ -188,7 +191,7 @@ class _Printer:
         spelling = self.target.spelling(row, kind(wanted[-1]))
         if row.plainer is not None and row.plainer[1](node.dtype, *map(self.range_of, node.args)):
             spelling = self.target.spelled(row.plainer[0])
-        if row.operands == "where" and all(a.is_literal for a in node.args[1:]):
+        if row.chooses and all(a.is_literal for a in node.args[1:]):
             operands[1] = f"{self.tl}.full([], {operands[1]}, {self.target.dtype(node.dtype)})"
         helper = re.match(r"(\w+)\(", spelling)
         if helper:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from ..mod.expr import SourceLine
-from ..mod.ops import Op
+from ..mod.op import Op
 from .lines import one_line
 
 

@@ -14,7 +14,9 @@ from typing import NamedTuple
 import torch
 
 from ..mod.distance import read_by_distance
-from ..mod.expr import MASK_SYMBOLS, Expr, ModGraph, SourceLine, symbols_in, value_range, walk
+from ..mod.expr import MASK_SYMBOLS, Expr, ModGraph, SourceLine, symbols_in, walk
+from ..mod.index_range import value_range
+from ..mod.ops import row_of
 from ..mod.sums import as_sum
 from ..registry import remembered
 from .lines import one_line
@@ -326,27 +328,13 @@ def _is_product(result: Expr, terms: SumText | None) -> bool:
     """Is a score_mod's result a product, or may it be one, as the score itself is?"""
     if terms:
         return not any(terms.parts)
-    while result.op in ("cast", "neg", "detach"):
+    while result.op == "cast" or row_of(result).product is None:
         result = result.args[0]
-    return result.op not in ("add", "sub", "where", "load", "minimum", "maximum", "abs")
+    return result.op != "load" and row_of(result).product
 
 
 _LARGEST = {torch.float16: 65504.0, torch.bfloat16: torch.finfo(torch.bfloat16).max}  # others: float32's
 _ORDINARY = (1e-9, 1e9)  # sizes of captured numbers that are ordinary
-_SIZES = {  # of results, from those of operands; what is not here may be infinite or NaN
-    "cast": lambda x: x,
-    "neg": lambda x: x,
-    "abs": lambda x: x,
-    "detach": lambda x: x,
-    "add": lambda x, y: x + y,
-    "sub": lambda x, y: x + y,
-    "mul": lambda x, y: x * y,
-    "minimum": max,
-    "maximum": max,
-    "where": lambda _, x, y: max(x, y),
-    **dict.fromkeys(("tanh", "sigmoid", "sin", "cos", "erf"), lambda x: 1.0),
-}
-_OF_INFINITY = {"cast", "neg", "abs", "detach", "minimum", "maximum", "where", "tanh", "sigmoid", "erf"}  # no NaN
 
 
 def are_ordinary(numbers: list) -> bool:
@@ -365,9 +353,11 @@ def padding_may_be_nan(expr: Expr, ordinary: bool = True) -> bool:
     """Could a score_mod's result be NaN for a score of 0 where it is none for the scores of that row? Not if it only adds to the score."""
     sizes: dict[int, float] = {}
     for node in walk(expr):
-        if node.dtype.is_floating_point and "score" in symbols_in(node) and node.op not in ("add", "sub", "neg", "cast", "where"):
+        row = row_of(node)
+        adds = row.signs or row.chooses or node.op in ("symbol", "cast")
+        if node.dtype.is_floating_point and "score" in symbols_in(node) and not adds:
             operands = [_size(a, ordinary, sizes) for a in node.args if "score" not in symbols_in(a)]
-            if node.op not in ("symbol", *_SIZES) and not _divides_by_constant(node) or not all(map(math.isfinite, operands)):
+            if not (row.size or _divides_by_constant(node)) or not all(map(math.isfinite, operands)):
                 return True
     return False
 
@@ -388,21 +378,25 @@ def _size(node: Expr, ordinary: bool, sizes: dict[int, float]) -> float:
         found = _ORDINARY[1] if ordinary else math.nan
     else:
         operands = [_size(a, ordinary, sizes) for a in node.args]
-        if any(map(math.isnan, operands)) or any(map(math.isinf, operands)) and node.op not in _OF_INFINITY:
+        row = row_of(node)
+        rule = abs if node.op == "cast" else row.size
+        if any(map(math.isnan, operands)) or any(map(math.isinf, operands)) and not (node.op == "cast" or row.of_infinity):
             found = math.nan
         elif _divides_by_constant(node):
             divisor = node.args[1]
             found = operands[0] / (abs(divisor.attr) if divisor.is_literal else _ORDINARY[0])
         else:
-            found = _SIZES[node.op](*operands) if node.op in _SIZES else math.nan
+            found = rule(*operands) if rule else math.nan
     found = math.inf if found > most else found
     sizes[id(node)] = found
     return found
 
 
 def _divides_by_constant(node: Expr) -> bool:
-    divisor = node.args[1] if node.op == "div" else None
-    return divisor is not None and (divisor.op == "scalar" or (divisor.is_literal and divisor.attr != 0))
+    if row_of(node).scales != (0,):
+        return False
+    divisor = node.args[1]
+    return divisor.op == "scalar" or (divisor.is_literal and divisor.attr != 0)
 
 
 def _gradient_text(

@@ -1,0 +1,100 @@
+"""Methods of tensors that a mod may call on a symbol, and that are no operations: casts, and what makes or reshapes a 0-dim tensor."""
+
+from __future__ import annotations
+
+import torch
+
+from .current import running
+from .errors import ModError
+from .nodes import cast, literal_tensor, to_expr
+from .ops import supported_operations
+from .symbols import Sym
+
+
+def unsupported(name: str) -> ModError:
+    """What is said of a function or method that has no row and is none of these."""
+    return running().error(f"{name} is not a supported operation", f"Supported are {supported_operations()}.")
+
+
+_CASTS = {
+    "float": torch.float32,
+    "double": torch.float64,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int": torch.int32,
+    "long": torch.int64,
+    "short": torch.int16,
+    "char": torch.int8,
+    "byte": torch.uint8,
+    "bool": torch.bool,
+}
+
+
+def _cast_to(dtype: torch.dtype):
+    return lambda symbol, **_: cast(symbol, dtype)
+
+
+def _to(symbol, *args, dtype=None, **_):
+    for a in args:
+        if isinstance(a, torch.dtype):
+            dtype = a
+        elif isinstance(a, (Sym, torch.Tensor)):
+            dtype = a.dtype
+    return symbol if dtype is None else cast(symbol, dtype)
+
+
+def _like(fill):
+    return lambda symbol, dtype=None, **_: literal_tensor(fill, dtype or to_expr(symbol).dtype)
+
+
+def _full_like(symbol, fill_value, dtype=None, **_):
+    return literal_tensor(fill_value, dtype or to_expr(symbol).dtype)
+
+
+def _new(fill):
+    def make(symbol, *size, dtype=None, **_):
+        _scalar_shape(size)
+        return literal_tensor(fill, dtype or to_expr(symbol).dtype)
+
+    return make
+
+
+def _new_full(symbol, size, fill_value, dtype=None, **_):
+    _scalar_shape((size,))
+    return literal_tensor(fill_value, dtype or to_expr(symbol).dtype)
+
+
+def _reshape(symbol, *shape, **_):
+    if any(isinstance(s, torch.dtype) for s in shape):
+        raise unsupported("Tensor.view(dtype)")
+    _scalar_shape(shape)
+    return symbol
+
+
+def _scalar_shape(shape: tuple) -> None:
+    if any(s not in ((), []) for s in shape):
+        raise running().error(f"a value of shape {shape[0] if len(shape) == 1 else shape}", "A mod computes with scalars: the shape is ().")
+
+
+METHODS = {
+    **{name: _cast_to(dtype) for name, dtype in _CASTS.items()},
+    "to": _to,
+    "type": _to,
+    "type_as": _to,
+    "zeros_like": _like(0),
+    "ones_like": _like(1),
+    "full_like": _full_like,
+    "new_zeros": _new(0),
+    "new_ones": _new(1),
+    "new_full": _new_full,
+    "view": _reshape,
+    "reshape": _reshape,
+    "new_tensor": lambda s, value, dtype=None, **_: literal_tensor(value, dtype or s.dtype),
+    **{name: lambda symbol, *_, **__: symbol for name in ("clone", "contiguous", "squeeze")},
+}
+METHOD_OF = {  # torch's functions that are these methods
+    getattr(home, name): name
+    for name in METHODS
+    for home in (torch.Tensor, torch)
+    if callable(getattr(home, name, None)) and not isinstance(getattr(home, name), torch.dtype)
+}

@@ -1,0 +1,185 @@
+"""Nodes of a traced graph, made of operands: by a row of the op table, a cast, a number, or an element of a captured tensor."""
+
+from __future__ import annotations
+
+import torch
+
+from .current import WEAK_DTYPE, Run
+from .expr import Expr
+from .op import Op, kind
+from .program import NUMBERS, Untrackable
+from .stand_ins import HostNumber, HostValue
+from .symbols import Sym, TensorView
+from .tensors import DTYPES
+
+
+def apply(row: Op, args: tuple, kwargs: dict) -> Sym:
+    """Record one row of the op table on symbolic and plain operands."""
+    trace = Run.current
+    if kwargs:
+        try:  # keywords that only name positional arguments (input=, other=)
+            args = (*args, *(kwargs.pop(k) for k in ("condition", "input", "self", "other", "exponent") if k in kwargs))
+        finally:
+            if kwargs:
+                raise trace.error(f"torch.{row.name} with {', '.join(kwargs)}=", "Drop that argument.")
+    operands = [to_expr(a) for a in args]
+    if len(operands) != row.arity:
+        raise trace.error(f"{row.name} with {len(operands)} of its {row.arity} operands", f"Give it {row.arity}.")
+    simpler = row.simpler(*map(Sym, operands)) if row.simpler is not None else None
+    if simpler is not None:
+        return simpler
+    shorter = trace.simplified(row.name, operands)
+    if shorter is not None:
+        return Sym(shorter)
+    dtype = result_dtype(row, operands)
+    if isinstance(row.triton, dict) and row.operands == "result" and kind(dtype) not in row.triton:
+        raise trace.error(f"{row.name} of {dtype}", "Convert an operand first, for example with .int().")
+    folded = _fold(row, operands, dtype)
+    if folded is not None:
+        return Sym(folded)
+    return Sym(trace.made(trace.table.make(row.name, operands, dtype, source=trace.source())))
+
+
+_dtype_cache: dict[tuple, torch.dtype] = {}
+
+
+def result_dtype(row: Op, operands: list[Expr]) -> torch.dtype:
+    """torch's own rule: the function is run on 0-dim tensors (Python numbers where the operand is weak).
+
+    On the CPU, not on meta: the first meta kernel of a process imports seconds of torch's compiler.
+    """
+    key = (row.name, torch.get_default_dtype(), tuple((o.dtype, o.weak) for o in operands))
+    if key not in _dtype_cache:
+        with torch._C.DisableTorchFunction():
+            stand_ins = [_NUMBER_OF[kind(o.dtype)] if o.weak else torch.ones((), dtype=o.dtype) for o in operands]
+            try:
+                result = row.torch(*stand_ins)
+            except (TypeError, RuntimeError) as error:
+                kinds = ", ".join(str(o.dtype).removeprefix("torch.") for o in operands)
+                problem = str(error).strip().splitlines()[0]
+                raise Run.current.error(f"torch refuses {row.name} on ({kinds}): {problem}") from None
+            _dtype_cache[key] = result.dtype if isinstance(result, torch.Tensor) else torch.tensor(result).dtype
+    return _dtype_cache[key]
+
+
+_NUMBER_OF = {"bool": True, "int": 1, "float": 1.0}
+
+
+def to_expr(value) -> Expr:
+    """The expression for anything a mod may use as an operand."""
+    trace = Run.current
+    if type(value) is Sym:
+        return value.expr
+    if type(value) is TensorView:
+        value.incomplete()
+    if type(value) is HostValue:
+        raise Untrackable("uses an object where a number is needed")
+    if type(value) is HostNumber or type(value) in NUMBERS:
+        return trace.number(value)
+    if isinstance(value, torch.Tensor):
+        if value.ndim:
+            raise trace.error(
+                f"a captured tensor of shape {tuple(value.shape)} is used where a scalar is needed",
+                "Index it, for example with [h] or [q_idx].",
+            )
+        return index_tensor(value, ()).expr
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
+        return to_expr(value.item())
+    raise trace.error(
+        f"{value!r} ({type(value).__name__}) is used where a number is needed", "Use symbols, Python numbers and captured tensors."
+    )
+
+
+def index_tensor(tensor: torch.Tensor, index) -> Sym | TensorView:
+    """`tensor[index]` with at least one symbol among the indices (or a 0-dim tensor with none)."""
+    trace = Run.current
+    if not isinstance(tensor, torch.Tensor):
+        raise trace.error(f"{type(tensor).__name__} is indexed by a symbol", "Capture a tensor and index that.")
+    index = index if isinstance(index, tuple) else (index,)
+    if Ellipsis in [i for i in index if i is Ellipsis]:
+        at = next(n for n, i in enumerate(index) if i is Ellipsis)
+        if len(index) - 1 < tensor.ndim:
+            raise trace.error("`...` in the index leaves dimensions over", "Index every dimension by a number or a symbol.")
+        index = index[:at] + index[at + 1 :]
+    if len(index) > tensor.ndim:
+        raise trace.error(f"{len(index)} indices for a captured tensor of shape {tuple(tensor.shape)}", f"Use at most {tensor.ndim}.")
+    for i in index:
+        if isinstance(i, slice) or i is None:
+            raise trace.error(
+                f"{'a slice' if isinstance(i, slice) else 'None'} in an index with symbols",
+                "Slice the tensor before, or index every dimension by a number or a symbol.",
+            )
+    exprs = [to_expr(i) for i in index]
+    for e in exprs:
+        if kind(e.dtype) != "int":
+            raise trace.error(f"an index of {e.dtype}", "Indices are integers: add .int() or .long().")
+    if len(index) < tensor.ndim:
+        return TensorView(tensor, index)
+    if tensor.dtype not in DTYPES and tensor.layout == torch.strided and not tensor.is_quantized:
+        raise trace.error(f"a captured tensor of {tensor.dtype}", "Mods read real numbers: convert it before.")
+    if tensor.ndim == 0 and tensor.device.type == "cpu" and not tensor.requires_grad:
+        number = trace.host_scalar(tensor)
+        return Sym(
+            _folded_literal(number.attr, tensor.dtype)
+            if number.is_literal
+            else trace.table.make("cast", (number,), tensor.dtype, source=trace.source())
+        )
+    capture = trace.tensor_index(tensor)
+    return Sym(trace.made(trace.table.make("load", exprs, tensor.dtype, attr=capture, source=trace.source())))
+
+
+def literal_tensor(value, dtype: torch.dtype | None) -> Sym:
+    """torch.tensor(value): a number that takes part in type promotion as a tensor."""
+    trace = Run.current
+    expr = to_expr(value)
+    if dtype is None:
+        dtype = torch.get_default_dtype() if kind(expr.dtype) == "float" else expr.dtype
+    if expr.is_literal:
+        return Sym(_folded_literal(expr.attr, dtype))
+    return Sym(trace.table.make("cast", (expr,), dtype, source=trace.source()))
+
+
+def _folded_literal(value, dtype: torch.dtype) -> Expr:
+    with torch._C.DisableTorchFunction():
+        value = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None).to(dtype).item()
+    return Run.current.table.make("literal", (), dtype, attr=value)
+
+
+def _fold(row: Op, operands: list[Expr], dtype: torch.dtype) -> Expr | None:
+    """Constant operands are computed now, and `mask & True` is `mask`; None when there is nothing to fold."""
+    if all(o.is_literal for o in operands) and not _may_trap(row, operands):
+        with torch._C.DisableTorchFunction():
+            plain = [o.attr if o.weak else torch.tensor(o.attr, dtype=o.dtype) for o in operands]
+            try:
+                result = row.torch(*plain)
+            except (RuntimeError, ArithmeticError) as error:  # a division of integers by 0, a number that does not fit
+                problem = str(error).strip().splitlines()[0]
+                raise Run.current.error(f"torch refuses {row.name} of {' and '.join(str(o.attr) for o in operands)}: {problem}") from None
+        value = result.item() if isinstance(result, torch.Tensor) else result
+        if all(o.weak for o in operands) and not isinstance(result, torch.Tensor):
+            return Run.current.table.make("literal", (), WEAK_DTYPE[type(value)], attr=value, weak=True)
+        return _folded_literal(value, dtype)
+    if type(row.absorbing) is bool and dtype == torch.bool:  # True absorbs in |, False in &
+        for constant, other in (operands, operands[::-1]):
+            if constant.is_literal and other.dtype == torch.bool:
+                return _folded_literal(row.absorbing, dtype) if bool(constant.attr) == row.absorbing else other
+    return None
+
+
+def _may_trap(row: Op, operands: list[Expr]) -> bool:
+    """Would torch's division of the least integer by -1 end the process? The kernel divides."""
+    return row.divides and operands[1].attr == -1 and operands[0].attr < 0
+
+
+def cast(symbol, dtype: torch.dtype) -> Sym:
+    trace = Run.current
+    expr = to_expr(symbol)
+    if not isinstance(dtype, torch.dtype):
+        raise trace.error(f"a cast to {dtype!r}", "Cast to a torch dtype; symbols stay on their device.")
+    if dtype.is_complex:
+        raise trace.error(f"a cast to {dtype}", "Mods are real-valued.")
+    if expr.dtype == dtype and not expr.weak:
+        return symbol if isinstance(symbol, Sym) else Sym(expr)
+    if expr.is_literal:
+        return Sym(_folded_literal(expr.attr, dtype))
+    return Sym(trace.table.make("cast", (expr,), dtype, source=trace.source()))

@@ -1,0 +1,123 @@
+"""Rows of the op table: exponentials, roots, circular functions and roundings (see op.py for the columns)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from . import interval_rules as rules
+from . import ranges
+from .op import unary
+
+FUNCTIONS = [
+    unary("exp", "tl.exp({0})", derivative=lambda g, x, r: g * r, interval=rules.rising(torch.exp, 2**-14)),
+    unary("exp2", "tl.exp2({0})", derivative=lambda g, x, r: g * r * math.log(2), interval=rules.rising(torch.exp2, 2**-14)),
+    unary("expm1", "libdevice.expm1({0})", derivative=lambda g, x, r: g * (r + 1), interval=rules.rising(torch.expm1, 2**-14)),
+    unary("log", "tl.log({0})", derivative=lambda g, x, r: g / x, interval=rules.rising(torch.log, tiny=2**-16, low=1e-30)),
+    unary(
+        "log2", "tl.log2({0})", derivative=lambda g, x, r: g / (x * math.log(2)), interval=rules.rising(torch.log2, tiny=2**-16, low=1e-30)
+    ),
+    unary("log1p", "libdevice.log1p({0})", derivative=lambda g, x, r: g / (x + 1), interval=rules.rising(torch.log1p, low=-0.99)),
+    unary("sqrt", "tl.sqrt({0})", derivative=lambda g, x, r: g / (2 * r), interval=rules.rising(torch.sqrt, tiny=1e-18, low=0)),
+    unary("rsqrt", "tl.rsqrt({0})", derivative=lambda g, x, r: -0.5 * g * r**3, interval=rules.rsqrt_interval),
+    unary("sin", "tl.sin({0})", derivative=lambda g, x, r: g * torch.cos(x), interval=rules.within(-1.001, 1.001), size=lambda x: 1.0),
+    unary("cos", "tl.cos({0})", derivative=lambda g, x, r: g * -torch.sin(x), interval=rules.within(-1.001, 1.001), size=lambda x: 1.0),
+    unary("tan", "libdevice.tan({0})", derivative=lambda g, x, r: g * (1 + r * r)),
+    unary(
+        "atan",
+        "libdevice.atan({0})",
+        "torch.arctan",
+        "Tensor.arctan",
+        derivative=lambda g, x, r: g / (1 + x * x),
+        interval=rules.rising(torch.atan),
+    ),
+    unary(
+        "erf",
+        "tl.erf({0})",
+        derivative=lambda g, x, r: g * torch.exp(-(x * x)) * (2 / math.sqrt(math.pi)),
+        interval=rules.rising(torch.erf),
+        size=lambda x: 1.0,
+        of_infinity=True,
+    ),
+    unary(
+        "sigmoid",
+        "tl.sigmoid({0})",
+        "F.sigmoid",
+        "special.expit",
+        derivative=lambda g, x, r: g * ((1 - r) * r),
+        interval=rules.rising(torch.sigmoid, 2**-14),
+        gluon={"float": "1.0 / (1.0 + gl.exp({0} * -1.0))"},
+        size=lambda x: 1.0,
+        of_infinity=True,
+    ),
+    # libdevice's tanh costs more than the whole attention around it. PTX tanh.approx is one instruction with relative
+    # error 2**-11, below bfloat16's rounding (2**-9); the form by exp2 is good to float32's rounding of 1.
+    unary(
+        "tanh",
+        "libdevice.tanh({0})",
+        "F.tanh",
+        approximate={
+            ("cuda", "bfloat16"): "tanh_approx({0})",
+            ("cuda", "float16"): "tanh_by_exp2({0})",
+            ("hip", "bfloat16"): "tanh_by_exp2({0})",
+            ("hip", "float16"): "tanh_by_exp2({0})",
+        },
+        derivative=lambda g, x, r: g * (1 - r * r),
+        interval=rules.rising(torch.tanh, 2**-10),
+        size=lambda x: 1.0,
+        of_infinity=True,
+    ),
+]
+
+ROUNDINGS = [
+    unary(
+        "detach",
+        "{0}",
+        operands="result",
+        interval=lambda x: (x.lo, x.hi),
+        exact=True,
+        product=None,
+        range=ranges.same,
+        size=abs,
+        of_infinity=True,
+    ),
+    unary(
+        "floor",
+        {"float": "tl.floor({0})", "int": "{0}"},
+        operands="result",
+        interval=rules.steps(torch.floor),
+        exact=True,
+        jumps=True,
+        range=ranges.rounded,
+    ),
+    unary(
+        "ceil",
+        {"float": "tl.ceil({0})", "int": "{0}"},
+        operands="result",
+        interval=rules.steps(torch.ceil),
+        exact=True,
+        jumps=True,
+        range=ranges.rounded,
+    ),
+    unary(
+        "trunc",
+        {"float": "libdevice.trunc({0})", "int": "{0}"},
+        "torch.fix",
+        "Tensor.fix",
+        operands="result",
+        interval=rules.steps(torch.trunc),
+        exact=True,
+        jumps=True,
+        range=ranges.rounded,
+    ),
+    unary(
+        "round",
+        {"float": "libdevice.rint({0})", "int": "{0}"},
+        operands="result",
+        interval=rules.steps(torch.round),
+        exact=True,
+        jumps=True,
+        range=ranges.rounded,
+    ),
+]
