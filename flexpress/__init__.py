@@ -7,6 +7,12 @@ mask = create_block_mask(sliding_window(1024), None, None, S, S, device="cuda")
 out = flex_attention(q, k, v, score_mod=alibi(slopes), block_mask=mask)
 """
 
+from pathlib import Path
+
+if not Path(__file__).with_name("codegen").is_dir():
+    # the sources, not an installed package: codegen, mods and templates lie beside this folder, not in it
+    __path__.append(str(Path(__file__).parent.parent))
+
 from flexpress import flash
 from flexpress.attention import AuxOutput, AuxRequest, flex_attention
 from flexpress.block_mask import BlockMask, and_masks, create_block_mask, create_mask, noop_mask, or_masks
