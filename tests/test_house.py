@@ -70,3 +70,16 @@ def test_no_files_import_each_other_in_a_circle():
             break
         left = {path: others for path, others in left.items() if path not in ends}
     assert sorted(map(str, left)) == []
+
+
+def test_tests_are_imported_by_nobody():
+    """What two of them share is in tests/support, which imports nothing else of tests."""
+    wrong = set()
+    for path in (ROOT / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", None) or ""]
+            beside = {
+                n for n in names if n.startswith("test_") or (path.parent.name == "support" and (ROOT / "tests" / f"{n}.py").exists())
+            }
+            wrong |= {f"{path.name} imports {name}" for name in beside}
+    assert wrong == set()

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
-from fresh_mods import language, same_language, score_mod
 
 from flexpress import evaluate_mod
 from flexpress.codegen import turn
 from flexpress.codegen.device import binary, interpret, kernel
 from flexpress.codegen.turn import Turn
+from support.fresh_mods import language, same_language, score_mod
 
 _FILES = (interpret.__file__, turn.__file__, kernel.__file__)
 _CAREFULLY = {"run", "_run", "_switched", "_taken", "restore", "_switches", "_interpret", "launch"}  # every bytecode; of the others some
