@@ -10,7 +10,9 @@ import torch
 
 from flexpress import checks
 from flexpress.block_lists import transposed_lists
-from flexpress.block_mask import DEFAULT_BLOCK_SIZE, BlockMask, adopt, is_foreign_mask, same_mod
+from flexpress.block_mask import DEFAULT_BLOCK_SIZE, BlockMask
+from flexpress.foreign_masks import adopt, is_foreign_mask
+from flexpress.mask_mods import same_mod
 
 from .codegen.compiling import runs_uncompiled
 from .codegen.mod.bind import bind

@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 import torch
 
-from flexpress.block_mask import DEFAULT_BLOCK_SIZE, BlockMask, adopt, create_block_mask, is_foreign_mask
+from flexpress.block_mask import DEFAULT_BLOCK_SIZE, BlockMask
+from flexpress.foreign_masks import adopt, is_foreign_mask
+from flexpress.mask_creation import create_block_mask
 
 from .codegen.compiling import runs_uncompiled
 from .codegen.mod.capture import name_of

@@ -14,7 +14,7 @@ from test_intervals import LEAVES, environments
 from test_ops import compositions
 
 from flexpress import BlockMask, cache_info, create_block_mask, flex_attention, mods
-from flexpress.block_mask import resolve_device
+from flexpress.checks import resolve_device
 from flexpress.codegen import registry
 from flexpress.codegen.mod.bind import bind
 from flexpress.codegen.run import masks

@@ -30,7 +30,7 @@ CONSTANT = {
     "interpret._numpy_dtypes",  # by dtype
     "registry._caches",
     "serving._known",
-    "block_mask._adopted",  # as many as there are masks of the user's
+    "foreign_masks._adopted",  # as many as there are masks of the user's
 }
 
 
