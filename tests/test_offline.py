@@ -21,8 +21,8 @@ from tritons import OLDER, my_turn
 
 from flexpress import create_block_mask, flex_attention, printed_kernels, templates
 from flexpress.codegen.device import offline
-from flexpress.codegen.device.binary import newer_assembler
 from flexpress.codegen.device.cache import without_comments
+from flexpress.codegen.device.compiler import newer_assembler
 from flexpress.codegen.device.cuda import argument_format
 from flexpress.codegen.gpus import SHARED_MEMORY, architecture
 from flexpress.codegen.plan.forward import Options
