@@ -61,7 +61,6 @@ def test_a_folder_imports_what_is_below_it(folder):
     assert upwards == set()
 
 
-@pytest.mark.xfail(strict=True, reason="capture, dispatch, ops and symbols do")
 def test_no_files_import_each_other_in_a_circle():
     left = dict(IMPORTS)
     while True:

@@ -20,11 +20,12 @@ from flexpress import ModError, create_block_mask, mods
 from flexpress.codegen.mod.bind import bind
 from flexpress.codegen.mod.bounds import _INTEGERS, _ORDERS, BoundsRun, TooLarge, constant
 from flexpress.codegen.mod.compute import compute
-from flexpress.codegen.mod.dispatch import apply
+from flexpress.codegen.mod.current import Run
+from flexpress.codegen.mod.dispatch import OPERATIONS, apply
 from flexpress.codegen.mod.expr import ExprTable, value_range, walk
 from flexpress.codegen.mod.intervals import Interval, _IntervalRun, _point, analyse
 from flexpress.codegen.mod.ops import OPS, kind
-from flexpress.codegen.mod.symbols import Run, Sym
+from flexpress.codegen.mod.symbols import Sym
 from flexpress.codegen.run.masks import BlockGrid
 from flexpress.codegen.text.snippet import Target
 from flexpress.codegen.text.spec import layouts_of, mod_text
@@ -100,9 +101,9 @@ class Row:
 
     def __init__(self, name: str, dtypes: tuple, literals: dict, unknown: tuple = (), points: tuple = ()) -> None:
         self.unknown, self.points = ([f"x{i}" for i in places] for places in (unknown, points))
-        self.run = _IntervalRun("mask", ExprTable())
+        self.run = _IntervalRun("mask", ExprTable(), OPERATIONS)
         make = self.run.table.make
-        with Run("mask", self.run.table).active():
+        with Run("mask", self.run.table, OPERATIONS).active():
             self.leaves = [
                 make("literal", (), torch.int64 if d is int else torch.float32 if d is float else d, attr=literals[i], weak=d in NUMBERS)
                 if i in literals
@@ -714,7 +715,7 @@ def test_value_ranges_hold(seed):
             name: torch.arange(SIZE, dtype=torch.int32).reshape([-1 if i == axis else 1 for i in range(4)])
             for axis, name in enumerate(("b", "h", "q_idx", "kv_idx"))
         }
-        run = BoundsRun("mask", ExprTable())
+        run = BoundsRun("mask", ExprTable(), OPERATIONS)
         for node in walk(judged.graph.result):
             if not node.weak and kind(node.dtype) == "int":
                 values, (low, high) = judged.value(node, positions).long(), run.range_of(node)
@@ -729,7 +730,7 @@ def test_value_ranges_hold(seed):
 
 def test_integer_bounds_are_as_wide_as_they_must_be():
     """int32 where that holds the operands, the result and the quotient of a remainder, else int64, else none."""
-    run = BoundsRun("mask", ExprTable())
+    run = BoundsRun("mask", ExprTable(), OPERATIONS)
     with run.active():
         q, x, wide = (
             Sym(run.table.make("symbol", (), dtype, attr=name))

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from ..gpus import architecture
-from ..mod.capture import fits_int32
+from ..mod.program import fits_int32
 from ..registry import INFO, Bounded, Table
 from ..text.render import render
 from ..text.spec import KernelSpec
