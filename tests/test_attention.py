@@ -97,7 +97,7 @@ def test_a_promise_of_contiguous_blocks_is_not_relied_on(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_wide_keys_and_narrow_values(device):
-    """ptxas 12.8 loses the address of V here (see binary.newer_assembler)."""
+    """ptxas 12.8 loses the address of V here (see compiler.newer_assembler)."""
     q, k = (tensor_of((2, heads, 70, 192), "wide_head_dim", torch.bfloat16, device, heads) for heads in (6, 2))
     v = tensor_of((2, 2, 70, 8), "sliced", torch.bfloat16, device, 0)
     mask_mod = mask_mods(70, device)["per_head"]

@@ -10,7 +10,7 @@ import torch
 from flexpress import create_block_mask, mods
 from flexpress.codegen import registry
 from flexpress.codegen.device import kernel
-from flexpress.codegen.device.binary import one_by_one
+from flexpress.codegen.device.arguments import one_by_one
 from flexpress.codegen.mod.bind import bind
 from flexpress.codegen.plan.forward import Options
 from flexpress.codegen.run import backward

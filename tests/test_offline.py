@@ -19,8 +19,8 @@ from triton.backends.nvidia.compiler import ptx_get_version
 
 from flexpress import create_block_mask, flex_attention, printed_kernels, templates
 from flexpress.codegen.device import offline
-from flexpress.codegen.device.binary import newer_assembler
 from flexpress.codegen.device.cache import without_comments
+from flexpress.codegen.device.compiler import newer_assembler
 from flexpress.codegen.gpus import SHARED_MEMORY, architecture
 from flexpress.codegen.plan.forward import Options
 from flexpress.codegen.run.preview import (

@@ -23,14 +23,14 @@ CONSTANT = {
     "kernel.backend_of",
     "kernel.capability_of",
     "kernel.multiprocessors",
-    "binary.newer_assembler",
+    "compiler.newer_assembler",
     "cuda._driver",
     "cuda.shared_limit",
     "dispatch._dtype_cache",  # by operation and dtypes
-    "interpret._numpy_dtypes",  # by dtype
+    "interpreter_patches._numpy_dtypes",  # by dtype
     "registry._caches",
     "serving._known",
-    "block_mask._adopted",  # as many as there are masks of the user's
+    "foreign_masks._adopted",  # as many as there are masks of the user's
 }
 
 

@@ -18,7 +18,8 @@ from triton.backends.compiler import GPUTarget
 from ..text.render import render
 from ..text.spec import KernelSpec
 from . import cache
-from .binary import compile_source, descriptor_type, is_gluon, newer_assembler, source_class
+from .arguments import descriptor_type
+from .compiler import compile_source, is_gluon, newer_assembler, source_class
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flexpress import BlockMask
-from flexpress.block_mask import resolve_device
+from flexpress.checks import resolve_device
 from flexpress.codegen.mod.bind import bind
 from flexpress.codegen.run.masks import automatic_lists
 from support.dense import positions

@@ -905,7 +905,7 @@ _STATUS = {0: "empty", 1: "partial", 2: "full", 3: "in both lists"}
 
 def wrong_bounds(mask_mod, dense: torch.Tensor, extents: tuple, device: str) -> list[Difference]:
     """Blocks that bounds of a mask_mod call empty or full and that are not, in the lists that a call makes."""
-    from flexpress.block_mask import resolve_device
+    from flexpress.checks import resolve_device
     from flexpress.codegen.mod.bind import bind
     from flexpress.codegen.run.masks import automatic_lists
 
