@@ -64,7 +64,7 @@ def test_gradients(monkeypatch, name):
     class Ran(Variant):
         def launch(self, grid, args, _) -> None:
             ran.append(grid)
-            fake_gluon.run(render(plan().fused), "hopper_backward", tuple(args), grid[0])
+            fake_gluon.run(render(plan().fused), plan().fused.template, tuple(args), grid[0])
 
     def plan():
         return list(backward._plans.values())[-1]

@@ -82,6 +82,7 @@ def _text(spec: KernelSpec) -> str:
         "helpers": texts,
         **language,
         "title": spec.name.replace("_", " "),
+        "entry": spec.template,
         "libdevice": any(m.libdevice for m in spec.mods if m) or any("libdevice." in t for t in texts),
     }
     return environment().get_template(f"{spec.template}.py.jinja").render(context)
