@@ -93,7 +93,6 @@ BEING_SPLIT = {  # what was longer before there was this rule; a file that is sh
     "codegen/run/backward.py",
     "codegen/run/decode.py",
     "codegen/run/forward.py",
-    "codegen/run/masks.py",
     "codegen/run/prefill.py",
     "codegen/run/preview.py",
     "codegen/text/lower.py",
