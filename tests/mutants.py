@@ -461,7 +461,7 @@ CACHE = [
         "a variant with other warps finds the binary of this one",
     ),
     Mutant(
-        "codegen/device/binary.py",
+        "codegen/device/arguments.py",
         'layout.append("i32" if -_WIDE <= arg < _WIDE',
         'layout.append("i32" if -_WIDE <= arg <= _WIDE',
         named("folder", "variants"),
