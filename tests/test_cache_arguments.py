@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import sanitize_corrupt
 import torch
-from dense import relative_error
 from torch._subclasses import FakeTensorMode
 
 from flexpress import cached_attention, mods, rope_table, update_cache
+from support.dense import relative_error
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 HEADS, KV_HEADS, D = 4, 2, 16

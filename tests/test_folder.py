@@ -14,10 +14,10 @@ from pathlib import Path
 import kills
 import pytest
 import torch
-from fresh_mods import score_mod, score_of
 
 from flexpress import cache_clear, cache_dir, cache_info, evaluate_mod, printed_kernels
 from flexpress.codegen.device import arguments, binary, cache, compiler, folder
+from support.fresh_mods import score_mod, score_of
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "getuid"), reason="owners and modes as POSIX has them")
 _numbers = iter(range(10**6))

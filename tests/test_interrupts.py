@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
-from fresh_mods import language, same_language, score_mod
 
 from flexpress import evaluate_mod
 from flexpress.codegen import turn
 from flexpress.codegen.device import compiler, interpret, interpreter_patches, kernel, switching
 from flexpress.codegen.turn import Turn
+from support.fresh_mods import language, same_language, score_mod
 
 _INTERPRETER = (interpret.__file__, switching.__file__, interpreter_patches.__file__)
 _FILES = (*_INTERPRETER, turn.__file__, kernel.__file__)

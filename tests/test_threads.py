@@ -11,12 +11,12 @@ import time
 import forks
 import pytest
 import torch
-from fresh_mods import score_mod, score_of
 
 from flexpress import cache_clear, cache_info, evaluate_mod
 from flexpress.codegen.device import binary, compiler, interpret, kernel
 from flexpress.codegen.mod.bind import bind
 from flexpress.codegen.run.preview import evaluate_compilation
+from support.fresh_mods import score_mod, score_of
 
 
 def together(count: int, work) -> list:
@@ -147,7 +147,8 @@ def test_compiling_side_by_side_ends_well():
 @pytest.mark.gpu
 def test_a_process_ends_well_while_a_thread_compiles():
     program = """
-import threading, torch, fresh_mods, flexpress, itertools, time
+import threading, torch, flexpress, itertools, time
+from support import fresh_mods
 def work():
     for i in itertools.count():
         q = torch.randn(1, 1, 64, 32, device="cuda")
