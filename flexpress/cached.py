@@ -124,7 +124,9 @@ def _attend(query, where: Cached, q_offset, k_cache, v_cache, score_mod, mask_mo
 
     masked = mask_mod is not None or max_q > 1 or q_offset is not None  # else one query, which sees all that there is
     position = _position_from(q_offset, where.kv_lens, where.cu_q, q.shape[2])
-    where, scale = replace(where, invariant=batch_invariant), checks.check_scale(scale, q.shape[3])
+    scale = checks.check_scale(scale, q.shape[3])
+    if batch_invariant:
+        where = replace(where, invariant=True)
     score = mask = lists = None
     if masked:
         mask = _bound(

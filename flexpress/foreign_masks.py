@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
-
 import torch
 
 from flexpress.block_mask import BlockMask
 
 from .codegen.compiling import runs_uncompiled
+from .codegen.registry import WeakTable
 
 
 def is_foreign_mask(mask) -> bool:
@@ -16,7 +15,7 @@ def is_foreign_mask(mask) -> bool:
     return all(hasattr(mask, a) for a in ("kv_num_blocks", "kv_indices", "BLOCK_SIZE", "mask_mod", "seq_lengths"))
 
 
-_adopted: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # masks of torch's, with what was read and the BlockMask of it
+_adopted: WeakTable = WeakTable("masks of torch's", 1024)  # with what was read of each, and the BlockMask of it
 
 
 @runs_uncompiled

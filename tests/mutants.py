@@ -712,7 +712,7 @@ LAUNCHES = [
         "mods that read past the keys in a block that begins anywhere are not checked",
     ),
     Mutant(
-        "codegen/device/kernel.py",
+        "codegen/device/arguments.py",
         "            if arg % 16:\n                return None",
         "            if False:\n                return None",
         named("repeated_calls", "short_way"),

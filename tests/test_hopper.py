@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexpress import checks, create_block_mask, explain, flex_attention, mods, printed_kernels
-from flexpress.codegen.device import kernel
+from flexpress.codegen.device import counters
 from flexpress.codegen.run import backward, forward
 from support.attention import check_attention
 from support.gradients import check_gradients, gradient_problems
@@ -114,7 +114,7 @@ def test_repeats_are_bitwise_equal(head_dim, masked):
         out = flex_attention(q, k, v, block_mask=mask, deterministic=True)
         assert all(torch.equal(g, e) for g, e in zip(torch.autograd.grad(out, (q, k, v), first.detach()), exact, strict=True))
     torch.cuda.synchronize()
-    assert not any(counter.any() for counter in kernel._counters.values())
+    assert not any(counter.any() for counter in counters._counters.values())
 
 
 def test_streams_and_graphs_beside_each_other():
@@ -157,4 +157,4 @@ def test_backward_on_streams_beside_each_other():
         for grads, known in zip(found, expected, strict=True):
             assert (grads[0] - known[0]).abs().max() <= 0.01 * known[0].abs().max()
             assert all(torch.equal(g, e) for g, e in zip(grads[1:], known[1:], strict=True))
-    assert not any(counter.any() for counter in kernel._counters.values())
+    assert not any(counter.any() for counter in counters._counters.values())

@@ -9,7 +9,7 @@ import torch
 
 from flexpress import create_block_mask, mods
 from flexpress.codegen import registry
-from flexpress.codegen.device import kernel
+from flexpress.codegen.device import counters, kernel
 from flexpress.codegen.device.arguments import one_by_one
 from flexpress.codegen.mod.bind import bind
 from flexpress.codegen.plan.forward import Options
@@ -79,7 +79,7 @@ def test_gradients(monkeypatch, name):
     monkeypatch.setattr(backward, "L2_BYTES", case["megabytes"] << 20)
     registry.clear()
     found = backward.backward(q, k, v, out, rows, do, None, D_QK**-0.5, *bound, *lists, Options())[:3]
-    (counter,) = kernel._counters.values()
+    (counter,) = counters._counters.values()
     registry.clear()
     assert len(ran) == 1 and not counter.any()
 
@@ -97,12 +97,12 @@ def test_kernels_that_count_together_have_their_counters_alone(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     registry.clear()
     device = torch.device("cpu")
-    with kernel.held_counter(device, 0) as first, kernel.held_counter(device, 0) as second:
+    with counters.held_counter(device, 0) as first, counters.held_counter(device, 0) as second:
         assert first is not second
-        assert kernel.counter(device, 0) is not first
-    assert kernel.counter(device, 0) is first
-    with pytest.raises(ValueError), kernel.held_counter(device, 0) as broken:
+        assert counters.counter(device, 0) is not first
+    assert counters.counter(device, 0) is first
+    with pytest.raises(ValueError), counters.held_counter(device, 0) as broken:
         broken += 1
         raise ValueError
-    assert not kernel.counter(device, 0).any()
+    assert not counters.counter(device, 0).any()
     registry.clear()

@@ -10,7 +10,7 @@ import torch
 
 from flexpress import create_block_mask, flex_attention, mods, varlen, varlen_attention
 from flexpress.codegen import registry
-from flexpress.codegen.device import kernel, tma
+from flexpress.codegen.device import counters, kernel, tma
 from flexpress.codegen.device.offline import Compiled
 from flexpress.codegen.gpus import SHARED_MEMORY
 from flexpress.codegen.plan.backward import BackwardCase, delta_rows, delta_spec
@@ -221,7 +221,7 @@ def test_programs_share_tiles(monkeypatch, multiprocessors, lengths, grid, heads
     registry.clear()
     q, k = (torch.zeros(2, h, length, 64, dtype=torch.bfloat16, requires_grad=True) for h, length in zip((4, 2), lengths, strict=True))
     flex_attention(q, k, k, enable_gqa=True).sum().backward()
-    addresses = [t.data_ptr() for t in kernel._counters.values()]
+    addresses = [t.data_ptr() for t in counters._counters.values()]
     registry.clear()
     (found,) = [(g, args) for name, g, args in launches if name.startswith("hopper_backward")]
     assert found[0] == (grid,)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from flexpress import cached, cached_attention, checks, mods, printed_kernels, update_cache
 from flexpress.codegen import registry
-from flexpress.codegen.device import kernel
+from flexpress.codegen.device import devices
 from flexpress.codegen.plan.forward import Options
 from flexpress.codegen.run import decode, forward, masks, prefill
 from support.dense import dense_attention, relative_error
@@ -267,9 +267,9 @@ def test_which_calls_it_serves(monkeypatch):
         del arguments["cu_seqlens_q"], arguments["max_q_len"]
 
     assert not any(goes(change=change) for change in (scaled, unaligned, one_entry, not_ragged))
-    monkeypatch.setattr(kernel, "capability_of", lambda _: (8, 0))
+    monkeypatch.setattr(devices, "capability_of", lambda _: (8, 0))
     assert not goes()
-    monkeypatch.setattr(kernel, "capability_of", lambda _: (9, 0))
+    monkeypatch.setattr(devices, "capability_of", lambda _: (9, 0))
     monkeypatch.setattr(checks, "DEFAULT", Options(backend="TRITON"))
     assert not goes()
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ast
+import gc
 import threading
 from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.attention import flex_attention as torch_masks
 
 from flexpress import cache_clear, create_block_mask, evaluate_mod, flex_attention, mods, rope_table, update_cache
 from flexpress.codegen import registry
-from flexpress.codegen.registry import Bounded, CacheSize, Table, remembered
+from flexpress.codegen.registry import Bounded, CacheSize, Table, WeakTable, remembered
 from support.fresh_mods import mask_mod, score_mod
 
 PACKAGES = [Path(__file__).parent.parent / name for name in ("codegen", "flexpress", "mods")]
@@ -20,9 +22,9 @@ CONSTANT = {
     "render.environment",
     "render._helpers",
     "cache._templates_digest",
-    "kernel.backend_of",
-    "kernel.capability_of",
-    "kernel.multiprocessors",
+    "devices.backend_of",
+    "devices.capability_of",
+    "devices.multiprocessors",
     "compiler.newer_assembler",
     "cuda._driver",
     "cuda.shared_limit",
@@ -30,7 +32,6 @@ CONSTANT = {
     "interpreter_patches._numpy_dtypes",  # by dtype
     "registry._caches",
     "serving._known",
-    "foreign_masks._adopted",  # as many as there are masks of the user's
 }
 
 
@@ -68,6 +69,54 @@ def test_no_module_has_a_cache_of_its_own():
     assert module_level_caches() - CONSTANT == set()
 
 
+def kept_by_inner_functions() -> set[str]:
+    """Empty dicts, lists and sets that a function begins with and a function inside it fills: they live as long as that one does."""
+    found = set()
+    for path in (file for package in PACKAGES for file in package.rglob("*.py")):
+        for outer in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(outer, ast.FunctionDef):
+                continue
+            own = {
+                ast.unparse(target)
+                for node in outer.body
+                for target in (node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else [])
+                if ast.unparse(node.value or target) in ("{}", "[]", "set()", "dict()")
+            }
+            inner = [node for node in ast.walk(outer) if isinstance(node, ast.FunctionDef) and node is not outer]
+            for node in (n for function in inner for n in ast.walk(function)):
+                stored = isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
+                called = isinstance(node, ast.Attribute) and node.attr in ("add", "append", "extend", "setdefault", "update")
+                if (stored or called) and ast.unparse(node.value) in own:
+                    found.add(f"{path.stem}.{outer.name}.{ast.unparse(node.value)}")
+    return found
+
+
+def test_no_function_keeps_a_cache_for_itself():
+    assert kept_by_inner_functions() == set()
+
+
+def test_interpreted_calls_leave_nothing_behind():
+    q = torch.randn(1, 1, 16, 16)
+    cache_clear()
+    flex_attention(q, q, q, mask_mod=mods.causal)
+    before = list(registry.sizes())
+    for _ in range(3):
+        flex_attention(q, q, q, mask_mod=mods.causal)
+    assert list(registry.sizes()) == before and next(s for s in before if s.name == "block types of the interpreter").entries > 5
+
+
+def test_a_weak_table_forgets_with_its_keys_and_is_bounded(monkeypatch):
+    monkeypatch.setattr(registry, "_caches", {})
+    table = WeakTable("weak", 3)
+    keys = [type(f"Key{i}", (), {})() for i in range(5)]
+    for i, key in enumerate(keys):
+        table[key] = i
+        assert len(table) <= 3 and table[key] == i
+    del keys, key
+    gc.collect()
+    assert list(registry.sizes()) == [CacheSize("weak", 0, 3)]
+
+
 def test_every_cache_is_bounded_and_cache_clear_forgets_all():
     cache_clear()
     q, k, v = (torch.randn(1, 2, n, 16, requires_grad=True) for n in (30, 40, 40))
@@ -75,6 +124,8 @@ def test_every_cache_is_bounded_and_cache_clear_forgets_all():
     flex_attention(q, k, v, score_mod(1), mask).sum().backward()
     flex_attention(q, k, v, mask_mod=mods.causal)
     flex_attention(q[:, :, :1], *(torch.randn(1, 2, 600, 16) for _ in range(2)))
+    foreign = torch_masks.create_block_mask(mods.causal, None, None, 30, 40, "cpu")
+    flex_attention(q, k, v, block_mask=foreign)
     evaluate_mod(score_mod(2), torch.ones(1, 1, 2, 2))
     kv = torch.zeros(1, 8, 1, 16)
     update_cache(torch.ones(1, 1, 1, 16), torch.ones(1, 1, 1, 16), kv, kv.clone(), torch.ones(1, dtype=torch.int32), rope=None)
@@ -93,6 +144,9 @@ def test_every_cache_is_bounded_and_cache_clear_forgets_all():
         "checked inputs",
         "geometries",
         "analyses of masks",
+        "masks of torch's",
+        "block types of the interpreter",
+        "scalar types of the interpreter",
     } <= filled
     assert all(0 <= size.entries <= size.limit <= 4096 for size in sizes)
     cache_clear()

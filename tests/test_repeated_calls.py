@@ -12,7 +12,7 @@ from flexpress import AuxRequest, cache_info, cached_attention, create_block_mas
 from flexpress.attention import attend, prepared
 from flexpress.codegen import registry
 from flexpress.codegen.device import tma
-from flexpress.codegen.device.kernel import plain_values
+from flexpress.codegen.device.arguments import plain_values
 from support.fake_hopper import Variant, pass_for_hopper
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
+
+from ..mod.program import fits_int32
 
 TYPES = {
     torch.float16: "fp16",
@@ -76,3 +79,18 @@ def descriptor_type(element: str, itemsize: int, block: tuple[int, ...], gluon: 
     width = max((w for w in widths if block[-1] * itemsize % w == 0), default=0)
     layout = f",NVMMASharedLayout({width}, {itemsize * 8}, {len(block)})" if gluon else ""
     return f"tensordesc<{element}[{', '.join(map(str, block))}]{layout}>"
+
+
+def plain_values(args: Iterable) -> list | None:
+    """Arguments as `launch_plain` takes them, addresses for tensors; None if an address is no multiple of 16 bytes, or an integer has more
+    than 32 bits."""
+    values = []
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            arg = arg.data_ptr()
+            if arg % 16:
+                return None
+        elif not fits_int32(arg):
+            return None
+        values.append(arg)
+    return values

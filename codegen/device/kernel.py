@@ -5,20 +5,15 @@ Threads may ask for the same kernel at once: it is printed once, and each varian
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Iterable, Iterator
-
 import torch
 
-from ..gpus import architecture
-from ..mod.program import fits_int32
 from ..registry import INFO, Bounded, Table
 from ..text.render import render
 from ..text.spec import KernelSpec
 from ..turn import Turn
 from . import binary, cache, interpret
 from .arguments import describe, one_by_one
+from .devices import on
 
 
 class Kernel:
@@ -86,18 +81,7 @@ class Kernel:
         return getattr(cache.load_module(self.printed), self.spec.template)
 
 
-_NOTHING = contextlib.nullcontext()
-
-
-def on(device: torch.device):
-    """The device's context, where it is not the current one already. It has tensors, so CUDA is initialized."""
-    if device.index is None or device.index == torch._C._cuda_getDevice():
-        return _NOTHING
-    return torch.cuda.device(device)
-
-
 _kernels: dict[KernelSpec, Kernel] = Table("kernels", 2048)  # code on a device stays there: a CUDA graph may launch it at any time
-_counters: dict[tuple, torch.Tensor] = Table("counters", 1024)
 _printing = Turn(fork_waits=True)
 
 
@@ -111,73 +95,6 @@ def _printed(spec: KernelSpec) -> Kernel:
     if kernel is None:
         kernel = _kernels[spec] = Kernel(spec)
     return kernel
-
-
-@functools.cache
-def backend_of(device_type: str) -> str:
-    """ "cpu", "cuda" or "hip"."""
-    if device_type == "cpu":
-        return "cpu"
-    return "hip" if torch.version.hip else "cuda"
-
-
-@functools.cache
-def capability_of(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
-def architecture_of(device: torch.device) -> str:
-    """The row of the tile tables for a device."""
-    backend = backend_of(device.type)
-    return architecture(backend, capability_of(device) if backend == "cuda" else None)
-
-
-def plain_values(args: Iterable) -> list | None:
-    """Arguments as `launch_plain` takes them, addresses for tensors; None if an address is no multiple of 16 bytes, or an integer has more
-    than 32 bits."""
-    values = []
-    for arg in args:
-        if isinstance(arg, torch.Tensor):
-            arg = arg.data_ptr()
-            if arg % 16:
-                return None
-        elif not fits_int32(arg):
-            return None
-        values.append(arg)
-    return values
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def counter(device: torch.device, stream: int) -> torch.Tensor:
-    """Two int32 of zero for `stream`, the current one, on which one kernel after another may count: each leaves them zero. A CUDA graph
-    gets some of its own, as graphs may run beside each other; none captures stream 0."""
-    if stream and torch.cuda.is_current_stream_capturing():
-        return _zeros(device)
-    found = _counters.get((device, stream))
-    if found is None:
-        found = _counters[device, stream] = _zeros(device)
-    return found
-
-
-@contextlib.contextmanager
-def held_counter(device: torch.device, stream: int) -> Iterator[torch.Tensor]:
-    """`counter` for kernels of which one leaves word for the next: no other thread gets it in between, and nobody if they fail."""
-    if stream and torch.cuda.is_current_stream_capturing():
-        yield _zeros(device)
-        return
-    held = _counters.pop((device, stream), None)
-    if held is None:
-        held = _zeros(device)
-    yield held
-    _counters[device, stream] = held
-
-
-def _zeros(device: torch.device) -> torch.Tensor:
-    return torch.zeros(2, dtype=torch.int32, device=device)
 
 
 def loaded() -> list[Kernel]:

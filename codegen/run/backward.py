@@ -8,7 +8,9 @@ from typing import NamedTuple
 import torch
 
 from ..device.arguments import Numbers
-from ..device.kernel import architecture_of, backend_of, held_counter, kernel_for, multiprocessors, on
+from ..device.counters import held_counter
+from ..device.devices import architecture_of, backend_of, multiprocessors, on
+from ..device.kernel import kernel_for
 from ..device.tma import descriptor
 from ..mod.compute import compute
 from ..mod.expr import INDEX_BOUND, Expr, ModGraph

@@ -7,7 +7,9 @@ from itertools import accumulate
 
 import torch
 
-from ..device.kernel import architecture_of, backend_of, kernel_for, multiprocessors, on, plain_values
+from ..device.arguments import plain_values
+from ..device.devices import architecture_of, backend_of, multiprocessors, on
+from ..device.kernel import kernel_for
 from ..mod.expr import INDEX_BOUND
 from ..plan.decode import BLOCK_S, MAX_ROWS, MIN_SHARE, DecodeCase, DecodePlan, parts_of, plan_decode, rows_of, vector_of
 from ..plan.forward import LOG2_E, geometry_of

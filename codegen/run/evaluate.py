@@ -11,7 +11,8 @@ from collections.abc import Callable
 import torch
 
 from ..compiling import runs_uncompiled
-from ..device.kernel import Kernel, backend_of, kernel_for
+from ..device.devices import backend_of
+from ..device.kernel import Kernel, kernel_for
 from ..mod.bind import bind
 from ..mod.expr import INDEX_BOUND, ModGraph
 from ..mod.tensors import check_surroundings, read_captured, readable

@@ -11,7 +11,10 @@ from typing import NamedTuple
 import torch
 import triton
 
-from ..device.kernel import Kernel, architecture_of, backend_of, counter, kernel_for, multiprocessors, on, plain_values
+from ..device.arguments import plain_values
+from ..device.counters import counter
+from ..device.devices import architecture_of, backend_of, multiprocessors, on
+from ..device.kernel import Kernel, kernel_for
 from ..device.tma import descriptor
 from ..mod.expr import INDEX_BOUND, ModGraph
 from ..mod.tensors import check_kind

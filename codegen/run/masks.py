@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..device.kernel import Kernel, backend_of, kernel_for
+from ..device.devices import backend_of
+from ..device.kernel import Kernel, kernel_for
 from ..mod.expr import INDEX_BOUND
 from ..mod.intervals import analyse
 from ..plan.masks import (

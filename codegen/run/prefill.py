@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..device.kernel import architecture_of, multiprocessors
+from ..device.devices import architecture_of, multiprocessors
 from ..mod.expr import INDEX_BOUND
 from ..plan.forward import LOG2_E, Cache, ForwardCase, Options, geometry_of, wants_tma
 from ..plan.hopper_forward import ROWS, HopperPlan, fits, heads_per_group, plan_hopper_forward

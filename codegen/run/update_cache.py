@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..device.kernel import backend_of, kernel_for
+from ..device.devices import backend_of
+from ..device.kernel import kernel_for
 from ..plan.update_cache import BLOCK_T, UpdateCase, update_spec
 from ..text.parameters import named_strides
 from .decode import Cached

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from flexpress.codegen.device import binary, kernel, tma
+from flexpress.codegen.device import binary, devices, kernel, tma
 from flexpress.codegen.run import backward, decode, forward, prefill
 from flexpress.codegen.text.render import render
 from support import fake_gluon
@@ -31,10 +31,11 @@ class Variant:
 
 def pass_for_hopper(monkeypatch, variant: Callable[[str], Variant], multiprocessors: int = 5) -> None:
     """`variant` makes what stands for the compiled kernel with a printed file's name."""
-    for module in (kernel, forward, backward, decode):
+    for module in (devices, forward, backward, decode):
         monkeypatch.setattr(module, "backend_of", lambda _: "cuda")
+    for module in (kernel, forward, backward, decode):
         monkeypatch.setattr(module, "on", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(kernel, "capability_of", lambda _: (9, 0))
+    monkeypatch.setattr(devices, "capability_of", lambda _: (9, 0))
     monkeypatch.setattr(binary, "obtain", lambda name, *_: (variant(name), False))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
