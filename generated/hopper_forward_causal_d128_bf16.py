@@ -6,6 +6,20 @@ One program stays on each multiprocessor and computes tiles of 2 x 64 query rows
 producer, has the TMA unit copy Q, K and V to shared memory; 2 groups of four warps, the consumers, compute 64 rows each. They meet
 at barriers in shared memory: a buffer is "full" when its copy has arrived, "empty" when all that read it have done so.
 
+A tile, as time goes by. The producer runs ahead until all 2 buffers of K, or of V, are full.
+
+    producer                    each consumer
+    numbers of the tile         waits for them
+    K of block 0, and Q         S = Q K^T; waits for it and lets go of K; softmax: P = exp2(S - maximum), which begins acc
+    V of block 0, K of block 1  starts the next S = Q K^T, and beside it acc += P V
+    V of block 1, K of block 2  waits for S and lets go of K; softmax, while P V may still run
+                                waits for acc, lets go of V, scales acc to the new maximum; starts the next S and acc += P V
+    ...                         ...
+    numbers of the next tile    has started its last S: lets go of Q; acc += P V, the last one
+    its K of block 0, and Q     lets go of V; acc / l_i to shared memory, from where the TMA unit stores it, and lse; lets go of the numbers
+
+Partial blocks, which mask_mod must see, come first, and nothing runs beside their softmax: the loop over full blocks has no trace of a mask.
+
     Z, Hq, Hkv     batch size, query heads, key/value heads (GROUP_SIZE = Hq / Hkv query heads share one)
     HEADS          Z * Hq; HEADS_PER_GROUP of them are worked on at a time, as many as have K and V in the L2 cache
     Q_LEN, KV_LEN  sequence lengths          D_QK, D_V   head dims, here padded to 128 and 128: TMA fills with zeros
