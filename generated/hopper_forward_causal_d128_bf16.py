@@ -1,9 +1,24 @@
+
 # hopper forward causal d128 bf16
 """Attention forward for Hopper: O = softmax(score_mod(Q K^T * scale) masked) V, one pass over K and V with a running softmax.
 
 One program stays on each multiprocessor and computes tiles of 2 x 64 query rows of one head. Its warps have roles: one warp, the
 producer, has the TMA unit copy Q, K and V to shared memory; 2 groups of four warps, the consumers, compute 64 rows each. They meet
 at barriers in shared memory: a buffer is "full" when its copy has arrived, "empty" when all that read it have done so.
+
+A tile, as time goes by. The producer runs ahead until all 2 buffers of K, or of V, are full.
+
+    producer                    each consumer
+    numbers of the tile         waits for them
+    K of block 0, and Q         S = Q K^T; waits for it and lets go of K; softmax: P = exp2(S - maximum), which begins acc
+    V of block 0, K of block 1  starts the next S = Q K^T, and beside it acc += P V
+    V of block 1, K of block 2  waits for S and lets go of K; softmax, while P V may still run
+                                waits for acc, lets go of V, scales acc to the new maximum; starts the next S and acc += P V
+    ...                         ...
+    numbers of the next tile    has started its last S: lets go of Q; acc += P V, the last one
+    its K of block 0, and Q     lets go of V; acc / l_i to shared memory, from where the TMA unit stores it, and lse; lets go of the numbers
+
+Partial blocks, which mask_mod must see, come first, and nothing runs beside their softmax: the loop over full blocks has no trace of a mask.
 
     Z, Hq, Hkv     batch size, query heads, key/value heads (GROUP_SIZE = Hq / Hkv query heads share one)
     HEADS          Z * Hq; HEADS_PER_GROUP of them are worked on at a time, as many as have K and V in the L2 cache
@@ -23,6 +38,7 @@ at barriers in shared memory: a buffer is "full" when its copy has arrived, "emp
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.language.core import _aggregate as aggregate
 
 try:
     barrier = gl.barrier
@@ -48,6 +64,49 @@ COLUMNS = gl.constexpr(gl.SliceLayout(0, SCORES.value))
 OUTPUT_ROWS = gl.constexpr(gl.SliceLayout(1, OUTPUT.value))
 
 
+@aggregate
+class Ring:
+    """Buffers in shared memory that are filled and read in turn, with barriers for each: it is full, and all have read it."""
+
+    buffers: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, buffers, full, empty):
+        self.buffers = buffers
+        self.full = full
+        self.empty = empty
+
+
+@gluon.jit
+def new_barriers(SIZE: gl.constexpr, COUNT: gl.constexpr):
+    """Barriers at each of which COUNT arrive."""
+    barriers = gl.allocate_shared_memory(gl.int64, [SIZE, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(SIZE):
+        mbarrier.init(barriers.index(i), count=COUNT)
+    return barriers
+
+
+@aggregate
+class Shared:
+    """What the producer and the consumers share."""
+
+    q: Ring
+    k: Ring
+    v: Ring
+    tiles: Ring
+    output: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, q, k, v, tiles, output):
+        self.q = q
+        self.k = k
+        self.v = v
+        self.tiles = tiles
+        self.output = output
+
+
 @gluon.jit
 def place_of(tile, q_blocks, HEADS, HEADS_PER_GROUP):
     """The query block and the head of a tile: group by group, the last rows first, as they are the longest under a causal mask."""
@@ -58,17 +117,27 @@ def place_of(tile, q_blocks, HEADS, HEADS_PER_GROUP):
 
 
 @gluon.jit
-def hand_out(buffers, turn, number: gl.constexpr, value):
-    """The producer writes one of the numbers that describe its tile."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    buffers.index((turn & 1) * NUMBERS + number).store(gl.full([1], value, gl.int32, layout=layout))
+def write_number(buffer, value):
+    """The producer, one warp, writes a number for the consumers."""
+    buffer.store(gl.full([1], value, gl.int32, layout=gl.BlockedLayout([1], [32], [1], [0])))
 
 
 @gluon.jit
-def handed_out(buffers, turn, number: gl.constexpr):
+def read_number(buffer):
+    """A consumer, four warps, reads it."""
+    return gl.max(buffer.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def hand_out(tiles, turn, number: gl.constexpr, value):
+    """The producer, which draws the tiles and walks the block lists, tells the consumers one of the numbers that describe a tile."""
+    write_number(tiles.buffers.index((turn & 1) * NUMBERS + number), value)
+
+
+@gluon.jit
+def handed_out(tiles, turn, number: gl.constexpr):
     """One of these numbers, read by a consumer."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    return gl.max(buffers.index((turn & 1) * NUMBERS + number).load(layout), 0)
+    return read_number(tiles.buffers.index((turn & 1) * NUMBERS + number))
 
 
 @gluon.jit
@@ -122,13 +191,11 @@ def fold_scores(
 
 @gluon.jit
 def forward_producer(
-    desc_q, desc_k, desc_v, COUNTER, buffers, barriers,
+    desc_q, desc_k, desc_v, COUNTER, shared,
     Hq, Zkv, GROUP_SIZE, HEADS, HEADS_PER_GROUP, Q_LEN, KV_LEN,
     mask_stride_z, mask_stride_h, mask_columns, full_mask_columns, kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices,
 ):
     """Copy what the consumers need, in the order in which they need it."""
-    q_buffers, k_buffers, v_buffers, _, tile_buffers = buffers
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty = barriers
     q_blocks = gl.cdiv(Q_LEN, BLOCK_M)
     tiles = q_blocks * HEADS
     step = 0
@@ -151,13 +218,13 @@ def forward_producer(
         full_blocks = full_kv_indices + row * full_mask_columns
         num_blocks = gl.load(kv_num_blocks + row)
         num_full_blocks = gl.load(full_kv_num_blocks + row)
-        mbarrier.wait(tile_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
-        hand_out(tile_buffers, turn, Q_BLOCK, q_block)
-        hand_out(tile_buffers, turn, BATCH, z)
-        hand_out(tile_buffers, turn, HEAD, h)
-        hand_out(tile_buffers, turn, BLOCKS, num_blocks)
-        hand_out(tile_buffers, turn, FULL_BLOCKS, num_full_blocks)
-        mbarrier.arrive(tile_full.index(turn & 1), count=1)
+        mbarrier.wait(shared.tiles.empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
+        hand_out(shared.tiles, turn, Q_BLOCK, q_block)
+        hand_out(shared.tiles, turn, BATCH, z)
+        hand_out(shared.tiles, turn, HEAD, h)
+        hand_out(shared.tiles, turn, BLOCKS, num_blocks)
+        hand_out(shared.tiles, turn, FULL_BLOCKS, num_full_blocks)
+        mbarrier.arrive(shared.tiles.full.index(turn & 1), count=1)
 
         steps = num_blocks + num_full_blocks
         block = listed_block(0, num_blocks, partial_blocks, num_full_blocks, full_blocks, STEPS=1)
@@ -166,48 +233,46 @@ def forward_producer(
             block = listed_block(i + 1, num_blocks, partial_blocks, num_full_blocks, full_blocks, STEPS=1)  # a step ahead, so that no copy waits for it
             slot = step % STAGES
             free = ((step // STAGES) & 1) ^ 1
-            mbarrier.wait(k_empty.index(slot), free)
-            mbarrier.expect(k_full.index(slot), desc_k.block_type.nbytes)
-            tma.async_copy_global_to_shared(desc_k, [z_kv, h_kv, start_n, 0], k_full.index(slot), k_buffers.index(slot))
+            mbarrier.wait(shared.k.empty.index(slot), free)
+            mbarrier.expect(shared.k.full.index(slot), desc_k.block_type.nbytes)
+            tma.async_copy_global_to_shared(desc_k, [z_kv, h_kv, start_n, 0], shared.k.full.index(slot), shared.k.buffers.index(slot))
             if i == 0:
                 for c in gl.static_range(CONSUMERS):
-                    mbarrier.wait(q_empty.index(c), (q_turn & 1) ^ 1)
-                    mbarrier.expect(q_full.index(c), desc_q.block_type.nbytes)
-                    tma.async_copy_global_to_shared(desc_q, [z, h, q_block * BLOCK_M + c * 64, 0], q_full.index(c), q_buffers.index(c))
+                    mbarrier.wait(shared.q.empty.index(c), (q_turn & 1) ^ 1)
+                    mbarrier.expect(shared.q.full.index(c), desc_q.block_type.nbytes)
+                    tma.async_copy_global_to_shared(desc_q, [z, h, q_block * BLOCK_M + c * 64, 0], shared.q.full.index(c), shared.q.buffers.index(c))
                 q_turn += 1
-            mbarrier.wait(v_empty.index(slot), free)
-            mbarrier.expect(v_full.index(slot), desc_v.block_type.nbytes)
-            tma.async_copy_global_to_shared(desc_v, [z_kv, h_kv, start_n, 0], v_full.index(slot), v_buffers.index(slot))
+            mbarrier.wait(shared.v.empty.index(slot), free)
+            mbarrier.expect(shared.v.full.index(slot), desc_v.block_type.nbytes)
+            tma.async_copy_global_to_shared(desc_v, [z_kv, h_kv, start_n, 0], shared.v.full.index(slot), shared.v.buffers.index(slot))
             step += 1
         turn += 1
         tile = ticket + gl.num_programs(0)
-    mbarrier.wait(tile_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
-    hand_out(tile_buffers, turn, Q_BLOCK, -1)
-    mbarrier.arrive(tile_full.index(turn & 1), count=1)
+    mbarrier.wait(shared.tiles.empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
+    hand_out(shared.tiles, turn, Q_BLOCK, -1)
+    mbarrier.arrive(shared.tiles.full.index(turn & 1), count=1)
 
 
 @gluon.jit
 def forward_consumer(
     CONSUMER: gl.constexpr,
-    desc_o, LSE, buffers, barriers,
+    desc_o, LSE, shared,
     Hq, Q_LEN, KV_LEN, TO_LOG2,
     mask_stride_z, mask_stride_h, mask_columns, full_mask_columns, kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices,
 ):
     """Compute 64 rows of every tile. The product with K of a block runs before that with V of the block before it has ended."""
-    q_buffers, k_buffers, v_buffers, o_buffers, tile_buffers = buffers
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty = barriers
-    q = q_buffers.index(CONSUMER).reshape([64, 128])
-    o_buffer = o_buffers.index(CONSUMER)
+    q = shared.q.buffers.index(CONSUMER).reshape([64, 128])
+    o_buffer = shared.output.index(CONSUMER)
     zeros = gl.zeros([64, BLOCK_N], gl.float32, layout=SCORES)
     HUGE, STEP = limits(TO_LOG2)
     step = 0
     turn = 0
     q_turn = 0
-    mbarrier.wait(tile_full.index(0), 0)
-    q_block = handed_out(tile_buffers, 0, Q_BLOCK)
+    mbarrier.wait(shared.tiles.full.index(0), 0)
+    q_block = handed_out(shared.tiles, 0, Q_BLOCK)
     while q_block >= 0:
-        z = handed_out(tile_buffers, turn, BATCH)
-        h = handed_out(tile_buffers, turn, HEAD)
+        z = handed_out(shared.tiles, turn, BATCH)
+        h = handed_out(shared.tiles, turn, HEAD)
         offs_m = q_block * BLOCK_M + CONSUMER * 64 + gl.arange(0, 64, layout=QUERIES)
         m = gl.minimum(offs_m, Q_LEN - 1)[:, None]  # [64, 1]; padding rows repeat the last one and are not stored
         acc = gl.zeros([64, 128], gl.float32, layout=OUTPUT)
@@ -217,11 +282,11 @@ def forward_consumer(
         row = z.to(gl.int64) * mask_stride_z + h * mask_stride_h + q_block * BLOCK_M // 128  # this tile's, in the block lists
         partial_blocks = kv_indices + row * mask_columns
         full_blocks = full_kv_indices + row * full_mask_columns
-        num_blocks = handed_out(tile_buffers, turn, BLOCKS)
-        num_full_blocks = handed_out(tile_buffers, turn, FULL_BLOCKS)
+        num_blocks = handed_out(shared.tiles, turn, BLOCKS)
+        num_full_blocks = handed_out(shared.tiles, turn, FULL_BLOCKS)
         steps = num_blocks + num_full_blocks
         if steps > 0:
-            mbarrier.wait(q_full.index(CONSUMER), q_turn & 1)
+            mbarrier.wait(shared.q.full.index(CONSUMER), q_turn & 1)
             block = listed_block(0, num_blocks, partial_blocks, num_full_blocks, full_blocks, STEPS=1)
 
             # partial blocks but the last, one after another
@@ -231,33 +296,33 @@ def forward_consumer(
                 block = listed_block(i + 1, num_blocks, partial_blocks, num_full_blocks, full_blocks, STEPS=1)
                 slot = step % STAGES
                 phase = (step // STAGES) & 1
-                mbarrier.wait(k_full.index(slot), phase)
-                k = k_buffers.index(slot).reshape([BLOCK_N, 128])
+                mbarrier.wait(shared.k.full.index(slot), phase)
+                k = shared.k.buffers.index(slot).reshape([BLOCK_N, 128])
                 qk = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
                 qk = warpgroup_mma_wait(0, deps=(qk,))
-                mbarrier.arrive(k_empty.index(slot), count=1)
+                mbarrier.arrive(shared.k.empty.index(slot), count=1)
                 p, alpha, m_i, shift_i, l_i = fold_scores(
                     qk, m_i, shift_i, l_i, z, h, m, start_n, False, KV_LEN, TO_LOG2, HUGE, STEP,
                     EDGE=True,
                 )
                 acc = acc * gl.convert_layout(alpha, OUTPUT_ROWS)[:, None]
                 weights = gl.convert_layout(p.to(desc_o.dtype), WEIGHTS)
-                mbarrier.wait(v_full.index(slot), phase)
-                v = v_buffers.index(slot).reshape([BLOCK_N, 128])
+                mbarrier.wait(shared.v.full.index(slot), phase)
+                v = shared.v.buffers.index(slot).reshape([BLOCK_N, 128])
                 acc = warpgroup_mma(weights, v, acc, is_async=True)
                 acc = warpgroup_mma_wait(0, deps=(acc,))
-                mbarrier.arrive(v_empty.index(slot), count=1)
+                mbarrier.arrive(shared.v.empty.index(slot), count=1)
                 step += 1
 
             # the block that fills the pipeline: the last partial one, or a full one if there is none
             start_n = block * 128
             block = listed_block(first + 1, num_blocks, partial_blocks, num_full_blocks, full_blocks, STEPS=1)
             slot = step % STAGES
-            mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
-            k = k_buffers.index(slot).reshape([BLOCK_N, 128])
+            mbarrier.wait(shared.k.full.index(slot), (step // STAGES) & 1)
+            k = shared.k.buffers.index(slot).reshape([BLOCK_N, 128])
             qk = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
             qk = warpgroup_mma_wait(0, deps=(qk,))
-            mbarrier.arrive(k_empty.index(slot), count=1)
+            mbarrier.arrive(shared.k.empty.index(slot), count=1)
             p, alpha, m_i, shift_i, l_i = fold_scores(
                 qk, m_i, shift_i, l_i, z, h, m, start_n, num_blocks == 0, KV_LEN, TO_LOG2, HUGE, STEP,
                 EDGE=True,
@@ -272,31 +337,31 @@ def forward_consumer(
                 v_phase = (step // STAGES) & 1
                 step += 1
                 slot = step % STAGES
-                mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
-                k = k_buffers.index(slot).reshape([BLOCK_N, 128])
+                mbarrier.wait(shared.k.full.index(slot), (step // STAGES) & 1)
+                k = shared.k.buffers.index(slot).reshape([BLOCK_N, 128])
                 qk = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-                mbarrier.wait(v_full.index(v_slot), v_phase)
-                v = v_buffers.index(v_slot).reshape([BLOCK_N, 128])
+                mbarrier.wait(shared.v.full.index(v_slot), v_phase)
+                v = shared.v.buffers.index(v_slot).reshape([BLOCK_N, 128])
                 acc = warpgroup_mma(weights, v, acc, is_async=True)
                 qk = warpgroup_mma_wait(1, deps=(qk,))
-                mbarrier.arrive(k_empty.index(slot), count=1)
+                mbarrier.arrive(shared.k.empty.index(slot), count=1)
                 p, alpha, m_i, shift_i, l_i = fold_scores(
                     qk, m_i, shift_i, l_i, z, h, m, start_n, True, KV_LEN, TO_LOG2, HUGE, STEP,
                     EDGE=False,
                 )
                 acc = warpgroup_mma_wait(0, deps=(acc,))
-                mbarrier.arrive(v_empty.index(v_slot), count=1)
+                mbarrier.arrive(shared.v.empty.index(v_slot), count=1)
                 acc = acc * gl.convert_layout(alpha, OUTPUT_ROWS)[:, None]
                 weights = gl.convert_layout(p.to(desc_o.dtype), WEIGHTS)
 
-            mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+            mbarrier.arrive(shared.q.empty.index(CONSUMER), count=1)
             q_turn += 1
             slot = step % STAGES
-            mbarrier.wait(v_full.index(slot), (step // STAGES) & 1)
-            v = v_buffers.index(slot).reshape([BLOCK_N, 128])
+            mbarrier.wait(shared.v.full.index(slot), (step // STAGES) & 1)
+            v = shared.v.buffers.index(slot).reshape([BLOCK_N, 128])
             acc = warpgroup_mma(weights, v, acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(acc,))
-            mbarrier.arrive(v_empty.index(slot), count=1)
+            mbarrier.arrive(shared.v.empty.index(slot), count=1)
             step += 1
 
         # an empty row has l_i = 0 and m_i = -inf: output 0, lse -inf
@@ -306,9 +371,9 @@ def forward_consumer(
         share = gl.where(empty, 0.0, gl.fma(m_i, gl.where(gl.abs(m_i) < HUGE, TO_LOG2, STEP), -shift_i) - gl.log2(l_i))
         acc = acc * gl.convert_layout(1.0 / l_i, OUTPUT_ROWS)[:, None]
         # the numbers are read again, so that no register had to hold them
-        q_block = handed_out(tile_buffers, turn, Q_BLOCK)
-        z = handed_out(tile_buffers, turn, BATCH)
-        h = handed_out(tile_buffers, turn, HEAD)
+        q_block = handed_out(shared.tiles, turn, Q_BLOCK)
+        z = handed_out(shared.tiles, turn, BATCH)
+        h = handed_out(shared.tiles, turn, HEAD)
         first_row = q_block * BLOCK_M + CONSUMER * 64
         offs_m = first_row + gl.arange(0, 64, layout=QUERIES)
         tma.store_wait(0)  # of the tile before
@@ -321,10 +386,10 @@ def forward_consumer(
         stats = (z.to(gl.int64) * Hq + h) * Q_LEN + offs_m
         gl.store(LSE + stats, m_i * (TO_LOG2 * LN2) - share * LN2, mask=offs_m < Q_LEN)
 
-        mbarrier.arrive(tile_empty.index(turn & 1), count=1)
+        mbarrier.arrive(shared.tiles.empty.index(turn & 1), count=1)
         turn += 1
-        mbarrier.wait(tile_full.index(turn & 1), (turn >> 1) & 1)
-        q_block = handed_out(tile_buffers, turn, Q_BLOCK)
+        mbarrier.wait(shared.tiles.full.index(turn & 1), (turn >> 1) & 1)
+        q_block = handed_out(shared.tiles, turn, Q_BLOCK)
     tma.store_wait(0)
 
 
@@ -344,45 +409,28 @@ def hopper_forward(
     q_buffers = gl.allocate_shared_memory(desc_q.dtype, [CONSUMERS, 1, 1, 64, 128], desc_q.layout)
     k_buffers = gl.allocate_shared_memory(desc_k.dtype, [STAGES, 1, 1, BLOCK_N, 128], desc_k.layout)
     v_buffers = gl.allocate_shared_memory(desc_v.dtype, [STAGES, 1, 1, BLOCK_N, 128], desc_v.layout)
-    o_buffers = gl.allocate_shared_memory(desc_o.dtype, [CONSUMERS, 1, 1, 64, 128], desc_o.layout)
+    output = gl.allocate_shared_memory(desc_o.dtype, [CONSUMERS, 1, 1, 64, 128], desc_o.layout)
     tile_buffers = gl.allocate_shared_memory(gl.int32, [2 * NUMBERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(CONSUMERS):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=1)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=CONSUMERS)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=CONSUMERS)
-    tile_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    tile_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(tile_full.index(i), count=1)
-        mbarrier.init(tile_empty.index(i), count=CONSUMERS)
-    buffers = (q_buffers, k_buffers, v_buffers, o_buffers, tile_buffers)
-    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty)
+    q = Ring(q_buffers, new_barriers(CONSUMERS, 1), new_barriers(CONSUMERS, 1))
+    k = Ring(k_buffers, new_barriers(STAGES, 1), new_barriers(STAGES, CONSUMERS))
+    v = Ring(v_buffers, new_barriers(STAGES, 1), new_barriers(STAGES, CONSUMERS))
+    tiles = Ring(tile_buffers, new_barriers(2, 1), new_barriers(2, CONSUMERS))
+    shared = Shared(q, k, v, tiles, output)
     gl.warp_specialize([
         (forward_consumer, (
             0,
-            desc_o, LSE, buffers, barriers,
+            desc_o, LSE, shared,
             Hq, Q_LEN, KV_LEN, TO_LOG2,
             mask_stride_z, mask_stride_h, mask_columns, full_mask_columns, kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices,
         )),
         (forward_consumer, (
             1,
-            desc_o, LSE, buffers, barriers,
+            desc_o, LSE, shared,
             Hq, Q_LEN, KV_LEN, TO_LOG2,
             mask_stride_z, mask_stride_h, mask_columns, full_mask_columns, kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices,
         )),
         (forward_producer, (
-            desc_q, desc_k, desc_v, COUNTER, buffers, barriers,
+            desc_q, desc_k, desc_v, COUNTER, shared,
             Hq, Zkv, GROUP_SIZE, HEADS, HEADS_PER_GROUP, Q_LEN, KV_LEN,
             mask_stride_z, mask_stride_h, mask_columns, full_mask_columns, kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices,
         )),

@@ -272,8 +272,8 @@ def test_mods_read_once_a_tile_and_what_keys_have_in_the_producer():
     loop = text.index("for i in range", consumer)
     assert re.findall(r"gl.load\((ptr_\w+) \+ (\w+)", text[consumer:loop]) == [("ptr_slopes", "h"), ("ptr_ids", "m")]
     assert re.findall(r"(\w+) = gl.load\(ptr_ids \+ n", text[producer:consumer]) == ["mask_1"]
-    assert "mask_1_buffers.index(slot).store(mask_1)" in text[producer:consumer]
-    assert re.findall(r"mask_1 = mask_1_buffers.*\n\s+(\w+ = warpgroup_mma_wait)", text[loop:]) == 2 * ["qk = warpgroup_mma_wait"]
+    assert "shared.mask_1.index(slot).store(mask_1)" in text[producer:consumer]
+    assert re.findall(r"mask_1 = shared.mask_1.*\n\s+(\w+ = warpgroup_mma_wait)", text[loop:]) == 2 * ["qk = warpgroup_mma_wait"]
     assert "ptr_" not in text[folding:producer] + re.sub(r"ptr_\w+,", "", text[loop:kernel])
 
 

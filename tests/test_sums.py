@@ -298,8 +298,7 @@ def test_statements_of_the_backward_kernel(name):
             values.update(
                 start_m=start,
                 qk=here,
-                tops_buffers=Buffers(top, share),
-                **{f"{handed}_buffers": Buffer(producers[handed]) for handed, _ in stages.handed},
+                shared=SimpleNamespace(tops=Buffers(top, share), **{handed: Buffer(producers[handed]) for handed, _ in stages.handed}),
             )
             exec(body, values)
             torch.testing.assert_close(values["p"].double(), expected, rtol=1e-4, atol=1e-5)

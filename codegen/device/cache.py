@@ -114,7 +114,7 @@ def load_module(kernel: PrintedKernel) -> types.ModuleType:
     module.__file__ = name
     linecache.cache[name] = (len(kernel.source), None, kernel.source.splitlines(keepends=True), name)  # no time: never read again
     try:
-        exec(compile(kernel.source, name, "exec"), module.__dict__)
+        exec(compile(kernel.source, name, "exec", dont_inherit=True), module.__dict__)  # annotations are types there, not strings as here
     finally:
         linecache.cache.pop(name, None)
     return module

@@ -1,0 +1,582 @@
+# hopper backward alibi causal d128 bf16
+"""Attention backward for Hopper, all three gradients in one pass over Q and dO of every query head that reads a tile of keys.
+
+With S = score_mod(Q K^T * scale) masked and P = softmax(S), recomputed block by block from what the forward pass has found of every row:
+
+    dV = P^T dO,   dP = dO V^T,   dS = P * derivative of score_mod * (dP - delta),   dK = dS^T Q * scale,   dQ = dS K * scale
+
+One program stays on each multiprocessor and computes dK and dV of tiles of 128 keys. Its warps have roles: one warp, the producer, has
+the TMA unit copy K, V and blocks of Q and dO to shared memory; two groups of four warps are consumers. Blocks are transposed, [keys, queries].
+Each consumer takes 64 keys, and P^T and dS^T are left operands of the next products as they stand in registers. dQ needs all 128 keys, so
+dS^T passes through shared memory, and each consumer computes half of the columns of a block's dQ, which the TMA unit adds to memory:
+the last bits of dQ depend on the order in which programs do so. dK and dV are the same every time.
+
+A tile, as time goes by. The producer runs ahead until both buffers of Q and its statistics are full, and those of dO.
+
+    producer                    each consumer
+    numbers of the tile, K, V   waits for them
+    Q, top, share of block 0    starts S^T = K Q^T
+    dO, delta of block 0        starts dP^T = V dO^T; waits for S^T: P^T = exp2(S^T - ...) while dP^T runs; starts dV += P^T dO
+    the same of block 1         waits for dP^T: dS^T = P^T (dP^T - delta) while dV runs; starts dK += dS^T Q
+                                dS^T to shared memory; meets the other consumer; starts its half of dQ = dS K
+                                waits for dK and dV, lets go of Q and dO; waits for dQ, which the TMA unit adds to DQ_SUM
+    ...                         ...
+    numbers of the next tile    lets go of K and V; dK and dV to shared memory, from where the TMA unit stores them
+    its K, V and block 0        waits until they are in memory
+    counts the tile before in DONE; when no tile is left, hands out blocks of dQ that all tiles have added to
+    numbers of a block of dQ    finish_dq, half of it
+
+    Z, Hq, Hkv     batch size, query heads, key/value heads (GROUP_SIZE = Hq / Hkv query heads share one)
+    HEADS          Zkv * Hkv; HEADS_PER_GROUP of them are worked on at a time, as many as have Q, dO and dQ in the L2 cache
+    Q_LEN, KV_LEN  sequence lengths          m, n        query / key positions
+    start_m        first query position of a block of BLOCK_M queries
+    tile, turn     number of a key tile, and how many this program has had before
+    step           how many blocks this program has had before, over all its tiles: block `step` lies in buffer step & 1
+    full, empty    barriers: a buffer's copy has arrived; all that read it have done so
+    top, share     [Z, Hq, 2, STATS_LEN]     from backward_delta: P is exp2((score - top) * TO_LOG2 + share). Where
+                   scores are not huge, top is 0. Past Q_LEN share is -inf and P 0, so that no row needs a check
+    delta          [Z, Hq, 1, STATS_LEN]     from there, too: row sums of O dO
+    DQ_SUM         float32 [Z, Hq, Q_LEN, 128], zero before the launch in the first group of heads: dQ, still without scale. Programs
+                   that find no tile left finish it, head by head
+    DONE           [Zkv, Hkv]                tiles of a head whose dQ has been added; 0 before the launch
+    ZEROED         [groups]                  tiles of the group of heads before that have zeroed their share of this one's sums; behind DONE
+    COUNTER        [2]                       tickets drawn: for tiles, and then for blocks of dQ to finish; 0 before and after a launch. And
+                                             whether `top` is not 0 everywhere, from backward_delta; 0 after a launch
+    q_num_blocks   [Zm, Hm, columns]         how many query blocks visit a KV block (Zm, Hm: 1 or Z, Hq)
+    q_indices      [Zm, Hm, columns, rows]   which ones. "Partial" blocks need mask_mod, "full" blocks do not
+"""
+
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.language.core import _aggregate as aggregate
+
+try:
+    barrier = gl.barrier
+except AttributeError:  # its name in Triton 3.6
+    barrier = gl.thread_barrier
+
+BLOCK_M = gl.constexpr(64)
+BLOCK_N = gl.constexpr(128)
+# how many numbers, and which, the producer hands out with a tile. Block -1 is the end, and -2 - i the i-th block of a head's dQ
+NUMBERS = gl.constexpr(4)
+DQ_ROWS = gl.constexpr(256)  # of a block of dQ, of which each consumer finishes half
+BLOCK = gl.constexpr(0)
+BATCH = gl.constexpr(1)
+HEAD = gl.constexpr(2)
+ALL_CHECKED = gl.constexpr(3)
+SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # layout of [64, BLOCK_M] scores
+SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # layout of [64, 128] dK and dV
+WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, SUMS.value, 2))  # of P and dS, as left operands of the products with dO and Q
+DQ_PART = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # layout of a consumer's [64, 64] of dQ
+KEYS = gl.constexpr(gl.SliceLayout(1, SCORES.value))
+QUERIES = gl.constexpr(gl.SliceLayout(0, SCORES.value))
+
+
+@aggregate
+class Ring:
+    """Buffers in shared memory that are filled and read in turn, with barriers for each: it is full, and all have read it."""
+
+    buffers: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, buffers, full, empty):
+        self.buffers = buffers
+        self.full = full
+        self.empty = empty
+
+
+@gluon.jit
+def new_barriers(SIZE: gl.constexpr, COUNT: gl.constexpr):
+    """Barriers at each of which COUNT arrive."""
+    barriers = gl.allocate_shared_memory(gl.int64, [SIZE, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(SIZE):
+        mbarrier.init(barriers.index(i), count=COUNT)
+    return barriers
+
+
+@aggregate
+class Shared:
+    """What the producer and the consumers share."""
+
+    tiles: Ring
+    q: Ring
+    do: Ring
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    tops: gl.shared_memory_descriptor
+    delta: gl.shared_memory_descriptor
+    ds: gl.shared_memory_descriptor
+    dq: gl.shared_memory_descriptor
+    start_m: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, q, do, k, v, tops, delta, ds, dq, start_m):
+        self.tiles = tiles
+        self.q = q
+        self.do = do
+        self.k = k
+        self.v = v
+        self.tops = tops
+        self.delta = delta
+        self.ds = ds
+        self.dq = dq
+        self.start_m = start_m
+
+
+@builtin
+def tma_add(desc, coordinates, buffer, _semantic=None):
+    """Have the TMA unit add a buffer to memory. Gluon has no name for it, Triton's compiler has."""
+    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coordinates, buffer.handle)
+
+
+@gluon.jit
+def meet():
+    """A barrier of both consumers. Triton's own barriers have smaller numbers."""
+    gl.inline_asm_elementwise("bar.sync 8, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def wait_for_stores():
+    """Until all that the TMA unit was given to add or to store is in memory. Gluon's store_wait ends when the buffers have been read."""
+    gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def place_of(tile, kv_blocks, HEADS, HEADS_PER_GROUP):
+    """The key block and the head of a tile: group by group, the first keys first, as most queries see them under a causal mask."""
+    group = tile // (kv_blocks * HEADS_PER_GROUP)
+    inside = tile - group * kv_blocks * HEADS_PER_GROUP
+    heads = gl.minimum(HEADS_PER_GROUP, HEADS - group * HEADS_PER_GROUP)
+    return inside // heads, group * HEADS_PER_GROUP + inside % heads
+
+
+@gluon.jit
+def write_number(buffer, value):
+    """The producer, one warp, writes a number for the consumers."""
+    buffer.store(gl.full([1], value, gl.int32, layout=gl.BlockedLayout([1], [32], [1], [0])))
+
+
+@gluon.jit
+def read_number(buffer):
+    """A consumer, four warps, reads it."""
+    return gl.max(buffer.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def hand_out(tiles, turn, number: gl.constexpr, value):
+    """The producer, which draws the tiles and walks the block lists, tells the consumers one of the numbers that describe a tile."""
+    write_number(tiles.buffers.index((turn & 1) * NUMBERS + number), value)
+
+
+@gluon.jit
+def handed_out(tiles, turn, number: gl.constexpr):
+    """One of these numbers, read by a consumer."""
+    return read_number(tiles.buffers.index((turn & 1) * NUMBERS + number))
+
+
+@gluon.jit
+def listed_block(step, num_blocks, q_indices, num_full_blocks, full_q_indices, STEPS: gl.constexpr):
+    """The query block of a step: the partial blocks first, then the full ones. Past the end, the last one again."""
+    at = step // STEPS
+    at = gl.maximum(gl.minimum(at, num_blocks + num_full_blocks - 1), 0)
+    return gl.load(gl.where(at < num_blocks, q_indices + at, full_q_indices + (at - num_blocks)))
+
+
+@gluon.jit
+def finish_dq(DQ_SUM, DQ, z, h, first_row, Hq, Q_LEN, stride_dqz, stride_dqh, stride_dqm, SM_SCALE):
+    """Half of a block of dQ from the sums over all key tiles: times the scale, in DQ's dtype."""
+    COLUMNS: gl.constexpr = 128
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
+    row = first_row + gl.arange(0, DQ_ROWS // 2, layout=gl.SliceLayout(1, layout))
+    inside = (row < Q_LEN)[:, None]
+    row = row.to(gl.int64)
+    sums = DQ_SUM + (((z.to(gl.int64) * Hq + h) * Q_LEN + row) * 128)[:, None]
+    offsets = gl.multiple_of(z.to(gl.int64) * stride_dqz + h.to(gl.int64) * stride_dqh + row * stride_dqm, 8)  # as TMA wants it of q's strides
+    for first in gl.static_range(0, 128, COLUMNS):
+        column = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))[None, :]
+        seen = inside
+        total = gl.load(sums + column, mask=seen)
+        gl.store(DQ + offsets[:, None] + column, (total * SM_SCALE).to(DQ.dtype.element_ty), mask=seen)
+
+
+@gluon.jit
+def place_in_dq(number, q_blocks, Z, Zkv, Hkv, GROUP_SIZE):
+    """Key/value head, batch entry, query head and place there of a block of dQ. Heads have q_blocks of them, and come in the order of tiles."""
+    readers = Z // Zkv * GROUP_SIZE
+    head = number // (readers * q_blocks)
+    reader = number // q_blocks % readers
+    z = head // Hkv + reader // GROUP_SIZE * Zkv
+    return head, z, head % Hkv * GROUP_SIZE + reader % GROUP_SIZE, number % q_blocks
+
+
+@gluon.jit
+def wait_for_count(pointer, count):
+    """Until the programs together have counted that far."""
+    found = gl.atomic_add(pointer, 0, sem="acquire")
+    while found < count:
+        found = gl.atomic_add(pointer, 0, sem="acquire")
+
+
+@gluon.jit
+def zero_ahead(desc_dq, zeros, tile, tiles, next_group, HEADS_PER_GROUP, Z, Zkv, Hkv, GROUP_SIZE, Q_LEN):
+    """Zero a tile's share of the sums of dQ of the next group of heads. `tiles` are in every group but the last."""
+    q_blocks = gl.cdiv(Q_LEN, 64)
+    per_head = Z // Zkv * GROUP_SIZE * q_blocks
+    first = gl.minimum(next_group * HEADS_PER_GROUP, Zkv * Hkv) * per_head
+    end = gl.minimum((next_group + 1) * HEADS_PER_GROUP, Zkv * Hkv) * per_head
+    share = gl.cdiv(end - first, tiles)
+    first += tile % tiles * share
+    for number in range(first, gl.minimum(first + share, end)):
+        _, z, h, q_block = place_in_dq(number, q_blocks, Z, Zkv, Hkv, GROUP_SIZE)
+        for column in gl.static_range(0, 128, 64):
+            tma.async_copy_shared_to_global(desc_dq, [z, h, q_block * 64, column], zeros)
+
+
+@gluon.jit
+def backward_producer(
+    desc_q, desc_do, desc_k, desc_v, desc_tops, desc_delta, desc_dq, zeros, DONE, COUNTER, shared,
+    Z, Zkv, Hkv, GROUP_SIZE, HEADS_PER_GROUP, Q_LEN, KV_LEN,
+    mask_stride_z, mask_stride_h, mask_rows, full_mask_rows, q_num_blocks, q_indices, full_q_num_blocks, full_q_indices, 
+):
+    """Copy the K and V of every tile, and then its blocks of Q and dO with their row statistics. When no tile is left, say which blocks of dQ
+    are to be finished."""
+    kv_blocks = gl.cdiv(KV_LEN, BLOCK_N)
+    tiles = kv_blocks * Zkv * Hkv
+    step = 0
+    turn = 0
+    last_head = 0  # of the tile before, which the consumers may still be at work on
+    earlier_head = 0  # and of the one before that, which they are not: they have let go of K and V of the last
+    ZEROED = DONE + Zkv * Hkv
+    group_tiles = kv_blocks * HEADS_PER_GROUP
+    huge = gl.load(COUNTER + 1)
+    tile = gl.atomic_add(COUNTER, 1)  # the first one, too: a program that has not started yet keeps none back
+    while tile < tiles:
+        kv_block, head = place_of(tile, kv_blocks, Zkv * Hkv, HEADS_PER_GROUP)
+        z_kv = head // Hkv
+        h_kv = head % Hkv
+        next_group = tile // group_tiles + 1
+        if next_group > 1:
+            wait_for_count(ZEROED + next_group - 1, group_tiles)
+        zero_ahead(desc_dq, zeros, tile, group_tiles, next_group, HEADS_PER_GROUP, Z, Zkv, Hkv, GROUP_SIZE, Q_LEN)
+        told = False  # other programs, what is done
+        for reader in range(0, Z // Zkv * GROUP_SIZE):
+            z = z_kv + reader // GROUP_SIZE * Zkv
+            h = h_kv * GROUP_SIZE + reader % GROUP_SIZE
+            # this tile's row in the transposed lists; each listed block of 128 queries is walked in steps of BLOCK_M
+            row = z.to(gl.int64) * mask_stride_z + h * mask_stride_h + kv_block * BLOCK_N // 128
+            num_blocks = gl.load(q_num_blocks + row)
+            num_full_blocks = gl.load(full_q_num_blocks + row)
+            steps = (num_blocks + num_full_blocks) * 2
+            indices = q_indices + row * mask_rows
+            full_indices = full_q_indices + row * full_mask_rows
+            block = listed_block(0, num_blocks, indices, num_full_blocks, full_indices, STEPS=2)
+            if reader == 0:
+                # the consumers still store dK and dV of the tile before. What they read again of its numbers is in the other turn's place
+                mbarrier.wait(shared.tiles.empty, (turn & 1) ^ 1)
+                hand_out(shared.tiles, turn, BLOCK, kv_block)
+                hand_out(shared.tiles, turn, BATCH, z_kv)
+                hand_out(shared.tiles, turn, HEAD, h_kv)
+                hand_out(shared.tiles, turn, ALL_CHECKED, gl.where((kv_block + 1) * BLOCK_N > KV_LEN, 1, huge))
+                mbarrier.arrive(shared.tiles.full, count=1)
+                mbarrier.expect(shared.tiles.full, desc_k.block_type.nbytes + desc_v.block_type.nbytes)
+                tma.async_copy_global_to_shared(desc_k, [z_kv, h_kv, kv_block * BLOCK_N, 0], shared.tiles.full, shared.k.index(0))
+                tma.async_copy_global_to_shared(desc_v, [z_kv, h_kv, kv_block * BLOCK_N, 0], shared.tiles.full, shared.v.index(0))
+            for i in range(0, steps):
+                start_m = block * 128 + i % 2 * BLOCK_M
+                block = listed_block(i + 1, num_blocks, indices, num_full_blocks, full_indices, STEPS=2)  # a step ahead, so that no copy waits for it
+                slot = step & 1
+                mbarrier.wait(shared.q.empty.index(slot), ((step >> 1) & 1) ^ 1)
+                write_number(shared.start_m.index(slot), start_m)
+                mbarrier.arrive(shared.q.full.index(slot), count=1)
+                mbarrier.expect(shared.q.full.index(slot), desc_q.block_type.nbytes + 2 * desc_tops.block_type.nbytes)
+                tma.async_copy_global_to_shared(desc_q, [z, h, start_m, 0], shared.q.full.index(slot), shared.q.buffers.index(slot))
+                tma.async_copy_global_to_shared(desc_tops, [z, h, 0, start_m], shared.q.full.index(slot), shared.tops.index(slot * 2))
+                tma.async_copy_global_to_shared(desc_tops, [z, h, 1, start_m], shared.q.full.index(slot), shared.tops.index(slot * 2 + 1))
+                mbarrier.expect(shared.do.full.index(slot), desc_do.block_type.nbytes + desc_delta.block_type.nbytes)
+                tma.async_copy_global_to_shared(desc_do, [z, h, start_m, 0], shared.do.full.index(slot), shared.do.buffers.index(slot))
+                tma.async_copy_global_to_shared(desc_delta, [z, h, 0, start_m], shared.do.full.index(slot), shared.delta.index(slot))
+                step += 1
+                if not told:  # not before: the consumers were waiting
+                    if turn > 1:
+                        gl.atomic_add(DONE + earlier_head, 1, sem="release")
+                    if next_group * HEADS_PER_GROUP < Zkv * Hkv:
+                        wait_for_stores()
+                        gl.atomic_add(ZEROED + next_group, 1, sem="release")
+                    told = True
+        if not told:
+            if turn > 1:
+                gl.atomic_add(DONE + earlier_head, 1, sem="release")
+            if next_group * HEADS_PER_GROUP < Zkv * Hkv:
+                wait_for_stores()
+                gl.atomic_add(ZEROED + next_group, 1, sem="release")
+        earlier_head = last_head
+        last_head = head
+        tile = gl.atomic_add(COUNTER, 1)
+        turn += 1
+
+    # no tile is left. Blocks of dQ, of those heads first whose tiles were drawn first; and before them one past the end, with which the
+    # consumers say that they have done with the last tile
+    q_blocks = gl.cdiv(Q_LEN, DQ_ROWS)
+    dq_blocks = Z * Hkv * GROUP_SIZE * q_blocks
+    dq_block = tile - tiles
+    mbarrier.wait(shared.tiles.empty, (turn & 1) ^ 1)
+    if turn > 1:
+        gl.atomic_add(DONE + earlier_head, 1, sem="release")
+    hand_out(shared.tiles, turn, BLOCK, -2 - q_blocks)
+    mbarrier.arrive(shared.tiles.full, count=2)
+    mbarrier.wait(shared.tiles.empty, turn & 1)
+    if turn > 0:
+        gl.atomic_add(DONE + last_head, 1, sem="release")
+    turn += 1
+    while dq_block < dq_blocks:
+        head, z, h, q_block = place_in_dq(dq_block, q_blocks, Z, Zkv, Hkv, GROUP_SIZE)
+        wait_for_count(DONE + head, kv_blocks)  # other programs may be at work on its tiles
+        mbarrier.wait(shared.tiles.empty, (turn & 1) ^ 1)
+        hand_out(shared.tiles, turn, BLOCK, -2 - q_block)
+        hand_out(shared.tiles, turn, BATCH, z)
+        hand_out(shared.tiles, turn, HEAD, h)
+        mbarrier.arrive(shared.tiles.full, count=2)
+        dq_block = gl.atomic_add(COUNTER, 1) - tiles
+        turn += 1
+    if dq_block == dq_blocks + gl.num_programs(0) - 1:  # every program draws one ticket in vain; this is the last
+        gl.store(COUNTER, 0)
+        gl.store(COUNTER + 1, 0)
+    mbarrier.wait(shared.tiles.empty, (turn & 1) ^ 1)
+    hand_out(shared.tiles, turn, BLOCK, -1)
+    mbarrier.arrive(shared.tiles.full, count=2)
+
+
+@gluon.jit
+def add_query_block(
+    dk, dv, desc_dq, shared, step,
+    z, h, n, keys, is_full, Q_LEN, KV_LEN, SM_SCALE, TO_LOG2,
+    ptr_slopes,  # captured by score_mod alibi
+    score_0,  # what the mods have read for every key
+    CONSUMER: gl.constexpr, EDGE: gl.constexpr,
+):
+    """Add what one block of BLOCK_M queries contributes to 64 keys, and half of what the tile contributes to dQ. EDGE: some pairs
+    may be hidden, and `top` may be another number than 0."""
+    dtype: gl.constexpr = shared.ds.dtype
+    slot = step & 1
+    phase = (step >> 1) & 1
+    zero = step >> 31  # the one buffer of K, or of V. If the compiler knew that, it would keep dozens of addresses in it in registers
+    q = shared.q.buffers.index(slot).reshape([BLOCK_M, 128])
+    do = shared.do.buffers.index(slot).reshape([BLOCK_M, 128])
+    k = shared.k.index(zero).reshape([BLOCK_N, 128])
+    v = shared.v.index(zero).reshape([BLOCK_N, 128])
+    zeros = gl.zeros([64, BLOCK_M], gl.float32, layout=SCORES)
+    mbarrier.wait(shared.q.full.index(slot), phase)
+    start_m = read_number(shared.start_m.index(slot))
+    qk = warpgroup_mma(k.slice(CONSUMER * 64, 64, dim=0), q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    mbarrier.wait(shared.do.full.index(slot), phase)
+    dp = warpgroup_mma(v.slice(CONSUMER * 64, 64, dim=0), do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+    # softmax and the derivative of score_mod, while dP is computed
+    qk = warpgroup_mma_wait(1, deps=(qk,))
+    share = shared.tops.index(slot * 2 + 1).reshape([BLOCK_M]).load(QUERIES)  # no earlier: the mods need the registers
+    if EDGE:
+        top = shared.tops.index(slot * 2).reshape([BLOCK_M]).load(QUERIES)
+    offs_m = start_m + gl.arange(0, BLOCK_M, layout=QUERIES)
+    m = gl.minimum(offs_m, Q_LEN - 1)[None, :]  # [1, BLOCK_M]; n is [64, 1]. Past KV_LEN too: loads that could leave their tensor are masked
+    # ---- score_mod: alibi, which adds to the score
+    offs = gl.arange(0, BLOCK_M, layout=QUERIES)[None, :]
+    distance = (keys - start_m).to(gl.float32)[:, None] - (offs & 7).to(gl.float32) - (offs & -8).to(gl.float32)
+    score = qk * SM_SCALE
+    score = gl.fma(distance, score_0, score)
+    if EDGE:
+        # ---- mask_mod: causal
+        # mods/causal.py:26: return q_idx >= kv_idx
+        mask_0 = m >= n
+        seen = (mask_0 | is_full) & (n < KV_LEN)
+        # the difference is exact where it matters, however large scores are. Between it and a product, which would not be rounded, is a choice
+        score = gl.where(seen, score, float("-inf")) - top[None, :]
+    p = gl.exp2(gl.fma(score, TO_LOG2, share[None, :]))  # [64, BLOCK_M], the softmax itself
+    # ---- derivative of score_mod: alibi. It is linear in what it is applied to: p now, and times dP - delta later
+    slope = p
+    weights = gl.convert_layout(p.to(dtype), WEIGHTS)
+    dv = warpgroup_mma(weights, do, dv, is_async=True)
+
+    dp = warpgroup_mma_wait(1, deps=(dp,))
+    delta = shared.delta.index(slot).reshape([BLOCK_M]).load(QUERIES)
+    ds = (slope * (dp - delta[None, :])).to(dtype)
+    dk = warpgroup_mma(gl.convert_layout(ds, WEIGHTS), q, dk, is_async=True)
+
+    # dS to the other consumer. There are two buffers: who has met at this block no longer reads that of the block before last
+    ds_buffer = shared.ds.index(slot)
+    ds_buffer.slice(CONSUMER * 64, 64, dim=0).store(ds)
+    fence_async_shared()
+    meet()
+    dq_zeros = gl.zeros([64, 64], gl.float32, layout=DQ_PART)
+    k_half = k.slice(CONSUMER * 64, 64, dim=1)
+    dq = warpgroup_mma(ds_buffer.permute((1, 0)), k_half, dq_zeros, use_acc=False, is_async=True)
+    dk, dv = warpgroup_mma_wait(1, deps=(dk, dv))
+    mbarrier.arrive(shared.q.empty.index(slot), count=1)
+    tma.store_wait(0)  # the TMA unit has read what this buffer held of the block before
+    dq = warpgroup_mma_wait(0, deps=(dq,))
+    barrier()
+    dq_buffer = shared.dq.index(CONSUMER)
+    dq_buffer.reshape([64, 64]).store(dq)
+    fence_async_shared()
+    barrier()
+    tma_add(desc_dq, [z, h, start_m, CONSUMER * 64], dq_buffer)  # drops rows past the tensor
+    return dk, dv
+
+
+@gluon.jit
+def backward_consumer(
+    CONSUMER: gl.constexpr,
+    desc_dq, desc_dk, desc_dv, DQ_SUM, DQ, shared,
+    Z, Zkv, Hq, GROUP_SIZE, Q_LEN, KV_LEN, stride_dqz, stride_dqh, stride_dqm, SM_SCALE, TO_LOG2,
+    mask_stride_z, mask_stride_h, q_num_blocks, full_q_num_blocks, 
+    ptr_slopes,  # captured by score_mod alibi
+):
+    """dK and dV of 64 keys of every tile, and half of what the tile adds to dQ. And then half of blocks of dQ."""
+    # K and V of the next tile arrive while dK and dV leave. These pass through the buffers of dS and dQ, namely through what this consumer
+    # alone writes of them: 64 rows of dS, and a buffer of dQ
+    dk_buffers = shared.ds._reinterpret(desc_dk.dtype, [1, 1, 1, BLOCK_N, 128], desc_dk.layout)
+    dv_buffers = shared.dq._reinterpret(desc_dv.dtype, [2, 1, 1, 64, 128], desc_dv.layout)
+    dk_buffer = dk_buffers.index(0)
+    dv_buffer = dv_buffers.index(CONSUMER)
+    step = 0
+    turn = 0
+    mbarrier.wait(shared.tiles.full, 0)
+    kv_block = handed_out(shared.tiles, 0, BLOCK)
+    while kv_block >= 0:
+        keys = kv_block * BLOCK_N + CONSUMER * 64 + gl.arange(0, 64, layout=KEYS)
+        n = keys[:, None]
+        dk = gl.zeros([64, 128], gl.float32, layout=SUMS)
+        dv = gl.zeros([64, 128], gl.float32, layout=SUMS)
+        # every query head of the group, in every batch entry that shares these keys
+        for reader in range(0, Z // Zkv * GROUP_SIZE):
+            z_kv = handed_out(shared.tiles, turn, BATCH)
+            h_kv = handed_out(shared.tiles, turn, HEAD)
+            z = z_kv + reader // GROUP_SIZE * Zkv
+            h = h_kv * GROUP_SIZE + reader % GROUP_SIZE
+            # this tile's row in the transposed lists; each listed block of 128 queries is walked in steps of BLOCK_M
+            row = z.to(gl.int64) * mask_stride_z + h * mask_stride_h + kv_block * BLOCK_N // 128
+            num_blocks = gl.load(q_num_blocks + row)
+            num_full_blocks = gl.load(full_q_num_blocks + row)
+            steps = (num_blocks + num_full_blocks) * 2
+            # ---- score_mod: alibi, what it reads by key
+            # mods/alibi.py:65: return score + slopes[h] * (kv_idx - q_idx)
+            score_0 = gl.load(ptr_slopes + h)
+            # blocks whose scores are checked: partial ones, and all of them where the keys end or scores are huge, and then the others: two loops,
+            # so that neither branches
+            checked = gl.where(handed_out(shared.tiles, turn, ALL_CHECKED) != 0, steps, num_blocks * 2)
+            for i in range(0, checked):
+                dk, dv = add_query_block(
+                    dk, dv, desc_dq, shared, step,
+                    z, h, n, keys, i >= num_blocks * 2, Q_LEN, KV_LEN, SM_SCALE, TO_LOG2,
+                    ptr_slopes,
+                    score_0,
+                    CONSUMER=CONSUMER, EDGE=True,
+                )
+                step += 1
+            for i in range(checked, steps):
+                dk, dv = add_query_block(
+                    dk, dv, desc_dq, shared, step,
+                    z, h, n, keys, True, Q_LEN, KV_LEN, SM_SCALE, TO_LOG2,
+                    ptr_slopes,
+                    score_0,
+                    CONSUMER=CONSUMER, EDGE=False,
+                )
+                step += 1
+
+        mbarrier.arrive(shared.tiles.empty, count=1)
+        # the numbers are read again, so that no register had to hold them
+        first_key = handed_out(shared.tiles, turn, BLOCK) * BLOCK_N + CONSUMER * 64
+        z_kv = handed_out(shared.tiles, turn, BATCH)
+        h_kv = handed_out(shared.tiles, turn, HEAD)
+        tma.store_wait(0)  # of the last block's dQ
+        meet()  # the other consumer has read this one's dS for the last time
+        dv_buffer.reshape([64, 128]).store(dv.to(desc_dv.dtype))
+        dk_buffer.reshape([BLOCK_N, 128]).slice(CONSUMER * 64, 64, dim=0).store((dk * SM_SCALE).to(desc_dk.dtype))
+        fence_async_shared()
+        barrier()
+        tma.async_copy_shared_to_global(desc_dv, [z_kv, h_kv, first_key, 0], dv_buffer)  # drops keys past KV_LEN
+        tma.async_copy_shared_to_global(desc_dk, [z_kv, h_kv, first_key, 0], dk_buffer.slice(CONSUMER * 64, 64, dim=2))
+        wait_for_stores()
+        barrier()  # every warp stores a part
+        turn += 1
+        mbarrier.wait(shared.tiles.full, turn & 1)
+        kv_block = handed_out(shared.tiles, turn, BLOCK)
+
+    while kv_block < -1:
+        z = handed_out(shared.tiles, turn, BATCH)
+        h = handed_out(shared.tiles, turn, HEAD)
+        barrier()  # every warp has read the numbers
+        mbarrier.arrive(shared.tiles.empty, count=1)
+        first_row = (-2 - kv_block) * DQ_ROWS + CONSUMER * (DQ_ROWS // 2)
+        finish_dq(DQ_SUM, DQ, z, h, first_row, Hq, Q_LEN, stride_dqz, stride_dqh, stride_dqm, SM_SCALE)
+        turn += 1
+        mbarrier.wait(shared.tiles.full, turn & 1)
+        kv_block = handed_out(shared.tiles, turn, BLOCK)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "Z", "Zkv", "Hq", "Hkv", "GROUP_SIZE", "HEADS_PER_GROUP", "Q_LEN", "KV_LEN", "stride_dqz", "stride_dqh",
+        "stride_dqm", "SM_SCALE", "TO_LOG2", "mask_stride_z", "mask_stride_h", "mask_rows", "full_mask_rows"
+    ]
+)
+def hopper_backward(
+    # TMA descriptors, of blocks of
+    desc_q, desc_do,  # [BLOCK_M, 128] in [Z, Hq, Q_LEN, 128]
+    desc_k, desc_v,  # [BLOCK_N, 128] in [Zkv, Hkv, KV_LEN, 128]
+    desc_tops, desc_delta,  # [1, BLOCK_M] in float32 [Z, Hq, 2, STATS_LEN], [Z, Hq, 1, STATS_LEN]
+    desc_dq,  # [64, 64] in DQ_SUM, added to
+    desc_dk, desc_dv,  # as K and V, 64 rows, written
+    DQ_SUM, DQ,  # float32 as above; as Q, written
+    DONE, COUNTER,  # int32, 0
+    Z, Zkv, Hq, Hkv, GROUP_SIZE, HEADS_PER_GROUP, Q_LEN, KV_LEN, stride_dqz, stride_dqh, stride_dqm, SM_SCALE,
+    TO_LOG2, mask_stride_z, mask_stride_h, mask_rows, full_mask_rows,
+    q_num_blocks, q_indices, full_q_num_blocks, full_q_indices, 
+    ptr_slopes,  # captured by score_mod alibi
+):
+    dtype: gl.constexpr = desc_q.dtype
+    q_buffers = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_M, 128], desc_q.layout)
+    do_buffers = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_M, 128], desc_do.layout)
+    k = gl.allocate_shared_memory(dtype, [1, 1, 1, BLOCK_N, 128], desc_k.layout)
+    v = gl.allocate_shared_memory(dtype, [1, 1, 1, BLOCK_N, 128], desc_v.layout)
+    tops = gl.allocate_shared_memory(gl.float32, [4, 1, 1, 1, BLOCK_M], desc_tops.layout)
+    delta = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 1, BLOCK_M], desc_delta.layout)
+    DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
+    ds = gl.allocate_shared_memory(dtype, [2, BLOCK_N, BLOCK_M], DS_LAYOUT)
+    dq = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 64, 64], desc_dq.layout)
+    zeros = gl.allocate_shared_memory(gl.float32, [1, 1, 64, 64], desc_dq.layout)
+    ROWS_OF_ZEROS: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
+    zeros.reshape([64, 64]).store(gl.zeros([64, 64], gl.float32, layout=ROWS_OF_ZEROS))
+    fence_async_shared()
+    start_m = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    tile_buffers = gl.allocate_shared_memory(gl.int32, [2 * NUMBERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    tiles = Ring(tile_buffers, new_barriers(1, 2).index(0), new_barriers(1, 2).index(0))  # and K and V
+    q = Ring(q_buffers, new_barriers(2, 2), new_barriers(2, 2))
+    do = Ring(do_buffers, new_barriers(2, 1), q.empty)  # both have been read
+    shared = Shared(tiles, q, do, k, v, tops, delta, ds, dq, start_m)
+    gl.warp_specialize([
+        (backward_consumer, (
+            0,
+            desc_dq, desc_dk, desc_dv, DQ_SUM, DQ, shared,
+            Z, Zkv, Hq, GROUP_SIZE, Q_LEN, KV_LEN, stride_dqz, stride_dqh, stride_dqm, SM_SCALE, TO_LOG2,
+            mask_stride_z, mask_stride_h, q_num_blocks, full_q_num_blocks, 
+            ptr_slopes,
+        )),
+        (backward_consumer, (
+            1,
+            desc_dq, desc_dk, desc_dv, DQ_SUM, DQ, shared,
+            Z, Zkv, Hq, GROUP_SIZE, Q_LEN, KV_LEN, stride_dqz, stride_dqh, stride_dqm, SM_SCALE, TO_LOG2,
+            mask_stride_z, mask_stride_h, q_num_blocks, full_q_num_blocks, 
+            ptr_slopes,
+        )),
+        (backward_producer, (
+            desc_q, desc_do, desc_k, desc_v, desc_tops, desc_delta, desc_dq, zeros, DONE, COUNTER, shared,
+            Z, Zkv, Hkv, GROUP_SIZE, HEADS_PER_GROUP, Q_LEN, KV_LEN,
+            mask_stride_z, mask_stride_h, mask_rows, full_mask_rows, q_num_blocks, q_indices, full_q_num_blocks, full_q_indices, 
+        )),
+    ], [4, 1], [240, 24])
