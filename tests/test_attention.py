@@ -6,13 +6,13 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
 
 import flexpress
 from flexpress import AuxRequest, create_block_mask, flex_attention, mods
 from support.attention import check_attention
 from support.dense import assert_as_accurate, dense_attention, relative_error
-from support.problems import DEVICES, mask_mods, problems, tensor_of
+from support.devices import DEVICES, for_any
+from support.problems import mask_mods, problems, tensor_of
 
 
 @pytest.fixture(autouse=True)
@@ -23,17 +23,9 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(False)
 
 
-@settings(max_examples=45)
-@given(problems("cpu"))
-def test_any_problem(p):
-    check_attention(p, "cpu")
-
-
-@pytest.mark.gpu
-@settings(max_examples=120)
-@given(problems("cuda"))
-def test_any_problem_on_gpu(p):
-    check_attention(p, "cuda")
+@for_any(problems, cpu=45, cuda=120)
+def test_any_problem(p, device):
+    check_attention(p, device)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -6,15 +6,15 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
 from torch.utils.checkpoint import checkpoint
 
 from flexpress import cache_info, create_block_mask, explain, flex_attention, mods
 from flexpress.codegen import registry
 from flexpress.codegen.plan.backward import whole_blocks
 from support.dense import dense_attention, relative_error
-from support.gradients import check_gradients, gradient_problems, reference_gradients
-from support.problems import DEVICES, LEARNED_MODS, learned_mods
+from support.devices import DEVICES, for_any
+from support.gradients import GradientProblem, check_gradients, gradient_problems, reference_gradients
+from support.problems import LEARNED_MODS, learned_mods
 
 
 @pytest.fixture(autouse=True)
@@ -26,17 +26,9 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(False)
 
 
-@settings(max_examples=30)
-@given(gradient_problems("cpu"))
-def test_any_problem(p):
-    check_gradients(p, "cpu")
-
-
-@pytest.mark.gpu
-@settings(max_examples=80)
-@given(gradient_problems("cuda"))
-def test_any_problem_on_gpu(p):
-    check_gradients(p, "cuda")
+@for_any(gradient_problems, cpu=30, cuda=80)
+def test_any_problem(p, device):
+    check_gradients(p, device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -44,30 +36,8 @@ def test_any_problem_on_gpu(p):
 @pytest.mark.parametrize("name", LEARNED_MODS)
 def test_learned_tensors(name, deterministic, device):
     """Every way to index a learned tensor, with several tiles and a causal tail."""
-    p = {
-        "dtype": torch.float32,
-        "B": 2,
-        "Hkv": 1,
-        "group": 2,
-        "Q_LEN": 70,
-        "KV_LEN": 90,
-        "D_QK": 16,
-        "D_V": 16,
-        "one_kv_batch": False,
-        "layouts": ["contiguous"] * 3,
-        "score": name,
-        "mask": "causal",
-        "BLOCK_SIZE": 64,
-        "separate_full_blocks": True,
-        "mask_made": "before",
-        "scale": None,
-        "USE_TMA": None,
-        "seed": 3,
-        "lse": True,
-        "deterministic": deterministic,
-        "learned_dtype": torch.float32,
-        "grad_layout": "contiguous",
-    }
+    shape = dict(B=2, Q_LEN=70, KV_LEN=90, D_QK=16, D_V=16, BLOCK_SIZE=64)
+    p = GradientProblem(**shape, dtype=torch.float32, score=name, mask="causal", seed=3, lse=True, deterministic=deterministic)
     check_gradients(p, device)
 
 
@@ -369,30 +339,8 @@ def test_real_shapes_are_as_exact_as_fused_attention(length, head_dim):
 @pytest.mark.parametrize("heads, kv_heads", REAL_GROUPS)
 @pytest.mark.parametrize("name", ["none", "distance", "temperature", "table", "bias", "buckets"])
 def test_real_groups(heads, kv_heads, name):
-    p = {
-        "dtype": torch.bfloat16,
-        "B": 1,
-        "Hkv": kv_heads,
-        "group": heads // kv_heads,
-        "Q_LEN": 1025,
-        "KV_LEN": 1025,
-        "D_QK": 64,
-        "D_V": 64,
-        "one_kv_batch": False,
-        "layouts": ["bshd"] * 3,
-        "score": name,
-        "mask": "tiles" if name == "none" else "causal",
-        "BLOCK_SIZE": 128,
-        "separate_full_blocks": True,
-        "mask_made": "before",
-        "scale": None,
-        "USE_TMA": None,
-        "seed": 5,
-        "lse": False,
-        "deterministic": False,
-        "learned_dtype": torch.float32,
-        "grad_layout": "contiguous",
-    }
+    shape = dict(Hkv=kv_heads, group=heads // kv_heads, Q_LEN=1025, KV_LEN=1025, D_QK=64, D_V=64, layouts=("bshd",) * 3)
+    p = GradientProblem(**shape, dtype=torch.bfloat16, score=name, mask="tiles" if name == "none" else "causal", seed=5)
     check_gradients(p, "cuda")
 
 

@@ -15,8 +15,7 @@ from flexpress import BlockMask, create_block_mask, flex_attention, mods
 from flexpress.block_lists import kernel_size
 from flexpress.codegen.run.forward import reached
 from support.dense import dense_attention
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+from support.devices import DEVICES
 
 
 def stripes(b, h, q_idx, kv_idx):

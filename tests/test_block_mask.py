@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from flexpress import BlockMask, and_masks, cache_info, create_block_mask, create_mask, mods, noop_mask, or_masks
 from support.block_lists import brute_force, check_lists
 from support.dense import positions
+from support.devices import DEVICES
 from support.problems import MASK_MODS, mask_mods
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @settings(max_examples=40)

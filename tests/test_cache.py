@@ -14,8 +14,8 @@ import flexpress
 from flexpress import cache_clear, cache_info, create_block_mask, flex_attention, mods
 from flexpress.codegen.device import cache
 from support.dense import dense_attention, relative_error
+from support.devices import DEVICES
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 OFFSET = 1
 
 

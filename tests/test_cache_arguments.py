@@ -9,8 +9,8 @@ from torch._subclasses import FakeTensorMode
 
 from flexpress import cached_attention, mods, rope_table, update_cache
 from support.dense import relative_error
+from support.devices import DEVICES
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 HEADS, KV_HEADS, D = 4, 2, 16
 
 

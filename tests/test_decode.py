@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexpress import AuxRequest, create_block_mask, explain, flex_attention, mods
 from flexpress.codegen.plan.decode import rows_of, splits_of
 from support.dense import dense_attention, relative_error
+from support.devices import DEVICES, for_any
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 OPTIONS = {"BACKEND": "TRITON_DECODE"}
 
 
@@ -38,49 +39,67 @@ MASK_MODS = {
 }
 
 
+@dataclass(kw_only=True)
+class Problem:
+    """q (Z, Hq, Q_LEN, D_QK), k (Z, Hkv, KV_LEN, D_QK), v (Z, Hkv, KV_LEN, D_V); `Zkv`: k and v have one batch entry."""
+
+    Z: int
+    Zkv: bool
+    Hkv: int
+    Hq: int
+    Q_LEN: int
+    KV_LEN: int
+    D_QK: int
+    D_V: int
+    dtype: torch.dtype
+    score: str
+    mask: str
+    lists: str
+    scale: float | None
+    transposed: bool
+    seed: int
+
+
 @st.composite
 def problems(draw, device):
     big = device == "cuda"
     Hkv, group = draw(st.sampled_from([(1, 1), (2, 1), (1, 4), (2, 3), (1, 24), (2, 7)]))
-    return {
-        "Z": draw(st.integers(1, 3)),
-        "Zkv": draw(st.booleans()),
-        "Hkv": Hkv,
-        "Hq": Hkv * group,
-        "Q_LEN": draw(st.sampled_from([1, 1, 2, 3, 8, 16])),
-        "KV_LEN": draw(st.sampled_from([1, 70, 600, 1500] if big else [1, 70, 300, 600])),
-        "D_QK": draw(st.sampled_from([16, 20, 64])),
-        "D_V": draw(st.sampled_from([16, 40])),
-        "dtype": draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16])),
-        "score": draw(st.sampled_from(list(score_mods("cpu")))),
-        "mask": draw(st.sampled_from(list(MASK_MODS))),
-        "lists": draw(st.sampled_from(["mask_mod", "block_mask", "one list", "per head"])),
-        "scale": draw(st.sampled_from([None, 0.3, -0.2])),
-        "transposed": draw(st.booleans()),
-        "seed": draw(st.integers(0, 99)),
-    }
+    return Problem(
+        Z=draw(st.integers(1, 3)),
+        Zkv=draw(st.booleans()),
+        Hkv=Hkv,
+        Hq=Hkv * group,
+        Q_LEN=draw(st.sampled_from([1, 1, 2, 3, 8, 16])),
+        KV_LEN=draw(st.sampled_from([1, 70, 600, 1500] if big else [1, 70, 300, 600])),
+        D_QK=draw(st.sampled_from([16, 20, 64])),
+        D_V=draw(st.sampled_from([16, 40])),
+        dtype=draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16])),
+        score=draw(st.sampled_from(list(score_mods("cpu")))),
+        mask=draw(st.sampled_from(list(MASK_MODS))),
+        lists=draw(st.sampled_from(["mask_mod", "block_mask", "one list", "per head"])),
+        scale=draw(st.sampled_from([None, 0.3, -0.2])),
+        transposed=draw(st.booleans()),
+        seed=draw(st.integers(0, 99)),
+    )
 
 
-def check(p, device):
-    torch.manual_seed(p["seed"])
+def check(p: Problem, device: str) -> None:
+    torch.manual_seed(p.seed)
 
     def random(Z, H, S, D):
-        t = torch.randn(Z, H, S, D, device=device).to(p["dtype"])
-        return t.transpose(1, 2).contiguous().transpose(1, 2) if p["transposed"] else t
+        t = torch.randn(Z, H, S, D, device=device).to(p.dtype)
+        return t.transpose(1, 2).contiguous().transpose(1, 2) if p.transposed else t
 
-    q, (k, v) = (
-        random(p["Z"], p["Hq"], p["Q_LEN"], p["D_QK"]),
-        (random(1 if p["Zkv"] else p["Z"], p["Hkv"], p["KV_LEN"], D) for D in (p["D_QK"], p["D_V"])),
-    )
-    score_mod, mask_mod = score_mods(device)[p["score"]], MASK_MODS[p["mask"]]
+    q, (k, v) = (random(p.Z, p.Hq, p.Q_LEN, p.D_QK), (random(1 if p.Zkv else p.Z, p.Hkv, p.KV_LEN, D) for D in (p.D_QK, p.D_V)))
+    score_mod, mask_mod = score_mods(device)[p.score], MASK_MODS[p.mask]
     masks = {}
-    if mask_mod and p["lists"] == "mask_mod":
+    if mask_mod and p.lists == "mask_mod":
         masks["mask_mod"] = mask_mod
     elif mask_mod:
-        heads = p["Hq"] if p["lists"] == "per head" else None
-        if heads or p["mask"] != "per head":
+        heads = p.Hq if p.lists == "per head" else None
+        if heads or p.mask != "per head":
             masks["block_mask"] = create_block_mask(
-                mask_mod, p["Z"], heads, p["Q_LEN"], p["KV_LEN"], device, 64, separate_full_blocks=p["lists"] != "one list"
+                mask_mod, p.Z, heads, p.Q_LEN, p.KV_LEN, device, 64, separate_full_blocks=p.lists != "one list"
             )
         else:
             masks["mask_mod"] = mask_mod
@@ -90,14 +109,14 @@ def check(p, device):
         k,
         v,
         score_mod,
-        scale=p["scale"],
+        scale=p.scale,
         enable_gqa=True,
         kernel_options=OPTIONS,
         return_aux=AuxRequest(lse=True, max_scores=True),
         **masks,
     )
-    exact = dense_attention(q, k, v, score_mod, mask_mod, p["scale"])
-    plain = dense_attention(q, k, v, score_mod, mask_mod, p["scale"], precision=p["dtype"])
+    exact = dense_attention(q, k, v, score_mod, mask_mod, p.scale)
+    plain = dense_attention(q, k, v, score_mod, mask_mod, p.scale, precision=p.dtype)
     assert relative_error(out, exact[0]) <= 1.2 * relative_error(plain[0], exact[0]) + 1e-6
     for found, right, other in zip(aux, exact[1:], plain[1:], strict=True):
         assert torch.equal(found == float("-inf"), right == float("-inf"))
@@ -105,17 +124,9 @@ def check(p, device):
         assert error <= 2 * usual + 1e-5
 
 
-@settings(max_examples=35)
-@given(problems("cpu"))
-def test_any_problem(p):
-    check(p, "cpu")
-
-
-@pytest.mark.gpu
-@settings(max_examples=100)
-@given(problems("cuda"))
-def test_any_problem_on_gpu(p):
-    check(p, "cuda")
+@for_any(problems, cpu=35, cuda=100)
+def test_any_problem(p, device):
+    check(p, device)
 
 
 @pytest.mark.parametrize("device", DEVICES)

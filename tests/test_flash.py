@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexpress import cache_info, flash, mods
 from flexpress.codegen import registry
 from flexpress.flash import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
 from support.dense import assert_as_accurate, dense_attention
+from support.devices import DEVICES, for_any
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LENGTHS = {"cpu": [1, 2, 16, 33, 64, 100, 129], "cuda": [1, 113, 128, 203, 512, 1023, 1024]}
 HEAD_DIMS = {"cpu": [1, 16, 40, 48, 64, 80, 88, 96, 128], "cuda": [16, 40, 48, 64, 80, 88, 96, 128, 192, 256]}
 RACE_HEAD_DIMS = [40, 48, 64, 80, 88, 96, 128]
@@ -47,71 +47,84 @@ def tensor_of(shape, layout: str, dtype, device: str, generator) -> torch.Tensor
     return random(*shape)
 
 
+@dataclass(kw_only=True)
+class Problem:
+    """q (B, Sq, Hkv * group, D), k and v (B, Skv, Hkv, D); packed together as `form` says: "apart", "kv" or "qkv"."""
+
+    dtype: torch.dtype
+    B: int
+    Hkv: int
+    group: int
+    Sq: int
+    Skv: int
+    D: int
+    form: str
+    layouts: tuple[str, str, str]
+    bias: str
+    bias_dtype: str
+    bias_layout: str
+    causal: bool
+    scale: float | None
+    seed: int
+
+
 @st.composite
 def problems(draw, device):
     Sq = draw(st.sampled_from(LENGTHS[device]))
-    return {
-        "dtype": draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
-        "B": draw(st.sampled_from([1, 2])),
-        "Hkv": draw(st.sampled_from([1, 2])),
-        "group": draw(st.sampled_from([1, 1, 2, 3])),
-        "Sq": Sq,
-        "Skv": draw(st.one_of(st.just(Sq), st.sampled_from(LENGTHS[device]))),
-        "D": draw(st.sampled_from(HEAD_DIMS[device])),
-        "form": draw(st.sampled_from(["apart", "kv", "qkv"])),
-        "layouts": draw(st.tuples(*[st.sampled_from(LAYOUTS)] * 3)),
-        "bias": draw(st.sampled_from(sorted(BIASES))),
-        "bias_dtype": draw(st.sampled_from(["own", "float32"])),
-        "bias_layout": draw(st.sampled_from(["contiguous", "transposed"])),
-        "causal": draw(st.booleans()),
-        "scale": draw(st.sampled_from([None, None, 0.3])),
-        "seed": draw(st.integers(0, 99)),
-    }
+    return Problem(
+        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
+        B=draw(st.sampled_from([1, 2])),
+        Hkv=draw(st.sampled_from([1, 2])),
+        group=draw(st.sampled_from([1, 1, 2, 3])),
+        Sq=Sq,
+        Skv=draw(st.one_of(st.just(Sq), st.sampled_from(LENGTHS[device]))),
+        D=draw(st.sampled_from(HEAD_DIMS[device])),
+        form=draw(st.sampled_from(["apart", "kv", "qkv"])),
+        layouts=draw(st.tuples(*[st.sampled_from(LAYOUTS)] * 3)),
+        bias=draw(st.sampled_from(sorted(BIASES))),
+        bias_dtype=draw(st.sampled_from(["own", "float32"])),
+        bias_layout=draw(st.sampled_from(["contiguous", "transposed"])),
+        causal=draw(st.booleans()),
+        scale=draw(st.sampled_from([None, None, 0.3])),
+        seed=draw(st.integers(0, 99)),
+    )
 
 
-def check_problem(p: dict, device: str) -> None:
-    generator = torch.Generator(device=device).manual_seed(p["seed"])
-    B, Hkv, Sq, Skv, D, form = (p[name] for name in ("B", "Hkv", "Sq", "Skv", "D", "form"))
-    H, Skv = (Hkv, Sq) if form == "qkv" else (Hkv * p["group"], Skv)
+def check_problem(p: Problem, device: str) -> None:
+    generator = torch.Generator(device=device).manual_seed(p.seed)
+    B, Hkv, Sq, Skv, D, form = p.B, p.Hkv, p.Sq, p.Skv, p.D, p.form
+    H, Skv = (Hkv, Sq) if form == "qkv" else (Hkv * p.group, Skv)
     if form == "qkv":
-        (qkv,) = inputs = (tensor_of((B, Sq, 3, H, D), p["layouts"][0], p["dtype"], device, generator),)
+        (qkv,) = inputs = (tensor_of((B, Sq, 3, H, D), p.layouts[0], p.dtype, device, generator),)
         q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
     elif form == "kv":
         q, kv = inputs = tuple(
-            tensor_of(shape, layout, p["dtype"], device, generator)
-            for shape, layout in zip(((B, Sq, H, D), (B, Skv, 2, Hkv, D)), p["layouts"][:2], strict=True)
+            tensor_of(shape, layout, p.dtype, device, generator)
+            for shape, layout in zip(((B, Sq, H, D), (B, Skv, 2, Hkv, D)), p.layouts[:2], strict=True)
         )
         k, v = kv[:, :, 0], kv[:, :, 1]
     else:
         q, k, v = inputs = tuple(
-            tensor_of(shape, layout, p["dtype"], device, generator)
-            for shape, layout in zip(((B, Sq, H, D), (B, Skv, Hkv, D), (B, Skv, Hkv, D)), p["layouts"], strict=True)
+            tensor_of(shape, layout, p.dtype, device, generator)
+            for shape, layout in zip(((B, Sq, H, D), (B, Skv, Hkv, D), (B, Skv, Hkv, D)), p.layouts, strict=True)
         )
     function = {"apart": flash_attn_func, "kv": flash_attn_kvpacked_func, "qkv": flash_attn_qkvpacked_func}[form]
     bias = add = None
-    if BIASES[p["bias"]]:
-        sizes = [{"b": B, "h": H, "m": Sq, "n": Skv, "1": 1}[c] for c in BIASES[p["bias"]]]
-        transposed = p["bias_layout"] == "transposed"
+    if BIASES[p.bias]:
+        sizes = [{"b": B, "h": H, "m": Sq, "n": Skv, "1": 1}[c] for c in BIASES[p.bias]]
+        transposed = p.bias_layout == "transposed"
         bias = torch.randn(sizes[:2] + sizes[:1:-1] if transposed else sizes, generator=generator, device=device)
-        bias = bias.to(p["dtype"] if p["bias_dtype"] == "own" else torch.float32)
+        bias = bias.to(p.dtype if p.bias_dtype == "own" else torch.float32)
         bias = bias.transpose(2, 3) if transposed else bias
         add = lambda score, b, h, q_idx, kv_idx: score + bias
-    out = function(*inputs, bias, p["causal"], p["scale"])
-    assert out.shape == (B, Sq, H, D) and out.dtype == p["dtype"]
-    assert_as_accurate(*(t.transpose(1, 2) for t in (out, q, k, v)), add, mods.causal if p["causal"] else None, p["scale"])
+    out = function(*inputs, bias, p.causal, p.scale)
+    assert out.shape == (B, Sq, H, D) and out.dtype == p.dtype
+    assert_as_accurate(*(t.transpose(1, 2) for t in (out, q, k, v)), add, mods.causal if p.causal else None, p.scale)
 
 
-@settings(max_examples=55)
-@given(problems("cpu"))
-def test_any_problem(p):
-    check_problem(p, "cpu")
-
-
-@pytest.mark.gpu
-@settings(max_examples=150)
-@given(problems("cuda"))
-def test_any_problem_on_gpu(p):
-    check_problem(p, "cuda")
+@for_any(problems, cpu=55, cuda=150)
+def test_any_problem(p, device):
+    check_problem(p, device)
 
 
 @pytest.mark.parametrize("device", DEVICES)

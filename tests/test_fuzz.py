@@ -16,8 +16,8 @@ import flexpress
 from flexpress import BlockMask
 from flexpress.codegen.run import masks
 from support import fuzz_programs
+from support.devices import DEVICES
 from support.fuzz_programs import KINDS, listed, program, true_status
-from support.problems import DEVICES
 
 SEED = int(os.environ.get("FLEXPRESS_FUZZ_SEED", 0))
 COUNTS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -39,15 +40,15 @@ def served(draw, drawn, head_dims, widest):
     """Problems with such head dims, of V up to `widest`."""
     D_QK = draw(st.sampled_from(head_dims))
     others = st.sampled_from([d for d in head_dims if d <= widest])
-    return {
-        **draw(drawn),
-        "dtype": draw(st.sampled_from([torch.bfloat16, torch.float16])),
-        "D_QK": D_QK,
-        "D_V": draw(st.one_of(st.just(D_QK), others) if widest >= D_QK else others),
-        "layouts": draw(st.tuples(*[st.sampled_from(["contiguous", "bshd"])] * 3)),
-        "BLOCK_SIZE": draw(st.sampled_from([128, 256, (128, 256), (256, 128)])),
-        "USE_TMA": None,
-    }
+    return replace(
+        draw(drawn),
+        dtype=draw(st.sampled_from([torch.bfloat16, torch.float16])),
+        D_QK=D_QK,
+        D_V=draw(st.one_of(st.just(D_QK), others) if widest >= D_QK else others),
+        layouts=draw(st.tuples(*[st.sampled_from(["contiguous", "bshd"])] * 3)),
+        BLOCK_SIZE=draw(st.sampled_from([128, 256, (128, 256), (256, 128)])),
+        USE_TMA=None,
+    )
 
 
 def ran(name: str) -> int:
@@ -65,14 +66,14 @@ def test_any_forward(p):
 @given(served(gradient_problems("cuda"), [40, 64, 72, 80, 96, 128, 136, 192], widest=128))
 def test_any_backward(p):
     poison()
-    check_gradients({**p, "deterministic": False}, "cuda")
+    check_gradients(replace(p, deterministic=False), "cuda")
 
 
 @settings(max_examples=12)
 @given(served(gradient_problems("cuda"), [136, 160, 192, 256], widest=256))
 def test_any_wide_backward(p):
     poison()
-    check_gradients({**p, "deterministic": False}, "cuda")
+    check_gradients(replace(p, deterministic=False), "cuda")
 
 
 @settings(max_examples=12)
@@ -81,7 +82,7 @@ def test_any_backward_head_by_head(p):
     """With groups of one key/value head, as long sequences have them: tiles of one zero the sums of dQ of the next."""
     poison()
     with mock.patch.object(backward, "L2_BYTES", 1):
-        check_gradients({**p, "deterministic": False}, "cuda")
+        check_gradients(replace(p, deterministic=False), "cuda")
 
 
 def test_they_ran():

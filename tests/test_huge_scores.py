@@ -14,8 +14,8 @@ from flexpress import AuxRequest, cached_attention, create_block_mask, flex_atte
 from flexpress.codegen import registry
 from flexpress.codegen.mod.bind import bind
 from flexpress.codegen.run import forward
+from support.devices import DEVICES
 from support.fake_hopper import forward_on_cpu
-from support.problems import DEVICES
 
 MIN = torch.finfo(torch.float32).min
 TABLE = torch.tensor([0.0, -1e9, MIN, -65504.0])  # what models write for "hidden", by query

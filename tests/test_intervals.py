@@ -31,7 +31,8 @@ from flexpress.codegen.run.masks import BlockGrid
 from flexpress.codegen.text.snippet import Target
 from flexpress.codegen.text.spec import layouts_of, mod_text
 from support.compositions import BOOL_FORMS, FLOAT_FORMS, INT_FORMS, MASK_LEAVES, compositions, mask_captures
-from support.evaluate import DEVICES, FLOATS, INTEGERS, make_mod
+from support.devices import DEVICES
+from support.evaluate import FLOATS, INTEGERS, make_mod
 from support.rows import DIVISIONS, NUMBERS
 
 WITHOUT_RULE = {"pow", "tan"}

@@ -26,9 +26,9 @@ from flexpress import (
 )
 from flexpress.flash import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
 from support.dense import dense_attention
+from support.devices import DEVICES
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 class Wrapper(torch.Tensor):

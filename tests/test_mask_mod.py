@@ -15,8 +15,9 @@ from flexpress.codegen.run.masks import automatic_lists
 from support.block_lists import brute_force, check_bounds, check_lists, dense_status
 from support.compositions import MASK_LEAVES, compositions, mask_captures
 from support.dense import assert_as_accurate, dense_attention, relative_error
+from support.devices import DEVICES
 from support.evaluate import make_mod
-from support.problems import DEVICES, MASK_MODS, mask_mods
+from support.problems import MASK_MODS, mask_mods
 
 SIZES = [(64, 64), (128, 128), (256, 256), (64, 128)]
 

@@ -20,7 +20,8 @@ from flexpress.codegen.mod.ops import OPS
 from flexpress.codegen.run.evaluate import evaluate_mod
 from flexpress.codegen.run.preview import evaluate_compilation
 from support.compositions import compositions
-from support.evaluate import DEVICES, DTYPES, FLOATS, INTEGERS, SHAPES, check, make_mod, placed, torch_dtype, values
+from support.devices import DEVICES
+from support.evaluate import DTYPES, FLOATS, INTEGERS, SHAPES, check, make_mod, placed, torch_dtype, values
 from support.rows import DIVISIONS, FORMS, NUMBER_VALUES, arity, legal_operands
 
 ALL_FORMS = [(name, form) for name, forms in FORMS.items() for form in forms]

@@ -13,8 +13,8 @@ from flexpress.sequences import AttentionInfo, CacheConfig, PositionalEmbeddingC
 from flexpress.serving import AttentionDescriptor, AttentionRegistry
 from support.caches import turned
 from support.dense import dense_attention, relative_error
+from support.devices import DEVICES
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 HEADS, KV_HEADS, D = 4, 2, 16
 
 

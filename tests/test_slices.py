@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from flexpress import BlockMask, cache_info, create_block_mask, create_mask, flex_attention, mods
 from support.block_lists import brute_force, check_lists
 from support.dense import positions
+from support.devices import DEVICES
 from support.problems import MASK_MODS, mask_mods
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 NAMES = [m for m in MASK_MODS if m != "none"]
 SIZES = [(16, 16), (32, 32), (32, 16), (16, 48), (20, 30)]
 LENGTHS = [1, 17, 100, 127]

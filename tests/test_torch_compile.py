@@ -12,11 +12,11 @@ import torch
 import flexpress
 from flexpress import create_block_mask, flex_attention, mods, varlen_attention
 from support.dense import dense_attention
+from support.devices import DEVICES
 
 dynamo = pytest.importorskip("torch._dynamo")
 
 BACKENDS = ["eager", pytest.param("inductor", marks=pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler"))]
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.fixture(autouse=True)

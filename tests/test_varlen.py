@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexpress import ModError, and_masks, cache_clear, cache_info, mods, or_masks, varlen, varlen_attention
@@ -15,9 +15,9 @@ from flexpress.codegen.mod.bind import bind
 from flexpress.codegen.run.masks import automatic_lists, block_starts
 from support.block_lists import check_bounds
 from support.dense import dense_attention, relative_error
+from support.devices import DEVICES, for_any
 from support.gradients import assert_gradients
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LENGTHS = {"cpu": [0, 0, 1, 2, 15, 16, 40, 65, 130], "cuda": [0, 1, 17, 128, 300, 777, 1024]}
 HEAD_DIMS = {"cpu": [1, 8, 16, 31, 40], "cuda": [16, 31, 64, 80, 128, 192]}
 LAYOUTS = ["contiguous", "heads_first", "sliced", "wide_head_dim", "packed"]
@@ -106,6 +106,31 @@ def by_sequence(q, k, v, lengths_q, lengths_k, score_mod, mask_mod, scale, preci
     return torch.cat(outs), torch.cat(rows)
 
 
+@dataclass(kw_only=True)
+class Problem:
+    """q (sum of lengths, Hkv * group, D), k (sum of kv_lengths, Hkv, D), v (sum of kv_lengths, Hkv, Dv); kv_lengths None: as `lengths`.
+
+    `offsets`: the dtype of cu_seqlens. `apart`: blocks begin where sequences do, however short these are.
+    """
+
+    lengths: list[int]
+    kv_lengths: list[int] | None = None
+    Hkv: int = 1
+    group: int = 2
+    D: int = 16
+    Dv: int = 16
+    dtype: torch.dtype = torch.float32
+    offsets: torch.dtype = torch.int32
+    layouts: tuple[str, str, str] = ("contiguous",) * 3
+    score: str = "none"
+    mask: str = "causal"
+    backward: bool = True
+    scale: float | None = None
+    deterministic: bool = False
+    seed: int = 0
+    apart: bool = False
+
+
 @st.composite
 def problems(draw, device):
     lengths = draw(st.lists(st.sampled_from(LENGTHS[device]), min_size=1, max_size=5).filter(any))
@@ -114,69 +139,68 @@ def problems(draw, device):
         size = len(lengths)
         kv_lengths = draw(st.lists(st.sampled_from(LENGTHS[device]), min_size=size, max_size=size).filter(any))
     D = draw(st.sampled_from(HEAD_DIMS[device]))
-    return {
-        "lengths": lengths,
-        "kv_lengths": kv_lengths,
-        "Hkv": draw(st.sampled_from([1, 2])),
-        "group": draw(st.sampled_from([1, 2, 3])),
-        "D": D,
-        "Dv": draw(st.one_of(st.just(D), st.sampled_from(HEAD_DIMS[device]))),
-        "dtype": draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
-        "offsets": draw(st.sampled_from([torch.int32, torch.int64])),
-        "layouts": draw(st.tuples(*[st.sampled_from(LAYOUTS)] * 3)),
-        "score": draw(st.sampled_from(SCORE_MODS)),
-        "mask": draw(st.sampled_from(MASK_MODS)),
-        "backward": draw(st.booleans()),
-        "scale": draw(st.sampled_from([None, None, 0.3])),
-        "deterministic": draw(st.booleans()),
-        "seed": draw(st.integers(0, 99)),
-        "apart": draw(st.booleans()),
-    }
+    return Problem(
+        lengths=lengths,
+        kv_lengths=kv_lengths,
+        Hkv=draw(st.sampled_from([1, 2])),
+        group=draw(st.sampled_from([1, 2, 3])),
+        D=D,
+        Dv=draw(st.one_of(st.just(D), st.sampled_from(HEAD_DIMS[device]))),
+        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
+        offsets=draw(st.sampled_from([torch.int32, torch.int64])),
+        layouts=draw(st.tuples(*[st.sampled_from(LAYOUTS)] * 3)),
+        score=draw(st.sampled_from(SCORE_MODS)),
+        mask=draw(st.sampled_from(MASK_MODS)),
+        backward=draw(st.booleans()),
+        scale=draw(st.sampled_from([None, None, 0.3])),
+        deterministic=draw(st.booleans()),
+        seed=draw(st.integers(0, 99)),
+        apart=draw(st.booleans()),
+    )
 
 
-def check_problem(p: dict, device: str) -> None:
-    """`apart`: blocks begin where sequences do, however short these are."""
+def check_problem(p: Problem, device: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        if p["apart"]:
+        if p.apart:
             patch.setattr(varlen, "LONG", 0)
         _check_problem(p, device)
 
 
-def _check_problem(p: dict, device: str) -> None:
-    lengths, kv_lengths = p["lengths"], p["kv_lengths"] or p["lengths"]
-    n, Hq, Tq, Tk = len(lengths), p["Hkv"] * p["group"], sum(lengths), sum(kv_lengths)
-    generator = torch.Generator(device=device).manual_seed(p["seed"])
-    shapes = (Tq, Hq, p["D"]), (Tk, p["Hkv"], p["D"]), (Tk, p["Hkv"], p["Dv"])
+def _check_problem(p: Problem, device: str) -> None:
+    lengths, kv_lengths = p.lengths, p.kv_lengths or p.lengths
+    n, Hq, Tq, Tk = len(lengths), p.Hkv * p.group, sum(lengths), sum(kv_lengths)
+    generator = torch.Generator(device=device).manual_seed(p.seed)
+    shapes = (Tq, Hq, p.D), (Tk, p.Hkv, p.D), (Tk, p.Hkv, p.Dv)
     inputs = [
-        tensor_of(shape, layout, p["dtype"], device, generator).requires_grad_() for shape, layout in zip(shapes, p["layouts"], strict=True)
+        tensor_of(shape, layout, p.dtype, device, generator).requires_grad_() for shape, layout in zip(shapes, p.layouts, strict=True)
     ]
-    make, learned = score_mods(n, Hq, max(*lengths, *kv_lengths), device)[p["score"]]
-    mask_mod = mask_mods(n, device)[p["mask"]]
-    cu_q = offsets(lengths, device, p["offsets"])
-    cu_k = None if p["kv_lengths"] is None else offsets(kv_lengths, device, p["offsets"])
+    make, learned = score_mods(n, Hq, max(*lengths, *kv_lengths), device)[p.score]
+    mask_mod = mask_mods(n, device)[p.mask]
+    cu_q = offsets(lengths, device, p.offsets)
+    cu_k = None if p.kv_lengths is None else offsets(kv_lengths, device, p.offsets)
     out, lse = varlen_attention(
-        *inputs, cu_q, cu_k, make(*learned), mask_mod, scale=p["scale"], return_lse=True, deterministic=p["deterministic"]
+        *inputs, cu_q, cu_k, make(*learned), mask_mod, scale=p.scale, return_lse=True, deterministic=p.deterministic
     )
-    assert out.shape == (Tq, Hq, p["Dv"]) and lse.shape == (Tq, Hq) and out.dtype == p["dtype"] and lse.dtype == torch.float32
+    assert out.shape == (Tq, Hq, p.Dv) and lse.shape == (Tq, Hq) and out.dtype == p.dtype and lse.dtype == torch.float32
 
     def reference(precision):
         leaves = [
             t.detach().to(precision if i < 3 else torch.promote_types(precision, torch.float32)).requires_grad_()
             for i, t in enumerate((*inputs, *learned))
         ]
-        return leaves, *by_sequence(*leaves[:3], lengths, kv_lengths, make(*leaves[3:]), mask_mod, p["scale"], precision)
+        return leaves, *by_sequence(*leaves[:3], lengths, kv_lengths, make(*leaves[3:]), mask_mod, p.scale, precision)
 
-    exact, plain = reference(torch.float64), reference(p["dtype"])
+    exact, plain = reference(torch.float64), reference(p.dtype)
     error, allowed = (relative_error(t, exact[1]) for t in (out, plain[1]))
-    assert error <= max(2 * allowed, FLOORS[p["dtype"]]), f"error {error:.2e}, a plain computation has {allowed:.2e}"
+    assert error <= max(2 * allowed, FLOORS[p.dtype]), f"error {error:.2e}, a plain computation has {allowed:.2e}"
     seen = exact[2] > -math.inf
     assert torch.equal(lse > -math.inf, seen) and (out[~seen] == 0).all()
     # on Hopper, distances from the middle of a tile cancel in float32, up to 64 times a slope
-    atol = 4e-5 if p["score"] == "alibi" and device == "cuda" else 2e-5
+    atol = 4e-5 if p.score == "alibi" and device == "cuda" else 2e-5
     torch.testing.assert_close(lse[seen].double(), exact[2][seen], rtol=2e-6, atol=atol)
-    if not p["backward"]:
+    if not p.backward:
         return
-    weights = torch.randn(out.shape, generator=generator, device=device).to(p["dtype"]), torch.randn(lse.shape, device=device)
+    weights = torch.randn(out.shape, generator=generator, device=device).to(p.dtype), torch.randn(lse.shape, device=device)
     grads = torch.autograd.grad((out, lse), (*inputs, *learned), weights, allow_unused=True)
 
     def gradients(leaves, out, lse):
@@ -188,45 +212,16 @@ def _check_problem(p: dict, device: str) -> None:
         return [g if i >= 3 or g is None else g.transpose(0, 1)[None] for i, g in enumerate(found)]
 
     assert_gradients(
-        heads_first(grads),
-        heads_first(gradients(*exact)),
-        heads_first(gradients(*plain)),
-        [p["dtype"]] * (3 + len(learned)),
-        lse=lse.detach(),
+        heads_first(grads), heads_first(gradients(*exact)), heads_first(gradients(*plain)), [p.dtype] * (3 + len(learned)), lse=lse.detach()
     )
 
 
-@settings(max_examples=25)
-@given(problems("cpu"))
-def test_any_problem(p):
-    check_problem(p, "cpu")
+@for_any(problems, cpu=25, cuda=120)
+def test_any_problem(p, device):
+    check_problem(p, device)
 
 
-@pytest.mark.gpu
-@settings(max_examples=120)
-@given(problems("cuda"))
-def test_any_problem_on_gpu(p):
-    check_problem(p, "cuda")
-
-
-EXAMPLE = {
-    "lengths": [40, 0, 65, 1],
-    "kv_lengths": None,
-    "Hkv": 1,
-    "group": 2,
-    "D": 16,
-    "Dv": 16,
-    "dtype": torch.float32,
-    "offsets": torch.int32,
-    "layouts": ["contiguous"] * 3,
-    "score": "none",
-    "mask": "causal",
-    "backward": True,
-    "scale": None,
-    "deterministic": False,
-    "seed": 0,
-    "apart": False,
-}
+EXAMPLE = [40, 0, 65, 1]  # lengths
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -235,13 +230,13 @@ EXAMPLE = {
 @pytest.mark.parametrize("score", SCORE_MODS)
 def test_gradients(score, apart, kv_lengths, device):
     """Of captured tensors with every kind of index: sequence, head, positions and their distance."""
-    check_problem(EXAMPLE | {"score": score, "kv_lengths": kv_lengths, "apart": apart}, device)
+    check_problem(Problem(lengths=EXAMPLE, kv_lengths=kv_lengths, score=score, apart=apart), device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("apart", [False, True])
 def test_deterministic_gradients(apart, device):
-    check_problem(EXAMPLE | {"score": "bias", "deterministic": True, "apart": apart}, device)
+    check_problem(Problem(lengths=EXAMPLE, score="bias", deterministic=True, apart=apart), device)
 
 
 @pytest.mark.gpu
@@ -249,21 +244,9 @@ def test_deterministic_gradients(apart, device):
 @pytest.mark.parametrize("score", ["none", "alibi", "sequence"])
 @pytest.mark.parametrize("mask", ["causal", "prefix"])
 def test_long_sequences(mask, score, kv_lengths):
-    check_problem(
-        EXAMPLE
-        | {
-            "lengths": [2000, 4001, 1, 0, 777, 1024],
-            "kv_lengths": kv_lengths,
-            "Hkv": 2,
-            "group": 4,
-            "D": 128,
-            "Dv": 128,
-            "dtype": torch.bfloat16,
-            "score": score,
-            "mask": mask,
-        },
-        "cuda",
-    )
+    lengths = [2000, 4001, 1, 0, 777, 1024]
+    shape = dict(Hkv=2, group=4, D=128, Dv=128, dtype=torch.bfloat16)
+    check_problem(Problem(lengths=lengths, kv_lengths=kv_lengths, **shape, score=score, mask=mask), "cuda")
 
 
 def made_by(call) -> tuple[int, int, int]:

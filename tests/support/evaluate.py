@@ -12,7 +12,6 @@ import math
 from contextlib import contextmanager
 from types import SimpleNamespace
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,7 +22,6 @@ from flexpress.codegen.mod.ops import OPS
 from flexpress.codegen.run.evaluate import evaluate_mod
 from support.dense import positions
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = {"cpu": (2, 2, 20, 24), "cuda": (2, 3, 200, 333)}  # (B, H, Q_LEN, KV_LEN)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)

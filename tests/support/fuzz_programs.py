@@ -736,7 +736,7 @@ def updated(p: Program, rng: random.Random, small: int) -> None:
     """update_cache: keys, values and queries turned by RoPE, and written to their places."""
     B, ragged, D = rng.randint(1, 4), chance(rng, 0.5), rng.choice((8, 20, 64))
     counts = [rng.choice((0, 1, 2, 5, 33)) for _ in range(B)]
-    p.call.append("from support.caches import check_update")
+    p.call.append("from support.caches import Update, check_update")
     dtype = rng.choice(DTYPES)
     case = {
         "counts": counts if ragged else [max(counts)] * B,
@@ -756,7 +756,7 @@ def updated(p: Program, rng: random.Random, small: int) -> None:
         "fp8": chance(rng, 0.3),
         "seed": rng.randrange(10_000),
     }
-    p.call.append(f"check_update({case} | {{'dtype': {dtype}}}, device)  # of this module's neighbour: raises AssertionError")
+    p.call.append(f"check_update(Update(**{case}, dtype={dtype}), device)  # raises AssertionError")
     p.check = lambda names: Judged([], 1.0, {})
 
 

@@ -3,28 +3,39 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from hypothesis import strategies as st
 
 from flexpress import flex_attention
 from support.dense import dense_attention
-from support.problems import LEARNED_MODS, learned_mods, mask_arguments, mask_mods, problems, tensor_of
+from support.problems import LEARNED_MODS, Problem, learned_mods, problems, tensor_of
 
 # cancellation in dP - delta, which every flash attention computes from a rounded output, may cost some digits
 FLOORS = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 
 
-@st.composite
-def gradient_problems(draw, device):
-    return {
-        **draw(problems(device)),
-        "score": draw(st.sampled_from(LEARNED_MODS)),
-        "lse": draw(st.booleans()),
-        "deterministic": draw(st.booleans()),
-        "learned_dtype": draw(st.sampled_from([torch.float32, torch.bfloat16])),
-        "grad_layout": draw(st.sampled_from(["contiguous", "bshd", "wide_head_dim", "shared_batch"])),
-    }
+@dataclass(kw_only=True)
+class GradientProblem(Problem):
+    """`score` is a name in LEARNED_MODS. `lse`: the loss depends on it, too."""
+
+    lse: bool = False
+    deterministic: bool = False
+    learned_dtype: torch.dtype = torch.float32
+    grad_layout: str = "contiguous"
+
+
+def gradient_problems(device: str):
+    return problems(
+        device,
+        GradientProblem,
+        score=st.sampled_from(LEARNED_MODS),
+        lse=st.booleans(),
+        deterministic=st.booleans(),
+        learned_dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+        grad_layout=st.sampled_from(["contiguous", "bshd", "wide_head_dim", "shared_batch"]),
+    )
 
 
 def reference_gradients(inputs, make, mask_mod, scale, d_out, d_lse, precision):
@@ -61,37 +72,19 @@ def assert_gradients(grads, exact, plain, dtypes, factor=2.0, lse=None):
         assert error <= limit, f"gradient {i}: error {error:.2e}, a plain computation has {allowed:.2e}"
 
 
-def check_gradients(p: dict, device: str) -> None:
+def check_gradients(p: GradientProblem, device: str) -> None:
     """Gradients of q, k, v and learned tensors of a problem are as exact as a plain computation's."""
-    B, Hkv, Hq, length = p["B"], p["Hkv"], p["Hkv"] * p["group"], max(p["Q_LEN"], p["KV_LEN"])
-    Bkv = 1 if p["one_kv_batch"] else B
-    shapes = [(B, Hq, p["Q_LEN"], p["D_QK"]), (Bkv, Hkv, p["KV_LEN"], p["D_QK"]), (Bkv, Hkv, p["KV_LEN"], p["D_V"])]
-    inputs = [
-        tensor_of(shape, layout, p["dtype"], device, p["seed"] + i).requires_grad_()
-        for i, (shape, layout) in enumerate(zip(shapes, p["layouts"], strict=True))
-    ]
-    make, learned = learned_mods(B, Hq, length, device, p["learned_dtype"], p["seed"])[p["score"]]
-    inputs += [t.requires_grad_() for t in learned]
-    mask_mod = mask_mods(length, device)[p["mask"]]
-    masked = mask_arguments(p, mask_mod, Hq, device)
-    options = {} if p["USE_TMA"] is None else {"USE_TMA": p["USE_TMA"]}
-    out, lse = flex_attention(
-        *inputs[:3],
-        make(*inputs[3:]),
-        scale=p["scale"],
-        enable_gqa=True,
-        return_lse=True,
-        **masked,
-        kernel_options=options,
-        deterministic=p["deterministic"],
-    )
-    d_out = tensor_of(out.shape, p["grad_layout"], p["dtype"], device, p["seed"] + 7)
-    d_lse = torch.randn(lse.shape, device=device) if p["lse"] else None
-    outputs, weights = ((out, lse), (d_out, d_lse)) if p["lse"] else ((out,), (d_out,))
+    make, learned = learned_mods(p.B, p.Hq, p.length, device, p.learned_dtype, p.seed)[p.score]
+    inputs = [t.requires_grad_() for t in (*p.tensors(device), *learned)]
+    mask_mod = p.mask_mod(device)
+    out, lse = flex_attention(*inputs[:3], make(*inputs[3:]), **p.options(device), return_lse=True, deterministic=p.deterministic)
+    d_out = tensor_of(out.shape, p.grad_layout, p.dtype, device, p.seed + 7)
+    d_lse = torch.randn(lse.shape, device=device) if p.lse else None
+    outputs, weights = ((out, lse), (d_out, d_lse)) if p.lse else ((out,), (d_out,))
     grads = torch.autograd.grad(outputs, inputs, weights, allow_unused=True)
     for t, g in zip(inputs, grads, strict=True):
         assert g is None or (g.shape == t.shape and g.dtype == t.dtype and g.isfinite().all())
-    exact = reference_gradients(inputs, make, mask_mod, p["scale"], d_out, d_lse, torch.float64)
-    plain = reference_gradients(inputs, make, mask_mod, p["scale"], d_out, d_lse, p["dtype"])
-    rougher = torch.bfloat16 if torch.bfloat16 in (p["dtype"], p["learned_dtype"]) else p["dtype"]
-    assert_gradients(grads, exact, plain, [p["dtype"]] * 3 + [rougher] * len(learned), lse=lse.detach())
+    exact = reference_gradients(inputs, make, mask_mod, p.scale, d_out, d_lse, torch.float64)
+    plain = reference_gradients(inputs, make, mask_mod, p.scale, d_out, d_lse, p.dtype)
+    rougher = torch.bfloat16 if torch.bfloat16 in (p.dtype, p.learned_dtype) else p.dtype
+    assert_gradients(grads, exact, plain, [p.dtype] * 3 + [rougher] * len(learned), lse=lse.detach())

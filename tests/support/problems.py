@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
-import pytest
 import torch
 from hypothesis import strategies as st
 
 from flexpress import and_masks, create_block_mask, mods, or_masks
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LENGTHS = {"cpu": [1, 2, 15, 16, 17, 63, 64, 65, 100, 129], "cuda": [1, 15, 64, 129, 257, 1025, 2046]}
 HEAD_DIMS = {"cpu": [1, 8, 16, 31, 40, 64, 72], "cuda": [8, 16, 31, 64, 72, 80, 96, 128, 192, 256]}
 
@@ -57,17 +56,6 @@ def mask_mods(length: int, device: str) -> dict:
     }
 
 
-def mask_arguments(p: dict, mask_mod, heads: int, device: str) -> dict:
-    """How a problem's mask is passed to flex_attention."""
-    if mask_mod is None or p["mask_made"] == "by the call":
-        return {"mask_mod": mask_mod}
-    return {
-        "block_mask": create_block_mask(
-            mask_mod, p["B"], heads, p["Q_LEN"], p["KV_LEN"], device, p["BLOCK_SIZE"], separate_full_blocks=p["separate_full_blocks"]
-        )
-    }
-
-
 SCORE_MODS = sorted(score_mods(1, 1, "cpu"))
 MASK_MODS = sorted(mask_mods(1, "cpu"))
 LAYOUTS = ["contiguous", "bshd", "sliced", "wide_head_dim", "shared_batch"]
@@ -92,32 +80,91 @@ def tensor_of(shape, layout: str, dtype, device: str, seed: int):
     return random(B, H, S, D)
 
 
+@dataclass(kw_only=True)
+class Problem:
+    """q (B, Hkv * group, Q_LEN, D_QK), k (B, Hkv, KV_LEN, D_QK), v (B, Hkv, KV_LEN, D_V), names of mods, and how flex_attention is called.
+
+    `layouts`: those of q, k and v. `one_kv_batch`: k and v have one batch entry. `mask_made`: "before" or "by the call".
+    """
+
+    dtype: torch.dtype
+    B: int = 1
+    Hkv: int = 1
+    group: int = 2
+    Q_LEN: int
+    KV_LEN: int
+    D_QK: int
+    D_V: int
+    layouts: tuple[str, str, str] = ("contiguous",) * 3
+    score: str
+    mask: str
+    one_kv_batch: bool = False
+    BLOCK_SIZE: int | tuple[int, int] = 128
+    separate_full_blocks: bool = True
+    mask_made: str = "before"
+    scale: float | None = None
+    USE_TMA: bool | None = None
+    seed: int = 0
+
+    @property
+    def Hq(self) -> int:
+        return self.Hkv * self.group
+
+    @property
+    def length(self) -> int:
+        """That of tensors which mods capture."""
+        return max(self.Q_LEN, self.KV_LEN)
+
+    def tensors(self, device: str) -> list[torch.Tensor]:
+        """q, k and v."""
+        Bkv = 1 if self.one_kv_batch else self.B
+        shapes = [(self.B, self.Hq, self.Q_LEN, self.D_QK), (Bkv, self.Hkv, self.KV_LEN, self.D_QK), (Bkv, self.Hkv, self.KV_LEN, self.D_V)]
+        return [
+            tensor_of(shape, layout, self.dtype, device, self.seed + i)
+            for i, (shape, layout) in enumerate(zip(shapes, self.layouts, strict=True))
+        ]
+
+    def mask_mod(self, device: str):
+        return mask_mods(self.length, device)[self.mask]
+
+    def options(self, device: str) -> dict:
+        """How flex_attention is called: the mask, scale and kernel options."""
+        mask_mod, masked = self.mask_mod(device), {}
+        if mask_mod is None or self.mask_made == "by the call":
+            masked["mask_mod"] = mask_mod
+        else:
+            extents = self.B, self.Hq, self.Q_LEN, self.KV_LEN
+            masked["block_mask"] = create_block_mask(
+                mask_mod, *extents, device, self.BLOCK_SIZE, separate_full_blocks=self.separate_full_blocks
+            )
+        use_tma = {} if self.USE_TMA is None else {"USE_TMA": self.USE_TMA}
+        return {**masked, "scale": self.scale, "enable_gqa": True, "kernel_options": use_tma}
+
+
 @st.composite
-def problems(draw, device):
-    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+def problems(draw, device: str, kind: type[Problem] = Problem, **others):
+    """Problems for a device. `others`: strategies of other fields, and in place of these."""
     Q_LEN = draw(st.sampled_from(LENGTHS[device]))
-    KV_LEN = draw(st.one_of(st.just(Q_LEN), st.sampled_from(LENGTHS[device])))
     D_QK = draw(st.sampled_from(HEAD_DIMS[device]))
-    return {
-        "dtype": dtype,
-        "B": draw(st.sampled_from([1, 2])),
-        "Hkv": draw(st.sampled_from([1, 2])),
-        "group": draw(st.sampled_from([1, 2, 3, 7])),
-        "Q_LEN": Q_LEN,
-        "KV_LEN": KV_LEN,
-        "D_QK": D_QK,
-        "D_V": draw(st.one_of(st.just(D_QK), st.sampled_from(HEAD_DIMS[device]))),
-        "layouts": draw(st.tuples(*[st.sampled_from(LAYOUTS)] * 3)),
-        "score": draw(st.sampled_from(SCORE_MODS)),
-        "mask": draw(st.sampled_from(MASK_MODS)),
-        "one_kv_batch": draw(st.booleans()),
-        "BLOCK_SIZE": draw(st.sampled_from([128, 64, (32, 64), (64, 16), (256, 64)] if device == "cpu" else [128, 64, (64, 128), 256])),
-        "separate_full_blocks": draw(st.sampled_from([True, True, False])),
-        "mask_made": draw(st.sampled_from(["before", "before", "by the call"])),
-        "scale": draw(st.sampled_from([None, None, 0.3, 0.0, -0.5])),
-        "USE_TMA": draw(st.sampled_from([None, True, False])),
-        "seed": draw(st.integers(0, 99)),
+    fields = {
+        "dtype": st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+        "B": st.sampled_from([1, 2]),
+        "Hkv": st.sampled_from([1, 2]),
+        "group": st.sampled_from([1, 2, 3, 7]),
+        "KV_LEN": st.one_of(st.just(Q_LEN), st.sampled_from(LENGTHS[device])),
+        "D_V": st.one_of(st.just(D_QK), st.sampled_from(HEAD_DIMS[device])),
+        "layouts": st.tuples(*[st.sampled_from(LAYOUTS)] * 3),
+        "score": st.sampled_from(SCORE_MODS),
+        "mask": st.sampled_from(MASK_MODS),
+        "one_kv_batch": st.booleans(),
+        "BLOCK_SIZE": st.sampled_from([128, 64, (32, 64), (64, 16), (256, 64)] if device == "cpu" else [128, 64, (64, 128), 256]),
+        "separate_full_blocks": st.sampled_from([True, True, False]),
+        "mask_made": st.sampled_from(["before", "before", "by the call"]),
+        "scale": st.sampled_from([None, None, 0.3, 0.0, -0.5]),
+        "USE_TMA": st.sampled_from([None, True, False]),
+        "seed": st.integers(0, 99),
     }
+    return kind(Q_LEN=Q_LEN, D_QK=D_QK, **{name: draw(strategy) for name, strategy in (fields | others).items()})
 
 
 def learned_mods(batch: int, heads: int, length: int, device: str, dtype=torch.float32, seed: int = 0) -> dict:
