@@ -7,13 +7,21 @@ mask = create_block_mask(sliding_window(1024), None, None, S, S, device="cuda")
 out = flex_attention(q, k, v, score_mod=alibi(slopes), block_mask=mask)
 """
 
+from pathlib import Path
+
+if not Path(__file__).with_name("codegen").is_dir():
+    # the sources, not an installed package: codegen, mods and templates lie beside this folder, not in it
+    __path__.append(str(Path(__file__).parent.parent))
+
 from flexpress import flash
 from flexpress.attention import AuxOutput, AuxRequest, flex_attention
-from flexpress.block_mask import BlockMask, and_masks, create_block_mask, create_mask, noop_mask, or_masks
+from flexpress.block_mask import BlockMask
 from flexpress.cached import cached_attention
 from flexpress.explain import explain
 from flexpress.inspection import CacheInfo, cache_clear, cache_dir, cache_info, printed_kernels
 from flexpress.kv_cache import rope_table, update_cache
+from flexpress.mask_creation import create_block_mask, create_mask
+from flexpress.mask_mods import and_masks, noop_mask, or_masks
 from flexpress.pages import OutOfPages, PageAllocator
 from flexpress.plot import plot_mask
 from flexpress.varlen import varlen_attention

@@ -10,7 +10,9 @@ import torch
 
 from flexpress import checks
 from flexpress.block_lists import transposed_lists
-from flexpress.block_mask import DEFAULT_BLOCK_SIZE, BlockMask, adopt, is_foreign_mask, same_mod
+from flexpress.block_mask import DEFAULT_BLOCK_SIZE, BlockMask
+from flexpress.foreign_masks import adopt, is_foreign_mask
+from flexpress.mask_mods import same_mod
 
 from .codegen.compiling import runs_uncompiled
 from .codegen.mod.bind import bind
@@ -92,16 +94,20 @@ def flex_attention(
     Meaning: torch.nn.attention.flex_attention (Dong et al. 2024, arXiv 2412.05496). Method: FlashAttention-2 (Dao 2023, arXiv
     2307.08691) with block lists.
     """
-    if return_aux is not None:
-        if return_lse:
-            raise ValueError("return_lse and return_aux exclude each other: write return_aux=AuxRequest(lse=True)")
-        if not (hasattr(return_aux, "lse") and hasattr(return_aux, "max_scores")):  # torch's will do
-            raise TypeError(f"return_aux must be AuxRequest(lse=..., max_scores=...), got {return_aux!r}")
+    want_max = return_aux is not None and _checked_request(return_aux, return_lse).max_scores
     call = prepared(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod)
-    out, lse, max_scores = attend(call, return_aux is not None and return_aux.max_scores, deterministic)
+    out, lse, max_scores = attend(call, want_max, deterministic)
     if return_aux is not None:
         return out, AuxOutput(lse if return_aux.lse else None, max_scores)
     return (out, lse) if return_lse else out
+
+
+def _checked_request(return_aux, return_lse: bool) -> AuxRequest:
+    if return_lse:
+        raise ValueError("return_lse and return_aux exclude each other: write return_aux=AuxRequest(lse=True)")
+    if not (hasattr(return_aux, "lse") and hasattr(return_aux, "max_scores")):  # torch's will do
+        raise TypeError(f"return_aux must be AuxRequest(lse=..., max_scores=...), got {return_aux!r}")
+    return return_aux
 
 
 def attend(call: tuple, want_max: bool, deterministic: bool) -> tuple:

@@ -1,4 +1,4 @@
-"""BlockMask: which blocks of the attention matrix are empty, partial or full; and the functions that make and combine masks.
+"""BlockMask: which blocks of the attention matrix are empty, partial or full. Made of lists, sliced, cut, moved and compared.
 
 The attributes have the names and the meaning of torch.nn.attention.flex_attention.BlockMask, whose objects are accepted
 wherever ours are.
@@ -6,68 +6,25 @@ wherever ours are.
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections.abc import Callable
 
 import torch
 
-from flexpress.block_lists import (
-    capturing,
-    kernel_size,
-    listed_status,
-    mask_mod_of_lists,
-    read_lists,
-    regridded,
-    status_of,
-    transposed_lists,
-)
+from flexpress.block_lists import capturing, kernel_size, listed_status, mask_mod_of_lists, read_lists, regridded
 from flexpress.checks import block_size, pair, whole
+from flexpress.mask_attributes import MaskAttributes
+from flexpress.mask_mods import noop_mask, same_mod
 from flexpress.slices import Selection, selected, shown, take, three_indices
 
 from .codegen.compiling import runs_uncompiled
-from .codegen.mod.bind import bind
-from .codegen.mod.capture import name_of
-from .codegen.mod.errors import ModError
-from .codegen.mod.tensors import check_surroundings, read_captured
-from .codegen.run import masks
+from .codegen.mod.tensors import check_surroundings
 from .codegen.run.forward import BlockLists
 
 DEFAULT_BLOCK_SIZE = 128
 
 
-def noop_mask(b, h, q_idx, kv_idx):
-    """The mask that hides nothing."""
-    return b.new_ones((), dtype=torch.bool)
-
-
-def and_masks(*mask_mods: Callable) -> Callable:
-    """The mask_mod that is true where all of `mask_mods` are. Source: torch.nn.attention.flex_attention.and_masks."""
-    return _combined(mask_mods, "and", lambda b: b.new_ones((), dtype=torch.bool), lambda x, y: x & y)
-
-
-def or_masks(*mask_mods: Callable) -> Callable:
-    """The mask_mod that is true where any of `mask_mods` is. Source: torch.nn.attention.flex_attention.or_masks."""
-    return _combined(mask_mods, "or", lambda b: b.new_zeros((), dtype=torch.bool), lambda x, y: x | y)
-
-
-def _combined(mask_mods: tuple, word: str, start: Callable, join: Callable) -> Callable:
-    for i, mod in enumerate(mask_mods):
-        if not callable(mod):
-            raise TypeError(f"{word}_masks: argument {i} must be a mask_mod, got {type(mod).__name__}")
-
-    def combined(b, h, q_idx, kv_idx):
-        result = start(b)
-        for mod in mask_mods:
-            result = join(result, mod(b, h, q_idx, kv_idx))
-        return result
-
-    combined.__name__ = f"_{word}_".join(map(name_of, mask_mods)) or f"{word}_masks"
-    return combined
-
-
 @runs_uncompiled
-class BlockMask:
+class BlockMask(MaskAttributes):
     """A block-sparse mask.
 
     seq_lengths           (Q_LEN, KV_LEN). May be set: other lengths in the same blocks; what lists name beyond them is dropped
@@ -187,39 +144,6 @@ class BlockMask:
             noop_mask if mask_mod is None else mask_mod,
         )
 
-    def as_tuple(self, flatten: bool = True) -> tuple:
-        """The attributes in the order of torch 2.13's as_tuple; flatten=False keeps seq_lengths and BLOCK_SIZE as pairs.
-
-        Q_LEN, KV_LEN, four lists, four transposed lists, four times None (torch's orders of dQ writes, which no kernel here needs),
-        Q block, KV block, mask_mod.
-        """
-        lengths, size = (self.seq_lengths, self.BLOCK_SIZE) if flatten else ((self.seq_lengths,), (self.BLOCK_SIZE,))
-        return (
-            *lengths,
-            self.kv_num_blocks,
-            self.kv_indices,
-            self.full_kv_num_blocks,
-            self.full_kv_indices,
-            self.q_num_blocks,
-            self.q_indices,
-            self.full_q_num_blocks,
-            self.full_q_indices,
-            None,
-            None,
-            None,
-            None,
-            *size,
-            self.mask_mod,
-        )
-
-    def as_lists(self) -> BlockLists:
-        """The mask's own lists: 4-dimensional, contiguous, int32, not to be written to."""
-        return self._lists
-
-    def as_transposed_lists(self) -> BlockLists:
-        """The transposed lists (query blocks for each KV block), in the fields of the others."""
-        return transposed_lists(self._lists, self._seq_lengths[1])
-
     def for_kernels(self) -> tuple[BlockLists, Callable]:
         """The lists that kernels walk, and the mask_mod of their partial blocks: the mask's own, unless its blocks do not suit them
         (see kernel_size). Then lists of other blocks, with a mask_mod that knows of the mask's own where mask_mod alone does not."""
@@ -261,43 +185,6 @@ class BlockMask:
     def _tables(self) -> tuple[torch.Tensor | None, ...]:
         lists = self._lists
         return lists.kv_num_blocks, lists.kv_indices, lists.full_kv_num_blocks, lists.full_kv_indices
-
-    def _shown(self, tensor: torch.Tensor | None, width: int | None = None) -> torch.Tensor | None:
-        """A list as users get it: a copy, with B and H where the mask was made with them, and at least `width` entries in a row."""
-        if tensor is None:
-            return None
-        tensor = tensor.reshape(*self._leading, *tensor.shape[2:])
-        missing = 0 if width is None else width - tensor.shape[-1]
-        return torch.nn.functional.pad(tensor, (0, missing)) if missing > 0 else tensor.clone()
-
-    BLOCK_SIZE = property(lambda self: (self._lists.q_block, self._lists.kv_block))
-    kv_num_blocks = property(lambda self: self._shown(self._lists.kv_num_blocks))
-    kv_indices = property(lambda self: self._shown(self._lists.kv_indices, self._grid[1]))
-    full_kv_num_blocks = property(lambda self: self._shown(self._lists.full_kv_num_blocks))
-    full_kv_indices = property(lambda self: self._shown(self._lists.full_kv_indices, self._grid[1]))
-    q_num_blocks = property(lambda self: self._shown(self.as_transposed_lists().kv_num_blocks))
-    q_indices = property(lambda self: self._shown(self.as_transposed_lists().kv_indices, self._grid[0]))
-    full_q_num_blocks = property(lambda self: self._shown(self.as_transposed_lists().full_kv_num_blocks))
-    full_q_indices = property(lambda self: self._shown(self.as_transposed_lists().full_kv_indices, self._grid[0]))
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """(B, H, Q_LEN, KV_LEN)"""
-        return (*self._leading, *self._seq_lengths)
-
-    def numel(self) -> int:
-        """Positions in the mask, hidden ones included."""
-        return torch.Size(self.shape).numel()
-
-    def sparsity(self) -> float:
-        """The percentage of positions that lie in empty blocks."""
-        status = self._status()
-        return 100.0 * (1.0 - torch.count_nonzero(status).item() / status.numel()) if status.numel() else 0.0
-
-    def to_dense(self) -> torch.Tensor:
-        """int32 (B, H, rows, columns): 1 where a block is partial or full."""
-        status = self._status()
-        return (status != 0).to(torch.int32).reshape(*self._leading, *status.shape[-2:])
 
     def to(self, device) -> BlockMask:
         """The same mask with its lists on another device."""
@@ -406,180 +293,6 @@ class BlockMask:
         # masks are keys in users' caches as torch's are: equal ones must agree, and hashing must not wait for a device
         return hash((self.seq_lengths, self.BLOCK_SIZE))
 
-    @property
-    def _grid(self) -> tuple[int, int]:
-        """Rows and columns of blocks; lists may have more rows and fewer columns."""
-        return tuple(-(-n // size) for n, size in zip(self.seq_lengths, self.BLOCK_SIZE, strict=True))
-
-    def _status(self) -> torch.Tensor:
-        """int8 (B, H, rows, columns): 0 empty, 1 partial, 2 full."""
-        rows, columns = self._grid
-        return status_of(self._lists, columns)[:, :, :rows]
-
     def _selected(self) -> Selection | None:
         """How mask_mod was made of another by slicing; None if it was not, or has been replaced since."""
         return self._selection if self._selection is not None and self._selection.mask_mod is self.mask_mod else None
-
-    def to_string(self, grid_size: int | tuple[int, int] = (20, 20), limit: int = 4) -> str:
-        """A picture of the blocks: full, partial (or mixed) and empty as `██`, `░░` and blanks, one batch and head each.
-
-        grid_size is the largest number of (rows, columns) drawn, -1 for all of them; `limit` the number of pictures.
-        """
-        status = self._status().cpu()
-        rows, columns = status.shape[-2:]
-        limits = (rows, columns) if grid_size == -1 else (grid_size, grid_size) if isinstance(grid_size, int) else grid_size
-        step_r, step_c = (max(1, -(-n // most)) for n, most in zip((rows, columns), limits, strict=True))
-        pictures = []
-        for z, h in itertools.product(range(status.shape[0]), range(status.shape[1])):
-            if len(pictures) == limit:
-                pictures.append(f"... {status.shape[0] * status.shape[1] - limit} more; raise limit= to see them")
-                break
-            lines = [f"({z}, {h})"]
-            for r in range(0, rows, step_r):
-                cells = (status[z, h, r : r + step_r, c : c + step_c] for c in range(0, columns, step_c))
-                lines.append("".join("  " if not cell.any() else "██" if bool((cell == 2).all()) else "░░" for cell in cells))
-            pictures.append("\n".join(lines))
-        return "\n\n".join(pictures)
-
-    def __repr__(self) -> str:
-        return (
-            f"BlockMask(shape={self.shape}, BLOCK_SIZE={self.BLOCK_SIZE}, sparsity={self.sparsity():.2f}%, "
-            f"mask_mod={name_of(self.mask_mod)})"
-        )
-
-    def __str__(self) -> str:
-        return f"{self!r}\n{self.to_string()}"
-
-
-def same_mod(mod, other, kind: str) -> bool:
-    """Whether two mods are one function, or have the same code and capture equal values: one trace, which fits both."""
-    if mod is other:
-        return True
-    try:
-        (graph, values), (other_graph, other_values) = bind(mod, kind), bind(other, kind)
-    except (ModError, TypeError):  # not for tracing, so known by identity only
-        return False
-    return graph is other_graph and all(_same_value(x, y) for x, y in zip(values, other_values, strict=True))
-
-
-def _same_value(value, other) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value is other or (value.device == other.device and torch.equal(value, other))
-    return value == other or (value != value and other != other)
-
-
-def is_foreign_mask(mask) -> bool:
-    """Is this a BlockMask of torch's, or of its kind?"""
-    return all(hasattr(mask, a) for a in ("kv_num_blocks", "kv_indices", "BLOCK_SIZE", "mask_mod", "seq_lengths"))
-
-
-_adopted: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # masks of torch's, with what was read and the BlockMask of it
-
-
-@runs_uncompiled
-def adopt(mask) -> BlockMask:
-    """The BlockMask of one of torch's, or of its kind: made once, and again after its lists or lengths were changed; at every call if lists
-    are tensors of inference mode, of which torch does not notice that. While a CUDA graph is captured it is made for the graph, whose
-    replays read the lists anew."""
-    tables = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
-    kept = isinstance(tables[1], torch.Tensor) and not (tables[1].is_cuda and torch.cuda.is_current_stream_capturing())
-    try:
-        state = [mask.seq_lengths, mask.BLOCK_SIZE, *(None if t is None else (id(t), t._version) for t in tables)]
-        found = _adopted.get(mask) if kept else None
-    except (AttributeError, TypeError, RuntimeError):  # no tensors, of inference mode, or a mask that cannot be a key
-        kept = found = None
-    if found is None or found[0] != state:
-        made = BlockMask(mask.seq_lengths, *tables, mask.BLOCK_SIZE, mask.mask_mod)
-        if not kept:
-            return made
-        found = _adopted[mask] = state, tables, made  # holding the tensors, so that no other gets the id of one
-    found[2].mask_mod = mask.mask_mod
-    return found[2]
-
-
-@runs_uncompiled
-def create_block_mask(
-    mask_mod: Callable,
-    B: int | None,
-    H: int | None,
-    Q_LEN: int,
-    KV_LEN: int,
-    device=None,
-    BLOCK_SIZE: int | tuple[int, int] = DEFAULT_BLOCK_SIZE,
-    *,
-    separate_full_blocks: bool = True,
-    capacity: int | None = None,
-) -> BlockMask:
-    """The BlockMask of `mask_mod(b, h, q_idx, kv_idx) -> bool` for B x H masks of Q_LEN x KV_LEN.
-
-    B, H                  None (or 1) if the mask is the same for every batch entry or head
-    device                of the lists; the current accelerator by default, else the CPU
-    BLOCK_SIZE            one size or (Q, KV), of any number of positions. Attention is fastest with 128; where no tile of 16 positions
-                          divides a size, kernels walk blocks of 128 made of these
-    separate_full_blocks  False: list full blocks as partial ones too, so that mask_mod is evaluated everywhere
-
-    capacity              most partial (and most full) blocks that a row may have. By default the lists are as wide as the densest row
-                          needs, for which the host waits; with a capacity it does not, so a CUDA graph may hold the call. A
-                          row with more blocks stops the program (a device-side assertion)
-
-    Printed kernels decide whole blocks by bounds of mask_mod where bounds tell, and evaluate it position by position in the others; no
-    mask of Q_LEN x KV_LEN is ever in memory. Raises ModError if the mod cannot be traced, ValueError or TypeError for other arguments.
-    """
-    check_surroundings("create_block_mask")
-    extents, size = _extents(B, H, Q_LEN, KV_LEN), block_size(BLOCK_SIZE)
-    capacity = capacity if capacity is None else whole("capacity", capacity)
-    device = resolve_device(device)
-    bound = bind(mask_mod, "mask")
-    read_captured(bound, device, "mask_mod")
-    lists = masks.create_lists(bound, extents, device, size, separate_full_blocks, capacity)
-    full = lists[2:] if separate_full_blocks else (None, None)
-    return BlockMask._made(extents[2:], BlockLists(*lists[:2], *full, *size, interior=True), mask_mod, decided_by=mask_mod)
-
-
-@runs_uncompiled
-def create_mask(mod_fn: Callable, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, device=None) -> torch.Tensor:
-    """The dense mask, bool (B, H, Q_LEN, KV_LEN), of a mask_mod; or of a score_mod, where it does not turn a zero score into -inf.
-
-    For looking at and for tests: attention never needs it.
-    """
-    check_surroundings("create_mask")
-    if not callable(mod_fn):
-        raise TypeError(f"mod_fn must be a mask_mod or a score_mod, got {type(mod_fn).__name__}")
-    extents, device = _extents(B, H, Q_LEN, KV_LEN), resolve_device(device)
-    kind = "score" if _positional(mod_fn) == 5 else "mask"
-    bound = bind(mod_fn, kind)
-    read_captured(bound, device, f"{kind}_mod")
-    return masks.dense_mask(bound, *extents, device)
-
-
-def _positional(mod) -> int:
-    import inspect
-
-    try:
-        parameters = inspect.signature(mod).parameters.values()
-    except (TypeError, ValueError):  # a builtin without a signature: tracing will tell
-        return 4
-    return sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
-
-
-def _extents(B: int | None, H: int | None, Q_LEN: int, KV_LEN: int) -> tuple[int, int, int, int]:
-    """(B, H, Q_LEN, KV_LEN) of a mask, checked; None stands for 1."""
-    return (*(1 if n is None else whole(name, n, 1) for name, n in (("B", B), ("H", H))), whole("Q_LEN", Q_LEN), whole("KV_LEN", KV_LEN))
-
-
-def resolve_device(device) -> torch.device:
-    """A device with its index, so that it compares equal to a tensor's. Raises TypeError for what is none, NotImplementedError for one
-    without kernels."""
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        if isinstance(device, bool):
-            raise TypeError
-        device = torch.device(device)
-    except (TypeError, RuntimeError) as error:
-        raise TypeError(f"device must be a torch.device or its name, got {device!r}") from error
-    if device.type not in ("cpu", "cuda"):
-        raise NotImplementedError(f"device is {str(device)!r}; kernels run on CUDA or ROCm GPUs ('cuda') and, interpreted, on 'cpu'")
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return device

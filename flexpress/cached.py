@@ -13,7 +13,7 @@ from flexpress.cache_checks import check_batch, check_contents, check_no_gradien
 from .codegen.compiling import runs_uncompiled
 from .codegen.mod.bind import bind
 from .codegen.mod.tensors import check_surroundings, read_captured
-from .codegen.run.decode import decode
+from .codegen.run.decode import Cached, decode
 from .codegen.run.forward import keys_of, output_like
 from .codegen.run.masks import automatic_lists
 from .codegen.run.prefill import BLOCK, prefill, serves
@@ -79,7 +79,15 @@ def cached_attention(
     Method: flash decoding (Dao et al. 2023), paged attention (Kwon et al. 2023, arXiv 2309.06180).
     """
     check_surroundings("cached_attention")
-    ragged = cu_seqlens_q is not None
+    placed = _placed(query, k_cache, v_cache, kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale, v_scale, check)
+    out, lse = _attend(*placed, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant)
+    return (out, lse) if return_lse else out
+
+
+def _placed(
+    query, k_cache, v_cache, kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale, v_scale, check
+) -> tuple[torch.Tensor, Cached, torch.Tensor | None]:
+    """query as kernels read it, where the sequences are, and q_offset; all checked."""
     if torch._C._is_any_autocast_enabled():
         (query,) = checks.autocast(query)
     where, q_offset = check_batch(
@@ -94,7 +102,12 @@ def cached_attention(
         check_no_gradients("cached_attention", _INSTEAD, query=query, k_cache=k_cache, v_cache=v_cache, k_scale=k_scale, v_scale=v_scale)
     if check or (check is None and query.device.type == "cpu"):
         check_contents(query, k_cache, where, q_offset)
-    query = query.resolve_neg() if query.is_neg() else query
+    return query.resolve_neg() if query.is_neg() else query, where, q_offset
+
+
+def _attend(query, where: Cached, q_offset, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant: bool) -> tuple:
+    """out and lse of arguments that are checked, but scale and the mods."""
+    ragged = where.cu_q is not None
     q = query.transpose(0, 1)[None] if ragged else query
     k, v = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
     Z, Hq = where.kv_lens.shape[0], q.shape[1]
@@ -102,15 +115,12 @@ def cached_attention(
     KV_LEN = k.shape[2] * (1 if where.pages is None else where.pages.shape[1])
     if ragged:
         out = query.new_empty((*query.shape[:2], v.shape[3]))
-        lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
         to_fill = out.transpose(0, 1)[None]
     else:
         to_fill = out = output_like(q, v.shape[3])
-        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    lse = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
     if 0 in (out.numel(), KV_LEN, Z, max_q, k.shape[0]):
-        out.zero_()
-        lse.fill_(float("-inf"))
-        return (out, lse) if return_lse else out
+        return out.zero_(), lse.fill_(float("-inf"))
 
     masked = mask_mod is not None or max_q > 1 or q_offset is not None  # else one query, which sees all that there is
     position = _position_from(q_offset, where.kv_lens, where.cu_q, q.shape[2])
@@ -129,11 +139,11 @@ def cached_attention(
         if case is not None:  # a kernel that counts positions itself
             own = _bound(score_mod, "score", query.device), _bound(mask_mod or _causal, "mask", query.device)
             if prefill(q, k, v, (to_fill, lse), scale, *own, lists, where, q_offset, case):
-                return (out, lse) if return_lse else out
+                return out, lse
     if score_mod is not None:
         score = _bound(_score_from(score_mod, position), "score", query.device)
     decode(q, k, v, (to_fill, lse), scale, score, mask, keys_of(score, mask, (Z, Hq, max_q, KV_LEN)), lists, cached=where)
-    return (out, lse) if return_lse else out
+    return out, lse
 
 
 def _bound(mod: Callable | None, kind: str, device: torch.device) -> tuple | None:

@@ -280,3 +280,21 @@ def check_tile_fits_mask(options: Options, q_block: int, kv_block: int) -> None:
                 f"kernel_options[{name!r}] = {tile[name]} does not divide the block mask's block size {size}; "
                 "choose a divisor or make the mask with another BLOCK_SIZE"
             )
+
+
+def resolve_device(device) -> torch.device:
+    """A device with its index, so that it compares equal to a tensor's. Raises TypeError for what is none, NotImplementedError for one
+    without kernels."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        if isinstance(device, bool):
+            raise TypeError
+        device = torch.device(device)
+    except (TypeError, RuntimeError) as error:
+        raise TypeError(f"device must be a torch.device or its name, got {device!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"device is {str(device)!r}; kernels run on CUDA or ROCm GPUs ('cuda') and, interpreted, on 'cpu'")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device

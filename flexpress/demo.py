@@ -10,8 +10,9 @@ import torch
 
 from flexpress import mods
 from flexpress.attention import flex_attention
-from flexpress.block_mask import BlockMask, create_block_mask
+from flexpress.block_mask import BlockMask
 from flexpress.inspection import cache_info, printed_kernels
+from flexpress.mask_creation import create_block_mask
 
 _TOLERANCE = 2.0  # the error may be this many times that of plain attention in the same dtype
 _REPEATS = 20  # on a GPU

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -73,10 +73,7 @@ def explain(
             raw_tops=reason is None and score is not None and scores_are_raw(as_sum(score[0]), scale > 0),
         )
         lines.append(_line("backward", reason))
-    for name, mod, kind in (("score_mod", score_mod, "score"), ("mask_mod", mask_mod or getattr(block_mask, "mask_mod", None), "mask")):
-        reason = mod is not None and why_every_call(mod, kind)
-        if reason:
-            lines.append(f"{name} is traced at every call: it {reason}")
+    lines += _traced_at_every_call(score_mod, mask_mod or getattr(block_mask, "mask_mod", None))
     if arch == "cpu":
         lines.append("on the CPU kernels run in Triton's interpreter, for tests")
     return "\n".join(lines)
@@ -84,3 +81,11 @@ def explain(
 
 def _line(what: str, reason: str | None) -> str:
     return f"{what:<9} TRITON: {reason}" if reason else f"{what:<9} GLUON"
+
+
+def _traced_at_every_call(score_mod: Callable | None, mask_mod: Callable | None) -> Iterator[str]:
+    """A line for each that is."""
+    for name, mod, kind in (("score_mod", score_mod, "score"), ("mask_mod", mask_mod, "mask")):
+        reason = mod is not None and why_every_call(mod, kind)
+        if reason:
+            yield f"{name} is traced at every call: it {reason}"

@@ -10,6 +10,7 @@ from flexpress.checks import positive, whole
 
 from .codegen.compiling import runs_uncompiled
 from .codegen.mod.tensors import check_memory, check_surroundings
+from .codegen.run.decode import Cached
 from .codegen.run.update_cache import update
 
 
@@ -87,52 +88,27 @@ def update_cache(
     check_surroundings("update_cache")
     if torch._C._is_any_autocast_enabled():
         key, value, query = checks.autocast(key, value, query)
-    cached, q_offset = check_batch(
-        "key",
-        key,
-        k_cache,
-        v_cache,
-        kv_len,
-        page_table,
-        cache_loc,
-        cu_seqlens_q,
-        max_q_len,
-        q_offset,
-        k_scale,
-        v_scale,
-        (value, query, rope),
-        _check_new,
-    )
-    ragged = cu_seqlens_q is not None
+    tables = kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale, v_scale
+    cached, q_offset = check_batch("key", key, k_cache, v_cache, *tables, (value, query, rope), _check_new)
     if torch.is_grad_enabled():
-        check_no_gradients(
-            "update_cache",
-            "call it under torch.no_grad()",
-            key=key,
-            value=value,
-            query=query,
-            k_cache=k_cache,
-            v_cache=v_cache,
-            rope=rope,
-            k_scale=k_scale,
-            v_scale=v_scale,
-        )
+        tensors = {"key": key, "value": value, "query": query, "k_cache": k_cache, "v_cache": v_cache, "rope": rope}
+        check_no_gradients("update_cache", "call it under torch.no_grad()", **tensors, k_scale=k_scale, v_scale=v_scale)
     if check or (check is None and key.device.type == "cpu"):
-        reached = check_contents(key, k_cache, cached, q_offset, written=True)
-        if rope is not None and reached > rope.shape[0]:
-            raise ValueError(
-                f"rope {tuple(rope.shape)} has {rope.shape[0]} positions, but a new token has position {reached - 1}: make it "
-                f"with rope_table({reached}, ...) or longer"
-            )
+        _check_positions(rope, check_contents(key, k_cache, cached, q_offset, written=True))
     if key.numel() == 0:
         return None if query is None else query.clone()
+    return _update(key, value, query, k_cache, v_cache, cached, q_offset, rope, interleaved)
+
+
+def _update(key, value, query, k_cache, v_cache, cached: Cached, q_offset, rope, interleaved: bool) -> torch.Tensor | None:
+    """update_cache of arguments that are checked."""
     k, v = _readable(key), _readable(value)
     q = q_out = None
     if rope is not None:
         q = k[:, :0] if query is None else _readable(query)
         q_out = torch.empty_like(q)
     tensors = k, v, q, q_out
-    if not ragged:  # tokens before heads
+    if cached.cu_q is None:  # tokens before heads
         tensors = tuple(t if t is None else t.transpose(1, 2) for t in tensors)
     update(*tensors[:2], k_cache, v_cache, cached, q_offset, rope, *tensors[2:], interleaved=interleaved)
     return None if query is None else q_out
@@ -167,6 +143,15 @@ def _check_new(key, k_cache, v_cache, value, query, rope) -> None:
         raise ValueError(f"the head dims of k_cache and v_cache must be contiguous, got strides {k_cache.stride()} and {v_cache.stride()}")
     check_writable("k_cache", k_cache)
     check_writable("v_cache", v_cache)
+
+
+def _check_positions(rope: torch.Tensor | None, reached: int) -> None:
+    """Has rope a row for every one of the positions that are `reached`?"""
+    if rope is not None and reached > rope.shape[0]:
+        raise ValueError(
+            f"rope {tuple(rope.shape)} has {rope.shape[0]} positions, but a new token has position {reached - 1}: make it "
+            f"with rope_table({reached}, ...) or longer"
+        )
 
 
 def _check_rope(rope: torch.Tensor, key: torch.Tensor) -> None:

@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 import torch
 
-from flexpress.block_mask import DEFAULT_BLOCK_SIZE, BlockMask, adopt, create_block_mask, is_foreign_mask
+from flexpress.block_mask import DEFAULT_BLOCK_SIZE, BlockMask
+from flexpress.foreign_masks import adopt, is_foreign_mask
+from flexpress.mask_creation import create_block_mask
 
 from .codegen.compiling import runs_uncompiled
 from .codegen.mod.capture import name_of
@@ -57,18 +59,27 @@ def plot_mask(
         blocks = "blocks of {} x {}".format(*mask.BLOCK_SIZE)
         title = f"{name_of(mask.mask_mod)} {tuple(mask.seq_lengths)}{place}, {blocks}, {one.sparsity():.1f}% empty"
     try:
-        from matplotlib.colors import ListedColormap
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
+        figure = _figure(one, title)
     except ImportError:
         text = f"{title}\n{one.to_string((32, 64)).partition(chr(10))[2]}\n██ full  ░░ partial or mixed"
         missing = f"{os.fspath(path)} was not written: " if path is not None else ""
         print(f"{text}\n{missing}matplotlib makes a picture of this (pip install matplotlib)")
         return text
+    if path is None:
+        return figure
+    figure.savefig(path, dpi=150)
+    return path
 
-    status = one._status()[0, 0]
+
+def _figure(mask: BlockMask, title: str):
+    """A matplotlib Figure of a mask's first batch entry and head. Raises ImportError where there is no matplotlib."""
+    from matplotlib.colors import ListedColormap
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    status = mask._status()[0, 0]
     shares = [(status == kind).float().mean().item() if status.numel() else 0.0 for kind in range(3)]
-    (Q_LEN, KV_LEN), size = one.seq_lengths, one.BLOCK_SIZE
+    (Q_LEN, KV_LEN), size = mask.seq_lengths, mask.BLOCK_SIZE
     cells, steps = _reduced(status, _CELLS)
     figure = Figure(figsize=(6.4, 6.4), layout="constrained")
     axes = figure.subplots()
@@ -98,10 +109,7 @@ def plot_mask(
         ncols=3,
         frameon=False,
     )
-    if path is None:
-        return figure
-    figure.savefig(path, dpi=150)
-    return path
+    return figure
 
 
 def _block_mask(mask, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE) -> BlockMask:

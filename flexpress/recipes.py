@@ -52,7 +52,7 @@ def make(*names: str) -> tuple[Callable | None, Callable | None]:
 
         score_mod, mask_mod = make("alibi", "causal")
     """
-    from flexpress.block_mask import and_masks
+    from flexpress.mask_mods import and_masks
 
     unknown = [name for name in names if name not in RECIPES]
     if unknown:

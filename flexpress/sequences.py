@@ -12,99 +12,18 @@ Nothing here knows a kernel: an attention operation takes the tensors that it ne
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 
-from flexpress.checks import CACHE_DTYPES, DTYPES, positive, whole
+from flexpress.attention_info import AttentionInfo, CacheConfig, PositionalEmbeddingConfig
+from flexpress.checks import whole
+from flexpress.step_tensors import StepTensors
+from flexpress.token_ids import flatten, integers
+
+__all__ = ["ARG_NAMES", "AttentionInfo", "CacheConfig", "PositionalEmbeddingConfig", "SequenceInfo"]
 
 ARG_NAMES = ("input_ids", "seq_len", "input_pos", "cache_loc", "pages_per_seq", "seq_start", "page_table")
-
-
-@dataclass(frozen=True)
-class CacheConfig:
-    """How a cache is stored. dtype: of its elements, float16, bfloat16, float32 or float8_e4m3fn; None for that of the keys and values.
-
-    Raises TypeError for another dtype.
-    """
-
-    dtype: torch.dtype | None = None
-
-    def __post_init__(self) -> None:
-        if self.dtype is not None and self.dtype not in CACHE_DTYPES:
-            raise TypeError(f"dtype of a cache is {self.dtype!r}; it must be float16, bfloat16, float32, float8_e4m3fn or None")
-
-
-@dataclass(frozen=True)
-class PositionalEmbeddingConfig:
-    """How queries and keys are told their positions.
-
-    mode              None (not here), or "rope": rotary embedding (Su et al. 2021, arXiv:2104.09864)
-    rope_theta        pair i of rope_dim / 2 turns by (position / rope_scale) * rope_theta ** (-2 i / rope_dim) radians
-    rope_scale        positions are divided by it (linear position interpolation)
-    rope_dim          how many of a head's first elements turn; 0: all
-    rope_interleaved  a pair is elements (2 i, 2 i + 1); else (i, i + rope_dim / 2)
-    Raises ValueError for another mode, for theta or scale that are not positive and finite, and for an odd or negative rope_dim; TypeError
-    for what is no number.
-    """
-
-    mode: str | None = None
-    rope_theta: float = 10000.0
-    rope_scale: float = 1.0
-    rope_dim: int = 0
-    rope_interleaved: bool = False
-
-    def __post_init__(self) -> None:
-        if self.mode not in (None, "rope"):
-            raise ValueError(f"mode is {self.mode!r}; it must be None or 'rope'")
-        for name in ("rope_theta", "rope_scale"):
-            positive(name, getattr(self, name))
-        if whole("rope_dim", self.rope_dim) % 2:
-            raise ValueError(f"rope_dim is {self.rope_dim}; it must be even: elements turn in pairs")
-        if not isinstance(self.rope_interleaved, bool):
-            raise TypeError(f"rope_interleaved must be a bool, got {self.rope_interleaved!r}")
-
-
-@dataclass(frozen=True)
-class AttentionInfo:
-    """One attention layer: query heads, key/value heads, elements of a head, dtype of q, k and v, its cache and its positions.
-
-    Raises ValueError if num_heads is no multiple of num_kv_heads, or if more elements turn than a head has; TypeError for another dtype
-    than float16, bfloat16 and float32.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    cache_config: CacheConfig = CacheConfig()
-    pos_embd_config: PositionalEmbeddingConfig = PositionalEmbeddingConfig()
-
-    def __post_init__(self) -> None:
-        for name in ("num_heads", "num_kv_heads", "head_dim"):
-            whole(name, getattr(self, name), 1)
-        if self.dtype not in DTYPES:
-            raise TypeError(f"dtype is {self.dtype!r}; q, k and v must be float16, bfloat16 or float32")
-        for name, kind in (("cache_config", CacheConfig), ("pos_embd_config", PositionalEmbeddingConfig)):
-            if not isinstance(getattr(self, name), kind):
-                raise TypeError(f"{name} must be a {kind.__name__}, got {getattr(self, name)!r}")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}")
-        if self.rope_dim > self.head_dim or self.rope_dim % 2:
-            raise ValueError(f"rope_dim is {self.rope_dim}; it must be even and at most head_dim, which is {self.head_dim}")
-
-    @property
-    def cache_dtype(self) -> torch.dtype:
-        """dtype of the cache's elements."""
-        return self.cache_config.dtype or self.dtype
-
-    @property
-    def rope_dim(self) -> int:
-        """How many of a head's first elements turn; 0 without rotary embedding."""
-        return (self.pos_embd_config.rope_dim or self.head_dim) if self.pos_embd_config.mode == "rope" else 0
 
 
 class SequenceInfo:
@@ -141,19 +60,8 @@ class SequenceInfo:
         self._max_batch_size = whole("max_batch_size", max_batch_size, 1)
         self._page_size = whole("page_size", page_size) or self._max_seq_len
         self._max_num_tokens = whole("max_num_tokens", max_num_tokens) or self._max_batch_size * self._max_seq_len
-        self._lengths, self._positions, self._pages = [], [], []  # of each sequence, on the host
+        self._step = StepTensors(self._max_num_tokens, self._max_batch_size, self.max_pages_per_seq, device)
         self.num_pages = whole("num_pages", num_pages) or self._max_batch_size * self.max_pages_per_seq
-        n = self._max_batch_size
-        shapes = {
-            "input_ids": (self._max_num_tokens,),
-            "seq_len": (n,),
-            "input_pos": (n,),
-            "cache_loc": (n * self.max_pages_per_seq,),
-            "pages_per_seq": (n,),
-            "seq_start": (n,),
-            "page_table": (n, self.max_pages_per_seq),
-        }
-        self._memory = {name: torch.zeros(shape, dtype=torch.int32, device=device) for name, shape in shapes.items()}
         self.reset()
 
     # limits
@@ -180,7 +88,7 @@ class SequenceInfo:
 
     @num_pages.setter
     def num_pages(self, number: int) -> None:
-        used = max((page for pages in self._pages for page in pages), default=-1)
+        used = max((page for pages in self._step.pages for page in pages), default=-1)
         if whole("num_pages", number, self._max_batch_size) <= used:
             raise ValueError(f"num_pages is {number}, but page {used} is assigned; reset first")
         self._num_pages = int(number)
@@ -188,58 +96,58 @@ class SequenceInfo:
     @property
     def device(self) -> torch.device:
         """Where the tensors are."""
-        return self._memory["input_ids"].device
+        return self._step.device
 
     # the batch, as the host knows it
 
     @property
     def num_sequences(self) -> int:
         """n, also of sequences without new tokens."""
-        return len(self._lengths)
+        return len(self._step.lengths)
 
     @property
     def sequence_lengths(self) -> list[int]:
         """New tokens of each sequence."""
-        return list(self._lengths)
+        return list(self._step.lengths)
 
     @property
     def input_positions(self) -> list[int]:
         """Tokens of each sequence that are in the cache."""
-        return list(self._positions)
+        return list(self._step.positions)
 
     @property
     def page_assignments(self) -> list[list[int]]:
         """The pages of each sequence."""
-        return [list(pages) for pages in self._pages]
+        return [list(pages) for pages in self._step.pages]
 
     @property
     def num_tokens(self) -> int:
         """New tokens of all sequences."""
-        return sum(self._lengths)
+        return sum(self._step.lengths)
 
     @property
     def is_generate(self) -> bool:
         """Whether every sequence has one new token; input_ids is then [n, 1]."""
-        return all(length == 1 for length in self._lengths)
+        return all(length == 1 for length in self._step.lengths)
 
     # the batch, as tensors
 
     @property
     def input_ids(self) -> torch.Tensor:
         """int32 [n, 1] or [1, total]: the new tokens."""
-        flat = self._memory["input_ids"][: self.num_tokens]
+        flat = self._step.memory["input_ids"][: self.num_tokens]
         return flat[:, None] if self.is_generate else flat[None]
 
-    seq_len = property(lambda self: self._of_sequences("seq_len"), doc="int32 [n]: new tokens of each sequence.")
-    input_pos = property(lambda self: self._of_sequences("input_pos"), doc="int32 [n]: tokens of each sequence in the cache.")
-    pages_per_seq = property(lambda self: self._of_sequences("pages_per_seq"), doc="int32 [n]: pages of each sequence.")
-    seq_start = property(lambda self: self._of_sequences("seq_start"), doc="int32 [n]: where each sequence starts in input_ids.")
-    page_table = property(lambda self: self._of_sequences("page_table"), doc="int32 [n, max_pages_per_seq]: pages, then -1.")
+    seq_len = property(lambda self: self._step.of_sequences("seq_len"), doc="int32 [n]: new tokens of each sequence.")
+    input_pos = property(lambda self: self._step.of_sequences("input_pos"), doc="int32 [n]: tokens of each sequence in the cache.")
+    pages_per_seq = property(lambda self: self._step.of_sequences("pages_per_seq"), doc="int32 [n]: pages of each sequence.")
+    seq_start = property(lambda self: self._step.of_sequences("seq_start"), doc="int32 [n]: where each sequence starts in input_ids.")
+    page_table = property(lambda self: self._step.of_sequences("page_table"), doc="int32 [n, max_pages_per_seq]: pages, then -1.")
 
     @property
     def cache_loc(self) -> torch.Tensor:
         """int32 [sum of pages_per_seq]: the pages of all sequences."""
-        return self._memory["cache_loc"][: sum(map(len, self._pages))]
+        return self._step.memory["cache_loc"][: sum(map(len, self._step.pages))]
 
     @property
     def position_ids(self) -> torch.Tensor:
@@ -267,7 +175,7 @@ class SequenceInfo:
 
     def check(self) -> None:
         """ValueError if a sequence, with its new tokens, would be longer than max_seq_len or than its pages."""
-        for i, (length, position, pages) in enumerate(zip(self._lengths, self._positions, self._pages, strict=True)):
+        for i, (length, position, pages) in enumerate(zip(self._step.lengths, self._step.positions, self._step.pages, strict=True)):
             end = position + length
             if end > self._max_seq_len:
                 raise ValueError(
@@ -291,7 +199,7 @@ class SequenceInfo:
         position 0, without pages (without paging: in page i, if no other sequence has it). Ids must fit int32; those on a device are not
         checked. Raises ValueError or TypeError for bad input, and ValueError for more sequences or tokens than the limits allow.
         """
-        lengths, ids = _flatten(sequences)
+        lengths, ids = flatten(sequences)
         n, total = len(lengths), sum(lengths)
         if not 1 <= n <= self._max_batch_size:
             raise ValueError(f"sequences has {n} entries; a batch has 1 to max_batch_size = {self._max_batch_size}")
@@ -300,14 +208,13 @@ class SequenceInfo:
         if total > self._max_num_tokens:
             raise ValueError(f"sequences has {total} tokens; max_num_tokens is {self._max_num_tokens}")
         if input_pos is None:
-            positions = self._positions[:n] + [0] * (n - len(self._positions))
+            positions = self._step.positions[:n] + [0] * (n - len(self._step.positions))
         else:
-            positions = self._checked_positions(_numbers("input_pos", input_pos, n))
+            positions = self._checked_positions(integers("input_pos", input_pos, n))
         pages = self._kept_pages(n) if page_assignments is None else self._checked_pages(page_assignments, n)
-        self._set_lengths(lengths)
-        self._memory["input_ids"][:total] = self._sent(ids)
-        self._set_positions(positions)
-        self._set_pages(pages)
+        self._step.set_tokens(lengths, ids)
+        self._step.set_positions(positions)
+        self._step.set_pages(pages)
 
     def unnest_sequences(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """What belongs to each sequence in a tensor laid out as input_ids: [n, 1, ...] or [1, total, ...] -> n views [s_i, ...].
@@ -317,7 +224,7 @@ class SequenceInfo:
         shape = (self.num_sequences, 1) if self.is_generate else (1, self.num_tokens)
         if tuple(tensor.shape[:2]) != shape:
             raise ValueError(f"tensor has shape {tuple(tensor.shape)}; this batch is laid out as {shape}, any dimensions behind")
-        return list(torch.split(tensor.flatten(0, 1), self._lengths))
+        return list(torch.split(tensor.flatten(0, 1), self._step.lengths))
 
     def update_pos(self, seq_len=None, reset: bool = False) -> None:
         """Adds to the number of tokens in the cache; reset: sets it.
@@ -326,10 +233,10 @@ class SequenceInfo:
                   tokens back (those that speculative decoding has guessed wrong).
         Raises ValueError if a position leaves 0 to max_seq_len.
         """
-        numbers = self._lengths if seq_len is None else _numbers("seq_len", seq_len, self.num_sequences)
+        numbers = self._step.lengths if seq_len is None else integers("seq_len", seq_len, self.num_sequences)
         if not reset:
-            numbers = [old + more for old, more in zip(self._positions, numbers, strict=True)]
-        self._set_positions(self._checked_positions(list(numbers)))
+            numbers = [old + more for old, more in zip(self._step.positions, numbers, strict=True)]
+        self._step.set_positions(self._checked_positions(list(numbers)))
 
     def assign_cache_loc(self, page_assignments: Sequence[Sequence[int]]) -> None:
         """The pages of each sequence, one list a sequence, in the order of its tokens.
@@ -337,7 +244,7 @@ class SequenceInfo:
         Sequences may share pages; that no shared page is written is up to who assigns them. Raises ValueError for another number of
         lists, more than max_pages_per_seq pages in one, and pages outside 0 to num_pages - 1.
         """
-        self._set_pages(self._checked_pages(page_assignments, self.num_sequences))
+        self._step.set_pages(self._checked_pages(page_assignments, self.num_sequences))
 
     def reset(self) -> None:
         """A generate-only batch with nothing in the cache: token 0 for as many sequences as the limits allow, sequence i on page i."""
@@ -370,8 +277,7 @@ class SequenceInfo:
         """Moves the tensors to `device`; returns itself. TypeError for what is no device: the tensors stay int32."""
         if isinstance(device, bool) or not isinstance(device, (torch.device, str, int)):
             raise TypeError(f"device must be a torch.device or its name, got {device!r}; the tensors of a SequenceInfo stay int32")
-        device = torch.device(device)
-        self._memory = {name: memory.to(device) for name, memory in self._memory.items()}
+        self._step.to(torch.device(device))
         return self
 
     # torch.export
@@ -404,7 +310,7 @@ class SequenceInfo:
         ids = {1: Dim("tokens_per_row", max=self._most_tokens)} if self._most_tokens > 1 else {}
         if self._max_batch_size > 1:
             ids[0] = Dim("rows", max=self._max_batch_size)
-        most = self._memory["cache_loc"].shape[0]
+        most = self._step.memory["cache_loc"].shape[0]
         return (ids, batch, batch, {0: Dim("assigned_pages", max=most)} if most > 1 else {}, batch, batch, batch)
 
     def __repr__(self) -> str:
@@ -418,11 +324,8 @@ class SequenceInfo:
     def _most_tokens(self) -> int:
         return min(self._max_num_tokens, self._max_batch_size * self._max_seq_len)
 
-    def _of_sequences(self, name: str) -> torch.Tensor:
-        return self._memory[name][: self.num_sequences]
-
     def _kept_pages(self, n: int) -> list[list[int]]:
-        pages = self._pages[:n]
+        pages = self._step.pages[:n]
         taken = {page for row in pages for page in row}
         return pages + [[] if self.is_paged or i in taken else [i] for i in range(len(pages), n)]
 
@@ -433,7 +336,7 @@ class SequenceInfo:
         return positions
 
     def _checked_pages(self, assignments, n: int) -> list[list[int]]:
-        rows = [_numbers(f"page_assignments[{i}]", row) for i, row in enumerate(assignments)]
+        rows = [integers(f"page_assignments[{i}]", row) for i, row in enumerate(assignments)]
         if len(rows) != n:
             raise ValueError(f"page_assignments has {len(rows)} entries for {n} sequences")
         for i, row in enumerate(rows):
@@ -443,94 +346,3 @@ class SequenceInfo:
                 if not 0 <= page < self._num_pages:
                     raise ValueError(f"page_assignments[{i}] has page {page}; there are {self._num_pages} pages")
         return rows
-
-    def _set_lengths(self, lengths: list[int]) -> None:
-        if lengths != self._lengths:
-            self._lengths = lengths
-            self._memory["seq_len"][len(lengths) :] = 0
-            self._write("seq_len", lengths)
-            self._write("seq_start", [0, *accumulate(lengths[:-1])])
-
-    def _set_positions(self, positions: list[int]) -> None:
-        self._positions = positions
-        self._write("input_pos", positions)
-
-    def _set_pages(self, rows: list[list[int]]) -> None:
-        if rows == self._pages:
-            return
-        self._pages = rows
-        counts = [len(row) for row in rows]
-        self._write("pages_per_seq", counts)
-        self._write("cache_loc", [page for row in rows for page in row])
-        row = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(counts))
-        column = torch.arange(sum(counts)) - torch.tensor([0, *accumulate(counts[:-1])])[row]
-        self._memory["page_table"].fill_(-1)[self._sent(row), self._sent(column)] = self.cache_loc
-
-    def _write(self, name: str, numbers: list[int]) -> None:
-        self._memory[name][: len(numbers)] = self._sent(torch.tensor(numbers, dtype=torch.int32))
-
-    def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the host on the device, without waiting for it."""
-        if self.device.type == "cuda" and tensor.device.type == "cpu":
-            tensor = tensor.pin_memory()
-        return tensor.to(self.device, non_blocking=True)
-
-
-def _flatten(sequences) -> tuple[list[int], torch.Tensor]:
-    """Lengths, and all ids in one integer tensor [total]; int32 where it lies on the host."""
-    if isinstance(sequences, torch.Tensor) and sequences.dim() != 2:
-        raise ValueError(f"sequences must be [n, s] as one tensor, got shape {tuple(sequences.shape)}")
-    if not isinstance(sequences, (Sequence, torch.Tensor)) or isinstance(sequences, str):
-        raise TypeError(f"sequences must be a list of sequences, or a tensor, got {type(sequences).__name__}")
-    together = _one_list(sequences)
-    if together is not None:
-        parts, lengths = [together], [len(sequence) for sequence in sequences]
-    else:
-        parts = [_ids(i, sequence) for i, sequence in enumerate(sequences)]
-        lengths = [len(part) for part in parts]
-    devices = {part.device for part in parts}
-    ids = torch.cat(parts if len(devices) == 1 else [part.cpu() for part in parts]) if parts else torch.empty(0)
-    if ids.device.type == "cpu" and ids.numel() and not -(2**31) <= int(ids.min()) <= int(ids.max()) < 2**31:
-        raise ValueError("sequences has an id that does not fit int32")
-    return lengths, ids
-
-
-def _one_list(sequences) -> torch.Tensor | None:
-    """Lists of ids, as they mostly are, in one tensor, several times as fast as one by one. None if they are anything else, or wrong."""
-    if not all(type(sequence) is list for sequence in sequences):
-        return None
-    try:
-        ids = torch.tensor([number for sequence in sequences for number in sequence])
-    except (TypeError, ValueError, RuntimeError):
-        return None
-    return ids if ids.dim() == 1 and ids.dtype == torch.int64 else None
-
-
-def _ids(i: int, sequence) -> torch.Tensor:
-    if not isinstance(sequence, torch.Tensor):
-        try:
-            sequence = torch.tensor(list(sequence))
-        except (TypeError, ValueError, RuntimeError):
-            raise TypeError(f"sequence {i} must be a list of integers or an integer tensor, got {str(sequence)[:80]}") from None
-    if sequence.dim() != 1:
-        raise ValueError(f"sequence {i} must have 1 dimension, got shape {tuple(sequence.shape)}")
-    if not len(sequence):
-        return sequence.to(torch.int32)
-    if sequence.is_floating_point() or sequence.is_complex() or sequence.dtype == torch.bool:
-        raise TypeError(f"sequence {i} must hold integers, got {sequence.dtype}")
-    return sequence
-
-
-def _numbers(name: str, numbers, n: int | None = None) -> list[int]:
-    """The ints of a list or tensor. With n: there must be n, and an int stands for n times the same."""
-    if isinstance(numbers, torch.Tensor):
-        numbers = numbers.tolist()
-    if n is not None and isinstance(numbers, int):
-        return [numbers] * n
-    try:
-        numbers = [operator.index(number) for number in numbers]
-    except TypeError:
-        raise TypeError(f"{name} must hold integers, got {str(numbers)[:80]}") from None
-    if n is not None and len(numbers) != n:
-        raise ValueError(f"{name} has {len(numbers)} entries for {n} sequences")
-    return numbers

@@ -3,9 +3,7 @@
 
 One program compacts one row: the positions of its partial blocks, and of its full ones, in ascending order.
 
-    Hm, rows, columns        heads of the mask, blocks of queries and of keys
-    num_blocks, indices      [Zm, Hm, rows] and [..., width] int32: partial blocks; undecided ones are partial
-    full_num_blocks, full_indices                              the same for full blocks
+    Hm, rows, columns   heads of the mask, blocks of queries and of keys      width   of both index lists
 """
 
 import triton
@@ -36,8 +34,11 @@ def block_verdict(
     ]
 )
 def block_lists(
-    num_blocks, indices, full_num_blocks, full_indices,
-    width, Hm, rows, columns, Q_LEN, KV_LEN,  # width: of both index lists
+    num_blocks,  # int32 [Zm, Hm, rows]: partial blocks, and undecided ones
+    indices,  # int32 [Zm, Hm, rows, width]
+    full_num_blocks,  # int32 [Zm, Hm, rows]: full blocks
+    full_indices,  # int32 [Zm, Hm, rows, width]
+    width, Hm, rows, columns, Q_LEN, KV_LEN,
     arg_window,  # captured by mask_mod sliding_window
     CHUNK: tl.constexpr,
 ):

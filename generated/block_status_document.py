@@ -6,8 +6,6 @@ by position, tile by tile. One byte a block is kept: no mask is ever in memory.
 
     Hm, rows, columns     heads of the mask, rows and columns of blocks
     m, n                  query / key positions of a tile [TILE_M, 1] and [1, TILE_N]
-    status                [Zm, Hm, rows, columns] int8: 0 empty, 1 partial, 2 full
-    num_blocks, num_full  [Zm, Hm, rows] int32, zero before: how many are partial, and full
 
 Positions past Q_LEN do not count (their rows are never stored); a block that reaches past KV_LEN is never full.
 """
@@ -83,9 +81,14 @@ def evaluate(
     ]
 )
 def block_status(
-    status, num_blocks, num_full,
+    status,  # int8 [Zm, Hm, rows, columns]: 0 empty, 1 partial, 2 full; written
+    num_blocks,  # int32 [Zm, Hm, rows], zero before: how many are partial
+    num_full,  # int32 [Zm, Hm, rows], zero before: how many are full
     Hm, rows, columns, Q_LEN, KV_LEN,
-    zone0_min, zone0_max, zone1_min, zone1_max,
+    zone0_min,  # int64 [Zm, Hm, rows], of a part of q_idx
+    zone0_max,  # int64 [Zm, Hm, rows], of a part of q_idx
+    zone1_min,  # int64 [Zm, Hm, columns], of a part of kv_idx
+    zone1_max,  # int64 [Zm, Hm, columns], of a part of kv_idx
     ptr_ids, size_ids_0,  # captured by mask_mod document_and_inner
     CHUNK: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):

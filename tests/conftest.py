@@ -32,7 +32,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--every-kernel",
         action="store_true",
-        help="bring every kernel for GPUs that are not here to the assembler, the other Triton's too (tests/tritons.py)",
+        help="bring every kernel for GPUs that are not here to the assembler, the other Triton's too (tests/support/tritons.py)",
     )
     parser.addoption(
         "--backend",

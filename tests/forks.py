@@ -60,7 +60,7 @@ def attend() -> None:
 
 
 def in_child(pristine) -> None:
-    import fresh_mods
+    from support import fresh_mods
 
     assert fresh_mods.same_language(pristine), "triton.language is switched in the child"
     attend()
@@ -78,7 +78,7 @@ def importing(n: int) -> int:
 
 def beside(n: int, work) -> int:
     """While another thread does `work(i)` for i = 0, 1, ..."""
-    import fresh_mods
+    from support import fresh_mods
 
     attend()
     pristine, stop, done, failed = fresh_mods.language(), threading.Event(), [], []
@@ -115,18 +115,16 @@ def interpret(n: int) -> int:
 
 
 def trace(n: int) -> int:
-    import fresh_mods
-
     from flexpress.codegen.run.preview import preview
     from flexpress.codegen.text.render import render
+    from support import fresh_mods
 
     return beside(n, lambda i: render(preview(fresh_mods.score_mod(1000 + i), fresh_mods.mask_mod(3 + i))))
 
 
 def compiling(n: int) -> int:
-    import fresh_mods
-
     from flexpress.codegen.run.preview import compilation
+    from support import fresh_mods
 
     return beside(n, lambda i: compilation("sm_90", mask_mod=fresh_mods.mask_mod(3 + i), head_dim=64).compile())
 

@@ -41,7 +41,8 @@ class Outcome:
 def outcome(seed: int, index: int, device: str, kinds: tuple, small: int = 0) -> Outcome:
     """Generate, run and judge one program."""
     import torch
-    from fuzz_programs import program
+
+    from support.fuzz_programs import program
 
     began = time.perf_counter()
     try:
@@ -210,7 +211,7 @@ def shown(message: str, most: int = 25) -> str:
 
 def replay(options: argparse.Namespace) -> int:
     """Print a program, run it, and look for a smaller one that is wrong too."""
-    from fuzz_programs import program
+    from support.fuzz_programs import program
 
     result = 0
     for small in (0, 1, 2, 3) if options.small is None else (options.small,):

@@ -19,10 +19,10 @@ import time
 
 import numpy as np
 import torch
-from fresh_mods import language, mask_mod, mask_of, same_language, score_mod, score_of
 
 from flexpress import cache_clear, create_block_mask, evaluate_mod, flex_attention, mods
 from flexpress.codegen.run.preview import compilation
+from support.fresh_mods import language, mask_mod, mask_of, same_language, score_mod, score_of
 
 LENGTH = 40
 

@@ -22,10 +22,10 @@ import time
 from pathlib import Path
 
 import torch
-from fresh_mods import score_mod, score_of
 
 from flexpress import cache_clear, cache_info, evaluate_mod
 from flexpress.codegen.device import binary, folder
+from support.fresh_mods import score_mod, score_of
 
 
 def check(number: int) -> None:

@@ -17,10 +17,10 @@ import time
 import traceback
 
 import torch
-from fresh_mods import mask_mod, mask_of, score_mod, score_of
 
 from flexpress import cache_clear, cache_info, create_block_mask, evaluate_mod, flex_attention, varlen_attention
 from flexpress.codegen.device import kernel
+from support.fresh_mods import mask_mod, mask_of, score_mod, score_of
 
 LENGTH = 20
 

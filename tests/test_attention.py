@@ -6,12 +6,13 @@ import math
 
 import pytest
 import torch
-from dense import assert_as_accurate, dense_attention, relative_error
 from hypothesis import given, settings
-from problems import DEVICES, mask_arguments, mask_mods, problems, score_mods, tensor_of
 
 import flexpress
 from flexpress import AuxRequest, create_block_mask, flex_attention, mods
+from support.attention import check_attention
+from support.dense import assert_as_accurate, dense_attention, relative_error
+from support.problems import DEVICES, mask_mods, problems, tensor_of
 
 
 @pytest.fixture(autouse=True)
@@ -22,52 +23,17 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(False)
 
 
-def check_problem(p: dict, device: str) -> None:
-    B, Hkv, Hq, length = p["B"], p["Hkv"], p["Hkv"] * p["group"], max(p["Q_LEN"], p["KV_LEN"])
-    Bkv = 1 if p["one_kv_batch"] else B
-    shapes = [(B, Hq, p["Q_LEN"], p["D_QK"]), (Bkv, Hkv, p["KV_LEN"], p["D_QK"]), (Bkv, Hkv, p["KV_LEN"], p["D_V"])]
-    q, k, v = (
-        tensor_of(shape, layout, p["dtype"], device, p["seed"] + i)
-        for i, (shape, layout) in enumerate(zip(shapes, p["layouts"], strict=True))
-    )
-    score_mod, mask_mod = score_mods(Hq, length, device)[p["score"]], mask_mods(length, device)[p["mask"]]
-    masked = mask_arguments(p, mask_mod, Hq, device)
-    options = {} if p["USE_TMA"] is None else {"USE_TMA": p["USE_TMA"]}
-    out, aux = flex_attention(
-        q,
-        k,
-        v,
-        score_mod,
-        scale=p["scale"],
-        enable_gqa=True,
-        kernel_options=options,
-        **masked,
-        return_aux=AuxRequest(lse=True, max_scores=True),
-    )
-    assert out.shape == (B, Hq, p["Q_LEN"], p["D_V"]) and out.dtype == p["dtype"]
-    assert_as_accurate(out, q, k, v, score_mod, mask_mod, p["scale"])
-    _, lse, highest = dense_attention(q, k, v, score_mod, mask_mod, p["scale"])
-    tolerance = 2e-5 if p["dtype"] == torch.float32 else 2e-2
-    empty = lse == -math.inf
-    assert torch.equal(aux.lse == -math.inf, empty)
-    assert (out.masked_select(empty[..., None].expand_as(out)) == 0).all()
-    for got, want in ((aux.lse, lse), (aux.max_scores, highest)):
-        assert got.dtype == torch.float32
-        difference = (got.double() - want).masked_fill(empty, 0).abs()
-        assert (difference <= tolerance * (1 + want.masked_fill(empty, 0).abs())).all()
-
-
 @settings(max_examples=45)
 @given(problems("cpu"))
 def test_any_problem(p):
-    check_problem(p, "cpu")
+    check_attention(p, "cpu")
 
 
 @pytest.mark.gpu
 @settings(max_examples=120)
 @given(problems("cuda"))
 def test_any_problem_on_gpu(p):
-    check_problem(p, "cuda")
+    check_attention(p, "cuda")
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -131,7 +97,7 @@ def test_a_promise_of_contiguous_blocks_is_not_relied_on(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_wide_keys_and_narrow_values(device):
-    """ptxas 12.8 loses the address of V here (see binary.newer_assembler)."""
+    """ptxas 12.8 loses the address of V here (see compiler.newer_assembler)."""
     q, k = (tensor_of((2, heads, 70, 192), "wide_head_dim", torch.bfloat16, device, heads) for heads in (6, 2))
     v = tensor_of((2, 2, 70, 8), "sliced", torch.bfloat16, device, 0)
     mask_mod = mask_mods(70, device)["per_head"]

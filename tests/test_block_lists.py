@@ -8,13 +8,13 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.attention.flex_attention as theirs
-from dense import dense_attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexpress import BlockMask, create_block_mask, flex_attention, mods
 from flexpress.block_lists import kernel_size
 from flexpress.codegen.run.forward import reached
+from support.dense import dense_attention
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

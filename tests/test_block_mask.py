@@ -4,48 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dense import positions
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import MASK_MODS, mask_mods
 
 from flexpress import BlockMask, and_masks, cache_info, create_block_mask, create_mask, mods, noop_mask, or_masks
+from support.block_lists import brute_force, check_lists
+from support.dense import positions
+from support.problems import MASK_MODS, mask_mods
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-def brute_force(mask_mod, B, H, Q_LEN, KV_LEN, size, device):
-    """Status of every block: 0 empty, 1 partial, 2 full. Rows past Q_LEN do not count; a block past KV_LEN is never full."""
-    dense = mask_mod(*positions((B, H, Q_LEN, KV_LEN), device)).expand(B, H, Q_LEN, KV_LEN)
-    rows, columns = -(-Q_LEN // size[0]), -(-KV_LEN // size[1])
-    status = torch.zeros(B, H, rows, columns, dtype=torch.int8)
-    for r in range(rows):
-        for c in range(columns):
-            block = dense[:, :, r * size[0] : (r + 1) * size[0], c * size[1] : (c + 1) * size[1]]
-            inside = (c + 1) * size[1] <= KV_LEN
-            status[:, :, r, c] = block.any(-1).any(-1).to(torch.int8) + (block.all(-1).all(-1) & inside).to(torch.int8)
-    return status
-
-
-def listed(counts, indices, columns):
-    """The dense picture of a list, checking that it ascends."""
-    dense = torch.zeros(*counts.shape, columns, dtype=torch.bool)
-    for place in [tuple(p) for p in torch.cartesian_prod(*[torch.arange(n) for n in counts.shape]).reshape(-1, counts.dim()).tolist()]:
-        entries = indices[place][: counts[place]].tolist()
-        assert entries == sorted(set(entries))
-        dense[place][entries] = True
-    return dense
-
-
-def check_lists(mask: BlockMask, status: torch.Tensor) -> None:
-    columns, rows = status.shape[-1], status.shape[-2]
-    partial = (status == 1) if mask.full_kv_indices is not None else (status > 0)
-    assert torch.equal(listed(mask.kv_num_blocks.cpu(), mask.kv_indices.cpu(), columns), partial)
-    assert torch.equal(listed(mask.q_num_blocks.cpu(), mask.q_indices.cpu(), rows), partial.transpose(-1, -2))
-    if mask.full_kv_indices is not None:
-        assert torch.equal(listed(mask.full_kv_num_blocks.cpu(), mask.full_kv_indices.cpu(), columns), status == 2)
-        assert torch.equal(listed(mask.full_q_num_blocks.cpu(), mask.full_q_indices.cpu(), rows), (status == 2).transpose(-1, -2))
-    assert torch.equal(mask.to_dense().cpu().bool(), status > 0)
 
 
 @settings(max_examples=40)

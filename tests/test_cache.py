@@ -9,11 +9,11 @@ import sys
 
 import pytest
 import torch
-from dense import dense_attention, relative_error
 
 import flexpress
 from flexpress import cache_clear, cache_info, create_block_mask, flex_attention, mods
 from flexpress.codegen.device import cache
+from support.dense import dense_attention, relative_error
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 OFFSET = 1

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import sanitize_corrupt
 import torch
-from dense import relative_error
 from torch._subclasses import FakeTensorMode
 
 from flexpress import cached_attention, mods, rope_table, update_cache
+from support.dense import relative_error
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 HEADS, KV_HEADS, D = 4, 2, 16
@@ -73,6 +73,12 @@ BOTH = {
     "offsets as a list": ("pages", dict(cu_seqlens_q=[0, 2, 3, 6]), TypeError, r"cu_seqlens_q must be torch.int32 \(4,\).*got list"),
     "too few offsets": ("pages", dict(cu_seqlens_q=int32(0, 2, 6)), ValueError, r"cu_seqlens_q must be torch.int32 \(4,\)"),
     "lengths beyond the pages": ("pages", dict(kv_len=int32(10, 1, 17)), ValueError, "positions go from 0 to 15 in k_cache"),
+    "lengths beyond the pages, first positions not": (
+        "pages",
+        dict(q_offset=int32(0, 0, 0), kv_len=int32(10, 1, 17)),
+        ValueError,
+        "positions go from 0 to 15 in k_cache",
+    ),
     "lengths beyond the entry": ("entries", dict(kv_len=int32(10, 17, 9)), ValueError, "positions go from 0 to 15 in k_cache"),
     "a negative length": ("entries", dict(kv_len=int32(10, 1, -1)), ValueError, r"kv_len\[2\] is -1"),
     "fewer positions than queries": ("pages", dict(kv_len=int32(1, 1, 16)), ValueError, "sequence 0 has 2 new tokens from position -1"),
@@ -140,6 +146,12 @@ UPDATE = {
         dict(cache_loc=int32(1, 2, 1), kv_len=int32(10, 1, 11)),
         ValueError,
         r"sequences 0 and 2 both write to entry 1 \(cache_loc\), rows 8 to 9",
+    ),
+    "one row twice": (
+        "entries",
+        dict(cache_loc=int32(1, 2, 1), kv_len=int32(10, 1, 12)),
+        ValueError,
+        r"sequences 0 and 2 both write to entry 1 \(cache_loc\), rows 9 to 9",
     ),
     "one page twice": (
         "pages",

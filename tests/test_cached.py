@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dense import dense_attention, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexpress import cache_info, cached_attention, mods, rope_table, update_cache
 from flexpress.codegen.run import decode
+from support.dense import dense_attention, relative_error
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SLOPES = torch.linspace(0.1, 0.9, 12)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dense import dense_attention, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexpress import AuxRequest, create_block_mask, explain, flex_attention, mods
 from flexpress.codegen.plan.decode import rows_of, splits_of
+from support.dense import dense_attention, relative_error
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 OPTIONS = {"BACKEND": "TRITON_DECODE"}

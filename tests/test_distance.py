@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dense import dense_attention, relative_error
-from fake_hopper import forward_on_cpu
 
 from flexpress import flex_attention, mods
 from flexpress.codegen import registry
@@ -16,6 +14,8 @@ from flexpress.codegen.plan.forward import Cache
 from flexpress.codegen.run.preview import hopper_compilation
 from flexpress.codegen.text.render import render
 from flexpress.recipes import make
+from support.dense import dense_attention, relative_error
+from support.fake_hopper import forward_on_cpu
 
 G = torch.Generator().manual_seed(3)
 Q_LEN, KV_LEN = 200, 300

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fake_hopper import Variant, pass_for_hopper
 
 from flexpress import create_block_mask, explain, flex_attention, mods
 from flexpress.codegen import registry
 from flexpress.codegen.device import binary
 from flexpress.codegen.run import forward
+from support.fake_hopper import Variant, pass_for_hopper
 
 
 @pytest.fixture

@@ -6,13 +6,13 @@ import math
 
 import pytest
 import torch
-from dense import assert_as_accurate, dense_attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexpress import cache_info, flash, mods
 from flexpress.codegen import registry
 from flexpress.flash import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
+from support.dense import assert_as_accurate, dense_attention
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LENGTHS = {"cpu": [1, 2, 16, 33, 64, 100, 129], "cuda": [1, 113, 128, 203, 512, 1023, 1024]}

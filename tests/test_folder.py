@@ -14,10 +14,10 @@ from pathlib import Path
 import kills
 import pytest
 import torch
-from fresh_mods import score_mod, score_of
 
 from flexpress import cache_clear, cache_dir, cache_info, evaluate_mod, printed_kernels
-from flexpress.codegen.device import binary, cache, folder
+from flexpress.codegen.device import arguments, binary, cache, compiler, folder
+from support.fresh_mods import score_mod, score_of
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "getuid"), reason="owners and modes as POSIX has them")
 _numbers = iter(range(10**6))
@@ -327,7 +327,7 @@ def test_variants_of_compiled_code_are_named_by_all_that_changes_it(monkeypatch)
 
     def name(*args, stem="kernel", constants=(64,), target=target, **options) -> str:
         monkeypatch.setattr(binary, "current_target", lambda: target)
-        binary.obtain(stem, binary.describe(args)[0], constants, {"num_warps": 4, "num_stages": 2} | options, 0, None)
+        binary.obtain(stem, arguments.describe(args)[0], constants, {"num_warps": 4, "num_stages": 2} | options, 0, None)
         return names[-1]
 
     base = name(1, ones)
@@ -411,8 +411,8 @@ def test_amd_kernels_are_loaded_from_what_was_compared(place):
 
     spec, text = _printed()
     function = cache.load_module(cache.store(text, spec)).evaluate
-    source = binary.ast_source(function, (*[(torch.float32, True)] * 2, *["i32"] * 3), (64, 64))
-    metadata, code, extension = binary.compile_source(source, GPUTarget("hip", "gfx942", 64), {"num_warps": 4, "num_stages": 1})
+    source = compiler.ast_source(function, (*[(torch.float32, True)] * 2, *["i32"] * 3), (64, 64))
+    metadata, code, extension = compiler.compile_source(source, GPUTarget("hip", "gfx942", 64), {"num_warps": 4, "num_stages": 1})
     compiled = binary.Compiled(json.dumps(metadata, default=vars).encode(), code, extension, source.signature)
     binary._write("kernel_00000000000a.00000000000a", compiled)
     assert binary._read("kernel_00000000000a.00000000000a") == compiled

@@ -8,16 +8,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-import fuzz_programs
 import pytest
 import torch
 from fuzz import outcome
-from fuzz_programs import KINDS, listed, program, true_status
-from problems import DEVICES
 
 import flexpress
 from flexpress import BlockMask
 from flexpress.codegen.run import masks
+from support import fuzz_programs
+from support.fuzz_programs import KINDS, listed, program, true_status
+from support.problems import DEVICES
 
 SEED = int(os.environ.get("FLEXPRESS_FUZZ_SEED", 0))
 COUNTS = {

@@ -7,16 +7,17 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from evaluate import FLOATS, make_mod, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_ops import DIVISIONS, FORMS, NUMBER_VALUES, compositions, legal_operands
 
 from flexpress.codegen.mod.bind import bind
 from flexpress.codegen.mod.compute import compute
 from flexpress.codegen.mod.expr import SCORE_SYMBOLS, walk
 from flexpress.codegen.mod.grad import differentiate
 from flexpress.codegen.mod.ops import OPS
+from support.compositions import compositions
+from support.evaluate import FLOATS, make_mod, values
+from support.rows import DIVISIONS, FORMS, NUMBER_VALUES, legal_operands
 
 # Their results are integers or bools, or move in steps.
 NOT_DIFFERENTIABLE = {

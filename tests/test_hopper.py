@@ -5,17 +5,16 @@ from __future__ import annotations
 from unittest import mock
 
 import pytest
-import test_attention
-import test_backward
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import problems
-from test_backward import gradient_problems
 
 from flexpress import checks, create_block_mask, explain, flex_attention, mods, printed_kernels
 from flexpress.codegen.device import kernel
 from flexpress.codegen.run import backward, forward
+from support.attention import check_attention
+from support.gradients import check_gradients, gradient_problems
+from support.problems import problems
 
 pytestmark = [
     pytest.mark.gpu,
@@ -59,21 +58,21 @@ def ran(name: str) -> int:
 @given(served(problems("cuda"), [40, 64, 72, 80, 96, 128, 136, 160, 192, 200, 256], widest=256))
 def test_any_forward(p):
     poison()
-    test_attention.check_problem(p, "cuda")
+    check_attention(p, "cuda")
 
 
 @settings(max_examples=30)
 @given(served(gradient_problems("cuda"), [40, 64, 72, 80, 96, 128, 136, 192], widest=128))
 def test_any_backward(p):
     poison()
-    test_backward.check_problem({**p, "deterministic": False}, "cuda")
+    check_gradients({**p, "deterministic": False}, "cuda")
 
 
 @settings(max_examples=12)
 @given(served(gradient_problems("cuda"), [136, 160, 192, 256], widest=256))
 def test_any_wide_backward(p):
     poison()
-    test_backward.check_problem({**p, "deterministic": False}, "cuda")
+    check_gradients({**p, "deterministic": False}, "cuda")
 
 
 @settings(max_examples=12)
@@ -82,7 +81,7 @@ def test_any_backward_head_by_head(p):
     """With groups of one key/value head, as long sequences have them: tiles of one zero the sums of dQ of the next."""
     poison()
     with mock.patch.object(backward, "L2_BYTES", 1):
-        test_backward.check_problem({**p, "deterministic": False}, "cuda")
+        check_gradients({**p, "deterministic": False}, "cuda")
 
 
 def test_they_ran():

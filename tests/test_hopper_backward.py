@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import fake_gluon
 import pytest
 import torch
-from dense import dense_attention, relative_error
-from fake_hopper import Variant, pass_for_hopper
 
 from flexpress import create_block_mask, mods
 from flexpress.codegen import registry
 from flexpress.codegen.device import kernel
-from flexpress.codegen.device.binary import one_by_one
+from flexpress.codegen.device.arguments import one_by_one
 from flexpress.codegen.mod.bind import bind
 from flexpress.codegen.plan.forward import Options
 from flexpress.codegen.run import backward
 from flexpress.codegen.run.forward import Inputs, Rows, forward
 from flexpress.codegen.text.render import render
+from support import fake_gluon
+from support.dense import dense_attention, relative_error
+from support.fake_hopper import Variant, pass_for_hopper
 
 CASES = {  # heads of q and k, batch entries of q and k, lengths, head dims; how many MiB of heads are worked on at a time, and programs
     "one group": dict(),
@@ -64,7 +64,7 @@ def test_gradients(monkeypatch, name):
     class Ran(Variant):
         def launch(self, grid, args, _) -> None:
             ran.append(grid)
-            fake_gluon.run(render(plan().fused), "hopper_backward", tuple(args), grid[0])
+            fake_gluon.run(render(plan().fused), plan().fused.template, tuple(args), grid[0])
 
     def plan():
         return list(backward._plans.values())[-1]

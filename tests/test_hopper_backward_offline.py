@@ -7,26 +7,25 @@ import re
 
 import pytest
 import torch
-from fake_hopper import Variant, pass_for_hopper
-from test_offline import assert_packed_as_read
-from tritons import my_turn
 
 from flexpress import create_block_mask, flex_attention, mods, varlen, varlen_attention
 from flexpress.codegen import registry
 from flexpress.codegen.device import kernel, tma
 from flexpress.codegen.device.offline import Compiled
 from flexpress.codegen.gpus import SHARED_MEMORY
-from flexpress.codegen.mod.bind import bind
 from flexpress.codegen.plan.backward import BackwardCase, delta_rows, delta_spec
 from flexpress.codegen.plan.forward import Blocks, Options
-from flexpress.codegen.plan.hopper_backward import HopperBackwardPlan, fits, plan_hopper_backward
+from flexpress.codegen.plan.hopper_backward import fits
 from flexpress.codegen.run import backward
-from flexpress.codegen.run.preview import EXTENTS, Compilation, hopper_backward_compilations
+from flexpress.codegen.run.preview import Compilation, hopper_backward_compilations
 from flexpress.codegen.text.render import render
-from flexpress.codegen.text.spec import dtype_name, layouts_of
+from flexpress.codegen.text.spec import dtype_name
 from flexpress.recipes import make
+from support.assembly import assert_packed_as_read
+from support.fake_hopper import Variant, pass_for_hopper
+from support.hopper_backward import PLAIN, planned
+from support.tritons import my_turn
 
-PLAIN = BackwardCase(torch.bfloat16, 128, 128, use_tma=(True, True))
 SPILLED = {  # bytes at most; 0 elsewhere. Of the loops without a mask only those at head dim 64 load values again, up to 7 a block
     # a number or two of the program's, at its start
     "plain d128 bf16": 16,
@@ -125,13 +124,6 @@ CASES = {  # mods, or recipes for them, and what differs from PLAIN
         dict(captured=frozenset({0}), d_qk=64, d_v=64, blocks=STARTS),
     ),
 }
-
-
-def planned(mods: str | tuple, changes: dict) -> HopperBackwardPlan:
-    score_mod, mask_mod = make(*mods.split()) if isinstance(mods, str) else mods
-    bound = [bind(mod, kind) if mod else None for mod, kind in ((score_mod, "score"), (mask_mod, "mask"))]
-    case = PLAIN._replace(**{"blocks": Blocks(True, 128, 128) if mask_mod else None, **changes})
-    return plan_hopper_backward(case, *((b[0], layouts_of(*b, EXTENTS)) if b else None for b in bound))
 
 
 def kernel_of(name: str) -> Compilation:
@@ -322,9 +314,10 @@ def test_arguments_of_tiles_that_begin_where_a_tensor_says():
 @pytest.mark.parametrize("name", [name for name in CASES if name.endswith("starts")])
 def test_tiles_that_begin_where_a_tensor_says_end_there(name):
     """Keys from the next tile's first on, which mask_mod does not hide from queries of their own sequence, are neither seen nor stored."""
-    text = re.sub("#.*", "", render(planned(*CASES[name]).fused))
+    spec = planned(*CASES[name]).fused
+    text = re.sub("#.*", "", render(spec))
     producer, block, consumer, kernel = (
-        text.index(f"def {name}(") for name in ("backward_producer", "add_query_block", "backward_consumer", "hopper_backward")
+        text.index(f"def {name}(") for name in ("backward_producer", "add_query_block", "backward_consumer", spec.template)
     )
     assert re.findall(r"gl.load\((starts.*)\)", text) == re.findall(r"gl.load\((starts.*)\)", text[producer:block])
     assert re.findall(r"gl.load\((starts.*)\)", text) == ["starts + kv_block", "starts + kv_block + 1"]

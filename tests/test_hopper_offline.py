@@ -7,8 +7,6 @@ import re
 
 import pytest
 import torch
-from test_offline import assert_packed_as_read
-from tritons import my_turn
 
 from flexpress.codegen.device import offline
 from flexpress.codegen.device.cache import load_module, store
@@ -18,6 +16,8 @@ from flexpress.codegen.plan.hopper_forward import fits, heads_per_group, plan_ho
 from flexpress.codegen.run.preview import Compilation, hopper_compilation
 from flexpress.codegen.text.render import render
 from flexpress.recipes import make
+from support.assembly import assert_packed_as_read
+from support.tritons import my_turn
 
 MLA = dict(head_dim=192, head_dim_v=128)
 CASES = {

@@ -9,13 +9,13 @@ import math
 
 import pytest
 import torch
-from fake_hopper import forward_on_cpu
-from problems import DEVICES
 
 from flexpress import AuxRequest, cached_attention, create_block_mask, flex_attention, mods, varlen_attention
 from flexpress.codegen import registry
 from flexpress.codegen.mod.bind import bind
 from flexpress.codegen.run import forward
+from support.fake_hopper import forward_on_cpu
+from support.problems import DEVICES
 
 MIN = torch.finfo(torch.float32).min
 TABLE = torch.tensor([0.0, -1e9, MIN, -65504.0])  # what models write for "hidden", by query

@@ -11,15 +11,16 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
-from fresh_mods import language, same_language, score_mod
 
 from flexpress import evaluate_mod
 from flexpress.codegen import turn
-from flexpress.codegen.device import binary, interpret, kernel
+from flexpress.codegen.device import compiler, interpret, interpreter_patches, kernel, switching
 from flexpress.codegen.turn import Turn
+from support.fresh_mods import language, same_language, score_mod
 
-_FILES = (interpret.__file__, turn.__file__, kernel.__file__)
-_CAREFULLY = {"run", "_run", "_switched", "_taken", "restore", "_switches", "_interpret", "launch"}  # every bytecode; of the others some
+_INTERPRETER = (interpret.__file__, switching.__file__, interpreter_patches.__file__)
+_FILES = (*_INTERPRETER, turn.__file__, kernel.__file__)
+_CAREFULLY = {"run", "_run", "_switched", "_taken", "restore", "switches", "_interpret", "launch"}  # every bytecode; of the others some
 _LONG = {"<listcomp>", "<genexpr>"}  # tens of thousands
 
 
@@ -75,10 +76,10 @@ def test_an_interrupted_first_switch_is_undone_at_the_next_one(monkeypatch):
     expected = evaluate_mod(mod, scores)
     pristine = language()
     for moment in (1, 5, 50, 300, 700):
-        interpret.restore()
-        monkeypatch.setattr(interpret, "_changes", [])
-        assert strike_at(moment, lambda: evaluate_mod(mod, scores), (interpret.__file__, interpret.interpreter.__file__))
-        interpret.restore()
+        switching.restore()
+        monkeypatch.setattr(switching, "_changes", [])
+        assert strike_at(moment, lambda: evaluate_mod(mod, scores), (*_INTERPRETER, interpret.interpreter.__file__))
+        switching.restore()
         assert same_language(pristine) and torch.equal(evaluate_mod(mod, scores), expected)
 
 
@@ -87,8 +88,8 @@ def test_what_is_left_switched_is_switched_back_by_whoever_comes_next():
     evaluate_mod(score_mod(1), torch.ones(1, 1, 1, 1))
     pristine = language()
     for next_one in (lambda: evaluate_mod(score_mod(1), torch.ones(1, 1, 1, 1)), interrupts.compiles):
-        there, _ = interpret._switches()
-        interpret._at_once(there)
+        there, _ = switching.switches()
+        switching.at_once(there)
         assert not same_language(pristine)
         next_one()
         assert same_language(pristine)
@@ -97,10 +98,10 @@ def test_what_is_left_switched_is_switched_back_by_whoever_comes_next():
 def test_every_change_of_the_interpreter_is_known(monkeypatch):
     """Triton's own record of what it patches has nothing that would not be switched back."""
     evaluate_mod(score_mod(1), torch.ones(1, 1, 1, 1))
-    pristine, scopes, patch = language(), [], interpret._patch
-    monkeypatch.setattr(interpret, "_changes", [])
-    monkeypatch.setattr(interpret, "_patch", lambda: scopes.append(patch()))
-    known = {(id(owner), name) for owner, name, *_ in interpret._found_by_switching()}
+    pristine, scopes, patch = language(), [], switching.patch
+    monkeypatch.setattr(switching, "_changes", [])
+    monkeypatch.setattr(switching, "patch", lambda: scopes.append(patch()))
+    known = {(id(owner), name) for owner, name, *_ in switching._found_by_switching()}
     assert {(id(owner), name) for owner, name, _ in scopes[0]._changes} == known and len(known) > 200
     assert same_language(pristine)
 
@@ -160,7 +161,7 @@ def test_a_lock_that_is_held_keeps_others_out(monkeypatch):
 def test_a_kernel_inside_a_kernel_is_refused():
     """A signal handler or a finalizer that calls the library while a kernel runs in its thread."""
     with pytest.raises(RuntimeError, match="signal handler or finalizer"):
-        interpret.LANGUAGE.run(lambda: evaluate_mod(score_mod(1), torch.ones(1, 1, 1, 1)))
+        switching.LANGUAGE.run(lambda: evaluate_mod(score_mod(1), torch.ones(1, 1, 1, 1)))
 
 
 def test_at_the_end_of_the_process_a_thread_that_comes_to_compile_ends(monkeypatch):
@@ -177,4 +178,4 @@ def test_at_the_end_of_the_process_a_thread_that_comes_to_compile_ends(monkeypat
     thread = threading.Thread(target=late)
     thread.start()
     thread.join(10)
-    assert ended == [True] and binary._compiler._closed is False
+    assert ended == [True] and compiler._compiler._closed is False

@@ -10,24 +10,26 @@ import random
 
 import pytest
 import torch
-from evaluate import DEVICES, FLOATS, INTEGERS, make_mod
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_ops import BOOL_FORMS, DIVISIONS, FLOAT_FORMS, INT_FORMS, NUMBERS, compositions
 from verdicts import SIZE, Judged, Writer, check, random_case
 
 from flexpress import ModError, create_block_mask, mods
 from flexpress.codegen.mod.bind import bind
 from flexpress.codegen.mod.bounds import _INTEGERS, _ORDERS, BoundsRun, TooLarge, constant
 from flexpress.codegen.mod.compute import compute
-from flexpress.codegen.mod.dispatch import apply
+from flexpress.codegen.mod.current import Run
+from flexpress.codegen.mod.dispatch import OPERATIONS, apply
 from flexpress.codegen.mod.expr import ExprTable, value_range, walk
 from flexpress.codegen.mod.intervals import Interval, _IntervalRun, _point, analyse
 from flexpress.codegen.mod.ops import OPS, kind
-from flexpress.codegen.mod.symbols import Run, Sym
+from flexpress.codegen.mod.symbols import Sym
 from flexpress.codegen.run.masks import BlockGrid
 from flexpress.codegen.text.snippet import Target
 from flexpress.codegen.text.spec import layouts_of, mod_text
+from support.compositions import BOOL_FORMS, FLOAT_FORMS, INT_FORMS, MASK_LEAVES, compositions, mask_captures
+from support.evaluate import DEVICES, FLOATS, INTEGERS, make_mod
+from support.rows import DIVISIONS, NUMBERS
 
 WITHOUT_RULE = {"pow", "tan"}
 NAMES = {
@@ -100,9 +102,9 @@ class Row:
 
     def __init__(self, name: str, dtypes: tuple, literals: dict, unknown: tuple = (), points: tuple = ()) -> None:
         self.unknown, self.points = ([f"x{i}" for i in places] for places in (unknown, points))
-        self.run = _IntervalRun("mask", ExprTable())
+        self.run = _IntervalRun("mask", ExprTable(), OPERATIONS)
         make = self.run.table.make
-        with Run("mask", self.run.table).active():
+        with Run("mask", self.run.table, OPERATIONS).active():
             self.leaves = [
                 make("literal", (), torch.int64 if d is int else torch.float32 if d is float else d, attr=literals[i], weak=d in NUMBERS)
                 if i in literals
@@ -413,63 +415,6 @@ def test_casts(source):
 
 # Masks
 
-LEAVES = {
-    "f": ("floats[kv_idx]", "floats[q_idx]", "(q_idx * 0.5)", "(h * x)", "table[q_idx, kv_idx]", "floats[h]", "kv_idx.float()"),
-    "i": (
-        "q_idx",
-        "kv_idx",
-        "q_idx",
-        "kv_idx",
-        "h",
-        "b",
-        "ints[q_idx]",
-        "(kv_idx - q_idx)",
-        "(q_idx - kv_idx)",
-        "ids[kv_idx]",
-        "ids[q_idx - 7]",
-        "(h + n)",
-        "(q_idx + n)",
-        "(b - big)",
-        "grid[q_idx, h]",
-        "grid[b, kv_idx]",
-        "ids[n - kv_idx]",
-    ),
-    "b": (
-        "(q_idx >= kv_idx)",
-        "flags[kv_idx]",
-        "(kv_idx > n)",
-        "(q_idx - kv_idx < n)",
-        "(ids[q_idx] == ids[kv_idx])",
-        "flags[q_idx // 2]",
-        "(kv_idx < ids[b])",
-    ),
-    "a": ("x", "2", "0.5", "n", "q_idx", "kv_idx", "big"),
-}
-
-
-@st.composite
-def environments(draw) -> dict:
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
-    integer = draw(st.sampled_from(INTEGERS))
-    spread = draw(st.sampled_from((1, 5, 40, 2**31 - 1)))
-    limits = torch.iinfo(integer)
-    floats = torch.randn(40, generator=generator) * draw(st.sampled_from((1.0, 50.0)))
-    if draw(st.integers(0, 4)) == 0:
-        floats[draw(st.integers(0, 39))] = draw(st.sampled_from((math.nan, math.inf, -math.inf, 3e38)))
-    return {
-        "floats": floats.to(draw(st.sampled_from(FLOATS))),
-        "flags": torch.rand(30, generator=generator) < draw(st.sampled_from((0.1, 0.9))),
-        "ints": torch.randint(max(-spread, limits.min), min(spread, limits.max), (50,), generator=generator).to(integer),
-        "ids": torch.randint(0, 4, (60,), generator=generator).sort().values,
-        "table": torch.randn(64, 64, generator=generator),
-        "grid": torch.randint(-9, 9, (64, 64), generator=generator),
-        "x": draw(st.sampled_from((0.5, -1.25, 3.0))),
-        "n": draw(st.sampled_from((0, 1, 5, 17, 40, -3, 2**31 - 1, -(2**31), 2**31, 2**40))),
-        "big": draw(st.sampled_from((2**31 - 1, -(2**31), 2**30, 100, 2**33))),
-        "on": draw(st.booleans()),
-    }
-
-
 SIZES = st.lists(st.integers(1, 24), min_size=1, max_size=3)
 BLOCKS = st.tuples(*2 * [st.builds(lambda first, sizes: [*itertools.accumulate(sizes, initial=first)], st.integers(0, 50), SIZES)])
 
@@ -484,8 +429,8 @@ def test_random_masks():
         counts[0] += found
         counts[1] += sure
 
-    depths = st.integers(1, 4).flatmap(lambda depth: compositions("b", depth, LEAVES))
-    settings(max_examples=300)(given(depths, environments(), BLOCKS)(run))()
+    depths = st.integers(1, 4).flatmap(lambda depth: compositions("b", depth, MASK_LEAVES))
+    settings(max_examples=300)(given(depths, mask_captures(), BLOCKS)(run))()
     assert counts[0] / counts[1] > 0.4, counts
 
 
@@ -642,10 +587,10 @@ def test_forms(form):
         expression = form
         for k in "fiba":
             while f"{{{k}}}" in expression:
-                expression = expression.replace(f"{{{k}}}", choice.choice(LEAVES[k]), 1)
+                expression = expression.replace(f"{{{k}}}", choice.choice(MASK_LEAVES[k]), 1)
         check(expression, captured, *blocks)
 
-    settings(max_examples=12)(given(st.randoms(use_true_random=False), environments(), BLOCKS)(run))()
+    settings(max_examples=12)(given(st.randoms(use_true_random=False), mask_captures(), BLOCKS)(run))()
 
 
 def test_large_captured_ints():
@@ -714,7 +659,7 @@ def test_value_ranges_hold(seed):
             name: torch.arange(SIZE, dtype=torch.int32).reshape([-1 if i == axis else 1 for i in range(4)])
             for axis, name in enumerate(("b", "h", "q_idx", "kv_idx"))
         }
-        run = BoundsRun("mask", ExprTable())
+        run = BoundsRun("mask", ExprTable(), OPERATIONS)
         for node in walk(judged.graph.result):
             if not node.weak and kind(node.dtype) == "int":
                 values, (low, high) = judged.value(node, positions).long(), run.range_of(node)
@@ -729,7 +674,7 @@ def test_value_ranges_hold(seed):
 
 def test_integer_bounds_are_as_wide_as_they_must_be():
     """int32 where that holds the operands, the result and the quotient of a remainder, else int64, else none."""
-    run = BoundsRun("mask", ExprTable())
+    run = BoundsRun("mask", ExprTable(), OPERATIONS)
     with run.active():
         q, x, wide = (
             Sym(run.table.make("symbol", (), dtype, attr=name))

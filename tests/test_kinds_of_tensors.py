@@ -6,7 +6,6 @@ import warnings
 
 import pytest
 import torch
-from dense import dense_attention
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -26,6 +25,7 @@ from flexpress import (
     varlen_attention,
 )
 from flexpress.flash import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
+from support.dense import dense_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

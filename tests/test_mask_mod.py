@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dense import assert_as_accurate, dense_attention, relative_error
-from evaluate import make_mod
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import DEVICES, MASK_MODS, mask_mods
-from test_block_mask import brute_force, check_lists, listed
-from test_intervals import LEAVES, environments
-from test_ops import compositions
 
 from flexpress import BlockMask, cache_info, create_block_mask, flex_attention, mods
-from flexpress.block_mask import resolve_device
 from flexpress.codegen import registry
 from flexpress.codegen.mod.bind import bind
 from flexpress.codegen.run import masks
 from flexpress.codegen.run.masks import automatic_lists
+from support.block_lists import brute_force, check_bounds, check_lists, dense_status
+from support.compositions import MASK_LEAVES, compositions, mask_captures
+from support.dense import assert_as_accurate, dense_attention, relative_error
+from support.evaluate import make_mod
+from support.problems import DEVICES, MASK_MODS, mask_mods
 
 SIZES = [(64, 64), (128, 128), (256, 256), (64, 128)]
 
@@ -29,37 +27,11 @@ def inputs(device, length=100, kv_length=None, heads=2, head_dim=16, batch=2, dt
     return [torch.randn(batch, heads, n, head_dim, generator=generator).to(device, dtype).requires_grad_() for n in lengths]
 
 
-def dense_status(lists, rows, columns, transposed=False):
-    """0, 1 or 2 for every block, from lists."""
-    extent = rows if transposed else columns
-    partial, full = (
-        listed(c.cpu(), i.cpu(), extent)
-        for c, i in ((lists.kv_num_blocks, lists.kv_indices), (lists.full_kv_num_blocks, lists.full_kv_indices))
-    )
-    assert not (partial & full).any()
-    status = partial.to(torch.int8) + 2 * full.to(torch.int8)
-    return status.transpose(-1, -2) if transposed else status
-
-
-def check_bounds(mask_mod, B, H, Q_LEN, KV_LEN, size, device):
-    """Lists by bounds: nothing that attends is missing, nothing is full that is not; the transposed ones say the same."""
-    bound = bind(mask_mod, "mask")
-    truth = brute_force(mask_mod, B, H, Q_LEN, KV_LEN, size, device).cpu()
-    rows, columns = truth.shape[-2:]
-    found = []
-    for transposed in (False, True):
-        lists = automatic_lists(bound, (B, H, Q_LEN, KV_LEN), resolve_device(device), size, transposed=transposed)
-        found.append(dense_status(lists, rows, columns, transposed))
-    assert torch.equal(*found)
-    assert ((found[0] == 1) | (found[0] == truth)).all()
-    return found[0], truth
-
-
 @pytest.mark.filterwarnings("ignore:where received a uint8 condition")
 @settings(max_examples=60)
 @given(
-    st.integers(1, 3).flatmap(lambda depth: compositions("b", depth, LEAVES)),
-    environments(),
+    st.integers(1, 3).flatmap(lambda depth: compositions("b", depth, MASK_LEAVES)),
+    mask_captures(),
     st.sampled_from(SIZES),
     st.sampled_from([(1, 127), (129, 1), (127, 129), (129, 129), (1000, 127), (127, 1000)]),
     st.sampled_from([(1, 1), (2, 1), (1, 2)]),

@@ -300,8 +300,13 @@ def complex_number(score, b, h, q_idx, kv_idx):
     return score * 2j
 
 
+# fmt: off
 def four_lines(score, b, h, q_idx, kv_idx):  # Python names the line on which an expression begins
-    return score + 1 + TABLE[h] + 2
+    return (score
+            + 1
+            + TABLE[h]
+            + 2)
+# fmt: on
 
 
 SCORE_CASES = [

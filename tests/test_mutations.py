@@ -24,11 +24,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from dense import positions
 
 from flexpress import cache_clear
 from flexpress.codegen.mod.bind import bind
 from flexpress.codegen.mod.compute import compute
+from support.dense import positions
 
 SHAPE = (2, 3, 5, 7)
 SCORES = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))

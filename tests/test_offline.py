@@ -1,6 +1,6 @@
 """Every template compiles for GPUs that are not here, fits their shared memory and spills no registers.
 
-A case of every kernel compiles for all of them, the others for one each and where they spill; with each of two Tritons (tritons.py).
+A case of every kernel compiles for all of them, the others for one each and where they spill; with each of two Tritons (support.tritons).
 compile_sweep.py draws any number of others.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-import struct
 from pathlib import Path
 
 import pytest
@@ -17,13 +16,11 @@ import torch
 import triton
 from compile_sweep import failures
 from triton.backends.nvidia.compiler import ptx_get_version
-from tritons import OLDER, my_turn
 
 from flexpress import create_block_mask, flex_attention, printed_kernels, templates
 from flexpress.codegen.device import offline
-from flexpress.codegen.device.binary import newer_assembler
 from flexpress.codegen.device.cache import without_comments
-from flexpress.codegen.device.cuda import argument_format
+from flexpress.codegen.device.compiler import newer_assembler
 from flexpress.codegen.gpus import SHARED_MEMORY, architecture
 from flexpress.codegen.plan.forward import Options
 from flexpress.codegen.run.preview import (
@@ -43,6 +40,8 @@ from flexpress.codegen.run.preview import (
 )
 from flexpress.codegen.text.render import render
 from flexpress.recipes import RECIPES, make
+from support.assembly import assert_packed_as_read
+from support.tritons import OLDER, my_turn
 
 FORWARD = {  # every branch of the template and every row of the tile tables, not their product
     "plain d64 bf16": ("plain", dict(head_dim=64)),
@@ -351,15 +350,3 @@ def test_unknown_target():
         compilation("sm_70")
     with pytest.raises(ValueError, match="'cpu' compiles nothing"):
         compilation("cpu").compile()
-
-
-def assert_packed_as_read(made, tensor_maps: int | None = None) -> None:
-    """struct's fields are as long as the .param lines of the PTX, and as many tensor maps are among them."""
-    sizes, found = [], 0
-    for line in re.search(r"\.entry \w+\((.*?)\)", made.assembly["ptx"], re.S)[1].split(","):
-        tensor_map = re.search(r"\.b8 \w+\[(\d+)\]", line)
-        sizes.append(int(tensor_map[1]) if tensor_map else int(re.search(r"\.param \.\w(\d+)", line)[1]) // 8)
-        found += tensor_map is not None
-    fields = argument_format([t for t in made.signature.values() if t != "constexpr"])
-    assert [struct.calcsize(field) for field in fields] == sizes
-    assert fields.count("128s") == found == (found if tensor_maps is None else tensor_maps)

@@ -5,15 +5,12 @@ Each property runs on the CPU in Triton's interpreter, and with `-m gpu` compile
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
 import operator
 from dataclasses import replace
 
 import pytest
 import torch
-from evaluate import DEVICES, DTYPES, FLOATS, INTEGERS, SHAPES, check, make_mod, placed, torch_dtype, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,87 +19,10 @@ from flexpress.codegen.mod.bind import bind
 from flexpress.codegen.mod.ops import OPS
 from flexpress.codegen.run.evaluate import evaluate_mod
 from flexpress.codegen.run.preview import evaluate_compilation
+from support.compositions import compositions
+from support.evaluate import DEVICES, DTYPES, FLOATS, INTEGERS, SHAPES, check, make_mod, placed, torch_dtype, values
+from support.rows import DIVISIONS, FORMS, NUMBER_VALUES, arity, legal_operands
 
-# How each row is written. A row that is missing here fails test_every_row_has_a_test.
-FORMS = {
-    **{
-        name: (f"{{0}} {symbol} {{1}}",)
-        for name, symbol in {
-            "add": "+",
-            "sub": "-",
-            "mul": "*",
-            "div": "/",
-            "floor_divide": "//",
-            "remainder": "%",
-            "pow": "**",
-            "eq": "==",
-            "ne": "!=",
-            "lt": "<",
-            "le": "<=",
-            "gt": ">",
-            "ge": ">=",
-            "and_": "&",
-            "or_": "|",
-            "xor": "^",
-            "lshift": "<<",
-            "rshift": ">>",
-        }.items()
-    },
-    "neg": ("-{0}",),
-    "abs": ("abs({0})",),
-    "invert": ("~{0}",),
-    **{
-        name: (f"torch.{name}({{0}})",)
-        for name in (
-            "sign",
-            "exp",
-            "exp2",
-            "expm1",
-            "log",
-            "log2",
-            "log1p",
-            "sqrt",
-            "rsqrt",
-            "sin",
-            "cos",
-            "tan",
-            "atan",
-            "erf",
-            "sigmoid",
-            "tanh",
-            "floor",
-            "ceil",
-            "trunc",
-            "round",
-            "logical_not",
-            "square",
-            "reciprocal",
-            "isnan",
-            "isinf",
-            "isposinf",
-            "isneginf",
-            "isfinite",
-            "relu",
-        )
-    },
-    **{
-        name: (f"torch.{name}({{0}}, {{1}})",)
-        for name in ("fmod", "minimum", "maximum", "atan2", "logical_and", "logical_or", "logical_xor", "clamp_min", "clamp_max")
-    },
-    "where": ("torch.where({0}, {1}, {2})",),
-    "where_method": ("{0}.where({1}, {2})",),
-    "add_alpha": ("torch.add({0}, {1})", "torch.add({0}, {1}, alpha=3)"),
-    "sub_alpha": ("torch.sub({0}, {1})", "torch.sub({0}, {1}, alpha=3)"),
-    "rsub": ("torch.rsub({0}, {1})",),
-    "div_mode": ("torch.div({0}, {1})", 'torch.div({0}, {1}, rounding_mode="floor")'),
-    "div_trunc": ('torch.div({0}, {1}, rounding_mode="trunc")',),
-    "clamp": ("torch.clamp({0}, {1}, {2})", "torch.clamp({0}, min={1})", "{0}.clamp(max={1})"),
-    "gelu": ("F.gelu({0})", 'F.gelu({0}, approximate="tanh")'),
-    "silu": ("F.silu({0})",),
-    "softplus": ("F.softplus({0})", "F.softplus({0}, 2, 5)"),
-    "logsigmoid": ("F.logsigmoid({0})",),
-    "detach": ("{0}.detach()",),
-}
 ALL_FORMS = [(name, form) for name, forms in FORMS.items() for form in forms]
 # Floating-point results that are exact, not rounded
 EXACT = {
@@ -125,42 +45,10 @@ EXACT = {
     "clamp_max",
     "relu",
 }
-DIVISIONS = ("floor_divide", "remainder", "fmod", "div_trunc", "div_mode")
-NUMBERS = (bool, int, float)
 
 
 def test_every_row_has_a_test():
     assert set(FORMS) == set(OPS)
-
-
-def arity(form: str) -> int:
-    """How many operands a form takes."""
-    return sum(f"{{{i}}}" in form for i in range(3))
-
-
-@functools.cache
-def legal_operands(form: str) -> list[tuple]:
-    """The kinds of operands that torch accepts: dtypes for tensors, bool, int or float for Python numbers."""
-    found = []
-    for kinds in itertools.product((*DTYPES, *NUMBERS), repeat=arity(form)):
-        dtypes = [k for k in kinds if not isinstance(k, type)]
-        if not dtypes:
-            continue
-        if "alpha=" in form and (torch.bool in kinds or len({k.is_floating_point for k in dtypes}) == 2):
-            continue  # refused here; torch rounds an integer to half precision before the product
-        if form == "{0} ** {1}" and kinds == (torch.bool, bool):
-            continue  # refused here
-        ones = [k(1) if isinstance(k, type) else torch.ones(1, dtype=k) for k in kinds]
-        operands = {f"x{i}": one for i, one in enumerate(ones)}
-        try:
-            eval(form.format(*operands), {"torch": torch, "F": torch.nn.functional, **operands})
-        except (AttributeError, TypeError, RuntimeError):
-            continue
-        found.append(kinds)
-    return found
-
-
-NUMBER_VALUES = {bool: (True, False), int: (0, 1, 2, 3, 5, 31), float: (0.0, 0.5, -1.5, 2.0, 100.0)}
 
 
 @st.composite
@@ -338,125 +226,12 @@ def test_alpha(expression, number):
 
 # Random compositions
 
-FLOAT_FORMS = (
-    "{f} + {f}",
-    "{f} - {a}",
-    "{f} * {a}",
-    "{f} / {f}",
-    "{i} / {i}",
-    "{f} - {i}",
-    "-{f}",
-    "abs({f})",
-    "{f} ** 2",
-    "{f} ** 3",
-    "torch.exp(torch.clamp({f}, max=20))",
-    "torch.exp2({f} * 0.125)",
-    "torch.log1p(abs({f}))",
-    "torch.sqrt(abs({f}))",
-    "torch.rsqrt({f} * {f} + 1)",
-    "torch.sin({f})",
-    "torch.cos({i})",
-    "torch.tanh({f})",
-    "torch.sigmoid({f})",
-    "torch.erf({f})",
-    "torch.atan({f})",
-    "torch.floor({f})",
-    "torch.round({f})",
-    "torch.minimum({f}, {f})",
-    "torch.maximum({f}, {f})",
-    "torch.clamp({f}, -3, 5)",
-    "torch.clamp({f}, max={f})",
-    "F.relu({f})",
-    "F.gelu(torch.clamp({f}, -50, 50))",
-    "F.silu({f})",
-    "F.softplus({f})",
-    "F.logsigmoid({f})",
-    "torch.where({b}, {f}, {f})",
-    "torch.where({b}, {f}, 0.0)",
-    "({i}).float()",
-    "{f} % 3.0",
-    "torch.fmod({f}, 2.5)",
-    "({f}).float().half().float()",
-    "({b}) * {f}",
-    "torch.sign({f})",
-    "torch.log(abs({f}) + x)",
-    "torch.zeros_like({f})",
-    "floats[({i} % 16).long()]",
-)
-INT_FORMS = (
-    "{i} + {i}",
-    "{i} - {i}",
-    "{i} * {i}",
-    "-{i}",
-    "abs({i})",
-    "{i} // 3",
-    "{i} // -2",
-    "{i} % 5",
-    "{i} % -7",
-    "torch.fmod({i}, 3)",
-    'torch.div({i}, 4, rounding_mode="trunc")',
-    "{i} & {i}",
-    "{i} | {i}",
-    "{i} ^ {i}",
-    "~({i})",
-    "{i} << 2",
-    "{i} >> 1",
-    "({i}) ** 2",
-    "torch.minimum({i}, {i})",
-    "torch.maximum({i}, {i})",
-    "torch.where({b}, {i}, {i})",
-    "torch.where({b}, {i}, 1)",
-    "torch.clamp({i}, 2, 9)",
-    "torch.sign({i})",
-    "({b}).int()",
-    "({i}).long()",
-    "ints[({i} % 16).long()]",
-    "{i} + n",
-    "torch.clamp(torch.where(torch.isfinite({f}), {f}, 0.0), -99, 99).int()",
-)
-BOOL_FORMS = (
-    "{f} < {f}",
-    "{i} < {i}",
-    "{i} >= {i}",
-    "{f} == {f}",
-    "{i} == {i}",
-    "{i} != n",
-    "{i} <= {f}",
-    "({b}) & ({b})",
-    "({b}) | ({b})",
-    "({b}) ^ ({b})",
-    "~({b})",
-    "torch.logical_and({i}, {f})",
-    "torch.logical_or({b}, {i})",
-    "torch.logical_xor({f}, {b})",
-    "torch.logical_not({i})",
-    "torch.isnan({f})",
-    "torch.isinf({f})",
-    "torch.isfinite({f})",
-    "({i}).bool()",
-    "flags[({i} % 16).long()]",
-    "({b}) & on",
-)
 LEAVES = {
     "f": ("score", "floats[kv_idx % 16]", "floats[q_idx % 16]", "(h * temperature)"),
     "i": ("q_idx", "kv_idx", "h", "b", "ints[q_idx % 16]", "(kv_idx - q_idx)"),
     "b": ("(q_idx >= kv_idx)", "flags[kv_idx % 16]", "(kv_idx > n)"),
     "a": ("score", "x", "2", "0.5", "n"),
 }
-
-
-@st.composite
-def compositions(draw, kind: str, depth: int, leaves: dict) -> str:
-    """A random expression of kind "f", "i" or "b" ("a": of any kind, or a number)."""
-    if depth == 0 or kind == "a":
-        return draw(st.sampled_from(leaves[kind]))
-    form = draw(st.sampled_from({"f": FLOAT_FORMS, "i": INT_FORMS, "b": BOOL_FORMS}[kind]))
-    operands = {k: draw(compositions(k, depth - 1, leaves)) for k in "fiba" if f"{{{k}}}" in form}
-    # a form's further operands of the same kind
-    second = {k: draw(compositions(k, draw(st.integers(0, min(depth - 1, 1))), leaves)) for k in operands}
-    for k, text in operands.items():
-        form = form.replace(f"{{{k}}}", f"({text})", 1).replace(f"{{{k}}}", f"({second[k]})")
-    return form
 
 
 @st.composite

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -16,8 +17,8 @@ FOLDERS = {"flexpress": "flexpress", "codegen": "flexpress/codegen", "templates"
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> set[str]:
-    """The paths inside a wheel, built from a copy of the sources so that nothing is left beside them."""
+def wheel_file(tmp_path_factory) -> Path:
+    """A wheel, built from a copy of the sources so that nothing is left beside them."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for folder in FOLDERS:
         shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
@@ -27,8 +28,47 @@ def wheel(tmp_path_factory) -> set[str]:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     (file,) = out.glob("flexpress-*.whl")
-    with zipfile.ZipFile(file) as archive:
+    return file
+
+
+@pytest.fixture(scope="module")
+def wheel(wheel_file) -> set[str]:
+    """The paths inside a wheel."""
+    with zipfile.ZipFile(wheel_file) as archive:
         return set(archive.namelist())
+
+
+_CALL = """
+import sys, torch, flexpress
+from flexpress import codegen, mods, templates
+print(*(module.__path__[0] for module in (flexpress, codegen, mods, templates)), len(flexpress.__path__), sep="\\n")
+assert not any(name.startswith("__editable__") for name in sys.modules), "installed after all"
+q = torch.randn(1, 1, 4, 16)
+assert torch.allclose(flexpress.flex_attention(q, q, q, mask_mod=mods.causal)[0, 0, 0], q[0, 0, 0], atol=1e-5)
+"""
+
+
+def imported_from(folder: Path, place: Path) -> list[str]:
+    """What _CALL prints where `folder` is what Python starts in, and nothing but what flexpress needs is installed."""
+    paths = [path for path in sys.path if path.endswith("-packages")]
+    # without `site` nobody reads the .pth file of an editable installation
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "FLEXPRESS_CACHE_DIR": str(place / "kernels")}
+    done = subprocess.run([sys.executable, "-S", "-c", _CALL], cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_a_clone_works_where_nothing_is_installed(tmp_path):
+    assert imported_from(ROOT, tmp_path) == [str(ROOT / name) for name in ("flexpress", "codegen", "mods", "templates")] + ["2"]
+
+
+def test_an_installed_wheel_finds_its_own_files(wheel_file, tmp_path):
+    with zipfile.ZipFile(wheel_file) as archive:
+        archive.extractall(tmp_path / "site")
+    home = tmp_path / "site" / "flexpress"
+    assert imported_from(tmp_path / "site", tmp_path) == [
+        str(place) for place in (home, *(home / n for n in ("codegen", "mods", "templates")))
+    ] + ["1"]
 
 
 def test_wheel_has_every_module_and_template(wheel):

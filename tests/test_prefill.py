@@ -6,8 +6,6 @@ import ast
 
 import pytest
 import torch
-from dense import dense_attention, relative_error
-from fake_hopper import Variant, forward_on_cpu, pass_for_hopper
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +14,8 @@ from flexpress.codegen import registry
 from flexpress.codegen.device import kernel
 from flexpress.codegen.plan.forward import Options
 from flexpress.codegen.run import decode, forward, masks, prefill
+from support.dense import dense_attention, relative_error
+from support.fake_hopper import Variant, forward_on_cpu, pass_for_hopper
 
 
 @pytest.fixture(autouse=True)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from fresh_mods import mask_mod, score_mod
 
 from flexpress import cache_clear, create_block_mask, evaluate_mod, flex_attention, mods, rope_table, update_cache
 from flexpress.codegen import registry
 from flexpress.codegen.registry import Bounded, CacheSize, Table, remembered
+from support.fresh_mods import mask_mod, score_mod
 
 PACKAGES = [Path(__file__).parent.parent / name for name in ("codegen", "flexpress", "mods")]
 # what a process has one of, or one a device: no cache of what calls bring
@@ -23,14 +23,14 @@ CONSTANT = {
     "kernel.backend_of",
     "kernel.capability_of",
     "kernel.multiprocessors",
-    "binary.newer_assembler",
+    "compiler.newer_assembler",
     "cuda._driver",
     "cuda.shared_limit",
     "dispatch._dtype_cache",  # by operation and dtypes
-    "interpret._numpy_dtypes",  # by dtype
+    "interpreter_patches._numpy_dtypes",  # by dtype
     "registry._caches",
     "serving._known",
-    "block_mask._adopted",  # as many as there are masks of the user's
+    "foreign_masks._adopted",  # as many as there are masks of the user's
 }
 
 
@@ -153,10 +153,9 @@ def test_names_are_taken_once(monkeypatch):
 
 def test_kernels_of_many_mods_are_bounded(monkeypatch):
     """With room for four, results stay right and no more than four are held."""
-    from fresh_mods import score_of
-
     from flexpress.codegen.device import kernel
     from flexpress.codegen.run import evaluate
+    from support.fresh_mods import score_of
 
     cache_clear()
     for table in (kernel._kernels, evaluate._plans):

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fake_hopper import Variant, pass_for_hopper
 
 from flexpress import AuxRequest, cache_info, cached_attention, create_block_mask, flex_attention, mods, varlen
 from flexpress.attention import attend, prepared
 from flexpress.codegen import registry
 from flexpress.codegen.device import tma
 from flexpress.codegen.device.kernel import plain_values
+from support.fake_hopper import Variant, pass_for_hopper
 
 
 class Recorder(Variant):

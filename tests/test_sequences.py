@@ -16,7 +16,7 @@ SIZES = dict(max_seq_len=40, max_batch_size=4, page_size=8)
 def state(info: SequenceInfo) -> dict:
     """Everything that a batch is, with the memory behind its tensors."""
     return {
-        **{name: memory.tolist() for name, memory in info._memory.items()},
+        **{name: memory.tolist() for name, memory in info._step.memory.items()},
         "num_pages": info.num_pages,
         "host": (info.sequence_lengths, info.input_positions, info.page_assignments),
     }
@@ -48,7 +48,7 @@ def test_batches(data):
         assert [ids.tolist() for ids in info.unnest_sequences(info.input_ids)] == tokens
         hidden = torch.randn(*info.input_ids.shape, 2, 3)
         assert torch.equal(torch.cat(info.unnest_sequences(hidden)), hidden.flatten(0, 1))
-        assert info.seq_len.tolist() == lengths and info._memory["seq_len"][n:].eq(0).all()
+        assert info.seq_len.tolist() == lengths and info._step.memory["seq_len"][n:].eq(0).all()
         assert info.seq_start.tolist() == [sum(lengths[:i]) for i in range(n)]
         assert info.input_pos.tolist() == positions
         assert info.position_ids.shape == info.input_ids.shape and info.position_ids.dtype == torch.int32
@@ -56,7 +56,7 @@ def test_batches(data):
         assert info.cache_loc.tolist() == [page for row in pages for page in row]
         assert info.pages_per_seq.tolist() == [len(row) for row in pages]
         assert info.page_table.tolist() == [row + [-1] * (info.max_pages_per_seq - len(row)) for row in pages]
-        assert info._memory["page_table"][n:].eq(-1).all()
+        assert info._step.memory["page_table"][n:].eq(-1).all()
         assert all(t.dtype == torch.int32 for t in info.args)
         assert {name: getattr(info, name).data_ptr() for name in ARG_NAMES if getattr(info, name).numel()}.items() <= where.items()
 

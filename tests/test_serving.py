@@ -6,13 +6,13 @@ import copy
 
 import pytest
 import torch
-from dense import dense_attention, relative_error
-from test_kv_cache import turned
 from torch._subclasses import FakeTensorMode
 
 from flexpress import PageAllocator, mods, rope_table, serving_ops
 from flexpress.sequences import AttentionInfo, CacheConfig, PositionalEmbeddingConfig, SequenceInfo
 from flexpress.serving import AttentionDescriptor, AttentionRegistry
+from support.caches import turned
+from support.dense import dense_attention, relative_error
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 HEADS, KV_HEADS, D = 4, 2, 16

@@ -6,9 +6,9 @@ import random
 
 import pytest
 import torch
-from dense import dense_attention, relative_error
 
 from flexpress import OutOfPages, PageAllocator, cached_attention, mods, update_cache
+from support.dense import dense_attention, relative_error
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 STEPS, HEADS, D, PAGE_SIZE, PAGES = 10_000, 2, 16, 4, 40

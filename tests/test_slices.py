@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dense import positions
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import MASK_MODS, mask_mods
-from test_block_mask import brute_force, check_lists
 
 from flexpress import BlockMask, cache_info, create_block_mask, create_mask, flex_attention, mods
+from support.block_lists import brute_force, check_lists
+from support.dense import positions
+from support.problems import MASK_MODS, mask_mods
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 NAMES = [m for m in MASK_MODS if m != "none"]

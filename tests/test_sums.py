@@ -8,11 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from evaluate import make_mod
-from fake_gluon import fused, limits
 from hypothesis import given
 from hypothesis import strategies as st
-from test_hopper_backward_offline import planned
 
 from flexpress import mods
 from flexpress.codegen.mod.bind import bind
@@ -21,6 +18,9 @@ from flexpress.codegen.mod.expr import walk
 from flexpress.codegen.mod.sums import as_sum
 from flexpress.codegen.run.preview import hopper_compilation
 from flexpress.codegen.text.render import render
+from support.evaluate import make_mod
+from support.fake_gluon import fused, limits
+from support.hopper_backward import planned
 
 Q_LEN, KV_LEN, BATCH, HEAD = 200, 300, 1, 3
 CAPTURED = {

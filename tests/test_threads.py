@@ -11,12 +11,12 @@ import time
 import forks
 import pytest
 import torch
-from fresh_mods import score_mod, score_of
 
 from flexpress import cache_clear, cache_info, evaluate_mod
-from flexpress.codegen.device import binary, interpret, kernel
+from flexpress.codegen.device import binary, compiler, interpret, kernel
 from flexpress.codegen.mod.bind import bind
 from flexpress.codegen.run.preview import evaluate_compilation
+from support.fresh_mods import score_mod, score_of
 
 
 def together(count: int, work) -> list:
@@ -93,7 +93,7 @@ def test_one_thread_compiles_or_interprets_at_a_time(monkeypatch):
     """Compiling reads triton.language, which interpreting switches."""
     inside, most = 0, []
     spec = evaluate_compilation("sm_90", score_mod(34), "score")
-    real_restore, real_switched = binary.restore, interpret._Interpreted._switched
+    real_restore, real_switched = compiler.restore, interpret._Interpreted._switched
 
     def enter(work):
         nonlocal inside
@@ -105,7 +105,7 @@ def test_one_thread_compiles_or_interprets_at_a_time(monkeypatch):
         finally:
             inside -= 1
 
-    monkeypatch.setattr(binary, "restore", lambda: enter(real_restore))
+    monkeypatch.setattr(compiler, "restore", lambda: enter(real_restore))
     monkeypatch.setattr(interpret._Interpreted, "_switched", lambda *args: enter(lambda: real_switched(*args)))
     scores = torch.randn(1, 1, 3, 3)
 
@@ -147,7 +147,8 @@ def test_compiling_side_by_side_ends_well():
 @pytest.mark.gpu
 def test_a_process_ends_well_while_a_thread_compiles():
     program = """
-import threading, torch, fresh_mods, flexpress, itertools, time
+import threading, torch, flexpress, itertools, time
+from support import fresh_mods
 def work():
     for i in itertools.count():
         q = torch.randn(1, 1, 64, 32, device="cuda")

@@ -8,10 +8,10 @@ import sys
 
 import pytest
 import torch
-from dense import dense_attention
 
 import flexpress
 from flexpress import create_block_mask, flex_attention, mods, varlen_attention
+from support.dense import dense_attention
 
 dynamo = pytest.importorskip("torch._dynamo")
 

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
-from dense import positions
 
 from flexpress import ModError, and_masks, cache_clear, cache_info, explain, flex_attention, mods, noop_mask
 from flexpress.codegen.mod.bind import bind, why_every_call
 from flexpress.codegen.run.evaluate import evaluate_mod
 from flexpress.mods import compose_scores
+from support.dense import positions
 
 SCORES = torch.randn(2, 3, 7, 9, generator=torch.Generator().manual_seed(0))
 SLOPES = torch.tensor([0.5, 0.25, 0.125])

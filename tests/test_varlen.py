@@ -6,16 +6,16 @@ import math
 
 import pytest
 import torch
-from dense import dense_attention, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_backward import assert_gradients
-from test_mask_mod import check_bounds
 
 from flexpress import ModError, and_masks, cache_clear, cache_info, mods, or_masks, varlen, varlen_attention
 from flexpress.attention import attend
 from flexpress.codegen.mod.bind import bind
 from flexpress.codegen.run.masks import automatic_lists, block_starts
+from support.block_lists import check_bounds
+from support.dense import dense_attention, relative_error
+from support.gradients import assert_gradients
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LENGTHS = {"cpu": [0, 0, 1, 2, 15, 16, 40, 65, 130], "cuda": [0, 1, 17, 128, 300, 777, 1024]}

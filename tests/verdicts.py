@@ -15,13 +15,13 @@ import traceback
 from dataclasses import dataclass
 
 import torch
-from evaluate import FLOATS, INTEGERS, make_mod
 
 from flexpress import ModError
 from flexpress.codegen.mod.bind import bind
 from flexpress.codegen.mod.compute import compute
 from flexpress.codegen.mod.expr import ModGraph, walk
 from flexpress.codegen.mod.intervals import Analysis, analyse
+from support.evaluate import FLOATS, INTEGERS, make_mod
 
 SIZE = 20  # positions along an axis
 GATHERS = (

@@ -12,12 +12,13 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from ..gpus import architecture
-from ..mod.capture import fits_int32
+from ..mod.program import fits_int32
 from ..registry import INFO, Bounded, Table
 from ..text.render import render
 from ..text.spec import KernelSpec
 from ..turn import Turn
 from . import binary, cache, interpret
+from .arguments import describe, one_by_one
 
 
 class Kernel:
@@ -55,7 +56,7 @@ class Kernel:
 
     def variant(self, args: tuple, device: torch.device, constants: tuple, **options: int) -> tuple[binary.Binary, list]:
         """The compiled variant for these arguments, and the arguments as it takes them. The device is the current one."""
-        layout, plain = binary.describe(args)
+        layout, plain = describe(args)
         key = (layout, constants, device.index, *options.values())
         variant = self._variants.get(key)
         if variant is None:
@@ -71,7 +72,7 @@ class Kernel:
         return variant
 
     def _interpret(self, grid, args) -> None:
-        (self._interpreted or self._turn.run(self._loaded))[grid](*binary.one_by_one(args))
+        (self._interpreted or self._turn.run(self._loaded))[grid](*one_by_one(args))
 
     def _loaded(self):
         """The kernel for the interpreter."""

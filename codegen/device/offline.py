@@ -18,7 +18,8 @@ from triton.backends.compiler import GPUTarget
 from ..text.render import render
 from ..text.spec import KernelSpec
 from . import cache
-from .binary import compile_source, descriptor_type, is_gluon, newer_assembler, source_class
+from .arguments import descriptor_type
+from .compiler import compile_source, is_gluon, newer_assembler, source_class
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -74,6 +75,7 @@ def compile_for(
     """
     kernel = cache.load_module(cache.store(render(spec), spec))
     function = getattr(kernel, spec.template)
+    tensors, floats = {**_tensors(spec, constants), **tensors}, floats | {p.name for p in spec.parameters if p.type == "float"}
     signature, constexprs, attributes = {}, {}, {}
     for i, name in enumerate(function.arg_names):
         if name in constants:
@@ -94,6 +96,18 @@ def compile_for(
     metadata, _, _ = compile_source(source, TARGETS[target], options, texts, last)
     report = _resources(texts["ptx"], target) if "ptx" in texts else (None, None, ())
     return Compiled(signature, texts, metadata.get("shared"), *report)
+
+
+def _tensors(spec: KernelSpec, constants: dict[str, int]) -> dict[str, str]:
+    """Element dtypes of pointers, and TMA descriptors with the sizes of their blocks as numbers."""
+    found = {}
+    for p in spec.parameters:
+        if p.type.startswith("*"):
+            found[p.name] = p.type[1:]
+        elif p.type.startswith("desc:"):
+            _, dtype, block = p.type.split(":")
+            found[p.name] = f"desc:{dtype}:{'x'.join(str(constants.get(size, size)) for size in block.split('x'))}"
+    return found
 
 
 def _resources(ptx: str, target: str) -> tuple[int, int, tuple[str, ...]]:

@@ -20,8 +20,9 @@ import torch
 
 from ..registry import INFO, Table
 from ..turn import Turn
-from .capture import Untrackable, name_of
+from .capture import name_of
 from .expr import ModGraph
+from .program import Untrackable
 from .trace import Traced, check_parameters, replayable, traced_once
 
 _PER_BUCKET = 64  # traces kept for one piece of code: more means numbers that Python itself consumes keep changing

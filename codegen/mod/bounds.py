@@ -17,11 +17,12 @@ from typing import NamedTuple
 
 import torch
 
+from .current import Operations, Run
 from .dispatch import apply, cast
 from .dtypes import wrapped
 from .expr import MASK_SYMBOLS, RANGE_RULES, UNKNOWN, Expr, ExprTable, SourceLine
 from .ops import OPS, kind
-from .symbols import Run, Sym
+from .symbols import Sym
 
 LARGEST_INDEX = (1 << 31) - 2
 
@@ -67,8 +68,8 @@ class BoundsRun(Run):
 
     line: SourceLine | None = None
 
-    def __init__(self, kind: str, table: ExprTable) -> None:
-        super().__init__(kind, table)
+    def __init__(self, kind: str, table: ExprTable, operations: Operations) -> None:
+        super().__init__(kind, table, operations)
         self.ranges: dict[int, tuple[float, float]] = {}
 
     def source(self) -> SourceLine | None:

@@ -12,10 +12,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from . import ops
-from .capture import NUMBERS, HostNumber, HostValue, Untrackable
+from .current import WEAK_DTYPE, Operations, Run, applied, running
 from .errors import ModError
 from .expr import Expr
-from .symbols import FACTORIES, WEAK_DTYPE, Run, Sym, TensorView
+from .program import NUMBERS, Untrackable
+from .purity import FACTORIES
+from .stand_ins import HostNumber, HostValue
+from .symbols import Sym, TensorView
 from .tensors import DTYPES
 
 
@@ -25,7 +28,7 @@ class Mode(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if Run.current is None:  # an interrupt has left it behind
             return function(*args, **(kwargs or {}))
-        return dispatch(function, args, kwargs or {})
+        return applied(function, args, kwargs or {})
 
 
 def is_operation(function) -> bool:
@@ -58,9 +61,7 @@ _FROM_NUMBER = {torch.tensor, torch.scalar_tensor, torch.as_tensor}
 
 def dispatch(function, args: tuple, kwargs: dict):
     """One torch function or Python operator met while tracing: in the kernel if it touches a symbol, else on the host."""
-    trace = Run.current
-    if trace is None:
-        raise RuntimeError("a symbol of a traced mod was used after the trace had ended")
+    trace = running()
     in_kernel = _symbolic(args) or _symbolic(tuple(kwargs.values()))
     row = ops.METHODS.get(function) if isinstance(function, str) else ops.FUNCTIONS.get(function)
     if in_kernel and row is not None and row.expand is not None:
@@ -399,4 +400,13 @@ _method_names = {
     for home in (torch.Tensor, torch)
     if callable(getattr(home, name, None)) and not isinstance(getattr(home, name), torch.dtype)
 }
-METHOD_NAMES = {*_CASTS, *_SPECIAL_METHODS, *ops.METHODS}
+_METHODS = {*_CASTS, *_SPECIAL_METHODS, *ops.METHODS}
+
+
+def _method(symbol: Sym, name: str):
+    if name not in _METHODS:
+        raise unsupported(f"Tensor.{name}")
+    return lambda *args, **kwargs: dispatch(name, (symbol, *args), kwargs)
+
+
+OPERATIONS = Operations(dispatch, _method, is_operation)

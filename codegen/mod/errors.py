@@ -5,6 +5,8 @@ Wrong arguments raise the usual ``ValueError`` / ``TypeError`` / ``NotImplemente
 
 from __future__ import annotations
 
+from .expr import SourceLine
+
 
 class ModError(ValueError):
     """A score_mod or mask_mod that Flexpress cannot turn into a kernel; the message shows the user's own line."""
@@ -12,3 +14,9 @@ class ModError(ValueError):
 
 class RenderError(RuntimeError):
     """A template printed text that is not Python: a bug in Flexpress, with the template and the line named."""
+
+
+def mod_error(problem: str, remedy: str, source: SourceLine | None, kind: str) -> ModError:
+    """What is wrong with a mod of this kind, its line, and what to do."""
+    where = f'\n  File "{source.file}", line {source.line}\n    {source.text}' if source else ""
+    return ModError(f"{kind}_mod: {problem}{where}" + (f"\n{remedy}" if remedy else ""))

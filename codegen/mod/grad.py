@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-from .dispatch import cast
+from .current import Run
+from .dispatch import OPERATIONS, cast
 from .expr import Expr, ExprTable, ModGraph, SourceLine, walk
 from .ops import OPS
-from .symbols import Run, Sym
+from .symbols import Sym
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +34,7 @@ def differentiate(graph: ModGraph, wanted: frozenset[int]) -> GradGraph:
     """The derivatives of a score_mod's result in the score, and in what it loads of the `wanted` tensors (indices of graph.tensors)."""
     nodes = walk(graph.result)
     varies = _differentiable(nodes, wanted)
-    run = DerivedRun(graph.kind, ExprTable(nodes))
+    run = DerivedRun(graph.kind, ExprTable(nodes), OPERATIONS)
     gradients: dict[int, Expr] = {}
     if id(graph.result) in varies:
         gradients[id(graph.result)] = run.table.make("symbol", (), torch.float32, attr="grad", source=graph.result.source)

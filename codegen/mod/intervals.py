@@ -18,7 +18,8 @@ import torch
 
 from ..registry import remembered
 from .bounds import LARGEST_INDEX, BoundsRun, TooLarge, constant, limits_of
-from .dispatch import cast
+from .current import Operations
+from .dispatch import OPERATIONS, cast
 from .dtypes import operand_dtypes, wrapped
 from .expr import Expr, ExprTable, ModGraph, symbols_in, walk
 from .ops import OPS, kind
@@ -75,7 +76,7 @@ class Interval:
 def analyse(graph: ModGraph) -> Analysis:
     """The intervals of a traced mask_mod."""
     nodes = walk(graph.result)
-    run = _IntervalRun(graph.kind, ExprTable(nodes))
+    run = _IntervalRun(graph.kind, ExprTable(nodes), OPERATIONS)
     with run.active():
         return _analyse(graph, nodes, run)
 
@@ -189,8 +190,8 @@ class _IntervalRun(BoundsRun):
 
     by_rules = True
 
-    def __init__(self, kind: str, table: ExprTable) -> None:
-        super().__init__(kind, table)
+    def __init__(self, kind: str, table: ExprTable, operations: Operations) -> None:
+        super().__init__(kind, table, operations)
         self.conversions: dict[tuple, Interval] = {}
 
     # leaves

@@ -37,7 +37,8 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
-from .capture import NUMBERS, as_python
+from .program import NUMBERS
+from .stand_ins import as_python
 
 
 @dataclass(frozen=True, slots=True)

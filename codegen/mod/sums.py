@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from ..registry import remembered
-from .dispatch import cast
+from .dispatch import OPERATIONS, cast
 from .distance import sign_of_difference
 from .expr import INDEX_BOUND, Expr, ExprTable, ModGraph, symbols_in, value_range, walk
 from .grad import DerivedRun
@@ -36,7 +36,7 @@ class Sum:
 def as_sum(graph: ModGraph) -> Sum | None:
     """A score_mod's result as a Sum, or None if it is none."""
     nodes = walk(graph.result)
-    run = DerivedRun(graph.kind, ExprTable(nodes))
+    run = DerivedRun(graph.kind, ExprTable(nodes), OPERATIONS)
     symbols: dict[int, frozenset[str]] = {}
     found: dict[int, _Terms | None] = {}
     with run.active():

@@ -18,11 +18,13 @@ import torch
 
 from ..registry import Table
 from ..turn import Turn
-from .capture import HostProgram, name_of
-from .dispatch import Mode, is_operation, to_expr
-from .errors import ModError
+from .capture import name_of
+from .dispatch import OPERATIONS, Mode, to_expr
+from .errors import ModError, mod_error
 from .expr import MASK_SYMBOLS, SCORE_SYMBOLS, Expr, ModGraph, SourceLine, walk
-from .symbols import EagerRun, ReplayedRun, Sym, TensorView, TracingRun, is_machinery, line_of, mod_error, run_mod
+from .program import HostProgram
+from .runs import EagerRun, ReplayedRun, TracingRun, is_machinery, line_of, run_mod
+from .symbols import Sym, TensorView
 
 _SIGNATURES = {"score": f"score_mod({', '.join(SCORE_SYMBOLS)})", "mask": f"mask_mod({', '.join(MASK_SYMBOLS)})"}
 
@@ -84,7 +86,7 @@ def replayable(mod, kind: str) -> tuple[Traced, list]:
 
     Raises Untrackable, or what the mod raises on stand-ins, if its reads cannot be recorded.
     """
-    run = ReplayedRun(mod, kind, is_operation)
+    run = ReplayedRun(mod, kind, OPERATIONS)
     result = _result(run, run.reader.root())
     values = run.values()
     return Traced(_graph_of(mod, run, result), run.program, (*run.tensors, *run.scalars), frozenset(run.codes)), values
@@ -95,7 +97,7 @@ def traced_once(mod, kind: str) -> tuple[Traced, list]:
 
     Raises ModError with the user's own line for what cannot be in a kernel.
     """
-    run = EagerRun(kind)
+    run = EagerRun(kind, OPERATIONS)
     result = _result(run, mod)
     return Traced(_graph_of(mod, run, result), None, (), frozenset(run.codes)), run.values()
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..device.binary import Numbers
+from ..device.arguments import Numbers
 from ..device.kernel import architecture_of, backend_of, held_counter, kernel_for, multiprocessors, on
 from ..device.tma import descriptor
 from ..mod.compute import compute

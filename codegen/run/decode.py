@@ -44,10 +44,17 @@ class Cached:
     invariant: bool = False
 
     @property
-    def pointers(self) -> tuple[torch.Tensor, ...]:
-        """In the order of the kernel's parameters."""
-        found = (self.cu_q, self.kv_lens, self.kv_locs, self.pages, self.k_scales, self.v_scales)
-        return tuple(t for t in found if t is not None)
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By the names of the kernels' parameters."""
+        found = {
+            "CU_Q": self.cu_q,
+            "KV_LENS": self.kv_lens,
+            "KV_LOCS": self.kv_locs,
+            "PAGES": self.pages,
+            "K_SCALES": self.k_scales,
+            "V_SCALES": self.v_scales,
+        }
+        return {name: t for name, t in found.items() if t is not None}
 
     @property
     def structure(self) -> tuple:
@@ -167,13 +174,13 @@ def decode(
         outputs[1].fill_(float("-inf"))
         out.zero_()
     rest = (*(lists.tables if lists else ()), *mod_values(plan, score and score[1], mask and mask[1]))
-    if found.functions and found.launch((k, v, q, *cached.pointers), buffer, outputs, rest):
+    if found.functions and found.launch((k, v, q, *cached.tensors.values()), buffer, outputs, rest):
         return
     parts = outputs
     if found.sizes:
         *sums, count = buffer.split(found.sizes)
         parts = (*sums, count.view(torch.int32))
-    args = (k, v, q, *parts, *cached.pointers, *found.numbers, *rest)
+    args = (k, v, q, *parts, *cached.tensors.values(), *found.numbers, *rest)
     kernel, combine = kernel_for(plan.spec), plan.combine and kernel_for(plan.combine)
     variants = [
         launch_fitting(

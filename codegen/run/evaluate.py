@@ -16,6 +16,7 @@ from ..mod.bind import bind
 from ..mod.expr import INDEX_BOUND, ModGraph
 from ..mod.tensors import check_surroundings, read_captured, readable
 from ..registry import INFO, Table
+from ..text.parameters import constants, numbers, pointer
 from ..text.snippet import Target
 from ..text.spec import KernelSpec, ModText, layouts_of, mod_text
 
@@ -61,8 +62,8 @@ def evaluate_mod(mod: Callable, scores: torch.Tensor, kind: str = "score", *, pr
         Z, H, Q_LEN, KV_LEN = scores.shape
         kernel, text = _plan(bound, tuple(scores.shape), scores.device, precision)
         grid = (Z * H * -(-Q_LEN // _TILE) * -(-KV_LEN // _TILE),)
-        tensors = (scores, result) if kind == "score" else (result,)
-        kernel.launch(grid, (*tensors, H, Q_LEN, KV_LEN, *text.values(bound[1])), scores.device, (_TILE, _TILE), num_warps=4, num_stages=1)
+        values = {"scores": scores, "result": result, "H": H, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN, **text.named(bound[1])}
+        kernel.launch(grid, kernel.spec.arguments(values), scores.device, (_TILE, _TILE), num_warps=4, num_stages=1)
     return result
 
 
@@ -84,4 +85,8 @@ def _plan(bound: tuple[ModGraph, list], extents: tuple[int, int, int, int], devi
 
 def evaluate_spec(text: ModText, backend: str) -> KernelSpec:
     """The KernelSpec of evaluate."""
-    return KernelSpec("evaluate", (text,), (("numbers", ("H", "Q_LEN", "KV_LEN", *text.numbers)),), backend)
+    shape = "[Z, H, Q_LEN, KV_LEN], contiguous"
+    tensors = [pointer("scores", "float32", shape)] if text.kind == "score" else []
+    tensors.append(pointer("result", "float32" if text.kind == "score" else "bool", f"{shape}; written"))
+    parameters = (*tensors, *numbers("H", "Q_LEN", "KV_LEN"), *text.parameters, *constants("TILE_M", "TILE_N"))
+    return KernelSpec("evaluate", (text,), (), backend, parameters)

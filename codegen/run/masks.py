@@ -7,170 +7,39 @@ from dataclasses import dataclass, field
 import torch
 
 from ..device.kernel import Kernel, backend_of, kernel_for
-from ..mod.expr import INDEX_BOUND, ModGraph
+from ..mod.expr import INDEX_BOUND
 from ..mod.intervals import analyse
-from ..mod.ops import kind
+from ..plan.masks import (
+    SYMBOL_NAMES,
+    Bound,
+    MaskTexts,
+    dense_mask_spec,
+    list_names,
+    lists_spec,
+    mask_texts,
+    parts_of,
+    power_of_two,
+    starts_spec,
+    status_constants,
+    status_spec,
+    verdict_lists_spec,
+    zones_spec,
+)
 from ..registry import INFO, Table
 from ..text.snippet import Target
-from ..text.spec import KernelSpec, ModText, layouts_of, mod_text
+from ..text.spec import layouts_of, mod_text
 from .forward import BlockLists
 
-SYMBOL_NAMES = {"score": "score", "b": "z", "h": "h", "q_idx": "m", "kv_idx": "n"}
-DENSE_MASK_NUMBERS = ["Hm", "Q_LEN", "KV_LEN"]
 DENSE_TILE = 64  # rows and columns of a tile of the dense mask
 ZONE_TILE = 128  # positions that one step of block_zones takes
-STATUS_CHUNK = {"cpu": 1024}  # blocks of a program of block_status; elsewhere 64
-EVALUATED_TILE = {"cpu": 128}  # rows and columns of a tile of a block that it evaluates; elsewhere 32
 LISTS_CHUNK, VERDICTS_CHUNK = 1024, 128  # blocks that one step of block_lists takes: from a status, by bounds
 STARTS_CHUNK = 128  # sequences, and blocks of one, that a step of block_starts takes
 _KEPT_MASKS, _KEPT_BYTES = 64, 1 << 22  # block lists of masks that capture no tensors: how many, and the size of one
 
-Bound = tuple[ModGraph, list]
 Starts = tuple[torch.Tensor, ...]
 
 _plans: dict[tuple, object] = Table("mask plans", 1024)
 _kept: dict[tuple, BlockLists] = Table("block lists", _KEPT_MASKS)
-
-
-@dataclass(frozen=True, slots=True)
-class ZoneText:
-    """A zone as templates see it: a part of the mask along `axis`, and in what its least and greatest value are kept and computed."""
-
-    name: str
-    axis: str
-    dtype: str
-    computed: str
-    text: ModText
-
-
-_ZONE_DTYPES = {"bool": ("int8", "int32"), "float": ("float32", "float32"), "int": ("int64", "int64")}
-
-
-@dataclass(frozen=True)
-class MaskTexts:
-    """A mask_mod lowered for its kernels: itself, its verdict on blocks and the zones that the verdict reads.
-
-    All have their captures in common, so an argument's name means the same in each.
-    """
-
-    mask: ModText
-    verdict: ModText
-    zones: tuple[ZoneText, ...]
-
-
-def _parts(graph: ModGraph) -> tuple[ModGraph, ...]:
-    """A mask_mod, its verdict and its zones."""
-    analysis = analyse(graph)
-    return graph, analysis.verdict, *(zone.graph for zone in analysis.zones)
-
-
-def mask_texts(bound: Bound, extents: tuple[int, int, int, int], backend: str) -> MaskTexts:
-    """Lower a mask_mod for its kernels. `extents` are Z, H, Q_LEN and KV_LEN."""
-    graph, captured = bound
-    target = Target(backend, "float32", max(extents[2:]) <= INDEX_BOUND)
-    zones = analyse(graph).zones
-    names = {name: name for name in ("q_min", "q_max", "kv_min", "kv_max")} | {"b": "z", "h": "h"}
-    for i in range(len(zones)):
-        names |= {f"zone{i}_min": f"zone{i}_low", f"zone{i}_max": f"zone{i}_high"}
-    mask, verdict, *parts = (
-        mod_text(
-            part, layouts_of(part, captured, extents), names if part.kind == "verdict" else SYMBOL_NAMES, target, shape="[TILE_M, TILE_N]"
-        )
-        for part in _parts(graph)
-    )
-    return MaskTexts(
-        mask,
-        verdict,
-        tuple(
-            ZoneText(f"zone{i}", zone.axis, *_ZONE_DTYPES[kind(zone.graph.result.dtype)], text)
-            for i, (zone, text) in enumerate(zip(zones, parts, strict=True))
-        ),
-    )
-
-
-def _args(texts: tuple[ModText, ...]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name for text in texts for name in text.args))
-
-
-def _values(texts: tuple[ModText, ...], captured: list) -> list:
-    """The kernel arguments, in the order of `_args`."""
-    found: dict[str, object] = {}
-    for text in texts:
-        found |= zip(text.args, text.values(captured), strict=True)
-    return list(found.values())
-
-
-def _spec(template: str, texts: tuple[ModText, ...], numbers: list[str], backend: str, **flags) -> KernelSpec:
-    args = _args(texts)
-    flags |= {"args": args, "numbers": (*numbers, *(a for a in args if not a.startswith("ptr_")))}
-    return KernelSpec(template, texts, tuple(flags.items()), backend)
-
-
-_SIZES = ["Hm", "rows", "columns", "Q_LEN", "KV_LEN"]
-
-
-def zones_spec(texts: MaskTexts, size: tuple[int, int], backend: str, starts: bool = False) -> KernelSpec:
-    """The KernelSpec of block_zones, for blocks of `size`. `starts`: see BlockGrid."""
-    parts = tuple(zone.text for zone in texts.zones)
-    return _spec("block_zones", parts, _SIZES, backend, Q_BLOCK=size[0], KV_BLOCK=size[1], STARTS=starts, zones=texts.zones)
-
-
-def status_constants(size: tuple[int, int], backend: str) -> dict[str, int]:
-    """CHUNK, TILE_M and TILE_N of block_status."""
-    tile_m, tile_n = (min(EVALUATED_TILE.get(backend, 32), _power_of_two(n)) for n in size)
-    return {"CHUNK": STATUS_CHUNK.get(backend, 64), "TILE_M": tile_m, "TILE_N": tile_n}
-
-
-def status_spec(texts: MaskTexts, size: tuple[int, int], backend: str, starts: bool = False) -> KernelSpec:
-    """The KernelSpec of block_status."""
-    tile = status_constants(size, backend)
-    parts = texts.mask, texts.verdict
-    return _spec(
-        "block_status",
-        parts,
-        _SIZES,
-        backend,
-        Q_BLOCK=size[0],
-        KV_BLOCK=size[1],
-        STARTS=starts,
-        zones=texts.zones,
-        RAGGED_M=size[0] % tile["TILE_M"] != 0,
-        RAGGED_N=size[1] % tile["TILE_N"] != 0,
-    )
-
-
-def lists_spec(separate_full: bool, backend: str, starts: bool = False) -> KernelSpec:
-    """The KernelSpec of block_lists from a status."""
-    widths = ["width", "full_width"] if separate_full else ["width"]
-    numbers = [*widths, "Hm", "rows", "columns", "stride_z", "stride_h", "stride_row", "stride_column"]
-    return _spec("block_lists", (), numbers, backend, TRANSPOSED=False, SEPARATE_FULL=separate_full, STARTS=starts)
-
-
-def verdict_lists_spec(texts: MaskTexts, size: tuple[int, int], backend: str, transposed: bool, starts: bool = False) -> KernelSpec:
-    """The KernelSpec of block_lists straight from verdicts."""
-    return _spec(
-        "block_lists",
-        (texts.verdict,),
-        ["width", *_SIZES],
-        backend,
-        Q_BLOCK=size[0],
-        KV_BLOCK=size[1],
-        zones=texts.zones,
-        TRANSPOSED=transposed,
-        SEPARATE_FULL=True,
-        STARTS=starts,
-    )
-
-
-def starts_spec(block: int, backend: str, sequences: bool = False) -> KernelSpec:
-    """The KernelSpec of block_starts, which may write the blocks' sequences too."""
-    flags = ("BLOCK", block), ("SEQUENCES", sequences), ("numbers", ("RANGES", "TOTAL"))
-    return KernelSpec("block_starts", (), flags, backend)
-
-
-def dense_mask_spec(text: ModText, backend: str) -> KernelSpec:
-    """The KernelSpec of dense_mask."""
-    return KernelSpec("dense_mask", (text,), (("numbers", (*DENSE_MASK_NUMBERS, *text.numbers)),), backend)
 
 
 @dataclass(frozen=True)
@@ -204,9 +73,8 @@ class BlockGrid:
         self.device, self.size, self.backend = device, size, backend_of(device.type)
         Z, H, Q_LEN, KV_LEN = extents
         rows, columns = (len(t) - 1 for t in starts) if starts else (-(-Q_LEN // size[0]), -(-KV_LEN // size[1]))
-        self.starts = starts
-        self.shape, self.numbers = (Z, H, rows, columns), (H, rows, columns, Q_LEN, KV_LEN)
-        layouts = tuple(layouts_of(part, self.captured, extents) for part in _parts(graph))
+        self.starts, self.shape = starts, (Z, H, rows, columns)
+        layouts = tuple(layouts_of(part, self.captured, extents) for part in parts_of(graph))
         key = ("blocks", graph, layouts, device, size, max(Q_LEN, KV_LEN) <= INDEX_BOUND)
         plan = _plans.get(key)
         if plan is not None:
@@ -214,24 +82,32 @@ class BlockGrid:
         else:
             plan = _plans[key] = _MaskPlan(mask_texts(bound, extents, self.backend))
         self.plan: _MaskPlan = plan
-        self.zones = self._measured()
+        self.values = {
+            **dict(zip(("q_starts", "kv_starts"), starts, strict=False)),
+            **{"Hm": H, "rows": rows, "columns": columns, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN},
+            **plan.texts.named(self.captured),
+        }
+        self.values |= self._measured()
 
-    def _measured(self) -> list[torch.Tensor]:
-        """Least and greatest value of every zone, (Z, H, rows or columns) each."""
+    def _launch(self, kernel: Kernel, grid: int, constants: tuple[int, ...], num_warps: int = 4, **tensors) -> None:
+        arguments = kernel.spec.arguments({**self.values, **tensors})
+        kernel.launch((grid,), arguments, self.device, constants, num_warps=num_warps, num_stages=1)
+
+    def _measured(self) -> dict[str, torch.Tensor]:
+        """Least and greatest value of every zone, (Z, H, rows or columns) each, by the names of parameters."""
         Z, H, rows, columns = self.shape
         zones = self.plan.texts.zones
         if not zones:
-            return []
-        maps = [
-            torch.empty((Z, H, rows if zone.axis == "q_idx" else columns), dtype=getattr(torch, zone.dtype), device=self.device)
+            return {}
+        maps = {
+            parameter.name: torch.empty(
+                (Z, H, rows if zone.axis == "q_idx" else columns), dtype=getattr(torch, zone.dtype), device=self.device
+            )
             for zone in zones
-            for _ in range(2)
-        ]
+            for parameter in zone.parameters
+        }
         kernel = self.plan.kernel(zones_spec, self.size, self.backend, bool(self.starts))
-        parts = _values(tuple(z.text for z in zones), self.captured)
-        kernel.launch(
-            (Z * H * (rows + columns),), (*maps, *self.starts, *self.numbers, *parts), self.device, (ZONE_TILE,), num_warps=1, num_stages=1
-        )
+        self._launch(kernel, Z * H * (rows + columns), (ZONE_TILE,), num_warps=1, **maps)
         return maps
 
     def status(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -241,33 +117,21 @@ class BlockGrid:
         counts = torch.zeros((2, Z, H, rows), dtype=torch.int32, device=self.device)
         kernel = self.plan.kernel(status_spec, self.size, self.backend, bool(self.starts))
         constants = status_constants(self.size, self.backend)
-        texts = self.plan.texts
-        kernel.launch(
-            (Z * H * rows * -(-columns // constants["CHUNK"]),),
-            (status, counts[0], counts[1], *self.starts, *self.numbers, *self.zones, *_values((texts.mask, texts.verdict), self.captured)),
-            self.device,
-            tuple(constants.values()),
-            num_warps=4,
-            num_stages=1,
-        )
+        grid = Z * H * rows * -(-columns // constants["CHUNK"])
+        self._launch(kernel, grid, tuple(constants.values()), status=status, num_blocks=counts[0], num_full=counts[1])
         return status, counts
 
     def lists(self, *, transposed: bool = False) -> list[torch.Tensor]:
         """Block lists (see `block_lists`) by bounds alone: what they cannot decide is partial. As wide as there are columns."""
         Z, H, rows, columns = self.shape
         lines, width = (columns, rows) if transposed else (rows, columns)
-        made = [torch.empty(shape, dtype=torch.int32, device=self.device) for shape in ((Z, H, lines), (Z, H, lines, width)) * 2]
+        shapes = ((Z, H, lines), (Z, H, lines, width)) * 2
+        made = {
+            name: torch.empty(shape, dtype=torch.int32, device=self.device) for name, shape in zip(list_names(True), shapes, strict=True)
+        }
         kernel = self.plan.kernel(verdict_lists_spec, self.size, self.backend, transposed, bool(self.starts))
-        verdict = _values((self.plan.texts.verdict,), self.captured)
-        kernel.launch(
-            (Z * H * lines,),
-            (*made, *self.starts, width, *self.numbers, *self.zones, *verdict),
-            self.device,
-            (VERDICTS_CHUNK,),
-            num_warps=4,
-            num_stages=1,
-        )
-        return made
+        self._launch(kernel, Z * H * lines, (VERDICTS_CHUNK,), width=width, **made)
+        return list(made.values())
 
 
 def _empty_lists(lines: tuple[int, ...], widths: tuple[int, ...], device: torch.device) -> list[torch.Tensor]:
@@ -309,7 +173,7 @@ def create_lists(
 def _no_longer_than_needed(size: int, length: int) -> int:
     """A block's positions, or fewer where one block reaches past all of them: kernels walk whole blocks. It still reaches past them, and is
     one of few sizes, since each has kernels of its own."""
-    return min(size, max(128, _power_of_two(length + 1)))
+    return min(size, max(128, power_of_two(length + 1)))
 
 
 def block_lists(status: torch.Tensor, separate_full: bool = True, *, wait: bool = True) -> list[torch.Tensor]:
@@ -331,8 +195,14 @@ def _listed(status: torch.Tensor, widths: list[int], separate_full: bool, starts
     made = _empty_lists((Z, H, rows), tuple(widths), status.device)
     if Z * H * rows:
         kernel = kernel_for(lists_spec(separate_full, backend_of(status.device.type), bool(starts)))
-        numbers = (*(max(w, 1) for w in widths), H, rows, columns, *status.stride())
-        kernel.launch((Z * H * rows,), (*made, *starts, status, *numbers), status.device, (LISTS_CHUNK,), num_warps=4, num_stages=1)
+        values = {
+            **dict(zip(list_names(separate_full), made, strict=True)),
+            **dict(zip(("starts",), starts, strict=False)),
+            **{"status": status, "Hm": H, "rows": rows, "columns": columns},
+            **dict(zip(("width", "full_width"), (max(w, 1) for w in widths), strict=False)),
+            **dict(zip(("stride_z", "stride_h", "stride_row", "stride_column"), status.stride(), strict=True)),
+        }
+        kernel.launch((Z * H * rows,), kernel.spec.arguments(values), status.device, (LISTS_CHUNK,), num_warps=4, num_stages=1)
     return made
 
 
@@ -355,9 +225,9 @@ def _starts(cu_seqlens: torch.Tensor, total: int, block: int, rest: int) -> tupl
     made = [torch.full((ranges + 1,), total, dtype=torch.int32, device=device)]
     if rest:
         made.append(torch.full((ranges,), sequences, dtype=torch.int32, device=device))
-    kernel_for(starts_spec(block, backend_of(device.type), bool(rest))).launch(
-        (sequences + rest,), (cu_seqlens, *made, ranges, total), device, (STARTS_CHUNK,), num_warps=4, num_stages=1
-    )
+    kernel = kernel_for(starts_spec(block, backend_of(device.type), bool(rest)))
+    values = {"cu_seqlens": cu_seqlens, **dict(zip(("starts", "sequences"), made, strict=False)), "RANGES": ranges, "TOTAL": total}
+    kernel.launch((sequences + rest,), kernel.spec.arguments(values), device, (STARTS_CHUNK,), num_warps=4, num_stages=1)
     return tuple(made)
 
 
@@ -416,9 +286,6 @@ def dense_mask(bound: Bound, Z: int, H: int, Q_LEN: int, KV_LEN: int, device: to
         plan = _plans[key] = kernel_for(dense_mask_spec(text, backend)), text
     kernel, text = plan
     grid = (Z * H * -(-Q_LEN // DENSE_TILE) * -(-KV_LEN // DENSE_TILE),)
-    kernel.launch(grid, (mask, H, Q_LEN, KV_LEN, *text.values(captured)), device, (DENSE_TILE, DENSE_TILE), num_warps=4, num_stages=1)
+    values = {"mask": mask, "Hm": H, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN, **text.named(captured)}
+    kernel.launch(grid, kernel.spec.arguments(values), device, (DENSE_TILE, DENSE_TILE), num_warps=4, num_stages=1)
     return mask
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()

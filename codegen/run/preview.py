@@ -24,11 +24,22 @@ from ..plan.forward import Blocks, Cache, ForwardCase, Geometry, Options, Plan, 
 from ..plan.hopper_backward import HopperBackwardPlan, plan_hopper_backward
 from ..plan.hopper_backward import fits as backward_fits
 from ..plan.hopper_forward import HopperPlan, fits, plan_hopper_forward
+from ..plan.masks import (
+    SYMBOL_NAMES,
+    dense_mask_spec,
+    lists_spec,
+    mask_texts,
+    starts_spec,
+    status_constants,
+    status_spec,
+    verdict_lists_spec,
+    zones_spec,
+)
+from ..plan.update_cache import BLOCK_T, UpdateCase, update_spec
 from ..text.snippet import Target
 from ..text.spec import KernelSpec, ModText, dtype_name, layouts_of, mod_text
 from . import evaluate, masks
 from .forward import keys_of, output_like
-from .update_cache import BLOCK_T, UpdateCase, update_spec
 
 TARGETS = ("cpu", *offline.TARGETS)
 EXTENTS = (4, 16, 4096, 4096)  # B, H, Q_LEN and KV_LEN of the call that is imagined
@@ -120,7 +131,7 @@ def compilation(
         **{name: f"desc:{dtype}:{tile.BLOCK_N}x{width}" for name, width in widths.items()},
     }
     constants = {"BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N}
-    return _compilation(target, plan.spec, tensors, constants, arguments, tile.num_warps, tile.num_stages)
+    return _old_compilation(target, plan.spec, tensors, constants, arguments, tile.num_warps, tile.num_stages)
 
 
 def hopper_compilation(
@@ -155,7 +166,7 @@ def hopper_compilation(
         "COUNTER": "int32",
         **dict.fromkeys((*_TABLES, *_PLACES), "int32"),
     }
-    return _compilation(target, plan.spec, tensors, {}, _arguments(plan, bound))
+    return _old_compilation(target, plan.spec, tensors, {}, _arguments(plan, bound))
 
 
 def backward_compilations(
@@ -213,7 +224,7 @@ def backward_compilations(
     plan = plan_backward(case, backend_for(target), arch, score, mask)
     pointers = dict.fromkeys(("Q", "K", "V", "O", "DO", "DQ", "DK", "DV"), dtype)
     pointers |= dict.fromkeys(("ROWS", "TOPS", "DELTA", "DLSE"), "float32") | dict.fromkeys(_TABLES + _Q_TABLES, "int32")
-    made = {"delta": _compilation(target, plan.delta, pointers, {"BLOCK_M": delta_rows(d_v)}, {}, 4)}
+    made = {"delta": _old_compilation(target, plan.delta, pointers, {"BLOCK_M": delta_rows(d_v)}, {}, 4)}
     for name, step in (("dkv", plan.dkv), ("dq", plan.dq)):
         tile, flags, arguments = step.tile, step.spec.flag, _arguments(step, bound)
         rows = tile.BLOCK_N if name == "dq" else tile.BLOCK_M
@@ -221,7 +232,7 @@ def backward_compilations(
         descriptors = {f"desc_{t}": f"desc:{dtype}:{rows}x{flags[width]}" for t, width in widths.items()}
         buffers = {c.buffer: dtype_name(bound[0][1][load.attr].dtype) if c.role == "store" else "float32" for c, load in step.captured}
         constants = {"BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N}
-        made[name] = _compilation(
+        made[name] = _old_compilation(
             target, step.spec, {**pointers, **descriptors, **buffers}, constants, arguments, tile.num_warps, tile.num_stages
         )
     return made
@@ -265,8 +276,8 @@ def hopper_backward_compilations(
     statistics = ("DQ_SUM", "ROWS", "TOPS", "DELTA", "DLSE")
     pointers |= dict.fromkeys((*statistics, *(c.buffer for c, _ in plan.captured)), "float32")
     return {
-        "delta": _compilation("sm_90", plan.delta, pointers, {"BLOCK_M": delta_rows(d_v)}, {}),
-        "fused": _compilation("sm_90", plan.fused, pointers, {}, _arguments(plan, bound)),
+        "delta": _old_compilation("sm_90", plan.delta, pointers, {"BLOCK_M": delta_rows(d_v)}, {}),
+        "fused": _old_compilation("sm_90", plan.fused, pointers, {}, _arguments(plan, bound)),
     }
 
 
@@ -306,19 +317,17 @@ def decode_compilations(
     tile = plan.tile
     constants = {"BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N}
     arguments = _arguments(plan, bound)
-    made = {"decode": _compilation(target, plan.spec, pointers, constants, arguments, tile.num_warps, tile.num_stages)}
+    made = {"decode": _old_compilation(target, plan.spec, pointers, constants, arguments, tile.num_warps, tile.num_stages)}
     if plan.combine:
-        made["combine"] = _compilation(target, plan.combine, pointers, {"BLOCK_S": BLOCK_S}, {})
+        made["combine"] = _old_compilation(target, plan.combine, pointers, {"BLOCK_S": BLOCK_S}, {})
     return made
 
 
 def update_cache_compilation(target: str, dtype: str = "bfloat16", cache_dtype: str | None = None, **details) -> Compilation:
     """The kernel that writes new keys and values into a cache. details: fields of UpdateCase beside d_qk and d_v, which are 128."""
-    case = UpdateCase(getattr(torch, dtype), 128, 128, scales=cache_dtype is not None, converts=cache_dtype is not None, **details)
-    tensors = dict.fromkeys(("K", "V", "Q", "Q_OUT"), dtype) | dict.fromkeys(("K_CACHE", "V_CACHE"), cache_dtype or dtype)
-    tensors |= dict.fromkeys(("CU_Q", "KV_LENS", "KV_LOCS", "PAGES", "OFFSETS"), "int32")
-    tensors |= dict.fromkeys(("TABLE", "K_SCALES", "V_SCALES"), "float32")
-    return _compilation(target, update_spec(case, backend_for(target)), tensors, {"BLOCK_T": BLOCK_T}, {})
+    kept = getattr(torch, cache_dtype) if cache_dtype else None
+    case = UpdateCase(getattr(torch, dtype), 128, 128, kv_dtype=kept, scales=kept is not None, **details)
+    return _compilation(target, update_spec(case, backend_for(target)), {"BLOCK_T": BLOCK_T})
 
 
 def mask_compilations(
@@ -326,51 +335,38 @@ def mask_compilations(
 ) -> dict[str, Compilation]:
     """The kernels of create_block_mask and mask_mod= by name: "status", "lists", "transposed_lists" and, where a mask needs it, "zones"."""
     backend = backend_for(target)
-    bound = bind(mask_mod, "mask")
-    texts = masks.mask_texts(bound, EXTENTS, backend)
-    parts = (texts.mask, texts.verdict, *(zone.text for zone in texts.zones))
-    arguments = {name: value for text in parts for name, value in zip(text.args, text.values(bound[1]), strict=True)}
-    tensors = dict.fromkeys(_LISTS, "int32") | {"status": "int8", "num_full": "int32"}
-    tensors |= {f"{zone.name}_{end}": zone.dtype for zone in texts.zones for end in ("min", "max")}
+    texts = mask_texts(bind(mask_mod, "mask"), EXTENTS, backend)
+    chunk = {"CHUNK": masks.VERDICTS_CHUNK}
     made = {
-        "status": (masks.status_spec(texts, block_size, backend, starts), masks.status_constants(block_size, backend)),
-        "lists": (masks.verdict_lists_spec(texts, block_size, backend, False, starts), {"CHUNK": masks.VERDICTS_CHUNK}),
-        "transposed_lists": (masks.verdict_lists_spec(texts, block_size, backend, True, starts), {"CHUNK": masks.VERDICTS_CHUNK}),
+        "status": (status_spec(texts, block_size, backend, starts), status_constants(block_size, backend)),
+        "lists": (verdict_lists_spec(texts, block_size, backend, False, starts), chunk),
+        "transposed_lists": (verdict_lists_spec(texts, block_size, backend, True, starts), chunk),
     }
     if texts.zones:
-        made["zones"] = masks.zones_spec(texts, block_size, backend, starts), {"TILE": masks.ZONE_TILE}
-    return {
-        name: _compilation(target, spec, tensors, constants, {k: v for k, v in arguments.items() if k in spec.flag["args"]})
-        for name, (spec, constants) in made.items()
-    }
+        made["zones"] = zones_spec(texts, block_size, backend, starts), {"TILE": masks.ZONE_TILE}
+    return {name: _compilation(target, spec, constants) for name, (spec, constants) in made.items()}
 
 
 def block_lists_compilation(target: str, separate_full: bool = True, starts: bool = False) -> Compilation:
     """The kernel that makes lists of classified blocks."""
-    spec = masks.lists_spec(separate_full, backend_for(target), starts)
-    return _compilation(target, spec, {"status": "int8", **dict.fromkeys(_LISTS, "int32")}, {"CHUNK": masks.LISTS_CHUNK}, {})
+    return _compilation(target, lists_spec(separate_full, backend_for(target), starts), {"CHUNK": masks.LISTS_CHUNK})
 
 
 def block_starts_compilation(target: str, sequences: bool = False) -> Compilation:
     """The kernel that says where blocks of packed sequences begin, and which sequences they are of."""
-    spec = masks.starts_spec(128, backend_for(target), sequences)
-    tensors = dict.fromkeys(("cu_seqlens", "starts", "sequences"), "int32")
-    return _compilation(target, spec, tensors, {"CHUNK": masks.STARTS_CHUNK}, {})
+    return _compilation(target, starts_spec(128, backend_for(target), sequences), {"CHUNK": masks.STARTS_CHUNK})
 
 
 def dense_mask_compilation(target: str, mod: Callable, kind: str = "mask") -> Compilation:
     """The kernel of create_mask."""
-    text, arguments = _text(mod, kind, Target(backend_for(target), "float32"), "[TILE_M, TILE_N]")
-    spec = masks.dense_mask_spec(text, backend_for(target))
-    constants = {"TILE_M": masks.DENSE_TILE, "TILE_N": masks.DENSE_TILE}
-    return _compilation(target, spec, {"mask": "bool"}, constants, arguments)
+    text = _text(mod, kind, Target(backend_for(target), "float32"))
+    return _compilation(target, dense_mask_spec(text, backend_for(target)), {"TILE_M": masks.DENSE_TILE, "TILE_N": masks.DENSE_TILE})
 
 
 def evaluate_compilation(target: str, mod: Callable, kind: str = "score", precision: str = "float32") -> Compilation:
     """The kernel that evaluates a mod on its own."""
-    text, arguments = _text(mod, kind, Target(backend_for(target), precision), "[TILE_M, TILE_N]")
-    tensors = {"scores": "float32", "result": "float32" if kind == "score" else "bool"}
-    return _compilation(target, evaluate.evaluate_spec(text, backend_for(target)), tensors, {"TILE_M": 64, "TILE_N": 64}, arguments)
+    text = _text(mod, kind, Target(backend_for(target), precision))
+    return _compilation(target, evaluate.evaluate_spec(text, backend_for(target)), {"TILE_M": 64, "TILE_N": 64})
 
 
 def backend_for(target: str) -> str:
@@ -461,14 +457,13 @@ def _geometry(dtype: str, d_qk: int, d_v: int, transposed: bool):
     return geometry_of(out.element_size(), tuple(t.shape for t in tensors), tuple(t.stride() for t in tensors), out.stride())
 
 
-def _text(mod: Callable, kind: str, target: Target, shape: str) -> tuple[ModText, dict]:
-    """A mod as a template sees it, and the values of its arguments by name."""
+def _text(mod: Callable, kind: str, target: Target) -> ModText:
+    """A mod as a template sees it."""
     graph, captured = bind(mod, kind)
-    text = mod_text(graph, layouts_of(graph, captured, EXTENTS), masks.SYMBOL_NAMES, target, shape=shape)
-    return text, dict(zip(text.args, text.values(captured), strict=True))
+    return mod_text(graph, layouts_of(graph, captured, EXTENTS), SYMBOL_NAMES, target, shape="[TILE_M, TILE_N]")
 
 
-def _compilation(
+def _old_compilation(
     target: str,
     spec: KernelSpec,
     tensors: dict[str, str],
@@ -480,3 +475,7 @@ def _compilation(
     tensors = {**tensors, **{k: dtype_name(v.dtype) for k, v in arguments.items() if isinstance(v, torch.Tensor)}}
     floats = frozenset(("SM_SCALE", "TO_LOG2", *(k for k, v in arguments.items() if type(v) is float)))
     return Compilation(target, spec, tensors, floats, constants, num_warps, num_stages)
+
+
+def _compilation(target: str, spec: KernelSpec, constants: dict[str, int], num_warps: int = 4, num_stages: int = 1) -> Compilation:
+    return Compilation(target, spec, {}, frozenset(), constants, num_warps, num_stages)

@@ -1,85 +1,13 @@
-"""The kernel that writes new keys and values into a cache, and turns queries and keys by their positions: its plan and its driver."""
+"""The driver of the kernel that writes new keys and values into a cache, and turns queries and keys by their positions."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 
 from ..device.kernel import backend_of, kernel_for
-from ..registry import remembered
-from ..text.spec import KernelSpec, dtype_name
+from ..plan.update_cache import BLOCK_T, UpdateCase, update_spec
+from ..text.parameters import named_strides
 from .decode import Cached
-
-BLOCK_T = 16  # tokens of a program; for a single new token of every sequence 1
-
-
-class UpdateCase(NamedTuple):
-    """What changes the kernel."""
-
-    dtype: torch.dtype
-    d_qk: int
-    d_v: int
-    ragged: bool = False
-    located: bool = False
-    page_size: int = 0
-    offsets: bool = False
-    scales: bool = False
-    rope_dim: int = 0  # 0: nothing is turned
-    interleaved: bool = False
-    converts: bool = False  # the cache has another dtype
-
-
-@remembered("specs of update_cache", 256)
-def update_spec(case: UpdateCase, backend: str) -> KernelSpec:
-    """The kernel's KernelSpec."""
-    pointers = [
-        *(["CU_Q"] if case.ragged else []),
-        *(["KV_LOCS"] if case.located else []),
-        *(["PAGES"] if case.page_size else []),
-        *(["OFFSETS"] if case.offsets else []),
-        *(["K_SCALES", "V_SCALES"] if case.scales else []),
-        *(["TABLE", "Q", "Q_OUT"] if case.rope_dim else []),
-    ]
-    outer = "" if case.ragged else "z"
-    numbers = [
-        "Hkv",
-        "Q_LEN",
-        "CAPACITY",
-        *(["Z", "T"] if case.ragged else []),
-        *(["ENTRIES"] if case.page_size or case.located else []),
-        *(f"stride_{t}{d}" for t in "kv" for d in f"{outer}mh"),
-        *(f"stride_{t}c{d}" for t in "kv" for d in "zmh"),
-        *(["stride_pages"] if case.page_size else []),
-    ]
-    if case.rope_dim:
-        numbers += ["TABLE_ROWS", "stride_table", *(f"stride_{t}{d}" for t in "qo" for d in f"{outer}mh")]
-    rest = case.d_qk - case.rope_dim
-    flags = {
-        "DTYPE": dtype_name(case.dtype),
-        "D_QK": case.d_qk,
-        "D_V": case.d_v,
-        "D_V_ROUNDED": _power(case.d_v),
-        "REST_ROUNDED": _power(rest),
-        "ROPE_DIM": case.rope_dim,
-        "HALF": case.rope_dim // 2,
-        "HALF_ROUNDED": _power(case.rope_dim // 2),
-        "INTERLEAVED": case.interleaved,
-        "RAGGED": case.ragged,
-        "LOCATED": case.located,
-        "PAGE_SIZE": case.page_size,
-        "OFFSETS": case.offsets,
-        "KV_SCALES": case.scales,
-        "CONVERTS": case.converts,
-        "pointers": tuple(pointers),
-        "numbers": tuple(numbers),
-        "parameters": tuple(numbers),
-    }
-    return KernelSpec("update_cache", (), tuple(flags.items()), backend)
-
-
-def _power(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()
 
 
 def update(
@@ -109,33 +37,31 @@ def update(
         k.dtype,
         k.shape[-1],
         v.shape[-1],
-        ragged,
-        cached.kv_locs is not None,
-        k_cache.shape[1] if paged else 0,
-        offsets is not None,
-        cached.k_scales is not None,
-        2 * table.shape[1] if turned else 0,
-        interleaved,
-        k_cache.dtype != k.dtype,
+        ragged=ragged,
+        located=cached.kv_locs is not None,
+        page_size=k_cache.shape[1] if paged else 0,
+        offsets=offsets is not None,
+        kv_dtype=k_cache.dtype if k_cache.dtype != k.dtype else None,
+        scales=cached.k_scales is not None,
+        rope_dim=2 * table.shape[1] if turned else 0,
+        interleaved=interleaved,
     )
-    kernel = kernel_for(update_spec(case, backend_of(k.device.type)))
-    pointers = [t for t in (cached.cu_q, cached.kv_locs, cached.pages, offsets, cached.k_scales, cached.v_scales) if t is not None]
-    numbers = [
-        Hkv,
-        Q_LEN,
-        capacity,
-        *((Z, k.shape[0]) if ragged else ()),
-        *(k_cache.shape[:1] if paged or cached.kv_locs is not None else ()),
-        *k.stride()[:-1],
-        *v.stride()[:-1],
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
-        *([cached.pages.stride(0)] if paged else []),
-    ]
+    outer = "mh" if ragged else "zmh"
+    values = {
+        **{"K": k, "V": v, "K_CACHE": k_cache, "V_CACHE": v_cache, "OFFSETS": offsets, **cached.tensors},
+        **{"Hkv": Hkv, "Q_LEN": Q_LEN, "CAPACITY": capacity, "Z": Z, "T": k.shape[0], "ENTRIES": k_cache.shape[0]},
+        **named_strides("k", outer, k.stride()),
+        **named_strides("v", outer, v.stride()),
+        **named_strides("kc", "zmh", k_cache.stride()),
+        **named_strides("vc", "zmh", v_cache.stride()),
+    }
+    if paged:
+        values["stride_pages"] = cached.pages.stride(0)
     if turned:
-        pointers += [table, q, q_out]
-        numbers += [*table.shape[:1], table.stride(0), *q.stride()[:-1], *q_out.stride()[:-1]]
+        values |= {"TABLE": table, "TABLE_ROWS": table.shape[0], "stride_table": table.stride(0), "Q": q, "Q_OUT": q_out}
+        values |= {**named_strides("q", outer, q.stride()), **named_strides("o", outer, q_out.stride())}
+    kernel = kernel_for(update_spec(case, backend_of(k.device.type)))
     tokens = 1 if Q_LEN == 1 else BLOCK_T
     heads = q.shape[-2] if turned else 0
     grid = (-(-Q_LEN // tokens) * (Z + (ragged and heads > 0)), Hkv + heads)
-    kernel.launch(grid, (k, v, k_cache, v_cache, cached.kv_lens, *pointers, *numbers), k.device, (tokens,), num_warps=4, num_stages=1)
+    kernel.launch(grid, kernel.spec.arguments(values), k.device, (tokens,), num_warps=4, num_stages=1)

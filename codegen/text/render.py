@@ -12,6 +12,7 @@ import jinja2
 from ..mod.errors import RenderError
 from .lines import one_line
 from .lower import literal_text
+from .parameters import signature
 from .spec import KernelSpec, without_texts
 
 
@@ -72,7 +73,11 @@ def _text(spec: KernelSpec) -> str:
     library = _helpers(**language)
     helpers = tuple(dict.fromkeys(h for m in spec.mods if m for h in m.helpers))
     texts = [getattr(library, h)().strip() for h in helpers]
+    names = {"score_mod" if m.kind == "score" else "mask_mod": m.name for m in spec.mods if m}
     context = {
+        "numbers": tuple(p.name for p in spec.parameters if p.is_number),
+        "parameters": tuple(p.name for p in spec.parameters if p.is_number and not p.of),
+        "signature": signature(spec.parameters, names, language["tl"]),
         **spec.flag,
         "score_mod": None,
         "mask_mod": None,
@@ -82,6 +87,7 @@ def _text(spec: KernelSpec) -> str:
         "helpers": texts,
         **language,
         "title": spec.name.replace("_", " "),
+        "entry": spec.template,
         "libdevice": any(m.libdevice for m in spec.mods if m) or any("libdevice." in t for t in texts),
     }
     return environment().get_template(f"{spec.template}.py.jinja").render(context)

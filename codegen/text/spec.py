@@ -19,6 +19,7 @@ from ..mod.sums import as_sum
 from ..registry import remembered
 from .lines import one_line
 from .lower import is_gather, loads_of, lower, lower_sum
+from .parameters import Parameter
 from .snippet import DistanceText, Snippet, Statement, SumText, Target, TensorLayout, lines_of
 
 _FIND = {
@@ -99,7 +100,7 @@ class Stages(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModText:
-    """A lowered mod as a template sees it. `recipe` says how to find each of `args` at launch (see `ModText.values`)."""
+    """A lowered mod as a template sees it. `recipe` says how to find each parameter's value at launch (see `ModText.values`)."""
 
     kind: str
     name: str
@@ -107,12 +108,17 @@ class ModText:
     result: str
     helpers: tuple[str, ...]
     libdevice: bool
-    args: tuple[str, ...]
+    parameters: tuple[Parameter, ...]
     recipe: tuple[tuple, ...]
     gradient: GradientText | None = None
     sum: SumText | None = None  # instead of `result`, where a template asks for it
     distance: DistanceText | None = None  # what a template that asks for it computes apart
     is_product: bool = False  # the compiler could put the result, before it is rounded, into a sum
+
+    @property
+    def args(self) -> tuple[str, ...]:
+        """The names of its parameters."""
+        return tuple(p.name for p in self.parameters)
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -148,8 +154,12 @@ class ModText:
         return Stages(lines_of(once), lines_of(ahead), lines_of(rest), *names, dtypes, lines_of(apart))
 
     def values(self, captured: list) -> list:
-        """The kernel arguments, in the order of `args`, from the mod's captured values (tensors, then numbers)."""
+        """The kernel arguments, in the order of `parameters`, from the mod's captured values (tensors, then numbers)."""
         return [captured[index] if what == "value" else _FIND[what](captured[index], dim) for what, index, dim in self.recipe]
+
+    def named(self, captured: list) -> dict[str, object]:
+        """The same by name."""
+        return dict(zip(self.args, self.values(captured), strict=True))
 
     @property
     def numbers(self) -> tuple[str, ...]:
@@ -164,17 +174,22 @@ def mod_values(plan, score: list | None, mask: list | None) -> list:
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """One kernel: a template, the mods spliced into it and the structure flags that its Jinja reads."""
+    """One kernel: a template, the mods spliced into it, the structure flags that its Jinja reads, and what it takes, in order."""
 
     template: str
     mods: tuple[ModText, ...]
     flags: tuple[tuple[str, object], ...]
     backend: str  # "cuda", "hip" or "cpu"
+    parameters: tuple[Parameter, ...] = ()
 
     @functools.cached_property
     def flag(self) -> dict:
         """The flags by name."""
         return dict(self.flags)
+
+    def arguments(self, values: dict[str, object]) -> tuple:
+        """What a launch takes, by name, in the order of the parameters; without constants."""
+        return tuple([values[p.name] for p in self.parameters if p.type != "constexpr"])
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -292,7 +307,8 @@ def _with_arguments(graph: ModGraph, layouts: tuple[TensorLayout, ...], snippet:
     texts += snippet.sum.parts if snippet.sum else ()
     texts += snippet.distance.texts if snippet.distance else ()
     words = set(re.findall(r"\w+", "\n".join(texts)))
-    args, recipe = [], []
+    captor = "score_mod" if graph.kind == "score" else "mask_mod"  # a mask_mod's zones and its verdict, too
+    parameters, recipe = [], []
     for i, capture in enumerate(graph.tensors):
         candidates = [(f"ptr_{capture.name}", ("value", i, 0))]
         for dim in range(capture.ndim):
@@ -300,11 +316,11 @@ def _with_arguments(graph: ModGraph, layouts: tuple[TensorLayout, ...], snippet:
             candidates += [(f"stride_{capture.name}_{dim}", (stride, i, dim)), (f"size_{capture.name}_{dim}", ("size", i, dim))]
         for arg, how in candidates:
             if arg in words:
-                args.append(arg)
+                parameters.append(Parameter(arg, f"*{dtype_name(capture.dtype)}" if how[0] == "value" else "int", of=captor))
                 recipe.append(how)
     for j, capture in enumerate(graph.scalars):
         if f"arg_{capture.name}" in words:
-            args.append(f"arg_{capture.name}")
+            parameters.append(Parameter(f"arg_{capture.name}", "float" if capture.kind is float else "int", of=captor))
             recipe.append(("value", len(graph.tensors) + j, 0))
     return ModText(
         graph.kind,
@@ -313,7 +329,7 @@ def _with_arguments(graph: ModGraph, layouts: tuple[TensorLayout, ...], snippet:
         snippet.result,
         snippet.helpers,
         snippet.libdevice,
-        tuple(args),
+        tuple(parameters),
         tuple(recipe),
         gradient,
         snippet.sum,

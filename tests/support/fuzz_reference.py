@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import torch
-from evaluate import EPS, LARGEST, SMALLEST, default_dtype
-from evaluate import Noise as AnyNoise
-from fuzz_mods import in_working_precision, reference_namespace
 
 from flexpress.codegen.mod.ops import OPS
+from support.evaluate import EPS, LARGEST, SMALLEST, default_dtype
+from support.evaluate import Noise as AnyNoise
+from support.fuzz_mods import in_working_precision, reference_namespace
 
 UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}  # half an ulp of 1
 MASKED = -math.inf

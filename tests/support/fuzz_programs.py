@@ -14,10 +14,11 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import fuzz_inputs
 import torch
-from fuzz_mods import MASK_SYMBOLS, Captures, Writer, mask_source, reference_namespace, score_source
-from fuzz_reference import Difference, Judged, Problem, judge, solve_mod
+
+from support import fuzz_inputs
+from support.fuzz_mods import MASK_SYMBOLS, Captures, Writer, mask_source, reference_namespace, score_source
+from support.fuzz_reference import Difference, Judged, Problem, judge, solve_mod
 
 HEADER = """import math
 
@@ -61,7 +62,7 @@ class Program:
     def run(self) -> dict:
         """Its names after it ran."""
         name = f"<program {self.seed}.{self.index}.{self.device}>"
-        source = HEADER + "from fuzz_inputs import *\n" + self.body()
+        source = HEADER + "from support.fuzz_inputs import *\n" + self.body()
         linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
         names = {"__name__": "program"}
         exec(compile(source, name, "exec"), names)
@@ -735,7 +736,7 @@ def updated(p: Program, rng: random.Random, small: int) -> None:
     """update_cache: keys, values and queries turned by RoPE, and written to their places."""
     B, ragged, D = rng.randint(1, 4), chance(rng, 0.5), rng.choice((8, 20, 64))
     counts = [rng.choice((0, 1, 2, 5, 33)) for _ in range(B)]
-    p.call.append("from test_kv_cache import check")
+    p.call.append("from support.caches import check_update")
     dtype = rng.choice(DTYPES)
     case = {
         "counts": counts if ragged else [max(counts)] * B,
@@ -755,7 +756,7 @@ def updated(p: Program, rng: random.Random, small: int) -> None:
         "fp8": chance(rng, 0.3),
         "seed": rng.randrange(10_000),
     }
-    p.call.append(f"check({case} | {{'dtype': {dtype}}}, device)  # of this module's neighbour: raises AssertionError")
+    p.call.append(f"check_update({case} | {{'dtype': {dtype}}}, device)  # of this module's neighbour: raises AssertionError")
     p.check = lambda names: Judged([], 1.0, {})
 
 
@@ -904,7 +905,7 @@ _STATUS = {0: "empty", 1: "partial", 2: "full", 3: "in both lists"}
 
 def wrong_bounds(mask_mod, dense: torch.Tensor, extents: tuple, device: str) -> list[Difference]:
     """Blocks that bounds of a mask_mod call empty or full and that are not, in the lists that a call makes."""
-    from flexpress.block_mask import resolve_device
+    from flexpress.checks import resolve_device
     from flexpress.codegen.mod.bind import bind
     from flexpress.codegen.run.masks import automatic_lists
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
-import fake_gluon
 import torch
 
 from flexpress.codegen.device import binary, kernel, tma
 from flexpress.codegen.run import backward, decode, forward, prefill
 from flexpress.codegen.text.render import render
+from support import fake_gluon
 
 
 class Variant:

@@ -13,10 +13,11 @@ import warnings
 from collections import Counter
 from dataclasses import dataclass, field
 
-import fuzz_inputs
 import torch
 import torch.nn.functional as F
-from evaluate import default_dtype
+
+from support import fuzz_inputs
+from support.evaluate import default_dtype
 
 INT_DTYPES = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

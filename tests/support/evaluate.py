@@ -15,13 +15,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from dense import positions
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexpress.codegen.mod.bind import bind
 from flexpress.codegen.mod.expr import MASK_SYMBOLS, SCORE_SYMBOLS
 from flexpress.codegen.mod.ops import OPS
 from flexpress.codegen.run.evaluate import evaluate_mod
+from support.dense import positions
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = {"cpu": (2, 2, 20, 24), "cuda": (2, 3, 200, 333)}  # (B, H, Q_LEN, KV_LEN)

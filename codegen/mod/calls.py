@@ -1,0 +1,164 @@
+"""Calls of captured functions: traced through, run on the host now and at every later call, or refused."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import types
+from collections.abc import Callable
+
+import torch
+from torch.nn.modules import module as module_hooks
+
+from .program import HostProgram, Untrackable
+from .purity import BY_OPERATORS, ITERATORS, OF_CONSTANTS, is_constant, is_pure
+from .stand_ins import HostValue, Reader, State, is_stand_in, state_of
+
+TENSORS = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
+
+
+def host_call(reader: Reader, function: Callable, args: tuple, kwargs: dict, name: str):
+    """Run `function` on captured values now, and remember to run it again at every call. Returns what tracing goes on with."""
+    program = reader.program
+    positional = [_source(program, a) for a in args]
+    named = {k: _source(program, v) for k, v in kwargs.items()}
+
+    def call(values):
+        return function(*[get(values) for get in positional], **{k: get(values) for k, get in named.items()})
+
+    places = [getattr(get, "place", None) for get in positional]
+    run = call
+    if not named and None not in places:
+        if len(places) == 1:
+            (first,) = places
+            run = lambda values: function(values[first])
+        elif len(places) == 2:
+            first, second = places
+            run = lambda values: function(values[first], values[second])
+    with torch._C.DisableTorchFunction():
+        result = call(program.values)
+    return reader.track(result, run, name)
+
+
+class _Place:
+    """Finds a value of the program again."""
+
+    __slots__ = ("place",)
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+
+    def __call__(self, values):
+        return values[self.place]
+
+
+def _source(program: HostProgram, arg) -> Callable:
+    """What gives an argument of a host computation from the program's values."""
+    kind = type(arg)
+    if is_stand_in(arg):
+        state = state_of(arg)
+        value = state.value
+        return _Place(state.place) if state.place is not None else lambda _: value
+    if isinstance(arg, torch.Tensor) and type(arg) in TENSORS:
+        place = program.place_of(arg)
+        if place is not None:
+            return _Place(place)
+    elif kind in (list, tuple, torch.Size):
+        items = [_source(program, a) for a in arg]
+        return lambda values: kind(get(values) for get in items)
+    elif kind is dict:
+        pairs = [(_source(program, k), _source(program, v)) for k, v in arg.items()]
+        return lambda values: {k(values): v(values) for k, v in pairs}
+    elif kind is slice:
+        start, stop, step = (_source(program, a) for a in (arg.start, arg.stop, arg.step))
+        return lambda values: slice(start(values), stop(values), step(values))
+    elif is_constant(arg) or isinstance(arg, enum.Enum):
+        return lambda _: arg
+    raise Untrackable(f"passes a {kind.__name__} to a function on the host")
+
+
+def _is_known(value) -> bool:
+    """Is an argument known on the host, and found again at a later call? Symbols are not, nor what the mod itself has made of them."""
+    kind = type(value)
+    if kind in (list, tuple, torch.Size):
+        return all(map(_is_known, value))
+    if kind is dict:
+        return all(map(_is_known, value)) and all(map(_is_known, value.values()))
+    return is_stand_in(value) or is_constant(value) or kind in TENSORS or isinstance(value, enum.Enum)
+
+
+def call(state: State, args: tuple, kwargs: dict):
+    """A captured callable is called: traced through, run on the host now and later, or refused."""
+    value, reader = state.value, state.reader
+    if isinstance(value, types.MethodType):
+        owner = reader.attribute(state, "__self__")
+        return reader.attribute(state, "__func__")(owner, *args, **kwargs)
+    if type(value) is functools.partial:
+        function, first, named = (reader.attribute(state, name) for name in ("func", "args", "keywords"))
+        return function(*first, *args, **{**{k: named[k] for k in named}, **kwargs})
+    if any(value is f for f in ITERATORS):
+        return value(*args, **kwargs)
+    known = all(map(_is_known, args)) and all(map(_is_known, kwargs.values()))
+    if (
+        known
+        and args
+        and not kwargs
+        and all(map(is_constant, args))
+        and (any(value is f for f in OF_CONSTANTS) or isinstance(value, types.BuiltinFunctionType) and value.__module__ == "math")
+    ):
+        return reader.constant(value(*args), state.name)  # float("-inf") is as constant as what stands in the code
+    if known and is_pure(value):
+        name = getattr(value, "__name__", state.name)
+        if isinstance(getattr(value, "__self__", None), (types.ModuleType, type, types.NoneType)):
+            return reader.host(value, args, kwargs, name)
+        return reader.host(_called, (HostValue(state), *args), kwargs, name)  # a method, of what may be another object next time
+    if not known and (reader.is_operation(value) or any(value is f for f in BY_OPERATORS)):
+        return value(*args, **kwargs)
+    if isinstance(value, types.FunctionType):
+        if state.function is None:
+            state.function = reader.stand_in_function(state)
+        return state.function(*args, **kwargs)
+    if isinstance(value, torch.nn.Module):
+        return _call_module(state, args, kwargs)
+    own = None if isinstance(value, type) else _found_on_class(value, "__call__")
+    if isinstance(own, types.FunctionType):
+        at = state.place
+        function = reader.track(own, lambda values: _found_on_class(values[at], "__call__"), state.name)
+        return function(HostValue(state), *args, **kwargs)
+    raise Untrackable(f"calls {state.name}, a {type(value).__name__}")
+
+
+def _called(function, *args, **kwargs):
+    return function(*args, **kwargs)
+
+
+def _found_on_class(value, name: str):
+    return next((base.__dict__[name] for base in type(value).__mro__ if name in base.__dict__), None)
+
+
+def _has_hooks(module: torch.nn.Module) -> bool:
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or module_hooks._global_forward_hooks
+        or module_hooks._global_forward_pre_hooks
+        or module_hooks._global_backward_hooks
+        or module_hooks._global_backward_pre_hooks
+        or module._compiled_call_impl is not None
+    )
+
+
+def _call_module(state: State, args: tuple, kwargs: dict):
+    """nn.Module's own __call__ runs hooks around forward: without hooks it is forward."""
+    module, reader, at = state.value, state.reader, state.place
+    if type(module).__call__ is not torch.nn.Module.__call__ or _has_hooks(module):
+        raise Untrackable(f"calls {state.name}, a module with hooks or a __call__ of its own")
+    reader.program.add(
+        lambda values: type(values[at]).__call__ is torch.nn.Module.__call__ and not _has_hooks(values[at]),
+        True,
+        bool,
+        f"{state.name} without hooks",
+    )
+    return reader.attribute(state, "forward")(*args, **kwargs)

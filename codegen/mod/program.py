@@ -1,0 +1,160 @@
+"""The recorded steps of a trace: what finds the values that a mod captures again, under guards that say whether the trace still fits."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+NUMBERS = (int, float, bool)
+_MOST_STEPS = 2000
+
+
+class Untrackable(Exception):
+    """The mod does something that cannot be repeated step by step. The message says what, with its line."""
+
+
+@dataclass(slots=True)
+class Step:
+    """One read or computation: `run(values)` gives its value, `guard(value)` says whether the trace still fits."""
+
+    run: Callable
+    guard: Callable
+    describe: str
+
+
+class HostProgram:
+    """The recorded steps of one trace, in order. A step's place is the index of its value in `values`; the mod itself is at 0."""
+
+    def __init__(self, root) -> None:
+        self.steps: list[Step] = []
+        self.values: list = [root]
+        self.root_guard = of_class(type(root))
+        self.attributes: set[str] = set()  # names that the mod's code reads of objects
+        self._aliases: dict[int, int] = {}  # id of a tensor -> the step that found it first
+
+    def add(self, run: Callable, value, guard: Callable, describe: str) -> int:
+        """Remember one step with the value that it gave during the trace; returns its place."""
+        if len(self.steps) >= _MOST_STEPS:
+            raise Untrackable(f"reads more than {_MOST_STEPS} captured values")
+        self.steps.append(Step(run, guard, describe))
+        self.values.append(value)
+        return len(self.steps)
+
+    def guard(self, place: int, guard: Callable) -> None:
+        """From now on the step at `place` must give what `guard` accepts."""
+        if place:
+            self.steps[place - 1].guard = guard
+        else:
+            self.root_guard = guard
+
+    def pin(self, place: int) -> object:
+        """From now on the value of this step is part of the signature (Python itself used it)."""
+        value = self.values[place]
+        self.guard(place, same_number(value) if isinstance(value, NUMBERS) else equal_to(value))
+        return value
+
+    def add_tensor(self, run: Callable, tensor: torch.Tensor, describe: str) -> int:
+        """A step that gives a tensor; finding the same tensor twice is remembered, and guarded, as the same one."""
+        place = self.add(run, tensor, tensor_guard(tensor, self.attributes), describe)
+        first = self._aliases.setdefault(id(tensor), place)
+        if first != place:
+            self.add(lambda values: values[place] is values[first], True, bool, f"{describe} is one tensor")
+        return first
+
+    def place_of(self, tensor: torch.Tensor) -> int | None:
+        return self._aliases.get(id(tensor))
+
+    def finish(self) -> list:
+        """The values of the trace. The program outlives its first call; they must not."""
+        values, self.values, self._aliases = self.values, [], {}
+        if not self.root_guard(values[0]) or not all(step.guard(value) for step, value in zip(self.steps, values[1:], strict=True)):
+            raise Untrackable("captures something that changes while it is read")
+        self._pairs = [(step.run, step.guard) for step in self.steps]
+        return values
+
+    def run(self, root) -> list | None:
+        """Repeat every step for `root`: the values, or None if a guard fails and the trace does not fit."""
+        if not self.root_guard(root):
+            return None
+        values: list = [root]
+        try:
+            for run, guard in self._pairs:
+                value = run(values)
+                if not guard(value):
+                    return None
+                values.append(value)
+        except Exception:  # what was captured has another structure now, or a computation fails: tracing will tell
+            return None
+        return values
+
+
+def fits_int32(value) -> bool:
+    """May this number be an argument of a kernel? Of an int, that is."""
+    return type(value) is not int or -(1 << 31) <= value < 1 << 31
+
+
+# Guards
+
+
+def number_guard(number) -> Callable:
+    """Guards the type of a number that stays symbolic, and that an int fits into 32 bits if it does now."""
+    kind = type(number)
+    if kind is not int:
+        return lambda value: type(value) is kind
+    if fits_int32(number):
+        return lambda value: type(value) is int and -2147483648 <= value <= 2147483647
+    return lambda value: type(value) is int
+
+
+def same_number(expected) -> Callable:
+    kind = type(expected)
+    if expected != expected:
+        return lambda value: type(value) is kind and value != value
+    sign = math.copysign(1.0, expected) if kind is float else 0
+    return lambda value: type(value) is kind and value == expected and (kind is not float or math.copysign(1.0, value) == sign)
+
+
+def equal_to(expected) -> Callable:
+    if expected is None:
+        return lambda value: value is None
+    kind = type(expected)
+    if kind is slice:
+        expected = _parts_of(expected)
+        return lambda value: type(value) is slice and _parts_of(value) == expected
+    return lambda value: type(value) is kind and value == expected
+
+
+def _parts_of(value: slice) -> tuple:
+    return tuple((type(part), part) for part in (value.start, value.stop, value.step))
+
+
+def same_object(expected) -> Callable:
+    return lambda value: value is expected
+
+
+def of_class(kind: type) -> Callable:
+    """The class is compared, and not kept alive: it may hold anything."""
+    if kind.__module__ == "builtins":
+        return lambda value: type(value) is kind
+    reference = weakref.ref(kind)
+    return lambda value: type(value) is reference()
+
+
+def tensor_guard(tensor: torch.Tensor, attributes: set[str]) -> Callable:
+    """attributes   names that the mod reads of objects: a tensor must not carry one of its own, which nobody would see it read"""
+    kind, dtype, ndim, device, needs_grad = type(tensor), tensor.dtype, tensor.ndim, tensor.device, tensor.requires_grad
+    return lambda t: (
+        type(t) is kind
+        and t.dtype is dtype
+        and t.ndim == ndim
+        and t.device == device
+        and t.requires_grad == needs_grad
+        and attributes.isdisjoint(t.__dict__)
+    )
+
+
+# Stand-ins

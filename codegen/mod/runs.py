@@ -1,0 +1,289 @@
+"""Runs of a mod on symbols, and what they keep: what the mod reads, whose arguments of the kernel are in the order in which they are met.
+
+`ReplayedRun` runs it on stand-ins for what it captures, `EagerRun` on the objects themselves.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import types
+from contextlib import contextmanager
+
+import torch
+
+from .audit import audited
+from .capture import CaptureReader
+from .current import WEAK_DTYPE, Operations, Run
+from .errors import mod_error
+from .expr import Expr, ExprTable, ScalarCapture, SourceLine, TensorCapture
+from .program import HostProgram, Untrackable, fits_int32
+from .purity import FACTORIES, changes_in_place
+from .stand_ins import HostNumber, as_python, label_of, pinned, plain_place, value_of
+from .tensors import check_kind
+
+
+class TracingRun(Run):
+    """The state of one tracing run: what the mod reads becomes arguments of the kernel, in the order in which it is met."""
+
+    def __init__(self, kind: str, operations: Operations) -> None:
+        super().__init__(kind, ExprTable(), operations)
+        self.tensors: dict[object, TensorCapture] = {}  # by what finds the value again
+        self.scalars: dict[object, ScalarCapture] = {}
+        self.codes: set[types.CodeType] = set()  # of the mod's functions that have made a node
+        self._names: set[str] = set()
+        self._own: dict[int, object] = {}  # storages of tensors that were made in the mod
+
+    def tensor_index(self, tensor: torch.Tensor) -> int:
+        """The number of a captured tensor among the kernel's arguments."""
+        raise NotImplementedError
+
+    def host_scalar(self, tensor: torch.Tensor) -> Expr:
+        """The number in a 0-dim tensor in host memory, as an argument of the kernel: torch allows such tensors on any device."""
+        raise NotImplementedError
+
+    def host(self, function, args: tuple, kwargs: dict, name: str):
+        """A torch function of captured values alone: run it now, and at every call."""
+        raise NotImplementedError
+
+    def values(self) -> list:
+        """The values of the tensors, then of the scalars."""
+        raise NotImplementedError
+
+    def _tensor(self, key, tensor: torch.Tensor, name: str) -> int:
+        if key not in self.tensors:
+            self.check(tensor, name)
+            self.tensors[key] = TensorCapture(self._unique(name), tensor.dtype, tensor.ndim)
+        return list(self.tensors).index(key)
+
+    def check(self, tensor: torch.Tensor, name: str) -> None:
+        """Raises ModError for a captured tensor that kernels cannot read."""
+        try:
+            check_kind(f"captures {name}, which", tensor)
+        except NotImplementedError as why:
+            raise self.error(str(why)) from None
+
+    def _scalar(self, key, value, name: str) -> Expr:
+        if key not in self.scalars:
+            self.scalars[key] = ScalarCapture(self._unique(name), type(value))
+        return self.table.make("scalar", (), WEAK_DTYPE[type(value)], attr=list(self.scalars).index(key), weak=True)
+
+    def _unique(self, name: str) -> str:
+        base = "".join(c if c.isalnum() and c.isascii() else "_" for c in name).strip("_").lower() or "captured"
+        name, count = base, 1
+        while name in self._names:
+            count += 1
+            name = f"{base}_{count}"
+        self._names.add(name)
+        return name
+
+    @contextmanager
+    def reading(self, function, args: tuple, kwargs: dict):
+        """A mod may write into tensors that it has made. How often it runs is not for it to know, so it changes nothing else."""
+        foreign = [(t, t._version) for t in _tensors_in((args, kwargs)) if not t.is_inference() and _storage_of(t) not in self._own]
+        out = kwargs.get("out")
+        written = set(map(id, args[:1] if out is None else _tensors_in((out,)))) if changes_in_place(function, kwargs) else ()
+        if not any(id(t) in written for t, _ in foreign):
+            yield
+            written = ()
+        if any(id(t) in written or t._version != version for t, version in foreign):
+            raise self.error(
+                f"{getattr(function, '__qualname__', function)} changes a captured tensor",
+                "A mod may read what it captures, not change it. Work on a copy, for example tensor.clone().",
+            )
+
+    def note_made(self, result, args: tuple, kwargs: dict) -> None:
+        """Remember the storages of tensors that a function has made."""
+        made = [t for t in (result if isinstance(result, (tuple, list)) else (result,)) if isinstance(t, torch.Tensor)]
+        if made:
+            given = {_storage_of(a) for a in _tensors_in((args, kwargs))} - set(self._own)
+            self._own |= {_storage_of(t): t for t in made if _storage_of(t) not in given}
+
+    def source(self) -> SourceLine | None:
+        """The innermost line of the user's code that is being run."""
+        frame = self.user_frame()
+        return line_of(frame.f_code.co_filename, frame.f_lineno) if frame is not None else None
+
+    def user_frame(self) -> types.FrameType | None:
+        """The innermost frame of the mod: outside Flexpress's workshop and, if there is one, outside torch."""
+        frame, within_torch = sys._getframe(1), None
+        while frame is not None and frame.f_code is not run_mod.__code__:
+            file = frame.f_code.co_filename
+            if file.startswith(_TORCH):
+                within_torch = within_torch or frame
+            elif not file.startswith(_WORKSHOP):
+                self.codes.add(frame.f_code)
+                return frame
+            frame = frame.f_back
+        return within_torch
+
+
+class ReplayedRun(TracingRun):
+    """The mod runs on stand-ins, and what it reads is recorded, to be read again at the next call."""
+
+    def __init__(self, mod, kind: str, operations: Operations) -> None:
+        super().__init__(kind, operations)
+        self.program = HostProgram(mod)
+        self.reader = CaptureReader(self.program, operations.is_operation, self._call)
+
+    def _call(self, function, args: tuple, kwargs: dict, name: str):
+        return self.operations.apply(function, args, kwargs) if function in FACTORIES else self.host(function, args, kwargs, name)
+
+    def tensor_index(self, tensor: torch.Tensor) -> int:
+        place = self.program.place_of(tensor)
+        if place is None:
+            raise Untrackable(f"uses a tensor of shape {tuple(tensor.shape)} that it has not captured")
+        return self._tensor(place, tensor, self.program.steps[place - 1].describe)
+
+    def host_scalar(self, tensor: torch.Tensor) -> Expr:
+        place = self.program.place_of(tensor)
+        name = self.program.steps[place - 1].describe if place else ""
+        return self.number(self.reader.compute(torch.Tensor.item, (tensor,), {}, name))
+
+    def number(self, value) -> Expr:
+        if type(value) is not HostNumber:
+            return super().number(value)
+        if not fits_int32(as_python(value)):  # rare, and a literal keeps to torch's rules of integer overflow in every dtype
+            return super().number(pinned(value))
+        return self._scalar(plain_place(value), as_python(value), label_of(value))
+
+    def host(self, function, args: tuple, kwargs: dict, name: str):
+        if args and isinstance(args[0], torch.Tensor) and name in ("__get__", "size", "item"):
+            place = self.program.place_of(args[0])
+            name = self.program.steps[place - 1].describe if place else name
+        plain = tuple(map(value_of, args)), {k: value_of(v) for k, v in kwargs.items()}
+        with torch._C.DisableTorchFunction():
+            with self.reading(function, *plain):
+                found = self.reader.compute(function, args, kwargs, name)
+            self.note_made(value_of(found), *plain)
+        return pinned(found) if name in _CONVERSIONS else found
+
+    def values(self) -> list:
+        found = self.program.finish()
+        return [found[place] for place in (*self.tensors, *self.scalars)]
+
+
+class EagerRun(TracingRun):
+    """The mod runs on the objects that it captures, as in Python: for what stand-ins cannot record. It is traced at every call.
+
+    A number that does not stand in the code itself is an argument of the kernel, so that another value compiles nothing.
+    """
+
+    def __init__(self, kind: str, operations: Operations) -> None:
+        super().__init__(kind, operations)
+        self.with_grad = torch.is_grad_enabled()
+        self._tensors: list[torch.Tensor] = []
+        self._numbers: list = []
+
+    def tensor_index(self, tensor: torch.Tensor) -> int:
+        if id(tensor) not in self.tensors:
+            self._tensors.append(tensor)
+        return self._tensor(id(tensor), tensor, _name_in(self.user_frame(), tensor))
+
+    def host_scalar(self, tensor: torch.Tensor) -> Expr:
+        name = _name_in(self.user_frame(), tensor)
+        self.check(tensor, name)
+        return self._argument(tensor.item(), name)
+
+    def number(self, value) -> Expr:
+        if value != value or value in (float("inf"), float("-inf")) or self._stands_in_code(value):
+            return super().number(value)
+        return self._argument(value, "number")
+
+    def _argument(self, value, name: str) -> Expr:
+        if not fits_int32(value):
+            return super().number(value)
+        self._numbers.append(value)
+        return self._scalar(len(self._numbers), value, name)
+
+    def _stands_in_code(self, value) -> bool:
+        frame = sys._getframe(1)
+        while frame is not None and (frame.f_code.co_filename in _MACHINERY or frame.f_code.co_filename.startswith(_TORCH)):
+            frame = frame.f_back
+        return frame is not None and (type(value), repr(value)) in audited(frame.f_code).numbers
+
+    def host(self, function, args: tuple, kwargs: dict, name: str):
+        with self.reading(function, args, kwargs):
+            found = function(*args, **kwargs)
+        self.note_made(found, args, kwargs)
+        return found
+
+    def made(self, node: Expr) -> Expr:
+        """Within torch.no_grad() no gradient flows through an operation."""
+        if self.with_grad and node.dtype.is_floating_point and not torch.is_grad_enabled():
+            return self.table.make("detach", (node,), node.dtype, source=node.source)
+        return node
+
+    def user_frame(self) -> types.FrameType | None:
+        found = super().user_frame()
+        frame = sys._getframe(1)
+        while frame is not None and frame.f_code is not run_mod.__code__:
+            if frame.f_code is _APPLY:
+                where = line_of(found.f_code.co_filename, found.f_lineno) if found is not None else None
+                raise mod_error(
+                    "an autograd.Function: its own backward would not be run",
+                    "Write the computation without it; its gradient "
+                    "is then derived. For one that passes a gradient through, x + (f(x) - x).detach().",
+                    where,
+                    self.kind,
+                )
+            frame = frame.f_back
+        return found
+
+    def values(self) -> list:
+        return [*self._tensors, *self._numbers]
+
+
+# what Python takes for a plain value: as part of the trace it is compared
+_CONVERSIONS = {"__bool__", "__int__", "__float__", "__index__", "__len__", "__contains__", "__complex__"}
+_APPLY = torch.autograd.Function.apply.__func__.__code__
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_WORKSHOP = os.path.dirname(_HERE) + os.sep
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_MACHINERY = {
+    os.path.join(_HERE, name)
+    for name in ("symbols.py", "current.py", "runs.py", "dispatch.py", "trace.py", "capture.py", "calls.py", "stand_ins.py")
+}
+
+
+def is_machinery(file: str) -> bool:
+    """Is a file part of the workshop or of torch, and not of the mod?"""
+    return file.startswith((_WORKSHOP, _TORCH))
+
+
+def run_mod(mod, symbols: list):
+    """Call the mod. Frames below this one are the mod's."""
+    return mod(*symbols)
+
+
+def line_of(file: str, line: int) -> SourceLine:
+    """A line of the user's code."""
+    return SourceLine(file, line, linecache.getline(file, line).strip())
+
+
+def _storage_of(tensor: torch.Tensor) -> int | None:
+    try:
+        return tensor.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):  # it has none
+        return None
+
+
+def _tensors_in(value):
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors_in(item)
+    elif isinstance(value, dict):
+        yield from _tensors_in(list(value.values()))
+
+
+def _name_in(frame: types.FrameType | None, value) -> str:
+    """What the mod calls a value."""
+    if frame is not None:
+        for names in (frame.f_locals, frame.f_globals):
+            for name, found in list(names.items()):
+                if found is value:
+                    return name
+    return "captured"

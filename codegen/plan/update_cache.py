@@ -1,0 +1,92 @@
+"""The kernel that writes new keys and values into a cache as a plan: from what is known of a call to its KernelSpec."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..registry import remembered
+from ..text.parameters import Parameter, constants, numbers, pointer, stride_names
+from ..text.spec import KernelSpec, dtype_name
+from .masks import power_of_two
+
+BLOCK_T = 16  # tokens of a program; for a single new token of every sequence 1
+
+
+class UpdateCase(NamedTuple):
+    """What changes the kernel."""
+
+    dtype: torch.dtype
+    d_qk: int
+    d_v: int
+    ragged: bool = False
+    located: bool = False
+    page_size: int = 0
+    offsets: bool = False
+    kv_dtype: torch.dtype | None = None  # the cache's, where it is another
+    scales: bool = False
+    rope_dim: int = 0  # 0: nothing is turned
+    interleaved: bool = False
+
+
+@remembered("specs of update_cache", 256)
+def update_spec(case: UpdateCase, backend: str) -> KernelSpec:
+    """The kernel's KernelSpec."""
+    rest = case.d_qk - case.rope_dim
+    flags = {
+        "DTYPE": dtype_name(case.dtype),
+        "D_QK": case.d_qk,
+        "D_V": case.d_v,
+        "D_V_ROUNDED": power_of_two(case.d_v),
+        "REST_ROUNDED": power_of_two(rest),
+        "ROPE_DIM": case.rope_dim,
+        "HALF": case.rope_dim // 2,
+        "HALF_ROUNDED": power_of_two(case.rope_dim // 2),
+        "INTERLEAVED": case.interleaved,
+        "RAGGED": case.ragged,
+        "LOCATED": case.located,
+        "PAGE_SIZE": case.page_size,
+        "OFFSETS": case.offsets,
+        "KV_SCALES": case.scales,
+        "CONVERTS": case.kv_dtype is not None,
+    }
+    return KernelSpec("update_cache", (), tuple(flags.items()), backend, _parameters(case))
+
+
+def _parameters(case: UpdateCase) -> tuple[Parameter, ...]:
+    dtype, kept = dtype_name(case.dtype), dtype_name(case.kv_dtype or case.dtype)
+    tokens = "T" if case.ragged else "Z, Q_LEN"
+    places = f"pages, {case.page_size}" if case.page_size else "entries, CAPACITY"
+    pointers = [
+        pointer("K", dtype, f"[{tokens}, Hkv, D_QK]: new, in any strides"),
+        pointer("V", dtype, f"[{tokens}, Hkv, D_V]: new, in any strides"),
+        pointer("K_CACHE", kept, f"[{places}, Hkv, D_QK]: written"),
+        pointer("V_CACHE", kept, f"[{places}, Hkv, D_V]: written"),
+        pointer("KV_LENS", "int32", "[Z]: positions of each sequence, the new ones included: its new tokens are the last ones"),
+    ]
+    if case.ragged:
+        pointers.append(pointer("CU_Q", "int32", "[Z + 1]: where each sequence's tokens start among all T, and where the last one's end"))
+    if case.located:
+        pointers.append(pointer("KV_LOCS", "int32", "[Z]: which of ENTRIES entries of the cache is the sequence's"))
+    if case.page_size:
+        meaning = f"[Z, pages]: which of ENTRIES pages of {case.page_size} positions hold the sequence, in order"
+        pointers.append(pointer("PAGES", "int32", meaning))
+    if case.offsets:
+        pointers.append(pointer("OFFSETS", "int32", "[Z]: the position of each sequence's first new token"))
+    if case.scales:
+        pointers += [pointer(name, "float32", "[Hkv]: what is kept is divided by it") for name in ("K_SCALES", "V_SCALES")]
+    outer = "" if case.ragged else "z"
+    sizes = ["Hkv", "Q_LEN", "CAPACITY", *(["Z", "T"] if case.ragged else []), *(["ENTRIES"] if case.page_size or case.located else [])]
+    sizes += [name for t in "kv" for name in stride_names(t, f"{outer}mh")]
+    sizes += [name for t in ("kc", "vc") for name in stride_names(t, "zmh")]
+    sizes += ["stride_pages"] if case.page_size else []
+    if case.rope_dim:
+        turned = f"cosine and sine of every position's angles; dimensions from {case.rope_dim} on are not turned"
+        pointers += [
+            pointer("TABLE", "float32", f"[TABLE_ROWS, {case.rope_dim // 2}, 2]: {turned}"),
+            pointer("Q", dtype, f"[{tokens}, Hq, D_QK]: new, in any strides"),
+            pointer("Q_OUT", dtype, f"[{tokens}, Hq, D_QK]: written"),
+        ]
+        sizes += ["TABLE_ROWS", "stride_table", *(name for t in "qo" for name in stride_names(t, f"{outer}mh"))]
+    return (*pointers, *numbers(*sizes), *constants("BLOCK_T"))

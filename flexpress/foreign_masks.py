@@ -1,0 +1,40 @@
+"""Block masks of torch's, and of its kind, as ours."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from flexpress.block_mask import BlockMask
+
+from .codegen.compiling import runs_uncompiled
+
+
+def is_foreign_mask(mask) -> bool:
+    """Is this a BlockMask of torch's, or of its kind?"""
+    return all(hasattr(mask, a) for a in ("kv_num_blocks", "kv_indices", "BLOCK_SIZE", "mask_mod", "seq_lengths"))
+
+
+_adopted: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # masks of torch's, with what was read and the BlockMask of it
+
+
+@runs_uncompiled
+def adopt(mask) -> BlockMask:
+    """The BlockMask of one of torch's, or of its kind: made once, and again after its lists or lengths were changed; at every call if lists
+    are tensors of inference mode, of which torch does not notice that. While a CUDA graph is captured it is made for the graph, whose
+    replays read the lists anew."""
+    tables = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
+    kept = isinstance(tables[1], torch.Tensor) and not (tables[1].is_cuda and torch.cuda.is_current_stream_capturing())
+    try:
+        state = [mask.seq_lengths, mask.BLOCK_SIZE, *(None if t is None else (id(t), t._version) for t in tables)]
+        found = _adopted.get(mask) if kept else None
+    except (AttributeError, TypeError, RuntimeError):  # no tensors, of inference mode, or a mask that cannot be a key
+        kept = found = None
+    if found is None or found[0] != state:
+        made = BlockMask(mask.seq_lengths, *tables, mask.BLOCK_SIZE, mask.mask_mod)
+        if not kept:
+            return made
+        found = _adopted[mask] = state, tables, made  # holding the tensors, so that no other gets the id of one
+    found[2].mask_mod = mask.mask_mod
+    return found[2]

@@ -1,0 +1,134 @@
+"""What users read of a BlockMask: torch's attributes, and pictures."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import torch
+
+from flexpress.block_lists import status_of, transposed_lists
+
+from .codegen.compiling import runs_uncompiled
+from .codegen.mod.capture import name_of
+from .codegen.run.forward import BlockLists
+
+
+@runs_uncompiled
+class MaskAttributes:
+    """The base of BlockMask, which gives it these parts."""
+
+    _seq_lengths: tuple[int, int]
+    _lists: BlockLists
+    _leading: tuple[int, ...]  # extents of the lists in front of the rows, (B, H) if they have both
+    mask_mod: Callable
+
+    def _shown(self, tensor: torch.Tensor | None, width: int | None = None) -> torch.Tensor | None:
+        """A list as users get it: a copy, with B and H where the mask was made with them, and at least `width` entries in a row."""
+        if tensor is None:
+            return None
+        tensor = tensor.reshape(*self._leading, *tensor.shape[2:])
+        missing = 0 if width is None else width - tensor.shape[-1]
+        return torch.nn.functional.pad(tensor, (0, missing)) if missing > 0 else tensor.clone()
+
+    BLOCK_SIZE = property(lambda self: (self._lists.q_block, self._lists.kv_block))
+    kv_num_blocks = property(lambda self: self._shown(self._lists.kv_num_blocks))
+    kv_indices = property(lambda self: self._shown(self._lists.kv_indices, self._grid[1]))
+    full_kv_num_blocks = property(lambda self: self._shown(self._lists.full_kv_num_blocks))
+    full_kv_indices = property(lambda self: self._shown(self._lists.full_kv_indices, self._grid[1]))
+    q_num_blocks = property(lambda self: self._shown(self.as_transposed_lists().kv_num_blocks))
+    q_indices = property(lambda self: self._shown(self.as_transposed_lists().kv_indices, self._grid[0]))
+    full_q_num_blocks = property(lambda self: self._shown(self.as_transposed_lists().full_kv_num_blocks))
+    full_q_indices = property(lambda self: self._shown(self.as_transposed_lists().full_kv_indices, self._grid[0]))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(B, H, Q_LEN, KV_LEN)"""
+        return (*self._leading, *self._seq_lengths)
+
+    def numel(self) -> int:
+        """Positions in the mask, hidden ones included."""
+        return torch.Size(self.shape).numel()
+
+    def sparsity(self) -> float:
+        """The percentage of positions that lie in empty blocks."""
+        status = self._status()
+        return 100.0 * (1.0 - torch.count_nonzero(status).item() / status.numel()) if status.numel() else 0.0
+
+    def to_dense(self) -> torch.Tensor:
+        """int32 (B, H, rows, columns): 1 where a block is partial or full."""
+        status = self._status()
+        return (status != 0).to(torch.int32).reshape(*self._leading, *status.shape[-2:])
+
+    def as_tuple(self, flatten: bool = True) -> tuple:
+        """The attributes in the order of torch 2.13's as_tuple; flatten=False keeps seq_lengths and BLOCK_SIZE as pairs.
+
+        Q_LEN, KV_LEN, four lists, four transposed lists, four times None (torch's orders of dQ writes, which no kernel here needs),
+        Q block, KV block, mask_mod.
+        """
+        lengths, size = (self._seq_lengths, self.BLOCK_SIZE) if flatten else ((self._seq_lengths,), (self.BLOCK_SIZE,))
+        return (
+            *lengths,
+            self.kv_num_blocks,
+            self.kv_indices,
+            self.full_kv_num_blocks,
+            self.full_kv_indices,
+            self.q_num_blocks,
+            self.q_indices,
+            self.full_q_num_blocks,
+            self.full_q_indices,
+            None,
+            None,
+            None,
+            None,
+            *size,
+            self.mask_mod,
+        )
+
+    def as_lists(self) -> BlockLists:
+        """The mask's own lists: 4-dimensional, contiguous, int32, not to be written to."""
+        return self._lists
+
+    def as_transposed_lists(self) -> BlockLists:
+        """The transposed lists (query blocks for each KV block), in the fields of the others."""
+        return transposed_lists(self._lists, self._seq_lengths[1])
+
+    @property
+    def _grid(self) -> tuple[int, int]:
+        """Rows and columns of blocks; lists may have more rows and fewer columns."""
+        return tuple(-(-n // size) for n, size in zip(self._seq_lengths, self.BLOCK_SIZE, strict=True))
+
+    def _status(self) -> torch.Tensor:
+        """int8 (B, H, rows, columns): 0 empty, 1 partial, 2 full."""
+        rows, columns = self._grid
+        return status_of(self._lists, columns)[:, :, :rows]
+
+    def to_string(self, grid_size: int | tuple[int, int] = (20, 20), limit: int = 4) -> str:
+        """A picture of the blocks: full, partial (or mixed) and empty as `██`, `░░` and blanks, one batch and head each.
+
+        grid_size is the largest number of (rows, columns) drawn, -1 for all of them; `limit` the number of pictures.
+        """
+        status = self._status().cpu()
+        rows, columns = status.shape[-2:]
+        limits = (rows, columns) if grid_size == -1 else (grid_size, grid_size) if isinstance(grid_size, int) else grid_size
+        step_r, step_c = (max(1, -(-n // most)) for n, most in zip((rows, columns), limits, strict=True))
+        pictures = []
+        for z, h in itertools.product(range(status.shape[0]), range(status.shape[1])):
+            if len(pictures) == limit:
+                pictures.append(f"... {status.shape[0] * status.shape[1] - limit} more; raise limit= to see them")
+                break
+            lines = [f"({z}, {h})"]
+            for r in range(0, rows, step_r):
+                cells = (status[z, h, r : r + step_r, c : c + step_c] for c in range(0, columns, step_c))
+                lines.append("".join("  " if not cell.any() else "██" if bool((cell == 2).all()) else "░░" for cell in cells))
+            pictures.append("\n".join(lines))
+        return "\n\n".join(pictures)
+
+    def __repr__(self) -> str:
+        return (
+            f"BlockMask(shape={self.shape}, BLOCK_SIZE={self.BLOCK_SIZE}, sparsity={self.sparsity():.2f}%, "
+            f"mask_mod={name_of(self.mask_mod)})"
+        )
+
+    def __str__(self) -> str:
+        return f"{self!r}\n{self.to_string()}"

@@ -1,0 +1,85 @@
+"""create_block_mask and create_mask: the mask of a mask_mod, as lists of blocks and position by position."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+
+import torch
+
+from flexpress.block_mask import DEFAULT_BLOCK_SIZE, BlockMask
+from flexpress.checks import block_size, resolve_device, whole
+
+from .codegen.compiling import runs_uncompiled
+from .codegen.mod.bind import bind
+from .codegen.mod.tensors import check_surroundings, read_captured
+from .codegen.run import masks
+from .codegen.run.forward import BlockLists
+
+
+@runs_uncompiled
+def create_block_mask(
+    mask_mod: Callable,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device=None,
+    BLOCK_SIZE: int | tuple[int, int] = DEFAULT_BLOCK_SIZE,
+    *,
+    separate_full_blocks: bool = True,
+    capacity: int | None = None,
+) -> BlockMask:
+    """The BlockMask of `mask_mod(b, h, q_idx, kv_idx) -> bool` for B x H masks of Q_LEN x KV_LEN.
+
+    B, H                  None (or 1) if the mask is the same for every batch entry or head
+    device                of the lists; the current accelerator by default, else the CPU
+    BLOCK_SIZE            one size or (Q, KV), of any number of positions. Attention is fastest with 128; where no tile of 16 positions
+                          divides a size, kernels walk blocks of 128 made of these
+    separate_full_blocks  False: list full blocks as partial ones too, so that mask_mod is evaluated everywhere
+
+    capacity              most partial (and most full) blocks that a row may have. By default the lists are as wide as the densest row
+                          needs, for which the host waits; with a capacity it does not, so a CUDA graph may hold the call. A
+                          row with more blocks stops the program (a device-side assertion)
+
+    Printed kernels decide whole blocks by bounds of mask_mod where bounds tell, and evaluate it position by position in the others; no
+    mask of Q_LEN x KV_LEN is ever in memory. Raises ModError if the mod cannot be traced, ValueError or TypeError for other arguments.
+    """
+    check_surroundings("create_block_mask")
+    extents, size = _extents(B, H, Q_LEN, KV_LEN), block_size(BLOCK_SIZE)
+    capacity = capacity if capacity is None else whole("capacity", capacity)
+    device = resolve_device(device)
+    bound = bind(mask_mod, "mask")
+    read_captured(bound, device, "mask_mod")
+    lists = masks.create_lists(bound, extents, device, size, separate_full_blocks, capacity)
+    full = lists[2:] if separate_full_blocks else (None, None)
+    return BlockMask._made(extents[2:], BlockLists(*lists[:2], *full, *size, interior=True), mask_mod, decided_by=mask_mod)
+
+
+@runs_uncompiled
+def create_mask(mod_fn: Callable, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, device=None) -> torch.Tensor:
+    """The dense mask, bool (B, H, Q_LEN, KV_LEN), of a mask_mod; or of a score_mod, where it does not turn a zero score into -inf.
+
+    For looking at and for tests: attention never needs it.
+    """
+    check_surroundings("create_mask")
+    if not callable(mod_fn):
+        raise TypeError(f"mod_fn must be a mask_mod or a score_mod, got {type(mod_fn).__name__}")
+    extents, device = _extents(B, H, Q_LEN, KV_LEN), resolve_device(device)
+    kind = "score" if _positional(mod_fn) == 5 else "mask"
+    bound = bind(mod_fn, kind)
+    read_captured(bound, device, f"{kind}_mod")
+    return masks.dense_mask(bound, *extents, device)
+
+
+def _positional(mod) -> int:
+    try:
+        parameters = inspect.signature(mod).parameters.values()
+    except (TypeError, ValueError):  # a builtin without a signature: tracing will tell
+        return 4
+    return sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+
+
+def _extents(B: int | None, H: int | None, Q_LEN: int, KV_LEN: int) -> tuple[int, int, int, int]:
+    """(B, H, Q_LEN, KV_LEN) of a mask, checked; None stands for 1."""
+    return (*(1 if n is None else whole(name, n, 1) for name, n in (("B", B), ("H", H))), whole("Q_LEN", Q_LEN), whole("KV_LEN", KV_LEN))

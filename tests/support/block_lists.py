@@ -1,0 +1,71 @@
+"""Block lists against brute force."""
+
+from __future__ import annotations
+
+import torch
+
+from flexpress import BlockMask
+from flexpress.checks import resolve_device
+from flexpress.codegen.mod.bind import bind
+from flexpress.codegen.run.masks import automatic_lists
+from support.dense import positions
+
+
+def brute_force(mask_mod, B, H, Q_LEN, KV_LEN, size, device):
+    """Status of every block: 0 empty, 1 partial, 2 full. Rows past Q_LEN do not count; a block past KV_LEN is never full."""
+    dense = mask_mod(*positions((B, H, Q_LEN, KV_LEN), device)).expand(B, H, Q_LEN, KV_LEN)
+    rows, columns = -(-Q_LEN // size[0]), -(-KV_LEN // size[1])
+    status = torch.zeros(B, H, rows, columns, dtype=torch.int8)
+    for r in range(rows):
+        for c in range(columns):
+            block = dense[:, :, r * size[0] : (r + 1) * size[0], c * size[1] : (c + 1) * size[1]]
+            inside = (c + 1) * size[1] <= KV_LEN
+            status[:, :, r, c] = block.any(-1).any(-1).to(torch.int8) + (block.all(-1).all(-1) & inside).to(torch.int8)
+    return status
+
+
+def listed(counts, indices, columns):
+    """The dense picture of a list, checking that it ascends."""
+    dense = torch.zeros(*counts.shape, columns, dtype=torch.bool)
+    for place in [tuple(p) for p in torch.cartesian_prod(*[torch.arange(n) for n in counts.shape]).reshape(-1, counts.dim()).tolist()]:
+        entries = indices[place][: counts[place]].tolist()
+        assert entries == sorted(set(entries))
+        dense[place][entries] = True
+    return dense
+
+
+def check_lists(mask: BlockMask, status: torch.Tensor) -> None:
+    columns, rows = status.shape[-1], status.shape[-2]
+    partial = (status == 1) if mask.full_kv_indices is not None else (status > 0)
+    assert torch.equal(listed(mask.kv_num_blocks.cpu(), mask.kv_indices.cpu(), columns), partial)
+    assert torch.equal(listed(mask.q_num_blocks.cpu(), mask.q_indices.cpu(), rows), partial.transpose(-1, -2))
+    if mask.full_kv_indices is not None:
+        assert torch.equal(listed(mask.full_kv_num_blocks.cpu(), mask.full_kv_indices.cpu(), columns), status == 2)
+        assert torch.equal(listed(mask.full_q_num_blocks.cpu(), mask.full_q_indices.cpu(), rows), (status == 2).transpose(-1, -2))
+    assert torch.equal(mask.to_dense().cpu().bool(), status > 0)
+
+
+def dense_status(lists, rows, columns, transposed=False):
+    """0, 1 or 2 for every block, from lists."""
+    extent = rows if transposed else columns
+    partial, full = (
+        listed(c.cpu(), i.cpu(), extent)
+        for c, i in ((lists.kv_num_blocks, lists.kv_indices), (lists.full_kv_num_blocks, lists.full_kv_indices))
+    )
+    assert not (partial & full).any()
+    status = partial.to(torch.int8) + 2 * full.to(torch.int8)
+    return status.transpose(-1, -2) if transposed else status
+
+
+def check_bounds(mask_mod, B, H, Q_LEN, KV_LEN, size, device):
+    """Lists by bounds: nothing that attends is missing, nothing is full that is not; the transposed ones say the same."""
+    bound = bind(mask_mod, "mask")
+    truth = brute_force(mask_mod, B, H, Q_LEN, KV_LEN, size, device).cpu()
+    rows, columns = truth.shape[-2:]
+    found = []
+    for transposed in (False, True):
+        lists = automatic_lists(bound, (B, H, Q_LEN, KV_LEN), resolve_device(device), size, transposed=transposed)
+        found.append(dense_status(lists, rows, columns, transposed))
+    assert torch.equal(*found)
+    assert ((found[0] == 1) | (found[0] == truth)).all()
+    return found[0], truth

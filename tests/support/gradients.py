@@ -1,0 +1,97 @@
+"""Gradients against float64 autograd through dense attention."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from hypothesis import strategies as st
+
+from flexpress import flex_attention
+from support.dense import dense_attention
+from support.problems import LEARNED_MODS, learned_mods, mask_arguments, mask_mods, problems, tensor_of
+
+# cancellation in dP - delta, which every flash attention computes from a rounded output, may cost some digits
+FLOORS = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+
+
+@st.composite
+def gradient_problems(draw, device):
+    return {
+        **draw(problems(device)),
+        "score": draw(st.sampled_from(LEARNED_MODS)),
+        "lse": draw(st.booleans()),
+        "deterministic": draw(st.booleans()),
+        "learned_dtype": draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        "grad_layout": draw(st.sampled_from(["contiguous", "bshd", "wide_head_dim", "shared_batch"])),
+    }
+
+
+def reference_gradients(inputs, make, mask_mod, scale, d_out, d_lse, precision):
+    """Gradients of all inputs (q, k, v, then learned tensors) by autograd through dense attention."""
+    leaves = [
+        t.detach().to(precision if i < 3 else torch.promote_types(precision, torch.float32)).requires_grad_() for i, t in enumerate(inputs)
+    ]
+    out, lse, _ = dense_attention(*leaves[:3], make(*leaves[3:]), mask_mod, scale, precision)
+    loss = (out * d_out.to(out.dtype)).sum()
+    if d_lse is not None:
+        loss = loss + (torch.where(lse == -math.inf, 0.0, lse) * d_lse.to(lse.dtype)).sum()
+    found = torch.autograd.grad(loss, leaves, allow_unused=True)
+    return [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)]
+
+
+def assert_gradients(grads, exact, plain, dtypes, factor=2.0, lse=None):
+    """Every gradient's error is at most `factor` times that of the plain computation, or of the order of rounding.
+
+    Weights are recomputed from lse in float32, as by torch's fused kernels: where scores are large, lse's own rounding counts.
+
+    Gradients that cancel to little are measured against elements of 0.3; an element of a learned tensor, which sums over many
+    positions, against what as many random numbers would add up to.
+    """
+    positions = math.prod(exact[0].shape[:3]) * exact[1].shape[2]
+    rounding = 0.0 if lse is None else 2**-25 * lse.abs().masked_fill(lse == -math.inf, 0.0).max().item()
+    for i, (got, want, rough, dtype) in enumerate(zip(grads, exact, plain, dtypes, strict=True)):
+        if got is None:
+            assert not want.any()
+            continue
+        slack, element = (1, 0.3) if i < 3 else (5, 0.1 * max(positions / want.numel(), 1) ** 0.5)
+        size = max(want.norm().item(), element * want.numel() ** 0.5)
+        error, allowed = ((g.double() - want).norm().item() / size for g in (got, rough.nan_to_num()))
+        limit = slack * max(factor * allowed, FLOORS[dtype], rounding)
+        assert error <= limit, f"gradient {i}: error {error:.2e}, a plain computation has {allowed:.2e}"
+
+
+def check_gradients(p: dict, device: str) -> None:
+    """Gradients of q, k, v and learned tensors of a problem are as exact as a plain computation's."""
+    B, Hkv, Hq, length = p["B"], p["Hkv"], p["Hkv"] * p["group"], max(p["Q_LEN"], p["KV_LEN"])
+    Bkv = 1 if p["one_kv_batch"] else B
+    shapes = [(B, Hq, p["Q_LEN"], p["D_QK"]), (Bkv, Hkv, p["KV_LEN"], p["D_QK"]), (Bkv, Hkv, p["KV_LEN"], p["D_V"])]
+    inputs = [
+        tensor_of(shape, layout, p["dtype"], device, p["seed"] + i).requires_grad_()
+        for i, (shape, layout) in enumerate(zip(shapes, p["layouts"], strict=True))
+    ]
+    make, learned = learned_mods(B, Hq, length, device, p["learned_dtype"], p["seed"])[p["score"]]
+    inputs += [t.requires_grad_() for t in learned]
+    mask_mod = mask_mods(length, device)[p["mask"]]
+    masked = mask_arguments(p, mask_mod, Hq, device)
+    options = {} if p["USE_TMA"] is None else {"USE_TMA": p["USE_TMA"]}
+    out, lse = flex_attention(
+        *inputs[:3],
+        make(*inputs[3:]),
+        scale=p["scale"],
+        enable_gqa=True,
+        return_lse=True,
+        **masked,
+        kernel_options=options,
+        deterministic=p["deterministic"],
+    )
+    d_out = tensor_of(out.shape, p["grad_layout"], p["dtype"], device, p["seed"] + 7)
+    d_lse = torch.randn(lse.shape, device=device) if p["lse"] else None
+    outputs, weights = ((out, lse), (d_out, d_lse)) if p["lse"] else ((out,), (d_out,))
+    grads = torch.autograd.grad(outputs, inputs, weights, allow_unused=True)
+    for t, g in zip(inputs, grads, strict=True):
+        assert g is None or (g.shape == t.shape and g.dtype == t.dtype and g.isfinite().all())
+    exact = reference_gradients(inputs, make, mask_mod, p["scale"], d_out, d_lse, torch.float64)
+    plain = reference_gradients(inputs, make, mask_mod, p["scale"], d_out, d_lse, p["dtype"])
+    rougher = torch.bfloat16 if torch.bfloat16 in (p["dtype"], p["learned_dtype"]) else p["dtype"]
+    assert_gradients(grads, exact, plain, [p["dtype"]] * 3 + [rougher] * len(learned), lse=lse.detach())

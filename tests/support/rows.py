@@ -1,0 +1,127 @@
+"""How the rows of the op table are written, and with what operands."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import torch
+
+from support.evaluate import DTYPES
+
+# How each row is written. A row that is missing here fails test_every_row_has_a_test.
+FORMS = {
+    **{
+        name: (f"{{0}} {symbol} {{1}}",)
+        for name, symbol in {
+            "add": "+",
+            "sub": "-",
+            "mul": "*",
+            "div": "/",
+            "floor_divide": "//",
+            "remainder": "%",
+            "pow": "**",
+            "eq": "==",
+            "ne": "!=",
+            "lt": "<",
+            "le": "<=",
+            "gt": ">",
+            "ge": ">=",
+            "and_": "&",
+            "or_": "|",
+            "xor": "^",
+            "lshift": "<<",
+            "rshift": ">>",
+        }.items()
+    },
+    "neg": ("-{0}",),
+    "abs": ("abs({0})",),
+    "invert": ("~{0}",),
+    **{
+        name: (f"torch.{name}({{0}})",)
+        for name in (
+            "sign",
+            "exp",
+            "exp2",
+            "expm1",
+            "log",
+            "log2",
+            "log1p",
+            "sqrt",
+            "rsqrt",
+            "sin",
+            "cos",
+            "tan",
+            "atan",
+            "erf",
+            "sigmoid",
+            "tanh",
+            "floor",
+            "ceil",
+            "trunc",
+            "round",
+            "logical_not",
+            "square",
+            "reciprocal",
+            "isnan",
+            "isinf",
+            "isposinf",
+            "isneginf",
+            "isfinite",
+            "relu",
+        )
+    },
+    **{
+        name: (f"torch.{name}({{0}}, {{1}})",)
+        for name in ("fmod", "minimum", "maximum", "atan2", "logical_and", "logical_or", "logical_xor", "clamp_min", "clamp_max")
+    },
+    "where": ("torch.where({0}, {1}, {2})",),
+    "where_method": ("{0}.where({1}, {2})",),
+    "add_alpha": ("torch.add({0}, {1})", "torch.add({0}, {1}, alpha=3)"),
+    "sub_alpha": ("torch.sub({0}, {1})", "torch.sub({0}, {1}, alpha=3)"),
+    "rsub": ("torch.rsub({0}, {1})",),
+    "div_mode": ("torch.div({0}, {1})", 'torch.div({0}, {1}, rounding_mode="floor")'),
+    "div_trunc": ('torch.div({0}, {1}, rounding_mode="trunc")',),
+    "clamp": ("torch.clamp({0}, {1}, {2})", "torch.clamp({0}, min={1})", "{0}.clamp(max={1})"),
+    "gelu": ("F.gelu({0})", 'F.gelu({0}, approximate="tanh")'),
+    "silu": ("F.silu({0})",),
+    "softplus": ("F.softplus({0})", "F.softplus({0}, 2, 5)"),
+    "logsigmoid": ("F.logsigmoid({0})",),
+    "detach": ("{0}.detach()",),
+}
+
+
+DIVISIONS = ("floor_divide", "remainder", "fmod", "div_trunc", "div_mode")
+
+
+NUMBERS = (bool, int, float)
+
+
+NUMBER_VALUES = {bool: (True, False), int: (0, 1, 2, 3, 5, 31), float: (0.0, 0.5, -1.5, 2.0, 100.0)}
+
+
+def arity(form: str) -> int:
+    """How many operands a form takes."""
+    return sum(f"{{{i}}}" in form for i in range(3))
+
+
+@functools.cache
+def legal_operands(form: str) -> list[tuple]:
+    """The kinds of operands that torch accepts: dtypes for tensors, bool, int or float for Python numbers."""
+    found = []
+    for kinds in itertools.product((*DTYPES, *NUMBERS), repeat=arity(form)):
+        dtypes = [k for k in kinds if not isinstance(k, type)]
+        if not dtypes:
+            continue
+        if "alpha=" in form and (torch.bool in kinds or len({k.is_floating_point for k in dtypes}) == 2):
+            continue  # refused here; torch rounds an integer to half precision before the product
+        if form == "{0} ** {1}" and kinds == (torch.bool, bool):
+            continue  # refused here
+        ones = [k(1) if isinstance(k, type) else torch.ones(1, dtype=k) for k in kinds]
+        operands = {f"x{i}": one for i, one in enumerate(ones)}
+        try:
+            eval(form.format(*operands), {"torch": torch, "F": torch.nn.functional, **operands})
+        except (AttributeError, TypeError, RuntimeError):
+            continue
+        found.append(kinds)
+    return found
