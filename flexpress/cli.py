@@ -52,8 +52,9 @@ def _parser() -> argparse.ArgumentParser:
         "render",
         help="print the forward kernel of a recipe",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Prints the forward kernel that a recipe gets, without running it. Several recipes are\n"
-        "combined: score mods one after the other, masks by `and`.",
+        description="Prints the forward kernel that a call with a recipe gets on the target, at 4096 positions,\n"
+        "without running it: on sm_90 the kernel for Hopper where it serves. Several recipes are combined:\n"
+        "score mods one after the other, masks by `and`.",
         epilog=f"recipes:\n{named}\n\nexample:\n  python -m flexpress render alibi causal --head-dim 64 --target sm_80",
     )
     show.add_argument("recipe", nargs="+", choices=tuple(RECIPES), metavar="RECIPE", help="one or more of the names below")
@@ -62,8 +63,10 @@ def _parser() -> argparse.ArgumentParser:
         "--head-dim", type=_head_dim, default=(128, 128), metavar="D", help="head dim, 1 to 256, or D_QKxD_V as in 192x128; default 128"
     )
     show.add_argument("--target", choices=TARGETS, default="sm_90", metavar="TARGET", help=f"one of {', '.join(TARGETS)}; default sm_90")
-    show.add_argument("--no-tma", action="store_true", help="load K and V by pointers on sm_90 and sm_100 too")
-    show.add_argument("--gluon", action="store_true", help="the kernel for Hopper, which calls on sm_90 get where it serves")
+    family = show.add_mutually_exclusive_group()
+    family.add_argument("--portable", action="store_true", help="the portable kernel, where calls on sm_90 get the one for Hopper")
+    family.add_argument("--no-tma", action="store_true", help="the portable kernel that loads K and V by pointers, on sm_90 and sm_100 too")
+    family.add_argument("--gluon", action="store_true", help="the kernel for Hopper, or an error where it does not serve")
     show.set_defaults(run=_render)
 
     doctor = commands.add_parser(
@@ -99,13 +102,14 @@ def _demo(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 def _render(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     problem = (given.target, *make(*given.recipe), _DTYPES[given.dtype], *given.head_dim)
-    if given.gluon:
+    kernel = None
+    if given.gluon or (given.target == "sm_90" and not given.portable and not given.no_tma):
         try:
             kernel = hopper_compilation(*problem)
         except ValueError as error:
-            parser.error(f"--gluon: {error}")
-    else:
-        kernel = compilation(*problem, use_tma=False if given.no_tma else None)
+            if given.gluon:
+                parser.error(f"--gluon: {error}")
+    kernel = kernel or compilation(*problem, use_tma=False if given.no_tma else None)
     sys.stdout.write(render(kernel.spec))
     sys.stdout.flush()
     return 0

@@ -829,7 +829,7 @@ def copied(place: Path) -> Path:
         shutil.copytree(ROOT / name, place / "flexpress" / name, ignore=ignored)
         (place / name).symlink_to(place / "flexpress" / name)
     shutil.copytree(ROOT / "tests", place / "tests", ignore=ignored)
-    for name in ("pyproject.toml", "README.md", "DESIGN.md", "Makefile", "generated", "examples", "benchmarks"):
+    for name in ("pyproject.toml", "README.md", "docs", "Makefile", "generated", "examples", "benchmarks"):
         if (ROOT / name).exists():
             (place / name).symlink_to(ROOT / name)
     return place

@@ -36,11 +36,14 @@ def test_demo_and_doctor_on_a_gpu(capsys):
 @pytest.mark.parametrize(
     "arguments, found",
     [
-        (["plain"], "# forward d128 bf16\n"),
+        (["plain"], "# hopper forward d128 bf16\n"),
+        (["plain", "--portable"], "# forward d128 bf16\n"),
+        (["plain", "--target", "sm_80"], "# forward d128 bf16\n"),
+        (["plain", "--dtype", "fp32"], "# forward d128 fp32\n"),  # which the kernel for Hopper does not serve
         (["alibi", "causal", "--head-dim", "64", "--dtype", "fp16"], "# mods/causal.py:"),
         (["softcap", "--target", "gfx942"], "tanh_by_exp2"),
         (["document", "--target", "cpu", "--head-dim", "192x128"], "# forward document and inner d192x128 bf16\n"),
-        (["causal", "--target", "sm_90"], "desc_k.load("),
+        (["causal", "--target", "sm_90", "--portable"], "desc_k.load("),
         (["causal", "--target", "sm_90", "--no-tma"], "tl.load(k_ptrs"),
         (["causal", "--gluon"], "# hopper forward causal d128 bf16\n"),
         (["sliding_window", "prefix_lm"], "mask_mod: sliding_window_and_prefix_lm"),
@@ -60,6 +63,7 @@ def test_render(capsys, arguments, found):
         (["render", "causal", "--head-dim", "300"], "'300' is not a head dim: write 1 to 256"),
         (["render", "causal", "--target", "sm_70"], "invalid choice: 'sm_70'"),
         (["render", "causal", "--gluon", "--dtype", "fp32"], "--gluon: float32 has no wgmma"),
+        (["render", "causal", "--gluon", "--portable"], "not allowed with argument"),
         ([], "required"),
     ],
 )

@@ -1,6 +1,7 @@
-"""The forward kernel as a plan: from what is known of a call, and no tensor, to a KernelSpec and a tile.
+"""The portable forward kernel as a plan: from what is known of a call, and no tensor, to a KernelSpec and a tile.
 
-flex_attention, the command line and offline compilation all come through `plan_forward`, so all see the same kernel.
+Calls, the command line and offline compilation all come through `plan_forward`, so all print the same kernel. Calls that the kernel for
+Hopper serves (hopper_forward) or that have few queries (decode) have other plans.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Kernels without a call: the KernelSpec that mods would get, and what a compiler must know of its arguments.
 
 Nothing here needs a device or an input tensor. The command line prints kernels this way, and the committed
-prints and the offline compilation tests are made this way, so all of them see the text that a call gets.
+prints and the offline compilation tests are made this way. Specs come from the plans that calls have theirs from; which of two kernels
+a call gets is for the caller to ask (`preview` and `compilation` give the portable one, `hopper_compilation` the one for Hopper).
 
     preview(alibi(slopes), causal, head_dim=64)                  the spec; render(...) prints it
     compilation("sm_90", alibi(slopes), causal).compile()        registers, shared memory, spills
@@ -86,7 +87,7 @@ def preview(
     use_tma: bool | None = None,
     **details,
 ) -> KernelSpec:
-    """The spec of the forward kernel that flex_attention prints for a score_mod and a mask_mod's block mask.
+    """The spec of the portable forward kernel for a score_mod and a mask_mod's block mask.
 
     dtype      "float16", "bfloat16" or "float32"
     backend    "cuda", "hip" or "cpu"
@@ -99,7 +100,7 @@ def preview(
                output_max=False         max_scores are asked for
                output_rows=False        for a call whose gradients are wanted
                transposed=False         q, k and v lie in memory as (B, H, D, S), so the head dim is strided
-               options=Options()        forward_plan.Options: the other kernel_options
+               options=Options()        plan.forward.Options: the other kernel_options
 
     Raises ModError for a mod that cannot be traced, TypeError for an unknown detail.
     """
@@ -144,7 +145,7 @@ def hopper_compilation(
     cache: Cache | None = None,
     **details,
 ) -> Compilation:
-    """The forward kernel in Gluon for sm_90, as `compilation` gives the portable one. ValueError for what it does not serve.
+    """The forward kernel in Gluon for sm_90, as `compilation` gives the portable one. ValueError, with the reason, where it does not serve.
 
     cache      where a cache holds the keys; with starts=True
     """

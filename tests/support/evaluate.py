@@ -109,8 +109,8 @@ def in_torch(expression: str, scores: torch.Tensor, captured: dict, precision: t
     index = dict(zip(MASK_SYMBOLS, positions(scores.shape, "cpu"), strict=True))
     names = {name: widened(value) for name, value in _on_cpu({"score": scores, **captured}).items()}
     if formulas:
-        written = {name: OPS[name].expand for name in ("gelu", "silu", "softplus", "logsigmoid")}
-        names["F"] = SimpleNamespace(**written, relu=F.relu, sigmoid=torch.sigmoid, tanh=torch.tanh)
+        written = {name: row.expand for name, row in OPS.items() if row.expand and f"F.{name}" in row.spellings}
+        names["F"] = SimpleNamespace(**{**written, "relu": F.relu, "sigmoid": torch.sigmoid, "tanh": torch.tanh})
     with default_dtype(precision):
         return _run(expression, index, names).expand(scores.shape)
 
