@@ -7,7 +7,8 @@
 # make format    format all Python
 #
 # PYTHON=python3.12 chooses the interpreter of a new .venv, VENV=folder its place.
-# PYTEST="-x -k cache" passes options to pytest.
+# PYTEST="-x -k cache" passes options to pytest, PYTEST="-m pure" runs one tier of tests: pure (no kernel runs), interpreter (kernels run
+# on the CPU), offline (kernels compile for GPUs that are not here); "-m gpu" is what test-gpu runs.
 
 PYTHON ?= python3
 VENV ?= .venv

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -25,6 +26,19 @@ for _name in ("FLEXPRESS_CACHE_DIR", "TRITON_CACHE_DIR"):
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # processes share the cores: a thread each for torch, which is not imported yet
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+PURE = {
+    "golden",
+    "grad",
+    "house",
+    "intervals",
+    "package",
+    "pages",
+    "recipes",
+    "sequences",
+    "sums",
+}  # files that run no kernel without a `device`
 
 
 def pytest_addoption(parser):
@@ -55,3 +69,30 @@ def pytest_configure(config):
         checks.DEFAULT = Options(backend="TRITON")
     elif config.getoption("--backend") == "GLUON":
         forward.worthwhile = lambda *_: None
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items):
+    for item in items:
+        item.add_marker(tier_of(item))
+
+
+def tier_of(item) -> str:
+    """The one of pyproject.toml's markers that a test gets."""
+    name = item.path.stem.removeprefix("test_")
+    if item.get_closest_marker("gpu"):
+        return "gpu"
+    if name.endswith("offline"):
+        return "offline"
+    return "pure" if name in PURE and "device" not in item.fixturenames else "interpreter"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """A pure test that runs a kernel fails."""
+    if not item.get_closest_marker("pure"):
+        return (yield)
+    from flexpress.codegen.device.kernel import Kernel
+
+    with mock.patch.object(Kernel, "launch", side_effect=AssertionError("a pure test runs a kernel: take its file out of PURE")):
+        return (yield)
