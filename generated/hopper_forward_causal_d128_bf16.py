@@ -1,4 +1,3 @@
-
 # hopper forward causal d128 bf16
 """Attention forward for Hopper: O = softmax(score_mod(Q K^T * scale) masked) V, one pass over K and V with a running softmax.
 
