@@ -31,7 +31,7 @@ from .codegen.mod.capture import name_of
 from .codegen.mod.errors import ModError
 from .codegen.mod.tensors import check_surroundings, read_captured
 from .codegen.run import masks
-from .codegen.run.forward import BlockLists
+from .codegen.run.block_lists import BlockLists
 
 DEFAULT_BLOCK_SIZE = 128
 

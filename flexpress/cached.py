@@ -132,7 +132,7 @@ def cached_attention(
                 return (out, lse) if return_lse else out
     if score_mod is not None:
         score = _bound(_score_from(score_mod, position), "score", query.device)
-    decode(q, k, v, (to_fill, lse), scale, score, mask, keys_of(score, mask, (Z, Hq, max_q, KV_LEN)), lists, cached=where)
+    decode(q, k, v, to_fill, lse, scale, score, mask, keys_of(score, mask, (Z, Hq, max_q, KV_LEN)), lists, where)
     return (out, lse) if return_lse else out
 
 
