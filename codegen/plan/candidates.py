@@ -26,11 +26,6 @@ class Choice(NamedTuple):
     candidate: Candidate
     passed: tuple[tuple[str, str], ...]
 
-    @property
-    def reason(self) -> str | None:
-        """Why it is not an earlier one: the last reason, of the most general kernel that was passed over."""
-        return self.passed[-1][1] if self.passed else None
-
 
 def choose(candidates: tuple[Candidate, ...], call, named: str | None, refused: dict[tuple, str]) -> Choice:
     """The first candidate that serves; the last one serves any call.
