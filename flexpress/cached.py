@@ -14,7 +14,8 @@ from .codegen.compiling import runs_uncompiled
 from .codegen.mod.bind import bind
 from .codegen.mod.tensors import check_surroundings, read_captured
 from .codegen.run.decode import decode
-from .codegen.run.forward import keys_of, output_like
+from .codegen.run.forward import keys_of
+from .codegen.run.layouts import output_like
 from .codegen.run.masks import automatic_lists
 from .codegen.run.prefill import BLOCK, prefill, serves
 

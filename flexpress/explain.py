@@ -15,6 +15,7 @@ from .codegen.mod.tensors import check_surroundings
 from .codegen.plan.candidates import Choice
 from .codegen.plan.hopper_forward import scores_are_raw
 from .codegen.run import backward, forward
+from .codegen.run.layouts import with_rows
 
 
 @runs_uncompiled
@@ -57,7 +58,7 @@ def explain(
     if differentiable:
         wanted = frozenset(i for i, t in enumerate(captured) if t.requires_grad)
         deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-        q, k, v = map(backward.with_rows, (q, k, v))  # and the output's gradient is taken to lie as q does
+        q, k, v = map(with_rows, (q, k, v))  # and the output's gradient is taken to lie as q does
         raw = choice.candidate.name == "HOPPER" and score is not None and scores_are_raw(as_sum(score[0]), scale > 0)
         details = backward.Details(options, deterministic, False, wanted, raw)
         choice, _ = backward.choice_of(q, k, v, q, scale, keys, lists, details)

@@ -28,13 +28,14 @@ from ..plan.forward import Mod, Options, scales, wants_tma
 from ..plan.hopper_backward import L2_BYTES, HopperBackwardPlan, fits, plan_hopper_backward
 from ..plan.hopper_forward import heads_per_group
 from ..plan.tiles import Tile
-from ..registry import INFO, Table, remembered
+from ..registry import INFO, Table
 from ..text.parameters import named_strides
 from ..text.spec import are_ordinary, mod_values
 from .block_lists import BlockLists, tiles_of
 from .captured import Sums
-from .forward import Rows, keys_of, output_like, reached, strides_like
+from .forward import Rows, keys_of, planned, reached
 from .launch import Launch, Unusable, launch_fitting
+from .layouts import output_like, strides_like, with_rows
 
 _plans: dict[tuple, BackwardPlan | HopperBackwardPlan] = Table("backward plans", 1024)
 _refused: dict[tuple, str] = Table("backward kernels not used", 1024)  # that were compiled, and why
@@ -79,7 +80,7 @@ class Portable:
         return None
 
     def prepare(self, call: Call, device: torch.device, sizes: Sizes, lists: BlockLists | None, transposed: BlockLists | None) -> TwoPass:
-        plan = _planned(self.name, call, lambda: plan_backward(call.case, backend_of(device.type), call.arch, call.score, call.mask))
+        plan = planned(_plans, self.name, call, lambda: plan_backward(call.case, backend_of(device.type), call.arch, call.score, call.mask))
         return TwoPass(plan, call, sizes, lists, transposed)
 
 
@@ -95,21 +96,11 @@ class Hopper:
         return None
 
     def prepare(self, call: Call, device: torch.device, sizes: Sizes, lists: BlockLists | None, transposed: BlockLists | None) -> Fused:
-        plan = _planned(self.name, call, lambda: plan_hopper_backward(call.case, call.score, call.mask))
+        plan = planned(_plans, self.name, call, lambda: plan_hopper_backward(call.case, call.score, call.mask))
         return Fused(plan, call, sizes, lists, transposed)
 
 
 CANDIDATES = Hopper(), Portable()
-
-
-def _planned(name: str, call: Call, make):
-    key = (name, *call.key)
-    plan = _plans.get(key)
-    if plan is None:
-        plan = _plans[key] = make()
-    else:
-        INFO.hits += 1
-    return plan
 
 
 class Sizes(NamedTuple):
@@ -143,7 +134,7 @@ class _Kernels:
         if lists and lists.starts is not None:
             self.stats_len += whole  # the last block may begin anywhere
         self.plan, self.sizes, self.copies = plan, sizes, copies
-        self.name, self.key = "", call.key
+        self.key = call.key
         self.numbers = sizes.numbers(call, plan, self.stats_len)
         self.delta = Launch(plan.delta, {**self.numbers, **sizes.strides})
         self.delta_rows = delta_rows(call.case.d_v)
@@ -166,9 +157,10 @@ class _Kernels:
 class TwoPass(_Kernels):
     """backward_dkv, then backward_dq."""
 
+    name = Portable.name
+
     def __init__(self, plan: BackwardPlan, call: Call, sizes: Sizes, lists: BlockLists | None, transposed: BlockLists | None) -> None:
         super().__init__(plan, call, sizes, lists, plan.dkv.tile.BLOCK_M, 1)
-        self.name = Portable.name
         (Z, Hq, Q_LEN, KV_LEN), (Zkv, Hkv) = sizes.extents, sizes.shared
         self.passes = (
             (plan.dkv, self._launch(plan.dkv, transposed, "q"), "q", Zkv * Hkv, KV_LEN),
@@ -206,9 +198,10 @@ class TwoPass(_Kernels):
 class Fused(_Kernels):
     """hopper_backward: a program for each multiprocessor, unless there are fewer tiles and blocks of dQ to finish."""
 
+    name = Hopper.name
+
     def __init__(self, plan: HopperBackwardPlan, call: Call, sizes: Sizes, lists: BlockLists | None, transposed: BlockLists | None) -> None:
         super().__init__(plan, call, sizes, lists, 1, stats_copies(call.case))
-        self.name = Hopper.name
         self.fused = Launch(plan.fused, {**self.numbers, **(transposed.numbers("q") if transposed else {})})
 
     def run(self, tensors: dict[str, torch.Tensor], score, mask, lists: BlockLists | None, transposed: BlockLists | None) -> dict:
@@ -351,15 +344,3 @@ def choice_of(
     call = Call(case, geometry, arch, *keys)
     named = options.backend if options.backend == Portable.name else None
     return choose(CANDIDATES, call, named, _refused), call
-
-
-def with_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself if its rows are contiguous and 16-byte steps apart where they can be, else a copy."""
-    return tensor if _has_rows(tensor.shape, tensor.stride(), 16 // tensor.element_size()) else tensor.contiguous()
-
-
-@remembered("checked strides of the backward pass", 4096)
-def _has_rows(shape: tuple, strides: tuple, vector: int) -> bool:
-    if strides[3] != 1 and shape[3] > 1:
-        return False
-    return shape[3] % vector != 0 or not any(s % vector for s, n in zip(strides[:3], shape, strict=False) if n > 1)

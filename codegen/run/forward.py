@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -14,11 +15,12 @@ from ..plan import hopper_forward
 from ..plan.candidates import Choice, choose
 from ..plan.forward import ForwardCase, Geometry, Mod, Options, Plan, geometry_of, plan_forward, scales, wants_tma
 from ..plan.hopper_forward import SPILL_LIMIT, HopperPlan, fits, heads_per_group, plan_hopper_forward
-from ..registry import INFO, Table, remembered
+from ..registry import INFO, Table
 from ..text.spec import LARGEST_BLOCK_N, layouts_of, mod_values
 from . import decode
 from .block_lists import BlockLists, tiles_of
 from .launch import Launch, Unusable, launch_fitting
+from .layouts import output_like, strides_like
 
 
 class Rows(NamedTuple):
@@ -74,7 +76,9 @@ class Portable:
         return None
 
     def prepare(self, call: Call, tensors: dict[str, torch.Tensor], lists: BlockLists | None) -> Runner:
-        plan = _planned(self.name, call, lambda: plan_forward(call.case, backend_of(call.device.type), call.arch, call.score, call.mask))
+        plan = planned(
+            _plans, self.name, call, lambda: plan_forward(call.case, backend_of(call.device.type), call.arch, call.score, call.mask)
+        )
         return Runner(plan, _numbers(call, plan, lists), call.extents, None)
 
 
@@ -91,7 +95,7 @@ class Hopper:
         return worthwhile(Q_LEN, Z * Hq, multiprocessors(call.device))
 
     def prepare(self, call: Call, tensors: dict[str, torch.Tensor], lists: BlockLists | None) -> Runner:
-        plan = _planned(self.name, call, lambda: plan_hopper_forward(call.case, call.score, call.mask))
+        plan = planned(_plans, self.name, call, lambda: plan_hopper_forward(call.case, call.score, call.mask))
         limit = None if call.case.options.backend == self.name else SPILL_LIMIT
         return Runner(plan, _numbers(call, plan, lists), call.extents, limit, multiprocessors(call.device))
 
@@ -121,11 +125,12 @@ _refused: dict[tuple, str] = Table("forward kernels not used", 1024)  # that wer
 _ready: dict[tuple, Ready] = Table("forward calls", 1024)
 
 
-def _planned(name: str, call: Call, make):
+def planned(plans: Table, name: str, call, make: Callable):
+    """A candidate's plan for a call, as `make` gives it, kept in `plans`."""
     key = (name, *call.key)
-    plan = _plans.get(key)
+    plan = plans.get(key)
     if plan is None:
-        plan = _plans[key] = make()
+        plan = plans[key] = make()
     else:
         INFO.hits += 1
     return plan
@@ -210,25 +215,6 @@ class Ready:
             for t in (tensors["O"], tensors["LSE"])
         )
         self.new_rows = functools.partial(torch.empty, (*tensors["LSE"].shape, 2), dtype=torch.float32, device=call.device)
-
-
-def output_like(q: torch.Tensor, d_v: int) -> torch.Tensor:
-    """An empty (Z, Hq, Q_LEN, D_V) tensor laid out as q is, so that (B, S, H, D) code gets (B, S, H, D) back."""
-    return torch.empty_strided((*q.shape[:3], d_v), strides_like(q, d_v), dtype=q.dtype, device=q.device)
-
-
-def strides_like(q: torch.Tensor, d_v: int) -> tuple[int, ...]:
-    """The strides of that."""
-    return _strides_like(q.shape[:3], q.stride(), d_v)
-
-
-@remembered("strides of outputs", 4096)
-def _strides_like(shape: tuple[int, ...], order: tuple[int, ...], d_v: int) -> tuple[int, ...]:
-    strides, step = [0, 0, 0, 1], d_v
-    for i in sorted(range(3), key=lambda i: order[i]):
-        strides[i] = step
-        step *= max(shape[i], 1)
-    return tuple(strides)
 
 
 def forward(

@@ -38,7 +38,8 @@ from ..plan.update_cache import BLOCK_T, UpdateCase, update_spec
 from ..text.snippet import Target
 from ..text.spec import KernelSpec, ModText, layouts_of, mod_text
 from . import evaluate, masks
-from .forward import keys_of, output_like
+from .forward import keys_of
+from .layouts import output_like
 
 TARGETS = ("cpu", *offline.TARGETS)
 EXTENTS = (4, 16, 4096, 4096)  # B, H, Q_LEN and KV_LEN of the call that is imagined
