@@ -21,7 +21,8 @@ from .codegen.mod.tensors import check_inputs, check_kind, check_surroundings, r
 from .codegen.plan.forward import Options
 from .codegen.registry import Table
 from .codegen.run.backward import backward
-from .codegen.run.forward import BlockLists, Inputs, Rows, forward
+from .codegen.run.block_lists import BlockLists
+from .codegen.run.forward import Inputs, Rows, forward
 from .codegen.run.masks import automatic_lists
 
 
@@ -73,8 +74,9 @@ def flex_attention(
     enable_gqa      allows Hq to be a multiple of Hkv
     return_lse      also return lse; return_aux=AuxRequest(lse=True) is the newer form
     kernel_options  BLOCK_M, BLOCK_N, num_warps, num_stages, PRESCALE_QK, ROWS_GUARANTEED_SAFE, USE_TMA, with or without the prefix fwd_;
-                    FLOAT32_PRECISION ("ieee" or "tf32"), BACKEND ("AUTO"; "TRITON" for the portable kernels; "GLUON" for the forward
-                    kernel for Hopper, or an error; "TRITON_DECODE" for that of up to 16 queries, which splits keys among programs); for the
+                    FLOAT32_PRECISION ("ieee" or "tf32"), BACKEND ("AUTO"; "PORTABLE" for the portable kernels; "HOPPER" for the
+                    forward kernel for Hopper, or an error; "DECODE" for that of up to 16 queries, which splits keys among programs;
+                    "TRITON", "GLUON" and "TRITON_DECODE" mean the same); for the
                     backward pass BLOCK_M1, BLOCK_N1 (of dK and dV), BLOCK_M2, BLOCK_N2 (of dQ), with or without bwd_, bwd_num_warps,
                     bwd_num_stages. ROWS_GUARANTEED_SAFE promises that every row sees a key; it is taken at its word. Torch's
                     BLOCKS_ARE_CONTIGUOUS, FORCE_USE_FLEX_ATTENTION, IS_DIVISIBLE, WRITE_DQ and ROCm's hints are accepted and change

@@ -14,7 +14,7 @@ import torch
 from .codegen.mod.capture import name_of
 from .codegen.mod.tensors import check_kind
 from .codegen.run import masks
-from .codegen.run.forward import BlockLists
+from .codegen.run.block_lists import BlockLists
 
 _BLOCK = 128  # of the grid that kernels walk where a mask's own blocks do not suit them
 

@@ -18,7 +18,7 @@ from flexpress.slices import Selection, selected, shown, take, three_indices
 
 from .codegen.compiling import runs_uncompiled
 from .codegen.mod.tensors import check_surroundings
-from .codegen.run.forward import BlockLists
+from .codegen.run.block_lists import BlockLists
 
 DEFAULT_BLOCK_SIZE = 128
 

@@ -14,7 +14,8 @@ from .codegen.compiling import runs_uncompiled
 from .codegen.mod.bind import bind
 from .codegen.mod.tensors import check_surroundings, read_captured
 from .codegen.run.decode import Cached, decode
-from .codegen.run.forward import keys_of, output_like
+from .codegen.run.forward import keys_of
+from .codegen.run.layouts import output_like
 from .codegen.run.masks import automatic_lists
 from .codegen.run.prefill import BLOCK, prefill, serves
 
@@ -144,7 +145,7 @@ def _attend(query, where: Cached, q_offset, k_cache, v_cache, score_mod, mask_mo
                 return out, lse
     if score_mod is not None:
         score = _bound(_score_from(score_mod, position), "score", query.device)
-    decode(q, k, v, (to_fill, lse), scale, score, mask, keys_of(score, mask, (Z, Hq, max_q, KV_LEN)), lists, cached=where)
+    decode(q, k, v, to_fill, lse, scale, score, mask, keys_of(score, mask, (Z, Hq, max_q, KV_LEN)), lists, where)
     return out, lse
 
 

@@ -244,7 +244,13 @@ _OTHER_OPTIONS = {
         )
     },
     "FLOAT32_PRECISION": ("float32_precision", {"ieee": "ieee", "tf32": "tf32"}),
-    "BACKEND": ("backend", {"AUTO": None, "TRITON": "TRITON", "GLUON": "GLUON", "TRITON_DECODE": "DECODE"}),  # torch's but FLASH, and ours
+    "BACKEND": (
+        "backend",
+        {
+            **{"AUTO": None, "HOPPER": "HOPPER", "PORTABLE": "PORTABLE", "DECODE": "DECODE"},
+            **{"TRITON": "PORTABLE", "GLUON": "HOPPER", "TRITON_DECODE": "DECODE"},  # the first and the last are torch's; so is FLASH
+        },
+    ),
 }
 # options of torch's module that have nothing to choose here: promises that no kernel relies on, and hints for others' kernels
 _IGNORED = (

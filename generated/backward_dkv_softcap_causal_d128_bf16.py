@@ -87,10 +87,14 @@ def listed_block(step, num_blocks, q_indices, num_full_blocks, full_q_indices, S
     ]
 )
 def backward_dkv(
-    desc_q, desc_do,  # [Z, Hq, Q_LEN, D_QK], [Z, Hq, Q_LEN, D_V] as TMA descriptors
-    K, V,  # [Zkv, Hkv, KV_LEN, D_QK], [Zkv, Hkv, KV_LEN, D_V]
-    TOPS, DELTA,  # float32 [Z, Hq, 2, STATS_LEN], [Z, Hq, STATS_LEN]
-    DK, DV,  # written: as K and V
+    desc_q,  # [Z, Hq, Q_LEN, D_QK] as TMA descriptor
+    desc_do,  # [Z, Hq, Q_LEN, D_V] as TMA descriptor
+    K,  # bfloat16 [Zkv, Hkv, KV_LEN, D_QK]
+    V,  # bfloat16 [Zkv, Hkv, KV_LEN, D_V]
+    TOPS,  # float32 [Z, Hq, 2, STATS_LEN]: top and share
+    DELTA,  # float32 [Z, Hq, STATS_LEN]
+    DK,  # bfloat16 written: as K
+    DV,  # bfloat16 written: as V
     Z, Zkv, Hkv, GROUP_SIZE, Q_LEN, KV_LEN, STATS_LEN, stride_qz, stride_qh, stride_qm, stride_kz, stride_kh,
     stride_kn, stride_vz, stride_vh, stride_vn, stride_doz, stride_doh, stride_dom, stride_dkz, stride_dkh,
     stride_dkn, stride_dvz, stride_dvh, stride_dvn, SM_SCALE, TO_LOG2, mask_stride_z, mask_stride_h, mask_rows,

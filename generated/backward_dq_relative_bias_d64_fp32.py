@@ -12,7 +12,6 @@ One program computes one tile of BLOCK_M query rows of one head.
     m, n           query / key positions     start_n     first key position of the current block
     top, share     [Z, Hq, 2, STATS_LEN]     from backward_delta: a row's largest score, log2 of its weight
     delta          [Z, Hq, STATS_LEN]        from there, too: row sums of O dO
-    grad_table_0: gradient of table, float32: positions share elements and add up
 """
 
 import triton
@@ -75,15 +74,18 @@ def dq_block_mn(
     ]
 )
 def backward_dq(
-    K, V,  # [Zkv, Hkv, KV_LEN, D_QK], [Zkv, Hkv, KV_LEN, D_V]
-    Q, DO,  # [Z, Hq, Q_LEN, D_QK], [Z, Hq, Q_LEN, D_V]
-    TOPS, DELTA,  # float32 [Z, Hq, 2, STATS_LEN], [Z, Hq, STATS_LEN]
-    DQ,  # written: [Z, Hq, Q_LEN, D_QK]
+    K,  # float32 [Zkv, Hkv, KV_LEN, D_QK]
+    V,  # float32 [Zkv, Hkv, KV_LEN, D_V]
+    Q,  # float32 [Z, Hq, Q_LEN, D_QK]
+    DO,  # float32 [Z, Hq, Q_LEN, D_V]
+    TOPS,  # float32 [Z, Hq, 2, STATS_LEN]: top and share
+    DELTA,  # float32 [Z, Hq, STATS_LEN]
+    DQ,  # float32 written: as Q
     Hq, Zkv, GROUP_SIZE, Q_LEN, KV_LEN, STATS_LEN, stride_qz, stride_qh, stride_qm, stride_kz, stride_kh,
     stride_kn, stride_vz, stride_vh, stride_vn, stride_doz, stride_doh, stride_dom, stride_dqz, stride_dqh,
     stride_dqm, SM_SCALE, TO_LOG2,
     ptr_table, stride_table_0, arg_zero,  # captured by score_mod relative_bias
-    grad_table_0,
+    grad_table_0,  # float32 gradient of table, positions share elements and add up
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     # One program a query tile, the last rows first: under a causal mask they are the longest.

@@ -11,18 +11,12 @@ share, are read once for all of them.
     Z, Hq, Hkv     batch size, query heads, key/value heads (GROUP_SIZE = Hq / Hkv query heads share one)
     QUERIES, PACK  queries and heads in a tile; PACK divides GROUP_SIZE, and is 1 where every head has block lists of its own
     Q_LEN, KV_LEN  sequence lengths          D_QK, D_V   head dims; *_ROUNDED: padded to a power of two
-    KV_LENS        [Z]                       keys of each sequence, at most KV_LEN
-    PAGES          [Z, pages]                which of Zkv pages of 16 keys hold the sequence's keys, in order; another holds zeros
     h, m           [BLOCK_M, 1]              head and query position of every row
     n, start_n     key positions, the first one of a block
     acc            [BLOCK_M, D_V_ROUNDED]    unnormalised output
     m_i            [BLOCK_M]                 running row maximum of the scores
     l_i            [BLOCK_M]                 sum of exp2(score in base 2 - shift_i), where shift_i is m_i in base 2 (see limits)
     lse            [Z, Hq, Q_LEN]            natural logarithm of the sum of exp(score), -inf for an empty row
-    PART           float32 [rows, SPLITS, D_V], rows as in lse: outputs of the parts
-    PART_MAX       float32 [rows, SPLITS]    their m_i
-    PART_SHARE     float32 [rows, SPLITS]    log2 of its weight in the part
-    PART_COUNT     int32 [rows]              how many parts there are
 """
 
 import triton
@@ -132,11 +126,15 @@ def part_of(part, KV_LENS, Z, KV_LEN, PARTS, SPLITS, least, BLOCK_N: tl.constexp
     ]
 )
 def decode(
-    K, V,  # [pages, Hkv, 16, D_QK], [pages, Hkv, 16, D_V]
-    Q,  # [Z, Hq, Q_LEN, D_QK]
-    PART, PART_SHARE, PART_MAX,  # float32 [Z, Hq, Q_LEN, SPLITS, D_V], [Z, Hq, Q_LEN, SPLITS]
-    PART_COUNT,  # int32 [Z, Hq, Q_LEN]
-    KV_LENS, PAGES,
+    K,  # bfloat16 [pages, Hkv, 16, D_QK]
+    V,  # bfloat16 [pages, Hkv, 16, D_V]
+    Q,  # bfloat16 [Z, Hq, Q_LEN, D_QK]
+    PART,  # float32 [Z, Hq, Q_LEN, SPLITS, D_V]: outputs of the parts
+    PART_SHARE,  # float32 [Z, Hq, Q_LEN, SPLITS]: log2 of the weight of PART_MAX in the part
+    PART_MAX,  # float32 [Z, Hq, Q_LEN, SPLITS]: the largest scores of the parts
+    PART_COUNT,  # int32 [Z, Hq, Q_LEN]: how many parts there are
+    KV_LENS,  # int32 [Z]: keys of each sequence, at most KV_LEN
+    PAGES,  # int32 [Z, pages]: which of Zkv pages of 16 keys hold the sequence's keys, in order; another holds zeros
     Hq, Zkv, GROUP_SIZE, Q_LEN, KV_LEN, stride_qz, stride_qh, stride_qm, stride_kz, stride_kh, stride_kn,
     stride_vz, stride_vh, stride_vn, stride_oz, stride_oh, stride_om, SM_SCALE, TO_LOG2, QUERIES, PACK, SPLITS,
     MIN_SHARE, Z, PARTS, stride_pages,

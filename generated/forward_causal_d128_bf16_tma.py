@@ -109,9 +109,11 @@ def forward_inner(
     ]
 )
 def forward(
-    desc_k, desc_v,  # [Zkv, Hkv, KV_LEN, D_QK], [Zkv, Hkv, KV_LEN, D_V] as TMA descriptors
-    Q,  # [Z, Hq, Q_LEN, D_QK]
-    O, LSE,  # [Z, Hq, Q_LEN, D_V] in any strides; float32 [Z, Hq, Q_LEN]
+    desc_k,  # [Zkv, Hkv, KV_LEN, D_QK] as TMA descriptor
+    desc_v,  # [Zkv, Hkv, KV_LEN, D_V] as TMA descriptor
+    Q,  # bfloat16 [Z, Hq, Q_LEN, D_QK]
+    O,  # bfloat16 [Z, Hq, Q_LEN, D_V] in any strides, written
+    LSE,  # float32 [Z, Hq, Q_LEN], written
     Hq, Zkv, GROUP_SIZE, Q_LEN, KV_LEN, stride_qz, stride_qh, stride_qm, stride_kz, stride_kh, stride_kn,
     stride_vz, stride_vh, stride_vn, stride_oz, stride_oh, stride_om, TO_LOG2, mask_stride_z, mask_stride_h,
     mask_columns, full_mask_columns,

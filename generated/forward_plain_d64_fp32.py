@@ -93,9 +93,11 @@ def forward_inner(
     ]
 )
 def forward(
-    K, V,  # [Zkv, Hkv, KV_LEN, D_QK], [Zkv, Hkv, KV_LEN, D_V]
-    Q,  # [Z, Hq, Q_LEN, D_QK]
-    O, LSE,  # [Z, Hq, Q_LEN, D_V] in any strides; float32 [Z, Hq, Q_LEN]
+    K,  # float32 [Zkv, Hkv, KV_LEN, D_QK]
+    V,  # float32 [Zkv, Hkv, KV_LEN, D_V]
+    Q,  # float32 [Z, Hq, Q_LEN, D_QK]
+    O,  # float32 [Z, Hq, Q_LEN, D_V] in any strides, written
+    LSE,  # float32 [Z, Hq, Q_LEN], written
     Hq, Zkv, GROUP_SIZE, Q_LEN, KV_LEN, stride_qz, stride_qh, stride_qm, stride_kz, stride_kh, stride_kn,
     stride_vz, stride_vh, stride_vn, stride_oz, stride_oh, stride_om, TO_LOG2,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,

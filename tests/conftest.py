@@ -66,7 +66,7 @@ def pytest_configure(config):
     from flexpress.codegen.run import forward
 
     if config.getoption("--backend") == "TRITON":
-        checks.DEFAULT = Options(backend="TRITON")
+        checks.DEFAULT = Options(backend="PORTABLE")
     elif config.getoption("--backend") == "GLUON":
         forward.worthwhile = lambda *_: None
 

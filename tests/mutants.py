@@ -683,7 +683,7 @@ CHECKS = [
 
 LAUNCHES = [
     Mutant(
-        "codegen/run/forward.py",
+        "codegen/run/block_lists.py",
         "return [Hm * rows if Zm > 1 else 0, rows if Hm > 1 else 0,",
         "return [Hm * rows if Zm > 1 else 0, rows,",
         named("mask_mod", "marking_every or the_call_makes"),
@@ -692,8 +692,8 @@ LAUNCHES = [
     ),
     Mutant(
         "codegen/run/forward.py",
-        "inputs = k.data_ptr(), v.data_ptr(), q.data_ptr()",
-        "inputs = v.data_ptr(), k.data_ptr(), q.data_ptr()",
+        'tensors = {"K": k, "V": v, "Q": q, "O": out, "LSE": lse}',
+        'tensors = {"K": v, "V": k, "Q": q, "O": out, "LSE": lse}',
         named("repeated_calls"),
         "a repeated call exchanges keys and values",
     ),
@@ -727,27 +727,27 @@ LAUNCHES = [
     ),
     Mutant(
         "codegen/run/backward.py",
-        "layouts, out.stride(), scale, options,",
-        "layouts, out.stride(), options,",
+        "layouts, out.stride(), scale, details,",
+        "layouts, out.stride(), details,",
         named("backward", "kept_for_repeated or new_lengths"),
         "another scale finds the numbers of the first",
     ),
     Mutant(
         "codegen/run/backward.py",
-        "rows.raw, ordinary, wanted, *keys",
-        "rows.raw, wanted, *keys",
+        "wanted, rows.raw, ordinary)",
+        "wanted, rows.raw)",
         named("backward", "becomes_infinite"),
         "a captured number that is infinite now finds the kernel of one that was not",
     ),
     Mutant(
-        "codegen/run/backward.py",
+        "codegen/run/captured.py",
         "            at = torch.where(at < 0, at + size, at)\n",
         "",
         named("backward", "places_outside or twice or computes"),
         "negative indices lose their gradient",
     ),
     Mutant(
-        "codegen/run/backward.py",
+        "codegen/run/captured.py",
         "(total if shared <= 1 else total.float() / shared)",
         "total",
         named("backward", "learned or places_outside or dtype"),

@@ -46,7 +46,7 @@ CASES = {  # tensors, arguments, and a word of the reasons forward and backward;
     "unequal head dims": (tensors(192, 128), {}, None, None),
     "an odd head dim": (tensors(100), {}, "TMA", "TMA"),
     "strides": ([t.transpose(2, 3).contiguous().transpose(2, 3) for t in tensors()], {}, "TMA", None),  # copied for the backward pass
-    "portable": (tensors(), {"kernel_options": {"BACKEND": "TRITON"}}, "BACKEND", "BACKEND"),
+    "portable": (tensors(), {"kernel_options": {"BACKEND": "PORTABLE"}}, "BACKEND", "BACKEND"),
     "a tile": (tensors(), {"kernel_options": {"BLOCK_M": 64}}, "BLOCK_M", None),
     "a tile backward": (tensors(), {"kernel_options": {"BLOCK_M1": 64}}, None, "dkv_BLOCK_M"),
     "no TMA": (tensors(), {"kernel_options": {"USE_TMA": False}}, "USE_TMA", "TMA"),
@@ -79,7 +79,7 @@ def test_every_reason_is_named(name, launched):
     lines = text.splitlines()
     assert len(lines) == (1 if name == "no gradients" else 2)
     for line, what, reason in zip(lines, ("forward", "backward"), reasons, strict=False):
-        assert line.startswith(what) and ("GLUON" in line) == (reason is None)
+        assert line.startswith(what) and (line.split()[1].rstrip(";") == "HOPPER") == (reason is None)
         assert reason is None or reason in line
 
 
@@ -88,8 +88,8 @@ def test_few_tiles(launched, monkeypatch):
     monkeypatch.setattr(forward, "multiprocessors", lambda _: 17)
     assert "8 tiles of 128 queries, for 17 multiprocessors" in explain(*tensors())
     monkeypatch.setattr(forward, "multiprocessors", lambda _: 16)
-    assert "forward   GLUON" in explain(*tensors())
-    assert "forward   GLUON" in explain(*tensors(length=1), kernel_options={"BACKEND": "GLUON"})
+    assert "forward   HOPPER" in explain(*tensors())
+    assert "forward   HOPPER" in explain(*tensors(length=1), kernel_options={"BACKEND": "HOPPER"})
 
 
 def test_spills(launched):
@@ -98,8 +98,8 @@ def test_spills(launched):
     for _ in range(2):
         flex_attention(q, k, v)
     assert [name.startswith("forward") for name in launched] == [True, True]
-    assert "forward   TRITON: its threads would spill 2000 bytes, more than 1024" in explain(q, k, v)
-    flex_attention(q, k, v, kernel_options={"BACKEND": "GLUON"})
+    assert "not HOPPER: its threads would spill 2000 bytes, more than 1024" in explain(q, k, v)
+    flex_attention(q, k, v, kernel_options={"BACKEND": "HOPPER"})
     assert launched[-1].startswith("hopper_forward")
 
 
@@ -119,20 +119,20 @@ def test_gluon_of_another_version(launched, monkeypatch):
         out.sum().backward()
     assert explain(*tensor).count("does not compile") == 2
     with pytest.raises(AttributeError):
-        flex_attention(*tensor, kernel_options={"BACKEND": "GLUON"})
+        flex_attention(*tensor, kernel_options={"BACKEND": "HOPPER"})
 
 
 def test_forced(launched):
-    """BACKEND="GLUON" is an error where the kernel does not serve, before anything is launched."""
+    """BACKEND="HOPPER" is an error where the kernel does not serve, before anything is launched."""
     q, k, v = tensors(32)
-    with pytest.raises(ValueError, match="'GLUON', but head dims are 32 and 32.*leave BACKEND out"):
-        flex_attention(q, k, v, kernel_options={"BACKEND": "GLUON"})
-    with pytest.raises(ValueError, match="'AUTO', 'TRITON', 'GLUON'"):
+    with pytest.raises(ValueError, match="'HOPPER', but head dims are 32 and 32.*leave BACKEND out"):
+        flex_attention(q, k, v, kernel_options={"BACKEND": "HOPPER"})
+    with pytest.raises(ValueError, match="'AUTO', 'HOPPER', 'PORTABLE', 'DECODE'"):
         flex_attention(q, k, v, kernel_options={"BACKEND": "CUTE"})
 
 
 def test_on_the_cpu():
     text = explain(*tensors())
-    assert "forward   TRITON: the kernel for Hopper needs sm_90, this is cpu" in text and "interpreter" in text
+    assert "not HOPPER: the kernel for Hopper needs sm_90, this is cpu" in text and "interpreter" in text
     with pytest.raises(ValueError, match="needs sm_90"):
-        flex_attention(*tensors(), kernel_options={"BACKEND": "GLUON"})
+        flex_attention(*tensors(), kernel_options={"BACKEND": "HOPPER"})

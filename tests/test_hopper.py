@@ -20,7 +20,7 @@ from support.problems import problems
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"),
-    pytest.mark.skipif(checks.DEFAULT.backend == "TRITON", reason="--backend TRITON"),
+    pytest.mark.skipif(checks.DEFAULT.backend == "PORTABLE", reason="--backend TRITON"),
 ]
 
 

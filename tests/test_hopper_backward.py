@@ -13,7 +13,7 @@ from flexpress.codegen.device import counters, kernel
 from flexpress.codegen.device.arguments import one_by_one
 from flexpress.codegen.mod.bind import bind
 from flexpress.codegen.plan.forward import Options
-from flexpress.codegen.run import backward
+from flexpress.codegen.run import backward, launch
 from flexpress.codegen.run.forward import Inputs, Rows, forward
 from flexpress.codegen.text.render import render
 from support import fake_gluon
@@ -73,9 +73,9 @@ def test_gradients(monkeypatch, name):
         return kernel.kernel_for(replace(spec, backend="cpu") if spec.template == "backward_delta" else spec)
 
     pass_for_hopper(monkeypatch, Variant, case["programs"])
-    monkeypatch.setattr(backward, "kernel_for", kernel_for)
-    monkeypatch.setattr(backward, "descriptor", lambda t, rows, columns: fake_gluon.Descriptor(t, rows, columns))
-    monkeypatch.setattr(backward, "usable", lambda kernel, args, *_: (Ran(), one_by_one(args)))
+    monkeypatch.setattr(launch, "kernel_for", kernel_for)
+    monkeypatch.setattr(launch, "descriptor", lambda t, rows, columns: fake_gluon.Descriptor(t, rows, columns))
+    monkeypatch.setattr(launch, "usable", lambda kernel, args, *_: (Ran(), one_by_one(args)))
     monkeypatch.setattr(backward, "L2_BYTES", case["megabytes"] << 20)
     registry.clear()
     found = backward.backward(q, k, v, out, rows, do, None, D_QK**-0.5, *bound, *lists, Options())[:3]

@@ -10,7 +10,7 @@ import torch
 
 from flexpress import create_block_mask, flex_attention, mods, varlen, varlen_attention
 from flexpress.codegen import registry
-from flexpress.codegen.device import counters, kernel, tma
+from flexpress.codegen.device import counters, kernel
 from flexpress.codegen.device.offline import Compiled
 from flexpress.codegen.gpus import SHARED_MEMORY
 from flexpress.codegen.plan.backward import BackwardCase, delta_rows, delta_spec
@@ -217,7 +217,6 @@ def test_programs_share_tiles(monkeypatch, multiprocessors, lengths, grid, heads
         launch_plain = launch
 
     pass_for_hopper(monkeypatch, Recorder, multiprocessors)
-    monkeypatch.setattr(backward, "descriptor", lambda t, *block: tma._known(t.data_ptr(), t.dtype, t.shape, t.stride(), *block))
     registry.clear()
     q, k = (torch.zeros(2, h, length, 64, dtype=torch.bfloat16, requires_grad=True) for h, length in zip((4, 2), lengths, strict=True))
     flex_attention(q, k, k, enable_gqa=True).sum().backward()
@@ -241,7 +240,6 @@ def test_every_parameter_has_an_argument(monkeypatch, packed, learned):
         launch_plain = launch
 
     pass_for_hopper(monkeypatch, Recorder)
-    monkeypatch.setattr(backward, "descriptor", lambda t, *block: tma._known(t.data_ptr(), t.dtype, t.shape, t.stride(), *block))
     registry.clear()
     q = torch.zeros(1, 2, 300, 64, dtype=torch.bfloat16, requires_grad=True)
     mask = create_block_mask(mods.causal, None, None, 300, 300, device="cpu")
@@ -277,10 +275,10 @@ def test_copies_of_statistics_begin_a_row_later_each():
         sums, done = torch.ones(2, 3, 200, 16), torch.ones(2, 2, 3, dtype=torch.int32)
         known = {"Hq": 3, "Q_LEN": 200, "STATS_LEN": 256, "Zkv": 2, "GROUP_SIZE": 3, "HEADS_PER_GROUP": 1, "TO_LOG2": 2.0}
         count = torch.zeros(2, dtype=torch.int32)
+        known |= {"O": out, "DO": do, "ROWS": rows, "TOPS": tops, "DELTA": delta, "DQ_SUM": sums, "DONE": done, "COUNTER": count}
         known |= {f"stride_{name}{dim}": stride // 4 for name in ("o", "do") for dim, stride in zip("zhm", out.stride(), strict=False)}
-        arguments = (out, do, rows, tops, delta, sums, done, count, *(known[name] for name in spec.flag["parameters"]))
         block = delta_rows(16)
-        kernel.kernel_for(spec).launch((2 * 3 * 256 // block,), arguments, out.device, (block,), num_warps=4, num_stages=1)
+        kernel.kernel_for(spec).launch((2 * 3 * 256 // block,), spec.arguments(known), out.device, (block,), num_warps=4, num_stages=1)
         assert not sums[: 1 if zero_dq == "first" else 2].any() and not done.any()
         assert zero_dq == "all" or sums[1].all()
         assert count.tolist() == [0, huge]

@@ -270,7 +270,7 @@ def test_which_calls_it_serves(monkeypatch):
     monkeypatch.setattr(devices, "capability_of", lambda _: (8, 0))
     assert not goes()
     monkeypatch.setattr(devices, "capability_of", lambda _: (9, 0))
-    monkeypatch.setattr(checks, "DEFAULT", Options(backend="TRITON"))
+    monkeypatch.setattr(checks, "DEFAULT", Options(backend="PORTABLE"))
     assert not goes()
 
 
@@ -397,7 +397,7 @@ def test_positions_after_wrong_offsets_are_of_no_sequence(cu, before):
 on_hopper = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"),
-    pytest.mark.skipif(checks.DEFAULT.backend == "TRITON", reason="--backend TRITON"),
+    pytest.mark.skipif(checks.DEFAULT.backend == "PORTABLE", reason="--backend TRITON"),
 ]
 
 

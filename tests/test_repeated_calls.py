@@ -1,4 +1,4 @@
-"""A repeated call takes a shorter way to the kernel: it must arrive with the same arguments.
+"""A repeated call takes a shorter way to the kernel (launch.Launch.again): it must arrive with the same arguments.
 
 No GPU is needed: tensors in host memory stand for tensors on one, and what would be launched is compared instead of run.
 """

@@ -15,6 +15,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from ..text.parameters import Parameter
 from ..text.render import render
 from ..text.spec import KernelSpec
 from . import cache
@@ -56,40 +57,20 @@ class Compiled:
 
 
 def compile_for(
-    spec: KernelSpec,
-    target: str,
-    *,
-    tensors: dict[str, str],
-    floats: frozenset[str] = frozenset(),
-    constants: dict[str, int],
-    num_warps: int = 4,
-    num_stages: int = 2,
-    last: str | None = None,
+    spec: KernelSpec, target: str, constants: dict[str, int], num_warps: int = 4, num_stages: int = 2, last: str | None = None
 ) -> Compiled:
     """Compile `spec` for one of TARGETS.
 
-    tensors    pointer arguments and their element dtypes ("bfloat16"); "desc:bfloat16:64x128" is a TMA descriptor
-    floats     scalar arguments that are floats; the others are int32
     constants  the tl.constexpr parameters
     last       "ttgir": stop when Triton's own passes have run, which is a tenth of the work; None: go on to the assembler
     """
     kernel = cache.load_module(cache.store(render(spec), spec))
     function = getattr(kernel, spec.template)
-    tensors, floats = {**_tensors(spec, constants), **tensors}, floats | {p.name for p in spec.parameters if p.type == "float"}
-    signature, constexprs, attributes = {}, {}, {}
-    for i, name in enumerate(function.arg_names):
-        if name in constants:
-            signature[name] = "constexpr"
-            constexprs[(i,)] = constants[name]
-        elif name in tensors and tensors[name].startswith("desc:"):
-            _, dtype, block = tensors[name].split(":")
-            sizes = (1, 1, *map(int, block.split("x")))
-            signature[name] = descriptor_type(_TRITON_TYPES[dtype], getattr(torch, dtype).itemsize, sizes, is_gluon(function))
-        elif name in tensors:
-            signature[name] = "*" + _TRITON_TYPES[tensors[name]]
-            attributes[(i,)] = [["tt.divisibility", 16]]
-        else:
-            signature[name] = "fp32" if name in floats else "i32"
+    signature = {p.name: _type_of(p, constants, is_gluon(function)) for p in spec.parameters}
+    if list(signature) != list(function.arg_names):
+        raise ValueError(f"{spec.template} takes {function.arg_names}, and its spec says {list(signature)}")
+    constexprs = {(i,): constants[p.name] for i, p in enumerate(spec.parameters) if p.type == "constexpr"}
+    attributes = {(i,): [["tt.divisibility", 16]] for i, p in enumerate(spec.parameters) if p.type.startswith("*")}
     source = source_class(function)(function, signature, constexprs, attributes)
     options = {"num_warps": num_warps, "num_stages": num_stages}
     texts: dict = {}
@@ -98,16 +79,15 @@ def compile_for(
     return Compiled(signature, texts, metadata.get("shared"), *report)
 
 
-def _tensors(spec: KernelSpec, constants: dict[str, int]) -> dict[str, str]:
-    """Element dtypes of pointers, and TMA descriptors with the sizes of their blocks as numbers."""
-    found = {}
-    for p in spec.parameters:
-        if p.type.startswith("*"):
-            found[p.name] = p.type[1:]
-        elif p.type.startswith("desc:"):
-            _, dtype, block = p.type.split(":")
-            found[p.name] = f"desc:{dtype}:{'x'.join(str(constants.get(size, size)) for size in block.split('x'))}"
-    return found
+def _type_of(parameter: Parameter, constants: dict[str, int], gluon: bool) -> str:
+    """Triton's type."""
+    kind = parameter.type
+    if kind.startswith("*"):
+        return "*" + _TRITON_TYPES[kind[1:]]
+    if parameter.is_descriptor:
+        dtype = kind.split(":")[1]
+        return descriptor_type(_TRITON_TYPES[dtype], getattr(torch, dtype).itemsize, (1, 1, *parameter.block(constants)), gluon)
+    return {"int": "i32", "float": "fp32"}.get(kind, kind)
 
 
 def _resources(ptx: str, target: str) -> tuple[int, int, tuple[str, ...]]:

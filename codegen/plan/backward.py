@@ -14,9 +14,10 @@ from ..gpus import round_up_head_dim
 from ..mod.expr import Expr, symbols_in
 from ..mod.grad import differentiate
 from ..registry import remembered
+from ..text.parameters import Parameter, constants, descriptor_of, numbers, pointer, stride_names
 from ..text.snippet import Target, TensorLayout
 from ..text.spec import CapturedGradient, Differential, KernelSpec, ModText, dtype_name, mod_text, padding_may_be_nan
-from .forward import Blocks, Mod, Options
+from .forward import Blocks, Mod, Options, list_numbers, list_tables
 from .tiles import Tile, backward_tile
 
 STATS_ALIGNMENT = 128  # backward_delta pads its rows to a multiple of this; query tiles divide it
@@ -68,7 +69,7 @@ class Step:
     tile: Tile
     score: ModText | None = None
     mask: ModText | None = None
-    captured: tuple[tuple[CapturedGradient, Expr], ...] = ()  # what it gathers, and from which load
+    captured: Gathered = ()
 
 
 @dataclass(eq=False, slots=True)
@@ -131,13 +132,33 @@ def plan_backward(case: BackwardCase, backend: str, arch: str, score: Mod | None
         slabs = any(role == "slab" for role, _, _ in captured)
         gathered = tuple(zip(text.gradient.captured, (load for _, load, _ in captured), strict=True)) if text else ()
         whole = case.whole and (case.blocks is not None or _BLOCK % tile.BLOCK_M == 0 and _BLOCK % tile.BLOCK_N == 0)
-        steps.append(Step(_spec(name, case, backend, text, mask_text, slabs, check_padding, whole), tile, text, mask_text, gathered))
+        parameters = _parameters(name, case, text, mask_text, buffers_of(score, gathered), slabs)
+        spec = _spec(name, case, backend, text, mask_text, slabs, check_padding, whole, parameters)
+        steps.append(Step(spec, tile, text, mask_text, gathered))
     return BackwardPlan(delta_spec(case, backend), *steps, score is not None or not case.scale_is_positive or case.options.prescale_qk)
 
 
 def strides(*tensors: str) -> list[str]:
     """The strides of (Z, H, S, D) tensors that are kernel arguments; the head dim is contiguous."""
-    return [f"stride_{t}{d}" for t in tensors for d in (("z", "h", "n") if t in ("k", "v", "dk", "dv") else ("z", "h", "m"))]
+    return [name for t in tensors for name in stride_names(t, "zhn" if t in ("k", "v", "dk", "dv") else "zhm")]
+
+
+Gathered = tuple[tuple[CapturedGradient, Expr], ...]  # what a kernel gathers, and from which load
+
+
+def buffers_of(score: Mod | None, gathered: Gathered) -> tuple[Parameter, ...]:
+    """The parameters that take gradients of captured tensors."""
+    found = []
+    for captured, load in gathered:
+        dtype = dtype_name(score[0].tensors[load.attr].dtype) if captured.role == "store" else "float32"
+        meaning = captured.meaning.removeprefix("float32").removeprefix(":").strip()
+        found.append(pointer(captured.buffer, dtype, f"gradient of {captured.name}, {meaning}"))
+    return tuple(found)
+
+
+def statistics_read(stats: str = "STATS_LEN") -> tuple[Parameter, ...]:
+    """What backward_delta leaves for the other kernels."""
+    return pointer("TOPS", "float32", f"[Z, Hq, 2, {stats}]: top and share"), pointer("DELTA", "float32", f"[Z, Hq, {stats}]")
 
 
 def delta_unit(case: BackwardCase) -> int:
@@ -155,41 +176,48 @@ def delta_spec(case: BackwardCase, backend: str, zero_dq: str = "", raw: bool = 
     """The KernelSpec of backward_delta; before the fused kernel it zeroes counts and sums of dQ as well: "all", or those of the "first"
     group of heads. `raw`: the next kernel's scores are without scale where the forward kernel's were."""
     fused = bool(zero_dq)
-    numbers = ("Hq", "Q_LEN", "STATS_LEN", *strides("o", "do"), *(["Zkv", "GROUP_SIZE", "HEADS_PER_GROUP"] if zero_dq == "first" else []))
-    scaled = case.raw_tops and not raw
-    numbers += (*(["SM_SCALE"] if case.raw_tops else []), *(["TO_LOG2"] if fused else []))
+    sizes = ["Hq", "Q_LEN", "STATS_LEN", *strides("o", "do"), *(["Zkv", "GROUP_SIZE", "HEADS_PER_GROUP"] if zero_dq == "first" else [])]
+    sizes += [*(["SM_SCALE"] if case.raw_tops else []), *(["TO_LOG2"] if fused else [])]
+    unit = delta_unit(case)
+    lies = f"[Z, Hq, Q_LEN, D_V] in {f'strides of {unit} elements' if unit > 1 else 'any strides'}"
+    parameters = [pointer("O", dtype_name(case.dtype), lies), pointer("DO", dtype_name(case.dtype), lies)]
+    parameters.append(pointer("ROWS", "float32", "[Z, Hq, Q_LEN, 2]: top and share as the forward kernel leaves them"))
+    parameters += [pointer("DLSE", "float32", "[Z, Hq, Q_LEN]")] if case.lse_gradient else []
+    parameters += [pointer("TOPS", "float32", "written"), pointer("DELTA", "float32", "written")]
+    if fused:
+        parameters += [
+            pointer("DQ_SUM", "float32", "[Z, Hq, Q_LEN, D_QK], zeroed"),
+            pointer("DONE", "int32", "[2, Z, Hq], zeroed"),
+            pointer("COUNTER", "int32", "[2], of which the second is written"),
+        ]
     flags = {
         "D_V": case.d_v,
         "D_V_ROUNDED": round_up_head_dim(case.d_v),
-        "UNIT": delta_unit(case),
+        "UNIT": unit,
         "LSE_GRADIENT": case.lse_gradient,
-        "SCALE_TOPS": scaled,
+        "SCALE_TOPS": case.raw_tops and not raw,
         "RAW": raw,
         "ZERO_DQ": zero_dq,
         "SHIFTS": stats_copies(case) if fused else 1,
-        "numbers": numbers,
-        "parameters": numbers,
     }
     if fused:
         flags |= {"D_QK": case.d_qk, "D_QK_ROUNDED": round_up_head_dim(case.d_qk)}
-    return KernelSpec("backward_delta", (), tuple(flags.items()), backend)
+    return KernelSpec("backward_delta", (), tuple(flags.items()), backend, (*parameters, *numbers(*sizes), *constants("BLOCK_M")))
 
 
 def _spec(
-    name: str, case: BackwardCase, backend: str, score: ModText | None, mask: ModText | None, slabs: bool, check_padding: bool, whole: bool
+    name: str,
+    case: BackwardCase,
+    backend: str,
+    score: ModText | None,
+    mask: ModText | None,
+    slabs: bool,
+    check_padding: bool,
+    whole: bool,
+    parameters: tuple[Parameter, ...],
 ) -> KernelSpec:
     blocks, options = case.blocks, case.options
-    if name == "dq":
-        numbers = ["Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", "STATS_LEN", *strides("q", "k", "v", "do", "dq")]
-    else:
-        numbers = ["Z", "Zkv", "Hkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", "STATS_LEN", *strides("q", "k", "v", "do", "dk", "dv")]
-    numbers += ["SM_SCALE", "TO_LOG2"]
-    if blocks:
-        width = "columns" if name == "dq" else "rows"
-        numbers += ["mask_stride_z", "mask_stride_h", f"mask_{width}"] + ([f"full_mask_{width}"] if blocks.has_full else [])
-        numbers += ["RANGES"] if blocks.starts else []
-    if slabs:
-        numbers.append("first_tile")
+    taken = {p.name for p in parameters}
     tma = case.use_tma[0 if name == "dq" else 1]
     float32 = case.dtype is torch.float32
     flags = {
@@ -200,7 +228,7 @@ def _spec(
         "D_V_ROUNDED": round_up_head_dim(case.d_v),
         "FLOAT32": float32,
         "FLOAT32_PRECISION": options.float32_precision if float32 else "",
-        "aligned": tuple(a for a in case.aligned if a in numbers),
+        "aligned": tuple(a for a in case.aligned if a in taken),
         "ALIGNMENT": 16 // case.dtype.itemsize,
         "BLOCK_MASK": blocks is not None,
         "HAS_FULL_BLOCKS": blocks is not None and blocks.has_full,
@@ -215,15 +243,41 @@ def _spec(
         "PRESCALE_QK": options.prescale_qk,
         "USE_TMA": tma,
         "SLABS": slabs,
-        "parameters": tuple(numbers),
-        "numbers": tuple(numbers) + tuple(n for m in (score, mask) if m for n in m.numbers),
     }
     if name == "dq":
         flags["kv_params"] = "desc_k, desc_v, z_kv, h_kv" if tma else "K, V, stride_kn, stride_vn"
     else:
         flags["q_params"] = "desc_q, desc_do" if tma else "Q, DO, stride_qm, stride_dom"
         flags["q_args"] = "desc_q, desc_do" if tma else "q_head, do_head, stride_qm, stride_dom"
-    return KernelSpec(f"backward_{name}", (score, mask), tuple(flags.items()), backend)
+    return KernelSpec(f"backward_{name}", (score, mask), tuple(flags.items()), backend, parameters)
+
+
+def _parameters(
+    name: str, case: BackwardCase, score: ModText | None, mask: ModText | None, buffers: tuple[Parameter, ...], slabs: bool
+) -> tuple[Parameter, ...]:
+    dtype, blocks = dtype_name(case.dtype), case.blocks
+    d_qk, d_v = round_up_head_dim(case.d_qk), round_up_head_dim(case.d_v)
+    queries = (("Q", d_qk, "[Z, Hq, Q_LEN, D_QK]"), ("DO", d_v, "[Z, Hq, Q_LEN, D_V]"))
+    keys = (("K", d_qk, "[Zkv, Hkv, KV_LEN, D_QK]"), ("V", d_v, "[Zkv, Hkv, KV_LEN, D_V]"))
+    if name == "dq":
+        streamed, kept, walked, tma, written = keys, queries, "BLOCK_N", case.use_tma[0], ("Q",)
+        sizes = ["Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", "STATS_LEN", *strides("q", "k", "v", "do", "dq")]
+    else:
+        streamed, kept, walked, tma, written = queries, keys, "BLOCK_M", case.use_tma[1], ("K", "V")
+        sizes = ["Z", "Zkv", "Hkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", "STATS_LEN", *strides("q", "k", "v", "do", "dk", "dv")]
+    sizes += ["SM_SCALE", "TO_LOG2", *list_numbers(blocks, "kv" if name == "dq" else "q"), *(["first_tile"] if slabs else [])]
+    if tma:
+        found = [descriptor_of(t, dtype, walked, width, f"{shape} as TMA descriptor") for t, width, shape in streamed]
+    else:
+        found = [pointer(t, dtype, shape) for t, _, shape in streamed]
+    found += [pointer(t, dtype, shape) for t, _, shape in kept]
+    found += [*statistics_read(), *(pointer(f"D{t}", dtype, f"written: as {t}") for t in written)]
+    mods = (p for m in (score, mask) if m for p in m.parameters)
+    tables = list_tables(blocks, "kv" if name == "dq" else "q")
+    return (*found, *numbers(*sizes), *tables, *mods, *buffers, *constants("BLOCK_M", "BLOCK_N"))
+
+
+_READ = ("q", "k", "v", "do")
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,13 +292,13 @@ class BackwardGeometry:
 @remembered("geometries of the backward pass", 4096)
 def backward_geometry(itemsize: int, shapes: tuple, layouts: tuple) -> BackwardGeometry:
     """Of q, k, v, do, dq, dk, dv; a dimension of size 1 has stride 0."""
-    names = ("q", "k", "v", "do", "dq", "dk", "dv")
+    names = (*_READ, "dq", "dk", "dv")
     vector = 16 // itemsize
     aligned, found, fits = [], {}, {}
     for name, shape, layout in zip(names, shapes, layouts, strict=True):
         known = [0 if n == 1 else s for n, s in zip(shape, layout, strict=True)]
         for label, stride in zip(strides(name), known[:3], strict=True):
-            if stride % vector == 0 and len(name) == 1 or name == "do" and stride % vector == 0:
+            if name in _READ and stride % vector == 0:
                 aligned.append(label)
                 stride //= vector
             found[label] = stride

@@ -12,9 +12,10 @@ from typing import NamedTuple
 import torch
 
 from ..gpus import round_up_head_dim
+from ..text.parameters import Parameter, constants, numbers, pointer
 from ..text.snippet import Target
 from ..text.spec import KernelSpec, ModText, dtype_name
-from .forward import STRIDES, Blocks, Mod, lowered
+from .forward import Blocks, Mod, list_numbers, list_tables, lowered, scale_names, statistic_parameters, stride_names_of
 from .tiles import Tile, decode_tile
 
 MAX_ROWS = 64  # of a tile, where it has so many
@@ -142,22 +143,6 @@ def plan_decode(case: DecodeCase, backend: str, arch: str, score: Mod | None, ma
 
 def _spec(case: DecodeCase, backend: str, score: ModText | None, mask: ModText | None, scale_apart: bool) -> KernelSpec:
     blocks, units = case.blocks, case.units
-    pointers = [
-        *(["CU_Q"] if case.ragged else []),
-        *(["KV_LENS"] if case.lengths else []),
-        *(["KV_LOCS"] if case.located else []),
-        *(["PAGES"] if case.page_size else []),
-        *(["K_SCALES", "V_SCALES"] if case.scales else []),
-    ]
-    numbers = ["Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN"]
-    for t, unit in zip("qkv", units, strict=True):
-        numbers += STRIDES[t][:3] if unit else STRIDES[t]
-    numbers += STRIDES["o"]
-    numbers += ["SM_SCALE", "TO_LOG2"] if scale_apart else ["TO_LOG2"]
-    numbers += ["QUERIES", "PACK", *(["SPLITS", "MIN_SHARE"] if case.split else []), *(["Z", "PARTS"] if case.balanced else [])]
-    numbers += [*(["stride_pages"] if case.page_size else []), *(["T"] if case.ragged else [])]
-    if blocks:
-        numbers += ["mask_stride_z", "mask_stride_h", "mask_columns"] + (["full_mask_columns"] if blocks.has_full else [])
     block_args = [
         "K",
         *(["PAGES", "Zkv", "stride_kz"] if case.page_size else []),
@@ -198,22 +183,62 @@ def _spec(case: DecodeCase, backend: str, score: ModText | None, mask: ModText |
         "KV_SCALES": case.scales,
         "CONVERTS": case.kv_dtype is not None,
         "kv_params": ", ".join(block_args),
-        "pointers": tuple(pointers),
-        "numbers": tuple(numbers) + tuple(n for m in (score, mask) if m for n in m.numbers),
-        "parameters": tuple(numbers),
     }
-    return KernelSpec("decode", (score, mask), tuple(flags.items()), backend)
+    return KernelSpec("decode", (score, mask), tuple(flags.items()), backend, _parameters(case, score, mask, scale_apart))
+
+
+def _parameters(case: DecodeCase, score: ModText | None, mask: ModText | None, scale_apart: bool) -> tuple[Parameter, ...]:
+    dtype, kept = dtype_name(case.dtype), dtype_name(case.kv_dtype or case.dtype)
+    places = f"pages, Hkv, {case.page_size}" if case.page_size else "Zkv, Hkv, KV_LEN"
+    rows = "T, Hq" if case.ragged else "Z, Hq, Q_LEN"
+    found = [pointer("K", kept, f"[{places}, D_QK]"), pointer("V", kept, f"[{places}, D_V]"), pointer("Q", dtype, f"[{rows}, D_QK]")]
+    if case.split:
+        found += _part_parameters(rows)
+    else:
+        found.append(pointer("O", dtype, f"[{rows}, D_V] in any strides, written"))
+        found += statistic_parameters(rows, case.output_max, case.output_rows)
+    if case.ragged:
+        starts = "where each sequence's queries start among the T tokens, and the last one's end. Q_LEN is the largest"
+        found.append(pointer("CU_Q", "int32", f"[Z + 1]: {starts} length: of a longer sequence, that many queries are computed"))
+    if case.lengths:
+        found.append(pointer("KV_LENS", "int32", "[Z]: keys of each sequence, at most KV_LEN"))
+    if case.located:
+        found.append(pointer("KV_LOCS", "int32", "[Z]: which of Zkv entries of K and V is the sequence's; another has no keys"))
+    if case.page_size:
+        meaning = f"[Z, pages]: which of Zkv pages of {case.page_size} keys hold the sequence's keys, in order; another holds zeros"
+        found.append(pointer("PAGES", "int32", meaning))
+    if case.scales:
+        found += [pointer(name, "float32", "[Hkv]: to be multiplied by") for name in ("K_SCALES", "V_SCALES")]
+    sizes = ["Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", *stride_names_of(case.units), *scale_names(scale_apart)]
+    sizes += ["QUERIES", "PACK", *(["SPLITS", "MIN_SHARE"] if case.split else []), *(["Z", "PARTS"] if case.balanced else [])]
+    sizes += [*(["stride_pages"] if case.page_size else []), *(["T"] if case.ragged else []), *list_numbers(case.blocks)]
+    mods = tuple(p for m in (score, mask) if m for p in m.parameters)
+    return (*found, *numbers(*sizes), *list_tables(case.blocks), *mods, *constants("BLOCK_M", "BLOCK_N"))
+
+
+def _part_parameters(rows: str) -> tuple[Parameter, ...]:
+    """What decode leaves for combine_splits; rows as in lse."""
+    return (
+        pointer("PART", "float32", f"[{rows}, SPLITS, D_V]: outputs of the parts"),
+        pointer("PART_SHARE", "float32", f"[{rows}, SPLITS]: log2 of the weight of PART_MAX in the part"),
+        pointer("PART_MAX", "float32", f"[{rows}, SPLITS]: the largest scores of the parts"),
+        pointer("PART_COUNT", "int32", f"[{rows}]: how many parts there are"),
+    )
 
 
 def _combine(case: DecodeCase, backend: str, scale_apart: bool) -> KernelSpec:
-    numbers = ("MIDDLE", "INNER", "SPLITS", "stride_outer", "stride_middle", "stride_inner", "TO_LOG2")
     flags = {
         "D_V": case.d_v,
         "D_V_ROUNDED": round_up_head_dim(case.d_v),
         "RAW": not scale_apart,
         "OUTPUT_MAX": case.output_max,
         "OUTPUT_ROWS": case.output_rows,
-        "numbers": numbers,
-        "parameters": numbers,
     }
-    return KernelSpec("combine_splits", (), tuple(flags.items()), backend)
+    parameters = (
+        *_part_parameters("rows"),
+        pointer("O", dtype_name(case.dtype), "[rows, D_V] in any strides, written"),
+        *statistic_parameters("rows", case.output_max, case.output_rows),
+        *numbers("MIDDLE", "INNER", "SPLITS", "stride_outer", "stride_middle", "stride_inner", "TO_LOG2"),
+        *constants("BLOCK_S"),
+    )
+    return KernelSpec("combine_splits", (), tuple(flags.items()), backend, parameters)

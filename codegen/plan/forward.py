@@ -15,6 +15,7 @@ from ..gpus import round_up_head_dim
 from ..mod.expr import ModGraph
 from ..registry import remembered
 from ..text.lower import gathers
+from ..text.parameters import Parameter, constants, descriptor_of, numbers, pointer
 from ..text.snippet import Target, TensorLayout
 from ..text.spec import KernelSpec, ModText, dtype_name, mod_text
 from .tiles import Tile, forward_tile
@@ -31,7 +32,7 @@ class Options(NamedTuple):
     rows_guaranteed_safe: bool = False
     use_tma: bool | None = None  # None: where the device has it and it is faster
     float32_precision: str = "ieee"
-    backend: str | None = None  # "TRITON", "GLUON" or "DECODE" (few queries); None: the fastest that serves the call
+    backend: str | None = None  # "PORTABLE", "HOPPER" or "DECODE" (few queries); None: the fastest that serves the call
     tile: tuple[tuple[str, int], ...] = ()
 
 
@@ -47,6 +48,24 @@ class Blocks(NamedTuple):
     kv_block: int
     interior: bool = True
     starts: bool = False
+
+
+def list_numbers(blocks: Blocks | None, axis: str = "kv") -> tuple[str, ...]:
+    """The names of the numbers that go with block lists, of KV blocks or ("q") of query blocks."""
+    if blocks is None:
+        return ()
+    width = "columns" if axis == "kv" else "rows"
+    full = (f"full_mask_{width}",) if blocks.has_full else ()
+    return "mask_stride_z", "mask_stride_h", f"mask_{width}", *full, *(("RANGES",) if blocks.starts else ())
+
+
+def list_tables(blocks: Blocks | None, axis: str = "kv") -> tuple[Parameter, ...]:
+    """The parameters that take the lists themselves."""
+    if blocks is None:
+        return ()
+    kinds = ("", "full_") if blocks.has_full else ("",)
+    names = tuple(f"{kind}{axis}_{what}" for kind in kinds for what in ("num_blocks", "indices"))
+    return tuple(Parameter(name, "*int32") for name in (*names, *(("starts",) if blocks.starts else ())))
 
 
 class Cache(NamedTuple):
@@ -91,14 +110,7 @@ class Plan:
     tile: Tile
     score: ModText | None
     mask: ModText | None
-    use_tma: bool
     scale_apart: bool  # SM_SCALE and TO_LOG2 are two arguments
-
-    @property
-    def blocks(self) -> tuple[tuple[int, int], ...]:
-        """Rows and columns of what TMA copies at once of k and v; empty if they are not passed as descriptors."""
-        d_qk, d_v = self.spec.flag["D_QK_ROUNDED"], self.spec.flag["D_V_ROUNDED"]
-        return ((self.tile.BLOCK_N, d_qk), (self.tile.BLOCK_N, d_v)) if self.use_tma else ()
 
 
 def wants_tma(options: Options, dtype: torch.dtype, arch: str) -> bool:
@@ -125,7 +137,7 @@ def plan_forward(case: ForwardCase, backend: str, arch: str, score: Mod | None, 
     )
     scale_apart = score is not None or case.options.prescale_qk or not case.scale_is_positive
     spec = _spec(case, backend, score_text, mask_text, scale_apart)
-    return Plan(spec, tile, score_text, mask_text, case.use_tma, scale_apart)
+    return Plan(spec, tile, score_text, mask_text, scale_apart)
 
 
 def lowered(
@@ -141,14 +153,6 @@ def lowered(
 
 def _spec(case: ForwardCase, backend: str, score: ModText | None, mask: ModText | None, scale_apart: bool) -> KernelSpec:
     options, blocks, units = case.options, case.blocks, case.units
-    numbers = ["Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN"]
-    for t, unit in zip("qkv", units, strict=True):
-        numbers += STRIDES[t][:3] if unit else STRIDES[t]
-    numbers += STRIDES["o"]
-    numbers += ["SM_SCALE", "TO_LOG2"] if scale_apart else ["TO_LOG2"]
-    if blocks:
-        numbers += ["mask_stride_z", "mask_stride_h", "mask_columns"] + (["full_mask_columns"] if blocks.has_full else [])
-        numbers += ["RANGES"] if blocks.starts else []
     strides = ["stride_kn", *([] if units[1] else ["stride_kd"]), "stride_vn", *([] if units[2] else ["stride_vd"])]
     float32 = case.dtype is torch.float32
     flags = {
@@ -178,10 +182,49 @@ def _spec(case: ForwardCase, backend: str, score: ModText | None, mask: ModText 
         "ROWS_GUARANTEED_SAFE": options.rows_guaranteed_safe,
         "USE_TMA": case.use_tma,
         "kv_params": ", ".join(["desc_k", "desc_v", "z_kv", "h_kv"] if case.use_tma else ["K", "V", *strides]),
-        "numbers": tuple(numbers) + tuple(n for m in (score, mask) if m for n in m.numbers),
-        "parameters": tuple(numbers),
     }
-    return KernelSpec("forward", (score, mask), tuple(flags.items()), backend)
+    return KernelSpec("forward", (score, mask), tuple(flags.items()), backend, _parameters(case, score, mask, scale_apart))
+
+
+def _parameters(case: ForwardCase, score: ModText | None, mask: ModText | None, scale_apart: bool) -> tuple[Parameter, ...]:
+    dtype, blocks = dtype_name(case.dtype), case.blocks
+    keys, values = "[Zkv, Hkv, KV_LEN, D_QK]", "[Zkv, Hkv, KV_LEN, D_V]"
+    if case.use_tma:
+        found = [
+            descriptor_of("K", dtype, "BLOCK_N", round_up_head_dim(case.d_qk), f"{keys} as TMA descriptor"),
+            descriptor_of("V", dtype, "BLOCK_N", round_up_head_dim(case.d_v), f"{values} as TMA descriptor"),
+        ]
+    else:
+        found = [pointer("K", dtype, keys), pointer("V", dtype, values)]
+    found += [pointer("Q", dtype, "[Z, Hq, Q_LEN, D_QK]"), pointer("O", dtype, "[Z, Hq, Q_LEN, D_V] in any strides, written")]
+    sizes = ("Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", *stride_names_of(case.units), *scale_names(scale_apart), *list_numbers(blocks))
+    mods = tuple(p for m in (score, mask) if m for p in m.parameters)
+    statistics = statistic_parameters("Z, Hq, Q_LEN", case.output_max, case.output_rows)
+    return (*found, *statistics, *numbers(*sizes), *list_tables(blocks), *mods, *constants("BLOCK_M", "BLOCK_N"))
+
+
+def stride_names_of(units: tuple[bool, bool, bool]) -> tuple[str, ...]:
+    """Strides of q, k, v and out: of their head dims only where they are not contiguous."""
+    inputs = (name for t, unit in zip("qkv", units, strict=True) for name in (STRIDES[t][:3] if unit else STRIDES[t]))
+    return *inputs, *STRIDES["o"]
+
+
+def scale_names(scale_apart: bool) -> tuple[str, ...]:
+    """The scale and the factor to base 2, or the latter with the scale in it."""
+    return ("SM_SCALE", "TO_LOG2") if scale_apart else ("TO_LOG2",)
+
+
+def scales(scale: float, scale_apart: bool) -> dict[str, float]:
+    """Their values."""
+    return {"SM_SCALE": scale, "TO_LOG2": LOG2_E if scale_apart else scale * LOG2_E}
+
+
+def statistic_parameters(rows: str, output_max: bool, output_rows: bool) -> tuple[Parameter, ...]:
+    """What is written of every row beside the output."""
+    found = [pointer("LSE", "float32", f"[{rows}], written")]
+    found += [pointer("MAX", "float32", f"[{rows}], written")] if output_max else []
+    found += [pointer("ROWS", "float32", f"[{rows}, 2], written")] if output_rows else []
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +233,7 @@ class Geometry:
 
     units: tuple[bool, bool, bool]
     aligned: tuple[str, ...]
-    numbers: tuple[int, ...]  # the kernel's first scalar arguments
+    numbers: dict[str, int]  # sizes and strides by the names of parameters, in the units that `aligned` tells
     tma: bool  # shapes and strides of k and v that TMA can load
     q_tma: bool = False  # those of q
 
@@ -202,18 +245,16 @@ def geometry_of(itemsize: int, shapes: tuple, strides: tuple, out_strides: tuple
     known = [tuple(0 if n == 1 else s for n, s in zip(shape, stride, strict=True)) for shape, stride in zip(shapes, strides, strict=True)]
     units = tuple(s[3] == 1 or shape[3] == 1 for s, shape in zip(known, shapes, strict=True))
     vector = 16 // itemsize
-    aligned, numbers = [], [Hq, Zkv, Hq // Hkv, Q_LEN, KV_LEN]
-    for t, s, unit in zip("qkv", known, units, strict=True):
-        for name, stride in zip(STRIDES[t][:3], s[:3], strict=True):
-            if stride % vector == 0:
+    aligned, found = [], {"Hq": Hq, "Zkv": Zkv, "GROUP_SIZE": Hq // Hkv, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN}
+    for t, s in zip("qkv", known, strict=True):
+        for name, stride in zip(STRIDES[t], s, strict=True):
+            if not name.endswith("d") and stride % vector == 0:
                 aligned.append(name)
                 stride //= vector
-            numbers.append(stride)
-        if not unit:
-            numbers.append(s[3])
-    numbers += out_strides[:3]
+            found[name] = stride
+    found |= zip(STRIDES["o"], out_strides, strict=False)
     q_tma, *tma = (_fits_tma(s, shape, vector) for s, shape in zip(known, shapes, strict=True))
-    return Geometry(units, tuple(aligned), tuple(numbers), all(tma), q_tma)
+    return Geometry(units, tuple(aligned), found, all(tma), q_tma)
 
 
 def _fits_tma(strides: tuple, shape: tuple, vector: int) -> bool:

@@ -13,14 +13,15 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..gpus import round_up_head_dim
-from ..mod.expr import Expr, ModGraph
+from ..mod.expr import ModGraph
 from ..mod.grad import differentiate
 from ..registry import remembered
 from ..text.lower import loads_of
+from ..text.parameters import Parameter, descriptor_of, numbers, pointer
 from ..text.snippet import Target, TensorLayout
-from ..text.spec import CapturedGradient, Differential, KernelSpec, ModText, dtype_name, mod_text, padding_may_be_nan
-from .backward import BackwardCase, delta_spec, role_of, strides
-from .forward import Mod
+from ..text.spec import Differential, KernelSpec, ModText, dtype_name, mod_text, padding_may_be_nan
+from .backward import BackwardCase, Gathered, buffers_of, delta_spec, role_of, strides
+from .forward import Mod, list_numbers, list_tables
 from .hopper_forward import scores_are_raw
 
 BLOCK_N = 128  # keys of a program, 64 for each consumer
@@ -50,24 +51,7 @@ class HopperBackwardPlan:
     score: ModText | None
     mask: ModText | None
     scale_apart: bool  # TO_LOG2 does not carry the scale
-    captured: tuple[tuple[CapturedGradient, Expr], ...] = ()  # what the fused kernel gathers, and from which load
-
-    @property
-    def blocks(self) -> dict[str, tuple[int, int]]:
-        """The last two sizes of each descriptor's blocks; the first two are 1."""
-        flags, m = self.fused.flag, self.tile.BLOCK_M
-        d_qk, d_v, n = flags["D_QK_SLICE"], flags["D_V_ROUNDED"], self.tile.BLOCK_N
-        return {
-            "desc_q": (m, d_qk),
-            "desc_do": (m, d_v),
-            "desc_k": (n, d_qk),
-            "desc_v": (n, d_v),
-            "desc_tops": (1, m),
-            "desc_delta": (1, m),
-            "desc_dq": (64, flags["DQ_COLUMNS"]),
-            "desc_dk": (64, min(d_qk, 128)),
-            "desc_dv": (64, min(d_v, 128)),
-        }
+    captured: Gathered = ()  # by the fused kernel
 
 
 @remembered("roles of captured gradients", 256)
@@ -165,7 +149,7 @@ def plan_hopper_backward(
     scale_apart = score is not None or not case.scale_is_positive
     # share is read while S is computed: 5 % faster where that does not spill
     early = tile.BLOCK_M == 64 and not score and not (mask and mask[0].tensors)
-    fused = _spec(case, tile, score_text, mask_text, scale_apart, check_padding, early)
+    fused = _spec(case, tile, score_text, mask_text, scale_apart, check_padding, early, buffers_of(score, gathered))
     delta = delta_spec(case, "cuda", "first" if fused.flag["ZERO_AHEAD"] else "all", fused.flag["SUM_IS_RAW"])
     return HopperBackwardPlan(delta, fused, tile, score_text, mask_text, scale_apart, gathered)
 
@@ -178,15 +162,11 @@ def _spec(
     scale_apart: bool,
     check_padding: bool,
     early_share: bool,
+    buffers: tuple[Parameter, ...],
 ) -> KernelSpec:
     blocks, mods, (d_qk, d_v) = case.blocks, [m for m in (score, mask) if m], padded(case.d_qk, case.d_v)
     raw = case.raw_tops and score is not None and scores_are_raw(score.sum, case.scale_is_positive)  # as the forward kernel had them
-    numbers = ["Z", "Zkv", "Hq", "Hkv", "GROUP_SIZE", "HEADS_PER_GROUP", "Q_LEN", "KV_LEN", *strides("dq"), "SM_SCALE", "TO_LOG2"]
-    if blocks:
-        numbers += ["mask_stride_z", "mask_stride_h", "mask_rows"] + (["full_mask_rows"] if blocks.has_full else [])
     starts = blocks is not None and blocks.starts
-    if starts:
-        numbers += ["RANGES", *(f"stride_{t}{d}" for t in ("dk", "dv") for d in "zhn")]
     columns = tile.BLOCK_M == 64  # which way consumers share a block's dQ; each computes 64 rows
     slices = 3 if d_qk == 192 else 1
     dq_columns = 32 if slices > 1 else min(64, d_qk // 2) if columns else d_qk
@@ -222,8 +202,37 @@ def _spec(
         "CHECK_PADDING": check_padding,
         "EARLY_SHARE": early_share,
         "imports_triton": any(re.search(r"\btl\.", line) for line in lines),
-        "numbers": tuple(numbers) + tuple(n for m in mods for n in m.numbers),
-        "parameters": tuple(numbers),
     }
     template = "hopper_backward" + ("_wide" if flags["WIDE"] else "_sliced" if slices > 1 else "")
-    return KernelSpec(template, (score, mask), tuple(flags.items()), "cuda")
+    parameters = _parameters(case, tile, dq_columns, mods, buffers)
+    return KernelSpec(template, (score, mask), tuple(flags.items()), "cuda", parameters)
+
+
+def _parameters(
+    case: BackwardCase, tile: HopperBackwardTile, dq_columns: int, mods: list[ModText], buffers: tuple[Parameter, ...]
+) -> tuple[Parameter, ...]:
+    blocks, dtype, M, N = case.blocks, dtype_name(case.dtype), tile.BLOCK_M, tile.BLOCK_N
+    starts = blocks is not None and blocks.starts
+    d_qk, d_v = padded(case.d_qk, case.d_v)
+    d_qk //= 3 if d_qk == 192 else 1
+    sizes = ["Z", "Zkv", "Hq", "Hkv", "GROUP_SIZE", "HEADS_PER_GROUP", "Q_LEN", "KV_LEN", *strides("dq"), "SM_SCALE", "TO_LOG2"]
+    sizes += [*list_numbers(blocks, "q"), *(strides("dk", "dv") if starts else [])]
+    return (
+        descriptor_of("Q", dtype, M, d_qk),
+        descriptor_of("DO", dtype, M, d_v),
+        descriptor_of("K", dtype, N, d_qk),
+        descriptor_of("V", dtype, N, d_v),
+        descriptor_of("TOPS", "float32", 1, M),
+        descriptor_of("DELTA", "float32", 1, M),
+        descriptor_of("DQ_SUM", "float32", 64, dq_columns, name="desc_dq"),
+        descriptor_of("DK", dtype, 64, min(d_qk, 128)),
+        descriptor_of("DV", dtype, 64, min(d_v, 128)),
+        pointer("DQ_SUM", "float32"),
+        *(pointer(name, dtype) for name in ("DQ", *(("DK", "DV") if starts else ()))),
+        pointer("DONE", "int32"),
+        pointer("COUNTER", "int32"),
+        *numbers(*sizes),
+        *list_tables(blocks, "q"),
+        *(p for m in mods for p in m.parameters),
+        *buffers,
+    )

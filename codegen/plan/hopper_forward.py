@@ -13,9 +13,10 @@ import torch
 from ..gpus import round_up_head_dim
 from ..mod.sums import Sum
 from ..text.lower import gathers
+from ..text.parameters import Parameter, descriptor_of, numbers, pointer
 from ..text.snippet import SumText, Target
 from ..text.spec import KernelSpec, ModText, dtype_name
-from .forward import STRIDES, Cache, ForwardCase, Geometry, Mod, lowered
+from .forward import STRIDES, Cache, ForwardCase, Geometry, Mod, list_numbers, list_tables, lowered, scale_names, statistic_parameters
 
 ROWS = 64  # of a consumer
 L2_BYTES = 32 << 20  # of K and V that heads which are worked on at a time may take
@@ -47,17 +48,6 @@ class HopperPlan:
     score: ModText | None
     mask: ModText | None
     scale_apart: bool  # SM_SCALE and TO_LOG2 are two arguments
-
-    @property
-    def blocks(self) -> tuple[tuple[int, int], ...]:
-        """Rows and columns of what TMA copies at once of k, v, q and out, all passed as descriptors."""
-        N, flags = self.tile.BLOCK_N, self.spec.flag
-        d_qk, d_v = flags["D_QK_SLICE"], flags["D_V_ROUNDED"]
-        if 0 < flags["PAGE_SIZE"] < N:  # a piece of a block
-            keys = values = (flags["PAGE_SIZE"], 64)
-        else:
-            keys, values = (N, d_qk), (N, d_v)
-        return keys, values, (ROWS, d_qk), (ROWS, d_v)
 
 
 def fits(case: ForwardCase, geometry: Geometry, arch: str = "sm_90", aligned: bool = True) -> str | None:
@@ -154,16 +144,8 @@ def plan_hopper_forward(case: ForwardCase, score: Mod | None, mask: Mod | None) 
 
 def _spec(case: ForwardCase, tile: HopperTile, score: ModText | None, mask: ModText | None, scale_apart: bool) -> KernelSpec:
     blocks, mods = case.blocks, [m for m in (score, mask) if m]
-    numbers = ["Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", "HEADS", "HEADS_PER_GROUP"]
-    numbers += ["SM_SCALE", "TO_LOG2"] if scale_apart else ["TO_LOG2"]
     starts = blocks is not None and blocks.starts
-    if blocks:
-        numbers += ["mask_stride_z", "mask_stride_h", "mask_columns"] + (["full_mask_columns"] if blocks.has_full else [])
-    if starts:
-        numbers += ["RANGES", *STRIDES["o"]]
     cache = case.cache or Cache()
-    if case.cache:
-        numbers += ["SEQUENCES", "MAX_Q", *(["stride_pages"] if cache.page_size else [])]
     d_qk, d_v = padded(case.d_qk, case.d_v)
     slices = 3 if d_qk == 192 else 1
     flags = {
@@ -197,7 +179,32 @@ def _spec(case: ForwardCase, tile: HopperTile, score: ModText | None, mask: ModT
         "OUTPUT_MAX": case.output_max,
         "OUTPUT_ROWS": case.output_rows,
         "imports_triton": any(re.search(r"\btl\.", line) for m in mods for line in (*m.lines, *m.texts)),
-        "numbers": tuple(numbers) + tuple(n for m in mods for n in m.numbers),
-        "parameters": tuple(numbers),
     }
-    return KernelSpec("hopper_forward", (score, mask), tuple(flags.items()), "cuda")
+    parameters = _parameters(case, tile, tuple(p for m in mods for p in m.parameters), scale_apart)
+    return KernelSpec("hopper_forward", (score, mask), tuple(flags.items()), "cuda", parameters)
+
+
+def _parameters(case: ForwardCase, tile: HopperTile, mods: tuple[Parameter, ...], scale_apart: bool) -> tuple[Parameter, ...]:
+    blocks, cache, dtype, N = case.blocks, case.cache, dtype_name(case.dtype), tile.BLOCK_N
+    starts = blocks is not None and blocks.starts
+    d_qk, d_v = padded(case.d_qk, case.d_v)
+    d_qk //= 3 if d_qk == 192 else 1
+    pieces = cache is not None and 0 < cache.page_size < N  # of a block, which TMA copies apart
+    found = [
+        descriptor_of("K", dtype, *((cache.page_size, 64) if pieces else (N, d_qk))),
+        descriptor_of("V", dtype, *((cache.page_size, 64) if pieces else (N, d_v))),
+        descriptor_of("Q", dtype, ROWS, d_qk),
+        descriptor_of("O", dtype, ROWS, d_v),
+        *([pointer("O", dtype)] if starts else []),
+        *statistic_parameters("T, Hq" if cache else "Z, Hq, Q_LEN", case.output_max, case.output_rows),
+        pointer("COUNTER", "int32"),
+    ]
+    sizes = ["Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", "HEADS", "HEADS_PER_GROUP", *scale_names(scale_apart), *list_numbers(blocks)]
+    sizes += STRIDES["o"] if starts else ()
+    tables = list_tables(blocks)
+    if cache:
+        sizes += ["SEQUENCES", "MAX_Q", *(["stride_pages"] if cache.page_size else [])]
+        where = ["pages"] if cache.page_size else ["kv_locs"] if cache.located else []
+        places = ("sequences", "cu_q", "kv_lens", *(["q_offsets"] if cache.offsets else []), *where)
+        tables += tuple(pointer(name, "int32") for name in places)
+    return (*found, *numbers(*sizes), *tables, *mods)

@@ -1,19 +1,16 @@
-"""The backward kernels' driver: from tensors, bound mods and grad_output to the gradients of q, k, v and captured tensors."""
+"""The driver of the backward kernels: from tensors, bound mods and grad_output to the gradients of q, k, v and captured tensors."""
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
 import torch
 
-from ..device.arguments import Numbers
 from ..device.counters import held_counter
 from ..device.devices import architecture_of, backend_of, multiprocessors, on
-from ..device.kernel import kernel_for
-from ..device.tma import descriptor
-from ..mod.compute import compute
-from ..mod.expr import INDEX_BOUND, Expr, ModGraph
+from ..mod.expr import INDEX_BOUND, ModGraph
 from ..plan.backward import (
     STATS_ALIGNMENT,
     BackwardCase,
@@ -27,29 +24,208 @@ from ..plan.backward import (
     stats_copies,
     whole_blocks,
 )
-from ..plan.forward import LOG2_E, Options, wants_tma
+from ..plan.candidates import Choice, choose
+from ..plan.forward import Mod, Options, scales, wants_tma
 from ..plan.hopper_backward import L2_BYTES, HopperBackwardPlan, fits, plan_hopper_backward
 from ..plan.hopper_forward import heads_per_group
-from ..registry import INFO, Table, remembered
+from ..plan.tiles import Tile
+from ..registry import INFO, Table
+from ..text.parameters import named_strides
 from ..text.spec import are_ordinary, mod_values
-from .forward import BlockLists, Rows, Unusable, keys_of, output_like, reached, strides_like, tiles_of, usable
-from .launch import launch_fitting
+from .block_lists import BlockLists, tiles_of
+from .captured import Sums
+from .forward import Rows, keys_of, planned, reached
+from .launch import Launch, Unusable, launch_fitting
+from .layouts import output_like, strides_like, with_rows
 
 _plans: dict[tuple, BackwardPlan | HopperBackwardPlan] = Table("backward plans", 1024)
-_ready: dict[tuple, _Ready] = Table("backward calls", 1024)
-# cases for which the fused kernel was compiled and is not used, and why
-_refused: dict[tuple, str] = Table("backward kernels not used", 1024)
-_CHUNK = 1 << 24  # positions whose gradient is added up at a time on the host
+_refused: dict[tuple, str] = Table("backward kernels not used", 1024)  # that were compiled, and why
+_ready: dict[tuple, TwoPass | Fused] = Table("backward calls", 1024)
 
 
-class _Ready(NamedTuple):
-    """What is the same in every backward pass of a kind: found by shapes, strides, alignment, graphs and options."""
+class Call(NamedTuple):
+    """A backward pass as the choice of its kernels sees it."""
 
-    plan: BackwardPlan | HopperBackwardPlan
-    case: tuple  # its key in _refused
-    stats: tuple[int, int]  # copies and length of the row statistics
-    known: dict[str, int | float]  # numbers, by parameter
-    numbers: dict[str, Numbers]  # those of each kernel
+    case: BackwardCase
+    geometry: BackwardGeometry
+    arch: str
+    score: Mod | None
+    mask: Mod | None
+
+    @property
+    def key(self) -> tuple:
+        """What changes the kernels."""
+        return self.case, self.arch, self.score, self.mask
+
+
+class Details(NamedTuple):
+    """What of a call beside tensors changes its kernels."""
+
+    options: Options
+    deterministic: bool
+    lse_gradient: bool
+    wanted: frozenset[int]  # captured tensors that want a gradient
+    raw_tops: bool = False  # see BackwardCase
+    ordinary: bool = True
+
+
+class Portable:
+    """backward_dkv and backward_dq, which serve any call, on any device."""
+
+    name = "PORTABLE"
+
+    def fits(self, call: Call) -> str | None:
+        return None
+
+    def worthwhile(self, call: Call) -> str | None:
+        return None
+
+    def prepare(self, call: Call, device: torch.device, sizes: Sizes, lists: BlockLists | None, transposed: BlockLists | None) -> TwoPass:
+        plan = planned(_plans, self.name, call, lambda: plan_backward(call.case, backend_of(device.type), call.arch, call.score, call.mask))
+        return TwoPass(plan, call, sizes, lists, transposed)
+
+
+class Hopper:
+    """hopper_backward, one kernel for all gradients, for sm_90 alone."""
+
+    name = "HOPPER"
+
+    def fits(self, call: Call) -> str | None:
+        return fits(call.case, call.arch, call.score)
+
+    def worthwhile(self, call: Call) -> str | None:
+        return None
+
+    def prepare(self, call: Call, device: torch.device, sizes: Sizes, lists: BlockLists | None, transposed: BlockLists | None) -> Fused:
+        plan = planned(_plans, self.name, call, lambda: plan_hopper_backward(call.case, call.score, call.mask))
+        return Fused(plan, call, sizes, lists, transposed)
+
+
+CANDIDATES = Hopper(), Portable()
+
+
+class Sizes(NamedTuple):
+    """The sizes of a call, its scale, and the strides of out and dO."""
+
+    extents: tuple[int, int, int, int]  # Z, Hq, Q_LEN, KV_LEN
+    shared: tuple[int, int]  # Zkv, Hkv
+    scale: float
+    strides: dict[str, int]  # as backward_delta takes them
+
+    def numbers(self, call: Call, plan, stats_len: int) -> dict[str, int | float]:
+        """All that the kernels may take beside lists, by the names of parameters."""
+        (Z, Hq, Q_LEN, KV_LEN), (Zkv, Hkv), case = self.extents, self.shared, call.case
+        row_bytes = case.d_qk * (case.dtype.itemsize + 4) + case.d_v * case.dtype.itemsize
+        return {
+            **call.geometry.strides,
+            **{"Z": Z, "Hq": Hq, "Zkv": Zkv, "Hkv": Hkv, "GROUP_SIZE": Hq // Hkv, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN},
+            "STATS_LEN": stats_len,
+            "HEADS_PER_GROUP": heads_per_group(Zkv * Hkv, Q_LEN * row_bytes * (Z * Hq // (Zkv * Hkv)), L2_BYTES),
+            **scales(self.scale, plan.scale_apart),
+        }
+
+
+class _Kernels:
+    """The kernels of one pass in calls of a kind: all is decided but addresses and what mods capture."""
+
+    def __init__(self, plan, call: Call, sizes: Sizes, lists: BlockLists | None, walked: int, copies: int) -> None:
+        Q_LEN = sizes.extents[2]
+        whole = math.lcm(STATS_ALIGNMENT, lists.q_block if lists else walked)  # backward_dkv walks whole query blocks
+        self.stats_len = -(-Q_LEN // whole) * whole
+        if lists and lists.starts is not None:
+            self.stats_len += whole  # the last block may begin anywhere
+        self.plan, self.sizes, self.copies = plan, sizes, copies
+        self.key = call.key
+        self.numbers = sizes.numbers(call, plan, self.stats_len)
+        self.delta = Launch(plan.delta, {**self.numbers, **sizes.strides})
+        self.delta_rows = delta_rows(call.case.d_v)
+
+    def statistics(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """Memory for what backward_delta leaves."""
+        Z, Hq = self.sizes.extents[:2]
+        return {
+            "TOPS": torch.empty((Z, Hq, 2 * self.copies, self.stats_len), dtype=torch.float32, device=device),
+            "DELTA": torch.empty((Z, Hq, self.copies, self.stats_len), dtype=torch.float32, device=device),
+        }
+
+    def describe_rows(self, tensors: dict[str, torch.Tensor]) -> None:
+        """The rows' maxima, shares and delta, and for the fused kernel what it counts on."""
+        Z, Hq = self.sizes.extents[:2]
+        grid = (Z * Hq * self.stats_len // self.delta_rows,)
+        self.delta.with_constants((self.delta_rows,), tensors, [], grid, tensors["Q"].device)
+
+
+class TwoPass(_Kernels):
+    """backward_dkv, then backward_dq."""
+
+    name = Portable.name
+
+    def __init__(self, plan: BackwardPlan, call: Call, sizes: Sizes, lists: BlockLists | None, transposed: BlockLists | None) -> None:
+        super().__init__(plan, call, sizes, lists, plan.dkv.tile.BLOCK_M, 1)
+        (Z, Hq, Q_LEN, KV_LEN), (Zkv, Hkv) = sizes.extents, sizes.shared
+        self.passes = (
+            (plan.dkv, self._launch(plan.dkv, transposed, "q"), "q", Zkv * Hkv, KV_LEN),
+            (plan.dq, self._launch(plan.dq, lists, "kv"), "kv", Z * Hq, Q_LEN),
+        )
+
+    def _launch(self, step: Step, lists: BlockLists | None, axis: str) -> Launch:
+        return Launch(step.spec, {**self.numbers, **(lists.numbers(axis) if lists else {})})
+
+    def run(self, tensors: dict[str, torch.Tensor], score, mask, lists: BlockLists | None, transposed: BlockLists | None) -> dict:
+        """Fill DQ, DK and DV among `tensors`, which have the names of parameters; the gradients of captured tensors."""
+        self.describe_rows(tensors)
+        sums = Sums(tuple(step for step, *_ in self.passes), score, self.sizes.extents, tensors["Q"].device)
+        for step, launch, axis, heads, length in self.passes:
+            walked = transposed if axis == "q" else lists
+            given = {**tensors, **(walked.tensors(axis) if walked else {})}
+            captured = mod_values(step, score and score[1], mask and mask[1])
+            launch_fitting(step, functools.partial(self._pass, step, launch, axis, heads, length, walked, given, captured, sums))
+        return sums.gradients()
+
+    def _pass(
+        self, step: Step, launch: Launch, axis: str, heads: int, length: int, lists, tensors, captured, sums: Sums, tile: Tile
+    ) -> None:
+        tiles = tiles_of(length, tile.BLOCK_N, lists, "kv_block") if axis == "q" else tiles_of(length, tile.BLOCK_M, lists, "q_block")
+        device = tensors["Q"].device
+        if not step.spec.flag["SLABS"]:
+            launch.with_tile(tile, {**tensors, **sums.tensors(step, tiles)}, captured, (tiles * heads,), device, keep=False)
+            return
+        for head in range(heads):
+            given = {**tensors, **sums.tensors(step, tiles), "first_tile": head * tiles}
+            launch.with_tile(tile, given, captured, (tiles,), device, keep=False)
+            sums.add_slabs(step, divmod(head, self.sizes.extents[1]))
+
+
+class Fused(_Kernels):
+    """hopper_backward: a program for each multiprocessor, unless there are fewer tiles and blocks of dQ to finish."""
+
+    name = Hopper.name
+
+    def __init__(self, plan: HopperBackwardPlan, call: Call, sizes: Sizes, lists: BlockLists | None, transposed: BlockLists | None) -> None:
+        super().__init__(plan, call, sizes, lists, 1, stats_copies(call.case))
+        self.fused = Launch(plan.fused, {**self.numbers, **(transposed.numbers("q") if transposed else {})})
+
+    def run(self, tensors: dict[str, torch.Tensor], score, mask, lists: BlockLists | None, transposed: BlockLists | None) -> dict:
+        """As TwoPass.run. Raises Unusable."""
+        Z, Hq, Q_LEN, KV_LEN = self.sizes.extents
+        Zkv, Hkv = self.sizes.shared
+        plan, device = self.plan, tensors["Q"].device
+        sums = Sums((plan,), score, self.sizes.extents, device)
+        tiles = tiles_of(KV_LEN, plan.tile.BLOCK_N, transposed, "kv_block")
+        work = max(tiles * Zkv * Hkv, -(-Q_LEN // plan.fused.flag["DQ_ROWS"]) * Z * Hq)
+        captured = mod_values(plan, score and score[1], mask and mask[1])
+        given = {
+            **tensors,
+            **(transposed.tensors("q") if transposed else {}),
+            **sums.tensors(plan, 2 * tiles),
+            "DQ_SUM": torch.empty(tensors["Q"].shape, dtype=torch.float32, device=device),
+            "DONE": torch.empty((2, Z, Hq), dtype=torch.int32, device=device),
+        }
+        with on(device), held_counter(device, torch._C._cuda_getCurrentRawStream(device.index)) as count:
+            given["COUNTER"] = count
+            self.describe_rows(given)
+            self.fused.if_usable(given, captured, min(work, multiprocessors(device)), device, math.inf, keep=False)
+        return sums.gradients()
 
 
 def backward(
@@ -76,78 +252,31 @@ def backward(
     lists          block lists of the forward pass     transposed the lists of query blocks for each KV block, in the same fields
     """
     q, k, v, do = map(with_rows, (q, k, v, do))
-    Z, Hq, Q_LEN, D_QK = q.shape
-    KV_LEN, D_V = v.shape[2:]
-    dq, dk, dv = output_like(q, D_QK), output_like(k, D_QK), output_like(v, D_V)
-    if out.numel() == 0 or KV_LEN == 0:
+    dq, dk, dv = output_like(q, q.shape[3]), output_like(k, k.shape[3]), output_like(v, v.shape[3])
+    if out.numel() == 0 or v.shape[2] == 0:
         return dq.zero_(), dk.zero_(), dv.zero_(), {i: torch.zeros_like(score[1][i]) for i in wanted}
 
-    tensors = (q, k, v, do, dq, dk, dv)
-    extents = (Z, Hq, Q_LEN, KV_LEN)
-    keys = keys_of(score, mask, reached(extents, lists))
+    keys = keys_of(score, mask, reached((*q.shape[:3], k.shape[2]), lists))
     ordinary = score is None or are_ordinary(score[1][len(score[0].tensors) :])
-    layouts = tuple([(t.shape, t.stride(), t.data_ptr() % 16) for t in tensors[:4]])
-    kind = (
-        q.device,
-        q.dtype,
-        layouts,
-        out.stride(),
-        scale,
-        options,
-        deterministic,
-        dlse is None,
-        rows.raw,
-        ordinary,
-        wanted,
-        *keys,
-        lists and lists.structure,
-        transposed and transposed.structure,
-    )
-    ready = _ready.get(kind)
-    if ready is None:
-        ready = _ready[kind] = _decide(
-            q, k, v, out, do, scale, lists, transposed, options, deterministic, dlse is not None, rows.raw, ordinary, wanted, keys
-        )
-    else:
-        INFO.hits += 1
-
-    plan = ready.plan
-    copies, stats_len = ready.stats
-    tops = torch.empty((Z, Hq, 2 * copies, stats_len), dtype=torch.float32, device=q.device)
-    delta = torch.empty((Z, Hq, copies, stats_len), dtype=torch.float32, device=q.device)
-    stats = (rows.values, dlse.contiguous(), tops, delta) if dlse is not None else (rows.values, tops, delta)
-
-    def describe_rows(*fused) -> None:
-        """The rows' maxima, shares and delta, and for the fused kernel what it counts on."""
-        kernel_for(plan.delta).launch(
-            (Z * Hq * stats_len // delta_rows(D_V),),
-            (out, do, *stats, *fused, ready.numbers["delta"]),
-            q.device,
-            (delta_rows(D_V),),
-            num_warps=4,
-            num_stages=1,
-        )
-
-    if isinstance(plan, HopperBackwardPlan):
-        dq_sum = torch.empty((Z, Hq, Q_LEN, D_QK), dtype=torch.float32, device=q.device)
-        done = torch.empty((2, Z, Hq), dtype=torch.int32, device=q.device)
-        sums = _Sums((plan,), score, extents, q.device)
+    details = Details(options, deterministic, dlse is not None, wanted, rows.raw, ordinary)
+    layouts = tuple([(t.shape, t.stride(), t.data_ptr() % 16) for t in (q, k, v, do)])
+    structures = lists and lists.structure, transposed and transposed.structure
+    kind = (q.device, q.dtype, layouts, out.stride(), scale, details, *keys, *structures)
+    tensors = {"Q": q, "K": k, "V": v, "O": out, "DO": do, "ROWS": rows.values, "DQ": dq, "DK": dk, "DV": dv}
+    if dlse is not None:
+        tensors["DLSE"] = dlse.contiguous()
+    while True:  # until kernels are usable
+        ready = _ready.get(kind)
+        if ready is None:
+            ready = _ready[kind] = _decide(q, k, v, out, do, scale, keys, lists, transposed, details)
+        else:
+            INFO.hits += 1
         try:
-            with on(q.device), held_counter(q.device, torch._C._cuda_getCurrentRawStream(q.device.index)) as count:
-                describe_rows(dq_sum, done, count)
-                _launch_fused(ready, tensors, tops, delta, dq_sum, done, count, transposed, score, mask, sums)
+            gradients = ready.run({**tensors, **ready.statistics(q.device)}, score, mask, lists, transposed)
+            return dq, dk, dv, gradients
         except Unusable as why:
-            _refused[ready.case] = str(why)
+            _refused[(ready.name, *ready.key)] = str(why)
             _ready.clear()  # others of this case have other lengths
-            return backward(
-                q, k, v, out, rows, do, dlse, scale, score, mask, lists, transposed, options, wanted=wanted, deterministic=deterministic
-            )
-        return dq, dk, dv, sums.gradients()
-    describe_rows()
-    sums = _Sums((plan.dkv, plan.dq), score, extents, q.device)
-    _launch(ready, "dkv", (q, do), (k, v, tops, delta, dk, dv), transposed, score, mask, sums)
-    _launch(ready, "dq", (k, v), (q, do, tops, delta, dq), lists, score, mask, sums)
-    return dq, dk, dv, sums.gradients()
 
 
 def _decide(
@@ -157,316 +286,62 @@ def _decide(
     out: torch.Tensor,
     do: torch.Tensor,
     scale: float,
+    keys: tuple[Mod | None, Mod | None],
     lists: BlockLists | None,
     transposed: BlockLists | None,
-    options: Options,
-    deterministic: bool,
-    lse_gradient: bool,
-    raw_tops: bool,
-    ordinary: bool,
-    wanted: frozenset[int],
-    keys: tuple,
-) -> _Ready:
+    details: Details,
+) -> TwoPass | Fused:
     """All that does not depend on addresses."""
-    Z, Hq, Q_LEN, D_QK = q.shape
-    Zkv, Hkv, KV_LEN, _ = v.shape
-    case, geometry, arch, reason = case_of(
-        q, k, v, do, scale, lists, options, deterministic, lse_gradient, wanted, *keys, raw_tops=raw_tops, ordinary=ordinary
-    )
-    key = (case, arch, *keys, reason is None)
-    plan = _plans.get(key)
-    if plan is not None:
-        INFO.hits += 1
-    elif reason is None:
-        plan = _plans[key] = plan_hopper_backward(case, *keys)
-    else:
-        plan = _plans[key] = plan_backward(case, backend_of(q.device.type), arch, *keys)
-
-    walked = lists.q_block if lists else plan.dkv.tile.BLOCK_M if isinstance(plan, BackwardPlan) else 1
-    whole = math.lcm(STATS_ALIGNMENT, walked)  # backward_dkv walks whole query blocks
-    stats_len = -(-Q_LEN // whole) * whole
-    if lists and lists.starts is not None:
-        stats_len += whole  # the last block may begin anywhere
-    copies = stats_copies(case) if reason is None else 1
-    known = {
-        **geometry.strides,
-        "Z": Z,
-        "Hq": Hq,
-        "Zkv": Zkv,
-        "Hkv": Hkv,
-        "GROUP_SIZE": Hq // Hkv,
-        "Q_LEN": Q_LEN,
-        "KV_LEN": KV_LEN,
-        "STATS_LEN": stats_len,
-        "SM_SCALE": scale,
-        "TO_LOG2": LOG2_E if plan.scale_apart else scale * LOG2_E,
-    }
-    if reason is None:
-        heads = Zkv * Hkv
-        row_bytes = D_QK * (q.element_size() + 4) + do.shape[3] * do.element_size()
-        known["HEADS_PER_GROUP"] = heads_per_group(heads, Q_LEN * row_bytes * (Z * Hq // heads), L2_BYTES)
-        kernels = {"fused": (plan.fused, transposed, "rows")}
-    else:
-        kernels = {"dkv": (plan.dkv.spec, transposed, "rows"), "dq": (plan.dq.spec, lists, "columns")}
-    unit = delta_unit(case)
-    rows = {
-        f"stride_{name}{dim}": stride // unit if size > 1 else 0
-        for name, t in (("o", out), ("do", do))
-        for dim, stride, size in zip("zhm", t.stride(), t.shape, strict=False)
-    }
-    numbers = {
-        name: Numbers(_numbers(spec, _with_lists({"first_tile": 0, **known}, part, width))) for name, (spec, part, width) in kernels.items()
-    }
-    numbers["delta"] = Numbers(_numbers(plan.delta, {**known, **rows}))
-    return _Ready(plan, key[:-1], (copies, stats_len), known, numbers)
+    choice, call = choice_of(q, k, v, do, scale, keys, lists, details)
+    unit = delta_unit(call.case)
+    strides = {}
+    for name, t in (("o", out), ("do", do)):
+        strides |= named_strides(name, "zhm", (stride // unit if n > 1 else 0 for stride, n in zip(t.stride(), t.shape, strict=True)))
+    sizes = Sizes((*q.shape[:3], k.shape[2]), tuple(k.shape[:2]), scale, strides)
+    return choice.candidate.prepare(call, q.device, sizes, lists, transposed)
 
 
-def case_of(
+def choice_of(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     do: torch.Tensor,
     scale: float,
+    keys: tuple[Mod | None, Mod | None],
     lists: BlockLists | None,
-    options: Options,
-    deterministic: bool,
-    lse_gradient: bool,
-    wanted: frozenset[int],
-    score_key: tuple | None,
-    mask_key: tuple | None,
-    *,
-    raw_tops: bool = False,
-    ordinary: bool = True,
-) -> tuple[BackwardCase, BackwardGeometry, str, str | None]:
-    """What the backward kernels depend on beside their mods, the device's architecture, and why the fused kernel does not serve (None if
-    it does)."""
+    details: Details,
+) -> tuple[Choice, Call]:
+    """Which kernels serve a backward pass, and what is known of that. A BACKEND that does not fit is no error here."""
+    options = details.options
     shapes = tuple(t.shape for t in (q, k, v, do, q, k, v))  # and dq, dk and dv
     strides = (*(t.stride() for t in (q, k, v, do)), *(strides_like(t, t.shape[3]) for t in (q, k, v)))
     geometry = backward_geometry(q.element_size(), shapes, strides)
     arch = architecture_of(q.device)
-    tma = wants_tma(options, q.dtype, arch) and arch != "cpu"
+    tma = wants_tma(options, q.dtype, arch) and backend_of(q.device.type) != "cpu"
     use_tma = tuple(
         tma and possible and all(t.data_ptr() % 16 == 0 for t in pair)
         for possible, pair in zip(geometry.tma, ((k, v), (q, do)), strict=True)
     )
+    blocks = lists and lists.blocks
     case = BackwardCase(
         q.dtype,
         q.shape[3],
         v.shape[3],
         geometry.aligned,
         use_tma,
-        lists and lists.blocks,
+        blocks,
         options,
         scale > 0,
-        max(q.shape[2], k.shape[2]) <= INDEX_BOUND,
-        q.shape[0] == 1,
-        q.shape[1] == 1,
-        deterministic,
-        lse_gradient,
-        wanted,
-        ordinary,
-        raw_tops,
-        whole_blocks(q.shape[2], k.shape[2], lists and lists.blocks),
+        exact_indices=max(q.shape[2], k.shape[2]) <= INDEX_BOUND,
+        one_batch=q.shape[0] == 1,
+        one_head=q.shape[1] == 1,
+        deterministic=details.deterministic,
+        lse_gradient=details.lse_gradient,
+        captured=details.wanted,
+        ordinary=details.ordinary,
+        raw_tops=details.raw_tops,
+        whole=whole_blocks(q.shape[2], k.shape[2], blocks),
     )
-    reason = "BACKEND is TRITON" if options.backend == "TRITON" else fits(case, arch, score_key)
-    return case, geometry, arch, reason or _refused.get((case, arch, score_key, mask_key))
-
-
-def with_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself if its rows are contiguous and 16-byte steps apart where they can be, else a copy."""
-    return tensor if _has_rows(tensor.shape, tensor.stride(), 16 // tensor.element_size()) else tensor.contiguous()
-
-
-@remembered("checked strides of the backward pass", 4096)
-def _has_rows(shape: tuple, strides: tuple, vector: int) -> bool:
-    if strides[3] != 1 and shape[3] > 1:
-        return False
-    return shape[3] % vector != 0 or not any(s % vector for s, n in zip(strides[:3], shape, strict=False) if n > 1)
-
-
-def _numbers(spec, known: dict) -> list:
-    return [known[name] for name in spec.flag["parameters"]]
-
-
-def _with_lists(known: dict, lists: BlockLists | None, width: str) -> dict:
-    """Known numbers with those of the block lists, whose rows are `width` ("columns" or "rows") wide."""
-    if lists is None:
-        return known
-    full = [] if lists.full_kv_indices is None else [f"full_mask_{width}"]
-    names = ("mask_stride_z", "mask_stride_h", f"mask_{width}", *full, *([] if lists.starts is None else ["RANGES"]))
-    return {**known, **dict(zip(names, lists.numbers, strict=True))}
-
-
-def _launch_fused(
-    ready: _Ready,
-    tensors: tuple,
-    tops: torch.Tensor,
-    delta: torch.Tensor,
-    dq_sum: torch.Tensor,
-    done: torch.Tensor,
-    count: torch.Tensor,
-    lists: BlockLists | None,
-    score,
-    mask,
-    sums: _Sums,
-) -> None:
-    """Launch hopper_backward: a program for each multiprocessor, unless there are fewer tiles and blocks of dQ to finish."""
-    plan = ready.plan
-    q, k, v, do, dq, dk, dv = tensors
-    described = {"q": q, "do": do, "k": k, "v": v, "tops": tops, "delta": delta, "dq": dq_sum, "dk": dk, "dv": dv}
-    mods = mod_values(plan, score and score[1], mask and mask[1])
-    blocks = plan.blocks
-    descriptors = [descriptor(t, *blocks[f"desc_{name}"]) for name, t in described.items()]
-    heads = k.shape[0] * k.shape[1]
-    tiles = tiles_of(k.shape[2], plan.tile.BLOCK_N, lists, "kv_block")
-    stored = (dq_sum, dq, *((dk, dv) if plan.fused.flag["STARTS"] else ()), done)
-    args = (*descriptors, *stored, count, ready.numbers["fused"], *(lists.tables if lists else ()), *mods, *sums.arguments(plan, 2 * tiles))
-    variant, plain = usable(kernel_for(plan.fused), args, q.device, math.inf)
-    work = max(tiles * heads, -(-q.shape[2] // plan.fused.flag["DQ_ROWS"]) * q.shape[0] * q.shape[1])
-    variant.launch((min(work, multiprocessors(q.device)),), plain, q.device.index)
-
-
-def _launch(ready: _Ready, name: str, streamed: tuple, rest: tuple, lists: BlockLists | None, score, mask, sums) -> None:
-    """Launch backward_dq or backward_dkv with the step's tile, or with the next smaller one that the device can hold."""
-    step, known = getattr(ready.plan, name), ready.known
-    flags = step.spec.flag
-    tables = lists.tables if lists else ()
-    mods = mod_values(step, score and score[1], mask and mask[1])
-    kernel = kernel_for(step.spec)
-    heads = known["Z"] * known["Hq"] if name == "dq" else known["Zkv"] * known["Hkv"]
-
-    def launch(tile) -> None:
-        walked = tile.BLOCK_N if name == "dq" else tile.BLOCK_M
-        first = tuple(descriptor(t, walked) for t in streamed) if flags["USE_TMA"] else streamed
-        own = (known["Q_LEN"], tile.BLOCK_M, lists, "q_block") if name == "dq" else (known["KV_LEN"], tile.BLOCK_N, lists, "kv_block")
-        tiles = tiles_of(*own)
-        runs = [(head, 1) for head in range(heads)] if flags["SLABS"] else [(0, heads)]
-        for head, count in runs:
-            numbers = ready.numbers[name]
-            if flags["SLABS"]:
-                numbers = Numbers(_numbers(step.spec, _with_lists({**known, "first_tile": head * tiles}, lists, "columns")))
-            captured = sums.arguments(step, tiles)
-            kernel.launch(
-                (tiles * count,),
-                (*first, *rest, numbers, *tables, *mods, *captured),
-                rest[0].device,
-                (tile.BLOCK_M, tile.BLOCK_N),
-                num_warps=tile.num_warps,
-                num_stages=tile.num_stages,
-            )
-            if flags["SLABS"]:
-                sums.add_slabs(step, divmod(head, known["Hq"]))
-
-    launch_fitting(step, launch)
-
-
-class _Sums:
-    """The gradients of captured tensors: the buffers that kernels write, and how they become gradients."""
-
-    def __init__(self, steps: tuple[Step | HopperBackwardPlan, ...], score, extents: tuple, device: torch.device) -> None:
-        self.steps, self.score, self.extents, self.device = steps, score, extents, device
-        self.buffers: dict[str, torch.Tensor] = {}
-        self.totals: dict[int, torch.Tensor] = {}
-
-    def _tensor(self, load: Expr) -> torch.Tensor:
-        return self.score[1][load.attr]
-
-    def arguments(self, step: Step | HopperBackwardPlan, tiles: int) -> list:
-        """Buffers in the order of the kernel's parameters."""
-        Z, Hq, Q_LEN, KV_LEN = self.extents
-        shapes = {"row": (Z, Hq, Q_LEN), "column": (Z, Hq, KV_LEN), "head": (Z, Hq, tiles), "slab": (Q_LEN, KV_LEN)}
-        made = []
-        for captured, load in step.captured:
-            buffer = self.buffers.get(captured.buffer)  # there already if an earlier launch wrote other heads, or the tile was too large
-            if captured.role in ("store", "atomic"):
-                if buffer is None:
-                    tensor = self._tensor(load)
-                    dtype = tensor.dtype if captured.role == "store" else torch.float32
-                    buffer = torch.empty_strided(_own_shape(tensor), tensor.stride(), dtype=dtype, device=self.device).zero_()
-            elif buffer is None or buffer.shape != shapes[captured.role]:
-                buffer = torch.empty(shapes[captured.role], dtype=torch.float32, device=self.device)
-            made.append(buffer.zero_() if captured.role == "slab" else buffer)
-            self.buffers[captured.buffer] = buffer
-        return made
-
-    def add_slabs(self, step: Step, head: tuple[int, int]) -> None:
-        """Add one head's stored positions to their places, a chunk of rows at a time."""
-        _, _, Q_LEN, KV_LEN = self.extents
-        rows = max(1, _CHUNK // KV_LEN)
-        for captured, load in step.captured:
-            if captured.role == "slab":
-                for start in range(0, Q_LEN, rows):
-                    part = self.buffers[captured.buffer][start : start + rows]
-                    q_idx = torch.arange(start, start + len(part), device=self.device, dtype=torch.int32)[:, None]
-                    self._add(
-                        load,
-                        part,
-                        {
-                            "q_idx": q_idx,
-                            "kv_idx": self._range(KV_LEN)[None, :],
-                            **{
-                                s: torch.full((1, 1), n, dtype=torch.int32, device=self.device)
-                                for s, n in zip(("b", "h"), head, strict=True)
-                            },
-                        },
-                    )
-
-    def _range(self, n: int) -> torch.Tensor:
-        return torch.arange(n, dtype=torch.int32, device=self.device)
-
-    def _add(self, load: Expr, values: torch.Tensor, symbols: dict) -> None:
-        """Add `values`, one for each position of the symbols' grid, to the elements that the load reads there."""
-        tensor = self._tensor(load)
-        count = len(self.score[0].tensors)
-        shape = _own_shape(tensor)
-        inside = torch.ones_like(values, dtype=torch.bool)
-        indices = []
-        for index, size, stride in zip(load.args, tensor.shape, tensor.stride(), strict=True):
-            if stride == 0:  # one element; the kernel has seen to what lies outside
-                indices.append(torch.zeros(values.shape, dtype=torch.int64, device=self.device))
-                continue
-            at = compute(index, symbols, self.score[1][:count], self.score[1][count:]).long().expand(values.shape)
-            at = torch.where(at < 0, at + size, at)
-            inside &= (at >= 0) & (at < size)
-            indices.append(at.clamp(0, size - 1))
-        total = self.totals.get(load.attr)
-        if total is None:
-            total = self.totals[load.attr] = torch.zeros(shape, dtype=torch.float32, device=self.device)
-        elif total.dtype != torch.float32:  # what another load of this tensor stored
-            total = self.totals[load.attr] = total.float()
-        values = torch.where(inside, values.float(), 0.0)
-        if indices:
-            total.index_put_(tuple(indices), values, accumulate=True)
-        else:
-            total += values.sum()
-
-    def gradients(self) -> dict[int, torch.Tensor]:
-        """The gradient of every captured tensor that wants one, in its shape and dtype."""
-        if not self.buffers:
-            return {}
-        Z, Hq, Q_LEN, KV_LEN = self.extents
-        grid = {"b": self._range(Z)[:, None, None], "h": self._range(Hq)[None, :, None]}
-        for step in self.steps:
-            for captured, load in step.captured:
-                buffer = self.buffers[captured.buffer]
-                if captured.role in ("store", "atomic"):
-                    found = self.totals.get(load.attr)
-                    self.totals[load.attr] = buffer if found is None else found + buffer
-                elif captured.role == "head":
-                    self._add(load, buffer.sum(-1, keepdim=True), grid)
-                elif captured.role == "row":
-                    self._add(load, buffer, {**grid, "q_idx": self._range(Q_LEN)[None, None, :]})
-                elif captured.role == "column":
-                    self._add(load, buffer, {**grid, "kv_idx": self._range(KV_LEN)[None, None, :]})
-        return {i: _spread(total, self.score[1][i]) for i, total in self.totals.items()}
-
-
-def _own_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The tensor's shape with every dimension of stride 0, which holds one element, of size 1."""
-    return tuple(1 if s == 0 else n for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _spread(total: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """A gradient with the tensor's shape: where elements share memory, each gets an equal part of their sum."""
-    shared = tensor.numel() // max(total.numel(), 1)
-    return (total if shared <= 1 else total.float() / shared).to(tensor.dtype).expand(tensor.shape)
+    call = Call(case, geometry, arch, *keys)
+    named = options.backend if options.backend == Portable.name else None
+    return choose(CANDIDATES, call, named, _refused), call

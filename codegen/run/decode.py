@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
 from ..device.arguments import plain_values
 from ..device.devices import architecture_of, backend_of, multiprocessors, on
-from ..device.kernel import kernel_for
 from ..mod.expr import INDEX_BOUND
 from ..plan.decode import BLOCK_S, MAX_ROWS, MIN_SHARE, DecodeCase, DecodePlan, parts_of, plan_decode, rows_of, vector_of
-from ..plan.forward import LOG2_E, geometry_of
+from ..plan.forward import geometry_of, scales
 from ..plan.tiles import Tile, next_smaller
 from ..registry import INFO, Table
 from ..text.spec import mod_values
-from .launch import launch_fitting
+from .block_lists import BlockLists
+from .launch import Launch, addresses_of, launch_fitting
 
 MAX_QUERIES = 16  # of a call without a cache; more of them keep the device busy without splitting keys
 _INTERPRETED = 4  # multiprocessors of the interpreter: keys are split there, too
 _plans: dict[tuple, DecodePlan] = Table("decode plans", 1024)
-_prepared: dict[tuple, _Prepared] = Table("decode calls", 1024)
+_prepared: dict[tuple, Prepared] = Table("decode calls", 1024)
 
 
 @dataclass(frozen=True)
@@ -76,74 +77,130 @@ class Cached:
 NOT_CACHED = Cached()
 
 
-def refuses(q: torch.Tensor, options) -> str | None:
-    """Why decode does not serve a call of flex_attention that asks for it, or None if it does."""
-    if q.shape[2] > MAX_QUERIES:
-        return f"query {tuple(q.shape)} has more than {MAX_QUERIES} positions"
+def refuses(q_len: int, options) -> str | None:
+    """Why decode does not serve a call of flex_attention, or None if it does."""
+    if q_len > MAX_QUERIES:
+        return f"query has {q_len} positions, more than {MAX_QUERIES}"
     if options.tile or options.prescale_qk:
         return f"{', '.join(name for name, _ in options.tile) or 'PRESCALE_QK'} is for the other kernels"
     return None
 
 
-def suits(q: torch.Tensor, k: torch.Tensor, options) -> bool:
-    """Is decode the kernel for a call of flex_attention that asks for none? With few keys there is nothing to split."""
-    return q.shape[2] <= MAX_QUERIES and k.shape[2] >= MIN_SHARE and refuses(q, options) is None
+def worthwhile(kv_len: int) -> str | None:
+    """Why another kernel is faster for a call that decode could serve, or None if it is not. With few keys there is nothing to split."""
+    return None if kv_len >= MIN_SHARE else f"there are {kv_len} keys, too few to split"
 
 
-@dataclass
-class _Prepared:
-    """What is decided of a call by everything but addresses and what its mods capture."""
+class Parts(NamedTuple):
+    """The memory for parts: elements of PART, PART_SHARE, PART_MAX and PART_COUNT, each a multiple of 16 bytes."""
 
-    plan: DecodePlan
-    grid: tuple[int, int]
-    numbers: list
-    sizes: list[int]  # elements of PART, PART_SHARE, PART_MAX and PART_COUNT; none if keys are not split
-    combine_numbers: tuple[int, ...]
-    functions: tuple = ()  # the compiled kernels for aligned tensors and numbers of 32 bits, once they have run
+    sizes: tuple[int, ...]
 
-    def launch(self, read: tuple, buffer: torch.Tensor | None, outputs: tuple[torch.Tensor, ...], rest: tuple) -> bool:
-        """The short way: pack addresses and launch. False if `functions` do not serve these tensors and numbers.
+    def tensors(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+        """By the names of parameters."""
+        part, share, largest, count = buffer.split(list(self.sizes))
+        return {"PART": part, "PART_SHARE": share, "PART_MAX": largest, "PART_COUNT": count.view(torch.int32)}
 
-        read    k, v, q and the tensors that say where sequences are; buffer, the memory for parts, stands behind the first three
-        rest    block lists and what mods capture
-        """
-        addresses, written, start, values = map(plain_values, (read, outputs, (buffer,) if self.sizes else (), rest))
-        if None in (addresses, written, start, values):
+    def addresses(self, start: int) -> dict[str, int]:
+        """The same."""
+        return dict(zip(_PARTS, accumulate(self.sizes[:-1], lambda at, size: at + 4 * size, initial=start), strict=True))
+
+
+_PARTS = ("PART", "PART_SHARE", "PART_MAX", "PART_COUNT")
+
+
+class Prepared:
+    """decode, and combine_splits where keys are split, in calls of one kind.
+
+    grid    of decode          ragged   queries of all sequences follow one another
+    parts   None where keys are not split
+    """
+
+    raw = False
+
+    def __init__(self, plan: DecodePlan, numbers: dict[str, int | float], combined: dict, grid: tuple, parts: Parts | None, ragged: bool):
+        self.plan, self.grid, self.parts, self.ragged = plan, grid, parts, ragged
+        self.room = sum(parts.sizes) if parts else 0
+        self.launch = Launch(plan.spec, numbers)
+        self.combine = Launch(plan.combine, combined) if parts else None
+
+    def run(
+        self,
+        tensors: dict[str, torch.Tensor],
+        addresses: dict[str, int] | None,
+        score: list | None,
+        mask: list | None,
+        lists: BlockLists | None,
+    ) -> None:
+        """Fill the outputs among `tensors`, which have the names of parameters. `addresses`: theirs, if all are aligned."""
+        out, lse = tensors["O"], tensors["LSE"]
+        device, captured = out.device, mod_values(self.plan, score, mask)
+        buffer = None
+        if self.parts:
+            buffer = torch.empty(self.room, dtype=torch.float32, device=device)
+            if self.ragged:  # tokens after the last sequence's have no parts
+                buffer[-self.parts.sizes[-1] :].zero_()
+        elif self.ragged:
+            lse.fill_(float("-inf"))
+            out.zero_()
+        if addresses is None or not self._again(tensors, addresses, buffer, captured, lists, device):
+            self._first(tensors, buffer, captured, lists, device)
+
+    def _again(
+        self,
+        tensors: dict[str, torch.Tensor],
+        addresses: dict[str, int],
+        buffer: torch.Tensor | None,
+        captured: list,
+        lists: BlockLists | None,
+        device: torch.device,
+    ) -> bool:
+        """The short way. False if it does not serve these tensors and numbers."""
+        if not self.launch.function or self.parts and not self.combine.function:
             return False
-        parts = [*accumulate(self.sizes[:-1], lambda at, size: at + 4 * size, initial=start[0])] if self.sizes else written
-        device = outputs[0].device
+        plain, tables = plain_values(captured), lists.addresses if lists else {}
+        if plain is None or tables is None:
+            return False
+        addresses.update(tables)
+        if self.parts:
+            addresses.update(self.parts.addresses(buffer.data_ptr()))
         with on(device):
             stream = torch._C._cuda_getCurrentRawStream(device.index)
-            self.functions[0].launch_plain(*self.grid, 1, stream, [*addresses[:3], *parts, *addresses[3:], *self.numbers, *values])
-            if self.sizes:
-                self.functions[1].launch_plain(outputs[1].numel(), 1, 1, stream, [*parts, *written, *self.combine_numbers])
+            self.launch.again(tensors, addresses, plain, stream)
+            if self.parts:
+                self.combine.again(tensors, addresses, [], stream)
         return True
+
+    def _first(self, tensors: dict[str, torch.Tensor], buffer, captured: list, lists: BlockLists | None, device: torch.device) -> None:
+        """The long way."""
+        tensors = {**tensors, **(self.parts.tensors(buffer) if self.parts else {}), **(lists.tensors() if lists else {})}
+        launch_fitting(self.plan, lambda tile: self.launch.with_tile(tile, tensors, captured, self.grid, device), _with_fewer_keys)
+        if self.parts:
+            rows = (tensors["LSE"].numel(),)
+            variant = self.combine.with_constants((BLOCK_S,), tensors, [], rows, device)
+            self.combine.remember(variant, rows, tensors, [], {})
 
 
 def decode(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    outputs: tuple[torch.Tensor, ...],
+    out: torch.Tensor,
+    lse: torch.Tensor,
     scale: float,
     score: tuple | None,
     mask: tuple | None,
     keys: tuple,
-    lists,
-    precision: str = "ieee",
-    cached: Cached = NOT_CACHED,
-    *,
-    output_max: bool = False,
+    lists: BlockLists | None,
+    cached: Cached,
 ) -> None:
-    """Fill outputs: out (Z, Hq, Q_LEN, D_V), lse float32 (Z, Hq, Q_LEN), max_scores like it with output_max, and (Z, Hq, Q_LEN, 2) for
-    forward.Rows if that is asked for.
+    """Fill out (Z, Hq, Q_LEN, D_V) and lse float32 (Z, Hq, Q_LEN) from a cache.
 
     q (Z, Hq, Q_LEN, D_QK), k (Zkv, Hkv, KV_LEN, D_QK), v (Zkv, Hkv, KV_LEN, D_V), any strides; with cached.cu_q q and out are (1, Hq, T, D)
     and lse (T, Hq), with cached.pages Zkv is the number of pages and KV_LEN their size.
 
     keys   what of the bound score_mod and mask_mod changes a kernel
     """
-    out, device = outputs[0], q.device
     call = (
         q.shape,
         k.shape,
@@ -154,66 +211,35 @@ def decode(
         out.stride(),
         q.dtype,
         k.dtype,
-        device,
+        q.device,
         scale,
         *keys,
         lists and lists.structure,
-        precision,
-        len(outputs),
-        output_max,
         *cached.structure,
     )
+    tensors = {"K": k, "V": v, "Q": q, "O": out, "LSE": lse, **cached.tensors}
     found = _prepared.get(call)
     if found is not None:
         INFO.hits += 1
     else:
-        found = _prepared[call] = _prepare(q, k, v, outputs, scale, keys, lists, precision, cached, output_max)
-    plan, ragged = found.plan, cached.cu_q is not None
-    buffer = torch.empty(sum(found.sizes), dtype=torch.float32, device=device) if found.sizes else None
-    if ragged and found.sizes:  # tokens after the last sequence's have no parts
-        buffer[-found.sizes[-1] :].zero_()
-    elif ragged:
-        outputs[1].fill_(float("-inf"))
-        out.zero_()
-    rest = (*(lists.tables if lists else ()), *mod_values(plan, score and score[1], mask and mask[1]))
-    if found.functions and found.launch((k, v, q, *cached.tensors.values()), buffer, outputs, rest):
-        return
-    parts = outputs
-    if found.sizes:
-        *sums, count = buffer.split(found.sizes)
-        parts = (*sums, count.view(torch.int32))
-    args = (k, v, q, *parts, *cached.tensors.values(), *found.numbers, *rest)
-    kernel, combine = kernel_for(plan.spec), plan.combine and kernel_for(plan.combine)
-    variants = [
-        launch_fitting(
-            plan,
-            lambda tile: kernel.launch(
-                found.grid, args, device, (tile.BLOCK_M, tile.BLOCK_N), num_warps=tile.num_warps, num_stages=tile.num_stages
-            ),
-            _with_fewer_keys,
-        )
-    ]
-    if found.sizes:
-        variants.append(
-            combine.launch((outputs[1].numel(),), (*parts, *outputs, *found.combine_numbers), device, (BLOCK_S,), num_warps=4, num_stages=1)
-        )
-    if all(getattr(variant, "function", None) for variant in variants) and plain_values((*args, out, *found.combine_numbers)) is not None:
-        found.functions = tuple(variant.function for variant in variants)
+        found = _prepared[call] = prepare(tensors, scale, keys, lists, "ieee", cached)
+    found.run(tensors, addresses_of(tensors), score and score[1], mask and mask[1], lists)
 
 
-def _prepare(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    outputs: tuple[torch.Tensor, ...],
+def prepare(
+    tensors: dict[str, torch.Tensor],
     scale: float,
     keys: tuple,
-    lists,
+    lists: BlockLists | None,
     precision: str,
     cached: Cached,
-    output_max: bool,
-) -> _Prepared:
-    out, device, arch = outputs[0], q.device, architecture_of(q.device)
+    *,
+    output_max: bool = False,
+    output_rows: bool = False,
+) -> Prepared:
+    """All that does not depend on addresses, for K, V, Q, O and LSE as in `decode`."""
+    q, k, v, out, lse = (tensors[name] for name in ("Q", "K", "V", "O", "LSE"))
+    device, arch = q.device, architecture_of(q.device)
     Hkv = k.shape[1]
     ragged, paged = cached.cu_q is not None, cached.pages is not None
     Z = cached.cu_q.shape[0] - 1 if ragged else q.shape[0]
@@ -237,7 +263,7 @@ def _prepare(
         precision,
         scale > 0,
         output_max,
-        len(outputs) - output_max > 2,
+        output_rows,
         max(Q_LEN, KV_LEN) <= INDEX_BOUND,
         split.room > 0,
         split.of_all > 0,
@@ -252,33 +278,21 @@ def _prepare(
     plan = _plans.get(key)
     if plan is None:
         plan = _plans[key] = plan_decode(case, backend_of(device.type), arch, *keys, rows.rows)
-    numbers = [
-        Hq,
-        k.shape[0],
-        Hq // Hkv,
-        Q_LEN,
-        KV_LEN,
-        *geometry.numbers[5:],
-        *((scale, LOG2_E) if plan.scale_apart else (scale * LOG2_E,)),
-        rows.queries,
-        rows.pack,
-    ]
-    sizes, combine_numbers = [], ()
+    numbers = {
+        **geometry.numbers,
+        **{"Q_LEN": Q_LEN, "KV_LEN": KV_LEN, "Zkv": k.shape[0], "Z": Z, "T": q.shape[2], "QUERIES": rows.queries, "PACK": rows.pack},
+        **{"SPLITS": split.room, "MIN_SHARE": split.least, "PARTS": split.of_all},
+        **scales(scale, plan.scale_apart),
+        **(lists.numbers() if lists else {}),
+        "stride_pages": cached.pages.stride(0) if paged else 0,
+    }
+    parts, combined = None, {}
     if split.room:
-        numbers += [split.room, split.least, *((Z, split.of_all) if split.of_all else ())]
-        count = outputs[1].numel()
-        sizes = [count * split.room * n for n in (v.shape[3], 1, 1)] + [count]
-        sizes = [-(-n // 4) * 4 for n in sizes]  # each aligned to 16 bytes
-        strides = (0, out.stride(2), out.stride(1)) if ragged else out.stride()[:3]
-        combine_numbers = (*outputs[1].shape[-2:], split.room, *strides, LOG2_E if plan.scale_apart else scale * LOG2_E)
-    if paged:
-        numbers.append(cached.pages.stride(0))
-    if ragged:
-        numbers.append(q.shape[2])
-    if lists is not None:
-        numbers += lists.numbers
+        parts = Parts(tuple(-(-n // 4) * 4 for n in (*(lse.numel() * split.room * n for n in (v.shape[3], 1, 1)), lse.numel())))
+        outer, middle, inner = (0, out.stride(2), out.stride(1)) if ragged else out.stride()[:3]
+        combined = {"stride_outer": outer, "stride_middle": middle, "stride_inner": inner, "MIDDLE": lse.shape[-2], "INNER": lse.shape[-1]}
     grid = (tiles // Z, split.of_all + Z) if split.of_all else (tiles, max(split.room, 1))
-    return _Prepared(plan, grid, numbers, sizes, combine_numbers)
+    return Prepared(plan, numbers, {**numbers, **combined}, grid, parts, ragged)
 
 
 def _with_fewer_keys(tile: Tile) -> Tile | None:

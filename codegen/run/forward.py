@@ -1,91 +1,28 @@
-"""The forward kernel's driver: from tensors and bound mods to a plan, a grid and arguments."""
+"""The driver of the forward kernels: from tensors and bound mods to a kernel, a grid and arguments."""
 
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import triton
 
 from ..device.arguments import plain_values
 from ..device.counters import counter
 from ..device.devices import architecture_of, backend_of, multiprocessors, on
-from ..device.kernel import Kernel, kernel_for
-from ..device.tma import descriptor
 from ..mod.expr import INDEX_BOUND, ModGraph
 from ..mod.tensors import check_kind
-from ..plan.forward import LOG2_E, Blocks, ForwardCase, Geometry, Options, Plan, geometry_of, plan_forward, wants_tma
-from ..plan.hopper_forward import SPILL_LIMIT, HopperPlan, fits, heads_per_group, plan_hopper_forward, worthwhile
-from ..registry import INFO, Table, remembered
+from ..plan import hopper_forward
+from ..plan.candidates import Choice, choose
+from ..plan.forward import ForwardCase, Geometry, Mod, Options, Plan, geometry_of, plan_forward, scales, wants_tma
+from ..plan.hopper_forward import SPILL_LIMIT, HopperPlan, fits, heads_per_group, plan_hopper_forward
+from ..registry import INFO, Table
 from ..text.spec import LARGEST_BLOCK_N, layouts_of, mod_values
 from . import decode
-from .launch import launch_fitting
-
-
-@dataclass(frozen=True)
-class BlockLists:
-    """The block lists of a mask as kernels read them.
-
-    kv_num_blocks (Zm, Hm, rows), kv_indices (Zm, Hm, rows, columns), both contiguous int32; Zm and Hm are 1 or Z and Hq. full_*: the
-    same for blocks that need no mask_mod, or None. `interior`: no full block reaches past KV_LEN.
-
-    starts   int32 (rows + 1), or None: blocks of the tiles' axis (queries; keys, in transposed lists) are the positions from starts[i] up
-             to starts[i + 1], at most a block's size; the last ones may be empty. The lists then hold first positions of blocks instead
-             of their numbers, a full block has all its positions, and mask_mod hides from a partial one all that is not in it
-    """
-
-    kv_num_blocks: torch.Tensor
-    kv_indices: torch.Tensor
-    full_kv_num_blocks: torch.Tensor | None
-    full_kv_indices: torch.Tensor | None
-    q_block: int
-    kv_block: int
-    interior: bool
-    starts: torch.Tensor | None = None
-
-    @functools.cached_property
-    def tables(self) -> tuple[torch.Tensor, ...]:
-        """The lists in the order of the kernels' parameters."""
-        full = () if self.full_kv_indices is None else (self.full_kv_num_blocks, self.full_kv_indices)
-        return self.kv_num_blocks, self.kv_indices, *full, *(() if self.starts is None else (self.starts,))
-
-    @functools.cached_property
-    def fitting(self) -> set:
-        """Inputs, with Options, that were found to fit these lists."""
-        return set()
-
-    @functools.cached_property
-    def transposed(self) -> dict[int, BlockLists]:
-        """The transposed lists, by KV_LEN, where they were made."""
-        return {}
-
-    @functools.cached_property
-    def structure(self) -> tuple:
-        """What a launch depends on beside addresses."""
-        return (self.full_kv_indices is not None, self.q_block, self.kv_block, self.interior, self.starts is None, *self.numbers)
-
-    @functools.cached_property
-    def blocks(self) -> Blocks:
-        """What of the lists changes a kernel."""
-        return Blocks(self.full_kv_indices is not None, self.q_block, self.kv_block, self.interior, self.starts is not None)
-
-    @functools.cached_property
-    def addresses(self) -> tuple[int, ...] | None:
-        """Of the tables; None if one is no multiple of 16 bytes."""
-        found = tuple(t.data_ptr() for t in self.tables)
-        return None if any(address % 16 for address in found) else found
-
-    @functools.cached_property
-    def numbers(self) -> list[int]:
-        """mask_stride_z, mask_stride_h (in rows; 0 for a mask that all share), the widths of the index lists, and RANGES, their rows, with
-        `starts`."""
-        Zm, Hm, rows, _ = self.kv_indices.shape
-        widths = [t.shape[-1] for t in (self.kv_indices, self.full_kv_indices) if t is not None]
-        return [Hm * rows if Zm > 1 else 0, rows if Hm > 1 else 0, *widths, *([] if self.starts is None else [rows])]
+from .block_lists import BlockLists, tiles_of
+from .launch import Launch, Unusable, launch_fitting
+from .layouts import output_like, strides_like
 
 
 class Rows(NamedTuple):
@@ -110,85 +47,176 @@ class Inputs:
         self.scale = self.head_dim**-0.5  # where the user gives none
 
 
-_plans: dict[tuple, Plan | HopperPlan] = Table("forward plans", 1024)
-# cases for which the kernel for Hopper was compiled and is not used, and why
-_refused: dict[tuple, str] = Table("forward kernels not used", 1024)
-_ready: dict[tuple, _Ready] = Table("forward calls", 1024)
+class Call(NamedTuple):
+    """A call as the choice of its kernel sees it: sizes, strides and structure; no address, and nothing of what lists hold."""
+
+    case: ForwardCase
+    geometry: Geometry
+    extents: tuple[int, int, int, int]  # Z, Hq, Q_LEN, KV_LEN
+    device: torch.device
+    arch: str
+    aligned: bool  # the addresses of q, k and v are multiples of 16 bytes
+    scale: float
+    score: Mod | None
+    mask: Mod | None
+
+    @property
+    def key(self) -> tuple:
+        """What changes the kernels."""
+        return self.case, self.arch, self.score, self.mask
 
 
-class _Ready:
-    """A forward kernel of which everything is decided but addresses and what the mods capture: found by the shapes of a call, it only packs
-    arguments and launches. It serves calls whose tensors are 16-byte aligned and whose numbers fit into 32 bits."""
+class Portable:
+    """The forward kernel that serves any call, on any device."""
 
-    def __init__(self, plan: Plan | HopperPlan, function, grid: int, numbers: list, out: torch.Tensor, lse: torch.Tensor) -> None:
-        self.plan, self.function, self.grid, self.numbers = plan, function, grid, numbers
-        self.described, self.by_pointer, self.counts = len(plan.blocks), _first_by_pointer(plan), isinstance(plan, HopperPlan)
-        self.new_out, self.new_stats = (
-            functools.partial(torch.empty_strided, tuple(t.shape), t.stride(), dtype=t.dtype, device=t.device) for t in (out, lse)
+    name = "PORTABLE"
+
+    def fits(self, call: Call) -> str | None:
+        return None
+
+    def worthwhile(self, call: Call) -> str | None:
+        return None
+
+    def prepare(self, call: Call, tensors: dict[str, torch.Tensor], lists: BlockLists | None) -> Runner:
+        plan = planned(
+            _plans, self.name, call, lambda: plan_forward(call.case, backend_of(call.device.type), call.arch, call.score, call.mask)
         )
-        self.raw = _are_raw(plan)
-        self.new_rows = functools.partial(torch.empty, (*lse.shape, 2), dtype=lse.dtype, device=lse.device)
-        self.maps: dict[tuple[int, ...], list] = {}  # tensor maps by addresses
+        return Runner(plan, _numbers(call, plan, lists), call.extents, None)
+
+
+class Hopper:
+    """The one for sm_90 alone."""
+
+    name = "HOPPER"
+
+    def fits(self, call: Call) -> str | None:
+        return fits(call.case, call.geometry, call.arch, call.aligned)
+
+    def worthwhile(self, call: Call) -> str | None:
+        Z, Hq, Q_LEN, _ = call.extents
+        return worthwhile(Q_LEN, Z * Hq, multiprocessors(call.device))
+
+    def prepare(self, call: Call, tensors: dict[str, torch.Tensor], lists: BlockLists | None) -> Runner:
+        plan = planned(_plans, self.name, call, lambda: plan_hopper_forward(call.case, call.score, call.mask))
+        limit = None if call.case.options.backend == self.name else SPILL_LIMIT
+        return Runner(plan, _numbers(call, plan, lists), call.extents, limit, multiprocessors(call.device))
+
+
+class Decode:
+    """The kernels for few queries, which split the keys of a row."""
+
+    name = "DECODE"
+
+    def fits(self, call: Call) -> str | None:
+        return decode.refuses(call.extents[2], call.case.options)
+
+    def worthwhile(self, call: Call) -> str | None:
+        return decode.worthwhile(call.extents[3])
+
+    def prepare(self, call: Call, tensors: dict[str, torch.Tensor], lists: BlockLists | None) -> decode.Prepared:
+        case, keys = call.case, (call.score, call.mask)
+        outputs = {"output_max": case.output_max, "output_rows": case.output_rows}
+        return decode.prepare(tensors, call.scale, keys, lists, case.options.float32_precision, decode.NOT_CACHED, **outputs)
+
+
+worthwhile = hopper_forward.worthwhile
+CANDIDATES = Decode(), Hopper(), Portable()
+
+_plans: dict[tuple, Plan | HopperPlan] = Table("forward plans", 1024)
+_refused: dict[tuple, str] = Table("forward kernels not used", 1024)  # that were compiled, and why
+_ready: dict[tuple, Ready] = Table("forward calls", 1024)
+
+
+def planned(plans: Table, name: str, call, make: Callable):
+    """A candidate's plan for a call, as `make` gives it, kept in `plans`."""
+    key = (name, *call.key)
+    plan = plans.get(key)
+    if plan is None:
+        plan = plans[key] = make()
+    else:
+        INFO.hits += 1
+    return plan
+
+
+def _numbers(call: Call, plan: Plan | HopperPlan, lists: BlockLists | None) -> dict[str, int | float]:
+    """All that a forward kernel may take, by the names of parameters."""
+    Z, Hq, _, KV_LEN = call.extents
+    group, case = call.geometry.numbers["GROUP_SIZE"], call.case
+    kv_bytes = KV_LEN * (case.d_qk + case.d_v) * case.dtype.itemsize // group
+    return {
+        **call.geometry.numbers,
+        "HEADS": Z * Hq,
+        "HEADS_PER_GROUP": heads_per_group(Z * Hq, kv_bytes),
+        **scales(call.scale, plan.scale_apart),
+        **(lists.numbers() if lists else {}),
+    }
+
+
+class Runner:
+    """One forward kernel in calls of a kind.
+
+    limit      bytes that its threads may spill; None: any number
+    programs   how many run at once and take one tile after another; 0: each takes one
+    """
+
+    def __init__(
+        self, plan: Plan | HopperPlan, numbers: dict[str, int | float], extents: tuple, limit: float | None, programs: int = 0
+    ) -> None:
+        self.plan, self.limit, self.programs = plan, limit, programs
+        self.heads, self.length = extents[0] * extents[1], extents[2]
+        self.launch = Launch(plan.spec, numbers)
+        self.raw = bool(plan.spec.flag.get("SUM_IS_RAW"))
 
     def run(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        tensors: dict[str, torch.Tensor],
+        addresses: dict[str, int] | None,
         score: list | None,
         mask: list | None,
         lists: BlockLists | None,
-        output_max: bool,
-        output_rows: bool,
-    ):
-        """What `forward` returns; None if this call needs another variant of the kernel."""
-        mods = plain_values(mod_values(self.plan, score, mask))
-        tables = lists.addresses if lists else ()
-        inputs = k.data_ptr(), v.data_ptr(), q.data_ptr()
-        if mods is None or tables is None or (inputs[0] | inputs[1] | inputs[2]) % 16 or 0 in inputs:
-            return None
-        out, lse, max_scores = self.new_out(), self.new_stats(), self.new_stats() if output_max else None
-        addresses = [*inputs, out.data_ptr(), lse.data_ptr()]
-        if output_max:
-            addresses.append(max_scores.data_ptr())
-        rows = None
-        if output_rows:
-            rows = Rows(self.new_rows(), self.raw)
-            addresses.append(rows.values.data_ptr())
-        if self.described:
-            key = tuple(addresses[: self.described])
-            maps = self.maps.get(key)
-            if maps is None:
-                if len(self.maps) >= 64:
-                    self.maps.clear()
-                maps = self.maps[key] = self.function.expanded(_described(self.plan, (k, v, q, out)))
-            addresses = [*maps, *addresses[self.by_pointer :]]
-        device = q.device
-        with on(device):
-            stream = torch._C._cuda_getCurrentRawStream(device.index)
-            if self.counts:
-                addresses.append(counter(device, stream).data_ptr())
-            self.function.launch_plain(self.grid, 1, 1, stream, [*addresses, *self.numbers, *tables, *mods])
-        return out, lse, max_scores, rows
+    ) -> None:
+        """Fill the outputs among `tensors`, which have the names of parameters. `addresses`: theirs, if all are aligned."""
+        device, captured = tensors["Q"].device, mod_values(self.plan, score, mask)
+        if self.launch.function and addresses is not None:
+            plain, tables = plain_values(captured), lists.addresses if lists else {}
+            if plain is not None and tables is not None:
+                addresses.update(tables)
+                with on(device):
+                    stream = torch._C._cuda_getCurrentRawStream(device.index)
+                    if self.programs:
+                        addresses["COUNTER"] = counter(device, stream).data_ptr()
+                    self.launch.again(tensors, addresses, plain, stream)
+                return
+        if lists:
+            tensors = {**tensors, **lists.tensors()}
+        if self.programs:
+            persistent(self.launch, tensors, captured, self._tiles(self.plan.tile, lists), self.limit, self.programs)
+        else:
+            launch_fitting(self.plan, lambda tile: self.launch.with_tile(tile, tensors, captured, (self._tiles(tile, lists),), device))
+
+    def _tiles(self, tile, lists: BlockLists | None) -> int:
+        return tiles_of(self.length, tile.BLOCK_M, lists, "q_block") * self.heads
 
 
-def output_like(q: torch.Tensor, d_v: int) -> torch.Tensor:
-    """An empty (Z, Hq, Q_LEN, D_V) tensor laid out as q is, so that (B, S, H, D) code gets (B, S, H, D) back."""
-    return torch.empty_strided((*q.shape[:3], d_v), strides_like(q, d_v), dtype=q.dtype, device=q.device)
+def persistent(launch: Launch, tensors: dict[str, torch.Tensor], captured: list, tiles: int, limit: float | None, programs: int) -> None:
+    """Launch a kernel whose programs count the tiles that are taken."""
+    device = tensors["Q"].device
+    with on(device):
+        count = counter(device, torch._C._cuda_getCurrentRawStream(device.index))
+        launch.if_usable({**tensors, "COUNTER": count}, captured, min(tiles, programs), device, limit)
 
 
-def strides_like(q: torch.Tensor, d_v: int) -> tuple[int, ...]:
-    """The strides of that."""
-    return _strides_like(q.shape[:3], q.stride(), d_v)
+class Ready:
+    """What is decided of calls of a kind: the kernels, and how their outputs lie in memory."""
 
-
-@remembered("strides of outputs", 4096)
-def _strides_like(shape: tuple[int, ...], order: tuple[int, ...], d_v: int) -> tuple[int, ...]:
-    strides, step = [0, 0, 0, 1], d_v
-    for i in sorted(range(3), key=lambda i: order[i]):
-        strides[i] = step
-        step *= max(shape[i], 1)
-    return tuple(strides)
+    def __init__(self, choice: Choice, call: Call, tensors: dict[str, torch.Tensor], lists: BlockLists | None) -> None:
+        self.refusal = (choice.candidate.name, *call.key)
+        self.runner = choice.candidate.prepare(call, tensors, lists)
+        self.new_out, self.new_stats = (
+            functools.partial(torch.empty_strided, tuple(t.shape), t.stride(), dtype=t.dtype, device=t.device)
+            for t in (tensors["O"], tensors["LSE"])
+        )
+        self.new_rows = functools.partial(torch.empty, (*tensors["LSE"].shape, 2), dtype=torch.float32, device=call.device)
 
 
 def forward(
@@ -211,109 +239,82 @@ def forward(
     `mask` is the mask_mod of the partial blocks in `lists`; both None for dense attention.
     """
     score_key, mask_key = keys_of(score, mask, reached(inputs.extents, lists))
-    call = (inputs, scale, score_key, mask_key, lists and lists.structure, options, output_max, output_rows)
-    ready = _ready.get(call)
-    if ready is not None:
-        found = ready.run(q, k, v, score and score[1], mask and mask[1], lists, output_max, output_rows)
-        if found is not None:
-            INFO.hits += 1
-            return found
-    Z, Hq, Q_LEN, _ = q.shape
-    KV_LEN, D_V = v.shape[2:]
-    out = output_like(q, D_V)
-    lse = torch.empty((Z, Hq, Q_LEN), dtype=torch.float32, device=q.device)
-    max_scores = torch.empty_like(lse) if output_max else None
-    rows = torch.empty((*lse.shape, 2), dtype=torch.float32, device=q.device) if output_rows else None
-    if out.numel() == 0 or KV_LEN == 0:
-        out.zero_()
-        lse.fill_(float("-inf"))
-        return out, lse, max_scores.fill_(float("-inf")) if output_max else None, Rows(rows, False) if output_rows else None
-
-    stats = tuple(t for t in (lse, max_scores, rows) if t is not None)
-    for name, tensor in (("query", q), ("key", k), ("value", v)):
-        if tensor.data_ptr() == 0:  # of a kind that looks as others do
-            check_kind(name, tensor)
-    if decodes(q, k, options):
-        decode.decode(
-            q, k, v, (out, *stats), scale, score, mask, (score_key, mask_key), lists, options.float32_precision, output_max=output_max
-        )
-        return out, lse, max_scores, Rows(rows, False) if output_rows else None
-    case, geometry, arch, reason = case_of(q, k, v, scale, lists, options, output_max, score_key, mask_key, output_rows=output_rows)
-    key = (case, arch, score_key, mask_key, reason is None)
-    plan = _plans.get(key)
-    if plan is not None:
+    k_at, v_at, q_at = k.data_ptr(), v.data_ptr(), q.data_ptr()
+    kv_beside, q_beside = (k_at | v_at) % 16, q_at % 16  # 0 for what TMA can load
+    key = (inputs, kv_beside, q_beside, scale, score_key, mask_key, lists and lists.structure, options, output_max, output_rows)
+    ready = _ready.get(key)
+    if ready is not None and k_at and v_at and q_at:
         INFO.hits += 1
-    elif reason is None:
-        plan = _plans[key] = plan_hopper_forward(case, score_key, mask_key)
     else:
-        plan = _plans[key] = plan_forward(case, backend_of(q.device.type), arch, score_key, mask_key)
-    numbers = _hopper_numbers(q, k, v) if reason is None else geometry.numbers
-    numbers = [*numbers, *([scale, LOG2_E] if plan.scale_apart else [scale * LOG2_E])]
-    tables = ()
-    if lists is not None:
-        numbers += lists.numbers
-        tables = lists.tables
-    if plan.spec.flag["STARTS"] and reason is None:
-        numbers += out.stride()[:3]
-    mods = mod_values(plan, score and score[1], mask and mask[1])
+        if 0 in (*inputs.extents, v.shape[3]):
+            return _nothing(q, v, output_max, output_rows)
+        for name, tensor in (("query", q), ("key", k), ("value", v)):
+            if tensor.data_ptr() == 0:  # of a kind that looks as others do
+                check_kind(name, tensor)
+        ready = _ready[key] = _decide(q, k, v, scale, (score_key, mask_key), lists, options, output_max, output_rows)
+    out, lse, max_scores, rows = ready.new_out(), ready.new_stats(), None, None
+    tensors = {"K": k, "V": v, "Q": q, "O": out, "LSE": lse}
+    addresses = {"K": k_at, "V": v_at, "Q": q_at, "O": out.data_ptr(), "LSE": lse.data_ptr()}
+    if output_max:
+        max_scores = tensors["MAX"] = ready.new_stats()
+        addresses["MAX"] = max_scores.data_ptr()
+    if output_rows:
+        rows = Rows(ready.new_rows(), ready.runner.raw)
+        tensors["ROWS"], addresses["ROWS"] = rows.values, rows.values.data_ptr()
     try:
-        variant, grid = launch(
-            plan,
-            (k, v, q, out),
-            stats,
-            (*numbers, *tables, *mods),
-            lambda size: tiles_of(Q_LEN, size, lists, "q_block"),
-            forced=options.backend == "GLUON",
-        )
+        ready.runner.run(tensors, None if kv_beside or q_beside else addresses, score and score[1], mask and mask[1], lists)
     except Unusable as why:
-        _refused[case, arch, score_key, mask_key] = str(why)
+        _refused[ready.refusal] = str(why)
+        _ready.clear()  # others of this case have other lengths
         return forward(q, k, v, inputs, scale, score, mask, lists, options, output_max=output_max, output_rows=output_rows)
-    if getattr(variant, "function", None) and plain_values((q, k, v, *tables, *numbers, *mods)) is not None:
-        _ready[call] = _Ready(plan, variant.function, grid, numbers, out, lse)
-    return out, lse, max_scores, Rows(rows, _are_raw(plan)) if output_rows else None
+    return out, lse, max_scores, rows
 
 
-def _are_raw(plan: Plan | HopperPlan) -> bool:
-    """Has a score_mod's kernel scores without scale?"""
-    return isinstance(plan, HopperPlan) and plan.spec.flag["SUM_IS_RAW"]
+def _nothing(q: torch.Tensor, v: torch.Tensor, output_max: bool, output_rows: bool):
+    """What `forward` returns where there are no queries, no keys, or no columns."""
+    out, lse = output_like(q, v.shape[3]).zero_(), torch.full(q.shape[:3], float("-inf"), dtype=torch.float32, device=q.device)
+    rows = torch.empty((*lse.shape, 2), dtype=torch.float32, device=q.device)
+    return out, lse, lse.clone() if output_max else None, Rows(rows, False) if output_rows else None
 
 
-def decodes(q: torch.Tensor, k: torch.Tensor, options: Options) -> bool:
-    """Is the kernel for few queries to serve a call? Raises ValueError if it cannot and the user asks for it."""
-    if options.backend == "DECODE":
-        reason = decode.refuses(q, options)
-        if reason:
-            raise ValueError(f"kernel_options['BACKEND'] is 'TRITON_DECODE', but {reason}; leave BACKEND out")
-        return True
-    return options.backend is None and decode.suits(q, k, options)
-
-
-def case_of(
+def _decide(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     scale: float,
+    keys: tuple[Mod | None, Mod | None],
     lists: BlockLists | None,
     options: Options,
     output_max: bool,
-    score_key: tuple | None,
-    mask_key: tuple | None,
-    *,
+    output_rows: bool,
+) -> Ready:
+    choice, call = choice_of(q, k, v, scale, keys, lists, options, output_max, output_rows)
+    tensors = {"K": k, "V": v, "Q": q, "O": output_like(q, v.shape[3]), "LSE": torch.empty(q.shape[:3], device=q.device)}
+    return Ready(choice, call, tensors, lists)
+
+
+def choice_of(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    keys: tuple[Mod | None, Mod | None],
+    lists: BlockLists | None,
+    options: Options,
+    output_max: bool = False,
     output_rows: bool = False,
-) -> tuple[ForwardCase, Geometry, str, str | None]:
-    """What the forward kernel depends on beside its mods, the device's architecture, and why it is not the one for Hopper (None if it is).
-    Raises ValueError if that does not serve the call and the user asks for it."""
+) -> tuple[Choice, Call]:
+    """Which kernel serves a call, and what is known of that. Raises ValueError if the one that the user asks for does not fit."""
     geometry = geometry_of(q.element_size(), (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride()), strides_like(q, v.shape[3]))
     arch = architecture_of(q.device)
     aligned = (k.data_ptr() | v.data_ptr()) % 16 == 0
-    use_tma = geometry.tma and wants_tma(options, q.dtype, arch) and aligned
     case = ForwardCase(
         q.dtype,
         q.shape[3],
         v.shape[3],
         geometry.units,
         geometry.aligned,
-        use_tma,
+        geometry.tma and wants_tma(options, q.dtype, arch) and aligned,
         lists and lists.blocks,
         options,
         scale > 0,
@@ -321,33 +322,9 @@ def case_of(
         output_rows,
         max(q.shape[2], k.shape[2]) <= INDEX_BOUND,
     )
-    reason = fits(case, geometry, arch, aligned and q.data_ptr() % 16 == 0)
-    if options.backend == "GLUON" and reason is not None:
-        raise ValueError(f"kernel_options['BACKEND'] is 'GLUON', but {reason}; leave BACKEND out")
-    if options.backend == "TRITON":
-        reason = "BACKEND is TRITON"
-    elif reason is None and options.backend is None:
-        reason = _refused.get((case, arch, score_key, mask_key))
-        reason = reason or worthwhile(q.shape[2], q.shape[0] * q.shape[1], multiprocessors(q.device))
-    return case, geometry, arch, reason
-
-
-class Unusable(Exception):
-    """The compiled kernel for Hopper is not to be used: the portable one is faster, or the only one that compiles."""
-
-
-def usable(kernel: Kernel, args: tuple, device: torch.device, limit: float):
-    """The variant of a kernel for Hopper, and its arguments. Raises Unusable if it does not compile, with a warning, as Gluon is
-    experimental and may change with Triton; or if a thread spills more than `limit` bytes."""
-    try:
-        variant, plain = kernel.variant(args, device, (), num_warps=4)
-    except Exception as error:
-        text = f"{kernel.spec.template} does not compile with Triton {triton.__version__} ({type(error).__name__})"
-        warnings.warn(f"flexpress: {text}; the portable kernel takes its place. {error}", RuntimeWarning, stacklevel=2)
-        raise Unusable(text) from error
-    if variant.function.local > limit:
-        raise Unusable(f"its threads would spill {variant.function.local} bytes, more than {limit}")
-    return variant, plain
+    aligned = aligned and q.data_ptr() % 16 == 0
+    call = Call(case, geometry, (*q.shape[:3], k.shape[2]), q.device, arch, aligned, scale, *keys)
+    return choose(CANDIDATES, call, options.backend, _refused), call
 
 
 def reached(extents: tuple[int, int, int, int], lists: BlockLists | None) -> tuple[int, int, int, int]:
@@ -363,58 +340,3 @@ def reached(extents: tuple[int, int, int, int], lists: BlockLists | None) -> tup
 def keys_of(score: tuple | None, mask: tuple | None, extents: tuple[int, int, int, int]) -> tuple[tuple | None, tuple | None]:
     """What of bound mods changes a kernel."""
     return score and (score[0], layouts_of(*score, extents)), mask and (mask[0], layouts_of(*mask, extents))
-
-
-def _hopper_numbers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[int]:
-    Z, Hq, Q_LEN, D_QK = q.shape
-    Zkv, Hkv, KV_LEN, D_V = v.shape
-    kv_bytes = KV_LEN * (D_QK + D_V) * q.element_size() * Hkv // Hq
-    return [Hq, Zkv, Hq // Hkv, Q_LEN, KV_LEN, Z * Hq, heads_per_group(Z * Hq, kv_bytes)]
-
-
-def tiles_of(length: int, size: int, lists: BlockLists | None, axis: str) -> int:
-    """How many tiles of `size` positions of the lists' rows there are; `axis` is the attribute that says how large a block is."""
-    if lists is None or lists.starts is None:
-        return -(-length // size)
-    return (len(lists.starts) - 1) * (getattr(lists, axis) // size)
-
-
-def _described(plan: Plan | HopperPlan, tensors: tuple) -> list:
-    """Descriptors of the first of k, v, q and out, as many as the plan's kernel takes."""
-    return [descriptor(t, *block) for t, block in zip(tensors, plan.blocks, strict=False)]
-
-
-def _first_by_pointer(plan: Plan | HopperPlan) -> int:
-    """From which of k, v, q and out on the plan's kernel takes pointers: what has no descriptor, and out where a tile may end anywhere."""
-    return 3 if isinstance(plan, HopperPlan) and plan.spec.flag["STARTS"] else len(plan.blocks)
-
-
-def launch(
-    plan: Plan | HopperPlan, tensors: tuple, stats: tuple, rest: tuple, tiles: Callable[[int], int], *, forced: bool = False
-) -> tuple:
-    """Launch on k, v, q and out with the plan's tile, or with the next smaller one that the device can hold. `tiles` says how many tiles of
-    so many queries a head has. Returns the variant and its programs."""
-    q = tensors[2]
-    Z, Hq = q.shape[:2]
-    kernel = kernel_for(plan.spec)
-
-    def prepared(tile) -> tuple[int, tuple]:
-        args = (*_described(plan, tensors), *tensors[_first_by_pointer(plan) :], *stats)
-        return tiles(tile.BLOCK_M) * Z * Hq, args
-
-    if isinstance(plan, HopperPlan):
-        grid, args = prepared(plan.tile)
-        grid = min(grid, multiprocessors(q.device))
-        with on(q.device):
-            args = (*args, counter(q.device, torch._C._cuda_getCurrentRawStream(q.device.index)), *rest)
-            variant, plain = kernel.variant(args, q.device, (), num_warps=4) if forced else usable(kernel, args, q.device, SPILL_LIMIT)
-            variant.launch((grid,), plain, q.device.index)
-        return variant, grid
-
-    def launched(tile) -> tuple:
-        grid, args = prepared(tile)
-        return kernel.launch(
-            (grid,), (*args, *rest), q.device, (tile.BLOCK_M, tile.BLOCK_N), num_warps=tile.num_warps, num_stages=tile.num_stages
-        ), grid
-
-    return launch_fitting(plan, launched)

@@ -29,7 +29,7 @@ from ..plan.masks import (
 from ..registry import INFO, Table
 from ..text.snippet import Target
 from ..text.spec import layouts_of, mod_text
-from .forward import BlockLists
+from .block_lists import BlockLists
 
 DENSE_TILE = 64  # rows and columns of a tile of the dense mask
 ZONE_TILE = 128  # positions that one step of block_zones takes

@@ -6,18 +6,22 @@ import torch
 
 from ..device.devices import architecture_of, multiprocessors
 from ..mod.expr import INDEX_BOUND
-from ..plan.forward import LOG2_E, Cache, ForwardCase, Options, geometry_of, wants_tma
-from ..plan.hopper_forward import ROWS, HopperPlan, fits, heads_per_group, plan_hopper_forward
+from ..plan.forward import Cache, ForwardCase, Options, geometry_of, scales, wants_tma
+from ..plan.hopper_forward import ROWS, SPILL_LIMIT, HopperPlan, fits, heads_per_group, plan_hopper_forward
 from ..registry import INFO, Table
+from ..text.parameters import named_strides
 from ..text.spec import mod_values
 from . import forward
+from .block_lists import BlockLists
 from .decode import Cached
-from .forward import BlockLists, Unusable, keys_of
+from .forward import keys_of
+from .launch import Launch, Unusable
 from .masks import owned_starts
 
 LONG = 4  # blocks of queries that sequences must have on average: each begins a tile of its own
 BLOCK = 128  # queries and keys of a block of the lists
 _plans: dict[tuple, HopperPlan] = Table("prefill plans", 1024)
+_launches: dict[tuple, Launch] = Table("prefill calls", 1024)
 _refused: dict[tuple, str] = Table("prefill kernels not used", 1024)  # what was compiled and is not used, and why
 
 
@@ -26,7 +30,7 @@ def serves(
 ) -> ForwardCase | None:
     """What the kernel depends on beside its mods, for a call of `prefill`; None if decode is to serve it. Found from shapes, strides and
     addresses alone."""
-    if cached.cu_q is None or cached.invariant or k.dtype != q.dtype or options.backend == "TRITON":
+    if cached.cu_q is None or cached.invariant or k.dtype != q.dtype or options.backend == "PORTABLE":
         return None
     arch, tokens, sequences = architecture_of(q.device), q.shape[2], cached.cu_q.shape[0] - 1
     if arch != "sm_90" or tokens < LONG * BLOCK * sequences:
@@ -86,33 +90,29 @@ def prefill(
         INFO.hits += 1
     starts, owners = owned_starts(cached.cu_q, T, 2 * ROWS)
     kv_bytes = room * (D_QK + v.shape[3]) * q.element_size() * Hkv // Hq
-    numbers = [
-        Hq,
-        k.shape[0],
-        Hq // Hkv,
-        T,
-        room,
-        Hq,
-        heads_per_group(Hq, kv_bytes),
-        *((scale, LOG2_E) if plan.scale_apart else (scale * LOG2_E,)),
-        *lists.numbers,
-        len(owners),
-        *outputs[0].stride()[:3],
-        sequences,
-        cached.max_q,
-        *(() if cached.pages is None else (cached.pages.stride(0),)),
-    ]
-    places = [t for t in (cached.cu_q, cached.kv_lens, q_offset, cached.kv_locs, cached.pages) if t is not None]
+    numbers = {
+        **{"Hq": Hq, "Zkv": k.shape[0], "GROUP_SIZE": Hq // Hkv, "Q_LEN": T, "KV_LEN": room},
+        **{"HEADS": Hq, "HEADS_PER_GROUP": heads_per_group(Hq, kv_bytes)},
+        **scales(scale, plan.scale_apart),
+        **lists.numbers(),
+        **named_strides("o", "zhm", outputs[0].stride()),
+        **{"RANGES": len(owners), "SEQUENCES": sequences, "MAX_Q": cached.max_q},
+        "stride_pages": 0 if cached.pages is None else cached.pages.stride(0),
+    }
+    found = {
+        **{"K": k, "V": v, "Q": q, "O": outputs[0], "LSE": outputs[1]},
+        **{**lists.tensors(), "starts": starts, "sequences": owners},
+        **{"cu_q": cached.cu_q, "kv_lens": cached.kv_lens, "q_offsets": q_offset, "kv_locs": cached.kv_locs, "pages": cached.pages},
+    }
+    tensors = {name: t for name, t in found.items() if t is not None}
     mods = mod_values(plan, score and score[1], mask[1])
+    call = (plan, *numbers.values())
+    launch = _launches.get(call)
+    if launch is None:
+        launch = _launches[call] = Launch(plan.spec, numbers)
+    limit = None if case.options.backend == "HOPPER" else SPILL_LIMIT
     try:
-        forward.launch(
-            plan,
-            (k, v, q, outputs[0]),
-            outputs[1:],
-            (*numbers, *lists.tables, starts, owners, *places, *mods),
-            lambda _: len(owners),
-            forced=case.options.backend == "GLUON",
-        )
+        forward.persistent(launch, tensors, mods, len(owners) * Hq, limit, multiprocessors(q.device))
     except Unusable as why:
         _refused[key] = str(why)
         return False

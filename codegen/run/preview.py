@@ -21,9 +21,9 @@ from ..mod.bind import bind
 from ..plan.backward import BackwardCase, Step, backward_geometry, delta_rows, plan_backward
 from ..plan.decode import BLOCK_S, DecodeCase, DecodePlan, plan_decode, rows_of
 from ..plan.forward import Blocks, Cache, ForwardCase, Geometry, Options, Plan, geometry_of, plan_forward, wants_tma
-from ..plan.hopper_backward import HopperBackwardPlan, plan_hopper_backward
 from ..plan.hopper_backward import fits as backward_fits
-from ..plan.hopper_forward import HopperPlan, fits, plan_hopper_forward
+from ..plan.hopper_backward import plan_hopper_backward
+from ..plan.hopper_forward import fits, plan_hopper_forward
 from ..plan.masks import (
     SYMBOL_NAMES,
     dense_mask_spec,
@@ -37,16 +37,13 @@ from ..plan.masks import (
 )
 from ..plan.update_cache import BLOCK_T, UpdateCase, update_spec
 from ..text.snippet import Target
-from ..text.spec import KernelSpec, ModText, dtype_name, layouts_of, mod_text
+from ..text.spec import KernelSpec, ModText, layouts_of, mod_text
 from . import evaluate, masks
-from .forward import keys_of, output_like
+from .forward import keys_of
+from .layouts import output_like
 
 TARGETS = ("cpu", *offline.TARGETS)
 EXTENTS = (4, 16, 4096, 4096)  # B, H, Q_LEN and KV_LEN of the call that is imagined
-_TABLES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "starts")
-_PLACES = ("sequences", "cu_q", "kv_lens", "q_offsets", "pages", "kv_locs")
-_Q_TABLES = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
-_LISTS = ("num_blocks", "indices", "full_num_blocks", "full_indices", "starts", "q_starts", "kv_starts")
 
 
 @dataclass(frozen=True)
@@ -55,8 +52,6 @@ class Compilation:
 
     target: str
     spec: KernelSpec
-    tensors: dict[str, str]
-    floats: frozenset[str]
     constants: dict[str, int]
     num_warps: int = 4
     num_stages: int = 1
@@ -65,16 +60,7 @@ class Compilation:
         """What the compiler makes of the kernel (last: see `compile_for`). ValueError for the target "cpu", which compiles nothing."""
         if self.target not in offline.TARGETS:
             raise ValueError(f"{self.target!r} compiles nothing; targets are {', '.join(offline.TARGETS)}")
-        return offline.compile_for(
-            self.spec,
-            self.target,
-            tensors=self.tensors,
-            floats=self.floats,
-            constants=self.constants,
-            num_warps=self.num_warps,
-            num_stages=self.num_stages,
-            last=last,
-        )
+        return offline.compile_for(self.spec, self.target, self.constants, self.num_warps, self.num_stages, last)
 
 
 def preview(
@@ -105,7 +91,7 @@ def preview(
     Raises ModError for a mod that cannot be traced, TypeError for an unknown detail.
     """
     target = {"cuda": "sm_90", "hip": "gfx942", "cpu": "cpu"}[backend]
-    return _imagine(score_mod, mask_mod, dtype, head_dim, head_dim_v, target, use_tma, **details)[0].spec
+    return _imagine(score_mod, mask_mod, dtype, head_dim, head_dim_v, target, use_tma, **details).spec
 
 
 def compilation(
@@ -119,19 +105,8 @@ def compilation(
     **details,
 ) -> Compilation:
     """`preview` for one of TARGETS, with its default tile."""
-    plan, arguments = _imagine(score_mod, mask_mod, dtype, head_dim, head_dim_v, target, use_tma, **details)
-    tile, flags = plan.tile, plan.spec.flag
-    widths = {"desc_k": flags["D_QK_ROUNDED"], "desc_v": flags["D_V_ROUNDED"]}
-    tensors = {
-        **dict.fromkeys("QKVO", dtype),
-        "LSE": "float32",
-        "MAX": "float32",
-        "ROWS": "float32",
-        **dict.fromkeys(_TABLES, "int32"),
-        **{name: f"desc:{dtype}:{tile.BLOCK_N}x{width}" for name, width in widths.items()},
-    }
-    constants = {"BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N}
-    return _old_compilation(target, plan.spec, tensors, constants, arguments, tile.num_warps, tile.num_stages)
+    plan = _imagine(score_mod, mask_mod, dtype, head_dim, head_dim_v, target, use_tma, **details)
+    return _tiled(target, plan)
 
 
 def hopper_compilation(
@@ -156,17 +131,7 @@ def hopper_compilation(
     reason = fits(case, geometry)
     if reason:
         raise ValueError(reason)
-    plan = plan_hopper_forward(case, *keys_of(*bound, EXTENTS))
-    tensors = {
-        **{f"desc_{t}": f"desc:{dtype}:{rows}x{columns}" for t, (rows, columns) in zip("kvqo", plan.blocks, strict=True)},
-        "O": dtype,
-        "LSE": "float32",
-        "MAX": "float32",
-        "ROWS": "float32",
-        "COUNTER": "int32",
-        **dict.fromkeys((*_TABLES, *_PLACES), "int32"),
-    }
-    return _old_compilation(target, plan.spec, tensors, {}, _arguments(plan, bound))
+    return _compilation(target, plan_hopper_forward(case, *keys_of(*bound, EXTENTS)).spec, {})
 
 
 def backward_compilations(
@@ -222,20 +187,11 @@ def backward_compilations(
         whole=whole and not starts,
     )
     plan = plan_backward(case, backend_for(target), arch, score, mask)
-    pointers = dict.fromkeys(("Q", "K", "V", "O", "DO", "DQ", "DK", "DV"), dtype)
-    pointers |= dict.fromkeys(("ROWS", "TOPS", "DELTA", "DLSE"), "float32") | dict.fromkeys(_TABLES + _Q_TABLES, "int32")
-    made = {"delta": _old_compilation(target, plan.delta, pointers, {"BLOCK_M": delta_rows(d_v)}, {}, 4)}
-    for name, step in (("dkv", plan.dkv), ("dq", plan.dq)):
-        tile, flags, arguments = step.tile, step.spec.flag, _arguments(step, bound)
-        rows = tile.BLOCK_N if name == "dq" else tile.BLOCK_M
-        widths = {"k": "D_QK_ROUNDED", "v": "D_V_ROUNDED", "q": "D_QK_ROUNDED", "do": "D_V_ROUNDED"}
-        descriptors = {f"desc_{t}": f"desc:{dtype}:{rows}x{flags[width]}" for t, width in widths.items()}
-        buffers = {c.buffer: dtype_name(bound[0][1][load.attr].dtype) if c.role == "store" else "float32" for c, load in step.captured}
-        constants = {"BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N}
-        made[name] = _old_compilation(
-            target, step.spec, {**pointers, **descriptors, **buffers}, constants, arguments, tile.num_warps, tile.num_stages
-        )
-    return made
+    return {
+        "delta": _compilation(target, plan.delta, {"BLOCK_M": delta_rows(d_v)}),
+        "dkv": _tiled(target, plan.dkv),
+        "dq": _tiled(target, plan.dq),
+    }
 
 
 def hopper_backward_compilations(
@@ -270,15 +226,7 @@ def hopper_backward_compilations(
     if reason:
         raise ValueError(reason)
     plan = plan_hopper_backward(case, score, mask)
-    floats = {"desc_tops", "desc_delta", "desc_dq"}
-    pointers = {t: f"desc:{'float32' if t in floats else dtype}:{rows}x{columns}" for t, (rows, columns) in plan.blocks.items()}
-    pointers |= dict.fromkeys((*_Q_TABLES, "COUNTER", "DONE", "starts"), "int32") | dict.fromkeys(("DQ", "DK", "DV", "O", "DO"), dtype)
-    statistics = ("DQ_SUM", "ROWS", "TOPS", "DELTA", "DLSE")
-    pointers |= dict.fromkeys((*statistics, *(c.buffer for c, _ in plan.captured)), "float32")
-    return {
-        "delta": _old_compilation("sm_90", plan.delta, pointers, {"BLOCK_M": delta_rows(d_v)}, {}),
-        "fused": _old_compilation("sm_90", plan.fused, pointers, {}, _arguments(plan, bound)),
-    }
+    return {"delta": _compilation("sm_90", plan.delta, {"BLOCK_M": delta_rows(d_v)}), "fused": _compilation("sm_90", plan.fused, {})}
 
 
 def decode_compilations(
@@ -310,16 +258,9 @@ def decode_compilations(
     )
     rows = rows_of(q_len, group, 128 if blocks else 0).rows
     plan = plan_decode(case, backend_for(target), architecture_for(target), *keys_of(*bound, EXTENTS), rows)
-    numbers = ("CU_Q", "KV_LENS", "KV_LOCS", "PAGES", "PART_COUNT", *_TABLES)
-    statistics = ("PART", "PART_SHARE", "PART_MAX", "LSE", "MAX", "ROWS", "K_SCALES", "V_SCALES")
-    pointers = dict.fromkeys("QKVO", dtype) | dict.fromkeys(numbers, "int32") | dict.fromkeys(statistics, "float32")
-    pointers |= dict.fromkeys("KV", kv_dtype) if kv_dtype else {}
-    tile = plan.tile
-    constants = {"BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N}
-    arguments = _arguments(plan, bound)
-    made = {"decode": _old_compilation(target, plan.spec, pointers, constants, arguments, tile.num_warps, tile.num_stages)}
+    made = {"decode": _tiled(target, plan)}
     if plan.combine:
-        made["combine"] = _old_compilation(target, plan.combine, pointers, {"BLOCK_S": BLOCK_S}, {})
+        made["combine"] = _compilation(target, plan.combine, {"BLOCK_S": BLOCK_S})
     return made
 
 
@@ -382,13 +323,9 @@ def architecture_for(target: str) -> str:
     return architecture(backend_for(target), capability)
 
 
-def _imagine(
-    score_mod, mask_mod, dtype: str, head_dim: int, head_dim_v: int | None, target: str, use_tma: bool | None, **details
-) -> tuple[Plan, dict]:
-    """The plan, and the values of the mods' arguments by name."""
+def _imagine(score_mod, mask_mod, dtype: str, head_dim: int, head_dim_v: int | None, target: str, use_tma: bool | None, **details) -> Plan:
     case, _, bound = _imagined_case(score_mod, mask_mod, dtype, head_dim, head_dim_v, target, use_tma, **details)
-    plan = plan_forward(case, backend_for(target), architecture_for(target), *keys_of(*bound, EXTENTS))
-    return plan, _arguments(plan, bound)
+    return plan_forward(case, backend_for(target), architecture_for(target), *keys_of(*bound, EXTENTS))
 
 
 def _imagined_case(
@@ -437,15 +374,6 @@ def _bound(score_mod: Callable | None, mask_mod: Callable | None) -> list:
     return [bind(mod, kind) if mod else None for mod, kind in ((score_mod, "score"), (mask_mod, "mask"))]
 
 
-def _arguments(plan: Plan | HopperPlan | HopperBackwardPlan | DecodePlan | Step, bound: list) -> dict:
-    """The values of the mods' arguments by name."""
-    arguments = {}
-    for text, found in zip((plan.score, plan.mask), bound, strict=True):
-        if text:
-            arguments.update(zip(text.args, text.values(found[1]), strict=True))
-    return arguments
-
-
 def _geometry(dtype: str, d_qk: int, d_v: int, transposed: bool):
     B, H, Q_LEN, KV_LEN = EXTENTS
     tensors = []
@@ -463,19 +391,11 @@ def _text(mod: Callable, kind: str, target: Target) -> ModText:
     return mod_text(graph, layouts_of(graph, captured, EXTENTS), SYMBOL_NAMES, target, shape="[TILE_M, TILE_N]")
 
 
-def _old_compilation(
-    target: str,
-    spec: KernelSpec,
-    tensors: dict[str, str],
-    constants: dict[str, int],
-    arguments: dict,
-    num_warps: int = 4,
-    num_stages: int = 1,
-) -> Compilation:
-    tensors = {**tensors, **{k: dtype_name(v.dtype) for k, v in arguments.items() if isinstance(v, torch.Tensor)}}
-    floats = frozenset(("SM_SCALE", "TO_LOG2", *(k for k, v in arguments.items() if type(v) is float)))
-    return Compilation(target, spec, tensors, floats, constants, num_warps, num_stages)
-
-
 def _compilation(target: str, spec: KernelSpec, constants: dict[str, int], num_warps: int = 4, num_stages: int = 1) -> Compilation:
-    return Compilation(target, spec, {}, frozenset(), constants, num_warps, num_stages)
+    return Compilation(target, spec, constants, num_warps, num_stages)
+
+
+def _tiled(target: str, step: Plan | DecodePlan | Step) -> Compilation:
+    """A kernel with its tile."""
+    tile = step.tile
+    return _compilation(target, step.spec, {"BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N}, tile.num_warps, tile.num_stages)

@@ -18,13 +18,27 @@ class Parameter(NamedTuple):
     type      "int" or "float"; "constexpr"; "*bfloat16": a pointer to such elements; "desc:bfloat16:BLOCK_Nx128": a TMA descriptor of
               blocks of such elements, whose sizes may be constants of the kernel
     meaning   a comment beside it in the printed kernel: its shape, and what it holds
-    of        "score_mod" or "mask_mod": which captures it
+    of        "score_mod" or "mask_mod": which captures it; of a descriptor the parameter that would take its tensor by pointer
     """
 
     name: str
     type: str = "int"
     meaning: str = ""
     of: str = ""
+
+    @property
+    def is_captured(self) -> bool:
+        """Does a mod capture it?"""
+        return self.of in ("score_mod", "mask_mod")
+
+    @property
+    def is_descriptor(self) -> bool:
+        """Is it a TMA descriptor?"""
+        return self.type.startswith("desc:")
+
+    def block(self, constants: dict[str, int]) -> tuple[int, int]:
+        """Rows and columns of what a descriptor copies at once."""
+        return tuple(constants[size] if size in constants else int(size) for size in self.type.split(":")[2].split("x"))
 
     @property
     def is_number(self) -> bool:
@@ -50,6 +64,11 @@ def pointer(name: str, dtype: str, meaning: str = "") -> Parameter:
     return Parameter(name, f"*{dtype}", meaning)
 
 
+def descriptor_of(tensor: str, dtype: str, rows: int | str, columns: int, meaning: str = "", name: str = "") -> Parameter:
+    """A TMA descriptor of blocks of a tensor that is known as `tensor`."""
+    return Parameter(name or f"desc_{tensor.lower()}", f"desc:{dtype}:{rows}x{columns}", meaning, tensor)
+
+
 def stride_names(tensor: str, dims: str) -> tuple[str, ...]:
     """stride_qz, stride_qh and so on."""
     return tuple(f"stride_{tensor}{d}" for d in dims)
@@ -67,7 +86,7 @@ def signature(parameters: tuple[Parameter, ...], mods: dict[str, str], tl: str =
     """
 
     def line_of(p: Parameter) -> tuple:
-        return p.name if p.meaning else "", p.of, p.is_number and not p.of, p.type == "constexpr"
+        return p.name if p.meaning else "", p.of if p.is_captured else "", p.is_number and not p.is_captured, p.type == "constexpr"
 
     lines = []
     for (alone, captor, _, constant), group in groupby(parameters, line_of):
@@ -83,22 +102,23 @@ def signature(parameters: tuple[Parameter, ...], mods: dict[str, str], tl: str =
     return "\n".join(lines)
 
 
-def packer(parameters: tuple[Parameter, ...], fixed: dict[str, object], whole: object = None) -> Callable[[dict, list], list]:
-    """A function that lists a kernel's arguments in its order, from the other arguments by name and what mods capture, in their order.
+def packer(parameters: tuple[Parameter, ...], fixed: dict[str, object], whole: Callable | None = None) -> Callable:
+    """A function of a dict of arguments, a list of descriptors, and a list of what mods capture: all of a kernel's arguments in its order.
 
-    fixed   numbers that are the same in every call
-    whole   (if given) makes one argument of a run of them
+    fixed   numbers that are the same in every call; those that the kernel does not take are left out
+    whole   makes one argument of a run of them
     """
+
+    def kind_of(p: Parameter) -> str:
+        return "descriptors" if p.is_descriptor else "captured" if p.is_captured else "fixed" if p.name in fixed else "given"
+
     fields, known = [], {}
-    for kind, group in groupby((p for p in parameters if p.type != "constexpr"), lambda p: "mods" if p.of else p.name in fixed):
+    for kind, group in groupby((p for p in parameters if p.type != "constexpr"), kind_of):
         names = [p.name for p in group]
-        if kind == "mods":
-            fields.append("*mods")
-        elif kind:
-            run = tuple(fixed[name] for name in names)
-            place = f"fixed_{len(known)}"
+        if kind == "fixed":
+            run, place = tuple(fixed[name] for name in names), f"fixed_{len(known)}"
             known[place] = whole(run) if whole else run
             fields.append(place if whole else f"*{place}")
         else:
-            fields += [f"given[{name!r}]" for name in names]
-    return eval(f"lambda given, mods: [{', '.join(fields)}]", known)
+            fields += [f"given[{name!r}]" for name in names] if kind == "given" else [f"*{kind}"]
+    return eval(f"lambda given, descriptors, captured: [{', '.join(fields)}]", known)

@@ -76,7 +76,7 @@ def _text(spec: KernelSpec) -> str:
     names = {"score_mod" if m.kind == "score" else "mask_mod": m.name for m in spec.mods if m}
     context = {
         "numbers": tuple(p.name for p in spec.parameters if p.is_number),
-        "parameters": tuple(p.name for p in spec.parameters if p.is_number and not p.of),
+        "parameters": tuple(p.name for p in spec.parameters if p.is_number and not p.is_captured),
         "signature": signature(spec.parameters, names, language["tl"]),
         **spec.flag,
         "score_mod": None,

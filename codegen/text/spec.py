@@ -163,11 +163,6 @@ class ModText:
         """The same by name."""
         return dict(zip(self.args, self.values(captured), strict=True))
 
-    @property
-    def numbers(self) -> tuple[str, ...]:
-        """The arguments that are numbers: Triton must not compile anew for their values."""
-        return tuple(a for a in self.args if not a.startswith("ptr_"))
-
 
 def mod_values(plan, score: list | None, mask: list | None) -> list:
     """The kernel arguments of a plan's (or a step's) score_mod and mask_mod, from what the two capture."""

@@ -9,6 +9,7 @@ import torch
 
 from flexpress.codegen.device import binary, devices, kernel, tma
 from flexpress.codegen.run import backward, decode, forward, prefill
+from flexpress.codegen.run import launch as launch_module
 from flexpress.codegen.text.render import render
 from support import fake_gluon
 
@@ -44,28 +45,27 @@ def pass_for_hopper(monkeypatch, variant: Callable[[str], Variant], multiprocess
         columns = columns or tma.round_up_head_dim(t.shape[3])
         return tma._known(t.data_ptr(), t.dtype, t.shape, t.stride(), rows, columns)
 
-    for module in (forward, backward):
-        monkeypatch.setattr(module, "descriptor", descriptor)
+    monkeypatch.setattr(launch_module, "descriptor", descriptor)
     for module in (forward, backward, prefill):
         monkeypatch.setattr(module, "multiprocessors", lambda _: multiprocessors)
 
 
 def forward_on_cpu(monkeypatch, run: bool = True) -> list:
-    """A Hopper GPU of which the forward kernel runs in a stand-in for Gluon. The list gets every plan that was launched."""
+    """A Hopper GPU of which the forward kernel runs in a stand-in for Gluon. The list gets every Launch."""
     launched = []
     pass_for_hopper(monkeypatch, Variant)
 
-    def launch(plan, tensors, stats, rest, tiles, forced=False):
-        launched.append(plan)
+    def persistent(launch, tensors, captured, tiles, limit, programs):
+        launched.append(launch)
         if run:
-            described = [fake_gluon.Descriptor(t, *block) for t, block in zip(tensors, plan.blocks, strict=True)]
-            tensors[3].fill_(float("nan"))
-            counter = torch.zeros(2, dtype=torch.int32)
-            pointers = tensors[forward._first_by_pointer(plan) :]
-            fake_gluon.run(render(plan.spec), "hopper_forward", (*described, *pointers, *stats, counter, *rest))
-            assert not counter.any()
-        return None, 0
+            tensors["O"].fill_(float("nan"))
+            tensors["COUNTER"] = torch.zeros(2, dtype=torch.int32)
+            with monkeypatch.context() as patch:
+                patch.setattr(launch_module, "descriptor", fake_gluon.Descriptor)
+                arguments = launch.arguments(tensors, captured, {})
+            fake_gluon.run(render(launch.spec), "hopper_forward", tuple(binary.one_by_one(arguments)))
+            assert not tensors["COUNTER"].any()
 
-    monkeypatch.setattr(forward, "launch", launch)
+    monkeypatch.setattr(forward, "persistent", persistent)
     monkeypatch.setattr(forward, "worthwhile", lambda *_: None)
     return launched

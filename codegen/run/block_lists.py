@@ -1,0 +1,90 @@
+"""Block lists as the drivers of kernels take them."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from ..plan.forward import Blocks, list_numbers, list_tables
+
+
+@dataclass(frozen=True)
+class BlockLists:
+    """The block lists of a mask as kernels read them.
+
+    kv_num_blocks (Zm, Hm, rows), kv_indices (Zm, Hm, rows, columns), both contiguous int32; Zm and Hm are 1 or Z and Hq. full_*: the
+    same for blocks that need no mask_mod, or None. `interior`: no full block reaches past KV_LEN.
+
+    starts   int32 (rows + 1), or None: blocks of the tiles' axis (queries; keys, in transposed lists) are the positions from starts[i] up
+             to starts[i + 1], at most a block's size; the last ones may be empty. The lists then hold first positions of blocks instead
+             of their numbers, a full block has all its positions, and mask_mod hides from a partial one all that is not in it
+    """
+
+    kv_num_blocks: torch.Tensor
+    kv_indices: torch.Tensor
+    full_kv_num_blocks: torch.Tensor | None
+    full_kv_indices: torch.Tensor | None
+    q_block: int
+    kv_block: int
+    interior: bool
+    starts: torch.Tensor | None = None
+
+    @functools.cached_property
+    def tables(self) -> tuple[torch.Tensor, ...]:
+        """The lists themselves."""
+        full = () if self.full_kv_indices is None else (self.full_kv_num_blocks, self.full_kv_indices)
+        return self.kv_num_blocks, self.kv_indices, *full, *(() if self.starts is None else (self.starts,))
+
+    @functools.cached_property
+    def fitting(self) -> set:
+        """Inputs, with Options, that were found to fit these lists."""
+        return set()
+
+    @functools.cached_property
+    def transposed(self) -> dict[int, BlockLists]:
+        """The transposed lists, by KV_LEN, where they were made."""
+        return {}
+
+    @functools.cached_property
+    def structure(self) -> tuple:
+        """What a launch depends on beside addresses."""
+        return (self.full_kv_indices is not None, self.q_block, self.kv_block, self.interior, self.starts is None, *self._sizes)
+
+    @functools.cached_property
+    def blocks(self) -> Blocks:
+        """What of the lists changes a kernel."""
+        return Blocks(self.full_kv_indices is not None, self.q_block, self.kv_block, self.interior, self.starts is not None)
+
+    @functools.cached_property
+    def addresses(self) -> dict[str, int] | None:
+        """Of the tables, by the names of forward kernels' parameters; None if one is no multiple of 16 bytes."""
+        found = {name: t.data_ptr() for name, t in self.tensors().items()}
+        return None if any(address % 16 for address in found.values()) else found
+
+    def tensors(self, axis: str = "kv") -> dict[str, torch.Tensor]:
+        """The tables by the names of parameters, of lists of KV blocks or, transposed, of query blocks ("q")."""
+        return self._tensors[axis]
+
+    @functools.cached_property
+    def _tensors(self) -> dict[str, dict[str, torch.Tensor]]:
+        return {axis: dict(zip((p.name for p in list_tables(self.blocks, axis)), self.tables, strict=True)) for axis in ("kv", "q")}
+
+    def numbers(self, axis: str = "kv") -> dict[str, int]:
+        """The numbers that go with them by the names of parameters."""
+        return dict(zip(list_numbers(self.blocks, axis), self._sizes, strict=True))
+
+    @functools.cached_property
+    def _sizes(self) -> list[int]:
+        """Strides of batch and head (in rows; 0 for a mask that all share), widths of the index lists, and, with `starts`, their rows."""
+        Zm, Hm, rows, _ = self.kv_indices.shape
+        widths = [t.shape[-1] for t in (self.kv_indices, self.full_kv_indices) if t is not None]
+        return [Hm * rows if Zm > 1 else 0, rows if Hm > 1 else 0, *widths, *([] if self.starts is None else [rows])]
+
+
+def tiles_of(length: int, size: int, lists: BlockLists | None, axis: str) -> int:
+    """How many tiles of `size` positions of the lists' rows there are; `axis` is the attribute that says how large a block is."""
+    if lists is None or lists.starts is None:
+        return -(-length // size)
+    return (len(lists.starts) - 1) * (getattr(lists, axis) // size)

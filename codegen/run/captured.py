@@ -1,0 +1,112 @@
+"""The gradients of captured tensors: the buffers that kernels write, and how they become gradients."""
+
+from __future__ import annotations
+
+import torch
+
+from ..mod.compute import compute
+from ..mod.expr import Expr
+from ..plan.backward import Step
+from ..plan.hopper_backward import HopperBackwardPlan
+
+_CHUNK = 1 << 24  # positions whose gradient is added up at a time on the host
+
+
+class Sums:
+    """The gradients of captured tensors: the buffers that kernels write, and how they become gradients."""
+
+    def __init__(self, steps: tuple[Step | HopperBackwardPlan, ...], score, extents: tuple, device: torch.device) -> None:
+        self.steps, self.score, self.extents, self.device = steps, score, extents, device
+        self.buffers: dict[str, torch.Tensor] = {}
+        self.totals: dict[int, torch.Tensor] = {}
+
+    def _tensor(self, load: Expr) -> torch.Tensor:
+        return self.score[1][load.attr]
+
+    def tensors(self, step: Step | HopperBackwardPlan, tiles: int) -> dict[str, torch.Tensor]:
+        """Buffers by the names of a kernel's parameters."""
+        Z, Hq, Q_LEN, KV_LEN = self.extents
+        shapes = {"row": (Z, Hq, Q_LEN), "column": (Z, Hq, KV_LEN), "head": (Z, Hq, tiles), "slab": (Q_LEN, KV_LEN)}
+        for captured, load in step.captured:
+            buffer = self.buffers.get(captured.buffer)  # there already if an earlier launch wrote other heads, or the tile was too large
+            if captured.role in ("store", "atomic"):
+                if buffer is None:
+                    tensor = self._tensor(load)
+                    dtype = tensor.dtype if captured.role == "store" else torch.float32
+                    buffer = torch.empty_strided(_own_shape(tensor), tensor.stride(), dtype=dtype, device=self.device).zero_()
+            elif buffer is None or buffer.shape != shapes[captured.role]:
+                buffer = torch.empty(shapes[captured.role], dtype=torch.float32, device=self.device)
+            self.buffers[captured.buffer] = buffer.zero_() if captured.role == "slab" else buffer
+        return {captured.buffer: self.buffers[captured.buffer] for captured, _ in step.captured}
+
+    def add_slabs(self, step: Step, head: tuple[int, int]) -> None:
+        """Add one head's stored positions to their places, a chunk of rows at a time."""
+        _, _, Q_LEN, KV_LEN = self.extents
+        rows = max(1, _CHUNK // KV_LEN)
+        for captured, load in step.captured:
+            if captured.role == "slab":
+                for start in range(0, Q_LEN, rows):
+                    part = self.buffers[captured.buffer][start : start + rows]
+                    q_idx = torch.arange(start, start + len(part), device=self.device, dtype=torch.int32)[:, None]
+                    heads = {s: torch.full((1, 1), n, dtype=torch.int32, device=self.device) for s, n in zip("bh", head, strict=True)}
+                    self._add(load, part, {"q_idx": q_idx, "kv_idx": self._range(KV_LEN)[None, :], **heads})
+
+    def _range(self, n: int) -> torch.Tensor:
+        return torch.arange(n, dtype=torch.int32, device=self.device)
+
+    def _add(self, load: Expr, values: torch.Tensor, symbols: dict) -> None:
+        """Add `values`, one for each position of the symbols' grid, to the elements that the load reads there."""
+        tensor = self._tensor(load)
+        count = len(self.score[0].tensors)
+        shape = _own_shape(tensor)
+        inside = torch.ones_like(values, dtype=torch.bool)
+        indices = []
+        for index, size, stride in zip(load.args, tensor.shape, tensor.stride(), strict=True):
+            if stride == 0:  # one element; the kernel has seen to what lies outside
+                indices.append(torch.zeros(values.shape, dtype=torch.int64, device=self.device))
+                continue
+            at = compute(index, symbols, self.score[1][:count], self.score[1][count:]).long().expand(values.shape)
+            at = torch.where(at < 0, at + size, at)
+            inside &= (at >= 0) & (at < size)
+            indices.append(at.clamp(0, size - 1))
+        total = self.totals.get(load.attr)
+        if total is None:
+            total = self.totals[load.attr] = torch.zeros(shape, dtype=torch.float32, device=self.device)
+        elif total.dtype != torch.float32:  # what another load of this tensor stored
+            total = self.totals[load.attr] = total.float()
+        values = torch.where(inside, values.float(), 0.0)
+        if indices:
+            total.index_put_(tuple(indices), values, accumulate=True)
+        else:
+            total += values.sum()
+
+    def gradients(self) -> dict[int, torch.Tensor]:
+        """The gradient of every captured tensor that wants one, in its shape and dtype."""
+        if not self.buffers:
+            return {}
+        Z, Hq, Q_LEN, KV_LEN = self.extents
+        grid = {"b": self._range(Z)[:, None, None], "h": self._range(Hq)[None, :, None]}
+        for step in self.steps:
+            for captured, load in step.captured:
+                buffer = self.buffers[captured.buffer]
+                if captured.role in ("store", "atomic"):
+                    found = self.totals.get(load.attr)
+                    self.totals[load.attr] = buffer if found is None else found + buffer
+                elif captured.role == "head":
+                    self._add(load, buffer.sum(-1, keepdim=True), grid)
+                elif captured.role == "row":
+                    self._add(load, buffer, {**grid, "q_idx": self._range(Q_LEN)[None, None, :]})
+                elif captured.role == "column":
+                    self._add(load, buffer, {**grid, "kv_idx": self._range(KV_LEN)[None, None, :]})
+        return {i: _spread(total, self.score[1][i]) for i, total in self.totals.items()}
+
+
+def _own_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The tensor's shape with every dimension of stride 0, which holds one element, of size 1."""
+    return tuple(1 if s == 0 else n for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _spread(total: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """A gradient with the tensor's shape: where elements share memory, each gets an equal part of their sum."""
+    shared = tensor.numel() // max(total.numel(), 1)
+    return (total if shared <= 1 else total.float() / shared).to(tensor.dtype).expand(tensor.shape)

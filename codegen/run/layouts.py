@@ -1,0 +1,38 @@
+"""How tensors lie in memory: outputs as their inputs do, and rows that the backward kernels can read."""
+
+from __future__ import annotations
+
+import torch
+
+from ..registry import remembered
+
+
+def output_like(q: torch.Tensor, d_v: int) -> torch.Tensor:
+    """An empty (Z, Hq, Q_LEN, D_V) tensor laid out as q is, so that (B, S, H, D) code gets (B, S, H, D) back."""
+    return torch.empty_strided((*q.shape[:3], d_v), strides_like(q, d_v), dtype=q.dtype, device=q.device)
+
+
+def strides_like(q: torch.Tensor, d_v: int) -> tuple[int, ...]:
+    """The strides of that."""
+    return _strides_like(q.shape[:3], q.stride(), d_v)
+
+
+@remembered("strides of outputs", 4096)
+def _strides_like(shape: tuple[int, ...], order: tuple[int, ...], d_v: int) -> tuple[int, ...]:
+    strides, step = [0, 0, 0, 1], d_v
+    for i in sorted(range(3), key=lambda i: order[i]):
+        strides[i] = step
+        step *= max(shape[i], 1)
+    return tuple(strides)
+
+
+def with_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself if its rows are contiguous and 16-byte steps apart where they can be, else a copy."""
+    return tensor if _has_rows(tensor.shape, tensor.stride(), 16 // tensor.element_size()) else tensor.contiguous()
+
+
+@remembered("checked strides of the backward pass", 4096)
+def _has_rows(shape: tuple, strides: tuple, vector: int) -> bool:
+    if strides[3] != 1 and shape[3] > 1:
+        return False
+    return shape[3] % vector != 0 or not any(s % vector for s, n in zip(strides[:3], shape, strict=False) if n > 1)
