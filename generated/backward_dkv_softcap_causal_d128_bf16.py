@@ -62,7 +62,7 @@ def dkv_block_mn(
     delta = tl.load(DELTA + offs_m)
     grad = p * (dp - delta[None, :])  # d loss / d score
     # ---- derivative of score_mod: softcap
-    ds = ((grad * arg_cap) * (1.0 - (score_0 * score_0))) * arg_inverse
+    ds = grad * arg_cap * (1.0 - score_0 * score_0) * arg_inverse
     # both products at the end: p and dS are needed no longer in float32, which saves registers
     dv = tl.dot(p.to(do.dtype), do, dv)
     dk = tl.dot(ds.to(q.dtype), q, dk)

@@ -77,7 +77,7 @@ def decode_block_mn(
     # ---- score_mod: alibi
     # mods/alibi.py:65: return score + slopes[h] * (kv_idx - q_idx)
     score_0 = tl.load(ptr_slopes + h)
-    score_1 = score + (score_0 * float_difference(n, m))
+    score_1 = score + score_0 * float_difference(n, m)
     score = score_1
     score = tl.where((offs_n < KV_LEN)[None, :], score, float("-inf"))
 

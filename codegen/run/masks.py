@@ -74,7 +74,7 @@ def mask_texts(bound: Bound, extents: tuple[int, int, int, int], backend: str) -
         names |= {f"zone{i}_min": f"zone{i}_low", f"zone{i}_max": f"zone{i}_high"}
     mask, verdict, *parts = (
         mod_text(
-            part, layouts_of(part, captured, extents), names if part.kind == "verdict" else SYMBOL_NAMES, target, shape="[TILE_M, TILE_N]"
+            part, layouts_of(part, captured, extents), names if part.kind == "verdict" else SYMBOL_NAMES, target, tile="[TILE_M, TILE_N]"
         )
         for part in _parts(graph)
     )
@@ -412,7 +412,7 @@ def dense_mask(bound: Bound, Z: int, H: int, Q_LEN: int, KV_LEN: int, device: to
         INFO.hits += 1
     else:
         backend = backend_of(device.type)
-        text = mod_text(graph, layouts, SYMBOL_NAMES, Target(backend, "float32", exact), shape="[TILE_M, TILE_N]")
+        text = mod_text(graph, layouts, SYMBOL_NAMES, Target(backend, "float32", exact), tile="[TILE_M, TILE_N]")
         plan = _plans[key] = kernel_for(dense_mask_spec(text, backend)), text
     kernel, text = plan
     grid = (Z * H * -(-Q_LEN // DENSE_TILE) * -(-KV_LEN // DENSE_TILE),)

@@ -460,10 +460,10 @@ def _geometry(dtype: str, d_qk: int, d_v: int, transposed: bool):
     return geometry_of(out.element_size(), tuple(t.shape for t in tensors), tuple(t.stride() for t in tensors), out.stride())
 
 
-def _text(mod: Callable, kind: str, target: Target, shape: str) -> tuple[ModText, dict]:
+def _text(mod: Callable, kind: str, target: Target, tile: str) -> tuple[ModText, dict]:
     """A mod as a template sees it, and the values of its arguments by name."""
     graph, captured = bind(mod, kind)
-    text = mod_text(graph, layouts_of(graph, captured, EXTENTS), masks.SYMBOL_NAMES, target, shape=shape)
+    text = mod_text(graph, layouts_of(graph, captured, EXTENTS), masks.SYMBOL_NAMES, target, tile=tile)
     return text, dict(zip(text.args, text.values(captured), strict=True))
 
 

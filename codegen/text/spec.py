@@ -17,9 +17,11 @@ from ..mod.distance import read_by_distance
 from ..mod.expr import MASK_SYMBOLS, Expr, ModGraph, SourceLine, symbols_in, value_range, walk
 from ..mod.sums import as_sum
 from ..registry import remembered
+from .code import Code, Statement, arguments, named, uses_of
+from .languages import Triton
 from .lines import one_line
 from .lower import is_gather, loads_of, lower, lower_sum
-from .snippet import DistanceText, Snippet, Statement, SumText, Target, TensorLayout, lines_of
+from .snippet import DistanceText, Snippet, SumText, Target, TensorLayout
 
 _FIND = {
     "size": lambda tensor, dim: tensor.shape[dim],
@@ -43,10 +45,10 @@ class CapturedGradient:
     role: str
     load: int
     name: str
-    text: str
+    text: Code
     guard: bool
-    offset: str = ""
-    checks: str = ""
+    offset: Code | None = None
+    checks: Code | None = None
 
     @property
     def buffer(self) -> str:
@@ -72,12 +74,13 @@ class CapturedGradient:
 
 @dataclass(frozen=True, slots=True)
 class GradientText:
-    """A lowered derivative: statements, d loss / d score, and what captured tensors get."""
+    """A lowered derivative: statements, d loss / d score, what captured tensors get, and the names that all these mention."""
 
     lines: tuple[str, ...]
-    score: str
+    score: Code
     guard: bool  # `score` may be NaN where p is 0
     captured: tuple[CapturedGradient, ...]
+    names: frozenset[str]
 
 
 class Stages(NamedTuple):
@@ -103,10 +106,11 @@ class ModText:
 
     kind: str
     name: str
+    language: Triton
     statements: tuple[Statement, ...]
-    result: str
+    result: Code | None
     helpers: tuple[str, ...]
-    libdevice: bool
+    modules: tuple[str, ...]
     args: tuple[str, ...]
     recipe: tuple[tuple, ...]
     gradient: GradientText | None = None
@@ -115,13 +119,12 @@ class ModText:
     is_product: bool = False  # the compiler could put the result, before it is rounded, into a sum
 
     @property
-    def texts(self) -> tuple[str, ...]:
-        """What the kernel makes of the statements, and of what it computes apart."""
-        return *(self.sum.parts if self.sum else (self.result,)), *(self.distance.texts if self.distance else ())
+    def libdevice(self) -> bool:
+        return "libdevice" in self.modules
 
     @property
     def lines(self) -> tuple[str, ...]:
-        return lines_of(self.statements)
+        return self.language.lines(self.statements)
 
     def staged(self, fixed: str, moving: str | None = None) -> Stages:
         """For a loop over blocks in which `fixed`, q_idx or kv_idx, stays the same and `moving` does not: what reads memory by `fixed` can
@@ -137,15 +140,13 @@ class ModText:
         once += [s for s in ahead if moving not in s.varies]
         ahead = [s for s in ahead if moving in s.varies]
         rest = [s for s in self.statements if s not in once and s not in ahead]
-        later = [*(s.value for s in rest), *self.texts]
-        if self.gradient:
-            later += [*self.gradient.lines, self.gradient.score]
-            later += [text for c in self.gradient.captured for text in (c.text, c.offset, c.checks)]
-        words = set(re.findall(r"\w+", "\n".join(later)))
-        names = [tuple(s.name for s in stage if s.name in words) for stage in (once, ahead)]
-        dtypes = tuple(s.dtype for s in ahead if s.name in words)
+        results = (self.sum.key, self.sum.rate) if self.sum else (self.result,)
+        later = {use.name for use in uses_of((*(s.value for s in rest), *results))} | (self.gradient.names if self.gradient else set())
+        names = [tuple(s.name for s in stage if s.name in later) for stage in (once, ahead)]
+        dtypes = tuple(s.dtype for s in ahead if s.name in later)
         apart = [s for s in once if fixed not in s.varies] + ahead
-        return Stages(lines_of(once), lines_of(ahead), lines_of(rest), *names, dtypes, lines_of(apart))
+        once, ahead, rest, apart = map(self.language.lines, (once, ahead, rest, apart))
+        return Stages(once, ahead, rest, *names, dtypes, apart)
 
     def values(self, captured: list) -> list:
         """The kernel arguments, in the order of `args`, from the mod's captured values (tensors, then numbers)."""
@@ -253,7 +254,7 @@ def mod_text(
     names: dict[str, str],
     target: Target,
     *,
-    shape: str,
+    tile: str,
     taken: frozenset[str] = frozenset(),
     differential: Differential | None = None,
     vectors: dict[str, str] | None = None,
@@ -266,8 +267,8 @@ def mod_text(
     terms = as_sum(graph) if vectors and not (differential and differential.captured) else None
     if terms:
         snippet = lower_sum(graph, terms, vectors, layouts, target, prefix=graph.kind)
-        gradient = GradientText((), names["grad"], False, ()) if differential else None
-        return _with_arguments(graph, layouts, snippet, gradient)
+        gradient = GradientText((), target.language.symbol(names["grad"]), False, (), frozenset()) if differential else None
+        return _mod_text(graph, target.language, snippet, gradient)
     gradients = places = ()
     if differential:
         places = tuple(load for _, load, _ in differential.captured)
@@ -278,43 +279,27 @@ def mod_text(
         layouts,
         target,
         prefix=graph.kind,
-        shape=shape,
+        tile=tile,
         gradients=gradients,
         places=places,
         distances=read_by_distance(graph) if by_distance else (),
     )
-    gradient = _gradient_text(graph, layouts, differential, snippet, "gl" if target.language == "gluon" else "tl") if differential else None
-    return _with_arguments(graph, layouts, snippet, gradient)
+    gradient = _gradient_text(graph, layouts, differential, snippet, target.language) if differential else None
+    return _mod_text(graph, target.language, snippet, gradient)
 
 
-def _with_arguments(graph: ModGraph, layouts: tuple[TensorLayout, ...], snippet: Snippet, gradient: GradientText | None) -> ModText:
-    texts = [*(s.value for s in snippet.statements), *snippet.gradient_lines, *(f"{o} {c}" for o, c in snippet.places)]
-    texts += snippet.sum.parts if snippet.sum else ()
-    texts += snippet.distance.texts if snippet.distance else ()
-    words = set(re.findall(r"\w+", "\n".join(texts)))
-    args, recipe = [], []
-    for i, capture in enumerate(graph.tensors):
-        candidates = [(f"ptr_{capture.name}", ("value", i, 0))]
-        for dim in range(capture.ndim):
-            stride = "vectors" if layouts[i].strides[dim] == "v" else "stride"
-            candidates += [(f"stride_{capture.name}_{dim}", (stride, i, dim)), (f"size_{capture.name}_{dim}", ("size", i, dim))]
-        for arg, how in candidates:
-            if arg in words:
-                args.append(arg)
-                recipe.append(how)
-    for j, capture in enumerate(graph.scalars):
-        if f"arg_{capture.name}" in words:
-            args.append(f"arg_{capture.name}")
-            recipe.append(("value", len(graph.tensors) + j, 0))
+def _mod_text(graph: ModGraph, language: Triton, snippet: Snippet, gradient: GradientText | None) -> ModText:
+    args = arguments(snippet.uses)
     return ModText(
         graph.kind,
         one_line(graph.name),
+        language,
         snippet.statements,
         snippet.result,
-        snippet.helpers,
-        snippet.libdevice,
-        tuple(args),
-        tuple(recipe),
+        named(snippet.uses, "helper"),
+        named(snippet.uses, "module"),
+        tuple(a.name for a in args),
+        tuple((a.kind, a.index, a.dim) for a in args),
         gradient,
         snippet.sum,
         snippet.distance,
@@ -325,7 +310,7 @@ def _with_arguments(graph: ModGraph, layouts: tuple[TensorLayout, ...], snippet:
 def _is_product(result: Expr, terms: SumText | None) -> bool:
     """Is a score_mod's result a product, or may it be one, as the score itself is?"""
     if terms:
-        return not any(terms.parts)
+        return not (terms.key or terms.rate)
     while result.op in ("cast", "neg", "detach"):
         result = result.args[0]
     return result.op not in ("add", "sub", "where", "load", "minimum", "maximum", "abs")
@@ -406,10 +391,10 @@ def _divides_by_constant(node: Expr) -> bool:
 
 
 def _gradient_text(
-    graph: ModGraph, layouts: tuple[TensorLayout, ...], differential: Differential, snippet: Snippet, tl: str
+    graph: ModGraph, layouts: tuple[TensorLayout, ...], differential: Differential, snippet: Snippet, language: Triton
 ) -> GradientText:
     texts, loads = list(snippet.gradients), loads_of(graph)
-    score = f"{tl}.zeros_like(grad)"
+    score = language.zeros_like(language.symbol("grad"))
     guard = False
     if differential.score is not None:
         score, guard = texts.pop(0), may_be_nan(differential.score, differential.ordinary)
@@ -418,13 +403,18 @@ def _gradient_text(
         name, number = graph.tensors[load.attr].name, loads.index(load)
         found = CapturedGradient(role, number, name, texts.pop(0), may_be_nan(gradient, differential.ordinary))
         if role == "slab":
-            found = replace(found, offset="offs_m.to(tl.int64)[:, None] * KV_LEN + offs_n[None, :]")
+            found = replace(
+                found,
+                offset=language.write("{0}.to(tl.int64)[:, None] * KV_LEN + {1}[None, :]", *map(language.symbol, ("offs_m", "offs_n"))),
+            )
         elif role in ("store", "atomic"):
             found = replace(found, offset=offset, checks=checks)
         elif checks and "0" in layouts[load.attr].strides:  # whose indices nobody looks at later
-            found = replace(found, text=f"{tl}.where({checks}, {found.text}, 0.0)")
+            found = replace(found, text=language.where(checks, found.text, language.literal(0.0)))
         captured.append(found)
-    return GradientText(snippet.gradient_lines, score, guard, tuple(captured))
+    codes = (*(s.value for s in snippet.gradient_statements), score, *(code for c in captured for code in (c.text, c.offset, c.checks)))
+    names = frozenset(use.name for use in uses_of(codes))
+    return GradientText(language.lines(snippet.gradient_statements), score, guard, tuple(captured), names)
 
 
 def _renamed(graph: ModGraph, taken: frozenset[str]) -> ModGraph:
