@@ -85,6 +85,14 @@ def test_an_operand_alone_stays_what_it_is():
     assert TRITON.write("{0}", sum_of_two) is sum_of_two
 
 
+def test_a_template_may_go_on():
+    """What a template puts beside + or & cannot fall apart."""
+    x, y = TRITON.symbol("x"), TRITON.symbol("y")
+    less, both, difference = (TRITON.operate(x, symbol, y) for symbol in ("<", "&", "-"))
+    assert [TRITON.beside("&", code).text for code in (x, less, both)] == ["x", "(x < y)", "x & y"]
+    assert [TRITON.beside("+", code).text for code in (x, both, difference)] == ["x", "(x & y)", "x - y"]
+
+
 def test_gluon_reads_spellings_of_triton():
     x = GLUON.symbol("x")
     assert GLUON.write("tl.abs({0})", x).text == "gl.abs(x)"

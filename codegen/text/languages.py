@@ -152,6 +152,10 @@ class Triton:
         """An operator between two expressions: + - * & == != < <= > >= mean the same in every language."""
         return self.write(f"{{0}} {symbol} {{1}}", left, right)
 
+    def beside(self, symbol: str, value: Code) -> Code:
+        """An expression as a template may put it on either side of an operator that is associative: + or &."""
+        return value if value.binds in read_spelling(f"{{0}} {symbol} 0").places[0][1] else Code(f"({value})", ATOM, value.uses)
+
     def negative(self, value: Code) -> Code:
         return self.write("-{0}", value)
 

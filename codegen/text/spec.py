@@ -408,7 +408,7 @@ def _gradient_text(
                 offset=language.write("{0}.to(tl.int64)[:, None] * KV_LEN + {1}[None, :]", *map(language.symbol, ("offs_m", "offs_n"))),
             )
         elif role in ("store", "atomic"):
-            found = replace(found, offset=offset, checks=checks)
+            found = replace(found, offset=language.beside("+", offset), checks=checks and language.beside("&", checks))
         elif checks and "0" in layouts[load.attr].strides:  # whose indices nobody looks at later
             found = replace(found, text=language.where(checks, found.text, language.literal(0.0)))
         captured.append(found)
