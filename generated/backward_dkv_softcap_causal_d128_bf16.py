@@ -48,8 +48,7 @@ def dkv_block_mn(
     # ---- score_mod: softcap
     # mods/softcap.py:42: return cap * torch.tanh(score * inverse)
     score_0 = tanh_approx(qk * arg_inverse)
-    score_1 = arg_cap * score_0
-    score = score_1
+    score = arg_cap * score_0
     if not is_full:  # full blocks pay nothing for the mask
         # ---- mask_mod: causal
         # mods/causal.py:26: return q_idx >= kv_idx

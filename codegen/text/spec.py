@@ -126,6 +126,14 @@ class ModText:
     def lines(self) -> tuple[str, ...]:
         return self.language.lines(self.statements)
 
+    def lines_to(self, name: str) -> tuple[str, ...]:
+        """The lines, which leave the result under a name of the template's."""
+        *before, last = self.statements or (None,)
+        if last is None or last.name != self.result.text or (self.gradient and last.name in self.gradient.names):
+            own = [] if self.result.text == name else [Statement(name, self.result, None, ())]
+            return self.language.lines((*self.statements, *own))
+        return self.language.lines((*before, replace(last, name=name)))
+
     def staged(self, fixed: str, moving: str | None = None) -> Stages:
         """For a loop over blocks in which `fixed`, q_idx or kv_idx, stays the same and `moving` does not: what reads memory by `fixed` can
         do so `once`, before the loop, and what reads by `moving` `ahead` of a block's scores. (Triton moves such loads by itself, Gluon
