@@ -26,6 +26,7 @@ def tanh_approx(x):
     # one instruction, relative error at most 2**-11 (PTX ISA, tanh.approx.f32)
     return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
+
 @triton.jit
 def dkv_block_mn(
     k, v, dk, dv,
@@ -150,7 +151,8 @@ def backward_dkv(
         block = listed_block(0, num_blocks, indices, num_full_blocks, full_indices, STEPS)
         for step in range(0, partial_steps):
             start_m = block * 128 + (step % STEPS) * BLOCK_M
-            block = listed_block(step + 1, num_blocks, indices, num_full_blocks, full_indices, STEPS)  # a step ahead, so that no load of Q waits for it
+            # a step ahead, so that no load of Q waits for it
+            block = listed_block(step + 1, num_blocks, indices, num_full_blocks, full_indices, STEPS)
             start_m = tl.multiple_of(start_m, BLOCK_M)
             dk, dv = dkv_block_mn(
                 k, v, dk, dv,
@@ -161,7 +163,8 @@ def backward_dkv(
             )
         for step in range(partial_steps, steps):
             start_m = block * 128 + (step % STEPS) * BLOCK_M
-            block = listed_block(step + 1, num_blocks, indices, num_full_blocks, full_indices, STEPS)  # a step ahead, so that no load of Q waits for it
+            # a step ahead, so that no load of Q waits for it
+            block = listed_block(step + 1, num_blocks, indices, num_full_blocks, full_indices, STEPS)
             start_m = tl.multiple_of(start_m, BLOCK_M)
             dk, dv = dkv_block_mn(
                 k, v, dk, dv,

@@ -26,6 +26,7 @@ def read_32_bits(pointer):
     found = tl.inline_asm_elementwise(LOAD, "=r,l", [pointer], dtype=tl.int32, is_pure=True, pack=1)
     return found.to(pointer.dtype.element_ty, bitcast=True)
 
+
 @triton.jit
 def dq_block_mn(
     q, do, top, share, delta, dq,

@@ -37,7 +37,8 @@ def block_verdict(
     # mods/document.py:56: return document(b, h, q_idx, kv_idx) & inner(b, h, q_idx, kv_idx)
     verdict_0 = (zone0_low == zone1_low) & (zone0_low == zone0_high) & (zone1_low == zone1_high) & (q_min >= kv_max)
     verdict = ((zone0_low <= zone1_high) & (zone1_low <= zone0_high) & (q_max >= kv_min)).to(tl.int32) + verdict_0.to(tl.int32)
-    return tl.where((kv_block + 1) * 128 > KV_LEN, tl.minimum(verdict, 1), verdict)  # a block that reaches past KV_LEN is never full
+    # a block that reaches past KV_LEN is never full
+    return tl.where((kv_block + 1) * 128 > KV_LEN, tl.minimum(verdict, 1), verdict)
 
 
 @triton.jit

@@ -25,4 +25,4 @@ def one_line(text: object, limit: int = _LIMIT) -> str:
 def provenance(source: SourceLine) -> str:
     """`folder/file.py:12: the user's line`, one printable line, short enough to read and free of machine paths."""
     parts = source.file.replace(os.sep, "/").split("/")
-    return one_line(f"{'/'.join(parts[-2:])}:{source.line}: {source.text}")
+    return one_line(f"{'/'.join(parts[-2:])}:{source.line}: {source.text}").rstrip()
