@@ -26,6 +26,7 @@ def tanh_approx(x):
     # one instruction, relative error at most 2**-11 (PTX ISA, tanh.approx.f32)
     return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
+
 @triton.jit
 def dkv_block_mn(
     k, v, dk, dv,
@@ -48,8 +49,7 @@ def dkv_block_mn(
     # ---- score_mod: softcap
     # mods/softcap.py:42: return cap * torch.tanh(score * inverse)
     score_0 = tanh_approx(qk * arg_inverse)
-    score_1 = arg_cap * score_0
-    score = score_1
+    score = arg_cap * score_0
     if not is_full:  # full blocks pay nothing for the mask
         # ---- mask_mod: causal
         # mods/causal.py:26: return q_idx >= kv_idx
@@ -62,7 +62,7 @@ def dkv_block_mn(
     delta = tl.load(DELTA + offs_m)
     grad = p * (dp - delta[None, :])  # d loss / d score
     # ---- derivative of score_mod: softcap
-    ds = ((grad * arg_cap) * (1.0 - (score_0 * score_0))) * arg_inverse
+    ds = grad * arg_cap * (1.0 - score_0 * score_0) * arg_inverse
     # both products at the end: p and dS are needed no longer in float32, which saves registers
     dv = tl.dot(p.to(do.dtype), do, dv)
     dk = tl.dot(ds.to(q.dtype), q, dk)
@@ -155,7 +155,8 @@ def backward_dkv(
         block = listed_block(0, num_blocks, indices, num_full_blocks, full_indices, STEPS)
         for step in range(0, partial_steps):
             start_m = block * 128 + (step % STEPS) * BLOCK_M
-            block = listed_block(step + 1, num_blocks, indices, num_full_blocks, full_indices, STEPS)  # a step ahead, so that no load of Q waits for it
+            # a step ahead, so that no load of Q waits for it
+            block = listed_block(step + 1, num_blocks, indices, num_full_blocks, full_indices, STEPS)
             start_m = tl.multiple_of(start_m, BLOCK_M)
             dk, dv = dkv_block_mn(
                 k, v, dk, dv,
@@ -166,7 +167,8 @@ def backward_dkv(
             )
         for step in range(partial_steps, steps):
             start_m = block * 128 + (step % STEPS) * BLOCK_M
-            block = listed_block(step + 1, num_blocks, indices, num_full_blocks, full_indices, STEPS)  # a step ahead, so that no load of Q waits for it
+            # a step ahead, so that no load of Q waits for it
+            block = listed_block(step + 1, num_blocks, indices, num_full_blocks, full_indices, STEPS)
             start_m = tl.multiple_of(start_m, BLOCK_M)
             dk, dv = dkv_block_mn(
                 k, v, dk, dv,

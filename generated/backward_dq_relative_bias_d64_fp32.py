@@ -25,6 +25,7 @@ def read_32_bits(pointer):
     found = tl.inline_asm_elementwise(LOAD, "=r,l", [pointer], dtype=tl.int32, is_pure=True, pack=1)
     return found.to(pointer.dtype.element_ty, bitcast=True)
 
+
 @triton.jit
 def dq_block_mn(
     q, do, top, share, delta, dq,
@@ -51,8 +52,7 @@ def dq_block_mn(
     # ---- score_mod: relative_bias
     # mods/relative_bias.py:51: return score + table[h, kv_idx - q_idx + zero]
     score_0 = read_32_bits(ptr_table + h * stride_table_0 + arg_zero + n - m)
-    score_1 = qk + score_0
-    score = score_1
+    score = qk + score_0
 
     # [BLOCK_M, BLOCK_N], the softmax itself. The difference first: it is exact where it matters, however large scores are
     p = tl.exp2(tl.fma(score - top[:, None], TO_LOG2, share[:, None]))

@@ -13,7 +13,6 @@ import triton.language as tl
 @triton.jit
 def block_verdict(
     z, h, q_block, kv_block, Hm, rows, columns, Q_LEN, KV_LEN,
-    
     arg_window,  # captured by mask_mod sliding_window
 ):
     """0: no position of the block attends, 2: every one does, 1: bounds alone do not tell. q_block or kv_block may be a vector."""
@@ -23,9 +22,9 @@ def block_verdict(
     kv_max = tl.minimum(kv_min + 127, KV_LEN - 1)
     # ---- bounds of mask_mod: sliding_window
     # mods/sliding_window.py:44: return (q_idx >= kv_idx) & (q_idx - kv_idx < window)
-    verdict_0 = ((q_max >= kv_min) & ((q_min - kv_max) < arg_window)).to(tl.int32) + ((q_min >= kv_max) & ((q_max - kv_min) < arg_window)).to(tl.int32)
-    verdict = verdict_0
-    return tl.where((kv_block + 1) * 128 > KV_LEN, tl.minimum(verdict, 1), verdict)  # a block that reaches past KV_LEN is never full
+    verdict = ((q_max >= kv_min) & (q_min - kv_max < arg_window)).to(tl.int32) + ((q_min >= kv_max) & (q_max - kv_min < arg_window)).to(tl.int32)
+    # a block that reaches past KV_LEN is never full
+    return tl.where((kv_block + 1) * 128 > KV_LEN, tl.minimum(verdict, 1), verdict)
 
 
 @triton.jit(

@@ -71,8 +71,7 @@ def decode_block_mn(
     # ---- score_mod: alibi
     # mods/alibi.py:65: return score + slopes[h] * (kv_idx - q_idx)
     score_0 = tl.load(ptr_slopes + h)
-    score_1 = score + (score_0 * float_difference(n, m))
-    score = score_1
+    score = score + score_0 * float_difference(n, m)
     score = tl.where((offs_n < KV_LEN)[None, :], score, float("-inf"))
 
     # running softmax in base 2: exp(s) = exp2(s * log2(e)), and the product folds into one fused multiply-add

@@ -89,7 +89,8 @@ def forward_inner(
     block = listed_block(0, num_blocks, kv_indices, num_full_blocks, full_kv_indices, STEPS)
     for step in range(0, steps):
         start_n = block * 128 + (step % STEPS) * BLOCK_N
-        block = listed_block(step + 1, num_blocks, kv_indices, num_full_blocks, full_kv_indices, STEPS)  # a step ahead, so that no load of K waits for it
+        # a step ahead, so that no load of K waits for it
+        block = listed_block(step + 1, num_blocks, kv_indices, num_full_blocks, full_kv_indices, STEPS)
         is_full = step >= num_blocks * STEPS
         start_n = tl.multiple_of(start_n, BLOCK_N)
         acc, l_i, m_i, shift_i = forward_block_mn(

@@ -809,7 +809,7 @@ def test_zones_leave_room_for_roundings(expression, dtype):
 def printed(mod) -> tuple[str, ...]:
     graph, captured = bind(mod, "mask")
     verdict = analyse(graph).verdict
-    text = mod_text(verdict, layouts_of(verdict, captured, (2, 2, 64, 64)), NAMES, Target("cuda", "float32"), shape="[1, 1]")
+    text = mod_text(verdict, layouts_of(verdict, captured, (2, 2, 64, 64)), NAMES, Target("cuda", "float32"), tile="[1, 1]")
     return tuple(line for line in text.lines if not line.startswith("#"))
 
 

@@ -111,14 +111,14 @@ def plan_backward(case: BackwardCase, backend: str, arch: str, score: Mod | None
     columns = tuple(r for r in roles if r[0] == "column")
     others = tuple(r for r in roles if r[0] != "column")
     taken = frozenset(c.name for c in (*score[0].tensors, *score[0].scalars)) if score else frozenset()
-    mask_text = mod_text(*mask, _SYMBOLS, target, shape="qk.shape", taken=taken) if mask else None
+    mask_text = mod_text(*mask, _SYMBOLS, target, tile="qk", taken=taken) if mask else None
     check_padding = score is not None and padding_may_be_nan(score[0].result, case.ordinary)
     sizes = case.blocks or Blocks(False, 0, 0)
     steps = []
     for name, captured in (("dkv", columns), ("dq", others)):
         text = None
         if score:
-            text = mod_text(*score, _SYMBOLS, target, shape="qk.shape", differential=Differential(derivative, captured, case.ordinary))
+            text = mod_text(*score, _SYMBOLS, target, tile="qk", differential=Differential(derivative, captured, case.ordinary))
         tile = backward_tile(
             name,
             arch,

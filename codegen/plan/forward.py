@@ -145,9 +145,9 @@ def lowered(
 ) -> tuple[ModText | None, ModText | None]:
     """The mods as a forward kernel sees them; where both capture something of one name, the mask's gets another (vectors, by_distance: see
     mod_text)."""
-    score_text = mod_text(*score, _SYMBOLS, target, shape="qk.shape", vectors=vectors, by_distance=by_distance) if score else None
+    score_text = mod_text(*score, _SYMBOLS, target, tile="qk", vectors=vectors, by_distance=by_distance) if score else None
     taken = frozenset(c.name for c in (*score[0].tensors, *score[0].scalars)) if score else frozenset()
-    mask_text = mod_text(*mask, _SYMBOLS, target, shape="qk.shape", taken=taken) if mask else None
+    mask_text = mod_text(*mask, _SYMBOLS, target, tile="qk", taken=taken) if mask else None
     return score_text, mask_text
 
 

@@ -7,7 +7,6 @@ itself.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +15,7 @@ from ..gpus import round_up_head_dim
 from ..mod.expr import ModGraph
 from ..mod.grad import differentiate
 from ..registry import remembered
+from ..text.languages import GLUON
 from ..text.lower import loads_of
 from ..text.parameters import Parameter, descriptor_of, numbers, pointer
 from ..text.snippet import Target, TensorLayout
@@ -121,7 +121,7 @@ def plan_hopper_backward(
     case: BackwardCase, score: Mod | None, mask: Mod | None, tile: HopperBackwardTile | None = None
 ) -> HopperBackwardPlan:
     """The plan for a case that `fits`; `tile` instead of its own, to measure another."""
-    target = Target("cuda", dtype_name(case.dtype), case.exact_indices, "gluon")
+    target = Target("cuda", dtype_name(case.dtype), case.exact_indices, GLUON)
     score_text = mask_text = None
     gathered = ()
     taken = frozenset()
@@ -135,16 +135,16 @@ def plan_hopper_backward(
             *score,
             names,
             target,
-            shape="qk.shape",
+            tile="qk",
             differential=Differential(derivative, roles, case.ordinary),
             vectors={**names, "q_idx": "rows", "kv_idx": "keys"} if not check_padding else None,
         )
         gathered = tuple(zip(score_text.gradient.captured, (load for _, load, _ in roles), strict=True))
         if derivative is None and not roles:
-            score_text = replace(score_text, gradient=replace(score_text.gradient, score="gl.zeros_like(p)"))
+            score_text = replace(score_text, gradient=replace(score_text.gradient, score=GLUON.zeros_like(GLUON.symbol("p"))))
         taken = frozenset(c.name for c in (*score[0].tensors, *score[0].scalars))
     if mask:
-        mask_text = mod_text(*mask, _SYMBOLS, target, shape="qk.shape", taken=taken)
+        mask_text = mod_text(*mask, _SYMBOLS, target, tile="qk", taken=taken)
     tile = tile or hopper_backward_tile(case, score, mask)
     scale_apart = score is not None or not case.scale_is_positive
     # share is read while S is computed: 5 % faster where that does not spill
@@ -170,9 +170,6 @@ def _spec(
     columns = tile.BLOCK_M == 64  # which way consumers share a block's dQ; each computes 64 rows
     slices = 3 if d_qk == 192 else 1
     dq_columns = 32 if slices > 1 else min(64, d_qk // 2) if columns else d_qk
-    lines = [line for m in mods for line in (*m.lines, *m.texts)]
-    if score:
-        lines += [*score.gradient.lines, score.gradient.score]
     flags = {
         "LANGUAGE": "gluon",
         "DTYPE": dtype_name(case.dtype),
@@ -201,7 +198,7 @@ def _spec(
         "SUM_IS_RAW": raw,
         "CHECK_PADDING": check_padding,
         "EARLY_SHARE": early_share,
-        "imports_triton": any(re.search(r"\btl\.", line) for line in lines),
+        "imports_triton": any("tl" in m.modules for m in mods),
     }
     template = "hopper_backward" + ("_wide" if flags["WIDE"] else "_sliced" if slices > 1 else "")
     parameters = _parameters(case, tile, dq_columns, mods, buffers)

@@ -5,13 +5,13 @@ The kernel (templates/hopper_forward.py.jinja) is written in Gluon, for sm_90 al
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 
 import torch
 
 from ..gpus import round_up_head_dim
 from ..mod.sums import Sum
+from ..text.languages import GLUON
 from ..text.lower import gathers
 from ..text.parameters import Parameter, descriptor_of, numbers, pointer
 from ..text.snippet import SumText, Target
@@ -130,7 +130,7 @@ def heads_per_group(heads: int, bytes_each: int, cached: int = L2_BYTES) -> int:
 
 def plan_hopper_forward(case: ForwardCase, score: Mod | None, mask: Mod | None) -> HopperPlan:
     """The plan for a case that `fits`."""
-    target = Target("cuda", dtype_name(case.dtype), case.exact_indices, "gluon")
+    target = Target("cuda", dtype_name(case.dtype), case.exact_indices, GLUON)
     score_text, mask_text = lowered(
         score, mask, target, {"b": "z", "h": "h", "q_idx": "rows", "kv_idx": "offs_n"}, by_distance=case.cache is None
     )  # positions in a cache may be negative, and are then cut off
@@ -178,7 +178,7 @@ def _spec(case: ForwardCase, tile: HopperTile, score: ModText | None, mask: ModT
         "SUM_IS_RAW": scores_are_raw(score and score.sum, case.scale_is_positive),
         "OUTPUT_MAX": case.output_max,
         "OUTPUT_ROWS": case.output_rows,
-        "imports_triton": any(re.search(r"\btl\.", line) for m in mods for line in (*m.lines, *m.texts)),
+        "imports_triton": any("tl" in m.modules for m in mods),
     }
     parameters = _parameters(case, tile, tuple(p for m in mods for p in m.parameters), scale_apart)
     return KernelSpec("hopper_forward", (score, mask), tuple(flags.items()), "cuda", parameters)

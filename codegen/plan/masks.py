@@ -73,7 +73,7 @@ def mask_texts(bound: Bound, extents: tuple[int, int, int, int], backend: str) -
         names |= {f"zone{i}_min": f"zone{i}_low", f"zone{i}_max": f"zone{i}_high"}
     mask, verdict, *parts = (
         mod_text(
-            part, layouts_of(part, captured, extents), names if part.kind == "verdict" else SYMBOL_NAMES, target, shape="[TILE_M, TILE_N]"
+            part, layouts_of(part, captured, extents), names if part.kind == "verdict" else SYMBOL_NAMES, target, tile="[TILE_M, TILE_N]"
         )
         for part in parts_of(graph)
     )

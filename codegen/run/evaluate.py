@@ -79,7 +79,7 @@ def _plan(bound: tuple[ModGraph, list], extents: tuple[int, int, int, int], devi
         return plan
     backend = backend_of(device.type)
     target = Target(backend, precision, exact)
-    text = mod_text(graph, layouts, _SYMBOL_NAMES, target, shape="[TILE_M, TILE_N]")
+    text = mod_text(graph, layouts, _SYMBOL_NAMES, target, tile="[TILE_M, TILE_N]")
     plan = _plans[key] = kernel_for(evaluate_spec(text, backend)), text
     return plan
 

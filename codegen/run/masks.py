@@ -283,7 +283,7 @@ def dense_mask(bound: Bound, Z: int, H: int, Q_LEN: int, KV_LEN: int, device: to
         INFO.hits += 1
     else:
         backend = backend_of(device.type)
-        text = mod_text(graph, layouts, SYMBOL_NAMES, Target(backend, "float32", exact), shape="[TILE_M, TILE_N]")
+        text = mod_text(graph, layouts, SYMBOL_NAMES, Target(backend, "float32", exact), tile="[TILE_M, TILE_N]")
         plan = _plans[key] = kernel_for(dense_mask_spec(text, backend)), text
     kernel, text = plan
     grid = (Z * H * -(-Q_LEN // DENSE_TILE) * -(-KV_LEN // DENSE_TILE),)

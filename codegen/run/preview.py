@@ -388,7 +388,7 @@ def _geometry(dtype: str, d_qk: int, d_v: int, transposed: bool):
 def _text(mod: Callable, kind: str, target: Target) -> ModText:
     """A mod as a template sees it."""
     graph, captured = bind(mod, kind)
-    return mod_text(graph, layouts_of(graph, captured, EXTENTS), SYMBOL_NAMES, target, shape="[TILE_M, TILE_N]")
+    return mod_text(graph, layouts_of(graph, captured, EXTENTS), SYMBOL_NAMES, target, tile="[TILE_M, TILE_N]")
 
 
 def _compilation(target: str, spec: KernelSpec, constants: dict[str, int], num_warps: int = 4, num_stages: int = 1) -> Compilation:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
+from ..mod.expr import SourceLine
+
 _LIMIT = 200  # characters
 
 
@@ -16,3 +20,9 @@ def one_line(text: object, limit: int = _LIMIT) -> str:
     if not text.isprintable():
         text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def provenance(source: SourceLine) -> str:
+    """`folder/file.py:12: the user's line`, one printable line, short enough to read and free of machine paths."""
+    parts = source.file.replace(os.sep, "/").split("/")
+    return one_line(f"{'/'.join(parts[-2:])}:{source.line}: {source.text}").rstrip()

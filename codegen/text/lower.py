@@ -1,4 +1,4 @@
-"""Lowering: a traced mod becomes Triton (or Gluon) statements, with comments that lead back to the user's own lines.
+"""Lowering: a traced mod becomes statements of a kernel's language, with comments that lead back to the user's own lines.
 
 Index symbols may be scalars (b, h), columns [BLOCK_M, 1] (q_idx, in decode h) or rows [1, BLOCK_N] (kv_idx): every spelling in the op
 table broadcasts, so an expression of q_idx alone stays a column and is computed once a program, not once an element.
@@ -7,10 +7,9 @@ All arithmetic is float32 or integer; half-precision and float64 captures are co
 
 from __future__ import annotations
 
-import re
+import functools
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,13 +19,16 @@ from ..mod.expr import INDEX_BOUND, MASK_SYMBOLS, Expr, ModGraph, SourceLine, sy
 from ..mod.index_range import value_range
 from ..mod.op import kind
 from ..mod.ops import OPS, row_of
-from .snippet import DistanceText, Snippet, Statement, SumText, Target, TensorLayout, compute_dtype, lines_of
-
-if TYPE_CHECKING:
-    from ..mod.sums import Sum
+from ..mod.sums import Sum
+from .code import Code, Statement, uses_of
+from .languages import NAME, compute_dtype
+from .snippet import DistanceText, Snippet, SumText, Target, TensorLayout
 
 _ANY_LENGTH = dict.fromkeys(MASK_SYMBOLS, (1 << 31) - 1)
+_POSITIONS = frozenset({"q_idx", "kv_idx"})
 _WIDTH = 88  # longest statement that is still put on one line
+
+Terms = list[tuple[int, Code]]  # of a sum, with their signs
 
 
 def loads_of(graph: ModGraph) -> list[Expr]:
@@ -41,193 +43,189 @@ def gathers(graph: ModGraph) -> bool:
 
 def is_gather(load: Expr) -> bool:
     """Do the indices of a load depend on both q_idx and kv_idx?"""
-    return {"q_idx", "kv_idx"} <= symbols_in(load)
-
-
-def literal_text(value) -> str:
-    """A Python literal for a number, infinities and NaN included."""
-    if isinstance(value, float) and (value != value or abs(value) == float("inf")):
-        return f'float("{value}")'
-    return repr(value)
+    return symbols_in(load) >= _POSITIONS
 
 
 class _Printer:
     def __init__(self, graph: ModGraph, names: dict[str, str], layouts: tuple[TensorLayout, ...], target: Target, prefix: str) -> None:
         self.graph, self.names, self.layouts, self.target, self.prefix = graph, names, layouts, target, prefix
-        self.tl = target.module
+        self.language = target.language
+        self.axes = _POSITIONS | {"h"} if target.packed_heads else _POSITIONS  # symbols that differ within a tile
         self.loads = loads_of(graph)
         self.statements: list[Statement] = []
         self.varies: dict[int, frozenset[str]] = {}  # per node: the symbols that it depends on
         self.node: Expr | None = None  # that is being printed
-        self.helpers: dict[str, None] = {}
-        self.libdevice = False
-        self.text: dict[int, str] = {}
+        self.codes: dict[int, Code] = {}
         self.count = 0
-        self.places: dict[int, tuple[str, str]] = {}  # per load: its offset and what must hold for it
+        self.places: dict[int, tuple[Terms, Code | None]] = {}  # per load: its offset and what must hold for it
         self.known: dict[int, str] = {}  # names of nodes that are computed elsewhere
         self.by_distance = False  # kv_idx - q_idx is `distance`, and the two do not occur otherwise
 
-    def statement(self, text: str, source: SourceLine | None, *, loads: bool = False, dtype: torch.dtype | None = None) -> str:
+    def statement(self, code: Code, source: SourceLine | None, *, loads: bool = False, dtype: torch.dtype | None = None) -> Code:
+        """Give an expression a name, unless it is one."""
+        if code.binds == NAME:
+            return code
         name = f"{self.prefix}_{self.count}"
         self.count += 1
         varies = {*MASK_SYMBOLS, "score"} if self.node is None else self.varies[id(self.node)]
-        self.statements.append(Statement(name, text, source, tuple(sorted(varies)), loads, compute_dtype(dtype) if dtype else ""))
-        return name
+        self.statements.append(Statement(name, code, source, tuple(sorted(varies)), loads, compute_dtype(dtype) if dtype else ""))
+        return self.language.symbol(name)
 
-    def operand(self, node: Expr, dtype: torch.dtype) -> str:
-        """The text of `node` converted to what an operation on `dtype` computes with."""
-        text = self.text[id(node)]
+    def operand(self, node: Expr, dtype: torch.dtype) -> Code:
+        """`node` converted to what an operation on `dtype` computes with."""
         have, want = compute_dtype(node.dtype), compute_dtype(dtype)
         if node.is_literal:
             value = node.attr
             value = float(value) if kind(dtype) == "float" else bool(value) if kind(dtype) == "bool" else wrapped(value, dtype)
-            return literal_text(value)
+            return self.language.literal(value)
         if node.op == "scalar" and kind(node.dtype) == "int":  # captured ints come in as int32; larger ones are literals
             have = "int32"
+        code = self.codes[id(node)]
         if have == want:
-            return text
+            return code
         if kind(dtype) == "bool":
-            return _paren(f"{_atom(text)} != 0")
-        if kind(node.dtype) == "int" and kind(dtype) == "float":
-            split = self._float_of_sum(node)
-            if split is not None:
-                return split
-        return f"{_atom(text)}.to({self.tl}.{want})"
+            return self.language.operate(code, "!=", self.language.literal(0))
+        split = self._float_of_sum(node) if kind(node.dtype) == "int" and kind(dtype) == "float" else None
+        return split or self.language.cast(code, dtype)
 
-    def _float_of_sum(self, node: Expr) -> str | None:
+    def _float_of_sum(self, node: Expr) -> Code | None:
         """float(a - b) as float(a) - float(b): exact for indices below INDEX_BOUND, and q_idx's part is converted once."""
         difference = sign_of_difference(node)
         signs = row_of(node).signs
         if not self.target.exact_indices or len(signs) != 2 or self.by_distance and difference:
             return None
         if difference:
-            self.helpers["float_difference"] = None
-            return f"float_difference({', '.join(self.text[id(a)] for a in node.args)})"
+            return self.language.float_difference(*(self.codes[id(a)] for a in node.args))
         for part in (node, *node.args):
             low, high = self.range_of(part)
             if max(abs(low), abs(high)) > INDEX_BOUND:
                 return None
         left, right = (self.operand(a, torch.float32) for a in node.args)
-        return f"({left} {'+' if signs[1] > 0 else '-'} {right})"
+        return self.language.operate(left, "+" if signs[1] > 0 else "-", right)
 
     def range_of(self, node: Expr) -> tuple[float, float]:
         return value_range(node, None if self.target.exact_indices else _ANY_LENGTH)
 
-    def load(self, node: Expr) -> str:
-        capture, layout = self.graph.tensors[node.attr], self.layouts[node.attr]
-        number = self.loads.index(node)
+    def load(self, node: Expr) -> Code:
+        capture = self.graph.tensors[node.attr]
         offset, checks = [], []
         for dim, index in enumerate(node.args):
-            text = self.text[id(index)]
-            size = f"size_{capture.name}_{dim}"
-            low = self.range_of(index)[0]
-            if (number, dim) not in layout.inside:
-                if low < 0:  # negative indices count from the end, as in torch
-                    text = self.statement(text, node.source, dtype=index.dtype) if not text.isidentifier() else text
-                    text = self.statement(f"{self.tl}.where({text} < 0, {text} + {size}, {text})", node.source, dtype=index.dtype)
-                    checks.append(f"({text} >= 0)")
-                elif not text.isidentifier() and index.op != "literal":
-                    text = self.statement(text, node.source, dtype=index.dtype)
-                checks.append(f"({text} < {size})")
-            stride = layout.strides[dim]
-            if stride == "0":  # what is checked must have the shape of the check
-                offset += [] if (number, dim) in layout.inside else [f"{_atom(text)} * 0"]
-                continue
-            near = re.sub(r"\bdistance\b", "near", text)
-            sign = sign_of_distance(index) if near != text else 0
-            if sign:  # the compiler makes constants of the addresses' differences only where it need not mind an overflow
-                text = f"{_atom(near)}.to({self.tl}.int64) {'+' if sign > 0 else '-'} far"
-            elif stride == "1" and (number, dim) in layout.inside and {"q_idx", "kv_idx"} <= symbols_in(index):
-                offset.append(self.sum_of_terms(index))
-                continue
-            elif layout.wide and index.op != "literal":
-                text = f"{_atom(text)}.to({self.tl}.int64)"
-            name = f"stride_{capture.name}_{dim}"
-            name = f"({name} * {16 // capture.dtype.itemsize})" if stride == "v" else name
-            offset.append(_atom(text) if stride == "1" else f"{_atom(text)} * {name}")
-        self.places[id(node)] = " + ".join(offset) or "0", " & ".join(checks)
-        loaded = self.read(node, " + ".join([f"ptr_{capture.name}", *offset]), " & ".join(checks))
-        if node.dtype.is_floating_point and node.dtype != torch.float32:
-            loaded += f".to({self.tl}.float32)"
-        return loaded
+            code = self.codes[id(index)]
+            if not self._is_inside(node, dim):
+                code = self._checked(node, dim, code, checks)
+            offset += self._offset(node, dim, code)
+        inside = functools.reduce(lambda a, b: self.language.operate(a, "&", b), checks) if checks else None
+        self.places[id(node)] = offset, inside
+        pointer = self._sum(offset, self.language.argument(f"ptr_{capture.name}", "value", node.attr))
+        bits = 8 * capture.dtype.itemsize
+        if self.target.read_directly and bits <= 32 and any(symbols_in(index) >= _POSITIONS for index in node.args):
+            loaded = self.language.load_directly(pointer, inside, bits)
+        else:
+            loaded = self.language.load(pointer, inside)
+        narrow = node.dtype.is_floating_point and node.dtype != torch.float32
+        return self.language.cast(loaded, torch.float32) if narrow else loaded
 
-    def read(self, load: Expr, pointer: str, inside: str) -> str:
-        """What reads memory: `inside` is what must hold, "" if nothing need be checked."""
-        bits = 8 * self.graph.tensors[load.attr].dtype.itemsize
-        if not self.target.read_directly or bits > 32 or not any({"q_idx", "kv_idx"} <= symbols_in(index) for index in load.args):
-            return f"{self.tl}.load({pointer}{f', mask={inside}, other=0' if inside else ''})"
-        helper = f"read_{bits}_bits{'_if' if inside else ''}"
-        self.helpers[helper] = None
-        return f"{helper}({f'{inside}, ' if inside else ''}{pointer})"
+    def _is_inside(self, load: Expr, dim: int) -> bool:
+        return (self.loads.index(load), dim) in self.layouts[load.attr].inside
 
-    def sum_of_terms(self, index: Expr) -> str:
-        """An index, its terms to be added to a pointer one after another, positions last.
+    def _checked(self, load: Expr, dim: int, code: Code, checks: list[Code]) -> Code:
+        """An index that counts from the beginning; adds to `checks` what must hold for it."""
+        index, language = load.args[dim], self.language
+        size = language.argument(f"size_{self.graph.tensors[load.attr].name}_{dim}", "size", load.attr, dim)
+        low = self.range_of(index)[0]
+        if low < 0 or not index.is_literal:
+            code = self.statement(code, load.source, dtype=index.dtype)
+        if low < 0:  # negative indices count from the end, as in torch
+            zero = language.literal(0)
+            from_end = language.where(language.operate(code, "<", zero), language.operate(code, "+", size), code)
+            code = self.statement(from_end, load.source, dtype=index.dtype)
+            checks.append(language.operate(code, ">=", zero))
+        checks.append(language.operate(code, "<", size))
+        return code
+
+    def _offset(self, load: Expr, dim: int, code: Code) -> Terms:
+        """What an index adds to the address."""
+        language, layout, index = self.language, self.layouts[load.attr], load.args[dim]
+        capture, stride, inside = self.graph.tensors[load.attr], layout.strides[dim], self._is_inside(load, dim)
+        if stride == "0":  # what is checked must have the shape of the check
+            return [] if inside or self.varies[id(index)] <= {"b", "h"} - self.axes else [(1, language.zeros_like(code))]
+        near = self._near(index) if sign_of_distance(index) and code == self.codes[id(index)] else None
+        if near:  # the compiler makes constants of the addresses' differences only where it need not mind an overflow
+            sign = "+" if sign_of_distance(index) > 0 else "-"
+            code = language.operate(language.cast(near, torch.int64), sign, language.symbol("far"))
+        elif stride == "1" and inside and symbols_in(index) >= _POSITIONS:
+            return self._sorted_terms(index)
+        elif layout.wide and not index.is_literal:
+            code = language.cast(code, torch.int64)
+        if stride == "1":
+            return [(1, code)]
+        step = language.argument(f"stride_{capture.name}_{dim}", "vectors" if stride == "v" else "stride", load.attr, dim)
+        if stride == "v":
+            step = language.operate(step, "*", language.literal(16 // capture.dtype.itemsize))
+        return [(1, language.operate(code, "*", step))]
+
+    def _near(self, node: Expr) -> Code | None:
+        """A distance and what is added to it, of `near` instead of `distance`; None if it is called by another name."""
+        if sign_of_difference(node):
+            return self._difference(node, "near") if self.by_distance else None
+        if self.codes[id(node)].binds == NAME:
+            return None
+        near = {id(a): code for a in node.args if (code := self._near(a) if sign_of_distance(a) else None)}
+        codes = self.codes
+        self.codes = codes | near
+        found = self.operation(node) if near else None
+        self.codes = codes
+        return found
+
+    def _difference(self, node: Expr, name: str) -> Code:
+        symbol = self.language.symbol(name)
+        return symbol if sign_of_difference(node) > 0 else self.language.negative(symbol)
+
+    def _sorted_terms(self, index: Expr) -> Terms:
+        """The terms of an index, to be added to a pointer one after another, positions last.
 
         As the sum of 32-bit numbers it would be, the compiler had to mind an overflow and compute every element's address: this way what
         differs from one element of a thread to the next is a constant.
         """
-        terms = sorted(self._terms(index, 1), key=lambda t: (bool({"q_idx", "kv_idx"} & symbols_in(t[1])), t[0] < 0))
-        signed = (f"{'+' if sign > 0 else '-'} {_atom(self.operand(term, index.dtype))}" for sign, term in terms)
-        return " ".join(signed).removeprefix("+ ")
+        terms = sorted(self._terms(index, 1), key=lambda t: (bool(_POSITIONS & symbols_in(t[1])), t[0] < 0))
+        return [(sign, self.operand(term, index.dtype)) for sign, term in terms]
 
     def _terms(self, node: Expr, sign: int) -> list[tuple[int, Expr]]:
         """The terms of a sum that is spelled where it is used, and their signs."""
         signs = row_of(node).signs
-        if not signs or self.text[id(node)].isidentifier():
+        if not signs or self.codes[id(node)].binds == NAME:
             return [(sign, node)]
         return [term for own, arg in zip(signs, node.args, strict=True) for term in self._terms(arg, own * sign)]
 
-    def cast(self, node: Expr) -> str:
-        text = self.operand(node.args[0], node.dtype)
-        if node.dtype in (torch.float16, torch.bfloat16):  # the cast rounds
-            narrow = f"{self.tl}.{str(node.dtype).removeprefix('torch.')}"
-            return f"{_atom(text)}.to({narrow}).to({self.tl}.float32)"
-        return text
+    def _sum(self, terms: Terms, first: Code | None = None) -> Code:
+        """Terms added up one after another, to `first` if there is one."""
+        found = first
+        for sign, term in terms:
+            signed = term if sign > 0 else self.language.negative(term)
+            found = self.language.operate(found, "+" if sign > 0 else "-", term) if found else signed
+        return found or self.language.literal(0)
 
-    def operation(self, node: Expr) -> str:
-        row = OPS[node.op]
-        wanted = operand_dtypes(node)
-        operands = [self.operand(a, w) for a, w in zip(node.args, wanted, strict=True)]
-        spelling = self.target.spelling(row, kind(wanted[-1]))
-        if row.plainer is not None and row.plainer[1](node.dtype, *map(self.range_of, node.args)):
-            spelling = self.target.spelled(row.plainer[0])
-        if row.chooses and all(a.is_literal for a in node.args[1:]):
-            operands[1] = f"{self.tl}.full([], {operands[1]}, {self.target.dtype(node.dtype)})"
-        helper = re.match(r"(\w+)\(", spelling)
-        if helper:
-            self.helpers[helper[1]] = None
-        self.libdevice |= "libdevice." in spelling
-        return spelling.format(
-            *(o if "(" in spelling and f"({{{i}}}" in spelling or f", {{{i}}}" in spelling else _atom(o) for i, o in enumerate(operands))
-        )
-
-    def run(self, shape: str, gradients: tuple[Expr, ...], places: tuple[Expr, ...]) -> Snippet:
-        root = self.graph.result
-        forward = walk(root, self.known)
-        known = {id(n) for n in forward}
-        backward = [n for g in gradients for n in walk(g) if id(n) not in known and not known.add(id(n))]
-        uses = Counter(id(a) for n in (*forward, *backward) if id(n) not in self.known for a in n.args)
-        uses.update(id(g) for g in gradients)
-        if gradients:
-            uses[id(root)] += 1
-        self.print_nodes(forward, uses)
-        self.node = None
-        result = self.operand(root, torch.float32 if self.graph.kind == "score" else root.dtype)
-        result = self._full_tile(root, result, shape)
-        if not result.isidentifier():
-            result = self.statement(_strip(result), root.source)
-        statements, self.statements = self.statements, []
-        self.print_nodes(backward, uses)
-        found = tuple(self._full_tile(g, self.operand(g, torch.float32), shape) for g in gradients)
-        where = tuple(self._place(load) for load in places)
-        return Snippet(tuple(statements), result, tuple(self.helpers), self.libdevice, lines_of(self.statements), found, where)
-
-    def _place(self, load: Expr) -> tuple[str, str]:
+    def place(self, load: Expr) -> tuple[Code, Code | None]:
         """The offset of a load and what must hold for it. An index that another load gives need not differ along the axes it is made of, if
         that tensor is expanded; gradients do differ, so the offset gets their shape."""
         offset, checks = self.places[id(load)]
-        same = {"q_idx", "kv_idx"} & symbols_in(load) - self._varies_with(load)
-        return " + ".join([offset, *(f"{self.names[name]} * 0" for name in sorted(same))]), checks
+        same = _POSITIONS & symbols_in(load) - self.differs_along(load)
+        shapes = [(1, self.language.zeros_like(self.language.symbol(self.names[name]))) for name in sorted(same)]
+        return self._sum(offset + shapes), checks
+
+    def cast(self, node: Expr) -> Code:
+        code = self.operand(node.args[0], node.dtype)
+        return self.language.rounded(code, node.dtype) if node.dtype in (torch.float16, torch.bfloat16) else code
+
+    def operation(self, node: Expr) -> Code:
+        row = OPS[node.op]
+        wanted = operand_dtypes(node)
+        operands = [self.operand(a, w) for a, w in zip(node.args, wanted, strict=True)]
+        if row.operands == "where" and all(a.is_literal for a in node.args[1:]):
+            operands[1] = self.language.number(operands[1], node.dtype)
+        if row.plainer is not None and row.plainer[1](node.dtype, *map(self.range_of, node.args)):
+            return self.language.plainer(row, *operands)
+        return self.language.operation(row, kind(wanted[-1]), self.target.backend, self.target.precision, *operands)
 
     def print_all(self, roots: tuple[Expr, ...]) -> None:
         nodes = list({id(n): n for root in roots for n in walk(root)}.values())
@@ -235,99 +233,55 @@ class _Printer:
         uses.update(map(id, roots))
         self.print_nodes(nodes, uses)
 
-    def run_distances(self, roots: tuple[Expr, ...]) -> tuple[str, ...]:
-        self.by_distance = True
-        self.print_all(roots)
-        return tuple(
-            self.text[id(root)]
-            if "kv_idx" in self._varies_with(root)
-            else f"{self.tl}.full(distance.shape, {self.text[id(root)]}, {self.target.dtype(root.dtype)}, distance.type.layout)"
-            for root in roots
-        )
-
-    def run_sum(self, terms: Sum) -> Snippet:
-        self.print_all(terms.parts)
-        found = SumText(*("" if part is None else self.operand(part, torch.float32) for part in (terms.key, terms.rate)))
-        return Snippet(tuple(self.statements), "", tuple(self.helpers), self.libdevice, sum=found)
-
     def print_nodes(self, nodes: list[Expr], uses: Counter) -> None:
         for node in nodes:
             self.node = node
             if id(node) in self.known:
-                self.text[id(node)], self.varies[id(node)] = self.known[id(node)], frozenset(MASK_SYMBOLS)
-                continue
-            self.varies[id(node)] = frozenset({node.attr} if node.op == "symbol" else ()).union(*(self.varies[id(a)] for a in node.args))
-            if self.by_distance and sign_of_difference(node):
-                self.text[id(node)] = "distance" if sign_of_difference(node) > 0 else "-distance"
-            elif node.op == "symbol":
-                self.text[id(node)] = self.names[node.attr]
-            elif node.op == "literal":
-                self.text[id(node)] = literal_text(node.attr)
-            elif node.op == "scalar":
-                self.text[id(node)] = f"arg_{self.graph.scalars[node.attr].name}"
+                self.varies[id(node)] = frozenset(MASK_SYMBOLS)
             else:
-                text = self.load(node) if node.op == "load" else self.cast(node) if node.op == "cast" else self.operation(node)
-                if not text.isidentifier() and (uses[id(node)] > 1 or node.op == "load" or len(text) > _WIDTH):
-                    text = self.statement(text, node.source, loads=node.op == "load", dtype=node.dtype)
-                self.text[id(node)] = text
+                self.varies[id(node)] = frozenset({node.attr} if node.op == "symbol" else ()).union(
+                    *(self.varies[id(a)] for a in node.args)
+                )
+            self.codes[id(node)] = self._printed(node, uses[id(node)])
 
-    def _full_tile(self, root: Expr, text: str, shape: str) -> str:
+    def _printed(self, node: Expr, uses: int) -> Code:
+        if id(node) in self.known:
+            return self.language.symbol(self.known[id(node)])
+        if self.by_distance and sign_of_difference(node):
+            return self._difference(node, "distance")
+        if node.op == "symbol":
+            return self.language.symbol(self.names[node.attr])
+        if node.op == "literal":
+            return self.language.literal(node.attr)
+        if node.op == "scalar":
+            return self.language.argument(f"arg_{self.graph.scalars[node.attr].name}", "value", len(self.graph.tensors) + node.attr)
+        code = self.load(node) if node.op == "load" else self.cast(node) if node.op == "cast" else self.operation(node)
+        if uses > 1 or node.op == "load" or len(code.text) > _WIDTH:
+            return self.statement(code, node.source, loads=node.op == "load", dtype=node.dtype)
+        return code
+
+    def full_tile(self, root: Expr, code: Code, tile: str) -> Code:
         """A result that does not depend on every index is spread over the whole tile; parts of masks stay as they are."""
         if self.graph.kind not in ("score", "mask"):
-            return text
-        symbols = self._varies_with(root)
-        rows = {"q_idx", "h"} if self.target.packed_heads else {"q_idx"}
-        if {"score", "grad"} & symbols or "kv_idx" in symbols and rows & symbols:
-            return text
-        dtype = self.target.dtype(torch.float32 if self.graph.kind == "score" else torch.bool)
-        tile = shape.removesuffix(".shape")
-        if {"kv_idx", *rows} & symbols:
-            return f"tl.broadcast_to({text}, {shape})" if self.tl == "tl" else f"gl.broadcast({text}, {tile})[0]"
-        return f"{self.tl}.full({shape}, {text}, {dtype}{'' if self.tl == 'tl' else f', {tile}.type.layout'})"
+            return code
+        symbols, rows = self.differs_along(root), self.axes - {"kv_idx"}
+        if {"score", "grad"} & symbols or ("kv_idx" in symbols and rows & symbols):
+            return code
+        if self.axes & symbols:
+            return self.language.broadcast(code, tile)
+        return self.language.full(code, torch.float32 if self.graph.kind == "score" else torch.bool, tile)
 
-    def _varies_with(self, root: Expr) -> frozenset[str]:
+    def differs_along(self, root: Expr) -> frozenset[str]:
         """The symbols that a value differs along; an index of stride 0 that needs no check adds none."""
         found: dict[int, frozenset[str]] = {}
         for node in walk(root):
             args = node.args
             if node.op == "load":
-                layout, number = self.layouts[node.attr], self.loads.index(node)
-                args = [a for i, a in enumerate(args) if layout.strides[i] != "0" or (number, i) not in layout.inside]
+                strides = self.layouts[node.attr].strides
+                args = [a for i, a in enumerate(args) if strides[i] != "0" or not self._is_inside(node, i)]
             own = {node.attr} if node.op == "symbol" else ()
             found[id(node)] = frozenset(own).union(*(found[id(a)] for a in args))
         return found[id(root)]
-
-
-def _paren(text: str) -> str:
-    return f"({text})"
-
-
-_ATOM = re.compile(r"-?[\w.]+(\.\w+)?$")
-
-
-def _atom(text: str) -> str:
-    """`text`, in parentheses unless it already binds as one term."""
-    if _ATOM.match(text) and not text.startswith("-"):
-        return text
-    depth = 0
-    for c in text:
-        depth += (c in "([") - (c in ")]")
-        if depth == 0 and not (c.isalnum() or c in "._)]"):
-            return f"({text})"
-    return text
-
-
-def _strip(text: str) -> str:
-    return text[1:-1] if text.startswith("(") and text.endswith(")") and _matches(text) else text
-
-
-def _matches(text: str) -> bool:
-    depth = 0
-    for i, c in enumerate(text):
-        depth += (c == "(") - (c == ")")
-        if depth == 0:
-            return i == len(text) - 1
-    return False
 
 
 def lower(
@@ -337,36 +291,63 @@ def lower(
     target: Target,
     *,
     prefix: str,
-    shape: str,
+    tile: str,
     gradients: tuple[Expr, ...] = (),
     places: tuple[Expr, ...] = (),
     distances: tuple[Expr, ...] = (),
 ) -> Snippet:
-    """Triton or Gluon statements for a traced mod.
+    """Statements of the target's language for a traced mod.
 
     names      the kernel's names of the symbols: {"score": "score", "b": "b", "q_idx": "m", ...}
     layouts    one per captured tensor of the graph
     prefix     of the temporaries' names
-    shape      the tile's shape as the kernel spells it, "[BLOCK_M, BLOCK_N]"; for Gluon that of a tensor with the tile's layout, "qk.shape"
+    tile       the kernel's name of a tensor with the tile's shape (and layout), "qk"; or the shape, "[BLOCK_M, BLOCK_N]"
     gradients  expressions of the symbols and of "grad", d loss / d result, to be computed after it is known (see grad.py)
     places     loads whose offsets are asked for
     distances  expressions that get statements of their own, by the distance (see distance.py), without gradients
     """
+    root = graph.result
     printer = _Printer(graph, names, layouts, target, prefix)
     printer.known = {id(part): f"{prefix}_distance_{i}" for i, part in enumerate(distances)}
-    snippet = printer.run(shape, gradients, places)
-    if not distances:
-        return snippet
-    other = _Printer(graph, names, layouts, target, "distance")
-    values = other.run_distances(distances)
-    text = DistanceText(lines_of(other.statements), values, tuple(printer.known.values()))
-    return replace(
-        snippet, helpers=tuple({**printer.helpers, **other.helpers}), libdevice=printer.libdevice or other.libdevice, distance=text
-    )
+    forward = walk(root, printer.known)
+    before = {id(n) for n in forward}
+    backward = [n for n in {id(n): n for g in gradients for n in walk(g)}.values() if id(n) not in before]
+    uses = Counter(id(a) for n in (*forward, *backward) if id(n) not in printer.known for a in n.args)
+    uses.update(id(g) for g in gradients)
+    uses[id(root)] += bool(gradients)
+    printer.print_nodes(forward, uses)
+    printer.node = None
+    result = printer.full_tile(root, printer.operand(root, torch.float32 if graph.kind == "score" else root.dtype), tile)
+    result = printer.statement(result, root.source)
+    statements, printer.statements = tuple(printer.statements), []
+    printer.print_nodes(backward, uses)
+    found = tuple(printer.full_tile(g, printer.operand(g, torch.float32), tile) for g in gradients)
+    where = tuple(printer.place(load) for load in places)
+    behind = tuple(printer.statements)
+    codes = [*(s.value for s in (*statements, *behind)), result, *found, *(code for place in where for code in place)]
+    snippet = Snippet(statements, result, uses_of(codes), behind, found, where)
+    return _with_distances(snippet, _Printer(graph, names, layouts, target, "distance"), distances, printer) if distances else snippet
+
+
+def _with_distances(snippet: Snippet, apart: _Printer, distances: tuple[Expr, ...], printer: _Printer) -> Snippet:
+    """A snippet with what it takes by the distance, printed `apart`."""
+    apart.by_distance = True
+    apart.print_all(distances)
+    values = []
+    for root in distances:
+        code = apart.codes[id(root)]
+        values.append(code if "kv_idx" in apart.differs_along(root) else apart.language.full(code, root.dtype, "distance"))
+    text = DistanceText(apart.language.lines(apart.statements), tuple(values), tuple(printer.known.values()))
+    uses = dict.fromkeys((*snippet.uses, *uses_of((*(s.value for s in apart.statements), *values))))
+    return replace(snippet, uses=tuple(uses), distance=text)
 
 
 def lower_sum(
     graph: ModGraph, terms: Sum, names: dict[str, str], layouts: tuple[TensorLayout, ...], target: Target, *, prefix: str
 ) -> Snippet:
     """Statements for what a score_mod adds, its result as a Sum. q_idx and kv_idx in `names` are vectors."""
-    return _Printer(graph, names, layouts, target, prefix).run_sum(terms)
+    printer = _Printer(graph, names, layouts, target, prefix)
+    printer.print_all(terms.parts)
+    found = SumText(*(None if part is None else printer.operand(part, torch.float32) for part in (terms.key, terms.rate)))
+    uses = uses_of((*(s.value for s in printer.statements), found.key, found.rate))
+    return Snippet(tuple(printer.statements), None, uses, sum=found)

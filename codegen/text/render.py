@@ -10,8 +10,8 @@ from importlib import resources
 import jinja2
 
 from ..mod.errors import RenderError
+from .languages import LANGUAGES, TRITON, literal_text
 from .lines import one_line
-from .lower import literal_text
 from .parameters import signature
 from .spec import KernelSpec, without_texts
 
@@ -68,8 +68,8 @@ def render(spec: KernelSpec) -> str:
 
 
 def _text(spec: KernelSpec) -> str:
-    gluon = spec.flag.get("LANGUAGE") == "gluon"
-    language = {"jit": "gluon.jit", "tl": "gl"} if gluon else {"jit": "triton.jit", "tl": "tl"}
+    written = LANGUAGES[spec.flag.get("LANGUAGE", TRITON.name)]
+    language = {"jit": written.jit, "tl": written.module}
     library = _helpers(**language)
     helpers = tuple(dict.fromkeys(h for m in spec.mods if m for h in m.helpers))
     texts = [getattr(library, h)().strip() for h in helpers]

@@ -1,18 +1,12 @@
-"""What lowering takes and gives: layouts of captured tensors, the target that spellings depend on, and a mod's statements as text."""
+"""What lowering takes and gives: layouts of captured tensors, the target that spellings depend on, and a mod's statements."""
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-
-from ..mod.expr import SourceLine
-from ..mod.op import Op
-from .lines import one_line
+from .code import Code, Statement, Use
+from .languages import TRITON, Triton
 
 
 class TensorLayout(NamedTuple):
@@ -30,31 +24,20 @@ class TensorLayout(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Statement:
-    """`name = value`, the user's line that it comes from, and on which symbols the value depends."""
-
-    name: str
-    value: str
-    source: SourceLine | None
-    varies: tuple[str, ...]  # sorted: a spec is the same in every process
-    loads: bool = False  # does it read memory
-    dtype: str = ""  # of the value, as compute_dtype names it; none for a result
-
-
-@dataclass(frozen=True, slots=True)
 class Snippet:
     """Statements that compute a mod, and what they need around them.
 
-    gradient_lines compute `gradients`, one text per gradient that was asked for; they may use the temporaries of `statements`.
+    uses                  every name in it: kernel arguments, helpers, modules, symbols and temporaries
+    gradient_statements   compute `gradients`, one per gradient that was asked for; they may use the temporaries of `statements`
+    places                per load that was asked for: its offset in the tensor, and what must hold for it, if anything
     """
 
     statements: tuple[Statement, ...]
-    result: str
-    helpers: tuple[str, ...]  # names of macros in templates/_helpers.jinja
-    libdevice: bool
-    gradient_lines: tuple[str, ...] = ()
-    gradients: tuple[str, ...] = ()
-    places: tuple[tuple[str, str], ...] = ()  # per load that was asked for: its offset in the tensor, and what must hold for it
+    result: Code | None
+    uses: tuple[Use, ...]
+    gradient_statements: tuple[Statement, ...] = ()
+    gradients: tuple[Code, ...] = ()
+    places: tuple[tuple[Code, Code | None], ...] = ()
     sum: SumText | None = None  # instead of `result`
     distance: DistanceText | None = None
 
@@ -65,24 +48,16 @@ class DistanceText:
     the second is a 64-bit constant for every element of a thread; the `values`; and how the mod's own statements call these."""
 
     lines: tuple[str, ...]
-    values: tuple[str, ...]
+    values: tuple[Code, ...]
     names: tuple[str, ...]
-
-    @property
-    def texts(self) -> tuple[str, ...]:
-        return *self.lines, *self.values
 
 
 @dataclass(frozen=True, slots=True)
 class SumText:
-    """What a score_mod adds to the score: a number per key, and `rate` times kv_idx - q_idx. Empty where there is none."""
+    """What a score_mod adds to the score: a number per key, and `rate` times kv_idx - q_idx. None where there is none."""
 
-    key: str
-    rate: str
-
-    @property
-    def parts(self) -> tuple[str, str]:
-        return self.key, self.rate
+    key: Code | None
+    rate: Code | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,50 +67,6 @@ class Target:
     backend: str
     precision: str  # "float16", "bfloat16" or "float32"
     exact_indices: bool = True  # all lengths are at most INDEX_BOUND, so an index is exact in float32
-    language: str = "triton"  # or "gluon"
+    language: Triton = TRITON
     packed_heads: bool = False  # h is a column, as q_idx is: rows of a tile belong to several heads
     read_directly: bool = False  # elements that no other position shares, past Triton's pipelines and layouts (see _helpers.jinja)
-
-    @property
-    def module(self) -> str:
-        """The language's name in a kernel."""
-        return "gl" if self.language == "gluon" else "tl"
-
-    def dtype(self, dtype: torch.dtype) -> str:
-        """The dtype in which values of a torch dtype are computed, as the kernel names it."""
-        return f"{self.module}.{compute_dtype(dtype)}"
-
-    def spelling(self, row: Op, operands: str) -> str:
-        """The spelling of a row of the op table for a kind of operands."""
-        approximate = row.approximate.get((self.backend, self.precision))
-        return self.spelled(approximate or (row.triton if isinstance(row.triton, str) else row.triton[operands]), row.gluon.get(operands))
-
-    def spelled(self, triton: str, gluon: str | None = None) -> str:
-        """A Triton spelling in the kernel's language."""
-        if self.language == "triton":
-            return triton
-        return gluon or re.sub(r"\btl\.", "gl.", triton)
-
-
-def compute_dtype(dtype: torch.dtype) -> str:
-    """The name of the Triton dtype in which values of a torch dtype are computed."""
-    if dtype.is_floating_point:
-        return "float32"
-    return "int1" if dtype == torch.bool else str(dtype).removeprefix("torch.")
-
-
-def lines_of(statements: Iterable[Statement]) -> tuple[str, ...]:
-    """Statements as they stand in a kernel, below the user's lines that they come from."""
-    lines, last = [], None
-    for s in statements:
-        if s.source is not None and s.source != last:
-            lines.append(f"# {provenance(s.source)}")
-            last = s.source
-        lines.append(f"{s.name} = {s.value}")
-    return tuple(lines)
-
-
-def provenance(source: SourceLine) -> str:
-    """`folder/file.py:12: the user's line`, one printable line, short enough to read and free of machine paths."""
-    parts = source.file.replace(os.sep, "/").split("/")
-    return one_line(f"{'/'.join(parts[-2:])}:{source.line}: {source.text}")

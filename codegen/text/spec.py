@@ -19,10 +19,12 @@ from ..mod.index_range import value_range
 from ..mod.ops import row_of
 from ..mod.sums import as_sum
 from ..registry import remembered
+from .code import Code, Statement, Use, arguments, named, uses_of
+from .languages import Triton
 from .lines import one_line
 from .lower import is_gather, loads_of, lower, lower_sum
 from .parameters import Parameter
-from .snippet import DistanceText, Snippet, Statement, SumText, Target, TensorLayout, lines_of
+from .snippet import DistanceText, Snippet, SumText, Target, TensorLayout
 
 _FIND = {
     "size": lambda tensor, dim: tensor.shape[dim],
@@ -46,10 +48,10 @@ class CapturedGradient:
     role: str
     load: int
     name: str
-    text: str
+    text: Code
     guard: bool
-    offset: str = ""
-    checks: str = ""
+    offset: Code | None = None
+    checks: Code | None = None
 
     @property
     def buffer(self) -> str:
@@ -75,12 +77,13 @@ class CapturedGradient:
 
 @dataclass(frozen=True, slots=True)
 class GradientText:
-    """A lowered derivative: statements, d loss / d score, and what captured tensors get."""
+    """A lowered derivative: statements, d loss / d score, what captured tensors get, and the names that all these mention."""
 
     lines: tuple[str, ...]
-    score: str
+    score: Code
     guard: bool  # `score` may be NaN where p is 0
     captured: tuple[CapturedGradient, ...]
+    names: frozenset[str]
 
 
 class Stages(NamedTuple):
@@ -106,10 +109,11 @@ class ModText:
 
     kind: str
     name: str
+    language: Triton
     statements: tuple[Statement, ...]
-    result: str
+    result: Code | None
     helpers: tuple[str, ...]
-    libdevice: bool
+    modules: tuple[str, ...]
     parameters: tuple[Parameter, ...]
     recipe: tuple[tuple, ...]
     gradient: GradientText | None = None
@@ -123,13 +127,20 @@ class ModText:
         return tuple(p.name for p in self.parameters)
 
     @property
-    def texts(self) -> tuple[str, ...]:
-        """What the kernel makes of the statements, and of what it computes apart."""
-        return *(self.sum.parts if self.sum else (self.result,)), *(self.distance.texts if self.distance else ())
+    def libdevice(self) -> bool:
+        return "libdevice" in self.modules
 
     @property
     def lines(self) -> tuple[str, ...]:
-        return lines_of(self.statements)
+        return self.language.lines(self.statements)
+
+    def lines_to(self, name: str) -> tuple[str, ...]:
+        """The lines, which leave the result under a name of the template's."""
+        *before, last = self.statements or (None,)
+        if last is None or last.name != self.result.text or (self.gradient and last.name in self.gradient.names):
+            own = [] if self.result.text == name else [Statement(name, self.result, None, ())]
+            return self.language.lines((*self.statements, *own))
+        return self.language.lines((*before, replace(last, name=name)))
 
     def staged(self, fixed: str, moving: str | None = None) -> Stages:
         """For a loop over blocks in which `fixed`, q_idx or kv_idx, stays the same and `moving` does not: what reads memory by `fixed` can
@@ -145,15 +156,13 @@ class ModText:
         once += [s for s in ahead if moving not in s.varies]
         ahead = [s for s in ahead if moving in s.varies]
         rest = [s for s in self.statements if s not in once and s not in ahead]
-        later = [*(s.value for s in rest), *self.texts]
-        if self.gradient:
-            later += [*self.gradient.lines, self.gradient.score]
-            later += [text for c in self.gradient.captured for text in (c.text, c.offset, c.checks)]
-        words = set(re.findall(r"\w+", "\n".join(later)))
-        names = [tuple(s.name for s in stage if s.name in words) for stage in (once, ahead)]
-        dtypes = tuple(s.dtype for s in ahead if s.name in words)
+        results = (self.sum.key, self.sum.rate) if self.sum else (self.result,)
+        later = {use.name for use in uses_of((*(s.value for s in rest), *results))} | (self.gradient.names if self.gradient else set())
+        names = [tuple(s.name for s in stage if s.name in later) for stage in (once, ahead)]
+        dtypes = tuple(s.dtype for s in ahead if s.name in later)
         apart = [s for s in once if fixed not in s.varies] + ahead
-        return Stages(lines_of(once), lines_of(ahead), lines_of(rest), *names, dtypes, lines_of(apart))
+        once, ahead, rest, apart = map(self.language.lines, (once, ahead, rest, apart))
+        return Stages(once, ahead, rest, *names, dtypes, apart)
 
     def values(self, captured: list) -> list:
         """The kernel arguments, in the order of `parameters`, from the mod's captured values (tensors, then numbers)."""
@@ -265,7 +274,7 @@ def mod_text(
     names: dict[str, str],
     target: Target,
     *,
-    shape: str,
+    tile: str,
     taken: frozenset[str] = frozenset(),
     differential: Differential | None = None,
     vectors: dict[str, str] | None = None,
@@ -278,8 +287,8 @@ def mod_text(
     terms = as_sum(graph) if vectors and not (differential and differential.captured) else None
     if terms:
         snippet = lower_sum(graph, terms, vectors, layouts, target, prefix=graph.kind)
-        gradient = GradientText((), names["grad"], False, ()) if differential else None
-        return _with_arguments(graph, layouts, snippet, gradient)
+        gradient = GradientText((), target.language.symbol(names["grad"]), False, (), frozenset()) if differential else None
+        return _mod_text(graph, target.language, snippet, gradient)
     gradients = places = ()
     if differential:
         places = tuple(load for _, load, _ in differential.captured)
@@ -290,44 +299,28 @@ def mod_text(
         layouts,
         target,
         prefix=graph.kind,
-        shape=shape,
+        tile=tile,
         gradients=gradients,
         places=places,
         distances=read_by_distance(graph) if by_distance else (),
     )
-    gradient = _gradient_text(graph, layouts, differential, snippet, "gl" if target.language == "gluon" else "tl") if differential else None
-    return _with_arguments(graph, layouts, snippet, gradient)
+    gradient = _gradient_text(graph, layouts, differential, snippet, target.language) if differential else None
+    return _mod_text(graph, target.language, snippet, gradient)
 
 
-def _with_arguments(graph: ModGraph, layouts: tuple[TensorLayout, ...], snippet: Snippet, gradient: GradientText | None) -> ModText:
-    texts = [*(s.value for s in snippet.statements), *snippet.gradient_lines, *(f"{o} {c}" for o, c in snippet.places)]
-    texts += snippet.sum.parts if snippet.sum else ()
-    texts += snippet.distance.texts if snippet.distance else ()
-    words = set(re.findall(r"\w+", "\n".join(texts)))
+def _mod_text(graph: ModGraph, language: Triton, snippet: Snippet, gradient: GradientText | None) -> ModText:
+    args = arguments(snippet.uses)
     captor = "score_mod" if graph.kind == "score" else "mask_mod"  # a mask_mod's zones and its verdict, too
-    parameters, recipe = [], []
-    for i, capture in enumerate(graph.tensors):
-        candidates = [(f"ptr_{capture.name}", ("value", i, 0))]
-        for dim in range(capture.ndim):
-            stride = "vectors" if layouts[i].strides[dim] == "v" else "stride"
-            candidates += [(f"stride_{capture.name}_{dim}", (stride, i, dim)), (f"size_{capture.name}_{dim}", ("size", i, dim))]
-        for arg, how in candidates:
-            if arg in words:
-                parameters.append(Parameter(arg, f"*{dtype_name(capture.dtype)}" if how[0] == "value" else "int", of=captor))
-                recipe.append(how)
-    for j, capture in enumerate(graph.scalars):
-        if f"arg_{capture.name}" in words:
-            parameters.append(Parameter(f"arg_{capture.name}", "float" if capture.kind is float else "int", of=captor))
-            recipe.append(("value", len(graph.tensors) + j, 0))
     return ModText(
         graph.kind,
         one_line(graph.name),
+        language,
         snippet.statements,
         snippet.result,
-        snippet.helpers,
-        snippet.libdevice,
-        tuple(parameters),
-        tuple(recipe),
+        named(snippet.uses, "helper"),
+        named(snippet.uses, "module"),
+        tuple(Parameter(a.name, _type_of(graph, a), of=captor) for a in args),
+        tuple((a.kind, a.index, a.dim) for a in args),
         gradient,
         snippet.sum,
         snippet.distance,
@@ -335,10 +328,19 @@ def _with_arguments(graph: ModGraph, layouts: tuple[TensorLayout, ...], snippet:
     )
 
 
+def _type_of(graph: ModGraph, use: Use) -> str:
+    """The type of a kernel argument."""
+    if use.kind != "value":
+        return "int"
+    if use.index < len(graph.tensors):
+        return f"*{dtype_name(graph.tensors[use.index].dtype)}"
+    return "float" if graph.scalars[use.index - len(graph.tensors)].kind is float else "int"
+
+
 def _is_product(result: Expr, terms: SumText | None) -> bool:
     """Is a score_mod's result a product, or may it be one, as the score itself is?"""
     if terms:
-        return not any(terms.parts)
+        return not (terms.key or terms.rate)
     while result.op == "cast" or row_of(result).product is None:
         result = result.args[0]
     return result.op != "load" and row_of(result).product
@@ -411,10 +413,10 @@ def _divides_by_constant(node: Expr) -> bool:
 
 
 def _gradient_text(
-    graph: ModGraph, layouts: tuple[TensorLayout, ...], differential: Differential, snippet: Snippet, tl: str
+    graph: ModGraph, layouts: tuple[TensorLayout, ...], differential: Differential, snippet: Snippet, language: Triton
 ) -> GradientText:
     texts, loads = list(snippet.gradients), loads_of(graph)
-    score = f"{tl}.zeros_like(grad)"
+    score = language.zeros_like(language.symbol("grad"))
     guard = False
     if differential.score is not None:
         score, guard = texts.pop(0), may_be_nan(differential.score, differential.ordinary)
@@ -423,13 +425,18 @@ def _gradient_text(
         name, number = graph.tensors[load.attr].name, loads.index(load)
         found = CapturedGradient(role, number, name, texts.pop(0), may_be_nan(gradient, differential.ordinary))
         if role == "slab":
-            found = replace(found, offset="offs_m.to(tl.int64)[:, None] * KV_LEN + offs_n[None, :]")
+            found = replace(
+                found,
+                offset=language.write("{0}.to(tl.int64)[:, None] * KV_LEN + {1}[None, :]", *map(language.symbol, ("offs_m", "offs_n"))),
+            )
         elif role in ("store", "atomic"):
-            found = replace(found, offset=offset, checks=checks)
+            found = replace(found, offset=language.beside("+", offset), checks=checks and language.beside("&", checks))
         elif checks and "0" in layouts[load.attr].strides:  # whose indices nobody looks at later
-            found = replace(found, text=f"{tl}.where({checks}, {found.text}, 0.0)")
+            found = replace(found, text=language.where(checks, found.text, language.literal(0.0)))
         captured.append(found)
-    return GradientText(snippet.gradient_lines, score, guard, tuple(captured))
+    codes = (*(s.value for s in snippet.gradient_statements), score, *(code for c in captured for code in (c.text, c.offset, c.checks)))
+    names = frozenset(use.name for use in uses_of(codes))
+    return GradientText(language.lines(snippet.gradient_statements), score, guard, tuple(captured), names)
 
 
 def _renamed(graph: ModGraph, taken: frozenset[str]) -> ModGraph:
