@@ -221,7 +221,7 @@ class _Printer:
         row = OPS[node.op]
         wanted = operand_dtypes(node)
         operands = [self.operand(a, w) for a, w in zip(node.args, wanted, strict=True)]
-        if row.operands == "where" and all(a.is_literal for a in node.args[1:]):
+        if row.chooses and all(a.is_literal for a in node.args[1:]):
             operands[1] = self.language.number(operands[1], node.dtype)
         if row.plainer is not None and row.plainer[1](node.dtype, *map(self.range_of, node.args)):
             return self.language.plainer(row, *operands)

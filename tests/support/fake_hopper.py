@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from flexpress.codegen.device import binary, devices, kernel, tma
+from flexpress.codegen.device.arguments import one_by_one
 from flexpress.codegen.run import backward, decode, forward, prefill
 from flexpress.codegen.run import launch as launch_module
 from flexpress.codegen.text.render import render
@@ -63,7 +64,7 @@ def forward_on_cpu(monkeypatch, run: bool = True) -> list:
             with monkeypatch.context() as patch:
                 patch.setattr(launch_module, "descriptor", fake_gluon.Descriptor)
                 arguments = launch.arguments(tensors, captured, {})
-            fake_gluon.run(render(launch.spec), "hopper_forward", tuple(binary.one_by_one(arguments)))
+            fake_gluon.run(render(launch.spec), "hopper_forward", tuple(one_by_one(arguments)))
             assert not tensors["COUNTER"].any()
 
     monkeypatch.setattr(forward, "persistent", persistent)
