@@ -50,7 +50,7 @@ def pytest_addoption(parser):
     )
     parser.addoption(
         "--backend",
-        choices=["TRITON", "GLUON"],
+        choices=["PORTABLE", "HOPPER"],
         help="on a Hopper GPU: the portable kernels, or those for Hopper wherever they serve, instead of the faster ones",
     )
 
@@ -65,9 +65,9 @@ def pytest_configure(config):
     from flexpress.codegen.plan.forward import Options
     from flexpress.codegen.run import forward
 
-    if config.getoption("--backend") == "TRITON":
+    if config.getoption("--backend") == "PORTABLE":
         checks.DEFAULT = Options(backend="PORTABLE")
-    elif config.getoption("--backend") == "GLUON":
+    elif config.getoption("--backend") == "HOPPER":
         forward.worthwhile = lambda *_: None
 
 
