@@ -105,7 +105,8 @@ class Launch:
         """Later launches may take the short way."""
         function = getattr(variant, "function", None)
         if function and self._fits and plain_values((*tensors.values(), *captured)) is not None:
-            self.function, self._grid, self._constants = function, (*grid, 1, 1)[:3], constants
+            self._grid, self._constants = (*grid, 1, 1)[:3], constants
+            self.function = function  # last: with it other threads take the short way
 
     def again(self, tensors: dict[str, torch.Tensor], addresses: dict[str, int], captured: list, stream: int) -> None:
         """The short way: `addresses` of all tensors, 16-byte aligned, and `captured` as plain_values gives it. The device is the current
