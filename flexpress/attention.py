@@ -76,11 +76,10 @@ def flex_attention(
     kernel_options  BLOCK_M, BLOCK_N, num_warps, num_stages, PRESCALE_QK, ROWS_GUARANTEED_SAFE, USE_TMA, with or without the prefix fwd_;
                     FLOAT32_PRECISION ("ieee" or "tf32"), BACKEND ("AUTO"; "PORTABLE" for the portable kernels; "HOPPER" for the
                     forward kernel for Hopper, or an error; "DECODE" for that of up to 16 queries, which splits keys among programs;
-                    "TRITON", "GLUON" and "TRITON_DECODE" mean the same); for the
-                    backward pass BLOCK_M1, BLOCK_N1 (of dK and dV), BLOCK_M2, BLOCK_N2 (of dQ), with or without bwd_, bwd_num_warps,
-                    bwd_num_stages. ROWS_GUARANTEED_SAFE promises that every row sees a key; it is taken at its word. Torch's
-                    BLOCKS_ARE_CONTIGUOUS, FORCE_USE_FLEX_ATTENTION, IS_DIVISIBLE, WRITE_DQ and ROCm's hints are accepted and change
-                    nothing: block lists are always read. Others are refused
+                    "TRITON", "GLUON" and "TRITON_DECODE" mean the same); for the backward pass BLOCK_M1, BLOCK_N1 (of dK and dV),
+                    BLOCK_M2, BLOCK_N2 (of dQ), with or without bwd_, bwd_num_warps, bwd_num_stages. ROWS_GUARANTEED_SAFE promises that
+                    every row sees a key; it is taken at its word. Torch's BLOCKS_ARE_CONTIGUOUS, FORCE_USE_FLEX_ATTENTION,
+                    IS_DIVISIBLE, WRITE_DQ and ROCm's hints change nothing: block lists are always read. Others are refused
     return_aux      AuxRequest(lse, max_scores)
     deterministic   gradients are bitwise equal on every run (also under torch.use_deterministic_algorithms); only gradients of captured
                     tensors whose elements are shared by many positions cost more for it

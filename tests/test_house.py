@@ -114,7 +114,6 @@ BEING_SPLIT = {  # what was longer before there was this rule; a file that is sh
     "codegen/run/preview.py",
     "codegen/text/lower.py",
     "codegen/text/spec.py",
-    "flexpress/attention.py",
 }
 
 

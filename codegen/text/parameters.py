@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 from itertools import groupby
 from typing import NamedTuple
 
+from ..registry import remembered
+
 
 class Parameter(NamedTuple):
     """One argument of a kernel.
@@ -121,4 +123,10 @@ def packer(parameters: tuple[Parameter, ...], fixed: dict[str, object], whole: C
             fields.append(place if whole else f"*{place}")
         else:
             fields += [f"given[{name!r}]" for name in names] if kind == "given" else [f"*{kind}"]
-    return eval(f"lambda given, descriptors, captured: [{', '.join(fields)}]", known)
+    return _compiled(f"lambda {', '.join(known)}: lambda given, descriptors, captured: [{', '.join(fields)}]")(*known.values())
+
+
+@remembered("argument lists", 1024)
+def _compiled(text: str) -> Callable:
+    """A function of fixed runs of numbers, which makes the function that lists arguments: calls of other lengths share it."""
+    return eval(text, {})
