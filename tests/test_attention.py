@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import flexpress
-from flexpress import AuxRequest, create_block_mask, flex_attention, mods
+from flexpress import AuxRequest, cache_clear, create_block_mask, flex_attention, mods
 from support.attention import check_attention
 from support.dense import assert_as_accurate, dense_attention, relative_error
 from support.devices import DEVICES, for_any
+from support.evaluate import default_dtype
 from support.problems import mask_mods, problems, tensor_of
 
 
@@ -187,6 +188,20 @@ def test_forward_allocates_no_scores():
     out, lse = flex_attention(q, k, v, block_mask=mask, return_lse=True)
     used = torch.cuda.max_memory_allocated() - before
     assert used <= out.nbytes + lse.nbytes + (1 << 20)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_statistics_are_float32_whatever_torch_makes_by_default(dtype, device):
+    """Buffers of another element size would be overrun, or half filled."""
+    cache_clear()  # what is decided at the first call of a kind lasts
+    q = torch.randn(1, 2, 20, 16, dtype=torch.float32, device=device)
+    with default_dtype(dtype):
+        out, aux = flex_attention(q, q, q, return_aux=AuxRequest(lse=True, max_scores=True))
+        scores = (q @ q.mT) * 0.25
+    assert (out.dtype, aux.lse.dtype, aux.max_scores.dtype) == (torch.float32,) * 3
+    torch.testing.assert_close(aux.lse, scores.logsumexp(-1), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(aux.max_scores, scores.amax(-1), rtol=1e-3, atol=1e-3)
 
 
 def test_public_names_have_docstrings():

@@ -289,7 +289,13 @@ def _decide(
     output_rows: bool,
 ) -> Ready:
     choice, call = choice_of(q, k, v, scale, keys, lists, options, output_max, output_rows)
-    tensors = {"K": k, "V": v, "Q": q, "O": output_like(q, v.shape[3]), "LSE": torch.empty(q.shape[:3], device=q.device)}
+    tensors = {
+        "K": k,
+        "V": v,
+        "Q": q,
+        "O": output_like(q, v.shape[3]),
+        "LSE": torch.empty(q.shape[:3], dtype=torch.float32, device=q.device),
+    }
     return Ready(choice, call, tensors, lists)
 
 
