@@ -17,7 +17,7 @@ from ..registry import remembered
 from ..text.parameters import Parameter, constants, descriptor_of, numbers, pointer, stride_names
 from ..text.snippet import Target, TensorLayout
 from ..text.spec import CapturedGradient, Differential, KernelSpec, ModText, dtype_name, mod_text, padding_may_be_nan
-from .forward import Blocks, Mod, Options, list_numbers, list_tables
+from .forward import Blocks, Mod, Options, block_flags, element_flags, list_numbers, list_tables
 from .tiles import Tile, backward_tile
 
 STATS_ALIGNMENT = 128  # backward_delta pads its rows to a multiple of this; query tiles divide it
@@ -221,19 +221,10 @@ def _spec(
     tma = case.use_tma[0 if name == "dq" else 1]
     float32 = case.dtype is torch.float32
     flags = {
-        "DTYPE": dtype_name(case.dtype),
-        "D_QK": case.d_qk,
-        "D_V": case.d_v,
-        "D_QK_ROUNDED": round_up_head_dim(case.d_qk),
-        "D_V_ROUNDED": round_up_head_dim(case.d_v),
-        "FLOAT32": float32,
-        "FLOAT32_PRECISION": options.float32_precision if float32 else "",
+        **element_flags(case, options.float32_precision),
         "aligned": tuple(a for a in case.aligned if a in taken),
         "ALIGNMENT": 16 // case.dtype.itemsize,
-        "BLOCK_MASK": blocks is not None,
-        "HAS_FULL_BLOCKS": blocks is not None and blocks.has_full,
-        "SPARSE_Q_BLOCK_SIZE": blocks.q_block if blocks else 0,
-        "SPARSE_KV_BLOCK_SIZE": blocks.kv_block if blocks else 0,
+        **block_flags(blocks),
         "WHOLE": whole,
         "CHECK_FULL_BLOCKS": not (blocks is None or blocks.interior or whole),
         "STARTS": blocks is not None and blocks.starts,

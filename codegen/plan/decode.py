@@ -15,7 +15,18 @@ from ..gpus import round_up_head_dim
 from ..text.parameters import Parameter, constants, numbers, pointer
 from ..text.snippet import Target
 from ..text.spec import KernelSpec, ModText, dtype_name
-from .forward import Blocks, Mod, list_numbers, list_tables, lowered, scale_names, statistic_parameters, stride_names_of
+from .forward import (
+    Blocks,
+    Mod,
+    block_flags,
+    element_flags,
+    list_numbers,
+    list_tables,
+    lowered,
+    scale_names,
+    statistic_parameters,
+    stride_names_of,
+)
 from .tiles import Tile, decode_tile
 
 MAX_ROWS = 64  # of a tile, where it has so many
@@ -153,24 +164,14 @@ def _spec(case: DecodeCase, backend: str, score: ModText | None, mask: ModText |
         "stride_vn",
         *([] if units[2] else ["stride_vd"]),
     ]
-    float32 = case.dtype is torch.float32
     flags = {
-        "DTYPE": dtype_name(case.dtype),
-        "D_QK": case.d_qk,
-        "D_V": case.d_v,
-        "D_QK_ROUNDED": round_up_head_dim(case.d_qk),
-        "D_V_ROUNDED": round_up_head_dim(case.d_v),
-        "FLOAT32": float32,
-        "FLOAT32_PRECISION": case.float32_precision if float32 else "",
+        **element_flags(case, case.float32_precision),
         "Q_UNIT": units[0],
         "K_UNIT": units[1],
         "V_UNIT": units[2],
         "aligned": case.aligned,
         "ALIGNMENT": vector_of(case.dtype, case.kv_dtype),
-        "BLOCK_MASK": blocks is not None,
-        "HAS_FULL_BLOCKS": blocks is not None and blocks.has_full,
-        "SPARSE_Q_BLOCK_SIZE": blocks.q_block if blocks else 0,
-        "SPARSE_KV_BLOCK_SIZE": blocks.kv_block if blocks else 0,
+        **block_flags(blocks),
         "SCALE_FIRST": scale_apart,
         "OUTPUT_MAX": case.output_max,
         "OUTPUT_ROWS": case.output_rows,

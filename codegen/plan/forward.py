@@ -50,6 +50,30 @@ class Blocks(NamedTuple):
     starts: bool = False
 
 
+def block_flags(blocks: Blocks | None) -> dict[str, object]:
+    """What every template that reads block lists knows of them."""
+    return {
+        "BLOCK_MASK": blocks is not None,
+        "HAS_FULL_BLOCKS": blocks is not None and blocks.has_full,
+        "SPARSE_Q_BLOCK_SIZE": blocks.q_block if blocks else 0,
+        "SPARSE_KV_BLOCK_SIZE": blocks.kv_block if blocks else 0,
+    }
+
+
+def element_flags(case, float32_precision: str) -> dict[str, object]:
+    """What every portable template knows of its tensors' elements and head dims, from a case of any kind."""
+    float32 = case.dtype is torch.float32
+    return {
+        "DTYPE": dtype_name(case.dtype),
+        "D_QK": case.d_qk,
+        "D_V": case.d_v,
+        "D_QK_ROUNDED": round_up_head_dim(case.d_qk),
+        "D_V_ROUNDED": round_up_head_dim(case.d_v),
+        "FLOAT32": float32,
+        "FLOAT32_PRECISION": float32_precision if float32 else "",
+    }
+
+
 def list_numbers(blocks: Blocks | None, axis: str = "kv") -> tuple[str, ...]:
     """The names of the numbers that go with block lists, of KV blocks or ("q") of query blocks."""
     if blocks is None:
@@ -156,22 +180,13 @@ def _spec(case: ForwardCase, backend: str, score: ModText | None, mask: ModText 
     strides = ["stride_kn", *([] if units[1] else ["stride_kd"]), "stride_vn", *([] if units[2] else ["stride_vd"])]
     float32 = case.dtype is torch.float32
     flags = {
-        "DTYPE": dtype_name(case.dtype),
-        "D_QK": case.d_qk,
-        "D_V": case.d_v,
-        "D_QK_ROUNDED": round_up_head_dim(case.d_qk),
-        "D_V_ROUNDED": round_up_head_dim(case.d_v),
-        "FLOAT32": float32,
-        "FLOAT32_PRECISION": options.float32_precision if float32 else "",
+        **element_flags(case, options.float32_precision),
         "Q_UNIT": units[0],
         "K_UNIT": units[1],
         "V_UNIT": units[2],
         "aligned": case.aligned,
         "ALIGNMENT": 16 // case.dtype.itemsize,
-        "BLOCK_MASK": blocks is not None,
-        "HAS_FULL_BLOCKS": blocks is not None and blocks.has_full,
-        "SPARSE_Q_BLOCK_SIZE": blocks.q_block if blocks else 0,
-        "SPARSE_KV_BLOCK_SIZE": blocks.kv_block if blocks else 0,
+        **block_flags(blocks),
         "CHECK_FULL_BLOCKS": blocks is not None and not blocks.interior,
         "STARTS": blocks is not None and blocks.starts,
         "PEEL_TAIL": not float32,  # a second copy of the dot makes float32 kernels spill

@@ -21,7 +21,7 @@ from ..text.parameters import Parameter, descriptor_of, numbers, pointer
 from ..text.snippet import Target, TensorLayout
 from ..text.spec import Differential, KernelSpec, ModText, dtype_name, mod_text, padding_may_be_nan
 from .backward import BackwardCase, Gathered, buffers_of, delta_spec, role_of, strides
-from .forward import Mod, list_numbers, list_tables
+from .forward import Mod, block_flags, list_numbers, list_tables
 from .hopper_forward import scores_are_raw
 
 BLOCK_N = 128  # keys of a program, 64 for each consumer
@@ -188,10 +188,7 @@ def _spec(
         "ZERO_AHEAD": slices == 1,  # else no shared memory is left for zeroes
         "CONSUMER_REGISTERS": tile.consumer_registers,
         "PRODUCER_REGISTERS": tile.producer_registers,
-        "BLOCK_MASK": blocks is not None,
-        "HAS_FULL_BLOCKS": blocks is not None and blocks.has_full,
-        "SPARSE_Q_BLOCK_SIZE": blocks.q_block if blocks else 0,
-        "SPARSE_KV_BLOCK_SIZE": blocks.kv_block if blocks else 0,
+        **block_flags(blocks),
         "STEPS": blocks.q_block // tile.BLOCK_M if blocks else 1,
         "STARTS": starts,
         "SCALE_FIRST": scale_apart,

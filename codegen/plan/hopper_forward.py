@@ -16,7 +16,19 @@ from ..text.lower import gathers
 from ..text.parameters import Parameter, descriptor_of, numbers, pointer
 from ..text.snippet import SumText, Target
 from ..text.spec import KernelSpec, ModText, dtype_name
-from .forward import STRIDES, Cache, ForwardCase, Geometry, Mod, list_numbers, list_tables, lowered, scale_names, statistic_parameters
+from .forward import (
+    STRIDES,
+    Cache,
+    ForwardCase,
+    Geometry,
+    Mod,
+    block_flags,
+    list_numbers,
+    list_tables,
+    lowered,
+    scale_names,
+    statistic_parameters,
+)
 
 ROWS = 64  # of a consumer
 L2_BYTES = 32 << 20  # of K and V that heads which are worked on at a time may take
@@ -163,10 +175,7 @@ def _spec(case: ForwardCase, tile: HopperTile, score: ModText | None, mask: ModT
         "BLOCK_N": tile.BLOCK_N,
         "CONSUMER_REGISTERS": tile.consumer_registers,
         "PRODUCER_REGISTERS": tile.producer_registers,
-        "BLOCK_MASK": blocks is not None,
-        "HAS_FULL_BLOCKS": blocks is not None and blocks.has_full,
-        "SPARSE_Q_BLOCK_SIZE": blocks.q_block if blocks else 0,
-        "SPARSE_KV_BLOCK_SIZE": blocks.kv_block if blocks else 0,
+        **block_flags(blocks),
         "STEPS": blocks.kv_block // tile.BLOCK_N if blocks else 1,
         "CHECK_FULL_BLOCKS": blocks is not None and not blocks.interior,
         "STARTS": starts,
