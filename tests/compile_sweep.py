@@ -109,8 +109,6 @@ def forward(d: Draw, target: str) -> list[Kernel]:
     if target == "gfx942":  # the tables' is 1: Triton 3.6 fails with some kernels if a user asks for more
         tile.pop("num_stages", None)
     options = d.now_and_then(prescale_qk=True, rows_guaranteed_safe=True, float32_precision="tf32", use_tma=False)
-    if "starts" not in blocks:
-        options |= d.now_and_then(blocks_are_contiguous=True)
     options = Options(**options, tile=tuple(tile.items()))
     kernel = compilation(
         target,
