@@ -11,7 +11,7 @@ import torch
 
 from .codegen.mod.tensors import check_kind
 from .codegen.plan.forward import Options
-from .codegen.text.spec import LARGEST_BLOCK_N
+from .codegen.text.layouts import LARGEST_BLOCK_N
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CACHE_DTYPES = (*DTYPES, torch.float8_e4m3fn)

@@ -754,14 +754,14 @@ LAUNCHES = [
         "an expanded tensor gets its gradient several times",
     ),
     Mutant(
-        "codegen/text/spec.py",
+        "codegen/mod/nan.py",
         "    return not math.isfinite(_size(expr, ordinary, {}))",
         "    return False",
         named("backward", "nothing_flows"),
         "0 * inf where nothing is attended to",
     ),
     Mutant(
-        "codegen/text/spec.py",
+        "codegen/mod/nan.py",
         "                return True\n    return False",
         "                return False\n    return False",
         named("backward", "nan_of_zero"),

@@ -13,13 +13,13 @@ from flexpress.codegen import registry
 from flexpress.codegen.device import counters, kernel
 from flexpress.codegen.device.offline import Compiled
 from flexpress.codegen.gpus import SHARED_MEMORY
+from flexpress.codegen.mod.dtypes import dtype_name
 from flexpress.codegen.plan.backward import BackwardCase, delta_rows, delta_spec
 from flexpress.codegen.plan.forward import Blocks, Options
 from flexpress.codegen.plan.hopper_backward import fits
 from flexpress.codegen.run import backward
 from flexpress.codegen.run.preview import Compilation, hopper_backward_compilations
 from flexpress.codegen.text.render import render
-from flexpress.codegen.text.spec import dtype_name
 from flexpress.recipes import make
 from support.assembly import assert_packed_as_read
 from support.fake_hopper import Variant, pass_for_hopper

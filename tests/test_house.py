@@ -112,8 +112,6 @@ BEING_SPLIT = {  # what was longer before there was this rule; a file that is sh
     "codegen/run/decode.py",
     "codegen/run/prefill.py",
     "codegen/run/preview.py",
-    "codegen/text/lower.py",
-    "codegen/text/spec.py",
 }
 
 

@@ -23,7 +23,7 @@ from flexpress.codegen.run.preview import (
     mask_compilations,
     preview,
 )
-from flexpress.codegen.text import lines, spec
+from flexpress.codegen.text import lines, mod_text
 from flexpress.codegen.text import render as rendering
 from flexpress.codegen.text.lines import one_line
 from flexpress.codegen.text.render import render
@@ -166,7 +166,7 @@ def test_a_real_file_with_odd_lines(tmp_path):
 @pytest.mark.parametrize("forgotten", ["source lines", "names"])
 def test_a_print_with_more_than_comments_is_refused(monkeypatch, forgotten):
     """Were a text forgotten to be made one line, rendering would find out: the print is not what it is without the user's texts."""
-    monkeypatch.setattr(lines if forgotten == "source lines" else spec, "one_line", lambda text: text)
+    monkeypatch.setattr(lines if forgotten == "source lines" else mod_text, "one_line", lambda text: text)
     rendering.environment.cache_clear()
     for indented in [character + " " * depth for character in BREAKS for depth in (0, 4)]:
         bad = f"x{indented}{PAYLOAD}{indented}x = 1 #"

@@ -28,8 +28,9 @@ from flexpress.codegen.mod.op import kind
 from flexpress.codegen.mod.ops import OPS
 from flexpress.codegen.mod.symbols import Sym
 from flexpress.codegen.run.masks import BlockGrid
+from flexpress.codegen.text.layouts import layouts_of
+from flexpress.codegen.text.mod_text import mod_text
 from flexpress.codegen.text.snippet import Target
-from flexpress.codegen.text.spec import layouts_of, mod_text
 from support.compositions import BOOL_FORMS, FLOAT_FORMS, INT_FORMS, MASK_LEAVES, compositions, mask_captures
 from support.devices import DEVICES
 from support.evaluate import FLOATS, INTEGERS, make_mod

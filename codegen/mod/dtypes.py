@@ -1,4 +1,4 @@
-"""The dtypes that operations compute in."""
+"""The dtypes that operations compute in, and what kernels call them."""
 
 from __future__ import annotations
 
@@ -45,3 +45,15 @@ def wrapped(value: int, dtype: torch.dtype) -> int:
     """An integer as it is in an integer dtype: what does not fit wraps around."""
     low, bits = torch.iinfo(dtype).min, torch.iinfo(dtype).bits
     return (int(value) - low) % (1 << bits) + low
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a torch dtype: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def compute_dtype(dtype: torch.dtype) -> str:
+    """The name of the dtype in which values of a torch dtype are computed."""
+    if dtype.is_floating_point:
+        return "float32"
+    return "int1" if dtype == torch.bool else dtype_name(dtype)

@@ -11,12 +11,17 @@ from typing import NamedTuple
 import torch
 
 from ..gpus import round_up_head_dim
+from ..mod.dtypes import dtype_name
 from ..mod.expr import Expr, symbols_in
 from ..mod.grad import differentiate
+from ..mod.nan import padding_may_be_nan
 from ..registry import remembered
+from ..text.gradient_text import CapturedGradient, Differential
+from ..text.layouts import TensorLayout
+from ..text.mod_text import ModText, mod_text
 from ..text.parameters import Parameter, constants, descriptor_of, numbers, pointer, stride_names
-from ..text.snippet import Target, TensorLayout
-from ..text.spec import CapturedGradient, Differential, KernelSpec, ModText, dtype_name, mod_text, padding_may_be_nan
+from ..text.snippet import Target
+from ..text.spec import KernelSpec
 from .forward import Blocks, Mod, Options, block_flags, element_flags, list_numbers, list_tables
 from .tiles import Tile, backward_tile
 
@@ -56,7 +61,7 @@ class BackwardCase(NamedTuple):
     deterministic: bool = False
     lse_gradient: bool = False
     captured: frozenset[int] = frozenset()  # the captured tensors of score_mod that want a gradient
-    ordinary: bool = True  # captured numbers of score_mod are, see spec.are_ordinary
+    ordinary: bool = True  # captured numbers of score_mod are, see mod/nan.py
     raw_tops: bool = False  # the forward kernel left largest scores without scale, of a score_mod that adds distances
     whole: bool = False  # Q_LEN and KV_LEN are whole blocks, see `whole_blocks`
 
@@ -83,7 +88,7 @@ class BackwardPlan:
 
 
 def role_of(load: Expr, layout: TensorLayout, case: BackwardCase) -> str:
-    """How the gradient of a load is gathered (see spec.CapturedGradient); "slab" is the deterministic form of "atomic".
+    """How the gradient of a load is gathered (see CapturedGradient); "slab" is the deterministic form of "atomic".
 
     A dimension of stride 0 is one element, whatever its index.
     """

@@ -12,9 +12,11 @@ from typing import NamedTuple
 import torch
 
 from ..gpus import round_up_head_dim
+from ..mod.dtypes import dtype_name
+from ..text.mod_text import ModText
 from ..text.parameters import Parameter, constants, numbers, pointer
 from ..text.snippet import Target
-from ..text.spec import KernelSpec, ModText, dtype_name
+from ..text.spec import KernelSpec
 from .forward import (
     Blocks,
     Mod,

@@ -12,12 +12,15 @@ from typing import NamedTuple
 import torch
 
 from ..gpus import round_up_head_dim
+from ..mod.dtypes import dtype_name
 from ..mod.expr import ModGraph
+from ..mod.loads import gathers
 from ..registry import remembered
-from ..text.lower import gathers
+from ..text.layouts import TensorLayout
+from ..text.mod_text import ModText, mod_text
 from ..text.parameters import Parameter, constants, descriptor_of, numbers, pointer
-from ..text.snippet import Target, TensorLayout
-from ..text.spec import KernelSpec, ModText, dtype_name, mod_text
+from ..text.snippet import Target
+from ..text.spec import KernelSpec
 from .tiles import Tile, forward_tile
 
 LOG2_E = 1.4426950408889634

@@ -12,14 +12,19 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..gpus import round_up_head_dim
+from ..mod.dtypes import dtype_name
 from ..mod.expr import ModGraph
 from ..mod.grad import differentiate
+from ..mod.loads import loads_of
+from ..mod.nan import padding_may_be_nan
 from ..registry import remembered
+from ..text.gradient_text import Differential
 from ..text.languages import GLUON
-from ..text.lower import loads_of
+from ..text.layouts import TensorLayout
+from ..text.mod_text import ModText, mod_text
 from ..text.parameters import Parameter, descriptor_of, numbers, pointer
-from ..text.snippet import Target, TensorLayout
-from ..text.spec import Differential, KernelSpec, ModText, dtype_name, mod_text, padding_may_be_nan
+from ..text.snippet import Target
+from ..text.spec import KernelSpec
 from .backward import BackwardCase, Gathered, buffers_of, delta_spec, role_of, strides
 from .forward import Mod, block_flags, list_numbers, list_tables
 from .hopper_forward import scores_are_raw

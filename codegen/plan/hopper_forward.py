@@ -10,12 +10,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..gpus import round_up_head_dim
+from ..mod.dtypes import dtype_name
+from ..mod.loads import gathers
 from ..mod.sums import Sum
 from ..text.languages import GLUON
-from ..text.lower import gathers
+from ..text.mod_text import ModText
 from ..text.parameters import Parameter, descriptor_of, numbers, pointer
 from ..text.snippet import SumText, Target
-from ..text.spec import KernelSpec, ModText, dtype_name
+from ..text.spec import KernelSpec
 from .forward import (
     STRIDES,
     Cache,

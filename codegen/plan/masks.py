@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from ..mod.expr import INDEX_BOUND, ModGraph
 from ..mod.intervals import analyse
 from ..mod.op import kind
+from ..text.layouts import layouts_of
+from ..text.mod_text import ModText, mod_text
 from ..text.parameters import Parameter, constants, numbers, pointer
 from ..text.snippet import Target
-from ..text.spec import KernelSpec, ModText, layouts_of, mod_text
+from ..text.spec import KernelSpec
 
 SYMBOL_NAMES = {"score": "score", "b": "z", "h": "h", "q_idx": "m", "kv_idx": "n"}
 STATUS_CHUNK = {"cpu": 1024}  # blocks of a program of block_status; elsewhere 64

@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 import torch
 
+from ..mod.dtypes import dtype_name
 from ..registry import remembered
 from ..text.parameters import Parameter, constants, numbers, pointer, stride_names
-from ..text.spec import KernelSpec, dtype_name
+from ..text.spec import KernelSpec
 from .masks import power_of_two
 
 BLOCK_T = 16  # tokens of a program; for a single new token of every sequence 1

@@ -11,6 +11,7 @@ import torch
 from ..device.counters import held_counter
 from ..device.devices import architecture_of, backend_of, multiprocessors, on
 from ..mod.expr import INDEX_BOUND, ModGraph
+from ..mod.nan import are_ordinary
 from ..plan.backward import (
     STATS_ALIGNMENT,
     BackwardCase,
@@ -30,8 +31,8 @@ from ..plan.hopper_backward import L2_BYTES, HopperBackwardPlan, fits, plan_hopp
 from ..plan.hopper_forward import heads_per_group
 from ..plan.tiles import Tile
 from ..registry import INFO, Table
+from ..text.mod_text import mod_values
 from ..text.parameters import named_strides
-from ..text.spec import are_ordinary, mod_values
 from .block_lists import BlockLists, tiles_of
 from .captured import Sums
 from .forward import Rows, keys_of, planned, reached

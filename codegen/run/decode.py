@@ -15,7 +15,7 @@ from ..plan.decode import BLOCK_S, MAX_ROWS, MIN_SHARE, DecodeCase, DecodePlan, 
 from ..plan.forward import geometry_of, scales
 from ..plan.tiles import Tile, next_smaller
 from ..registry import INFO, Table
-from ..text.spec import mod_values
+from ..text.mod_text import mod_values
 from .block_lists import BlockLists
 from .launch import Launch, addresses_of, launch_fitting
 

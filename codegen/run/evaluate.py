@@ -17,9 +17,11 @@ from ..mod.bind import bind
 from ..mod.expr import INDEX_BOUND, ModGraph
 from ..mod.tensors import check_surroundings, read_captured, readable
 from ..registry import INFO, Table
+from ..text.layouts import layouts_of
+from ..text.mod_text import ModText, mod_text
 from ..text.parameters import constants, numbers, pointer
 from ..text.snippet import Target
-from ..text.spec import KernelSpec, ModText, layouts_of, mod_text
+from ..text.spec import KernelSpec
 
 _SYMBOL_NAMES = {"score": "score", "b": "z", "h": "h", "q_idx": "m", "kv_idx": "n"}
 _TILE = 64

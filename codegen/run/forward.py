@@ -18,7 +18,8 @@ from ..plan.candidates import Choice, choose
 from ..plan.forward import ForwardCase, Geometry, Mod, Options, Plan, geometry_of, plan_forward, scales, wants_tma
 from ..plan.hopper_forward import SPILL_LIMIT, HopperPlan, fits, heads_per_group, plan_hopper_forward
 from ..registry import INFO, Table
-from ..text.spec import LARGEST_BLOCK_N, layouts_of, mod_values
+from ..text.layouts import LARGEST_BLOCK_N, layouts_of
+from ..text.mod_text import mod_values
 from . import decode
 from .block_lists import BlockLists, tiles_of
 from .launch import Launch, Unusable, launch_fitting

@@ -27,8 +27,9 @@ from ..plan.masks import (
     zones_spec,
 )
 from ..registry import INFO, Table
+from ..text.layouts import layouts_of
+from ..text.mod_text import mod_text
 from ..text.snippet import Target
-from ..text.spec import layouts_of, mod_text
 from .block_lists import BlockLists
 
 DENSE_TILE = 64  # rows and columns of a tile of the dense mask

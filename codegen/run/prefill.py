@@ -9,8 +9,8 @@ from ..mod.expr import INDEX_BOUND
 from ..plan.forward import Cache, ForwardCase, Options, geometry_of, scales, wants_tma
 from ..plan.hopper_forward import ROWS, SPILL_LIMIT, HopperPlan, fits, heads_per_group, plan_hopper_forward
 from ..registry import INFO, Table
+from ..text.mod_text import mod_values
 from ..text.parameters import named_strides
-from ..text.spec import mod_values
 from . import forward
 from .block_lists import BlockLists
 from .decode import Cached

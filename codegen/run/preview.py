@@ -36,8 +36,10 @@ from ..plan.masks import (
     zones_spec,
 )
 from ..plan.update_cache import BLOCK_T, UpdateCase, update_spec
+from ..text.layouts import layouts_of
+from ..text.mod_text import ModText, mod_text
 from ..text.snippet import Target
-from ..text.spec import KernelSpec, ModText, layouts_of, mod_text
+from ..text.spec import KernelSpec
 from . import evaluate, masks
 from .forward import keys_of
 from .layouts import output_like

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..mod.dtypes import compute_dtype, dtype_name
 from ..mod.ops import Op
 from .code import Code, Statement, Use, uses_of
 from .lines import provenance
@@ -174,7 +175,7 @@ class Triton:
 
     def rounded(self, value: Code, dtype: torch.dtype) -> Code:
         """A float32 value rounded to a narrower dtype."""
-        return self.write(f"{{0}}.to(tl.{str(dtype).removeprefix('torch.')}).to(tl.float32)", value)
+        return self.write(f"{{0}}.to(tl.{dtype_name(dtype)}).to(tl.float32)", value)
 
     def where(self, condition: Code, yes: Code, no: Code) -> Code:
         return self.write("tl.where({0}, {1}, {2})", condition, yes, no)
@@ -251,13 +252,6 @@ class Gluon(Triton):
 
 TRITON, GLUON = Triton(), Gluon()
 LANGUAGES = {language.name: language for language in (TRITON, GLUON)}
-
-
-def compute_dtype(dtype: torch.dtype) -> str:
-    """The name of the dtype in which values of a torch dtype are computed."""
-    if dtype.is_floating_point:
-        return "float32"
-    return "int1" if dtype == torch.bool else str(dtype).removeprefix("torch.")
 
 
 def literal_text(value) -> str:

@@ -14,36 +14,23 @@ from dataclasses import replace
 import torch
 
 from ..mod.distance import sign_of_difference, sign_of_distance
-from ..mod.dtypes import operand_dtypes, wrapped
+from ..mod.dtypes import compute_dtype, operand_dtypes, wrapped
 from ..mod.expr import INDEX_BOUND, MASK_SYMBOLS, Expr, ModGraph, SourceLine, symbols_in, walk
 from ..mod.index_range import value_range
+from ..mod.loads import loads_of
 from ..mod.op import kind
 from ..mod.ops import OPS, row_of
 from ..mod.sums import Sum
 from .code import Code, Statement, uses_of
-from .languages import NAME, compute_dtype
-from .snippet import DistanceText, Snippet, SumText, Target, TensorLayout
+from .languages import NAME
+from .layouts import TensorLayout
+from .snippet import DistanceText, Snippet, SumText, Target
 
 _ANY_LENGTH = dict.fromkeys(MASK_SYMBOLS, (1 << 31) - 1)
 _POSITIONS = frozenset({"q_idx", "kv_idx"})
 _WIDTH = 88  # longest statement that is still put on one line
 
 Terms = list[tuple[int, Code]]  # of a sum, with their signs
-
-
-def loads_of(graph: ModGraph) -> list[Expr]:
-    """The loads of a graph, in order."""
-    return [n for n in walk(graph.result) if n.op == "load"]
-
-
-def gathers(graph: ModGraph) -> bool:
-    """Does the mod load an element of its own for every position (a relative-position table, a full bias)?"""
-    return any(map(is_gather, loads_of(graph)))
-
-
-def is_gather(load: Expr) -> bool:
-    """Do the indices of a load depend on both q_idx and kv_idx?"""
-    return symbols_in(load) >= _POSITIONS
 
 
 class _Printer:

@@ -1,26 +1,11 @@
-"""What lowering takes and gives: layouts of captured tensors, the target that spellings depend on, and a mod's statements."""
+"""What lowering takes and gives: the target that spellings depend on, and a mod's statements."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from .code import Code, Statement, Use
 from .languages import TRITON, Triton
-
-
-class TensorLayout(NamedTuple):
-    """What the text knows of a captured tensor's layout; the rest is known at launch.
-
-    strides   per dimension "0", "1", "n" (a kernel argument) or "v" (an argument in units of 16 bytes, so that the compiler
-              knows rows are aligned)
-    wide      offsets may pass 2**31 elements: compute them in int64
-    inside    the indices that are known to lie inside, for these lengths: (load, dimension), loads numbered as in `loads_of`
-    """
-
-    strides: tuple[str, ...]
-    wide: bool = False
-    inside: frozenset[tuple[int, int]] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,20 @@
+"""What a mod loads: in which order, and whether a load is a position's own."""
+
+from __future__ import annotations
+
+from .expr import Expr, ModGraph, symbols_in, walk
+
+
+def loads_of(graph: ModGraph) -> list[Expr]:
+    """The loads of a graph, in order."""
+    return [n for n in walk(graph.result) if n.op == "load"]
+
+
+def gathers(graph: ModGraph) -> bool:
+    """Does the mod load an element of its own for every position (a relative-position table, a full bias)?"""
+    return any(map(is_gather, loads_of(graph)))
+
+
+def is_gather(load: Expr) -> bool:
+    """Do the indices of a load depend on both q_idx and kv_idx?"""
+    return symbols_in(load) >= {"q_idx", "kv_idx"}

@@ -1,0 +1,102 @@
+"""What backward kernels take of a score_mod: its lowered derivative, and how they gather the gradients of what it captures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..mod.expr import Expr, ModGraph
+from ..mod.loads import loads_of
+from ..mod.nan import may_be_nan
+from .code import Code, uses_of
+from .languages import Triton
+from .layouts import TensorLayout
+from .snippet import Snippet
+
+
+@dataclass(frozen=True)
+class Differential:
+    """What a backward kernel asks of a score_mod: d loss / d score, and loads with their role and gradient."""
+
+    score: Expr | None
+    captured: tuple[tuple[str, Expr, Expr], ...] = ()  # (role, load, gradient)
+    ordinary: bool = True  # captured numbers are, see mod/nan.py
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedGradient:
+    """How a kernel gathers the gradient of one load of a captured tensor.
+
+    role      "row", "head": summed over the keys of a row, over a tile of one head (backward_dq); "column": summed over the queries of
+              a key (backward_dkv); "store", "atomic": every position has a place in the gradient, of its own or shared (backward_dq);
+              "slab": stored head by head and added up outside, without atomics
+    load      which load of the mod it is (see mod/loads.py)
+    text      the gradient of one position; `guard` if it may be NaN where p is 0
+    offset    for "store" and "atomic": the place in the buffer, which has the tensor's own strides, and the `checks` that it lies inside
+    """
+
+    role: str
+    load: int
+    name: str
+    text: Code
+    guard: bool
+    offset: Code | None = None
+    checks: Code | None = None
+
+    @property
+    def buffer(self) -> str:
+        """The kernel argument that takes it."""
+        return f"grad_{self.name}_{self.load}"
+
+    value = property(lambda self: f"d_{self.name}_{self.load}")
+    sum = property(lambda self: f"sum_{self.name}_{self.load}")
+    sums = property(lambda self: self.role in ("row", "head", "column"))
+
+    @property
+    def meaning(self) -> str:
+        """For the glossary."""
+        return {
+            "row": "float32 [Z, Hq, Q_LEN]: summed over keys",
+            "column": "float32 [Z, Hq, KV_LEN]: summed over queries",
+            "head": "float32 [Z, Hq, tiles]: summed over a tile's positions",
+            "store": "every position has its own element",
+            "atomic": "float32: positions share elements and add up",
+            "slab": "float32 [Q_LEN, KV_LEN]: one head's positions, added up on the host",
+        }[self.role]
+
+
+@dataclass(frozen=True, slots=True)
+class GradientText:
+    """A lowered derivative: statements, d loss / d score, what captured tensors get, and the names that all these mention."""
+
+    lines: tuple[str, ...]
+    score: Code
+    guard: bool  # `score` may be NaN where p is 0
+    captured: tuple[CapturedGradient, ...]
+    names: frozenset[str]
+
+
+def gradient_text(
+    graph: ModGraph, layouts: tuple[TensorLayout, ...], differential: Differential, snippet: Snippet, language: Triton
+) -> GradientText:
+    texts, loads = list(snippet.gradients), loads_of(graph)
+    score = language.zeros_like(language.symbol("grad"))
+    guard = False
+    if differential.score is not None:
+        score, guard = texts.pop(0), may_be_nan(differential.score, differential.ordinary)
+    captured = []
+    for (role, load, gradient), (offset, checks) in zip(differential.captured, snippet.places, strict=True):
+        name, number = graph.tensors[load.attr].name, loads.index(load)
+        found = CapturedGradient(role, number, name, texts.pop(0), may_be_nan(gradient, differential.ordinary))
+        if role == "slab":
+            found = replace(
+                found,
+                offset=language.write("{0}.to(tl.int64)[:, None] * KV_LEN + {1}[None, :]", *map(language.symbol, ("offs_m", "offs_n"))),
+            )
+        elif role in ("store", "atomic"):
+            found = replace(found, offset=language.beside("+", offset), checks=checks and language.beside("&", checks))
+        elif checks and "0" in layouts[load.attr].strides:  # whose indices nobody looks at later
+            found = replace(found, text=language.where(checks, found.text, language.literal(0.0)))
+        captured.append(found)
+    codes = (*(s.value for s in snippet.gradient_statements), score, *(code for c in captured for code in (c.text, c.offset, c.checks)))
+    names = frozenset(use.name for use in uses_of(codes))
+    return GradientText(language.lines(snippet.gradient_statements), score, guard, tuple(captured), names)

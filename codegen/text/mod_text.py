@@ -1,0 +1,171 @@
+"""ModText: a lowered mod as templates and launches see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..mod.distance import read_by_distance
+from ..mod.dtypes import dtype_name
+from ..mod.expr import Expr, ModGraph
+from ..mod.ops import row_of
+from ..mod.sums import as_sum
+from .code import Code, Statement, Use, arguments, named
+from .gradient_text import Differential, GradientText, gradient_text
+from .languages import Triton
+from .layouts import TensorLayout
+from .lines import one_line
+from .lower import lower, lower_sum
+from .parameters import Parameter
+from .snippet import DistanceText, Snippet, SumText, Target
+from .stages import Stages, stages_of
+
+_FIND = {
+    "size": lambda tensor, dim: tensor.shape[dim],
+    "stride": lambda tensor, dim: tensor.stride(dim),
+    "vectors": lambda tensor, dim: tensor.stride(dim) * tensor.element_size() // 16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModText:
+    """A lowered mod as a template sees it. `recipe` says how to find each parameter's value at launch (see `ModText.values`)."""
+
+    kind: str
+    name: str
+    language: Triton
+    statements: tuple[Statement, ...]
+    result: Code | None
+    helpers: tuple[str, ...]
+    modules: tuple[str, ...]
+    parameters: tuple[Parameter, ...]
+    recipe: tuple[tuple, ...]
+    gradient: GradientText | None = None
+    sum: SumText | None = None  # instead of `result`, where a template asks for it
+    distance: DistanceText | None = None  # what a template that asks for it computes apart
+    is_product: bool = False  # the compiler could put the result, before it is rounded, into a sum
+
+    @property
+    def args(self) -> tuple[str, ...]:
+        """The names of its parameters."""
+        return tuple(p.name for p in self.parameters)
+
+    @property
+    def libdevice(self) -> bool:
+        return "libdevice" in self.modules
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        return self.language.lines(self.statements)
+
+    def lines_to(self, name: str) -> tuple[str, ...]:
+        """The lines, which leave the result under a name of the template's."""
+        *before, last = self.statements or (None,)
+        if last is None or last.name != self.result.text or (self.gradient and last.name in self.gradient.names):
+            own = [] if self.result.text == name else [Statement(name, self.result, None, ())]
+            return self.language.lines((*self.statements, *own))
+        return self.language.lines((*before, replace(last, name=name)))
+
+    def staged(self, fixed: str, moving: str | None = None) -> Stages:
+        """The lines by when a loop over blocks can run them (see `stages_of`)."""
+        results = (self.sum.key, self.sum.rate) if self.sum else (self.result,)
+        later = self.gradient.names if self.gradient else frozenset()
+        return stages_of(self.language, self.statements, results, later, fixed, moving)
+
+    def values(self, captured: list) -> list:
+        """The kernel arguments, in the order of `parameters`, from the mod's captured values (tensors, then numbers)."""
+        return [captured[index] if what == "value" else _FIND[what](captured[index], dim) for what, index, dim in self.recipe]
+
+    def named(self, captured: list) -> dict[str, object]:
+        """The same by name."""
+        return dict(zip(self.args, self.values(captured), strict=True))
+
+
+def mod_values(plan, score: list | None, mask: list | None) -> list:
+    """The kernel arguments of a plan's (or a step's) score_mod and mask_mod, from what the two capture."""
+    return (plan.score.values(score) if score is not None else []) + (plan.mask.values(mask) if mask is not None else [])
+
+
+def mod_text(
+    graph: ModGraph,
+    layouts: tuple[TensorLayout, ...],
+    names: dict[str, str],
+    target: Target,
+    *,
+    tile: str,
+    taken: frozenset[str] = frozenset(),
+    differential: Differential | None = None,
+    vectors: dict[str, str] | None = None,
+    by_distance: bool = False,
+) -> ModText:
+    """Lower a mod and name its arguments; names in `taken` (another mod's) get a suffix. With `vectors`, other names, of which q_idx and
+    kv_idx are vectors, a score_mod that is a sum is lowered as one, unless gradients of what it captures are asked for. With `by_distance`,
+    what it reads by the distance between query and key is lowered apart."""
+    graph = _renamed(graph, taken)
+    terms = as_sum(graph) if vectors and not (differential and differential.captured) else None
+    if terms:
+        snippet = lower_sum(graph, terms, vectors, layouts, target, prefix=graph.kind)
+        gradient = GradientText((), target.language.symbol(names["grad"]), False, (), frozenset()) if differential else None
+        return _mod_text(graph, target.language, snippet, gradient)
+    gradients = places = ()
+    if differential:
+        places = tuple(load for _, load, _ in differential.captured)
+        gradients = tuple(g for g in (differential.score, *(g for _, _, g in differential.captured)) if g is not None)
+    snippet: Snippet = lower(
+        graph,
+        names,
+        layouts,
+        target,
+        prefix=graph.kind,
+        tile=tile,
+        gradients=gradients,
+        places=places,
+        distances=read_by_distance(graph) if by_distance else (),
+    )
+    gradient = gradient_text(graph, layouts, differential, snippet, target.language) if differential else None
+    return _mod_text(graph, target.language, snippet, gradient)
+
+
+def _mod_text(graph: ModGraph, language: Triton, snippet: Snippet, gradient: GradientText | None) -> ModText:
+    args = arguments(snippet.uses)
+    captor = "score_mod" if graph.kind == "score" else "mask_mod"  # a mask_mod's zones and its verdict, too
+    return ModText(
+        graph.kind,
+        one_line(graph.name),
+        language,
+        snippet.statements,
+        snippet.result,
+        named(snippet.uses, "helper"),
+        named(snippet.uses, "module"),
+        tuple(Parameter(a.name, _type_of(graph, a), of=captor) for a in args),
+        tuple((a.kind, a.index, a.dim) for a in args),
+        gradient,
+        snippet.sum,
+        snippet.distance,
+        _is_product(graph.result, snippet.sum),
+    )
+
+
+def _type_of(graph: ModGraph, use: Use) -> str:
+    """The type of a kernel argument."""
+    if use.kind != "value":
+        return "int"
+    if use.index < len(graph.tensors):
+        return f"*{dtype_name(graph.tensors[use.index].dtype)}"
+    return "float" if graph.scalars[use.index - len(graph.tensors)].kind is float else "int"
+
+
+def _is_product(result: Expr, terms: SumText | None) -> bool:
+    """Is a score_mod's result a product, or may it be one, as the score itself is?"""
+    if terms:
+        return not (terms.key or terms.rate)
+    while result.op == "cast" or row_of(result).product is None:
+        result = result.args[0]
+    return result.op != "load" and row_of(result).product
+
+
+def _renamed(graph: ModGraph, taken: frozenset[str]) -> ModGraph:
+    if not taken & {c.name for c in (*graph.tensors, *graph.scalars)}:
+        return graph
+    tensors = tuple(replace(c, name=f"{c.name}_{graph.kind}") for c in graph.tensors)
+    scalars = tuple(replace(c, name=f"{c.name}_{graph.kind}") for c in graph.scalars)
+    return replace(graph, tensors=tensors, scalars=scalars)
