@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from .expr import Expr, ModGraph, symbols_in, walk
 
+POSITIONS = frozenset({"q_idx", "kv_idx"})
+
 
 def loads_of(graph: ModGraph) -> list[Expr]:
     """The loads of a graph, in order."""
@@ -17,4 +19,4 @@ def gathers(graph: ModGraph) -> bool:
 
 def is_gather(load: Expr) -> bool:
     """Do the indices of a load depend on both q_idx and kv_idx?"""
-    return symbols_in(load) >= {"q_idx", "kv_idx"}
+    return symbols_in(load) >= POSITIONS
