@@ -10,7 +10,8 @@ import pytest
 
 from flexpress.codegen.mod.ops import OPS
 from flexpress.codegen.text.code import Use, arguments, named
-from flexpress.codegen.text.languages import GLUON, TRITON, literal_text, read_spelling
+from flexpress.codegen.text.languages import GLUON, TRITON
+from flexpress.codegen.text.spelling import literal_text, read_spelling
 
 SYMBOLS = ("+", "-", "*", "&", "==", "!=", "<", "<=", ">", ">=")
 PLAIN = [s for row in OPS.values() if row.expand is None for s in ([row.triton] if isinstance(row.triton, str) else row.triton.values())]

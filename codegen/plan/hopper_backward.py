@@ -176,7 +176,7 @@ def _spec(
     slices = 3 if d_qk == 192 else 1
     dq_columns = 32 if slices > 1 else min(64, d_qk // 2) if columns else d_qk
     flags = {
-        "LANGUAGE": "gluon",
+        "LANGUAGE": GLUON.name,
         "DTYPE": dtype_name(case.dtype),
         "D_QK": case.d_qk,
         "D_V": case.d_v,

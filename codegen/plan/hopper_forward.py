@@ -163,7 +163,7 @@ def _spec(case: ForwardCase, tile: HopperTile, score: ModText | None, mask: ModT
     d_qk, d_v = padded(case.d_qk, case.d_v)
     slices = 3 if d_qk == 192 else 1
     flags = {
-        "LANGUAGE": "gluon",
+        "LANGUAGE": GLUON.name,
         "DTYPE": dtype_name(case.dtype),
         "D_QK": case.d_qk,
         "D_V": case.d_v,

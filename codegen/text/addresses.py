@@ -12,7 +12,6 @@ from ..mod.loads import POSITIONS, loads_of
 from ..mod.ops import row_of
 from .code import Code
 from .expressions import Expressions
-from .languages import NAME
 from .layouts import TensorLayout
 
 Terms = list[tuple[int, Code]]  # of a sum, with their signs
@@ -92,7 +91,7 @@ class Addresses:
         """A distance and what is added to it, of `near` instead of `distance`; None if it is called by another name."""
         if sign_of_difference(node):
             return self.expressions.difference(node, "near") if self.expressions.by_distance else None
-        if self.expressions.codes[id(node)].binds == NAME:
+        if self.language.is_name(self.expressions.codes[id(node)]):
             return None
         near = {id(a): code for a in node.args if (code := self._near(a) if sign_of_distance(a) else None)}
         codes = self.expressions.codes
@@ -113,7 +112,7 @@ class Addresses:
     def _terms(self, node: Expr, sign: int) -> list[tuple[int, Expr]]:
         """The terms of a sum that is spelled where it is used, and their signs."""
         signs = row_of(node).signs
-        if not signs or self.expressions.codes[id(node)].binds == NAME:
+        if not signs or self.language.is_name(self.expressions.codes[id(node)]):
             return [(sign, node)]
         return [term for own, arg in zip(signs, node.args, strict=True) for term in self._terms(arg, own * sign)]
 

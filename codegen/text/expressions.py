@@ -11,7 +11,6 @@ from ..mod.index_range import value_range
 from ..mod.op import kind
 from ..mod.ops import OPS, row_of
 from .code import Code, Statement
-from .languages import NAME
 from .snippet import Target
 
 _ANY_LENGTH = dict.fromkeys(MASK_SYMBOLS, (1 << 31) - 1)
@@ -36,7 +35,7 @@ class Expressions:
 
     def statement(self, code: Code, source: SourceLine | None, *, loads: bool = False, dtype: torch.dtype | None = None) -> Code:
         """Give an expression a name, unless it is one."""
-        if code.binds == NAME:
+        if self.language.is_name(code):
             return code
         name = f"{self.prefix}_{self.count}"
         self.count += 1

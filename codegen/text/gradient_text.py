@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
+
 from ..mod.expr import Expr, ModGraph
 from ..mod.loads import loads_of
 from ..mod.nan import may_be_nan
 from .code import Code, uses_of
-from .languages import Triton
+from .language import Language
 from .layouts import TensorLayout
 from .snippet import Snippet
 
@@ -76,7 +78,7 @@ class GradientText:
 
 
 def gradient_text(
-    graph: ModGraph, layouts: tuple[TensorLayout, ...], differential: Differential, snippet: Snippet, language: Triton
+    graph: ModGraph, layouts: tuple[TensorLayout, ...], differential: Differential, snippet: Snippet, language: Language
 ) -> GradientText:
     texts, loads = list(snippet.gradients), loads_of(graph)
     score = language.zeros_like(language.symbol("grad"))
@@ -88,10 +90,9 @@ def gradient_text(
         name, number = graph.tensors[load.attr].name, loads.index(load)
         found = CapturedGradient(role, number, name, texts.pop(0), may_be_nan(gradient, differential.ordinary))
         if role == "slab":
-            found = replace(
-                found,
-                offset=language.write("{0}.to(tl.int64)[:, None] * KV_LEN + {1}[None, :]", *map(language.symbol, ("offs_m", "offs_n"))),
-            )
+            rows = language.column(language.cast(language.symbol("offs_m"), torch.int64))
+            start = language.operate(rows, "*", language.symbol("KV_LEN"))
+            found = replace(found, offset=language.operate(start, "+", language.row(language.symbol("offs_n"))))
         elif role in ("store", "atomic"):
             found = replace(found, offset=language.beside("+", offset), checks=checks and language.beside("&", checks))
         elif checks and "0" in layouts[load.attr].strides:  # whose indices nobody looks at later

@@ -11,7 +11,7 @@ from ..mod.ops import row_of
 from ..mod.sums import as_sum
 from .code import Code, Statement, Use, arguments, named
 from .gradient_text import Differential, GradientText, gradient_text
-from .languages import Triton
+from .language import Language
 from .layouts import TensorLayout
 from .lines import one_line
 from .lower import lower, lower_sum
@@ -32,7 +32,7 @@ class ModText:
 
     kind: str
     name: str
-    language: Triton
+    language: Language
     statements: tuple[Statement, ...]
     result: Code | None
     helpers: tuple[str, ...]
@@ -125,7 +125,7 @@ def mod_text(
     return _mod_text(graph, target.language, snippet, gradient)
 
 
-def _mod_text(graph: ModGraph, language: Triton, snippet: Snippet, gradient: GradientText | None) -> ModText:
+def _mod_text(graph: ModGraph, language: Language, snippet: Snippet, gradient: GradientText | None) -> ModText:
     args = arguments(snippet.uses)
     captor = "score_mod" if graph.kind == "score" else "mask_mod"  # a mask_mod's zones and its verdict, too
     return ModText(

@@ -10,10 +10,11 @@ from importlib import resources
 import jinja2
 
 from ..mod.errors import RenderError
-from .languages import LANGUAGES, TRITON, literal_text
+from .languages import LANGUAGES, TRITON
 from .lines import one_line
 from .parameters import signature
 from .spec import KernelSpec, without_texts
+from .spelling import literal_text
 
 
 def _load_template(name: str) -> str | None:

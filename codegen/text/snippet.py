@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .code import Code, Statement, Use
-from .languages import TRITON, Triton
+from .language import Language
+from .languages import TRITON
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,6 @@ class Target:
     backend: str
     precision: str  # "float16", "bfloat16" or "float32"
     exact_indices: bool = True  # all lengths are at most INDEX_BOUND, so an index is exact in float32
-    language: Triton = TRITON
+    language: Language = TRITON
     packed_heads: bool = False  # h is a column, as q_idx is: rows of a tile belong to several heads
     read_directly: bool = False  # elements that no other position shares, past Triton's pipelines and layouts (see _helpers.jinja)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .code import Code, Statement, uses_of
-from .languages import Triton
+from .language import Language
 
 
 class Stages(NamedTuple):
@@ -26,7 +26,7 @@ class Stages(NamedTuple):
 
 
 def stages_of(
-    language: Triton,
+    language: Language,
     statements: tuple[Statement, ...],
     results: tuple[Code | None, ...],
     later: frozenset[str],

@@ -1,0 +1,122 @@
+"""What a language of kernels offers to those who print in it. Triton and Gluon (languages.py) do; a third one would, too."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+
+import torch
+
+from ..mod.op import Op
+from .code import Code, Statement
+
+
+class Language(ABC):
+    """Lowering asks a language for `Code` and knows no spelling of its own.
+
+    A language has levels of its own for how tightly operators bind. Code that it returns says its level; code that it is given is put into
+    parentheses where its place asks for that. All names in code are reported in `Code.uses`, those of functions in templates/_helpers.jinja
+    as "helper": a kernel prints the ones that it uses. Values are scalars, columns, rows or tiles, and operators broadcast them.
+    """
+
+    name: str
+    module: str  # what kernels call it, and templates `tl`
+    jit: str  # the decorator of its functions, in templates `jit`
+
+    # ---- names and numbers
+
+    @abstractmethod
+    def symbol(self, name: str) -> Code:
+        """A symbol, a temporary, or anything else that the kernel has under a name."""
+
+    @abstractmethod
+    def argument(self, name: str, kind: str, index: int, dim: int = 0) -> Code:
+        """A kernel argument, and how to find it at launch (see `Use`)."""
+
+    @abstractmethod
+    def literal(self, value: bool | int | float) -> Code:
+        """A number, infinities and NaN included."""
+
+    @abstractmethod
+    def number(self, value: Code, dtype: torch.dtype) -> Code:
+        """A literal as a value of a dtype, which a choice between two literals takes its own from."""
+
+    @abstractmethod
+    def is_name(self, code: Code) -> bool:
+        """Is it a name (or True or False)? Then it may stand in several places, and nothing is computed twice."""
+
+    # ---- operations
+
+    @abstractmethod
+    def operate(self, left: Code, symbol: str, right: Code) -> Code:
+        """An operator between two expressions: + - * & == != < <= > >= mean the same in every language."""
+
+    @abstractmethod
+    def beside(self, symbol: str, value: Code) -> Code:
+        """An expression as a template may put it on either side of an operator that is associative: + or &."""
+
+    @abstractmethod
+    def negative(self, value: Code) -> Code:
+        """-value"""
+
+    @abstractmethod
+    def operation(self, row: Op, operands: str, backend: str, precision: str, *values: Code) -> Code:
+        """An operation of the op table on a kind of operands ("float", "int", "bool"), for a target (see `Op.approximate`)."""
+
+    @abstractmethod
+    def plainer(self, row: Op, *values: Code) -> Code:
+        """An operation of the op table where its shorter spelling means the same (see `Op.plainer`)."""
+
+    @abstractmethod
+    def float_difference(self, left: Code, right: Code) -> Code:
+        """float(left - right) of two indices below INDEX_BOUND."""
+
+    @abstractmethod
+    def where(self, condition: Code, yes: Code, no: Code) -> Code:
+        """One of two values, position by position."""
+
+    @abstractmethod
+    def cast(self, value: Code, dtype: torch.dtype) -> Code:
+        """A value in what a torch dtype is computed in (see `compute_dtype`)."""
+
+    @abstractmethod
+    def rounded(self, value: Code, dtype: torch.dtype) -> Code:
+        """A float32 value rounded to a narrower dtype, as float32."""
+
+    # ---- memory
+
+    @abstractmethod
+    def load(self, pointer: Code, inside: Code | None) -> Code:
+        """An element of memory; where not `inside`, 0, and nothing is read."""
+
+    @abstractmethod
+    def load_directly(self, pointer: Code, inside: Code | None, bits: int) -> Code:
+        """The same by an instruction that the compiler leaves where it is, of elements of 8, 16 or 32 bits (see _helpers.jinja)."""
+
+    # ---- shapes. A tile is given by the name of a tensor of its shape (and layout), or as a list of sizes
+
+    @abstractmethod
+    def column(self, vector: Code) -> Code:
+        """A vector, one element a row of a tile."""
+
+    @abstractmethod
+    def row(self, vector: Code) -> Code:
+        """A vector, one element a column of a tile."""
+
+    @abstractmethod
+    def zeros_like(self, value: Code) -> Code:
+        """Zeros of a value's shape and dtype."""
+
+    @abstractmethod
+    def full(self, value: Code, dtype: torch.dtype, tile: str) -> Code:
+        """A tile of one value."""
+
+    @abstractmethod
+    def broadcast(self, value: Code, tile: str) -> Code:
+        """A column or a row spread over a tile."""
+
+    # ---- lines
+
+    @abstractmethod
+    def lines(self, statements: Iterable[Statement]) -> tuple[str, ...]:
+        """Statements as they stand in a kernel, below comments with the user's lines that they come from."""
