@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import random
 import re
+from pathlib import Path
 
 import pytest
 
 from flexpress.codegen.mod.ops import OPS
 from flexpress.codegen.text.code import Use, arguments, named
+from flexpress.codegen.text.language import Language
 from flexpress.codegen.text.languages import GLUON, TRITON
 from flexpress.codegen.text.spelling import literal_text, read_spelling
 
@@ -110,3 +112,13 @@ def test_arguments_come_tensor_by_tensor():
         + [Use("size_a_1", "size", 0, 1), Use("stride_a_0", "stride", 0, 0), Use("ptr_a", "value", 0), Use("tl", "module")]
     )
     assert [use.name for use in found] == ["ptr_a", "stride_a_0", "stride_a_1", "size_a_1", "ptr_b", "size_b_0", "arg_c"]
+
+
+def test_a_language_offers_what_it_is_asked_for():
+    """`Language` has every member that the workshop uses, and none that nobody does."""
+    asked, codegen = set(), Path(__file__).parent.parent / "codegen"
+    for path in (*(codegen / "text").glob("*.py"), *(codegen / "plan").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value).rpartition(".")[2] in ("language", "TRITON", "GLUON"):
+                asked.add(node.attr)
+    assert asked == {*Language.__abstractmethods__, *Language.__annotations__}

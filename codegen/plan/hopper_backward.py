@@ -7,7 +7,7 @@ itself.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -145,8 +145,6 @@ def plan_hopper_backward(
             vectors={**names, "q_idx": "rows", "kv_idx": "keys"} if not check_padding else None,
         )
         gathered = tuple(zip(score_text.gradient.captured, (load for _, load, _ in roles), strict=True))
-        if derivative is None and not roles:
-            score_text = replace(score_text, gradient=replace(score_text.gradient, score=GLUON.zeros_like(GLUON.symbol("p"))))
         taken = frozenset(c.name for c in (*score[0].tensors, *score[0].scalars))
     if mask:
         mask_text = mod_text(*mask, _SYMBOLS, target, tile="qk", taken=taken)

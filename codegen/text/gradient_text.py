@@ -78,10 +78,11 @@ class GradientText:
 
 
 def gradient_text(
-    graph: ModGraph, layouts: tuple[TensorLayout, ...], differential: Differential, snippet: Snippet, language: Language
+    graph: ModGraph, layouts: tuple[TensorLayout, ...], differential: Differential, snippet: Snippet, language: Language, grad: str
 ) -> GradientText:
+    """The lowered derivative of a score_mod. `grad` is the kernel's name of d loss / d result."""
     texts, loads = list(snippet.gradients), loads_of(graph)
-    score = language.zeros_like(language.symbol("grad"))
+    score = language.zeros_like(language.symbol(grad))
     guard = False
     if differential.score is not None:
         score, guard = texts.pop(0), may_be_nan(differential.score, differential.ordinary)

@@ -17,7 +17,7 @@ from .lines import one_line
 from .lower import lower, lower_sum
 from .parameters import Parameter
 from .snippet import DistanceText, Snippet, SumText, Target
-from .stages import Stages, stages_of
+from .stages import Stages, ending, stages_of
 
 _FIND = {
     "size": lambda tensor, dim: tensor.shape[dim],
@@ -59,17 +59,17 @@ class ModText:
 
     def lines_to(self, name: str) -> tuple[str, ...]:
         """The lines, which leave the result under a name of the template's."""
-        *before, last = self.statements or (None,)
-        if last is None or last.name != self.result.text or (self.gradient and last.name in self.gradient.names):
-            own = [] if self.result.text == name else [Statement(name, self.result, None, ())]
-            return self.language.lines((*self.statements, *own))
-        return self.language.lines((*before, replace(last, name=name)))
+        return self.language.lines(ending(self.statements, self.result, name, self._later))
 
     def staged(self, fixed: str, moving: str | None = None) -> Stages:
         """The lines by when a loop over blocks can run them (see `stages_of`)."""
         results = (self.sum.key, self.sum.rate) if self.sum else (self.result,)
-        later = self.gradient.names if self.gradient else frozenset()
-        return stages_of(self.language, self.statements, results, later, fixed, moving)
+        return stages_of(self.language, self.statements, results, self._later, fixed, moving)
+
+    @property
+    def _later(self) -> frozenset[str]:
+        """Names that are used after the result is known."""
+        return self.gradient.names if self.gradient else frozenset()
 
     def values(self, captured: list) -> list:
         """The kernel arguments, in the order of `parameters`, from the mod's captured values (tensors, then numbers)."""
@@ -121,7 +121,7 @@ def mod_text(
         places=places,
         distances=read_by_distance(graph) if by_distance else (),
     )
-    gradient = gradient_text(graph, layouts, differential, snippet, target.language) if differential else None
+    gradient = gradient_text(graph, layouts, differential, snippet, target.language, names["grad"]) if differential else None
     return _mod_text(graph, target.language, snippet, gradient)
 
 

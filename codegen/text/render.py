@@ -39,8 +39,8 @@ def environment() -> jinja2.Environment:
 
 
 @functools.cache
-def _helpers(**language: str):
-    return environment().get_template("_helpers.jinja").make_module(language)
+def _helpers(**words: str):
+    return environment().get_template("_helpers.jinja").make_module(words)
 
 
 def quoted_names(names: tuple[str, ...], indent: int, width: int = 110) -> str:
@@ -69,16 +69,16 @@ def render(spec: KernelSpec) -> str:
 
 
 def _text(spec: KernelSpec) -> str:
-    written = LANGUAGES[spec.flag.get("LANGUAGE", TRITON.name)]
-    language = {"jit": written.jit, "tl": written.module}
-    library = _helpers(**language)
+    language = LANGUAGES[spec.flag.get("LANGUAGE", TRITON.name)]
+    words = {"jit": language.jit, "tl": language.module}
+    library = _helpers(**words)
     helpers = tuple(dict.fromkeys(h for m in spec.mods if m for h in m.helpers))
     texts = [getattr(library, h)().strip() for h in helpers]
     names = {"score_mod" if m.kind == "score" else "mask_mod": m.name for m in spec.mods if m}
     context = {
         "numbers": tuple(p.name for p in spec.parameters if p.is_number),
         "parameters": tuple(p.name for p in spec.parameters if p.is_number and not p.is_captured),
-        "signature": signature(spec.parameters, names, language["tl"]),
+        "signature": signature(spec.parameters, names, language.module),
         **spec.flag,
         "score_mod": None,
         "mask_mod": None,
@@ -86,7 +86,7 @@ def _text(spec: KernelSpec) -> str:
         "mod": next(filter(None, spec.mods), None),
         **{f"{m.kind}_mod": m for m in spec.mods if m},
         "helpers": texts,
-        **language,
+        **words,
         "title": spec.name.replace("_", " "),
         "entry": spec.template,
         "libdevice": any(m.libdevice for m in spec.mods if m) or any("libdevice." in t for t in texts),

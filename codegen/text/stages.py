@@ -1,7 +1,8 @@
-"""When the lines of a mod run in a loop over blocks."""
+"""Statements of a mod as templates want them: by when they can run in a loop over blocks, and with an end that has a name of theirs."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from .code import Code, Statement, uses_of
@@ -38,7 +39,7 @@ def stages_of(
     does not.) A stage that reads nothing is empty.
 
     results   what the statements compute
-    later     other names that are used after them
+    later     other names that are used after them: what the derivative mentions
     """
 
     def take(symbols: set[str], among: list[Statement]) -> list[Statement]:
@@ -56,3 +57,12 @@ def stages_of(
     apart = [s for s in once if fixed not in s.varies] + ahead
     once, ahead, rest, apart = map(language.lines, (once, ahead, rest, apart))
     return Stages(once, ahead, rest, *names, dtypes, apart)
+
+
+def ending(statements: tuple[Statement, ...], result: Code, name: str, later: frozenset[str]) -> tuple[Statement, ...]:
+    """Statements that leave the result under a name of the template's. What is used `later` keeps its own name, too."""
+    *before, last = statements or (None,)
+    if last is None or last.name != result.text or last.name in later:
+        own = [] if result.text == name else [Statement(name, result, None, ())]
+        return (*statements, *own)
+    return (*before, replace(last, name=name))
