@@ -15,6 +15,9 @@ from .layouts import TensorLayout
 from .snippet import Snippet
 
 
+_SUMMED = ("row", "head", "column")
+
+
 @dataclass(frozen=True)
 class Differential:
     """What a backward kernel asks of a score_mod: d loss / d score, and loads with their role and gradient."""
@@ -32,7 +35,7 @@ class CapturedGradient:
               a key (backward_dkv); "store", "atomic": every position has a place in the gradient, of its own or shared (backward_dq);
               "slab": stored head by head and added up outside, without atomics
     load      which load of the mod it is (see mod/loads.py)
-    text      the gradient of one position; `guard` if it may be NaN where p is 0
+    text      the gradient of one position
     offset    for "store" and "atomic": the place in the buffer, which has the tensor's own strides, and the `checks` that it lies inside
     """
 
@@ -40,7 +43,6 @@ class CapturedGradient:
     load: int
     name: str
     text: Code
-    guard: bool
     offset: Code | None = None
     checks: Code | None = None
 
@@ -51,7 +53,7 @@ class CapturedGradient:
 
     value = property(lambda self: f"d_{self.name}_{self.load}")
     sum = property(lambda self: f"sum_{self.name}_{self.load}")
-    sums = property(lambda self: self.role in ("row", "head", "column"))
+    sums = property(lambda self: self.role in _SUMMED)
 
     @property
     def meaning(self) -> str:
@@ -68,11 +70,13 @@ class CapturedGradient:
 
 @dataclass(frozen=True, slots=True)
 class GradientText:
-    """A lowered derivative: statements, d loss / d score, what captured tensors get, and the names that all these mention."""
+    """A lowered derivative: statements, d loss / d score, what captured tensors get, and the names that all these mention.
+
+    Where p, the softmax, is 0, nothing flows, whatever the derivative is there.
+    """
 
     lines: tuple[str, ...]
     score: Code
-    guard: bool  # `score` may be NaN where p is 0
     captured: tuple[CapturedGradient, ...]
     names: frozenset[str]
 
@@ -82,23 +86,28 @@ def gradient_text(
 ) -> GradientText:
     """The lowered derivative of a score_mod. `grad` is the kernel's name of d loss / d result."""
     texts, loads = list(snippet.gradients), loads_of(graph)
+    zero, ordinary = language.literal(0.0), differential.ordinary
+    nothing_flows = language.operate(language.symbol("p"), "==", zero)
+
+    def guarded(value: Code, gradient: Expr) -> Code:
+        return language.where(nothing_flows, zero, value) if may_be_nan(gradient, ordinary) else value
+
     score = language.zeros_like(language.symbol(grad))
-    guard = False
     if differential.score is not None:
-        score, guard = texts.pop(0), may_be_nan(differential.score, differential.ordinary)
+        score = guarded(texts.pop(0), differential.score)
     captured = []
     for (role, load, gradient), (offset, checks) in zip(differential.captured, snippet.places, strict=True):
-        name, number = graph.tensors[load.attr].name, loads.index(load)
-        found = CapturedGradient(role, number, name, texts.pop(0), may_be_nan(gradient, differential.ordinary))
+        text = texts.pop(0)
+        if role in _SUMMED and checks and "0" in layouts[load.attr].strides:  # whose indices nobody looks at later
+            text = language.where(checks, text, zero)
+        found = CapturedGradient(role, loads.index(load), graph.tensors[load.attr].name, guarded(text, gradient))
         if role == "slab":
             rows = language.column(language.cast(language.symbol("offs_m"), torch.int64))
             start = language.operate(rows, "*", language.symbol("KV_LEN"))
             found = replace(found, offset=language.operate(start, "+", language.row(language.symbol("offs_n"))))
         elif role in ("store", "atomic"):
             found = replace(found, offset=language.beside("+", offset), checks=checks and language.beside("&", checks))
-        elif checks and "0" in layouts[load.attr].strides:  # whose indices nobody looks at later
-            found = replace(found, text=language.where(checks, found.text, language.literal(0.0)))
         captured.append(found)
     codes = (*(s.value for s in snippet.gradient_statements), score, *(code for c in captured for code in (c.text, c.offset, c.checks)))
     names = frozenset(use.name for use in uses_of(codes))
-    return GradientText(language.lines(snippet.gradient_statements), score, guard, tuple(captured), names)
+    return GradientText(language.lines(snippet.gradient_statements), score, tuple(captured), names)

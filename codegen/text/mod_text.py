@@ -104,7 +104,7 @@ def mod_text(
     terms = as_sum(graph) if vectors and not (differential and differential.captured) else None
     if terms:
         snippet = lower_sum(graph, terms, vectors, layouts, target, prefix=graph.kind)
-        gradient = GradientText((), target.language.symbol(names["grad"]), False, (), frozenset()) if differential else None
+        gradient = GradientText((), target.language.symbol(names["grad"]), (), frozenset()) if differential else None
         return _mod_text(graph, target.language, snippet, gradient)
     gradients = places = ()
     if differential:
