@@ -14,7 +14,6 @@ from .language import Language
 from .layouts import TensorLayout
 from .snippet import Snippet
 
-
 _SUMMED = ("row", "head", "column")
 
 
