@@ -52,21 +52,21 @@ CAPTURES = [
         "codegen/mod/program.py",
         "        self.guard(place, same_number(value) if isinstance(value, NUMBERS) else equal_to(value))\n",
         "",
-        named("trace", "numbers_that_python_consumes"),
+        named("captures", "numbers_that_python_consumes"),
         "a number that Python used is not compared",
     ),
     Mutant(
         "codegen/mod/program.py",
         'self.add(lambda values: values[place] is values[first], True, bool, f"{describe} is one tensor")',
         "pass",
-        named("trace", "the_same_tensor_twice"),
+        named("captures", "the_same_tensor_twice"),
         "two names of one tensor may become two tensors",
     ),
     Mutant(
         "codegen/mod/program.py",
         "type(value) is int and -2147483648 <= value <= 2147483647",
         "type(value) is int",
-        named("trace", "large_numbers"),
+        named("captures", "large_numbers"),
         "an argument of 32 bits gets a larger number",
     ),
     Mutant(
@@ -87,7 +87,7 @@ CAPTURES = [
         "codegen/mod/program.py",
         "\n                      and t.requires_grad == needs_grad",
         "\n                     ",
-        named("mutations", "requires or changed_value") + ("tests/test_trace.py",),
+        named("mutations", "requires or changed_value or tensors_are or training") + ("tests/test_captures.py", "tests/test_trace.py"),
         "whether a tensor wants a gradient is not compared",
     ),
     Mutant(
@@ -101,7 +101,7 @@ CAPTURES = [
         "codegen/mod/program.py",
         "and t.dtype is dtype and t.ndim == ndim",
         "and t.ndim == ndim",
-        named("trace", "tensor") + ("tests/test_mutations.py",),
+        named("captures", "tensor") + ("tests/test_mutations.py",),
         "a tensor of another dtype finds the trace",
     ),
     Mutant(
@@ -150,7 +150,7 @@ CAPTURES = [
         "codegen/mod/calls.py",
         "lambda values: function(values[first], values[second])",
         "lambda values: function(values[second], values[first])",
-        named("trace", "arithmetic_on_captured"),
+        named("captures", "arithmetic_on_captured"),
         "host arithmetic with its operands exchanged",
     ),
     Mutant(
@@ -185,14 +185,14 @@ CAPTURES = [
         "codegen/mod/runs.py",
         "any(id(t) in written or t._version != version for t, version in foreign)",
         "any(id(t) in written for t, version in foreign)",
-        named("trace", "may_not_change"),
+        named("captures", "may_not_change"),
         "writes that no name tells are not seen",
     ),
     Mutant(
         "codegen/mod/runs.py",
         "given = {_storage_of(a) for a in _tensors_in((args, kwargs))} - set(self._own)",
         "given = set()",
-        named("trace", "may_not_change"),
+        named("captures", "may_not_change"),
         "a view of a captured tensor counts as the mod's own",
     ),
     Mutant(
@@ -248,7 +248,7 @@ CAPTURES = [
         "codegen/mod/bind.py",
         "(traced, *bucket.traces[: _PER_BUCKET - 1])",
         "(traced,)",
-        named("trace") + ("tests/test_cache.py",),
+        named("captures") + ("tests/test_trace.py", "tests/test_cache.py"),
         "two mods of one code take turns to be traced",
     ),
 ]

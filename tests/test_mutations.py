@@ -1,7 +1,7 @@
 """A mod's captures change between calls, in every place that Python has for a value: each call computes what the mod computes then.
 
-A place (tests/support/places.py) is made with a first value, and then given others; after each the mod's graph, evaluated on the host, is compared with
-the mod itself on dense indices.
+A place (tests/support/places.py) is made with a first value, and then given others; after each the mod's graph, evaluated on the
+host, is compared with the mod itself on dense indices.
 """
 
 from __future__ import annotations
