@@ -1,4 +1,4 @@
-"""The op table against torch: every row, every spelling, random compositions; casts and literals.
+"""The op table against torch: every row, random compositions; casts and literals.
 
 Each property runs on the CPU in Triton's interpreter, and with `-m gpu` compiled, at more positions.
 """
@@ -6,7 +6,6 @@ Each property runs on the CPU in Triton's interpreter, and with `-m gpu` compile
 from __future__ import annotations
 
 import math
-import operator
 from dataclasses import replace
 
 import pytest
@@ -14,14 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexpress.codegen.mod.bind import bind
 from flexpress.codegen.mod.ops import OPS
 from flexpress.codegen.run.evaluate import evaluate_mod
 from flexpress.codegen.run.preview import evaluate_compilation
 from support.compositions import compositions
 from support.devices import DEVICES
 from support.evaluate import DTYPES, FLOATS, INTEGERS, SHAPES, check, make_mod, placed, torch_dtype, values
-from support.rows import DIVISIONS, FORMS, NUMBER_VALUES, arity, legal_operands
+from support.rows import DIVISIONS, FORMS, NUMBER_VALUES, legal_operands
 
 ALL_FORMS = [(name, form) for name, forms in FORMS.items() for form in forms]
 # Floating-point results that are exact, not rounded
@@ -148,80 +146,6 @@ def test_small_integers_wrap_around_before_they_are_widened(form, dtype, device)
     cell = "x[q_idx, kv_idx]"
     found = evaluate_mod(make_mod(f"({form.format(cell)}).int() * 1.0", "score", {"x": x}), torch.zeros(1, 1, *x.shape, device=device))
     assert torch.equal(found[0, 0], eval(form.format("x"), {"torch": torch, "x": x}).float())
-
-
-# Spellings
-
-
-def signature_of(node) -> tuple:
-    """An expression's structure, to compare graphs of different traces."""
-    return (node.op, node.dtype, repr(node.attr), *map(signature_of, node.args))
-
-
-OPERANDS = [
-    ("score", "(score + 1.0)", "(score - 1.0)"),
-    ("q_idx", "kv_idx", "h"),
-    ("(q_idx < kv_idx)", "score", "(score + 1.0)"),
-    ("score", "(q_idx < kv_idx)", "(score + 1.0)"),
-]
-
-
-def accepted_operands(form: str) -> tuple[str, ...]:
-    """The first of OPERANDS that torch accepts."""
-    for operands in OPERANDS:
-        try:
-            torch_dtype(form.format(*operands), {})
-        except (TypeError, RuntimeError):
-            continue
-        return operands
-    raise AssertionError(f"torch accepts none of the operands for {form}")
-
-
-HOMES = {"torch": torch, "Tensor": torch.Tensor, "F": torch.nn.functional, "special": torch.special, "operator": operator}
-
-
-def spelled(spelling: str, operands: tuple[str, ...]) -> str | None:
-    """A call by one of a row's spellings; None if this torch does not have it."""
-    home, _, name = spelling.partition(".")
-    if not hasattr(HOMES[home], name):
-        return None
-    if home == "Tensor":
-        return f"{operands[0]}.{name}({', '.join(operands[1:])})"
-    return f"{'torch.special' if home == 'special' else home}.{name}({', '.join(operands)})"
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_every_spelling_gives_the_same_graph(name):
-    form = FORMS[name][0]
-    operands = accepted_operands(form)
-    expected = bind(make_mod(form.format(*operands), "score", {}), "score")[0]
-    for spelling in OPS[name].spellings:
-        expression = spelled(spelling, operands[: arity(form)])
-        if expression is not None:
-            graph = bind(make_mod(expression, "score", {"operator": operator}), "score")[0]
-            assert signature_of(graph.result) == signature_of(expected.result), expression
-            assert torch_dtype(expression, {"operator": operator}) == graph.result.dtype, expression
-
-
-@pytest.mark.parametrize(
-    "expression",
-    [
-        "torch.where(condition=q_idx < kv_idx, input=score, other=score + 1.0)",
-        "torch.pow(input=score, exponent=h)",
-        "torch.maximum(score, other=score * 2)",
-    ],
-)
-def test_keywords_that_only_name_operands(expression):
-    check(expression, torch.ones(1, 2, 5, 7), {})
-
-
-@pytest.mark.parametrize("expression", ["add_alpha", "sub_alpha", "rsub"])
-@pytest.mark.parametrize("number", [2, 0.5])
-def test_alpha(expression, number):
-    """x + alpha * y, alpha literal or captured."""
-    name = expression.removesuffix("_alpha")
-    for alpha in (number, "n"):
-        check(f"torch.{name}(score, floats[kv_idx], alpha={alpha})", torch.randn(1, 1, 5, 7), {"n": number, "floats": torch.randn(7)})
 
 
 # Random compositions
