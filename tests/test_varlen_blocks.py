@@ -7,7 +7,7 @@ import torch
 
 from flexpress import mods, varlen
 from flexpress.codegen.mod.bind import bind
-from flexpress.codegen.run.masks import automatic_lists, block_starts
+from flexpress.codegen.run.masks import automatic_lists, block_starts, owned_starts
 from support.block_lists import check_bounds
 from support.devices import DEVICES
 from support.varlen import mask_mods, offsets
@@ -56,6 +56,45 @@ def test_where_blocks_begin(lengths, device):
     starts = block_starts(offsets(lengths, device), ends[-1], 128).tolist()
     assert starts[: len(expected)] == expected
     assert starts[len(expected) :] == [ends[-1]] * (ends[-1] // 128 + len(lengths) + 1 - len(expected))
+
+
+@pytest.mark.parametrize("lengths, more", [([700, 0, 650, 130, 1, 300], 0), ([128, 256, 0], 200), ([0, 0], 5), ([127, 129] * 70, 1)])
+def test_which_sequences_blocks_are_of(lengths, more):
+    ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
+    cu = torch.tensor([0, *ends], dtype=torch.int32)
+    expected = [
+        (start, b)
+        for b, (end, n) in enumerate(zip([*ends, ends[-1] + more], [*lengths, more], strict=True))
+        for start in range(end - n, end, 128)
+    ]
+    starts, owners = owned_starts(cu, ends[-1] + more, 128)
+    assert list(zip(starts.tolist(), owners.tolist(), strict=False))[: len(expected)] == expected
+    assert set(starts[len(expected) :].tolist()) == {ends[-1] + more} and set(owners[len(expected) :].tolist()) <= {len(lengths)}
+
+
+@pytest.mark.parametrize(
+    "cu",
+    [
+        [0, 300, 200, 500],
+        [0, 300, 900, 500],
+        [7, 300, 400, 500],
+        [0, -5, 200, 500],
+        [0, 300, 300, 2**31 - 131],
+        [-(1 << 31)] * 4,
+        [1 << 30] * 4,
+    ],
+)
+@pytest.mark.parametrize("before", [0, 130])
+def test_positions_after_wrong_offsets_are_of_no_sequence(cu, before):
+    """And every position is in one block, also behind more sequences than are counted at a time. The first offset counts as 0."""
+    cu, total = [*range(before), *(n + before for n in cu)], 600 + before
+    ends = [0, *cu[1:]]
+    valid = next((b for b in range(len(cu) - 1) if not ends[b] <= ends[b + 1] <= total), len(cu) - 1)
+    expected = [(start, b) for b in range(valid) for start in range(ends[b], ends[b + 1], 128)]
+    expected += [(start, len(cu) - 1) for start in range(ends[valid], total, 128)]
+    starts, owners = owned_starts(torch.tensor(cu, dtype=torch.int32), total, 128)
+    found = list(zip(starts.tolist(), owners.tolist(), strict=False))
+    assert found[: len(expected)] == expected and all(pair == (total, len(cu) - 1) for pair in found[len(expected) :])
 
 
 @pytest.mark.parametrize("cu_seqlens", [[0, 500, 300, 1000], [0, 2000, 1000], [0, -5, 1000], [700, 900, 1000]])
