@@ -1,4 +1,4 @@
-"""The op table against torch: every row, every spelling, random compositions; casts, literals and indexing.
+"""The op table against torch: every row, random compositions; casts and literals.
 
 Each property runs on the CPU in Triton's interpreter, and with `-m gpu` compiled, at more positions.
 """
@@ -6,7 +6,6 @@ Each property runs on the CPU in Triton's interpreter, and with `-m gpu` compile
 from __future__ import annotations
 
 import math
-import operator
 from dataclasses import replace
 
 import pytest
@@ -14,15 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexpress import ModError
-from flexpress.codegen.mod.bind import bind
 from flexpress.codegen.mod.ops import OPS
 from flexpress.codegen.run.evaluate import evaluate_mod
 from flexpress.codegen.run.preview import evaluate_compilation
 from support.compositions import compositions
 from support.devices import DEVICES
 from support.evaluate import DTYPES, FLOATS, INTEGERS, SHAPES, check, make_mod, placed, torch_dtype, values
-from support.rows import DIVISIONS, FORMS, NUMBER_VALUES, arity, legal_operands
+from support.rows import DIVISIONS, FORMS, NUMBER_VALUES, legal_operands
 
 ALL_FORMS = [(name, form) for name, forms in FORMS.items() for form in forms]
 # Floating-point results that are exact, not rounded
@@ -149,80 +146,6 @@ def test_small_integers_wrap_around_before_they_are_widened(form, dtype, device)
     cell = "x[q_idx, kv_idx]"
     found = evaluate_mod(make_mod(f"({form.format(cell)}).int() * 1.0", "score", {"x": x}), torch.zeros(1, 1, *x.shape, device=device))
     assert torch.equal(found[0, 0], eval(form.format("x"), {"torch": torch, "x": x}).float())
-
-
-# Spellings
-
-
-def signature_of(node) -> tuple:
-    """An expression's structure, to compare graphs of different traces."""
-    return (node.op, node.dtype, repr(node.attr), *map(signature_of, node.args))
-
-
-OPERANDS = [
-    ("score", "(score + 1.0)", "(score - 1.0)"),
-    ("q_idx", "kv_idx", "h"),
-    ("(q_idx < kv_idx)", "score", "(score + 1.0)"),
-    ("score", "(q_idx < kv_idx)", "(score + 1.0)"),
-]
-
-
-def accepted_operands(form: str) -> tuple[str, ...]:
-    """The first of OPERANDS that torch accepts."""
-    for operands in OPERANDS:
-        try:
-            torch_dtype(form.format(*operands), {})
-        except (TypeError, RuntimeError):
-            continue
-        return operands
-    raise AssertionError(f"torch accepts none of the operands for {form}")
-
-
-HOMES = {"torch": torch, "Tensor": torch.Tensor, "F": torch.nn.functional, "special": torch.special, "operator": operator}
-
-
-def spelled(spelling: str, operands: tuple[str, ...]) -> str | None:
-    """A call by one of a row's spellings; None if this torch does not have it."""
-    home, _, name = spelling.partition(".")
-    if not hasattr(HOMES[home], name):
-        return None
-    if home == "Tensor":
-        return f"{operands[0]}.{name}({', '.join(operands[1:])})"
-    return f"{'torch.special' if home == 'special' else home}.{name}({', '.join(operands)})"
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_every_spelling_gives_the_same_graph(name):
-    form = FORMS[name][0]
-    operands = accepted_operands(form)
-    expected = bind(make_mod(form.format(*operands), "score", {}), "score")[0]
-    for spelling in OPS[name].spellings:
-        expression = spelled(spelling, operands[: arity(form)])
-        if expression is not None:
-            graph = bind(make_mod(expression, "score", {"operator": operator}), "score")[0]
-            assert signature_of(graph.result) == signature_of(expected.result), expression
-            assert torch_dtype(expression, {"operator": operator}) == graph.result.dtype, expression
-
-
-@pytest.mark.parametrize(
-    "expression",
-    [
-        "torch.where(condition=q_idx < kv_idx, input=score, other=score + 1.0)",
-        "torch.pow(input=score, exponent=h)",
-        "torch.maximum(score, other=score * 2)",
-    ],
-)
-def test_keywords_that_only_name_operands(expression):
-    check(expression, torch.ones(1, 2, 5, 7), {})
-
-
-@pytest.mark.parametrize("expression", ["add_alpha", "sub_alpha", "rsub"])
-@pytest.mark.parametrize("number", [2, 0.5])
-def test_alpha(expression, number):
-    """x + alpha * y, alpha literal or captured."""
-    name = expression.removesuffix("_alpha")
-    for alpha in (number, "n"):
-        check(f"torch.{name}(score, floats[kv_idx], alpha={alpha})", torch.randn(1, 1, 5, 7), {"n": number, "floats": torch.randn(7)})
 
 
 # Random compositions
@@ -421,131 +344,3 @@ def test_results_that_depend_on_few_symbols(expression):
     b, h, q_idx, kv_idx = torch.meshgrid(*map(torch.arange, scores.shape), indexing="ij")
     names = {"score": scores, "b": b, "h": h, "q_idx": q_idx, "kv_idx": kv_idx, "torch": torch, **captured}
     torch.testing.assert_close(out, torch.as_tensor(eval(expression, names)).float().expand(scores.shape))
-
-
-# Indexing captured tensors
-
-POISON = 77  # what lies around a captured tensor; NaN in floating point
-
-
-@st.composite
-def tables(draw):
-    """A tensor of rank 0 to 4 and any strides inside a larger, poisoned buffer."""
-    shape = draw(st.lists(st.integers(1, 5), min_size=0, max_size=4))
-    dtype = draw(st.sampled_from((*FLOATS, *INTEGERS, torch.bool)))
-    steps = [draw(st.integers(1, 2)) for _ in shape]
-    poison = math.nan if dtype.is_floating_point else True if dtype == torch.bool else POISON
-    buffer = torch.full([n * step + 3 for n, step in zip(shape, steps, strict=True)] or [3], poison).to(dtype)
-    inside = tuple(slice(1, 1 + n * step, step) for n, step in zip(shape, steps, strict=True))
-    view = buffer[inside or 1]
-    view.copy_(values(dtype, view.numel(), draw(st.integers(0, 99))).reshape(view.shape))
-    order = draw(st.permutations(range(len(shape))))
-    view = view.permute(order)
-    for dim in range(view.ndim):
-        if draw(st.integers(0, 4)) == 0:  # one stored value for the whole dimension
-            view = view.narrow(dim, 0, 1).expand(view.shape)
-    return view
-
-
-INDICES = (
-    "q_idx",
-    "kv_idx",
-    "h",
-    "b",
-    "kv_idx - q_idx",
-    "q_idx // 3",
-    "kv_idx - 2",
-    "q_idx * 2 - 5",
-    "ids[q_idx % 8]",
-    "kv_idx % 3",
-    "ids[kv_idx % 8] + h",
-    "n + h",
-    "n - q_idx",
-    "(score * 2).int()",
-    "q_idx.long() - 3",
-    "small[kv_idx % 8]",
-)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@settings(max_examples=60)
-@given(table=tables(), data=st.data())
-def test_indexing(table, data, device):
-    """Negative indices wrap once, as in torch; an index outside reads zero, never what lies around."""
-    scores = torch.randn(2, 2, 9, 11, generator=torch.Generator().manual_seed(5)).to(device) * 3
-    index = [data.draw(st.sampled_from((*INDICES, str(-n), str(n - 1)))) for n in table.shape]
-    captured = {
-        "n": data.draw(st.integers(-3, 5)),
-        "ids": torch.tensor([0, -1, 5, 2, -6, 3, 1, -2]),
-        "small": torch.tensor([0, 1, -1, 2, 3, -2, 9, 1], dtype=torch.int8),
-    }
-    split = data.draw(st.integers(0, len(index)))
-    read = "".join(f"[{', '.join(part)}]" for part in (index[:split], index[split:]) if part)
-    mod = make_mod(f"table{read} * 1.0", "score", placed({**captured, "table": table}, device))
-    out = evaluate_mod(mod, scores).cpu()
-    expected = looked_up(table, index, scores.cpu(), captured)
-    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
-
-
-def looked_up(table: torch.Tensor, index: list[str], scores: torch.Tensor, captured: dict) -> torch.Tensor:
-    """float32 table[index] at every position, zero outside."""
-    b, h, q_idx, kv_idx = torch.meshgrid(*map(torch.arange, scores.shape), indexing="ij")
-    names = {"score": scores, "b": b, "h": h, "q_idx": q_idx, "kv_idx": kv_idx, **captured}
-    inside = torch.ones(scores.shape, dtype=torch.bool)
-    places = []
-    for text, size in zip(index, table.shape, strict=True):
-        place = torch.as_tensor(eval(text, names)).long().expand(scores.shape)
-        place = torch.where(place < 0, place + size, place)
-        inside &= (place >= 0) & (place < size)
-        places.append(place.clamp(0, size - 1))
-    found = table[tuple(places)] if places else table.expand(scores.shape)
-    return torch.where(inside, found.float(), 0.0)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_empty_tensors_read_zero(device):
-    mod = make_mod("table[kv_idx, h] + 1", "score", {"table": torch.empty(0, 3, device=device)})
-    out = evaluate_mod(mod, torch.zeros(1, 2, 5, 7, device=device))
-    assert (out == 1).all()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_an_index_that_wraps_around_int32_reads_zero(device):
-    """2**31 and beyond become negative in int32; no bound may be concluded from q_idx * 2**30 >= 0."""
-    buffer = torch.full((100,), math.nan, device=device)
-    table = buffer[40:60].fill_(2.0)
-    scores = torch.zeros(1, 1, 9, 5, device=device)
-    out = evaluate_mod(make_mod("table[q_idx * 1073741824 - 1]", "score", {"table": table}), scores)
-    place = torch.arange(9, dtype=torch.int32) * 1073741824 - 1
-    expected = torch.where((place >= -20) & (place < 20), 2.0, 0.0)
-    assert (out.cpu() == expected[:, None]).all()
-
-
-@pytest.mark.parametrize(
-    "expression",
-    [
-        "table[-1]",
-        "table[2, ...]",
-        "table[..., q_idx % 3, 1]",
-        "nested[h][q_idx]",
-        "table[0][kv_idx]",
-        "table[h, ids[kv_idx]]",
-        "(table * 2)[h, 1]",
-        "table.T[q_idx, h]",
-        "table[:, 1][h]",
-        "table.sum(0)[q_idx]",
-        "table[torch.tensor(1), q_idx]",
-    ],
-)
-def test_indexing_mixed_with_torch(expression):
-    """Views and sums of captured tensors are torch's own work; symbols index what comes of it."""
-    captured = {"table": torch.randn(3, 4), "nested": [torch.randn(4), torch.randn(4)], "ids": torch.tensor([3, 0, 1, 2])}
-    if expression in ("table[-1]", "table[2, ...]"):
-        with pytest.raises(ModError, match=r"shape \(4,\)"):
-            evaluate_mod(make_mod(expression, "score", captured), torch.zeros(1, 2, 4, 4))
-        return
-    if expression == "nested[h][q_idx]":
-        with pytest.raises(ModError, match="Capture a tensor instead of a list"):
-            evaluate_mod(make_mod(expression, "score", captured), torch.zeros(1, 2, 4, 4))
-        return
-    check(expression, torch.zeros(1, 2, 4, 4), captured)

@@ -7,15 +7,15 @@ import ast
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from flexpress import cached, cached_attention, checks, mods, printed_kernels, update_cache
 from flexpress.codegen import registry
 from flexpress.codegen.device import devices
 from flexpress.codegen.plan.forward import Options
-from flexpress.codegen.run import decode, forward, masks, prefill
+from flexpress.codegen.run import decode, forward, prefill
 from support.dense import dense_attention, relative_error
 from support.fake_hopper import Variant, forward_on_cpu, pass_for_hopper
+from support.prefill import MODS, Batch, batches, check, made_mods
 
 
 @pytest.fixture(autouse=True)
@@ -24,97 +24,6 @@ def fresh():
     registry.clear()
     yield
     registry.clear()
-
-
-def batch(q_lens, kv_lens, *, page_size=0, located=False, heads=(2, 1), dims=(64, 64), dtype=torch.bfloat16, more=0, seed=0, device="cpu"):
-    """Arguments of cached_attention, and each sequence's queries, keys and values. What no sequence has is NaN in the cache, and no page
-    in the table; `more` tokens follow the last sequence."""
-    g = torch.Generator().manual_seed(seed)
-    B, S, (Hq, Hkv) = len(q_lens), max(kv_lens) + 3, heads
-
-    def random(heads, n, width):
-        return torch.randn(1, heads, n, width, generator=g).to(device, dtype)
-
-    q, k, v = ([random(H, n, D) for n in lens] for H, D, lens in ((Hq, dims[0], q_lens), (Hkv, dims[0], kv_lens), (Hkv, dims[1], kv_lens)))
-    size = page_size or S
-    pages = -(-S // size)
-    places = torch.randperm(B * pages + 2, generator=g)[: B * pages].reshape(B, pages)
-    places = places if page_size or located else torch.arange(B)[:, None]
-    entries = B * pages + 2 * bool(page_size or located)
-    caches = [torch.full((entries, size, Hkv, D), float("nan"), dtype=dtype, device=device) for D in dims]
-    for cache, tensors in zip(caches, (k, v), strict=True):
-        for b, t in enumerate(tensors):
-            for i, part in enumerate(t[0].transpose(0, 1).split(size)):
-                cache[places[b, i], : len(part)] = part
-    for b, n in enumerate(kv_lens):
-        places[b, -(-n // size) :] = -(1 << 30) if b % 2 else 1 << 30  # never to be read
-    int32 = dict(dtype=torch.int32, device=device)
-    tokens = torch.cat([*(t[0].transpose(0, 1) for t in q), random(Hq, more, dims[0])[0].transpose(0, 1)])
-    arguments = {
-        "query": tokens,
-        "k_cache": caches[0],
-        "v_cache": caches[1],
-        "kv_len": torch.tensor(kv_lens, **int32),
-        "cu_seqlens_q": torch.tensor([0, *torch.tensor(q_lens).cumsum(0)], **int32),
-        "max_q_len": max(q_lens),
-    }
-    if page_size:
-        arguments["page_table"] = places.to(**int32)
-    elif located:
-        arguments["cache_loc"] = places[:, 0].to(**int32)
-    return arguments, list(zip(q, k, v, strict=True))
-
-
-def check(arguments, sequences, found, score_mod=None, mask_mod=None, offsets=None, factor=1.5):
-    """Against dense attention, sequence by sequence, and zeros after the last one."""
-    out, lse = found
-    starts = arguments["cu_seqlens_q"].tolist()
-    for b, (q, k, v) in enumerate(sequences):
-        if q.shape[2] == 0:
-            continue
-        mine = [t[starts[b] : starts[b + 1]].transpose(0, 1)[None] for t in (out, lse)]
-        if k.shape[2] == 0:
-            assert (mine[0] == 0).all() and (mine[1] == float("-inf")).all()
-            continue
-        first = k.shape[2] - q.shape[2] if offsets is None else offsets[b]
-
-        def shifted(mod, b=b, first=first):
-            return mod and (lambda *a: mod(*a[:-4], torch.full_like(a[-4], b), a[-3], a[-2] + first, a[-1]))
-
-        shift = shifted(score_mod), shifted(mask_mod or mods.causal)
-        exact, exact_lse, _ = dense_attention(q, k, v, *shift)
-        plain, plain_lse, _ = dense_attention(q, k, v, *shift, precision=q.dtype)
-        assert relative_error(mine[0], exact) <= factor * relative_error(plain, exact) + 1e-6
-        assert torch.equal(mine[1] == float("-inf"), exact_lse == float("-inf"))
-        error, plain_error = ((t - exact_lse).nan_to_num(0.0, 0.0, 0.0).abs().max() for t in (mine[1], plain_lse))
-        assert error <= 2 * plain_error + 1e-5
-    assert (out[starts[-1] :] == 0).all() and (lse[starts[-1] :] == float("-inf")).all()
-
-
-SLOPES = torch.linspace(0.1, 0.9, 4)
-TABLE = torch.randn(6000, generator=torch.Generator().manual_seed(5))
-
-
-def made_mods(device="cpu") -> dict:
-    """By name: score_mod and mask_mod."""
-    slopes, table = SLOPES.to(device), TABLE.to(device)
-    return {
-        "causal": (None, None),
-        "alibi": (mods.alibi(slopes), None),
-        "window": (None, mods.sliding_window(150)),
-        "softcap, window": (mods.softcap(2.0), mods.sliding_window(300)),
-        "all": (None, lambda b, h, q_idx, kv_idx: kv_idx >= 0),
-        "per sequence": (
-            lambda score, b, h, q_idx, kv_idx: score + b * 0.3 - kv_idx * 0.01,
-            lambda b, h, q_idx, kv_idx: (kv_idx + b) % 3 != 0,
-        ),
-        "per head": (None, lambda b, h, q_idx, kv_idx: (kv_idx <= q_idx) & (kv_idx >= 100 * h)),
-        "by position": (
-            lambda score, b, h, q_idx, kv_idx: score + table[q_idx] * table[kv_idx],
-            lambda b, h, q_idx, kv_idx: q_idx >= kv_idx,
-        ),
-        "by key": (None, lambda b, h, q_idx, kv_idx: (kv_idx <= q_idx) & (table[kv_idx] > -1)),
-    }
 
 
 CASES = {
@@ -128,8 +37,8 @@ CASES = {
     "pages of 256": dict(page_size=256, heads=(4, 1)),
     "pages of 16, head dim 256": dict(page_size=16, dims=(256, 256)),
     "pages of 128, head dim 256": dict(page_size=128, dims=(256, 200)),
-    **{f"{name}, pages of 64": dict(page_size=64, mods=name) for name in made_mods()},
-    "alibi, head dim 128": dict(dims=(128, 128), mods="alibi"),
+    **{f"{name}, pages of 64": dict(page_size=64, mod=name) for name in MODS},
+    "alibi, head dim 128": dict(dims=(128, 128), mod="alibi"),
     "positions of queries": dict(page_size=64, offsets=[150, 3, 37, 0]),
 }
 
@@ -139,24 +48,20 @@ def test_what_the_kernel_computes(monkeypatch, name):
     """By the kernel's text, from what it finds in a cache that is NaN wherever no sequence is."""
     launched = forward_on_cpu(monkeypatch)
     monkeypatch.setattr(prefill, "LONG", 1)
-    case = dict(CASES[name])
-    score_mod, mask_mod = made_mods()[case.pop("mods", "causal")]
-    offsets = case.pop("offsets", None)
-    arguments, sequences = batch([200, 0, 345, 33], [200, 5, 500, 33], more=20, **case)
-    if offsets:
-        arguments["q_offset"] = torch.tensor(offsets, dtype=torch.int32)
-    found = cached_attention(**arguments, score_mod=score_mod, mask_mod=mask_mod, return_lse=True, check=False)
+    p = Batch([200, 0, 345, 33], [200, 5, 500, 33], more=20, **CASES[name])
+    found = cached_attention(**p.arguments(), **p.mods(), return_lse=True, check=False)
     assert len(launched) == 1
-    check(arguments, sequences, found, score_mod, mask_mod, offsets)
+    check(p, found)
 
 
 def test_sequences_without_queries_or_keys(monkeypatch):
     launched = forward_on_cpu(monkeypatch)
     monkeypatch.setattr(prefill, "LONG", 0)
     for q_lens, kv_lens in (([0, 128, 0], [7, 128, 0]), ([0, 0, 130], [1, 2, 130]), ([128, 64], [0, 64])):
-        arguments, sequences = batch(q_lens, kv_lens, page_size=16)
-        arguments.pop("max_q_len")
-        check(arguments, sequences, cached_attention(**arguments, return_lse=True, check=False))
+        p = Batch(q_lens, kv_lens, page_size=16)
+        arguments = p.arguments()
+        del arguments["max_q_len"]
+        check(p, cached_attention(**arguments, return_lse=True, check=False))
     assert len(launched) == 3
 
 
@@ -164,7 +69,7 @@ def test_sequences_without_queries_or_keys(monkeypatch):
 def test_more_keys_than_there_is_room_for(monkeypatch, page_size):
     """Are taken as the room."""
     forward_on_cpu(monkeypatch)
-    arguments, _ = batch([200, 300], [320, 320], page_size=page_size)
+    arguments = Batch([200, 300], [320, 320], page_size=page_size).arguments()
     for cache in ("k_cache", "v_cache"):
         arguments[cache] = arguments[cache][:, :320].nan_to_num() if not page_size else arguments[cache].nan_to_num()
     if page_size:
@@ -197,7 +102,7 @@ def test_wrong_values_read_nothing_outside(monkeypatch, wrong):
     """The stand-in fails where an address lies outside its tensor."""
     launched = forward_on_cpu(monkeypatch)
     monkeypatch.setattr(prefill, "LONG", 1)
-    arguments, _ = batch([200, 300], [200, 300], page_size=16)
+    arguments = Batch([200, 300], [200, 300], page_size=16).arguments()
     arguments |= {
         name: torch.tensor(v, dtype=torch.int32)
         if isinstance(v, list)
@@ -219,7 +124,7 @@ def test_queries_past_a_max_q_len_that_lies_are_right_or_nothing(monkeypatch):
     """Its tiles know where sequences end, not max_q_len: the lists hold for whole blocks of queries."""
     launched = forward_on_cpu(monkeypatch)
     monkeypatch.setattr(prefill, "LONG", 0)
-    arguments, _ = batch([300], [400], page_size=16)
+    arguments = Batch([300], [400], page_size=16).arguments()
     arguments |= {"mask_mod": lambda b, h, q_idx, kv_idx: (kv_idx <= q_idx) & (kv_idx // 128 == q_idx // 128), "check": False}
     expected, found = (cached_attention(**arguments | {"max_q_len": n}, return_lse=True) for n in (300, 140))
     assert len(launched) == 2
@@ -236,7 +141,7 @@ def test_which_calls_it_serves(monkeypatch):
     def goes(q_lens=(512, 600), page_size=16, change=None, **options):
         launched.clear(), decoded.clear()
         case = {name: options.pop(name) for name in ("dims", "dtype", "heads") if name in options}
-        arguments, _ = batch(list(q_lens), list(q_lens), page_size=page_size, **case)
+        arguments = Batch(list(q_lens), list(q_lens), page_size=page_size, **case).arguments()
         if change:
             change(arguments)
         cached_attention(**arguments, **options, check=False)
@@ -277,7 +182,7 @@ def test_which_calls_it_serves(monkeypatch):
 def test_few_tiles_are_for_decode(monkeypatch):
     """Which splits keys."""
     pass_for_hopper(monkeypatch, Variant, multiprocessors=132)
-    few, many = (batch([640], [640], heads=(heads, 1))[0] for heads in (4, 16))
+    few, many = (Batch([640], [640], heads=(heads, 1)).arguments() for heads in (4, 16))
     for arguments, served in ((few, False), (many, True)):
         q, k, v = arguments["query"].transpose(0, 1)[None], *(arguments[t].transpose(1, 2) for t in ("k_cache", "v_cache"))
         where = decode.Cached(arguments["cu_seqlens_q"], 640, arguments["kv_len"])
@@ -291,7 +196,7 @@ def test_a_kernel_that_spills_or_does_not_compile_is_not_tried_again(monkeypatch
     monkeypatch.setattr(cached, "decode", lambda *_, **__: decoded.append(1))
     plan = prefill.plan_hopper_forward
     monkeypatch.setattr(prefill, "plan_hopper_forward", lambda *a: tried.append(1) or plan(*a))
-    arguments, _ = batch([512, 600], [512, 600], page_size=64)
+    arguments = Batch([512, 600], [512, 600], page_size=64).arguments()
     for _ in range(2):
         cached_attention(**arguments, check=False)
     assert len(decoded) == 2 and len(tried) == 1
@@ -307,7 +212,7 @@ def test_arguments_arrive_where_the_kernel_reads_them(monkeypatch, page_size):
 
     pass_for_hopper(monkeypatch, Recorder, multiprocessors=20)
     monkeypatch.setattr(forward, "worthwhile", lambda *_: None)
-    arguments, _ = batch([512, 600], [700, 800], page_size=page_size, heads=(4, 2), more=10)
+    arguments = Batch([512, 600], [700, 800], page_size=page_size, heads=(4, 2), more=10).arguments()
     out, lse = cached_attention(**arguments, scale=0.5, return_lse=True, check=False)
     ((name, grid, values),) = launched
     text = next(path for path in printed_kernels() if path.stem == name).read_text()
@@ -350,54 +255,15 @@ def test_lengths_and_values_compile_nothing(monkeypatch):
     pass_for_hopper(monkeypatch, lambda name: names.add(name) or Variant(name))
     monkeypatch.setattr(forward, "worthwhile", lambda *_: None)
     for q_lens, slope, window in (([512, 600], 0.5, 100), ([700, 0, 900], 0.1, 90), ([513], 0.2, 1000)):
-        arguments, _ = batch(q_lens, [n + 100 for n in q_lens], page_size=64)
+        arguments = Batch(q_lens, [n + 100 for n in q_lens], page_size=64).arguments()
         cached_attention(**arguments, score_mod=mods.alibi(torch.full((2,), slope)), mask_mod=mods.sliding_window(window), check=False)
     assert len(names) == 1
-
-
-@pytest.mark.parametrize("lengths, more", [([700, 0, 650, 130, 1, 300], 0), ([128, 256, 0], 200), ([0, 0], 5), ([127, 129] * 70, 1)])
-def test_which_sequences_blocks_are_of(lengths, more):
-    ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
-    cu = torch.tensor([0, *ends], dtype=torch.int32)
-    expected = [
-        (start, b)
-        for b, (end, n) in enumerate(zip([*ends, ends[-1] + more], [*lengths, more], strict=True))
-        for start in range(end - n, end, 128)
-    ]
-    starts, owners = masks.owned_starts(cu, ends[-1] + more, 128)
-    assert list(zip(starts.tolist(), owners.tolist(), strict=False))[: len(expected)] == expected
-    assert set(starts[len(expected) :].tolist()) == {ends[-1] + more} and set(owners[len(expected) :].tolist()) <= {len(lengths)}
-
-
-@pytest.mark.parametrize(
-    "cu",
-    [
-        [0, 300, 200, 500],
-        [0, 300, 900, 500],
-        [7, 300, 400, 500],
-        [0, -5, 200, 500],
-        [0, 300, 300, 2**31 - 131],
-        [-(1 << 31)] * 4,
-        [1 << 30] * 4,
-    ],
-)
-@pytest.mark.parametrize("before", [0, 130])
-def test_positions_after_wrong_offsets_are_of_no_sequence(cu, before):
-    """And every position is in one block, also behind more sequences than are counted at a time. The first offset counts as 0."""
-    cu, total = [*range(before), *(n + before for n in cu)], 600 + before
-    ends = [0, *cu[1:]]
-    valid = next((b for b in range(len(cu) - 1) if not ends[b] <= ends[b + 1] <= total), len(cu) - 1)
-    expected = [(start, b) for b in range(valid) for start in range(ends[b], ends[b + 1], 128)]
-    expected += [(start, len(cu) - 1) for start in range(ends[valid], total, 128)]
-    starts, owners = masks.owned_starts(torch.tensor(cu, dtype=torch.int32), total, 128)
-    found = list(zip(starts.tolist(), owners.tolist(), strict=False))
-    assert found[: len(expected)] == expected and all(pair == (total, len(cu) - 1) for pair in found[len(expected) :])
 
 
 on_hopper = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"),
-    pytest.mark.skipif(checks.DEFAULT.backend == "PORTABLE", reason="--backend TRITON"),
+    pytest.mark.skipif(checks.DEFAULT.backend == "PORTABLE", reason="--backend PORTABLE"),
 ]
 
 
@@ -423,54 +289,30 @@ def forced(monkeypatch):
 @hopper
 @pytest.mark.parametrize("name", CASES)
 def test_on_a_gpu(forced, name):
-    case = dict(CASES[name])
-    case["dims"] = case.get("dims", (128, 128))
-    score_mod, mask_mod = made_mods("cuda")[case.pop("mods", "causal")]
-    offsets = case.pop("offsets", None)
-    arguments, sequences = batch([1000, 0, 2045, 33, 641], [1000, 5, 2900, 33, 5000], more=300, device="cuda", **case)
-    if offsets:
-        offsets = [0, 3, 700, 0, 4000]
-        arguments["q_offset"] = torch.tensor(offsets, dtype=torch.int32, device="cuda")
-    found = cached_attention(**arguments, score_mod=score_mod, mask_mod=mask_mod, return_lse=True)
-    check(arguments, sequences, found, score_mod, mask_mod, offsets, factor=2.0)
-    again = cached_attention(**arguments, score_mod=score_mod, mask_mod=mask_mod, return_lse=True)
+    case = {"dims": (128, 128), **CASES[name]}
+    if "offsets" in case:
+        case["offsets"] = [0, 3, 700, 0, 4000]
+    p = Batch([1000, 0, 2045, 33, 641], [1000, 5, 2900, 33, 5000], more=300, **case)
+    arguments = {**p.arguments("cuda"), **p.mods("cuda")}
+    found = cached_attention(**arguments, return_lse=True)
+    check(p, found, factor=2.0)
+    again = cached_attention(**arguments, return_lse=True)
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
-
-
-@st.composite
-def batches(draw):
-    q_lens = draw(st.lists(st.sampled_from([0, 1, 60, 128, 300, 777, 1024]), min_size=1, max_size=5).filter(any))
-    Hkv = draw(st.sampled_from([1, 2]))
-    head_dims = st.sampled_from([40, 64, 72, 128, 192, 256])
-    return {
-        "q_lens": q_lens,
-        "kv_lens": [n + draw(st.sampled_from([0, 1, 100, 900])) for n in q_lens],
-        "page_size": draw(st.sampled_from([0, 8, 16, 32, 64, 128, 256])),
-        "located": draw(st.booleans()),
-        "heads": (Hkv * draw(st.sampled_from([1, 2] if Hkv == 2 else [1, 3, 4])), Hkv),
-        "dims": (draw(head_dims), draw(head_dims)),
-        "dtype": draw(st.sampled_from([torch.bfloat16, torch.float16])),
-        "more": draw(st.sampled_from([0, 1, 200])),
-        "seed": draw(st.integers(0, 99)),
-    }
 
 
 @hopper
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(p=batches(), name=st.sampled_from(list(made_mods())))
-def test_any_batch_on_a_gpu(forced, p, name):
+@given(p=batches())
+def test_any_batch_on_a_gpu(forced, p):
     torch.full((1 << 26,), float("nan"), device="cuda")
-    arguments, sequences = batch(**p, device="cuda")
-    score_mod, mask_mod = made_mods("cuda")[name]
-    found = cached_attention(**arguments, score_mod=score_mod, mask_mod=mask_mod, return_lse=True)
-    check(arguments, sequences, found, score_mod, mask_mod, factor=2.0)
+    check(p, cached_attention(**p.arguments("cuda"), **p.mods("cuda"), return_lse=True), factor=2.0)
 
 
 @hopper
 @pytest.mark.parametrize("page_size", [0, 16, 128])
 def test_a_graph_sees_other_lengths(forced, page_size):
     """And other pages, when it is replayed; the host does not wait for the device."""
-    arguments, _ = batch([700, 500, 800], [700, 900, 800], page_size=page_size, dims=(128, 128), device="cuda")
+    arguments = Batch([700, 500, 800], [700, 900, 800], page_size=page_size, dims=(128, 128)).arguments("cuda")
     arguments["max_q_len"] = 1500
     for name in ("k_cache", "v_cache"):
         arguments[name] = arguments[name].nan_to_num(1.0)
