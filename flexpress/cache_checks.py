@@ -11,7 +11,7 @@ from flexpress.checks import CACHE_DTYPES, DTYPES, MAX_HEAD_DIM, whole
 
 from .codegen.mod.tensors import check_kind, check_memory
 from .codegen.registry import Table
-from .codegen.run.decode import Cached
+from .codegen.run.call import Cached
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 

@@ -13,11 +13,10 @@ from flexpress.cache_checks import check_batch, check_contents, check_no_gradien
 from .codegen.compiling import runs_uncompiled
 from .codegen.mod.bind import bind
 from .codegen.mod.tensors import check_surroundings, read_captured
-from .codegen.run.decode import Cached, decode
-from .codegen.run.forward import keys_of
+from .codegen.run.cached import attend_cached
+from .codegen.run.cached_call import CachedCall
+from .codegen.run.call import Cached
 from .codegen.run.layouts import output_like
-from .codegen.run.masks import automatic_lists
-from .codegen.run.prefill import BLOCK, prefill, serves
 
 _INSTEAD = "train with flex_attention or varlen_attention, or call it under torch.no_grad()"
 
@@ -111,8 +110,6 @@ def _attend(query, where: Cached, q_offset, k_cache, v_cache, score_mod, mask_mo
     ragged = where.cu_q is not None
     q = query.transpose(0, 1)[None] if ragged else query
     k, v = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
-    Z, Hq = where.kv_lens.shape[0], q.shape[1]
-    max_q = where.max_q
     KV_LEN = k.shape[2] * (1 if where.pages is None else where.pages.shape[1])
     if ragged:
         out = query.new_empty((*query.shape[:2], v.shape[3]))
@@ -120,32 +117,28 @@ def _attend(query, where: Cached, q_offset, k_cache, v_cache, score_mod, mask_mo
     else:
         to_fill = out = output_like(q, v.shape[3])
     lse = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
-    if 0 in (out.numel(), KV_LEN, Z, max_q, k.shape[0]):
+    if 0 in (out.numel(), KV_LEN, where.kv_lens.shape[0], where.max_q, k.shape[0]):
         return out.zero_(), lse.fill_(float("-inf"))
 
-    masked = mask_mod is not None or max_q > 1 or q_offset is not None  # else one query, which sees all that there is
-    position = _position_from(q_offset, where.kv_lens, where.cu_q, q.shape[2])
-    scale = checks.check_scale(scale, q.shape[3])
     if batch_invariant:
         where = replace(where, invariant=True)
-    score = mask = lists = None
-    if masked:
-        mask = _bound(
-            _causal_from(position, where.kv_lens) if mask_mod is None else _mask_from(mask_mod, position, where.kv_lens),
-            "mask",
-            query.device,
-        )
-        case = serves(q, k, v, to_fill, scale, where, q_offset is not None, checks.DEFAULT)
-        if case is not None:  # its tiles end with the sequence, not with max_q_len: the lists must hold for all rows of a block
-            max_q = -(-max_q // BLOCK) * BLOCK
-        lists = automatic_lists(mask, extents=(Z, Hq, max_q, KV_LEN), device=query.device, size=(BLOCK, BLOCK))
-        if case is not None:  # a kernel that counts positions itself
-            own = _bound(score_mod, "score", query.device), _bound(mask_mod or _causal, "mask", query.device)
-            if prefill(q, k, v, (to_fill, lse), scale, *own, lists, where, q_offset, case):
-                return out, lse
-    if score_mod is not None:
-        score = _bound(_score_from(score_mod, position), "score", query.device)
-    decode(q, k, v, to_fill, lse, scale, score, mask, keys_of(score, mask, (Z, Hq, max_q, KV_LEN)), lists, where)
+    masked = mask_mod is not None or where.max_q > 1 or q_offset is not None  # else one query, which sees all that there is
+    position = _position_from(q_offset, where.kv_lens, where.cu_q, q.shape[2])
+
+    def by_position(kind: str) -> tuple | None:
+        return _bound(score_mod if kind == "score" else mask_mod or _causal, kind, q.device)
+
+    def by_number(kind: str) -> tuple | None:
+        if kind == "score":
+            mod = None if score_mod is None else _score_from(score_mod, position)
+        elif mask_mod is None:
+            mod = _causal_from(position, where.kv_lens) if masked else None
+        else:
+            mod = _mask_from(mask_mod, position, where.kv_lens)
+        return _bound(mod, kind, q.device)
+
+    scale = checks.check_scale(scale, q.shape[3])
+    attend_cached(CachedCall(q, k, v, to_fill, lse, scale, where, q_offset, checks.DEFAULT, by_position, by_number))
     return out, lse
 
 

@@ -9,7 +9,8 @@ import sys
 from flexpress import __version__
 from flexpress.recipes import RECIPES, make
 
-from .codegen.run.preview import TARGETS, compilation, hopper_compilation
+from .codegen.run.imagined import TARGETS
+from .codegen.run.preview import compilation, hopper_compilation
 from .codegen.text.render import render
 
 _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", **{n: n for n in ("float16", "bfloat16", "float32")}}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from flexpress.attention import prepared
+from flexpress.call import bound
 
 from .codegen.compiling import runs_uncompiled
 from .codegen.mod.bind import why_every_call
@@ -15,6 +15,7 @@ from .codegen.mod.tensors import check_surroundings
 from .codegen.plan.candidates import Choice
 from .codegen.plan.hopper_forward import scores_are_raw
 from .codegen.run import backward, forward
+from .codegen.run.call import Bound, keys_of
 from .codegen.run.layouts import with_rows
 
 
@@ -46,27 +47,27 @@ def explain(
     Raises what flex_attention raises.
     """
     check_surroundings("explain")
-    q, k, v, inputs, scale, score, mask, lists, _, options = prepared(
-        query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod
-    )
-    keys = forward.keys_of(score, mask, inputs.extents)
-    captured = score[1][: len(score[0].tensors)] if score else []
-    differentiable = any(t.requires_grad for t in (q, k, v, *captured))
-    output_rows = differentiable and torch.is_grad_enabled()
-    choice, call = forward.choice_of(q, k, v, scale, keys, lists, options, output_rows=output_rows)
+    call = bound(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod)
+    keys = keys_of(call.score, call.mask, call.inputs.extents)
+    differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in (call.q, call.k, call.v, *call.captured))
+    choice, seen = forward.choice_of(call, keys, output_rows=differentiable)
     lines = [_line("forward", choice)]
     if differentiable:
-        wanted = frozenset(i for i, t in enumerate(captured) if t.requires_grad)
-        deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-        q, k, v = map(with_rows, (q, k, v))  # and the output's gradient is taken to lie as q does
-        raw = choice.candidate.name == "HOPPER" and score is not None and scores_are_raw(as_sum(score[0]), scale > 0)
-        details = backward.Details(options, deterministic, False, wanted, raw)
-        choice, _ = backward.choice_of(q, k, v, q, scale, keys, lists, details)
-        lines.append(_line("backward", choice))
+        lines.append(_line("backward", _backward_choice(call, keys, choice, deterministic)))
     lines += _traced_at_every_call(score_mod, mask_mod or getattr(block_mask, "mask_mod", None))
-    if call.arch == "cpu":
+    if seen.arch == "cpu":
         lines.append("on the CPU kernels run in Triton's interpreter, for tests")
     return "\n".join(lines)
+
+
+def _backward_choice(call: Bound, keys: tuple, forward_choice: Choice, deterministic: bool) -> Choice:
+    """The output's gradient is taken to lie as query does."""
+    wanted = frozenset(i for i, t in enumerate(call.captured) if t.requires_grad)
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    raw = forward_choice.candidate.name == "HOPPER" and call.score is not None and scores_are_raw(as_sum(call.score[0]), call.scale > 0)
+    details = backward.Details(call.options, deterministic, False, wanted, raw)
+    q, k, v = map(with_rows, call[:3])
+    return backward.choice_of((q, k, v, q), call.scale, keys, call.lists and call.lists.blocks, details)[0]
 
 
 def _line(what: str, choice: Choice) -> str:

@@ -10,7 +10,7 @@ from flexpress.checks import positive, whole
 
 from .codegen.compiling import runs_uncompiled
 from .codegen.mod.tensors import check_memory, check_surroundings
-from .codegen.run.decode import Cached
+from .codegen.run.call import Cached
 from .codegen.run.update_cache import update
 
 

@@ -11,7 +11,7 @@ from flexpress.block_lists import status_of, transposed_lists
 
 from .codegen.compiling import runs_uncompiled
 from .codegen.mod.capture import name_of
-from .codegen.run.forward import BlockLists
+from .codegen.run.block_lists import BlockLists
 
 
 @runs_uncompiled

@@ -14,7 +14,7 @@ from .codegen.compiling import runs_uncompiled
 from .codegen.mod.bind import bind
 from .codegen.mod.tensors import check_surroundings, read_captured
 from .codegen.run import masks
-from .codegen.run.forward import BlockLists
+from .codegen.run.block_lists import BlockLists
 
 
 @runs_uncompiled

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flexpress.attention import attend, prepared
+from flexpress.call import attend, bound
 from flexpress.checks import DTYPES, MAX_HEAD_DIM, autocasts, check_rank
 
 from .codegen.compiling import runs_uncompiled
@@ -67,7 +67,7 @@ def varlen_attention(
     packing = _packing(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0])
     q, k, v = (t.unsqueeze(0).transpose(1, 2) for t in (q, k, v))
     score_mod = None if score_mod is None else packing.score_mod(score_mod)
-    call = prepared(q, k, v, score_mod, None, scale, True, kernel_options, packing.mask_mod(mask_mod), packing.starts_of)
+    call = bound(q, k, v, score_mod, None, scale, True, kernel_options, packing.mask_mod(mask_mod), packing.starts_of)
     out, lse, _ = attend(call, False, deterministic)
     out, lse = (t.squeeze(0).transpose(0, 1) for t in (out, lse))  # out[0] would copy its gradient
     return (out, lse) if return_lse else out

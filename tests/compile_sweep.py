@@ -24,16 +24,18 @@ from flexpress.codegen.plan.forward import Blocks, Cache, Options
 from flexpress.codegen.run.preview import (
     Compilation,
     backward_compilations,
-    block_lists_compilation,
-    block_starts_compilation,
     compilation,
     decode_compilations,
-    dense_mask_compilation,
-    evaluate_compilation,
     hopper_backward_compilations,
     hopper_compilation,
-    mask_compilations,
     update_cache_compilation,
+)
+from flexpress.codegen.run.preview_masks import (
+    block_lists_compilation,
+    block_starts_compilation,
+    dense_mask_compilation,
+    evaluate_compilation,
+    mask_compilations,
 )
 from flexpress.recipes import RECIPES, make
 

@@ -65,12 +65,12 @@ def every_kernel(request) -> bool:
 def pytest_configure(config):
     from flexpress import checks
     from flexpress.codegen.plan.forward import Options
-    from flexpress.codegen.run import forward
+    from flexpress.codegen.run import forward_kernels
 
     if config.getoption("--backend") == "PORTABLE":
         checks.DEFAULT = Options(backend="PORTABLE")
     elif config.getoption("--backend") == "HOPPER":
-        forward.worthwhile = lambda *_: None
+        forward_kernels.worthwhile = lambda *_: None
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses

@@ -692,8 +692,8 @@ LAUNCHES = [
     ),
     Mutant(
         "codegen/run/forward.py",
-        'tensors = {"K": k, "V": v, "Q": q, "O": out, "LSE": lse}',
-        'tensors = {"K": v, "V": k, "Q": q, "O": out, "LSE": lse}',
+        "tensors, addresses = [k, v, q, out, lse], [k_at, v_at, q_at,",
+        "tensors, addresses = [k, v, q, out, lse], [v_at, k_at, q_at,",
         named("repeated_calls"),
         "a repeated call exchanges keys and values",
     ),
@@ -705,7 +705,7 @@ LAUNCHES = [
         "a negative scale is folded into the softmax's base",
     ),
     Mutant(
-        "codegen/run/forward.py",
+        "codegen/run/call.py",
         "return *extents[:3], extents[3] + lists.kv_block - 1",
         "return extents",
         named("block_lists", "past_its_end"),
@@ -727,7 +727,7 @@ LAUNCHES = [
     ),
     Mutant(
         "codegen/run/backward.py",
-        "layouts, out.stride(), scale, details,",
+        "layouts, out.stride(), bound.scale, details,",
         "layouts, out.stride(), details,",
         named("backward", "kept_for_repeated or new_lengths"),
         "another scale finds the numbers of the first",

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from flexpress import BlockMask, create_block_mask, flex_attention, mods
 from flexpress.block_lists import kernel_size
-from flexpress.codegen.run.forward import reached
+from flexpress.codegen.run.call import reached
 from support.dense import dense_attention
 from support.devices import DEVICES
 

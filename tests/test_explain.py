@@ -8,7 +8,7 @@ import torch
 from flexpress import create_block_mask, explain, flex_attention, mods
 from flexpress.codegen import registry
 from flexpress.codegen.device import binary
-from flexpress.codegen.run import forward
+from flexpress.codegen.run import forward_kernels
 from support.fake_hopper import Variant, pass_for_hopper
 
 
@@ -85,9 +85,9 @@ def test_every_reason_is_named(name, launched):
 
 def test_few_tiles(launched, monkeypatch):
     """The kernel for Hopper has larger tiles, and so too few of them sooner."""
-    monkeypatch.setattr(forward, "multiprocessors", lambda _: 17)
+    monkeypatch.setattr(forward_kernels, "multiprocessors", lambda _: 17)
     assert "8 tiles of 128 queries, for 17 multiprocessors" in explain(*tensors())
-    monkeypatch.setattr(forward, "multiprocessors", lambda _: 16)
+    monkeypatch.setattr(forward_kernels, "multiprocessors", lambda _: 16)
     assert "forward   HOPPER" in explain(*tensors())
     assert "forward   HOPPER" in explain(*tensors(length=1), kernel_options={"BACKEND": "HOPPER"})
 

@@ -256,7 +256,7 @@ def _of_another(info: os.stat_result, inode: int) -> os.stat_result:
 
 def _printed():
     """The spec and the text of a kernel."""
-    from flexpress.codegen.run.preview import evaluate_compilation
+    from flexpress.codegen.run.preview_masks import evaluate_compilation
     from flexpress.codegen.text.render import render
 
     spec = evaluate_compilation("sm_90", score_mod(next(_numbers)), "score").spec

@@ -12,9 +12,9 @@ from flexpress.codegen.run.preview import (
     decode_compilations,
     hopper_backward_compilations,
     hopper_compilation,
-    mask_compilations,
     preview,
 )
+from flexpress.codegen.run.preview_masks import mask_compilations
 from flexpress.codegen.text.render import render
 from flexpress.recipes import make
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from flexpress import checks, create_block_mask, explain, flex_attention, mods, printed_kernels
 from flexpress.codegen.device import counters
-from flexpress.codegen.run import backward, forward
+from flexpress.codegen.run import backward_kernels, forward_kernels
 from support.attention import check_attention
 from support.gradients import check_gradients, gradient_problems
 from support.problems import problems
@@ -27,7 +27,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def forced(monkeypatch):
     """Small problems as well."""
-    monkeypatch.setattr(forward, "worthwhile", lambda *_: None)
+    monkeypatch.setattr(forward_kernels, "worthwhile", lambda *_: None)
 
 
 def poison() -> None:
@@ -81,14 +81,14 @@ def test_any_wide_backward(p):
 def test_any_backward_head_by_head(p):
     """With groups of one key/value head, as long sequences have them: tiles of one zero the sums of dQ of the next."""
     poison()
-    with mock.patch.object(backward, "L2_BYTES", 1):
+    with mock.patch.object(backward_kernels, "L2_BYTES", 1):
         check_gradients(replace(p, deterministic=False), "cuda")
 
 
 def test_they_ran():
     """The problems above reach the kernels that they are for (the file's tests run in order)."""
     q = torch.randn(2, 4, 300, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    assert explain(q, q, q) == "forward   GLUON\nbackward  GLUON"
+    assert explain(q, q, q) == "forward   HOPPER; not DECODE: query has 300 positions, more than 16\nbackward  HOPPER"
     before = ran("hopper_forward"), ran("hopper_backward")
     flex_attention(q, q, q, lambda score, b, h, q_idx, kv_idx: score * 0.123).sum().backward()
     assert (ran("hopper_forward"), ran("hopper_backward")) == (before[0] + 1, before[1] + 1)

@@ -12,9 +12,10 @@ from flexpress.codegen import registry
 from flexpress.codegen.device import counters, kernel
 from flexpress.codegen.device.arguments import one_by_one
 from flexpress.codegen.mod.bind import bind
-from flexpress.codegen.plan.forward import Options
-from flexpress.codegen.run import backward, launch
-from flexpress.codegen.run.forward import Inputs, Rows, forward
+from flexpress.codegen.run import backward_kernels, launch
+from flexpress.codegen.run.backward import backward
+from flexpress.codegen.run.call import Bound, Inputs, Rows
+from flexpress.codegen.run.forward import forward
 from flexpress.codegen.text.render import render
 from support import fake_gluon
 from support.dense import dense_attention, relative_error
@@ -54,9 +55,10 @@ def test_gradients(monkeypatch, name):
     shapes = ((Z, Hq, Q_LEN, D_QK), (Zkv, Hkv, KV_LEN, D_QK), (Zkv, Hkv, KV_LEN, D_V), (Z, Hq, Q_LEN, D_V))
     q, k, v, do = (torch.randn(s, generator=generator).bfloat16() for s in shapes)
     mask = case["mask"] and create_block_mask(case["mask"], None, Hq, Q_LEN, KV_LEN, device="cpu")
-    lists = (mask.as_lists(), mask.as_transposed_lists()) if mask else (None, None)
-    bound = [case[kind] and bind(case[kind], kind) for kind in ("score", "mask")]
-    out, _, _, rows = forward(q, k, v, Inputs(q, k), D_QK**-0.5, *bound, lists[0], Options(), output_rows=True)
+    lists = (mask.as_lists(), lambda _: mask.as_transposed_lists()) if mask else (None, None)
+    mods = [case[kind] and bind(case[kind], kind) for kind in ("score", "mask")]
+    bound = Bound(q, k, v, Inputs(q, k), D_QK**-0.5, *mods, *lists)
+    out, _, _, rows = forward(bound, output_rows=True)
     if case["raw"]:
         rows = Rows(rows.values * torch.tensor([D_QK**0.5, 1.0]), True)
     ran = []
@@ -67,7 +69,7 @@ def test_gradients(monkeypatch, name):
             fake_gluon.run(render(plan().fused), plan().fused.template, tuple(args), grid[0])
 
     def plan():
-        return list(backward._plans.values())[-1]
+        return list(backward_kernels._plans.values())[-1]
 
     def kernel_for(spec):
         return kernel.kernel_for(replace(spec, backend="cpu") if spec.template == "backward_delta" else spec)
@@ -76,9 +78,9 @@ def test_gradients(monkeypatch, name):
     monkeypatch.setattr(launch, "kernel_for", kernel_for)
     monkeypatch.setattr(launch, "descriptor", lambda t, rows, columns: fake_gluon.Descriptor(t, rows, columns))
     monkeypatch.setattr(launch, "usable", lambda kernel, args, *_: (Ran(), one_by_one(args)))
-    monkeypatch.setattr(backward, "L2_BYTES", case["megabytes"] << 20)
+    monkeypatch.setattr(backward_kernels, "L2_BYTES", case["megabytes"] << 20)
     registry.clear()
-    found = backward.backward(q, k, v, out, rows, do, None, D_QK**-0.5, *bound, *lists, Options())[:3]
+    found = backward(bound, out, rows, do, None)[:3]
     (counter,) = counters._counters.values()
     registry.clear()
     assert len(ran) == 1 and not counter.any()

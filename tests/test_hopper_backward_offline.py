@@ -17,7 +17,7 @@ from flexpress.codegen.mod.dtypes import dtype_name
 from flexpress.codegen.plan.backward import BackwardCase, delta_rows, delta_spec
 from flexpress.codegen.plan.forward import Blocks, Options
 from flexpress.codegen.plan.hopper_backward import fits
-from flexpress.codegen.run import backward
+from flexpress.codegen.run import backward_kernels
 from flexpress.codegen.run.preview import Compilation, hopper_backward_compilations
 from flexpress.codegen.text.render import render
 from flexpress.recipes import make
@@ -251,7 +251,7 @@ def test_every_parameter_has_an_argument(monkeypatch, packed, learned):
         varlen_attention(x, x, x, cu_seqlens, score_mod=score_mod, mask_mod=mods.causal).sum().backward()
     else:
         flex_attention(q, q, q, score_mod, mask).sum().backward()
-    (plan,) = backward._plans.values()
+    (plan,) = backward_kernels._plans.values()
     assert plan.fused.flag["STARTS"] == packed
     registry.clear()
     (found,) = [args for name, args in launches if name.startswith("hopper_backward")]

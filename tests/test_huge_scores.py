@@ -13,7 +13,9 @@ import torch
 from flexpress import AuxRequest, cached_attention, create_block_mask, flex_attention, mods, varlen_attention
 from flexpress.codegen import registry
 from flexpress.codegen.mod.bind import bind
-from flexpress.codegen.run import forward
+from flexpress.codegen.run import forward_kernels
+from flexpress.codegen.run.call import Bound, Inputs
+from flexpress.codegen.run.forward import forward
 from support.devices import DEVICES
 from support.fake_hopper import forward_on_cpu
 
@@ -125,7 +127,7 @@ def test_large_head_dims_on_gpu(monkeypatch, name, head_dim, mask_mod):
 def check_on_gpu(monkeypatch, name, dtype, backend, head_dim, mask_mod):
     if backend == "GLUON" and (dtype is torch.float32 or torch.cuda.get_device_capability() != (9, 0)):
         pytest.skip("no kernel for Hopper")
-    monkeypatch.setattr(forward, "worthwhile", lambda *_: None)
+    monkeypatch.setattr(forward_kernels, "worthwhile", lambda *_: None)
     q, k = (whole_numbers(2, h, n, head_dim, dtype=dtype, device="cuda", seed=n) for h, n in ((2, 300), (1, 400)))
     v = torch.randn(2, 1, 400, head_dim, device="cuda").to(dtype)
     check(name, q, k, v, mask_mod, {"BACKEND": backend})
@@ -211,7 +213,7 @@ def test_text_for_hopper(monkeypatch, name):
     q, k = (whole_numbers(1, h, n, 64, dtype=dtype, device="cpu", seed=n) for h, n in ((2, 130), (1, 260)))
     v = torch.randn(1, 1, 260, 64).to(dtype)
     score = bind(score_mods("cpu")[name], "score")
-    out, lse, _, rows = forward.forward(q, k, v, forward.Inputs(q, k), 0.25, score, None, None, forward.Options(), output_rows=True)
+    out, lse, _, rows = forward(Bound(q, k, v, Inputs(q, k), 0.25, score), output_rows=True)
     registry.clear()
     assert len(launched) == 1
     expected = exact(q, k, v, score_mods("cpu")[name])

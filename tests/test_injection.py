@@ -15,14 +15,8 @@ import torch
 
 from flexpress import cache_clear, create_block_mask, evaluate_mod, flex_attention, printed_kernels
 from flexpress.codegen.mod.errors import RenderError
-from flexpress.codegen.run.preview import (
-    backward_compilations,
-    decode_compilations,
-    evaluate_compilation,
-    hopper_compilation,
-    mask_compilations,
-    preview,
-)
+from flexpress.codegen.run.preview import backward_compilations, decode_compilations, hopper_compilation, preview
+from flexpress.codegen.run.preview_masks import evaluate_compilation, mask_compilations
 from flexpress.codegen.text import lines, mod_text
 from flexpress.codegen.text import render as rendering
 from flexpress.codegen.text.lines import one_line

@@ -23,20 +23,22 @@ from flexpress.codegen.device.cache import without_comments
 from flexpress.codegen.device.compiler import newer_assembler
 from flexpress.codegen.gpus import SHARED_MEMORY, architecture
 from flexpress.codegen.plan.forward import Options
+from flexpress.codegen.run.imagined import architecture_for
 from flexpress.codegen.run.preview import (
     Compilation,
-    architecture_for,
     backward_compilations,
-    block_lists_compilation,
-    block_starts_compilation,
     compilation,
     decode_compilations,
-    dense_mask_compilation,
-    evaluate_compilation,
     hopper_compilation,
-    mask_compilations,
     preview,
     update_cache_compilation,
+)
+from flexpress.codegen.run.preview_masks import (
+    block_lists_compilation,
+    block_starts_compilation,
+    dense_mask_compilation,
+    evaluate_compilation,
+    mask_compilations,
 )
 from flexpress.codegen.text.render import render
 from flexpress.recipes import RECIPES, make

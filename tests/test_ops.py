@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from flexpress.codegen.mod.ops import OPS
 from flexpress.codegen.run.evaluate import evaluate_mod
-from flexpress.codegen.run.preview import evaluate_compilation
+from flexpress.codegen.run.preview_masks import evaluate_compilation
 from support.compositions import compositions
 from support.devices import DEVICES
 from support.evaluate import DTYPES, FLOATS, INTEGERS, SHAPES, check, make_mod, placed, torch_dtype, values

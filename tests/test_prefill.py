@@ -8,11 +8,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from flexpress import cached, cached_attention, checks, mods, printed_kernels, update_cache
+from flexpress import cached_attention, checks, mods, printed_kernels, update_cache
 from flexpress.codegen import registry
 from flexpress.codegen.device import devices
 from flexpress.codegen.plan.forward import Options
-from flexpress.codegen.run import decode, forward, prefill
+from flexpress.codegen.run import forward_kernels, prefill
+from flexpress.codegen.run.cached_call import CachedCall
+from flexpress.codegen.run.call import Cached
+from flexpress.codegen.run.decode import DecodeCached
 from support.dense import dense_attention, relative_error
 from support.fake_hopper import Variant, forward_on_cpu, pass_for_hopper
 from support.prefill import MODS, Batch, batches, check, made_mods
@@ -136,7 +139,7 @@ def test_which_calls_it_serves(monkeypatch):
     """Long prompts in a cache that TMA can copy; all else is decode's, and gives what it gave."""
     launched = forward_on_cpu(monkeypatch, run=False)
     decoded = []
-    monkeypatch.setattr(cached, "decode", lambda *_, **__: decoded.append(1))
+    monkeypatch.setattr(DecodeCached, "run", lambda *_: decoded.append(1))
 
     def goes(q_lens=(512, 600), page_size=16, change=None, **options):
         launched.clear(), decoded.clear()
@@ -185,15 +188,17 @@ def test_few_tiles_are_for_decode(monkeypatch):
     few, many = (Batch([640], [640], heads=(heads, 1)).arguments() for heads in (4, 16))
     for arguments, served in ((few, False), (many, True)):
         q, k, v = arguments["query"].transpose(0, 1)[None], *(arguments[t].transpose(1, 2) for t in ("k_cache", "v_cache"))
-        where = decode.Cached(arguments["cu_seqlens_q"], 640, arguments["kv_len"])
-        assert (prefill.serves(q, k, v, q, 0.1, where, False, Options()) is not None) == served
+        where = Cached(arguments["cu_seqlens_q"], 640, arguments["kv_len"])
+        call = CachedCall(q, k, v, q, q, 0.1, where, None, Options(), lambda _: None, lambda _: None)
+        reason = prefill.Prefill().worthwhile(call)
+        assert prefill.Prefill().fits(call) is None and (reason is None) == served
 
 
 def test_a_kernel_that_spills_or_does_not_compile_is_not_tried_again(monkeypatch):
     decoded, tried = [], []
     pass_for_hopper(monkeypatch, lambda name: Variant(name, local=5000))
-    monkeypatch.setattr(forward, "worthwhile", lambda *_: None)
-    monkeypatch.setattr(cached, "decode", lambda *_, **__: decoded.append(1))
+    monkeypatch.setattr(forward_kernels, "worthwhile", lambda *_: None)
+    monkeypatch.setattr(DecodeCached, "run", lambda *_: decoded.append(1))
     plan = prefill.plan_hopper_forward
     monkeypatch.setattr(prefill, "plan_hopper_forward", lambda *a: tried.append(1) or plan(*a))
     arguments = Batch([512, 600], [512, 600], page_size=64).arguments()
@@ -211,7 +216,7 @@ def test_arguments_arrive_where_the_kernel_reads_them(monkeypatch, page_size):
             launched.append((self.name, grid, args))
 
     pass_for_hopper(monkeypatch, Recorder, multiprocessors=20)
-    monkeypatch.setattr(forward, "worthwhile", lambda *_: None)
+    monkeypatch.setattr(forward_kernels, "worthwhile", lambda *_: None)
     arguments = Batch([512, 600], [700, 800], page_size=page_size, heads=(4, 2), more=10).arguments()
     out, lse = cached_attention(**arguments, scale=0.5, return_lse=True, check=False)
     ((name, grid, values),) = launched
@@ -253,7 +258,7 @@ def test_lengths_and_values_compile_nothing(monkeypatch):
     """Nor do numbers of sequences and of pages, slopes and windows."""
     names = set()
     pass_for_hopper(monkeypatch, lambda name: names.add(name) or Variant(name))
-    monkeypatch.setattr(forward, "worthwhile", lambda *_: None)
+    monkeypatch.setattr(forward_kernels, "worthwhile", lambda *_: None)
     for q_lens, slope, window in (([512, 600], 0.5, 100), ([700, 0, 900], 0.1, 90), ([513], 0.2, 1000)):
         arguments = Batch(q_lens, [n + 100 for n in q_lens], page_size=64).arguments()
         cached_attention(**arguments, score_mod=mods.alibi(torch.full((2,), slope)), mask_mod=mods.sliding_window(window), check=False)
@@ -280,9 +285,9 @@ def forced(monkeypatch):
     def decode(*_, **__):
         raise AssertionError("decode took a call")
 
-    monkeypatch.setattr(forward, "worthwhile", lambda *_: None)
+    monkeypatch.setattr(forward_kernels, "worthwhile", lambda *_: None)
     monkeypatch.setattr(prefill, "LONG", 0)
-    monkeypatch.setattr(cached, "decode", decode)
+    monkeypatch.setattr(DecodeCached, "run", decode)
     torch.full((1 << 26,), float("nan"), device="cuda")
 
 

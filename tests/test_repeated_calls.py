@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flexpress import AuxRequest, cache_info, cached_attention, create_block_mask, flex_attention, mods, varlen
-from flexpress.attention import attend, prepared
+from flexpress.call import attend, bound
 from flexpress.codegen import registry
 from flexpress.codegen.device import tma
 from flexpress.codegen.device.arguments import plain_values
@@ -102,12 +102,12 @@ def test_packed_sequences_have_the_same_arguments(backend, D, launches):
     cu_seqlens = torch.tensor([0, 900, 900, 1600], dtype=torch.int32)
     q, k, v = (torch.zeros(1600, heads, D, dtype=torch.bfloat16).unsqueeze(0).transpose(1, 2) for heads in (4, 2, 2))
     packing = varlen._packing(cu_seqlens, None, 1600, 1600)
-    call = prepared(q, k, v, None, None, None, True, {"BACKEND": backend}, packing.mask_mod(mods.causal), packing.starts_of)
+    call = bound(q, k, v, None, None, None, True, {"BACKEND": backend}, packing.mask_mod(mods.causal), packing.starts_of)
     for _ in range(3):
         out, _, _ = attend(call, False, False)
     assert [way for way, *_ in launches] == ["long", "short", "short"]
     (_, grid, first), (_, other_grid, second), _ = launches
-    hopper, lists = backend == "AUTO", call[7]
+    hopper, lists = backend == "AUTO", call.lists
     ranges = 1600 // 128 + 3
     made = [12, 16, 17] if hopper else [9, 10]
     assert grid == other_grid and (grid == 5 if hopper else grid % (4 * ranges) == 0)

@@ -15,7 +15,7 @@ import torch
 from flexpress import cache_clear, cache_info, evaluate_mod
 from flexpress.codegen.device import binary, compiler, interpret, kernel
 from flexpress.codegen.mod.bind import bind
-from flexpress.codegen.run.preview import evaluate_compilation
+from flexpress.codegen.run.preview_masks import evaluate_compilation
 from support.fresh_mods import score_mod, score_of
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flexpress import ModError, cache_clear, cache_info, mods, varlen, varlen_attention
-from flexpress.attention import attend
+from flexpress.call import attend
 from support.dense import relative_error
 from support.devices import DEVICES, for_any
 from support.varlen import SCORE_MODS, Problem, by_sequence, check_problem, offsets, problems

@@ -58,10 +58,10 @@ class BlockLists:
         return Blocks(self.full_kv_indices is not None, self.q_block, self.kv_block, self.interior, self.starts is not None)
 
     @functools.cached_property
-    def addresses(self) -> dict[str, int] | None:
-        """Of the tables, by the names of forward kernels' parameters; None if one is no multiple of 16 bytes."""
-        found = {name: t.data_ptr() for name, t in self.tensors().items()}
-        return None if any(address % 16 for address in found.values()) else found
+    def addresses(self) -> tuple[int, ...] | None:
+        """Of the tables; None if one is no multiple of 16 bytes."""
+        found = tuple(t.data_ptr() for t in self.tables)
+        return None if any(address % 16 for address in found) else found
 
     def tensors(self, axis: str = "kv") -> dict[str, torch.Tensor]:
         """The tables by the names of parameters, of lists of KV blocks or, transposed, of query blocks ("q")."""

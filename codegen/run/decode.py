@@ -1,8 +1,7 @@
-"""The driver of the kernels for few queries and for caches: from tensors and bound mods to a plan, two grids and arguments."""
+"""The kernels for few queries and for caches, which split the keys of a row: which calls they serve, and both in calls of a kind."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -11,84 +10,156 @@ import torch
 from ..device.arguments import plain_values
 from ..device.devices import architecture_of, backend_of, multiprocessors, on
 from ..mod.expr import INDEX_BOUND
-from ..plan.decode import BLOCK_S, MAX_ROWS, MIN_SHARE, DecodeCase, DecodePlan, parts_of, plan_decode, rows_of, vector_of
-from ..plan.forward import geometry_of, scales
+from ..plan.decode import BLOCK_S, MAX_ROWS, MIN_SHARE, DecodeCase, DecodePlan, Rows, parts_of, plan_decode, rows_of, vector_of
+from ..plan.decode import Parts as Split
+from ..plan.forward import STRIDES, Geometry, Mod, scales
 from ..plan.tiles import Tile, next_smaller
 from ..registry import INFO, Table
 from ..text.mod_text import mod_values
 from .block_lists import BlockLists
+from .cached_call import CachedCall
+from .call import NOT_CACHED, Cached, keys_of
+from .forward_kernels import Call, planned
 from .launch import Launch, addresses_of, launch_fitting
 
 MAX_QUERIES = 16  # of a call without a cache; more of them keep the device busy without splitting keys
 _INTERPRETED = 4  # multiprocessors of the interpreter: keys are split there, too
+_PARTS = ("PART", "PART_SHARE", "PART_MAX", "PART_COUNT")
 _plans: dict[tuple, DecodePlan] = Table("decode plans", 1024)
-_prepared: dict[tuple, Prepared] = Table("decode calls", 1024)
+_ready: dict[tuple, Kernels] = Table("decode calls", 1024)
 
 
-@dataclass(frozen=True)
-class Cached:
-    """Where the queries and keys of a batch of sequences are. All tensors int32, but scales: float32.
+class DecodeCall(NamedTuple):
+    """A call as these kernels see it: sizes, strides and structure."""
 
-    cu_q         [Z + 1]      where the sequences start in ragged queries, (1, Hq, T, D_QK); max_q is the largest length
-    kv_lens      [Z]          keys of each sequence
-    kv_locs      [Z]          which entry of k and v is each one's
-    pages        [Z, n]       which entries of k and v, pages, hold each one's keys
-    k_scales, v_scales [Hkv]  by which k and v are to be multiplied
-    invariant    a sequence's result does not depend on the others
-    """
-
-    cu_q: torch.Tensor | None = None
-    max_q: int = 0
-    kv_lens: torch.Tensor | None = None
-    kv_locs: torch.Tensor | None = None
-    pages: torch.Tensor | None = None
-    k_scales: torch.Tensor | None = None
-    v_scales: torch.Tensor | None = None
-    invariant: bool = False
+    case: DecodeCase
+    geometry: Geometry
+    extents: tuple[int, int, int, int]  # Z, Hq, Q_LEN (of the longest sequence), KV_LEN
+    tokens: int  # of all sequences together, where queries are ragged; else Q_LEN
+    rows: Rows
+    split: Split
+    stride_pages: int
+    backend: str
+    arch: str
+    scale: float
+    score: Mod | None
+    mask: Mod | None
 
     @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """By the names of the kernels' parameters."""
-        found = {
-            "CU_Q": self.cu_q,
-            "KV_LENS": self.kv_lens,
-            "KV_LOCS": self.kv_locs,
-            "PAGES": self.pages,
-            "K_SCALES": self.k_scales,
-            "V_SCALES": self.v_scales,
-        }
-        return {name: t for name, t in found.items() if t is not None}
+    def key(self) -> tuple:
+        """What changes the kernels."""
+        return self.case, self.arch, self.score, self.mask, self.rows.rows
 
     @property
-    def structure(self) -> tuple:
-        """All but addresses."""
-        pages = self.pages is not None and (self.pages.shape[1], self.pages.stride(0))
-        return (
-            self.cu_q is not None and self.cu_q.shape[0],
-            self.max_q,
-            self.kv_lens is None,
-            self.kv_locs is None,
-            pages,
-            self.k_scales is None,
-            self.invariant,
+    def tiles(self) -> int:
+        """Of a sequence."""
+        return -(-self.extents[2] // self.rows.queries) * (self.extents[1] // self.rows.pack)
+
+
+class _Planned:
+    name = "DECODE"
+
+    def plan(self, call: DecodeCall) -> DecodePlan:
+        return plan_decode(call.case, call.backend, call.arch, call.score, call.mask, call.rows.rows)
+
+
+class Decode(_Planned):
+    """decode and combine_splits, for a call without a cache."""
+
+    def fits(self, call: Call) -> str | None:
+        q_len, options = call.extents[2], call.case.options
+        if q_len > MAX_QUERIES:
+            return f"query has {q_len} positions, more than {MAX_QUERIES}"
+        if options.tile or options.prescale_qk:
+            return f"{', '.join(name for name, _ in options.tile) or 'PRESCALE_QK'} is for the other kernels"
+        return None
+
+    def worthwhile(self, call: Call) -> str | None:
+        keys = call.extents[3]
+        return None if keys >= MIN_SHARE else f"there are {keys} keys, too few to split"
+
+    def prepare(self, call: Call, names: tuple[str, ...], lists: BlockLists | None) -> Kernels:
+        Q_LEN, known = call.extents[2], call.case
+        rows, split = _division(call.extents, call.geometry, call.device, lists, NOT_CACHED)
+        case = DecodeCase(
+            known.dtype,
+            known.d_qk,
+            known.d_v,
+            known.units,
+            known.aligned,
+            known.blocks and known.blocks._replace(interior=True),
+            known.options.float32_precision,
+            known.scale_is_positive,
+            known.output_max,
+            known.output_rows,
+            known.exact_indices,
+            split.room > 0,
+            split.of_all > 0,
         )
+        machine = call.backend, call.arch
+        made = DecodeCall(case, call.geometry, call.extents, Q_LEN, rows, split, 0, *machine, call.scale, call.score, call.mask)
+        return Kernels(planned(_plans, self, made), made, names, lists)
 
 
-NOT_CACHED = Cached()
+class DecodeCached(_Planned):
+    """The same for any call with one."""
+
+    def run(self, call: CachedCall) -> None:
+        """Fill out and lse."""
+        score, mask = call.by_number("score"), call.by_number("mask")
+        lists = mask and call.lists(mask, call.extents[2])
+        keys = keys_of(score, mask, call.extents)
+        key = (*call.layouts, call.scale, *keys, lists and lists.structure, *call.cached.structure)
+        tensors = {"K": call.k, "V": call.v, "Q": call.q, "O": call.out, "LSE": call.lse, **call.cached.tensors}
+        kernels = _ready.get(key)
+        if kernels is None:
+            made = self._call(call, keys, lists)
+            names = (*tensors, *(lists.tensors() if lists else ()))
+            kernels = _ready[key] = Kernels(planned(_plans, self, made), made, names, lists)
+        else:
+            INFO.hits += 1
+        given = list(tensors.values())
+        kernels.run(given, addresses_of(given), score and score[1], mask and mask[1], lists)
+
+    def _call(self, call: CachedCall, keys: tuple[Mod | None, Mod | None], lists: BlockLists | None) -> DecodeCall:
+        q, k, v, cached = call.q, call.k, call.v, call.cached
+        kv_dtype = k.dtype if k.dtype != q.dtype else None
+        geometry = call.geometry_in(16 // vector_of(q.dtype, kv_dtype))
+        rows, split = _division(call.extents, geometry, q.device, lists, cached)
+        case = DecodeCase(
+            q.dtype,
+            q.shape[3],
+            v.shape[3],
+            geometry.units,
+            geometry.aligned,
+            lists and lists.blocks._replace(interior=True),
+            scale_is_positive=call.scale > 0,
+            exact_indices=max(call.extents[2:]) <= INDEX_BOUND,
+            split=split.room > 0,
+            balanced=split.of_all > 0,
+            ragged=cached.cu_q is not None,
+            lengths=cached.kv_lens is not None,
+            located=cached.kv_locs is not None,
+            page_size=0 if cached.pages is None else k.shape[2],
+            kv_dtype=kv_dtype,
+            scales=cached.k_scales is not None,
+        )
+        machine = backend_of(q.device.type), architecture_of(q.device)
+        return DecodeCall(case, geometry, call.extents, q.shape[2], rows, split, call.stride_pages, *machine, call.scale, *keys)
 
 
-def refuses(q_len: int, options) -> str | None:
-    """Why decode does not serve a call of flex_attention, or None if it does."""
-    if q_len > MAX_QUERIES:
-        return f"query has {q_len} positions, more than {MAX_QUERIES}"
-    if options.tile or options.prescale_qk:
-        return f"{', '.join(name for name, _ in options.tile) or 'PRESCALE_QK'} is for the other kernels"
-    return None
-
-
-def worthwhile(kv_len: int) -> str | None:
-    """Why another kernel is faster for a call that decode could serve, or None if it is not. With few keys there is nothing to split."""
-    return None if kv_len >= MIN_SHARE else f"there are {kv_len} keys, too few to split"
+def _division(
+    extents: tuple[int, int, int, int], geometry: Geometry, device: torch.device, lists: BlockLists | None, cached: Cached
+) -> tuple[Rows, Split]:
+    """How queries and heads make up tiles, and into how many parts keys are split."""
+    Z, Hq, Q_LEN, KV_LEN = extents
+    by_head = lists is not None and lists.kv_num_blocks.shape[1] > 1  # heads with lists of their own do not share a tile
+    group = 1 if by_head else geometry.numbers["GROUP_SIZE"]
+    rows = rows_of(2 * MAX_ROWS if cached.invariant else Q_LEN, group, lists.q_block if lists else 0)
+    programs = -(-Q_LEN // rows.queries) * (Hq // rows.pack) * Z
+    available = multiprocessors(device) if device.type != "cpu" else _INTERPRETED
+    structure = {"lengths": cached.kv_lens is not None, "listed": lists is not None, "invariant": cached.invariant}
+    return rows, parts_of(KV_LEN, programs, Z, available, **structure)
 
 
 class Parts(NamedTuple):
@@ -99,45 +170,51 @@ class Parts(NamedTuple):
     def tensors(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         """By the names of parameters."""
         part, share, largest, count = buffer.split(list(self.sizes))
-        return {"PART": part, "PART_SHARE": share, "PART_MAX": largest, "PART_COUNT": count.view(torch.int32)}
+        return dict(zip(_PARTS, (part, share, largest, count.view(torch.int32)), strict=True))
 
-    def addresses(self, start: int) -> dict[str, int]:
+    def addresses(self, start: int) -> list[int]:
         """The same."""
-        return dict(zip(_PARTS, accumulate(self.sizes[:-1], lambda at, size: at + 4 * size, initial=start), strict=True))
+        return list(accumulate([4 * size for size in self.sizes[:-1]], initial=start))
 
 
-_PARTS = ("PART", "PART_SHARE", "PART_MAX", "PART_COUNT")
-
-
-class Prepared:
+class Kernels:
     """decode, and combine_splits where keys are split, in calls of one kind.
 
-    grid    of decode          ragged   queries of all sequences follow one another
-    parts   None where keys are not split
+    names   of the tensors that `run` gets and, behind them, of the lists' tables
     """
 
     raw = False
 
-    def __init__(self, plan: DecodePlan, numbers: dict[str, int | float], combined: dict, grid: tuple, parts: Parts | None, ragged: bool):
-        self.plan, self.grid, self.parts, self.ragged = plan, grid, parts, ragged
-        self.room = sum(parts.sizes) if parts else 0
-        self.launch = Launch(plan.spec, numbers)
-        self.combine = Launch(plan.combine, combined) if parts else None
+    def __init__(self, plan: DecodePlan, call: DecodeCall, names: tuple[str, ...], lists: BlockLists | None) -> None:
+        (Z, Hq, Q_LEN, KV_LEN), case, split = call.extents, call.case, call.split
+        self.plan, self.names, self.ragged = plan, names, case.ragged
+        numbers = {
+            **call.geometry.numbers,
+            **{"Q_LEN": Q_LEN, "KV_LEN": KV_LEN, "Z": Z, "T": call.tokens, "QUERIES": call.rows.queries, "PACK": call.rows.pack},
+            **{"SPLITS": split.room, "MIN_SHARE": split.least, "PARTS": split.of_all, "stride_pages": call.stride_pages},
+            **scales(call.scale, plan.scale_apart),
+            **(lists.numbers() if lists else {}),
+        }
+        self.grid = (call.tiles, split.of_all + Z) if split.of_all else (call.tiles * Z, max(split.room, 1))
+        self.launch = Launch(plan.spec, numbers, (*names, *_PARTS))
+        self.parts = None
+        if split.room:
+            self.rows = call.tokens * Hq * (1 if case.ragged else Z)
+            self.parts = Parts(tuple(-(-self.rows * n // 4) * 4 for n in (split.room * case.d_v, split.room, split.room, 1)))
+            outer, *inner = [numbers[name] for name in STRIDES["o"]]  # of sequences, heads, queries
+            middle, inner, sizes = (*inner[::-1], (call.tokens, Hq)) if case.ragged else (*inner, (Hq, Q_LEN))
+            numbers |= {"stride_outer": outer, "stride_middle": middle, "stride_inner": inner, "MIDDLE": sizes[0], "INNER": sizes[1]}
+            self.combine = Launch(plan.combine, numbers, (*names, *_PARTS))
 
     def run(
-        self,
-        tensors: dict[str, torch.Tensor],
-        addresses: dict[str, int] | None,
-        score: list | None,
-        mask: list | None,
-        lists: BlockLists | None,
+        self, tensors: list[torch.Tensor], addresses: list[int] | None, score: list | None, mask: list | None, lists: BlockLists | None
     ) -> None:
-        """Fill the outputs among `tensors`, which have the names of parameters. `addresses`: theirs, if all are aligned."""
-        out, lse = tensors["O"], tensors["LSE"]
+        """Fill the outputs among `tensors`, the fourth and those after. `addresses`: theirs, if all are aligned."""
+        out, lse = tensors[3:5]
         device, captured = out.device, mod_values(self.plan, score, mask)
         buffer = None
         if self.parts:
-            buffer = torch.empty(self.room, dtype=torch.float32, device=device)
+            buffer = torch.empty(sum(self.parts.sizes), dtype=torch.float32, device=device)
             if self.ragged:  # tokens after the last sequence's have no parts
                 buffer[-self.parts.sizes[-1] :].zero_()
         elif self.ragged:
@@ -148,22 +225,22 @@ class Prepared:
 
     def _again(
         self,
-        tensors: dict[str, torch.Tensor],
-        addresses: dict[str, int],
+        tensors: list[torch.Tensor],
+        addresses: list[int],
         buffer: torch.Tensor | None,
         captured: list,
         lists: BlockLists | None,
         device: torch.device,
     ) -> bool:
         """The short way. False if it does not serve these tensors and numbers."""
-        if not self.launch.function or self.parts and not self.combine.function:
+        if not self.launch.again or self.parts and not self.combine.again:
             return False
-        plain, tables = plain_values(captured), lists.addresses if lists else {}
+        plain, tables = plain_values(captured), lists.addresses if lists else ()
         if plain is None or tables is None:
             return False
-        addresses.update(tables)
+        addresses += tables
         if self.parts:
-            addresses.update(self.parts.addresses(buffer.data_ptr()))
+            addresses += self.parts.addresses(buffer.data_ptr())
         with on(device):
             stream = torch._C._cuda_getCurrentRawStream(device.index)
             self.launch.again(tensors, addresses, plain, stream)
@@ -171,128 +248,15 @@ class Prepared:
                 self.combine.again(tensors, addresses, [], stream)
         return True
 
-    def _first(self, tensors: dict[str, torch.Tensor], buffer, captured: list, lists: BlockLists | None, device: torch.device) -> None:
+    def _first(self, tensors: list[torch.Tensor], buffer, captured: list, lists: BlockLists | None, device: torch.device) -> None:
         """The long way."""
-        tensors = {**tensors, **(self.parts.tensors(buffer) if self.parts else {}), **(lists.tensors() if lists else {})}
-        launch_fitting(self.plan, lambda tile: self.launch.with_tile(tile, tensors, captured, self.grid, device), _with_fewer_keys)
+        named = dict(zip(self.names, (*tensors, *(lists.tables if lists else ())), strict=True))
         if self.parts:
-            rows = (tensors["LSE"].numel(),)
-            variant = self.combine.with_constants((BLOCK_S,), tensors, [], rows, device)
-            self.combine.remember(variant, rows, tensors, [], {})
-
-
-def decode(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    scale: float,
-    score: tuple | None,
-    mask: tuple | None,
-    keys: tuple,
-    lists: BlockLists | None,
-    cached: Cached,
-) -> None:
-    """Fill out (Z, Hq, Q_LEN, D_V) and lse float32 (Z, Hq, Q_LEN) from a cache.
-
-    q (Z, Hq, Q_LEN, D_QK), k (Zkv, Hkv, KV_LEN, D_QK), v (Zkv, Hkv, KV_LEN, D_V), any strides; with cached.cu_q q and out are (1, Hq, T, D)
-    and lse (T, Hq), with cached.pages Zkv is the number of pages and KV_LEN their size.
-
-    keys   what of the bound score_mod and mask_mod changes a kernel
-    """
-    call = (
-        q.shape,
-        k.shape,
-        v.shape,
-        q.stride(),
-        k.stride(),
-        v.stride(),
-        out.stride(),
-        q.dtype,
-        k.dtype,
-        q.device,
-        scale,
-        *keys,
-        lists and lists.structure,
-        *cached.structure,
-    )
-    tensors = {"K": k, "V": v, "Q": q, "O": out, "LSE": lse, **cached.tensors}
-    found = _prepared.get(call)
-    if found is not None:
-        INFO.hits += 1
-    else:
-        found = _prepared[call] = prepare(tensors, scale, keys, lists, "ieee", cached)
-    found.run(tensors, addresses_of(tensors), score and score[1], mask and mask[1], lists)
-
-
-def prepare(
-    tensors: dict[str, torch.Tensor],
-    scale: float,
-    keys: tuple,
-    lists: BlockLists | None,
-    precision: str,
-    cached: Cached,
-    *,
-    output_max: bool = False,
-    output_rows: bool = False,
-) -> Prepared:
-    """All that does not depend on addresses, for K, V, Q, O and LSE as in `decode`."""
-    q, k, v, out, lse = (tensors[name] for name in ("Q", "K", "V", "O", "LSE"))
-    device, arch = q.device, architecture_of(q.device)
-    Hkv = k.shape[1]
-    ragged, paged = cached.cu_q is not None, cached.pages is not None
-    Z = cached.cu_q.shape[0] - 1 if ragged else q.shape[0]
-    Hq, Q_LEN = q.shape[1], cached.max_q if ragged else q.shape[2]
-    KV_LEN = k.shape[2] * (cached.pages.shape[1] if paged else 1)
-    kv_dtype = k.dtype if k.dtype != q.dtype else None
-    vector = vector_of(q.dtype, kv_dtype)
-    geometry = geometry_of(16 // vector, (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride()), out.stride())
-    by_head = lists is not None and lists.kv_num_blocks.shape[1] > 1  # heads with lists of their own do not share a tile
-    rows = rows_of(2 * MAX_ROWS if cached.invariant else Q_LEN, 1 if by_head else Hq // Hkv, lists.q_block if lists else 0)
-    tiles = -(-Q_LEN // rows.queries) * (Hq // rows.pack) * Z
-    available = multiprocessors(device) if device.type != "cpu" else _INTERPRETED
-    split = parts_of(KV_LEN, tiles, Z, available, lengths=cached.kv_lens is not None, listed=lists is not None, invariant=cached.invariant)
-    case = DecodeCase(
-        q.dtype,
-        q.shape[3],
-        v.shape[3],
-        geometry.units,
-        geometry.aligned,
-        lists and lists.blocks._replace(interior=True),
-        precision,
-        scale > 0,
-        output_max,
-        output_rows,
-        max(Q_LEN, KV_LEN) <= INDEX_BOUND,
-        split.room > 0,
-        split.of_all > 0,
-        ragged,
-        cached.kv_lens is not None,
-        cached.kv_locs is not None,
-        k.shape[2] if paged else 0,
-        kv_dtype,
-        cached.k_scales is not None,
-    )
-    key = (case, arch, *keys, rows.rows)
-    plan = _plans.get(key)
-    if plan is None:
-        plan = _plans[key] = plan_decode(case, backend_of(device.type), arch, *keys, rows.rows)
-    numbers = {
-        **geometry.numbers,
-        **{"Q_LEN": Q_LEN, "KV_LEN": KV_LEN, "Zkv": k.shape[0], "Z": Z, "T": q.shape[2], "QUERIES": rows.queries, "PACK": rows.pack},
-        **{"SPLITS": split.room, "MIN_SHARE": split.least, "PARTS": split.of_all},
-        **scales(scale, plan.scale_apart),
-        **(lists.numbers() if lists else {}),
-        "stride_pages": cached.pages.stride(0) if paged else 0,
-    }
-    parts, combined = None, {}
-    if split.room:
-        parts = Parts(tuple(-(-n // 4) * 4 for n in (*(lse.numel() * split.room * n for n in (v.shape[3], 1, 1)), lse.numel())))
-        outer, middle, inner = (0, out.stride(2), out.stride(1)) if ragged else out.stride()[:3]
-        combined = {"stride_outer": outer, "stride_middle": middle, "stride_inner": inner, "MIDDLE": lse.shape[-2], "INNER": lse.shape[-1]}
-    grid = (tiles // Z, split.of_all + Z) if split.of_all else (tiles, max(split.room, 1))
-    return Prepared(plan, numbers, {**numbers, **combined}, grid, parts, ragged)
+            named |= self.parts.tensors(buffer)
+        launch_fitting(self.plan, lambda tile: self.launch.with_tile(tile, named, captured, self.grid, device), _with_fewer_keys)
+        if self.parts:
+            variant = self.combine.with_constants((BLOCK_S,), named, [], (self.rows,), device)
+            self.combine.remember(variant, (self.rows,), named, [], {})
 
 
 def _with_fewer_keys(tile: Tile) -> Tile | None:

@@ -29,24 +29,26 @@ class Launch:
     """A kernel in calls of one kind: all is decided but addresses and what mods capture.
 
     numbers   by the names of parameters; what the kernel does not take is left out
+    order     names of the tensors that later launches get, in their order; others than the kernel's may be among them. None: every launch
+              is a first one
 
-    The first launch finds the compiled variant. Later ones, whose tensors are 16-byte aligned and whose numbers fit into 32 bits, only
-    pack arguments (`again`).
+    The first launch finds the compiled variant. From then on, if its tensors were 16-byte aligned and its numbers fit into 32 bits, `again`
+    is a function that launches it by packing arguments alone:
+
+        again(tensors, addresses, captured, stream)     `tensors` in their order, all 16-byte aligned, their addresses, and `captured` as
+                                                        plain_values gives it. The device is the current one
     """
 
-    def __init__(self, spec: KernelSpec, numbers: dict[str, int | float]) -> None:
+    def __init__(self, spec: KernelSpec, numbers: dict[str, int | float], order: tuple[str, ...] | None = None) -> None:
         self.spec, self.kernel = spec, kernel_for(spec)
         taken = {p.name for p in spec.parameters}
         numbers = {name: value for name, value in numbers.items() if name in taken}
-        self._long, self._short = packer(spec.parameters, numbers, Numbers), packer(spec.parameters, numbers)
-        self._fits = plain_values(numbers.values()) is not None
+        self._long = packer(spec.parameters, numbers, whole=Numbers)
         self._descriptors = [p for p in spec.parameters if p.is_descriptor]
-        self._described = itemgetter(*(p.of for p in self._descriptors)) if self._descriptors else None
+        self._order, self._repeats = order, order is not None and plain_values(numbers.values()) is not None
+        self._short = packer(spec.parameters, numbers, order) if order else None
         self._blocks: dict[tuple[int, ...], list] = {}  # of descriptors, by constants
-        self._maps: dict[tuple[int, ...], list] = {}  # by addresses
-        self._constants: dict[str, int] = {}
-        self._grid: tuple[int, int, int] = (0, 1, 1)
-        self.function = None  # once it has run
+        self.again: Callable[[list, list, list, int], None] | None = None
 
     def arguments(self, tensors: dict[str, torch.Tensor], captured: Iterable, constants: dict[str, int]) -> list:
         """In the order of the kernel's parameters, without constants."""
@@ -67,29 +69,14 @@ class Launch:
         """Launch a kernel that takes no descriptors; the variant that ran."""
         return self.kernel.launch(grid, self.arguments(tensors, captured, {}), device, constants, num_warps=4, num_stages=1)
 
-    def with_tile(
-        self,
-        tile: Tile,
-        tensors: dict[str, torch.Tensor],
-        captured: list,
-        grid: tuple[int, ...],
-        device: torch.device,
-        *,
-        keep: bool = True,
-    ) -> None:
-        """Launch a kernel whose constants are BLOCK_M and BLOCK_N. Raises DoesNotFit if the device cannot hold the tile.
-
-        keep   later launches may take the short way
-        """
+    def with_tile(self, tile: Tile, tensors: dict[str, torch.Tensor], captured: list, grid: tuple[int, ...], device: torch.device) -> None:
+        """Launch a kernel whose constants are BLOCK_M and BLOCK_N. Raises DoesNotFit if the device cannot hold the tile."""
         constants = {"BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N}
         args = self.arguments(tensors, captured, constants)
         variant = self.kernel.launch(grid, args, device, tuple(constants.values()), num_warps=tile.num_warps, num_stages=tile.num_stages)
-        if keep:
-            self.remember(variant, grid, tensors, captured, constants)
+        self.remember(variant, grid, tensors, captured, constants)
 
-    def if_usable(
-        self, tensors: dict[str, torch.Tensor], captured: list, grid: int, device: torch.device, limit: float | None, *, keep: bool = True
-    ) -> None:
+    def if_usable(self, tensors: dict[str, torch.Tensor], captured: list, grid: int, device: torch.device, limit: float | None) -> None:
         """Launch a kernel without constants. The device is the current one. Raises Unusable if it does not compile, or if a thread spills
         more than `limit` bytes; with None it raises what the compiler does."""
         args = self.arguments(tensors, captured, {})
@@ -98,35 +85,41 @@ class Launch:
         else:
             variant, plain = usable(self.kernel, args, device, limit)
         variant.launch((grid,), plain, device.index)
-        if keep:
-            self.remember(variant, (grid,), tensors, captured, {})
+        self.remember(variant, (grid,), tensors, captured, {})
 
     def remember(self, variant, grid: tuple[int, ...], tensors: dict[str, torch.Tensor], captured: list, constants: dict[str, int]) -> None:
         """Later launches may take the short way."""
         function = getattr(variant, "function", None)
-        if function and self._fits and plain_values((*tensors.values(), *captured)) is not None:
-            self._grid, self._constants = (*grid, 1, 1)[:3], constants
-            self.function = function  # last: with it other threads take the short way
+        if function and self._repeats and plain_values((*tensors.values(), *captured)) is not None:
+            self.again = self._repeater(function, (*grid, 1, 1)[:3], constants)  # other threads take the short way at once
 
-    def again(self, tensors: dict[str, torch.Tensor], addresses: dict[str, int], captured: list, stream: int) -> None:
-        """The short way: `addresses` of all tensors, 16-byte aligned, and `captured` as plain_values gives it. The device is the current
-        one."""
-        maps = ()
-        if self._described:
-            key = self._described(addresses)
-            maps = self._maps.get(key)
-            if maps is None:
-                if len(self._maps) >= _MAPS:
-                    self._maps.clear()
-                maps = self._maps[key] = self.function.expanded(self._described_by(tensors, self._constants))
-        self.function.launch_plain(*self._grid, stream, self._short(addresses, maps, captured))
+    def _repeater(self, function, grid: tuple[int, int, int], constants: dict[str, int]) -> Callable[[list, list, list, int], None]:
+        """The short way."""
+        launch, short, (x, y, z) = function.launch_plain, self._short, grid
+        if not self._descriptors:
+            return lambda tensors, addresses, captured, stream: launch(x, y, z, stream, short(addresses, (), captured))
+        described = itemgetter(*(self._order.index(p.of) for p in self._descriptors))
+        maps: dict[tuple[int, ...], list] = {}  # by addresses
+
+        def again(tensors: list, addresses: list, captured: list, stream: int) -> None:
+            key = described(addresses)
+            expanded = maps.get(key)
+            if expanded is None:
+                if len(maps) >= _MAPS:
+                    maps.clear()
+                named = dict(zip(self._order, tensors, strict=False))
+                expanded = maps[key] = function.expanded(self._described_by(named, constants))
+            launch(x, y, z, stream, short(addresses, expanded, captured))
+
+        return again
 
 
-def addresses_of(tensors: dict[str, torch.Tensor]) -> dict[str, int] | None:
+def addresses_of(tensors: list[torch.Tensor]) -> list[int] | None:
     """The tensors' addresses; None if one is no multiple of 16 bytes."""
-    found, bits = {}, 0
-    for name, tensor in tensors.items():
-        found[name] = address = tensor.data_ptr()
+    found, bits = [], 0
+    for tensor in tensors:
+        address = tensor.data_ptr()
+        found.append(address)
         bits |= address
     return None if bits % 16 else found
 

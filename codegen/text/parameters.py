@@ -104,11 +104,14 @@ def signature(parameters: tuple[Parameter, ...], mods: dict[str, str], tl: str =
     return "\n".join(lines)
 
 
-def packer(parameters: tuple[Parameter, ...], fixed: dict[str, object], whole: Callable | None = None) -> Callable:
-    """A function of a dict of arguments, a list of descriptors, and a list of what mods capture: all of a kernel's arguments in its order.
+def packer(
+    parameters: tuple[Parameter, ...], fixed: dict[str, object], given: tuple[str, ...] | None = None, whole: Callable | None = None
+) -> Callable:
+    """A function of arguments, a list of descriptors, and a list of what mods capture: all of a kernel's arguments in its order.
 
     fixed   numbers that are the same in every call; those that the kernel does not take are left out
-    whole   makes one argument of a run of them
+    given   names of the function's arguments, which are a list in this order; None: they are a dict by names
+    whole   makes one argument of a run of `fixed`
     """
 
     def kind_of(p: Parameter) -> str:
@@ -122,7 +125,7 @@ def packer(parameters: tuple[Parameter, ...], fixed: dict[str, object], whole: C
             known[place] = whole(run) if whole else run
             fields.append(place if whole else f"*{place}")
         else:
-            fields += [f"given[{name!r}]" for name in names] if kind == "given" else [f"*{kind}"]
+            fields += [f"given[{given.index(name) if given else repr(name)}]" for name in names] if kind == "given" else [f"*{kind}"]
     return _compiled(f"lambda {', '.join(known)}: lambda given, descriptors, captured: [{', '.join(fields)}]")(*known.values())
 
 

@@ -9,7 +9,7 @@ import torch
 
 from flexpress.codegen.device import binary, devices, kernel, tma
 from flexpress.codegen.device.arguments import one_by_one
-from flexpress.codegen.run import backward, decode, forward, prefill
+from flexpress.codegen.run import backward, backward_kernels, decode, forward, forward_kernels, prefill
 from flexpress.codegen.run import launch as launch_module
 from flexpress.codegen.text.render import render
 from support import fake_gluon
@@ -35,7 +35,7 @@ def pass_for_hopper(monkeypatch, variant: Callable[[str], Variant], multiprocess
     """`variant` makes what stands for the compiled kernel with a printed file's name."""
     for module in (devices, forward, backward, decode):
         monkeypatch.setattr(module, "backend_of", lambda _: "cuda")
-    for module in (kernel, forward, backward, decode):
+    for module in (kernel, forward_kernels, backward_kernels, decode):
         monkeypatch.setattr(module, "on", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(devices, "capability_of", lambda _: (9, 0))
     monkeypatch.setattr(binary, "obtain", lambda name, *_: (variant(name), False))
@@ -47,7 +47,7 @@ def pass_for_hopper(monkeypatch, variant: Callable[[str], Variant], multiprocess
         return tma._known(t.data_ptr(), t.dtype, t.shape, t.stride(), rows, columns)
 
     monkeypatch.setattr(launch_module, "descriptor", descriptor)
-    for module in (forward, backward, prefill):
+    for module in (forward_kernels, backward_kernels, prefill):
         monkeypatch.setattr(module, "multiprocessors", lambda _: multiprocessors)
 
 
@@ -67,6 +67,6 @@ def forward_on_cpu(monkeypatch, run: bool = True) -> list:
             fake_gluon.run(render(launch.spec), "hopper_forward", tuple(one_by_one(arguments)))
             assert not tensors["COUNTER"].any()
 
-    monkeypatch.setattr(forward, "persistent", persistent)
-    monkeypatch.setattr(forward, "worthwhile", lambda *_: None)
+    monkeypatch.setattr(forward_kernels, "persistent", persistent)
+    monkeypatch.setattr(forward_kernels, "worthwhile", lambda *_: None)
     return launched

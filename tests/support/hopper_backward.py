@@ -8,7 +8,7 @@ from flexpress.codegen.mod.bind import bind
 from flexpress.codegen.plan.backward import BackwardCase
 from flexpress.codegen.plan.forward import Blocks
 from flexpress.codegen.plan.hopper_backward import HopperBackwardPlan, plan_hopper_backward
-from flexpress.codegen.run.preview import EXTENTS
+from flexpress.codegen.run.imagined import EXTENTS
 from flexpress.codegen.text.layouts import layouts_of
 from flexpress.recipes import make
 

@@ -1,0 +1,23 @@
+"""The driver of the kernels over a cache: the first that serves fills out and lse."""
+
+from __future__ import annotations
+
+from ..plan.candidates import choose
+from ..registry import Table
+from .cached_call import CachedCall
+from .decode import DecodeCached
+from .launch import Unusable
+from .prefill import Prefill
+
+CANDIDATES = Prefill(), DecodeCached()
+_refused: dict[tuple, str] = Table("kernels over caches not used", 1024)  # that were compiled, and why
+
+
+def attend_cached(call: CachedCall) -> None:
+    """Fill call.out and call.lse."""
+    while True:  # until a kernel is usable
+        candidate = choose(CANDIDATES, call, None, _refused).candidate
+        try:
+            return candidate.run(call)
+        except Unusable as why:
+            _refused[(candidate.name, *call.key)] = str(why)

@@ -1,0 +1,106 @@
+"""A call of cached_attention as the kernels over a cache take it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..device.devices import architecture_of
+from ..mod.expr import INDEX_BOUND
+from ..plan.forward import Cache, ForwardCase, Geometry, Mod, Options, geometry_of, wants_tma
+from .block_lists import BlockLists
+from .call import Cached, keys_of
+from .masks import automatic_lists
+
+BLOCK = 128  # queries and keys of a block of the lists
+
+
+@dataclass
+class CachedCall:
+    """Queries, a cache, and mods that are bound where a kernel asks for them.
+
+    q, k, v       (Z, Hq, Q_LEN, D_QK), (Zkv, Hkv, KV_LEN, D_QK) and (Zkv, Hkv, KV_LEN, D_V), any strides; with cached.cu_q q is
+                  (1, Hq, T, D_QK), with cached.pages Zkv is the number of pages and KV_LEN their size
+    out, lse      to be filled: (Z, Hq, Q_LEN, D_V) and float32 (Z, Hq, Q_LEN); with cached.cu_q (1, Hq, T, D_V) and (T, Hq)
+    q_offset      int32 [Z], the position of each sequence's first query, or None: its queries are its last positions
+    by_position   from "score" or "mask" to the bound mod, of positions in a sequence; None where there is no score_mod
+    by_number     the same of the numbers of queries in a sequence. Its mask_mod also hides keys past the sequence's end; None for one query
+                  that sees all
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    scale: float
+    cached: Cached
+    q_offset: torch.Tensor | None
+    options: Options
+    by_position: Callable[[str], tuple | None]
+    by_number: Callable[[str], tuple | None]
+
+    @functools.cached_property
+    def extents(self) -> tuple[int, int, int, int]:
+        """Z, Hq, the most queries of a sequence, and the most keys of one."""
+        cached, q, k = self.cached, self.q, self.k
+        Z, Q_LEN = (q.shape[0], q.shape[2]) if cached.cu_q is None else (cached.cu_q.shape[0] - 1, cached.max_q)
+        return Z, q.shape[1], Q_LEN, k.shape[2] * (1 if cached.pages is None else cached.pages.shape[1])
+
+    @property
+    def layouts(self) -> tuple:
+        """Shapes, strides, dtypes and the device."""
+        q, k, v = self.q, self.k, self.v
+        return q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), self.out.stride(), q.dtype, k.dtype, q.device
+
+    @property
+    def stride_pages(self) -> int:
+        """Of the page table, from one sequence to the next."""
+        return 0 if self.cached.pages is None else self.cached.pages.stride(0)
+
+    def geometry_in(self, itemsize: int) -> Geometry:
+        """The geometry, with strides that are multiples of 16 bytes of elements of this size."""
+        q, k, v = self.q, self.k, self.v
+        return geometry_of(itemsize, (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride()), self.out.stride())
+
+    def lists(self, mask: tuple, most_queries: int) -> BlockLists:
+        """The block lists of the bound mask_mod of numbers, for sequences of so many queries."""
+        Z, Hq, _, KV_LEN = self.extents
+        return automatic_lists(mask, extents=(Z, Hq, most_queries, KV_LEN), device=self.q.device, size=(BLOCK, BLOCK))
+
+    @functools.cached_property
+    def own_mods(self) -> tuple[tuple | None, tuple]:
+        """score_mod and mask_mod of positions."""
+        return self.by_position("score"), self.by_position("mask")
+
+    @functools.cached_property
+    def own_keys(self) -> tuple[Mod | None, Mod | None]:
+        """What of these changes a kernel."""
+        Z, Hq, _, KV_LEN = self.extents
+        return keys_of(*self.own_mods, (Z, Hq, KV_LEN, KV_LEN))
+
+    @functools.cached_property
+    def case(self) -> ForwardCase:
+        """What the kernel for Hopper depends on beside its mods and lists."""
+        q, k, v, cached = self.q, self.k, self.v, self.cached
+        geometry = self.geometry_in(q.element_size())
+        return ForwardCase(
+            q.dtype,
+            q.shape[3],
+            v.shape[3],
+            geometry.units,
+            geometry.aligned,
+            wants_tma(self.options, q.dtype, architecture_of(q.device)),
+            options=self.options,
+            scale_is_positive=self.scale > 0,
+            exact_indices=max(q.shape[2], self.extents[3]) <= INDEX_BOUND,
+            cache=Cache(0 if cached.pages is None else k.shape[2], cached.kv_locs is not None, self.q_offset is not None),
+        )
+
+    @property
+    def key(self) -> tuple:
+        """All that changes that kernel, but lists."""
+        return self.case, *self.own_keys

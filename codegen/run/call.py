@@ -1,0 +1,129 @@
+"""A call as the drivers of kernels take it: its arguments, checked and bound, and what of them changes a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ..mod.expr import ModGraph
+from ..plan.forward import Mod, Options
+from ..text.layouts import LARGEST_BLOCK_N, layouts_of
+from .block_lists import BlockLists
+
+
+class Inputs:
+    """Stands in keys for the shapes, strides, dtypes and devices of q, k and v, which are checked. Equal ones have one object, so that it
+    is hashed and compared by identity."""
+
+    def __init__(self, q: torch.Tensor, k: torch.Tensor) -> None:
+        self.extents = (*q.shape[:3], k.shape[2])  # Z, Hq, Q_LEN, KV_LEN
+        self.head_dim, self.device = q.shape[3], q.device
+        self.scale = self.head_dim**-0.5  # where the user gives none
+
+
+class Bound(NamedTuple):
+    """The arguments of a call, checked and bound.
+
+    q, k, v       (Z, Hq, Q_LEN, D_QK), (Zkv, Hkv, KV_LEN, D_QK) and (Zkv, Hkv, KV_LEN, D_V)
+    score, mask   a mod's graph and what it captures, or None. `mask` is the mask_mod of the partial blocks in `lists`
+    lists         None for attention without a mask
+    transposed    from the bound mask_mod to the lists of query blocks for each KV block, in the same fields
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    inputs: Inputs
+    scale: float
+    score: tuple[ModGraph, list] | None = None
+    mask: tuple[ModGraph, list] | None = None
+    lists: BlockLists | None = None
+    transposed: Callable[[tuple], BlockLists] | None = None
+    options: Options = Options()
+
+    @property
+    def captured(self) -> list[torch.Tensor]:
+        """The tensors that score_mod captures."""
+        return self.score[1][: len(self.score[0].tensors)] if self.score else []
+
+
+class Rows(NamedTuple):
+    """What the backward pass needs of every row.
+
+    values   float32 (Z, Hq, Q_LEN, 2): the largest score, and log2 of its weight. lse cannot say both: beside a score of 1e9 the logarithm
+             of a sum is lost
+    raw      the scores of a score_mod are still without scale
+    """
+
+    values: torch.Tensor
+    raw: bool
+
+
+@dataclass(frozen=True)
+class Cached:
+    """Where the queries and keys of a batch of sequences are. All tensors int32, but scales: float32.
+
+    cu_q         [Z + 1]      where the sequences start in ragged queries, (1, Hq, T, D_QK); max_q is the largest length
+    kv_lens      [Z]          keys of each sequence
+    kv_locs      [Z]          which entry of k and v is each one's
+    pages        [Z, n]       which entries of k and v, pages, hold each one's keys
+    k_scales, v_scales [Hkv]  by which k and v are to be multiplied
+    invariant    a sequence's result does not depend on the others
+    """
+
+    cu_q: torch.Tensor | None = None
+    max_q: int = 0
+    kv_lens: torch.Tensor | None = None
+    kv_locs: torch.Tensor | None = None
+    pages: torch.Tensor | None = None
+    k_scales: torch.Tensor | None = None
+    v_scales: torch.Tensor | None = None
+    invariant: bool = False
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By the names of decode's parameters."""
+        found = {
+            "CU_Q": self.cu_q,
+            "KV_LENS": self.kv_lens,
+            "KV_LOCS": self.kv_locs,
+            "PAGES": self.pages,
+            "K_SCALES": self.k_scales,
+            "V_SCALES": self.v_scales,
+        }
+        return {name: t for name, t in found.items() if t is not None}
+
+    @property
+    def structure(self) -> tuple:
+        """All but addresses."""
+        pages = self.pages is not None and (self.pages.shape[1], self.pages.stride(0))
+        return (
+            self.cu_q is not None and self.cu_q.shape[0],
+            self.max_q,
+            self.kv_lens is None,
+            self.kv_locs is None,
+            pages,
+            self.k_scales is None,
+            self.invariant,
+        )
+
+
+NOT_CACHED = Cached()
+
+
+def reached(extents: tuple[int, int, int, int], lists: BlockLists | None) -> tuple[int, int, int, int]:
+    """How far a kernel's b, h, q_idx and kv_idx may reach: extents (Z, Hq, Q_LEN, KV_LEN), but past KV_LEN to the end of the last block,
+    or of one that begins anywhere."""
+    if lists is None or (lists.starts is None and LARGEST_BLOCK_N % lists.kv_block == 0):  # to which layouts_of rounds up anyway
+        return extents
+    if lists.starts is None:
+        return *extents[:3], -(-extents[3] // lists.kv_block) * lists.kv_block
+    return *extents[:3], extents[3] + lists.kv_block - 1
+
+
+def keys_of(score: tuple | None, mask: tuple | None, extents: tuple[int, int, int, int]) -> tuple[Mod | None, Mod | None]:
+    """What of bound mods changes a kernel."""
+    return score and (score[0], layouts_of(*score, extents)), mask and (mask[0], layouts_of(*mask, extents))

@@ -1,0 +1,149 @@
+"""The kernels that may serve a forward pass, and each in calls of a kind."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..device.arguments import plain_values
+from ..device.counters import counter
+from ..device.devices import multiprocessors, on
+from ..plan import hopper_forward
+from ..plan.forward import ForwardCase, Geometry, Mod, Plan, plan_forward, scales
+from ..plan.hopper_forward import SPILL_LIMIT, HopperPlan, fits, heads_per_group, plan_hopper_forward
+from ..registry import INFO, Table
+from ..text.mod_text import mod_values
+from .block_lists import BlockLists, tiles_of
+from .launch import Launch, launch_fitting
+
+worthwhile = hopper_forward.worthwhile
+_plans: dict[tuple, Plan | HopperPlan] = Table("forward plans", 1024)
+
+
+class Call(NamedTuple):
+    """A call as the choice of its kernel sees it: sizes, strides and structure; no address, and nothing of what lists hold."""
+
+    case: ForwardCase
+    geometry: Geometry
+    extents: tuple[int, int, int, int]  # Z, Hq, Q_LEN, KV_LEN
+    device: torch.device
+    backend: str
+    arch: str
+    aligned: bool  # the addresses of q, k and v are multiples of 16 bytes
+    scale: float
+    score: Mod | None
+    mask: Mod | None
+
+    @property
+    def key(self) -> tuple:
+        """What changes the kernels."""
+        return self.case, self.arch, self.score, self.mask
+
+
+class Portable:
+    """The forward kernel that serves any call, on any device."""
+
+    name = "PORTABLE"
+
+    def plan(self, call: Call) -> Plan:
+        return plan_forward(call.case, call.backend, call.arch, call.score, call.mask)
+
+    def prepare(self, call: Call, names: tuple[str, ...], lists: BlockLists | None) -> Runner:
+        plan = planned(_plans, self, call)
+        return Runner(plan, Launch(plan.spec, _numbers(call, plan, lists), names), names, call.extents, None)
+
+
+class Hopper:
+    """The one for sm_90 alone."""
+
+    name = "HOPPER"
+
+    def fits(self, call: Call) -> str | None:
+        return fits(call.case, call.geometry, call.arch, call.aligned)
+
+    def worthwhile(self, call: Call) -> str | None:
+        Z, Hq, Q_LEN, _ = call.extents
+        return worthwhile(Q_LEN, Z * Hq, multiprocessors(call.device))
+
+    def plan(self, call: Call) -> HopperPlan:
+        return plan_hopper_forward(call.case, call.score, call.mask)
+
+    def prepare(self, call: Call, names: tuple[str, ...], lists: BlockLists | None) -> Runner:
+        plan = planned(_plans, self, call)
+        limit = None if call.case.options.backend == self.name else SPILL_LIMIT
+        launch = Launch(plan.spec, _numbers(call, plan, lists), (*names, "COUNTER"))
+        return Runner(plan, launch, names, call.extents, limit, multiprocessors(call.device))
+
+
+def planned(plans: Table, candidate, call):
+    """A candidate's plan for a call, kept in `plans`."""
+    key = (candidate.name, *call.key)
+    plan = plans.get(key)
+    if plan is None:
+        plan = plans[key] = candidate.plan(call)
+    else:
+        INFO.hits += 1
+    return plan
+
+
+def _numbers(call: Call, plan: Plan | HopperPlan, lists: BlockLists | None) -> dict[str, int | float]:
+    """All that a forward kernel may take, by the names of parameters."""
+    Z, Hq, _, KV_LEN = call.extents
+    group, case = call.geometry.numbers["GROUP_SIZE"], call.case
+    kv_bytes = KV_LEN * (case.d_qk + case.d_v) * case.dtype.itemsize // group
+    return {
+        **call.geometry.numbers,
+        "HEADS": Z * Hq,
+        "HEADS_PER_GROUP": heads_per_group(Z * Hq, kv_bytes),
+        **scales(call.scale, plan.scale_apart),
+        **(lists.numbers() if lists else {}),
+    }
+
+
+class Runner:
+    """One forward kernel in calls of a kind.
+
+    names      of the tensors that `run` gets and, behind them, of the lists' tables
+    limit      bytes that its threads may spill; None: any number
+    programs   how many run at once and take one tile after another; 0: each takes one
+    """
+
+    def __init__(
+        self, plan: Plan | HopperPlan, launch: Launch, names: tuple[str, ...], extents: tuple, limit: float | None, programs: int = 0
+    ) -> None:
+        self.plan, self.launch, self.names, self.limit, self.programs = plan, launch, names, limit, programs
+        self.heads, self.length = extents[0] * extents[1], extents[2]
+        self.raw = bool(plan.spec.flag.get("SUM_IS_RAW"))
+
+    def run(
+        self, tensors: list[torch.Tensor], addresses: list[int] | None, score: list | None, mask: list | None, lists: BlockLists | None
+    ) -> None:
+        """Fill the outputs among `tensors`. `addresses`: theirs, if all are aligned."""
+        device, captured = tensors[0].device, mod_values(self.plan, score, mask)
+        if self.launch.again and addresses is not None:
+            plain, tables = plain_values(captured), lists.addresses if lists else ()
+            if plain is not None and tables is not None:
+                addresses += tables
+                with on(device):
+                    stream = torch._C._cuda_getCurrentRawStream(device.index)
+                    if self.programs:
+                        addresses.append(counter(device, stream).data_ptr())
+                    self.launch.again(tensors, addresses, plain, stream)
+                return
+        named = dict(zip(self.names, (*tensors, *(lists.tables if lists else ())), strict=True))
+        if self.programs:
+            persistent(self.launch, named, captured, self._tiles(self.plan.tile, lists), self.limit, self.programs)
+        else:
+            launch_fitting(self.plan, lambda tile: self.launch.with_tile(tile, named, captured, (self._tiles(tile, lists),), device))
+
+    def _tiles(self, tile, lists: BlockLists | None) -> int:
+        return tiles_of(self.length, tile.BLOCK_M, lists, "q_block") * self.heads
+
+
+def persistent(launch: Launch, tensors: dict[str, torch.Tensor], captured: list, tiles: int, limit: float | None, programs: int) -> None:
+    """Launch a kernel whose programs count the tiles that are taken."""
+    device = tensors["Q"].device
+    with on(device):
+        count = counter(device, torch._C._cuda_getCurrentRawStream(device.index))
+        launch.if_usable({**tensors, "COUNTER": count}, captured, min(tiles, programs), device, limit)

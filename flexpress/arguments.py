@@ -1,0 +1,71 @@
+"""The tensors and masks of a call, as the user passes them: checked once for all that look alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from flexpress import checks
+from flexpress.block_lists import transposed_lists
+from flexpress.block_mask import DEFAULT_BLOCK_SIZE, BlockMask
+from flexpress.foreign_masks import adopt, is_foreign_mask
+
+from .codegen.plan.forward import Options
+from .codegen.registry import Table
+from .codegen.run.block_lists import BlockLists
+from .codegen.run.call import Inputs
+
+_inputs: dict[tuple, Inputs] = Table("checked inputs", 4096)
+
+
+def checked(query, key, value, enable_gqa: bool) -> Inputs:
+    """Argument checks, skipped for shapes, strides, dtypes and devices that passed before."""
+    try:
+        seen = (
+            query.shape,
+            key.shape,
+            value.shape,
+            query.stride(),
+            key.stride(),
+            value.stride(),
+            query.dtype,
+            key.dtype,
+            value.dtype,
+            query.device,
+            key.device,
+            value.device,
+            enable_gqa,
+        )
+        found = _inputs.get(seen)
+    except (AttributeError, TypeError, RuntimeError):  # no tensors, or nested ones: the checks will say so
+        seen = found = None
+    if found is None:
+        checks.check_tensors(query, key, value, enable_gqa)
+        found = _inputs[seen] = Inputs(query, key)
+    return found
+
+
+def read_mask(block_mask, query, key, inputs: Inputs, options: Options) -> tuple[BlockLists, Callable[[tuple], BlockLists], Callable]:
+    """The lists of a BlockMask, ours or torch's, what makes the transposed ones of the bound mask_mod, and the mask_mod; all checked."""
+    if not isinstance(block_mask, BlockMask) and is_foreign_mask(block_mask):
+        block_mask = adopt(block_mask)
+    if not isinstance(block_mask, BlockMask):
+        if callable(block_mask):
+            raise TypeError(
+                "block_mask is a function; pass it as mask_mod=, or make a BlockMask of it with create_block_mask(mask_mod, B, "
+                "H, Q_LEN, KV_LEN)"
+            )
+        raise TypeError(f"block_mask must be a BlockMask (from create_block_mask), got {type(block_mask).__name__}")
+    lists, mask_mod = block_mask.for_kernels()
+    if (inputs, options) not in lists.fitting:  # lists of other lengths are others
+        checks.check_mask_fits(lists, block_mask.seq_lengths, query, key, block_mask.shape)
+        checks.check_tile_fits_mask(options, lists.q_block, lists.kv_block)
+        if len(lists.fitting) >= 1024:
+            lists.fitting.clear()
+        lists.fitting.add((inputs, options))
+    return lists, lambda _: transposed_lists(lists, inputs.extents[3]), mask_mod
+
+
+def block_size(options: Options) -> tuple[int, int]:
+    """The blocks of a mask that is made for one call: whole tiles, also where the user asks for large ones."""
+    tile = dict(options.tile)
+    return tuple(max([DEFAULT_BLOCK_SIZE, *(n for name, n in tile.items() if name.endswith(f"BLOCK_{axis}"))]) for axis in "MN")

@@ -1,0 +1,117 @@
+"""flex_attention and autograd: what is kept for the backward pass, and the gradients."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from .codegen.compiling import runs_uncompiled
+from .codegen.mod.tensors import check_surroundings, readable
+from .codegen.run.backward import backward
+from .codegen.run.call import Bound, Rows
+from .codegen.run.forward import forward
+
+
+class Wanted(NamedTuple):
+    """What is asked of a call beside out and lse."""
+
+    output_max: bool
+    deterministic: bool
+
+
+def differentiable(bound: Bound, wanted: Wanted) -> tuple:
+    """out, lse and max_scores (or None) of a call of which a gradient is wanted."""
+    captured = [_apart(t) for t in bound.captured]
+    if captured:
+        graph, values = bound.score
+        bound = bound._replace(score=(graph, [*captured, *values[len(captured) :]]))
+    return _Attention.apply(bound, wanted, bound.q, bound.k, bound.v, *captured)
+
+
+@runs_uncompiled
+class _Attention(torch.autograd.Function):
+    """The forward pass, and a backward pass that recomputes the weights from Rows."""
+
+    @staticmethod
+    def forward(ctx, bound: Bound, wanted: Wanted, q, k, v, *captured):
+        out, lse, max_scores, rows = forward(bound._replace(q=q, k=k, v=v), output_max=wanted.output_max, output_rows=True)
+        score, mask = bound.score, bound.mask
+        mask_tensors = mask[1][: len(mask[0].tensors)] if mask else []
+        # tensors are saved by autograd, which notices if they are overwritten before the backward pass
+        ctx.bound = bound._replace(
+            q=None,
+            k=None,
+            v=None,
+            score=score and (score[0], score[1][len(captured) :]),
+            mask=mask and (mask[0], mask[1][len(mask_tensors) :]),
+        )
+        ctx.deterministic, ctx.raw_rows, ctx.count = wanted.deterministic, rows.raw, len(captured)
+        ctx.save_for_backward(q, k, v, out, rows.values, *captured, *mask_tensors)
+        ctx.set_materialize_grads(False)
+        if max_scores is not None:
+            ctx.mark_non_differentiable(max_scores)
+        return out, lse, max_scores
+
+    @staticmethod
+    def backward(ctx, d_out, d_lse, _):
+        if d_out is None and d_lse is None:
+            return (None,) * len(ctx.needs_input_grad)
+        check_surroundings("the backward pass of flex_attention")
+        d_out, d_lse = (g if g is None else _dense("gradient of flex_attention's output", g) for g in (d_out, d_lse))
+        q, k, v, out, values, *others = ctx.saved_tensors
+        captured, mask_tensors = others[: ctx.count], others[ctx.count :]
+        score, mask = ctx.bound.score, ctx.bound.mask
+        bound = ctx.bound._replace(
+            q=q, k=k, v=v, score=score and (score[0], [*captured, *score[1]]), mask=mask and (mask[0], [*mask_tensors, *mask[1]])
+        )
+        differentiated = frozenset(i for i, needed in enumerate(ctx.needs_input_grad[5:]) if needed)
+        d_out = torch.zeros_like(out) if d_out is None else d_out
+        with torch.no_grad():
+            rows = Rows(values, ctx.raw_rows)
+            *gradients, of_captured = backward(bound, out, rows, d_out, d_lse, wanted=differentiated, deterministic=ctx.deterministic)
+        found = [
+            *(g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad[2:5], strict=True)),
+            *(of_captured.get(i) for i in range(ctx.count)),
+        ]
+        if torch.is_grad_enabled():  # create_graph=True: what is made of these gradients must not pass for differentiable
+            anchor = next(t for t in (q, k, v, *captured) if t.requires_grad)
+            found = [g if g is None else _Once.apply(anchor, g) for g in found]
+        return None, None, *found
+
+
+def _apart(tensor: torch.Tensor) -> torch.Tensor:
+    """A captured tensor that wants a gradient has an element of its own in memory for every index. Dimensions of stride 0 are left alone
+    where autograd sums over them, in the backward pass of what expanded the tensor."""
+    if not tensor.requires_grad:
+        return tensor
+    if tensor.is_leaf and 0 in tensor.stride():
+        return tensor.contiguous()
+    dims = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if s and n > 1)
+    reach = 1
+    for stride, size in dims:
+        if stride < reach:
+            return tensor.contiguous()
+        reach = stride * size
+    return tensor
+
+
+def _dense(name: str, gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient that autograd hands over, as ordinary memory."""
+    return readable(name, gradient if gradient.layout is torch.strided else gradient.to_dense())
+
+
+@runs_uncompiled
+class _Once(torch.autograd.Function):
+    """A gradient as it is, attached to an input that it depends on."""
+
+    @staticmethod
+    def forward(ctx, anchor, gradient):
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx, _):
+        raise NotImplementedError(
+            "flex_attention is differentiable once: its gradients have no derivative. Use dense attention for a "
+            "second derivative, or detach the first"
+        )
