@@ -85,8 +85,8 @@ CAPTURES = [
     ),
     Mutant(
         "codegen/mod/program.py",
-        "\n                      and t.requires_grad == needs_grad",
-        "\n                     ",
+        "        and t.requires_grad == needs_grad\n",
+        "",
         named("mutations", "requires or changed_value or tensors_are or training") + ("tests/test_captures.py", "tests/test_trace.py"),
         "whether a tensor wants a gradient is not compared",
     ),
@@ -699,8 +699,8 @@ LAUNCHES = [
     ),
     Mutant(
         "codegen/run/forward.py",
-        "                       scale > 0, output_max",
-        "                       True, output_max",
+        "scale > 0, output_max",
+        "True, output_max",
         named("attention") + ("tests/test_huge_scores.py",),
         "a negative scale is folded into the softmax's base",
     ),
@@ -849,11 +849,12 @@ def tested(place: Path, arguments: tuple[str, ...], seconds: float = SECONDS) ->
 
 
 def places(text: str, wanted: str) -> list[tuple[int, int]]:
-    """Where `wanted` begins and ends, however its lines are broken."""
+    """Where `wanted` begins and ends, however its lines are broken. Blanks at its ends are taken as they are: they may be a line's indentation."""
     pattern = ""
-    for word in re.findall(r"\s+|[(\[{]|[)\]}]|[^\s()\[\]{}]+", wanted):
+    words = re.findall(r"\s+|[(\[{]|[)\]}]|[^\s()\[\]{}]+", wanted)
+    for i, word in enumerate(words):
         if word.isspace():
-            pattern += r"\s+"
+            pattern += re.escape(word) if i in (0, len(words) - 1) else r"\s+"
         elif word in "([{":
             pattern += re.escape(word) + r"\s*"
         else:

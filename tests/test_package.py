@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import subprocess
@@ -95,5 +96,8 @@ def test_the_folder_codegen_is_not_a_package_of_its_own():
 
 @pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda m: m.breaks)
 def test_every_mutant_has_its_place(mutant):
-    """One that no longer occurs would prove nothing."""
-    assert len(mutants.places((mutants.ROOT / mutant.file).read_text(encoding="utf-8"), mutant.old)) == 1
+    """One that no longer occurs, or that cannot be imported, would prove nothing."""
+    text = (mutants.ROOT / mutant.file).read_text(encoding="utf-8")
+    ((begin, end),) = mutants.places(text, mutant.old)
+    if mutant.file.endswith(".py"):
+        ast.parse(text[:begin] + mutant.new + text[end:])
