@@ -17,7 +17,8 @@ A tile, as time goes by. The producer runs ahead until all 2 buffers of K, or of
     numbers of the next tile    has started its last S: lets go of Q; acc += P V, the last one
     its K of block 0, and Q     lets go of V; acc / l_i to shared memory, from where the TMA unit stores it, and lse; lets go of the numbers
 
-Partial blocks, which mask_mod must see, come first, and nothing runs beside their softmax: the loop over full blocks has no trace of a mask.
+Partial blocks, which mask_mod must see, come first, and nothing runs beside their softmax: the loop over full blocks has no trace of a
+mask.
 
     Z, Hq, Hkv     batch size, query heads, key/value heads (GROUP_SIZE = Hq / Hkv query heads share one)
     HEADS          Z * Hq; HEADS_PER_GROUP of them are worked on at a time, as many as have K and V in the L2 cache
@@ -57,7 +58,7 @@ BLOCKS = gl.constexpr(3)
 FULL_BLOCKS = gl.constexpr(4)
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # layout of [64, BLOCK_N] scores
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # layout of [64, 128] outputs
-WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, OUTPUT.value, 2))  # of softmax weights, as left operand of the product with V
+WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, OUTPUT.value, 2))  # of softmax weights, left operand of that with V
 QUERIES = gl.constexpr(gl.SliceLayout(1, SCORES.value))
 COLUMNS = gl.constexpr(gl.SliceLayout(0, SCORES.value))
 OUTPUT_ROWS = gl.constexpr(gl.SliceLayout(1, OUTPUT.value))
@@ -151,9 +152,9 @@ def listed_block(step, num_blocks, kv_indices, num_full_blocks, full_kv_indices,
 def limits(TO_LOG2):
     """HUGE and STEP: scores of a row are multiplied by TO_LOG2, but by the power of two STEP if its largest one is HUGE or more.
 
-    exp2(score * TO_LOG2 - shift) is one multiply-add, of the exact product, while shift = m * TO_LOG2 is rounded. What that is off by, a row's
-    weights have in common, and it cancels: up to 2**32. Beyond that, float32 numbers are so far apart that all scores but the
-    largest have weight 0 in any base, and m * STEP is exact.
+    exp2(score * TO_LOG2 - shift) is one multiply-add, of the exact product, while shift = m * TO_LOG2 is rounded. What that is off by, a
+    row's weights have in common, and it cancels: up to 2**32. Beyond that, float32 numbers are so far apart
+    that all scores but the largest have weight 0 in any base, and m * STEP is exact.
     """
     STEP = (TO_LOG2.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
     return 1073741824.0 / TO_LOG2, STEP
@@ -212,7 +213,8 @@ def forward_producer(
         h = head % Hq
         z_kv = z % Zkv  # K and V may have one batch entry that all queries share
         h_kv = h // GROUP_SIZE
-        row = z.to(gl.int64) * mask_stride_z + h * mask_stride_h + q_block * BLOCK_M // 128  # this tile's, in the block lists
+        # this tile's, in the block lists
+        row = z.to(gl.int64) * mask_stride_z + h * mask_stride_h + q_block * BLOCK_M // 128
         partial_blocks = kv_indices + row * mask_columns
         full_blocks = full_kv_indices + row * full_mask_columns
         num_blocks = gl.load(kv_num_blocks + row)
@@ -229,7 +231,8 @@ def forward_producer(
         block = listed_block(0, num_blocks, partial_blocks, num_full_blocks, full_blocks, STEPS=1)
         for i in range(0, steps):
             start_n = block * 128
-            block = listed_block(i + 1, num_blocks, partial_blocks, num_full_blocks, full_blocks, STEPS=1)  # a step ahead, so that no copy waits for it
+            # a step ahead, so that no copy waits for it
+            block = listed_block(i + 1, num_blocks, partial_blocks, num_full_blocks, full_blocks, STEPS=1)
             slot = step % STAGES
             free = ((step // STAGES) & 1) ^ 1
             mbarrier.wait(shared.k.empty.index(slot), free)
@@ -237,9 +240,10 @@ def forward_producer(
             tma.async_copy_global_to_shared(desc_k, [z_kv, h_kv, start_n, 0], shared.k.full.index(slot), shared.k.buffers.index(slot))
             if i == 0:
                 for c in gl.static_range(CONSUMERS):
+                    q_full = shared.q.full.index(c)
                     mbarrier.wait(shared.q.empty.index(c), (q_turn & 1) ^ 1)
-                    mbarrier.expect(shared.q.full.index(c), desc_q.block_type.nbytes)
-                    tma.async_copy_global_to_shared(desc_q, [z, h, q_block * BLOCK_M + c * 64, 0], shared.q.full.index(c), shared.q.buffers.index(c))
+                    mbarrier.expect(q_full, desc_q.block_type.nbytes)
+                    tma.async_copy_global_to_shared(desc_q, [z, h, q_block * BLOCK_M + c * 64, 0], q_full, shared.q.buffers.index(c))
                 q_turn += 1
             mbarrier.wait(shared.v.empty.index(slot), free)
             mbarrier.expect(shared.v.full.index(slot), desc_v.block_type.nbytes)
@@ -278,7 +282,8 @@ def forward_consumer(
         m_i = gl.full([64], float("-inf"), gl.float32, layout=QUERIES)
         shift_i = m_i
         l_i = gl.full([64], 0.0, gl.float32, layout=QUERIES)
-        row = z.to(gl.int64) * mask_stride_z + h * mask_stride_h + q_block * BLOCK_M // 128  # this tile's, in the block lists
+        # this tile's, in the block lists
+        row = z.to(gl.int64) * mask_stride_z + h * mask_stride_h + q_block * BLOCK_M // 128
         partial_blocks = kv_indices + row * mask_columns
         full_blocks = full_kv_indices + row * full_mask_columns
         num_blocks = handed_out(shared.tiles, turn, BLOCKS)
@@ -399,7 +404,8 @@ def forward_consumer(
     ]
 )
 def hopper_forward(
-    desc_k, desc_v, desc_q, desc_o,  # TMA descriptors of [Zkv, Hkv, KV_LEN, D_QK], ... D_V], [Z, Hq, Q_LEN, D_QK], ... D_V]
+    # TMA descriptors of [Zkv, Hkv, KV_LEN, D_QK], ... D_V], [Z, Hq, Q_LEN, D_QK], ... D_V]
+    desc_k, desc_v, desc_q, desc_o,
     LSE, COUNTER,  # float32 [Z, Hq, Q_LEN]; int32 [1], 0
     Hq, Zkv, GROUP_SIZE, Q_LEN, KV_LEN, HEADS, HEADS_PER_GROUP, TO_LOG2, mask_stride_z, mask_stride_h,
     mask_columns, full_mask_columns,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import NamedTuple
 
@@ -136,16 +137,19 @@ class ModText:
 
     def lines_to(self, name: str) -> tuple[str, ...]:
         """The lines, which leave the result under a name of the template's."""
-        *before, last = self.statements or (None,)
+        return self.language.lines(self._ending(self.statements, name))
+
+    def _ending(self, statements: Iterable[Statement], name: str) -> tuple[Statement, ...]:
+        *before, last = statements or (None,)
         if last is None or last.name != self.result.text or (self.gradient and last.name in self.gradient.names):
             own = [] if self.result.text == name else [Statement(name, self.result, None, ())]
-            return self.language.lines((*self.statements, *own))
-        return self.language.lines((*before, replace(last, name=name)))
+            return (*statements, *own)
+        return (*before, replace(last, name=name))
 
-    def staged(self, fixed: str, moving: str | None = None) -> Stages:
+    def staged(self, fixed: str, moving: str | None = None, to: str | None = None) -> Stages:
         """For a loop over blocks in which `fixed`, q_idx or kv_idx, stays the same and `moving` does not: what reads memory by `fixed` can
         do so `once`, before the loop, and what reads by `moving` `ahead` of a block's scores. (Triton moves such loads by itself, Gluon
-        does not.) A stage that reads nothing is empty."""
+        does not.) A stage that reads nothing is empty. The rest leaves the result under the name `to`, if there is one."""
 
         def take(symbols: set[str], among: list[Statement]) -> list[Statement]:
             found = [s for s in among if symbols.issuperset(s.varies)]
@@ -161,6 +165,8 @@ class ModText:
         names = [tuple(s.name for s in stage if s.name in later) for stage in (once, ahead)]
         dtypes = tuple(s.dtype for s in ahead if s.name in later)
         apart = [s for s in once if fixed not in s.varies] + ahead
+        if to and not self.sum:
+            rest = self._ending(rest, to)
         once, ahead, rest, apart = map(self.language.lines, (once, ahead, rest, apart))
         return Stages(once, ahead, rest, *names, dtypes, apart)
 
