@@ -181,12 +181,67 @@ def handed_out(tiles, turn, number: gl.constexpr):
     return read_number(tiles.buffers.index((turn & 1) * NUMBERS + number))
 
 
+@aggregate
+class Lists:
+    """Block lists: how many query blocks each row visits, and which."""
+
+    stride_z: gl.tensor
+    stride_h: gl.tensor
+    width: gl.tensor
+    full_width: gl.tensor
+    num_blocks: gl.tensor
+    indices: gl.tensor
+    full_num_blocks: gl.tensor
+    full_indices: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, stride_z, stride_h, width, full_width, num_blocks, indices, full_num_blocks, full_indices):
+        self.stride_z = stride_z
+        self.stride_h = stride_h
+        self.width = width
+        self.full_width = full_width
+        self.num_blocks = num_blocks
+        self.indices = indices
+        self.full_num_blocks = full_num_blocks
+        self.full_indices = full_indices
+
+
+@aggregate
+class Row:
+    """One of their rows: what a tile visits."""
+
+    num_blocks: gl.tensor
+    indices: gl.tensor
+    num_full_blocks: gl.tensor
+    full_indices: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, num_blocks, indices, num_full_blocks, full_indices):
+        self.num_blocks = num_blocks
+        self.indices = indices
+        self.num_full_blocks = num_full_blocks
+        self.full_indices = full_indices
+
+
 @gluon.jit
-def listed_block(step, num_blocks, q_indices, num_full_blocks, full_q_indices, STEPS: gl.constexpr):
+def place_in(lists, z, h, kv_block):
+    """Which row of the lists is a tile's."""
+    return z.to(gl.int64) * lists.stride_z + h * lists.stride_h + kv_block * BLOCK_N // 128
+
+
+@gluon.jit
+def row_at(lists, place, num_blocks, num_full_blocks):
+    """Row number `place` of the lists."""
+    full_indices = lists.full_indices + place * lists.full_width
+    return Row(num_blocks, lists.indices + place * lists.width, num_full_blocks, full_indices)
+
+
+@gluon.jit
+def listed_block(step, row, STEPS: gl.constexpr):
     """The query block of a step: the partial blocks first, then the full ones. Past the end, the last one again."""
     at = step // STEPS
-    at = gl.maximum(gl.minimum(at, num_blocks + num_full_blocks - 1), 0)
-    return gl.load(gl.where(at < num_blocks, q_indices + at, full_q_indices + (at - num_blocks)))
+    at = gl.maximum(gl.minimum(at, row.num_blocks + row.num_full_blocks - 1), 0)
+    return gl.load(gl.where(at < row.num_blocks, row.indices + at, row.full_indices + (at - row.num_blocks)))
 
 
 @gluon.jit
@@ -244,7 +299,7 @@ def zero_ahead(desc_dq, zeros, tile, tiles, next_group, HEADS_PER_GROUP, Z, Zkv,
 def backward_producer(
     desc_q, desc_do, desc_k, desc_v, desc_tops, desc_delta, desc_dq, zeros, DONE, COUNTER, shared,
     Z, Zkv, Hkv, GROUP_SIZE, HEADS_PER_GROUP, Q_LEN, KV_LEN,
-    mask_stride_z, mask_stride_h, mask_rows, full_mask_rows, q_num_blocks, q_indices, full_q_num_blocks, full_q_indices,
+    lists,
 ):
     """Copy the K and V of every tile, and then its blocks of Q and dO with their row statistics. When no tile is left, say which blocks of
     dQ are to be finished."""
@@ -270,14 +325,13 @@ def backward_producer(
         for reader in range(0, Z // Zkv * GROUP_SIZE):
             z = z_kv + reader // GROUP_SIZE * Zkv
             h = h_kv * GROUP_SIZE + reader % GROUP_SIZE
-            # this tile's row in the transposed lists; each listed block of 128 queries is walked in steps of BLOCK_M
-            row = z.to(gl.int64) * mask_stride_z + h * mask_stride_h + kv_block * BLOCK_N // 128
-            num_blocks = gl.load(q_num_blocks + row)
-            num_full_blocks = gl.load(full_q_num_blocks + row)
+            # each listed block of 128 queries is walked in steps of BLOCK_M
+            place = place_in(lists, z, h, kv_block)
+            num_blocks = gl.load(lists.num_blocks + place)
+            num_full_blocks = gl.load(lists.full_num_blocks + place)
             steps = (num_blocks + num_full_blocks) * 2
-            indices = q_indices + row * mask_rows
-            full_indices = full_q_indices + row * full_mask_rows
-            block = listed_block(0, num_blocks, indices, num_full_blocks, full_indices, STEPS=2)
+            row = row_at(lists, place, num_blocks, num_full_blocks)
+            block = listed_block(0, row, STEPS=2)
             if reader == 0:
                 # the consumers still store dK and dV of the tile before. What they read again of its numbers is in the
                 # other turn's place
@@ -293,7 +347,7 @@ def backward_producer(
             for i in range(0, steps):
                 start_m = block * 128 + i % 2 * BLOCK_M
                 # a step ahead, so that no copy waits for it
-                block = listed_block(i + 1, num_blocks, indices, num_full_blocks, full_indices, STEPS=2)
+                block = listed_block(i + 1, row, STEPS=2)
                 slot = step & 1
                 q_full = shared.q.full.index(slot)
                 mbarrier.wait(shared.q.empty.index(slot), ((step >> 1) & 1) ^ 1)
@@ -443,7 +497,7 @@ def backward_consumer(
     CONSUMER: gl.constexpr,
     desc_dq, desc_dk, desc_dv, DQ_SUM, DQ, shared,
     Z, Zkv, Hq, GROUP_SIZE, Q_LEN, KV_LEN, stride_dqz, stride_dqh, stride_dqm, SM_SCALE, TO_LOG2,
-    mask_stride_z, mask_stride_h, q_num_blocks, full_q_num_blocks,
+    lists,
     ptr_slopes,  # captured by score_mod alibi
 ):
     """dK and dV of 64 keys of every tile, and half of what the tile adds to dQ. And then half of blocks of dQ."""
@@ -468,10 +522,10 @@ def backward_consumer(
             h_kv = handed_out(shared.tiles, turn, HEAD)
             z = z_kv + reader // GROUP_SIZE * Zkv
             h = h_kv * GROUP_SIZE + reader % GROUP_SIZE
-            # this tile's row in the transposed lists; each listed block of 128 queries is walked in steps of BLOCK_M
-            row = z.to(gl.int64) * mask_stride_z + h * mask_stride_h + kv_block * BLOCK_N // 128
-            num_blocks = gl.load(q_num_blocks + row)
-            num_full_blocks = gl.load(full_q_num_blocks + row)
+            # each listed block of 128 queries is walked in steps of BLOCK_M
+            place = place_in(lists, z, h, kv_block)
+            num_blocks = gl.load(lists.num_blocks + place)
+            num_full_blocks = gl.load(lists.full_num_blocks + place)
             steps = (num_blocks + num_full_blocks) * 2
             # ---- score_mod: alibi, what it reads by key
             # mods/alibi.py:65: return score + slopes[h] * (kv_idx - q_idx)
@@ -569,24 +623,28 @@ def hopper_backward(
     q = Ring(q_buffers, new_barriers(2, 2), new_barriers(2, 2))
     do = Ring(do_buffers, new_barriers(2, 1), q.empty)  # both have been read
     shared = Shared(tiles, q, do, k, v, tops, delta, ds, dq, start_m)
+    lists = Lists(
+        mask_stride_z, mask_stride_h, mask_rows, full_mask_rows,
+        q_num_blocks, q_indices, full_q_num_blocks, full_q_indices,
+    )
     gl.warp_specialize([
         (backward_consumer, (
             0,
             desc_dq, desc_dk, desc_dv, DQ_SUM, DQ, shared,
             Z, Zkv, Hq, GROUP_SIZE, Q_LEN, KV_LEN, stride_dqz, stride_dqh, stride_dqm, SM_SCALE, TO_LOG2,
-            mask_stride_z, mask_stride_h, q_num_blocks, full_q_num_blocks,
+            lists,
             ptr_slopes,
         )),
         (backward_consumer, (
             1,
             desc_dq, desc_dk, desc_dv, DQ_SUM, DQ, shared,
             Z, Zkv, Hq, GROUP_SIZE, Q_LEN, KV_LEN, stride_dqz, stride_dqh, stride_dqm, SM_SCALE, TO_LOG2,
-            mask_stride_z, mask_stride_h, q_num_blocks, full_q_num_blocks,
+            lists,
             ptr_slopes,
         )),
         (backward_producer, (
             desc_q, desc_do, desc_k, desc_v, desc_tops, desc_delta, desc_dq, zeros, DONE, COUNTER, shared,
             Z, Zkv, Hkv, GROUP_SIZE, HEADS_PER_GROUP, Q_LEN, KV_LEN,
-            mask_stride_z, mask_stride_h, mask_rows, full_mask_rows, q_num_blocks, q_indices, full_q_num_blocks, full_q_indices,
+            lists,
         )),
     ], [4, 1], [240, 24])
