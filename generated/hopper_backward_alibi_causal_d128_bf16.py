@@ -244,32 +244,70 @@ def listed_block(step, row, STEPS: gl.constexpr):
     return gl.load(gl.where(at < row.num_blocks, row.indices + at, row.full_indices + (at - row.num_blocks)))
 
 
+@aggregate
+class Rows:
+    """A tensor that is written by pointers: its address and strides of batch entries, heads and rows."""
+
+    pointer: gl.tensor
+    stride_z: gl.tensor
+    stride_h: gl.tensor
+    stride: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, pointer, stride_z, stride_h, stride):
+        self.pointer = pointer
+        self.stride_z = stride_z
+        self.stride_h = stride_h
+        self.stride = stride
+
+
 @gluon.jit
-def finish_dq(DQ_SUM, DQ, z, h, first_row, Hq, Q_LEN, stride_dqz, stride_dqh, stride_dqm, SM_SCALE):
-    """Half of a block of dQ from the sums over all key tiles: times the scale, in DQ's dtype."""
+def row_offsets(rows, z, h, row):
+    """Where rows begin: at multiples of 8 elements, as TMA wants it of every stride."""
+    offset = rows.stride_z.to(gl.int64) * z + rows.stride_h.to(gl.int64) * h
+    return gl.multiple_of(offset + row.to(gl.int64) * rows.stride, 8)
+
+
+@gluon.jit
+def finish_dq(DQ_SUM, dq_rows, z, h, first_row, Hq, Q_LEN, SM_SCALE):
+    """Half of a block of dQ from the sums over all key tiles: times the scale, in its dtype."""
     COLUMNS: gl.constexpr = 128
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
     row = first_row + gl.arange(0, DQ_ROWS // 2, layout=gl.SliceLayout(1, layout))
     inside = (row < Q_LEN)[:, None]
-    row = row.to(gl.int64)
     sums = DQ_SUM + (((z.to(gl.int64) * Hq + h) * Q_LEN + row) * 128)[:, None]
-    # a multiple of 8, as TMA wants it of q's strides
-    offsets = gl.multiple_of(z.to(gl.int64) * stride_dqz + h.to(gl.int64) * stride_dqh + row * stride_dqm, 8)
+    written = dq_rows.pointer + row_offsets(dq_rows, z, h, row)[:, None]
     for first in gl.static_range(0, 128, COLUMNS):
         column = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))[None, :]
         total = gl.load(sums + column, mask=inside)
-        gl.store(DQ + offsets[:, None] + column, (total * SM_SCALE).to(DQ.dtype.element_ty), mask=inside)
+        gl.store(written + column, (total * SM_SCALE).to(dq_rows.pointer.dtype.element_ty), mask=inside)
+
+
+@aggregate
+class Place:
+    """Of a block of dQ: key/value head, batch entry, query head, and number of the block there."""
+
+    head: gl.tensor
+    z: gl.tensor
+    h: gl.tensor
+    q_block: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, head, z, h, q_block):
+        self.head = head
+        self.z = z
+        self.h = h
+        self.q_block = q_block
 
 
 @gluon.jit
 def place_in_dq(number, q_blocks, Z, Zkv, Hkv, GROUP_SIZE):
-    """Key/value head, batch entry, query head and place there of a block of dQ. Heads have q_blocks of them, and come in the order of
-    tiles."""
+    """Where a block of dQ lies. Heads have q_blocks of them, and come in the order of tiles."""
     readers = Z // Zkv * GROUP_SIZE
     head = number // (readers * q_blocks)
     reader = number // q_blocks % readers
     z = head // Hkv + reader // GROUP_SIZE * Zkv
-    return head, z, head % Hkv * GROUP_SIZE + reader % GROUP_SIZE, number % q_blocks
+    return Place(head, z, head % Hkv * GROUP_SIZE + reader % GROUP_SIZE, number % q_blocks)
 
 
 @gluon.jit
@@ -290,9 +328,9 @@ def zero_ahead(desc_dq, zeros, tile, tiles, next_group, HEADS_PER_GROUP, Z, Zkv,
     share = gl.cdiv(end - first, tiles)
     first += tile % tiles * share
     for number in range(first, gl.minimum(first + share, end)):
-        _, z, h, q_block = place_in_dq(number, q_blocks, Z, Zkv, Hkv, GROUP_SIZE)
+        place = place_in_dq(number, q_blocks, Z, Zkv, Hkv, GROUP_SIZE)
         for column in gl.static_range(0, 128, 64):
-            tma.async_copy_shared_to_global(desc_dq, [z, h, q_block * 64, column], zeros)
+            tma.async_copy_shared_to_global(desc_dq, [place.z, place.h, place.q_block * 64, column], zeros)
 
 
 @gluon.jit
@@ -397,12 +435,12 @@ def backward_producer(
         gl.atomic_add(DONE + last_head, 1, sem="release")
     turn += 1
     while dq_block < dq_blocks:
-        head, z, h, q_block = place_in_dq(dq_block, q_blocks, Z, Zkv, Hkv, GROUP_SIZE)
-        wait_for_count(DONE + head, kv_blocks)  # other programs may be at work on its tiles
+        place = place_in_dq(dq_block, q_blocks, Z, Zkv, Hkv, GROUP_SIZE)
+        wait_for_count(DONE + place.head, kv_blocks)  # other programs may be at work on its tiles
         mbarrier.wait(shared.tiles.empty, (turn & 1) ^ 1)
-        hand_out(shared.tiles, turn, BLOCK, -2 - q_block)
-        hand_out(shared.tiles, turn, BATCH, z)
-        hand_out(shared.tiles, turn, HEAD, h)
+        hand_out(shared.tiles, turn, BLOCK, -2 - place.q_block)
+        hand_out(shared.tiles, turn, BATCH, place.z)
+        hand_out(shared.tiles, turn, HEAD, place.h)
         mbarrier.arrive(shared.tiles.full, count=2)
         dq_block = gl.atomic_add(COUNTER, 1) - tiles
         turn += 1
@@ -495,8 +533,8 @@ def add_query_block(
 @gluon.jit
 def backward_consumer(
     CONSUMER: gl.constexpr,
-    desc_dq, desc_dk, desc_dv, DQ_SUM, DQ, shared,
-    Z, Zkv, Hq, GROUP_SIZE, Q_LEN, KV_LEN, stride_dqz, stride_dqh, stride_dqm, SM_SCALE, TO_LOG2,
+    desc_dq, desc_dk, desc_dv, DQ_SUM, dq_rows, shared,
+    Z, Zkv, Hq, GROUP_SIZE, Q_LEN, KV_LEN, SM_SCALE, TO_LOG2,
     lists,
     ptr_slopes,  # captured by score_mod alibi
 ):
@@ -577,7 +615,7 @@ def backward_consumer(
         barrier()  # every warp has read the numbers
         mbarrier.arrive(shared.tiles.empty, count=1)
         first_row = (-2 - kv_block) * DQ_ROWS + CONSUMER * (DQ_ROWS // 2)
-        finish_dq(DQ_SUM, DQ, z, h, first_row, Hq, Q_LEN, stride_dqz, stride_dqh, stride_dqm, SM_SCALE)
+        finish_dq(DQ_SUM, dq_rows, z, h, first_row, Hq, Q_LEN, SM_SCALE)
         turn += 1
         mbarrier.wait(shared.tiles.full, turn & 1)
         kv_block = handed_out(shared.tiles, turn, BLOCK)
@@ -627,18 +665,19 @@ def hopper_backward(
         mask_stride_z, mask_stride_h, mask_rows, full_mask_rows,
         q_num_blocks, q_indices, full_q_num_blocks, full_q_indices,
     )
+    dq_rows = Rows(DQ, stride_dqz, stride_dqh, stride_dqm)
     gl.warp_specialize([
         (backward_consumer, (
             0,
-            desc_dq, desc_dk, desc_dv, DQ_SUM, DQ, shared,
-            Z, Zkv, Hq, GROUP_SIZE, Q_LEN, KV_LEN, stride_dqz, stride_dqh, stride_dqm, SM_SCALE, TO_LOG2,
+            desc_dq, desc_dk, desc_dv, DQ_SUM, dq_rows, shared,
+            Z, Zkv, Hq, GROUP_SIZE, Q_LEN, KV_LEN, SM_SCALE, TO_LOG2,
             lists,
             ptr_slopes,
         )),
         (backward_consumer, (
             1,
-            desc_dq, desc_dk, desc_dv, DQ_SUM, DQ, shared,
-            Z, Zkv, Hq, GROUP_SIZE, Q_LEN, KV_LEN, stride_dqz, stride_dqh, stride_dqm, SM_SCALE, TO_LOG2,
+            desc_dq, desc_dk, desc_dv, DQ_SUM, dq_rows, shared,
+            Z, Zkv, Hq, GROUP_SIZE, Q_LEN, KV_LEN, SM_SCALE, TO_LOG2,
             lists,
             ptr_slopes,
         )),
