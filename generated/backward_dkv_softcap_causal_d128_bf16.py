@@ -56,11 +56,12 @@ def dkv_block_mn(
         mask_0 = m >= n
         score = tl.where(mask_0, score, float("-inf"))
 
-    # [BLOCK_N, BLOCK_M], the softmax itself. The difference first: it is exact where it matters, however large scores are
-    score = tl.minimum(score, top[None, :])  # it is, and the compiler must not take the difference from a product before that is rounded
+    # [BLOCK_N, BLOCK_M], the softmax itself. The difference first: exact where it matters, however large scores are
+    # it is at most `top` anyway. But the compiler must not take the difference from a product before that is rounded
+    score = tl.minimum(score, top[None, :])
     p = tl.exp2(tl.fma(score - top[None, :], TO_LOG2, share[None, :]))
     delta = tl.load(DELTA + offs_m)
-    grad = p * (dp - delta[None, :])  # d loss / d score
+    grad = p * (dp - delta[None, :])  # d loss / d score_mod
     # ---- derivative of score_mod: softcap
     ds = grad * arg_cap * (1.0 - score_0 * score_0) * arg_inverse
     # both products at the end: p and dS are needed no longer in float32, which saves registers
@@ -110,19 +111,12 @@ def backward_dkv(
     z_kv = tile // kv_blocks // Hkv
     h_kv = tile // kv_blocks % Hkv
 
-    # these strides come in units of 16 bytes, so that the compiler knows rows are aligned and loads them 16 bytes at a time
-    stride_qz *= 8
-    stride_qh *= 8
-    stride_qm *= 8
-    stride_kz *= 8
-    stride_kh *= 8
-    stride_kn *= 8
-    stride_vz *= 8
-    stride_vh *= 8
-    stride_vn *= 8
-    stride_doz *= 8
-    stride_doh *= 8
-    stride_dom *= 8
+    # these strides come in units of 16 bytes, so that the compiler knows that rows are aligned
+    VECTOR: tl.constexpr = 8
+    stride_qz, stride_qh, stride_qm = stride_qz * VECTOR, stride_qh * VECTOR, stride_qm * VECTOR
+    stride_kz, stride_kh, stride_kn = stride_kz * VECTOR, stride_kh * VECTOR, stride_kn * VECTOR
+    stride_vz, stride_vh, stride_vn = stride_vz * VECTOR, stride_vh * VECTOR, stride_vn * VECTOR
+    stride_doz, stride_doh, stride_dom = stride_doz * VECTOR, stride_doh * VECTOR, stride_dom * VECTOR
 
     offs_n = kv_block * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = offs_n.to(tl.int64)[:, None]

@@ -54,13 +54,14 @@ def dq_block_mn(
     score_0 = read_32_bits(ptr_table + h * stride_table_0 + arg_zero + n - m)
     score = qk + score_0
 
-    # [BLOCK_M, BLOCK_N], the softmax itself. The difference first: it is exact where it matters, however large scores are
+    # [BLOCK_M, BLOCK_N], the softmax itself. The difference first: exact where it matters, however large scores are
     p = tl.exp2(tl.fma(score - top[:, None], TO_LOG2, share[:, None]))
-    grad = p * (dp - delta[:, None])  # d loss / d score
+    grad = p * (dp - delta[:, None])  # d loss / d score_mod
     # ---- derivative of score_mod: relative_bias
     d_table_0 = grad
     ds = grad
-    tl.atomic_add(grad_table_0 + h * stride_table_0 + arg_zero + n - m, d_table_0, sem="relaxed")
+    d_table_0_place = grad_table_0 + h * stride_table_0 + arg_zero + n - m
+    tl.atomic_add(d_table_0_place, d_table_0, sem="relaxed")
     dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
     return dq
 
@@ -97,19 +98,12 @@ def backward_dq(
     z_kv = z % Zkv  # K and V may have one batch entry that all queries share
     h_kv = h // GROUP_SIZE
 
-    # these strides come in units of 16 bytes, so that the compiler knows rows are aligned and loads them 16 bytes at a time
-    stride_qz *= 4
-    stride_qh *= 4
-    stride_qm *= 4
-    stride_kz *= 4
-    stride_kh *= 4
-    stride_kn *= 4
-    stride_vz *= 4
-    stride_vh *= 4
-    stride_vn *= 4
-    stride_doz *= 4
-    stride_doh *= 4
-    stride_dom *= 4
+    # these strides come in units of 16 bytes, so that the compiler knows that rows are aligned
+    VECTOR: tl.constexpr = 4
+    stride_qz, stride_qh, stride_qm = stride_qz * VECTOR, stride_qh * VECTOR, stride_qm * VECTOR
+    stride_kz, stride_kh, stride_kn = stride_kz * VECTOR, stride_kh * VECTOR, stride_kn * VECTOR
+    stride_vz, stride_vh, stride_vn = stride_vz * VECTOR, stride_vh * VECTOR, stride_vn * VECTOR
+    stride_doz, stride_doh, stride_dom = stride_doz * VECTOR, stride_doh * VECTOR, stride_dom * VECTOR
     K += z_kv.to(tl.int64) * stride_kz + h_kv.to(tl.int64) * stride_kh
     V += z_kv.to(tl.int64) * stride_vz + h_kv.to(tl.int64) * stride_vh
 

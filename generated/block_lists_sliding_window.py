@@ -1,7 +1,8 @@
 # block lists sliding window
 """Block lists: from bounds of mask_mod to the ordered lists that attention kernels walk.
 
-One program compacts one row: the positions of its partial blocks, and of its full ones, in ascending order.
+One program compacts one row: the positions of its partial blocks, and of its full ones, in
+ascending order.
 
     Hm, rows, columns   heads of the mask, blocks of queries and of keys      width   of both index lists
 """
@@ -52,8 +53,9 @@ def block_lists(
     for first in range(0, columns, CHUNK):
         column = first + tl.arange(0, CHUNK)
         found = tl.zeros([CHUNK], dtype=tl.int32) + block_verdict(
-            z.to(tl.int32), h.to(tl.int32), row.to(tl.int32), column, Hm, rows, columns, Q_LEN, KV_LEN,
-            arg_window
+            z.to(tl.int32), h.to(tl.int32), row.to(tl.int32), column,
+            Hm, rows, columns, Q_LEN, KV_LEN,
+            arg_window,
         )
         found = tl.where(column < columns, found, 0)
         is_full = (found == 2).to(tl.int32)

@@ -66,9 +66,8 @@ def evaluate(
             # mods/document.py:56: return document(b, h, q_idx, kv_idx) & inner(b, h, q_idx, kv_idx)
             mask_2 = (mask_0 == mask_1) & (m >= n)
             attends = mask_2 & n_exists
-            counts = m_counts
-            allowed |= attends & counts
-            denied |= (attends == 0) & counts
+            allowed |= attends & m_counts
+            denied |= (attends == 0) & m_counts
     any_allowed = tl.max(tl.max(allowed.to(tl.int32), 1), 0)
     any_denied = tl.max(tl.max(denied.to(tl.int32), 1), 0)
     return any_allowed * (2 - any_denied)
@@ -99,7 +98,9 @@ def block_status(
     z = (line // rows // Hm).to(tl.int32)
     column = (program % chunks).to(tl.int32) * CHUNK + tl.arange(0, CHUNK)
     found = tl.zeros([CHUNK], dtype=tl.int32) + block_verdict(
-        z, h, row, column, Hm, rows, columns, Q_LEN, KV_LEN, zone0_min, zone0_max, zone1_min, zone1_max, ptr_ids, size_ids_0
+        z, h, row, column, Hm, rows, columns, Q_LEN, KV_LEN,
+        zone0_min, zone0_max, zone1_min, zone1_max,
+        ptr_ids, size_ids_0,
     )
     found = tl.where(column < columns, tl.where(found == 1, 3, found), 0)  # 3: to be evaluated
     for _ in range(0, tl.sum((found == 3).to(tl.int32), 0)):

@@ -1,8 +1,8 @@
 # decode alibi d128 bf16
 """Attention of few queries: O = softmax(score_mod(Q K^T * scale) masked) V, with the keys split among programs (flash decoding).
 
-One program takes one tile of rows and one part of their keys, of up to SPLITS parts of MIN_SHARE keys at least, and leaves a normalised partial
-output and its lse; combine_splits adds the parts up.
+One program takes one tile of rows and one part of their keys, of up to SPLITS parts of MIN_SHARE keys at least, and leaves a normalised
+partial output and its lse; combine_splits adds the parts up.
 All sequences together have about PARTS parts, as equal as their lengths allow.
 
 A row is one query of one head: row i * PACK + g of a tile is query i of the tile's head g, so that K and V, which the heads of a group
@@ -25,8 +25,8 @@ import triton.language as tl
 
 @triton.jit
 def float_difference(a, b):
-    # float(a - b) of indices from 0 to 2**23 - 1, exactly and without a conversion, which takes a GPU 8 times as long as an addition:
-    # an index added to the bits of 2.0**23 becomes the end of its mantissa
+    # float(a - b) of indices from 0 to 2**23 - 1, exactly and without a conversion, which takes a GPU 8 times as long
+    # as an addition: an index added to the bits of 2.0**23 becomes the end of its mantissa
     BITS: tl.constexpr = 0x4B000000
     return (a + BITS).to(tl.float32, bitcast=True) - (b + BITS).to(tl.float32, bitcast=True)
 
@@ -35,9 +35,9 @@ def float_difference(a, b):
 def limits(TO_LOG2):
     """HUGE and STEP: scores of a row are multiplied by TO_LOG2, but by the power of two STEP if its largest one is HUGE or more.
 
-    exp2(score * TO_LOG2 - shift) is one multiply-add, of the exact product, while shift = m * TO_LOG2 is rounded. What that is off by, a row's
-    weights have in common, and it cancels: up to 2**32. Beyond that, float32 numbers are so far apart that all scores but the
-    largest have weight 0 in any base, and m * STEP is exact.
+    exp2(score * TO_LOG2 - shift) is one multiply-add, of the exact product, while shift = m * TO_LOG2 is rounded. What that is off by, a
+    row's weights have in common, and it cancels: up to 2**32. Beyond that, float32 numbers are so far apart
+    that all scores but the largest have weight 0 in any base, and m * STEP is exact.
     """
     STEP = (TO_LOG2.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     return 1073741824.0 / TO_LOG2, STEP
@@ -149,16 +149,11 @@ def decode(
     KV_LEN = tl.minimum(KV_LEN, tl.load(KV_LENS + z))
     h_kv = first_head // GROUP_SIZE
 
-    # these strides come in units of 16 bytes, so that the compiler knows rows are aligned and loads them 16 bytes at a time
-    stride_qz *= 8
-    stride_qh *= 8
-    stride_qm *= 8
-    stride_kz *= 8
-    stride_kh *= 8
-    stride_kn *= 8
-    stride_vz *= 8
-    stride_vh *= 8
-    stride_vn *= 8
+    # these strides come in units of 16 bytes, so that the compiler knows that rows are aligned
+    VECTOR: tl.constexpr = 8
+    stride_qz, stride_qh, stride_qm = stride_qz * VECTOR, stride_qh * VECTOR, stride_qm * VECTOR
+    stride_kz, stride_kh, stride_kn = stride_kz * VECTOR, stride_kh * VECTOR, stride_kn * VECTOR
+    stride_vz, stride_vh, stride_vn = stride_vz * VECTOR, stride_vh * VECTOR, stride_vn * VECTOR
     K += h_kv.to(tl.int64) * stride_kh
     V += h_kv.to(tl.int64) * stride_vh
 

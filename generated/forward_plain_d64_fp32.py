@@ -20,9 +20,9 @@ import triton.language as tl
 def limits(TO_LOG2):
     """HUGE and STEP: scores of a row are multiplied by TO_LOG2, but by the power of two STEP if its largest one is HUGE or more.
 
-    exp2(score * TO_LOG2 - shift) is one multiply-add, of the exact product, while shift = m * TO_LOG2 is rounded. What that is off by, a row's
-    weights have in common, and it cancels: up to 2**32. Beyond that, float32 numbers are so far apart that all scores but the
-    largest have weight 0 in any base, and m * STEP is exact.
+    exp2(score * TO_LOG2 - shift) is one multiply-add, of the exact product, while shift = m * TO_LOG2 is rounded. What that is off by, a
+    row's weights have in common, and it cancels: up to 2**32. Beyond that, float32 numbers are so far apart
+    that all scores but the largest have weight 0 in any base, and m * STEP is exact.
     """
     STEP = (TO_LOG2.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     return 1073741824.0 / TO_LOG2, STEP
@@ -112,16 +112,11 @@ def forward(
     z_kv = z % Zkv  # K and V may have one batch entry that all queries share
     h_kv = h // GROUP_SIZE
 
-    # these strides come in units of 16 bytes, so that the compiler knows rows are aligned and loads them 16 bytes at a time
-    stride_qz *= 4
-    stride_qh *= 4
-    stride_qm *= 4
-    stride_kz *= 4
-    stride_kh *= 4
-    stride_kn *= 4
-    stride_vz *= 4
-    stride_vh *= 4
-    stride_vn *= 4
+    # these strides come in units of 16 bytes, so that the compiler knows that rows are aligned
+    VECTOR: tl.constexpr = 4
+    stride_qz, stride_qh, stride_qm = stride_qz * VECTOR, stride_qh * VECTOR, stride_qm * VECTOR
+    stride_kz, stride_kh, stride_kn = stride_kz * VECTOR, stride_kh * VECTOR, stride_kn * VECTOR
+    stride_vz, stride_vh, stride_vn = stride_vz * VECTOR, stride_vh * VECTOR, stride_vn * VECTOR
 
     Q += z.to(tl.int64) * stride_qz + h.to(tl.int64) * stride_qh
     K += z_kv.to(tl.int64) * stride_kz + h_kv.to(tl.int64) * stride_kh

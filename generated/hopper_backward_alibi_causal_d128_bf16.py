@@ -5,8 +5,9 @@ With S = score_mod(Q K^T * scale) masked and P = softmax(S), recomputed block by
 
     dV = P^T dO,   dP = dO V^T,   dS = P * derivative of score_mod * (dP - delta),   dK = dS^T Q * scale,   dQ = dS K * scale
 
-One program stays on each multiprocessor and computes dK and dV of tiles of 128 keys. Its warps have roles: one warp, the producer, has
-the TMA unit copy K, V and blocks of Q and dO to shared memory; two groups of four warps are consumers. Blocks are transposed, [keys, queries].
+One program stays on each multiprocessor and computes dK and dV of tiles of 128 keys. Its warps have roles: one warp, the producer,
+has the TMA unit copy K, V and blocks of Q and dO to shared memory; two groups of four warps are consumers. Blocks are transposed,
+[keys, queries].
 Each consumer takes 64 keys, and P^T and dS^T are left operands of the next products as they stand in registers. dQ needs all 128 keys, so
 dS^T passes through shared memory, and each consumer computes half of the columns of a block's dQ, which the TMA unit adds to memory:
 the last bits of dQ depend on the order in which programs do so. dK and dV are the same every time.
@@ -33,8 +34,8 @@ A tile, as time goes by. The producer runs ahead until both buffers of Q and its
     tile, turn     number of a key tile, and how many this program has had before
     step           how many blocks this program has had before, over all its tiles: block `step` lies in buffer step & 1
     full, empty    barriers: a buffer's copy has arrived; all that read it have done so
-    top, share     [Z, Hq, 2, STATS_LEN]     from backward_delta: P is exp2((score - top) * TO_LOG2 + share). Where
-                   scores are not huge, top is 0. Past Q_LEN share is -inf and P 0, so that no row needs a check
+    top, share     [Z, Hq, 2, STATS_LEN]     from backward_delta: P is exp2((score - top) * TO_LOG2 + share).
+                   Where scores are not huge, top is 0. Past Q_LEN share is -inf and P 0, so that no row needs a check
     delta          [Z, Hq, 1, STATS_LEN]     from there, too: row sums of O dO
     DQ_SUM         float32 [Z, Hq, Q_LEN, 128], zero before the launch in the first group of heads: dQ, still without scale. Programs
                    that find no tile left finish it, head by head
@@ -60,7 +61,7 @@ except AttributeError:  # its name in Triton 3.6
 
 BLOCK_M = gl.constexpr(64)
 BLOCK_N = gl.constexpr(128)
-# how many numbers, and which, the producer hands out with a tile. Block -1 is the end, and -2 - i the i-th block of a head's dQ
+# how many numbers, and which, the producer hands out with a tile. Block -1 is the end, -2 - i a head's ith block of dQ
 NUMBERS = gl.constexpr(4)
 DQ_ROWS = gl.constexpr(256)  # of a block of dQ, of which each consumer finishes half
 BLOCK = gl.constexpr(0)
@@ -69,7 +70,7 @@ HEAD = gl.constexpr(2)
 ALL_CHECKED = gl.constexpr(3)
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # layout of [64, BLOCK_M] scores
 SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # layout of [64, 128] dK and dV
-WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, SUMS.value, 2))  # of P and dS, as left operands of the products with dO and Q
+WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, SUMS.value, 2))  # of P and dS, left operands of those with dO and Q
 DQ_PART = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # layout of a consumer's [64, 64] of dQ
 KEYS = gl.constexpr(gl.SliceLayout(1, SCORES.value))
 QUERIES = gl.constexpr(gl.SliceLayout(0, SCORES.value))
@@ -180,39 +181,133 @@ def handed_out(tiles, turn, number: gl.constexpr):
     return read_number(tiles.buffers.index((turn & 1) * NUMBERS + number))
 
 
+@aggregate
+class Lists:
+    """Block lists: how many query blocks each row visits, and which."""
+
+    stride_z: gl.tensor
+    stride_h: gl.tensor
+    width: gl.tensor
+    full_width: gl.tensor
+    num_blocks: gl.tensor
+    indices: gl.tensor
+    full_num_blocks: gl.tensor
+    full_indices: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, stride_z, stride_h, width, full_width, num_blocks, indices, full_num_blocks, full_indices):
+        self.stride_z = stride_z
+        self.stride_h = stride_h
+        self.width = width
+        self.full_width = full_width
+        self.num_blocks = num_blocks
+        self.indices = indices
+        self.full_num_blocks = full_num_blocks
+        self.full_indices = full_indices
+
+
+@aggregate
+class Row:
+    """One of their rows: what a tile visits."""
+
+    num_blocks: gl.tensor
+    indices: gl.tensor
+    num_full_blocks: gl.tensor
+    full_indices: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, num_blocks, indices, num_full_blocks, full_indices):
+        self.num_blocks = num_blocks
+        self.indices = indices
+        self.num_full_blocks = num_full_blocks
+        self.full_indices = full_indices
+
+
 @gluon.jit
-def listed_block(step, num_blocks, q_indices, num_full_blocks, full_q_indices, STEPS: gl.constexpr):
+def place_in(lists, z, h, kv_block):
+    """Which row of the lists is a tile's."""
+    return z.to(gl.int64) * lists.stride_z + h * lists.stride_h + kv_block * BLOCK_N // 128
+
+
+@gluon.jit
+def row_at(lists, place, num_blocks, num_full_blocks):
+    """Row number `place` of the lists."""
+    full_indices = lists.full_indices + place * lists.full_width
+    return Row(num_blocks, lists.indices + place * lists.width, num_full_blocks, full_indices)
+
+
+@gluon.jit
+def listed_block(step, row, STEPS: gl.constexpr):
     """The query block of a step: the partial blocks first, then the full ones. Past the end, the last one again."""
     at = step // STEPS
-    at = gl.maximum(gl.minimum(at, num_blocks + num_full_blocks - 1), 0)
-    return gl.load(gl.where(at < num_blocks, q_indices + at, full_q_indices + (at - num_blocks)))
+    at = gl.maximum(gl.minimum(at, row.num_blocks + row.num_full_blocks - 1), 0)
+    return gl.load(gl.where(at < row.num_blocks, row.indices + at, row.full_indices + (at - row.num_blocks)))
+
+
+@aggregate
+class Rows:
+    """A tensor that is written by pointers: its address and strides of batch entries, heads and rows."""
+
+    pointer: gl.tensor
+    stride_z: gl.tensor
+    stride_h: gl.tensor
+    stride: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, pointer, stride_z, stride_h, stride):
+        self.pointer = pointer
+        self.stride_z = stride_z
+        self.stride_h = stride_h
+        self.stride = stride
 
 
 @gluon.jit
-def finish_dq(DQ_SUM, DQ, z, h, first_row, Hq, Q_LEN, stride_dqz, stride_dqh, stride_dqm, SM_SCALE):
-    """Half of a block of dQ from the sums over all key tiles: times the scale, in DQ's dtype."""
+def row_offsets(rows, z, h, row):
+    """Where rows begin: at multiples of 8 elements, as TMA wants it of every stride."""
+    offset = rows.stride_z.to(gl.int64) * z + rows.stride_h.to(gl.int64) * h
+    return gl.multiple_of(offset + row.to(gl.int64) * rows.stride, 8)
+
+
+@gluon.jit
+def finish_dq(DQ_SUM, dq_rows, z, h, first_row, Hq, Q_LEN, SM_SCALE):
+    """Half of a block of dQ from the sums over all key tiles: times the scale, in its dtype."""
     COLUMNS: gl.constexpr = 128
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
     row = first_row + gl.arange(0, DQ_ROWS // 2, layout=gl.SliceLayout(1, layout))
     inside = (row < Q_LEN)[:, None]
-    row = row.to(gl.int64)
     sums = DQ_SUM + (((z.to(gl.int64) * Hq + h) * Q_LEN + row) * 128)[:, None]
-    offsets = gl.multiple_of(z.to(gl.int64) * stride_dqz + h.to(gl.int64) * stride_dqh + row * stride_dqm, 8)  # as TMA wants it of q's strides
+    written = dq_rows.pointer + row_offsets(dq_rows, z, h, row)[:, None]
     for first in gl.static_range(0, 128, COLUMNS):
         column = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))[None, :]
-        seen = inside
-        total = gl.load(sums + column, mask=seen)
-        gl.store(DQ + offsets[:, None] + column, (total * SM_SCALE).to(DQ.dtype.element_ty), mask=seen)
+        total = gl.load(sums + column, mask=inside)
+        gl.store(written + column, (total * SM_SCALE).to(dq_rows.pointer.dtype.element_ty), mask=inside)
+
+
+@aggregate
+class Place:
+    """Of a block of dQ: key/value head, batch entry, query head, and number of the block there."""
+
+    head: gl.tensor
+    z: gl.tensor
+    h: gl.tensor
+    q_block: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, head, z, h, q_block):
+        self.head = head
+        self.z = z
+        self.h = h
+        self.q_block = q_block
 
 
 @gluon.jit
 def place_in_dq(number, q_blocks, Z, Zkv, Hkv, GROUP_SIZE):
-    """Key/value head, batch entry, query head and place there of a block of dQ. Heads have q_blocks of them, and come in the order of tiles."""
+    """Where a block of dQ lies. Heads have q_blocks of them, and come in the order of tiles."""
     readers = Z // Zkv * GROUP_SIZE
     head = number // (readers * q_blocks)
     reader = number // q_blocks % readers
     z = head // Hkv + reader // GROUP_SIZE * Zkv
-    return head, z, head % Hkv * GROUP_SIZE + reader % GROUP_SIZE, number % q_blocks
+    return Place(head, z, head % Hkv * GROUP_SIZE + reader % GROUP_SIZE, number % q_blocks)
 
 
 @gluon.jit
@@ -233,19 +328,19 @@ def zero_ahead(desc_dq, zeros, tile, tiles, next_group, HEADS_PER_GROUP, Z, Zkv,
     share = gl.cdiv(end - first, tiles)
     first += tile % tiles * share
     for number in range(first, gl.minimum(first + share, end)):
-        _, z, h, q_block = place_in_dq(number, q_blocks, Z, Zkv, Hkv, GROUP_SIZE)
+        place = place_in_dq(number, q_blocks, Z, Zkv, Hkv, GROUP_SIZE)
         for column in gl.static_range(0, 128, 64):
-            tma.async_copy_shared_to_global(desc_dq, [z, h, q_block * 64, column], zeros)
+            tma.async_copy_shared_to_global(desc_dq, [place.z, place.h, place.q_block * 64, column], zeros)
 
 
 @gluon.jit
 def backward_producer(
     desc_q, desc_do, desc_k, desc_v, desc_tops, desc_delta, desc_dq, zeros, DONE, COUNTER, shared,
     Z, Zkv, Hkv, GROUP_SIZE, HEADS_PER_GROUP, Q_LEN, KV_LEN,
-    mask_stride_z, mask_stride_h, mask_rows, full_mask_rows, q_num_blocks, q_indices, full_q_num_blocks, full_q_indices, 
+    lists,
 ):
-    """Copy the K and V of every tile, and then its blocks of Q and dO with their row statistics. When no tile is left, say which blocks of dQ
-    are to be finished."""
+    """Copy the K and V of every tile, and then its blocks of Q and dO with their row statistics. When no tile is left, say which blocks of
+    dQ are to be finished."""
     kv_blocks = gl.cdiv(KV_LEN, BLOCK_N)
     tiles = kv_blocks * Zkv * Hkv
     step = 0
@@ -268,16 +363,16 @@ def backward_producer(
         for reader in range(0, Z // Zkv * GROUP_SIZE):
             z = z_kv + reader // GROUP_SIZE * Zkv
             h = h_kv * GROUP_SIZE + reader % GROUP_SIZE
-            # this tile's row in the transposed lists; each listed block of 128 queries is walked in steps of BLOCK_M
-            row = z.to(gl.int64) * mask_stride_z + h * mask_stride_h + kv_block * BLOCK_N // 128
-            num_blocks = gl.load(q_num_blocks + row)
-            num_full_blocks = gl.load(full_q_num_blocks + row)
+            # each listed block of 128 queries is walked in steps of BLOCK_M
+            place = place_in(lists, z, h, kv_block)
+            num_blocks = gl.load(lists.num_blocks + place)
+            num_full_blocks = gl.load(lists.full_num_blocks + place)
             steps = (num_blocks + num_full_blocks) * 2
-            indices = q_indices + row * mask_rows
-            full_indices = full_q_indices + row * full_mask_rows
-            block = listed_block(0, num_blocks, indices, num_full_blocks, full_indices, STEPS=2)
+            row = row_at(lists, place, num_blocks, num_full_blocks)
+            block = listed_block(0, row, STEPS=2)
             if reader == 0:
-                # the consumers still store dK and dV of the tile before. What they read again of its numbers is in the other turn's place
+                # the consumers still store dK and dV of the tile before. What they read again of its numbers is in the
+                # other turn's place
                 mbarrier.wait(shared.tiles.empty, (turn & 1) ^ 1)
                 hand_out(shared.tiles, turn, BLOCK, kv_block)
                 hand_out(shared.tiles, turn, BATCH, z_kv)
@@ -289,18 +384,23 @@ def backward_producer(
                 tma.async_copy_global_to_shared(desc_v, [z_kv, h_kv, kv_block * BLOCK_N, 0], shared.tiles.full, shared.v.index(0))
             for i in range(0, steps):
                 start_m = block * 128 + i % 2 * BLOCK_M
-                block = listed_block(i + 1, num_blocks, indices, num_full_blocks, full_indices, STEPS=2)  # a step ahead, so that no copy waits for it
+                # a step ahead, so that no copy waits for it
+                block = listed_block(i + 1, row, STEPS=2)
                 slot = step & 1
+                q_full = shared.q.full.index(slot)
                 mbarrier.wait(shared.q.empty.index(slot), ((step >> 1) & 1) ^ 1)
                 write_number(shared.start_m.index(slot), start_m)
-                mbarrier.arrive(shared.q.full.index(slot), count=1)
-                mbarrier.expect(shared.q.full.index(slot), desc_q.block_type.nbytes + 2 * desc_tops.block_type.nbytes)
-                tma.async_copy_global_to_shared(desc_q, [z, h, start_m, 0], shared.q.full.index(slot), shared.q.buffers.index(slot))
-                tma.async_copy_global_to_shared(desc_tops, [z, h, 0, start_m], shared.q.full.index(slot), shared.tops.index(slot * 2))
-                tma.async_copy_global_to_shared(desc_tops, [z, h, 1, start_m], shared.q.full.index(slot), shared.tops.index(slot * 2 + 1))
-                mbarrier.expect(shared.do.full.index(slot), desc_do.block_type.nbytes + desc_delta.block_type.nbytes)
-                tma.async_copy_global_to_shared(desc_do, [z, h, start_m, 0], shared.do.full.index(slot), shared.do.buffers.index(slot))
-                tma.async_copy_global_to_shared(desc_delta, [z, h, 0, start_m], shared.do.full.index(slot), shared.delta.index(slot))
+                mbarrier.arrive(q_full, count=1)
+                mbarrier.expect(q_full, desc_q.block_type.nbytes + 2 * desc_tops.block_type.nbytes)
+                tma.async_copy_global_to_shared(desc_q, [z, h, start_m, 0], q_full, shared.q.buffers.index(slot))
+                top_place = [z, h, 0, start_m]
+                tma.async_copy_global_to_shared(desc_tops, top_place, q_full, shared.tops.index(slot * 2))
+                share_place = [z, h, 1, start_m]
+                tma.async_copy_global_to_shared(desc_tops, share_place, q_full, shared.tops.index(slot * 2 + 1))
+                do_full = shared.do.full.index(slot)
+                mbarrier.expect(do_full, desc_do.block_type.nbytes + desc_delta.block_type.nbytes)
+                tma.async_copy_global_to_shared(desc_do, [z, h, start_m, 0], do_full, shared.do.buffers.index(slot))
+                tma.async_copy_global_to_shared(desc_delta, [z, h, 0, start_m], do_full, shared.delta.index(slot))
                 step += 1
                 if not told:  # not before: the consumers were waiting
                     if turn > 1:
@@ -320,8 +420,8 @@ def backward_producer(
         tile = gl.atomic_add(COUNTER, 1)
         turn += 1
 
-    # no tile is left. Blocks of dQ, of those heads first whose tiles were drawn first; and before them one past the end, with which the
-    # consumers say that they have done with the last tile
+    # no tile is left. Blocks of dQ, of those heads first whose tiles were drawn first; and before them one past the
+    # end, with which the consumers say that they have done with the last tile
     q_blocks = gl.cdiv(Q_LEN, DQ_ROWS)
     dq_blocks = Z * Hkv * GROUP_SIZE * q_blocks
     dq_block = tile - tiles
@@ -335,12 +435,12 @@ def backward_producer(
         gl.atomic_add(DONE + last_head, 1, sem="release")
     turn += 1
     while dq_block < dq_blocks:
-        head, z, h, q_block = place_in_dq(dq_block, q_blocks, Z, Zkv, Hkv, GROUP_SIZE)
-        wait_for_count(DONE + head, kv_blocks)  # other programs may be at work on its tiles
+        place = place_in_dq(dq_block, q_blocks, Z, Zkv, Hkv, GROUP_SIZE)
+        wait_for_count(DONE + place.head, kv_blocks)  # other programs may be at work on its tiles
         mbarrier.wait(shared.tiles.empty, (turn & 1) ^ 1)
-        hand_out(shared.tiles, turn, BLOCK, -2 - q_block)
-        hand_out(shared.tiles, turn, BATCH, z)
-        hand_out(shared.tiles, turn, HEAD, h)
+        hand_out(shared.tiles, turn, BLOCK, -2 - place.q_block)
+        hand_out(shared.tiles, turn, BATCH, place.z)
+        hand_out(shared.tiles, turn, HEAD, place.h)
         mbarrier.arrive(shared.tiles.full, count=2)
         dq_block = gl.atomic_add(COUNTER, 1) - tiles
         turn += 1
@@ -360,12 +460,13 @@ def add_query_block(
     score_0,  # what the mods have read for every key
     CONSUMER: gl.constexpr, EDGE: gl.constexpr,
 ):
-    """Add what one block of BLOCK_M queries contributes to 64 keys, and half of what the tile contributes to dQ. EDGE: some pairs
-    may be hidden, and `top` may be another number than 0."""
+    """Add what one block of BLOCK_M queries contributes to 64 keys, and half of what the tile contributes to dQ.
+    EDGE: some pairs may be hidden, and `top` may be another number than 0."""
     dtype: gl.constexpr = shared.ds.dtype
     slot = step & 1
     phase = (step >> 1) & 1
-    zero = step >> 31  # the one buffer of K, or of V. If the compiler knew that, it would keep dozens of addresses in it in registers
+    # the one buffer of K, or of V. If the compiler knew that, it would keep dozens of addresses in it in registers
+    zero = step >> 31
     q = shared.q.buffers.index(slot).reshape([BLOCK_M, 128])
     do = shared.do.buffers.index(slot).reshape([BLOCK_M, 128])
     k = shared.k.index(zero).reshape([BLOCK_N, 128])
@@ -383,7 +484,8 @@ def add_query_block(
     if EDGE:
         top = shared.tops.index(slot * 2).reshape([BLOCK_M]).load(QUERIES)
     offs_m = start_m + gl.arange(0, BLOCK_M, layout=QUERIES)
-    m = gl.minimum(offs_m, Q_LEN - 1)[None, :]  # [1, BLOCK_M]; n is [64, 1]. Past KV_LEN too: loads that could leave their tensor are masked
+    # [1, BLOCK_M]; n is [64, 1], past KV_LEN too: loads that could leave their tensor are masked
+    m = gl.minimum(offs_m, Q_LEN - 1)[None, :]
     # ---- score_mod: alibi, which adds to the score
     offs = gl.arange(0, BLOCK_M, layout=QUERIES)[None, :]
     distance = (keys - start_m).to(gl.float32)[:, None] - (offs & 7).to(gl.float32) - (offs & -8).to(gl.float32)
@@ -394,20 +496,20 @@ def add_query_block(
         # mods/causal.py:26: return q_idx >= kv_idx
         mask_0 = m >= n
         seen = (mask_0 | is_full) & (n < KV_LEN)
-        # the difference is exact where it matters, however large scores are. Between it and a product, which would not be rounded, is a choice
+        # the difference is exact where it matters, however large scores are. Between it and a product, which would
+        # not be rounded, is a choice
         score = gl.where(seen, score, float("-inf")) - top[None, :]
     p = gl.exp2(gl.fma(score, TO_LOG2, share[None, :]))  # [64, BLOCK_M], the softmax itself
-    # ---- derivative of score_mod: alibi. It is linear in what it is applied to: p now, and times dP - delta later
-    slope = p
     weights = gl.convert_layout(p.to(dtype), WEIGHTS)
     dv = warpgroup_mma(weights, do, dv, is_async=True)
 
     dp = warpgroup_mma_wait(1, deps=(dp,))
     delta = shared.delta.index(slot).reshape([BLOCK_M]).load(QUERIES)
-    ds = (slope * (dp - delta[None, :])).to(dtype)
+    ds = (p * (dp - delta[None, :])).to(dtype)
     dk = warpgroup_mma(gl.convert_layout(ds, WEIGHTS), q, dk, is_async=True)
 
-    # dS to the other consumer. There are two buffers: who has met at this block no longer reads that of the block before last
+    # dS to the other consumer. There are two buffers: who has met at this block no longer reads that of the block
+    # before the last
     ds_buffer = shared.ds.index(slot)
     ds_buffer.slice(CONSUMER * 64, 64, dim=0).store(ds)
     fence_async_shared()
@@ -431,14 +533,14 @@ def add_query_block(
 @gluon.jit
 def backward_consumer(
     CONSUMER: gl.constexpr,
-    desc_dq, desc_dk, desc_dv, DQ_SUM, DQ, shared,
-    Z, Zkv, Hq, GROUP_SIZE, Q_LEN, KV_LEN, stride_dqz, stride_dqh, stride_dqm, SM_SCALE, TO_LOG2,
-    mask_stride_z, mask_stride_h, q_num_blocks, full_q_num_blocks, 
+    desc_dq, desc_dk, desc_dv, DQ_SUM, dq_rows, shared,
+    Z, Zkv, Hq, GROUP_SIZE, Q_LEN, KV_LEN, SM_SCALE, TO_LOG2,
+    lists,
     ptr_slopes,  # captured by score_mod alibi
 ):
     """dK and dV of 64 keys of every tile, and half of what the tile adds to dQ. And then half of blocks of dQ."""
-    # K and V of the next tile arrive while dK and dV leave. These pass through the buffers of dS and dQ, namely through what this consumer
-    # alone writes of them: 64 rows of dS, and a buffer of dQ
+    # K and V of the next tile arrive while dK and dV leave. These pass through the buffers of dS and dQ, namely through
+    # what this consumer alone writes of them: 64 rows of dS, and a buffer of dQ
     dk_buffers = shared.ds._reinterpret(desc_dk.dtype, [1, 1, 1, BLOCK_N, 128], desc_dk.layout)
     dv_buffers = shared.dq._reinterpret(desc_dv.dtype, [2, 1, 1, 64, 128], desc_dv.layout)
     dk_buffer = dk_buffers.index(0)
@@ -458,16 +560,16 @@ def backward_consumer(
             h_kv = handed_out(shared.tiles, turn, HEAD)
             z = z_kv + reader // GROUP_SIZE * Zkv
             h = h_kv * GROUP_SIZE + reader % GROUP_SIZE
-            # this tile's row in the transposed lists; each listed block of 128 queries is walked in steps of BLOCK_M
-            row = z.to(gl.int64) * mask_stride_z + h * mask_stride_h + kv_block * BLOCK_N // 128
-            num_blocks = gl.load(q_num_blocks + row)
-            num_full_blocks = gl.load(full_q_num_blocks + row)
+            # each listed block of 128 queries is walked in steps of BLOCK_M
+            place = place_in(lists, z, h, kv_block)
+            num_blocks = gl.load(lists.num_blocks + place)
+            num_full_blocks = gl.load(lists.full_num_blocks + place)
             steps = (num_blocks + num_full_blocks) * 2
             # ---- score_mod: alibi, what it reads by key
             # mods/alibi.py:65: return score + slopes[h] * (kv_idx - q_idx)
             score_0 = gl.load(ptr_slopes + h)
-            # blocks whose scores are checked: partial ones, and all of them where the keys end or scores are huge, and then the others: two loops,
-            # so that neither branches
+            # blocks whose scores are checked, and then the others: two loops, so that neither branches. Checked are
+            # partial blocks, and all of them where the keys end or scores are huge
             checked = gl.where(handed_out(shared.tiles, turn, ALL_CHECKED) != 0, steps, num_blocks * 2)
             for i in range(0, checked):
                 dk, dv = add_query_block(
@@ -513,7 +615,7 @@ def backward_consumer(
         barrier()  # every warp has read the numbers
         mbarrier.arrive(shared.tiles.empty, count=1)
         first_row = (-2 - kv_block) * DQ_ROWS + CONSUMER * (DQ_ROWS // 2)
-        finish_dq(DQ_SUM, DQ, z, h, first_row, Hq, Q_LEN, stride_dqz, stride_dqh, stride_dqm, SM_SCALE)
+        finish_dq(DQ_SUM, dq_rows, z, h, first_row, Hq, Q_LEN, SM_SCALE)
         turn += 1
         mbarrier.wait(shared.tiles.full, turn & 1)
         kv_block = handed_out(shared.tiles, turn, BLOCK)
@@ -536,7 +638,7 @@ def hopper_backward(
     DONE, COUNTER,  # int32, 0
     Z, Zkv, Hq, Hkv, GROUP_SIZE, HEADS_PER_GROUP, Q_LEN, KV_LEN, stride_dqz, stride_dqh, stride_dqm, SM_SCALE,
     TO_LOG2, mask_stride_z, mask_stride_h, mask_rows, full_mask_rows,
-    q_num_blocks, q_indices, full_q_num_blocks, full_q_indices, 
+    q_num_blocks, q_indices, full_q_num_blocks, full_q_indices,
     ptr_slopes,  # captured by score_mod alibi
 ):
     dtype: gl.constexpr = desc_q.dtype
@@ -559,24 +661,29 @@ def hopper_backward(
     q = Ring(q_buffers, new_barriers(2, 2), new_barriers(2, 2))
     do = Ring(do_buffers, new_barriers(2, 1), q.empty)  # both have been read
     shared = Shared(tiles, q, do, k, v, tops, delta, ds, dq, start_m)
+    lists = Lists(
+        mask_stride_z, mask_stride_h, mask_rows, full_mask_rows,
+        q_num_blocks, q_indices, full_q_num_blocks, full_q_indices,
+    )
+    dq_rows = Rows(DQ, stride_dqz, stride_dqh, stride_dqm)
     gl.warp_specialize([
         (backward_consumer, (
             0,
-            desc_dq, desc_dk, desc_dv, DQ_SUM, DQ, shared,
-            Z, Zkv, Hq, GROUP_SIZE, Q_LEN, KV_LEN, stride_dqz, stride_dqh, stride_dqm, SM_SCALE, TO_LOG2,
-            mask_stride_z, mask_stride_h, q_num_blocks, full_q_num_blocks, 
+            desc_dq, desc_dk, desc_dv, DQ_SUM, dq_rows, shared,
+            Z, Zkv, Hq, GROUP_SIZE, Q_LEN, KV_LEN, SM_SCALE, TO_LOG2,
+            lists,
             ptr_slopes,
         )),
         (backward_consumer, (
             1,
-            desc_dq, desc_dk, desc_dv, DQ_SUM, DQ, shared,
-            Z, Zkv, Hq, GROUP_SIZE, Q_LEN, KV_LEN, stride_dqz, stride_dqh, stride_dqm, SM_SCALE, TO_LOG2,
-            mask_stride_z, mask_stride_h, q_num_blocks, full_q_num_blocks, 
+            desc_dq, desc_dk, desc_dv, DQ_SUM, dq_rows, shared,
+            Z, Zkv, Hq, GROUP_SIZE, Q_LEN, KV_LEN, SM_SCALE, TO_LOG2,
+            lists,
             ptr_slopes,
         )),
         (backward_producer, (
             desc_q, desc_do, desc_k, desc_v, desc_tops, desc_delta, desc_dq, zeros, DONE, COUNTER, shared,
             Z, Zkv, Hkv, GROUP_SIZE, HEADS_PER_GROUP, Q_LEN, KV_LEN,
-            mask_stride_z, mask_stride_h, mask_rows, full_mask_rows, q_num_blocks, q_indices, full_q_num_blocks, full_q_indices, 
+            lists,
         )),
     ], [4, 1], [240, 24])

@@ -17,7 +17,8 @@ A tile, as time goes by. The producer runs ahead until all 2 buffers of K, or of
     numbers of the next tile    has started its last S: lets go of Q; acc += P V, the last one
     its K of block 0, and Q     lets go of V; acc / l_i to shared memory, from where the TMA unit stores it, and lse; lets go of the numbers
 
-Partial blocks, which mask_mod must see, come first, and nothing runs beside their softmax: the loop over full blocks has no trace of a mask.
+Partial blocks, which mask_mod must see, come first, and nothing runs beside their softmax: the loop over full blocks has no trace of a
+mask.
 
     Z, Hq, Hkv     batch size, query heads, key/value heads (GROUP_SIZE = Hq / Hkv query heads share one)
     HEADS          Z * Hq; HEADS_PER_GROUP of them are worked on at a time, as many as have K and V in the L2 cache
@@ -57,7 +58,7 @@ BLOCKS = gl.constexpr(3)
 FULL_BLOCKS = gl.constexpr(4)
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # layout of [64, BLOCK_N] scores
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # layout of [64, 128] outputs
-WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, OUTPUT.value, 2))  # of softmax weights, as left operand of the product with V
+WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, OUTPUT.value, 2))  # of softmax weights, left operand of that with V
 QUERIES = gl.constexpr(gl.SliceLayout(1, SCORES.value))
 COLUMNS = gl.constexpr(gl.SliceLayout(0, SCORES.value))
 OUTPUT_ROWS = gl.constexpr(gl.SliceLayout(1, OUTPUT.value))
@@ -139,21 +140,76 @@ def handed_out(tiles, turn, number: gl.constexpr):
     return read_number(tiles.buffers.index((turn & 1) * NUMBERS + number))
 
 
+@aggregate
+class Lists:
+    """Block lists: how many KV blocks each row visits, and which."""
+
+    stride_z: gl.tensor
+    stride_h: gl.tensor
+    width: gl.tensor
+    full_width: gl.tensor
+    num_blocks: gl.tensor
+    indices: gl.tensor
+    full_num_blocks: gl.tensor
+    full_indices: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, stride_z, stride_h, width, full_width, num_blocks, indices, full_num_blocks, full_indices):
+        self.stride_z = stride_z
+        self.stride_h = stride_h
+        self.width = width
+        self.full_width = full_width
+        self.num_blocks = num_blocks
+        self.indices = indices
+        self.full_num_blocks = full_num_blocks
+        self.full_indices = full_indices
+
+
+@aggregate
+class Row:
+    """One of their rows: what a tile visits."""
+
+    num_blocks: gl.tensor
+    indices: gl.tensor
+    num_full_blocks: gl.tensor
+    full_indices: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, num_blocks, indices, num_full_blocks, full_indices):
+        self.num_blocks = num_blocks
+        self.indices = indices
+        self.num_full_blocks = num_full_blocks
+        self.full_indices = full_indices
+
+
 @gluon.jit
-def listed_block(step, num_blocks, kv_indices, num_full_blocks, full_kv_indices, STEPS: gl.constexpr):
+def place_in(lists, z, h, q_block):
+    """Which row of the lists is a tile's."""
+    return z.to(gl.int64) * lists.stride_z + h * lists.stride_h + q_block * BLOCK_M // 128
+
+
+@gluon.jit
+def row_at(lists, place, num_blocks, num_full_blocks):
+    """Row number `place` of the lists."""
+    full_indices = lists.full_indices + place * lists.full_width
+    return Row(num_blocks, lists.indices + place * lists.width, num_full_blocks, full_indices)
+
+
+@gluon.jit
+def listed_block(step, row, STEPS: gl.constexpr):
     """The KV block of a step: the partial blocks first, then the full ones. Past the end, the last one again."""
     at = step // STEPS
-    at = gl.maximum(gl.minimum(at, num_blocks + num_full_blocks - 1), 0)
-    return gl.load(gl.where(at < num_blocks, kv_indices + at, full_kv_indices + (at - num_blocks)))
+    at = gl.maximum(gl.minimum(at, row.num_blocks + row.num_full_blocks - 1), 0)
+    return gl.load(gl.where(at < row.num_blocks, row.indices + at, row.full_indices + (at - row.num_blocks)))
 
 
 @gluon.jit
 def limits(TO_LOG2):
     """HUGE and STEP: scores of a row are multiplied by TO_LOG2, but by the power of two STEP if its largest one is HUGE or more.
 
-    exp2(score * TO_LOG2 - shift) is one multiply-add, of the exact product, while shift = m * TO_LOG2 is rounded. What that is off by, a row's
-    weights have in common, and it cancels: up to 2**32. Beyond that, float32 numbers are so far apart that all scores but the
-    largest have weight 0 in any base, and m * STEP is exact.
+    exp2(score * TO_LOG2 - shift) is one multiply-add, of the exact product, while shift = m * TO_LOG2 is rounded. What that is off by, a
+    row's weights have in common, and it cancels: up to 2**32. Beyond that, float32 numbers are so far apart
+    that all scores but the largest have weight 0 in any base, and m * STEP is exact.
     """
     STEP = (TO_LOG2.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
     return 1073741824.0 / TO_LOG2, STEP
@@ -192,7 +248,7 @@ def fold_scores(
 def forward_producer(
     desc_q, desc_k, desc_v, COUNTER, shared,
     Hq, Zkv, GROUP_SIZE, HEADS, HEADS_PER_GROUP, Q_LEN, KV_LEN,
-    mask_stride_z, mask_stride_h, mask_columns, full_mask_columns, kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices,
+    lists,
 ):
     """Copy what the consumers need, in the order in which they need it."""
     q_blocks = gl.cdiv(Q_LEN, BLOCK_M)
@@ -212,11 +268,9 @@ def forward_producer(
         h = head % Hq
         z_kv = z % Zkv  # K and V may have one batch entry that all queries share
         h_kv = h // GROUP_SIZE
-        row = z.to(gl.int64) * mask_stride_z + h * mask_stride_h + q_block * BLOCK_M // 128  # this tile's, in the block lists
-        partial_blocks = kv_indices + row * mask_columns
-        full_blocks = full_kv_indices + row * full_mask_columns
-        num_blocks = gl.load(kv_num_blocks + row)
-        num_full_blocks = gl.load(full_kv_num_blocks + row)
+        place = place_in(lists, z, h, q_block)
+        num_blocks = gl.load(lists.num_blocks + place)
+        num_full_blocks = gl.load(lists.full_num_blocks + place)
         mbarrier.wait(shared.tiles.empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
         hand_out(shared.tiles, turn, Q_BLOCK, q_block)
         hand_out(shared.tiles, turn, BATCH, z)
@@ -226,10 +280,12 @@ def forward_producer(
         mbarrier.arrive(shared.tiles.full.index(turn & 1), count=1)
 
         steps = num_blocks + num_full_blocks
-        block = listed_block(0, num_blocks, partial_blocks, num_full_blocks, full_blocks, STEPS=1)
+        row = row_at(lists, place, num_blocks, num_full_blocks)
+        block = listed_block(0, row, STEPS=1)
         for i in range(0, steps):
             start_n = block * 128
-            block = listed_block(i + 1, num_blocks, partial_blocks, num_full_blocks, full_blocks, STEPS=1)  # a step ahead, so that no copy waits for it
+            # a step ahead, so that no copy waits for it
+            block = listed_block(i + 1, row, STEPS=1)
             slot = step % STAGES
             free = ((step // STAGES) & 1) ^ 1
             mbarrier.wait(shared.k.empty.index(slot), free)
@@ -237,9 +293,10 @@ def forward_producer(
             tma.async_copy_global_to_shared(desc_k, [z_kv, h_kv, start_n, 0], shared.k.full.index(slot), shared.k.buffers.index(slot))
             if i == 0:
                 for c in gl.static_range(CONSUMERS):
+                    q_full = shared.q.full.index(c)
                     mbarrier.wait(shared.q.empty.index(c), (q_turn & 1) ^ 1)
-                    mbarrier.expect(shared.q.full.index(c), desc_q.block_type.nbytes)
-                    tma.async_copy_global_to_shared(desc_q, [z, h, q_block * BLOCK_M + c * 64, 0], shared.q.full.index(c), shared.q.buffers.index(c))
+                    mbarrier.expect(q_full, desc_q.block_type.nbytes)
+                    tma.async_copy_global_to_shared(desc_q, [z, h, q_block * BLOCK_M + c * 64, 0], q_full, shared.q.buffers.index(c))
                 q_turn += 1
             mbarrier.wait(shared.v.empty.index(slot), free)
             mbarrier.expect(shared.v.full.index(slot), desc_v.block_type.nbytes)
@@ -257,7 +314,7 @@ def forward_consumer(
     CONSUMER: gl.constexpr,
     desc_o, LSE, shared,
     Hq, Q_LEN, KV_LEN, TO_LOG2,
-    mask_stride_z, mask_stride_h, mask_columns, full_mask_columns, kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices,
+    lists,
 ):
     """Compute 64 rows of every tile. The product with K of a block runs before that with V of the block before it has ended."""
     q = shared.q.buffers.index(CONSUMER).reshape([64, 128])
@@ -278,21 +335,19 @@ def forward_consumer(
         m_i = gl.full([64], float("-inf"), gl.float32, layout=QUERIES)
         shift_i = m_i
         l_i = gl.full([64], 0.0, gl.float32, layout=QUERIES)
-        row = z.to(gl.int64) * mask_stride_z + h * mask_stride_h + q_block * BLOCK_M // 128  # this tile's, in the block lists
-        partial_blocks = kv_indices + row * mask_columns
-        full_blocks = full_kv_indices + row * full_mask_columns
         num_blocks = handed_out(shared.tiles, turn, BLOCKS)
         num_full_blocks = handed_out(shared.tiles, turn, FULL_BLOCKS)
+        row = row_at(lists, place_in(lists, z, h, q_block), num_blocks, num_full_blocks)
         steps = num_blocks + num_full_blocks
         if steps > 0:
             mbarrier.wait(shared.q.full.index(CONSUMER), q_turn & 1)
-            block = listed_block(0, num_blocks, partial_blocks, num_full_blocks, full_blocks, STEPS=1)
+            block = listed_block(0, row, STEPS=1)
 
             # partial blocks but the last, one after another
             first = gl.maximum(num_blocks - 1, 0)
             for i in range(0, first):
                 start_n = block * 128
-                block = listed_block(i + 1, num_blocks, partial_blocks, num_full_blocks, full_blocks, STEPS=1)
+                block = listed_block(i + 1, row, STEPS=1)
                 slot = step % STAGES
                 phase = (step // STAGES) & 1
                 mbarrier.wait(shared.k.full.index(slot), phase)
@@ -315,7 +370,7 @@ def forward_consumer(
 
             # the block that fills the pipeline: the last partial one, or a full one if there is none
             start_n = block * 128
-            block = listed_block(first + 1, num_blocks, partial_blocks, num_full_blocks, full_blocks, STEPS=1)
+            block = listed_block(first + 1, row, STEPS=1)
             slot = step % STAGES
             mbarrier.wait(shared.k.full.index(slot), (step // STAGES) & 1)
             k = shared.k.buffers.index(slot).reshape([BLOCK_N, 128])
@@ -331,7 +386,7 @@ def forward_consumer(
 
             for i in range(first + 1, steps):
                 start_n = block * 128
-                block = listed_block(i + 1, num_blocks, partial_blocks, num_full_blocks, full_blocks, STEPS=1)
+                block = listed_block(i + 1, row, STEPS=1)
                 v_slot = step % STAGES
                 v_phase = (step // STAGES) & 1
                 step += 1
@@ -399,7 +454,8 @@ def forward_consumer(
     ]
 )
 def hopper_forward(
-    desc_k, desc_v, desc_q, desc_o,  # TMA descriptors of [Zkv, Hkv, KV_LEN, D_QK], ... D_V], [Z, Hq, Q_LEN, D_QK], ... D_V]
+    # TMA descriptors of [Zkv, Hkv, KV_LEN, D_QK], ... D_V], [Z, Hq, Q_LEN, D_QK], ... D_V]
+    desc_k, desc_v, desc_q, desc_o,
     LSE, COUNTER,  # float32 [Z, Hq, Q_LEN]; int32 [1], 0
     Hq, Zkv, GROUP_SIZE, Q_LEN, KV_LEN, HEADS, HEADS_PER_GROUP, TO_LOG2, mask_stride_z, mask_stride_h,
     mask_columns, full_mask_columns,
@@ -415,22 +471,26 @@ def hopper_forward(
     v = Ring(v_buffers, new_barriers(STAGES, 1), new_barriers(STAGES, CONSUMERS))
     tiles = Ring(tile_buffers, new_barriers(2, 1), new_barriers(2, CONSUMERS))
     shared = Shared(q, k, v, tiles, output)
+    lists = Lists(
+        mask_stride_z, mask_stride_h, mask_columns, full_mask_columns,
+        kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices,
+    )
     gl.warp_specialize([
         (forward_consumer, (
             0,
             desc_o, LSE, shared,
             Hq, Q_LEN, KV_LEN, TO_LOG2,
-            mask_stride_z, mask_stride_h, mask_columns, full_mask_columns, kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices,
+            lists,
         )),
         (forward_consumer, (
             1,
             desc_o, LSE, shared,
             Hq, Q_LEN, KV_LEN, TO_LOG2,
-            mask_stride_z, mask_stride_h, mask_columns, full_mask_columns, kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices,
+            lists,
         )),
         (forward_producer, (
             desc_q, desc_k, desc_v, COUNTER, shared,
             Hq, Zkv, GROUP_SIZE, HEADS, HEADS_PER_GROUP, Q_LEN, KV_LEN,
-            mask_stride_z, mask_stride_h, mask_columns, full_mask_columns, kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices,
+            lists,
         )),
     ], [4, 1], [240, 24])

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import difflib
+import re
 from pathlib import Path
 
 import pytest
 
+from flexpress.codegen.plan.forward import Blocks, Cache
 from flexpress.codegen.run.preview import (
     backward_compilations,
+    compilation,
     decode_compilations,
     hopper_backward_compilations,
     hopper_compilation,
     preview,
+    update_cache_compilation,
 )
-from flexpress.codegen.run.preview_masks import mask_compilations
+from flexpress.codegen.run.preview_masks import (
+    block_lists_compilation,
+    block_starts_compilation,
+    dense_mask_compilation,
+    evaluate_compilation,
+    mask_compilations,
+)
 from flexpress.codegen.text.render import render
 from flexpress.recipes import make
 
 FOLDER = Path(__file__).parent.parent / "generated"
+TEMPLATES = FOLDER.parent / "templates"
 GOLDEN = {  # at most 9: a change of a template is read here, everything else is tested elsewhere
     "forward_plain_d64_fp32": lambda: preview(dtype="float32", head_dim=64, use_tma=False),  # examples/minimal.md
     "forward_causal_d128_bf16_tma": lambda: preview(*make("causal")),
@@ -62,3 +73,73 @@ def test_print_names_no_machine(name):
     assert str(FOLDER.parent) not in text
     if "_mod: " in text:
         assert "# mods/" in text
+
+
+MLA = dict(head_dim=192, head_dim_v=128)
+STARTS = Blocks(True, 128, 128, starts=True)
+OTHERS = {  # branches of the templates that the prints in generated/ do not have
+    "forward, packed": lambda: compilation("sm_90", *make("alibi", "document"), head_dim=80, starts=True, output_rows=True),
+    "forward, any strides": lambda: compilation("sm_90", *make("softcap"), transposed=True, output_max=True),
+    "combine": lambda: decode_compilations("sm_90", *make("softcap"), head_dim=80)["combine"],
+    "decode, lists": lambda: decode_compilations("sm_90", *make("softcap", "causal"), kv_dtype="float8_e4m3fn", ragged=True)["decode"],
+    "delta": lambda: backward_compilations("sm_90", *make("causal"))["delta"],
+    "dkv": lambda: backward_compilations("sm_90", *make("alibi", "document"), captured=True, starts=True)["dkv"],
+    "dq": lambda: backward_compilations("sm_90", *make("relative_bias", "causal"), interior=False, whole=False)["dq"],
+    "hopper, distances": lambda: hopper_compilation("sm_90", *make("t5_bias", "document"), output_rows=True),
+    "hopper, three consumers": lambda: hopper_compilation("sm_90", head_dim=64, dtype="float16"),
+    "hopper, slices": lambda: hopper_compilation("sm_90", *make("softcap", "causal"), **MLA),
+    "hopper, packed": lambda: hopper_compilation("sm_90", *make("alibi", "document"), starts=True, output_max=True),
+    "hopper, pages": lambda: hopper_compilation("sm_90", *make("alibi", "causal"), starts=True, cache=Cache(64, offsets=True)),
+    "hopper, entries": lambda: hopper_compilation("sm_90", *make("causal"), **MLA, starts=True, cache=Cache(located=True)),
+    "hopper backward": lambda: hopper_backward_compilations(*make("softcap", "document"), head_dim=64)["fused"],
+    "hopper backward, captured": lambda: hopper_backward_compilations(*make("relative_bias"), head_dim=64, captured=True)["fused"],
+    "hopper backward, packed": lambda: hopper_backward_compilations(*make("alibi", "document"), captured=True, blocks=STARTS)["fused"],
+    "hopper backward, slices": lambda: hopper_backward_compilations(*make("softcap", "causal"), **MLA, blocks=STARTS)["fused"],
+    "hopper backward, wide": lambda: hopper_backward_compilations(*make("softcap", "causal"), head_dim=256)["fused"],
+    "hopper backward, delta": lambda: hopper_backward_compilations(*make("causal"))["delta"],
+    "status": lambda: mask_compilations("sm_90", make("causal")[1], (48, 80), starts=True)["status"],
+    "lists": lambda: mask_compilations("sm_90", make("document")[1], starts=True)["transposed_lists"],
+    "zones": lambda: mask_compilations("sm_90", make("document")[1], starts=True)["zones"],
+    "lists of a status": lambda: block_lists_compilation("sm_90", starts=True),
+    "starts": lambda: block_starts_compilation("sm_90", sequences=True),
+    "dense mask": lambda: dense_mask_compilation("sm_90", make("document")[1]),
+    "evaluate": lambda: evaluate_compilation("sm_90", make("softcap")[0]),
+    "update cache": lambda: update_cache_compilation("sm_90", cache_dtype="float8_e4m3fn"),
+}
+
+
+def blemishes(text: str) -> list[str]:
+    """What a reader of a kernel should not meet, line by line. A statement of the user's may be long."""
+    found = []
+    for line in text.splitlines():
+        comment = re.search(r"(^|  ) *# ", line)
+        copied = re.fullmatch(r" *(\w+) = (\w+)_\d+", line)
+        users = re.match(r" *(# \S+\.py:\d+: |(score|mask|verdict|distance)(_\d+)? = )", line)
+        is_long = len(line) > (120 if comment else 140) and not users
+        if line != line.rstrip() or is_long or (copied and copied[1] == copied[2]):
+            found.append(line)
+    found += re.findall(r"\n{4,}(.*)", text)  # more than two blank lines,
+    found += re.findall(r"\n{3}( .*)", text)  # or two inside a function,
+    found += re.findall(r"(?<!\n\n)\n(@.*)", text)  # or fewer before one
+    return found
+
+
+@pytest.mark.parametrize("name", [*GOLDEN, *OTHERS])
+def test_print_reads_well(name):
+    assert blemishes(render(GOLDEN[name]() if name in GOLDEN else OTHERS[name]().spec)) == []
+
+
+def test_every_template_is_read():
+    printed = {(GOLDEN[name]() if name in GOLDEN else OTHERS[name]().spec).template for name in [*GOLDEN, *OTHERS]}
+    assert printed == {path.name.removesuffix(".py.jinja") for path in TEMPLATES.glob("*.py.jinja")}
+
+
+@pytest.mark.parametrize("path", sorted(TEMPLATES.glob("*.jinja")), ids=lambda path: path.name)
+def test_template_reads_well(path):
+    """It is short, opens with its kernel and not with definitions, and puts code together from names, not from pieces of text."""
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 450
+    opening = re.split(r"^(?!\{|\s|$)", text, maxsplit=1, flags=re.M)[0]
+    assert opening.count("{% set ") <= 15
+    code = re.findall(r"\{[{%].*?[}%]\}", text, re.S)
+    assert not [piece for piece in code if re.search(r"replace|\[-?\d*:|\[:", re.sub(r'"[^"]*"|\'[^\']*\'', "", piece))]

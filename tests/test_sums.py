@@ -302,4 +302,4 @@ def test_statements_of_the_backward_kernel(name):
             )
             exec(body, values)
             torch.testing.assert_close(values["p"].double(), expected, rtol=1e-4, atol=1e-5)
-            assert torch.equal(values["slope"], values["p"])
+            assert "slope" not in values  # the derivative is 1

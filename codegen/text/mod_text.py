@@ -61,10 +61,10 @@ class ModText:
         """The lines, which leave the result under a name of the template's."""
         return self.language.lines(ending(self.statements, self.result, name, self._later))
 
-    def staged(self, fixed: str, moving: str | None = None) -> Stages:
-        """The lines by when a loop over blocks can run them (see `stages_of`)."""
-        results = (self.sum.key, self.sum.rate) if self.sum else (self.result,)
-        return stages_of(self.language, self.statements, results, self._later, fixed, moving)
+    def staged(self, fixed: str, moving: str | None = None, to: str | None = None) -> Stages:
+        """The lines by when a loop over blocks can run them (see `stages_of`). `to`: the name that the result gets, if it is one value."""
+        results, to = ((self.sum.key, self.sum.rate), None) if self.sum else ((self.result,), to)
+        return stages_of(self.language, self.statements, results, self._later, fixed, moving, to)
 
     @property
     def _later(self) -> frozenset[str]:

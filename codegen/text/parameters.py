@@ -96,12 +96,18 @@ def signature(parameters: tuple[Parameter, ...], mods: dict[str, str], tl: str =
         text = ", ".join(f"{p.name}: {tl}.constexpr" if constant else p.name for p in found) + ","
         if alone:
             element = found[0].type.removeprefix("*") + " " if found[0].type.startswith("*") else ""
-            lines.append(f"{text}  # {element}{found[0].meaning}")
+            lines += _beside(text, f"{element}{found[0].meaning}")
         elif captor:
-            lines.append(f"{text}  # captured by {captor} {mods[captor]}")
+            lines += _beside(text, f"captured by {captor} {mods[captor]}")
         else:
             lines += textwrap.wrap(text, width, break_long_words=False)
     return "\n".join(lines)
+
+
+def _beside(text: str, comment: str, width: int = 116) -> list[str]:
+    """A line with a comment, or below it, where both are too long for one line."""
+    line = f"{text}  # {comment}"
+    return [line] if len(line) <= width else [*textwrap.wrap(comment, width, initial_indent="# ", subsequent_indent="# "), text]
 
 
 def packer(

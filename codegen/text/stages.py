@@ -33,6 +33,7 @@ def stages_of(
     later: frozenset[str],
     fixed: str,
     moving: str | None = None,
+    to: str | None = None,
 ) -> Stages:
     """For a loop over blocks in which `fixed`, q_idx or kv_idx, stays the same and `moving` does not: what reads memory by `fixed` can
     do so `once`, before the loop, and what reads by `moving` `ahead` of a block's scores. (Triton moves such loads by itself, Gluon
@@ -40,6 +41,7 @@ def stages_of(
 
     results   what the statements compute
     later     other names that are used after them: what the derivative mentions
+    to        the name under which the last stage leaves the one result
     """
 
     def take(symbols: set[str], among: list[Statement]) -> list[Statement]:
@@ -51,10 +53,11 @@ def stages_of(
     once += [s for s in ahead if moving not in s.varies]
     ahead = [s for s in ahead if moving in s.varies]
     rest = [s for s in statements if s not in once and s not in ahead]
-    later = later | {use.name for use in uses_of((*(s.value for s in rest), *results))}
-    names = [tuple(s.name for s in stage if s.name in later) for stage in (once, ahead)]
-    dtypes = tuple(s.dtype for s in ahead if s.name in later)
+    used = later | {use.name for use in uses_of((*(s.value for s in rest), *results))}
+    names = [tuple(s.name for s in stage if s.name in used) for stage in (once, ahead)]
+    dtypes = tuple(s.dtype for s in ahead if s.name in used)
     apart = [s for s in once if fixed not in s.varies] + ahead
+    rest = ending(tuple(rest), results[0], to, later) if to else rest
     once, ahead, rest, apart = map(language.lines, (once, ahead, rest, apart))
     return Stages(once, ahead, rest, *names, dtypes, apart)
 
