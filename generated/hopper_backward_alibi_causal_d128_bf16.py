@@ -207,8 +207,8 @@ class Lists:
 
 
 @aggregate
-class Row:
-    """One of their rows: what a tile visits."""
+class Visits:
+    """What a tile visits: one row of the lists."""
 
     num_blocks: gl.tensor
     indices: gl.tensor
@@ -230,18 +230,18 @@ def place_in(lists, z, h, kv_block):
 
 
 @gluon.jit
-def row_at(lists, place, num_blocks, num_full_blocks):
+def visits_at(lists, place, num_blocks, num_full_blocks):
     """Row number `place` of the lists."""
     full_indices = lists.full_indices + place * lists.full_width
-    return Row(num_blocks, lists.indices + place * lists.width, num_full_blocks, full_indices)
+    return Visits(num_blocks, lists.indices + place * lists.width, num_full_blocks, full_indices)
 
 
 @gluon.jit
-def listed_block(step, row, STEPS: gl.constexpr):
+def listed_block(step, visits, STEPS: gl.constexpr):
     """The query block of a step: the partial blocks first, then the full ones. Past the end, the last one again."""
     at = step // STEPS
-    at = gl.maximum(gl.minimum(at, row.num_blocks + row.num_full_blocks - 1), 0)
-    return gl.load(gl.where(at < row.num_blocks, row.indices + at, row.full_indices + (at - row.num_blocks)))
+    at = gl.maximum(gl.minimum(at, visits.num_blocks + visits.num_full_blocks - 1), 0)
+    return gl.load(gl.where(at < visits.num_blocks, visits.indices + at, visits.full_indices + (at - visits.num_blocks)))
 
 
 @aggregate
@@ -284,6 +284,25 @@ def finish_dq(DQ_SUM, dq_rows, z, h, first_row, Hq, Q_LEN, SM_SCALE):
 
 
 @aggregate
+class Heads:
+    """How many there are: batch entries, heads, and key/value heads of a group of tiles."""
+
+    Z: gl.tensor
+    Zkv: gl.tensor
+    Hkv: gl.tensor
+    GROUP_SIZE: gl.tensor
+    HEADS_PER_GROUP: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, Z, Zkv, Hkv, GROUP_SIZE, HEADS_PER_GROUP):
+        self.Z = Z
+        self.Zkv = Zkv
+        self.Hkv = Hkv
+        self.GROUP_SIZE = GROUP_SIZE
+        self.HEADS_PER_GROUP = HEADS_PER_GROUP
+
+
+@aggregate
 class Place:
     """Of a block of dQ: key/value head, batch entry, query head, and number of the block there."""
 
@@ -301,13 +320,13 @@ class Place:
 
 
 @gluon.jit
-def place_in_dq(number, q_blocks, Z, Zkv, Hkv, GROUP_SIZE):
+def place_in_dq(number, q_blocks, heads):
     """Where a block of dQ lies. Heads have q_blocks of them, and come in the order of tiles."""
-    readers = Z // Zkv * GROUP_SIZE
+    readers = heads.Z // heads.Zkv * heads.GROUP_SIZE
     head = number // (readers * q_blocks)
     reader = number // q_blocks % readers
-    z = head // Hkv + reader // GROUP_SIZE * Zkv
-    return Place(head, z, head % Hkv * GROUP_SIZE + reader % GROUP_SIZE, number % q_blocks)
+    z = head // heads.Hkv + reader // heads.GROUP_SIZE * heads.Zkv
+    return Place(head, z, head % heads.Hkv * heads.GROUP_SIZE + reader % heads.GROUP_SIZE, number % q_blocks)
 
 
 @gluon.jit
@@ -319,16 +338,16 @@ def wait_for_count(pointer, count):
 
 
 @gluon.jit
-def zero_ahead(desc_dq, zeros, tile, tiles, next_group, HEADS_PER_GROUP, Z, Zkv, Hkv, GROUP_SIZE, Q_LEN):
+def zero_ahead(desc_dq, zeros, tile, tiles, next_group, heads, Q_LEN):
     """Zero a tile's share of the sums of dQ of the next group of heads. `tiles` are in every group but the last."""
     q_blocks = gl.cdiv(Q_LEN, 64)
-    per_head = Z // Zkv * GROUP_SIZE * q_blocks
-    first = gl.minimum(next_group * HEADS_PER_GROUP, Zkv * Hkv) * per_head
-    end = gl.minimum((next_group + 1) * HEADS_PER_GROUP, Zkv * Hkv) * per_head
+    per_head = heads.Z // heads.Zkv * heads.GROUP_SIZE * q_blocks
+    first = gl.minimum(next_group * heads.HEADS_PER_GROUP, heads.Zkv * heads.Hkv) * per_head
+    end = gl.minimum((next_group + 1) * heads.HEADS_PER_GROUP, heads.Zkv * heads.Hkv) * per_head
     share = gl.cdiv(end - first, tiles)
     first += tile % tiles * share
     for number in range(first, gl.minimum(first + share, end)):
-        place = place_in_dq(number, q_blocks, Z, Zkv, Hkv, GROUP_SIZE)
+        place = place_in_dq(number, q_blocks, heads)
         for column in gl.static_range(0, 128, 64):
             tma.async_copy_shared_to_global(desc_dq, [place.z, place.h, place.q_block * 64, column], zeros)
 
@@ -336,40 +355,40 @@ def zero_ahead(desc_dq, zeros, tile, tiles, next_group, HEADS_PER_GROUP, Z, Zkv,
 @gluon.jit
 def backward_producer(
     desc_q, desc_do, desc_k, desc_v, desc_tops, desc_delta, desc_dq, zeros, DONE, COUNTER, shared,
-    Z, Zkv, Hkv, GROUP_SIZE, HEADS_PER_GROUP, Q_LEN, KV_LEN,
+    heads, Q_LEN, KV_LEN,
     lists,
 ):
     """Copy the K and V of every tile, and then its blocks of Q and dO with their row statistics. When no tile is left, say which blocks of
     dQ are to be finished."""
     kv_blocks = gl.cdiv(KV_LEN, BLOCK_N)
-    tiles = kv_blocks * Zkv * Hkv
+    tiles = kv_blocks * heads.Zkv * heads.Hkv
     step = 0
     turn = 0
     last_head = 0  # of the tile before, which the consumers may still be at work on
     earlier_head = 0  # and of the one before that, which they are not: they have let go of K and V of the last
-    ZEROED = DONE + Zkv * Hkv
-    group_tiles = kv_blocks * HEADS_PER_GROUP
+    ZEROED = DONE + heads.Zkv * heads.Hkv
+    group_tiles = kv_blocks * heads.HEADS_PER_GROUP
     huge = gl.load(COUNTER + 1)
     tile = gl.atomic_add(COUNTER, 1)  # the first one, too: a program that has not started yet keeps none back
     while tile < tiles:
-        kv_block, head = place_of(tile, kv_blocks, Zkv * Hkv, HEADS_PER_GROUP)
-        z_kv = head // Hkv
-        h_kv = head % Hkv
+        kv_block, head = place_of(tile, kv_blocks, heads.Zkv * heads.Hkv, heads.HEADS_PER_GROUP)
+        z_kv = head // heads.Hkv
+        h_kv = head % heads.Hkv
         next_group = tile // group_tiles + 1
         if next_group > 1:
             wait_for_count(ZEROED + next_group - 1, group_tiles)
-        zero_ahead(desc_dq, zeros, tile, group_tiles, next_group, HEADS_PER_GROUP, Z, Zkv, Hkv, GROUP_SIZE, Q_LEN)
+        zero_ahead(desc_dq, zeros, tile, group_tiles, next_group, heads, Q_LEN)
         told = False  # other programs, what is done
-        for reader in range(0, Z // Zkv * GROUP_SIZE):
-            z = z_kv + reader // GROUP_SIZE * Zkv
-            h = h_kv * GROUP_SIZE + reader % GROUP_SIZE
+        for reader in range(0, heads.Z // heads.Zkv * heads.GROUP_SIZE):
+            z = z_kv + reader // heads.GROUP_SIZE * heads.Zkv
+            h = h_kv * heads.GROUP_SIZE + reader % heads.GROUP_SIZE
             # each listed block of 128 queries is walked in steps of BLOCK_M
             place = place_in(lists, z, h, kv_block)
             num_blocks = gl.load(lists.num_blocks + place)
             num_full_blocks = gl.load(lists.full_num_blocks + place)
             steps = (num_blocks + num_full_blocks) * 2
-            row = row_at(lists, place, num_blocks, num_full_blocks)
-            block = listed_block(0, row, STEPS=2)
+            visits = visits_at(lists, place, num_blocks, num_full_blocks)
+            block = listed_block(0, visits, STEPS=2)
             if reader == 0:
                 # the consumers still store dK and dV of the tile before. What they read again of its numbers is in the
                 # other turn's place
@@ -385,7 +404,7 @@ def backward_producer(
             for i in range(0, steps):
                 start_m = block * 128 + i % 2 * BLOCK_M
                 # a step ahead, so that no copy waits for it
-                block = listed_block(i + 1, row, STEPS=2)
+                block = listed_block(i + 1, visits, STEPS=2)
                 slot = step & 1
                 q_full = shared.q.full.index(slot)
                 mbarrier.wait(shared.q.empty.index(slot), ((step >> 1) & 1) ^ 1)
@@ -405,14 +424,14 @@ def backward_producer(
                 if not told:  # not before: the consumers were waiting
                     if turn > 1:
                         gl.atomic_add(DONE + earlier_head, 1, sem="release")
-                    if next_group * HEADS_PER_GROUP < Zkv * Hkv:
+                    if next_group * heads.HEADS_PER_GROUP < heads.Zkv * heads.Hkv:
                         wait_for_stores()
                         gl.atomic_add(ZEROED + next_group, 1, sem="release")
                     told = True
         if not told:
             if turn > 1:
                 gl.atomic_add(DONE + earlier_head, 1, sem="release")
-            if next_group * HEADS_PER_GROUP < Zkv * Hkv:
+            if next_group * heads.HEADS_PER_GROUP < heads.Zkv * heads.Hkv:
                 wait_for_stores()
                 gl.atomic_add(ZEROED + next_group, 1, sem="release")
         earlier_head = last_head
@@ -423,7 +442,7 @@ def backward_producer(
     # no tile is left. Blocks of dQ, of those heads first whose tiles were drawn first; and before them one past the
     # end, with which the consumers say that they have done with the last tile
     q_blocks = gl.cdiv(Q_LEN, DQ_ROWS)
-    dq_blocks = Z * Hkv * GROUP_SIZE * q_blocks
+    dq_blocks = heads.Z * heads.Hkv * heads.GROUP_SIZE * q_blocks
     dq_block = tile - tiles
     mbarrier.wait(shared.tiles.empty, (turn & 1) ^ 1)
     if turn > 1:
@@ -435,7 +454,7 @@ def backward_producer(
         gl.atomic_add(DONE + last_head, 1, sem="release")
     turn += 1
     while dq_block < dq_blocks:
-        place = place_in_dq(dq_block, q_blocks, Z, Zkv, Hkv, GROUP_SIZE)
+        place = place_in_dq(dq_block, q_blocks, heads)
         wait_for_count(DONE + place.head, kv_blocks)  # other programs may be at work on its tiles
         mbarrier.wait(shared.tiles.empty, (turn & 1) ^ 1)
         hand_out(shared.tiles, turn, BLOCK, -2 - place.q_block)
@@ -665,6 +684,7 @@ def hopper_backward(
         mask_stride_z, mask_stride_h, mask_rows, full_mask_rows,
         q_num_blocks, q_indices, full_q_num_blocks, full_q_indices,
     )
+    heads = Heads(Z, Zkv, Hkv, GROUP_SIZE, HEADS_PER_GROUP)
     dq_rows = Rows(DQ, stride_dqz, stride_dqh, stride_dqm)
     gl.warp_specialize([
         (backward_consumer, (
@@ -683,7 +703,7 @@ def hopper_backward(
         )),
         (backward_producer, (
             desc_q, desc_do, desc_k, desc_v, desc_tops, desc_delta, desc_dq, zeros, DONE, COUNTER, shared,
-            Z, Zkv, Hkv, GROUP_SIZE, HEADS_PER_GROUP, Q_LEN, KV_LEN,
+            heads, Q_LEN, KV_LEN,
             lists,
         )),
     ], [4, 1], [240, 24])

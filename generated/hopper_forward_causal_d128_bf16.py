@@ -166,8 +166,8 @@ class Lists:
 
 
 @aggregate
-class Row:
-    """One of their rows: what a tile visits."""
+class Visits:
+    """What a tile visits: one row of the lists."""
 
     num_blocks: gl.tensor
     indices: gl.tensor
@@ -189,18 +189,18 @@ def place_in(lists, z, h, q_block):
 
 
 @gluon.jit
-def row_at(lists, place, num_blocks, num_full_blocks):
+def visits_at(lists, place, num_blocks, num_full_blocks):
     """Row number `place` of the lists."""
     full_indices = lists.full_indices + place * lists.full_width
-    return Row(num_blocks, lists.indices + place * lists.width, num_full_blocks, full_indices)
+    return Visits(num_blocks, lists.indices + place * lists.width, num_full_blocks, full_indices)
 
 
 @gluon.jit
-def listed_block(step, row, STEPS: gl.constexpr):
+def listed_block(step, visits, STEPS: gl.constexpr):
     """The KV block of a step: the partial blocks first, then the full ones. Past the end, the last one again."""
     at = step // STEPS
-    at = gl.maximum(gl.minimum(at, row.num_blocks + row.num_full_blocks - 1), 0)
-    return gl.load(gl.where(at < row.num_blocks, row.indices + at, row.full_indices + (at - row.num_blocks)))
+    at = gl.maximum(gl.minimum(at, visits.num_blocks + visits.num_full_blocks - 1), 0)
+    return gl.load(gl.where(at < visits.num_blocks, visits.indices + at, visits.full_indices + (at - visits.num_blocks)))
 
 
 @gluon.jit
@@ -280,12 +280,12 @@ def forward_producer(
         mbarrier.arrive(shared.tiles.full.index(turn & 1), count=1)
 
         steps = num_blocks + num_full_blocks
-        row = row_at(lists, place, num_blocks, num_full_blocks)
-        block = listed_block(0, row, STEPS=1)
+        visits = visits_at(lists, place, num_blocks, num_full_blocks)
+        block = listed_block(0, visits, STEPS=1)
         for i in range(0, steps):
             start_n = block * 128
             # a step ahead, so that no copy waits for it
-            block = listed_block(i + 1, row, STEPS=1)
+            block = listed_block(i + 1, visits, STEPS=1)
             slot = step % STAGES
             free = ((step // STAGES) & 1) ^ 1
             mbarrier.wait(shared.k.empty.index(slot), free)
@@ -337,17 +337,17 @@ def forward_consumer(
         l_i = gl.full([64], 0.0, gl.float32, layout=QUERIES)
         num_blocks = handed_out(shared.tiles, turn, BLOCKS)
         num_full_blocks = handed_out(shared.tiles, turn, FULL_BLOCKS)
-        row = row_at(lists, place_in(lists, z, h, q_block), num_blocks, num_full_blocks)
+        visits = visits_at(lists, place_in(lists, z, h, q_block), num_blocks, num_full_blocks)
         steps = num_blocks + num_full_blocks
         if steps > 0:
             mbarrier.wait(shared.q.full.index(CONSUMER), q_turn & 1)
-            block = listed_block(0, row, STEPS=1)
+            block = listed_block(0, visits, STEPS=1)
 
             # partial blocks but the last, one after another
             first = gl.maximum(num_blocks - 1, 0)
             for i in range(0, first):
                 start_n = block * 128
-                block = listed_block(i + 1, row, STEPS=1)
+                block = listed_block(i + 1, visits, STEPS=1)
                 slot = step % STAGES
                 phase = (step // STAGES) & 1
                 mbarrier.wait(shared.k.full.index(slot), phase)
@@ -370,7 +370,7 @@ def forward_consumer(
 
             # the block that fills the pipeline: the last partial one, or a full one if there is none
             start_n = block * 128
-            block = listed_block(first + 1, row, STEPS=1)
+            block = listed_block(first + 1, visits, STEPS=1)
             slot = step % STAGES
             mbarrier.wait(shared.k.full.index(slot), (step // STAGES) & 1)
             k = shared.k.buffers.index(slot).reshape([BLOCK_N, 128])
@@ -386,7 +386,7 @@ def forward_consumer(
 
             for i in range(first + 1, steps):
                 start_n = block * 128
-                block = listed_block(i + 1, row, STEPS=1)
+                block = listed_block(i + 1, visits, STEPS=1)
                 v_slot = step % STAGES
                 v_phase = (step // STAGES) & 1
                 step += 1
