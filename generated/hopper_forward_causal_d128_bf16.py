@@ -271,6 +271,7 @@ def forward_producer(
         place = place_in(lists, z, h, q_block)
         num_blocks = gl.load(lists.num_blocks + place)
         num_full_blocks = gl.load(lists.full_num_blocks + place)
+        visits = visits_at(lists, place, num_blocks, num_full_blocks)
         mbarrier.wait(shared.tiles.empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
         hand_out(shared.tiles, turn, Q_BLOCK, q_block)
         hand_out(shared.tiles, turn, BATCH, z)
@@ -280,7 +281,6 @@ def forward_producer(
         mbarrier.arrive(shared.tiles.full.index(turn & 1), count=1)
 
         steps = num_blocks + num_full_blocks
-        visits = visits_at(lists, place, num_blocks, num_full_blocks)
         block = listed_block(0, visits, STEPS=1)
         for i in range(0, steps):
             start_n = block * 128
