@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from .codegen.compiling import runs_uncompiled
@@ -13,20 +11,13 @@ from .codegen.run.call import Bound, Rows
 from .codegen.run.forward import forward
 
 
-class Wanted(NamedTuple):
-    """What is asked of a call beside out and lse."""
-
-    output_max: bool
-    deterministic: bool
-
-
-def differentiable(bound: Bound, wanted: Wanted) -> tuple:
-    """out, lse and max_scores (or None) of a call of which a gradient is wanted."""
-    captured = [_apart(t) for t in bound.captured]
+def differentiable(bound: Bound, captured: list[torch.Tensor], output_max: bool, deterministic: bool) -> tuple:
+    """out, lse and max_scores (or None) of a call of which a gradient is wanted. `captured`: the tensors that score_mod captures."""
     if captured:
+        captured = [_apart(t) for t in captured]
         graph, values = bound.score
         bound = bound._replace(score=(graph, [*captured, *values[len(captured) :]]))
-    return _Attention.apply(bound, wanted, bound.q, bound.k, bound.v, *captured)
+    return _Attention.apply(bound, output_max, deterministic, bound.q, bound.k, bound.v, *captured)
 
 
 @runs_uncompiled
@@ -34,19 +25,15 @@ class _Attention(torch.autograd.Function):
     """The forward pass, and a backward pass that recomputes the weights from Rows."""
 
     @staticmethod
-    def forward(ctx, bound: Bound, wanted: Wanted, q, k, v, *captured):
-        out, lse, max_scores, rows = forward(bound._replace(q=q, k=k, v=v), output_max=wanted.output_max, output_rows=True)
-        score, mask = bound.score, bound.mask
+    def forward(ctx, bound: Bound, output_max: bool, deterministic: bool, q, k, v, *captured):
+        out, lse, max_scores, rows = forward(bound, output_max=output_max, output_rows=True)
+        _, _, _, inputs, scale, score, mask, lists, transposed, options = bound
         mask_tensors = mask[1][: len(mask[0].tensors)] if mask else []
         # tensors are saved by autograd, which notices if they are overwritten before the backward pass
-        ctx.bound = bound._replace(
-            q=None,
-            k=None,
-            v=None,
-            score=score and (score[0], score[1][len(captured) :]),
-            mask=mask and (mask[0], mask[1][len(mask_tensors) :]),
-        )
-        ctx.deterministic, ctx.raw_rows, ctx.count = wanted.deterministic, rows.raw, len(captured)
+        score = score and (score[0], score[1][len(captured) :])
+        mask = mask and (mask[0], mask[1][len(mask_tensors) :])
+        ctx.bound = Bound(None, None, None, inputs, scale, score, mask, lists, transposed, options)
+        ctx.deterministic, ctx.raw_rows, ctx.count = deterministic, rows.raw, len(captured)
         ctx.save_for_backward(q, k, v, out, rows.values, *captured, *mask_tensors)
         ctx.set_materialize_grads(False)
         if max_scores is not None:
@@ -65,19 +52,19 @@ class _Attention(torch.autograd.Function):
         bound = ctx.bound._replace(
             q=q, k=k, v=v, score=score and (score[0], [*captured, *score[1]]), mask=mask and (mask[0], [*mask_tensors, *mask[1]])
         )
-        differentiated = frozenset(i for i, needed in enumerate(ctx.needs_input_grad[5:]) if needed)
+        differentiated = frozenset(i for i, needed in enumerate(ctx.needs_input_grad[6:]) if needed)
         d_out = torch.zeros_like(out) if d_out is None else d_out
         with torch.no_grad():
             rows = Rows(values, ctx.raw_rows)
             *gradients, of_captured = backward(bound, out, rows, d_out, d_lse, wanted=differentiated, deterministic=ctx.deterministic)
         found = [
-            *(g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad[2:5], strict=True)),
+            *(g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad[3:6], strict=True)),
             *(of_captured.get(i) for i in range(ctx.count)),
         ]
         if torch.is_grad_enabled():  # create_graph=True: what is made of these gradients must not pass for differentiable
             anchor = next(t for t in (q, k, v, *captured) if t.requires_grad)
             found = [g if g is None else _Once.apply(anchor, g) for g in found]
-        return None, None, *found
+        return None, None, None, *found
 
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:

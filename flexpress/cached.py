@@ -111,13 +111,14 @@ def _attend(query, where: Cached, q_offset, k_cache, v_cache, score_mod, mask_mo
     q = query.transpose(0, 1)[None] if ragged else query
     k, v = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
     KV_LEN = k.shape[2] * (1 if where.pages is None else where.pages.shape[1])
+    extents = where.kv_lens.shape[0], q.shape[1], where.max_q if ragged else q.shape[2], KV_LEN
     if ragged:
         out = query.new_empty((*query.shape[:2], v.shape[3]))
         to_fill = out.transpose(0, 1)[None]
     else:
         to_fill = out = output_like(q, v.shape[3])
     lse = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
-    if 0 in (out.numel(), KV_LEN, where.kv_lens.shape[0], where.max_q, k.shape[0]):
+    if out.numel() == 0 or k.shape[0] == 0 or 0 in extents:
         return out.zero_(), lse.fill_(float("-inf"))
 
     if batch_invariant:
@@ -138,7 +139,7 @@ def _attend(query, where: Cached, q_offset, k_cache, v_cache, score_mod, mask_mo
         return _bound(mod, kind, q.device)
 
     scale = checks.check_scale(scale, q.shape[3])
-    attend_cached(CachedCall(q, k, v, to_fill, lse, scale, where, q_offset, checks.DEFAULT, by_position, by_number))
+    attend_cached(CachedCall(q, k, v, to_fill, lse, extents, scale, where, q_offset, checks.DEFAULT, by_position, by_number))
     return out, lse
 
 

@@ -17,7 +17,7 @@ import torch
 
 from flexpress import checks
 from flexpress.arguments import block_size, checked, read_mask
-from flexpress.autograd import Wanted, differentiable
+from flexpress.autograd import differentiable
 from flexpress.mask_mods import same_mod
 
 from .codegen.mod.bind import bind
@@ -26,6 +26,8 @@ from .codegen.mod.tensors import check_inputs, check_kind, read_captured
 from .codegen.run.call import Bound
 from .codegen.run.forward import forward
 from .codegen.run.masks import automatic_lists
+
+_bound = tuple.__new__  # Bound's own is a function in Python, which is a part of what a call takes
 
 
 def bound(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, starts_of=None) -> Bound:
@@ -58,17 +60,17 @@ def bound(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_op
         starts = starts_of(*size) if starts_of else ()
         make = partial(automatic_lists, extents=inputs.extents, device=inputs.device, size=size, starts=starts)
         lists, transposed = make(mask), partial(make, transposed=True)
-    return Bound(q, k, v, inputs, scale, score, mask, lists, transposed, options)
+    return _bound(Bound, (q, k, v, inputs, scale, score, mask, lists, transposed, options))
 
 
 def attend(call: Bound, output_max: bool, deterministic: bool) -> tuple:
     """out, lse and max_scores (None if they are not wanted)."""
     try:
-        q, k, v = call[:3]
-        if torch.is_grad_enabled() and (
-            q.requires_grad or k.requires_grad or v.requires_grad or (call.score and any([t.requires_grad for t in call.captured]))
-        ):
-            return differentiable(call, Wanted(output_max, deterministic or torch.are_deterministic_algorithms_enabled()))
+        if torch.is_grad_enabled():
+            q, k, v, _, _, score, _, _, _, _ = call
+            captured = score[1][: len(score[0].tensors)] if score else ()
+            if q.requires_grad or k.requires_grad or v.requires_grad or any([t.requires_grad for t in captured]):
+                return differentiable(call, captured, output_max, deterministic or torch.are_deterministic_algorithms_enabled())
         return forward(call, output_max=output_max)[:3]
     except RuntimeError:
         for name, tensor in (("query", call.q), ("key", call.k), ("value", call.v)):  # one whose looks passed, but without address?

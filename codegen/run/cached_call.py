@@ -25,6 +25,7 @@ class CachedCall:
     q, k, v       (Z, Hq, Q_LEN, D_QK), (Zkv, Hkv, KV_LEN, D_QK) and (Zkv, Hkv, KV_LEN, D_V), any strides; with cached.cu_q q is
                   (1, Hq, T, D_QK), with cached.pages Zkv is the number of pages and KV_LEN their size
     out, lse      to be filled: (Z, Hq, Q_LEN, D_V) and float32 (Z, Hq, Q_LEN); with cached.cu_q (1, Hq, T, D_V) and (T, Hq)
+    extents       Z, Hq, the most queries of a sequence, and the most keys of one
     q_offset      int32 [Z], the position of each sequence's first query, or None: its queries are its last positions
     by_position   from "score" or "mask" to the bound mod, of positions in a sequence; None where there is no score_mod
     by_number     the same of the numbers of queries in a sequence. Its mask_mod also hides keys past the sequence's end; None for one query
@@ -36,19 +37,13 @@ class CachedCall:
     v: torch.Tensor
     out: torch.Tensor
     lse: torch.Tensor
+    extents: tuple[int, int, int, int]
     scale: float
     cached: Cached
     q_offset: torch.Tensor | None
     options: Options
     by_position: Callable[[str], tuple | None]
     by_number: Callable[[str], tuple | None]
-
-    @functools.cached_property
-    def extents(self) -> tuple[int, int, int, int]:
-        """Z, Hq, the most queries of a sequence, and the most keys of one."""
-        cached, q, k = self.cached, self.q, self.k
-        Z, Q_LEN = (q.shape[0], q.shape[2]) if cached.cu_q is None else (cached.cu_q.shape[0] - 1, cached.max_q)
-        return Z, q.shape[1], Q_LEN, k.shape[2] * (1 if cached.pages is None else cached.pages.shape[1])
 
     @property
     def layouts(self) -> tuple:

@@ -84,17 +84,17 @@ class Cached:
     invariant: bool = False
 
     @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """By the names of decode's parameters."""
-        found = {
-            "CU_Q": self.cu_q,
-            "KV_LENS": self.kv_lens,
-            "KV_LOCS": self.kv_locs,
-            "PAGES": self.pages,
-            "K_SCALES": self.k_scales,
-            "V_SCALES": self.v_scales,
-        }
-        return {name: t for name, t in found.items() if t is not None}
+    def tensors(self) -> list[torch.Tensor]:
+        """Those that there are."""
+        found = self.cu_q, self.kv_lens, self.kv_locs, self.pages, self.k_scales, self.v_scales
+        return [t for t in found if t is not None]
+
+    @property
+    def named(self) -> dict[str, torch.Tensor]:
+        """The same by the names of parameters."""
+        found = self.cu_q, self.kv_lens, self.kv_locs, self.pages, self.k_scales, self.v_scales
+        names = "CU_Q", "KV_LENS", "KV_LOCS", "PAGES", "K_SCALES", "V_SCALES"
+        return {name: t for name, t in zip(names, found, strict=True) if t is not None}
 
     @property
     def structure(self) -> tuple:

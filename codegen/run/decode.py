@@ -110,16 +110,15 @@ class DecodeCached(_Planned):
         lists = mask and call.lists(mask, call.extents[2])
         keys = keys_of(score, mask, call.extents)
         key = (*call.layouts, call.scale, *keys, lists and lists.structure, *call.cached.structure)
-        tensors = {"K": call.k, "V": call.v, "Q": call.q, "O": call.out, "LSE": call.lse, **call.cached.tensors}
+        tensors = [call.k, call.v, call.q, call.out, call.lse, *call.cached.tensors]
         kernels = _ready.get(key)
         if kernels is None:
             made = self._call(call, keys, lists)
-            names = (*tensors, *(lists.tensors() if lists else ()))
+            names = ("K", "V", "Q", "O", "LSE", *call.cached.named, *(lists.tensors() if lists else ()))
             kernels = _ready[key] = Kernels(planned(_plans, self, made), made, names, lists)
         else:
             INFO.hits += 1
-        given = list(tensors.values())
-        kernels.run(given, addresses_of(given), score and score[1], mask and mask[1], lists)
+        kernels.run(tensors, addresses_of(tensors), score and score[1], mask and mask[1], lists)
 
     def _call(self, call: CachedCall, keys: tuple[Mod | None, Mod | None], lists: BlockLists | None) -> DecodeCall:
         q, k, v, cached = call.q, call.k, call.v, call.cached
@@ -162,19 +161,22 @@ def _division(
     return rows, parts_of(KV_LEN, programs, Z, available, **structure)
 
 
-class Parts(NamedTuple):
+class Parts:
     """The memory for parts: elements of PART, PART_SHARE, PART_MAX and PART_COUNT, each a multiple of 16 bytes."""
 
-    sizes: tuple[int, ...]
+    def __init__(self, rows: int, splits: int, d_v: int) -> None:
+        self.sizes = [-(-rows * n // 4) * 4 for n in (splits * d_v, splits, splits, 1)]
+        self.room = sum(self.sizes)
+        self._offsets = list(accumulate([4 * size for size in self.sizes[:-1]], initial=0))
 
     def tensors(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         """By the names of parameters."""
-        part, share, largest, count = buffer.split(list(self.sizes))
+        part, share, largest, count = buffer.split(self.sizes)
         return dict(zip(_PARTS, (part, share, largest, count.view(torch.int32)), strict=True))
 
     def addresses(self, start: int) -> list[int]:
         """The same."""
-        return list(accumulate([4 * size for size in self.sizes[:-1]], initial=start))
+        return [start + offset for offset in self._offsets]
 
 
 class Kernels:
@@ -200,7 +202,7 @@ class Kernels:
         self.parts = None
         if split.room:
             self.rows = call.tokens * Hq * (1 if case.ragged else Z)
-            self.parts = Parts(tuple(-(-self.rows * n // 4) * 4 for n in (split.room * case.d_v, split.room, split.room, 1)))
+            self.parts = Parts(self.rows, split.room, case.d_v)
             outer, *inner = [numbers[name] for name in STRIDES["o"]]  # of sequences, heads, queries
             middle, inner, sizes = (*inner[::-1], (call.tokens, Hq)) if case.ragged else (*inner, (Hq, Q_LEN))
             numbers |= {"stride_outer": outer, "stride_middle": middle, "stride_inner": inner, "MIDDLE": sizes[0], "INNER": sizes[1]}
@@ -214,7 +216,7 @@ class Kernels:
         device, captured = out.device, mod_values(self.plan, score, mask)
         buffer = None
         if self.parts:
-            buffer = torch.empty(sum(self.parts.sizes), dtype=torch.float32, device=device)
+            buffer = torch.empty(self.parts.room, dtype=torch.float32, device=device)
             if self.ragged:  # tokens after the last sequence's have no parts
                 buffer[-self.parts.sizes[-1] :].zero_()
         elif self.ragged:
@@ -243,9 +245,9 @@ class Kernels:
             addresses += self.parts.addresses(buffer.data_ptr())
         with on(device):
             stream = torch._C._cuda_getCurrentRawStream(device.index)
-            self.launch.again(tensors, addresses, plain, stream)
+            self.launch.again(stream, addresses, tensors, plain)
             if self.parts:
-                self.combine.again(tensors, addresses, [], stream)
+                self.combine.again(stream, addresses, tensors, [])
         return True
 
     def _first(self, tensors: list[torch.Tensor], buffer, captured: list, lists: BlockLists | None, device: torch.device) -> None:

@@ -120,16 +120,19 @@ class Runner:
         self, tensors: list[torch.Tensor], addresses: list[int] | None, score: list | None, mask: list | None, lists: BlockLists | None
     ) -> None:
         """Fill the outputs among `tensors`. `addresses`: theirs, if all are aligned."""
-        device, captured = tensors[0].device, mod_values(self.plan, score, mask)
-        if self.launch.again and addresses is not None:
+        device, captured, again = tensors[0].device, mod_values(self.plan, score, mask), self.launch.again
+        if again and addresses is not None:
+            if device.index != torch._C._cuda_getDevice():
+                with torch.cuda.device(device):
+                    self.run(tensors, addresses, score, mask, lists)
+                return
             plain, tables = plain_values(captured), lists.addresses if lists else ()
             if plain is not None and tables is not None:
                 addresses += tables
-                with on(device):
-                    stream = torch._C._cuda_getCurrentRawStream(device.index)
-                    if self.programs:
-                        addresses.append(counter(device, stream).data_ptr())
-                    self.launch.again(tensors, addresses, plain, stream)
+                stream = torch._C._cuda_getCurrentRawStream(device.index)
+                if self.programs:
+                    addresses.append(counter(device, stream).data_ptr())
+                again(stream, addresses, tensors, plain)
                 return
         named = dict(zip(self.names, (*tensors, *(lists.tables if lists else ())), strict=True))
         if self.programs:

@@ -15,7 +15,7 @@ from ..device.cuda import DoesNotFit
 from ..device.kernel import Kernel, kernel_for
 from ..device.tma import descriptor
 from ..plan.tiles import Tile, next_smaller
-from ..text.parameters import packer
+from ..text.parameters import launcher, packer
 from ..text.spec import KernelSpec
 
 _MAPS = 64  # kept of a launch: those of a training step's layers
@@ -35,7 +35,7 @@ class Launch:
     The first launch finds the compiled variant. From then on, if its tensors were 16-byte aligned and its numbers fit into 32 bits, `again`
     is a function that launches it by packing arguments alone:
 
-        again(tensors, addresses, captured, stream)     `tensors` in their order, all 16-byte aligned, their addresses, and `captured` as
+        again(stream, addresses, tensors, captured)     `tensors` in their order, all 16-byte aligned, their addresses, and `captured` as
                                                         plain_values gives it. The device is the current one
     """
 
@@ -43,12 +43,11 @@ class Launch:
         self.spec, self.kernel = spec, kernel_for(spec)
         taken = {p.name for p in spec.parameters}
         numbers = {name: value for name, value in numbers.items() if name in taken}
-        self._long = packer(spec.parameters, numbers, whole=Numbers)
+        self._long = packer(spec.parameters, numbers, Numbers)
         self._descriptors = [p for p in spec.parameters if p.is_descriptor]
-        self._order, self._repeats = order, order is not None and plain_values(numbers.values()) is not None
-        self._short = packer(spec.parameters, numbers, order) if order else None
+        self._order, self._numbers, self._repeats = order, numbers, order is not None and plain_values(numbers.values()) is not None
         self._blocks: dict[tuple[int, ...], list] = {}  # of descriptors, by constants
-        self.again: Callable[[list, list, list, int], None] | None = None
+        self.again: Callable[[int, list, list, list], None] | None = None
 
     def arguments(self, tensors: dict[str, torch.Tensor], captured: Iterable, constants: dict[str, int]) -> list:
         """In the order of the kernel's parameters, without constants."""
@@ -93,15 +92,15 @@ class Launch:
         if function and self._repeats and plain_values((*tensors.values(), *captured)) is not None:
             self.again = self._repeater(function, (*grid, 1, 1)[:3], constants)  # other threads take the short way at once
 
-    def _repeater(self, function, grid: tuple[int, int, int], constants: dict[str, int]) -> Callable[[list, list, list, int], None]:
+    def _repeater(self, function, grid: tuple[int, int, int], constants: dict[str, int]) -> Callable[[int, list, list, list], None]:
         """The short way."""
-        launch, short, (x, y, z) = function.launch_plain, self._short, grid
+        launch = launcher(self.spec.parameters, self._numbers, self._order, function.launch_plain, grid)
         if not self._descriptors:
-            return lambda tensors, addresses, captured, stream: launch(x, y, z, stream, short(addresses, (), captured))
+            return launch  # which takes no descriptors from `tensors`
         described = itemgetter(*(self._order.index(p.of) for p in self._descriptors))
         maps: dict[tuple[int, ...], list] = {}  # by addresses
 
-        def again(tensors: list, addresses: list, captured: list, stream: int) -> None:
+        def again(stream: int, addresses: list, tensors: list, captured: list) -> None:
             key = described(addresses)
             expanded = maps.get(key)
             if expanded is None:
@@ -109,7 +108,7 @@ class Launch:
                     maps.clear()
                 named = dict(zip(self._order, tensors, strict=False))
                 expanded = maps[key] = function.expanded(self._described_by(named, constants))
-            launch(x, y, z, stream, short(addresses, expanded, captured))
+            launch(stream, addresses, expanded, captured)
 
         return again
 

@@ -49,7 +49,7 @@ def update(
     )
     outer = "mh" if ragged else "zmh"
     values = {
-        **{"K": k, "V": v, "K_CACHE": k_cache, "V_CACHE": v_cache, "OFFSETS": offsets, **cached.tensors},
+        **{"K": k, "V": v, "K_CACHE": k_cache, "V_CACHE": v_cache, "OFFSETS": offsets, **cached.named},
         **{"Hkv": Hkv, "Q_LEN": Q_LEN, "CAPACITY": capacity, "Z": Z, "T": k.shape[0], "ENTRIES": k_cache.shape[0]},
         **named_strides("k", outer, k.stride()),
         **named_strides("v", outer, v.stride()),

@@ -110,29 +110,47 @@ def _beside(text: str, comment: str, width: int = 116) -> list[str]:
     return [line] if len(line) <= width else [*textwrap.wrap(comment, width, initial_indent="# ", subsequent_indent="# "), text]
 
 
-def packer(
-    parameters: tuple[Parameter, ...], fixed: dict[str, object], given: tuple[str, ...] | None = None, whole: Callable | None = None
-) -> Callable:
-    """A function of arguments, a list of descriptors, and a list of what mods capture: all of a kernel's arguments in its order.
+def packer(parameters: tuple[Parameter, ...], fixed: dict[str, object], whole: Callable) -> Callable:
+    """A function of a dict of arguments by names, a list of descriptors, and a list of what mods capture: all of a kernel's arguments in
+    its order.
 
     fixed   numbers that are the same in every call; those that the kernel does not take are left out
-    given   names of the function's arguments, which are a list in this order; None: they are a dict by names
-    whole   makes one argument of a run of `fixed`
+    whole   makes one argument of a run of them
     """
+    fields, runs = _fields(parameters, fixed, lambda name: f"given[{name!r}]")
+    known = {place: whole(run) for place, run in runs.items()}
+    return _compiled(f"lambda {', '.join(known)}: lambda given, descriptors, captured: [{', '.join(fields)}]")(*known.values())
+
+
+def launcher(
+    parameters: tuple[Parameter, ...], fixed: dict[str, object], order: tuple[str, ...], launch: Callable, grid: tuple
+) -> Callable:
+    """A function of a stream and the same, but of a list of arguments, that calls launch(*grid, stream, all of a kernel's arguments).
+
+    order   names of the list's arguments
+    """
+    fields, known = _fields(parameters, fixed, lambda name: f"given[{order.index(name)}]")
+    fields = [f"*{field}" if field in known else field for field in fields]
+    inner = f"lambda stream, given, descriptors, captured: launch(x, y, z, stream, [{', '.join(fields)}])"
+    return _compiled(f"lambda {', '.join(('launch', 'x', 'y', 'z', *known))}: {inner}")(launch, *grid, *known.values())
+
+
+def _fields(parameters: tuple[Parameter, ...], fixed: dict, given: Callable[[str], str]) -> tuple[list[str], dict[str, tuple]]:
+    """The arguments as Python, and runs of fixed numbers by the names that they have in it."""
 
     def kind_of(p: Parameter) -> str:
         return "descriptors" if p.is_descriptor else "captured" if p.is_captured else "fixed" if p.name in fixed else "given"
 
-    fields, known = [], {}
+    fields, runs = [], {}
     for kind, group in groupby((p for p in parameters if p.type != "constexpr"), kind_of):
         names = [p.name for p in group]
         if kind == "fixed":
-            run, place = tuple(fixed[name] for name in names), f"fixed_{len(known)}"
-            known[place] = whole(run) if whole else run
-            fields.append(place if whole else f"*{place}")
+            place = f"fixed_{len(runs)}"
+            runs[place] = tuple(fixed[name] for name in names)
+            fields.append(place)
         else:
-            fields += [f"given[{given.index(name) if given else repr(name)}]" for name in names] if kind == "given" else [f"*{kind}"]
-    return _compiled(f"lambda {', '.join(known)}: lambda given, descriptors, captured: [{', '.join(fields)}]")(*known.values())
+            fields += map(given, names) if kind == "given" else [f"*{kind}"]
+    return fields, runs
 
 
 @remembered("argument lists", 1024)

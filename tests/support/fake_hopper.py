@@ -39,6 +39,7 @@ def pass_for_hopper(monkeypatch, variant: Callable[[str], Variant], multiprocess
         monkeypatch.setattr(module, "on", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(devices, "capability_of", lambda _: (9, 0))
     monkeypatch.setattr(binary, "obtain", lambda name, *_: (variant(name), False))
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)  # as the index of "cpu"
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
