@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from ..mod.expr import INDEX_BOUND, ModGraph
 from ..mod.intervals import analyse
 from ..mod.op import kind
 from ..text.layouts import layouts_of
-from ..text.mod_text import ModText, mod_text
+from ..text.mod_text import FIND, ModText, mod_text
 from ..text.parameters import Parameter, constants, numbers, pointer
 from ..text.snippet import Target
 from ..text.spec import KernelSpec
@@ -31,10 +32,15 @@ class ZoneText:
     text: ModText
 
     @property
+    def names(self) -> tuple[str, str]:
+        """Of the tensors in which its values are kept."""
+        return f"{self.name}_min", f"{self.name}_max"
+
+    @property
     def parameters(self) -> tuple[Parameter, ...]:
-        """Where its values are kept."""
+        """Which take them."""
         shape = f"[Zm, Hm, {'rows' if self.axis == 'q_idx' else 'columns'}], of a part of {self.axis}"
-        return pointer(f"{self.name}_min", self.dtype, shape), pointer(f"{self.name}_max", self.dtype, shape)
+        return tuple(pointer(name, self.dtype, shape) for name in self.names)
 
 
 _ZONE_DTYPES = {"bool": ("int8", "int32"), "float": ("float32", "float32"), "int": ("int64", "int64")}
@@ -53,10 +59,16 @@ class MaskTexts:
 
     def named(self, captured: list) -> dict[str, object]:
         """The kernels' arguments by name, from what the mask_mod captures."""
-        found: dict[str, object] = {}
-        for text in (self.mask, self.verdict, *(zone.text for zone in self.zones)):
-            found |= text.named(captured)
-        return found
+        return {
+            name: captured[index] if what == "value" else FIND[what](captured[index], dim)
+            for name, (what, index, dim) in self._recipe.items()
+        }
+
+    @functools.cached_property
+    def _recipe(self) -> dict[str, tuple]:
+        """Of all texts, which share most of it."""
+        texts = self.mask, self.verdict, *(zone.text for zone in self.zones)
+        return {name: step for text in texts for name, step in zip(text.args, text.recipe, strict=True)}
 
 
 def parts_of(graph: ModGraph) -> tuple[ModGraph, ...]:

@@ -84,11 +84,10 @@ class BlockGrid:
         else:
             plan = _plans[key] = _MaskPlan(mask_texts(bound, extents, self.backend))
         self.plan: _MaskPlan = plan
-        self.values = {
-            **dict(zip(("q_starts", "kv_starts"), starts, strict=False)),
-            **{"Hm": H, "rows": rows, "columns": columns, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN},
-            **plan.texts.named(self.captured),
-        }
+        self.values = plan.texts.named(self.captured)
+        self.values |= {"Hm": H, "rows": rows, "columns": columns, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN}
+        if starts:
+            self.values["q_starts"], self.values["kv_starts"] = starts
         self.values |= self._measured()
 
     def _launch(self, kernel: Kernel, grid: int, constants: tuple[int, ...], num_warps: int = 4, **tensors) -> None:
@@ -101,13 +100,11 @@ class BlockGrid:
         zones = self.plan.texts.zones
         if not zones:
             return {}
-        maps = {
-            parameter.name: torch.empty(
-                (Z, H, rows if zone.axis == "q_idx" else columns), dtype=getattr(torch, zone.dtype), device=self.device
-            )
-            for zone in zones
-            for parameter in zone.parameters
-        }
+        maps = {}
+        for zone in zones:
+            for name in zone.names:
+                shape = Z, H, rows if zone.axis == "q_idx" else columns
+                maps[name] = torch.empty(shape, dtype=getattr(torch, zone.dtype), device=self.device)
         kernel = self.plan.kernel(zones_spec, self.size, self.backend, bool(self.starts))
         self._launch(kernel, Z * H * (rows + columns), (ZONE_TILE,), num_warps=1, **maps)
         return maps
@@ -228,7 +225,7 @@ def _starts(cu_seqlens: torch.Tensor, total: int, block: int, rest: int) -> tupl
     if rest:
         made.append(torch.full((ranges,), sequences, dtype=torch.int32, device=device))
     kernel = kernel_for(starts_spec(block, backend_of(device.type), bool(rest)))
-    values = {"cu_seqlens": cu_seqlens, **dict(zip(("starts", "sequences"), made, strict=False)), "RANGES": ranges, "TOTAL": total}
+    values = {"cu_seqlens": cu_seqlens, "starts": made[0], "sequences": made[-1], "RANGES": ranges, "TOTAL": total}
     kernel.launch((sequences + rest,), kernel.spec.arguments(values), device, (STARTS_CHUNK,), num_warps=4, num_stages=1)
     return tuple(made)
 

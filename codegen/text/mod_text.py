@@ -19,7 +19,7 @@ from .parameters import Parameter
 from .snippet import DistanceText, Snippet, SumText, Target
 from .stages import Stages, ending, stages_of
 
-_FIND = {
+FIND = {  # what a recipe asks of a captured tensor
     "size": lambda tensor, dim: tensor.shape[dim],
     "stride": lambda tensor, dim: tensor.stride(dim),
     "vectors": lambda tensor, dim: tensor.stride(dim) * tensor.element_size() // 16,
@@ -73,7 +73,7 @@ class ModText:
 
     def values(self, captured: list) -> list:
         """The kernel arguments, in the order of `parameters`, from the mod's captured values (tensors, then numbers)."""
-        return [captured[index] if what == "value" else _FIND[what](captured[index], dim) for what, index, dim in self.recipe]
+        return [captured[index] if what == "value" else FIND[what](captured[index], dim) for what, index, dim in self.recipe]
 
     def named(self, captured: list) -> dict[str, object]:
         """The same by name."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import re
 from dataclasses import dataclass, fields, is_dataclass, replace
+from operator import itemgetter
 
 from ..mod.expr import SourceLine
 from .mod_text import ModText
@@ -30,8 +31,12 @@ class KernelSpec:
         return dict(self.flags)
 
     def arguments(self, values: dict[str, object]) -> tuple:
-        """What a launch takes, by name, in the order of the parameters; without constants."""
-        return tuple([values[p.name] for p in self.parameters if p.type != "constexpr"])
+        """What a launch takes, two at least, by name, in the order of the parameters; without constants."""
+        return self._taken(values)
+
+    @functools.cached_property
+    def _taken(self) -> itemgetter:
+        return itemgetter(*(p.name for p in self.parameters if p.type != "constexpr"))
 
     @functools.cached_property
     def _hash(self) -> int:
