@@ -117,7 +117,8 @@ def check(p: Problem, device: str) -> None:
     )
     exact = dense_attention(q, k, v, score_mod, mask_mod, p.scale)
     plain = dense_attention(q, k, v, score_mod, mask_mod, p.scale, precision=p.dtype)
-    assert relative_error(out, exact[0]) <= 1.2 * relative_error(plain[0], exact[0]) + 1e-6
+    rounded = 2**-24 * exact[2].nan_to_num(0.0, 0.0, 0.0).abs().max()  # of a score in float32: by so much a weight is off, up or down
+    assert relative_error(out, exact[0]) <= 1.2 * relative_error(plain[0], exact[0]) + 1e-6 + rounded
     for found, right, other in zip(aux, exact[1:], plain[1:], strict=True):
         assert torch.equal(found == float("-inf"), right == float("-inf"))
         error, usual = ((t - right).nan_to_num(0.0, 0.0, 0.0).abs().max() for t in (found, other))
