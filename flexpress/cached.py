@@ -139,7 +139,7 @@ def _attend(query, where: Cached, q_offset, k_cache, v_cache, score_mod, mask_mo
         return _bound(mod, kind, q.device)
 
     scale = checks.check_scale(scale, q.shape[3])
-    attend_cached(CachedCall(q, k, v, to_fill, lse, extents, scale, where, q_offset, checks.DEFAULT, by_position, by_number))
+    attend_cached(CachedCall(q, k, v, to_fill, lse, extents, scale, where, masked, q_offset, checks.DEFAULT, by_position, by_number))
     return out, lse
 
 

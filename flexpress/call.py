@@ -27,6 +27,7 @@ from .codegen.run.call import Bound
 from .codegen.run.forward import forward
 from .codegen.run.masks import automatic_lists
 
+_autocasts = torch._C._is_any_autocast_enabled
 _bound = tuple.__new__  # Bound's own is a function in Python, which is a part of what a call takes
 
 
@@ -36,7 +37,7 @@ def bound(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_op
     starts_of   (a block's queries, a block's keys) -> where the blocks of a mask_mod that is passed begin (see BlockGrid)
     """
     q, k, v = check_inputs(query, key, value)
-    if torch._C._is_any_autocast_enabled():
+    if _autocasts():
         q, k, v = checks.autocast(q, k, v)
     inputs = checked(q, k, v, enable_gqa)
     options = checks.DEFAULT if kernel_options is None else checks.parse_options(kernel_options)
@@ -44,7 +45,8 @@ def bound(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_op
     score = mask = lists = transposed = None
     if score_mod is not None:
         score = bind(score_mod, "score")
-        read_captured(score, inputs.device, "score_mod")
+        if score[1]:
+            read_captured(score, inputs.device, "score_mod")
     if block_mask is not None:
         if mask_mod is not None and not same_mod(block_mask.mask_mod, mask_mod, "mask"):
             raise ValueError(
@@ -54,7 +56,8 @@ def bound(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_op
         lists, transposed, mask_mod = read_mask(block_mask, q, k, inputs, options)
     if mask_mod is not None:
         mask = bind(mask_mod, "mask")
-        read_captured(mask, inputs.device, "mask_mod")
+        if mask[1]:
+            read_captured(mask, inputs.device, "mask_mod")
     if mask is not None and lists is None:
         size = block_size(options)
         starts = starts_of(*size) if starts_of else ()

@@ -48,7 +48,7 @@ def explain(
     """
     check_surroundings("explain")
     call = bound(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod)
-    keys = keys_of(call.score, call.mask, call.inputs.extents)
+    keys = keys_of(call.score, call.mask, call.inputs.extents, call.lists)
     differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in (call.q, call.k, call.v, *call.captured))
     choice, seen = forward.choice_of(call, keys, output_rows=differentiable)
     lines = [_line("forward", choice)]

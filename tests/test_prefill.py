@@ -189,7 +189,7 @@ def test_few_tiles_are_for_decode(monkeypatch):
     for arguments, served in ((few, False), (many, True)):
         q, k, v = arguments["query"].transpose(0, 1)[None], *(arguments[t].transpose(1, 2) for t in ("k_cache", "v_cache"))
         where = Cached(arguments["cu_seqlens_q"], 640, arguments["kv_len"])
-        call = CachedCall(q, k, v, q, q, (1, q.shape[1], 640, 640), 0.1, where, None, Options(), lambda _: None, lambda _: None)
+        call = CachedCall(q, k, v, q, q, (1, q.shape[1], 640, 640), 0.1, where, True, None, Options(), lambda _: None, lambda _: None)
         reason = prefill.Prefill().worthwhile(call)
         assert prefill.Prefill().fits(call) is None and (reason is None) == served
 

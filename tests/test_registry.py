@@ -30,7 +30,7 @@ CONSTANT = {
     "cuda.shared_limit",
     "nodes._dtype_cache",  # by operation and dtypes
     "interpreter_patches._numpy_dtypes",  # by dtype
-    "languages.read_spelling",  # by spelling, as the op table and templates have them
+    "spelling.read_spelling",  # by spelling, as the op table and templates have them
     "registry._caches",
     "serving._known",
 }

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ..mod.expr import INDEX_BOUND, ModGraph
 from ..mod.intervals import analyse
 from ..mod.op import kind
+from ..registry import remembered
 from ..text.layouts import layouts_of
 from ..text.mod_text import FIND, ModText, mod_text
 from ..text.parameters import Parameter, constants, numbers, pointer
@@ -173,6 +174,7 @@ def _lists(separate_full: bool, lines: str, what: str) -> tuple[Parameter, ...]:
     )
 
 
+@remembered("specs of block_lists", 64)
 def lists_spec(separate_full: bool, backend: str, starts: bool = False) -> KernelSpec:
     """The KernelSpec of block_lists from a status."""
     meaning = "first positions of blocks, which the lists hold instead of their numbers, and then the end of the last"
@@ -212,6 +214,7 @@ def verdict_lists_spec(texts: MaskTexts, size: tuple[int, int], backend: str, tr
     )
 
 
+@remembered("specs of block_starts", 64)
 def starts_spec(block: int, backend: str, sequences: bool = False) -> KernelSpec:
     """The KernelSpec of block_starts, which may write the blocks' sequences too."""
     after = "the sequence of each block, as many as there are after the last one; that before, too; written"

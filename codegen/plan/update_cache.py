@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 
 from ..mod.dtypes import dtype_name
-from ..registry import remembered
 from ..text.parameters import Parameter, constants, numbers, pointer, stride_names
 from ..text.spec import KernelSpec
 from .masks import power_of_two
@@ -31,7 +30,6 @@ class UpdateCase(NamedTuple):
     interleaved: bool = False
 
 
-@remembered("specs of update_cache", 256)
 def update_spec(case: UpdateCase, backend: str) -> KernelSpec:
     """The kernel's KernelSpec."""
     rest = case.d_qk - case.rope_dim

@@ -15,7 +15,7 @@ from ..plan.forward import Blocks, Mod, Options, wants_tma
 from ..registry import INFO, Table
 from ..text.parameters import named_strides
 from .backward_kernels import Call, Fused, Hopper, Portable, Sizes, TwoPass
-from .call import Bound, Rows, keys_of, reached
+from .call import Bound, Rows, keys_of
 from .launch import Unusable
 from .layouts import output_like, strides_like, with_rows
 
@@ -56,7 +56,7 @@ def backward(
         return dq.zero_(), dk.zero_(), dv.zero_(), {i: torch.zeros_like(score[1][i]) for i in wanted}
 
     transposed = bound.transposed(mask) if bound.transposed else None
-    keys = keys_of(score, mask, reached((*q.shape[:3], k.shape[2]), lists))
+    keys = keys_of(score, mask, (*q.shape[:3], k.shape[2]), lists)
     ordinary = score is None or are_ordinary(score[1][len(score[0].tensors) :])
     details = Details(bound.options, deterministic, dlse is not None, wanted, rows.raw, ordinary)
     layouts = tuple([(t.shape, t.stride(), t.data_ptr() % 16) for t in (q, k, v, do)])

@@ -26,10 +26,11 @@ class CachedCall:
                   (1, Hq, T, D_QK), with cached.pages Zkv is the number of pages and KV_LEN their size
     out, lse      to be filled: (Z, Hq, Q_LEN, D_V) and float32 (Z, Hq, Q_LEN); with cached.cu_q (1, Hq, T, D_V) and (T, Hq)
     extents       Z, Hq, the most queries of a sequence, and the most keys of one
+    masked        False for one query a sequence that sees all that there is
     q_offset      int32 [Z], the position of each sequence's first query, or None: its queries are its last positions
     by_position   from "score" or "mask" to the bound mod, of positions in a sequence; None where there is no score_mod
-    by_number     the same of the numbers of queries in a sequence. Its mask_mod also hides keys past the sequence's end; None for one query
-                  that sees all
+    by_number     the same of the numbers of queries in a sequence. Its mask_mod also hides keys past the sequence's end; None where the
+                  call is not masked
     """
 
     q: torch.Tensor
@@ -40,6 +41,7 @@ class CachedCall:
     extents: tuple[int, int, int, int]
     scale: float
     cached: Cached
+    masked: bool
     q_offset: torch.Tensor | None
     options: Options
     by_position: Callable[[str], tuple | None]

@@ -124,6 +124,11 @@ def reached(extents: tuple[int, int, int, int], lists: BlockLists | None) -> tup
     return *extents[:3], extents[3] + lists.kv_block - 1
 
 
-def keys_of(score: tuple | None, mask: tuple | None, extents: tuple[int, int, int, int]) -> tuple[Mod | None, Mod | None]:
-    """What of bound mods changes a kernel."""
+def keys_of(
+    score: tuple | None, mask: tuple | None, extents: tuple[int, int, int, int], lists: BlockLists | None = None
+) -> tuple[Mod | None, Mod | None]:
+    """What of bound mods changes a kernel that walks `lists`. `extents`: Z, Hq, Q_LEN, KV_LEN."""
+    if not (score and score[0].tensors or mask and mask[0].tensors):
+        return score and (score[0], ()), mask and (mask[0], ())
+    extents = reached(extents, lists)
     return score and (score[0], layouts_of(*score, extents)), mask and (mask[0], layouts_of(*mask, extents))

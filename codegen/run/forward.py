@@ -12,7 +12,7 @@ from ..mod.tensors import check_kind
 from ..plan.candidates import Choice, choose
 from ..plan.forward import Blocks, ForwardCase, Mod, Options, geometry_of, wants_tma
 from ..registry import INFO, Table
-from .call import Bound, Rows, keys_of, reached
+from .call import Bound, Rows, keys_of
 from .decode import Decode
 from .forward_kernels import Call, Hopper, Portable
 from .launch import Unusable
@@ -41,7 +41,7 @@ class Ready:
 def forward(bound: Bound, *, output_max: bool = False, output_rows: bool = False):
     """out (Z, Hq, Q_LEN, D_V), lse float32 (Z, Hq, Q_LEN), max_scores (the same, or None) and Rows (or None)."""
     q, k, v, inputs, scale, score, mask, lists, _, options = bound
-    score_key, mask_key = keys_of(score, mask, reached(inputs.extents, lists))
+    score_key, mask_key = keys_of(score, mask, inputs.extents, lists)
     k_at, v_at, q_at = k.data_ptr(), v.data_ptr(), q.data_ptr()
     beside = (k_at | v_at | q_at) % 16 and ((k_at | v_at) % 16, q_at % 16)  # 0 for what TMA can load
     key = (inputs, beside, scale, score_key, mask_key, lists and lists.structure, options, output_max, output_rows)

@@ -47,6 +47,7 @@ class Launch:
         self._descriptors = [p for p in spec.parameters if p.is_descriptor]
         self._order, self._numbers, self._repeats = order, numbers, order is not None and plain_values(numbers.values()) is not None
         self._blocks: dict[tuple[int, ...], list] = {}  # of descriptors, by constants
+        self._maps: dict[tuple[int, ...], list] = {}  # by addresses
         self.again: Callable[[int, list, list, list], None] | None = None
 
     def arguments(self, tensors: dict[str, torch.Tensor], captured: Iterable, constants: dict[str, int]) -> list:
@@ -98,7 +99,7 @@ class Launch:
         if not self._descriptors:
             return launch  # which takes no descriptors from `tensors`
         described = itemgetter(*(self._order.index(p.of) for p in self._descriptors))
-        maps: dict[tuple[int, ...], list] = {}  # by addresses
+        maps = self._maps
 
         def again(stream: int, addresses: list, tensors: list, captured: list) -> None:
             key = described(addresses)

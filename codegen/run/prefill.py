@@ -25,7 +25,7 @@ class Prefill:
 
     def fits(self, call: CachedCall) -> str | None:
         cached, tokens = call.cached, call.q.shape[2]
-        if cached.cu_q is None or cached.max_q == 1 or tokens < LONG * BLOCK * call.extents[0]:
+        if cached.cu_q is None or not call.masked or tokens < LONG * BLOCK * call.extents[0]:
             return f"sequences have fewer than {LONG * BLOCK} queries on average, or are padded"
         if call.options.backend not in (None, self.name):
             return f"BACKEND is {call.options.backend}"

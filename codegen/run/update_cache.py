@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-from ..device.devices import backend_of
-from ..device.kernel import kernel_for
+from ..device.devices import backend_of, on
 from ..plan.update_cache import BLOCK_T, UpdateCase, update_spec
+from ..registry import INFO, Table
 from ..text.parameters import named_strides
-from .decode import Cached
+from .call import Cached
+from .launch import Launch, addresses_of
+
+_ready: dict[tuple, Ready] = Table("cache updates", 1024)
+
+
+class Ready(NamedTuple):
+    """What is decided of updates of a kind."""
+
+    launch: Launch
+    names: tuple[str, ...]  # of its tensors
+    grid: tuple[int, int]
+    tokens: int  # of a program
 
 
 def update(
@@ -29,11 +43,38 @@ def update(
 
     table   float32 [positions, rope_dim / 2, 2], contiguous in its last two dimensions; beyond its end its last row counts
     """
+    turned = () if table is None else (table, q, q_out)
+    tensors = [k, v, k_cache, v_cache, *(() if offsets is None else (offsets,)), *cached.tensors, *turned]
+    layouts = tuple([(t.shape, t.stride()) for t in (k, v, k_cache, v_cache, *turned)])
+    key = (layouts, k.dtype, k_cache.dtype, k.device, cached.structure, offsets is None, interleaved)
+    ready = _ready.get(key)
+    if ready is None:
+        ready = _ready[key] = _decide(k, v, k_cache, v_cache, cached, offsets is not None, turned, interleaved)
+    else:
+        INFO.hits += 1
+    addresses, again = addresses_of(tensors), ready.launch.again
+    if again and addresses is not None:
+        with on(k.device):
+            again(torch._C._cuda_getCurrentRawStream(k.device.index), addresses, tensors, [])
+        return
+    named = dict(zip(ready.names, tensors, strict=True))
+    variant = ready.launch.with_constants((ready.tokens,), named, [], ready.grid, k.device)
+    ready.launch.remember(variant, ready.grid, named, [], {})
+
+
+def _decide(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    cached: Cached,
+    offsets: bool,
+    turned: tuple[torch.Tensor, ...],
+    interleaved: bool,
+) -> Ready:
     ragged, paged = cached.cu_q is not None, cached.pages is not None
     Q_LEN = max(cached.max_q, 1) if ragged else k.shape[1]
     Z, Hkv = cached.kv_lens.shape[0], k.shape[-2]
-    capacity = k_cache.shape[1] * (cached.pages.shape[1] if paged else 1)
-    turned = table is not None
     case = UpdateCase(
         k.dtype,
         k.shape[-1],
@@ -41,28 +82,28 @@ def update(
         ragged=ragged,
         located=cached.kv_locs is not None,
         page_size=k_cache.shape[1] if paged else 0,
-        offsets=offsets is not None,
+        offsets=offsets,
         kv_dtype=k_cache.dtype if k_cache.dtype != k.dtype else None,
         scales=cached.k_scales is not None,
-        rope_dim=2 * table.shape[1] if turned else 0,
+        rope_dim=2 * turned[0].shape[1] if turned else 0,
         interleaved=interleaved,
     )
     outer = "mh" if ragged else "zmh"
-    values = {
-        **{"K": k, "V": v, "K_CACHE": k_cache, "V_CACHE": v_cache, "OFFSETS": offsets, **cached.named},
-        **{"Hkv": Hkv, "Q_LEN": Q_LEN, "CAPACITY": capacity, "Z": Z, "T": k.shape[0], "ENTRIES": k_cache.shape[0]},
+    numbers = {
+        **{"Hkv": Hkv, "Q_LEN": Q_LEN, "CAPACITY": k_cache.shape[1] * (cached.pages.shape[1] if paged else 1)},
+        **{"Z": Z, "T": k.shape[0], "ENTRIES": k_cache.shape[0], "stride_pages": cached.pages.stride(0) if paged else 0},
         **named_strides("k", outer, k.stride()),
         **named_strides("v", outer, v.stride()),
         **named_strides("kc", "zmh", k_cache.stride()),
         **named_strides("vc", "zmh", v_cache.stride()),
     }
-    if paged:
-        values["stride_pages"] = cached.pages.stride(0)
     if turned:
-        values |= {"TABLE": table, "TABLE_ROWS": table.shape[0], "stride_table": table.stride(0), "Q": q, "Q_OUT": q_out}
-        values |= {**named_strides("q", outer, q.stride()), **named_strides("o", outer, q_out.stride())}
-    kernel = kernel_for(update_spec(case, backend_of(k.device.type)))
+        table, q, q_out = turned
+        numbers |= {"TABLE_ROWS": table.shape[0], "stride_table": table.stride(0)}
+        numbers |= {**named_strides("q", outer, q.stride()), **named_strides("o", outer, q_out.stride())}
+    names = ("K", "V", "K_CACHE", "V_CACHE", *(["OFFSETS"] if offsets else []), *cached.named, *(["TABLE", "Q", "Q_OUT"] if turned else []))
     tokens = 1 if Q_LEN == 1 else BLOCK_T
-    heads = q.shape[-2] if turned else 0
-    grid = (-(-Q_LEN // tokens) * (Z + (ragged and heads > 0)), Hkv + heads)
-    kernel.launch(grid, kernel.spec.arguments(values), k.device, (tokens,), num_warps=4, num_stages=1)
+    heads = turned[1].shape[-2] if turned else 0
+    grid = -(-Q_LEN // tokens) * (Z + (ragged and heads > 0)), Hkv + heads
+    launch = Launch(update_spec(case, backend_of(k.device.type)), numbers, names)
+    return Ready(launch, names, grid, tokens)
