@@ -26,6 +26,7 @@ def create_block_mask(
     KV_LEN: int,
     device=None,
     BLOCK_SIZE: int | tuple[int, int] = DEFAULT_BLOCK_SIZE,
+    _compile: bool = False,
     *,
     separate_full_blocks: bool = True,
     capacity: int | None = None,
@@ -36,6 +37,7 @@ def create_block_mask(
     device                of the lists; the current accelerator by default, else the CPU
     BLOCK_SIZE            one size or (Q, KV), of any number of positions. Attention is fastest with 128; where no tile of 16 positions
                           divides a size, kernels walk blocks of 128 made of these
+    _compile              torch's; kernels make the lists whatever it says
     separate_full_blocks  False: list full blocks as partial ones too, so that mask_mod is evaluated everywhere
 
     capacity              most partial (and most full) blocks that a row may have. By default the lists are as wide as the densest row

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.attention.flex_attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -67,6 +68,17 @@ def test_combinations():
     assert and_masks(causal, window).__name__ == "causal_and_sliding_window"
     with pytest.raises(TypeError, match="argument 1 must be a mask_mod, got int"):
         and_masks(causal, 3)
+
+
+def test_torchs_arguments_in_torchs_order():
+    """Its signature is (mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, _compile)."""
+    theirs = torch.nn.attention.flex_attention.create_block_mask(mods.causal, None, None, 100, 130, "cpu", (32, 64), False)
+    for compiled in (False, True):
+        ours = create_block_mask(mods.causal, None, None, 100, 130, "cpu", (32, 64), compiled)
+        assert ours.BLOCK_SIZE == theirs.BLOCK_SIZE and torch.equal(ours.to_dense(), theirs.to_dense())
+    assert torch.equal(
+        create_block_mask(mods.causal, None, None, 100, 130, "cpu", 32, _compile=True).to_dense().sum(), torch.tensor(4 * 5 // 2)
+    )
 
 
 def test_names_and_pictures():
