@@ -53,6 +53,13 @@ def test_files_that_are_touched_exist():
             assert "NAME" in name or (ROOT / name).exists(), name
 
 
+@pytest.mark.parametrize("before, rows", [("It needs no driver of its own:", 4), ("## A public argument of flex_attention", 4)])
+def test_a_candidate_and_an_argument_touch_few_files(before, rows):
+    """A row of the table is a file, or two of tests."""
+    table = text_of("docs/how_to.md").split(before, 1)[1].strip().split("\n\n")[0].splitlines()
+    assert len(table) - 2 <= rows
+
+
 def test_readme_and_design_are_short():
     assert len(text_of("README.md").splitlines()) <= 90
     assert len(text_of("docs/design.md").encode()) <= 10_000
