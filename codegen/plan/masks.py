@@ -10,7 +10,7 @@ from ..mod.intervals import analyse
 from ..mod.op import kind
 from ..registry import remembered
 from ..text.layouts import layouts_of
-from ..text.mod_text import FIND, ModText, mod_text
+from ..text.mod_text import ModText, mod_text, values_of
 from ..text.parameters import Parameter, constants, numbers, pointer
 from ..text.snippet import Target
 from ..text.spec import KernelSpec
@@ -60,10 +60,7 @@ class MaskTexts:
 
     def named(self, captured: list) -> dict[str, object]:
         """The kernels' arguments by name, from what the mask_mod captures."""
-        return {
-            name: captured[index] if what == "value" else FIND[what](captured[index], dim)
-            for name, (what, index, dim) in self._recipe.items()
-        }
+        return dict(zip(self._recipe, values_of(self._recipe.values(), captured), strict=True))
 
     @functools.cached_property
     def _recipe(self) -> dict[str, tuple]:

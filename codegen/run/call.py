@@ -86,15 +86,17 @@ class Cached:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """Those that there are."""
-        found = self.cu_q, self.kv_lens, self.kv_locs, self.pages, self.k_scales, self.v_scales
-        return [t for t in found if t is not None]
+        return [t for t in self._fields if t is not None]
 
     @property
     def named(self) -> dict[str, torch.Tensor]:
         """The same by the names of parameters."""
-        found = self.cu_q, self.kv_lens, self.kv_locs, self.pages, self.k_scales, self.v_scales
         names = "CU_Q", "KV_LENS", "KV_LOCS", "PAGES", "K_SCALES", "V_SCALES"
-        return {name: t for name, t in zip(names, found, strict=True) if t is not None}
+        return {name: t for name, t in zip(names, self._fields, strict=True) if t is not None}
+
+    @property
+    def _fields(self) -> tuple[torch.Tensor | None, ...]:
+        return self.cu_q, self.kv_lens, self.kv_locs, self.pages, self.k_scales, self.v_scales
 
     @property
     def structure(self) -> tuple:

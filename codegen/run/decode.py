@@ -257,8 +257,7 @@ class Kernels:
             named |= self.parts.tensors(buffer)
         launch_fitting(self.plan, lambda tile: self.launch.with_tile(tile, named, captured, self.grid, device), _with_fewer_keys)
         if self.parts:
-            variant = self.combine.with_constants((BLOCK_S,), named, [], (self.rows,), device)
-            self.combine.remember(variant, (self.rows,), named, [], {})
+            self.combine.with_constants((BLOCK_S,), named, [], (self.rows,), device)
 
 
 def _with_fewer_keys(tile: Tile) -> Tile | None:

@@ -9,7 +9,6 @@ from operator import itemgetter
 import torch
 import triton
 
-from ..device import binary
 from ..device.arguments import Numbers, plain_values
 from ..device.cuda import DoesNotFit
 from ..device.kernel import Kernel, kernel_for
@@ -65,16 +64,18 @@ class Launch:
 
     def with_constants(
         self, constants: tuple[int, ...], tensors: dict[str, torch.Tensor], captured: list, grid: tuple[int, ...], device: torch.device
-    ) -> binary.Binary | None:
-        """Launch a kernel that takes no descriptors; the variant that ran."""
-        return self.kernel.launch(grid, self.arguments(tensors, captured, {}), device, constants, num_warps=4, num_stages=1)
+    ) -> None:
+        """Launch a kernel that takes no descriptors."""
+        args = self.arguments(tensors, captured, {})
+        variant = self.kernel.launch(grid, args, device, constants, num_warps=4, num_stages=1)
+        self._remember(variant, grid, tensors, captured, {})
 
     def with_tile(self, tile: Tile, tensors: dict[str, torch.Tensor], captured: list, grid: tuple[int, ...], device: torch.device) -> None:
         """Launch a kernel whose constants are BLOCK_M and BLOCK_N. Raises DoesNotFit if the device cannot hold the tile."""
         constants = {"BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N}
         args = self.arguments(tensors, captured, constants)
         variant = self.kernel.launch(grid, args, device, tuple(constants.values()), num_warps=tile.num_warps, num_stages=tile.num_stages)
-        self.remember(variant, grid, tensors, captured, constants)
+        self._remember(variant, grid, tensors, captured, constants)
 
     def if_usable(self, tensors: dict[str, torch.Tensor], captured: list, grid: int, device: torch.device, limit: float | None) -> None:
         """Launch a kernel without constants. The device is the current one. Raises Unusable if it does not compile, or if a thread spills
@@ -85,9 +86,11 @@ class Launch:
         else:
             variant, plain = usable(self.kernel, args, device, limit)
         variant.launch((grid,), plain, device.index)
-        self.remember(variant, (grid,), tensors, captured, {})
+        self._remember(variant, (grid,), tensors, captured, {})
 
-    def remember(self, variant, grid: tuple[int, ...], tensors: dict[str, torch.Tensor], captured: list, constants: dict[str, int]) -> None:
+    def _remember(
+        self, variant, grid: tuple[int, ...], tensors: dict[str, torch.Tensor], captured: list, constants: dict[str, int]
+    ) -> None:
         """Later launches may take the short way."""
         function = getattr(variant, "function", None)
         if function and self._repeats and plain_values((*tensors.values(), *captured)) is not None:

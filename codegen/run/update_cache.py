@@ -58,8 +58,7 @@ def update(
             again(torch._C._cuda_getCurrentRawStream(k.device.index), addresses, tensors, [])
         return
     named = dict(zip(ready.names, tensors, strict=True))
-    variant = ready.launch.with_constants((ready.tokens,), named, [], ready.grid, k.device)
-    ready.launch.remember(variant, ready.grid, named, [], {})
+    ready.launch.with_constants((ready.tokens,), named, [], ready.grid, k.device)
 
 
 def _decide(

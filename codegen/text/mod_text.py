@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from ..mod.distance import read_by_distance
@@ -19,7 +20,7 @@ from .parameters import Parameter
 from .snippet import DistanceText, Snippet, SumText, Target
 from .stages import Stages, ending, stages_of
 
-FIND = {  # what a recipe asks of a captured tensor
+_FIND = {  # what a recipe asks of a captured tensor
     "size": lambda tensor, dim: tensor.shape[dim],
     "stride": lambda tensor, dim: tensor.stride(dim),
     "vectors": lambda tensor, dim: tensor.stride(dim) * tensor.element_size() // 16,
@@ -73,11 +74,16 @@ class ModText:
 
     def values(self, captured: list) -> list:
         """The kernel arguments, in the order of `parameters`, from the mod's captured values (tensors, then numbers)."""
-        return [captured[index] if what == "value" else FIND[what](captured[index], dim) for what, index, dim in self.recipe]
+        return values_of(self.recipe, captured)
 
     def named(self, captured: list) -> dict[str, object]:
         """The same by name."""
         return dict(zip(self.args, self.values(captured), strict=True))
+
+
+def values_of(recipe: Iterable[tuple], captured: list) -> list:
+    """What the steps of a recipe find in a mod's captured values."""
+    return [captured[index] if what == "value" else _FIND[what](captured[index], dim) for what, index, dim in recipe]
 
 
 def mod_values(plan, score: list | None, mask: list | None) -> list:
