@@ -130,7 +130,9 @@ def keys_of(
     score: tuple | None, mask: tuple | None, extents: tuple[int, int, int, int], lists: BlockLists | None = None
 ) -> tuple[Mod | None, Mod | None]:
     """What of bound mods changes a kernel that walks `lists`. `extents`: Z, Hq, Q_LEN, KV_LEN."""
-    if not (score and score[0].tensors or mask and mask[0].tensors):
-        return score and (score[0], ()), mask and (mask[0], ())
     extents = reached(extents, lists)
-    return score and (score[0], layouts_of(*score, extents)), mask and (mask[0], layouts_of(*mask, extents))
+    if score:
+        score = score[0], layouts_of(*score, extents) if score[0].tensors else ()
+    if mask:
+        mask = mask[0], layouts_of(*mask, extents) if mask[0].tensors else ()
+    return score, mask

@@ -88,7 +88,12 @@ def values_of(recipe: Iterable[tuple], captured: list) -> list:
 
 def mod_values(plan, score: list | None, mask: list | None) -> list:
     """The kernel arguments of a plan's (or a step's) score_mod and mask_mod, from what the two capture."""
-    return (plan.score.values(score) if score is not None else []) + (plan.mask.values(mask) if mask is not None else [])
+    found = []
+    if score:
+        found += values_of(plan.score.recipe, score)
+    if mask:
+        found += values_of(plan.mask.recipe, mask)
+    return found
 
 
 def mod_text(

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
+PARTS = 4  # of the examples on a GPU, which several processes may share
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -19,10 +20,14 @@ def for_any(problems: Callable, **examples: int) -> Callable:
     """
 
     def on_devices(test: Callable) -> Callable:
-        @pytest.mark.parametrize("device", DEVICES)
-        def run(device):
-            drawn = given(problems(device), st.just(device))
-            settings(max_examples=examples[device])(drawn(test))()
+        on_gpu = [pytest.param("cuda", part, marks=pytest.mark.gpu, id=f"cuda{part}") for part in range(PARTS)]
+
+        @pytest.mark.parametrize("device, part", [pytest.param("cpu", None, id="cpu"), *on_gpu])
+        def run(device, part):
+            count, drawn = examples[device], given(problems(device), st.just(device))(test)
+            if part is not None:
+                count, drawn = -(-count // PARTS), seed(part)(drawn)
+            settings(max_examples=count)(drawn)()
 
         run.__name__, run.__doc__ = test.__name__, test.__doc__
         return run
