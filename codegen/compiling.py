@@ -16,9 +16,12 @@ except ImportError:  # a torch that has other names for it: the attribute is lef
 
 
 def runs_uncompiled(function):
-    """Mark a function, or all functions and properties of a class, to be left alone by torch.compile. Returns it."""
+    """Mark a function, or all functions and properties of a class but those that it names in _TRACED, to be left alone by torch.compile.
+    Returns it."""
     if isinstance(function, type):
-        for member in vars(function).values():
+        for name, member in vars(function).items():
+            if name in getattr(function, "_TRACED", ()):
+                continue
             for part in (member, getattr(member, "__func__", None), getattr(member, "fget", None), getattr(member, "fset", None)):
                 if isinstance(part, types.FunctionType):
                     runs_uncompiled(part)

@@ -14,6 +14,7 @@ if not Path(__file__).with_name("codegen").is_dir():
     __path__.append(str(Path(__file__).parent.parent))
 
 from flexpress import flash
+from flexpress import operators as _operators  # noqa: F401
 from flexpress.attention import AuxOutput, AuxRequest, flex_attention
 from flexpress.block_mask import BlockMask
 from flexpress.cached import cached_attention

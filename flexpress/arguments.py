@@ -17,8 +17,8 @@ from .codegen.run.call import Inputs
 _inputs: dict[tuple, Inputs] = Table("checked inputs", 4096)
 
 
-def checked(query, key, value, enable_gqa: bool) -> Inputs:
-    """Argument checks, skipped for shapes, strides, dtypes and devices that passed before."""
+def checked(query, key, value, enable_gqa: bool) -> Inputs | None:
+    """Argument checks, skipped for shapes, strides, dtypes and devices that passed before. None for tensors of device "meta"."""
     try:
         seen = (
             query.shape,
@@ -40,6 +40,8 @@ def checked(query, key, value, enable_gqa: bool) -> Inputs:
         seen = found = None
     if found is None:
         checks.check_tensors(query, key, value, enable_gqa)
+        if query.is_meta:
+            return None
         found = _inputs[seen] = Inputs(query, key)
     return found
 

@@ -5,16 +5,22 @@ from __future__ import annotations
 import torch
 
 from .codegen.compiling import runs_uncompiled
-from .codegen.mod.tensors import check_surroundings, readable
+from .codegen.mod.tensors import check_values, readable
 from .codegen.run.backward import backward
 from .codegen.run.call import Bound, Rows
+from .codegen.run.captured import apart
 from .codegen.run.forward import forward
+
+ONCE = (
+    "flex_attention is differentiable once: its gradients have no derivative. Use dense attention for a second derivative, or "
+    "detach the first"
+)
 
 
 def differentiable(bound: Bound, captured: list[torch.Tensor], output_max: bool, deterministic: bool) -> tuple:
     """out, lse and max_scores (or None) of a call of which a gradient is wanted. `captured`: the tensors that score_mod captures."""
     if captured:
-        captured = [_apart(t) for t in captured]
+        captured = [apart(t) for t in captured]
         graph, values = bound.score
         bound = bound._replace(score=(graph, [*captured, *values[len(captured) :]]))
     return _Attention.apply(bound, output_max, deterministic, bound.q, bound.k, bound.v, *captured)
@@ -44,7 +50,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, d_out, d_lse, _):
         if d_out is None and d_lse is None:
             return (None,) * len(ctx.needs_input_grad)
-        check_surroundings("the backward pass of flex_attention")
+        check_values("the backward pass of flex_attention")
         d_out, d_lse = (g if g is None else _dense("gradient of flex_attention's output", g) for g in (d_out, d_lse))
         q, k, v, out, values, *others = ctx.saved_tensors
         captured, mask_tensors = others[: ctx.count], others[ctx.count :]
@@ -67,22 +73,6 @@ class _Attention(torch.autograd.Function):
         return None, None, None, *found
 
 
-def _apart(tensor: torch.Tensor) -> torch.Tensor:
-    """A captured tensor that wants a gradient has an element of its own in memory for every index. Dimensions of stride 0 are left alone
-    where autograd sums over them, in the backward pass of what expanded the tensor."""
-    if not tensor.requires_grad:
-        return tensor
-    if tensor.is_leaf and 0 in tensor.stride():
-        return tensor.contiguous()
-    dims = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if s and n > 1)
-    reach = 1
-    for stride, size in dims:
-        if stride < reach:
-            return tensor.contiguous()
-        reach = stride * size
-    return tensor
-
-
 def _dense(name: str, gradient: torch.Tensor) -> torch.Tensor:
     """A gradient that autograd hands over, as ordinary memory."""
     return readable(name, gradient if gradient.layout is torch.strided else gradient.to_dense())
@@ -98,7 +88,4 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, _):
-        raise NotImplementedError(
-            "flex_attention is differentiable once: its gradients have no derivative. Use dense attention for a "
-            "second derivative, or detach the first"
-        )
+        raise NotImplementedError(ONCE)

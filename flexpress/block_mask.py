@@ -78,6 +78,8 @@ class BlockMask(MaskAttributes):
         lists = read_lists(kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, size, lengths)
         self._set(lengths, lists, mask_mod, leading=tuple(kv_num_blocks.shape[:-1]))
 
+    _TRACED = ("_made", "_set", "_forget")  # by torch.compile, for a mask that is made in what it compiles
+
     def _set(
         self,
         seq_lengths: tuple[int, int],

@@ -9,10 +9,12 @@ import torch
 
 from flexpress import checks
 from flexpress.cache_checks import check_batch, check_contents, check_no_gradients
+from flexpress.in_graph import compilable
+from flexpress.programs import captures_of, mod_program
+from flexpress.recorded import bound_mod
 
-from .codegen.compiling import runs_uncompiled
 from .codegen.mod.bind import bind
-from .codegen.mod.tensors import check_surroundings, read_captured
+from .codegen.mod.tensors import check_surroundings, read_captured, recording
 from .codegen.run.cached import attend_cached
 from .codegen.run.cached_call import CachedCall
 from .codegen.run.call import Cached
@@ -21,7 +23,7 @@ from .codegen.run.layouts import output_like
 _INSTEAD = "train with flex_attention or varlen_attention, or call it under torch.no_grad()"
 
 
-@runs_uncompiled
+@compilable
 def cached_attention(
     query: torch.Tensor,
     k_cache: torch.Tensor,
@@ -59,15 +61,14 @@ def cached_attention(
     mask_mod      mask_mod(b, h, q_idx, kv_idx); by default kv_idx <= q_idx
     k_scale, v_scale   float32 (Hkv,): what caches of float8_e4m3fn are to be multiplied by; by default 1
     batch_invariant    a sequence's result is bitwise the same whatever else is in the batch (and takes longer)
-    check         look at what kv_len, cu_seqlens_q, page_table, cache_loc, q_offset and the scales hold, and raise ValueError for what is
-                  not in the cache, for lengths that do not agree and for a max_q_len that is too small; by default where that does not
-                  wait for a GPU
+    check         look at what the tables and scales hold, and raise ValueError for what is not in the cache, for lengths that do not
+                  agree and for a max_q_len that is too small; by default where that does not wait for a GPU
 
     Returns (B, Hq, Q_LEN, D_V) or (T, Hq, D_V), in query's dtype; with return_lse also lse, float32, (B, Hq, Q_LEN) or (T, Hq). A query
     with nothing to attend to, and a token after the last sequence, gets 0 and lse -inf.
 
-    Raises ValueError or TypeError for arguments, ModError for a mod that cannot be traced, NotImplementedError for tensors that are not in
-    memory (fake, meta, distributed) and, as there is no backward pass, where gradients are on and a tensor requires grad.
+    Raises ValueError or TypeError for arguments, ModError for a mod that cannot be traced, NotImplementedError for kinds of tensors that
+    kernels cannot read and, as there is no backward pass, where gradients are on and a tensor requires grad.
 
     Unchecked, nothing outside the tensors is read or written, and every row is: kv_len above the cache's room is taken as that room; a
     page outside the cache holds zeros, and an entry outside (cache_loc) zeros or nothing; queries past max_q_len may get 0 and lse -inf,
@@ -79,9 +80,29 @@ def cached_attention(
     Method: flash decoding (Dao et al. 2023), paged attention (Kwon et al. 2023, arXiv 2309.06180).
     """
     check_surroundings("cached_attention")
-    placed = _placed(query, k_cache, v_cache, kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale, v_scale, check)
-    out, lse = _attend(*placed, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant)
-    return (out, lse) if return_lse else out
+    tables = page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale, v_scale
+    attended = _recorded if recording(query, k_cache) else _computed
+    found = attended(query, k_cache, v_cache, kv_len, tables, score_mod, mask_mod, scale, batch_invariant, check)
+    return found if return_lse else found[0]
+
+
+def _computed(query, k_cache, v_cache, kv_len, tables, score_mod, mask_mod, scale, batch_invariant, check) -> tuple:
+    """out and lse, by kernels."""
+    placed = _placed(query, k_cache, v_cache, kv_len, *tables, check)
+    return _attend(*placed, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant)
+
+
+def _recorded(query, k_cache, v_cache, kv_len, tables, score_mod, mask_mod, scale, batch_invariant, check) -> tuple:
+    """out and lse by the operator: for calls that torch is to see."""
+    _placed(query, k_cache, v_cache, kv_len, *tables, False)
+    score, mask = bound_mod(score_mod, "score"), bound_mod(mask_mod, "mask")
+    for bound in (score, mask):
+        _check_no_gradient(bound, "score" if bound is score else "mask")
+    program = mod_program(score, mask).text()
+    return torch.ops.flexpress.cached_attention(
+        *(query, k_cache, v_cache, kv_len, *tables, *captures_of(score, mask)),
+        *(checks.check_scale(scale, query.shape[-1]), batch_invariant, check, program),
+    )
 
 
 def _placed(
@@ -149,11 +170,17 @@ def _bound(mod: Callable | None, kind: str, device: torch.device) -> tuple | Non
         return None
     bound = bind(mod, kind)
     read_captured(bound, device, f"{kind}_mod")
+    _check_no_gradient(bound, kind)
+    return bound
+
+
+def _check_no_gradient(bound: tuple | None, kind: str) -> None:
+    if bound is None:
+        return
     if torch.is_grad_enabled() and any([t.requires_grad for t in bound[1][: len(bound[0].tensors)]]):
         raise NotImplementedError(
             f"{kind}_mod captures a tensor that requires grad, but cached_attention is not differentiable: {_INSTEAD}"
         )
-    return bound
 
 
 def _causal(b, h, q_idx, kv_idx):

@@ -19,27 +19,35 @@ from flexpress import checks
 from flexpress.arguments import block_size, checked, read_mask
 from flexpress.autograd import differentiable
 from flexpress.mask_mods import same_mod
+from flexpress.recorded import Recorded, recorded
 
 from .codegen.mod.bind import bind
 from .codegen.mod.capture import name_of
-from .codegen.mod.tensors import check_inputs, check_kind, read_captured
+from .codegen.mod.tensors import are_plain, check_kind, read_captured, readable_inputs, recording
 from .codegen.run.call import Bound
+from .codegen.run.decode import MAX_QUERIES
 from .codegen.run.forward import forward
-from .codegen.run.masks import automatic_lists
+from .codegen.run.masks import Starts, automatic_lists, block_starts
 
 _autocasts = torch._C._is_any_autocast_enabled
 _bound = tuple.__new__  # Bound's own is a function in Python, which is a part of what a call takes
 
 
-def bound(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, starts_of=None) -> Bound:
+def bound(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed=None) -> Bound | Recorded:
     """The arguments of flex_attention, checked, its mods bound, and its block lists.
 
-    starts_of   (a block's queries, a block's keys) -> where the blocks of a mask_mod that is passed begin (see BlockGrid)
+    packed   where sequences start among the queries and among the keys, int32 (n + 1,) each, if these are packed sequences
     """
-    q, k, v = check_inputs(query, key, value)
+    if not are_plain(query, key, value):
+        if recording(query, key, value):
+            return recorded(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed)
+        query, key, value = readable_inputs(query, key, value)
+    q, k, v = query, key, value
     if _autocasts():
         q, k, v = checks.autocast(q, k, v)
     inputs = checked(q, k, v, enable_gqa)
+    if inputs is None:
+        return recorded(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed)
     options = checks.DEFAULT if kernel_options is None else checks.parse_options(kernel_options)
     scale = inputs.scale if scale is None else checks.check_scale(scale, inputs.head_dim)
     score = mask = lists = transposed = None
@@ -60,14 +68,29 @@ def bound(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_op
             read_captured(mask, inputs.device, "mask_mod")
     if mask is not None and lists is None:
         size = block_size(options)
-        starts = starts_of(*size) if starts_of else ()
+        starts = _starts(*packed, *inputs.extents[2:], *size) if packed else ()
         make = partial(automatic_lists, extents=inputs.extents, device=inputs.device, size=size, starts=starts)
         lists, transposed = make(mask), partial(make, transposed=True)
     return _bound(Bound, (q, k, v, inputs, scale, score, mask, lists, transposed, options))
 
 
-def attend(call: Bound, output_max: bool, deterministic: bool) -> tuple:
+LONG = 4  # blocks that packed sequences must have on average for blocks of their own
+
+
+def _starts(starts_q: torch.Tensor, starts_k: torch.Tensor, total_q: int, total_k: int, q_block: int, kv_block: int) -> Starts:
+    """Blocks that begin where sequences do, so that none holds two, and causal ones are as few as for each sequence alone. With short
+    sequences they would be many, mostly padding: then blocks of packed positions, as in any mask."""
+    if total_q <= MAX_QUERIES or min(total_q, total_k) < LONG * q_block * (len(starts_q) - 1):
+        return ()
+    starts = block_starts(starts_q, total_q, q_block)
+    shared = starts_q is starts_k and q_block == kv_block
+    return starts, starts if shared else block_starts(starts_k, total_k, kv_block)
+
+
+def attend(call: Bound | Recorded, output_max: bool, deterministic: bool) -> tuple:
     """out, lse and max_scores (None if they are not wanted)."""
+    if call.__class__ is Recorded:
+        return call.attend(output_max, deterministic)
     try:
         if torch.is_grad_enabled():
             q, k, v, _, _, score, _, _, _, _ = call

@@ -50,7 +50,7 @@ def check_tensors(query, key, value, enable_gqa: bool) -> None:
             raise TypeError(f"{name} has dtype {named[name].dtype} but query has {query.dtype}; convert one with .to(...)")
         if named[name].device != query.device:
             raise ValueError(f"{name} is on {named[name].device} but query is on {query.device}; move one with .to(...)")
-    if query.device.type not in ("cpu", "cuda"):
+    if query.device.type not in ("cpu", "cuda", "meta"):
         raise NotImplementedError(f"query is on {query.device}; kernels run on CUDA or ROCm GPUs ('cuda') and, interpreted, on 'cpu'")
     if query.shape[3] != key.shape[3]:
         raise ValueError(f"query and key must have the same head_dim, got query {_shape(query)} and key {_shape(key)}")
@@ -90,7 +90,7 @@ def whole(name: str, value, least: int = 0) -> int:
     try:
         if isinstance(value, (bool, torch.Tensor)):  # a tensor's number would have to be waited for
             raise TypeError
-        number = operator.index(value)
+        number = value if type(value) is torch.SymInt else operator.index(value)
     except TypeError:
         raise TypeError(f"{name} must be an integer, got {value!r}") from None
     if number < least:

@@ -30,15 +30,15 @@ import torch
 
 from flexpress.attention import flex_attention
 from flexpress.checks import DTYPES, MAX_HEAD_DIM, autocasts, check_rank
+from flexpress.in_graph import compilable
 from flexpress.mods import causal as causal_mask
 
-from .codegen.compiling import runs_uncompiled
 from .codegen.mod.tensors import check_surroundings
 
 __all__ = ["flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func"]
 
 
-@runs_uncompiled
+@compilable
 def flash_attn_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -61,7 +61,7 @@ def flash_attn_func(
     return _attention(q, k, v, bias, causal, softmax_scale)
 
 
-@runs_uncompiled
+@compilable
 def flash_attn_kvpacked_func(
     q: torch.Tensor, kv: torch.Tensor, bias: torch.Tensor | None = None, causal: bool = False, softmax_scale: float | None = None
 ) -> torch.Tensor:
@@ -77,7 +77,7 @@ def flash_attn_kvpacked_func(
     return _attention(q, k, v, bias, causal, softmax_scale)
 
 
-@runs_uncompiled
+@compilable
 def flash_attn_qkvpacked_func(
     qkv: torch.Tensor, bias: torch.Tensor | None = None, causal: bool = False, softmax_scale: float | None = None
 ) -> torch.Tensor:

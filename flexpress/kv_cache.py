@@ -7,9 +7,9 @@ import torch
 from flexpress import checks
 from flexpress.cache_checks import check_batch, check_contents, check_no_gradients, check_plain, check_writable, described
 from flexpress.checks import positive, whole
+from flexpress.in_graph import compilable
 
-from .codegen.compiling import runs_uncompiled
-from .codegen.mod.tensors import check_memory, check_surroundings
+from .codegen.mod.tensors import check_memory, check_surroundings, recording
 from .codegen.run.call import Cached
 from .codegen.run.update_cache import update
 
@@ -44,7 +44,7 @@ def rope_table(
     return torch.stack([angles.cos(), angles.sin()], dim=-1).float()
 
 
-@runs_uncompiled
+@compilable
 def update_cache(
     key: torch.Tensor,
     value: torch.Tensor,
@@ -82,7 +82,7 @@ def update_cache(
     Other arguments as for cached_attention: kv_len counts the new positions, too. k_cache and v_cache are changed. They may have another
     dtype than key and value have, float8_e4m3fn too, then k_scale and v_scale divide what is written. Returns the turned query, or None.
 
-    Raises ValueError or TypeError for arguments, NotImplementedError for tensors that are not in memory (fake, meta, distributed) and,
+    Raises ValueError or TypeError for arguments, NotImplementedError for kinds of tensors that kernels cannot read and,
     unless gradients are off (torch.no_grad), where one of them requires grad.
     """
     check_surroundings("update_cache")
@@ -93,6 +93,12 @@ def update_cache(
     if torch.is_grad_enabled():
         tensors = {"key": key, "value": value, "query": query, "k_cache": k_cache, "v_cache": v_cache, "rope": rope}
         check_no_gradients("update_cache", "call it under torch.no_grad()", **tensors, k_scale=k_scale, v_scale=v_scale)
+    if recording(key, k_cache):
+        turned = torch.ops.flexpress.update_cache(
+            *(key, value, k_cache, v_cache, kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset),
+            *(query, rope, interleaved, k_scale, v_scale, check),
+        )
+        return None if query is None else turned
     if check or (check is None and key.device.type == "cpu"):
         _check_positions(rope, check_contents(key, k_cache, cached, q_offset, written=True))
     if key.numel() == 0:

@@ -9,15 +9,50 @@ import torch
 
 from flexpress.block_mask import DEFAULT_BLOCK_SIZE, BlockMask
 from flexpress.checks import block_size, resolve_device, whole
+from flexpress.in_graph import compilable
+from flexpress.programs import captures_of
+from flexpress.recorded import bound_mod
 
 from .codegen.compiling import runs_uncompiled
 from .codegen.mod.bind import bind
-from .codegen.mod.tensors import check_surroundings, read_captured
+from .codegen.mod.graph_text import text_of
+from .codegen.mod.tensors import check_surroundings, read_captured, recording
 from .codegen.run import masks
 from .codegen.run.block_lists import BlockLists
 
 
-@runs_uncompiled
+def _closed(tables, mask_mod, B, H, Q_LEN, KV_LEN, device=None, BLOCK_SIZE=DEFAULT_BLOCK_SIZE, *_, **__) -> BlockMask:
+    """The mask of these tables; torch's compiler traces this."""
+    q_block, kv_block = BLOCK_SIZE if isinstance(BLOCK_SIZE, (tuple, list)) else (BLOCK_SIZE, BLOCK_SIZE)
+    full = tables[2:] if len(tables) > 2 else (None, None)
+    lists = BlockLists(tables[0], tables[1], full[0], full[1], q_block, kv_block, True)
+    return BlockMask._made((Q_LEN, KV_LEN), lists, mask_mod, decided_by=mask_mod)
+
+
+def _opened(
+    mask_mod, B, H, Q_LEN, KV_LEN, device=None, BLOCK_SIZE=DEFAULT_BLOCK_SIZE, _compile=False, *, separate_full_blocks=True, capacity=None
+) -> dict:
+    """The arguments of create_block_mask for `_tables`; torch's compiler traces this."""
+    return {
+        **{"mask_mod": mask_mod, "B": B, "H": H, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN, "device": device, "BLOCK_SIZE": BLOCK_SIZE},
+        **{"separate_full_blocks": separate_full_blocks, "capacity": capacity},
+    }
+
+
+def _tables(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, separate_full_blocks, capacity) -> tuple[torch.Tensor, ...]:
+    """The lists of a mask, as wide as there are columns unless there is a capacity: nothing waits for their values."""
+    extents, size = _extents(B, H, Q_LEN, KV_LEN), block_size(BLOCK_SIZE)
+    capacity = capacity if capacity is None else whole("capacity", capacity)
+    graph, values = bound_mod(mask_mod, "mask")
+    captures = captures_of((graph, values))
+    return tuple(
+        torch.ops.flexpress.block_lists(
+            *captures, list(extents), list(size), separate_full_blocks, capacity, resolve_device(device), text_of(graph)
+        )
+    )
+
+
+@compilable(inner=_tables, opened=_opened, closed=_closed)
 def create_block_mask(
     mask_mod: Callable,
     B: int | None,
@@ -48,6 +83,9 @@ def create_block_mask(
     mask of Q_LEN x KV_LEN is ever in memory. Raises ModError if the mod cannot be traced, ValueError or TypeError for other arguments.
     """
     check_surroundings("create_block_mask")
+    if recording():
+        tables = _tables(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, separate_full_blocks, capacity)
+        return _closed(tables, mask_mod, B, H, Q_LEN, KV_LEN, device, block_size(BLOCK_SIZE))
     extents, size = _extents(B, H, Q_LEN, KV_LEN), block_size(BLOCK_SIZE)
     capacity = capacity if capacity is None else whole("capacity", capacity)
     device = resolve_device(device)
@@ -69,6 +107,9 @@ def create_mask(mod_fn: Callable, B: int | None, H: int | None, Q_LEN: int, KV_L
         raise TypeError(f"mod_fn must be a mask_mod or a score_mod, got {type(mod_fn).__name__}")
     extents, device = _extents(B, H, Q_LEN, KV_LEN), resolve_device(device)
     kind = "score" if _positional(mod_fn) == 5 else "mask"
+    if recording():
+        graph, values = bound_mod(mod_fn, kind)
+        return torch.ops.flexpress.dense_mask(*captures_of((graph, values)), list(extents), device, text_of(graph))
     bound = bind(mod_fn, kind)
     read_captured(bound, device, f"{kind}_mod")
     return masks.dense_mask(bound, *extents, device)

@@ -10,19 +10,17 @@ import torch
 
 from flexpress.call import attend, bound
 from flexpress.checks import DTYPES, MAX_HEAD_DIM, autocasts, check_rank
+from flexpress.in_graph import compilable
+from flexpress.recorded import bound_mod
 
-from .codegen.compiling import runs_uncompiled
-from .codegen.mod.bind import bind
 from .codegen.mod.capture import name_of
 from .codegen.mod.expr import Expr, ModGraph, walk
 from .codegen.mod.ops import row_of
-from .codegen.mod.tensors import check_surroundings
+from .codegen.mod.tensors import check_surroundings, tracing
 from .codegen.registry import remembered
-from .codegen.run.decode import MAX_QUERIES
-from .codegen.run.masks import Starts, block_starts
 
 
-@runs_uncompiled
+@compilable
 def varlen_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -67,13 +65,10 @@ def varlen_attention(
     packing = _packing(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0])
     q, k, v = (t.unsqueeze(0).transpose(1, 2) for t in (q, k, v))
     score_mod = None if score_mod is None else packing.score_mod(score_mod)
-    call = bound(q, k, v, score_mod, None, scale, True, kernel_options, packing.mask_mod(mask_mod), packing.starts_of)
+    call = bound(q, k, v, score_mod, None, scale, True, kernel_options, packing.mask_mod(mask_mod), (packing.starts_q, packing.starts_k))
     out, lse, _ = attend(call, False, deterministic)
     out, lse = (t.squeeze(0).transpose(0, 1) for t in (out, lse))  # out[0] would copy its gradient
     return (out, lse) if return_lse else out
-
-
-LONG = 4  # blocks that sequences must have on average for blocks of their own
 
 
 @dataclass(eq=False)
@@ -108,7 +103,7 @@ class _Packing:
 
     def score_mod(self, mod: Callable) -> Callable:
         """The score_mod on packed positions."""
-        places, sequence = self._places(bind(mod, "score")[0]), self.sequence_q
+        places, sequence = self._places(bound_mod(mod, "score")[0]), self.sequence_q
 
         def packed(score, b, h, q_idx, kv_idx):
             return mod(score, sequence[q_idx], h, *places(q_idx, kv_idx))
@@ -125,7 +120,7 @@ class _Packing:
                 return sequence_q[q_idx] == sequence_k[kv_idx]
 
             return varlen
-        places = self._places(bind(mod, "mask")[0])
+        places = self._places(bound_mod(mod, "mask")[0])
 
         def packed(b, h, q_idx, kv_idx):
             sequence = sequence_q[q_idx]
@@ -133,16 +128,6 @@ class _Packing:
 
         packed.__name__ = f"varlen_{name_of(mod)}"
         return packed
-
-    def starts_of(self, q_block: int, kv_block: int) -> Starts:
-        """Blocks that begin where sequences do, so that none holds two, and causal ones are as few as for each sequence alone. With short
-        sequences they would be many, mostly padding: then blocks of packed positions, as in any mask."""
-        sequences, total_q, total_k = len(self.starts_q) - 1, len(self.sequence_q), len(self.sequence_k)
-        if total_q <= MAX_QUERIES or min(total_q, total_k) < LONG * q_block * sequences:
-            return ()
-        starts_q = block_starts(self.starts_q, total_q, q_block)
-        shared = self.shared and q_block == kv_block
-        return starts_q, starts_q if shared else block_starts(self.starts_k, total_k, kv_block)
 
     def _places(self, graph: ModGraph) -> Callable:
         """From packed positions to the q_idx and kv_idx that a mod is given.
@@ -255,7 +240,7 @@ def _check_cu_seqlens(name: str, cu_seqlens, packed_name: str, packed: torch.Ten
         raise ValueError(f"{packed_name} is on {packed.device} but {name} is on {cu_seqlens.device}; move it with .to(...)")
     if cu_seqlens.shape[0] == 0:
         raise ValueError(f"{name} has shape (0,), but n sequences have n + 1 numbers; {remedy}")
-    if packed.device.type == "cpu":
+    if packed.device.type == "cpu" and not tracing():
         values = cu_seqlens.tolist()
         if values[0] != 0 or values[-1] != packed.shape[0] or values != sorted(values):
             shown = str(values) if len(values) <= 8 else f"[{', '.join(map(str, values[:4]))}, ..., {values[-1]}]"

@@ -19,9 +19,12 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]  # (score,
 
 def whole_number(recipe: str, name: str, value: object, remedy: str, minimum: int | None = None) -> int:
     """`value` as a Python int; TypeError if it is not a whole number, ValueError if it is below `minimum`."""
-    if isinstance(value, (bool, Tensor)) or not hasattr(value, "__index__"):
+    if type(value) is int:
+        number = value
+    elif isinstance(value, (bool, Tensor)) or not hasattr(value, "__index__"):
         raise TypeError(f"{recipe}(): {name} must be an int, got {_described(value)}; {remedy}")
-    number = operator.index(value)
+    else:
+        number = operator.index(value)
     if minimum is not None and number < minimum:
         raise ValueError(f"{recipe}(): {name} must be at least {minimum}, got {number}; {remedy}")
     return number
@@ -32,7 +35,7 @@ def positive_number(recipe: str, name: str, value: object, remedy: str) -> float
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{recipe}(): {name} must be a number, got {_described(value)}; {remedy}")
     number = float(value)
-    if not (math.isfinite(number) and number > 0):
+    if not 0 < number < math.inf:
         raise ValueError(f"{recipe}(): {name} must be finite and above 0, got {number}; {remedy}")
     return number
 

@@ -149,14 +149,16 @@ TRANSFORMS = {
     "grad": lambda call, t: torch.func.grad(lambda x: torch.as_tensor(call(x)).sum())(t),
     "jvp": lambda call, t: torch.func.jvp(call, (t,), (t,)),
     "functionalize": lambda call, t: torch.func.functionalize(call)(t),
-    "make_fx": lambda call, t: make_fx(call)(t),
-    "FakeTensorMode": lambda call, t: _with(FakeTensorMode(allow_non_fake_inputs=True), call, t),
+}
+RECORDED = {
+    "make_fx": lambda call: make_fx(lambda t: torch.as_tensor(call(t)).clone())(Q),
+    "FakeTensorMode": lambda call: _with(FakeTensorMode(allow_non_fake_inputs=True), call),
 }
 
 
-def _with(context, call, t):
+def _with(context, call):
     with context:
-        return call(t)
+        return call(torch.empty(1, 2, 20, 16))
 
 
 CALLS = {
@@ -178,6 +180,13 @@ def test_calls_inside_a_transform_are_refused_in_words(transform):
     for name, call in CALLS.items():
         with pytest.raises(NotImplementedError, match=f"^{name} was called "):
             TRANSFORMS[transform](call, Q)
+
+
+@pytest.mark.parametrize("name", ["explain", "evaluate_mod"])
+@pytest.mark.parametrize("recorder", RECORDED)
+def test_functions_that_are_no_operators_are_refused_where_torch_records(recorder, name):
+    with pytest.raises(NotImplementedError, match=f"^{name} was called where torch records"):
+        RECORDED[recorder](CALLS[name])
 
 
 def test_parameters_without_shape_are_refused_in_words():

@@ -1,4 +1,4 @@
-"""Under torch.compile the public functions run as they are, at the price of a graph break."""
+"""Under torch.compile: layers that break the graph, and what breaks it. test_compiled_calls.py has calls that do not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import flexpress
-from flexpress import create_block_mask, flex_attention, mods, varlen_attention
+from flexpress import create_block_mask, flex_attention, in_graph, mods, varlen_attention
 from support.dense import dense_attention
 from support.devices import DEVICES
 
@@ -89,18 +89,58 @@ def test_flex_attention_itself_compiled():
     torch.testing.assert_close(out, dense_attention(q, k, v, None, mods.causal)[0].float())
 
 
-def test_every_call_is_one_graph_break():
+def refused(score, b, h, q_idx, kv_idx):
+    return torch.special.bessel_j0(score)
+
+
+def prints(score, b, h, q_idx, kv_idx):
+    print(end="")
+    return score * 2
+
+
+def test_a_mod_that_cannot_be_traced_is_a_graph_break_with_a_warning():
+    def run(q, k, v):
+        return flex_attention(q * 2, k, v, prints) + 1
+
+    q, k, v = inputs("cpu")
+    with pytest.warns(UserWarning, match="torch.compile cannot trace the score_mod of flex_attention .*: the call is a graph break"):
+        found = torch.compile(run, backend="eager")(q, k, v)
+    torch.testing.assert_close(found, run(q, k, v))
+    dynamo.reset()
+    with pytest.warns(UserWarning), pytest.raises(dynamo.exc.Unsupported, match="print"):
+        torch.compile(run, backend="eager", fullgraph=True)(q, k, v)
+
+
+def test_a_mod_that_is_refused_says_so_in_a_graph_and_outside():
+    def run(q, k, v):
+        return flex_attention(q * 2, k, v, refused) + 1
+
+    q, k, v = inputs("cpu")
+    with (
+        pytest.warns(UserWarning),
+        pytest.raises(flexpress.ModError, match="special_bessel_j0 is not a supported operation\n  File .*test_torch"),
+    ):
+        torch.compile(run, backend="eager")(q, k, v)
+    dynamo.reset()
+    with pytest.warns(UserWarning), pytest.raises(dynamo.exc.Unsupported, match="flexpress refuses this score_mod.*bessel_j0"):
+        torch.compile(run, backend="eager", fullgraph=True)(q, k, v)
+
+
+def test_a_call_is_no_graph_break():
     def run(q, k, v):
         return flex_attention(q * 2, k, v) + 1
 
     report = dynamo.explain(run)(*inputs("cpu"))
-    assert (report.graph_break_count, report.graph_count) == (1, 2)
-    assert "flexpress prints and launches kernels of its own" in str(report.break_reasons[0].reason)
+    assert (report.graph_break_count, report.graph_count) == (0, 1)
 
 
-def test_fullgraph_is_refused_by_torch():
-    with pytest.raises(dynamo.exc.Unsupported, match="flexpress prints and launches kernels of its own"):
-        torch.compile(lambda q: flex_attention(q, q, q) + 1, backend="eager", fullgraph=True)(inputs("cpu")[0])
+def test_a_torch_that_has_other_names(monkeypatch):
+    """The call is a graph break, and right."""
+    monkeypatch.setattr(in_graph, "_is_known", lambda: False)
+    monkeypatch.setattr(in_graph._is_known, "_dynamo_marked_constant", True, raising=False)
+    q, k, v = inputs("cpu")
+    run = lambda q: flex_attention(q * 2, k, v, mods.softcap(2.0)) + 1
+    torch.testing.assert_close(torch.compile(run, backend="eager")(q), run(q))
 
 
 def test_other_functions_inside_what_is_compiled():

@@ -22,6 +22,7 @@ from ..registry import INFO, Table
 from ..turn import Turn
 from .capture import name_of
 from .expr import ModGraph
+from .graph_mod import GraphMod
 from .program import Untrackable
 from .trace import Traced, check_parameters, replayable, traced_once
 
@@ -63,6 +64,8 @@ def bind(mod, kind: str) -> tuple[ModGraph, list]:
 
     Traces the mod if no trace fits. Raises ModError for a mod that cannot be traced.
     """
+    if type(mod) is GraphMod:
+        return mod.graph, [*mod.values]
     key = (kind, mod.__code__ if type(mod) is types.FunctionType else _code_of(mod), torch.get_default_dtype())
     bucket = _buckets.get(key)
     if bucket is not None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch.nn.modules import module as module_hooks
 
+from .graph_mod import GraphMod, replayed
 from .program import HostProgram, Untrackable
 from .purity import BY_OPERATORS, ITERATORS, OF_CONSTANTS, is_constant, is_pure
 from .stand_ins import HostValue, Reader, State, is_stand_in, state_of
@@ -114,6 +115,8 @@ def call(state: State, args: tuple, kwargs: dict):
         return reader.host(_called, (HostValue(state), *args), kwargs, name)  # a method, of what may be another object next time
     if not known and (reader.is_operation(value) or any(value is f for f in BY_OPERATORS)):
         return value(*args, **kwargs)
+    if type(value) is GraphMod:
+        return _call_graph(state, args)
     if isinstance(value, types.FunctionType):
         if state.function is None:
             state.function = reader.stand_in_function(state)
@@ -126,6 +129,16 @@ def call(state: State, args: tuple, kwargs: dict):
         function = reader.track(own, lambda values: _found_on_class(values[at], "__call__"), state.name)
         return function(HostValue(state), *args, **kwargs)
     raise Untrackable(f"calls {state.name}, a {type(value).__name__}")
+
+
+def _call_graph(state: State, args: tuple):
+    """A mod that is a graph: what it captures is found again in its values."""
+    mod, reader, at = state.value, state.reader, state.place
+    graph = mod.graph
+    reader.program.guard(at, lambda found: type(found) is GraphMod and found.graph is graph)
+    captures = (*graph.tensors, *graph.scalars)
+    values = [reader.track(v, lambda values, i=i: values[at].values[i], captures[i].name) for i, v in enumerate(mod.values)]
+    return replayed(graph, values, args)
 
 
 def _called(function, *args, **kwargs):

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import torch
 
 from .current import WEAK_DTYPE, Run
 from .expr import Expr
 from .op import Op, kind
-from .program import NUMBERS, Untrackable
+from .program import NUMBERS, UNKNOWN_NUMBERS, Untrackable
 from .stand_ins import HostNumber, HostValue
 from .symbols import Sym, TensorView
-from .tensors import DTYPES
+from .tensors import DTYPES, tracing
+
+
+@contextmanager
+def aside():
+    """Small computations of our own, which nobody records."""
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        yield
 
 
 def apply(row: Op, args: tuple, kwargs: dict) -> Sym:
@@ -50,7 +59,7 @@ def result_dtype(row: Op, operands: list[Expr]) -> torch.dtype:
     """
     key = (row.name, torch.get_default_dtype(), tuple((o.dtype, o.weak) for o in operands))
     if key not in _dtype_cache:
-        with torch._C.DisableTorchFunction():
+        with aside():
             stand_ins = [_NUMBER_OF[kind(o.dtype)] if o.weak else torch.ones((), dtype=o.dtype) for o in operands]
             try:
                 result = row.torch(*stand_ins)
@@ -74,7 +83,7 @@ def to_expr(value) -> Expr:
         value.incomplete()
     if type(value) is HostValue:
         raise Untrackable("uses an object where a number is needed")
-    if type(value) is HostNumber or type(value) in NUMBERS:
+    if type(value) is HostNumber or type(value) in NUMBERS or type(value) in UNKNOWN_NUMBERS:
         return trace.number(value)
     if isinstance(value, torch.Tensor):
         if value.ndim:
@@ -117,7 +126,7 @@ def index_tensor(tensor: torch.Tensor, index) -> Sym | TensorView:
         return TensorView(tensor, index)
     if tensor.dtype not in DTYPES and tensor.layout == torch.strided and not tensor.is_quantized:
         raise trace.error(f"a captured tensor of {tensor.dtype}", "Mods read real numbers: convert it before.")
-    if tensor.ndim == 0 and tensor.device.type == "cpu" and not tensor.requires_grad:
+    if tensor.ndim == 0 and tensor.device.type == "cpu" and not tensor.requires_grad and not tracing():
         number = trace.host_scalar(tensor)
         return Sym(
             _folded_literal(number.attr, tensor.dtype)
@@ -140,7 +149,7 @@ def literal_tensor(value, dtype: torch.dtype | None) -> Sym:
 
 
 def _folded_literal(value, dtype: torch.dtype) -> Expr:
-    with torch._C.DisableTorchFunction():
+    with aside():
         value = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None).to(dtype).item()
     return Run.current.table.make("literal", (), dtype, attr=value)
 
@@ -148,7 +157,7 @@ def _folded_literal(value, dtype: torch.dtype) -> Expr:
 def _fold(row: Op, operands: list[Expr], dtype: torch.dtype) -> Expr | None:
     """Constant operands are computed now, and `mask & True` is `mask`; None when there is nothing to fold."""
     if all(o.is_literal for o in operands) and not _may_trap(row, operands):
-        with torch._C.DisableTorchFunction():
+        with aside():
             plain = [o.attr if o.weak else torch.tensor(o.attr, dtype=o.dtype) for o in operands]
             try:
                 result = row.torch(*plain)

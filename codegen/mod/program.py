@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 NUMBERS = (int, float, bool)
+UNKNOWN_NUMBERS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}  # of torch's compiler, and what they stand for
 _MOST_STEPS = 2000
 
 

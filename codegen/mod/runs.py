@@ -19,7 +19,7 @@ from .current import WEAK_DTYPE, Operations, Run
 from .errors import mod_error
 from .expr import Expr, ExprTable, ScalarCapture, SourceLine, TensorCapture
 from .ops import FUNCTIONS
-from .program import HostProgram, Untrackable, fits_int32
+from .program import UNKNOWN_NUMBERS, HostProgram, Untrackable, fits_int32
 from .purity import FACTORIES, changes_in_place
 from .stand_ins import HostNumber, as_python, label_of, pinned, plain_place, value_of
 from .tensors import check_kind
@@ -66,9 +66,10 @@ class TracingRun(Run):
             raise self.error(str(why)) from None
 
     def _scalar(self, key, value, name: str) -> Expr:
+        kind = UNKNOWN_NUMBERS.get(type(value), type(value))
         if key not in self.scalars:
-            self.scalars[key] = ScalarCapture(self._unique(name), type(value))
-        return self.table.make("scalar", (), WEAK_DTYPE[type(value)], attr=list(self.scalars).index(key), weak=True)
+            self.scalars[key] = ScalarCapture(self._unique(name), kind)
+        return self.table.make("scalar", (), WEAK_DTYPE[kind], attr=list(self.scalars).index(key), weak=True)
 
     def _unique(self, name: str) -> str:
         base = "".join(c if c.isalnum() and c.isascii() else "_" for c in name).strip("_").lower() or "captured"
@@ -188,6 +189,8 @@ class EagerRun(TracingRun):
         return self._argument(tensor.item(), name)
 
     def number(self, value) -> Expr:
+        if type(value) in UNKNOWN_NUMBERS:
+            return self._argument(value, "number")
         if value != value or value in (float("inf"), float("-inf")) or self._stands_in_code(value):
             return super().number(value)
         return self._argument(value, "number")
@@ -255,6 +258,7 @@ _MACHINERY = {
         "capture.py",
         "calls.py",
         "stand_ins.py",
+        "graph_mod.py",
     )
 }
 

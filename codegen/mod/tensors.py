@@ -33,19 +33,40 @@ _traced = torch._C._is_tracing
 
 
 def check_surroundings(name: str) -> None:
-    """Raise NotImplementedError if the public function `name` is called where torch records or transforms operations: a launch by address
-    is none that it could see."""
-    if _transform() is not None or _modes() or _traced():
-        reason = _surroundings()
-        if reason:
-            raise NotImplementedError(f"{name} was called {reason}")
+    """Raise NotImplementedError if the public function `name` is called where torch transforms operations: a launch by address is none that
+    it could see."""
+    if _transform() is not None:
+        raise NotImplementedError(
+            f"{name} was called inside a transform of torch.func (vmap, grad, jvp, ...), which printed kernels cannot follow; call it "
+            "outside. Instead of vmap make the mapped dimension part of the batch, instead of grad use torch.autograd"
+        )
+    if _traced():
+        raise NotImplementedError(
+            f"{name} was called under torch.jit.trace, which would not record the kernel; trace the parts around it, or use torch.export"
+        )
 
 
-def check_inputs(query, key, value) -> tuple:
-    """`check_surroundings`, and query, key and value with their negative bit resolved. Raises NotImplementedError for kinds that kernels
-    cannot read, as far as a quick look shows: what has no strides or no address is found where it is asked for them."""
+def check_values(function: str, **tensors) -> None:
+    """`check_surroundings`, and NotImplementedError where operations are recorded without their values: for functions that are no operators
+    there."""
+    check_surroundings(function)
+    if tracing():
+        raise NotImplementedError(
+            f"{function} was called where torch records operations without their values (FakeTensorMode, make_fx, torch.export); call it "
+            "outside"
+        )
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor):
+            check_kind(name, tensor)
+            if tensor.is_meta:
+                raise NotImplementedError(f"{name} is on meta, where tensors have no values; pass one on 'cuda' or 'cpu'")
+
+
+def are_plain(query, key, value) -> bool:
+    """Are these ordinary tensors, in a call that nobody records? As far as a quick look shows: what has no strides or no address is found
+    where it is asked for them."""
     try:
-        if (
+        return (
             _transform() is None
             and not _modes()
             and not _traced()
@@ -54,29 +75,32 @@ def check_inputs(query, key, value) -> tuple:
             and key.__class__ in _ORDINARY
             and value.__class__ in _ORDINARY
             and not (query.is_neg() or key.is_neg() or value.is_neg())
-        ):
-            return query, key, value
+        )
     except (AttributeError, RuntimeError):
-        pass
+        return False
+
+
+def recording(*tensors) -> bool:
+    """Is a call to be seen by torch as an operator? Where a dispatch mode is on (torch.compile and torch.export trace in some; counters,
+    selective checkpointing and users have others), and for tensors that only stand for others."""
+    return bool(_modes()) or any(isinstance(t, torch.Tensor) and (t.is_meta or _is_traced_kind(t)) for t in tensors)
+
+
+def tracing() -> bool:
+    """Does a dispatch mode run operations without their values?"""
+    kinds = torch._C._TorchDispatchModeKey
+    return bool(_modes()) and any(torch._C._get_dispatch_mode(k) is not None for k in (kinds.FAKE, kinds.PROXY, kinds.FUNCTIONAL))
+
+
+def _is_traced_kind(tensor: torch.Tensor) -> bool:
+    """Is it one of the kinds by which torch's compiler traces?"""
+    return type(tensor).__name__ in ("FakeTensor", "FunctionalTensor") and type(tensor).__module__.startswith("torch._subclasses.")
+
+
+def readable_inputs(query, key, value) -> tuple:
+    """query, key and value with their negative bit resolved. Raises NotImplementedError for kinds that kernels cannot read."""
     check_surroundings("flex_attention")
     return tuple(readable(name, t) if isinstance(t, torch.Tensor) else t for name, t in (("query", query), ("key", key), ("value", value)))
-
-
-def _surroundings() -> str | None:
-    """What follows "was called", or None if nothing is wrong."""
-    if _transform() is not None:
-        return (
-            "inside a transform of torch.func (vmap, grad, jvp, ...), which printed kernels cannot follow; call it outside. Instead of "
-            "vmap make the mapped dimension part of the batch, instead of grad use torch.autograd"
-        )
-    if _traced():
-        return "under torch.jit.trace, which would not record the kernel; trace the parts around it"
-    modes = torch._C._TorchDispatchModeKey
-    if torch._C._get_dispatch_mode(modes.FAKE) is not None:
-        return "under FakeTensorMode (torch.export and torch.compile trace in it), where tensors have no memory"
-    if torch._C._get_dispatch_mode(modes.PROXY) is not None or torch._C._get_dispatch_mode(modes.FUNCTIONAL) is not None:
-        return "while torch records operations (make_fx, functionalize), of which the kernel is none; record the parts around it"
-    return None
 
 
 def readable(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -102,6 +126,8 @@ def _kind(tensor: torch.Tensor) -> str | None:
         return "a nested tensor; pack the sequences (varlen_attention, or flex_attention with a document mask) instead"
     if isinstance(tensor, UninitializedTensorMixin):
         return f"an {cls.__name__}, which has no memory yet; run its module once"
+    if _is_traced_kind(tensor) and _modes():
+        return None
     if cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         remedies = {
             "FakeTensor": "it has no memory: kernels need real tensors",
@@ -130,7 +156,7 @@ def _ordinary_keys(device: torch.device) -> frozenset[int]:
     """The dispatch keys of ordinary tensors, of those made in inference mode too: whatever has others is more than memory."""
     found = set()
     for inference in (False, True):
-        with torch.inference_mode(inference):
+        with torch.inference_mode(inference), torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
             made = torch.empty(1, device=device)
             found |= {torch._C._dispatch_keys(t).raw_repr() for t in (made, made[:1])}
     return frozenset(found)

@@ -121,14 +121,18 @@ _finding = Turn()
 
 
 def _graph_of(mod, run: TracingRun, result: Expr) -> ModGraph:
-    """The graph of a traced mod: the one that is there, if it is equal."""
-    nodes = walk(result)
-    numbers = {id(n): i for i, n in enumerate(nodes)}
+    """The graph of a traced mod."""
     code = getattr(mod, "__code__", None)
     origin = SourceLine(code.co_filename, code.co_firstlineno, "") if isinstance(code, types.CodeType) else None
-    name, tensors, scalars = name_of(mod), tuple(run.tensors.values()), tuple(run.scalars.values())
+    return known_graph(run.kind, name_of(mod), origin, result, tuple(run.tensors.values()), tuple(run.scalars.values()))
+
+
+def known_graph(kind: str, name: str, origin: SourceLine | None, result: Expr, tensors: tuple, scalars: tuple) -> ModGraph:
+    """The graph of these parts: the one that is there, if it is equal."""
+    nodes = walk(result)
+    numbers = {id(n): i for i, n in enumerate(nodes)}
     key = (
-        run.kind,
+        kind,
         name,
         origin,
         tensors,
@@ -136,7 +140,7 @@ def _graph_of(mod, run: TracingRun, result: Expr) -> ModGraph:
         tuple((n.op, tuple(numbers[id(a)] for a in n.args), n.dtype, repr(n.attr), n.weak, n.source) for n in nodes),
     )
     used = frozenset(n.attr for n in nodes if n.op == "symbol")
-    return _finding.run(_graphs.setdefault, key, ModGraph(run.kind, name, result, tensors, scalars, origin, used))
+    return _finding.run(_graphs.setdefault, key, ModGraph(kind, name, result, tensors, scalars, origin, used))
 
 
 def _line_of(error: Exception) -> SourceLine | None:

@@ -12,6 +12,22 @@ from ..plan.hopper_backward import HopperBackwardPlan
 _CHUNK = 1 << 24  # positions whose gradient is added up at a time on the host
 
 
+def apart(tensor: torch.Tensor) -> torch.Tensor:
+    """A captured tensor that wants a gradient has an element of its own in memory for every index. Dimensions of stride 0 are left alone
+    where autograd sums over them, in the backward pass of what expanded the tensor."""
+    if not tensor.requires_grad:
+        return tensor
+    if tensor.is_leaf and 0 in tensor.stride():
+        return tensor.contiguous()
+    dims = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if s and n > 1)
+    reach = 1
+    for stride, size in dims:
+        if stride < reach:
+            return tensor.contiguous()
+        reach = stride * size
+    return tensor
+
+
 class Sums:
     """The gradients of captured tensors: the buffers that kernels write, and how they become gradients."""
 

@@ -15,7 +15,7 @@ from ..device.devices import backend_of
 from ..device.kernel import Kernel, kernel_for
 from ..mod.bind import bind
 from ..mod.expr import INDEX_BOUND, ModGraph
-from ..mod.tensors import check_surroundings, read_captured, readable
+from ..mod.tensors import check_values, read_captured, readable
 from ..registry import INFO, Table
 from ..text.layouts import layouts_of
 from ..text.mod_text import ModText, mod_text
@@ -45,7 +45,7 @@ def evaluate_mod(mod: Callable, scores: torch.Tensor, kind: str = "score", *, pr
 
         evaluate_mod(lambda score, b, h, q_idx, kv_idx: score * 2, torch.ones(1, 1, 3, 5))  # 3 x 5 twos
     """
-    check_surroundings("evaluate_mod")
+    check_values("evaluate_mod")
     if not isinstance(scores, torch.Tensor):
         raise TypeError(f"scores must be a torch.Tensor (B, H, Q_LEN, KV_LEN), got {type(scores).__name__}")
     scores = readable("scores", scores)

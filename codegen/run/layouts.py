@@ -17,12 +17,21 @@ def strides_like(q: torch.Tensor, d_v: int) -> tuple[int, ...]:
     return _strides_like(q.shape[:3], q.stride(), d_v)
 
 
+def traced_like(q: torch.Tensor, d_v: int) -> torch.Tensor:
+    """`output_like` for tensors without values, whose extents may be symbols."""
+    return q.new_empty_strided((*q.shape[:3], d_v), _ordered(q.shape[:3], q.stride(), d_v))
+
+
 @remembered("strides of outputs", 4096)
 def _strides_like(shape: tuple[int, ...], order: tuple[int, ...], d_v: int) -> tuple[int, ...]:
+    return _ordered(shape, order, d_v)
+
+
+def _ordered(shape: tuple[int, ...], order: tuple[int, ...], d_v: int) -> tuple[int, ...]:
     strides, step = [0, 0, 0, 1], d_v
     for i in sorted(range(3), key=lambda i: order[i]):
         strides[i] = step
-        step *= max(shape[i], 1)
+        step *= torch.sym_max(shape[i], 1)
     return tuple(strides)
 
 

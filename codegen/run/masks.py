@@ -164,7 +164,8 @@ def create_lists(
     if capacity is None:
         widths = counts.amax((1, 2, 3)).tolist()
     else:
-        torch._assert_async((counts.amax() <= capacity), f"create_block_mask: a row has more blocks than capacity={capacity}")
+        if capacity < status.shape[-1]:
+            torch._assert_async((counts.amax() <= capacity), f"create_block_mask: a row has more blocks than capacity={capacity}")
         widths = [capacity] * len(counts)
     return _listed(status, widths, separate_full)
 

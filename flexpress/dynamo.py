@@ -1,0 +1,149 @@
+"""How torch's compiler (Dynamo) traces a call of in_graph.py. Imported by it alone: torch's compiler takes seconds to import."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import warnings
+
+import torch
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+from torch._dynamo.exc import Unsupported
+from torch._dynamo.variables import higher_order_ops
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch._dynamo.variables.higher_order_ops import TorchHigherOrderOperatorVariable, discard_graph_changes, speculate_subgraph
+from torch._dynamo.variables.lists import BaseListVariable
+
+from flexpress.checks import resolve_device
+
+from .codegen.mod.capture import name_of
+from .codegen.mod.errors import ModError
+from .codegen.mod.expr import MASK_SYMBOLS, SCORE_SYMBOLS
+from .codegen.mod.trace import traced_once
+
+_SYMBOLS = {"score_mod": SCORE_SYMBOLS, "mask_mod": MASK_SYMBOLS}  # of arguments that are mods
+
+
+def knows(call) -> bool:
+    """Tell Dynamo what becomes of `call`."""
+    higher_order_ops._hop_name_to_variable_class[call.__name__] = CallVariable
+    return True
+
+
+class _Inputs:
+    """Inputs of a node, and arguments of which these are parts."""
+
+    def __init__(self) -> None:
+        self.proxies: list[torch.fx.Proxy] = []
+
+    def input(self, proxy):
+        """The argument that is this input."""
+        self.proxies.append(proxy)
+        at = len(self.proxies) - 1
+        return lambda values: values[at]
+
+    def argument(self, found: VariableTracker):
+        """What makes an argument of the inputs' values."""
+        if found.is_python_constant():
+            constant = found.as_python_constant()
+            return lambda values: constant
+        if isinstance(found, BaseListVariable):  # a tuple or a list
+            made = [self.argument(item.realize()) for item in found.items]
+            return lambda values: tuple(make(values) for make in made)
+        return self.input(found.as_proxy())
+
+
+class CallVariable(TorchHigherOrderOperatorVariable):
+    """A call of in_graph.py, while Dynamo traces it."""
+
+    _HOP_NAME = "flexpress_call"
+    _ALLOW_FALLBACK_TO_EAGER = True
+
+    def _call_function(self, tx, args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> VariableTracker:
+        name, *args = (a.realize() for a in args)
+        name = name.as_python_constant()
+        function, inputs, makers = self.value.functions[name], _Inputs(), {}
+        named = dict(zip(inspect.signature(function).parameters, args, strict=False)) | {k: v.realize() for k, v in kwargs.items()}
+        device = _device_of(named)
+        for key, found in named.items():
+            if key in _SYMBOLS and not _is_none(found):
+                makers[key] = self._mod(tx, device, name, key, found, inputs)
+            else:
+                makers[key] = inputs.argument(found)
+
+        def call(*values):
+            return function(**{key: make(values) for key, make in makers.items()})
+
+        call.__name__ = call.__qualname__ = f"flexpress_{name}_{next(_numbers)}"
+        return wrap_fx_proxy(tx=tx, proxy=tx.output.create_proxy("call_function", call, tuple(inputs.proxies), {}))
+
+    def _mod(self, tx, device, function: str, key: str, mod: VariableTracker, inputs: _Inputs):
+        """What makes a mod of the inputs' values: the graph that Dynamo traces of it."""
+        names = _SYMBOLS[key]
+
+        def scalar(name):
+            details = {"dtype": torch.float32 if name == "score" else torch.int32, "device": device}
+            empty = VariableTracker.build(tx, torch.empty)
+            return empty.call_function(tx, [VariableTracker.build(tx, ())], {k: VariableTracker.build(tx, v) for k, v in details.items()})
+
+        try:
+            with discard_graph_changes(tx):
+                symbols = [scalar(name) for name in names]
+            with TransformGetItemToIndex():
+                (_, _), graph, captured = speculate_subgraph(
+                    tx, mod, symbols, {}, f"{function}: {key}", source_target=self.value, set_subgraph_inputs="flatten_manual"
+                )
+            made = _from_graph(torch.fx.GraphModule(tx.output.nn_modules, graph), len(names), _name(mod))
+            with tx.fake_mode:
+                _check(made([proxy.node.meta["example_value"] for proxy in captured]), key)
+        except Unsupported as reason:
+            why = str(reason).strip().splitlines()[0]
+            warnings.warn(f"torch.compile cannot trace the {key} of {function} ({why}): the call is a graph break", stacklevel=2)
+            raise
+        found = [inputs.input(proxy) for proxy in captured]
+        return lambda values: made([get(values) for get in found])
+
+
+def _from_graph(module: torch.fx.GraphModule, symbols: int, name: str):
+    """From what a mod captures, in the order of the graph's inputs behind its symbols, to the mod."""
+    forward = type(module).forward
+    places = [n.target for n in module.graph.nodes if n.op == "placeholder"][symbols:]
+
+    def make(values):
+        mod = functools.partial(forward, module, **dict(zip(places, values, strict=True)))
+        mod.__name__ = name
+        return mod
+
+    return make
+
+
+def _check(mod, key: str) -> None:
+    """What flexpress refuses breaks the graph: then it says why, with the user's own line."""
+    try:
+        traced_once(mod, key.removesuffix("_mod"))
+    except (ModError, TypeError) as refused:
+        raise Unsupported(f"flexpress refuses this {key}: {str(refused).splitlines()[0]}") from refused
+
+
+def _device_of(arguments: dict[str, VariableTracker]) -> torch.device:
+    """Where the symbols of a call's mods are: on its device, as mods may ask."""
+    if "device" in arguments:
+        return resolve_device(arguments["device"].as_python_constant())
+    return next(iter(arguments.values())).as_proxy().node.meta["example_value"].device  # of query
+
+
+_numbers = itertools.count()
+
+
+def _is_none(found: VariableTracker) -> bool:
+    return found.is_python_constant() and found.as_python_constant() is None
+
+
+def _name(mod: VariableTracker) -> str:
+    """What the user calls a mod."""
+    try:
+        return mod.get_name()
+    except (AttributeError, NotImplementedError):
+        return name_of(mod)

@@ -1,0 +1,73 @@
+"""Public functions inside what torch.compile traces: each call becomes a node of the graph, which calls the function.
+
+torch's compiler (Dynamo) traces Python, and makes of a mod a graph of its own with the tensors and numbers that it captures as inputs,
+be they from outside or computed in between. That graph is a mod as any other. The node runs where torch goes on, with values or while it
+traces and records, and there the function finds its operator (recorded.py).
+
+Dynamo has no public way to hand functions to it, so dynamo.py does as torch's own flex_attention. Where that has other names in a version
+of torch, and for a mod that Dynamo cannot trace, the call is a graph break: the function runs as it is, outside of what is compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch._ops import HigherOrderOperator
+
+from .codegen.compiling import runs_uncompiled
+
+_compiling = torch.compiler.is_dynamo_compiling
+
+
+def compilable(function: Callable | None = None, *, inner: Callable | None = None, opened=None, closed=None) -> Callable:
+    """Decorator of a public function that torch.compile may meet. Its arguments named score_mod and mask_mod are mods.
+
+    inner    called instead, with what `opened` makes of the arguments: tensors, numbers, mods and tuples of these. Returns tensors
+    closed   (what `inner` returns, *arguments) -> the function's result
+    """
+    if function is None:
+        return functools.partial(compilable, inner=inner, opened=opened, closed=closed)
+    name = function.__name__
+    CALL.functions[name] = inner or function
+
+    @functools.wraps(function)
+    def public(*args, **kwargs):
+        if _compiling():
+            if not _is_known():
+                return function(*args, **kwargs)
+            if opened is None:
+                return CALL(name, *args, **kwargs)
+            return closed(CALL(name, **opened(*args, **kwargs)), *args, **kwargs)
+        return function(*args, **kwargs)
+
+    runs_uncompiled(function)  # after its attributes were copied
+    return public
+
+
+class _Call(HigherOrderOperator):
+    """What Dynamo finds in `compilable`. It is run where the graph broke at it."""
+
+    def __init__(self) -> None:
+        super().__init__("flexpress_call")
+        self.functions: dict[str, Callable] = {}  # what nodes call
+
+    @runs_uncompiled
+    def __call__(self, name: str, *args, **kwargs):
+        return self.functions[name](*args, **kwargs)
+
+
+CALL = _Call()
+
+
+def _is_known() -> bool:
+    """Does Dynamo know what to do with CALL? It asks when it first traces one."""
+    try:
+        from flexpress import dynamo
+    except ImportError:  # a torch whose compiler has other names
+        return False
+    return dynamo.knows(CALL)
+
+
+_is_known._dynamo_marked_constant = True  # Dynamo runs it, instead of tracing it

@@ -1,0 +1,32 @@
+"""Block masks taken apart, into tensors, numbers and a mask_mod, and put together again: what torch's compiler hands on."""
+
+from __future__ import annotations
+
+from flexpress.block_mask import BlockMask
+
+from .codegen.run.block_lists import BlockLists
+
+
+def parts_of_mask(mask) -> tuple[tuple, tuple, object]:
+    """The tables of a mask, ours or torch's, what else there is to know of it, and its mask_mod. torch's compiler traces this."""
+    if isinstance(mask, BlockMask):
+        lists = mask._lists
+        tables = (lists.kv_num_blocks, lists.kv_indices)
+        if lists.full_kv_indices is not None:
+            tables = (*tables, lists.full_kv_num_blocks, lists.full_kv_indices)
+        return tables, (mask._seq_lengths, lists.q_block, lists.kv_block, lists.interior, mask._decided_by is mask.mask_mod), mask.mask_mod
+    tables = (mask.kv_num_blocks, mask.kv_indices)
+    if mask.full_kv_indices is not None:
+        tables = (*tables, mask.full_kv_num_blocks, mask.full_kv_indices)
+    return tables, (mask.seq_lengths, *mask.BLOCK_SIZE), mask.mask_mod
+
+
+def mask_of_parts(tables: tuple, facts: tuple, mask_mod) -> BlockMask:
+    """The mask of these parts."""
+    lengths, q_block, kv_block, *ours = facts
+    full = tables[2:] or (None, None)
+    if not ours:
+        return BlockMask(lengths, *tables[:2], *full, (q_block, kv_block), mask_mod)
+    interior, decided = ours
+    lists = BlockLists(*tables[:2], *full, q_block, kv_block, interior)
+    return BlockMask._made(tuple(lengths), lists, mask_mod, decided_by=mask_mod if decided else None)

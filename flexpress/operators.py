@@ -1,0 +1,327 @@
+"""The operators behind the public functions: what torch's compiler, exporter, autograd and counters see of a call.
+
+    flexpress::flex_attention             flex_attention, varlen_attention and the flash functions
+    flexpress::flex_attention_backward    its gradients
+    flexpress::cached_attention, flexpress::update_cache
+    flexpress::block_lists, flexpress::dense_mask    create_block_mask, create_mask
+
+A plain call in eager mode goes past them (recorded.py says which calls do not). Mods come as a program (programs.py) with the tensors
+and numbers that they capture, numbers of bool among the ints.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+import flexpress.cached
+import flexpress.kv_cache
+from flexpress.autograd import ONCE
+from flexpress.block_mask import BlockMask
+from flexpress.call import bound
+from flexpress.mask_mods import noop_mask
+from flexpress.programs import Captures, Program, read_graph_once, read_program, values_of
+
+from .codegen.mod.tensors import read_captured
+from .codegen.run import masks
+from .codegen.run.backward import backward
+from .codegen.run.block_lists import BlockLists
+from .codegen.run.call import Bound, Rows
+from .codegen.run.forward import forward
+from .codegen.run.layouts import traced_like
+
+
+def _bound(query, key, value, captures: Captures, lists: list, starts: list, scale: float, program: Program) -> Bound:
+    """The call that an operator was given."""
+    tensors = [t.to(query.device) if t.ndim == 0 else t for t in captures.tensors]  # those of no dimension may be on the CPU
+    score, mask = program.mods(captures._replace(tensors=tensors))
+    block_mask = None
+    if program.lists:
+        q_block, kv_block, interior, decided = program.lists
+        full = lists[2:] or (None, None)
+        mask = mask or noop_mask
+        made = BlockLists(*lists[:2], *full, q_block, kv_block, interior)
+        block_mask = BlockMask._made((query.shape[2], key.shape[2]), made, mask, decided_by=mask if decided else None)
+        mask = None
+    packed = (starts[0], starts[-1]) if starts else None
+    return bound(query, key, value, score, block_mask, scale, True, dict(program.options), mask, packed)
+
+
+@torch.library.custom_op("flexpress::flex_attention", mutates_args=())
+def flex_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tensors: list[torch.Tensor],
+    ints: list[int],
+    floats: list[float],
+    lists: list[torch.Tensor],
+    starts: list[torch.Tensor],
+    scale: float,
+    program: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """out, lse, max_scores and what the backward pass needs of every row, float32 (B, Hq, Q_LEN, 2); the last two are empty where the
+    program does not want them.
+
+    lists    of a block mask: kv_num_blocks, kv_indices and, if there are, full_kv_num_blocks and full_kv_indices
+    starts   where packed sequences start, those of queries and, if they differ, of keys
+    """
+    wanted = read_program(program)
+    call = _bound(query, key, value, Captures(tensors, ints, floats), lists, starts, scale, wanted)
+    out, lse, max_scores, rows = forward(call, output_max=wanted.max_scores, output_rows=wanted.rows)
+    if rows is not None and rows.raw:  # no tensor says so to the backward pass
+        rows.values.select(-1, 0).mul_(call.scale)
+    return out, lse, _or_empty(max_scores, query), _or_empty(rows and rows.values, query)
+
+
+def _or_empty(tensor: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor:
+    return query.new_empty(0, dtype=torch.float32) if tensor is None else tensor
+
+
+@flex_attention.register_fake
+def _(query, key, value, tensors, ints, floats, lists, starts, scale, program):
+    wanted = read_program(program)
+    statistics = functools.partial(query.new_empty, dtype=torch.float32)
+    rows = query.shape[:3]
+    return (
+        traced_like(query, value.shape[3]),
+        statistics(rows),
+        statistics(rows if wanted.max_scores else 0),
+        statistics((*rows, 2) if wanted.rows else 0),
+    )
+
+
+@torch.library.custom_op("flexpress::flex_attention_backward", mutates_args=())
+def flex_attention_backward(
+    d_out: torch.Tensor,
+    d_lse: torch.Tensor | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    rows: torch.Tensor,
+    tensors: list[torch.Tensor],
+    ints: list[int],
+    floats: list[float],
+    lists: list[torch.Tensor],
+    starts: list[torch.Tensor],
+    scale: float,
+    program: str,
+    wanted: list[int],
+) -> list[torch.Tensor]:
+    """The gradients of query, key and value, and of the `wanted` ones of score_mod's tensors, laid out as these are."""
+    wishes = read_program(program)
+    call = _bound(query, key, value, Captures(tensors, ints, floats), lists, starts, scale, wishes)
+    with torch.no_grad():
+        *gradients, of_captured = backward(
+            call, out, Rows(rows, False), d_out, d_lse, wanted=frozenset(wanted), deterministic=wishes.deterministic
+        )
+    inputs = [query, key, value, *(tensors[i] for i in wanted)]
+    return [_laid_out_as(g, t) for g, t in zip([*gradients, *(of_captured[i] for i in wanted)], inputs, strict=True)]
+
+
+def _laid_out_as(gradient: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """The gradient in memory as the fake implementation says."""
+    expected = _gradient_like(tensor)
+    return gradient if gradient.stride() == expected.stride() and gradient.device == tensor.device else expected.copy_(gradient)
+
+
+def _gradient_like(tensor: torch.Tensor) -> torch.Tensor:
+    return traced_like(tensor, tensor.shape[3]) if tensor.ndim == 4 else tensor.new_empty(tensor.shape)
+
+
+@flex_attention_backward.register_fake
+def _(d_out, d_lse, query, key, value, out, rows, tensors, ints, floats, lists, starts, scale, program, wanted):
+    return [_gradient_like(t) for t in (query, key, value, *(tensors[i] for i in wanted))]
+
+
+def _refuse(ctx, *_):
+    raise NotImplementedError(ONCE)
+
+
+flex_attention_backward.register_autograd(_refuse)
+
+
+def _keep(ctx, inputs, output) -> None:
+    query, key, value, tensors, ints, floats, lists, starts, scale, program = inputs
+    out, _, max_scores, rows = output
+    ctx.save_for_backward(query, key, value, out, rows, *tensors, *lists, *starts)
+    ctx.counts = len(tensors), len(lists)
+    ctx.others = ints, floats, scale, program
+    ctx.mark_non_differentiable(max_scores, rows)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, d_out, d_lse, *_):
+    query, key, value, out, rows, *others = ctx.saved_tensors
+    captured, listed = ctx.counts
+    tensors, lists, starts = others[:captured], others[captured : captured + listed], others[captured + listed :]
+    ints, floats, scale, program = ctx.others
+    none = [None if numbers else [] for numbers in (ints, floats)]  # autograd takes lists of tensors apart, empty ones too
+    none = [[None] * len(tensors), *none, *([None] * len(part) for part in (lists, starts))]
+    if d_out is None and d_lse is None:
+        return None, None, None, *none, None, None
+    wanted = [i for i, needed in enumerate(ctx.needs_input_grad[3]) if needed]
+    found = torch.ops.flexpress.flex_attention_backward(
+        torch.zeros_like(out) if d_out is None else d_out,
+        *(d_lse, query, key, value, out, rows, tensors, ints, floats, lists, starts, scale, program, wanted),
+    )
+    for i, gradient in zip(wanted, found[3:], strict=True):
+        none[0][i] = gradient
+    of_inputs = (g if needed else None for g, needed in zip(found[:3], ctx.needs_input_grad[:3], strict=True))
+    return *of_inputs, *none, None, None
+
+
+flex_attention.register_autograd(_differentiate, setup_context=_keep)
+
+
+@torch.library.custom_op("flexpress::block_lists", mutates_args=())
+def block_lists(
+    tensors: list[torch.Tensor],
+    ints: list[int],
+    floats: list[float],
+    extents: list[int],
+    size: list[int],
+    separate_full: bool,
+    capacity: int | None,
+    device: torch.device,
+    mask: str,
+) -> list[torch.Tensor]:
+    """kv_num_blocks, kv_indices and, if they are kept apart, full_kv_num_blocks and full_kv_indices of a mask_mod's text.
+
+    extents    B, H, Q_LEN, KV_LEN
+    capacity   how wide lists are; by default as wide as there are columns
+    """
+    capacity = -(-extents[3] // size[1]) if capacity is None else capacity
+    return masks.create_lists(_mask(tensors, ints, floats, device, mask), tuple(extents), device, tuple(size), separate_full, capacity)
+
+
+def _mask(tensors: list[torch.Tensor], ints: list[int], floats: list[float], device: torch.device, text: str) -> tuple:
+    """A bound mod of a text."""
+    tensors = [t.to(device) if t.ndim == 0 else t for t in tensors]
+    graph = read_graph_once(text)
+    bound_mod = graph, values_of(graph, iter(tensors), iter(ints), iter(floats))
+    read_captured(bound_mod, device, f"{graph.kind}_mod")
+    return bound_mod
+
+
+@block_lists.register_fake
+def _(tensors, ints, floats, extents, size, separate_full, capacity, device, mask):
+    rows, columns = (-(-n // block) for n, block in zip(extents[2:], size, strict=True))
+    counts, width = (*extents[:2], rows), columns if capacity is None else capacity
+    shapes = (counts, (*counts, torch.sym_max(width, 1))) * (1 + separate_full)
+    return [torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes]
+
+
+@torch.library.custom_op("flexpress::dense_mask", mutates_args=())
+def dense_mask(
+    tensors: list[torch.Tensor], ints: list[int], floats: list[float], extents: list[int], device: torch.device, mod: str
+) -> torch.Tensor:
+    """bool `extents`, (B, H, Q_LEN, KV_LEN): a mask_mod's text everywhere, or where a score_mod's of zero scores is not -inf."""
+    return masks.dense_mask(_mask(tensors, ints, floats, device, mod), *extents, device)
+
+
+@dense_mask.register_fake
+def _(tensors, ints, floats, extents, device, mod):
+    return torch.empty(extents, dtype=torch.bool, device=device)
+
+
+@torch.library.custom_op("flexpress::cached_attention", mutates_args=())
+def cached_attention(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    kv_len: torch.Tensor,
+    page_table: torch.Tensor | None,
+    cache_loc: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor | None,
+    max_q_len: int | None,
+    q_offset: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    tensors: list[torch.Tensor],
+    ints: list[int],
+    floats: list[float],
+    scale: float,
+    batch_invariant: bool,
+    check: bool | None,
+    program: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse of flexpress.cached_attention, which has the same arguments."""
+    tensors = [t.to(query.device) if t.ndim == 0 else t for t in tensors]
+    score, mask = read_program(program).mods(Captures(tensors, ints, floats))
+    places = {"page_table": page_table, "cache_loc": cache_loc, "cu_seqlens_q": cu_seqlens_q, "max_q_len": max_q_len, "q_offset": q_offset}
+    with torch.no_grad():
+        return flexpress.cached.cached_attention(
+            *(query, k_cache, v_cache, kv_len),
+            **{**places, "score_mod": score, "mask_mod": mask, "scale": scale, "k_scale": k_scale, "v_scale": v_scale},
+            **{"return_lse": True, "batch_invariant": batch_invariant, "check": check},
+        )
+
+
+@cached_attention.register_fake
+def _(query, k_cache, v_cache, kv_len, page_table, cache_loc, cu_seqlens_q, *_):
+    lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
+    if cu_seqlens_q is not None:
+        return query.new_empty((*query.shape[:2], v_cache.shape[3])), lse
+    return traced_like(query, v_cache.shape[3]), lse
+
+
+@torch.library.custom_op("flexpress::update_cache", mutates_args=("k_cache", "v_cache"))
+def update_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    kv_len: torch.Tensor,
+    page_table: torch.Tensor | None,
+    cache_loc: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor | None,
+    max_q_len: int | None,
+    q_offset: torch.Tensor | None,
+    query: torch.Tensor | None,
+    rope: torch.Tensor | None,
+    interleaved: bool,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    check: bool | None,
+) -> torch.Tensor:
+    """flexpress.update_cache, which has the same arguments; empty without query."""
+    places = {"page_table": page_table, "cache_loc": cache_loc, "cu_seqlens_q": cu_seqlens_q, "max_q_len": max_q_len, "q_offset": q_offset}
+    with torch.no_grad():
+        turned = flexpress.kv_cache.update_cache(
+            *(key, value, k_cache, v_cache, kv_len),
+            **{**places, "query": query, "rope": rope, "interleaved": interleaved, "k_scale": k_scale, "v_scale": v_scale, "check": check},
+        )
+    return key.new_empty(0) if turned is None else turned
+
+
+@update_cache.register_fake
+def _(key, value, k_cache, v_cache, kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, query, *_):
+    if query is None:
+        return key.new_empty(0)
+    return torch.empty_like(query if query.stride(-1) == 1 else query.contiguous())
+
+
+@register_flop_formula(torch.ops.flexpress.flex_attention)
+def _(query, key, value, *_, **__):
+    """As torch counts scaled_dot_product_attention: every position, masked or not."""
+    B, Hq, Q_LEN, D_QK = query
+    return 2 * B * Hq * Q_LEN * key[2] * (D_QK + value[3])
+
+
+@register_flop_formula(torch.ops.flexpress.flex_attention_backward)
+def _(d_out, d_lse, query, key, value, *_, **__):
+    """Scores, and the gradients of weights, values, queries and keys."""
+    B, Hq, Q_LEN, D_QK = query
+    return 2 * B * Hq * Q_LEN * key[2] * (3 * D_QK + 2 * value[3])
+
+
+@register_flop_formula(torch.ops.flexpress.cached_attention)
+def _(query, k_cache, v_cache, kv_len, page_table, *_, **__):
+    """As if each sequence filled its place in the cache."""
+    positions = k_cache[1] * (page_table[1] if page_table else 1)
+    rows = torch.Size(query[:-1]).numel()
+    return 2 * rows * positions * (query[-1] + v_cache[3])

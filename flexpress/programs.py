@@ -1,0 +1,98 @@
+"""What of a call is no tensor, as one text: an operator's argument that torch's compiler, an exported program and a checkpoint can hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from .codegen.mod.expr import ModGraph
+from .codegen.mod.graph_mod import GraphMod
+from .codegen.mod.graph_text import read_graph, text_of
+from .codegen.registry import remembered
+
+
+class Captures(NamedTuple):
+    """What mods capture, score_mod's first, by the kinds that operators take."""
+
+    tensors: list[torch.Tensor]
+    ints: list[int]
+    floats: list[float]
+
+
+_TEXTS = {"score", "mask"}
+_compact = partial(json.dumps, separators=(",", ":"))
+
+
+@dataclass(frozen=True)
+class Program:
+    """A call without its tensors and numbers.
+
+    score, mask    texts of mods, or None
+    lists          of a block mask: blocks of queries and of keys, may full blocks be checked for KV_LEN, does mask_mod alone decide
+    options        kernel_options, by name
+    rows           what a backward pass needs is wanted
+    """
+
+    score: str | None = None
+    mask: str | None = None
+    lists: tuple[int, int, bool, bool] | None = None
+    options: tuple[tuple[str, object], ...] = ()
+    deterministic: bool = False
+    max_scores: bool = False
+    rows: bool = False
+
+    def text(self) -> str:
+        """Only what differs from the defaults."""
+        parts = {k: v for k, v in asdict(self).items() if v != getattr(Program, k)}
+        return "{" + ",".join(f'"{k}":{v if k in _TEXTS else _compact(v)}' for k, v in parts.items()) + "}"
+
+    def mods(self, captures: Captures) -> tuple[GraphMod | None, GraphMod | None]:
+        """score_mod and mask_mod, which capture these."""
+        score, mask = (None if text is None else read_graph_once(text) for text in (self.score, self.mask))
+        found, left = [], tuple(map(iter, captures))
+        for graph in (score, mask):
+            found.append(None if graph is None else GraphMod(graph, values_of(graph, *left)))
+        return tuple(found)
+
+
+@remembered("programs of operators", 1024)
+def read_program(text: str) -> Program:
+    """The program of a text. Raises ValueError for one that is none."""
+    try:
+        parts = json.loads(text)
+        parts |= {k: _compact(parts[k]) for k in _TEXTS & parts.keys()}
+        parts["options"] = tuple((str(name), value) for name, value in parts.get("options", ()))
+        parts["lists"] = tuple(parts["lists"]) if parts.get("lists") else None
+        program = Program(**parts)
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        raise ValueError(f"this is no program of a flexpress operator: {error!r}") from None
+    return program
+
+
+read_graph_once = remembered("mods of operators", 1024)(read_graph)
+
+
+def captures_of(*bound: tuple[ModGraph, Sequence] | None) -> Captures:
+    """What bound mods capture."""
+    found = Captures([], [], [])
+    for graph, values in (b for b in bound if b is not None):
+        found.tensors.extend(values[: len(graph.tensors)])
+        for scalar, value in zip(graph.scalars, values[len(graph.tensors) :], strict=True):
+            (found.floats if scalar.kind is float else found.ints).append(value)
+    return found
+
+
+def mod_program(score: tuple | None, mask: tuple | None, **others) -> Program:
+    """The program of a call with these bound mods."""
+    return Program(score and text_of(score[0]), mask and text_of(mask[0]), **others)
+
+
+def values_of(graph: ModGraph, tensors, ints, floats) -> list:
+    """What of those is the graph's, in its order."""
+    numbers = [next(floats) if s.kind is float else s.kind(next(ints)) for s in graph.scalars]
+    return [*(next(tensors) for _ in graph.tensors), *numbers]

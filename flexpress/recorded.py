@@ -1,0 +1,117 @@
+"""Calls that torch is to see as operators: under its compiler and exporter, counters and checkpointing, and on tensors without memory.
+
+Mods are bound here, by a trace of their own where what they capture has no values; everything else is left to the operator.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from flexpress import checks
+from flexpress.block_lists import read_lists
+from flexpress.block_mask import BlockMask
+from flexpress.foreign_masks import is_foreign_mask
+from flexpress.programs import captures_of, mod_program
+
+from .codegen.mod.bind import bind
+from .codegen.mod.tensors import check_kind, check_surroundings, tracing
+from .codegen.mod.trace import traced_once
+from .codegen.run.block_lists import BlockLists
+from .codegen.run.captured import apart
+
+
+class Recorded(NamedTuple):
+    """The arguments of a call, checked as far as shapes and dtypes go, and its mods bound.
+
+    score, mask     graphs and what they capture, or None
+    lists           of a block mask, or None
+    decided         the mask_mod of these alone says what attends
+    packed          where packed sequences start, or nothing
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    score: tuple | None
+    mask: tuple | None
+    lists: BlockLists | None
+    decided: bool
+    packed: tuple[torch.Tensor, ...]
+    scale: float
+    options: tuple[tuple[str, object], ...]
+
+    def attend(self, output_max: bool, deterministic: bool) -> tuple:
+        """out, lse and max_scores (None if they are not wanted)."""
+        query, key, value, score, mask, lists = self[:6]
+        if score is not None:
+            graph, values = score
+            count = len(graph.tensors)
+            score = graph, [*map(apart, values[:count]), *values[count:]]
+        captures = captures_of(score, mask)
+        wants_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, *captures.tensors))
+        program = mod_program(
+            score,
+            mask,
+            lists=lists and (lists.q_block, lists.kv_block, lists.interior, self.decided),
+            options=self.options,
+            deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
+            max_scores=output_max,
+            rows=wants_gradient,
+        )
+        tables = list(lists.tables) if lists else []
+        starts = [self.packed[0]] if self.packed and self.packed[0] is self.packed[-1] else list(self.packed)
+        out, lse, max_scores, _ = torch.ops.flexpress.flex_attention(
+            query, key, value, *captures, tables, starts, self.scale, program.text()
+        )
+        return out, lse, max_scores if output_max else None
+
+
+def recorded(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed) -> Recorded:
+    """The arguments of flex_attention; `packed` as for call.bound."""
+    check_surroundings("flex_attention")
+    modes = [getattr(t, "fake_mode", None) for t in (query, key, value)]
+    if None not in modes and not tracing():  # FakeTensors, outside the mode that they were made in
+        with modes[0]:
+            return recorded(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed)
+    query, key, value = checks.autocast(query, key, value)
+    checks.check_tensors(query, key, value, enable_gqa)
+    checks.parse_options(kernel_options)
+    lists, decided = None, True
+    if block_mask is not None:
+        lists, decided, mask_mod = _mask(block_mask, query, key, mask_mod)
+    options = tuple(sorted((kernel_options or {}).items()))
+    scale = checks.check_scale(scale, query.shape[3])
+    score, mask = bound_mod(score_mod, "score"), bound_mod(mask_mod, "mask")
+    return Recorded(query, key, value, score, mask, lists, decided, tuple(packed or ()), scale, options)
+
+
+def _mask(block_mask, query, key, mask_mod) -> tuple:
+    """The lists of a block mask, does its mask_mod decide alone, and this mask_mod."""
+    lengths = block_mask.seq_lengths if isinstance(block_mask, BlockMask) or is_foreign_mask(block_mask) else None
+    if lengths is None:
+        raise TypeError(f"block_mask must be a BlockMask (from create_block_mask), got {type(block_mask).__name__}")
+    if mask_mod is not None and mask_mod is not block_mask.mask_mod:
+        raise ValueError("block_mask was not made of this mask_mod; pass one of them, or and_masks(...) of both as mask_mod")
+    if isinstance(block_mask, BlockMask):
+        lists, decided = block_mask.as_lists(), block_mask._decided
+    else:
+        tables = (block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+        lists, decided = read_lists(*tables, checks.block_size(block_mask.BLOCK_SIZE), lengths), False
+    checks.check_mask_fits(lists, tuple(lengths), query, key, block_mask.shape)
+    return lists, decided, block_mask.mask_mod
+
+
+def bound_mod(mod, kind: str) -> tuple | None:
+    """A mod's graph and what it captures."""
+    if mod is None:
+        return None
+    if tracing():
+        traced, values = traced_once(mod, kind)
+        graph = traced.graph
+    else:
+        graph, values = bind(mod, kind)
+    for capture, tensor in zip(graph.tensors, values, strict=False):
+        check_kind(f"{kind}_mod {graph.name} captures {capture.name}, which", tensor)
+    return graph, values

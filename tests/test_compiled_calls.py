@@ -1,0 +1,305 @@
+"""Calls inside torch.compile(fullgraph=True): output and gradients as in eager mode, whatever the mod is and wherever it was made."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention as torchs
+
+import flexpress
+from flexpress import and_masks, create_block_mask, create_mask, flash, flex_attention, mods, or_masks, varlen_attention
+from support.devices import DEVICES
+
+dynamo = pytest.importorskip("torch._dynamo")
+LENGTH = 40
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    dynamo.reset()
+    yield
+    dynamo.reset()
+
+
+def random(*shape, device, grad=True):
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator).to(device).requires_grad_(grad)
+
+
+def inputs(device, heads=2, kv_heads=2):
+    return [random(2, h, LENGTH, 16, device=device) for h in (heads, kv_heads, kv_heads)]
+
+
+class Case(NamedTuple):
+    """run      of tensors and numbers; what of its result is no tensor is not compared
+    arguments   tensors that may want a gradient, and numbers
+    others      arguments of later calls: other numbers
+    """
+
+    run: Callable
+    arguments: list
+    others: tuple[list, ...] = ()
+
+
+class Scale:
+    """A mod that is an object."""
+
+    def __init__(self, by) -> None:
+        self.by = by
+
+    def __call__(self, score, b, h, q_idx, kv_idx):
+        return score * self.by[h]
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.slopes = torch.nn.Parameter(torch.tensor([0.1, 0.3]))
+        self.cap = 5.0
+        self.register_buffer("documents", torch.arange(LENGTH) // 17)
+
+    def score_mod(self, score, b, h, q_idx, kv_idx):
+        return self.cap * torch.tanh((score + self.slopes[h] * (kv_idx - q_idx)) / self.cap)
+
+    def forward(self, q, k, v):
+        def same(b, h, q_idx, kv_idx):
+            return self.documents[q_idx] == self.documents[kv_idx]
+
+        mask = create_block_mask(and_masks(same, mods.causal), None, None, q.shape[2], k.shape[2], q.device)
+        return flex_attention(q, k, v, self.score_mod, mask)
+
+
+def plain(device):
+    return Case(lambda q, k, v: flex_attention(q * 2, k, v), inputs(device))
+
+
+def recipe_outside(device):
+    slopes = random(2, device=device)
+    mod = mods.alibi(slopes)
+    return Case(lambda q, k, v, _: flex_attention(q, k, v, mod, mask_mod=mods.causal), [*inputs(device), slopes])
+
+
+def closure_over_the_graph(device):
+    def run(q, k, v, slopes):
+        doubled = slopes * 2
+
+        def score_mod(score, b, h, q_idx, kv_idx):
+            return score + doubled[h] * (kv_idx - q_idx)
+
+        return flex_attention(q, k, v, score_mod)
+
+    return Case(run, [*inputs(device), random(2, device=device)])
+
+
+def numbers_that_change(device):
+    def run(q, k, v, window, cap):
+        def score_mod(score, b, h, q_idx, kv_idx):
+            return torch.where(q_idx - kv_idx < window, cap * torch.tanh(score / cap), -float("inf"))
+
+        return flex_attention(q, k, v, score_mod)
+
+    tensors = inputs(device)
+    return Case(run, [*tensors, 3, 2.0], ([*tensors, 9, 2.5], [*tensors, 12, 3.5], [*tensors, 13, 4.5]))
+
+
+def recipes_with_numbers_that_change(device):
+    def run(q, k, v, window, cap):
+        return flex_attention(q, k, v, mods.softcap(cap), mask_mod=mods.sliding_window(window))
+
+    tensors = inputs(device)
+    return Case(run, [*tensors, 3, 2.0], ([*tensors, 9, 2.5], [*tensors, 12, 3.5]))
+
+
+def modules_attributes(device):
+    layer = Layer().to(device)
+    return Case(lambda q, k, v, _: layer(q, k, v), [*inputs(device), layer.slopes])
+
+
+def an_object(device):
+    by = random(2, device=device)
+    mod = Scale(by)
+    return Case(lambda q, k, v, _: flex_attention(q, k, v, mod), [*inputs(device), by])
+
+
+def a_partial(device):
+    def score_mod(score, b, h, q_idx, kv_idx, by):
+        return score * by[h]
+
+    return Case(
+        lambda q, k, v, by: flex_attention(q, k, v, functools.partial(score_mod, by=by)), [*inputs(device), random(2, device=device)]
+    )
+
+
+def nested_functions(device):
+    def run(q, k, v, bias):
+        def shifted(by):
+            return lambda score, b, h, q_idx, kv_idx: score + bias[b, h, q_idx, kv_idx] * by
+
+        first = shifted(0.5)
+
+        def score_mod(score, b, h, q_idx, kv_idx):
+            return shifted(2.0)(first(score, b, h, q_idx, kv_idx), b, h, q_idx, kv_idx)
+
+        return flex_attention(q, k, v, score_mod)
+
+    return Case(run, [*inputs(device), random(2, 2, LENGTH, LENGTH, device=device)])
+
+
+def mask_from_outside(device):
+    mask = create_block_mask(mods.sliding_window(7), None, None, LENGTH, LENGTH, device)
+    return Case(lambda q, k, v: flex_attention(q, k, v, block_mask=mask), inputs(device))
+
+
+def mask_made_inside(device):
+    def run(q, k, v, documents):
+        ids = documents.cumsum(0) // 99
+
+        def mask_mod(b, h, q_idx, kv_idx):
+            return ids[q_idx] == ids[kv_idx]
+
+        mask = create_block_mask(mask_mod, None, None, q.shape[2], k.shape[2], q.device, 128)
+        return flex_attention(flex_attention(q, k, v, block_mask=mask), k, v, block_mask=mask)
+
+    return Case(run, [*inputs(device), torch.arange(LENGTH, device=device)])
+
+
+def mask_handed_out(device):
+    def run(q, k, v, window):
+        mask = create_block_mask(mods.sliding_window(window), None, None, LENGTH, LENGTH, q.device)
+        return flex_attention(q, k, v, block_mask=mask), mask
+
+    return Case(run, [*inputs(device), 9])
+
+
+def torchs_mask(device):
+    mask = torchs.create_block_mask(mods.prefix_lm(5), 1, 1, LENGTH, LENGTH, device)
+    return Case(lambda q, k, v: flex_attention(q, k, v, block_mask=mask), inputs(device))
+
+
+def torchs_helpers(device):
+    def run(q, k, v, window):
+        late = lambda b, h, q_idx, kv_idx: q_idx > kv_idx + window
+        return flex_attention(q, k, v, mask_mod=torchs.or_masks(torchs.and_masks(mods.causal, late), lambda b, h, i, j: i == j))
+
+    return Case(run, [*inputs(device), 3])
+
+
+def our_helpers(device):
+    near = mods.sliding_window(4)
+    return Case(lambda q, k, v: flex_attention(q, k, v, mask_mod=or_masks(near, flexpress.noop_mask)), inputs(device))
+
+
+def gqa_and_statistics(device):
+    def run(q, k, v):
+        out, aux = flex_attention(q, k, v, mods.softcap(3.0), enable_gqa=True, return_aux=flexpress.AuxRequest(lse=True, max_scores=True))
+        return out, aux.lse, aux.max_scores
+
+    return Case(run, inputs(device, heads=4))
+
+
+def lse_and_options(device):
+    options = {"BLOCK_M": 32, "BLOCK_N": 32, "BACKEND": "PORTABLE"}
+    return Case(lambda q, k, v: flex_attention(q, k, v, return_lse=True, kernel_options=options, scale=0.3), inputs(device))
+
+
+def packed_sequences(device):
+    offsets = torch.tensor([0, 9, 30, 80], dtype=torch.int32, device=device)
+
+    def run(q, k, v, slopes):
+        packed = [t.transpose(1, 2).flatten(0, 1) for t in (q, k, v)]
+        mod = lambda score, b, h, q_idx, kv_idx: score + slopes[b, h] * (kv_idx - q_idx)
+        return varlen_attention(*packed, offsets, None, mod, mods.causal, return_lse=True)
+
+    return Case(run, [*inputs(device), random(3, 2, device=device)])
+
+
+def flash_functions(device):
+    def run(q, k, v, bias):
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        first = flash.flash_attn_func(q, k, v, bias, causal=True)
+        second = flash.flash_attn_kvpacked_func(first, torch.stack([k, v], 2))
+        return flash.flash_attn_qkvpacked_func(torch.stack([second, k, v], 2), causal=True)
+
+    return Case(run, [*inputs(device), random(1, 2, 1, LENGTH, device=device)])
+
+
+def a_dense_mask(device):
+    return Case(
+        lambda q, window: q[0, 0] @ q[0, 0].T * create_mask(mods.sliding_window(window), 1, 1, LENGTH, LENGTH, q.device)[0, 0],
+        [random(1, 1, LENGTH, 16, device=device), 5],
+    )
+
+
+CASES = [
+    plain,
+    recipe_outside,
+    closure_over_the_graph,
+    numbers_that_change,
+    recipes_with_numbers_that_change,
+    modules_attributes,
+    an_object,
+    a_partial,
+    nested_functions,
+    mask_from_outside,
+    mask_made_inside,
+    mask_handed_out,
+    torchs_mask,
+    torchs_helpers,
+    our_helpers,
+    gqa_and_statistics,
+    lse_and_options,
+    packed_sequences,
+    flash_functions,
+]
+INDUCTOR = pytest.param("inductor", marks=pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler"))
+BY_INDUCTOR = [closure_over_the_graph, numbers_that_change, modules_attributes, mask_made_inside, packed_sequences, gqa_and_statistics]
+
+
+def tensors_of(result) -> list[torch.Tensor]:
+    return [t for t in (result if isinstance(result, tuple) else (result,)) if isinstance(t, torch.Tensor)]
+
+
+def run_and_differentiate(call, arguments):
+    found = tensors_of(call(*arguments))
+    wanted = [a for a in arguments if isinstance(a, torch.Tensor) and a.requires_grad]
+    loss = sum(t.nan_to_num(neginf=0.0).square().mean() for t in found if t.requires_grad)
+    return found, torch.autograd.grad(loss, wanted)
+
+
+def check(case: Case, backend: str, **options) -> None:
+    compiled = torch.compile(case.run, backend=backend, fullgraph=True, **options)
+    for arguments in (case.arguments, *case.others):
+        for mine, expected in zip(run_and_differentiate(compiled, arguments), run_and_differentiate(case.run, arguments), strict=True):
+            for t, other in zip(mine, expected, strict=True):
+                torch.testing.assert_close(t, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("make", CASES)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_as_in_eager_mode(backend, make, device):
+    check(make(device), backend)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("make", BY_INDUCTOR)
+@pytest.mark.parametrize("backend", [INDUCTOR])
+def test_by_inductor(backend, make, device):
+    check(make(device), backend)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", CASES)
+def test_by_inductor_on_a_gpu(make):
+    check(make("cuda"), "inductor")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("make", [numbers_that_change, mask_made_inside])
+def test_dynamic_from_the_start(make, device):
+    check(make(device), "aot_eager", dynamic=True)
