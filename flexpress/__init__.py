@@ -13,6 +13,10 @@ if not Path(__file__).with_name("codegen").is_dir():
     # the sources, not an installed package: codegen, mods and templates lie beside this folder, not in it
     __path__.append(str(Path(__file__).parent.parent))
 
+from flexpress.versions import check_versions
+
+check_versions()
+
 from flexpress import flash
 from flexpress import operators as _operators  # noqa: F401
 from flexpress.attention import AuxOutput, AuxRequest, flex_attention

@@ -20,8 +20,7 @@ from flexpress import mods
 from .codegen.device import offline
 from .codegen.gpus import SHARED_MEMORY, architecture
 from .codegen.run.preview import compilation
-
-_MINIMUM = {"torch": (2, 9), "triton": (3, 6), "jinja2": (3, 1)}
+from .versions import MINIMUM, too_new, too_old
 
 
 class _Report:
@@ -72,16 +71,16 @@ def _versions(report: _Report) -> None:
     report.title("versions")
     report.say("python", f"{platform.python_version()}  {sys.executable}")
     report.say("flexpress", flexpress.__version__)
-    for name, minimum in _MINIMUM.items():
-        report.check(name, lambda name=name, minimum=minimum: _version(name, minimum))
+    for name in MINIMUM:
+        report.check(name, lambda name=name: _version(name))
 
 
-def _version(name: str, minimum: tuple[int, int]) -> str:
-    """The version; a RuntimeError if it is too old."""
+def _version(name: str) -> str:
+    """The version, with a word if nobody has tried it; a RuntimeError if it is too old."""
     version = triton.__version__ if name == "triton" else torch.__version__ if name == "torch" else metadata.version(name)
-    if tuple(int(part) for part in version.split(".")[:2]) < minimum:
-        raise RuntimeError(f"{version} is too old; install {name}>={'.'.join(map(str, minimum))}")
-    return version
+    if problem := too_old(name, version):
+        raise RuntimeError(problem)
+    return too_new(name, version) or version
 
 
 def _gpus(report: _Report) -> set[str]:

@@ -54,10 +54,11 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.language.core import _aggregate as aggregate
 
-try:
-    barrier = gl.barrier
-except AttributeError:  # its name in Triton 3.6
-    barrier = gl.thread_barrier
+# what different Tritons call differently
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
 BLOCK_M = gl.constexpr(64)
 BLOCK_N = gl.constexpr(128)
@@ -131,7 +132,7 @@ class Shared:
 
 @builtin
 def tma_add(desc, coordinates, buffer, _semantic=None):
-    """Have the TMA unit add a buffer to memory. Gluon has no name for it, Triton's compiler has."""
+    """Have the TMA unit add a buffer to memory. Gluon before 3.8 has no name for it, Triton's compiler has."""
     coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coordinates, buffer.handle)
 
@@ -349,7 +350,7 @@ def zero_ahead(desc_dq, zeros, tile, tiles, next_group, heads, Q_LEN):
     for number in range(first, gl.minimum(first + share, end)):
         place = place_in_dq(number, q_blocks, heads)
         for column in gl.static_range(0, 128, 64):
-            tma.async_copy_shared_to_global(desc_dq, [place.z, place.h, place.q_block * 64, column], zeros)
+            tma_store(desc_dq, [place.z, place.h, place.q_block * 64, column], zeros)
 
 
 @gluon.jit
@@ -399,8 +400,8 @@ def backward_producer(
                 hand_out(shared.tiles, turn, ALL_CHECKED, gl.where((kv_block + 1) * BLOCK_N > KV_LEN, 1, huge))
                 mbarrier.arrive(shared.tiles.full, count=1)
                 mbarrier.expect(shared.tiles.full, desc_k.block_type.nbytes + desc_v.block_type.nbytes)
-                tma.async_copy_global_to_shared(desc_k, [z_kv, h_kv, kv_block * BLOCK_N, 0], shared.tiles.full, shared.k.index(0))
-                tma.async_copy_global_to_shared(desc_v, [z_kv, h_kv, kv_block * BLOCK_N, 0], shared.tiles.full, shared.v.index(0))
+                tma_load(desc_k, [z_kv, h_kv, kv_block * BLOCK_N, 0], shared.tiles.full, shared.k.index(0))
+                tma_load(desc_v, [z_kv, h_kv, kv_block * BLOCK_N, 0], shared.tiles.full, shared.v.index(0))
             for i in range(0, steps):
                 start_m = block * 128 + i % 2 * BLOCK_M
                 # a step ahead, so that no copy waits for it
@@ -411,15 +412,15 @@ def backward_producer(
                 write_number(shared.start_m.index(slot), start_m)
                 mbarrier.arrive(q_full, count=1)
                 mbarrier.expect(q_full, desc_q.block_type.nbytes + 2 * desc_tops.block_type.nbytes)
-                tma.async_copy_global_to_shared(desc_q, [z, h, start_m, 0], q_full, shared.q.buffers.index(slot))
+                tma_load(desc_q, [z, h, start_m, 0], q_full, shared.q.buffers.index(slot))
                 top_place = [z, h, 0, start_m]
-                tma.async_copy_global_to_shared(desc_tops, top_place, q_full, shared.tops.index(slot * 2))
+                tma_load(desc_tops, top_place, q_full, shared.tops.index(slot * 2))
                 share_place = [z, h, 1, start_m]
-                tma.async_copy_global_to_shared(desc_tops, share_place, q_full, shared.tops.index(slot * 2 + 1))
+                tma_load(desc_tops, share_place, q_full, shared.tops.index(slot * 2 + 1))
                 do_full = shared.do.full.index(slot)
                 mbarrier.expect(do_full, desc_do.block_type.nbytes + desc_delta.block_type.nbytes)
-                tma.async_copy_global_to_shared(desc_do, [z, h, start_m, 0], do_full, shared.do.buffers.index(slot))
-                tma.async_copy_global_to_shared(desc_delta, [z, h, 0, start_m], do_full, shared.delta.index(slot))
+                tma_load(desc_do, [z, h, start_m, 0], do_full, shared.do.buffers.index(slot))
+                tma_load(desc_delta, [z, h, 0, start_m], do_full, shared.delta.index(slot))
                 step += 1
                 if not told:  # not before: the consumers were waiting
                     if turn > 1:
@@ -560,8 +561,8 @@ def backward_consumer(
     """dK and dV of 64 keys of every tile, and half of what the tile adds to dQ. And then half of blocks of dQ."""
     # K and V of the next tile arrive while dK and dV leave. These pass through the buffers of dS and dQ, namely through
     # what this consumer alone writes of them: 64 rows of dS, and a buffer of dQ
-    dk_buffers = shared.ds._reinterpret(desc_dk.dtype, [1, 1, 1, BLOCK_N, 128], desc_dk.layout)
-    dv_buffers = shared.dq._reinterpret(desc_dv.dtype, [2, 1, 1, 64, 128], desc_dv.layout)
+    dk_buffers = reinterpret(shared.ds, desc_dk.dtype, [1, 1, 1, BLOCK_N, 128], desc_dk.layout)
+    dv_buffers = reinterpret(shared.dq, desc_dv.dtype, [2, 1, 1, 64, 128], desc_dv.layout)
     dk_buffer = dk_buffers.index(0)
     dv_buffer = dv_buffers.index(CONSUMER)
     step = 0
@@ -620,8 +621,8 @@ def backward_consumer(
         dk_buffer.reshape([BLOCK_N, 128]).slice(CONSUMER * 64, 64, dim=0).store((dk * SM_SCALE).to(desc_dk.dtype))
         fence_async_shared()
         barrier()
-        tma.async_copy_shared_to_global(desc_dv, [z_kv, h_kv, first_key, 0], dv_buffer)  # drops keys past KV_LEN
-        tma.async_copy_shared_to_global(desc_dk, [z_kv, h_kv, first_key, 0], dk_buffer.slice(CONSUMER * 64, 64, dim=2))
+        tma_store(desc_dv, [z_kv, h_kv, first_key, 0], dv_buffer)  # drops keys past KV_LEN
+        tma_store(desc_dk, [z_kv, h_kv, first_key, 0], dk_buffer.slice(CONSUMER * 64, 64, dim=2))
         wait_for_stores()
         barrier()  # every warp stores a part
         turn += 1

@@ -40,10 +40,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.language.core import _aggregate as aggregate
 
-try:
-    barrier = gl.barrier
-except AttributeError:  # its name in Triton 3.6
-    barrier = gl.thread_barrier
+# what different Tritons call differently
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
 CONSUMERS = gl.constexpr(2)
 BLOCK_M = gl.constexpr(128)
@@ -290,17 +291,17 @@ def forward_producer(
             free = ((step // STAGES) & 1) ^ 1
             mbarrier.wait(shared.k.empty.index(slot), free)
             mbarrier.expect(shared.k.full.index(slot), desc_k.block_type.nbytes)
-            tma.async_copy_global_to_shared(desc_k, [z_kv, h_kv, start_n, 0], shared.k.full.index(slot), shared.k.buffers.index(slot))
+            tma_load(desc_k, [z_kv, h_kv, start_n, 0], shared.k.full.index(slot), shared.k.buffers.index(slot))
             if i == 0:
                 for c in gl.static_range(CONSUMERS):
                     q_full = shared.q.full.index(c)
                     mbarrier.wait(shared.q.empty.index(c), (q_turn & 1) ^ 1)
                     mbarrier.expect(q_full, desc_q.block_type.nbytes)
-                    tma.async_copy_global_to_shared(desc_q, [z, h, q_block * BLOCK_M + c * 64, 0], q_full, shared.q.buffers.index(c))
+                    tma_load(desc_q, [z, h, q_block * BLOCK_M + c * 64, 0], q_full, shared.q.buffers.index(c))
                 q_turn += 1
             mbarrier.wait(shared.v.empty.index(slot), free)
             mbarrier.expect(shared.v.full.index(slot), desc_v.block_type.nbytes)
-            tma.async_copy_global_to_shared(desc_v, [z_kv, h_kv, start_n, 0], shared.v.full.index(slot), shared.v.buffers.index(slot))
+            tma_load(desc_v, [z_kv, h_kv, start_n, 0], shared.v.full.index(slot), shared.v.buffers.index(slot))
             step += 1
         turn += 1
         tile = ticket + gl.num_programs(0)
@@ -435,7 +436,7 @@ def forward_consumer(
         o_buffer.reshape([64, 128]).store(acc.to(desc_o.dtype))
         fence_async_shared()
         barrier()
-        tma.async_copy_shared_to_global(desc_o, [z, h, first_row, 0], o_buffer)  # drops rows past Q_LEN
+        tma_store(desc_o, [z, h, first_row, 0], o_buffer)  # drops rows past Q_LEN
         LN2: gl.constexpr = 0.6931471805599453
         stats = (z.to(gl.int64) * Hq + h) * Q_LEN + offs_m
         gl.store(LSE + stats, m_i * (TO_LOG2 * LN2) - share * LN2, mask=offs_m < Q_LEN)

@@ -323,9 +323,9 @@ def test_tiles_that_begin_where_a_tensor_says_end_there(name):
     assert "KV_LEN" not in text[block:consumer]
     assert re.search(r"seen = .* & \(n < end_n\)\n", text[block:consumer])
     stores = text[consumer:kernel]
-    for store in re.finditer("tma.async_copy_shared_to_global", stores):
+    for store in re.finditer("tma_store", stores):
         assert re.findall(r"^ {8}(\S.*)", stores[: store.start()], re.M)[-1] == "if end_key - first_key >= 64:"
-    assert stores.count("tma.async_copy_shared_to_global") == stores.count("store_rows(")
+    assert stores.count("tma_store") == stores.count("store_rows(")
     assert all(mask == "own_keys < end_n" for mask in re.findall(r"gl.store\(.*mask=(.*)\)", text[consumer:kernel]))
 
 

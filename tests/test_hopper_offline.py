@@ -170,8 +170,8 @@ def test_tiles_that_begin_where_a_tensor_says_end_there(case):
     assert re.findall(r"gl.load\((starts.*)\)", text) == ["starts + q_block", "starts + q_block + 1"]
     assert not re.search(r"\* BLOCK_M|cdiv|block \* ", text[producer:kernel])
     assert re.findall(r"gl.store\((\w+) .*mask=(.*)\)", text[consumer:kernel]) == [("LSE", "offs_m < end_row"), ("MAX", "offs_m < end_row")]
-    assert re.findall(r"\n {8}(\S.*)\n {12}tma.async_copy_shared_to_global", text) == ["if end_row - first_row >= 64:"]
-    assert text.count("tma.async_copy_shared_to_global") == 1
+    assert re.findall(r"\n {8}(\S.*)\n {12}tma_store", text) == ["if end_row - first_row >= 64:"]
+    assert text.count("tma_store(") == 1
     assert "mask=(row < end)[:, None] & (column < WIDTH - COLUMN)" in text
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +14,8 @@ from pathlib import Path
 
 import mutants
 import pytest
+
+from flexpress import versions
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = {"flexpress": "flexpress", "codegen": "flexpress/codegen", "templates": "flexpress/templates", "mods": "flexpress/mods"}
@@ -92,6 +96,27 @@ def test_the_folder_codegen_is_not_a_package_of_its_own():
     done = subprocess.run([sys.executable, "-c", "import codegen"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode != 0
     assert "ImportError: this folder is the package flexpress.codegen; import it by that name" in done.stderr
+
+
+def test_a_package_that_is_missing_too_old_or_too_new_is_told_in_words(monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(ImportError, match="flexpress needs triton: .*; install triton>=3.6$"):
+        patch.setitem(sys.modules, "triton", None)
+        versions.check_versions()
+    for name, version in (("torch", "2.9.1+cpu"), ("triton", "3.5.1")):
+        with monkeypatch.context() as patch, pytest.raises(ImportError, match=f"{re.escape(version)} is too old; install {name}>="):
+            patch.setattr(importlib.import_module(name), "__version__", version)
+            versions.check_versions()
+    with monkeypatch.context() as patch, pytest.warns(UserWarning, match=r"triton 3.10.0 is newer than what was tested \(3.6 to 3.9\)"):
+        patch.setattr(importlib.import_module("triton"), "__version__", "3.10.0")
+        versions.check_versions()
+
+
+def test_versions_are_those_that_pip_is_told():
+    (asked,) = re.findall(r"^dependencies = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.M)
+    major, minor = versions.NEWEST_TRITON
+    for name, minimum in versions.MINIMUM.items():
+        bound = f",<{major}.{minor + 1}" if name == "triton" else ""
+        assert f'"{name}>={versions.written(minimum)}{bound}"' in asked
 
 
 @pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda m: m.breaks)

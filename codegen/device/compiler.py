@@ -88,7 +88,8 @@ def _lowered(source: ASTSource, target: GPUTarget, options: dict, texts: dict | 
     """Metadata, the module after all stages but the assembler's, that stage or None, and the binary's extension."""
     restore()
     backend = make_backend(target)
-    options = {**options, **source.parse_options()}
+    # products and sums are fused, also where Triton's default is another one, and its environment variables
+    options = {"enable_fp_fusion": True, **options, **source.parse_options()}
     newer = newer_assembler() if target.backend == "cuda" else None
     if newer:  # else PTX is written for the assembler that TRITON_PTXAS_PATH names, which torch.compile may set at any time
         options["ptx_version"] = ptx_get_version(newer.version)

@@ -30,6 +30,7 @@ _OWNERS = (
     tl.standard,
     tl.tensor,
     tl.dtype,
+    tl.condition,
     tl.core.block_type,
     tl.core.tensor_descriptor_base,
     interpreter,

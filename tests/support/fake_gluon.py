@@ -81,7 +81,7 @@ class Shared:
     def slice(self, start, length: int, dim: int = 0) -> Slice:
         return Slice(self.memory, self.places().narrow(dim, int(start), length))
 
-    def _reinterpret(self, dtype, shape, layout) -> Shared:
+    def reinterpret(self, dtype, shape, layout) -> Shared:
         memory = self.memory.view(dtype)
         start = self.start * self.dtype.itemsize // dtype.itemsize
         assert start + math.prod(shape) <= len(memory)
@@ -221,7 +221,7 @@ mbarrier = types.SimpleNamespace(
     expect=lambda b, n: _one(b).change(1, n),
     arrive=lambda b, count=1: _one(b).change(count, 0),
 )
-tma = types.SimpleNamespace(async_copy_global_to_shared=copy_in, async_copy_shared_to_global=stores.give, store_wait=stores.wait_until_read)
+tma = types.SimpleNamespace(async_load=copy_in, async_store=stores.give, store_wait=stores.wait_until_read)
 
 
 class Layout:
@@ -320,6 +320,7 @@ def gluon_language(programs: int, program: int, lock) -> types.SimpleNamespace:
         load=load,
         store=store,
         allocate_shared_memory=allocate,
+        shared_memory_descriptor=Shared,
         static_range=range,
         barrier=lambda: None,
         multiple_of=lambda x, _: x,
