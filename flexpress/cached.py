@@ -9,6 +9,7 @@ import torch
 
 from flexpress import checks
 from flexpress.cache_checks import check_batch, check_contents, check_no_gradients
+from flexpress.scales import read_scale
 
 from .codegen.compiling import runs_uncompiled
 from .codegen.mod.bind import bind
@@ -35,7 +36,7 @@ def cached_attention(
     q_offset: torch.Tensor | None = None,
     score_mod: Callable | None = None,
     mask_mod: Callable | None = None,
-    scale: float | None = None,
+    scale: float | torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     return_lse: bool = False,
@@ -107,6 +108,9 @@ def _placed(
 
 def _attend(query, where: Cached, q_offset, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant: bool) -> tuple:
     """out and lse of arguments that are checked, but scale and the mods."""
+    if isinstance(scale, torch.Tensor) and torch.is_grad_enabled():
+        check_no_gradients("cached_attention", _INSTEAD, scale=scale)
+    scale, score_mod = read_scale(scale, score_mod, query.shape[-1], query.device)
     ragged = where.cu_q is not None
     q = query.transpose(0, 1)[None] if ragged else query
     k, v = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
@@ -138,7 +142,6 @@ def _attend(query, where: Cached, q_offset, k_cache, v_cache, score_mod, mask_mo
             mod = _mask_from(mask_mod, position, where.kv_lens)
         return _bound(mod, kind, q.device)
 
-    scale = checks.check_scale(scale, q.shape[3])
     attend_cached(CachedCall(q, k, v, to_fill, lse, extents, scale, where, masked, q_offset, checks.DEFAULT, by_position, by_number))
     return out, lse
 
