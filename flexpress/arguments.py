@@ -49,7 +49,7 @@ def checked(query, key, value, enable_gqa: bool) -> Inputs | None:
 def read_mask(block_mask, query, key, inputs: Inputs, options: Options) -> tuple[BlockLists, Callable[[tuple], BlockLists], Callable]:
     """The lists of a BlockMask, ours or torch's, what makes the transposed ones of the bound mask_mod, and the mask_mod; all checked."""
     if not isinstance(block_mask, BlockMask) and is_foreign_mask(block_mask):
-        block_mask = adopt(block_mask)
+        block_mask = adopt(block_mask, (query.shape[2], key.shape[2]))
     if not isinstance(block_mask, BlockMask):
         if callable(block_mask):
             raise TypeError(

@@ -86,7 +86,7 @@ def flex_attention(
     value: torch.Tensor,
     score_mod: Callable | None = None,
     block_mask=None,
-    scale: float | None = None,
+    scale: float | torch.Tensor | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
     kernel_options: dict | None = None,
@@ -109,7 +109,7 @@ def flex_attention(
     mask_mod        mask_mod(b, h, q_idx, kv_idx) -> bool, instead of a block mask: which blocks are empty or full follows from bounds of
                     mask_mod, on the device and in microseconds, so the mask may be another one at every call. With both, block_mask
                     must have been made of this mask_mod
-    scale           a number, 1 / sqrt(D_QK) by default
+    scale           a number, 1 / sqrt(D_QK) by default, or a tensor of one: it may be learned, and on a GPU it is not waited for
     enable_gqa      allows Hq to be a multiple of Hkv
     return_lse      also return lse; return_aux=AuxRequest(lse=True) is the newer form
     kernel_options  BLOCK_M, BLOCK_N, num_warps, num_stages, PRESCALE_QK, ROWS_GUARANTEED_SAFE, USE_TMA, with or without the prefix fwd_;
@@ -118,7 +118,7 @@ def flex_attention(
                     "TRITON", "GLUON" and "TRITON_DECODE" mean the same); for the backward pass BLOCK_M1, BLOCK_N1 (of dK and dV),
                     BLOCK_M2, BLOCK_N2 (of dQ), with or without bwd_, bwd_num_warps, bwd_num_stages. ROWS_GUARANTEED_SAFE promises that
                     every row sees a key; it is taken at its word. Torch's BLOCKS_ARE_CONTIGUOUS, FORCE_USE_FLEX_ATTENTION,
-                    IS_DIVISIBLE, WRITE_DQ and ROCm's hints change nothing: block lists are always read. Others are refused
+                    IS_DIVISIBLE, WRITE_DQ and hints for other back ends change nothing (logged at DEBUG). Others are refused
     return_aux      AuxRequest(lse, max_scores)
     deterministic   gradients are bitwise equal on every run (also under torch.use_deterministic_algorithms); only gradients of captured
                     tensors whose elements are shared by many positions cost more for it

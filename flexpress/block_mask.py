@@ -1,7 +1,7 @@
 """BlockMask: which blocks of the attention matrix are empty, partial or full. Made of lists, sliced, cut, moved and compared.
 
 The attributes have the names and the meaning of torch.nn.attention.flex_attention.BlockMask, whose objects are accepted
-wherever ours are.
+wherever ours are. Ours are instances of it, as others ask (transformers: `isinstance(attention_mask, BlockMask)`); no code of it runs.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch.nn.attention import flex_attention as torchs
 
 from flexpress.block_lists import capturing, kernel_size, listed_status, mask_mod_of_lists, read_lists, regridded
 from flexpress.checks import block_size, pair, whole
@@ -24,7 +25,7 @@ DEFAULT_BLOCK_SIZE = 128
 
 
 @runs_uncompiled
-class BlockMask(MaskAttributes):
+class BlockMask(MaskAttributes, torchs.BlockMask):
     """A block-sparse mask.
 
     seq_lengths           (Q_LEN, KV_LEN). May be set: other lengths in the same blocks; what lists name beyond them is dropped

@@ -12,6 +12,7 @@ from flexpress.cache_checks import check_batch, check_contents, check_no_gradien
 from flexpress.in_graph import compilable
 from flexpress.programs import captures_of, mod_program
 from flexpress.recorded import bound_mod
+from flexpress.scales import read_scale
 
 from .codegen.mod.bind import bind
 from .codegen.mod.tensors import check_surroundings, read_captured, recording
@@ -37,7 +38,7 @@ def cached_attention(
     q_offset: torch.Tensor | None = None,
     score_mod: Callable | None = None,
     mask_mod: Callable | None = None,
-    scale: float | None = None,
+    scale: float | torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     return_lse: bool = False,
@@ -95,13 +96,13 @@ def _computed(query, k_cache, v_cache, kv_len, tables, score_mod, mask_mod, scal
 def _recorded(query, k_cache, v_cache, kv_len, tables, score_mod, mask_mod, scale, batch_invariant, check) -> tuple:
     """out and lse by the operator: for calls that torch is to see."""
     _placed(query, k_cache, v_cache, kv_len, *tables, False)
+    scale, score_mod = _read_scale(scale, score_mod, query)
     score, mask = bound_mod(score_mod, "score"), bound_mod(mask_mod, "mask")
     for bound in (score, mask):
         _check_no_gradient(bound, "score" if bound is score else "mask")
     program = mod_program(score, mask).text()
     return torch.ops.flexpress.cached_attention(
-        *(query, k_cache, v_cache, kv_len, *tables, *captures_of(score, mask)),
-        *(checks.check_scale(scale, query.shape[-1]), batch_invariant, check, program),
+        *(query, k_cache, v_cache, kv_len, *tables, *captures_of(score, mask)), *(scale, batch_invariant, check, program)
     )
 
 
@@ -128,6 +129,7 @@ def _placed(
 
 def _attend(query, where: Cached, q_offset, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant: bool) -> tuple:
     """out and lse of arguments that are checked, but scale and the mods."""
+    scale, score_mod = _read_scale(scale, score_mod, query)
     ragged = where.cu_q is not None
     q = query.transpose(0, 1)[None] if ragged else query
     k, v = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
@@ -159,9 +161,14 @@ def _attend(query, where: Cached, q_offset, k_cache, v_cache, score_mod, mask_mo
             mod = _mask_from(mask_mod, position, where.kv_lens)
         return _bound(mod, kind, q.device)
 
-    scale = checks.check_scale(scale, q.shape[3])
     attend_cached(CachedCall(q, k, v, to_fill, lse, extents, scale, where, masked, q_offset, checks.DEFAULT, by_position, by_number))
     return out, lse
+
+
+def _read_scale(scale, score_mod, query) -> tuple[float, Callable | None]:
+    if isinstance(scale, torch.Tensor) and torch.is_grad_enabled():
+        check_no_gradients("cached_attention", _INSTEAD, scale=scale)
+    return read_scale(scale, score_mod, query.shape[-1], query.device)
 
 
 def _bound(mod: Callable | None, kind: str, device: torch.device) -> tuple | None:

@@ -20,6 +20,7 @@ from flexpress.arguments import block_size, checked, read_mask
 from flexpress.autograd import differentiable
 from flexpress.mask_mods import same_mod
 from flexpress.recorded import Recorded, recorded
+from flexpress.scales import read_scale
 
 from .codegen.mod.bind import bind
 from .codegen.mod.capture import name_of
@@ -49,7 +50,10 @@ def bound(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_op
     if inputs is None:
         return recorded(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed)
     options = checks.DEFAULT if kernel_options is None else checks.parse_options(kernel_options)
-    scale = inputs.scale if scale is None else checks.check_scale(scale, inputs.head_dim)
+    if scale is None:
+        scale = inputs.scale
+    else:
+        scale, score_mod = read_scale(scale, score_mod, inputs.head_dim, inputs.device)
     score = mask = lists = transposed = None
     if score_mod is not None:
         score = bind(score_mod, "score")

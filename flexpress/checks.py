@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import numbers
 import operator
@@ -16,6 +17,7 @@ from .codegen.text.layouts import LARGEST_BLOCK_N
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CACHE_DTYPES = (*DTYPES, torch.float8_e4m3fn)
 MAX_HEAD_DIM = 256
+_log = logging.getLogger("flexpress")
 
 
 def check_rank(name: str, tensor, layout: str) -> None:
@@ -142,19 +144,9 @@ def autocast(*tensors):
 
 
 def check_scale(scale, head_dim: int) -> float:
-    """The scale as a float; 1 / sqrt(head_dim) by default."""
+    """The scale as a float; 1 / sqrt(head_dim) by default. For tensors see scales.py."""
     if scale is None:
         return head_dim**-0.5
-    if isinstance(scale, torch.Tensor):
-        check_kind("scale", scale)
-        if scale.numel() != 1 or scale.is_complex() or scale.dtype == torch.bool:
-            raise ValueError(f"scale must be a number, got a tensor of {scale.dtype} and shape {_shape(scale)}")
-        if scale.requires_grad and torch.is_grad_enabled():
-            raise TypeError(
-                "scale is a tensor that requires a gradient, which a number does not get; multiply query by it and pass "
-                "scale=1, or pass scale.item()"
-            )
-        scale = scale.item()
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise TypeError(f"scale must be a number, got {type(scale).__name__}")
     try:
@@ -211,7 +203,9 @@ def parse_options(kernel_options: dict | None) -> Options:
             except (KeyError, TypeError):
                 *most, last = map(repr, values)
                 raise ValueError(f"kernel_options[{name!r}] is {value!r}; write {', '.join(most)} or {last}") from None
-        elif name not in _WITHOUT_EFFECT:
+        elif name in _WITHOUT_EFFECT:
+            _log.debug("kernel_options[%r] = %r has no effect here", name, value)
+        else:
             raise ValueError(
                 f"kernel_options has no {name!r}; known are BLOCK_M, BLOCK_N, num_warps, num_stages, PRESCALE_QK, "
                 "ROWS_GUARANTEED_SAFE and USE_TMA (the same with fwd_), BLOCK_M1, BLOCK_N1, BLOCK_M2 and BLOCK_N2 (the same "
@@ -257,10 +251,14 @@ _IGNORED = (
     "BLOCKS_ARE_CONTIGUOUS",
     "FORCE_USE_FLEX_ATTENTION",
     "IS_DIVISIBLE",
+    "PARTITION_SIZE",  # of torch's kernel for CPUs
+    "SPLIT_KV",
     "WRITE_DQ",
-    "kpack",
+    "kpack",  # this and the next two are ROCm's
     "matrix_instr_nonkdim",
     "waves_per_eu",
+    "num_buffers_warp_spec",
+    "num_consumer_groups",
 )
 _WITHOUT_EFFECT = frozenset(prefix + name for prefix in ("", "fwd_", "bwd_") for name in _IGNORED)
 

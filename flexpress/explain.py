@@ -26,7 +26,7 @@ def explain(
     value: torch.Tensor,
     score_mod: Callable | None = None,
     block_mask=None,
-    scale: float | None = None,
+    scale: float | torch.Tensor | None = None,
     enable_gqa: bool = False,
     kernel_options: dict | None = None,
     *,

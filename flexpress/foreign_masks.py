@@ -15,23 +15,31 @@ def is_foreign_mask(mask) -> bool:
     return all(hasattr(mask, a) for a in ("kv_num_blocks", "kv_indices", "BLOCK_SIZE", "mask_mod", "seq_lengths"))
 
 
+_WHOLE = 1 << 30  # torch's block size of a mask that stands for no mask, of lengths (1, 1)
 _adopted: WeakTable = WeakTable("masks of torch's", 1024)  # with what was read of each, and the BlockMask of it
 
 
 @runs_uncompiled
-def adopt(mask) -> BlockMask:
-    """The BlockMask of one of torch's, or of its kind: made once, and again after its lists or lengths were changed; at every call if lists
-    are tensors of inference mode, of which torch does not notice that. While a CUDA graph is captured it is made for the graph, whose
-    replays read the lists anew."""
+def adopt(mask, lengths: tuple[int, int]) -> BlockMask:
+    """The BlockMask of one of torch's, or of its kind, for a call of these lengths: made once, and again after its lists or lengths were
+    changed; at every call if lists are tensors of inference mode, of which torch does not notice that. While a CUDA graph is captured
+    it is made for the graph, whose replays read the lists anew."""
+    if getattr(mask.mask_mod, "__name__", None) == "_sliced_mask_mod_error":  # what torch puts there
+        raise ValueError(
+            "block_mask is a slice of torch's BlockMask, which has lost its mask_mod: set block_mask.mask_mod to that of the whole mask, "
+            "with its offset, and seq_lengths; or slice a mask of flexpress.create_block_mask, which knows its offsets"
+        )
+    if mask.BLOCK_SIZE != (_WHOLE, _WHOLE):
+        lengths = mask.seq_lengths
     tables = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
     kept = isinstance(tables[1], torch.Tensor) and not (tables[1].is_cuda and torch.cuda.is_current_stream_capturing())
     try:
-        state = [mask.seq_lengths, mask.BLOCK_SIZE, *(None if t is None else (id(t), t._version) for t in tables)]
+        state = [lengths, mask.BLOCK_SIZE, *(None if t is None else (id(t), t._version) for t in tables)]
         found = _adopted.get(mask) if kept else None
     except (AttributeError, TypeError, RuntimeError):  # no tensors, of inference mode, or a mask that cannot be a key
         kept = found = None
     if found is None or found[0] != state:
-        made = BlockMask(mask.seq_lengths, *tables, mask.BLOCK_SIZE, mask.mask_mod)
+        made = BlockMask(lengths, *tables, mask.BLOCK_SIZE, mask.mask_mod)
         if not kept:
             return made
         found = _adopted[mask] = state, tables, made  # holding the tensors, so that no other gets the id of one

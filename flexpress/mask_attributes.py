@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 
 import torch
+from torch.utils._pytree import GetAttrKey
 
 from flexpress.block_lists import status_of, transposed_lists
 
@@ -83,6 +84,24 @@ class MaskAttributes:
             None,
             *size,
             self.mask_mod,
+        )
+
+    # a mask as a node of a pytree, by torch's names: lists, and what else it is made of
+    _TENSOR_ATTRS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+    _CONTEXT_ATTRS = ("seq_lengths", "BLOCK_SIZE", "mask_mod")
+
+    def _flatten(self) -> tuple[tuple, tuple]:
+        return tuple(getattr(self, name) for name in self._TENSOR_ATTRS), tuple(getattr(self, name) for name in self._CONTEXT_ATTRS)
+
+    @classmethod
+    def _unflatten(cls, tensors, context):
+        lengths, size, mask_mod = context
+        return cls(lengths, *tensors, size, mask_mod)
+
+    def _flatten_with_keys(self) -> tuple[tuple, tuple]:
+        return tuple(
+            tuple((GetAttrKey(name), value) for name, value in zip(names, values, strict=True))
+            for names, values in zip((self._TENSOR_ATTRS, self._CONTEXT_ATTRS), self._flatten(), strict=True)
         )
 
     def as_lists(self) -> BlockLists:

@@ -62,8 +62,10 @@ def create_block_mask(
     device=None,
     BLOCK_SIZE: int | tuple[int, int] = DEFAULT_BLOCK_SIZE,
     _compile: bool = False,
-    *,
     separate_full_blocks: bool = True,
+    compute_dq_write_order: bool = False,
+    dq_kv_order: bool = True,
+    *,
     capacity: int | None = None,
 ) -> BlockMask:
     """The BlockMask of `mask_mod(b, h, q_idx, kv_idx) -> bool` for B x H masks of Q_LEN x KV_LEN.
@@ -72,9 +74,8 @@ def create_block_mask(
     device                of the lists; the current accelerator by default, else the CPU
     BLOCK_SIZE            one size or (Q, KV), of any number of positions. Attention is fastest with 128; where no tile of 16 positions
                           divides a size, kernels walk blocks of 128 made of these
-    _compile              torch's; kernels make the lists whatever it says
     separate_full_blocks  False: list full blocks as partial ones too, so that mask_mod is evaluated everywhere
-
+    _compile, compute_dq_write_order, dq_kv_order   torch's; kernels make the lists, and write dQ, whatever they say
     capacity              most partial (and most full) blocks that a row may have. By default the lists are as wide as the densest row
                           needs, for which the host waits; with a capacity it does not, so a CUDA graph may hold the call. A
                           row with more blocks stops the program (a device-side assertion)

@@ -116,7 +116,7 @@ def _block_mask(mask, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE) -> BlockMask:
     if isinstance(mask, BlockMask):
         made = mask
     elif is_foreign_mask(mask):
-        made = adopt(mask)
+        made = adopt(mask, mask.seq_lengths)
     elif isinstance(mask, Callable):
         if Q_LEN is None or KV_LEN is None:
             raise ValueError(f"a mask_mod has no lengths: pass Q_LEN and KV_LEN, got Q_LEN={Q_LEN}, KV_LEN={KV_LEN}")

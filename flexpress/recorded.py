@@ -14,6 +14,7 @@ from flexpress.block_lists import read_lists
 from flexpress.block_mask import BlockMask
 from flexpress.foreign_masks import is_foreign_mask
 from flexpress.programs import captures_of, mod_program
+from flexpress.scales import read_scale
 
 from .codegen.mod.bind import bind
 from .codegen.mod.tensors import check_kind, check_surroundings, tracing
@@ -82,7 +83,7 @@ def recorded(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel
     if block_mask is not None:
         lists, decided, mask_mod = _mask(block_mask, query, key, mask_mod)
     options = tuple(sorted((kernel_options or {}).items()))
-    scale = checks.check_scale(scale, query.shape[3])
+    scale, score_mod = read_scale(scale, score_mod, query.shape[3], query.device)
     score, mask = bound_mod(score_mod, "score"), bound_mod(mask_mod, "mask")
     return Recorded(query, key, value, score, mask, lists, decided, tuple(packed or ()), scale, options)
 

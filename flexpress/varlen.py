@@ -30,7 +30,7 @@ def varlen_attention(
     score_mod: Callable | None = None,
     mask_mod: Callable | None = None,
     *,
-    scale: float | None = None,
+    scale: float | torch.Tensor | None = None,
     return_lse: bool = False,
     kernel_options: dict | None = None,
     deterministic: bool = False,

@@ -340,7 +340,7 @@ SCORE_CASES = [
     (a_list, "returns a list", "def a_list", "Return one scalar"),
     (stores_into_the_table, "__setitem__ is not a supported operation", "TABLE[0, 0] = score", "Supported are"),
     (calls_a_helper, "`if`", "return score if score > 0 else 0.0", "torch.where"),
-    (with_a_function_of_its_own, "an autograd.Function", "return torch.round(x)", "(f(x) - x).detach()"),
+    (with_a_function_of_its_own, "an autograd.Function", "Rounded.apply(score)", "(f(x) - x).detach()"),
     (complex_table, "a captured tensor of torch.complex64", "COMPLEX[h]", "convert it"),
     (sparse_table, "sparse", "SPARSE[h, h]", ".to_dense()"),
     (nested_table, "nested", "NESTED[h, h]", "varlen_attention"),

@@ -10,7 +10,6 @@ import builtins
 import enum
 import math
 import os
-import random
 import sys
 from collections.abc import Callable
 
@@ -199,39 +198,6 @@ def test_the_default_dtype_is_seen():
                 check(one)
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-def test_random_numbers_are_drawn_at_every_call():
-    """As many as the mod draws in Python, also at the first call."""
-
-    def mod(score, b, h, q_idx, kv_idx):
-        return score * random.random() + torch.rand(())
-
-    random.seed(3)
-    torch.manual_seed(3)
-    expected = [(random.random(), torch.rand(()).item()) for _ in range(3)]
-    random.seed(3)
-    torch.manual_seed(3)
-    drawn = []
-    for _ in range(3):
-        graph, values = bind(mod, "score")
-        drawn.append(values)
-    assert [tuple(v) for v in drawn] == [pytest.approx(e) for e in expected]
-
-
-def test_random_numbers_are_drawn_once_whatever_traces_do_not_fit():
-    """Looking whether a trace fits draws nothing."""
-    holder = Plain(1)
-
-    def mod(score, b, h, q_idx, kv_idx):
-        noise = torch.rand(())
-        return score * (2 if holder.w > 1 else 3) + noise
-
-    torch.manual_seed(3)
-    expected = [torch.rand(()).item() for _ in range(4)]
-    torch.manual_seed(3)
-    for holder.w, number in zip((1, 2, 1, 2), expected, strict=True):
-        assert bind(mod, "score")[1] == [pytest.approx(number)]
 
 
 def test_numbers_of_an_outer_function_count_calls():

@@ -160,19 +160,20 @@ _FRAMES = {"globals", "locals", "vars", "dir", "eval", "exec", "super", "__impor
 
 @dataclass(frozen=True)
 class Facts:
-    """Of a function's code: why it cannot be traced with stand-ins ("" if it can); the globals and attributes that it names, and the
-    numbers that stand in it, as (type, repr)."""
+    """Of a function's code: why it cannot be traced with stand-ins ("" if it can); the globals, attributes and modules to import that it
+    names, and the numbers that stand in it, as (type, repr)."""
 
     refused: str
     globals: frozenset[str]
     attributes: frozenset[str]
+    imports: frozenset[str]
     numbers: frozenset[tuple[type, str]]
 
 
 @remembered("audits of bytecode", 4096)
 def audited(code: types.CodeType) -> Facts:
     """The facts of a function's code and of the functions inside it."""
-    found_globals, attributes, numbers, refused = set(), set(), set(), ""
+    found_globals, attributes, imports, numbers, refused = set(), set(), set(), set(), ""
     before = None
     for instruction in dis.get_instructions(code):
         name, value = instruction.opname, instruction.argval
@@ -180,8 +181,10 @@ def audited(code: types.CodeType) -> Facts:
             continue
         if name in ("LOAD_GLOBAL", "LOAD_NAME"):
             found_globals.add(value)
-        elif name in ("LOAD_ATTR", "LOAD_METHOD"):
+        elif name in ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM"):
             attributes.add(value)
+        elif name == "IMPORT_NAME":
+            imports.add(value)
         elif name.startswith(("LOAD_CONST", "LOAD_SMALL_INT", "RETURN_CONST")):
             numbers |= _numbers_in(value)
         if not refused and not _passes(instruction, before, code):
@@ -192,11 +195,12 @@ def audited(code: types.CodeType) -> Facts:
             inner = audited(constant)
             found_globals |= inner.globals
             attributes |= inner.attributes
+            imports |= inner.imports
             refused = refused or inner.refused
     unseen = sorted((found_globals & _FRAMES) | (attributes & {"__class__", "__torch_function__"}))
     if unseen and not refused:
         refused = f"uses {unseen[0]} ({_where(code, None)})"
-    return Facts(refused, frozenset(found_globals), frozenset(attributes), frozenset(numbers))
+    return Facts(refused, frozenset(found_globals), frozenset(attributes), frozenset(imports), frozenset(numbers))
 
 
 def _numbers_in(constant) -> set[tuple[type, str]]:

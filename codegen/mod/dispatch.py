@@ -19,6 +19,7 @@ from .nodes import apply, index_tensor, literal_tensor, to_expr
 from .op import Op
 from .program import NUMBERS
 from .purity import FACTORIES
+from .randomness import draws_in_torch, refused, title
 from .stand_ins import HostNumber
 from .symbols import Sym, TensorView
 
@@ -63,6 +64,8 @@ _FROM_NUMBER = {torch.tensor, torch.scalar_tensor, torch.as_tensor}
 def dispatch(function, args: tuple, kwargs: dict):
     """One torch function or Python operator met while tracing: in the kernel if it touches a symbol, else on the host."""
     trace = running()
+    if draws_in_torch(function):
+        raise refused(title(function), trace.source(), trace.kind)
     in_kernel = _symbolic(args) or _symbolic(tuple(kwargs.values()))
     row = ops.METHODS.get(function) if isinstance(function, str) else ops.FUNCTIONS.get(function)
     if in_kernel and row is not None and row.expand is not None:
@@ -117,6 +120,8 @@ def _name_of(function) -> str:
 
 
 def _method(symbol: Sym, name: str):
+    if draws_in_torch(name):
+        raise refused(title(name), running().source(), running().kind)
     if name not in METHODS and name not in ops.METHODS:
         raise unsupported(f"Tensor.{name}")
     return lambda *args, **kwargs: dispatch(name, (symbol, *args), kwargs)

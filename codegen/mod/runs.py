@@ -15,7 +15,7 @@ import torch
 
 from .audit import audited
 from .capture import CaptureReader
-from .current import WEAK_DTYPE, Operations, Run
+from .current import WEAK_DTYPE, Operations, Run, Symbolic
 from .errors import mod_error
 from .expr import Expr, ExprTable, ScalarCapture, SourceLine, TensorCapture
 from .ops import FUNCTIONS
@@ -218,6 +218,24 @@ class EagerRun(TracingRun):
         if self.with_grad and node.dtype.is_floating_point and not torch.is_grad_enabled():
             return self.table.make(FUNCTIONS[torch.detach].name, (node,), node.dtype, source=node.source)
         return node
+
+    @contextmanager
+    def watching_functions(self):
+        """An autograd.Function that makes no node of a symbol, as one that reverses gradients, is met where it is applied; but not under
+        a profiler."""
+        if sys.getprofile() is not None:
+            yield
+            return
+
+        def met(frame, event, _):
+            if event == "call" and frame.f_code is _APPLY and any(isinstance(a, Symbolic) for a in frame.f_locals["args"]):
+                self.source()  # which raises
+
+        sys.setprofile(met)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
 
     def user_frame(self) -> types.FrameType | None:
         found = super().user_frame()

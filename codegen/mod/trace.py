@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import types
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,7 @@ from .errors import ModError, mod_error
 from .expr import MASK_SYMBOLS, SCORE_SYMBOLS, Expr, ModGraph, SourceLine, walk
 from .nodes import to_expr
 from .program import HostProgram
+from .randomness import Search, refused, title
 from .runs import EagerRun, ReplayedRun, TracingRun, is_machinery, line_of, run_mod
 from .symbols import Sym, TensorView
 
@@ -98,8 +100,13 @@ def traced_once(mod, kind: str) -> tuple[Traced, list]:
 
     Raises ModError with the user's own line for what cannot be in a kernel.
     """
+    search = Search(mod)
+    if search.drawn is not None:
+        function, line = search.drawn
+        raise refused(title(function), line, kind)
     run = EagerRun(kind, OPERATIONS)
-    result = _result(run, mod)
+    with run.watching_functions() if search.functions else nullcontext():
+        result = _result(run, mod)
     return Traced(_graph_of(mod, run, result), None, (), frozenset(run.codes)), run.values()
 
 
@@ -111,8 +118,10 @@ def _result(run: TracingRun, mod) -> Expr:
         with Mode():
             try:
                 result = run_mod(mod, symbols)
-            except (TypeError, IndexError, KeyError) as error:  # Python's or torch's own words, with the user's line
-                raise mod_error(str(error).strip(), "", _line_of(error), run.kind) from error
+            except (TypeError, IndexError, KeyError) as error:  # Python's, NumPy's or torch's own words, with the user's line
+                problem = str(error).strip()
+                remedy = "Capture torch.as_tensor(array, device=...) instead of a NumPy array." if "numpy." in problem else ""
+                raise mod_error(problem, remedy, _line_of(error), run.kind) from error
         return _checked_result(result, run, mod)
 
 

@@ -1,0 +1,162 @@
+"""Random numbers, which a mod may not draw: it is computed again in the backward pass, and once for many positions.
+
+Those of torch are refused where its functions arrive (dispatch.py), those of Python and NumPy where a stand-in for one is called
+(calls.py). A mod that runs on real objects is looked through before it runs: what its code names is followed from function to function.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import linecache
+import random
+import re
+import sys
+import types
+
+import numpy as np
+import torch
+
+from .audit import audited
+from .errors import ModError, mod_error
+from .expr import SourceLine
+from .purity import library_of
+
+_GENERATORS = (random.Random, np.random.RandomState, np.random.Generator, np.random.BitGenerator)
+_TORCHS = re.compile(
+    r"(rand|randn|randint)(_like)?|randperm|multinomial|poisson|binomial|_?standard_gamma|_?sample_dirichlet|gumbel_softmax"
+    r"|(bernoulli|cauchy|exponential|geometric|log_normal|normal|random|uniform)_?"
+    r"|((alpha|feature|feature_alpha|native)_)?dropout[123]?d?_?|rrelu_?"
+)
+_MOST = 512  # values that are looked through
+
+
+def draws_in_torch(function) -> bool:
+    """Does a function or method of torch, or one of this name, draw random numbers?"""
+    if isinstance(function, torch._ops.OpOverloadPacket):
+        function = getattr(function, function.overloads()[0])
+    if isinstance(function, torch._ops.OpOverload):
+        return torch.Tag.nondeterministic_seeded in function.tags
+    name = function if isinstance(function, str) else getattr(function, "__name__", None)
+    return isinstance(name, str) and _TORCHS.fullmatch(name) is not None
+
+
+def draws_in_python(function) -> bool:
+    """Does a function of Python's random or of numpy.random draw random numbers, or make or seed what draws them?"""
+    if isinstance(getattr(function, "__self__", None), _GENERATORS):
+        return True
+    home = getattr(function, "__module__", None)
+    return callable(function) and isinstance(home, str) and (home == "random" or home.startswith("numpy.random"))
+
+
+def may_draw(function) -> bool:
+    """Is this a function of Python code in torch that may call others which draw?"""
+    home = getattr(function, "__module__", None)
+    return isinstance(home, str) and home.startswith(("torch.distributions", "torch.nn.init"))
+
+
+def title(function) -> str:
+    """What a function is called in an error: random.random, numpy.random.rand, torch.rand."""
+    if isinstance(function, str):
+        return f"Tensor.{function}"
+    owner = getattr(function, "__self__", None)
+    home = type(owner).__module__ if isinstance(owner, _GENERATORS) else getattr(function, "__module__", None) or "torch"
+    home = next((h for h in ("numpy.random", "random", "torch.nn.functional") if home.startswith(h)), "torch")
+    return f"{home}.{getattr(function, '__name__', type(function).__name__)}"
+
+
+def refused(name: str, source: SourceLine | None, kind: str) -> ModError:
+    """What is said of a function that draws."""
+    return mod_error(
+        f"{name} draws random numbers",
+        "A mod is computed again in the backward pass, where it must give the same. Draw them before the call and capture the tensor: "
+        "noise = torch.rand(Q_LEN, KV_LEN, device=...), then noise[q_idx, kv_idx].",
+        source,
+        kind,
+    )
+
+
+class Search:
+    """Looks through a mod without running it. What its code would not come to counts as well.
+
+    drawn       a function of Python or NumPy that draws, and the line that names it; None if there is none
+    functions   whether there are autograd.Functions
+    """
+
+    def __init__(self, mod) -> None:
+        self.drawn: tuple[object, SourceLine] | None = None
+        self.functions = False
+        self._waiting, self._seen = [mod], {}
+        while self._waiting and len(self._seen) < _MOST:
+            value = self._waiting.pop()
+            if id(value) not in self._seen:
+                self._seen[id(value)] = value
+                self._follow(value)
+
+    def _follow(self, value) -> None:
+        if isinstance(value, types.FunctionType):
+            self._through(value, None)
+        elif isinstance(value, types.MethodType) and isinstance(value.__func__, types.FunctionType):
+            self._waiting.append(value.__self__)
+            self._through(value.__func__, value.__self__)
+        elif type(value) is functools.partial:
+            given = [*value.args, *value.keywords.values()]
+            drawing = [v for v in given if draws_in_python(v)]
+            code = getattr(value.func, "__code__", None)
+            if drawing and isinstance(code, types.CodeType):
+                self.drawn = self.drawn or (drawing[0], _line_naming(code, ""))
+            self._waiting += [value.func, *given]
+        elif isinstance(value, torch.nn.Module):
+            self._waiting.append(value.forward)
+        elif isinstance(value, type):
+            self.functions = self.functions or issubclass(value, torch.autograd.Function)
+        else:
+            self._waiting += _member(value, "__call__")
+
+    def _through(self, function: types.FunctionType, owner) -> None:
+        """What a function's code names: what it captures, globals, imports, and attributes of all of these."""
+        if library_of(function) is not None:
+            return
+        code = function.__code__
+        facts, seen = audited(code), set()
+        named = [("self", owner), *(("", value) for value in function.__defaults__ or ())]
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            try:
+                named.append((name, cell.cell_contents))
+            except ValueError:  # not assigned yet
+                continue
+        named += [(name, function.__globals__[name]) for name in facts.globals if name in function.__globals__]
+        named += [(name, sys.modules[name]) for name in facts.imports if name in sys.modules]
+        for name, value in named:  # which grows
+            if id(value) in seen or isinstance(value, torch.Tensor):
+                continue
+            seen.add(id(value))
+            if draws_in_python(value) or isinstance(value, _GENERATORS):
+                self.drawn = self.drawn or (value, _line_naming(code, name))
+            named += [(a, member) for a in facts.attributes for member in _member(value, a)]
+        self._waiting += [value for _, value in named]
+
+
+def _member(value, name: str) -> list:
+    """The attribute of an object, if it has it, found without running its code."""
+    if name in getattr(value, "__dict__", ()):
+        found = value.__dict__[name]
+        return [found.__func__ if isinstance(found, (staticmethod, classmethod)) else found]
+    if isinstance(value, (types.ModuleType, type)):
+        return []
+    found = next((c.__dict__[name] for c in type(value).__mro__[:-1] if name in c.__dict__), None)
+    if isinstance(found, (staticmethod, classmethod)):
+        return [found.__func__]
+    return [types.MethodType(found, value)] if isinstance(found, types.FunctionType) else [found]
+
+
+def _line_naming(code: types.CodeType, name: str) -> SourceLine:
+    """The first line on which code names something."""
+    line = code.co_firstlineno
+    for instruction in dis.get_instructions(code):
+        line = instruction.starts_line if type(instruction.starts_line) is int else getattr(instruction, "line_number", None) or line
+        if instruction.argval == name:
+            break
+    else:
+        line = code.co_firstlineno
+    return SourceLine(code.co_filename, line, linecache.getline(code.co_filename, line).strip())

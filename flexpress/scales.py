@@ -1,0 +1,43 @@
+"""scale= as a number or as a tensor, whose number is on a device or is learned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from flexpress.checks import check_scale
+
+from .codegen.mod.capture import name_of
+from .codegen.mod.tensors import check_kind, tracing
+
+
+def read_scale(scale, score_mod: Callable | None, head_dim: int, device: torch.device) -> tuple[float, Callable | None]:
+    """The scale as a number, and the score_mod. A tensor that wants its gradient, or whose number would have to be waited for, is captured:
+    then the number is 1 and the score_mod that of scores times the tensor. Raises TypeError or ValueError."""
+    if not isinstance(scale, torch.Tensor):
+        return check_scale(scale, head_dim), score_mod
+    check_kind("scale", scale)
+    if scale.numel() != 1 or scale.is_complex() or scale.dtype == torch.bool:
+        raise ValueError(f"scale must be a number, got a tensor of {scale.dtype} and shape {tuple(scale.shape)}")
+    if scale.device.type == "cpu" and not (scale.requires_grad and torch.is_grad_enabled()) and not tracing():
+        return check_scale(scale.item(), head_dim), score_mod
+    if scale.device.type != "cpu" and scale.device != device:
+        raise ValueError(f"scale is on {scale.device} but query is on {device}; move it with .to(...)")
+    return 1.0, _scaled(scale.to(device, torch.float32, non_blocking=True).reshape(()), score_mod)
+
+
+def _scaled(factor: torch.Tensor, score_mod: Callable | None) -> Callable:
+    """The score_mod of scores times a tensor."""
+    if score_mod is None:
+
+        def scaled(score, b, h, q_idx, kv_idx):
+            return score * factor
+
+        return scaled
+
+    def scaled_mod(score, b, h, q_idx, kv_idx):
+        return score_mod(score * factor, b, h, q_idx, kv_idx)
+
+    scaled_mod.__name__ = f"scaled_{name_of(score_mod)}"
+    return scaled_mod
