@@ -31,10 +31,13 @@ _autocasts = torch._C._is_any_autocast_enabled
 _bound = tuple.__new__  # Bound's own is a function in Python, which is a part of what a call takes
 
 
-def bound(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, starts_of=None) -> Bound:
+def bound(
+    query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, starts_of=None, read=read_captured
+) -> Bound:
     """The arguments of flex_attention, checked, its mods bound, and its block lists.
 
     starts_of   (a block's queries, a block's keys) -> where the blocks of a mask_mod that is passed begin (see BlockGrid)
+    read        makes what a bound mod captures readable, in place
     """
     q, k, v = check_inputs(query, key, value)
     if _autocasts():
@@ -46,7 +49,7 @@ def bound(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_op
     if score_mod is not None:
         score = bind(score_mod, "score")
         if score[1]:
-            read_captured(score, inputs.device, "score_mod")
+            read(score, inputs.device, "score_mod")
     if block_mask is not None:
         if mask_mod is not None and not same_mod(block_mask.mask_mod, mask_mod, "mask"):
             raise ValueError(
@@ -57,7 +60,7 @@ def bound(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_op
     if mask_mod is not None:
         mask = bind(mask_mod, "mask")
         if mask[1]:
-            read_captured(mask, inputs.device, "mask_mod")
+            read(mask, inputs.device, "mask_mod")
     if mask is not None and lists is None:
         size = block_size(options)
         starts = starts_of(*size) if starts_of else ()

@@ -16,7 +16,7 @@ from .codegen.mod.bind import bind
 from .codegen.mod.capture import name_of
 from .codegen.mod.expr import Expr, ModGraph, walk
 from .codegen.mod.ops import row_of
-from .codegen.mod.tensors import check_surroundings
+from .codegen.mod.tensors import ORDINARY, check_surroundings, is_distributed, read_captured
 from .codegen.registry import remembered
 from .codegen.run.decode import MAX_QUERIES
 from .codegen.run.masks import Starts, block_starts
@@ -56,6 +56,8 @@ def varlen_attention(
     those of 512 tokens or more on average, whose blocks begin where sequences do, and those of fewer have kernels of their own, and so
     has, in a portable backward pass of the latter, a sum that is a multiple of the block size).
 
+    DTensors as q, k and v, sharded over heads (dimension 1) or replicated, give DTensors: as for flex_attention.
+
     On a GPU the host does not wait for the device, so values of cu_seqlens are not checked there: with wrong ones results are wrong, but
     nothing outside a tensor is read. On the CPU they are checked. Raises ValueError, TypeError or NotImplementedError for arguments,
     ModError for a mod that cannot be traced.
@@ -63,14 +65,28 @@ def varlen_attention(
     Source of the layout: flash_attn_varlen_func of FlashAttention (Dao 2023, arXiv 2307.08691).
     """
     check_surroundings("varlen_attention")
+    if q.__class__ not in ORDINARY and is_distributed(q):
+        from flexpress.dtensors import Shards  # imports torch's, which takes long
+
+        part = Shards({"q": q, "k": k, "v": v}, None, 1)
+        mods = part.score_mod(score_mod), part.mask_mod(mask_mod)
+        found = _attend(*part.local, cu_seqlens_q, cu_seqlens_k, *mods, scale, kernel_options, deterministic, part.read_captured)
+        out, lse = part.joined(*found)
+    else:
+        out, lse = _attend(q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, deterministic)
+    return (out, lse) if return_lse else out
+
+
+def _attend(q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, deterministic, read=read_captured) -> tuple:
+    """out and lse. `read` as for `bound`."""
     _check(q, k, v, cu_seqlens_q, cu_seqlens_k)
     packing = _packing(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0])
     q, k, v = (t.unsqueeze(0).transpose(1, 2) for t in (q, k, v))
     score_mod = None if score_mod is None else packing.score_mod(score_mod)
-    call = bound(q, k, v, score_mod, None, scale, True, kernel_options, packing.mask_mod(mask_mod), packing.starts_of)
+    mask_mod = packing.mask_mod(mask_mod)
+    call = bound(q, k, v, score_mod, None, scale, True, kernel_options, mask_mod, packing.starts_of, read)
     out, lse, _ = attend(call, False, deterministic)
-    out, lse = (t.squeeze(0).transpose(0, 1) for t in (out, lse))  # out[0] would copy its gradient
-    return (out, lse) if return_lse else out
+    return tuple(t.squeeze(0).transpose(0, 1) for t in (out, lse))  # out[0] would copy its gradient
 
 
 LONG = 4  # blocks that sequences must have on average for blocks of their own

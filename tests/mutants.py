@@ -637,8 +637,8 @@ CHECKS = [
     ),
     Mutant(
         "codegen/mod/tensors.py",
-        "tensor.__class__ in _ORDINARY and capture.dtype in DTYPES and not tensor.is_neg()\n",
-        "tensor.__class__ in _ORDINARY and capture.dtype in DTYPES\n",
+        "tensor.__class__ in ORDINARY and capture.dtype in DTYPES and not tensor.is_neg()\n",
+        "tensor.__class__ in ORDINARY and capture.dtype in DTYPES\n",
         named("kinds_of_tensors", "sign_elsewhere"),
         "captured negative views lose their sign",
     ),
