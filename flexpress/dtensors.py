@@ -122,8 +122,12 @@ class Shards:
 
     def _local(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's part; what ranks share gets the sum of their gradients."""
-        pairs = zip(self.placements, tensor.placements, strict=True)
-        local = tensor.to_local(grad_placements=[theirs if theirs == mine else Partial() for mine, theirs in pairs])
+        if tensor.placements == self.placements:
+            local = tensor.to_local()
+        else:  # a step that redistributes nothing, but in the backward pass, to the tensor's placements
+            pairs = zip(self.placements, tensor.placements, strict=True)
+            partial = [theirs if theirs == mine else Partial() for mine, theirs in pairs]
+            local = tensor.redistribute(placements=tensor.placements).to_local(grad_placements=partial)
         for dim in self._dims:
             if dim is not None and local.shape[dim] != _part(tensor, dim).count:
                 raise ValueError(

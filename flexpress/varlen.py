@@ -231,7 +231,7 @@ def _growth(node: Expr, args: list[int | None]) -> int | None:
 def _check(q, k, v, cu_seqlens_q, cu_seqlens_k) -> None:
     """Shapes, dtypes and devices, and on the CPU the values of cu_seqlens."""
     for name, t, layout in (("q", q, "(total_q, Hq, D)"), ("k", k, "(total_k, Hkv, D)"), ("v", v, "(total_k, Hkv, Dv)")):
-        check_rank(name, t, layout)
+        check_rank(name, t, layout, may_stand=True)
     autocast = autocasts(q)  # which converts them
     if q.dtype not in DTYPES and not autocast:
         raise TypeError(f"q has dtype {q.dtype}; supported are float16, bfloat16 and float32. Convert it with .to(...)")
