@@ -149,6 +149,8 @@ def check_scale(scale, head_dim: int) -> float:
         return head_dim**-0.5
     if isinstance(scale, torch.Tensor):
         check_kind("scale", scale)
+        if scale.is_meta:
+            raise NotImplementedError("scale is on the meta device, where tensors have no values; pass a number")
         if scale.numel() != 1 or scale.is_complex() or scale.dtype == torch.bool:
             raise ValueError(f"scale must be a number, got a tensor of {scale.dtype} and shape {_shape(scale)}")
         if scale.requires_grad and torch.is_grad_enabled():

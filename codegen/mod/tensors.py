@@ -29,6 +29,7 @@ DTYPES = frozenset(
     )
 )  # of what mods capture
 
+LOWEST = 1 << 32  # address: below is what data_ptr() gives for no memory, the bytes before a view's first element, and hardly anything else
 ORDINARY = (torch.Tensor, torch.nn.Parameter)  # what most calls are made with
 
 _transform = torch._C._functorch.peek_interpreter_stack
@@ -155,7 +156,16 @@ def _kind(tensor: torch.Tensor) -> str | None:
         keys = torch._C._dispatch_keys(tensor.resolve_neg()).raw_repr()
         if keys not in _ordinary_keys(tensor.device):
             return f"a tensor of a kind that kernels cannot read ({torch._C._dispatch_keys(tensor)}); pass .clone()"
+        if tensor.data_ptr() < LOWEST and tensor.numel() and not tensor.untyped_storage().data_ptr():
+            return "a tensor whose memory was freed (its storage was resized to 0, as FSDP does between uses); use it while it has memory"
     return None
+
+
+def check_address(tensor: torch.Tensor) -> None:
+    """For one below LOWEST: raise NotImplementedError if the tensor has no memory. One without elements needs none."""
+    kind = _kind(tensor)
+    if kind:
+        raise NotImplementedError(f"a kernel was to get {kind}; it is {tensor.dtype} {tuple(tensor.shape)}")
 
 
 @remembered("keys of ordinary tensors", 64)
@@ -175,7 +185,7 @@ def _looks_ordinary(tensor: torch.Tensor) -> bool:
         return (
             tensor.__class__ in ORDINARY
             and not tensor.is_neg()
-            and tensor.data_ptr() != 0
+            and tensor.data_ptr() >= LOWEST
             and not tensor.is_nested
             and forward_ad._current_level < 0
         )
@@ -208,7 +218,7 @@ def read_captured(bound: tuple, device: torch.device, where: str) -> None:
                 and tensor.__class__ in ORDINARY
                 and capture.dtype in DTYPES
                 and not tensor.is_neg()
-                and tensor.data_ptr() != 0
+                and tensor.data_ptr() >= LOWEST
                 and not tensor.is_nested
                 and forward_ad._current_level < 0
             ):
