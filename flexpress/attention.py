@@ -11,6 +11,8 @@ from flexpress.call import attend, bound
 from flexpress.in_graph import compilable
 from flexpress.opened_masks import mask_of_parts, parts_of_mask
 
+from .codegen.mod.tensors import ORDINARY, is_distributed
+
 
 class AuxRequest(NamedTuple):
     """Which statistics flex_attention is to return beside the output."""
@@ -101,7 +103,7 @@ def flex_attention(
 
     over the positions j that block_mask or mask_mod allows, with h' = h // (Hq / Hkv).
 
-    query           (B, Hq, Q_LEN, D_QK), float16, bfloat16 or float32, any strides
+    query           (B, Hq, Q_LEN, D_QK), float16, bfloat16 or float32, any strides. DTensors give DTensors: see dtensors.py
     key, value      (B or 1, Hkv, KV_LEN, D_QK) and (B or 1, Hkv, KV_LEN, D_V); head dims up to 256
     score_mod       score_mod(score, b, h, q_idx, kv_idx) -> score, on scalars: score is float32, the others int32. It may index
                     captured tensors; an index outside a tensor reads zero
@@ -111,17 +113,15 @@ def flex_attention(
                     must have been made of this mask_mod
     scale           a number, 1 / sqrt(D_QK) by default, or a tensor of one: it may be learned, and on a GPU it is not waited for
     enable_gqa      allows Hq to be a multiple of Hkv
-    return_lse      also return lse; return_aux=AuxRequest(lse=True) is the newer form
+    return_lse      also return lse; return_aux=AuxRequest(lse, max_scores) is the newer form
     kernel_options  BLOCK_M, BLOCK_N, num_warps, num_stages, PRESCALE_QK, ROWS_GUARANTEED_SAFE, USE_TMA, with or without the prefix fwd_;
                     FLOAT32_PRECISION ("ieee" or "tf32"), BACKEND ("AUTO"; "PORTABLE" for the portable kernels; "HOPPER" for the
-                    forward kernel for Hopper, or an error; "DECODE" for that of up to 16 queries, which splits keys among programs;
-                    "TRITON", "GLUON" and "TRITON_DECODE" mean the same); for the backward pass BLOCK_M1, BLOCK_N1 (of dK and dV),
-                    BLOCK_M2, BLOCK_N2 (of dQ), with or without bwd_, bwd_num_warps, bwd_num_stages. ROWS_GUARANTEED_SAFE promises that
-                    every row sees a key; it is taken at its word. Torch's BLOCKS_ARE_CONTIGUOUS, FORCE_USE_FLEX_ATTENTION,
-                    IS_DIVISIBLE, WRITE_DQ and hints for other back ends change nothing (logged at DEBUG). Others are refused
-    return_aux      AuxRequest(lse, max_scores)
-    deterministic   gradients are bitwise equal on every run (also under torch.use_deterministic_algorithms); only gradients of captured
-                    tensors whose elements are shared by many positions cost more for it
+                    forward kernel for Hopper, or an error; "DECODE" for that of up to 16 queries, which splits keys among programs);
+                    for the backward pass BLOCK_M1, BLOCK_N1 (of dK and dV), BLOCK_M2, BLOCK_N2 (of dQ), with or without bwd_,
+                    bwd_num_warps, bwd_num_stages. ROWS_GUARANTEED_SAFE promises that every row sees a key; it is taken at its word.
+                    Torch's BLOCKS_ARE_CONTIGUOUS, FORCE_USE_FLEX_ATTENTION, IS_DIVISIBLE, WRITE_DQ, its names of back ends and hints
+                    for others change nothing or mean these (logged at DEBUG). Others are refused
+    deterministic   gradients are bitwise equal on every run (also with torch.use_deterministic_algorithms); captured ones may cost more
 
     Returns the output (B, Hq, Q_LEN, D_V), in query's dtype and order of dimensions; (out, lse) with return_lse; (out,
     AuxOutput) with return_aux. lse is the natural logarithm of the softmax's denominator, max_scores its largest score, both
@@ -131,15 +131,23 @@ def flex_attention(
     Differentiable once, with respect to query, key, value and every floating-point tensor that score_mod captures, through the output
     and lse; not through max_scores.
 
-    Meaning: torch.nn.attention.flex_attention (Dong et al. 2024, arXiv 2412.05496). Method: FlashAttention-2 (Dao 2023, arXiv
-    2307.08691) with block lists.
+    Meaning: torch.nn.attention.flex_attention (arXiv 2412.05496). Method: FlashAttention-2 (arXiv 2307.08691) with block lists.
     """
     want_max = return_aux is not None and _checked_request(return_aux, return_lse).max_scores
-    call = bound(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod)
-    out, lse, max_scores = attend(call, want_max, deterministic)
+    arguments = query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod
+    if query.__class__ in ORDINARY or not is_distributed(query):
+        out, lse, max_scores = attend(bound(*arguments), want_max, deterministic)
+    else:
+        out, lse, max_scores = _attend_shards(*arguments, want_max, deterministic)
     if return_aux is not None:
         return out, AuxOutput(lse if return_aux.lse else None, max_scores)
     return (out, lse) if return_lse else out
+
+
+def _attend_shards(*arguments) -> tuple:
+    from flexpress.dtensors import attend_shards  # imports torch's module, which takes long
+
+    return attend_shards(*arguments)
 
 
 def _checked_request(return_aux, return_lse: bool) -> AuxRequest:

@@ -106,6 +106,7 @@ class BlockMask(MaskAttributes, torchs.BlockMask):
         """What is derived from lists and lengths is to be made anew."""
         self._walked: BlockLists | None = None  # the lists that kernels walk
         self._walked_mod: tuple[Callable, Callable] | None = None  # a mask_mod, and what it is in the blocks of those
+        self._parts: dict[tuple, tuple[Callable, BlockMask]] = {}  # of ranks, and the mask_mod of which each was made
 
     @classmethod
     def _made(cls, *parts, **more) -> BlockMask:

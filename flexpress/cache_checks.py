@@ -9,7 +9,7 @@ import torch
 
 from flexpress.checks import CACHE_DTYPES, DTYPES, MAX_HEAD_DIM, whole
 
-from .codegen.mod.tensors import check_kind, check_memory
+from .codegen.mod.tensors import LOWEST, check_kind, check_memory
 from .codegen.registry import Table
 from .codegen.run.call import Cached
 
@@ -209,6 +209,7 @@ def check_contents(tokens, k_cache, cached: Cached, q_offset, written: bool = Fa
 
     written   the new tokens are to be written: each needs a place of its own, inside kv_len
     """
+    _check_tables_again(cached, q_offset)
     lengths, cache = cached.kv_lens.tolist(), f"k_cache {tuple(k_cache.shape)}"
     ragged, pages, locations = cached.cu_q is not None, cached.pages, cached.kv_locs
     counts = _counts(cached.cu_q.tolist(), tokens.shape[0], cached.max_q) if ragged else [tokens.shape[2]] * len(lengths)
@@ -260,6 +261,14 @@ def check_contents(tokens, k_cache, cached: Cached, q_offset, written: bool = Fa
                     )
             holders[place].append((b, rows))
     return reached
+
+
+def _check_tables_again(cached: Cached, q_offset) -> None:
+    """They passed once, and may have lost their memory since."""
+    tables = {"kv_len": cached.kv_lens, "cu_seqlens_q": cached.cu_q, "page_table": cached.pages, "cache_loc": cached.kv_locs}
+    for name, table in {**tables, "q_offset": q_offset, "k_scale": cached.k_scales, "v_scale": cached.v_scales}.items():
+        if table is not None and table.data_ptr() < LOWEST:
+            check_kind(name, table)
 
 
 def _counts(starts: list[int], tokens: int, max_q: int) -> list[int]:

@@ -34,10 +34,13 @@ _autocasts = torch._C._is_any_autocast_enabled
 _bound = tuple.__new__  # Bound's own is a function in Python, which is a part of what a call takes
 
 
-def bound(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed=None) -> Bound | Recorded:
+def bound(
+    query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed=None, read=read_captured
+) -> Bound | Recorded:
     """The arguments of flex_attention, checked, its mods bound, and its block lists.
 
     packed   where sequences start among the queries and among the keys, int32 (n + 1,) each, if these are packed sequences
+    read     makes what a bound mod captures readable, in place
     """
     if not are_plain(query, key, value):
         if recording(query, key, value):
@@ -58,7 +61,7 @@ def bound(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_op
     if score_mod is not None:
         score = bind(score_mod, "score")
         if score[1]:
-            read_captured(score, inputs.device, "score_mod")
+            read(score, inputs.device, "score_mod")
     if block_mask is not None:
         if mask_mod is not None and not same_mod(block_mask.mask_mod, mask_mod, "mask"):
             raise ValueError(
@@ -69,7 +72,7 @@ def bound(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_op
     if mask_mod is not None:
         mask = bind(mask_mod, "mask")
         if mask[1]:
-            read_captured(mask, inputs.device, "mask_mod")
+            read(mask, inputs.device, "mask_mod")
     if mask is not None and lists is None:
         size = block_size(options)
         starts = _starts(*packed, *inputs.extents[2:], *size) if packed else ()

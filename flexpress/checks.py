@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
-from .codegen.mod.tensors import check_kind
+from .codegen.mod.tensors import check_kind, is_distributed, is_pending
 from .codegen.plan.forward import Options
 from .codegen.text.layouts import LARGEST_BLOCK_N
 
@@ -20,11 +20,13 @@ MAX_HEAD_DIM = 256
 _log = logging.getLogger("flexpress")
 
 
-def check_rank(name: str, tensor, layout: str) -> None:
-    """A tensor that is ordinary memory, with the rank of `layout`, and with the extent that it gives as a number."""
+def check_rank(name: str, tensor, layout: str, *, may_stand: bool = False) -> None:
+    """A tensor that is ordinary memory, or with `may_stand` stands for such (a DTensor, a pending collective), with the rank of `layout`
+    and the extents that it gives as numbers."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor of shape {layout}, got {type(tensor).__name__}")
-    check_kind(name, tensor)
+    if not (may_stand and (is_distributed(tensor) or is_pending(tensor))):
+        check_kind(name, tensor)
     extents = layout.strip("()").split(", ")
     if tensor.dim() != len(extents) or any(e.isdigit() and int(e) != n for e, n in zip(extents, tensor.shape, strict=True)):
         raise ValueError(f"{name} must have shape {layout}, got {_shape(tensor)}")

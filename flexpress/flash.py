@@ -14,7 +14,8 @@ causal         query i sees key j if j <= i, whatever the lengths: the triangle 
 softmax_scale  a number, 1 / sqrt(D) by default
 
 All take float16, bfloat16 or float32, any lengths, any strides and head dims up to 256, copy none of their inputs, and return (B, Sq, H, D)
-in q's dtype and q's order of dimensions in memory. A row with nothing to attend to gives 0.
+in q's dtype and q's order of dimensions in memory. A row with nothing to attend to gives 0. DTensors, sharded over batch (dimension 0)
+and heads (the last but one) or replicated, give DTensors; bias then may be one too.
 
 ValueError, TypeError or NotImplementedError names the argument that does not fit and shows the shapes.
 
@@ -53,7 +54,7 @@ def flash_attn_func(
     """
     check_surroundings("flash_attn_func")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        check_rank(name, tensor, "(B, S, H, D)")
+        check_rank(name, tensor, "(B, S, H, D)", may_stand=True)
     if k.shape != v.shape:
         raise ValueError(f"k and v must have the same shape, got k {_shape(k)} and v {_shape(v)}")
     _check_together("q", q, "k", k, k.shape)
@@ -70,8 +71,8 @@ def flash_attn_kvpacked_func(
     The other arguments and the errors are described at the top of this module.
     """
     check_surroundings("flash_attn_kvpacked_func")
-    check_rank("q", q, "(B, S, H, D)")
-    check_rank("kv", kv, "(B, S, 2, H, D)")
+    check_rank("q", q, "(B, S, H, D)", may_stand=True)
+    check_rank("kv", kv, "(B, S, 2, H, D)", may_stand=True)
     k, v = kv.unbind(2)
     _check_together("q", q, "kv", kv, k.shape)
     return _attention(q, k, v, bias, causal, softmax_scale)
@@ -86,7 +87,7 @@ def flash_attn_qkvpacked_func(
     The other arguments and the errors are described at the top of this module.
     """
     check_surroundings("flash_attn_qkvpacked_func")
-    check_rank("qkv", qkv, "(B, S, 3, H, D)")
+    check_rank("qkv", qkv, "(B, S, 3, H, D)", may_stand=True)
     q, k, v = qkv.unbind(2)
     _check_together("qkv", qkv, "qkv", qkv, q.shape)
     return _attention(q, k, v, bias, causal, softmax_scale)
@@ -124,7 +125,7 @@ def _add(bias: torch.Tensor) -> Callable:
 
 def _check_bias(bias: torch.Tensor, shape: tuple[int, int, int, int]) -> None:
     """Does bias broadcast to scores of `shape`, (B, H, Sq, Skv)?"""
-    check_rank("bias", bias, "(B, H, Sq, Skv)")
+    check_rank("bias", bias, "(B, H, Sq, Skv)", may_stand=True)
     if not bias.dtype.is_floating_point:
         raise TypeError(f"bias must have a floating-point dtype, got {bias.dtype}; it is added to the scores: -inf hides a position")
     if any(have not in (1, want) for have, want in zip(bias.shape, shape, strict=True)):

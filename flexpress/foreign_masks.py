@@ -19,11 +19,8 @@ _WHOLE = 1 << 30  # torch's block size of a mask that stands for no mask, of len
 _adopted: WeakTable = WeakTable("masks of torch's", 1024)  # with what was read of each, and the BlockMask of it
 
 
-@runs_uncompiled
-def adopt(mask, lengths: tuple[int, int]) -> BlockMask:
-    """The BlockMask of one of torch's, or of its kind, for a call of these lengths: made once, and again after its lists or lengths were
-    changed; at every call if lists are tensors of inference mode, of which torch does not notice that. While a CUDA graph is captured
-    it is made for the graph, whose replays read the lists anew."""
+def foreign_lists(mask, lengths: tuple[int, int]) -> tuple[tuple[int, int], tuple]:
+    """The lengths and the lists of one of torch's, for a call of these lengths. Raises ValueError for a slice without mask_mod."""
     if getattr(mask.mask_mod, "__name__", None) == "_sliced_mask_mod_error":  # what torch puts there
         raise ValueError(
             "block_mask is a slice of torch's BlockMask, which has lost its mask_mod: set block_mask.mask_mod to that of the whole mask, "
@@ -32,6 +29,15 @@ def adopt(mask, lengths: tuple[int, int]) -> BlockMask:
     if mask.BLOCK_SIZE != (_WHOLE, _WHOLE):
         lengths = mask.seq_lengths
     tables = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
+    return lengths, tables
+
+
+@runs_uncompiled
+def adopt(mask, lengths: tuple[int, int]) -> BlockMask:
+    """The BlockMask of one of torch's, or of its kind, for a call of these lengths: made once, and again after its lists or lengths were
+    changed; at every call if lists are tensors of inference mode, of which torch does not notice that. While a CUDA graph is captured
+    it is made for the graph, whose replays read the lists anew."""
+    lengths, tables = foreign_lists(mask, lengths)
     kept = isinstance(tables[1], torch.Tensor) and not (tables[1].is_cuda and torch.cuda.is_current_stream_capturing())
     try:
         state = [lengths, mask.BLOCK_SIZE, *(None if t is None else (id(t), t._version) for t in tables)]

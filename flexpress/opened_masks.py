@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from flexpress.block_mask import BlockMask
 
 from .codegen.run.block_lists import BlockLists
@@ -21,12 +23,14 @@ def parts_of_mask(mask) -> tuple[tuple, tuple, object]:
     return tables, (mask.seq_lengths, *mask.BLOCK_SIZE), mask.mask_mod
 
 
-def mask_of_parts(tables: tuple, facts: tuple, mask_mod) -> BlockMask:
-    """The mask of these parts."""
+def mask_of_parts(tables: tuple, facts: tuple, mask_mod):
+    """The mask of these parts: a BlockMask, or of torch's what is read of them."""
     lengths, q_block, kv_block, *ours = facts
     full = tables[2:] or (None, None)
     if not ours:
-        return BlockMask(lengths, *tables[:2], *full, (q_block, kv_block), mask_mod)
+        names = "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
+        of = dict(zip(names, (*tables[:2], *full), strict=True))
+        return SimpleNamespace(**of, seq_lengths=tuple(lengths), BLOCK_SIZE=(q_block, kv_block), mask_mod=mask_mod)
     interior, decided = ours
     lists = BlockLists(*tables[:2], *full, q_block, kv_block, interior)
     return BlockMask._made(tuple(lengths), lists, mask_mod, decided_by=mask_mod if decided else None)

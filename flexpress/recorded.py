@@ -12,7 +12,7 @@ import torch
 from flexpress import checks
 from flexpress.block_lists import read_lists
 from flexpress.block_mask import BlockMask
-from flexpress.foreign_masks import is_foreign_mask
+from flexpress.foreign_masks import foreign_lists, is_foreign_mask
 from flexpress.programs import captures_of, mod_program
 from flexpress.scales import read_scale
 
@@ -90,29 +90,34 @@ def recorded(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel
 
 def _mask(block_mask, query, key, mask_mod) -> tuple:
     """The lists of a block mask, does its mask_mod decide alone, and this mask_mod."""
-    lengths = block_mask.seq_lengths if isinstance(block_mask, BlockMask) or is_foreign_mask(block_mask) else None
-    if lengths is None:
+    if not isinstance(block_mask, BlockMask) and not is_foreign_mask(block_mask):
         raise TypeError(f"block_mask must be a BlockMask (from create_block_mask), got {type(block_mask).__name__}")
     if mask_mod is not None and mask_mod is not block_mask.mask_mod:
         raise ValueError("block_mask was not made of this mask_mod; pass one of them, or and_masks(...) of both as mask_mod")
+    lengths = block_mask.seq_lengths
     if isinstance(block_mask, BlockMask):
         lists, decided = block_mask.as_lists(), block_mask._decided
     else:
-        tables = (block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+        lengths, tables = foreign_lists(block_mask, (query.shape[2], key.shape[2]))
         lists, decided = read_lists(*tables, checks.block_size(block_mask.BLOCK_SIZE), lengths), False
-    checks.check_mask_fits(lists, tuple(lengths), query, key, block_mask.shape)
+    checks.check_mask_fits(lists, tuple(lengths), query, key, (*lists.kv_indices.shape[:2], *lengths))
     return lists, decided, block_mask.mask_mod
 
 
 def bound_mod(mod, kind: str) -> tuple | None:
-    """A mod's graph and what it captures."""
+    """A mod's graph and what it captures, with or without values. Raises NotImplementedError for kinds of tensors that kernels cannot
+    read."""
     if mod is None:
         return None
-    if tracing():
-        traced, values = traced_once(mod, kind)
-        graph = traced.graph
-    else:
-        graph, values = bind(mod, kind)
+    graph, values = graph_and_values(mod, kind)
     for capture, tensor in zip(graph.tensors, values, strict=False):
         check_kind(f"{kind}_mod {graph.name} captures {capture.name}, which", tensor)
     return graph, values
+
+
+def graph_and_values(mod, kind: str) -> tuple:
+    """The same of any mod, unchecked."""
+    if not tracing():
+        return bind(mod, kind)
+    traced, values = traced_once(mod, kind)
+    return traced.graph, values

@@ -11,12 +11,12 @@ import torch
 from flexpress.call import attend, bound
 from flexpress.checks import DTYPES, MAX_HEAD_DIM, autocasts, check_rank
 from flexpress.in_graph import compilable
-from flexpress.recorded import bound_mod
+from flexpress.recorded import graph_and_values
 
 from .codegen.mod.capture import name_of
 from .codegen.mod.expr import Expr, ModGraph, walk
 from .codegen.mod.ops import row_of
-from .codegen.mod.tensors import check_surroundings, tracing
+from .codegen.mod.tensors import ORDINARY, check_surroundings, is_distributed, read_captured, tracing
 from .codegen.registry import remembered
 
 
@@ -54,6 +54,8 @@ def varlen_attention(
     those of 512 tokens or more on average, whose blocks begin where sequences do, and those of fewer have kernels of their own, and so
     has, in a portable backward pass of the latter, a sum that is a multiple of the block size).
 
+    DTensors as q, k and v, sharded over heads (dimension 1) or replicated, give DTensors: as for flex_attention.
+
     On a GPU the host does not wait for the device, so values of cu_seqlens are not checked there: with wrong ones results are wrong, but
     nothing outside a tensor is read. On the CPU they are checked. Raises ValueError, TypeError or NotImplementedError for arguments,
     ModError for a mod that cannot be traced.
@@ -61,14 +63,28 @@ def varlen_attention(
     Source of the layout: flash_attn_varlen_func of FlashAttention (Dao 2023, arXiv 2307.08691).
     """
     check_surroundings("varlen_attention")
+    if q.__class__ not in ORDINARY and is_distributed(q):
+        from flexpress.dtensors import Shards  # imports torch's, which takes long
+
+        part = Shards({"q": q, "k": k, "v": v}, None, 1)
+        mods = part.score_mod(score_mod), part.mask_mod(mask_mod)
+        found = _attend(*part.local, cu_seqlens_q, cu_seqlens_k, *mods, scale, kernel_options, deterministic, part.read_captured)
+        out, lse = part.joined(*found)
+    else:
+        out, lse = _attend(q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, deterministic)
+    return (out, lse) if return_lse else out
+
+
+def _attend(q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, deterministic, read=read_captured) -> tuple:
+    """out and lse. `read` as for `bound`."""
     _check(q, k, v, cu_seqlens_q, cu_seqlens_k)
     packing = _packing(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0])
     q, k, v = (t.unsqueeze(0).transpose(1, 2) for t in (q, k, v))
     score_mod = None if score_mod is None else packing.score_mod(score_mod)
-    call = bound(q, k, v, score_mod, None, scale, True, kernel_options, packing.mask_mod(mask_mod), (packing.starts_q, packing.starts_k))
+    mask_mod, packed = packing.mask_mod(mask_mod), (packing.starts_q, packing.starts_k)
+    call = bound(q, k, v, score_mod, None, scale, True, kernel_options, mask_mod, packed, read)
     out, lse, _ = attend(call, False, deterministic)
-    out, lse = (t.squeeze(0).transpose(0, 1) for t in (out, lse))  # out[0] would copy its gradient
-    return (out, lse) if return_lse else out
+    return tuple(t.squeeze(0).transpose(0, 1) for t in (out, lse))  # out[0] would copy its gradient
 
 
 @dataclass(eq=False)
@@ -103,7 +119,7 @@ class _Packing:
 
     def score_mod(self, mod: Callable) -> Callable:
         """The score_mod on packed positions."""
-        places, sequence = self._places(bound_mod(mod, "score")[0]), self.sequence_q
+        places, sequence = self._places(graph_and_values(mod, "score")[0]), self.sequence_q
 
         def packed(score, b, h, q_idx, kv_idx):
             return mod(score, sequence[q_idx], h, *places(q_idx, kv_idx))
@@ -120,7 +136,7 @@ class _Packing:
                 return sequence_q[q_idx] == sequence_k[kv_idx]
 
             return varlen
-        places = self._places(bound_mod(mod, "mask")[0])
+        places = self._places(graph_and_values(mod, "mask")[0])
 
         def packed(b, h, q_idx, kv_idx):
             sequence = sequence_q[q_idx]
@@ -200,7 +216,7 @@ def _growth(node: Expr, args: list[int | None]) -> int | None:
 def _check(q, k, v, cu_seqlens_q, cu_seqlens_k) -> None:
     """Shapes, dtypes and devices, and on the CPU the values of cu_seqlens."""
     for name, t, layout in (("q", q, "(total_q, Hq, D)"), ("k", k, "(total_k, Hkv, D)"), ("v", v, "(total_k, Hkv, Dv)")):
-        check_rank(name, t, layout)
+        check_rank(name, t, layout, may_stand=True)
     autocast = autocasts(q)  # which converts them
     if q.dtype not in DTYPES and not autocast:
         raise TypeError(f"q has dtype {q.dtype}; supported are float16, bfloat16 and float32. Convert it with .to(...)")

@@ -623,7 +623,7 @@ CHECKS = [
     ),
     Mutant(
         "flexpress/scales.py",
-        'if scale.device.type == "cpu" and not (scale.requires_grad and torch.is_grad_enabled()):',
+        'if scale.device.type == "cpu" and not (scale.requires_grad and torch.is_grad_enabled()) and not tracing():',
         'if scale.device.type == "cpu":',
         named("scales", "learned_scale_gets"),
         "the gradient of scale is lost",
@@ -651,8 +651,8 @@ CHECKS = [
     ),
     Mutant(
         "codegen/mod/tensors.py",
-        "tensor.__class__ in _ORDINARY and capture.dtype in DTYPES and not tensor.is_neg()\n",
-        "tensor.__class__ in _ORDINARY and capture.dtype in DTYPES\n",
+        "tensor.__class__ in ORDINARY and capture.dtype in DTYPES and not tensor.is_neg()\n",
+        "tensor.__class__ in ORDINARY and capture.dtype in DTYPES\n",
         named("kinds_of_tensors", "sign_elsewhere"),
         "captured negative views lose their sign",
     ),

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from ..mod.program import fits_int32
+from ..mod.tensors import LOWEST, check_address
 
 TYPES = {
     torch.float16: "fp16",
@@ -50,6 +51,8 @@ def describe(args: tuple) -> tuple[tuple, list]:
             plain.append(arg)
         elif isinstance(arg, torch.Tensor):
             address = arg.data_ptr()
+            if address < LOWEST:
+                check_address(arg)
             layout.append((arg.dtype, address % 16 == 0))
             plain.append(address)
         elif kind is Numbers:

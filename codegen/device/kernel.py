@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from ..mod.tensors import LOWEST, check_address
 from ..registry import INFO, Bounded, Table
 from ..text.render import render
 from ..text.spec import KernelSpec
@@ -67,7 +68,11 @@ class Kernel:
         return variant
 
     def _interpret(self, grid, args) -> None:
-        (self._interpreted or self._turn.run(self._loaded))[grid](*one_by_one(args))
+        args = one_by_one(args)
+        for arg in args:
+            if isinstance(arg, torch.Tensor) and arg.data_ptr() < LOWEST:
+                check_address(arg)
+        (self._interpreted or self._turn.run(self._loaded))[grid](*args)
 
     def _loaded(self):
         """The kernel for the interpreter."""

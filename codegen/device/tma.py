@@ -9,6 +9,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..gpus import round_up_head_dim
+from ..mod.tensors import LOWEST, check_address
 from ..registry import remembered
 
 
@@ -18,7 +19,10 @@ def descriptor(tensor: torch.Tensor, rows: int, columns: int | None = None):
     columns = columns or round_up_head_dim(tensor.shape[3])
     if tensor.device.type == "cpu":  # the interpreter reads through the tensor
         return _describe(tensor, tensor.shape, tensor.stride(), rows, columns)
-    return _known(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), rows, columns)
+    address = tensor.data_ptr()
+    if address < LOWEST:
+        check_address(tensor)
+    return _known(address, tensor.dtype, tensor.shape, tensor.stride(), rows, columns)
 
 
 @remembered("descriptors", 1024)

@@ -16,8 +16,15 @@ from .program import HostProgram, Untrackable
 from .purity import BY_OPERATORS, ITERATORS, OF_CONSTANTS, is_constant, is_pure, library
 from .randomness import draws_in_python, draws_in_torch, may_draw, refused, title
 from .stand_ins import HostValue, Reader, State, is_stand_in, state_of
+from .tensors import is_distributed, is_pending
 
-TENSORS = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
+_TENSORS = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
+
+
+def is_tensor(value) -> bool:
+    """Is it a tensor with torch's own meaning in every operation? Others are looked at as Python objects are. Whether a kernel can read
+    it, or the tensor that it stands for, is asked before a launch."""
+    return type(value) in _TENSORS or is_distributed(value) or is_pending(value)
 
 
 def host_call(reader: Reader, function: Callable, args: tuple, kwargs: dict, name: str):
@@ -62,7 +69,7 @@ def _source(program: HostProgram, arg) -> Callable:
         state = state_of(arg)
         value = state.value
         return _Place(state.place) if state.place is not None else lambda _: value
-    if isinstance(arg, torch.Tensor) and type(arg) in TENSORS:
+    if is_tensor(arg):
         place = program.place_of(arg)
         if place is not None:
             return _Place(place)
@@ -87,7 +94,7 @@ def _is_known(value) -> bool:
         return all(map(_is_known, value))
     if kind is dict:
         return all(map(_is_known, value)) and all(map(_is_known, value.values()))
-    return is_stand_in(value) or is_constant(value) or kind in TENSORS or isinstance(value, enum.Enum)
+    return is_stand_in(value) or is_constant(value) or is_tensor(value) or isinstance(value, enum.Enum)
 
 
 def call(state: State, args: tuple, kwargs: dict):

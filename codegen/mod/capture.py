@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from .audit import audited
-from .calls import TENSORS, call, host_call
+from .calls import call, host_call, is_tensor
 from .program import NUMBERS, HostProgram, Untrackable, equal_to, number_guard, of_class, same_object
 from .purity import CONSTANTS, PURE_MODULES, is_constant, is_of_a_library, library
 from .stand_ins import HostNumber, HostValue, State, pinned
@@ -92,7 +92,7 @@ class CaptureReader:
         if isinstance(value, (np.integer, np.floating, np.bool_)):
             return HostNumber(State(self, self.program.add(run, value, of_class(kind), name), name))
         if isinstance(value, torch.Tensor):
-            if kind not in TENSORS:
+            if not is_tensor(value):
                 return self._refused(f"captures {name}, a {kind.__name__}", name)
             self.program.add_tensor(run, value, name)
             return value

@@ -6,6 +6,8 @@ be turned) have none, or one that means something else. All that is asked of a t
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch.autograd import forward_ad
 from torch.nn.parameter import UninitializedTensorMixin
@@ -26,6 +28,9 @@ DTYPES = frozenset(
         torch.int64,
     )
 )  # of what mods capture
+
+LOWEST = 1 << 32  # address: below is what data_ptr() gives for no memory, the bytes before a view's first element, and hardly anything else
+ORDINARY = (torch.Tensor, torch.nn.Parameter)  # what most calls are made with
 
 _transform = torch._C._functorch.peek_interpreter_stack
 _modes = torch._C._len_torch_dispatch_stack
@@ -71,9 +76,9 @@ def are_plain(query, key, value) -> bool:
             and not _modes()
             and not _traced()
             and forward_ad._current_level < 0
-            and query.__class__ in _ORDINARY
-            and key.__class__ in _ORDINARY
-            and value.__class__ in _ORDINARY
+            and query.__class__ in ORDINARY
+            and key.__class__ in ORDINARY
+            and value.__class__ in ORDINARY
             and not (query.is_neg() or key.is_neg() or value.is_neg())
         )
     except (AttributeError, RuntimeError):
@@ -103,9 +108,38 @@ def readable_inputs(query, key, value) -> tuple:
     return tuple(readable(name, t) if isinstance(t, torch.Tensor) else t for name, t in (("query", query), ("key", key), ("value", value)))
 
 
+def is_distributed(tensor) -> bool:
+    """Is it a DTensor? Where there is one, its module was imported; we do not, as that takes long."""
+    cls = type(tensor)
+    module = None if cls in ORDINARY else sys.modules.get("torch.distributed.tensor")
+    return module is not None and cls is module.DTensor
+
+
+def is_pending(tensor) -> bool:
+    """Is it the result of a collective for which nobody has waited yet?"""
+    cls = type(tensor)
+    module = None if cls in ORDINARY else sys.modules.get("torch.distributed._functional_collectives")
+    return module is not None and cls is module.AsyncCollectiveTensor
+
+
+class _Waited(torch.autograd.Function):
+    """The tensor of a collective that is done; its gradient is that of the pending one."""
+
+    @staticmethod
+    def forward(ctx, pending):
+        return pending.wait().detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
 def readable(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or a copy where its values differ from what lies in memory (the negative bit of `x.conj().imag`), through which
-    gradients flow. Raises NotImplementedError for a kind of tensor without ordinary memory; `name` says whose it is."""
+    """The tensor itself, or one with its values where they are not what lies in its memory, through which gradients flow: of a view with
+    the negative bit (`x.conj().imag`) a copy, of a pending collective its result. Raises NotImplementedError for a kind of tensor without
+    ordinary memory; `name` says whose it is."""
+    if is_pending(tensor):
+        tensor = _Waited.apply(tensor)
     check_kind(name, tensor)
     return tensor.resolve_neg()
 
@@ -131,7 +165,7 @@ def _kind(tensor: torch.Tensor) -> str | None:
     if cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         remedies = {
             "FakeTensor": "it has no memory: kernels need real tensors",
-            "DTensor": "pass the part of this rank, .to_local()",
+            "DTensor": "pass the part of this rank, .to_local(); attention without a cache takes it if query, key and value are DTensors",
             "AsyncCollectiveTensor": "wait for it with .wait()",
         }
         return f"a {cls.__name__}, a tensor subclass with operations of its own (__torch_dispatch__); " + remedies.get(
@@ -148,7 +182,16 @@ def _kind(tensor: torch.Tensor) -> str | None:
         keys = torch._C._dispatch_keys(tensor.resolve_neg()).raw_repr()
         if keys not in _ordinary_keys(tensor.device):
             return f"a tensor of a kind that kernels cannot read ({torch._C._dispatch_keys(tensor)}); pass .clone()"
+        if tensor.data_ptr() < LOWEST and tensor.numel() and not tensor.untyped_storage().data_ptr():
+            return "a tensor whose memory was freed (its storage was resized to 0, as FSDP does between uses); use it while it has memory"
     return None
+
+
+def check_address(tensor: torch.Tensor) -> None:
+    """For one below LOWEST: raise NotImplementedError if the tensor has no memory. One without elements needs none."""
+    kind = _kind(tensor)
+    if kind:
+        raise NotImplementedError(f"a kernel was to get {kind}; it is {tensor.dtype} {tuple(tensor.shape)}")
 
 
 @remembered("keys of ordinary tensors", 64)
@@ -162,16 +205,13 @@ def _ordinary_keys(device: torch.device) -> frozenset[int]:
     return frozenset(found)
 
 
-_ORDINARY = (torch.Tensor, torch.nn.Parameter)
-
-
 def _looks_ordinary(tensor: torch.Tensor) -> bool:
     """The quick look at a tensor."""
     try:
         return (
-            tensor.__class__ in _ORDINARY
+            tensor.__class__ in ORDINARY
             and not tensor.is_neg()
-            and tensor.data_ptr() != 0
+            and tensor.data_ptr() >= LOWEST
             and not tensor.is_nested
             and forward_ad._current_level < 0
         )
@@ -201,10 +241,10 @@ def read_captured(bound: tuple, device: torch.device, where: str) -> None:
         try:  # as _looks_ordinary does, without its call
             if (
                 tensor.device == device
-                and tensor.__class__ in _ORDINARY
+                and tensor.__class__ in ORDINARY
                 and capture.dtype in DTYPES
                 and not tensor.is_neg()
-                and tensor.data_ptr() != 0
+                and tensor.data_ptr() >= LOWEST
                 and not tensor.is_nested
                 and forward_ad._current_level < 0
             ):

@@ -8,7 +8,7 @@ import torch
 
 from ..device.devices import architecture_of, backend_of
 from ..mod.expr import INDEX_BOUND
-from ..mod.tensors import check_kind
+from ..mod.tensors import LOWEST, check_kind
 from ..plan.candidates import Choice, choose
 from ..plan.forward import Blocks, ForwardCase, Mod, Options, geometry_of, wants_tma
 from ..registry import INFO, Table
@@ -46,13 +46,13 @@ def forward(bound: Bound, *, output_max: bool = False, output_rows: bool = False
     beside = (k_at | v_at | q_at) % 16 and ((k_at | v_at) % 16, q_at % 16)  # 0 for what TMA can load
     key = (inputs, beside, scale, score_key, mask_key, lists and lists.structure, options, output_max, output_rows)
     ready = _ready.get(key)
-    if ready is not None and k_at and v_at and q_at:
+    if ready is not None and k_at >= LOWEST and v_at >= LOWEST and q_at >= LOWEST:
         INFO.hits += 1
     else:
         if 0 in (*inputs.extents, v.shape[3]):
             return _nothing(q, v, output_max, output_rows)
         for name, tensor in (("query", q), ("key", k), ("value", v)):
-            if tensor.data_ptr() == 0:  # of a kind that looks as others do
+            if tensor.data_ptr() < LOWEST:  # of a kind that looks as others do
                 check_kind(name, tensor)
         choice, call = choice_of(bound, (score_key, mask_key), output_max=output_max, output_rows=output_rows)
         ready = _ready[key] = Ready(choice, call, bound, output_max, output_rows)

@@ -13,6 +13,7 @@ from ..device.arguments import Numbers, plain_values
 from ..device.cuda import DoesNotFit
 from ..device.kernel import Kernel, kernel_for
 from ..device.tma import descriptor
+from ..mod.tensors import LOWEST, check_address
 from ..plan.tiles import Tile, next_smaller
 from ..text.parameters import launcher, packer
 from ..text.spec import KernelSpec
@@ -122,6 +123,8 @@ def addresses_of(tensors: list[torch.Tensor]) -> list[int] | None:
     found, bits = [], 0
     for tensor in tensors:
         address = tensor.data_ptr()
+        if address < LOWEST:
+            check_address(tensor)
         found.append(address)
         bits |= address
     return None if bits % 16 else found

@@ -1,0 +1,261 @@
+"""Attention of DTensors: every rank computes the batch entries and heads that it has, and what comes out is distributed as query is.
+
+    query (B, Hq, Q_LEN, D_QK)      sharded over batch (dimension 0) and heads (1) or replicated, on a mesh of any dimensions
+    key, value (B or 1, Hkv, ...)   as query is; replicated where they have one batch entry for all. Over ranks that split query's heads
+                                    they may be replicated as well, and must be if they have fewer heads than there are ranks
+    mods                            are told b and h of the whole batch and of all heads
+    captured DTensors               are gathered, so a mod may read any element. Their gradients are summed over ranks. Captured ordinary
+                                    tensors are taken as they are, and get the gradient of what this rank computes
+    a block mask                    is that of the whole batch and all heads; a rank walks its part of the lists
+
+Where a rank's part begins are numbers that its mods capture, so all ranks have the same kernels. Nothing is communicated but captured
+DTensors that are not replicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from flexpress.block_lists import capturing
+from flexpress.block_mask import BlockMask
+from flexpress.call import attend, bound
+from flexpress.foreign_masks import adopt, is_foreign_mask
+
+from .codegen.mod.capture import name_of
+from .codegen.mod.tensors import is_distributed, read_captured
+
+
+class Part(NamedTuple):
+    """The entries of one dimension that a rank has: `count` from `first` on. `first` is None where all ranks have all of them."""
+
+    first: int | None
+    count: int
+
+
+class Shards:
+    """The part of a call that this rank computes.
+
+    local          its query, key and value
+    batch, heads   which of query's batch entries and heads they are
+    """
+
+    def __init__(self, named: dict[str, torch.Tensor], batch_dim: int | None, heads_dim: int) -> None:
+        """`named`: query, key and value. Raises TypeError, ValueError or NotImplementedError. Packed sequences have no batch_dim."""
+        self._name, self._query = next(iter(named.items()))
+        self._dims = batch_dim, heads_dim
+        self.mesh = self._query.device_mesh
+        for name, tensor in named.items():
+            self._check_placements(name, tensor)
+        self.placements = self._query.placements
+        if self.mesh.get_coordinate() is None:
+            raise ValueError(f"{self._name} is distributed over {self.mesh}, but this rank is not a member of it; call it on members only")
+        for name, tensor in named.items():
+            self._check_like_query(name, tensor)
+            self._check_heads(name, tensor)
+        self.batch, self.heads = (Part(None, 1) if dim is None else _part(self._query, dim) for dim in self._dims)
+        self._has_all = self.batch.first is self.heads.first is None
+        self.local = tuple(self._local(name, tensor) for name, tensor in named.items())
+
+    def _check_placements(self, name: str, tensor) -> None:
+        """A DTensor on query's mesh, which is replicated or split where attention may be."""
+        if not is_distributed(tensor):
+            raise TypeError(
+                f"{self._name} is a DTensor but {name} is a {type(tensor).__name__}; make all of them DTensors (distribute_tensor, "
+                "DTensor.from_local), or none (.to_local())"
+            )
+        shown = f"{name} has placements {list(tensor.placements)}"
+        if tensor.device_mesh != self._query.device_mesh:
+            raise ValueError(f"{shown} on {tensor.device_mesh}, but {self._name} is on {self._query.device_mesh}; use one mesh")
+        if tensor.dim() != (4 if self._dims[0] is not None else 3):
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected are 3 dimensions if packed, else 4")
+        for i, placement in enumerate(tensor.placements):
+            remedy = "; redistribute it, for example " + f"{name}.redistribute(placements={_instead(tensor.placements, i, self._dims[1])})"
+            if placement.is_partial():
+                raise ValueError(f"{shown}: sums that are still to be added up over ranks{remedy}")
+            if not (placement.is_replicate() or any(_splits(placement, dim) for dim in self._dims)):
+                raise NotImplementedError(
+                    f"{shown}, and {placement} is not supported: attention is computed where whole sequences are, so only heads "
+                    f"(dimension {self._dims[1]}){'' if self._dims[0] is None else ' and batch (0)'} may be sharded{remedy}"
+                )
+
+    def _check_like_query(self, name: str, tensor: torch.Tensor) -> None:
+        """Key and value are sharded as query is, but where a rank needs other entries than its share of them."""
+        batch, heads = self._dims
+        alone = batch is not None and tensor.shape[batch] == 1
+        for mine, theirs in zip(self.placements, tensor.placements, strict=True):
+            if mine != theirs and not (theirs.is_replicate() and (_splits(mine, heads) or alone and _splits(mine, batch))):
+                raise ValueError(
+                    f"{name} has placements {list(tensor.placements)}, but {self._name} {list(self.placements)}; they must be alike: "
+                    f"{name}.redistribute(placements={self._name}.placements)"
+                )
+        if batch is None or tensor.shape[batch] == self._query.shape[batch]:
+            return
+        if not alone or any(_splits(p, batch) for p in tensor.placements):
+            raise ValueError(
+                f"{name} must have the batch size of {self._name}, or 1 and be replicated, got {self._name} {tuple(self._query.shape)} "
+                f"and {name} {tuple(tensor.shape)} with placements {list(tensor.placements)}"
+            )
+
+    def _check_heads(self, name: str, tensor: torch.Tensor) -> None:
+        """Every rank has the heads of keys and values that its heads of query attend to: a condition that all ranks see alike."""
+        heads = self._dims[1]
+        over = [i for i, placement in enumerate(self.placements) if _splits(placement, heads)]
+        kept = {_splits(tensor.placements[i], heads) for i in over}
+        Hq, Hkv, ranks = self._query.shape[heads], tensor.shape[heads], _product(self.mesh.size(i) for i in over)
+        if Hkv == 0 or Hq % Hkv or not over:
+            return  # refused with the local tensors, or one head for each rank
+        group, mine = Hq // Hkv, Hq // ranks
+        if kept == {True}:
+            fits = group == 1 or Hkv % ranks == 0
+        else:
+            fits = kept == {False} and Hq % ranks == 0 and (mine % group == 0 or group % mine == 0)
+        if not fits:
+            raise ValueError(
+                f"{self._name} has {Hq} heads and {name} {Hkv} on {ranks} ranks, with placements {list(self.placements)} and "
+                f"{list(tensor.placements)}: heads must be split evenly, so that ranks have whole groups of query heads, or, with "
+                f"{name} replicated, even parts of a group"
+            )
+
+    def _local(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's part; what ranks share gets the sum of their gradients."""
+        if tensor.placements == self.placements:
+            local = tensor.to_local()
+        else:  # a step that redistributes nothing, but in the backward pass, to the tensor's placements
+            pairs = zip(self.placements, tensor.placements, strict=True)
+            partial = [theirs if theirs == mine else Partial() for mine, theirs in pairs]
+            local = tensor.redistribute(placements=tensor.placements).to_local(grad_placements=partial)
+        for dim in self._dims:
+            if dim is not None and local.shape[dim] != _part(tensor, dim).count:
+                raise ValueError(
+                    f"{name} {tuple(tensor.shape)} with placements {list(tensor.placements)} is {tuple(local.shape)} on this rank, not "
+                    "what distribute_tensor makes of it; redistribute it"
+                )
+        batch, heads = self._dims
+        if self.heads.first is not None and not any(_splits(p, heads) for p in tensor.placements):
+            group = self._query.shape[heads] // tensor.shape[heads]
+            return local.narrow(heads, self.heads.first // group, -(-self.heads.count // group))
+        return local
+
+    def score_mod(self, mod: Callable | None) -> Callable | None:
+        """A score_mod that is told this rank's b and h, of one that is told those of all."""
+        if mod is None or self._has_all:
+            return mod
+        batch, head = _index(self.batch), _index(self.heads)
+
+        def sharded(score, b, h, q_idx, kv_idx):
+            return mod(score, batch(b), head(h), q_idx, kv_idx)
+
+        sharded.__name__ = name_of(mod)
+        return sharded
+
+    def mask_mod(self, mod: Callable | None) -> Callable | None:
+        """The same of a mask_mod."""
+        if mod is None or self._has_all:
+            return mod
+        batch, head = _index(self.batch), _index(self.heads)
+
+        def sharded(b, h, q_idx, kv_idx):
+            return mod(batch(b), head(h), q_idx, kv_idx)
+
+        sharded.__name__ = name_of(mod)
+        return sharded
+
+    def block_mask(self, mask):
+        """The BlockMask of this rank's part; what is none is left to be refused."""
+        if not isinstance(mask, BlockMask) and is_foreign_mask(mask):
+            mask = adopt(mask, (self._query.shape[2], self.local[1].shape[2]))
+        if not isinstance(mask, BlockMask) or self._has_all:
+            return mask
+        chosen = []
+        for name, part, dim, size in zip("BH", (self.batch, self.heads), self._dims, mask._lists.kv_indices.shape[:2], strict=True):
+            extent = self._query.shape[dim]
+            if size not in (1, extent):
+                raise ValueError(
+                    f"block_mask of shape {tuple(mask.shape)} does not broadcast to {self._name} {tuple(self._query.shape)}: its {name} is "
+                    f"{size}, which must be 1 or {extent}, also where {self._name} is sharded"
+                )
+            chosen.append(slice(None) if part.first is None or size == 1 else slice(part.first, part.first + part.count))
+        found = mask._parts.get((self.batch, self.heads))
+        if found is None or found[0] is not mask.mask_mod:
+            lists, mod = mask[tuple(chosen)]._lists, self.mask_mod(mask.mask_mod)
+            found = mask.mask_mod, BlockMask._made(mask.seq_lengths, lists, mod, decided_by=mod if mask._decided else None)
+            if not capturing(lists):
+                mask._parts[self.batch, self.heads] = found
+        return found[1]
+
+    def read_captured(self, bound: tuple, device: torch.device, where: str) -> None:
+        """The same as for other calls, with captured DTensors gathered."""
+        graph, values = bound
+        for i, capture in enumerate(graph.tensors):
+            tensor = values[i]
+            if is_distributed(tensor):
+                if tensor.device_mesh != self.mesh:
+                    raise ValueError(
+                        f"{where} {graph.name} captures {capture.name}, a DTensor on {tensor.device_mesh}, but {self._name} is on "
+                        f"{self.mesh}; capture {capture.name}.full_tensor()"
+                    )
+                of_parts = [Replicate() if p.is_replicate() else Partial() for p in self.placements]
+                values[i] = tensor.full_tensor(grad_placements=of_parts)
+        read_captured(bound, device, where)
+
+    def joined(self, *outputs: torch.Tensor | None) -> tuple:
+        """Outputs, whose first dimensions are query's, as DTensors."""
+        return tuple(t if t is None else self._joined(t) for t in outputs)
+
+    def _joined(self, local: torch.Tensor) -> torch.Tensor:
+        shape = list(local.shape)
+        for dim in self._dims:
+            if dim is not None:
+                shape[dim] = self._query.shape[dim]
+        stride, step = [0] * len(shape), 1
+        for dim in sorted(range(len(shape)), key=lambda d: (local.stride(d), -d)):  # in the order of dimensions in memory
+            stride[dim], step = step, step * max(shape[dim], 1)
+        return DTensor.from_local(local, self.mesh, self.placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
+
+
+def attend_shards(
+    query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, output_max: bool, deterministic: bool
+) -> tuple:
+    """out, lse and max_scores (or None) of flex_attention's arguments, query a DTensor."""
+    part = Shards({"query": query, "key": key, "value": value}, 0, 1)
+    mods = part.score_mod(score_mod), part.block_mask(block_mask), scale, enable_gqa, kernel_options, part.mask_mod(mask_mod)
+    return part.joined(*attend(bound(*part.local, *mods, read=part.read_captured), output_max, deterministic))
+
+
+def _part(tensor: torch.Tensor, dim: int) -> Part:
+    """Of a DTensor: as torch.chunk splits, over one dimension of the mesh after the other."""
+    mesh, first, count, split = tensor.device_mesh, 0, tensor.shape[dim], False
+    for i, placement in enumerate(tensor.placements):
+        if _splits(placement, dim):
+            size = -(-count // mesh.size(i))
+            start = min(size * mesh.get_local_rank(i), count)
+            first, count, split = first + start, min(size, count - start), True
+    return Part(first if split else None, count)
+
+
+def _splits(placement, dim: int | None) -> bool:
+    return type(placement) is Shard and placement.dim == dim
+
+
+def _product(numbers) -> int:
+    found = 1
+    for number in numbers:
+        found *= number
+    return found
+
+
+def _index(part: Part) -> Callable:
+    """From an index of the part to that of the whole, to be traced."""
+    if part.first is None:
+        return lambda i: i
+    first = part.first
+    return lambda i: i + first
+
+
+def _instead(placements: tuple, at: int, heads_dim: int) -> list:
+    """Placements with which a call works, where those at `at` do not."""
+    return [Shard(heads_dim) if i == at else p for i, p in enumerate(placements)]

@@ -1,0 +1,505 @@
+"""What DTensors and torch's parallel wrappers must compute: that of one process (see ranks.py)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_gather_tensor, all_gather_tensor_autograd
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
+from torch.nn.parallel import DistributedDataParallel
+
+from flexpress import (
+    AuxRequest,
+    BlockMask,
+    cache_clear,
+    cache_info,
+    cached_attention,
+    create_block_mask,
+    flex_attention,
+    printed_kernels,
+    varlen_attention,
+)
+from flexpress.flash import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
+from support.ranks import check, main
+
+
+def mesh_of(*sizes: int):
+    names = ("dp", "tp")[-len(sizes) :] if len(sizes) == 2 else ("tp",)
+    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+
+
+def tensors(B=2, Hq=4, Hkv=4, length=20, Bkv=None, D=16):
+    return [torch.randn(n, h, length, D).requires_grad_() for n, h in ((B, Hq), (Bkv or B, Hkv), (Bkv or B, Hkv))]
+
+
+def spread(mesh, *pairs):
+    """Leaves with the values of tensors, distributed: (tensor, placements), ..."""
+    return [distribute_tensor(t.detach(), mesh, placements).requires_grad_(t.requires_grad) for t, placements in pairs]
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def compare(call, mesh, leaves, placements, expected=None, gradients=True):
+    """`call(*leaves)` gives tensors: those of DTensors, and gradients of all leaves, are those of ordinary tensors."""
+    distributed = spread(mesh, *zip(leaves, placements, strict=True))
+    found, wanted = call(*distributed), call(*leaves)
+    for have, want in zip(found, wanted, strict=True):
+        assert type(have) is DTensor and have.shape == want.shape and have.placements == tuple(expected or placements[0])
+        torch.testing.assert_close(have.full_tensor(), want)
+    if not gradients:
+        return None
+    weights = [torch.randn_like(t) for t in wanted]
+    loss = sum((t * spread(mesh, (w, t.placements))[0]).sum() for t, w in zip(found, weights, strict=True))
+    wanted_loss = sum((t * w).sum() for t, w in zip(wanted, weights, strict=True))
+    found, wanted = torch.autograd.grad(loss, distributed), torch.autograd.grad(wanted_loss, leaves)
+    for have, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(have.full_tensor(), want)
+    return distributed, found
+
+
+def biased(slopes, table):
+    """A score_mod in which every batch entry and head has numbers of its own."""
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score + slopes[h] * (kv_idx - q_idx) + table[b, h] * q_idx
+
+    return score_mod
+
+
+def stairs(b, h, q_idx, kv_idx):
+    """A mask that is another one for every batch entry and head."""
+    return q_idx + h + 3 * b >= kv_idx
+
+
+def attention(q, k, v, slopes, table, **more):
+    more.setdefault("mask_mod", stairs)
+    return flex_attention(q, k, v, biased(slopes, table), enable_gqa=True, return_lse=True, **more)
+
+
+def learned(B=2, H=4):
+    return [torch.rand(H).requires_grad_(), torch.randn(B, H).requires_grad_()]
+
+
+SPLITS = ([Shard(0)], [Shard(1)], [Replicate()])
+
+
+@check(2)
+def batch_and_heads():
+    """Captured DTensors lie as queries do, or are replicated, or are split where queries are not."""
+    for placements, slopes, table in zip(SPLITS, (Replicate(), Shard(0), Shard(0)), (Shard(0), Shard(1), Replicate()), strict=True):
+        leaves, found = compare(attention, mesh_of(2), [*tensors(Hkv=2), *learned()], [placements] * 3 + [[slopes], [table]])
+        assert [t.placements for t in found] == [t.placements for t in leaves]
+
+
+@check(4)
+def two_dimensions_of_a_mesh():
+    for placements in ([Shard(0), Shard(1)], [Shard(1), Shard(0)], [Shard(0), Shard(0)], [Replicate(), Shard(1)], [Shard(1), Shard(1)]):
+        leaves = [*tensors(B=4), *learned(B=4)]
+        compare(attention, mesh_of(2, 2), leaves, [placements] * 3 + [[Replicate(), Shard(0)], [Shard(1), Shard(0)]])
+
+
+@check(4)
+def one_dimension_of_a_mesh():
+    """A submesh, as tensor parallel modules have it."""
+    mesh = mesh_of(2, 2)["tp"]
+    compare(attention, mesh, [*tensors(), *learned()], [[Shard(1)]] * 3 + [[Replicate()], [Replicate()]])
+
+
+@check(2)
+def uneven_parts():
+    """Also a rank without any batch entry, and one without a head."""
+    for B, H, placement in ((3, 2, Shard(0)), (1, 2, Shard(0)), (2, 3, Shard(1)), (2, 1, Shard(1))):
+        compare(attention, mesh_of(2), [*tensors(B, H, H), *learned(B, H)], [[placement]] * 3 + [[Replicate()], [Replicate()]])
+
+
+@check(2)
+def shared_keys():
+    """Replicated keys and values: of one batch entry for all, of one head, of fewer heads than query has."""
+    for sizes, placement in (({"Bkv": 1}, Shard(0)), ({"Hkv": 1}, Shard(1)), ({"Hkv": 2}, Shard(1)), ({"Hkv": 4}, Shard(1))):
+        leaves = [*tensors(**sizes), *learned()]
+        leaves, found = compare(attention, mesh_of(2), leaves, [[placement]] + [[Replicate()]] * 4)
+        assert [t.placements for t in found] == [t.placements for t in leaves]
+
+
+@check(4)
+def shared_keys_of_more_ranks_than_heads():
+    leaves = [*tensors(Hq=8, Hkv=2), *learned(H=8)]
+    compare(attention, mesh_of(4), leaves, [[Shard(1)]] + [[Replicate()]] * 4)
+
+
+@check(2)
+def block_masks():
+    lists = torch.ones(2, 1, 2, dtype=torch.int32), torch.arange(2, dtype=torch.int32).expand(2, 1, 2, 2)
+    masks = {
+        "all": create_block_mask(stairs, 2, 4, 20, 20, "cpu", 16),
+        "one a batch entry": create_block_mask(lambda b, h, q_idx, kv_idx: q_idx + 5 * b >= kv_idx, 2, None, 20, 20, "cpu", 16),
+        "one a head": create_block_mask(lambda b, h, q_idx, kv_idx: q_idx + 5 * h >= kv_idx, None, 4, 20, 20, "cpu", 16),
+        "one": create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 20, 20, "cpu", 16),
+        "torch's": torch_block_mask(stairs, 2, 4, 20, 20, "cpu", 16),
+        "odd blocks": create_block_mask(stairs, 2, 4, 20, 20, "cpu", (1, 8)),
+        "lists that say less": BlockMask((20, 20), *lists, BLOCK_SIZE=16, mask_mod=stairs),
+        "a slice": create_block_mask(stairs, 3, 5, 20, 20, "cpu", 16)[1:, 1:],
+    }
+    for name, mask in masks.items():
+
+        def call(*leaves, mask=mask):
+            return attention(*leaves, block_mask=mask, mask_mod=None)
+
+        for placement in (Shard(0), Shard(1), Shard(0))[: 3 if name == "all" else 2]:  # at last it finds this rank's part
+            gradients = placement == Shard(1) and name in ("all", "one a head", "odd blocks")
+            compare(call, mesh_of(2), [*tensors(), *learned()], [[placement]] * 3 + [[Replicate()]] * 2, gradients=gradients)
+    compare(lambda *a: attention(*a, block_mask=masks["all"], mask_mod=stairs), mesh_of(2), [*tensors(), *learned()], [[Shard(0)]] * 5)
+    wrong = create_block_mask(stairs, 1, 2, 20, 20, "cpu", 16)
+    q, k, v = spread(mesh_of(2), *[(t, [Shard(1)]) for t in tensors()])
+    with pytest.raises(ValueError, match="block_mask of shape .* its H is 2, which must be 1 or 4, also where query is sharded"):
+        flex_attention(q, k, v, block_mask=wrong)
+
+
+@check(2)
+def options_and_statistics():
+    leaves = [*tensors(), *learned()]
+    distributed = spread(mesh_of(2), *[(t, [Shard(1)]) for t in leaves[:3]], *[(t, [Replicate()]) for t in leaves[3:]])
+
+    def call(q, k, v, slopes, table, **more):
+        mod, aux = biased(slopes, table), AuxRequest(lse=True, max_scores=True)
+        return flex_attention(q, k, v, mod, scale=0.5, kernel_options={"BLOCK_M": 16}, return_aux=aux, **more)
+
+    for more in ({}, {"deterministic": True}):
+        (out, aux), (want, wanted) = call(*distributed, **more), call(*leaves, **more)
+        for have, expected in ((out, want), (aux.lse, wanted.lse), (aux.max_scores, wanted.max_scores)):
+            torch.testing.assert_close(have.full_tensor(), expected)
+        assert not aux.max_scores.requires_grad
+    with torch.no_grad():
+        out = flex_attention(*distributed[:3])
+        assert not out.requires_grad
+        torch.testing.assert_close(out.full_tensor(), flex_attention(*leaves[:3]))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert flex_attention(*distributed[:3]).dtype == torch.bfloat16
+    q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in leaves[:3])  # as linear layers give them
+    d = [DTensor.from_local(t.chunk(2, 1)[dist.get_rank()], mesh_of(2), [Shard(1)]) for t in (q, k, v)]
+    out = flex_attention(*d)
+    assert out.stride() == flex_attention(q, k, v).stride()
+    out.transpose(1, 2).reshape(2, 20, 64)
+
+
+@check(2)
+def all_ranks_have_the_same_kernels():
+    """And no other for other parts, or other tensors."""
+    cache_clear()
+    compare(attention, mesh_of(2), [*tensors(), *learned()], [[Shard(1)]] * 3 + [[Replicate()]] * 2)
+    names = [None, None]
+    dist.all_gather_object(names, sorted(p.name for p in printed_kernels()))
+    assert names[0] == names[1]
+    before = cache_info()
+    traces, prints = before.traces, before.prints
+    for B, H in ((2, 4), (2, 6), (1, 4)):
+        leaves = [*tensors(B, H, H), *learned(B, H)]
+        q, k, v, slopes, table = spread(mesh_of(2), *[(t, [Shard(1)]) for t in leaves[:3]], *[(t, [Replicate()]) for t in leaves[3:]])
+        attention(q, k, v, slopes, table)
+    after = cache_info()
+    assert (after.traces, after.prints) == (traces, prints)
+
+
+class Bias(nn.Module):
+    def __init__(self, slopes) -> None:
+        super().__init__()
+        self.slopes = slopes
+
+    def forward(self, score, b, h, q_idx, kv_idx):
+        return score + self.slopes[h] * (kv_idx - q_idx)
+
+
+def alibi(slopes):
+    return lambda score, b, h, q_idx, kv_idx: score + slopes[h] * (kv_idx - q_idx)
+
+
+def traced_at_every_call(slopes):
+    def score_mod(score, b, h, q_idx, kv_idx):
+        try:
+            return score + slopes[h] * kv_idx
+        except IndexError:
+            return score
+
+    return score_mod
+
+
+MODS = {
+    "a module": Bias,
+    "computed on the host": lambda t: lambda score, b, h, q_idx, kv_idx: score * (t.exp() + t)[h],
+    "its shape": lambda t: lambda score, b, h, q_idx, kv_idx: score + t[h] * t.shape[0],
+    "backwards": lambda t: lambda score, b, h, q_idx, kv_idx: score + t[-1 - h] * kv_idx,
+    "one element": lambda t: lambda score, b, h, q_idx, kv_idx: score * t[1],
+    "0-dim": lambda t: lambda score, b, h, q_idx, kv_idx: score * t.sum(),
+    "traced at every call": traced_at_every_call,
+}
+
+
+@check(2)
+def captured_dtensors():
+    for make in MODS.values():
+        for split, lies in ((Shard(1), Shard(0)), (Shard(0), Replicate())):
+
+            def call(q, k, v, t, make=make):
+                return flex_attention(q, k, v, make(t), return_lse=True)
+
+            compare(call, mesh_of(2), [*tensors(), learned()[0]], [[split]] * 3 + [[lies]])
+
+
+@check(2)
+def captured_numbers_and_masks():
+    """Without gradients: 0-dim numbers, integers, sums that are still pending."""
+    q, k, v = tensors()
+    window, table = torch.tensor(5), torch.randint(2, (4, 20), dtype=torch.int32)
+    mesh = mesh_of(2)
+    dq, dk, dv, dwindow, dtable = spread(mesh, *[(t, [Shard(1)]) for t in (q, k, v)], (window, [Replicate()]), (table, [Shard(0)]))
+    pending = DTensor.from_local(torch.full((4,), 0.5 * dist.get_rank()), mesh, [Partial()])
+
+    def call(q, k, v, window, table, slopes):
+        def mask_mod(b, h, q_idx, kv_idx):
+            return (q_idx - kv_idx < window) & (table[h, kv_idx] == 0)
+
+        return flex_attention(q, k, v, lambda score, b, h, q_idx, kv_idx: score * slopes[h], mask_mod=mask_mod)
+
+    found = call(dq, dk, dv, dwindow, dtable, pending)
+    torch.testing.assert_close(found.full_tensor(), call(q, k, v, window, table, torch.full((4,), 0.5)))
+
+
+@check(2)
+def captured_ordinary_tensors():
+    """They are taken as they are; their gradient is this rank's."""
+    q, k, v, slopes = *tensors(), learned()[0]
+    d = spread(mesh_of(2), *[(t, [Shard(1)]) for t in (q, k, v)])
+    out = flex_attention(*d, Bias(slopes))
+    torch.testing.assert_close(out.full_tensor(), flex_attention(q, k, v, Bias(slopes)))
+    (mine,) = torch.autograd.grad(out.full_tensor().square().sum(), slopes)
+    first = 2 * dist.get_rank()
+    (wanted,) = torch.autograd.grad(flex_attention(q, k, v, Bias(slopes))[:, first : first + 2].square().sum(), slopes)
+    torch.testing.assert_close(mine, wanted)
+
+
+@check(2)
+def packed_sequences():
+    q, k, v, slopes = *(torch.randn(40, h, 16).requires_grad_() for h in (4, 2, 2)), learned()[0]
+    offsets = torch.tensor([0, 13, 40], dtype=torch.int32)
+    other = torch.tensor([0, 20, 40], dtype=torch.int32)
+
+    def call(q, k, v, slopes, cu_seqlens_k=None):
+        def mask_mod(b, h, q_idx, kv_idx):
+            return q_idx + h >= kv_idx
+
+        return varlen_attention(q, k, v, offsets, cu_seqlens_k, Bias(slopes), mask_mod, return_lse=True)
+
+    for split in ([Shard(1)], [Replicate()]):
+        compare(call, mesh_of(2), [q, k, v, slopes], [split] * 3 + [[Shard(0)]])
+        compare(lambda *a: call(*a, cu_seqlens_k=other), mesh_of(2), [q, k, v, slopes], [split] * 3 + [[Replicate()]])
+    d = spread(mesh_of(2), *[(t, [Shard(0)]) for t in (q, k, v)])
+    with pytest.raises(
+        NotImplementedError, match=r"q has placements \[Shard\(dim=0\)\], and .* only heads \(dimension 1\) may be sharded; "
+    ):
+        varlen_attention(*d, offsets)
+
+
+@check(2)
+def flash_functions():
+    q, k, v, kv, qkv = (torch.randn(2, 20, *more, 4, 16).requires_grad_() for more in ((), (), (), (2,), (3,)))
+    bias = torch.randn(2, 4, 1, 20).requires_grad_()
+    for of_q, of_kv, of_bias in ((Shard(2), Shard(3), Shard(1)), (Shard(0), Shard(0), Replicate()), (Replicate(), Replicate(), Shard(1))):
+        q_at, kv_at, bias_at = [of_q], [of_kv], [of_bias]
+        compare(lambda q, k, v, b: [flash_attn_func(q, k, v, b, True)], mesh_of(2), [q, k, v, bias], [q_at, q_at, q_at, bias_at])
+        compare(lambda q, kv, b: [flash_attn_kvpacked_func(q, kv, b)], mesh_of(2), [q, kv, bias], [q_at, kv_at, bias_at])
+        compare(lambda qkv, b: [flash_attn_qkvpacked_func(qkv, b, True)], mesh_of(2), [qkv, bias], [kv_at, bias_at], expected=q_at)
+
+
+@check(2)
+def refusals():
+    """On all ranks alike, before anything is launched or communicated."""
+    mesh, (q, k, v) = mesh_of(2), tensors()
+    at = {p: spread(mesh, *[(t, [p]) for t in (q, k, v)]) for p in (Shard(0), Shard(1), Shard(2), Shard(3), Replicate())}
+    partial = [DTensor.from_local(t, mesh, [Partial()]) for t in (q, k, v)]
+    fewer = spread(mesh, *[(t, [Shard(1)]) for t in tensors(Hq=6, Hkv=3)])
+    three, (_, k_of_3, v_of_3) = spread(mesh, (tensors(Hq=9, Hkv=3)[0], [Shard(1)]))[0], tensors(Hq=9, Hkv=3)
+    k_of_3, v_of_3 = spread(mesh, (k_of_3, [Replicate()]), (v_of_3, [Replicate()]))
+    other_mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
+    elsewhere = spread(other_mesh, (k, [Replicate(), Shard(1)]))[0]
+    slopes, here = spread(mesh, (learned()[0], [Replicate()]))[0], at[Shard(1)]
+    there = spread(other_mesh, (learned()[0], [Replicate(), Replicate()]))[0]
+    alone = spread(mesh, *[(t, [Shard(0)]) for t in tensors(Bkv=1)])
+    cases = {
+        lambda: flex_attention(*at[Shard(2)]): (NotImplementedError, r"query has placements \[Shard\(dim=2\)\], and .* whole sequences"),
+        lambda: flex_attention(*at[Shard(3)]): (NotImplementedError, r"query has placements .* redistribute it, for example query\.redist"),
+        lambda: flex_attention(here[0], here[1], at[Shard(2)][2]): (NotImplementedError, r"value has placements \[Shard\(dim=2\)\]"),
+        lambda: flex_attention(*partial): (ValueError, r"query has placements .*: sums that are still to be added up over ranks; redistr"),
+        lambda: flex_attention(here[0], k, v): (TypeError, "query is a DTensor but key is a Tensor; make all of them DTensors"),
+        lambda: flex_attention(q, here[1], here[2]): (NotImplementedError, "key is a DTensor, a tensor subclass .* DTensors"),
+        lambda: flex_attention(here[0], *at[Shard(0)][1:]): (
+            ValueError,
+            r"key has placements .* but query .* they must be alike: key\.red",
+        ),
+        lambda: flex_attention(at[Replicate()][0], *here[1:]): (ValueError, "key has placements .* must be alike"),
+        lambda: flex_attention(at[Shard(0)][0], *at[Replicate()][1:]): (ValueError, "key has placements .* must be alike"),
+        lambda: flex_attention(here[0], elsewhere, here[2]): (ValueError, "key has placements .* use one mesh"),
+        lambda: flex_attention(*fewer, enable_gqa=True): (ValueError, "query has 6 heads and key 3 on 2 ranks.* split evenly"),
+        lambda: flex_attention(three, k_of_3, v_of_3, enable_gqa=True): (ValueError, "query has 9 heads and key 3 on 2 ranks"),
+        lambda: flex_attention(*alone): (ValueError, "key must have the batch size of query, or 1 and be replicated"),
+        lambda: flex_attention(here[0][0], here[1], here[2]): (ValueError, "query has shape"),
+        lambda: flex_attention(q, k, v, Bias(slopes)): (NotImplementedError, "score_mod Bias captures slopes, which is a DTensor"),
+        lambda: flex_attention(*here, Bias(there)): (ValueError, r"captures slopes, a DTensor on .*; capture slopes\.full_tensor\(\)"),
+        lambda: flex_attention(*here, scale=slopes): (NotImplementedError, "scale is a DTensor"),
+        lambda: create_block_mask(lambda b, h, m, n: slopes[h] > 0, 1, 4, 9, 9, "cpu"): (
+            NotImplementedError,
+            "captures slopes, which is a D",
+        ),
+        lambda: cached_attention(*here, torch.ones(2, dtype=torch.int32)): (NotImplementedError, "query is a DTensor"),
+        lambda: flex_attention(*here, block_mask=stairs): (TypeError, "block_mask is a function"),
+    }
+    for call, (error, words) in cases.items():
+        with pytest.raises(error, match="(?s)" + words):
+            call()
+    compiled = cache_info().compiles
+    dist.barrier()
+    assert cache_info().compiles == compiled
+
+
+@check(2)
+def pending_collectives():
+    """They are waited for; gradients go through."""
+    q, k, v, slopes = *tensors(), learned()[0]
+    mesh = mesh_of(2)
+
+    def gathered(t):
+        found = all_gather_tensor(t.detach().chunk(2)[dist.get_rank()].contiguous(), 0, mesh)
+        assert type(found) is AsyncCollectiveTensor
+        return found
+
+    wanted = flex_attention(q, k, v, Bias(slopes)).detach()
+    torch.testing.assert_close(flex_attention(gathered(q), gathered(k), gathered(v), Bias(gathered(slopes))), wanted)
+    cu = torch.tensor([0, 2], dtype=torch.int32)
+    packed = q.detach()[0].transpose(0, 1).contiguous()
+    torch.testing.assert_close(
+        varlen_attention(gathered(packed), packed, packed, 10 * cu), varlen_attention(packed, packed, packed, 10 * cu)
+    )
+    with torch.no_grad():
+        flash_attn_func(*[gathered(t).transpose(1, 2) for t in (q, k, v)])
+    with pytest.raises(NotImplementedError, match=r"kv_len is a AsyncCollectiveTensor.*\.wait\(\)"):
+        cached_attention(
+            q.detach(), k.detach().transpose(1, 2), v.detach().transpose(1, 2), gathered(torch.tensor([3, 4], dtype=torch.int32))
+        )
+
+    part = q.detach().chunk(2)[dist.get_rank()].requires_grad_()
+    found = all_gather_tensor_autograd(part, 0, mesh)
+    assert type(found) is AsyncCollectiveTensor and found.requires_grad
+    (gradient,) = torch.autograd.grad(flex_attention(found, k, v, Bias(slopes)).square().sum(), part)
+    (expected,) = torch.autograd.grad(flex_attention(q, k, v, Bias(slopes)).square().sum(), q)
+    torch.testing.assert_close(gradient, 2 * expected.chunk(2)[dist.get_rank()])  # both ranks have computed all
+
+    leaves = spread(mesh, *[(t, [Shard(1)]) for t in (q, k, v)], (slopes, [Shard(0)]))
+    pending = [t.redistribute(placements=[Replicate()], async_op=True) for t in leaves[:3]]
+    torch.testing.assert_close(flex_attention(*pending, Bias(leaves[3])).to_local().detach(), wanted)
+
+
+class Attention(nn.Module):
+    """A layer with slopes to learn."""
+
+    def __init__(self, width=32, heads=4) -> None:
+        super().__init__()
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.head_dim = width // heads
+        self.slopes = nn.Parameter(torch.rand(heads))
+
+    def forward(self, x):
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        slopes = self.slopes  # of this rank's heads, if that is what there is
+        if isinstance(slopes, DTensor) and not isinstance(q, DTensor):
+            slopes = slopes.to_local()
+        out = flex_attention(q, k, v, alibi(slopes), mask_mod=lambda b, h, q_idx, kv_idx: q_idx >= kv_idx)
+        return self.wo(out.transpose(1, 2).flatten(-2))
+
+
+def trained(model, x, share=slice(None)):
+    """The output, and gradients by names, of the mean over `share` of the batch."""
+    out = model(x[share])
+    out = whole(out)
+    out.square().mean().backward()
+    return out.detach(), {name.removeprefix("module."): whole(p.grad) for name, p in model.named_parameters()}
+
+
+def same_gradients(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def alike():
+    """Two equal layers and their input, the same on all ranks."""
+    torch.manual_seed(1)
+    first, second, x = Attention(), Attention(), torch.randn(4, 20, 32)
+    second.load_state_dict(first.state_dict())
+    return first, second, x
+
+
+def my_share(size: int, ranks: int, rank: int) -> slice:
+    return slice(rank * size // ranks, (rank + 1) * size // ranks)
+
+
+@check(2)
+def data_parallel():
+    model, reference, x = alike()
+    share = my_share(4, 2, dist.get_rank())
+    out, gradients = trained(DistributedDataParallel(model), x, share)
+    wanted, expected = trained(reference, x)
+    torch.testing.assert_close(out, wanted[share])
+    same_gradients(gradients, expected)
+
+
+@check(2)
+def fully_sharded():
+    model, reference, x = alike()
+    share = my_share(4, 2, dist.get_rank())
+    out, gradients = trained(fully_shard(model, mesh=mesh_of(2)), x, share)
+    wanted, expected = trained(reference, x)
+    torch.testing.assert_close(out, wanted[share])
+    same_gradients(gradients, expected)
+
+
+def split_over_ranks(model, mesh, local: bool):
+    """Tensor parallel: each rank has some heads. With `local`, layers hand over ordinary tensors, of this rank's heads."""
+    columns = ColwiseParallel(use_local_output=local)
+    rows = RowwiseParallel(use_local_output=local)
+    model = parallelize_module(model, mesh, {"wq": columns, "wk": columns, "wv": columns, "wo": rows})
+    slopes = distribute_tensor(model.slopes.detach(), mesh, [Shard(0)])
+    model.slopes = nn.Parameter(slopes)
+    return model
+
+
+@check(2)
+def tensor_parallel():
+    for local in (False, True):
+        model, reference, x = alike()
+        out, gradients = trained(split_over_ranks(model, mesh_of(2), local), x)
+        wanted, expected = trained(reference, x)
+        torch.testing.assert_close(out, wanted)
+        same_gradients(gradients, expected)
+
+
+@check(4)
+def fully_sharded_and_tensor_parallel():
+    model, reference, x = alike()
+    mesh = mesh_of(2, 2)
+    model = fully_shard(split_over_ranks(model, mesh["tp"], False), mesh=mesh["dp"])
+    share = my_share(4, 2, mesh.get_local_rank("dp"))
+    out, gradients = trained(model, x, share)
+    wanted, expected = trained(reference, x)
+    torch.testing.assert_close(out, wanted[share])
+    same_gradients(gradients, expected)
+
+
+if __name__ == "__main__":
+    main()

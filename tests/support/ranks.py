@@ -1,0 +1,68 @@
+"""Processes that attend together: `python ranks.py RANK WORLD FOLDER` runs every check of that many ranks, and writes what failed.
+
+Each check compares DTensors, or modules that torch has parallelized, with one process that has all of the tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+CHECKS: dict[str, tuple[int, object]] = {}
+
+
+def check(world: int):
+    def add(function):
+        CHECKS[function.__name__] = world, function
+        return function
+
+    return add
+
+
+def run(world: int, folder: Path) -> list[dict[str, str]]:
+    """For each of `world` processes what failed: tracebacks by the names of checks, which are all there."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    script = Path(__file__).with_name("rank_checks.py")
+    started = [
+        subprocess.Popen([sys.executable, str(script), str(rank), str(world), str(folder)], env=environment, stderr=subprocess.PIPE)
+        for rank in range(world)
+    ]
+    failed = []
+    for rank, process in enumerate(started):
+        try:
+            _, words = process.communicate(timeout=300)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            _, words = process.communicate()
+        found = folder / f"{rank}.json"
+        failed.append(json.loads(found.read_text()) if found.exists() else {"": words.decode(errors="replace")})
+    return failed
+
+
+def main() -> None:
+    rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+    )
+    failed = {}
+    for name, (ranks, function) in CHECKS.items():
+        if ranks == world:
+            torch.manual_seed(0)
+            started = time.perf_counter()
+            try:
+                function()
+                failed[name] = ""
+            except Exception:
+                failed[name] = traceback.format_exc()
+            print(f"rank {rank} of {world}: {name} took {time.perf_counter() - started:.1f} s", flush=True)
+            (folder / f"{rank}.json").write_text(json.dumps(failed))
+    torch.distributed.destroy_process_group()
