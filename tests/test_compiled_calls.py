@@ -303,3 +303,20 @@ def test_by_inductor_on_a_gpu(make):
 @pytest.mark.parametrize("make", [numbers_that_change, mask_made_inside])
 def test_dynamic_from_the_start(make, device):
     check(make(device), "aot_eager", dynamic=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", [modules_attributes, mask_made_inside, packed_sequences])
+def test_cuda_graphs_of_a_compiled_call(make):
+    check(make("cuda"), "inductor", mode="reduce-overhead")
+
+
+@pytest.mark.gpu
+def test_make_graphed_callables():
+    layer, (q, k, v) = Layer().cuda(), inputs("cuda")
+    expected = run_and_differentiate(layer, (q, k, v))
+    graphed = torch.cuda.make_graphed_callables(layer, tuple(t.detach().clone().requires_grad_() for t in (q, k, v)))
+    for _ in range(2):
+        for mine, other in zip(run_and_differentiate(graphed, (q, k, v)), expected, strict=True):
+            for t, wanted in zip(mine, other, strict=True):
+                torch.testing.assert_close(t, wanted, rtol=1e-4, atol=1e-5)
