@@ -77,8 +77,8 @@ def create_block_mask(
     separate_full_blocks  False: list full blocks as partial ones too, so that mask_mod is evaluated everywhere
     _compile, compute_dq_write_order, dq_kv_order   torch's; kernels make the lists, and write dQ, whatever they say
     capacity              most partial (and most full) blocks that a row may have. By default the lists are as wide as the densest row
-                          needs, for which the host waits; with a capacity it does not, so a CUDA graph may hold the call. A
-                          row with more blocks stops the program (a device-side assertion)
+                          needs, for which the host waits; as wide as there are columns inside torch.compile and a CUDA graph. With a
+                          capacity it never waits; a row with more blocks stops the program (a device-side assertion)
 
     Printed kernels decide whole blocks by bounds of mask_mod where bounds tell, and evaluate it position by position in the others; no
     mask of Q_LEN x KV_LEN is ever in memory. Raises ModError if the mod cannot be traced, ValueError or TypeError for other arguments.
@@ -92,6 +92,8 @@ def create_block_mask(
     device = resolve_device(device)
     bound = bind(mask_mod, "mask")
     read_captured(bound, device, "mask_mod")
+    if capacity is None and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        capacity = -(-extents[3] // size[1])  # nobody can wait
     lists = masks.create_lists(bound, extents, device, size, separate_full_blocks, capacity)
     full = lists[2:] if separate_full_blocks else (None, None)
     return BlockMask._made(extents[2:], BlockLists(*lists[:2], *full, *size, interior=True), mask_mod, decided_by=mask_mod)
