@@ -104,7 +104,7 @@ CASES = [
     (with_range, "range()", "range(q_idx)", "Capture a tensor"),
     (with_item, ".item()", "q_idx.item() > 3", "Use the symbol itself"),
     (unsupported, "cumsum is not a supported operation", "torch.cumsum(q_idx, 0)", "Supported are"),
-    (row_of_a_table, "1-dimensional", "TABLE[h] > 0", "Index every dimension"),
+    (row_of_a_table, "returns a vector of 8 elements", "TABLE[h] > 0", "Index every dimension"),
     (whole_table, "shape (2, 8) is used where a scalar is needed", "TABLE * q_idx", "Index it"),
     (float_index, "an index of torch.float32", "q_idx / 2", ".int()"),
     (slice_index, "a slice", "TABLE[h, q_idx:]", "index every dimension"),
@@ -172,8 +172,8 @@ def tensor_index(score, b, h, q_idx, kv_idx):
     return score + TABLE[h, torch.tensor([0, 1])]
 
 
-def sum_of_a_row(score, b, h, q_idx, kv_idx):
-    return score + TABLE[h].sum()
+def deviation_of_a_row(score, b, h, q_idx, kv_idx):
+    return score + TABLE[h].std()
 
 
 def unsupported_method(score, b, h, q_idx, kv_idx):
@@ -321,7 +321,7 @@ SCORE_CASES = [
     (none_index, "None in an index", "TABLE[h, None]", "index every dimension"),
     (ellipsis_index, "`...` in the index", "TABLE[..., h]", "Index every dimension"),
     (tensor_index, "shape (2,) is used where a scalar is needed", "TABLE[h, torch.tensor([0, 1])]", "Index it"),
-    (sum_of_a_row, "shape (2, 8) is indexed by 1 of its 2 dimensions", "TABLE[h].sum()", "Index every dimension"),
+    (deviation_of_a_row, "Tensor.std is not a supported operation", "TABLE[h].std()", "Supported are"),
     (unsupported_method, "Tensor.lgamma is not a supported operation", "score.lgamma()", "Supported are"),
     (unsupported_function, "elu is not a supported operation", "functional.elu(score)", "Supported are"),
     (in_place, "Tensor.add_ is not a supported operation", "score.add_(1)", "Supported are"),
@@ -347,7 +347,7 @@ SCORE_CASES = [
     (outside_an_array, "index 5 is out of bounds", "ARRAY[5]", ""),
     (huge_number, "an integer of 1329 bits", "score * HUGE", "smaller integer"),
     (complex_number, "2j (complex) is used where a number is needed", "score * 2j", "Python numbers"),
-    (four_lines, "indexed by 1 of its 2 dimensions", "return (score", "Index every dimension"),
+    (four_lines, "returns a vector of 8 elements", "return (score", "Index every dimension"),
 ]
 
 

@@ -21,7 +21,8 @@ from .program import NUMBERS
 from .purity import FACTORIES
 from .randomness import draws_in_torch, refused, title
 from .stand_ins import HostNumber
-from .symbols import Sym, TensorView
+from .symbols import Sym, TensorView, Vector
+from .vectors import REDUCTIONS, apply_to_vectors, has_vectors
 
 
 class Mode(TorchFunctionMode):
@@ -46,7 +47,7 @@ def is_operation(function) -> bool:
 def _symbolic(value) -> bool:
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
         return any(map(_symbolic, value))
-    return type(value) in (Sym, TensorView)
+    return type(value) in (Sym, TensorView, Vector)
 
 
 _PLAIN_ATTRIBUTES = {
@@ -66,6 +67,8 @@ def dispatch(function, args: tuple, kwargs: dict):
     trace = running()
     if draws_in_torch(function):
         raise refused(title(function), trace.source(), trace.kind)
+    if function is not torch.Tensor.__getitem__ and has_vectors((*args, *kwargs.values())):
+        return apply_to_vectors(dispatch, function, args, kwargs)
     in_kernel = _symbolic(args) or _symbolic(tuple(kwargs.values()))
     row = ops.METHODS.get(function) if isinstance(function, str) else ops.FUNCTIONS.get(function)
     if in_kernel and row is not None and row.expand is not None:
@@ -119,10 +122,10 @@ def _name_of(function) -> str:
     return name.replace("_VariableFunctionsClass.", "torch.").replace("TensorBase.", "Tensor.")
 
 
-def _method(symbol: Sym, name: str):
+def _method(symbol: Sym | TensorView | Vector, name: str):
     if draws_in_torch(name):
         raise refused(title(name), running().source(), running().kind)
-    if name not in METHODS and name not in ops.METHODS:
+    if name not in METHODS and name not in ops.METHODS and not (name in REDUCTIONS and type(symbol) is not Sym):
         raise unsupported(f"Tensor.{name}")
     return lambda *args, **kwargs: dispatch(name, (symbol, *args), kwargs)
 

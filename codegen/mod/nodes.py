@@ -11,7 +11,7 @@ from .expr import Expr
 from .op import Op, kind
 from .program import NUMBERS, UNKNOWN_NUMBERS, Untrackable
 from .stand_ins import HostNumber, HostValue
-from .symbols import Sym, TensorView
+from .symbols import Sym, TensorView, Vector
 from .tensors import DTYPES, tracing
 
 
@@ -79,7 +79,7 @@ def to_expr(value) -> Expr:
     trace = Run.current
     if type(value) is Sym:
         return value.expr
-    if type(value) is TensorView:
+    if type(value) in (TensorView, Vector):
         value.incomplete()
     if type(value) is HostValue:
         raise Untrackable("uses an object where a number is needed")

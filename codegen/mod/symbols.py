@@ -97,15 +97,9 @@ def _operator(function, reflected: bool):
     return lambda self, *other: applied(function, (self, *other), {})
 
 
-for _name in BINARY:
-    setattr(Sym, f"__{_name}__", _operator(function_of(_name), reflected=False))
-    setattr(Sym, f"__r{_name}__", _operator(function_of(_name), reflected=True))
-for _name in {*COMPARISONS, *UNARY} - {"pos"}:
-    setattr(Sym, f"__{_name}__", _operator(function_of(_name), reflected=False))
-
-
 class TensorView(Symbolic):
-    """A captured tensor with its first dimensions indexed by symbols; indexing all of them gives a Sym."""
+    """A captured tensor with its first dimensions indexed by symbols; indexing all of them gives a Sym. With one short dimension left it is
+    a vector, computed with element by element (vectors.py)."""
 
     __slots__ = ("tensor", "index")
 
@@ -125,7 +119,9 @@ class TensorView(Symbolic):
         return applied(function, args, kwargs or {})
 
     def __getattr__(self, name):
-        raise self.incomplete()
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return running().operations.method(self, name)
 
     def incomplete(self, *_):
         raise running().error(
@@ -137,5 +133,40 @@ class TensorView(Symbolic):
     __bool__ = __float__ = __int__ = __len__ = __iter__ = incomplete
 
 
-for _name in (*BINARY, *(f"r{name}" for name in BINARY), *COMPARISONS, *UNARY):
-    setattr(TensorView, f"__{_name}__", TensorView.incomplete)
+class Vector(Symbolic):
+    """A 1-dimensional tensor as its elements, each a Sym: what operations on vectors of captured tensors give."""
+
+    __slots__ = ("items",)
+
+    def __init__(self, items: list[Sym]) -> None:
+        self.items = items
+
+    __array_ufunc__ = None
+    shape = property(lambda self: torch.Size((len(self.items),)))
+    ndim = property(lambda self: 1)
+    dtype = property(lambda self: self.items[0].dtype)
+
+    def __getitem__(self, index):
+        found = self.items[index]
+        return Vector(found) if isinstance(found, list) else found
+
+    def __len__(self):
+        return len(self.items)
+
+    __torch_function__ = TensorView.__torch_function__
+    __getattr__ = TensorView.__getattr__
+
+    def incomplete(self, *_):
+        raise running().error(
+            f"a vector of {len(self.items)} elements is used where a scalar is needed", "Sum it, or index it with a number."
+        )
+
+    __bool__ = __float__ = __int__ = incomplete
+
+
+for _kind in (Sym, TensorView, Vector):
+    for _name in BINARY if _kind is Sym else (*BINARY, "matmul"):
+        setattr(_kind, f"__{_name}__", _operator(function_of(_name), reflected=False))
+        setattr(_kind, f"__r{_name}__", _operator(function_of(_name), reflected=True))
+    for _name in {*COMPARISONS, *UNARY} - {"pos"}:
+        setattr(_kind, f"__{_name}__", _operator(function_of(_name), reflected=False))

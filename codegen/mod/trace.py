@@ -27,7 +27,7 @@ from .nodes import to_expr
 from .program import HostProgram
 from .randomness import Search, refused, title
 from .runs import EagerRun, ReplayedRun, TracingRun, is_machinery, line_of, run_mod
-from .symbols import Sym, TensorView
+from .symbols import Sym, TensorView, Vector
 
 _SIGNATURES = {"score": f"score_mod({', '.join(SCORE_SYMBOLS)})", "mask": f"mask_mod({', '.join(MASK_SYMBOLS)})"}
 
@@ -179,6 +179,9 @@ def _checked_result(result, run: TracingRun, mod) -> Expr:
             f"{tuple(result.tensor.shape)} indexed by {len(result.index)} of its dimensions",
             "Index every dimension.",
         )
+    if type(result) is Vector:
+        source = result.items[0].expr.source
+        raise _result_error(run, mod, f"returns a vector of {len(result)} elements", "Index every dimension, or sum it.", source)
     expr = to_expr(result)
     if run.kind == "mask" and expr.dtype != torch.bool:
         raise _result_error(

@@ -1,0 +1,89 @@
+"""Vectors of captured tensors: element by element, and reduced to scalars."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flexpress import ModError, cache_info, create_block_mask, create_mask, flex_attention
+from flexpress.codegen.mod.bind import bind
+from support.dense import dense_attention
+from support.devices import DEVICES
+
+LENGTH = 50
+EXPRESSIONS = {  # of a mod, and of the dense reference with everything materialised
+    "distance": (
+        "score * torch.exp(-((place[q_idx] - place[kv_idx]).pow(2).sum(-1) + 0.01).sqrt())",
+        "score * torch.exp(-((place[:, None] - place).pow(2).sum(-1) + 0.01).sqrt())",
+    ),
+    "sum": ("score + 2 * place[kv_idx].sum(dim=-1)", "score + 2 * place.sum(-1)"),
+    "dot": ("score + torch.dot(table[h, q_idx], table[h][kv_idx])", "score + table @ table.transpose(1, 2)"),
+    "matmul": ("score + table[h, q_idx] @ table[h, kv_idx]", "score + table @ table.transpose(1, 2)"),
+    "with a whole vector": ("score + (table[h, kv_idx] * weights).sum()", "score + (table * weights).sum(-1)[:, None]"),
+    "mean": ("score + (1 - table[h, kv_idx].abs()).mean(-1)", "score + (1 - table.abs()).mean(-1)[:, None]"),
+    "prod": ("score + torch.prod(table[h, kv_idx], 0)", "score + table.prod(-1)[:, None]"),
+    "greatest": ("score + table[h, kv_idx].relu().amax(0)", "score + table.relu().amax(-1)[:, None]"),
+    "slice": ("score + torch.sum(torch.tanh(table[h, kv_idx])[1:3], -1)", "score + torch.tanh(table)[..., 1:3].sum(-1)[:, None]"),
+    "element": ("score + (table[h, kv_idx] * 2)[-1]", "score + table[..., -1][:, None] * 2"),
+    "scaled by the score": ("(score * table[h, kv_idx]).sum()", "score * table.sum(-1)[:, None]"),
+}
+
+
+def mod_of(expression: str, **captured):
+    return eval(f"lambda score, b, h, q_idx, kv_idx: {expression}", {"torch": torch, **captured})
+
+
+def captured(device: str) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shapes = {"place": (LENGTH, 3), "table": (2, LENGTH, 4), "weights": (4,)}
+    return {name: torch.randn(shape, generator=generator).to(device).requires_grad_() for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", EXPRESSIONS)
+def test_vectors_and_their_gradients(name, device):
+    values, (expression, reference) = captured(device), EXPRESSIONS[name]
+    q, k, v, gradient = torch.randn(4, 2, 2, LENGTH, 16, device=device)
+    out = flex_attention(q, k, v, mod_of(expression, **values))
+    exact, *_ = dense_attention(q, k, v, mod_of(reference, **values))
+    torch.testing.assert_close(out.double(), exact, atol=1e-5, rtol=1e-5)
+    wanted = [t for name, t in values.items() if name in expression]
+    got, expected = (torch.autograd.grad(o, wanted, gradient.to(o.dtype)) for o in (out, exact))
+    for g, e in zip(got, expected, strict=True):
+        assert (g - e).norm() <= 1e-4 * e.norm()
+
+
+def test_integers_are_summed_in_int64_and_halves_in_float32():
+    numbers = torch.tensor([[100, 100, 100]], dtype=torch.uint8)
+    halves = torch.tensor([[60000.0, 60000.0, -60000.0]], dtype=torch.float16)
+    mask = lambda b, h, q_idx, kv_idx: (numbers[q_idx].sum() == 300) & (halves[q_idx].sum(-1) == 60000.0)  # noqa: E731
+    assert create_mask(mask, None, None, 1, 1, "cpu").item()
+    assert create_block_mask(mask, None, None, 1, 1, "cpu").sparsity() == 0.0
+
+
+def test_another_length_of_vectors_is_another_kernel_and_other_tensors_are_not():
+    def mod(place):
+        return lambda score, b, h, q_idx, kv_idx: score - (place[q_idx] - place[kv_idx]).abs().sum(-1)
+
+    first = bind(mod(torch.randn(20, 3)), "score")[0]
+    before = cache_info()
+    assert bind(mod(torch.randn(30, 3)), "score")[0] is first and cache_info().traces == before.traces
+    assert bind(mod(torch.randn(20, 4)), "score")[0] is not first
+
+
+@pytest.mark.parametrize(
+    "expression, message",
+    [
+        ("score + long[q_idx].sum(-1)", r"a vector of 65 elements of a captured tensor of shape \(50, 65\)"),
+        ("score * place[q_idx]", "returns a vector of 3 elements"),
+        ("place[q_idx]", r"returns a tensor of shape \(3,\)"),
+        ("score + place[q_idx].std()", "Tensor.std is not a supported operation"),
+        ("score + (place[q_idx] + table[h, q_idx]).sum()", "add of vectors of 3 and 4 elements"),
+        ("score + place[q_idx].sum(1)", "sum with dim=1"),
+        ("score + table[h].sum()", "2-dimensional value where a scalar is needed"),
+        ("weights[place[q_idx].long()]", "a vector of 3 elements is used where a scalar is needed"),
+    ],
+)
+def test_what_is_refused(expression, message):
+    with pytest.raises(ModError, match=f"(?s){message}.*File"):
+        bind(mod_of(expression, long=torch.randn(50, 65), **captured("cpu")), "score")
