@@ -6,11 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_gather_tensor, all_gather_tensor_autograd
+from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
 from torch.nn.parallel import DistributedDataParallel
 
@@ -207,6 +208,17 @@ def all_ranks_have_the_same_kernels():
     after = cache_info()
     assert (after.traces, after.prints) == (traces, prints)
 
+    def by_distance(q, k, v):
+        return flex_attention(
+            q, k, v, lambda score, b, h, q_idx, kv_idx: score + q_idx, mask_mod=lambda b, h, q_idx, kv_idx: q_idx > kv_idx
+        )
+
+    q, k, v = tensors()
+    by_distance(q, k, v)
+    prints = cache_info().prints
+    by_distance(*spread(mesh_of(2), *[(t, [Shard(1)]) for t in (q, k, v)]))
+    assert cache_info().prints == prints  # a mod that is not told b and h needs no offsets
+
 
 class Bias(nn.Module):
     def __init__(self, slopes) -> None:
@@ -323,6 +335,7 @@ def refusals():
     """On all ranks alike, before anything is launched or communicated."""
     mesh, (q, k, v) = mesh_of(2), tensors()
     at = {p: spread(mesh, *[(t, [p]) for t in (q, k, v)]) for p in (Shard(0), Shard(1), Shard(2), Shard(3), Replicate())}
+    strided = [DTensor.from_local(t.detach().chunk(2, 1)[0], mesh, [_StridedShard(1, split_factor=2)]) for t in (q, k, v)]
     partial = [DTensor.from_local(t, mesh, [Partial()]) for t in (q, k, v)]
     fewer = spread(mesh, *[(t, [Shard(1)]) for t in tensors(Hq=6, Hkv=3)])
     three, (_, k_of_3, v_of_3) = spread(mesh, (tensors(Hq=9, Hkv=3)[0], [Shard(1)]))[0], tensors(Hq=9, Hkv=3)
@@ -336,9 +349,10 @@ def refusals():
         lambda: flex_attention(*at[Shard(2)]): (NotImplementedError, r"query has placements \[Shard\(dim=2\)\], and .* whole sequences"),
         lambda: flex_attention(*at[Shard(3)]): (NotImplementedError, r"query has placements .* redistribute it, for example query\.redist"),
         lambda: flex_attention(here[0], here[1], at[Shard(2)][2]): (NotImplementedError, r"value has placements \[Shard\(dim=2\)\]"),
+        lambda: flex_attention(*strided): (NotImplementedError, "query has placements .* is not supported"),
         lambda: flex_attention(*partial): (ValueError, r"query has placements .*: sums that are still to be added up over ranks; redistr"),
         lambda: flex_attention(here[0], k, v): (TypeError, "query is a DTensor but key is a Tensor; make all of them DTensors"),
-        lambda: flex_attention(q, here[1], here[2]): (NotImplementedError, "key is a DTensor, a tensor subclass .* DTensors"),
+        lambda: flex_attention(q, here[1], here[2]): (NotImplementedError, "key is a DTensor, a tensor subclass .* beside DTensors"),
         lambda: flex_attention(here[0], *at[Shard(0)][1:]): (
             ValueError,
             r"key has placements .* but query .* they must be alike: key\.red",
@@ -351,7 +365,7 @@ def refusals():
         lambda: flex_attention(*alone): (ValueError, "key must have the batch size of query, or 1 and be replicated"),
         lambda: flex_attention(here[0][0], here[1], here[2]): (ValueError, "query has shape"),
         lambda: flex_attention(q, k, v, Bias(slopes)): (NotImplementedError, "score_mod Bias captures slopes, which is a DTensor"),
-        lambda: flex_attention(*here, Bias(there)): (ValueError, r"captures slopes, a DTensor on .*; capture slopes\.full_tensor\(\)"),
+        lambda: flex_attention(*here, Bias(there)): (ValueError, "captures slopes, a DTensor on .*; distribute it over that, or"),
         lambda: flex_attention(*here, scale=slopes): (NotImplementedError, "scale is a DTensor"),
         lambda: create_block_mask(lambda b, h, m, n: slopes[h] > 0, 1, 4, 9, 9, "cpu"): (
             NotImplementedError,
@@ -368,6 +382,10 @@ def refusals():
     assert cache_info().compiles == compiled
 
 
+gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor  # until torch 2.12
+gather_with_gradient = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
+
+
 @check(2)
 def pending_collectives():
     """They are waited for; gradients go through."""
@@ -375,8 +393,8 @@ def pending_collectives():
     mesh = mesh_of(2)
 
     def gathered(t):
-        found = all_gather_tensor(t.detach().chunk(2)[dist.get_rank()].contiguous(), 0, mesh)
-        assert type(found) is AsyncCollectiveTensor
+        found = gather(t.detach().chunk(2)[dist.get_rank()].contiguous(), 0, mesh)
+        assert type(found) is collectives.AsyncCollectiveTensor
         return found
 
     wanted = flex_attention(q, k, v, Bias(slopes)).detach()
@@ -388,14 +406,14 @@ def pending_collectives():
     )
     with torch.no_grad():
         flash_attn_func(*[gathered(t).transpose(1, 2) for t in (q, k, v)])
+    lengths = gathered(torch.tensor([3, 4], dtype=torch.int32))
     with pytest.raises(NotImplementedError, match=r"kv_len is a AsyncCollectiveTensor.*\.wait\(\)"):
-        cached_attention(
-            q.detach(), k.detach().transpose(1, 2), v.detach().transpose(1, 2), gathered(torch.tensor([3, 4], dtype=torch.int32))
-        )
+        cached_attention(*[t.detach().transpose(1, 2) for t in (q, k, v)], lengths)
+    lengths.wait()
 
     part = q.detach().chunk(2)[dist.get_rank()].requires_grad_()
-    found = all_gather_tensor_autograd(part, 0, mesh)
-    assert type(found) is AsyncCollectiveTensor and found.requires_grad
+    found = gather_with_gradient(part, 0, mesh)
+    assert type(found) is collectives.AsyncCollectiveTensor and found.requires_grad
     (gradient,) = torch.autograd.grad(flex_attention(found, k, v, Bias(slopes)).square().sum(), part)
     (expected,) = torch.autograd.grad(flex_attention(q, k, v, Bias(slopes)).square().sum(), q)
     torch.testing.assert_close(gradient, 2 * expected.chunk(2)[dist.get_rank()])  # both ranks have computed all
