@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -102,8 +104,8 @@ def batch_and_heads():
 
 @check(4)
 def two_dimensions_of_a_mesh():
-    for placements in ([Shard(0), Shard(1)], [Shard(1), Shard(0)], [Shard(0), Shard(0)], [Replicate(), Shard(1)], [Shard(1), Shard(1)]):
-        leaves = [*tensors(B=4), *learned(B=4)]
+    for placements in ([Shard(0), Shard(1)], [Shard(1), Shard(1)], [Replicate(), Shard(0)]):
+        leaves = [*tensors(), *learned()]
         compare(attention, mesh_of(2, 2), leaves, [placements] * 3 + [[Replicate(), Shard(0)], [Shard(1), Shard(0)]])
 
 
@@ -256,13 +258,13 @@ MODS = {
 
 @check(2)
 def captured_dtensors():
-    for make in MODS.values():
-        for split, lies in ((Shard(1), Shard(0)), (Shard(0), Replicate())):
+    ways = itertools.cycle(((Shard(1), Shard(0)), (Shard(0), Replicate())))
+    for make, (split, lies) in zip(MODS.values(), ways, strict=False):
 
-            def call(q, k, v, t, make=make):
-                return flex_attention(q, k, v, make(t), return_lse=True)
+        def call(q, k, v, t, make=make):
+            return flex_attention(q, k, v, make(t), return_lse=True)
 
-            compare(call, mesh_of(2), [*tensors(), learned()[0]], [[split]] * 3 + [[lies]])
+        compare(call, mesh_of(2), [*tensors(), learned()[0]], [[split]] * 3 + [[lies]])
 
 
 @check(2)
@@ -323,11 +325,11 @@ def packed_sequences():
 def flash_functions():
     q, k, v, kv, qkv = (torch.randn(2, 20, *more, 4, 16).requires_grad_() for more in ((), (), (), (2,), (3,)))
     bias = torch.randn(2, 4, 1, 20).requires_grad_()
-    for of_q, of_kv, of_bias in ((Shard(2), Shard(3), Shard(1)), (Shard(0), Shard(0), Replicate()), (Replicate(), Replicate(), Shard(1))):
-        q_at, kv_at, bias_at = [of_q], [of_kv], [of_bias]
-        compare(lambda q, k, v, b: [flash_attn_func(q, k, v, b, True)], mesh_of(2), [q, k, v, bias], [q_at, q_at, q_at, bias_at])
-        compare(lambda q, kv, b: [flash_attn_kvpacked_func(q, kv, b)], mesh_of(2), [q, kv, bias], [q_at, kv_at, bias_at])
-        compare(lambda qkv, b: [flash_attn_qkvpacked_func(qkv, b, True)], mesh_of(2), [qkv, bias], [kv_at, bias_at], expected=q_at)
+    mesh, heads, batch, both = mesh_of(2), [Shard(2)], [Shard(0)], [Replicate()]
+    compare(lambda q, k, v, b: [flash_attn_func(q, k, v, b, True)], mesh, [q, k, v, bias], [heads, heads, heads, [Shard(1)]])
+    compare(lambda q, k, v, b: [flash_attn_func(q, k, v, b)], mesh, [q, k, v, bias], [batch, batch, batch, both])
+    compare(lambda q, kv, b: [flash_attn_kvpacked_func(q, kv, b)], mesh, [q, kv, bias], [heads, [Shard(3)], both])
+    compare(lambda qkv, b: [flash_attn_qkvpacked_func(qkv, b, True)], mesh, [qkv, bias], [[Shard(3)], both], expected=heads)
 
 
 @check(2)
