@@ -28,6 +28,7 @@ from flexpress.foreign_masks import adopt, is_foreign_mask
 from .codegen.mod.bind import bind
 from .codegen.mod.capture import name_of
 from .codegen.mod.tensors import is_distributed, read_captured
+from .codegen.run.call import Bound
 
 
 class Part(NamedTuple):
@@ -226,13 +227,17 @@ class Shards:
         return DTensor.from_local(local, self.mesh, self.placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
 
 
-def attend_shards(
-    query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, output_max: bool, deterministic: bool
-) -> tuple:
-    """out, lse and max_scores (or None) of flex_attention's arguments, query a DTensor."""
+def bound_shard(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod) -> tuple[Shards, Bound]:
+    """`bound` for this rank's part of flex_attention's arguments, query a DTensor."""
     part = Shards({"query": query, "key": key, "value": value}, 0, 1)
     mods = part.score_mod(score_mod), part.block_mask(block_mask), scale, enable_gqa, kernel_options, part.mask_mod(mask_mod)
-    return part.joined(*attend(bound(*part.local, *mods, read=part.read_captured), output_max, deterministic))
+    return part, bound(*part.local, *mods, read=part.read_captured)
+
+
+def attend_shards(*arguments, output_max: bool, deterministic: bool) -> tuple:
+    """out, lse and max_scores (or None) as DTensors."""
+    part, call = bound_shard(*arguments)
+    return part.joined(*attend(call, output_max, deterministic))
 
 
 def _part(tensor: torch.Tensor, dim: int) -> Part:

@@ -10,12 +10,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from flexpress import (
     AuxRequest,
@@ -24,6 +25,7 @@ from flexpress import (
     cache_info,
     cached_attention,
     create_block_mask,
+    explain,
     flex_attention,
     printed_kernels,
     varlen_attention,
@@ -180,6 +182,7 @@ def options_and_statistics():
         for have, expected in ((out, want), (aux.lse, wanted.lse), (aux.max_scores, wanted.max_scores)):
             torch.testing.assert_close(have.full_tensor(), expected)
         assert not aux.max_scores.requires_grad
+    assert explain(*distributed[:3]) == explain(*leaves[:3])
     with torch.no_grad():
         out = flex_attention(*distributed[:3])
         assert not out.requires_grad
@@ -481,12 +484,31 @@ def data_parallel():
 
 @check(2)
 def fully_sharded():
+    """The memory of a layer's slopes is freed between its forward and its backward pass."""
+    (first, reference, x), (second, more, _) = alike(), alike()
+    share = my_share(4, 2, dist.get_rank())
+    layers = [fully_shard(layer, mesh=mesh_of(2), reshard_after_forward=True) for layer in (first, second)]
+    model = fully_shard(nn.Sequential(*layers, nn.Identity()), mesh=mesh_of(2))
+    wanted, expected = trained(nn.Sequential(reference, more), x)
+    for _ in range(2):
+        out, gradients = trained(model, x, share)
+        torch.testing.assert_close(out, wanted[share])
+        same_gradients(gradients, expected)
+        model.zero_grad()
+
+
+@check(2)
+def flat_parameters():
+    """FullyShardedDataParallel makes parameters views of one tensor, whose memory it frees."""
     model, reference, x = alike()
     share = my_share(4, 2, dist.get_rank())
-    out, gradients = trained(fully_shard(model, mesh=mesh_of(2)), x, share)
     wanted, expected = trained(reference, x)
-    torch.testing.assert_close(out, wanted[share])
-    same_gradients(gradients, expected)
+    parallel = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    out = parallel(x[share])
+    out.square().mean().backward()
+    torch.testing.assert_close(out.detach(), wanted[share])
+    with FullyShardedDataParallel.summon_full_params(parallel, with_grads=True):
+        same_gradients({n.removeprefix("_fsdp_wrapped_module."): p.grad for n, p in parallel.named_parameters()}, expected)
 
 
 def split_over_ranks(model, mesh, local: bool):
@@ -503,10 +525,14 @@ def split_over_ranks(model, mesh, local: bool):
 def tensor_parallel():
     for local in (False, True):
         model, reference, x = alike()
-        out, gradients = trained(split_over_ranks(model, mesh_of(2), local), x)
+        model = split_over_ranks(model, mesh_of(2), local)
         wanted, expected = trained(reference, x)
-        torch.testing.assert_close(out, wanted)
-        same_gradients(gradients, expected)
+        for again in (model, lambda x, model=model: checkpoint(model, x, use_reentrant=False)):
+            out = whole(again(x))
+            out.square().mean().backward()
+            torch.testing.assert_close(out.detach(), wanted)
+            same_gradients({name: whole(p.grad) for name, p in model.named_parameters()}, expected)
+            model.zero_grad()
 
 
 @check(4)
