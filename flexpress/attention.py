@@ -138,16 +138,16 @@ def flex_attention(
     if query.__class__ in ORDINARY or not is_distributed(query):
         out, lse, max_scores = attend(bound(*arguments), want_max, deterministic)
     else:
-        out, lse, max_scores = _attend_shards(*arguments, want_max, deterministic)
+        out, lse, max_scores = _attend_shards(*arguments, output_max=want_max, deterministic=deterministic)
     if return_aux is not None:
         return out, AuxOutput(lse if return_aux.lse else None, max_scores)
     return (out, lse) if return_lse else out
 
 
-def _attend_shards(*arguments) -> tuple:
+def _attend_shards(*arguments, **options) -> tuple:
     from flexpress.dtensors import attend_shards  # imports torch's module, which takes long
 
-    return attend_shards(*arguments)
+    return attend_shards(*arguments, **options)
 
 
 def _checked_request(return_aux, return_lse: bool) -> AuxRequest:

@@ -25,8 +25,10 @@ from flexpress.block_mask import BlockMask
 from flexpress.call import attend, bound
 from flexpress.foreign_masks import adopt, is_foreign_mask
 
+from .codegen.mod.bind import bind
 from .codegen.mod.capture import name_of
 from .codegen.mod.tensors import is_distributed, read_captured
+from .codegen.run.call import Bound
 
 
 class Part(NamedTuple):
@@ -142,9 +144,9 @@ class Shards:
 
     def score_mod(self, mod: Callable | None) -> Callable | None:
         """A score_mod that is told this rank's b and h, of one that is told those of all."""
-        if mod is None or self._has_all:
+        batch, head = self._indices(mod, "score")
+        if batch is head is _same:
             return mod
-        batch, head = _index(self.batch), _index(self.heads)
 
         def sharded(score, b, h, q_idx, kv_idx):
             return mod(score, batch(b), head(h), q_idx, kv_idx)
@@ -154,15 +156,22 @@ class Shards:
 
     def mask_mod(self, mod: Callable | None) -> Callable | None:
         """The same of a mask_mod."""
-        if mod is None or self._has_all:
+        batch, head = self._indices(mod, "mask")
+        if batch is head is _same:
             return mod
-        batch, head = _index(self.batch), _index(self.heads)
 
         def sharded(b, h, q_idx, kv_idx):
             return mod(batch(b), head(h), q_idx, kv_idx)
 
         sharded.__name__ = name_of(mod)
         return sharded
+
+    def _indices(self, mod: Callable | None, kind: str) -> tuple[Callable, Callable]:
+        """From this rank's b and h to those of all. A mod that uses neither keeps the kernel, and the block lists, that it has anywhere."""
+        if mod is None or self._has_all:
+            return _same, _same
+        used = bind(mod, kind)[0].symbols
+        return tuple(_index(part) if name in used else _same for name, part in (("b", self.batch), ("h", self.heads)))
 
     def block_mask(self, mask):
         """The BlockMask of this rank's part; what is none is left to be refused."""
@@ -196,7 +205,8 @@ class Shards:
                 if tensor.device_mesh != self.mesh:
                     raise ValueError(
                         f"{where} {graph.name} captures {capture.name}, a DTensor on {tensor.device_mesh}, but {self._name} is on "
-                        f"{self.mesh}; capture {capture.name}.full_tensor()"
+                        f"{self.mesh}; distribute it over that, or capture {capture.name}.full_tensor(), which gets the gradient of this "
+                        "rank alone"
                     )
                 of_parts = [Replicate() if p.is_replicate() else Partial() for p in self.placements]
                 values[i] = tensor.full_tensor(grad_placements=of_parts)
@@ -217,13 +227,17 @@ class Shards:
         return DTensor.from_local(local, self.mesh, self.placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
 
 
-def attend_shards(
-    query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, output_max: bool, deterministic: bool
-) -> tuple:
-    """out, lse and max_scores (or None) of flex_attention's arguments, query a DTensor."""
+def bound_shard(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod) -> tuple[Shards, Bound]:
+    """`bound` for this rank's part of flex_attention's arguments, query a DTensor."""
     part = Shards({"query": query, "key": key, "value": value}, 0, 1)
     mods = part.score_mod(score_mod), part.block_mask(block_mask), scale, enable_gqa, kernel_options, part.mask_mod(mask_mod)
-    return part.joined(*attend(bound(*part.local, *mods, read=part.read_captured), output_max, deterministic))
+    return part, bound(*part.local, *mods, read=part.read_captured)
+
+
+def attend_shards(*arguments, output_max: bool, deterministic: bool) -> tuple:
+    """out, lse and max_scores (or None) as DTensors."""
+    part, call = bound_shard(*arguments)
+    return part.joined(*attend(call, output_max, deterministic))
 
 
 def _part(tensor: torch.Tensor, dim: int) -> Part:
@@ -248,10 +262,14 @@ def _product(numbers) -> int:
     return found
 
 
+def _same(index):
+    return index
+
+
 def _index(part: Part) -> Callable:
     """From an index of the part to that of the whole, to be traced."""
     if part.first is None:
-        return lambda i: i
+        return _same
     first = part.first
     return lambda i: i + first
 

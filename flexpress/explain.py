@@ -11,7 +11,7 @@ from flexpress.call import bound
 from .codegen.compiling import runs_uncompiled
 from .codegen.mod.bind import why_every_call
 from .codegen.mod.sums import as_sum
-from .codegen.mod.tensors import check_values
+from .codegen.mod.tensors import check_values, is_distributed
 from .codegen.plan.candidates import Choice
 from .codegen.plan.hopper_forward import scores_are_raw
 from .codegen.run import backward, forward
@@ -46,8 +46,14 @@ def explain(
 
     Raises what flex_attention raises.
     """
-    check_values("explain", query=query, key=key, value=value)
-    call = bound(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod)
+    arguments = query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod
+    if is_distributed(query):
+        from flexpress.dtensors import bound_shard  # imports torch's module, which takes long
+
+        _, call = bound_shard(*arguments)
+    else:
+        check_values("explain", query=query, key=key, value=value)
+        call = bound(*arguments)
     keys = keys_of(call.score, call.mask, call.inputs.extents, call.lists)
     differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in (call.q, call.k, call.v, *call.captured))
     choice, seen = forward.choice_of(call, keys, output_rows=differentiable)

@@ -733,6 +733,28 @@ LAUNCHES = [
         "addresses that are not aligned take the short way",
     ),
     Mutant(
+        "flexpress/dtensors.py",
+        "    return lambda i: i + first\n",
+        "    return lambda i: i\n",
+        named("dtensors", "batch_and_heads"),
+        "mods are told a rank's own b and h",
+    ),
+    Mutant(
+        "flexpress/dtensors.py",
+        "[Replicate() if p.is_replicate() else Partial() for p in self.placements]",
+        "[Replicate() for p in self.placements]",
+        named("dtensors", "batch_and_heads"),
+        "gradients of captured DTensors are not summed over ranks",
+    ),
+    Mutant(
+        "codegen/device/kernel.py",
+        "            if isinstance(arg, torch.Tensor) and arg.data_ptr() < LOWEST:\n",
+        "            if False:\n",
+        named("wrapped_tensors", "backward"),
+        "freed memory reaches a kernel",
+        "crash",
+    ),
+    Mutant(
         "codegen/device/kernel.py",
         "key = (layout, constants, device.index, *options.values())",
         "key = (layout, device.index, *options.values())",

@@ -16,7 +16,7 @@ import torch
 from .audit import audited
 from .capture import CaptureReader
 from .current import WEAK_DTYPE, Operations, Run, Symbolic
-from .errors import mod_error
+from .errors import ModError, mod_error
 from .expr import Expr, ExprTable, ScalarCapture, SourceLine, TensorCapture
 from .ops import FUNCTIONS
 from .program import UNKNOWN_NUMBERS, HostProgram, Untrackable, fits_int32
@@ -229,9 +229,11 @@ class EagerRun(TracingRun):
             yield
             return
 
-        def met(frame, event, _):
+        def met(frame, event, called):
             if event == "call" and frame.f_code is _APPLY and any(isinstance(a, Symbolic) for a in frame.f_locals["args"]):
-                self.source()  # which raises
+                raise self._autograd_function()
+            if event == "c_call" and _APPLY is None and _is_applied(called):
+                raise self._autograd_function()
 
         sys.setprofile(met)
         try:
@@ -240,20 +242,22 @@ class EagerRun(TracingRun):
             sys.setprofile(None)
 
     def user_frame(self) -> types.FrameType | None:
-        found = super().user_frame()
         frame = sys._getframe(1)
         while frame is not None and frame.f_code is not run_mod.__code__:
             if frame.f_code is _APPLY:
-                where = line_of(found.f_code.co_filename, found.f_lineno) if found is not None else None
-                raise mod_error(
-                    "an autograd.Function: its own backward would not be run",
-                    "Write the computation without it; its gradient "
-                    "is then derived. For one that passes a gradient through, x + (f(x) - x).detach().",
-                    where,
-                    self.kind,
-                )
+                raise self._autograd_function()
             frame = frame.f_back
-        return found
+        return super().user_frame()
+
+    def _autograd_function(self) -> ModError:
+        found = super().user_frame()
+        return mod_error(
+            "an autograd.Function: its own backward would not be run",
+            "Write the computation without it; its gradient is then derived. For one that passes a gradient through, "
+            "x + (f(x) - x).detach().",
+            line_of(found.f_code.co_filename, found.f_lineno) if found is not None else None,
+            self.kind,
+        )
 
     def values(self) -> list:
         return [*self._tensors, *self._numbers]
@@ -261,7 +265,8 @@ class EagerRun(TracingRun):
 
 # what Python takes for a plain value: as part of the trace it is compared
 _CONVERSIONS = {"__bool__", "__int__", "__float__", "__index__", "__len__", "__contains__", "__complex__"}
-_APPLY = torch.autograd.Function.apply.__func__.__code__
+# the code of autograd.Function.apply, or None where it is no Python
+_APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _WORKSHOP = os.path.dirname(_HERE) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -281,6 +286,12 @@ _MACHINERY = {
         "graph_mod.py",
     )
 }
+
+
+def _is_applied(called) -> bool:
+    """Is this the apply of an autograd.Function?"""
+    owner = getattr(called, "__self__", None)
+    return called.__name__ == "apply" and isinstance(owner, type) and issubclass(owner, torch.autograd.Function)
 
 
 def is_machinery(file: str) -> bool:

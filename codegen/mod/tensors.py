@@ -165,7 +165,7 @@ def _kind(tensor: torch.Tensor) -> str | None:
     if cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         remedies = {
             "FakeTensor": "it has no memory: kernels need real tensors",
-            "DTensor": "pass the part of this rank, .to_local(); attention without a cache takes it if query, key and value are DTensors",
+            "DTensor": "pass what this rank has, .to_local(), or all, .full_tensor(); attention without a cache takes it beside DTensors",
             "AsyncCollectiveTensor": "wait for it with .wait()",
         }
         return f"a {cls.__name__}, a tensor subclass with operations of its own (__torch_dispatch__); " + remedies.get(

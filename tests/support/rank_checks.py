@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_gather_tensor, all_gather_tensor_autograd
+from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from flexpress import (
     AuxRequest,
@@ -21,6 +25,7 @@ from flexpress import (
     cache_info,
     cached_attention,
     create_block_mask,
+    explain,
     flex_attention,
     printed_kernels,
     varlen_attention,
@@ -101,8 +106,8 @@ def batch_and_heads():
 
 @check(4)
 def two_dimensions_of_a_mesh():
-    for placements in ([Shard(0), Shard(1)], [Shard(1), Shard(0)], [Shard(0), Shard(0)], [Replicate(), Shard(1)], [Shard(1), Shard(1)]):
-        leaves = [*tensors(B=4), *learned(B=4)]
+    for placements in ([Shard(0), Shard(1)], [Shard(1), Shard(1)], [Replicate(), Shard(0)]):
+        leaves = [*tensors(), *learned()]
         compare(attention, mesh_of(2, 2), leaves, [placements] * 3 + [[Replicate(), Shard(0)], [Shard(1), Shard(0)]])
 
 
@@ -177,6 +182,7 @@ def options_and_statistics():
         for have, expected in ((out, want), (aux.lse, wanted.lse), (aux.max_scores, wanted.max_scores)):
             torch.testing.assert_close(have.full_tensor(), expected)
         assert not aux.max_scores.requires_grad
+    assert explain(*distributed[:3]) == explain(*leaves[:3])
     with torch.no_grad():
         out = flex_attention(*distributed[:3])
         assert not out.requires_grad
@@ -206,6 +212,17 @@ def all_ranks_have_the_same_kernels():
         attention(q, k, v, slopes, table)
     after = cache_info()
     assert (after.traces, after.prints) == (traces, prints)
+
+    def by_distance(q, k, v):
+        return flex_attention(
+            q, k, v, lambda score, b, h, q_idx, kv_idx: score + q_idx, mask_mod=lambda b, h, q_idx, kv_idx: q_idx > kv_idx
+        )
+
+    q, k, v = tensors()
+    by_distance(q, k, v)
+    prints = cache_info().prints
+    by_distance(*spread(mesh_of(2), *[(t, [Shard(1)]) for t in (q, k, v)]))
+    assert cache_info().prints == prints  # a mod that is not told b and h needs no offsets
 
 
 class Bias(nn.Module):
@@ -244,13 +261,13 @@ MODS = {
 
 @check(2)
 def captured_dtensors():
-    for make in MODS.values():
-        for split, lies in ((Shard(1), Shard(0)), (Shard(0), Replicate())):
+    ways = itertools.cycle(((Shard(1), Shard(0)), (Shard(0), Replicate())))
+    for make, (split, lies) in zip(MODS.values(), ways, strict=False):
 
-            def call(q, k, v, t, make=make):
-                return flex_attention(q, k, v, make(t), return_lse=True)
+        def call(q, k, v, t, make=make):
+            return flex_attention(q, k, v, make(t), return_lse=True)
 
-            compare(call, mesh_of(2), [*tensors(), learned()[0]], [[split]] * 3 + [[lies]])
+        compare(call, mesh_of(2), [*tensors(), learned()[0]], [[split]] * 3 + [[lies]])
 
 
 @check(2)
@@ -311,11 +328,11 @@ def packed_sequences():
 def flash_functions():
     q, k, v, kv, qkv = (torch.randn(2, 20, *more, 4, 16).requires_grad_() for more in ((), (), (), (2,), (3,)))
     bias = torch.randn(2, 4, 1, 20).requires_grad_()
-    for of_q, of_kv, of_bias in ((Shard(2), Shard(3), Shard(1)), (Shard(0), Shard(0), Replicate()), (Replicate(), Replicate(), Shard(1))):
-        q_at, kv_at, bias_at = [of_q], [of_kv], [of_bias]
-        compare(lambda q, k, v, b: [flash_attn_func(q, k, v, b, True)], mesh_of(2), [q, k, v, bias], [q_at, q_at, q_at, bias_at])
-        compare(lambda q, kv, b: [flash_attn_kvpacked_func(q, kv, b)], mesh_of(2), [q, kv, bias], [q_at, kv_at, bias_at])
-        compare(lambda qkv, b: [flash_attn_qkvpacked_func(qkv, b, True)], mesh_of(2), [qkv, bias], [kv_at, bias_at], expected=q_at)
+    mesh, heads, batch, both = mesh_of(2), [Shard(2)], [Shard(0)], [Replicate()]
+    compare(lambda q, k, v, b: [flash_attn_func(q, k, v, b, True)], mesh, [q, k, v, bias], [heads, heads, heads, [Shard(1)]])
+    compare(lambda q, k, v, b: [flash_attn_func(q, k, v, b)], mesh, [q, k, v, bias], [batch, batch, batch, both])
+    compare(lambda q, kv, b: [flash_attn_kvpacked_func(q, kv, b)], mesh, [q, kv, bias], [heads, [Shard(3)], both])
+    compare(lambda qkv, b: [flash_attn_qkvpacked_func(qkv, b, True)], mesh, [qkv, bias], [[Shard(3)], both], expected=heads)
 
 
 @check(2)
@@ -323,6 +340,7 @@ def refusals():
     """On all ranks alike, before anything is launched or communicated."""
     mesh, (q, k, v) = mesh_of(2), tensors()
     at = {p: spread(mesh, *[(t, [p]) for t in (q, k, v)]) for p in (Shard(0), Shard(1), Shard(2), Shard(3), Replicate())}
+    strided = [DTensor.from_local(t.detach().chunk(2, 1)[0], mesh, [_StridedShard(1, split_factor=2)]) for t in (q, k, v)]
     partial = [DTensor.from_local(t, mesh, [Partial()]) for t in (q, k, v)]
     fewer = spread(mesh, *[(t, [Shard(1)]) for t in tensors(Hq=6, Hkv=3)])
     three, (_, k_of_3, v_of_3) = spread(mesh, (tensors(Hq=9, Hkv=3)[0], [Shard(1)]))[0], tensors(Hq=9, Hkv=3)
@@ -336,9 +354,10 @@ def refusals():
         lambda: flex_attention(*at[Shard(2)]): (NotImplementedError, r"query has placements \[Shard\(dim=2\)\], and .* whole sequences"),
         lambda: flex_attention(*at[Shard(3)]): (NotImplementedError, r"query has placements .* redistribute it, for example query\.redist"),
         lambda: flex_attention(here[0], here[1], at[Shard(2)][2]): (NotImplementedError, r"value has placements \[Shard\(dim=2\)\]"),
+        lambda: flex_attention(*strided): (NotImplementedError, "query has placements .* is not supported"),
         lambda: flex_attention(*partial): (ValueError, r"query has placements .*: sums that are still to be added up over ranks; redistr"),
         lambda: flex_attention(here[0], k, v): (TypeError, "query is a DTensor but key is a Tensor; make all of them DTensors"),
-        lambda: flex_attention(q, here[1], here[2]): (NotImplementedError, "key is a DTensor, a tensor subclass .* DTensors"),
+        lambda: flex_attention(q, here[1], here[2]): (NotImplementedError, "key is a DTensor, a tensor subclass .* beside DTensors"),
         lambda: flex_attention(here[0], *at[Shard(0)][1:]): (
             ValueError,
             r"key has placements .* but query .* they must be alike: key\.red",
@@ -351,7 +370,7 @@ def refusals():
         lambda: flex_attention(*alone): (ValueError, "key must have the batch size of query, or 1 and be replicated"),
         lambda: flex_attention(here[0][0], here[1], here[2]): (ValueError, "query has shape"),
         lambda: flex_attention(q, k, v, Bias(slopes)): (NotImplementedError, "score_mod Bias captures slopes, which is a DTensor"),
-        lambda: flex_attention(*here, Bias(there)): (ValueError, r"captures slopes, a DTensor on .*; capture slopes\.full_tensor\(\)"),
+        lambda: flex_attention(*here, Bias(there)): (ValueError, "captures slopes, a DTensor on .*; distribute it over that, or"),
         lambda: flex_attention(*here, scale=slopes): (NotImplementedError, "scale is a DTensor"),
         lambda: create_block_mask(lambda b, h, m, n: slopes[h] > 0, 1, 4, 9, 9, "cpu"): (
             NotImplementedError,
@@ -368,6 +387,10 @@ def refusals():
     assert cache_info().compiles == compiled
 
 
+gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor  # until torch 2.12
+gather_with_gradient = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
+
+
 @check(2)
 def pending_collectives():
     """They are waited for; gradients go through."""
@@ -375,8 +398,8 @@ def pending_collectives():
     mesh = mesh_of(2)
 
     def gathered(t):
-        found = all_gather_tensor(t.detach().chunk(2)[dist.get_rank()].contiguous(), 0, mesh)
-        assert type(found) is AsyncCollectiveTensor
+        found = gather(t.detach().chunk(2)[dist.get_rank()].contiguous(), 0, mesh)
+        assert type(found) is collectives.AsyncCollectiveTensor
         return found
 
     wanted = flex_attention(q, k, v, Bias(slopes)).detach()
@@ -388,14 +411,14 @@ def pending_collectives():
     )
     with torch.no_grad():
         flash_attn_func(*[gathered(t).transpose(1, 2) for t in (q, k, v)])
+    lengths = gathered(torch.tensor([3, 4], dtype=torch.int32))
     with pytest.raises(NotImplementedError, match=r"kv_len is a AsyncCollectiveTensor.*\.wait\(\)"):
-        cached_attention(
-            q.detach(), k.detach().transpose(1, 2), v.detach().transpose(1, 2), gathered(torch.tensor([3, 4], dtype=torch.int32))
-        )
+        cached_attention(*[t.detach().transpose(1, 2) for t in (q, k, v)], lengths)
+    lengths.wait()
 
     part = q.detach().chunk(2)[dist.get_rank()].requires_grad_()
-    found = all_gather_tensor_autograd(part, 0, mesh)
-    assert type(found) is AsyncCollectiveTensor and found.requires_grad
+    found = gather_with_gradient(part, 0, mesh)
+    assert type(found) is collectives.AsyncCollectiveTensor and found.requires_grad
     (gradient,) = torch.autograd.grad(flex_attention(found, k, v, Bias(slopes)).square().sum(), part)
     (expected,) = torch.autograd.grad(flex_attention(q, k, v, Bias(slopes)).square().sum(), q)
     torch.testing.assert_close(gradient, 2 * expected.chunk(2)[dist.get_rank()])  # both ranks have computed all
@@ -461,12 +484,31 @@ def data_parallel():
 
 @check(2)
 def fully_sharded():
+    """The memory of a layer's slopes is freed between its forward and its backward pass."""
+    (first, reference, x), (second, more, _) = alike(), alike()
+    share = my_share(4, 2, dist.get_rank())
+    layers = [fully_shard(layer, mesh=mesh_of(2), reshard_after_forward=True) for layer in (first, second)]
+    model = fully_shard(nn.Sequential(*layers, nn.Identity()), mesh=mesh_of(2))
+    wanted, expected = trained(nn.Sequential(reference, more), x)
+    for _ in range(2):
+        out, gradients = trained(model, x, share)
+        torch.testing.assert_close(out, wanted[share])
+        same_gradients(gradients, expected)
+        model.zero_grad()
+
+
+@check(2)
+def flat_parameters():
+    """FullyShardedDataParallel makes parameters views of one tensor, whose memory it frees."""
     model, reference, x = alike()
     share = my_share(4, 2, dist.get_rank())
-    out, gradients = trained(fully_shard(model, mesh=mesh_of(2)), x, share)
     wanted, expected = trained(reference, x)
-    torch.testing.assert_close(out, wanted[share])
-    same_gradients(gradients, expected)
+    parallel = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    out = parallel(x[share])
+    out.square().mean().backward()
+    torch.testing.assert_close(out.detach(), wanted[share])
+    with FullyShardedDataParallel.summon_full_params(parallel, with_grads=True):
+        same_gradients({n.removeprefix("_fsdp_wrapped_module."): p.grad for n, p in parallel.named_parameters()}, expected)
 
 
 def split_over_ranks(model, mesh, local: bool):
@@ -483,10 +525,14 @@ def split_over_ranks(model, mesh, local: bool):
 def tensor_parallel():
     for local in (False, True):
         model, reference, x = alike()
-        out, gradients = trained(split_over_ranks(model, mesh_of(2), local), x)
+        model = split_over_ranks(model, mesh_of(2), local)
         wanted, expected = trained(reference, x)
-        torch.testing.assert_close(out, wanted)
-        same_gradients(gradients, expected)
+        for again in (model, lambda x, model=model: checkpoint(model, x, use_reentrant=False)):
+            out = whole(again(x))
+            out.square().mean().backward()
+            torch.testing.assert_close(out.detach(), wanted)
+            same_gradients({name: whole(p.grad) for name, p in model.named_parameters()}, expected)
+            model.zero_grad()
 
 
 @check(4)
