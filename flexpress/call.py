@@ -75,7 +75,7 @@ def bound(
             read(mask, inputs.device, "mask_mod")
     if mask is not None and lists is None:
         size = block_size(options)
-        starts = _starts(*packed, *inputs.extents[2:], *size) if packed else ()
+        starts = starts_of(*packed, *inputs.extents[2:], *size) if packed else ()
         make = partial(automatic_lists, extents=inputs.extents, device=inputs.device, size=size, starts=starts)
         lists, transposed = make(mask), partial(make, transposed=True)
     return _bound(Bound, (q, k, v, inputs, scale, score, mask, lists, transposed, options))
@@ -84,7 +84,7 @@ def bound(
 LONG = 4  # blocks that packed sequences must have on average for blocks of their own
 
 
-def _starts(starts_q: torch.Tensor, starts_k: torch.Tensor, total_q: int, total_k: int, q_block: int, kv_block: int) -> Starts:
+def starts_of(starts_q: torch.Tensor, starts_k: torch.Tensor, total_q: int, total_k: int, q_block: int, kv_block: int) -> Starts:
     """Blocks that begin where sequences do, so that none holds two, and causal ones are as few as for each sequence alone. With short
     sequences they would be many, mostly padding: then blocks of packed positions, as in any mask."""
     if total_q <= MAX_QUERIES or min(total_q, total_k) < LONG * q_block * (len(starts_q) - 1):

@@ -165,7 +165,8 @@ def _packing(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor | None, tota
 
     def read(cu_seqlens, total):
         starts = cu_seqlens.to(torch.int32)
-        return starts, torch.searchsorted(starts[1:].contiguous(), _positions(total, starts.device), right=True, out_int32=True)
+        ends = starts[1:].clone() if tracing() else starts[1:].contiguous()  # Inductor loses the offset of a view in searchsorted
+        return starts, torch.searchsorted(ends, _positions(total, starts.device), right=True, out_int32=True)
 
     starts_q, sequence_q = read(cu_seqlens_q, total_q)
     starts_k, sequence_k = (starts_q, sequence_q) if cu_seqlens_k is None else read(cu_seqlens_k, total_k)

@@ -102,7 +102,7 @@ def test_packed_sequences_have_the_same_arguments(backend, D, launches):
     cu_seqlens = torch.tensor([0, 900, 900, 1600], dtype=torch.int32)
     q, k, v = (torch.zeros(1600, heads, D, dtype=torch.bfloat16).unsqueeze(0).transpose(1, 2) for heads in (4, 2, 2))
     packing = varlen._packing(cu_seqlens, None, 1600, 1600)
-    call = bound(q, k, v, None, None, None, True, {"BACKEND": backend}, packing.mask_mod(mods.causal), packing.starts_of)
+    call = bound(q, k, v, None, None, None, True, {"BACKEND": backend}, packing.mask_mod(mods.causal), (packing.starts_q, packing.starts_k))
     for _ in range(3):
         out, _, _ = attend(call, False, False)
     assert [way for way, *_ in launches] == ["long", "short", "short"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flexpress import ModError, cache_clear, cache_info, mods, varlen, varlen_attention
+from flexpress import ModError, cache_clear, cache_info, call, mods, varlen, varlen_attention
 from flexpress.call import attend
 from support.dense import relative_error
 from support.devices import DEVICES, for_any
@@ -45,10 +45,10 @@ def test_long_sequences(mask, score, kv_lengths):
     check_problem(Problem(lengths=lengths, kv_lengths=kv_lengths, **shape, score=score, mask=mask), "cuda")
 
 
-def made_by(call) -> tuple[int, int, int]:
-    """Traces, prints and compiles that `call` costs."""
+def made_by(work) -> tuple[int, int, int]:
+    """Traces, prints and compiles that `work` costs."""
     before = cache_info()
-    call()
+    work()
     after = cache_info()
     return after.traces - before.traces, after.prints - before.prints, after.compiles - before.compiles
 
@@ -67,7 +67,7 @@ def made_by(call) -> tuple[int, int, int]:
 def test_other_lengths_compile_nothing(apart, form, cross, device, monkeypatch):
     """Nor does another number of sequences, a fresh lambda with another number, other offsets' dtype or unaligned rows."""
     if apart:
-        monkeypatch.setattr(varlen, "LONG", 0)
+        monkeypatch.setattr(call, "LONG", 0)
 
     def run(lengths, shift, dtype=torch.int32, D=16):
         slopes = torch.rand(2, device=device, requires_grad=True)

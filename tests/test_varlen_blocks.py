@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from flexpress import mods, varlen
+from flexpress.call import starts_of
 from flexpress.codegen.mod.bind import bind
 from flexpress.codegen.run.masks import automatic_lists, block_starts, owned_starts
 from support.block_lists import check_bounds
@@ -107,7 +108,7 @@ def own_lists(mask_mod, lengths, kv_lengths=None):
     """Where the blocks of sequences begin, and the lists of their mask, forward and transposed."""
     total_q, total_k = sum(lengths), sum(kv_lengths or lengths)
     packing = varlen._packing(offsets(lengths), None if kv_lengths is None else offsets(kv_lengths), total_q, total_k)
-    starts = packing.starts_of(128, 128)
+    starts = starts_of(packing.starts_q, packing.starts_k, len(packing.sequence_q), len(packing.sequence_k), 128, 128)
     assert len(starts) == 2
     bound, extents = bind(packing.mask_mod(mask_mod), "mask"), (1, 1, total_q, total_k)
     return starts, *(automatic_lists(bound, extents, torch.device("cpu"), (128, 128), starts=starts, transposed=t) for t in (False, True))
@@ -145,7 +146,7 @@ def test_undecided_blocks_of_sequences_are_evaluated():
 
 def test_which_sequences_have_blocks_of_their_own():
     def starts(lengths):
-        return varlen._packing(offsets(lengths), None, sum(lengths), sum(lengths)).starts_of(128, 128)
+        return starts_of(*[offsets(lengths)] * 2, *[sum(lengths)] * 2, 128, 128)
 
     assert starts([512] * 4) and starts([2000, 48]) and starts([0, 0, 2000])
     assert not starts([511] * 4) and not starts([4000] + [1] * 8)
