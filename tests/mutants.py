@@ -636,9 +636,9 @@ CHECKS = [
         "random numbers of torch are drawn",
     ),
     Mutant(
-        "codegen/mod/trace.py",
-        "with run.watching_functions() if search.functions else nullcontext():",
-        "with nullcontext():",
+        "codegen/mod/runs.py",
+        "if not self.watches or sys.getprofile() is not None:",
+        "if True:",
         named("no_wrong_results", "autograd_function_of_a_symbol"),
         "an autograd.Function that makes no node passes",
     ),
