@@ -126,13 +126,6 @@ CAPTURES = [
         "a global that hides a builtin is not seen",
     ),
     Mutant(
-        "codegen/mod/purity.py",
-        "rand|normal",
-        "normal",
-        named("mutations", "random_numbers"),
-        "a trace that does not fit has drawn random numbers",
-    ),
-    Mutant(
         "codegen/mod/capture.py",
         'lambda values: values[place].__self__ is values[at], True, bool, f"{name} is its own method"',
         'lambda values: True, True, bool, f"{name} is its own method"',
