@@ -126,13 +126,6 @@ CAPTURES = [
         "a global that hides a builtin is not seen",
     ),
     Mutant(
-        "codegen/mod/purity.py",
-        "rand|normal",
-        "normal",
-        named("mutations", "random_numbers"),
-        "a trace that does not fit has drawn random numbers",
-    ),
-    Mutant(
         "codegen/mod/capture.py",
         'lambda values: values[place].__self__ is values[at], True, bool, f"{name} is its own method"',
         'lambda values: True, True, bool, f"{name} is its own method"',
@@ -636,9 +629,9 @@ CHECKS = [
         "random numbers of torch are drawn",
     ),
     Mutant(
-        "codegen/mod/trace.py",
-        "with run.watching_functions() if search.functions else nullcontext():",
-        "with nullcontext():",
+        "codegen/mod/runs.py",
+        "if not self.watches or sys.getprofile() is not None:",
+        "if True:",
         named("no_wrong_results", "autograd_function_of_a_symbol"),
         "an autograd.Function that makes no node passes",
     ),

@@ -16,8 +16,7 @@ from .program import NUMBERS
 FACTORIES = {torch.tensor, torch.scalar_tensor, torch.as_tensor, torch.zeros, torch.ones, torch.full}  # of what may be a literal
 CONSTANTS = {str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, complex, type(...), slice}
 _IMPURE = re.compile(
-    r"i(add|sub|mul|truediv|floordiv|mod|pow|matmul|and|or|xor|lshift|rshift|concat)$|setitem|delitem|rand|normal"
-    r"|bernoulli|multinomial|poisson|binomial|dropout|rrelu|gumbel|empty|seed|manual_seed|set_"
+    r"i(add|sub|mul|truediv|floordiv|mod|pow|matmul|and|or|xor|lshift|rshift|concat)$|setitem|delitem|empty|seed|manual_seed|_*set_"
 )
 PURE_MODULES = {"math", "cmath", "operator", "_operator", "torch", "numpy"}
 _PURE_BUILTINS = {

@@ -174,9 +174,9 @@ class EagerRun(TracingRun):
     A number that does not stand in the code itself is an argument of the kernel, so that another value compiles nothing.
     """
 
-    def __init__(self, kind: str, operations: Operations) -> None:
+    def __init__(self, kind: str, operations: Operations, watches: bool) -> None:
         super().__init__(kind, operations)
-        self.with_grad = torch.is_grad_enabled()
+        self.watches, self.with_grad = watches, torch.is_grad_enabled()
         self._tensors: list[torch.Tensor] = []
         self._numbers: list = []
 
@@ -222,24 +222,31 @@ class EagerRun(TracingRun):
         return node
 
     @contextmanager
-    def watching_functions(self):
-        """An autograd.Function that makes no node of a symbol, as one that reverses gradients, is met where it is applied; but not under
-        a profiler."""
-        if sys.getprofile() is not None:
-            yield
-            return
+    def active(self):
+        """With autograd.Functions in reach, calls are watched (but not under a profiler): one that makes no node of a symbol, as one that
+        reverses gradients, is met where it is applied."""
+        with super().active():
+            if not self.watches or sys.getprofile() is not None:
+                yield self
+                return
+            sys.setprofile(self._called)
+            try:
+                yield self
+            finally:
+                sys.setprofile(None)
 
-        def met(frame, event, called):
-            if event == "call" and frame.f_code is _APPLY and any(isinstance(a, Symbolic) for a in frame.f_locals["args"]):
-                raise self._autograd_function()
-            if event == "c_call" and _APPLY is None and _is_applied(called):
-                raise self._autograd_function()
-
-        sys.setprofile(met)
-        try:
-            yield
-        finally:
+    def _called(self, frame: types.FrameType, event: str, called) -> None:
+        if Run.current is not self:  # an interrupt has left it behind
             sys.setprofile(None)
+        elif (
+            event == "call"
+            and frame.f_code is _APPLY
+            and any(isinstance(a, Symbolic) for a in frame.f_locals["args"])
+            or event == "c_call"
+            and _APPLY is None
+            and _is_applied(called)
+        ):
+            raise self._autograd_function()
 
     def user_frame(self) -> types.FrameType | None:
         frame = sys._getframe(1)

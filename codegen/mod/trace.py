@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import inspect
 import types
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -104,9 +103,8 @@ def traced_once(mod, kind: str) -> tuple[Traced, list]:
     if search.drawn is not None:
         function, line = search.drawn
         raise refused(title(function), line, kind)
-    run = EagerRun(kind, OPERATIONS)
-    with run.watching_functions() if search.functions else nullcontext():
-        result = _result(run, mod)
+    run = EagerRun(kind, OPERATIONS, search.functions)
+    result = _result(run, mod)
     return Traced(_graph_of(mod, run, result), None, (), frozenset(run.codes)), run.values()
 
 
