@@ -535,6 +535,25 @@ def tensor_parallel():
             model.zero_grad()
 
 
+@check(2)
+def compiled_modules():
+    """torch.compile around what torch has parallelized."""
+    ways = {
+        "data parallel": DistributedDataParallel,
+        "fully sharded": lambda model: fully_shard(model, mesh=mesh_of(2)),
+        "tensor parallel": lambda model: split_over_ranks(model, mesh_of(2), False),
+    }
+    for name, way in ways.items():
+        model, reference, x = alike()
+        share = slice(None) if name == "tensor parallel" else my_share(4, 2, dist.get_rank())
+        parallel = way(model)  # DistributedDataParallel must live until the backward pass
+        out = whole(torch.compile(parallel, backend="aot_eager")(x[share]))
+        out.square().mean().backward()
+        wanted, expected = trained(reference, x)
+        torch.testing.assert_close(out.detach(), wanted[share])
+        same_gradients({name: whole(p.grad) for name, p in model.named_parameters()}, expected)
+
+
 @check(4)
 def fully_sharded_and_tensor_parallel():
     model, reference, x = alike()
