@@ -64,13 +64,14 @@ def check_tensors(query, key, value, enable_gqa: bool) -> None:
         raise ValueError(f"key and value must have the same batch size, got key {_shape(key)} and value {_shape(value)}")
     if key.shape[0] not in (1, query.shape[0]):
         raise ValueError(f"key and value must have query's batch size or 1, got query {_shape(query)} and key {_shape(key)}")
-    _check_heads(query, key, enable_gqa)
+    check_heads(query, key, enable_gqa)
     for name, t in named.items():
         if t.shape[3] == 0 or t.shape[3] > MAX_HEAD_DIM:
             raise NotImplementedError(f"{name} has head_dim {t.shape[3]} (shape {_shape(t)}); supported are 1 to {MAX_HEAD_DIM}")
 
 
-def _check_heads(query, key, enable_gqa: bool) -> None:
+def check_heads(query, key, enable_gqa: bool) -> None:
+    """The numbers of heads of query (B, Hq, Q_LEN, D_QK) and key (Bkv, Hkv, KV_LEN, D_QK)."""
     hq, hkv = query.shape[1], key.shape[1]
     if hq == hkv:
         return

@@ -112,6 +112,15 @@ def two_dimensions_of_a_mesh():
 
 
 @check(4)
+def fewer_batch_entries_than_ranks():
+    """Two ranks have nothing to compute, and no part of the mask."""
+    mask = create_block_mask(stairs, 2, 4, 20, 20, "cpu", 16)
+    for more in ({"block_mask": mask, "mask_mod": None}, {}):
+        leaves = [*tensors(), *learned()]
+        compare(lambda *a, more=more: attention(*a, **more), mesh_of(4), leaves, [[Shard(0)]] * 3 + [[Replicate()]] * 2)
+
+
+@check(4)
 def one_dimension_of_a_mesh():
     """A submesh, as tensor parallel modules have it."""
     mesh = mesh_of(2, 2)["tp"]
@@ -349,6 +358,7 @@ def refusals():
     elsewhere = spread(other_mesh, (k, [Replicate(), Shard(1)]))[0]
     slopes, here = spread(mesh, (learned()[0], [Replicate()]))[0], at[Shard(1)]
     there = spread(other_mesh, (learned()[0], [Replicate(), Replicate()]))[0]
+    one_each = spread(mesh, *[(t, [p]) for t, p in zip(tensors(Hq=2, Hkv=1), (Shard(1), Replicate(), Replicate()), strict=True)])
     alone = spread(mesh, *[(t, [Shard(0)]) for t in tensors(Bkv=1)])
     cases = {
         lambda: flex_attention(*at[Shard(2)]): (NotImplementedError, r"query has placements \[Shard\(dim=2\)\], and .* whole sequences"),
@@ -364,9 +374,10 @@ def refusals():
         ),
         lambda: flex_attention(at[Replicate()][0], *here[1:]): (ValueError, "key has placements .* must be alike"),
         lambda: flex_attention(at[Shard(0)][0], *at[Replicate()][1:]): (ValueError, "key has placements .* must be alike"),
-        lambda: flex_attention(here[0], elsewhere, here[2]): (ValueError, "key has placements .* use one mesh"),
+        lambda: flex_attention(here[0], elsewhere, here[2]): (ValueError, "key is distributed over .*, but query over .*; use one mesh"),
         lambda: flex_attention(*fewer, enable_gqa=True): (ValueError, "query has 6 heads and key 3 on 2 ranks.* split evenly"),
         lambda: flex_attention(three, k_of_3, v_of_3, enable_gqa=True): (ValueError, "query has 9 heads and key 3 on 2 ranks"),
+        lambda: flex_attention(*one_each): (ValueError, "query has 2 heads and key/value have 1 .* pass enable_gqa=True"),
         lambda: flex_attention(*alone): (ValueError, "key must have the batch size of query, or 1 and be replicated"),
         lambda: flex_attention(here[0][0], here[1], here[2]): (ValueError, "query has shape"),
         lambda: flex_attention(q, k, v, Bias(slopes)): (NotImplementedError, "score_mod Bias captures slopes, which is a DTensor"),
