@@ -136,7 +136,7 @@ class Shards:
         else:  # a step that redistributes nothing, but in the backward pass, to the tensor's placements
             pairs = zip(self.placements, tensor.placements, strict=True)
             partial = [theirs if theirs == mine else Partial() for mine, theirs in pairs]
-            local = tensor.redistribute(placements=tensor.placements).to_local(grad_placements=partial)
+            local = _Summed.apply(tensor.redistribute(placements=tensor.placements).to_local(grad_placements=partial))
         for dim in self._dims:
             if dim is not None and local.shape[dim] != _part(tensor, dim).count:
                 raise ValueError(
@@ -216,7 +216,7 @@ class Shards:
                         "rank alone"
                     )
                 of_parts = [Replicate() if p.is_replicate() else Partial() for p in self.placements]
-                values[i] = tensor.full_tensor(grad_placements=of_parts)
+                values[i] = _Summed.apply(tensor.full_tensor(grad_placements=of_parts))
         read_captured(bound, device, where)
 
     def joined(self, *outputs: torch.Tensor | None) -> tuple:
@@ -232,6 +232,18 @@ class Shards:
         for dim in sorted(range(len(shape)), key=lambda d: (local.stride(d), -d)):  # in the order of dimensions in memory
             stride[dim], step = step, step * max(shape[dim], 1)
         return DTensor.from_local(local, self.mesh, self.placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
+
+
+class _Summed(torch.autograd.Function):
+    """A tensor whose gradient is added up over ranks: where a rank has none, autograd hands over zeros. Else others would wait for it."""
+
+    @staticmethod
+    def forward(ctx, tensor):
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
 
 
 def bound_shard(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod) -> tuple[Shards, Bound]:

@@ -280,6 +280,17 @@ def captured_dtensors():
 
 
 @check(2)
+def captured_dtensors_without_derivative():
+    """Also where one rank has nothing to compute, all take part in adding up zeros."""
+    (q, k, v), (steps, slopes), mesh = tensors(1), learned(1), mesh_of(2)
+    leaves = spread(mesh, *[(t, [Shard(0)]) for t in (q, k, v)], (steps, [Replicate()]), (slopes[0].detach(), [Shard(0)]))
+    *qkv, dsteps, dslopes = leaves
+    out = flex_attention(*qkv, lambda score, b, h, q_idx, kv_idx: score + torch.floor(dsteps[h] * 3) * dslopes[h] * kv_idx)
+    (gradient,) = torch.autograd.grad(out.to_local().square().sum(), dsteps)
+    assert gradient.placements == dsteps.placements and not gradient.to_local().any()
+
+
+@check(2)
 def captured_numbers_and_masks():
     """Without gradients: 0-dim numbers, integers, sums that are still pending."""
     q, k, v = tensors()
