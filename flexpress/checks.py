@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
-from .codegen.mod.tensors import check_kind, is_distributed, is_pending
+from .codegen.mod.tensors import ORDINARY, check_kind, is_distributed, is_pending
 from .codegen.plan.forward import Options
 from .codegen.text.layouts import LARGEST_BLOCK_N
 
@@ -23,7 +23,7 @@ def check_rank(name: str, tensor, layout: str, *, may_stand: bool = False) -> No
     and the extents that it gives as numbers."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor of shape {layout}, got {type(tensor).__name__}")
-    if not (may_stand and (is_distributed(tensor) or is_pending(tensor))):
+    if tensor.__class__ in ORDINARY or not (may_stand and (is_distributed(tensor) or is_pending(tensor))):
         check_kind(name, tensor)
     extents = layout.strip("()").split(", ")
     if tensor.dim() != len(extents) or any(e.isdigit() and int(e) != n for e, n in zip(extents, tensor.shape, strict=True)):

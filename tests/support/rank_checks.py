@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import create_block_mask as torch_block_m
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+import flexpress.serving_ops  # noqa: F401
 from flexpress import (
     AuxRequest,
     BlockMask,
@@ -399,6 +400,7 @@ def refusals():
             "captures slopes, which is a D",
         ),
         lambda: cached_attention(*here, torch.ones(2, dtype=torch.int32)): (NotImplementedError, "query is a DTensor"),
+        lambda: torch.ops.flexpress.scaled_dot_product_attention(*here): (NotImplementedError, "flexpress.* sharding strategy"),
         lambda: flex_attention(*here, block_mask=stairs): (TypeError, "block_mask is a function"),
     }
     for call, (error, words) in cases.items():
