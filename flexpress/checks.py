@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
-from .codegen.mod.tensors import check_kind, is_distributed, is_pending
+from .codegen.mod.tensors import ORDINARY, check_kind, is_distributed, is_pending
 from .codegen.plan.forward import Options
 from .codegen.text.layouts import LARGEST_BLOCK_N
 
@@ -25,7 +25,7 @@ def check_rank(name: str, tensor, layout: str, *, may_stand: bool = False) -> No
     and the extents that it gives as numbers."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor of shape {layout}, got {type(tensor).__name__}")
-    if not (may_stand and (is_distributed(tensor) or is_pending(tensor))):
+    if tensor.__class__ in ORDINARY or not (may_stand and (is_distributed(tensor) or is_pending(tensor))):
         check_kind(name, tensor)
     extents = layout.strip("()").split(", ")
     if tensor.dim() != len(extents) or any(e.isdigit() and int(e) != n for e, n in zip(extents, tensor.shape, strict=True)):
@@ -66,13 +66,14 @@ def check_tensors(query, key, value, enable_gqa: bool) -> None:
         raise ValueError(f"key and value must have the same batch size, got key {_shape(key)} and value {_shape(value)}")
     if key.shape[0] not in (1, query.shape[0]):
         raise ValueError(f"key and value must have query's batch size or 1, got query {_shape(query)} and key {_shape(key)}")
-    _check_heads(query, key, enable_gqa)
+    check_heads(query, key, enable_gqa)
     for name, t in named.items():
         if t.shape[3] == 0 or t.shape[3] > MAX_HEAD_DIM:
             raise NotImplementedError(f"{name} has head_dim {t.shape[3]} (shape {_shape(t)}); supported are 1 to {MAX_HEAD_DIM}")
 
 
-def _check_heads(query, key, enable_gqa: bool) -> None:
+def check_heads(query, key, enable_gqa: bool) -> None:
+    """The numbers of heads of query (B, Hq, Q_LEN, D_QK) and key (Bkv, Hkv, KV_LEN, D_QK)."""
     hq, hkv = query.shape[1], key.shape[1]
     if hq == hkv:
         return

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from flexpress.block_lists import capturing
 from flexpress.block_mask import BlockMask
 from flexpress.call import attend, bound
+from flexpress.checks import check_heads
 from flexpress.foreign_masks import adopt, is_foreign_mask
 
 from .codegen.mod.bind import bind
@@ -69,20 +70,26 @@ class Shards:
                 f"{self._name} is a DTensor but {name} is a {type(tensor).__name__}; make all of them DTensors (distribute_tensor, "
                 "DTensor.from_local), or none (.to_local())"
             )
-        shown = f"{name} has placements {list(tensor.placements)}"
-        if tensor.device_mesh != self._query.device_mesh:
-            raise ValueError(f"{shown} on {tensor.device_mesh}, but {self._name} is on {self._query.device_mesh}; use one mesh")
+        if tensor.device_mesh != self.mesh:
+            raise ValueError(f"{name} is distributed over {tensor.device_mesh}, but {self._name} over {self.mesh}; use one mesh")
         if tensor.dim() != (4 if self._dims[0] is not None else 3):
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected are 3 dimensions if packed, else 4")
         for i, placement in enumerate(tensor.placements):
-            remedy = "; redistribute it, for example " + f"{name}.redistribute(placements={_instead(tensor.placements, i, self._dims[1])})"
-            if placement.is_partial():
-                raise ValueError(f"{shown}: sums that are still to be added up over ranks{remedy}")
-            if not (placement.is_replicate() or any(_splits(placement, dim) for dim in self._dims)):
-                raise NotImplementedError(
-                    f"{shown}, and {placement} is not supported: attention is computed where whole sequences are, so only heads "
-                    f"(dimension {self._dims[1]}){'' if self._dims[0] is None else ' and batch (0)'} may be sharded{remedy}"
-                )
+            if not (type(placement) is Replicate or any(_splits(placement, dim) for dim in self._dims)):
+                raise self._refusal(name, tensor.placements, i)
+
+    def _refusal(self, name: str, placements: tuple, at: int) -> Exception:
+        """Why placements[at] is not supported."""
+        heads, others = self._dims[1], "" if self._dims[0] is None else " and batch (0)"
+        instead = [Shard(heads) if i == at else p for i, p in enumerate(placements)]
+        shown = f"{name} has placements {list(placements)}"
+        remedy = f"; redistribute it, for example {name}.redistribute(placements={instead})"
+        if placements[at].is_partial():
+            return ValueError(f"{shown}: sums that are still to be added up over ranks{remedy}")
+        return NotImplementedError(
+            f"{shown}, and {placements[at]} is not supported: attention is computed where whole sequences are, so only heads (dimension "
+            f"{heads}){others} may be sharded{remedy}"
+        )
 
     def _check_like_query(self, name: str, tensor: torch.Tensor) -> None:
         """Key and value are sharded as query is, but where a rank needs other entries than its share of them."""
@@ -129,7 +136,7 @@ class Shards:
         else:  # a step that redistributes nothing, but in the backward pass, to the tensor's placements
             pairs = zip(self.placements, tensor.placements, strict=True)
             partial = [theirs if theirs == mine else Partial() for mine, theirs in pairs]
-            local = tensor.redistribute(placements=tensor.placements).to_local(grad_placements=partial)
+            local = _Summed.apply(tensor.redistribute(placements=tensor.placements).to_local(grad_placements=partial))
         for dim in self._dims:
             if dim is not None and local.shape[dim] != _part(tensor, dim).count:
                 raise ValueError(
@@ -209,7 +216,7 @@ class Shards:
                         "rank alone"
                     )
                 of_parts = [Replicate() if p.is_replicate() else Partial() for p in self.placements]
-                values[i] = tensor.full_tensor(grad_placements=of_parts)
+                values[i] = _Summed.apply(tensor.full_tensor(grad_placements=of_parts))
         read_captured(bound, device, where)
 
     def joined(self, *outputs: torch.Tensor | None) -> tuple:
@@ -227,9 +234,22 @@ class Shards:
         return DTensor.from_local(local, self.mesh, self.placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
 
 
+class _Summed(torch.autograd.Function):
+    """A tensor whose gradient is added up over ranks: where a rank has none, autograd hands over zeros. Else others would wait for it."""
+
+    @staticmethod
+    def forward(ctx, tensor):
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
 def bound_shard(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod) -> tuple[Shards, Bound]:
     """`bound` for this rank's part of flex_attention's arguments, query a DTensor."""
     part = Shards({"query": query, "key": key, "value": value}, 0, 1)
+    check_heads(query, key, enable_gqa)  # a rank may have one head of each
     mods = part.score_mod(score_mod), part.block_mask(block_mask), scale, enable_gqa, kernel_options, part.mask_mod(mask_mod)
     return part, bound(*part.local, *mods, read=part.read_captured)
 
@@ -243,10 +263,11 @@ def attend_shards(*arguments, output_max: bool, deterministic: bool) -> tuple:
 def _part(tensor: torch.Tensor, dim: int) -> Part:
     """Of a DTensor: as torch.chunk splits, over one dimension of the mesh after the other."""
     mesh, first, count, split = tensor.device_mesh, 0, tensor.shape[dim], False
+    coordinate = mesh.get_coordinate()
     for i, placement in enumerate(tensor.placements):
         if _splits(placement, dim):
             size = -(-count // mesh.size(i))
-            start = min(size * mesh.get_local_rank(i), count)
+            start = min(size * coordinate[i], count)
             first, count, split = first + start, min(size, count - start), True
     return Part(first if split else None, count)
 
@@ -272,8 +293,3 @@ def _index(part: Part) -> Callable:
         return _same
     first = part.first
     return lambda i: i + first
-
-
-def _instead(placements: tuple, at: int, heads_dim: int) -> list:
-    """Placements with which a call works, where those at `at` do not."""
-    return [Shard(heads_dim) if i == at else p for i, p in enumerate(placements)]

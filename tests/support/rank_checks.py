@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import create_block_mask as torch_block_m
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+import flexpress.serving_ops  # noqa: F401
 from flexpress import (
     AuxRequest,
     BlockMask,
@@ -109,6 +110,15 @@ def two_dimensions_of_a_mesh():
     for placements in ([Shard(0), Shard(1)], [Shard(1), Shard(1)], [Replicate(), Shard(0)]):
         leaves = [*tensors(), *learned()]
         compare(attention, mesh_of(2, 2), leaves, [placements] * 3 + [[Replicate(), Shard(0)], [Shard(1), Shard(0)]])
+
+
+@check(4)
+def fewer_batch_entries_than_ranks():
+    """Two ranks have nothing to compute, and no part of the mask."""
+    mask = create_block_mask(stairs, 2, 4, 20, 20, "cpu", 16)
+    for more in ({"block_mask": mask, "mask_mod": None}, {}):
+        leaves = [*tensors(), *learned()]
+        compare(lambda *a, more=more: attention(*a, **more), mesh_of(4), leaves, [[Shard(0)]] * 3 + [[Replicate()]] * 2)
 
 
 @check(4)
@@ -271,6 +281,17 @@ def captured_dtensors():
 
 
 @check(2)
+def captured_dtensors_without_derivative():
+    """Also where one rank has nothing to compute, all take part in adding up zeros."""
+    (q, k, v), (steps, slopes), mesh = tensors(1), learned(1), mesh_of(2)
+    leaves = spread(mesh, *[(t, [Shard(0)]) for t in (q, k, v)], (steps, [Replicate()]), (slopes[0].detach(), [Shard(0)]))
+    *qkv, dsteps, dslopes = leaves
+    out = flex_attention(*qkv, lambda score, b, h, q_idx, kv_idx: score + torch.floor(dsteps[h] * 3) * dslopes[h] * kv_idx)
+    (gradient,) = torch.autograd.grad(out.to_local().square().sum(), dsteps)
+    assert gradient.placements == dsteps.placements and not gradient.to_local().any()
+
+
+@check(2)
 def captured_numbers_and_masks():
     """Without gradients: 0-dim numbers, integers, sums that are still pending."""
     q, k, v = tensors()
@@ -349,6 +370,7 @@ def refusals():
     elsewhere = spread(other_mesh, (k, [Replicate(), Shard(1)]))[0]
     slopes, here = spread(mesh, (learned()[0], [Replicate()]))[0], at[Shard(1)]
     there = spread(other_mesh, (learned()[0], [Replicate(), Replicate()]))[0]
+    one_each = spread(mesh, *[(t, [p]) for t, p in zip(tensors(Hq=2, Hkv=1), (Shard(1), Replicate(), Replicate()), strict=True)])
     alone = spread(mesh, *[(t, [Shard(0)]) for t in tensors(Bkv=1)])
     cases = {
         lambda: flex_attention(*at[Shard(2)]): (NotImplementedError, r"query has placements \[Shard\(dim=2\)\], and .* whole sequences"),
@@ -364,9 +386,10 @@ def refusals():
         ),
         lambda: flex_attention(at[Replicate()][0], *here[1:]): (ValueError, "key has placements .* must be alike"),
         lambda: flex_attention(at[Shard(0)][0], *at[Replicate()][1:]): (ValueError, "key has placements .* must be alike"),
-        lambda: flex_attention(here[0], elsewhere, here[2]): (ValueError, "key has placements .* use one mesh"),
+        lambda: flex_attention(here[0], elsewhere, here[2]): (ValueError, "key is distributed over .*, but query over .*; use one mesh"),
         lambda: flex_attention(*fewer, enable_gqa=True): (ValueError, "query has 6 heads and key 3 on 2 ranks.* split evenly"),
         lambda: flex_attention(three, k_of_3, v_of_3, enable_gqa=True): (ValueError, "query has 9 heads and key 3 on 2 ranks"),
+        lambda: flex_attention(*one_each): (ValueError, "query has 2 heads and key/value have 1 .* pass enable_gqa=True"),
         lambda: flex_attention(*alone): (ValueError, "key must have the batch size of query, or 1 and be replicated"),
         lambda: flex_attention(here[0][0], here[1], here[2]): (ValueError, "query has shape"),
         lambda: flex_attention(q, k, v, Bias(slopes)): (NotImplementedError, "score_mod Bias captures slopes, which is a DTensor"),
@@ -377,6 +400,7 @@ def refusals():
             "captures slopes, which is a D",
         ),
         lambda: cached_attention(*here, torch.ones(2, dtype=torch.int32)): (NotImplementedError, "query is a DTensor"),
+        lambda: torch.ops.flexpress.scaled_dot_product_attention(*here): (NotImplementedError, "flexpress.* sharding strategy"),
         lambda: flex_attention(*here, block_mask=stairs): (TypeError, "block_mask is a function"),
     }
     for call, (error, words) in cases.items():
@@ -533,6 +557,25 @@ def tensor_parallel():
             torch.testing.assert_close(out.detach(), wanted)
             same_gradients({name: whole(p.grad) for name, p in model.named_parameters()}, expected)
             model.zero_grad()
+
+
+@check(2)
+def compiled_modules():
+    """torch.compile around what torch has parallelized."""
+    ways = {
+        "data parallel": DistributedDataParallel,
+        "fully sharded": lambda model: fully_shard(model, mesh=mesh_of(2)),
+        "tensor parallel": lambda model: split_over_ranks(model, mesh_of(2), False),
+    }
+    for name, way in ways.items():
+        model, reference, x = alike()
+        share = slice(None) if name == "tensor parallel" else my_share(4, 2, dist.get_rank())
+        parallel = way(model)  # DistributedDataParallel must live until the backward pass
+        out = whole(torch.compile(parallel, backend="aot_eager")(x[share]))
+        out.square().mean().backward()
+        wanted, expected = trained(reference, x)
+        torch.testing.assert_close(out.detach(), wanted[share])
+        same_gradients({name: whole(p.grad) for name, p in model.named_parameters()}, expected)
 
 
 @check(4)
