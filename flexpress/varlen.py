@@ -165,12 +165,20 @@ def _packing(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor | None, tota
 
     def read(cu_seqlens, total):
         starts = cu_seqlens.to(torch.int32)
-        ends = starts[1:].clone() if tracing() else starts[1:].contiguous()  # Inductor loses the offset of a view in searchsorted
-        return starts, torch.searchsorted(ends, _positions(total, starts.device), right=True, out_int32=True)
+        return starts, _sequences(starts[1:], total)
 
     starts_q, sequence_q = read(cu_seqlens_q, total_q)
     starts_k, sequence_k = (starts_q, sequence_q) if cu_seqlens_k is None else read(cu_seqlens_k, total_k)
     return _Packing(starts_q, starts_k, sequence_q, sequence_k)
+
+
+def _sequences(ends: torch.Tensor, total: int) -> torch.Tensor:
+    """The sequence of each of `total` tokens."""
+    if not tracing():
+        return torch.searchsorted(ends.contiguous(), _positions(total, ends.device), right=True, out_int32=True)
+    # Inductor's searchsorted reads a view from where its storage begins
+    ones = torch.ones_like(ends)
+    return ends.new_zeros(total + 1).index_add(0, ends.clamp(0, total), ones).cumsum(0, dtype=torch.int32)[:total]
 
 
 def _positions(total: int, device: torch.device) -> torch.Tensor:

@@ -314,7 +314,7 @@ def test_cuda_graphs_of_a_compiled_call(make):
 @pytest.mark.gpu
 def test_make_graphed_callables():
     layer, (q, k, v) = Layer().cuda(), inputs("cuda")
-    expected = run_and_differentiate(layer, (q, k, v))
+    expected = run_and_differentiate(Layer().cuda(), (q, k, v))
     graphed = torch.cuda.make_graphed_callables(layer, tuple(t.detach().clone().requires_grad_() for t in (q, k, v)))
     for _ in range(2):
         for mine, other in zip(run_and_differentiate(graphed, (q, k, v)), expected, strict=True):
