@@ -180,6 +180,19 @@ def test_names_like_those_are_no_random_numbers():
         bind(mod, "score")
 
 
+def test_objects_are_looked_through_without_being_asked():
+    class Proud:
+        def __getattr__(self, name):
+            raise KeyError(name)
+
+        def __call__(self, score, b, h, q_idx, kv_idx):
+            return score * 2
+
+    proud = Proud()
+    bind(on_real_objects(lambda *given: proud(*given)), "score")
+    bind(lambda score, b, h, q_idx, kv_idx: proud(score, b, h, q_idx, kv_idx), "score")
+
+
 class Reversed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
