@@ -92,7 +92,7 @@ def _is_known(value) -> bool:
 def call(state: State, args: tuple, kwargs: dict):
     """A captured callable is called: traced through, run on the host now and later, or refused."""
     value, reader = state.value, state.reader
-    if draws(value):
+    if draws(value, args, kwargs):
         run = running()
         raise refused(title(value), run.source(), run.kind)
     if may_draw(value):

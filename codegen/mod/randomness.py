@@ -67,11 +67,20 @@ def draws_in_python(function) -> bool:
     )
 
 
-def draws(function) -> bool:
+def draws(function, args: tuple, kwargs: dict) -> bool:
     """Does a captured function draw random numbers, one of torch's, Python's or NumPy's?"""
     if not _is_function(function):
         return False
-    return draws_in_python(function) or (draws_in_torch(function) and library(getattr(function, "__module__", None) or "torch") == "torch")
+    of_torch = library(getattr(function, "__module__", None) or "torch") == "torch"
+    return draws_in_python(function) or (of_torch and draws_in_torch(function) and not is_off(function, args, kwargs))
+
+
+def is_off(function, args: tuple, kwargs: dict) -> bool:
+    """Is this a dropout outside training?"""
+    if "dropout" not in getattr(function, "__name__", ""):
+        return False
+    training = next((kwargs[name] for name in ("training", "train") if name in kwargs), args[2] if len(args) > 2 else True)
+    return not training
 
 
 def may_draw(function) -> bool:
