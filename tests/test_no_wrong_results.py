@@ -94,7 +94,7 @@ DRAWN = {
         "F.dropout(score, 0.1)",
         "torch.dropout(score, 0.1, True)",
         "score * F.dropout(NUMBERS, 0.1)[h]",
-        "F.alpha_dropout(score)",
+        "F.alpha_dropout(score, 0.1, True)",
         "F.rrelu(score, training=True)",
         "score * F.gumbel_softmax(NUMBERS)[h]",
         "score.uniform_()",
@@ -178,6 +178,45 @@ def test_names_like_those_are_no_random_numbers():
         on_real_objects(lambda score, b, h, q_idx, kv_idx: score + np.float32(2.0) * np.pi),
     ):
         bind(mod, "score")
+
+
+@pytest.mark.parametrize("make", [lambda mod: mod, on_real_objects], ids=["stand-ins", "real objects"])
+def test_dropout_outside_training_draws_nothing(make):
+    """Of the score and of what is captured; and it is asked again at every call."""
+
+    class Biased(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bias, self.dropout = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Dropout(0.5)), torch.nn.Dropout(0.5)
+            self.register_buffer("places", torch.randn(20, 2))
+
+        def forward(self, score, b, h, q_idx, kv_idx):
+            return self.dropout(score) + self.bias(self.places)[kv_idx, 0]
+
+    module, q = Biased().eval(), torch.randn(1, 1, 20, 16)
+    mod, bias = make(module), module.bias[0](module.places)[:, 0]
+    torch.testing.assert_close(
+        flex_attention(q, q, q, mod), flex_attention(q, q, q, lambda score, b, h, q_idx, kv_idx: score + bias[kv_idx])
+    )
+    for part in (module.dropout, module.bias):
+        part.train()
+        with pytest.raises(ModError, match="dropout draws random numbers"):
+            flex_attention(q, q, q, mod)
+        part.eval()
+        flex_attention(q, q, q, mod)
+
+
+def test_objects_are_looked_through_without_being_asked():
+    class Proud:
+        def __getattr__(self, name):
+            raise KeyError(name)
+
+        def __call__(self, score, b, h, q_idx, kv_idx):
+            return score * 2
+
+    proud = Proud()
+    bind(on_real_objects(lambda *given: proud(*given)), "score")
+    bind(lambda score, b, h, q_idx, kv_idx: proud(score, b, h, q_idx, kv_idx), "score")
 
 
 class Reversed(torch.autograd.Function):

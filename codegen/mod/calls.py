@@ -13,8 +13,8 @@ from torch.nn.modules import module as module_hooks
 from .current import running
 from .graph_mod import GraphMod, replayed
 from .program import HostProgram, Untrackable
-from .purity import BY_OPERATORS, ITERATORS, OF_CONSTANTS, is_constant, is_pure, library
-from .randomness import draws_in_python, draws_in_torch, may_draw, refused, title
+from .purity import BY_OPERATORS, ITERATORS, OF_CONSTANTS, is_constant, is_pure
+from .randomness import draws, may_draw, refused, title
 from .stand_ins import HostValue, Reader, State, is_stand_in, state_of
 from .tensors import is_distributed, is_pending
 
@@ -100,7 +100,7 @@ def _is_known(value) -> bool:
 def call(state: State, args: tuple, kwargs: dict):
     """A captured callable is called: traced through, run on the host now and later, or refused."""
     value, reader = state.value, state.reader
-    if draws_in_python(value) or (draws_in_torch(value) and library(getattr(value, "__module__", "torch") or "torch") == "torch"):
+    if draws(value, args, kwargs):
         run = running()
         raise refused(title(value), run.source(), run.kind)
     if may_draw(value):

@@ -20,7 +20,7 @@ import torch
 from .audit import audited
 from .errors import ModError, mod_error
 from .expr import SourceLine
-from .purity import library_of
+from .purity import library, library_of
 
 _GENERATORS = (random.Random, np.random.RandomState, np.random.Generator, np.random.BitGenerator)
 _TORCHS = re.compile(
@@ -29,6 +29,22 @@ _TORCHS = re.compile(
     r"|((alpha|feature|feature_alpha|native)_)?dropout[123]?d?_?|rrelu_?"
 )
 _MOST = 512  # values that are looked through
+
+
+def _is_function(value) -> bool:
+    """Is this a function or class, of which attributes can be asked without running code of the user's?"""
+    return isinstance(value, _FUNCTIONS) or type(value).__name__ == "cython_function_or_method"  # NumPy's
+
+
+_FUNCTIONS = (
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    types.MethodDescriptorType,
+    type,
+    torch._ops.OpOverload,
+    torch._ops.OpOverloadPacket,
+)
 
 
 def draws_in_torch(function) -> bool:
@@ -43,15 +59,33 @@ def draws_in_torch(function) -> bool:
 
 def draws_in_python(function) -> bool:
     """Does a function of Python's random or of numpy.random draw random numbers, or make or seed what draws them?"""
-    if isinstance(getattr(function, "__self__", None), _GENERATORS):
-        return True
+    if not _is_function(function):
+        return False
     home = getattr(function, "__module__", None)
-    return callable(function) and isinstance(home, str) and (home == "random" or home.startswith("numpy.random"))
+    return isinstance(getattr(function, "__self__", None), _GENERATORS) or (
+        isinstance(home, str) and (home == "random" or home.startswith("numpy.random"))
+    )
+
+
+def draws(function, args: tuple, kwargs: dict) -> bool:
+    """Does a captured function draw random numbers, one of torch's, Python's or NumPy's?"""
+    if not _is_function(function):
+        return False
+    of_torch = library(getattr(function, "__module__", None) or "torch") == "torch"
+    return draws_in_python(function) or (of_torch and draws_in_torch(function) and not is_off(function, args, kwargs))
+
+
+def is_off(function, args: tuple, kwargs: dict) -> bool:
+    """Is this a dropout outside training?"""
+    if "dropout" not in getattr(function, "__name__", ""):
+        return False
+    training = next((kwargs[name] for name in ("training", "train") if name in kwargs), args[2] if len(args) > 2 else True)
+    return not training
 
 
 def may_draw(function) -> bool:
     """Is this a function of Python code in torch that may call others which draw?"""
-    home = getattr(function, "__module__", None)
+    home = _is_function(function) and getattr(function, "__module__", None)
     return isinstance(home, str) and home.startswith(("torch.distributions", "torch.nn.init"))
 
 
@@ -139,15 +173,18 @@ class Search:
 
 def _member(value, name: str) -> list:
     """The attribute of an object, if it has it, found without running its code."""
-    if name in getattr(value, "__dict__", ()):
-        found = value.__dict__[name]
-        return [found.__func__ if isinstance(found, (staticmethod, classmethod)) else found]
-    if isinstance(value, (types.ModuleType, type)):
+    try:
+        own = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        own = {}
+    classes = () if isinstance(value, (types.ModuleType, type)) else type(value).__mro__[:-1]
+    home = next((home for home in (own, *(c.__dict__ for c in classes)) if name in home), None)
+    if home is None:
         return []
-    found = next((c.__dict__[name] for c in type(value).__mro__[:-1] if name in c.__dict__), None)
+    found = home[name]
     if isinstance(found, (staticmethod, classmethod)):
         return [found.__func__]
-    return [types.MethodType(found, value)] if isinstance(found, types.FunctionType) else [found]
+    return [types.MethodType(found, value)] if home is not own and isinstance(found, types.FunctionType) else [found]
 
 
 def _line_naming(code: types.CodeType, name: str) -> SourceLine:
