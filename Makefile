@@ -1,5 +1,5 @@
 # make demo      set up .venv and show what Flexpress does
-# make test      set up .venv and run the tests that need no GPU, in two processes; those that compile for GPUs with a second Triton, too
+# make test      set up .venv and run the tests that need no GPU, in two processes; those that compile for GPUs with two more Tritons, too
 # make test-gpu  the tests on a GPU
 # make sanitize  every template under compute-sanitizer, and tables and lists that lie, on a GPU
 # make golden    print generated/ anew; read the diff
@@ -15,9 +15,9 @@ VENV ?= .venv
 PYTEST ?=
 BIN := $(VENV)/bin
 
-# an H100 with torch 2.11 has this Triton; it lies in a folder of its own, which goes before .venv's
-TRITON := 3.6.0
-OTHER_TRITON := $(VENV)/triton-$(TRITON)
+# the oldest Triton, which an H100 with torch 2.11 has, and the newest. Each lies in a folder of its own, which goes before .venv's
+TRITONS := 3.6.0 3.9.0
+OTHER_TRITONS := $(TRITONS:%=$(VENV)/triton-%/.installed)
 COMPILED := $(wildcard tests/test_*offline.py)
 
 .PHONY: help venv demo test test-gpu sanitize golden lint format
@@ -36,16 +36,18 @@ $(VENV)/.linter: constraints.txt | $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet -c constraints.txt ruff
 	touch $@
 
-$(OTHER_TRITON)/.installed: | $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(OTHER_TRITON) triton==$(TRITON)
+$(VENV)/triton-%/.installed: | $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(@D) triton==$*
 	touch $@
 
 demo: venv
 	$(BIN)/python -m flexpress demo
 
 # pytest ends with 5 where PYTEST chooses none of the files' tests
-test: venv $(OTHER_TRITON)/.installed
-	PYTHONPATH=$(abspath $(OTHER_TRITON)) $(BIN)/python -m pytest -q -n 2 --dist worksteal $(PYTEST) $(COMPILED) || test $$? = 5
+test: venv $(OTHER_TRITONS)
+	for triton in $(abspath $(OTHER_TRITONS:%/.installed=%)); do \
+	    PYTHONPATH=$$triton $(BIN)/python -m pytest -q -n 2 --dist worksteal $(PYTEST) $(COMPILED) || test $$? = 5 || exit 1; \
+	done
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal $(PYTEST)
 
 test-gpu: venv

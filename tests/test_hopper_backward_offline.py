@@ -44,11 +44,11 @@ SPILLED = {  # bytes at most; 0 elsewhere. Of the loops without a mask only thos
     "softcap causal d128 bf16": 88,
     "document d128 bf16": 80,
     "plain d192, 128 bf16": 160,
-    "causal d192, 128 bf16": 256,
+    "causal d192, 128 bf16": 288,
     "softcap causal d192, 128 fp16": 384,
     "alibi causal d136, 40 bf16": 352,
     "causal d256 bf16": 32,
-    "alibi causal d256 bf16": 32,
+    "alibi causal d256 bf16": 40,
     "softcap causal d192, 160 fp16": 32,
     "alibi causal d80 fp16": 48,
     "a derivative that may be NaN, a mask of keys, d64 bf16": 144,
@@ -57,7 +57,7 @@ SPILLED = {  # bytes at most; 0 elsewhere. Of the loops without a mask only thos
     "learned per key, d64 bf16": 32,
     "causal d128 bf16, starts": 64,
     "causal d128, 64 bf16, one list, starts": 16,
-    "learned per key, causal d64 bf16, starts": 16,
+    "learned per key, causal d64 bf16, starts": 24,
     "causal document d128 bf16, starts": 128,
     "alibi document d80 fp16, starts": 112,
     "causal document d136, 40 bf16, starts": 384,
@@ -163,7 +163,7 @@ def test_dq_is_finished_when_it_is_in_memory():
     and reads the counts before it hands out a block of dQ. So with zeroes: it waits for its own before it counts them."""
     ptx = compiled("causal d128 bf16").assembly["ptx"]
     assert len(re.findall(r"cp.async.bulk.wait_group 0;", ptx)) == 2 + 2  # in each consumer's code, and in two places of the producer's
-    assert "atom.global.gpu.release.add.u32" in ptx
+    assert re.search(r"(atom|red)\.global\.gpu\.release\.add\.u32", ptx)
     assert re.search(r"(ld|atom)\.global\.gpu\.acquire", ptx)
 
 

@@ -82,6 +82,7 @@ SPILLED = {
     "alibi document d128 bf16, max, scale, starts": 60,
     "causal d256 bf16, starts": 28,
     "causal d128 bf16, pages of 8": 24,
+    "causal d192x128 bf16, pages of 32": 16,
     "alibi causal d128 bf16, pages of 64": 12,
 }
 

@@ -43,7 +43,7 @@ from flexpress.codegen.run.preview_masks import (
 from flexpress.codegen.text.render import render
 from flexpress.recipes import RECIPES, make
 from support.assembly import assert_packed_as_read
-from support.tritons import OLDER, my_turn
+from support.tritons import NEWER, OLDER, my_turn
 
 FORWARD = {  # every branch of the template and every row of the tile tables, not their product
     "plain d64 bf16": ("plain", dict(head_dim=64)),
@@ -146,14 +146,14 @@ SPILLED = {
     ("sm_80", "plain d64 bf16"): 32,
     ("sm_80", "causal d256 bf16"): 16,
     ("sm_80", "softcap d64 bf16"): 16,
-    ("sm_80", "relative_bias d64 fp16"): 64,
+    ("sm_80", "relative_bias d64 fp16"): 96,
     ("sm_80", "alibi causal d64 tf32, other options"): 8,
     ("sm_80", "alibi causal d128 bf16, pages of 16: decode"): 12,
     ("sm_80", "update_cache"): 8,
     ("sm_80", "plain d128 bf16: combine"): 8,
     ("sm_80", "learned relative_bias d64 bf16: dq"): 544,  # lengths that are no whole blocks: an address for each of 32 positions
-    ("sm_90", "plain d128 fp32: decode"): 8,
-    ("sm_100", "plain d128 fp32: decode"): 8,
+    ("sm_90", "plain d128 fp32: decode"): 360 if NEWER else 8,  # the same instructions in an order that takes all registers, not half
+    ("sm_100", "plain d128 fp32: decode"): 296 if NEWER else 8,
     ("sm_100", "causal d128 fp32"): 8,
     ("sm_100", "block_status document, ragged"): 16,
     ("sm_100", "block_status of a mask with everything"): 16,
@@ -328,7 +328,7 @@ def test_preview_is_what_a_call_on_a_gpu_prints(recipes):
 
 def test_ptx_is_for_the_assembler_that_reads_it(monkeypatch):
     """Whatever TRITON_PTXAS_PATH becomes between two compilations: torch.compile may set it in its process."""
-    newer = newer_assembler()
+    newer = newer_assembler(90)
     monkeypatch.setenv("TRITON_PTXAS_PATH", triton.knobs.nvidia.ptxas.path)
     written = re.search(r"\.version (\d+)\.(\d+)", compilation("sm_90", head_dim=64).compile().assembly["ptx"])
     assert int(written[1] + written[2]) == ptx_get_version(newer.version)

@@ -102,7 +102,8 @@ def obtain(stem: str, layout: tuple, constants: tuple, options: dict, device_ind
     stem            the printed file's name without .py: it holds the key of the kernel's text
     load_function   gives the jitted function when it must be compiled
     """
-    target, newer = current_target(), newer_assembler()
+    target = current_target()
+    newer = newer_assembler(target.arch) if target.backend == "cuda" else None
     key = repr(
         (
             stem,

@@ -9,6 +9,8 @@ import atexit
 import functools
 import os
 import re
+import subprocess
+import tempfile
 from pathlib import Path
 
 import torch
@@ -17,6 +19,7 @@ from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import ptx_get_version
 from triton.compiler import ASTSource, make_backend
+from triton.runtime.errors import PTXASError
 
 from ..turn import Turn
 from . import cuda
@@ -49,21 +52,42 @@ def source_class(function) -> type[ASTSource]:
 
 
 @functools.cache
-def newer_assembler():
-    """The assembler (path, version) that Triton ships for its newest GPUs, if the driver here takes what it makes (or there is no driver).
+def newer_assembler(arch: int):
+    """The assembler (path, version) for an NVIDIA GPU, of the two that come with Triton; None: whichever Triton itself takes.
 
-    For other NVIDIA GPUs Triton 3.6 and 3.7 use ptxas 12.8, which loses a shared-memory descriptor when it runs out of uniform
-    registers: seen with head dims 192 and 8 on the H100, as an illegal address or a wrong product. 12.9 and 13.1 do not. The
-    environment variable TRITON_PTXAS_PATH has its way, unless it was torch.compile that set it, to torch's own assembler.
+    It is the oldest from 12.9 on that the driver here can follow (or there is no driver). Triton 3.6 and 3.7 would take 12.8 before
+    Blackwell, which loses a shared-memory descriptor when it runs out of uniform registers: seen with head dims 192 and 8 on the H100, as
+    an illegal address or a wrong product. Triton 3.8 and 3.9 would take 13.3 and 13.4 for Hopper, which let wgmma of head dim 192 run
+    one after another for want of registers, and get an option against a fault of theirs that multiplies spills. The environment variable
+    TRITON_PTXAS_PATH has its way, unless it was torch.compile that set it, to torch's own assembler.
     """
     chosen = os.environ.get("TRITON_PTXAS_PATH")
     if chosen and Path(chosen) != Path(torch.__file__).parent / "bin" / "ptxas":
         return None
+    common = triton.knobs.NvidiaTool.from_path(str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"))
     try:
-        tool, runs = triton.knobs.nvidia.ptxas_blackwell, cuda.driver_version()
+        newest = triton.knobs.nvidia.ptxas_blackwell
     except RuntimeError:  # a Triton without it
-        return None
-    return tool if runs is None or runs >= int(tool.version.split(".")[0]) else None
+        newest = None
+    runs = cuda.driver_version()
+    for tool in (common, newest) if arch < 100 else (newest,):
+        if tool and ptx_get_version(tool.version) >= ptx_get_version("12.9") and (runs is None or runs >= int(tool.version.split(".")[0])):
+            return tool
+    return None
+
+
+def _assembled(ptx: str, tool, options: str | None) -> bytes:
+    """The cubin. From 13 on the assembler gets the option that Triton gives it, too, since 3.7, against a fault of its."""
+    arch = re.search(r"\.target (\w+)", ptx)[1]
+    allocate = ["--regAllocOptLevel=2"] if int(tool.version.split(".")[0]) >= 13 else []
+    with tempfile.TemporaryDirectory(prefix="flexpress-") as place:
+        source, cubin = Path(place, "kernel.ptx"), Path(place, "kernel.cubin")
+        source.write_text(ptx)
+        command = [tool.path, "-lineinfo", *allocate, *(options or "").split(), f"--gpu-name={arch}", source, "-o", cubin]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if done.returncode:
+            raise PTXASError(f"{tool.path} ended with {done.returncode}: {done.stdout}")
+        return cubin.read_bytes()
 
 
 _compiler = Turn(fork_waits=True)
@@ -88,17 +112,17 @@ def _lowered(source: ASTSource, target: GPUTarget, options: dict, texts: dict | 
     """Metadata, the module after all stages but the assembler's, that stage or None, and the binary's extension."""
     restore()
     backend = make_backend(target)
-    # products and sums are fused, also where Triton's default is another one, and its environment variables
-    options = {"enable_fp_fusion": True, **options, **source.parse_options()}
-    newer = newer_assembler() if target.backend == "cuda" else None
+    # Products and sums are fused, whatever a Triton's default is. Kernels in Gluon have few registers to spare: Triton 3.9 can order
+    # instructions for that, and has to, as it computes more addresses. Older ones know no such option, and pass over it
+    options = {"enable_fp_fusion": True, "sched4reg": is_gluon(source.fn), **options, **source.parse_options()}
+    newer = newer_assembler(target.arch) if target.backend == "cuda" else None
     if newer:  # else PTX is written for the assembler that TRITON_PTXAS_PATH names, which torch.compile may set at any time
         options["ptx_version"] = ptx_get_version(newer.version)
     parsed = backend.parse_options(options)
     stages: dict = {}
     backend.add_stages(stages, parsed, source.language)
     if newer:
-        newest = make_backend(GPUTarget("cuda", 100, 32))  # it decides which assembler runs, and nothing else
-        stages["cubin"] = lambda ptx, metadata: newest.make_cubin(ptx, metadata, parsed, target.arch)
+        stages["cubin"] = lambda ptx, _: _assembled(ptx, newer, parsed.ptx_options)
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)

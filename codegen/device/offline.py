@@ -97,7 +97,7 @@ def _resources(ptx: str, target: str) -> tuple[int, int, tuple[str, ...]]:
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
-        ptxas = (newer_assembler() or triton.knobs.nvidia.ptxas).path  # once: compile_source has left it out
+        ptxas = (newer_assembler(TARGETS[target].arch) or triton.knobs.nvidia.ptxas).path  # once: compile_source has left it out
         report = subprocess.run(
             [ptxas, "-v", f"--gpu-name={arch}", file.name, "-o", os.devnull], capture_output=True, text=True, check=True
         ).stderr
