@@ -15,6 +15,7 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.higher_order_ops import TorchHigherOrderOperatorVariable, discard_graph_changes, speculate_subgraph
 from torch._dynamo.variables.lists import BaseListVariable
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from flexpress.checks import resolve_device
 
@@ -72,6 +73,9 @@ class CallVariable(TorchHigherOrderOperatorVariable):
                 makers[key] = self._mod(tx, device, name, key, found, inputs)
             else:
                 makers[key] = inputs.argument(found)
+
+        if any(is_traceable_wrapper_subclass(proxy.node.meta["example_value"]) for proxy in inputs.proxies):
+            raise Unsupported(f"{name} of DTensors, or of other tensors that stand for some, is no operator: it runs outside of the graph")
 
         def call(*values):
             return function(**{key: make(values) for key, make in makers.items()})
