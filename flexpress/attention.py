@@ -28,55 +28,37 @@ class AuxOutput(NamedTuple):
     max_scores: torch.Tensor | None = None
 
 
-def _opened(
-    query,
-    key,
-    value,
-    score_mod=None,
-    block_mask=None,
-    scale=None,
-    enable_gqa=False,
-    return_lse=False,
-    kernel_options=None,
-    *,
-    mask_mod=None,
-    return_aux=None,
-    deterministic=False,
-) -> dict:
-    """The arguments of flex_attention for `_with_statistics`; torch's compiler traces this."""
-    more, tables, facts = {}, (), None
+def _opened(given: dict) -> dict:
+    """flex_attention's arguments as `_with_statistics` takes them; torch's compiler traces this."""
+    given = dict(given)
+    block_mask, return_aux = given.pop("block_mask"), given["return_aux"]
+    tables, facts = (), None
     if block_mask is not None:
         tables, facts, mod_of_lists = parts_of_mask(block_mask)
-        if mask_mod is not None and mask_mod is not mod_of_lists:
+        if given["mask_mod"] is not None and given["mask_mod"] is not mod_of_lists:
             raise ValueError("block_mask was not made of this mask_mod; pass one of them, or and_masks(...) of both as mask_mod")
-        mask_mod = mod_of_lists
-    request = _checked_request(return_aux, return_lse) if return_aux is not None else AuxRequest(return_lse)
-    if kernel_options is not None:
-        more["options"] = tuple(kernel_options.items())
-    return {
-        **{"query": query, "key": key, "value": value, "score_mod": score_mod, "mask_mod": mask_mod, "tables": tables, "facts": facts},
-        **{"scale": scale, "enable_gqa": enable_gqa, "deterministic": deterministic, "max_scores": request.max_scores, **more},
-    }
+        given["mask_mod"] = mod_of_lists
+    max_scores = return_aux is not None and _checked_request(return_aux, given["return_lse"]).max_scores
+    taken = {name: given[name] for name in given if name not in ("return_lse", "return_aux")}
+    return {**taken, "tables": tables, "facts": facts, "max_scores": max_scores}
 
 
-def _closed(found, *args, return_lse=False, return_aux=None, **_):
-    """The result of flex_attention; torch's compiler traces this."""
+def _closed(found, given: dict):
+    """flex_attention's result of what `_with_statistics` gives; torch's compiler traces this."""
     out, lse, *max_scores = found
-    if len(args) > 7:
-        return_lse = args[7]
-    if return_aux is not None:
-        return out, AuxOutput(lse if return_aux.lse else None, max_scores[0] if max_scores else None)
-    return (out, lse) if return_lse else out
+    if given["return_aux"] is not None:
+        return out, AuxOutput(lse if given["return_aux"].lse else None, max_scores[0] if max_scores else None)
+    return (out, lse) if given["return_lse"] else out
 
 
 def _with_statistics(
-    query, key, value, score_mod, mask_mod, tables, facts, scale, enable_gqa, deterministic, max_scores, options=()
+    query, key, value, score_mod, mask_mod, tables, facts, scale, enable_gqa, kernel_options, deterministic, max_scores
 ) -> tuple[torch.Tensor, ...]:
-    """out, lse and, if they are wanted, max_scores."""
+    """out, lse and, if they are wanted, max_scores; `tables` and `facts` of a block mask, whose mask_mod is mask_mod."""
     block_mask = None
     if tables:
         block_mask, mask_mod = mask_of_parts(tables, facts, mask_mod), None
-    call = bound(query, key, value, score_mod, block_mask, scale, enable_gqa, dict(options) or None, mask_mod)
+    call = bound(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod)
     out, lse, largest = attend(call, max_scores, deterministic)
     return (out, lse, largest) if max_scores else (out, lse)
 

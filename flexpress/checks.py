@@ -183,10 +183,12 @@ def check_mask_fits(lists, seq_lengths, query, key, mask_shape) -> None:
             )
 
 
-def parse_options(kernel_options: dict | None) -> Options:
-    """kernel_options as torch names them. Raises TypeError if it is no dict, ValueError for what is not known."""
+def parse_options(kernel_options: dict | Options | None) -> Options:
+    """kernel_options as torch names them, or read already. Raises TypeError if it is no dict, ValueError for what is not known."""
     if kernel_options is None:
         return DEFAULT
+    if type(kernel_options) is Options:
+        return kernel_options
     if not isinstance(kernel_options, Mapping):
         raise TypeError(f"kernel_options must be a dict of options, got {type(kernel_options).__name__}")
     if not kernel_options:

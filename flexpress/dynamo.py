@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import warnings
 
@@ -27,10 +26,9 @@ from .codegen.mod.trace import traced_once
 _SYMBOLS = {"score_mod": SCORE_SYMBOLS, "mask_mod": MASK_SYMBOLS}  # of arguments that are mods
 
 
-def knows(call) -> bool:
+def know(call) -> None:
     """Tell Dynamo what becomes of `call`."""
     higher_order_ops._hop_name_to_variable_class[call.__name__] = CallVariable
-    return True
 
 
 class _Inputs:
@@ -63,10 +61,9 @@ class CallVariable(TorchHigherOrderOperatorVariable):
     _ALLOW_FALLBACK_TO_EAGER = True
 
     def _call_function(self, tx, args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> VariableTracker:
-        name, *args = (a.realize() for a in args)
-        name = name.as_python_constant()
+        name = args[0].as_python_constant()
         function, inputs, makers = self.value.functions[name], _Inputs(), {}
-        named = dict(zip(inspect.signature(function).parameters, args, strict=False)) | {k: v.realize() for k, v in kwargs.items()}
+        named = {key: found.realize() for key, found in kwargs.items()}
         device = _device_of(named)
         for key, found in named.items():
             if key in _SYMBOLS and not _is_none(found):

@@ -11,6 +11,7 @@ of torch, and for a mod that Dynamo cannot trace, the call is a graph break: the
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 
 import torch
@@ -24,22 +25,25 @@ _compiling = torch.compiler.is_dynamo_compiling
 def compilable(function: Callable | None = None, *, inner: Callable | None = None, opened=None, closed=None) -> Callable:
     """Decorator of a public function that torch.compile may meet. Its arguments named score_mod and mask_mod are mods.
 
-    inner    called instead, with what `opened` makes of the arguments: tensors, numbers, mods and tuples of these. Returns tensors
-    closed   (what `inner` returns, *arguments) -> the function's result
+    inner    called instead, with what `opened(arguments by name)` makes of them by name: tensors, numbers, mods and tuples of these.
+             Returns tensors
+    closed   (what `inner` returns, arguments by name) -> the function's result
     """
     if function is None:
         return functools.partial(compilable, inner=inner, opened=opened, closed=closed)
-    name = function.__name__
-    CALL.functions[name] = inner or function
+    called, parameters = function.__name__, inspect.signature(function).parameters
+    names = tuple(parameters)
+    defaults = {p.name: p.default for p in parameters.values() if p.default is not p.empty}
+    CALL.functions[called] = inner or function
 
     @functools.wraps(function)
     def public(*args, **kwargs):
-        if _compiling():
-            if not _is_known():
-                return function(*args, **kwargs)
-            if opened is None:
-                return CALL(name, *args, **kwargs)
-            return closed(CALL(name, **opened(*args, **kwargs)), *args, **kwargs)
+        if _compiling() and _is_known():
+            some = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+            if len(some) == len(names) >= len(args):  # else the function says what is wrong
+                given = {name: some[name] for name in names}
+                found = CALL(called, **(given if opened is None else opened(given)))
+                return found if closed is None else closed(found, given)
         return function(*args, **kwargs)
 
     runs_uncompiled(function)  # after its attributes were copied
@@ -65,9 +69,11 @@ def _is_known() -> bool:
     """Does Dynamo know what to do with CALL? It asks when it first traces one."""
     try:
         from flexpress import dynamo
-    except ImportError:  # a torch whose compiler has other names
+
+        dynamo.know(CALL)
+    except (ImportError, AttributeError):  # a torch whose compiler has other names
         return False
-    return dynamo.knows(CALL)
+    return True
 
 
 _is_known._dynamo_marked_constant = True  # Dynamo runs it, instead of tracing it

@@ -21,25 +21,16 @@ from .codegen.run import masks
 from .codegen.run.block_lists import BlockLists
 
 
-def _closed(tables, mask_mod, B, H, Q_LEN, KV_LEN, device=None, BLOCK_SIZE=DEFAULT_BLOCK_SIZE, *_, **__) -> BlockMask:
-    """The mask of these tables; torch's compiler traces this."""
-    q_block, kv_block = BLOCK_SIZE if isinstance(BLOCK_SIZE, (tuple, list)) else (BLOCK_SIZE, BLOCK_SIZE)
+def _closed(tables, given: dict) -> BlockMask:
+    """The mask of these tables, for create_block_mask's arguments; torch's compiler traces this."""
+    mask_mod, size = given["mask_mod"], given["BLOCK_SIZE"]
+    q_block, kv_block = size if isinstance(size, (tuple, list)) else (size, size)
     full = tables[2:] if len(tables) > 2 else (None, None)
     lists = BlockLists(tables[0], tables[1], full[0], full[1], q_block, kv_block, True)
-    return BlockMask._made((Q_LEN, KV_LEN), lists, mask_mod, decided_by=mask_mod)
+    return BlockMask._made((given["Q_LEN"], given["KV_LEN"]), lists, mask_mod, decided_by=mask_mod)
 
 
-def _opened(
-    mask_mod, B, H, Q_LEN, KV_LEN, device=None, BLOCK_SIZE=DEFAULT_BLOCK_SIZE, _compile=False, *, separate_full_blocks=True, capacity=None
-) -> dict:
-    """The arguments of create_block_mask for `_tables`; torch's compiler traces this."""
-    return {
-        **{"mask_mod": mask_mod, "B": B, "H": H, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN, "device": device, "BLOCK_SIZE": BLOCK_SIZE},
-        **{"separate_full_blocks": separate_full_blocks, "capacity": capacity},
-    }
-
-
-def _tables(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, separate_full_blocks, capacity) -> tuple[torch.Tensor, ...]:
+def _tables(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, separate_full_blocks, capacity, **_) -> tuple[torch.Tensor, ...]:
     """The lists of a mask, as wide as there are columns unless there is a capacity: nothing waits for their values."""
     extents, size = _extents(B, H, Q_LEN, KV_LEN), block_size(BLOCK_SIZE)
     capacity = capacity if capacity is None else whole("capacity", capacity)
@@ -52,7 +43,7 @@ def _tables(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, separate_full_blo
     )
 
 
-@compilable(inner=_tables, opened=_opened, closed=_closed)
+@compilable(inner=_tables, closed=_closed)
 def create_block_mask(
     mask_mod: Callable,
     B: int | None,
@@ -86,7 +77,7 @@ def create_block_mask(
     check_surroundings("create_block_mask")
     if recording():
         tables = _tables(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, separate_full_blocks, capacity)
-        return _closed(tables, mask_mod, B, H, Q_LEN, KV_LEN, device, block_size(BLOCK_SIZE))
+        return _closed(tables, {"mask_mod": mask_mod, "BLOCK_SIZE": block_size(BLOCK_SIZE), "Q_LEN": Q_LEN, "KV_LEN": KV_LEN})
     extents, size = _extents(B, H, Q_LEN, KV_LEN), block_size(BLOCK_SIZE)
     capacity = capacity if capacity is None else whole("capacity", capacity)
     device = resolve_device(device)

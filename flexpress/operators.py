@@ -46,7 +46,7 @@ def _bound(query, key, value, captures: Captures, lists: list, starts: list, sca
         block_mask = BlockMask._made((query.shape[2], key.shape[2]), made, mask, decided_by=mask if decided else None)
         mask = None
     packed = (starts[0], starts[-1]) if starts else None
-    return bound(query, key, value, score, block_mask, scale, True, dict(program.options), mask, packed)
+    return bound(query, key, value, score, block_mask, scale, True, program.options, mask, packed)
 
 
 @torch.library.custom_op("flexpress::flex_attention", mutates_args=())

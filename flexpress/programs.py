@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ import torch
 from .codegen.mod.expr import ModGraph
 from .codegen.mod.graph_mod import GraphMod
 from .codegen.mod.graph_text import read_graph, text_of
+from .codegen.plan.forward import Options
 from .codegen.registry import remembered
 
 
@@ -34,21 +35,20 @@ class Program:
 
     score, mask    texts of mods, or None
     lists          of a block mask: blocks of queries and of keys, may full blocks be checked for KV_LEN, does mask_mod alone decide
-    options        kernel_options, by name
     rows           what a backward pass needs is wanted
     """
 
     score: str | None = None
     mask: str | None = None
     lists: tuple[int, int, bool, bool] | None = None
-    options: tuple[tuple[str, object], ...] = ()
+    options: Options = Options()
     deterministic: bool = False
     max_scores: bool = False
     rows: bool = False
 
     def text(self) -> str:
         """Only what differs from the defaults."""
-        parts = {k: v for k, v in asdict(self).items() if v != getattr(Program, k)}
+        parts = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         return "{" + ",".join(f'"{k}":{v if k in _TEXTS else _compact(v)}' for k, v in parts.items()) + "}"
 
     def mods(self, captures: Captures) -> tuple[GraphMod | None, GraphMod | None]:
@@ -66,7 +66,9 @@ def read_program(text: str) -> Program:
     try:
         parts = json.loads(text)
         parts |= {k: _compact(parts[k]) for k in _TEXTS & parts.keys()}
-        parts["options"] = tuple((str(name), value) for name, value in parts.get("options", ()))
+        if "options" in parts:
+            options = Options(*parts["options"])
+            parts["options"] = options._replace(tile=tuple((str(name), int(n)) for name, n in options.tile))
         parts["lists"] = tuple(parts["lists"]) if parts.get("lists") else None
         program = Program(**parts)
     except (TypeError, KeyError, ValueError, AttributeError) as error:

@@ -19,6 +19,7 @@ from flexpress.scales import read_scale
 from .codegen.mod.bind import bind
 from .codegen.mod.tensors import check_kind, check_surroundings, tracing
 from .codegen.mod.trace import traced_once
+from .codegen.plan.forward import Options
 from .codegen.run.block_lists import BlockLists
 from .codegen.run.captured import apart
 
@@ -41,7 +42,7 @@ class Recorded(NamedTuple):
     decided: bool
     packed: tuple[torch.Tensor, ...]
     scale: float
-    options: tuple[tuple[str, object], ...]
+    options: Options
 
     def attend(self, output_max: bool, deterministic: bool) -> tuple:
         """out, lse and max_scores (None if they are not wanted)."""
@@ -78,11 +79,10 @@ def recorded(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel
             return recorded(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed)
     query, key, value = checks.autocast(query, key, value)
     checks.check_tensors(query, key, value, enable_gqa)
-    checks.parse_options(kernel_options)
+    options = checks.parse_options(kernel_options)
     lists, decided = None, True
     if block_mask is not None:
         lists, decided, mask_mod = _mask(block_mask, query, key, mask_mod)
-    options = tuple(sorted((kernel_options or {}).items()))
     scale, score_mod = read_scale(scale, score_mod, query.shape[3], query.device)
     score, mask = bound_mod(score_mod, "score"), bound_mod(mask_mod, "mask")
     return Recorded(query, key, value, score, mask, lists, decided, tuple(packed or ()), scale, options)
