@@ -58,9 +58,18 @@ def _with_statistics(
     block_mask = None
     if tables:
         block_mask, mask_mod = mask_of_parts(tables, facts, mask_mod), None
-    call = bound(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod)
-    out, lse, largest = attend(call, max_scores, deterministic)
+    arguments = query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod
+    out, lse, largest = _attend(arguments, max_scores, deterministic)
     return (out, lse, largest) if max_scores else (out, lse)
+
+
+def _attend(arguments: tuple, want_max: bool, deterministic: bool) -> tuple:
+    """out, lse and max_scores, or None, of query and what follows it in `bound`."""
+    if arguments[0].__class__ in ORDINARY or not is_distributed(arguments[0]):
+        return attend(bound(*arguments), want_max, deterministic)
+    from flexpress.dtensors import attend_shards  # imports torch's module, which takes long
+
+    return attend_shards(*arguments, output_max=want_max, deterministic=deterministic)
 
 
 @compilable(inner=_with_statistics, opened=_opened, closed=_closed)
@@ -117,19 +126,10 @@ def flex_attention(
     """
     want_max = return_aux is not None and _checked_request(return_aux, return_lse).max_scores
     arguments = query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod
-    if query.__class__ in ORDINARY or not is_distributed(query):
-        out, lse, max_scores = attend(bound(*arguments), want_max, deterministic)
-    else:
-        out, lse, max_scores = _attend_shards(*arguments, output_max=want_max, deterministic=deterministic)
+    out, lse, max_scores = _attend(arguments, want_max, deterministic)
     if return_aux is not None:
         return out, AuxOutput(lse if return_aux.lse else None, max_scores)
     return (out, lse) if return_lse else out
-
-
-def _attend_shards(*arguments, **options) -> tuple:
-    from flexpress.dtensors import attend_shards  # imports torch's module, which takes long
-
-    return attend_shards(*arguments, **options)
 
 
 def _checked_request(return_aux, return_lse: bool) -> AuxRequest:

@@ -15,7 +15,7 @@ from flexpress.recorded import bound_mod
 from flexpress.scales import read_scale
 
 from .codegen.mod.bind import bind
-from .codegen.mod.tensors import check_surroundings, read_captured, recording
+from .codegen.mod.tensors import is_recorded, read_captured
 from .codegen.run.cached import attend_cached
 from .codegen.run.cached_call import CachedCall
 from .codegen.run.call import Cached
@@ -80,9 +80,8 @@ def cached_attention(
 
     Method: flash decoding (Dao et al. 2023), paged attention (Kwon et al. 2023, arXiv 2309.06180).
     """
-    check_surroundings("cached_attention")
     tables = page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale, v_scale
-    attended = _recorded if recording(query, k_cache) else _computed
+    attended = _recorded if is_recorded("cached_attention", query, k_cache, v_cache) else _computed
     found = attended(query, k_cache, v_cache, kv_len, tables, score_mod, mask_mod, scale, batch_invariant, check)
     return found if return_lse else found[0]
 

@@ -9,7 +9,7 @@ from flexpress.cache_checks import check_batch, check_contents, check_no_gradien
 from flexpress.checks import positive, whole
 from flexpress.in_graph import compilable
 
-from .codegen.mod.tensors import check_memory, check_surroundings, recording
+from .codegen.mod.tensors import check_memory, is_recorded
 from .codegen.run.call import Cached
 from .codegen.run.update_cache import update
 
@@ -85,7 +85,7 @@ def update_cache(
     Raises ValueError or TypeError for arguments, NotImplementedError for kinds of tensors that kernels cannot read and,
     unless gradients are off (torch.no_grad), where one of them requires grad.
     """
-    check_surroundings("update_cache")
+    recorded = is_recorded("update_cache", key, k_cache, v_cache)
     if torch._C._is_any_autocast_enabled():
         key, value, query = checks.autocast(key, value, query)
     tables = kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale, v_scale
@@ -93,7 +93,7 @@ def update_cache(
     if torch.is_grad_enabled():
         tensors = {"key": key, "value": value, "query": query, "k_cache": k_cache, "v_cache": v_cache, "rope": rope}
         check_no_gradients("update_cache", "call it under torch.no_grad()", **tensors, k_scale=k_scale, v_scale=v_scale)
-    if recording(key, k_cache):
+    if recorded:
         turned = torch.ops.flexpress.update_cache(
             *(key, value, k_cache, v_cache, kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset),
             *(query, rope, interleaved, k_scale, v_scale, check),

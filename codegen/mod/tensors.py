@@ -91,6 +91,14 @@ def recording(*tensors) -> bool:
     return bool(_modes()) or any(isinstance(t, torch.Tensor) and (t.is_meta or _is_traced_kind(t)) for t in tensors)
 
 
+def is_recorded(function: str, query, key, value) -> bool:
+    """`recording`, for a public function that is an operator then, with a quick look first. Raises as `check_surroundings` does."""
+    if are_plain(query, key, value) and not query.is_meta:
+        return False
+    check_surroundings(function)
+    return recording(query, key)
+
+
 def tracing() -> bool:
     """Does a dispatch mode run operations without their values?"""
     kinds = torch._C._TorchDispatchModeKey
