@@ -128,7 +128,10 @@ def _placed(
 
 def _attend(query, where: Cached, q_offset, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant: bool) -> tuple:
     """out and lse of arguments that are checked, but scale and the mods."""
-    scale, score_mod = _read_scale(scale, score_mod, query)
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    else:
+        scale, score_mod = _read_scale(scale, score_mod, query)
     ragged = where.cu_q is not None
     q = query.transpose(0, 1)[None] if ragged else query
     k, v = k_cache.transpose(1, 2), v_cache.transpose(1, 2)

@@ -282,3 +282,20 @@ def test_saved_programs_have_no_paths():
     exported = torch.export.load(io.BytesIO(buffer.getvalue()))
     programs = [a for n in exported.graph.nodes if "flexpress" in str(n.target) for a in n.args if isinstance(a, str) and "{" in a]
     assert len(programs) == 2 and not any("/" in p or ".py" in p for p in programs)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_writes_to_caches_that_share_their_memory(backend, device):
+    lengths = torch.tensor([4, 9, 16], dtype=torch.int32, device=device)
+    new = [torch.randn(3, 2, 1, 16, device=device) for _ in range(2)]
+
+    def step(caches, key, value):
+        update_cache(key * 1, value * 2, caches[0], caches[1], lengths)
+        return cached_attention(key, caches[0], caches[1], lengths), caches.sum()
+
+    caches = [torch.zeros(2, 3, 16, 2, 16, device=device) for _ in range(2)]
+    expected = step(caches[0], *new)
+    found = torch.compile(step, backend=backend, fullgraph=True)(caches[1], *new)
+    torch.testing.assert_close(caches[1], caches[0])
+    torch.testing.assert_close(found, expected)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -170,3 +171,42 @@ def test_the_marks_do_not_import_the_compiler():
     """It takes seconds."""
     code = "import flexpress, sys; assert 'torch._dynamo' not in sys.modules and 'torch._inductor' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_threads_share_what_is_compiled():
+    q, k, v = (t.detach() for t in inputs("cpu"))
+
+    def run(q, by):
+        return flex_attention(q * 2, k, v, lambda score, b, h, q_idx, kv_idx: score * by)
+
+    compiled, expected = torch.compile(run, backend="aot_eager", fullgraph=True), [run(q, by) for by in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        for found, wanted in zip(threads.map(lambda by: compiled(q, by), range(4)), expected, strict=True):
+            torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_no_gradient_flows_through_what_a_mod_computes_without(backend):
+    def run(q, k, v, slopes):
+        def score_mod(score, b, h, q_idx, kv_idx):
+            with torch.no_grad():
+                shift = slopes[h] * (kv_idx - q_idx)
+            return score + shift + slopes[h]
+
+        return flex_attention(q, k, v, score_mod)
+
+    q, k, v = inputs("cpu")
+    slopes = torch.tensor([0.1, 0.3], requires_grad=True)
+    weight = torch.randn(q.shape)
+    found = torch.autograd.grad((torch.compile(run, backend=backend, fullgraph=True)(q, k, v, slopes) * weight).sum(), (q, slopes))
+    for g, expected in zip(found, torch.autograd.grad((run(q, k, v, slopes) * weight).sum(), (q, slopes)), strict=True):
+        torch.testing.assert_close(g, expected)
+
+
+def test_random_numbers_in_a_mod_are_refused():
+    def noisy(score, b, h, q_idx, kv_idx):
+        return score + torch.rand(())
+
+    q, k, v = inputs("cpu")
+    with pytest.warns(UserWarning), pytest.raises(dynamo.exc.Unsupported, match="flexpress refuses this score_mod"):
+        torch.compile(lambda q: flex_attention(q, k, v, noisy), backend="eager", fullgraph=True)(q)
