@@ -24,6 +24,7 @@ from flexpress.call import bound
 from flexpress.mask_mods import noop_mask
 from flexpress.programs import Captures, Program, read_graph_once, read_program, values_of
 
+from .codegen.device.counters import nothing_kept
 from .codegen.mod.tensors import read_captured
 from .codegen.run import masks
 from .codegen.run.backward import backward
@@ -69,8 +70,9 @@ def flex_attention(
     starts   where packed sequences start, those of queries and, if they differ, of keys
     """
     wanted = read_program(program)
-    call = _bound(query, key, value, Captures(tensors, ints, floats), lists, starts, scale, wanted)
-    out, lse, max_scores, rows = forward(call, output_max=wanted.max_scores, output_rows=wanted.rows)
+    with nothing_kept():
+        call = _bound(query, key, value, Captures(tensors, ints, floats), lists, starts, scale, wanted)
+        out, lse, max_scores, rows = forward(call, output_max=wanted.max_scores, output_rows=wanted.rows)
     if rows is not None and rows.raw:  # no tensor says so to the backward pass
         rows.values.select(-1, 0).mul_(call.scale)
     return out, lse, _or_empty(max_scores, query), _or_empty(rows and rows.values, query)
@@ -113,8 +115,8 @@ def flex_attention_backward(
 ) -> list[torch.Tensor]:
     """The gradients of query, key and value, and of the `wanted` ones of score_mod's tensors, laid out as these are."""
     wishes = read_program(program)
-    call = _bound(query, key, value, Captures(tensors, ints, floats), lists, starts, scale, wishes)
-    with torch.no_grad():
+    with torch.no_grad(), nothing_kept():
+        call = _bound(query, key, value, Captures(tensors, ints, floats), lists, starts, scale, wishes)
         *gradients, of_captured = backward(
             call, out, Rows(rows, False), d_out, d_lse, wanted=frozenset(wanted), deterministic=wishes.deterministic
         )
@@ -253,7 +255,7 @@ def cached_attention(
     tensors = [t.to(query.device) if t.ndim == 0 else t for t in tensors]
     score, mask = read_program(program).mods(Captures(tensors, ints, floats))
     places = {"page_table": page_table, "cache_loc": cache_loc, "cu_seqlens_q": cu_seqlens_q, "max_q_len": max_q_len, "q_offset": q_offset}
-    with torch.no_grad():
+    with torch.no_grad(), nothing_kept():
         return flexpress.cached.cached_attention(
             *(query, k_cache, v_cache, kv_len),
             **{**places, "score_mod": score, "mask_mod": mask, "scale": scale, "k_scale": k_scale, "v_scale": v_scale},

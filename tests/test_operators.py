@@ -18,7 +18,18 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch.utils.flop_counter import FlopCounterMode
 
 import flexpress
-from flexpress import cached_attention, create_block_mask, create_mask, flex_attention, mods, operators, update_cache, varlen_attention
+from flexpress import (
+    cache_clear,
+    cached_attention,
+    create_block_mask,
+    create_mask,
+    flex_attention,
+    mods,
+    operators,
+    update_cache,
+    varlen_attention,
+)
+from flexpress.codegen.device import counters
 from flexpress.codegen.mod.bind import bind
 from flexpress.codegen.mod.graph_text import read_graph, text_of
 from flexpress.programs import read_program
@@ -299,3 +310,21 @@ def test_compiled_writes_to_caches_that_share_their_memory(backend, device):
     found = torch.compile(step, backend=backend, fullgraph=True)(caches[1], *new)
     torch.testing.assert_close(caches[1], caches[0])
     torch.testing.assert_close(found, expected)
+
+
+def test_operators_keep_no_memory_of_a_stream_that_may_be_captured(monkeypatch):
+    """Where torch warms up for a CUDA graph, memory that outlives the call would be the graph's."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    device, stream = torch.device("cpu"), 5
+    with counters.nothing_kept():
+        first = counters.counter(device, stream)
+        with counters.held_counter(device, stream) as held:
+            assert held is not first
+        assert counters.counter(device, stream) is not held and not counters.may_keep(stream) and counters.may_keep(0)
+    kept = counters.counter(device, stream)
+    with counters.nothing_kept():  # what is there already may be used
+        assert counters.counter(device, stream) is kept
+        with counters.held_counter(device, stream) as held:
+            assert held is kept
+    assert counters.counter(device, stream) is kept
+    cache_clear()

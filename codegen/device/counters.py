@@ -1,8 +1,9 @@
-"""Numbers in a device's memory on which the programs of a kernel count."""
+"""Numbers in a device's memory on which the programs of a kernel count, and when memory may be kept at all."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 
 import torch
@@ -12,14 +13,39 @@ from ..registry import Table
 _counters: dict[tuple, torch.Tensor] = Table("counters", 1024)
 
 
+class _Thread(threading.local):
+    keeps = True
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def nothing_kept() -> Iterator[None]:
+    """In here no memory is kept for later calls: of what runs an operator, torch's compiler takes what is allocated on a stream of its own
+    for part of a CUDA graph."""
+    before, _thread.keeps = _thread.keeps, False
+    try:
+        yield
+    finally:
+        _thread.keeps = before
+
+
+def may_keep(stream: int) -> bool:
+    """May memory that is allocated now on this stream serve later calls on it? None captures stream 0."""
+    return not stream or (_thread.keeps and not torch.cuda.is_current_stream_capturing())
+
+
 def counter(device: torch.device, stream: int) -> torch.Tensor:
     """Two int32 of zero for `stream`, the current one, on which one kernel after another may count: each leaves them zero. A CUDA graph
-    gets some of its own, as graphs may run beside each other; none captures stream 0."""
+    gets some of its own, as graphs may run beside each other."""
     if stream and torch.cuda.is_current_stream_capturing():
         return _zeros(device)
     found = _counters.get((device, stream))
     if found is None:
-        found = _counters[device, stream] = _zeros(device)
+        found = _zeros(device)
+        if may_keep(stream):
+            _counters[device, stream] = found
     return found
 
 
@@ -30,10 +56,12 @@ def held_counter(device: torch.device, stream: int) -> Iterator[torch.Tensor]:
         yield _zeros(device)
         return
     held = _counters.pop((device, stream), None)
+    kept = held is not None or may_keep(stream)
     if held is None:
         held = _zeros(device)
     yield held
-    _counters[device, stream] = held
+    if kept:
+        _counters[device, stream] = held
 
 
 def _zeros(device: torch.device) -> torch.Tensor:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..device.counters import may_keep
 from ..device.devices import backend_of
 from ..device.kernel import Kernel, kernel_for
 from ..mod.expr import INDEX_BOUND
@@ -262,7 +263,7 @@ def automatic_lists(
             status = status.transpose(-1, -2) if transposed else status
             made = _listed(status, [status.shape[-1]] * 2, separate_full=True, starts=starts and (starts[not transposed],))
         lists = BlockLists(*made, *size, interior=True, starts=starts[transposed] if starts else None)
-        if key and sum(t.nbytes for t in made) <= _KEPT_BYTES:
+        if key and may_keep(stream) and sum(t.nbytes for t in made) <= _KEPT_BYTES:
             _kept[key] = lists
     return lists
 
