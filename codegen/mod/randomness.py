@@ -142,6 +142,8 @@ class Search:
             self._waiting += [value.func, *given]
         elif isinstance(value, torch.nn.Module):
             self._waiting.append(value.forward)
+        elif isinstance(value, types.BuiltinMethodType):
+            self._waiting.append(value.__self__)  # of Function.apply, where it is no Python
         elif isinstance(value, type):
             self.functions = self.functions or issubclass(value, torch.autograd.Function)
         else:

@@ -177,6 +177,7 @@ class EagerRun(TracingRun):
     def __init__(self, kind: str, operations: Operations, watches: bool) -> None:
         super().__init__(kind, operations)
         self.watches, self.with_grad = watches, torch.is_grad_enabled()
+        self._applying = 0  # autograd.Functions that run
         self._tensors: list[torch.Tensor] = []
         self._numbers: list = []
 
@@ -238,15 +239,11 @@ class EagerRun(TracingRun):
     def _called(self, frame: types.FrameType, event: str, called) -> None:
         if Run.current is not self:  # an interrupt has left it behind
             sys.setprofile(None)
-        elif (
-            event == "call"
-            and frame.f_code is _APPLY
-            and any(isinstance(a, Symbolic) for a in frame.f_locals["args"])
-            or event == "c_call"
-            and _APPLY is None
-            and _is_applied(called)
-        ):
-            raise self._autograd_function()
+        elif event == "call":
+            if (frame.f_code is _APPLY or self._applying) and any(_is_symbolic(v) for v in frame.f_locals.values()):
+                raise self._autograd_function()
+        elif event != "return" and _APPLY is None and _is_apply(called):
+            self._applying += 1 if event == "c_call" else -1
 
     def user_frame(self) -> types.FrameType | None:
         frame = sys._getframe(1)
@@ -295,10 +292,14 @@ _MACHINERY = {
 }
 
 
-def _is_applied(called) -> bool:
-    """Is this the apply of an autograd.Function?"""
+def _is_apply(called) -> bool:
+    """Is this the apply of an autograd.Function? From torch 2.15 on it is no Python, and what it calls has its arguments."""
     owner = getattr(called, "__self__", None)
     return called.__name__ == "apply" and isinstance(owner, type) and issubclass(owner, torch.autograd.Function)
+
+
+def _is_symbolic(value) -> bool:
+    return isinstance(value, Symbolic) or type(value) is tuple and any(isinstance(v, Symbolic) for v in value)
 
 
 def is_machinery(file: str) -> bool:
