@@ -177,7 +177,7 @@ class EagerRun(TracingRun):
     def __init__(self, kind: str, operations: Operations, watches: bool) -> None:
         super().__init__(kind, operations)
         self.watches, self.with_grad = watches, torch.is_grad_enabled()
-        self._applying = 0  # autograd.Functions that run
+        self._applying: list[SourceLine] = []  # the lines where autograd.Functions that run are applied, if apply is no Python
         self._tensors: list[torch.Tensor] = []
         self._numbers: list = []
 
@@ -243,7 +243,10 @@ class EagerRun(TracingRun):
             if (frame.f_code is _APPLY or self._applying) and any(_is_symbolic(v) for v in frame.f_locals.values()):
                 raise self._autograd_function()
         elif event != "return" and _APPLY is None and _is_apply(called):
-            self._applying += 1 if event == "c_call" else -1
+            if event == "c_call":
+                self._applying.append(line_of(frame.f_code.co_filename, frame.f_lineno))
+            else:
+                self._applying.pop()
 
     def user_frame(self) -> types.FrameType | None:
         frame = sys._getframe(1)
@@ -254,12 +257,14 @@ class EagerRun(TracingRun):
         return super().user_frame()
 
     def _autograd_function(self) -> ModError:
-        found = super().user_frame()
+        where, found = next(iter(self._applying), None), super().user_frame()
+        if where is None and found is not None:
+            where = line_of(found.f_code.co_filename, found.f_lineno)
         return mod_error(
             "an autograd.Function: its own backward would not be run",
             "Write the computation without it; its gradient is then derived. For one that passes a gradient through, "
             "x + (f(x) - x).detach().",
-            line_of(found.f_code.co_filename, found.f_lineno) if found is not None else None,
+            where,
             self.kind,
         )
 
