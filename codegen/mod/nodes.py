@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-
 import torch
 
 from .current import WEAK_DTYPE, Run
@@ -14,12 +12,8 @@ from .stand_ins import HostNumber, HostValue
 from .symbols import Sym, TensorView, Vector
 from .tensors import DTYPES, tracing
 
-
-@contextmanager
-def aside():
-    """Small computations of our own, which nobody records."""
-    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-        yield
+# around small computations of our own, which nobody is to record
+_Unseen, _Unrecorded = torch._C.DisableTorchFunction, torch._C._DisableTorchDispatch
 
 
 def apply(row: Op, args: tuple, kwargs: dict) -> Sym:
@@ -59,7 +53,7 @@ def result_dtype(row: Op, operands: list[Expr]) -> torch.dtype:
     """
     key = (row.name, torch.get_default_dtype(), tuple((o.dtype, o.weak) for o in operands))
     if key not in _dtype_cache:
-        with aside():
+        with _Unseen(), _Unrecorded():
             stand_ins = [_NUMBER_OF[kind(o.dtype)] if o.weak else torch.ones((), dtype=o.dtype) for o in operands]
             try:
                 result = row.torch(*stand_ins)
@@ -149,7 +143,7 @@ def literal_tensor(value, dtype: torch.dtype | None) -> Sym:
 
 
 def _folded_literal(value, dtype: torch.dtype) -> Expr:
-    with aside():
+    with _Unseen(), _Unrecorded():
         value = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None).to(dtype).item()
     return Run.current.table.make("literal", (), dtype, attr=value)
 
@@ -157,7 +151,7 @@ def _folded_literal(value, dtype: torch.dtype) -> Expr:
 def _fold(row: Op, operands: list[Expr], dtype: torch.dtype) -> Expr | None:
     """Constant operands are computed now, and `mask & True` is `mask`; None when there is nothing to fold."""
     if all(o.is_literal for o in operands) and not _may_trap(row, operands):
-        with aside():
+        with _Unseen(), _Unrecorded():
             plain = [o.attr if o.weak else torch.tensor(o.attr, dtype=o.dtype) for o in operands]
             try:
                 result = row.torch(*plain)
