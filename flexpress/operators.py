@@ -34,10 +34,14 @@ from .codegen.run.forward import forward
 from .codegen.run.layouts import traced_like
 
 
+def _on(device: torch.device, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Captured tensors on a call's device: those of no dimension may be on the CPU."""
+    return [t.to(device) if t.ndim == 0 else t for t in tensors]
+
+
 def _bound(query, key, value, captures: Captures, lists: list, starts: list, scale: float, program: Program) -> Bound:
     """The call that an operator was given."""
-    tensors = [t.to(query.device) if t.ndim == 0 else t for t in captures.tensors]  # those of no dimension may be on the CPU
-    score, mask = program.mods(captures._replace(tensors=tensors))
+    score, mask = program.mods(captures._replace(tensors=_on(query.device, captures.tensors)))
     block_mask = None
     if program.lists:
         q_block, kv_block, interior, decided = program.lists
@@ -202,9 +206,8 @@ def block_lists(
 
 def _mask(tensors: list[torch.Tensor], ints: list[int], floats: list[float], device: torch.device, text: str) -> tuple:
     """A bound mod of a text."""
-    tensors = [t.to(device) if t.ndim == 0 else t for t in tensors]
     graph = read_graph_once(text)
-    bound_mod = graph, values_of(graph, iter(tensors), iter(ints), iter(floats))
+    bound_mod = graph, values_of(graph, iter(_on(device, tensors)), iter(ints), iter(floats))
     read_captured(bound_mod, device, f"{graph.kind}_mod")
     return bound_mod
 
@@ -252,8 +255,7 @@ def cached_attention(
     program: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of flexpress.cached_attention, which has the same arguments."""
-    tensors = [t.to(query.device) if t.ndim == 0 else t for t in tensors]
-    score, mask = read_program(program).mods(Captures(tensors, ints, floats))
+    score, mask = read_program(program).mods(Captures(_on(query.device, tensors), ints, floats))
     places = {"page_table": page_table, "cache_loc": cache_loc, "cu_seqlens_q": cu_seqlens_q, "max_q_len": max_q_len, "q_offset": q_offset}
     with torch.no_grad(), nothing_kept():
         return flexpress.cached.cached_attention(
