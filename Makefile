@@ -3,7 +3,7 @@
 # make test-gpu  the tests on a GPU
 # make sanitize  every template under compute-sanitizer, and tables and lists that lie, on a GPU
 # make golden    print generated/ anew; read the diff
-# make lint      linter and formatter, as they must be
+# make lint      linter, formatter and types, as they must be
 # make format    format all Python
 #
 # PYTHON=python3.12 chooses the interpreter of a new .venv, VENV=folder its place.
@@ -33,7 +33,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.linter: constraints.txt | $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet -c constraints.txt ruff
+	$(BIN)/python -m pip install --quiet -c constraints.txt ruff mypy
 	touch $@
 
 $(VENV)/triton-%/.installed: | $(VENV)/.installed
@@ -66,6 +66,7 @@ golden: venv
 lint: $(VENV)/.linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tests/check_types.py
 
 format: $(VENV)/.linter
 	$(BIN)/ruff check --fix .
