@@ -32,9 +32,9 @@ from flexpress.pages import OutOfPages, PageAllocator
 from flexpress.plot import plot_mask
 from flexpress.varlen import varlen_attention
 
-from .codegen.device.cache import VERSION as __version__
 from .codegen.mod.errors import ModError, RenderError
 from .codegen.run.evaluate import evaluate_mod
+from .codegen.version import VERSION as __version__
 
 __all__ = [
     "AuxOutput",
