@@ -4,6 +4,7 @@
 # make sanitize  every template under compute-sanitizer, and tables and lists that lie, on a GPU
 # make golden    print generated/ anew; read the diff
 # make lint      linter, formatter and types, as they must be
+# make docs      the API reference, in build/docs; an error if a public name has no docstring
 # make format    format all Python
 #
 # PYTHON=python3.12 chooses the interpreter of a new .venv, VENV=folder its place.
@@ -20,7 +21,7 @@ TRITONS := 3.6.0 3.9.0
 OTHER_TRITONS := $(TRITONS:%=$(VENV)/triton-%/.installed)
 COMPILED := $(wildcard tests/test_*offline.py)
 
-.PHONY: help venv demo test test-gpu sanitize golden lint format
+.PHONY: help venv demo test test-gpu sanitize golden lint docs format
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -34,6 +35,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.linter: constraints.txt | $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet -c constraints.txt ruff mypy
+	touch $@
+
+$(VENV)/.reference: constraints.txt | $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -c constraints.txt pdoc
 	touch $@
 
 $(VENV)/triton-%/.installed: | $(VENV)/.installed
@@ -67,6 +72,9 @@ lint: $(VENV)/.linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python tests/check_types.py
+
+docs: $(VENV)/.reference
+	$(BIN)/python docs/reference.py
 
 format: $(VENV)/.linter
 	$(BIN)/ruff check --fix .
