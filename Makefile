@@ -3,6 +3,7 @@
 # make test-gpu  the tests on a GPU
 # make sanitize  every template under compute-sanitizer, and tables and lists that lie, on a GPU
 # make golden    print generated/ anew; read the diff
+# make pictures  draw docs/pictures/ anew
 # make lint      linter, formatter and types, as they must be
 # make docs      the API reference, in build/docs; an error if a public name has no docstring
 # make format    format all Python
@@ -21,7 +22,7 @@ TRITONS := 3.6.0 3.9.0
 OTHER_TRITONS := $(TRITONS:%=$(VENV)/triton-%/.installed)
 COMPILED := $(wildcard tests/test_*offline.py)
 
-.PHONY: help venv demo test test-gpu sanitize golden lint docs format
+.PHONY: help venv demo test test-gpu sanitize golden pictures lint docs format
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -67,6 +68,9 @@ sanitize: venv
 golden: venv
 	$(BIN)/python -m pytest -q tests/test_golden.py --update-golden
 	git --no-pager diff --stat generated
+
+pictures: venv
+	$(BIN)/python docs/pictures.py
 
 lint: $(VENV)/.linter
 	$(BIN)/ruff check .
