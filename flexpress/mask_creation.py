@@ -67,9 +67,9 @@ def create_block_mask(
                           divides a size, kernels walk blocks of 128 made of these
     separate_full_blocks  False: list full blocks as partial ones too, so that mask_mod is evaluated everywhere
     _compile, compute_dq_write_order, dq_kv_order   torch's; kernels make the lists, and write dQ, whatever they say
-    capacity              most partial (and most full) blocks that a row may have. By default the lists are as wide as the densest row
-                          needs, for which the host waits; as wide as there are columns inside torch.compile and a CUDA graph. With a
-                          capacity it never waits; a row with more blocks stops the program (a device-side assertion)
+    capacity              most partial (and most full) blocks that a row may have. By default the lists are as wide as there are columns
+                          or, above a MiB, as the densest row needs, for which the host waits (not inside torch.compile and a CUDA
+                          graph). With a capacity it never waits; a row with more blocks stops the program (a device-side assertion)
 
     Printed kernels decide whole blocks by bounds of mask_mod where bounds tell, and evaluate it position by position in the others; no
     mask of Q_LEN x KV_LEN is ever in memory. Raises ModError if the mod cannot be traced, ValueError or TypeError for other arguments.

@@ -4,6 +4,7 @@
     flexpress::flex_attention_backward    its gradients
     flexpress::cached_attention, flexpress::update_cache
     flexpress::block_lists, flexpress::dense_mask    create_block_mask, create_mask
+    flexpress::transposed_lists           those that a backward pass reads, once for all calls with a mask
 
 A plain call in eager mode goes past them (recorded.py says which calls do not). Mods come as a program (programs.py) with the tensors
 and numbers that they capture, numbers of bool among the ints.
@@ -19,6 +20,7 @@ from torch.utils.flop_counter import register_flop_formula
 import flexpress.cached
 import flexpress.kv_cache
 from flexpress.autograd import ONCE
+from flexpress.block_lists import made_transposed
 from flexpress.block_mask import BlockMask
 from flexpress.call import bound
 from flexpress.mask_mods import noop_mask
@@ -45,13 +47,23 @@ def _bound(query, key, value, captures: Captures, lists: list, starts: list, sca
     block_mask = None
     if program.lists:
         q_block, kv_block, interior, decided = program.lists
-        full = lists[2:] or (None, None)
         mask = mask or noop_mask
-        made = BlockLists(*lists[:2], *full, q_block, kv_block, interior)
+        made, *transposed = (_lists(part, q_block, kv_block, interior) for part in _halves(lists, program.transposed))
+        made.transposed.update((key.shape[2], t) for t in transposed)
         block_mask = BlockMask._made((query.shape[2], key.shape[2]), made, mask, decided_by=mask if decided else None)
         mask = None
     packed = (starts[0], starts[-1]) if starts else None
     return bound(query, key, value, score, block_mask, scale, True, program.options, mask, packed)
+
+
+def _halves(lists: list, both: bool) -> list[list]:
+    """A mask's tables, and the transposed ones if there are both."""
+    half = len(lists) // 2
+    return [lists[:half], lists[half:]] if both else [lists]
+
+
+def _lists(tables: list, q_block: int, kv_block: int, interior: bool) -> BlockLists:
+    return BlockLists(*tables[:2], *(tables[2:] or (None, None)), q_block, kv_block, interior)
 
 
 @torch.library.custom_op("flexpress::flex_attention", mutates_args=())
@@ -70,7 +82,8 @@ def flex_attention(
     """out, lse, max_scores and what the backward pass needs of every row, float32 (B, Hq, Q_LEN, 2); the last two are empty where the
     program does not want them.
 
-    lists    of a block mask: kv_num_blocks, kv_indices and, if there are, full_kv_num_blocks and full_kv_indices
+    lists    of a block mask: kv_num_blocks, kv_indices and, if there are, full_kv_num_blocks and full_kv_indices; then, if the program
+             says so, the transposed ones
     starts   where packed sequences start, those of queries and, if they differ, of keys
     """
     wanted = read_program(program)
@@ -218,6 +231,20 @@ def _(tensors, ints, floats, extents, size, separate_full, capacity, device, mas
     counts, width = (*extents[:2], rows), columns if capacity is None else capacity
     shapes = (counts, (*counts, torch.sym_max(width, 1))) * (1 + separate_full)
     return [torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes]
+
+
+@torch.library.custom_op("flexpress::transposed_lists", mutates_args=())
+def transposed_lists(lists: list[torch.Tensor], KV_LEN: int, size: list[int], interior: bool) -> list[torch.Tensor]:
+    """For each KV block the query blocks that visit it, in the fields of `lists` and as wide as there are."""
+    return list(made_transposed(_lists(lists, *size, interior), KV_LEN, wait=False).tables)
+
+
+@transposed_lists.register_fake
+def _(lists, KV_LEN, size, interior):
+    Z, H, rows = lists[0].shape
+    counts = Z, H, -(-KV_LEN // size[1])
+    shapes = (counts, (*counts, torch.sym_max(rows, 1))) * (len(lists) // 2)
+    return [lists[0].new_empty(shape) for shape in shapes]
 
 
 @torch.library.custom_op("flexpress::dense_mask", mutates_args=())

@@ -36,6 +36,7 @@ class Program:
     score, mask    texts of mods, or None
     lists          of a block mask: blocks of queries and of keys, may full blocks be checked for KV_LEN, does mask_mod alone decide
     rows           what a backward pass needs is wanted
+    transposed     the transposed lists come behind the mask's own
     """
 
     score: str | None = None
@@ -45,6 +46,7 @@ class Program:
     deterministic: bool = False
     max_scores: bool = False
     rows: bool = False
+    transposed: bool = False
 
     def text(self) -> str:
         """Only what differs from the defaults."""
