@@ -81,15 +81,12 @@ def cached_attention(
     Method: flash decoding (Dao et al. 2023), paged attention (Kwon et al. 2023, arXiv 2309.06180).
     """
     tables = page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale, v_scale
-    attended = _recorded if is_recorded("cached_attention", query, k_cache, v_cache) else _computed
-    found = attended(query, k_cache, v_cache, kv_len, tables, score_mod, mask_mod, scale, batch_invariant, check)
+    if is_recorded("cached_attention", query, k_cache, v_cache):
+        found = _recorded(query, k_cache, v_cache, kv_len, tables, score_mod, mask_mod, scale, batch_invariant, check)
+    else:
+        query, where, q_offset = _placed(query, k_cache, v_cache, kv_len, *tables, check)
+        found = _attend(query, where, q_offset, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant)
     return found if return_lse else found[0]
-
-
-def _computed(query, k_cache, v_cache, kv_len, tables, score_mod, mask_mod, scale, batch_invariant, check) -> tuple:
-    """out and lse, by kernels."""
-    placed = _placed(query, k_cache, v_cache, kv_len, *tables, check)
-    return _attend(*placed, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant)
 
 
 def _recorded(query, k_cache, v_cache, kv_len, tables, score_mod, mask_mod, scale, batch_invariant, check) -> tuple:
