@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -31,6 +32,8 @@ class AuxOutput(NamedTuple):
 def _opened(given: dict) -> dict:
     """flex_attention's arguments as `_with_statistics` takes them; torch's compiler traces this."""
     given = dict(given)
+    if given.pop("context") is not None:
+        raise NotImplementedError("flex_attention with context= cannot be compiled yet; call it in a function with torch.compiler.disable")
     block_mask, return_aux = given.pop("block_mask"), given["return_aux"]
     tables, facts = (), None
     if block_mask is not None:
@@ -87,6 +90,7 @@ def flex_attention(
     mask_mod: Callable | None = None,
     return_aux: AuxRequest | None = None,
     deterministic: bool = False,
+    context=None,
 ):
     """Attention with the user's own score and mask, by a kernel printed for them. No torch.compile, no dense scores.
 
@@ -113,6 +117,7 @@ def flex_attention(
                     Torch's BLOCKS_ARE_CONTIGUOUS, FORCE_USE_FLEX_ATTENTION, IS_DIVISIBLE, WRITE_DQ, its names of back ends and hints
                     for others change nothing or mean these (logged at DEBUG). Others are refused
     deterministic   gradients are bitwise equal on every run (also with torch.use_deterministic_algorithms); captured ones may cost more
+    context         a ContextPlan (flexpress.distributed), which has the mask: query, key and value are this rank's parts of the whole
 
     Returns the output (B, Hq, Q_LEN, D_V), in query's dtype and order of dimensions; (out, lse) with return_lse; (out,
     AuxOutput) with return_aux. lse is the natural logarithm of the softmax's denominator, max_scores its largest score, both
@@ -126,10 +131,25 @@ def flex_attention(
     """
     want_max = return_aux is not None and _checked_request(return_aux, return_lse).max_scores
     arguments = query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod
-    out, lse, max_scores = _attend(arguments, want_max, deterministic)
+    attended = _attend if context is None else partial(_in_context, context)
+    out, lse, max_scores = attended(arguments, want_max, deterministic)
     if return_aux is not None:
         return out, AuxOutput(lse if return_aux.lse else None, max_scores)
     return (out, lse) if return_lse else out
+
+
+def _in_context(context, arguments: tuple, want_max: bool, deterministic: bool) -> tuple:
+    """The same of this rank's parts, by a ContextPlan."""
+    from flexpress.context_attention import attend_in_context  # imports torch.distributed, which not everybody has
+
+    query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod = arguments
+    if block_mask is not None or mask_mod is not None:
+        raise ValueError(
+            "with context= the plan has the mask: make it as ContextPlan(..., mask_mod=...), and leave block_mask and mask_mod out"
+        )
+    if want_max:
+        raise NotImplementedError("max_scores are not returned with context=; ask for lse alone")
+    return *attend_in_context(context, query, key, value, score_mod, scale, enable_gqa, kernel_options, deterministic), None
 
 
 def _checked_request(return_aux, return_lse: bool) -> AuxRequest:

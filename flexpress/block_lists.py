@@ -14,7 +14,7 @@ import torch
 from .codegen.mod.capture import name_of
 from .codegen.mod.tensors import check_kind
 from .codegen.run import masks
-from .codegen.run.block_lists import BlockLists
+from .codegen.run.block_lists import BlockLists, lists_of
 
 _BLOCK = 128  # of the grid that kernels walk where a mask's own blocks do not suit them
 
@@ -109,8 +109,7 @@ def status_of(lists: BlockLists, columns: int) -> torch.Tensor:
 
 def listed_status(status: torch.Tensor, like: BlockLists, interior: bool, size: tuple[int, int], *, wait: bool = True) -> BlockLists:
     """The lists of a status, with full blocks apart if `like` has them apart; `wait` is as for masks.block_lists."""
-    made = masks.block_lists(status, like.full_kv_indices is not None, wait=wait)
-    return BlockLists(*made[:2], *(made[2:] or (None, None)), *size, interior)
+    return lists_of(masks.block_lists(status, like.full_kv_indices is not None, wait=wait), *size, interior)
 
 
 def transposed_lists(lists: BlockLists, KV_LEN: int) -> BlockLists:

@@ -18,7 +18,7 @@ from .codegen.mod.bind import bind
 from .codegen.mod.graph_text import text_of
 from .codegen.mod.tensors import check_surroundings, read_captured, recording
 from .codegen.run import masks
-from .codegen.run.block_lists import BlockLists
+from .codegen.run.block_lists import BlockLists, lists_of
 
 
 def _closed(tables, given: dict) -> BlockMask:
@@ -86,8 +86,7 @@ def create_block_mask(
     if capacity is None and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         capacity = -(-extents[3] // size[1])  # nobody can wait
     lists = masks.create_lists(bound, extents, device, size, separate_full_blocks, capacity)
-    full = lists[2:] if separate_full_blocks else (None, None)
-    return BlockMask._made(extents[2:], BlockLists(*lists[:2], *full, *size, interior=True), mask_mod, decided_by=mask_mod)
+    return BlockMask._made(extents[2:], lists_of(lists, *size, interior=True), mask_mod, decided_by=mask_mod)
 
 
 @runs_uncompiled

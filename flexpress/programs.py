@@ -96,6 +96,11 @@ def mod_program(score: tuple | None, mask: tuple | None, **others) -> Program:
     return Program(score and text_of(score[0]), mask and text_of(mask[0]), **others)
 
 
+def on_device(device: torch.device, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Captured tensors on a call's device: those of no dimension may be on the CPU."""
+    return [t.to(device) if t.ndim == 0 else t for t in tensors]
+
+
 def values_of(graph: ModGraph, tensors, ints, floats) -> list:
     """What of those is the graph's, in its order."""
     numbers = [next(floats) if s.kind is float else s.kind(next(ints)) for s in graph.scalars]
