@@ -18,6 +18,7 @@ from flexpress.versions import check_versions
 check_versions()
 
 from flexpress import flash
+from flexpress import mask_operators as _mask_operators  # noqa: F401
 from flexpress import operators as _operators  # noqa: F401
 from flexpress.attention import AuxOutput, AuxRequest, flex_attention
 from flexpress.block_mask import BlockMask

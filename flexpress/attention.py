@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, overload
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 from torch.nn.attention import flex_attention as torchs
@@ -13,6 +14,9 @@ from flexpress.mods import MaskMod, ScoreMod
 from flexpress.opened_masks import mask_of_parts, parts_of_mask
 
 from .codegen.mod.tensors import ORDINARY, is_distributed
+
+if TYPE_CHECKING:
+    from flexpress.context import ContextPlan
 
 
 class AuxRequest(NamedTuple):
@@ -32,6 +36,8 @@ class AuxOutput(NamedTuple):
 def _opened(given: dict) -> dict:
     """flex_attention's arguments as `_with_statistics` takes them; torch's compiler traces this."""
     given = dict(given)
+    if given.pop("context") is not None:
+        raise NotImplementedError("flex_attention with context= cannot be compiled yet; call it in a function with torch.compiler.disable")
     block_mask, return_aux = given.pop("block_mask"), given["return_aux"]
     tables, facts = (), None
     if block_mask is not None:
@@ -88,6 +94,7 @@ def flex_attention(
     mask_mod: MaskMod | None = None,
     return_aux: None = None,
     deterministic: bool = False,
+    context: ContextPlan | None = None,
 ) -> torch.Tensor: ...
 @overload
 def flex_attention(
@@ -104,6 +111,7 @@ def flex_attention(
     mask_mod: MaskMod | None = None,
     return_aux: None = None,
     deterministic: bool = False,
+    context: ContextPlan | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def flex_attention(
@@ -120,6 +128,7 @@ def flex_attention(
     mask_mod: MaskMod | None = None,
     return_aux: AuxRequest | torchs.AuxRequest,
     deterministic: bool = False,
+    context: ContextPlan | None = None,
 ) -> tuple[torch.Tensor, AuxOutput]: ...
 @overload
 def flex_attention(
@@ -136,6 +145,7 @@ def flex_attention(
     mask_mod: MaskMod | None = None,
     return_aux: AuxRequest | torchs.AuxRequest | None = None,
     deterministic: bool = False,
+    context: ContextPlan | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, AuxOutput]: ...
 @compilable(inner=_with_statistics, opened=_opened, closed=_closed)
 def flex_attention(
@@ -152,6 +162,7 @@ def flex_attention(
     mask_mod: MaskMod | None = None,
     return_aux: AuxRequest | torchs.AuxRequest | None = None,
     deterministic: bool = False,
+    context: ContextPlan | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, AuxOutput]:
     """Attention with the user's own score and mask, by a kernel printed for them. No torch.compile, no dense scores.
 
@@ -178,6 +189,7 @@ def flex_attention(
                     Torch's BLOCKS_ARE_CONTIGUOUS, FORCE_USE_FLEX_ATTENTION, IS_DIVISIBLE, WRITE_DQ, its names of back ends and hints
                     for others change nothing or mean these (logged at DEBUG). Others are refused
     deterministic   gradients are bitwise equal on every run (also with torch.use_deterministic_algorithms); captured ones may cost more
+    context         a ContextPlan (flexpress.distributed), which has the mask: query, key and value are this rank's parts of the whole
 
     Returns the output (B, Hq, Q_LEN, D_V), in query's dtype and order of dimensions; (out, lse) with return_lse; (out,
     AuxOutput) with return_aux. lse is the natural logarithm of the softmax's denominator, max_scores its largest score, both
@@ -191,10 +203,25 @@ def flex_attention(
     """
     want_max = return_aux is not None and _checked_request(return_aux, return_lse).max_scores
     arguments = query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod
-    out, lse, max_scores = _attend(arguments, want_max, deterministic)
+    attended = _attend if context is None else partial(_in_context, context)
+    out, lse, max_scores = attended(arguments, want_max, deterministic)
     if return_aux is not None:
         return out, AuxOutput(lse if return_aux.lse else None, max_scores)
     return (out, lse) if return_lse else out
+
+
+def _in_context(context, arguments: tuple, want_max: bool, deterministic: bool) -> tuple:
+    """The same of this rank's parts, by a ContextPlan."""
+    from flexpress.context_attention import attend_in_context  # imports torch.distributed, which not everybody has
+
+    query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod = arguments
+    if block_mask is not None or mask_mod is not None:
+        raise ValueError(
+            "with context= the plan has the mask: make it as ContextPlan(..., mask_mod=...), and leave block_mask and mask_mod out"
+        )
+    if want_max:
+        raise NotImplementedError("max_scores are not returned with context=; ask for lse alone")
+    return *attend_in_context(context, query, key, value, score_mod, scale, enable_gqa, kernel_options, deterministic), None
 
 
 def _checked_request(return_aux, return_lse: bool) -> AuxRequest:

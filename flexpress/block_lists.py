@@ -14,7 +14,7 @@ import torch
 from .codegen.mod.capture import name_of
 from .codegen.mod.tensors import check_kind
 from .codegen.run import masks
-from .codegen.run.block_lists import BlockLists
+from .codegen.run.block_lists import BlockLists, lists_of
 
 _BLOCK = 128  # of the grid that kernels walk where a mask's own blocks do not suit them
 
@@ -108,20 +108,25 @@ def status_of(lists: BlockLists, columns: int) -> torch.Tensor:
 
 
 def listed_status(status: torch.Tensor, like: BlockLists, interior: bool, size: tuple[int, int], *, wait: bool = True) -> BlockLists:
-    """The lists of a status, with full blocks apart if `like` has them apart. Without `wait`, as wide as there are columns."""
-    made = masks.block_lists(status, like.full_kv_indices is not None, wait=wait)
-    return BlockLists(*made[:2], *(made[2:] or (None, None)), *size, interior)
+    """The lists of a status, with full blocks apart if `like` has them apart; `wait` is as for masks.block_lists."""
+    return lists_of(masks.block_lists(status, like.full_kv_indices is not None, wait=wait), *size, interior)
 
 
 def transposed_lists(lists: BlockLists, KV_LEN: int) -> BlockLists:
     """For each KV block the query blocks that visit it; made once."""
     found = lists.transposed.get(KV_LEN)
     if found is None:
-        status, captured = status_of(lists, -(-KV_LEN // lists.kv_block)).transpose(-1, -2), capturing(lists)
-        found = listed_status(status, lists, lists.interior, (lists.q_block, lists.kv_block), wait=not captured)
+        captured = capturing(lists)
+        found = made_transposed(lists, KV_LEN, wait=not captured)
         if not captured:
             lists.transposed[KV_LEN] = found
     return found
+
+
+def made_transposed(lists: BlockLists, KV_LEN: int, wait: bool) -> BlockLists:
+    """The same, made anew; `wait` is as for masks.block_lists."""
+    status = status_of(lists, -(-KV_LEN // lists.kv_block)).transpose(-1, -2)
+    return listed_status(status, lists, lists.interior, (lists.q_block, lists.kv_block), wait=wait)
 
 
 def capturing(lists: BlockLists) -> bool:
@@ -133,6 +138,11 @@ def kernel_size(size: tuple[int, int], seq_lengths: tuple[int, int]) -> tuple[in
     """The blocks that kernels walk for a mask with blocks of `size`: its own, unless no tile of 16 positions divides them, or a tile would
     walk through a block that is longer than the sequence by far."""
     return tuple(n if n % 16 == 0 and n < 2 * max(length, _BLOCK) else _BLOCK for n, length in zip(size, seq_lengths, strict=True))
+
+
+def walked_in_every_length(size: tuple[int, int]) -> bool:
+    """Do blocks of `size` suit kernels whatever the lengths?"""
+    return kernel_size(size, (0, 0)) == size
 
 
 def regridded(lists: BlockLists, size: tuple[int, int], seq_lengths: tuple[int, int]) -> BlockLists:

@@ -42,7 +42,7 @@ class BlockMask(MaskAttributes, torchs.BlockMask):  # type: ignore[misc, overrid
     mask_mod              decides single positions inside partial blocks. May be set
 
     These lists are copies: kernels read the mask's own, so writing to them, or later to those that the mask was made of, changes
-    nothing; make another mask instead. Index lists are kept only as wide as the densest row needs, and widened when they are asked for.
+    nothing; make another mask instead. Large index lists are kept only as wide as the densest row needs, and widened when asked for.
 
     `mask[batch, head, rows]` is the mask of a part of the batch, the heads and the query blocks, `mask.adjust(q_len, kv_len)` that of
     shorter lengths. Two masks are equal (`==`) if lengths, block size, lists and mask_mod mean the same.

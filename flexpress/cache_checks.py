@@ -265,10 +265,10 @@ def check_contents(tokens, k_cache, cached: Cached, q_offset, written: bool = Fa
 
 def _check_tables_again(cached: Cached, q_offset) -> None:
     """They passed once, and may have lost their memory since."""
-    tables = {"kv_len": cached.kv_lens, "cu_seqlens_q": cached.cu_q, "page_table": cached.pages, "cache_loc": cached.kv_locs}
-    for name, table in {**tables, "q_offset": q_offset, "k_scale": cached.k_scales, "v_scale": cached.v_scales}.items():
+    tables = cached.kv_lens, cached.cu_q, cached.pages, cached.kv_locs, q_offset, cached.k_scales, cached.v_scales
+    for i, table in enumerate(tables):
         if table is not None and table.data_ptr() < LOWEST:
-            check_kind(name, table)
+            check_kind(("kv_len", "cu_seqlens_q", "page_table", "cache_loc", "q_offset", "k_scale", "v_scale")[i], table)
 
 
 def _counts(starts: list[int], tokens: int, max_q: int) -> list[int]:

@@ -132,7 +132,6 @@ def cached_attention(
 
     Returns (B, Hq, Q_LEN, D_V) or (T, Hq, D_V), in query's dtype; with return_lse also lse, float32, (B, Hq, Q_LEN) or (T, Hq). A query
     with nothing to attend to, and a token after the last sequence, gets 0 and lse -inf.
-
     Raises ValueError or TypeError for arguments, ModError for a mod that cannot be traced, NotImplementedError for kinds of tensors that
     kernels cannot read and, as there is no backward pass, where gradients are on and a tensor requires grad.
 
@@ -140,21 +139,17 @@ def cached_attention(
     page outside the cache holds zeros, and an entry outside (cache_loc) zeros or nothing; queries past max_q_len may get 0 and lse -inf,
     and so do tokens that cu_seqlens_q gives to no sequence.
 
-    On Hopper, ragged queries of 512 a sequence or more on average take another kernel, if the cache has 16 bits an element, its head
-    dim is contiguous, head dims are 33 to 256, and pages have 8, 16, 32, 64 or a multiple of 128 positions; not with batch_invariant.
-
-    Method: flash decoding (Dao et al. 2023), paged attention (Kwon et al. 2023, arXiv 2309.06180).
+    On Hopper, ragged queries of 512 a sequence or more on average take another kernel, if the cache has 16 bits an element and contiguous
+    head dims of 33 to 256, and pages of 8, 16, 32, 64 or a multiple of 128 positions; not with batch_invariant. Method: flash decoding (Dao
+    et al. 2023), paged attention (Kwon et al. 2023, arXiv 2309.06180).
     """
     tables = page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale, v_scale
-    attended = _recorded if is_recorded("cached_attention", query, k_cache, v_cache) else _computed
-    found = attended(query, k_cache, v_cache, kv_len, tables, score_mod, mask_mod, scale, batch_invariant, check)
+    if is_recorded("cached_attention", query, k_cache, v_cache):
+        found = _recorded(query, k_cache, v_cache, kv_len, tables, score_mod, mask_mod, scale, batch_invariant, check)
+    else:
+        placed = _placed(query, k_cache, v_cache, kv_len, check, *tables)
+        found = _attend(*placed, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant)
     return found if return_lse else found[0]
-
-
-def _computed(query, k_cache, v_cache, kv_len, tables, score_mod, mask_mod, scale, batch_invariant, check) -> tuple:
-    """out and lse, by kernels."""
-    placed = _placed(query, k_cache, v_cache, kv_len, check, *tables)
-    return _attend(*placed, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant)
 
 
 def _recorded(query, k_cache, v_cache, kv_len, tables, score_mod, mask_mod, scale, batch_invariant, check) -> tuple:

@@ -19,7 +19,7 @@ from .codegen.mod.bind import bind
 from .codegen.mod.graph_text import text_of
 from .codegen.mod.tensors import check_surroundings, read_captured, recording
 from .codegen.run import masks
-from .codegen.run.block_lists import BlockLists
+from .codegen.run.block_lists import BlockLists, lists_of
 
 
 def _closed(tables, given: dict) -> BlockMask:
@@ -68,9 +68,9 @@ def create_block_mask(
                           divides a size, kernels walk blocks of 128 made of these
     separate_full_blocks  False: list full blocks as partial ones too, so that mask_mod is evaluated everywhere
     _compile, compute_dq_write_order, dq_kv_order   torch's; kernels make the lists, and write dQ, whatever they say
-    capacity              most partial (and most full) blocks that a row may have. By default the lists are as wide as the densest row
-                          needs, for which the host waits; as wide as there are columns inside torch.compile and a CUDA graph. With a
-                          capacity it never waits; a row with more blocks stops the program (a device-side assertion)
+    capacity              most partial (and most full) blocks that a row may have. By default the lists are as wide as there are columns
+                          or, above a MiB, as the densest row needs, for which the host waits (not inside torch.compile and a CUDA
+                          graph). With a capacity it never waits; a row with more blocks stops the program (a device-side assertion)
 
     Printed kernels decide whole blocks by bounds of mask_mod where bounds tell, and evaluate it position by position in the others; no
     mask of Q_LEN x KV_LEN is ever in memory. Raises ModError if the mod cannot be traced, ValueError or TypeError for other arguments.
@@ -87,10 +87,7 @@ def create_block_mask(
     if capacity is None and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         capacity = -(-extents[3] // size[1])  # nobody can wait
     lists = masks.create_lists(bound, extents, device, size, separate_full_blocks, capacity)
-    counts, indices, *full = lists
-    full_counts, full_indices = full if separate_full_blocks else (None, None)
-    made = BlockLists(counts, indices, full_counts, full_indices, *size, interior=True)
-    return BlockMask._made(extents[2:], made, mask_mod, decided_by=mask_mod)
+    return BlockMask._made(extents[2:], lists_of(lists, *size, interior=True), mask_mod, decided_by=mask_mod)
 
 
 @runs_uncompiled

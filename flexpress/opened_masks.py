@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from flexpress.block_mask import BlockMask
 
-from .codegen.run.block_lists import BlockLists
+from .codegen.run.block_lists import lists_of
 
 
 def parts_of_mask(mask) -> tuple[tuple, tuple, object]:
@@ -32,5 +32,5 @@ def mask_of_parts(tables: tuple, facts: tuple, mask_mod):
         of = dict(zip(names, (*tables[:2], *full), strict=True))
         return SimpleNamespace(**of, seq_lengths=tuple(lengths), BLOCK_SIZE=(q_block, kv_block), mask_mod=mask_mod)
     interior, decided = ours
-    lists = BlockLists(*tables[:2], *full, q_block, kv_block, interior)
+    lists = lists_of(tables, q_block, kv_block, interior)
     return BlockMask._made(tuple(lengths), lists, mask_mod, decided_by=mask_mod if decided else None)

@@ -3,7 +3,8 @@
     flexpress::flex_attention             flex_attention, varlen_attention and the flash functions
     flexpress::flex_attention_backward    its gradients
     flexpress::cached_attention, flexpress::update_cache
-    flexpress::block_lists, flexpress::dense_mask    create_block_mask, create_mask
+
+Those of masks are in mask_operators.py.
 
 A plain call in eager mode goes past them (recorded.py says which calls do not). Mods come as a program (programs.py) with the tensors
 and numbers that they capture, numbers of bool among the ints.
@@ -22,36 +23,35 @@ from flexpress.autograd import ONCE
 from flexpress.block_mask import BlockMask
 from flexpress.call import bound
 from flexpress.mask_mods import noop_mask
-from flexpress.programs import Captures, Program, read_graph_once, read_program, values_of
+from flexpress.programs import Captures, Program, on_device, read_program
 
 from .codegen.device.counters import nothing_kept
-from .codegen.mod.tensors import read_captured
-from .codegen.run import masks
 from .codegen.run.backward import backward
-from .codegen.run.block_lists import BlockLists
+from .codegen.run.block_lists import lists_of
 from .codegen.run.call import Bound, Rows
 from .codegen.run.forward import forward
 from .codegen.run.layouts import traced_like
 
 
-def _on(device: torch.device, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Captured tensors on a call's device: those of no dimension may be on the CPU."""
-    return [t.to(device) if t.ndim == 0 else t for t in tensors]
-
-
 def _bound(query, key, value, captures: Captures, lists: list, starts: list, scale: float, program: Program) -> Bound:
     """The call that an operator was given."""
-    score, mask = program.mods(captures._replace(tensors=_on(query.device, captures.tensors)))
+    score, mask = program.mods(captures._replace(tensors=on_device(query.device, captures.tensors)))
     block_mask = None
     if program.lists:
         q_block, kv_block, interior, decided = program.lists
-        full = lists[2:] or (None, None)
         mask = mask or noop_mask
-        made = BlockLists(*lists[:2], *full, q_block, kv_block, interior)
+        made, *transposed = (lists_of(part, q_block, kv_block, interior) for part in _halves(lists, program.transposed))
+        made.transposed.update((key.shape[2], t) for t in transposed)
         block_mask = BlockMask._made((query.shape[2], key.shape[2]), made, mask, decided_by=mask if decided else None)
         mask = None
     packed = (starts[0], starts[-1]) if starts else None
     return bound(query, key, value, score, block_mask, scale, True, program.options, mask, packed)
+
+
+def _halves(lists: list, both: bool) -> list[list]:
+    """A mask's tables, and the transposed ones if there are both."""
+    half = len(lists) // 2
+    return [lists[:half], lists[half:]] if both else [lists]
 
 
 @torch.library.custom_op("flexpress::flex_attention", mutates_args=())
@@ -70,7 +70,8 @@ def flex_attention(
     """out, lse, max_scores and what the backward pass needs of every row, float32 (B, Hq, Q_LEN, 2); the last two are empty where the
     program does not want them.
 
-    lists    of a block mask: kv_num_blocks, kv_indices and, if there are, full_kv_num_blocks and full_kv_indices
+    lists    of a block mask: kv_num_blocks, kv_indices and, if there are, full_kv_num_blocks and full_kv_indices; then, if the program
+             says so, the transposed ones
     starts   where packed sequences start, those of queries and, if they differ, of keys
     """
     wanted = read_program(program)
@@ -183,56 +184,6 @@ def _differentiate(ctx, d_out, d_lse, *_):
 flex_attention.register_autograd(_differentiate, setup_context=_keep)
 
 
-@torch.library.custom_op("flexpress::block_lists", mutates_args=())
-def block_lists(
-    tensors: list[torch.Tensor],
-    ints: list[int],
-    floats: list[float],
-    extents: list[int],
-    size: list[int],
-    separate_full: bool,
-    capacity: int | None,
-    device: torch.device,
-    mask: str,
-) -> list[torch.Tensor]:
-    """kv_num_blocks, kv_indices and, if they are kept apart, full_kv_num_blocks and full_kv_indices of a mask_mod's text.
-
-    extents    B, H, Q_LEN, KV_LEN
-    capacity   how wide lists are; by default as wide as there are columns
-    """
-    capacity = -(-extents[3] // size[1]) if capacity is None else capacity
-    return masks.create_lists(_mask(tensors, ints, floats, device, mask), tuple(extents), device, tuple(size), separate_full, capacity)
-
-
-def _mask(tensors: list[torch.Tensor], ints: list[int], floats: list[float], device: torch.device, text: str) -> tuple:
-    """A bound mod of a text."""
-    graph = read_graph_once(text)
-    bound_mod = graph, values_of(graph, iter(_on(device, tensors)), iter(ints), iter(floats))
-    read_captured(bound_mod, device, f"{graph.kind}_mod")
-    return bound_mod
-
-
-@block_lists.register_fake
-def _(tensors, ints, floats, extents, size, separate_full, capacity, device, mask):
-    rows, columns = (-(-n // block) for n, block in zip(extents[2:], size, strict=True))
-    counts, width = (*extents[:2], rows), columns if capacity is None else capacity
-    shapes = (counts, (*counts, torch.sym_max(width, 1))) * (1 + separate_full)
-    return [torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes]
-
-
-@torch.library.custom_op("flexpress::dense_mask", mutates_args=())
-def dense_mask(
-    tensors: list[torch.Tensor], ints: list[int], floats: list[float], extents: list[int], device: torch.device, mod: str
-) -> torch.Tensor:
-    """bool `extents`, (B, H, Q_LEN, KV_LEN): a mask_mod's text everywhere, or where a score_mod's of zero scores is not -inf."""
-    return masks.dense_mask(_mask(tensors, ints, floats, device, mod), *extents, device)
-
-
-@dense_mask.register_fake
-def _(tensors, ints, floats, extents, device, mod):
-    return torch.empty(extents, dtype=torch.bool, device=device)
-
-
 @torch.library.custom_op("flexpress::cached_attention", mutates_args=())
 def cached_attention(
     query: torch.Tensor,
@@ -255,7 +206,7 @@ def cached_attention(
     program: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of flexpress.cached_attention, which has the same arguments."""
-    score, mask = read_program(program).mods(Captures(_on(query.device, tensors), ints, floats))
+    score, mask = read_program(program).mods(Captures(on_device(query.device, tensors), ints, floats))
     places = {"page_table": page_table, "cache_loc": cache_loc, "cu_seqlens_q": cu_seqlens_q, "max_q_len": max_q_len, "q_offset": q_offset}
     with torch.no_grad(), nothing_kept():
         return flexpress.cached.cached_attention(

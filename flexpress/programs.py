@@ -36,6 +36,7 @@ class Program:
     score, mask    texts of mods, or None
     lists          of a block mask: blocks of queries and of keys, may full blocks be checked for KV_LEN, does mask_mod alone decide
     rows           what a backward pass needs is wanted
+    transposed     the transposed lists come behind the mask's own
     """
 
     score: str | None = None
@@ -45,6 +46,7 @@ class Program:
     deterministic: bool = False
     max_scores: bool = False
     rows: bool = False
+    transposed: bool = False
 
     def text(self) -> str:
         """Only what differs from the defaults."""
@@ -92,6 +94,11 @@ def captures_of(*bound: tuple[ModGraph, Sequence] | None) -> Captures:
 def mod_program(score: tuple | None, mask: tuple | None, **others) -> Program:
     """The program of a call with these bound mods."""
     return Program(score and text_of(score[0]), mask and text_of(mask[0]), **others)
+
+
+def on_device(device: torch.device, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Captured tensors on a call's device: those of no dimension may be on the CPU."""
+    return [t.to(device) if t.ndim == 0 else t for t in tensors]
 
 
 def values_of(graph: ModGraph, tensors, ints, floats) -> list:

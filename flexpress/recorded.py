@@ -11,7 +11,7 @@ from typing import NamedTuple, overload
 import torch
 
 from flexpress import checks
-from flexpress.block_lists import read_lists
+from flexpress.block_lists import read_lists, walked_in_every_length
 from flexpress.block_mask import BlockMask
 from flexpress.foreign_masks import foreign_lists, is_foreign_mask
 from flexpress.programs import captures_of, mod_program
@@ -54,6 +54,12 @@ class Recorded(NamedTuple):
             score = graph, [*map(apart, values[:count]), *values[count:]]
         captures = captures_of(score, mask)
         wants_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, *captures.tensors))
+        tables = list(lists.tables) if lists else []
+        transposed = wants_gradient and bool(tables) and walked_in_every_length((lists.q_block, lists.kv_block))
+        transposed = transposed and not torch.compiler.is_exporting()  # what is exported is run for its output
+        if transposed:  # here, where torch sees that all calls with a mask ask for the same
+            size = [lists.q_block, lists.kv_block]
+            tables += torch.ops.flexpress.transposed_lists(tables, key.shape[2], size, lists.interior)
         program = mod_program(
             score,
             mask,
@@ -62,8 +68,8 @@ class Recorded(NamedTuple):
             deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
             max_scores=output_max,
             rows=wants_gradient,
+            transposed=transposed,
         )
-        tables = list(lists.tables) if lists else []
         starts = [self.packed[0]] if self.packed and self.packed[0] is self.packed[-1] else list(self.packed)
         out, lse, max_scores, _ = torch.ops.flexpress.flex_attention(
             query, key, value, *captures, tables, starts, self.scale, program.text()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
 
 from flexpress import cache_info, create_block_mask, flex_attention, mods
 from support.devices import DEVICES
@@ -95,4 +97,25 @@ def test_a_compiled_model(backend, device):
         for g, other in zip(gradients, others, strict=True):
             torch.testing.assert_close(g, other, rtol=2e-3, atol=1e-5)
     assert made[2:] == [0, 0, 0]  # the first call and the first other numbers may compile
+    dynamo.reset()
+
+
+def test_layers_share_what_their_mask_needs():
+    """A mask's lists, and those that the backward pass reads, are made once a step, as torch takes equal calls of an operator together."""
+    dynamo.reset()
+    graphs = []
+
+    def kept(graph, inputs):
+        graphs.append([str(n.target) for n in graph.graph.nodes if n.op == "call_function" and "flexpress" in str(n.target)])
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=kept, bw_compiler=kept, partition_fn=min_cut_rematerialization_partition)
+    model = Model(layers=3)
+    tokens = torch.arange(64).view(1, 64) % 17
+    step(torch.compile(model, backend=backend, fullgraph=True), tokens, 20)
+    forward, backward = graphs
+    assert sorted(forward) == sorted(
+        ["flexpress.block_lists.default", "flexpress.transposed_lists.default", *["flexpress.flex_attention.default"] * 3]
+    )
+    assert backward == ["flexpress.flex_attention_backward.default"] * 3
     dynamo.reset()

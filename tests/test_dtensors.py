@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 if torch.distributed.is_available():
-    import support.rank_checks  # noqa: F401
+    import support.rank_checks as checks
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +28,7 @@ def failed(tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("name", ranks.CHECKS)
-def test_ranks_compute_what_one_process_does(failed, name):
-    world, _ = ranks.CHECKS[name]
+@pytest.mark.parametrize("name, world", ranks.checks_in(checks).items())
+def test_ranks_compute_what_one_process_does(failed, name, world):
     for rank, errors in enumerate(failed(world)):
         assert not errors.get(name, errors), f"rank {rank} of {world}: {errors.get(name, errors)}"

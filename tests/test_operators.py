@@ -133,7 +133,7 @@ def test_a_damaged_program_is_refused():
 def test_make_fx_records_attention(tracing, device):
     layer, x = layer_and_input(device)
     made = make_fx(layer, tracing_mode=tracing, _allow_non_fake_inputs=True)(x)
-    assert targets(made.graph) == ["flexpress.block_lists.default", "flexpress.flex_attention.default"]
+    assert targets(made.graph) == [f"flexpress.{name}.default" for name in ("block_lists", "transposed_lists", "flex_attention")]
     torch.testing.assert_close(made(x), layer(x))
 
 
@@ -256,7 +256,15 @@ def test_opcheck(device):
     names = [function.__name__ for function, _ in seen.calls]
     assert names == [
         f"{name}.default"
-        for name in ("block_lists", "flex_attention", "flex_attention_backward", "dense_mask", "update_cache", "cached_attention")
+        for name in (
+            "block_lists",
+            "transposed_lists",
+            "flex_attention",
+            "flex_attention_backward",
+            "dense_mask",
+            "update_cache",
+            "cached_attention",
+        )
     ]
     for function, args in seen.calls:
         if "backward" in function.__name__:  # it has no derivative
@@ -281,7 +289,7 @@ def test_a_mode_changes_no_result(device):
     expected = torch.autograd.grad(layer(x).square().sum(), layer.parameters())
     with Seen() as seen:
         found = torch.autograd.grad(layer(x).square().sum(), layer.parameters())
-    assert len(seen.calls) == 3
+    assert len(seen.calls) == 4
     for g, other in zip(found, expected, strict=True):
         torch.testing.assert_close(g, other)
 

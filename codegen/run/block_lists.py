@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -81,6 +82,11 @@ class BlockLists:
         Zm, Hm, rows, _ = self.kv_indices.shape
         widths = [t.shape[-1] for t in (self.kv_indices, self.full_kv_indices) if t is not None]
         return [Hm * rows if Zm > 1 else 0, rows if Hm > 1 else 0, *widths, *([] if self.starts is None else [rows])]
+
+
+def lists_of(tables: Sequence[torch.Tensor], q_block: int, kv_block: int, interior: bool) -> BlockLists:
+    """Block lists of kv_num_blocks, kv_indices and, if they are kept apart, full_kv_num_blocks and full_kv_indices."""
+    return BlockLists(*tables[:2], *(tables[2:] or (None, None)), q_block, kv_block, interior)
 
 
 def tiles_of(length: int, size: int, lists: BlockLists | None, axis: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -36,6 +37,7 @@ from .block_lists import BlockLists
 DENSE_TILE = 64  # rows and columns of a tile of the dense mask
 ZONE_TILE = 128  # positions that one step of block_zones takes
 LISTS_CHUNK, VERDICTS_CHUNK = 1024, 128  # blocks that one step of block_lists takes: from a status, by bounds
+_ROOMY = 1 << 20  # bytes of lists as wide as there are columns, below which nobody waits to learn how wide they must be
 STARTS_CHUNK = 128  # sequences, and blocks of one, that a step of block_starts takes
 _KEPT_MASKS, _KEPT_BYTES = 64, 1 << 22  # block lists of masks that capture no tensors: how many, and the size of one
 
@@ -153,8 +155,7 @@ def create_lists(
 ) -> list[torch.Tensor]:
     """Block lists (see `block_lists`) of a mask_mod, exact: what bounds cannot decide is evaluated.
 
-    capacity   the width of the lists; by default that of the densest row, for which the host waits. A row with more makes the
-               program fail, by torch._assert_async
+    capacity   the width of the lists; by default as in `block_lists`. A row with more makes the program fail, by torch._assert_async
     """
     size = tuple(_no_longer_than_needed(n, length) for n, length in zip(size, extents[2:], strict=True))
     if 0 in extents:
@@ -163,7 +164,7 @@ def create_lists(
     status, counts = BlockGrid(bound, extents, device, size).status()
     counts = counts if separate_full else counts.sum(0, keepdim=True)
     if capacity is None:
-        widths = counts.amax((1, 2, 3)).tolist()
+        widths = _widths(status.shape, counts)
     else:
         if capacity < status.shape[-1]:
             torch._assert_async((counts.amax() <= capacity), f"create_block_mask: a row has more blocks than capacity={capacity}")
@@ -180,14 +181,24 @@ def _no_longer_than_needed(size: int, length: int) -> int:
 def block_lists(status: torch.Tensor, separate_full: bool = True, *, wait: bool = True) -> list[torch.Tensor]:
     """kv_num_blocks, kv_indices and, if `separate_full`, full_kv_num_blocks, full_kv_indices of a status (any strides).
 
-    int32 (Z, H, rows) and (Z, H, rows, width), zero past each row's count; as wide as the densest row needs, for which the host waits, or
-    without `wait` as wide as there are columns.
+    int32 (Z, H, rows) and (Z, H, rows, width), zero past each row's count; as wide as there are columns. With `wait`, large ones are only
+    as wide as the densest row needs, for which the host waits.
     """
-    if not wait:
-        return _listed(status, [status.shape[-1]] * (1 + separate_full), separate_full)
-    counts = [(status == 1).sum(-1), (status == 2).sum(-1)] if separate_full else [(status != 0).sum(-1)]
-    widths = [int(c.amax()) if c.numel() else 0 for c in counts]
+    widths = [status.shape[-1]] * (1 + separate_full)
+    if wait and _large(status.shape, len(widths)):
+        kinds = (status == 1, status == 2) if separate_full else (status != 0,)
+        widths = _widths(status.shape, torch.stack([kind.sum(-1) for kind in kinds]))
     return _listed(status, widths, separate_full)
+
+
+def _large(shape: tuple[int, ...], lists: int) -> bool:
+    """Are so many lists, as wide as there are columns, worth a wait for the densest row?"""
+    return 4 * lists * math.prod(shape) > _ROOMY
+
+
+def _widths(shape: tuple[int, ...], counts: torch.Tensor) -> list[int]:
+    """How wide to make each kind of list over (Z, H, rows, columns); counts are (kinds, Z, H, rows)."""
+    return counts.amax((1, 2, 3)).tolist() if _large(shape, len(counts)) else [shape[-1]] * len(counts)
 
 
 def _listed(status: torch.Tensor, widths: list[int], separate_full: bool, starts: Starts = ()) -> list[torch.Tensor]:

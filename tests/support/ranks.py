@@ -1,6 +1,6 @@
 """Processes that attend together: `python ranks.py RANK WORLD FOLDER` runs every check of that many ranks, and writes what failed.
 
-Each check compares DTensors, or modules that torch has parallelized, with one process that has all of the tensors.
+Each check compares what processes compute together with what one process does that has all of the tensors.
 """
 
 from __future__ import annotations
@@ -27,10 +27,15 @@ def check(world: int):
     return add
 
 
-def run(world: int, folder: Path) -> list[dict[str, str]]:
-    """For each of `world` processes what failed: tracebacks by the names of checks, which are all there."""
+def checks_in(module) -> dict[str, int]:
+    """The checks of a module, and how many ranks each wants."""
+    return {name: world for name, (world, function) in CHECKS.items() if function.__module__ == module.__name__}
+
+
+def run(world: int, folder: Path, script: str = "rank_checks.py") -> list[dict[str, str]]:
+    """For each of `world` processes of a script beside this one what failed: tracebacks by the names of checks, which are all there."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    script = Path(__file__).with_name("rank_checks.py")
+    script = Path(__file__).with_name(script)
     started = [
         subprocess.Popen([sys.executable, str(script), str(rank), str(world), str(folder)], env=environment, stderr=subprocess.PIPE)
         for rank in range(world)

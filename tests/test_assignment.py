@@ -1,0 +1,85 @@
+"""Blocks of a sequence dealt out to ranks: equal work, whole and equal lengths, as few keys sent as a mask allows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexpress.assignment import assign, imbalance
+from flexpress.context import BLOCK, Layout, positions_of
+
+RANKS = (2, 4, 8, 16, 32, 64)
+
+
+def owners_of(parts, blocks):
+    owners = np.full(blocks, -1)
+    for rank, part in enumerate(parts):
+        assert (owners[part] == -1).all() and (np.diff(part) > 0).all()
+        owners[part] = rank
+    assert (owners >= 0).all()
+    return owners
+
+
+def document_starts(blocks: int, seed: int) -> np.ndarray:
+    """The first block of the document that each row of blocks begins in."""
+    rng = np.random.default_rng(seed)
+    cuts = np.sort(rng.choice(np.arange(1, blocks * BLOCK), rng.integers(2, 40), replace=False))
+    starts = np.concatenate([[0], cuts])
+    return starts[np.searchsorted(starts, np.arange(blocks) * BLOCK, side="right") - 1] // BLOCK
+
+
+def status_of(first, last) -> np.ndarray:
+    """int8 (1, 1, rows, columns) of masks whose rows see the blocks from `first` up to `last`."""
+    columns = np.arange(len(first))
+    return ((columns >= first[:, None]) & (columns <= last[:, None])).astype(np.int8)[None, None]
+
+
+def masks(blocks: int):
+    rows = np.arange(blocks)
+    yield "causal", status_of(0 * rows, rows)
+    yield "window", status_of(np.maximum(rows - 32, 0), rows)
+    yield "prefix", status_of(0 * rows, np.maximum(rows, blocks // 5))
+    yield "full", status_of(0 * rows, 0 * rows + blocks - 1)
+    for seed in range(64):
+        yield f"documents {seed}", status_of(document_starts(blocks, seed), rows)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_ranks_have_equal_work(ranks):
+    for name, status in masks(1024):
+        layout = Layout(status, 1024 * BLOCK, 1024 * BLOCK, ranks)
+        assert layout.imbalance <= 1.03, (name, layout.imbalance)
+        assert {len(part) for part in layout.q_blocks} == {1024 // ranks}, name
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_simple_masks_keep_neighbours_together(ranks):
+    runs = {name: Layout(status, 1024 * BLOCK, 1024 * BLOCK, ranks) for name, status in list(masks(1024))[:4]}
+    runs = {name: max(1 + int((np.diff(part) > 1).sum()) for part in layout.q_blocks) for name, layout in runs.items()}
+    assert runs == {"causal": 2, "window": 1, "prefix": runs["prefix"], "full": 1} and runs["prefix"] <= 8
+
+
+def test_only_what_a_mask_needs_is_sent():
+    """A causal mask over two ranks: the rank with the first and last quarter needs the other's, which needs the first quarter."""
+    layout = Layout(status_of(np.zeros(8, int), np.arange(8)), 8 * BLOCK, 8 * BLOCK, 2)
+    assert [part.tolist() for part in layout.q_blocks] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert layout.sent(0, 1).tolist() == [0, 1] and layout.sent(1, 0).tolist() == [2, 3, 4, 5] and layout.sent(0, 0).size == 0
+    assert layout.remote_blocks.tolist() == [4, 2]
+
+
+@given(st.integers(0, 200), st.integers(1, 9), st.integers(0, 99))
+def test_every_block_has_one_owner(blocks, ranks, seed):
+    work = np.random.default_rng(seed).integers(0, 50, blocks).astype(float)
+    parts = assign(work, ranks)
+    owners = owners_of(parts, blocks)
+    assert len(parts) == ranks and imbalance(work, owners, ranks) >= 1.0
+    if blocks >= 20 * ranks:
+        assert max(map(len, parts)) <= 1.05 * -(-blocks // ranks) + 1
+
+
+@given(st.lists(st.integers(0, 9), unique=True), st.integers(0, 10 * BLOCK))
+def test_positions_end_with_the_sequence(blocks, length):
+    positions = positions_of(np.array(sorted(blocks), dtype=int), length)
+    assert positions.tolist() == [p for p in range(length) if p // BLOCK in blocks]
