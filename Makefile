@@ -3,7 +3,9 @@
 # make test-gpu  the tests on a GPU
 # make sanitize  every template under compute-sanitizer, and tables and lists that lie, on a GPU
 # make golden    print generated/ anew; read the diff
-# make lint      linter and formatter, as they must be
+# make pictures  draw docs/pictures/ anew
+# make lint      linter, formatter and types, as they must be
+# make docs      the API reference, in build/docs; an error if a public name has no docstring
 # make format    format all Python
 #
 # PYTHON=python3.12 chooses the interpreter of a new .venv, VENV=folder its place.
@@ -20,7 +22,7 @@ TRITONS := 3.6.0 3.9.0
 OTHER_TRITONS := $(TRITONS:%=$(VENV)/triton-%/.installed)
 COMPILED := $(wildcard tests/test_*offline.py)
 
-.PHONY: help venv demo test test-gpu sanitize golden lint format
+.PHONY: help venv demo test test-gpu sanitize golden pictures lint docs format
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -33,7 +35,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.linter: constraints.txt | $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet -c constraints.txt ruff
+	$(BIN)/python -m pip install --quiet -c constraints.txt ruff mypy
+	touch $@
+
+$(VENV)/.reference: constraints.txt | $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -c constraints.txt pdoc
 	touch $@
 
 $(VENV)/triton-%/.installed: | $(VENV)/.installed
@@ -63,9 +69,16 @@ golden: venv
 	$(BIN)/python -m pytest -q tests/test_golden.py --update-golden
 	git --no-pager diff --stat generated
 
+pictures: venv
+	$(BIN)/python docs/pictures.py
+
 lint: $(VENV)/.linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tests/check_types.py
+
+docs: $(VENV)/.reference
+	$(BIN)/python docs/reference.py
 
 format: $(VENV)/.linter
 	$(BIN)/ruff check --fix .

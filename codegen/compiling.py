@@ -8,6 +8,8 @@ compiler knows what to leave alone: an attribute that it looks for where it woul
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
+from typing import TypeVar
 
 try:
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
@@ -15,7 +17,10 @@ except ImportError:  # a torch that has other names for it: the attribute is lef
     set_code_exec_strategy = None
 
 
-def runs_uncompiled(function):
+T = TypeVar("T", bound=Callable)
+
+
+def runs_uncompiled(function: T) -> T:
     """Mark a function, or all functions and properties of a class but those that it names in _TRACED, to be left alone by torch.compile.
     Returns it."""
     if isinstance(function, type):

@@ -28,23 +28,26 @@ from flexpress.inspection import CacheInfo, cache_clear, cache_dir, cache_info, 
 from flexpress.kv_cache import rope_table, update_cache
 from flexpress.mask_creation import create_block_mask, create_mask
 from flexpress.mask_mods import and_masks, noop_mask, or_masks
+from flexpress.mods import MaskMod, ScoreMod
 from flexpress.pages import OutOfPages, PageAllocator
 from flexpress.plot import plot_mask
 from flexpress.varlen import varlen_attention
 
-from .codegen.device.cache import VERSION as __version__
 from .codegen.mod.errors import ModError, RenderError
 from .codegen.run.evaluate import evaluate_mod
+from .codegen.version import VERSION as __version__
 
 __all__ = [
     "AuxOutput",
     "AuxRequest",
     "BlockMask",
     "CacheInfo",
+    "MaskMod",
     "ModError",
     "OutOfPages",
     "PageAllocator",
     "RenderError",
+    "ScoreMod",
     "__version__",
     "and_masks",
     "cache_clear",

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
+from torch.nn.attention import flex_attention as torchs
 
 from flexpress.call import attend, bound
 from flexpress.in_graph import compilable
+from flexpress.mods import MaskMod, ScoreMod
 from flexpress.opened_masks import mask_of_parts, parts_of_mask
 
 from .codegen.mod.tensors import ORDINARY, is_distributed
+
+if TYPE_CHECKING:
+    from flexpress.context import ContextPlan  # imports torch.distributed, which not everybody has
 
 
 class AuxRequest(NamedTuple):
@@ -75,23 +79,91 @@ def _attend(arguments: tuple, want_max: bool, deterministic: bool) -> tuple:
     return attend_shards(*arguments, output_max=want_max, deterministic=deterministic)
 
 
+@overload
+def flex_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: torchs.BlockMask | None = None,
+    scale: float | torch.Tensor | None = None,
+    enable_gqa: bool = False,
+    return_lse: Literal[False] = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    mask_mod: MaskMod | None = None,
+    return_aux: None = None,
+    deterministic: bool = False,
+    context: ContextPlan | None = None,
+) -> torch.Tensor: ...
+@overload
+def flex_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: torchs.BlockMask | None = None,
+    scale: float | torch.Tensor | None = None,
+    enable_gqa: bool = False,
+    *,
+    return_lse: Literal[True],
+    kernel_options: dict[str, Any] | None = None,
+    mask_mod: MaskMod | None = None,
+    return_aux: None = None,
+    deterministic: bool = False,
+    context: ContextPlan | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def flex_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: torchs.BlockMask | None = None,
+    scale: float | torch.Tensor | None = None,
+    enable_gqa: bool = False,
+    return_lse: Literal[False] = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    mask_mod: MaskMod | None = None,
+    return_aux: AuxRequest | torchs.AuxRequest,
+    deterministic: bool = False,
+    context: ContextPlan | None = None,
+) -> tuple[torch.Tensor, AuxOutput]: ...
+@overload
+def flex_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: torchs.BlockMask | None = None,
+    scale: float | torch.Tensor | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    mask_mod: MaskMod | None = None,
+    return_aux: AuxRequest | torchs.AuxRequest | None = None,
+    deterministic: bool = False,
+    context: ContextPlan | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, AuxOutput]: ...
 @compilable(inner=_with_statistics, opened=_opened, closed=_closed)
 def flex_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    score_mod: Callable | None = None,
-    block_mask=None,
+    score_mod: ScoreMod | None = None,
+    block_mask: torchs.BlockMask | None = None,
     scale: float | torch.Tensor | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
-    kernel_options: dict | None = None,
+    kernel_options: dict[str, Any] | None = None,
     *,
-    mask_mod: Callable | None = None,
-    return_aux: AuxRequest | None = None,
+    mask_mod: MaskMod | None = None,
+    return_aux: AuxRequest | torchs.AuxRequest | None = None,
     deterministic: bool = False,
-    context=None,
-):
+    context: ContextPlan | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, AuxOutput]:
     """Attention with the user's own score and mask, by a kernel printed for them. No torch.compile, no dense scores.
 
         out[b, h, i] = sum_j softmax_j(score_mod(query[b, h, i] . key[b, h', j] * scale, b, h, i, j)) value[b, h', j]
@@ -140,7 +212,7 @@ def flex_attention(
 
 def _in_context(context, arguments: tuple, want_max: bool, deterministic: bool) -> tuple:
     """The same of this rank's parts, by a ContextPlan."""
-    from flexpress.context_attention import attend_in_context  # imports torch.distributed, which not everybody has
+    from flexpress.context_attention import attend_in_context
 
     query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod = arguments
     if block_mask is not None or mask_mod is not None:

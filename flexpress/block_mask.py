@@ -6,15 +6,17 @@ wherever ours are. Ours are instances of it, as others ask (transformers: `isins
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn.attention import flex_attention as torchs
+from torch.types import Device
 
 from flexpress.block_lists import capturing, kernel_size, listed_status, mask_mod_of_lists, read_lists, regridded
 from flexpress.checks import block_size, pair, whole
 from flexpress.mask_attributes import MaskAttributes
 from flexpress.mask_mods import noop_mask, same_mod
+from flexpress.mods import MaskMod
 from flexpress.slices import Selection, selected, shown, take, three_indices
 
 from .codegen.compiling import runs_uncompiled
@@ -22,10 +24,11 @@ from .codegen.mod.tensors import check_surroundings
 from .codegen.run.block_lists import BlockLists
 
 DEFAULT_BLOCK_SIZE = 128
+Index = int | slice | Sequence[int] | torch.Tensor
 
 
 @runs_uncompiled
-class BlockMask(MaskAttributes, torchs.BlockMask):
+class BlockMask(MaskAttributes, torchs.BlockMask):  # type: ignore[misc, override]  # its attributes may be written to
     """A block-sparse mask.
 
     seq_lengths           (Q_LEN, KV_LEN). May be set: other lengths in the same blocks; what lists name beyond them is dropped
@@ -47,18 +50,18 @@ class BlockMask(MaskAttributes, torchs.BlockMask):
 
     def __init__(
         self,
-        seq_lengths,
-        kv_num_blocks,
-        kv_indices,
-        full_kv_num_blocks=None,
-        full_kv_indices=None,
-        BLOCK_SIZE=DEFAULT_BLOCK_SIZE,
-        mask_mod=noop_mask,
+        seq_lengths: tuple[int, int],
+        kv_num_blocks: torch.Tensor,
+        kv_indices: torch.Tensor,
+        full_kv_num_blocks: torch.Tensor | None = None,
+        full_kv_indices: torch.Tensor | None = None,
+        BLOCK_SIZE: int | tuple[int, int] = DEFAULT_BLOCK_SIZE,
+        mask_mod: MaskMod = noop_mask,
         *,
-        q_num_blocks=None,
-        q_indices=None,
-        full_q_num_blocks=None,
-        full_q_indices=None,
+        q_num_blocks: torch.Tensor | None = None,
+        q_indices: torch.Tensor | None = None,
+        full_q_num_blocks: torch.Tensor | None = None,
+        full_q_indices: torch.Tensor | None = None,
     ) -> None:
         """A block mask from lists made elsewhere, which may leave out B and H. They are copied, by kernels that nobody waits for; counts
         above a list's width and entries outside the mask list nothing, and a block listed as full and as partial is full.
@@ -119,15 +122,15 @@ class BlockMask(MaskAttributes, torchs.BlockMask):
         return self._decided_by is self.mask_mod
 
     @classmethod
-    def from_kv_blocks(
+    def from_kv_blocks(  # type: ignore[override]  # torch's takes orders of dQ writes, which no kernel here needs
         cls,
-        kv_num_blocks,
-        kv_indices,
-        full_kv_num_blocks=None,
-        full_kv_indices=None,
-        BLOCK_SIZE=DEFAULT_BLOCK_SIZE,
-        mask_mod=None,
-        seq_lengths=None,
+        kv_num_blocks: torch.Tensor,
+        kv_indices: torch.Tensor,
+        full_kv_num_blocks: torch.Tensor | None = None,
+        full_kv_indices: torch.Tensor | None = None,
+        BLOCK_SIZE: int | tuple[int, int] = DEFAULT_BLOCK_SIZE,
+        mask_mod: MaskMod | None = None,
+        seq_lengths: tuple[int, int] | None = None,
         compute_q_blocks: bool = True,
     ) -> BlockMask:
         """A block mask from lists made elsewhere, as `BlockMask(...)` makes it. mask_mod=None hides nothing inside the listed blocks.
@@ -176,38 +179,41 @@ class BlockMask(MaskAttributes, torchs.BlockMask):
 
     @property
     def seq_lengths(self) -> tuple[int, int]:
+        """(Q_LEN, KV_LEN). May be set: other lengths in the same blocks; what lists name beyond them is dropped."""
         return self._seq_lengths
 
     @seq_lengths.setter
-    def seq_lengths(self, value) -> None:
+    def seq_lengths(self, value: tuple[int, int]) -> None:
         lengths = pair("seq_lengths", value, 0, "a pair of lengths (Q_LEN, KV_LEN)")
         if lengths != self._seq_lengths:
             self._lists = read_lists(*self._tables(), self.BLOCK_SIZE, lengths)
             self._seq_lengths = lengths
             self._forget()
 
-    def _tables(self) -> tuple[torch.Tensor | None, ...]:
+    def _tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         lists = self._lists
         return lists.kv_num_blocks, lists.kv_indices, lists.full_kv_num_blocks, lists.full_kv_indices
 
-    def to(self, device) -> BlockMask:
+    def _lists_by(self, change: Callable[[torch.Tensor], torch.Tensor]) -> BlockLists:
+        """The mask's lists with each of the tables changed."""
+        counts, indices, full_counts, full_indices = self._tables()
+        if full_counts is not None and full_indices is not None:
+            full_counts, full_indices = change(full_counts), change(full_indices)
+        return BlockLists(change(counts), change(indices), full_counts, full_indices, *self.BLOCK_SIZE, self._lists.interior)
+
+    def to(self, device: Device) -> BlockMask:
         """The same mask with its lists on another device."""
-        moved = [None if t is None else t.to(device) for t in self._tables()]
+        lists = self._lists_by(lambda table: table.to(device))
         selection = self._selected()
         mask_mod = self.mask_mod
         if selection is not None:  # its tables of positions move too; what the user's mask_mod captures is the user's
-            selection = selection.made_for(moved[1].device)
+            selection = selection.made_for(lists.kv_indices.device)
             mask_mod = selection.mask_mod
         return self._made(
-            self._seq_lengths,
-            BlockLists(*moved, *self.BLOCK_SIZE, self._lists.interior),
-            mask_mod,
-            leading=self._leading,
-            decided_by=mask_mod if self._decided else None,
-            selection=selection,
+            self._seq_lengths, lists, mask_mod, leading=self._leading, decided_by=mask_mod if self._decided else None, selection=selection
         )
 
-    def __getitem__(self, index) -> BlockMask:
+    def __getitem__(self, index: Index | tuple[Index, ...]) -> BlockMask:
         """The mask of some batch entries, heads and rows of query blocks: mask[1], mask[:, [0, 2]], mask[:, :, 3:5].
 
         index   up to three of int, slice, sequence of ints and 1-dimensional integer or bool tensor, for batch, head and row. An int
@@ -238,12 +244,11 @@ class BlockMask(MaskAttributes, torchs.BlockMask):
         selection = old.then(chosen, extents).made_for(lists.kv_indices.device)
 
         def part(tensor):
-            for dim, positions in enumerate(chosen if tensor is not None else ()):
+            for dim, positions in enumerate(chosen):
                 tensor = take(tensor, dim, positions)
-            return tensor
+            return tensor.contiguous()
 
-        tables = [part(t) for t in self._tables()]
-        made = BlockLists(*(t if t is None else t.contiguous() for t in tables), *self.BLOCK_SIZE, lists.interior)
+        made = self._lists_by(part)
         return self._made(
             (sum(lengths), self._seq_lengths[1]),
             made,
@@ -278,7 +283,7 @@ class BlockMask(MaskAttributes, torchs.BlockMask):
 
     _adjust = adjust  # torch's name
 
-    def __eq__(self, other) -> bool:
+    def __eq__(self, other: object) -> bool:
         """Whether both masks mean the same: batch and head extents, lengths, block size, partial and full blocks, and mask_mod.
 
         What index lists hold past their counts does not matter, nor the device of the lists. mask_mods are the same if they are one

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Literal, overload
 
 import torch
 
 from flexpress import checks
 from flexpress.cache_checks import check_batch, check_contents, check_no_gradients
 from flexpress.in_graph import compilable
+from flexpress.mods import MaskMod, ScoreMod
 from flexpress.programs import captures_of, mod_program
 from flexpress.recorded import bound_mod
 from flexpress.scales import read_scale
@@ -24,6 +26,69 @@ from .codegen.run.layouts import output_like
 _INSTEAD = "train with flex_attention or varlen_attention, or call it under torch.no_grad()"
 
 
+@overload
+def cached_attention(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    kv_len: torch.Tensor,
+    *,
+    page_table: torch.Tensor | None = None,
+    cache_loc: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    max_q_len: int | None = None,
+    q_offset: torch.Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    scale: float | torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    return_lse: Literal[False] = False,
+    batch_invariant: bool = False,
+    check: bool | None = None,
+) -> torch.Tensor: ...
+@overload
+def cached_attention(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    kv_len: torch.Tensor,
+    *,
+    page_table: torch.Tensor | None = None,
+    cache_loc: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    max_q_len: int | None = None,
+    q_offset: torch.Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    scale: float | torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    return_lse: Literal[True],
+    batch_invariant: bool = False,
+    check: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def cached_attention(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    kv_len: torch.Tensor,
+    *,
+    page_table: torch.Tensor | None = None,
+    cache_loc: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    max_q_len: int | None = None,
+    q_offset: torch.Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    scale: float | torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    return_lse: bool = False,
+    batch_invariant: bool = False,
+    check: bool | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 @compilable
 def cached_attention(
     query: torch.Tensor,
@@ -36,15 +101,15 @@ def cached_attention(
     cu_seqlens_q: torch.Tensor | None = None,
     max_q_len: int | None = None,
     q_offset: torch.Tensor | None = None,
-    score_mod: Callable | None = None,
-    mask_mod: Callable | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     scale: float | torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     return_lse: bool = False,
     batch_invariant: bool = False,
     check: bool | None = None,
-):
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of the queries of B sequences, prefill or decoding or both, to what a cache holds of each one.
 
     query         (B, Hq, Q_LEN, D_QK); or with cu_seqlens_q (T, Hq, D_QK), the queries of all sequences one after another. float16,
@@ -62,8 +127,7 @@ def cached_attention(
     mask_mod      mask_mod(b, h, q_idx, kv_idx); by default kv_idx <= q_idx
     k_scale, v_scale   float32 (Hkv,): what caches of float8_e4m3fn are to be multiplied by; by default 1
     batch_invariant    a sequence's result is bitwise the same whatever else is in the batch (and takes longer)
-    check         look at what the tables and scales hold, and raise ValueError for what is not in the cache, for lengths that do not
-                  agree and for a max_q_len that is too small; by default where that does not wait for a GPU
+    check         raise ValueError for what tables and scales hold (no place in the cache, lengths that disagree); by default on the CPU
 
     Returns (B, Hq, Q_LEN, D_V) or (T, Hq, D_V), in query's dtype; with return_lse also lse, float32, (B, Hq, Q_LEN) or (T, Hq). A query
     with nothing to attend to, and a token after the last sequence, gets 0 and lse -inf.
@@ -83,14 +147,14 @@ def cached_attention(
     if is_recorded("cached_attention", query, k_cache, v_cache):
         found = _recorded(query, k_cache, v_cache, kv_len, tables, score_mod, mask_mod, scale, batch_invariant, check)
     else:
-        placed = _placed(query, k_cache, v_cache, kv_len, *tables, check)
+        placed = _placed(query, k_cache, v_cache, kv_len, check, *tables)
         found = _attend(*placed, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant)
     return found if return_lse else found[0]
 
 
 def _recorded(query, k_cache, v_cache, kv_len, tables, score_mod, mask_mod, scale, batch_invariant, check) -> tuple:
     """out and lse by the operator: for calls that torch is to see."""
-    _placed(query, k_cache, v_cache, kv_len, *tables, False)
+    _placed(query, k_cache, v_cache, kv_len, False, *tables)
     scale, score_mod = _read_scale(scale, score_mod, query)
     score, mask = bound_mod(score_mod, "score"), bound_mod(mask_mod, "mask")
     for bound in (score, mask):
@@ -102,7 +166,7 @@ def _recorded(query, k_cache, v_cache, kv_len, tables, score_mod, mask_mod, scal
 
 
 def _placed(
-    query, k_cache, v_cache, kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale, v_scale, check
+    query, k_cache, v_cache, kv_len, check, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale, v_scale
 ) -> tuple[torch.Tensor, Cached, torch.Tensor | None]:
     """query as kernels read it, where the sequences are, and q_offset; all checked."""
     if torch._C._is_any_autocast_enabled():
@@ -129,10 +193,11 @@ def _attend(query, where: Cached, q_offset, k_cache, v_cache, score_mod, mask_mo
     else:
         scale, score_mod = _read_scale(scale, score_mod, query)
     ragged = where.cu_q is not None
+    kv_lens: torch.Tensor = where.kv_lens  # type: ignore[assignment]  # a cache has them
     q = query.transpose(0, 1)[None] if ragged else query
     k, v = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
     KV_LEN = k.shape[2] * (1 if where.pages is None else where.pages.shape[1])
-    extents = where.kv_lens.shape[0], q.shape[1], where.max_q if ragged else q.shape[2], KV_LEN
+    extents = kv_lens.shape[0], q.shape[1], where.max_q if ragged else q.shape[2], KV_LEN
     if ragged:
         out = query.new_empty((*query.shape[:2], v.shape[3]))
         to_fill = out.transpose(0, 1)[None]
@@ -145,7 +210,7 @@ def _attend(query, where: Cached, q_offset, k_cache, v_cache, score_mod, mask_mo
     if batch_invariant:
         where = replace(where, invariant=True)
     masked = mask_mod is not None or where.max_q > 1 or q_offset is not None  # else one query, which sees all that there is
-    position = _position_from(q_offset, where.kv_lens, where.cu_q, q.shape[2])
+    position = _position_from(q_offset, kv_lens, where.cu_q, q.shape[2])
 
     def by_position(kind: str) -> tuple | None:
         return _bound(score_mod if kind == "score" else mask_mod or _causal, kind, q.device)
@@ -154,9 +219,9 @@ def _attend(query, where: Cached, q_offset, k_cache, v_cache, score_mod, mask_mo
         if kind == "score":
             mod = None if score_mod is None else _score_from(score_mod, position)
         elif mask_mod is None:
-            mod = _causal_from(position, where.kv_lens) if masked else None
+            mod = _causal_from(position, kv_lens) if masked else None
         else:
-            mod = _mask_from(mask_mod, position, where.kv_lens)
+            mod = _mask_from(mask_mod, position, kv_lens)
         return _bound(mod, kind, q.device)
 
     attend_cached(CachedCall(q, k, v, to_fill, lse, extents, scale, where, masked, q_offset, checks.DEFAULT, by_position, by_number))

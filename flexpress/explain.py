@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
+from torch.nn.attention import flex_attention as torchs
 
 from flexpress.call import bound
+from flexpress.mods import MaskMod, ScoreMod
 
 from .codegen.compiling import runs_uncompiled
 from .codegen.mod.bind import why_every_call
@@ -24,13 +27,13 @@ def explain(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    score_mod: Callable | None = None,
-    block_mask=None,
+    score_mod: ScoreMod | None = None,
+    block_mask: torchs.BlockMask | None = None,
     scale: float | torch.Tensor | None = None,
     enable_gqa: bool = False,
-    kernel_options: dict | None = None,
+    kernel_options: dict[str, Any] | None = None,
     *,
-    mask_mod: Callable | None = None,
+    mask_mod: MaskMod | None = None,
     deterministic: bool = False,
 ) -> str:
     """Which kernels flex_attention chooses for these arguments, and why not those that come first: a line each for forward and backward.
@@ -53,7 +56,7 @@ def explain(
         _, call = bound_shard(*arguments)
     else:
         check_values("explain", query=query, key=key, value=value)
-        call = bound(*arguments)
+        call = bound(*arguments)  # type: ignore[assignment]  # of tensors with values it is no Recorded
     keys = keys_of(call.score, call.mask, call.inputs.extents, call.lists)
     differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in (call.q, call.k, call.v, *call.captured))
     choice, seen = forward.choice_of(call, keys, output_rows=differentiable)
@@ -73,7 +76,7 @@ def _backward_choice(call: Bound, keys: tuple, forward_choice: Choice, determini
     raw = forward_choice.candidate.name == "HOPPER" and call.score is not None and scores_are_raw(as_sum(call.score[0]), call.scale > 0)
     details = backward.Details(call.options, deterministic, False, wanted, raw)
     q, k, v = map(with_rows, call[:3])
-    return backward.choice_of((q, k, v, q), call.scale, keys, call.lists and call.lists.blocks, details)[0]
+    return backward.choice_of((q, k, v, q), call.scale, keys, None if call.lists is None else call.lists.blocks, details)[0]
 
 
 def _line(what: str, choice: Choice) -> str:

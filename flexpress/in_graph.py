@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from typing import ParamSpec, TypeVar, overload
 
 import torch
 from torch._ops import HigherOrderOperator
@@ -20,10 +21,17 @@ from torch._ops import HigherOrderOperator
 from .codegen.compiling import runs_uncompiled
 
 _compiling = torch.compiler.is_dynamo_compiling
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def compilable(function: Callable | None = None, *, inner: Callable | None = None, opened=None, closed=None) -> Callable:
-    """Decorator of a public function that torch.compile may meet. Its arguments named score_mod and mask_mod are mods.
+@overload
+def compilable(function: Callable[P, R]) -> Callable[P, R]: ...
+@overload
+def compilable(*, inner: Callable, opened: Callable | None = None, closed: Callable) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def compilable(function=None, *, inner=None, opened=None, closed=None):
+    """Decorator of a public function that torch.compile may meet. Its arguments named score_mod and mask_mod are mods. Signature and
+    docstring stay, for type checkers and for `help`.
 
     inner    called instead, with what `opened(arguments by name)` makes of them by name: tensors, numbers, mods and tuples of these.
              Returns tensors
@@ -76,4 +84,4 @@ def _is_known() -> bool:
     return True
 
 
-_is_known._dynamo_marked_constant = True  # Dynamo runs it, instead of tracing it
+_is_known._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo runs it, instead of tracing it

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
+from torch.types import Device
 
 from flexpress import checks
 from flexpress.cache_checks import check_batch, check_contents, check_no_gradients, check_plain, check_writable, described
@@ -15,7 +18,7 @@ from .codegen.run.update_cache import update
 
 
 def rope_table(
-    length: int, rope_dim: int, theta: float = 10000.0, scale: float = 1.0, *, inv_freq: torch.Tensor | None = None, device=None
+    length: int, rope_dim: int, theta: float = 10000.0, scale: float = 1.0, *, inv_freq: torch.Tensor | None = None, device: Device = None
 ) -> torch.Tensor:
     """Cosine and sine of the angles of rotary position embedding, float32 (length, rope_dim / 2, 2), computed in float64.
 
@@ -44,6 +47,46 @@ def rope_table(
     return torch.stack([angles.cos(), angles.sin()], dim=-1).float()
 
 
+@overload
+def update_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    kv_len: torch.Tensor,
+    *,
+    page_table: torch.Tensor | None = None,
+    cache_loc: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    max_q_len: int | None = None,
+    q_offset: torch.Tensor | None = None,
+    query: None = None,
+    rope: torch.Tensor | None = None,
+    interleaved: bool = False,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    check: bool | None = None,
+) -> None: ...
+@overload
+def update_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    kv_len: torch.Tensor,
+    *,
+    page_table: torch.Tensor | None = None,
+    cache_loc: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    max_q_len: int | None = None,
+    q_offset: torch.Tensor | None = None,
+    query: torch.Tensor,
+    rope: torch.Tensor | None = None,
+    interleaved: bool = False,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    check: bool | None = None,
+) -> torch.Tensor: ...
 @compilable
 def update_cache(
     key: torch.Tensor,
@@ -113,10 +156,12 @@ def _update(key, value, query, k_cache, v_cache, cached: Cached, q_offset, rope,
     if rope is not None:
         q = k[:, :0] if query is None else _readable(query)
         q_out = torch.empty_like(q)
-    tensors = k, v, q, q_out
+    turned = q_out
     if cached.cu_q is None:  # tokens before heads
-        tensors = tuple(t if t is None else t.transpose(1, 2) for t in tensors)
-    update(*tensors[:2], k_cache, v_cache, cached, q_offset, rope, *tensors[2:], interleaved=interleaved)
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        if q is not None and q_out is not None:
+            q, turned = q.transpose(1, 2), q_out.transpose(1, 2)
+    update(k, v, k_cache, v_cache, cached, q_offset, rope, q, turned, interleaved=interleaved)
     return None if query is None else q_out
 
 

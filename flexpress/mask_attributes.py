@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import overload
 
 import torch
 from torch.utils._pytree import GetAttrKey
@@ -24,7 +25,11 @@ class MaskAttributes:
     _leading: tuple[int, ...]  # extents of the lists in front of the rows, (B, H) if they have both
     mask_mod: Callable
 
-    def _shown(self, tensor: torch.Tensor | None, width: int | None = None) -> torch.Tensor | None:
+    @overload
+    def _shown(self, tensor: torch.Tensor, width: int | None = None) -> torch.Tensor: ...
+    @overload
+    def _shown(self, tensor: torch.Tensor | None, width: int | None = None) -> torch.Tensor | None: ...
+    def _shown(self, tensor, width=None):
         """A list as users get it: a copy, with B and H where the mask was made with them, and at least `width` entries in a row."""
         if tensor is None:
             return None
@@ -32,15 +37,50 @@ class MaskAttributes:
         missing = 0 if width is None else width - tensor.shape[-1]
         return torch.nn.functional.pad(tensor, (0, missing)) if missing > 0 else tensor.clone()
 
-    BLOCK_SIZE = property(lambda self: (self._lists.q_block, self._lists.kv_block))
-    kv_num_blocks = property(lambda self: self._shown(self._lists.kv_num_blocks))
-    kv_indices = property(lambda self: self._shown(self._lists.kv_indices, self._grid[1]))
-    full_kv_num_blocks = property(lambda self: self._shown(self._lists.full_kv_num_blocks))
-    full_kv_indices = property(lambda self: self._shown(self._lists.full_kv_indices, self._grid[1]))
-    q_num_blocks = property(lambda self: self._shown(self.as_transposed_lists().kv_num_blocks))
-    q_indices = property(lambda self: self._shown(self.as_transposed_lists().kv_indices, self._grid[0]))
-    full_q_num_blocks = property(lambda self: self._shown(self.as_transposed_lists().full_kv_num_blocks))
-    full_q_indices = property(lambda self: self._shown(self.as_transposed_lists().full_kv_indices, self._grid[0]))
+    @property
+    def BLOCK_SIZE(self) -> tuple[int, int]:
+        """(Q block, KV block), in positions."""
+        return self._lists.q_block, self._lists.kv_block
+
+    @property
+    def kv_num_blocks(self) -> torch.Tensor:
+        """int32 (B, H, rows): how many partial KV blocks each row of query blocks has."""
+        return self._shown(self._lists.kv_num_blocks)
+
+    @property
+    def kv_indices(self) -> torch.Tensor:
+        """int32 (B, H, rows, columns): which ones, ascending; entries past the count mean nothing."""
+        return self._shown(self._lists.kv_indices, self._grid[1])
+
+    @property
+    def full_kv_num_blocks(self) -> torch.Tensor | None:
+        """int32 (B, H, rows): how many full KV blocks each row has; None if they are not kept apart."""
+        return self._shown(self._lists.full_kv_num_blocks)
+
+    @property
+    def full_kv_indices(self) -> torch.Tensor | None:
+        """int32 (B, H, rows, columns): which ones, or None."""
+        return self._shown(self._lists.full_kv_indices, self._grid[1])
+
+    @property
+    def q_num_blocks(self) -> torch.Tensor:
+        """int32 (B, H, columns): how many partial query blocks each column of KV blocks has."""
+        return self._shown(self.as_transposed_lists().kv_num_blocks)
+
+    @property
+    def q_indices(self) -> torch.Tensor:
+        """int32 (B, H, columns, rows): which ones, ascending."""
+        return self._shown(self.as_transposed_lists().kv_indices, self._grid[0])
+
+    @property
+    def full_q_num_blocks(self) -> torch.Tensor | None:
+        """int32 (B, H, columns): how many full query blocks each column has, or None."""
+        return self._shown(self.as_transposed_lists().full_kv_num_blocks)
+
+    @property
+    def full_q_indices(self) -> torch.Tensor | None:
+        """int32 (B, H, columns, rows): which ones, or None."""
+        return self._shown(self.as_transposed_lists().full_kv_indices, self._grid[0])
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -98,7 +138,7 @@ class MaskAttributes:
         lengths, size, mask_mod = context
         return cls(lengths, *tensors, size, mask_mod)
 
-    def _flatten_with_keys(self) -> tuple[tuple, tuple]:
+    def _flatten_with_keys(self) -> tuple[tuple, ...]:
         return tuple(
             tuple((GetAttrKey(name), value) for name, value in zip(names, values, strict=True))
             for names, values in zip((self._TENSOR_ATTRS, self._CONTEXT_ATTRS), self._flatten(), strict=True)
@@ -115,7 +155,8 @@ class MaskAttributes:
     @property
     def _grid(self) -> tuple[int, int]:
         """Rows and columns of blocks; lists may have more rows and fewer columns."""
-        return tuple(-(-n // size) for n, size in zip(self._seq_lengths, self.BLOCK_SIZE, strict=True))
+        (Q_LEN, KV_LEN), (q_block, kv_block) = self._seq_lengths, self.BLOCK_SIZE
+        return -(-Q_LEN // q_block), -(-KV_LEN // kv_block)
 
     def _status(self) -> torch.Tensor:
         """int8 (B, H, rows, columns): 0 empty, 1 partial, 2 full."""
@@ -131,7 +172,7 @@ class MaskAttributes:
         rows, columns = status.shape[-2:]
         limits = (rows, columns) if grid_size == -1 else (grid_size, grid_size) if isinstance(grid_size, int) else grid_size
         step_r, step_c = (max(1, -(-n // most)) for n, most in zip((rows, columns), limits, strict=True))
-        pictures = []
+        pictures: list[str] = []
         for z, h in itertools.product(range(status.shape[0]), range(status.shape[1])):
             if len(pictures) == limit:
                 pictures.append(f"... {status.shape[0] * status.shape[1] - limit} more; raise limit= to see them")

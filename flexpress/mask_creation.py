@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 
 import torch
+from torch.types import Device
 
 from flexpress.block_mask import DEFAULT_BLOCK_SIZE, BlockMask
 from flexpress.checks import block_size, resolve_device, whole
 from flexpress.in_graph import compilable
+from flexpress.mods import MaskMod, ScoreMod
 from flexpress.programs import captures_of
 from flexpress.recorded import bound_mod
 
@@ -45,12 +46,12 @@ def _tables(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, separate_full_blo
 
 @compilable(inner=_tables, closed=_closed)
 def create_block_mask(
-    mask_mod: Callable,
+    mask_mod: MaskMod,
     B: int | None,
     H: int | None,
     Q_LEN: int,
     KV_LEN: int,
-    device=None,
+    device: Device = None,
     BLOCK_SIZE: int | tuple[int, int] = DEFAULT_BLOCK_SIZE,
     _compile: bool = False,
     separate_full_blocks: bool = True,
@@ -90,7 +91,7 @@ def create_block_mask(
 
 
 @runs_uncompiled
-def create_mask(mod_fn: Callable, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, device=None) -> torch.Tensor:
+def create_mask(mod_fn: MaskMod | ScoreMod, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, device: Device = None) -> torch.Tensor:
     """The dense mask, bool (B, H, Q_LEN, KV_LEN), of a mask_mod; or of a score_mod, where it does not turn a zero score into -inf.
 
     For looking at and for tests: attention never needs it.
@@ -118,4 +119,5 @@ def _positional(mod) -> int:
 
 def _extents(B: int | None, H: int | None, Q_LEN: int, KV_LEN: int) -> tuple[int, int, int, int]:
     """(B, H, Q_LEN, KV_LEN) of a mask, checked; None stands for 1."""
-    return (*(1 if n is None else whole(name, n, 1) for name, n in (("B", B), ("H", H))), whole("Q_LEN", Q_LEN), whole("KV_LEN", KV_LEN))
+    Z, heads = (1 if n is None else whole(name, n, 1) for name, n in (("B", B), ("H", H)))
+    return Z, heads, whole("Q_LEN", Q_LEN), whole("KV_LEN", KV_LEN)

@@ -6,22 +6,24 @@ from collections.abc import Callable
 
 import torch
 
+from flexpress.mods import MaskMod
+
 from .codegen.mod.bind import bind
 from .codegen.mod.capture import name_of
 from .codegen.mod.errors import ModError
 
 
-def noop_mask(b, h, q_idx, kv_idx):
+def noop_mask(b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
     """The mask that hides nothing."""
     return b.new_ones((), dtype=torch.bool)
 
 
-def and_masks(*mask_mods: Callable) -> Callable:
+def and_masks(*mask_mods: MaskMod) -> MaskMod:
     """The mask_mod that is true where all of `mask_mods` are. Source: torch.nn.attention.flex_attention.and_masks."""
     return _combined(mask_mods, "and", lambda b: b.new_ones((), dtype=torch.bool), lambda x, y: x & y)
 
 
-def or_masks(*mask_mods: Callable) -> Callable:
+def or_masks(*mask_mods: MaskMod) -> MaskMod:
     """The mask_mod that is true where any of `mask_mods` is. Source: torch.nn.attention.flex_attention.or_masks."""
     return _combined(mask_mods, "or", lambda b: b.new_zeros((), dtype=torch.bool), lambda x, y: x | y)
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.types import Device
 
 from flexpress.checks import whole
 
@@ -127,7 +128,7 @@ class PageAllocator:
         self._drop(self._pages.pop(self._known(sequence)))
         del self._lengths[sequence]
 
-    def page_table(self, sequences: Sequence[int], width: int | None = None, device=None) -> torch.Tensor:
+    def page_table(self, sequences: Sequence[int], width: int | None = None, device: Device = None) -> torch.Tensor:
         """int32 [len(sequences), width] on `device`: the pages of each sequence, then -1.
 
         width   columns; by default as many as the longest of the sequences has pages

@@ -3,37 +3,75 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar, overload
 
 import torch
+from torch.nn.attention import flex_attention as torchs
+from torch.types import Device
 
 from flexpress.block_mask import DEFAULT_BLOCK_SIZE, BlockMask
 from flexpress.foreign_masks import adopt, is_foreign_mask
 from flexpress.mask_creation import create_block_mask
+from flexpress.mods import MaskMod
 
 from .codegen.compiling import runs_uncompiled
 from .codegen.mod.capture import name_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PathT = TypeVar("PathT", bound="str | os.PathLike[str]")
 
 _KINDS = ("empty", "partial", "full")
 _COLOURS = ("#f2f2f2", "#e69f00", "#0072b2")  # grey, orange, blue of Okabe and Ito (2008): told apart by any eye, and in black and white
 _CELLS = 512  # rows and columns drawn; more would be finer than the picture's pixels
 
 
-@runs_uncompiled
+@overload
 def plot_mask(
-    mask,
+    mask: torchs.BlockMask | MaskMod,
     B: int | None = None,
     H: int | None = None,
     Q_LEN: int | None = None,
     KV_LEN: int | None = None,
     *,
-    device=None,
+    device: Device = None,
     BLOCK_SIZE: int | tuple[int, int] = DEFAULT_BLOCK_SIZE,
     batch: int = 0,
     head: int = 0,
-    path: str | os.PathLike | None = None,
+    path: None = None,
     title: str | None = None,
-):
+) -> Figure | str: ...
+@overload
+def plot_mask(
+    mask: torchs.BlockMask | MaskMod,
+    B: int | None = None,
+    H: int | None = None,
+    Q_LEN: int | None = None,
+    KV_LEN: int | None = None,
+    *,
+    device: Device = None,
+    BLOCK_SIZE: int | tuple[int, int] = DEFAULT_BLOCK_SIZE,
+    batch: int = 0,
+    head: int = 0,
+    path: PathT,
+    title: str | None = None,
+) -> PathT | str: ...
+@runs_uncompiled
+def plot_mask(
+    mask: torchs.BlockMask | MaskMod,
+    B: int | None = None,
+    H: int | None = None,
+    Q_LEN: int | None = None,
+    KV_LEN: int | None = None,
+    *,
+    device: Device = None,
+    BLOCK_SIZE: int | tuple[int, int] = DEFAULT_BLOCK_SIZE,
+    batch: int = 0,
+    head: int = 0,
+    path: str | os.PathLike[str] | None = None,
+    title: str | None = None,
+) -> Figure | str | os.PathLike[str]:
     """Draw which blocks of a mask are full, partial and empty, over query and key positions.
 
     mask         a BlockMask, ours or torch's, or a mask_mod. A mask_mod needs Q_LEN and KV_LEN; B, H, device and BLOCK_SIZE are
@@ -117,7 +155,7 @@ def _block_mask(mask, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE) -> BlockMask:
         made = mask
     elif is_foreign_mask(mask):
         made = adopt(mask, mask.seq_lengths)
-    elif isinstance(mask, Callable):
+    elif callable(mask):
         if Q_LEN is None or KV_LEN is None:
             raise ValueError(f"a mask_mod has no lengths: pass Q_LEN and KV_LEN, got Q_LEN={Q_LEN}, KV_LEN={KV_LEN}")
         return create_block_mask(mask, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE)
@@ -147,4 +185,4 @@ def _reduced(status: torch.Tensor, most: int) -> tuple[torch.Tensor, tuple[int, 
             groups = status.split(step, dim)
             low, high = (torch.cat([f(g, dim, keepdim=True) for g in groups], dim) for f in (torch.amin, torch.amax))
             status = torch.where(low == high, low, torch.ones_like(low))
-    return status, tuple(steps)
+    return status, (steps[0], steps[1])

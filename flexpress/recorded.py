@@ -5,7 +5,8 @@ Mods are bound here, by a trace of their own where what they capture has no valu
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, overload
 
 import torch
 
@@ -110,7 +111,11 @@ def _mask(block_mask, query, key, mask_mod) -> tuple:
     return lists, decided, block_mask.mask_mod
 
 
-def bound_mod(mod, kind: str) -> tuple | None:
+@overload
+def bound_mod(mod: Callable, kind: str) -> tuple: ...
+@overload
+def bound_mod(mod: None, kind: str) -> None: ...
+def bound_mod(mod, kind):
     """A mod's graph and what it captures, with or without values. Raises NotImplementedError for kinds of tensors that kernels cannot
     read."""
     if mod is None:

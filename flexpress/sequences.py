@@ -15,10 +15,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.types import Device
 
 from flexpress.attention_info import AttentionInfo, CacheConfig, PositionalEmbeddingConfig
 from flexpress.checks import whole
-from flexpress.step_tensors import StepTensors
+from flexpress.step_view import StepView
 from flexpress.token_ids import flatten, integers
 
 __all__ = ["ARG_NAMES", "AttentionInfo", "CacheConfig", "PositionalEmbeddingConfig", "SequenceInfo"]
@@ -26,7 +27,7 @@ __all__ = ["ARG_NAMES", "AttentionInfo", "CacheConfig", "PositionalEmbeddingConf
 ARG_NAMES = ("input_ids", "seq_len", "input_pos", "cache_loc", "pages_per_seq", "seq_start", "page_table")
 
 
-class SequenceInfo:
+class SequenceInfo(StepView):
     """The sequences of a serving step, n of at most `max_batch_size`, each with new tokens (also none), a position and pages.
 
     Tensors, all int32 on `device`:
@@ -45,7 +46,13 @@ class SequenceInfo:
     """
 
     def __init__(
-        self, max_seq_len: int = 1, max_batch_size: int = 1, page_size: int = 0, max_num_tokens: int = 0, num_pages: int = 0, device="cpu"
+        self,
+        max_seq_len: int = 1,
+        max_batch_size: int = 1,
+        page_size: int = 0,
+        max_num_tokens: int = 0,
+        num_pages: int = 0,
+        device: Device = "cpu",
     ) -> None:
         """Limits; the batch is that of `reset`.
 
@@ -56,30 +63,9 @@ class SequenceInfo:
         num_pages       pages of the cache; 0: as many as max_batch_size sequences of max_seq_len tokens fill
         Raises ValueError for negative numbers, and for fewer pages than max_batch_size.
         """
-        self._max_seq_len = whole("max_seq_len", max_seq_len, 1)
-        self._max_batch_size = whole("max_batch_size", max_batch_size, 1)
-        self._page_size = whole("page_size", page_size) or self._max_seq_len
-        self._max_num_tokens = whole("max_num_tokens", max_num_tokens) or self._max_batch_size * self._max_seq_len
-        self._step = StepTensors(self._max_num_tokens, self._max_batch_size, self.max_pages_per_seq, device)
+        super().__init__(max_seq_len, max_batch_size, page_size, max_num_tokens, device)
         self.num_pages = whole("num_pages", num_pages) or self._max_batch_size * self.max_pages_per_seq
         self.reset()
-
-    # limits
-
-    max_seq_len = property(lambda self: self._max_seq_len, doc="Tokens that a sequence may have, in the cache and new.")
-    max_batch_size = property(lambda self: self._max_batch_size, doc="Sequences that a step may have.")
-    page_size = property(lambda self: self._page_size, doc="Tokens of a page.")
-    max_num_tokens = property(lambda self: self._max_num_tokens, doc="New tokens that a step may have.")
-
-    @property
-    def max_pages_per_seq(self) -> int:
-        """Pages of a sequence of max_seq_len tokens."""
-        return -(-self._max_seq_len // self._page_size)
-
-    @property
-    def is_paged(self) -> bool:
-        """Whether a sequence may have more than one page."""
-        return self._page_size < self._max_seq_len
 
     @property
     def num_pages(self) -> int:
@@ -92,70 +78,6 @@ class SequenceInfo:
         if whole("num_pages", number, self._max_batch_size) <= used:
             raise ValueError(f"num_pages is {number}, but page {used} is assigned; reset first")
         self._num_pages = int(number)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the tensors are."""
-        return self._step.device
-
-    # the batch, as the host knows it
-
-    @property
-    def num_sequences(self) -> int:
-        """n, also of sequences without new tokens."""
-        return len(self._step.lengths)
-
-    @property
-    def sequence_lengths(self) -> list[int]:
-        """New tokens of each sequence."""
-        return list(self._step.lengths)
-
-    @property
-    def input_positions(self) -> list[int]:
-        """Tokens of each sequence that are in the cache."""
-        return list(self._step.positions)
-
-    @property
-    def page_assignments(self) -> list[list[int]]:
-        """The pages of each sequence."""
-        return [list(pages) for pages in self._step.pages]
-
-    @property
-    def num_tokens(self) -> int:
-        """New tokens of all sequences."""
-        return sum(self._step.lengths)
-
-    @property
-    def is_generate(self) -> bool:
-        """Whether every sequence has one new token; input_ids is then [n, 1]."""
-        return all(length == 1 for length in self._step.lengths)
-
-    # the batch, as tensors
-
-    @property
-    def input_ids(self) -> torch.Tensor:
-        """int32 [n, 1] or [1, total]: the new tokens."""
-        flat = self._step.memory["input_ids"][: self.num_tokens]
-        return flat[:, None] if self.is_generate else flat[None]
-
-    seq_len = property(lambda self: self._step.of_sequences("seq_len"), doc="int32 [n]: new tokens of each sequence.")
-    input_pos = property(lambda self: self._step.of_sequences("input_pos"), doc="int32 [n]: tokens of each sequence in the cache.")
-    pages_per_seq = property(lambda self: self._step.of_sequences("pages_per_seq"), doc="int32 [n]: pages of each sequence.")
-    seq_start = property(lambda self: self._step.of_sequences("seq_start"), doc="int32 [n]: where each sequence starts in input_ids.")
-    page_table = property(lambda self: self._step.of_sequences("page_table"), doc="int32 [n, max_pages_per_seq]: pages, then -1.")
-
-    @property
-    def cache_loc(self) -> torch.Tensor:
-        """int32 [sum of pages_per_seq]: the pages of all sequences."""
-        return self._step.memory["cache_loc"][: sum(map(len, self._step.pages))]
-
-    @property
-    def position_ids(self) -> torch.Tensor:
-        """int32, shaped as input_ids: the position of each new token in its sequence. Made anew at each reading."""
-        if self.is_generate:
-            return self.input_pos[:, None].clone()
-        offsets = torch.repeat_interleave(self.input_pos - self.seq_start, self.seq_len, output_size=self.num_tokens)
-        return (offsets + torch.arange(self.num_tokens, dtype=torch.int32, device=self.device))[None]
 
     @property
     def named_args(self) -> dict[str, torch.Tensor]:
@@ -189,7 +111,12 @@ class SequenceInfo:
 
     # changes
 
-    def nest_sequences(self, sequences, input_pos=None, page_assignments=None) -> None:
+    def nest_sequences(
+        self,
+        sequences: Sequence[Sequence[int] | torch.Tensor] | torch.Tensor,
+        input_pos: int | Sequence[int] | torch.Tensor | None = None,
+        page_assignments: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         """The new tokens of each sequence, and with them their number.
 
         sequences         lists of ids or integer tensors [s_i], s_i >= 0; or one integer tensor [n, s]
@@ -226,7 +153,7 @@ class SequenceInfo:
             raise ValueError(f"tensor has shape {tuple(tensor.shape)}; this batch is laid out as {shape}, any dimensions behind")
         return list(torch.split(tensor.flatten(0, 1), self._step.lengths))
 
-    def update_pos(self, seq_len=None, reset: bool = False) -> None:
+    def update_pos(self, seq_len: int | Sequence[int] | torch.Tensor | None = None, reset: bool = False) -> None:
         """Adds to the number of tokens in the cache; reset: sets it.
 
         seq_len   an int for all sequences, or a list or integer tensor [n]; by default the new tokens of this step. Negative numbers take
@@ -273,7 +200,7 @@ class SequenceInfo:
         ids = other.input_ids.flatten()
         self.nest_sequences(torch.split(ids, other.sequence_lengths), other.input_positions, other.page_assignments)
 
-    def to(self, device) -> SequenceInfo:
+    def to(self, device: torch.device | str | int) -> SequenceInfo:
         """Moves the tensors to `device`; returns itself. TypeError for what is no device: the tensors stay int32."""
         if isinstance(device, bool) or not isinstance(device, (torch.device, str, int)):
             raise TypeError(f"device must be a torch.device or its name, got {device!r}; the tensors of a SequenceInfo stay int32")

@@ -95,7 +95,7 @@ def _check_descriptor(name: str, descriptor) -> None:
     """TypeError that names the part which is missing or no such part."""
     if not isinstance(descriptor, type) or not issubclass(descriptor, AttentionDescriptor):
         raise TypeError(f"{name!r} must be a subclass of AttentionDescriptor, got {descriptor!r}")
-    parts = {
+    parts: dict[str, tuple[Callable, str]] = {
         "attention_op": (callable, "an operator"),
         "metadata_op": (callable, "an operator"),
         "num_metadata": (lambda n: type(n) is int and n >= 0, "an int of 0 or more"),

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Literal, overload
 
 import torch
 
 from flexpress.call import attend, bound
 from flexpress.checks import DTYPES, MAX_HEAD_DIM, autocasts, check_rank
 from flexpress.in_graph import compilable
+from flexpress.mods import MaskMod, ScoreMod
 from flexpress.recorded import graph_and_values
 
 from .codegen.mod.capture import name_of
@@ -20,6 +22,51 @@ from .codegen.mod.tensors import ORDINARY, check_surroundings, is_distributed, r
 from .codegen.registry import remembered
 
 
+@overload
+def varlen_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    *,
+    scale: float | torch.Tensor | None = None,
+    return_lse: Literal[False] = False,
+    kernel_options: dict[str, Any] | None = None,
+    deterministic: bool = False,
+) -> torch.Tensor: ...
+@overload
+def varlen_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    *,
+    scale: float | torch.Tensor | None = None,
+    return_lse: Literal[True],
+    kernel_options: dict[str, Any] | None = None,
+    deterministic: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def varlen_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    *,
+    scale: float | torch.Tensor | None = None,
+    return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None,
+    deterministic: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 @compilable
 def varlen_attention(
     q: torch.Tensor,
@@ -27,14 +74,14 @@ def varlen_attention(
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor | None = None,
-    score_mod: Callable | None = None,
-    mask_mod: Callable | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     *,
     scale: float | torch.Tensor | None = None,
     return_lse: bool = False,
-    kernel_options: dict | None = None,
+    kernel_options: dict[str, Any] | None = None,
     deterministic: bool = False,
-):
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention within each of n packed sequences, with the user's own score and mask.
 
     q               (total_q, Hq, D), float16, bfloat16 or float32, any strides
@@ -68,7 +115,8 @@ def varlen_attention(
 
         part = Shards({"q": q, "k": k, "v": v}, None, 1)
         mods = part.score_mod(score_mod), part.mask_mod(mask_mod)
-        found = _attend(*part.local, cu_seqlens_q, cu_seqlens_k, *mods, scale, kernel_options, deterministic, part.read_captured)
+        q, k, v = part.local
+        found = _attend(q, k, v, cu_seqlens_q, cu_seqlens_k, *mods, scale, kernel_options, deterministic, part.read_captured)
         out, lse = part.joined(*found)
     else:
         out, lse = _attend(q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, deterministic)
@@ -209,16 +257,17 @@ def _growth(node: Expr, args: list[int | None]) -> int | None:
         return int(node.attr in ("q_idx", "kv_idx"))
     if all(a == 0 for a in args):
         return 0
-    if None in args:
+    known = [a for a in args if a is not None]
+    if len(known) < len(args):
         return None
     row = row_of(node)
     if row.decided:
-        return 0 if args[0] == args[1] else None
+        return 0 if known[0] == known[1] else None
     if node.dtype in (torch.int32, torch.int64):  # so what grows is always one of these
         if row.signs:
-            return sum(sign * arg for sign, arg in zip(row.signs, args, strict=True))
+            return sum(sign * arg for sign, arg in zip(row.signs, known, strict=True))
         if node.op == "cast":
-            return args[0]
+            return known[0]
     return None
 
 

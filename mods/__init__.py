@@ -3,8 +3,11 @@
 Each name is a factory that checks its arguments and returns the function to pass to `flex_attention` or
 `create_block_mask`; `causal` alone is that function already. The functions they return follow
 torch.nn.attention.flex_attention, so they run there too. Nothing here imports more than torch.
+`MaskMod` and `ScoreMod` are their types, for annotations.
 """
 
+from ._arguments import MaskMod as MaskMod
+from ._arguments import ScoreMod as ScoreMod
 from .alibi import alibi, alibi_slopes, alibi_symmetric
 from .causal import causal, causal_offset
 from .compose import compose_scores

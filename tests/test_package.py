@@ -4,35 +4,47 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.metadata
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import mutants
 import pytest
 
+import flexpress
 from flexpress import versions
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = {"flexpress": "flexpress", "codegen": "flexpress/codegen", "templates": "flexpress/templates", "mods": "flexpress/mods"}
+BESIDE = (".ci", "benchmarks", "docs", "examples", "generated", "tests")
+FILES = ("CHANGELOG.md", "LICENSE", "Makefile", "README.md", "constraints.txt")
 
 
 @pytest.fixture(scope="module")
-def wheel_file(tmp_path_factory) -> Path:
-    """A wheel, built from a copy of the sources so that nothing is left beside them."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for folder in FOLDERS:
+def built(tmp_path_factory) -> Path:
+    """A folder with an sdist, built from a copy of the sources so that nothing is left beside them, and a wheel built from the sdist."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("built")
+    for folder in (*FOLDERS, *BESIDE):
         shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "MANIFEST.in", *FILES):
         shutil.copy(ROOT / name, source)
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(out), str(source)]
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    (file,) = out.glob("flexpress-*.whl")
+    assert "Deprecat" not in done.stdout + done.stderr
+    return out
+
+
+@pytest.fixture(scope="module")
+def wheel_file(built) -> Path:
+    """A wheel."""
+    (file,) = built.glob("flexpress-*.whl")
     return file
 
 
@@ -84,12 +96,41 @@ def test_wheel_has_every_module_and_template(wheel):
         if path.suffix in (".py", ".jinja")
     }
     assert wanted <= wheel, f"not in the wheel: {sorted(wanted - wheel)}"
-    assert "flexpress/templates/forward.py.jinja" in wheel
+    assert {"flexpress/templates/forward.py.jinja", "flexpress/py.typed"} <= wheel
 
 
 def test_wheel_has_nothing_outside_the_package(wheel):
     assert {path for path in wheel if not path.startswith(("flexpress/", "flexpress-"))} == set()
     assert {path.partition("/")[0] for path in wheel} - {"flexpress"} == {next(p.partition("/")[0] for p in wheel if ".dist-info/" in p)}
+
+
+def test_an_sdist_has_what_builds_tests_and_documents(built):
+    (file,) = built.glob("flexpress-*.tar.gz")
+    with tarfile.open(file) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    folders = [path for folder in (*FOLDERS, *BESIDE) for path in (ROOT / folder).rglob("*")]
+    wanted = {str(path.relative_to(ROOT)) for path in folders if path.suffix in (".py", ".jinja", ".md", ".typed")}
+    assert wanted | {"pyproject.toml", *FILES} <= names and not any("__pycache__" in name for name in names)
+
+
+def test_metadata_says_what_the_package_is(wheel_file):
+    (said,) = importlib.metadata.distributions(path=[str(wheel_file)])
+    told = said.metadata
+    assert said.version == flexpress.__version__ and wheel_file.name.split("-")[1] == flexpress.__version__
+    assert told["License-Expression"] == "MIT" and told["Author"] and told["Requires-Python"] == ">=3.10"
+    assert "Typing :: Typed" in told.get_all("Classifier") and told["Summary"] and told["Keywords"]
+    assert told["Description-Content-Type"] == "text/markdown" and told.get_payload().startswith("# Flexpress")
+    assert {re.match(r"[\w-]+", line)[0] for line in said.requires if "extra ==" not in line} == {"torch", "triton", "jinja2", "numpy"}
+    for url in told.get_all("Project-URL"):
+        assert re.fullmatch(r"[^,]+, https://\S+", url)
+
+
+def test_the_changelog_ends_with_this_version():
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    versions_told = re.findall(r"^## (\d+\.\d+\.\d+) - (\d{4}-\d\d-\d\d)$", text, re.MULTILINE)
+    assert versions_told[0][0] == flexpress.__version__
+    assert versions_told == sorted(versions_told, reverse=True)
+    assert set(re.findall(r"^### (.+)$", text, re.MULTILINE)) <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 
 
 def test_the_folder_codegen_is_not_a_package_of_its_own():

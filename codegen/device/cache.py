@@ -22,9 +22,8 @@ import torch
 import triton
 
 from ..text.spec import KernelSpec
+from ..version import VERSION
 from . import folder
-
-VERSION = "0.1.0"
 
 
 @dataclass(frozen=True)

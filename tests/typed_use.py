@@ -1,0 +1,185 @@
+"""A program as a user writes it, for type checkers: tests/check_types.py has mypy read it with --strict. Nothing here is run.
+
+Where a line is wrong on purpose it says which error a checker must give there; one that is not given is an error, too.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+from torch.nn.attention import flex_attention as torchs
+from typing_extensions import assert_type
+
+import flexpress
+from flexpress import (
+    AuxOutput,
+    AuxRequest,
+    BlockMask,
+    MaskMod,
+    ScoreMod,
+    create_block_mask,
+    create_mask,
+    flash,
+    flex_attention,
+    mods,
+    sequences,
+    serving,
+)
+
+q, k, v = (torch.randn(2, 4, 64, 32) for _ in range(3))
+
+
+def bias(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return score + (kv_idx - q_idx)
+
+
+def near(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return (q_idx - kv_idx).abs() < 8
+
+
+class Bias(torch.nn.Module):
+    def forward(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score * 2
+
+
+def attention(flag: bool, theirs: torchs.BlockMask) -> None:
+    mask = create_block_mask(near, None, None, 64, 64, "cpu", BLOCK_SIZE=(64, 32), capacity=4)
+    assert_type(mask, BlockMask)
+    assert_type(flex_attention(q, k, v), Tensor)
+    assert_type(flex_attention(q, k, v, bias, mask, 0.5, True), Tensor)
+    assert_type(flex_attention(q, k, v, lambda score, b, h, q_idx, kv_idx: score * 2, mask_mod=mods.causal), Tensor)
+    assert_type(flex_attention(q, k, v, score_mod=Bias(), block_mask=theirs, scale=torch.tensor(0.1)), Tensor)
+    assert_type(flex_attention(q, k, v, return_lse=False, deterministic=True), Tensor)
+    assert_type(flex_attention(q, k, v, return_lse=True, kernel_options={"BLOCK_M": 64, "USE_TMA": False}), tuple[Tensor, Tensor])
+    out, aux = flex_attention(q, k, v, return_aux=AuxRequest(lse=True))
+    assert_type(aux, AuxOutput)
+    assert_type(aux.lse, Tensor | None)
+    assert_type(flex_attention(q, k, v, return_aux=torchs.AuxRequest(max_scores=True))[1].max_scores, Tensor | None)
+    assert_type(flex_attention(q, k, v, None, None, None, False, flag), Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput])
+    assert_type(flexpress.explain(q, k, v, bias, mask_mod=near), str)
+
+    flex_attention(q, k)  # type: ignore[call-overload]  # value is missing
+    flex_attention(q, k, v, near)  # type: ignore[arg-type]  # a mask_mod is no score_mod
+    flex_attention(q, k, v, block_mask=near)  # type: ignore[call-overload]  # nor a block mask
+    flex_attention(q, k, v, mask_mod=mask)  # type: ignore[call-overload]  # and the other way round
+    flex_attention(q, k, v, causal=True)  # type: ignore[call-overload]  # flash_attn's argument
+    print(flex_attention(q, k, v, return_lse=True, return_aux=AuxRequest(lse=True))[1].lse)  # type: ignore[union-attr]  # one or the other
+    print(flex_attention(q, k, v).lse)  # type: ignore[attr-defined]  # was not asked for
+
+
+def masks(theirs: torchs.BlockMask) -> None:
+    mask = create_block_mask(flexpress.and_masks(mods.causal, mods.sliding_window(8)), 2, None, 64, 64)
+    assert_type(flexpress.or_masks(near, flexpress.noop_mask), MaskMod)
+    assert_type(mask.shape, tuple[int, ...])
+    assert_type(mask.BLOCK_SIZE, tuple[int, int])
+    assert_type(mask.kv_indices, Tensor)
+    assert_type(mask.full_kv_indices, Tensor | None)
+    assert_type(mask.sparsity(), float)
+    assert_type(mask[0], BlockMask)
+    assert_type(mask[:, [0, 2], 1:], BlockMask)
+    assert_type(mask.adjust(32, 32).to("cpu"), BlockMask)
+    assert_type(mask.to_dense(), Tensor)
+    mask.seq_lengths = 60, 60
+    assert_type(BlockMask.from_kv_blocks(mask.kv_num_blocks, mask.kv_indices, mask_mod=near), BlockMask)
+    assert_type(create_mask(near, 1, 1, 8, 8), Tensor)
+    assert_type(create_mask(bias, 1, 1, 8, 8, torch.device("cpu")), Tensor)
+    assert_type(flexpress.evaluate_mod(bias, torch.zeros(1, 1, 3, 5)), Tensor)
+    assert_type(flexpress.plot_mask(mask), Figure | str)
+    assert_type(flexpress.plot_mask(theirs, path="mask.png"), str)
+    assert_type(flexpress.plot_mask(near, Q_LEN=64, KV_LEN=64, path=Path("mask.png")), Path | str)
+
+    create_block_mask(bias, None, None, 64, 64)  # type: ignore[arg-type]  # a score_mod
+    create_block_mask(near, None, None, 64)  # type: ignore[call-arg]  # KV_LEN is missing
+    mask["head"]  # type: ignore[index]
+    mask.BLOCK_SIZE = 64, 64  # type: ignore[misc]  # make another mask
+    flexpress.and_masks(near, mask)  # type: ignore[arg-type]
+    flexpress.plot_mask(q)  # type: ignore[call-overload]
+
+
+def recipes(slopes: Tensor, ids: Tensor) -> None:
+    assert_type(mods.alibi(mods.alibi_slopes(4, "cpu")), ScoreMod)
+    assert_type(mods.compose_scores(mods.softcap(50.0), mods.alibi_symmetric(slopes), mods.t5_bias(slopes)), ScoreMod)
+    assert_type(mods.document(ids, mods.prefix_lm(ids)), MaskMod)
+    assert_type(mods.document_from_offsets(ids, 100, mods.causal_offset(3)), MaskMod)
+    assert_type(mods.global_sliding(8, 1), MaskMod)
+    assert_type(mods.sliding_window(8)(ids, ids, ids, ids), Tensor)
+
+    assert_type(mods.relative_bias(slopes), ScoreMod)
+    assert_type(mods.dilated_window(4, 2), MaskMod)
+    assert_type(mods.sliding_window_bidirectional(4, 2), MaskMod)
+    assert_type(mods.t5_bucket(ids, bidirectional=False), Tensor)
+
+    mods.sliding_window(0.5)  # type: ignore[arg-type]
+    mods.softcap(slopes)  # type: ignore[arg-type]
+    mods.compose_scores([mods.softcap(50.0)])  # type: ignore[arg-type]
+    mods.document(ids, mods.softcap(50.0))  # type: ignore[arg-type]
+    mods.dilated_window(8)  # type: ignore[call-arg]
+
+
+def packed(cu_seqlens: Tensor) -> None:
+    assert_type(flexpress.varlen_attention(q, k, v, cu_seqlens, None, bias, near), Tensor)
+    assert_type(flexpress.varlen_attention(q, k, v, cu_seqlens, return_lse=True), tuple[Tensor, Tensor])
+    flexpress.varlen_attention(q, k, v)  # type: ignore[call-overload]
+    flexpress.varlen_attention(q, k, v, [0, 64])  # type: ignore[call-overload]  # a tensor
+
+    assert_type(flash.flash_attn_func(q, k, v, causal=True), Tensor)
+    assert_type(flash.flash_attn_kvpacked_func(q, k, softmax_scale=0.1), Tensor)
+    assert_type(flash.flash_attn_qkvpacked_func(q, None, True), Tensor)
+    flash.flash_attn_func(q, k, v, casual=True)  # type: ignore[call-arg]
+
+
+def caches(kv_len: Tensor, query: Tensor | None) -> None:
+    pool = flexpress.PageAllocator(num_pages=16, page_size=8)
+    table = pool.page_table([pool.allocate(9)], device="cpu")
+    rope = flexpress.rope_table(128, 32)
+    assert_type(pool.extend(0, 3), list[tuple[int, int]])
+    assert_type(flexpress.cached_attention(q, k, v, kv_len, page_table=table, score_mod=bias), Tensor)
+    assert_type(flexpress.cached_attention(q, k, v, kv_len, return_lse=True), tuple[Tensor, Tensor])
+    flexpress.update_cache(k, v, k, v, kv_len, page_table=table)
+    assert_type(flexpress.update_cache(k, v, k, v, kv_len, query=q, rope=rope), Tensor)
+    assert_type(flexpress.update_cache(k, v, k, v, kv_len, query=query, rope=rope), Tensor | None)
+    try:
+        pool.allocate(1000)
+    except flexpress.OutOfPages as error:
+        assert_type(error.wanted, int)
+
+    flexpress.cached_attention(q, k, v, kv_len, table)  # type: ignore[call-overload]  # by name
+    flexpress.cached_attention(q, k, v)  # type: ignore[call-overload]
+    print(flexpress.update_cache(k, v, k, v, kv_len).shape)  # type: ignore[attr-defined]  # there is no query
+    pool.fork("a")  # type: ignore[arg-type]
+
+
+def serving_step(info: sequences.AttentionInfo) -> None:
+    step = sequences.SequenceInfo(max_seq_len=64, max_batch_size=2, page_size=8, device="cpu")
+    step.nest_sequences([[1, 2], torch.tensor([3])], input_pos=0, page_assignments=[[0], [1]])
+    assert_type(step.args, tuple[Tensor, ...])
+    assert_type(step.page_table, Tensor)
+    assert_type(step.max_seq_len, int)
+    assert_type(step.to("cpu"), sequences.SequenceInfo)
+    assert_type(sequences.ARG_NAMES.index("input_ids"), int)
+    attention = serving.AttentionRegistry.get("flexpress_paged")
+    assert_type(attention, type[serving.AttentionDescriptor])
+    assert_type([make(step) for make in attention.cache_initializers(info).values()], list[Tensor | None])
+    rope = sequences.PositionalEmbeddingConfig("rope", rope_theta=5e5)
+    sequences.AttentionInfo(8, 2, 64, torch.bfloat16, sequences.CacheConfig(torch.float8_e4m3fn), rope)
+
+    step.nest_sequences([1, 2])  # type: ignore[list-item]  # lists of ids
+    step.page_size = 4  # type: ignore[misc]
+    sequences.AttentionInfo(8, 2, 64)  # type: ignore[call-arg]  # dtype is missing
+
+
+def looking() -> None:
+    try:
+        flex_attention(q, k, v, bias)
+    except (flexpress.ModError, flexpress.RenderError) as error:
+        print(error)
+    assert_type(flexpress.cache_info(), flexpress.CacheInfo)
+    assert_type(flexpress.cache_info().compiles, int)
+    assert_type(flexpress.printed_kernels(), list[Path])
+    assert_type(flexpress.cache_dir(), Path | None)
+    assert_type(flexpress.__version__, str)
+    flexpress.cache_clear()
+    flexpress.cache_clear(1)  # type: ignore[call-arg]
