@@ -15,6 +15,7 @@ from flexpress.recorded import bound_mod
 from flexpress.scales import read_scale
 
 from .codegen.mod.bind import bind
+from .codegen.mod.capture import plain
 from .codegen.mod.tensors import is_recorded, read_captured
 from .codegen.run.cached import attend_cached
 from .codegen.run.cached_call import CachedCall
@@ -206,6 +207,8 @@ def _position_from(q_offset: torch.Tensor | None, kv_len: torch.Tensor, cu_seqle
 
 
 def _score_from(score_mod: Callable, position: Callable) -> Callable:
+    score_mod = plain(score_mod)
+
     def score_from(score, b, h, q_idx, kv_idx):
         return score_mod(score, b, h, position(b, q_idx), kv_idx)
 
@@ -213,6 +216,8 @@ def _score_from(score_mod: Callable, position: Callable) -> Callable:
 
 
 def _mask_from(mask_mod: Callable, position: Callable, kv_len: torch.Tensor) -> Callable:
+    mask_mod = plain(mask_mod)
+
     def mask_from(b, h, q_idx, kv_idx):
         return mask_mod(b, h, position(b, q_idx), kv_idx) & (kv_idx < kv_len[b])
 

@@ -9,6 +9,7 @@ import torch
 from .codegen.mod.bind import bind
 from .codegen.mod.capture import name_of
 from .codegen.mod.errors import ModError
+from .mods._made import picklable
 
 
 def noop_mask(b, h, q_idx, kv_idx):
@@ -16,11 +17,13 @@ def noop_mask(b, h, q_idx, kv_idx):
     return b.new_ones((), dtype=torch.bool)
 
 
+@picklable
 def and_masks(*mask_mods: Callable) -> Callable:
     """The mask_mod that is true where all of `mask_mods` are. Source: torch.nn.attention.flex_attention.and_masks."""
     return _combined(mask_mods, "and", lambda b: b.new_ones((), dtype=torch.bool), lambda x, y: x & y)
 
 
+@picklable
 def or_masks(*mask_mods: Callable) -> Callable:
     """The mask_mod that is true where any of `mask_mods` is. Source: torch.nn.attention.flex_attention.or_masks."""
     return _combined(mask_mods, "or", lambda b: b.new_zeros((), dtype=torch.bool), lambda x, y: x | y)

@@ -20,7 +20,7 @@ import torch
 
 from ..registry import INFO, Table
 from ..turn import Turn
-from .capture import name_of
+from .capture import name_of, plain
 from .expr import ModGraph
 from .graph_mod import GraphMod
 from .program import Untrackable
@@ -64,8 +64,10 @@ def bind(mod, kind: str) -> tuple[ModGraph, list]:
 
     Traces the mod if no trace fits. Raises ModError for a mod that cannot be traced.
     """
-    if type(mod) is GraphMod:
-        return mod.graph, [*mod.values]
+    if type(mod) is not types.FunctionType:
+        if type(mod) is GraphMod:
+            return mod.graph, [*mod.values]
+        mod = plain(mod)
     key = (kind, mod.__code__ if type(mod) is types.FunctionType else _code_of(mod), torch.get_default_dtype())
     bucket = _buckets.get(key)
     if bucket is not None:
@@ -125,5 +127,5 @@ def _count(bucket: _Bucket, traced: Traced) -> None:
 
 def why_every_call(mod, kind: str) -> str:
     """Why a mod is traced at every call; "" if it is not, or was not traced yet."""
-    bucket = _buckets.get((kind, _code_of(mod), torch.get_default_dtype()))
+    bucket = _buckets.get((kind, _code_of(plain(mod)), torch.get_default_dtype()))
     return bucket.every_call if bucket is not None else ""
