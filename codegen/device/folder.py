@@ -20,6 +20,7 @@ import time
 import warnings
 from pathlib import Path
 
+from .. import logs
 from ..registry import Table
 from ..text.lines import one_line
 from ..turn import Turn
@@ -243,12 +244,14 @@ def _make_room(place: _Place, size: int) -> None:
             group[2].append(entry.path)
     held = sum(group[1] for group in kernels.values())
     if held > limit:
+        before, count = held, 0
         for _, bytes_, files in sorted(kernels.values(), key=lambda group: group[0]):
             for file in files:
                 _remove(file)
-            held -= bytes_
+            held, count = held - bytes_, count + len(files)
             if held <= limit * 3 // 4:
                 break
+        logs.CACHE.info("%s held %d MiB: removed the %d files that were unused longest", place.path, before >> 20, count)
 
 
 def _remove(file: str | Path) -> None:

@@ -5,19 +5,20 @@ Mods with the same code share a bucket; a trace in it serves a mod if all its gu
 all find the trace that is there, and a changed global or another closed-over function does not.
 
 A mod whose reads cannot be recorded is traced at every call, on the objects that it captures. That takes some tenths of a
-millisecond and compiles nothing that is there already. The log (logger "flexpress") says so once, `explain` always.
+millisecond and compiles nothing that is there already. The log (logger "flexpress.trace") says so once, `explain` always.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
+import time
 import types
 import warnings
 from dataclasses import dataclass, field
 
 import torch
 
+from .. import logs
 from ..registry import INFO, Table
 from ..turn import Turn
 from .capture import name_of, plain
@@ -28,7 +29,6 @@ from .trace import Traced, check_parameters, replayable, traced_once
 
 _PER_BUCKET = 64  # traces kept for one piece of code: more means numbers that Python itself consumes keep changing
 _GRAPHS = 8  # kernels of the same functions of which nothing is said
-_log = logging.getLogger("flexpress")
 
 
 @dataclass
@@ -78,8 +78,11 @@ def bind(mod, kind: str) -> tuple[ModGraph, list]:
     else:
         check_parameters(mod, kind)
         bucket = _Bucket()
+    start = time.perf_counter()
     traced, values, reason = _trace(mod, kind, bucket)
-    _keeping.run(_keep, key, bucket, traced, reason, f"{kind}_mod {name_of(mod)}")
+    name = f"{kind}_mod {name_of(mod)}"
+    logs.TRACE.debug("traced %s in %.1f ms", name, 1e3 * (time.perf_counter() - start))
+    _keeping.run(_keep, key, bucket, traced, reason, name)
     return traced.graph, values
 
 
@@ -91,7 +94,7 @@ def _keep(key: tuple, bucket: _Bucket, traced: Traced, reason: str, name: str) -
         bucket.traces = (traced, *bucket.traces[: _PER_BUCKET - 1])
     elif not bucket.every_call:
         bucket.every_call = reason
-        _log.warning("%s is traced at every call, which takes some tenths of a millisecond: it %s", name, reason)
+        logs.TRACE.warning("%s is traced at every call, which takes some tenths of a millisecond: it %s", name, reason)
     _count(bucket, traced)
 
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from .. import logs
 from ..device.devices import architecture_of, backend_of
 from ..mod.expr import INDEX_BOUND
 from ..mod.nan import are_ordinary
@@ -69,6 +70,7 @@ def backward(
         ready = _ready.get(kind)
         if ready is None:
             choice, call = choice_of((q, k, v, do), bound.scale, keys, lists and lists.blocks, details)
+            logs.CHOICE.debug("backward: %s", choice.reasons)
             ready = _ready[kind] = choice.candidate.prepare(call, _sizes(call, tensors, bound.scale), lists, transposed)
         else:
             INFO.hits += 1
@@ -77,6 +79,7 @@ def backward(
             return dq, dk, dv, gradients
         except Unusable as why:
             _refused[(ready.name, *ready.key)] = str(why)
+            logs.CHOICE.info("backward: %s is not used: %s", ready.name, why)
             _ready.clear()  # others of this case have other lengths
 
 

@@ -6,6 +6,7 @@ import functools
 
 import torch
 
+from .. import logs
 from ..device.devices import architecture_of, backend_of
 from ..mod.expr import INDEX_BOUND
 from ..mod.tensors import LOWEST, check_kind
@@ -55,6 +56,7 @@ def forward(bound: Bound, *, output_max: bool = False, output_rows: bool = False
             if tensor.data_ptr() < LOWEST:  # of a kind that looks as others do
                 check_kind(name, tensor)
         choice, call = choice_of(bound, (score_key, mask_key), output_max=output_max, output_rows=output_rows)
+        logs.CHOICE.debug("forward: %s", choice.reasons)
         ready = _ready[key] = Ready(choice, call, bound, output_max, output_rows)
     out, lse, max_scores, rows = ready.new_out(), ready.new_stats(), None, None
     tensors, addresses = [k, v, q, out, lse], [k_at, v_at, q_at, out.data_ptr(), lse.data_ptr()]
@@ -70,6 +72,7 @@ def forward(bound: Bound, *, output_max: bool = False, output_rows: bool = False
         ready.runner.run(tensors, None if beside else addresses, score and score[1], mask and mask[1], lists)
     except Unusable as why:
         _refused[ready.refusal] = str(why)
+        logs.CHOICE.info("forward: %s is not used: %s", ready.refusal[0], why)
         _ready.clear()  # others of this case have other lengths
         return forward(bound, output_max=output_max, output_rows=output_rows)
     return out, lse, max_scores, rows
