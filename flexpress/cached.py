@@ -15,12 +15,13 @@ from flexpress.recorded import bound_mod
 from flexpress.scales import read_scale
 
 from .codegen.mod.bind import bind
-from .codegen.mod.capture import plain
+from .codegen.mod.capture import name_of, plain
 from .codegen.mod.tensors import is_recorded, read_captured
 from .codegen.run.cached import attend_cached
 from .codegen.run.cached_call import CachedCall
 from .codegen.run.call import Cached
 from .codegen.run.layouts import output_like
+from .codegen.run.profiled import in_range, is_profiled
 
 _INSTEAD = "train with flex_attention or varlen_attention, or call it under torch.no_grad()"
 
@@ -164,7 +165,11 @@ def _attend(query, where: Cached, q_offset, k_cache, v_cache, score_mod, mask_mo
             mod = _mask_from(mask_mod, position, where.kv_lens)
         return _bound(mod, kind, q.device)
 
-    attend_cached(CachedCall(q, k, v, to_fill, lse, extents, scale, where, masked, q_offset, checks.DEFAULT, by_position, by_number))
+    run = attend_cached
+    if is_profiled():
+        mods = [*map(name_of, filter(None, (score_mod, mask_mod))), *(["causal"] if masked and mask_mod is None else [])]
+        run = in_range(attend_cached, "cached_attention", mods)
+    run(CachedCall(q, k, v, to_fill, lse, extents, scale, where, masked, q_offset, checks.DEFAULT, by_position, by_number))
     return out, lse
 
 

@@ -18,6 +18,7 @@ from .decode import Decode
 from .forward_kernels import Call, Hopper, Portable
 from .launch import Unusable
 from .layouts import output_like, strides_like
+from .profiled import in_range, is_profiled, names_of
 
 CANDIDATES = Decode(), Hopper(), Portable()
 _refused: dict[tuple, str] = Table("forward kernels not used", 1024)  # that were compiled, and why
@@ -68,8 +69,9 @@ def forward(bound: Bound, *, output_max: bool = False, output_rows: bool = False
         rows = Rows(ready.new_rows(), ready.runner.raw)
         tensors.append(rows.values)
         addresses.append(rows.values.data_ptr())
+    run = ready.runner.run if not is_profiled() else in_range(ready.runner.run, "forward", names_of(score, mask))
     try:
-        ready.runner.run(tensors, None if beside else addresses, score and score[1], mask and mask[1], lists)
+        run(tensors, None if beside else addresses, score and score[1], mask and mask[1], lists)
     except Unusable as why:
         _refused[ready.refusal] = str(why)
         logs.CHOICE.info("forward: %s is not used: %s", ready.refusal[0], why)
