@@ -30,6 +30,7 @@ from flexpress.mask_creation import create_block_mask, create_mask
 from flexpress.mask_mods import and_masks, noop_mask, or_masks
 from flexpress.mods import MaskMod, ScoreMod
 from flexpress.pages import OutOfPages, PageAllocator
+from flexpress.pickling import safe_globals
 from flexpress.plot import plot_mask
 from flexpress.varlen import varlen_attention
 
@@ -65,6 +66,7 @@ __all__ = [
     "plot_mask",
     "printed_kernels",
     "rope_table",
+    "safe_globals",
     "update_cache",
     "varlen_attention",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import numbers
 import operator
@@ -10,6 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
+from .codegen import logs
 from .codegen.mod.tensors import ORDINARY, check_kind, is_distributed, is_pending
 from .codegen.plan.forward import Options
 from .codegen.text.layouts import LARGEST_BLOCK_N
@@ -17,7 +17,6 @@ from .codegen.text.layouts import LARGEST_BLOCK_N
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CACHE_DTYPES = (*DTYPES, torch.float8_e4m3fn)
 MAX_HEAD_DIM = 256
-_log = logging.getLogger("flexpress")
 
 
 def check_rank(name: str, tensor, layout: str, *, may_stand: bool = False) -> None:
@@ -209,7 +208,7 @@ def parse_options(kernel_options: dict | Options | None) -> Options:
                 *most, last = map(repr, values)
                 raise ValueError(f"kernel_options[{name!r}] is {value!r}; write {', '.join(most)} or {last}") from None
         elif name in _WITHOUT_EFFECT:
-            _log.debug("kernel_options[%r] = %r has no effect here", name, value)
+            logs.OPTIONS.debug("kernel_options[%r] = %r has no effect here", name, value)
         else:
             raise ValueError(
                 f"kernel_options has no {name!r}; known are BLOCK_M, BLOCK_N, num_warps, num_stages, PRESCALE_QK, "

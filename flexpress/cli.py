@@ -1,4 +1,4 @@
-"""The command line: `python -m flexpress demo`, `render` and `doctor`."""
+"""The command line: `python -m flexpress demo`, `render`, `doctor` and `cache`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Printed kernels lie in $FLEXPRESS_CACHE_DIR, by default ~/.cache/flexpress.",
     )
     parser.add_argument("--version", action="version", version=f"flexpress {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="demo | render | doctor")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="demo | render | doctor | cache")
 
     demo = commands.add_parser(
         "demo",
@@ -77,7 +77,25 @@ def _parser() -> argparse.ArgumentParser:
         "Exit code 1 if something that this machine needs does not work.",
     )
     doctor.set_defaults(run=_doctor)
+    _add_cache(commands)
     return parser
+
+
+def _add_cache(commands) -> None:
+    cache = commands.add_parser(
+        "cache",
+        help="list, show, clear or measure the folder of kernels",
+        description="The folder of printed and compiled kernels: $FLEXPRESS_CACHE_DIR, by default ~/.cache/flexpress. It holds at most "
+        "$FLEXPRESS_CACHE_MIB MiB, by default 1024: what was unused longest goes first.",
+    )
+    actions = cache.add_subparsers(title="actions", required=True, metavar="list | show | clear | size")
+    actions.add_parser("list", help="a line for each kernel: what it is, of which mods, how large and old").set_defaults(action="list")
+    show = actions.add_parser("show", help="print one")
+    show.add_argument("name", metavar="NAME", help="its name in the list, or a part that no other has")
+    show.set_defaults(action="show")
+    actions.add_parser("clear", help="remove all of them, without a question").set_defaults(action="clear")
+    actions.add_parser("size", help="how much the folder holds, and may hold").set_defaults(action="size")
+    cache.set_defaults(run=_cache)
 
 
 def _head_dim(text: str) -> tuple[int, int]:
@@ -114,6 +132,14 @@ def _render(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     sys.stdout.write(render(kernel.spec))
     sys.stdout.flush()
     return 0
+
+
+def _cache(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    from flexpress import cache_command
+
+    if given.action == "show":
+        return cache_command.show(given.name)
+    return {"list": cache_command.list_kernels, "clear": cache_command.clear, "size": cache_command.size}[given.action]()
 
 
 def _doctor(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:

@@ -147,4 +147,4 @@ def _name(mod: VariableTracker) -> str:
     try:
         return mod.get_name()
     except (AttributeError, NotImplementedError):
-        return name_of(mod)
+        return name_of(getattr(mod, "value", mod))  # of an object

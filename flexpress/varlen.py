@@ -15,7 +15,7 @@ from flexpress.in_graph import compilable
 from flexpress.mods import MaskMod, ScoreMod
 from flexpress.recorded import graph_and_values
 
-from .codegen.mod.capture import name_of
+from .codegen.mod.capture import name_of, plain
 from .codegen.mod.expr import Expr, ModGraph, walk
 from .codegen.mod.ops import row_of
 from .codegen.mod.tensors import ORDINARY, check_surroundings, is_distributed, read_captured, tracing
@@ -167,7 +167,7 @@ class _Packing:
 
     def score_mod(self, mod: Callable) -> Callable:
         """The score_mod on packed positions."""
-        places, sequence = self._places(graph_and_values(mod, "score")[0]), self.sequence_q
+        places, sequence, mod = self._places(graph_and_values(mod, "score")[0]), self.sequence_q, plain(mod)
 
         def packed(score, b, h, q_idx, kv_idx):
             return mod(score, sequence[q_idx], h, *places(q_idx, kv_idx))
@@ -184,7 +184,7 @@ class _Packing:
                 return sequence_q[q_idx] == sequence_k[kv_idx]
 
             return varlen
-        places = self._places(graph_and_values(mod, "mask")[0])
+        places, mod = self._places(graph_and_values(mod, "mask")[0]), plain(mod)
 
         def packed(b, h, q_idx, kv_idx):
             sequence = sequence_q[q_idx]

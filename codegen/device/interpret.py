@@ -20,6 +20,7 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
+from .. import progress
 from .interpreter_patches import Libdevice
 from .switching import LANGUAGE, at_once, restore, switches
 
@@ -74,7 +75,7 @@ class _Interpreted:
     def _switched(self, grid, args) -> None:
         given = dict(zip(self.names, args, strict=True))
         sizes = (*grid, 1, 1)[:3]
-        progress = _Progress(sizes[0] * sizes[1] * sizes[2], self.function.__name__)
+        slow = _Progress(sizes[0] * sizes[1] * sizes[2], self.function.__name__)
         restore()
         # tensors become their addresses; constexprs stay as they are
         values = {k: v if k in self.constants else _argument(v) for k, v in given.items()}
@@ -88,8 +89,8 @@ class _Interpreted:
                         for z in range(sizes[2]):
                             interpreter.interpreter_builder.set_grid_idx(x, y, z)
                             self.function(**values)
-                            progress.step()
-            progress.close()
+                            slow.step()
+            slow.close()
         finally:
             at_once(back)
 
@@ -103,12 +104,12 @@ def _argument(value):
 
 
 class _Progress:
-    """Says once that a run on the CPU will take minutes, and then how far it is."""
+    """Says once that a run on the CPU will take minutes, and then, on a terminal, how far it is."""
 
     def __init__(self, total: int, name: str) -> None:
         self.total, self.name, self.done = total, name, 0
         self.start = self.last = time.monotonic()
-        self.announced = False
+        self.announced = self.shown = False
 
     def step(self) -> None:
         self.done += 1
@@ -126,13 +127,11 @@ class _Progress:
             )
         if self.announced and (now - self.last > 2.0 or self.done == self.total):
             self.last = now
-            print(
-                f"\rflexpress: {self.name} {self.done}/{self.total}, {max(expected - elapsed, 0):.0f} s left  ",
-                end="",
-                file=sys.stderr,
-                flush=True,
-            )
+            if progress.wanted():
+                left = f"\rflexpress: {self.name} {self.done}/{self.total}, {max(expected - elapsed, 0):.0f} s left  "
+                print(left, end="", file=sys.stderr, flush=True)
+                self.shown = True
 
     def close(self) -> None:
-        if self.announced:
+        if self.shown:
             print(file=sys.stderr)

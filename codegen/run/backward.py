@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from .. import logs
 from ..device.devices import architecture_of, backend_of
 from ..mod.expr import INDEX_BOUND
 from ..mod.nan import are_ordinary
@@ -18,6 +19,7 @@ from .backward_kernels import Call, Fused, Hopper, Portable, Sizes, TwoPass
 from .call import Bound, Rows, keys_of
 from .launch import Unusable
 from .layouts import output_like, strides_like, with_rows
+from .profiled import in_range, is_profiled, names_of
 
 CANDIDATES = Hopper(), Portable()
 _refused: dict[tuple, str] = Table("backward kernels not used", 1024)  # that were compiled, and why
@@ -69,14 +71,17 @@ def backward(
         ready = _ready.get(kind)
         if ready is None:
             choice, call = choice_of((q, k, v, do), bound.scale, keys, lists and lists.blocks, details)
+            logs.CHOICE.debug("backward: %s", choice.reasons)
             ready = _ready[kind] = choice.candidate.prepare(call, _sizes(call, tensors, bound.scale), lists, transposed)
         else:
             INFO.hits += 1
+        run = ready.run if not is_profiled() else in_range(ready.run, "backward", names_of(score, mask))
         try:
-            gradients = ready.run({**tensors, **ready.statistics(q.device)}, score, mask, lists, transposed)
+            gradients = run({**tensors, **ready.statistics(q.device)}, score, mask, lists, transposed)
             return dq, dk, dv, gradients
         except Unusable as why:
             _refused[(ready.name, *ready.key)] = str(why)
+            logs.CHOICE.info("backward: %s is not used: %s", ready.name, why)
             _ready.clear()  # others of this case have other lengths
 
 

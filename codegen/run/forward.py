@@ -6,6 +6,7 @@ import functools
 
 import torch
 
+from .. import logs
 from ..device.devices import architecture_of, backend_of
 from ..mod.expr import INDEX_BOUND
 from ..mod.tensors import LOWEST, check_kind
@@ -17,6 +18,7 @@ from .decode import Decode
 from .forward_kernels import Call, Hopper, Portable
 from .launch import Unusable
 from .layouts import output_like, strides_like
+from .profiled import in_range, is_profiled, names_of
 
 CANDIDATES = Decode(), Hopper(), Portable()
 _refused: dict[tuple, str] = Table("forward kernels not used", 1024)  # that were compiled, and why
@@ -55,6 +57,7 @@ def forward(bound: Bound, *, output_max: bool = False, output_rows: bool = False
             if tensor.data_ptr() < LOWEST:  # of a kind that looks as others do
                 check_kind(name, tensor)
         choice, call = choice_of(bound, (score_key, mask_key), output_max=output_max, output_rows=output_rows)
+        logs.CHOICE.debug("forward: %s", choice.reasons)
         ready = _ready[key] = Ready(choice, call, bound, output_max, output_rows)
     out, lse, max_scores, rows = ready.new_out(), ready.new_stats(), None, None
     tensors, addresses = [k, v, q, out, lse], [k_at, v_at, q_at, out.data_ptr(), lse.data_ptr()]
@@ -66,10 +69,12 @@ def forward(bound: Bound, *, output_max: bool = False, output_rows: bool = False
         rows = Rows(ready.new_rows(), ready.runner.raw)
         tensors.append(rows.values)
         addresses.append(rows.values.data_ptr())
+    run = ready.runner.run if not is_profiled() else in_range(ready.runner.run, "forward", names_of(score, mask))
     try:
-        ready.runner.run(tensors, None if beside else addresses, score and score[1], mask and mask[1], lists)
+        run(tensors, None if beside else addresses, score and score[1], mask and mask[1], lists)
     except Unusable as why:
         _refused[ready.refusal] = str(why)
+        logs.CHOICE.info("forward: %s is not used: %s", ready.refusal[0], why)
         _ready.clear()  # others of this case have other lengths
         return forward(bound, output_max=output_max, output_rows=output_rows)
     return out, lse, max_scores, rows
