@@ -17,7 +17,7 @@ from flexpress.versions import check_versions
 
 check_versions()
 
-from flexpress import flash
+from flexpress import flash, flash_attn
 from flexpress import operators as _operators  # noqa: F401
 from flexpress.attention import AuxOutput, AuxRequest, flex_attention
 from flexpress.block_mask import BlockMask
@@ -29,6 +29,7 @@ from flexpress.mask_creation import create_block_mask, create_mask
 from flexpress.mask_mods import and_masks, noop_mask, or_masks
 from flexpress.pages import OutOfPages, PageAllocator
 from flexpress.plot import plot_mask
+from flexpress.sdpa import scaled_dot_product_attention
 from flexpress.varlen import varlen_attention
 
 from .codegen.device.cache import VERSION as __version__
@@ -55,12 +56,14 @@ __all__ = [
     "evaluate_mod",
     "explain",
     "flash",
+    "flash_attn",
     "flex_attention",
     "noop_mask",
     "or_masks",
     "plot_mask",
     "printed_kernels",
     "rope_table",
+    "scaled_dot_product_attention",
     "update_cache",
     "varlen_attention",
 ]

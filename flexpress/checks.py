@@ -116,6 +116,12 @@ def positive(name: str, value) -> float:
     return number
 
 
+def refuse_dropout(dropout_p) -> None:
+    """Raises NotImplementedError for any but 0."""
+    if dropout_p != 0.0:
+        raise NotImplementedError(f"dropout_p is {dropout_p}; there is no dropout in this attention, pass 0.0")
+
+
 def pair(name: str, value, least: int, what: str) -> tuple[int, int]:
     """The argument `name`, two integers of at least `least`; `what` says what they are. Raises TypeError or ValueError."""
     if isinstance(value, (str, bytes, torch.Tensor)):
