@@ -23,13 +23,18 @@ _log = logging.getLogger("flexpress")
 def check_rank(name: str, tensor, layout: str, *, may_stand: bool = False) -> None:
     """A tensor that is ordinary memory, or with `may_stand` stands for such (a DTensor, a pending collective), with the rank of `layout`
     and the extents that it gives as numbers."""
+    check_tensor(name, tensor, layout, may_stand=may_stand)
+    extents = layout.strip("()").split(", ")
+    if tensor.dim() != len(extents) or any(e.isdigit() and int(e) != n for e, n in zip(extents, tensor.shape, strict=True)):
+        raise ValueError(f"{name} must have shape {layout}, got {_shape(tensor)}")
+
+
+def check_tensor(name: str, tensor, layout: str, *, may_stand: bool = False) -> None:
+    """The same of any rank."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor of shape {layout}, got {type(tensor).__name__}")
     if tensor.__class__ in ORDINARY or not (may_stand and (is_distributed(tensor) or is_pending(tensor))):
         check_kind(name, tensor)
-    extents = layout.strip("()").split(", ")
-    if tensor.dim() != len(extents) or any(e.isdigit() and int(e) != n for e, n in zip(extents, tensor.shape, strict=True)):
-        raise ValueError(f"{name} must have shape {layout}, got {_shape(tensor)}")
 
 
 def autocasts(tensor: torch.Tensor) -> bool:

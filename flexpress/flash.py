@@ -141,8 +141,8 @@ def _check_bias(bias: torch.Tensor, shape: tuple[int, int, int, int]) -> None:
         )
 
 
-def check_together(q_name: str, q: torch.Tensor, name: str, packed: torch.Tensor, shape: torch.Size) -> None:
-    """Do keys or values of `shape` (B, Skv, Hkv, D), which lie in `packed`, fit to the queries in `q`?"""
+def check_together(q_name: str, q: torch.Tensor, name: str, packed: torch.Tensor, shape: tuple) -> None:
+    """Do keys or values of `shape` (B, Skv, Hkv, D), which lie in `packed`, fit to the queries in `q`? Skv is not looked at."""
     shapes = f"got {_shape(q)}" if q is packed else f"got {q_name} {_shape(q)} and {name} {_shape(packed)}"
     if not autocasts(q):  # which converts them
         if packed.dtype != q.dtype:

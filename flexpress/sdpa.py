@@ -9,11 +9,11 @@ import torch
 
 from flexpress import mods
 from flexpress.attention import flex_attention
-from flexpress.checks import refuse_dropout
+from flexpress.checks import check_tensor, refuse_dropout
 from flexpress.flash import added
 from flexpress.in_graph import compilable
 
-from .codegen.mod.tensors import check_kind, check_surroundings
+from .codegen.mod.tensors import check_surroundings
 
 
 @compilable
@@ -65,19 +65,18 @@ def scaled_dot_product_attention(
 
 
 def _check(query, key, value, attn_mask, enable_gqa: bool) -> None:
-    least = 3 if enable_gqa else 2
+    layout = "(..., heads, length, head dim)" if enable_gqa else "(..., length, head dim)"
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-        if tensor.is_nested:
-            check_kind(name, tensor)
-        if tensor.ndim < least:
-            layout = "(..., heads, length, head dim), for enable_gqa" if enable_gqa else "(..., length, head dim)"
-            raise ValueError(f"{name} must be {layout}, got shape {tuple(tensor.shape)}")
+        check_tensor(name, tensor, layout, may_stand=True)
+        if tensor.ndim < (3 if enable_gqa else 2):
+            raise ValueError(f"{name} must have shape {layout}, got {tuple(tensor.shape)}")
     if attn_mask is None:
         return
-    if not isinstance(attn_mask, torch.Tensor) or not (attn_mask.dtype == torch.bool or attn_mask.is_floating_point()):
-        raise TypeError(f"attn_mask must be a bool or floating-point tensor, got {getattr(attn_mask, 'dtype', type(attn_mask).__name__)}")
+    check_tensor("attn_mask", attn_mask, "(..., Q_LEN, KV_LEN)", may_stand=True)
+    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+        raise TypeError(f"attn_mask must be bool or floating-point, got {attn_mask.dtype}")
+    if attn_mask.device != query.device:
+        raise ValueError(f"attn_mask is on {attn_mask.device} but query is on {query.device}; move one with .to(...)")
 
 
 def _as_four_dimensions(query, key, value, enable_gqa: bool) -> tuple[tuple[int, ...], list[torch.Tensor]]:

@@ -179,7 +179,9 @@ def flash_attn_varlen_kvpacked_func(
 ):
     """flash_attn_varlen_func of q (total_q, Hq, D) and kv (total_k, 2, Hkv, D), keys first."""
     check_surroundings("flash_attn_varlen_kvpacked_func")
+    check_rank("q", q, "(total_q, H, D)", may_stand=True)
     check_rank("kv", kv, "(total_k, 2, H, D)", may_stand=True)
+    check_together("q", q, "kv", kv, (q.shape[0], None, *kv.shape[2:]))
     meaning = dropout_p, causal, window_size, softcap, alibi_slopes
     return _attend_packed(q, *kv.unbind(1), cu_seqlens_q, cu_seqlens_k, meaning, softmax_scale, deterministic, return_attn_probs)
 
@@ -201,6 +203,7 @@ def flash_attn_varlen_qkvpacked_func(
     """flash_attn_varlen_func of qkv (total, 3, H, D), in this order, to itself."""
     check_surroundings("flash_attn_varlen_qkvpacked_func")
     check_rank("qkv", qkv, "(total, 3, H, D)", may_stand=True)
+    check_together("qkv", qkv, "qkv", qkv, (qkv.shape[0], None, *qkv.shape[2:]))
     meaning = dropout_p, causal, window_size, softcap, alibi_slopes
     return _attend_packed(*qkv.unbind(1), cu_seqlens, cu_seqlens, meaning, softmax_scale, deterministic, return_attn_probs)
 

@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 
 from flexpress import mods
-from flexpress.cache_checks import described
-from flexpress.checks import pair, refuse_dropout
+from flexpress.checks import check_tensor, pair, refuse_dropout
 from flexpress.mask_mods import noop_mask
 
 _FAR = 1 << 30  # beyond any length, and sums with positions stay in int32
@@ -49,8 +48,9 @@ def read_options(dropout_p, causal, window_size, softcap, alibi_slopes, q: torch
 
 def _check_slopes(slopes, batch: int, q: torch.Tensor) -> None:
     heads = q.shape[-2]
-    if not isinstance(slopes, torch.Tensor) or slopes.dtype != torch.float32:
-        raise TypeError(f"alibi_slopes must be a float32 tensor ({heads},) or ({batch}, {heads}), got {described(slopes)}")
+    check_tensor("alibi_slopes", slopes, f"({heads},) or ({batch}, {heads})", may_stand=True)
+    if slopes.dtype != torch.float32:
+        raise TypeError(f"alibi_slopes must be float32, got {slopes.dtype}; convert them with .float()")
     if tuple(slopes.shape) not in ((heads,), (batch, heads)):
         raise ValueError(f"alibi_slopes must have shape ({heads},) or ({batch}, {heads}), got {tuple(slopes.shape)}")
     if slopes.device != q.device:
