@@ -161,6 +161,8 @@ def check_scale(scale, head_dim: int) -> float:
     """The scale as a float; 1 / sqrt(head_dim) by default. For tensors see scales.py."""
     if scale is None:
         return head_dim**-0.5
+    if isinstance(scale, (torch.SymFloat, torch.SymInt)):  # torch's compiler traces; the operator looks at the number
+        return torch.sym_float(scale)
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise TypeError(f"scale must be a number, got {type(scale).__name__}")
     try:

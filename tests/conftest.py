@@ -30,6 +30,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # processes share the cores: a thread e
 
 PURE = {
     "compute",
+    "flash_attn_page",
     "golden",
     "grad",
     "house",
