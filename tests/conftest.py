@@ -29,6 +29,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # processes share the cores: a thread e
 
 
 PURE = {
+    "bert_padding",
     "compute",
     "flash_attn_page",
     "golden",
