@@ -94,6 +94,8 @@ def _as_four_dimensions(query, key, value, enable_gqa: bool) -> tuple[tuple[int,
     shape = (*batch, *common)
 
     def viewed(tensor, batch, heads):
+        if tensor.shape[:-2] == (*batch, *heads) and tensor.ndim == 4:
+            return tensor
         return tensor.expand(*batch, *heads, *tensor.shape[-2:]).reshape(math.prod(batch), math.prod(heads), *tensor.shape[-2:])
 
     found = [viewed(query, batch, common)]
