@@ -17,7 +17,7 @@ from flexpress.versions import check_versions
 
 check_versions()
 
-from flexpress import flash
+from flexpress import flash, flash_attn
 from flexpress import mask_operators as _mask_operators  # noqa: F401
 from flexpress import operators as _operators  # noqa: F401
 from flexpress.attention import AuxOutput, AuxRequest, flex_attention
@@ -32,6 +32,7 @@ from flexpress.mods import MaskMod, ScoreMod
 from flexpress.pages import OutOfPages, PageAllocator
 from flexpress.pickling import safe_globals
 from flexpress.plot import plot_mask
+from flexpress.sdpa import scaled_dot_product_attention
 from flexpress.varlen import varlen_attention
 
 from .codegen.mod.errors import ModError, RenderError
@@ -60,6 +61,7 @@ __all__ = [
     "evaluate_mod",
     "explain",
     "flash",
+    "flash_attn",
     "flex_attention",
     "noop_mask",
     "or_masks",
@@ -67,6 +69,7 @@ __all__ = [
     "printed_kernels",
     "rope_table",
     "safe_globals",
+    "scaled_dot_product_attention",
     "update_cache",
     "varlen_attention",
 ]

@@ -22,13 +22,18 @@ MAX_HEAD_DIM = 256
 def check_rank(name: str, tensor, layout: str, *, may_stand: bool = False) -> None:
     """A tensor that is ordinary memory, or with `may_stand` stands for such (a DTensor, a pending collective), with the rank of `layout`
     and the extents that it gives as numbers."""
+    check_tensor(name, tensor, layout, may_stand=may_stand)
+    extents = layout.strip("()").split(", ")
+    if tensor.dim() != len(extents) or any(e.isdigit() and int(e) != n for e, n in zip(extents, tensor.shape, strict=True)):
+        raise ValueError(f"{name} must have shape {layout}, got {_shape(tensor)}")
+
+
+def check_tensor(name: str, tensor, layout: str, *, may_stand: bool = False) -> None:
+    """The same of any rank."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor of shape {layout}, got {type(tensor).__name__}")
     if tensor.__class__ in ORDINARY or not (may_stand and (is_distributed(tensor) or is_pending(tensor))):
         check_kind(name, tensor)
-    extents = layout.strip("()").split(", ")
-    if tensor.dim() != len(extents) or any(e.isdigit() and int(e) != n for e, n in zip(extents, tensor.shape, strict=True)):
-        raise ValueError(f"{name} must have shape {layout}, got {_shape(tensor)}")
 
 
 def autocasts(tensor: torch.Tensor) -> bool:
@@ -115,6 +120,12 @@ def positive(name: str, value) -> float:
     return number
 
 
+def refuse_dropout(dropout_p) -> None:
+    """Raises NotImplementedError for any but 0."""
+    if dropout_p != 0.0:
+        raise NotImplementedError(f"dropout_p is {dropout_p}; there is no dropout in this attention, pass 0.0")
+
+
 def pair(name: str, value, least: int, what: str) -> tuple[int, int]:
     """The argument `name`, two integers of at least `least`; `what` says what they are. Raises TypeError or ValueError."""
     if isinstance(value, (str, bytes, torch.Tensor)):
@@ -149,6 +160,8 @@ def check_scale(scale, head_dim: int) -> float:
     """The scale as a float; 1 / sqrt(head_dim) by default. For tensors see scales.py."""
     if scale is None:
         return head_dim**-0.5
+    if isinstance(scale, (torch.SymFloat, torch.SymInt)):  # torch's compiler traces; the operator looks at the number
+        return torch.sym_float(scale)
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise TypeError(f"scale must be a number, got {type(scale).__name__}")
     try:

@@ -125,7 +125,7 @@ def varlen_attention(
 
 def _attend(q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, deterministic, read=read_captured) -> tuple:
     """out and lse. `read` as for `bound`."""
-    _check(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
     packing = _packing(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0])
     q, k, v = (t.unsqueeze(0).transpose(1, 2) for t in (q, k, v))
     score_mod = None if score_mod is None else packing.score_mod(score_mod)
@@ -271,7 +271,7 @@ def _growth(node: Expr, args: list[int | None]) -> int | None:
     return None
 
 
-def _check(q, k, v, cu_seqlens_q, cu_seqlens_k) -> None:
+def check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k) -> None:
     """Shapes, dtypes and devices, and on the CPU the values of cu_seqlens."""
     for name, t, layout in (("q", q, "(total_q, Hq, D)"), ("k", k, "(total_k, Hkv, D)"), ("v", v, "(total_k, Hkv, Dv)")):
         check_rank(name, t, layout, may_stand=True)
@@ -295,9 +295,9 @@ def _check(q, k, v, cu_seqlens_q, cu_seqlens_k) -> None:
             raise NotImplementedError(f"{name} has head dim {t.shape[2]} (shape {tuple(t.shape)}); supported are 1 to {MAX_HEAD_DIM}")
     if cu_seqlens_k is None and q.shape[0] != k.shape[0]:
         raise ValueError(f"q and k must have the same number of tokens where cu_seqlens_k is left out, {shapes}; pass cu_seqlens_k")
-    _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, "q", q)
+    check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, "q", q)
     if cu_seqlens_k is not None:
-        _check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, "k", k)
+        check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, "k", k)
         if cu_seqlens_q.shape != cu_seqlens_k.shape:
             raise ValueError(
                 f"cu_seqlens_q and cu_seqlens_k must be of as many sequences, got shapes {tuple(cu_seqlens_q.shape)} and "
@@ -305,7 +305,7 @@ def _check(q, k, v, cu_seqlens_q, cu_seqlens_k) -> None:
             )
 
 
-def _check_cu_seqlens(name: str, cu_seqlens, packed_name: str, packed: torch.Tensor) -> None:
+def check_cu_seqlens(name: str, cu_seqlens, packed_name: str, packed: torch.Tensor) -> None:
     check_rank(name, cu_seqlens, "(sequences + 1)")
     remedy = "torch.nn.functional.pad(lengths.cumsum(0), (1, 0)) makes it of lengths"
     if cu_seqlens.dtype not in (torch.int32, torch.int64):

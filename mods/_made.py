@@ -5,8 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from typing import ParamSpec, TypeVar, cast
 
 import torch
+
+P, M = ParamSpec("P"), TypeVar("M")
 
 
 class Made:
@@ -41,7 +44,7 @@ def plain(mod):
     return mod.function if type(mod) is Made else mod
 
 
-def picklable(recipe: Callable) -> Callable:
+def picklable(recipe: Callable[P, M]) -> Callable[P, M]:
     """Decorator of a function that makes a mod of its arguments, none of them by keyword alone: what it makes can be pickled if they can.
 
     It gets the functions of mods that other recipes have made, so that those cost a call nothing.
@@ -55,4 +58,4 @@ def picklable(recipe: Callable) -> Callable:
         itself = next((given for given in (*args, *kwargs.values()) if plain(given) is made), None)
         return Made(made, make, args, kwargs) if itself is None else itself
 
-    return make
+    return cast(Callable[P, M], make)

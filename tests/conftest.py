@@ -29,7 +29,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # processes share the cores: a thread e
 
 
 PURE = {
+    "bert_padding",
     "compute",
+    "flash_attn_page",
     "golden",
     "grad",
     "house",
