@@ -13,13 +13,14 @@ from flexpress.call import attend, bound
 from flexpress.checks import DTYPES, MAX_HEAD_DIM, autocasts, check_rank
 from flexpress.in_graph import compilable
 from flexpress.mods import MaskMod, ScoreMod
-from flexpress.recorded import graph_and_values
+from flexpress.recorded import Recorded, graph_and_values
 
 from .codegen.mod.capture import name_of, plain
 from .codegen.mod.expr import Expr, ModGraph, walk
 from .codegen.mod.ops import row_of
 from .codegen.mod.tensors import ORDINARY, check_surroundings, is_distributed, read_captured, tracing
 from .codegen.registry import remembered
+from .codegen.run.call import Bound
 
 
 @overload
@@ -125,14 +126,21 @@ def varlen_attention(
 
 def _attend(q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, deterministic, read=read_captured) -> tuple:
     """out and lse. `read` as for `bound`."""
+    call = packed_call(q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, read)
+    out, lse, _ = attend(call, False, deterministic)
+    return tuple(t.squeeze(0).transpose(0, 1) for t in (out, lse))  # out[0] would copy its gradient
+
+
+def packed_call(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod=None, mask_mod=None, scale=None, kernel_options=None, read=read_captured
+) -> Bound | Recorded:
+    """The call of flex_attention that attends within packed sequences: of one batch entry, heads before tokens."""
     check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
     packing = _packing(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0])
     q, k, v = (t.unsqueeze(0).transpose(1, 2) for t in (q, k, v))
     score_mod = None if score_mod is None else packing.score_mod(score_mod)
     mask_mod, packed = packing.mask_mod(mask_mod), (packing.starts_q, packing.starts_k)
-    call = bound(q, k, v, score_mod, None, scale, True, kernel_options, mask_mod, packed, read)
-    out, lse, _ = attend(call, False, deterministic)
-    return tuple(t.squeeze(0).transpose(0, 1) for t in (out, lse))  # out[0] would copy its gradient
+    return bound(q, k, v, score_mod, None, scale, True, kernel_options, mask_mod, packed, read)
 
 
 @dataclass(eq=False)
