@@ -23,6 +23,7 @@ from flexpress.attention import AuxOutput, AuxRequest, flex_attention
 from flexpress.block_mask import BlockMask
 from flexpress.cached import cached_attention
 from flexpress.explain import explain
+from flexpress.export import export
 from flexpress.inspection import CacheInfo, cache_clear, cache_dir, cache_info, printed_kernels
 from flexpress.kv_cache import rope_table, update_cache
 from flexpress.mask_creation import create_block_mask, create_mask
@@ -54,6 +55,7 @@ __all__ = [
     "create_mask",
     "evaluate_mod",
     "explain",
+    "export",
     "flash",
     "flex_attention",
     "noop_mask",
