@@ -95,7 +95,7 @@ def _call(query, key, value, score_mod, block_mask, scale, kernel_options, mask_
         if not captured[i].is_contiguous():
             raise ValueError(f"score_mod captures {score[0].tensors[i].name}, whose gradient needs a contiguous tensor; pass .contiguous()")
     return Exported(
-        *(score, mask, wanted, query.dtype, query.shape[3], value.shape[3], scale, options, _target(target, query), size, backward),
+        *(score, mask, wanted, query.dtype, query.shape[3], value.shape[3], scale, options, target_of(target, query), size, backward),
         (query.shape[0], key.shape[0]),
         (query.shape[1], key.shape[1]),
         (query.shape[2], key.shape[2]),
@@ -109,7 +109,7 @@ def _options(kernel_options: dict | None) -> Options:
     return options
 
 
-def _target(target: str | None, query: torch.Tensor) -> str:
+def target_of(target: str | None, query: torch.Tensor) -> str:
     """The target that is asked for, or that of query's device."""
     if target is None:
         if query.device.type != "cuda":

@@ -76,23 +76,6 @@ class Plans:
         case = call.case._replace(whole=whole, use_tma=call.case.use_tma if use_tma is None else use_tma)
         return backward_kernels.Portable().plan(call._replace(case=case)), case.use_tma
 
-    def masks(self) -> dict[str, Compilation]:
-        """The kernels that make block lists."""
-        bound, size, backend = self.call.mask, self.call.size, self.machine[0]
-        texts = mask_texts(bound, EXTENTS, backend, layouts_for_any)
-        found = {}
-        if texts.zones:
-            found["block_zones"] = Compilation(self.target, zones_spec(texts, size, backend), {"TILE": masks.ZONE_TILE}, 1)
-        if analyse(bound[0]).by_rules:
-            for name, transposed in (("block_lists", False), ("transposed_block_lists", True)):
-                if not transposed or self.call.backward:
-                    spec = verdict_lists_spec(texts, size, backend, transposed)
-                    found[name] = Compilation(self.target, spec, {"CHUNK": masks.VERDICTS_CHUNK})
-        else:
-            found["block_status"] = Compilation(self.target, status_spec(texts, size, backend), status_constants(size, backend))
-            found["block_lists"] = Compilation(self.target, lists_spec(True, backend), {"CHUNK": masks.LISTS_CHUNK})
-        return found
-
     def kernels(self, use_tma: tuple[bool, bool] | None = None) -> tuple[dict[str, Compilation], tuple[bool, bool] | None]:
         """All of them, in the order of the file."""
         plan = self.forward(False)
@@ -106,8 +89,28 @@ class Plans:
                 steps, chosen = self.backward(whole, False, use_tma)
                 found |= {f"backward_{n}{suffix}": self._tiled(getattr(steps, n)) for n in ("dkv", "dq")}
             use_tma = chosen
-        return found | (self.masks() if self.call.mask else {}), use_tma
+        return found | (self._masks() if self.call.mask else {}), use_tma
 
     def _tiled(self, step) -> Compilation:
         tile = step.tile
         return Compilation(self.target, step.spec, {"BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N}, tile.num_warps, tile.num_stages)
+
+    def _masks(self) -> dict[str, Compilation]:
+        return mask_compilations(self.call.mask, self.call.size, self.target, self.call.backward)
+
+
+def mask_compilations(bound: tuple, size: tuple[int, int], target: str, transposed: bool) -> dict[str, Compilation]:
+    """The kernels that make block lists of a bound mask_mod, by name; with those of `transposed` lists."""
+    backend = machine_of(target)[0]
+    texts = mask_texts(bound, EXTENTS, backend, layouts_for_any)
+    found = {}
+    if texts.zones:
+        found["block_zones"] = Compilation(target, zones_spec(texts, size, backend), {"TILE": masks.ZONE_TILE}, 1)
+    if analyse(bound[0]).by_rules:
+        for name, other in (("block_lists", False), ("transposed_block_lists", True)):
+            if transposed or not other:
+                found[name] = Compilation(target, verdict_lists_spec(texts, size, backend, other), {"CHUNK": masks.VERDICTS_CHUNK})
+    else:
+        found["block_status"] = Compilation(target, status_spec(texts, size, backend), status_constants(size, backend))
+        found["block_lists"] = Compilation(target, lists_spec(True, backend), {"CHUNK": masks.LISTS_CHUNK})
+    return found

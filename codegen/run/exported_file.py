@@ -83,6 +83,7 @@ class File:
         given = [c for c in captured if not c.given]
         tensors = [c for c in captured if c.is_tensor]
         of_mask = [c for c in captured if c.name in self.of_mask and (c.is_tensor or not c.given)]
+        self.own_captured = given
         self.arguments = listed(c.name for c in given)
         self.parameters = listed(c.parameter for c in given)
         self.mask_captured, self.mask_arguments = [c for c in of_mask if not c.given], listed(c.name for c in of_mask)
@@ -116,9 +117,9 @@ class File:
     def _merged(self, shown: Callable[[KernelSpec], KernelSpec]) -> Merged:
         prints = []
         for kernel in self.kernels:
-            suffix = kernel.suffix or kernel.name
-            prints.append(Print(render(shown(kernel.on_target.spec)), kernel.name, suffix))
-            prints.append(Print(render(shown(kernel.on_cpu.spec)), kernel.name, f"{kernel.suffix}_cpu" if kernel.suffix else "cpu"))
+            others = (f"{kernel.suffix}_cpu",) if kernel.suffix else ()
+            prints.append(Print(render(shown(kernel.on_target.spec)), kernel.name, (kernel.suffix or kernel.name,)))
+            prints.append(Print(render(shown(kernel.on_cpu.spec)), kernel.name, ("cpu", *others)))
         return merge(prints)
 
     def _launch(self, kernel: Kernel) -> str:
@@ -181,5 +182,6 @@ def _in_torch(graph: ModGraph, names: tuple[str, ...]) -> TorchText:
 def reserved(*templates: str) -> frozenset[str]:
     """Names that captured tensors and numbers cannot have in a file of these templates."""
     loader = environment().loader
-    texts = [loader.get_source(environment(), name)[0] for name in (*templates, "_exported.jinja")]
-    return frozenset(re.findall(r"[A-Za-z_]\w*", "".join(texts))) | frozenset(_VARIABLES.values())
+    text = "\n".join(loader.get_source(environment(), name)[0] for name in (*templates, "_exported.jinja"))
+    code = re.sub(r"\{#.*?#\}|\{%.*?%\}|\{\{.*?\}\}|\"{3}.*?\"{3}|# [^\n]*", " ", text, flags=re.S)
+    return frozenset(re.findall(r"[A-Za-z_]\w*", code)) | frozenset(_VARIABLES.values())

@@ -11,14 +11,14 @@ from typing import NamedTuple
 class Print(NamedTuple):
     """A printed kernel that goes into a file.
 
-    text     as render gives it
-    entry    what its entry point, the last function, is called in the file
-    suffix   of functions whose names others have
+    text       as render gives it
+    entry      what its entry point, the last function, is called in the file
+    suffixes   of functions whose names others have: the first that nobody has yet
     """
 
     text: str
     entry: str
-    suffix: str
+    suffixes: tuple[str, ...]
 
 
 class Merged(NamedTuple):
@@ -36,7 +36,7 @@ def merge(prints: list[Print]) -> Merged:
     sections: list[str] = []
     functions = _Functions()
     entries = []
-    for text, entry, suffix in prints:
+    for text, entry, suffixes in prints:
         tree, lines = ast.parse(text), text.split("\n")
         imports |= dict.fromkeys(ast.unparse(node) for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom)))
         docstring = ast.get_docstring(tree) or ""
@@ -47,7 +47,7 @@ def merge(prints: list[Print]) -> Merged:
         names: dict[str, str] = {}  # in the print -> in the file
         for node in defined:
             body = "\n".join(lines[node.decorator_list[0].lineno - 1 : node.end_lineno])
-            names[node.name], added = functions.add(body, node.name, entry if node is defined[-1] else node.name, suffix, names)
+            names[node.name], added = functions.add(body, node.name, entry if node is defined[-1] else node.name, suffixes, names)
             sections += added
         entries.append(names[defined[-1].name])
     return Merged(tuple(imports), tuple(sections), tuple(entries))
@@ -60,15 +60,16 @@ class _Functions:
         self.texts: dict[str, str] = {}
         self.variants: dict[str, list[str]] = {}  # that share a name in prints
 
-    def add(self, body: str, old: str, name: str, suffix: str, names: dict[str, str]) -> tuple[str, list[str]]:
+    def add(self, body: str, old: str, name: str, suffixes: tuple[str, ...], names: dict[str, str]) -> tuple[str, list[str]]:
         """What a function is called in the file, and its text if it is not there yet."""
         known = self.variants.setdefault(name, [])
         for variant in known:
             if self.texts[variant] == renamed(body, {**names, old: variant}):
                 return variant, []
-        chosen = f"{name}_{suffix}" if known else name
-        if chosen in self.texts:
-            raise ValueError(f"two kernels define {chosen}")
+        possible = [f"{name}_{suffix}" for suffix in suffixes] if known else [name]
+        chosen = next((p for p in possible if p not in self.texts), None)
+        if chosen is None:
+            raise ValueError(f"two kernels define {possible[-1]}")
         known.append(chosen)
         self.texts[chosen] = renamed(body, {**names, old: chosen})
         return chosen, [self.texts[chosen]]
