@@ -24,6 +24,8 @@ from flexpress.attention import AuxOutput, AuxRequest, flex_attention
 from flexpress.block_mask import BlockMask
 from flexpress.cached import cached_attention
 from flexpress.explain import explain
+from flexpress.export import export
+from flexpress.export_cached import export_cached
 from flexpress.inspection import CacheInfo, cache_clear, cache_dir, cache_info, printed_kernels
 from flexpress.kv_cache import rope_table, update_cache
 from flexpress.mask_creation import create_block_mask, create_mask
@@ -60,6 +62,8 @@ __all__ = [
     "create_mask",
     "evaluate_mod",
     "explain",
+    "export",
+    "export_cached",
     "flash",
     "flash_attn",
     "flex_attention",

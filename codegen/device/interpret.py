@@ -17,11 +17,10 @@ import types
 import warnings
 
 import numpy as np
-import triton.language as tl
 from triton.runtime import interpreter
 
 from .. import progress
-from .interpreter_patches import Libdevice
+from .interpreter_numbers import Libdevice, argument
 from .switching import LANGUAGE, at_once, restore, switches
 
 _NOTICE_AFTER = 3.0  # seconds of running before the rest is estimated
@@ -78,7 +77,7 @@ class _Interpreted:
         slow = _Progress(sizes[0] * sizes[1] * sizes[2], self.function.__name__)
         restore()
         # tensors become their addresses; constexprs stay as they are
-        values = {k: v if k in self.constants else _argument(v) for k, v in given.items()}
+        values = {k: v if k in self.constants else argument(v) for k, v in given.items()}
         there, back = switches()
         try:
             at_once(there)
@@ -93,14 +92,6 @@ class _Interpreted:
             slow.close()
         finally:
             at_once(back)
-
-
-def _argument(value):
-    """A kernel argument; numbers become scalars of the type that they have on a GPU."""
-    if type(value) in (bool, float):
-        dtype, numpy_dtype = (tl.int1, np.bool_) if type(value) is bool else (tl.float32, np.float32)
-        return tl.tensor(interpreter.TensorHandle(np.array([value], dtype=numpy_dtype), dtype), dtype)
-    return interpreter._implicit_cvt(value)
 
 
 class _Progress:
