@@ -30,6 +30,7 @@ from flexpress.mask_mods import and_masks, noop_mask, or_masks
 from flexpress.pages import OutOfPages, PageAllocator
 from flexpress.pickling import safe_globals
 from flexpress.plot import plot_mask
+from flexpress.precompile import Precompiled, precompile
 from flexpress.varlen import varlen_attention
 
 from .codegen.device.cache import VERSION as __version__
@@ -44,6 +45,7 @@ __all__ = [
     "ModError",
     "OutOfPages",
     "PageAllocator",
+    "Precompiled",
     "RenderError",
     "__version__",
     "and_masks",
@@ -60,6 +62,7 @@ __all__ = [
     "noop_mask",
     "or_masks",
     "plot_mask",
+    "precompile",
     "printed_kernels",
     "rope_table",
     "safe_globals",
