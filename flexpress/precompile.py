@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from flexpress.call import bound
+from flexpress.varlen import bound_packed
 
 from .codegen.compiling import runs_uncompiled
 from .codegen.device.kernel import loaded
@@ -40,19 +41,23 @@ def precompile(
     backward: bool = False,
     max_scores: bool = False,
     deterministic: bool = False,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> list[Precompiled]:
-    """Compile the kernels of a flex_attention call without computing attention; when it returns they are ready, here and on disk.
+    """Compile the kernels of a call of flex_attention or varlen_attention, without computing attention. When it returns they are ready,
+    here and on disk.
 
         shape = (8, 16, 4096, 64)
         precompile(shape, shape, shape, alibi(slopes), mask_mod=causal, dtype=torch.bfloat16, backward=True)
 
     query, key, value   tensors: on the call's device, which are not written, or on "meta"; or shapes (B, H, S, D), which need dtype=
-    device              for shapes and meta tensors; block_mask's by default, else "cuda" if there is a GPU, else "cpu"
+    device              for shapes and meta tensors; by default that of block_mask or cu_seqlens_q, else "cuda" if there is a GPU, or "cpu"
     backward            as for tensors that want gradients: the forward kernel that keeps what a backward pass needs, and that pass, for
                         captured tensors with requires_grad, too. Without it: the kernel of a call without gradients
     max_scores          as for return_aux=AuxRequest(max_scores=True)
+    cu_seqlens_q, cu_seqlens_k   tensors on the device: the call is one of varlen_attention, with shapes (total, H, D)
 
     The others are those of flex_attention. Memory for the call's tensors is taken from the device while this runs, and the small kernels
     that make block lists are run. Another length, batch size or window needs nothing more, but where docs/what_works.md says that kinds of
@@ -63,12 +68,17 @@ def precompile(
 
     Raises what flex_attention raises.
     """
-    device = _device_of(query, block_mask, device)
+    device = _device_of(query, block_mask, cu_seqlens_q, device)
     tensors = [_real(name, t, dtype, device) for name, t in (("query", query), ("key", key), ("value", value))]
     check_values("precompile", query=tensors[0], key=tensors[1], value=tensors[2])
     before = {id(kernel): len(kernel.compiled) for kernel in loaded()}
     with torch.set_grad_enabled(backward):
-        call = bound(*tensors, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod)
+        if cu_seqlens_q is None:
+            call = bound(*tensors, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod)
+        elif block_mask is not None:
+            raise ValueError("varlen_attention takes no block_mask: pass mask_mod, or leave cu_seqlens_q out")
+        else:
+            call = bound_packed(*tensors, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options)
     with torch.no_grad():
         if backward and call.score:
             graph, values = call.score
@@ -81,13 +91,14 @@ def precompile(
     return [Precompiled(kernel.path, seconds) for kernel in loaded() for seconds in kernel.compiled[before.get(id(kernel), 0) :]]
 
 
-def _device_of(query, block_mask, device) -> torch.device:
+def _device_of(query, block_mask, cu_seqlens_q, device) -> torch.device:
     if isinstance(query, torch.Tensor) and not query.is_meta:
         if device is not None and torch.device(device).type != query.device.type:
             raise ValueError(f"query is on {query.device}, but device is {device}; leave device out, or pass query.to('meta')")
         return query.device
     if device is None:
-        device = block_mask.kv_num_blocks.device if block_mask is not None else "cuda" if torch.cuda.is_available() else "cpu"
+        tables = block_mask.kv_num_blocks if block_mask is not None else cu_seqlens_q
+        device = tables.device if tables is not None else "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
     if device.type == "meta":
         raise ValueError("device is 'meta', for which nothing can be compiled: pass the device of the later calls")

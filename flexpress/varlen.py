@@ -77,14 +77,19 @@ def varlen_attention(
 
 def _attend(q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, deterministic, read=read_captured) -> tuple:
     """out and lse. `read` as for `bound`."""
+    call = bound_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, read)
+    out, lse, _ = attend(call, False, deterministic)
+    return tuple(t.squeeze(0).transpose(0, 1) for t in (out, lse))  # out[0] would copy its gradient
+
+
+def bound_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, read=read_captured):
+    """varlen_attention's arguments, checked, as the call of flex_attention that they make."""
     _check(q, k, v, cu_seqlens_q, cu_seqlens_k)
     packing = _packing(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0])
     q, k, v = (t.unsqueeze(0).transpose(1, 2) for t in (q, k, v))
     score_mod = None if score_mod is None else packing.score_mod(score_mod)
     mask_mod, packed = packing.mask_mod(mask_mod), (packing.starts_q, packing.starts_k)
-    call = bound(q, k, v, score_mod, None, scale, True, kernel_options, mask_mod, packed, read)
-    out, lse, _ = attend(call, False, deterministic)
-    return tuple(t.squeeze(0).transpose(0, 1) for t in (out, lse))  # out[0] would copy its gradient
+    return bound(q, k, v, score_mod, None, scale, True, kernel_options, mask_mod, packed, read)
 
 
 @dataclass(eq=False)

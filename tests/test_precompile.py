@@ -7,7 +7,17 @@ import threading
 import pytest
 import torch
 
-from flexpress import AuxRequest, cache_clear, cache_info, create_block_mask, flex_attention, mods, precompile, printed_kernels
+from flexpress import (
+    AuxRequest,
+    cache_clear,
+    cache_info,
+    create_block_mask,
+    flex_attention,
+    mods,
+    precompile,
+    printed_kernels,
+    varlen_attention,
+)
 from flexpress.codegen import registry
 from flexpress.codegen.device import interpret
 from support.dense import dense_attention, relative_error
@@ -175,6 +185,27 @@ def test_threads_precompile_at_once():
         thread.join()
     assert errors == [] and len(set(printed_kernels())) == len(printed_kernels()) == cache_info().compiles
     assert costs(lambda: attend("cpu", True, score_mod=mods.softcap(7.0))) == (0, 0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("lengths", [(7, 0, 33), (530,)])
+def test_packed_sequences(lengths, backward, device):
+    cu_seqlens, shape = torch.tensor([0, *lengths], device=device).cumsum(0), (sum(lengths), 2, 16)
+    call = {"score_mod": mods.softcap(3.0), "mask_mod": mods.causal}
+    made = precompile(shape, shape, shape, **call, cu_seqlens_q=cu_seqlens, backward=backward, dtype=torch.float32)
+    assert any(kernel.path.name.startswith("forward_varlen_softcap_varlen_causal") for kernel in made)
+
+    def really():
+        q, k, v = (torch.randn(shape, device=device, requires_grad=backward) for _ in range(3))
+        out = varlen_attention(q, k, v, cu_seqlens, **call)
+        if backward:
+            out.sum().backward()
+
+    assert costs(really) == (0, 0)
+    with pytest.raises(ValueError, match="varlen_attention takes no block_mask"):
+        mask = create_block_mask(mods.causal, None, None, 40, 40, device)
+        precompile(shape, shape, shape, block_mask=mask, cu_seqlens_q=cu_seqlens, dtype=torch.float32)
 
 
 def test_nothing_to_compute_is_nothing_to_compile():
