@@ -34,6 +34,7 @@ from flexpress.mods import MaskMod, ScoreMod
 from flexpress.pages import OutOfPages, PageAllocator
 from flexpress.pickling import safe_globals
 from flexpress.plot import plot_mask
+from flexpress.precompile import Precompiled, precompile
 from flexpress.sdpa import scaled_dot_product_attention
 from flexpress.varlen import varlen_attention
 
@@ -50,6 +51,7 @@ __all__ = [
     "ModError",
     "OutOfPages",
     "PageAllocator",
+    "Precompiled",
     "RenderError",
     "ScoreMod",
     "__version__",
@@ -70,6 +72,7 @@ __all__ = [
     "noop_mask",
     "or_masks",
     "plot_mask",
+    "precompile",
     "printed_kernels",
     "rope_table",
     "safe_globals",

@@ -52,10 +52,12 @@ def picklable(recipe: Callable[P, M]) -> Callable[P, M]:
 
     @functools.wraps(recipe)
     def make(*args, **kwargs):
-        made = recipe(*map(plain, args), **{name: plain(value) for name, value in kwargs.items()})
+        made = recipe(*map(plain, args), **{name: plain(value) for name, value in kwargs.items()}) if kwargs else recipe(*map(plain, args))
         if torch.compiler.is_dynamo_compiling():  # which traces functions best
             return made
-        itself = next((given for given in (*args, *kwargs.values()) if plain(given) is made), None)
-        return Made(made, make, args, kwargs) if itself is None else itself
+        for given in args:
+            if given is made or type(given) is Made and given.function is made:  # a composition of one
+                return given
+        return Made(made, make, args, kwargs)
 
     return cast(Callable[P, M], make)

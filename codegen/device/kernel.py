@@ -34,6 +34,7 @@ class Kernel:
             logs.PRINT.debug("found the print %s", self.path)
         self._variants: dict[tuple, binary.Binary] = Bounded(256)
         self._interpreted = None
+        self.compiled: list[float] = []  # seconds that each variant took that was compiled here
         self._turn = Turn()  # who obtains a variant
 
     @property
@@ -73,6 +74,7 @@ class Kernel:
             INFO.compiles += compiled
             seconds, numbers = time.perf_counter() - start, ", ".join(map(str, (*constants, *(f"{k}={v}" for k, v in options.items()))))
             if compiled:
+                self.compiled.append(seconds)
                 logs.COMPILE.info("compiled %s (%s) in %.2f s", self.path.stem, numbers, seconds)
             else:
                 logs.COMPILE.debug("found %s (%s) compiled, loaded in %.0f ms", self.path.stem, numbers, 1e3 * seconds)
@@ -84,14 +86,18 @@ class Kernel:
         for arg in args:
             if isinstance(arg, torch.Tensor) and arg.data_ptr() < LOWEST:
                 check_address(arg)
-        (self._interpreted or self._turn.run(self._loaded))[grid](*args)
+        self.interpreted()[grid](*args)
+
+    def interpreted(self):
+        """The kernel for the interpreter."""
+        return self._interpreted or self._turn.run(self._loaded)
 
     def _loaded(self):
-        """The kernel for the interpreter."""
         if self._interpreted is None:
-            module = interpret.load(str(self.path), self.printed.source)
+            start, module = time.perf_counter(), interpret.load(str(self.path), self.printed.source)
             self._interpreted = getattr(module, self.spec.template)
             INFO.compiles += 1
+            self.compiled.append(time.perf_counter() - start)
             logs.COMPILE.info("loaded %s for the interpreter", self.path.stem)
         return self._interpreted
 

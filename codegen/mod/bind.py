@@ -67,7 +67,8 @@ def bind(mod, kind: str) -> tuple[ModGraph, list]:
     if type(mod) is not types.FunctionType:
         if type(mod) is GraphMod:
             return mod.graph, [*mod.values]
-        mod = plain(mod)
+        if getattr(type(mod), "stands_for_its_function", False):  # `plain`, without the calls
+            mod = mod.function
     key = (kind, mod.__code__ if type(mod) is types.FunctionType else _code_of(mod), torch.get_default_dtype())
     bucket = _buckets.get(key)
     if bucket is not None:
