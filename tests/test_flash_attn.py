@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from flexpress import cache_info
+from flexpress import cache_info, flex_attention, mods, printed_kernels
 from flexpress.flash_attn import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -200,7 +200,20 @@ def test_other_windows_slopes_caps_and_lengths_compile_nothing(form, device):
     made_by([(50, 60), (40, 30)], (5, 3), 2.0, 0)
     assert made_by([(71, 83), (41, 37)], (9, 0), 3.0, 1) == (0, 0, 0)
     assert made_by([(83, 71), (29, 31)], (0, 11), 2.5, 2) == (0, 0, 0)
-    assert made_by([(64, 64), (32, 32)], (7, 7), 9.5, 3) == (0, 0, 0)
+    made_by([(64, 64), (32, 32)], (7, 7), 9.5, 3)  # as many queries as keys: no offset in the kernel
+    assert made_by([(80, 80), (21, 21)], (1, 2), 3.5, 3) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_equal_lengths_have_the_kernels_of_flex_attention(device):
+    """Causal masks and ALiBi as the recipes have them, which kernels for Hopper take as a sum."""
+    q, k, v = (torch.randn(2, 30, 2, 16, device=device) for _ in range(3))
+    slopes = torch.rand(2, device=device)
+    for mod, arguments in ((None, {}), (mods.alibi(slopes), dict(alibi_slopes=slopes))):
+        want = flex_attention(*(t.transpose(1, 2) for t in (q, k, v)), mod, mask_mod=mods.causal)
+        before = set(printed_kernels())
+        assert torch.equal(flash_attn_func(q, k, v, causal=True, **arguments), want.transpose(1, 2))
+        assert set(printed_kernels()) == before
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -13,8 +13,8 @@ deterministic      gradients are bitwise equal on every run
 return_attn_probs  return (out, softmax_lse, S_dmask): lse is float32, natural logarithm; S_dmask is empty, (0,), as without dropout there
 
 A row that sees nothing gives 0 and lse -inf. Differentiable with respect to q, k, v, and alibi_slopes if they require grad, through out and
-lse. All take float16, bfloat16 or float32, any lengths and strides and head dims up to 256, copy none of their inputs, and compile nothing
-for other lengths, windows, slopes and caps.
+lse. All take float16, bfloat16 or float32, any lengths and strides and head dims up to 256, and copy none of their inputs. Other lengths,
+windows, slopes and caps compile nothing; as many queries as keys, and one query, have kernels of their own.
 
 ValueError, TypeError or NotImplementedError names the argument that does not fit and shows the shapes.
 
@@ -30,7 +30,7 @@ from flexpress.checks import check_rank
 from flexpress.codegen.mod.tensors import check_surroundings
 from flexpress.flash import check_together
 from flexpress.flash_attn.kvcache import attend_pages, flash_attn_with_kvcache
-from flexpress.flash_attn.meaning import mask_mod_of, placed_by, placed_by_sequence, read_options, same_place, score_mod_of
+from flexpress.flash_attn.meaning import mask_mod_of, placed_by_sequence, placed_last, read_options, same_place, score_mod_of
 from flexpress.in_graph import compilable
 from flexpress.varlen import check_packed, varlen_attention
 
@@ -211,7 +211,7 @@ def flash_attn_varlen_qkvpacked_func(
 def _attend(q, k, v, meaning: tuple, softmax_scale, deterministic, return_attn_probs):
     """flex_attention on the (B, H, S, D) views of tensors that fit together; `meaning` as read_options takes it."""
     options = read_options(*meaning, q, q.shape[0])
-    place, one_query = placed_by(k.shape[1] - q.shape[1]), q.shape[1] == 1
+    place, one_query = placed_last(q.shape[1], k.shape[1]), q.shape[1] == 1
     out, lse = flex_attention(
         *(t.transpose(1, 2) for t in (q, k, v)),
         score_mod_of(options, place, one_query),

@@ -69,8 +69,9 @@ def flash_attn_with_kvcache(
     rope = _rope(rotary_cos, rotary_sin, q, k, room)
     _check_contents(lengths, 0 if k is None else k.shape[1], room, k_cache, cache_batch_idx, block_table)
     if k is not None:
-        q = _append(q, k, v, k_cache, v_cache, lengths, where, rope, rotary_interleaved, (options.left, options.right) != (None, None))
-        lengths = lengths + k.shape[1]
+        filled, limited = lengths + k.shape[1], (options.left, options.right) != (None, None)
+        q = _append(q, k, v, k_cache, v_cache, (lengths, filled), where, rope, rotary_interleaved, limited)
+        lengths = filled
     out, lse = _attend(q.transpose(1, 2), k_cache, v_cache, lengths, options, cache_leftpad, q.shape[1] == 1, softmax_scale, **where)
     out = out.transpose(1, 2)
     return (out, lse) if return_softmax_lse else out
@@ -169,12 +170,13 @@ def _rope(cos, sin, q, k, room: int) -> torch.Tensor | None:
     return torch.stack((cos, sin), dim=-1).float()
 
 
-def _append(q, k, v, k_cache, v_cache, lengths, where: dict, rope, interleaved: bool, limited: bool) -> torch.Tensor:
+def _append(q, k, v, k_cache, v_cache, lengths: tuple, where: dict, rope, interleaved: bool, limited: bool) -> torch.Tensor:
     """Write k and v to the cache, and return q, turned if there is a rope: each query by its own position, or where all see all
-    (not `limited`) by that of the first."""
+    (not `limited`) by that of the first. `lengths` before and after."""
+    before, after = lengths
     together = rope is not None and q.shape[1] == k.shape[1] and (limited or q.shape[1] == 1)
     turned = update_cache(
-        *(k.transpose(1, 2), v.transpose(1, 2), k_cache, v_cache, lengths + k.shape[1]),
+        *(k.transpose(1, 2), v.transpose(1, 2), k_cache, v_cache, after),
         **where,
         query=q.transpose(1, 2) if together else None,
         rope=rope,
@@ -186,7 +188,7 @@ def _append(q, k, v, k_cache, v_cache, lengths, where: dict, rope, interleaved: 
     if together:
         return turned.transpose(1, 2)
     steps = torch.arange(q.shape[1], dtype=torch.int32, device=q.device)
-    return _turned(q, rope, lengths[:, None] + (steps if limited else torch.zeros_like(steps)), interleaved)
+    return _turned(q, rope, before[:, None] + (steps if limited else torch.zeros_like(steps)), interleaved)
 
 
 def _turned(q: torch.Tensor, rope: torch.Tensor, positions: torch.Tensor, interleaved: bool) -> torch.Tensor:

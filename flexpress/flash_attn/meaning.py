@@ -62,8 +62,12 @@ def same_place(b, q_idx):
     return q_idx
 
 
-def placed_by(offset: int) -> Callable:
-    """The places of queries whose first one is at key `offset`."""
+def placed_last(q_len: int, kv_len: int) -> Callable:
+    """The places of queries of which the last stands at the last key. With as many queries as keys there is no offset to add: then ALiBi is
+    the sum that kernels for Hopper look for."""
+    if q_len == kv_len:
+        return same_place
+    offset = kv_len - q_len
     return lambda b, q_idx: q_idx + offset
 
 
@@ -108,26 +112,41 @@ def _alibi(slopes: torch.Tensor, place: Callable, backwards: bool) -> Callable:
 
 def mask_mod_of(options: Options, place: Callable, one_query: bool) -> Callable | None:
     """The mask of causal and window_size; None if nothing is hidden."""
-    left, right = options.left, None if one_query else options.right
-    if left is None and right is None:
-        return None
+    ahead = None if one_query else _ahead(options, place)
+    left = options.left
     if left is None:
+        return ahead
 
-        def causal(b, h, q_idx, kv_idx):
-            return kv_idx <= place(b, q_idx) + right
+    def window_before(b, h, q_idx, kv_idx):
+        return kv_idx >= place(b, q_idx) - left
 
-        return causal
-    if right is None:
-
-        def window_before(b, h, q_idx, kv_idx):
-            return kv_idx >= place(b, q_idx) - left
-
+    if ahead is None:
         return window_before
 
     def window(b, h, q_idx, kv_idx):
-        return (kv_idx >= place(b, q_idx) - left) & (kv_idx <= place(b, q_idx) + right)
+        return window_before(b, h, q_idx, kv_idx) & ahead(b, h, q_idx, kv_idx)
 
     return window
+
+
+def _ahead(options: Options, place: Callable) -> Callable | None:
+    """The mask of causal and the right side of a window."""
+    right = options.right
+    if right is None:
+        return None
+    if not options.causal:
+
+        def window_ahead(b, h, q_idx, kv_idx):
+            return kv_idx <= place(b, q_idx) + right
+
+        return window_ahead
+    if place is same_place:
+        return mods.causal
+
+    def causal(b, h, q_idx, kv_idx):
+        return kv_idx <= place(b, q_idx)
+
+    return causal
 
 
 def cache_mask_mod_of(options: Options, leftpad: torch.Tensor | None, one_query: bool) -> Callable | None:
