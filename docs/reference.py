@@ -19,7 +19,15 @@ from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-MODULES = ("flexpress", "flexpress.mods", "flexpress.flash", "flexpress.sequences", "flexpress.serving", "flexpress.serving_ops")
+MODULES = (
+    "flexpress",
+    "flexpress.mods",
+    "flexpress.flash",
+    "flexpress.distributed",
+    "flexpress.sequences",
+    "flexpress.serving",
+    "flexpress.serving_ops",
+)
 
 _COLUMNS = re.compile(r"(\S.*?) {2,}(\S.*)")  # a name, or several, and what is said of it
 _NAMES = re.compile(r"[\w*]+(, [\w*]+)*")

@@ -133,7 +133,6 @@ def cached_attention(
 
     Returns (B, Hq, Q_LEN, D_V) or (T, Hq, D_V), in query's dtype; with return_lse also lse, float32, (B, Hq, Q_LEN) or (T, Hq). A query
     with nothing to attend to, and a token after the last sequence, gets 0 and lse -inf.
-
     Raises ValueError or TypeError for arguments, ModError for a mod that cannot be traced, NotImplementedError for kinds of tensors that
     kernels cannot read and, as there is no backward pass, where gradients are on and a tensor requires grad.
 

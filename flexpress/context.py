@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.types import Device
 
 from flexpress.assignment import assign, imbalance
 from flexpress.checks import whole
 from flexpress.mask_creation import create_block_mask
+from flexpress.mods import MaskMod
 
 from .codegen.mod.capture import name_of
 
@@ -80,14 +81,14 @@ class ContextPlan:
 
     def __init__(
         self,
-        group=None,
+        group: dist.ProcessGroup | dist.DeviceMesh | None = None,
         q_len: int = 0,
         kv_len: int | None = None,
-        mask_mod: Callable | None = None,
+        mask_mod: MaskMod | None = None,
         *,
         B: int | None = None,
         H: int | None = None,
-        device=None,
+        device: Device = None,
     ) -> None:
         """group     a process group, a device mesh of one dimension, or None for all ranks
         q_len, kv_len   of the whole sequence; kv_len is q_len by default

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 import flexpress
-from flexpress import flash, in_graph, mods, sequences, serving
+from flexpress import distributed, flash, in_graph, mods, sequences, serving
 
 PUBLIC = {
     **{f"flexpress.{name}": getattr(flexpress, name) for name in flexpress.__all__},
     **{f"flexpress.mods.{name}": getattr(mods, name) for name in mods.__all__},
     **{f"flexpress.flash.{name}": getattr(flash, name) for name in flash.__all__},
+    **{f"flexpress.distributed.{name}": getattr(distributed, name) for name in distributed.__all__},
     **{f"flexpress.sequences.{name}": getattr(sequences, name) for name in sequences.__all__},
     "flexpress.serving.AttentionRegistry": serving.AttentionRegistry,
     "flexpress.serving.AttentionDescriptor": serving.AttentionDescriptor,

@@ -22,6 +22,7 @@ from flexpress import (
     ScoreMod,
     create_block_mask,
     create_mask,
+    distributed,
     flash,
     flex_attention,
     mods,
@@ -169,6 +170,14 @@ def serving_step(info: sequences.AttentionInfo) -> None:
     step.nest_sequences([1, 2])  # type: ignore[list-item]  # lists of ids
     step.page_size = 4  # type: ignore[misc]
     sequences.AttentionInfo(8, 2, 64)  # type: ignore[call-arg]  # dtype is missing
+
+
+def split_over_ranks() -> None:
+    plan = distributed.ContextPlan(None, 4096, mask_mod=mods.causal)
+    assert_type(plan.shard(q, dim=2), Tensor)
+    assert_type(plan.layout, distributed.Layout)
+    assert_type(flex_attention(q, k, v, bias, context=plan), Tensor)
+    flex_attention(q, k, v, context=4)  # type: ignore[call-overload]
 
 
 def looking() -> None:
