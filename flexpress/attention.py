@@ -16,7 +16,7 @@ from flexpress.opened_masks import mask_of_parts, parts_of_mask
 from .codegen.mod.tensors import ORDINARY, is_distributed
 
 if TYPE_CHECKING:
-    from flexpress.context import ContextPlan
+    from flexpress.context import ContextPlan  # imports torch.distributed, which not everybody has
 
 
 class AuxRequest(NamedTuple):
@@ -212,7 +212,7 @@ def flex_attention(
 
 def _in_context(context, arguments: tuple, want_max: bool, deterministic: bool) -> tuple:
     """The same of this rank's parts, by a ContextPlan."""
-    from flexpress.context_attention import attend_in_context  # imports torch.distributed, which not everybody has
+    from flexpress.context_attention import attend_in_context
 
     query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod = arguments
     if block_mask is not None or mask_mod is not None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from .codegen.mod.capture import name_of
+from .codegen.mod.capture import name_of, plain
 from .codegen.mod.tensors import check_kind
 from .codegen.run import masks
 from .codegen.run.block_lists import BlockLists, lists_of
@@ -169,6 +169,8 @@ def _pooled(status: torch.Tensor, dim: int, was: int, now: int, length: int, red
 def mask_mod_of_lists(mask_mod: Callable, status: torch.Tensor, size: tuple[int, int]) -> Callable:
     """The mask_mod that hides what lists of blocks of `size` hide, and asks `mask_mod` in partial blocks alone."""
     (q_block, kv_block), by_batch, by_head = size, status.shape[0] > 1, status.shape[1] > 1
+
+    mask_mod = plain(mask_mod)
 
     def listed(b, h, q_idx, kv_idx):
         found = status[b if by_batch else 0, h if by_head else 0, q_idx // q_block, kv_idx // kv_block]

@@ -21,7 +21,7 @@ from flexpress.slices import Selection, selected, shown, take, three_indices
 
 from .codegen.compiling import runs_uncompiled
 from .codegen.mod.tensors import check_surroundings
-from .codegen.run.block_lists import BlockLists
+from .codegen.run.block_lists import BlockLists, lists_of
 
 DEFAULT_BLOCK_SIZE = 128
 Index = int | slice | Sequence[int] | torch.Tensor
@@ -297,6 +297,30 @@ class BlockMask(MaskAttributes, torchs.BlockMask):  # type: ignore[misc, overrid
             return False
         mine, theirs = self._status(), other._status()
         return mine.shape == theirs.shape and torch.equal(mine, theirs.to(mine.device)) and same_mod(self.mask_mod, other.mask_mod, "mask")
+
+    def __getstate__(self) -> dict:
+        """What pickle, copy and torch.save keep: lists, and the mask_mod, which must be one that pickles."""
+        selection = self._selected()
+        return {
+            "seq_lengths": self._seq_lengths,
+            "tables": self._lists.tables,
+            "BLOCK_SIZE": self.BLOCK_SIZE,
+            "interior": self._lists.interior,
+            "leading": self._leading,
+            "mask_mod": self.mask_mod if selection is None else None,
+            "decided": self._decided,
+            "selection": selection and selection.parts,
+        }
+
+    def __setstate__(self, state: dict) -> None:
+        q_block, kv_block = state["BLOCK_SIZE"]
+        lists = lists_of(state["tables"], q_block, kv_block, state["interior"])
+        selection, mask_mod = state["selection"], state["mask_mod"]
+        if selection is not None:
+            selection = Selection.of_parts(selection).made_for(lists.kv_indices.device)
+            mask_mod = selection.mask_mod
+        decided_by = mask_mod if state["decided"] else None
+        self._set(state["seq_lengths"], lists, mask_mod, leading=state["leading"], decided_by=decided_by, selection=selection)
 
     def __hash__(self) -> int:
         # masks are keys in users' caches as torch's are: equal ones must agree, and hashing must not wait for a device

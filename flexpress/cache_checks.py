@@ -100,7 +100,7 @@ def _check_batch(
     device = tokens.device
     if page_table is not None and cache_loc is not None:
         raise ValueError("page_table and cache_loc exclude each other: a page table says where a sequence is")
-    _check_table("kv_len", kv_len, (None if ragged else tokens.shape[0],), torch.int32, device)
+    check_table("kv_len", kv_len, (None if ragged else tokens.shape[0],), torch.int32, device)
     batch, heads = kv_len.shape[0], k_cache.shape[2]
     tables = (
         ("page_table", page_table, (batch, None)),
@@ -110,10 +110,10 @@ def _check_batch(
     )
     for what, tensor, shape in tables:
         if tensor is not None:
-            _check_table(what, tensor, shape, torch.int32, device)
+            check_table(what, tensor, shape, torch.int32, device)
     for what, tensor in (("k_scale", k_scale), ("v_scale", v_scale)):
         if tensor is not None:
-            _check_table(what, tensor, (heads,), torch.float32, device)
+            check_table(what, tensor, (heads,), torch.float32, device)
     if cache_loc is None and page_table is None and k_cache.shape[0] != batch:
         raise ValueError(
             f"k_cache {tuple(k_cache.shape)} has {k_cache.shape[0]} entries for {batch} sequences; say with cache_loc or "
@@ -160,7 +160,7 @@ def _check_caches(name: str, tokens, layout: str, k_cache, v_cache, k_scale, v_s
             )
 
 
-def _check_table(name: str, tensor, shape: tuple, dtype: torch.dtype, device: torch.device) -> None:
+def check_table(name: str, tensor, shape: tuple, dtype: torch.dtype, device: torch.device) -> None:
     """`shape` with None for any extent."""
     if isinstance(tensor, torch.Tensor):
         check_memory(name, tensor)

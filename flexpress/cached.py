@@ -17,11 +17,13 @@ from flexpress.recorded import bound_mod
 from flexpress.scales import read_scale
 
 from .codegen.mod.bind import bind
+from .codegen.mod.capture import name_of, plain
 from .codegen.mod.tensors import is_recorded, read_captured
 from .codegen.run.cached import attend_cached
 from .codegen.run.cached_call import CachedCall
 from .codegen.run.call import Cached
 from .codegen.run.layouts import output_like
+from .codegen.run.profiled import in_range, is_profiled
 
 _INSTEAD = "train with flex_attention or varlen_attention, or call it under torch.no_grad()"
 
@@ -127,8 +129,7 @@ def cached_attention(
     mask_mod      mask_mod(b, h, q_idx, kv_idx); by default kv_idx <= q_idx
     k_scale, v_scale   float32 (Hkv,): what caches of float8_e4m3fn are to be multiplied by; by default 1
     batch_invariant    a sequence's result is bitwise the same whatever else is in the batch (and takes longer)
-    check         look at what the tables and scales hold, and raise ValueError for what is not in the cache, for lengths that do not
-                  agree and for a max_q_len that is too small; by default where that does not wait for a GPU
+    check         raise ValueError for what tables and scales hold (no place in the cache, lengths that disagree); by default on the CPU
 
     Returns (B, Hq, Q_LEN, D_V) or (T, Hq, D_V), in query's dtype; with return_lse also lse, float32, (B, Hq, Q_LEN) or (T, Hq). A query
     with nothing to attend to, and a token after the last sequence, gets 0 and lse -inf.
@@ -224,7 +225,11 @@ def _attend(query, where: Cached, q_offset, k_cache, v_cache, score_mod, mask_mo
             mod = _mask_from(mask_mod, position, kv_lens)
         return _bound(mod, kind, q.device)
 
-    attend_cached(CachedCall(q, k, v, to_fill, lse, extents, scale, where, masked, q_offset, checks.DEFAULT, by_position, by_number))
+    run = attend_cached
+    if is_profiled():
+        mods = [*map(name_of, filter(None, (score_mod, mask_mod))), *(["causal"] if masked and mask_mod is None else [])]
+        run = in_range(attend_cached, "cached_attention", mods)
+    run(CachedCall(q, k, v, to_fill, lse, extents, scale, where, masked, q_offset, checks.DEFAULT, by_position, by_number))
     return out, lse
 
 
@@ -267,6 +272,8 @@ def _position_from(q_offset: torch.Tensor | None, kv_len: torch.Tensor, cu_seqle
 
 
 def _score_from(score_mod: Callable, position: Callable) -> Callable:
+    score_mod = plain(score_mod)
+
     def score_from(score, b, h, q_idx, kv_idx):
         return score_mod(score, b, h, position(b, q_idx), kv_idx)
 
@@ -274,6 +281,8 @@ def _score_from(score_mod: Callable, position: Callable) -> Callable:
 
 
 def _mask_from(mask_mod: Callable, position: Callable, kv_len: torch.Tensor) -> Callable:
+    mask_mod = plain(mask_mod)
+
     def mask_from(b, h, q_idx, kv_idx):
         return mask_mod(b, h, position(b, q_idx), kv_idx) & (kv_idx < kv_len[b])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import numbers
 import operator
@@ -10,6 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
+from .codegen import logs
 from .codegen.mod.tensors import ORDINARY, check_kind, is_distributed, is_pending
 from .codegen.plan.forward import Options
 from .codegen.text.layouts import LARGEST_BLOCK_N
@@ -17,19 +17,23 @@ from .codegen.text.layouts import LARGEST_BLOCK_N
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CACHE_DTYPES = (*DTYPES, torch.float8_e4m3fn)
 MAX_HEAD_DIM = 256
-_log = logging.getLogger("flexpress")
 
 
 def check_rank(name: str, tensor, layout: str, *, may_stand: bool = False) -> None:
     """A tensor that is ordinary memory, or with `may_stand` stands for such (a DTensor, a pending collective), with the rank of `layout`
     and the extents that it gives as numbers."""
+    check_tensor(name, tensor, layout, may_stand=may_stand)
+    extents = layout.strip("()").split(", ")
+    if tensor.dim() != len(extents) or any(e.isdigit() and int(e) != n for e, n in zip(extents, tensor.shape, strict=True)):
+        raise ValueError(f"{name} must have shape {layout}, got {_shape(tensor)}")
+
+
+def check_tensor(name: str, tensor, layout: str, *, may_stand: bool = False) -> None:
+    """The same of any rank."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor of shape {layout}, got {type(tensor).__name__}")
     if tensor.__class__ in ORDINARY or not (may_stand and (is_distributed(tensor) or is_pending(tensor))):
         check_kind(name, tensor)
-    extents = layout.strip("()").split(", ")
-    if tensor.dim() != len(extents) or any(e.isdigit() and int(e) != n for e, n in zip(extents, tensor.shape, strict=True)):
-        raise ValueError(f"{name} must have shape {layout}, got {_shape(tensor)}")
 
 
 def autocasts(tensor: torch.Tensor) -> bool:
@@ -116,6 +120,12 @@ def positive(name: str, value) -> float:
     return number
 
 
+def refuse_dropout(dropout_p) -> None:
+    """Raises NotImplementedError for any but 0."""
+    if dropout_p != 0.0:
+        raise NotImplementedError(f"dropout_p is {dropout_p}; there is no dropout in this attention, pass 0.0")
+
+
 def pair(name: str, value, least: int, what: str) -> tuple[int, int]:
     """The argument `name`, two integers of at least `least`; `what` says what they are. Raises TypeError or ValueError."""
     if isinstance(value, (str, bytes, torch.Tensor)):
@@ -150,6 +160,8 @@ def check_scale(scale, head_dim: int) -> float:
     """The scale as a float; 1 / sqrt(head_dim) by default. For tensors see scales.py."""
     if scale is None:
         return head_dim**-0.5
+    if isinstance(scale, (torch.SymFloat, torch.SymInt)):  # torch's compiler traces; the operator looks at the number
+        return torch.sym_float(scale)
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise TypeError(f"scale must be a number, got {type(scale).__name__}")
     try:
@@ -209,7 +221,7 @@ def parse_options(kernel_options: dict | Options | None) -> Options:
                 *most, last = map(repr, values)
                 raise ValueError(f"kernel_options[{name!r}] is {value!r}; write {', '.join(most)} or {last}") from None
         elif name in _WITHOUT_EFFECT:
-            _log.debug("kernel_options[%r] = %r has no effect here", name, value)
+            logs.OPTIONS.debug("kernel_options[%r] = %r has no effect here", name, value)
         else:
             raise ValueError(
                 f"kernel_options has no {name!r}; known are BLOCK_M, BLOCK_N, num_warps, num_stages, PRESCALE_QK, "

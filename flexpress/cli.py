@@ -1,4 +1,4 @@
-"""The command line: `python -m flexpress demo`, `render` and `doctor`."""
+"""The command line: `python -m flexpress demo`, `render`, `export`, `doctor` and `cache`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import os
 import sys
 
 from flexpress import __version__
-from flexpress.recipes import RECIPES, make
+from flexpress.exported_files import LAYOUTS
+from flexpress.recipes import HEADS, LENGTH, RECIPES, make
 
+from .codegen.mod.bind import bind
 from .codegen.run.imagined import TARGETS
 from .codegen.run.preview import compilation, hopper_compilation
 from .codegen.text.render import render
@@ -36,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Printed kernels lie in $FLEXPRESS_CACHE_DIR, by default ~/.cache/flexpress.",
     )
     parser.add_argument("--version", action="version", version=f"flexpress {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="demo | render | doctor")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="demo | render | export | doctor | cache")
 
     demo = commands.add_parser(
         "demo",
@@ -58,17 +60,32 @@ def _parser() -> argparse.ArgumentParser:
         "score mods one after the other, masks by `and`.",
         epilog=f"recipes:\n{named}\n\nexample:\n  python -m flexpress render alibi causal --head-dim 64 --target sm_80",
     )
-    show.add_argument("recipe", nargs="+", choices=tuple(RECIPES), metavar="RECIPE", help="one or more of the names below")
-    show.add_argument("--dtype", choices=tuple(_DTYPES), default="bf16", metavar="DTYPE", help="bf16 (default), fp16 or fp32")
-    show.add_argument(
-        "--head-dim", type=_head_dim, default=(128, 128), metavar="D", help="head dim, 1 to 256, or D_QKxD_V as in 192x128; default 128"
-    )
+    _add_problem(show)
     show.add_argument("--target", choices=TARGETS, default="sm_90", metavar="TARGET", help=f"one of {', '.join(TARGETS)}; default sm_90")
     family = show.add_mutually_exclusive_group()
     family.add_argument("--portable", action="store_true", help="the portable kernel, where calls on sm_90 get the one for Hopper")
     family.add_argument("--no-tma", action="store_true", help="the portable kernel that loads K and V by pointers, on sm_90 and sm_100 too")
     family.add_argument("--gluon", action="store_true", help="the kernel for Hopper, or an error where it does not serve")
     show.set_defaults(run=_render)
+
+    own = commands.add_parser(
+        "export",
+        help="write the kernels of a recipe as a file that needs torch and triton alone",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Writes a Python file with the kernels of a recipe, a function that checks its arguments and launches\n"
+        "them, and a comparison with dense attention: see flexpress.export.",
+        epilog=f"recipes:\n{named}\n\nexample:\n  python -m flexpress export alibi sliding_window --backward -o windowed.py",
+    )
+    _add_problem(own)
+    own.add_argument("--target", choices=tuple(TARGETS)[1:], default="sm_90", metavar="TARGET", help="whose tiles it has; default sm_90")
+    own.add_argument("--heads", type=_heads, default=(HEADS, HEADS), metavar="H", help=f"heads, or Hq:Hkv as in 32:8; default {HEADS}")
+    kind = own.add_mutually_exclusive_group()
+    kind.add_argument("--backward", action="store_true", help="with the kernels for gradients, of captured tensors, too")
+    kind.add_argument("--page-size", type=int, metavar="N", help="one query a sequence against a cache in pages of N positions")
+    own.add_argument("-o", "--output", required=True, metavar="PATH", help="the file, or with --layout kernels a folder")
+    own.add_argument("--layout", choices=LAYOUTS, default="file", help="kernels: the layout of Hugging Face's package kernels")
+    own.add_argument("--overwrite", action="store_true", help="replace what is there")
+    own.set_defaults(run=_export)
 
     doctor = commands.add_parser(
         "doctor",
@@ -77,7 +94,42 @@ def _parser() -> argparse.ArgumentParser:
         "Exit code 1 if something that this machine needs does not work.",
     )
     doctor.set_defaults(run=_doctor)
+    _add_cache(commands)
     return parser
+
+
+def _add_cache(commands) -> None:
+    cache = commands.add_parser(
+        "cache",
+        help="list, show, clear or measure the folder of kernels",
+        description="The folder of printed and compiled kernels: $FLEXPRESS_CACHE_DIR, by default ~/.cache/flexpress. It holds at most "
+        "$FLEXPRESS_CACHE_MIB MiB, by default 1024: what was unused longest goes first.",
+    )
+    actions = cache.add_subparsers(title="actions", required=True, metavar="list | show | clear | size")
+    actions.add_parser("list", help="a line for each kernel: what it is, of which mods, how large and old").set_defaults(action="list")
+    show = actions.add_parser("show", help="print one")
+    show.add_argument("name", metavar="NAME", help="its name in the list, or a part that no other has")
+    show.set_defaults(action="show")
+    actions.add_parser("clear", help="remove all of them, without a question").set_defaults(action="clear")
+    actions.add_parser("size", help="how much the folder holds, and may hold").set_defaults(action="size")
+    cache.set_defaults(run=_cache)
+
+
+def _add_problem(parser: argparse.ArgumentParser) -> None:
+    """Recipes, dtype and head dims."""
+    parser.add_argument("recipe", nargs="+", choices=tuple(RECIPES), metavar="RECIPE", help="one or more of the names below")
+    parser.add_argument("--dtype", choices=tuple(_DTYPES), default="bf16", metavar="DTYPE", help="bf16 (default), fp16 or fp32")
+    parser.add_argument(
+        "--head-dim", type=_head_dim, default=(128, 128), metavar="D", help="head dim, 1 to 256, or D_QKxD_V as in 192x128; default 128"
+    )
+
+
+def _heads(text: str) -> tuple[int, int]:
+    """ "16" or "32:8" as (Hq, Hkv)."""
+    parts = [int(part) for part in text.split(":") if part.isdecimal() and int(part)]
+    if len(parts) != text.count(":") + 1 or len(parts) > 2 or parts[0] % parts[-1]:
+        raise argparse.ArgumentTypeError(f"{text!r} are no heads: write a number, or Hq:Hkv of which the first is a multiple of the second")
+    return parts[0], parts[-1]
 
 
 def _head_dim(text: str) -> tuple[int, int]:
@@ -113,6 +165,42 @@ def _render(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     kernel = kernel or compilation(*problem, use_tma=False if given.no_tma else None)
     sys.stdout.write(render(kernel.spec))
     sys.stdout.flush()
+    return 0
+
+
+def _cache(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    from flexpress import cache_command
+
+    if given.action == "show":
+        return cache_command.show(given.name)
+    return {"list": cache_command.list_kernels, "clear": cache_command.clear, "size": cache_command.size}[given.action]()
+
+
+def _export(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    import torch
+
+    from flexpress.export import export
+    from flexpress.export_cached import export_cached
+
+    score_mod, mask_mod = make(*given.recipe)
+    (Hq, Hkv), (d_qk, d_v), dtype = given.heads, given.head_dim, getattr(torch, _DTYPES[given.dtype])
+    details = {"target": given.target, "path": given.output, "layout": given.layout, "overwrite": given.overwrite}
+    try:
+        if given.page_size is not None:
+            q, (pages, n) = torch.empty(2, Hq, 1, d_qk, dtype=dtype), (8, 4)
+            k, v = (torch.empty(pages, given.page_size, Hkv, d, dtype=dtype) for d in (d_qk, d_v))
+            table, kv_len = torch.zeros(2, n, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+            export_cached(q, k, v, kv_len, page_table=table, score_mod=score_mod, mask_mod=mask_mod, **details)
+        else:
+            shapes = ((2, Hq, LENGTH, d_qk), (2, Hkv, LENGTH, d_qk), (2, Hkv, LENGTH, d_v))
+            q, k, v = (torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
+            if given.backward and score_mod is not None:
+                for tensor in (t for t in bind(score_mod, "score")[1] if isinstance(t, torch.Tensor) and t.is_floating_point()):
+                    tensor.requires_grad_()
+            export(q, k, v, score_mod, enable_gqa=Hq != Hkv, mask_mod=mask_mod, backward=given.backward, **details)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    print(given.output)
     return 0
 
 

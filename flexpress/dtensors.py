@@ -27,7 +27,7 @@ from flexpress.checks import check_heads
 from flexpress.foreign_masks import adopt, is_foreign_mask
 
 from .codegen.mod.bind import bind
-from .codegen.mod.capture import name_of
+from .codegen.mod.capture import name_of, plain
 from .codegen.mod.tensors import is_distributed, read_captured
 from .codegen.run.call import Bound
 
@@ -154,6 +154,7 @@ class Shards:
         batch, head = self._indices(mod, "score")
         if batch is head is _same:
             return mod
+        mod = plain(mod)
 
         def sharded(score, b, h, q_idx, kv_idx):
             return mod(score, batch(b), head(h), q_idx, kv_idx)
@@ -166,6 +167,7 @@ class Shards:
         batch, head = self._indices(mod, "mask")
         if batch is head is _same:
             return mod
+        mod = plain(mod)
 
         def sharded(b, h, q_idx, kv_idx):
             return mod(batch(b), head(h), q_idx, kv_idx)

@@ -61,8 +61,9 @@ class CallVariable(TorchHigherOrderOperatorVariable):
     _ALLOW_FALLBACK_TO_EAGER = True
 
     def _call_function(self, tx, args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> VariableTracker:
-        name = args[0].as_python_constant()
-        function, inputs, makers = self.value.functions[name], _Inputs(), {}
+        full_name = args[0].as_python_constant()
+        function, inputs, makers = self.value.functions[full_name], _Inputs(), {}
+        name = full_name.rpartition(".")[2]
         named = {key: found.realize() for key, found in kwargs.items()}
         device = _device_of(named)
         for key, found in named.items():
@@ -147,4 +148,4 @@ def _name(mod: VariableTracker) -> str:
     try:
         return mod.get_name()
     except (AttributeError, NotImplementedError):
-        return name_of(mod)
+        return name_of(getattr(mod, "value", mod))  # of an object

@@ -80,7 +80,7 @@ def _backward_choice(call: Bound, keys: tuple, forward_choice: Choice, determini
 
 
 def _line(what: str, choice: Choice) -> str:
-    return f"{what:<9} {choice.candidate.name}" + "".join(f"; not {name}: {reason}" for name, reason in choice.passed)
+    return f"{what:<9} {choice.reasons}"
 
 
 def _traced_at_every_call(score_mod: Callable | None, mask_mod: Callable | None) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """FlashAttention's functions, on tensors (B, S, H, D): flex_attention behind the signatures of flash_attn_triton.
 
-    out = flash_attn_func(q, k, v, bias=None, causal=False, softmax_scale=None)
+    out = flash_attn_func(q, k, v, bias=None, causal=False, softmax_scale=None, return_lse=False)
     out = flash_attn_kvpacked_func(q, kv, ...)
     out = flash_attn_qkvpacked_func(qkv, ...)
 
@@ -9,9 +9,9 @@ Arguments that the three share:
 bias           (B or 1, H or 1, Sq or 1, Skv or 1), a floating-point tensor added to the scaled scores, before the softmax: (1, H, 1, Skv)
                is a vector per head, (1, H, Sq, Skv) a matrix. Read where it lies; -inf hides a position
 causal         query i sees key j if j <= i, whatever the lengths: the triangle starts in the top left corner. FlashAttention's CUDA
-               functions align it to the bottom right corner from version 2.1 on; for Sq != Skv call flex_attention with
-               flexpress.mods.causal_offset(Skv - Sq) to get that
+               functions align it to the bottom right corner from version 2.1 on; flexpress.flash_attn has those
 softmax_scale  a number, 1 / sqrt(D) by default
+return_lse     return (out, lse): lse float32 (B, H, Sq), the natural logarithm of the softmax's denominator; -inf for a row with nothing
 
 All take float16, bfloat16 or float32, any lengths, any strides and head dims up to 256, copy none of their inputs, and return (B, Sq, H, D)
 in q's dtype and q's order of dimensions in memory. A row with nothing to attend to gives 0. DTensors, sharded over batch (dimension 0)
@@ -20,7 +20,7 @@ and heads (the last but one) or replicated, give DTensors; bias then may be one 
 ValueError, TypeError or NotImplementedError names the argument that does not fit and shows the shapes.
 
 Source of signatures, layouts and meaning: flash_attn/flash_attn_triton.py of FlashAttention (Dao et al. 2022, arXiv 2205.14135). New here:
-fewer key and value heads than query heads, float32, head dims above 128, biases with any extent of 1 and any strides.
+fewer key and value heads than query heads, float32, head dims above 128, biases with any extent of 1 and any strides, lse.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def flash_attn_func(
     bias: torch.Tensor | None = None,
     causal: bool = False,
     softmax_scale: float | None = None,
-) -> torch.Tensor:
+    return_lse: bool = False,
+):
     """Attention of q (B, Sq, H, D) to k and v (B, Skv, Hkv, D), H a multiple of Hkv. Returns (B, Sq, H, D).
 
     The other arguments and the errors are described at the top of this module.
@@ -57,15 +58,20 @@ def flash_attn_func(
         check_rank(name, tensor, "(B, S, H, D)", may_stand=True)
     if k.shape != v.shape:
         raise ValueError(f"k and v must have the same shape, got k {_shape(k)} and v {_shape(v)}")
-    _check_together("q", q, "k", k, k.shape)
-    _check_together("q", q, "v", v, v.shape)
-    return _attention(q, k, v, bias, causal, softmax_scale)
+    check_together("q", q, "k", k, k.shape)
+    check_together("q", q, "v", v, v.shape)
+    return _attention(q, k, v, bias, causal, softmax_scale, return_lse)
 
 
 @compilable
 def flash_attn_kvpacked_func(
-    q: torch.Tensor, kv: torch.Tensor, bias: torch.Tensor | None = None, causal: bool = False, softmax_scale: float | None = None
-) -> torch.Tensor:
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+):
     """Attention of q (B, Sq, H, D) to kv (B, Skv, 2, Hkv, D), keys first, H a multiple of Hkv. Returns (B, Sq, H, D).
 
     The other arguments and the errors are described at the top of this module.
@@ -74,14 +80,14 @@ def flash_attn_kvpacked_func(
     check_rank("q", q, "(B, S, H, D)", may_stand=True)
     check_rank("kv", kv, "(B, S, 2, H, D)", may_stand=True)
     k, v = kv.unbind(2)
-    _check_together("q", q, "kv", kv, k.shape)
-    return _attention(q, k, v, bias, causal, softmax_scale)
+    check_together("q", q, "kv", kv, k.shape)
+    return _attention(q, k, v, bias, causal, softmax_scale, return_lse)
 
 
 @compilable
 def flash_attn_qkvpacked_func(
-    qkv: torch.Tensor, bias: torch.Tensor | None = None, causal: bool = False, softmax_scale: float | None = None
-) -> torch.Tensor:
+    qkv: torch.Tensor, bias: torch.Tensor | None = None, causal: bool = False, softmax_scale: float | None = None, return_lse: bool = False
+):
     """Attention of qkv (B, S, 3, H, D), in this order, to itself. Returns (B, S, H, D).
 
     The other arguments and the errors are described at the top of this module.
@@ -89,16 +95,16 @@ def flash_attn_qkvpacked_func(
     check_surroundings("flash_attn_qkvpacked_func")
     check_rank("qkv", qkv, "(B, S, 3, H, D)", may_stand=True)
     q, k, v = qkv.unbind(2)
-    _check_together("qkv", qkv, "qkv", qkv, q.shape)
-    return _attention(q, k, v, bias, causal, softmax_scale)
+    check_together("qkv", qkv, "qkv", qkv, q.shape)
+    return _attention(q, k, v, bias, causal, softmax_scale, return_lse)
 
 
-def _attention(q, k, v, bias, causal, softmax_scale) -> torch.Tensor:
+def _attention(q, k, v, bias, causal, softmax_scale, return_lse):
     """flex_attention on the (B, H, S, D) views of tensors that fit together."""
     score_mod = None
     if bias is not None:
         _check_bias(bias, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
-        score_mod = _add(bias)
+        score_mod = added(bias)
     out = flex_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
@@ -107,13 +113,14 @@ def _attention(q, k, v, bias, causal, softmax_scale) -> torch.Tensor:
         None,
         softmax_scale,
         enable_gqa=True,
+        return_lse=return_lse,
         mask_mod=causal_mask if causal else None,
     )
-    return out.transpose(1, 2)
+    return (out[0].transpose(1, 2), out[1]) if return_lse else out.transpose(1, 2)
 
 
-def _add(bias: torch.Tensor) -> Callable:
-    """The score_mod that adds bias: captured without its extents of 1, and indexed along the others only."""
+def added(bias: torch.Tensor) -> Callable:
+    """The score_mod that adds a bias of four dimensions: captured without its extents of 1, and indexed along the others only."""
     varies = tuple(n != 1 for n in bias.shape)
     bias = bias.squeeze()
 
@@ -134,8 +141,8 @@ def _check_bias(bias: torch.Tensor, shape: tuple[int, int, int, int]) -> None:
         )
 
 
-def _check_together(q_name: str, q: torch.Tensor, name: str, packed: torch.Tensor, shape: torch.Size) -> None:
-    """Do keys or values of `shape` (B, Skv, Hkv, D), which lie in `packed`, fit to the queries in `q`?"""
+def check_together(q_name: str, q: torch.Tensor, name: str, packed: torch.Tensor, shape: tuple) -> None:
+    """Do keys or values of `shape` (B, Skv, Hkv, D), which lie in `packed`, fit to the queries in `q`? Skv is not looked at."""
     shapes = f"got {_shape(q)}" if q is packed else f"got {q_name} {_shape(q)} and {name} {_shape(packed)}"
     if not autocasts(q):  # which converts them
         if packed.dtype != q.dtype:

@@ -39,7 +39,7 @@ def compilable(function=None, *, inner=None, opened=None, closed=None):
     """
     if function is None:
         return functools.partial(compilable, inner=inner, opened=opened, closed=closed)
-    called, parameters = function.__name__, inspect.signature(function).parameters
+    called, parameters = f"{function.__module__}.{function.__name__}", inspect.signature(function).parameters
     names = tuple(parameters)
     defaults = {p.name: p.default for p in parameters.values() if p.default is not p.empty}
     CALL.functions[called] = inner or function

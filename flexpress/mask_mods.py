@@ -11,6 +11,7 @@ from flexpress.mods import MaskMod
 from .codegen.mod.bind import bind
 from .codegen.mod.capture import name_of
 from .codegen.mod.errors import ModError
+from .mods._made import picklable
 
 
 def noop_mask(b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
@@ -18,11 +19,13 @@ def noop_mask(b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: tor
     return b.new_ones((), dtype=torch.bool)
 
 
+@picklable
 def and_masks(*mask_mods: MaskMod) -> MaskMod:
     """The mask_mod that is true where all of `mask_mods` are. Source: torch.nn.attention.flex_attention.and_masks."""
     return _combined(mask_mods, "and", lambda b: b.new_ones((), dtype=torch.bool), lambda x, y: x & y)
 
 
+@picklable
 def or_masks(*mask_mods: MaskMod) -> MaskMod:
     """The mask_mod that is true where any of `mask_mods` is. Source: torch.nn.attention.flex_attention.or_masks."""
     return _combined(mask_mods, "or", lambda b: b.new_zeros((), dtype=torch.bool), lambda x, y: x | y)

@@ -8,7 +8,7 @@ import torch
 
 from flexpress.checks import check_scale
 
-from .codegen.mod.capture import name_of
+from .codegen.mod.capture import name_of, plain
 from .codegen.mod.tensors import check_kind, tracing
 
 
@@ -35,6 +35,8 @@ def _scaled(factor: torch.Tensor, score_mod: Callable | None) -> Callable:
             return score * factor
 
         return scaled
+
+    score_mod = plain(score_mod)
 
     def scaled_mod(score, b, h, q_idx, kv_idx):
         return score_mod(score * factor, b, h, q_idx, kv_idx)

@@ -14,8 +14,7 @@ from contextlib import nullcontext
 
 import torch
 
-from flexpress import mods
-from flexpress.attention import flex_attention
+from flexpress import mods, sdpa
 from flexpress.cache_checks import described
 from flexpress.cached import cached_attention
 from flexpress.kv_cache import update_cache
@@ -36,35 +35,12 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """torch.nn.functional.scaled_dot_product_attention, by flex_attention: (B, Hq, Q_LEN, D), (B, Hkv, KV_LEN, D) and (B, Hkv, KV_LEN, D_V)
-    to a contiguous (B, Hq, Q_LEN, D_V). attn_mask broadcasts to (B, Hq, Q_LEN, KV_LEN): bool, or added to the scores. Raises ValueError for
-    dropout, for attn_mask beside is_causal and for one that does not broadcast. Not differentiable; autocast changes nothing."""
-    if dropout_p != 0.0:
-        raise ValueError(f"dropout_p is {dropout_p}; there is no dropout in this attention, pass 0.0")
-    if attn_mask is not None and is_causal:
-        raise ValueError("attn_mask and is_causal exclude each other: put the causal mask into attn_mask")
-    score_mod, mask_mod = None, mods.causal if is_causal else None
-    if attn_mask is not None:
-        if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
-            raise TypeError(f"attn_mask must be bool or floating-point, got {attn_mask.dtype}")
-        try:
-            at = attn_mask.expand(*query.shape[:3], key.shape[2])
-        except RuntimeError:
-            raise ValueError(
-                f"attn_mask {tuple(attn_mask.shape)} does not broadcast to (B, Hq, Q_LEN, KV_LEN) of query "
-                f"{tuple(query.shape)} and key {tuple(key.shape)}"
-            ) from None
-        if attn_mask.dtype == torch.bool:
-
-            def mask_mod(b, h, q_idx, kv_idx):
-                return at[b, h, q_idx, kv_idx]
-        else:
-
-            def score_mod(score, b, h, q_idx, kv_idx):
-                return score + at[b, h, q_idx, kv_idx]
-
+    """flexpress.scaled_dot_product_attention of (B, Hq, Q_LEN, D), (B, Hkv, KV_LEN, D) and (B, Hkv, KV_LEN, D_V), to a contiguous
+    (B, Hq, Q_LEN, D_V). Not differentiable; autocast changes nothing."""
     with _no_autocast(query):
-        return flex_attention(query, key, value, score_mod, None, scale, enable_gqa, mask_mod=mask_mod).contiguous()
+        return sdpa.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        ).contiguous()
 
 
 @scaled_dot_product_attention.register_fake

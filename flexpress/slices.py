@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .codegen.mod.capture import name_of
+from .codegen.mod.capture import name_of, plain
 
 
 class Selection:
@@ -32,6 +32,17 @@ class Selection:
             maps.append([old[i] for i in new] if old is not None else None if kept else new)
         return Selection(self.base, self.mask_mod, self.q_block, *maps)
 
+    @property
+    def parts(self) -> tuple:
+        """What pickle keeps."""
+        return self.base, self.q_block, *(None if places is None else list(places) for places in (self.b, self.h, self.rows))
+
+    @classmethod
+    def of_parts(cls, parts: tuple) -> Selection:
+        """The one with these parts; its mask_mod is yet to be made."""
+        base, *others = parts
+        return cls(base, base, *others)
+
     def made_for(self, device) -> Selection:
         """The same with its mask_mod made, capturing tensors on `device`."""
         made = self.base
@@ -41,6 +52,8 @@ class Selection:
 
 
 def _reindexed(mask_mod: Callable, batch: Callable, head: Callable, query: Callable) -> Callable:
+    mask_mod = plain(mask_mod)
+
     def reindexed(b, h, q_idx, kv_idx):
         return mask_mod(batch(b), head(h), query(q_idx), kv_idx)
 

@@ -13,13 +13,14 @@ from flexpress.call import attend, bound
 from flexpress.checks import DTYPES, MAX_HEAD_DIM, autocasts, check_rank
 from flexpress.in_graph import compilable
 from flexpress.mods import MaskMod, ScoreMod
-from flexpress.recorded import graph_and_values
+from flexpress.recorded import Recorded, graph_and_values
 
-from .codegen.mod.capture import name_of
+from .codegen.mod.capture import name_of, plain
 from .codegen.mod.expr import Expr, ModGraph, walk
 from .codegen.mod.ops import row_of
 from .codegen.mod.tensors import ORDINARY, check_surroundings, is_distributed, read_captured, tracing
 from .codegen.registry import remembered
+from .codegen.run.call import Bound
 
 
 @overload
@@ -125,14 +126,21 @@ def varlen_attention(
 
 def _attend(q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, deterministic, read=read_captured) -> tuple:
     """out and lse. `read` as for `bound`."""
-    _check(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    call = packed_call(q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, read)
+    out, lse, _ = attend(call, False, deterministic)
+    return tuple(t.squeeze(0).transpose(0, 1) for t in (out, lse))  # out[0] would copy its gradient
+
+
+def packed_call(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod=None, mask_mod=None, scale=None, kernel_options=None, read=read_captured
+) -> Bound | Recorded:
+    """The call of flex_attention that attends within packed sequences: of one batch entry, heads before tokens."""
+    check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
     packing = _packing(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0])
     q, k, v = (t.unsqueeze(0).transpose(1, 2) for t in (q, k, v))
     score_mod = None if score_mod is None else packing.score_mod(score_mod)
     mask_mod, packed = packing.mask_mod(mask_mod), (packing.starts_q, packing.starts_k)
-    call = bound(q, k, v, score_mod, None, scale, True, kernel_options, mask_mod, packed, read)
-    out, lse, _ = attend(call, False, deterministic)
-    return tuple(t.squeeze(0).transpose(0, 1) for t in (out, lse))  # out[0] would copy its gradient
+    return bound(q, k, v, score_mod, None, scale, True, kernel_options, mask_mod, packed, read)
 
 
 @dataclass(eq=False)
@@ -167,7 +175,7 @@ class _Packing:
 
     def score_mod(self, mod: Callable) -> Callable:
         """The score_mod on packed positions."""
-        places, sequence = self._places(graph_and_values(mod, "score")[0]), self.sequence_q
+        places, sequence, mod = self._places(graph_and_values(mod, "score")[0]), self.sequence_q, plain(mod)
 
         def packed(score, b, h, q_idx, kv_idx):
             return mod(score, sequence[q_idx], h, *places(q_idx, kv_idx))
@@ -184,7 +192,7 @@ class _Packing:
                 return sequence_q[q_idx] == sequence_k[kv_idx]
 
             return varlen
-        places = self._places(graph_and_values(mod, "mask")[0])
+        places, mod = self._places(graph_and_values(mod, "mask")[0]), plain(mod)
 
         def packed(b, h, q_idx, kv_idx):
             sequence = sequence_q[q_idx]
@@ -271,7 +279,7 @@ def _growth(node: Expr, args: list[int | None]) -> int | None:
     return None
 
 
-def _check(q, k, v, cu_seqlens_q, cu_seqlens_k) -> None:
+def check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k) -> None:
     """Shapes, dtypes and devices, and on the CPU the values of cu_seqlens."""
     for name, t, layout in (("q", q, "(total_q, Hq, D)"), ("k", k, "(total_k, Hkv, D)"), ("v", v, "(total_k, Hkv, Dv)")):
         check_rank(name, t, layout, may_stand=True)
@@ -295,9 +303,9 @@ def _check(q, k, v, cu_seqlens_q, cu_seqlens_k) -> None:
             raise NotImplementedError(f"{name} has head dim {t.shape[2]} (shape {tuple(t.shape)}); supported are 1 to {MAX_HEAD_DIM}")
     if cu_seqlens_k is None and q.shape[0] != k.shape[0]:
         raise ValueError(f"q and k must have the same number of tokens where cu_seqlens_k is left out, {shapes}; pass cu_seqlens_k")
-    _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, "q", q)
+    check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, "q", q)
     if cu_seqlens_k is not None:
-        _check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, "k", k)
+        check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, "k", k)
         if cu_seqlens_q.shape != cu_seqlens_k.shape:
             raise ValueError(
                 f"cu_seqlens_q and cu_seqlens_k must be of as many sequences, got shapes {tuple(cu_seqlens_q.shape)} and "
@@ -305,7 +313,7 @@ def _check(q, k, v, cu_seqlens_q, cu_seqlens_k) -> None:
             )
 
 
-def _check_cu_seqlens(name: str, cu_seqlens, packed_name: str, packed: torch.Tensor) -> None:
+def check_cu_seqlens(name: str, cu_seqlens, packed_name: str, packed: torch.Tensor) -> None:
     check_rank(name, cu_seqlens, "(sequences + 1)")
     remedy = "torch.nn.functional.pad(lengths.cumsum(0), (1, 0)) makes it of lengths"
     if cu_seqlens.dtype not in (torch.int32, torch.int64):

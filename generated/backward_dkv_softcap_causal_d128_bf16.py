@@ -47,7 +47,7 @@ def dkv_block_mn(
     qk *= SM_SCALE
     m = offs_m[None, :]  # [1, BLOCK_M]; n is [BLOCK_N, 1]
     # ---- score_mod: softcap
-    # mods/softcap.py:42: return cap * torch.tanh(score * inverse)
+    # mods/softcap.py:44: return cap * torch.tanh(score * inverse)
     score_0 = tanh_approx(qk * arg_inverse)
     score = arg_cap * score_0
     if not is_full:  # full blocks pay nothing for the mask

@@ -50,7 +50,7 @@ def dq_block_mn(
     qk *= SM_SCALE
     n = offs_n[None, :]  # [1, BLOCK_N]; m is [BLOCK_M, 1]
     # ---- score_mod: relative_bias
-    # mods/relative_bias.py:51: return score + table[h, kv_idx - q_idx + zero]
+    # mods/relative_bias.py:53: return score + table[h, kv_idx - q_idx + zero]
     score_0 = read_32_bits(ptr_table + h * stride_table_0 + arg_zero + n - m)
     score = qk + score_0
 

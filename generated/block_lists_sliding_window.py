@@ -22,7 +22,7 @@ def block_verdict(
     kv_min = kv_block * 128
     kv_max = tl.minimum(kv_min + 127, KV_LEN - 1)
     # ---- bounds of mask_mod: sliding_window
-    # mods/sliding_window.py:44: return (q_idx >= kv_idx) & (q_idx - kv_idx < window)
+    # mods/sliding_window.py:46: return (q_idx >= kv_idx) & (q_idx - kv_idx < window)
     verdict = ((q_max >= kv_min) & (q_min - kv_max < arg_window)).to(tl.int32) + ((q_min >= kv_max) & (q_max - kv_min < arg_window)).to(tl.int32)
     # a block that reaches past KV_LEN is never full
     return tl.where((kv_block + 1) * 128 > KV_LEN, tl.minimum(verdict, 1), verdict)

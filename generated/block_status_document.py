@@ -32,7 +32,7 @@ def block_verdict(
     zone1_low = tl.load(zone1_min + zone1_place, mask=kv_block < columns, other=0)
     zone1_high = tl.load(zone1_max + zone1_place, mask=kv_block < columns, other=0)
     # ---- bounds of mask_mod: document_and_inner
-    # mods/document.py:56: return document(b, h, q_idx, kv_idx) & inner(b, h, q_idx, kv_idx)
+    # mods/document.py:58: return document(b, h, q_idx, kv_idx) & inner(b, h, q_idx, kv_idx)
     verdict_0 = (zone0_low == zone1_low) & (zone0_low == zone0_high) & (zone1_low == zone1_high) & (q_min >= kv_max)
     verdict = ((zone0_low <= zone1_high) & (zone1_low <= zone0_high) & (q_max >= kv_min)).to(tl.int32) + verdict_0.to(tl.int32)
     # a block that reaches past KV_LEN is never full
@@ -60,10 +60,10 @@ def evaluate(
             m = tl.minimum(row_m, Q_LEN - 1)[:, None]
             n = tl.minimum(column_n, KV_LEN - 1)[None, :]
             # ---- mask_mod: document_and_inner
-            # mods/document.py:45: return ids[q_idx] == ids[kv_idx]
+            # mods/document.py:47: return ids[q_idx] == ids[kv_idx]
             mask_0 = tl.load(ptr_ids + m, mask=m < size_ids_0, other=0)
             mask_1 = tl.load(ptr_ids + n, mask=n < size_ids_0, other=0)
-            # mods/document.py:56: return document(b, h, q_idx, kv_idx) & inner(b, h, q_idx, kv_idx)
+            # mods/document.py:58: return document(b, h, q_idx, kv_idx) & inner(b, h, q_idx, kv_idx)
             mask_2 = (mask_0 == mask_1) & (m >= n)
             attends = mask_2 & n_exists
             allowed |= attends & m_counts

@@ -69,7 +69,7 @@ def decode_block_mn(
     score = qk * SM_SCALE
     n = offs_n[None, :]  # [1, BLOCK_N]. Past KV_LEN too: loads that could leave their tensor are masked
     # ---- score_mod: alibi
-    # mods/alibi.py:65: return score + slopes[h] * (kv_idx - q_idx)
+    # mods/alibi.py:67: return score + slopes[h] * (kv_idx - q_idx)
     score_0 = tl.load(ptr_slopes + h)
     score = score + score_0 * float_difference(n, m)
     score = tl.where((offs_n < KV_LEN)[None, :], score, float("-inf"))

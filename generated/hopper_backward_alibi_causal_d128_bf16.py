@@ -586,7 +586,7 @@ def backward_consumer(
             num_full_blocks = gl.load(lists.full_num_blocks + place)
             steps = (num_blocks + num_full_blocks) * 2
             # ---- score_mod: alibi, what it reads by key
-            # mods/alibi.py:65: return score + slopes[h] * (kv_idx - q_idx)
+            # mods/alibi.py:67: return score + slopes[h] * (kv_idx - q_idx)
             score_0 = gl.load(ptr_slopes + h)
             # blocks whose scores are checked, and then the others: two loops, so that neither branches. Checked are
             # partial blocks, and all of them where the keys end or scores are huge

@@ -2,7 +2,7 @@
 
 Each name is a factory that checks its arguments and returns the function to pass to `flex_attention` or
 `create_block_mask`; `causal` alone is that function already. The functions they return follow
-torch.nn.attention.flex_attention, so they run there too. Nothing here imports more than torch.
+torch.nn.attention.flex_attention, so they run there too, and they pickle. Nothing here imports more than torch.
 `MaskMod` and `ScoreMod` are their types, for annotations.
 """
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ._arguments import ScoreMod, float_tensor, whole_number
+from ._made import picklable
 
 
 def alibi_slopes(num_heads: int, device: torch.device | str | None = None) -> Tensor:
@@ -42,6 +43,7 @@ def alibi_slopes(num_heads: int, device: torch.device | str | None = None) -> Te
     return torch.tensor(slopes, dtype=torch.float32, device=device)
 
 
+@picklable
 def alibi(slopes: Tensor) -> ScoreMod:
     """Adds ``slopes[h] * (kv_idx - q_idx)`` to the score: 0 on the diagonal, lower the further back the key.
 
@@ -67,6 +69,7 @@ def alibi(slopes: Tensor) -> ScoreMod:
     return alibi
 
 
+@picklable
 def alibi_symmetric(slopes: Tensor) -> ScoreMod:
     """Subtracts ``slopes[h] * |q_idx - kv_idx|`` from the score: keys on both sides are penalised alike.
 

@@ -3,10 +3,9 @@
     causal:                 query i sees key j  if  j <= i
     causal_offset(offset):  query i sees key j  if  j <= i + offset
 
-The two agree at offset 0. With Q_LEN == KV_LEN that is the mask of a decoder (Vaswani et al. 2017, arXiv
-1706.03762, section 3.2.3). With Q_LEN != KV_LEN, `causal` aligns the triangle to the top left corner: query 0
-is taken to sit at key 0. A decoder that runs its newest Q_LEN tokens against a cache of KV_LEN keys needs the
-triangle in the bottom right corner, where the last query sees every key: ``causal_offset(KV_LEN - Q_LEN)``.
+The two agree at offset 0. With Q_LEN == KV_LEN that is the mask of a decoder (Vaswani et al. 2017, arXiv 1706.03762, section 3.2.3). With
+Q_LEN != KV_LEN, `causal` aligns the triangle to the top left corner: query 0 sits at key 0. A decoder that runs its newest Q_LEN tokens
+against KV_LEN cached keys needs the bottom right corner, where the last query sees every key: ``causal_offset(KV_LEN - Q_LEN)``.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ._arguments import MaskMod, whole_number
+from ._made import picklable
 
 
 def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -26,6 +26,7 @@ def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
     return q_idx >= kv_idx
 
 
+@picklable
 def causal_offset(offset: int) -> MaskMod:
     """A causal mask whose queries start at key position `offset`.
 

@@ -13,8 +13,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from ._arguments import ScoreMod, function
+from ._made import picklable
 
 
+@picklable
 def compose_scores(*score_mods: ScoreMod) -> ScoreMod:
     """One score_mod that applies `score_mods` in order.
 

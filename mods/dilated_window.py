@@ -14,8 +14,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from ._arguments import MaskMod, whole_number
+from ._made import picklable
 
 
+@picklable
 def dilated_window(window: int, dilation: int) -> MaskMod:
     """A causal window of `window` keys, every `dilation`-th one back from the query.
 

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from ._arguments import MaskMod, function, integer_tensor, whole_number
+from ._made import picklable
 
 
+@picklable
 def document(ids: Tensor, mask_mod: MaskMod | None = None) -> MaskMod:
     """Attention within documents.
 

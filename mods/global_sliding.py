@@ -13,8 +13,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from ._arguments import MaskMod, whole_number
+from ._made import picklable
 
 
+@picklable
 def global_sliding(window: int, num_global: int) -> MaskMod:
     """A symmetric window plus the first `num_global` tokens as global ones.
 

@@ -12,8 +12,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from ._arguments import MaskMod, integer_tensor, whole_number
+from ._made import picklable
 
 
+@picklable
 def prefix_lm(prefix_length: int | Tensor) -> MaskMod:
     """A causal mask under which everyone also sees the first `prefix_length` keys.
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ._arguments import ScoreMod, float_tensor, whole_number
+from ._made import picklable
 
 # A bucket may begin exactly at a whole distance (16, 32 and 64 by default), where a logarithm rounded down
 # gives the bucket before. The nudge, in buckets, is above float32's rounding and, for settings in use, below
@@ -23,6 +24,7 @@ from ._arguments import ScoreMod, float_tensor, whole_number
 _NUDGE = 1e-5
 
 
+@picklable
 def relative_bias(table: Tensor) -> ScoreMod:
     """Adds ``table[h, kv_idx - q_idx + S - 1]`` to the score.
 
@@ -78,6 +80,7 @@ def t5_bucket(relative_position: Tensor, num_buckets: int = 32, max_distance: in
     return (_two_sided if bidirectional else _one_sided)(relative_position, n, m, scale)
 
 
+@picklable
 def t5_bias(weight: Tensor, num_buckets: int = 32, max_distance: int = 128, bidirectional: bool = True) -> ScoreMod:
     """Adds ``weight[t5_bucket(kv_idx - q_idx, ...), h]`` to the score.
 

@@ -21,8 +21,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from ._arguments import MaskMod, whole_number
+from ._made import picklable
 
 
+@picklable
 def sliding_window(window: int) -> MaskMod:
     """A causal window of `window` keys: the query's own position and the ``window - 1`` before it.
 
@@ -46,6 +48,7 @@ def sliding_window(window: int) -> MaskMod:
     return sliding_window
 
 
+@picklable
 def sliding_window_bidirectional(left: int, right: int) -> MaskMod:
     """A window of ``left + 1 + right`` keys around the query.
 

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from ._arguments import ScoreMod, positive_number
+from ._made import picklable
 
 
+@picklable
 def softcap(cap: float) -> ScoreMod:
     """Caps the magnitude of every score, smoothly.
 

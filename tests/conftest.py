@@ -29,7 +29,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # processes share the cores: a thread e
 
 
 PURE = {
+    "bert_padding",
     "compute",
+    "flash_attn_page",
     "golden",
     "grad",
     "house",
@@ -58,6 +60,12 @@ def pytest_addoption(parser):
         choices=["PORTABLE", "HOPPER"],
         help="on a Hopper GPU: the portable kernels, or those for Hopper wherever they serve, instead of the faster ones",
     )
+
+    parser.addoption("--weights", action="store_true", help="run tests/test_weights.py, whose models `make weights` installs")
+
+
+def pytest_ignore_collect(collection_path, config):
+    return True if collection_path.name == "test_weights.py" and not config.getoption("--weights") else None
 
 
 @pytest.fixture

@@ -202,6 +202,12 @@ def gqa_and_statistics(device):
     return Case(run, inputs(device, heads=4))
 
 
+def scales_that_change(device):
+    run = lambda q, k, v, scale: flex_attention(q, k, v, mods.softcap(2.0), scale=scale)
+    tensors = inputs(device)
+    return Case(run, [*tensors, 0.3], ([*tensors, 0.4], [*tensors, 2], [*tensors, 3]))
+
+
 def lse_and_options(device):
     options = {"BLOCK_M": 32, "BLOCK_N": 32, "BACKEND": "PORTABLE"}
     return Case(lambda q, k, v: flex_attention(q, k, v, return_lse=True, kernel_options=options, scale=0.3), inputs(device))
@@ -252,6 +258,7 @@ CASES = [
     torchs_helpers,
     our_helpers,
     gqa_and_statistics,
+    scales_that_change,
     lse_and_options,
     packed_sequences,
     flash_functions,

@@ -161,6 +161,31 @@ def test_gradients_of_packed_qkv(device):
     assert torch.equal(got, torch.stack(want, 2))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("causal", [False, True])
+def test_lse(causal, device):
+    """Beside the same output, from all three, and with its gradient."""
+    qkv = torch.randn(2, 33, 3, 2, 16, device=device, requires_grad=True)
+    bias = torch.randn(1, 2, 33, 33, device=device)
+    bias[:, 0, 5] = -math.inf
+    q, k, v = qkv.unbind(2)
+    exact = [t.transpose(1, 2) for t in qkv.double().unbind(2)]
+    out, lse, _ = dense_attention(*exact, lambda score, b, h, q_idx, kv_idx: score + bias, mods.causal if causal else None)
+    weights = torch.randn_like(lse)
+    (want,) = torch.autograd.grad((lse.masked_fill(lse == -math.inf, 0) * weights).sum(), qkv)
+    for function, inputs in (
+        (flash_attn_func, (q, k, v)),
+        (flash_attn_kvpacked_func, (q, qkv[:, :, 1:])),
+        (flash_attn_qkvpacked_func, (qkv,)),
+    ):
+        found, found_lse = function(*inputs, bias, causal, return_lse=True)
+        assert torch.equal(found, function(*inputs, bias, causal))
+        assert found_lse.dtype == torch.float32 and found_lse.shape == (2, 2, 33)
+        torch.testing.assert_close(found_lse.double(), lse.detach(), rtol=1e-5, atol=1e-5)
+        (got,) = torch.autograd.grad((found_lse.masked_fill(found_lse == -math.inf, 0) * weights).sum(), qkv, retain_graph=True)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", RACE_HEAD_DIMS)
 def test_repeats_are_bitwise_equal(head_dim):

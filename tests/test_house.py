@@ -20,6 +20,8 @@ BELOW = {  # what a folder may import beside its own files; the files of codegen
     "flexpress": {"codegen", "codegen/mod", "codegen/text", "codegen/plan", "codegen/device", "codegen/run", "mods"},
     "mods": set(),
 }
+BELOW["flexpress/flash_attn"] = BELOW["flexpress"] | {"flexpress"}  # both are the front door
+BELOW["flexpress"] |= {"flexpress/flash_attn"}
 FILES = {path.relative_to(ROOT): path for folder in BELOW for path in (ROOT / folder).glob("*.py")}
 
 

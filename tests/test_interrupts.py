@@ -14,11 +14,11 @@ import triton.language as tl
 
 from flexpress import evaluate_mod
 from flexpress.codegen import turn
-from flexpress.codegen.device import compiler, interpret, interpreter_patches, kernel, switching
+from flexpress.codegen.device import compiler, interpret, interpreter_numbers, interpreter_patches, kernel, switching
 from flexpress.codegen.turn import Turn
 from support.fresh_mods import language, same_language, score_mod
 
-_INTERPRETER = (interpret.__file__, switching.__file__, interpreter_patches.__file__)
+_INTERPRETER = (interpret.__file__, switching.__file__, interpreter_numbers.__file__, interpreter_patches.__file__)
 _FILES = (*_INTERPRETER, turn.__file__, kernel.__file__)
 _CAREFULLY = {"run", "_run", "_switched", "_taken", "restore", "switches", "_interpret", "launch"}  # every bytecode; of the others some
 _LONG = {"<listcomp>", "<genexpr>"}  # tens of thousands

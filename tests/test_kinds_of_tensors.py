@@ -19,8 +19,10 @@ from flexpress import (
     create_mask,
     evaluate_mod,
     explain,
+    flash_attn,
     flex_attention,
     mods,
+    scaled_dot_product_attention,
     update_cache,
     varlen_attention,
 )
@@ -84,6 +86,13 @@ def captured_by_mask(call):
 
 
 SQUARE, THREE, BSHD = torch.randn(20, 20), torch.randn(20, 2, 16), torch.randn(1, 20, 2, 16)
+SLOPES, ANGLES, ENDS = torch.ones(1, 2), torch.ones(32, 4), (OFFSETS, OFFSETS.clone(), 12, 12)
+
+
+def packed(q, cu_seqlens_k):
+    return flash_attn.flash_attn_varlen_func(q, THREE, THREE, OFFSETS, cu_seqlens_k, 12, 12, causal=True)
+
+
 # (function and argument) -> (a good value, the call with another one)
 ARGUMENTS = {
     "flex_attention query": (Q, lambda t: flex_attention(t, Q, Q)),
@@ -113,6 +122,24 @@ ARGUMENTS = {
     "flash_attn_func bias": (Q[..., :1], lambda t: flash_attn_func(BSHD, BSHD, BSHD, t)),
     "flash_attn_kvpacked_func kv": (torch.stack([BSHD] * 2, 2), lambda t: flash_attn_kvpacked_func(BSHD, t)),
     "flash_attn_qkvpacked_func qkv": (torch.stack([BSHD] * 3, 2), lambda t: flash_attn_qkvpacked_func(t)),
+    "flash_attn_func v of 2.8": (BSHD, lambda t: flash_attn.flash_attn_func(BSHD, BSHD, t, causal=True)),
+    "flash_attn_func alibi_slopes": (SLOPES, lambda t: flash_attn.flash_attn_func(BSHD, BSHD, BSHD, alibi_slopes=t)),
+    "flash_attn_varlen_func q": (THREE, lambda t: packed(t, OFFSETS)),
+    "flash_attn_varlen_func cu_seqlens_k": (OFFSETS, lambda t: packed(THREE, t)),
+    "flash_attn_varlen_kvpacked_func kv": (
+        torch.stack([THREE] * 2, 1),
+        lambda t: flash_attn.flash_attn_varlen_kvpacked_func(THREE, t, *ENDS),
+    ),
+    "flash_attn_with_kvcache q": (BSHD, lambda t: flash_attn.flash_attn_with_kvcache(t, CACHE, CACHE)),
+    "flash_attn_with_kvcache v_cache": (CACHE, lambda t: flash_attn.flash_attn_with_kvcache(BSHD, CACHE, t)),
+    "flash_attn_with_kvcache k": (BSHD, lambda t: flash_attn.flash_attn_with_kvcache(BSHD, CACHE, CACHE, t, BSHD, cache_seqlens=0)),
+    "flash_attn_with_kvcache cache_seqlens": (KV_LEN, lambda t: flash_attn.flash_attn_with_kvcache(BSHD, CACHE, CACHE, cache_seqlens=t)),
+    "flash_attn_with_kvcache rotary_sin": (
+        ANGLES,
+        lambda t: flash_attn.flash_attn_with_kvcache(BSHD, CACHE, CACHE, BSHD, BSHD, ANGLES, t, cache_seqlens=0),
+    ),
+    "scaled_dot_product_attention key": (Q, lambda t: scaled_dot_product_attention(Q, t, Q)),
+    "scaled_dot_product_attention attn_mask": (SQUARE, lambda t: scaled_dot_product_attention(Q, Q, Q, t)),
     "BlockMask kv_num_blocks": (MASK.kv_num_blocks, lambda t: BlockMask((20, 20), t, MASK.kv_indices, BLOCK_SIZE=16)),
     "BlockMask kv_indices": (MASK.kv_indices, lambda t: BlockMask.from_kv_blocks(MASK.kv_num_blocks, t, BLOCK_SIZE=16)),
     "BlockMask full_kv_indices": (
@@ -171,6 +198,9 @@ CALLS = {
     "create_mask": lambda t: create_mask(mods.causal, None, None, 3, 3, "cpu"),
     "create_block_mask": lambda t: create_block_mask(mods.causal, None, None, 20, 20, "cpu").kv_indices,
     "flash_attn_func": lambda t: flash_attn_func(BSHD, BSHD, BSHD),
+    "flash_attn_varlen_func": lambda t: packed(THREE, OFFSETS),
+    "flash_attn_with_kvcache": lambda t: flash_attn.flash_attn_with_kvcache(BSHD, CACHE, CACHE),
+    "scaled_dot_product_attention": lambda t: scaled_dot_product_attention(t, Q, Q),
     "BlockMask": lambda t: BlockMask((20, 20), MASK.kv_num_blocks, MASK.kv_indices, BLOCK_SIZE=16).kv_indices,
 }
 

@@ -268,7 +268,7 @@ def test_what_stand_ins_cannot_see_is_traced_at_every_call(caplog):
     assert graph(mod) is first and [c.name for c in first.scalars] == ["number"]
     flag = 1
     assert graph(mod) is not first
-    said = [r for r in caplog.records if r.name == "flexpress"]
+    said = [r for r in caplog.records if r.name == "flexpress.trace"]
     assert len(said) == 1 and "uses `is` (test_trace.py:" in said[0].getMessage()
     assert "traced at every call: it uses `is`" in explain(*[torch.randn(1, 1, 8, 16)] * 3, mod)
 

@@ -16,8 +16,10 @@ from flexpress import (
     create_mask,
     evaluate_mod,
     explain,
+    flash_attn,
     flex_attention,
     mods,
+    scaled_dot_product_attention,
     update_cache,
     varlen_attention,
 )
@@ -56,7 +58,7 @@ def leaked(t):
 
 TABLE, ENTRY = torch.tensor([[0]], dtype=torch.int32), torch.tensor([0], dtype=torch.int32)
 PACKED, ENDS = torch.randn(5, 2, 16), torch.tensor([0, 5], dtype=torch.int32)
-FP8, SCALES = torch.zeros(1, 32, 2, 16, dtype=torch.float8_e4m3fn), torch.ones(2)
+SLOPES, FP8, SCALES = torch.ones(1, 2), torch.zeros(1, 32, 2, 16, dtype=torch.float8_e4m3fn), torch.ones(2)
 ROPE = torch.zeros(32, 4, 2)
 FULL = torch.zeros_like(MASK.kv_num_blocks), torch.zeros_like(MASK.kv_indices)
 
@@ -66,6 +68,10 @@ def reading(t, kind):
     if kind == "score":
         return lambda score, b, h, q_idx, kv_idx: score + t[q_idx, kv_idx]
     return lambda b, h, q_idx, kv_idx: t[q_idx, kv_idx] > 0
+
+
+def of_today(name, *args, **more):
+    return getattr(flash_attn, f"flash_attn_{name}")(*args, **more)
 
 
 def of_torch(name):
@@ -94,6 +100,14 @@ ARGUMENTS = {
     "flash_attn_func bias": (Q[..., :1], lambda t: flash_attn_func(BSHD, BSHD, BSHD, t)),
     "flash_attn_kvpacked_func kv": (torch.stack([BSHD] * 2, 2), lambda t: flash_attn_kvpacked_func(BSHD, t)),
     "flash_attn_qkvpacked_func qkv": (torch.stack([BSHD] * 3, 2), lambda t: flash_attn_qkvpacked_func(t)),
+    "flash_attn_func alibi_slopes": (SLOPES, lambda t: flash_attn.flash_attn_func(BSHD, BSHD, BSHD, alibi_slopes=t)),
+    "flash_attn_varlen_qkvpacked_func qkv": (torch.stack([THREE] * 3, 1), lambda t: of_today("varlen_qkvpacked_func", t, OFFSETS, 12)),
+    "flash_attn_varlen_func cu_seqlens_k": (OFFSETS, lambda t: of_today("varlen_func", *[THREE] * 3, OFFSETS, t, 12, 12, causal=True)),
+    "flash_attn_with_kvcache q": (BSHD, lambda t: of_today("with_kvcache", t, CACHE, CACHE)),
+    "flash_attn_with_kvcache k_cache": (CACHE, lambda t: of_today("with_kvcache", BSHD, t, CACHE)),
+    "flash_attn_with_kvcache cache_seqlens": (KV_LEN, lambda t: of_today("with_kvcache", BSHD, CACHE, CACHE, cache_seqlens=t)),
+    "scaled_dot_product_attention value": (Q, lambda t: scaled_dot_product_attention(Q, Q, t)),
+    "scaled_dot_product_attention attn_mask": (SQUARE, lambda t: scaled_dot_product_attention(Q, Q, Q, t)),
     "create_block_mask mask_mod": (SQUARE, lambda t: create_block_mask(reading(t, "mask"), None, None, 20, 20, "cpu")),
     "create_mask mask_mod": (SQUARE, lambda t: create_mask(reading(t, "mask"), None, None, 20, 20, "cpu")),
     "evaluate_mod mod": (SQUARE, lambda t: evaluate_mod(reading(t, "score"), torch.zeros(1, 1, 20, 20))),

@@ -21,6 +21,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.errors import OutOfResources
 
+from .. import progress
 from . import cuda, folder
 from .arguments import type_of
 from .compiler import ast_source, compile_source, newer_assembler
@@ -121,7 +122,8 @@ def obtain(stem: str, layout: tuple, constants: tuple, options: dict, device_ind
     if found is not None:
         return Binary(found, constants, device_index), False
     source = ast_source(load_function(), layout, constants)
-    metadata, code, extension = compile_source(source, target, options)
+    with progress.shown(f"compiling {stem}"):
+        metadata, code, extension = compile_source(source, target, options)
     compiled = Compiled(json.dumps(metadata, default=vars).encode(), code, extension, source.signature)
     _write(name, compiled)
     return Binary(compiled, constants, device_index), True

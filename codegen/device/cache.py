@@ -12,6 +12,7 @@ import hashlib
 import io
 import json
 import linecache
+import time
 import tokenize
 import types
 from dataclasses import dataclass
@@ -81,7 +82,11 @@ def _index(spec: KernelSpec) -> str:
 
 
 def _remember(spec: KernelSpec, kernel: PrintedKernel) -> None:
-    note = {"file": kernel.path.name, "sha256": hashlib.sha256(kernel.source.encode()).hexdigest()}
+    note = {
+        "file": kernel.path.name,
+        "sha256": hashlib.sha256(kernel.source.encode()).hexdigest(),
+        **{"template": spec.template, "mods": spec.mod_names, "backend": spec.backend, "made": time.time()},
+    }
     folder.write(_index(spec), json.dumps(note).encode())
 
 

@@ -19,7 +19,9 @@ import tempfile
 import time
 import warnings
 from pathlib import Path
+from typing import NamedTuple
 
+from .. import logs
 from ..registry import Table
 from ..text.lines import one_line
 from ..turn import Turn
@@ -28,7 +30,7 @@ _NAME_BYTES = 120  # of a kernel's name in a file name: file systems take 255 by
 _OURS = re.compile(r".+_[0-9a-f]{12}(\.py|\.[0-9a-f]{12}\.(json|metadata\.json|cubin|hsaco))|\.[0-9a-f]{24}\.spec", re.DOTALL)
 _TEMPORARY = re.compile(r"\.flexpress-[0-9a-z_]+\.tmp")
 _ABANDONED = 3600.0  # seconds after which a temporary file has nobody who still writes it
-_FRESH = 86400.0  # seconds in which a file's time of use need not be written again
+_FRESH = 600.0  # seconds in which a file's time of use need not be written again
 _DEFAULT_MIB = 1024
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _UNMAPPED = 65534  # whom files of users outside belong to, root among them, in a container with users of its own
@@ -36,6 +38,12 @@ _UNMAPPED = 65534  # whom files of users outside belong to, root among them, in 
 
 class Unsafe(OSError):
     """Somebody else may write to a folder."""
+
+
+class _File(NamedTuple):
+    path: Path
+    bytes: int
+    used: float  # when it was last read or written, to _FRESH seconds
 
 
 class _Place:
@@ -106,8 +114,11 @@ def file_name(name: str, key: str) -> str:
     return f"{name.encode('utf-8', 'replace')[:_NAME_BYTES].decode('utf-8', 'ignore')}_{key}"
 
 
-def read(name: str) -> bytes | None:
-    """The content of a file of the folder that this user wrote, in one read; None for a link, somebody else's file or no file."""
+def read(name: str, counts: bool = True) -> bytes | None:
+    """The content of a file of the folder that this user wrote, in one read; None for a link, somebody else's file or no file.
+
+    counts   the file is in use
+    """
     folder = path()
     if folder is None:
         return None
@@ -123,7 +134,7 @@ def read(name: str) -> bytes | None:
             content = file.read()
     except OSError:
         return None
-    if time.time() - info.st_mtime > _FRESH:  # so that what is in use is not taken for old
+    if counts and time.time() - info.st_mtime > _FRESH:  # so that what is in use is not taken for old
         with contextlib.suppress(OSError):
             os.utime(folder / name)
     return content
@@ -206,12 +217,30 @@ def _check(folder: Path, shared: bool) -> None:
         raise Unsafe(f"others may write to {folder} (mode {stat.S_IMODE(info.st_mode):o})")
 
 
-def _limit() -> int:
+def limit() -> int:
     """Bytes that the folder may hold."""
+    given = os.environ.get("FLEXPRESS_CACHE_MIB") or _DEFAULT_MIB
     try:
-        return int(float(os.environ.get("FLEXPRESS_CACHE_MIB") or _DEFAULT_MIB) * 2**20)
+        bytes_ = int(float(given) * 2**20)
     except (ValueError, OverflowError):
-        return _DEFAULT_MIB << 20
+        bytes_ = -1
+    if bytes_ >= 0:
+        return bytes_
+    warnings.warn(f"FLEXPRESS_CACHE_MIB={given!r} is no size: set it to a number of MiB. It is taken for {_DEFAULT_MIB}.", stacklevel=2)
+    return _DEFAULT_MIB << 20
+
+
+def files(place: Path | None) -> tuple[list[_File], list[_File]]:
+    """Flexpress's own files in a folder: those of kernels, and temporary ones that nobody writes any more. What others put there is not
+    among them."""
+    kernels, temporary = [], []
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(place) if place else ():
+            found = kernels if _OURS.fullmatch(entry.name) else temporary if _TEMPORARY.fullmatch(entry.name) else None
+            with contextlib.suppress(OSError):
+                if found is not None and stat.S_ISREG((info := entry.stat(follow_symlinks=False)).st_mode):
+                    found.append(_File(Path(entry.path), info.st_size, info.st_mtime))
+    return kernels, [file for file in temporary if time.time() - file.used > _ABANDONED]
 
 
 def _make_room(place: _Place, size: int) -> None:
@@ -220,35 +249,28 @@ def _make_room(place: _Place, size: int) -> None:
     Other processes may do the same, or use what goes: they print or compile it again.
     """
     place.unchecked += size
-    limit = _limit()
-    if place.looked and place.unchecked < limit // 16:
+    most = limit()
+    if place.looked and place.unchecked < most // 16:
         return
     place.looked, place.unchecked = True, 0
     kernels: dict[str, list] = {}  # newest use, bytes and files of what belongs together
-    try:
-        entries = list(os.scandir(place.path))
-    except OSError:
-        return
-    now = time.time()
-    for entry in entries:
-        try:
-            info = entry.stat(follow_symlinks=False)
-        except OSError:
-            continue
-        if _TEMPORARY.fullmatch(entry.name) and now - info.st_mtime > _ABANDONED:
-            _remove(entry.path)
-        elif _OURS.fullmatch(entry.name) and stat.S_ISREG(info.st_mode):
-            group = kernels.setdefault(entry.name.lstrip(".").split(".")[0], [0.0, 0, []])
-            group[0], group[1] = max(group[0], info.st_mtime), group[1] + max(info.st_size, 512)
-            group[2].append(entry.path)
+    ours, abandoned = files(place.path)
+    for file in abandoned:
+        _remove(file.path)
+    for file in ours:
+        group = kernels.setdefault(file.path.name.lstrip(".").split(".")[0], [0.0, 0, []])
+        group[0], group[1] = max(group[0], file.used), group[1] + max(file.bytes, 512)
+        group[2].append(file.path)
     held = sum(group[1] for group in kernels.values())
-    if held > limit:
-        for _, bytes_, files in sorted(kernels.values(), key=lambda group: group[0]):
-            for file in files:
+    if held > most:
+        before, count = held, 0
+        for _, bytes_, paths in sorted(kernels.values(), key=lambda group: group[0]):
+            for file in paths:
                 _remove(file)
-            held -= bytes_
-            if held <= limit * 3 // 4:
+            held, count = held - bytes_, count + len(paths)
+            if held <= most * 3 // 4:
                 break
+        logs.CACHE.info("%s held %d MiB: removed the %d files that were unused longest", place.path, before >> 20, count)
 
 
 def _remove(file: str | Path) -> None:

@@ -17,10 +17,10 @@ import types
 import warnings
 
 import numpy as np
-import triton.language as tl
 from triton.runtime import interpreter
 
-from .interpreter_patches import Libdevice
+from .. import progress
+from .interpreter_numbers import Libdevice, argument
 from .switching import LANGUAGE, at_once, restore, switches
 
 _NOTICE_AFTER = 3.0  # seconds of running before the rest is estimated
@@ -74,10 +74,10 @@ class _Interpreted:
     def _switched(self, grid, args) -> None:
         given = dict(zip(self.names, args, strict=True))
         sizes = (*grid, 1, 1)[:3]
-        progress = _Progress(sizes[0] * sizes[1] * sizes[2], self.function.__name__)
+        slow = _Progress(sizes[0] * sizes[1] * sizes[2], self.function.__name__)
         restore()
         # tensors become their addresses; constexprs stay as they are
-        values = {k: v if k in self.constants else _argument(v) for k, v in given.items()}
+        values = {k: v if k in self.constants else argument(v) for k, v in given.items()}
         there, back = switches()
         try:
             at_once(there)
@@ -88,27 +88,19 @@ class _Interpreted:
                         for z in range(sizes[2]):
                             interpreter.interpreter_builder.set_grid_idx(x, y, z)
                             self.function(**values)
-                            progress.step()
-            progress.close()
+                            slow.step()
+            slow.close()
         finally:
             at_once(back)
 
 
-def _argument(value):
-    """A kernel argument; numbers become scalars of the type that they have on a GPU."""
-    if type(value) in (bool, float):
-        dtype, numpy_dtype = (tl.int1, np.bool_) if type(value) is bool else (tl.float32, np.float32)
-        return tl.tensor(interpreter.TensorHandle(np.array([value], dtype=numpy_dtype), dtype), dtype)
-    return interpreter._implicit_cvt(value)
-
-
 class _Progress:
-    """Says once that a run on the CPU will take minutes, and then how far it is."""
+    """Says once that a run on the CPU will take minutes, and then, on a terminal, how far it is."""
 
     def __init__(self, total: int, name: str) -> None:
         self.total, self.name, self.done = total, name, 0
         self.start = self.last = time.monotonic()
-        self.announced = False
+        self.announced = self.shown = False
 
     def step(self) -> None:
         self.done += 1
@@ -126,13 +118,11 @@ class _Progress:
             )
         if self.announced and (now - self.last > 2.0 or self.done == self.total):
             self.last = now
-            print(
-                f"\rflexpress: {self.name} {self.done}/{self.total}, {max(expected - elapsed, 0):.0f} s left  ",
-                end="",
-                file=sys.stderr,
-                flush=True,
-            )
+            if progress.wanted():
+                left = f"\rflexpress: {self.name} {self.done}/{self.total}, {max(expected - elapsed, 0):.0f} s left  "
+                print(left, end="", file=sys.stderr, flush=True)
+                self.shown = True
 
     def close(self) -> None:
-        if self.announced:
+        if self.shown:
             print(file=sys.stderr)

@@ -5,8 +5,11 @@ Threads may ask for the same kernel at once: it is printed once, and each varian
 
 from __future__ import annotations
 
+import time
+
 import torch
 
+from .. import logs
 from ..mod.tensors import LOWEST, check_address
 from ..registry import INFO, Bounded, Table
 from ..text.render import render
@@ -22,12 +25,16 @@ class Kernel:
 
     def __init__(self, spec: KernelSpec) -> None:
         self.spec = spec
-        self.printed = cache.recall(spec)
+        start, self.printed = time.perf_counter(), cache.recall(spec)
         if self.printed is None:
             self.printed = cache.store(render(spec), spec)
             INFO.prints += 1
+            logs.PRINT.info("printed %s in %.0f ms", self.path, 1e3 * (time.perf_counter() - start))
+        else:
+            logs.PRINT.debug("found the print %s", self.path)
         self._variants: dict[tuple, binary.Binary] = Bounded(256)
         self._interpreted = None
+        self.compiled: list[float] = []  # seconds that each variant took that was compiled here
         self._turn = Turn()  # who obtains a variant
 
     @property
@@ -62,8 +69,15 @@ class Kernel:
     def _obtained(self, key: tuple, layout: tuple, constants: tuple, options: dict, device_index: int) -> binary.Binary:
         variant = self._variants.get(key)
         if variant is None:
+            start = time.perf_counter()
             variant, compiled = binary.obtain(self.path.stem, layout, constants, options, device_index, self._function)
             INFO.compiles += compiled
+            seconds, numbers = time.perf_counter() - start, ", ".join(map(str, (*constants, *(f"{k}={v}" for k, v in options.items()))))
+            if compiled:
+                self.compiled.append(seconds)
+                logs.COMPILE.info("compiled %s (%s) in %.2f s", self.path.stem, numbers, seconds)
+            else:
+                logs.COMPILE.debug("found %s (%s) compiled, loaded in %.0f ms", self.path.stem, numbers, 1e3 * seconds)
             self._variants[key] = variant
         return variant
 
@@ -72,14 +86,19 @@ class Kernel:
         for arg in args:
             if isinstance(arg, torch.Tensor) and arg.data_ptr() < LOWEST:
                 check_address(arg)
-        (self._interpreted or self._turn.run(self._loaded))[grid](*args)
+        self.interpreted()[grid](*args)
+
+    def interpreted(self):
+        """The kernel for the interpreter."""
+        return self._interpreted or self._turn.run(self._loaded)
 
     def _loaded(self):
-        """The kernel for the interpreter."""
         if self._interpreted is None:
-            module = interpret.load(str(self.path), self.printed.source)
+            start, module = time.perf_counter(), interpret.load(str(self.path), self.printed.source)
             self._interpreted = getattr(module, self.spec.template)
             INFO.compiles += 1
+            self.compiled.append(time.perf_counter() - start)
+            logs.COMPILE.info("loaded %s for the interpreter", self.path.stem)
         return self._interpreted
 
     def _function(self):

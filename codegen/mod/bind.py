@@ -5,22 +5,23 @@ Mods with the same code share a bucket; a trace in it serves a mod if all its gu
 all find the trace that is there, and a changed global or another closed-over function does not.
 
 A mod whose reads cannot be recorded is traced at every call, on the objects that it captures. That takes some tenths of a
-millisecond and compiles nothing that is there already. The log (logger "flexpress") says so once, `explain` always.
+millisecond and compiles nothing that is there already. The log (logger "flexpress.trace") says so once, `explain` always.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
+import time
 import types
 import warnings
 from dataclasses import dataclass, field
 
 import torch
 
+from .. import logs
 from ..registry import INFO, Table
 from ..turn import Turn
-from .capture import name_of
+from .capture import name_of, plain
 from .expr import ModGraph
 from .graph_mod import GraphMod
 from .program import Untrackable
@@ -28,7 +29,6 @@ from .trace import Traced, check_parameters, replayable, traced_once
 
 _PER_BUCKET = 64  # traces kept for one piece of code: more means numbers that Python itself consumes keep changing
 _GRAPHS = 8  # kernels of the same functions of which nothing is said
-_log = logging.getLogger("flexpress")
 
 
 @dataclass
@@ -64,8 +64,11 @@ def bind(mod, kind: str) -> tuple[ModGraph, list]:
 
     Traces the mod if no trace fits. Raises ModError for a mod that cannot be traced.
     """
-    if type(mod) is GraphMod:
-        return mod.graph, [*mod.values]
+    if type(mod) is not types.FunctionType:
+        if type(mod) is GraphMod:
+            return mod.graph, [*mod.values]
+        if getattr(type(mod), "stands_for_its_function", False):  # `plain`, without the calls
+            mod = mod.function
     key = (kind, mod.__code__ if type(mod) is types.FunctionType else _code_of(mod), torch.get_default_dtype())
     bucket = _buckets.get(key)
     if bucket is not None:
@@ -76,8 +79,11 @@ def bind(mod, kind: str) -> tuple[ModGraph, list]:
     else:
         check_parameters(mod, kind)
         bucket = _Bucket()
+    start = time.perf_counter()
     traced, values, reason = _trace(mod, kind, bucket)
-    _keeping.run(_keep, key, bucket, traced, reason, f"{kind}_mod {name_of(mod)}")
+    name = f"{kind}_mod {name_of(mod)}"
+    logs.TRACE.debug("traced %s in %.1f ms", name, 1e3 * (time.perf_counter() - start))
+    _keeping.run(_keep, key, bucket, traced, reason, name)
     return traced.graph, values
 
 
@@ -89,7 +95,7 @@ def _keep(key: tuple, bucket: _Bucket, traced: Traced, reason: str, name: str) -
         bucket.traces = (traced, *bucket.traces[: _PER_BUCKET - 1])
     elif not bucket.every_call:
         bucket.every_call = reason
-        _log.warning("%s is traced at every call, which takes some tenths of a millisecond: it %s", name, reason)
+        logs.TRACE.warning("%s is traced at every call, which takes some tenths of a millisecond: it %s", name, reason)
     _count(bucket, traced)
 
 
@@ -125,5 +131,5 @@ def _count(bucket: _Bucket, traced: Traced) -> None:
 
 def why_every_call(mod, kind: str) -> str:
     """Why a mod is traced at every call; "" if it is not, or was not traced yet."""
-    bucket = _buckets.get((kind, _code_of(mod), torch.get_default_dtype()))
+    bucket = _buckets.get((kind, _code_of(plain(mod)), torch.get_default_dtype()))
     return bucket.every_call if bucket is not None else ""

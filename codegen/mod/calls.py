@@ -27,6 +27,11 @@ def is_tensor(value) -> bool:
     return type(value) in _TENSORS or is_distributed(value) or is_pending(value)
 
 
+def stands_for_its_function(value) -> bool:
+    """Is it a mod that a recipe has made, which pickles because it is an object (mods/_made.py)?"""
+    return getattr(type(value), "stands_for_its_function", False)
+
+
 def host_call(reader: Reader, function: Callable, args: tuple, kwargs: dict, name: str):
     """Run `function` on captured values now, and remember to run it again at every call. Returns what tracing goes on with."""
     program = reader.program
@@ -131,6 +136,8 @@ def call(state: State, args: tuple, kwargs: dict):
         return value(*args, **kwargs)
     if type(value) is GraphMod:
         return _call_graph(state, args)
+    if stands_for_its_function(value):
+        return reader.attribute(state, "function")(*args, **kwargs)
     if isinstance(value, types.FunctionType):
         if state.function is None:
             state.function = reader.stand_in_function(state)

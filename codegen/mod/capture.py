@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from .audit import audited
-from .calls import call, host_call, is_tensor
+from .calls import call, host_call, is_tensor, stands_for_its_function
 from .program import NUMBERS, HostProgram, Untrackable, equal_to, number_guard, of_class, same_object
 from .purity import CONSTANTS, PURE_MODULES, is_constant, is_of_a_library, library
 from .stand_ins import HostNumber, HostValue, State, pinned
@@ -38,6 +38,11 @@ def name_of(mod) -> str:
     """What a mod is called in errors, file names and pictures."""
     name = getattr(mod, "__name__", None)
     return name if isinstance(name, str) else type(mod).__name__
+
+
+def plain(mod):
+    """The function itself of a mod that a recipe has made (mods/_made.py); any other mod is itself."""
+    return mod.function if stands_for_its_function(mod) else mod
 
 
 class _Method:

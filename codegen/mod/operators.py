@@ -13,3 +13,10 @@ UNARY = ("neg", "pos", "abs", "invert")
 def function_of(name: str) -> Callable:
     """The function of the module operator for the method `__name__`."""
     return getattr(operator, f"{name}_", None) or getattr(operator, name)
+
+
+SYMBOLS = {  # how an expression writes a function of the module operator
+    **{"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**"},
+    **{"and_": "&", "or_": "|", "xor": "^", "lshift": "<<", "rshift": ">>", "neg": "-", "invert": "~"},
+    **{"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="},
+}

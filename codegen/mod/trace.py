@@ -18,7 +18,7 @@ import torch
 
 from ..registry import Table
 from ..turn import Turn
-from .capture import name_of
+from .capture import name_of, plain
 from .dispatch import OPERATIONS, Mode
 from .errors import ModError, mod_error
 from .expr import MASK_SYMBOLS, SCORE_SYMBOLS, Expr, ModGraph, SourceLine, walk
@@ -99,6 +99,7 @@ def traced_once(mod, kind: str) -> tuple[Traced, list]:
 
     Raises ModError with the user's own line for what cannot be in a kernel.
     """
+    mod = plain(mod)
     search = Search(mod)
     if search.drawn is not None:
         function, line = search.drawn

@@ -26,6 +26,11 @@ class Choice(NamedTuple):
     candidate: Candidate
     passed: tuple[tuple[str, str], ...]
 
+    @property
+    def reasons(self) -> str:
+        """The candidate, and why not those before it."""
+        return self.candidate.name + "".join(f"; not {name}: {reason}" for name, reason in self.passed)
+
 
 def choose(candidates: tuple[Candidate, ...], call, named: str | None, refused: dict[tuple, str]) -> Choice:
     """The first candidate that serves; the last one serves any call.

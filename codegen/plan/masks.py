@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..mod.expr import INDEX_BOUND, ModGraph
@@ -75,8 +76,8 @@ def parts_of(graph: ModGraph) -> tuple[ModGraph, ...]:
     return graph, analysis.verdict, *(zone.graph for zone in analysis.zones)
 
 
-def mask_texts(bound: Bound, extents: tuple[int, int, int, int], backend: str) -> MaskTexts:
-    """Lower a mask_mod for its kernels. `extents` are Z, H, Q_LEN and KV_LEN."""
+def mask_texts(bound: Bound, extents: tuple[int, int, int, int], backend: str, layouts: Callable = layouts_of) -> MaskTexts:
+    """Lower a mask_mod for its kernels. `extents` are Z, H, Q_LEN and KV_LEN; `layouts` says what texts may know of captured tensors."""
     graph, captured = bound
     target = Target(backend, "float32", max(extents[2:]) <= INDEX_BOUND)
     zones = analyse(graph).zones
@@ -84,9 +85,7 @@ def mask_texts(bound: Bound, extents: tuple[int, int, int, int], backend: str) -
     for i in range(len(zones)):
         names |= {f"zone{i}_min": f"zone{i}_low", f"zone{i}_max": f"zone{i}_high"}
     mask, verdict, *parts = (
-        mod_text(
-            part, layouts_of(part, captured, extents), names if part.kind == "verdict" else SYMBOL_NAMES, target, tile="[TILE_M, TILE_N]"
-        )
+        mod_text(part, layouts(part, captured, extents), names if part.kind == "verdict" else SYMBOL_NAMES, target, tile="[TILE_M, TILE_N]")
         for part in parts_of(graph)
     )
     return MaskTexts(

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from .. import logs
 from ..device.devices import architecture_of, backend_of
 from ..mod.expr import INDEX_BOUND
 from ..mod.nan import are_ordinary
@@ -16,8 +17,9 @@ from ..registry import INFO, Table
 from ..text.parameters import named_strides
 from .backward_kernels import Call, Fused, Hopper, Portable, Sizes, TwoPass
 from .call import Bound, Rows, keys_of
-from .launch import Unusable
+from .launch import Unusable, launch_nothing
 from .layouts import output_like, strides_like, with_rows
+from .profiled import in_range, is_profiled, names_of
 
 CANDIDATES = Hopper(), Portable()
 _refused: dict[tuple, str] = Table("backward kernels not used", 1024)  # that were compiled, and why
@@ -69,15 +71,43 @@ def backward(
         ready = _ready.get(kind)
         if ready is None:
             choice, call = choice_of((q, k, v, do), bound.scale, keys, lists and lists.blocks, details)
+            logs.CHOICE.debug("backward: %s", choice.reasons)
             ready = _ready[kind] = choice.candidate.prepare(call, _sizes(call, tensors, bound.scale), lists, transposed)
         else:
             INFO.hits += 1
+        run = ready.run if not is_profiled() else in_range(ready.run, "backward", names_of(score, mask))
         try:
-            gradients = ready.run({**tensors, **ready.statistics(q.device)}, score, mask, lists, transposed)
+            gradients = run({**tensors, **ready.statistics(q.device)}, score, mask, lists, transposed)
             return dq, dk, dv, gradients
         except Unusable as why:
-            _refused[(ready.name, *ready.key)] = str(why)
-            _ready.clear()  # others of this case have other lengths
+            _refuse(ready, why)
+
+
+def _refuse(ready: TwoPass | Fused, why: Unusable) -> None:
+    _refused[(ready.name, *ready.key)] = str(why)
+    logs.CHOICE.info("backward: %s is not used: %s", ready.name, why)
+    _ready.clear()  # others of this case have other lengths
+
+
+def prepare(bound: Bound, out: torch.Tensor, rows: Rows, *, wanted: frozenset[int], deterministic: bool) -> None:
+    """Compile what `backward` launches for a gradient of out that lies as out does, and launch nothing but what makes block lists."""
+    score, mask, lists = bound.score, bound.mask, bound.lists
+    q, k, v, do = map(with_rows, (bound.q, bound.k, bound.v, torch.empty_like(out)))
+    transposed = bound.transposed(mask) if bound.transposed else None
+    keys = keys_of(score, mask, (*q.shape[:3], k.shape[2]), lists)
+    ordinary = score is None or are_ordinary(score[1][len(score[0].tensors) :])
+    details = Details(bound.options, deterministic, False, wanted, rows.raw, ordinary)
+    tensors = {"Q": q, "K": k, "V": v, "O": out, "DO": do, "ROWS": rows.values}
+    tensors |= {f"D{name}": output_like(t, t.shape[3]) for name, t in (("Q", q), ("K", k), ("V", v))}
+    while True:  # until kernels are usable
+        choice, call = choice_of((q, k, v, do), bound.scale, keys, lists and lists.blocks, details)
+        ready = choice.candidate.prepare(call, _sizes(call, tensors, bound.scale), lists, transposed)
+        launch_nothing(ready)
+        try:
+            ready.run({**tensors, **ready.statistics(q.device)}, score, mask, lists, transposed)
+            return
+        except Unusable as why:
+            _refuse(ready, why)
 
 
 def _sizes(call: Call, tensors: dict[str, torch.Tensor], scale: float) -> Sizes:

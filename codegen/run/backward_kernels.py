@@ -135,6 +135,11 @@ class TwoPass(_Kernels):
             (plan.dq, self._launch(plan.dq, lists, "kv"), "kv", Z * Hq, Q_LEN),
         )
 
+    @property
+    def launches(self) -> tuple[Launch, ...]:
+        """What `run` launches."""
+        return self.delta, *(launch for _, launch, *_ in self.passes)
+
     def _launch(self, step: Step, lists: BlockLists | None, axis: str) -> Launch:
         return Launch(step.spec, {**self.numbers, **(lists.numbers(axis) if lists else {})})
 
@@ -171,6 +176,11 @@ class Fused(_Kernels):
     def __init__(self, plan: HopperBackwardPlan, call: Call, sizes: Sizes, lists: BlockLists | None, transposed: BlockLists | None) -> None:
         super().__init__(plan, call, sizes, lists, 1, stats_copies(call.case))
         self.fused = Launch(plan.fused, {**self.numbers, **(transposed.numbers("q") if transposed else {})})
+
+    @property
+    def launches(self) -> tuple[Launch, ...]:
+        """What `run` launches."""
+        return self.delta, self.fused
 
     def run(self, tensors: dict[str, torch.Tensor], score, mask, lists: BlockLists | None, transposed: BlockLists | None) -> dict:
         """As TwoPass.run. Raises Unusable."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .. import logs
 from ..plan.candidates import choose
 from ..registry import Table
 from .cached_call import CachedCall
@@ -21,3 +22,4 @@ def attend_cached(call: CachedCall) -> None:
             return candidate.run(call)
         except Unusable as why:
             _refused[(candidate.name, *call.key)] = str(why)
+            logs.CHOICE.info("cached_attention: %s is not used: %s", candidate.name, why)

@@ -208,6 +208,11 @@ class Kernels:
             numbers |= {"stride_outer": outer, "stride_middle": middle, "stride_inner": inner, "MIDDLE": sizes[0], "INNER": sizes[1]}
             self.combine = Launch(plan.combine, numbers, (*names, *_PARTS))
 
+    @property
+    def launches(self) -> tuple[Launch, ...]:
+        """What `run` launches."""
+        return (self.launch, self.combine) if self.parts else (self.launch,)
+
     def run(
         self, tensors: list[torch.Tensor], addresses: list[int] | None, score: list | None, mask: list | None, lists: BlockLists | None
     ) -> None:

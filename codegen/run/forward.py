@@ -6,6 +6,7 @@ import functools
 
 import torch
 
+from .. import logs
 from ..device.devices import architecture_of, backend_of
 from ..mod.expr import INDEX_BOUND
 from ..mod.tensors import LOWEST, check_kind
@@ -15,8 +16,9 @@ from ..registry import INFO, Table
 from .call import Bound, Rows, keys_of
 from .decode import Decode
 from .forward_kernels import Call, Hopper, Portable
-from .launch import Unusable
+from .launch import Unusable, launch_nothing
 from .layouts import output_like, strides_like
+from .profiled import in_range, is_profiled, names_of
 
 CANDIDATES = Decode(), Hopper(), Portable()
 _refused: dict[tuple, str] = Table("forward kernels not used", 1024)  # that were compiled, and why
@@ -55,6 +57,7 @@ def forward(bound: Bound, *, output_max: bool = False, output_rows: bool = False
             if tensor.data_ptr() < LOWEST:  # of a kind that looks as others do
                 check_kind(name, tensor)
         choice, call = choice_of(bound, (score_key, mask_key), output_max=output_max, output_rows=output_rows)
+        logs.CHOICE.debug("forward: %s", choice.reasons)
         ready = _ready[key] = Ready(choice, call, bound, output_max, output_rows)
     out, lse, max_scores, rows = ready.new_out(), ready.new_stats(), None, None
     tensors, addresses = [k, v, q, out, lse], [k_at, v_at, q_at, out.data_ptr(), lse.data_ptr()]
@@ -66,13 +69,38 @@ def forward(bound: Bound, *, output_max: bool = False, output_rows: bool = False
         rows = Rows(ready.new_rows(), ready.runner.raw)
         tensors.append(rows.values)
         addresses.append(rows.values.data_ptr())
+    run = ready.runner.run if not is_profiled() else in_range(ready.runner.run, "forward", names_of(score, mask))
     try:
-        ready.runner.run(tensors, None if beside else addresses, score and score[1], mask and mask[1], lists)
+        run(tensors, None if beside else addresses, score and score[1], mask and mask[1], lists)
     except Unusable as why:
-        _refused[ready.refusal] = str(why)
-        _ready.clear()  # others of this case have other lengths
+        _refuse(ready, why)
         return forward(bound, output_max=output_max, output_rows=output_rows)
     return out, lse, max_scores, rows
+
+
+def _refuse(ready: Ready, why: Unusable) -> None:
+    _refused[ready.refusal] = str(why)
+    logs.CHOICE.info("forward: %s is not used: %s", ready.refusal[0], why)
+    _ready.clear()  # others of this case have other lengths
+
+
+def prepare(bound: Bound, *, output_max: bool = False, output_rows: bool = False) -> tuple[torch.Tensor, Rows | None] | None:
+    """Compile what `forward` launches, and launch nothing: out and Rows, unwritten. None where there is nothing to compute."""
+    q, k, v, inputs, _, score, mask, lists, _, _ = bound
+    if 0 in (*inputs.extents, v.shape[3]):
+        return None
+    keys = keys_of(score, mask, inputs.extents, lists)
+    while True:  # until a kernel is usable
+        choice, call = choice_of(bound, keys, output_max=output_max, output_rows=output_rows)
+        ready = Ready(choice, call, bound, output_max, output_rows)
+        launch_nothing(ready.runner)
+        out, rows = ready.new_out(), Rows(ready.new_rows(), ready.runner.raw) if output_rows else None
+        others = [*([ready.new_stats()] if output_max else []), *([rows.values] if rows else [])]
+        try:
+            ready.runner.run([k, v, q, out, ready.new_stats(), *others], None, score and score[1], mask and mask[1], lists)
+            return out, rows
+        except Unusable as why:
+            _refuse(ready, why)
 
 
 def _nothing(q: torch.Tensor, v: torch.Tensor, output_max: bool, output_rows: bool):

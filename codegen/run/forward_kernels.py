@@ -116,6 +116,11 @@ class Runner:
         self.heads, self.length = extents[0] * extents[1], extents[2]
         self.raw = bool(plan.spec.flag.get("SUM_IS_RAW"))
 
+    @property
+    def launches(self) -> tuple[Launch, ...]:
+        """What `run` launches."""
+        return (self.launch,)
+
     def run(
         self, tensors: list[torch.Tensor], addresses: list[int] | None, score: list | None, mask: list | None, lists: BlockLists | None
     ) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from operator import itemgetter
+from types import SimpleNamespace
 
 import torch
 import triton
 
 from ..device.arguments import Numbers, plain_values
 from ..device.cuda import DoesNotFit
+from ..device.devices import on
 from ..device.kernel import Kernel, kernel_for
 from ..device.tma import descriptor
 from ..mod.tensors import LOWEST, check_address
@@ -116,6 +118,30 @@ class Launch:
             launch(stream, addresses, expanded, captured)
 
         return again
+
+
+class _Unlaunched:
+    """A kernel that is compiled where it would be launched."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel, self.spec = kernel, kernel.spec
+
+    def launch(self, grid: tuple[int, ...], args: Iterable, device: torch.device, constants: tuple, **options: int) -> None:
+        if self.spec.backend == "cpu":
+            self.kernel.interpreted()
+            return
+        with on(device):
+            self.kernel.variant(args, device, constants, **options)
+
+    def variant(self, *args, **options) -> tuple[SimpleNamespace, list]:
+        variant, plain = self.kernel.variant(*args, **options)
+        return SimpleNamespace(function=variant.function, launch=lambda *_: None), plain
+
+
+def launch_nothing(runner) -> None:
+    """Make what runs kernels in calls of one kind compile them instead. Nobody else may have it yet."""
+    for launch in runner.launches:
+        launch.kernel = _Unlaunched(launch.kernel)
 
 
 def addresses_of(tensors: list[torch.Tensor]) -> list[int] | None:

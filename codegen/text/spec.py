@@ -46,10 +46,15 @@ class KernelSpec:
         return self._hash
 
     @property
+    def mod_names(self) -> tuple[str, ...]:
+        """What the user calls the mods, each once."""
+        return tuple(dict.fromkeys(m.name for m in self.mods if m))
+
+    @property
     def name(self) -> str:
         """What the file is called: template, mods, then the flags that a reader would look for."""
         flags = self.flag
-        parts = [self.template, *dict.fromkeys(_identifier(m.name) for m in self.mods if m)]
+        parts = [self.template, *dict.fromkeys(map(_identifier, self.mod_names))]
         if "D_QK" in flags:
             parts.append(f"d{flags['D_QK']}" + (f"x{flags['D_V']}" if flags["D_V"] != flags["D_QK"] else ""))
         if "DTYPE" in flags:

@@ -27,8 +27,10 @@ from flexpress import (
     cached_attention,
     create_block_mask,
     explain,
+    flash_attn,
     flex_attention,
     printed_kernels,
+    scaled_dot_product_attention,
     varlen_attention,
 )
 from flexpress.flash import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
@@ -354,6 +356,24 @@ def flash_functions():
     compare(lambda q, k, v, b: [flash_attn_func(q, k, v, b)], mesh, [q, k, v, bias], [batch, batch, batch, both])
     compare(lambda q, kv, b: [flash_attn_kvpacked_func(q, kv, b)], mesh, [q, kv, bias], [heads, [Shard(3)], both])
     compare(lambda qkv, b: [flash_attn_qkvpacked_func(qkv, b, True)], mesh, [qkv, bias], [[Shard(3)], both], expected=heads)
+
+
+@check(2)
+def flash_functions_of_today_and_torchs():
+    """Slopes of all heads and batch entries; packed sequences; a mask of all."""
+    mesh, heads, both = mesh_of(2), [Shard(2)], [Replicate()]
+    q, k, v = (t.detach().transpose(1, 2).contiguous().requires_grad_() for t in tensors(length=12))
+    slopes, offsets = torch.rand(2, 4).requires_grad_(), torch.tensor([0, 5, 12], dtype=torch.int32)
+    window = dict(window_size=(4, 1), softcap=2.0)
+    for lie in (heads, [Shard(0)], both):
+        call = lambda q, k, v, s: flash_attn.flash_attn_func(q, k, v, alibi_slopes=s, return_attn_probs=True, **window)[:1]
+        compare(call, mesh, [q, k, v, slopes], [lie, lie, lie, both])
+    qkv = torch.randn(12, 3, 4, 16).requires_grad_()
+    call = lambda qkv, s: [flash_attn.flash_attn_varlen_qkvpacked_func(qkv, offsets, 7, alibi_slopes=s, causal=True)]
+    compare(call, mesh, [qkv, slopes], [heads, both], expected=[Shard(1)])
+    mask = torch.randn(2, 1, 20, 20).requires_grad_()
+    for lie in ([Shard(0)], [Shard(1)], both):
+        compare(lambda q, k, v, m: [scaled_dot_product_attention(q, k, v, m)], mesh, [*tensors(), mask], [lie, lie, lie, both])
 
 
 @check(2)

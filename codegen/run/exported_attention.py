@@ -1,0 +1,145 @@
+"""A file with the kernels of flex_attention: what its template asks for."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from ..mod.dtypes import dtype_name
+from ..mod.expr import INDEX_BOUND
+from ..mod.intervals import analyse
+from ..mod.nan import are_ordinary
+from ..plan.backward import STATS_ALIGNMENT
+from ..plan.forward import LOG2_E
+from ..plan.masks import mask_texts
+from ..text.layouts import TensorLayout
+from ..text.spelling import literal_text
+from ..text.torch_text import torch_text
+from .exported import EXTENTS, Exported, Plans
+from .exported_captures import layouts_for_any, named
+from .exported_file import File, Kernel, listed, reserved, unpacked
+
+TEMPLATES = "exported_attention.jinja", "_exported_masks.jinja", "_exported_backward.jinja"
+MASKS = {  # kernel -> grid, suffix of its functions, name of its launch
+    "block_zones": ("Z * Hm * (rows + columns)", "", "zones"),
+    "block_status": ("Z * Hm * rows * triton.cdiv(columns, launch.constants[0])", "", "status"),
+    "block_lists": ("Z * Hm * lines", "", "lists"),
+    "transposed_block_lists": ("Z * Hm * lines", "transposed", "transposed_lists"),
+}
+_QUERIES, _KEYS = "Z * Hq * triton.cdiv(Q_LEN, launch.constants[0])", "Zkv * Hkv * triton.cdiv(KV_LEN, launch.constants[1])"
+_KERNELS = {
+    "forward": (_QUERIES, "", "forward"),
+    "forward_with_rows": (_QUERIES, "with_rows", "forward_with_rows"),
+    "backward_delta": ("Z * Hq * STATS_LEN // launch.constants[0]", "", "delta"),
+    "backward_delta_with_lse": ("Z * Hq * STATS_LEN // launch.constants[0]", "with_lse", "delta_with_lse"),
+    "backward_dkv": (_KEYS, "dkv", "dkv"),
+    "backward_dq": (_QUERIES, "dq", "dq"),
+    "backward_dkv_whole": (_KEYS, "whole", ""),
+    "backward_dq_whole": (_QUERIES, "whole", ""),
+    **MASKS,
+}
+TOLERANCES = {"float16": 2e-2, "bfloat16": 5e-2, "float32": 1e-3}  # of the demo
+_AXES = {"head": ".sum(-1)[:, :, None, None]", "row": "[:, :, :, None]", "column": "[:, :, None, :]"}
+
+
+class Gathered(NamedTuple):
+    """A gradient of a captured tensor: the kernel that fills its buffer, how that is made, and what adds it up."""
+
+    step: str
+    buffer: str
+    made: str
+    lines: tuple[str, ...]
+
+
+class AttentionFile(File):
+    """What exported_attention.jinja asks for. `version` is that of the package that writes the file."""
+
+    template = TEMPLATES[0]
+
+    def __init__(self, call: Exported, version: str) -> None:
+        plans = Plans(call, call.target, None)
+        on_target, use_tma = plans.kernels()
+        forward_tma = bool(on_target["forward"].spec.flag["USE_TMA"])
+        on_cpu, _ = Plans(call, "cpu", forward_tma).kernels(use_tma)
+        names = named(call.score, call.mask, call.wanted, plans.keys, reserved(*TEMPLATES))
+        kernels = tuple(
+            Kernel(name, grid, on_target[name], on_cpu[name], suffix, called)
+            for name, (grid, suffix, called) in _KERNELS.items()
+            if name in on_target
+        )
+        super().__init__(kernels, *names, call.score, call.mask, version)
+        self.call, self.backward, self.target = call, call.backward, call.target
+        self.tma = forward_tma or bool(use_tma and any(use_tma))
+        self.dtype, self.d_qk, self.d_v = dtype_name(call.dtype), call.d_qk, call.d_v
+        vector = 16 // call.dtype.itemsize
+        self.q_unit, self.v_unit = (vector if d % vector == 0 else 1 for d in (call.d_qk, call.d_v))
+        self.longest, self.log2_e, self.tolerance = INDEX_BOUND, LOG2_E, TOLERANCES[self.dtype]
+        self.scale, self.scale_is_positive = literal_text(call.scale), call.scale > 0
+        self.scale_apart = plans.forward(False).scale_apart
+        self.q_block, self.kv_block = call.size
+        numbers = call.score[1][len(call.score[0].tensors) :] if call.score else []
+        self.ordinary = call.backward and are_ordinary(numbers) and any(isinstance(n, float) for n in numbers)
+        self.gathered = ()
+        if call.backward:
+            self._differentiate(plans, use_tma)
+        if self.mask:
+            describe_mask(self, call.mask)
+        (Z, Zkv), (Hq, Hkv) = call.batch, call.heads
+        self.demo_shapes = {"query": f"{Z}, {Hq}, Q_LEN, {call.d_qk}", "key": f"{Zkv}, {Hkv}, KV_LEN, {call.d_qk}"}
+        self.demo_shapes["value"] = f"{Zkv}, {Hkv}, KV_LEN, {call.d_v}"
+        self.demo_lengths, self.small_lengths = call.lengths, tuple(min(n, 160) for n in call.lengths)
+
+    def _differentiate(self, plans: Plans, use_tma: tuple[bool, bool] | None) -> None:
+        """What the backward pass asks for."""
+        steps = plans.backward(False, False, use_tma)[0]
+        self.backward_scale_apart = steps.scale_apart
+        self.gathered = self._gathered(plans, steps)
+        self.symbols_of_places = unpacked(line for gathered in self.gathered for line in gathered.lines)
+        dkv = next(kernel for kernel in self.kernels if kernel.name == "backward_dkv")
+        tiles = (k.constants["BLOCK_M"] for k in (dkv.on_target, dkv.on_cpu))
+        self.stats_step = math.lcm(STATS_ALIGNMENT, *((self.q_block,) if self.mask else tiles))
+        self.wanted = tuple(c.name for c in self.captured if c.wanted)
+        self.named = listed(f"d_{name}" for name in self.wanted)
+        self.zeros = listed(f"torch.zeros_like({name})" for name in self.wanted)
+        self.converted = listed(f"d_{name}.to({name}.dtype)" for name in self.wanted)
+        self.returned = listed(f"d_{c.name}" if c.wanted else "None" for c in self.captured)
+
+    def _gathered(self, plans: Plans, steps) -> tuple[Gathered, ...]:
+        """The gradients of captured tensors, in the order of the kernels that leave them."""
+        if self.call.score is None:
+            return ()
+        found, seen = [], set()
+        layouts = plans.keys[0][1]
+        for name, step in (("dkv", steps.dkv), ("dq", steps.dq)):
+            for captured, load in step.captured:
+                tensor = self.of_score[load.attr]
+                found.append(self._gathered_of(name, captured, load, tensor, layouts[load.attr], tensor in seen))
+                seen.add(tensor)
+        return tuple(found)
+
+    def _gathered_of(self, name: str, captured, load, tensor: str, layout: TensorLayout, more: bool) -> Gathered:
+        """One of them; `more`: others of the tensor were added up before."""
+        shapes = {"row": "(Z, Hq, Q_LEN)", "column": "(Z, Hq, KV_LEN)", "head": "(Z, Hq, tiles)"}
+        buffer, lines, total = captured.buffer, [], captured.buffer
+        if captured.role in shapes:
+            made = f"torch.empty({shapes[captured.role]}, dtype=torch.float32, device=device)"
+            count = len(self.call.score[0].tensors)
+            names = self.of_score[:count], self.of_score[count:]
+            places = torch_text(tuple(load.args), *names, f"place_{tensor}_{captured.load}", "float32")
+            lines += places.lines
+            total = f"added({', '.join([tensor, buffer + _AXES[captured.role], *(f'{p}.long()' for p in places.results)])})"
+        else:
+            dtype = f"{tensor}.dtype" if captured.role == "store" else "torch.float32"
+            made = f"torch.empty_strided({tensor}.shape, {tensor}.stride(), dtype={dtype}, device=device).zero_()"
+        lines.append(f"d_{tensor} = {f'd_{tensor} + ' if more else ''}{total}")
+        return Gathered(name, buffer, made, tuple(lines))
+
+
+def describe_mask(file: File, bound: tuple) -> None:
+    """What _exported_masks.jinja asks for."""
+    graph = bound[0]
+    file.by_batch, file.by_head, file.by_rules = "b" in graph.symbols, "h" in graph.symbols, analyse(graph).by_rules
+    zones = mask_texts(bound, EXTENTS, "cpu", layouts_for_any).zones
+    file.zones = tuple(
+        {"low": z.names[0], "high": z.names[1], "dtype": z.dtype, "extent": "rows" if z.axis == "q_idx" else "columns"} for z in zones
+    )

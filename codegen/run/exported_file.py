@@ -1,0 +1,187 @@
+"""A file of exported kernels: their prints in one text, and the launches, for its template."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from ..device import interpreter_numbers
+from ..mod.errors import RenderError
+from ..mod.expr import ModGraph
+from ..text.merged import Merged, Print, merge
+from ..text.parameters import Parameter
+from ..text.render import environment, render
+from ..text.spec import KernelSpec, without_texts
+from ..text.spelling import literal_text
+from ..text.torch_text import TorchText, torch_text
+from .exported_captures import Captured
+from .preview import Compilation
+
+_VARIABLES = {  # what files call the tensors that kernels know by these names
+    **{"Q": "query", "K": "key", "V": "value", "O": "out", "LSE": "lse", "ROWS": "row_values", "DO": "d_out", "DLSE": "d_lse"},
+    **{"TOPS": "tops", "DELTA": "delta", "DQ": "dq", "DK": "dk", "DV": "dv"},
+    **{"KV_LENS": "kv_len", "PAGES": "page_table", "KV_LOCS": "cache_loc", "K_SCALES": "k_scale", "V_SCALES": "v_scale"},
+    **{"PART": "part", "PART_SHARE": "part_share", "PART_MAX": "part_max", "PART_COUNT": "part_count"},
+}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel of the file: its name and grid there, what it is on the target and in the interpreter, and how its entry points are called.
+
+    suffix   of its functions whose names other kernels have
+    called   the name of its launch among the file's `calls`; "" for a kernel that is launched as another one is
+    """
+
+    name: str
+    grid: str
+    on_target: Compilation
+    on_cpu: Compilation
+    suffix: str = ""
+    called: str = ""
+    entry: str = ""
+    cpu_entry: str = ""
+
+    table = property(lambda self: self.name.upper())
+    constants = property(lambda self: tuple(self.on_target.constants.values()))
+    cpu_constants = property(lambda self: tuple(self.on_cpu.constants.values()))
+    num_warps = property(lambda self: self.on_target.num_warps)
+    num_stages = property(lambda self: self.on_target.num_stages)
+
+
+class File:
+    """What a template asks for of any exported file. Subclasses add what theirs asks for.
+
+    captured             arguments of the file's functions          of_score, of_mask    the names of what each mod captures
+    score_text, mask_text   the mods in torch
+    """
+
+    template = ""
+    libdevice = False
+
+    def __init__(
+        self,
+        kernels: tuple[Kernel, ...],
+        captured: tuple[Captured, ...],
+        of_score: tuple[str, ...],
+        of_mask: tuple[str, ...],
+        score: tuple | None,
+        mask: tuple | None,
+        version: str,
+    ) -> None:
+        self.kernels, self.captured, self.of_score, self.of_mask, self.version = kernels, captured, of_score, of_mask, version
+        self.mask = mask is not None
+        self.score_text = None if score is None else _in_torch(score[0], of_score)
+        self.mask_text = None if mask is None else _in_torch(mask[0], of_mask)
+        texts = [text for text in (self.score_text, self.mask_text) if text]
+        self.symbols_of_mods = unpacked(line for text in texts for line in (*text.lines, *text.results))
+        given = [c for c in captured if not c.given]
+        tensors = [c for c in captured if c.is_tensor]
+        of_mask = [c for c in captured if c.name in self.of_mask and (c.is_tensor or not c.given)]
+        self.own_captured = given
+        self.arguments = listed(c.name for c in given)
+        self.parameters = listed(c.parameter for c in given)
+        self.mask_captured, self.mask_arguments = [c for c in of_mask if not c.given], listed(c.name for c in of_mask)
+        self.mask_parameters = ", ".join(c.parameter for c in of_mask if not c.given)
+        self.example = listed(f"{c.name}={c.name if c.is_tensor else literal_text(c.value)}" for c in given)
+        self.numbers = tuple(c.name for c in given if not c.is_tensor)
+        self.saved = listed(c.name for c in tensors)
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The file. Raises RenderError if a text of the user's would be more than a comment."""
+        found = self._rendered(lambda spec: spec)
+        if not found.replace("\n", "").isprintable() or ast.dump(ast.parse(found)) != ast.dump(ast.parse(self._rendered(without_texts))):
+            raise RenderError("an exported file would hold a source line or a name of the mod's as code; please report the mod")
+        return found
+
+    def _rendered(self, shown: Callable[[KernelSpec], KernelSpec]) -> str:
+        """The text of kernels whose specs are shown so."""
+        merged = self._merged(shown)
+        self.imports, self.sections = merged.imports, merged.sections
+        self.libdevice = any("libdevice" in line for line in merged.imports)
+        self.kernels = tuple(
+            replace(kernel, entry=entry, cpu_entry=cpu_entry)
+            for kernel, entry, cpu_entry in zip(self.kernels, merged.entries[::2], merged.entries[1::2], strict=True)
+        )
+        self.title = f"# exported {shown(self.kernels[0].on_target.spec).name}".replace("_", " ")
+        self.calls = {kernel.called: self._launch(kernel) for kernel in self.kernels if kernel.called}
+        text = environment().get_template(self.template).render(file=self, version=self.version)
+        return re.sub(r"\n{4,}", "\n\n\n", re.sub(r"[ \t]+\n", "\n", text)).rstrip("\n") + "\n"
+
+    def _merged(self, shown: Callable[[KernelSpec], KernelSpec]) -> Merged:
+        prints = []
+        for kernel in self.kernels:
+            others = (f"{kernel.suffix}_cpu",) if kernel.suffix else ()
+            prints.append(Print(render(shown(kernel.on_target.spec)), kernel.name, (kernel.suffix or kernel.name,)))
+            prints.append(Print(render(shown(kernel.on_cpu.spec)), kernel.name, ("cpu", *others)))
+        return merge(prints)
+
+    def _launch(self, kernel: Kernel) -> str:
+        """The statement that launches a kernel."""
+        on_target, on_cpu = (
+            [self._expression(spec, p) for p in spec.parameters if p.type != "constexpr"]
+            for spec in (kernel.on_target.spec, kernel.on_cpu.spec)
+        )
+        if on_target != on_cpu:
+            raise ValueError(f"{kernel.name} takes other arguments in the interpreter: {on_target} and {on_cpu}")
+        lines = textwrap.wrap(", ".join(on_target), 100, break_long_words=False)
+        return "\n".join(["launch(", f"    ({kernel.grid},),", *(f"    {line}" for line in lines), ")"])
+
+    def _expression(self, spec: KernelSpec, parameter: Parameter) -> str:
+        """A kernel's argument."""
+        if parameter.is_descriptor:
+            rows, columns = parameter.type.split(":")[2].split("x")
+            return f"descriptor({_VARIABLES[parameter.of]}, launch.constants[{('BLOCK_M', 'BLOCK_N').index(rows)}], {columns})"
+        if parameter.is_captured:
+            return self._captured(spec, parameter.name)
+        if spec.template == "block_status" and parameter.name in ("num_blocks", "num_full"):
+            return f"counts[{int(parameter.name == 'num_full')}]"
+        return _VARIABLES.get(parameter.name, parameter.name)
+
+    def _captured(self, spec: KernelSpec, name: str) -> str:
+        for text in filter(None, spec.mods):
+            names = self.of_score if text.kind == "score" else self.of_mask
+            for parameter, (what, index, dim) in zip(text.args, text.recipe, strict=True):
+                if parameter == name:
+                    found = next(c for c in self.captured if c.name == names[index])
+                    unit = found.unit if what == "vectors" else 1
+                    ends = {"value": "", "size": f".shape[{dim}]", "stride": f".stride({dim})", "vectors": f".stride({dim}) // {unit}"}
+                    return found.name + ends[what]
+        raise KeyError(name)
+
+    def sources(self, *others: Callable) -> tuple[str, ...]:
+        """Texts of functions of Flexpress that are in the file as they stand: of the interpreter's numbers, and others."""
+        functions = [getattr(interpreter_numbers, name) for name in ("mend", "_widened", "_narrowed", "_float8", "argument")]
+        functions += [interpreter_numbers.Libdevice, interpreter_numbers._applied] if self.libdevice else []
+        return tuple(inspect.getsource(f).rstrip() for f in (*others, *functions))
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names as arguments after others."""
+    return "".join(f", {name}" for name in names)
+
+
+def unpacked(lines: Iterable[str]) -> str:
+    """The targets for b, h, q_idx and kv_idx, of which some lines need some; nothing if they need none."""
+    words = frozenset(re.findall(r"\w+", " ".join(lines)))
+    names = [name if name in words else "_" for name in ("b", "h", "q_idx", "kv_idx")]
+    return ", ".join(names) if set(names) != {"_"} else ""
+
+
+def _in_torch(graph: ModGraph, names: tuple[str, ...]) -> TorchText:
+    count = len(graph.tensors)
+    return torch_text((graph.result,), names[:count], names[count:], graph.kind, "float64")
+
+
+def reserved(*templates: str) -> frozenset[str]:
+    """Names that captured tensors and numbers cannot have in a file of these templates."""
+    loader = environment().loader
+    text = "\n".join(loader.get_source(environment(), name)[0] for name in (*templates, "_exported.jinja"))
+    code = re.sub(r"\{#.*?#\}|\{%.*?%\}|\{\{.*?\}\}|\"{3}.*?\"{3}|# [^\n]*", " ", text, flags=re.S)
+    return frozenset(re.findall(r"[A-Za-z_]\w*", code)) | frozenset(_VARIABLES.values())

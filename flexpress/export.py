@@ -1,0 +1,150 @@
+"""Kernels to own: a call of flex_attention as one file that needs torch and triton alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from flexpress import checks
+from flexpress.arguments import block_size
+from flexpress.block_mask import BlockMask
+from flexpress.exported_files import write
+from flexpress.foreign_masks import is_foreign_mask
+from flexpress.mask_creation import create_block_mask
+from flexpress.mask_mods import same_mod
+
+from .codegen.device import offline
+from .codegen.device.cache import VERSION
+from .codegen.device.devices import architecture_of, backend_of
+from .codegen.mod.bind import bind
+from .codegen.mod.tensors import read_captured
+from .codegen.plan.forward import Options
+from .codegen.run.exported import Exported
+from .codegen.run.exported_attention import AttentionFile
+
+
+def export(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: Callable | None = None,
+    block_mask=None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    kernel_options: dict | None = None,
+    *,
+    mask_mod: Callable | None = None,
+    backward: bool | None = None,
+    target: str | None = None,
+    path: str | Path | None = None,
+    layout: str = "file",
+    overwrite: bool = False,
+) -> str:
+    """The kernels of a call of flex_attention as the text of a Python file that needs torch and triton alone: the printed kernels, a
+    function `attention` that checks its arguments and launches them, and a comparison with dense attention under `__main__`.
+
+        flexpress.export(q, k, v, score_mod=alibi(slopes), mask_mod=sliding_window(1024), path="windowed.py")
+
+    query, key, value   examples (they may be on the device "meta"): their dtype and head dims are the file's, and their device says what
+                        it is tuned for. Batch size, numbers of heads, lengths and strides are free, but the head dim must be contiguous
+    score_mod, mask_mod as for flex_attention. What they capture becomes arguments of `attention`: numbers with their value as default,
+                        tensors with the strides (0, 1, multiples of 16 bytes) that they have here
+    block_mask          its mask_mod and block size: the file makes the lists itself. They must be what create_block_mask makes of mask_mod
+    scale               the default of `attention`, which takes others of the same sign
+    kernel_options      as for flex_attention, but BACKEND: these are the portable kernels
+    backward            with the kernels for gradients, of query, key, value and the captured tensors that require grad; by default where
+                        one of these requires grad
+    target              "sm_80", "sm_90", "sm_100" or "gfx942": whose tiles, warps, stages and loads (TMA from sm_90 on) the file has. By
+                        default the query's GPU, or sm_90. In any case the file runs on a CPU as well, in Triton's interpreter
+    path                where the file is written; with layout="kernels" a folder, in which it becomes a kernel in the layout of the Hugging
+                        Face package kernels (build/torch-universal), named after the folder
+    overwrite           replace what is there; nothing half-written is ever seen
+
+    Returns the text. Raises ValueError, TypeError or NotImplementedError for arguments, ModError for a mod that cannot be traced,
+    FileExistsError for what is there already.
+    """
+    checks.check_tensors(query, key, value, enable_gqa)
+    call = _call(query, key, value, score_mod, block_mask, scale, kernel_options, mask_mod, backward, target)
+    text = AttentionFile(call, VERSION).text
+    write(text, path, layout, overwrite)
+    return text
+
+
+def _call(query, key, value, score_mod, block_mask, scale, kernel_options, mask_mod, backward: bool | None, target: str | None) -> Exported:
+    """What the file depends on."""
+    if any(t.stride(3) != 1 and t.shape[3] > 1 for t in (query, key, value)):
+        raise ValueError("exported kernels read contiguous head dims; pass query, key and value with a stride of 1 in the last dimension")
+    options = _options(kernel_options)
+    if isinstance(scale, torch.Tensor):
+        raise TypeError("export takes scale as a number; let the score_mod multiply by a tensor")
+    scale = query.shape[3] ** -0.5 if scale is None else checks.check_scale(scale, query.shape[3])
+    size = block_size(options)
+    if block_mask is not None:
+        mask_mod, size = _mask_of(block_mask, mask_mod, query, key)
+        checks.check_tile_fits_mask(options, *size)
+    score = _bound(score_mod, "score", query.device)
+    mask = _bound(mask_mod, "mask", query.device)
+    captured = score[1][: len(score[0].tensors)] if score else []
+    wanted = frozenset(i for i, t in enumerate(captured) if t.is_floating_point() and t.requires_grad)
+    if backward is None:
+        backward = bool(wanted) or any(t.requires_grad for t in (query, key, value))
+    wanted = wanted if backward else frozenset()
+    for i in wanted:
+        if not captured[i].is_contiguous():
+            raise ValueError(f"score_mod captures {score[0].tensors[i].name}, whose gradient needs a contiguous tensor; pass .contiguous()")
+    return Exported(
+        *(score, mask, wanted, query.dtype, query.shape[3], value.shape[3], scale, options, target_of(target, query), size, backward),
+        (query.shape[0], key.shape[0]),
+        (query.shape[1], key.shape[1]),
+        (query.shape[2], key.shape[2]),
+    )
+
+
+def _options(kernel_options: dict | None) -> Options:
+    options = checks.DEFAULT if kernel_options is None else checks.parse_options(kernel_options)
+    if options.backend not in (None, "PORTABLE"):
+        raise ValueError(f"kernel_options['BACKEND'] is {options.backend!r}, but export writes the portable kernels; leave it out")
+    return options
+
+
+def target_of(target: str | None, query: torch.Tensor) -> str:
+    """The target that is asked for, or that of query's device."""
+    if target is None:
+        if query.device.type != "cuda":
+            return "sm_90"
+        found = architecture_of(query.device)
+        return found if found in offline.TARGETS else "sm_80" if backend_of("cuda") == "cuda" else "gfx942"
+    if target not in offline.TARGETS:
+        raise ValueError(f"target must be one of {', '.join(offline.TARGETS)}, got {target!r}")
+    return target
+
+
+def _bound(mod: Callable | None, kind: str, device: torch.device) -> tuple | None:
+    """A mod's graph and what it captures."""
+    if mod is None:
+        return None
+    bound = bind(mod, kind)
+    if device.type != "meta":
+        read_captured(bound, device, f"{kind}_mod")
+    return bound
+
+
+def _mask_of(block_mask, mask_mod, query: torch.Tensor, key: torch.Tensor) -> tuple[Callable, tuple[int, int]]:
+    """The mask_mod and the block size of a BlockMask whose lists are those of its mask_mod."""
+    if not isinstance(block_mask, BlockMask):
+        what = "torch's BlockMask" if is_foreign_mask(block_mask) else type(block_mask).__name__
+        raise TypeError(f"block_mask must be made by flexpress.create_block_mask, got {what}; or pass mask_mod=")
+    if mask_mod is not None and not same_mod(block_mask.mask_mod, mask_mod, "mask"):
+        raise ValueError("block_mask was not made of mask_mod; pass one of them")
+    size = tuple(block_mask.BLOCK_SIZE)
+    lists = (block_mask.kv_num_blocks, block_mask.full_kv_num_blocks)
+    if lists[1] is None:
+        raise ValueError("block_mask does not keep full blocks apart (separate_full_blocks=False); pass its mask_mod instead")
+    made = create_block_mask(block_mask.mask_mod, *block_mask.shape[:2], *block_mask.seq_lengths, device=lists[0].device, BLOCK_SIZE=size)
+    if made != block_mask:
+        raise ValueError(
+            "block_mask holds other lists than create_block_mask makes of its mask_mod, and the file makes them anew; pass mask_mod="
+        )
+    return block_mask.mask_mod, size

@@ -1,0 +1,104 @@
+"""Kernels to own: a call of cached_attention, as in decoding, as one file that needs torch and triton alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from flexpress import checks
+from flexpress.cache_checks import check_batch
+from flexpress.export import target_of
+from flexpress.exported_files import write
+
+from .codegen.device.cache import VERSION
+from .codegen.mod.bind import bind
+from .codegen.mod.tensors import read_captured
+from .codegen.run.exported_cached import CachedFile, ExportedCache
+
+
+def export_cached(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    kv_len: torch.Tensor,
+    *,
+    page_table: torch.Tensor | None = None,
+    cache_loc: torch.Tensor | None = None,
+    score_mod: Callable | None = None,
+    mask_mod: Callable | None = None,
+    scale: float | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    target: str | None = None,
+    path: str | Path | None = None,
+    layout: str = "file",
+    overwrite: bool = False,
+) -> str:
+    """The kernels of a call of cached_attention as the text of a Python file that needs torch and triton alone: `attention` of the queries
+    of some sequences, their last positions, to a cache, contiguous or in pages.
+
+        flexpress.export_cached(q, k_pages, v_pages, kv_len, page_table=pages, score_mod=alibi(slopes), path="paged_decode.py")
+
+    query, k_cache, v_cache, kv_len, page_table, cache_loc, k_scale, v_scale
+                as for cached_attention, with query (B, Hq, Q_LEN, D_QK); examples. Dtypes, head dims, the size of pages and Hq / Hkv are
+                the file's; the number of sequences, of heads, of pages, kv_len and strides are free, but head dims must be contiguous.
+                The tile is chosen for Q_LEN, which is free as well, unless it is 1 and there is no mask_mod: such a file is for single
+                queries
+    score_mod, mask_mod, scale, target, path, layout, overwrite
+                as for export. Mods see positions in a sequence; by default later keys are hidden
+
+    Returns the text. Raises ValueError, TypeError or NotImplementedError for arguments, ModError for a mod that cannot be traced,
+    FileExistsError for what is there already.
+    """
+    if not isinstance(query, torch.Tensor) or query.dim() != 4:
+        raise ValueError("export_cached takes query (B, Hq, Q_LEN, head_dim): queries of different numbers are not exported")
+    where, _ = check_batch("query", query, k_cache, v_cache, kv_len, page_table, cache_loc, None, None, None, k_scale, v_scale)
+    if query.shape[1] % k_cache.shape[2]:
+        raise ValueError(f"query has {query.shape[1]} heads, no multiple of the {k_cache.shape[2]} heads of k_cache")
+    if any(t.stride(3) != 1 for t in (query, k_cache, v_cache)):
+        raise ValueError("exported kernels read contiguous head dims; query, k_cache and v_cache need a stride of 1 in the last dimension")
+    if isinstance(scale, torch.Tensor):
+        raise TypeError("export_cached takes scale as a number; let the score_mod multiply by a tensor")
+    score, mask = _mods(score_mod, mask_mod, where.kv_lens, query.shape[2], query.device)
+    call = ExportedCache(
+        *(score, mask, where.kv_lens, query.dtype, None if k_cache.dtype == query.dtype else k_cache.dtype),
+        *(query.shape[3], v_cache.shape[3], query.shape[3] ** -0.5 if scale is None else checks.check_scale(scale, query.shape[3])),
+        target_of(target, query),
+        0 if page_table is None else k_cache.shape[1],
+        cache_loc is not None,
+        where.k_scales is not None,
+        query.shape[1] // k_cache.shape[2],
+        query.shape[2],
+        (tuple(query.shape), tuple(k_cache.shape), tuple(v_cache.shape), 0 if page_table is None else page_table.shape[1]),
+    )
+    text = CachedFile(call, VERSION).text
+    write(text, path, layout, overwrite)
+    return text
+
+
+def _mods(score_mod, mask_mod, kv_len: torch.Tensor, q_len: int, device: torch.device) -> tuple[tuple | None, tuple | None]:
+    """The bound mods of the numbers of queries."""
+    exported_query_length = q_len  # as Q_LEN says
+
+    def position(b, q_idx):
+        return q_idx + (kv_len[b] - exported_query_length)
+
+    def score(score, b, h, q_idx, kv_idx):
+        return score_mod(score, b, h, position(b, q_idx), kv_idx)
+
+    def mask(b, h, q_idx, kv_idx):
+        allowed = kv_idx <= position(b, q_idx) if mask_mod is None else mask_mod(b, h, position(b, q_idx), kv_idx)
+        return allowed & (kv_idx < kv_len[b])
+
+    masked = mask_mod is not None or q_len > 1  # one query sees all that there is
+    return _bound(score if score_mod else None, "score", device), _bound(mask if masked else None, "mask", device)
+
+
+def _bound(mod: Callable | None, kind: str, device: torch.device) -> tuple | None:
+    if mod is None:
+        return None
+    bound = bind(mod, kind)
+    read_captured(bound, device, f"{kind}_mod")
+    return bound

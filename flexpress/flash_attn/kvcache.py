@@ -1,0 +1,222 @@
+"""flash_attn's functions on caches: flash_attn_with_kvcache, and pages under packed queries."""
+
+from __future__ import annotations
+
+import torch
+
+from flexpress.cache_checks import check_no_gradients, check_plain, check_table, described
+from flexpress.cached import cached_attention
+from flexpress.checks import whole
+from flexpress.codegen.mod.tensors import check_surroundings, tracing
+from flexpress.flash_attn.meaning import Options, cache_mask_mod_of, read_options, same_place, score_mod_of
+from flexpress.in_graph import compilable
+from flexpress.kv_cache import update_cache
+from flexpress.varlen import check_cu_seqlens
+
+
+@compilable
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: torch.Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+):
+    """Attention of q (B, Sq, Hq, D) to a cache, after new keys and values were written behind those that it holds.
+
+    k_cache, v_cache   (N, S, Hkv, D), or with a block_table pages (N, page size, Hkv, D); changed if k is given
+    k, v               (B, S_new, Hkv, D): written from position cache_seqlens on
+    rotary_cos, rotary_sin   (positions, rotary_dim / 2), at least as many positions as a sequence has room: k is turned by those from
+                       cache_seqlens on, and q too; q all by that of cache_seqlens if neither causal nor window_size limits it. With k
+    cache_seqlens      int32 (B,) or a number: positions that the cache holds before the call. By default it is full
+    cache_batch_idx    int32 (B,): each sequence's entry of the cache, b by default; not with a block_table
+    cache_leftpad      int32 (B,): how many positions at the beginning of a sequence hold nothing
+    block_table        int32 (B, n): the pages of each sequence
+    rotary_interleaved pairs are dimensions 2j and 2j + 1; else j and j + rotary_dim / 2
+    num_splits         is not needed: how keys are split among programs follows from the sizes
+    return_softmax_lse also return lse (B, Hq, Sq), float32
+
+    softmax_scale, causal, window_size, softcap and alibi_slopes are described at the top of flash_attn_interface. Returns (B, Sq, Hq, D).
+
+    On a GPU the contents of cache_seqlens, cache_batch_idx and block_table are not looked at: nothing outside of the cache is read or
+    written whatever they hold. On the CPU they are checked before anything is written.
+
+    Raises ValueError or TypeError for arguments, and NotImplementedError where gradients are on and a tensor requires grad: there is no
+    backward pass. Source of signature and meaning: FlashAttention 2.8.
+    """
+    check_surroundings("flash_attn_with_kvcache")
+    k_cache, v_cache, where = _placed(q, k_cache, v_cache, k, v, cache_batch_idx, cache_leftpad, block_table)
+    options = read_options(0.0, causal, window_size, softcap, alibi_slopes, q, q.shape[0])
+    whole("num_splits", num_splits)
+    if torch.is_grad_enabled():
+        tensors = dict(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, alibi_slopes=alibi_slopes)
+        check_no_gradients("flash_attn_with_kvcache", "call it under torch.no_grad()", **tensors)
+    lengths, room = _lengths(cache_seqlens, q, k, k_cache, block_table)
+    rope = _rope(rotary_cos, rotary_sin, q, k, room)
+    _check_contents(lengths, 0 if k is None else k.shape[1], room, k_cache, cache_batch_idx, block_table)
+    if k is not None:
+        filled, limited = lengths + k.shape[1], (options.left, options.right) != (None, None)
+        q = _append(q, k, v, k_cache, v_cache, (lengths, filled), where, rope, rotary_interleaved, limited)
+        lengths = filled
+    out, lse = _attend(q.transpose(1, 2), k_cache, v_cache, lengths, options, cache_leftpad, q.shape[1] == 1, softmax_scale, **where)
+    out = out.transpose(1, 2)
+    return (out, lse) if return_softmax_lse else out
+
+
+def attend_pages(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, meaning: tuple, softmax_scale, block_table) -> tuple:
+    """out (total_q, Hq, D) and lse (Hq, total_q) of packed queries and the pages k and v; `meaning` as read_options takes it."""
+    check_plain("q", q, "(total_q, Hq, D)")
+    check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, "q", q)
+    for name, pages in (("k", k), ("v", v)):
+        check_plain(name, pages, "(pages, page size, Hkv, D)")
+    batch = cu_seqlens_q.shape[0] - 1
+    check_table("cu_seqlens_k", cu_seqlens_k, (batch + 1,), torch.int32, q.device)
+    check_table("block_table", block_table, (batch, None), torch.int32, q.device)
+    options = read_options(*meaning, q, batch)
+    longest = min(whole("max_seqlen_q", max_seqlen_q), q.shape[0])
+    if torch.is_grad_enabled():
+        tensors = dict(q=q, k=k, v=v, alibi_slopes=options.alibi_slopes)
+        check_no_gradients("flash_attn_varlen_func with a block_table", "leave it out to train, or use torch.no_grad()", **tensors)
+    lengths = cu_seqlens_k.diff()
+    _check_contents(lengths, 0, block_table.shape[1] * k.shape[1], k, None, block_table)
+    if q.device.type == "cpu" and not tracing() and int(cu_seqlens_q.diff().amax() if batch else 0) > longest:
+        raise ValueError(f"max_seqlen_q is {longest}, but a sequence has more queries: cu_seqlens_q is {cu_seqlens_q.tolist()}")
+    where = {"page_table": block_table, "cu_seqlens_q": cu_seqlens_q.to(torch.int32), "max_q_len": longest}
+    out, lse = _attend(q, k, v, lengths, options, None, longest == 1, softmax_scale, **where)
+    return out, lse.transpose(0, 1)
+
+
+def _attend(query, k_cache, v_cache, lengths, options: Options, leftpad, one_query: bool, softmax_scale, **where) -> tuple:
+    """cached_attention of queries that are the last positions of their sequences; `one_query`: no sequence has more."""
+    return cached_attention(
+        *(query, k_cache, v_cache, lengths),
+        **where,
+        score_mod=score_mod_of(options, same_place, one_query),
+        mask_mod=cache_mask_mod_of(options, leftpad, one_query),
+        scale=softmax_scale,
+        return_lse=True,
+        check=False,  # done
+    )
+
+
+def _placed(q, k_cache, v_cache, k, v, cache_batch_idx, cache_leftpad, block_table) -> tuple[torch.Tensor, torch.Tensor, dict]:
+    """k_cache and v_cache with the entries that are used, and what says where sequences are, as cached_attention takes it."""
+    layouts = ("q", q, "(B, Sq, Hq, D)"), ("k_cache", k_cache, "(N, S, Hkv, D)"), ("v_cache", v_cache, "(N, S, Hkv, D)")
+    for name, tensor, layout in layouts:
+        check_plain(name, tensor, layout)
+    if (k is None) != (v is None):
+        raise ValueError(f"k and v go together, got {'k' if v is None else 'v'} alone")
+    B = q.shape[0]
+    if k is not None:
+        for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
+            check_plain(name, new, "(B, S_new, Hkv, D)")
+            if new.shape[0] != B or new.shape[1] != k.shape[1] or new.shape[2:] != cache.shape[2:] or new.dtype != q.dtype:
+                wanted = (B, k.shape[1], *cache.shape[2:])
+                raise ValueError(f"{name} must be {q.dtype} {wanted}, for q {tuple(q.shape)} and its cache, got {described(new)}")
+    if cache_batch_idx is not None and block_table is not None:
+        raise ValueError("cache_batch_idx and block_table exclude each other: a block table says where a sequence is")
+    tables = ("cache_batch_idx", cache_batch_idx, (B,)), ("cache_leftpad", cache_leftpad, (B,)), ("block_table", block_table, (B, None))
+    for name, table, shape in tables:
+        if table is not None:
+            check_table(name, table, shape, torch.int32, q.device)
+    if cache_batch_idx is None and block_table is None:
+        if k_cache.shape[0] < B:
+            raise ValueError(f"k_cache {tuple(k_cache.shape)} has too few entries for q {tuple(q.shape)}; one for each sequence")
+        k_cache, v_cache = k_cache[:B], v_cache[:B]
+    return k_cache, v_cache, {"cache_loc": cache_batch_idx, "page_table": block_table}
+
+
+def _lengths(cache_seqlens, q, k, k_cache, block_table) -> tuple[torch.Tensor, int]:
+    """int32 (B,): positions that the cache holds before the call; and for how many there is room."""
+    B, room = q.shape[0], k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    if cache_seqlens is None:
+        if k is not None:
+            raise ValueError("cache_seqlens says where k and v are to be written; pass it with them")
+        cache_seqlens = room
+    if isinstance(cache_seqlens, torch.Tensor):
+        check_table("cache_seqlens", cache_seqlens, (B,), torch.int32, q.device)
+        return cache_seqlens, room
+    return torch.full((B,), whole("cache_seqlens", cache_seqlens), dtype=torch.int32, device=q.device), room
+
+
+def _rope(cos, sin, q, k, room: int) -> torch.Tensor | None:
+    """The table that update_cache takes."""
+    if cos is None and sin is None:
+        return None
+    for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
+        check_plain(name, table, "(positions, rotary_dim / 2)")
+        if not table.is_floating_point() or table.device != q.device or table.shape != cos.shape:
+            raise ValueError(f"{name} must be floating-point, on {q.device} and as large as the other table, got {described(table)}")
+    if k is None:
+        raise ValueError("rotary_cos and rotary_sin are for new keys; pass k and v, or turn q before the call")
+    if not 1 <= cos.shape[1] <= q.shape[-1] // 2:
+        raise ValueError(f"rotary_cos {tuple(cos.shape)} is for {2 * cos.shape[1]} dimensions, but q {tuple(q.shape)} has {q.shape[-1]}")
+    if cos.shape[0] < room:
+        raise ValueError(f"rotary_cos {tuple(cos.shape)} has {cos.shape[0]} positions; a sequence in the cache may have {room}")
+    return torch.stack((cos, sin), dim=-1).float()
+
+
+def _append(q, k, v, k_cache, v_cache, lengths: tuple, where: dict, rope, interleaved: bool, limited: bool) -> torch.Tensor:
+    """Write k and v to the cache, and return q, turned if there is a rope: each query by its own position, or where all see all
+    (not `limited`) by that of the first. `lengths` before and after."""
+    before, after = lengths
+    together = rope is not None and q.shape[1] == k.shape[1] and (limited or q.shape[1] == 1)
+    turned = update_cache(
+        *(k.transpose(1, 2), v.transpose(1, 2), k_cache, v_cache, after),
+        **where,
+        query=q.transpose(1, 2) if together else None,
+        rope=rope,
+        interleaved=bool(interleaved),
+        check=False,
+    )
+    if rope is None:
+        return q
+    if together:
+        return turned.transpose(1, 2)
+    steps = torch.arange(q.shape[1], dtype=torch.int32, device=q.device)
+    return _turned(q, rope, before[:, None] + (steps if limited else torch.zeros_like(steps)), interleaved)
+
+
+def _turned(q: torch.Tensor, rope: torch.Tensor, positions: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """q (B, Sq, H, D), its first dimensions turned by the angles of positions (B, Sq)."""
+    cos, sin = rope[positions.clamp(0, rope.shape[0] - 1)].unsqueeze(2).unbind(-1)
+    half = rope.shape[1]
+    part, rest = q[..., : 2 * half].float(), q[..., 2 * half :]
+    first, second = part.unflatten(-1, (half, 2)).unbind(-1) if interleaved else part.split(half, -1)
+    pairs = first * cos - second * sin, second * cos + first * sin
+    turned = torch.stack(pairs, -1).flatten(-2) if interleaved else torch.cat(pairs, -1)
+    return torch.cat((turned.to(q.dtype), rest), -1)
+
+
+def _check_contents(lengths, new: int, room: int, cache, cache_batch_idx, block_table) -> None:
+    """On the CPU: are all positions, entries and pages in the cache? Queries may be more than keys."""
+    if cache.device.type != "cpu" or tracing():
+        return
+    entries, counts = cache.shape[0], lengths.tolist()
+    for b, n in enumerate(counts):
+        if n < 0 or n + new > room:
+            raise ValueError(f"sequence {b} has {n} positions in the cache and {new} new ones; there is room for {room}")
+    if cache_batch_idx is not None:
+        _check_range("cache_batch_idx", cache_batch_idx.tolist(), "entries", entries)
+    if block_table is not None:
+        for b, (n, pages) in enumerate(zip(counts, block_table.tolist(), strict=True)):
+            _check_range(f"block_table[{b}]", pages[: -(-(n + new) // cache.shape[1])], "pages", entries)
+
+
+def _check_range(name: str, found: list[int], what: str, count: int) -> None:
+    if found and not 0 <= min(found) <= max(found) < count:
+        raise ValueError(f"{name} names {what} from {min(found)} to {max(found)}; the cache has {what} 0 to {count - 1}")

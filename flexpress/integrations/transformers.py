@@ -1,0 +1,284 @@
+"""Hugging Face transformers: `attn_implementation="flexpress"`.
+
+    import flexpress.integrations.transformers
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="flexpress")
+
+Two functions are registered, with the arguments that transformers 5 gives them. The mask function runs once for each kind of mask in a
+forward pass, and the attention function once a layer. docs/transformers.md lists what they take and what they refuse.
+
+No mask of S x S is made. What the mask function returns depends on what the mask needs to know:
+
+None                        nothing is hidden, or the mask is plainly causal: the attention function knows which
+Mask without a block mask   a mask that reads no tensors, such as a sliding window. The kernels' block lists of these are kept
+Mask with a block mask      one that reads tensors (padding, packed sequences, the length of a static cache): lists made once for all layers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.nn.attention import flex_attention as torchs
+
+from flexpress.attention import flex_attention
+from flexpress.block_mask import DEFAULT_BLOCK_SIZE, BlockMask
+from flexpress.mask_creation import create_block_mask
+from flexpress.mods import causal
+
+from ..codegen.mod.bind import bind
+
+NAME = "flexpress"
+OLDEST = 5  # transformers' first version with these interfaces
+
+
+def register() -> None:
+    """Make `attn_implementation="flexpress"` known to transformers. Importing this module has done so.
+
+    Raises ImportError where transformers is missing or older than 5.
+    """
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, mask)
+
+
+def _interfaces() -> tuple:
+    """transformers' two registries, its logging, and its test for tensors without values."""
+    remedy = f"flexpress.integrations.transformers needs transformers {OLDEST} or newer; install transformers>={OLDEST}"
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(f"{remedy} ({error})", name="transformers") from error
+    if int(transformers.__version__.split(".")[0]) < OLDEST:
+        raise ImportError(f"{remedy}. This is {transformers.__version__}", name="transformers")
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.utils import logging
+    from transformers.utils.import_utils import is_tracing
+
+    return AttentionInterface, AttentionMaskInterface, logging.get_logger(__name__), is_tracing
+
+
+AttentionInterface, AttentionMaskInterface, _logger, _is_tracing = _interfaces()
+
+
+class Mask(torchs.BlockMask):
+    """A mask (B, H, Q_LEN, KV_LEN): its mask_mod, and a BlockMask of it or None. transformers takes torch's BlockMasks for masks that were
+    made before, so it is an instance of these; no code of torch's runs."""
+
+    def __init__(self, shape: tuple[int, int, int, int], mask_mod: Callable, block_mask: BlockMask | None) -> None:
+        self._shape, self.mask_mod, self.block_mask = shape, mask_mod, block_mask
+
+    shape = property(lambda self: self._shape)
+    ndim = property(lambda self: len(self._shape))
+
+    def contiguous(self) -> Mask:
+        """Itself: `generate` asks for that as if it were a tensor."""
+        return self
+
+    def __repr__(self) -> str:
+        return f"Mask(shape={self._shape}, block_mask={self.block_mask!r})"
+
+
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable | None = None,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    device: torch.device | str = "cpu",
+    **_,
+) -> Mask | None:
+    """The mask of a forward pass, for the attention function below. transformers calls this.
+
+    q_offset, kv_offset    the positions of the first query and of the first key; q_offset of a static cache is a tensor
+    mask_function          mask_function(b, h, q_idx, kv_idx) -> bool on positions; causal by default
+    attention_mask         (batch_size, positions so far), bool: False where a key is padding
+    local_size             the window's size, or the chunk's, if mask_function has one
+    allow_is_..._skip      None may be returned for a mask that is only causal, or hides nothing
+
+    In eager mode the host reads whether anything is padding, as for other implementations, and waits for that; not while torch
+    compiles and not in the capture of a CUDA graph.
+    """
+    if mask_function is None:
+        mask_function = causal
+    is_local = local_size is not None and kv_length >= local_size
+    padding = _padding(attention_mask, kv_length + kv_offset, hides_the_rest=allow_is_causal_skip and not is_local)
+    if padding is None and not is_local and not isinstance(q_offset, torch.Tensor):
+        starts_at_its_keys = q_length == 1 or q_length == kv_length or q_offset == 0
+        if allow_is_bidirectional_skip or (allow_is_causal_skip and starts_at_its_keys):
+            return None
+    if isinstance(q_offset, torch.Tensor):
+        q_offset = q_offset.clone()  # the cache adds to its own in place, before the kernels read this
+    mask_mod = _mask_mod(mask_function, q_offset, kv_offset, None if padding is None else padding.expand(batch_size, -1))
+    block_mask = None
+    if torch.compiler.is_compiling() or bind(mask_mod, "mask")[0].tensors:
+        columns = -(-kv_length // DEFAULT_BLOCK_SIZE)  # as many as there are: nobody waits for the densest row
+        block_mask = create_block_mask(mask_mod, batch_size, None, q_length, kv_length, device, capacity=columns)
+    return Mask((batch_size, 1, q_length, kv_length), mask_mod, block_mask)
+
+
+def _padding(attention_mask: torch.Tensor | None, length: int, hides_the_rest: bool) -> torch.Tensor | None:
+    """The attention_mask, False after its end; None if no key is padding and what comes after its end is none, or hidden in any case."""
+    if attention_mask is None:
+        return None
+    missing = length - attention_mask.shape[-1]
+    if (missing <= 0 or hides_the_rest) and not _without_values(attention_mask) and bool(attention_mask.all()):
+        return None
+    return torch.nn.functional.pad(attention_mask, (0, missing)) if missing > 0 else attention_mask
+
+
+def _without_values(tensor: torch.Tensor) -> bool:
+    return _is_tracing(tensor) or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _mask_mod(mask_function: Callable, q_offset: int | torch.Tensor, kv_offset: int, padding: torch.Tensor | None) -> Callable:
+    """The mask_mod on indices of a function of positions."""
+
+    def attended(b, h, q_idx, kv_idx):
+        return mask_function(b, h, q_idx + q_offset, kv_idx + kv_offset)
+
+    def attended_and_not_padding(b, h, q_idx, kv_idx):
+        return attended(b, h, q_idx, kv_idx) & padding[b, kv_idx + kv_offset]
+
+    if padding is not None:
+        return attended_and_not_padding
+    return mask_function if isinstance(q_offset, int) and q_offset == kv_offset == 0 else attended
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | torchs.BlockMask | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    kernel_options: dict | None = None,
+    output_attentions: bool = False,
+    cache=None,
+    **_,
+) -> tuple[torch.Tensor, None]:
+    """Attention of one layer. transformers calls this.
+
+    query, key, value   (B, Hq, Q_LEN, D), (B, Hkv, KV_LEN, D), (B, Hkv, KV_LEN, Dv)
+    attention_mask      what `mask` returned, a BlockMask, or a tensor that broadcasts to (B, Hq, Q_LEN, KV_LEN or more): bool, True where a
+                        key is seen, or floating, added to the scores
+    is_causal           without a mask: does query i see keys 0 to i? By default what the module says
+    softcap             scores become softcap * tanh(score / softcap), before anything is added
+    s_aux               (Hq,): attention sinks, the score of a key without a value
+    position_bias       broadcasts to (B, Hq, Q_LEN, KV_LEN or more), added to the scores; may be learned
+    kernel_options      as for flex_attention; model(..., kernel_options=...) passes them on
+
+    Returns the output (B, Q_LEN, Hq, Dv), and None for the weights, which are never in memory. Raises ValueError for dropout in training
+    and for masks that do not fit, NotImplementedError for a paged cache of transformers.
+    """
+    _check(module, dropout, output_attentions, cache)
+    shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    score_terms, block_mask, mask_mod = [], None, None
+    if position_bias is not None:
+        score_terms.append(_checked("position_bias", position_bias, shape))
+    if attention_mask is None:
+        if is_causal is None:
+            is_causal = getattr(module, "is_causal", True)
+        if shape[2] > 1 and is_causal:
+            mask_mod = causal
+    elif isinstance(attention_mask, torch.Tensor):
+        if _checked("attention_mask", attention_mask, shape).dtype == torch.bool:
+            mask_mod = _dense_mask(attention_mask)
+        else:
+            score_terms.append(attention_mask)
+    elif isinstance(attention_mask, Mask):
+        block_mask = attention_mask.block_mask
+        mask_mod = attention_mask.mask_mod if block_mask is None else None
+    else:
+        block_mask = attention_mask
+    found = flex_attention(
+        query,
+        key,
+        value,
+        _score_mod(softcap, score_terms),
+        block_mask,
+        scaling,
+        enable_gqa=True,
+        return_lse=s_aux is not None,
+        kernel_options=kernel_options,
+        mask_mod=mask_mod,
+    )
+    out = found if s_aux is None else _with_sinks(*found, s_aux)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _check(module: torch.nn.Module, dropout: float, output_attentions: bool, cache) -> None:
+    if dropout:
+        raise ValueError(
+            f'attn_implementation="flexpress" has no dropout yet, and {type(module).__name__} asks for {dropout} in training: set '
+            "attention_dropout (attention_probs_dropout_prob, attn_pdrop, dropout_rate, as the model calls it) to 0 in its config"
+        )
+    if cache is not None:
+        raise NotImplementedError(
+            'attn_implementation="flexpress" does not read the paged cache of generate_batch; use generate, or flexpress.cached_attention'
+        )
+    if output_attentions:
+        _logger.warning_once('attn_implementation="flexpress" has no attention weights to output; load the model with "eager" to see them')
+
+
+def _checked(name: str, tensor: torch.Tensor, shape: tuple[int, int, int, int]) -> torch.Tensor:
+    """`tensor`, if it broadcasts to scores of `shape`; it may reach further than the keys do, as masks for static caches do."""
+    fits = tensor.dim() == 4 and all(have == 1 or have == want for have, want in zip(tensor.shape[:3], shape[:3], strict=True))
+    if not fits or (tensor.shape[3] != 1 and tensor.shape[3] < shape[3]):
+        raise ValueError(f"{name} of shape {tuple(tensor.shape)} does not broadcast to the scores (B, H, Q_LEN, KV_LEN) = {shape}")
+    if not tensor.dtype.is_floating_point and (tensor.dtype != torch.bool or name == "position_bias"):
+        raise TypeError(f"{name} has dtype {tensor.dtype}; it must be floating" + " or bool" * (name == "attention_mask"))
+    return tensor
+
+
+def _element(tensor: torch.Tensor) -> Callable:
+    """element(b, h, q_idx, kv_idx) of a tensor of 4 dimensions, which broadcasts those of extent 1."""
+    varies = tuple(extent != 1 for extent in tensor.shape)
+    tensor = tensor.squeeze()
+
+    def element(b, h, q_idx, kv_idx):
+        return tensor[tuple(index for index, used in zip((b, h, q_idx, kv_idx), varies, strict=True) if used)]
+
+    return element
+
+
+def _dense_mask(tensor: torch.Tensor) -> Callable:
+    element = _element(tensor)
+
+    def dense_mask(b, h, q_idx, kv_idx):
+        return element(b, h, q_idx, kv_idx)
+
+    return dense_mask
+
+
+def _score_mod(softcap: float | None, terms: list[torch.Tensor]) -> Callable | None:
+    """The score_mod that caps a score and adds terms to it, or None."""
+    if softcap is None and not terms:
+        return None
+    elements = [_element(term) for term in terms]
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        if softcap is not None:
+            score = softcap * torch.tanh(score / softcap)
+        for element in elements:
+            score = score + element(b, h, q_idx, kv_idx)
+        return score
+
+    return score_mod
+
+
+def _with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """out where the softmax's denominator, of which lse is the logarithm, has exp(sink) in it too: a sink takes weight and has no value."""
+    kept = torch.sigmoid(lse - sinks.float().view(1, -1, 1))
+    return (out * kept.unsqueeze(-1)).to(out.dtype)
+
+
+register()

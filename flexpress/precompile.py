@@ -1,0 +1,116 @@
+"""Compiling ahead of the first call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from flexpress.call import bound
+from flexpress.varlen import packed_call
+
+from .codegen.compiling import runs_uncompiled
+from .codegen.device.kernel import loaded
+from .codegen.mod.tensors import check_values
+from .codegen.run import backward as backward_pass
+from .codegen.run import forward as forward_pass
+from .codegen.run.captured import apart
+
+
+class Precompiled(NamedTuple):
+    """A kernel that was compiled (for the interpreter: loaded), its printed file, and how long that took."""
+
+    path: Path
+    seconds: float
+
+
+@runs_uncompiled
+def precompile(
+    query: torch.Tensor | Sequence[int],
+    key: torch.Tensor | Sequence[int],
+    value: torch.Tensor | Sequence[int],
+    score_mod: Callable | None = None,
+    block_mask=None,
+    scale: float | torch.Tensor | None = None,
+    enable_gqa: bool = False,
+    kernel_options: dict | None = None,
+    *,
+    mask_mod: Callable | None = None,
+    backward: bool = False,
+    max_scores: bool = False,
+    deterministic: bool = False,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> list[Precompiled]:
+    """Compile the kernels of a call of flex_attention or varlen_attention, without computing attention. When it returns they are ready,
+    here and on disk.
+
+        shape = (8, 16, 4096, 64)
+        precompile(shape, shape, shape, alibi(slopes), mask_mod=causal, dtype=torch.bfloat16, backward=True)
+
+    query, key, value   tensors: on the call's device, which are not written, or on "meta"; or shapes (B, H, S, D), which need dtype=
+    device              for shapes and meta tensors; by default that of block_mask or cu_seqlens_q, else "cuda" if there is a GPU, or "cpu"
+    backward            as for tensors that want gradients: the forward kernel that keeps what a backward pass needs, and that pass, for
+                        captured tensors with requires_grad, too. Without it: the kernel of a call without gradients
+    max_scores          as for return_aux=AuxRequest(max_scores=True)
+    cu_seqlens_q, cu_seqlens_k   tensors on the device: the call is one of varlen_attention, with shapes (total, H, D)
+
+    The others are those of flex_attention. Memory for the call's tensors is taken from the device while this runs, and the small kernels
+    that make block lists are run. Another length, batch size or window needs nothing more, but where docs/what_works.md says that kinds of
+    calls have kernels of their own.
+
+    Returns what this process has compiled meanwhile: nothing, if all was there. Compilation is serial: of kernels that threads compile at
+    once, only the assembler of one runs beside the passes of another. Any thread may call this.
+
+    Raises what flex_attention raises.
+    """
+    device = _device_of(query, block_mask, cu_seqlens_q, device)
+    tensors = [_real(name, t, dtype, device) for name, t in (("query", query), ("key", key), ("value", value))]
+    check_values("precompile", query=tensors[0], key=tensors[1], value=tensors[2])
+    before = {id(kernel): len(kernel.compiled) for kernel in loaded()}
+    with torch.set_grad_enabled(backward):
+        if cu_seqlens_q is None:
+            call = bound(*tensors, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod)
+        elif block_mask is not None:
+            raise ValueError("varlen_attention takes no block_mask: pass mask_mod, or leave cu_seqlens_q out")
+        else:
+            call = packed_call(*tensors, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options)
+    with torch.no_grad():
+        if backward and call.score:
+            graph, values = call.score
+            call = call._replace(score=(graph, [*map(apart, call.captured), *values[len(graph.tensors) :]]))
+        found = forward_pass.prepare(call, output_max=max_scores, output_rows=backward)
+        if backward and found is not None:
+            wanted = frozenset(i for i, t in enumerate(call.captured) if t.requires_grad)
+            deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+            backward_pass.prepare(call, *found, wanted=wanted, deterministic=deterministic)
+    return [Precompiled(kernel.path, seconds) for kernel in loaded() for seconds in kernel.compiled[before.get(id(kernel), 0) :]]
+
+
+def _device_of(query, block_mask, cu_seqlens_q, device) -> torch.device:
+    if isinstance(query, torch.Tensor) and not query.is_meta:
+        if device is not None and torch.device(device).type != query.device.type:
+            raise ValueError(f"query is on {query.device}, but device is {device}; leave device out, or pass query.to('meta')")
+        return query.device
+    if device is None:
+        tables = block_mask.kv_num_blocks if block_mask is not None else cu_seqlens_q
+        device = tables.device if tables is not None else "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type == "meta":
+        raise ValueError("device is 'meta', for which nothing can be compiled: pass the device of the later calls")
+    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
+
+
+def _real(name: str, given, dtype: torch.dtype | None, device: torch.device) -> torch.Tensor:
+    """A tensor with memory, of which a kernel depends on what it does of the given one."""
+    if isinstance(given, torch.Tensor):
+        return torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device=device) if given.is_meta else given
+    if not isinstance(given, Sequence) or not all(isinstance(n, int) for n in given):
+        raise TypeError(f"{name} must be a torch.Tensor or a shape (batch, heads, length, head_dim), got {given!r}")
+    if dtype is None:
+        raise TypeError(f"{name} is a shape, so dtype is needed: pass dtype=torch.bfloat16, for example")
+    return torch.empty(tuple(given), dtype=dtype, device=device)

@@ -1,0 +1,46 @@
+"""Exported files in a process that cannot import flexpress."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+WITHOUT = """
+import sys, importlib.abc
+class Gone(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("flexpress", "jinja2"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Gone())
+try:
+    import flexpress
+except ModuleNotFoundError:
+    pass
+else:
+    raise SystemExit("flexpress is there")
+import runpy
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def run_alone(path: Path, **environment: str) -> str:
+    """What the file's demo prints in a process of its own, where flexpress and jinja2 cannot be imported."""
+    known = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRITON_INTERPRET")}
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", WITHOUT, str(path)],
+        capture_output=True, text=True, env={**known, **environment}, cwd=path.parent, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def load(path: Path, name: str = "exported"):
+    """The file as a module of this process."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,330 @@
+"""flash_attn_with_kvcache, and packed queries on pages, against dense float64 attention: what is written, turned, hidden and returned."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from flexpress import cache_info, cached_attention
+from flexpress.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+from support.caches import turned
+from support.dense import relative_error
+from support.devices import DEVICES, for_any
+from support.flash_attn import Meaning, sequence_attention, slopes_at
+
+FLOORS = {torch.float32: 4e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+@pytest.fixture(autouse=True)
+def poison():
+    """Memory that nobody writes is NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@dataclass(kw_only=True)
+class Problem:
+    """`lengths` positions of each sequence are in the cache, and `new` ones come (-1: none are given).
+
+    place      "own": sequence b has entry b; "spare": of more entries; "index": one of another number; or the page size
+    rope_dim   0: nothing turns
+    number     the lengths are all the first, given as a number
+    """
+
+    dtype: torch.dtype
+    lengths: list[int]
+    queries: int
+    new: int
+    Hkv: int
+    group: int
+    D: int
+    place: str | int
+    rope_dim: int
+    interleaved: bool
+    leftpad: bool
+    number: bool
+    meaning: Meaning
+    seed: int
+
+
+@st.composite
+def problems(draw, device):
+    tiny = device == "cpu"
+    size = st.sampled_from([-1, 0, 1, 3, 30] if tiny else [-1, 0, 1, 17, 200, 4000])
+    new = draw(st.sampled_from([-1, 0, 1, 3] if tiny else [-1, 0, 1, 3, 70]))
+    queries = draw(st.one_of(st.just(max(new, 1)), st.sampled_from([1, 2, 5] if tiny else [1, 4, 17, 130])))
+    return Problem(
+        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16] if tiny else [torch.float16, torch.bfloat16])),
+        lengths=draw(st.lists(st.sampled_from([0, 1, 4, 15, 20] if tiny else [0, 1, 4, 255, 900, 2500]), min_size=1, max_size=3)),
+        queries=queries,
+        new=new,
+        Hkv=draw(st.sampled_from([1, 2])),
+        group=draw(st.sampled_from([1, 2, 4])),
+        D=draw(st.sampled_from([16, 24] if tiny else [64, 96, 128])),
+        place=draw(st.sampled_from(["own", "spare", "index", 4, 16] if tiny else ["own", "spare", "index", 64, 256])),
+        rope_dim=draw(st.sampled_from([0, 0, 8, 16])) if new >= 0 else 0,
+        interleaved=draw(st.booleans()),
+        leftpad=draw(st.booleans()),
+        number=draw(st.booleans()),
+        meaning=Meaning(
+            causal=draw(st.booleans()),
+            window=draw(st.one_of(st.just((-1, -1)), st.tuples(size, size))),
+            softcap=draw(st.sampled_from([0.0, 0.0, 2.0])),
+            slopes=draw(st.sampled_from([0, 1, 2])),
+            scale=draw(st.sampled_from([None, None, 0.3])),
+        ),
+        seed=draw(st.integers(0, 99)),
+    )
+
+
+def make(p: Problem, device: str) -> tuple[dict, list[list[tuple[int, int]]]]:
+    """The call's arguments, and where each sequence's positions are: (entry, row) of the cache."""
+    g = torch.Generator().manual_seed(p.seed)
+
+    def random(*shape):
+        return torch.randn(shape, generator=g).to(device, p.dtype)
+
+    B, room = len(p.lengths), max(p.lengths) + max(p.new, 0) + 3
+    int32 = dict(dtype=torch.int32, device=device)
+    arguments = p.meaning.arguments(p.meaning.slopes_of(B, p.Hkv * p.group, device, g))
+    arguments["cache_seqlens"] = p.lengths[0] if p.number else torch.tensor(p.lengths, **int32)
+    if isinstance(p.place, int):
+        pages = -(-room // p.place)
+        table = torch.randperm(B * pages + 2, generator=g)[: B * pages].reshape(B, pages)
+        arguments["block_table"] = table.to(**int32)
+        entries, size, room = B * pages + 2, p.place, pages * p.place
+        places = [[(int(table[b, i // size]), i % size) for i in range(room)] for b in range(B)]
+    else:
+        where = torch.randperm(B + 2, generator=g)[:B] if p.place == "index" else torch.arange(B)
+        entries, size = B + 2 * (p.place != "own"), room
+        places = [[(int(where[b]), i) for i in range(room)] for b in range(B)]
+        if p.place == "index":
+            arguments["cache_batch_idx"] = where.to(**int32)
+    arguments |= {"q": random(B, p.queries, p.Hkv * p.group, p.D)}
+    arguments |= {name: random(entries, size, p.Hkv, p.D) for name in ("k_cache", "v_cache")}
+    if p.new >= 0:
+        arguments |= {name: random(B, p.new, p.Hkv, p.D) for name in ("k", "v")}
+    if p.rope_dim:
+        angles = torch.rand(room, p.rope_dim // 2, generator=g) * 6
+        arguments |= {"rotary_cos": angles.cos().to(device, p.dtype), "rotary_sin": angles.sin().to(device, p.dtype)}
+        arguments["rotary_interleaved"] = p.interleaved
+    if p.leftpad:
+        arguments["cache_leftpad"] = torch.tensor([min(n, 1 + b) for b, n in enumerate(p.lengths)], **int32)
+        if p.number:
+            arguments["cache_leftpad"].clamp_(max=p.lengths[0])
+    return arguments, places
+
+
+def turn(p: Problem, arguments: dict, x, position: int):
+    """x (H, D) turned by the angles of a position, as it is written: in the call's dtype."""
+    if not p.rope_dim:
+        return x
+    table = torch.stack((arguments["rotary_cos"], arguments["rotary_sin"]), -1)
+    return turned(x, position, table, p.interleaved)
+
+
+def check(p: Problem, device: str) -> None:
+    arguments, places = make(p, device)
+    caches = [arguments[name].clone() for name in ("k_cache", "v_cache")]
+    out, lse = flash_attn_with_kvcache(**arguments, return_softmax_lse=True)
+    q, new = arguments["q"], max(p.new, 0)
+    assert out.shape == q.shape and out.dtype == q.dtype and lse.shape == (*q.shape[:1], q.shape[2], q.shape[1])
+    expected = [c.double() for c in caches]
+    limited = p.meaning.causal or p.meaning.window != (-1, -1)
+    lengths = [p.lengths[0]] * len(p.lengths) if p.number else p.lengths
+    for b, n in enumerate(lengths):
+        for i in range(new):
+            entry, row = places[b][n + i]
+            expected[0][entry, row] = turn(p, arguments, arguments["k"][b, i], n + i)
+            expected[1][entry, row] = arguments["v"][b, i]
+    eps = torch.finfo(p.dtype).eps
+    for name, want in zip(("k_cache", "v_cache"), expected, strict=True):
+        assert ((arguments[name].double() - want).abs() <= 4 * eps * (1 + want.abs())).all(), name
+    for b, n in enumerate(lengths):
+        rows = tuple(zip(*places[b][: n + new], strict=True)) if n + new else ([], [])
+        k, v = (cache[list(rows[0]), list(rows[1])] for cache in (arguments["k_cache"], arguments["v_cache"]))
+        turned_q = torch.stack([turn(p, arguments, q[b, i], n + i * limited) for i in range(p.queries)])
+        slopes = slopes_at(arguments["alibi_slopes"], b)
+        leftpad = int(arguments["cache_leftpad"][b]) if p.leftpad else 0
+        exact, exact_lse = sequence_attention(turned_q, k, v, p.meaning, slopes, leftpad)
+        plain, _ = sequence_attention(turned_q.to(p.dtype), k, v, p.meaning, slopes, leftpad, precision=p.dtype)
+        assert relative_error(out[b], exact) <= max(2 * relative_error(plain, exact), FLOORS[p.dtype])
+        assert torch.equal(lse[b] == -math.inf, exact_lse == -math.inf)
+        tolerance = 1e-5 if p.dtype == torch.float32 else 5e-2
+        torch.testing.assert_close(lse[b].double(), exact_lse, rtol=tolerance, atol=tolerance)
+
+
+@for_any(problems, cpu=60, cuda=200)
+def test_any_problem(p, device):
+    check(p, device)
+
+
+COMMON = dict(
+    dtype=torch.float32, lengths=[4, 0, 9], queries=3, new=3, Hkv=1, group=2, D=16, place="own", rope_dim=0, interleaved=True,
+    leftpad=False, number=False, meaning=Meaning(causal=True), seed=5,
+)  # fmt: skip
+CORNERS = {
+    "append": {},
+    "more queries than keys": dict(queries=6, lengths=[4, 0, 1], new=-1),
+    "more queries than keys, in pages": dict(queries=6, lengths=[4, 0, 1], new=1, place=4),
+    "a number for all": dict(number=True, place="spare"),
+    "entries": dict(place="index", leftpad=True),
+    "pages and left padding": dict(place=4, leftpad=True, meaning=Meaning(window=(2, -1))),
+    "all queries at one position": dict(rope_dim=8, meaning=Meaning()),
+    "each query at its own": dict(rope_dim=8, interleaved=False, meaning=Meaning(window=(-1, 1))),
+    "fewer queries than new keys": dict(rope_dim=16, queries=2, leftpad=True),
+    "more queries than new keys": dict(rope_dim=16, queries=2, new=1),
+    "one query": dict(queries=1, new=1, rope_dim=16, meaning=Meaning(window=(3, 0), slopes=2)),
+    "no new keys": dict(new=0, rope_dim=8),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", CORNERS)
+def test_corners(name, device):
+    check(Problem(**{**COMMON, **CORNERS[name]}), device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_cache_without_lengths_is_full(device):
+    q, *caches = (torch.randn(2, n, 2, 16, device=device) for n in (3, 8, 8))
+    full = torch.full((2,), 8, dtype=torch.int32, device=device)
+    assert torch.equal(flash_attn_with_kvcache(q, *caches), flash_attn_with_kvcache(q, *caches, cache_seqlens=full))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("place", ["own", 16])
+def test_one_query_takes_the_kernel_of_a_plain_decoding_step(place, device):
+    """No mask and no block lists, causal or not; with another length nothing is compiled."""
+    lengths = [20, 7, 33]
+    for causal in (False, True):
+        p = Problem(**{**COMMON, "lengths": lengths, "queries": 1, "new": -1, "place": place, "meaning": Meaning(causal=causal)})
+        arguments, _ = make(p, device)
+        q, caches = arguments["q"].transpose(1, 2), (arguments["k_cache"], arguments["v_cache"])
+        want = cached_attention(q, *caches, arguments["cache_seqlens"], page_table=arguments.get("block_table"))
+        before = cache_info()
+        assert torch.equal(flash_attn_with_kvcache(**arguments), want.transpose(1, 2))
+        arguments["cache_seqlens"] = arguments["cache_seqlens"] + 1
+        flash_attn_with_kvcache(**arguments)
+        after = cache_info()
+        assert (after.traces, after.prints, after.compiles) == (before.traces, before.prints, before.compiles)
+        assert after.hits == before.hits + 2  # a mask's block lists would be another kernel
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_other_windows_slopes_lengths_and_padding_compile_nothing(device):
+    def made_by(lengths, window, softcap, seed):
+        before = cache_info()
+        meaning = Meaning(window=window, softcap=softcap, slopes=2)
+        p = Problem(**{**COMMON, "lengths": lengths, "rope_dim": 8, "place": 4, "leftpad": True, "meaning": meaning, "seed": seed})
+        flash_attn_with_kvcache(**make(p, device)[0])
+        after = cache_info()
+        return after.traces - before.traces, after.prints - before.prints, after.compiles - before.compiles
+
+    made_by([4, 0, 9], (3, 1), 2.0, 0)
+    assert made_by([14, 3, 1], (7, 0), 5.0, 1) == (0, 0, 0)
+    assert made_by([2, 21, 30], (0, 9), 7.0, 2) == (0, 0, 0)
+
+
+PACKED = {  # (queries, keys) of each sequence, the page size, the head dim and the dtype; long ones have another kernel on Hopper
+    "cpu": [([3, 0, 5, 1, 2], [9, 4, 2, 13, 0], 4, 16, torch.float32)],
+    "cuda": [
+        ([3, 0, 5, 1, 2], [9, 4, 2, 13, 0], 4, 64, torch.bfloat16),
+        ([700, 0, 600, 900], [1100, 70, 100, 0], 64, 64, torch.bfloat16),
+        ([1500, 800], [1500, 2000], 256, 128, torch.float16),
+    ],
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("meaning", [Meaning(), Meaning(causal=True), Meaning(window=(3, 1), slopes=2, softcap=2.0)], ids=str)
+def test_packed_queries_on_pages(meaning, device):
+    """Sequences without queries, without keys, and with more queries than keys among them."""
+    for problem in PACKED[device]:
+        check_packed(*problem, meaning, device)
+
+
+def check_packed(counts, lengths, size, D, dtype, meaning, device) -> None:
+    g = torch.Generator().manual_seed(1)
+    int32, B = dict(dtype=torch.int32, device=device), len(counts)
+    columns = -(-max(lengths) // size)
+    q = torch.randn(sum(counts), 4, D, generator=g).to(device, dtype)
+    pages = [torch.randn(B * columns + 2, size, 2, D, generator=g).to(device, dtype) for _ in range(2)]
+    table = torch.randperm(B * columns + 2, generator=g)[: B * columns].reshape(B, columns).to(**int32)
+    cu_q, cu_k = (torch.tensor([0, *torch.tensor(n).cumsum(0)], **int32) for n in (counts, lengths))
+    slopes = meaning.slopes_of(B, 4, device, g)
+    more = dict(**meaning.arguments(slopes), block_table=table)
+    out, lse, dropped = flash_attn_varlen_func(q, *pages, cu_q, cu_k, max(counts), max(lengths), **more, return_attn_probs=True)
+    assert lse.shape == (4, sum(counts)) and dropped.shape == (0,)
+    for b, (start, count, length) in enumerate(zip(cu_q.tolist(), counts, lengths, strict=False)):
+        own = q[start : start + count], *(t[table[b].long()].flatten(0, 1)[:length] for t in pages), meaning, slopes_at(slopes, b)
+        exact, exact_lse = sequence_attention(*own)
+        plain, _ = sequence_attention(*own, precision=dtype)
+        assert relative_error(out[start : start + count], exact) <= max(2 * relative_error(plain, exact), FLOORS[dtype])
+        tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(lse[:, start : start + count].double(), exact_lse, rtol=tolerance, atol=tolerance)
+
+
+Q, CACHE, NEW, COS = torch.zeros(2, 1, 4, 16), torch.zeros(3, 8, 2, 16), torch.zeros(2, 1, 2, 16), torch.ones(8, 4)
+
+
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+BAD = {
+    "k alone": (dict(k=NEW, cache_seqlens=3), ValueError, "k and v go together, got k alone"),
+    "no lengths": (dict(k=NEW, v=NEW), ValueError, "cache_seqlens says where k and v are to be written"),
+    "long lengths": (dict(cache_seqlens=torch.tensor([1, 2])), ValueError, r"cache_seqlens must be torch.int32 \(2,\)"),
+    "some lengths": (dict(cache_seqlens=int32(1)), ValueError, r"cache_seqlens must be torch.int32 \(2,\)"),
+    "half a length": (dict(cache_seqlens=1.5), TypeError, "cache_seqlens must be an integer, got 1.5"),
+    "no room": (dict(k=NEW, v=NEW, cache_seqlens=int32(2, 8)), ValueError, "sequence 1 has 8 positions in the cache and 1 new ones"),
+    "new heads": (dict(k=NEW[:, :, :1], v=NEW, cache_seqlens=1), ValueError, r"k must be torch.float32 \(2, 1, 2, 16\)"),
+    "new dtype": (dict(k=NEW, v=NEW.half(), cache_seqlens=1), ValueError, r"v must be torch.float32 \(2, 1, 2, 16\)"),
+    "entries": (dict(cache_batch_idx=int32(0, 3)), ValueError, "cache_batch_idx names entries from 0 to 3; the cache has entries 0 to 2"),
+    "pages": (dict(block_table=int32(0, 1, 3, 1).view(2, 2)), ValueError, r"block_table\[1\] names pages from 1 to 3"),
+    "both": (dict(cache_batch_idx=int32(0, 1), block_table=int32(0, 1).view(2, 1)), ValueError, "exclude each other"),
+    "leftpad": (dict(cache_leftpad=3), TypeError, r"cache_leftpad must be torch.int32 \(2,\)"),
+    "rotary alone": (dict(rotary_cos=COS, rotary_sin=COS), ValueError, "rotary_cos and rotary_sin are for new keys"),
+    "half a rotary": (dict(rotary_cos=COS, k=NEW, v=NEW, cache_seqlens=1), TypeError, "rotary_sin must be a tensor"),
+    "a short rotary": (dict(rotary_cos=COS[1:], rotary_sin=COS[1:], k=NEW, v=NEW, cache_seqlens=1), ValueError, "7 positions; a sequence"),
+    "a wide rotary": (dict(rotary_cos=torch.ones(8, 9), rotary_sin=torch.ones(8, 9), k=NEW, v=NEW, cache_seqlens=1), ValueError, "18 dim"),
+    "splits": (dict(num_splits=-1), ValueError, "num_splits is -1"),
+    "a window": (dict(window_size=None), TypeError, "window_size must be a pair"),
+    "slopes": (dict(alibi_slopes=torch.ones(2, 2)), ValueError, r"alibi_slopes must have shape \(4,\) or \(2, 4\)"),
+    "gradients": (dict(q=Q.clone().requires_grad_()), NotImplementedError, "q requires grad, but flash_attn_with_kvcache is not diff"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_errors_name_the_argument_before_anything_is_written(case):
+    arguments, error, words = BAD[case]
+    caches = CACHE.clone().fill_(1.0), CACHE.clone().fill_(1.0)
+    with pytest.raises(error, match=words):
+        flash_attn_with_kvcache(**{"q": Q, "k_cache": caches[0], "v_cache": caches[1], **arguments})
+    assert all((c == 1).all() for c in caches)
+
+
+def test_errors_of_packed_queries_on_pages():
+    q, pages, cu, table = torch.zeros(4, 2, 16), torch.zeros(3, 4, 2, 16), int32(0, 3, 4), int32(0, 1).view(2, 1)
+
+    def call(q=q, k=pages, cu_k=cu, longest=3, block_table=table, **more):
+        return flash_attn_varlen_func(q, k, pages, cu, cu_k, longest, 3, block_table=block_table, **more)
+
+    for words, arguments in {
+        "max_seqlen_q is 2, but a sequence has more queries": dict(longest=2),
+        "block_table must be": dict(block_table=table[:1]),
+        r"block_table\[1\] names pages from 7": dict(block_table=table * 7),
+        "cu_seqlens_k must be": dict(cu_k=cu.long()),
+        "room for 4": dict(cu_k=cu * 2),
+        r"k must be \(pages, page size, Hkv, D\)": dict(k=pages[0]),
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            call(**arguments)
+    with pytest.raises(NotImplementedError, match="k requires grad, but flash_attn_varlen_func with a block_table is not differentiable"):
+        call(k=pages.clone().requires_grad_())

@@ -1,0 +1,210 @@
+"""transformers with attn_implementation="flexpress": what models compute, within the rounding of eager attention."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import _dynamo as dynamo
+
+from flexpress import create_block_mask
+from flexpress.integrations import transformers as integration
+from flexpress.mods import causal
+from support import models
+from support.devices import DEVICES
+
+FLOOR = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
+on_devices = pytest.mark.parametrize("device", DEVICES)
+
+
+def length_on(device: str) -> int:
+    return 18 if device == "cpu" else 300
+
+
+def compare(model, given, dtype=torch.float32):
+    """A forward and a backward pass beside eager's. Returns ours."""
+    found = models.results(model, "flexpress", given, dtype)
+    eager, exact = models.results(model, "eager", given, dtype), models.results(model, "dense", given, torch.float64)
+    models.assert_as_eager(found, eager, exact, FLOOR[dtype])
+    return found
+
+
+@on_devices
+@pytest.mark.parametrize("name", models.ALL)
+def test_logits_and_gradients_with_padding(name, device):
+    compare(models.model_of(name, device), models.inputs_of(name, device, length_on(device)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", models.ALL)
+def test_logits_and_gradients_in_bfloat16(name):
+    compare(models.model_of(name, "cuda"), models.inputs_of(name, "cuda", 300), torch.bfloat16)
+
+
+@on_devices
+@pytest.mark.parametrize("name", ["gemma2", "bert"])
+def test_padding_at_the_right(name, device):
+    compare(models.model_of(name, device), models.inputs_of(name, device, length_on(device), padded=-7))
+
+
+@on_devices
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_packed_position_ids(name, device):
+    """Sequences one after another: what follows a position 0 does not see what is before it."""
+    length = length_on(device)
+    given = models.inputs_of(name, device, length)
+    first = 7
+    positions = torch.cat([torch.arange(first), torch.arange(length - first)]).expand(2, -1).to(device)
+    packed = {"input_ids": given["input_ids"], "position_ids": positions, "use_cache": False}
+    model = models.model_of(name, device)
+    logits = compare(model, packed)[0]
+    alone = {"input_ids": given["input_ids"][:, first:]}
+    torch.testing.assert_close(logits[:, first:], models.results(model, "flexpress", alone)[0], rtol=1e-4, atol=1e-5)
+
+
+@on_devices
+def test_a_compiled_step(device):
+    """No graph breaks, with padding and without."""
+    dynamo.reset()
+    model = models.model_of("gemma2", device)
+    model.set_attn_implementation("flexpress")
+    compiled = torch.compile(model, backend="aot_eager" if device == "cpu" else "inductor", fullgraph=True)
+    for padded in (True, False):
+        given = models.inputs_of("gemma2", device, length_on(device))
+        if not padded:
+            given.pop("attention_mask")
+        eager, exact = models.results(model, "eager", given), models.results(model, "dense", given, torch.float64)
+        model.zero_grad()
+        logits = compiled(**given, use_cache=False).logits
+        logits = logits[given["attention_mask"].bool()] if padded else logits
+        models.backward(logits)
+        found = [logits.detach(), *(weight.grad for weight in model.parameters() if weight.grad is not None)]
+        models.assert_as_eager(found, eager, exact, FLOOR[torch.float32])
+
+
+@on_devices
+def test_gradient_checkpointing(device):
+    model, given = models.model_of("llama", device), models.inputs_of("llama", device, length_on(device))
+    whole = models.results(model, "flexpress", given)
+    model.activation_checkpointing_enable()
+    model.train()
+    for ours, theirs in zip(models.results(model, "flexpress", given), whole, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@on_devices
+@pytest.mark.parametrize("kind", ["bool", "added"])
+def test_dense_masks(kind, device):
+    """A mask of the user's own for every query and key goes to attention as it is."""
+    length = length_on(device)
+    given = models.inputs_of("llama", device, length)
+    seen = torch.rand(2, 1, length, length, generator=torch.Generator().manual_seed(3)) < 0.6
+    seen = (seen | torch.eye(length, dtype=torch.bool)).to(device)
+    added = torch.zeros(seen.shape, device=device).masked_fill(~seen, torch.finfo(torch.float32).min)
+    model = models.model_of("llama", device)
+    found = models.results(model, "flexpress", {**given, "attention_mask": seen if kind == "bool" else added})
+    eager, exact = (
+        models.results(model, name, {**given, "attention_mask": added}, dtype)
+        for name, dtype in (("eager", torch.float32), ("dense", torch.float64))
+    )
+    models.assert_as_eager(found, eager, exact, FLOOR[torch.float32])
+
+
+@on_devices
+def test_a_block_mask_as_attention_mask(device):
+    length = length_on(device)
+    given, model = models.inputs_of("llama", device, length), models.model_of("llama", device)
+    block_mask = create_block_mask(causal, None, None, length, length, device)
+    plain, masked = (
+        models.results(model, "flexpress", {**given, "attention_mask": mask}) for mask in (torch.ones_like(given["input_ids"]), block_mask)
+    )
+    torch.testing.assert_close(masked[0], plain[0].view_as(masked[0]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture
+def llama():
+    return models.model_of("llama", "cpu")
+
+
+def masks_seen(model, **given) -> list:
+    """The mask that each layer got."""
+    seen = []
+    model.set_attn_implementation("flexpress")
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(lambda m, args, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True)
+    model(**given)
+    return seen
+
+
+def test_nothing_is_stored_for_a_causal_mask(llama):
+    given = models.inputs_of("llama", "cpu", padded=0)
+    assert masks_seen(llama, **given) == [None, None]
+    mask, other = masks_seen(models.model_of("mistral", "cpu"), **given)
+    assert mask is other and mask.block_mask is None and mask.shape == (2, 1, 20, 20), "a window reads no tensors: nothing is stored"
+
+
+def test_layers_share_the_lists_of_padding(llama):
+    mask, other = masks_seen(llama, **models.inputs_of("llama", "cpu"))
+    assert mask is other and mask.block_mask.shape == (2, 1, 20, 20)
+
+
+def test_chunked_attention():
+    """The mask of Llama 4: chunks that padding moves."""
+    from transformers.masking_utils import chunked_causal_mask_function
+
+    padding = torch.ones(2, 20, dtype=torch.bool)
+    padding[0, :5] = False
+    function = chunked_causal_mask_function(6, torch.tensor([5, 0]))
+    made = integration.mask(2, 20, 20, mask_function=function, attention_mask=padding, local_size=6)
+    b, q, kv = torch.arange(2)[:, None, None], torch.arange(20)[:, None], torch.arange(20)
+    expected = function(b, 0, q, kv) & padding[:, None, :]
+    query, key, value = torch.randn(3, 2, 2, 20, 16).unbind()
+    out, _ = integration.attention(torch.nn.Module(), query, key, value, made)
+    wanted = torch.nn.functional.scaled_dot_product_attention(query, key, value, expected[:, None])
+    torch.testing.assert_close(out.transpose(1, 2), wanted)
+
+
+@pytest.mark.parametrize(
+    "given, error, words",
+    [
+        ({"dropout": 0.1}, ValueError, "no dropout yet, and Module asks for 0.1"),
+        ({"cache": object()}, NotImplementedError, "paged cache"),
+        (
+            {"attention_mask": torch.ones(2, 1, 8, 5, dtype=torch.bool)},
+            ValueError,
+            r"attention_mask of shape \(2, 1, 8, 5\) does not broadcast",
+        ),
+        ({"attention_mask": torch.ones(2, 8)}, ValueError, "does not broadcast to the scores"),
+        ({"attention_mask": torch.ones(2, 1, 8, 8, dtype=torch.long)}, TypeError, "attention_mask has dtype torch.int64"),
+        ({"position_bias": torch.ones(1, 3, 8, 8)}, ValueError, "position_bias of shape"),
+    ],
+)
+def test_what_is_refused(given, error, words):
+    query = torch.randn(2, 4, 8, 16)
+    with pytest.raises(error, match=words):
+        integration.attention(torch.nn.Module(), query, query, query, **{"attention_mask": None, **given})
+
+
+def test_dropout_in_training_is_refused():
+    model = models.model_of("bert", "cpu", attention_probs_dropout_prob=0.1)
+    model.set_attn_implementation("flexpress")
+    given = models.inputs_of("bert", "cpu", 8)
+    model.eval()(**given)
+    with pytest.raises(ValueError, match="BertSelfAttention asks for 0.1 in training: set attention_dropout"):
+        model.train()(**given)
+
+
+def test_attention_weights_are_not_output(llama):
+    llama.set_attn_implementation("flexpress")
+    with pytest.raises(ValueError, match="output_attentions"):
+        llama.config.output_attentions = True
+
+
+@pytest.mark.parametrize("version, words", [("4.57.0", "This is 4.57.0"), (None, "install transformers>=5")])
+def test_another_transformers_is_told(version, words, monkeypatch):
+    import sys
+    import types
+
+    fake = None if version is None else types.SimpleNamespace(__version__=version)
+    monkeypatch.setitem(sys.modules, "transformers", fake)
+    with pytest.raises(ImportError, match=words):
+        integration._interfaces()
