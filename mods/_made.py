@@ -9,7 +9,8 @@ from typing import ParamSpec, TypeVar, cast
 
 import torch
 
-P, M = ParamSpec("P"), TypeVar("M")
+P = ParamSpec("P")
+M = TypeVar("M")
 
 
 class Made:
