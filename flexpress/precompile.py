@@ -48,8 +48,7 @@ def precompile(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> list[Precompiled]:
-    """Compile the kernels of a call of flex_attention or varlen_attention, without computing attention. When it returns they are ready,
-    here and on disk.
+    """Compile the kernels of a call of flex_attention or varlen_attention, and keep them on disk, without computing attention.
 
         shape = (8, 16, 4096, 64)
         precompile(shape, shape, shape, alibi(slopes), mask_mod=causal, dtype=torch.bfloat16, backward=True)
@@ -66,19 +65,17 @@ def precompile(
     calls have kernels of their own.
 
     Returns what this process has compiled meanwhile: nothing, if all was there. Compilation is serial: of kernels that threads compile at
-    once, only the assembler of one runs beside the passes of another. Any thread may call this.
-
-    Raises what flex_attention raises.
+    once, only the assembler of one runs beside the passes of another. Any thread may call this. Raises what flex_attention raises.
     """
     device = _device_of(query, block_mask, cu_seqlens_q, device)
     tensors = [_real(name, t, dtype, device) for name, t in (("query", query), ("key", key), ("value", value))]
     check_values("precompile", query=tensors[0], key=tensors[1], value=tensors[2])
     before = {id(kernel): len(kernel.compiled) for kernel in loaded()}
+    if cu_seqlens_q is not None and block_mask is not None:
+        raise ValueError("varlen_attention takes no block_mask: pass mask_mod, or leave cu_seqlens_q out")
     with torch.set_grad_enabled(backward):
         if cu_seqlens_q is None:
             call = bound(*tensors, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod)
-        elif block_mask is not None:
-            raise ValueError("varlen_attention takes no block_mask: pass mask_mod, or leave cu_seqlens_q out")
         else:
             call = packed_call(*tensors, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options)
     with torch.no_grad():

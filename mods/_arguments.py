@@ -33,7 +33,7 @@ def whole_number(recipe: str, name: str, value: object, remedy: str, minimum: in
 def positive_number(recipe: str, name: str, value: object, remedy: str) -> float:
     """`value` as a Python float; TypeError if it is no real number, ValueError unless finite and above 0."""
     if isinstance(value, torch.SymFloat):  # torch's compiler traces, and has no number to look at
-        return value  # type: ignore[return-value]
+        return value  # type: ignore[return-value]  # it acts as one
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{recipe}(): {name} must be a number, got {_described(value)}; {remedy}")
     number = float(value)

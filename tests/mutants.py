@@ -763,8 +763,8 @@ LAUNCHES = [
     ),
     Mutant(
         "codegen/run/backward.py",
-        "wanted, rows.raw, ordinary)",
-        "wanted, rows.raw)",
+        "dlse is not None, wanted, rows.raw, ordinary)",
+        "dlse is not None, wanted, rows.raw)",
         named("backward", "becomes_infinite"),
         "a captured number that is infinite now finds the kernel of one that was not",
     ),
