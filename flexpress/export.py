@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.nn.attention import flex_attention as torchs
 
 from flexpress import checks
 from flexpress.arguments import block_size
@@ -14,6 +16,7 @@ from flexpress.exported_files import write
 from flexpress.foreign_masks import is_foreign_mask
 from flexpress.mask_creation import create_block_mask
 from flexpress.mask_mods import same_mod
+from flexpress.mods import MaskMod, ScoreMod
 
 from .codegen.device import offline
 from .codegen.device.cache import VERSION
@@ -29,13 +32,13 @@ def export(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    score_mod: Callable | None = None,
-    block_mask=None,
+    score_mod: ScoreMod | None = None,
+    block_mask: torchs.BlockMask | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
-    kernel_options: dict | None = None,
+    kernel_options: dict[str, Any] | None = None,
     *,
-    mask_mod: Callable | None = None,
+    mask_mod: MaskMod | None = None,
     backward: bool | None = None,
     target: str | None = None,
     path: str | Path | None = None,

@@ -11,6 +11,7 @@ from flexpress import checks
 from flexpress.cache_checks import check_batch
 from flexpress.export import target_of
 from flexpress.exported_files import write
+from flexpress.mods import MaskMod, ScoreMod
 
 from .codegen.device.cache import VERSION
 from .codegen.mod.bind import bind
@@ -26,8 +27,8 @@ def export_cached(
     *,
     page_table: torch.Tensor | None = None,
     cache_loc: torch.Tensor | None = None,
-    score_mod: Callable | None = None,
-    mask_mod: Callable | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     scale: float | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,

@@ -26,6 +26,7 @@ fewer key and value heads than query heads, float32, head dims above 128, biases
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal, overload
 
 import torch
 
@@ -39,6 +40,37 @@ from .codegen.mod.tensors import check_surroundings
 __all__ = ["flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func"]
 
 
+@overload
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    return_lse: Literal[False] = False,
+) -> torch.Tensor: ...
+@overload
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    *,
+    return_lse: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 @compilable
 def flash_attn_func(
     q: torch.Tensor,
@@ -48,7 +80,7 @@ def flash_attn_func(
     causal: bool = False,
     softmax_scale: float | None = None,
     return_lse: bool = False,
-):
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of q (B, Sq, H, D) to k and v (B, Skv, Hkv, D), H a multiple of Hkv. Returns (B, Sq, H, D).
 
     The other arguments and the errors are described at the top of this module.
@@ -63,6 +95,34 @@ def flash_attn_func(
     return _attention(q, k, v, bias, causal, softmax_scale, return_lse)
 
 
+@overload
+def flash_attn_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    return_lse: Literal[False] = False,
+) -> torch.Tensor: ...
+@overload
+def flash_attn_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    *,
+    return_lse: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def flash_attn_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 @compilable
 def flash_attn_kvpacked_func(
     q: torch.Tensor,
@@ -71,7 +131,7 @@ def flash_attn_kvpacked_func(
     causal: bool = False,
     softmax_scale: float | None = None,
     return_lse: bool = False,
-):
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of q (B, Sq, H, D) to kv (B, Skv, 2, Hkv, D), keys first, H a multiple of Hkv. Returns (B, Sq, H, D).
 
     The other arguments and the errors are described at the top of this module.
@@ -84,10 +144,31 @@ def flash_attn_kvpacked_func(
     return _attention(q, k, v, bias, causal, softmax_scale, return_lse)
 
 
+@overload
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    return_lse: Literal[False] = False,
+) -> torch.Tensor: ...
+@overload
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    *,
+    return_lse: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor, bias: torch.Tensor | None = None, causal: bool = False, softmax_scale: float | None = None, return_lse: bool = False
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 @compilable
 def flash_attn_qkvpacked_func(
     qkv: torch.Tensor, bias: torch.Tensor | None = None, causal: bool = False, softmax_scale: float | None = None, return_lse: bool = False
-):
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of qkv (B, S, 3, H, D), in this order, to itself. Returns (B, S, H, D).
 
     The other arguments and the errors are described at the top of this module.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.nn.attention import flex_attention as torchs
 
 from flexpress.call import bound
+from flexpress.mods import MaskMod, ScoreMod
 from flexpress.varlen import packed_call
 
 from .codegen.compiling import runs_uncompiled
@@ -31,13 +33,13 @@ def precompile(
     query: torch.Tensor | Sequence[int],
     key: torch.Tensor | Sequence[int],
     value: torch.Tensor | Sequence[int],
-    score_mod: Callable | None = None,
-    block_mask=None,
+    score_mod: ScoreMod | None = None,
+    block_mask: torchs.BlockMask | None = None,
     scale: float | torch.Tensor | None = None,
     enable_gqa: bool = False,
-    kernel_options: dict | None = None,
+    kernel_options: dict[str, Any] | None = None,
     *,
-    mask_mod: Callable | None = None,
+    mask_mod: MaskMod | None = None,
     backward: bool = False,
     max_scores: bool = False,
     deterministic: bool = False,

@@ -41,8 +41,10 @@ PURE = {
     "pages",
     "ranges",
     "recipes",
+    "reference",
     "sequences",
     "sums",
+    "types",
 }  # files that run no kernel without a `device`
 
 

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 import flexpress
-from flexpress import distributed, flash, in_graph, mods, sequences, serving
+from flexpress import distributed, flash, flash_attn, in_graph, mods, sequences, serving
 
 PUBLIC = {
     **{f"flexpress.{name}": getattr(flexpress, name) for name in flexpress.__all__},
     **{f"flexpress.mods.{name}": getattr(mods, name) for name in mods.__all__},
     **{f"flexpress.flash.{name}": getattr(flash, name) for name in flash.__all__},
     **{f"flexpress.distributed.{name}": getattr(distributed, name) for name in distributed.__all__},
+    **{f"flexpress.flash_attn.{name}": getattr(flash_attn, name) for name in flash_attn.__all__},
     **{f"flexpress.sequences.{name}": getattr(sequences, name) for name in sequences.__all__},
     "flexpress.serving.AttentionRegistry": serving.AttentionRegistry,
     "flexpress.serving.AttentionDescriptor": serving.AttentionDescriptor,
@@ -63,7 +64,7 @@ def test_the_typed_program_uses_every_public_name():
 
 @pytest.mark.parametrize("name", sorted(in_graph.CALL.functions))
 def test_what_torch_compile_may_meet_keeps_its_signature(name):
-    function = next(f for f in FUNCTIONS.values() if f.__name__ == name)
+    function = next(f for f in FUNCTIONS.values() if f"{f.__module__}.{f.__name__}" == name)
     signature = inspect.signature(function)
     assert signature == inspect.signature(function.__wrapped__) and "args" not in signature.parameters
     assert function.__doc__ == function.__wrapped__.__doc__

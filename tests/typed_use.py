@@ -24,6 +24,7 @@ from flexpress import (
     create_mask,
     distributed,
     flash,
+    flash_attn,
     flex_attention,
     mods,
     sequences,
@@ -129,7 +130,7 @@ def packed(cu_seqlens: Tensor) -> None:
     assert_type(flash.flash_attn_func(q, k, v, causal=True), Tensor)
     assert_type(flash.flash_attn_kvpacked_func(q, k, softmax_scale=0.1), Tensor)
     assert_type(flash.flash_attn_qkvpacked_func(q, None, True), Tensor)
-    flash.flash_attn_func(q, k, v, casual=True)  # type: ignore[call-arg]
+    flash.flash_attn_func(q, k, v, casual=True)  # type: ignore[call-overload]
 
 
 def caches(kv_len: Tensor, query: Tensor | None) -> None:
@@ -170,6 +171,23 @@ def serving_step(info: sequences.AttentionInfo) -> None:
     step.nest_sequences([1, 2])  # type: ignore[list-item]  # lists of ids
     step.page_size = 4  # type: ignore[misc]
     sequences.AttentionInfo(8, 2, 64)  # type: ignore[call-arg]  # dtype is missing
+
+
+def ahead(directory: Path) -> None:
+    assert_type(flexpress.export(q, k, v, bias, mask_mod=near, path=directory / "attention.py"), str)
+    assert_type(flexpress.export_cached(q, k, v, torch.zeros(2, dtype=torch.int32), target="sm_90"), str)
+    assert_type(flexpress.precompile((2, 4, 64, 32), (2, 4, 64, 32), (2, 4, 64, 32), dtype=torch.float16), list[flexpress.Precompiled])
+    torch.serialization.add_safe_globals(flexpress.safe_globals())
+    flexpress.export(q, k, v, bias, path=4)  # type: ignore[arg-type]
+
+
+def other_names(lengths: Tensor) -> None:
+    assert_type(flexpress.scaled_dot_product_attention(q, k, v, is_causal=True), Tensor)
+    assert_type(flash.flash_attn_func(q, k, v, return_lse=True), tuple[Tensor, Tensor])
+    functions = flash_attn.flash_attn_func, flash_attn.flash_attn_kvpacked_func, flash_attn.flash_attn_qkvpacked_func
+    packed = flash_attn.flash_attn_varlen_func, flash_attn.flash_attn_varlen_kvpacked_func, flash_attn.flash_attn_varlen_qkvpacked_func
+    print(functions, packed, flash_attn.flash_attn_with_kvcache, flash_attn.bert_padding, flash_attn.flash_attn_interface)
+    flash_attn.flash_attn_func(q, k, v, casual=True)  # type: ignore[call-arg]
 
 
 def split_over_ranks() -> None:

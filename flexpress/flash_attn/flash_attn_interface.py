@@ -23,6 +23,8 @@ Source of signatures and meaning: FlashAttention 2.8 (Dao 2023, arXiv 2307.08691
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from flexpress.attention import flex_attention
@@ -58,7 +60,7 @@ def flash_attn_func(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-):
+) -> Any:  # a tensor, or a tuple where more is asked for
     """Attention of q (B, Sq, Hq, D) to k and v (B, Skv, Hkv, D), Hq a multiple of Hkv. Returns (B, Sq, Hq, D); softmax_lse is (B, Hq, Sq).
 
     The other arguments and the errors are described at the top of this module.
@@ -86,7 +88,7 @@ def flash_attn_kvpacked_func(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-):
+) -> Any:  # a tensor, or a tuple where more is asked for
     """Attention of q (B, Sq, Hq, D) to kv (B, Skv, 2, Hkv, D), keys first. Results as of flash_attn_func.
 
     The other arguments and the errors are described at the top of this module.
@@ -111,7 +113,7 @@ def flash_attn_qkvpacked_func(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-):
+) -> Any:  # a tensor, or a tuple where more is asked for
     """Attention of qkv (B, S, 3, H, D), in this order, to itself. Results as of flash_attn_func.
 
     The other arguments and the errors are described at the top of this module.
@@ -142,7 +144,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: torch.Tensor | None = None,
-):
+) -> Any:  # a tensor, or a tuple where more is asked for
     """Attention within each of B packed sequences: q (total_q, Hq, D), k and v (total_k, Hkv, D). Returns (total_q, Hq, D); softmax_lse is
     (Hq, total_q).
 
@@ -176,7 +178,7 @@ def flash_attn_varlen_kvpacked_func(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-):
+) -> Any:  # a tensor, or a tuple where more is asked for
     """flash_attn_varlen_func of q (total_q, Hq, D) and kv (total_k, 2, Hkv, D), keys first."""
     check_surroundings("flash_attn_varlen_kvpacked_func")
     check_rank("q", q, "(total_q, H, D)", may_stand=True)
@@ -199,7 +201,7 @@ def flash_attn_varlen_qkvpacked_func(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-):
+) -> Any:  # a tensor, or a tuple where more is asked for
     """flash_attn_varlen_func of qkv (total, 3, H, D), in this order, to itself."""
     check_surroundings("flash_attn_varlen_qkvpacked_func")
     check_rank("qkv", qkv, "(total, 3, H, D)", may_stand=True)

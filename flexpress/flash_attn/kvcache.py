@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from flexpress.cache_checks import check_no_gradients, check_plain, check_table, described
@@ -35,7 +37,7 @@ def flash_attn_with_kvcache(
     alibi_slopes: torch.Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
-):
+) -> Any:  # a tensor, or a tuple where more is asked for
     """Attention of q (B, Sq, Hq, D) to a cache, after new keys and values were written behind those that it holds.
 
     k_cache, v_cache   (N, S, Hkv, D), or with a block_table pages (N, page size, Hkv, D); changed if k is given
