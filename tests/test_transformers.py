@@ -167,7 +167,8 @@ def test_chunked_attention():
     "given, error, words",
     [
         ({"dropout": 0.1}, ValueError, "no dropout yet, and Module asks for 0.1"),
-        ({"cache": object()}, NotImplementedError, "paged cache"),
+        ({"cache": object()}, NotImplementedError, "no paged cache of generate_batch .* which Module asks for"),
+        ({"indices": torch.ones(2, 8, 4)}, NotImplementedError, "no attention to chosen keys"),
         (
             {"attention_mask": torch.ones(2, 1, 8, 5, dtype=torch.bool)},
             ValueError,

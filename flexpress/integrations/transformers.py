@@ -28,6 +28,12 @@ from flexpress.mods import causal
 from ..codegen.mod.bind import bind
 
 NAME = "flexpress"
+_REFUSED = {  # what else may come to an attention function and changes what it computes
+    "cache": "paged cache of generate_batch (generate has none; flexpress.cached_attention is for servers)",
+    "indices": "attention to chosen keys",
+    "block_indices": "attention to chosen blocks of keys",
+    "sinks": "sinks that differ from query to query",
+}
 OLDEST = 5  # transformers' first version with these interfaces
 
 
@@ -162,8 +168,7 @@ def attention(
     position_bias: torch.Tensor | None = None,
     kernel_options: dict | None = None,
     output_attentions: bool = False,
-    cache=None,
-    **_,
+    **more,
 ) -> tuple[torch.Tensor, None]:
     """Attention of one layer. transformers calls this.
 
@@ -177,9 +182,9 @@ def attention(
     kernel_options      as for flex_attention; model(..., kernel_options=...) passes them on
 
     Returns the output (B, Q_LEN, Hq, Dv), and None for the weights, which are never in memory. Raises ValueError for dropout in training
-    and for masks that do not fit, NotImplementedError for a paged cache of transformers.
+    and for masks that do not fit, NotImplementedError for what would change the result and is not here (_REFUSED).
     """
-    _check(module, dropout, output_attentions, cache)
+    _check(module, dropout, output_attentions, more)
     shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     score_terms, block_mask, mask_mod = [], None, None
     if position_bias is not None:
@@ -215,16 +220,15 @@ def attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _check(module: torch.nn.Module, dropout: float, output_attentions: bool, cache) -> None:
+def _check(module: torch.nn.Module, dropout: float, output_attentions: bool, more: dict) -> None:
     if dropout:
         raise ValueError(
             f'attn_implementation="flexpress" has no dropout yet, and {type(module).__name__} asks for {dropout} in training: set '
             "attention_dropout (attention_probs_dropout_prob, attn_pdrop, dropout_rate, as the model calls it) to 0 in its config"
         )
-    if cache is not None:
-        raise NotImplementedError(
-            'attn_implementation="flexpress" does not read the paged cache of generate_batch; use generate, or flexpress.cached_attention'
-        )
+    for name, what in _REFUSED.items():
+        if more.get(name) is not None:
+            raise NotImplementedError(f'attn_implementation="flexpress" has no {what}, which {type(module).__name__} asks for ({name})')
     if output_attentions:
         _logger.warning_once('attn_implementation="flexpress" has no attention weights to output; load the model with "eager" to see them')
 
