@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import _dynamo as dynamo
 
-from flexpress import create_block_mask
+from flexpress import create_block_mask, create_mask
 from flexpress.integrations import transformers as integration
 from flexpress.mods import causal
 from support import models
@@ -145,6 +145,15 @@ def test_nothing_is_stored_for_a_causal_mask(llama):
 def test_layers_share_the_lists_of_padding(llama):
     mask, other = masks_seen(llama, **models.inputs_of("llama", "cpu"))
     assert mask is other and mask.block_mask.shape == (2, 1, 20, 20)
+
+
+def test_positions_instead_of_lengths():
+    """The first versions of transformers 5 give these."""
+    padding = torch.ones(2, 9, dtype=torch.bool)
+    assert integration.mask(2, kv_length=9, cache_position=torch.arange(9), attention_mask=padding) is None
+    made = integration.mask(2, kv_length=9, cache_position=torch.arange(5, 9), attention_mask=padding)
+    expected = torch.arange(9) <= torch.arange(5, 9)[:, None]
+    assert made.shape == (2, 1, 4, 9) and torch.equal(create_mask(made.mask_mod, 2, None, 4, 9, "cpu"), expected.expand(2, 1, 4, 9))
 
 
 def test_chunked_attention():

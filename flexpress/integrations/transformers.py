@@ -85,8 +85,8 @@ class Mask(torchs.BlockMask):
 
 def mask(
     batch_size: int,
-    q_length: int,
-    kv_length: int,
+    q_length: int | None = None,
+    kv_length: int = 0,
     q_offset: int | torch.Tensor = 0,
     kv_offset: int = 0,
     mask_function: Callable | None = None,
@@ -95,6 +95,7 @@ def mask(
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
     device: torch.device | str = "cpu",
+    cache_position: torch.Tensor | None = None,
     **_,
 ) -> Mask | None:
     """The mask of a forward pass, for the attention function below. transformers calls this.
@@ -103,11 +104,16 @@ def mask(
     mask_function          mask_function(b, h, q_idx, kv_idx) -> bool on positions; causal by default
     attention_mask         (batch_size, positions so far), bool: False where a key is padding
     local_size             the window's size, or the chunk's, if mask_function has one
+    cache_position         (q_length,): positions of queries, which the first versions of transformers 5 give instead of q_length, q_offset
+                           and device
     allow_is_..._skip      None may be returned for a mask that is only causal, or hides nothing
 
     In eager mode the host reads whether anything is padding, as for other implementations, and waits for that; not while torch
     compiles and not in the capture of a CUDA graph.
     """
+    if cache_position is not None:
+        q_length, device = cache_position.shape[0], cache_position.device
+        q_offset = 0 if q_length == kv_length else cache_position[0]
     if mask_function is None:
         mask_function = causal
     is_local = local_size is not None and kv_length >= local_size
