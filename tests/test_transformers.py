@@ -156,6 +156,21 @@ def test_positions_instead_of_lengths():
     assert made.shape == (2, 1, 4, 9) and torch.equal(create_mask(made.mask_mod, 2, None, 4, 9, "cpu"), expected.expand(2, 1, 4, 9))
 
 
+def test_room_for_keys_to_come_is_hidden():
+    """An attention_mask shorter than the keys, of a mask that does not hide what comes: nothing behind its end is seen."""
+    made = integration.mask(
+        2,
+        3,
+        9,
+        mask_function=lambda b, h, q_idx, kv_idx: q_idx >= 0,
+        attention_mask=torch.ones(2, 6, dtype=torch.bool),
+        allow_is_causal_skip=False,
+        allow_is_bidirectional_skip=True,
+    )
+    expected = (torch.arange(9) < 6).expand(2, 1, 3, 9)
+    assert torch.equal(create_mask(made.mask_mod, 2, None, 3, 9, "cpu"), expected)
+
+
 def test_chunked_attention():
     """The mask of Llama 4: chunks that padding moves."""
     from transformers.masking_utils import chunked_causal_mask_function
