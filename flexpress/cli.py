@@ -68,6 +68,19 @@ def _parser() -> argparse.ArgumentParser:
     family.add_argument("--gluon", action="store_true", help="the kernel for Hopper, or an error where it does not serve")
     show.set_defaults(run=_render)
 
+    _add_export(commands, named)
+    doctor = commands.add_parser(
+        "doctor",
+        help="check what this machine can run",
+        description="Checks versions, GPUs, the cache directory, the compilers and the interpreter. "
+        "Exit code 1 if something that this machine needs does not work.",
+    )
+    doctor.set_defaults(run=_doctor)
+    return parser
+
+
+def _add_export(commands, named: str) -> None:
+    """The command export; `named` lists the recipes."""
     own = commands.add_parser(
         "export",
         help="write the kernels of a recipe as a file that needs torch and triton alone",
@@ -86,15 +99,6 @@ def _parser() -> argparse.ArgumentParser:
     own.add_argument("--layout", choices=LAYOUTS, default="file", help="kernels: the layout of Hugging Face's package kernels")
     own.add_argument("--overwrite", action="store_true", help="replace what is there")
     own.set_defaults(run=_export)
-
-    doctor = commands.add_parser(
-        "doctor",
-        help="check what this machine can run",
-        description="Checks versions, GPUs, the cache directory, the compilers and the interpreter. "
-        "Exit code 1 if something that this machine needs does not work.",
-    )
-    doctor.set_defaults(run=_doctor)
-    return parser
 
 
 def _add_problem(parser: argparse.ArgumentParser) -> None:
