@@ -41,6 +41,15 @@ def test_a_block_mask_stands_for_its_mask_mod(tmp_path):
         export(q, k, v, block_mask=other)
 
 
+def test_an_index_outside_reads_zero_as_in_the_library(tmp_path):
+    """The example's tensor has fewer heads than the query; later ones may, too."""
+    q, k, v = tensors("cpu", Z=1, Q_LEN=20, KV_LEN=20)
+    for scale in (-0.3, 0.0):
+        slopes = torch.tensor([1.0, 2.0])
+        _, module = saved(tmp_path, q, k, v, alibi(slopes), scale=scale, overwrite=True)
+        assert_equal(module.attention(q, k, v, slopes=slopes), flex_attention(q, k, v, alibi(slopes), scale=scale))
+
+
 def test_one_tensor_of_two_mods_is_one_argument():
     q, k, v = tensors("cpu")
     ids = torch.zeros(150, dtype=torch.int32)
@@ -95,7 +104,7 @@ def test_errors_of_an_exported_file(tmp_path):
     ):
         with pytest.raises(error, match=message):
             attention(*arguments, bias=given)
-    with pytest.raises(ValueError, match="scale must be a positive number"):
+    with pytest.raises(ValueError, match="scale must be a number above 0"):
         attention(q, k, v, bias=bias, scale=-1.0)
     assert attention(q, k, v, bias=wide).shape == q.shape
 
