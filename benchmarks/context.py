@@ -2,8 +2,8 @@
 
     python benchmarks/context.py --out results.json      # on all GPUs of this machine
 
-Forward and backward of bfloat16, 32 query heads and 8 key heads of 128, one sequence. Each row: milliseconds on the slowest GPU, TFLOP/s a GPU
-counted from what the mask shows, and its ratio to one GPU that attends to a sequence of as much work with the library's kernel.
+Forward and backward of bfloat16, 32 query heads and 8 key heads of 128, one sequence. Each row: milliseconds on the slowest GPU, TFLOP/s
+a GPU counted from what the mask shows, and its ratio to one GPU that attends to a sequence of as much work with the library's kernel.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,9 +16,6 @@ from flexpress.mask_creation import create_block_mask
 from flexpress.mods import MaskMod
 
 from .codegen.mod.capture import name_of
-
-if TYPE_CHECKING:
-    from flexpress.context_exchange import Exchange
 
 BLOCK = 128  # positions that stay together
 
@@ -120,7 +117,7 @@ class ContextPlan:
         self.position_ids = self.on_device(positions_of(mine, self.q_len))
         self.kv_position_ids = self.position_ids if keys is mine else self.on_device(positions_of(keys, self.kv_len))
         self.q_positions = self.position_ids.to(torch.int32)  # for kernels
-        self.exchange: Exchange | None = None  # made by the first call
+        self.exchange: Any = None  # made by the first call
         self._agreed = False
         self.check_agreement("plan", self.layout.digest())
 

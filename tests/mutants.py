@@ -763,8 +763,8 @@ LAUNCHES = [
     ),
     Mutant(
         "codegen/run/backward.py",
-        "dlse is not None, wanted, rows.raw, ordinary)",
-        "dlse is not None, wanted, rows.raw)",
+        "lse_gradient, wanted, rows.raw, ordinary)",
+        "lse_gradient, wanted, rows.raw)",
         named("backward", "becomes_infinite"),
         "a captured number that is infinite now finds the kernel of one that was not",
     ),
