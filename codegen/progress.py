@@ -33,7 +33,8 @@ class _Screen:
     """The line, and who writes it: a thread that lives while there is work."""
 
     def __init__(self) -> None:
-        self.turn, self.works, self.thread, self.shown = Turn(), weakref.WeakSet(), None, None
+        self.turn, self.works, self.thread = Turn(), weakref.WeakSet(), None
+        self.shown, self.stream = "", None  # the line, and where it was written
 
     def begin(self, work: _Work) -> None:
         self.turn.run(self._begin, work)
@@ -68,15 +69,16 @@ class _Screen:
         """The oldest work that takes long; or nothing, where something was."""
         now = time.monotonic()
         long = sorted((w for w in self.works if now - w.start >= AFTER), key=lambda w: w.start)
-        if not long and self.shown is None:
-            return
         others = f" and {len(long) - 1} more" if len(long) > 1 else ""
-        text = f"flexpress: {long[0].what}{others}, {now - long[0].start:.0f} s"[:_COLUMNS] if long else None
-        stream = self.shown or sys.stderr
+        text = f"flexpress: {long[0].what}{others}, {now - long[0].start:.0f} s"[:_COLUMNS] if long else ""
+        if text == self.shown:
+            return
+        self.stream, self.shown = self.stream or sys.stderr, text
         with contextlib.suppress(OSError, ValueError):  # it was closed
-            stream.write(_WIPED + (text or ""))
-            stream.flush()
-        self.shown = stream if text else None
+            self.stream.write(_WIPED + text)
+            self.stream.flush()
+        if not text:
+            self.stream = None
 
 
 _screen = _Screen()

@@ -81,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_export(commands, named: str) -> None:
+    """The command export; `named` lists the recipes."""
     own = commands.add_parser(
         "export",
         help="write the kernels of a recipe as a file that needs torch and triton alone",

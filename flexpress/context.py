@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,14 +41,14 @@ class Layout:
         self.needed = np.stack([by_row[blocks].any(0) for blocks in self.q_blocks])
 
     def sent(self, source: int, target: int) -> np.ndarray:
-        """The blocks of keys that one rank sends another, ascending."""
+        """The blocks of keys that one rank has and another needs, ascending."""
         blocks = self.kv_blocks[source]
-        return blocks[self.needed[target, blocks]] if source != target else blocks[:0]
+        return blocks[self.needed[target, blocks]]
 
     @property
     def remote_blocks(self) -> np.ndarray:
         """(ranks,) How many blocks of keys each rank gets from others: as few as its queries need."""
-        return np.array([sum(len(self.sent(source, rank)) for source in range(self.ranks)) for rank in range(self.ranks)])
+        return np.array([self.needed[rank].sum() - len(self.sent(rank, rank)) for rank in range(self.ranks)])
 
     def digest(self) -> int:
         """A number that two layouts share only if they are the same."""
@@ -89,12 +90,15 @@ class ContextPlan:
         B: int | None = None,
         H: int | None = None,
         device: Device = None,
+        head_groups: int = 2,
     ) -> None:
         """group     a process group, a device mesh of one dimension, or None for all ranks
         q_len, kv_len   of the whole sequence; kv_len is q_len by default
         mask_mod     mask_mod(b, h, q_idx, kv_idx) of positions in the whole sequence; None: every position attends to every other
         B, H         extents of the mask, if it is not the same for every batch entry or head
         device       where attention runs; by default as in create_block_mask
+        head_groups  keys and values come in so many groups of heads, those of one while another is computed: more of them hide a slower
+                     network, and kernels have less to do at once
 
         Raises ValueError for a plan that is not that of the group's other ranks, naming them.
         """
@@ -104,19 +108,20 @@ class ContextPlan:
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
             raise ValueError("this process is no member of the plan's group; make the plan on members only")
-        self.mask_mod = mask_mod
+        self.mask_mod, self.head_groups = mask_mod, whole("head_groups", head_groups)
         mask = create_block_mask(mask_mod or _everything, B, H, self.q_len, self.kv_len, device, BLOCK)
-        self._status = mask._status()
-        self.device = self._status.device
-        self.layout = Layout(self._status.cpu().numpy(), self.q_len, self.kv_len, self.ranks)
+        self.status = mask._status()
+        self.device = self.status.device
+        self.layout = Layout(self.status.cpu().numpy(), self.q_len, self.kv_len, self.ranks)
         mine, keys = self.layout.q_blocks[self.rank], self.layout.kv_blocks[self.rank]
-        self.position_ids = self._on_device(positions_of(mine, self.q_len))
-        self.kv_position_ids = self.position_ids if keys is mine else self._on_device(positions_of(keys, self.kv_len))
-        self._stages: dict[int, list] = {}  # by how many there are
+        self.position_ids = self.on_device(positions_of(mine, self.q_len))
+        self.kv_position_ids = self.position_ids if keys is mine else self.on_device(positions_of(keys, self.kv_len))
+        self.q_positions = self.position_ids.to(torch.int32)  # for kernels
+        self.exchange: Any = None  # made by the first call
         self._agreed = False
         self.check_agreement("plan", self.layout.digest())
 
-    def _on_device(self, numbers: np.ndarray) -> torch.Tensor:
+    def on_device(self, numbers: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(numbers).to(self.device)
 
     def shard(self, tensor: torch.Tensor, dim: int = -2) -> torch.Tensor:

@@ -1,9 +1,7 @@
-"""Attention over a sequence that is split over ranks: each attends to its own keys while those of others come, and the partial results are
-merged.
+"""Attention over a sequence that is split over ranks: keys and values come to the queries, in groups of heads.
 
-What a stage computes is attention as anywhere else. Partial results merge by the statistics of their rows, and the backward pass of a
-stage is given those of whole rows, so its gradients are the stage's share (Liu et al. 2023, arXiv 2310.01889). Keys come a second time
-for it.
+While one group of heads is computed, the keys of the next are on their way. Heads do not depend on each other, so nothing is merged, and a
+row's result is that of one process. The backward pass gets the keys a second time, which spares memory, and sends their gradients back.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import torch
 
 from flexpress.call import bound
 from flexpress.context import ContextPlan
-from flexpress.context_stages import Stage, score_mod_of, stages_of
+from flexpress.context_exchange import Exchange
 
 from .codegen.compiling import runs_uncompiled
 from .codegen.mod.bind import bind
@@ -23,16 +21,23 @@ from .codegen.run.backward import backward
 from .codegen.run.call import Bound, Rows
 from .codegen.run.forward import forward
 
-REMOTE_STAGES = 1  # in which the keys of other ranks come
+
+class Heads(NamedTuple):
+    """A group of heads that is computed at once."""
+
+    q: slice
+    kv: slice
+
+    def of(self, query: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return query[:, self.q], *(t[:, self.kv] for t in others)
 
 
-class Part(NamedTuple):
-    """A stage's result. top and weight, float32 (B, Hq, Q_LEN): the largest score, and the log2 of its weight."""
-
-    out: torch.Tensor
-    lse: torch.Tensor
-    top: torch.Tensor
-    weight: torch.Tensor
+def heads_in_groups(Hq: int, Hkv: int, groups: int) -> list[Heads]:
+    """At most so many groups of heads, alike as far as may be; query heads with their key heads."""
+    size = -(-Hkv // max(groups, 1))
+    shared = Hq // Hkv if Hkv else 1
+    parts = [(first, min(first + size, Hkv)) for first in range(0, Hkv, max(size, 1))]
+    return [Heads(slice(a * shared, b * shared), slice(a, b)) for a, b in parts]
 
 
 def attend_in_context(
@@ -40,95 +45,81 @@ def attend_in_context(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of the queries that this rank holds, of its parts of query, key and value."""
     plan.check_inputs(query, key, value)
-    stages = stages_of(plan, REMOTE_STAGES)
+    exchange = plan.exchange
+    if exchange is None:
+        exchange = plan.exchange = Exchange(plan)
     captured = []
     if score_mod is not None:
-        graph, values = bind(score_mod_of(plan, score_mod, stages[0].kv_positions), "score")
+        graph, values = bind(exchange.score_mod(score_mod, 0), "score")
         captured = values[: len(graph.tensors)]
 
-    def bound_to(stage: Stage, q, k, v) -> Bound:
-        mod = score_mod_of(plan, score_mod, stage.kv_positions)
-        return bound(q, k, v, mod, stage.mask, scale, enable_gqa, kernel_options, None)
+    def bound_to(heads: Heads, q, k, v) -> Bound | None:
+        mask = exchange.mask_of(heads.q)
+        if mask is None:
+            return None
+        return bound(q, k, v, exchange.score_mod(score_mod, heads.q.start), mask, scale, enable_gqa, kernel_options, None)
 
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    return _InContext.apply(plan, stages, bound_to, deterministic, query, key, value, *captured)
+    groups = heads_in_groups(query.shape[1], key.shape[1], plan.head_groups)
+    return _InContext.apply(exchange, groups, bound_to, deterministic, query, key, value, *captured)
 
 
 @runs_uncompiled
 class _InContext(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, plan: ContextPlan, stages: list[Stage], bound_to: Callable, deterministic: bool, q, k, v, *captured):
-        arriving = [stage.gather(k, v, plan.group) for stage in stages[1:]]
-        calls, parts = [], []
-        for stage, (keys, values) in _in_turn(stages, (k, v), arriving):
-            call = bound_to(stage, q, keys, values)
-            found, lse, _, rows = forward(call, output_rows=True)
-            if rows.raw:
-                rows.values.select(-1, 0).mul_(call.scale)
-            parts.append(Part(found, lse, *rows.values.unbind(-1)))
-            calls.append(call._replace(q=None, k=None, v=None))
-        out, lse, rows = merged(parts, calls[0].scale if calls[0].score is None else 1.0) if parts else _nothing(q, v)
-        ctx.plan, ctx.stages, ctx.calls, ctx.deterministic = plan, stages, calls, deterministic
-        ctx.save_for_backward(q, k, v, out, rows, *captured)
+    def forward(ctx, exchange: Exchange, groups: list[Heads], bound_to: Callable, deterministic: bool, q, k, v, *captured):
+        calls, results = [], []
+        for heads, (own, keys, values) in _in_turn(exchange, groups, q, k, v):
+            call = bound_to(heads, own, keys, values)
+            if call is None:
+                found, lse = own.new_zeros((*own.shape[:3], v.shape[3])), torch.full(own.shape[:3], -torch.inf, device=own.device)
+                rows = None
+            else:
+                found, lse, _, rows = forward(call, output_rows=True)
+            calls.append(call and call._replace(q=None, k=None, v=None))
+            results.append((found, lse, rows))
+        out, lse = (torch.cat(parts, 1) if len(parts) > 1 else parts[0] for parts in ([r[i] for r in results] for i in (0, 1)))
+        ctx.exchange, ctx.groups, ctx.calls, ctx.deterministic = exchange, groups, calls, deterministic
+        ctx.raw = [rows is not None and rows.raw for *_, rows in results]
+        ctx.save_for_backward(q, k, v, out, *(lse if rows is None else rows.values for _, lse, rows in results), *captured)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx, d_out, d_lse):
-        q, k, v, out, rows, *captured = ctx.saved_tensors
+        exchange, groups = ctx.exchange, ctx.groups
+        q, k, v, out, *others = ctx.saved_tensors
+        rows, captured = others[: len(groups)], others[len(groups) :]
         wanted = frozenset(i for i, needed in enumerate(ctx.needs_input_grad[7:]) if needed)
         d_out = torch.zeros_like(out) if d_out is None else d_out
-        group, stages, calls = ctx.plan.group, ctx.stages, iter(ctx.calls)
-        arriving = [stage.gather(k, v, group) for stage in stages[1:]]
-        dq, dk, dv = (torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in (q, k, v))
-        of_captured = {i: torch.zeros_like(captured[i], dtype=torch.float32) for i in wanted}
-        given = {}  # to be returned; a stage without queries has no keys either
-        for stage, (keys, values) in _in_turn(stages, (k, v), arriving):
-            call = next(calls)._replace(q=q, k=keys, v=values)
-            found = backward(call, out, Rows(rows, False), d_out, d_lse, wanted=wanted, deterministic=ctx.deterministic)
-            dq += found[0]
-            for i in wanted:
-                of_captured[i] += found[3][i]
-            if stage.rows is None:
-                dk += found[1]
-                dv += found[2]
+        of_captured = {i: torch.zeros_like(captured[i], dtype=torch.float32) for i in sorted(wanted)}
+        dq, returning = [], []
+        for n, (heads, (own, keys, values)) in enumerate(_in_turn(exchange, groups, q, k, v)):
+            call, part = ctx.calls[n], heads.of(out, d_out)
+            if call is None:
+                found = torch.zeros_like(own), torch.zeros_like(keys), torch.zeros_like(values), {}
             else:
-                given[stage] = found[1:3]
-        returning = [stage.give_back(*given.get(stage, arrived.pair()), group) for stage, arrived in zip(stages[1:], arriving, strict=True)]
-        for stage, gradients in zip(stages[1:], returning, strict=True):
-            stage.add(gradients, dk, dv)
-        for i in sorted(wanted):
-            torch.distributed.all_reduce(of_captured[i], group=group)
-        gradients = (g.to(t.dtype) for g, t in ((dq, q), (dk, k), (dv, v)))
-        return None, None, None, None, *gradients, *(of_captured[i].to(t.dtype) if i in wanted else None for i, t in enumerate(captured))
+                call = call._replace(q=own, k=keys, v=values)
+                d_own = d_out[:, heads.q], None if d_lse is None else d_lse[:, heads.q]
+                given = Rows(rows[n], ctx.raw[n]), *d_own
+                found = backward(call, part[0], *given, wanted=wanted, deterministic=ctx.deterministic)
+            dq.append(found[0])
+            for i, gradient in found[3].items():
+                of_captured[i] += gradient
+            returning.append(exchange.give_back(found[1], found[2]))
+        dk, dv = (torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in (k, v))
+        for heads, gradients in zip(groups, returning, strict=True):
+            exchange.add(gradients, dk[:, heads.kv], dv[:, heads.kv])
+        for gradient in of_captured.values():
+            torch.distributed.all_reduce(gradient, group=exchange.plan.group)
+        captured = (of_captured[i].to(t.dtype) if i in wanted else None for i, t in enumerate(captured))
+        return None, None, None, None, torch.cat(dq, 1), dk.to(k.dtype), dv.to(v.dtype), *captured
 
 
-def _in_turn(stages: list[Stage], own: tuple, arriving: list):
-    """Each stage with something to attend to, with its keys and values when they are there."""
-    for stage, arrived in zip(stages, (None, *arriving), strict=True):
-        pair = own if arrived is None else arrived.pair()
-        if stage.mask is not None:
-            yield stage, pair
-
-
-def _nothing(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `merged` returns of no parts."""
-    lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
-    return q.new_zeros((*q.shape[:3], v.shape[3])), lse, torch.stack((lse, torch.zeros_like(lse)), -1)
-
-
-def merged(parts: list[Part], unit: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """out, lse and the statistics of whole rows, (B, Hq, Q_LEN, 2), of parts. unit: of `top`, which is scores times this."""
-    if len(parts) == 1:
-        (part,) = parts
-        return part.out, part.lse, torch.stack((part.top, part.weight), -1)
-    tops = torch.stack([part.top for part in parts])
-    scores = torch.where(torch.isneginf(torch.stack([part.lse for part in parts])), -torch.inf, tops * unit)
-    best, which = scores.max(0)
-    shares = torch.exp2(-torch.stack([part.weight for part in parts])) * torch.exp(scores - best)
-    shares = torch.where(torch.isneginf(scores), 0.0, shares)
-    total = shares.sum(0)
-    fractions = torch.where(total > 0, shares / total, 0.0)
-    out = sum(part.out * fraction[..., None] for part, fraction in zip(parts, fractions, strict=True)).to(parts[0].out.dtype)
-    rows = torch.stack((tops.gather(0, which[None])[0], torch.where(total > 0, -torch.log2(total), 0.0)), -1)
-    return out, best + torch.log(total), rows
+def _in_turn(exchange: Exchange, groups: list[Heads], q, k, v):
+    """Each group of heads, with its part of q and the keys and values that it attends to; those of the next are on their way."""
+    arriving = [exchange.gather(*groups[0].of(k, k, v)[1:])]
+    for n, heads in enumerate(groups):
+        if n + 1 < len(groups):
+            arriving.append(exchange.gather(*groups[n + 1].of(k, k, v)[1:]))
+        yield heads, (q[:, heads.q], *arriving.pop(0).pair())

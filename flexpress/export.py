@@ -142,10 +142,9 @@ def _mask_of(block_mask, mask_mod, query: torch.Tensor, key: torch.Tensor) -> tu
     if mask_mod is not None and not same_mod(block_mask.mask_mod, mask_mod, "mask"):
         raise ValueError("block_mask was not made of mask_mod; pass one of them")
     size = tuple(block_mask.BLOCK_SIZE)
-    lists = (block_mask.kv_num_blocks, block_mask.full_kv_num_blocks)
-    if lists[1] is None:
-        raise ValueError("block_mask does not keep full blocks apart (separate_full_blocks=False); pass its mask_mod instead")
-    made = create_block_mask(block_mask.mask_mod, *block_mask.shape[:2], *block_mask.seq_lengths, device=lists[0].device, BLOCK_SIZE=size)
+    device, apart = block_mask.kv_num_blocks.device, block_mask.full_kv_num_blocks is not None
+    grid = (*block_mask.shape[:2], *block_mask.seq_lengths)
+    made = create_block_mask(block_mask.mask_mod, *grid, device=device, BLOCK_SIZE=size, separate_full_blocks=apart)
     if made != block_mask:
         raise ValueError(
             "block_mask holds other lists than create_block_mask makes of its mask_mod, and the file makes them anew; pass mask_mod="

@@ -60,6 +60,8 @@ def export_cached(
         raise ValueError(f"query has {query.shape[1]} heads, no multiple of the {k_cache.shape[2]} heads of k_cache")
     if any(t.stride(3) != 1 for t in (query, k_cache, v_cache)):
         raise ValueError("exported kernels read contiguous head dims; query, k_cache and v_cache need a stride of 1 in the last dimension")
+    if 0 in k_cache.shape:
+        raise ValueError(f"k_cache {tuple(k_cache.shape)} holds nothing; pass one that is like those to come")
     if isinstance(scale, torch.Tensor):
         raise TypeError("export_cached takes scale as a number; let the score_mod multiply by a tensor")
     score, mask = _mods(score_mod, mask_mod, where.kv_lens, query.shape[2], query.device)

@@ -18,6 +18,7 @@ from .codegen.device.kernel import loaded
 from .codegen.mod.tensors import check_values
 from .codegen.run import backward as backward_pass
 from .codegen.run import forward as forward_pass
+from .codegen.run.call import Bound
 from .codegen.run.captured import apart
 
 
@@ -79,15 +80,18 @@ def precompile(
         else:
             call = packed_call(*tensors, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options)
     with torch.no_grad():
-        if backward and call.score:
-            graph, values = call.score
-            call = call._replace(score=(graph, [*map(apart, call.captured), *values[len(graph.tensors) :]]))
-        found = forward_pass.prepare(call, output_max=max_scores, output_rows=backward)
-        if backward and found is not None:
-            wanted = frozenset(i for i, t in enumerate(call.captured) if t.requires_grad)
-            deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-            backward_pass.prepare(call, *found, wanted=wanted, deterministic=deterministic)
+        _prepare(call, backward, max_scores, deterministic or torch.are_deterministic_algorithms_enabled())
     return [Precompiled(kernel.path, seconds) for kernel in loaded() for seconds in kernel.compiled[before.get(id(kernel), 0) :]]
+
+
+def _prepare(call: Bound, backward: bool, max_scores: bool, deterministic: bool) -> None:
+    if backward and call.score:  # as autograd keeps it
+        graph, values = call.score
+        call = call._replace(score=(graph, [*map(apart, call.captured), *values[len(graph.tensors) :]]))
+    found = forward_pass.prepare(call, output_max=max_scores, output_rows=backward)
+    if backward and found is not None:
+        wanted = frozenset(i for i, t in enumerate(call.captured) if t.requires_grad)
+        backward_pass.prepare(call, *found, wanted=wanted, deterministic=deterministic)
 
 
 def _device_of(query, block_mask, cu_seqlens_q, device) -> torch.device:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar, cast
+from typing import ParamSpec, TypeVar
 
 import torch
 
 P = ParamSpec("P")
-M = TypeVar("M")
+T = TypeVar("T")
 
 
 class Made:
@@ -45,7 +45,7 @@ def plain(mod):
     return mod.function if type(mod) is Made else mod
 
 
-def picklable(recipe: Callable[P, M]) -> Callable[P, M]:
+def picklable(recipe: Callable[P, T]) -> Callable[P, T]:
     """Decorator of a function that makes a mod of its arguments, none of them by keyword alone: what it makes can be pickled if they can.
 
     It gets the functions of mods that other recipes have made, so that those cost a call nothing.
@@ -61,4 +61,4 @@ def picklable(recipe: Callable[P, M]) -> Callable[P, M]:
                 return given
         return Made(made, make, args, kwargs)
 
-    return cast(Callable[P, M], make)
+    return make

@@ -763,8 +763,8 @@ LAUNCHES = [
     ),
     Mutant(
         "codegen/run/backward.py",
-        "dlse is not None, wanted, rows.raw, ordinary)",
-        "dlse is not None, wanted, rows.raw)",
+        "lse_gradient, wanted, rows.raw, ordinary)",
+        "lse_gradient, wanted, rows.raw)",
         named("backward", "becomes_infinite"),
         "a captured number that is infinite now finds the kernel of one that was not",
     ),
@@ -847,7 +847,53 @@ LAUNCHES = [
     ),
 ]
 
-MUTANTS = [*CAPTURES, *INTERVALS, *CACHE, *PAGES, *CHECKS, *LAUNCHES]
+_TRANSFORMERS, _REGISTRY = "flexpress/integrations/transformers.py", "flexpress/integrations/torch.py"
+INTEGRATIONS = [
+    Mutant(
+        _TRANSFORMERS,
+        "q_offset = q_offset.clone()",
+        "q_offset = q_offset",
+        named("transformers_generate", "piece and llama"),
+        "a mask follows the counter of a static cache past its own step",
+    ),
+    Mutant(
+        _TRANSFORMERS,
+        "(missing <= 0 or hides_the_rest) and not",
+        "not",
+        named("transformers", "room_for_keys"),
+        "keys that are not there yet are seen where nothing else hides them",
+    ),
+    Mutant(
+        _TRANSFORMERS,
+        "torch.sigmoid(lse - sinks",
+        "torch.sigmoid(lse + sinks",
+        named("transformers", "padding and gpt_oss"),
+        "sinks with the wrong sign",
+    ),
+    Mutant(
+        _TRANSFORMERS,
+        "is_local = local_size is not None and kv_length >= local_size",
+        "is_local = local_size is not None and kv_length > local_size + 100",
+        named("transformers", "padding and gemma2 or stored"),
+        "a window that hides keys is taken for none",
+    ),
+    Mutant(
+        _REGISTRY,
+        "torch.where(empty, 0.0, -lse * math.log2(math.e))",
+        "-lse * math.log2(math.e)",
+        named("torch_registry", "varlen_attn"),
+        "gradients of rows that see nothing",
+    ),
+    Mutant(
+        _REGISTRY,
+        "more = keys - cu_q.diff()",
+        "more = 0 * keys",
+        named("torch_registry", "varlen_attn or keys_that"),
+        "causal masks of torch's operators begin in the top left corner",
+    ),
+]
+
+MUTANTS = [*CAPTURES, *INTERVALS, *CACHE, *PAGES, *CHECKS, *LAUNCHES, *INTEGRATIONS]
 
 
 def copied(place: Path) -> Path:

@@ -57,8 +57,31 @@ def test_render(capsys, arguments, found):
 
 
 @pytest.mark.parametrize(
+    "arguments, found",
+    [
+        (["plain", "--head-dim", "64"], "return_lse=False"),
+        (["alibi", "sliding_window", "--backward", "--heads", "8:2", "--dtype", "fp16"], "slopes, window=1024"),
+        (["alibi", "--page-size", "16", "--heads", "8:2", "--target", "sm_80"], "page_table, *, slopes"),
+    ],
+)
+def test_export(capsys, tmp_path, arguments, found):
+    path = tmp_path / "exported.py"
+    assert cli.main(["export", *arguments, "-o", str(path)]) == 0
+    assert capsys.readouterr().out == f"{path}\n"
+    (attention,) = (line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("def attention("))
+    assert found in attention
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["export", *arguments, "-o", str(path)])
+    assert "is there already" in capsys.readouterr().err
+    assert cli.main(["export", *arguments, "-o", str(path), "--overwrite"]) == 0
+
+
+@pytest.mark.parametrize(
     "arguments, message",
     [
+        (["export", "causal"], "the following arguments are required: -o"),
+        (["export", "causal", "--heads", "3:2", "-o", "x"], "'3:2' are no heads"),
+        (["export", "causal", "--page-size", "0", "-o", "x"], "k_cache"),
         (["render", "caual"], "invalid choice: 'caual'"),
         (["render", "causal", "--head-dim", "300"], "'300' is not a head dim: write 1 to 256"),
         (["render", "causal", "--target", "sm_70"], "invalid choice: 'sm_70'"),
@@ -74,7 +97,7 @@ def test_wrong_arguments(capsys, arguments, message):
 
 
 def test_help_names_commands_and_recipes(capsys):
-    for arguments, names in ((["--help"], ("demo", "render", "doctor")), (["render", "--help"], recipes.RECIPES)):
+    for arguments, names in ((["--help"], ("demo", "render", "export", "doctor")), (["render", "--help"], recipes.RECIPES)):
         with pytest.raises(SystemExit, match="0"):
             cli.main(arguments)
         shown = capsys.readouterr().out

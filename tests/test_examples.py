@@ -168,7 +168,8 @@ def test_generate_a_larger_model(dtype):
     assert [example.wrong_tokens(model, r) for r in requests] == [0] * len(requests)
 
 
-def test_page_quotes_generate():
-    program = (ROOT / "examples" / "generate.py").read_text(encoding="utf-8").splitlines()
-    stale = [line for line in quoted_lines(ROOT / "examples" / "generate.md") if line not in program]
-    assert not stale, "examples/generate.md quotes what examples/generate.py no longer has:\n" + "\n".join(stale)
+@pytest.mark.parametrize("name", ["generate", "embeddings", "smollm2"])
+def test_page_quotes_its_program(name):
+    program = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8").splitlines()
+    stale = [line for line in quoted_lines(ROOT / "examples" / f"{name}.md") if line not in program]
+    assert not stale, f"examples/{name}.md quotes what examples/{name}.py no longer has:\n" + "\n".join(stale)

@@ -13,8 +13,9 @@ from io import StringIO
 import pytest
 import torch
 
-from flexpress import cache_clear, create_block_mask, evaluate_mod, flex_attention, printed_kernels
+from flexpress import cache_clear, create_block_mask, evaluate_mod, export, export_cached, flex_attention, printed_kernels
 from flexpress.codegen.mod.errors import RenderError
+from flexpress.codegen.run import exported_file
 from flexpress.codegen.run.preview import backward_compilations, decode_compilations, hopper_compilation, preview
 from flexpress.codegen.run.preview_masks import evaluate_compilation, mask_compilations
 from flexpress.codegen.text import lines, mod_text
@@ -110,6 +111,15 @@ def test_texts_stay_in_comments_of_every_kernel(what):
 
 
 @pytest.mark.parametrize("what", TEXTS)
+def test_texts_stay_in_comments_of_exported_files(what):
+    given = {"file": "/tmp/place/mod.py", "name": "mod", **TEXTS[what]}
+    q, mask = torch.randn(1, 2, 40, 16), mod_from(**given, kind="mask")
+    check(export(q, q, q, mod_from(**given), mask_mod=mask, backward=True))
+    kv_len, cache = torch.tensor([5], dtype=torch.int32), torch.randn(1, 40, 2, 16)
+    check(export_cached(q[:, :, :1], cache, cache, kv_len, score_mod=mod_from(**given), mask_mod=mask))
+
+
+@pytest.mark.parametrize("what", TEXTS)
 def test_such_mods_run(what):
     given = {"file": "/tmp/place/mod.py", "name": "mod", **TEXTS[what]}
     q = torch.randn(1, 2, 40, 16)
@@ -167,3 +177,11 @@ def test_a_print_with_more_than_comments_is_refused(monkeypatch, forgotten):
         given = {"line": f"# {bad}", "name": "mod"} if forgotten == "source lines" else {"line": "", "name": bad}
         with pytest.raises(RenderError):
             render(preview(mod_from("/tmp/place/mod.py", **given)))
+
+
+def test_an_exported_file_with_more_than_comments_is_refused(monkeypatch):
+    """Kernels are looked at one by one, and the file as a whole."""
+    q = torch.randn(1, 2, 40, 16)
+    monkeypatch.setattr(exported_file, "render", lambda spec: render(spec).replace("program_id(0)", f"program_id({spec.mods[0].name!r})"))
+    with pytest.raises(RenderError, match="exported file"):
+        export(q, q, q, mod_from("/tmp/place/mod.py", "x"))

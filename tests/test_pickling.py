@@ -109,6 +109,17 @@ def test_a_slice_of_a_block_mask_comes_back(index, way):
     assert torch.equal(create_mask(found.mask_mod, *extents, "cpu"), create_mask(part.mask_mod, *extents, "cpu"))
 
 
+@pytest.mark.gpu
+def test_a_mask_goes_to_another_device():
+    mask = create_block_mask(MASKS["sliding_window"], None, None, S, S, "cuda")[:, :, 1:]
+    file = io.BytesIO()
+    torch.save(mask, file)
+    file.seek(0)
+    found = torch.load(file, weights_only=False, map_location="cpu")
+    assert found.kv_indices.device.type == "cpu" and found == mask.to("cpu")
+    assert pickled(mask).kv_indices.is_cuda and pickled(mask) == mask
+
+
 def test_a_mask_whose_mod_was_replaced_comes_back():
     mask = create_block_mask(mods.causal, None, None, S, S, "cpu")
     mask.mask_mod = mods.prefix_lm(3)

@@ -208,6 +208,30 @@ def test_packed_sequences(lengths, backward, device):
         precompile(shape, shape, shape, block_mask=mask, cu_seqlens_q=cu_seqlens, dtype=torch.float32)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("backward", [False, True])
+def test_real_shapes(backward):
+    """The kernels for Hopper where there is one; on disk, for another process, too."""
+    q, k, v = torch.randn(3, 2, 8, 4096, 128, device="cuda", dtype=torch.bfloat16).unbind()
+    slopes = torch.rand(8, device="cuda", requires_grad=backward)
+    shape, call = tuple(q.shape), {"score_mod": mods.alibi(slopes), "mask_mod": mods.sliding_window(512)}
+    made = precompile(shape, shape, shape, **call, dtype=torch.bfloat16, backward=backward)
+    assert any("forward_alibi_sliding_window" in kernel.path.name and kernel.seconds > 0.05 for kernel in made)
+    q, k, v = (t.requires_grad_(backward) for t in (q, k, v))
+
+    def really():
+        out = flex_attention(q, k, v, **call)
+        if backward:
+            out.sum().backward()
+
+    assert costs(really) == (0, 0)
+    cache_clear()
+    assert costs(really) == (0, 0)
+    expected = dense_attention(q[:1, :2, :1024], k[:1, :2, :1024], v[:1, :2, :1024], **call)[0]
+    found = flex_attention(*(t[:1, :2, :1024] for t in (q, k, v)), **call)
+    assert relative_error(found, expected) < 1e-2
+
+
 def test_nothing_to_compute_is_nothing_to_compile():
     assert precompile((1, 2, 0, 16), SHAPE, SHAPE, dtype=torch.float32, device="cpu", backward=True) == []
 

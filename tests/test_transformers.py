@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import _dynamo as dynamo
 
-from flexpress import create_block_mask
+from flexpress import create_block_mask, create_mask
 from flexpress.integrations import transformers as integration
 from flexpress.mods import causal
 from support import models
@@ -147,6 +147,30 @@ def test_layers_share_the_lists_of_padding(llama):
     assert mask is other and mask.block_mask.shape == (2, 1, 20, 20)
 
 
+def test_positions_instead_of_lengths():
+    """The first versions of transformers 5 give these."""
+    padding = torch.ones(2, 9, dtype=torch.bool)
+    assert integration.mask(2, kv_length=9, cache_position=torch.arange(9), attention_mask=padding) is None
+    made = integration.mask(2, kv_length=9, cache_position=torch.arange(5, 9), attention_mask=padding)
+    expected = torch.arange(9) <= torch.arange(5, 9)[:, None]
+    assert made.shape == (2, 1, 4, 9) and torch.equal(create_mask(made.mask_mod, 2, None, 4, 9, "cpu"), expected.expand(2, 1, 4, 9))
+
+
+def test_room_for_keys_to_come_is_hidden():
+    """An attention_mask shorter than the keys, of a mask that does not hide what comes: nothing behind its end is seen."""
+    made = integration.mask(
+        2,
+        3,
+        9,
+        mask_function=lambda b, h, q_idx, kv_idx: q_idx >= 0,
+        attention_mask=torch.ones(2, 6, dtype=torch.bool),
+        allow_is_causal_skip=False,
+        allow_is_bidirectional_skip=True,
+    )
+    expected = (torch.arange(9) < 6).expand(2, 1, 3, 9)
+    assert torch.equal(create_mask(made.mask_mod, 2, None, 3, 9, "cpu"), expected)
+
+
 def test_chunked_attention():
     """The mask of Llama 4: chunks that padding moves."""
     from transformers.masking_utils import chunked_causal_mask_function
@@ -167,7 +191,8 @@ def test_chunked_attention():
     "given, error, words",
     [
         ({"dropout": 0.1}, ValueError, "no dropout yet, and Module asks for 0.1"),
-        ({"cache": object()}, NotImplementedError, "paged cache"),
+        ({"cache": object()}, NotImplementedError, "no paged cache of generate_batch .* which Module asks for"),
+        ({"indices": torch.ones(2, 8, 4)}, NotImplementedError, "no attention to chosen keys"),
         (
             {"attention_mask": torch.ones(2, 1, 8, 5, dtype=torch.bool)},
             ValueError,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import _dynamo as dynamo
+from transformers import DynamicCache, StaticCache
 
 import flexpress.integrations.transformers  # noqa: F401
 from flexpress import cache_info
@@ -29,6 +30,29 @@ def test_generated_tokens(name, cache, device):
         model.set_attn_implementation(implementation)
         tokens[implementation] = model.generate(**given, **options)
     assert tokens["flexpress"].tolist() == tokens["eager"].tolist()
+
+
+@on_devices
+@pytest.mark.parametrize("name, cache", [("llama", StaticCache), ("gemma2", StaticCache), ("gemma2", DynamicCache)])
+def test_logits_piece_by_piece(name, cache, device):
+    """A prompt in pieces, then tokens: the same logits as at once. A static cache counts its positions in place, before attention."""
+    model, given = models.model_of(name, device).eval(), models.inputs_of(name, device, 15)
+    model.set_attn_implementation("flexpress")
+    past = cache(config=model.config, **({"max_cache_len": 32} if cache is StaticCache else {}))
+    ids, seen = given["input_ids"], given["attention_mask"]
+    with torch.no_grad():
+        positions = (seen.cumsum(1) - 1).clamp_min(0)
+        whole = model(**given, position_ids=positions, use_cache=False).logits
+        for start, end in ((0, 7), (7, 12), (12, 13), (13, 15)):
+            piece = {
+                "input_ids": ids[:, start:end],
+                "attention_mask": seen[:, :end],
+                "position_ids": positions[:, start:end],
+                "past_key_values": past,
+            }
+            logits = model(**piece).logits
+            here = seen[:, start:end].bool()
+            torch.testing.assert_close(logits[here], whole[:, start:end][here])
 
 
 @on_devices

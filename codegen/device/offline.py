@@ -64,8 +64,14 @@ def compile_for(
     constants  the tl.constexpr parameters
     last       "ttgir": stop when Triton's own passes have run, which is a tenth of the work; None: go on to the assembler
     """
-    kernel = cache.load_module(cache.store(render(spec), spec))
-    function = getattr(kernel, spec.template)
+    function = getattr(cache.load_module(cache.store(render(spec), spec)), spec.template)
+    return compile_function(function, spec, target, constants, num_warps, num_stages, last)
+
+
+def compile_function(
+    function, spec: KernelSpec, target: str, constants: dict[str, int], num_warps: int, num_stages: int, last: str | None = None
+) -> Compiled:
+    """The same of a kernel's function that is loaded already, as from an exported file."""
     signature = {p.name: _type_of(p, constants, is_gluon(function)) for p in spec.parameters}
     if list(signature) != list(function.arg_names):
         raise ValueError(f"{spec.template} takes {function.arg_names}, and its spec says {list(signature)}")

@@ -59,8 +59,7 @@ def backward(
 
     transposed = bound.transposed(mask) if bound.transposed else None
     keys = keys_of(score, mask, (*q.shape[:3], k.shape[2]), lists)
-    ordinary = score is None or are_ordinary(score[1][len(score[0].tensors) :])
-    details = Details(bound.options, deterministic, dlse is not None, wanted, rows.raw, ordinary)
+    details = _details(bound, rows, dlse is not None, wanted, deterministic)
     layouts = tuple([(t.shape, t.stride(), t.data_ptr() % 16) for t in (q, k, v, do)])
     structures = lists and lists.structure, transposed and transposed.structure
     kind = (q.device, q.dtype, layouts, out.stride(), bound.scale, details, *keys, *structures)
@@ -83,6 +82,12 @@ def backward(
             _refuse(ready, why)
 
 
+def _details(bound: Bound, rows: Rows, lse_gradient: bool, wanted: frozenset[int], deterministic: bool) -> Details:
+    score = bound.score
+    ordinary = score is None or are_ordinary(score[1][len(score[0].tensors) :])
+    return Details(bound.options, deterministic, lse_gradient, wanted, rows.raw, ordinary)
+
+
 def _refuse(ready: TwoPass | Fused, why: Unusable) -> None:
     _refused[(ready.name, *ready.key)] = str(why)
     logs.CHOICE.info("backward: %s is not used: %s", ready.name, why)
@@ -95,8 +100,7 @@ def prepare(bound: Bound, out: torch.Tensor, rows: Rows, *, wanted: frozenset[in
     q, k, v, do = map(with_rows, (bound.q, bound.k, bound.v, torch.empty_like(out)))
     transposed = bound.transposed(mask) if bound.transposed else None
     keys = keys_of(score, mask, (*q.shape[:3], k.shape[2]), lists)
-    ordinary = score is None or are_ordinary(score[1][len(score[0].tensors) :])
-    details = Details(bound.options, deterministic, False, wanted, rows.raw, ordinary)
+    details = _details(bound, rows, False, wanted, deterministic)
     tensors = {"Q": q, "K": k, "V": v, "O": out, "DO": do, "ROWS": rows.values}
     tensors |= {f"D{name}": output_like(t, t.shape[3]) for name, t in (("Q", q), ("K", k), ("V", v))}
     while True:  # until kernels are usable

@@ -55,9 +55,8 @@ class Plans:
         self.call, self.target = call, target
         self.machine = machine_of(target)
         self.options = call.options if use_tma is None else call.options._replace(use_tma=use_tma)
-        self.keys = tuple(
-            (graph, layouts_for_any(graph, values)) if graph else None for graph, values in (bound or (None, ()) for bound in call[:2])
-        )
+        self.extents = call.batch[0], call.heads[0], *EXTENTS[2:]  # of captured tensors, as the example has them
+        self.keys = tuple((bound[0], layouts_for_any(*bound, self.extents)) if bound else None for bound in call[:2])
         self.blocks = Blocks(True, *call.size) if call.mask else None
         shapes = (EXTENTS[2], call.d_qk), (EXTENTS[3], call.d_qk), (EXTENTS[3], call.d_v), (EXTENTS[2], call.d_v)
         self.tensors = [torch.empty((*EXTENTS[:2], *shape), dtype=call.dtype, device="meta") for shape in shapes]
@@ -96,13 +95,13 @@ class Plans:
         return Compilation(self.target, step.spec, {"BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N}, tile.num_warps, tile.num_stages)
 
     def _masks(self) -> dict[str, Compilation]:
-        return mask_compilations(self.call.mask, self.call.size, self.target, self.call.backward)
+        return mask_compilations(self.call.mask, self.extents, self.call.size, self.target, self.call.backward)
 
 
-def mask_compilations(bound: tuple, size: tuple[int, int], target: str, transposed: bool) -> dict[str, Compilation]:
+def mask_compilations(bound: tuple, extents: tuple, size: tuple[int, int], target: str, transposed: bool) -> dict[str, Compilation]:
     """The kernels that make block lists of a bound mask_mod, by name; with those of `transposed` lists."""
     backend = machine_of(target)[0]
-    texts = mask_texts(bound, EXTENTS, backend, layouts_for_any)
+    texts = mask_texts(bound, extents, backend, layouts_for_any)
     found = {}
     if texts.zones:
         found["block_zones"] = Compilation(target, zones_spec(texts, size, backend), {"TILE": masks.ZONE_TILE}, 1)

@@ -15,7 +15,7 @@ from ..plan.masks import mask_texts
 from ..text.layouts import TensorLayout
 from ..text.spelling import literal_text
 from ..text.torch_text import torch_text
-from .exported import EXTENTS, Exported, Plans
+from .exported import Exported, Plans
 from .exported_captures import layouts_for_any, named
 from .exported_file import File, Kernel, listed, reserved, unpacked
 
@@ -83,11 +83,11 @@ class AttentionFile(File):
         if call.backward:
             self._differentiate(plans, use_tma)
         if self.mask:
-            describe_mask(self, call.mask)
+            describe_mask(self, call.mask, plans.extents)
         (Z, Zkv), (Hq, Hkv) = call.batch, call.heads
         self.demo_shapes = {"query": f"{Z}, {Hq}, Q_LEN, {call.d_qk}", "key": f"{Zkv}, {Hkv}, KV_LEN, {call.d_qk}"}
         self.demo_shapes["value"] = f"{Zkv}, {Hkv}, KV_LEN, {call.d_v}"
-        self.demo_lengths, self.small_lengths = call.lengths, tuple(min(n, 160) for n in call.lengths)
+        self.demo_lengths = f"{call.lengths[0]}, {call.lengths[1]}"
 
     def _differentiate(self, plans: Plans, use_tma: tuple[bool, bool] | None) -> None:
         """What the backward pass asks for."""
@@ -135,11 +135,11 @@ class AttentionFile(File):
         return Gathered(name, buffer, made, tuple(lines))
 
 
-def describe_mask(file: File, bound: tuple) -> None:
+def describe_mask(file: File, bound: tuple, extents: tuple) -> None:
     """What _exported_masks.jinja asks for."""
     graph = bound[0]
     file.by_batch, file.by_head, file.by_rules = "b" in graph.symbols, "h" in graph.symbols, analyse(graph).by_rules
-    zones = mask_texts(bound, EXTENTS, "cpu", layouts_for_any).zones
+    zones = mask_texts(bound, extents, "cpu", layouts_for_any).zones
     file.zones = tuple(
         {"low": z.names[0], "high": z.names[1], "dtype": z.dtype, "extent": "rows" if z.axis == "q_idx" else "columns"} for z in zones
     )

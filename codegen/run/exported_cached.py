@@ -14,7 +14,7 @@ from ..plan.forward import LOG2_E, Blocks
 from ..text.parameters import stride_names
 from ..text.spelling import literal_text
 from .cached_call import BLOCK
-from .exported import mask_compilations
+from .exported import EXTENTS, mask_compilations
 from .exported_attention import MASKS, TOLERANCES, describe_mask
 from .exported_captures import Captured, layouts_for_any, named
 from .exported_file import File, Kernel, reserved
@@ -60,7 +60,8 @@ class _Plans:
     def __init__(self, call: ExportedCache, target: str) -> None:
         self.call, self.target, self.machine = call, target, machine_of(target)
         self.unit = vector_of(call.dtype, call.kv_dtype)
-        self.keys = tuple((bound[0], layouts_for_any(*bound)) if bound else None for bound in call[:2])
+        self.extents = *call.shapes[0][:2], *EXTENTS[2:]  # of captured tensors, as the example has them
+        self.keys = tuple((bound[0], layouts_for_any(*bound, self.extents)) if bound else None for bound in call[:2])
         self.rows = rows_in(call)
 
     def decode(self, split: bool):
@@ -92,7 +93,7 @@ class _Plans:
             constants = {"BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N}
             found[name] = Compilation(self.target, plan.spec, constants, tile.num_warps, tile.num_stages)
         found["combine_splits"] = Compilation(self.target, plan.combine, {"BLOCK_S": BLOCK_S})
-        return found | (mask_compilations(self.call.mask, (BLOCK, BLOCK), self.target, False) if self.call.mask else {})
+        return found | (mask_compilations(self.call.mask, self.extents, (BLOCK, BLOCK), self.target, False) if self.call.mask else {})
 
 
 def rows_in(call: ExportedCache) -> Rows:
@@ -133,7 +134,7 @@ class CachedFile(File):
         names = self.symbols_of_mods.split(", ") if self.symbols_of_mods else ["_"] * 4
         self.symbols_of_mods = ", ".join([*names[:3], "kv_idx"])  # which hides what is past a sequence's end
         if self.mask:
-            describe_mask(self, call.mask)
+            describe_mask(self, call.mask, plans.extents)
         self._places()
 
     def _places(self) -> None:

@@ -69,14 +69,17 @@ class Captured:
         return f"(torch.arange({count}, device=device) * {steps} // {count}).reshape({shape}).to(torch.{self.dtype})"
 
 
-def layouts_for_any(graph: ModGraph, captured: list, extents: tuple = ()) -> tuple[TensorLayout, ...]:
-    """What a kernel's text may know of captured tensors in calls of any lengths and numbers: strides as they are; of indices, that b and h
-    lie inside (which launches check), and what does not depend on lengths and numbers."""
+def layouts_for_any(graph: ModGraph, captured: list, extents: tuple[int, ...]) -> tuple[TensorLayout, ...]:
+    """What a kernel's text may know of captured tensors in calls of any lengths and numbers: strides as they are; of indices, what does not
+    depend on lengths and numbers, and that b and h lie inside (which launches check), if they do for the first two `extents`."""
+    most = dict(zip(_EXTENTS, extents, strict=False))
     layouts = layouts_of(graph, captured, _ANY)
     inside: list[set] = [set() for _ in layouts]
     for number, load in enumerate(loads_of(graph)):
         for dim, index in enumerate(load.args):
-            if index.op == "symbol" and index.attr in _EXTENTS or _is_inside(index, captured[load.attr].shape[dim]):
+            size = captured[load.attr].shape[dim]
+            is_direct = index.op == "symbol" and index.attr in most
+            if most[index.attr] <= size if is_direct else _is_inside(index, size):
                 inside[load.attr].add((number, dim))
     return tuple(layout._replace(inside=frozenset(known)) for layout, known in zip(layouts, inside, strict=True))
 

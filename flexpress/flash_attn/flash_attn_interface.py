@@ -229,10 +229,13 @@ def _attend(q, k, v, meaning: tuple, softmax_scale, deterministic, return_attn_p
 def _attend_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, meaning: tuple, softmax_scale, deterministic, return_attn_probs):
     """varlen_attention; `meaning` as read_options takes it."""
     shared = cu_seqlens_k is cu_seqlens_q
-    check_packed(q, k, v, cu_seqlens_q, None if shared else cu_seqlens_k)
-    options = read_options(*meaning, q, cu_seqlens_q.shape[0] - 1)
+    batch, alibi_slopes = None, meaning[-1]
+    if alibi_slopes is not None or not shared:  # what varlen_attention checks is read before
+        check_packed(q, k, v, cu_seqlens_q, None if shared else cu_seqlens_k)
+        batch = cu_seqlens_q.shape[0] - 1
+    options = read_options(*meaning, q, batch)
     place = same_place
-    if not shared and (options.alibi_slopes is not None or (options.left, options.right) != (None, None)):
+    if not shared and (alibi_slopes is not None or (options.left, options.right) != (None, None)):
         place = placed_by_sequence((cu_seqlens_k.diff() - cu_seqlens_q.diff()).to(torch.int32))
     out, lse = varlen_attention(
         *(q, k, v, cu_seqlens_q, None if shared else cu_seqlens_k),

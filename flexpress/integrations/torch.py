@@ -6,7 +6,7 @@
 `scaled_dot_product_attention`, wherever torch chooses FlashAttention for it, and `torch.nn.attention.varlen.varlen_attn` then run
 flexpress's kernels on NVIDIA GPUs, forward and backward. torch.nn.attention.restore_flash_attention_impl() ends it.
 
-Five operators of torch change hands, those of its registry of FlashAttention implementations. Layouts are FlashAttention's:
+The operators of torch that change hands are those of its registry of FlashAttention implementations. Layouts are FlashAttention's:
 (B, S, H, D), or (total, H, D) with cu_seqlens; causal masks and windows begin in the bottom right corner; lse is (B, H, S) or (H, total).
 """
 
@@ -75,7 +75,8 @@ def install(device: str = "CUDA") -> Installed:
         _scaled_dot_product_flash_attention,
         _scaled_dot_product_flash_attention_backward,
     ):
-        library.impl(operator.__name__, operator, device)
+        if hasattr(torch.ops.aten, operator.__name__):  # torch 2.11 has four of them
+            library.impl(operator.__name__, operator, device)
     return Installed(library)
 
 
@@ -141,10 +142,13 @@ def _refused(what: str) -> str:
     return f"flexpress, the active FlashAttention implementation, does not take {what}; restore_flash_attention_impl() brings back torch's"
 
 
-def _check(dropout_p: float, return_debug_mask: bool = False, alibi_slopes=None) -> None:
+def _check(dropout_p: float, return_debug_mask: bool = False, alibi_slopes=None, *more: str) -> None:
+    """`more`: what a torch of another version asks for beside these."""
     for what, asked in (("dropout", dropout_p != 0), ("a debug mask", return_debug_mask), ("alibi_slopes", alibi_slopes is not None)):
         if asked:
             raise NotImplementedError(_refused(what))
+    if more:
+        raise NotImplementedError(_refused(more[0]))
 
 
 def _unused(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -199,8 +203,9 @@ def _flash_attention_forward(
     alibi_slopes=None,
     block_table=None,
     num_splits=None,
+    **more,
 ):
-    _check(dropout_p, return_debug_mask, alibi_slopes)
+    _check(dropout_p, return_debug_mask, alibi_slopes, *(name for name, value in more.items() if value is not None))
     places = is_causal, scale, window_size_left, window_size_right, seqused_k, block_table, num_splits
     out, lse = _forward(query, key, value, cum_seq_q, cum_seq_k, max_q, *places)
     return out, lse, *_unused(query)

@@ -28,6 +28,12 @@ from flexpress.mods import causal
 from ..codegen.mod.bind import bind
 
 NAME = "flexpress"
+_REFUSED = {  # what else may come to an attention function and changes what it computes
+    "cache": "paged cache of generate_batch (generate has none; flexpress.cached_attention is for servers)",
+    "indices": "attention to chosen keys",
+    "block_indices": "attention to chosen blocks of keys",
+    "sinks": "sinks that differ from query to query",
+}
 OLDEST = 5  # transformers' first version with these interfaces
 
 
@@ -79,8 +85,8 @@ class Mask(torchs.BlockMask):
 
 def mask(
     batch_size: int,
-    q_length: int,
-    kv_length: int,
+    q_length: int | None = None,
+    kv_length: int = 0,
     q_offset: int | torch.Tensor = 0,
     kv_offset: int = 0,
     mask_function: Callable | None = None,
@@ -89,6 +95,7 @@ def mask(
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
     device: torch.device | str = "cpu",
+    cache_position: torch.Tensor | None = None,
     **_,
 ) -> Mask | None:
     """The mask of a forward pass, for the attention function below. transformers calls this.
@@ -97,11 +104,16 @@ def mask(
     mask_function          mask_function(b, h, q_idx, kv_idx) -> bool on positions; causal by default
     attention_mask         (batch_size, positions so far), bool: False where a key is padding
     local_size             the window's size, or the chunk's, if mask_function has one
+    cache_position         (q_length,): positions of queries, which the first versions of transformers 5 give instead of q_length, q_offset
+                           and device
     allow_is_..._skip      None may be returned for a mask that is only causal, or hides nothing
 
     In eager mode the host reads whether anything is padding, as for other implementations, and waits for that; not while torch
     compiles and not in the capture of a CUDA graph.
     """
+    if cache_position is not None:
+        q_length, device = cache_position.shape[0], cache_position.device
+        q_offset = 0 if q_length == kv_length else cache_position[0]
     if mask_function is None:
         mask_function = causal
     is_local = local_size is not None and kv_length >= local_size
@@ -162,8 +174,7 @@ def attention(
     position_bias: torch.Tensor | None = None,
     kernel_options: dict | None = None,
     output_attentions: bool = False,
-    cache=None,
-    **_,
+    **more,
 ) -> tuple[torch.Tensor, None]:
     """Attention of one layer. transformers calls this.
 
@@ -177,9 +188,9 @@ def attention(
     kernel_options      as for flex_attention; model(..., kernel_options=...) passes them on
 
     Returns the output (B, Q_LEN, Hq, Dv), and None for the weights, which are never in memory. Raises ValueError for dropout in training
-    and for masks that do not fit, NotImplementedError for a paged cache of transformers.
+    and for masks that do not fit, NotImplementedError for what would change the result and is not here (_REFUSED).
     """
-    _check(module, dropout, output_attentions, cache)
+    _check(module, dropout, output_attentions, more)
     shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     score_terms, block_mask, mask_mod = [], None, None
     if position_bias is not None:
@@ -215,16 +226,15 @@ def attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _check(module: torch.nn.Module, dropout: float, output_attentions: bool, cache) -> None:
+def _check(module: torch.nn.Module, dropout: float, output_attentions: bool, more: dict) -> None:
     if dropout:
         raise ValueError(
             f'attn_implementation="flexpress" has no dropout yet, and {type(module).__name__} asks for {dropout} in training: set '
             "attention_dropout (attention_probs_dropout_prob, attn_pdrop, dropout_rate, as the model calls it) to 0 in its config"
         )
-    if cache is not None:
-        raise NotImplementedError(
-            'attn_implementation="flexpress" does not read the paged cache of generate_batch; use generate, or flexpress.cached_attention'
-        )
+    for name, what in _REFUSED.items():
+        if more.get(name) is not None:
+            raise NotImplementedError(f'attn_implementation="flexpress" has no {what}, which {type(module).__name__} asks for ({name})')
     if output_attentions:
         _logger.warning_once('attn_implementation="flexpress" has no attention weights to output; load the model with "eager" to see them')
 

@@ -89,13 +89,14 @@ def other_shapes_are_found():
 @check(4)
 def documents_over_four_ranks():
     ids = torch.repeat_interleave(torch.arange(4), torch.tensor([100, 350, 50, 410]))
-    compare(tensors(910, Hq=4, Hkv=2), lambda b, h, i, j: (ids[i] == ids[j]) & (i >= j))
+    slopes = torch.tensor([0.1, 0.3, 0.02, 0.2], requires_grad=True)
+    compare(tensors(910, Hq=4, Hkv=2), lambda b, h, i, j: (ids[i] == ids[j]) & (i >= j), mods.alibi(slopes), [slopes])
 
 
 @check(4)
 def more_keys_than_queries_and_masks_by_head():
     shift = torch.tensor([0, 200])
-    compare(tensors(300, 640, B=2, Bkv=1), lambda b, h, i, j: j <= i + shift[h], H=2)
+    compare(tensors(300, 640, B=2, Bkv=1, Hkv=2), lambda b, h, i, j: j <= i + shift[h], H=2)
 
 
 @check(4)

@@ -8,6 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
+from flexpress import export
+from support.dense import relative_error
+
 WITHOUT = """
 import sys, importlib.abc
 class Gone(importlib.abc.MetaPathFinder):
@@ -44,3 +49,27 @@ def load(path: Path, name: str = "exported"):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
+
+
+def tensors(device, Z=2, Hq=4, Hkv=4, Q_LEN=150, KV_LEN=150, D=32, D_V=None, dtype=None, grad=False):
+    """query, key and value."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (Z, Hq, Q_LEN, D), (Z, Hkv, KV_LEN, D), (Z, Hkv, KV_LEN, D_V or D)
+    made = [torch.randn(s, generator=generator).to(device, dtype or DTYPES[device]) for s in shapes]
+    return [t.requires_grad_(grad) for t in made]
+
+
+def saved(tmp_path: Path, *arguments, **options):
+    """An exported file, and it as a module."""
+    path = tmp_path / "kernels_to_own.py"
+    text = export(*arguments, path=path, **options)
+    assert path.read_text(encoding="utf-8") == text
+    return path, load(path)
+
+
+def assert_equal(found: torch.Tensor, library: torch.Tensor) -> None:
+    """The same numbers, but for the order of sums in another tile."""
+    assert relative_error(found, library) <= {torch.float32: 2e-6}.get(library.dtype, 1e-2)

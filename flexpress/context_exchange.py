@@ -1,0 +1,129 @@
+"""The keys that a rank's queries attend to, on their way to it, and their gradients on the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from flexpress.block_mask import BlockMask
+from flexpress.context import BLOCK, ContextPlan
+
+from .codegen.mod.capture import name_of
+from .codegen.run import masks
+from .codegen.run.block_lists import BlockLists, lists_of
+
+
+class Exchange:
+    """What a rank sends and gets by a plan: blocks of keys and values, its own among them, those of rank 0 first.
+
+    positions   int32 (keys,) where the keys that this rank gets are in the whole sequence; those past its end are padding
+    blocks      the numbers of their blocks
+    rows        which of this rank's keys it sends, by target
+    sent, received   how many keys go to and come from each rank
+    """
+
+    def __init__(self, plan: ContextPlan) -> None:
+        layout, me = plan.layout, plan.rank
+        mine = layout.kv_blocks[me]
+        outgoing = [layout.sent(me, rank) for rank in range(layout.ranks)]
+        incoming = [layout.sent(rank, me) for rank in range(layout.ranks)]
+        place = np.zeros(-(-plan.kv_len // BLOCK) + 1, dtype=np.int64)
+        place[mine] = np.arange(len(mine))
+        # padding of a last block repeats the last position; mask_mod hides it
+        rows = _within([place[blocks] for blocks in outgoing]).clip(max=max(len(plan.kv_position_ids) - 1, 0))
+        self.plan, self.blocks = plan, np.concatenate(incoming)
+        self.rows = plan.on_device(rows)
+        self.positions = plan.on_device(_within(incoming)).to(torch.int32)
+        self.sent, self.received = ([len(blocks) * BLOCK for blocks in part] for part in (outgoing, incoming))
+        self._lists: dict[tuple[int, int], BlockLists | None] = {}  # by heads
+
+    def gather(self, k: torch.Tensor, v: torch.Tensor) -> Arriving:
+        """The keys and values that this rank's queries attend to. k, v: those that it holds, (B, heads, positions, D)."""
+        sending = torch.cat([_by_position(t).index_select(0, self.rows) for t in (k, v)], -1)
+        return self._exchanged(sending, self.received, self.sent, k.shape[3])
+
+    def give_back(self, dk: torch.Tensor, dv: torch.Tensor) -> Arriving:
+        """The gradients of what this rank sent. dk, dv: of what it got."""
+        sending = torch.cat([_by_position(t) for t in (dk, dv)], -1)
+        return self._exchanged(sending, self.sent, self.received, dk.shape[3])
+
+    def _exchanged(self, sending: torch.Tensor, received: list[int], sent: list[int], d_qk: int) -> Arriving:
+        found = sending.new_empty((sum(received), *sending.shape[1:]))
+        return Arriving(found, d_qk, dist.all_to_all_single(found, sending, received, sent, group=self.plan.group, async_op=True))
+
+    def add(self, gradients: Arriving, dk: torch.Tensor, dv: torch.Tensor) -> None:
+        """Add what came back to the gradients of this rank's keys and values, in the order of ranks: every run adds alike."""
+        totals, parts, start = (_by_position(dk), _by_position(dv)), [_by_position(t) for t in gradients.pair()], 0
+        for count in self.sent:
+            for total, part in zip(totals, parts, strict=True):
+                total.index_add_(0, self.rows[start : start + count], part[start : start + count].to(total.dtype))
+            start += count
+
+    def mask_of(self, heads: slice) -> BlockMask | None:
+        """The mask of this rank's queries, in these heads, and the keys that it gets; None if there are none of either."""
+        lists = self._lists_of(heads if self.plan.status.shape[1] > 1 else slice(0, 1))
+        if lists is None:
+            return None
+        return BlockMask._made((len(self.plan.position_ids), len(self.positions)), lists, self._mask_mod(heads.start))
+
+    def _lists_of(self, heads: slice) -> BlockLists | None:
+        plan, key = self.plan, (heads.start, heads.stop)
+        if key not in self._lists:
+            blocks, rows = plan.on_device(self.blocks), plan.on_device(plan.layout.q_blocks[plan.rank])
+            status = plan.status[:, heads].index_select(2, rows).index_select(3, blocks)
+            if plan.kv_len % BLOCK:  # with padding, which mask_mod alone hides
+                status = torch.where(blocks == plan.kv_len // BLOCK, status.clamp(max=1), status)
+            self._lists[key] = lists_of(masks.block_lists(status), BLOCK, BLOCK, interior=True) if status.numel() else None
+        return self._lists[key]
+
+    def score_mod(self, mod: Callable | None, first_head: int) -> Callable | None:
+        """A score_mod, told heads of all and positions in the whole sequence."""
+        if mod is None:
+            return None
+        q_positions, kv_positions = self.plan.q_positions, self.positions
+
+        def in_context(score, b, h, q_idx, kv_idx):
+            return mod(score, b, h + first_head, q_positions[q_idx], kv_positions[kv_idx])
+
+        in_context.__name__ = f"context_{name_of(mod)}"
+        return in_context
+
+    def _mask_mod(self, first_head: int) -> Callable:
+        """The plan's mask_mod, told the same."""
+        q_positions, kv_positions, mod, kv_len = self.plan.q_positions, self.positions, self.plan.mask_mod, self.plan.kv_len
+
+        def in_context(b, h, q_idx, kv_idx):
+            kv = kv_positions[kv_idx]
+            inside = kv < kv_len
+            return inside if mod is None else inside & mod(b, h + first_head, q_positions[q_idx], kv)
+
+        in_context.__name__ = f"context_{name_of(mod) if mod else 'everything'}"
+        return in_context
+
+
+@dataclass(eq=False)
+class Arriving:
+    """Keys and values, or their gradients, side by side: (positions, B, heads, D_QK + D_V)."""
+
+    packed: torch.Tensor
+    d_qk: int
+    work: dist.Work
+
+    def pair(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both, (B, heads, positions, D), once they are there."""
+        self.work.wait()
+        packed = self.packed.permute(1, 2, 0, 3)
+        return packed[..., : self.d_qk], packed[..., self.d_qk :]
+
+
+def _within(blocks: list[np.ndarray]) -> np.ndarray:
+    """All positions of blocks, past the end of a sequence, too."""
+    return (np.concatenate(blocks)[:, None] * BLOCK + np.arange(BLOCK)).reshape(-1)
+
+
+def _by_position(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.permute(2, 0, 1, 3)

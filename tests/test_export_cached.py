@@ -1,0 +1,102 @@
+"""Exported files for caches: they run without flexpress, and compute what cached_attention computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexpress import cached_attention, export_cached
+from flexpress.mods import alibi, alibi_slopes, sliding_window, softcap
+from support.dense import relative_error
+from support.devices import DEVICES
+from support.exported import load, run_alone
+
+DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
+
+
+def problem(device, Z=3, Hq=8, Hkv=2, Q_LEN=1, S=16, pages=24, N=50, D=32, D_V=None, dtype=None):
+    """query, k_cache, v_cache, kv_len and page_table (or caches of N * S positions for N sequences, without)."""
+    generator = torch.Generator().manual_seed(0)
+    dtype = dtype or DTYPES[device]
+    shapes = (Z, Hq, Q_LEN, D), (N, S, Hkv, D), (N, S, Hkv, D_V or D)
+    q, k, v = (torch.randn(s, generator=generator).to(device, dtype) for s in shapes)
+    room = S * pages if pages else S
+    kv_len = torch.linspace(Q_LEN, room, Z).to(device, torch.int32)
+    table = torch.randint(N, (Z, pages), generator=generator).to(device, torch.int32) if pages else None
+    return q, k, v, kv_len, table
+
+
+def assert_as_library(module, arguments, table, *, scale=None, tolerance=None, mods=(None, None), captured=None, **places):
+    """Output and lse of a file beside cached_attention and beside dense attention in float64."""
+    named = {**places, **({} if table is None else {"page_table": table})}
+    own = {} if scale is None else {"scale": scale}
+    captured = captured or {}
+    out, lse = module.attention(*arguments, **named, **captured, **own, return_lse=True)
+    library, library_lse = cached_attention(*arguments, **named, score_mod=mods[0], mask_mod=mods[1], scale=scale, return_lse=True)
+    exact = module.reference(*arguments, **named, **captured, **own)
+    allowed = tolerance or {torch.float32: 2e-6, torch.bfloat16: 1e-2}[out.dtype]
+    assert relative_error(out, library) <= allowed and relative_error(out, exact) <= allowed
+    assert relative_error(lse.exp(), library_lse.exp()) <= 10 * allowed  # -inf for none
+    assert out.stride() == library.stride()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_paged_decode(tmp_path: Path, device):
+    q, k, v, kv_len, table = problem(device, D_V=48)
+    slopes, path = alibi_slopes(8, device), tmp_path / "paged.py"
+    export_cached(q, k, v, kv_len, page_table=table, score_mod=alibi(slopes), path=path)
+    module = load(path)
+    for Z, Hkv, pages in ((3, 2, 24), (1, 1, 40), (5, 3, 3)):
+        q, k, v, kv_len, table = problem(device, Z=Z, Hq=4 * Hkv, Hkv=Hkv, pages=pages, D_V=48)
+        slopes = alibi_slopes(4 * Hkv, device)
+        kv_len[0] = 0  # nothing to attend to
+        captured = {"slopes": slopes}
+        assert_as_library(module, (q, k, v, kv_len), table, mods=(alibi(slopes), None), captured=captured, scale=0.2)
+    assert "error" in run_alone(path)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_window_over_several_queries(tmp_path, device):
+    q, k, v, kv_len, table = problem(device, Q_LEN=3)
+    path = tmp_path / "windowed.py"
+    export_cached(q, k, v, kv_len, page_table=table, mask_mod=sliding_window(64), path=path)
+    module = load(path)
+    for Q_LEN, window in ((5, 9), (1, 100)):
+        q, k, v, kv_len, table = problem(device, Q_LEN=Q_LEN)
+        assert_as_library(module, (q, k, v, kv_len), table, mods=(None, sliding_window(window)), captured={"window": window})
+    assert "error" in run_alone(path)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_entries_of_a_contiguous_cache_in_eight_bits(tmp_path, device):
+    q, k, v, kv_len, _ = problem(device, Q_LEN=2, S=300, pages=0, N=6)
+    k, v = (t.to(torch.float8_e4m3fn) for t in (k, v))
+    k_scale, v_scale = torch.rand(2, 2, device=device) + 0.5
+    where = {"cache_loc": torch.tensor([4, 0, 2], dtype=torch.int32, device=device), "k_scale": k_scale, "v_scale": v_scale}
+    path = tmp_path / "entries.py"
+    export_cached(q, k, v, kv_len, score_mod=softcap(20.0), **where, path=path)
+    assert_as_library(load(path), (q, k, v, kv_len), None, mods=(softcap(20.0), None), tolerance=1e-3 if device == "cpu" else 2e-2, **where)
+
+
+def test_errors(tmp_path):
+    q, k, v, kv_len, table = problem("cpu")
+    path = tmp_path / "paged.py"
+    export_cached(q, k, v, kv_len, page_table=table, path=path)
+    attention = load(path).attention
+    for error, message, arguments in (
+        (TypeError, "query has dtype torch.float64", (q.double(), k, v, kv_len, table)),
+        (ValueError, "pages have 8 positions", (q, k[:, :8], v[:, :8], kv_len, table)),
+        (ValueError, "query has 3 positions", (q.expand(-1, -1, 3, -1), k, v, kv_len, table)),
+        (ValueError, "query has 4 heads and the cache 2", (q[:, :4], k, v, kv_len, table)),
+        (ValueError, "kv_len must be torch.int32", (q, k, v, kv_len.long(), table)),
+        (ValueError, "page_table must be torch.int32", (q, k, v, kv_len, table[:2])),
+        (NotImplementedError, "no backward pass", (q.clone().requires_grad_(), k, v, kv_len, table)),
+    ):
+        with pytest.raises(error, match=message):
+            attention(*arguments)
+    with pytest.raises(ValueError, match="queries of different numbers"):
+        export_cached(q[0], k, v, kv_len, page_table=table)
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        export_cached(q, k, v, kv_len, page_table=table, path=path)

@@ -1,0 +1,64 @@
+"""The kernels of exported files, as they stand in the files, compile for GPUs that are not here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flexpress import export, export_cached
+from flexpress.codegen.device.offline import compile_for, compile_function
+from flexpress.codegen.run.exported_file import File
+from flexpress.mods import alibi, alibi_slopes, causal, document, relative_bias, sliding_window, softcap
+from support.exported import load
+
+SLOW = ("forward", "backward_dq_whole", "decode_parts")  # which go on to the assembler, on one target
+
+
+@pytest.fixture
+def written(monkeypatch, tmp_path):
+    """The last file that was written, with its kernels; and as a module."""
+    files = []
+    plain = File._rendered
+    monkeypatch.setattr(File, "_rendered", lambda file, shown: files.append(file) or plain(file, shown))
+    return lambda: (files[-1], load(tmp_path / "exported.py"))
+
+
+def check(file: File, module, target: str) -> None:
+    """Every kernel of the file compiles; those that are large spill what a call's kernels would."""
+    for kernel in file.kernels:
+        made, last = kernel.on_target, None if target == "sm_90" and kernel.name in SLOW else "ttgir"
+        function = getattr(module, kernel.entry)
+        compiled = compile_function(function, made.spec, target, made.constants, made.num_warps, made.num_stages, last)
+        if last is None:
+            same = compile_for(made.spec, target, made.constants, made.num_warps, made.num_stages)
+            assert (compiled.registers, compiled.spilled, compiled.shared) == (same.registers, same.spilled, same.shared)
+        assert getattr(module, kernel.table)["cuda"] == (function, tuple(made.constants.values()), made.num_warps, made.num_stages)
+
+
+def meta(*shapes, dtype=torch.bfloat16):
+    return [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
+def test_attention_with_gradients_compiles(written, tmp_path, target):
+    q, k, v = meta((2, 8, 500, 128), (2, 2, 500, 128), (2, 2, 500, 128))
+    slopes = alibi_slopes(8).requires_grad_()
+    path = tmp_path / "exported.py"
+    text = export(q, k, v, alibi(slopes), enable_gqa=True, mask_mod=sliding_window(64), target=target, path=path)
+    check(*written(), target)
+    assert ("desc_k.load" in text) == (target in ("sm_90", "sm_100"))
+
+
+def test_gathers_and_zones_compile(written, tmp_path):
+    q, k, v = meta((2, 8, 500, 64), (2, 8, 500, 64), (2, 8, 500, 80), dtype=torch.float16)
+    table, ids = torch.zeros(8, 999, requires_grad=True), torch.zeros(500, dtype=torch.int32)
+    export(q, k, v, relative_bias(table), mask_mod=document(ids, causal), target="sm_90", path=tmp_path / "exported.py")
+    check(*written(), "sm_90")
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_paged_decode_compiles(written, tmp_path, target):
+    q, k, v = torch.empty(2, 8, 1, 128).bfloat16(), *torch.empty(2, 8, 16, 2, 128).bfloat16()
+    table, lengths = torch.zeros(2, 4, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+    export_cached(q, k, v, lengths, page_table=table, score_mod=softcap(20.0), target=target, path=tmp_path / "exported.py")
+    check(*written(), target)
