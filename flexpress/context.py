@@ -122,6 +122,7 @@ class ContextPlan:
         self.check_agreement("plan", self.layout.digest())
 
     def on_device(self, numbers: np.ndarray) -> torch.Tensor:
+        """A host array as a tensor on the device where attention runs."""
         return torch.from_numpy(numbers).to(self.device)
 
     def shard(self, tensor: torch.Tensor, dim: int = -2) -> torch.Tensor:

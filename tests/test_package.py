@@ -7,7 +7,6 @@ import importlib
 import importlib.metadata
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -19,33 +18,19 @@ import pytest
 
 import flexpress
 from flexpress import versions
-
-ROOT = Path(__file__).parent.parent
-FOLDERS = {"flexpress": "flexpress", "codegen": "flexpress/codegen", "templates": "flexpress/templates", "mods": "flexpress/mods"}
-BESIDE = (".ci", "benchmarks", "docs", "examples", "generated", "tests")
-FILES = ("CHANGELOG.md", "LICENSE", "Makefile", "README.md", "constraints.txt")
+from support.package import BESIDE, FILES, FOLDERS, ROOT, build, third_party, wheel_in
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> Path:
-    """A folder with an sdist, built from a copy of the sources so that nothing is left beside them, and a wheel built from the sdist."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("built")
-    for folder in (*FOLDERS, *BESIDE):
-        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "MANIFEST.in", *FILES):
-        shutil.copy(ROOT / name, source)
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Deprecat" not in done.stdout + done.stderr
-    return out
+    """A folder with an sdist and a wheel."""
+    return build(tmp_path_factory.mktemp("package"))
 
 
 @pytest.fixture(scope="module")
 def wheel_file(built) -> Path:
     """A wheel."""
-    (file,) = built.glob("flexpress-*.whl")
-    return file
+    return wheel_in(built)
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +52,7 @@ assert torch.allclose(flexpress.flex_attention(q, q, q, mask_mod=mods.causal)[0,
 
 def imported_from(folder: Path, place: Path) -> list[str]:
     """What _CALL prints where `folder` is what Python starts in, and nothing but what flexpress needs is installed."""
-    paths = [path for path in sys.path if path.endswith("-packages")]
-    # without `site` nobody reads the .pth file of an editable installation
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "FLEXPRESS_CACHE_DIR": str(place / "kernels")}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(third_party()), "FLEXPRESS_CACHE_DIR": str(place / "kernels")}
     done = subprocess.run([sys.executable, "-S", "-c", _CALL], cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()

@@ -59,6 +59,7 @@ class Installed:
         self._library: Library | None = library
 
     def remove(self) -> None:
+        """Give the operators back to torch. A second call does nothing."""
         if self._library is not None:
             self._library._destroy()
         self._library = None
