@@ -47,7 +47,7 @@ def test_alibi_and_a_window_with_gradients(tmp_path, device):
             results = (out, lse), (library, library_lse), (exact, exact_lse)
             losses = [(o * d_out.to(o.dtype)).sum() + (e * d_lse.to(e.dtype)).sum() * with_lse for o, e in results]
             for mine, theirs, right in zip(*(torch.autograd.grad(loss, inputs, retain_graph=True) for loss in losses), strict=True):
-                assert relative_error(mine, right) <= tolerance
+                assert relative_error(mine, right) <= max(tolerance, 1.5 * relative_error(theirs, right))
                 assert relative_error(mine, theirs) <= tolerance
     lists = module.create_block_lists(q, k, window=100)
     again = module.attention(q, k, v, slopes=slopes, window=100, lists=lists)

@@ -110,7 +110,7 @@ def make(p: Problem, device: str) -> tuple[dict, list[list[tuple[int, int]]]]:
     if p.new >= 0:
         arguments |= {name: random(B, p.new, p.Hkv, p.D) for name in ("k", "v")}
     if p.rope_dim:
-        angles = torch.rand(room, p.rope_dim // 2, generator=g) * 6
+        angles = torch.rand(room + p.queries, p.rope_dim // 2, generator=g) * 6  # queries go on from the length, without new keys, too
         arguments |= {"rotary_cos": angles.cos().to(device, p.dtype), "rotary_sin": angles.sin().to(device, p.dtype)}
         arguments["rotary_interleaved"] = p.interleaved
     if p.leftpad:

@@ -57,6 +57,32 @@ def test_what_the_kernel_computes(monkeypatch, name):
     check(p, found)
 
 
+@pytest.mark.parametrize("mod", MODS)
+def test_more_queries_than_keys(monkeypatch, mod):
+    """The first ones stand before the sequence: mods are told negative positions."""
+    launched = forward_on_cpu(monkeypatch)
+    monkeypatch.setattr(prefill, "LONG", 1)
+    p = Batch([200, 190, 300], [345, 33, 0], page_size=16, mod=mod)
+    found = cached_attention(**p.arguments(), **p.mods(), return_lse=True, check=False)
+    assert len(launched) == 1
+    check(p, found)
+
+
+def test_negative_positions_index_as_python_does(monkeypatch):
+    """From a table's end; what lies before its first element is outside, and reads zero."""
+    forward_on_cpu(monkeypatch)
+    monkeypatch.setattr(prefill, "LONG", 1)
+    arguments, table = Batch([190], [33]).arguments(), torch.ones(20)
+
+    def attend(mask_mod):
+        return cached_attention(**arguments, mask_mod=mask_mod, return_lse=True, check=False)
+
+    found = attend(lambda b, h, q_idx, kv_idx: (table[q_idx] > 0) | (kv_idx < 5))
+    expected = attend(lambda b, h, q_idx, kv_idx: (kv_idx < 5) | ((q_idx >= -20) & (q_idx < 20)))
+    for have, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(have, want)
+
+
 def test_sequences_without_queries_or_keys(monkeypatch):
     launched = forward_on_cpu(monkeypatch)
     monkeypatch.setattr(prefill, "LONG", 0)

@@ -65,7 +65,7 @@ def test_value_ranges_hold(seed):
             if not node.weak and kind(node.dtype) == "int":
                 values, (low, high) = judged.value(node, positions).long(), run.range_of(node)
                 assert low <= values.min() and values.max() <= high, (expression, writer.captured, node.op, low, high)
-            low, high = value_range(node, dict.fromkeys(positions, SIZE - 1), tuple(judged.scalars))
+            low, high = value_range(node, dict.fromkeys(positions, (0, SIZE - 1)), tuple(judged.scalars))
             if not node.weak and kind(node.dtype) == "int" and -math.inf < low:
                 known += node.op not in ("symbol", "literal")
                 values = judged.value(node, positions).long()

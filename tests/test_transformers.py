@@ -85,7 +85,7 @@ def test_a_compiled_step(device):
 def test_gradient_checkpointing(device):
     model, given = models.model_of("llama", device), models.inputs_of("llama", device, length_on(device))
     whole = models.results(model, "flexpress", given)
-    model.activation_checkpointing_enable()
+    model.gradient_checkpointing_enable()
     model.train()
     for ours, theirs in zip(models.results(model, "flexpress", given), whole, strict=True):
         assert torch.equal(ours, theirs)

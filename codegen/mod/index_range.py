@@ -12,7 +12,7 @@ from .ops import row_of
 def value_range(node: Expr, symbols: dict | None = None, scalars: tuple = ()) -> tuple[float, float]:
     """Bounds of an integer expression; (-inf, inf) when unknown, and when it may wrap around.
 
-    symbols   largest value of each index symbol, each from 0 on; INDEX_BOUND - 1 where it is not given
+    symbols   least and largest value of index symbols; 0 and INDEX_BOUND - 1 where they are not given
     scalars   values of ModGraph.scalars, where they are known
     """
     found: dict[int, tuple[float, float]] = {}
@@ -23,7 +23,7 @@ def value_range(node: Expr, symbols: dict | None = None, scalars: tuple = ()) ->
 
 def _value_range(node: Expr, args: list[tuple[float, float]], symbols: dict, scalars: tuple) -> tuple[float, float]:
     if node.op == "symbol":
-        return (0, symbols.get(node.attr, INDEX_BOUND - 1)) if node.attr in MASK_SYMBOLS else ranges.UNKNOWN
+        return symbols.get(node.attr, (0, INDEX_BOUND - 1)) if node.attr in MASK_SYMBOLS else ranges.UNKNOWN
     if node.op == "literal":
         return (node.attr, node.attr) if isinstance(node.attr, (int, bool)) else ranges.UNKNOWN
     if node.op == "scalar" and scalars and isinstance(scalars[node.attr], int):

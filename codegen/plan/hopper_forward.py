@@ -144,10 +144,11 @@ def heads_per_group(heads: int, bytes_each: int, cached: int = L2_BYTES) -> int:
 
 def plan_hopper_forward(case: ForwardCase, score: Mod | None, mask: Mod | None) -> HopperPlan:
     """The plan for a case that `fits`."""
-    target = Target("cuda", dtype_name(case.dtype), case.exact_indices, GLUON)
+    target = Target("cuda", dtype_name(case.dtype), case.exact_indices, GLUON, rows_before_first=case.cache is not None)
+    # the short way of distances counts on positions from 0 on, and those in a cache may be negative
     score_text, mask_text = lowered(
         score, mask, target, {"b": "z", "h": "h", "q_idx": "rows", "kv_idx": "offs_n"}, by_distance=case.cache is None
-    )  # positions in a cache may be negative, and are then cut off
+    )
     reads = any(gathers(m[0]) for m in (score, mask) if m) or any(m.staged("q_idx", "kv_idx").handed for m in (score_text, mask_text) if m)
     tile = hopper_tile(*padded(case.d_qk, case.d_v), listed=case.blocks is not None, reads=reads)
     if case.cache:  # the producer looks up pages

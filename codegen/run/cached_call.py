@@ -75,9 +75,9 @@ class CachedCall:
 
     @functools.cached_property
     def own_keys(self) -> tuple[Mod | None, Mod | None]:
-        """What of these changes a kernel."""
+        """What of these changes a kernel. Of more queries than keys, the first ones' positions are negative."""
         Z, Hq, _, KV_LEN = self.extents
-        return keys_of(*self.own_mods, (Z, Hq, KV_LEN, KV_LEN))
+        return keys_of(*self.own_mods, (Z, Hq, range(-(1 << 31), KV_LEN), KV_LEN))
 
     @functools.cached_property
     def case(self) -> ForwardCase:

@@ -13,7 +13,7 @@ from ..mod.ops import OPS, row_of
 from .code import Code, Statement
 from .snippet import Target
 
-_ANY_LENGTH = dict.fromkeys(MASK_SYMBOLS, (1 << 31) - 1)
+_ANY_LENGTH = dict.fromkeys(MASK_SYMBOLS, (0, (1 << 31) - 1))
 
 
 class Expressions:
@@ -77,7 +77,10 @@ class Expressions:
 
     def range_of(self, node: Expr) -> tuple[float, float]:
         """The least and the greatest value of an integer, for all lengths that the kernel serves."""
-        return value_range(node, None if self.target.exact_indices else _ANY_LENGTH)
+        symbols = {} if self.target.exact_indices else _ANY_LENGTH
+        if self.target.rows_before_first:
+            symbols = {**symbols, "q_idx": (-INDEX_BOUND, INDEX_BOUND - 1) if self.target.exact_indices else (-(1 << 31), (1 << 31) - 1)}
+        return value_range(node, symbols)
 
     def cast(self, node: Expr) -> Code:
         """A cast that the mod asks for; half precision is rounded to, and goes on as float32."""

@@ -26,10 +26,10 @@ class TensorLayout(NamedTuple):
     inside: frozenset[tuple[int, int]] = frozenset()
 
 
-def layouts_of(graph: ModGraph, captured: list, extents: tuple[int, int, int, int]) -> tuple[TensorLayout, ...]:
+def layouts_of(graph: ModGraph, captured: list, extents: tuple[int | range, ...]) -> tuple[TensorLayout, ...]:
     """What the text may know of the captured tensors: unit and zero strides, 64-bit offsets, indices that need no check.
 
-    `extents` are the ranges of b, h, q_idx and kv_idx.
+    `extents` are the ranges of b, h, q_idx and kv_idx: a number n for 0 to n - 1, or a `range`.
     """
     count = len(graph.tensors)
     if not count:
@@ -39,8 +39,9 @@ def layouts_of(graph: ModGraph, captured: list, extents: tuple[int, int, int, in
 
 @remembered("layouts of captured tensors", 4096)
 def _layouts(graph: ModGraph, tensors: tuple, scalars: tuple, extents: tuple) -> tuple[TensorLayout, ...]:
-    largest = {symbol: n - 1 for symbol, n in zip(MASK_SYMBOLS, extents, strict=True)}
-    largest["kv_idx"] = -(-extents[3] // LARGEST_BLOCK_N) * LARGEST_BLOCK_N - 1  # kernels do not clamp it in the tail block
+    known = (range(n) if isinstance(n, int) else n for n in extents)
+    reached = {symbol: (r.start, r.stop - 1) for symbol, r in zip(MASK_SYMBOLS, known, strict=True)}
+    reached["kv_idx"] = 0, -(-extents[3] // LARGEST_BLOCK_N) * LARGEST_BLOCK_N - 1  # kernels do not clamp it in the tail block
     inside: list[set] = [set() for _ in tensors]
     by_rows = set()  # tensors read element by element: there checks cost, and alignment pays
     for number, load in enumerate(loads_of(graph)):
@@ -50,7 +51,7 @@ def _layouts(graph: ModGraph, tensors: tuple, scalars: tuple, extents: tuple) ->
         for dim, index in enumerate(load.args):
             if not spreads and index.op == "symbol" and index.attr in ("q_idx", "kv_idx"):
                 continue  # a vector's check is cheap, and a new length must not compile anything
-            low, high = value_range(index, largest, scalars)
+            low, high = value_range(index, reached, scalars)
             if low >= 0 and high < tensors[load.attr][0][dim]:
                 inside[load.attr].add((number, dim))
     layouts = []

@@ -55,4 +55,5 @@ class Target:
     exact_indices: bool = True  # all lengths are at most INDEX_BOUND, so an index is exact in float32
     language: Language = TRITON
     packed_heads: bool = False  # h is a column, as q_idx is: rows of a tile belong to several heads
+    rows_before_first: bool = False  # q_idx may be negative: a sequence with more queries than keys
     read_directly: bool = False  # elements that no other position shares, past Triton's pipelines and layouts (see _helpers.jinja)

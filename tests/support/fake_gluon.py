@@ -303,7 +303,7 @@ def gluon_language(programs: int, program: int, lock) -> types.SimpleNamespace:
 
         together([threading.Thread(target=run, args=partition, daemon=True) for partition in partitions], errors)
 
-    dtypes = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int8", "int32", "int64")}
+    dtypes = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int8", "int32", "int64")} | {"int1": torch.bool}
     layouts = dict.fromkeys(
         ("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout", "SwizzledSharedLayout", "DistributedLinearLayout"),
         Layout,

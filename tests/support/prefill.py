@@ -124,7 +124,7 @@ def batches(draw) -> Batch:
     head_dims = st.sampled_from([40, 64, 72, 128, 192, 256])
     return Batch(
         q_lens,
-        [n + draw(st.sampled_from([0, 1, 100, 900])) for n in q_lens],
+        [n + draw(st.sampled_from([0, 1, 100, 900])) for n in q_lens] if draw(st.integers(0, 4)) else [n // 2 for n in q_lens],
         page_size=draw(st.sampled_from([0, 8, 16, 32, 64, 128, 256])),
         located=draw(st.booleans()),
         heads=(Hkv * draw(st.sampled_from([1, 2] if Hkv == 2 else [1, 3, 4])), Hkv),
