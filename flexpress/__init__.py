@@ -30,6 +30,7 @@ from flexpress.inspection import CacheInfo, cache_clear, cache_dir, cache_info, 
 from flexpress.kv_cache import rope_table, update_cache
 from flexpress.mask_creation import create_block_mask, create_mask
 from flexpress.mask_mods import and_masks, noop_mask, or_masks
+from flexpress.merge import merge_attention
 from flexpress.mods import MaskMod, ScoreMod
 from flexpress.pages import OutOfPages, PageAllocator
 from flexpress.pickling import safe_globals
@@ -69,6 +70,7 @@ __all__ = [
     "flash",
     "flash_attn",
     "flex_attention",
+    "merge_attention",
     "noop_mask",
     "or_masks",
     "plot_mask",

@@ -8,5 +8,6 @@ out = flex_attention(q, k, v, score_mod=alibi(slopes), context=plan)
 """
 
 from flexpress.context import ContextPlan, Layout
+from flexpress.context_cached import split_cached_attention
 
-__all__ = ["ContextPlan", "Layout"]
+__all__ = ["ContextPlan", "Layout", "split_cached_attention"]

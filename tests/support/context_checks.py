@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flexpress import flex_attention, mods
-from flexpress.distributed import ContextPlan
+from flexpress import cached_attention, flex_attention, mods
+from flexpress.distributed import ContextPlan, split_cached_attention
 from support.dense import dense_attention
 from support.ranks import check, main
 
@@ -107,6 +107,29 @@ def softcap_and_scale():
 @check(4)
 def rows_without_keys():
     compare(tensors(512), lambda b, h, i, j: (j > 200) & (j < i - 60))
+
+
+@check(4)
+def a_cache_that_is_split_over_ranks():
+    rank, lengths = dist.get_rank(), torch.tensor([37, 6, 150], dtype=torch.int32)
+    for q_len, score_mod, mask_mod in (
+        (1, None, None),
+        (3, mods.alibi(torch.tensor([0.1, 0.4])), None),
+        (2, lambda s, b, h, i, j: s + 0.01 * i - 0.03 * j * (b + 1), mods.sliding_window(60)),
+        (5, None, lambda b, h, i, j: (j % 3 == 0) & (j <= i)),
+    ):
+        q, k, v = torch.randn(3, 2, q_len, 16), torch.randn(3, 150, 1, 16), torch.randn(3, 150, 1, 16)
+        share = -(-lengths // 3)  # the last rank has nothing
+        start = (share * rank).clamp(max=lengths)
+        mine = ((lengths - start).clamp(0) if rank < 3 else 0 * lengths).minimum(share).int()
+        held = torch.full((3, 60, 1, 32), torch.nan)
+        for b in range(3):
+            for part, whole in ((held[..., :16], k), (held[..., 16:], v)):
+                part[b, : mine[b]] = whole[b, start[b] : start[b] + mine[b]]
+        out, lse = split_cached_attention(q, held[..., :16], held[..., 16:], mine, start.int(), score_mod=score_mod, mask_mod=mask_mod)
+        whole, whole_lse = cached_attention(q, k, v, lengths, score_mod=score_mod, mask_mod=mask_mod, return_lse=True)
+        torch.testing.assert_close(out, whole, rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(lse, whole_lse, rtol=1e-5, atol=2e-6)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,78 @@
+"""Attention to a cache that is split over ranks by position: each rank attends to what it holds, and the results are merged by lse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flexpress.cached import cached_attention
+from flexpress.merge import merge_attention
+
+from .codegen.mod.capture import name_of
+
+
+def split_cached_attention(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    kv_len: torch.Tensor,
+    kv_start: torch.Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    q_offset: torch.Tensor | None = None,
+    score_mod: Callable | None = None,
+    mask_mod: Callable | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse of queries to sequences whose keys are spread over the ranks of a group. Every rank gets the whole result.
+
+    query            (B, Hq, Q_LEN, D_QK), the same on all ranks
+    k_cache, v_cache what this rank holds, as for cached_attention, with its page_table or cache_loc among `options`
+    kv_len           int32 (B,): how many positions of each sequence this rank holds; 0 for none
+    kv_start         int32 (B,): the position of the first of them
+    group            of the ranks; all by default
+    q_offset         int32 (B,): the position of each sequence's first query; by default its queries are its last positions
+    score_mod, mask_mod   as for cached_attention, told positions in the whole sequence
+    options          page_table, cache_loc, scale, k_scale, v_scale and batch_invariant of cached_attention
+
+    Returns out (B, Hq, Q_LEN, D_V) in query's dtype, and lse, float32 (B, Hq, Q_LEN). What is sent is one result for each rank; the
+    host does not wait. What tables and lengths hold is not looked at; nothing outside the cache is read. Raises what cached_attention
+    raises.
+    """
+    if q_offset is None:
+        ends = kv_start + kv_len
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
+        q_offset = ends - query.shape[2]
+    out, lse = cached_attention(
+        *(query, k_cache, v_cache, kv_len),
+        **options,
+        q_offset=(q_offset - kv_start).to(torch.int32),
+        score_mod=score_mod and _placed_score(score_mod, kv_start),
+        mask_mod=mask_mod and _placed_mask(mask_mod, kv_start),
+        return_lse=True,
+        check=False,  # queries stand after the positions that a rank holds
+    )
+    mine = torch.cat((out.float(), lse.unsqueeze(-1)), -1)
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, mine, group=group)
+    merged, lse = merge_attention([part[..., :-1] for part in found], [part[..., -1] for part in found])
+    return merged.to(query.dtype), lse
+
+
+def _placed_score(mod: Callable, start: torch.Tensor) -> Callable:
+    def placed(score, b, h, q_idx, kv_idx):
+        return mod(score, b, h, q_idx + start[b], kv_idx + start[b])
+
+    placed.__name__ = f"split_{name_of(mod)}"
+    return placed
+
+
+def _placed_mask(mod: Callable, start: torch.Tensor) -> Callable:
+    def placed(b, h, q_idx, kv_idx):
+        return mod(b, h, q_idx + start[b], kv_idx + start[b])
+
+    placed.__name__ = f"split_{name_of(mod)}"
+    return placed
