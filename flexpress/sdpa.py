@@ -9,7 +9,6 @@ import torch
 
 from flexpress import mods
 from flexpress.attention import flex_attention
-from flexpress.broadcast import element_of
 from flexpress.checks import check_tensor, refuse_dropout
 from flexpress.flash import added
 from flexpress.in_graph import compilable
@@ -129,10 +128,11 @@ def _mask_as_four_dimensions(mask: torch.Tensor, scores: tuple[int, ...]) -> tor
 
 
 def _taken_from(mask: torch.Tensor) -> Callable:
-    """The mask_mod that is True where a mask of four dimensions is."""
-    element = element_of(mask)
+    """The mask_mod that is True where a mask of four dimensions is; read along the extents other than 1 only."""
+    varies = tuple(n != 1 for n in mask.shape)
+    mask = mask.squeeze()
 
     def attn_mask(b, h, q_idx, kv_idx):
-        return element(b, h, q_idx, kv_idx)
+        return mask[tuple(i for i, used in zip((b, h, q_idx, kv_idx), varies, strict=True) if used)]
 
     return attn_mask

@@ -223,13 +223,26 @@ def test_cuda_graphs_replay_masks_of_changed_tensors():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_lists_are_as_wide_as_the_densest_row(device):
-    window = create_block_mask(mods.sliding_window(100), None, None, 2048, 2048, device)
-    lists = window.as_lists()
-    assert lists.kv_indices.shape == (1, 1, 16, 2) and lists.full_kv_indices.shape == (1, 1, 16, 1)
-    assert window.kv_indices.shape == window.q_indices.shape == (1, 1, 16, 16)
-    causal = create_block_mask(mods.causal, None, None, 2048, 2048, device).as_lists()
-    assert causal.kv_indices.shape == (1, 1, 16, 1) and causal.full_kv_indices.shape == (1, 1, 16, 15)
+def test_large_lists_are_as_wide_as_the_densest_row(device, monkeypatch):
+    """Small ones are as wide as there are columns, and nobody waits for them."""
+    shapes = {"window": (mods.sliding_window(100), 2, 1), "causal": (mods.causal, 1, 15)}
+    for mask_mod, _, _ in shapes.values():
+        assert create_block_mask(mask_mod, None, None, 2048, 2048, device).as_lists().kv_indices.shape == (1, 1, 16, 16)
+    monkeypatch.setattr(masks, "_ROOMY", 1000)
+    for mask_mod, partial, full in shapes.values():
+        mask = create_block_mask(mask_mod, None, None, 2048, 2048, device)
+        lists, turned = mask.as_lists(), mask.as_transposed_lists()
+        assert lists.kv_indices.shape == turned.kv_indices.shape == (1, 1, 16, partial)
+        assert lists.full_kv_indices.shape == turned.full_kv_indices.shape == (1, 1, 16, full)
+        assert mask.kv_indices.shape == mask.q_indices.shape == (1, 1, 16, 16)
+
+
+def test_small_lists_are_not_waited_for(monkeypatch):
+    """No number is read back from the device, for a mask, its transposed lists and a backward pass."""
+    monkeypatch.setattr(torch.Tensor, "tolist", None)
+    monkeypatch.setattr(torch.Tensor, "item", None)
+    mask = create_block_mask(mods.sliding_window(100), None, None, 512, 512, "cpu")
+    mask.as_transposed_lists()
 
 
 def test_capacity():

@@ -108,7 +108,7 @@ def check(p: Problem, device: str) -> None:
     )
 
 
-@for_any(problems, cpu=40, cuda=200)
+@for_any(problems, cpu=20, cuda=120)
 def test_any_problem(p, device):
     check(p, device)
 

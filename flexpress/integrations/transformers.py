@@ -22,7 +22,6 @@ from torch.nn.attention import flex_attention as torchs
 
 from flexpress.attention import flex_attention
 from flexpress.block_mask import DEFAULT_BLOCK_SIZE, BlockMask
-from flexpress.broadcast import element_of
 from flexpress.mask_creation import create_block_mask
 from flexpress.mods import causal
 
@@ -250,8 +249,19 @@ def _checked(name: str, tensor: torch.Tensor, shape: tuple[int, int, int, int]) 
     return tensor
 
 
+def _element(tensor: torch.Tensor) -> Callable:
+    """element(b, h, q_idx, kv_idx) of a tensor of 4 dimensions, which broadcasts those of extent 1."""
+    varies = tuple(extent != 1 for extent in tensor.shape)
+    tensor = tensor.squeeze()
+
+    def element(b, h, q_idx, kv_idx):
+        return tensor[tuple(index for index, used in zip((b, h, q_idx, kv_idx), varies, strict=True) if used)]
+
+    return element
+
+
 def _dense_mask(tensor: torch.Tensor) -> Callable:
-    element = element_of(tensor)
+    element = _element(tensor)
 
     def dense_mask(b, h, q_idx, kv_idx):
         return element(b, h, q_idx, kv_idx)
@@ -263,7 +273,7 @@ def _score_mod(softcap: float | None, terms: list[torch.Tensor]) -> Callable | N
     """The score_mod that caps a score and adds terms to it, or None."""
     if softcap is None and not terms:
         return None
-    elements = [element_of(term) for term in terms]
+    elements = [_element(term) for term in terms]
 
     def score_mod(score, b, h, q_idx, kv_idx):
         if softcap is not None:
