@@ -16,6 +16,7 @@ import random
 import signal
 import threading
 import time
+import traceback
 
 import numpy as np
 import torch
@@ -69,7 +70,7 @@ def by_signal(number: int, delay: float) -> bool:
 
 def in_thread(number: int, delay: float) -> bool:
     """The same in a thread, struck by another."""
-    struck = []
+    struck, ended = [], []
 
     def work():
         try:
@@ -79,7 +80,7 @@ def in_thread(number: int, delay: float) -> bool:
             struck.append(True)
 
     thread = threading.Thread(target=work)
-    hook, threading.excepthook = threading.excepthook, lambda args: struck.append(issubclass(args.exc_type, (KeyboardInterrupt, TypeError)))
+    hook, threading.excepthook = threading.excepthook, ended.append
     try:
         thread.start()
         time.sleep(delay)
@@ -87,7 +88,12 @@ def in_thread(number: int, delay: float) -> bool:
         thread.join()
     finally:
         threading.excepthook = hook
-    assert all(struck), "the thread failed otherwise"
+    for args in ended:
+        if issubclass(args.exc_type, (KeyboardInterrupt, TypeError, SystemError)):  # as by_signal
+            struck.append(True)
+        else:
+            shown = "".join(traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback))
+            raise AssertionError(f"the thread ended otherwise:\n{shown}")
     return bool(struck)
 
 
