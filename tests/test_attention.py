@@ -24,7 +24,7 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(False)
 
 
-@for_any(problems, cpu=45, cuda=120)
+@for_any(problems, cpu=36, cuda=120)
 def test_any_problem(p, device):
     check_attention(p, device)
 

@@ -26,7 +26,7 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(False)
 
 
-@for_any(gradient_problems, cpu=30, cuda=80)
+@for_any(gradient_problems, cpu=24, cuda=80)
 def test_any_problem(p, device):
     check_gradients(p, device)
 

@@ -39,7 +39,7 @@ def updates(draw, device):
     )
 
 
-@for_any(updates, cpu=60, cuda=100)
+@for_any(updates, cpu=40, cuda=100)
 def test_any_update(p, device):
     check_update(p, device)
 
