@@ -13,7 +13,7 @@ import torch
 
 from flexpress.call import bound
 from flexpress.context import ContextPlan
-from flexpress.context_exchange import Exchange
+from flexpress.context_exchange import Arriving, Exchange
 
 from .codegen.compiling import runs_uncompiled
 from .codegen.mod.bind import bind
@@ -23,13 +23,10 @@ from .codegen.run.forward import forward
 
 
 class Heads(NamedTuple):
-    """A group of heads that is computed at once."""
+    """A group of heads that is computed at once: of queries, and of keys and values."""
 
     q: slice
     kv: slice
-
-    def of(self, query: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return query[:, self.q], *(t[:, self.kv] for t in others)
 
 
 def heads_in_groups(Hq: int, Hkv: int, groups: int) -> list[Heads]:
@@ -95,14 +92,14 @@ class _InContext(torch.autograd.Function):
         of_captured = {i: torch.zeros_like(captured[i], dtype=torch.float32) for i in sorted(wanted)}
         dq, returning = [], []
         for n, (heads, (own, keys, values)) in enumerate(_in_turn(exchange, groups, q, k, v)):
-            call, part = ctx.calls[n], heads.of(out, d_out)
+            call = ctx.calls[n]
             if call is None:
                 found = torch.zeros_like(own), torch.zeros_like(keys), torch.zeros_like(values), {}
             else:
                 call = call._replace(q=own, k=keys, v=values)
-                d_own = d_out[:, heads.q], None if d_lse is None else d_lse[:, heads.q]
-                given = Rows(rows[n], ctx.raw[n]), *d_own
-                found = backward(call, part[0], *given, wanted=wanted, deterministic=ctx.deterministic)
+                out_own, d_own, d_lse_own = (t if t is None else t[:, heads.q] for t in (out, d_out, d_lse))
+                of_rows = Rows(rows[n], ctx.raw[n])
+                found = backward(call, out_own, of_rows, d_own, d_lse_own, wanted=wanted, deterministic=ctx.deterministic)
             dq.append(found[0])
             for i, gradient in found[3].items():
                 of_captured[i] += gradient
@@ -118,8 +115,8 @@ class _InContext(torch.autograd.Function):
 
 def _in_turn(exchange: Exchange, groups: list[Heads], q, k, v):
     """Each group of heads, with its part of q and the keys and values that it attends to; those of the next are on their way."""
-    arriving = [exchange.gather(*groups[0].of(k, k, v)[1:])]
-    for n, heads in enumerate(groups):
-        if n + 1 < len(groups):
-            arriving.append(exchange.gather(*groups[n + 1].of(k, k, v)[1:]))
-        yield heads, (q[:, heads.q], *arriving.pop(0).pair())
+    arriving: Arriving | None = None
+    for heads, following in zip((None, *groups), (*groups, None), strict=True):
+        arrived, arriving = arriving, following and exchange.gather(k[:, following.kv], v[:, following.kv])
+        if heads is not None:
+            yield heads, (q[:, heads.q], *arrived.pair())
