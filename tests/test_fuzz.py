@@ -21,8 +21,8 @@ from support.fuzz_programs import KINDS, listed, program, true_status
 
 SEED = int(os.environ.get("FLEXPRESS_FUZZ_SEED", 0))
 COUNTS = {
-    "verdicts": 110,
-    "evaluate": 130,
+    "verdicts": 70,
+    "evaluate": 100,
     "attention": 30,
     "varlen": 8,
     "cached": 12,

@@ -206,7 +206,7 @@ def test_compositions():
         shares.append(check_derivatives(expression, scores, captured) if defined else 0.0)
 
     depths = st.integers(1, 5).flatmap(lambda depth: compositions("f", depth, LEAVES))
-    settings(max_examples=400)(given(depths, environments(), st.integers(0, 99))(run))()
+    settings(max_examples=300)(given(depths, environments(), st.integers(0, 99))(run))()
     assert sum(shares) / len(shares) > 0.7
 
 

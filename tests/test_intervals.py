@@ -46,7 +46,7 @@ def test_random_masks():
         counts[1] += sure
 
     depths = st.integers(1, 4).flatmap(lambda depth: compositions("b", depth, MASK_LEAVES))
-    settings(max_examples=300)(given(depths, mask_captures(), BLOCKS)(run))()
+    settings(max_examples=200)(given(depths, mask_captures(), BLOCKS)(run))()
     assert counts[0] / counts[1] > 0.4, counts
 
 

@@ -12,7 +12,7 @@ from support.devices import DEVICES, for_any
 from support.varlen import SCORE_MODS, Problem, by_sequence, check_problem, offsets, problems
 
 
-@for_any(problems, cpu=25, cuda=120)
+@for_any(problems, cpu=18, cuda=120)
 def test_any_problem(p, device):
     check_problem(p, device)
 
