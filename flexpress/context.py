@@ -13,6 +13,7 @@ from torch.types import Device
 from flexpress.assignment import assign, imbalance
 from flexpress.checks import whole
 from flexpress.mask_creation import create_block_mask
+from flexpress.mask_mods import noop_mask
 from flexpress.mods import MaskMod
 
 from .codegen.mod.capture import name_of
@@ -53,7 +54,12 @@ class Layout:
     def digest(self) -> int:
         """A number that two layouts share only if they are the same."""
         parts = (self.q_len, self.kv_len, self.ranks, *(b.tolist() for b in (*self.q_blocks, *self.kv_blocks)), self.needed.tobytes())
-        return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7], "big")
+        return digest_of(parts)
+
+
+def digest_of(value: object) -> int:
+    """A number of 7 bytes of what a value shows."""
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
 
 
 def _owners(parts: list[np.ndarray], blocks: int) -> np.ndarray:
@@ -65,8 +71,13 @@ def _owners(parts: list[np.ndarray], blocks: int) -> np.ndarray:
 
 def positions_of(blocks: np.ndarray, length: int) -> np.ndarray:
     """The positions in blocks of BLOCK, in their order; the last block of a sequence ends with it."""
-    positions = (blocks[:, None] * BLOCK + np.arange(BLOCK)).reshape(-1)
+    positions = whole_blocks(blocks)
     return positions[positions < length]
+
+
+def whole_blocks(blocks: np.ndarray) -> np.ndarray:
+    """The same, past the end of the sequence, too."""
+    return (blocks[:, None] * BLOCK + np.arange(BLOCK)).reshape(-1)
 
 
 class ContextPlan:
@@ -108,8 +119,8 @@ class ContextPlan:
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
             raise ValueError("this process is no member of the plan's group; make the plan on members only")
-        self.mask_mod, self.head_groups = mask_mod, whole("head_groups", head_groups)
-        mask = create_block_mask(mask_mod or _everything, B, H, self.q_len, self.kv_len, device, BLOCK)
+        self.mask_mod, self.head_groups = mask_mod or noop_mask, whole("head_groups", head_groups)
+        mask = create_block_mask(self.mask_mod, B, H, self.q_len, self.kv_len, device, BLOCK)
         self.status = mask._status()
         self.device = self.status.device
         self.layout = Layout(self.status.cpu().numpy(), self.q_len, self.kv_len, self.ranks)
@@ -171,22 +182,22 @@ class ContextPlan:
                 )
         if not self._agreed:
             shown = [(t.shape[0], t.shape[1], t.shape[3], str(t.dtype)) for t in (query, key, value)]
-            self.check_agreement("query, key or value", int.from_bytes(hashlib.sha256(repr(shown).encode()).digest()[:7], "big"))
+            self.check_agreement("query, key or value", digest_of(shown))
             self._agreed = True
 
     def __repr__(self) -> str:
-        mask = name_of(self.mask_mod) if self.mask_mod else "no mask"
         return (
-            f"ContextPlan({self.q_len} x {self.kv_len}, {mask}, rank {self.rank} of {self.ranks}: {len(self.position_ids)} queries, "
-            f"imbalance {self.layout.imbalance:.3f})"
+            f"ContextPlan({self.q_len} x {self.kv_len}, {name_of(self.mask_mod)}, rank {self.rank} of {self.ranks}: "
+            f"{len(self.position_ids)} queries, imbalance {self.layout.imbalance:.3f})"
         )
 
 
 class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tensor, dim, length, blocks, plan):
-        ctx.dim, ctx.plan, ctx.positions = dim, plan, torch.from_numpy(positions_of(blocks[plan.rank], length)).to(tensor.device)
-        counts = [len(positions_of(mine, length)) for mine in blocks]
+        positions = [positions_of(mine, length) for mine in blocks]
+        ctx.dim, ctx.plan, ctx.positions = dim, plan, plan.on_device(positions[plan.rank])
+        counts = [len(part) for part in positions]
         shape = list(tensor.shape)
         shape[dim] = max(counts)  # as gloo gathers tensors of one shape
         padded = tensor.new_zeros(shape)
@@ -194,7 +205,7 @@ class _Unshard(torch.autograd.Function):
         parts = [torch.empty_like(padded) for _ in blocks]
         dist.all_gather(parts, padded, group=plan.group)
         parts = [part.narrow(dim, 0, count) for part, count in zip(parts, counts, strict=True)]
-        order = torch.from_numpy(np.concatenate([positions_of(mine, length) for mine in blocks])).to(tensor.device)
+        order = plan.on_device(np.concatenate(positions))
         whole_one = torch.cat(parts, dim)
         return torch.empty_like(whole_one).index_copy_(dim, order, whole_one)
 
@@ -203,7 +214,3 @@ class _Unshard(torch.autograd.Function):
         gradient = gradient.contiguous()
         dist.all_reduce(gradient, group=ctx.plan.group)
         return gradient.index_select(ctx.dim, ctx.positions), None, None, None, None
-
-
-def _everything(b, h, q_idx, kv_idx):
-    return kv_idx >= 0

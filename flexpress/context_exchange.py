@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from flexpress.block_mask import BlockMask
-from flexpress.context import BLOCK, ContextPlan
+from flexpress.context import BLOCK, ContextPlan, whole_blocks
 
 from .codegen.mod.capture import name_of
 from .codegen.run import masks
@@ -34,10 +34,10 @@ class Exchange:
         place = np.zeros(-(-plan.kv_len // BLOCK) + 1, dtype=np.int64)
         place[mine] = np.arange(len(mine))
         # padding of a last block repeats the last position; mask_mod hides it
-        rows = _within([place[blocks] for blocks in outgoing]).clip(max=max(len(plan.kv_position_ids) - 1, 0))
+        rows = whole_blocks(np.concatenate([place[blocks] for blocks in outgoing])).clip(max=max(len(plan.kv_position_ids) - 1, 0))
         self.plan, self.blocks = plan, np.concatenate(incoming)
         self.rows = plan.on_device(rows)
-        self.positions = plan.on_device(_within(incoming)).to(torch.int32)
+        self.positions = plan.on_device(whole_blocks(self.blocks)).to(torch.int32)
         self.sent, self.received = ([len(blocks) * BLOCK for blocks in part] for part in (outgoing, incoming))
         self._lists: dict[tuple[int, int], BlockLists | None] = {}  # by heads
 
@@ -98,10 +98,9 @@ class Exchange:
 
         def in_context(b, h, q_idx, kv_idx):
             kv = kv_positions[kv_idx]
-            inside = kv < kv_len
-            return inside if mod is None else inside & mod(b, h + first_head, q_positions[q_idx], kv)
+            return (kv < kv_len) & mod(b, h + first_head, q_positions[q_idx], kv)
 
-        in_context.__name__ = f"context_{name_of(mod) if mod else 'everything'}"
+        in_context.__name__ = f"context_{name_of(mod)}"
         return in_context
 
 
@@ -118,11 +117,6 @@ class Arriving:
         self.work.wait()
         packed = self.packed.permute(1, 2, 0, 3)
         return packed[..., : self.d_qk], packed[..., self.d_qk :]
-
-
-def _within(blocks: list[np.ndarray]) -> np.ndarray:
-    """All positions of blocks, past the end of a sequence, too."""
-    return (np.concatenate(blocks)[:, None] * BLOCK + np.arange(BLOCK)).reshape(-1)
 
 
 def _by_position(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,17 +15,7 @@ if torch.distributed.is_available():
     import support.rank_checks as checks
 
 
-@pytest.fixture(scope="module")
-def failed(tmp_path_factory):
-    """By number of ranks: for each what failed."""
-    found = {}
-
-    def of(world: int) -> list[dict[str, str]]:
-        if world not in found:
-            found[world] = ranks.run(world, tmp_path_factory.mktemp(f"{world}_ranks"))
-        return found[world]
-
-    return of
+failed = ranks.failures_of("rank_checks.py")
 
 
 @pytest.mark.parametrize("name, world", ranks.checks_in(checks).items())

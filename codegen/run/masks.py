@@ -164,7 +164,8 @@ def create_lists(
     status, counts = BlockGrid(bound, extents, device, size).status()
     counts = counts if separate_full else counts.sum(0, keepdim=True)
     if capacity is None:
-        widths = _widths(status.shape, counts)
+        large = _large(status.shape, len(counts))
+        widths = counts.amax((1, 2, 3)).tolist() if large else [status.shape[-1]] * len(counts)
     else:
         if capacity < status.shape[-1]:
             torch._assert_async((counts.amax() <= capacity), f"create_block_mask: a row has more blocks than capacity={capacity}")
@@ -187,18 +188,13 @@ def block_lists(status: torch.Tensor, separate_full: bool = True, *, wait: bool 
     widths = [status.shape[-1]] * (1 + separate_full)
     if wait and _large(status.shape, len(widths)):
         kinds = (status == 1, status == 2) if separate_full else (status != 0,)
-        widths = _widths(status.shape, torch.stack([kind.sum(-1) for kind in kinds]))
+        widths = torch.stack([kind.sum(-1).amax() for kind in kinds]).tolist()
     return _listed(status, widths, separate_full)
 
 
 def _large(shape: tuple[int, ...], lists: int) -> bool:
     """Are so many lists, as wide as there are columns, worth a wait for the densest row?"""
     return 4 * lists * math.prod(shape) > _ROOMY
-
-
-def _widths(shape: tuple[int, ...], counts: torch.Tensor) -> list[int]:
-    """How wide to make each kind of list over (Z, H, rows, columns); counts are (kinds, Z, H, rows)."""
-    return counts.amax((1, 2, 3)).tolist() if _large(shape, len(counts)) else [shape[-1]] * len(counts)
 
 
 def _listed(status: torch.Tensor, widths: list[int], separate_full: bool, starts: Starts = ()) -> list[torch.Tensor]:

@@ -14,6 +14,7 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 
 CHECKS: dict[str, tuple[int, object]] = {}
@@ -32,7 +33,7 @@ def checks_in(module) -> dict[str, int]:
     return {name: world for name, (world, function) in CHECKS.items() if function.__module__ == module.__name__}
 
 
-def run(world: int, folder: Path, script: str = "rank_checks.py") -> list[dict[str, str]]:
+def run(world: int, folder: Path, script: str) -> list[dict[str, str]]:
     """For each of `world` processes of a script beside this one what failed: tracebacks by the names of checks, which are all there."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     script = Path(__file__).with_name(script)
@@ -49,6 +50,23 @@ def run(world: int, folder: Path, script: str = "rank_checks.py") -> list[dict[s
             _, words = process.communicate()
         found = folder / f"{rank}.json"
         failed.append(json.loads(found.read_text()) if found.exists() else {"": words.decode(errors="replace")})
+    return failed
+
+
+def failures_of(script: str):
+    """A fixture: by number of ranks, what `run` of a script finds. Each number is run once."""
+
+    @pytest.fixture(scope="module")
+    def failed(tmp_path_factory):
+        found = {}
+
+        def of(world: int) -> list[dict[str, str]]:
+            if world not in found:
+                found[world] = run(world, tmp_path_factory.mktemp(f"{world}_ranks"), script)
+            return found[world]
+
+        return of
+
     return failed
 
 
