@@ -37,9 +37,13 @@ def imbalance(work: np.ndarray, owners: np.ndarray, ranks: int) -> float:
 
 
 def _lengths(blocks: int, ranks: int) -> list[int]:
-    """Lengths of runs to try, long ones first: those that give each rank a whole number of runs, or nearly."""
+    """Lengths of runs to try, long ones first: those that give each rank as many blocks, or nearly where ranks do not divide them."""
     share = _ceil(blocks, ranks)
-    runs = dict.fromkeys(_ceil(share, n) for n in (1, 2, 4, 8, 16, 32, 64, 128) if n <= share)
+    counts = [n for n in (1, 2, 4, 8, 16, 32, 64, 128) if n <= share]
+    if share and blocks % ranks == 0:
+        divisors = [n for n in range(share, 0, -1) if share % n == 0]
+        return list(dict.fromkeys(next(d for d in divisors if d <= _ceil(share, n)) for n in counts))
+    runs = dict.fromkeys(_ceil(share, n) for n in counts)
     return [n for n in runs if n == 1 or _ceil(_ceil(blocks, n), ranks) * n <= 1.05 * share] or [1] if blocks else []
 
 

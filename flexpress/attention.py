@@ -212,7 +212,7 @@ def flex_attention(
 
 def _in_context(context, arguments: tuple, want_max: bool, deterministic: bool) -> tuple:
     """The same of this rank's parts, by a ContextPlan."""
-    from flexpress.context_attention import attend_in_context
+    from flexpress.context_attention import Arguments, attend_in_context
 
     query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod = arguments
     if block_mask is not None or mask_mod is not None:
@@ -221,7 +221,12 @@ def _in_context(context, arguments: tuple, want_max: bool, deterministic: bool) 
         )
     if want_max:
         raise NotImplementedError("max_scores are not returned with context=; ask for lse alone")
-    return *attend_in_context(context, query, key, value, score_mod, scale, enable_gqa, kernel_options, deterministic), None
+    given = Arguments(scale, enable_gqa, kernel_options, deterministic)
+    if query.__class__ in ORDINARY or not is_distributed(query):
+        return *attend_in_context(context, (query, key, value), score_mod, given), None
+    from flexpress.context_dtensors import attend_shards_in_context
+
+    return *attend_shards_in_context(context, {"query": query, "key": key, "value": value}, score_mod, given), None
 
 
 def _checked_request(return_aux, return_lse: bool) -> AuxRequest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from typing import Any
 
@@ -12,11 +13,15 @@ from torch.types import Device
 
 from flexpress.assignment import assign, imbalance
 from flexpress.checks import whole
+from flexpress.context_agreement import Agreement, digest_of
 from flexpress.mask_creation import create_block_mask
 from flexpress.mask_mods import noop_mask
 from flexpress.mods import MaskMod
+from flexpress.parts import Part, mask_of_part
 
+from .codegen.mod.bind import bind
 from .codegen.mod.capture import name_of
+from .codegen.mod.graph_text import text_of
 
 BLOCK = 128  # positions that stay together
 
@@ -24,14 +29,14 @@ BLOCK = 128  # positions that stay together
 class Layout:
     """What a plan decides, for all ranks; the same on each of them. It needs no process group, so any number of ranks can be looked at.
 
+    status                int8 (B, H, rows, columns) of the mask's blocks: 0 empty, 1 partial, 2 full
     q_blocks, kv_blocks   for each rank the numbers of its blocks of BLOCK positions, ascending; one object where Q_LEN is KV_LEN
     needed                bool (ranks, KV blocks): which ones a rank's queries attend to
     imbalance             largest over mean work of a rank, counted in blocks that are visited
     """
 
     def __init__(self, status: np.ndarray, q_len: int, kv_len: int, ranks: int) -> None:
-        """status: int8 (B, H, rows, columns), 0 empty, 1 partial, 2 full."""
-        visited = status != 0
+        self.status, visited = status, status != 0
         work = visited.sum((0, 1, 3), dtype=np.float64)
         self.q_len, self.kv_len, self.ranks = q_len, kv_len, ranks
         self.q_blocks = assign(work, ranks)
@@ -53,13 +58,8 @@ class Layout:
 
     def digest(self) -> int:
         """A number that two layouts share only if they are the same."""
-        parts = (self.q_len, self.kv_len, self.ranks, *(b.tolist() for b in (*self.q_blocks, *self.kv_blocks)), self.needed.tobytes())
-        return digest_of(parts)
-
-
-def digest_of(value: object) -> int:
-    """A number of 7 bytes of what a value shows."""
-    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
+        parts = (self.q_len, self.kv_len, self.ranks, *(b.tolist() for b in (*self.q_blocks, *self.kv_blocks)), self.status.shape)
+        return digest_of((parts, hashlib.sha256(self.status.tobytes()).digest()))
 
 
 def _owners(parts: list[np.ndarray], blocks: int) -> np.ndarray:
@@ -87,8 +87,9 @@ class ContextPlan:
     kv_position_ids    the same of keys and values
     layout             of all ranks (see Layout)
 
-    Every rank makes its plan alone, of the same mask; that plans agree is checked once. Positions are dealt out in blocks of 128, so that
-    all ranks visit as many blocks of the mask: neighbours stay together as far as that allows.
+    Every rank makes its plan alone, of the same mask, and waits for nobody; that plans agree is checked when one is first used.
+    Positions are dealt out in blocks of 128, so that all ranks visit as many blocks of the mask: neighbours stay together as far as that
+    allows.
     """
 
     def __init__(
@@ -103,19 +104,17 @@ class ContextPlan:
         device: Device = None,
         head_groups: int = 2,
     ) -> None:
-        """group     a process group, a device mesh of one dimension, or None for all ranks
+        """group     a process group, a device mesh of one dimension (`mesh["context"]` of a larger one), or None for all ranks
         q_len, kv_len   of the whole sequence; kv_len is q_len by default
         mask_mod     mask_mod(b, h, q_idx, kv_idx) of positions in the whole sequence; None: every position attends to every other
         B, H         extents of the mask, if it is not the same for every batch entry or head
         device       where attention runs; by default as in create_block_mask
         head_groups  keys and values come in so many groups of heads, those of one while another is computed: more of them hide a slower
                      network, and kernels have less to do at once
-
-        Raises ValueError for a plan that is not that of the group's other ranks, naming them.
         """
         self.q_len = whole("q_len", q_len)
         self.kv_len = self.q_len if kv_len is None else whole("kv_len", kv_len)
-        self.group = group.get_group() if isinstance(group, dist.device_mesh.DeviceMesh) else group
+        self.group = _group_of("group", group)
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
             raise ValueError("this process is no member of the plan's group; make the plan on members only")
@@ -129,8 +128,14 @@ class ContextPlan:
         self.kv_position_ids = self.position_ids if keys is mine else self.on_device(positions_of(keys, self.kv_len))
         self.q_positions = self.position_ids.to(torch.int32)  # for kernels
         self.exchange: Any = None  # made by the first call
-        self._agreed = False
-        self.check_agreement("plan", self.layout.digest())
+        self._parts: dict[tuple[Part, Part], ContextPlan] = {}
+        self.agreement = Agreement([self.group], self.device)
+
+    @property
+    def order(self) -> torch.Tensor:
+        """int64 (q_len,): the positions as ranks hold them, those of the first rank first. `x[:, plan.order]` is how a DTensor of the whole
+        lies that is sharded over the sequence."""
+        return self.on_device(np.concatenate([positions_of(blocks, self.q_len) for blocks in self.layout.q_blocks]))
 
     def on_device(self, numbers: np.ndarray) -> torch.Tensor:
         """A host array as a tensor on the device where attention runs."""
@@ -151,25 +156,23 @@ class ContextPlan:
 
         length   of the whole; q_len by default
         """
+        self.agreement.check("plan", self.facts)
         length = self.q_len if length is None else length
         blocks = self.layout.q_blocks if length == self.q_len else self.layout.kv_blocks
         return _Unshard.apply(tensor, dim, length, blocks, self)
 
-    def check_agreement(self, what: str, digest: int) -> None:
-        """ValueError on every rank if one has another number."""
-        mine = torch.tensor([digest], dtype=torch.int64, device=self.device)
-        found = [torch.empty_like(mine) for _ in range(self.ranks)]
-        dist.all_gather(found, mine, group=self.group)
-        numbers = torch.cat(found).tolist()
-        usual = max(set(numbers), key=numbers.count)
-        if others := [rank for rank, number in enumerate(numbers) if number != usual]:
-            raise ValueError(
-                f"ranks {', '.join(map(str, others))} of the group have another {what} than the rest; lengths, mask_mod and what it "
-                "captures, shapes and dtypes must be the same on all ranks"
-            )
+    def facts(self) -> dict[str, object]:
+        """What must be the same on all ranks, by what it is called in errors."""
+        graph, _ = bind(self.mask_mod, "mask")
+        return {
+            "q_len, kv_len": (self.q_len, self.kv_len),
+            "head_groups": self.head_groups,
+            "mask_mod": f"{graph.name} ({digest_of(text_of(graph)):x})",
+            "layout of blocks": f"{self.layout.digest():x}",
+        }
 
-    def check_inputs(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Local lengths, and, once, that ranks agree on all other extents."""
+    def check_lengths(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """ValueError for tensors of other lengths than this rank holds."""
         for name, tensor, positions in (
             ("query", query, self.position_ids),
             ("key", key, self.kv_position_ids),
@@ -180,16 +183,33 @@ class ContextPlan:
                     f"{name} has shape {tuple(tensor.shape)}, but this rank holds {len(positions)} of its positions: pass "
                     f"plan.shard(...) of the whole {name}, (B, H, {len(positions)}, D)"
                 )
-        if not self._agreed:
-            shown = [(t.shape[0], t.shape[1], t.shape[3], str(t.dtype)) for t in (query, key, value)]
-            self.check_agreement("query, key or value", digest_of(shown))
-            self._agreed = True
+
+    def of_part(self, batch: Part, heads: Part) -> ContextPlan:
+        """The plan as kernels for some batch entries and heads of the mask need it."""
+        if batch.first is heads.first is None:
+            return self
+        if (batch, heads) not in self._parts:
+            part = self._parts[batch, heads] = copy.copy(self)
+            part.mask_mod, part.exchange = mask_of_part(self.mask_mod, batch, heads) or noop_mask, None
+            for dim, (first, count) in enumerate((batch, heads)):
+                if first is not None and part.status.shape[dim] > 1:
+                    part.status = part.status.narrow(dim, first, count)
+        return self._parts[batch, heads]
 
     def __repr__(self) -> str:
         return (
             f"ContextPlan({self.q_len} x {self.kv_len}, {name_of(self.mask_mod)}, rank {self.rank} of {self.ranks}: "
             f"{len(self.position_ids)} queries, imbalance {self.layout.imbalance:.3f})"
         )
+
+
+def _group_of(name: str, group) -> dist.ProcessGroup | None:
+    """The process group of a mesh of one dimension, or what is none."""
+    if not isinstance(group, dist.device_mesh.DeviceMesh):
+        return group
+    if group.ndim != 1:
+        raise ValueError(f"{name} is {group}; pass one of its dimensions, such as mesh[{(group.mesh_dim_names or ('context',))[0]!r}]")
+    return group.get_group()
 
 
 class _Unshard(torch.autograd.Function):

@@ -726,7 +726,7 @@ LAUNCHES = [
         "addresses that are not aligned take the short way",
     ),
     Mutant(
-        "flexpress/dtensors.py",
+        "flexpress/parts.py",
         "    return lambda i: i + first\n",
         "    return lambda i: i\n",
         named("dtensors", "batch_and_heads"),
@@ -734,10 +734,24 @@ LAUNCHES = [
     ),
     Mutant(
         "flexpress/dtensors.py",
-        "[Replicate() if p.is_replicate() else Partial() for p in self.placements]",
-        "[Replicate() for p in self.placements]",
+        "[Replicate() if there else Partial() for there in summed]",
+        "[Replicate() for there in summed]",
         named("dtensors", "batch_and_heads"),
         "gradients of captured DTensors are not summed over ranks",
+    ),
+    Mutant(
+        "flexpress/dtensors.py",
+        "[p.is_replicate() or i in self._of_sequence for",
+        "[p.is_replicate() for",
+        named("context_parts", "sharded_over"),
+        "gradients of captured DTensors are summed over ranks of a plan, where they are sums already",
+    ),
+    Mutant(
+        "flexpress/context.py",
+        "part.status = part.status.narrow(dim, first, count)",
+        "part.status = part.status.narrow(dim, 0, count)",
+        named("context_parts", "with_batch_and_heads"),
+        "ranks of a plan walk the blocks of other heads",
     ),
     Mutant(
         "codegen/device/kernel.py",

@@ -76,6 +76,8 @@ def test_every_block_has_one_owner(blocks, ranks, seed):
     parts = assign(work, ranks)
     owners = owners_of(parts, blocks)
     assert len(parts) == ranks and imbalance(work, owners, ranks) >= 1.0
+    if blocks % ranks == 0:
+        assert {len(part) for part in parts} == {blocks // ranks}
     if blocks >= 20 * ranks:
         assert max(map(len, parts)) <= 1.05 * -(-blocks // ranks) + 1
 

@@ -8,45 +8,8 @@ import torch.distributed as dist
 
 from flexpress import cached_attention, flex_attention, mods
 from flexpress.distributed import ContextPlan, split_cached_attention
-from support.dense import dense_attention
+from support.context import compare, tensors
 from support.ranks import check, main
-
-
-def tensors(q_len, kv_len=None, B=1, Hq=2, Hkv=1, Bkv=None, D=16, D_V=None):
-    """The same on every rank."""
-    kv_len = q_len if kv_len is None else kv_len
-    shapes = (B, Hq, q_len, D), (Bkv or B, Hkv, kv_len, D), (Bkv or B, Hkv, kv_len, D_V or D)
-    return [torch.randn(shape) for shape in shapes]
-
-
-def compare(whole, mask_mod, score_mod=None, captured=(), kv_len=None, B=None, H=None, **options):
-    """out, lse and all gradients of attention by parts are those of dense attention of the whole in float64."""
-    q_len, kv_len = whole[0].shape[2], whole[1].shape[2]
-    plan = ContextPlan(q_len=q_len, kv_len=kv_len, mask_mod=mask_mod, B=B, H=H, device="cpu")
-    mine = [plan.shard(whole[0], 2), *(t[:, :, plan.kv_position_ids] for t in whole[1:])]
-    mine = [t.clone().requires_grad_() for t in mine]
-    found, lse = flex_attention(*mine, score_mod, enable_gqa=True, return_lse=True, context=plan, **options)
-    reference = [t.double().requires_grad_() for t in whole]
-    exact, exact_lse, _ = dense_attention(*reference, score_mod, mask_mod, options.get("scale"))
-    d_out, d_lse = torch.randn(exact.shape), torch.randn(exact_lse.shape)
-    lse_weight = torch.where(torch.isneginf(exact_lse), 0.0, d_lse)
-    queries, keys = plan.position_ids, plan.kv_position_ids
-    torch.testing.assert_close(found.double(), exact.detach()[:, :, queries], rtol=0, atol=2e-5)
-    torch.testing.assert_close(lse.double(), exact_lse.detach()[:, :, queries], rtol=0, atol=2e-5)
-    torch.testing.assert_close(plan.unshard(found.detach(), 2), exact.detach().float(), rtol=0, atol=2e-5)
-    finite = torch.where(torch.isneginf(lse), 0.0, lse)
-    gradients = torch.autograd.grad((found * d_out[:, :, queries]).sum() + (finite * lse_weight[:, :, queries]).sum(), [*mine, *captured])
-    finite = torch.where(torch.isneginf(exact_lse), 0.0, exact_lse)
-    expected = torch.autograd.grad((exact * d_out).sum() + (finite * lse_weight).sum(), [*reference, *captured])
-    parts = [expected[0][:, :, queries], *(g[:, :, keys] for g in expected[1:3]), *expected[3:]]
-    for name, g, e in zip(("dq", "dk", "dv", "captured", "captured"), gradients, parts, strict=False):
-        error = (g.double() - e.double()).abs().max().item() if e.numel() else 0.0
-        assert g.shape == e.shape and error <= 1e-4 * max(1.0, expected_size(expected, name)), (name, error)
-    return plan
-
-
-def expected_size(expected, name: str) -> float:
-    return expected[("dq", "dk", "dv", "captured").index(name)].abs().max().item()
 
 
 @check(2)
@@ -74,15 +37,50 @@ def a_window_with_bias_that_learns():
 @check(2)
 def a_plan_of_another_mask_is_found():
     mask = mods.causal if dist.get_rank() else mods.sliding_window(20)
-    with pytest.raises(ValueError, match="have another plan than the rest; lengths, mask_mod"):
-        ContextPlan(q_len=1000, mask_mod=mask, device="cpu")
+    plan = ContextPlan(q_len=1000, mask_mod=mask, device="cpu")
+    q, k, v = (plan.shard(t, 2) for t in tensors(1000))
+    for call in (lambda: flex_attention(q, k, v, context=plan, enable_gqa=True), lambda: plan.unshard(q, 2)):
+        with pytest.raises(
+            ValueError, match="rank 1 has another mask_mod than rank 0: causal.*, not sliding_window.*; rank 1 has another layout"
+        ):
+            call()
 
 
 @check(2)
-def other_shapes_are_found():
-    plan = ContextPlan(q_len=512, mask_mod=mods.causal, device="cpu")
-    q, k, v = (plan.shard(t, 2) for t in tensors(512, D=16 if dist.get_rank() else 32))
-    with pytest.raises(ValueError, match="another query, key or value than the rest"):
+def calls_that_differ_are_found():
+    """By all ranks, with the name of the one that differs and of what does; nobody waits."""
+    rank, slopes = dist.get_rank(), torch.tensor([0.1, 0.3])
+    whole = {n: tensors(256, D=n) for n in (16, 32)}
+
+    def call(n=16, score_mod=None, learns=True, heads=2, plans=None, dtype=None):
+        plan = ContextPlan(q_len=256, mask_mod=mods.causal, device="cpu", head_groups=plans or 2)
+        q, k, v = (plan.shard(t, 2).requires_grad_(learns) for t in whole[n])
+        return flex_attention(q[:, :heads], k.to(dtype), v, score_mod, context=plan, enable_gqa=True)
+
+    found = {
+        r"rank 1 has another query \(B, H, D\) than rank 0: \(1, 2, 32\) torch.float32, requires_grad, not \(1, 2, 16\)": {"n": 32},
+        "rank 1 has another score_mod than rank 0: softcap.*, not None": {"score_mod": mods.softcap(3.0)},
+        r"rank 1 has another slopes than rank 0: \(2,\) torch.float64, not None": {"score_mod": mods.alibi(slopes.double())},
+        "rank 1 has another query .*: .*float32, not .* requires_grad; rank 1 has another key": {"learns": False},
+        r"rank 1 has another query .*: \(1, 1, 16\)": {"heads": 1},
+        "rank 1 has another head_groups than rank 0: 1, not 2": {"plans": 1},
+        "key has dtype torch.bfloat16 but query has torch.float32": {"dtype": torch.bfloat16},
+    }
+    for words, other in found.items():
+        with pytest.raises((ValueError, TypeError), match=words):
+            call(**(other if rank else {}))
+    with torch.no_grad():
+        call(learns=bool(rank))  # nobody wants a gradient
+    call()  # after errors, ranks are together
+
+
+@check(2)
+def what_one_rank_raises_is_named_on_the_other():
+    plan = ContextPlan(q_len=256, mask_mod=mods.causal, device="cpu")
+    q, k, v = (plan.shard(t, 2) for t in tensors(256))
+    q = q[:, :, 1:] if dist.get_rank() else q
+    mine = "query has shape .*, but this rank holds 128 of its positions"
+    with pytest.raises(ValueError, match=mine if dist.get_rank() else f"^rank 1 has raised ValueError: {mine}"):
         flex_attention(q, k, v, context=plan, enable_gqa=True)
 
 

@@ -1,0 +1,42 @@
+"""DTensors in a context plan: sharded over the sequence by the plan's ranks, over batch and heads by others.
+
+    query (B, Hq, Q_LEN, D_QK), key and value   Shard(2) over the mesh dimension of the plan's ranks, its rows in the plan's order, as
+                                                `distribute_tensor(x[:, :, plan.order], mesh, placements)` makes them of a whole one where
+                                                128 * ranks divides Q_LEN, and `DTensor.from_local` of plan.shard(x, 2) in any case
+    over other mesh dimensions                  as without a plan (see dtensors.py)
+
+Where the mesh has no dimension of the plan's ranks (q, k and v of tensor parallel projections), local tensors are this rank's parts.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.distributed as dist
+
+from flexpress.checks import check_heads
+from flexpress.context import ContextPlan
+from flexpress.context_attention import Arguments, attend_in_context
+from flexpress.dtensors import Shards
+
+
+def attend_shards_in_context(plan: ContextPlan, named: dict[str, torch.Tensor], score_mod, arguments: Arguments) -> tuple:
+    """out and lse, DTensors as query is."""
+    try:
+        part = Shards(named, 0, 1, functools.partial(_dims_of, plan))
+        check_heads(*list(named.values())[:2], arguments.enable_gqa)  # a rank may have one head of each
+    except Exception as failure:
+        plan.agreement.fail(failure)
+        raise
+    return part.joined(*attend_in_context(plan, part.local, score_mod, arguments, part.batch, part.heads, part.read_captured))
+
+
+def _dims_of(plan: ContextPlan, mesh: dist.device_mesh.DeviceMesh) -> tuple[int, ...]:
+    """The dimension of a mesh whose ranks, along it, are those of the plan; none if there is none."""
+    coordinate, ranks = mesh.get_coordinate(), dist.get_process_group_ranks(plan.group)
+    for dim in range(mesh.ndim if coordinate else 0):
+        along = tuple(slice(None) if i == dim else at for i, at in enumerate(coordinate))
+        if mesh.mesh[along].tolist() == ranks:
+            return (dim,)
+    return ()

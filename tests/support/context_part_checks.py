@@ -1,0 +1,138 @@
+"""What DTensors in a context plan must compute: that of one process (see ranks.py)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from flexpress import flex_attention, mods, varlen_attention
+from flexpress.distributed import ContextPlan
+from support.context import tensors
+from support.dense import dense_attention
+from support.ranks import check, main
+
+
+def meshes(*names: str):
+    return init_device_mesh("cpu", (2,) * len(names), mesh_dim_names=names)
+
+
+def biased(slopes, table):
+    """A score_mod in which every batch entry and head has numbers of its own."""
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score + slopes[h] * (kv_idx - q_idx) + 0.01 * table[b, h] * q_idx
+
+    return score_mod
+
+
+def stairs(b, h, q_idx, kv_idx):
+    """A mask that is another one for every batch entry and head."""
+    return q_idx + 40 * h - 60 * b >= kv_idx
+
+
+def spread(plan, mesh, tensor, placements):
+    """A leaf with the rows of a whole tensor in the plan's order, distributed."""
+    rows = plan.order if tensor.dim() > 2 else slice(None)
+    moved = tensor.detach()[:, :, rows] if tensor.dim() > 2 else tensor.detach()
+    return distribute_tensor(moved, mesh, placements).requires_grad_()
+
+
+def compare(mesh, placements, mask_mod=mods.causal, B=None, H=None, q_len=256, Hkv=2, of_slopes=None):
+    """out, lse and all gradients of DTensors are those of dense attention, placed as query and as their tensors are."""
+    plan = ContextPlan(mesh["context"], q_len, mask_mod=mask_mod, B=B, H=H, device="cpu")
+    leaves = [*tensors(q_len, B=2, Hq=4, Hkv=Hkv), torch.rand(4), torch.randn(2, 4)]
+    everywhere = [Replicate()] * mesh.ndim
+    lie = [*placements, of_slopes or everywhere, everywhere]
+    distributed = [spread(plan, mesh, t, p) for t, p in zip(leaves, lie, strict=True)]
+    out, lse = flex_attention(*distributed[:3], biased(*distributed[3:]), enable_gqa=True, return_lse=True, context=plan)
+    reference = [t.double().requires_grad_() for t in leaves]
+    exact, exact_lse, _ = dense_attention(*reference[:3], biased(*reference[3:]), mask_mod)
+    for found, expected in ((out, exact), (lse, exact_lse)):
+        assert type(found) is DTensor and found.placements == tuple(placements[0]) and found.shape == expected.shape
+        torch.testing.assert_close(found.full_tensor().double(), expected.detach()[:, :, plan.order], rtol=0, atol=2e-5)
+    weights = torch.randn(exact.shape)
+    loss = (out * spread(plan, mesh, weights, placements[0]).detach()).sum()
+    found = torch.autograd.grad(loss, distributed)
+    expected = torch.autograd.grad((exact * weights).sum(), reference)
+    for have, want, leaf in zip(found, expected, distributed, strict=True):
+        assert have.placements == leaf.placements
+        rows = plan.order if want.dim() > 2 else slice(None)
+        want = want[:, :, rows] if want.dim() > 2 else want
+        torch.testing.assert_close(have.full_tensor().double(), want, rtol=1e-4, atol=1e-4 * max(1.0, want.abs().max().item()))
+
+
+@check(2)
+def sharded_over_the_sequence():
+    compare(meshes("context"), [[Shard(2)]] * 3, q_len=512)
+
+
+@check(4)
+def with_batch_and_heads_over_other_ranks():
+    """The batch; heads; heads of queries alone, with all keys on every rank. Masks and biases are told which they are, and captured tensors
+    may lie in parts."""
+    batch, heads = ([[Shard(dim), Shard(2)]] * 3 for dim in (0, 1))
+    compare(meshes("data", "context"), batch, stairs, B=2, H=4)
+    compare(meshes("tp", "context"), heads, stairs, B=2, H=4, of_slopes=[Shard(0), Shard(0)])
+    compare(meshes("tp", "context"), heads)
+    compare(meshes("context", "tp"), [[Shard(2), Shard(1)]] + [[Shard(2), Replicate()]] * 2, Hkv=1)
+
+
+@check(4)
+def local_parts_of_tensor_parallel_heads():
+    """DTensors over a mesh that does not have the plan's ranks: their parts are those of this rank."""
+    mesh, whole = meshes("context", "tp"), tensors(300, Hq=4, Hkv=2)
+    plan = ContextPlan(mesh["context"], 300, mask_mod=stairs, H=4, device="cpu")
+    q, k, v = (distribute_tensor(plan.shard(t, 2), mesh["tp"], [Shard(1)]) for t in whole)
+    out = flex_attention(q, k, v, context=plan, enable_gqa=True).full_tensor()
+    exact = dense_attention(*whole, None, stairs)[0]
+    torch.testing.assert_close(plan.unshard(out, 2).double(), exact.double(), rtol=0, atol=2e-5)
+
+
+@check(2)
+def parts_of_unequal_lengths():
+    """DTensor.from_local of what the plan gives each rank."""
+    mesh, whole = meshes("context"), tensors(300)
+    plan = ContextPlan(mesh, 300, mask_mod=mods.causal, device="cpu")
+    made = [plan.shard(t, 2).contiguous() for t in whole]
+    made = [DTensor.from_local(p, mesh, [Shard(2)], shape=t.shape, stride=t.stride()) for p, t in zip(made, whole, strict=True)]
+    out = flex_attention(*made, context=plan, enable_gqa=True)
+    assert out.shape == whole[0].shape
+    torch.testing.assert_close(
+        plan.unshard(out.to_local(), 2).double(), dense_attention(*whole, None, mods.causal)[0].double(), rtol=0, atol=2e-5
+    )
+
+
+@check(2)
+def refusals():
+    mesh, whole = meshes("context"), tensors(256, Hq=2, Hkv=2)
+    plan = ContextPlan(mesh, 256, mask_mod=mods.causal, device="cpu")
+    at = {p: [distribute_tensor(t, mesh, [p]) for t in whole] for p in (Shard(0), Shard(1), Shard(2), Replicate())}
+    packed = [t[0].transpose(0, 1).contiguous() for t in whole]
+    two = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
+    cases = {
+        r"query has placements \[Shard\(dim=2\)\]: over mesh dimension 'context' the sequence .*context=ContextPlan\(mesh\['context'\]": (
+            lambda: flex_attention(*at[Shard(2)])
+        ),
+        r"q has placements \[Shard\(dim=0\)\]: .* the sequence is sharded.*ContextPlan": lambda: varlen_attention(
+            *(distribute_tensor(t, mesh, [Shard(0)]) for t in packed), torch.tensor([0, 256])
+        ),
+        r"query has placements .*, but over mesh dimension 'context' the context plan splits the sequence: .*=\[Shard\(dim=2\)": (
+            lambda: flex_attention(*at[Shard(1)], context=plan)
+        ),
+        "key has placements .*, but over mesh dimension 'context'": lambda: flex_attention(
+            at[Shard(2)][0], *at[Replicate()][1:], context=plan
+        ),
+        "query is a DTensor but key is a Tensor": lambda: flex_attention(at[Shard(2)][0], *whole[1:], context=plan),
+        r"pass one of its dimensions, such as mesh\['a'\]": lambda: ContextPlan(two, 256),
+    }
+    for words, call in cases.items():
+        with pytest.raises((ValueError, NotImplementedError, TypeError), match=words):
+            call()
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main()
