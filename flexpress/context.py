@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch.types import Device
 
 from flexpress.assignment import assign, imbalance
-from flexpress.checks import whole
+from flexpress.checks import resolve_device, whole
 from flexpress.context_agreement import Agreement, digest_of
 from flexpress.mask_creation import create_block_mask
 from flexpress.mask_mods import noop_mask
 from flexpress.mods import MaskMod
+from flexpress.packing import Packing, check_cu_seqlens, check_same_sequences, packing_of
 from flexpress.parts import Part, mask_of_part
 
 from .codegen.mod.bind import bind
@@ -127,9 +128,48 @@ class ContextPlan:
         self.position_ids = self.on_device(positions_of(mine, self.q_len))
         self.kv_position_ids = self.position_ids if keys is mine else self.on_device(positions_of(keys, self.kv_len))
         self.q_positions = self.position_ids.to(torch.int32)  # for kernels
+        self.packing: Packing | None = None  # of packed sequences
         self.exchange: Any = None  # made by the first call
         self._parts: dict[tuple[Part, Part], ContextPlan] = {}
         self.agreement = Agreement([self.group], self.device)
+
+    @classmethod
+    def packed(
+        cls,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor | None = None,
+        mask_mod: MaskMod | None = None,
+        *,
+        group: dist.ProcessGroup | dist.DeviceMesh | None = None,
+        H: int | None = None,
+        device: Device = None,
+        head_groups: int = 2,
+    ) -> ContextPlan:
+        """The plan of packed sequences, for varlen_attention(q, k, v, score_mod=..., context=plan).
+
+        cu_seqlens_q, cu_seqlens_k, mask_mod   of all sequences, as for varlen_attention; the others as for ContextPlan
+
+        position_ids are those of tokens among all tokens; positions_in_sequence are what rotary embeddings want. Sequences may have any
+        lengths, and are cut where work is equal.
+        """
+        device = resolve_device(device)
+        starts = [None if t is None else t.to(device) for t in (cu_seqlens_q, cu_seqlens_k)]
+        totals = [_checked_total(name, t) for name, t in zip(("cu_seqlens_q", "cu_seqlens_k"), starts, strict=True) if t is not None]
+        if cu_seqlens_k is not None:
+            check_same_sequences(cu_seqlens_q, cu_seqlens_k)
+        packing = packing_of(*starts, totals[0], totals[-1])
+        plan = cls(group, totals[0], totals[-1], packing.mask_mod(mask_mod), H=H, device=device, head_groups=head_groups)
+        plan.packing = packing
+        return plan
+
+    @property
+    def positions_in_sequence(self) -> torch.Tensor:
+        """int64 (local length,): of packed sequences the position of each token that this rank holds in its own sequence."""
+        if self.packing is None:
+            raise ValueError(
+                "this plan is of one sequence, whose positions are position_ids; ContextPlan.packed makes plans of packed ones"
+            )
+        return self.packing.local_q[self.position_ids].long()
 
     @property
     def order(self) -> torch.Tensor:
@@ -201,6 +241,14 @@ class ContextPlan:
             f"ContextPlan({self.q_len} x {self.kv_len}, {name_of(self.mask_mod)}, rank {self.rank} of {self.ranks}: "
             f"{len(self.position_ids)} queries, imbalance {self.layout.imbalance:.3f})"
         )
+
+
+def _checked_total(name: str, cu_seqlens: torch.Tensor) -> int:
+    """How many tokens packed sequences have. Raises as varlen_attention does, on any device."""
+    ends = cu_seqlens.cpu()
+    total = max(int(ends[-1]), 0) if ends.numel() else 0
+    check_cu_seqlens(name, ends, "the sequences", torch.empty(total))
+    return total
 
 
 def _group_of(name: str, group) -> dist.ProcessGroup | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -31,11 +32,16 @@ class Agreement:
             raise ValueError(_difference(self._gathered_objects((dist.get_rank(), "", shown))))
         self._known.add(kind)
 
-    def fail(self, failure: Exception) -> None:
-        """Tell the other ranks, which are in their first `check`, that this one has raised. Later they are anywhere, and nobody is told."""
-        if not self._known:
-            self._gathered_numbers(_FAILED)
-            self._gathered_objects((dist.get_rank(), f"{type(failure).__name__}: {failure}", ()))
+    @contextmanager
+    def telling_failures(self) -> Iterator[None]:
+        """What is raised here, other ranks learn that are in their first `check`. Later they are anywhere, and nobody is told."""
+        try:
+            yield
+        except Exception as failure:
+            if not self._known:
+                self._gathered_numbers(_FAILED)
+                self._gathered_objects((dist.get_rank(), f"{type(failure).__name__}: {failure}", ()))
+            raise
 
     def _gathered_numbers(self, number: int) -> list[int]:
         found = torch.tensor([number], dtype=torch.int64, device=self._device)

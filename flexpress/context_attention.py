@@ -65,14 +65,11 @@ def attend_in_context(
     batch, heads  which batch entries and heads of the mask's and of score_mod's these are
     read          makes what a bound mod captures readable, in place
     """
-    try:
+    with plan.agreement.telling_failures():
         tensors, scale, score_mod = _checked(plan, tensors, score_mod, arguments, batch, heads)
         score = None if score_mod is None else bind(score_mod, "score")
         part = plan.of_part(batch, heads)
         exchange = part.exchange = part.exchange or Exchange(part)
-    except Exception as failure:
-        plan.agreement.fail(failure)
-        raise
     facts = _facts(tensors, score)
     plan.agreement.check(facts, lambda: {**plan.facts(), **_shown(*facts)})
     query, key, value = tensors
@@ -99,6 +96,13 @@ def attend_in_context(
     deterministic = arguments.deterministic or torch.are_deterministic_algorithms_enabled()
     groups = heads_in_groups(query.shape[1], key.shape[1], plan.head_groups)
     return _InContext.apply(exchange, groups, bound_to, deterministic, query, key, value, *captured)
+
+
+def attend_packed_in_context(plan, tensors: tuple, score_mod, arguments: Arguments, heads: Part = ALL, read=read_captured) -> tuple:
+    """The same of packed sequences, (local tokens, H, D) each, and of a score_mod on packed positions."""
+    tensors = tuple(t.unsqueeze(0).transpose(1, 2) for t in tensors)
+    found = attend_in_context(plan, tensors, score_mod, arguments, ALL, heads, read)
+    return tuple(t.squeeze(0).transpose(0, 1) for t in found)
 
 
 def _checked(plan: ContextPlan, tensors: tuple, score_mod, arguments: Arguments, batch: Part, heads: Part) -> tuple:

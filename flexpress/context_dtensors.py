@@ -17,19 +17,23 @@ import torch.distributed as dist
 
 from flexpress.checks import check_heads
 from flexpress.context import ContextPlan
-from flexpress.context_attention import Arguments, attend_in_context
+from flexpress.context_attention import Arguments, attend_in_context, attend_packed_in_context
 from flexpress.dtensors import Shards
 
 
 def attend_shards_in_context(plan: ContextPlan, named: dict[str, torch.Tensor], score_mod, arguments: Arguments) -> tuple:
     """out and lse, DTensors as query is."""
-    try:
+    with plan.agreement.telling_failures():
         part = Shards(named, 0, 1, functools.partial(_dims_of, plan))
         check_heads(*list(named.values())[:2], arguments.enable_gqa)  # a rank may have one head of each
-    except Exception as failure:
-        plan.agreement.fail(failure)
-        raise
     return part.joined(*attend_in_context(plan, part.local, score_mod, arguments, part.batch, part.heads, part.read_captured))
+
+
+def attend_packed_shards_in_context(plan: ContextPlan, named: dict[str, torch.Tensor], score_mod, arguments: Arguments) -> tuple:
+    """The same of packed sequences (total, H, D)."""
+    with plan.agreement.telling_failures():
+        part = Shards(named, None, 1, functools.partial(_dims_of, plan))
+    return part.joined(*attend_packed_in_context(plan, part.local, score_mod, arguments, part.heads, part.read_captured))
 
 
 def _dims_of(plan: ContextPlan, mesh: dist.device_mesh.DeviceMesh) -> tuple[int, ...]:

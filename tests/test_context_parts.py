@@ -1,4 +1,4 @@
-"""Attention of DTensors in a context plan, in processes of their own: it is that of one process."""
+"""Attention of DTensors, and of packed sequences, in a context plan, in processes of their own: it is that of one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What DTensors in a context plan must compute: that of one process (see ranks.py)."""
+"""What DTensors and packed sequences in a context plan must compute: that of one process (see ranks.py)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from flexpress.distributed import ContextPlan
 from support.context import tensors
 from support.dense import dense_attention
 from support.ranks import check, main
+from support.varlen import offsets
 
 
 def meshes(*names: str):
@@ -132,6 +133,99 @@ def refusals():
         with pytest.raises((ValueError, NotImplementedError, TypeError), match=words):
             call()
     dist.barrier()
+
+
+def compare_packed(lengths, kv_lengths=None, score_mod=None, mask_mod=None, learned=(), Hq=2, Hkv=1, **options):
+    """out, lse and all gradients of packed sequences over ranks are those of dense attention, within each sequence."""
+    q_starts, k_starts = (offsets(n) for n in (lengths, kv_lengths or lengths))
+    (total_q, total_k), D = (int(t[-1]) for t in (q_starts, k_starts)), 16
+    whole = [torch.randn(n, h, D) for n, h in ((total_q, Hq), (total_k, Hkv), (total_k, Hkv))]
+    plan = ContextPlan.packed(q_starts, k_starts if kv_lengths else None, mask_mod, device="cpu", **options)
+    positions = plan.position_ids, plan.kv_position_ids, plan.kv_position_ids
+    mine = [t[p].requires_grad_() for t, p in zip(whole, positions, strict=True)]
+    out, lse = varlen_attention(*mine, score_mod=score_mod, return_lse=True, context=plan)
+    (of_q, at_q), (of_k, at_k) = (
+        (torch.searchsorted(t, torch.arange(n), right=True) - 1, n) for t, n in ((q_starts, total_q), (k_starts, total_k))
+    )
+    at_q, at_k = torch.arange(at_q) - q_starts[of_q], torch.arange(at_k) - k_starts[of_k]
+    torch.testing.assert_close(plan.positions_in_sequence, at_q[plan.position_ids])
+
+    def mask(b, h, i, j):
+        allowed = of_q[i] == of_k[j]
+        return allowed & mask_mod(of_q[i], h, at_q[i], at_k[j]) if mask_mod else allowed
+
+    def score(s, b, h, i, j):
+        local = at_k[j].clamp(max=int(at_q.max())) if kv_lengths is None else at_k[j]
+        return score_mod(s, of_q[i], h, at_q[i], local)
+
+    reference = [t.double().requires_grad_() for t in whole]
+    dense = [t.transpose(0, 1)[None] for t in reference]
+    exact, exact_lse, _ = dense_attention(*dense, score if score_mod else None, mask)
+    exact, exact_lse = exact[0].transpose(0, 1), exact_lse[0].transpose(0, 1)
+    torch.testing.assert_close(out.double(), exact.detach()[plan.position_ids], rtol=0, atol=2e-5)
+    torch.testing.assert_close(lse.double(), exact_lse.detach()[plan.position_ids], rtol=0, atol=2e-5)
+    d_out = torch.randn(exact.shape)
+    found = torch.autograd.grad((out * d_out[plan.position_ids]).sum(), [*mine, *learned])
+    expected = torch.autograd.grad((exact * d_out).sum(), [*reference, *learned])
+    expected = [*(g[p] for g, p in zip(expected, positions, strict=False)), *expected[3:]]
+    for have, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(
+            have.double(), want.double(), rtol=1e-4, atol=1e-4 * max(1.0, want.abs().max().item() if want.numel() else 1.0)
+        )
+    return plan
+
+
+@check(2)
+def packed_sequences():
+    """Of any lengths, cut anywhere. Mods are told the sequence, and positions in it."""
+    slopes, table = torch.tensor([0.1, 0.3], requires_grad=True), torch.randn(6, 2, requires_grad=True)
+    compare_packed([100, 0, 250, 1, 37, 160], None, mods.alibi(slopes), mods.causal, [slopes])
+    compare_packed([100, 0, 250, 1, 37, 160], None, lambda s, b, h, i, j: s + table[b, h] + 0.01 * i - 0.02 * j, None, [table])
+    assert compare_packed([90], None, None, mods.sliding_window(20)).layout.remote_blocks.sum() == 0
+
+
+@check(4)
+def packed_sequences_with_other_keys():
+    """More keys than queries, fewer, and none."""
+    compare_packed([200, 64, 300, 10], [300, 200, 0, 77], None, lambda b, h, i, j: j <= i + 100, Hq=4, Hkv=2)
+    plan = compare_packed([700, 500, 336], None, None, mods.causal, head_groups=1)
+    assert plan.layout.imbalance < 1.35
+
+
+@check(4)
+def packed_dtensors():
+    mesh, starts = meshes("context", "tp"), offsets([100, 156])
+    plan = ContextPlan.packed(starts, mask_mod=mods.causal, group=mesh["context"], device="cpu")
+    whole = [torch.randn(256, 4, 16).requires_grad_() for _ in range(3)]
+    made = [distribute_tensor(t.detach()[plan.order], mesh, [Shard(0), Shard(1)]).requires_grad_() for t in whole]
+    slopes = torch.rand(4)
+    out = varlen_attention(*made, score_mod=mods.alibi(slopes), context=plan)
+    expected = varlen_attention(*whole, starts, score_mod=mods.alibi(slopes), mask_mod=mods.causal)
+    assert out.placements == (Shard(0), Shard(1))
+    torch.testing.assert_close(out.full_tensor(), expected.detach()[plan.order])
+    found = torch.autograd.grad(out.square().sum(), made)
+    for have, want in zip(found, torch.autograd.grad(expected.square().sum(), whole), strict=True):
+        torch.testing.assert_close(have.full_tensor(), want[plan.order], rtol=1e-4, atol=1e-5)
+
+
+@check(2)
+def refusals_of_packed_sequences():
+    starts, x = offsets([100, 156]), torch.randn(128, 2, 16)
+    plan, other = ContextPlan.packed(starts, device="cpu"), ContextPlan(q_len=256, device="cpu")
+    cases = {
+        "context= must be a plan of packed sequences here: ContextPlan.packed": lambda: varlen_attention(x, x, x, context=other),
+        "with context= the plan has cu_seqlens_q: leave it out": lambda: varlen_attention(x, x, x, starts, context=plan),
+        "with context= the plan has mask_mod": lambda: varlen_attention(x, x, x, mask_mod=mods.causal, context=plan),
+        r"q must have shape \(local tokens, H, D\)": lambda: varlen_attention(x[None], x, x, context=plan),
+        "query has shape .* this rank holds 128": lambda: varlen_attention(x[1:], x, x, context=plan),
+        "cu_seqlens_q must say where sequences are; it is left out only with context=": lambda: varlen_attention(x, x, x),
+        "cu_seqlens_q must be 0 and then the end of each sequence": lambda: ContextPlan.packed(torch.tensor([0, 9, 5]), device="cpu"),
+        "must be of as many sequences": lambda: ContextPlan.packed(starts, starts[::2], device="cpu"),
+        "this plan is of one sequence": lambda: other.positions_in_sequence,
+    }
+    for words, call in cases.items():
+        with pytest.raises((ValueError, TypeError), match=words):
+            call()
 
 
 if __name__ == "__main__":
