@@ -36,8 +36,7 @@ class AuxOutput(NamedTuple):
 def _opened(given: dict) -> dict:
     """flex_attention's arguments as `_with_statistics` takes them; torch's compiler traces this."""
     given = dict(given)
-    if given.pop("context") is not None:
-        raise NotImplementedError("flex_attention with context= cannot be compiled yet; call it in a function with torch.compiler.disable")
+    del given["context"]  # with one, the call is outside of the graph
     block_mask, return_aux = given.pop("block_mask"), given["return_aux"]
     tables, facts = (), None
     if block_mask is not None:

@@ -48,6 +48,8 @@ def compilable(function=None, *, inner=None, opened=None, closed=None):
     def public(*args, **kwargs):
         if _compiling() and _is_known():
             some = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+            if some.get("context") is not None:
+                return _outside(function, args, kwargs)
             if len(some) == len(names) >= len(args):  # else the function says what is wrong
                 given = {name: some[name] for name in names}
                 found = CALL(called, **(given if opened is None else opened(given)))
@@ -56,6 +58,15 @@ def compilable(function=None, *, inner=None, opened=None, closed=None):
 
     runs_uncompiled(function)  # after its attributes were copied
     return public
+
+
+@runs_uncompiled
+def _outside(function, args, kwargs):
+    """A call that breaks the graph."""
+    return function(*args, **kwargs)
+
+
+_outside._torchdynamo_disable_msg = "with context= ranks send each other keys, which is outside of graphs: compile without fullgraph=True"
 
 
 class _Call(HigherOrderOperator):

@@ -228,5 +228,28 @@ def refusals_of_packed_sequences():
             call()
 
 
+@check(2)
+def under_torch_compile():
+    """A call is a graph break, and right."""
+    whole = tensors(256)
+    plan = ContextPlan(q_len=256, mask_mod=mods.causal, device="cpu")
+    packed = ContextPlan.packed(offsets([100, 156]), mask_mod=mods.causal, device="cpu")
+    slopes = torch.rand(2, requires_grad=True)
+
+    def layer(q, k, v):
+        out = flex_attention(2 * q, k, v, mods.alibi(slopes), enable_gqa=True, context=plan) + 1
+        return out + varlen_attention(*(t[0].transpose(0, 1) for t in (q, k, v)), context=packed).transpose(0, 1)
+
+    mine = [plan.shard(t, 2).requires_grad_() for t in whole]
+    found, expected = torch.compile(layer, backend="aot_eager")(*mine), layer(*mine)
+    torch.testing.assert_close(found, expected)
+    leaves = [*mine, slopes]
+    gradients = (torch.autograd.grad(out.square().sum(), leaves) for out in (found, expected))
+    torch.testing.assert_close(*gradients)
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="with context= ranks send each other keys.*compile without fullgraph=True"):
+        torch.compile(layer, backend="aot_eager", fullgraph=True)(*mine)
+
+
 if __name__ == "__main__":
     main()
