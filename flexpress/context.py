@@ -14,6 +14,7 @@ from torch.types import Device
 from flexpress.assignment import assign, imbalance
 from flexpress.checks import resolve_device, whole
 from flexpress.context_agreement import Agreement, digest_of
+from flexpress.context_heads import Gathered, HeadSplit
 from flexpress.mask_creation import create_block_mask
 from flexpress.mask_mods import noop_mask
 from flexpress.mods import MaskMod
@@ -102,6 +103,7 @@ class ContextPlan:
         *,
         B: int | None = None,
         H: int | None = None,
+        heads: dist.ProcessGroup | dist.DeviceMesh | None = None,
         device: Device = None,
         head_groups: int = 2,
     ) -> None:
@@ -109,6 +111,8 @@ class ContextPlan:
         q_len, kv_len   of the whole sequence; kv_len is q_len by default
         mask_mod     mask_mod(b, h, q_idx, kv_idx) of positions in the whole sequence; None: every position attends to every other
         B, H         extents of the mask, if it is not the same for every batch entry or head
+        heads        a second dimension of the mesh: its ranks hold a part of the sequence together, and attend to all of it by some of the
+                     heads each
         device       where attention runs; by default as in create_block_mask
         head_groups  keys and values come in so many groups of heads, those of one while another is computed: more of them hide a slower
                      network, and kernels have less to do at once
@@ -124,14 +128,22 @@ class ContextPlan:
         self.status = mask._status()
         self.device = self.status.device
         self.layout = Layout(self.status.cpu().numpy(), self.q_len, self.kv_len, self.ranks)
+        self.head_split = None if heads is None else HeadSplit(_group_of("heads", heads))
         mine, keys = self.layout.q_blocks[self.rank], self.layout.kv_blocks[self.rank]
-        self.position_ids = self.on_device(positions_of(mine, self.q_len))
-        self.kv_position_ids = self.position_ids if keys is mine else self.on_device(positions_of(keys, self.kv_len))
-        self.q_positions = self.position_ids.to(torch.int32)  # for kernels
+        self._held = self._positions_held(positions_of(mine, self.q_len))
+        self._kv_held = self._held if keys is mine else self._positions_held(positions_of(keys, self.kv_len))
+        self.position_ids, self.kv_position_ids = self._held[0], self._kv_held[0]
+        self.q_positions = self._held[1].to(torch.int32)  # for kernels
         self.packing: Packing | None = None  # of packed sequences
         self.exchange: Any = None  # made by the first call
         self._parts: dict[tuple[Part, Part], ContextPlan] = {}
-        self.agreement = Agreement([self.group], self.device)
+        self.groups = [self.group, *([self.head_split.group] if self.head_split else [])]
+        self.agreement = Agreement(self.groups, self.device)
+
+    def _positions_held(self, positions: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of a part of the sequence: what this rank holds, and what its kernels attend by."""
+        whole_part = self.on_device(positions)
+        return (self.on_device(self.head_split.share(positions)) if self.head_split else whole_part), whole_part
 
     @classmethod
     def packed(
@@ -142,6 +154,7 @@ class ContextPlan:
         *,
         group: dist.ProcessGroup | dist.DeviceMesh | None = None,
         H: int | None = None,
+        heads: dist.ProcessGroup | dist.DeviceMesh | None = None,
         device: Device = None,
         head_groups: int = 2,
     ) -> ContextPlan:
@@ -158,7 +171,7 @@ class ContextPlan:
         if cu_seqlens_k is not None:
             check_same_sequences(cu_seqlens_q, cu_seqlens_k)
         packing = packing_of(*starts, totals[0], totals[-1])
-        plan = cls(group, totals[0], totals[-1], packing.mask_mod(mask_mod), H=H, device=device, head_groups=head_groups)
+        plan = cls(group, totals[0], totals[-1], packing.mask_mod(mask_mod), H=H, heads=heads, device=device, head_groups=head_groups)
         plan.packing = packing
         return plan
 
@@ -198,8 +211,11 @@ class ContextPlan:
         """
         self.agreement.check("plan", self.facts)
         length = self.q_len if length is None else length
-        blocks = self.layout.q_blocks if length == self.q_len else self.layout.kv_blocks
-        return _Unshard.apply(tensor, dim, length, blocks, self)
+        parts = [positions_of(blocks, length) for blocks in (self.layout.q_blocks if length == self.q_len else self.layout.kv_blocks)]
+        if self.head_split:
+            tensor = Gathered.apply(tensor, dim, self.head_split.counts(len(parts[self.rank])), self.head_split.group)
+        gathered = Gathered.apply(tensor, dim, [len(part) for part in parts], self.group)
+        return gathered.index_select(dim, self.on_device(np.concatenate(parts).argsort()))
 
     def facts(self) -> dict[str, object]:
         """What must be the same on all ranks, by what it is called in errors."""
@@ -209,6 +225,7 @@ class ContextPlan:
             "head_groups": self.head_groups,
             "mask_mod": f"{graph.name} ({digest_of(text_of(graph)):x})",
             "layout of blocks": f"{self.layout.digest():x}",
+            "number of ranks that split heads": self.head_split and self.head_split.ranks,
         }
 
     def check_lengths(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -225,12 +242,13 @@ class ContextPlan:
                 )
 
     def of_part(self, batch: Part, heads: Part) -> ContextPlan:
-        """The plan as kernels for some batch entries and heads of the mask need it."""
+        """The plan as kernels for some batch entries and heads of the mask need it: of all positions that they attend by."""
         if batch.first is heads.first is None:
             return self
         if (batch, heads) not in self._parts:
             part = self._parts[batch, heads] = copy.copy(self)
             part.mask_mod, part.exchange = mask_of_part(self.mask_mod, batch, heads) or noop_mask, None
+            part.position_ids, part.kv_position_ids = self._held[1], self._kv_held[1]
             for dim, (first, count) in enumerate((batch, heads)):
                 if first is not None and part.status.shape[dim] > 1:
                     part.status = part.status.narrow(dim, first, count)
@@ -258,27 +276,3 @@ def _group_of(name: str, group) -> dist.ProcessGroup | None:
     if group.ndim != 1:
         raise ValueError(f"{name} is {group}; pass one of its dimensions, such as mesh[{(group.mesh_dim_names or ('context',))[0]!r}]")
     return group.get_group()
-
-
-class _Unshard(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, tensor, dim, length, blocks, plan):
-        positions = [positions_of(mine, length) for mine in blocks]
-        ctx.dim, ctx.plan, ctx.positions = dim, plan, plan.on_device(positions[plan.rank])
-        counts = [len(part) for part in positions]
-        shape = list(tensor.shape)
-        shape[dim] = max(counts)  # as gloo gathers tensors of one shape
-        padded = tensor.new_zeros(shape)
-        padded.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
-        parts = [torch.empty_like(padded) for _ in blocks]
-        dist.all_gather(parts, padded, group=plan.group)
-        parts = [part.narrow(dim, 0, count) for part, count in zip(parts, counts, strict=True)]
-        order = plan.on_device(np.concatenate(positions))
-        whole_one = torch.cat(parts, dim)
-        return torch.empty_like(whole_one).index_copy_(dim, order, whole_one)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        gradient = gradient.contiguous()
-        dist.all_reduce(gradient, group=ctx.plan.group)
-        return gradient.index_select(ctx.dim, ctx.positions), None, None, None, None

@@ -17,7 +17,7 @@ from flexpress.checks import autocast, parse_options
 from flexpress.context import ContextPlan
 from flexpress.context_agreement import digest_of
 from flexpress.context_exchange import Arriving, Exchange
-from flexpress.parts import Part, score_of_part
+from flexpress.parts import Heads, Part, score_of_part
 from flexpress.scales import read_scale
 
 from .codegen.compiling import runs_uncompiled
@@ -41,13 +41,6 @@ class Arguments(NamedTuple):
     deterministic: bool = False
 
 
-class Heads(NamedTuple):
-    """A group of heads that is computed at once: of queries, and of keys and values."""
-
-    q: slice
-    kv: slice
-
-
 def heads_in_groups(Hq: int, Hkv: int, groups: int) -> list[Heads]:
     """At most so many groups of heads, alike as far as may be; query heads with their key heads."""
     size = -(-Hkv // max(groups, 1))
@@ -67,11 +60,18 @@ def attend_in_context(
     """
     with plan.agreement.telling_failures():
         tensors, scale, score_mod = _checked(plan, tensors, score_mod, arguments, batch, heads)
-        score = None if score_mod is None else bind(score_mod, "score")
-        part = plan.of_part(batch, heads)
+        score = None if score_mod is None else bind(score_of_part(score_mod, batch, heads), "score")
+        facts = _facts(tensors, score)
+        split = plan.head_split
+        of_ranks = split.heads(tensors[0].shape[1], tensors[1].shape[1]) if split else []
+        if split:
+            mine = of_ranks[split.rank].q
+            heads = Part((heads.first or 0) + mine.start, mine.stop - mine.start)
+        score_mod, part = score_of_part(score_mod, batch, heads), plan.of_part(batch, heads)
         exchange = part.exchange = part.exchange or Exchange(part)
-    facts = _facts(tensors, score)
     plan.agreement.check(facts, lambda: {**plan.facts(), **_shown(*facts)})
+    if split:
+        tensors = split.all_to_heads(tensors, of_ranks, len(part.position_ids), len(part.kv_position_ids))
     query, key, value = tensors
     captured = []
     if score is not None:
@@ -95,7 +95,8 @@ def attend_in_context(
 
     deterministic = arguments.deterministic or torch.are_deterministic_algorithms_enabled()
     groups = heads_in_groups(query.shape[1], key.shape[1], plan.head_groups)
-    return _InContext.apply(exchange, groups, bound_to, deterministic, query, key, value, *captured)
+    out, lse = _InContext.apply(exchange, groups, bound_to, deterministic, query, key, value, *captured)
+    return (split.to_positions(out), split.to_positions(lse.unsqueeze(-1)).squeeze(-1)) if split else (out, lse)
 
 
 def attend_packed_in_context(plan, tensors: tuple, score_mod, arguments: Arguments, heads: Part = ALL, read=read_captured) -> tuple:
@@ -106,7 +107,7 @@ def attend_packed_in_context(plan, tensors: tuple, score_mod, arguments: Argumen
 
 
 def _checked(plan: ContextPlan, tensors: tuple, score_mod, arguments: Arguments, batch: Part, heads: Part) -> tuple:
-    """The tensors as autocast wants them, the scale as a number, and score_mod told b and h of all. Raises what flex_attention does."""
+    """The tensors as autocast wants them, the scale as a number, and the score_mod for it. Raises what flex_attention does."""
     check_values("flex_attention with context=", **dict(zip(("query", "key", "value"), tensors, strict=True)))
     query, key, value = tensors = autocast(*tensors)
     plan.check_lengths(query, key, value)
@@ -116,7 +117,7 @@ def _checked(plan: ContextPlan, tensors: tuple, score_mod, arguments: Arguments,
         if part.first is None and size not in (1, extent):
             raise ValueError(f"the plan was made with {name}={size}, but query has shape {tuple(query.shape)}")
     scale, score_mod = read_scale(arguments.scale, score_mod, query.shape[3], query.device)
-    return tensors, scale, score_of_part(score_mod, batch, heads)
+    return tensors, scale, score_mod
 
 
 def _facts(tensors: tuple, score: tuple | None) -> tuple:
@@ -196,7 +197,8 @@ class _InContext(torch.autograd.Function):
         for heads, gradients in zip(groups, returning, strict=True):
             exchange.add(gradients, dk[:, heads.kv], dv[:, heads.kv])
         for gradient in of_captured.values():
-            torch.distributed.all_reduce(gradient, group=exchange.plan.group)
+            for group in exchange.plan.groups:
+                torch.distributed.all_reduce(gradient, group=group)
         captured = (of_captured[i].to(t.dtype) if i in wanted else None for i, t in enumerate(captured))
         return None, None, None, None, torch.cat(dq, 1), dk.to(k.dtype), dv.to(v.dtype), *captured
 

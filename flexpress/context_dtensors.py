@@ -37,10 +37,16 @@ def attend_packed_shards_in_context(plan: ContextPlan, named: dict[str, torch.Te
 
 
 def _dims_of(plan: ContextPlan, mesh: dist.device_mesh.DeviceMesh) -> tuple[int, ...]:
-    """The dimension of a mesh whose ranks, along it, are those of the plan; none if there is none."""
-    coordinate, ranks = mesh.get_coordinate(), dist.get_process_group_ranks(plan.group)
+    """The dimensions of a mesh whose ranks, along it, are those of the plan's groups; none if there are none."""
+    coordinate = mesh.get_coordinate()
+    groups = [dist.get_process_group_ranks(group) for group in plan.groups]
+    found = {}
     for dim in range(mesh.ndim if coordinate else 0):
         along = tuple(slice(None) if i == dim else at for i, at in enumerate(coordinate))
-        if mesh.mesh[along].tolist() == ranks:
-            return (dim,)
-    return ()
+        ranks = mesh.mesh[along].tolist()
+        if ranks in groups:
+            found[groups.index(ranks)] = dim
+    dims = tuple(found[i] for i in sorted(found))
+    if dims != tuple(sorted(dims)):
+        raise ValueError(f"{mesh} has the ranks that split heads before those that split the sequence; make a mesh of the other order")
+    return dims

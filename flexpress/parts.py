@@ -16,6 +16,13 @@ class Part(NamedTuple):
     count: int
 
 
+class Heads(NamedTuple):
+    """Heads that are computed at once: of queries, and of keys and values."""
+
+    q: slice
+    kv: slice
+
+
 def score_of_part(mod: Callable | None, batch: Part, heads: Part) -> Callable | None:
     """A score_mod that is told b and h of a part, of one that is told those of all."""
     batch_of, head_of = _indices(mod, "score", batch, heads)

@@ -16,15 +16,15 @@ def tensors(q_len, kv_len=None, B=1, Hq=2, Hkv=1, Bkv=None, D=16, D_V=None):
     return [torch.randn(shape) for shape in shapes]
 
 
-def compare(whole, mask_mod, score_mod=None, captured=(), kv_len=None, B=None, H=None, **options):
+def compare(whole, mask_mod, score_mod=None, captured=(), B=None, H=None, scale=None, **of_plan):
     """out, lse and all gradients of attention by parts are those of dense attention of the whole in float64."""
     q_len, kv_len = whole[0].shape[2], whole[1].shape[2]
-    plan = ContextPlan(q_len=q_len, kv_len=kv_len, mask_mod=mask_mod, B=B, H=H, device="cpu")
+    plan = ContextPlan(q_len=q_len, kv_len=kv_len, mask_mod=mask_mod, B=B, H=H, device="cpu", **of_plan)
     mine = [plan.shard(whole[0], 2), *(t[:, :, plan.kv_position_ids] for t in whole[1:])]
     mine = [t.clone().requires_grad_() for t in mine]
-    found, lse = flex_attention(*mine, score_mod, enable_gqa=True, return_lse=True, context=plan, **options)
+    found, lse = flex_attention(*mine, score_mod, enable_gqa=True, return_lse=True, context=plan, scale=scale)
     reference = [t.double().requires_grad_() for t in whole]
-    exact, exact_lse, _ = dense_attention(*reference, score_mod, mask_mod, options.get("scale"))
+    exact, exact_lse, _ = dense_attention(*reference, score_mod, mask_mod, scale)
     d_out, d_lse = torch.randn(exact.shape), torch.randn(exact_lse.shape)
     lse_weight = torch.where(torch.isneginf(exact_lse), 0.0, d_lse)
     queries, keys = plan.position_ids, plan.kv_position_ids

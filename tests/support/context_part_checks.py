@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from flexpress import flex_attention, mods, varlen_attention
 from flexpress.distributed import ContextPlan
+from support import context as one_process
 from support.context import tensors
 from support.dense import dense_attention
 from support.ranks import check, main
@@ -41,9 +42,9 @@ def spread(plan, mesh, tensor, placements):
     return distribute_tensor(moved, mesh, placements).requires_grad_()
 
 
-def compare(mesh, placements, mask_mod=mods.causal, B=None, H=None, q_len=256, Hkv=2, of_slopes=None):
+def compare(mesh, placements, mask_mod=mods.causal, B=None, H=None, q_len=256, Hkv=2, of_slopes=None, **more):
     """out, lse and all gradients of DTensors are those of dense attention, placed as query and as their tensors are."""
-    plan = ContextPlan(mesh["context"], q_len, mask_mod=mask_mod, B=B, H=H, device="cpu")
+    plan = ContextPlan(mesh["context"], q_len, mask_mod=mask_mod, B=B, H=H, device="cpu", **more)
     leaves = [*tensors(q_len, B=2, Hq=4, Hkv=Hkv), torch.rand(4), torch.randn(2, 4)]
     everywhere = [Replicate()] * mesh.ndim
     lie = [*placements, of_slopes or everywhere, everywhere]
@@ -226,6 +227,43 @@ def refusals_of_packed_sequences():
     for words, call in cases.items():
         with pytest.raises((ValueError, TypeError), match=words):
             call()
+
+
+@check(4)
+def heads_over_a_second_dimension():
+    """Ulysses: ranks that hold a part together attend by some heads each, also where they share key heads, or heads have other masks."""
+    mesh = meshes("context", "heads")
+    for whole, score_mod, mask_mod, more in (
+        (tensors(330, Hq=4, Hkv=2), mods.alibi, mods.causal, {}),
+        (tensors(200, 290, B=2, Hq=4, Hkv=1, Bkv=1), None, stairs, {"B": 2, "H": 4, "head_groups": 1}),
+    ):
+        learned = [torch.rand(4, requires_grad=True)] if score_mod else []
+        plan = one_process.compare(
+            whole, mask_mod, score_mod and score_mod(*learned), learned, group=mesh["context"], heads=mesh["heads"], **more
+        )
+        assert abs(len(plan.position_ids) - len(plan.q_positions) / 2) < 1
+    with pytest.raises(ValueError, match=r"query has 3 heads and key 3, which 2 ranks \(heads= of the plan\) cannot split"):
+        plan = ContextPlan(mesh["context"], 200, heads=mesh["heads"], device="cpu")
+        flex_attention(*(plan.shard(t, 2) for t in tensors(200, Hq=3, Hkv=3)), context=plan)
+
+
+@check(4)
+def heads_over_a_second_dimension_of_others():
+    """DTensors, and packed sequences."""
+    mesh = meshes("context", "heads")
+    compare(mesh, [[Shard(2), Shard(2)]] * 3, stairs, B=2, H=4, of_slopes=[Shard(0), Replicate()], q_len=512, heads=mesh["heads"])
+    compare_packed([100, 250, 37, 160], None, None, mods.causal, Hkv=2, group=mesh["context"], heads=mesh["heads"])
+    turned = init_device_mesh("cpu", (2, 2), mesh_dim_names=("heads", "context"))
+    plan = ContextPlan(turned["context"], 512, heads=turned["heads"], device="cpu")
+    x = distribute_tensor(torch.randn(1, 2, 512, 16), turned, [Shard(2), Shard(2)])
+    with pytest.raises(ValueError, match="has the ranks that split heads before those that split the sequence"):
+        flex_attention(x, x, x, context=plan)
+
+
+@check(2)
+def heads_alone():
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("context", "heads"))
+    one_process.compare(tensors(150), mods.causal, mods.softcap(4.0), group=mesh["context"], heads=mesh["heads"])
 
 
 @check(2)
