@@ -7,6 +7,7 @@ import torch
 from flexpress import flex_attention
 from flexpress.distributed import ContextPlan
 from support.dense import dense_attention
+from support.ranks import here
 
 
 def tensors(q_len, kv_len=None, B=1, Hq=2, Hkv=1, Bkv=None, D=16, D_V=None):
@@ -19,7 +20,7 @@ def tensors(q_len, kv_len=None, B=1, Hq=2, Hkv=1, Bkv=None, D=16, D_V=None):
 def compare(whole, mask_mod, score_mod=None, captured=(), B=None, H=None, scale=None, **of_plan):
     """out, lse and all gradients of attention by parts are those of dense attention of the whole in float64."""
     q_len, kv_len = whole[0].shape[2], whole[1].shape[2]
-    plan = ContextPlan(q_len=q_len, kv_len=kv_len, mask_mod=mask_mod, B=B, H=H, device="cpu", **of_plan)
+    plan = ContextPlan(q_len=q_len, kv_len=kv_len, mask_mod=mask_mod, B=B, H=H, device=here(), **of_plan)
     mine = [plan.shard(whole[0], 2), *(t[:, :, plan.kv_position_ids] for t in whole[1:])]
     mine = [t.clone().requires_grad_() for t in mine]
     found, lse = flex_attention(*mine, score_mod, enable_gqa=True, return_lse=True, context=plan, scale=scale)

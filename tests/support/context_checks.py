@@ -9,7 +9,7 @@ import torch.distributed as dist
 from flexpress import cached_attention, flex_attention, mods
 from flexpress.distributed import ContextPlan, split_cached_attention
 from support.context import compare, tensors
-from support.ranks import check, main
+from support.ranks import check, here, main
 
 
 @check(2)
@@ -37,7 +37,7 @@ def a_window_with_bias_that_learns():
 @check(2)
 def a_plan_of_another_mask_is_found():
     mask = mods.causal if dist.get_rank() else mods.sliding_window(20)
-    plan = ContextPlan(q_len=1000, mask_mod=mask, device="cpu")
+    plan = ContextPlan(q_len=1000, mask_mod=mask, device=here())
     q, k, v = (plan.shard(t, 2) for t in tensors(1000))
     for call in (lambda: flex_attention(q, k, v, context=plan, enable_gqa=True), lambda: plan.unshard(q, 2)):
         with pytest.raises(
@@ -53,7 +53,7 @@ def calls_that_differ_are_found():
     whole = {n: tensors(256, D=n) for n in (16, 32)}
 
     def call(n=16, score_mod=None, learns=True, heads=2, plans=None, dtype=None):
-        plan = ContextPlan(q_len=256, mask_mod=mods.causal, device="cpu", head_groups=plans or 2)
+        plan = ContextPlan(q_len=256, mask_mod=mods.causal, device=here(), head_groups=plans or 2)
         q, k, v = (plan.shard(t, 2).requires_grad_(learns) for t in whole[n])
         return flex_attention(q[:, :heads], k.to(dtype), v, score_mod, context=plan, enable_gqa=True)
 
@@ -76,7 +76,7 @@ def calls_that_differ_are_found():
 
 @check(2)
 def what_one_rank_raises_is_named_on_the_other():
-    plan = ContextPlan(q_len=256, mask_mod=mods.causal, device="cpu")
+    plan = ContextPlan(q_len=256, mask_mod=mods.causal, device=here())
     q, k, v = (plan.shard(t, 2) for t in tensors(256))
     q = q[:, :, 1:] if dist.get_rank() else q
     mine = "query has shape .*, but this rank holds 128 of its positions"

@@ -13,12 +13,12 @@ from flexpress.distributed import ContextPlan
 from support import context as one_process
 from support.context import tensors
 from support.dense import dense_attention
-from support.ranks import check, main
+from support.ranks import check, here, main
 from support.varlen import offsets
 
 
 def meshes(*names: str):
-    return init_device_mesh("cpu", (2,) * len(names), mesh_dim_names=names)
+    return init_device_mesh(here().type, (2,) * len(names), mesh_dim_names=names)
 
 
 def biased(slopes, table):
@@ -44,7 +44,7 @@ def spread(plan, mesh, tensor, placements):
 
 def compare(mesh, placements, mask_mod=mods.causal, B=None, H=None, q_len=256, Hkv=2, of_slopes=None, **more):
     """out, lse and all gradients of DTensors are those of dense attention, placed as query and as their tensors are."""
-    plan = ContextPlan(mesh["context"], q_len, mask_mod=mask_mod, B=B, H=H, device="cpu", **more)
+    plan = ContextPlan(mesh["context"], q_len, mask_mod=mask_mod, B=B, H=H, device=here(), **more)
     leaves = [*tensors(q_len, B=2, Hq=4, Hkv=Hkv), torch.rand(4), torch.randn(2, 4)]
     everywhere = [Replicate()] * mesh.ndim
     lie = [*placements, of_slopes or everywhere, everywhere]
@@ -86,7 +86,7 @@ def with_batch_and_heads_over_other_ranks():
 def local_parts_of_tensor_parallel_heads():
     """DTensors over a mesh that does not have the plan's ranks: their parts are those of this rank."""
     mesh, whole = meshes("context", "tp"), tensors(300, Hq=4, Hkv=2)
-    plan = ContextPlan(mesh["context"], 300, mask_mod=stairs, H=4, device="cpu")
+    plan = ContextPlan(mesh["context"], 300, mask_mod=stairs, H=4, device=here())
     q, k, v = (distribute_tensor(plan.shard(t, 2), mesh["tp"], [Shard(1)]) for t in whole)
     out = flex_attention(q, k, v, context=plan, enable_gqa=True).full_tensor()
     exact = dense_attention(*whole, None, stairs)[0]
@@ -97,7 +97,7 @@ def local_parts_of_tensor_parallel_heads():
 def parts_of_unequal_lengths():
     """DTensor.from_local of what the plan gives each rank."""
     mesh, whole = meshes("context"), tensors(300)
-    plan = ContextPlan(mesh, 300, mask_mod=mods.causal, device="cpu")
+    plan = ContextPlan(mesh, 300, mask_mod=mods.causal, device=here())
     made = [plan.shard(t, 2).contiguous() for t in whole]
     made = [DTensor.from_local(p, mesh, [Shard(2)], shape=t.shape, stride=t.stride()) for p, t in zip(made, whole, strict=True)]
     out = flex_attention(*made, context=plan, enable_gqa=True)
@@ -110,10 +110,10 @@ def parts_of_unequal_lengths():
 @check(2)
 def refusals():
     mesh, whole = meshes("context"), tensors(256, Hq=2, Hkv=2)
-    plan = ContextPlan(mesh, 256, mask_mod=mods.causal, device="cpu")
+    plan = ContextPlan(mesh, 256, mask_mod=mods.causal, device=here())
     at = {p: [distribute_tensor(t, mesh, [p]) for t in whole] for p in (Shard(0), Shard(1), Shard(2), Replicate())}
     packed = [t[0].transpose(0, 1).contiguous() for t in whole]
-    two = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
+    two = init_device_mesh(here().type, (1, 2), mesh_dim_names=("a", "b"))
     cases = {
         r"query has placements \[Shard\(dim=2\)\]: over mesh dimension 'context' the sequence .*context=ContextPlan\(mesh\['context'\]": (
             lambda: flex_attention(*at[Shard(2)])
@@ -141,7 +141,7 @@ def compare_packed(lengths, kv_lengths=None, score_mod=None, mask_mod=None, lear
     q_starts, k_starts = (offsets(n) for n in (lengths, kv_lengths or lengths))
     (total_q, total_k), D = (int(t[-1]) for t in (q_starts, k_starts)), 16
     whole = [torch.randn(n, h, D) for n, h in ((total_q, Hq), (total_k, Hkv), (total_k, Hkv))]
-    plan = ContextPlan.packed(q_starts, k_starts if kv_lengths else None, mask_mod, device="cpu", **options)
+    plan = ContextPlan.packed(q_starts, k_starts if kv_lengths else None, mask_mod, device=here(), **options)
     positions = plan.position_ids, plan.kv_position_ids, plan.kv_position_ids
     mine = [t[p].requires_grad_() for t, p in zip(whole, positions, strict=True)]
     out, lse = varlen_attention(*mine, score_mod=score_mod, return_lse=True, context=plan)
@@ -196,7 +196,7 @@ def packed_sequences_with_other_keys():
 @check(4)
 def packed_dtensors():
     mesh, starts = meshes("context", "tp"), offsets([100, 156])
-    plan = ContextPlan.packed(starts, mask_mod=mods.causal, group=mesh["context"], device="cpu")
+    plan = ContextPlan.packed(starts, mask_mod=mods.causal, group=mesh["context"], device=here())
     whole = [torch.randn(256, 4, 16).requires_grad_() for _ in range(3)]
     made = [distribute_tensor(t.detach()[plan.order], mesh, [Shard(0), Shard(1)]).requires_grad_() for t in whole]
     slopes = torch.rand(4)
@@ -212,7 +212,7 @@ def packed_dtensors():
 @check(2)
 def refusals_of_packed_sequences():
     starts, x = offsets([100, 156]), torch.randn(128, 2, 16)
-    plan, other = ContextPlan.packed(starts, device="cpu"), ContextPlan(q_len=256, device="cpu")
+    plan, other = ContextPlan.packed(starts, device=here()), ContextPlan(q_len=256, device=here())
     cases = {
         "context= must be a plan of packed sequences here: ContextPlan.packed": lambda: varlen_attention(x, x, x, context=other),
         "with context= the plan has cu_seqlens_q: leave it out": lambda: varlen_attention(x, x, x, starts, context=plan),
@@ -220,8 +220,8 @@ def refusals_of_packed_sequences():
         r"q must have shape \(local tokens, H, D\)": lambda: varlen_attention(x[None], x, x, context=plan),
         "query has shape .* this rank holds 128": lambda: varlen_attention(x[1:], x, x, context=plan),
         "cu_seqlens_q must say where sequences are; it is left out only with context=": lambda: varlen_attention(x, x, x),
-        "cu_seqlens_q must be 0 and then the end of each sequence": lambda: ContextPlan.packed(torch.tensor([0, 9, 5]), device="cpu"),
-        "must be of as many sequences": lambda: ContextPlan.packed(starts, starts[::2], device="cpu"),
+        "cu_seqlens_q must be 0 and then the end of each sequence": lambda: ContextPlan.packed(torch.tensor([0, 9, 5]), device=here()),
+        "must be of as many sequences": lambda: ContextPlan.packed(starts, starts[::2], device=here()),
         "this plan is of one sequence": lambda: other.positions_in_sequence,
     }
     for words, call in cases.items():
@@ -243,7 +243,7 @@ def heads_over_a_second_dimension():
         )
         assert abs(len(plan.position_ids) - len(plan.q_positions) / 2) < 1
     with pytest.raises(ValueError, match=r"query has 3 heads and key 3, which 2 ranks \(heads= of the plan\) cannot split"):
-        plan = ContextPlan(mesh["context"], 200, heads=mesh["heads"], device="cpu")
+        plan = ContextPlan(mesh["context"], 200, heads=mesh["heads"], device=here())
         flex_attention(*(plan.shard(t, 2) for t in tensors(200, Hq=3, Hkv=3)), context=plan)
 
 
@@ -253,8 +253,8 @@ def heads_over_a_second_dimension_of_others():
     mesh = meshes("context", "heads")
     compare(mesh, [[Shard(2), Shard(2)]] * 3, stairs, B=2, H=4, of_slopes=[Shard(0), Replicate()], q_len=512, heads=mesh["heads"])
     compare_packed([100, 250, 37, 160], None, None, mods.causal, Hkv=2, group=mesh["context"], heads=mesh["heads"])
-    turned = init_device_mesh("cpu", (2, 2), mesh_dim_names=("heads", "context"))
-    plan = ContextPlan(turned["context"], 512, heads=turned["heads"], device="cpu")
+    turned = init_device_mesh(here().type, (2, 2), mesh_dim_names=("heads", "context"))
+    plan = ContextPlan(turned["context"], 512, heads=turned["heads"], device=here())
     x = distribute_tensor(torch.randn(1, 2, 512, 16), turned, [Shard(2), Shard(2)])
     with pytest.raises(ValueError, match="has the ranks that split heads before those that split the sequence"):
         flex_attention(x, x, x, context=plan)
@@ -262,7 +262,7 @@ def heads_over_a_second_dimension_of_others():
 
 @check(2)
 def heads_alone():
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("context", "heads"))
+    mesh = init_device_mesh(here().type, (1, 2), mesh_dim_names=("context", "heads"))
     one_process.compare(tensors(150), mods.causal, mods.softcap(4.0), group=mesh["context"], heads=mesh["heads"])
 
 
@@ -270,8 +270,8 @@ def heads_alone():
 def under_torch_compile():
     """A call is a graph break, and right."""
     whole = tensors(256)
-    plan = ContextPlan(q_len=256, mask_mod=mods.causal, device="cpu")
-    packed = ContextPlan.packed(offsets([100, 156]), mask_mod=mods.causal, device="cpu")
+    plan = ContextPlan(q_len=256, mask_mod=mods.causal, device=here())
+    packed = ContextPlan.packed(offsets([100, 156]), mask_mod=mods.causal, device=here())
     slopes = torch.rand(2, requires_grad=True)
 
     def layer(q, k, v):
