@@ -211,8 +211,10 @@ def flex_attention(
 
 def _in_context(context, arguments: tuple, want_max: bool, deterministic: bool) -> tuple:
     """The same of this rank's parts, by a ContextPlan."""
+    from flexpress.context import check_plan
     from flexpress.context_attention import Arguments, attend_in_context
 
+    check_plan(context)
     query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod = arguments
     if block_mask is not None or mask_mod is not None:
         raise ValueError(

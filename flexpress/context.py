@@ -261,6 +261,11 @@ class ContextPlan:
         )
 
 
+def check_plan(plan) -> None:
+    if not isinstance(plan, ContextPlan):
+        raise TypeError(f"context must be a ContextPlan (from flexpress.distributed), got {type(plan).__name__}")
+
+
 def _checked_total(name: str, cu_seqlens: torch.Tensor) -> int:
     """How many tokens packed sequences have. Raises as varlen_attention does, on any device."""
     ends = cu_seqlens.cpu()

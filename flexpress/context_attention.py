@@ -10,8 +10,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from flexpress.arguments import checked
+from flexpress.autograd import once
 from flexpress.call import bound
 from flexpress.checks import autocast, parse_options
 from flexpress.context import ContextPlan
@@ -91,7 +93,8 @@ def attend_in_context(
         if mask is None:
             return None
         score = exchange.score_mod(score_mod, group.q.start)
-        return bound(q, k, v, score, mask, scale, arguments.enable_gqa, arguments.kernel_options, None, read=given)
+        with _disable_current_modes():  # of counters and checkpoints: a part of a call is no operator of theirs
+            return bound(q, k, v, score, mask, scale, arguments.enable_gqa, arguments.kernel_options, None, read=given)
 
     deterministic = arguments.deterministic or torch.are_deterministic_algorithms_enabled()
     groups = heads_in_groups(query.shape[1], key.shape[1], plan.head_groups)
@@ -173,9 +176,16 @@ class _InContext(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_out, d_lse):
-        exchange, groups = ctx.exchange, ctx.groups
         q, k, v, out, *others = ctx.saved_tensors
-        rows, captured = others[: len(groups)], others[len(groups) :]
+        rows, captured = others[: len(ctx.groups)], others[len(ctx.groups) :]
+        with torch.no_grad():
+            found = _InContext.gradients(ctx, q, k, v, out, rows, captured, d_out, d_lse)
+        return None, None, None, None, *once(found, (q, k, v, *captured))
+
+    @staticmethod
+    def gradients(ctx, q, k, v, out, rows: list, captured: list, d_out, d_lse) -> list[torch.Tensor | None]:
+        """Of q, k, v and what score_mod captures."""
+        exchange, groups = ctx.exchange, ctx.groups
         wanted = frozenset(i for i, needed in enumerate(ctx.needs_input_grad[7:]) if needed)
         d_out = torch.zeros_like(out) if d_out is None else d_out
         of_captured = {i: torch.zeros_like(captured[i], dtype=torch.float32) for i in sorted(wanted)}
@@ -200,7 +210,7 @@ class _InContext(torch.autograd.Function):
             for group in exchange.plan.groups:
                 torch.distributed.all_reduce(gradient, group=group)
         captured = (of_captured[i].to(t.dtype) if i in wanted else None for i, t in enumerate(captured))
-        return None, None, None, None, torch.cat(dq, 1), dk.to(k.dtype), dv.to(v.dtype), *captured
+        return [torch.cat(dq, 1), dk.to(k.dtype), dv.to(v.dtype), *captured]
 
 
 def _in_turn(exchange: Exchange, groups: list[Heads], q, k, v):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flexpress.checks import check_rank
-from flexpress.context import ContextPlan
+from flexpress.context import ContextPlan, check_plan
 from flexpress.context_attention import Arguments, attend_packed_in_context
 
 from .codegen.mod.tensors import is_distributed
@@ -16,6 +16,7 @@ def attend_varlen_in_context(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out (local total_q, Hq, Dv) and lse of this rank's q, k and v."""
     named, of_plan = {"q": q, "k": k, "v": v}, {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "mask_mod": mask_mod}
+    check_plan(plan)
     with plan.agreement.telling_failures():
         if plan.packing is None:
             raise ValueError("context= must be a plan of packed sequences here: ContextPlan.packed(cu_seqlens, mask_mod=...)")

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import random
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 from flexpress import cached_attention, flex_attention, mods
 from flexpress.distributed import ContextPlan, split_cached_attention
 from support.context import compare, tensors
+from support.dense import dense_attention
 from support.ranks import check, here, main
 
 
@@ -82,6 +88,64 @@ def what_one_rank_raises_is_named_on_the_other():
     mine = "query has shape .*, but this rank holds 128 of its positions"
     with pytest.raises(ValueError, match=mine if dist.get_rank() else f"^rank 1 has raised ValueError: {mine}"):
         flex_attention(q, k, v, context=plan, enable_gqa=True)
+
+
+@check(2)
+def what_torch_does_to_calls():
+    """Autocast, a scale that is learned, counters of operations, checkpoints; no second derivative."""
+    plan = ContextPlan(q_len=300, mask_mod=mods.causal, device=here())
+    q, k, v = (plan.shard(t, 2).requires_grad_() for t in tensors(300, Hkv=2))
+    scale = torch.tensor(0.4, requires_grad=True)
+
+    def attend(q, k, v):
+        return flex_attention(q, k, v, mods.softcap(3.0), scale=scale, context=plan)
+
+    def gradients(out):
+        return out, *torch.autograd.grad(out.square().sum(), (q, k, v, scale), retain_graph=True)
+
+    exact = gradients(attend(q, k, v))
+    whole = [plan.unshard(t.detach(), 2).requires_grad_() for t in (q, k, v)]
+    alone = dense_attention(*whole, mods.softcap(3.0), mods.causal, scale)[0]
+    d_scale = torch.autograd.grad(alone.square().sum(), scale)[0]
+    torch.testing.assert_close(exact[-1], d_scale, rtol=1e-4, atol=1e-4)
+    with FlopCounterMode(display=False):
+        torch.testing.assert_close(gradients(attend(q, k, v)), exact)
+    for options in ({}, {"context_fn": partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])}):
+        torch.testing.assert_close(gradients(checkpoint(attend, q, k, v, use_reentrant=False, **options)), exact)
+    with torch.autocast(here().type, torch.bfloat16):
+        half = gradients(attend(q, k, v))
+    assert half[0].dtype == torch.bfloat16
+    torch.testing.assert_close([t.float() for t in half], list(exact), rtol=0.1, atol=0.1)
+    (d_q,) = torch.autograd.grad(exact[0].square().sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="flex_attention is differentiable once"):
+        d_q.sum().backward()
+    with pytest.raises(TypeError, match="context must be a ContextPlan .*, got int"):
+        flex_attention(q, k, v, context=4)
+
+
+@check(2)
+def random_problems_of_two_ranks():
+    random_problems(3)
+
+
+@check(4)
+def random_problems_of_four_ranks():
+    random_problems(2)
+
+
+def random_problems(count: int):
+    """Lengths, heads that share keys, head dims, masks and biases, drawn alike on all ranks; gradients are those of one process."""
+    draw = random.Random(dist.get_world_size())
+    for _ in range(count):
+        Hkv, shared, B = draw.choice([1, 2, 3]), draw.choice([1, 2]), draw.choice([1, 2])
+        q_len = draw.randrange(1, 450)
+        kv_len = draw.choice([q_len, draw.randrange(1, 450)])
+        whole = tensors(q_len, kv_len, B, Hkv * shared, Hkv, draw.choice([B, 1]), draw.choice([8, 16]), draw.choice([8, 24]))
+        ids = torch.randint(4, (max(q_len, kv_len),)).sort().values
+        masks = [None, mods.causal, mods.sliding_window(draw.randrange(1, 300)), lambda b, h, i, j: ids[i] == ids[j]]  # noqa: B023
+        slopes = torch.rand(Hkv * shared, requires_grad=True)
+        score_mod, learned = draw.choice([(None, []), (mods.alibi(slopes), [slopes]), (mods.softcap(2.0), [])])
+        compare(whole, draw.choice(masks), score_mod, learned, head_groups=draw.choice([1, 2, 4]))
 
 
 @check(4)
