@@ -3,9 +3,10 @@
     torchrun --nproc-per-node 2 examples/train_context.py
     torchrun --nproc-per-node 4 examples/train_context.py --length 131072 --dim 1024 --layers 8 --steps 40 --lr 1e-3
 
-Every step has other documents, so another mask and another plan. A document draws its tokens from a few of its own, which a model finds out
-by attending to the document's beginning, and to nothing of the others. The defaults are for the interpreter on CPUs (gloo); on GPUs (NCCL)
-the model computes in bfloat16. Exit status 1 if the losses of ranks together and of one rank differ by more than rounding makes of them.
+Every step has other documents, so another mask and another plan. A document draws its tokens from a few of its own, which a model finds
+out by attending to the document's beginning, and to nothing of the others. Scores have a bias by distance, which is learned. The defaults
+are for the interpreter on CPUs (gloo); on GPUs (NCCL) the model computes in bfloat16. Exit status 1 if the losses of ranks together and of
+one rank differ by more than rounding makes of them.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from torch.distributed.fsdp import fully_shard
 
 from flexpress import varlen_attention
 from flexpress.distributed import ContextPlan
-from flexpress.mods import causal
+from flexpress.mods import alibi, causal
 
 VOCABULARY, OWN = 64, 4  # tokens that there are, and of one document
 ALLOWED = {"cpu": 1e-4, "cuda": 2e-2}  # between two losses of a step
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[..., Tensor]
 
 
 def rotated(x: Tensor, positions: Tensor) -> Tensor:
@@ -51,11 +52,13 @@ class Layer(nn.Module):
         self.key, self.value = (nn.Linear(dim, kv_heads * self.head_dim, bias=False) for _ in range(2))
         self.gate, self.up = (nn.Linear(dim, 3 * dim, bias=False) for _ in range(2))
         self.down = nn.Linear(3 * dim, dim, bias=False)
+        self.slopes = nn.Parameter(0.01 * torch.rand(heads))
 
     def forward(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         normed = self.before_attention(x)
         q, k, v = (project(normed).unflatten(-1, (-1, self.head_dim)) for project in (self.query, self.key, self.value))
-        x = x + self.output(attend(rotated(q, positions), rotated(k, positions), v).flatten(1))
+        attended = attend(rotated(q, positions), rotated(k, positions), v, score_mod=alibi(self.slopes))
+        x = x + self.output(attended.flatten(1))
         normed = self.before_mlp(x)
         return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
 
@@ -102,7 +105,7 @@ def whole_row(row: Row) -> tuple[Tensor, Tensor, Attend]:
 
 def part_of_row(mesh: DeviceMesh, row: Row) -> tuple[Tensor, Tensor, Attend]:
     """The same of a rank."""
-    plan = ContextPlan.packed(row.cu_seqlens, mask_mod=causal, group=mesh, device=row.tokens.device)
+    plan = ContextPlan.packed(row.cu_seqlens, mask_mod=causal, group=mesh, device=row.tokens.device, sum_gradients=False)  # FSDP does
     return plan.position_ids, plan.positions_in_sequence, partial(varlen_attention, context=plan)
 
 

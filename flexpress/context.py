@@ -106,6 +106,7 @@ class ContextPlan:
         heads: dist.ProcessGroup | dist.DeviceMesh | None = None,
         device: Device = None,
         head_groups: int = 2,
+        sum_gradients: bool = True,
     ) -> None:
         """group     a process group, a device mesh of one dimension (`mesh["context"]` of a larger one), or None for all ranks
         q_len, kv_len   of the whole sequence; kv_len is q_len by default
@@ -116,6 +117,8 @@ class ContextPlan:
         device       where attention runs; by default as in create_block_mask
         head_groups  keys and values come in so many groups of heads, those of one while another is computed: more of them hide a slower
                      network, and kernels have less to do at once
+        sum_gradients   gradients of what score_mod captures are summed over ranks. False: each rank gets what its own queries give, as for
+                     any parameter; for FSDP and DDP, which add these up, and for tensors that `unshard` made
         """
         self.q_len = whole("q_len", q_len)
         self.kv_len = self.q_len if kv_len is None else whole("kv_len", kv_len)
@@ -124,6 +127,7 @@ class ContextPlan:
         if self.rank < 0:
             raise ValueError("this process is no member of the plan's group; make the plan on members only")
         self.mask_mod, self.head_groups = mask_mod or noop_mask, whole("head_groups", head_groups)
+        self.sum_gradients = sum_gradients
         mask = create_block_mask(self.mask_mod, B, H, self.q_len, self.kv_len, device, BLOCK)
         self.status = mask._status()
         self.device = self.status.device
@@ -157,6 +161,7 @@ class ContextPlan:
         heads: dist.ProcessGroup | dist.DeviceMesh | None = None,
         device: Device = None,
         head_groups: int = 2,
+        sum_gradients: bool = True,
     ) -> ContextPlan:
         """The plan of packed sequences, for varlen_attention(q, k, v, score_mod=..., context=plan).
 
@@ -171,7 +176,17 @@ class ContextPlan:
         if cu_seqlens_k is not None:
             check_same_sequences(cu_seqlens_q, cu_seqlens_k)
         packing = packing_of(*starts, totals[0], totals[-1])
-        plan = cls(group, totals[0], totals[-1], packing.mask_mod(mask_mod), H=H, heads=heads, device=device, head_groups=head_groups)
+        plan = cls(
+            group,
+            totals[0],
+            totals[-1],
+            packing.mask_mod(mask_mod),
+            H=H,
+            heads=heads,
+            device=device,
+            head_groups=head_groups,
+            sum_gradients=sum_gradients,
+        )
         plan.packing = packing
         return plan
 
@@ -223,6 +238,7 @@ class ContextPlan:
         return {
             "q_len, kv_len": (self.q_len, self.kv_len),
             "head_groups": self.head_groups,
+            "sum_gradients": self.sum_gradients,
             "mask_mod": f"{graph.name} ({digest_of(text_of(graph)):x})",
             "layout of blocks": f"{self.layout.digest():x}",
             "number of ranks that split heads": self.head_split and self.head_split.ranks,

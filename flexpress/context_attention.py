@@ -207,7 +207,7 @@ class _InContext(torch.autograd.Function):
         for heads, gradients in zip(groups, returning, strict=True):
             exchange.add(gradients, dk[:, heads.kv], dv[:, heads.kv])
         for gradient in of_captured.values():
-            for group in exchange.plan.groups:
+            for group in exchange.plan.groups if exchange.plan.sum_gradients else ():
                 torch.distributed.all_reduce(gradient, group=group)
         captured = (of_captured[i].to(t.dtype) if i in wanted else None for i, t in enumerate(captured))
         return [torch.cat(dq, 1), dk.to(k.dtype), dv.to(v.dtype), *captured]

@@ -24,7 +24,7 @@ from flexpress.dtensors import Shards
 def attend_shards_in_context(plan: ContextPlan, named: dict[str, torch.Tensor], score_mod, arguments: Arguments) -> tuple:
     """out and lse, DTensors as query is."""
     with plan.agreement.telling_failures():
-        part = Shards(named, 0, 1, functools.partial(_dims_of, plan))
+        part = Shards(named, 0, 1, functools.partial(_dims_of, plan), plan.sum_gradients)
         check_heads(*list(named.values())[:2], arguments.enable_gqa)  # a rank may have one head of each
     return part.joined(*attend_in_context(plan, part.local, score_mod, arguments, part.batch, part.heads, part.read_captured))
 
@@ -32,7 +32,7 @@ def attend_shards_in_context(plan: ContextPlan, named: dict[str, torch.Tensor], 
 def attend_packed_shards_in_context(plan: ContextPlan, named: dict[str, torch.Tensor], score_mod, arguments: Arguments) -> tuple:
     """The same of packed sequences (total, H, D)."""
     with plan.agreement.telling_failures():
-        part = Shards(named, None, 1, functools.partial(_dims_of, plan))
+        part = Shards(named, None, 1, functools.partial(_dims_of, plan), plan.sum_gradients)
     return part.joined(*attend_packed_in_context(plan, part.local, score_mod, arguments, part.heads, part.read_captured))
 
 

@@ -37,16 +37,25 @@ class Shards:
     batch, heads   which of query's batch entries and heads they are
     """
 
-    def __init__(self, named: dict[str, torch.Tensor], batch_dim: int | None, heads_dim: int, of_sequence: Callable | None = None) -> None:
+    def __init__(
+        self,
+        named: dict[str, torch.Tensor],
+        batch_dim: int | None,
+        heads_dim: int,
+        of_sequence: Callable | None = None,
+        sums_gradients: bool = False,
+    ) -> None:
         """`named`: query, key and value. Raises TypeError, ValueError or NotImplementedError. Packed sequences have no batch_dim.
 
-        of_sequence   from a mesh to those of its dimensions over which the sequence is sharded; none by default
+        of_sequence      from a mesh to those of its dimensions over which the sequence is sharded; none by default
+        sums_gradients   over these, gradients of captured tensors are sums already
         """
         self._name, self._query = next(iter(named.items()))
         self._dims = batch_dim, heads_dim
         self._length_dim = 0 if batch_dim is None else heads_dim + 1
         self.mesh = self._query.device_mesh
         self._of_sequence = of_sequence(self.mesh) if of_sequence else ()
+        self._summed_over = self._of_sequence if sums_gradients else ()
         for name, tensor in named.items():
             self._check_placements(name, tensor)
         self.placements = self._query.placements
@@ -200,8 +209,7 @@ class Shards:
                         f"{self.mesh}; distribute it over that, or capture {capture.name}.full_tensor(), which gets the gradient of this "
                         "rank alone"
                     )
-                # over ranks that share a sequence, gradients are summed where these are computed
-                summed = [p.is_replicate() or i in self._of_sequence for i, p in enumerate(self.placements)]
+                summed = [p.is_replicate() or i in self._summed_over for i, p in enumerate(self.placements)]
                 of_parts = [Replicate() if there else Partial() for there in summed]
                 values[i] = _Summed.apply(tensor.full_tensor(grad_placements=of_parts))
         read_captured(bound, device, where)

@@ -741,7 +741,7 @@ LAUNCHES = [
     ),
     Mutant(
         "flexpress/dtensors.py",
-        "[p.is_replicate() or i in self._of_sequence for",
+        "[p.is_replicate() or i in self._summed_over for",
         "[p.is_replicate() for",
         named("context_parts", "sharded_over"),
         "gradients of captured DTensors are summed over ranks of a plan, where they are sums already",

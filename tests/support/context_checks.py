@@ -91,6 +91,21 @@ def what_one_rank_raises_is_named_on_the_other():
 
 
 @check(2)
+def a_captured_tensor_that_is_sharded():
+    """The plan puts it together, and gives each rank the gradient of its part."""
+    bias, whole = torch.randn(300), tensors(300)
+    plan = ContextPlan(q_len=300, mask_mod=mods.causal, device=here(), sum_gradients=False)
+    q, k, v = (plan.shard(t, 2) for t in whole)
+    mine, one = plan.shard(bias, 0).requires_grad_(), bias.clone().requires_grad_()
+    table = plan.unshard(mine, 0)
+    out = flex_attention(q, k, v, lambda s, b, h, i, j: s + table[j] * table[i], context=plan, enable_gqa=True)
+    exact = dense_attention(*whole, lambda s, b, h, i, j: s + one[j] * one[i], mods.causal)[0]
+    torch.testing.assert_close(out.double(), exact.detach()[:, :, plan.position_ids], rtol=0, atol=2e-5)
+    (expected,) = torch.autograd.grad(exact.square().sum(), one)
+    torch.testing.assert_close(torch.autograd.grad(out.square().sum(), mine)[0], plan.shard(expected, 0), rtol=1e-4, atol=1e-4)
+
+
+@check(2)
 def what_torch_does_to_calls():
     """Autocast, a scale that is learned, counters of operations, checkpoints; no second derivative."""
     plan = ContextPlan(q_len=300, mask_mod=mods.causal, device=here())

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from flexpress import flex_attention, mods, varlen_attention
@@ -69,6 +73,7 @@ def compare(mesh, placements, mask_mod=mods.causal, B=None, H=None, q_len=256, H
 @check(2)
 def sharded_over_the_sequence():
     compare(meshes("context"), [[Shard(2)]] * 3, q_len=512)
+    compare(meshes("context"), [[Shard(2)]] * 3, sum_gradients=False)
 
 
 @check(4)
@@ -264,6 +269,31 @@ def heads_over_a_second_dimension_of_others():
 def heads_alone():
     mesh = init_device_mesh(here().type, (1, 2), mesh_dim_names=("context", "heads"))
     one_process.compare(tensors(150), mods.causal, mods.softcap(4.0), group=mesh["context"], heads=mesh["heads"])
+
+
+class Layer(nn.Module):
+    """Attention with a bias by distance, that is learned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.slopes = nn.Linear(16, 3 * 32), nn.Parameter(torch.rand(2))
+
+    def forward(self, x, **mask):
+        q, k, v = self.project(x).unflatten(-1, (3, 2, 16)).permute(1, 2, 0, 3)[:, None]
+        return flex_attention(q, k, v, mods.alibi(self.slopes), **mask)
+
+
+@check(2)
+def fully_sharded_parameters():
+    """FSDP2 over the ranks of the plan adds up what each rank's queries give, of captured parameters, too."""
+    alone, x = Layer(), torch.randn(300, 16)
+    sharded, mesh = copy.deepcopy(alone), meshes("context")
+    fully_shard(sharded, mesh=mesh)
+    plan = ContextPlan(mesh, 300, mask_mod=mods.causal, device=here(), sum_gradients=False)
+    (2 * sharded(x[plan.position_ids], context=plan).square().sum()).backward()  # gradients are averaged
+    alone(x, mask_mod=mods.causal).square().sum().backward()
+    for found, expected in zip(sharded.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(found.grad.full_tensor(), expected.grad, rtol=1e-4, atol=1e-4)
 
 
 @check(2)
