@@ -142,6 +142,7 @@ class ContextPlan:
         self.exchange: Any = None  # made by the first call
         self._parts: dict[tuple[Part, Part], ContextPlan] = {}
         self.groups = [self.group, *([self.head_split.group] if self.head_split else [])]
+        self.mesh_dim_names = [_name_of_dim(mesh) for mesh in (group, heads)]
         self.agreement = Agreement(self.groups, self.device)
 
     def _positions_held(self, positions: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
@@ -171,15 +172,17 @@ class ContextPlan:
         lengths, and are cut where work is equal.
         """
         device = resolve_device(device)
-        starts = [None if t is None else t.to(device) for t in (cu_seqlens_q, cu_seqlens_k)]
-        totals = [_checked_total(name, t) for name, t in zip(("cu_seqlens_q", "cu_seqlens_k"), starts, strict=True) if t is not None]
-        if cu_seqlens_k is not None:
-            check_same_sequences(cu_seqlens_q, cu_seqlens_k)
-        packing = packing_of(*starts, totals[0], totals[-1])
+        starts_q = cu_seqlens_q.to(device)
+        total_q = total_k = _checked_total("cu_seqlens_q", starts_q)
+        starts_k = None if cu_seqlens_k is None else cu_seqlens_k.to(device)
+        if starts_k is not None:
+            check_same_sequences(starts_q, starts_k)
+            total_k = _checked_total("cu_seqlens_k", starts_k)
+        packing = packing_of(starts_q, starts_k, total_q, total_k)
         plan = cls(
             group,
-            totals[0],
-            totals[-1],
+            total_q,
+            total_k,
             packing.mask_mod(mask_mod),
             H=H,
             heads=heads,
@@ -204,6 +207,11 @@ class ContextPlan:
         """int64 (q_len,): the positions as ranks hold them, those of the first rank first. `x[:, plan.order]` is how a DTensor of the whole
         lies that is sharded over the sequence."""
         return self.on_device(np.concatenate([positions_of(blocks, self.q_len) for blocks in self.layout.q_blocks]))
+
+    @property
+    def kv_order(self) -> torch.Tensor:
+        """The same of keys and values, int64 (kv_len,)."""
+        return self.on_device(np.concatenate([positions_of(blocks, self.kv_len) for blocks in self.layout.kv_blocks]))
 
     def on_device(self, numbers: np.ndarray) -> torch.Tensor:
         """A host array as a tensor on the device where attention runs."""
@@ -288,6 +296,12 @@ def _checked_total(name: str, cu_seqlens: torch.Tensor) -> int:
     total = max(int(ends[-1]), 0) if ends.numel() else 0
     check_cu_seqlens(name, ends, "the sequences", torch.empty(total))
     return total
+
+
+def _name_of_dim(mesh) -> str | None:
+    """What a mesh calls its one dimension; None for what is no mesh."""
+    names = mesh.mesh_dim_names if isinstance(mesh, dist.device_mesh.DeviceMesh) else None
+    return names[0] if names else None
 
 
 def _group_of(name: str, group) -> dist.ProcessGroup | None:

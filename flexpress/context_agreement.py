@@ -70,12 +70,11 @@ def _difference(words: list[tuple]) -> str:
     raised = [f"rank {rank} has raised {failure}" for rank, failure, _ in words if failure]
     if raised:
         return "; ".join(raised)
-    usual, _ = Counter(facts for *_, facts in words).most_common(1)[0]
-    first = next(rank for rank, _, facts in words if facts == usual)
-    said = []
+    (usual, _), *_ = Counter(facts for *_, facts in words).most_common()
+    first, expected, said = next(rank for rank, _, facts in words if facts == usual), dict(usual), []
     for rank, _, facts in words:
-        for name, fact in facts:
-            expected = dict(usual).get(name)
-            if fact != expected:
-                said.append(f"rank {rank} has another {name} than rank {first}: {fact}, not {expected}")
+        mine = dict(facts)
+        for name in {**expected, **mine}:
+            if mine.get(name) != expected.get(name):
+                said.append(f"rank {rank} has another {name} than rank {first}: {mine.get(name)}, not {expected.get(name)}")
     return "; ".join(said) + ". All ranks of a context plan must have the same"

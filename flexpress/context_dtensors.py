@@ -38,15 +38,13 @@ def attend_packed_shards_in_context(plan: ContextPlan, named: dict[str, torch.Te
 
 def _dims_of(plan: ContextPlan, mesh: dist.device_mesh.DeviceMesh) -> tuple[int, ...]:
     """The dimensions of a mesh whose ranks, along it, are those of the plan's groups; none if there are none."""
-    coordinate = mesh.get_coordinate()
-    groups = [dist.get_process_group_ranks(group) for group in plan.groups]
-    found = {}
-    for dim in range(mesh.ndim if coordinate else 0):
-        along = tuple(slice(None) if i == dim else at for i, at in enumerate(coordinate))
-        ranks = mesh.mesh[along].tolist()
-        if ranks in groups:
-            found[groups.index(ranks)] = dim
-    dims = tuple(found[i] for i in sorted(found))
-    if dims != tuple(sorted(dims)):
+    coordinate, names = mesh.get_coordinate() or [], mesh.mesh_dim_names or [None] * mesh.ndim
+    along = [[slice(None) if i == dim else at for i, at in enumerate(coordinate)] for dim in range(len(coordinate))]
+    ranks = [mesh.mesh[tuple(place)].tolist() for place in along]
+    dims: list[int] = []
+    for group, name in zip(plan.groups, plan.mesh_dim_names, strict=False):
+        alike = [dim for dim, found in enumerate(ranks) if found == dist.get_process_group_ranks(group) and dim not in dims]
+        dims += ([dim for dim in alike if names[dim] == name] or alike)[:1]  # several have one rank
+    if dims != sorted(dims):
         raise ValueError(f"{mesh} has the ranks that split heads before those that split the sequence; make a mesh of the other order")
-    return dims
+    return tuple(dims)

@@ -66,7 +66,8 @@ def _outside(function, args, kwargs):
     return function(*args, **kwargs)
 
 
-_outside._torchdynamo_disable_msg = "with context= ranks send each other keys, which is outside of graphs: compile without fullgraph=True"
+_OUTSIDE = "with context= ranks send each other keys, which is outside of graphs: compile without fullgraph=True"
+_outside._torchdynamo_disable_msg = _OUTSIDE  # type: ignore[attr-defined]
 
 
 class _Call(HigherOrderOperator):

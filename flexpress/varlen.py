@@ -25,7 +25,7 @@ def varlen_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor | None = None,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
@@ -34,14 +34,14 @@ def varlen_attention(
     return_lse: Literal[False] = False,
     kernel_options: dict[str, Any] | None = None,
     deterministic: bool = False,
-    context: ContextPlan | None = None,
+    context: None = None,
 ) -> torch.Tensor: ...
 @overload
 def varlen_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor | None = None,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
@@ -50,14 +50,14 @@ def varlen_attention(
     return_lse: Literal[True],
     kernel_options: dict[str, Any] | None = None,
     deterministic: bool = False,
-    context: ContextPlan | None = None,
+    context: None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def varlen_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor | None = None,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
@@ -66,7 +66,46 @@ def varlen_attention(
     return_lse: bool = False,
     kernel_options: dict[str, Any] | None = None,
     deterministic: bool = False,
-    context: ContextPlan | None = None,
+    context: None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def varlen_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    score_mod: ScoreMod | None = None,
+    scale: float | torch.Tensor | None = None,
+    return_lse: Literal[False] = False,
+    kernel_options: dict[str, Any] | None = None,
+    deterministic: bool = False,
+    context: ContextPlan,
+) -> torch.Tensor: ...
+@overload
+def varlen_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    score_mod: ScoreMod | None = None,
+    scale: float | torch.Tensor | None = None,
+    return_lse: Literal[True],
+    kernel_options: dict[str, Any] | None = None,
+    deterministic: bool = False,
+    context: ContextPlan,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def varlen_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    score_mod: ScoreMod | None = None,
+    scale: float | torch.Tensor | None = None,
+    return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None,
+    deterministic: bool = False,
+    context: ContextPlan,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 @compilable
 def varlen_attention(
@@ -132,7 +171,8 @@ def _attend_shards(q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, sca
 
     part = Shards({"q": q, "k": k, "v": v}, None, 1)
     mods = part.score_mod(score_mod), part.mask_mod(mask_mod)
-    found = _attend(*part.local, cu_seqlens_q, cu_seqlens_k, *mods, scale, kernel_options, deterministic, part.read_captured)
+    q, k, v = part.local
+    found = _attend(q, k, v, cu_seqlens_q, cu_seqlens_k, *mods, scale, kernel_options, deterministic, part.read_captured)
     return part.joined(*found)
 
 

@@ -747,6 +747,27 @@ LAUNCHES = [
         "gradients of captured DTensors are summed over ranks of a plan, where they are sums already",
     ),
     Mutant(
+        "flexpress/context_attention.py",
+        "Part((heads.first or 0) + mine.start,",
+        "Part(mine.start,",
+        named("context_parts", "second_dimension_of_others"),
+        "ranks that split a rank's heads are told those of the first rank",
+    ),
+    Mutant(
+        "flexpress/context_attention.py",
+        "for group in exchange.plan.groups if exchange.plan.sum_gradients else ():",
+        "for group in exchange.plan.groups:",
+        named("context_parts", "fully_sharded"),
+        "gradients of captured parameters are summed before FSDP sums them",
+    ),
+    Mutant(
+        "flexpress/context_heads.py",
+        "rank < length % self.ranks",
+        "rank < 0",
+        named("context_parts", "second_dimension"),
+        "ranks that split heads lose the positions that they cannot share evenly",
+    ),
+    Mutant(
         "flexpress/context.py",
         "part.status = part.status.narrow(dim, first, count)",
         "part.status = part.status.narrow(dim, 0, count)",

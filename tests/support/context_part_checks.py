@@ -21,8 +21,8 @@ from support.ranks import check, here, main
 from support.varlen import offsets
 
 
-def meshes(*names: str):
-    return init_device_mesh(here().type, (2,) * len(names), mesh_dim_names=names)
+def meshes(*names: str, sizes=()):
+    return init_device_mesh(here().type, sizes or (2,) * len(names), mesh_dim_names=names)
 
 
 def biased(slopes, table):
@@ -39,17 +39,22 @@ def stairs(b, h, q_idx, kv_idx):
     return q_idx + 40 * h - 60 * b >= kv_idx
 
 
+def in_order(plan, tensor):
+    """Rows of a whole tensor in the plan's order; what has no rows as it is."""
+    if tensor.dim() < 3:
+        return tensor
+    return tensor[:, :, plan.order if tensor.shape[2] == plan.q_len else plan.kv_order]
+
+
 def spread(plan, mesh, tensor, placements):
     """A leaf with the rows of a whole tensor in the plan's order, distributed."""
-    rows = plan.order if tensor.dim() > 2 else slice(None)
-    moved = tensor.detach()[:, :, rows] if tensor.dim() > 2 else tensor.detach()
-    return distribute_tensor(moved, mesh, placements).requires_grad_()
+    return distribute_tensor(in_order(plan, tensor.detach()), mesh, placements).requires_grad_()
 
 
-def compare(mesh, placements, mask_mod=mods.causal, B=None, H=None, q_len=256, Hkv=2, of_slopes=None, **more):
+def compare(mesh, placements, mask_mod=mods.causal, B=None, H=None, q_len=256, kv_len=None, Hkv=2, of_slopes=None, **more):
     """out, lse and all gradients of DTensors are those of dense attention, placed as query and as their tensors are."""
-    plan = ContextPlan(mesh["context"], q_len, mask_mod=mask_mod, B=B, H=H, device=here(), **more)
-    leaves = [*tensors(q_len, B=2, Hq=4, Hkv=Hkv), torch.rand(4), torch.randn(2, 4)]
+    plan = ContextPlan(mesh["context"], q_len, kv_len, mask_mod, B=B, H=H, device=here(), **more)
+    leaves = [*tensors(q_len, kv_len, B=2, Hq=4, Hkv=Hkv), torch.rand(4), torch.randn(2, 4)]
     everywhere = [Replicate()] * mesh.ndim
     lie = [*placements, of_slopes or everywhere, everywhere]
     distributed = [spread(plan, mesh, t, p) for t, p in zip(leaves, lie, strict=True)]
@@ -58,22 +63,21 @@ def compare(mesh, placements, mask_mod=mods.causal, B=None, H=None, q_len=256, H
     exact, exact_lse, _ = dense_attention(*reference[:3], biased(*reference[3:]), mask_mod)
     for found, expected in ((out, exact), (lse, exact_lse)):
         assert type(found) is DTensor and found.placements == tuple(placements[0]) and found.shape == expected.shape
-        torch.testing.assert_close(found.full_tensor().double(), expected.detach()[:, :, plan.order], rtol=0, atol=2e-5)
+        torch.testing.assert_close(found.full_tensor().double(), in_order(plan, expected.detach()), rtol=0, atol=2e-5)
     weights = torch.randn(exact.shape)
     loss = (out * spread(plan, mesh, weights, placements[0]).detach()).sum()
     found = torch.autograd.grad(loss, distributed)
     expected = torch.autograd.grad((exact * weights).sum(), reference)
     for have, want, leaf in zip(found, expected, distributed, strict=True):
         assert have.placements == leaf.placements
-        rows = plan.order if want.dim() > 2 else slice(None)
-        want = want[:, :, rows] if want.dim() > 2 else want
+        want = in_order(plan, want)
         torch.testing.assert_close(have.full_tensor().double(), want, rtol=1e-4, atol=1e-4 * max(1.0, want.abs().max().item()))
 
 
 @check(2)
 def sharded_over_the_sequence():
     compare(meshes("context"), [[Shard(2)]] * 3, q_len=512)
-    compare(meshes("context"), [[Shard(2)]] * 3, sum_gradients=False)
+    compare(meshes("context"), [[Shard(2)]] * 3, stairs, B=2, H=4, kv_len=512, sum_gradients=False)
 
 
 @check(4)
@@ -258,6 +262,8 @@ def heads_over_a_second_dimension_of_others():
     mesh = meshes("context", "heads")
     compare(mesh, [[Shard(2), Shard(2)]] * 3, stairs, B=2, H=4, of_slopes=[Shard(0), Replicate()], q_len=512, heads=mesh["heads"])
     compare_packed([100, 250, 37, 160], None, None, mods.causal, Hkv=2, group=mesh["context"], heads=mesh["heads"])
+    mesh = meshes("tp", "one", "context", "heads", sizes=(2, 1, 1, 2))
+    compare(mesh, [[Shard(1), Replicate(), Shard(2), Shard(2)]] * 3, stairs, B=2, H=4, heads=mesh["heads"])
     turned = init_device_mesh(here().type, (2, 2), mesh_dim_names=("heads", "context"))
     plan = ContextPlan(turned["context"], 512, heads=turned["heads"], device=here())
     x = distribute_tensor(torch.randn(1, 2, 512, 16), turned, [Shard(2), Shard(2)])
