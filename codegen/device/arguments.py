@@ -30,6 +30,7 @@ class Numbers:
 
     def __init__(self, values: list) -> None:
         self.layout, self.values = describe(tuple(values))
+        self.short = "i64" not in self.layout  # all of 32 bits
 
 
 def one_by_one(args: tuple) -> list:
@@ -92,7 +93,13 @@ def plain_values(args: Iterable) -> list | None:
             arg = arg.data_ptr()
             if arg % 16 or arg < LOWEST:
                 return None
-        elif arg.__class__ is int and not -_WIDE <= arg < _WIDE:
-            return None
+        elif arg.__class__ is int:
+            if not -_WIDE <= arg < _WIDE:
+                return None
+        elif arg.__class__ is Numbers:
+            if not arg.short:
+                return None
+            values += arg.values
+            continue
         values.append(arg)
     return values
