@@ -10,6 +10,7 @@ import torch
 from ..device.counters import may_keep
 from ..device.devices import backend_of
 from ..device.kernel import Kernel, kernel_for
+from ..device.memory import contiguous
 from ..mod.expr import INDEX_BOUND
 from ..mod.intervals import analyse
 from ..plan.masks import (
@@ -107,7 +108,7 @@ class BlockGrid:
         for zone in zones:
             for name in zone.names:
                 length = rows if zone.axis == "q_idx" else columns
-                maps[name] = torch.empty(Z, H, length, dtype=getattr(torch, zone.dtype), device=self.device)
+                maps[name] = contiguous((Z, H, length), getattr(torch, zone.dtype), self.device)
         kernel = self.plan.kernel(zones_spec, self.size, self.backend, bool(self.starts))
         self._launch(kernel, Z * H * (rows + columns), (ZONE_TILE,), num_warps=1, **maps)
         return maps
@@ -115,7 +116,7 @@ class BlockGrid:
     def status(self) -> tuple[torch.Tensor, torch.Tensor]:
         """int8 (Z, H, rows, columns): 0 empty, 1 partial, 2 full; and int32 (2, Z, H, rows): how many are partial, and full."""
         Z, H, rows, columns = self.shape
-        status = torch.empty(self.shape, dtype=torch.int8, device=self.device)
+        status = contiguous(self.shape, torch.int8, self.device)
         counts = torch.zeros((2, Z, H, rows), dtype=torch.int32, device=self.device)
         kernel = self.plan.kernel(status_spec, self.size, self.backend, bool(self.starts))
         constants = status_constants(self.size, self.backend)
@@ -128,9 +129,7 @@ class BlockGrid:
         Z, H, rows, columns = self.shape
         lines, width = (columns, rows) if transposed else (rows, columns)
         shapes = ((Z, H, lines), (Z, H, lines, width)) * 2
-        made = {
-            name: torch.empty(*shape, dtype=torch.int32, device=self.device) for name, shape in zip(list_names(True), shapes, strict=True)
-        }
+        made = {name: contiguous(shape, torch.int32, self.device) for name, shape in zip(list_names(True), shapes, strict=True)}
         kernel = self.plan.kernel(verdict_lists_spec, self.size, self.backend, transposed, bool(self.starts))
         self._launch(kernel, Z * H * lines, (VERDICTS_CHUNK,), width=width, **made)
         return list(made.values())
