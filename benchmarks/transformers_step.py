@@ -5,7 +5,8 @@
 
 The model is random, in bfloat16, with 16 query heads and 4 key heads of 128. Rows:
 
-    train       torch.compile(model, fullgraph=True): forward, loss and backward of a batch without padding; ms a step
+    train       torch.compile(model, fullgraph=True): forward, loss and backward of a batch without padding; ms a step. transformers' own
+                flex_attention breaks the graph (it calls a compiled function), so it is compiled without fullgraph
     packed      the same with position_ids of 8 packed sequences a row
     eager       the same as train, not compiled
     generate    greedy tokens after a prompt with a dynamic cache, padded at the left; tokens a second, and ms a token
@@ -49,14 +50,14 @@ def step(model, weights, given: dict) -> torch.Tensor:
     return loss.detach()
 
 
-def training(model: LlamaForCausalLM, part: str, tokens: torch.Tensor) -> dict:
+def training(model: LlamaForCausalLM, part: str, tokens: torch.Tensor, *, fullgraph: bool) -> dict:
     """Times of a step, and its loss."""
     length = tokens.shape[1]
     given = {"input_ids": tokens}
     if part == "packed":
         given["position_ids"] = (torch.arange(length, device=tokens.device) % (length // SEQUENCES)).expand(len(tokens), -1)
     torch._dynamo.reset()
-    run = model if part == "eager" else torch.compile(model, fullgraph=True)
+    run = model if part == "eager" else torch.compile(model, fullgraph=fullgraph)
     once = functools.partial(step, run, list(model.parameters()), given)
     start = time.perf_counter()
     loss = once().item()
@@ -91,7 +92,7 @@ def measure(part: str, implementation: str, asked, tokens: torch.Tensor) -> tupl
     model.set_attn_implementation(implementation)
     if part in ("generate", "static"):
         return generation(model.eval(), part, tokens[:, : asked.prompt].repeat(asked.requests // len(tokens), 1), asked.new)
-    row = training(model.train(), part, tokens)
+    row = training(model.train(), part, tokens, fullgraph=implementation != "flex_attention")
     return row, row["loss"]
 
 

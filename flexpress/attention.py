@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
@@ -69,13 +68,15 @@ def _with_statistics(
     return (out, lse, largest) if max_scores else (out, lse)
 
 
-def _attend(arguments: tuple, want_max: bool, deterministic: bool) -> tuple:
-    """out, lse and max_scores, or None, of query and what follows it in `bound`."""
-    if arguments[0].__class__ in ORDINARY or not is_distributed(arguments[0]):
-        return attend(bound(*arguments), want_max, deterministic)
-    from flexpress.dtensors import attend_shards  # imports torch's module, which takes long
+def _attend(arguments: tuple, want_max: bool, deterministic: bool, context: ContextPlan | None = None) -> tuple:
+    """out, lse and max_scores, or None, of query and what follows it in `bound`: on this device, or over several."""
+    if context is not None:
+        return _attend_in_context(context, arguments, want_max, deterministic)
+    if is_distributed(arguments[0]):
+        from flexpress.dtensors import attend_shards  # imports torch's module, which takes long
 
-    return attend_shards(*arguments, output_max=want_max, deterministic=deterministic)
+        return attend_shards(*arguments, output_max=want_max, deterministic=deterministic)
+    return attend(bound(*arguments), want_max, deterministic)
 
 
 @overload
@@ -197,19 +198,19 @@ def flex_attention(
     Raises ValueError, TypeError or NotImplementedError for arguments, ModError for a mod that cannot be traced.
     Differentiable once, with respect to query, key, value and every floating-point tensor that score_mod captures, through the output
     and lse; not through max_scores.
-
     Meaning: torch.nn.attention.flex_attention (arXiv 2412.05496). Method: FlashAttention-2 (arXiv 2307.08691) with block lists.
     """
     want_max = return_aux is not None and _checked_request(return_aux, return_lse).max_scores
     arguments = query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod
-    attended = _attend if context is None else partial(_in_context, context)
-    out, lse, max_scores = attended(arguments, want_max, deterministic)
+    usual = context is None and query.__class__ in ORDINARY  # so no detour
+    found = attend(bound(*arguments), want_max, deterministic) if usual else _attend(arguments, want_max, deterministic, context)
+    out, lse, max_scores = found
     if return_aux is not None:
         return out, AuxOutput(lse if return_aux.lse else None, max_scores)
     return (out, lse) if return_lse else out
 
 
-def _in_context(context, arguments: tuple, want_max: bool, deterministic: bool) -> tuple:
+def _attend_in_context(context, arguments: tuple, want_max: bool, deterministic: bool) -> tuple:
     """The same of this rank's parts, by a ContextPlan."""
     from flexpress.context import check_plan
     from flexpress.context_attention import Arguments, attend_in_context

@@ -16,6 +16,7 @@ from flexpress.programs import captures_of, mod_program
 from flexpress.recorded import bound_mod
 from flexpress.scales import read_scale
 
+from .codegen.device.memory import contiguous
 from .codegen.mod.bind import bind
 from .codegen.mod.capture import name_of, plain
 from .codegen.mod.tensors import is_recorded, read_captured
@@ -200,11 +201,11 @@ def _attend(query, where: Cached, q_offset, k_cache, v_cache, score_mod, mask_mo
     KV_LEN = k.shape[2] * (1 if where.pages is None else where.pages.shape[1])
     extents = kv_lens.shape[0], q.shape[1], where.max_q if ragged else q.shape[2], KV_LEN
     if ragged:
-        out = query.new_empty((*query.shape[:2], v.shape[3]))
+        out = contiguous((*query.shape[:2], v.shape[3]), query.dtype, query.device)
         to_fill = out.transpose(0, 1)[None]
     else:
         to_fill = out = output_like(q, v.shape[3])
-    lse = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
+    lse = contiguous(query.shape[:-1], torch.float32, query.device)
     if out.numel() == 0 or k.shape[0] == 0 or 0 in extents:
         return out.zero_(), lse.fill_(float("-inf"))
 

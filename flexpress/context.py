@@ -18,7 +18,8 @@ from flexpress.context_heads import Gathered, HeadSplit
 from flexpress.mask_creation import create_block_mask
 from flexpress.mask_mods import noop_mask
 from flexpress.mods import MaskMod
-from flexpress.packing import Packing, check_cu_seqlens, check_same_sequences, packing_of
+from flexpress.packed_checks import check_cu_seqlens, check_same_sequences
+from flexpress.packing import Packing, packing_of
 from flexpress.parts import Part, mask_of_part
 
 from .codegen.mod.bind import bind

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar, overload
 
@@ -31,7 +32,7 @@ def compilable(function: Callable[P, R]) -> Callable[P, R]: ...
 def compilable(*, inner: Callable, opened: Callable | None = None, closed: Callable) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def compilable(function=None, *, inner=None, opened=None, closed=None):
     """Decorator of a public function that torch.compile may meet. Its arguments named score_mod and mask_mod are mods. Signature and
-    docstring stay, for type checkers and for `help`.
+    docstring stay, for type checkers and for `help`. A call with context= is a graph break.
 
     inner    called instead, with what `opened(arguments by name)` makes of them by name: tensors, numbers, mods and tuples of these.
              Returns tensors
@@ -39,35 +40,50 @@ def compilable(function=None, *, inner=None, opened=None, closed=None):
     """
     if function is None:
         return functools.partial(compilable, inner=inner, opened=opened, closed=closed)
-    called, parameters = f"{function.__module__}.{function.__name__}", inspect.signature(function).parameters
-    names = tuple(parameters)
-    defaults = {p.name: p.default for p in parameters.values() if p.default is not p.empty}
+    called = f"{function.__module__}.{function.__name__}"
     CALL.functions[called] = inner or function
 
-    @functools.wraps(function)
-    def public(*args, **kwargs):
-        if _compiling() and _is_known():
-            some = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-            if some.get("context") is not None:
-                return _outside(function, args, kwargs)
-            if len(some) == len(names) >= len(args):  # else the function says what is wrong
-                given = {name: some[name] for name in names}
-                found = CALL(called, **(given if opened is None else opened(given)))
-                return found if closed is None else closed(found, given)
-        return function(*args, **kwargs)
+    def node(**given):
+        found = CALL(called, **(given if opened is None else opened(given)))
+        return found if closed is None else closed(found, given)
 
+    public = functools.wraps(function)(_caller(function, node))
     runs_uncompiled(function)  # after its attributes were copied
     return public
 
 
 @runs_uncompiled
-def _outside(function, args, kwargs):
+def _outside(function, *args, **kwargs):
     """A call that breaks the graph."""
     return function(*args, **kwargs)
 
 
 _OUTSIDE = "with context= ranks send each other keys, which is outside of graphs: compile without fullgraph=True"
 _outside._torchdynamo_disable_msg = _OUTSIDE  # type: ignore[attr-defined]
+
+
+def _caller(function: Callable, node: Callable) -> Callable:
+    """What calls `node` in torch.compile, and `function` elsewhere. It is printed with their parameters: one that took *args and **kwargs
+    would need a third of a microsecond for each call."""
+    parameters = inspect.signature(function).parameters.values()
+    named = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    taken = [p.name if p.default is p.empty else f"{p.name}=None" for p in parameters]  # their values are copied below
+    if named:
+        taken.insert(len(taken) - len(named), "*")
+    passed = ", ".join([p.name for p in parameters][: len(parameters) - len(named)] + [f"{name}={name}" for name in named])
+    with_context = f"if context is not None:\n            return in_graph._outside(function, {passed})" if "context" in named else "pass"
+    made: dict[str, Callable] = {}
+    text = f"""
+def {function.__name__}({", ".join(taken)}):
+    if compiling() and in_graph._is_known():
+        {with_context}
+        return node({", ".join(f"{p.name}={p.name}" for p in parameters)})
+    return function({passed})
+"""
+    exec(text, {"compiling": _compiling, "in_graph": sys.modules[__name__], "node": node, "function": function}, made)
+    public = made[function.__name__]
+    public.__defaults__, public.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+    return public
 
 
 class _Call(HigherOrderOperator):

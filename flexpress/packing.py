@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from flexpress.checks import check_rank
 from flexpress.recorded import graph_and_values
 
 from .codegen.mod.capture import name_of, plain
@@ -152,32 +151,3 @@ def _growth(node: Expr, args: list[int | None]) -> int | None:
         if node.op == "cast":
             return known[0]
     return None
-
-
-def check_cu_seqlens(name: str, cu_seqlens, packed_name: str, packed: torch.Tensor) -> None:
-    if cu_seqlens is None:
-        raise TypeError(f"{name} must say where sequences are; it is left out only with context=")
-    check_rank(name, cu_seqlens, "(sequences + 1)")
-    remedy = "torch.nn.functional.pad(lengths.cumsum(0), (1, 0)) makes it of lengths"
-    if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name} has dtype {cu_seqlens.dtype}, not int32 or int64; {remedy}")
-    if cu_seqlens.device != packed.device:
-        raise ValueError(f"{packed_name} is on {packed.device} but {name} is on {cu_seqlens.device}; move it with .to(...)")
-    if cu_seqlens.shape[0] == 0:
-        raise ValueError(f"{name} has shape (0,), but n sequences have n + 1 numbers; {remedy}")
-    if packed.device.type == "cpu" and not tracing():
-        values = cu_seqlens.tolist()
-        if values[0] != 0 or values[-1] != packed.shape[0] or values != sorted(values):
-            shown = str(values) if len(values) <= 8 else f"[{', '.join(map(str, values[:4]))}, ..., {values[-1]}]"
-            raise ValueError(
-                f"{name} must be 0 and then the end of each sequence, never falling, up to the {packed.shape[0]} tokens of "
-                f"{packed_name} {tuple(packed.shape)}, got {shown}; {remedy}"
-            )
-
-
-def check_same_sequences(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> None:
-    if cu_seqlens_q.shape != cu_seqlens_k.shape:
-        raise ValueError(
-            f"cu_seqlens_q and cu_seqlens_k must be of as many sequences, got shapes {tuple(cu_seqlens_q.shape)} and "
-            f"{tuple(cu_seqlens_k.shape)}; a sequence without tokens repeats the number before it"
-        )

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from flexpress.call import attend, bound
-from flexpress.checks import DTYPES, MAX_HEAD_DIM, autocasts, check_rank
 from flexpress.in_graph import compilable
 from flexpress.mods import MaskMod, ScoreMod
-from flexpress.packing import check_cu_seqlens, check_same_sequences, packing_of
+from flexpress.packed_checks import check_packed
+from flexpress.packing import packing_of
 from flexpress.recorded import Recorded
 
 from .codegen.mod.tensors import ORDINARY, check_surroundings, is_distributed, read_captured
@@ -189,37 +189,7 @@ def packed_call(
     """The call of flex_attention that attends within packed sequences: of one batch entry, heads before tokens."""
     check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
     packing = packing_of(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0])
-    q, k, v = (t.unsqueeze(0).transpose(1, 2) for t in (q, k, v))
+    q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
     score_mod = None if score_mod is None else packing.score_mod(score_mod)
     mask_mod, packed = packing.mask_mod(mask_mod), (packing.starts_q, packing.starts_k)
     return bound(q, k, v, score_mod, None, scale, True, kernel_options, mask_mod, packed, read)
-
-
-def check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k) -> None:
-    """Shapes, dtypes and devices, and on the CPU the values of cu_seqlens."""
-    for name, t, layout in (("q", q, "(total_q, Hq, D)"), ("k", k, "(total_k, Hkv, D)"), ("v", v, "(total_k, Hkv, Dv)")):
-        check_rank(name, t, layout, may_stand=True)
-    autocast = autocasts(q)  # which converts them
-    if q.dtype not in DTYPES and not autocast:
-        raise TypeError(f"q has dtype {q.dtype}; supported are float16, bfloat16 and float32. Convert it with .to(...)")
-    for name, t in (("k", k), ("v", v)):
-        if t.dtype != q.dtype and not autocast:
-            raise TypeError(f"q and {name} must have the same dtype, got {q.dtype} and {t.dtype}; convert one with .to(...)")
-        if t.device != q.device:
-            raise ValueError(f"q is on {q.device} but {name} is on {t.device}; move one with .to(...)")
-    if k.shape[:2] != v.shape[:2]:
-        raise ValueError(f"k and v must have the same tokens and heads, got k {tuple(k.shape)} and v {tuple(v.shape)}")
-    shapes = f"got q {tuple(q.shape)} and k {tuple(k.shape)}"
-    if q.shape[2] != k.shape[2]:
-        raise ValueError(f"q and k must have the same head dim, {shapes}")
-    if q.shape[1] != k.shape[1] and (k.shape[1] == 0 or q.shape[1] % k.shape[1]):
-        raise ValueError(f"q's number of heads must be a multiple of k's, {shapes}")
-    for name, t in (("q", q), ("v", v)):
-        if not 1 <= t.shape[2] <= MAX_HEAD_DIM:
-            raise NotImplementedError(f"{name} has head dim {t.shape[2]} (shape {tuple(t.shape)}); supported are 1 to {MAX_HEAD_DIM}")
-    if cu_seqlens_k is None and q.shape[0] != k.shape[0]:
-        raise ValueError(f"q and k must have the same number of tokens where cu_seqlens_k is left out, {shapes}; pass cu_seqlens_k")
-    check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, "q", q)
-    if cu_seqlens_k is not None:
-        check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, "k", k)
-        check_same_sequences(cu_seqlens_q, cu_seqlens_k)

@@ -69,6 +69,16 @@ def pytest_ignore_collect(collection_path, config):
 
 
 @pytest.fixture
+def poisoned_memory():
+    """torch.empty gives NaN: what a kernel does not write shows."""
+    import torch  # not before the lines above
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
 def every_kernel(request) -> bool:
     return request.config.getoption("--every-kernel")
 

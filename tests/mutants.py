@@ -92,7 +92,7 @@ CAPTURES = [
     ),
     Mutant(
         "codegen/mod/program.py",
-        " and attributes.isdisjoint(t.__dict__))",
+        " and (not attributes or attributes.isdisjoint(t.__dict__)))",
         ")",
         named("mutations", "tensor_attribute or parameter_attribute"),
         "an attribute put on a tensor later is not seen",
@@ -720,7 +720,7 @@ LAUNCHES = [
     ),
     Mutant(
         "codegen/device/arguments.py",
-        "            if arg % 16:\n                return None",
+        "            if arg % 16 or arg < LOWEST:\n                return None",
         "            if False:\n                return None",
         named("repeated_calls", "short_way"),
         "addresses that are not aligned take the short way",
@@ -784,8 +784,8 @@ LAUNCHES = [
     ),
     Mutant(
         "codegen/device/kernel.py",
-        "key = (layout, constants, device.index, *options.values())",
-        "key = (layout, device.index, *options.values())",
+        "key, plain = (constants, device.index, *options.values()), plain_values(args)",
+        "key, plain = (device.index, *options.values()), plain_values(args)",
         named("threads", "variant"),
         "two tiles share one binary",
     ),

@@ -15,13 +15,7 @@ from support.devices import DEVICES, for_any
 from support.evaluate import default_dtype
 from support.problems import mask_mods, problems, tensor_of
 
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """Every torch.empty is filled with NaN: what a kernel does not write shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @for_any(problems, cpu=36, cuda=120)

@@ -16,14 +16,7 @@ from support.devices import DEVICES, for_any
 from support.gradients import GradientProblem, check_gradients, gradient_problems, reference_gradients
 from support.problems import LEARNED_MODS, learned_mods
 
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """Every torch.empty is filled with NaN: what a kernel does not write shows."""
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @for_any(gradient_problems, cpu=24, cuda=80)

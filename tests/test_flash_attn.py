@@ -24,17 +24,11 @@ from support.devices import DEVICES, for_any
 from support.flash_attn import Meaning, batch_attention, packed_attention
 from support.gradients import assert_gradients
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 LENGTHS = {"cpu": [0, 1, 2, 7, 16, 33], "cuda": [0, 1, 3, 64, 113, 200, 515]}
 FORMS = ["apart", "kv", "qkv", "varlen", "varlen kv", "varlen qkv"]
 FLOORS = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-
-
-@pytest.fixture(autouse=True)
-def poison():
-    """Memory that nobody writes is NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @dataclass(kw_only=True)

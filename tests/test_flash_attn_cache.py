@@ -16,15 +16,9 @@ from support.dense import relative_error
 from support.devices import DEVICES, for_any
 from support.flash_attn import Meaning, sequence_attention, slopes_at
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 FLOORS = {torch.float32: 4e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-
-
-@pytest.fixture(autouse=True)
-def poison():
-    """Memory that nobody writes is NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @dataclass(kw_only=True)

@@ -12,7 +12,7 @@ from flexpress import AuxRequest, cache_info, cached_attention, create_block_mas
 from flexpress.call import attend, bound
 from flexpress.codegen import registry
 from flexpress.codegen.device import tma
-from flexpress.codegen.device.arguments import plain_values
+from flexpress.codegen.device.arguments import Numbers, plain_values
 from flexpress.packing import packing_of
 from support.fake_hopper import Variant, pass_for_hopper
 
@@ -202,4 +202,5 @@ def test_what_fits_into_the_short_way():
     ones = torch.ones(9)
     assert plain_values([ones, 3, 0.5, ones[4:]]) == [ones.data_ptr(), 3, 0.5, ones.data_ptr() + 16]
     assert plain_values([3, ones[1:]]) is None
+    assert plain_values([Numbers([3, 0.5]), 4]) == [3, 0.5, 4] and plain_values([Numbers([2**31]), 4]) is None
     assert plain_values([2**31 - 1, -(2**31)]) and plain_values([2**31]) is None and plain_values([-(2**31) - 1]) is None

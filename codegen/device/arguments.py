@@ -7,7 +7,6 @@ from collections.abc import Iterable
 
 import torch
 
-from ..mod.program import fits_int32
 from ..mod.tensors import LOWEST, check_address
 
 TYPES = {
@@ -31,6 +30,7 @@ class Numbers:
 
     def __init__(self, values: list) -> None:
         self.layout, self.values = describe(tuple(values))
+        self.short = "i64" not in self.layout  # all of 32 bits
 
 
 def one_by_one(args: tuple) -> list:
@@ -85,15 +85,21 @@ def descriptor_type(element: str, itemsize: int, block: tuple[int, ...], gluon: 
 
 
 def plain_values(args: Iterable) -> list | None:
-    """Arguments as `launch_plain` takes them, addresses for tensors; None if an address is no multiple of 16 bytes, or an integer has more
-    than 32 bits."""
+    """Arguments as `launch_plain` takes them, addresses for tensors; None if an address is no multiple of 16 bytes or has no memory, or an
+    integer has more than 32 bits."""
     values = []
     for arg in args:
         if isinstance(arg, torch.Tensor):
             arg = arg.data_ptr()
-            if arg % 16:
+            if arg % 16 or arg < LOWEST:
                 return None
-        elif not fits_int32(arg):
-            return None
+        elif arg.__class__ is int:
+            if not -_WIDE <= arg < _WIDE:
+                return None
+        elif arg.__class__ is Numbers:
+            if not arg.short:
+                return None
+            values += arg.values
+            continue
         values.append(arg)
     return values

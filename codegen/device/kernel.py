@@ -16,7 +16,7 @@ from ..text.render import render
 from ..text.spec import KernelSpec
 from ..turn import Turn
 from . import binary, cache, interpret
-from .arguments import describe, one_by_one
+from .arguments import describe, one_by_one, plain_values
 from .devices import on
 
 
@@ -33,6 +33,7 @@ class Kernel:
         else:
             logs.PRINT.debug("found the print %s", self.path)
         self._variants: dict[tuple, binary.Binary] = Bounded(256)
+        self._usual: dict[tuple, binary.Binary] = Bounded(256)  # for aligned tensors and numbers of 32 bits: their types are the spec's
         self._interpreted = None
         self.compiled: list[float] = []  # seconds that each variant took that was compiled here
         self._turn = Turn()  # who obtains a variant
@@ -59,11 +60,16 @@ class Kernel:
 
     def variant(self, args: tuple, device: torch.device, constants: tuple, **options: int) -> tuple[binary.Binary, list]:
         """The compiled variant for these arguments, and the arguments as it takes them. The device is the current one."""
-        layout, plain = describe(args)
-        key = (layout, constants, device.index, *options.values())
-        variant = self._variants.get(key)
+        key, plain = (constants, device.index, *options.values()), plain_values(args)
+        variant = self._usual.get(key) if plain is not None else None
         if variant is None:
-            variant = self._turn.run(self._obtained, key, layout, constants, options, device.index)
+            usual = plain is not None
+            layout, plain = describe(args)
+            variant = self._variants.get((layout, *key))
+            if variant is None:
+                variant = self._turn.run(self._obtained, (layout, *key), layout, constants, options, device.index)
+            if usual:
+                self._usual[key] = variant
         return variant, plain
 
     def _obtained(self, key: tuple, layout: tuple, constants: tuple, options: dict, device_index: int) -> binary.Binary:

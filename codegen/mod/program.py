@@ -154,7 +154,7 @@ def tensor_guard(tensor: torch.Tensor, attributes: set[str]) -> Callable:
         and t.ndim == ndim
         and t.device == device
         and t.requires_grad == needs_grad
-        and attributes.isdisjoint(t.__dict__)
+        and (not attributes or attributes.isdisjoint(t.__dict__))
     )
 
 

@@ -10,6 +10,7 @@ import torch
 
 from ..device.counters import held_counter
 from ..device.devices import multiprocessors, on
+from ..device.memory import contiguous
 from ..plan.backward import STATS_ALIGNMENT, BackwardCase, BackwardGeometry, BackwardPlan, Step, delta_rows, plan_backward, stats_copies
 from ..plan.forward import Mod, scales
 from ..plan.hopper_backward import L2_BYTES, HopperBackwardPlan, fits, plan_hopper_backward
@@ -111,8 +112,8 @@ class _Kernels:
         """Memory for what backward_delta leaves."""
         Z, Hq = self.sizes.extents[:2]
         return {
-            "TOPS": torch.empty((Z, Hq, 2 * self.copies, self.stats_len), dtype=torch.float32, device=device),
-            "DELTA": torch.empty((Z, Hq, self.copies, self.stats_len), dtype=torch.float32, device=device),
+            "TOPS": contiguous((Z, Hq, 2 * self.copies, self.stats_len), torch.float32, device),
+            "DELTA": contiguous((Z, Hq, self.copies, self.stats_len), torch.float32, device),
         }
 
     def describe_rows(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -195,8 +196,8 @@ class Fused(_Kernels):
             **tensors,
             **(transposed.tensors("q") if transposed else {}),
             **sums.tensors(plan, 2 * tiles),
-            "DQ_SUM": torch.empty(tensors["Q"].shape, dtype=torch.float32, device=device),
-            "DONE": torch.empty((2, Z, Hq), dtype=torch.int32, device=device),
+            "DQ_SUM": contiguous(tensors["Q"].shape, torch.float32, device),
+            "DONE": contiguous((2, Z, Hq), torch.int32, device),
         }
         with on(device), held_counter(device, torch._C._cuda_getCurrentRawStream(device.index)) as count:
             given["COUNTER"] = count

@@ -93,4 +93,4 @@ def tiles_of(length: int, size: int, lists: BlockLists | None, axis: str) -> int
     """How many tiles of `size` positions of the lists' rows there are; `axis` is the attribute that says how large a block is."""
     if lists is None or lists.starts is None:
         return -(-length // size)
-    return (len(lists.starts) - 1) * (getattr(lists, axis) // size)
+    return (lists.starts.shape[0] - 1) * (getattr(lists, axis) // size)

@@ -9,6 +9,7 @@ import torch
 
 from ..device.arguments import plain_values
 from ..device.devices import architecture_of, backend_of, multiprocessors, on
+from ..device.memory import contiguous
 from ..mod.expr import INDEX_BOUND
 from ..plan.decode import BLOCK_S, MAX_ROWS, MIN_SHARE, DecodeCase, DecodePlan, Rows, parts_of, plan_decode, rows_of, vector_of
 from ..plan.decode import Parts as Split
@@ -221,7 +222,7 @@ class Kernels:
         device, captured = out.device, mod_values(self.plan, score, mask)
         buffer = None
         if self.parts:
-            buffer = torch.empty(self.parts.room, dtype=torch.float32, device=device)
+            buffer = contiguous((self.parts.room,), torch.float32, device)
             if self.ragged:  # tokens after the last sequence's have no parts
                 buffer[-self.parts.sizes[-1] :].zero_()
         elif self.ragged:

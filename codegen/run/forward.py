@@ -8,6 +8,7 @@ import torch
 
 from .. import logs
 from ..device.devices import architecture_of, backend_of
+from ..device.memory import empty
 from ..mod.expr import INDEX_BOUND
 from ..mod.tensors import LOWEST, check_kind
 from ..plan.candidates import Choice, choose
@@ -33,11 +34,10 @@ class Ready:
         names = ("K", "V", "Q", "O", "LSE", *(["MAX"] if output_max else []), *(["ROWS"] if output_rows else []))
         self.refusal = (choice.candidate.name, *call.key)
         self.runner = choice.candidate.prepare(call, (*names, *(lists.tensors() if lists else ())), lists)
-        new = functools.partial(torch.empty_strided, dtype=torch.float32, device=q.device)
         Z, Hq, Q_LEN = rows = q.shape[:3]
-        self.new_out = functools.partial(new, (*rows, d_v), strides_like(q, d_v), dtype=q.dtype)
-        self.new_stats = functools.partial(new, tuple(rows), (Hq * Q_LEN, Q_LEN, 1))
-        self.new_rows = functools.partial(new, (*rows, 2), (Hq * Q_LEN * 2, Q_LEN * 2, 2, 1))
+        self.new_out = functools.partial(empty, (*rows, d_v), strides_like(q, d_v), q.dtype, q.device)
+        self.new_stats = functools.partial(empty, tuple(rows), (Hq * Q_LEN, Q_LEN, 1), torch.float32, q.device)
+        self.new_rows = functools.partial(empty, (*rows, 2), (Hq * Q_LEN * 2, Q_LEN * 2, 2, 1), torch.float32, q.device)
 
 
 def forward(bound: Bound, *, output_max: bool = False, output_rows: bool = False):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from ..device.memory import empty
 from ..registry import remembered
 
 
 def output_like(q: torch.Tensor, d_v: int) -> torch.Tensor:
     """An empty (Z, Hq, Q_LEN, D_V) tensor laid out as q is, so that (B, S, H, D) code gets (B, S, H, D) back."""
-    return torch.empty_strided((*q.shape[:3], d_v), strides_like(q, d_v), dtype=q.dtype, device=q.device)
+    return empty((*q.shape[:3], d_v), strides_like(q, d_v), q.dtype, q.device)
 
 
 def strides_like(q: torch.Tensor, d_v: int) -> tuple[int, ...]:

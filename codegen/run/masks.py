@@ -10,6 +10,7 @@ import torch
 from ..device.counters import may_keep
 from ..device.devices import backend_of
 from ..device.kernel import Kernel, kernel_for
+from ..device.memory import contiguous
 from ..mod.expr import INDEX_BOUND
 from ..mod.intervals import analyse
 from ..plan.masks import (
@@ -77,7 +78,7 @@ class BlockGrid:
         graph, self.captured = bound
         self.device, self.size, self.backend = device, size, backend_of(device.type)
         Z, H, Q_LEN, KV_LEN = extents
-        rows, columns = (len(t) - 1 for t in starts) if starts else (-(-Q_LEN // size[0]), -(-KV_LEN // size[1]))
+        rows, columns = (t.shape[0] - 1 for t in starts) if starts else (-(-Q_LEN // size[0]), -(-KV_LEN // size[1]))
         self.starts, self.shape = starts, (Z, H, rows, columns)
         layouts = tuple(layouts_of(part, self.captured, extents) for part in parts_of(graph))
         key = ("blocks", graph, layouts, device, size, max(Q_LEN, KV_LEN) <= INDEX_BOUND)
@@ -106,8 +107,8 @@ class BlockGrid:
         maps = {}
         for zone in zones:
             for name in zone.names:
-                shape = Z, H, rows if zone.axis == "q_idx" else columns
-                maps[name] = torch.empty(shape, dtype=getattr(torch, zone.dtype), device=self.device)
+                length = rows if zone.axis == "q_idx" else columns
+                maps[name] = contiguous((Z, H, length), getattr(torch, zone.dtype), self.device)
         kernel = self.plan.kernel(zones_spec, self.size, self.backend, bool(self.starts))
         self._launch(kernel, Z * H * (rows + columns), (ZONE_TILE,), num_warps=1, **maps)
         return maps
@@ -115,7 +116,7 @@ class BlockGrid:
     def status(self) -> tuple[torch.Tensor, torch.Tensor]:
         """int8 (Z, H, rows, columns): 0 empty, 1 partial, 2 full; and int32 (2, Z, H, rows): how many are partial, and full."""
         Z, H, rows, columns = self.shape
-        status = torch.empty(self.shape, dtype=torch.int8, device=self.device)
+        status = contiguous(self.shape, torch.int8, self.device)
         counts = torch.zeros((2, Z, H, rows), dtype=torch.int32, device=self.device)
         kernel = self.plan.kernel(status_spec, self.size, self.backend, bool(self.starts))
         constants = status_constants(self.size, self.backend)
@@ -128,9 +129,7 @@ class BlockGrid:
         Z, H, rows, columns = self.shape
         lines, width = (columns, rows) if transposed else (rows, columns)
         shapes = ((Z, H, lines), (Z, H, lines, width)) * 2
-        made = {
-            name: torch.empty(shape, dtype=torch.int32, device=self.device) for name, shape in zip(list_names(True), shapes, strict=True)
-        }
+        made = {name: contiguous(shape, torch.int32, self.device) for name, shape in zip(list_names(True), shapes, strict=True)}
         kernel = self.plan.kernel(verdict_lists_spec, self.size, self.backend, transposed, bool(self.starts))
         self._launch(kernel, Z * H * lines, (VERDICTS_CHUNK,), width=width, **made)
         return list(made.values())
@@ -228,7 +227,7 @@ def owned_starts(cu_seqlens: torch.Tensor, total: int, block: int) -> tuple[torc
 
 def _starts(cu_seqlens: torch.Tensor, total: int, block: int, rest: int) -> tuple[torch.Tensor, ...]:
     """Those tensors; `rest` is 1 with the blocks' sequences."""
-    sequences, device = len(cu_seqlens) - 1, cu_seqlens.device
+    sequences, device = cu_seqlens.shape[0] - 1, cu_seqlens.device
     ranges = total // block + sequences + rest  # at most
     made = [torch.full((ranges + 1,), total, dtype=torch.int32, device=device)]
     if rest:

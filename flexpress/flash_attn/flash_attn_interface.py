@@ -34,7 +34,8 @@ from flexpress.flash import check_together
 from flexpress.flash_attn.kvcache import attend_pages, flash_attn_with_kvcache
 from flexpress.flash_attn.meaning import mask_mod_of, placed_by_sequence, placed_last, read_options, same_place, score_mod_of
 from flexpress.in_graph import compilable
-from flexpress.varlen import check_packed, varlen_attention
+from flexpress.packed_checks import check_packed
+from flexpress.varlen import varlen_attention
 
 __all__ = [
     "flash_attn_func",

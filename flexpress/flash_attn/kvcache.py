@@ -13,7 +13,7 @@ from flexpress.codegen.mod.tensors import check_surroundings, tracing
 from flexpress.flash_attn.meaning import Options, cache_mask_mod_of, read_options, same_place, score_mod_of
 from flexpress.in_graph import compilable
 from flexpress.kv_cache import update_cache
-from flexpress.packing import check_cu_seqlens
+from flexpress.packed_checks import check_cu_seqlens
 
 
 @compilable

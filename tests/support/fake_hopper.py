@@ -26,6 +26,7 @@ class Variant:
 
     def launch(self, grid, args, _) -> None:
         """The long way; `args` may hold descriptors."""
+        assert all(type(arg) in (int, float, bool) or hasattr(arg, "block_shape") for arg in args)
 
     def launch_plain(self, x, y, z, _, args) -> None:
         """The short way, with expanded descriptors."""
