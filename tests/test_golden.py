@@ -77,8 +77,10 @@ def test_print_names_no_machine(name):
 
 MLA = dict(head_dim=192, head_dim_v=128)
 STARTS = Blocks(True, 128, 128, starts=True)
+SHIFTED = Blocks(True, 128, 128, shifted=True)
 OTHERS = {  # branches of the templates that the prints in generated/ do not have
     "forward, packed": lambda: compilation("sm_90", *make("alibi", "document"), head_dim=80, starts=True, output_rows=True),
+    "forward, blocks elsewhere": lambda: compilation("sm_90", *make("alibi", "document"), shifted=True),
     "forward, any strides": lambda: compilation("sm_90", *make("softcap"), transposed=True, output_max=True),
     "combine": lambda: decode_compilations("sm_90", *make("softcap"), head_dim=80)["combine"],
     "decode, lists": lambda: decode_compilations("sm_90", *make("softcap", "causal"), kv_dtype="float8_e4m3fn", ragged=True)["decode"],
@@ -89,11 +91,15 @@ OTHERS = {  # branches of the templates that the prints in generated/ do not hav
     "hopper, three consumers": lambda: hopper_compilation("sm_90", head_dim=64, dtype="float16"),
     "hopper, slices": lambda: hopper_compilation("sm_90", *make("softcap", "causal"), **MLA),
     "hopper, packed": lambda: hopper_compilation("sm_90", *make("alibi", "document"), starts=True, output_max=True),
+    "hopper, blocks elsewhere": lambda: hopper_compilation("sm_90", *make("t5_bias", "document"), shifted=True),
     "hopper, pages": lambda: hopper_compilation("sm_90", *make("alibi", "causal"), starts=True, cache=Cache(64, offsets=True)),
     "hopper, entries": lambda: hopper_compilation("sm_90", *make("causal"), **MLA, starts=True, cache=Cache(located=True)),
     "hopper backward": lambda: hopper_backward_compilations(*make("softcap", "document"), head_dim=64)["fused"],
     "hopper backward, captured": lambda: hopper_backward_compilations(*make("relative_bias"), head_dim=64, captured=True)["fused"],
     "hopper backward, packed": lambda: hopper_backward_compilations(*make("alibi", "document"), captured=True, blocks=STARTS)["fused"],
+    "dkv, blocks elsewhere": lambda: backward_compilations("sm_90", *make("alibi", "document"), captured=True, shifted=True)["dkv"],
+    "dq, blocks elsewhere": lambda: backward_compilations("sm_90", *make("softcap", "document"), whole=False, shifted=True)["dq"],
+    "hopper backward, blocks elsewhere": lambda: hopper_backward_compilations(*make("alibi", "document"), blocks=SHIFTED)["fused"],
     "hopper backward, slices": lambda: hopper_backward_compilations(*make("softcap", "causal"), **MLA, blocks=STARTS)["fused"],
     "hopper backward, wide": lambda: hopper_backward_compilations(*make("softcap", "causal"), head_dim=256)["fused"],
     "hopper backward, delta": lambda: hopper_backward_compilations(*make("causal"))["delta"],

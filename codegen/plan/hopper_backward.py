@@ -92,8 +92,6 @@ def fits(case: BackwardCase, arch: str = "sm_90", score: Mod | None = None) -> s
     rows = 64  # of the smallest tile
     if case.blocks and (case.blocks.q_block % rows or case.blocks.kv_block % BLOCK_N):
         return f"block sizes {case.blocks.q_block} and {case.blocks.kv_block} are no multiples of {rows} and {BLOCK_N}"
-    if case.blocks and case.blocks.shifted:
-        return "blocks lie in a longer sequence"
     if case.blocks and case.blocks.starts:
         tile = hopper_backward_tile(case, score, None)
         if case.blocks.kv_block != tile.BLOCK_N:

@@ -92,8 +92,6 @@ def fits(case: ForwardCase, geometry: Geometry, arch: str = "sm_90", aligned: bo
             return (
                 f"blocks that begin where a tensor says are tiles: they must have {tile.BLOCK_M} queries, these have {case.blocks.q_block}"
             )
-    if case.blocks and case.blocks.shifted:
-        return "blocks lie in a longer sequence"
     size = case.cache.page_size if case.cache else 0
     if size % 128 and size not in (8, 16, 32, 64):
         return f"pages have {size} keys; TMA copies pages of 8, 16, 32 or 64 and whole blocks of pages of multiples of 128"
