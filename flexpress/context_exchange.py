@@ -75,11 +75,7 @@ class Exchange:
             status = plan.status[:, heads].index_select(2, rows).index_select(3, blocks)
             if plan.kv_len % BLOCK:  # with padding, which mask_mod alone hides
                 status = torch.where(blocks == plan.kv_len // BLOCK, status.clamp(max=1), status)
-            if not status.numel():
-                self._lists[key] = None
-            else:
-                lists = lists_of(masks.block_lists(status), BLOCK, BLOCK, interior=True)
-                self._lists[key] = replace(lists, shifts=Shifts(_moved(rows), _moved(blocks), plan.q_len, plan.kv_len))
+            self._lists[key] = lists_of_part(status, rows, blocks, plan.q_len, plan.kv_len) if status.numel() else None
         return self._lists[key]
 
     def score_mod(self, mod: Callable | None, first_head: int) -> Callable | None:
@@ -119,6 +115,12 @@ class Arriving:
         self.work.wait()
         packed = self.packed.permute(1, 2, 0, 3)
         return packed[..., : self.d_qk], packed[..., self.d_qk :]
+
+
+def lists_of_part(status: torch.Tensor, rows: torch.Tensor, blocks: torch.Tensor, q_len: int, kv_len: int) -> BlockLists:
+    """The lists of some blocks of queries, and of keys, with these numbers in a sequence. status: theirs."""
+    lists = lists_of(masks.block_lists(status), BLOCK, BLOCK, interior=True)
+    return replace(lists, shifts=Shifts(_moved(rows), _moved(blocks), q_len, kv_len))
 
 
 def _moved(blocks: torch.Tensor) -> torch.Tensor:

@@ -75,6 +75,43 @@ def test_print_names_no_machine(name):
         assert "# mods/" in text
 
 
+def added(plain, shifted) -> list[str]:
+    """The lines of a kernel with shifts that differ from those without, but for the docstring and what hands arguments on."""
+    before, after = (re.sub(r'"""(.|\n)*?"""', "", render(c.spec), count=1).splitlines() for c in (plain, shifted))
+    lines = [line[1:].strip() for line in difflib.unified_diff(before, after, lineterm="", n=0) if re.match(r"\+(?!\+\+)", line)]
+    return [line for line in lines if not line.endswith(",")]
+
+
+def test_blocks_elsewhere_cost_two_numbers():
+    """ALiBi in blocks that lie in a longer sequence is ALiBi, beside a number for the tile and one for each block that it visits."""
+    mods = make("alibi", "causal")
+    found = added(hopper_compilation("sm_90", *mods), hopper_compilation("sm_90", *mods, shifted=True))
+    assert found[:2] == ["NUMBERS = gl.constexpr(6)", "SHIFT = gl.constexpr(5)"]
+    assert found[2:10] == [
+        "shift = gl.load(q_shifts + q_block * BLOCK_M // 128) * 128",
+        "hand_out(shared.tiles, turn, SHIFT, shift)",
+        "shift = handed_out(shared.tiles, turn, SHIFT)",
+        "first_m = q_block * BLOCK_M + shift",
+        "end_m = Q_LEN + shift",
+        "offs_m = first_m + CONSUMER * 64 + gl.arange(0, 64, layout=QUERIES)",
+        "rows = gl.minimum(offs_m, end_m - 1)  # [64]; padding rows repeat the last one and are not stored",
+        "upper_m = gl.minimum(first_m + CONSUMER * 64 + upper // 8 * 16 + upper % 8, end_m - 1)",
+    ]
+    block = [
+        "kv_shift = gl.load(kv_shifts + block)  # in blocks; used late, so that nothing waits",
+        "first_n = start_n + kv_shift * 128",
+        "end_n = KV_LEN + kv_shift * 128",
+    ]
+    assert found[10:] == 3 * block  # of the partial blocks, the one that fills the pipeline, and the full ones
+    assert added(compilation("sm_90", *mods), compilation("sm_90", *mods, shifted=True)) == [
+        "n = (offs_n + kv_shift)[None, :]",
+        "kv_shift = tl.load(kv_shifts + block) * 128",
+        "q_shift = tl.load(q_shifts + q_block * BLOCK_M // 128) * 128",
+        "# [BLOCK_M, 1]; padding rows repeat the last one and are not stored",
+        "m = (tl.minimum(offs_m, Q_LEN - 1) + q_shift)[:, None]",
+    ]
+
+
 MLA = dict(head_dim=192, head_dim_v=128)
 STARTS = Blocks(True, 128, 128, starts=True)
 SHIFTED = Blocks(True, 128, 128, shifted=True)
