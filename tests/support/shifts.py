@@ -18,7 +18,7 @@ from support.varlen import FLOORS, MASK_MODS, SCORE_MODS, mask_mods, score_mods
 
 HEAD_DIMS = {"cpu": [8, 16, 40], "cuda": [16, 64, 80, 128, 192, 256]}
 MOST = {"cpu": 3, "cuda": 9}  # blocks of queries, and of keys
-FAR = {"cpu": 12, "cuda": 20}  # and of the longer sequence
+FAR = {"cpu": 12, "cuda": 12}  # and of the longer sequence
 
 
 @dataclass(kw_only=True)
