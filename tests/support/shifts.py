@@ -8,17 +8,31 @@ from dataclasses import dataclass, replace
 import torch
 from hypothesis import strategies as st
 
+from flexpress import mods
 from flexpress.block_mask import BlockMask
 from flexpress.call import attend, bound
 from flexpress.codegen.run import masks
 from flexpress.codegen.run.block_lists import BlockLists, Shifts, lists_of
 from support.dense import dense_attention, relative_error
 from support.gradients import assert_gradients
-from support.varlen import FLOORS, MASK_MODS, SCORE_MODS, mask_mods, score_mods
+from support.varlen import FLOORS, MASK_MODS, SCORE_MODS, score_mods
+from support.varlen import mask_mods as narrow_mods
 
+WIDE = ["wide window", "both sides", "documents", "keys and rows"]
 HEAD_DIMS = {"cpu": [8, 16, 40], "cuda": [16, 64, 80, 128, 192, 256]}
 MOST = {"cpu": 3, "cuda": 9}  # blocks of queries, and of keys
 FAR = {"cpu": 12, "cuda": 12}  # and of the longer sequence
+
+
+def mask_mods(n: int, device: str) -> dict:
+    """Those of packed sequences, and some that show several blocks."""
+    ids = (torch.arange(1 << 12, device=device) * 7) // 2000
+    return narrow_mods(n, device) | {
+        "wide window": mods.sliding_window(300),
+        "both sides": mods.sliding_window_bidirectional(200, 250),
+        "documents": mods.document(ids, mods.causal),
+        "keys and rows": lambda b, h, m, k: (m % 300 > 40) & (k % 200 != 3),
+    }
 
 
 @dataclass(kw_only=True)
@@ -83,7 +97,7 @@ def problems(draw, device):
         Dv=draw(st.one_of(st.just(D), st.sampled_from(HEAD_DIMS[device]))),
         dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
         score=draw(st.sampled_from(SCORE_MODS)),
-        mask=draw(st.sampled_from(MASK_MODS)),
+        mask=draw(st.sampled_from([*MASK_MODS, *WIDE * 2])),
         deterministic=draw(st.booleans()),
         separate_full=draw(st.booleans()),
         seed=draw(st.integers(0, 99)),
