@@ -138,7 +138,6 @@ class ContextPlan:
         self._held = self._positions_held(positions_of(mine, self.q_len))
         self._kv_held = self._held if keys is mine else self._positions_held(positions_of(keys, self.kv_len))
         self.position_ids, self.kv_position_ids = self._held[0], self._kv_held[0]
-        self.q_positions = self._held[1].to(torch.int32)  # for kernels
         self.packing: Packing | None = None  # of packed sequences
         self.exchange: Any = None  # made by the first call
         self._parts: dict[tuple[Part, Part], ContextPlan] = {}
