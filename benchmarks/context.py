@@ -71,13 +71,15 @@ class Problem:
         """Of a forward pass, counted from the blocks that the mask shows."""
         return 4 * int((status != 0).sum()) * BLOCK * BLOCK * self.asked.head_dim * self.asked.heads
 
-    def inputs(self, positions=None, count: int | None = None) -> list[torch.Tensor]:
-        """q, k, v and dO: those of some positions, or of `count` of them."""
-        asked, length = self.asked, count or (self.length if positions is None else len(positions))
+    def inputs(self, q_len: int | None = None, kv_len: int | None = None) -> list[torch.Tensor]:
+        """q, k, v and dO; the lengths are the sequence's by default, and those of keys are those of queries."""
+        asked = self.asked
+        q_len = self.length if q_len is None else q_len
+        kv_len = q_len if kv_len is None else kv_len
         generator = torch.Generator(self.device).manual_seed(0)
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        heads = asked.heads, asked.kv_heads, asked.kv_heads, asked.heads
-        return [torch.randn((1, n, length, asked.head_dim), generator=generator, device=self.device).to(dtype) for n in heads]
+        shapes = (asked.heads, q_len), (asked.kv_heads, kv_len), (asked.kv_heads, kv_len), (asked.heads, q_len)
+        return [torch.randn((1, *shape, asked.head_dim), generator=generator, device=self.device).to(dtype) for shape in shapes]
 
 
 def _documents(length: int, device: torch.device):
@@ -136,7 +138,7 @@ def attention_of(way: str, problem: Problem, plan: ContextPlan) -> Iterator[tupl
     if way == "context plan":
         yield (
             (lambda q, k, v: flex_attention(q, k, v, problem.score_mod, enable_gqa=True, context=plan)),
-            problem.inputs(plan.position_ids),
+            problem.inputs(len(plan.position_ids)),
             flops,
         )
     elif way == "one GPU":
@@ -144,10 +146,10 @@ def attention_of(way: str, problem: Problem, plan: ContextPlan) -> Iterator[tupl
         mask = create_block_mask(alone.mask_mod, None, None, alone.length, alone.length, problem.device)
         yield (lambda q, k, v: flex_attention(q, k, v, alone.score_mod, mask, enable_gqa=True)), alone.inputs(), alone.flops(mask._status())
     elif way == "all-gather by hand":
-        yield gathered_by_hand(plan, problem), problem.inputs(plan.position_ids), flops
+        yield gathered_by_hand(plan, problem), problem.inputs(len(plan.position_ids)), flops
     else:
         with torchs(way, problem, plan) as attend:
-            yield attend, problem.inputs(count=problem.length // plan.ranks), flops
+            yield attend, problem.inputs(problem.length // plan.ranks), flops
 
 
 @contextmanager

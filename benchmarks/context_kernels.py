@@ -9,9 +9,11 @@ read positions from tables, as one would without a plan.
 
 from __future__ import annotations
 
+import argparse
+
 import torch
 from common import arguments, header, queued_ms, tflops, write_results
-from context import HKV, HQ, D, inputs, masks
+from context import BOTH, MASKS, Problem, chosen_masks
 
 from flexpress import create_block_mask, flex_attention
 from flexpress.block_mask import BlockMask
@@ -50,14 +52,14 @@ class Part:
         return score if score_mod else None, BlockMask._made(self.lengths, lists, mask)
 
 
-def measured(score_mod, block_mask: BlockMask, lengths: tuple[int, int], groups: int, rep: float) -> dict:
+def measured(problem: Problem, score_mod, block_mask: BlockMask, lengths: tuple[int, int]) -> dict:
     """Milliseconds and TFLOP/s of a forward pass, and of both passes."""
-    q, k, v, d_out = (t[:, : t.shape[1] // groups].contiguous() for t in inputs(*lengths))
+    q, k, v, d_out = problem.inputs(*lengths)
 
     def forward():
         return flex_attention(q, k, v, score_mod, block_mask, enable_gqa=True)
 
-    flops = 4 * int((block_mask._status() != 0).sum()) * BLOCK * BLOCK * D * q.shape[1]
+    flops, rep = problem.flops(block_mask._status()), problem.asked.rep
     with torch.no_grad():
         forward_ms = queued_ms(forward, rep)
     for t in (q, k, v):
@@ -67,36 +69,46 @@ def measured(score_mod, block_mask: BlockMask, lengths: tuple[int, int], groups:
         "forward_ms": forward_ms,
         "both_ms": both_ms,
         "forward_tflops": tflops(flops, forward_ms),
-        "both_tflops": tflops(3.5 * flops, both_ms),
+        "both_tflops": tflops(BOTH * flops, both_ms),
     }
 
 
-def row_of(name: str, length: int, ranks: int, rank: int, groups: int, rep: float) -> dict:
-    mask_mod, score_mod = masks(length)[name]
-    part = Part(length, ranks, rank, mask_mod)
-    found = measured(score_mod, part.shifted, part.lengths, groups, rep)
-    tables = measured(*part.by_tables(score_mod), part.lengths, groups, rep)
-    alone = length // ranks if name == "window 4096" else int(length / ranks**0.5) // BLOCK * BLOCK
-    single_mask, single_score = masks(alone)[name]
-    blocks = create_block_mask(single_mask, None, None, alone, alone, "cuda", BLOCK)
-    one = measured(single_score, blocks, (alone, alone), groups, rep)
+def row_of(name: str, length: int, asked: argparse.Namespace) -> dict:
+    problem = Problem(name, length, asked, torch.device("cuda"))
+    part, alone = Part(length, asked.ranks, asked.rank, problem.mask_mod), problem.alone(asked.ranks)
+    found = measured(problem, problem.score_mod, part.shifted, part.lengths)
+    tables = measured(problem, *part.by_tables(problem.score_mod), part.lengths)
+    blocks = create_block_mask(alone.mask_mod, None, None, alone.length, alone.length, "cuda", BLOCK)
+    one = measured(alone, alone.score_mod, blocks, (alone.length, alone.length))
     ratios = {f"{way}_ratio": found[f"{way}_tflops"] / one[f"{way}_tflops"] for way in ("forward", "both")}
-    heads = {"query_heads": HQ // groups, "key_heads": HKV // groups}
-    return {"mask": name, "ranks": ranks, "rank": rank, "length": length, **heads, **found, **ratios, "one": one, "tables": tables}
+    heads = {"query_heads": asked.heads, "key_heads": asked.kv_heads}
+    return {
+        "mask": name,
+        "ranks": asked.ranks,
+        "rank": asked.rank,
+        "length": length,
+        **heads,
+        **found,
+        **ratios,
+        "one": one,
+        "tables": tables,
+    }
 
 
 def main() -> None:
     parser = arguments(__doc__, "benchmarks/results/context_kernels.json")
     parser.add_argument("--lengths", type=lambda text: [int(n) for n in text.split(",")], default=[65536])
+    parser.add_argument("--masks", type=chosen_masks, default=list(MASKS), help=f"separated by ; of {'; '.join(MASKS)}")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rank", type=int, default=0, help="which rank's part")
     parser.add_argument("--groups", type=int, default=2, help="head_groups of the plan")
     parser.add_argument("--rep", type=float, default=300.0, help="ms to measure each")
     asked = parser.parse_args()
+    asked.heads, asked.kv_heads, asked.head_dim = 32 // asked.groups, 8 // asked.groups, 128
     rows = []
     for length in asked.lengths:
-        for name in masks(length):
-            rows.append(row_of(name, length, asked.ranks, asked.rank, asked.groups, asked.rep))
+        for name in asked.masks:
+            rows.append(row_of(name, length, asked))
             print({k: round(v, 3) if isinstance(v, float) else v for k, v in rows[-1].items()}, flush=True)
             write_results(asked.out, header(asked.commit), rows)
 
