@@ -18,8 +18,12 @@ from ..text.torch_text import torch_text
 from .exported import Exported, Plans
 from .exported_captures import layouts_for_any, named
 from .exported_file import File, Kernel, listed, reserved, unpacked
+from .exported_hopper import HopperPart
 
-TEMPLATES = "exported_attention.jinja", "_exported_masks.jinja", "_exported_backward.jinja"
+TEMPLATES = (
+    "exported_attention.jinja",
+    *("_exported_masks.jinja", "_exported_backward.jinja", "_exported_hopper.jinja", "_exported_hopper_backward.jinja"),
+)
 MASKS = {  # kernel -> grid, suffix of its functions, name of its launch
     "block_zones": ("Z * Hm * (rows + columns)", "", "zones"),
     "block_status": ("Z * Hm * rows * triton.cdiv(columns, launch.constants[0])", "", "status"),
@@ -27,15 +31,18 @@ MASKS = {  # kernel -> grid, suffix of its functions, name of its launch
     "transposed_block_lists": ("Z * Hm * lines", "transposed", "transposed_lists"),
 }
 _QUERIES, _KEYS = "Z * Hq * triton.cdiv(Q_LEN, launch.constants[0])", "Zkv * Hkv * triton.cdiv(KV_LEN, launch.constants[1])"
+_ROWS = "Z * Hq * STATS_LEN // launch.constants[0]"
 _KERNELS = {
     "forward": (_QUERIES, "", "forward"),
     "forward_with_rows": (_QUERIES, "with_rows", "forward_with_rows"),
-    "backward_delta": ("Z * Hq * STATS_LEN // launch.constants[0]", "", "delta"),
-    "backward_delta_with_lse": ("Z * Hq * STATS_LEN // launch.constants[0]", "with_lse", "delta_with_lse"),
+    "backward_delta": (_ROWS, "", "delta"),
+    "backward_delta_with_lse": (_ROWS, "with_lse", "delta_with_lse"),
     "backward_dkv": (_KEYS, "dkv", "dkv"),
     "backward_dq": (_QUERIES, "dq", "dq"),
     "backward_dkv_whole": (_KEYS, "whole", ""),
     "backward_dq_whole": (_QUERIES, "whole", ""),
+    "hopper_delta": (_ROWS, "hopper", "hopper_delta"),
+    "hopper_delta_with_lse": (_ROWS, "hopper_with_lse", "hopper_delta_with_lse"),
     **MASKS,
 }
 TOLERANCES = {"float16": 2e-2, "bfloat16": 5e-2, "float32": 1e-3}  # of the demo
@@ -61,6 +68,10 @@ class AttentionFile(File):
         on_target, use_tma = plans.kernels()
         forward_tma = bool(on_target["forward"].spec.flag["USE_TMA"])
         on_cpu, _ = Plans(call, "cpu", forward_tma).kernels(use_tma)
+        self.hopper = hopper = HopperPart(plans)
+        self.gluon, self.named_tuples = hopper.kernels, call.mask is not None
+        on_target |= {name: pair["on_target"] for name, pair in hopper.deltas.items()}
+        on_cpu |= {name: pair["on_cpu"] for name, pair in hopper.deltas.items()}
         names = named(call.score, call.mask, call.wanted, plans.keys, reserved(*TEMPLATES))
         kernels = tuple(
             Kernel(name, grid, on_target[name], on_cpu[name], suffix, called)
@@ -93,8 +104,9 @@ class AttentionFile(File):
         """What the backward pass asks for."""
         steps = plans.backward(False, False, use_tma)[0]
         self.backward_scale_apart = steps.scale_apart
-        self.gathered = self._gathered(plans, steps)
-        self.symbols_of_places = unpacked(line for gathered in self.gathered for line in gathered.lines)
+        self.gathered = self._gathered(plans, (("dkv", steps.dkv), ("dq", steps.dq)))
+        self.symbols_of = symbols_of
+        self.hopper_gathered = self._gathered(plans, (("hopper", self.hopper.backward),)) if self.hopper.backward else ()
         dkv = next(kernel for kernel in self.kernels if kernel.name == "backward_dkv")
         tiles = (k.constants["BLOCK_M"] for k in (dkv.on_target, dkv.on_cpu))
         self.stats_step = math.lcm(STATS_ALIGNMENT, *((self.q_block,) if self.mask else tiles))
@@ -104,13 +116,13 @@ class AttentionFile(File):
         self.converted = listed(f"d_{name}.to({name}.dtype)" for name in self.wanted)
         self.returned = listed(f"d_{c.name}" if c.wanted else "None" for c in self.captured)
 
-    def _gathered(self, plans: Plans, steps) -> tuple[Gathered, ...]:
-        """The gradients of captured tensors, in the order of the kernels that leave them."""
+    def _gathered(self, plans: Plans, steps: tuple) -> tuple[Gathered, ...]:
+        """The gradients of captured tensors, in the order of the kernels, named, that leave them."""
         if self.call.score is None:
             return ()
         found, seen = [], set()
         layouts = plans.keys[0][1]
-        for name, step in (("dkv", steps.dkv), ("dq", steps.dq)):
+        for name, step in steps:
             for captured, load in step.captured:
                 tensor = self.of_score[load.attr]
                 found.append(self._gathered_of(name, captured, load, tensor, layouts[load.attr], tensor in seen))
@@ -119,7 +131,8 @@ class AttentionFile(File):
 
     def _gathered_of(self, name: str, captured, load, tensor: str, layout: TensorLayout, more: bool) -> Gathered:
         """One of them; `more`: others of the tensor were added up before."""
-        shapes = {"row": "(Z, Hq, Q_LEN)", "column": "(Z, Hq, KV_LEN)", "head": "(Z, Hq, tiles)"}
+        tiles = "2 * tiles" if name == "hopper" else "tiles"  # one for each consumer
+        shapes = {"row": "(Z, Hq, Q_LEN)", "column": "(Z, Hq, KV_LEN)", "head": f"(Z, Hq, {tiles})"}
         buffer, lines, total = captured.buffer, [], captured.buffer
         if captured.role in shapes:
             made = f"torch.empty({shapes[captured.role]}, dtype=torch.float32, device=device)"
@@ -133,6 +146,11 @@ class AttentionFile(File):
             made = f"torch.empty_strided({tensor}.shape, {tensor}.stride(), dtype={dtype}, device=device).zero_()"
         lines.append(f"d_{tensor} = {f'd_{tensor} + ' if more else ''}{total}")
         return Gathered(name, buffer, made, tuple(lines))
+
+
+def symbols_of(gathered: tuple[Gathered, ...]) -> str:
+    """The targets for positions that adding up gradients needs; nothing if it needs none."""
+    return unpacked(line for one in gathered for line in one.lines)
 
 
 def describe_mask(file: File, bound: tuple, extents: tuple) -> None:
