@@ -46,6 +46,7 @@ _KERNELS = {
     **MASKS,
 }
 TOLERANCES = {"float16": 2e-2, "bfloat16": 5e-2, "float32": 1e-3}  # of the demo
+_MOVING: dict[str, dict[str, int]] = {"head": {}, "row": {"q_idx": 2}, "column": {"kv_idx": 2}}  # what a buffer's last axis is
 _AXES = {"head": ".sum(-1)[:, :, None, None]", "row": "[:, :, :, None]", "column": "[:, :, None, :]"}
 
 
@@ -136,16 +137,28 @@ class AttentionFile(File):
         buffer, lines, total = captured.buffer, [], captured.buffer
         if captured.role in shapes:
             made = f"torch.empty({shapes[captured.role]}, dtype=torch.float32, device=device)"
-            count = len(self.call.score[0].tensors)
-            names = self.of_score[:count], self.of_score[count:]
-            places = torch_text(tuple(load.args), *names, f"place_{tensor}_{captured.load}", "float32")
-            lines += places.lines
-            total = f"added({', '.join([tensor, buffer + _AXES[captured.role], *(f'{p}.long()' for p in places.results)])})"
+            axes = {"b": 0, "h": 1, **_MOVING[captured.role]}
+            kept = [axes.get(index.attr) if index.op == "symbol" else None for index in load.args]
+            if kept and None not in kept and len(set(kept)) == len(kept):
+                total = f"placed({tensor}, {_summed(buffer, kept)})"
+            else:
+                count = len(self.call.score[0].tensors)
+                names = self.of_score[:count], self.of_score[count:]
+                places = torch_text(tuple(load.args), *names, f"place_{tensor}_{captured.load}", "float32")
+                lines += places.lines
+                total = f"added({', '.join([tensor, buffer + _AXES[captured.role], *(f'{p}.long()' for p in places.results)])})"
         else:
             dtype = f"{tensor}.dtype" if captured.role == "store" else "torch.float32"
             made = f"torch.empty_strided({tensor}.shape, {tensor}.stride(), dtype={dtype}, device=device).zero_()"
         lines.append(f"d_{tensor} = {f'd_{tensor} + ' if more else ''}{total}")
         return Gathered(name, buffer, made, tuple(lines))
+
+
+def _summed(buffer: str, kept: list[int]) -> str:
+    """A buffer added up over the axes that are not `kept`, which come in this order."""
+    others, order = [str(axis) for axis in range(3) if axis not in kept], [sorted(kept).index(axis) for axis in kept]
+    text = f"{buffer}.sum(({', '.join(others)},))" if others else buffer
+    return text if order == sorted(order) else f"{text}.permute({', '.join(map(str, order))})"
 
 
 def symbols_of(gathered: tuple[Gathered, ...]) -> str:
