@@ -132,6 +132,11 @@ def test_a_triton_without_gluon(monkeypatch, tmp_path):
     assert "gluon" in module.WITHOUT_HOPPER and module.HOPPER_FORWARD is None
     module.is_hopper, module.multiprocessors = lambda _: True, lambda _: 3
     assert relative_error(module.attention(q, k, v), dense_attention(q, k, v)[0]) <= 1e-2
+    path, _ = saved(tmp_path, q, k, v, kernel_options={"BACKEND": "HOPPER"}, overwrite=True)
+    module = load(path, "without")
+    module.is_hopper = lambda _: True
+    with pytest.raises(NotImplementedError, match="these kernels for Hopper need another Triton than .*gluon"):
+        module.attention(q, k, v)
 
 
 def test_portable_kernels_are_compiled_once(monkeypatch, tmp_path):

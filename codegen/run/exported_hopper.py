@@ -23,15 +23,15 @@ class HopperPart:
     def __init__(self, plans: Plans) -> None:
         self.call = call = plans.call
         named, candidate = call.options.backend, forward_kernels.Hopper()
+        self.required = named == candidate.name
         self.forward = self.backward = self.without_backward = None
         self.deltas: dict[str, dict[str, Compilation]] = {}  # by name: on the target and on a CPU
         fitting = plans.forward_call(call.backward)
         self.without = f"BACKEND is {named}" if named not in (None, candidate.name) else candidate.fits(fitting)
         if self.without:
-            if named == candidate.name:
+            if self.required:
                 raise ValueError(f"kernel_options['BACKEND'] is {named!r}, but {self.without}; leave BACKEND out")
             return
-        self.required = named == candidate.name
         self.forward = candidate.plan(plans.forward_call(False))
         self.forward_with_rows = candidate.plan(fitting) if call.backward else None
         self._describe()
