@@ -7,6 +7,7 @@ import torch
 
 from flexpress import cache_clear, cached_attention, mods, precompile_cached
 from flexpress.codegen import registry
+from flexpress.codegen.device import interpret
 from support.costs import costs
 from support.devices import DEVICES
 from support.fake_hopper import Variant, pass_for_hopper
@@ -58,6 +59,14 @@ def test_calls_with_a_cache(name, way, device):
         described["cu_seqlens_q"] = torch.tensor([0, 1, 20, 50], dtype=torch.int32, device=device)
     assert costs(lambda: cached_attention(*qkv, **described, **call, check=False)) == (0, 0)
     assert precompile_cached(*given, **described, **call, dtype=torch.float32, device=None if way == "examples" else device) == []
+
+
+def test_no_attention_kernel_runs(monkeypatch):
+    """But those that make block lists do."""
+    ran = []
+    monkeypatch.setattr(interpret._Interpreted, "run", lambda self, *_: ran.append(self.function.__name__))
+    precompile_cached((2, 4, 5, 16), *[(2, 900, 2, 16)] * 2, (2,), dtype=torch.float32, device="cpu")
+    assert ran and all(name.startswith("block_") for name in ran)
 
 
 @pytest.mark.parametrize("spills", [0, 4000])

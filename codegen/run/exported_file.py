@@ -7,6 +7,7 @@ import functools
 import inspect
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
@@ -111,8 +112,12 @@ class File:
     def text(self) -> str:
         """The file. Raises RenderError if a text of the user's would be more than a comment."""
         found = self._rendered(lambda spec: spec)
-        if not found.replace("\n", "").isprintable() or ast.dump(ast.parse(found)) != ast.dump(ast.parse(self._rendered(without_texts))):
+        tree = ast.parse(found)
+        if not found.replace("\n", "").isprintable() or ast.dump(tree) != ast.dump(ast.parse(self._rendered(without_texts))):
             raise RenderError("an exported file would hold a source line or a name of the mod's as code; please report the mod")
+        twice = [name for name, count in Counter(_defined(tree.body)).items() if count > 1]
+        if twice:
+            raise RenderError(f"an exported file would define {', '.join(twice)} twice; please report the mod")
         return found
 
     def _rendered(self, shown: Callable[[KernelSpec], KernelSpec]) -> str:
@@ -188,6 +193,19 @@ def _launched(grid: str, arguments: list[str]) -> str:
     whole = ", ".join(argument.replace(" ", "\0") for argument in arguments)  # an argument stays on one line
     lines = [line.replace("\0", " ") for line in textwrap.wrap(whole, 100, break_long_words=False)]
     return "\n".join(["launch(", f"    ({grid},),", *(f"    {line}" for line in lines), ")"])
+
+
+def _defined(body: list[ast.stmt]) -> list[str]:
+    """What statements define by name: functions, classes and constants."""
+    found = []
+    for node in body:
+        if isinstance(node, ast.Try):
+            found += _defined(node.body)
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.append(node.name)
+        elif isinstance(node, ast.Assign):
+            found += [name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)]
+    return found
 
 
 def listed(names: Iterable[str]) -> str:
