@@ -34,6 +34,9 @@ def check(file: File, module, target: str) -> None:
     for kernel in (*file.kernels, *file.gluon):
         made, last = kernel.on_target, None if target == "sm_90" and kernel.name in SLOW else "ttgir"
         function = getattr(module, kernel.entry)
+        # a launch finds a compiled kernel again whatever numbers are
+        numbers = {parameter.name for parameter in made.spec.parameters if parameter.is_number}
+        assert numbers == {parameter.name for parameter in function.params if parameter.do_not_specialize}
         compiled = compile_function(function, made.spec, target, made.constants, made.num_warps, made.num_stages, last)
         if last is None:
             same = compile_for(made.spec, target, made.constants, made.num_warps, made.num_stages)
