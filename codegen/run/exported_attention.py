@@ -114,7 +114,8 @@ class AttentionFile(File):
         self.wanted = tuple(c.name for c in self.captured if c.wanted)
         self.named = listed(f"d_{name}" for name in self.wanted)
         self.zeros = listed(f"torch.zeros_like({name})" for name in self.wanted)
-        self.converted = listed(f"d_{name}.to({name}.dtype)" for name in self.wanted)
+        converted = [f"d_{name}.to({name}.dtype)" for name in self.wanted]
+        self.converted, self.converted_apart = listed(converted), f"({', '.join(converted)}{',' * (len(converted) == 1)})"
         self.returned = listed(f"d_{c.name}" if c.wanted else "None" for c in self.captured)
 
     def _gathered(self, plans: Plans, steps: tuple) -> tuple[Gathered, ...]:
