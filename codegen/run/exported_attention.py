@@ -43,6 +43,8 @@ _KERNELS = {
     "backward_dq_whole": (_QUERIES, "whole", ""),
     "hopper_delta": (_ROWS, "hopper", "hopper_delta"),
     "hopper_delta_with_lse": (_ROWS, "hopper_with_lse", "hopper_delta_with_lse"),
+    "hopper_delta_scaled": (_ROWS, "scaled", "hopper_delta_scaled"),
+    "hopper_delta_scaled_with_lse": (_ROWS, "scaled_with_lse", "hopper_delta_scaled_with_lse"),
     **MASKS,
 }
 TOLERANCES = {"float16": 2e-2, "bfloat16": 5e-2, "float32": 1e-3}  # of the demo

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ..plan import hopper_backward, hopper_forward
 from ..plan.backward import STATS_ALIGNMENT, delta_rows
+from ..plan.hopper_backward import HopperBackwardPlan
 from ..text.spec import KernelSpec
 from . import backward_kernels, forward_kernels
 from .exported import Plans
@@ -18,6 +19,7 @@ class HopperPart:
     """The part of a file for Hopper: kernels in Gluon, and, in Triton, what goes before the backward one.
 
     without, without_backward   why there are none; why there is none for the backward pass
+    backward                    where the forward kernel leaves scores without scale (is_raw), there is another after the portable one
     """
 
     def __init__(self, plans: Plans) -> None:
@@ -26,6 +28,7 @@ class HopperPart:
         self.required = named == candidate.name
         self.forward = self.backward = self.without_backward = None
         self.deltas: dict[str, dict[str, Compilation]] = {}  # by name: on the target and on a CPU
+        self.fused: dict[str, HopperBackwardPlan] = {}  # by name
         fitting = plans.forward_call(call.backward)
         self.without = f"BACKEND is {named}" if named not in (None, candidate.name) else candidate.fits(fitting)
         if self.without:
@@ -52,10 +55,9 @@ class HopperPart:
         found = [GluonKernel("hopper_forward", tiles, _compiled(self.forward.spec), "hopper")]
         if self.call.backward:
             found.append(GluonKernel("hopper_forward_with_rows", tiles, _compiled(self.forward_with_rows.spec), "with_rows"))
-        if self.backward:
-            work = f"max(tiles * Zkv * Hkv, triton.cdiv(Q_LEN, {self.backward.fused.flag['DQ_ROWS']}) * Z * Hq)"
-            grid = f"min({work}, multiprocessors(device))"
-            found.append(GluonKernel("hopper_backward", grid, _compiled(self.backward.fused), "in_backward"))
+        for name, plan in self.fused.items():
+            work = f"max(tiles * Zkv * Hkv, triton.cdiv(Q_LEN, {plan.fused.flag['DQ_ROWS']}) * Z * Hq)"
+            found.append(GluonKernel(name, f"min({work}, multiprocessors(device))", _compiled(plan.fused), name.removeprefix("hopper_")))
         return tuple(found)
 
     def _describe(self) -> None:
@@ -70,18 +72,16 @@ class HopperPart:
     def _differentiate(self, plans: Plans) -> None:
         """What it asks for of the backward pass."""
         call, candidate = self.call, backward_kernels.Hopper()
-        found = plans.backward_call(False, self.is_raw)
-        self.without_backward = candidate.fits(found)
+        self.without_backward = candidate.fits(plans.backward_call(False))
         if self.without_backward:
             return
-        self.backward = candidate.plan(found)
-        for name, with_lse in (("hopper_delta", False), ("hopper_delta_with_lse", True)):
-            spec = candidate.plan(plans.backward_call(with_lse, self.is_raw)).delta
-            constants = {"BLOCK_M": delta_rows(call.d_v)}
-            self.deltas[name] = {
-                "on_target": Compilation("sm_90", spec, constants),
-                "on_cpu": Compilation("cpu", replace(spec, backend="cpu"), constants),
-            }
+        for suffix, raw in (("", self.is_raw), ("_scaled", False)) if self.is_raw else (("", False),):
+            self.fused[f"hopper_backward{suffix}"] = candidate.plan(plans.backward_call(False, raw))
+            for name, with_lse in ((f"hopper_delta{suffix}", False), (f"hopper_delta{suffix}_with_lse", True)):
+                spec, constants = candidate.plan(plans.backward_call(with_lse, raw)).delta, {"BLOCK_M": delta_rows(call.d_v)}
+                pair = Compilation("sm_90", spec, constants), Compilation("cpu", replace(spec, backend="cpu"), constants)
+                self.deltas[name] = dict(zip(("on_target", "on_cpu"), pair, strict=True))
+        self.backward = self.fused["hopper_backward"]
         self.stats_step = math.lcm(STATS_ALIGNMENT, call.size[0] if call.mask else 1)
         self.backward_scale_apart, self.key_tile = self.backward.scale_apart, self.backward.tile.BLOCK_N
         self.backward_row_bytes = call.d_qk * (call.dtype.itemsize + 4) + call.d_v * call.dtype.itemsize
