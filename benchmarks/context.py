@@ -86,7 +86,7 @@ def both_ways(attend, q, k, v, d_out):
 
 def gathered_by_hand(plan: ContextPlan, mask_mod, score_mod):
     """What one writes without a plan: every rank gets all keys, and gradients of all go back."""
-    positions = plan.q_positions
+    positions = plan.position_ids.int()
     order = torch.cat([plan.on_device(p) for p in map(_positions(plan), range(plan.ranks))]).argsort()
 
     def mask(b, h, q_idx, kv_idx):

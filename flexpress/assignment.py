@@ -1,8 +1,6 @@
-"""Which rank gets which blocks of a sequence: equal work, equal length, and neighbours together where that costs nothing."""
+"""Which rank gets which blocks of a sequence: equal work, equal length, and neighbours together."""
 
 from __future__ import annotations
-
-import heapq
 
 import numpy as np
 
@@ -12,21 +10,16 @@ NEAR = 1.02  # largest over mean work that is as good as equal
 def assign(work: np.ndarray, ranks: int) -> list[np.ndarray]:
     """For each rank the numbers of its blocks, ascending. work: what each block costs, (blocks,).
 
-    Runs of blocks are dealt out, as long as possible while work is nearly equal: one run a rank for a sliding window, two for a causal mask
-    (the first with the last, the second with the last but one), single blocks for documents of many lengths. All ranks get as many
-    runs, but for those that are missing at the end.
+    All ranks get as many blocks, or one less. Consecutive ones if their work is nearly equal, as in a sliding window. Else about two runs a
+    rank on average: under a causal mask the first with the last, the second with the last but one. N. Alon showed that 2 (ranks - 1) cuts
+    are enough to share two things fairly ("Splitting necklaces", 1987); here these are blocks and work, but for what a block's size leaves.
     """
-    blocks, best = len(work), None
-    for length in _lengths(blocks, ranks):
-        starts = np.arange(0, blocks, length)
-        owners = _dealt(np.add.reduceat(work, starts), ranks)
-        owners = np.repeat(owners, length)[:blocks]
-        balance = imbalance(work, owners, ranks)
-        if best is None or balance < best[0]:
-            best = balance, owners
-        if balance <= NEAR:
-            break
-    owners = best[1] if best else np.zeros(0, dtype=np.int64)
+    shares = np.arange(ranks + 1) * len(work) // ranks
+    consecutive = np.repeat(np.arange(ranks), np.diff(shares))
+    found = [consecutive]
+    if imbalance(work, consecutive, ranks) > NEAR:
+        found.append(_exchanged(work, _divided(work, ranks), ranks))
+    owners = min(found, key=lambda owners: imbalance(work, owners, ranks))
     return [np.flatnonzero(owners == rank) for rank in range(ranks)]
 
 
@@ -36,46 +29,55 @@ def imbalance(work: np.ndarray, owners: np.ndarray, ranks: int) -> float:
     return float(loads.max() / loads.mean()) if loads.any() else 1.0
 
 
-def _lengths(blocks: int, ranks: int) -> list[int]:
-    """Lengths of runs to try, long ones first: those that give each rank a whole number of runs, or nearly."""
-    share = _ceil(blocks, ranks)
-    runs = dict.fromkeys(_ceil(share, n) for n in (1, 2, 4, 8, 16, 32, 64, 128) if n <= share)
-    return [n for n in runs if n == 1 or _ceil(_ceil(blocks, n), ranks) * n <= 1.05 * share] or [1] if blocks else []
+def _divided(work: np.ndarray, ranks: int) -> np.ndarray:
+    """The owner of each block: the sequence is divided between two halves of the ranks, and each part again."""
+    owners = np.zeros(len(work), dtype=np.int64)
+    waiting = [(np.arange(len(work)), 0, ranks)]
+    while waiting:
+        blocks, first, count = waiting.pop()
+        if count == 1 or not len(blocks):
+            owners[blocks] = first
+            continue
+        half = count // 2
+        chosen = _fair(work[blocks], -(-len(blocks) * half // count), half / count)
+        if chosen[0]:  # who has the first block comes first
+            waiting += (blocks[chosen], first, half), (blocks[~chosen], first + half, count - half)
+        else:
+            waiting += (blocks[~chosen], first, count - half), (blocks[chosen], first + count - half, half)
+    return owners
 
 
-def _ceil(a: int, b: int) -> int:
-    return -(-a // b)
+def _fair(work: np.ndarray, size: int, share: float) -> np.ndarray:
+    """Which of some blocks in a circle are the `size` neighbours whose work is closest to a share of all.
 
-
-def _dealt(work: np.ndarray, ranks: int) -> np.ndarray:
-    """The owner of each run: the costliest first, to the rank with the least work that has room; then pairs change places."""
-    room, owners = _ceil(len(work), ranks), np.empty(len(work), dtype=np.int64)
-    waiting, taken = [(0.0, rank) for rank in range(ranks)], [0] * ranks
-    for run in np.argsort(-work, kind="stable"):
-        load, rank = heapq.heappop(waiting)
-        owners[run] = rank
-        taken[rank] += 1
-        if taken[rank] < room:
-            heapq.heappush(waiting, (load + float(work[run]), rank))
-    return _exchanged(work, owners, ranks)
+    Going around, their work is that share on average, so it passes it somewhere: what is missing is less than a step's difference.
+    """
+    ends = np.concatenate([[0.0], np.cumsum(np.concatenate([work, work[:size]]))])
+    sums = ends[size : size + len(work)] - ends[: len(work)]
+    first = int(np.abs(sums - share * work.sum()).argmin())
+    chosen = np.zeros(len(work), dtype=bool)
+    chosen[np.arange(first, first + size) % len(work)] = True
+    return chosen
 
 
 def _exchanged(work: np.ndarray, owners: np.ndarray, ranks: int) -> np.ndarray:
-    """Owners after runs of the busiest rank changed places with smaller ones of the idlest, as long as that helps."""
+    """Owners after blocks of the busiest rank changed places with smaller ones of others, near ones if possible, as long as that helps."""
     loads = np.bincount(owners, weights=work, minlength=ranks)
-    for _ in range(4 * ranks):
-        most, least = int(loads.argmax()), int(loads.argmin())
-        if loads[most] <= NEAR * loads.mean() and loads[least] * NEAR >= loads.mean():
+    enough = NEAR * loads.mean()
+    for _ in range(8 * ranks):
+        most = int(loads.argmax())
+        if loads[most] <= enough:
             break
-        mine, theirs = (np.flatnonzero(owners == rank) for rank in (most, least))
-        if not len(mine) or not len(theirs):
-            break
-        gain = work[mine][:, None] - work[theirs][None, :]
-        after = np.maximum(loads[most] - gain, loads[least] + gain)
-        i, j = np.unravel_index(after.argmin(), after.shape)
+        mine = np.flatnonzero(owners == most)
+        gain = work[mine][:, None] - work
+        after = np.maximum(loads[most] - gain, loads[owners] + gain)
+        after[:, mine] = np.inf
+        distance = np.abs(mine[:, None] - np.arange(len(work)))
+        i, j = np.unravel_index(np.where(after <= enough, distance, len(work) + after).argmin(), after.shape)
         if after[i, j] >= loads[most]:
             break
-        owners[mine[i]], owners[theirs[j]] = least, most
+        other = owners[j]
+        owners[mine[i]], owners[j] = other, most
         loads[most] -= gain[i, j]
-        loads[least] += gain[i, j]
+        loads[other] += gain[i, j]
     return owners

@@ -8,6 +8,7 @@ inside the mask, ascend and are listed once.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -126,7 +127,8 @@ def transposed_lists(lists: BlockLists, KV_LEN: int) -> BlockLists:
 def made_transposed(lists: BlockLists, KV_LEN: int, wait: bool) -> BlockLists:
     """The same, made anew; `wait` is as for masks.block_lists."""
     status = status_of(lists, -(-KV_LEN // lists.kv_block)).transpose(-1, -2)
-    return listed_status(status, lists, lists.interior, (lists.q_block, lists.kv_block), wait=wait)
+    made = listed_status(status, lists, lists.interior, (lists.q_block, lists.kv_block), wait=wait)
+    return made if lists.shifts is None else replace(made, shifts=lists.shifts)
 
 
 def capturing(lists: BlockLists) -> bool:

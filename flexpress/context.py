@@ -127,7 +127,6 @@ class ContextPlan:
         mine, keys = self.layout.q_blocks[self.rank], self.layout.kv_blocks[self.rank]
         self.position_ids = self.on_device(positions_of(mine, self.q_len))
         self.kv_position_ids = self.position_ids if keys is mine else self.on_device(positions_of(keys, self.kv_len))
-        self.q_positions = self.position_ids.to(torch.int32)  # for kernels
         self.exchange: Any = None  # made by the first call
         self._agreed = False
         self.check_agreement("plan", self.layout.digest())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,14 +14,13 @@ from flexpress.context import BLOCK, ContextPlan, whole_blocks
 
 from .codegen.mod.capture import name_of
 from .codegen.run import masks
-from .codegen.run.block_lists import BlockLists, lists_of
+from .codegen.run.block_lists import BlockLists, Shifts, lists_of
 
 
 class Exchange:
     """What a rank sends and gets by a plan: blocks of keys and values, its own among them, those of rank 0 first.
 
-    positions   int32 (keys,) where the keys that this rank gets are in the whole sequence; those past its end are padding
-    blocks      the numbers of their blocks
+    blocks      the numbers of their blocks in the whole sequence; keys past its end are padding
     rows        which of this rank's keys it sends, by target
     sent, received   how many keys go to and come from each rank
     """
@@ -37,7 +36,6 @@ class Exchange:
         rows = whole_blocks(np.concatenate([place[blocks] for blocks in outgoing])).clip(max=max(len(plan.kv_position_ids) - 1, 0))
         self.plan, self.blocks = plan, np.concatenate(incoming)
         self.rows = plan.on_device(rows)
-        self.positions = plan.on_device(whole_blocks(self.blocks)).to(torch.int32)
         self.sent, self.received = ([len(blocks) * BLOCK for blocks in part] for part in (outgoing, incoming))
         self._lists: dict[tuple[int, int], BlockLists | None] = {}  # by heads
 
@@ -68,7 +66,7 @@ class Exchange:
         lists = self._lists_of(heads if self.plan.status.shape[1] > 1 else slice(0, 1))
         if lists is None:
             return None
-        return BlockMask._made((len(self.plan.position_ids), len(self.positions)), lists, self._mask_mod(heads.start))
+        return BlockMask._made((len(self.plan.position_ids), BLOCK * len(self.blocks)), lists, self._mask_mod(heads.start))
 
     def _lists_of(self, heads: slice) -> BlockLists | None:
         plan, key = self.plan, (heads.start, heads.stop)
@@ -77,28 +75,28 @@ class Exchange:
             status = plan.status[:, heads].index_select(2, rows).index_select(3, blocks)
             if plan.kv_len % BLOCK:  # with padding, which mask_mod alone hides
                 status = torch.where(blocks == plan.kv_len // BLOCK, status.clamp(max=1), status)
-            self._lists[key] = lists_of(masks.block_lists(status), BLOCK, BLOCK, interior=True) if status.numel() else None
+            self._lists[key] = lists_of_part(status, rows, blocks, plan.q_len, plan.kv_len) if status.numel() else None
         return self._lists[key]
 
     def score_mod(self, mod: Callable | None, first_head: int) -> Callable | None:
-        """A score_mod, told heads of all and positions in the whole sequence."""
+        """A score_mod, told heads of all."""
         if mod is None:
             return None
-        q_positions, kv_positions = self.plan.q_positions, self.positions
 
         def in_context(score, b, h, q_idx, kv_idx):
-            return mod(score, b, h + first_head, q_positions[q_idx], kv_positions[kv_idx])
+            return mod(score, b, h + first_head, q_idx, kv_idx)
 
         in_context.__name__ = f"context_{name_of(mod)}"
         return in_context
 
     def _mask_mod(self, first_head: int) -> Callable:
-        """The plan's mask_mod, told the same."""
-        q_positions, kv_positions, mod, kv_len = self.plan.q_positions, self.positions, self.plan.mask_mod, self.plan.kv_len
+        """The plan's mask_mod, told the same; it hides padding."""
+        mod, kv_len = self.plan.mask_mod, self.plan.kv_len
+        padded = kv_len % BLOCK != 0
 
         def in_context(b, h, q_idx, kv_idx):
-            kv = kv_positions[kv_idx]
-            return (kv < kv_len) & mod(b, h + first_head, q_positions[q_idx], kv)
+            seen = mod(b, h + first_head, q_idx, kv_idx)
+            return (kv_idx < kv_len) & seen if padded else seen
 
         in_context.__name__ = f"context_{name_of(mod)}"
         return in_context
@@ -117,6 +115,17 @@ class Arriving:
         self.work.wait()
         packed = self.packed.permute(1, 2, 0, 3)
         return packed[..., : self.d_qk], packed[..., self.d_qk :]
+
+
+def lists_of_part(status: torch.Tensor, rows: torch.Tensor, blocks: torch.Tensor, q_len: int, kv_len: int) -> BlockLists:
+    """The lists of some blocks of queries, and of keys, with these numbers in a sequence. status: theirs."""
+    lists = lists_of(masks.block_lists(status), BLOCK, BLOCK, interior=True)
+    return replace(lists, shifts=Shifts(_moved(rows), _moved(blocks), q_len, kv_len))
+
+
+def _moved(blocks: torch.Tensor) -> torch.Tensor:
+    """By how many blocks each lies further on in the whole sequence (see Shifts)."""
+    return (blocks - torch.arange(len(blocks), device=blocks.device)).to(torch.int32)
 
 
 def _by_position(tensor: torch.Tensor) -> torch.Tensor:

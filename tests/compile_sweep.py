@@ -98,6 +98,11 @@ class Draw:
         return {"head_dim": both, **self.now_and_then(head_dim_v=self.random.choice(dims))}
 
 
+def elsewhere(d: Draw, blocks: dict) -> dict:
+    """Blocks that lie in a longer sequence, unless they begin where sequences do."""
+    return {} if "starts" in blocks else d.now_and_then(shifted=True)
+
+
 def forward(d: Draw, target: str) -> list[Kernel]:
     dtype = d.of("dtype", "float16", "bfloat16", "float32")
     blocks = dict(
@@ -112,16 +117,9 @@ def forward(d: Draw, target: str) -> list[Kernel]:
         tile.pop("num_stages", None)
     options = d.now_and_then(prescale_qk=True, rows_guaranteed_safe=True, float32_precision="tf32", use_tma=False)
     options = Options(**options, tile=tuple(tile.items()))
-    kernel = compilation(
-        target,
-        *d.mods(),
-        dtype,
-        **d.head_dims(),
-        **blocks,
-        options=options,
-        **d.now_and_then(output_max=True, transposed=True, scale_is_positive=False),
-    )
-    return [("forward", kernel)]
+    call, dims = d.mods(), d.head_dims()
+    details = blocks | d.now_and_then(output_max=True, transposed=True, scale_is_positive=False) | elsewhere(d, blocks)
+    return [("forward", compilation(target, *call, dtype, **dims, options=options, **details))]
 
 
 def backward(d: Draw, target: str) -> list[Kernel]:
@@ -143,7 +141,8 @@ def backward(d: Draw, target: str) -> list[Kernel]:
     stages = d.now_and_then(stages=d.random.choice((1, 2, 3)))
     tile = (("dkv_num_stages", stages["stages"]), ("dq_num_stages", stages["stages"])) if stages else ()
     options = Options(**d.now_and_then(float32_precision="tf32"), tile=tile)
-    return list(backward_compilations(target, *d.mods(), dtype, **d.head_dims(), **details, options=options).items())
+    call, dims = d.mods(), d.head_dims()
+    return list(backward_compilations(target, *call, dtype, **dims, **details, **elsewhere(d, details), options=options).items())
 
 
 def decode(d: Draw, target: str) -> list[Kernel]:
@@ -203,12 +202,8 @@ def hopper(d: Draw, target: str) -> list[Kernel]:
         details |= d.now_and_then(
             cache=Cache(*d.random.choice(((0, True), (0, False), (8,), (16,), (64,), (128,), (256,))), **d.now_and_then(offsets=True))
         )
-    return [
-        (
-            "hopper_forward",
-            hopper_compilation("sm_90", score_mod, mask_mod, d.of("dtype", "float16", "bfloat16"), **d.head_dims(40), **details),
-        )
-    ]
+    dtype, dims = d.of("dtype", "float16", "bfloat16"), d.head_dims(40)
+    return [("hopper_forward", hopper_compilation("sm_90", score_mod, mask_mod, dtype, **dims, **details, **elsewhere(d, details)))]
 
 
 def hopper_backward(d: Draw, target: str) -> list[Kernel]:
@@ -217,8 +212,10 @@ def hopper_backward(d: Draw, target: str) -> list[Kernel]:
     if mask_mod:
         blocks = Blocks(True, 128, 128)._replace(**d.now_and_then(has_full=False, interior=False, starts=True, q_block=256))
         details["blocks"] = blocks._replace(q_block=128) if blocks.starts else blocks
-    dtype = d.of("dtype", "float16", "bfloat16")
-    return list(hopper_backward_compilations(score_mod, mask_mod, dtype, **d.head_dims(40), **details).items())
+    dtype, dims = d.of("dtype", "float16", "bfloat16"), d.head_dims(40)
+    if mask_mod and not details["blocks"].starts:
+        details["blocks"] = details["blocks"]._replace(**elsewhere(d, {}))
+    return list(hopper_backward_compilations(score_mod, mask_mod, dtype, **dims, **details).items())
 
 
 KINDS = {

@@ -939,7 +939,59 @@ EXPORTS = [
     ),
 ]
 
-MUTANTS = [*CAPTURES, *INTERVALS, *CACHE, *PAGES, *CHECKS, *LAUNCHES, *INTEGRATIONS, *EXPORTS]
+ELSEWHERE = [
+    Mutant(
+        "templates/forward.py.jinja",
+        '{{ "(offs_n + kv_shift)" if SHIFTED else "offs_n" }}',
+        "offs_n",
+        named("shifts", "cpu"),
+        "keys are told where they are in memory, not in the sequence",
+    ),
+    Mutant(
+        "templates/backward_dkv.py.jinja",
+        '                z, h, n, start_m, {{ "q_shift, " if SHIFTED }}',
+        '                z, h, n, start_m, {{ "0, " if SHIFTED }}',
+        named("shifts", "cpu"),
+        "queries of the backward pass are told where they are in memory",
+    ),
+    Mutant(
+        "templates/_hopper_forward_consumer.jinja",
+        "        end_m = Q_LEN + shift\n",
+        "        end_m = Q_LEN\n",
+        named("shifts", "hopper"),
+        "rows of a block further on are taken for padding",
+    ),
+    Mutant(
+        "templates/_hopper_backward_scores.jinja",
+        "first_m = start_m + q_shift",
+        "first_m = start_m",
+        named("hopper_backward", "longer or same"),
+        "the fused backward kernel's queries are told where they are in memory",
+    ),
+    Mutant(
+        "codegen/run/captured.py",
+        '"kv_idx": self._positions("kv")[None, None, :]',
+        '"kv_idx": self._range(self.extents[3])[None, None, :]',
+        named("shifts", "gather and cpu"),
+        "gradients of what is read by key go to other keys",
+    ),
+    Mutant(
+        "flexpress/context_exchange.py",
+        "(kv_idx < kv_len) & seen if padded else seen",
+        "seen",
+        named("context"),
+        "queries attend to padding",
+    ),
+    Mutant(
+        "flexpress/assignment.py",
+        "        if loads[most] <= enough:\n",
+        "        if loads[most]:\n",
+        named("assignment", "equal_work"),
+        "no block is exchanged",
+    ),
+]
+
+MUTANTS = [*CAPTURES, *INTERVALS, *CACHE, *PAGES, *CHECKS, *LAUNCHES, *INTEGRATIONS, *ELSEWHERE, *EXPORTS]
 
 
 def copied(place: Path) -> Path:

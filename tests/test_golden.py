@@ -75,10 +75,49 @@ def test_print_names_no_machine(name):
         assert "# mods/" in text
 
 
+def added(plain, shifted) -> list[str]:
+    """The lines of a kernel with shifts that differ from those without, but for the docstring and what hands arguments on."""
+    before, after = (re.sub(r'"""(.|\n)*?"""', "", render(c.spec), count=1).splitlines() for c in (plain, shifted))
+    lines = [line[1:].strip() for line in difflib.unified_diff(before, after, lineterm="", n=0) if re.match(r"\+(?!\+\+)", line)]
+    return [line for line in lines if not line.endswith(",")]
+
+
+def test_blocks_elsewhere_cost_two_numbers():
+    """ALiBi in blocks that lie in a longer sequence is ALiBi, beside a number for the tile and one for each block that it visits."""
+    mods = make("alibi", "causal")
+    found = added(hopper_compilation("sm_90", *mods), hopper_compilation("sm_90", *mods, shifted=True))
+    assert found[:2] == ["NUMBERS = gl.constexpr(6)", "SHIFT = gl.constexpr(5)"]
+    assert found[2:10] == [
+        "shift = gl.load(q_shifts + q_block * BLOCK_M // 128) * 128",
+        "hand_out(shared.tiles, turn, SHIFT, shift)",
+        "shift = handed_out(shared.tiles, turn, SHIFT)",
+        "first_m = q_block * BLOCK_M + shift",
+        "end_m = Q_LEN + shift",
+        "offs_m = first_m + CONSUMER * 64 + gl.arange(0, 64, layout=QUERIES)",
+        "rows = gl.minimum(offs_m, end_m - 1)  # [64]; padding rows repeat the last one and are not stored",
+        "upper_m = gl.minimum(first_m + CONSUMER * 64 + upper // 8 * 16 + upper % 8, end_m - 1)",
+    ]
+    block = [
+        "kv_shift = gl.load(kv_shifts + block)  # in blocks; used late, so that nothing waits",
+        "first_n = start_n + kv_shift * 128",
+        "end_n = KV_LEN + kv_shift * 128",
+    ]
+    assert found[10:] == 3 * block  # of the partial blocks, the one that fills the pipeline, and the full ones
+    assert added(compilation("sm_90", *mods), compilation("sm_90", *mods, shifted=True)) == [
+        "n = (offs_n + kv_shift)[None, :]",
+        "kv_shift = tl.load(kv_shifts + block) * 128",
+        "q_shift = tl.load(q_shifts + q_block * BLOCK_M // 128) * 128",
+        "# [BLOCK_M, 1]; padding rows repeat the last one and are not stored",
+        "m = (tl.minimum(offs_m, Q_LEN - 1) + q_shift)[:, None]",
+    ]
+
+
 MLA = dict(head_dim=192, head_dim_v=128)
 STARTS = Blocks(True, 128, 128, starts=True)
+SHIFTED = Blocks(True, 128, 128, shifted=True)
 OTHERS = {  # branches of the templates that the prints in generated/ do not have
     "forward, packed": lambda: compilation("sm_90", *make("alibi", "document"), head_dim=80, starts=True, output_rows=True),
+    "forward, blocks elsewhere": lambda: compilation("sm_90", *make("alibi", "document"), shifted=True),
     "forward, any strides": lambda: compilation("sm_90", *make("softcap"), transposed=True, output_max=True),
     "combine": lambda: decode_compilations("sm_90", *make("softcap"), head_dim=80)["combine"],
     "decode, lists": lambda: decode_compilations("sm_90", *make("softcap", "causal"), kv_dtype="float8_e4m3fn", ragged=True)["decode"],
@@ -89,11 +128,15 @@ OTHERS = {  # branches of the templates that the prints in generated/ do not hav
     "hopper, three consumers": lambda: hopper_compilation("sm_90", head_dim=64, dtype="float16"),
     "hopper, slices": lambda: hopper_compilation("sm_90", *make("softcap", "causal"), **MLA),
     "hopper, packed": lambda: hopper_compilation("sm_90", *make("alibi", "document"), starts=True, output_max=True),
+    "hopper, blocks elsewhere": lambda: hopper_compilation("sm_90", *make("t5_bias", "document"), shifted=True),
     "hopper, pages": lambda: hopper_compilation("sm_90", *make("alibi", "causal"), starts=True, cache=Cache(64, offsets=True)),
     "hopper, entries": lambda: hopper_compilation("sm_90", *make("causal"), **MLA, starts=True, cache=Cache(located=True)),
     "hopper backward": lambda: hopper_backward_compilations(*make("softcap", "document"), head_dim=64)["fused"],
     "hopper backward, captured": lambda: hopper_backward_compilations(*make("relative_bias"), head_dim=64, captured=True)["fused"],
     "hopper backward, packed": lambda: hopper_backward_compilations(*make("alibi", "document"), captured=True, blocks=STARTS)["fused"],
+    "dkv, blocks elsewhere": lambda: backward_compilations("sm_90", *make("alibi", "document"), captured=True, shifted=True)["dkv"],
+    "dq, blocks elsewhere": lambda: backward_compilations("sm_90", *make("softcap", "document"), whole=False, shifted=True)["dq"],
+    "hopper backward, blocks elsewhere": lambda: hopper_backward_compilations(*make("alibi", "document"), blocks=SHIFTED)["fused"],
     "hopper backward, slices": lambda: hopper_backward_compilations(*make("softcap", "causal"), **MLA, blocks=STARTS)["fused"],
     "hopper backward, wide": lambda: hopper_backward_compilations(*make("softcap", "causal"), head_dim=256)["fused"],
     "hopper backward, delta": lambda: hopper_backward_compilations(*make("causal"))["delta"],

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from flexpress import checks, create_block_mask, explain, flex_attention, mods, printed_kernels
 from flexpress.codegen.device import counters
 from flexpress.codegen.run import backward_kernels, forward_kernels
+from support import shifts
 from support.attention import check_attention
 from support.gradients import check_gradients, gradient_problems
 from support.problems import problems
@@ -83,6 +84,20 @@ def test_any_backward_head_by_head(p):
     poison()
     with mock.patch.object(backward_kernels, "L2_BYTES", 1):
         check_gradients(replace(p, deterministic=False), "cuda")
+
+
+@st.composite
+def elsewhere(draw):
+    D = draw(st.sampled_from([40, 64, 128, 192, 256]))
+    dtype = draw(st.sampled_from([torch.bfloat16, torch.float16]))
+    return replace(draw(shifts.problems("cuda")), D=D, Dv=draw(st.sampled_from([min(D, 128), D])), dtype=dtype, deterministic=False)
+
+
+@settings(max_examples=40)
+@given(elsewhere())
+def test_any_blocks_elsewhere(p):
+    poison()
+    shifts.check_problem(p, "cuda")
 
 
 def test_they_ran():

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from flexpress import create_block_mask, mods
+from flexpress.block_lists import transposed_lists
 from flexpress.codegen import registry
 from flexpress.codegen.device import counters, kernel
 from flexpress.codegen.device.arguments import one_by_one
@@ -20,8 +21,11 @@ from flexpress.codegen.text.render import render
 from support import fake_gluon
 from support.dense import dense_attention, relative_error
 from support.fake_hopper import Variant, pass_for_hopper
+from support.shifts import Problem, at_positions, in_whole, shifted_lists
 
-CASES = {  # heads of q and k, batch entries of q and k, lengths, head dims; how many MiB of heads are worked on at a time, and programs
+NUMBERS = torch.randn(1024, generator=torch.Generator().manual_seed(1))
+CASES = {  # heads of q and k, batch entries of q and k, lengths, head dims; how many MiB of heads are worked on at a time, and programs;
+    # which blocks of a longer sequence those of queries, and of keys, are
     "one group": dict(),
     "head by head": dict(megabytes=0),
     "head by head, GQA": dict(heads=(4, 2), megabytes=0, programs=3),
@@ -42,6 +46,24 @@ CASES = {  # heads of q and k, batch entries of q and k, lengths, head dims; how
     "softcap": dict(score=mods.softcap(2.0), megabytes=0, lengths=(130, 150)),
     "causal, head by head": dict(mask=mods.causal, megabytes=0, lengths=(300, 300), programs=3),
     "window, GQA": dict(mask=mods.sliding_window(90), heads=(4, 2), megabytes=0),
+    "blocks of a longer sequence, alibi": dict(
+        score=mods.alibi(torch.tensor([0.02, 0.1])), mask=mods.causal, blocks=[[6, 1], [2, 0, 5]], lengths=(200, 384), megabytes=0
+    ),
+    "the same, by row and key, head dim 128": dict(
+        score=lambda s, b, h, m, n: s + NUMBERS[m] * NUMBERS[n], blocks=[[6, 1], [2, 5]], lengths=(200, 256), dims=(128, 128)
+    ),
+    "the same, learned per key": dict(
+        score=lambda s, b, h, m, n: torch.tanh(s) * NUMBERS[n], blocks=[[6, 1], [5, 2]], lengths=(200, 256), learned=NUMBERS
+    ),
+    "the same, learned per distance": dict(
+        score=lambda s, b, h, m, n: s + NUMBERS[(m - n).abs()], blocks=[[6, 1], [5, 2]], lengths=(200, 256), learned=NUMBERS
+    ),
+    "the same, head dims 192 and 128": dict(
+        score=lambda s, b, h, m, n: s + n * 0.0125, mask=mods.sliding_window(700), blocks=[[0, 7], [6]], lengths=(256, 128), dims=(192, 128)
+    ),
+    "the same, head dim 256": dict(
+        score=lambda s, b, h, m, n: s + (m - n) * 0.01, mask=mods.causal, blocks=[[4], [3, 1]], lengths=(60, 256), dims=(256, 256)
+    ),
     "a head without queries": dict(mask=lambda b, h, m, n: (h == 1) & (m >= n), megabytes=0),
 }
 
@@ -49,13 +71,23 @@ CASES = {  # heads of q and k, batch entries of q and k, lengths, head dims; how
 @pytest.mark.parametrize("name", CASES)
 def test_gradients(monkeypatch, name):
     case = dict(heads=(2, 2), batches=(1, 1), lengths=(200, 300), dims=(64, 64), score=None, mask=None, megabytes=24, programs=2, raw=False)
-    case |= CASES[name]
+    case |= {"blocks": None, "learned": None, **CASES[name]}
     (Hq, Hkv), (Z, Zkv), (Q_LEN, KV_LEN), (D_QK, D_V) = (case[key] for key in ("heads", "batches", "lengths", "dims"))
     generator = torch.Generator().manual_seed(0)
     shapes = ((Z, Hq, Q_LEN, D_QK), (Zkv, Hkv, KV_LEN, D_QK), (Zkv, Hkv, KV_LEN, D_V), (Z, Hq, Q_LEN, D_V))
     q, k, v, do = (torch.randn(s, generator=generator).bfloat16() for s in shapes)
-    mask = case["mask"] and create_block_mask(case["mask"], None, Hq, Q_LEN, KV_LEN, device="cpu")
-    lists = (mask.as_lists(), lambda _: mask.as_transposed_lists()) if mask else (None, None)
+    score_mod, mask_mod, lists = case["score"], case["mask"], (None, None)
+    if case["blocks"]:
+        part = Problem(rows=case["blocks"][0], columns=case["blocks"][1], q_len=1024, kv_len=1024, B=Z, Hkv=Hkv, group=Hq // Hkv)
+        case["mask"] = in_whole(part, mask_mod)
+        found = shifted_lists(part, case["mask"], "cpu")
+        lists = found, lambda _: transposed_lists(found, KV_LEN)
+        score_mod, mask_mod = (
+            at_positions(mod, *part.positions, score=kind == "score") for mod, kind in ((score_mod, "score"), (mask_mod, "mask"))
+        )
+    elif mask_mod:
+        mask = create_block_mask(mask_mod, None, Hq, Q_LEN, KV_LEN, device="cpu")
+        lists = mask.as_lists(), lambda _: mask.as_transposed_lists()
     mods = [case[kind] and bind(case[kind], kind) for kind in ("score", "mask")]
     bound = Bound(q, k, v, Inputs(q, k), D_QK**-0.5, *mods, *lists)
     out, _, _, rows = forward(bound, output_rows=True)
@@ -80,14 +112,17 @@ def test_gradients(monkeypatch, name):
     monkeypatch.setattr(launch, "usable", lambda kernel, args, *_: (Ran(), one_by_one(args)))
     monkeypatch.setattr(backward_kernels, "L2_BYTES", case["megabytes"] << 20)
     registry.clear()
-    found = backward(bound, out, rows, do, None)[:3]
+    wanted = frozenset() if case["learned"] is None else frozenset({0})
+    *found, of_captured = backward(bound, out, rows, do, None, wanted=wanted)
+    found += of_captured.values()
     (counter,) = counters._counters.values()
     registry.clear()
     assert len(ran) == 1 and not counter.any()
 
     def gradients(precision):
         inputs = [t.detach().to(precision).requires_grad_() for t in (q, k, v)]
-        result = dense_attention(*inputs, case["score"], case["mask"], precision=precision)[0]
+        inputs += [case["learned"].requires_grad_()] if wanted else []
+        result = dense_attention(*inputs[:3], score_mod, mask_mod, precision=precision)[0]
         return torch.autograd.grad(result, inputs, do.to(precision))
 
     for mine, exact, plain in zip(found, gradients(torch.float64), gradients(torch.bfloat16), strict=True):

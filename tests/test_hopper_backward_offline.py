@@ -56,6 +56,9 @@ SPILLED = {  # bytes at most; 0 elsewhere. Of the loops without a mask only thos
     "learned bias, d64 bf16": 96,
     "learned per key, d64 bf16": 32,
     "causal d128 bf16, starts": 64,
+    "causal d128 bf16, blocks elsewhere": 48,
+    "alibi causal d128 bf16, blocks elsewhere": 48,
+    "softcap causal d192, 128 bf16, blocks elsewhere": 384,
     "causal d128, 64 bf16, one list, starts": 16,
     "learned per key, causal d64 bf16, starts": 24,
     "causal document d128 bf16, starts": 128,
@@ -64,6 +67,7 @@ SPILLED = {  # bytes at most; 0 elsewhere. Of the loops without a mask only thos
 }
 TABLES = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 STARTS = Blocks(True, 128, 128, starts=True)
+SHIFTED = Blocks(True, 128, 128, shifted=True)
 
 VECTOR, BIAS = torch.zeros(4096), torch.zeros(4, 16, 64, 64)
 
@@ -115,6 +119,9 @@ CASES = {  # mods, or recipes for them, and what differs from PLAIN
     ),
     "causal d128 bf16, starts": ("causal", dict(blocks=STARTS)),
     "causal d128, 64 bf16, one list, starts": ("causal", dict(d_v=64, blocks=STARTS._replace(has_full=False))),
+    "causal d128 bf16, blocks elsewhere": ("causal", dict(blocks=SHIFTED)),
+    "alibi causal d128 bf16, blocks elsewhere": ("alibi causal", dict(blocks=SHIFTED)),
+    "softcap causal d192, 128 bf16, blocks elsewhere": ("softcap causal", dict(d_qk=192, blocks=SHIFTED)),
     "causal document d128 bf16, starts": ("causal document", dict(blocks=STARTS)),
     "alibi document d80 fp16, starts": ("alibi document", dict(dtype=torch.float16, d_qk=80, d_v=80, blocks=STARTS)),
     "causal document d136, 40 bf16, starts": ("causal document", dict(d_qk=136, d_v=40, blocks=STARTS)),

@@ -63,6 +63,7 @@ FORWARD = {  # every branch of the template and every row of the tile tables, no
     "relative_bias d64 fp16": ("relative_bias", dict(head_dim=64, dtype="float16")),
     "document d128 bf16": ("document", {}),
     "document d128 bf16, blocks with starts": ("document", dict(starts=True)),
+    "alibi causal d128 bf16, blocks elsewhere": ("alibi causal", dict(shifted=True)),
     "alibi causal d64 tf32, other options": (
         "alibi causal",
         dict(
@@ -121,6 +122,7 @@ BACKWARD = {  # each is three kernels
     "causal d192x128 bf16": ("causal", dict(head_dim=192, head_dim_v=128)),
     "causal d128 fp32": ("causal", dict(dtype="float32", separate_full=False)),
     "document d128 bf16, blocks with starts": ("document", dict(starts=True)),
+    "alibi causal d128 bf16, blocks elsewhere": ("alibi causal", dict(shifted=True)),
     "plain d256 fp32": ("plain", dict(dtype="float32", head_dim=256)),
     "softcap causal d128 bf16": ("softcap causal", {}),
     "learned alibi causal d80 fp16": ("alibi causal", dict(head_dim=80, dtype="float16", captured=True)),
@@ -208,6 +210,9 @@ EVERYWHERE = {
     "causal d128 bf16: delta",
     "causal d128 bf16: dkv",
     "causal d128 bf16: dq",
+    "alibi causal d128 bf16, blocks elsewhere",
+    "alibi causal d128 bf16, blocks elsewhere: dkv",
+    "alibi causal d128 bf16, blocks elsewhere: dq",
 }
 ON_HOPPER = {"causal d128 fp16, full blocks past the end", "softcap causal d128 bf16: dq", "block_lists document, transposed"}
 

@@ -13,7 +13,7 @@ import torch
 
 from ..gpus import round_up_head_dim
 from ..mod.dtypes import dtype_name
-from ..mod.expr import ModGraph
+from ..mod.expr import INDEX_BOUND, ModGraph
 from ..mod.loads import gathers
 from ..registry import remembered
 from ..text.layouts import TensorLayout
@@ -44,6 +44,8 @@ class Blocks(NamedTuple):
 
     interior   no full block reaches past KV_LEN
     starts     blocks begin where a tensor says, and lists hold first positions (see BlockLists)
+    shifted    blocks lie elsewhere in a longer sequence, where two tensors say (see Shifts)
+    far        indices there may be above INDEX_BOUND
     """
 
     has_full: bool
@@ -51,6 +53,8 @@ class Blocks(NamedTuple):
     kv_block: int
     interior: bool = True
     starts: bool = False
+    shifted: bool = False
+    far: bool = False
 
 
 def block_flags(blocks: Blocks | None) -> dict[str, object]:
@@ -60,7 +64,13 @@ def block_flags(blocks: Blocks | None) -> dict[str, object]:
         "HAS_FULL_BLOCKS": blocks is not None and blocks.has_full,
         "SPARSE_Q_BLOCK_SIZE": blocks.q_block if blocks else 0,
         "SPARSE_KV_BLOCK_SIZE": blocks.kv_block if blocks else 0,
+        "SHIFTED": blocks is not None and blocks.shifted,
     }
+
+
+def are_exact(q_len: int, kv_len: int, blocks: Blocks | None) -> bool:
+    """Is every index below INDEX_BOUND?"""
+    return max(q_len, kv_len) <= INDEX_BOUND and not (blocks and blocks.far)
 
 
 def element_flags(case, float32_precision: str) -> dict[str, object]:
@@ -92,7 +102,8 @@ def list_tables(blocks: Blocks | None, axis: str = "kv") -> tuple[Parameter, ...
         return ()
     kinds = ("", "full_") if blocks.has_full else ("",)
     names = tuple(f"{kind}{axis}_{what}" for kind in kinds for what in ("num_blocks", "indices"))
-    return tuple(Parameter(name, "*int32") for name in (*names, *(("starts",) if blocks.starts else ())))
+    names += ("starts",) if blocks.starts else ("q_shifts", "kv_shifts") if blocks.shifted else ()
+    return tuple(Parameter(name, "*int32") for name in names)
 
 
 class Cache(NamedTuple):

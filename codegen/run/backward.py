@@ -8,11 +8,10 @@ import torch
 
 from .. import logs
 from ..device.devices import architecture_of, backend_of
-from ..mod.expr import INDEX_BOUND
 from ..mod.nan import are_ordinary
 from ..plan.backward import BackwardCase, backward_geometry, delta_unit, whole_blocks
 from ..plan.candidates import Choice, choose
-from ..plan.forward import Blocks, Mod, Options, wants_tma
+from ..plan.forward import Blocks, Mod, Options, are_exact, wants_tma
 from ..registry import INFO, Table
 from ..text.parameters import named_strides
 from .backward_kernels import Call, Fused, Hopper, Portable, Sizes, TwoPass
@@ -164,7 +163,7 @@ def case_of(
         blocks,
         details.options,
         scale > 0,
-        exact_indices=max(q.shape[2], k.shape[2]) <= INDEX_BOUND,
+        exact_indices=are_exact(q.shape[2], k.shape[2], blocks),
         one_batch=q.shape[0] == 1,
         one_head=q.shape[1] == 1,
         deterministic=details.deterministic,

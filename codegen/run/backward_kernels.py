@@ -147,7 +147,7 @@ class TwoPass(_Kernels):
     def run(self, tensors: dict[str, torch.Tensor], score, mask, lists: BlockLists | None, transposed: BlockLists | None) -> dict:
         """Fill DQ, DK and DV among `tensors`, which have the names of parameters; the gradients of captured tensors."""
         self.describe_rows(tensors)
-        sums = Sums(tuple(step for step, *_ in self.passes), score, self.sizes.extents, tensors["Q"].device)
+        sums = Sums(tuple(step for step, *_ in self.passes), score, self.sizes.extents, tensors["Q"].device, lists)
         for step, launch, axis, heads, length in self.passes:
             walked = transposed if axis == "q" else lists
             given = {**tensors, **(walked.tensors(axis) if walked else {})}
@@ -188,7 +188,7 @@ class Fused(_Kernels):
         Z, Hq, Q_LEN, KV_LEN = self.sizes.extents
         Zkv, Hkv = self.sizes.shared
         plan, device = self.plan, tensors["Q"].device
-        sums = Sums((plan,), score, self.sizes.extents, device)
+        sums = Sums((plan,), score, self.sizes.extents, device, lists)
         tiles = tiles_of(KV_LEN, plan.tile.BLOCK_N, transposed, "kv_block")
         work = max(tiles * Zkv * Hkv, -(-Q_LEN // plan.fused.flag["DQ_ROWS"]) * Z * Hq)
         captured = mod_values(plan, score and score[1], mask and mask[1])

@@ -5,10 +5,30 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from ..mod.expr import INDEX_BOUND
 from ..plan.forward import Blocks, list_numbers, list_tables
+
+
+class Shifts(NamedTuple):
+    """Where blocks of queries, and of keys, lie in a longer sequence: mods are told positions there.
+
+    q, kv           int32, one for each block: by how many blocks further on it is
+    q_len, kv_len   of that sequence. Keys past its end are hidden by mask_mod
+    """
+
+    q: torch.Tensor
+    kv: torch.Tensor
+    q_len: int
+    kv_len: int
+
+    def positions(self, block: int, axis: str, length: int) -> torch.Tensor:
+        """int32 (length,) Where the rows of the "q" or the "kv" tensor are."""
+        local = torch.arange(length, dtype=torch.int32, device=self.q.device)
+        return local + block * getattr(self, axis)[local // block]
 
 
 @dataclass(frozen=True)
@@ -21,6 +41,7 @@ class BlockLists:
     starts   int32 (rows + 1), or None: blocks of the tiles' axis (queries; keys, in transposed lists) are the positions from starts[i] up
              to starts[i + 1], at most a block's size; the last ones may be empty. The lists then hold first positions of blocks instead
              of their numbers, a full block has all its positions, and mask_mod hides from a partial one all that is not in it
+    shifts   where blocks lie in a longer sequence, or None: then they lie where they are
     """
 
     kv_num_blocks: torch.Tensor
@@ -31,12 +52,13 @@ class BlockLists:
     kv_block: int
     interior: bool
     starts: torch.Tensor | None = None
+    shifts: Shifts | None = None
 
     @functools.cached_property
     def tables(self) -> tuple[torch.Tensor, ...]:
         """The lists themselves."""
         full = () if self.full_kv_indices is None else (self.full_kv_num_blocks, self.full_kv_indices)
-        return self.kv_num_blocks, self.kv_indices, *full, *(() if self.starts is None else (self.starts,))
+        return self.kv_num_blocks, self.kv_indices, *full, *(() if self.starts is None else (self.starts,)), *(self.shifts or ())[:2]
 
     @functools.cached_property
     def fitting(self) -> set:
@@ -51,12 +73,15 @@ class BlockLists:
     @functools.cached_property
     def structure(self) -> tuple:
         """What a launch depends on beside addresses."""
-        return (self.full_kv_indices is not None, self.q_block, self.kv_block, self.interior, self.starts is None, *self._sizes)
+        known = self.full_kv_indices is not None, self.q_block, self.kv_block, self.interior, self.starts is None
+        return *known, *(self.shifts or ())[2:], *self._sizes
 
     @functools.cached_property
     def blocks(self) -> Blocks:
         """What of the lists changes a kernel."""
-        return Blocks(self.full_kv_indices is not None, self.q_block, self.kv_block, self.interior, self.starts is not None)
+        shifts, has_full = self.shifts, self.full_kv_indices is not None
+        far = shifts is not None and max(shifts.q_len, shifts.kv_len) > INDEX_BOUND
+        return Blocks(has_full, self.q_block, self.kv_block, self.interior, self.starts is not None, shifts is not None, far)
 
     @functools.cached_property
     def addresses(self) -> tuple[int, ...] | None:

@@ -117,10 +117,12 @@ NOT_CACHED = Cached()
 
 
 def reached(extents: tuple[int, int, int, int], lists: BlockLists | None) -> tuple[int, int, int, int]:
-    """How far a kernel's b, h, q_idx and kv_idx may reach: extents (Z, Hq, Q_LEN, KV_LEN), but past KV_LEN to the end of the last block,
-    or of one that begins anywhere."""
-    if lists is None or (lists.starts is None and LARGEST_BLOCK_N % lists.kv_block == 0):  # to which layouts_of rounds up anyway
+    """How far a kernel's b, h, q_idx and kv_idx may reach: extents (Z, Hq, Q_LEN, KV_LEN), or of the longer sequence in which blocks lie;
+    but past KV_LEN to the end of the last block, or of one that begins anywhere."""
+    if lists is None or (lists.starts is lists.shifts is None and LARGEST_BLOCK_N % lists.kv_block == 0):  # layouts_of rounds up anyway
         return extents
+    if lists.shifts is not None:
+        extents = *extents[:2], lists.shifts.q_len, lists.shifts.kv_len
     if lists.starts is None:
         return *extents[:3], -(-extents[3] // lists.kv_block) * lists.kv_block
     return *extents[:3], extents[3] + lists.kv_block - 1

@@ -8,6 +8,7 @@ from ..mod.compute import compute
 from ..mod.expr import Expr
 from ..plan.backward import Step
 from ..plan.hopper_backward import HopperBackwardPlan
+from .block_lists import BlockLists
 
 _CHUNK = 1 << 24  # positions whose gradient is added up at a time on the host
 
@@ -31,8 +32,10 @@ def apart(tensor: torch.Tensor) -> torch.Tensor:
 class Sums:
     """The gradients of captured tensors: the buffers that kernels write, and how they become gradients."""
 
-    def __init__(self, steps: tuple[Step | HopperBackwardPlan, ...], score, extents: tuple, device: torch.device) -> None:
-        self.steps, self.score, self.extents, self.device = steps, score, extents, device
+    def __init__(
+        self, steps: tuple[Step | HopperBackwardPlan, ...], score, extents: tuple, device: torch.device, lists: BlockLists | None
+    ) -> None:
+        self.steps, self.score, self.extents, self.device, self.lists = steps, score, extents, device, lists
         self.buffers: dict[str, torch.Tensor] = {}
         self.totals: dict[int, torch.Tensor] = {}
 
@@ -61,14 +64,21 @@ class Sums:
         rows = max(1, _CHUNK // KV_LEN)
         for captured, load in step.captured:
             if captured.role == "slab":
+                q_idx, kv_idx = self._positions("q")[:, None], self._positions("kv")[None, :]
                 for start in range(0, Q_LEN, rows):
                     part = self.buffers[captured.buffer][start : start + rows]
-                    q_idx = torch.arange(start, start + len(part), device=self.device, dtype=torch.int32)[:, None]
                     heads = {s: torch.full((1, 1), n, dtype=torch.int32, device=self.device) for s, n in zip("bh", head, strict=True)}
-                    self._add(load, part, {"q_idx": q_idx, "kv_idx": self._range(KV_LEN)[None, :], **heads})
+                    self._add(load, part, {"q_idx": q_idx[start : start + rows], "kv_idx": kv_idx, **heads})
 
     def _range(self, n: int) -> torch.Tensor:
         return torch.arange(n, dtype=torch.int32, device=self.device)
+
+    def _positions(self, axis: str) -> torch.Tensor:
+        """Where queries ("q") or keys ("kv") are, as mods are told."""
+        length = self.extents[2 if axis == "q" else 3]
+        if self.lists is None or self.lists.shifts is None:
+            return self._range(length)
+        return self.lists.shifts.positions(getattr(self.lists, f"{axis}_block"), axis, length)
 
     def _add(self, load: Expr, values: torch.Tensor, symbols: dict) -> None:
         """Add `values`, one for each position of the symbols' grid, to the elements that the load reads there."""
@@ -100,7 +110,7 @@ class Sums:
         """The gradient of every captured tensor that wants one, in its shape and dtype."""
         if not self.buffers:
             return {}
-        Z, Hq, Q_LEN, KV_LEN = self.extents
+        Z, Hq, *_ = self.extents
         grid = {"b": self._range(Z)[:, None, None], "h": self._range(Hq)[None, :, None]}
         for step in self.steps:
             for captured, load in step.captured:
@@ -111,9 +121,9 @@ class Sums:
                 elif captured.role == "head":
                     self._add(load, buffer.sum(-1, keepdim=True), grid)
                 elif captured.role == "row":
-                    self._add(load, buffer, {**grid, "q_idx": self._range(Q_LEN)[None, None, :]})
+                    self._add(load, buffer, {**grid, "q_idx": self._positions("q")[None, None, :]})
                 elif captured.role == "column":
-                    self._add(load, buffer, {**grid, "kv_idx": self._range(KV_LEN)[None, None, :]})
+                    self._add(load, buffer, {**grid, "kv_idx": self._positions("kv")[None, None, :]})
         return {i: _spread(total, self.score[1][i]) for i, total in self.totals.items()}
 
 

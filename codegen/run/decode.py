@@ -73,6 +73,8 @@ class Decode(_Planned):
             return f"query has {q_len} positions, more than {MAX_QUERIES}"
         if options.tile or options.prescale_qk:
             return f"{', '.join(name for name, _ in options.tile) or 'PRESCALE_QK'} is for the other kernels"
+        if call.case.blocks and call.case.blocks.shifted:
+            return "blocks lie in a longer sequence"
         return None
 
     def worthwhile(self, call: Call) -> str | None:

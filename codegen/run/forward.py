@@ -9,10 +9,9 @@ import torch
 from .. import logs
 from ..device.devices import architecture_of, backend_of
 from ..device.memory import empty
-from ..mod.expr import INDEX_BOUND
 from ..mod.tensors import LOWEST, check_kind
 from ..plan.candidates import Choice, choose
-from ..plan.forward import Blocks, ForwardCase, Mod, Options, geometry_of, wants_tma
+from ..plan.forward import Blocks, ForwardCase, Mod, Options, are_exact, geometry_of, wants_tma
 from ..registry import INFO, Table
 from .call import Bound, Rows, keys_of
 from .decode import Decode
@@ -154,7 +153,7 @@ def case_of(
         scale > 0,
         output_max,
         output_rows,
-        max(q.shape[2], k.shape[2]) <= INDEX_BOUND,
+        are_exact(q.shape[2], k.shape[2], blocks),
     )
     aligned = aligned and q.data_ptr() % 16 == 0
     return Call(case, geometry, (*q.shape[:3], k.shape[2]), q.device, backend, arch, aligned, scale, *keys)

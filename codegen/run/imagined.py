@@ -26,7 +26,7 @@ class Imagined:
     dtype                "float16", "bfloat16" or "float32"
     use_tma              as the option USE_TMA: None is what the newest GPUs get, and no TMA elsewhere
     block_size           of the block mask, if there is a mask_mod; its full blocks are listed apart (separate_full), and none reaches past
-                         KV_LEN (interior); blocks begin where a tensor says (starts)
+                         KV_LEN (interior); blocks begin where a tensor says (starts), or lie in a longer sequence (shifted)
     transposed           q, k and v lie in memory as (B, H, D, S), so the head dim is strided
     output_max           max_scores are asked for
     output_rows          gradients are wanted
@@ -47,6 +47,7 @@ class Imagined:
     separate_full: bool = True
     interior: bool = True
     starts: bool = False
+    shifted: bool = False
     scale_is_positive: bool = True
     transposed: bool = False
     output_max: bool = False
@@ -91,7 +92,7 @@ class Imagined:
 
     @property
     def _blocks(self) -> Blocks | None:
-        return Blocks(self.separate_full, *self.block_size, self.interior, self.starts) if self.mask_mod else None
+        return Blocks(self.separate_full, *self.block_size, self.interior, self.starts, self.shifted) if self.mask_mod else None
 
     @property
     def _options(self) -> Options:

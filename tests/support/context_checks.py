@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from flexpress import cached_attention, flex_attention, mods
+from flexpress.context_exchange import Exchange
 from flexpress.distributed import ContextPlan, split_cached_attention
 from support.dense import dense_attention
 from support.ranks import check, main
@@ -97,6 +100,34 @@ def documents_over_four_ranks():
 def more_keys_than_queries_and_masks_by_head():
     shift = torch.tensor([0, 200])
     compare(tensors(300, 640, B=2, Bkv=1, Hkv=2), lambda b, h, i, j: j <= i + shift[h], H=2)
+
+
+@check(4)
+def what_is_sent_is_what_the_mask_needs():
+    """Counted on its way, both passes: at most a tenth more than the keys that a rank's queries see and it has not."""
+    ids = torch.repeat_interleave(torch.arange(5), torch.tensor([900, 300, 1700, 96, 1100]))
+    masks = mods.causal, mods.sliding_window(1000), lambda b, h, i, j: (ids[i] == ids[j]) & (i >= j)
+    exchanged, whole = dist.all_to_all_single, torch.randn(4096)
+    for mask_mod in masks:
+        plan, counted = ContextPlan(q_len=4096, mask_mod=mask_mod, device="cpu"), []
+
+        def counts(found, sending, received, sent, counted=counted, **more):
+            counted.append((sum(received) - received[dist.get_rank()], sending.numel() // max(sum(sent), 1)))
+            return exchanged(found, sending, received, sent, **more)
+
+        exchange = Exchange(plan)
+        mine = plan.shard(whole, 0)[None, None, :, None]
+        with mock.patch.object(dist, "all_to_all_single", counts):
+            keys, values = exchange.gather(mine, 2 * mine).pair()
+            exchange.give_back(keys, values).pair()
+        blocks = torch.from_numpy(exchange.blocks)
+        assert torch.equal(keys.flatten(), whole.view(-1, 128)[blocks].flatten()) and torch.equal(values, 2 * keys)
+        seen = mask_mod(0, 0, plan.position_ids[:, None], torch.arange(4096)).any(0)
+        needed = seen.index_fill(0, plan.kv_position_ids, False).sum()
+        total = torch.tensor([counted[0][0], counted[1][0], needed])
+        assert counted[0][1] == 2  # a key and its value, each one number here
+        dist.all_reduce(total)
+        assert total[2] <= total[0] <= 1.1 * total[2] and total[1] == total[0], total
 
 
 @check(4)

@@ -283,7 +283,12 @@ def _plain(function):
 def gluon_language(programs: int, program: int, lock) -> types.SimpleNamespace:
     """What stands for gluon.language in one of so many programs."""
 
-    def atomic_add(pointer, value, sem=None):
+    def atomic_add(pointer, value, sem=None, mask=None):
+        if isinstance(value, torch.Tensor) and value.dim():  # places may be the same
+            places, mask = _among(pointer, mask)
+            with lock:
+                pointer.memory().index_add_(0, places[mask], value.expand_as(places)[mask])
+            return None
         if isinstance(value, int) and value == 0:  # somebody waits
             time.sleep(0.001)
         with lock:
