@@ -35,8 +35,7 @@ class AuxOutput(NamedTuple):
 def _opened(given: dict) -> dict:
     """flex_attention's arguments as `_with_statistics` takes them; torch's compiler traces this."""
     given = dict(given)
-    if given.pop("context") is not None:
-        raise NotImplementedError("flex_attention with context= cannot be compiled yet; call it in a function with torch.compiler.disable")
+    del given["context"]  # with one, the call is outside of the graph
     block_mask, return_aux = given.pop("block_mask"), given["return_aux"]
     tables, facts = (), None
     if block_mask is not None:
@@ -213,8 +212,10 @@ def flex_attention(
 
 def _attend_in_context(context, arguments: tuple, want_max: bool, deterministic: bool) -> tuple:
     """The same of this rank's parts, by a ContextPlan."""
-    from flexpress.context_attention import attend_in_context
+    from flexpress.context import check_plan
+    from flexpress.context_attention import Arguments, attend_in_context
 
+    check_plan(context)
     query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod = arguments
     if block_mask is not None or mask_mod is not None:
         raise ValueError(
@@ -222,7 +223,12 @@ def _attend_in_context(context, arguments: tuple, want_max: bool, deterministic:
         )
     if want_max:
         raise NotImplementedError("max_scores are not returned with context=; ask for lse alone")
-    return *attend_in_context(context, query, key, value, score_mod, scale, enable_gqa, kernel_options, deterministic), None
+    given = Arguments(scale, enable_gqa, kernel_options, deterministic)
+    if query.__class__ in ORDINARY or not is_distributed(query):
+        return *attend_in_context(context, (query, key, value), score_mod, given), None
+    from flexpress.context_dtensors import attend_shards_in_context
+
+    return *attend_shards_in_context(context, {"query": query, "key": key, "value": value}, score_mod, given), None
 
 
 def _checked_request(return_aux, return_lse: bool) -> AuxRequest:

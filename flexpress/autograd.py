@@ -67,15 +67,20 @@ class _Attention(torch.autograd.Function):
             *(g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad[3:6], strict=True)),
             *(of_captured.get(i) for i in range(ctx.count)),
         ]
-        if torch.is_grad_enabled():  # create_graph=True: what is made of these gradients must not pass for differentiable
-            anchor = next(t for t in (q, k, v, *captured) if t.requires_grad)
-            found = [g if g is None else _Once.apply(anchor, g) for g in found]
-        return None, None, None, *found
+        return None, None, None, *once(found, (q, k, v, *captured))
 
 
 def _dense(name: str, gradient: torch.Tensor) -> torch.Tensor:
     """A gradient that autograd hands over, as ordinary memory."""
     return readable(name, gradient if gradient.layout is torch.strided else gradient.to_dense())
+
+
+def once(gradients: list[torch.Tensor | None], inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor | None]:
+    """Gradients with respect to inputs. With create_graph=True what is made of them must not pass for differentiable."""
+    if not torch.is_grad_enabled():
+        return gradients
+    anchor = next(t for t in inputs if t.requires_grad)
+    return [g if g is None else _Once.apply(anchor, g) for g in gradients]
 
 
 @runs_uncompiled

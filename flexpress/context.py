@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from typing import Any
 
@@ -11,12 +12,19 @@ import torch.distributed as dist
 from torch.types import Device
 
 from flexpress.assignment import assign, imbalance
-from flexpress.checks import whole
+from flexpress.checks import resolve_device, whole
+from flexpress.context_agreement import Agreement, digest_of
+from flexpress.context_heads import Gathered, HeadSplit
 from flexpress.mask_creation import create_block_mask
 from flexpress.mask_mods import noop_mask
 from flexpress.mods import MaskMod
+from flexpress.packed_checks import check_cu_seqlens, check_same_sequences
+from flexpress.packing import Packing, packing_of
+from flexpress.parts import Part, mask_of_part
 
+from .codegen.mod.bind import bind
 from .codegen.mod.capture import name_of
+from .codegen.mod.graph_text import text_of
 
 BLOCK = 128  # positions that stay together
 
@@ -24,14 +32,14 @@ BLOCK = 128  # positions that stay together
 class Layout:
     """What a plan decides, for all ranks; the same on each of them. It needs no process group, so any number of ranks can be looked at.
 
+    status                int8 (B, H, rows, columns) of the mask's blocks: 0 empty, 1 partial, 2 full
     q_blocks, kv_blocks   for each rank the numbers of its blocks of BLOCK positions, ascending; one object where Q_LEN is KV_LEN
     needed                bool (ranks, KV blocks): which ones a rank's queries attend to
     imbalance             largest over mean work of a rank, counted in blocks that are visited
     """
 
     def __init__(self, status: np.ndarray, q_len: int, kv_len: int, ranks: int) -> None:
-        """status: int8 (B, H, rows, columns), 0 empty, 1 partial, 2 full."""
-        visited = status != 0
+        self.status, visited = status, status != 0
         work = visited.sum((0, 1, 3), dtype=np.float64)
         self.q_len, self.kv_len, self.ranks = q_len, kv_len, ranks
         self.q_blocks = assign(work, ranks)
@@ -53,13 +61,8 @@ class Layout:
 
     def digest(self) -> int:
         """A number that two layouts share only if they are the same."""
-        parts = (self.q_len, self.kv_len, self.ranks, *(b.tolist() for b in (*self.q_blocks, *self.kv_blocks)), self.needed.tobytes())
-        return digest_of(parts)
-
-
-def digest_of(value: object) -> int:
-    """A number of 7 bytes of what a value shows."""
-    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
+        parts = (self.q_len, self.kv_len, self.ranks, *(b.tolist() for b in (*self.q_blocks, *self.kv_blocks)), self.status.shape)
+        return digest_of((parts, hashlib.sha256(self.status.tobytes()).digest()))
 
 
 def _owners(parts: list[np.ndarray], blocks: int) -> np.ndarray:
@@ -87,8 +90,9 @@ class ContextPlan:
     kv_position_ids    the same of keys and values
     layout             of all ranks (see Layout)
 
-    Every rank makes its plan alone, of the same mask; that plans agree is checked once. Positions are dealt out in blocks of 128, so that
-    all ranks visit as many blocks of the mask: neighbours stay together as far as that allows.
+    Every rank makes its plan alone, of the same mask, and waits for nobody; that plans agree is checked when one is first used.
+    Positions are dealt out in blocks of 128, so that all ranks visit as many blocks of the mask: neighbours stay together as far as that
+    allows.
     """
 
     def __init__(
@@ -100,36 +104,114 @@ class ContextPlan:
         *,
         B: int | None = None,
         H: int | None = None,
+        heads: dist.ProcessGroup | dist.DeviceMesh | None = None,
         device: Device = None,
         head_groups: int = 2,
+        sum_gradients: bool = True,
     ) -> None:
-        """group     a process group, a device mesh of one dimension, or None for all ranks
+        """group     a process group, a device mesh of one dimension (`mesh["context"]` of a larger one), or None for all ranks
         q_len, kv_len   of the whole sequence; kv_len is q_len by default
         mask_mod     mask_mod(b, h, q_idx, kv_idx) of positions in the whole sequence; None: every position attends to every other
         B, H         extents of the mask, if it is not the same for every batch entry or head
+        heads        a second dimension of the mesh: its ranks hold a part of the sequence together, and attend to all of it by some of the
+                     heads each
         device       where attention runs; by default as in create_block_mask
         head_groups  keys and values come in so many groups of heads, those of one while another is computed: more of them hide a slower
                      network, and kernels have less to do at once
-
-        Raises ValueError for a plan that is not that of the group's other ranks, naming them.
+        sum_gradients   gradients of what score_mod captures are summed over ranks. False: each rank gets what its own queries give, as for
+                     any parameter; for FSDP and DDP, which add these up, and for tensors that `unshard` made
         """
         self.q_len = whole("q_len", q_len)
         self.kv_len = self.q_len if kv_len is None else whole("kv_len", kv_len)
-        self.group = group.get_group() if isinstance(group, dist.device_mesh.DeviceMesh) else group
+        self.group = _group_of("group", group)
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
             raise ValueError("this process is no member of the plan's group; make the plan on members only")
         self.mask_mod, self.head_groups = mask_mod or noop_mask, whole("head_groups", head_groups)
+        self.sum_gradients = sum_gradients
         mask = create_block_mask(self.mask_mod, B, H, self.q_len, self.kv_len, device, BLOCK)
         self.status = mask._status()
         self.device = self.status.device
         self.layout = Layout(self.status.cpu().numpy(), self.q_len, self.kv_len, self.ranks)
+        self.head_split = None if heads is None else HeadSplit(_group_of("heads", heads))
         mine, keys = self.layout.q_blocks[self.rank], self.layout.kv_blocks[self.rank]
-        self.position_ids = self.on_device(positions_of(mine, self.q_len))
-        self.kv_position_ids = self.position_ids if keys is mine else self.on_device(positions_of(keys, self.kv_len))
+        self._held = self._positions_held(positions_of(mine, self.q_len))
+        self._kv_held = self._held if keys is mine else self._positions_held(positions_of(keys, self.kv_len))
+        self.position_ids, self.kv_position_ids = self._held[0], self._kv_held[0]
+        self.packing: Packing | None = None  # of packed sequences
         self.exchange: Any = None  # made by the first call
-        self._agreed = False
-        self.check_agreement("plan", self.layout.digest())
+        self._parts: dict[tuple[Part, Part], ContextPlan] = {}
+        self.groups = [self.group, *([self.head_split.group] if self.head_split else [])]
+        self.mesh_dim_names = [_name_of_dim(mesh) for mesh in (group, heads)]
+        self.agreement = Agreement(self.groups, self.device)
+
+    def _positions_held(self, positions: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of a part of the sequence: what this rank holds, and what its kernels attend by."""
+        whole_part = self.on_device(positions)
+        return (self.on_device(self.head_split.share(positions)) if self.head_split else whole_part), whole_part
+
+    @classmethod
+    def packed(
+        cls,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor | None = None,
+        mask_mod: MaskMod | None = None,
+        *,
+        group: dist.ProcessGroup | dist.DeviceMesh | None = None,
+        H: int | None = None,
+        heads: dist.ProcessGroup | dist.DeviceMesh | None = None,
+        device: Device = None,
+        head_groups: int = 2,
+        sum_gradients: bool = True,
+    ) -> ContextPlan:
+        """The plan of packed sequences, for varlen_attention(q, k, v, score_mod=..., context=plan).
+
+        cu_seqlens_q, cu_seqlens_k, mask_mod   of all sequences, as for varlen_attention; the others as for ContextPlan
+
+        position_ids are those of tokens among all tokens; positions_in_sequence are what rotary embeddings want. Sequences may have any
+        lengths, and are cut where work is equal.
+        """
+        device = resolve_device(device)
+        starts_q = cu_seqlens_q.to(device)
+        total_q = total_k = _checked_total("cu_seqlens_q", starts_q)
+        starts_k = None if cu_seqlens_k is None else cu_seqlens_k.to(device)
+        if starts_k is not None:
+            check_same_sequences(starts_q, starts_k)
+            total_k = _checked_total("cu_seqlens_k", starts_k)
+        packing = packing_of(starts_q, starts_k, total_q, total_k)
+        plan = cls(
+            group,
+            total_q,
+            total_k,
+            packing.mask_mod(mask_mod),
+            H=H,
+            heads=heads,
+            device=device,
+            head_groups=head_groups,
+            sum_gradients=sum_gradients,
+        )
+        plan.packing = packing
+        return plan
+
+    @property
+    def positions_in_sequence(self) -> torch.Tensor:
+        """int64 (local length,): of packed sequences the position of each token that this rank holds in its own sequence."""
+        if self.packing is None:
+            raise ValueError(
+                "this plan is of one sequence, whose positions are position_ids; ContextPlan.packed makes plans of packed ones"
+            )
+        return self.packing.local_q[self.position_ids].long()
+
+    @property
+    def order(self) -> torch.Tensor:
+        """int64 (q_len,): the positions as ranks hold them, those of the first rank first. `x[:, plan.order]` is how a DTensor of the whole
+        lies that is sharded over the sequence."""
+        return self.on_device(np.concatenate([positions_of(blocks, self.q_len) for blocks in self.layout.q_blocks]))
+
+    @property
+    def kv_order(self) -> torch.Tensor:
+        """The same of keys and values, int64 (kv_len,)."""
+        return self.on_device(np.concatenate([positions_of(blocks, self.kv_len) for blocks in self.layout.kv_blocks]))
 
     def on_device(self, numbers: np.ndarray) -> torch.Tensor:
         """A host array as a tensor on the device where attention runs."""
@@ -150,25 +232,28 @@ class ContextPlan:
 
         length   of the whole; q_len by default
         """
+        self.agreement.check("plan", self.facts)
         length = self.q_len if length is None else length
-        blocks = self.layout.q_blocks if length == self.q_len else self.layout.kv_blocks
-        return _Unshard.apply(tensor, dim, length, blocks, self)
+        parts = [positions_of(blocks, length) for blocks in (self.layout.q_blocks if length == self.q_len else self.layout.kv_blocks)]
+        if self.head_split:
+            tensor = Gathered.apply(tensor, dim, self.head_split.counts(len(parts[self.rank])), self.head_split.group)
+        gathered = Gathered.apply(tensor, dim, [len(part) for part in parts], self.group)
+        return gathered.index_select(dim, self.on_device(np.concatenate(parts).argsort()))
 
-    def check_agreement(self, what: str, digest: int) -> None:
-        """ValueError on every rank if one has another number."""
-        mine = torch.tensor([digest], dtype=torch.int64, device=self.device)
-        found = [torch.empty_like(mine) for _ in range(self.ranks)]
-        dist.all_gather(found, mine, group=self.group)
-        numbers = torch.cat(found).tolist()
-        usual = max(set(numbers), key=numbers.count)
-        if others := [rank for rank, number in enumerate(numbers) if number != usual]:
-            raise ValueError(
-                f"ranks {', '.join(map(str, others))} of the group have another {what} than the rest; lengths, mask_mod and what it "
-                "captures, shapes and dtypes must be the same on all ranks"
-            )
+    def facts(self) -> dict[str, object]:
+        """What must be the same on all ranks, by what it is called in errors."""
+        graph, _ = bind(self.mask_mod, "mask")
+        return {
+            "q_len, kv_len": (self.q_len, self.kv_len),
+            "head_groups": self.head_groups,
+            "sum_gradients": self.sum_gradients,
+            "mask_mod": f"{graph.name} ({digest_of(text_of(graph)):x})",
+            "layout of blocks": f"{self.layout.digest():x}",
+            "number of ranks that split heads": self.head_split and self.head_split.ranks,
+        }
 
-    def check_inputs(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Local lengths, and, once, that ranks agree on all other extents."""
+    def check_lengths(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """ValueError for tensors of other lengths than this rank holds."""
         for name, tensor, positions in (
             ("query", query, self.position_ids),
             ("key", key, self.kv_position_ids),
@@ -179,10 +264,19 @@ class ContextPlan:
                     f"{name} has shape {tuple(tensor.shape)}, but this rank holds {len(positions)} of its positions: pass "
                     f"plan.shard(...) of the whole {name}, (B, H, {len(positions)}, D)"
                 )
-        if not self._agreed:
-            shown = [(t.shape[0], t.shape[1], t.shape[3], str(t.dtype)) for t in (query, key, value)]
-            self.check_agreement("query, key or value", digest_of(shown))
-            self._agreed = True
+
+    def of_part(self, batch: Part, heads: Part) -> ContextPlan:
+        """The plan as kernels for some batch entries and heads of the mask need it: of all positions that they attend by."""
+        if batch.first is heads.first is None:
+            return self
+        if (batch, heads) not in self._parts:
+            part = self._parts[batch, heads] = copy.copy(self)
+            part.mask_mod, part.exchange = mask_of_part(self.mask_mod, batch, heads) or noop_mask, None
+            part.position_ids, part.kv_position_ids = self._held[1], self._kv_held[1]
+            for dim, (first, count) in enumerate((batch, heads)):
+                if first is not None and part.status.shape[dim] > 1:
+                    part.status = part.status.narrow(dim, first, count)
+        return self._parts[batch, heads]
 
     def __repr__(self) -> str:
         return (
@@ -191,25 +285,29 @@ class ContextPlan:
         )
 
 
-class _Unshard(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, tensor, dim, length, blocks, plan):
-        positions = [positions_of(mine, length) for mine in blocks]
-        ctx.dim, ctx.plan, ctx.positions = dim, plan, plan.on_device(positions[plan.rank])
-        counts = [len(part) for part in positions]
-        shape = list(tensor.shape)
-        shape[dim] = max(counts)  # as gloo gathers tensors of one shape
-        padded = tensor.new_zeros(shape)
-        padded.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
-        parts = [torch.empty_like(padded) for _ in blocks]
-        dist.all_gather(parts, padded, group=plan.group)
-        parts = [part.narrow(dim, 0, count) for part, count in zip(parts, counts, strict=True)]
-        order = plan.on_device(np.concatenate(positions))
-        whole_one = torch.cat(parts, dim)
-        return torch.empty_like(whole_one).index_copy_(dim, order, whole_one)
+def check_plan(plan) -> None:
+    if not isinstance(plan, ContextPlan):
+        raise TypeError(f"context must be a ContextPlan (from flexpress.distributed), got {type(plan).__name__}")
 
-    @staticmethod
-    def backward(ctx, gradient):
-        gradient = gradient.contiguous()
-        dist.all_reduce(gradient, group=ctx.plan.group)
-        return gradient.index_select(ctx.dim, ctx.positions), None, None, None, None
+
+def _checked_total(name: str, cu_seqlens: torch.Tensor) -> int:
+    """How many tokens packed sequences have. Raises as varlen_attention does, on any device."""
+    ends = cu_seqlens.cpu()
+    total = max(int(ends[-1]), 0) if ends.numel() else 0
+    check_cu_seqlens(name, ends, "the sequences", torch.empty(total))
+    return total
+
+
+def _name_of_dim(mesh) -> str | None:
+    """What a mesh calls its one dimension; None for what is no mesh."""
+    names = mesh.mesh_dim_names if isinstance(mesh, dist.device_mesh.DeviceMesh) else None
+    return names[0] if names else None
+
+
+def _group_of(name: str, group) -> dist.ProcessGroup | None:
+    """The process group of a mesh of one dimension, or what is none."""
+    if not isinstance(group, dist.device_mesh.DeviceMesh):
+        return group
+    if group.ndim != 1:
+        raise ValueError(f"{name} is {group}; pass one of its dimensions, such as mesh[{(group.mesh_dim_names or ('context',))[0]!r}]")
+    return group.get_group()

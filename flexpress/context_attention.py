@@ -10,23 +10,37 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
+from flexpress.arguments import checked
+from flexpress.autograd import once
 from flexpress.call import bound
+from flexpress.checks import autocast, parse_options
 from flexpress.context import ContextPlan
+from flexpress.context_agreement import digest_of
 from flexpress.context_exchange import Arriving, Exchange
+from flexpress.parts import Heads, Part, score_of_part
+from flexpress.scales import read_scale
 
 from .codegen.compiling import runs_uncompiled
 from .codegen.mod.bind import bind
+from .codegen.mod.expr import ModGraph
+from .codegen.mod.graph_text import text_of
+from .codegen.mod.tensors import check_values, read_captured
 from .codegen.run.backward import backward
 from .codegen.run.call import Bound, Rows
 from .codegen.run.forward import forward
 
+ALL = Part(None, 0)
 
-class Heads(NamedTuple):
-    """A group of heads that is computed at once: of queries, and of keys and values."""
 
-    q: slice
-    kv: slice
+class Arguments(NamedTuple):
+    """What a call says beside query, key, value and score_mod."""
+
+    scale: float | torch.Tensor | None = None
+    enable_gqa: bool = False
+    kernel_options: dict | None = None
+    deterministic: bool = False
 
 
 def heads_in_groups(Hq: int, Hkv: int, groups: int) -> list[Heads]:
@@ -38,27 +52,105 @@ def heads_in_groups(Hq: int, Hkv: int, groups: int) -> list[Heads]:
 
 
 def attend_in_context(
-    plan: ContextPlan, query, key, value, score_mod, scale, enable_gqa: bool, kernel_options, deterministic: bool
+    plan: ContextPlan, tensors: tuple, score_mod, arguments: Arguments, batch: Part = ALL, heads: Part = ALL, read=read_captured
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse of the queries that this rank holds, of its parts of query, key and value."""
-    plan.check_inputs(query, key, value)
-    exchange = plan.exchange
-    if exchange is None:
-        exchange = plan.exchange = Exchange(plan)
+    """out and lse of the queries that this rank holds.
+
+    tensors       its parts of query, key and value
+    batch, heads  which batch entries and heads of the mask's and of score_mod's these are
+    read          makes what a bound mod captures readable, in place
+    """
+    with plan.agreement.telling_failures():
+        tensors, scale, score_mod = _checked(plan, tensors, score_mod, arguments, batch, heads)
+        score = None if score_mod is None else bind(score_of_part(score_mod, batch, heads), "score")
+        facts = _facts(tensors, score)
+        split = plan.head_split
+        of_ranks = split.heads(tensors[0].shape[1], tensors[1].shape[1]) if split else []
+        if split:
+            mine = of_ranks[split.rank].q
+            heads = Part((heads.first or 0) + mine.start, mine.stop - mine.start)
+        score_mod, part = score_of_part(score_mod, batch, heads), plan.of_part(batch, heads)
+        exchange = part.exchange = part.exchange or Exchange(part)
+    plan.agreement.check(facts, lambda: {**plan.facts(), **_shown(*facts)})
+    if split:
+        tensors = split.all_to_heads(tensors, of_ranks, len(part.position_ids), len(part.kv_position_ids))
+    query, key, value = tensors
     captured = []
-    if score_mod is not None:
-        graph, values = bind(exchange.score_mod(score_mod, 0), "score")
+    if score is not None:
+        graph, values = score = bind(exchange.score_mod(score_mod, 0), "score")
+        read(score, query.device, "score_mod")
         captured = values[: len(graph.tensors)]
 
-    def bound_to(heads: Heads, q, k, v) -> Bound | None:
-        mask = exchange.mask_of(heads.q)
+    def given(bound_mod: tuple, device: torch.device, where: str) -> None:
+        """What score_mod captures is read already."""
+        if where == "score_mod":
+            bound_mod[1][: len(captured)] = captured
+        else:
+            read_captured(bound_mod, device, where)
+
+    def bound_to(group: Heads, q, k, v) -> Bound | None:
+        mask = exchange.mask_of(group.q)
         if mask is None:
             return None
-        return bound(q, k, v, exchange.score_mod(score_mod, heads.q.start), mask, scale, enable_gqa, kernel_options, None)
+        score = exchange.score_mod(score_mod, group.q.start)
+        with _disable_current_modes():  # of counters and checkpoints: a part of a call is no operator of theirs
+            return bound(q, k, v, score, mask, scale, arguments.enable_gqa, arguments.kernel_options, None, read=given)
 
-    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    deterministic = arguments.deterministic or torch.are_deterministic_algorithms_enabled()
     groups = heads_in_groups(query.shape[1], key.shape[1], plan.head_groups)
-    return _InContext.apply(exchange, groups, bound_to, deterministic, query, key, value, *captured)
+    out, lse = _InContext.apply(exchange, groups, bound_to, deterministic, query, key, value, *captured)
+    return (split.to_positions(out), split.to_positions(lse.unsqueeze(-1)).squeeze(-1)) if split else (out, lse)
+
+
+def attend_packed_in_context(plan, tensors: tuple, score_mod, arguments: Arguments, heads: Part = ALL, read=read_captured) -> tuple:
+    """The same of packed sequences, (local tokens, H, D) each, and of a score_mod on packed positions."""
+    tensors = tuple(t.unsqueeze(0).transpose(1, 2) for t in tensors)
+    found = attend_in_context(plan, tensors, score_mod, arguments, ALL, heads, read)
+    return tuple(t.squeeze(0).transpose(0, 1) for t in found)
+
+
+def _checked(plan: ContextPlan, tensors: tuple, score_mod, arguments: Arguments, batch: Part, heads: Part) -> tuple:
+    """The tensors as autocast wants them, the scale as a number, and the score_mod for it. Raises what flex_attention does."""
+    check_values("flex_attention with context=", **dict(zip(("query", "key", "value"), tensors, strict=True)))
+    query, key, value = tensors = autocast(*tensors)
+    plan.check_lengths(query, key, value)
+    checked(query, key, value, arguments.enable_gqa)
+    parse_options(arguments.kernel_options)
+    for name, size, part, extent in zip("BH", plan.status.shape, (batch, heads), query.shape, strict=False):
+        if part.first is None and size not in (1, extent):
+            raise ValueError(f"the plan was made with {name}={size}, but query has shape {tuple(query.shape)}")
+    scale, score_mod = read_scale(arguments.scale, score_mod, query.shape[3], query.device)
+    return tensors, scale, score_mod
+
+
+def _facts(tensors: tuple, score: tuple | None) -> tuple:
+    """What of a call must be the same on all ranks: of query, key and value, of what score_mod captures, and its graph."""
+    learns = torch.is_grad_enabled()
+
+    def looks(tensor: torch.Tensor) -> tuple:
+        return tensor.dtype, learns and tensor.requires_grad
+
+    graph, values = score or (None, [])
+    captured = values[: len(graph.tensors)] if graph else []
+    return (
+        tuple(((t.shape[0], t.shape[1], t.shape[3]), *looks(t)) for t in tensors),
+        tuple((tuple(t.shape), *looks(t)) for t in captured),
+        graph,
+    )
+
+
+def _shown(tensors: tuple, captured: tuple, graph: ModGraph | None) -> dict[str, object]:
+    """The same in words, by name."""
+
+    def words(shape: tuple, dtype: torch.dtype, learns: bool) -> str:
+        return f"{shape} {dtype}{', requires_grad' if learns else ''}"
+
+    names = (f"{name} (B, H, D)" for name in ("query", "key", "value"))
+    found = {name: words(*looks) for name, looks in zip(names, tensors, strict=True)}
+    if graph is None:
+        return {**found, "score_mod": None}
+    found["score_mod"] = f"{graph.name} ({digest_of(text_of(graph)):x})"
+    return {**found, **{t.name: words(*looks) for t, looks in zip(graph.tensors, captured, strict=True)}}
 
 
 @runs_uncompiled
@@ -84,9 +176,16 @@ class _InContext(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_out, d_lse):
-        exchange, groups = ctx.exchange, ctx.groups
         q, k, v, out, *others = ctx.saved_tensors
-        rows, captured = others[: len(groups)], others[len(groups) :]
+        rows, captured = others[: len(ctx.groups)], others[len(ctx.groups) :]
+        with torch.no_grad():
+            found = _InContext.gradients(ctx, q, k, v, out, rows, captured, d_out, d_lse)
+        return None, None, None, None, *once(found, (q, k, v, *captured))
+
+    @staticmethod
+    def gradients(ctx, q, k, v, out, rows: list, captured: list, d_out, d_lse) -> list[torch.Tensor | None]:
+        """Of q, k, v and what score_mod captures."""
+        exchange, groups = ctx.exchange, ctx.groups
         wanted = frozenset(i for i, needed in enumerate(ctx.needs_input_grad[7:]) if needed)
         d_out = torch.zeros_like(out) if d_out is None else d_out
         of_captured = {i: torch.zeros_like(captured[i], dtype=torch.float32) for i in sorted(wanted)}
@@ -108,9 +207,10 @@ class _InContext(torch.autograd.Function):
         for heads, gradients in zip(groups, returning, strict=True):
             exchange.add(gradients, dk[:, heads.kv], dv[:, heads.kv])
         for gradient in of_captured.values():
-            torch.distributed.all_reduce(gradient, group=exchange.plan.group)
+            for group in exchange.plan.groups if exchange.plan.sum_gradients else ():
+                torch.distributed.all_reduce(gradient, group=group)
         captured = (of_captured[i].to(t.dtype) if i in wanted else None for i, t in enumerate(captured))
-        return None, None, None, None, torch.cat(dq, 1), dk.to(k.dtype), dv.to(v.dtype), *captured
+        return [torch.cat(dq, 1), dk.to(k.dtype), dv.to(v.dtype), *captured]
 
 
 def _in_turn(exchange: Exchange, groups: list[Heads], q, k, v):

@@ -15,7 +15,6 @@ DTensors that are not replicated.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -25,18 +24,10 @@ from flexpress.block_mask import BlockMask
 from flexpress.call import attend, bound
 from flexpress.checks import check_heads
 from flexpress.foreign_masks import adopt, is_foreign_mask
+from flexpress.parts import Part, mask_of_part, score_of_part
 
-from .codegen.mod.bind import bind
-from .codegen.mod.capture import name_of, plain
 from .codegen.mod.tensors import is_distributed, read_captured
 from .codegen.run.call import Bound
-
-
-class Part(NamedTuple):
-    """The entries of one dimension that a rank has: `count` from `first` on. `first` is None where all ranks have all of them."""
-
-    first: int | None
-    count: int
 
 
 class Shards:
@@ -46,11 +37,25 @@ class Shards:
     batch, heads   which of query's batch entries and heads they are
     """
 
-    def __init__(self, named: dict[str, torch.Tensor], batch_dim: int | None, heads_dim: int) -> None:
-        """`named`: query, key and value. Raises TypeError, ValueError or NotImplementedError. Packed sequences have no batch_dim."""
+    def __init__(
+        self,
+        named: dict[str, torch.Tensor],
+        batch_dim: int | None,
+        heads_dim: int,
+        of_sequence: Callable | None = None,
+        sums_gradients: bool = False,
+    ) -> None:
+        """`named`: query, key and value. Raises TypeError, ValueError or NotImplementedError. Packed sequences have no batch_dim.
+
+        of_sequence      from a mesh to those of its dimensions over which the sequence is sharded; none by default
+        sums_gradients   over these, gradients of captured tensors are sums already
+        """
         self._name, self._query = next(iter(named.items()))
         self._dims = batch_dim, heads_dim
+        self._length_dim = 0 if batch_dim is None else heads_dim + 1
         self.mesh = self._query.device_mesh
+        self._of_sequence = of_sequence(self.mesh) if of_sequence else ()
+        self._summed_over = self._of_sequence if sums_gradients else ()
         for name, tensor in named.items():
             self._check_placements(name, tensor)
         self.placements = self._query.placements
@@ -75,21 +80,33 @@ class Shards:
         if tensor.dim() != (4 if self._dims[0] is not None else 3):
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected are 3 dimensions if packed, else 4")
         for i, placement in enumerate(tensor.placements):
-            if not (type(placement) is Replicate or any(_splits(placement, dim) for dim in self._dims)):
+            if i in self._of_sequence:
+                served = _splits(placement, self._length_dim)
+            else:
+                served = type(placement) is Replicate or any(_splits(placement, dim) for dim in self._dims)
+            if not served:
                 raise self._refusal(name, tensor.placements, i)
 
     def _refusal(self, name: str, placements: tuple, at: int) -> Exception:
         """Why placements[at] is not supported."""
-        heads, others = self._dims[1], "" if self._dims[0] is None else " and batch (0)"
-        instead = [Shard(heads) if i == at else p for i, p in enumerate(placements)]
+        (batch, heads), length = self._dims, Shard(self._length_dim)
+        over = repr((self.mesh.mesh_dim_names or range(self.mesh.ndim))[at])
+        needed = length if at in self._of_sequence else Shard(heads)
+        instead = [needed if i == at else p for i, p in enumerate(placements)]
         shown = f"{name} has placements {list(placements)}"
-        remedy = f"; redistribute it, for example {name}.redistribute(placements={instead})"
+        remedy = f"redistribute it, for example {name}.redistribute(placements={instead})"
         if placements[at].is_partial():
-            return ValueError(f"{shown}: sums that are still to be added up over ranks{remedy}")
-        return NotImplementedError(
-            f"{shown}, and {placements[at]} is not supported: attention is computed where whole sequences are, so only heads (dimension "
-            f"{heads}){others} may be sharded{remedy}"
-        )
+            return ValueError(f"{shown}: sums that are still to be added up over ranks; {remedy}")
+        if at in self._of_sequence:
+            return ValueError(f"{shown}, but over mesh dimension {over} the context plan splits the sequence: {length}; {remedy}")
+        if placements[at] == length:
+            return NotImplementedError(
+                f"{shown}: over mesh dimension {over} the sequence is sharded. Attention of that takes a plan, "
+                f"context=ContextPlan(mesh[{over}], q_len=..., mask_mod=...) from flexpress.distributed, and rows in its order; "
+                f"or {remedy}"
+            )
+        others = "" if batch is None else f" and batch ({batch})"
+        return NotImplementedError(f"{shown}, and {placements[at]} is not supported: only heads ({heads}){others} may be sharded; {remedy}")
 
     def _check_like_query(self, name: str, tensor: torch.Tensor) -> None:
         """Key and value are sharded as query is, but where a rank needs other entries than its share of them."""
@@ -151,36 +168,11 @@ class Shards:
 
     def score_mod(self, mod: Callable | None) -> Callable | None:
         """A score_mod that is told this rank's b and h, of one that is told those of all."""
-        batch, head = self._indices(mod, "score")
-        if batch is head is _same:
-            return mod
-        mod = plain(mod)
-
-        def sharded(score, b, h, q_idx, kv_idx):
-            return mod(score, batch(b), head(h), q_idx, kv_idx)
-
-        sharded.__name__ = name_of(mod)
-        return sharded
+        return score_of_part(mod, self.batch, self.heads)
 
     def mask_mod(self, mod: Callable | None) -> Callable | None:
         """The same of a mask_mod."""
-        batch, head = self._indices(mod, "mask")
-        if batch is head is _same:
-            return mod
-        mod = plain(mod)
-
-        def sharded(b, h, q_idx, kv_idx):
-            return mod(batch(b), head(h), q_idx, kv_idx)
-
-        sharded.__name__ = name_of(mod)
-        return sharded
-
-    def _indices(self, mod: Callable | None, kind: str) -> tuple[Callable, Callable]:
-        """From this rank's b and h to those of all. A mod that uses neither keeps the kernel, and the block lists, that it has anywhere."""
-        if mod is None or self._has_all:
-            return _same, _same
-        used = bind(mod, kind)[0].symbols
-        return tuple(_index(part) if name in used else _same for name, part in (("b", self.batch), ("h", self.heads)))
+        return mask_of_part(mod, self.batch, self.heads)
 
     def block_mask(self, mask):
         """The BlockMask of this rank's part; what is none is left to be refused."""
@@ -217,7 +209,8 @@ class Shards:
                         f"{self.mesh}; distribute it over that, or capture {capture.name}.full_tensor(), which gets the gradient of this "
                         "rank alone"
                     )
-                of_parts = [Replicate() if p.is_replicate() else Partial() for p in self.placements]
+                summed = [p.is_replicate() or i in self._summed_over for i, p in enumerate(self.placements)]
+                of_parts = [Replicate() if there else Partial() for there in summed]
                 values[i] = _Summed.apply(tensor.full_tensor(grad_placements=of_parts))
         read_captured(bound, device, where)
 
@@ -227,7 +220,7 @@ class Shards:
 
     def _joined(self, local: torch.Tensor) -> torch.Tensor:
         shape = list(local.shape)
-        for dim in self._dims:
+        for dim in (*self._dims, *([self._length_dim] if self._of_sequence else ())):
             if dim is not None:
                 shape[dim] = self._query.shape[dim]
         stride, step = [0] * len(shape), 1
@@ -283,15 +276,3 @@ def _product(numbers) -> int:
     for number in numbers:
         found *= number
     return found
-
-
-def _same(index):
-    return index
-
-
-def _index(part: Part) -> Callable:
-    """From an index of the part to that of the whole, to be traced."""
-    if part.first is None:
-        return _same
-    first = part.first
-    return lambda i: i + first

@@ -32,7 +32,7 @@ def compilable(function: Callable[P, R]) -> Callable[P, R]: ...
 def compilable(*, inner: Callable, opened: Callable | None = None, closed: Callable) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def compilable(function=None, *, inner=None, opened=None, closed=None):
     """Decorator of a public function that torch.compile may meet. Its arguments named score_mod and mask_mod are mods. Signature and
-    docstring stay, for type checkers and for `help`.
+    docstring stay, for type checkers and for `help`. A call with context= is a graph break.
 
     inner    called instead, with what `opened(arguments by name)` makes of them by name: tensors, numbers, mods and tuples of these.
              Returns tensors
@@ -52,6 +52,16 @@ def compilable(function=None, *, inner=None, opened=None, closed=None):
     return public
 
 
+@runs_uncompiled
+def _outside(function, *args, **kwargs):
+    """A call that breaks the graph."""
+    return function(*args, **kwargs)
+
+
+_OUTSIDE = "with context= ranks send each other keys, which is outside of graphs: compile without fullgraph=True"
+_outside._torchdynamo_disable_msg = _OUTSIDE  # type: ignore[attr-defined]
+
+
 def _caller(function: Callable, node: Callable) -> Callable:
     """What calls `node` in torch.compile, and `function` elsewhere. It is printed with their parameters: one that took *args and **kwargs
     would need a third of a microsecond for each call."""
@@ -61,10 +71,12 @@ def _caller(function: Callable, node: Callable) -> Callable:
     if named:
         taken.insert(len(taken) - len(named), "*")
     passed = ", ".join([p.name for p in parameters][: len(parameters) - len(named)] + [f"{name}={name}" for name in named])
+    with_context = f"if context is not None:\n            return in_graph._outside(function, {passed})" if "context" in named else "pass"
     made: dict[str, Callable] = {}
     text = f"""
 def {function.__name__}({", ".join(taken)}):
     if compiling() and in_graph._is_known():
+        {with_context}
         return node({", ".join(f"{p.name}={p.name}" for p in parameters)})
     return function({passed})
 """

@@ -59,11 +59,15 @@ def _check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k) -> None:
     _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, "q", q)
     if cu_seqlens_k is not None:
         _check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, "k", k)
-        if cu_seqlens_q.shape != cu_seqlens_k.shape:
-            raise ValueError(
-                f"cu_seqlens_q and cu_seqlens_k must be of as many sequences, got shapes {tuple(cu_seqlens_q.shape)} and "
-                f"{tuple(cu_seqlens_k.shape)}; a sequence without tokens repeats the number before it"
-            )
+        check_same_sequences(cu_seqlens_q, cu_seqlens_k)
+
+
+def check_same_sequences(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> None:
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise ValueError(
+            f"cu_seqlens_q and cu_seqlens_k must be of as many sequences, got shapes {tuple(cu_seqlens_q.shape)} and "
+            f"{tuple(cu_seqlens_k.shape)}; a sequence without tokens repeats the number before it"
+        )
 
 
 def check_cu_seqlens(name: str, cu_seqlens, packed_name: str, packed: torch.Tensor) -> None:
@@ -73,6 +77,8 @@ def check_cu_seqlens(name: str, cu_seqlens, packed_name: str, packed: torch.Tens
 
 
 def _check_cu_seqlens(name: str, cu_seqlens, packed_name: str, packed: torch.Tensor) -> None:
+    if cu_seqlens is None:
+        raise TypeError(f"{name} must say where sequences are; it is left out only with context=")
     check_rank(name, cu_seqlens, "(sequences + 1)")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} has dtype {cu_seqlens.dtype}, not int32 or int64; {_REMEDY}")

@@ -18,7 +18,7 @@ if torch.distributed.is_available():
 failed = ranks.failures_of("context_checks.py")
 
 
-@pytest.mark.parametrize("name, world", ranks.checks_in(checks).items())
-def test_ranks_compute_what_one_process_does(failed, name, world):
-    for rank, errors in enumerate(failed(world)):
+@pytest.mark.parametrize("name, world, device", ranks.on_devices(checks))
+def test_ranks_compute_what_one_process_does(failed, name, world, device):
+    for rank, errors in enumerate(failed(world, device)):
         assert not errors.get(name, errors), f"rank {rank} of {world}: {errors.get(name, errors)}"

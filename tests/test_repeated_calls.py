@@ -8,11 +8,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flexpress import AuxRequest, cache_info, cached_attention, create_block_mask, flex_attention, mods, varlen
+from flexpress import AuxRequest, cache_info, cached_attention, create_block_mask, flex_attention, mods
 from flexpress.call import attend, bound
 from flexpress.codegen import registry
 from flexpress.codegen.device import tma
 from flexpress.codegen.device.arguments import Numbers, plain_values
+from flexpress.packing import packing_of
 from support.fake_hopper import Variant, pass_for_hopper
 
 
@@ -101,7 +102,7 @@ def test_packed_sequences_have_the_same_arguments(backend, D, launches):
     """Where blocks begin comes after the lists; the kernel for Hopper also takes out by pointer, and its strides."""
     cu_seqlens = torch.tensor([0, 900, 900, 1600], dtype=torch.int32)
     q, k, v = (torch.zeros(1600, heads, D, dtype=torch.bfloat16).unsqueeze(0).transpose(1, 2) for heads in (4, 2, 2))
-    packing = varlen._packing(cu_seqlens, None, 1600, 1600)
+    packing = packing_of(cu_seqlens, None, 1600, 1600)
     call = bound(q, k, v, None, None, None, True, {"BACKEND": backend}, packing.mask_mod(mods.causal), (packing.starts_q, packing.starts_k))
     for _ in range(3):
         out, _, _ = attend(call, False, False)

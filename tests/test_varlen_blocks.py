@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flexpress import mods, varlen
+from flexpress import mods
 from flexpress.call import starts_of
 from flexpress.codegen.mod.bind import bind
 from flexpress.codegen.run.masks import automatic_lists, block_starts, owned_starts
+from flexpress.packing import _of_distances, packing_of
 from support.block_lists import check_bounds
 from support.devices import DEVICES
 from support.varlen import mask_mods, offsets
@@ -25,9 +26,7 @@ EXACT = {
 
 
 def packed_mask(mask_mod, lengths, kv_lengths):
-    packing = varlen._packing(
-        offsets(lengths), None if kv_lengths is None else offsets(kv_lengths), sum(lengths), sum(kv_lengths or lengths)
-    )
+    packing = packing_of(offsets(lengths), None if kv_lengths is None else offsets(kv_lengths), sum(lengths), sum(kv_lengths or lengths))
     return packing.mask_mod(mask_mod)
 
 
@@ -107,7 +106,7 @@ def test_wrong_offsets_write_nothing_outside(cu_seqlens):
 def own_lists(mask_mod, lengths, kv_lengths=None):
     """Where the blocks of sequences begin, and the lists of their mask, forward and transposed."""
     total_q, total_k = sum(lengths), sum(kv_lengths or lengths)
-    packing = varlen._packing(offsets(lengths), None if kv_lengths is None else offsets(kv_lengths), total_q, total_k)
+    packing = packing_of(offsets(lengths), None if kv_lengths is None else offsets(kv_lengths), total_q, total_k)
     starts = starts_of(packing.starts_q, packing.starts_k, len(packing.sequence_q), len(packing.sequence_k), 128, 128)
     assert len(starts) == 2
     bound, extents = bind(packing.mask_mod(mask_mod), "mask"), (1, 1, total_q, total_k)
@@ -174,13 +173,13 @@ OF_DISTANCES = {
 @pytest.mark.parametrize("name", OF_DISTANCES)
 def test_which_mods_are_of_distances(name):
     mod, expected = OF_DISTANCES[name]
-    assert varlen._of_distances(bind(mod, "mask")[0]) is expected
+    assert _of_distances(bind(mod, "mask")[0]) is expected
 
 
 @pytest.mark.parametrize("values", [[0, 5, 3, 9], [2, 4, 8, 9], [0, -5, 99, 9], [0, 2, 4, 6]])
 def test_wrong_values_stay_inside(values):
     """On a GPU nobody checks cu_seqlens: whatever they say, no index made of them leaves a tensor."""
-    packing = varlen._packing(torch.tensor(values), torch.tensor(values[::-1]), 9, 9)
+    packing = packing_of(torch.tensor(values), torch.tensor(values[::-1]), 9, 9)
     for tokens in (packing.sequence_q, packing.sequence_k):
         assert (tokens >= 0).all() and (tokens <= 3).all()
     assert packing.local_q.shape == packing.local_k.shape == packing.aligned_q.shape == (9,)

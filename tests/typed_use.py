@@ -199,6 +199,9 @@ def split_over_ranks() -> None:
     assert_type(plan.layout, distributed.Layout)
     assert_type(flex_attention(q, k, v, bias, context=plan), Tensor)
     flex_attention(q, k, v, context=4)  # type: ignore[call-overload]
+    packed = distributed.ContextPlan.packed(torch.tensor([0, 4096]), mask_mod=mods.causal, head_groups=1)
+    assert_type(flexpress.varlen_attention(q, k, v, score_mod=bias, context=packed, return_lse=True), tuple[Tensor, Tensor])
+    assert_type(packed.positions_in_sequence, Tensor)
     lengths = torch.ones(2, dtype=torch.int32)
     assert_type(distributed.split_cached_attention(q, k, v, lengths, lengths, score_mod=bias), tuple[Tensor, Tensor])
     assert_type(flexpress.merge_attention([q, q], [q[..., 0], q[..., 0]]), tuple[Tensor, Tensor])

@@ -2,54 +2,22 @@
 
 from __future__ import annotations
 
+import random
+from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 from flexpress import cached_attention, flex_attention, mods
 from flexpress.context_exchange import Exchange
 from flexpress.distributed import ContextPlan, split_cached_attention
+from support.context import compare, tensors
 from support.dense import dense_attention
-from support.ranks import check, main
-
-
-def tensors(q_len, kv_len=None, B=1, Hq=2, Hkv=1, Bkv=None, D=16, D_V=None):
-    """The same on every rank."""
-    kv_len = q_len if kv_len is None else kv_len
-    shapes = (B, Hq, q_len, D), (Bkv or B, Hkv, kv_len, D), (Bkv or B, Hkv, kv_len, D_V or D)
-    return [torch.randn(shape) for shape in shapes]
-
-
-def compare(whole, mask_mod, score_mod=None, captured=(), kv_len=None, B=None, H=None, **options):
-    """out, lse and all gradients of attention by parts are those of dense attention of the whole in float64."""
-    q_len, kv_len = whole[0].shape[2], whole[1].shape[2]
-    plan = ContextPlan(q_len=q_len, kv_len=kv_len, mask_mod=mask_mod, B=B, H=H, device="cpu")
-    mine = [plan.shard(whole[0], 2), *(t[:, :, plan.kv_position_ids] for t in whole[1:])]
-    mine = [t.clone().requires_grad_() for t in mine]
-    found, lse = flex_attention(*mine, score_mod, enable_gqa=True, return_lse=True, context=plan, **options)
-    reference = [t.double().requires_grad_() for t in whole]
-    exact, exact_lse, _ = dense_attention(*reference, score_mod, mask_mod, options.get("scale"))
-    d_out, d_lse = torch.randn(exact.shape), torch.randn(exact_lse.shape)
-    lse_weight = torch.where(torch.isneginf(exact_lse), 0.0, d_lse)
-    queries, keys = plan.position_ids, plan.kv_position_ids
-    torch.testing.assert_close(found.double(), exact.detach()[:, :, queries], rtol=0, atol=2e-5)
-    torch.testing.assert_close(lse.double(), exact_lse.detach()[:, :, queries], rtol=0, atol=2e-5)
-    torch.testing.assert_close(plan.unshard(found.detach(), 2), exact.detach().float(), rtol=0, atol=2e-5)
-    finite = torch.where(torch.isneginf(lse), 0.0, lse)
-    gradients = torch.autograd.grad((found * d_out[:, :, queries]).sum() + (finite * lse_weight[:, :, queries]).sum(), [*mine, *captured])
-    finite = torch.where(torch.isneginf(exact_lse), 0.0, exact_lse)
-    expected = torch.autograd.grad((exact * d_out).sum() + (finite * lse_weight).sum(), [*reference, *captured])
-    parts = [expected[0][:, :, queries], *(g[:, :, keys] for g in expected[1:3]), *expected[3:]]
-    for name, g, e in zip(("dq", "dk", "dv", "captured", "captured"), gradients, parts, strict=False):
-        error = (g.double() - e.double()).abs().max().item() if e.numel() else 0.0
-        assert g.shape == e.shape and error <= 1e-4 * max(1.0, expected_size(expected, name)), (name, error)
-    return plan
-
-
-def expected_size(expected, name: str) -> float:
-    return expected[("dq", "dk", "dv", "captured").index(name)].abs().max().item()
+from support.ranks import check, here, main
 
 
 @check(2)
@@ -77,16 +45,124 @@ def a_window_with_bias_that_learns():
 @check(2)
 def a_plan_of_another_mask_is_found():
     mask = mods.causal if dist.get_rank() else mods.sliding_window(20)
-    with pytest.raises(ValueError, match="have another plan than the rest; lengths, mask_mod"):
-        ContextPlan(q_len=1000, mask_mod=mask, device="cpu")
+    plan = ContextPlan(q_len=1000, mask_mod=mask, device=here())
+    q, k, v = (plan.shard(t, 2) for t in tensors(1000))
+    for call in (lambda: flex_attention(q, k, v, context=plan, enable_gqa=True), lambda: plan.unshard(q, 2)):
+        with pytest.raises(
+            ValueError, match="rank 1 has another mask_mod than rank 0: causal.*, not sliding_window.*; rank 1 has another layout"
+        ):
+            call()
 
 
 @check(2)
-def other_shapes_are_found():
-    plan = ContextPlan(q_len=512, mask_mod=mods.causal, device="cpu")
-    q, k, v = (plan.shard(t, 2) for t in tensors(512, D=16 if dist.get_rank() else 32))
-    with pytest.raises(ValueError, match="another query, key or value than the rest"):
+def calls_that_differ_are_found():
+    """By all ranks, with the name of the one that differs and of what does; nobody waits."""
+    rank, slopes = dist.get_rank(), torch.tensor([0.1, 0.3])
+    whole = {n: tensors(256, D=n) for n in (16, 32)}
+
+    def call(n=16, score_mod=None, learns=True, heads=2, plans=None, dtype=None):
+        plan = ContextPlan(q_len=256, mask_mod=mods.causal, device=here(), head_groups=plans or 2)
+        q, k, v = (plan.shard(t, 2).requires_grad_(learns) for t in whole[n])
+        return flex_attention(q[:, :heads], k.to(dtype), v, score_mod, context=plan, enable_gqa=True)
+
+    found = {
+        r"rank 1 has another query \(B, H, D\) than rank 0: \(1, 2, 32\) torch.float32, requires_grad, not \(1, 2, 16\)": {"n": 32},
+        "rank 1 has another score_mod than rank 0: softcap.*, not None": {"score_mod": mods.softcap(3.0)},
+        r"rank 1 has another slopes than rank 0: \(2,\) torch.float64, not None": {"score_mod": mods.alibi(slopes.double())},
+        "rank 1 has another query .*: .*float32, not .* requires_grad; rank 1 has another key": {"learns": False},
+        r"rank 1 has another query .*: \(1, 1, 16\)": {"heads": 1},
+        "rank 1 has another head_groups than rank 0: 1, not 2": {"plans": 1},
+        "key has dtype torch.bfloat16 but query has torch.float32": {"dtype": torch.bfloat16},
+    }
+    for words, other in found.items():
+        with pytest.raises((ValueError, TypeError), match=words):
+            call(**(other if rank else {}))
+    with torch.no_grad():
+        call(learns=bool(rank))  # nobody wants a gradient
+    call()  # after errors, ranks are together
+
+
+@check(2)
+def what_one_rank_raises_is_named_on_the_other():
+    plan = ContextPlan(q_len=256, mask_mod=mods.causal, device=here())
+    q, k, v = (plan.shard(t, 2) for t in tensors(256))
+    q = q[:, :, 1:] if dist.get_rank() else q
+    mine = "query has shape .*, but this rank holds 128 of its positions"
+    with pytest.raises(ValueError, match=mine if dist.get_rank() else f"^rank 1 has raised ValueError: {mine}"):
         flex_attention(q, k, v, context=plan, enable_gqa=True)
+
+
+@check(2)
+def a_captured_tensor_that_is_sharded():
+    """The plan puts it together, and gives each rank the gradient of its part."""
+    bias, whole = torch.randn(300), tensors(300)
+    plan = ContextPlan(q_len=300, mask_mod=mods.causal, device=here(), sum_gradients=False)
+    q, k, v = (plan.shard(t, 2) for t in whole)
+    mine, one = plan.shard(bias, 0).requires_grad_(), bias.clone().requires_grad_()
+    table = plan.unshard(mine, 0)
+    out = flex_attention(q, k, v, lambda s, b, h, i, j: s + table[j] * table[i], context=plan, enable_gqa=True)
+    exact = dense_attention(*whole, lambda s, b, h, i, j: s + one[j] * one[i], mods.causal)[0]
+    torch.testing.assert_close(out.double(), exact.detach()[:, :, plan.position_ids], rtol=0, atol=2e-5)
+    (expected,) = torch.autograd.grad(exact.square().sum(), one)
+    torch.testing.assert_close(torch.autograd.grad(out.square().sum(), mine)[0], plan.shard(expected, 0), rtol=1e-4, atol=1e-4)
+
+
+@check(2)
+def what_torch_does_to_calls():
+    """Autocast, a scale that is learned, counters of operations, checkpoints; no second derivative."""
+    plan = ContextPlan(q_len=300, mask_mod=mods.causal, device=here())
+    q, k, v = (plan.shard(t, 2).requires_grad_() for t in tensors(300, Hkv=2))
+    scale = torch.tensor(0.4, requires_grad=True)
+
+    def attend(q, k, v):
+        return flex_attention(q, k, v, mods.softcap(3.0), scale=scale, context=plan)
+
+    def gradients(out):
+        return out, *torch.autograd.grad(out.square().sum(), (q, k, v, scale), retain_graph=True)
+
+    exact = gradients(attend(q, k, v))
+    whole = [plan.unshard(t.detach(), 2).requires_grad_() for t in (q, k, v)]
+    alone = dense_attention(*whole, mods.softcap(3.0), mods.causal, scale)[0]
+    d_scale = torch.autograd.grad(alone.square().sum(), scale)[0]
+    torch.testing.assert_close(exact[-1], d_scale, rtol=1e-4, atol=1e-4)
+    with FlopCounterMode(display=False):
+        torch.testing.assert_close(gradients(attend(q, k, v)), exact)
+    for options in ({}, {"context_fn": partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])}):
+        torch.testing.assert_close(gradients(checkpoint(attend, q, k, v, use_reentrant=False, **options)), exact)
+    with torch.autocast(here().type, torch.bfloat16):
+        half = gradients(attend(q, k, v))
+    assert half[0].dtype == torch.bfloat16
+    torch.testing.assert_close([t.float() for t in half], list(exact), rtol=0.1, atol=0.1)
+    (d_q,) = torch.autograd.grad(exact[0].square().sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="flex_attention is differentiable once"):
+        d_q.sum().backward()
+    with pytest.raises(TypeError, match="context must be a ContextPlan .*, got int"):
+        flex_attention(q, k, v, context=4)
+
+
+@check(2)
+def random_problems_of_two_ranks():
+    random_problems(3)
+
+
+@check(4)
+def random_problems_of_four_ranks():
+    random_problems(2)
+
+
+def random_problems(count: int):
+    """Lengths, heads that share keys, head dims, masks and biases, drawn alike on all ranks; gradients are those of one process."""
+    draw = random.Random(dist.get_world_size())
+    for _ in range(count):
+        Hkv, shared, B = draw.choice([1, 2, 3]), draw.choice([1, 2]), draw.choice([1, 2])
+        q_len = draw.randrange(1, 450)
+        kv_len = draw.choice([q_len, draw.randrange(1, 450)])
+        whole = tensors(q_len, kv_len, B, Hkv * shared, Hkv, draw.choice([B, 1]), draw.choice([8, 16]), draw.choice([8, 24]))
+        ids = torch.randint(4, (max(q_len, kv_len),)).sort().values
+        masks = [None, mods.causal, mods.sliding_window(draw.randrange(1, 300)), lambda b, h, i, j: ids[i] == ids[j]]  # noqa: B023
+        slopes = torch.rand(Hkv * shared, requires_grad=True)
+        score_mod, learned = draw.choice([(None, []), (mods.alibi(slopes), [slopes]), (mods.softcap(2.0), [])])
+        compare(whole, draw.choice(masks), score_mod, learned, head_groups=draw.choice([1, 2, 4]))
 
 
 @check(4)

@@ -1,4 +1,4 @@
-"""Processes that attend together: `python ranks.py RANK WORLD FOLDER` runs every check of that many ranks, and writes what failed.
+"""Processes that attend together: `python ranks.py RANK WORLD FOLDER DEVICE` runs every check of that many ranks, and writes what failed.
 
 Each check compares what processes compute together with what one process does that has all of the tensors.
 """
@@ -33,12 +33,17 @@ def checks_in(module) -> dict[str, int]:
     return {name: world for name, (world, function) in CHECKS.items() if function.__module__ == module.__name__}
 
 
-def run(world: int, folder: Path, script: str) -> list[dict[str, str]]:
+def here() -> torch.device:
+    """Where a check makes tensors if it does not say."""
+    return torch.get_default_device()
+
+
+def run(world: int, folder: Path, script: str, device: str) -> list[dict[str, str]]:
     """For each of `world` processes of a script beside this one what failed: tracebacks by the names of checks, which are all there."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     script = Path(__file__).with_name(script)
     started = [
-        subprocess.Popen([sys.executable, str(script), str(rank), str(world), str(folder)], env=environment, stderr=subprocess.PIPE)
+        subprocess.Popen([sys.executable, str(script), str(rank), str(world), str(folder), device], env=environment, stderr=subprocess.PIPE)
         for rank in range(world)
     ]
     failed = []
@@ -54,27 +59,44 @@ def run(world: int, folder: Path, script: str) -> list[dict[str, str]]:
 
 
 def failures_of(script: str):
-    """A fixture: by number of ranks, what `run` of a script finds. Each number is run once."""
+    """A fixture: by number of ranks and device, what `run` of a script finds. Each is run once."""
 
     @pytest.fixture(scope="module")
     def failed(tmp_path_factory):
         found = {}
 
-        def of(world: int) -> list[dict[str, str]]:
-            if world not in found:
-                found[world] = run(world, tmp_path_factory.mktemp(f"{world}_ranks"), script)
-            return found[world]
+        def of(world: int, device: str = "cpu") -> list[dict[str, str]]:
+            if (world, device) not in found:
+                found[world, device] = run(world, tmp_path_factory.mktemp(f"{world}_ranks"), script, device)
+            return found[world, device]
 
         return of
 
     return failed
 
 
+def on_devices(module) -> list:
+    """Parameters of a test of a module's checks: name, number of ranks, and "cpu" or "cuda", one GPU for each rank."""
+    checks, gpus = checks_in(module).items(), torch.cuda.device_count()
+    too_few = [pytest.mark.skipif(gpus < n, reason=f"{n} ranks want {n} GPUs") for n in range(9)]
+    on_gpus = [pytest.param(name, n, "cuda", marks=[pytest.mark.gpu, too_few[n]], id=f"{name}-{n}-cuda") for name, n in checks]
+    return [*(pytest.param(name, n, "cpu", id=f"{name}-{n}") for name, n in checks), *on_gpus]
+
+
 def main() -> None:
-    rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    rank, world, folder, kind = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
     torch.set_num_threads(1)
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+        torch.set_default_device(device)
     torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+        "nccl" if kind == "cuda" else "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=60),
+        device_id=device if kind == "cuda" else None,
     )
     failed = {}
     for name, (ranks, function) in CHECKS.items():

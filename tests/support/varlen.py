@@ -19,7 +19,7 @@ LAYOUTS = ["contiguous", "heads_first", "sliced", "wide_head_dim", "packed"]
 FLOORS = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 
 
-def offsets(lengths, device="cpu", dtype=torch.int32) -> torch.Tensor:
+def offsets(lengths, device=None, dtype=torch.int32) -> torch.Tensor:
     return torch.tensor([0, *lengths], device=device).cumsum(0).to(dtype)
 
 

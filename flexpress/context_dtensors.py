@@ -1,0 +1,50 @@
+"""DTensors in a context plan: sharded over the sequence by the plan's ranks, over batch and heads by others.
+
+    query (B, Hq, Q_LEN, D_QK), key and value   Shard(2) over the mesh dimension of the plan's ranks, its rows in the plan's order, as
+                                                `distribute_tensor(x[:, :, plan.order], mesh, placements)` makes them of a whole one where
+                                                128 * ranks divides Q_LEN, and `DTensor.from_local` of plan.shard(x, 2) in any case
+    over other mesh dimensions                  as without a plan (see dtensors.py)
+
+Where the mesh has no dimension of the plan's ranks (q, k and v of tensor parallel projections), local tensors are this rank's parts.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.distributed as dist
+
+from flexpress.checks import check_heads
+from flexpress.context import ContextPlan
+from flexpress.context_attention import Arguments, attend_in_context, attend_packed_in_context
+from flexpress.dtensors import Shards
+
+
+def attend_shards_in_context(plan: ContextPlan, named: dict[str, torch.Tensor], score_mod, arguments: Arguments) -> tuple:
+    """out and lse, DTensors as query is."""
+    with plan.agreement.telling_failures():
+        part = Shards(named, 0, 1, functools.partial(_dims_of, plan), plan.sum_gradients)
+        check_heads(*list(named.values())[:2], arguments.enable_gqa)  # a rank may have one head of each
+    return part.joined(*attend_in_context(plan, part.local, score_mod, arguments, part.batch, part.heads, part.read_captured))
+
+
+def attend_packed_shards_in_context(plan: ContextPlan, named: dict[str, torch.Tensor], score_mod, arguments: Arguments) -> tuple:
+    """The same of packed sequences (total, H, D)."""
+    with plan.agreement.telling_failures():
+        part = Shards(named, None, 1, functools.partial(_dims_of, plan), plan.sum_gradients)
+    return part.joined(*attend_packed_in_context(plan, part.local, score_mod, arguments, part.heads, part.read_captured))
+
+
+def _dims_of(plan: ContextPlan, mesh: dist.device_mesh.DeviceMesh) -> tuple[int, ...]:
+    """The dimensions of a mesh whose ranks, along it, are those of the plan's groups; none if there are none."""
+    coordinate, names = mesh.get_coordinate() or [], mesh.mesh_dim_names or [None] * mesh.ndim
+    along = [[slice(None) if i == dim else at for i, at in enumerate(coordinate)] for dim in range(len(coordinate))]
+    ranks = [mesh.mesh[tuple(place)].tolist() for place in along]
+    dims: list[int] = []
+    for group, name in zip(plan.groups, plan.mesh_dim_names, strict=False):
+        alike = [dim for dim, found in enumerate(ranks) if found == dist.get_process_group_ranks(group) and dim not in dims]
+        dims += ([dim for dim in alike if names[dim] == name] or alike)[:1]  # several have one rank
+    if dims != sorted(dims):
+        raise ValueError(f"{mesh} has the ranks that split heads before those that split the sequence; make a mesh of the other order")
+    return tuple(dims)

@@ -1,0 +1,35 @@
+"""varlen_attention with a context plan: packed sequences over ranks, which cut them anywhere."""
+
+from __future__ import annotations
+
+import torch
+
+from flexpress.checks import check_rank
+from flexpress.context import ContextPlan, check_plan
+from flexpress.context_attention import Arguments, attend_packed_in_context
+
+from .codegen.mod.tensors import is_distributed
+
+
+def attend_varlen_in_context(
+    plan: ContextPlan, q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, deterministic: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out (local total_q, Hq, Dv) and lse of this rank's q, k and v."""
+    named, of_plan = {"q": q, "k": k, "v": v}, {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "mask_mod": mask_mod}
+    check_plan(plan)
+    with plan.agreement.telling_failures():
+        if plan.packing is None:
+            raise ValueError("context= must be a plan of packed sequences here: ContextPlan.packed(cu_seqlens, mask_mod=...)")
+        for name, given in of_plan.items():
+            if given is not None:
+                raise ValueError(f"with context= the plan has {name}: leave it out, and make another plan for another one")
+        for name, tensor in named.items():
+            check_rank(name, tensor, "(local tokens, H, D)", may_stand=True)
+        if score_mod is not None:
+            score_mod = plan.packing.score_mod(score_mod)
+    arguments = Arguments(scale, True, kernel_options, deterministic)
+    if any(map(is_distributed, named.values())):
+        from flexpress.context_dtensors import attend_packed_shards_in_context
+
+        return attend_packed_shards_in_context(plan, named, score_mod, arguments)
+    return attend_packed_in_context(plan, tuple(named.values()), score_mod, arguments)

@@ -1,0 +1,47 @@
+"""Attention over a sequence that is split over ranks, beside dense attention of the whole, on every rank."""
+
+from __future__ import annotations
+
+import torch
+
+from flexpress import flex_attention
+from flexpress.distributed import ContextPlan
+from support.dense import dense_attention
+from support.ranks import here
+
+
+def tensors(q_len, kv_len=None, B=1, Hq=2, Hkv=1, Bkv=None, D=16, D_V=None):
+    """The same on every rank."""
+    kv_len = q_len if kv_len is None else kv_len
+    shapes = (B, Hq, q_len, D), (Bkv or B, Hkv, kv_len, D), (Bkv or B, Hkv, kv_len, D_V or D)
+    return [torch.randn(shape) for shape in shapes]
+
+
+def compare(whole, mask_mod, score_mod=None, captured=(), B=None, H=None, scale=None, **of_plan):
+    """out, lse and all gradients of attention by parts are those of dense attention of the whole in float64."""
+    q_len, kv_len = whole[0].shape[2], whole[1].shape[2]
+    plan = ContextPlan(q_len=q_len, kv_len=kv_len, mask_mod=mask_mod, B=B, H=H, device=here(), **of_plan)
+    mine = [plan.shard(whole[0], 2), *(t[:, :, plan.kv_position_ids] for t in whole[1:])]
+    mine = [t.clone().requires_grad_() for t in mine]
+    found, lse = flex_attention(*mine, score_mod, enable_gqa=True, return_lse=True, context=plan, scale=scale)
+    reference = [t.double().requires_grad_() for t in whole]
+    exact, exact_lse, _ = dense_attention(*reference, score_mod, mask_mod, scale)
+    d_out, d_lse = torch.randn(exact.shape), torch.randn(exact_lse.shape)
+    lse_weight = torch.where(torch.isneginf(exact_lse), 0.0, d_lse)
+    queries, keys = plan.position_ids, plan.kv_position_ids
+    torch.testing.assert_close(found.double(), exact.detach()[:, :, queries], rtol=0, atol=2e-5)
+    torch.testing.assert_close(lse.double(), exact_lse.detach()[:, :, queries], rtol=0, atol=2e-5)
+    torch.testing.assert_close(plan.unshard(found.detach(), 2), exact.detach().float(), rtol=0, atol=2e-5)
+    finite = torch.where(torch.isneginf(lse), 0.0, lse)
+    gradients = torch.autograd.grad((found * d_out[:, :, queries]).sum() + (finite * lse_weight[:, :, queries]).sum(), [*mine, *captured])
+    finite = torch.where(torch.isneginf(exact_lse), 0.0, exact_lse)
+    expected = torch.autograd.grad((exact * d_out).sum() + (finite * lse_weight).sum(), [*reference, *captured])
+    parts = [expected[0][:, :, queries], *(g[:, :, keys] for g in expected[1:3]), *expected[3:]]
+    for name, g, e in zip(("dq", "dk", "dv", "captured", "captured"), gradients, parts, strict=False):
+        error = (g.double() - e.double()).abs().max().item() if e.numel() else 0.0
+        assert g.shape == e.shape and error <= 1e-4 * max(1.0, expected_size(expected, name)), (name, error)
+    return plan
+
+
+def expected_size(expected, name: str) -> float:
+    return expected[("dq", "dk", "dv", "captured").index(name)].abs().max().item()

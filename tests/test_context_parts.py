@@ -1,0 +1,24 @@
+"""Attention of DTensors, and of packed sequences, in a context plan, in processes of their own: it is that of one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from support import ranks
+
+pytestmark = pytest.mark.skipif(
+    not (torch.distributed.is_available() and torch.distributed.is_gloo_available()), reason="processes talk through gloo"
+)
+
+if torch.distributed.is_available():
+    import support.context_part_checks as checks
+
+
+failed = ranks.failures_of("context_part_checks.py")
+
+
+@pytest.mark.parametrize("name, world, device", ranks.on_devices(checks))
+def test_ranks_compute_what_one_process_does(failed, name, world, device):
+    for rank, errors in enumerate(failed(world, device)):
+        assert not errors.get(name, errors), f"rank {rank} of {world}: {errors.get(name, errors)}"
