@@ -35,7 +35,7 @@ from flexpress.mods import MaskMod, ScoreMod
 from flexpress.pages import OutOfPages, PageAllocator
 from flexpress.pickling import safe_globals
 from flexpress.plot import plot_mask
-from flexpress.precompile import Precompiled, precompile
+from flexpress.precompile import Precompiled, precompile, precompile_cached
 from flexpress.sdpa import scaled_dot_product_attention
 from flexpress.varlen import varlen_attention
 
@@ -75,6 +75,7 @@ __all__ = [
     "or_masks",
     "plot_mask",
     "precompile",
+    "precompile_cached",
     "printed_kernels",
     "rope_table",
     "safe_globals",

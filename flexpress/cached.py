@@ -188,8 +188,31 @@ def _placed(
     return query.resolve_neg() if query.is_neg() else query, where, q_offset
 
 
+def prepare(query, k_cache, v_cache, batch: dict[str, object], score_mod, mask_mod, scale, batch_invariant: bool) -> None:
+    """Compile what cached_attention launches, and launch nothing but what makes block lists. `batch`: what describes it, by name."""
+    placed = _placed(query, k_cache, v_cache, check=False, **batch)
+    call, _, _ = _call_of(*placed, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant)
+    if call is not None:
+        attend_cached(call, prepare=True)
+
+
 def _attend(query, where: Cached, q_offset, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant: bool) -> tuple:
     """out and lse of arguments that are checked, but scale and the mods."""
+    call, out, lse = _call_of(query, where, q_offset, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant)
+    if call is None:
+        return out.zero_(), lse.fill_(float("-inf"))
+    run = attend_cached
+    if is_profiled():
+        mods = [*map(name_of, filter(None, (score_mod, mask_mod))), *(["causal"] if call.masked and mask_mod is None else [])]
+        run = in_range(attend_cached, "cached_attention", mods)
+    run(call)
+    return out, lse
+
+
+def _call_of(
+    query, where: Cached, q_offset, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant: bool
+) -> tuple[CachedCall | None, torch.Tensor, torch.Tensor]:
+    """The call as kernels take it, or None if there is nothing to compute; out and lse, not filled yet."""
     if scale is None:
         scale = query.shape[-1] ** -0.5
     else:
@@ -207,7 +230,7 @@ def _attend(query, where: Cached, q_offset, k_cache, v_cache, score_mod, mask_mo
         to_fill = out = output_like(q, v.shape[3])
     lse = contiguous(query.shape[:-1], torch.float32, query.device)
     if out.numel() == 0 or k.shape[0] == 0 or 0 in extents:
-        return out.zero_(), lse.fill_(float("-inf"))
+        return None, out, lse
 
     if batch_invariant:
         where = replace(where, invariant=True)
@@ -226,12 +249,8 @@ def _attend(query, where: Cached, q_offset, k_cache, v_cache, score_mod, mask_mo
             mod = _mask_from(mask_mod, position, kv_lens)
         return _bound(mod, kind, q.device)
 
-    run = attend_cached
-    if is_profiled():
-        mods = [*map(name_of, filter(None, (score_mod, mask_mod))), *(["causal"] if masked and mask_mod is None else [])]
-        run = in_range(attend_cached, "cached_attention", mods)
-    run(CachedCall(q, k, v, to_fill, lse, extents, scale, where, masked, q_offset, checks.DEFAULT, by_position, by_number))
-    return out, lse
+    call = CachedCall(q, k, v, to_fill, lse, extents, scale, where, masked, q_offset, checks.DEFAULT, by_position, by_number)
+    return call, out, lse
 
 
 def _read_scale(scale, score_mod, query) -> tuple[float, Callable | None]:

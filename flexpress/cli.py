@@ -93,6 +93,7 @@ def _add_export(commands, named: str) -> None:
     _add_problem(own)
     own.add_argument("--target", choices=tuple(TARGETS)[1:], default="sm_90", metavar="TARGET", help="whose tiles it has; default sm_90")
     own.add_argument("--heads", type=_heads, default=(HEADS, HEADS), metavar="H", help=f"heads, or Hq:Hkv as in 32:8; default {HEADS}")
+    own.add_argument("--portable", action="store_true", help="leave the kernels for Hopper out, which a file for sm_90 has, too")
     kind = own.add_mutually_exclusive_group()
     kind.add_argument("--backward", action="store_true", help="with the kernels for gradients, of captured tensors, too")
     kind.add_argument("--page-size", type=int, metavar="N", help="one query a sequence against a cache in pages of N positions")
@@ -201,6 +202,7 @@ def _export(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             if given.backward and score_mod is not None:
                 for tensor in (t for t in bind(score_mod, "score")[1] if isinstance(t, torch.Tensor) and t.is_floating_point()):
                     tensor.requires_grad_()
+            details["kernel_options"] = {"BACKEND": "PORTABLE"} if given.portable else None
             export(q, k, v, score_mod, enable_gqa=Hq != Hkv, mask_mod=mask_mod, backward=given.backward, **details)
     except (ValueError, OSError) as error:
         parser.error(str(error))

@@ -56,7 +56,9 @@ def export(
                         tensors with the strides (0, 1, multiples of 16 bytes) that they have here
     block_mask          its mask_mod and block size: the file makes the lists itself. They must be what create_block_mask makes of mask_mod
     scale               the default of `attention`, which takes others of the same sign
-    kernel_options      as for flex_attention, but BACKEND: these are the portable kernels
+    kernel_options      as for flex_attention, but BACKEND. By default a file for sm_90 has the kernels for Hopper, too, where they can
+                        serve, and takes them on such a GPU where they are faster. "PORTABLE" leaves them out. "HOPPER": they serve
+                        every call on such a GPU, or export raises a ValueError that says why they cannot
     backward            with the kernels for gradients, of query, key, value and the captured tensors that require grad; by default where
                         one of these requires grad
     target              "sm_80", "sm_90", "sm_100" or "gfx942": whose tiles, warps, stages and loads (TMA from sm_90 on) the file has. By
@@ -107,8 +109,8 @@ def _call(query, key, value, score_mod, block_mask, scale, kernel_options, mask_
 
 def _options(kernel_options: dict | None) -> Options:
     options = checks.DEFAULT if kernel_options is None else checks.parse_options(kernel_options)
-    if options.backend not in (None, "PORTABLE"):
-        raise ValueError(f"kernel_options['BACKEND'] is {options.backend!r}, but export writes the portable kernels; leave it out")
+    if options.backend not in (None, "PORTABLE", "HOPPER"):
+        raise ValueError(f"kernel_options['BACKEND'] is {options.backend!r}; export knows 'PORTABLE' and 'HOPPER', or leave it out")
     return options
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.attention import flex_attention as torchs
 
+from flexpress.cached import prepare as prepare_cached
 from flexpress.call import bound
 from flexpress.mods import MaskMod, ScoreMod
 from flexpress.varlen import packed_call
@@ -68,10 +69,10 @@ def precompile(
     Returns what this process has compiled meanwhile: nothing, if all was there. Compilation is serial: of kernels that threads compile at
     once, only the assembler of one runs beside the passes of another. Any thread may call this. Raises what flex_attention raises.
     """
-    device = _device_of(query, block_mask, cu_seqlens_q, device)
+    device = _device_of(query, (getattr(block_mask, "kv_num_blocks", None), cu_seqlens_q), device)
     tensors = [_real(name, t, dtype, device) for name, t in (("query", query), ("key", key), ("value", value))]
     check_values("precompile", query=tensors[0], key=tensors[1], value=tensors[2])
-    before = {id(kernel): len(kernel.compiled) for kernel in loaded()}
+    before = _counts()
     if cu_seqlens_q is not None and block_mask is not None:
         raise ValueError("varlen_attention takes no block_mask: pass mask_mod, or leave cu_seqlens_q out")
     with torch.set_grad_enabled(backward):
@@ -81,7 +82,69 @@ def precompile(
             call = packed_call(*tensors, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options)
     with torch.no_grad():
         _prepare(call, backward, max_scores, deterministic or torch.are_deterministic_algorithms_enabled())
+    return _compiled_since(before)
+
+
+@runs_uncompiled
+def precompile_cached(
+    query: torch.Tensor | Sequence[int],
+    k_cache: torch.Tensor | Sequence[int],
+    v_cache: torch.Tensor | Sequence[int],
+    kv_len: torch.Tensor | Sequence[int],
+    *,
+    page_table: torch.Tensor | Sequence[int] | None = None,
+    cache_loc: torch.Tensor | Sequence[int] | None = None,
+    cu_seqlens_q: torch.Tensor | Sequence[int] | None = None,
+    max_q_len: int | None = None,
+    q_offset: torch.Tensor | Sequence[int] | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    scale: float | torch.Tensor | None = None,
+    k_scale: torch.Tensor | Sequence[int] | None = None,
+    v_scale: torch.Tensor | Sequence[int] | None = None,
+    batch_invariant: bool = False,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> list[Precompiled]:
+    """The same of a call of cached_attention.
+
+        precompile_cached((64, 32, 1, 128), k_cache, v_cache, (64,), page_table=(64, 256), dtype=torch.bfloat16)
+
+    query, k_cache, v_cache   tensors, on "meta" or not, of which none is written, or shapes, which all have `dtype`. For a cache of
+                another dtype, as of float8_e4m3fn, pass tensors
+    kv_len, page_table, cache_loc, cu_seqlens_q, q_offset, k_scale, v_scale   the same: what they hold changes no kernel
+    device      for shapes and meta tensors; by default that of a tensor among the others, else "cuda" if there is a GPU, or "cpu"
+
+    The others are those of cached_attention. Few sequences split their keys, for which there are other kernels.
+    """
+    indices = {"kv_len": kv_len, "page_table": page_table, "cache_loc": cache_loc, "cu_seqlens_q": cu_seqlens_q, "q_offset": q_offset}
+    factors = {"k_scale": k_scale, "v_scale": v_scale}
+    device = _device_of(query, (k_cache, v_cache, *indices.values()), device)
+    tensors = [_real(name, t, dtype, device) for name, t in (("query", query), ("k_cache", k_cache), ("v_cache", v_cache))]
+    check_values("precompile_cached", query=tensors[0], k_cache=tensors[1], v_cache=tensors[2])
+    before = _counts()
+    batch = {name: _filled(name, t, torch.int32, device, 0) for name, t in indices.items()}
+    batch |= {name: _filled(name, t, torch.float32, device, 1) for name, t in factors.items()}
+    with torch.no_grad():
+        prepare_cached(*tensors, {**batch, "max_q_len": max_q_len}, score_mod, mask_mod, scale, batch_invariant)
+    return _compiled_since(before)
+
+
+def _counts() -> dict[int, int]:
+    """How many variants of each kernel were compiled here."""
+    return {id(kernel): len(kernel.compiled) for kernel in loaded()}
+
+
+def _compiled_since(before: dict[int, int]) -> list[Precompiled]:
     return [Precompiled(kernel.path, seconds) for kernel in loaded() for seconds in kernel.compiled[before.get(id(kernel), 0) :]]
+
+
+def _filled(name: str, given, dtype: torch.dtype, device: torch.device, value: int) -> torch.Tensor | None:
+    """What describes a batch, as it is given or, of a shape or on "meta", with memory that holds a value."""
+    if given is None:
+        return None
+    made = _real(name, given, dtype, device)
+    return made if made is given else made.fill_(value)
 
 
 def _prepare(call: Bound, backward: bool, max_scores: bool, deterministic: bool) -> None:
@@ -94,14 +157,14 @@ def _prepare(call: Bound, backward: bool, max_scores: bool, deterministic: bool)
         backward_pass.prepare(call, *found, wanted=wanted, deterministic=deterministic)
 
 
-def _device_of(query, block_mask, cu_seqlens_q, device) -> torch.device:
+def _device_of(query, others: tuple, device) -> torch.device:
     if isinstance(query, torch.Tensor) and not query.is_meta:
         if device is not None and torch.device(device).type != query.device.type:
             raise ValueError(f"query is on {query.device}, but device is {device}; leave device out, or pass query.to('meta')")
         return query.device
     if device is None:
-        tables = block_mask.kv_num_blocks if block_mask is not None else cu_seqlens_q
-        device = tables.device if tables is not None else "cuda" if torch.cuda.is_available() else "cpu"
+        known = [t.device for t in others if isinstance(t, torch.Tensor) and not t.is_meta]
+        device = known[0] if known else "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
     if device.type == "meta":
         raise ValueError("device is 'meta', for which nothing can be compiled: pass the device of the later calls")
@@ -113,7 +176,7 @@ def _real(name: str, given, dtype: torch.dtype | None, device: torch.device) -> 
     if isinstance(given, torch.Tensor):
         return torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device=device) if given.is_meta else given
     if not isinstance(given, Sequence) or not all(isinstance(n, int) for n in given):
-        raise TypeError(f"{name} must be a torch.Tensor or a shape (batch, heads, length, head_dim), got {given!r}")
+        raise TypeError(f"{name} must be a torch.Tensor or a shape, a tuple of integers, got {given!r}")
     if dtype is None:
         raise TypeError(f"{name} is a shape, so dtype is needed: pass dtype=torch.bfloat16, for example")
     return torch.empty(tuple(given), dtype=dtype, device=device)

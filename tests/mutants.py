@@ -928,6 +928,52 @@ INTEGRATIONS = [
     ),
 ]
 
+_ON_HOPPER = "templates/_exported_hopper.jinja"
+EXPORTS = [
+    Mutant(
+        _ON_HOPPER,
+        "counter = torch.zeros(2, dtype=torch.int32, device=device)  # of tiles",
+        "counter = torch.empty(2, dtype=torch.int32, device=device)  # of tiles",
+        named("export_hopper", "same_on_hopper and plain"),
+        "an exported kernel for Hopper begins to count anywhere",
+    ),
+    Mutant(
+        _ON_HOPPER,
+        "4 * compiled.n_spills > self.spill_limit",
+        "compiled.n_spills > self.spill_limit",
+        named("export_offline", "spills"),
+        "words that an exported kernel spills are taken for bytes",
+    ),
+    Mutant(
+        "templates/_exported_backward.jinja",
+        "torch.stack((row_values[..., 0] * scale, row_values[..., 1]), -1)",
+        "row_values",
+        named("export_hopper", "without_scale or wide"),
+        "exported portable kernels take scores without scale for scores",
+    ),
+    Mutant(
+        "codegen/run/exported_attention.py",
+        '"2 * tiles" if name == "hopper" else "tiles"',
+        '"tiles"',
+        named("export_hopper", "slopes"),
+        "an exported buffer has room for one of two consumers",
+    ),
+    Mutant(
+        "templates/_exported.jinja",
+        "triton.knobs.nvidia.ptxas = triton.knobs.nvidia.ptxas_blackwell = chosen[0]",
+        "pass",
+        named("export_offline", "library_compiles"),
+        "an exported file is assembled by whichever assembler Triton takes",
+    ),
+    Mutant(
+        "codegen/run/decode.py",
+        "launch_nothing(kernels.launches)",
+        "pass",
+        named("precompile_cached"),
+        "precompile_cached computes attention",
+    ),
+]
+
 ELSEWHERE = [
     Mutant(
         "templates/forward.py.jinja",
@@ -980,7 +1026,7 @@ ELSEWHERE = [
     ),
 ]
 
-MUTANTS = [*CAPTURES, *INTERVALS, *CACHE, *PAGES, *CHECKS, *LAUNCHES, *INTEGRATIONS, *ELSEWHERE]
+MUTANTS = [*CAPTURES, *INTERVALS, *CACHE, *PAGES, *CHECKS, *LAUNCHES, *INTEGRATIONS, *ELSEWHERE, *EXPORTS]
 
 
 def copied(place: Path) -> Path:

@@ -11,7 +11,13 @@ from flexpress.codegen.run.exported_file import File
 from flexpress.mods import alibi, alibi_slopes, causal, document, relative_bias, sliding_window, softcap
 from support.exported import load
 
-SLOW = ("forward", "backward_dq_whole", "decode_parts")  # which go on to the assembler, on one target
+SLOW = (
+    "forward",
+    "backward_dq_whole",
+    "decode_parts",
+    "hopper_forward_with_rows",
+    "hopper_backward",
+)  # which go on to the assembler, on one target
 
 
 @pytest.fixture
@@ -25,14 +31,22 @@ def written(monkeypatch, tmp_path):
 
 def check(file: File, module, target: str) -> None:
     """Every kernel of the file compiles; those that are large spill what a call's kernels would."""
-    for kernel in file.kernels:
+    for kernel in (*file.kernels, *file.gluon):
         made, last = kernel.on_target, None if target == "sm_90" and kernel.name in SLOW else "ttgir"
         function = getattr(module, kernel.entry)
+        # a launch finds a compiled kernel again whatever numbers are
+        numbers = {parameter.name for parameter in made.spec.parameters if parameter.is_number}
+        assert numbers == {parameter.name for parameter in function.params if parameter.do_not_specialize}
         compiled = compile_function(function, made.spec, target, made.constants, made.num_warps, made.num_stages, last)
         if last is None:
             same = compile_for(made.spec, target, made.constants, made.num_warps, made.num_stages)
             assert (compiled.registers, compiled.spilled, compiled.shared) == (same.registers, same.spilled, same.shared)
-        assert getattr(module, kernel.table)["cuda"] == (function, tuple(made.constants.values()), made.num_warps, made.num_stages)
+        if kernel in file.gluon:
+            assert getattr(module, kernel.table).kernel is function
+            continue
+        launch = getattr(module, kernel.table)["cuda"]
+        options = {"num_warps": made.num_warps, "num_stages": made.num_stages}
+        assert (launch.kernel, launch.constants, launch.options) == (function, tuple(made.constants.values()), options)
 
 
 def meta(*shapes, dtype=torch.bfloat16):

@@ -18,6 +18,8 @@ import torch
 import triton.language as tl
 
 from flexpress import BlockMask, create_block_mask, export, exported_files, flex_attention
+from flexpress.codegen.mod.errors import RenderError
+from flexpress.codegen.text.merged import Definitions
 from flexpress.mods import alibi, alibi_slopes, causal, document, sliding_window
 from support.dense import relative_error
 from support.exported import assert_equal, load, run_alone, saved, tensors
@@ -84,6 +86,12 @@ def test_no_captured_name_hides_one_of_the_files(tmp_path):
     assert_equal(out, flex_attention(q, k, v, mod))
     found, librarys = (torch.autograd.grad(o.square().sum(), list(held.values())) for o in (out, flex_attention(q, k, v, mod)))
     assert all(relative_error(mine, theirs) <= 1e-3 for mine, theirs in zip(found, librarys, strict=True))
+
+
+def test_no_name_is_defined_twice(monkeypatch):
+    monkeypatch.setattr(Definitions, "add", lambda self, body, old, name, *_: (name, [body]))
+    with pytest.raises(RenderError, match="would define .*forward.* twice"):
+        export(*tensors("cpu", grad=True))
 
 
 def test_errors_of_an_exported_file(tmp_path):

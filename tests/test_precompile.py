@@ -20,6 +20,7 @@ from flexpress import (
 )
 from flexpress.codegen import registry
 from flexpress.codegen.device import interpret
+from support.costs import costs
 from support.dense import dense_attention, relative_error
 from support.devices import DEVICES
 from support.fake_hopper import Variant, pass_for_hopper
@@ -40,14 +41,6 @@ def attend(device: str, backward: bool, shape=SHAPE, **call) -> tuple[torch.Tens
     out = flex_attention(q, k, v, **call)
     (out[0] if isinstance(out, tuple) else out).sum().backward() if backward else None
     return q, k, v, out
-
-
-def costs(call) -> tuple[int, int]:
-    """Prints and compiles."""
-    before = cache_info()
-    call()
-    after = cache_info()
-    return after.prints - before.prints, after.compiles - before.compiles
 
 
 def calls(device: str) -> dict[str, dict]:

@@ -165,7 +165,7 @@ def test_which_calls_it_serves(monkeypatch):
     """Long prompts in a cache that TMA can copy; all else is decode's, and gives what it gave."""
     launched = forward_on_cpu(monkeypatch, run=False)
     decoded = []
-    monkeypatch.setattr(DecodeCached, "run", lambda *_: decoded.append(1))
+    monkeypatch.setattr(DecodeCached, "run", lambda *_, **__: decoded.append(1))
 
     def goes(q_lens=(512, 600), page_size=16, change=None, **options):
         launched.clear(), decoded.clear()
@@ -224,7 +224,7 @@ def test_a_kernel_that_spills_or_does_not_compile_is_not_tried_again(monkeypatch
     decoded, tried = [], []
     pass_for_hopper(monkeypatch, lambda name: Variant(name, local=5000))
     monkeypatch.setattr(forward_kernels, "worthwhile", lambda *_: None)
-    monkeypatch.setattr(DecodeCached, "run", lambda *_: decoded.append(1))
+    monkeypatch.setattr(DecodeCached, "run", lambda *_, **__: decoded.append(1))
     plan = prefill.plan_hopper_forward
     monkeypatch.setattr(prefill, "plan_hopper_forward", lambda *a: tried.append(1) or plan(*a))
     arguments = Batch([512, 600], [512, 600], page_size=64).arguments()

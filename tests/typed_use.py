@@ -177,6 +177,9 @@ def ahead(directory: Path) -> None:
     assert_type(flexpress.export(q, k, v, bias, mask_mod=near, path=directory / "attention.py"), str)
     assert_type(flexpress.export_cached(q, k, v, torch.zeros(2, dtype=torch.int32), target="sm_90"), str)
     assert_type(flexpress.precompile((2, 4, 64, 32), (2, 4, 64, 32), (2, 4, 64, 32), dtype=torch.float16), list[flexpress.Precompiled])
+    assert_type(
+        flexpress.precompile_cached((2, 4, 1, 32), (2, 64, 4, 32), (2, 64, 4, 32), (2,), dtype=torch.float16), list[flexpress.Precompiled]
+    )
     torch.serialization.add_safe_globals(flexpress.safe_globals())
     flexpress.export(q, k, v, bias, path=4)  # type: ignore[arg-type]
 

@@ -105,7 +105,7 @@ def prepare(bound: Bound, out: torch.Tensor, rows: Rows, *, wanted: frozenset[in
     while True:  # until kernels are usable
         choice, call = choice_of((q, k, v, do), bound.scale, keys, lists and lists.blocks, details)
         ready = choice.candidate.prepare(call, _sizes(call, tensors, bound.scale), lists, transposed)
-        launch_nothing(ready)
+        launch_nothing(ready.launches)
         try:
             ready.run({**tensors, **ready.statistics(q.device)}, score, mask, lists, transposed)
             return

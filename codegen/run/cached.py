@@ -14,12 +14,12 @@ CANDIDATES = Prefill(), DecodeCached()
 _refused: dict[tuple, str] = Table("kernels over caches not used", 1024)  # that were compiled, and why
 
 
-def attend_cached(call: CachedCall) -> None:
-    """Fill call.out and call.lse."""
+def attend_cached(call: CachedCall, *, prepare: bool = False) -> None:
+    """Fill call.out and call.lse; or, to `prepare` such calls, compile what does, and launch nothing but what makes lists."""
     while True:  # until a kernel is usable
         candidate = choose(CANDIDATES, call, None, _refused).candidate
         try:
-            return candidate.run(call)
+            return candidate.run(call, prepare=prepare)
         except Unusable as why:
             _refused[(candidate.name, *call.key)] = str(why)
             logs.CHOICE.info("cached_attention: %s is not used: %s", candidate.name, why)

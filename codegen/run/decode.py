@@ -21,7 +21,7 @@ from .block_lists import BlockLists
 from .cached_call import CachedCall
 from .call import NOT_CACHED, Cached, keys_of
 from .forward_kernels import Call, planned
-from .launch import Launch, addresses_of, launch_fitting
+from .launch import Launch, addresses_of, launch_fitting, launch_nothing
 
 MAX_QUERIES = 16  # of a call without a cache; more of them keep the device busy without splitting keys
 _INTERPRETED = 4  # multiprocessors of the interpreter: keys are split there, too
@@ -107,18 +107,22 @@ class Decode(_Planned):
 class DecodeCached(_Planned):
     """The same for any call with one."""
 
-    def run(self, call: CachedCall) -> None:
-        """Fill out and lse."""
+    def run(self, call: CachedCall, *, prepare: bool = False) -> None:
+        """Fill out and lse; or, to prepare such calls, compile what does."""
         score, mask = call.by_number("score"), call.by_number("mask")
         lists = mask and call.lists(mask, call.extents[2])
         keys = keys_of(score, mask, call.extents)
         key = (*call.layouts, call.scale, *keys, lists and lists.structure, *call.cached.structure)
         tensors = [call.k, call.v, call.q, call.out, call.lse, *call.cached.tensors]
-        kernels = _ready.get(key)
+        kernels = None if prepare else _ready.get(key)
         if kernels is None:
             made = self._call(call, keys, lists)
             names = ("K", "V", "Q", "O", "LSE", *call.cached.named, *(lists.tensors() if lists else ()))
-            kernels = _ready[key] = Kernels(planned(_plans, self, made), made, names, lists)
+            kernels = Kernels(planned(_plans, self, made), made, names, lists)
+            if prepare:
+                launch_nothing(kernels.launches)
+            else:
+                _ready[key] = kernels
         else:
             INFO.hits += 1
         kernels.run(tensors, addresses_of(tensors), score and score[1], mask and mask[1], lists)

@@ -61,17 +61,25 @@ class Plans:
         shapes = (EXTENTS[2], call.d_qk), (EXTENTS[3], call.d_qk), (EXTENTS[3], call.d_v), (EXTENTS[2], call.d_v)
         self.tensors = [torch.empty((*EXTENTS[:2], *shape), dtype=call.dtype, device="meta") for shape in shapes]
 
-    def forward(self, output_rows: bool):
-        """The forward kernel's plan."""
+    def forward_call(self, output_rows: bool) -> forward_kernels.Call:
+        """The forward pass as its candidates see it."""
         case = (self.tensors[:3], self.call.scale, self.keys, self.blocks, self.options)
-        return forward_kernels.Portable().plan(forward.case_of(*case, *self.machine, output_rows=output_rows))
+        return forward.case_of(*case, *self.machine, output_rows=output_rows)
 
-    def backward(self, whole: bool, lse_gradient: bool, use_tma: tuple[bool, bool] | None):
-        """The backward kernels' plan, and what of the case decides over loads by TMA."""
+    def backward_call(self, lse_gradient: bool, raw_tops: bool = False) -> backward_kernels.Call:
+        """The same of the backward pass; `raw_tops` as in BackwardCase."""
         score, wanted = self.call.score, self.call.wanted
         ordinary = score is None or are_ordinary(score[1][len(score[0].tensors) :])
-        details = backward.Details(self.options, False, lse_gradient, wanted, False, ordinary)
-        call = backward.case_of(self.tensors, self.call.scale, self.keys, self.blocks, details, *self.machine)
+        details = backward.Details(self.options, False, lse_gradient, wanted, raw_tops, ordinary)
+        return backward.case_of(self.tensors, self.call.scale, self.keys, self.blocks, details, *self.machine)
+
+    def forward(self, output_rows: bool):
+        """The portable forward kernel's plan."""
+        return forward_kernels.Portable().plan(self.forward_call(output_rows))
+
+    def backward(self, whole: bool, lse_gradient: bool, use_tma: tuple[bool, bool] | None):
+        """The portable backward kernels' plan, and what of the case decides over loads by TMA."""
+        call = self.backward_call(lse_gradient)
         case = call.case._replace(whole=whole, use_tma=call.case.use_tma if use_tma is None else use_tma)
         return backward_kernels.Portable().plan(call._replace(case=case)), case.use_tma
 

@@ -18,8 +18,12 @@ from ..text.torch_text import torch_text
 from .exported import Exported, Plans
 from .exported_captures import layouts_for_any, named
 from .exported_file import File, Kernel, listed, reserved, unpacked
+from .exported_hopper import HopperPart
 
-TEMPLATES = "exported_attention.jinja", "_exported_masks.jinja", "_exported_backward.jinja"
+TEMPLATES = (
+    "exported_attention.jinja",
+    *("_exported_masks.jinja", "_exported_backward.jinja", "_exported_hopper.jinja", "_exported_hopper_backward.jinja"),
+)
 MASKS = {  # kernel -> grid, suffix of its functions, name of its launch
     "block_zones": ("Z * Hm * (rows + columns)", "", "zones"),
     "block_status": ("Z * Hm * rows * triton.cdiv(columns, launch.constants[0])", "", "status"),
@@ -27,18 +31,24 @@ MASKS = {  # kernel -> grid, suffix of its functions, name of its launch
     "transposed_block_lists": ("Z * Hm * lines", "transposed", "transposed_lists"),
 }
 _QUERIES, _KEYS = "Z * Hq * triton.cdiv(Q_LEN, launch.constants[0])", "Zkv * Hkv * triton.cdiv(KV_LEN, launch.constants[1])"
+_ROWS = "Z * Hq * STATS_LEN // launch.constants[0]"
 _KERNELS = {
     "forward": (_QUERIES, "", "forward"),
     "forward_with_rows": (_QUERIES, "with_rows", "forward_with_rows"),
-    "backward_delta": ("Z * Hq * STATS_LEN // launch.constants[0]", "", "delta"),
-    "backward_delta_with_lse": ("Z * Hq * STATS_LEN // launch.constants[0]", "with_lse", "delta_with_lse"),
+    "backward_delta": (_ROWS, "", "delta"),
+    "backward_delta_with_lse": (_ROWS, "with_lse", "delta_with_lse"),
     "backward_dkv": (_KEYS, "dkv", "dkv"),
     "backward_dq": (_QUERIES, "dq", "dq"),
     "backward_dkv_whole": (_KEYS, "whole", ""),
     "backward_dq_whole": (_QUERIES, "whole", ""),
+    "hopper_delta": (_ROWS, "hopper", "hopper_delta"),
+    "hopper_delta_with_lse": (_ROWS, "hopper_with_lse", "hopper_delta_with_lse"),
+    "hopper_delta_scaled": (_ROWS, "scaled", "hopper_delta_scaled"),
+    "hopper_delta_scaled_with_lse": (_ROWS, "scaled_with_lse", "hopper_delta_scaled_with_lse"),
     **MASKS,
 }
 TOLERANCES = {"float16": 2e-2, "bfloat16": 5e-2, "float32": 1e-3}  # of the demo
+_MOVING: dict[str, dict[str, int]] = {"head": {}, "row": {"q_idx": 2}, "column": {"kv_idx": 2}}  # what a buffer's last axis is
 _AXES = {"head": ".sum(-1)[:, :, None, None]", "row": "[:, :, :, None]", "column": "[:, :, None, :]"}
 
 
@@ -61,6 +71,10 @@ class AttentionFile(File):
         on_target, use_tma = plans.kernels()
         forward_tma = bool(on_target["forward"].spec.flag["USE_TMA"])
         on_cpu, _ = Plans(call, "cpu", forward_tma).kernels(use_tma)
+        self.hopper = hopper = HopperPart(plans)
+        self.gluon, self.named_tuples = hopper.kernels, call.mask is not None
+        on_target |= {name: pair["on_target"] for name, pair in hopper.deltas.items()}
+        on_cpu |= {name: pair["on_cpu"] for name, pair in hopper.deltas.items()}
         names = named(call.score, call.mask, call.wanted, plans.keys, reserved(*TEMPLATES))
         kernels = tuple(
             Kernel(name, grid, on_target[name], on_cpu[name], suffix, called)
@@ -93,24 +107,26 @@ class AttentionFile(File):
         """What the backward pass asks for."""
         steps = plans.backward(False, False, use_tma)[0]
         self.backward_scale_apart = steps.scale_apart
-        self.gathered = self._gathered(plans, steps)
-        self.symbols_of_places = unpacked(line for gathered in self.gathered for line in gathered.lines)
+        self.gathered = self._gathered(plans, (("dkv", steps.dkv), ("dq", steps.dq)))
+        self.symbols_of = symbols_of
+        self.hopper_gathered = self._gathered(plans, (("hopper", self.hopper.backward),)) if self.hopper.backward else ()
         dkv = next(kernel for kernel in self.kernels if kernel.name == "backward_dkv")
         tiles = (k.constants["BLOCK_M"] for k in (dkv.on_target, dkv.on_cpu))
         self.stats_step = math.lcm(STATS_ALIGNMENT, *((self.q_block,) if self.mask else tiles))
         self.wanted = tuple(c.name for c in self.captured if c.wanted)
         self.named = listed(f"d_{name}" for name in self.wanted)
         self.zeros = listed(f"torch.zeros_like({name})" for name in self.wanted)
-        self.converted = listed(f"d_{name}.to({name}.dtype)" for name in self.wanted)
+        converted = [f"d_{name}.to({name}.dtype)" for name in self.wanted]
+        self.converted, self.converted_apart = listed(converted), f"({', '.join(converted)}{',' * (len(converted) == 1)})"
         self.returned = listed(f"d_{c.name}" if c.wanted else "None" for c in self.captured)
 
-    def _gathered(self, plans: Plans, steps) -> tuple[Gathered, ...]:
-        """The gradients of captured tensors, in the order of the kernels that leave them."""
+    def _gathered(self, plans: Plans, steps: tuple) -> tuple[Gathered, ...]:
+        """The gradients of captured tensors, in the order of the kernels, named, that leave them."""
         if self.call.score is None:
             return ()
         found, seen = [], set()
         layouts = plans.keys[0][1]
-        for name, step in (("dkv", steps.dkv), ("dq", steps.dq)):
+        for name, step in steps:
             for captured, load in step.captured:
                 tensor = self.of_score[load.attr]
                 found.append(self._gathered_of(name, captured, load, tensor, layouts[load.attr], tensor in seen))
@@ -119,20 +135,38 @@ class AttentionFile(File):
 
     def _gathered_of(self, name: str, captured, load, tensor: str, layout: TensorLayout, more: bool) -> Gathered:
         """One of them; `more`: others of the tensor were added up before."""
-        shapes = {"row": "(Z, Hq, Q_LEN)", "column": "(Z, Hq, KV_LEN)", "head": "(Z, Hq, tiles)"}
+        tiles = "2 * tiles" if name == "hopper" else "tiles"  # one for each consumer
+        shapes = {"row": "(Z, Hq, Q_LEN)", "column": "(Z, Hq, KV_LEN)", "head": f"(Z, Hq, {tiles})"}
         buffer, lines, total = captured.buffer, [], captured.buffer
         if captured.role in shapes:
             made = f"torch.empty({shapes[captured.role]}, dtype=torch.float32, device=device)"
-            count = len(self.call.score[0].tensors)
-            names = self.of_score[:count], self.of_score[count:]
-            places = torch_text(tuple(load.args), *names, f"place_{tensor}_{captured.load}", "float32")
-            lines += places.lines
-            total = f"added({', '.join([tensor, buffer + _AXES[captured.role], *(f'{p}.long()' for p in places.results)])})"
+            axes = {"b": 0, "h": 1, **_MOVING[captured.role]}
+            kept = [axes.get(index.attr) if index.op == "symbol" else None for index in load.args]
+            if kept and None not in kept and len(set(kept)) == len(kept):
+                total = f"placed({tensor}, {_summed(buffer, kept)})"
+            else:
+                count = len(self.call.score[0].tensors)
+                names = self.of_score[:count], self.of_score[count:]
+                places = torch_text(tuple(load.args), *names, f"place_{tensor}_{captured.load}", "float32")
+                lines += places.lines
+                total = f"added({', '.join([tensor, buffer + _AXES[captured.role], *(f'{p}.long()' for p in places.results)])})"
         else:
             dtype = f"{tensor}.dtype" if captured.role == "store" else "torch.float32"
             made = f"torch.empty_strided({tensor}.shape, {tensor}.stride(), dtype={dtype}, device=device).zero_()"
         lines.append(f"d_{tensor} = {f'd_{tensor} + ' if more else ''}{total}")
         return Gathered(name, buffer, made, tuple(lines))
+
+
+def _summed(buffer: str, kept: list[int]) -> str:
+    """A buffer added up over the axes that are not `kept`, which come in this order."""
+    others, order = [str(axis) for axis in range(3) if axis not in kept], [sorted(kept).index(axis) for axis in kept]
+    text = f"{buffer}.sum(({', '.join(others)},))" if others else buffer
+    return text if order == sorted(order) else f"{text}.permute({', '.join(map(str, order))})"
+
+
+def symbols_of(gathered: tuple[Gathered, ...]) -> str:
+    """The targets for positions that adding up gradients needs; nothing if it needs none."""
+    return unpacked(line for one in gathered for line in one.lines)
 
 
 def describe_mask(file: File, bound: tuple, extents: tuple) -> None:

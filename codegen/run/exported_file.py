@@ -7,13 +7,14 @@ import functools
 import inspect
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from ..device import interpreter_numbers
 from ..mod.errors import RenderError
 from ..mod.expr import ModGraph
-from ..text.merged import Merged, Print, merge
+from ..text.merged import Definitions, Print, merge
 from ..text.parameters import Parameter
 from ..text.render import environment, render
 from ..text.spec import KernelSpec, without_texts
@@ -25,6 +26,7 @@ from .preview import Compilation
 _VARIABLES = {  # what files call the tensors that kernels know by these names
     **{"Q": "query", "K": "key", "V": "value", "O": "out", "LSE": "lse", "ROWS": "row_values", "DO": "d_out", "DLSE": "d_lse"},
     **{"TOPS": "tops", "DELTA": "delta", "DQ": "dq", "DK": "dk", "DV": "dv"},
+    **{"DQ_SUM": "dq_sum", "DONE": "done", "COUNTER": "counter"},
     **{"KV_LENS": "kv_len", "PAGES": "page_table", "KV_LOCS": "cache_loc", "K_SCALES": "k_scale", "V_SCALES": "v_scale"},
     **{"PART": "part", "PART_SHARE": "part_share", "PART_MAX": "part_max", "PART_COUNT": "part_count"},
 }
@@ -54,6 +56,19 @@ class Kernel:
     num_stages = property(lambda self: self.on_target.num_stages)
 
 
+@dataclass(frozen=True)
+class GluonKernel:
+    """A kernel of the file that is written in Gluon: its name and grid there, what it is, and what its entry point is called."""
+
+    name: str
+    grid: str
+    on_target: Compilation
+    suffix: str
+    entry: str = ""
+
+    table = property(lambda self: self.name.upper())
+
+
 class File:
     """What a template asks for of any exported file. Subclasses add what theirs asks for.
 
@@ -62,7 +77,8 @@ class File:
     """
 
     template = ""
-    libdevice = False
+    libdevice, named_tuples = False, True
+    gluon: tuple[GluonKernel, ...] = ()
 
     def __init__(
         self,
@@ -96,47 +112,58 @@ class File:
     def text(self) -> str:
         """The file. Raises RenderError if a text of the user's would be more than a comment."""
         found = self._rendered(lambda spec: spec)
-        if not found.replace("\n", "").isprintable() or ast.dump(ast.parse(found)) != ast.dump(ast.parse(self._rendered(without_texts))):
+        tree = ast.parse(found)
+        if not found.replace("\n", "").isprintable() or ast.dump(tree) != ast.dump(ast.parse(self._rendered(without_texts))):
             raise RenderError("an exported file would hold a source line or a name of the mod's as code; please report the mod")
+        twice = [name for name, count in Counter(_defined(tree.body)).items() if count > 1]
+        if twice:
+            raise RenderError(f"an exported file would define {', '.join(twice)} twice; please report the mod")
         return found
 
     def _rendered(self, shown: Callable[[KernelSpec], KernelSpec]) -> str:
         """The text of kernels whose specs are shown so."""
-        merged = self._merged(shown)
+        definitions = Definitions()
+        merged = merge(self._prints(shown), definitions)
         self.imports, self.sections = merged.imports, merged.sections
         self.libdevice = any("libdevice" in line for line in merged.imports)
         self.kernels = tuple(
             replace(kernel, entry=entry, cpu_entry=cpu_entry)
             for kernel, entry, cpu_entry in zip(self.kernels, merged.entries[::2], merged.entries[1::2], strict=True)
         )
+        in_gluon = [Print(render(shown(k.on_target.spec)), k.name, (k.suffix,)) for k in self.gluon]
+        merged = merge(in_gluon, definitions)
+        self.gluon_imports, self.gluon_sections = merged.imports, merged.sections
+        self.gluon = tuple(replace(kernel, entry=entry) for kernel, entry in zip(self.gluon, merged.entries, strict=True))
         self.title = f"# exported {shown(self.kernels[0].on_target.spec).name}".replace("_", " ")
         self.calls = {kernel.called: self._launch(kernel) for kernel in self.kernels if kernel.called}
+        self.calls |= {kernel.name: _launched(kernel.grid, self._arguments(kernel.on_target.spec)) for kernel in self.gluon}
         text = environment().get_template(self.template).render(file=self, version=self.version)
         return re.sub(r"\n{4,}", "\n\n\n", re.sub(r"[ \t]+\n", "\n", text)).rstrip("\n") + "\n"
 
-    def _merged(self, shown: Callable[[KernelSpec], KernelSpec]) -> Merged:
+    def _prints(self, shown: Callable[[KernelSpec], KernelSpec]) -> list[Print]:
         prints = []
         for kernel in self.kernels:
             others = (f"{kernel.suffix}_cpu",) if kernel.suffix else ()
             prints.append(Print(render(shown(kernel.on_target.spec)), kernel.name, (kernel.suffix or kernel.name,)))
             prints.append(Print(render(shown(kernel.on_cpu.spec)), kernel.name, ("cpu", *others)))
-        return merge(prints)
+        return prints
 
     def _launch(self, kernel: Kernel) -> str:
-        """The statement that launches a kernel."""
-        on_target, on_cpu = (
-            [self._expression(spec, p) for p in spec.parameters if p.type != "constexpr"]
-            for spec in (kernel.on_target.spec, kernel.on_cpu.spec)
-        )
+        """The statement that launches a kernel, on either device."""
+        on_target, on_cpu = self._arguments(kernel.on_target.spec), self._arguments(kernel.on_cpu.spec)
         if on_target != on_cpu:
             raise ValueError(f"{kernel.name} takes other arguments in the interpreter: {on_target} and {on_cpu}")
-        lines = textwrap.wrap(", ".join(on_target), 100, break_long_words=False)
-        return "\n".join(["launch(", f"    ({kernel.grid},),", *(f"    {line}" for line in lines), ")"])
+        return _launched(kernel.grid, on_target)
+
+    def _arguments(self, spec: KernelSpec) -> list[str]:
+        return [self._expression(spec, p) for p in spec.parameters if p.type != "constexpr"]
 
     def _expression(self, spec: KernelSpec, parameter: Parameter) -> str:
         """A kernel's argument."""
         if parameter.is_descriptor:
             rows, columns = parameter.type.split(":")[2].split("x")
+            if rows.isdigit():
+                return f"gluon_descriptor({_VARIABLES[parameter.of]}, {rows}, {columns})"
             return f"descriptor({_VARIABLES[parameter.of]}, launch.constants[{('BLOCK_M', 'BLOCK_N').index(rows)}], {columns})"
         if parameter.is_captured:
             return self._captured(spec, parameter.name)
@@ -160,6 +187,25 @@ class File:
         functions = [getattr(interpreter_numbers, name) for name in ("mend", "_widened", "_narrowed", "_float8", "argument")]
         functions += [interpreter_numbers.Libdevice, interpreter_numbers._applied] if self.libdevice else []
         return tuple(inspect.getsource(f).rstrip() for f in (*others, *functions))
+
+
+def _launched(grid: str, arguments: list[str]) -> str:
+    whole = ", ".join(argument.replace(" ", "\0") for argument in arguments)  # an argument stays on one line
+    lines = [line.replace("\0", " ") for line in textwrap.wrap(whole, 100, break_long_words=False)]
+    return "\n".join(["launch(", f"    ({grid},),", *(f"    {line}" for line in lines), ")"])
+
+
+def _defined(body: list[ast.stmt]) -> list[str]:
+    """What statements define by name: functions, classes and constants."""
+    found = []
+    for node in body:
+        if isinstance(node, ast.Try):
+            found += _defined(node.body)
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.append(node.name)
+        elif isinstance(node, ast.Assign):
+            found += [name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)]
+    return found
 
 
 def listed(names: Iterable[str]) -> str:

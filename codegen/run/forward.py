@@ -92,7 +92,7 @@ def prepare(bound: Bound, *, output_max: bool = False, output_rows: bool = False
     while True:  # until a kernel is usable
         choice, call = choice_of(bound, keys, output_max=output_max, output_rows=output_rows)
         ready = Ready(choice, call, bound, output_max, output_rows)
-        launch_nothing(ready.runner)
+        launch_nothing(ready.runner.launches)
         out, rows = ready.new_out(), Rows(ready.new_rows(), ready.runner.raw) if output_rows else None
         others = [*([ready.new_stats()] if output_max else []), *([rows.values] if rows else [])]
         try:

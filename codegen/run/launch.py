@@ -138,9 +138,9 @@ class _Unlaunched:
         return SimpleNamespace(function=variant.function, launch=lambda *_: None), plain
 
 
-def launch_nothing(runner) -> None:
-    """Make what runs kernels in calls of one kind compile them instead. Nobody else may have it yet."""
-    for launch in runner.launches:
+def launch_nothing(launches: Iterable[Launch]) -> None:
+    """Have kernels compiled where they would be launched. Nobody else may have them yet."""
+    for launch in launches:
         launch.kernel = _Unlaunched(launch.kernel)
 
 

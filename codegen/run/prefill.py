@@ -11,7 +11,7 @@ from ..text.parameters import named_strides
 from . import forward_kernels
 from .block_lists import BlockLists
 from .cached_call import BLOCK, CachedCall
-from .launch import Launch
+from .launch import Launch, launch_nothing
 from .masks import owned_starts
 
 LONG = 4  # blocks of queries that sequences must have on average: each begins a tile of its own
@@ -39,12 +39,15 @@ class Prefill:
     def worthwhile(self, call: CachedCall) -> str | None:
         return forward_kernels.worthwhile(call.q.shape[2], call.extents[1], multiprocessors(call.q.device))
 
-    def run(self, call: CachedCall) -> None:
-        """Fill out and lse. Raises Unusable."""
+    def run(self, call: CachedCall, *, prepare: bool = False) -> None:
+        """Fill out and lse; or, to prepare such calls, compile what does. Raises Unusable."""
         score, mask = call.own_mods
         # its tiles end with the sequence, not with max_q: the lists must hold for all rows of a block
         lists = call.lists(call.by_number("mask"), -(-call.cached.max_q // BLOCK) * BLOCK)
         plan, launch = _planned(call, lists)
+        if prepare:
+            launch = Launch(plan.spec, {})
+            launch_nothing([launch])
         _, Hq, T, _ = call.q.shape
         starts, owners = owned_starts(call.cached.cu_q, T, 2 * ROWS)
         cached, found = call.cached, {"starts": starts, "sequences": owners, "q_offsets": call.q_offset}

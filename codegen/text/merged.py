@@ -13,7 +13,7 @@ class Print(NamedTuple):
 
     text       as render gives it
     entry      what its entry point, the last function, is called in the file
-    suffixes   of functions whose names others have: the first that nobody has yet
+    suffixes   of what it defines by names that others have: the first that nobody has yet
     """
 
     text: str
@@ -22,46 +22,22 @@ class Print(NamedTuple):
 
 
 class Merged(NamedTuple):
-    """Import statements; glossaries, as comments, and functions in their order; and what each Print's entry point is called."""
+    """Import statements; glossaries, as comments, and definitions in their order; and what each Print's entry point is called."""
 
     imports: tuple[str, ...]
     sections: tuple[str, ...]
     entries: tuple[str, ...]
 
 
-def merge(prints: list[Print]) -> Merged:
-    """The functions of some prints, each with the glossary of the first print of its kind."""
-    imports: dict[str, None] = {}
-    glossaries: set[str] = set()
-    sections: list[str] = []
-    functions = _Functions()
-    entries = []
-    for text, entry, suffixes in prints:
-        tree, lines = ast.parse(text), text.split("\n")
-        imports |= dict.fromkeys(ast.unparse(node) for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom)))
-        docstring = ast.get_docstring(tree) or ""
-        if docstring.split("\n")[0] not in glossaries:
-            glossaries.add(docstring.split("\n")[0])
-            sections.append("\n".join([lines[0], "#", *(f"# {line}".rstrip() for line in docstring.split("\n"))]))
-        defined = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-        names: dict[str, str] = {}  # in the print -> in the file
-        for node in defined:
-            body = "\n".join(lines[node.decorator_list[0].lineno - 1 : node.end_lineno])
-            names[node.name], added = functions.add(body, node.name, entry if node is defined[-1] else node.name, suffixes, names)
-            sections += added
-        entries.append(names[defined[-1].name])
-    return Merged(tuple(imports), tuple(sections), tuple(entries))
-
-
-class _Functions:
-    """The functions of a file, by name."""
+class Definitions:
+    """The functions, classes and constants of a file, by name."""
 
     def __init__(self) -> None:
         self.texts: dict[str, str] = {}
         self.variants: dict[str, list[str]] = {}  # that share a name in prints
 
     def add(self, body: str, old: str, name: str, suffixes: tuple[str, ...], names: dict[str, str]) -> tuple[str, list[str]]:
-        """What a function is called in the file, and its text if it is not there yet."""
+        """What a definition is called in the file, and its text if it is not there yet."""
         known = self.variants.setdefault(name, [])
         for variant in known:
             if self.texts[variant] == renamed(body, {**names, old: variant}):
@@ -75,12 +51,56 @@ class _Functions:
         return chosen, [self.texts[chosen]]
 
 
+def merge(prints: list[Print], definitions: Definitions) -> Merged:
+    """The definitions of some prints beside those that the file has, each print with the glossary of the first of its kind."""
+    imports: dict[str, None] = {}
+    glossaries: set[str] = set()
+    sections: list[str] = []
+    entries = []
+    for text, entry, suffixes in prints:
+        tree, lines = ast.parse(text), text.split("\n")
+        imports |= dict.fromkeys(ast.unparse(node) for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom)))
+        docstring = ast.get_docstring(tree) or ""
+        if docstring.split("\n")[0] not in glossaries:
+            glossaries.add(docstring.split("\n")[0])
+            sections.append("\n".join([lines[0], "#", *(f"# {line}".rstrip() for line in docstring.split("\n"))]))
+        defined = [node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Assign))]
+        names: dict[str, str] = {}  # in the print -> in the file
+        constants: list[str] = []
+        for node in defined:
+            is_constant, name = isinstance(node, ast.Assign), _name_of(node)
+            if constants and not is_constant:
+                sections.append("\n".join(constants))
+                constants = []
+            new = entry if node is defined[-1] else name
+            names[name], added = definitions.add(_text_of(node, lines), name, new, suffixes, names)
+            (constants if is_constant else sections).extend(added)
+        entries.append(names[_name_of(defined[-1])])
+    return Merged(tuple(imports), tuple(sections), tuple(entries))
+
+
+def _name_of(node: ast.FunctionDef | ast.ClassDef | ast.Assign) -> str:
+    return node.targets[0].id if isinstance(node, ast.Assign) else node.name
+
+
+def _text_of(node: ast.FunctionDef | ast.ClassDef | ast.Assign, lines: list[str]) -> str:
+    """A definition with its decorators, or, of a constant, with the comment above it."""
+    first = node.lineno - 1
+    if isinstance(node, ast.Assign):
+        while lines[first - 1].startswith("#"):
+            first -= 1
+    else:
+        first = min([first, *(decorator.lineno - 1 for decorator in node.decorator_list)])
+    return "\n".join(lines[first : node.end_lineno])
+
+
 def renamed(text: str, names: dict[str, str]) -> str:
-    """Code in which some names are others. Comments and strings stay as they are."""
+    """Code in which some names are others. Comments, strings and attributes stay as they are."""
     lines = text.split("\n")
-    for token in reversed(list(tokenize.generate_tokens(io.StringIO(text).readline))):
+    tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
+    for before, token in reversed(list(zip([tokens[0], *tokens], tokens, strict=False))):
         new = names.get(token.string, token.string)
-        if token.type == tokenize.NAME and new != token.string:
+        if token.type == tokenize.NAME and new != token.string and before.string != ".":
             (row, start), (_, end) = token.start, token.end
             lines[row - 1] = lines[row - 1][:start] + new + lines[row - 1][end:]
     return "\n".join(lines)

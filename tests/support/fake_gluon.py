@@ -390,8 +390,7 @@ def run(text: str, name: str, args: tuple, programs: int = 2) -> None:
             "gluon": types.SimpleNamespace(jit=lambda f=None, **_: f or (lambda g: g), constexpr_function=lambda f: f),
         }
         exec(compile("from __future__ import annotations\n" + "\n".join(lines), name, "exec"), namespace)
-        # what is a GPU's instruction
-        namespace |= {
+        instructions = {  # a GPU's
             "tanh_approx": torch.tanh,
             "float_difference": lambda a, b: (a - b).float(),
             "meet": both.wait,
@@ -399,6 +398,10 @@ def run(text: str, name: str, args: tuple, programs: int = 2) -> None:
             "wait_for_stores": wait_for_stores,
             "tma_add": lambda *args: stores.give(*args, add=True),
         }
+        for found in list(namespace):  # exported files may have several of a name, with suffixes
+            for own, instruction in instructions.items():
+                if found == own or found.startswith(f"{own}_"):
+                    namespace[found] = instruction
         try:
             namespace[name](*(Pointer(a) if isinstance(a, torch.Tensor) else Number(a) if type(a) is int else a for a in args))
         except BaseException as error:

@@ -1,0 +1,47 @@
+"""Triton's own launches without a GPU: its just-in-time calls compile for a Hopper GPU, and a launch is noted."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+
+class Driver:
+    """What Triton asks of a driver. `launches`: the grid and the arguments of every launch."""
+
+    def __init__(self, spills: int = 0) -> None:
+        self.launches: list[tuple] = []
+        self.utils = SimpleNamespace(
+            load_binary=lambda name, *_: ("module", name, 100, spills, 1024),
+            get_device_properties=lambda _: {"max_shared_mem": 232_448, "multiprocessor_count": 132},
+        )
+
+    def launcher_cls(self, source, metadata):
+        def launch(x, y, z, stream, function, packed, about, enter, leave, *args) -> None:
+            self.launches.append(((x, y, z), function, args))
+
+        return launch
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def fake_driver(monkeypatch, tmp_path, **options) -> Driver:
+    """From now on, Triton's and torch's current device is a Hopper GPU."""
+    found = Driver(**options)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13000, raising=False)
+    monkeypatch.setattr(driver, "_active", found)
+    return found
