@@ -26,13 +26,14 @@ from flexpress.context_exchange import lists_of_part
 class Part:
     """What one rank of a plan computes: its block mask, and how many positions it has and gets."""
 
-    def __init__(self, length: int, ranks: int, rank: int, mask_mod) -> None:
-        status = create_block_mask(mask_mod, None, None, length, length, "cuda", BLOCK)._status()
+    def __init__(self, problem: Problem, ranks: int, rank: int) -> None:
+        length, mask_mod, device = problem.length, problem.mask_mod, problem.device
+        status = create_block_mask(mask_mod, None, None, length, length, device, BLOCK)._status()
         layout = Layout(status.cpu().numpy(), length, length, ranks)
         rows = torch.from_numpy(layout.q_blocks[rank])
         blocks = torch.cat([torch.from_numpy(layout.sent(source, rank)) for source in range(ranks)])
-        self.positions = [torch.from_numpy(whole_blocks(part.numpy())).int().cuda() for part in (rows, blocks)]
-        rows, blocks = rows.cuda(), blocks.cuda()
+        self.positions = [torch.from_numpy(whole_blocks(part.numpy())).int().to(device) for part in (rows, blocks)]
+        rows, blocks = rows.to(device), blocks.to(device)
         self.status, self.length, self.mask_mod = status[:, :, rows][..., blocks], length, mask_mod
         self.lengths = len(rows) * BLOCK, len(blocks) * BLOCK
         self.shifted = BlockMask._made(self.lengths, lists_of_part(self.status, rows, blocks, length, length), mask_mod)
@@ -74,11 +75,11 @@ def measured(problem: Problem, score_mod, block_mask: BlockMask, lengths: tuple[
 
 
 def row_of(name: str, length: int, asked: argparse.Namespace) -> dict:
-    problem = Problem(name, length, asked, torch.device("cuda"))
-    part, alone = Part(length, asked.ranks, asked.rank, problem.mask_mod), problem.alone(asked.ranks)
+    problem = Problem(name, length, asked, asked.device)
+    part, alone = Part(problem, asked.ranks, asked.rank), problem.alone(asked.ranks)
     found = measured(problem, problem.score_mod, part.shifted, part.lengths)
     tables = measured(problem, *part.by_tables(problem.score_mod), part.lengths)
-    blocks = create_block_mask(alone.mask_mod, None, None, alone.length, alone.length, "cuda", BLOCK)
+    blocks = create_block_mask(alone.mask_mod, None, None, alone.length, alone.length, asked.device, BLOCK)
     one = measured(alone, alone.score_mod, blocks, (alone.length, alone.length))
     ratios = {f"{way}_ratio": found[f"{way}_tflops"] / one[f"{way}_tflops"] for way in ("forward", "both")}
     heads = {"query_heads": asked.heads, "key_heads": asked.kv_heads}
@@ -104,6 +105,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=2, help="head_groups of the plan")
     parser.add_argument("--rep", type=float, default=300.0, help="ms to measure each")
     asked = parser.parse_args()
+    asked.device = torch.device("cuda")
     asked.heads, asked.kv_heads, asked.head_dim = 32 // asked.groups, 8 // asked.groups, 128
     rows = []
     for length in asked.lengths:
