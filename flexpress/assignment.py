@@ -17,7 +17,7 @@ def assign(work: np.ndarray, ranks: int) -> list[np.ndarray]:
     shares = np.arange(ranks + 1) * len(work) // ranks
     consecutive = np.repeat(np.arange(ranks), np.diff(shares))
     found = [consecutive]
-    if imbalance(work, consecutive, ranks) > NEAR:
+    if len(work) > ranks and imbalance(work, consecutive, ranks) > NEAR:
         found.append(_exchanged(work, _divided(work, ranks), ranks))
     owners = min(found, key=lambda owners: imbalance(work, owners, ranks))
     return [np.flatnonzero(owners == rank) for rank in range(ranks)]
@@ -68,16 +68,22 @@ def _exchanged(work: np.ndarray, owners: np.ndarray, ranks: int) -> np.ndarray:
         most = int(loads.argmax())
         if loads[most] <= enough:
             break
-        mine = np.flatnonzero(owners == most)
-        gain = work[mine][:, None] - work
-        after = np.maximum(loads[most] - gain, loads[owners] + gain)
-        after[:, mine] = np.inf
-        distance = np.abs(mine[:, None] - np.arange(len(work)))
+        mine, theirs = (_some(np.flatnonzero(of), work, count) for of, count in ((owners == most, 64), (owners != most, 1024)))
+        gain = work[mine][:, None] - work[theirs]
+        after = np.maximum(loads[most] - gain, loads[owners[theirs]] + gain)
+        distance = np.abs(mine[:, None] - theirs)
         i, j = np.unravel_index(np.where(after <= enough, distance, len(work) + after).argmin(), after.shape)
         if after[i, j] >= loads[most]:
             break
-        other = owners[j]
-        owners[mine[i]], owners[j] = other, most
+        other = owners[theirs[j]]
+        owners[mine[i]], owners[theirs[j]] = other, most
         loads[most] -= gain[i, j]
         loads[other] += gain[i, j]
     return owners
+
+
+def _some(blocks: np.ndarray, work: np.ndarray, count: int) -> np.ndarray:
+    """At most so many of some blocks, of all sizes."""
+    if len(blocks) <= count:
+        return blocks
+    return blocks[np.argsort(work[blocks], kind="stable")[np.linspace(0, len(blocks) - 1, count).astype(int)]]

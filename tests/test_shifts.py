@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from flexpress.codegen import registry
+from support.benchmarks import benchmark
 from support.devices import DEVICES, for_any
 from support.fake_hopper import forward_on_cpu
 from support.shifts import Problem, check_problem, problems
@@ -51,3 +52,30 @@ def test_text_for_hopper(monkeypatch, changes):
     check_problem(replace(ONE, **{"D": 64, "Dv": 64, **changes}), "cpu", backward=False)
     registry.clear()
     assert len(launched) == 1 and launched[0].spec.template == "hopper_forward"
+
+
+def test_benchmark_of_a_rank_measures_the_same_attention(monkeypatch):
+    """benchmarks/context_kernels.py, on the CPU and without a clock: by shifts and by tables a rank computes the same rows."""
+    kernels = benchmark("context_kernels")
+    outs, create = [], kernels.create_block_mask
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
+    monkeypatch.setattr(kernels, "create_block_mask", lambda *args: create(*args[:5], "cpu", args[6]))
+    generator = torch.Generator()
+    shapes = [(1, heads, n, 16) for heads, n in ((32, 0), (8, 1), (8, 1), (32, 0))]
+
+    def inputs(*lengths):
+        generator.manual_seed(0)
+        return [torch.randn(*shape[:2], lengths[shape[2]], 16, generator=generator) for shape in shapes]
+
+    def run(call, rep):
+        outs.append(call())
+        return 1.0  # ms
+
+    monkeypatch.setattr(kernels, "inputs", inputs)
+    monkeypatch.setattr(kernels, "queued_ms", run)
+    row = kernels.row_of("causal, ALiBi", 1024, ranks=4, rank=1, groups=8, rep=0.0)
+    shifted, gradients, tables, others = outs[:4]
+    torch.testing.assert_close(shifted, tables, rtol=1e-5, atol=1e-5)
+    for mine, other in zip(gradients, others, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
+    assert row["forward_tflops"] == row["tables"]["forward_tflops"] and row["query_heads"] == 4
