@@ -2,16 +2,16 @@
 
     python benchmarks/context_kernels.py --ranks 4 --out results.json
 
-Forward and backward of bfloat16, of a group of heads as a plan computes them at once: of 32 query heads and 8 key heads of 128 a share of
-1/groups. Each row: milliseconds; TFLOP/s counted from what the mask shows, and their ratio to one sequence; and the same with mods that
-read positions from tables, as one would without a plan.
+Forward and backward of bfloat16, of a group of heads as a plan computes them at once: half of 32 query heads and 8 key heads of 128. Each
+row: milliseconds; TFLOP/s counted from what the mask shows, and their ratio to one sequence; and the same with mods that read positions
+from tables, as one would without a plan.
 """
 
 from __future__ import annotations
 
 import torch
 from common import arguments, header, queued_ms, tflops, write_results
-from context import HKV, HQ, D, inputs, masks
+from context import BOTH, MASKS, Problem
 
 from flexpress import create_block_mask, flex_attention
 from flexpress.block_mask import BlockMask
@@ -21,24 +21,29 @@ from flexpress.context import BLOCK, Layout, whole_blocks
 from flexpress.context_exchange import lists_of_part
 
 
+def mask_of(problem: Problem) -> BlockMask:
+    """The mask of all of a problem."""
+    return create_block_mask(problem.mask_mod, None, None, problem.length, problem.length, problem.device, BLOCK)
+
+
 class Part:
     """What one rank of a plan computes: its block mask, and how many positions it has and gets."""
 
-    def __init__(self, length: int, ranks: int, rank: int, mask_mod) -> None:
-        status = create_block_mask(mask_mod, None, None, length, length, "cuda", BLOCK)._status()
+    def __init__(self, problem: Problem, ranks: int, rank: int) -> None:
+        status, length, mask_mod = mask_of(problem)._status(), problem.length, problem.mask_mod
         layout = Layout(status.cpu().numpy(), length, length, ranks)
         rows = torch.from_numpy(layout.q_blocks[rank])
         blocks = torch.cat([torch.from_numpy(layout.sent(source, rank)) for source in range(ranks)])
-        self.positions = [torch.from_numpy(whole_blocks(part.numpy())).int().cuda() for part in (rows, blocks)]
-        rows, blocks = rows.cuda(), blocks.cuda()
-        self.status, self.length, self.mask_mod = status[:, :, rows][..., blocks], length, mask_mod
+        self.positions = [torch.from_numpy(whole_blocks(part.numpy())).int().to(problem.device) for part in (rows, blocks)]
+        rows, blocks = rows.to(problem.device), blocks.to(problem.device)
+        self.status, self.problem = status[:, :, rows][..., blocks], problem
         self.lengths = len(rows) * BLOCK, len(blocks) * BLOCK
         self.shifted = BlockMask._made(self.lengths, lists_of_part(self.status, rows, blocks, length, length), mask_mod)
 
-    def by_tables(self, score_mod) -> tuple:
+    def by_tables(self) -> tuple:
         """score_mod and block mask that read positions from tables."""
         q_at, kv_at = self.positions
-        mask_mod = self.mask_mod
+        score_mod, mask_mod = self.problem.score_mod, self.problem.mask_mod
 
         def mask(b, h, q_idx, kv_idx):
             return mask_mod(b, h, q_at[q_idx], kv_at[kv_idx])
@@ -50,14 +55,14 @@ class Part:
         return score if score_mod else None, BlockMask._made(self.lengths, lists, mask)
 
 
-def measured(score_mod, block_mask: BlockMask, lengths: tuple[int, int], groups: int, rep: float) -> dict:
+def measured(problem: Problem, score_mod, block_mask: BlockMask, lengths: tuple[int, int], rep: float) -> dict:
     """Milliseconds and TFLOP/s of a forward pass, and of both passes."""
-    q, k, v, d_out = (t[:, : t.shape[1] // groups].contiguous() for t in inputs(*lengths))
+    (q, _, _, d_out), (_, k, v, _) = (problem.inputs(count=n) for n in lengths)
 
     def forward():
         return flex_attention(q, k, v, score_mod, block_mask, enable_gqa=True)
 
-    flops = 4 * int((block_mask._status() != 0).sum()) * BLOCK * BLOCK * D * q.shape[1]
+    flops = problem.flops(block_mask._status())
     with torch.no_grad():
         forward_ms = queued_ms(forward, rep)
     for t in (q, k, v):
@@ -67,22 +72,28 @@ def measured(score_mod, block_mask: BlockMask, lengths: tuple[int, int], groups:
         "forward_ms": forward_ms,
         "both_ms": both_ms,
         "forward_tflops": tflops(flops, forward_ms),
-        "both_tflops": tflops(3.5 * flops, both_ms),
+        "both_tflops": tflops(BOTH * flops, both_ms),
     }
 
 
-def row_of(name: str, length: int, ranks: int, rank: int, groups: int, rep: float) -> dict:
-    mask_mod, score_mod = masks(length)[name]
-    part = Part(length, ranks, rank, mask_mod)
-    found = measured(score_mod, part.shifted, part.lengths, groups, rep)
-    tables = measured(*part.by_tables(score_mod), part.lengths, groups, rep)
-    alone = length // ranks if name == "window 4096" else int(length / ranks**0.5) // BLOCK * BLOCK
-    single_mask, single_score = masks(alone)[name]
-    blocks = create_block_mask(single_mask, None, None, alone, alone, "cuda", BLOCK)
-    one = measured(single_score, blocks, (alone, alone), groups, rep)
+def row_of(problem: Problem, ranks: int, rank: int, rep: float) -> dict:
+    part, alone = Part(problem, ranks, rank), problem.alone(ranks)
+    found = measured(problem, problem.score_mod, part.shifted, part.lengths, rep)
+    tables = measured(problem, *part.by_tables(), part.lengths, rep)
+    one = measured(alone, alone.score_mod, mask_of(alone), (alone.length, alone.length), rep)
     ratios = {f"{way}_ratio": found[f"{way}_tflops"] / one[f"{way}_tflops"] for way in ("forward", "both")}
-    heads = {"query_heads": HQ // groups, "key_heads": HKV // groups}
-    return {"mask": name, "ranks": ranks, "rank": rank, "length": length, **heads, **found, **ratios, "one": one, "tables": tables}
+    heads = {"query_heads": problem.asked.heads, "key_heads": problem.asked.kv_heads}
+    return {
+        "mask": problem.name,
+        "ranks": ranks,
+        "rank": rank,
+        "length": problem.length,
+        **heads,
+        **found,
+        **ratios,
+        "one": one,
+        "tables": tables,
+    }
 
 
 def main() -> None:
@@ -90,13 +101,14 @@ def main() -> None:
     parser.add_argument("--lengths", type=lambda text: [int(n) for n in text.split(",")], default=[65536])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rank", type=int, default=0, help="which rank's part")
-    parser.add_argument("--groups", type=int, default=2, help="head_groups of the plan")
     parser.add_argument("--rep", type=float, default=300.0, help="ms to measure each")
+    for name, default in (("heads", 16), ("kv-heads", 4), ("head-dim", 128)):
+        parser.add_argument(f"--{name}", type=int, default=default)
     asked = parser.parse_args()
     rows = []
     for length in asked.lengths:
-        for name in masks(length):
-            rows.append(row_of(name, length, asked.ranks, asked.rank, asked.groups, asked.rep))
+        for name in MASKS:
+            rows.append(row_of(Problem(name, length, asked, torch.device("cuda")), asked.ranks, asked.rank, asked.rep))
             print({k: round(v, 3) if isinstance(v, float) else v for k, v in rows[-1].items()}, flush=True)
             write_results(asked.out, header(asked.commit), rows)
 

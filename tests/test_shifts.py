@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -56,24 +57,15 @@ def test_text_for_hopper(monkeypatch, changes):
 
 def test_benchmark_of_a_rank_measures_the_same_attention(monkeypatch):
     """benchmarks/context_kernels.py, on the CPU and without a clock: by shifts and by tables a rank computes the same rows."""
-    kernels = benchmark("context_kernels")
-    outs, create = [], kernels.create_block_mask
-    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
-    monkeypatch.setattr(kernels, "create_block_mask", lambda *args: create(*args[:5], "cpu", args[6]))
-    generator = torch.Generator()
-    shapes = [(1, heads, n, 16) for heads, n in ((32, 0), (8, 1), (8, 1), (32, 0))]
-
-    def inputs(*lengths):
-        generator.manual_seed(0)
-        return [torch.randn(*shape[:2], lengths[shape[2]], 16, generator=generator) for shape in shapes]
+    kernels, outs = benchmark("context_kernels"), []
 
     def run(call, rep):
         outs.append(call())
         return 1.0  # ms
 
-    monkeypatch.setattr(kernels, "inputs", inputs)
     monkeypatch.setattr(kernels, "queued_ms", run)
-    row = kernels.row_of("causal, ALiBi", 1024, ranks=4, rank=1, groups=8, rep=0.0)
+    asked = SimpleNamespace(heads=4, kv_heads=1, head_dim=16)
+    row = kernels.row_of(kernels.Problem("causal, ALiBi", 1024, asked, torch.device("cpu")), ranks=4, rank=1, rep=0.0)
     shifted, gradients, tables, others = outs[:4]
     torch.testing.assert_close(shifted, tables, rtol=1e-5, atol=1e-5)
     for mine, other in zip(gradients, others, strict=True):
