@@ -2,18 +2,16 @@
 
     python benchmarks/context_kernels.py --ranks 4 --out results.json
 
-Forward and backward of bfloat16, of a group of heads as a plan computes them at once: of 32 query heads and 8 key heads of 128 a share of
-1/groups. Each row: milliseconds; TFLOP/s counted from what the mask shows, and their ratio to one sequence; and the same with mods that
-read positions from tables, as one would without a plan.
+Forward and backward of bfloat16, of a group of heads as a plan computes them at once: half of 32 query heads and 8 key heads of 128. Each
+row: milliseconds; TFLOP/s counted from what the mask shows, and their ratio to one sequence; and the same with mods that read positions
+from tables, as one would without a plan.
 """
 
 from __future__ import annotations
 
-import argparse
-
 import torch
 from common import arguments, header, queued_ms, tflops, write_results
-from context import BOTH, MASKS, Problem, chosen_masks
+from context import BOTH, MASKS, Problem
 
 from flexpress import create_block_mask, flex_attention
 from flexpress.block_mask import BlockMask
@@ -23,25 +21,29 @@ from flexpress.context import BLOCK, Layout, whole_blocks
 from flexpress.context_exchange import lists_of_part
 
 
+def mask_of(problem: Problem) -> BlockMask:
+    """The mask of all of a problem."""
+    return create_block_mask(problem.mask_mod, None, None, problem.length, problem.length, problem.device, BLOCK)
+
+
 class Part:
     """What one rank of a plan computes: its block mask, and how many positions it has and gets."""
 
     def __init__(self, problem: Problem, ranks: int, rank: int) -> None:
-        length, mask_mod, device = problem.length, problem.mask_mod, problem.device
-        status = create_block_mask(mask_mod, None, None, length, length, device, BLOCK)._status()
+        status, length, mask_mod = mask_of(problem)._status(), problem.length, problem.mask_mod
         layout = Layout(status.cpu().numpy(), length, length, ranks)
         rows = torch.from_numpy(layout.q_blocks[rank])
         blocks = torch.cat([torch.from_numpy(layout.sent(source, rank)) for source in range(ranks)])
-        self.positions = [torch.from_numpy(whole_blocks(part.numpy())).int().to(device) for part in (rows, blocks)]
-        rows, blocks = rows.to(device), blocks.to(device)
-        self.status, self.length, self.mask_mod = status[:, :, rows][..., blocks], length, mask_mod
+        self.positions = [torch.from_numpy(whole_blocks(part.numpy())).int().to(problem.device) for part in (rows, blocks)]
+        rows, blocks = rows.to(problem.device), blocks.to(problem.device)
+        self.status, self.problem = status[:, :, rows][..., blocks], problem
         self.lengths = len(rows) * BLOCK, len(blocks) * BLOCK
         self.shifted = BlockMask._made(self.lengths, lists_of_part(self.status, rows, blocks, length, length), mask_mod)
 
-    def by_tables(self, score_mod) -> tuple:
+    def by_tables(self) -> tuple:
         """score_mod and block mask that read positions from tables."""
         q_at, kv_at = self.positions
-        mask_mod = self.mask_mod
+        score_mod, mask_mod = self.problem.score_mod, self.problem.mask_mod
 
         def mask(b, h, q_idx, kv_idx):
             return mask_mod(b, h, q_at[q_idx], kv_at[kv_idx])
@@ -53,14 +55,14 @@ class Part:
         return score if score_mod else None, BlockMask._made(self.lengths, lists, mask)
 
 
-def measured(problem: Problem, score_mod, block_mask: BlockMask, lengths: tuple[int, int]) -> dict:
+def measured(problem: Problem, score_mod, block_mask: BlockMask, lengths: tuple[int, int], rep: float) -> dict:
     """Milliseconds and TFLOP/s of a forward pass, and of both passes."""
     q, k, v, d_out = problem.inputs(*lengths)
 
     def forward():
         return flex_attention(q, k, v, score_mod, block_mask, enable_gqa=True)
 
-    flops, rep = problem.flops(block_mask._status()), problem.asked.rep
+    flops = problem.flops(block_mask._status())
     with torch.no_grad():
         forward_ms = queued_ms(forward, rep)
     for t in (q, k, v):
@@ -74,20 +76,18 @@ def measured(problem: Problem, score_mod, block_mask: BlockMask, lengths: tuple[
     }
 
 
-def row_of(name: str, length: int, asked: argparse.Namespace) -> dict:
-    problem = Problem(name, length, asked, asked.device)
-    part, alone = Part(problem, asked.ranks, asked.rank), problem.alone(asked.ranks)
-    found = measured(problem, problem.score_mod, part.shifted, part.lengths)
-    tables = measured(problem, *part.by_tables(problem.score_mod), part.lengths)
-    blocks = create_block_mask(alone.mask_mod, None, None, alone.length, alone.length, asked.device, BLOCK)
-    one = measured(alone, alone.score_mod, blocks, (alone.length, alone.length))
+def row_of(problem: Problem, ranks: int, rank: int, rep: float) -> dict:
+    part, alone = Part(problem, ranks, rank), problem.alone(ranks)
+    found = measured(problem, problem.score_mod, part.shifted, part.lengths, rep)
+    tables = measured(problem, *part.by_tables(), part.lengths, rep)
+    one = measured(alone, alone.score_mod, mask_of(alone), (alone.length, alone.length), rep)
     ratios = {f"{way}_ratio": found[f"{way}_tflops"] / one[f"{way}_tflops"] for way in ("forward", "both")}
-    heads = {"query_heads": asked.heads, "key_heads": asked.kv_heads}
+    heads = {"query_heads": problem.asked.heads, "key_heads": problem.asked.kv_heads}
     return {
-        "mask": name,
-        "ranks": asked.ranks,
-        "rank": asked.rank,
-        "length": length,
+        "mask": problem.name,
+        "ranks": ranks,
+        "rank": rank,
+        "length": problem.length,
         **heads,
         **found,
         **ratios,
@@ -99,18 +99,16 @@ def row_of(name: str, length: int, asked: argparse.Namespace) -> dict:
 def main() -> None:
     parser = arguments(__doc__, "benchmarks/results/context_kernels.json")
     parser.add_argument("--lengths", type=lambda text: [int(n) for n in text.split(",")], default=[65536])
-    parser.add_argument("--masks", type=chosen_masks, default=list(MASKS), help=f"separated by ; of {'; '.join(MASKS)}")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rank", type=int, default=0, help="which rank's part")
-    parser.add_argument("--groups", type=int, default=2, help="head_groups of the plan")
     parser.add_argument("--rep", type=float, default=300.0, help="ms to measure each")
+    for name, default in (("heads", 16), ("kv-heads", 4), ("head-dim", 128)):
+        parser.add_argument(f"--{name}", type=int, default=default)
     asked = parser.parse_args()
-    asked.device = torch.device("cuda")
-    asked.heads, asked.kv_heads, asked.head_dim = 32 // asked.groups, 8 // asked.groups, 128
     rows = []
     for length in asked.lengths:
-        for name in asked.masks:
-            rows.append(row_of(name, length, asked))
+        for name in MASKS:
+            rows.append(row_of(Problem(name, length, asked, torch.device("cuda")), asked.ranks, asked.rank, asked.rep))
             print({k: round(v, 3) if isinstance(v, float) else v for k, v in rows[-1].items()}, flush=True)
             write_results(asked.out, header(asked.commit), rows)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,8 +64,8 @@ def test_benchmark_of_a_rank_measures_the_same_attention(monkeypatch):
         return 1.0  # ms
 
     monkeypatch.setattr(kernels, "queued_ms", run)
-    asked = Namespace(ranks=4, rank=1, heads=4, kv_heads=1, head_dim=16, rep=0.0, device=torch.device("cpu"))
-    row = kernels.row_of("causal, ALiBi", 1024, asked)
+    asked = SimpleNamespace(heads=4, kv_heads=1, head_dim=16)
+    row = kernels.row_of(kernels.Problem("causal, ALiBi", 1024, asked, torch.device("cpu")), ranks=4, rank=1, rep=0.0)
     shifted, gradients, tables, others = outs[:4]
     torch.testing.assert_close(shifted, tables, rtol=1e-5, atol=1e-5)
     for mine, other in zip(gradients, others, strict=True):
