@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 from types import SimpleNamespace
 
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
+
+from flexpress.codegen.device import cuda
 
 
 class Driver:
@@ -35,6 +38,10 @@ class Driver:
         return 0
 
 
+def _give_version(place) -> None:
+    place._obj.value = 13000
+
+
 def fake_driver(monkeypatch, tmp_path, **options) -> Driver:
     """From now on, Triton's and torch's current device is a Hopper GPU."""
     found = Driver(**options)
@@ -42,6 +49,12 @@ def fake_driver(monkeypatch, tmp_path, **options) -> Driver:
     monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13000, raising=False)
+    libraries = ctypes.CDLL
+
+    def library(name, *args):
+        return SimpleNamespace(cuDriverGetVersion=_give_version) if name == "libcuda.so.1" else libraries(name, *args)
+
+    monkeypatch.setattr(ctypes, "CDLL", library)
+    monkeypatch.setattr(cuda, "driver_version", lambda: 13)  # the library keeps what it opens
     monkeypatch.setattr(driver, "_active", found)
     return found
