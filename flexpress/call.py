@@ -16,7 +16,7 @@ from functools import partial
 import torch
 
 from flexpress import checks
-from flexpress.arguments import block_size, checked, read_mask
+from flexpress.arguments import as_before, block_size, checked, read_mask
 from flexpress.autograd import differentiable
 from flexpress.mask_mods import same_mod
 from flexpress.recorded import Recorded, recorded
@@ -42,16 +42,18 @@ def bound(
     packed   where sequences start among the queries and among the keys, int32 (n + 1,) each, if these are packed sequences
     read     makes what a bound mod captures readable, in place
     """
-    if not are_plain(query, key, value):
-        if recording(query, key, value):
-            return recorded(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed)
-        query, key, value = readable_inputs(query, key, value)
     q, k, v = query, key, value
-    if _autocasts():
-        q, k, v = checks.autocast(q, k, v)
-    inputs = checked(q, k, v, enable_gqa)
+    inputs = None if _autocasts() else as_before(q, k, v, enable_gqa)
     if inputs is None:
-        return recorded(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed)
+        if not are_plain(q, k, v):
+            if recording(q, k, v):
+                return recorded(q, k, v, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed)
+            q, k, v = readable_inputs(q, k, v)
+        if _autocasts():
+            q, k, v = checks.autocast(q, k, v)
+        inputs = checked(q, k, v, enable_gqa)
+        if inputs is None:
+            return recorded(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed)
     options = checks.DEFAULT if kernel_options is None else checks.parse_options(kernel_options)
     if scale is None:
         scale = inputs.scale

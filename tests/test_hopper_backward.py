@@ -89,7 +89,7 @@ def test_gradients(monkeypatch, name):
         mask = create_block_mask(mask_mod, None, Hq, Q_LEN, KV_LEN, device="cpu")
         lists = mask.as_lists(), lambda _: mask.as_transposed_lists()
     mods = [case[kind] and bind(case[kind], kind) for kind in ("score", "mask")]
-    bound = Bound(q, k, v, Inputs(q, k), D_QK**-0.5, *mods, *lists)
+    bound = Bound(q, k, v, Inputs(q, k, v, True), D_QK**-0.5, *mods, *lists)
     out, _, _, rows = forward(bound, output_rows=True)
     if case["raw"]:
         rows = Rows(rows.values * torch.tensor([D_QK**0.5, 1.0]), True)

@@ -213,7 +213,7 @@ def test_text_for_hopper(monkeypatch, name):
     q, k = (whole_numbers(1, h, n, 64, dtype=dtype, device="cpu", seed=n) for h, n in ((2, 130), (1, 260)))
     v = torch.randn(1, 1, 260, 64).to(dtype)
     score = bind(score_mods("cpu")[name], "score")
-    out, lse, _, rows = forward(Bound(q, k, v, Inputs(q, k), 0.25, score), output_rows=True)
+    out, lse, _, rows = forward(Bound(q, k, v, Inputs(q, k, v, False), 0.25, score), output_rows=True)
     registry.clear()
     assert len(launched) == 1
     expected = exact(q, k, v, score_mods("cpu")[name])

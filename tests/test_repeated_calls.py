@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.utils.flop_counter import FlopCounterMode
 
 from flexpress import AuxRequest, cache_info, cached_attention, create_block_mask, flex_attention, mods
+from flexpress.arguments import as_before
 from flexpress.call import attend, bound
 from flexpress.codegen import registry
 from flexpress.codegen.device import tma
@@ -204,3 +208,67 @@ def test_what_fits_into_the_short_way():
     assert plain_values([3, ones[1:]]) is None
     assert plain_values([Numbers([3, 0.5]), 4]) == [3, 0.5, 4] and plain_values([Numbers([2**31]), 4]) is None
     assert plain_values([2**31 - 1, -(2**31)]) and plain_values([2**31]) is None and plain_values([-(2**31) - 1]) is None
+
+
+class Labelled(torch.Tensor):
+    pass
+
+
+def surroundings():
+    """Where a call is not what the same call outside is."""
+    return {
+        "a mode that only fakes": FakeTensorMode(allow_non_fake_inputs=True),
+        "a mode that sees operations": FlopCounterMode(display=False),
+        "forward mode": forward_ad.dual_level(),
+        "inference": torch.inference_mode(),
+        "autocast": torch.autocast("cpu", torch.bfloat16),
+    }
+
+
+@pytest.mark.parametrize("name", surroundings())
+def test_calls_in_other_surroundings_are_not_like_the_one_before(name):
+    q, k, v = (torch.randn(1, 2, 20, 16) for _ in range(3))
+    flex_attention(q, k, v)
+    assert as_before(q, k, v, False) is not None
+    with surroundings()[name]:
+        assert as_before(q, k, v, False) is None
+
+
+def test_calls_in_transforms_are_not_like_the_one_before():
+    q, k, v = (torch.randn(1, 2, 20, 16) for _ in range(3))
+    flex_attention(q, k, v)
+    seen = []
+
+    def ask(x):
+        seen.append(as_before(q, k, v, False))
+        return x
+
+    for transform in (torch.func.vmap, torch.func.grad, lambda f: lambda x: torch.func.jvp(f, (x,), (x,))):
+        transform(ask)(torch.ones(2).sum() if transform is torch.func.grad else torch.ones(2))
+    torch.jit.trace(ask, torch.ones(2), check_trace=False)
+    assert seen == [None] * 4 and as_before(q, k, v, False) is not None
+
+
+OTHERS = {
+    "shape": lambda t: t[:, :, :10],
+    "strides": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+    "dtype": lambda t: t.half(),
+    "device": lambda t: t.to("meta"),
+    "gradient": lambda t: t.requires_grad_(),
+    "parameter": torch.nn.Parameter,
+    "subclass": lambda t: t.as_subclass(Labelled),
+    "negative": torch._neg_view,
+    "nested": lambda t: torch.nested.as_nested_tensor([t[0]]),
+    "nothing": lambda t: None,
+}
+
+
+@pytest.mark.parametrize("which", range(3))
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+def test_other_tensors_are_not_like_those_before(other, which):
+    tensors = [torch.randn(1, 2, 20, 16) for _ in range(3)]
+    flex_attention(*tensors)
+    assert as_before(*(t.clone() for t in tensors), False) is as_before(*tensors, False) is not None
+    assert as_before(*tensors, True) is None, "a call that allows groups"
+    tensors[which] = other(tensors[which])
+    assert as_before(*tensors, False) is None

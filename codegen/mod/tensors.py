@@ -67,15 +67,17 @@ def check_values(function: str, **tensors) -> None:
                 raise NotImplementedError(f"{name} is on meta, where tensors have no values; pass one on 'cuda' or 'cpu'")
 
 
+def is_unseen() -> bool:
+    """Is a call neither transformed nor recorded by anybody?"""
+    return _transform() is None and not _modes() and not _traced() and forward_ad._current_level < 0
+
+
 def are_plain(query, key, value) -> bool:
     """Are these ordinary tensors, in a call that nobody records? As far as a quick look shows: what has no strides or no address is found
     where it is asked for them."""
     try:
         return (
-            _transform() is None
-            and not _modes()
-            and not _traced()
-            and forward_ad._current_level < 0
+            is_unseen()
             and query.__class__ in ORDINARY
             and key.__class__ in ORDINARY
             and value.__class__ in ORDINARY
