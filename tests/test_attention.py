@@ -18,7 +18,7 @@ from support.problems import mask_mods, problems, tensor_of
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
-@for_any(problems, cpu=36, cuda=120)
+@for_any(problems, cpu=26, cuda=120)
 def test_any_problem(p, device):
     check_attention(p, device)
 

@@ -19,7 +19,7 @@ from support.problems import LEARNED_MODS, learned_mods
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
-@for_any(gradient_problems, cpu=24, cuda=80)
+@for_any(gradient_problems, cpu=14, cuda=80)
 def test_any_problem(p, device):
     check_gradients(p, device)
 

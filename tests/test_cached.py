@@ -163,7 +163,7 @@ def check(p: Batch, device: str) -> None:
         assert error <= 2 * plain_error + 1e-5
 
 
-@for_any(batches, cpu=30, cuda=100)
+@for_any(batches, cpu=20, cuda=100)
 def test_any_batch(p, device):
     check(p, device)
 

@@ -125,7 +125,7 @@ def check(p: Problem, device: str) -> None:
         assert error <= 2 * usual + 1e-5
 
 
-@for_any(problems, cpu=28, cuda=100)
+@for_any(problems, cpu=20, cuda=100)
 def test_any_problem(p, device):
     check(p, device)
 

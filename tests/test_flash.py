@@ -122,7 +122,7 @@ def check_problem(p: Problem, device: str) -> None:
     assert_as_accurate(*(t.transpose(1, 2) for t in (out, q, k, v)), add, mods.causal if p.causal else None, p.scale)
 
 
-@for_any(problems, cpu=40, cuda=150)
+@for_any(problems, cpu=26, cuda=150)
 def test_any_problem(p, device):
     check_problem(p, device)
 

@@ -153,7 +153,7 @@ def check(p: Problem, device: str) -> None:
         torch.testing.assert_close(lse[b].double(), exact_lse, rtol=tolerance, atol=tolerance)
 
 
-@for_any(problems, cpu=35, cuda=200)
+@for_any(problems, cpu=25, cuda=200)
 def test_any_problem(p, device):
     check(p, device)
 

@@ -25,8 +25,8 @@ class Inputs:
         self.look_like(q, k, v)
 
     def look_like(self, *tensors: torch.Tensor) -> None:
-        """From now on `alike` tells whether others, which are not nested, look as these do: class and kind, shape, strides, dtype, device, and
-        whether they require grad. torch's compiler asks the same before it runs what it compiled. In Python it takes six times as long."""
+        """From now on `alike` tells whether others, which are not nested, look as these do: class and kind, shape, strides, dtype, device,
+        and whether they require grad. torch's compiler asks so before it runs what it compiled. In Python it takes six times as long."""
         try:
             sizes, strides = ([[*found] for found in map(kind, tensors)] for kind in (torch.Tensor.size, torch.Tensor.stride))
             self.alike = torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
