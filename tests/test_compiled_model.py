@@ -111,7 +111,7 @@ def test_layers_share_what_their_mask_needs():
     backend = aot_autograd(fw_compiler=kept, bw_compiler=kept, partition_fn=min_cut_rematerialization_partition)
     model = Model(layers=3)
     tokens = torch.arange(64).view(1, 64) % 17
-    step(torch.compile(model, fullgraph=True), tokens, 20)
+    step(torch.compile(model, backend=backend, fullgraph=True), tokens, 20)
     forward, backward = graphs
     assert sorted(forward) == sorted(
         ["flexpress.block_lists.default", "flexpress.transposed_lists.default", *["flexpress.flex_attention.default"] * 3]

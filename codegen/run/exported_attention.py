@@ -114,7 +114,6 @@ class AttentionFile(File):
         tiles = (k.constants["BLOCK_M"] for k in (dkv.on_target, dkv.on_cpu))
         self.stats_step = math.lcm(STATS_ALIGNMENT, *((self.q_block,) if self.mask else tiles))
         self.wanted = tuple(c.name for c in self.captured if c.wanted)
-        self.sums = [f"gradient of {name}" for name in self.wanted]
         self.named = listed(f"d_{name}" for name in self.wanted)
         self.zeros = listed(f"torch.zeros_like({name})" for name in self.wanted)
         converted = [f"d_{name}.to({name}.dtype)" for name in self.wanted]
