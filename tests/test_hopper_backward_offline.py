@@ -58,7 +58,7 @@ SPILLED = {  # bytes at most; 0 elsewhere. Of the loops without a mask only thos
     "causal d128 bf16, starts": 64,
     "causal d128 bf16, blocks elsewhere": 48,
     "alibi causal d128 bf16, blocks elsewhere": 48,
-    "softcap causal d192, 128 bf16, blocks elsewhere": 384,
+    "softcap causal d192, 128 bf16, blocks elsewhere": 456,
     "causal d128, 64 bf16, one list, starts": 16,
     "learned per key, causal d64 bf16, starts": 24,
     "causal document d128 bf16, starts": 128,
