@@ -69,6 +69,17 @@ def pytest_ignore_collect(collection_path, config):
 
 
 @pytest.fixture
+def own_directory(tmp_path, monkeypatch):
+    """No kernel is printed or compiled yet, on disk or in memory."""
+    from flexpress import cache_clear
+
+    monkeypatch.setenv("FLEXPRESS_CACHE_DIR", str(tmp_path / "kernels"))
+    cache_clear()
+    yield
+    cache_clear()
+
+
+@pytest.fixture
 def poisoned_memory():
     """torch.empty gives NaN: what a kernel does not write shows."""
     import torch  # not before the lines above

@@ -19,12 +19,7 @@ from support.devices import DEVICES
 OFFSET = 1
 
 
-@pytest.fixture(autouse=True)
-def own_directory(tmp_path, monkeypatch):
-    monkeypatch.setenv("FLEXPRESS_CACHE_DIR", str(tmp_path / "kernels"))
-    cache_clear()
-    yield
-    cache_clear()
+pytestmark = pytest.mark.usefixtures("own_directory")
 
 
 def made_by(call) -> tuple[int, int, int]:

@@ -28,12 +28,7 @@ from support.fake_hopper import Variant, pass_for_hopper
 SHAPE = (1, 2, 40, 16)
 
 
-@pytest.fixture(autouse=True)
-def own_directory(tmp_path, monkeypatch):
-    monkeypatch.setenv("FLEXPRESS_CACHE_DIR", str(tmp_path / "kernels"))
-    cache_clear()
-    yield
-    cache_clear()
+pytestmark = pytest.mark.usefixtures("own_directory")
 
 
 def attend(device: str, backward: bool, shape=SHAPE, **call) -> tuple[torch.Tensor, ...]:

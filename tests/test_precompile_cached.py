@@ -12,13 +12,7 @@ from support.costs import costs
 from support.devices import DEVICES
 from support.fake_hopper import Variant, pass_for_hopper
 
-
-@pytest.fixture(autouse=True)
-def own_directory(tmp_path, monkeypatch):
-    monkeypatch.setenv("FLEXPRESS_CACHE_DIR", str(tmp_path / "kernels"))
-    cache_clear()
-    yield
-    cache_clear()
+pytestmark = pytest.mark.usefixtures("own_directory")
 
 
 def cached_calls() -> dict[str, dict]:
