@@ -281,11 +281,13 @@ def test_kernels_drawn_at_random_pass_triton(number):
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
 @pytest.mark.parametrize("score", ["rows", "columns", "bias"])
-def test_gradients_of_blocks_elsewhere_pass_triton(score, target):
+@pytest.mark.parametrize("separate_full", [True, False])
+def test_blocks_elsewhere_pass_triton(score, target, separate_full):
     """Loads of what mods capture, by positions that a load gave: Triton pipelines one of them, not both in one step."""
     make_mod, learned = score_mods(1, 2, 1024, "cpu")[score]
-    details = dict(head_dim=64, captured=True, shifted=True, whole=False)
-    for name, kernel in backward_compilations(target, make_mod(*learned), mods.causal, **details).items():
+    call, details = (make_mod(*learned), mods.causal), dict(head_dim=64, shifted=True, separate_full=separate_full)
+    compilation(target, *call, **details).compile("ttgir")
+    for name, kernel in backward_compilations(target, *call, **details, captured=True, whole=False).items():
         if name != "delta":
             kernel.compile("ttgir")
 
