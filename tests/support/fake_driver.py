@@ -13,18 +13,31 @@ from flexpress.codegen.device import cuda
 
 
 class Driver:
-    """What Triton asks of a driver. `launches`: the grid and the arguments of every launch."""
+    """What Triton asks of a driver.
+
+    launches        the grid, the kernel's name and the arguments of every launch
+    cache_configs   what a kernel was told to prefer, shared memory or cache, by its name
+    """
 
     def __init__(self, spills: int = 0) -> None:
         self.launches: list[tuple] = []
+        self.cache_configs: dict[str, int] = {}
+        self.spills, self.names = spills, {1: "a stand-in"}
         self.utils = SimpleNamespace(
-            load_binary=lambda name, *_: ("module", name, 100, spills, 1024),
+            load_binary=self.load_binary,
             get_device_properties=lambda _: {"max_shared_mem": 232_448, "multiprocessor_count": 132},
         )
 
+    def load_binary(self, name: str, *_) -> tuple:
+        self.names[len(self.names) + 1] = name
+        return "module", len(self.names), 100, self.spills, 1024
+
+    def set_cache_config(self, function: ctypes.c_void_p, config: int) -> None:
+        self.cache_configs[self.names[function.value]] = config
+
     def launcher_cls(self, source, metadata):
         def launch(x, y, z, stream, function, packed, about, enter, leave, *args) -> None:
-            self.launches.append(((x, y, z), function, args))
+            self.launches.append(((x, y, z), self.names[function], args))
 
         return launch
 
@@ -52,7 +65,8 @@ def fake_driver(monkeypatch, tmp_path, **options) -> Driver:
     libraries = ctypes.CDLL
 
     def library(name, *args):
-        return SimpleNamespace(cuDriverGetVersion=_give_version) if name == "libcuda.so.1" else libraries(name, *args)
+        given = {"cuDriverGetVersion": _give_version, "cuFuncSetCacheConfig": found.set_cache_config}
+        return SimpleNamespace(**given) if name == "libcuda.so.1" else libraries(name, *args)
 
     monkeypatch.setattr(ctypes, "CDLL", library)
     monkeypatch.setattr(cuda, "driver_version", lambda: 13)  # the library keeps what it opens
