@@ -106,6 +106,7 @@ def test_blocks_elsewhere_cost_two_numbers():
     assert added(compilation("sm_90", *mods), compilation("sm_90", *mods, shifted=True)) == [
         "n = (offs_n + kv_shift)[None, :]",
         "kv_shift = tl.load(kv_shifts + block) * 128",
+        "kv_shift = tl.load(kv_shifts + block) * 128  # the next block's",
         "q_shift = tl.load(q_shifts + q_block * BLOCK_M // 128) * 128",
         "# [BLOCK_M, 1]; padding rows repeat the last one and are not stored",
         "m = (tl.minimum(offs_m, Q_LEN - 1) + q_shift)[:, None]",

@@ -24,8 +24,7 @@ class Driver:
         self.cache_configs: dict[str, int] = {}
         self.spills, self.names = spills, {1: "a stand-in"}
         self.utils = SimpleNamespace(
-            load_binary=self.load_binary,
-            get_device_properties=lambda _: {"max_shared_mem": 232_448, "multiprocessor_count": 132},
+            load_binary=self.load_binary, get_device_properties=lambda _: {"max_shared_mem": 232_448, "multiprocessor_count": 132}
         )
 
     def load_binary(self, name: str, *_) -> tuple:
