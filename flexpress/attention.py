@@ -221,14 +221,12 @@ def _attend_in_context(context, arguments: tuple, want_max: bool, deterministic:
         raise ValueError(
             "with context= the plan has the mask: make it as ContextPlan(..., mask_mod=...), and leave block_mask and mask_mod out"
         )
-    if want_max:
-        raise NotImplementedError("max_scores are not returned with context=; ask for lse alone")
-    given = Arguments(scale, enable_gqa, kernel_options, deterministic)
+    given = Arguments(scale, enable_gqa, kernel_options, deterministic, want_max)
     if query.__class__ in ORDINARY or not is_distributed(query):
-        return *attend_in_context(context, (query, key, value), score_mod, given), None
+        return attend_in_context(context, (query, key, value), score_mod, given)
     from flexpress.context_dtensors import attend_shards_in_context
 
-    return *attend_shards_in_context(context, {"query": query, "key": key, "value": value}, score_mod, given), None
+    return attend_shards_in_context(context, {"query": query, "key": key, "value": value}, score_mod, given)
 
 
 def _checked_request(return_aux, return_lse: bool) -> AuxRequest:

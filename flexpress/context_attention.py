@@ -41,6 +41,7 @@ class Arguments(NamedTuple):
     enable_gqa: bool = False
     kernel_options: dict | None = None
     deterministic: bool = False
+    max_scores: bool = False
 
 
 def heads_in_groups(Hq: int, Hkv: int, groups: int) -> list[Heads]:
@@ -53,8 +54,8 @@ def heads_in_groups(Hq: int, Hkv: int, groups: int) -> list[Heads]:
 
 def attend_in_context(
     plan: ContextPlan, tensors: tuple, score_mod, arguments: Arguments, batch: Part = ALL, heads: Part = ALL, read=read_captured
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse of the queries that this rank holds.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """out, lse and max_scores, if asked for, of the queries that this rank holds.
 
     tensors       its parts of query, key and value
     batch, heads  which batch entries and heads of the mask's and of score_mod's these are
@@ -63,7 +64,7 @@ def attend_in_context(
     with plan.agreement.telling_failures():
         tensors, scale, score_mod = _checked(plan, tensors, score_mod, arguments, batch, heads)
         score = None if score_mod is None else bind(score_of_part(score_mod, batch, heads), "score")
-        facts = _facts(tensors, score)
+        facts = _facts(tensors, score, arguments.max_scores)
         split = plan.head_split
         of_ranks = split.heads(tensors[0].shape[1], tensors[1].shape[1]) if split else []
         if split:
@@ -98,15 +99,19 @@ def attend_in_context(
 
     deterministic = arguments.deterministic or torch.are_deterministic_algorithms_enabled()
     groups = heads_in_groups(query.shape[1], key.shape[1], plan.head_groups)
-    out, lse = _InContext.apply(exchange, groups, bound_to, deterministic, query, key, value, *captured)
-    return (split.to_positions(out), split.to_positions(lse.unsqueeze(-1)).squeeze(-1)) if split else (out, lse)
+    found = _InContext.apply(exchange, groups, bound_to, deterministic, arguments.max_scores, query, key, value, *captured)
+    if not split:
+        return found
+    out, *of_rows = found
+    of_rows = [None if t is None else split.to_positions(t.unsqueeze(-1)).squeeze(-1) for t in of_rows]
+    return split.to_positions(out), *of_rows
 
 
 def attend_packed_in_context(plan, tensors: tuple, score_mod, arguments: Arguments, heads: Part = ALL, read=read_captured) -> tuple:
     """The same of packed sequences, (local tokens, H, D) each, and of a score_mod on packed positions."""
     tensors = tuple(t.unsqueeze(0).transpose(1, 2) for t in tensors)
     found = attend_in_context(plan, tensors, score_mod, arguments, ALL, heads, read)
-    return tuple(t.squeeze(0).transpose(0, 1) for t in found)
+    return tuple(t if t is None else t.squeeze(0).transpose(0, 1) for t in found)
 
 
 def _checked(plan: ContextPlan, tensors: tuple, score_mod, arguments: Arguments, batch: Part, heads: Part) -> tuple:
@@ -123,8 +128,8 @@ def _checked(plan: ContextPlan, tensors: tuple, score_mod, arguments: Arguments,
     return tensors, scale, score_mod
 
 
-def _facts(tensors: tuple, score: tuple | None) -> tuple:
-    """What of a call must be the same on all ranks: of query, key and value, of what score_mod captures, and its graph."""
+def _facts(tensors: tuple, score: tuple | None, max_scores: bool) -> tuple:
+    """What of a call must be the same on all ranks: of query, key and value, of what score_mod captures, its graph, and what is wanted."""
     learns = torch.is_grad_enabled()
 
     def looks(tensor: torch.Tensor) -> tuple:
@@ -136,17 +141,19 @@ def _facts(tensors: tuple, score: tuple | None) -> tuple:
         tuple(((t.shape[0], t.shape[1], t.shape[3]), *looks(t)) for t in tensors),
         tuple((tuple(t.shape), *looks(t)) for t in captured),
         graph,
+        max_scores,
     )
 
 
-def _shown(tensors: tuple, captured: tuple, graph: ModGraph | None) -> dict[str, object]:
+def _shown(tensors: tuple, captured: tuple, graph: ModGraph | None, max_scores: bool) -> dict[str, object]:
     """The same in words, by name."""
 
     def words(shape: tuple, dtype: torch.dtype, learns: bool) -> str:
         return f"{shape} {dtype}{', requires_grad' if learns else ''}"
 
     names = (f"{name} (B, H, D)" for name in ("query", "key", "value"))
-    found = {name: words(*looks) for name, looks in zip(names, tensors, strict=True)}
+    found: dict[str, object] = {name: words(*looks) for name, looks in zip(names, tensors, strict=True)}
+    found["max_scores"] = max_scores
     if graph is None:
         return {**found, "score_mod": None}
     found["score_mod"] = f"{graph.name} ({digest_of(text_of(graph)):x})"
@@ -156,37 +163,41 @@ def _shown(tensors: tuple, captured: tuple, graph: ModGraph | None) -> dict[str,
 @runs_uncompiled
 class _InContext(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, exchange: Exchange, groups: list[Heads], bound_to: Callable, deterministic: bool, q, k, v, *captured):
+    def forward(
+        ctx, exchange: Exchange, groups: list[Heads], bound_to: Callable, deterministic: bool, max_scores: bool, q, k, v, *captured
+    ):
         calls, results = [], []
         for heads, (own, keys, values) in _in_turn(exchange, groups, q, k, v):
             call = bound_to(heads, own, keys, values)
             if call is None:
-                found, lse = own.new_zeros((*own.shape[:3], v.shape[3])), torch.full(own.shape[:3], -torch.inf, device=own.device)
-                rows = None
+                lse = torch.full(own.shape[:3], -torch.inf, device=own.device)
+                found, maxima, rows = own.new_zeros((*own.shape[:3], v.shape[3])), lse.clone() if max_scores else None, None
             else:
-                found, lse, _, rows = forward(call, output_rows=True)
+                found, lse, maxima, rows = forward(call, output_max=max_scores, output_rows=True)
             calls.append(call and call._replace(q=None, k=None, v=None))
-            results.append((found, lse, rows))
-        out, lse = (torch.cat(parts, 1) if len(parts) > 1 else parts[0] for parts in ([r[i] for r in results] for i in (0, 1)))
+            results.append((found, lse, maxima, rows))
+        out, lse, maxima = (_joined([result[i] for result in results]) for i in range(3))
         ctx.exchange, ctx.groups, ctx.calls, ctx.deterministic = exchange, groups, calls, deterministic
         ctx.raw = [rows is not None and rows.raw for *_, rows in results]
-        ctx.save_for_backward(q, k, v, out, *(lse if rows is None else rows.values for _, lse, rows in results), *captured)
+        ctx.save_for_backward(q, k, v, out, *(lse if rows is None else rows.values for _, lse, _, rows in results), *captured)
         ctx.set_materialize_grads(False)
-        return out, lse
+        if maxima is not None:
+            ctx.mark_non_differentiable(maxima)
+        return out, lse, maxima
 
     @staticmethod
-    def backward(ctx, d_out, d_lse):
+    def backward(ctx, d_out, d_lse, _):
         q, k, v, out, *others = ctx.saved_tensors
         rows, captured = others[: len(ctx.groups)], others[len(ctx.groups) :]
         with torch.no_grad():
             found = _InContext.gradients(ctx, q, k, v, out, rows, captured, d_out, d_lse)
-        return None, None, None, None, *once(found, (q, k, v, *captured))
+        return None, None, None, None, None, *once(found, (q, k, v, *captured))
 
     @staticmethod
     def gradients(ctx, q, k, v, out, rows: list, captured: list, d_out, d_lse) -> list[torch.Tensor | None]:
         """Of q, k, v and what score_mod captures."""
         exchange, groups = ctx.exchange, ctx.groups
-        wanted = frozenset(i for i, needed in enumerate(ctx.needs_input_grad[7:]) if needed)
+        wanted = frozenset(i for i, needed in enumerate(ctx.needs_input_grad[8:]) if needed)
         d_out = torch.zeros_like(out) if d_out is None else d_out
         of_captured = {i: torch.zeros_like(captured[i], dtype=torch.float32) for i in sorted(wanted)}
         dq, returning = [], []
@@ -211,6 +222,11 @@ class _InContext(torch.autograd.Function):
                 torch.distributed.all_reduce(gradient, group=group)
         captured = (of_captured[i].to(t.dtype) if i in wanted else None for i, t in enumerate(captured))
         return [torch.cat(dq, 1), dk.to(k.dtype), dv.to(v.dtype), *captured]
+
+
+def _joined(parts: list) -> torch.Tensor | None:
+    """What groups of heads have, in one; None if they have none."""
+    return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(parts, 1)
 
 
 def _in_turn(exchange: Exchange, groups: list[Heads], q, k, v):

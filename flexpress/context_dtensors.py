@@ -22,7 +22,7 @@ from flexpress.dtensors import Shards
 
 
 def attend_shards_in_context(plan: ContextPlan, named: dict[str, torch.Tensor], score_mod, arguments: Arguments) -> tuple:
-    """out and lse, DTensors as query is."""
+    """out, lse and max_scores, if asked for, DTensors as query is."""
     with plan.agreement.telling_failures():
         part = Shards(named, 0, 1, functools.partial(_dims_of, plan), plan.sum_gradients)
         check_heads(*list(named.values())[:2], arguments.enable_gqa)  # a rank may have one head of each

@@ -31,5 +31,5 @@ def attend_varlen_in_context(
     if any(map(is_distributed, named.values())):
         from flexpress.context_dtensors import attend_packed_shards_in_context
 
-        return attend_packed_shards_in_context(plan, named, score_mod, arguments)
-    return attend_packed_in_context(plan, tuple(named.values()), score_mod, arguments)
+        return attend_packed_shards_in_context(plan, named, score_mod, arguments)[:2]
+    return attend_packed_in_context(plan, tuple(named.values()), score_mod, arguments)[:2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flexpress import flex_attention
+from flexpress import AuxRequest, flex_attention
 from flexpress.distributed import ContextPlan
 from support.dense import dense_attention
 from support.ranks import here
@@ -18,19 +18,20 @@ def tensors(q_len, kv_len=None, B=1, Hq=2, Hkv=1, Bkv=None, D=16, D_V=None):
 
 
 def compare(whole, mask_mod, score_mod=None, captured=(), B=None, H=None, scale=None, **of_plan):
-    """out, lse and all gradients of attention by parts are those of dense attention of the whole in float64."""
+    """out, lse, max_scores and all gradients of attention by parts are those of dense attention of the whole in float64."""
     q_len, kv_len = whole[0].shape[2], whole[1].shape[2]
     plan = ContextPlan(q_len=q_len, kv_len=kv_len, mask_mod=mask_mod, B=B, H=H, device=here(), **of_plan)
     mine = [plan.shard(whole[0], 2), *(t[:, :, plan.kv_position_ids] for t in whole[1:])]
     mine = [t.clone().requires_grad_() for t in mine]
-    found, lse = flex_attention(*mine, score_mod, enable_gqa=True, return_lse=True, context=plan, scale=scale)
+    found, (lse, highest) = flex_attention(*mine, score_mod, enable_gqa=True, return_aux=AuxRequest(True, True), context=plan, scale=scale)
     reference = [t.double().requires_grad_() for t in whole]
-    exact, exact_lse, _ = dense_attention(*reference, score_mod, mask_mod, scale)
+    exact, exact_lse, exact_highest = dense_attention(*reference, score_mod, mask_mod, scale)
     d_out, d_lse = torch.randn(exact.shape), torch.randn(exact_lse.shape)
     lse_weight = torch.where(torch.isneginf(exact_lse), 0.0, d_lse)
     queries, keys = plan.position_ids, plan.kv_position_ids
     torch.testing.assert_close(found.double(), exact.detach()[:, :, queries], rtol=0, atol=2e-5)
     torch.testing.assert_close(lse.double(), exact_lse.detach()[:, :, queries], rtol=0, atol=2e-5)
+    torch.testing.assert_close(highest.double(), exact_highest.detach()[:, :, queries], rtol=0, atol=2e-5)
     torch.testing.assert_close(plan.unshard(found.detach(), 2), exact.detach().float(), rtol=0, atol=2e-5)
     finite = torch.where(torch.isneginf(lse), 0.0, lse)
     gradients = torch.autograd.grad((found * d_out[:, :, queries]).sum() + (finite * lse_weight[:, :, queries]).sum(), [*mine, *captured])

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from flexpress import cached_attention, flex_attention, mods
+from flexpress import AuxRequest, cached_attention, flex_attention, mods
 from flexpress.context_exchange import Exchange
 from flexpress.distributed import ContextPlan, split_cached_attention
 from support.context import compare, tensors
@@ -60,10 +60,10 @@ def calls_that_differ_are_found():
     rank, slopes = dist.get_rank(), torch.tensor([0.1, 0.3])
     whole = {n: tensors(256, D=n) for n in (16, 32)}
 
-    def call(n=16, score_mod=None, learns=True, heads=2, plans=None, dtype=None):
+    def call(n=16, score_mod=None, learns=True, heads=2, plans=None, dtype=None, aux=None):
         plan = ContextPlan(q_len=256, mask_mod=mods.causal, device=here(), head_groups=plans or 2)
         q, k, v = (plan.shard(t, 2).requires_grad_(learns) for t in whole[n])
-        return flex_attention(q[:, :heads], k.to(dtype), v, score_mod, context=plan, enable_gqa=True)
+        return flex_attention(q[:, :heads], k.to(dtype), v, score_mod, context=plan, enable_gqa=True, return_aux=aux)
 
     found = {
         r"rank 1 has another query \(B, H, D\) than rank 0: \(1, 2, 32\) torch.float32, requires_grad, not \(1, 2, 16\)": {"n": 32},
@@ -72,6 +72,7 @@ def calls_that_differ_are_found():
         "rank 1 has another query .*: .*float32, not .* requires_grad; rank 1 has another key": {"learns": False},
         r"rank 1 has another query .*: \(1, 1, 16\)": {"heads": 1},
         "rank 1 has another head_groups than rank 0: 1, not 2": {"plans": 1},
+        "rank 1 has another max_scores than rank 0: True, not False": {"aux": AuxRequest(max_scores=True)},
         "key has dtype torch.bfloat16 but query has torch.float32": {"dtype": torch.bfloat16},
     }
     for words, other in found.items():

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from flexpress import flex_attention, mods, varlen_attention
+from flexpress import AuxRequest, flex_attention, mods, varlen_attention
 from flexpress.distributed import ContextPlan
 from support import context as one_process
 from support.context import tensors
@@ -52,16 +52,17 @@ def spread(plan, mesh, tensor, placements):
 
 
 def compare(mesh, placements, mask_mod=mods.causal, B=None, H=None, q_len=256, kv_len=None, Hkv=2, of_slopes=None, **more):
-    """out, lse and all gradients of DTensors are those of dense attention, placed as query and as their tensors are."""
+    """out, lse, max_scores and all gradients of DTensors are those of dense attention, placed as query and as their tensors are."""
     plan = ContextPlan(mesh["context"], q_len, kv_len, mask_mod, B=B, H=H, device=here(), **more)
     leaves = [*tensors(q_len, kv_len, B=2, Hq=4, Hkv=Hkv), torch.rand(4), torch.randn(2, 4)]
     everywhere = [Replicate()] * mesh.ndim
     lie = [*placements, of_slopes or everywhere, everywhere]
     distributed = [spread(plan, mesh, t, p) for t, p in zip(leaves, lie, strict=True)]
-    out, lse = flex_attention(*distributed[:3], biased(*distributed[3:]), enable_gqa=True, return_lse=True, context=plan)
+    wanted = AuxRequest(lse=True, max_scores=True)
+    out, of_rows = flex_attention(*distributed[:3], biased(*distributed[3:]), enable_gqa=True, return_aux=wanted, context=plan)
     reference = [t.double().requires_grad_() for t in leaves]
-    exact, exact_lse, _ = dense_attention(*reference[:3], biased(*reference[3:]), mask_mod)
-    for found, expected in ((out, exact), (lse, exact_lse)):
+    exact, *exact_of_rows = dense_attention(*reference[:3], biased(*reference[3:]), mask_mod)
+    for found, expected in zip((out, *of_rows), (exact, *exact_of_rows), strict=True):
         assert type(found) is DTensor and found.placements == tuple(placements[0]) and found.shape == expected.shape
         torch.testing.assert_close(found.full_tensor().double(), in_order(plan, expected.detach()), rtol=0, atol=2e-5)
     weights = torch.randn(exact.shape)
