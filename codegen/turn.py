@@ -40,6 +40,14 @@ class Turn:
         finally:
             lock.release()  # that one: in a forked child the turn has another by now
 
+    def is_free(self) -> bool:
+        """Could this thread run its work at once?"""
+        lock = self._lock
+        if not lock.acquire(blocking=False):
+            return False
+        lock.release()
+        return True
+
     @property
     def depth(self) -> int:
         """How often this thread is inside: more than once by way of a signal handler or a finalizer."""

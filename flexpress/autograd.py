@@ -6,7 +6,7 @@ import torch
 
 from .codegen.compiling import runs_uncompiled
 from .codegen.mod.tensors import check_values, readable
-from .codegen.run.backward import backward
+from .codegen.run.backward import backward, begin
 from .codegen.run.call import Bound, Rows
 from .codegen.run.captured import apart
 from .codegen.run.forward import forward
@@ -32,14 +32,18 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, bound: Bound, output_max: bool, deterministic: bool, q, k, v, *captured):
-        out, lse, max_scores, rows = forward(bound, output_max=output_max, output_rows=True)
+
+        def before(out: torch.Tensor, rows: Rows, meanwhile_raw: bool) -> list:
+            return begin(bound, out, rows, meanwhile_raw, wanted=_wanted(ctx), deterministic=deterministic)
+
+        out, lse, max_scores, rows = forward(bound, output_max=output_max, output_rows=True, waits=deterministic, before=before)
         _, _, _, inputs, scale, score, mask, lists, transposed, options = bound
         mask_tensors = mask[1][: len(mask[0].tensors)] if mask else []
         # tensors are saved by autograd, which notices if they are overwritten before the backward pass
         score = score and (score[0], score[1][len(captured) :])
         mask = mask and (mask[0], mask[1][len(mask_tensors) :])
         ctx.bound = Bound(None, None, None, inputs, scale, score, mask, lists, transposed, options)
-        ctx.deterministic, ctx.raw_rows, ctx.count = deterministic, rows.raw, len(captured)
+        ctx.deterministic, ctx.raw, ctx.provisional, ctx.count = deterministic, rows.raw, rows.provisional, len(captured)
         ctx.save_for_backward(q, k, v, out, rows.values, *captured, *mask_tensors)
         ctx.set_materialize_grads(False)
         if max_scores is not None:
@@ -58,16 +62,23 @@ class _Attention(torch.autograd.Function):
         bound = ctx.bound._replace(
             q=q, k=k, v=v, score=score and (score[0], [*captured, *score[1]]), mask=mask and (mask[0], [*mask_tensors, *mask[1]])
         )
-        differentiated = frozenset(i for i, needed in enumerate(ctx.needs_input_grad[6:]) if needed)
         d_out = torch.zeros_like(out) if d_out is None else d_out
         with torch.no_grad():
-            rows = Rows(values, ctx.raw_rows)
-            *gradients, of_captured = backward(bound, out, rows, d_out, d_lse, wanted=differentiated, deterministic=ctx.deterministic)
+            rows = Rows(values, ctx.raw, ctx.provisional)
+            deterministic = ctx.deterministic
+            *gradients, of_captured = backward(
+                bound, out, rows, d_out, d_lse, wanted=_wanted(ctx), deterministic=deterministic, waits=deterministic
+            )
         found = [
             *(g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad[3:6], strict=True)),
             *(of_captured.get(i) for i in range(ctx.count)),
         ]
         return None, None, None, *once(found, (q, k, v, *captured))
+
+
+def _wanted(ctx) -> frozenset[int]:
+    """Which captured tensors want a gradient."""
+    return frozenset(i for i, needed in enumerate(ctx.needs_input_grad[6:]) if needed)
 
 
 def _dense(name: str, gradient: torch.Tensor) -> torch.Tensor:

@@ -101,12 +101,13 @@ def attend(call: Bound | Recorded, output_max: bool, deterministic: bool) -> tup
     if call.__class__ is Recorded:
         return call.attend(output_max, deterministic)
     try:
+        deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
         if torch.is_grad_enabled():
             q, k, v, _, _, score, _, _, _, _ = call
             captured = score[1][: len(score[0].tensors)] if score else ()
             if q.requires_grad or k.requires_grad or v.requires_grad or any([t.requires_grad for t in captured]):
-                return differentiable(call, captured, output_max, deterministic or torch.are_deterministic_algorithms_enabled())
-        return forward(call, output_max=output_max)[:3]
+                return differentiable(call, captured, output_max, deterministic)
+        return forward(call, output_max=output_max, waits=deterministic)[:3]
     except RuntimeError:
         for name, tensor in (("query", call.q), ("key", call.k), ("value", call.v)):  # one whose looks passed, but without address?
             check_kind(name, tensor)

@@ -43,6 +43,7 @@ def explain(
 
     "HOPPER" are the kernels for sm_90 alone, "PORTABLE" those for any device, "DECODE" the one for few queries. The arguments are those
     of flex_attention; tensors that want gradients (requires_grad), captured ones too, are taken into account.
+    Where a kernel is still being compiled beside the program, and PORTABLE serves meanwhile, its line says so.
     A mod that has to be traced at every call, which takes some tenths of a millisecond, has a line that says why.
     Nothing is compiled or run but what a mask_mod's block lists need; that a kernel spills too many registers, or does not compile, is
     known only after the first call.
@@ -60,27 +61,30 @@ def explain(
     keys = keys_of(call.score, call.mask, call.inputs.extents, call.lists)
     differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in (call.q, call.k, call.v, *call.captured))
     choice, seen = forward.choice_of(call, keys, output_rows=differentiable)
-    lines = [_line("forward", choice)]
+    awaited = forward.is_awaited(choice, seen)
+    lines = [_line("forward", choice, awaited)]
     if differentiable:
-        lines.append(_line("backward", _backward_choice(call, keys, choice, deterministic)))
+        chosen, itself_awaited = _backward_choice(call, keys, choice, deterministic)
+        lines.append(_line("backward", chosen, chosen.candidate.name != "PORTABLE" and (awaited or itself_awaited)))
     lines += _traced_at_every_call(score_mod, mask_mod or getattr(block_mask, "mask_mod", None))
     if seen.arch == "cpu":
         lines.append("on the CPU kernels run in Triton's interpreter, for tests")
     return "\n".join(lines)
 
 
-def _backward_choice(call: Bound, keys: tuple, forward_choice: Choice, deterministic: bool) -> Choice:
-    """The output's gradient is taken to lie as query does."""
+def _backward_choice(call: Bound, keys: tuple, forward_choice: Choice, deterministic: bool) -> tuple[Choice, bool]:
+    """With whether it is on its way. The output's gradient is taken to lie as query does."""
     wanted = frozenset(i for i, t in enumerate(call.captured) if t.requires_grad)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     raw = forward_choice.candidate.name == "HOPPER" and call.score is not None and scores_are_raw(as_sum(call.score[0]), call.scale > 0)
     details = backward.Details(call.options, deterministic, False, wanted, raw)
     q, k, v = map(with_rows, call[:3])
-    return backward.choice_of((q, k, v, q), call.scale, keys, None if call.lists is None else call.lists.blocks, details)[0]
+    choice, seen = backward.choice_of((q, k, v, q), call.scale, keys, None if call.lists is None else call.lists.blocks, details)
+    return choice, backward.is_awaited(choice, seen)
 
 
-def _line(what: str, choice: Choice) -> str:
-    return f"{what:<9} {choice.reasons}"
+def _line(what: str, choice: Choice, awaited: bool) -> str:
+    return f"{what:<9} {choice.reasons}{'; being compiled, PORTABLE serves meanwhile' if awaited else ''}"
 
 
 def _traced_at_every_call(score_mod: Callable | None, mask_mod: Callable | None) -> Iterator[str]:

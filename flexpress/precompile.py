@@ -66,8 +66,8 @@ def precompile(
     that make block lists are run. Another length, batch size or window needs nothing more, but where docs/what_works.md says that kinds of
     calls have kernels of their own.
 
-    Returns what this process has compiled meanwhile: nothing, if all was there. Compilation is serial: of kernels that threads compile at
-    once, only the assembler of one runs beside the passes of another. Any thread may call this. Raises what flex_attention raises.
+    Returns what this process has had compiled meanwhile: nothing, if all was there. Any thread may call this; what several threads ask for
+    is compiled side by side, by processes beside this one. Raises what flex_attention raises.
     """
     device = _device_of(query, (getattr(block_mask, "kv_num_blocks", None), cu_seqlens_q), device)
     tensors = [_real(name, t, dtype, device) for name, t in (("query", query), ("key", key), ("value", value))]

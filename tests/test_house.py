@@ -81,7 +81,7 @@ THE_OP_TABLE = {
 }
 OTHER_NAMES = {  # that are spelled like those of operations
     Path("codegen/mod/operators.py"): set(OPS),  # Python's operators
-    Path("codegen/device/compiler.py"): {"neg"},  # PTX's instruction
+    Path("codegen/device/stages.py"): {"neg"},  # PTX's instruction
 }
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import tempfile
+import time
 import types
 from pathlib import Path
 from typing import NamedTuple
@@ -21,10 +23,11 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.errors import OutOfResources
 
-from .. import progress
-from . import cuda, folder
+from .. import logs, progress
+from . import cache, cuda, folder, workers
 from .arguments import type_of
-from .compiler import ast_source, compile_source, newer_assembler
+from .compiler import assembler_for, ast_source, compile_source, newer_assembler
+from .stages import Request, metadata_text
 
 
 class Compiled(NamedTuple):
@@ -104,6 +107,55 @@ def obtain(stem: str, layout: tuple, constants: tuple, options: dict, device_ind
     load_function   gives the jitted function when it must be compiled
     """
     target = current_target()
+    name = _name_of(stem, layout, constants, options, target)
+    found = _read(name)
+    if found is not None:
+        return Binary(found, constants, device_index), False
+    if not workers.SETTING["waits"]:
+        workers.POOL.start()  # there is more to come
+    source = ast_source(load_function(), layout, constants)
+    with progress.shown(f"compiling {stem}"):
+        metadata, code, extension = compile_source(source, target, options)
+    compiled = Compiled(metadata_text(metadata), code, extension, source.signature)
+    _write(name, compiled)
+    return Binary(compiled, constants, device_index), True
+
+
+def begin(printed: cache.PrintedKernel, entry: str, layout: tuple, constants: tuple, options: dict) -> workers.Job | None:
+    """Have another process compile a variant, and put it on disk; None if it is there. Its `found` is the seconds that took, and what it
+    compiled."""
+    target, stem = current_target(), printed.path.stem
+    name = _name_of(stem, layout, constants, options, target)
+    if _read(name) is not None:
+        return None
+    source = ast_source(getattr(cache.load_module(printed), entry), layout, constants)
+    request = Request(
+        printed.source,
+        str(printed.path),
+        entry,
+        source.signature,
+        source.constants,
+        source.attrs,
+        (target.backend, target.arch, target.warp_size),
+        options,
+        assembler_for(target),
+        dict(os.environ),
+    )
+    start = time.perf_counter()
+
+    def keep(metadata: bytes, code: bytes, extension: str) -> tuple[float, Compiled]:
+        compiled = Compiled(metadata, code, extension, source.signature)
+        _write(name, compiled)
+        seconds = time.perf_counter() - start
+        logs.COMPILE.info("compiled %s beside this process in %.2f s", stem, seconds)
+        return seconds, compiled
+
+    logs.COMPILE.debug("compiling %s beside this process", stem)
+    return workers.POOL.submit(workers.Job(request, keep))
+
+
+def _name_of(stem: str, layout: tuple, constants: tuple, options: dict, target: GPUTarget) -> str:
+    """What the files of a variant are called."""
     newer = newer_assembler(target.arch) if target.backend == "cuda" else None
     key = repr(
         (
@@ -117,16 +169,7 @@ def obtain(stem: str, layout: tuple, constants: tuple, options: dict, device_ind
             sorted(get_cache_invalidating_env_vars().items()),
         )
     )
-    name = f"{stem}.{hashlib.sha256(key.encode()).hexdigest()[:12]}"
-    found = _read(name)
-    if found is not None:
-        return Binary(found, constants, device_index), False
-    source = ast_source(load_function(), layout, constants)
-    with progress.shown(f"compiling {stem}"):
-        metadata, code, extension = compile_source(source, target, options)
-    compiled = Compiled(json.dumps(metadata, default=vars).encode(), code, extension, source.signature)
-    _write(name, compiled)
-    return Binary(compiled, constants, device_index), True
+    return f"{stem}.{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
 
 def _write(name: str, compiled: Compiled) -> None:

@@ -11,7 +11,6 @@ import functools
 import hashlib
 import io
 import json
-import linecache
 import time
 import tokenize
 import types
@@ -24,7 +23,7 @@ import triton
 
 from ..text.spec import KernelSpec
 from ..version import VERSION
-from . import folder
+from . import folder, stages
 
 
 @dataclass(frozen=True)
@@ -111,14 +110,5 @@ def _key_or_none(source: str, backend: str) -> str | None:
 
 
 def load_module(kernel: PrintedKernel) -> types.ModuleType:
-    """Import a kernel for compilation. Triton asks for the functions' text by the file's name: it gets the text that is here, whatever the
-    file holds by now."""
-    name = str(kernel.path)
-    module = types.ModuleType(f"flexpress_kernel_{kernel.path.stem}")
-    module.__file__ = name
-    linecache.cache[name] = (len(kernel.source), None, kernel.source.splitlines(keepends=True), name)  # no time: never read again
-    try:
-        exec(compile(kernel.source, name, "exec", dont_inherit=True), module.__dict__)  # annotations are types there, not strings as here
-    finally:
-        linecache.cache.pop(name, None)
-    return module
+    """Import a kernel for compilation."""
+    return stages.load_module(str(kernel.path), kernel.source)

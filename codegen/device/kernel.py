@@ -9,15 +9,22 @@ import time
 
 import torch
 
-from .. import logs
+from .. import logs, progress
 from ..mod.tensors import LOWEST, check_address
 from ..registry import INFO, Bounded, Table
 from ..text.render import render
 from ..text.spec import KernelSpec
 from ..turn import Turn
-from . import binary, cache, interpret
+from . import binary, cache, compiler, interpret, workers
 from .arguments import describe, one_by_one, plain_values
 from .devices import on
+
+
+class NotYet(Exception):
+    """A kernel is being compiled beside this process. `job` ends when it is there."""
+
+    def __init__(self, job: workers.Job) -> None:
+        self.job = job
 
 
 class Kernel:
@@ -35,7 +42,8 @@ class Kernel:
         self._variants: dict[tuple, binary.Binary] = Bounded(256)
         self._usual: dict[tuple, binary.Binary] = Bounded(256)  # for aligned tensors and numbers of 32 bits: their types are the spec's
         self._interpreted = None
-        self.compiled: list[float] = []  # seconds that each variant took that was compiled here
+        self.compiled: list[float] = []  # seconds that each variant took that this process had compiled
+        self._jobs: dict[tuple, workers.Job] = {}  # variants that are compiled beside
         self._turn = Turn()  # who obtains a variant
 
     @property
@@ -58,8 +66,11 @@ class Kernel:
             variant.launch(grid, plain, device.index)
         return variant
 
-    def variant(self, args: tuple, device: torch.device, constants: tuple, **options: int) -> tuple[binary.Binary, list]:
-        """The compiled variant for these arguments, and the arguments as it takes them. The device is the current one."""
+    def variant(
+        self, args: tuple, device: torch.device, constants: tuple, *, waits: bool = True, **options: int
+    ) -> tuple[binary.Binary, list]:
+        """The compiled variant for these arguments, and the arguments as it takes them. The device is the current one. Where it must be
+        compiled and nobody `waits`, that happens beside this process, and NotYet is raised."""
         key, plain = (constants, device.index, *options.values()), plain_values(args)
         variant = self._usual.get(key) if plain is not None else None
         if variant is None:
@@ -67,14 +78,43 @@ class Kernel:
             layout, plain = describe(args)
             variant = self._variants.get((layout, *key))
             if variant is None:
+                if not waits:
+                    self._raise_unless_there((layout, *key), layout, constants, options)
                 variant = self._turn.run(self._obtained, (layout, *key), layout, constants, options, device.index)
             if usual:
                 self._usual[key] = variant
         return variant, plain
 
+    def begin(self, args: tuple, device: torch.device, constants: tuple, **options: int) -> workers.Job | None:
+        """Have the variant for these arguments compiled beside this process; None if it is there. The device is the current one."""
+        layout, _ = describe(args)
+        return self._turn.run(self._begun, (layout, constants, device.index, *options.values()), layout, constants, options)
+
+    def _begun(self, key: tuple, layout: tuple, constants: tuple, options: dict) -> workers.Job | None:
+        if key not in self._variants and key not in self._jobs:
+            job = binary.begin(self.printed, self.spec.template, layout, constants, options)
+            if job is not None:
+                self._jobs[key] = job
+        return self._jobs.get(key)
+
+    def _raise_unless_there(self, key: tuple, layout: tuple, constants: tuple, options: dict) -> None:
+        job = self._turn.run(self._begun, key, layout, constants, options)
+        if job is not None and not job.over:
+            raise NotYet(job)
+
     def _obtained(self, key: tuple, layout: tuple, constants: tuple, options: dict, device_index: int) -> binary.Binary:
         variant = self._variants.get(key)
         if variant is None:
+            busy = compiler.is_busy()
+            if busy and workers.POOL.has_room:
+                self._begun(key, layout, constants, options)
+            job = self._jobs.pop(key, None)
+            if job is not None and (busy or not workers.POOL.withdraw(job)):
+                with progress.shown(f"compiling {self.path.stem}"):
+                    job.wait()
+                if job.found:
+                    return self._compiled_beside(key, job, constants, device_index)
+                logs.COMPILE.info("%s did not compile beside this process: %s", self.path.stem, job.why)
             start = time.perf_counter()
             variant, compiled = binary.obtain(self.path.stem, layout, constants, options, device_index, self._function)
             INFO.compiles += compiled
@@ -85,6 +125,13 @@ class Kernel:
             else:
                 logs.COMPILE.debug("found %s (%s) compiled, loaded in %.0f ms", self.path.stem, numbers, 1e3 * seconds)
             self._variants[key] = variant
+        return variant
+
+    def _compiled_beside(self, key: tuple, job: workers.Job, constants: tuple, device_index: int) -> binary.Binary:
+        seconds, compiled = job.found
+        variant = self._variants[key] = binary.Binary(compiled, constants, device_index)
+        INFO.compiles += 1
+        self.compiled.append(seconds)
         return variant
 
     def _interpret(self, grid, args) -> None:

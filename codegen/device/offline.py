@@ -20,7 +20,8 @@ from ..text.render import render
 from ..text.spec import KernelSpec
 from . import cache
 from .arguments import descriptor_type
-from .compiler import compile_source, is_gluon, newer_assembler, source_class
+from .compiler import compile_source, newer_assembler
+from .stages import is_gluon, source_class
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),

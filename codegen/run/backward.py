@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from typing import NamedTuple
 
 import torch
 
 from .. import logs
 from ..device.devices import architecture_of, backend_of
+from ..device.kernel import NotYet
+from ..device.workers import Job
 from ..mod.nan import are_ordinary
 from ..plan.backward import BackwardCase, backward_geometry, delta_unit, whole_blocks
 from ..plan.candidates import Choice, choose
@@ -15,14 +19,17 @@ from ..plan.forward import Blocks, Mod, Options, are_exact, wants_tma
 from ..registry import INFO, Table
 from ..text.parameters import named_strides
 from .backward_kernels import Call, Fused, Hopper, Portable, Sizes, TwoPass
+from .block_lists import BlockLists
 from .call import Bound, Rows, keys_of
-from .launch import Unusable, launch_nothing
+from .launch import Unusable, begin_only, launch_nothing
 from .layouts import output_like, strides_like, with_rows
+from .meanwhile import Meanwhile, awaited_in, must_wait, serving
 from .profiled import in_range, is_profiled, names_of
 
 CANDIDATES = Hopper(), Portable()
 _refused: dict[tuple, str] = Table("backward kernels not used", 1024)  # that were compiled, and why
 _ready: dict[tuple, TwoPass | Fused] = Table("backward calls", 1024)
+_meanwhile: Table = Table("backward calls that others serve", 1024)
 
 
 class Details(NamedTuple):
@@ -45,10 +52,11 @@ def backward(
     *,
     wanted: frozenset[int] = frozenset(),
     deterministic: bool = False,
+    waits: bool = True,
 ):
     """dq, dk, dv (shaped, typed and laid out as q, k, v) and {index of a captured tensor of score_mod in `wanted`: its gradient}.
 
-    out, rows   what the forward pass returned      do, dlse   gradients of out and lse; dlse may be None
+    out, rows   what the forward pass returned      do, dlse   gradients of out and lse; dlse may be None      waits   as for `forward`
     """
     score, mask, lists = bound.score, bound.mask, bound.lists
     q, k, v, do = map(with_rows, (bound.q, bound.k, bound.v, do))
@@ -61,16 +69,16 @@ def backward(
     details = _details(bound, rows, dlse is not None, wanted, deterministic)
     layouts = tuple([(t.shape, t.stride(), t.data_ptr() % 16) for t in (q, k, v, do)])
     structures = lists and lists.structure, transposed and transposed.structure
-    kind = (q.device, q.dtype, layouts, out.stride(), bound.scale, details, *keys, *structures)
+    kind = (q.device, q.dtype, layouts, out.stride(), bound.scale, details, rows.provisional, *keys, *structures)
     tensors = {"Q": q, "K": k, "V": v, "O": out, "DO": do, "ROWS": rows.values, "DQ": dq, "DK": dk, "DV": dv}
     if dlse is not None:
         tensors["DLSE"] = dlse.contiguous()
     while True:  # until kernels are usable
-        ready = _ready.get(kind)
+        ready = _ready.get(kind) or serving(_meanwhile, kind, q.device, waits)
         if ready is None:
-            choice, call = choice_of((q, k, v, do), bound.scale, keys, lists and lists.blocks, details)
-            logs.CHOICE.debug("backward: %s", choice.reasons)
-            ready = _ready[kind] = choice.candidate.prepare(call, _sizes(call, tensors, bound.scale), lists, transposed)
+            call = _Imagined((q, k, v, do), bound, keys, details, tensors, transposed)
+            ready = _ready[kind] = _new(call, rows.provisional)
+            ready.waits = must_wait(q.device, waits)
         else:
             INFO.hits += 1
         run = ready.run if not is_profiled() else in_range(ready.run, "backward", names_of(score, mask))
@@ -79,6 +87,35 @@ def backward(
             return dq, dk, dv, gradients
         except Unusable as why:
             _refuse(ready, why)
+        except NotYet as soon:
+            _ready.pop(kind, None)
+            if not must_wait(q.device, waits):
+                _meanwhile[kind] = Meanwhile(_new(call, True), [soon.job], (ready.name, *ready.key))
+
+
+class _Imagined(NamedTuple):
+    """A backward pass: q, k, v and dO, what is known of it, and its tensors by name."""
+
+    inputs: tuple
+    bound: Bound
+    keys: tuple[Mod | None, Mod | None]
+    details: Details
+    tensors: dict[str, torch.Tensor]
+    transposed: BlockLists | None
+
+    def run(self, ready: TwoPass | Fused) -> None:
+        bound, q = self.bound, self.inputs[0]
+        ready.run({**self.tensors, **ready.statistics(q.device)}, bound.score, bound.mask, bound.lists, self.transposed)
+
+
+def _new(call: _Imagined, portable: bool = False) -> TwoPass | Fused:
+    """The kernels for calls of a new kind; or the portable ones, for now."""
+    lists, details = call.bound.lists, call.details
+    if portable:
+        details = details._replace(options=details.options._replace(backend=Portable.name))
+    choice, case = choice_of(call.inputs, call.bound.scale, call.keys, lists and lists.blocks, details)
+    logs.CHOICE.debug("backward: %s", choice.reasons)
+    return choice.candidate.prepare(case, _sizes(case, call.tensors, call.bound.scale), lists, call.transposed)
 
 
 def _details(bound: Bound, rows: Rows, lse_gradient: bool, wanted: frozenset[int], deterministic: bool) -> Details:
@@ -95,22 +132,47 @@ def _refuse(ready: TwoPass | Fused, why: Unusable) -> None:
 
 def prepare(bound: Bound, out: torch.Tensor, rows: Rows, *, wanted: frozenset[int], deterministic: bool) -> None:
     """Compile what `backward` launches for a gradient of out that lies as out does, and launch nothing but what makes block lists."""
-    score, mask, lists = bound.score, bound.mask, bound.lists
-    q, k, v, do = map(with_rows, (bound.q, bound.k, bound.v, torch.empty_like(out)))
-    transposed = bound.transposed(mask) if bound.transposed else None
-    keys = keys_of(score, mask, (*q.shape[:3], k.shape[2]), lists)
-    details = _details(bound, rows, False, wanted, deterministic)
-    tensors = {"Q": q, "K": k, "V": v, "O": out, "DO": do, "ROWS": rows.values}
-    tensors |= {f"D{name}": output_like(t, t.shape[3]) for name, t in (("Q", q), ("K", k), ("V", v))}
+    call = _imagined(bound, out, rows, wanted, deterministic)
     while True:  # until kernels are usable
-        choice, call = choice_of((q, k, v, do), bound.scale, keys, lists and lists.blocks, details)
-        ready = choice.candidate.prepare(call, _sizes(call, tensors, bound.scale), lists, transposed)
+        ready = _new(call)
         launch_nothing(ready.launches)
         try:
-            ready.run({**tensors, **ready.statistics(q.device)}, score, mask, lists, transposed)
+            call.run(ready)
             return
         except Unusable as why:
             _refuse(ready, why)
+
+
+def begin(bound: Bound, out: torch.Tensor, rows: Rows, meanwhile_raw: bool, *, wanted: frozenset[int], deterministic: bool) -> list[Job]:
+    """Have what `prepare` compiles compiled beside this process, and before it what serves meanwhile, after a forward pass by other kernels
+    that leaves rows with `meanwhile_raw`. Returns the former's jobs, which come by and by: kernels are printed in another thread."""
+    call, jobs = _imagined(bound, out, rows, wanted, deterministic), [Job()]
+    threading.Thread(target=_begin, args=(call, meanwhile_raw, jobs), name="flexpress-begin", daemon=True).start()
+    return jobs
+
+
+def _begin(call: _Imagined, meanwhile_raw: bool, jobs: list[Job]) -> None:
+    before = call._replace(details=call.details._replace(raw_tops=meanwhile_raw))
+    with torch.no_grad(), contextlib.suppress(Exception):  # whoever needs the kernels is told what is wrong
+        _begin_all(before, _new(before, portable=True), [])
+        _begin_all(call, _new(call), jobs)
+    jobs[0].end("all are begun")
+
+
+def _begin_all(call: _Imagined, ready: TwoPass | Fused, jobs: list[Job]) -> None:
+    begin_only(ready.launches, jobs)
+    with contextlib.suppress(Unusable):
+        call.run(ready)
+
+
+def _imagined(bound: Bound, out: torch.Tensor, rows: Rows, wanted: frozenset[int], deterministic: bool) -> _Imagined:
+    q, k, v, do = map(with_rows, (bound.q, bound.k, bound.v, torch.empty_like(out)))
+    transposed = bound.transposed(bound.mask) if bound.transposed else None
+    keys = keys_of(bound.score, bound.mask, (*q.shape[:3], k.shape[2]), bound.lists)
+    tensors = {"Q": q, "K": k, "V": v, "O": out, "DO": do, "ROWS": rows.values}
+    tensors |= {f"D{name}": output_like(t, t.shape[3]) for name, t in (("Q", q), ("K", k), ("V", v))}
+    details = _details(bound, rows, False, wanted, deterministic)
+    return _Imagined((q, k, v, do), bound, keys, details, tensors, transposed)
 
 
 def _sizes(call: Call, tensors: dict[str, torch.Tensor], scale: float) -> Sizes:
@@ -128,6 +190,11 @@ def choice_of(
     device, named = tensors[0].device, details.options.backend
     call = case_of(tensors, scale, keys, blocks, details, backend_of(device.type), architecture_of(device))
     return choose(CANDIDATES, call, named if named == Portable.name else None, _refused), call
+
+
+def is_awaited(choice: Choice, call: Call) -> bool:
+    """Do the last of the candidates serve such calls until the chosen one is compiled?"""
+    return awaited_in(_meanwhile, (choice.candidate.name, *call.key))
 
 
 def case_of(

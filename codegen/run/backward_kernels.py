@@ -102,7 +102,7 @@ class _Kernels:
         self.stats_len = -(-Q_LEN // whole) * whole
         if lists and lists.starts is not None:
             self.stats_len += whole  # the last block may begin anywhere
-        self.plan, self.sizes, self.copies = plan, sizes, copies
+        self.plan, self.sizes, self.copies, self.waits = plan, sizes, copies, True
         self.key = call.key
         self.numbers = sizes.numbers(call, plan, self.stats_len)
         self.delta = Launch(plan.delta, {**self.numbers, **sizes.strides})
@@ -199,6 +199,7 @@ class Fused(_Kernels):
             "DQ_SUM": contiguous(tensors["Q"].shape, torch.float32, device),
             "DONE": contiguous((2, Z, Hq), torch.int32, device),
         }
+        self.fused.waits = self.waits
         with on(device), held_counter(device, torch._C._cuda_getCurrentRawStream(device.index)) as count:
             given["COUNTER"] = count
             self.describe_rows(given)

@@ -70,10 +70,12 @@ class Rows(NamedTuple):
     values   float32 (Z, Hq, Q_LEN, 2): the largest score, and log2 of its weight. lse cannot say both: beside a score of 1e9 the logarithm
              of a sum is lost
     raw      the scores of a score_mod are still without scale
+    provisional   later calls get theirs of another kernel, which is being compiled
     """
 
     values: torch.Tensor
     raw: bool
+    provisional: bool = False
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 
 from .. import logs
 from ..device.devices import architecture_of, backend_of
+from ..device.kernel import NotYet
 from ..device.memory import empty
 from ..mod.tensors import LOWEST, check_kind
 from ..plan.candidates import Choice, choose
@@ -18,11 +20,13 @@ from .decode import Decode
 from .forward_kernels import Call, Hopper, Portable
 from .launch import Unusable, launch_nothing
 from .layouts import output_like, strides_like
+from .meanwhile import REASON, Meanwhile, awaited_in, must_wait, serving
 from .profiled import in_range, is_profiled, names_of
 
 CANDIDATES = Decode(), Hopper(), Portable()
 _refused: dict[tuple, str] = Table("forward kernels not used", 1024)  # that were compiled, and why
 _ready: dict[tuple, Ready] = Table("forward calls", 1024)
+_meanwhile: Table = Table("forward calls that others serve", 1024)
 
 
 class Ready:
@@ -31,7 +35,7 @@ class Ready:
     def __init__(self, choice: Choice, call: Call, bound: Bound, output_max: bool, output_rows: bool) -> None:
         q, d_v, lists = bound.q, bound.v.shape[3], bound.lists
         names = ("K", "V", "Q", "O", "LSE", *(["MAX"] if output_max else []), *(["ROWS"] if output_rows else []))
-        self.refusal = (choice.candidate.name, *call.key)
+        self.refusal, self.provisional = (choice.candidate.name, *call.key), False
         self.runner = choice.candidate.prepare(call, (*names, *(lists.tensors() if lists else ())), lists)
         Z, Hq, Q_LEN = rows = q.shape[:3]
         self.new_out = functools.partial(empty, (*rows, d_v), strides_like(q, d_v), q.dtype, q.device)
@@ -39,8 +43,14 @@ class Ready:
         self.new_rows = functools.partial(empty, (*rows, 2), (Hq * Q_LEN * 2, Q_LEN * 2, 2, 1), torch.float32, q.device)
 
 
-def forward(bound: Bound, *, output_max: bool = False, output_rows: bool = False):
-    """out (Z, Hq, Q_LEN, D_V), lse float32 (Z, Hq, Q_LEN), max_scores (the same, or None) and Rows (or None)."""
+def forward(
+    bound: Bound, *, output_max: bool = False, output_rows: bool = False, waits: bool = True, before: Callable[..., list] | None = None
+):
+    """out (Z, Hq, Q_LEN, D_V), lse float32 (Z, Hq, Q_LEN), max_scores (the same, or None) and Rows (or None).
+
+    waits    for the compiler; else other kernels may serve until it is done (meanwhile.py)
+    before   where other kernels serve, called with out and Rows, unwritten, and what `raw` is meanwhile: jobs that the call waits for, too
+    """
     q, k, v, inputs, scale, score, mask, lists, _, options = bound
     score_key, mask_key = keys_of(score, mask, inputs.extents, lists)
     k_at, v_at, q_at = k.data_ptr(), v.data_ptr(), q.data_ptr()
@@ -55,9 +65,7 @@ def forward(bound: Bound, *, output_max: bool = False, output_rows: bool = False
         for name, tensor in (("query", q), ("key", k), ("value", v)):
             if tensor.data_ptr() < LOWEST:  # of a kind that looks as others do
                 check_kind(name, tensor)
-        choice, call = choice_of(bound, (score_key, mask_key), output_max=output_max, output_rows=output_rows)
-        logs.CHOICE.debug("forward: %s", choice.reasons)
-        ready = _ready[key] = Ready(choice, call, bound, output_max, output_rows)
+        ready = serving(_meanwhile, key, q.device, waits) or _decided(key, bound, output_max, output_rows, waits)
     out, lse, max_scores, rows = ready.new_out(), ready.new_stats(), None, None
     tensors, addresses = [k, v, q, out, lse], [k_at, v_at, q_at, out.data_ptr(), lse.data_ptr()]
     if output_max:
@@ -65,7 +73,7 @@ def forward(bound: Bound, *, output_max: bool = False, output_rows: bool = False
         tensors.append(max_scores)
         addresses.append(max_scores.data_ptr())
     if output_rows:
-        rows = Rows(ready.new_rows(), ready.runner.raw)
+        rows = Rows(ready.new_rows(), ready.runner.raw, ready.provisional)
         tensors.append(rows.values)
         addresses.append(rows.values.data_ptr())
     run = ready.runner.run if not is_profiled() else in_range(ready.runner.run, "forward", names_of(score, mask))
@@ -73,8 +81,29 @@ def forward(bound: Bound, *, output_max: bool = False, output_rows: bool = False
         run(tensors, None if beside else addresses, score and score[1], mask and mask[1], lists)
     except Unusable as why:
         _refuse(ready, why)
-        return forward(bound, output_max=output_max, output_rows=output_rows)
-    return out, lse, max_scores, rows
+    except NotYet as soon:
+        _ready.pop(key, None)
+        if not must_wait(q.device, waits):
+            others = _new(bound, {ready.refusal: REASON}, output_max, output_rows)
+            others.provisional = True
+            _meanwhile[key] = Meanwhile(others, [soon.job, *(before(out, rows, others.runner.raw) if before else ())], ready.refusal)
+    else:
+        return out, lse, max_scores, rows
+    return forward(bound, output_max=output_max, output_rows=output_rows, waits=waits)
+
+
+def _decided(key: tuple, bound: Bound, output_max: bool, output_rows: bool, waits: bool) -> Ready:
+    """What serves calls of a new kind from now on."""
+    ready = _ready[key] = _new(bound, {}, output_max, output_rows)
+    ready.runner.waits = must_wait(bound.q.device, waits)
+    return ready
+
+
+def _new(bound: Bound, passed_over: dict[tuple, str], output_max: bool, output_rows: bool) -> Ready:
+    keys = keys_of(bound.score, bound.mask, bound.inputs.extents, bound.lists)
+    choice, call = choice_of(bound, keys, passed_over, output_max=output_max, output_rows=output_rows)
+    logs.CHOICE.debug("forward: %s", choice.reasons)
+    return Ready(choice, call, bound, output_max, output_rows)
 
 
 def _refuse(ready: Ready, why: Unusable) -> None:
@@ -109,15 +138,22 @@ def _nothing(q: torch.Tensor, v: torch.Tensor, output_max: bool, output_rows: bo
     return out, lse, lse.clone() if output_max else None, Rows(rows, False) if output_rows else None
 
 
-def choice_of(bound: Bound, keys: tuple[Mod | None, Mod | None], **outputs: bool) -> tuple[Choice, Call]:
+def choice_of(
+    bound: Bound, keys: tuple[Mod | None, Mod | None], passed_over: dict[tuple, str] | None = None, **outputs: bool
+) -> tuple[Choice, Call]:
     """Which kernel serves a call, and what is known of that. Raises ValueError if the one that the user asks for does not fit.
 
-    keys, outputs   see case_of
+    keys, outputs   see case_of          passed_over   kernels that are not used, by name and call.key, and why
     """
     q, k, v, _, scale, _, _, lists, _, options = bound
     machine = backend_of(q.device.type), architecture_of(q.device)
     call = case_of((q, k, v), scale, keys, lists and lists.blocks, options, *machine, **outputs)
-    return choose(CANDIDATES, call, options.backend, _refused), call
+    return choose(CANDIDATES, call, options.backend, _refused if not passed_over else {**_refused, **passed_over}), call
+
+
+def is_awaited(choice: Choice, call: Call) -> bool:
+    """Does the last of the candidates serve such calls until the chosen one is compiled?"""
+    return awaited_in(_meanwhile, (choice.candidate.name, *call.key))
 
 
 def case_of(

@@ -112,7 +112,7 @@ class Runner:
     def __init__(
         self, plan: Plan | HopperPlan, launch: Launch, names: tuple[str, ...], extents: tuple, limit: float | None, programs: int = 0
     ) -> None:
-        self.plan, self.launch, self.names, self.limit, self.programs = plan, launch, names, limit, programs
+        self.plan, self.launch, self.names, self.limit, self.programs, self.waits = plan, launch, names, limit, programs, True
         self.heads, self.length = extents[0] * extents[1], extents[2]
         self.raw = bool(plan.spec.flag.get("SUM_IS_RAW"))
 
@@ -141,6 +141,7 @@ class Runner:
                 return
         named = dict(zip(self.names, (*tensors, *(lists.tables if lists else ())), strict=True))
         if self.programs:
+            self.launch.waits = self.waits
             persistent(self.launch, named, captured, self._tiles(self.plan.tile, lists), self.limit, self.programs)
         else:
             launch_fitting(self.plan, lambda tile: self.launch.with_tile(tile, named, captured, (self._tiles(tile, lists),), device))

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from operator import itemgetter
 from types import SimpleNamespace
+from typing import NoReturn
 
 import torch
 import triton
@@ -13,8 +14,9 @@ import triton
 from ..device.arguments import Numbers, plain_values
 from ..device.cuda import DoesNotFit
 from ..device.devices import on
-from ..device.kernel import Kernel, kernel_for
+from ..device.kernel import Kernel, NotYet, kernel_for
 from ..device.tma import descriptor
+from ..device.workers import Job
 from ..mod.tensors import LOWEST, check_address
 from ..plan.tiles import Tile, next_smaller
 from ..text.parameters import launcher, packer
@@ -51,6 +53,7 @@ class Launch:
         self._blocks: dict[tuple[int, ...], list] = {}  # of descriptors, by constants
         self._maps: dict[tuple[int, ...], list] = {}  # by addresses
         self.again: Callable[[int, list, list, list], None] | None = None
+        self.waits = True  # for the compiler, where `if_usable` could raise NotYet
 
     def arguments(self, tensors: dict[str, torch.Tensor], captured: Iterable, constants: dict[str, int]) -> list:
         """In the order of the kernel's parameters, without constants."""
@@ -82,12 +85,12 @@ class Launch:
 
     def if_usable(self, tensors: dict[str, torch.Tensor], captured: list, grid: int, device: torch.device, limit: float | None) -> None:
         """Launch a kernel without constants. The device is the current one. Raises Unusable if it does not compile, or if a thread spills
-        more than `limit` bytes; with None it raises what the compiler does."""
+        more than `limit` bytes; with None it raises what the compiler does. Raises NotYet, unless it waits, while it is being compiled."""
         args = self.arguments(tensors, captured, {})
         if limit is None:
             variant, plain = self.kernel.variant(args, device, (), num_warps=4)
         else:
-            variant, plain = usable(self.kernel, args, device, limit)
+            variant, plain = usable(self.kernel, args, device, limit, self.waits)
         variant.launch((grid,), plain, device.index)
         self._remember(variant, (grid,), tensors, captured, {})
 
@@ -133,7 +136,7 @@ class _Unlaunched:
         with on(device):
             self.kernel.variant(args, device, constants, **options)
 
-    def variant(self, *args, **options) -> tuple[SimpleNamespace, list]:
+    def variant(self, *args, waits: bool = True, **options) -> tuple[SimpleNamespace, list]:
         variant, plain = self.kernel.variant(*args, **options)
         return SimpleNamespace(function=variant.function, launch=lambda *_: None), plain
 
@@ -142,6 +145,29 @@ def launch_nothing(launches: Iterable[Launch]) -> None:
     """Have kernels compiled where they would be launched. Nobody else may have them yet."""
     for launch in launches:
         launch.kernel = _Unlaunched(launch.kernel)
+
+
+class _Begun:
+    """A kernel that another process compiles where it would be launched. `jobs` takes those that are not there yet."""
+
+    def __init__(self, kernel: Kernel, jobs: list[Job]) -> None:
+        self.kernel, self.spec, self.jobs = kernel, kernel.spec, jobs
+
+    def launch(self, grid: tuple[int, ...], args: Iterable, device: torch.device, constants: tuple, **options: int) -> None:
+        with on(device):
+            job = self.kernel.begin(args, device, constants, **options)
+        if job is not None:
+            self.jobs.append(job)
+
+    def variant(self, args: Iterable, device: torch.device, constants: tuple, *, waits: bool, **options) -> NoReturn:
+        self.launch((), args, device, constants, **options)
+        raise Unusable("it is only begun")
+
+
+def begin_only(launches: Iterable[Launch], jobs: list[Job]) -> None:
+    """Have kernels compiled beside this process where they would be launched. Nobody else may have the launches yet."""
+    for launch in launches:
+        launch.kernel = _Begun(launch.kernel, jobs)
 
 
 def addresses_of(tensors: list[torch.Tensor]) -> list[int] | None:
@@ -168,11 +194,13 @@ def launch_fitting(holder, launch: Callable[[Tile], object], smaller: Callable[[
             holder.tile = tile
 
 
-def usable(kernel: Kernel, args: Iterable, device: torch.device, limit: float):
+def usable(kernel: Kernel, args: Iterable, device: torch.device, limit: float, waits: bool = True):
     """The variant of a kernel for Hopper, and its arguments. Raises Unusable if it does not compile, with a warning, as Gluon is
-    experimental and may change with Triton; or if a thread spills more than `limit` bytes."""
+    experimental and may change with Triton; or if a thread spills more than `limit` bytes. Raises NotYet as Kernel.variant does."""
     try:
-        variant, plain = kernel.variant(args, device, (), num_warps=4)
+        variant, plain = kernel.variant(args, device, (), waits=waits, num_warps=4)
+    except (NotYet, Unusable):
+        raise
     except Exception as error:
         text = f"{kernel.spec.template} does not compile with Triton {triton.__version__} ({type(error).__name__})"
         warnings.warn(f"flexpress: {text}; the portable kernel takes its place. {error}", RuntimeWarning, stacklevel=2)

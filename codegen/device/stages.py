@@ -1,0 +1,220 @@
+"""Triton's compiler, stage by stage and without its cache: from a jitted function and its argument types to a GPU's code.
+
+Triton's just-in-time call hashes its whole installation before it compiles (0.4 s). Here its stages are run one after another.
+Nothing of this file needs torch or the rest of the package: processes that compile beside this one (workers.py) load it alone, in 0.3 s.
+"""
+
+from __future__ import annotations
+
+import json
+import linecache
+import os
+import pickle
+import re
+import select
+import signal
+import subprocess
+import tempfile
+import types
+from pathlib import Path
+from typing import NamedTuple
+
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import ptx_get_version
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.errors import PTXASError
+
+
+class Request(NamedTuple):
+    """A variant of a printed kernel that is to be compiled: all that decides its code.
+
+    text, path, entry   the printed file and where it lies, and the name of the kernel in it
+    signature, constants, attributes   as ASTSource takes them
+    target, options     GPUTarget's fields, and num_warps and num_stages
+    assembler           path and version; None: Triton's own choice
+    environment         os.environ, which Triton reads
+    """
+
+    text: str
+    path: str
+    entry: str
+    signature: dict[str, str]
+    constants: dict
+    attributes: dict
+    target: tuple
+    options: dict
+    assembler: tuple[str, str] | None
+    environment: dict[str, str]
+
+
+def load_module(path: str, text: str) -> types.ModuleType:
+    """Import a printed kernel for compilation. Triton asks for the functions' text by the file's name: it gets the text that is here,
+    whatever the file holds by now."""
+    module = types.ModuleType(f"flexpress_kernel_{Path(path).stem}")
+    module.__file__ = path
+    linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)  # no time: never read again
+    try:
+        exec(compile(text, path, "exec", dont_inherit=True), module.__dict__)  # annotations are types there, not strings as here
+    finally:
+        linecache.cache.pop(path, None)
+    return module
+
+
+def is_gluon(function) -> bool:
+    """Is a jitted function written in Gluon?"""
+    return getattr(function, "is_gluon", lambda: False)()
+
+
+def source_class(function) -> type[ASTSource]:
+    """What Triton wraps a jitted function in to compile it."""
+    if not is_gluon(function):
+        return ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    return GluonASTSource
+
+
+def lowered(
+    source: ASTSource,
+    target: GPUTarget,
+    options: dict,
+    assembler: tuple[str, str] | None,
+    texts: dict | None = None,
+    last: str | None = None,
+) -> tuple:
+    """Metadata, the module after all stages but the assembler's, that stage or None, and the binary's extension.
+
+    texts   takes what each stage makes, by name ("ttgir", "ptx", ...); NVIDIA's assembler, the last stage, is then left out
+    last    the stage to stop after, with texts; None: all
+    """
+    backend = make_backend(target)
+    # Products and sums are fused, whatever a Triton's default is. Kernels in Gluon have few registers to spare: Triton 3.9 can order
+    # instructions for that, and has to, as it computes more addresses. Older ones know no such option, and pass over it
+    options = {"enable_fp_fusion": True, "sched4reg": is_gluon(source.fn), **options, **source.parse_options()}
+    if assembler:  # else PTX is written for the assembler that TRITON_PTXAS_PATH names, which torch.compile may set at any time
+        options["ptx_version"] = ptx_get_version(assembler[1])
+    parsed = backend.parse_options(options)
+    stages: dict = {}
+    backend.add_stages(stages, parsed, source.language)
+    if assembler:
+        stages["cubin"] = lambda ptx, _: _assembled(ptx, *assembler, parsed.ptx_options)
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    metadata = {"target": target, **vars(parsed)}
+    module = source.make_ir(target, parsed, backend.get_codegen_implementation(parsed), backend.get_module_map(), context)
+    assemble = stages.pop("cubin", None)
+    names = list(stages)
+    for name in names[names.index(source.ext) : names.index(last) + 1 if last else None]:
+        module = stages[name](module, metadata)
+        if name == "ptx":
+            module = _wrapping(module)
+        if texts is not None:
+            texts[name] = module if isinstance(module, bytes) else str(module)
+    return metadata, module, assemble if texts is None else None, backend.binary_ext
+
+
+def _assembled(ptx: str, path: str, version: str, options: str | None) -> bytes:
+    """The cubin. From 13 on the assembler gets the option that Triton gives it, too, since 3.7, against a fault of its."""
+    arch = re.search(r"\.target (\w+)", ptx)[1]
+    allocate = ["--regAllocOptLevel=2"] if int(version.split(".")[0]) >= 13 else []
+    with tempfile.TemporaryDirectory(prefix="flexpress-") as place:
+        source, cubin = Path(place, "kernel.ptx"), Path(place, "kernel.cubin")
+        source.write_text(ptx)
+        command = [path, "-lineinfo", *allocate, *(options or "").split(), f"--gpu-name={arch}", source, "-o", cubin]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if done.returncode:
+            raise PTXASError(f"{path} ended with {done.returncode}: {done.stdout}")
+        return cubin.read_bytes()
+
+
+_NEG_OR_ABS = re.compile(r"\b(neg|abs)\.s16(\s+)(%\w+), (%\w+);")
+
+
+def _wrapping(ptx: str) -> str:
+    """PTX in which -x and abs(x) of int16 wrap around. The assembler takes them in 32 bits, and leaves the wrap out where int32 comes next:
+    -(-32768) would be 32768. LLVM writes them for x * -1, ~x + 1 and the like, so no spelling in the kernel's own language avoids them."""
+
+    def written(found: re.Match) -> str:
+        name, space, to, of = found.groups()
+        negated = f"not.b16{space}{to}, {of};\n\tadd.s16{space}{to}, {to}, 1;"
+        return negated if name == "neg" else f"{negated}\n\tmax.s16{space}{to}, {to}, {of};"
+
+    return _NEG_OR_ABS.sub(written, ptx)
+
+
+def metadata_text(metadata: dict) -> bytes:
+    """As JSON, which is what is kept of it."""
+    return json.dumps(metadata, default=vars).encode()
+
+
+def compiled(request: Request) -> tuple[bytes, bytes, str]:
+    """Metadata as JSON, the GPU's code and what such code is called ("cubin", "hsaco")."""
+    os.environ.clear()
+    os.environ.update(request.environment)
+    function = getattr(load_module(request.path, request.text), request.entry)
+    source = source_class(function)(function, request.signature, request.constants, request.attributes)
+    metadata, module, assemble, extension = lowered(source, GPUTarget(*request.target), request.options, request.assembler)
+    return metadata_text(metadata), assemble(module, metadata) if assemble else module, extension
+
+
+def send(file: int, message) -> None:
+    """Write a message to a pipe."""
+    content = pickle.dumps(message)
+    content = memoryview(len(content).to_bytes(8, "little") + content)
+    while content:
+        content = content[os.write(file, content) :]
+
+
+def receive(file: int):
+    """The next message of a pipe. EOFError at its end."""
+    return pickle.loads(_read(file, int.from_bytes(_read(file, 8), "little")))
+
+
+def _read(file: int, size: int) -> bytes:
+    parts = []
+    while size:
+        parts.append(os.read(file, size))
+        if not parts[-1]:
+            raise EOFError
+        size -= len(parts[-1])
+    return b"".join(parts)
+
+
+def serve() -> None:
+    """Compile what comes by stdin, each kernel in a fork of this process, and answer by stdout: its number with what `compiled` returns, or
+    with why there is nothing. Ends, and all forks with it, when nobody asks any more."""
+    questions, answers, lock = 0, os.dup(1), tempfile.TemporaryFile()  # noqa: SIM115 - for as long as this runs
+    os.dup2(2, 1)  # whatever else is printed
+    numbers: dict[int, int] = {}  # of kernels, by the fork that compiles them
+    while True:
+        asked, _, _ = select.select([questions], [], [], 0.05 if numbers else None)
+        for process in list(numbers):
+            ended, status = os.waitpid(process, os.WNOHANG)
+            number = numbers.pop(process) if ended else None
+            if ended and status:
+                _answer(lock, answers, (number, f"a process that compiles has ended with {os.waitstatus_to_exitcode(status)}"))
+        if asked:
+            try:
+                number, request = receive(questions)
+            except EOFError:
+                os.killpg(0, signal.SIGKILL)
+            process = os.fork()
+            if process == 0:
+                try:
+                    answer = compiled(request)
+                except Exception as error:
+                    answer = f"{type(error).__name__}: {error}"
+                _answer(lock, answers, (number, answer))
+                os._exit(0)
+            numbers[process] = number
+
+
+def _answer(lock, file: int, message) -> None:
+    """One process at a time."""
+    import fcntl  # which Windows lacks, as it lacks forks
+
+    fcntl.lockf(lock, fcntl.LOCK_EX)
+    send(file, message)
+    fcntl.lockf(lock, fcntl.LOCK_UN)

@@ -1,0 +1,188 @@
+"""Processes that compile kernels beside this one, several at once.
+
+Triton's passes belong to a process, one kernel at a time, and its front end holds Python's lock. So there is one more process: a Python
+that has loaded stages.py alone, and forks for every kernel. It starts when there is something to compile, and ends with this process or
+after a minute without work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import pickle
+import select
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from . import stages
+
+IDLE = 60.0  # seconds
+SETTING = {"waits": os.environ.get("FLEXPRESS_WAIT", "1").strip().lower() not in {"0", "off", "false", "no"}}  # see run/meanwhile.py
+_START = (
+    "import sys; sys.path[:], place = {!r}; import importlib.util as u;"
+    "spec = u.spec_from_file_location('flexpress_stages', place); module = u.module_from_spec(spec); sys.modules[spec.name] = module;"
+    "spec.loader.exec_module(module); module.serve()"
+)
+
+
+class Job:
+    """A kernel on its way. `then` gets its metadata, code and extension, in another thread.
+
+    found   what `then` made of them, once the job is `over`; None if it went wrong: then this process compiles it, and raises what is wrong
+    why     what went wrong
+    """
+
+    def __init__(self, request: stages.Request | None = None, then: Callable[[bytes, bytes, str], Any] | None = None) -> None:
+        self.request, self.then, self.found, self.why = request, then, None, ""
+        self._over = threading.Event()
+
+    @property
+    def over(self) -> bool:
+        return self._over.is_set()
+
+    def wait(self) -> None:
+        """Until it is over."""
+        self._over.wait()
+
+    def renew(self) -> None:
+        """In a forked child, where another thread may hold its lock for ever."""
+        self._over = threading.Event()
+
+    def end(self, answer: tuple | str) -> None:
+        """With what a worker answers: what it compiled, or why it has not."""
+        try:
+            if isinstance(answer, str):
+                self.why = answer
+            else:
+                self.found = self.then(*answer)
+        except Exception as error:
+            self.why = f"{type(error).__name__}: {error}"
+        finally:
+            self._over.set()
+
+
+class Pool:
+    """The processes of this one. `process` is what forks; `running` and `waiting` are the jobs that are not over."""
+
+    def __init__(self) -> None:
+        self._lock, self._numbers = threading.Lock(), itertools.count()
+        self.process: subprocess.Popen | None = None
+        self.running: dict[int, Job] = {}
+        self.waiting: deque[Job] = deque()
+
+    @property
+    def has_room(self) -> bool:
+        """Would a job begin at once?"""
+        return len(self.running) + len(self.waiting) < limit()
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.running and not self.waiting
+
+    def start(self) -> None:
+        """Have the process there when it is needed."""
+        with self._lock, contextlib.suppress(OSError):
+            self._start()
+
+    def submit(self, job: Job) -> Job:
+        with self._lock:
+            try:
+                self._start()
+            except OSError as error:
+                job.end(f"{type(error).__name__}: {error}")
+                return job
+            self.waiting.append(job)
+            self._hand_out()
+        return job
+
+    def withdraw(self, job: Job) -> bool:
+        """Take back a job that has not begun; False if it has."""
+        with self._lock:
+            if job not in self.waiting:
+                return False
+            self.waiting.remove(job)
+        job.end("it was taken back")
+        return True
+
+    def _start(self) -> None:
+        if self.process is None:
+            if not hasattr(os, "fork"):
+                raise OSError("this system cannot fork")
+            paths = [path for path in sys.path if isinstance(path, str)]
+            self.process = subprocess.Popen(
+                [sys.executable, "-I", "-c", _START.format((paths, stages.__file__))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # an interrupt from the keyboard is not for it
+            )
+            threading.Thread(target=self._listen, args=(self.process,), name="flexpress-compile", daemon=True).start()
+
+    def _hand_out(self) -> None:
+        while self.waiting and len(self.running) < limit():
+            number = next(self._numbers)
+            job = self.running[number] = self.waiting.popleft()
+            with contextlib.suppress(OSError):  # it has ended, as `_listen` finds, too
+                stages.send(self.process.stdin.fileno(), (number, job.request))
+
+    def _listen(self, process: subprocess.Popen) -> None:
+        """Take answers, until the process ends or has had no work for a while."""
+        answers = process.stdout.fileno()
+        while True:
+            if not select.select([answers], [], [], IDLE)[0]:
+                with self._lock:
+                    if not self.is_idle:
+                        continue
+                    self.process = None
+                break
+            try:
+                number, answer = stages.receive(answers)
+            except (EOFError, OSError, pickle.UnpicklingError):
+                break
+            self.running[number].end(answer)
+            with self._lock:
+                del self.running[number]
+                self._hand_out()
+        with self._lock:
+            lost = []
+            if self.process is process:  # it broke
+                lost, self.process = [*self.running.values(), *self.waiting], None
+                self.running.clear()
+                self.waiting.clear()
+        for job in lost:
+            job.end("the process that compiles has ended")
+        for pipe in (process.stdin, process.stdout):
+            with contextlib.suppress(OSError):
+                pipe.close()
+        process.kill()
+        process.wait()
+
+
+def limit() -> int:
+    """How many kernels may be compiled at once."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(8, cores // 2))
+
+
+POOL = Pool()
+
+
+def _in_child() -> None:
+    """A forked child has none of this: its copies of pipes would keep the process alive."""
+    global POOL
+    before, POOL = POOL, Pool()
+    for job in [*before.running.values(), *before.waiting]:
+        job.renew()
+        job.end("the process was forked")
+    for pipe in (before.process.stdin, before.process.stdout) if before.process else ():
+        with contextlib.suppress(OSError, ValueError):  # closed already
+            os.close(pipe.fileno())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)

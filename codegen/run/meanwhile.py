@@ -1,0 +1,53 @@
+"""Kernels that serve while faster ones are compiled beside this process.
+
+The kernels for Hopper take 4 to 6 s to compile, the portable ones 1 to 3. With FLEXPRESS_WAIT=0 another process compiles the former for a
+call of a new kind, and the latter serve it. The first call after that is served by what was compiled. Both compute the same, but for
+rounding. Whoever must have the same bits every time waits: see `must_wait`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ..device.workers import SETTING, Job
+from ..registry import Table
+
+REASON = "it is being compiled"
+
+
+class Meanwhile(NamedTuple):
+    """What serves calls of a kind until jobs are over, and which kernel they wait for: its candidate's name and key."""
+
+    ready: Any
+    jobs: list[Job]
+    awaited: tuple
+
+    @property
+    def over(self) -> bool:
+        return all(job.over for job in self.jobs)
+
+
+def must_wait(device: torch.device, deterministic: bool) -> bool:
+    """Is a call to wait for the kernels that serve it in the end? Where results must not depend on when a compiler is done, where launches
+    are recorded for later, and unless FLEXPRESS_WAIT=0."""
+    if deterministic or SETTING["waits"] or torch.are_deterministic_algorithms_enabled():
+        return True
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def serving(table: Table, key: tuple, device: torch.device, deterministic: bool):
+    """What serves calls of a kind for now; None if nothing does, or need not any more."""
+    found = table.get(key)
+    if found is None:
+        return None
+    if found.over or must_wait(device, deterministic):
+        table.pop(key, None)
+        return None
+    return found.ready
+
+
+def awaited_in(table: Table, key: tuple) -> bool:
+    """Is the kernel of a candidate's name and key on its way for any kind of call?"""
+    return any(found.awaited == key and not found.over for found in list(table.values()))

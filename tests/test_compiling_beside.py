@@ -1,0 +1,338 @@
+"""Kernels that are compiled by processes beside this one, and what serves calls meanwhile."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from triton.backends.compiler import GPUTarget
+
+from flexpress import create_block_mask, explain, flex_attention, precompile
+from flexpress.codegen import registry
+from flexpress.codegen.device import binary, cache, compiler, kernel, stages, workers
+from flexpress.codegen.run import forward_kernels, meanwhile
+from flexpress.codegen.run.preview import compilation
+from flexpress.codegen.text.render import render
+from flexpress.mods import alibi, alibi_slopes, causal
+from flexpress.recipes import make
+from support.dense import dense_attention, relative_error
+from support.fake_hopper import Variant, pass_for_hopper
+
+TARGET = GPUTarget("cuda", 90, 32)
+LAYOUT, OPTIONS = (*[(torch.bfloat16, True)] * 3,), {"num_warps": 4, "num_stages": 2}
+
+
+def wait_until(true, seconds=90.0):
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def nothing_under_way() -> bool:
+    return workers.POOL.is_idle
+
+
+def request_of(spec, signature, constants, options=OPTIONS, **changes) -> stages.Request:
+    printed = cache.store(render(spec), spec)
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
+    target = (TARGET.backend, TARGET.arch, TARGET.warp_size)
+    made = stages.Request(
+        printed.source,
+        str(printed.path),
+        spec.template,
+        signature,
+        constants,
+        aligned,
+        target,
+        options,
+        compiler.assembler_for(TARGET),
+        dict(os.environ),
+    )
+    return made._replace(**changes)
+
+
+@pytest.fixture(scope="module")
+def request_():
+    """A small kernel's: the portable forward one."""
+    made = compilation("sm_90", *make("causal"), "bfloat16", head_dim=16)
+    compiled = made.compile("ttgir")
+    constants = {(i,): made.constants[p.name] for i, p in enumerate(made.spec.parameters) if p.type == "constexpr"}
+    return request_of(made.spec, compiled.signature, constants)
+
+
+def ended(request, pool=None) -> workers.Job:
+    job = (pool or workers.POOL).submit(workers.Job(request, lambda *found: found))
+    wait_until(lambda: job.over)
+    return job
+
+
+def test_the_code_is_that_of_this_process(request_):
+    metadata, code, extension = ended(request_).found
+    function = getattr(stages.load_module(request_.path, request_.text), request_.entry)
+    source = stages.source_class(function)(function, request_.signature, request_.constants, request_.attributes)
+    here, expected, kind = compiler.compile_source(source, TARGET, OPTIONS)
+    assert (metadata, code, extension) == (stages.metadata_text(here), expected, kind)
+
+
+def test_what_is_wrong_is_said(request_):
+    job = ended(request_._replace(entry="no_such_kernel"))
+    assert job.found is None and "no_such_kernel" in job.why
+    assert "SyntaxError" in ended(request_._replace(text="def (")).why
+    assert ended(request_).found  # by the same process
+
+
+def test_a_process_that_is_killed(request_, monkeypatch):
+    """The one that forks, and a fork."""
+    pool = workers.Pool()
+    jobs = [pool.submit(workers.Job(request_, lambda *found: found)) for _ in range(2)]
+    pool.process.kill()
+    wait_until(lambda: all(job.over for job in jobs))
+    assert not any(job.found for job in jobs) and "has ended" in jobs[0].why and pool.is_idle
+    assert ended(request_, pool).found
+    wait_until(lambda: not children_of(pool.process.pid))
+    job = pool.submit(workers.Job(request_, lambda *found: found))
+    forks = []
+    wait_until(lambda: forks.extend(children_of(pool.process.pid)) or forks)
+    os.kill(forks[0], signal.SIGKILL)
+    wait_until(lambda: job.over)
+    assert job.found is None and "has ended with -9" in job.why
+    assert ended(request_, pool).found
+    pool.process.kill()
+
+
+def children_of(pid: int) -> list[int]:
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return [int(child) for child in file.read().split()]
+
+
+def test_no_process_can_be_started(request_, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    job = ended(request_, workers.Pool())
+    assert job.found is None and "FileNotFoundError" in job.why
+
+
+def test_a_job_that_has_not_begun_is_taken_back(request_, monkeypatch):
+    monkeypatch.setattr(workers, "limit", lambda: 1)
+    pool = workers.Pool()
+    first, second, third = (pool.submit(workers.Job(request_, lambda *found: found)) for _ in range(3))
+    assert not pool.withdraw(first) and pool.withdraw(second) and not pool.withdraw(second)
+    wait_until(lambda: third.over)
+    assert first.found and third.found and second.over and not second.found and pool.is_idle and not pool.withdraw(third)
+    pool.process.kill()
+
+
+def test_as_many_as_cores_allow_and_none_when_idle(request_, monkeypatch):
+    monkeypatch.setattr(workers, "limit", lambda: 2)
+    monkeypatch.setattr(workers, "IDLE", 0.3)
+    pool = workers.Pool()
+    jobs = [pool.submit(workers.Job(request_, lambda *found: len(found))) for _ in range(5)]
+    assert not pool.has_room and len(pool.running) == 2
+    most = []
+    wait_until(lambda: most.append(len(pool.running)) or all(job.over for job in jobs))
+    assert [job.found for job in jobs] == [3] * 5 and max(most) == 2
+    process = pool.process
+    wait_until(lambda: pool.process is None and process.poll() is not None)
+    assert pool.has_room and ended(request_, pool).found
+    wait_until(lambda: pool.process is None)
+
+
+def test_a_worker_ends_with_the_process_that_asks(request_):
+    program = (
+        "import pickle, sys, os\n"
+        "from flexpress.codegen.device import workers\n"
+        "request = pickle.load(sys.stdin.buffer)\n"
+        "job = workers.POOL.submit(workers.Job(request, lambda *found: 1))\n"
+        "job.wait()\n"
+        "print(workers.POOL.process.pid, flush=True)\n"
+        "os._exit(0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], input=pickle.dumps(request_), capture_output=True, check=True)
+    pid = int(done.stdout)
+
+    def gone():
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] == "Z"  # nobody waits for it here
+
+    wait_until(gone)
+
+
+def test_a_forked_child_waits_for_nobody(request_):
+    job = workers.POOL.submit(workers.Job(request_, lambda *found: found))
+    pid = os.fork()
+    if pid == 0:
+        fine = job.over and job.found is None and workers.POOL.is_idle and not workers.POOL.process
+        os._exit(0 if fine else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    wait_until(lambda: job.over)
+    assert job.found
+
+
+@pytest.fixture
+def hopper(own_directory, monkeypatch):
+    """A Hopper GPU whose kernels for Hopper are compiled beside, and nothing is launched: the names of kernels that would be."""
+    launched = []
+
+    class Noted(Variant):
+        def launch(self, *args):
+            launched.append(re.split("_d64|_[0-9a-f]{12}$", self.name)[0])
+
+        def launch_plain(self, *args):
+            self.launch()
+
+    wait_until(nothing_under_way)
+    pass_for_hopper(monkeypatch, Noted)
+    monkeypatch.setitem(workers.SETTING, "waits", False)
+    monkeypatch.setattr(forward_kernels, "worthwhile", lambda *_: None)
+    monkeypatch.setattr(binary, "current_target", lambda: TARGET)
+    name_of, names = binary._name_of, {}
+    monkeypatch.setattr(binary, "_name_of", lambda stem, *rest: names.setdefault(name_of(stem, *rest), stem) and name_of(stem, *rest))
+    made = kernel.Kernel._compiled_beside
+    monkeypatch.setattr(kernel.Kernel, "_compiled_beside", lambda self, *args: _loaded(self, made, args, Noted))
+    yield launched
+    wait_until(nothing_under_way)
+    registry.clear()
+
+
+def _loaded(self, made, args, variant):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(binary, "Binary", lambda *_: variant(self.path.stem))
+        return made(self, *args)
+
+
+def problem(grad=True):
+    return [torch.randn(1, 2, 256, 64, dtype=torch.bfloat16, requires_grad=grad) for _ in range(3)]
+
+
+def test_portable_kernels_serve_until_those_for_hopper_are_there(hopper, monkeypatch):
+    q, k, v = problem()
+    end, held = workers.Job.end, threading.Event()
+
+    def end_later(job, answer):
+        if job.request and "hopper" in job.request.entry:
+            held.wait(60)
+        end(job, answer)
+
+    monkeypatch.setattr(workers.Job, "end", end_later)
+    flex_attention(q, k, v).sum().backward()
+    assert hopper == ["forward", "backward_delta", "backward_dkv", "backward_dq"]
+    said = explain(q, k, v).splitlines()
+    assert [line[:16] for line in said[:2]] == ["forward   HOPPER", "backward  HOPPER"]
+    assert all(line.endswith("; being compiled, PORTABLE serves meanwhile") for line in said[:2])
+    for _ in range(3):
+        flex_attention(q, k, v).sum().backward()
+    assert hopper[4:] == 3 * ["forward", "backward_delta", "backward_dkv", "backward_dq"]
+    held.set()
+    wait_until(nothing_under_way)
+    assert "compiled" not in explain(q, k, v)
+    hopper.clear()
+    flex_attention(q, k, v).sum().backward()
+    assert hopper == ["hopper_forward", "backward_delta", "hopper_backward"]
+
+
+def test_whoever_must_have_the_same_bits_waits(hopper):
+    q, k, v = problem(grad=False)
+    flex_attention(q, k, v)
+    flex_attention(q, k, v, deterministic=True)  # while it is being compiled
+    assert hopper == ["forward", "hopper_forward"]
+    flex_attention(q, k, v)
+    assert hopper[2:] == ["hopper_forward"]
+
+
+def test_a_backend_that_is_named_is_waited_for(hopper):
+    flex_attention(*problem(grad=False), kernel_options={"BACKEND": "HOPPER"})
+    assert hopper == ["hopper_forward"]
+
+
+def test_precompile_waits(hopper):
+    q, k, v = problem()
+    precompile(q, k, v, backward=True)
+    assert not hopper and nothing_under_way()
+
+
+def test_one_that_did_not_compile_beside_is_compiled_here(hopper, monkeypatch):
+    """There it says what is wrong, or compiles."""
+    monkeypatch.setattr(stages, "__file__", "/no/such/file.py")  # no worker can load it
+    monkeypatch.setattr(workers, "POOL", workers.Pool())
+    q, k, v = problem(grad=False)
+    flex_attention(q, k, v)
+    wait_until(nothing_under_way)
+    flex_attention(q, k, v)
+    assert hopper[-1] == "hopper_forward" and len(hopper) == 2
+
+
+@pytest.mark.parametrize("device, capturing, deterministic, setting", [("cuda", True, 0, 0), ("cpu", False, 1, 0), ("cpu", False, 0, 1)])
+def test_must_wait(monkeypatch, device, capturing, deterministic, setting):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setitem(workers.SETTING, "waits", False)
+    assert not meanwhile.must_wait(torch.device(device), False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setitem(workers.SETTING, "waits", bool(setting))
+    assert meanwhile.must_wait(torch.device(device), bool(deterministic))
+    monkeypatch.setitem(workers.SETTING, "waits", False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert meanwhile.must_wait(torch.device(device), False)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_threads_do_not_wait_for_each_others_compiles(hopper, monkeypatch):
+    """While one compiles here, another has its kernel compiled beside."""
+    inside, leave, begun = threading.Event(), threading.Event(), []
+    monkeypatch.setitem(workers.SETTING, "waits", True)
+    begin = binary.begin
+    monkeypatch.setattr(binary, "begin", lambda *args: begun.append(args[1]) or begin(*args))
+
+    def compiling():
+        inside.set()
+        leave.wait(60)
+
+    thread = threading.Thread(target=lambda: compiler._compiler.run(compiling))
+    thread.start()
+    inside.wait(60)
+    try:
+        flex_attention(*problem(grad=False))
+    finally:
+        leave.set()
+        thread.join()
+    assert begun == ["hopper_forward"] and hopper == ["hopper_forward"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="it has kernels for Hopper")
+def test_calls_while_kernels_are_replaced(own_directory, monkeypatch):
+    """Right all along, and none but the first waits."""
+    monkeypatch.setitem(workers.SETTING, "waits", False)
+    slopes = alibi_slopes(16, "cuda").requires_grad_()
+    q, k, v = (torch.randn(1, 16, 2048, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    mask, mod = create_block_mask(causal, None, None, 2048, 2048), alibi(slopes)
+    exact = dense_attention(q.detach(), k.detach(), v.detach(), mod, causal)[0]
+    times, kinds = [], set()
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        start = time.perf_counter()
+        out = flex_attention(q, k, v, score_mod=mod, block_mask=mask)
+        gradients = torch.autograd.grad(out.sum(), (q, k, v, slopes))
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+        assert relative_error(out, exact) < 1e-2 and all(g.isfinite().all() for g in gradients)
+        kinds.add("meanwhile" in explain(q, k, v, mod, mask))
+        if nothing_under_way() and len(times) > 20 and kinds == {True, False}:
+            break
+    assert kinds == {True, False}
+    print(f"first {times[0]:.2f} s, then at most {1e3 * max(times[1:]):.1f} ms")
+    assert max(times[2:]) < 0.05
