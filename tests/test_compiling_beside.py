@@ -242,6 +242,17 @@ def test_portable_kernels_serve_until_those_for_hopper_are_there(hopper, monkeyp
     assert hopper == ["hopper_forward", "backward_delta", "hopper_backward"]
 
 
+def test_a_tensor_that_lies_elsewhere_has_kernels_of_its_own(hopper):
+    """One that is captured, and begins at no multiple of 16 bytes: forward and backward wait for nobody again."""
+    q, k, v = problem()
+    for slopes in (torch.ones(2), torch.ones(3)[1:]):
+        for names in (["forward_alibi", "backward_dq_alibi"], ["hopper_forward_alibi", "hopper_backward_alibi"]):
+            hopper.clear()
+            flex_attention(q, k, v, alibi(slopes)).sum().backward()
+            assert [hopper[0], hopper[-1]] == names
+            wait_until(nothing_under_way)
+
+
 def test_whoever_must_have_the_same_bits_waits(hopper):
     q, k, v = problem(grad=False)
     flex_attention(q, k, v)

@@ -76,8 +76,7 @@ def backward(
     while True:  # until kernels are usable
         ready = _ready.get(kind) or serving(_meanwhile, kind, q.device, waits)
         if ready is None:
-            call = _Imagined((q, k, v, do), bound, keys, details, tensors, transposed)
-            ready = _ready[kind] = _new(call, rows.provisional)
+            ready = _ready[kind] = _new(_Pass((q, k, v, do), bound, keys, details, tensors, transposed), rows.provisional)
             ready.waits = must_wait(q.device, waits)
         else:
             INFO.hits += 1
@@ -90,10 +89,11 @@ def backward(
         except NotYet as soon:
             _ready.pop(kind, None)
             if not must_wait(q.device, waits):
-                _meanwhile[kind] = Meanwhile(_new(call, True), [soon.job], (ready.name, *ready.key))
+                others = _new(_Pass((q, k, v, do), bound, keys, details, tensors, transposed), portable=True)
+                _meanwhile[kind] = Meanwhile(others, [soon.job], (ready.name, *ready.key))
 
 
-class _Imagined(NamedTuple):
+class _Pass(NamedTuple):
     """A backward pass: q, k, v and dO, what is known of it, and its tensors by name."""
 
     inputs: tuple
@@ -108,7 +108,7 @@ class _Imagined(NamedTuple):
         ready.run({**self.tensors, **ready.statistics(q.device)}, bound.score, bound.mask, bound.lists, self.transposed)
 
 
-def _new(call: _Imagined, portable: bool = False) -> TwoPass | Fused:
+def _new(call: _Pass, portable: bool = False) -> TwoPass | Fused:
     """The kernels for calls of a new kind; or the portable ones, for now."""
     lists, details = call.bound.lists, call.details
     if portable:
@@ -151,28 +151,30 @@ def begin(bound: Bound, out: torch.Tensor, rows: Rows, meanwhile_raw: bool, *, w
     return jobs
 
 
-def _begin(call: _Imagined, meanwhile_raw: bool, jobs: list[Job]) -> None:
+def _begin(call: _Pass, meanwhile_raw: bool, jobs: list[Job]) -> None:
     before = call._replace(details=call.details._replace(raw_tops=meanwhile_raw))
-    with torch.no_grad(), contextlib.suppress(Exception):  # whoever needs the kernels is told what is wrong
-        _begin_all(before, _new(before, portable=True), [])
-        _begin_all(call, _new(call), jobs)
-    jobs[0].end("all are begun")
+    try:
+        with torch.no_grad(), contextlib.suppress(Exception):  # whoever needs the kernels is told what is wrong
+            _begin_all(before, _new(before, portable=True), [])
+            _begin_all(call, _new(call), jobs)
+    finally:
+        jobs[0].end("all are begun")
 
 
-def _begin_all(call: _Imagined, ready: TwoPass | Fused, jobs: list[Job]) -> None:
+def _begin_all(call: _Pass, ready: TwoPass | Fused, jobs: list[Job]) -> None:
     begin_only(ready.launches, jobs)
     with contextlib.suppress(Unusable):
         call.run(ready)
 
 
-def _imagined(bound: Bound, out: torch.Tensor, rows: Rows, wanted: frozenset[int], deterministic: bool) -> _Imagined:
+def _imagined(bound: Bound, out: torch.Tensor, rows: Rows, wanted: frozenset[int], deterministic: bool) -> _Pass:
     q, k, v, do = map(with_rows, (bound.q, bound.k, bound.v, torch.empty_like(out)))
     transposed = bound.transposed(bound.mask) if bound.transposed else None
     keys = keys_of(bound.score, bound.mask, (*q.shape[:3], k.shape[2]), bound.lists)
     tensors = {"Q": q, "K": k, "V": v, "O": out, "DO": do, "ROWS": rows.values}
     tensors |= {f"D{name}": output_like(t, t.shape[3]) for name, t in (("Q", q), ("K", k), ("V", v))}
     details = _details(bound, rows, False, wanted, deterministic)
-    return _Imagined((q, k, v, do), bound, keys, details, tensors, transposed)
+    return _Pass((q, k, v, do), bound, keys, details, tensors, transposed)
 
 
 def _sizes(call: Call, tensors: dict[str, torch.Tensor], scale: float) -> Sizes:
