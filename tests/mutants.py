@@ -798,8 +798,8 @@ LAUNCHES = [
     ),
     Mutant(
         "codegen/run/backward.py",
-        "_new(call, rows.provisional)",
-        "_new(call)",
+        "transposed), rows.provisional)",
+        "transposed))",
         named("compiling_beside", "portable_kernels"),
         "a fused backward kernel is compiled for rows of a forward kernel that is replaced",
     ),
