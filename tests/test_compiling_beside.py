@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -114,10 +115,28 @@ def children_of(pid: int) -> list[int]:
         return [int(child) for child in file.read().split()]
 
 
-def test_no_process_can_be_started(request_, monkeypatch):
-    monkeypatch.setattr(sys, "executable", "/no/such/python")
+@pytest.mark.parametrize(
+    "executable, why", [("/no/such/python", "FileNotFoundError"), (None, "no other Python"), ("/bin/true", "has ended")]
+)
+def test_no_process_can_be_started(request_, monkeypatch, executable, why):
+    monkeypatch.setattr(sys, "executable", executable)
     job = ended(request_, workers.Pool())
-    assert job.found is None and "FileNotFoundError" in job.why
+    assert job.found is None and why in job.why
+
+
+def test_file_numbers_may_be_large(request_):
+    """As in a server with a thousand connections."""
+    usual, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(2048, usual), most))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        pool = workers.Pool()
+        assert ended(request_, pool).found and pool.process.stdout.fileno() > 1024
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (usual, most))
+        pool.process.kill()
 
 
 def test_a_job_that_has_not_begun_is_taken_back(request_, monkeypatch):

@@ -110,8 +110,8 @@ class Pool:
 
     def _start(self) -> None:
         if self.process is None:
-            if not hasattr(os, "fork"):
-                raise OSError("this system cannot fork")
+            if not sys.executable or not hasattr(os, "fork"):
+                raise OSError("there is no other Python, or no fork")
             paths = [path for path in sys.path if isinstance(path, str)]
             self.process = subprocess.Popen(
                 [sys.executable, "-I", "-c", _START.format((paths, stages.__file__))],
@@ -131,9 +131,10 @@ class Pool:
 
     def _listen(self, process: subprocess.Popen) -> None:
         """Take answers, until the process ends or has had no work for a while."""
-        answers = process.stdout.fileno()
+        answers, ready = process.stdout.fileno(), select.poll()  # select.select takes no file numbers from 1024 on
+        ready.register(answers, select.POLLIN)
         while True:
-            if not select.select([answers], [], [], IDLE)[0]:
+            if not ready.poll(1e3 * IDLE):
                 with self._lock:
                     if not self.is_idle:
                         continue
