@@ -22,7 +22,7 @@ from . import stages
 
 IDLE = 60.0  # seconds
 SETTING = {"waits": os.environ.get("FLEXPRESS_WAIT", "1").strip().lower() not in {"0", "off", "false", "no"}}  # see run/meanwhile.py
-_START = (
+_START = (  # the path first, so that nothing is imported from the working directory
     "import sys; sys.path[:], place = {!r}; import importlib.util as u;"
     "spec = u.spec_from_file_location('flexpress_stages', place); module = u.module_from_spec(spec); sys.modules[spec.name] = module;"
     "spec.loader.exec_module(module); module.serve()"
@@ -114,7 +114,7 @@ class Pool:
                 raise OSError("there is no other Python, or no fork")
             paths = [path for path in sys.path if isinstance(path, str)]
             self.process = subprocess.Popen(
-                [sys.executable, "-I", "-c", _START.format((paths, stages.__file__))],
+                [sys.executable, "-c", _START.format((paths, stages.__file__))],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

@@ -86,7 +86,9 @@ def forward(
         if not must_wait(q.device, waits):
             others = _new(bound, {ready.refusal: REASON}, output_max, output_rows)
             others.provisional = True
-            _meanwhile[key] = Meanwhile(others, [soon.job, *(before(out, rows, others.runner.raw) if before else ())], ready.refusal)
+            jobs = before(out, rows, others.runner.raw) if before else []  # to which more may come
+            jobs.append(soon.job)
+            _meanwhile[key] = Meanwhile(others, jobs, ready.refusal)
     else:
         return out, lse, max_scores, rows
     return forward(bound, output_max=output_max, output_rows=output_rows, waits=waits)
