@@ -19,7 +19,7 @@ AFTER = 1.0  # seconds of work before the line appears
 _EVERY = 0.25  # seconds between two looks at what is going on
 _COLUMNS = 100
 _WIPED = "\r\x1b[2K"
-_OFF = {"0", "off", "false", "no"}
+OFF = {"0", "off", "false", "no"}  # what turns a setting off
 
 
 class _Work:
@@ -95,7 +95,7 @@ if hasattr(os, "register_at_fork"):
 
 def wanted() -> bool:
     """Is stderr a terminal, and the line not turned off?"""
-    if os.environ.get("FLEXPRESS_PROGRESS", "").strip().lower() in _OFF:
+    if os.environ.get("FLEXPRESS_PROGRESS", "").strip().lower() in OFF:
         return False
     try:
         return sys.stderr.isatty()

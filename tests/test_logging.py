@@ -38,14 +38,6 @@ def stderr_of(script: str, tmp_path, **environment: str) -> str:
     return done.stderr
 
 
-@pytest.fixture
-def own_directory(tmp_path, monkeypatch):
-    monkeypatch.setenv("FLEXPRESS_CACHE_DIR", str(tmp_path / "kernels"))
-    cache_clear()
-    yield
-    cache_clear()
-
-
 def lines_of(caplog) -> list[str]:
     return [f"{record.name} {record.levelname} {record.getMessage()}" for record in caplog.records]
 

@@ -26,7 +26,7 @@ from triton.runtime.errors import OutOfResources
 from .. import logs, progress
 from . import cache, cuda, folder, workers
 from .arguments import type_of
-from .compiler import assembler_for, ast_source, compile_source, newer_assembler
+from .compiler import assembler_for, ast_source, compile_source
 from .stages import Request, metadata_text
 
 
@@ -156,7 +156,7 @@ def begin(printed: cache.PrintedKernel, entry: str, layout: tuple, constants: tu
 
 def _name_of(stem: str, layout: tuple, constants: tuple, options: dict, target: GPUTarget) -> str:
     """What the files of a variant are called."""
-    newer = newer_assembler(target.arch) if target.backend == "cuda" else None
+    assembler = assembler_for(target)
     key = repr(
         (
             stem,
@@ -165,7 +165,7 @@ def _name_of(stem: str, layout: tuple, constants: tuple, options: dict, target: 
             constants,
             sorted(options.items()),
             target,
-            newer and newer.path,
+            assembler and assembler[0],
             sorted(get_cache_invalidating_env_vars().items()),
         )
     )

@@ -18,10 +18,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from ..progress import OFF
 from . import stages
 
 IDLE = 60.0  # seconds
-SETTING = {"waits": os.environ.get("FLEXPRESS_WAIT", "1").strip().lower() not in {"0", "off", "false", "no"}}  # see run/meanwhile.py
+SETTING = {"waits": os.environ.get("FLEXPRESS_WAIT", "1").strip().lower() not in OFF}  # see run/meanwhile.py
 _START = (  # the path first, so that nothing is imported from the working directory
     "import sys; sys.path[:], place = {!r}; import importlib.util as u;"
     "spec = u.spec_from_file_location('flexpress_stages', place); module = u.module_from_spec(spec); sys.modules[spec.name] = module;"
