@@ -11,6 +11,7 @@ from flexpress.call import attend, bound
 from flexpress.in_graph import compilable
 from flexpress.mods import MaskMod, ScoreMod
 from flexpress.opened_masks import mask_of_parts, parts_of_mask
+from flexpress.sinks import fold_sinks
 
 from .codegen.mod.tensors import ORDINARY, is_distributed
 
@@ -57,26 +58,27 @@ def _closed(found, given: dict):
 
 
 def _with_statistics(
-    query, key, value, score_mod, mask_mod, tables, facts, scale, enable_gqa, kernel_options, deterministic, max_scores
+    query, key, value, score_mod, mask_mod, tables, facts, scale, enable_gqa, kernel_options, deterministic, sinks, max_scores
 ) -> tuple[torch.Tensor, ...]:
     """out, lse and, if they are wanted, max_scores; `tables` and `facts` of a block mask, whose mask_mod is mask_mod."""
     block_mask = None
     if tables:
         block_mask, mask_mod = mask_of_parts(tables, facts, mask_mod), None
     arguments = query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod
-    out, lse, largest = _attend(arguments, max_scores, deterministic)
+    out, lse, largest = _attend(arguments, max_scores, deterministic, None, sinks)
     return (out, lse, largest) if max_scores else (out, lse)
 
 
-def _attend(arguments: tuple, want_max: bool, deterministic: bool, context: ContextPlan | None = None) -> tuple:
+def _attend(arguments: tuple, want_max: bool, deterministic: bool, context: ContextPlan | None, sinks: torch.Tensor | None) -> tuple:
     """out, lse and max_scores, or None, of query and what follows it in `bound`: on this device, or over several."""
     if context is not None:
-        return _attend_in_context(context, arguments, want_max, deterministic)
+        out, lse, max_scores = _attend_in_context(context, arguments, want_max, deterministic)
+        return (out, lse, max_scores) if sinks is None else (*fold_sinks(out, lse, sinks), max_scores)
     if is_distributed(arguments[0]):
         from flexpress.dtensors import attend_shards  # imports torch's module, which takes long
 
-        return attend_shards(*arguments, output_max=want_max, deterministic=deterministic)
-    return attend(bound(*arguments), want_max, deterministic)
+        return attend_shards(*arguments, output_max=want_max, deterministic=deterministic, sinks=sinks)
+    return attend(bound(*arguments, sinks=sinks), want_max, deterministic)  # type: ignore[misc]  # of nine arguments
 
 
 @overload
@@ -95,6 +97,7 @@ def flex_attention(
     return_aux: None = None,
     deterministic: bool = False,
     context: ContextPlan | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor: ...
 @overload
 def flex_attention(
@@ -112,6 +115,7 @@ def flex_attention(
     return_aux: None = None,
     deterministic: bool = False,
     context: ContextPlan | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def flex_attention(
@@ -129,6 +133,7 @@ def flex_attention(
     return_aux: AuxRequest | torchs.AuxRequest,
     deterministic: bool = False,
     context: ContextPlan | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, AuxOutput]: ...
 @overload
 def flex_attention(
@@ -146,6 +151,7 @@ def flex_attention(
     return_aux: AuxRequest | torchs.AuxRequest | None = None,
     deterministic: bool = False,
     context: ContextPlan | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, AuxOutput]: ...
 @compilable(inner=_with_statistics, opened=_opened, closed=_closed)
 def flex_attention(
@@ -163,6 +169,7 @@ def flex_attention(
     return_aux: AuxRequest | torchs.AuxRequest | None = None,
     deterministic: bool = False,
     context: ContextPlan | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, AuxOutput]:
     """Attention with the user's own score and mask, by a kernel printed for them. No torch.compile, no dense scores.
 
@@ -190,21 +197,26 @@ def flex_attention(
                     for others change nothing or mean these (logged at DEBUG). Others are refused
     deterministic   gradients are bitwise equal on every run (also with torch.use_deterministic_algorithms); captured ones may cost more
     context         a ContextPlan (flexpress.distributed), which has the mask: query, key and value are this rank's parts of the whole
+    sinks           (Hq,), float16, bfloat16 or float32: a logit for each head, which takes part in the softmax as the score of one more
+                    key whose value is 0 (attention sinks, arXiv 2309.17453; learned ones: gpt-oss, arXiv 2508.10925). lse has it in it,
+                    max_scores has not. A row with nothing to attend to gives output 0, and its sink as lse
 
     Returns the output (B, Hq, Q_LEN, D_V), in query's dtype and order of dimensions; (out, lse) with return_lse; (out,
     AuxOutput) with return_aux. lse is the natural logarithm of the softmax's denominator, max_scores its largest score, both
     float32 (B, Hq, Q_LEN). A row with nothing to attend to gives output 0 and lse -inf.
 
     Raises ValueError, TypeError or NotImplementedError for arguments, ModError for a mod that cannot be traced.
-    Differentiable once, with respect to query, key, value and every floating-point tensor that score_mod captures, through the output
-    and lse; not through max_scores.
+    Differentiable once, with respect to query, key, value and every floating-point tensor that score_mod captures,
+    and sinks, through the output and lse; not through max_scores.
     Meaning: torch.nn.attention.flex_attention (arXiv 2412.05496). Method: FlashAttention-2 (arXiv 2307.08691) with block lists.
     """
     want_max = return_aux is not None and _checked_request(return_aux, return_lse).max_scores
     arguments = query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod
     usual = context is None and query.__class__ in ORDINARY  # so no detour
-    found = attend(bound(*arguments), want_max, deterministic) if usual else _attend(arguments, want_max, deterministic, context)
-    out, lse, max_scores = found
+    if usual:
+        out, lse, max_scores = attend(bound(*arguments, sinks=sinks), want_max, deterministic)
+    else:
+        out, lse, max_scores = _attend(arguments, want_max, deterministic, context, sinks)
     if return_aux is not None:
         return out, AuxOutput(lse if return_aux.lse else None, max_scores)
     return (out, lse) if return_lse else out

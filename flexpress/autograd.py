@@ -7,7 +7,7 @@ import torch
 from .codegen.compiling import runs_uncompiled
 from .codegen.mod.tensors import check_values, readable
 from .codegen.run.backward import backward, begin
-from .codegen.run.call import Bound, Rows
+from .codegen.run.call import Bound, ExtraInputs, Rows
 from .codegen.run.captured import apart
 from .codegen.run.forward import forward
 
@@ -23,7 +23,8 @@ def differentiable(bound: Bound, captured: list[torch.Tensor], output_max: bool,
         captured = [apart(t) for t in captured]
         graph, values = bound.score
         bound = bound._replace(score=(graph, [*captured, *values[len(captured) :]]))
-    return _Attention.apply(bound, output_max, deterministic, bound.q, bound.k, bound.v, *captured)
+    sinks = bound.extras and bound.extras.sinks
+    return _Attention.apply(bound, output_max, deterministic, bound.q, bound.k, bound.v, sinks, *captured)
 
 
 @runs_uncompiled
@@ -31,20 +32,20 @@ class _Attention(torch.autograd.Function):
     """The forward pass, and a backward pass that recomputes the weights from Rows."""
 
     @staticmethod
-    def forward(ctx, bound: Bound, output_max: bool, deterministic: bool, q, k, v, *captured):
+    def forward(ctx, bound: Bound, output_max: bool, deterministic: bool, q, k, v, sinks, *captured):
 
         def before(out: torch.Tensor, rows: Rows, meanwhile_raw: bool) -> list:
             return begin(bound, out, rows, meanwhile_raw, wanted=_wanted(ctx), deterministic=deterministic)
 
         out, lse, max_scores, rows = forward(bound, output_max=output_max, output_rows=True, waits=deterministic, before=before)
-        _, _, _, inputs, scale, score, mask, lists, transposed, options = bound
+        _, _, _, inputs, scale, score, mask, lists, transposed, options, _ = bound
         mask_tensors = mask[1][: len(mask[0].tensors)] if mask else []
         # tensors are saved by autograd, which notices if they are overwritten before the backward pass
         score = score and (score[0], score[1][len(captured) :])
         mask = mask and (mask[0], mask[1][len(mask_tensors) :])
         ctx.bound = Bound(None, None, None, inputs, scale, score, mask, lists, transposed, options)
         ctx.deterministic, ctx.raw, ctx.provisional, ctx.count = deterministic, rows.raw, rows.provisional, len(captured)
-        ctx.save_for_backward(q, k, v, out, rows.values, *captured, *mask_tensors)
+        ctx.save_for_backward(q, k, v, out, rows.values, sinks, *captured, *mask_tensors)
         ctx.set_materialize_grads(False)
         if max_scores is not None:
             ctx.mark_non_differentiable(max_scores)
@@ -56,29 +57,32 @@ class _Attention(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         check_values("the backward pass of flex_attention")
         d_out, d_lse = (g if g is None else _dense("gradient of flex_attention's output", g) for g in (d_out, d_lse))
-        q, k, v, out, values, *others = ctx.saved_tensors
+        q, k, v, out, values, sinks, *others = ctx.saved_tensors
         captured, mask_tensors = others[: ctx.count], others[ctx.count :]
         score, mask = ctx.bound.score, ctx.bound.mask
         bound = ctx.bound._replace(
             q=q, k=k, v=v, score=score and (score[0], [*captured, *score[1]]), mask=mask and (mask[0], [*mask_tensors, *mask[1]])
         )
+        if ctx.needs_input_grad[6]:
+            bound = bound._replace(extras=ExtraInputs(sinks))
         d_out = torch.zeros_like(out) if d_out is None else d_out
         with torch.no_grad():
             rows = Rows(values, ctx.raw, ctx.provisional)
             deterministic = ctx.deterministic
-            *gradients, of_captured = backward(
+            *gradients, of_captured, of_sinks = backward(
                 bound, out, rows, d_out, d_lse, wanted=_wanted(ctx), deterministic=deterministic, waits=deterministic
             )
         found = [
             *(g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad[3:6], strict=True)),
+            of_sinks,
             *(of_captured.get(i) for i in range(ctx.count)),
         ]
-        return None, None, None, *once(found, (q, k, v, *captured))
+        return None, None, None, *once(found, (q, k, v, sinks, *captured))
 
 
 def _wanted(ctx) -> frozenset[int]:
     """Which captured tensors want a gradient."""
-    return frozenset(i for i, needed in enumerate(ctx.needs_input_grad[6:]) if needed)
+    return frozenset(i for i, needed in enumerate(ctx.needs_input_grad[7:]) if needed)
 
 
 def _dense(name: str, gradient: torch.Tensor) -> torch.Tensor:
@@ -86,11 +90,11 @@ def _dense(name: str, gradient: torch.Tensor) -> torch.Tensor:
     return readable(name, gradient if gradient.layout is torch.strided else gradient.to_dense())
 
 
-def once(gradients: list[torch.Tensor | None], inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor | None]:
+def once(gradients: list[torch.Tensor | None], inputs: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor | None]:
     """Gradients with respect to inputs. With create_graph=True what is made of them must not pass for differentiable."""
     if not torch.is_grad_enabled():
         return gradients
-    anchor = next(t for t in inputs if t.requires_grad)
+    anchor = next(t for t in inputs if t is not None and t.requires_grad)
     return [g if g is None else _Once.apply(anchor, g) for g in gradients]
 
 

@@ -15,6 +15,7 @@ from flexpress.mods import MaskMod, ScoreMod
 from flexpress.programs import captures_of, mod_program
 from flexpress.recorded import bound_mod
 from flexpress.scales import read_scale
+from flexpress.sinks import check_sinks, read_sinks
 
 from .codegen.device.memory import contiguous
 from .codegen.mod.bind import bind
@@ -49,6 +50,7 @@ def cached_attention(
     return_lse: Literal[False] = False,
     batch_invariant: bool = False,
     check: bool | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor: ...
 @overload
 def cached_attention(
@@ -70,6 +72,7 @@ def cached_attention(
     return_lse: Literal[True],
     batch_invariant: bool = False,
     check: bool | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def cached_attention(
@@ -91,6 +94,7 @@ def cached_attention(
     return_lse: bool = False,
     batch_invariant: bool = False,
     check: bool | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 @compilable
 def cached_attention(
@@ -112,6 +116,7 @@ def cached_attention(
     return_lse: bool = False,
     batch_invariant: bool = False,
     check: bool | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of the queries of B sequences, prefill or decoding or both, to what a cache holds of each one.
 
@@ -130,6 +135,7 @@ def cached_attention(
     mask_mod      mask_mod(b, h, q_idx, kv_idx); by default kv_idx <= q_idx
     k_scale, v_scale   float32 (Hkv,): what caches of float8_e4m3fn are to be multiplied by; by default 1
     batch_invariant    a sequence's result is bitwise the same whatever else is in the batch (and takes longer)
+    sinks         (Hq,), a logit for each head, as for flex_attention
     check         raise ValueError for what tables and scales hold (no place in the cache, lengths that disagree); by default on the CPU
 
     Returns (B, Hq, Q_LEN, D_V) or (T, Hq, D_V), in query's dtype; with return_lse also lse, float32, (B, Hq, Q_LEN) or (T, Hq). A query
@@ -147,15 +153,18 @@ def cached_attention(
     """
     tables = page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale, v_scale
     if is_recorded("cached_attention", query, k_cache, v_cache):
-        found = _recorded(query, k_cache, v_cache, kv_len, tables, score_mod, mask_mod, scale, batch_invariant, check)
+        found = _recorded(query, k_cache, v_cache, kv_len, tables, score_mod, mask_mod, scale, batch_invariant, check, sinks)
     else:
         placed = _placed(query, k_cache, v_cache, kv_len, check, *tables)
-        found = _attend(*placed, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant)
+        found = _attend(*placed, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant, sinks)
     return found if return_lse else found[0]
 
 
-def _recorded(query, k_cache, v_cache, kv_len, tables, score_mod, mask_mod, scale, batch_invariant, check) -> tuple:
+def _recorded(query, k_cache, v_cache, kv_len, tables, score_mod, mask_mod, scale, batch_invariant, check, sinks) -> tuple:
     """out and lse by the operator: for calls that torch is to see."""
+    if sinks is not None:
+        check_sinks(sinks, query.shape[1], query.device)
+        _check_sinks_learn_nothing(sinks)
     _placed(query, k_cache, v_cache, kv_len, False, *tables)
     scale, score_mod = _read_scale(scale, score_mod, query)
     score, mask = bound_mod(score_mod, "score"), bound_mod(mask_mod, "mask")
@@ -163,7 +172,7 @@ def _recorded(query, k_cache, v_cache, kv_len, tables, score_mod, mask_mod, scal
         _check_no_gradient(bound, "score" if bound is score else "mask")
     program = mod_program(score, mask).text()
     return torch.ops.flexpress.cached_attention(
-        *(query, k_cache, v_cache, kv_len, *tables, *captures_of(score, mask)), *(scale, batch_invariant, check, program)
+        *(query, k_cache, v_cache, kv_len, *tables, *captures_of(score, mask)), *(scale, batch_invariant, check, program, sinks)
     )
 
 
@@ -188,19 +197,19 @@ def _placed(
     return query.resolve_neg() if query.is_neg() else query, where, q_offset
 
 
-def prepare(query, k_cache, v_cache, batch: dict[str, object], score_mod, mask_mod, scale, batch_invariant: bool) -> None:
+def prepare(query, k_cache, v_cache, batch: dict[str, object], score_mod, mask_mod, scale, batch_invariant: bool, sinks=None) -> None:
     """Compile what cached_attention launches, and launch nothing but what makes block lists. `batch`: what describes it, by name."""
     placed = _placed(query, k_cache, v_cache, check=False, **batch)
-    call, _, _ = _call_of(*placed, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant)
+    call, _, _ = _call_of(*placed, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant, sinks)
     if call is not None:
         attend_cached(call, prepare=True)
 
 
-def _attend(query, where: Cached, q_offset, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant: bool) -> tuple:
-    """out and lse of arguments that are checked, but scale and the mods."""
-    call, out, lse = _call_of(query, where, q_offset, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant)
+def _attend(query, where: Cached, q_offset, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant: bool, sinks) -> tuple:
+    """out and lse of arguments that are checked, but scale, sinks and the mods."""
+    call, out, lse = _call_of(query, where, q_offset, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant, sinks)
     if call is None:
-        return out.zero_(), lse.fill_(float("-inf"))
+        return out.zero_(), lse.fill_(float("-inf")) if sinks is None else lse.copy_(sinks.reshape(1, -1, *[1] * (lse.ndim - 2)))
     run = attend_cached
     if is_profiled():
         mods = [*map(name_of, filter(None, (score_mod, mask_mod))), *(["causal"] if call.masked and mask_mod is None else [])]
@@ -210,13 +219,17 @@ def _attend(query, where: Cached, q_offset, k_cache, v_cache, score_mod, mask_mo
 
 
 def _call_of(
-    query, where: Cached, q_offset, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant: bool
+    query, where: Cached, q_offset, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant: bool, sinks
 ) -> tuple[CachedCall | None, torch.Tensor, torch.Tensor]:
     """The call as kernels take it, or None if there is nothing to compute; out and lse, not filled yet."""
     if scale is None:
         scale = query.shape[-1] ** -0.5
     else:
         scale, score_mod = _read_scale(scale, score_mod, query)
+    extras = None
+    if sinks is not None:
+        extras = read_sinks(sinks, query.shape[1], query.device)
+        _check_sinks_learn_nothing(sinks)
     ragged = where.cu_q is not None
     kv_lens: torch.Tensor = where.kv_lens  # type: ignore[assignment]  # a cache has them
     q = query.transpose(0, 1)[None] if ragged else query
@@ -249,8 +262,13 @@ def _call_of(
             mod = _mask_from(mask_mod, position, kv_lens)
         return _bound(mod, kind, q.device)
 
-    call = CachedCall(q, k, v, to_fill, lse, extents, scale, where, masked, q_offset, checks.DEFAULT, by_position, by_number)
+    call = CachedCall(q, k, v, to_fill, lse, extents, scale, where, masked, q_offset, checks.DEFAULT, by_position, by_number, extras)
     return call, out, lse
+
+
+def _check_sinks_learn_nothing(sinks: torch.Tensor) -> None:
+    if torch.is_grad_enabled():
+        check_no_gradients("cached_attention", _INSTEAD, sinks=sinks)
 
 
 def _read_scale(scale, score_mod, query) -> tuple[float, Callable | None]:

@@ -21,6 +21,7 @@ from flexpress.autograd import differentiable
 from flexpress.mask_mods import same_mod
 from flexpress.recorded import Recorded, recorded
 from flexpress.scales import read_scale
+from flexpress.sinks import read_sinks
 
 from .codegen.mod.bind import bind
 from .codegen.mod.capture import name_of
@@ -35,7 +36,7 @@ _bound = tuple.__new__  # Bound's own is a function in Python, which is a part o
 
 
 def bound(
-    query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed=None, read=read_captured
+    query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed=None, read=read_captured, sinks=None
 ) -> Bound | Recorded:
     """The arguments of flex_attention, checked, its mods bound, and its block lists.
 
@@ -47,13 +48,13 @@ def bound(
     if inputs is None:
         if not are_plain(q, k, v):
             if recording(q, k, v):
-                return recorded(q, k, v, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed)
+                return recorded(q, k, v, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed, sinks)
             q, k, v = readable_inputs(q, k, v)
         if _autocasts():
             q, k, v = checks.autocast(q, k, v)
         inputs = checked(q, k, v, enable_gqa)
         if inputs is None:
-            return recorded(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed)
+            return recorded(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed, sinks)
     options = checks.DEFAULT if kernel_options is None else checks.parse_options(kernel_options)
     if scale is None:
         scale = inputs.scale
@@ -80,7 +81,8 @@ def bound(
         starts = starts_of(*packed, *inputs.extents[2:], *size) if packed else ()
         make = partial(automatic_lists, extents=inputs.extents, device=inputs.device, size=size, starts=starts)
         lists, transposed = make(mask), partial(make, transposed=True)
-    return _bound(Bound, (q, k, v, inputs, scale, score, mask, lists, transposed, options))
+    extras = None if sinks is None else read_sinks(sinks, inputs.extents[1], inputs.device)
+    return _bound(Bound, (q, k, v, inputs, scale, score, mask, lists, transposed, options, extras))
 
 
 LONG = 4  # blocks that packed sequences must have on average for blocks of their own
@@ -103,9 +105,10 @@ def attend(call: Bound | Recorded, output_max: bool, deterministic: bool) -> tup
     try:
         deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
         if torch.is_grad_enabled():
-            q, k, v, _, _, score, _, _, _, _ = call
+            q, k, v, _, _, score, _, _, _, _, extras = call
             captured = score[1][: len(score[0].tensors)] if score else ()
-            if q.requires_grad or k.requires_grad or v.requires_grad or any([t.requires_grad for t in captured]):
+            learned = (*captured, extras.sinks) if extras else captured
+            if q.requires_grad or k.requires_grad or v.requires_grad or any([t.requires_grad for t in learned]):
                 return differentiable(call, captured, output_max, deterministic)
         return forward(call, output_max=output_max, waits=deterministic)[:3]
     except RuntimeError:

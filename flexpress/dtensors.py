@@ -25,6 +25,7 @@ from flexpress.call import attend, bound
 from flexpress.checks import check_heads
 from flexpress.foreign_masks import adopt, is_foreign_mask
 from flexpress.parts import Part, mask_of_part, score_of_part
+from flexpress.sinks import check_sinks
 
 from .codegen.mod.tensors import is_distributed, read_captured
 from .codegen.run.call import Bound
@@ -203,16 +204,28 @@ class Shards:
         for i, capture in enumerate(graph.tensors):
             tensor = values[i]
             if is_distributed(tensor):
-                if tensor.device_mesh != self.mesh:
-                    raise ValueError(
-                        f"{where} {graph.name} captures {capture.name}, a DTensor on {tensor.device_mesh}, but {self._name} is on "
-                        f"{self.mesh}; distribute it over that, or capture {capture.name}.full_tensor(), which gets the gradient of this "
-                        "rank alone"
-                    )
-                summed = [p.is_replicate() or i in self._summed_over for i, p in enumerate(self.placements)]
-                of_parts = [Replicate() if there else Partial() for there in summed]
-                values[i] = _Summed.apply(tensor.full_tensor(grad_placements=of_parts))
+                values[i] = self._gathered(tensor, f"{where} {graph.name} captures {capture.name}, a DTensor", capture.name)
         read_captured(bound, device, where)
+
+    def sinks(self, sinks: torch.Tensor | None) -> torch.Tensor | None:
+        """This rank's part of the sinks of all heads."""
+        if sinks is None:
+            return None
+        check_sinks(sinks, self._query.shape[self._dims[1]], self._query.device)
+        if is_distributed(sinks):
+            sinks = self._gathered(sinks, "sinks are a DTensor", "sinks")
+        return sinks if self.heads.first is None else sinks.narrow(0, self.heads.first, self.heads.count)
+
+    def _gathered(self, tensor, what: str, name: str) -> torch.Tensor:
+        """All of a DTensor, whose gradient is added up over ranks."""
+        if tensor.device_mesh != self.mesh:
+            raise ValueError(
+                f"{what} on {tensor.device_mesh}, but {self._name} is on {self.mesh}; distribute it over that, or take "
+                f"{name}.full_tensor(), which gets the gradient of this rank alone"
+            )
+        summed = [p.is_replicate() or i in self._summed_over for i, p in enumerate(self.placements)]
+        of_parts = [Replicate() if there else Partial() for there in summed]
+        return _Summed.apply(tensor.full_tensor(grad_placements=of_parts))
 
     def joined(self, *outputs: torch.Tensor | None) -> tuple:
         """Outputs, whose first dimensions are query's, as DTensors."""
@@ -241,17 +254,17 @@ class _Summed(torch.autograd.Function):
         return gradient
 
 
-def bound_shard(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod) -> tuple[Shards, Bound]:
+def bound_shard(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, sinks=None) -> tuple[Shards, Bound]:
     """`bound` for this rank's part of flex_attention's arguments, query a DTensor."""
     part = Shards({"query": query, "key": key, "value": value}, 0, 1)
     check_heads(query, key, enable_gqa)  # a rank may have one head of each
     mods = part.score_mod(score_mod), part.block_mask(block_mask), scale, enable_gqa, kernel_options, part.mask_mod(mask_mod)
-    return part, bound(*part.local, *mods, read=part.read_captured)
+    return part, bound(*part.local, *mods, read=part.read_captured, sinks=part.sinks(sinks))
 
 
-def attend_shards(*arguments, output_max: bool, deterministic: bool) -> tuple:
+def attend_shards(*arguments, output_max: bool, deterministic: bool, sinks: torch.Tensor | None = None) -> tuple:
     """out, lse and max_scores (or None) as DTensors."""
-    part, call = bound_shard(*arguments)
+    part, call = bound_shard(*arguments, sinks)
     return part.joined(*attend(call, output_max, deterministic))
 
 

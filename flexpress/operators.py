@@ -33,7 +33,7 @@ from .codegen.run.forward import forward
 from .codegen.run.layouts import traced_like
 
 
-def _bound(query, key, value, captures: Captures, lists: list, starts: list, scale: float, program: Program) -> Bound:
+def _bound(query, key, value, captures: Captures, lists: list, starts: list, scale: float, program: Program, sinks) -> Bound:
     """The call that an operator was given."""
     score, mask = program.mods(captures._replace(tensors=on_device(query.device, captures.tensors)))
     block_mask = None
@@ -45,7 +45,7 @@ def _bound(query, key, value, captures: Captures, lists: list, starts: list, sca
         block_mask = BlockMask._made((query.shape[2], key.shape[2]), made, mask, decided_by=mask if decided else None)
         mask = None
     packed = (starts[0], starts[-1]) if starts else None
-    return bound(query, key, value, score, block_mask, scale, True, program.options, mask, packed)
+    return bound(query, key, value, score, block_mask, scale, True, program.options, mask, packed, sinks=sinks)
 
 
 def _halves(lists: list, both: bool) -> list[list]:
@@ -66,6 +66,7 @@ def flex_attention(
     starts: list[torch.Tensor],
     scale: float,
     program: str,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """out, lse, max_scores and what the backward pass needs of every row, float32 (B, Hq, Q_LEN, 2); the last two are empty where the
     program does not want them.
@@ -76,7 +77,7 @@ def flex_attention(
     """
     wanted = read_program(program)
     with nothing_kept():
-        call = _bound(query, key, value, Captures(tensors, ints, floats), lists, starts, scale, wanted)
+        call = _bound(query, key, value, Captures(tensors, ints, floats), lists, starts, scale, wanted, sinks)
         out, lse, max_scores, rows = forward(call, output_max=wanted.max_scores, output_rows=wanted.rows)
     if rows is not None and rows.raw:  # no tensor says so to the backward pass
         rows.values.select(-1, 0).mul_(call.scale)
@@ -88,7 +89,7 @@ def _or_empty(tensor: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor:
 
 
 @flex_attention.register_fake
-def _(query, key, value, tensors, ints, floats, lists, starts, scale, program):
+def _(query, key, value, tensors, ints, floats, lists, starts, scale, program, sinks=None):
     wanted = read_program(program)
     statistics = functools.partial(query.new_empty, dtype=torch.float32)
     rows = query.shape[:3]
@@ -117,16 +118,22 @@ def flex_attention_backward(
     scale: float,
     program: str,
     wanted: list[int],
+    sinks: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """The gradients of query, key and value, and of the `wanted` ones of score_mod's tensors, laid out as these are."""
+    """The gradients of query, key and value, of sinks if given, and of the `wanted` ones of score_mod's tensors, laid out as these are."""
     wishes = read_program(program)
     with torch.no_grad(), nothing_kept():
-        call = _bound(query, key, value, Captures(tensors, ints, floats), lists, starts, scale, wishes)
-        *gradients, of_captured = backward(
+        call = _bound(query, key, value, Captures(tensors, ints, floats), lists, starts, scale, wishes, sinks)
+        *gradients, of_captured, of_sinks = backward(
             call, out, Rows(rows, False), d_out, d_lse, wanted=frozenset(wanted), deterministic=wishes.deterministic
         )
-    inputs = [query, key, value, *(tensors[i] for i in wanted)]
-    return [_laid_out_as(g, t) for g, t in zip([*gradients, *(of_captured[i] for i in wanted)], inputs, strict=True)]
+    found = [*gradients, *([] if sinks is None else [of_sinks]), *(of_captured[i] for i in wanted)]
+    return [_laid_out_as(g, t) for g, t in zip(found, _learned(query, key, value, sinks, tensors, wanted), strict=True)]
+
+
+def _learned(query, key, value, sinks, tensors: list, wanted: list[int]) -> list[torch.Tensor]:
+    """What gradients are of, in their order."""
+    return [query, key, value, *([] if sinks is None else [sinks]), *(tensors[i] for i in wanted)]
 
 
 def _laid_out_as(gradient: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -140,8 +147,8 @@ def _gradient_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @flex_attention_backward.register_fake
-def _(d_out, d_lse, query, key, value, out, rows, tensors, ints, floats, lists, starts, scale, program, wanted):
-    return [_gradient_like(t) for t in (query, key, value, *(tensors[i] for i in wanted))]
+def _(d_out, d_lse, query, key, value, out, rows, tensors, ints, floats, lists, starts, scale, program, wanted, sinks=None):
+    return [_gradient_like(t) for t in _learned(query, key, value, sinks, tensors, wanted)]
 
 
 def _refuse(ctx, *_):
@@ -152,9 +159,9 @@ flex_attention_backward.register_autograd(_refuse)
 
 
 def _keep(ctx, inputs, output) -> None:
-    query, key, value, tensors, ints, floats, lists, starts, scale, program = inputs
+    query, key, value, tensors, ints, floats, lists, starts, scale, program, sinks = inputs
     out, _, max_scores, rows = output
-    ctx.save_for_backward(query, key, value, out, rows, *tensors, *lists, *starts)
+    ctx.save_for_backward(query, key, value, out, rows, sinks, *tensors, *lists, *starts)
     ctx.counts = len(tensors), len(lists)
     ctx.others = ints, floats, scale, program
     ctx.mark_non_differentiable(max_scores, rows)
@@ -162,23 +169,25 @@ def _keep(ctx, inputs, output) -> None:
 
 
 def _differentiate(ctx, d_out, d_lse, *_):
-    query, key, value, out, rows, *others = ctx.saved_tensors
+    query, key, value, out, rows, sinks, *others = ctx.saved_tensors
     captured, listed = ctx.counts
     tensors, lists, starts = others[:captured], others[captured : captured + listed], others[captured + listed :]
     ints, floats, scale, program = ctx.others
     none = [None if numbers else [] for numbers in (ints, floats)]  # autograd takes lists of tensors apart, empty ones too
     none = [[None] * len(tensors), *none, *([None] * len(part) for part in (lists, starts))]
     if d_out is None and d_lse is None:
-        return None, None, None, *none, None, None
+        return None, None, None, *none, None, None, None
     wanted = [i for i, needed in enumerate(ctx.needs_input_grad[3]) if needed]
     found = torch.ops.flexpress.flex_attention_backward(
         torch.zeros_like(out) if d_out is None else d_out,
         *(d_lse, query, key, value, out, rows, tensors, ints, floats, lists, starts, scale, program, wanted),
+        sinks if ctx.needs_input_grad[10] else None,
     )
+    of_sinks = found.pop(3) if ctx.needs_input_grad[10] else None
     for i, gradient in zip(wanted, found[3:], strict=True):
         none[0][i] = gradient
     of_inputs = (g if needed else None for g, needed in zip(found[:3], ctx.needs_input_grad[:3], strict=True))
-    return *of_inputs, *none, None, None
+    return *of_inputs, *none, None, None, of_sinks
 
 
 flex_attention.register_autograd(_differentiate, setup_context=_keep)
@@ -204,6 +213,7 @@ def cached_attention(
     batch_invariant: bool,
     check: bool | None,
     program: str,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of flexpress.cached_attention, which has the same arguments."""
     score, mask = read_program(program).mods(Captures(on_device(query.device, tensors), ints, floats))
@@ -212,7 +222,7 @@ def cached_attention(
         return flexpress.cached.cached_attention(
             *(query, k_cache, v_cache, kv_len),
             **{**places, "score_mod": score, "mask_mod": mask, "scale": scale, "k_scale": k_scale, "v_scale": v_scale},
-            **{"return_lse": True, "batch_invariant": batch_invariant, "check": check},
+            **{"return_lse": True, "batch_invariant": batch_invariant, "check": check, "sinks": sinks},
         )
 
 

@@ -16,6 +16,7 @@ from flexpress.block_mask import BlockMask
 from flexpress.foreign_masks import foreign_lists, is_foreign_mask
 from flexpress.programs import captures_of, mod_program
 from flexpress.scales import read_scale
+from flexpress.sinks import check_sinks
 
 from .codegen.mod.bind import bind
 from .codegen.mod.tensors import check_kind, check_surroundings, tracing
@@ -44,6 +45,7 @@ class Recorded(NamedTuple):
     packed: tuple[torch.Tensor, ...]
     scale: float
     options: Options
+    sinks: torch.Tensor | None = None
 
     def attend(self, output_max: bool, deterministic: bool) -> tuple:
         """out, lse and max_scores (None if they are not wanted)."""
@@ -53,7 +55,8 @@ class Recorded(NamedTuple):
             count = len(graph.tensors)
             score = graph, [*map(apart, values[:count]), *values[count:]]
         captures = captures_of(score, mask)
-        wants_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, *captures.tensors))
+        learned = query, key, value, *captures.tensors, *(() if self.sinks is None else (self.sinks,))
+        wants_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in learned)
         tables = list(lists.tables) if lists else []
         transposed = wants_gradient and bool(tables) and walked_in_every_length((lists.q_block, lists.kv_block))
         transposed = transposed and not torch.compiler.is_exporting()  # what is exported is run for its output
@@ -72,18 +75,18 @@ class Recorded(NamedTuple):
         )
         starts = [self.packed[0]] if self.packed and self.packed[0] is self.packed[-1] else list(self.packed)
         out, lse, max_scores, _ = torch.ops.flexpress.flex_attention(
-            query, key, value, *captures, tables, starts, self.scale, program.text()
+            query, key, value, *captures, tables, starts, self.scale, program.text(), self.sinks
         )
         return out, lse, max_scores if output_max else None
 
 
-def recorded(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed) -> Recorded:
+def recorded(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed, sinks=None) -> Recorded:
     """The arguments of flex_attention; `packed` as for call.bound."""
     check_surroundings("flex_attention")
     modes = [getattr(t, "fake_mode", None) for t in (query, key, value)]
     if None not in modes and not tracing():  # FakeTensors, outside the mode that they were made in
         with modes[0]:
-            return recorded(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed)
+            return recorded(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed, sinks)
     query, key, value = checks.autocast(query, key, value)
     checks.check_tensors(query, key, value, enable_gqa)
     options = checks.parse_options(kernel_options)
@@ -92,7 +95,10 @@ def recorded(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel
         lists, decided, mask_mod = _mask(block_mask, query, key, mask_mod)
     scale, score_mod = read_scale(scale, score_mod, query.shape[3], query.device)
     score, mask = bound_mod(score_mod, "score"), bound_mod(mask_mod, "mask")
-    return Recorded(query, key, value, score, mask, lists, decided, tuple(packed or ()), scale, options)
+    if sinks is not None:
+        check_sinks(sinks, query.shape[1], query.device)
+        check_kind("sinks", sinks)
+    return Recorded(query, key, value, score, mask, lists, decided, tuple(packed or ()), scale, options, sinks)
 
 
 def _mask(block_mask, query, key, mask_mod) -> tuple:

@@ -12,6 +12,7 @@ from flexpress.mods import MaskMod, ScoreMod
 from flexpress.packed_checks import check_packed
 from flexpress.packing import packing_of
 from flexpress.recorded import Recorded
+from flexpress.sinks import fold_sinks
 
 from .codegen.mod.tensors import ORDINARY, check_surroundings, is_distributed, read_captured
 from .codegen.run.call import Bound
@@ -35,6 +36,7 @@ def varlen_attention(
     kernel_options: dict[str, Any] | None = None,
     deterministic: bool = False,
     context: None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor: ...
 @overload
 def varlen_attention(
@@ -51,6 +53,7 @@ def varlen_attention(
     kernel_options: dict[str, Any] | None = None,
     deterministic: bool = False,
     context: None = None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def varlen_attention(
@@ -67,6 +70,7 @@ def varlen_attention(
     kernel_options: dict[str, Any] | None = None,
     deterministic: bool = False,
     context: None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def varlen_attention(
@@ -80,6 +84,7 @@ def varlen_attention(
     kernel_options: dict[str, Any] | None = None,
     deterministic: bool = False,
     context: ContextPlan,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor: ...
 @overload
 def varlen_attention(
@@ -93,6 +98,7 @@ def varlen_attention(
     kernel_options: dict[str, Any] | None = None,
     deterministic: bool = False,
     context: ContextPlan,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def varlen_attention(
@@ -106,6 +112,7 @@ def varlen_attention(
     kernel_options: dict[str, Any] | None = None,
     deterministic: bool = False,
     context: ContextPlan,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 @compilable
 def varlen_attention(
@@ -122,6 +129,7 @@ def varlen_attention(
     kernel_options: dict[str, Any] | None = None,
     deterministic: bool = False,
     context: ContextPlan | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention within each of n packed sequences, with the user's own score and mask.
 
@@ -138,6 +146,7 @@ def varlen_attention(
     scale, kernel_options, deterministic   as for flex_attention
     context         a plan that ContextPlan.packed (flexpress.distributed) made of cu_seqlens and mask_mod, which are left out here: q, k
                     and v are this rank's tokens. A score_mod is told the same as without
+    sinks           (Hq,), a logit for each head, as for flex_attention
 
     Returns (total_q, Hq, Dv) in q's dtype; with return_lse also lse (total_q, Hq), float32, natural logarithm. A query with nothing to
     attend to gives 0 and -inf. Differentiable as flex_attention is. Other lengths, or another number of sequences, compile nothing (but
@@ -158,33 +167,37 @@ def varlen_attention(
         from flexpress.context_varlen import attend_varlen_in_context
 
         out, lse = attend_varlen_in_context(context, *arguments)
+        if sinks is not None:
+            out, lse = fold_sinks(out, lse, sinks)
     elif q.__class__ not in ORDINARY and is_distributed(q):
-        out, lse = _attend_shards(*arguments)
+        out, lse = _attend_shards(*arguments, sinks)
     else:
-        out, lse = _attend(*arguments)
+        out, lse = _attend(*arguments, sinks=sinks)
     return (out, lse) if return_lse else out
 
 
-def _attend_shards(q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, deterministic) -> tuple:
+def _attend_shards(q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, deterministic, sinks) -> tuple:
     """out and lse of DTensors."""
     from flexpress.dtensors import Shards  # imports torch's, which takes long
 
     part = Shards({"q": q, "k": k, "v": v}, None, 1)
     mods = part.score_mod(score_mod), part.mask_mod(mask_mod)
     q, k, v = part.local
-    found = _attend(q, k, v, cu_seqlens_q, cu_seqlens_k, *mods, scale, kernel_options, deterministic, part.read_captured)
+    found = _attend(q, k, v, cu_seqlens_q, cu_seqlens_k, *mods, scale, kernel_options, deterministic, part.read_captured, part.sinks(sinks))
     return part.joined(*found)
 
 
-def _attend(q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, deterministic, read=read_captured) -> tuple:
+def _attend(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, deterministic, read=read_captured, sinks=None
+) -> tuple:
     """out and lse. `read` as for `bound`."""
-    call = packed_call(q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, read)
+    call = packed_call(q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, read, sinks)
     out, lse, _ = attend(call, False, deterministic)
     return tuple(t.squeeze(0).transpose(0, 1) for t in (out, lse))  # out[0] would copy its gradient
 
 
 def packed_call(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod=None, mask_mod=None, scale=None, kernel_options=None, read=read_captured
+    q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod=None, mask_mod=None, scale=None, kernel_options=None, read=read_captured, sinks=None
 ) -> Bound | Recorded:
     """The call of flex_attention that attends within packed sequences: of one batch entry, heads before tokens."""
     check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
@@ -192,4 +205,4 @@ def packed_call(
     q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
     score_mod = None if score_mod is None else packing.score_mod(score_mod)
     mask_mod, packed = packing.mask_mod(mask_mod), (packing.starts_q, packing.starts_k)
-    return bound(q, k, v, score_mod, None, scale, True, kernel_options, mask_mod, packed, read)
+    return bound(q, k, v, score_mod, None, scale, True, kernel_options, mask_mod, packed, read, sinks)

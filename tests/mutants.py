@@ -688,6 +688,43 @@ CHECKS = [
     ),
 ]
 
+SINKS = [
+    Mutant(
+        "templates/_softmax.jinja",
+        "l_i = l_i * alpha + {{ tl }}.exp2({{ tl }}.fma(sink, factor, -shift_safe))",
+        "l_i = l_i * alpha",
+        named("sinks", "extreme"),
+        "a sink takes no weight",
+    ),
+    Mutant(
+        "templates/backward_delta.py.jinja",
+        "-tl.sum(weight * delta, 0)",
+        "tl.sum(weight * delta, 0)",
+        named("sinks", "alone"),
+        "the gradient of sinks has the wrong sign",
+    ),
+    Mutant(
+        "templates/combine_splits.py.jinja",
+        '"% INNER" if RAGGED',
+        '"% INNER" if False',
+        named("sinks", "caches"),
+        "where keys are split, a token of packed queries gets another head's sink",
+    ),
+    Mutant(
+        "codegen/plan/forward.py",
+        "SMALLEST_SCALE if extras.sinks else 0.0",
+        "0.0",
+        named("sinks", "extreme"),
+        "sinks are divided by a scale so small that they become infinite",
+    ),
+    Mutant(
+        "flexpress/sinks.py",
+        "sinks.data_ptr() % 16 == 0",
+        "True",
+        named("sinks", "place"),
+        "sinks at any address reach kernels that were compiled for multiples of 16",
+    ),
+]
 LAUNCHES = [
     Mutant(
         "codegen/run/block_lists.py",
@@ -706,7 +743,7 @@ LAUNCHES = [
     ),
     Mutant(
         "codegen/run/forward.py",
-        "scale > 0, output_max",
+        "factors_out(scale, extras), output_max",
         "True, output_max",
         named("attention") + ("tests/test_huge_scores.py",),
         "a negative scale is folded into the softmax's base",
@@ -826,8 +863,8 @@ LAUNCHES = [
     ),
     Mutant(
         "codegen/run/backward.py",
-        "lse_gradient, wanted, rows.raw, ordinary)",
-        "lse_gradient, wanted, rows.raw)",
+        "rows.raw, ordinary, structure_of",
+        "rows.raw, True, structure_of",
         named("backward", "becomes_infinite"),
         "a captured number that is infinite now finds the kernel of one that was not",
     ),
@@ -926,13 +963,7 @@ INTEGRATIONS = [
         named("transformers", "room_for_keys"),
         "keys that are not there yet are seen where nothing else hides them",
     ),
-    Mutant(
-        _TRANSFORMERS,
-        "torch.sigmoid(lse - sinks",
-        "torch.sigmoid(lse + sinks",
-        named("transformers", "padding and gpt_oss"),
-        "sinks with the wrong sign",
-    ),
+    Mutant(_TRANSFORMERS, "sinks=s_aux", "sinks=None", named("transformers", "padding and gpt_oss"), "a model's sinks are left out"),
     Mutant(
         _TRANSFORMERS,
         "is_local = local_size is not None and kv_length >= local_size",
@@ -1054,7 +1085,7 @@ ELSEWHERE = [
     ),
 ]
 
-MUTANTS = [*CAPTURES, *INTERVALS, *CACHE, *PAGES, *CHECKS, *LAUNCHES, *INTEGRATIONS, *ELSEWHERE, *EXPORTS]
+MUTANTS = [*CAPTURES, *INTERVALS, *CACHE, *PAGES, *CHECKS, *SINKS, *LAUNCHES, *INTEGRATIONS, *ELSEWHERE, *EXPORTS]
 
 
 def copied(place: Path) -> Path:

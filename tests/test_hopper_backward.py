@@ -113,7 +113,7 @@ def test_gradients(monkeypatch, name):
     monkeypatch.setattr(backward_kernels, "L2_BYTES", case["megabytes"] << 20)
     registry.clear()
     wanted = frozenset() if case["learned"] is None else frozenset({0})
-    *found, of_captured = backward(bound, out, rows, do, None, wanted=wanted)
+    *found, of_captured, _ = backward(bound, out, rows, do, None, wanted=wanted)
     found += of_captured.values()
     (counter,) = counters._counters.values()
     registry.clear()

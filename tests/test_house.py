@@ -109,16 +109,18 @@ def test_tests_are_imported_by_nobody():
     assert wrong == set()
 
 
-LONGEST_MODULE, LONGEST_FUNCTION = 350, 60  # lines, with docstrings
+LONGEST_MODULE, LONGEST_FUNCTION = 350, 55  # lines; of a function but for its docstring
 
 
 def too_long(path: Path) -> list[str]:
-    """What of a file is longer than a reader should have to hold in mind: itself, and functions."""
+    """What of a file is longer than a reader should have to hold in mind: itself, and functions but for docstrings."""
     text = FILES[path].read_text(encoding="utf-8")
     lengths = [(str(path), len(text.splitlines()), LONGEST_MODULE)]
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            lengths.append((f"{path}: {node.name}", node.end_lineno - node.lineno + 1, LONGEST_FUNCTION))
+            first = node.body[0] if ast.get_docstring(node) is None or len(node.body) == 1 else node.body[1]
+            described = first.lineno - node.body[0].lineno
+            lengths.append((f"{path}: {node.name}", node.end_lineno - node.lineno + 1 - described, LONGEST_FUNCTION))
     return [f"{name} has {length} lines" for name, length, most in lengths if length > most]
 
 

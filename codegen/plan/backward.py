@@ -22,7 +22,7 @@ from ..text.mod_text import ModText, mod_text
 from ..text.parameters import Parameter, constants, descriptor_of, numbers, pointer, stride_names
 from ..text.snippet import Target
 from ..text.spec import KernelSpec
-from .forward import Blocks, Mod, Options, block_flags, element_flags, list_numbers, list_tables
+from .forward import ORDINARY, Blocks, Extras, Mod, Options, block_flags, element_flags, list_numbers, list_tables
 from .tiles import Tile, backward_tile
 
 STATS_ALIGNMENT = 128  # backward_delta pads its rows to a multiple of this; query tiles divide it
@@ -63,6 +63,7 @@ class BackwardCase(NamedTuple):
     captured: frozenset[int] = frozenset()  # the captured tensors of score_mod that want a gradient
     ordinary: bool = True  # captured numbers of score_mod are, see mod/nan.py
     raw_tops: bool = False  # the forward kernel left largest scores without scale, of a score_mod that adds distances
+    extras: Extras = ORDINARY  # of which gradients are wanted
     whole: bool = False  # Q_LEN and KV_LEN are whole blocks, see `whole_blocks`
 
 
@@ -182,13 +183,15 @@ def delta_spec(case: BackwardCase, backend: str, zero_dq: str = "", raw: bool = 
     group of heads. `raw`: the next kernel's scores are without scale where the forward kernel's were."""
     fused = bool(zero_dq)
     sizes = ["Hq", "Q_LEN", "STATS_LEN", *strides("o", "do"), *(["Zkv", "GROUP_SIZE", "HEADS_PER_GROUP"] if zero_dq == "first" else [])]
-    sizes += [*(["SM_SCALE"] if case.raw_tops else []), *(["TO_LOG2"] if fused else [])]
+    sizes += [*(["SM_SCALE"] if case.raw_tops else []), *(["TO_LOG2"] if fused or case.extras.sinks else [])]
     unit = delta_unit(case)
     lies = f"[Z, Hq, Q_LEN, D_V] in {f'strides of {unit} elements' if unit > 1 else 'any strides'}"
     parameters = [pointer("O", dtype_name(case.dtype), lies), pointer("DO", dtype_name(case.dtype), lies)]
     parameters.append(pointer("ROWS", "float32", "[Z, Hq, Q_LEN, 2]: top and share as the forward kernel leaves them"))
     parameters += [pointer("DLSE", "float32", "[Z, Hq, Q_LEN]")] if case.lse_gradient else []
     parameters += [pointer("TOPS", "float32", "written"), pointer("DELTA", "float32", "written")]
+    if case.extras.sinks:
+        parameters += [*case.extras.parameters, pointer("D_SINKS", "float32", "[Z, Hq, STATS_LEN / BLOCK_M], written")]
     if fused:
         parameters += [
             pointer("DQ_SUM", "float32", "[Z, Hq, Q_LEN, D_QK], zeroed"),
@@ -200,6 +203,8 @@ def delta_spec(case: BackwardCase, backend: str, zero_dq: str = "", raw: bool = 
         "D_V_ROUNDED": round_up_head_dim(case.d_v),
         "UNIT": unit,
         "LSE_GRADIENT": case.lse_gradient,
+        **case.extras.flags,
+        "ROWS_ARE_RAW": case.raw_tops,
         "SCALE_TOPS": case.raw_tops and not raw,
         "RAW": raw,
         "ZERO_DQ": zero_dq,

@@ -18,7 +18,9 @@ from ..text.parameters import Parameter, constants, numbers, pointer
 from ..text.snippet import Target
 from ..text.spec import KernelSpec
 from .forward import (
+    ORDINARY,
     Blocks,
+    Extras,
     Mod,
     block_flags,
     element_flags,
@@ -61,6 +63,7 @@ class DecodeCase(NamedTuple):
     page_size: int = 0  # of paged K and V
     kv_dtype: torch.dtype | None = None  # of K and V where it is not that of q
     scales: bool = False  # K and V are to be multiplied by
+    extras: Extras = ORDINARY
 
 
 def vector_of(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> int:
@@ -177,6 +180,7 @@ def _spec(case: DecodeCase, backend: str, score: ModText | None, mask: ModText |
         "SCALE_FIRST": scale_apart,
         "OUTPUT_MAX": case.output_max,
         "OUTPUT_ROWS": case.output_rows,
+        **(ORDINARY if case.split else case.extras).flags,
         "SPLIT": case.split,
         "BALANCED": case.balanced,
         "RAGGED": case.ragged,
@@ -200,6 +204,7 @@ def _parameters(case: DecodeCase, score: ModText | None, mask: ModText | None, s
     else:
         found.append(pointer("O", dtype, f"[{rows}, D_V] in any strides, written"))
         found += statistic_parameters(rows, case.output_max, case.output_rows)
+        found += case.extras.parameters
     if case.ragged:
         starts = "where each sequence's queries start among the T tokens, and the last one's end. Q_LEN is the largest"
         found.append(pointer("CU_Q", "int32", f"[Z + 1]: {starts} length: of a longer sequence, that many queries are computed"))
@@ -236,11 +241,14 @@ def _combine(case: DecodeCase, backend: str, scale_apart: bool) -> KernelSpec:
         "RAW": not scale_apart,
         "OUTPUT_MAX": case.output_max,
         "OUTPUT_ROWS": case.output_rows,
+        "RAGGED": case.ragged,
+        **case.extras.flags,
     }
     parameters = (
         *_part_parameters("rows"),
         pointer("O", dtype_name(case.dtype), "[rows, D_V] in any strides, written"),
         *statistic_parameters("rows", case.output_max, case.output_rows),
+        *case.extras.parameters,
         *numbers("MIDDLE", "INNER", "SPLITS", "stride_outer", "stride_middle", "stride_inner", "TO_LOG2"),
         *constants("BLOCK_S"),
     )

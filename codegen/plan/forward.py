@@ -106,6 +106,28 @@ def list_tables(blocks: Blocks | None, axis: str = "kv") -> tuple[Parameter, ...
     return tuple(Parameter(name, "*int32") for name in names)
 
 
+class Extras(NamedTuple):
+    """What changes the softmax beside scores and masks: its structure.
+
+    sinks   the dtype of sinks; "": there are none
+    """
+
+    sinks: str = ""
+
+    @property
+    def flags(self) -> dict[str, object]:
+        """What templates know of it."""
+        return {"SINKS": bool(self.sinks)}
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """The parameters that take its tensors."""
+        return (pointer("SINKS", self.sinks, "[Hq]: the score of one more key, whose value is 0"),) if self.sinks else ()
+
+
+ORDINARY = Extras()
+
+
 class Cache(NamedTuple):
     """How a cache holds the keys of sequences whose queries are packed one after another (see decode.Cached).
 
@@ -135,6 +157,7 @@ class ForwardCase(NamedTuple):
     output_rows: bool = False  # what the backward pass needs of every row
     exact_indices: bool = True
     cache: Cache | None = None  # the kernel for Hopper alone
+    extras: Extras = ORDINARY
 
 
 Mod = tuple[ModGraph, tuple[TensorLayout, ...]]
@@ -207,6 +230,7 @@ def _spec(case: ForwardCase, backend: str, score: ModText | None, mask: ModText 
         "SCALE_IS_POSITIVE": case.scale_is_positive,
         "OUTPUT_MAX": case.output_max,
         "OUTPUT_ROWS": case.output_rows,
+        **case.extras.flags,
         "PRESCALE_QK": options.prescale_qk,
         "ROWS_GUARANTEED_SAFE": options.rows_guaranteed_safe,
         "USE_TMA": case.use_tma,
@@ -229,7 +253,8 @@ def _parameters(case: ForwardCase, score: ModText | None, mask: ModText | None, 
     sizes = ("Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", *stride_names_of(case.units), *scale_names(scale_apart), *list_numbers(blocks))
     mods = tuple(p for m in (score, mask) if m for p in m.parameters)
     statistics = statistic_parameters("Z, Hq, Q_LEN", case.output_max, case.output_rows)
-    return (*found, *statistics, *numbers(*sizes), *list_tables(blocks), *mods, *constants("BLOCK_M", "BLOCK_N"))
+    found += statistics
+    return (*found, *case.extras.parameters, *numbers(*sizes), *list_tables(blocks), *mods, *constants("BLOCK_M", "BLOCK_N"))
 
 
 def stride_names_of(units: tuple[bool, bool, bool]) -> tuple[str, ...]:
@@ -241,6 +266,14 @@ def stride_names_of(units: tuple[bool, bool, bool]) -> tuple[str, ...]:
 def scale_names(scale_apart: bool) -> tuple[str, ...]:
     """The scale and the factor to base 2, or the latter with the scale in it."""
     return ("SM_SCALE", "TO_LOG2") if scale_apart else ("TO_LOG2",)
+
+
+SMALLEST_SCALE = 1e-20  # sinks are divided by smaller ones nowhere
+
+
+def factors_out(scale: float, extras: Extras) -> bool:
+    """May kernels leave the scale to the conversion to base 2? Then larger scores are larger without it, and sinks are divided by it."""
+    return scale > (SMALLEST_SCALE if extras.sinks else 0.0)
 
 
 def scales(scale: float, scale_apart: bool) -> dict[str, float]:

@@ -190,6 +190,7 @@ def _spec(case: ForwardCase, tile: HopperTile, score: ModText | None, mask: ModT
         "SUM_IS_RAW": scores_are_raw(score and score.sum, case.scale_is_positive),
         "OUTPUT_MAX": case.output_max,
         "OUTPUT_ROWS": case.output_rows,
+        **case.extras.flags,
         "imports_triton": any("tl" in m.modules for m in mods),
     }
     parameters = _parameters(case, tile, tuple(p for m in mods for p in m.parameters), scale_apart)
@@ -209,6 +210,7 @@ def _parameters(case: ForwardCase, tile: HopperTile, mods: tuple[Parameter, ...]
         descriptor_of("O", dtype, ROWS, d_v),
         *([pointer("O", dtype)] if starts else []),
         *statistic_parameters("T, Hq" if cache else "Z, Hq, Q_LEN", case.output_max, case.output_rows),
+        *case.extras.parameters,
         pointer("COUNTER", "int32"),
     ]
     sizes = ["Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", "HEADS", "HEADS_PER_GROUP", *scale_names(scale_apart), *list_numbers(blocks)]

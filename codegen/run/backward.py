@@ -15,12 +15,12 @@ from ..device.workers import Job
 from ..mod.nan import are_ordinary
 from ..plan.backward import BackwardCase, backward_geometry, delta_unit, whole_blocks
 from ..plan.candidates import Choice, choose
-from ..plan.forward import Blocks, Mod, Options, are_exact, wants_tma
+from ..plan.forward import ORDINARY, Blocks, Extras, Mod, Options, are_exact, factors_out, wants_tma
 from ..registry import INFO, Table
 from ..text.parameters import named_strides
 from .backward_kernels import Call, Fused, Hopper, Portable, Sizes, TwoPass
 from .block_lists import BlockLists
-from .call import Bound, Rows, keys_of
+from .call import Bound, Rows, keys_of, structure_of
 from .launch import Unusable, begin_only, launch_nothing
 from .layouts import output_like, strides_like, with_rows
 from .meanwhile import Meanwhile, awaited_in, must_wait, serving
@@ -41,6 +41,7 @@ class Details(NamedTuple):
     wanted: frozenset[int]  # captured tensors that want a gradient
     raw_tops: bool = False  # see BackwardCase
     ordinary: bool = True
+    extras: Extras = ORDINARY  # see BackwardCase
 
 
 def backward(
@@ -54,7 +55,8 @@ def backward(
     deterministic: bool = False,
     waits: bool = True,
 ):
-    """dq, dk, dv (shaped, typed and laid out as q, k, v) and {index of a captured tensor of score_mod in `wanted`: its gradient}.
+    """dq, dk, dv (shaped, typed and laid out as q, k, v), {index of a captured tensor of score_mod in `wanted`: its gradient}, and the
+    gradient of sinks, if bound.extras has any.
 
     out, rows   what the forward pass returned      do, dlse   gradients of out and lse; dlse may be None      waits   as for `forward`
     """
@@ -62,7 +64,8 @@ def backward(
     q, k, v, do = map(with_rows, (bound.q, bound.k, bound.v, do))
     dq, dk, dv = output_like(q, q.shape[3]), output_like(k, k.shape[3]), output_like(v, v.shape[3])
     if out.numel() == 0 or v.shape[2] == 0:
-        return dq.zero_(), dk.zero_(), dv.zero_(), {i: torch.zeros_like(score[1][i]) for i in wanted}
+        d_sinks = bound.extras and (torch.zeros_like(bound.extras.sinks) if dlse is None else dlse.sum((0, 2)).to(bound.extras.sinks.dtype))
+        return dq.zero_(), dk.zero_(), dv.zero_(), {i: torch.zeros_like(score[1][i]) for i in wanted}, d_sinks
 
     transposed = bound.transposed(mask) if bound.transposed else None
     keys = keys_of(score, mask, (*q.shape[:3], k.shape[2]), lists)
@@ -73,6 +76,8 @@ def backward(
     tensors = {"Q": q, "K": k, "V": v, "O": out, "DO": do, "ROWS": rows.values, "DQ": dq, "DK": dk, "DV": dv}
     if dlse is not None:
         tensors["DLSE"] = dlse.contiguous()
+    if bound.extras:
+        tensors |= bound.extras.named
     while True:  # until kernels are usable
         ready = _ready.get(kind) or serving(_meanwhile, kind, q.device, waits)
         if ready is None:
@@ -82,8 +87,9 @@ def backward(
             INFO.hits += 1
         run = ready.run if not is_profiled() else in_range(ready.run, "backward", names_of(score, mask))
         try:
-            gradients = run({**tensors, **ready.statistics(q.device)}, score, mask, lists, transposed)
-            return dq, dk, dv, gradients
+            statistics = ready.statistics(q.device)
+            gradients = run({**tensors, **statistics}, score, mask, lists, transposed)
+            return dq, dk, dv, gradients, bound.extras and statistics["D_SINKS"].sum((0, 2)).to(bound.extras.sinks.dtype)
         except Unusable as why:
             _refuse(ready, why)
         except NotYet as soon:
@@ -121,7 +127,7 @@ def _new(call: _Pass, portable: bool = False) -> TwoPass | Fused:
 def _details(bound: Bound, rows: Rows, lse_gradient: bool, wanted: frozenset[int], deterministic: bool) -> Details:
     score = bound.score
     ordinary = score is None or are_ordinary(score[1][len(score[0].tensors) :])
-    return Details(bound.options, deterministic, lse_gradient, wanted, rows.raw, ordinary)
+    return Details(bound.options, deterministic, lse_gradient, wanted, rows.raw, ordinary, structure_of(bound.extras))
 
 
 def _refuse(ready: TwoPass | Fused, why: Unusable) -> None:
@@ -171,7 +177,7 @@ def _imagined(bound: Bound, out: torch.Tensor, rows: Rows, wanted: frozenset[int
     q, k, v, do = map(with_rows, (bound.q, bound.k, bound.v, torch.empty_like(out)))
     transposed = bound.transposed(bound.mask) if bound.transposed else None
     keys = keys_of(bound.score, bound.mask, (*q.shape[:3], k.shape[2]), bound.lists)
-    tensors = {"Q": q, "K": k, "V": v, "O": out, "DO": do, "ROWS": rows.values}
+    tensors = {"Q": q, "K": k, "V": v, "O": out, "DO": do, "ROWS": rows.values, **(bound.extras.named if bound.extras else {})}
     tensors |= {f"D{name}": output_like(t, t.shape[3]) for name, t in (("Q", q), ("K", k), ("V", v))}
     details = _details(bound, rows, False, wanted, deterministic)
     return _Pass((q, k, v, do), bound, keys, details, tensors, transposed)
@@ -231,7 +237,7 @@ def case_of(
         use_tma,
         blocks,
         details.options,
-        scale > 0,
+        factors_out(scale, details.extras),
         exact_indices=are_exact(q.shape[2], k.shape[2], blocks),
         one_batch=q.shape[0] == 1,
         one_head=q.shape[1] == 1,
@@ -240,6 +246,7 @@ def case_of(
         captured=details.wanted,
         ordinary=details.ordinary,
         raw_tops=details.raw_tops,
+        extras=details.extras,
         whole=whole_blocks(q.shape[2], k.shape[2], blocks),
     )
     return Call(case, geometry, backend, arch, *keys)

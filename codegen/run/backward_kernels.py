@@ -103,7 +103,7 @@ class _Kernels:
         if lists and lists.starts is not None:
             self.stats_len += whole  # the last block may begin anywhere
         self.plan, self.sizes, self.copies, self.waits = plan, sizes, copies, True
-        self.key = call.key
+        self.key, self.sinks = call.key, bool(call.case.extras.sinks)
         self.numbers = sizes.numbers(call, plan, self.stats_len)
         self.delta = Launch(plan.delta, {**self.numbers, **sizes.strides})
         self.delta_rows = delta_rows(call.case.d_v)
@@ -111,10 +111,13 @@ class _Kernels:
     def statistics(self, device: torch.device) -> dict[str, torch.Tensor]:
         """Memory for what backward_delta leaves."""
         Z, Hq = self.sizes.extents[:2]
-        return {
+        found = {
             "TOPS": contiguous((Z, Hq, 2 * self.copies, self.stats_len), torch.float32, device),
             "DELTA": contiguous((Z, Hq, self.copies, self.stats_len), torch.float32, device),
         }
+        if self.sinks:
+            found["D_SINKS"] = contiguous((Z, Hq, self.stats_len // self.delta_rows), torch.float32, device)
+        return found
 
     def describe_rows(self, tensors: dict[str, torch.Tensor]) -> None:
         """The rows' maxima, shares and delta, and for the fused kernel what it counts on."""

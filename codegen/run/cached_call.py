@@ -10,9 +10,9 @@ import torch
 
 from ..device.devices import architecture_of
 from ..mod.expr import INDEX_BOUND
-from ..plan.forward import Cache, ForwardCase, Geometry, Mod, Options, geometry_of, wants_tma
+from ..plan.forward import Cache, ForwardCase, Geometry, Mod, Options, factors_out, geometry_of, wants_tma
 from .block_lists import BlockLists
-from .call import Cached, keys_of
+from .call import Cached, ExtraInputs, keys_of, structure_of
 from .masks import automatic_lists
 
 BLOCK = 128  # queries and keys of a block of the lists
@@ -29,6 +29,7 @@ class CachedCall:
     masked        False for one query a sequence that sees all that there is
     q_offset      int32 [Z], the position of each sequence's first query, or None: its queries are its last positions
     by_position   from "score" or "mask" to the bound mod, of positions in a sequence; None where there is no score_mod
+    extras        None for an ordinary softmax
     by_number     the same of the numbers of queries in a sequence. Its mask_mod also hides keys past the sequence's end; None where the
                   call is not masked
     """
@@ -46,6 +47,7 @@ class CachedCall:
     options: Options
     by_position: Callable[[str], tuple | None]
     by_number: Callable[[str], tuple | None]
+    extras: ExtraInputs | None = None
 
     @property
     def layouts(self) -> tuple:
@@ -92,9 +94,10 @@ class CachedCall:
             geometry.aligned,
             wants_tma(self.options, q.dtype, architecture_of(q.device)),
             options=self.options,
-            scale_is_positive=self.scale > 0,
+            scale_is_positive=factors_out(self.scale, structure_of(self.extras)),
             exact_indices=max(q.shape[2], self.extents[3]) <= INDEX_BOUND,
             cache=Cache(0 if cached.pages is None else k.shape[2], cached.kv_locs is not None, self.q_offset is not None),
+            extras=structure_of(self.extras),
         )
 
     @property

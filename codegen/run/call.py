@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import torch
 
+from ..mod.dtypes import dtype_name
 from ..mod.expr import ModGraph
-from ..plan.forward import Mod, Options
+from ..plan.forward import ORDINARY, Extras, Mod, Options
 from ..text.layouts import LARGEST_BLOCK_N, layouts_of
 from .block_lists import BlockLists
 
@@ -38,6 +39,30 @@ def _never(*_) -> bool:
     return False
 
 
+class ExtraInputs(NamedTuple):
+    """What changes the softmax beside scores and masks.
+
+    sinks   (Hq,), contiguous and at a multiple of 16 bytes
+    """
+
+    sinks: torch.Tensor
+
+    @property
+    def structure(self) -> Extras:
+        """All but addresses."""
+        return Extras(dtype_name(self.sinks.dtype))
+
+    @property
+    def named(self) -> dict[str, torch.Tensor]:
+        """Its tensors by the names of parameters."""
+        return {"SINKS": self.sinks}
+
+
+def structure_of(extras: ExtraInputs | None) -> Extras:
+    """All of it but addresses."""
+    return ORDINARY if extras is None else extras.structure
+
+
 class Bound(NamedTuple):
     """The arguments of a call, checked and bound.
 
@@ -45,6 +70,7 @@ class Bound(NamedTuple):
     score, mask   a mod's graph and what it captures, or None. `mask` is the mask_mod of the partial blocks in `lists`
     lists         None for attention without a mask
     transposed    from the bound mask_mod to the lists of query blocks for each KV block, in the same fields
+    extras        None for an ordinary softmax
     """
 
     q: torch.Tensor
@@ -57,6 +83,7 @@ class Bound(NamedTuple):
     lists: BlockLists | None = None
     transposed: Callable[[tuple], BlockLists] | None = None
     options: Options = Options()
+    extras: ExtraInputs | None = None
 
     @property
     def captured(self) -> list[torch.Tensor]:

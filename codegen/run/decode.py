@@ -13,13 +13,13 @@ from ..device.memory import contiguous
 from ..mod.expr import INDEX_BOUND
 from ..plan.decode import BLOCK_S, MAX_ROWS, MIN_SHARE, DecodeCase, DecodePlan, Rows, parts_of, plan_decode, rows_of, vector_of
 from ..plan.decode import Parts as Split
-from ..plan.forward import STRIDES, Geometry, Mod, scales
+from ..plan.forward import STRIDES, Geometry, Mod, factors_out, scales
 from ..plan.tiles import Tile, next_smaller
 from ..registry import INFO, Table
 from ..text.mod_text import mod_values
 from .block_lists import BlockLists
 from .cached_call import CachedCall
-from .call import NOT_CACHED, Cached, keys_of
+from .call import NOT_CACHED, Cached, keys_of, structure_of
 from .forward_kernels import Call, planned
 from .launch import Launch, addresses_of, launch_fitting, launch_nothing
 
@@ -98,6 +98,7 @@ class Decode(_Planned):
             known.exact_indices,
             split.room > 0,
             split.of_all > 0,
+            extras=known.extras,
         )
         machine = call.backend, call.arch
         made = DecodeCall(case, call.geometry, call.extents, Q_LEN, rows, split, 0, *machine, call.scale, call.score, call.mask)
@@ -112,12 +113,13 @@ class DecodeCached(_Planned):
         score, mask = call.by_number("score"), call.by_number("mask")
         lists = mask and call.lists(mask, call.extents[2])
         keys = keys_of(score, mask, call.extents)
-        key = (*call.layouts, call.scale, *keys, lists and lists.structure, *call.cached.structure)
-        tensors = [call.k, call.v, call.q, call.out, call.lse, *call.cached.tensors]
+        key = (*call.layouts, call.scale, *keys, lists and lists.structure, *call.cached.structure, structure_of(call.extras))
+        extras = call.extras.named if call.extras else {}
+        tensors = [call.k, call.v, call.q, call.out, call.lse, *call.cached.tensors, *extras.values()]
         kernels = None if prepare else _ready.get(key)
         if kernels is None:
             made = self._call(call, keys, lists)
-            names = ("K", "V", "Q", "O", "LSE", *call.cached.named, *(lists.tensors() if lists else ()))
+            names = ("K", "V", "Q", "O", "LSE", *call.cached.named, *extras, *(lists.tensors() if lists else ()))
             kernels = Kernels(planned(_plans, self, made), made, names, lists)
             if prepare:
                 launch_nothing(kernels.launches)
@@ -139,7 +141,7 @@ class DecodeCached(_Planned):
             geometry.units,
             geometry.aligned,
             lists and lists.blocks._replace(interior=True),
-            scale_is_positive=call.scale > 0,
+            scale_is_positive=factors_out(call.scale, structure_of(call.extras)),
             exact_indices=max(call.extents[2:]) <= INDEX_BOUND,
             split=split.room > 0,
             balanced=split.of_all > 0,
@@ -149,6 +151,7 @@ class DecodeCached(_Planned):
             page_size=0 if cached.pages is None else k.shape[2],
             kv_dtype=kv_dtype,
             scales=cached.k_scales is not None,
+            extras=structure_of(call.extras),
         )
         machine = backend_of(q.device.type), architecture_of(q.device)
         return DecodeCall(case, geometry, call.extents, q.shape[2], rows, split, call.stride_pages, *machine, call.scale, *keys)
@@ -197,6 +200,7 @@ class Kernels:
     def __init__(self, plan: DecodePlan, call: DecodeCall, names: tuple[str, ...], lists: BlockLists | None) -> None:
         (Z, Hq, Q_LEN, KV_LEN), case, split = call.extents, call.case, call.split
         self.plan, self.names, self.ragged = plan, names, case.ragged
+        self.sinks = names.index("SINKS") if case.extras.sinks else None
         numbers = {
             **call.geometry.numbers,
             **{"Q_LEN": Q_LEN, "KV_LEN": KV_LEN, "Z": Z, "T": call.tokens, "QUERIES": call.rows.queries, "PACK": call.rows.pack},
@@ -232,7 +236,10 @@ class Kernels:
             if self.ragged:  # tokens after the last sequence's have no parts
                 buffer[-self.parts.sizes[-1] :].zero_()
         elif self.ragged:
-            lse.fill_(float("-inf"))
+            if self.sinks is None:
+                lse.fill_(float("-inf"))
+            else:
+                lse.copy_(tensors[self.sinks])  # [T, Hq]
             out.zero_()
         if addresses is None or not self._again(tensors, addresses, buffer, captured, lists, device):
             self._first(tensors, buffer, captured, lists, device)

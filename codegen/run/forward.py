@@ -13,9 +13,9 @@ from ..device.kernel import NotYet
 from ..device.memory import empty
 from ..mod.tensors import LOWEST, check_kind
 from ..plan.candidates import Choice, choose
-from ..plan.forward import Blocks, ForwardCase, Mod, Options, are_exact, geometry_of, wants_tma
+from ..plan.forward import ORDINARY, Blocks, Extras, ForwardCase, Mod, Options, are_exact, factors_out, geometry_of, wants_tma
 from ..registry import INFO, Table
-from .call import Bound, Rows, keys_of
+from .call import Bound, Rows, keys_of, structure_of
 from .decode import Decode
 from .forward_kernels import Call, Hopper, Portable
 from .launch import Unusable, launch_nothing
@@ -35,6 +35,7 @@ class Ready:
     def __init__(self, choice: Choice, call: Call, bound: Bound, output_max: bool, output_rows: bool) -> None:
         q, d_v, lists = bound.q, bound.v.shape[3], bound.lists
         names = ("K", "V", "Q", "O", "LSE", *(["MAX"] if output_max else []), *(["ROWS"] if output_rows else []))
+        names += tuple(bound.extras.named) if bound.extras else ()
         self.refusal, self.provisional = (choice.candidate.name, *call.key), False
         self.runner = choice.candidate.prepare(call, (*names, *(lists.tensors() if lists else ())), lists)
         Z, Hq, Q_LEN = rows = q.shape[:3]
@@ -51,17 +52,18 @@ def forward(
     waits    for the compiler; else other kernels may serve until it is done (meanwhile.py)
     before   where other kernels serve, called with out and Rows, unwritten, and what `raw` is meanwhile: jobs that the call waits for, too
     """
-    q, k, v, inputs, scale, score, mask, lists, _, options = bound
+    q, k, v, inputs, scale, score, mask, lists, _, options, extras = bound
     score_key, mask_key = keys_of(score, mask, inputs.extents, lists)
     k_at, v_at, q_at = k.data_ptr(), v.data_ptr(), q.data_ptr()
     beside = (k_at | v_at | q_at) % 16 and ((k_at | v_at) % 16, q_at % 16)  # 0 for what TMA can load
-    key = (inputs, beside, scale, score_key, mask_key, lists and lists.structure, options, output_max, output_rows)
+    known = extras and extras.structure
+    key = (inputs, beside, scale, score_key, mask_key, lists and lists.structure, options, output_max, output_rows, known)
     ready = _ready.get(key)
     if ready is not None and k_at >= LOWEST and v_at >= LOWEST and q_at >= LOWEST:
         INFO.hits += 1
     else:
         if 0 in (*inputs.extents, v.shape[3]):
-            return _nothing(q, v, output_max, output_rows)
+            return _nothing(bound, output_max, output_rows)
         for name, tensor in (("query", q), ("key", k), ("value", v)):
             if tensor.data_ptr() < LOWEST:  # of a kind that looks as others do
                 check_kind(name, tensor)
@@ -76,6 +78,9 @@ def forward(
         rows = Rows(ready.new_rows(), ready.runner.raw, ready.provisional)
         tensors.append(rows.values)
         addresses.append(rows.values.data_ptr())
+    if extras:
+        tensors += extras.named.values()
+        addresses += [t.data_ptr() for t in extras.named.values()]
     run = ready.runner.run if not is_profiled() else in_range(ready.runner.run, "forward", names_of(score, mask))
     try:
         run(tensors, None if beside else addresses, score and score[1], mask and mask[1], lists)
@@ -116,7 +121,7 @@ def _refuse(ready: Ready, why: Unusable) -> None:
 
 def prepare(bound: Bound, *, output_max: bool = False, output_rows: bool = False) -> tuple[torch.Tensor, Rows | None] | None:
     """Compile what `forward` launches, and launch nothing: out and Rows, unwritten. None where there is nothing to compute."""
-    q, k, v, inputs, _, score, mask, lists, _, _ = bound
+    q, k, v, inputs, _, score, mask, lists, _, _, extras = bound
     if 0 in (*inputs.extents, v.shape[3]):
         return None
     keys = keys_of(score, mask, inputs.extents, lists)
@@ -125,7 +130,11 @@ def prepare(bound: Bound, *, output_max: bool = False, output_rows: bool = False
         ready = Ready(choice, call, bound, output_max, output_rows)
         launch_nothing(ready.runner.launches)
         out, rows = ready.new_out(), Rows(ready.new_rows(), ready.runner.raw) if output_rows else None
-        others = [*([ready.new_stats()] if output_max else []), *([rows.values] if rows else [])]
+        others = [
+            *([ready.new_stats()] if output_max else []),
+            *([rows.values] if rows else []),
+            *(extras.named.values() if extras else []),
+        ]
         try:
             ready.runner.run([k, v, q, out, ready.new_stats(), *others], None, score and score[1], mask and mask[1], lists)
             return out, rows
@@ -133,11 +142,15 @@ def prepare(bound: Bound, *, output_max: bool = False, output_rows: bool = False
             _refuse(ready, why)
 
 
-def _nothing(q: torch.Tensor, v: torch.Tensor, output_max: bool, output_rows: bool):
+def _nothing(bound: Bound, output_max: bool, output_rows: bool):
     """What `forward` returns where there are no queries, no keys, or no columns."""
+    q, v = bound.q, bound.v
     out, lse = output_like(q, v.shape[3]).zero_(), torch.full(q.shape[:3], float("-inf"), dtype=torch.float32, device=q.device)
+    max_scores = lse.clone() if output_max else None
+    if bound.extras:
+        lse = bound.extras.sinks.float()[:, None].expand(lse.shape).clone()  # keys there are none, and every row has its sink
     rows = torch.empty((*lse.shape, 2), dtype=torch.float32, device=q.device)
-    return out, lse, lse.clone() if output_max else None, Rows(rows, False) if output_rows else None
+    return out, lse, max_scores, Rows(rows, False) if output_rows else None
 
 
 def choice_of(
@@ -147,9 +160,9 @@ def choice_of(
 
     keys, outputs   see case_of          passed_over   kernels that are not used, by name and call.key, and why
     """
-    q, k, v, _, scale, _, _, lists, _, options = bound
+    q, k, v, _, scale, _, _, lists, _, options, extras = bound
     machine = backend_of(q.device.type), architecture_of(q.device)
-    call = case_of((q, k, v), scale, keys, lists and lists.blocks, options, *machine, **outputs)
+    call = case_of((q, k, v), scale, keys, lists and lists.blocks, options, *machine, extras=structure_of(extras), **outputs)
     return choose(CANDIDATES, call, options.backend, _refused if not passed_over else {**_refused, **passed_over}), call
 
 
@@ -169,6 +182,7 @@ def case_of(
     *,
     output_max: bool = False,
     output_rows: bool = False,
+    extras: Extras = ORDINARY,
 ) -> Call:
     """What the choice and the text of a call's kernels depend on.
 
@@ -188,10 +202,11 @@ def case_of(
         geometry.tma and wants_tma(options, q.dtype, arch) and aligned,
         blocks,
         options,
-        scale > 0,
+        factors_out(scale, extras),
         output_max,
         output_rows,
         are_exact(q.shape[2], k.shape[2], blocks),
+        extras=extras,
     )
     aligned = aligned and q.data_ptr() % 16 == 0
     return Call(case, geometry, (*q.shape[:3], k.shape[2]), q.device, backend, arch, aligned, scale, *keys)

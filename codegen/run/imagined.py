@@ -11,7 +11,7 @@ import torch
 from ..device import offline
 from ..gpus import architecture
 from ..mod.bind import bind
-from ..plan.forward import Blocks, Mod, Options
+from ..plan.forward import ORDINARY, Blocks, Extras, Mod, Options
 from . import backward, backward_kernels, forward, forward_kernels
 from .call import keys_of
 
@@ -32,6 +32,7 @@ class Imagined:
     output_rows          gradients are wanted
     captured             in a backward pass: of the floating-point tensors that score_mod captures, too
     whole                in a backward pass: Q_LEN and KV_LEN are whole blocks
+    extras               sinks
     options              the other kernel_options
 
     Raises ModError for a mod that cannot be traced.
@@ -56,6 +57,7 @@ class Imagined:
     deterministic: bool = False
     lse_gradient: bool = False
     whole: bool = True
+    extras: Extras = ORDINARY
     options: Options = Options()
 
     def __post_init__(self) -> None:
@@ -74,7 +76,7 @@ class Imagined:
 
     def forward(self, target: str) -> forward_kernels.Call:
         """The forward pass as its kernels see it."""
-        outputs = {"output_max": self.output_max, "output_rows": self.output_rows}
+        outputs = {"output_max": self.output_max, "output_rows": self.output_rows, "extras": self.extras}
         return forward.case_of(self._tensors()[:3], self._scale, self.keys, self._blocks, self._options, *machine_of(target), **outputs)
 
     def backward(self, target: str, **changes) -> backward_kernels.Call:
@@ -82,7 +84,7 @@ class Imagined:
         score, captured = self.bound[0], frozenset()
         if self.captured and score:
             captured = frozenset(i for i, t in enumerate(score[1][: len(score[0].tensors)]) if t.is_floating_point())
-        details = backward.Details(self._options, self.deterministic, self.lse_gradient, captured)
+        details = backward.Details(self._options, self.deterministic, self.lse_gradient, captured, extras=self.extras)
         call = backward.case_of(self._tensors(), self._scale, self.keys, self._blocks, details, *machine_of(target))
         return call._replace(case=call.case._replace(**{"whole": self.whole and not self.starts, **changes}))
 

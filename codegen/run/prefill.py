@@ -52,7 +52,8 @@ class Prefill:
         starts, owners = owned_starts(call.cached.cu_q, T, 2 * ROWS)
         cached, found = call.cached, {"starts": starts, "sequences": owners, "q_offsets": call.q_offset}
         found |= {"cu_q": cached.cu_q, "kv_lens": cached.kv_lens, "kv_locs": cached.kv_locs, "pages": cached.pages}
-        tensors = {"K": call.k, "V": call.v, "Q": call.q, "O": call.out, "LSE": call.lse, **lists.tensors()}
+        extras = call.extras.named if call.extras else {}
+        tensors = {"K": call.k, "V": call.v, "Q": call.q, "O": call.out, "LSE": call.lse, **lists.tensors(), **extras}
         arguments = {**tensors, **{name: t for name, t in found.items() if t is not None}, **_numbers(call, plan, lists, len(owners))}
         limit = None if call.options.backend == self.name else SPILL_LIMIT
         captured = mod_values(plan, score and score[1], mask[1])

@@ -10,9 +10,10 @@ window_size        (left, right): a query sees the keys from `left` before its p
 softcap            above 0: scores s become softcap * tanh(s / softcap)
 alibi_slopes       float32 (Hq,) or (B, Hq): slope * |i + Skv - Sq - j| is subtracted from the score of query i and key j, after the cap
 deterministic      gradients are bitwise equal on every run
+sinks              (Hq,): a logit for each head, the score of one more key whose value is 0; flash_attn 2.8 has none
 return_attn_probs  return (out, softmax_lse, S_dmask): lse is float32, natural logarithm; S_dmask is empty, (0,), as without dropout there
 
-A row that sees nothing gives 0 and lse -inf. Differentiable with respect to q, k, v, and alibi_slopes if they require grad, through out and
+A row that sees nothing gives 0 and lse -inf, or its sink. Differentiable with respect to q, k, v, alibi_slopes and sinks, through out and
 lse. All take float16, bfloat16 or float32, any lengths and strides and head dims up to 256, and copy none of their inputs. Other lengths,
 windows, slopes and caps compile nothing; as many queries as keys, and one query, have kernels of their own.
 
@@ -61,6 +62,8 @@ def flash_attn_func(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    sinks: torch.Tensor | None = None,
 ) -> Any:  # a tensor, or a tuple where more is asked for
     """Attention of q (B, Sq, Hq, D) to k and v (B, Skv, Hkv, D), Hq a multiple of Hkv. Returns (B, Sq, Hq, D); softmax_lse is (B, Hq, Sq).
 
@@ -74,7 +77,7 @@ def flash_attn_func(
     check_together("q", q, "k", k, k.shape)
     check_together("q", q, "v", v, v.shape)
     meaning = dropout_p, causal, window_size, softcap, alibi_slopes
-    return _attend(q, k, v, meaning, softmax_scale, deterministic, return_attn_probs)
+    return _attend(q, k, v, meaning, softmax_scale, deterministic, return_attn_probs, sinks)
 
 
 @compilable
@@ -89,6 +92,8 @@ def flash_attn_kvpacked_func(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    sinks: torch.Tensor | None = None,
 ) -> Any:  # a tensor, or a tuple where more is asked for
     """Attention of q (B, Sq, Hq, D) to kv (B, Skv, 2, Hkv, D), keys first. Results as of flash_attn_func.
 
@@ -100,7 +105,7 @@ def flash_attn_kvpacked_func(
     k, v = kv.unbind(2)
     check_together("q", q, "kv", kv, k.shape)
     meaning = dropout_p, causal, window_size, softcap, alibi_slopes
-    return _attend(q, k, v, meaning, softmax_scale, deterministic, return_attn_probs)
+    return _attend(q, k, v, meaning, softmax_scale, deterministic, return_attn_probs, sinks)
 
 
 @compilable
@@ -114,6 +119,8 @@ def flash_attn_qkvpacked_func(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    sinks: torch.Tensor | None = None,
 ) -> Any:  # a tensor, or a tuple where more is asked for
     """Attention of qkv (B, S, 3, H, D), in this order, to itself. Results as of flash_attn_func.
 
@@ -124,7 +131,7 @@ def flash_attn_qkvpacked_func(
     q, k, v = qkv.unbind(2)
     check_together("qkv", qkv, "qkv", qkv, q.shape)
     meaning = dropout_p, causal, window_size, softcap, alibi_slopes
-    return _attend(q, k, v, meaning, softmax_scale, deterministic, return_attn_probs)
+    return _attend(q, k, v, meaning, softmax_scale, deterministic, return_attn_probs, sinks)
 
 
 @compilable
@@ -145,6 +152,8 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: torch.Tensor | None = None,
+    *,
+    sinks: torch.Tensor | None = None,
 ) -> Any:  # a tensor, or a tuple where more is asked for
     """Attention within each of B packed sequences: q (total_q, Hq, D), k and v (total_k, Hkv, D). Returns (total_q, Hq, D); softmax_lse is
     (Hq, total_q).
@@ -158,9 +167,9 @@ def flash_attn_varlen_func(
     check_surroundings("flash_attn_varlen_func")
     meaning = dropout_p, causal, window_size, softcap, alibi_slopes
     if block_table is not None:
-        out, lse = attend_pages(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, meaning, softmax_scale, block_table)
+        out, lse = attend_pages(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, meaning, softmax_scale, block_table, sinks)
         return _results(out, lse, return_attn_probs)
-    return _attend_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, meaning, softmax_scale, deterministic, return_attn_probs)
+    return _attend_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, meaning, softmax_scale, deterministic, return_attn_probs, sinks)
 
 
 @compilable
@@ -179,6 +188,8 @@ def flash_attn_varlen_kvpacked_func(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    sinks: torch.Tensor | None = None,
 ) -> Any:  # a tensor, or a tuple where more is asked for
     """flash_attn_varlen_func of q (total_q, Hq, D) and kv (total_k, 2, Hkv, D), keys first."""
     check_surroundings("flash_attn_varlen_kvpacked_func")
@@ -186,7 +197,7 @@ def flash_attn_varlen_kvpacked_func(
     check_rank("kv", kv, "(total_k, 2, H, D)", may_stand=True)
     check_together("q", q, "kv", kv, (q.shape[0], None, *kv.shape[2:]))
     meaning = dropout_p, causal, window_size, softcap, alibi_slopes
-    return _attend_packed(q, *kv.unbind(1), cu_seqlens_q, cu_seqlens_k, meaning, softmax_scale, deterministic, return_attn_probs)
+    return _attend_packed(q, *kv.unbind(1), cu_seqlens_q, cu_seqlens_k, meaning, softmax_scale, deterministic, return_attn_probs, sinks)
 
 
 @compilable
@@ -202,16 +213,18 @@ def flash_attn_varlen_qkvpacked_func(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    sinks: torch.Tensor | None = None,
 ) -> Any:  # a tensor, or a tuple where more is asked for
     """flash_attn_varlen_func of qkv (total, 3, H, D), in this order, to itself."""
     check_surroundings("flash_attn_varlen_qkvpacked_func")
     check_rank("qkv", qkv, "(total, 3, H, D)", may_stand=True)
     check_together("qkv", qkv, "qkv", qkv, (qkv.shape[0], None, *qkv.shape[2:]))
     meaning = dropout_p, causal, window_size, softcap, alibi_slopes
-    return _attend_packed(*qkv.unbind(1), cu_seqlens, cu_seqlens, meaning, softmax_scale, deterministic, return_attn_probs)
+    return _attend_packed(*qkv.unbind(1), cu_seqlens, cu_seqlens, meaning, softmax_scale, deterministic, return_attn_probs, sinks)
 
 
-def _attend(q, k, v, meaning: tuple, softmax_scale, deterministic, return_attn_probs):
+def _attend(q, k, v, meaning: tuple, softmax_scale, deterministic, return_attn_probs, sinks):
     """flex_attention on the (B, H, S, D) views of tensors that fit together; `meaning` as read_options takes it."""
     options = read_options(*meaning, q, q.shape[0])
     place, one_query = placed_last(q.shape[1], k.shape[1]), q.shape[1] == 1
@@ -223,11 +236,12 @@ def _attend(q, k, v, meaning: tuple, softmax_scale, deterministic, return_attn_p
         return_lse=True,
         mask_mod=mask_mod_of(options, place, one_query),
         deterministic=deterministic,
+        sinks=sinks,
     )
     return _results(out.transpose(1, 2), lse, return_attn_probs)
 
 
-def _attend_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, meaning: tuple, softmax_scale, deterministic, return_attn_probs):
+def _attend_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, meaning: tuple, softmax_scale, deterministic, return_attn_probs, sinks):
     """varlen_attention; `meaning` as read_options takes it."""
     shared = cu_seqlens_k is cu_seqlens_q
     batch, alibi_slopes = None, meaning[-1]
@@ -245,6 +259,7 @@ def _attend_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, meaning: tuple, softmax_
         scale=softmax_scale,
         return_lse=True,
         deterministic=deterministic,
+        sinks=sinks,
     )
     return _results(out, lse.transpose(0, 1), return_attn_probs)
 

@@ -37,6 +37,8 @@ def flash_attn_with_kvcache(
     alibi_slopes: torch.Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
+    *,
+    sinks: torch.Tensor | None = None,
 ) -> Any:  # a tensor, or a tuple where more is asked for
     """Attention of q (B, Sq, Hq, D) to a cache, after new keys and values were written behind those that it holds.
 
@@ -52,7 +54,8 @@ def flash_attn_with_kvcache(
     num_splits         is not needed: how keys are split among programs follows from the sizes
     return_softmax_lse also return lse (B, Hq, Sq), float32
 
-    softmax_scale, causal, window_size, softcap and alibi_slopes are described at the top of flash_attn_interface. Returns (B, Sq, Hq, D).
+    softmax_scale, causal, window_size, softcap, alibi_slopes and sinks are described at the top of flash_attn_interface. Returns
+    (B, Sq, Hq, D).
 
     On a GPU the contents of cache_seqlens, cache_batch_idx and block_table are not looked at: nothing outside of the cache is read or
     written whatever they hold. On the CPU they are checked before anything is written.
@@ -65,7 +68,7 @@ def flash_attn_with_kvcache(
     options = read_options(0.0, causal, window_size, softcap, alibi_slopes, q, q.shape[0])
     whole("num_splits", num_splits)
     if torch.is_grad_enabled():
-        tensors = dict(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, alibi_slopes=alibi_slopes)
+        tensors = dict(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, alibi_slopes=alibi_slopes, sinks=sinks)
         check_no_gradients("flash_attn_with_kvcache", "call it under torch.no_grad()", **tensors)
     lengths, room = _lengths(cache_seqlens, q, k, k_cache, block_table)
     rope = _rope(rotary_cos, rotary_sin, q, k, room)
@@ -74,12 +77,12 @@ def flash_attn_with_kvcache(
         filled, limited = lengths + k.shape[1], (options.left, options.right) != (None, None)
         q = _append(q, k, v, k_cache, v_cache, (lengths, filled), where, rope, rotary_interleaved, limited)
         lengths = filled
-    out, lse = _attend(q.transpose(1, 2), k_cache, v_cache, lengths, options, cache_leftpad, q.shape[1] == 1, softmax_scale, **where)
+    out, lse = _attend(q.transpose(1, 2), k_cache, v_cache, lengths, options, cache_leftpad, q.shape[1] == 1, softmax_scale, sinks, **where)
     out = out.transpose(1, 2)
     return (out, lse) if return_softmax_lse else out
 
 
-def attend_pages(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, meaning: tuple, softmax_scale, block_table) -> tuple:
+def attend_pages(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, meaning: tuple, softmax_scale, block_table, sinks) -> tuple:
     """out (total_q, Hq, D) and lse (Hq, total_q) of packed queries and the pages k and v; `meaning` as read_options takes it."""
     check_plain("q", q, "(total_q, Hq, D)")
     check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, "q", q)
@@ -91,18 +94,18 @@ def attend_pages(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, meaning: tup
     options = read_options(*meaning, q, batch)
     longest = min(whole("max_seqlen_q", max_seqlen_q), q.shape[0])
     if torch.is_grad_enabled():
-        tensors = dict(q=q, k=k, v=v, alibi_slopes=options.alibi_slopes)
+        tensors = dict(q=q, k=k, v=v, alibi_slopes=options.alibi_slopes, sinks=sinks)
         check_no_gradients("flash_attn_varlen_func with a block_table", "leave it out to train, or use torch.no_grad()", **tensors)
     lengths = cu_seqlens_k.diff()
     _check_contents(lengths, 0, block_table.shape[1] * k.shape[1], k, None, block_table)
     if q.device.type == "cpu" and not tracing() and int(cu_seqlens_q.diff().amax() if batch else 0) > longest:
         raise ValueError(f"max_seqlen_q is {longest}, but a sequence has more queries: cu_seqlens_q is {cu_seqlens_q.tolist()}")
     where = {"page_table": block_table, "cu_seqlens_q": cu_seqlens_q.to(torch.int32), "max_q_len": longest}
-    out, lse = _attend(q, k, v, lengths, options, None, longest == 1, softmax_scale, **where)
+    out, lse = _attend(q, k, v, lengths, options, None, longest == 1, softmax_scale, sinks, **where)
     return out, lse.transpose(0, 1)
 
 
-def _attend(query, k_cache, v_cache, lengths, options: Options, leftpad, one_query: bool, softmax_scale, **where) -> tuple:
+def _attend(query, k_cache, v_cache, lengths, options: Options, leftpad, one_query: bool, softmax_scale, sinks, **where) -> tuple:
     """cached_attention of queries that are the last positions of their sequences; `one_query`: no sequence has more."""
     return cached_attention(
         *(query, k_cache, v_cache, lengths),
@@ -112,6 +115,7 @@ def _attend(query, k_cache, v_cache, lengths, options: Options, leftpad, one_que
         scale=softmax_scale,
         return_lse=True,
         check=False,  # done
+        sinks=sinks,
     )
 
 

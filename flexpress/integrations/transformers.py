@@ -210,7 +210,7 @@ def attention(
         mask_mod = attention_mask.mask_mod if block_mask is None else None
     else:
         block_mask = attention_mask
-    found = flex_attention(
+    out = flex_attention(
         query,
         key,
         value,
@@ -218,11 +218,10 @@ def attention(
         block_mask,
         scaling,
         enable_gqa=True,
-        return_lse=s_aux is not None,
         kernel_options=kernel_options,
         mask_mod=mask_mod,
+        sinks=s_aux,
     )
-    out = found if s_aux is None else _with_sinks(*found, s_aux)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -283,12 +282,6 @@ def _score_mod(softcap: float | None, terms: list[torch.Tensor]) -> Callable | N
         return score
 
     return score_mod
-
-
-def _with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """out where the softmax's denominator, of which lse is the logarithm, has exp(sink) in it too: a sink takes weight and has no value."""
-    kept = torch.sigmoid(lse - sinks.float().view(1, -1, 1))
-    return (out * kept.unsqueeze(-1)).to(out.dtype)
 
 
 register()

@@ -43,6 +43,21 @@ def a_window_with_bias_that_learns():
 
 
 @check(2)
+def sinks():
+    """A rank has the gradient of its rows, as of what score_mod captures."""
+    whole, logits = tensors(300), torch.randn(2, requires_grad=True)
+    plan = ContextPlan(q_len=300, mask_mod=mods.causal, device=here())
+    parts = [plan.shard(t, 2) for t in whole]
+    out, lse = flex_attention(*parts, context=plan, enable_gqa=True, sinks=logits, return_lse=True)
+    exact = flex_attention(*whole, mask_mod=mods.causal, enable_gqa=True, sinks=logits, return_lse=True)
+    for have, want in zip((out, lse), exact, strict=True):
+        torch.testing.assert_close(plan.unshard(have, 2), want)
+    (found,), (wanted,) = (torch.autograd.grad(t.square().sum(), logits) for t in (out, exact[0]))
+    dist.all_reduce(found)
+    torch.testing.assert_close(found, wanted)
+
+
+@check(2)
 def a_plan_of_another_mask_is_found():
     mask = mods.causal if dist.get_rank() else mods.sliding_window(20)
     plan = ContextPlan(q_len=1000, mask_mod=mask, device=here())

@@ -107,6 +107,23 @@ def batch_and_heads():
         assert [t.placements for t in found] == [t.placements for t in leaves]
 
 
+@check(2)
+def sinks_of_all_heads():
+    """Distributed as slopes may be, or an ordinary tensor, which gets the gradient of what the rank computes."""
+    for placements, of_sinks in zip(SPLITS, (Replicate(), Shard(0), Shard(0)), strict=True):
+        leaves = [*tensors(), torch.randn(4).requires_grad_()]
+
+        def call(q, k, v, sinks):
+            return flex_attention(q, k, v, mask_mod=stairs, sinks=sinks, return_lse=True)
+
+        compare(call, mesh_of(2), leaves, [placements] * 3 + [[of_sinks]])
+        *parts, sinks = (*spread(mesh_of(2), *((t, placements) for t in leaves[:3])), leaves[3])
+        found, wanted = (torch.autograd.grad(whole(call(*args, sinks)[0]).sum(), sinks)[0] for args in (parts, leaves[:3]))
+        if placements != [Replicate()]:
+            dist.all_reduce(found)
+        torch.testing.assert_close(found, wanted)
+
+
 @check(4)
 def two_dimensions_of_a_mesh():
     for placements in ([Shard(0), Shard(1)], [Shard(1), Shard(1)], [Replicate(), Shard(0)]):

@@ -1,0 +1,49 @@
+"""Kernels with sinks compile for every kind of GPU, and spill no more than those without."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flexpress.codegen.device.offline import TARGETS
+from flexpress.codegen.plan.forward import ORDINARY, Cache, Extras
+from flexpress.codegen.run.preview import (
+    backward_compilations,
+    compilation,
+    decode_compilations,
+    hopper_backward_compilations,
+    hopper_compilation,
+)
+from flexpress.mods import alibi, causal
+
+SINKS = Extras("bfloat16")
+PORTABLE = {
+    "forward": lambda target, extras: compilation(target, None, causal, head_dim=64, output_rows=True, output_max=True, extras=extras),
+    "delta": lambda target, extras: backward_compilations(target, None, causal, head_dim=64, extras=extras)["delta"],
+    "decode": lambda target, extras: decode_compilations(target, None, causal, head_dim=64, split=False, extras=extras)["decode"],
+    "combine": lambda target, extras: decode_compilations(target, None, causal, head_dim=64, split=True, extras=extras)["combine"],
+}
+HOPPER = {
+    "forward": lambda extras: hopper_compilation("sm_90", None, causal, output_rows=True, output_max=True, extras=extras),
+    "forward, raw sums": lambda extras: hopper_compilation("sm_90", alibi(torch.rand(16)), causal, head_dim=64, extras=extras),
+    "forward, cache": lambda extras: hopper_compilation("sm_90", None, causal, cache=Cache(16), starts=True, extras=extras),
+    "delta": lambda extras: hopper_backward_compilations(None, causal, extras=extras)["delta"],
+    "delta, raw tops": lambda extras: hopper_backward_compilations(alibi(torch.rand(16)), causal, raw_tops=True, extras=extras)["delta"],
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("kernel", PORTABLE)
+def test_portable_kernels(kernel, target):
+    _compare(PORTABLE[kernel](target, SINKS), PORTABLE[kernel](target, ORDINARY))
+
+
+@pytest.mark.parametrize("kernel", HOPPER)
+def test_hopper_kernels(kernel):
+    _compare(HOPPER[kernel](SINKS), HOPPER[kernel](ORDINARY))
+
+
+def _compare(with_sinks, without):
+    found, usual = with_sinks.compile(), without.compile()
+    assert (found.spilled or 0) <= (usual.spilled or 0)
+    assert len(found.signature) > len(usual.signature)
