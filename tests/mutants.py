@@ -693,7 +693,7 @@ SINKS = [
         "templates/_softmax.jinja",
         "l_i = l_i * alpha + {{ tl }}.exp2({{ tl }}.fma(sink, factor, -shift_safe))",
         "l_i = l_i * alpha",
-        named("sinks", "extreme"),
+        named("sinks", "alone"),
         "a sink takes no weight",
     ),
     Mutant(
