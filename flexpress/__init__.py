@@ -23,6 +23,7 @@ from flexpress import operators as _operators  # noqa: F401
 from flexpress.attention import AuxOutput, AuxRequest, flex_attention
 from flexpress.block_mask import BlockMask
 from flexpress.cached import cached_attention
+from flexpress.dropout import dropout_mask
 from flexpress.explain import explain
 from flexpress.export import export
 from flexpress.export_cached import export_cached
@@ -63,6 +64,7 @@ __all__ = [
     "cached_attention",
     "create_block_mask",
     "create_mask",
+    "dropout_mask",
     "evaluate_mod",
     "explain",
     "export",

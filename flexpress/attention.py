@@ -8,6 +8,7 @@ import torch
 from torch.nn.attention import flex_attention as torchs
 
 from flexpress.call import attend, bound
+from flexpress.dropout import Dropout, read_dropout
 from flexpress.in_graph import compilable
 from flexpress.mods import MaskMod, ScoreMod
 from flexpress.opened_masks import mask_of_parts, parts_of_mask
@@ -58,19 +59,38 @@ def _closed(found, given: dict):
 
 
 def _with_statistics(
-    query, key, value, score_mod, mask_mod, tables, facts, scale, enable_gqa, kernel_options, deterministic, sinks, max_scores
+    query,
+    key,
+    value,
+    score_mod,
+    mask_mod,
+    tables,
+    facts,
+    scale,
+    enable_gqa,
+    kernel_options,
+    deterministic,
+    sinks,
+    dropout_p,
+    dropout_seed,
+    max_scores,
 ) -> tuple[torch.Tensor, ...]:
     """out, lse and, if they are wanted, max_scores; `tables` and `facts` of a block mask, whose mask_mod is mask_mod."""
     block_mask = None
     if tables:
         block_mask, mask_mod = mask_of_parts(tables, facts, mask_mod), None
     arguments = query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod
-    out, lse, largest = _attend(arguments, max_scores, deterministic, None, sinks)
+    dropout = read_dropout(dropout_p, dropout_seed, query.device) if dropout_p else None
+    out, lse, largest = _attend(arguments, max_scores, deterministic, None, sinks, dropout)
     return (out, lse, largest) if max_scores else (out, lse)
 
 
-def _attend(arguments: tuple, want_max: bool, deterministic: bool, context: ContextPlan | None, sinks: torch.Tensor | None) -> tuple:
+def _attend(
+    arguments: tuple, want_max: bool, deterministic: bool, context: ContextPlan | None, sinks: torch.Tensor | None, dropout: Dropout | None
+) -> tuple:
     """out, lse and max_scores, or None, of query and what follows it in `bound`: on this device, or over several."""
+    if dropout is not None and (context is not None or is_distributed(arguments[0])):
+        raise NotImplementedError("dropout_p of DTensors, or with context=, is not there: leave it out, or drop what attention returns")
     if context is not None:
         out, lse, max_scores = _attend_in_context(context, arguments, want_max, deterministic)
         return (out, lse, max_scores) if sinks is None else (*fold_sinks(out, lse, sinks), max_scores)
@@ -78,7 +98,7 @@ def _attend(arguments: tuple, want_max: bool, deterministic: bool, context: Cont
         from flexpress.dtensors import attend_shards  # imports torch's module, which takes long
 
         return attend_shards(*arguments, output_max=want_max, deterministic=deterministic, sinks=sinks)
-    return attend(bound(*arguments, sinks=sinks), want_max, deterministic)  # type: ignore[misc]  # of nine arguments
+    return attend(bound(*arguments, sinks=sinks, dropout=dropout), want_max, deterministic)  # type: ignore[misc]  # of nine arguments
 
 
 @overload
@@ -98,6 +118,8 @@ def flex_attention(
     deterministic: bool = False,
     context: ContextPlan | None = None,
     sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: torch.Tensor | None = None,
 ) -> torch.Tensor: ...
 @overload
 def flex_attention(
@@ -116,6 +138,8 @@ def flex_attention(
     deterministic: bool = False,
     context: ContextPlan | None = None,
     sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def flex_attention(
@@ -134,6 +158,8 @@ def flex_attention(
     deterministic: bool = False,
     context: ContextPlan | None = None,
     sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, AuxOutput]: ...
 @overload
 def flex_attention(
@@ -152,6 +178,8 @@ def flex_attention(
     deterministic: bool = False,
     context: ContextPlan | None = None,
     sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, AuxOutput]: ...
 @compilable(inner=_with_statistics, opened=_opened, closed=_closed)
 def flex_attention(
@@ -170,6 +198,8 @@ def flex_attention(
     deterministic: bool = False,
     context: ContextPlan | None = None,
     sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, AuxOutput]:
     """Attention with the user's own score and mask, by a kernel printed for them. No torch.compile, no dense scores.
 
@@ -200,6 +230,9 @@ def flex_attention(
     sinks           (Hq,), float16, bfloat16 or float32: a logit for each head, which takes part in the softmax as the score of one more
                     key whose value is 0 (attention sinks, arXiv 2309.17453; learned ones: gpt-oss, arXiv 2508.10925). lse has it in it,
                     max_scores has not. A row with nothing to attend to gives output 0, and its sink as lse
+    dropout_p       weights are dropped with this probability, rounded to a multiple of 2**-16, and others divided by 1 - p. Which ones
+                    follows from the seed, b, h, q_idx and kv_idx: see dropout_mask. lse and max_scores are those without
+    dropout_seed    int64 (1,), on query's device; by default torch's generator gives one, also in a CUDA graph
 
     Returns the output (B, Hq, Q_LEN, D_V), in query's dtype and order of dimensions; (out, lse) with return_lse; (out,
     AuxOutput) with return_aux. lse is the natural logarithm of the softmax's denominator, max_scores its largest score, both
@@ -213,10 +246,11 @@ def flex_attention(
     want_max = return_aux is not None and _checked_request(return_aux, return_lse).max_scores
     arguments = query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod
     usual = context is None and query.__class__ in ORDINARY  # so no detour
+    dropout = read_dropout(dropout_p, dropout_seed, query.device) if dropout_p else None
     if usual:
-        out, lse, max_scores = attend(bound(*arguments, sinks=sinks), want_max, deterministic)
+        out, lse, max_scores = attend(bound(*arguments, sinks=sinks, dropout=dropout), want_max, deterministic)
     else:
-        out, lse, max_scores = _attend(arguments, want_max, deterministic, context, sinks)
+        out, lse, max_scores = _attend(arguments, want_max, deterministic, context, sinks, dropout)
     if return_aux is not None:
         return out, AuxOutput(lse if return_aux.lse else None, max_scores)
     return (out, lse) if return_lse else out

@@ -38,14 +38,17 @@ class _Attention(torch.autograd.Function):
             return begin(bound, out, rows, meanwhile_raw, wanted=_wanted(ctx), deterministic=deterministic)
 
         out, lse, max_scores, rows = forward(bound, output_max=output_max, output_rows=True, waits=deterministic, before=before)
-        _, _, _, inputs, scale, score, mask, lists, transposed, options, _ = bound
+        _, _, _, inputs, scale, score, mask, lists, transposed, options, extras = bound
+        seed, places = (extras.seed, extras.places) if extras else (None, ())
+        ctx.extras = extras and ExtraInputs(dropout_p=extras.dropout_p)
         mask_tensors = mask[1][: len(mask[0].tensors)] if mask else []
         # tensors are saved by autograd, which notices if they are overwritten before the backward pass
         score = score and (score[0], score[1][len(captured) :])
         mask = mask and (mask[0], mask[1][len(mask_tensors) :])
         ctx.bound = Bound(None, None, None, inputs, scale, score, mask, lists, transposed, options)
         ctx.deterministic, ctx.raw, ctx.provisional, ctx.count = deterministic, rows.raw, rows.provisional, len(captured)
-        ctx.save_for_backward(q, k, v, out, rows.values, sinks, *captured, *mask_tensors)
+        ctx.count_all = len(captured) + len(mask_tensors)
+        ctx.save_for_backward(q, k, v, out, rows.values, sinks, seed, *captured, *mask_tensors, *places)
         ctx.set_materialize_grads(False)
         if max_scores is not None:
             ctx.mark_non_differentiable(max_scores)
@@ -57,14 +60,14 @@ class _Attention(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         check_values("the backward pass of flex_attention")
         d_out, d_lse = (g if g is None else _dense("gradient of flex_attention's output", g) for g in (d_out, d_lse))
-        q, k, v, out, values, sinks, *others = ctx.saved_tensors
-        captured, mask_tensors = others[: ctx.count], others[ctx.count :]
+        q, k, v, out, values, sinks, seed, *others = ctx.saved_tensors
+        captured, mask_tensors, places = others[: ctx.count], others[ctx.count : ctx.count_all], others[ctx.count_all :]
         score, mask = ctx.bound.score, ctx.bound.mask
         bound = ctx.bound._replace(
             q=q, k=k, v=v, score=score and (score[0], [*captured, *score[1]]), mask=mask and (mask[0], [*mask_tensors, *mask[1]])
         )
-        if ctx.needs_input_grad[6]:
-            bound = bound._replace(extras=ExtraInputs(sinks))
+        extras = ctx.extras and ctx.extras._replace(sinks=sinks if ctx.needs_input_grad[6] else None, seed=seed, places=tuple(places))
+        bound = bound._replace(extras=extras)
         d_out = torch.zeros_like(out) if d_out is None else d_out
         with torch.no_grad():
             rows = Rows(values, ctx.raw, ctx.provisional)

@@ -23,7 +23,7 @@ from .codegen.mod.capture import name_of, plain
 from .codegen.mod.tensors import is_recorded, read_captured
 from .codegen.run.cached import attend_cached
 from .codegen.run.cached_call import CachedCall
-from .codegen.run.call import Cached
+from .codegen.run.call import Cached, ExtraInputs
 from .codegen.run.layouts import output_like
 from .codegen.run.profiled import in_range, is_profiled
 
@@ -228,7 +228,7 @@ def _call_of(
         scale, score_mod = _read_scale(scale, score_mod, query)
     extras = None
     if sinks is not None:
-        extras = read_sinks(sinks, query.shape[1], query.device)
+        extras = ExtraInputs(read_sinks(sinks, query.shape[1], query.device))
         _check_sinks_learn_nothing(sinks)
     ragged = where.cu_q is not None
     kv_lens: torch.Tensor = where.kv_lens  # type: ignore[assignment]  # a cache has them

@@ -18,7 +18,9 @@ import torch
 from flexpress import checks
 from flexpress.arguments import as_before, block_size, checked, read_mask
 from flexpress.autograd import differentiable
+from flexpress.dropout import Dropout, readable_seed
 from flexpress.mask_mods import same_mod
+from flexpress.packing import packing_of
 from flexpress.recorded import Recorded, recorded
 from flexpress.scales import read_scale
 from flexpress.sinks import read_sinks
@@ -26,7 +28,7 @@ from flexpress.sinks import read_sinks
 from .codegen.mod.bind import bind
 from .codegen.mod.capture import name_of
 from .codegen.mod.tensors import are_plain, check_kind, read_captured, readable_inputs, recording
-from .codegen.run.call import Bound
+from .codegen.run.call import Bound, ExtraInputs, Inputs
 from .codegen.run.decode import MAX_QUERIES
 from .codegen.run.forward import forward
 from .codegen.run.masks import Starts, automatic_lists, block_starts
@@ -36,25 +38,38 @@ _bound = tuple.__new__  # Bound's own is a function in Python, which is a part o
 
 
 def bound(
-    query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed=None, read=read_captured, sinks=None
+    query,
+    key,
+    value,
+    score_mod,
+    block_mask,
+    scale,
+    enable_gqa,
+    kernel_options,
+    mask_mod,
+    packed=None,
+    read=read_captured,
+    sinks=None,
+    dropout=None,
 ) -> Bound | Recorded:
     """The arguments of flex_attention, checked, its mods bound, and its block lists.
 
     packed   where sequences start among the queries and among the keys, int32 (n + 1,) each, if these are packed sequences
     read     makes what a bound mod captures readable, in place
+    sinks, dropout   as flexpress.sinks and flexpress.dropout read them
     """
     q, k, v = query, key, value
     inputs = None if _autocasts() else as_before(q, k, v, enable_gqa)
     if inputs is None:
         if not are_plain(q, k, v):
             if recording(q, k, v):
-                return recorded(q, k, v, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed, sinks)
+                return recorded(q, k, v, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed, sinks, dropout)
             q, k, v = readable_inputs(q, k, v)
         if _autocasts():
             q, k, v = checks.autocast(q, k, v)
         inputs = checked(q, k, v, enable_gqa)
         if inputs is None:
-            return recorded(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed, sinks)
+            return recorded(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed, sinks, dropout)
     options = checks.DEFAULT if kernel_options is None else checks.parse_options(kernel_options)
     if scale is None:
         scale = inputs.scale
@@ -81,8 +96,22 @@ def bound(
         starts = starts_of(*packed, *inputs.extents[2:], *size) if packed else ()
         make = partial(automatic_lists, extents=inputs.extents, device=inputs.device, size=size, starts=starts)
         lists, transposed = make(mask), partial(make, transposed=True)
-    extras = None if sinks is None else read_sinks(sinks, inputs.extents[1], inputs.device)
+    extras = None if sinks is None and dropout is None else _extras(inputs, packed, sinks, dropout)
     return _bound(Bound, (q, k, v, inputs, scale, score, mask, lists, transposed, options, extras))
+
+
+def _extras(inputs: Inputs, packed: tuple | None, sinks: torch.Tensor | None, dropout: Dropout | None) -> ExtraInputs:
+    """What changes the softmax, checked."""
+    if sinks is not None:
+        sinks = read_sinks(sinks, inputs.extents[1], inputs.device)
+    if dropout is None:
+        return ExtraInputs(sinks)
+    places: tuple[torch.Tensor, ...] = ()
+    if packed:
+        starts_q, starts_k = packed
+        packing = packing_of(starts_q, None if starts_q is starts_k else starts_k, *inputs.extents[2:])
+        places = packing.sequence_q, packing.local_q, packing.local_k
+    return ExtraInputs(sinks, dropout.p, readable_seed(dropout.seed), places)
 
 
 LONG = 4  # blocks that packed sequences must have on average for blocks of their own
@@ -107,7 +136,7 @@ def attend(call: Bound | Recorded, output_max: bool, deterministic: bool) -> tup
         if torch.is_grad_enabled():
             q, k, v, _, _, score, _, _, _, _, extras = call
             captured = score[1][: len(score[0].tensors)] if score else ()
-            learned = (*captured, extras.sinks) if extras else captured
+            learned = (*captured, extras.sinks) if extras and extras.sinks is not None else captured
             if q.requires_grad or k.requires_grad or v.requires_grad or any([t.requires_grad for t in learned]):
                 return differentiable(call, captured, output_max, deterministic)
         return forward(call, output_max=output_max, waits=deterministic)[:3]

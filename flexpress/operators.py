@@ -22,6 +22,7 @@ import flexpress.kv_cache
 from flexpress.autograd import ONCE
 from flexpress.block_mask import BlockMask
 from flexpress.call import bound
+from flexpress.dropout import Dropout
 from flexpress.mask_mods import noop_mask
 from flexpress.programs import Captures, Program, on_device, read_program
 
@@ -33,7 +34,7 @@ from .codegen.run.forward import forward
 from .codegen.run.layouts import traced_like
 
 
-def _bound(query, key, value, captures: Captures, lists: list, starts: list, scale: float, program: Program, sinks) -> Bound:
+def _bound(query, key, value, captures: Captures, lists: list, starts: list, scale: float, program: Program, sinks, seed) -> Bound:
     """The call that an operator was given."""
     score, mask = program.mods(captures._replace(tensors=on_device(query.device, captures.tensors)))
     block_mask = None
@@ -45,7 +46,20 @@ def _bound(query, key, value, captures: Captures, lists: list, starts: list, sca
         block_mask = BlockMask._made((query.shape[2], key.shape[2]), made, mask, decided_by=mask if decided else None)
         mask = None
     packed = (starts[0], starts[-1]) if starts else None
-    return bound(query, key, value, score, block_mask, scale, True, program.options, mask, packed, sinks=sinks)
+    return bound(
+        query,
+        key,
+        value,
+        score,
+        block_mask,
+        scale,
+        True,
+        program.options,
+        mask,
+        packed,
+        sinks=sinks,
+        dropout=seed if seed is None else Dropout(program.dropout_p, seed),
+    )
 
 
 def _halves(lists: list, both: bool) -> list[list]:
@@ -67,6 +81,7 @@ def flex_attention(
     scale: float,
     program: str,
     sinks: torch.Tensor | None = None,
+    seed: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """out, lse, max_scores and what the backward pass needs of every row, float32 (B, Hq, Q_LEN, 2); the last two are empty where the
     program does not want them.
@@ -77,7 +92,7 @@ def flex_attention(
     """
     wanted = read_program(program)
     with nothing_kept():
-        call = _bound(query, key, value, Captures(tensors, ints, floats), lists, starts, scale, wanted, sinks)
+        call = _bound(query, key, value, Captures(tensors, ints, floats), lists, starts, scale, wanted, sinks, seed)
         out, lse, max_scores, rows = forward(call, output_max=wanted.max_scores, output_rows=wanted.rows)
     if rows is not None and rows.raw:  # no tensor says so to the backward pass
         rows.values.select(-1, 0).mul_(call.scale)
@@ -89,7 +104,7 @@ def _or_empty(tensor: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor:
 
 
 @flex_attention.register_fake
-def _(query, key, value, tensors, ints, floats, lists, starts, scale, program, sinks=None):
+def _(query, key, value, tensors, ints, floats, lists, starts, scale, program, sinks=None, seed=None):
     wanted = read_program(program)
     statistics = functools.partial(query.new_empty, dtype=torch.float32)
     rows = query.shape[:3]
@@ -119,11 +134,12 @@ def flex_attention_backward(
     program: str,
     wanted: list[int],
     sinks: torch.Tensor | None = None,
+    seed: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """The gradients of query, key and value, of sinks if given, and of the `wanted` ones of score_mod's tensors, laid out as these are."""
     wishes = read_program(program)
     with torch.no_grad(), nothing_kept():
-        call = _bound(query, key, value, Captures(tensors, ints, floats), lists, starts, scale, wishes, sinks)
+        call = _bound(query, key, value, Captures(tensors, ints, floats), lists, starts, scale, wishes, sinks, seed)
         *gradients, of_captured, of_sinks = backward(
             call, out, Rows(rows, False), d_out, d_lse, wanted=frozenset(wanted), deterministic=wishes.deterministic
         )
@@ -147,7 +163,7 @@ def _gradient_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @flex_attention_backward.register_fake
-def _(d_out, d_lse, query, key, value, out, rows, tensors, ints, floats, lists, starts, scale, program, wanted, sinks=None):
+def _(d_out, d_lse, query, key, value, out, rows, tensors, ints, floats, lists, starts, scale, program, wanted, sinks=None, seed=None):
     return [_gradient_like(t) for t in _learned(query, key, value, sinks, tensors, wanted)]
 
 
@@ -159,9 +175,9 @@ flex_attention_backward.register_autograd(_refuse)
 
 
 def _keep(ctx, inputs, output) -> None:
-    query, key, value, tensors, ints, floats, lists, starts, scale, program, sinks = inputs
+    query, key, value, tensors, ints, floats, lists, starts, scale, program, sinks, seed = inputs
     out, _, max_scores, rows = output
-    ctx.save_for_backward(query, key, value, out, rows, sinks, *tensors, *lists, *starts)
+    ctx.save_for_backward(query, key, value, out, rows, sinks, seed, *tensors, *lists, *starts)
     ctx.counts = len(tensors), len(lists)
     ctx.others = ints, floats, scale, program
     ctx.mark_non_differentiable(max_scores, rows)
@@ -169,25 +185,26 @@ def _keep(ctx, inputs, output) -> None:
 
 
 def _differentiate(ctx, d_out, d_lse, *_):
-    query, key, value, out, rows, sinks, *others = ctx.saved_tensors
+    query, key, value, out, rows, sinks, seed, *others = ctx.saved_tensors
     captured, listed = ctx.counts
     tensors, lists, starts = others[:captured], others[captured : captured + listed], others[captured + listed :]
     ints, floats, scale, program = ctx.others
     none = [None if numbers else [] for numbers in (ints, floats)]  # autograd takes lists of tensors apart, empty ones too
     none = [[None] * len(tensors), *none, *([None] * len(part) for part in (lists, starts))]
     if d_out is None and d_lse is None:
-        return None, None, None, *none, None, None, None
+        return None, None, None, *none, None, None, None, None
     wanted = [i for i, needed in enumerate(ctx.needs_input_grad[3]) if needed]
     found = torch.ops.flexpress.flex_attention_backward(
         torch.zeros_like(out) if d_out is None else d_out,
         *(d_lse, query, key, value, out, rows, tensors, ints, floats, lists, starts, scale, program, wanted),
         sinks if ctx.needs_input_grad[10] else None,
+        seed,
     )
     of_sinks = found.pop(3) if ctx.needs_input_grad[10] else None
     for i, gradient in zip(wanted, found[3:], strict=True):
         none[0][i] = gradient
     of_inputs = (g if needed else None for g, needed in zip(found[:3], ctx.needs_input_grad[:3], strict=True))
-    return *of_inputs, *none, None, None, of_sinks
+    return *of_inputs, *none, None, None, of_sinks, None
 
 
 flex_attention.register_autograd(_differentiate, setup_context=_keep)

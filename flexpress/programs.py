@@ -37,6 +37,7 @@ class Program:
     lists          of a block mask: blocks of queries and of keys, may full blocks be checked for KV_LEN, does mask_mod alone decide
     rows           what a backward pass needs is wanted
     transposed     the transposed lists come behind the mask's own
+    dropout_p      above 0: a seed comes with the call
     """
 
     score: str | None = None
@@ -47,6 +48,7 @@ class Program:
     max_scores: bool = False
     rows: bool = False
     transposed: bool = False
+    dropout_p: float = 0.0
 
     def text(self) -> str:
         """Only what differs from the defaults."""

@@ -13,6 +13,7 @@ import torch
 from flexpress import checks
 from flexpress.block_lists import read_lists, walked_in_every_length
 from flexpress.block_mask import BlockMask
+from flexpress.dropout import Dropout
 from flexpress.foreign_masks import foreign_lists, is_foreign_mask
 from flexpress.programs import captures_of, mod_program
 from flexpress.scales import read_scale
@@ -46,6 +47,7 @@ class Recorded(NamedTuple):
     scale: float
     options: Options
     sinks: torch.Tensor | None = None
+    dropout: Dropout | None = None
 
     def attend(self, output_max: bool, deterministic: bool) -> tuple:
         """out, lse and max_scores (None if they are not wanted)."""
@@ -72,21 +74,24 @@ class Recorded(NamedTuple):
             max_scores=output_max,
             rows=wants_gradient,
             transposed=transposed,
+            dropout_p=self.dropout.p if self.dropout else 0.0,
         )
         starts = [self.packed[0]] if self.packed and self.packed[0] is self.packed[-1] else list(self.packed)
         out, lse, max_scores, _ = torch.ops.flexpress.flex_attention(
-            query, key, value, *captures, tables, starts, self.scale, program.text(), self.sinks
+            query, key, value, *captures, tables, starts, self.scale, program.text(), self.sinks, self.dropout and self.dropout.seed
         )
         return out, lse, max_scores if output_max else None
 
 
-def recorded(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed, sinks=None) -> Recorded:
+def recorded(
+    query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed, sinks=None, dropout=None
+) -> Recorded:
     """The arguments of flex_attention; `packed` as for call.bound."""
     check_surroundings("flex_attention")
     modes = [getattr(t, "fake_mode", None) for t in (query, key, value)]
     if None not in modes and not tracing():  # FakeTensors, outside the mode that they were made in
         with modes[0]:
-            return recorded(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed, sinks)
+            return recorded(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed, sinks, dropout)
     query, key, value = checks.autocast(query, key, value)
     checks.check_tensors(query, key, value, enable_gqa)
     options = checks.parse_options(kernel_options)
@@ -98,7 +103,7 @@ def recorded(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel
     if sinks is not None:
         check_sinks(sinks, query.shape[1], query.device)
         check_kind("sinks", sinks)
-    return Recorded(query, key, value, score, mask, lists, decided, tuple(packed or ()), scale, options, sinks)
+    return Recorded(query, key, value, score, mask, lists, decided, tuple(packed or ()), scale, options, sinks, dropout)
 
 
 def _mask(block_mask, query, key, mask_mod) -> tuple:

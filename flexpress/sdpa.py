@@ -9,7 +9,7 @@ import torch
 
 from flexpress import mods
 from flexpress.attention import flex_attention
-from flexpress.checks import check_tensor, refuse_dropout
+from flexpress.checks import check_tensor
 from flexpress.flash import added
 from flexpress.in_graph import compilable
 
@@ -35,7 +35,7 @@ def scaled_dot_product_attention(
     key, value   (..., Hkv, KV_LEN, D) and (..., Hkv, KV_LEN, D_V). What precedes them broadcasts, heads only without enable_gqa
     attn_mask    broadcasts to (..., Hq, Q_LEN, KV_LEN): bool, True for what takes part, or floating-point, added to the scaled scores.
                  Read where it lies. One that is added gets its gradient
-    dropout_p    0.0; other values are refused
+    dropout_p    as for flex_attention: torch's generator gives the seed, but other weights are dropped than by torch's function
     is_causal    query i sees key j if j <= i, whatever the lengths; not with attn_mask
     scale        a number or a tensor of one, 1 / sqrt(D) by default
     enable_gqa   allows Hq to be a multiple of Hkv
@@ -46,7 +46,6 @@ def scaled_dot_product_attention(
     Raises ValueError, TypeError or NotImplementedError for arguments; the shapes that are shown are those of 4-D views.
     """
     check_surroundings("scaled_dot_product_attention")
-    refuse_dropout(dropout_p)
     if attn_mask is not None and is_causal:
         raise ValueError("attn_mask and is_causal exclude each other: put the causal mask into attn_mask")
     _check(query, key, value, attn_mask, enable_gqa)
@@ -60,7 +59,7 @@ def scaled_dot_product_attention(
         else:
             score_mod = added(mask)
     grouped = enable_gqa or tensors[1].shape[1] == 1
-    out = flex_attention(*tensors, score_mod, None, scale, grouped, mask_mod=mask_mod)
+    out = flex_attention(*tensors, score_mod, None, scale, grouped, mask_mod=mask_mod, dropout_p=dropout_p)
     return out if len(shape) == 2 else out.reshape(*shape, *out.shape[2:])
 
 

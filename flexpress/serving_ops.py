@@ -17,6 +17,7 @@ import torch
 from flexpress import mods, sdpa
 from flexpress.cache_checks import described
 from flexpress.cached import cached_attention
+from flexpress.checks import refuse_dropout
 from flexpress.kv_cache import update_cache
 
 
@@ -37,6 +38,7 @@ def scaled_dot_product_attention(
 ) -> torch.Tensor:
     """flexpress.scaled_dot_product_attention of (B, Hq, Q_LEN, D), (B, Hkv, KV_LEN, D) and (B, Hkv, KV_LEN, D_V), to a contiguous
     (B, Hq, Q_LEN, D_V). Not differentiable; autocast changes nothing."""
+    refuse_dropout(dropout_p)
     with _no_autocast(query):
         return sdpa.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

@@ -7,7 +7,6 @@ import torch
 from flexpress import checks
 
 from .codegen.mod.tensors import is_distributed, readable
-from .codegen.run.call import ExtraInputs
 
 
 def check_sinks(sinks, heads: int, device: torch.device) -> None:
@@ -22,10 +21,10 @@ def check_sinks(sinks, heads: int, device: torch.device) -> None:
         raise ValueError(f"sinks are on {sinks.device}, but query is on {device}; move them: sinks.to(query.device)")
 
 
-def read_sinks(sinks, heads: int, device: torch.device) -> ExtraInputs:
+def read_sinks(sinks, heads: int, device: torch.device) -> torch.Tensor:
     """The same as kernels read them."""
     check_sinks(sinks, heads, device)
-    return ExtraInputs(in_place(readable("sinks", sinks)))
+    return in_place(readable("sinks", sinks))
 
 
 def in_place(sinks: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from flexpress.call import attend, bound
+from flexpress.dropout import read_dropout
 from flexpress.in_graph import compilable
 from flexpress.mods import MaskMod, ScoreMod
 from flexpress.packed_checks import check_packed
@@ -37,6 +38,8 @@ def varlen_attention(
     deterministic: bool = False,
     context: None = None,
     sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: torch.Tensor | None = None,
 ) -> torch.Tensor: ...
 @overload
 def varlen_attention(
@@ -54,6 +57,8 @@ def varlen_attention(
     deterministic: bool = False,
     context: None = None,
     sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def varlen_attention(
@@ -71,6 +76,8 @@ def varlen_attention(
     deterministic: bool = False,
     context: None = None,
     sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def varlen_attention(
@@ -85,6 +92,8 @@ def varlen_attention(
     deterministic: bool = False,
     context: ContextPlan,
     sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: torch.Tensor | None = None,
 ) -> torch.Tensor: ...
 @overload
 def varlen_attention(
@@ -99,6 +108,8 @@ def varlen_attention(
     deterministic: bool = False,
     context: ContextPlan,
     sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def varlen_attention(
@@ -113,6 +124,8 @@ def varlen_attention(
     deterministic: bool = False,
     context: ContextPlan,
     sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 @compilable
 def varlen_attention(
@@ -130,6 +143,8 @@ def varlen_attention(
     deterministic: bool = False,
     context: ContextPlan | None = None,
     sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention within each of n packed sequences, with the user's own score and mask.
 
@@ -147,6 +162,7 @@ def varlen_attention(
     context         a plan that ContextPlan.packed (flexpress.distributed) made of cu_seqlens and mask_mod, which are left out here: q, k
                     and v are this rank's tokens. A score_mod is told the same as without
     sinks           (Hq,), a logit for each head, as for flex_attention
+    dropout_p, dropout_seed   as for flex_attention; b is the number of the sequence, q_idx and kv_idx are positions inside it
 
     Returns (total_q, Hq, Dv) in q's dtype; with return_lse also lse (total_q, Hq), float32, natural logarithm. A query with nothing to
     attend to gives 0 and -inf. Differentiable as flex_attention is. Other lengths, or another number of sequences, compile nothing (but
@@ -163,6 +179,9 @@ def varlen_attention(
     """
     check_surroundings("varlen_attention")
     arguments = q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, deterministic
+    dropout = read_dropout(dropout_p, dropout_seed, q.device) if dropout_p else None
+    if dropout is not None and (context is not None or is_distributed(q)):
+        raise NotImplementedError("dropout_p of DTensors, or with context=, is not there: leave it out, or drop what attention returns")
     if context is not None:
         from flexpress.context_varlen import attend_varlen_in_context
 
@@ -172,7 +191,7 @@ def varlen_attention(
     elif q.__class__ not in ORDINARY and is_distributed(q):
         out, lse = _attend_shards(*arguments, sinks)
     else:
-        out, lse = _attend(*arguments, sinks=sinks)
+        out, lse = _attend(*arguments, sinks=sinks, dropout=dropout)
     return (out, lse) if return_lse else out
 
 
@@ -188,16 +207,39 @@ def _attend_shards(q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, sca
 
 
 def _attend(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, deterministic, read=read_captured, sinks=None
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    score_mod,
+    mask_mod,
+    scale,
+    kernel_options,
+    deterministic,
+    read=read_captured,
+    sinks=None,
+    dropout=None,
 ) -> tuple:
     """out and lse. `read` as for `bound`."""
-    call = packed_call(q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, read, sinks)
+    call = packed_call(q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, read, sinks, dropout)
     out, lse, _ = attend(call, False, deterministic)
     return tuple(t.squeeze(0).transpose(0, 1) for t in (out, lse))  # out[0] would copy its gradient
 
 
 def packed_call(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod=None, mask_mod=None, scale=None, kernel_options=None, read=read_captured, sinks=None
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    score_mod=None,
+    mask_mod=None,
+    scale=None,
+    kernel_options=None,
+    read=read_captured,
+    sinks=None,
+    dropout=None,
 ) -> Bound | Recorded:
     """The call of flex_attention that attends within packed sequences: of one batch entry, heads before tokens."""
     check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
@@ -205,4 +247,4 @@ def packed_call(
     q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
     score_mod = None if score_mod is None else packing.score_mod(score_mod)
     mask_mod, packed = packing.mask_mod(mask_mod), (packing.starts_q, packing.starts_k)
-    return bound(q, k, v, score_mod, None, scale, True, kernel_options, mask_mod, packed, read, sinks)
+    return bound(q, k, v, score_mod, None, scale, True, kernel_options, mask_mod, packed, read, sinks, dropout)

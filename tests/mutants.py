@@ -688,6 +688,39 @@ CHECKS = [
     ),
 ]
 
+DROPOUT = [
+    Mutant(
+        "templates/_dropout.jinja",
+        "(seed >> 32).to(tl.uint32)",
+        "seed.to(tl.uint32)",
+        named("dropout", "every_tile"),
+        "half of the seed is not used",
+    ),
+    Mutant(
+        "templates/backward_dkv.py.jinja",
+        "    dp = tl.where(kept, dp * KEPT_SCALE, 0.0)\n",
+        "",
+        named("dropout", "packed"),
+        "gradients of keys go through dropped weights",
+    ),
+    Mutant(
+        "templates/backward_dkv.py.jinja", "    dv *= KEPT_SCALE\n", "", named("dropout", "packed"), "gradients of values are too small"
+    ),
+    Mutant(
+        "codegen/run/backward.py",
+        "rows.provisional, _dropout_of(bound), *keys",
+        "rows.provisional, *keys",
+        named("dropout", "another_probability"),
+        "a backward pass takes the probability of the one before",
+    ),
+    Mutant(
+        "codegen/run/forward.py",
+        "extras and (extras.structure, extras.dropout_p)",
+        "extras and extras.structure",
+        named("dropout", "another_probability"),
+        "a forward pass takes the probability of the one before",
+    ),
+]
 SINKS = [
     Mutant(
         "templates/_softmax.jinja",
@@ -711,7 +744,7 @@ SINKS = [
         "where keys are split, a token of packed queries gets another head's sink",
     ),
     Mutant(
-        "codegen/plan/forward.py",
+        "codegen/plan/extras.py",
         "SMALLEST_SCALE if extras.sinks else 0.0",
         "0.0",
         named("sinks", "extreme"),
@@ -1085,7 +1118,7 @@ ELSEWHERE = [
     ),
 ]
 
-MUTANTS = [*CAPTURES, *INTERVALS, *CACHE, *PAGES, *CHECKS, *SINKS, *LAUNCHES, *INTEGRATIONS, *ELSEWHERE, *EXPORTS]
+MUTANTS = [*CAPTURES, *INTERVALS, *CACHE, *PAGES, *CHECKS, *DROPOUT, *SINKS, *LAUNCHES, *INTEGRATIONS, *ELSEWHERE, *EXPORTS]
 
 
 def copied(place: Path) -> Path:

@@ -245,8 +245,8 @@ Q, K = torch.zeros(2, 5, 4, 16), torch.zeros(2, 7, 2, 16)
 KV, QKV, CU = torch.zeros(2, 7, 2, 2, 16), torch.zeros(2, 5, 3, 4, 16), torch.tensor([0, 2, 5], dtype=torch.int32)
 VARLEN, SLOPES = flash_attn_varlen_func, torch.ones(4)
 BAD = {
-    "dropout": (lambda: flash_attn_func(Q, K, K, 0.1), NotImplementedError, "dropout_p is 0.1; there is no dropout"),
-    "packed dropout": (lambda: flash_attn_varlen_qkvpacked_func(QKV[0], CU, 3, 0.5), NotImplementedError, "dropout_p is 0.5"),
+    "dropout": (lambda: flash_attn_func(Q, K, K, 1.1), ValueError, "dropout_p must be a number from 0 to 1, got 1.1"),
+    "packed dropout": (lambda: flash_attn_varlen_qkvpacked_func(QKV[0], CU, 3, -0.5), ValueError, "dropout_p must be .* got -0.5"),
     "rank": (lambda: flash_attn_func(Q, K[0], K), ValueError, r"k must have shape \(B, S, H, D\), got \(7, 2, 16\)"),
     "k and v": (lambda: flash_attn_func(Q, K, K[:, 1:]), ValueError, "k and v must have the same shape"),
     "heads": (lambda: flash_attn_kvpacked_func(Q[:, :, :3], KV), ValueError, r"multiple of kv's, got q \(2, 5, 3, 16\)"),

@@ -176,7 +176,7 @@ def test_other_lengths_and_masks_compile_nothing(device):
 
 Q, K = torch.zeros(2, 4, 5, 16), torch.zeros(2, 2, 7, 16)
 BAD = {
-    "dropout": (lambda: scaled_dot_product_attention(K, K, K, dropout_p=0.1), NotImplementedError, "dropout_p is 0.1"),
+    "dropout": (lambda: scaled_dot_product_attention(K, K, K, dropout_p=1.5), ValueError, "dropout_p must be a number from 0 to 1"),
     "two masks": (lambda: scaled_dot_product_attention(K, K, K, torch.ones(7, 7), is_causal=True), ValueError, "exclude each other"),
     "groups": (lambda: scaled_dot_product_attention(Q, K, K), ValueError, "for grouped-query attention pass enable_gqa=True"),
     "batches": (lambda: scaled_dot_product_attention(Q, Q[:1].expand(3, -1, -1, -1), Q), ValueError, "does not broadcast: query"),

@@ -190,7 +190,7 @@ def test_chunked_attention():
 @pytest.mark.parametrize(
     "given, error, words",
     [
-        ({"dropout": 0.1}, ValueError, "no dropout yet, and Module asks for 0.1"),
+        ({"dropout": -0.1}, ValueError, "dropout_p must be a number from 0 to 1, got -0.1"),
         ({"cache": object()}, NotImplementedError, "no paged cache of generate_batch .* which Module asks for"),
         ({"indices": torch.ones(2, 8, 4)}, NotImplementedError, "no attention to chosen keys"),
         (
@@ -209,13 +209,18 @@ def test_what_is_refused(given, error, words):
         integration.attention(torch.nn.Module(), query, query, query, **{"attention_mask": None, **given})
 
 
-def test_dropout_in_training_is_refused():
-    model = models.model_of("bert", "cpu", attention_probs_dropout_prob=0.1)
+def test_dropout_in_training():
+    """Weights are dropped, others each time, and the same after the same seed."""
+    model = models.model_of("bert", "cpu", attention_probs_dropout_prob=0.5)
     model.set_attn_implementation("flexpress")
     given = models.inputs_of("bert", "cpu", 8)
-    model.eval()(**given)
-    with pytest.raises(ValueError, match="BertSelfAttention asks for 0.1 in training: set attention_dropout"):
-        model.train()(**given)
+    assert torch.equal(model.eval()(**given)[0], model(**given)[0])
+    found = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        found.append(model.train()(**given)[0])
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+    found[0].sum().backward()
 
 
 def test_attention_weights_are_not_output(llama):

@@ -89,6 +89,7 @@ def masks(theirs: torchs.BlockMask) -> None:
     assert_type(create_mask(near, 1, 1, 8, 8), Tensor)
     assert_type(create_mask(bias, 1, 1, 8, 8, torch.device("cpu")), Tensor)
     assert_type(flexpress.evaluate_mod(bias, torch.zeros(1, 1, 3, 5)), Tensor)
+    assert_type(flexpress.dropout_mask(torch.zeros(1, dtype=torch.int64), (1, 1, 3, 5), 0.1), Tensor)
     assert_type(flexpress.plot_mask(mask), Figure | str)
     assert_type(flexpress.plot_mask(theirs, path="mask.png"), str)
     assert_type(flexpress.plot_mask(near, Q_LEN=64, KV_LEN=64, path=Path("mask.png")), Path | str)

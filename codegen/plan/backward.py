@@ -22,7 +22,8 @@ from ..text.mod_text import ModText, mod_text
 from ..text.parameters import Parameter, constants, descriptor_of, numbers, pointer, stride_names
 from ..text.snippet import Target
 from ..text.spec import KernelSpec
-from .forward import ORDINARY, Blocks, Extras, Mod, Options, block_flags, element_flags, list_numbers, list_tables
+from .extras import ORDINARY, Extras
+from .forward import Blocks, Mod, Options, block_flags, element_flags, list_numbers, list_tables
 from .tiles import Tile, backward_tile
 
 STATS_ALIGNMENT = 128  # backward_delta pads its rows to a multiple of this; query tiles divide it
@@ -63,7 +64,7 @@ class BackwardCase(NamedTuple):
     captured: frozenset[int] = frozenset()  # the captured tensors of score_mod that want a gradient
     ordinary: bool = True  # captured numbers of score_mod are, see mod/nan.py
     raw_tops: bool = False  # the forward kernel left largest scores without scale, of a score_mod that adds distances
-    extras: Extras = ORDINARY  # of which gradients are wanted
+    extras: Extras = ORDINARY  # sinks are there if their gradient is wanted
     whole: bool = False  # Q_LEN and KV_LEN are whole blocks, see `whole_blocks`
 
 
@@ -191,7 +192,7 @@ def delta_spec(case: BackwardCase, backend: str, zero_dq: str = "", raw: bool = 
     parameters += [pointer("DLSE", "float32", "[Z, Hq, Q_LEN]")] if case.lse_gradient else []
     parameters += [pointer("TOPS", "float32", "written"), pointer("DELTA", "float32", "written")]
     if case.extras.sinks:
-        parameters += [*case.extras.parameters, pointer("D_SINKS", "float32", "[Z, Hq, STATS_LEN / BLOCK_M], written")]
+        parameters += [*case.extras.of_sinks, pointer("D_SINKS", "float32", "[Z, Hq, STATS_LEN / BLOCK_M], written")]
     if fused:
         parameters += [
             pointer("DQ_SUM", "float32", "[Z, Hq, Q_LEN, D_QK], zeroed"),
@@ -242,6 +243,7 @@ def _spec(
         "CHECK_PADDING": check_padding and not whole,
         "SCALE_FIRST": score is not None or not case.scale_is_positive,
         "PRESCALE_QK": options.prescale_qk,
+        "DROPOUT": case.extras.dropout,
         "USE_TMA": tma,
         "SLABS": slabs,
     }
@@ -267,12 +269,13 @@ def _parameters(
         streamed, kept, walked, tma, written = queries, keys, "BLOCK_M", case.use_tma[1], ("K", "V")
         sizes = ["Z", "Zkv", "Hkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", "STATS_LEN", *strides("q", "k", "v", "do", "dk", "dv")]
     sizes += ["SM_SCALE", "TO_LOG2", *list_numbers(blocks, "kv" if name == "dq" else "q"), *(["first_tile"] if slabs else [])]
+    sizes += case.extras.numbers
     if tma:
         found = [descriptor_of(t, dtype, walked, width, f"{shape} as TMA descriptor") for t, width, shape in streamed]
     else:
         found = [pointer(t, dtype, shape) for t, _, shape in streamed]
     found += [pointer(t, dtype, shape) for t, _, shape in kept]
-    found += [*statistics_read(), *(pointer(f"D{t}", dtype, f"written: as {t}") for t in written)]
+    found += [*case.extras.of_dropout, *statistics_read(), *(pointer(f"D{t}", dtype, f"written: as {t}") for t in written)]
     mods = (p for m in (score, mask) if m for p in m.parameters)
     tables = list_tables(blocks, "kv" if name == "dq" else "q")
     return (*found, *numbers(*sizes), *tables, *mods, *buffers, *constants("BLOCK_M", "BLOCK_N"))

@@ -17,10 +17,9 @@ from ..text.mod_text import ModText
 from ..text.parameters import Parameter, constants, numbers, pointer
 from ..text.snippet import Target
 from ..text.spec import KernelSpec
+from .extras import ORDINARY, Extras
 from .forward import (
-    ORDINARY,
     Blocks,
-    Extras,
     Mod,
     block_flags,
     element_flags,
@@ -204,7 +203,7 @@ def _parameters(case: DecodeCase, score: ModText | None, mask: ModText | None, s
     else:
         found.append(pointer("O", dtype, f"[{rows}, D_V] in any strides, written"))
         found += statistic_parameters(rows, case.output_max, case.output_rows)
-        found += case.extras.parameters
+        found += case.extras.of_sinks
     if case.ragged:
         starts = "where each sequence's queries start among the T tokens, and the last one's end. Q_LEN is the largest"
         found.append(pointer("CU_Q", "int32", f"[Z + 1]: {starts} length: of a longer sequence, that many queries are computed"))
@@ -248,7 +247,7 @@ def _combine(case: DecodeCase, backend: str, scale_apart: bool) -> KernelSpec:
         *_part_parameters("rows"),
         pointer("O", dtype_name(case.dtype), "[rows, D_V] in any strides, written"),
         *statistic_parameters("rows", case.output_max, case.output_rows),
-        *case.extras.parameters,
+        *case.extras.of_sinks,
         *numbers("MIDDLE", "INNER", "SPLITS", "stride_outer", "stride_middle", "stride_inner", "TO_LOG2"),
         *constants("BLOCK_S"),
     )

@@ -21,6 +21,7 @@ from ..text.mod_text import ModText, mod_text
 from ..text.parameters import Parameter, constants, descriptor_of, numbers, pointer
 from ..text.snippet import Target
 from ..text.spec import KernelSpec
+from .extras import ORDINARY, Extras
 from .tiles import Tile, forward_tile
 
 LOG2_E = 1.4426950408889634
@@ -104,28 +105,6 @@ def list_tables(blocks: Blocks | None, axis: str = "kv") -> tuple[Parameter, ...
     names = tuple(f"{kind}{axis}_{what}" for kind in kinds for what in ("num_blocks", "indices"))
     names += ("starts",) if blocks.starts else ("q_shifts", "kv_shifts") if blocks.shifted else ()
     return tuple(Parameter(name, "*int32") for name in names)
-
-
-class Extras(NamedTuple):
-    """What changes the softmax beside scores and masks: its structure.
-
-    sinks   the dtype of sinks; "": there are none
-    """
-
-    sinks: str = ""
-
-    @property
-    def flags(self) -> dict[str, object]:
-        """What templates know of it."""
-        return {"SINKS": bool(self.sinks)}
-
-    @property
-    def parameters(self) -> tuple[Parameter, ...]:
-        """The parameters that take its tensors."""
-        return (pointer("SINKS", self.sinks, "[Hq]: the score of one more key, whose value is 0"),) if self.sinks else ()
-
-
-ORDINARY = Extras()
 
 
 class Cache(NamedTuple):
@@ -251,10 +230,19 @@ def _parameters(case: ForwardCase, score: ModText | None, mask: ModText | None, 
         found = [pointer("K", dtype, keys), pointer("V", dtype, values)]
     found += [pointer("Q", dtype, "[Z, Hq, Q_LEN, D_QK]"), pointer("O", dtype, "[Z, Hq, Q_LEN, D_V] in any strides, written")]
     sizes = ("Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", *stride_names_of(case.units), *scale_names(scale_apart), *list_numbers(blocks))
+    sizes += case.extras.numbers
     mods = tuple(p for m in (score, mask) if m for p in m.parameters)
     statistics = statistic_parameters("Z, Hq, Q_LEN", case.output_max, case.output_rows)
     found += statistics
-    return (*found, *case.extras.parameters, *numbers(*sizes), *list_tables(blocks), *mods, *constants("BLOCK_M", "BLOCK_N"))
+    return (
+        *found,
+        *case.extras.of_sinks,
+        *case.extras.of_dropout,
+        *numbers(*sizes),
+        *list_tables(blocks),
+        *mods,
+        *constants("BLOCK_M", "BLOCK_N"),
+    )
 
 
 def stride_names_of(units: tuple[bool, bool, bool]) -> tuple[str, ...]:
@@ -266,14 +254,6 @@ def stride_names_of(units: tuple[bool, bool, bool]) -> tuple[str, ...]:
 def scale_names(scale_apart: bool) -> tuple[str, ...]:
     """The scale and the factor to base 2, or the latter with the scale in it."""
     return ("SM_SCALE", "TO_LOG2") if scale_apart else ("TO_LOG2",)
-
-
-SMALLEST_SCALE = 1e-20  # sinks are divided by smaller ones nowhere
-
-
-def factors_out(scale: float, extras: Extras) -> bool:
-    """May kernels leave the scale to the conversion to base 2? Then larger scores are larger without it, and sinks are divided by it."""
-    return scale > (SMALLEST_SCALE if extras.sinks else 0.0)
 
 
 def scales(scale: float, scale_apart: bool) -> dict[str, float]:

@@ -15,7 +15,8 @@ from ..device.workers import Job
 from ..mod.nan import are_ordinary
 from ..plan.backward import BackwardCase, backward_geometry, delta_unit, whole_blocks
 from ..plan.candidates import Choice, choose
-from ..plan.forward import ORDINARY, Blocks, Extras, Mod, Options, are_exact, factors_out, wants_tma
+from ..plan.extras import ORDINARY, Extras, factors_out
+from ..plan.forward import Blocks, Mod, Options, are_exact, wants_tma
 from ..registry import INFO, Table
 from ..text.parameters import named_strides
 from .backward_kernels import Call, Fused, Hopper, Portable, Sizes, TwoPass
@@ -64,15 +65,15 @@ def backward(
     q, k, v, do = map(with_rows, (bound.q, bound.k, bound.v, do))
     dq, dk, dv = output_like(q, q.shape[3]), output_like(k, k.shape[3]), output_like(v, v.shape[3])
     if out.numel() == 0 or v.shape[2] == 0:
-        d_sinks = bound.extras and (torch.zeros_like(bound.extras.sinks) if dlse is None else dlse.sum((0, 2)).to(bound.extras.sinks.dtype))
-        return dq.zero_(), dk.zero_(), dv.zero_(), {i: torch.zeros_like(score[1][i]) for i in wanted}, d_sinks
+        of_sinks = torch.zeros(q.shape[1], device=q.device) if dlse is None else dlse.sum((0, 2))  # each row's weight is its sink's
+        return dq.zero_(), dk.zero_(), dv.zero_(), {i: torch.zeros_like(score[1][i]) for i in wanted}, _of_sinks(bound, of_sinks)
 
     transposed = bound.transposed(mask) if bound.transposed else None
     keys = keys_of(score, mask, (*q.shape[:3], k.shape[2]), lists)
     details = _details(bound, rows, dlse is not None, wanted, deterministic)
     layouts = tuple([(t.shape, t.stride(), t.data_ptr() % 16) for t in (q, k, v, do)])
     structures = lists and lists.structure, transposed and transposed.structure
-    kind = (q.device, q.dtype, layouts, out.stride(), bound.scale, details, rows.provisional, *keys, *structures)
+    kind = (q.device, q.dtype, layouts, out.stride(), bound.scale, details, rows.provisional, _dropout_of(bound), *keys, *structures)
     tensors = {"Q": q, "K": k, "V": v, "O": out, "DO": do, "ROWS": rows.values, "DQ": dq, "DK": dk, "DV": dv}
     if dlse is not None:
         tensors["DLSE"] = dlse.contiguous()
@@ -89,7 +90,8 @@ def backward(
         try:
             statistics = ready.statistics(q.device)
             gradients = run({**tensors, **statistics}, score, mask, lists, transposed)
-            return dq, dk, dv, gradients, bound.extras and statistics["D_SINKS"].sum((0, 2)).to(bound.extras.sinks.dtype)
+            of_sinks = statistics["D_SINKS"].sum((0, 2)) if details.extras.sinks else None
+            return dq, dk, dv, gradients, _of_sinks(bound, of_sinks)
         except Unusable as why:
             _refuse(ready, why)
         except NotYet as soon:
@@ -97,6 +99,12 @@ def backward(
             if not must_wait(q.device, waits):
                 others = _new(_Pass((q, k, v, do), bound, keys, details, tensors, transposed), portable=True)
                 _meanwhile[kind] = Meanwhile(others, [soon.job], (ready.name, *ready.key))
+
+
+def _of_sinks(bound: Bound, found: torch.Tensor | None) -> torch.Tensor | None:
+    """The gradient of sinks, if it is wanted."""
+    wanted = bound.extras is not None and bound.extras.sinks is not None
+    return found.to(bound.extras.sinks.dtype) if wanted else None  # type: ignore[union-attr]
 
 
 class _Pass(NamedTuple):
@@ -121,7 +129,7 @@ def _new(call: _Pass, portable: bool = False) -> TwoPass | Fused:
         details = details._replace(options=details.options._replace(backend=Portable.name))
     choice, case = choice_of(call.inputs, call.bound.scale, call.keys, lists and lists.blocks, details)
     logs.CHOICE.debug("backward: %s", choice.reasons)
-    return choice.candidate.prepare(case, _sizes(case, call.tensors, call.bound.scale), lists, call.transposed)
+    return choice.candidate.prepare(case, _sizes(case, call.tensors, call.bound), lists, call.transposed)
 
 
 def _details(bound: Bound, rows: Rows, lse_gradient: bool, wanted: frozenset[int], deterministic: bool) -> Details:
@@ -183,11 +191,15 @@ def _imagined(bound: Bound, out: torch.Tensor, rows: Rows, wanted: frozenset[int
     return _Pass((q, k, v, do), bound, keys, details, tensors, transposed)
 
 
-def _sizes(call: Call, tensors: dict[str, torch.Tensor], scale: float) -> Sizes:
+def _dropout_of(bound: Bound) -> float:
+    return bound.extras.dropout_p if bound.extras else 0.0
+
+
+def _sizes(call: Call, tensors: dict[str, torch.Tensor], bound: Bound) -> Sizes:
     q, k, unit, strides = tensors["Q"], tensors["K"], delta_unit(call.case), {}
     for name, t in (("o", tensors["O"]), ("do", tensors["DO"])):
         strides |= named_strides(name, "zhm", (stride // unit if n > 1 else 0 for stride, n in zip(t.stride(), t.shape, strict=True)))
-    return Sizes((*q.shape[:3], k.shape[2]), tuple(k.shape[:2]), scale, strides)
+    return Sizes((*q.shape[:3], k.shape[2]), tuple(k.shape[:2]), bound.scale, strides, _dropout_of(bound))
 
 
 def choice_of(

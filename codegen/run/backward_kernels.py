@@ -12,6 +12,7 @@ from ..device.counters import held_counter
 from ..device.devices import multiprocessors, on
 from ..device.memory import contiguous
 from ..plan.backward import STATS_ALIGNMENT, BackwardCase, BackwardGeometry, BackwardPlan, Step, delta_rows, plan_backward, stats_copies
+from ..plan.extras import dropout_numbers
 from ..plan.forward import Mod, scales
 from ..plan.hopper_backward import L2_BYTES, HopperBackwardPlan, fits, plan_hopper_backward
 from ..plan.hopper_forward import heads_per_group
@@ -79,6 +80,7 @@ class Sizes(NamedTuple):
     shared: tuple[int, int]  # Zkv, Hkv
     scale: float
     strides: dict[str, int]  # as backward_delta takes them
+    dropout_p: float = 0.0
 
     def numbers(self, call: Call, plan, stats_len: int) -> dict[str, int | float]:
         """All that the kernels may take beside lists, by the names of parameters."""
@@ -90,6 +92,7 @@ class Sizes(NamedTuple):
             "STATS_LEN": stats_len,
             "HEADS_PER_GROUP": heads_per_group(Zkv * Hkv, Q_LEN * row_bytes * (Z * Hq // (Zkv * Hkv)), L2_BYTES),
             **scales(self.scale, plan.scale_apart),
+            **dropout_numbers(self.dropout_p),
         }
 
 

@@ -10,7 +10,8 @@ import torch
 
 from ..mod.dtypes import dtype_name
 from ..mod.expr import ModGraph
-from ..plan.forward import ORDINARY, Extras, Mod, Options
+from ..plan.extras import ORDINARY, Extras
+from ..plan.forward import Mod, Options
 from ..text.layouts import LARGEST_BLOCK_N, layouts_of
 from .block_lists import BlockLists
 
@@ -42,20 +43,28 @@ def _never(*_) -> bool:
 class ExtraInputs(NamedTuple):
     """What changes the softmax beside scores and masks.
 
-    sinks   (Hq,), contiguous and at a multiple of 16 bytes
+    sinks      (Hq,), contiguous and at a multiple of 16 bytes
+    dropout_p  which part of the weights is dropped, in 65536ths
+    seed       int64 (1,), of dropout
+    places     of packed sequences, int32: the number of each query's sequence, its position there, and that of each key
     """
 
-    sinks: torch.Tensor
+    sinks: torch.Tensor | None = None
+    dropout_p: float = 0.0
+    seed: torch.Tensor | None = None
+    places: tuple[torch.Tensor, ...] = ()
 
     @property
     def structure(self) -> Extras:
-        """All but addresses."""
-        return Extras(dtype_name(self.sinks.dtype))
+        """All but addresses and numbers."""
+        sinks = "" if self.sinks is None else dtype_name(self.sinks.dtype)
+        return Extras(sinks, "" if self.seed is None else "packed" if self.places else "positions")
 
     @property
     def named(self) -> dict[str, torch.Tensor]:
         """Its tensors by the names of parameters."""
-        return {"SINKS": self.sinks}
+        tensors = {"SINKS": self.sinks, "SEED": self.seed, **dict(zip(("DROP_B", "DROP_M", "DROP_N"), self.places, strict=False))}
+        return {name: t for name, t in tensors.items() if t is not None}
 
 
 def structure_of(extras: ExtraInputs | None) -> Extras:

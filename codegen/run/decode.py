@@ -13,7 +13,8 @@ from ..device.memory import contiguous
 from ..mod.expr import INDEX_BOUND
 from ..plan.decode import BLOCK_S, MAX_ROWS, MIN_SHARE, DecodeCase, DecodePlan, Rows, parts_of, plan_decode, rows_of, vector_of
 from ..plan.decode import Parts as Split
-from ..plan.forward import STRIDES, Geometry, Mod, factors_out, scales
+from ..plan.extras import factors_out
+from ..plan.forward import STRIDES, Geometry, Mod, scales
 from ..plan.tiles import Tile, next_smaller
 from ..registry import INFO, Table
 from ..text.mod_text import mod_values
@@ -73,6 +74,8 @@ class Decode(_Planned):
             return f"query has {q_len} positions, more than {MAX_QUERIES}"
         if options.tile or options.prescale_qk:
             return f"{', '.join(name for name, _ in options.tile) or 'PRESCALE_QK'} is for the other kernels"
+        if call.case.extras.dropout:
+            return "dropout: the portable kernels have it"
         if call.case.blocks and call.case.blocks.shifted:
             return "blocks lie in a longer sequence"
         return None

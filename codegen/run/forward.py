@@ -13,7 +13,8 @@ from ..device.kernel import NotYet
 from ..device.memory import empty
 from ..mod.tensors import LOWEST, check_kind
 from ..plan.candidates import Choice, choose
-from ..plan.forward import ORDINARY, Blocks, Extras, ForwardCase, Mod, Options, are_exact, factors_out, geometry_of, wants_tma
+from ..plan.extras import ORDINARY, Extras, factors_out
+from ..plan.forward import Blocks, ForwardCase, Mod, Options, are_exact, geometry_of, wants_tma
 from ..registry import INFO, Table
 from .call import Bound, Rows, keys_of, structure_of
 from .decode import Decode
@@ -56,7 +57,7 @@ def forward(
     score_key, mask_key = keys_of(score, mask, inputs.extents, lists)
     k_at, v_at, q_at = k.data_ptr(), v.data_ptr(), q.data_ptr()
     beside = (k_at | v_at | q_at) % 16 and ((k_at | v_at) % 16, q_at % 16)  # 0 for what TMA can load
-    known = extras and extras.structure
+    known = extras and (extras.structure, extras.dropout_p)
     key = (inputs, beside, scale, score_key, mask_key, lists and lists.structure, options, output_max, output_rows, known)
     ready = _ready.get(key)
     if ready is not None and k_at >= LOWEST and v_at >= LOWEST and q_at >= LOWEST:
@@ -147,7 +148,7 @@ def _nothing(bound: Bound, output_max: bool, output_rows: bool):
     q, v = bound.q, bound.v
     out, lse = output_like(q, v.shape[3]).zero_(), torch.full(q.shape[:3], float("-inf"), dtype=torch.float32, device=q.device)
     max_scores = lse.clone() if output_max else None
-    if bound.extras:
+    if bound.extras and bound.extras.sinks is not None:
         lse = bound.extras.sinks.float()[:, None].expand(lse.shape).clone()  # keys there are none, and every row has its sink
     rows = torch.empty((*lse.shape, 2), dtype=torch.float32, device=q.device)
     return out, lse, max_scores, Rows(rows, False) if output_rows else None
@@ -163,6 +164,7 @@ def choice_of(
     q, k, v, _, scale, _, _, lists, _, options, extras = bound
     machine = backend_of(q.device.type), architecture_of(q.device)
     call = case_of((q, k, v), scale, keys, lists and lists.blocks, options, *machine, extras=structure_of(extras), **outputs)
+    call = call if extras is None else call._replace(dropout_p=extras.dropout_p)
     return choose(CANDIDATES, call, options.backend, _refused if not passed_over else {**_refused, **passed_over}), call
 
 

@@ -10,6 +10,7 @@ from ..device.arguments import plain_values
 from ..device.counters import counter
 from ..device.devices import multiprocessors, on
 from ..plan import hopper_forward
+from ..plan.extras import dropout_numbers
 from ..plan.forward import ForwardCase, Geometry, Mod, Plan, plan_forward, scales
 from ..plan.hopper_forward import SPILL_LIMIT, HopperPlan, fits, heads_per_group, plan_hopper_forward
 from ..registry import INFO, Table
@@ -34,6 +35,7 @@ class Call(NamedTuple):
     scale: float
     score: Mod | None
     mask: Mod | None
+    dropout_p: float = 0.0
 
     @property
     def key(self) -> tuple:
@@ -98,6 +100,7 @@ def _numbers(call: Call, plan: Plan | HopperPlan, lists: BlockLists | None) -> d
         "HEADS_PER_GROUP": heads_per_group(Z * Hq, kv_bytes),
         **scales(call.scale, plan.scale_apart),
         **(lists.numbers() if lists else {}),
+        **dropout_numbers(call.dropout_p),
     }
 
 

@@ -11,7 +11,8 @@ import torch
 from ..device import offline
 from ..gpus import architecture
 from ..mod.bind import bind
-from ..plan.forward import ORDINARY, Blocks, Extras, Mod, Options
+from ..plan.extras import ORDINARY, Extras
+from ..plan.forward import Blocks, Mod, Options
 from . import backward, backward_kernels, forward, forward_kernels
 from .call import keys_of
 

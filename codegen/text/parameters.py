@@ -48,7 +48,7 @@ class Parameter(NamedTuple):
         return self.type in ("int", "float")
 
 
-FLOATS = ("SM_SCALE", "TO_LOG2")
+FLOATS = ("SM_SCALE", "TO_LOG2", "KEPT_SCALE")
 
 
 def numbers(*names: str) -> tuple[Parameter, ...]:

@@ -2,7 +2,7 @@
 
 Arguments that all share:
 
-dropout_p          0.0; other values are refused
+dropout_p          weights are dropped with this probability: see flex_attention. torch's generator gives the seed
 softmax_scale      a number, 1 / sqrt(D) by default
 causal             no query sees a key after its place. Places are counted from the end: of Sq queries and Skv keys, query i has the place
                    i + Skv - Sq among the keys, so the triangle ends in the bottom right corner
@@ -11,7 +11,7 @@ softcap            above 0: scores s become softcap * tanh(s / softcap)
 alibi_slopes       float32 (Hq,) or (B, Hq): slope * |i + Skv - Sq - j| is subtracted from the score of query i and key j, after the cap
 deterministic      gradients are bitwise equal on every run
 sinks              (Hq,): a logit for each head, the score of one more key whose value is 0; flash_attn 2.8 has none
-return_attn_probs  return (out, softmax_lse, S_dmask): lse is float32, natural logarithm; S_dmask is empty, (0,), as without dropout there
+return_attn_probs  return (out, softmax_lse, S_dmask): lse is float32, natural logarithm; S_dmask is empty, (0,)
 
 A row that sees nothing gives 0 and lse -inf, or its sink. Differentiable with respect to q, k, v, alibi_slopes and sinks, through out and
 lse. All take float16, bfloat16 or float32, any lengths and strides and head dims up to 256, and copy none of their inputs. Other lengths,
@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from flexpress.attention import flex_attention
-from flexpress.checks import check_rank
+from flexpress.checks import check_rank, refuse_dropout
 from flexpress.codegen.mod.tensors import check_surroundings
 from flexpress.flash import check_together
 from flexpress.flash_attn.kvcache import attend_pages, flash_attn_with_kvcache
@@ -76,8 +76,8 @@ def flash_attn_func(
         raise ValueError(f"k and v must have the same shape, got k {tuple(k.shape)} and v {tuple(v.shape)}")
     check_together("q", q, "k", k, k.shape)
     check_together("q", q, "v", v, v.shape)
-    meaning = dropout_p, causal, window_size, softcap, alibi_slopes
-    return _attend(q, k, v, meaning, softmax_scale, deterministic, return_attn_probs, sinks)
+    meaning = causal, window_size, softcap, alibi_slopes
+    return _attend(q, k, v, meaning, softmax_scale, deterministic, return_attn_probs, sinks, dropout_p)
 
 
 @compilable
@@ -104,8 +104,8 @@ def flash_attn_kvpacked_func(
     check_rank("kv", kv, "(B, S, 2, H, D)", may_stand=True)
     k, v = kv.unbind(2)
     check_together("q", q, "kv", kv, k.shape)
-    meaning = dropout_p, causal, window_size, softcap, alibi_slopes
-    return _attend(q, k, v, meaning, softmax_scale, deterministic, return_attn_probs, sinks)
+    meaning = causal, window_size, softcap, alibi_slopes
+    return _attend(q, k, v, meaning, softmax_scale, deterministic, return_attn_probs, sinks, dropout_p)
 
 
 @compilable
@@ -130,8 +130,8 @@ def flash_attn_qkvpacked_func(
     check_rank("qkv", qkv, "(B, S, 3, H, D)", may_stand=True)
     q, k, v = qkv.unbind(2)
     check_together("qkv", qkv, "qkv", qkv, q.shape)
-    meaning = dropout_p, causal, window_size, softcap, alibi_slopes
-    return _attend(q, k, v, meaning, softmax_scale, deterministic, return_attn_probs, sinks)
+    meaning = causal, window_size, softcap, alibi_slopes
+    return _attend(q, k, v, meaning, softmax_scale, deterministic, return_attn_probs, sinks, dropout_p)
 
 
 @compilable
@@ -165,11 +165,12 @@ def flash_attn_varlen_func(
     The other arguments and the errors are described at the top of this module.
     """
     check_surroundings("flash_attn_varlen_func")
-    meaning = dropout_p, causal, window_size, softcap, alibi_slopes
+    meaning = causal, window_size, softcap, alibi_slopes
     if block_table is not None:
+        refuse_dropout(dropout_p)
         out, lse = attend_pages(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, meaning, softmax_scale, block_table, sinks)
         return _results(out, lse, return_attn_probs)
-    return _attend_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, meaning, softmax_scale, deterministic, return_attn_probs, sinks)
+    return _attend_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, meaning, softmax_scale, deterministic, return_attn_probs, sinks, dropout_p)
 
 
 @compilable
@@ -196,8 +197,10 @@ def flash_attn_varlen_kvpacked_func(
     check_rank("q", q, "(total_q, H, D)", may_stand=True)
     check_rank("kv", kv, "(total_k, 2, H, D)", may_stand=True)
     check_together("q", q, "kv", kv, (q.shape[0], None, *kv.shape[2:]))
-    meaning = dropout_p, causal, window_size, softcap, alibi_slopes
-    return _attend_packed(q, *kv.unbind(1), cu_seqlens_q, cu_seqlens_k, meaning, softmax_scale, deterministic, return_attn_probs, sinks)
+    meaning = causal, window_size, softcap, alibi_slopes
+    return _attend_packed(
+        q, *kv.unbind(1), cu_seqlens_q, cu_seqlens_k, meaning, softmax_scale, deterministic, return_attn_probs, sinks, dropout_p
+    )
 
 
 @compilable
@@ -220,11 +223,13 @@ def flash_attn_varlen_qkvpacked_func(
     check_surroundings("flash_attn_varlen_qkvpacked_func")
     check_rank("qkv", qkv, "(total, 3, H, D)", may_stand=True)
     check_together("qkv", qkv, "qkv", qkv, (qkv.shape[0], None, *qkv.shape[2:]))
-    meaning = dropout_p, causal, window_size, softcap, alibi_slopes
-    return _attend_packed(*qkv.unbind(1), cu_seqlens, cu_seqlens, meaning, softmax_scale, deterministic, return_attn_probs, sinks)
+    meaning = causal, window_size, softcap, alibi_slopes
+    return _attend_packed(
+        *qkv.unbind(1), cu_seqlens, cu_seqlens, meaning, softmax_scale, deterministic, return_attn_probs, sinks, dropout_p
+    )
 
 
-def _attend(q, k, v, meaning: tuple, softmax_scale, deterministic, return_attn_probs, sinks):
+def _attend(q, k, v, meaning: tuple, softmax_scale, deterministic, return_attn_probs, sinks, dropout_p):
     """flex_attention on the (B, H, S, D) views of tensors that fit together; `meaning` as read_options takes it."""
     options = read_options(*meaning, q, q.shape[0])
     place, one_query = placed_last(q.shape[1], k.shape[1]), q.shape[1] == 1
@@ -237,11 +242,12 @@ def _attend(q, k, v, meaning: tuple, softmax_scale, deterministic, return_attn_p
         mask_mod=mask_mod_of(options, place, one_query),
         deterministic=deterministic,
         sinks=sinks,
+        dropout_p=dropout_p,
     )
     return _results(out.transpose(1, 2), lse, return_attn_probs)
 
 
-def _attend_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, meaning: tuple, softmax_scale, deterministic, return_attn_probs, sinks):
+def _attend_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, meaning: tuple, softmax_scale, deterministic, return_attn_probs, sinks, dropout_p):
     """varlen_attention; `meaning` as read_options takes it."""
     shared = cu_seqlens_k is cu_seqlens_q
     batch, alibi_slopes = None, meaning[-1]
@@ -260,6 +266,7 @@ def _attend_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, meaning: tuple, softmax_
         return_lse=True,
         deterministic=deterministic,
         sinks=sinks,
+        dropout_p=dropout_p,
     )
     return _results(out, lse.transpose(0, 1), return_attn_probs)
 

@@ -65,7 +65,7 @@ def flash_attn_with_kvcache(
     """
     check_surroundings("flash_attn_with_kvcache")
     k_cache, v_cache, where = _placed(q, k_cache, v_cache, k, v, cache_batch_idx, cache_leftpad, block_table)
-    options = read_options(0.0, causal, window_size, softcap, alibi_slopes, q, q.shape[0])
+    options = read_options(causal, window_size, softcap, alibi_slopes, q, q.shape[0])
     whole("num_splits", num_splits)
     if torch.is_grad_enabled():
         tensors = dict(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, alibi_slopes=alibi_slopes, sinks=sinks)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from flexpress import mods
-from flexpress.checks import check_tensor, pair, refuse_dropout
+from flexpress.checks import check_tensor, pair
 from flexpress.mask_mods import noop_mask
 
 _FAR = 1 << 30  # beyond any length, and sums with positions stay in int32
@@ -33,9 +33,8 @@ class Options(NamedTuple):
     alibi_slopes: torch.Tensor | None
 
 
-def read_options(dropout_p, causal, window_size, softcap, alibi_slopes, q: torch.Tensor, batch: int) -> Options:
+def read_options(causal, window_size, softcap, alibi_slopes, q: torch.Tensor, batch: int) -> Options:
     """Those arguments of a call with `batch` sequences and queries q (..., Hq, D). Raises ValueError, TypeError or NotImplementedError."""
-    refuse_dropout(dropout_p)
     left, right = pair("window_size", window_size, -sys.maxsize, "a pair of integers (left, right), -1 for no limit")
     if isinstance(softcap, (bool, torch.Tensor)) or not isinstance(softcap, (int, float, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"softcap must be a number, 0.0 for none, got {softcap!r}")

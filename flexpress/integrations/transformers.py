@@ -183,14 +183,15 @@ def attention(
                         key is seen, or floating, added to the scores
     is_causal           without a mask: does query i see keys 0 to i? By default what the module says
     softcap             scores become softcap * tanh(score / softcap), before anything is added
+    dropout             weights are dropped with this probability, in training alone; torch's generator gives the seed
     s_aux               (Hq,): attention sinks, the score of a key without a value
     position_bias       broadcasts to (B, Hq, Q_LEN, KV_LEN or more), added to the scores; may be learned
     kernel_options      as for flex_attention; model(..., kernel_options=...) passes them on
 
-    Returns the output (B, Q_LEN, Hq, Dv), and None for the weights, which are never in memory. Raises ValueError for dropout in training
-    and for masks that do not fit, NotImplementedError for what would change the result and is not here (_REFUSED).
+    Returns the output (B, Q_LEN, Hq, Dv), and None for the weights, which are never in memory. Raises ValueError for masks
+    that do not fit, NotImplementedError for what would change the result and is not here (_REFUSED).
     """
-    _check(module, dropout, output_attentions, more)
+    _check(module, output_attentions, more)
     shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     score_terms, block_mask, mask_mod = [], None, None
     if position_bias is not None:
@@ -221,16 +222,12 @@ def attention(
         kernel_options=kernel_options,
         mask_mod=mask_mod,
         sinks=s_aux,
+        dropout_p=dropout,
     )
     return out.transpose(1, 2).contiguous(), None
 
 
-def _check(module: torch.nn.Module, dropout: float, output_attentions: bool, more: dict) -> None:
-    if dropout:
-        raise ValueError(
-            f'attn_implementation="flexpress" has no dropout yet, and {type(module).__name__} asks for {dropout} in training: set '
-            "attention_dropout (attention_probs_dropout_prob, attn_pdrop, dropout_rate, as the model calls it) to 0 in its config"
-        )
+def _check(module: torch.nn.Module, output_attentions: bool, more: dict) -> None:
     for name, what in _REFUSED.items():
         if more.get(name) is not None:
             raise NotImplementedError(f'attn_implementation="flexpress" has no {what}, which {type(module).__name__} asks for ({name})')

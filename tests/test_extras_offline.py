@@ -1,4 +1,4 @@
-"""Kernels with sinks compile for every kind of GPU, and spill no more than those without."""
+"""Kernels with sinks and dropout compile for every kind of GPU; sinks make none of them spill more."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from flexpress.codegen.device.offline import TARGETS
-from flexpress.codegen.plan.forward import ORDINARY, Cache, Extras
+from flexpress.codegen.plan.extras import ORDINARY, Extras
+from flexpress.codegen.plan.forward import Cache
 from flexpress.codegen.run.preview import (
     backward_compilations,
     compilation,
@@ -41,6 +42,22 @@ def test_portable_kernels(kernel, target):
 @pytest.mark.parametrize("kernel", HOPPER)
 def test_hopper_kernels(kernel):
     _compare(HOPPER[kernel](SINKS), HOPPER[kernel](ORDINARY))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("kernel", ["forward", "dkv", "dq"])
+def test_dropout(kernel, target):
+    """A random number serves all weights that a thread has of its group: then there are few of them."""
+    extras = Extras(dropout="packed" if kernel == "dq" else "positions")
+    if kernel == "forward":
+        made = compilation(target, None, causal, head_dim=64, extras=extras)
+    else:
+        made = backward_compilations(target, None, causal, head_dim=64, extras=extras)[kernel]
+    found = made.compile()
+    assert "SEED" in found.signature
+    if kernel == "forward" and target in ("sm_80", "sm_90"):
+        bodies, scores = 3, made.constants["BLOCK_M"] * made.constants["BLOCK_N"] // (32 * made.num_warps)
+        assert found.assembly["ptx"].count("mul.hi.u32") <= bodies * 14 * scores // 4
 
 
 def _compare(with_sinks, without):

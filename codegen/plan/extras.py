@@ -1,0 +1,56 @@
+"""What changes the softmax beside scores and masks: sinks and dropout, as plans see them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..text.parameters import Parameter, pointer
+
+
+class Extras(NamedTuple):
+    """What changes the softmax beside scores and masks: its structure.
+
+    sinks     the dtype of sinks; "": there are none
+    dropout   weights are dropped by their "positions", or by those in "packed" sequences; "": none is
+    """
+
+    sinks: str = ""
+    dropout: str = ""
+
+    @property
+    def flags(self) -> dict[str, object]:
+        """What templates know of it."""
+        return {"SINKS": bool(self.sinks), "DROPOUT": self.dropout}
+
+    @property
+    def of_sinks(self) -> tuple[Parameter, ...]:
+        """The parameters that take sinks."""
+        return (pointer("SINKS", self.sinks, "[Hq]: the score of one more key, whose value is 0"),) if self.sinks else ()
+
+    @property
+    def of_dropout(self) -> tuple[Parameter, ...]:
+        """The parameters that take what says which weights are dropped."""
+        places = ("DROP_B", "DROP_M", "DROP_N") if self.dropout == "packed" else ()
+        return (pointer("SEED", "int64"), *(pointer(name, "int32") for name in places)) if self.dropout else ()
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """The names of its numbers."""
+        return ("DROPPED", "KEPT_SCALE") if self.dropout else ()
+
+
+ORDINARY = Extras()
+
+
+def dropout_numbers(p: float) -> dict[str, int | float]:
+    """The values of Extras.numbers: of 2**16 random numbers, how many drop a weight, and by what kept ones are multiplied."""
+    dropped = round(p * 65536)
+    return {"DROPPED": dropped, "KEPT_SCALE": 65536 / (65536 - dropped) if dropped < 65536 else 0.0}
+
+
+SMALLEST_SCALE = 1e-20  # sinks are divided by smaller ones nowhere
+
+
+def factors_out(scale: float, extras: Extras) -> bool:
+    """May kernels leave the scale to the conversion to base 2? Then larger scores are larger without it, and sinks are divided by it."""
+    return scale > (SMALLEST_SCALE if extras.sinks else 0.0)

@@ -1,0 +1,76 @@
+"""Dropout of attention weights: which are kept follows from a seed and from b, h, q_idx and kv_idx alone."""
+
+from __future__ import annotations
+
+import numbers
+from typing import NamedTuple
+
+import torch
+
+from .codegen.mod.tensors import readable
+
+_ROUNDS = 7
+_PRODUCTS, _STEPS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
+_LOW = 0xFFFFFFFF
+
+
+class Dropout(NamedTuple):
+    """p, and an int64 seed of shape (1,) on the call's device."""
+
+    p: float
+    seed: torch.Tensor
+
+
+def read_dropout(p, seed: torch.Tensor | None, device: torch.device) -> Dropout | None:
+    """What dropout_p and dropout_seed say, None for no dropout. Raises TypeError or ValueError."""
+    if not isinstance(p, numbers.Real):
+        raise TypeError(f"dropout_p must be a number from 0 to 1, got {type(p).__name__}")
+    if not 0.0 <= p <= 1.0:  # NaN, too
+        raise ValueError(f"dropout_p must be a number from 0 to 1, got {p}")
+    if seed is not None and (not isinstance(seed, torch.Tensor) or seed.dtype != torch.int64 or seed.numel() != 1):
+        shown = f"{seed.dtype} {tuple(seed.shape)}" if isinstance(seed, torch.Tensor) else type(seed).__name__
+        raise TypeError(f"dropout_seed must be an int64 tensor of one element, got {shown}")
+    if seed is not None and seed.device != device:
+        raise ValueError(f"dropout_seed is on {seed.device}, but query is on {device}; move it: dropout_seed.to(query.device)")
+    if p == 0:
+        return None
+    if seed is None:
+        seed = torch.randint(-(1 << 63), (1 << 63) - 1, (1,), device=device)
+    return Dropout(round(p * 65536) / 65536, seed.reshape(1))
+
+
+def readable_seed(seed: torch.Tensor) -> torch.Tensor:
+    """A seed as kernels read it, at a multiple of 16 bytes."""
+    seed = readable("dropout_seed", seed)
+    return seed if seed.data_ptr() % 16 == 0 else seed.clone()
+
+
+def dropout_mask(seed: torch.Tensor, shape: tuple[int, int, int, int], dropout_p: float) -> torch.Tensor:
+    """Which weights flex_attention(..., dropout_p=dropout_p, dropout_seed=seed) keeps: bool (B, Hq, Q_LEN, KV_LEN), on seed's device.
+
+    seed    int64 (1,)          shape   (B, Hq, Q_LEN, KV_LEN); of packed sequences, b is the number of one
+
+    The output is (weights * kept / (1 - p)) @ value, with the softmax's weights and dropout_p rounded to p, a multiple of 2**-16. This is
+    for tests and for looking: a mask of the size that kernels never have in memory.
+
+    Source: Philox-4x32-7 (Salmon et al. 2011, Parallel random numbers: as easy as 1, 2, 3). Counters are the places of a group of 8
+    weights, b and h; the key is the seed. A weight has 16 of a group's 128 bits.
+    """
+    device = seed.device
+    b, h, m, n = (torch.arange(size, device=device).view([-1, *[1] * (3 - i)]) for i, size in enumerate(shape))
+    words = list(torch.broadcast_tensors((m >> 4) * 8 + (m & 7), (n >> 5) * 8 + (n & 7), b, h))
+    keys = [seed.reshape(()) & _LOW, (seed.reshape(()) >> 32) & _LOW]
+    for _ in range(_ROUNDS):
+        low, high = zip(*(_product(words[i], factor) for i, factor in zip((0, 2), _PRODUCTS, strict=True)), strict=True)
+        words = [high[1] ^ words[1] ^ keys[0], low[1], high[0] ^ words[3] ^ keys[1], low[0]]
+        keys = [(key + step) & _LOW for key, step in zip(keys, _STEPS, strict=True)]
+    row, column = (m & 8) == 0, (n & 16) == 0
+    word = torch.where(row, torch.where(column, words[0], words[1]), torch.where(column, words[2], words[3]))
+    return ((word >> ((n & 8) * 2)) & 0xFFFF) >= round(dropout_p * 65536)
+
+
+def _product(word: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The lower and the upper 32 bits of a product of 32-bit numbers, which int64 does not hold."""
+    low, high = (word & 0xFFFF) * factor, (word >> 16) * factor
+    total = low + ((high & 0xFFFF) << 16)
+    return total & _LOW, ((total >> 32) + (high >> 16)) & _LOW

@@ -1,0 +1,202 @@
+"""Dropout against dense float64 attention with the very mask that dropout_mask says: every tile, kernel and layout drops the same."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from flexpress import (
+    AuxRequest,
+    dropout_mask,
+    flash_attn,
+    flex_attention,
+    mods,
+    printed_kernels,
+    scaled_dot_product_attention,
+    varlen_attention,
+)
+from support.dense import dense_attention, positions, relative_error
+from support.devices import DEVICES, for_any
+from support.gradients import FLOORS, GradientProblem, gradient_problems
+from support.problems import learned_mods
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
+def dropped_attention(q, k, v, kept, p, score_mod=None, mask_mod=None, scale=None):
+    """out in float64, of weights that the dense reference's lse makes."""
+    _, lse, _ = dense_attention(q, k, v, score_mod, mask_mod, scale)
+    group, scale = q.shape[1] // k.shape[1], q.shape[-1] ** -0.5 if scale is None else scale
+    k, v = (t.double().expand(q.shape[0], -1, -1, -1).repeat_interleave(group, 1) for t in (k, v))
+    scores = q.double() @ k.transpose(-1, -2) * scale
+    where = positions(scores.shape, q.device)
+    if score_mod is not None:
+        scores = score_mod(scores, *where).to(scores.dtype).expand(scores.shape)
+    if mask_mod is not None:
+        scores = scores.masked_fill(~mask_mod(*where).expand(scores.shape), -math.inf)
+    weights = (scores - torch.where(lse == -math.inf, 0.0, lse).unsqueeze(-1)).exp()
+    return (weights * kept / (1 - round(p * 65536) / 65536)) @ v
+
+
+@for_any(lambda device: st.tuples(gradient_problems(device), st.sampled_from([0.1, 0.5, 0.999])), cpu=8, cuda=100)
+def test_any_problem(drawn, device):
+    problem, p = drawn
+    check(problem, p, device)
+
+
+def check(p: GradientProblem, dropout_p: float, device: str) -> None:
+    make, learned = learned_mods(p.B, p.Hq, p.length, device, p.learned_dtype, p.seed)[p.score]
+    inputs = [t.requires_grad_() for t in (*p.tensors(device), *learned)]
+    options, exact = p.options(device), [t.detach().double().requires_grad_() for t in inputs]
+    seed = torch.randint(-(1 << 63), (1 << 63) - 1, (1,), device=device)
+    out = flex_attention(*inputs[:3], make(*inputs[3:]), **options, deterministic=p.deterministic, dropout_p=dropout_p, dropout_seed=seed)
+    kept = dropout_mask(seed, (p.B, p.Hq, p.Q_LEN, p.KV_LEN), dropout_p)
+    wanted = dropped_attention(*exact[:3], kept, dropout_p, make(*exact[3:]), p.mask_mod(device), p.scale)
+    floor = 5 * FLOORS[p.dtype]
+    assert relative_error(out, wanted) <= floor
+    weights = torch.randn_like(out)
+    found = torch.autograd.grad(out, inputs, weights, allow_unused=True)
+    expected = torch.autograd.grad(wanted, exact, weights.double(), allow_unused=True)
+    for i, (have, want) in enumerate(zip(found, expected, strict=True)):
+        if have is None or want is None:
+            assert not any(g is not None and g.any() for g in (have, want))
+            continue
+        element = 0.3 if i < 3 else 0.1 * max(math.prod(out.shape[:3]) / have.numel(), 1) ** 0.5
+        size = max(want.norm().item(), element * want.numel() ** 0.5 / (1 - dropout_p) ** 0.5)
+        limit = (1 if i < 3 else 5) * max(floor, FLOORS[have.dtype]) * size
+        assert (have.double() - want).norm().item() <= limit, f"gradient {i}"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("tile", [{}, {"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 1}, {"USE_TMA": True}])
+def test_every_tile_drops_the_same(tile, device):
+    """Values that are the identity show the weights themselves, with few queries, too."""
+    q, k, v = torch.zeros(2, 2, 64, 16, device=device), torch.zeros(2, 2, 64, 16, device=device), torch.eye(64, device=device)
+    seed = torch.tensor([1 << 40], device=device)
+    kept = dropout_mask(seed, (2, 2, 64, 64), 0.3)
+    for queries in (64, 5):
+        given = q[:, :, :queries], k, v.expand(2, 2, 64, 64)
+        out = flex_attention(*given, dropout_p=0.3, dropout_seed=seed, kernel_options=tile)
+        assert torch.equal(out != 0, kept[:, :, :queries])
+    for batch in range(2):  # b and h are part of the place
+        assert not torch.equal(kept[batch, 0], kept[batch, 1]) and not torch.equal(kept[0, batch], kept[1, batch])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_packed_sequences_drop_what_a_batch_of_them_does(device):
+    lengths = [5, 0, 35, 30] if device == "cpu" else [600, 0, 1, 1300]
+    ends = torch.tensor([0, *lengths], device=device).cumsum(0).int()
+    q, k, v = (torch.randn(sum(lengths), h, 16, device=device, requires_grad=True) for h in (4, 2, 2))
+    seed = torch.tensor([-7], device=device)
+    out = varlen_attention(q, k, v, ends, mask_mod=mods.causal, dropout_p=0.4, dropout_seed=seed)
+    kept, wanted = dropout_mask(seed, (4, 4, max(lengths), max(lengths)), 0.4), []
+    for i, (a, b) in enumerate(zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)):
+        if a < b:
+            part = (t[a:b].transpose(0, 1)[None] for t in (q, k, v))
+            wanted.append(dropped_attention(*part, kept[i : i + 1, :, : b - a, : b - a], 0.4, None, mods.causal)[0].transpose(0, 1))
+    exact, weights = torch.cat(wanted), torch.randn_like(out)
+    assert relative_error(out, exact) < 5e-6
+    found = torch.autograd.grad(out, (q, k, v), weights)
+    for have, want in zip(found, torch.autograd.grad(exact, (q, k, v), weights.double()), strict=True):
+        assert relative_error(have, want) < 5e-5
+
+
+def test_as_many_weights_are_dropped_as_asked_and_independently():
+    """Over 2**19 weights: their number, and how often neighbours of any kind and both halves of a random word agree."""
+    seed, n = torch.tensor([42]), 1 << 19
+    for p in (0.1, 0.5):
+        dropped = ~dropout_mask(seed, (2, 4, 256, 256), p)
+        allowed = 5 * (p * (1 - p) / n) ** 0.5
+        assert abs(dropped.float().mean().item() - round(p * 65536) / 65536) < allowed
+        for dim, step in ((3, 1), (3, 8), (3, 16), (2, 1), (2, 8), (1, 1), (0, 1)):
+            length = dropped.shape[dim] - step
+            both = (dropped.narrow(dim, 0, length) & dropped.narrow(dim, step, length)).float()
+            assert abs(both.mean().item() - p * p) < 5 * (p * p / both.numel()) ** 0.5 + 2e-5
+    assert not (dropout_mask(seed, (1, 1, 64, 64), 0.5) == dropout_mask(seed + (1 << 32), (1, 1, 64, 64), 0.5)).all()
+
+
+def test_the_generator_gives_the_seed():
+    q = torch.randn(1, 2, 40, 16, requires_grad=True)
+
+    def call(drop=0.5):
+        return flex_attention(q, q, q, mask_mod=mods.causal, dropout_p=drop)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    found = []
+    for function, seed in ((call, 1), (call, 1), (call, 2), (compiled, 1)):
+        torch.manual_seed(seed)
+        found.append(function())
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2]) and torch.equal(found[0], found[3])
+    gradients = [torch.autograd.grad(out.square().sum(), q)[0] for out in (found[0], found[3])]
+    assert torch.equal(*gradients)
+    assert not call(1.0).any() and torch.equal(call(0.0), flex_attention(q, q, q, mask_mod=mods.causal))
+    before = torch.get_rng_state()
+    call(0.0)
+    assert torch.equal(before, torch.get_rng_state()), "without dropout nothing is drawn"
+
+
+def test_statistics_and_sinks_know_nothing_of_it():
+    q, sinks = torch.randn(1, 2, 70, 16), torch.randn(2, requires_grad=True)
+    seed = torch.tensor([3])
+    aux = {"return_aux": AuxRequest(lse=True, max_scores=True), "mask_mod": mods.causal, "sinks": sinks}
+    out, dropped = flex_attention(q, q, q, dropout_p=0.5, dropout_seed=seed, **aux)
+    _, without = flex_attention(q, q, q, **aux)
+    assert all(torch.equal(a, b) for a, b in zip(dropped, without, strict=True))
+    kept = dropout_mask(seed, (1, 2, 70, 70), 0.5)
+    exact = sinks.detach().double().requires_grad_()
+    plain, lse, _ = dense_attention(q, q, q, None, mods.causal)
+    share = (lse - torch.logaddexp(lse, exact[:, None].expand_as(lse))).exp().unsqueeze(-1)
+    wanted = dropped_attention(q, q, q, kept, 0.5, None, mods.causal) * share
+    assert relative_error(out, wanted) < 1e-6
+    weights = torch.randn_like(out)
+    (found,), (expected,) = torch.autograd.grad(out, sinks, weights), torch.autograd.grad(wanted, exact, weights.double())
+    assert relative_error(found, expected) < 1e-5
+
+
+def test_another_probability_compiles_nothing_and_counts():
+    q, seed = torch.randn(1, 1, 30, 16, requires_grad=True), torch.tensor([9])
+    compiled = set()
+    for p in (0.1, 0.6, 0.1):
+        out = flex_attention(q, q, q, dropout_p=p, dropout_seed=seed)
+        exact = dropped_attention(q, q, q, dropout_mask(seed, (1, 1, 30, 30), p), p)
+        assert relative_error(out, exact) < 1e-6
+        have, want = (torch.autograd.grad(t.square().sum(), q)[0] for t in (out, exact))
+        assert relative_error(have, want) < 1e-5
+        compiled.add(tuple(printed_kernels()))
+    assert len(compiled) == 1
+
+
+def test_other_functions():
+    """They drop what flex_attention drops, and on a mean over many seeds nothing is lost."""
+    q, k, v = (torch.randn(1, 9, 2, 16) for _ in range(3))
+    calls = (
+        lambda: flash_attn.flash_attn_func(q, k, v, 0.5, causal=True).transpose(1, 2),
+        lambda: scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), dropout_p=0.5, is_causal=True),
+        lambda: flex_attention(*(t.transpose(1, 2) for t in (q, k, v)), mask_mod=mods.causal, dropout_p=0.5),
+    )
+    found = []
+    for call in calls:
+        torch.manual_seed(5)
+        found.append(call())
+    assert torch.equal(found[0], found[1]) and torch.equal(found[1], found[2])
+
+
+@pytest.mark.parametrize(
+    "given, error, words",
+    [
+        ({"dropout_p": 1.5}, ValueError, "dropout_p must be a number from 0 to 1, got 1.5"),
+        ({"dropout_p": math.nan}, ValueError, "dropout_p must be a number from 0 to 1, got nan"),
+        ({"dropout_p": "a"}, TypeError, "dropout_p must be a number from 0 to 1, got str"),
+        ({"dropout_p": 0.5, "dropout_seed": 3}, TypeError, "dropout_seed must be an int64 tensor of one element, got int"),
+        ({"dropout_p": 0.5, "dropout_seed": torch.zeros(2, dtype=torch.int64)}, TypeError, r"got torch.int64 \(2,\)"),
+        ({"dropout_p": 0.5, "dropout_seed": torch.zeros(1, dtype=torch.int64, device="meta")}, ValueError, "dropout_seed is on meta"),
+        ({"dropout_p": 0.5, "kernel_options": {"BACKEND": "HOPPER"}}, ValueError, "BACKEND'. is 'HOPPER', but"),
+    ],
+)
+def test_bad_arguments(given, error, words):
+    q = torch.randn(1, 2, 8, 16)
+    with pytest.raises(error, match=words):
+        flex_attention(q, q, q, **given)
