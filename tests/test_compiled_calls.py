@@ -263,6 +263,7 @@ CASES = [
     packed_sequences,
     flash_functions,
 ]
+WITHOUT_AUTOGRAD = [plain, an_object, mask_made_inside, torchs_mask, lse_and_options, packed_sequences, flash_functions]  # in the graph
 INDUCTOR = pytest.param("inductor", marks=pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler"))
 BY_INDUCTOR = [closure_over_the_graph, numbers_that_change, modules_attributes, mask_made_inside, packed_sequences, gqa_and_statistics]
 
@@ -286,9 +287,11 @@ def check(case: Case, backend: str, **options) -> None:
                 torch.testing.assert_close(t, other, rtol=1e-4, atol=1e-5)
 
 
+WAYS = [*(("aot_eager", make) for make in CASES), *(("eager", make) for make in WITHOUT_AUTOGRAD)]
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("make", CASES)
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend, make", WAYS, ids=lambda x: getattr(x, "__name__", x))
 def test_as_in_eager_mode(backend, make, device):
     check(make(device), backend)
 

@@ -11,13 +11,7 @@ from flexpress.codegen.run.exported_file import File
 from flexpress.mods import alibi, alibi_slopes, causal, document, relative_bias, sliding_window, softcap
 from support.exported import load
 
-SLOW = (
-    "forward",
-    "backward_dq_whole",
-    "decode_parts",
-    "hopper_forward_with_rows",
-    "hopper_backward",
-)  # which go on to the assembler, on one target
+SLOW = ("forward", "decode_parts", "hopper_backward")  # which go on to the assembler, on one target
 
 
 @pytest.fixture

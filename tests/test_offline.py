@@ -1,6 +1,7 @@
 """Every template compiles for GPUs that are not here, fits their shared memory and spills no registers.
 
-A case of every kernel compiles for all of them, the others for one each and where they spill; with each of two Tritons (support.tritons).
+A case of every kernel compiles for all of them, the others for one each and where they spill. Two other Tritons compile for Hopper alone
+(support.tritons).
 compile_sweep.py draws any number of others.
 """
 
@@ -43,7 +44,7 @@ from flexpress.codegen.run.preview_masks import (
 from flexpress.codegen.text.render import render
 from flexpress.recipes import RECIPES, make
 from support.assembly import assert_packed_as_read
-from support.tritons import NEWER, OLDER, my_turn
+from support.tritons import NEWER, OLDER, PINNED, my_turn
 from support.varlen import score_mods
 
 FORWARD = {  # every branch of the template and every row of the tile tables, not their product
@@ -242,9 +243,12 @@ def test_every_template_is_compiled_for_every_target():
 
 @pytest.mark.parametrize("target, case", PAIRS)
 def test_compiles_and_fits(target, case, every_kernel):
-    if not (every_kernel or my_turn(PAIRS.index((target, case))) or target == "sm_90" and case in EVERYWHERE | ON_HOPPER):
-        if target != "sm_90":
-            pytest.skip("the other Triton compiles it")
+    if not (every_kernel or PINNED or target == "sm_90"):  # for Hopper, until its own passes have run
+        if target != targets_of(case)[0] or "sm_90" in targets_of(case):
+            pytest.skip("this Triton compiles it for Hopper")
+        kernel_of("sm_90", case).compile("ttgir")
+        return
+    if not (every_kernel or target != "sm_90" or case in EVERYWHERE | ON_HOPPER or my_turn(PAIRS.index((target, case)))):
         kernel_of(target, case).compile("ttgir")
         return
     made = compiled(target, case)
@@ -279,7 +283,7 @@ def test_kernels_drawn_at_random_pass_triton(number):
     assert not failed
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"] if PINNED else ["sm_90"])
 @pytest.mark.parametrize("score", ["rows", "columns", "bias"])
 @pytest.mark.parametrize("separate_full", [True, False])
 def test_blocks_elsewhere_pass_triton(score, target, separate_full):
@@ -355,7 +359,7 @@ def test_ptx_is_for_the_assembler_that_reads_it(monkeypatch):
     assert int(written[1] + written[2]) == ptx_get_version(newer.version)
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"] if PINNED else ["sm_90"])
 def test_the_assembler_never_sees_what_it_does_not_wrap(target):
     """It takes neg.s16 and abs.s16 of -32768 for 32768 where int32 comes next."""
     x = torch.zeros(8, dtype=torch.int16)

@@ -11,7 +11,7 @@ from flexpress import OutOfPages, PageAllocator, cached_attention, mods, update_
 from support.dense import dense_attention, relative_error
 from support.devices import DEVICES
 
-STEPS, HEADS, D, PAGE_SIZE, PAGES = 10_000, 2, 16, 4, 40
+STEPS, HEADS, D, PAGE_SIZE, PAGES = 5_000, 2, 16, 4, 40
 
 
 class Model:

@@ -36,6 +36,7 @@ _OWNERS = (
     interpreter,
     interpreter.InterpreterBuilder,
     interpreter.interpreter_builder,
+    interpreter.interpreter_semantic,
 )
 _unchanged: list[tuple[object, dict]] = []  # those with their attributes, before the first switch
 _changes: list[tuple[object, str, object, object]] = []  # what differs while a kernel runs: of what, its name, before and then

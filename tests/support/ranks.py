@@ -1,4 +1,6 @@
-"""Processes that attend together: `python ranks.py RANK WORLD FOLDER DEVICE` runs every check of that many ranks, and writes what failed.
+"""Processes that attend together: `python ranks.py RANKS WORLD FOLDER DEVICE` runs every check of that many ranks, and writes what failed.
+
+RANKS is "2", or "0,1,2,3" for a process that forks into so many once it has imported what they need, which takes longer than most checks.
 
 Each check compares what processes compute together with what one process does that has all of the tensors.
 """
@@ -7,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -42,19 +45,27 @@ def run(world: int, folder: Path, script: str, device: str) -> list[dict[str, st
     """For each of `world` processes of a script beside this one what failed: tracebacks by the names of checks, which are all there."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     script = Path(__file__).with_name(script)
+    shares = [",".join(map(str, range(world)))] if device == "cpu" else map(str, range(world))  # after a fork CUDA may not start
     started = [
-        subprocess.Popen([sys.executable, str(script), str(rank), str(world), str(folder), device], env=environment, stderr=subprocess.PIPE)
-        for rank in range(world)
+        subprocess.Popen(
+            [sys.executable, str(script), ranks, str(world), str(folder), device],
+            env=environment,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        for ranks in shares
     ]
-    failed = []
-    for rank, process in enumerate(started):
+    words = []
+    for process in started:
         try:
-            _, words = process.communicate(timeout=300)
+            words.append(process.communicate(timeout=300)[1])
         except subprocess.TimeoutExpired:
-            process.kill()
-            _, words = process.communicate()
+            os.killpg(process.pid, signal.SIGKILL)  # and its forks
+            words.append(process.communicate()[1])
+    failed = []
+    for rank in range(world):
         found = folder / f"{rank}.json"
-        failed.append(json.loads(found.read_text()) if found.exists() else {"": words.decode(errors="replace")})
+        failed.append(json.loads(found.read_text()) if found.exists() else {"": words[rank % len(words)].decode(errors="replace")})
     return failed
 
 
@@ -84,7 +95,14 @@ def on_devices(module) -> list:
 
 
 def main() -> None:
-    rank, world, folder, kind = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+    (rank, *others), world, folder, kind = map(int, sys.argv[1].split(",")), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+    forks = []
+    for other in others:
+        fork = os.fork()
+        if not fork:
+            rank, forks = other, []
+            break
+        forks.append(fork)
     torch.set_num_threads(1)
     device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
@@ -111,3 +129,5 @@ def main() -> None:
             print(f"rank {rank} of {world}: {name} took {time.perf_counter() - started:.1f} s", flush=True)
             (folder / f"{rank}.json").write_text(json.dumps(failed))
     torch.distributed.destroy_process_group()
+    for fork in forks:
+        os.waitpid(fork, 0)
