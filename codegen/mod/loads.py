@@ -8,8 +8,23 @@ POSITIONS = frozenset({"q_idx", "kv_idx"})
 
 
 def loads_of(graph: ModGraph) -> list[Expr]:
-    """The loads of a graph, in order."""
-    return [n for n in walk(graph.result) if n.op == "load"]
+    """The loads of a graph, of elements and of rows, in order."""
+    return [n for n in walk(graph.result) if n.op in ("load", "row")]
+
+
+def dots_of(graph: ModGraph) -> list[Expr]:
+    """The dot products of rows (see long_dots.py), in order."""
+    return [n for n in walk(graph.result) if n.op == "dot"]
+
+
+def width_of_dots(graph: ModGraph | None) -> int:
+    """How many columns all of them add to a product of queries and keys."""
+    return sum(n.attr for n in dots_of(graph)) if graph else 0
+
+
+def read_in(load: Expr, role: str) -> Expr:
+    """What is read where a gradient is gathered in a role: of a dot product the query's row or the key's."""
+    return load.args[0 if role == "row" else 1] if load.op == "dot" else load
 
 
 def gathers(graph: ModGraph) -> bool:

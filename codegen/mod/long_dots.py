@@ -30,8 +30,7 @@ class Row:
     @property
     def axis(self) -> str:
         """Which of the two positions it is read by; "" for none or both."""
-        found = {"score", "q_idx", "kv_idx"} & frozenset().union(*map(symbols_in, self.index))
-        return found.pop() if len(found) == 1 else ""
+        return _axis(self.index)
 
     def dot(self, others: tuple[Row, ...], dtype: torch.dtype) -> Sym | None:
         """The dot product with one other row, as a product of matrices has it; None if it is none."""
@@ -46,6 +45,22 @@ class Row:
     def node(self) -> Expr:
         run = running()
         return run.table.make("row", self.index, self.tensor.dtype, attr=run.tensor_index(self.tensor), source=run.source())
+
+
+def _axis(index: tuple[Expr, ...]) -> str:
+    found = {"score", "q_idx", "kv_idx"} & frozenset().union(*map(symbols_in, index))
+    return found.pop() if len(found) == 1 else ""
+
+
+def are_rows(one: Expr, other: Expr) -> bool:
+    """May these be factors of a dot product in a kernel: a row read by q_idx, and one read by kv_idx?"""
+    return one.op == other.op == "row" and (_axis(one.args), _axis(other.args)) == ("q_idx", "kv_idx")
+
+
+def check_rows(one: Expr, other: Expr) -> None:
+    """Raises ModError for rows of a graph that were found so, and are not any more where other symbols take the place of its own."""
+    if not are_rows(one, other):
+        raise running().error("a dot product of rows whose positions depend on both q_idx and kv_idx here", "Kernels have no tile for it.")
 
 
 def row_of_view(tensor: torch.Tensor, index: tuple, length: int) -> Row | None:

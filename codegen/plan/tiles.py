@@ -153,13 +153,25 @@ _BACKWARD = {
 
 # 192 / 128, padded to 256 / 128
 _BACKWARD_UNEQUAL = {("dkv", "sm_90", 256, 2): Tile(32, 64, 4, 2), ("dq", "sm_90", 256, 2): Tile(128, 64, 8, 2)}
+# where a score_mod has dot products of rows, whose tiles and sums take registers: these spill none, or little
+_BACKWARD_DOTS = {("dkv", "sm_90", 2): Tile(32, 64, 8, 2), ("dq", "sm_90", 2): Tile(64, 64, 8, 2)}
 
 
 def backward_tile(
-    kernel: str, arch: str, d_qk: int, d_v: int, itemsize: int, *, q_block: int = 0, kv_block: int = 0, options: dict | None = None
+    kernel: str,
+    arch: str,
+    d_qk: int,
+    d_v: int,
+    itemsize: int,
+    *,
+    dots: bool = False,
+    q_block: int = 0,
+    kv_block: int = 0,
+    options: dict | None = None,
 ) -> Tile:
     """The tile of backward_dq or backward_dkv (`kernel` is "dq" or "dkv"); arguments as for forward_tile.
 
+    dots      score_mod has dot products of rows of captured tensors
     options   the user's dq_BLOCK_M, dq_BLOCK_N, dq_num_warps, dq_num_stages, and the same with dkv_
     """
     family = {"sm_86": "sm_80", "sm_100": "sm_90"}.get(arch, arch)
@@ -169,6 +181,8 @@ def backward_tile(
     tile = _BACKWARD.get((kernel, arch, width, itemsize), _BACKWARD[row])
     if d_qk != d_v:
         tile = _BACKWARD_UNEQUAL.get(row, tile)
+    if dots:
+        tile = _BACKWARD_DOTS.get((kernel, family, itemsize), tile)
     chosen = {k.removeprefix(f"{kernel}_"): v for k, v in (options or {}).items() if k.startswith(f"{kernel}_")}
     if q_block:
         tile = replace(tile, BLOCK_M=_divisor(tile.BLOCK_M, q_block), BLOCK_N=_divisor(tile.BLOCK_N, kv_block))
