@@ -6,9 +6,10 @@ them (DeepSeek-V2, section 2.1.3). In the graph they are a node "dot" of two nod
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function
 
 from .current import running
 from .expr import Expr, symbols_in
@@ -27,14 +28,13 @@ class Row:
     index: tuple[Expr, ...]
     length: int
 
-    @property
-    def axis(self) -> str:
-        """Which of the two positions it is read by; "" for none or both."""
-        return _axis(self.index)
+    def settled(self) -> Row:
+        """The row with indices of one position, if there are such."""
+        return replace(self, index=settled(self.index))
 
     def dot(self, others: tuple[Row, ...], dtype: torch.dtype) -> Sym | None:
         """The dot product with one other row, as a product of matrices has it; None if it is none."""
-        run, rows = running(), {row.axis: row for row in (self, *others)}
+        run, rows = running(), {axis_of(row.index): row for row in (self.settled(), *(row.settled() for row in others))}
         if run.kind != "score" or len(others) != 1 or set(rows) != {"q_idx", "kv_idx"}:
             return None
         if self.length > WIDEST:
@@ -47,20 +47,51 @@ class Row:
         return run.table.make("row", self.index, self.tensor.dtype, attr=run.tensor_index(self.tensor), source=run.source())
 
 
-def _axis(index: tuple[Expr, ...]) -> str:
+def axis_of(index: tuple[Expr, ...]) -> str:
+    """Which of the two positions a row is read by; "" for none or both."""
     found = {"score", "q_idx", "kv_idx"} & frozenset().union(*map(symbols_in, index))
     return found.pop() if len(found) == 1 else ""
 
 
 def are_rows(one: Expr, other: Expr) -> bool:
     """May these be factors of a dot product in a kernel: a row read by q_idx, and one read by kv_idx?"""
-    return one.op == other.op == "row" and (_axis(one.args), _axis(other.args)) == ("q_idx", "kv_idx")
+    return one.op == other.op == "row" and (axis_of(one.args), axis_of(other.args)) == ("q_idx", "kv_idx")
 
 
 def check_rows(one: Expr, other: Expr) -> None:
     """Raises ModError for rows of a graph that were found so, and are not any more where other symbols take the place of its own."""
     if not are_rows(one, other):
         raise running().error("a dot product of rows whose positions depend on both q_idx and kv_idx here", "Kernels have no tile for it.")
+
+
+def same_where_seen(one, other):
+    """`one`, which a mod reads by q_idx, with its word that `other`, read by kv_idx, equals it wherever a key is not hidden: the sequences
+    of a query and of a key. Then the row of a key may be read by it."""
+    if has_torch_function((one, other)):
+        return handle_torch_function(same_where_seen, (one, other), one, other)
+    return one
+
+
+def promised(one: Sym, other: Sym) -> Sym:
+    """The same while a mod is traced."""
+    running().twins[id(one.expr)] = other.expr
+    return one
+
+
+def settled(index: tuple[Expr, ...]) -> tuple[Expr, ...]:
+    """Indices of both positions as those of kv_idx alone, where they equal them; others as they are."""
+    run = running()
+    if axis_of(index) or not run.twins:
+        return index
+
+    def swapped(node: Expr) -> Expr:
+        if id(node) in run.twins:
+            return run.twins[id(node)]
+        args = tuple(map(swapped, node.args))
+        return run.table.make(node.op, args, node.dtype, node.attr, node.weak, node.source) if args else node
+
+    found = tuple(map(swapped, index))
+    return found if axis_of(found) == "kv_idx" else index
 
 
 def row_of_view(tensor: torch.Tensor, index: tuple, length: int) -> Row | None:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from .current import running
+from .long_dots import promised, same_where_seen
 from .nodes import cast
 from .symbols import Sym, TensorView, Vector
 from .vectors import JOINS, MOVES, REDUCTIONS, apply_to_elements, as_vector, is_vector, moved, pinned_all, reduced
@@ -134,6 +135,7 @@ FUNCTIONS = {  # and their names, for vectors, which have them as methods
     **_METHODS,
     **dict.fromkeys((operator.matmul, torch.linalg.matmul), _matmul),
     **{torch.linalg.vecdot: _vecdot, torch.linalg.cross: _cross, torch.linalg.norm: _matrix_norm, torch.linalg.vector_norm: _norm},
+    same_where_seen: promised,
     **{F.linear: _linear, F.pairwise_distance: _pairwise_distance, F.cosine_similarity: _cosine_similarity},
 }
 _JOINING = {name for name in JOINS} | {getattr(torch, name) for name in JOINS}
@@ -149,6 +151,8 @@ def takes_vectors(function, args: tuple, kwargs: dict, is_row: bool) -> bool:
         return type(args[0]) is Vector
     values = (*args, *kwargs.values())
     if any(map(is_vector, values)):
+        return True
+    if function is same_where_seen:
         return True
     if function in _JOINING:
         return bool(args) and isinstance(args[0], (list, tuple)) and any(isinstance(a, (Sym, Vector, TensorView)) for a in args[0])
