@@ -56,7 +56,7 @@ RECIPES = {
 
 def made(code: str):
     """The mod that a line of code makes, with the tensors that docs/recipes.md names."""
-    distance, turn = torch.arange(-SIZE + 1, SIZE), torch.arange(SIZE) * 0.3
+    distance, turn = torch.arange(-SIZE + 1, SIZE), torch.arange(SIZE) * 0.4
     helix = torch.stack([turn.cos(), turn.sin(), turn / 9], dim=1)
     tensors = {
         "ids": (torch.arange(SIZE) >= 12).int() + (torch.arange(SIZE) >= 20).int(),
@@ -64,7 +64,7 @@ def made(code: str):
         "places": helix,
         "means": torch.tensor([0.0, 2.0]),
         "widths": torch.tensor([0.6, 0.5]),
-        "weights": torch.tensor([[1.0, -1.0]]).repeat(4, 1),
+        "weights": torch.tensor([[1.0, -0.4]]).repeat(4, 1),
         "points": helix[:, None].expand(1, 4, SIZE, 2, 3).contiguous(),
         "weight": -torch.cat([torch.arange(8), torch.arange(8)])[:, None].expand(16, 4) / 8,
     }
