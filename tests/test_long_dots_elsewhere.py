@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flexpress import ModError, cached_attention, explain, flex_attention, varlen_attention
+from flexpress import ModError, cached_attention, explain, export, flex_attention, varlen_attention
 from support.dense import dense_attention
 from support.devices import DEVICES
 
@@ -69,3 +69,22 @@ def test_paged_caches(device, ragged):
     refused = lambda score, b, h, q_idx, kv_idx: score + torch.dot(qr[b, h, q_idx], by_head[b, h, kv_idx])  # noqa: E731
     with pytest.raises(ModError, match="(?s)a dot product of 40 elements with a row read by kv_idx and h.*File.*read it by b and kv_idx"):
         cached_attention(query, keys, values, held, page_table=table, score_mod=refused, **starts)
+
+
+def test_a_program_of_torchs_compiler():
+    q, k, v, qr, kr = rows("cpu", (1, 2, 40, D), (1, 2, 40, D), (1, 2, 40, D), (40, WIDTH), (40, WIDTH))
+
+    def attend(q, k, v, qr, kr):
+        return flex_attention(q, k, v, lambda score, b, h, q_idx, kv_idx: score + torch.dot(qr[q_idx], kr[kv_idx]))
+
+    inputs = q, k, v, qr, kr
+    out, compiled = attend(*inputs), torch.compile(attend, backend="aot_eager", fullgraph=True)(*inputs)
+    assert torch.equal(out, compiled)
+    for one, other in zip(*(torch.autograd.grad(o.sum(), inputs) for o in (out, compiled)), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_exported_files_refuse():
+    q, qr = torch.randn(1, 2, 40, D), torch.randn(40, WIDTH)
+    with pytest.raises(NotImplementedError, match="dot product of 40 elements of captured rows.*Write the rows behind query and key"):
+        export(q, q, q, score_mod=lambda score, b, h, q_idx, kv_idx: score + qr[q_idx] @ qr[kv_idx])

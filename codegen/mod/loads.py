@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .expr import Expr, ModGraph, symbols_in, walk
 
+MANY = 8  # loads of a mod: each is as wide as a tile, and what is made of it as large
 POSITIONS = frozenset({"q_idx", "kv_idx"})
 
 
@@ -30,6 +31,16 @@ def read_in(load: Expr, role: str) -> Expr:
 def gathers(graph: ModGraph) -> bool:
     """Does the mod load an element of its own for every position (a relative-position table, a full bias)?"""
     return any(map(is_gather, loads_of(graph)))
+
+
+def takes_registers(graph: ModGraph) -> bool:
+    """Are there no registers left for the largest tiles? So it is with such elements, and with vectors of queries and keys."""
+    return gathers(graph) or len(loads_of(graph)) > MANY
+
+
+def weight_of(graph: ModGraph) -> str:
+    """What takes registers in the backward pass: "dots" of rows, "vectors", or nothing out of the ordinary."""
+    return "dots" if dots_of(graph) else "vectors" if len(loads_of(graph)) > MANY else ""
 
 
 def is_gather(load: Expr) -> bool:

@@ -14,7 +14,7 @@ from ..gpus import WIDEST_HEAD, round_up_head_dim
 from ..mod.dtypes import dtype_name
 from ..mod.expr import Expr, symbols_in
 from ..mod.grad import differentiate
-from ..mod.loads import read_in, width_of_dots
+from ..mod.loads import read_in, weight_of, width_of_dots
 from ..mod.nan import padding_may_be_nan
 from ..registry import remembered
 from ..text.gradient_text import CapturedGradient, Differential
@@ -137,7 +137,7 @@ def plan_backward(case: BackwardCase, backend: str, arch: str, score: Mod | None
             round_up_head_dim(min(case.d_qk + added, WIDEST_HEAD)),
             round_up_head_dim(case.d_v),
             case.dtype.itemsize,
-            dots=added > 0,
+            heavy=weight_of(score[0]) if score else "",
             q_block=sizes.q_block,
             kv_block=sizes.kv_block,
             options=dict(case.options.tile),

@@ -14,7 +14,7 @@ import torch
 from ..gpus import WIDEST_HEAD, round_up_head_dim
 from ..mod.dtypes import dtype_name
 from ..mod.expr import INDEX_BOUND, ModGraph
-from ..mod.loads import gathers, width_of_dots
+from ..mod.loads import takes_registers, width_of_dots
 from ..registry import remembered
 from ..text.layouts import TensorLayout
 from ..text.mod_text import ModText, mod_text
@@ -169,7 +169,7 @@ def plan_forward(case: ForwardCase, backend: str, arch: str, score: Mod | None, 
         round_up_head_dim(min(case.d_qk + width_of_dots(score and score[0]), WIDEST_HEAD)),
         round_up_head_dim(case.d_v),
         case.dtype.itemsize,
-        gathers=any(gathers(m[0]) for m in (score, mask) if m),
+        gathers=any(takes_registers(m[0]) for m in (score, mask) if m),
         q_block=blocks.q_block if blocks else 0,
         kv_block=blocks.kv_block if blocks else 0,
         options=dict(case.options.tile),
