@@ -42,21 +42,30 @@ RECIPES = {
     "prefix_lm": Recipe("mask", "prefix_lm(10)"),
     "document": Recipe("mask", "document(ids)"),
     "document_from_offsets": Recipe("mask", "document_from_offsets(torch.tensor([0, 12, 20, 32]), mask_mod=causal)"),
+    "within_radius": Recipe("mask", "within_radius(places, 0.9)"),
     "alibi": Recipe("score", "alibi(alibi_slopes(4))"),
     "alibi_symmetric": Recipe("score", "alibi_symmetric(alibi_slopes(4))"),
     "softcap": Recipe("score", "softcap(10.0)", 1.0),
     "relative_bias": Recipe("score", "relative_bias(table)"),
     "t5_bias": Recipe("score", "t5_bias(weight, num_buckets=16, max_distance=32)"),
+    "gaussian_distances": Recipe("score", "gaussian_distances(places[None], means, widths, weights)"),
+    "invariant_points": Recipe("score", "invariant_points(points, points, torch.ones(4))"),
     "compose_scores": Recipe("score", "compose_scores(softcap(10.0), alibi(alibi_slopes(4)))", 1.0),
 }
 
 
 def made(code: str):
     """The mod that a line of code makes, with the tensors that docs/recipes.md names."""
-    distance = torch.arange(-SIZE + 1, SIZE)
+    distance, turn = torch.arange(-SIZE + 1, SIZE), torch.arange(SIZE) * 0.4
+    helix = torch.stack([turn.cos(), turn.sin(), turn / 9], dim=1)
     tensors = {
         "ids": (torch.arange(SIZE) >= 12).int() + (torch.arange(SIZE) >= 20).int(),
         "table": (torch.cos(distance / 4) * torch.exp(-distance.abs() / 12)).repeat(4, 1),
+        "places": helix,
+        "means": torch.tensor([0.0, 2.0]),
+        "widths": torch.tensor([0.6, 0.5]),
+        "weights": torch.tensor([[1.0, -0.4]]).repeat(4, 1),
+        "points": helix[:, None].expand(1, 4, SIZE, 2, 3).contiguous(),
         "weight": -torch.cat([torch.arange(8), torch.arange(8)])[:, None].expand(16, 4) / 8,
     }
     return eval(code, {**{name: getattr(mods, name) for name in mods.__all__}, **tensors, "torch": torch})

@@ -22,6 +22,9 @@ from .codegen.device import offline
 from .codegen.device.cache import VERSION
 from .codegen.device.devices import architecture_of, backend_of
 from .codegen.mod.bind import bind
+from .codegen.mod.expr import ModGraph
+from .codegen.mod.loads import dots_of
+from .codegen.mod.long_dots import LONG
 from .codegen.mod.tensors import read_captured
 from .codegen.plan.forward import Options
 from .codegen.run.exported import Exported
@@ -126,11 +129,22 @@ def target_of(target: str | None, query: torch.Tensor) -> str:
     return target
 
 
+def refuse_rows(graph: ModGraph) -> None:
+    """Raise NotImplementedError for a mod with dot products of long rows, which exported files cannot check."""
+    if dots_of(graph):
+        raise NotImplementedError(
+            f"{graph.kind}_mod {graph.name} has a dot product of {dots_of(graph)[0].attr} elements of captured rows, which is a product of "
+            "matrices of its own; exported files have none. Write the rows behind query and key, as further columns, or use rows of up to "
+            f"{LONG} elements"
+        )
+
+
 def _bound(mod: Callable | None, kind: str, device: torch.device) -> tuple | None:
     """A mod's graph and what it captures."""
     if mod is None:
         return None
     bound = bind(mod, kind)
+    refuse_rows(bound[0])
     if device.type != "meta":
         read_captured(bound, device, f"{kind}_mod")
     return bound

@@ -9,7 +9,7 @@ import torch
 
 from flexpress import checks
 from flexpress.cache_checks import check_batch
-from flexpress.export import target_of
+from flexpress.export import refuse_rows, target_of
 from flexpress.exported_files import write
 from flexpress.mods import MaskMod, ScoreMod
 
@@ -103,5 +103,6 @@ def _bound(mod: Callable | None, kind: str, device: torch.device) -> tuple | Non
     if mod is None:
         return None
     bound = bind(mod, kind)
+    refuse_rows(bound[0])
     read_captured(bound, device, f"{kind}_mod")
     return bound

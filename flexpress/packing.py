@@ -12,6 +12,8 @@ from flexpress.recorded import graph_and_values
 
 from .codegen.mod.capture import name_of, plain
 from .codegen.mod.expr import Expr, ModGraph, walk
+from .codegen.mod.loads import dots_of
+from .codegen.mod.long_dots import same_where_seen
 from .codegen.mod.ops import row_of
 from .codegen.mod.tensors import tracing
 from .codegen.registry import remembered
@@ -49,11 +51,16 @@ class Packing:
 
     def score_mod(self, mod: Callable) -> Callable:
         """The score_mod on packed positions."""
-        places, sequence, mod = self._places(graph_and_values(mod, "score")[0]), self.sequence_q, plain(mod)
+        graph = graph_and_values(mod, "score")[0]
+        places, sequence, of_keys, mod = self._places(graph), self.sequence_q, self.sequence_k, plain(mod)
 
         def packed(score, b, h, q_idx, kv_idx):
             return mod(score, sequence[q_idx], h, *places(q_idx, kv_idx))
 
+        def packed_with_rows(score, b, h, q_idx, kv_idx):
+            return mod(score, same_where_seen(sequence[q_idx], of_keys[kv_idx]), h, *places(q_idx, kv_idx))
+
+        packed = packed_with_rows if dots_of(graph) else packed
         packed.__name__ = f"varlen_{name_of(mod)}"
         return packed
 

@@ -30,6 +30,17 @@ def _ids() -> torch.Tensor:
     return torch.arange(LENGTH, dtype=torch.int32) // (LENGTH // 8)
 
 
+def _places(*shape: int) -> torch.Tensor:
+    """Points along a spiral."""
+    turn = torch.arange(LENGTH) * 0.1
+    return torch.stack([turn.cos(), turn.sin(), turn * 0.1], dim=1).expand(*shape, LENGTH, 3)
+
+
+def _points() -> torch.Tensor:
+    """Four points for every head and position."""
+    return _places(1, HEADS, 4).transpose(2, 3).contiguous()
+
+
 RECIPES = {
     "plain": Recipe("none", "no mod", lambda: None),
     "causal": Recipe("mask", "causal", lambda: mods.causal),
@@ -42,6 +53,15 @@ RECIPES = {
     "softcap": Recipe("score", "softcap(50.0)", lambda: mods.softcap(50.0)),
     "relative_bias": Recipe("score", "relative_bias(table)", lambda: mods.relative_bias(_table())),
     "t5_bias": Recipe("score", "t5_bias(weight)", lambda: mods.t5_bias(torch.zeros(32, HEADS))),
+    "within_radius": Recipe("mask", "within_radius(places, 2.0)", lambda: mods.within_radius(_places(), 2.0)),
+    "gaussian_distances": Recipe(
+        "score",
+        "gaussian_distances(places, means, widths, weights)",
+        lambda: mods.gaussian_distances(_places(1).contiguous(), torch.linspace(0, 10, 8), torch.ones(8), torch.zeros(HEADS, 8)),
+    ),
+    "invariant_points": Recipe(
+        "score", "invariant_points(points, points, weights)", lambda: mods.invariant_points(_points(), _points(), torch.ones(HEADS))
+    ),
 }
 
 

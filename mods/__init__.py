@@ -13,11 +13,14 @@ from .causal import causal, causal_offset
 from .compose import compose_scores
 from .dilated_window import dilated_window
 from .document import document, document_from_offsets
+from .gaussian_distances import gaussian_distances
 from .global_sliding import global_sliding
+from .invariant_points import invariant_points
 from .prefix_lm import prefix_lm
 from .relative_bias import relative_bias, t5_bias, t5_bucket
 from .sliding_window import sliding_window, sliding_window_bidirectional
 from .softcap import softcap
+from .within_radius import within_radius
 
 __all__ = [
     "alibi",
@@ -29,7 +32,9 @@ __all__ = [
     "dilated_window",
     "document",
     "document_from_offsets",
+    "gaussian_distances",
     "global_sliding",
+    "invariant_points",
     "prefix_lm",
     "relative_bias",
     "sliding_window",
@@ -37,4 +42,5 @@ __all__ = [
     "softcap",
     "t5_bias",
     "t5_bucket",
+    "within_radius",
 ]

@@ -23,6 +23,7 @@ from flexpress.codegen.device import offline
 from flexpress.codegen.device.cache import without_comments
 from flexpress.codegen.device.compiler import newer_assembler
 from flexpress.codegen.gpus import SHARED_MEMORY, architecture
+from flexpress.codegen.mod.long_dots import same_where_seen
 from flexpress.codegen.plan.forward import Options
 from flexpress.codegen.run.imagined import architecture_for
 from flexpress.codegen.run.preview import (
@@ -294,6 +295,54 @@ def test_blocks_elsewhere_pass_triton(score, target, separate_full):
     for name, kernel in backward_compilations(target, *call, **details, captured=True, whole=False).items():
         if name != "delta":
             kernel.compile("ttgir")
+
+
+QUERY_ROWS, KEY_ROWS = (torch.ones(*shape, 64, dtype=torch.bfloat16, requires_grad=True) for shape in ((4, 16, 64), (4, 64)))
+
+
+def with_rows(score, b, h, q_idx, kv_idx):
+    """A dot product of 64 elements."""
+    return score + 0.2 * torch.dot(QUERY_ROWS[b, h, q_idx].float(), KEY_ROWS[b, kv_idx].float())
+
+
+def with_rows_of_tokens(sequence):
+    """The same in packed sequences, where a load says which row is read."""
+
+    def packed(score, b, h, q_idx, kv_idx):
+        return with_rows(score, same_where_seen(sequence[q_idx], sequence[kv_idx]), h, q_idx, kv_idx)
+
+    return packed
+
+
+@pytest.mark.parametrize("target", offline.TARGETS)
+def test_dot_products_of_rows_compile(target):
+    """Forward and decode for every target, the backward pass for one: products take shared memory, and their sums registers."""
+    call = with_rows, mods.causal
+    made = [compilation(target, *call), decode_compilations(target, *call, lengths=True, ragged=True)["decode"]]
+    if target == "sm_90":
+        made += [backward_compilations(target, *call, captured=True)[name] for name in ("dkv", "dq")]
+    for kernel in made:
+        found = kernel.compile()
+        assert found.shared <= SHARED_MEMORY[architecture_for(target)] and not found.spilled, (kernel.constants, found.spilled)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "gfx942"])
+def test_dot_products_of_rows_that_a_load_gives_pass_triton(target):
+    call, details = (with_rows_of_tokens(torch.zeros(4096, dtype=torch.int32)), make("document")[1]), dict(head_dim=64, starts=True)
+    backward = backward_compilations(target, *call, **details, captured=True)
+    for kernel in (compilation(target, *call, **details), backward["dkv"], backward["dq"]):
+        kernel.compile("ttgir")
+
+
+def test_vectors_compile():
+    """Twelve numbers of each query and each key."""
+    call = make("invariant_points")
+    assert not compilation("sm_90", *call, head_dim=64).compile().spilled
+    compilation("gfx942", *call, head_dim=64).compile("ttgir")
+    with pytest.raises(ValueError, match="vectors of captured tensors take more registers"):
+        hopper_compilation("sm_90", *call)
+    with pytest.raises(ValueError, match="a further product of matrices, which the portable kernels alone have"):
+        hopper_compilation("sm_90", with_rows)
 
 
 def test_table_of_spills_names_cases():

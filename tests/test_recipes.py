@@ -32,7 +32,9 @@ from flexpress.mods import (
     dilated_window,
     document,
     document_from_offsets,
+    gaussian_distances,
     global_sliding,
+    invariant_points,
     prefix_lm,
     relative_bias,
     sliding_window,
@@ -40,6 +42,7 @@ from flexpress.mods import (
     softcap,
     t5_bias,
     t5_bucket,
+    within_radius,
 )
 
 SIZES = [(13, 13), (7, 12), (12, 7)]  # (Q_LEN, KV_LEN)
@@ -364,6 +367,44 @@ def test_gradients_flow_to_what_is_captured(recipe, shape):
     assert captured.grad.tolist() == counted.tolist()
 
 
+# Places in space
+
+
+@pytest.mark.parametrize("radius", [0.7, 2.5])
+def test_within_radius(radius):
+    places = values(2, 13, 3)
+    assert_same_mask(within_radius(places[0], radius), lambda b, i, j: math.dist(places[0, i].tolist(), places[0, j].tolist()) <= radius)
+    assert_same_mask(within_radius(places, radius), lambda b, i, j: math.dist(places[b, i].tolist(), places[b, j].tolist()) <= radius)
+
+
+def test_gaussian_distances():
+    places, means, widths, weights = values(1, 11, 3), values(5).abs(), values(5).abs() + 0.3, values(4, 5)
+
+    def rule(score, h, i, j):
+        distance = math.dist(places[0, i].tolist(), places[0, j].tolist())
+        bells = zip(weights[h].tolist(), means.tolist(), widths.tolist(), strict=True)
+        return score + sum(weight * math.exp(-(((distance - mean) / width) ** 2) / 2) for weight, mean, width in bells)
+
+    assert_same_scores(gaussian_distances(places, means, widths, weights), rule, (1, 4, 9, 11))
+
+
+def test_invariant_points():
+    query_points, key_points, weights = values(1, 4, 9, 2, 3), values(1, 4, 11, 2, 3, seed=1), values(4).abs()
+
+    def rule(score, h, i, j):
+        pairs = zip(query_points[0, h, i].tolist(), key_points[0, h, j].tolist(), strict=True)
+        return score - weights[h].item() / 2 * sum(math.dist(a, b) ** 2 for a, b in pairs)
+
+    assert_same_scores(invariant_points(query_points, key_points, weights), rule, (1, 4, 9, 11))
+
+
+def test_invariant_points_do_not_see_how_the_whole_is_turned_and_moved():
+    points, turned = values(1, 4, 9, 2, 3), torch.linalg.qr(values(3, 3)).Q
+    given = [points, points @ turned + torch.tensor([5.0, -2.0, 1.0])]
+    one, other = (dense_scores(invariant_points(p, p, torch.ones(4)), torch.zeros(1, 4, 9, 9)) for p in given)
+    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
 # In torch's own flex_attention
 
 IDS = torch.tensor([0, 0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2])
@@ -380,6 +421,8 @@ MASKS = {
     "prefix_lm of a tensor": prefix_lm(torch.tensor([3, 9])),
     "sliding_window": sliding_window(4),
     "sliding_window_bidirectional": sliding_window_bidirectional(2, 1),
+    "within_radius": within_radius(values(16, 3), 1.5),
+    "within_radius of a batch": within_radius(values(2, 16, 3), 1.5),
 }
 SCORES = {
     "alibi": alibi(alibi_slopes(4)),
@@ -388,6 +431,8 @@ SCORES = {
     "relative_bias": relative_bias(values(4, 31)),
     "softcap": softcap(0.5),
     "t5_bias": t5_bias(values(32, 4)),
+    "gaussian_distances": gaussian_distances(values(2, 16, 3), values(4).abs(), torch.ones(4), values(4, 4)),
+    "invariant_points": invariant_points(values(2, 4, 16, 2, 3), values(2, 4, 16, 2, 3, seed=1), values(4).abs()),
 }
 
 
@@ -487,6 +532,12 @@ REFUSED = [
     (lambda: t5_bias(torch.ones(1, 4), 1, 9, False), ValueError, "num_buckets must be at least 2, got 1"),
     (lambda: t5_bucket(IDS, 32, 8), ValueError, "max_distance must be at least 9, got 8"),
     (lambda: t5_bucket(IDS, 32.0), TypeError, "num_buckets must be an int, got 32.0"),
+    (lambda: within_radius(torch.ones(4).int(), 1.0), ValueError, "places must have shape (S, 3) or (B, S, 3), got (4,)"),
+    (lambda: within_radius(torch.ones(4, 3), 0), ValueError, "radius must be finite and above 0, got 0.0"),
+    (lambda: gaussian_distances(*[torch.ones(3)] * 4), ValueError, "places must have shape (B, S, 3), got (3,)"),
+    (lambda: gaussian_distances(values(1, 9, 3), values(3), values(4), values(2, 3)), ValueError, "3 means, 4 widths and 3 weights a head"),
+    (lambda: invariant_points(values(1, 2, 9, 3), 0, 0), ValueError, "query_points must have shape (B, Hq, S, P, 3), got (1, 2, 9, 3)"),
+    (lambda: invariant_points(values(1, 2, 9, 4, 3), values(1, 2, 9, 3, 3), values(2)), ValueError, "queries have 4 points of 3 numbers"),
     (lambda: compose_scores(), ValueError, "score_mods must hold a function, got none"),
     (lambda: compose_scores(softcap(1.0), 3), TypeError, "score_mods[1] must be a function, got 3"),
     (lambda: compose_scores([softcap(1.0)]), TypeError, "score_mods[0] must be a function, got ["),

@@ -78,9 +78,9 @@ def test_another_length_of_vectors_is_another_kernel_and_other_tensors_are_not()
         ("score * place[q_idx]", "returns a vector of 3 elements"),
         ("place[q_idx]", r"returns a tensor of shape \(3,\)"),
         ("score + place[q_idx].std()", "Tensor.std is not a supported operation"),
-        ("score + (place[q_idx] + table[h, q_idx]).sum()", "add of vectors of 3 and 4 elements"),
+        ("score + (place[q_idx] + table[h, q_idx]).sum()", r"add of vectors of shapes \(3,\) and \(4,\)"),
         ("score + place[q_idx].sum(1)", "sum with dim=1"),
-        ("score + table[h].sum()", "2-dimensional value where a scalar is needed"),
+        ("score + (score * long).sum()", r"a part of shape \(50, 65\)"),
         ("weights[place[q_idx].long()]", "a vector of 3 elements is used where a scalar is needed"),
     ],
 )

@@ -36,7 +36,9 @@ def compute(expr: Expr, symbols: dict[str, torch.Tensor], tensors: list[torch.Te
             value = node.attr
         elif node.op == "scalar":
             value = scalars[node.attr]
-        elif node.op == "load":
+        elif node.op == "dot":
+            value = (operands[0] * operands[1]).sum(-1)
+        elif node.op in ("load", "row"):
             value = converted(_load(tensors[node.attr], [converted(i, torch.int64) for i in operands]), node.dtype)
         elif node.op == "cast":
             value = converted(operands[0], node.dtype)
@@ -59,10 +61,12 @@ def _load(tensor: torch.Tensor, places: list[torch.Tensor]) -> torch.Tensor:
         return tensor
     inside = torch.ones((), dtype=torch.bool, device=tensor.device)
     wrapped_places = []
-    for place, size in zip(places, tensor.shape, strict=True):
+    for place, size in zip(places, tensor.shape, strict=False):
         place = torch.where(place < 0, place + size, place)
         inside = inside & (place >= 0) & (place < size)
         wrapped_places.append(place.clamp(0, max(size - 1, 0)))
+    whole = tensor.shape[len(places) :]  # of a row
+    inside = inside.reshape((*inside.shape, *(1 for _ in whole))).expand((*inside.shape, *whole))
     if not tensor.numel():
         return torch.zeros(inside.shape, dtype=tensor.dtype, device=tensor.device)
     return torch.where(inside, tensor[tuple(wrapped_places)], torch.zeros((), dtype=tensor.dtype, device=tensor.device))

@@ -15,14 +15,16 @@ from . import ops
 from .current import Operations, Run, applied, running
 from .errors import ModError
 from .methods import METHOD_OF, METHODS, unsupported
-from .nodes import apply, index_tensor, literal_tensor, to_expr
+from .nodes import apply, literal_tensor, to_expr
 from .op import Op
 from .program import NUMBERS
 from .purity import FACTORIES
 from .randomness import draws_in_torch, is_off, refused, title
 from .stand_ins import HostNumber
 from .symbols import Sym, TensorView, Vector
-from .vectors import REDUCTIONS, apply_to_vectors, has_vectors
+from .vector_functions import FUNCTIONS as VECTOR_FUNCTIONS
+from .vector_functions import apply_to_vectors, takes_vectors
+from .vectors import MOVES, indexed
 
 
 class Mode(TorchFunctionMode):
@@ -37,7 +39,7 @@ class Mode(TorchFunctionMode):
 def is_operation(function) -> bool:
     """Is this a function of torch, or an operator, that a mod may apply to symbols?"""
     try:
-        if function in ops.FUNCTIONS or function in FACTORIES:
+        if function in ops.FUNCTIONS or function in FACTORIES or function in VECTOR_FUNCTIONS:
             return True
     except TypeError:  # not hashable
         return False
@@ -70,10 +72,10 @@ def dispatch(function, args: tuple, kwargs: dict):
             raise refused(title(function), trace.source(), trace.kind)
         if _symbolic(args) or _symbolic(tuple(kwargs.values())):
             return args[0] if args else kwargs["input"]
-    if function is not torch.Tensor.__getitem__ and has_vectors((*args, *kwargs.values())):
-        return apply_to_vectors(dispatch, function, args, kwargs)
     in_kernel = _symbolic(args) or _symbolic(tuple(kwargs.values()))
     row = ops.METHODS.get(function) if isinstance(function, str) else ops.FUNCTIONS.get(function)
+    if in_kernel and takes_vectors(function, args, kwargs, row is not None):
+        return apply_to_vectors(function, args, kwargs)
     if in_kernel and row is not None and row.expand is not None:
         return _expand(row, args, kwargs)
     with torch._C.DisableTorchFunction():
@@ -105,7 +107,7 @@ def _expand(row: Op, args: tuple, kwargs: dict):
 
 def _kernel_side(function, row: Op | None, args: tuple, kwargs: dict):
     if function is torch.Tensor.__getitem__:
-        return index_tensor(*args)
+        return indexed(*args)
     _refuse_out(function, kwargs)
     method = METHODS.get(function if isinstance(function, str) else METHOD_OF.get(function))
     if method is not None:
@@ -128,7 +130,8 @@ def _name_of(function) -> str:
 def _method(symbol: Sym | TensorView | Vector, name: str):
     if draws_in_torch(name):
         raise refused(title(name), running().source(), running().kind)
-    if name not in METHODS and name not in ops.METHODS and not (name in REDUCTIONS and type(symbol) is not Sym):
+    for_vectors = name in (MOVES if type(symbol) is Sym else VECTOR_FUNCTIONS)
+    if not (for_vectors or name in METHODS or name in ops.METHODS):
         raise unsupported(f"Tensor.{name}")
     return lambda *args, **kwargs: dispatch(name, (symbol, *args), kwargs)
 

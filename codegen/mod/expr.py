@@ -1,11 +1,13 @@
 """The traced form of a mod: a frozen, typed expression DAG, free of any one target.
 
-An `Expr` is an operation of the op table (`codegen/mod/ops.py`) or one of four leaves:
+An `Expr` is an operation of the op table (`codegen/mod/ops.py`), a dot product of rows or one of four leaves:
 
     symbol    score, b, h, q_idx or kv_idx; grad in derivatives             attr = its name
     literal   a number written in the mod                                   attr = the number
     scalar    a number known at launch (captured, or computed from those)   attr = index into ModGraph.scalars
     load      one element of a captured tensor, args = one index per dim    attr = index into ModGraph.tensors
+    row       its last dimension, args = one index per other dim            attr = the same
+    dot       args = the row read by q_idx, the one read by kv_idx          attr = how many elements they have
 
 `weak` marks Python numbers, which take part in torch's type promotion as numbers and not as tensors.
 """

@@ -25,10 +25,12 @@ class GradGraph:
 
     score   in the score; None if the result does not depend on it (or only through steps: comparisons, floor, casts to integers)
     loads   (load of the graph, derivative in the value loaded), for every wanted load with a derivative
+    dots    the same for dot products of rows (see long_dots.py) of which a tensor is wanted: derivatives in the product
     """
 
     score: Expr | None
     loads: tuple[tuple[Expr, Expr], ...]
+    dots: tuple[tuple[Expr, Expr], ...] = ()
 
 
 def differentiate(graph: ModGraph, wanted: frozenset[int]) -> GradGraph:
@@ -52,10 +54,14 @@ def differentiate(graph: ModGraph, wanted: frozenset[int]) -> GradGraph:
                 if not _is(more.expr, 0):
                     sofar = gradients.get(id(operand))
                     gradients[id(operand)] = more.expr if sofar is None else (Sym(sofar) + more).expr
-        found = {id(n): cast(Sym(gradients[id(n)]), torch.float32).expr for n in nodes if n.op in ("symbol", "load") and id(n) in gradients}
+        found = {id(n): cast(Sym(gradients[id(n)]), torch.float32).expr for n in nodes if n.op in _LEFT and id(n) in gradients}
     score = next((n for n in nodes if n.op == "symbol" and n.attr == "score"), None)
     loads = tuple((n, found[id(n)]) for n in nodes if n.op == "load" and id(n) in found)
-    return GradGraph(found.get(id(score)), loads)
+    dots = tuple((n, found[id(n)]) for n in nodes if n.op == "dot" and id(n) in found)
+    return GradGraph(found.get(id(score)), loads, dots)
+
+
+_LEFT = ("symbol", "load", "dot")  # where derivatives end
 
 
 def _rules(node: Expr) -> tuple:
@@ -73,6 +79,8 @@ def _differentiable(nodes: list[Expr], wanted: frozenset[int]) -> set[int]:
             continue
         if node.op in ("symbol", "load"):
             varies = node.attr in wanted if node.op == "load" else node.attr == "score"
+        elif node.op == "dot":
+            varies = any(row.attr in wanted for row in node.args)
         else:
             varies = any(rule and id(a) in found for a, rule in zip(node.args, _rules(node), strict=True))
         if varies:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .current import running
 from .expr import MASK_SYMBOLS, SCORE_SYMBOLS, ModGraph, walk
+from .long_dots import check_rows, settled
 from .nodes import cast, index_tensor, to_expr
 from .symbols import Sym
 
@@ -37,6 +38,11 @@ def replayed(graph: ModGraph, values: list, symbols: tuple) -> Sym:
             found = run.number(values[len(graph.tensors) + node.attr])
         elif node.op == "load":
             found = index_tensor(values[node.attr], tuple(map(Sym, args))).expr
+        elif node.op == "row":
+            found = run.table.make("row", settled(args), node.dtype, run.tensor_index(values[node.attr]))
+        elif node.op == "dot":
+            check_rows(*args)
+            found = run.made(run.table.make("dot", args, node.dtype, node.attr))
         else:
             found = run.table.make(node.op, args, node.dtype, node.attr, node.weak)
             found = found if node.is_literal else run.made(found)

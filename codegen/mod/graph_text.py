@@ -11,6 +11,7 @@ import torch
 
 from ..registry import remembered
 from .expr import LEAVES, MASK_SYMBOLS, SCORE_SYMBOLS, Expr, ExprTable, ModGraph, ScalarCapture, TensorCapture, walk
+from .long_dots import WIDEST, are_rows
 from .op import kind
 from .ops import OPS
 from .trace import known_graph
@@ -78,6 +79,10 @@ def _check(node: Expr, mod_kind: str, tensors: tuple, scalars: tuple) -> None:
     arity = {"symbol": 0, "literal": 0, "scalar": 0, "cast": 1}.get(node.op)
     if node.op == "load":
         arity = tensors[_count(node.attr)].ndim
+    elif node.op == "row":
+        arity = tensors[_count(node.attr)].ndim - 1
+    elif node.op == "dot":
+        arity = 2
     elif arity is None:
         arity = OPS[node.op].arity
     right = len(node.args) == arity
@@ -87,8 +92,10 @@ def _check(node: Expr, mod_kind: str, tensors: tuple, scalars: tuple) -> None:
         right = right and _count(node.attr) < len(scalars)
     elif node.op == "literal":
         right = right and type(node.attr) in (float, bool) or type(node.attr) is int and -(1 << 63) <= node.attr < 1 << 63
-    elif node.op == "load":
+    elif node.op in ("load", "row"):
         right = right and all(kind(a.dtype) == "int" for a in node.args)
+    elif node.op == "dot":
+        right = right and mod_kind == "score" and are_rows(*node.args) and 0 < _count(node.attr) <= WIDEST
     elif node.op not in LEAVES:
         right = right and node.attr is None
     if not right:

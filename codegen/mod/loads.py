@@ -4,17 +4,43 @@ from __future__ import annotations
 
 from .expr import Expr, ModGraph, symbols_in, walk
 
+MANY = 8  # loads of a mod: each is as wide as a tile, and what is made of it as large
 POSITIONS = frozenset({"q_idx", "kv_idx"})
 
 
 def loads_of(graph: ModGraph) -> list[Expr]:
-    """The loads of a graph, in order."""
-    return [n for n in walk(graph.result) if n.op == "load"]
+    """The loads of a graph, of elements and of rows, in order."""
+    return [n for n in walk(graph.result) if n.op in ("load", "row")]
+
+
+def dots_of(graph: ModGraph) -> list[Expr]:
+    """The dot products of rows (see long_dots.py), in order."""
+    return [n for n in walk(graph.result) if n.op == "dot"]
+
+
+def width_of_dots(graph: ModGraph | None) -> int:
+    """How many columns all of them add to a product of queries and keys."""
+    return sum(n.attr for n in dots_of(graph)) if graph else 0
+
+
+def read_in(load: Expr, role: str) -> Expr:
+    """What is read where a gradient is gathered in a role: of a dot product the query's row or the key's."""
+    return load.args[0 if role == "row" else 1] if load.op == "dot" else load
 
 
 def gathers(graph: ModGraph) -> bool:
     """Does the mod load an element of its own for every position (a relative-position table, a full bias)?"""
     return any(map(is_gather, loads_of(graph)))
+
+
+def takes_registers(graph: ModGraph) -> bool:
+    """Are there no registers left for the largest tiles? So it is with such elements, and with vectors of queries and keys."""
+    return gathers(graph) or len(loads_of(graph)) > MANY
+
+
+def weight_of(graph: ModGraph) -> str:
+    """What takes registers in the backward pass: "dots" of rows, "vectors", or nothing out of the ordinary."""
+    return "dots" if dots_of(graph) else "vectors" if len(loads_of(graph)) > MANY else ""
 
 
 def is_gather(load: Expr) -> bool:

@@ -1,4 +1,4 @@
-"""Methods of tensors that a mod may call on a symbol, and that are no operations: casts, and what makes or reshapes a 0-dim tensor."""
+"""Methods of tensors that a mod may call on a symbol, and that are no operations: casts, and what makes a 0-dim tensor."""
 
 from __future__ import annotations
 
@@ -64,13 +64,6 @@ def _new_full(symbol, size, fill_value, dtype=None, **_):
     return literal_tensor(fill_value, dtype or to_expr(symbol).dtype)
 
 
-def _reshape(symbol, *shape, **_):
-    if any(isinstance(s, torch.dtype) for s in shape):
-        raise unsupported("Tensor.view(dtype)")
-    _scalar_shape(shape)
-    return symbol
-
-
 def _scalar_shape(shape: tuple) -> None:
     if any(s not in ((), []) for s in shape):
         raise running().error(f"a value of shape {shape[0] if len(shape) == 1 else shape}", "A mod computes with scalars: the shape is ().")
@@ -87,10 +80,8 @@ METHODS = {
     "new_zeros": _new(0),
     "new_ones": _new(1),
     "new_full": _new_full,
-    "view": _reshape,
-    "reshape": _reshape,
     "new_tensor": lambda s, value, dtype=None, **_: literal_tensor(value, dtype or s.dtype),
-    **{name: lambda symbol, *_, **__: symbol for name in ("clone", "contiguous", "squeeze")},
+    **{name: lambda symbol, *_, **__: symbol for name in ("clone", "contiguous")},
 }
 METHOD_OF = {  # torch's functions that are these methods
     getattr(home, name): name

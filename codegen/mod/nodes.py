@@ -13,7 +13,7 @@ from .symbols import Sym, TensorView, Vector
 from .tensors import DTYPES, tracing
 
 # around small computations of our own, which nobody is to record
-_Unseen, _Unrecorded = torch._C.DisableTorchFunction, torch._C._DisableTorchDispatch
+Unseen, Unrecorded = torch._C.DisableTorchFunction, torch._C._DisableTorchDispatch
 
 
 def apply(row: Op, args: tuple, kwargs: dict) -> Sym:
@@ -53,7 +53,7 @@ def result_dtype(row: Op, operands: list[Expr]) -> torch.dtype:
     """
     key = (row.name, torch.get_default_dtype(), tuple((o.dtype, o.weak) for o in operands))
     if key not in _dtype_cache:
-        with _Unseen(), _Unrecorded():
+        with Unseen(), Unrecorded():
             stand_ins = [_NUMBER_OF[kind(o.dtype)] if o.weak else torch.ones((), dtype=o.dtype) for o in operands]
             try:
                 result = row.torch(*stand_ins)
@@ -93,29 +93,23 @@ def to_expr(value) -> Expr:
     )
 
 
-def index_tensor(tensor: torch.Tensor, index) -> Sym | TensorView:
-    """`tensor[index]` with at least one symbol among the indices (or a 0-dim tensor with none)."""
+def index_exprs(index: tuple) -> tuple[Expr, ...]:
+    """The expressions of indices, which are integers."""
+    exprs = tuple(map(to_expr, index))
+    for e in exprs:
+        if kind(e.dtype) != "int":
+            raise Run.current.error(f"an index of {e.dtype}", "Indices are integers: add .int() or .long().")
+    return exprs
+
+
+def index_tensor(tensor: torch.Tensor, index: tuple) -> Sym | TensorView:
+    """`tensor[index]` where all indices are scalars; a view if there are dimensions left."""
     trace = Run.current
     if not isinstance(tensor, torch.Tensor):
         raise trace.error(f"{type(tensor).__name__} is indexed by a symbol", "Capture a tensor and index that.")
-    index = index if isinstance(index, tuple) else (index,)
-    if Ellipsis in [i for i in index if i is Ellipsis]:
-        at = next(n for n, i in enumerate(index) if i is Ellipsis)
-        if len(index) - 1 < tensor.ndim:
-            raise trace.error("`...` in the index leaves dimensions over", "Index every dimension by a number or a symbol.")
-        index = index[:at] + index[at + 1 :]
     if len(index) > tensor.ndim:
         raise trace.error(f"{len(index)} indices for a captured tensor of shape {tuple(tensor.shape)}", f"Use at most {tensor.ndim}.")
-    for i in index:
-        if isinstance(i, slice) or i is None:
-            raise trace.error(
-                f"{'a slice' if isinstance(i, slice) else 'None'} in an index with symbols",
-                "Slice the tensor before, or index every dimension by a number or a symbol.",
-            )
-    exprs = [to_expr(i) for i in index]
-    for e in exprs:
-        if kind(e.dtype) != "int":
-            raise trace.error(f"an index of {e.dtype}", "Indices are integers: add .int() or .long().")
+    exprs = index_exprs(index)
     if len(index) < tensor.ndim:
         return TensorView(tensor, index)
     if tensor.dtype not in DTYPES and tensor.layout == torch.strided and not tensor.is_quantized:
@@ -143,7 +137,7 @@ def literal_tensor(value, dtype: torch.dtype | None) -> Sym:
 
 
 def _folded_literal(value, dtype: torch.dtype) -> Expr:
-    with _Unseen(), _Unrecorded():
+    with Unseen(), Unrecorded():
         value = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None).to(dtype).item()
     return Run.current.table.make("literal", (), dtype, attr=value)
 
@@ -151,7 +145,7 @@ def _folded_literal(value, dtype: torch.dtype) -> Expr:
 def _fold(row: Op, operands: list[Expr], dtype: torch.dtype) -> Expr | None:
     """Constant operands are computed now, and `mask & True` is `mask`; None when there is nothing to fold."""
     if all(o.is_literal for o in operands) and not _may_trap(row, operands):
-        with _Unseen(), _Unrecorded():
+        with Unseen(), Unrecorded():
             plain = [o.attr if o.weak else torch.tensor(o.attr, dtype=o.dtype) for o in operands]
             try:
                 result = row.torch(*plain)

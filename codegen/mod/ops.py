@@ -63,5 +63,8 @@ def supported_operations() -> str:
     names = sorted({s.rpartition(".")[2] for row in _ROWS for s in row.spellings})
     return (
         "Python's + - * / // % ** abs, comparisons, & | ^ ~ << >>, indexing of captured tensors, casts (.to, .float, "
-        ".int, .long, .bool, .half, .bfloat16), torch.tensor(number), *_like, new_*, and " + ", ".join(names)
+        ".int, .long, .bool, .half, .bfloat16), torch.tensor(number), *_like, new_*, and "
+        + ", ".join(names)
+        + "; of vectors, too: sum, mean, prod, amax, amin, any, all, dot, @, norm, cdist, view, unsqueeze, "
+        "flatten, stack, cat"
     )

@@ -98,8 +98,8 @@ def _operator(function, reflected: bool):
 
 
 class TensorView(Symbolic):
-    """A captured tensor with its first dimensions indexed by symbols; indexing all of them gives a Sym. With one short dimension left it is
-    a vector, computed with element by element (vectors.py)."""
+    """A captured tensor with its first dimensions indexed by symbols; indexing all of them gives a Sym. With short dimensions left it is
+    computed with element by element (vectors.py)."""
 
     __slots__ = ("tensor", "index")
 
@@ -107,9 +107,21 @@ class TensorView(Symbolic):
         self.tensor, self.index = tensor, index
 
     __array_ufunc__ = None
-    shape = property(lambda self: self.tensor.shape[len(self.index) :])
+    shape = property(lambda self: self.tensor.shape[len(self.index) :])  # recorded, as any read of a captured tensor
     ndim = property(lambda self: self.tensor.ndim - len(self.index))
     dtype = property(lambda self: self.tensor.dtype)
+    device = property(lambda self: torch.device("meta"))
+    T = property(lambda self: applied("t", (self,), {}))
+    mT = property(lambda self: applied("transpose", (self, -1, -2), {}))
+
+    def dim(self):
+        return self.ndim
+
+    def __len__(self):
+        return self.shape[0]
+
+    def __iter__(self):
+        return iter([self[i] for i in range(len(self))])
 
     def __getitem__(self, index):
         return applied(torch.Tensor.__getitem__, (self.tensor, (*self.index, *(index if isinstance(index, tuple) else (index,)))), {})
@@ -130,38 +142,68 @@ class TensorView(Symbolic):
             "Index every dimension.",
         )
 
-    __bool__ = __float__ = __int__ = __len__ = __iter__ = incomplete
+    __bool__ = __float__ = __int__ = __index__ = incomplete
 
 
 class Vector(Symbolic):
-    """A 1-dimensional tensor as its elements, each a Sym: what operations on vectors of captured tensors give."""
+    """A small tensor of one dimension or more as its elements, each a Sym: what operations on parts of captured tensors give.
 
-    __slots__ = ("items",)
+    shape   sizes, as of any tensor
+    rows    of a long row of a captured tensor, or of the product of two: what it is a product of (see vectors.Row)
 
-    def __init__(self, items: list[Sym]) -> None:
-        self.items = items
+    Elements are made when they are first asked for: those of a long row may never be.
+    """
+
+    __slots__ = ("shape", "rows", "_make", "_dtype")
+
+    def __init__(self, items, shape=None, rows: tuple = (), dtype: torch.dtype | None = None) -> None:
+        self.shape = torch.Size((len(items),) if shape is None else shape)
+        self.rows, self._make, self._dtype = rows, items, dtype
 
     __array_ufunc__ = None
-    shape = property(lambda self: torch.Size((len(self.items),)))
-    ndim = property(lambda self: 1)
-    dtype = property(lambda self: self.items[0].dtype)
+    ndim = property(lambda self: len(self.shape))
+    device = property(lambda self: torch.device("meta"))
+    requires_grad = property(lambda self: False)
+    T = property(lambda self: applied("t", (self,), {}))
+    mT = property(lambda self: applied("transpose", (self, -1, -2), {}))
 
-    def __getitem__(self, index):
-        found = self.items[index]
-        return Vector(found) if isinstance(found, list) else found
+    @property
+    def items(self) -> list[Sym]:
+        """The elements, the last dimension's first."""
+        if callable(self._make):
+            self._make = self._make()
+        return self._make
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype or self.items[0].dtype
+
+    def dim(self):
+        return len(self.shape)
+
+    def numel(self):
+        return self.shape.numel()
+
+    def size(self, dim=None):
+        return self.shape if dim is None else self.shape[dim]
 
     def __len__(self):
-        return len(self.items)
+        return self.shape[0]
+
+    def __getitem__(self, index):
+        return applied(torch.Tensor.__getitem__, (self, index), {})
+
+    def __iter__(self):
+        return iter([self[i] for i in range(len(self))])
 
     __torch_function__ = TensorView.__torch_function__
     __getattr__ = TensorView.__getattr__
 
     def incomplete(self, *_):
-        raise running().error(
-            f"a vector of {len(self.items)} elements is used where a scalar is needed", "Sum it, or index it with a number."
-        )
+        what = f"a vector of {len(self)} elements" if self.ndim == 1 else f"a tensor of shape {tuple(self.shape)}"
+        raise running().error(f"{what} is used where a scalar is needed", "Sum it, or index it with a number.")
 
-    __bool__ = __float__ = __int__ = incomplete
+    __bool__ = __float__ = __int__ = __index__ = incomplete
 
 
 for _kind in (Sym, TensorView, Vector):

@@ -180,7 +180,8 @@ def _checked_result(result, run: TracingRun, mod) -> Expr:
         )
     if type(result) is Vector:
         source = result.items[0].expr.source
-        raise _result_error(run, mod, f"returns a vector of {len(result)} elements", "Index every dimension, or sum it.", source)
+        what = f"a vector of {len(result)} elements" if result.ndim == 1 else f"a tensor of shape {tuple(result.shape)}"
+        raise _result_error(run, mod, f"returns {what}", "Index every dimension, or sum it.", source)
     expr = to_expr(result)
     if run.kind == "mask" and expr.dtype != torch.bool:
         raise _result_error(

@@ -5,15 +5,16 @@ How the gradient of a captured tensor is gathered is decided here, by what its i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
-from ..gpus import round_up_head_dim
+from ..gpus import WIDEST_HEAD, round_up_head_dim
 from ..mod.dtypes import dtype_name
 from ..mod.expr import Expr, symbols_in
 from ..mod.grad import differentiate
+from ..mod.loads import read_in, weight_of, width_of_dots
 from ..mod.nan import padding_may_be_nan
 from ..registry import remembered
 from ..text.gradient_text import CapturedGradient, Differential
@@ -108,36 +109,44 @@ def role_of(load: Expr, layout: TensorLayout, case: BackwardCase) -> str:
 
 def plan_backward(case: BackwardCase, backend: str, arch: str, score: Mod | None, mask: Mod | None) -> BackwardPlan:
     """The plan for a backend ("cuda", "hip", "cpu") and a row of the tile tables."""
-    target = Target(backend, dtype_name(case.dtype), case.exact_indices, read_directly=backend == "cuda")
+    precision = case.options.float32_precision
+    target = Target(backend, dtype_name(case.dtype), case.exact_indices, float32_precision=precision, read_directly=backend == "cuda")
     roles: list[tuple[str, Expr, Expr]] = []
     derivative = None
     if score:
         found = differentiate(score[0], case.captured)
         derivative = found.score
         roles = [(role_of(load, score[1][load.attr], case), load, gradient) for load, gradient in found.loads]
+        roles += [
+            (role, dot, gradient) for dot, gradient in found.dots for role in ("row", "column") if read_in(dot, role).attr in case.captured
+        ]
     columns = tuple(r for r in roles if r[0] == "column")
     others = tuple(r for r in roles if r[0] != "column")
     taken = frozenset(c.name for c in (*score[0].tensors, *score[0].scalars)) if score else frozenset()
     mask_text = mod_text(*mask, _SYMBOLS, target, tile="qk", taken=taken) if mask else None
     check_padding = score is not None and padding_may_be_nan(score[0].result, case.ordinary)
-    sizes = case.blocks or Blocks(False, 0, 0)
+    sizes, added = case.blocks or Blocks(False, 0, 0), width_of_dots(score and score[0])
     steps = []
     for name, captured in (("dkv", columns), ("dq", others)):
         text = None
         if score:
-            text = mod_text(*score, _SYMBOLS, target, tile="qk", differential=Differential(derivative, captured, case.ordinary))
+            lies = replace(target, transposed=name == "dkv", ends_keys=name == "dq" and not case.whole)
+            differential = Differential(derivative, captured, case.ordinary, precision)
+            text = mod_text(*score, _SYMBOLS, lies, tile="qk", differential=differential)
         tile = backward_tile(
             name,
             arch,
-            round_up_head_dim(case.d_qk),
+            round_up_head_dim(min(case.d_qk + added, WIDEST_HEAD)),
             round_up_head_dim(case.d_v),
             case.dtype.itemsize,
+            heavy=weight_of(score[0]) if score else "",
             q_block=sizes.q_block,
             kv_block=sizes.kv_block,
             options=dict(case.options.tile),
         )
         slabs = any(role == "slab" for role, _, _ in captured)
-        gathered = tuple(zip(text.gradient.captured, (load for _, load, _ in captured), strict=True)) if text else ()
+        read = (read_in(load, role) for role, load, _ in captured)
+        gathered = tuple(zip(text.gradient.captured, read, strict=True)) if text else ()
         whole = case.whole and (case.blocks is not None or _BLOCK % tile.BLOCK_M == 0 and _BLOCK % tile.BLOCK_N == 0)
         parameters = _parameters(name, case, text, mask_text, buffers_of(score, gathered), slabs)
         spec = _spec(name, case, backend, text, mask_text, slabs, check_padding, whole, parameters)

@@ -11,8 +11,11 @@ from typing import NamedTuple
 
 import torch
 
-from ..gpus import round_up_head_dim
+from ..gpus import WIDEST_HEAD, round_up_head_dim
 from ..mod.dtypes import dtype_name
+from ..mod.errors import mod_error
+from ..mod.expr import Expr, ModGraph, symbols_in
+from ..mod.loads import dots_of, width_of_dots
 from ..text.mod_text import ModText
 from ..text.parameters import Parameter, constants, numbers, pointer
 from ..text.snippet import Target
@@ -137,15 +140,35 @@ def parts_of(keys: int, programs: int, sequences: int, multiprocessors: int, *, 
     return Parts(splits if splits > 1 else 0)
 
 
+def differs_by_head(score: ModGraph | None) -> Expr | None:
+    """A dot product of rows that have another row of a key for each head: heads are rows of one tile here, and share all that is by key."""
+    dots = dots_of(score) if score else ()
+    return next((dot for dot in dots if "h" in symbols_in(dot.args[1])), None)
+
+
+def check_heads(score: ModGraph | None) -> None:
+    """Raises ModError for a dot product that the kernel has no tile for."""
+    dot = differs_by_head(score)
+    if dot is not None:
+        raise mod_error(
+            f"a dot product of {dot.attr} elements with a row read by kv_idx and h",
+            "With a cache, heads that share keys are rows of one tile: read it by b and kv_idx alone.",
+            dot.source,
+            "score",
+        )
+
+
 def plan_decode(case: DecodeCase, backend: str, arch: str, score: Mod | None, mask: Mod | None, rows: int) -> DecodePlan:
     """The plan for a backend ("cuda", "hip", "cpu"), a row of the tile tables, and tiles of so many rows."""
-    target = Target(backend, dtype_name(case.dtype), case.exact_indices, packed_heads=True)
+    check_heads(score and score[0])
+    precision = case.float32_precision
+    target = Target(backend, dtype_name(case.dtype), case.exact_indices, packed_heads=True, float32_precision=precision)
     score_text, mask_text = lowered(score, mask, target)
     itemsize = max((case.kv_dtype or case.dtype).itemsize, case.dtype.itemsize)
     tile = decode_tile(
         arch,
         rows,
-        round_up_head_dim(case.d_qk),
+        round_up_head_dim(min(case.d_qk + width_of_dots(score and score[0]), WIDEST_HEAD)),
         round_up_head_dim(case.d_v),
         itemsize,
         kv_block=case.blocks.kv_block if case.blocks else 0,

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..gpus import round_up_head_dim
+from ..gpus import WIDEST_HEAD, round_up_head_dim
 from ..mod.dtypes import dtype_name
 from ..mod.expr import INDEX_BOUND, ModGraph
-from ..mod.loads import gathers
+from ..mod.loads import takes_registers, width_of_dots
 from ..registry import remembered
 from ..text.layouts import TensorLayout
 from ..text.mod_text import ModText, mod_text
@@ -162,15 +162,16 @@ def wants_tma(options: Options, dtype: torch.dtype, arch: str) -> bool:
 
 def plan_forward(case: ForwardCase, backend: str, arch: str, score: Mod | None, mask: Mod | None) -> Plan:
     """The plan for a backend ("cuda", "hip", "cpu") and a row of the tile tables."""
-    target = Target(backend, dtype_name(case.dtype), case.exact_indices, read_directly=backend == "cuda")
+    precision = case.options.float32_precision
+    target = Target(backend, dtype_name(case.dtype), case.exact_indices, float32_precision=precision, read_directly=backend == "cuda")
     score_text, mask_text = lowered(score, mask, target)
     blocks = case.blocks
     tile = forward_tile(
         arch,
-        round_up_head_dim(case.d_qk),
+        round_up_head_dim(min(case.d_qk + width_of_dots(score and score[0]), WIDEST_HEAD)),
         round_up_head_dim(case.d_v),
         case.dtype.itemsize,
-        gathers=any(gathers(m[0]) for m in (score, mask) if m),
+        gathers=any(takes_registers(m[0]) for m in (score, mask) if m),
         q_block=blocks.q_block if blocks else 0,
         kv_block=blocks.kv_block if blocks else 0,
         options=dict(case.options.tile),

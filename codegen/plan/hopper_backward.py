@@ -15,7 +15,7 @@ from ..gpus import round_up_head_dim
 from ..mod.dtypes import dtype_name
 from ..mod.expr import ModGraph
 from ..mod.grad import differentiate
-from ..mod.loads import loads_of
+from ..mod.loads import loads_of, weight_of
 from ..mod.nan import padding_may_be_nan
 from ..registry import remembered
 from ..text.gradient_text import Differential
@@ -27,7 +27,7 @@ from ..text.snippet import Target
 from ..text.spec import KernelSpec
 from .backward import BackwardCase, Gathered, buffers_of, delta_spec, role_of, strides
 from .forward import Mod, block_flags, list_numbers, list_tables
-from .hopper_forward import scores_are_raw
+from .hopper_forward import HEAVY, scores_are_raw
 
 BLOCK_N = 128  # keys of a program, 64 for each consumer
 L2_BYTES = 24 << 20  # of Q, dO and dQ's sums that heads which are worked on at a time may take
@@ -68,6 +68,8 @@ def fits(case: BackwardCase, arch: str = "sm_90", score: Mod | None = None) -> s
     """Why a call cannot be served, or None if it can. TMA must be able to load q, k, v and dO and to store dk and dv, too."""
     if arch != "sm_90":
         return f"the kernel for Hopper needs sm_90, this is {arch}"
+    if score and weight_of(score[0]):
+        return HEAVY[weight_of(score[0])]
     if case.dtype not in (torch.bfloat16, torch.float16):
         return f"{dtype_name(case.dtype)} has no wgmma of its precision"
     if not (33 <= case.d_qk <= 192 and 33 <= case.d_v <= 128 or 129 <= min(case.d_qk, case.d_v) <= max(case.d_qk, case.d_v) <= 256):

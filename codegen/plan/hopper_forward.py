@@ -11,7 +11,7 @@ import torch
 
 from ..gpus import round_up_head_dim
 from ..mod.dtypes import dtype_name
-from ..mod.loads import gathers
+from ..mod.loads import gathers, weight_of
 from ..mod.sums import Sum
 from ..text.languages import GLUON
 from ..text.mod_text import ModText
@@ -33,6 +33,10 @@ from .forward import (
 )
 
 ROWS = 64  # of a consumer
+HEAVY = {
+    "dots": "a dot product of rows of captured tensors is a further product of matrices, which the portable kernels alone have",
+    "vectors": "vectors of captured tensors take more registers than its tiles leave",
+}
 L2_BYTES = 32 << 20  # of K and V that heads which are worked on at a time may take
 SPILL_LIMIT = 1024  # bytes of a thread; a mod of a dozen library calls spills 20 times that, and the portable kernel is then twice as fast
 
@@ -64,13 +68,15 @@ class HopperPlan:
     scale_apart: bool  # SM_SCALE and TO_LOG2 are two arguments
 
 
-def fits(case: ForwardCase, geometry: Geometry, arch: str = "sm_90", aligned: bool = True) -> str | None:
-    """Why a call cannot be served, or None if it can.
+def fits(case: ForwardCase, geometry: Geometry, arch: str = "sm_90", aligned: bool = True, score: tuple | None = None) -> str | None:
+    """Why a call cannot be served, or None if it can. `score` begins with the score_mod's graph.
 
     aligned   the addresses of q, k and v are multiples of 16 bytes
     """
     if arch != "sm_90":
         return f"the kernel for Hopper needs sm_90, this is {arch}"
+    if score and weight_of(score[0]):
+        return HEAVY[weight_of(score[0])]
     if case.dtype not in (torch.bfloat16, torch.float16):
         return f"{dtype_name(case.dtype)} has no wgmma of its precision"
     if not all(33 <= d <= 256 for d in (case.d_qk, case.d_v)):

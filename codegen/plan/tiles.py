@@ -63,7 +63,7 @@ def forward_tile(
     """The forward kernel's tile.
 
     d_qk, d_v          padded head dims
-    gathers            a mod loads one element of a tensor for every position, which leaves no registers for a larger tile
+    gathers            a mod loads one element of a tensor for every position, or vectors, which leaves no registers for a larger tile
     q_block, kv_block  a block mask's sizes, which BLOCK_M and BLOCK_N must divide; 0 without block lists
     options            the user's BLOCK_M, BLOCK_N, num_warps, num_stages
     """
@@ -153,13 +153,34 @@ _BACKWARD = {
 
 # 192 / 128, padded to 256 / 128
 _BACKWARD_UNEQUAL = {("dkv", "sm_90", 256, 2): Tile(32, 64, 4, 2), ("dq", "sm_90", 256, 2): Tile(128, 64, 8, 2)}
+# where a score_mod has dot products of rows or vectors, whose tiles and sums take registers: these spill least
+_BACKWARD_HEAVY = {
+    ("dots", "dkv", "sm_90", 2): Tile(32, 64, 8, 2),
+    ("dots", "dq", "sm_90", 2): Tile(64, 64, 8, 2),
+    ("dots", "dkv", "sm_80", 2): Tile(32, 64, 8, 2),
+    ("dots", "dq", "sm_80", 2): Tile(64, 32, 8, 2),
+    ("vectors", "dkv", "sm_90", 2): Tile(32, 32, 4, 2),
+    ("vectors", "dq", "sm_90", 2): Tile(64, 32, 8, 2),
+    ("vectors", "dkv", "sm_80", 2): Tile(32, 32, 4, 2),
+    ("vectors", "dq", "sm_80", 2): Tile(64, 32, 8, 2),
+}
 
 
 def backward_tile(
-    kernel: str, arch: str, d_qk: int, d_v: int, itemsize: int, *, q_block: int = 0, kv_block: int = 0, options: dict | None = None
+    kernel: str,
+    arch: str,
+    d_qk: int,
+    d_v: int,
+    itemsize: int,
+    *,
+    heavy: str = "",
+    q_block: int = 0,
+    kv_block: int = 0,
+    options: dict | None = None,
 ) -> Tile:
     """The tile of backward_dq or backward_dkv (`kernel` is "dq" or "dkv"); arguments as for forward_tile.
 
+    heavy     "dots" or "vectors" of captured tensors that a score_mod computes with, see loads.weight_of
     options   the user's dq_BLOCK_M, dq_BLOCK_N, dq_num_warps, dq_num_stages, and the same with dkv_
     """
     family = {"sm_86": "sm_80", "sm_100": "sm_90"}.get(arch, arch)
@@ -169,6 +190,7 @@ def backward_tile(
     tile = _BACKWARD.get((kernel, arch, width, itemsize), _BACKWARD[row])
     if d_qk != d_v:
         tile = _BACKWARD_UNEQUAL.get(row, tile)
+    tile = _BACKWARD_HEAVY.get((heavy, kernel, family, itemsize), tile)
     chosen = {k.removeprefix(f"{kernel}_"): v for k, v in (options or {}).items() if k.startswith(f"{kernel}_")}
     if q_block:
         tile = replace(tile, BLOCK_M=_divisor(tile.BLOCK_M, q_block), BLOCK_N=_divisor(tile.BLOCK_N, kv_block))

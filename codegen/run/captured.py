@@ -47,14 +47,15 @@ class Sums:
         Z, Hq, Q_LEN, KV_LEN = self.extents
         shapes = {"row": (Z, Hq, Q_LEN), "column": (Z, Hq, KV_LEN), "head": (Z, Hq, tiles), "slab": (Q_LEN, KV_LEN)}
         for captured, load in step.captured:
+            shape = (*shapes.get(captured.role, ()), *([captured.width] if captured.width else []))
             buffer = self.buffers.get(captured.buffer)  # there already if an earlier launch wrote other heads, or the tile was too large
             if captured.role in ("store", "atomic"):
                 if buffer is None:
                     tensor = self._tensor(load)
                     dtype = tensor.dtype if captured.role == "store" else torch.float32
                     buffer = torch.empty_strided(_own_shape(tensor), tensor.stride(), dtype=dtype, device=self.device).zero_()
-            elif buffer is None or buffer.shape != shapes[captured.role]:
-                buffer = torch.empty(shapes[captured.role], dtype=torch.float32, device=self.device)
+            elif buffer is None or buffer.shape != shape:
+                buffer = torch.empty(shape, dtype=torch.float32, device=self.device)
             self.buffers[captured.buffer] = buffer.zero_() if captured.role == "slab" else buffer
         return {captured.buffer: self.buffers[captured.buffer] for captured, _ in step.captured}
 
@@ -81,17 +82,18 @@ class Sums:
         return self.lists.shifts.positions(getattr(self.lists, f"{axis}_block"), axis, length)
 
     def _add(self, load: Expr, values: torch.Tensor, symbols: dict) -> None:
-        """Add `values`, one for each position of the symbols' grid, to the elements that the load reads there."""
+        """Add `values`, one or a row of them for each position of the symbols' grid, to the elements that the load reads there."""
         tensor = self._tensor(load)
+        grid = values.shape[:-1] if load.op == "row" else values.shape
         count = len(self.score[0].tensors)
         shape = _own_shape(tensor)
-        inside = torch.ones_like(values, dtype=torch.bool)
+        inside = torch.ones(grid, dtype=torch.bool, device=self.device)
         indices = []
-        for index, size, stride in zip(load.args, tensor.shape, tensor.stride(), strict=True):
+        for index, size, stride in zip(load.args, tensor.shape, tensor.stride(), strict=False):
             if stride == 0:  # one element; the kernel has seen to what lies outside
-                indices.append(torch.zeros(values.shape, dtype=torch.int64, device=self.device))
+                indices.append(torch.zeros(grid, dtype=torch.int64, device=self.device))
                 continue
-            at = compute(index, symbols, self.score[1][:count], self.score[1][count:]).long().expand(values.shape)
+            at = compute(index, symbols, self.score[1][:count], self.score[1][count:]).long().expand(grid)
             at = torch.where(at < 0, at + size, at)
             inside &= (at >= 0) & (at < size)
             indices.append(at.clamp(0, size - 1))
@@ -100,6 +102,9 @@ class Sums:
             total = self.totals[load.attr] = torch.zeros(shape, dtype=torch.float32, device=self.device)
         elif total.dtype != torch.float32:  # what another load of this tensor stored
             total = self.totals[load.attr] = total.float()
+        if load.op == "row":
+            inside = inside.unsqueeze(-1)
+            values = values.sum(-1, keepdim=True) if tensor.stride(-1) == 0 else values
         values = torch.where(inside, values.float(), 0.0)
         if indices:
             total.index_put_(tuple(indices), values, accumulate=True)

@@ -11,7 +11,19 @@ from ..device.arguments import plain_values
 from ..device.devices import architecture_of, backend_of, multiprocessors, on
 from ..device.memory import contiguous
 from ..mod.expr import INDEX_BOUND
-from ..plan.decode import BLOCK_S, MAX_ROWS, MIN_SHARE, DecodeCase, DecodePlan, Rows, parts_of, plan_decode, rows_of, vector_of
+from ..plan.decode import (
+    BLOCK_S,
+    MAX_ROWS,
+    MIN_SHARE,
+    DecodeCase,
+    DecodePlan,
+    Rows,
+    differs_by_head,
+    parts_of,
+    plan_decode,
+    rows_of,
+    vector_of,
+)
 from ..plan.decode import Parts as Split
 from ..plan.extras import factors_out
 from ..plan.forward import STRIDES, Geometry, Mod, scales
@@ -78,6 +90,8 @@ class Decode(_Planned):
             return "dropout: the portable kernels have it"
         if call.case.blocks and call.case.blocks.shifted:
             return "blocks lie in a longer sequence"
+        if call.score and differs_by_head(call.score[0]):
+            return "a dot product reads a row of a key for each head"
         return None
 
     def worthwhile(self, call: Call) -> str | None:

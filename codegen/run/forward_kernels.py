@@ -62,7 +62,7 @@ class Hopper:
     name = "HOPPER"
 
     def fits(self, call: Call) -> str | None:
-        return fits(call.case, call.geometry, call.arch, call.aligned)
+        return fits(call.case, call.geometry, call.arch, call.aligned, call.score)
 
     def worthwhile(self, call: Call) -> str | None:
         Z, Hq, Q_LEN, _ = call.extents

@@ -34,7 +34,7 @@ class Prefill:
         if call.k.dtype != call.q.dtype:
             return f"the cache holds {call.k.dtype}, not query's {call.q.dtype}"
         arch, aligned = architecture_of(call.q.device), (call.q.data_ptr() | call.k.data_ptr() | call.v.data_ptr()) % 16 == 0
-        return fits(call.case, call.geometry_in(call.q.element_size()), arch, aligned)
+        return fits(call.case, call.geometry_in(call.q.element_size()), arch, aligned, call.own_mods[0])
 
     def worthwhile(self, call: CachedCall) -> str | None:
         return forward_kernels.worthwhile(call.q.shape[2], call.extents[1], multiprocessors(call.q.device))

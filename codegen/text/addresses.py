@@ -12,9 +12,16 @@ from ..mod.loads import POSITIONS, loads_of
 from ..mod.ops import row_of
 from .code import Code
 from .expressions import Expressions
+from .language import Language
 from .layouts import TensorLayout
 
 Terms = list[tuple[int, Code]]  # of a sum, with their signs
+
+
+def both(language: Language, *conditions: Code | None) -> Code | None:
+    """Some conditions at once, of which None is always met."""
+    found = [c for c in conditions if c is not None]
+    return functools.reduce(lambda a, b: language.operate(a, "&", b), found) if found else None
 
 
 class Addresses:
@@ -31,15 +38,8 @@ class Addresses:
     def load(self, node: Expr) -> Code:
         """An element of a captured tensor; 0 where its indices do not lie inside."""
         capture = self.graph.tensors[node.attr]
-        offset, checks = [], []
-        for dim, index in enumerate(node.args):
-            code = self.expressions.codes[id(index)]
-            if not self._is_inside(node, dim):
-                code = self._checked(node, dim, code, checks)
-            offset += self._offset(node, dim, code)
-        inside = functools.reduce(lambda a, b: self.language.operate(a, "&", b), checks) if checks else None
-        self.places[id(node)] = offset, inside
-        pointer = self._sum(offset, self.language.argument(f"ptr_{capture.name}", "value", node.attr))
+        offset, inside = self.located(node)
+        pointer = self.added(offset, self.pointer(node))
         bits = 8 * capture.dtype.itemsize
         if self.target.read_directly and bits <= 32 and any(symbols_in(index) >= POSITIONS for index in node.args):
             loaded = self.language.load_directly(pointer, inside, bits)
@@ -47,6 +47,21 @@ class Addresses:
             loaded = self.language.load(pointer, inside)
         narrow = node.dtype.is_floating_point and node.dtype != torch.float32
         return self.language.cast(loaded, torch.float32) if narrow else loaded
+
+    def located(self, node: Expr) -> tuple[Terms, Code | None]:
+        """The offset of what is read, and what must hold for its indices."""
+        offset, checks = [], []
+        for dim, index in enumerate(node.args):
+            code = self.expressions.codes[id(index)]
+            if not self._is_inside(node, dim):
+                code = self._checked(node, dim, code, checks)
+            offset += self._offset(node, dim, code)
+        self.places[id(node)] = found = offset, both(self.language, *checks)
+        return found
+
+    def pointer(self, load: Expr) -> Code:
+        """Where the tensor of a load begins."""
+        return self.language.argument(f"ptr_{self.graph.tensors[load.attr].name}", "value", load.attr)
 
     def _is_inside(self, load: Expr, dim: int) -> bool:
         return (self.loads.index(load), dim) in self.layouts[load.attr].inside
@@ -69,7 +84,7 @@ class Addresses:
     def _offset(self, load: Expr, dim: int, code: Code) -> Terms:
         """What an index adds to the address."""
         language, layout, index = self.language, self.layouts[load.attr], load.args[dim]
-        capture, stride, inside = self.graph.tensors[load.attr], layout.strides[dim], self._is_inside(load, dim)
+        stride, inside = layout.strides[dim], self._is_inside(load, dim)
         if stride == "0":  # what is checked must have the shape of the check
             return [] if inside or self.expressions.varies[id(index)] <= {"b", "h"} - self.axes else [(1, language.zeros_like(code))]
         near = self._near(index) if sign_of_distance(index) and code == self.expressions.codes[id(index)] else None
@@ -80,12 +95,17 @@ class Addresses:
             return self._sorted_terms(index)
         elif layout.wide and not index.is_literal:
             code = language.cast(code, torch.int64)
+        return [(1, self.stepped(load, dim, code))]
+
+    def stepped(self, load: Expr, dim: int, code: Code) -> Code:
+        """An index times the stride of its dimension."""
+        language, stride, capture = self.language, self.layouts[load.attr].strides[dim], self.graph.tensors[load.attr]
         if stride == "1":
-            return [(1, code)]
+            return code
         step = language.argument(f"stride_{capture.name}_{dim}", "vectors" if stride == "v" else "stride", load.attr, dim)
         if stride == "v":
             step = language.operate(step, "*", language.literal(16 // capture.dtype.itemsize))
-        return [(1, language.operate(code, "*", step))]
+        return language.operate(code, "*", step)
 
     def _near(self, node: Expr) -> Code | None:
         """A distance and what is added to it, of `near` instead of `distance`; None if it is called by another name."""
@@ -116,7 +136,7 @@ class Addresses:
             return [(sign, node)]
         return [term for own, arg in zip(signs, node.args, strict=True) for term in self._terms(arg, own * sign)]
 
-    def _sum(self, terms: Terms, first: Code | None = None) -> Code:
+    def added(self, terms: Terms, first: Code | None = None) -> Code:
         """Terms added up one after another, to `first` if there is one."""
         found = first
         for sign, term in terms:
@@ -128,16 +148,19 @@ class Addresses:
         """The offset of a load and what must hold for it. An index that another load gives need not differ along the axes it is made of, if
         that tensor is expanded; gradients do differ, so the offset gets their shape."""
         offset, checks = self.places[id(load)]
+        return self.added(offset + self.spread(load)), checks
+
+    def spread(self, load: Expr) -> Terms:
+        """Zeros of the shapes of positions that a load's indices depend on and do not differ along."""
         same = POSITIONS & symbols_in(load) - self.differs_along(load)
-        shapes = [(1, self.language.zeros_like(self.language.symbol(self.names[name]))) for name in sorted(same)]
-        return self._sum(offset + shapes), checks
+        return [(1, self.language.zeros_like(self.language.symbol(self.names[name]))) for name in sorted(same)]
 
     def differs_along(self, root: Expr) -> frozenset[str]:
         """The symbols that a value differs along; an index of stride 0 that needs no check adds none."""
         found: dict[int, frozenset[str]] = {}
         for node in walk(root):
             args = node.args
-            if node.op == "load":
+            if node.op in ("load", "row"):
                 strides = self.layouts[node.attr].strides
                 args = [a for i, a in enumerate(args) if strides[i] != "0" or not self._is_inside(node, i)]
             own = {node.attr} if node.op == "symbol" else ()

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..mod.expr import Expr, ModGraph
-from ..mod.loads import loads_of
+from ..mod.loads import dots_of, loads_of, read_in
 from ..mod.nan import may_be_nan
 from .code import Code, uses_of
 from .language import Language
 from .layouts import TensorLayout
+from .rows import padded, precision_of
 from .snippet import Snippet
 
 _SUMMED = ("row", "head", "column")
@@ -22,8 +23,9 @@ class Differential:
     """What a backward kernel asks of a score_mod: d loss / d score, and loads with their role and gradient."""
 
     score: Expr | None
-    captured: tuple[tuple[str, Expr, Expr], ...] = ()  # (role, load, gradient)
+    captured: tuple[tuple[str, Expr, Expr], ...] = ()  # (role, load or dot product of rows, gradient)
     ordinary: bool = True  # captured numbers are, see mod/nan.py
+    float32_precision: str = "ieee"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +46,28 @@ class CapturedGradient:
     text: Code
     offset: Code | None = None
     checks: Code | None = None
+    dot: int | None = None  # of a row: in which dot product it is a factor
+    width: int = 0  # how many elements it has
+    other: Code | None = None  # what its gradient in that product is multiplied by
+    precision: str = ""  # of that multiplication
 
     @property
     def buffer(self) -> str:
         """The kernel argument that takes it."""
-        return f"grad_{self.name}_{self.load}"
+        return f"grad_{self._label}"
 
-    value = property(lambda self: f"d_{self.name}_{self.load}")
-    sum = property(lambda self: f"sum_{self.name}_{self.load}")
+    _label = property(lambda self: f"{self.name}_{self.load}" + (f"_{self.dot}" if self.width else ""))
+    value = property(lambda self: f"d_{self._label}")
+    sum = property(lambda self: f"sum_{self._label}")
+    columns = property(lambda self: padded(self.width))
     sums = property(lambda self: self.role in _SUMMED)
 
     @property
     def meaning(self) -> str:
         """For the glossary."""
+        if self.width:
+            shape = "Q_LEN" if self.role == "row" else "KV_LEN"
+            return f"float32 [Z, Hq, {shape}, {self.width}]: summed over {'keys' if self.role == 'row' else 'queries'}"
         return {
             "row": "float32 [Z, Hq, Q_LEN]: summed over keys",
             "column": "float32 [Z, Hq, KV_LEN]: summed over queries",
@@ -84,7 +95,7 @@ def gradient_text(
     graph: ModGraph, layouts: tuple[TensorLayout, ...], differential: Differential, snippet: Snippet, language: Language, grad: str
 ) -> GradientText:
     """The lowered derivative of a score_mod. `grad` is the kernel's name of d loss / d result."""
-    texts, loads = list(snippet.gradients), loads_of(graph)
+    texts, loads, dots = list(snippet.gradients), loads_of(graph), dots_of(graph)
     zero, ordinary = language.literal(0.0), differential.ordinary
     nothing_flows = language.operate(language.symbol("p"), "==", zero)
 
@@ -97,16 +108,24 @@ def gradient_text(
     captured = []
     for (role, load, gradient), (offset, checks) in zip(differential.captured, snippet.places, strict=True):
         text = texts.pop(0)
-        if role in _SUMMED and checks and "0" in layouts[load.attr].strides:  # whose indices nobody looks at later
+        if role in _SUMMED and checks and "0" in layouts[read_in(load, role).attr].strides:  # whose indices nobody looks at later
             text = language.where(checks, text, zero)
-        found = CapturedGradient(role, loads.index(load), graph.tensors[load.attr].name, guarded(text, gradient))
-        if role == "slab":
+        read = read_in(load, role)
+        found = CapturedGradient(role, loads.index(read), graph.tensors[read.attr].name, guarded(text, gradient))
+        if load.op == "dot":
+            precision = precision_of(load, differential.float32_precision)
+            found = replace(found, dot=dots.index(load), width=load.attr, other=offset, precision=precision)
+        elif role == "slab":
             rows = language.column(language.cast(language.symbol("offs_m"), torch.int64))
             start = language.operate(rows, "*", language.symbol("KV_LEN"))
             found = replace(found, offset=language.operate(start, "+", language.row(language.symbol("offs_n"))))
         elif role in ("store", "atomic"):
             found = replace(found, offset=language.beside("+", offset), checks=checks and language.beside("&", checks))
         captured.append(found)
-    codes = (*(s.value for s in snippet.gradient_statements), score, *(code for c in captured for code in (c.text, c.offset, c.checks)))
+    codes = (
+        *(s.value for s in snippet.gradient_statements),
+        score,
+        *(code for c in captured for code in (c.text, c.offset, c.checks, c.other)),
+    )
     names = frozenset(use.name for use in uses_of(codes))
     return GradientText(language.lines(snippet.gradient_statements), score, tuple(captured), names)

@@ -115,6 +115,18 @@ class Language(ABC):
     def broadcast(self, value: Code, tile: str) -> Code:
         """A column or a row spread over a tile."""
 
+    @abstractmethod
+    def numbers(self, count: int) -> Code:
+        """A vector of the numbers from 0 on; `count` is a power of two."""
+
+    @abstractmethod
+    def transposed(self, tile: Code) -> Code:
+        """A tile with rows for columns."""
+
+    @abstractmethod
+    def product(self, left: Code, right: Code, precision: str) -> Code:
+        """The product of matrices [M, K] and [K, N] in float32; `precision` is of float32 factors, "" for others."""
+
     # ---- lines
 
     @abstractmethod

@@ -94,6 +94,15 @@ class Triton(Language):
     def broadcast(self, value: Code, tile: str) -> Code:
         return self.write("tl.broadcast_to({0}, {1})", value, self._shape(tile))
 
+    def numbers(self, count: int) -> Code:
+        return self.write("tl.arange(0, {0})", self.literal(count))
+
+    def transposed(self, tile: Code) -> Code:
+        return self.write("tl.trans({0})", tile)
+
+    def product(self, left: Code, right: Code, precision: str) -> Code:
+        return self.write("tl.dot({0}, {1}%s)" % (f', input_precision="{precision}"' if precision else ""), left, right)
+
     def _shape(self, tile: str) -> Code:
         return self.write("{0}.shape", self.symbol(tile)) if tile.isidentifier() else Code(tile, ATOM)
 

@@ -43,10 +43,10 @@ def _layouts(graph: ModGraph, tensors: tuple, scalars: tuple, extents: tuple) ->
     reached = {symbol: (r.start, r.stop - 1) for symbol, r in zip(MASK_SYMBOLS, known, strict=True)}
     reached["kv_idx"] = 0, -(-extents[3] // LARGEST_BLOCK_N) * LARGEST_BLOCK_N - 1  # kernels do not clamp it in the tail block
     inside: list[set] = [set() for _ in tensors]
-    by_rows = set()  # tensors read element by element: there checks cost, and alignment pays
+    by_rows = set()  # tensors read element by element, where checks cost, or in rows: alignment pays
     for number, load in enumerate(loads_of(graph)):
         spreads = is_gather(load)
-        if spreads:
+        if spreads or load.op == "row":
             by_rows.add(load.attr)
         for dim, index in enumerate(load.args):
             if not spreads and index.op == "symbol" and index.attr in ("q_idx", "kv_idx"):

@@ -20,6 +20,7 @@ from .addresses import Addresses
 from .code import Code, uses_of
 from .expressions import Expressions
 from .layouts import TensorLayout
+from .rows import Rows
 from .snippet import DistanceText, Snippet, SumText, Target
 
 _WIDTH = 88  # longest statement that is still put on one line
@@ -47,6 +48,7 @@ class _Printer:
         self.axes = POSITIONS | {"h"} if target.packed_heads else POSITIONS  # symbols that differ within a tile
         self.expressions = Expressions(target, prefix, by_distance)
         self.addresses = Addresses(graph, names, layouts, self.axes, self.expressions)
+        self.rows = Rows(self.addresses)
 
     def print_all(self, roots: tuple[Expr, ...]) -> None:
         """All below some roots."""
@@ -79,6 +81,10 @@ class _Printer:
             return self.language.literal(node.attr)
         if node.op == "scalar":
             return self.language.argument(f"arg_{self.graph.scalars[node.attr].name}", "value", len(self.graph.tensors) + node.attr)
+        if node.op == "row":
+            return self.language.literal(0)  # the product that it is a factor of reads it
+        if node.op == "dot":
+            return expressions.statement(self.rows.product(node), node.source, dtype=node.dtype)
         loads = node.op == "load"
         code = self.addresses.load(node) if loads else expressions.cast(node) if node.op == "cast" else expressions.operation(node)
         if uses > 1 or loads or len(code.text) > _WIDTH:
@@ -136,7 +142,7 @@ def lower(
     statements, expressions.statements = tuple(expressions.statements), []
     printer.print_nodes(backward, uses)
     found = tuple(printer.full_tile(g, expressions.operand(g, torch.float32), tile) for g in gradients)
-    where = tuple(printer.addresses.place(load) for load in places)
+    where = tuple((printer.rows if load.op == "dot" else printer.addresses).place(load) for load in places)
     behind = tuple(expressions.statements)
     codes = [*(s.value for s in (*statements, *behind)), result, *found, *(code for place in where for code in place)]
     snippet = Snippet(statements, result, uses_of(codes), behind, found, where)

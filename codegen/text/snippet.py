@@ -15,7 +15,8 @@ class Snippet:
 
     uses                  every name in it: kernel arguments, helpers, modules, symbols and temporaries
     gradient_statements   compute `gradients`, one per gradient that was asked for; they may use the temporaries of `statements`
-    places                per load that was asked for: its offset in the tensor, and what must hold for it, if anything
+    places                per load that was asked for: its offset in the tensor, and what must hold for it, if anything; per dot product of
+                          rows the other factor, transposed, and what must hold for the row
     """
 
     statements: tuple[Statement, ...]
@@ -56,4 +57,7 @@ class Target:
     language: Language = TRITON
     packed_heads: bool = False  # h is a column, as q_idx is: rows of a tile belong to several heads
     rows_before_first: bool = False  # q_idx may be negative: a sequence with more queries than keys
+    transposed: bool = False  # kv_idx is a column and q_idx a row
+    ends_keys: bool = False  # rows of captured tensors past KV_LEN are multiplied by gradients of 0, and must not be read
+    float32_precision: str = "ieee"  # of products
     read_directly: bool = False  # elements that no other position shares, past Triton's pipelines and layouts (see _helpers.jinja)

@@ -38,8 +38,10 @@ class Derivatives:
         parts = [total]
         if not names:
             names = [k for k, v in captured.items() if isinstance(v, torch.Tensor) and v.requires_grad]
-            parts = torch.autograd.grad(tensor, [captured[k] for k in names], total.to(tensor.dtype), retain_graph=True)
+            parts = torch.autograd.grad(tensor, [captured[k] for k in names], total.to(tensor.dtype), retain_graph=True, allow_unused=True)
         for name, part in zip(names, parts, strict=True):
+            if part is None:
+                continue
             self.captured[name] = self.captured.get(name, 0.0) + part
 
     def value(self, expr) -> torch.Tensor:

@@ -1,0 +1,173 @@
+"""Operations on vectors: what moves their elements, reduces them, or is written with other operations, as in a mod."""
+
+from __future__ import annotations
+
+import math
+import operator
+
+import torch
+import torch.nn.functional as F
+
+from .current import running
+from .long_dots import promised, same_where_seen
+from .nodes import cast
+from .symbols import Sym, TensorView, Vector
+from .vectors import JOINS, MOVES, REDUCTIONS, apply_to_elements, as_vector, is_vector, moved, pinned_all, reduced
+
+
+def _matmul(a, b):
+    a, b = as_vector(a), as_vector(b)
+    if not (type(a) is type(b) is Vector):
+        raise running().error("a product of matrices with a scalar", "Write * for a product with a number.")
+    inner = a.shape[-1], b.shape[-2 if b.ndim > 1 else 0]
+    if inner[0] != inner[1]:
+        raise running().error(f"a product of shapes {tuple(a.shape)} and {tuple(b.shape)}", "The inner sizes must be equal.")
+    if b.ndim == 1:
+        return (a * b).sum(-1)
+    if a.ndim == 1:
+        return (a.unsqueeze(-1) * b).sum(-2)
+    return (a.unsqueeze(-1) * b.unsqueeze(-3)).sum(-2)
+
+
+def _vecdot(a, b, *, dim=-1):
+    return (a * b).sum(dim)
+
+
+def _inner(a, b):
+    a, b = as_vector(a), as_vector(b)
+    return _matmul(a, b) if b.ndim == 1 else _matmul(a, b.mT)
+
+
+def _outer(a, b):
+    return as_vector(a).unsqueeze(-1) * b
+
+
+def _linear(x, weight, bias=None):
+    found = _inner(x, weight)
+    return found if bias is None else found + bias
+
+
+def _cross(a, b, *, dim=-1):
+    a, b = as_vector(a), as_vector(b)
+    if not (tuple(a.shape) == tuple(b.shape) == (3,)) or dim not in (-1, 0, None):
+        raise running().error(f"cross of shapes {tuple(a.shape)} and {tuple(b.shape)}", "Both must be vectors of 3 elements.")
+    return torch.stack([a[1] * b[2] - a[2] * b[1], a[2] * b[0] - a[0] * b[2], a[0] * b[1] - a[1] * b[0]])
+
+
+def _norm(x, p=None, dim=None, keepdim=False, *, ord=None, dtype=None):
+    x, p = as_vector(x), pinned_all(ord if p is None else p)
+    given = dtype or x.dtype
+    if not given.is_floating_point:
+        raise running().error(f"the norm of {given}", "Write .float() first.")
+    x = cast_all(x, torch.promote_types(given, torch.float32))
+    p = 2.0 if p in (None, "fro") else p
+    if isinstance(p, str):
+        raise running().error(f"a norm of order {p!r}", "Write a number, or 'fro'.")
+    if p == math.inf or p == -math.inf:
+        found = reduced("amax" if p > 0 else "amin", torch.abs(x), dim, keepdim)
+    elif p == 0:
+        found = cast_all(reduced("sum", x != 0, dim, keepdim), x.dtype)
+    elif p == 1:
+        found = reduced("sum", torch.abs(x), dim, keepdim)
+    else:
+        found = _root(reduced("sum", x * x if p == 2 else torch.abs(x) ** p, dim, keepdim), p)
+    return cast_all(found, given)
+
+
+def _matrix_norm(x, ord=None, dim=None, keepdim=False, *, dtype=None):
+    x = as_vector(x)
+    if ord is not None and (x.ndim if dim is None else len(dim) if isinstance(dim, (tuple, list)) else 1) > 1 and ord != "fro":
+        raise running().error(f"a matrix norm of order {ord}", "Write torch.linalg.vector_norm, or 'fro'.")
+    return _norm(x, ord, dim, keepdim, dtype=dtype)
+
+
+def _root(total, p):
+    """total ** (1 / p), with the gradient 0 at 0 that torch's norms have there."""
+    none = total == 0
+    inside = torch.where(none, 1.0, total)
+    return torch.where(none, 0.0, torch.sqrt(inside) if p == 2 else inside ** (1.0 / p))
+
+
+def cast_all(x, dtype: torch.dtype):
+    """A vector's elements, or a scalar, converted."""
+    return Vector([cast(i, dtype) for i in x.items], x.shape) if type(x) is Vector else cast(x, dtype)
+
+
+def _dist(a, b, p=2):
+    return _norm(as_vector(a) - b, p)
+
+
+def _pairwise_distance(a, b, p=2.0, eps=1e-6, keepdim=False):
+    return _norm(as_vector(a) - b + eps, p, -1, keepdim)
+
+
+def _cdist(a, b, p=2.0, compute_mode=None):
+    return _norm(as_vector(a).unsqueeze(-2) - as_vector(b).unsqueeze(-3), p, -1)
+
+
+def _cosine_similarity(a, b, dim=1, eps=1e-8):
+    a, b = as_vector(a), as_vector(b)
+    sizes = [torch.clamp_min(_norm(x, 2, dim), eps) for x in (a, b)]
+    return (a * b).sum(dim) / (sizes[0] * sizes[1])
+
+
+def _reduction(name: str):
+    def reduction(x, *args, **kwargs):
+        if name in ("max", "min") and (args and not isinstance(pinned_all(args[0]), int) or "other" in kwargs):
+            return getattr(torch, f"{name}imum")(x, *args, *kwargs.values())
+        return reduced(name, x, *args, **kwargs)
+
+    return reduction
+
+
+def _move(name: str):
+    return lambda *args, **kwargs: moved(name, args, kwargs)
+
+
+_METHODS = {  # of tensors, by name; torch has those of the same names, too
+    **{name: _reduction(name) for name in REDUCTIONS},
+    **{name: _move(name) for name in MOVES},
+    **dict.fromkeys(("matmul", "__matmul__", "mv", "mm", "bmm", "dot"), _matmul),
+    **{"vecdot": _vecdot, "inner": _inner, "outer": _outer, "ger": _outer, "cross": _cross, "norm": _norm, "dist": _dist, "cdist": _cdist},
+}
+FUNCTIONS = {  # and their names, for vectors, which have them as methods
+    **{getattr(home, name): f for name, f in _METHODS.items() for home in (torch.Tensor, torch) if callable(getattr(home, name, None))},
+    **_METHODS,
+    **dict.fromkeys((operator.matmul, torch.linalg.matmul), _matmul),
+    **{torch.linalg.vecdot: _vecdot, torch.linalg.cross: _cross, torch.linalg.norm: _matrix_norm, torch.linalg.vector_norm: _norm},
+    same_where_seen: promised,
+    **{F.linear: _linear, F.pairwise_distance: _pairwise_distance, F.cosine_similarity: _cosine_similarity},
+}
+_JOINING = {name for name in JOINS} | {getattr(torch, name) for name in JOINS}
+_MOVING = {name for name in MOVES} | {getattr(home, name, None) for name in MOVES for home in (torch.Tensor, torch)}
+
+
+def takes_vectors(function, args: tuple, kwargs: dict, is_row: bool) -> bool:
+    """Is this an operation on vectors? `is_row`: it has a row in the op table.
+
+    A captured tensor that meets a symbol is one, too, and so is a scalar that gets dimensions.
+    """
+    if function is torch.Tensor.__getitem__:
+        return type(args[0]) is Vector
+    values = (*args, *kwargs.values())
+    if any(map(is_vector, values)):
+        return True
+    if function is same_where_seen:
+        return True
+    if function in _JOINING:
+        return bool(args) and isinstance(args[0], (list, tuple)) and any(isinstance(a, (Sym, Vector, TensorView)) for a in args[0])
+    if not any(type(v) is Sym for v in values):
+        return False
+    return function in _MOVING or (is_row or function in FUNCTIONS) and any(isinstance(v, torch.Tensor) and v.ndim for v in values)
+
+
+def apply_to_vectors(function, args: tuple, kwargs: dict):
+    """An operation on vectors: by a function of ours, or for each element."""
+    written = FUNCTIONS.get(function)
+    if written is None:
+        name = function if isinstance(function, str) else getattr(function, "__name__", "")
+        return apply_to_elements(name, function, args, kwargs)
+    try:
+        return written(*args, **kwargs)
+    except TypeError as error:
+        raise running().error(str(error).replace("<lambda>()", "it")) from None

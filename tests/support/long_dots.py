@@ -1,0 +1,100 @@
+"""Random calls whose score_mod has dot products of long rows, and the same mod for dense attention, where rows are gathered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+from hypothesis import strategies as st
+
+from support.evaluate import make_mod
+
+QUERIES = ("qr[b, h, q_idx]", "qr[b, h // 2, q_idx // 2]", "by_q[q_idx]", "by_q[places[q_idx]]", "qr[0, h, q_idx - 3]")
+KEYS = ("kr[b, kv_idx]", "kr[0, kv_idx // 3 + 1]", "by_k[kv_idx, h]", "spread[b, kv_idx]")
+DOTS = ("torch.dot({q}, {k})", "({q} * {k}).sum(-1)", "torch.linalg.vecdot({k}, {q})")
+MODS = (
+    "score + 0.2 * {d}",
+    "score + {d} * 0.1 + torch.tanh({e}) * slopes[h]",
+    "score * torch.sigmoid({d} * 0.1)",
+    "torch.where(q_idx > kv_idx, score + {d} * 0.1, {e} * 0.2)",
+)
+
+
+@dataclass(kw_only=True)
+class DotProblem:
+    text: str
+    dtype: torch.dtype
+    rows: torch.dtype
+    heads: tuple[int, int]
+    lengths: tuple[int, int]
+    width: int
+    masked: bool
+    deterministic: bool
+
+    def captured(self, device: str) -> dict[str, torch.Tensor]:
+        """What the mod reads: some rows are missing, and some are there that no key has."""
+        generator, (Q, K) = torch.Generator().manual_seed(self.width), self.lengths
+
+        def random(*shape):
+            return torch.randn(shape, generator=generator).to(device, self.rows)
+
+        found = {"qr": random(2, self.heads[0], Q, self.width), "kr": random(K + 5, 2, self.width).transpose(0, 1)}
+        found["kr"][:, K:] = float("nan")
+        found |= {"by_q": random(Q - 2, self.width), "by_k": random(K, self.heads[0], self.width), "slopes": random(self.heads[0])}
+        found["spread"] = random(1, self.lengths[1], self.width)
+        found = {name: t.requires_grad_() for name, t in found.items()}
+        return found | {"places": torch.arange(Q, device=device, dtype=torch.int32) * 7 % Q}
+
+    def inputs(self, device: str) -> list[torch.Tensor]:
+        generator, (Q, K) = torch.Generator().manual_seed(3), self.lengths
+        shapes = [(2, self.heads[0], Q, 32), *[(2, self.heads[1], K, 32)] * 2]
+        return [torch.randn(s, generator=generator).to(device, self.dtype).requires_grad_() for s in shapes]
+
+    def mod(self, values: dict):
+        return make_mod(self.text, "score", values | {"spread": values["spread"].expand(2, self.lengths[1], self.width)})
+
+    def dense_mod(self, values: dict):
+        """The mod on whole grids of positions, in float64."""
+        values = {**values, "spread": values["spread"].expand(2, self.lengths[1], self.width)}
+        functions = {"torch": SimpleNamespace(tanh=torch.tanh, sigmoid=torch.sigmoid, where=torch.where, dot=_dot)}
+        functions["torch"].linalg = SimpleNamespace(vecdot=_dot)
+        return make_mod(self.text.replace(".float()", ""), "score", {name: _Gathered(t) for name, t in values.items()} | functions)
+
+
+def _dot(one, other):
+    return (one * other).sum(-1)
+
+
+class _Gathered:
+    """A tensor that is indexed by grids, where an index outside reads 0 as in a kernel."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor.double() if tensor.is_floating_point() else tensor
+
+    def __getitem__(self, index):
+        index = [torch.as_tensor(i, device=self.tensor.device).long() for i in (index if isinstance(index, tuple) else (index,))]
+        index = [torch.where(i < 0, i + n, i) for i, n in zip(index, self.tensor.shape, strict=False)]
+        inside = torch.stack(torch.broadcast_tensors(*[(i >= 0) & (i < n) for i, n in zip(index, self.tensor.shape, strict=False)])).all(0)
+        found = self.tensor[tuple(i.clamp(0, n - 1) for i, n in zip(index, self.tensor.shape, strict=False))]
+        return torch.where(inside.reshape(inside.shape + (1,) * (found.ndim - inside.ndim)), found, 0.0)
+
+
+@st.composite
+def dot_problems(draw, device: str) -> DotProblem:
+    def dot() -> str:
+        read = "{}.float()" if rows != torch.float32 else "{}"  # torch rounds a dot product to its rows' dtype
+        q, k = (read.format(draw(st.sampled_from(texts))) for texts in (QUERIES, KEYS))
+        return draw(st.sampled_from(DOTS)).format(q=q, k=k)
+
+    rows = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    return DotProblem(
+        text=draw(st.sampled_from(MODS)).format(d=dot(), e=dot()),
+        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        rows=rows,
+        heads=draw(st.sampled_from([(2, 2), (4, 2), (4, 1)])),
+        lengths=draw(st.sampled_from([(20, 40), (70, 90), (130, 64), (64, 128)])),
+        width=draw(st.sampled_from([17, 24, 40, 64])),
+        masked=draw(st.booleans()),
+        deterministic=draw(st.booleans()),
+    )

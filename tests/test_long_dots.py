@@ -1,0 +1,80 @@
+"""Dot products of long rows of captured tensors: values and gradients against dense attention in float64, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flexpress import ModError, create_block_mask, flex_attention
+from flexpress.codegen.mod.bind import bind
+from flexpress.codegen.mod.loads import dots_of
+from support.dense import dense_attention
+from support.devices import for_any
+from support.evaluate import make_mod
+from support.long_dots import dot_problems
+
+
+def near(b, h, q_idx, kv_idx):
+    return (q_idx - kv_idx < 40) & (kv_idx - q_idx < 50)
+
+
+@for_any(dot_problems, cpu=5, cuda=60)
+def test_any_dot_products_and_their_gradients(p, device):
+    values, inputs = p.captured(device), p.inputs(device)
+    assert dots_of(bind(p.mod(values), "score")[0])
+    mask = create_block_mask(near, None, None, *p.lengths, device) if p.masked else None
+    out, aux = flex_attention(
+        *inputs, p.mod(values), block_mask=mask, enable_gqa=p.heads[0] != p.heads[1], return_lse=True, deterministic=p.deterministic
+    )
+    exact, lse, _ = dense_attention(*(t.double() for t in inputs), p.dense_mod(values), near if p.masked else None)
+    tight = {torch.float32: 1e-5, torch.bfloat16: 1e-2}[p.dtype]
+    torch.testing.assert_close(out.double(), exact, atol=tight, rtol=tight)
+    torch.testing.assert_close(aux.double(), lse, atol=1e-5, rtol=1e-5)
+    leaves = {**dict(zip("qkv", inputs, strict=True)), **{n: t for n, t in values.items() if t.requires_grad and n in p.text}}
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(4)).to(out)
+    got, expected = (torch.autograd.grad(o, list(leaves.values()), upstream.to(o.dtype)) for o in (out, exact))
+    for (name, leaf), g, e in zip(leaves.items(), got, expected, strict=True):
+        loose = 2e-5 if leaf.dtype == p.dtype == torch.float32 == p.rows else 2e-2
+        assert (g.double() - e).norm() <= loose * e.norm() + 1e-6, (name, (g.double() - e).norm() / e.norm())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "score + a[q_idx] @ c[kv_idx]",
+        "score + torch.dot(c[kv_idx], a[q_idx])",
+        "score + (a[q_idx] * c[kv_idx]).float().sum(dim=-1)",
+        "score + a[q_idx].double().dot(c[kv_idx].double())",
+        "score + a[q_idx, :].inner(c[kv_idx, ...])",
+        "score + (a[q_idx].to(torch.float32) * c[kv_idx].float()).sum()",
+    ],
+)
+def test_what_is_a_product_of_matrices(text):
+    captured = {"a": torch.randn(50, 200), "c": torch.randn(60, 200)}
+    (dot,) = dots_of(bind(make_mod(text, "score", captured), "score")[0])
+    assert dot.attr == 200 and [row.op for row in dot.args] == ["row", "row"]
+
+
+def test_sixteen_elements_are_computed_with_one_by_one():
+    captured = {"a": torch.randn(50, 16), "c": torch.randn(60, 16)}
+    assert not dots_of(bind(make_mod("score + a[q_idx] @ c[kv_idx]", "score", captured), "score")[0])
+
+
+@pytest.mark.parametrize(
+    "text, kind, problem",
+    [
+        ("score + (a[q_idx] - c[kv_idx]).abs().sum()", "score", r"a vector of 200 elements of a captured tensor of shape \(50, 200\)"),
+        ("score + (a[q_idx] * 2) @ c[kv_idx]", "score", "a vector of 200 elements"),
+        ("score + a[q_idx] @ a[q_idx]", "score", "a vector of 200 elements"),
+        ("score + a[q_idx] @ c[kv_idx - q_idx]", "score", "a vector of 200 elements"),
+        ("score + (a[q_idx].half() * c[kv_idx]).sum()", "score", "a vector of 200 elements"),
+        ("a[q_idx] @ c[kv_idx] > 0", "mask", "a vector of 200 elements"),
+        ("score + wide[q_idx] @ wide[kv_idx]", "score", "a dot product of rows of 300 elements"),
+        ("score + a[q_idx] @ wide[kv_idx]", "score", r"shapes \(200,\) and \(300,\)"),
+        ("score + numbers[q_idx] @ numbers[kv_idx]", "score", "a vector of 80 elements"),
+    ],
+)
+def test_what_is_refused(text, kind, problem):
+    captured = {"a": torch.randn(50, 200), "c": torch.randn(60, 200), "wide": torch.randn(9, 300), "numbers": torch.ones(9, 80).int()}
+    with pytest.raises(ModError, match=f"(?s){problem}.*File"):
+        bind(make_mod(text, kind, captured), kind)
