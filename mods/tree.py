@@ -84,7 +84,6 @@ def _walk(parents: Tensor) -> tuple[Tensor, Tensor]:
     size, jump = torch.ones_like(up), up
     for _ in range(steps):
         size, jump = size.scatter_add(1, jump, torch.where(jump == T, 0, size)), jump.gather(1, jump)
-        size[:, T] = 0
     # siblings are entered one after another: a node after its parent and all that its earlier siblings hold
     order = up[:, :T].argsort(stable=True)
     held = size.gather(1, order).cumsum(1) - size.gather(1, order)

@@ -59,6 +59,7 @@ def attention(flag: bool, theirs: torchs.BlockMask) -> None:
     out, aux = flex_attention(q, k, v, return_aux=AuxRequest(lse=True))
     assert_type(aux, AuxOutput)
     assert_type(aux.lse, Tensor | None)
+    assert_type(flex_attention(q, k, v, return_aux=AuxRequest(entropy=True, column_sums=True))[1].column_sums, Tensor | None)
     assert_type(flex_attention(q, k, v, return_aux=torchs.AuxRequest(max_scores=True))[1].max_scores, Tensor | None)
     assert_type(flex_attention(q, k, v, None, None, None, False, flag), Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput])
     assert_type(flexpress.explain(q, k, v, bias, mask_mod=near), str)

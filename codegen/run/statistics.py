@@ -8,7 +8,7 @@ import torch
 
 from ..device.devices import architecture_of, backend_of
 from ..device.memory import contiguous
-from ..plan.forward import Blocks, Mod, Options, Plan, are_exact, geometry_of, scales
+from ..plan.forward import Blocks, Options, Plan, are_exact, geometry_of, scales
 from ..plan.statistics import StatisticsCase, plan_columns, plan_rows
 from ..registry import INFO, Table
 from ..text.mod_text import mod_values
@@ -56,7 +56,14 @@ def statistics(bound: Bound, wanted: Wanted) -> Statistics:
     if 0 in (Z, Hq, Q_LEN, KV_LEN, bound.q.shape[3]):
         return Statistics(*(t if t is None else t.fill_(of_nothing) for t, of_nothing in zip(found, (0.0, -1, 0.0), strict=True)))
     rows = contiguous((Z, Hq, Q_LEN, 2), torch.float32, device) if wanted.column_sums else None
-    named = {"K": bound.k, "Q": bound.q, "ENTROPIES": found.entropy, "TOP_INDICES": found.top_index, "ROWS": rows, "SUMS": found.column_sums}
+    named = {
+        "K": bound.k,
+        "Q": bound.q,
+        "ENTROPIES": found.entropy,
+        "TOP_INDICES": found.top_index,
+        "ROWS": rows,
+        "SUMS": found.column_sums,
+    }
     run = _run if not is_profiled() else in_range(_run, "statistics", names_of(bound.score, bound.mask))
     run(bound, wanted, {name: t for name, t in named.items() if t is not None})
     return found
