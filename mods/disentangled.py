@@ -1,6 +1,6 @@
 """Disentangled positions: content and position have keys and queries of their own, and no rotation mixes them.
 
-    score + c2p[b, h, i, bucket(i - j)] + p2c[b, h, j, bucket(i - j)]        for query i, key j
+    score + c2p[b, h, i, bucket(i - j)] + p2c[b, h, j, bucket(j - i)]        for query i, key j
 
 with ``c2p = query . position_keys`` and ``p2c = key . position_queries``: what a query seeks at a distance, and what a key is worth at
 one. DeBERTa (He et al. 2020, arXiv 2006.03654), where bucket(d) is d + span, cut off at 0 and 2 * span - 1.
@@ -25,8 +25,8 @@ def disentangled(c2p: Tensor, p2c: Tensor) -> ScoreMod:
         c2p: floating-point tensor (B, Hq, Q_LEN, 2 * span): ``scale * query @ position_keys.mT``. Captured, not copied.
         p2c: floating-point tensor (B, Hq, KV_LEN, 2 * span): ``scale * key @ position_queries.mT``. Captured, not copied.
 
-        position_keys and position_queries are (Hq, 2 * span, D); row ``r`` is for keys that are ``r - span`` positions before the
-        query. DeBERTa's scale, with three terms in a score, is ``1 / sqrt(3 * D)``; give it to flex_attention, too.
+        position_keys and position_queries are (Hq, 2 * span, D); row ``r`` of the first is for keys ``r - span`` positions before the
+        query, of the second for queries as far before the key. DeBERTa's scale, with three terms in a score, is ``1 / sqrt(3 * D)``; give it to flex_attention, too.
 
     Returns:
         score_mod: (score, b, h, q_idx, kv_idx), 0-dim float and integers -> 0-dim float.
@@ -51,7 +51,7 @@ def disentangled(c2p: Tensor, p2c: Tensor) -> ScoreMod:
     last = buckets - 1
 
     def disentangled(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        bucket = (q_idx - kv_idx + span).clamp(0, last)
-        return score + c2p[b, h, q_idx, bucket] + p2c[b, h, kv_idx, bucket]
+        sought = c2p[b, h, q_idx, (q_idx - kv_idx + span).clamp(0, last)]
+        return score + sought + p2c[b, h, kv_idx, (kv_idx - q_idx + span).clamp(0, last)]
 
     return disentangled

@@ -31,8 +31,7 @@ def test_disentangled():
     seek, worth = c2p[0].tolist(), p2c[0].tolist()
 
     def rule(score, h, i, j):
-        bucket = min(max(i - j, -3), 2) + 3
-        return score + seek[h][i][bucket] + worth[h][j][bucket]
+        return score + seek[h][i][min(max(i - j, -3), 2) + 3] + worth[h][j][min(max(j - i, -3), 2) + 3]
 
     assert_same_scores(disentangled(c2p, p2c), rule, (1, 4, 9, 11))
 
@@ -84,7 +83,7 @@ def deberta(q, k, v, position_keys, position_queries):
     span, scale = position_keys.shape[1] // 2, (3 * D) ** -0.5
     bucket = ((torch.arange(S)[:, None] - torch.arange(S)).clamp(-span, span - 1) + span).to(q.device)
     content_to_position = torch.einsum("bhid,hijd->bhij", q, position_keys[:, bucket])
-    position_to_content = torch.einsum("hijd,bhjd->bhij", position_queries[:, bucket], k)
+    position_to_content = torch.einsum("hjid,bhjd->bhij", position_queries[:, bucket], k)
     scores = (q @ k.mT + content_to_position + position_to_content) * scale
     return scores.softmax(-1) @ v, lambda keys, queries: (
         lambda q, k: disentangled(scale * q @ keys.mT, scale * k @ queries.mT),

@@ -81,12 +81,12 @@ def test_any_problem(p, device):
     plain = flex_attention(q, k, k, score_mod, **options)
     out, aux = flex_attention(q, k, k, score_mod, **options, return_aux=ALL)
     assert torch.equal(out, plain)
-    close = 3e-3 if device == "cuda" and q.dtype == torch.float32 else 2e-5
+    close = 2e-5 if device == "cpu" else 3e-3 if q.dtype == torch.float32 else 1e-2  # of 16 bits a GPU's tanh is one of 16 bits, too
     assert_right(aux, q, k, score_mod, mask_mod, scale, close)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_of_equal_scores_the_first_key_is_the_top(device):
+def test_of_equal_scores_the_first_key_is_the_top(device, poisoned_memory):
     """Wherever its block stands in the lists: full blocks come after partial ones."""
     q = torch.ones(1, 2, 300, 16, device=device)
     for mask_mod, first in ((None, 0), (mods.causal, 0), (lambda b, h, q_idx, kv_idx: (kv_idx > 3) & (kv_idx != 130), 4)):
@@ -113,7 +113,7 @@ def test_huge_scores(size, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_entropy_of_known_distributions(device):
+def test_entropy_of_known_distributions(device, poisoned_memory):
     """Of n equal scores ln(n); of one key exactly 0; of nothing 0, with no top index and no sums."""
     q = torch.ones(1, 1, 128, 16, device=device)
     _, aux = flex_attention(q, q, q, mask_mod=lambda b, h, q_idx, kv_idx: (kv_idx < q_idx) & (q_idx < 100), return_aux=ALL)
@@ -208,3 +208,11 @@ def test_a_pass_does_what_it_is_asked_for():
     flex_attention(q, q, q, return_aux=AuxRequest(top_index=True))
     texts = [path.read_text() for path in printed_kernels() if "top_i " in path.read_text()]
     assert any("e_i" not in text and "ROWS" not in text for text in texts)
+
+
+def test_sequences_over_several_devices_are_refused():
+    q = torch.randn(1, 2, 41, 16)
+    with pytest.raises(
+        NotImplementedError, match="entropy, top_index and column_sums are not known where keys or heads lie on several devices"
+    ):
+        flex_attention(q, q, q, return_aux=AuxRequest(entropy=True), context=object())
