@@ -26,7 +26,8 @@ def disentangled(c2p: Tensor, p2c: Tensor) -> ScoreMod:
         p2c: floating-point tensor (B, Hq, KV_LEN, 2 * span): ``scale * key @ position_queries.mT``. Captured, not copied.
 
         position_keys and position_queries are (Hq, 2 * span, D); row ``r`` of the first is for keys ``r - span`` positions before the
-        query, of the second for queries as far before the key. DeBERTa's scale, with three terms in a score, is ``1 / sqrt(3 * D)``; give it to flex_attention, too.
+        query, of the second for queries as far before the key. DeBERTa's scale, with three terms in a score, is ``1 / sqrt(3 * D)``;
+        give it to flex_attention, too.
 
     Returns:
         score_mod: (score, b, h, q_idx, kv_idx), 0-dim float and integers -> 0-dim float.
