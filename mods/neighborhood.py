@@ -12,6 +12,7 @@ are runs of rows: those whose rows are too far away are empty.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
@@ -48,71 +49,65 @@ def neighborhood(
     extents = [whole_number(RECIPE, "grid", n, "pass the extents of the grid", minimum=1) for n in _listed(grid)]
     if not 1 <= len(extents) <= 3:
         raise ValueError(f"{RECIPE}(): grid must have 1 to 3 axes, got {len(extents)}; flatten the others into the batch")
-    axes = [
-        _axis(*of_axis)
-        for of_axis in zip(
-            extents,
-            _each("window", window, len(extents)),
-            _each("dilation", dilation, len(extents)),
-            _each("causal", causal, len(extents)),
-            strict=True,
-        )
-    ]
-    if len(axes) == 1:
-        (along,) = axes
+    others = (_each(name, given, len(extents)) for name, given in (("window", window), ("dilation", dilation), ("causal", causal)))
+    units = [math.prod(extents[n + 1 :]) for n in range(len(extents))]
+    (outer, *inner) = (_axis(*of_axis) for of_axis in zip(extents, units, *others, strict=True))
+    if not inner:
 
         def neighborhood(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-            return along(q_idx, kv_idx)
+            return outer(q_idx, kv_idx)
 
-    elif len(axes) == 2:
-        rows, columns = axes
+    elif len(inner) == 1:
+        (columns,) = inner
         width = extents[1]
 
         def neighborhood(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-            return rows(q_idx // width, kv_idx // width) & columns(q_idx % width, kv_idx % width)
+            return outer(q_idx, kv_idx) & columns(q_idx % width, kv_idx % width)
 
     else:
-        planes, rows, columns = axes
-        area, height, width = extents[1] * extents[2], extents[1], extents[2]
+        rows, columns = inner
+        area, width = extents[1] * extents[2], extents[2]
 
         def neighborhood(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-            seen = planes(q_idx // area, kv_idx // area) & rows(q_idx // width % height, kv_idx // width % height)
-            return seen & columns(q_idx % width, kv_idx % width)
+            return outer(q_idx, kv_idx) & rows(q_idx % area, kv_idx % area) & columns(q_idx % width, kv_idx % width)
 
     return neighborhood
 
 
-def _axis(length: int, window: object, dilation: object, causal: object) -> Callable:
-    """Which element i sees which element j, on one axis."""
+def _axis(length: int, unit: int, window: object, dilation: object, causal: object) -> Callable:
+    """Which position i sees which position j, on an axis whose elements are `unit` positions each. Of j as little is computed as can be: a
+    tile has as many of them as of scores, which must stay in registers."""
     window = whole_number(RECIPE, "window", window, "pass the number of elements seen on an axis", minimum=1)
     dilation = whole_number(RECIPE, "dilation", dilation, "pass the distance from one seen element to the next", minimum=1)
     if not isinstance(causal, bool):
         raise TypeError(f"{RECIPE}(): causal must be a bool, got {causal!r}; pass one, or one for each axis")
-    if window * dilation > length:
+    reach = window * dilation
+    if reach > length:
         raise ValueError(
             f"{RECIPE}(): window times dilation must fit into an axis of {length}, got {window} * {dilation}; pass a window of at most "
             f"{length // dilation}"
         )
-    if causal:
-        reach = window * dilation
-        if dilation == 1:
-            return lambda i, j: (i >= j) & (i - j < reach)
-        return lambda i, j: (i >= j) & (i - j < reach) & ((i - j) % dilation == 0)
     half, last = window // 2, length - window
-    if dilation == 1:
+    span = (reach - dilation + 1) * unit  # positions from the first element that is seen through the last one
 
-        def near(i, j):
-            start = (i - half).clamp(0, last)
-            return (j >= start) & (j < start + window)
+    def along(i, j):
+        if unit > 1:
+            i, of_key = i // unit, j // unit
+        else:
+            of_key = j
+        if causal:
+            first = i - (reach - dilation)
+        elif dilation == 1:
+            first = (i - half).clamp(0, last)
+        else:
+            start = i % dilation  # of the grid that i is in, and how many elements that has
+            count = (length - 1 - start) // dilation + 1
+            first = start + (i // dilation - half).clamp_min(0).minimum(count - window) * dilation
+        lowest = first * unit if unit > 1 else first
+        seen = (j >= lowest) & (j < lowest + span)
+        return seen if dilation == 1 else seen & (of_key % dilation == i % dilation)
 
-        return near
-
-    def near_in_its_grid(i, j):
-        of_grid = (length - 1 - i % dilation) // dilation + 1  # elements of the grid that i is in
-        start = (i // dilation - half).clamp_min(0).minimum(of_grid - window)
-        return (i % dilation == j % dilation) & (j // dilation >= start) & (j // dilation < start + window)
-
-    return near_in_its_grid
+    return along
 
 
 def _listed(given: object) -> list:

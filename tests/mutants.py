@@ -1092,7 +1092,7 @@ PROBABILITIES = [
     ),
     Mutant(
         "mods/neighborhood.py",
-        ".minimum(of_grid - window)",
+        ".minimum(count - window)",
         "",
         named("structured_recipes", "test_neighborhood"),
         "windows with gaps are cut off at the end",
