@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,9 @@ from torch import Tensor
 from ._arguments import float_tensor, function, whole_number
 
 
-def differential(attention: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, lam: Tensor | float, **options) -> Tensor:
+def differential(
+    attention: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, lam: Tensor | float, **options: Any
+) -> Tensor:
     """Attention with the first half of the heads of query and key, less `lam` times attention with the second half.
 
     Args:
