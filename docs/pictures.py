@@ -25,7 +25,8 @@ BLUE, WHITE, RED = (0x05, 0x71, 0xB0), (0xF7, 0xF7, 0xF7), (0xCA, 0x00, 0x20)  #
 
 
 class Recipe(NamedTuple):
-    """kind is "mask" or "score"; of a score_mod, what `scores` it is given: 0, or `slope` a position that the key is ahead."""
+    """kind is "mask", "score" or "weights" (of values in attention, not of a mod's making); of a score_mod, what `scores` it is given: 0,
+    or `slope` a position that the key is ahead."""
 
     kind: str
     code: str
@@ -43,6 +44,12 @@ RECIPES = {
     "document": Recipe("mask", "document(ids)"),
     "document_from_offsets": Recipe("mask", "document_from_offsets(torch.tensor([0, 12, 20, 32]), mask_mod=causal)"),
     "within_radius": Recipe("mask", "within_radius(places, 0.9)"),
+    "neighborhood": Recipe("mask", "neighborhood((4, 8), (3, 5))"),
+    "tree": Recipe("mask", "tree(parents)"),
+    "block_causal": Recipe("mask", "block_causal(6)"),
+    "block_diffusion": Recipe("mask", "block_diffusion(16, 4)"),
+    "jagged_window": Recipe("mask", "jagged_window(starts, ends)"),
+    "graph_neighbors": Recipe("mask", "graph_neighbors(distances, 1)"),
     "alibi": Recipe("score", "alibi(alibi_slopes(4))"),
     "alibi_symmetric": Recipe("score", "alibi_symmetric(alibi_slopes(4))"),
     "softcap": Recipe("score", "softcap(10.0)", 1.0),
@@ -51,14 +58,36 @@ RECIPES = {
     "gaussian_distances": Recipe("score", "gaussian_distances(places[None], means, widths, weights)"),
     "invariant_points": Recipe("score", "invariant_points(points, points, torch.ones(4))"),
     "compose_scores": Recipe("score", "compose_scores(softcap(10.0), alibi(alibi_slopes(4)))", 1.0),
+    "graph_bias": Recipe("score", "graph_bias(distances, depth)"),
+    "disentangled": Recipe("score", "disentangled(c2p, p2c)"),
+    "forget_gate": Recipe("score", "forget_gate(log_gates)"),
+    "yarn_temperature": Recipe("score", "yarn_temperature(32.0)", 1.0),
+    "differential": Recipe("weights", "differential(flex_attention, query, key, value, 0.8)"),
 }
 
 
 def made(code: str):
-    """The mod that a line of code makes, with the tensors that docs/recipes.md names."""
+    """The mod that a line of code makes, or the weights, with the tensors that docs/recipes.md names."""
     distance, turn = torch.arange(-SIZE + 1, SIZE), torch.arange(SIZE) * 0.4
     helix = torch.stack([turn.cos(), turn.sin(), turn / 9], dim=1)
+    place = torch.arange(SIZE)
+    angles = place[:, None] * torch.tensor([0.05, 0.2, 0.6, 1.4])
+    waves = torch.cat([angles.cos(), angles.sin()], 1)  # (SIZE, 8): their products fall with the distance
+    broad = waves * torch.tensor([1.0, 1.0, 0.0, 0.0]).repeat(2)
+    edges = torch.stack([place[1:], (place[1:] - 1) // 2])  # of a binary tree
     tensors = {
+        "parents": torch.where((place % 6 == 0) & (place > 0), place - 4, place - 1),
+        "starts": place - place // 3,
+        "ends": place + 1 + place % 4,
+        "distances": mods.graph_distances(torch.cat([edges, edges.flip(0)], 1), SIZE, 8),
+        "depth": -torch.arange(9.0)[:, None].expand(9, 4) / 2,
+        "c2p": torch.linspace(-1, 1, 16).expand(1, 4, SIZE, 16) * (place[:, None] % 8 < 4),
+        "p2c": -torch.linspace(-1, 1, 16).abs().expand(1, 4, SIZE, 16),
+        "log_gates": torch.where((place == 12) | (place == 20), -4.0, -0.05).expand(1, 4, SIZE),
+        "query": 4 * torch.stack([waves, broad])[None],
+        "key": torch.stack([waves, broad])[None],
+        "value": torch.eye(SIZE)[None, None],
+        "flex_attention": flexpress.flex_attention,
         "ids": (torch.arange(SIZE) >= 12).int() + (torch.arange(SIZE) >= 20).int(),
         "table": (torch.cos(distance / 4) * torch.exp(-distance.abs() / 12)).repeat(4, 1),
         "places": helix,
@@ -74,6 +103,8 @@ def made(code: str):
 def drawn(recipe: Recipe) -> tuple[torch.Tensor, list[str], str]:
     """Which colour each position has, int (SIZE, SIZE); the colours; and a caption."""
     mod = made(recipe.code)
+    if recipe.kind == "weights":
+        return _shaded(mod[0, 0])
     if recipe.kind == "mask":
         seen = flexpress.create_mask(mod, None, None, SIZE, SIZE, "cpu")[0, 0]
         mask = flexpress.create_block_mask(mod, None, None, SIZE, SIZE, "cpu", BLOCK)
@@ -82,7 +113,11 @@ def drawn(recipe: Recipe) -> tuple[torch.Tensor, list[str], str]:
         return colours.int(), [EMPTY, HIDDEN, PARTIAL, FULL], f"{mask.sparsity():.0f} % of the blocks are empty"
     position = torch.arange(SIZE, dtype=torch.float32)
     scores = (recipe.slope * (position[None] - position[:, None])).expand(1, 4, SIZE, SIZE)
-    values = flexpress.evaluate_mod(mod, scores.contiguous())[0, 0]
+    return _shaded(flexpress.evaluate_mod(mod, scores.contiguous())[0, 0])
+
+
+def _shaded(values: torch.Tensor) -> tuple[torch.Tensor, list[str], str]:
+    """`drawn` of numbers, (SIZE, SIZE)."""
     largest = values.abs().max().item()
     half = LEVELS // 2
     levels = torch.round(values / largest * half).int() + half

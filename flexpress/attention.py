@@ -12,26 +12,46 @@ from flexpress.dropout import Dropout, read_dropout
 from flexpress.in_graph import compilable
 from flexpress.mods import MaskMod, ScoreMod
 from flexpress.opened_masks import mask_of_parts, parts_of_mask
+from flexpress.probabilities import NOT_OVER_DEVICES, NOT_WITH_SINKS, look, wanted_of
 from flexpress.sinks import fold_sinks
 
 from .codegen.mod.tensors import ORDINARY, is_distributed
+from .codegen.run.statistics import Statistics, Wanted
 
 if TYPE_CHECKING:
     from flexpress.context import ContextPlan  # imports torch.distributed, which not everybody has
 
 
 class AuxRequest(NamedTuple):
-    """Which statistics flex_attention is to return beside the output."""
+    """Which statistics flex_attention is to return beside the output; see AuxOutput.
+
+    The first two cost nothing. entropy and top_index take a pass over the keys of their own (one for both), and column_sums another one:
+    each about half a forward pass by the portable kernels, whichever kernels compute the output.
+    """
 
     lse: bool = False
     max_scores: bool = False
+    entropy: bool = False
+    top_index: bool = False
+    column_sums: bool = False
 
 
 class AuxOutput(NamedTuple):
-    """lse and max_scores, float32 (B, Hq, Q_LEN), or None where not asked for."""
+    """What was asked for, None elsewhere. P is the softmax of a row's scores.
+
+    lse          float32 (B, Hq, Q_LEN)     natural logarithm of the softmax's denominator, -inf for a row with nothing to attend to
+    max_scores   float32 (B, Hq, Q_LEN)     the largest score
+    entropy      float32 (B, Hq, Q_LEN)     -sum of P ln(P), in nats; 0 for an empty row. Without gradient
+    top_index    int64 (B, Hq, Q_LEN)       the key with the largest score, of equal ones the first; -1 for an empty row
+    column_sums  float32 (B, Hq, KV_LEN)    the sum of P over all queries: what each key is given, as evicting from a KV cache asks (H2O,
+                                            arXiv 2306.14048; SnapKV, arXiv 2404.14469). Without gradient
+    """
 
     lse: torch.Tensor | None = None
     max_scores: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    top_index: torch.Tensor | None = None
+    column_sums: torch.Tensor | None = None
 
 
 def _opened(given: dict) -> dict:
@@ -45,16 +65,19 @@ def _opened(given: dict) -> dict:
         if given["mask_mod"] is not None and given["mask_mod"] is not mod_of_lists:
             raise ValueError("block_mask was not made of this mask_mod; pass one of them, or and_masks(...) of both as mask_mod")
         given["mask_mod"] = mod_of_lists
-    max_scores = return_aux is not None and _checked_request(return_aux, given["return_lse"]).max_scores
+    request = None if return_aux is None else _checked_request(return_aux, given["return_lse"])
+    max_scores, wanted = (False, Wanted()) if request is None else (request.max_scores, wanted_of(request))
     taken = {name: given[name] for name in given if name not in ("return_lse", "return_aux")}
-    return {**taken, "tables": tables, "facts": facts, "max_scores": max_scores}
+    return {**taken, "tables": tables, "facts": facts, "max_scores": max_scores, "wanted": tuple(wanted)}
 
 
 def _closed(found, given: dict):
     """flex_attention's result of what `_with_statistics` gives; torch's compiler traces this."""
-    out, lse, *max_scores = found
-    if given["return_aux"] is not None:
-        return out, AuxOutput(lse if given["return_aux"].lse else None, max_scores[0] if max_scores else None)
+    out, lse, *others = found
+    request = given["return_aux"]
+    if request is not None:
+        asked = request.max_scores, *wanted_of(request)
+        return out, AuxOutput(lse if request.lse else None, *(others.pop(0) if one else None for one in asked))
     return (out, lse) if given["return_lse"] else out
 
 
@@ -74,15 +97,31 @@ def _with_statistics(
     dropout_p,
     dropout_seed,
     max_scores,
+    wanted,
 ) -> tuple[torch.Tensor, ...]:
-    """out, lse and, if they are wanted, max_scores; `tables` and `facts` of a block mask, whose mask_mod is mask_mod."""
+    """out, lse and, if they are wanted, max_scores and statistics of the probabilities; `tables` and `facts` of a block mask, whose
+    mask_mod is mask_mod."""
     block_mask = None
     if tables:
         block_mask, mask_mod = mask_of_parts(tables, facts, mask_mod), None
     arguments = query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod
     dropout = read_dropout(dropout_p, dropout_seed, query.device) if dropout_p else None
-    out, lse, largest = _attend(arguments, max_scores, deterministic, None, sinks, dropout)
-    return (out, lse, largest) if max_scores else (out, lse)
+    out, lse, *others = _attend_and_look(arguments, max_scores, Wanted(*wanted), deterministic, None, sinks, dropout)
+    return out, lse, *(t for t in others if t is not None)
+
+
+def _attend_and_look(
+    arguments: tuple, want_max: bool, wanted: Wanted, deterministic: bool, context: ContextPlan | None, sinks, dropout: Dropout | None
+) -> tuple:
+    """out, lse, max_scores and Statistics, as one tuple, with None for what is not wanted."""
+    if not any(wanted):
+        return *_attend(arguments, want_max, deterministic, context, sinks, dropout), *Statistics()
+    if context is not None or is_distributed(arguments[0]):
+        raise NotImplementedError(NOT_OVER_DEVICES)
+    if sinks is not None:
+        raise NotImplementedError(NOT_WITH_SINKS)
+    call = bound(*arguments, dropout=dropout)  # type: ignore[misc]  # of nine arguments
+    return *attend(call, want_max, deterministic), *look(call, wanted)
 
 
 def _attend(
@@ -217,7 +256,7 @@ def flex_attention(
                     must have been made of this mask_mod
     scale           a number, 1 / sqrt(D_QK) by default, or a tensor of one: it may be learned, and on a GPU it is not waited for
     enable_gqa      allows Hq to be a multiple of Hkv
-    return_lse      also return lse; return_aux=AuxRequest(lse, max_scores) is the newer form
+    return_lse      also return lse; return_aux=AuxRequest(lse=True, ...) is the newer form: it gives an AuxOutput, which has more
     kernel_options  BLOCK_M, BLOCK_N, num_warps, num_stages, PRESCALE_QK, ROWS_GUARANTEED_SAFE, USE_TMA, with or without the prefix fwd_;
                     FLOAT32_PRECISION ("ieee" or "tf32"), BACKEND ("AUTO"; "PORTABLE" for the portable kernels; "HOPPER" for the
                     forward kernel for Hopper, or an error; "DECODE" for that of up to 16 queries, which splits keys among programs);
@@ -235,25 +274,26 @@ def flex_attention(
     dropout_seed    int64 (1,), on query's device; by default torch's generator gives one, also in a CUDA graph
 
     Returns the output (B, Hq, Q_LEN, D_V), in query's dtype and order of dimensions; (out, lse) with return_lse; (out,
-    AuxOutput) with return_aux. lse is the natural logarithm of the softmax's denominator, max_scores its largest score, both
-    float32 (B, Hq, Q_LEN). A row with nothing to attend to gives output 0 and lse -inf.
+    AuxOutput) with return_aux. lse is the natural logarithm of the softmax's denominator, float32 (B, Hq, Q_LEN). A row with nothing
+    to attend to gives output 0 and lse -inf.
 
     Raises ValueError, TypeError or NotImplementedError for arguments, ModError for a mod that cannot be traced.
-    Differentiable once, with respect to query, key, value and every floating-point tensor that score_mod captures,
-    and sinks, through the output and lse; not through max_scores.
+    Differentiable once, with respect to query, key, value, sinks and every floating-point tensor that score_mod captures, through the
+    output and lse; not through what else return_aux gives: a backward pass through entropy or column_sums is refused.
     Meaning: torch.nn.attention.flex_attention (arXiv 2412.05496). Method: FlashAttention-2 (arXiv 2307.08691) with block lists.
     """
-    want_max = return_aux is not None and _checked_request(return_aux, return_lse).max_scores
     arguments = query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod
-    usual = context is None and query.__class__ in ORDINARY  # so no detour
     dropout = read_dropout(dropout_p, dropout_seed, query.device) if dropout_p else None
-    if usual:
-        out, lse, max_scores = attend(bound(*arguments, sinks=sinks, dropout=dropout), want_max, deterministic)
-    else:
-        out, lse, max_scores = _attend(arguments, want_max, deterministic, context, sinks, dropout)
     if return_aux is not None:
-        return out, AuxOutput(lse if return_aux.lse else None, max_scores)
-    return (out, lse) if return_lse else out
+        request = _checked_request(return_aux, return_lse)
+        out, lse, *others = _attend_and_look(arguments, request.max_scores, wanted_of(request), deterministic, context, sinks, dropout)
+        return out, AuxOutput(lse if request.lse else None, *others)
+    usual = context is None and query.__class__ in ORDINARY  # so no detour
+    if usual:
+        found = attend(bound(*arguments, sinks=sinks, dropout=dropout), False, deterministic)
+    else:
+        found = _attend(arguments, False, deterministic, context, sinks, dropout)
+    return found[:2] if return_lse else found[0]
 
 
 def _attend_in_context(context, arguments: tuple, want_max: bool, deterministic: bool) -> tuple:

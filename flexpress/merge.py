@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -10,22 +11,28 @@ import torch
 def merge_attention(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of the same queries to all keys, of attention to disjoint sets of keys.
 
-    outs   (..., Q_LEN, D_V) each, as flex_attention returns it       lses   float32 (..., Q_LEN) each
+    outs   floating-point (..., Q_LEN, D_V) each, as flex_attention returns it: what is in a row whose lse is -inf, NaN even, is not read
+    lses   floating-point (..., Q_LEN) each, natural logarithms, as return_lse gives them; -inf where a part has no keys for a row
 
-    Computed in float32; out has the dtype of the parts. A row without keys in any part gives 0 and lse -inf. Differentiable in both.
+    Computed in float32, or in float64 where a part or an lse is; out has the dtype of the parts, lse the one it is computed in. A row
+    without keys in any part gives 0 and lse -inf. Differentiable in both, any number of times, under torch.compile, too.
     Raises ValueError for shapes that do not fit. Source: partial softmax, Milakov and Gimelshein 2018 (arXiv 1805.02867).
+
+        out, lse = merge_attention(*zip(*(flex_attention(q, k, v, return_lse=True) for k, v in parts)))
     """
     if not outs or len(outs) != len(lses):
         raise ValueError(f"merge_attention needs an lse for each out, and at least one, got {len(outs)} outs and {len(lses)} lses")
     shapes = {tuple(t.shape) for t in outs}, {tuple(t.shape) for t in lses}
     if len(shapes[0]) > 1 or shapes[1] != {tuple(outs[0].shape[:-1])}:
         raise ValueError(f"all outs must have one shape (..., Q_LEN, D_V) and all lses (..., Q_LEN), got {shapes[0]} and {shapes[1]}")
-    stacked = torch.stack(tuple(lses))
+    precision = functools.reduce(torch.promote_types, (t.dtype for t in (*outs, *lses)), torch.float32)
+    stacked = torch.stack(tuple(lses)).to(precision)
     largest = stacked.detach().amax(0)
     largest = torch.where(torch.isneginf(largest), 0.0, largest)
     weights = (stacked - largest).exp()
     total = weights.sum(0)
     seen = total > 0
     total = torch.where(seen, total, 1.0)
-    out = sum(out.float() * (weight / total).unsqueeze(-1) for out, weight in zip(outs, weights, strict=True))
+    shares = (weights / total).unsqueeze(-1)
+    out = sum(torch.where(share > 0, out.to(precision), 0.0) * share for out, share in zip(outs, shares, strict=True))
     return out.to(outs[0].dtype), torch.where(seen, largest + total.log(), -torch.inf)

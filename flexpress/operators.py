@@ -2,6 +2,7 @@
 
     flexpress::flex_attention             flex_attention, varlen_attention and the flash functions
     flexpress::flex_attention_backward    its gradients
+    flexpress::probability_statistics     what else return_aux asks of flex_attention
     flexpress::cached_attention, flexpress::update_cache
 
 Those of masks are in mask_operators.py.
@@ -32,6 +33,7 @@ from .codegen.run.block_lists import lists_of
 from .codegen.run.call import Bound, Rows
 from .codegen.run.forward import forward
 from .codegen.run.layouts import traced_like
+from .codegen.run.statistics import Wanted, statistics
 
 
 def _bound(query, key, value, captures: Captures, lists: list, starts: list, scale: float, program: Program, sinks, seed) -> Bound:
@@ -114,6 +116,37 @@ def _(query, key, value, tensors, ints, floats, lists, starts, scale, program, s
         statistics(rows if wanted.max_scores else 0),
         statistics((*rows, 2) if wanted.rows else 0),
     )
+
+
+@torch.library.custom_op("flexpress::probability_statistics", mutates_args=())
+def probability_statistics(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    tensors: list[torch.Tensor],
+    ints: list[int],
+    floats: list[float],
+    lists: list[torch.Tensor],
+    scale: float,
+    program: str,
+    entropy: bool,
+    top_index: bool,
+    column_sums: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Statistics of a call's probabilities; empty where not wanted. Other arguments are those of flex_attention."""
+    with torch.no_grad(), nothing_kept():
+        call = _bound(query, key, key, Captures(tensors, ints, floats), lists, [], scale, read_program(program))
+        found = statistics(call, Wanted(entropy, top_index, column_sums))
+    return tuple(t if t is not None else query.new_empty(0, dtype=dtype) for t, dtype in zip(found, _STATISTICS, strict=True))
+
+
+_STATISTICS = torch.float32, torch.int64, torch.float32
+
+
+@probability_statistics.register_fake
+def _(query, key, tensors, ints, floats, lists, scale, program, entropy, top_index, column_sums):
+    rows = query.shape[:3]
+    shapes = rows if entropy else (0,), rows if top_index else (0,), (*rows[:2], key.shape[2]) if column_sums else (0,)
+    return tuple(query.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, _STATISTICS, strict=True))
 
 
 @torch.library.custom_op("flexpress::flex_attention_backward", mutates_args=())

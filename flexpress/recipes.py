@@ -41,6 +41,24 @@ def _points() -> torch.Tensor:
     return _places(1, HEADS, 4).transpose(2, 3).contiguous()
 
 
+def _parents() -> torch.Tensor:
+    """A tree of chains of eight nodes, each of which branches off the one before at its fourth node."""
+    nodes = torch.arange(LENGTH, dtype=torch.int32)
+    return torch.where((nodes % 8 == 0) & (nodes > 0), nodes - 5, nodes - 1)
+
+
+def _hops() -> torch.Tensor:
+    """Distances in a graph of so many nodes in a row, up to 8."""
+    nodes = torch.arange(LENGTH)
+    return (nodes[:, None] - nodes).abs().clamp_max(8).to(torch.int8)
+
+
+def _windows() -> tuple[torch.Tensor, torch.Tensor]:
+    """Windows that grow with the position."""
+    position = torch.arange(LENGTH, dtype=torch.int32)
+    return position - position // 4, position + 1
+
+
 RECIPES = {
     "plain": Recipe("none", "no mod", lambda: None),
     "causal": Recipe("mask", "causal", lambda: mods.causal),
@@ -49,6 +67,12 @@ RECIPES = {
     "document": Recipe("mask", "document(ids, causal)", lambda: mods.document(_ids(), mods.causal)),
     "dilated_window": Recipe("mask", "dilated_window(256, 4)", lambda: mods.dilated_window(256, 4)),
     "global_sliding": Recipe("mask", "global_sliding(256, 1)", lambda: mods.global_sliding(256, 1)),
+    "neighborhood": Recipe("mask", "neighborhood((64, 64), 7)", lambda: mods.neighborhood((64, 64), 7)),
+    "tree": Recipe("mask", "tree(parents)", lambda: mods.tree(_parents())),
+    "block_causal": Recipe("mask", "block_causal(32)", lambda: mods.block_causal(32)),
+    "block_diffusion": Recipe("mask", "block_diffusion(2048, 32)", lambda: mods.block_diffusion(LENGTH // 2, 32)),
+    "jagged_window": Recipe("mask", "jagged_window(starts, ends)", lambda: mods.jagged_window(*_windows())),
+    "graph_neighbors": Recipe("mask", "graph_neighbors(distances, 2)", lambda: mods.graph_neighbors(_hops(), 2)),
     "alibi": Recipe("score", f"alibi(alibi_slopes({HEADS}))", lambda: mods.alibi(mods.alibi_slopes(HEADS))),
     "softcap": Recipe("score", "softcap(50.0)", lambda: mods.softcap(50.0)),
     "relative_bias": Recipe("score", "relative_bias(table)", lambda: mods.relative_bias(_table())),
@@ -62,6 +86,10 @@ RECIPES = {
     "invariant_points": Recipe(
         "score", "invariant_points(points, points, weights)", lambda: mods.invariant_points(_points(), _points(), torch.ones(HEADS))
     ),
+    "graph_bias": Recipe("score", "graph_bias(distances, weight)", lambda: mods.graph_bias(_hops(), torch.zeros(9, HEADS))),
+    "disentangled": Recipe("score", "disentangled(c2p, p2c)", lambda: mods.disentangled(*torch.zeros(2, 1, HEADS, LENGTH, 16))),
+    "forget_gate": Recipe("score", "forget_gate(log_gates)", lambda: mods.forget_gate(torch.zeros(1, HEADS, LENGTH))),
+    "yarn_temperature": Recipe("score", "yarn_temperature(32.0)", lambda: mods.yarn_temperature(32.0)),
 }
 
 

@@ -14,6 +14,7 @@ import torch
 
 import flexpress
 from flexpress import (
+    AuxRequest,
     cached_attention,
     create_block_mask,
     create_mask,
@@ -34,6 +35,9 @@ def main(*names: str) -> None:
         torch.cuda.synchronize()
     kinds = {path.stem.split("_")[0] + "_" + path.stem.split("_")[1] for path in flexpress.printed_kernels()}
     print(f"{len(flexpress.printed_kernels())} kernels of {len(kinds)} kinds ran")
+
+
+EVERYTHING = AuxRequest(entropy=True, top_index=True, column_sums=True)
 
 
 def portable() -> None:
@@ -66,6 +70,7 @@ def portable() -> None:
                 for block_mask in (None, mask):
                     out, lse = flex_attention(q, k, v, block_mask=block_mask, enable_gqa=True, return_lse=True, kernel_options=options)
                     torch.autograd.grad((out, lse), (q, k, v), (torch.randn_like(out), torch.randn_like(lse)))
+                    flex_attention(q, k, v, block_mask=block_mask, enable_gqa=True, return_aux=EVERYTHING)
         for deterministic in (False, True):
             for make, tensor in learned.values():
                 tensor.requires_grad_()

@@ -1118,7 +1118,52 @@ ELSEWHERE = [
     ),
 ]
 
-MUTANTS = [*CAPTURES, *INTERVALS, *CACHE, *PAGES, *CHECKS, *DROPOUT, *SINKS, *LAUNCHES, *INTEGRATIONS, *ELSEWHERE, *EXPORTS]
+PROBABILITIES = [
+    Mutant(
+        "templates/row_statistics.py.jinja",
+        "tl.where(kept > 0.0, kept * (m_i - m_new), 0.0)",
+        "0.0",
+        named("probabilities", "gradients and not gpu"),
+        "entropy forgets that the largest score was another one",
+    ),
+    Mutant(
+        "templates/row_statistics.py.jinja",
+        "tl.where(highest == m_i, tl.minimum(top_i, at), top_i)",
+        "top_i",
+        named("probabilities", "first_key"),
+        "of equal scores the one that is walked first is the top",
+    ),
+    Mutant(
+        "templates/column_sums.py.jinja",
+        'tl.where((top > float("-inf"))[None, :], p, 0.0)',
+        "p",
+        named("probabilities", "known_distributions and not gpu"),
+        "an empty row makes NaN of the columns' sums",
+    ),
+    Mutant(
+        "flexpress/merge.py",
+        "torch.where(share > 0, out.to(precision), 0.0)",
+        "out.to(precision)",
+        named("merge", "empty_part"),
+        "what an empty part leaves unwritten is read",
+    ),
+    Mutant(
+        "mods/tree.py",
+        "torch.where(jump == T, 0, size)",
+        "torch.where(jump == T, 0, torch.ones_like(size))",
+        named("structured_recipes", "test_tree"),
+        "a node's descendants are counted too few",
+    ),
+    Mutant(
+        "mods/neighborhood.py",
+        ".minimum(count - window)",
+        "",
+        named("structured_recipes", "test_neighborhood"),
+        "windows with gaps are cut off at the end",
+    ),
+]
+
+MUTANTS = [*CAPTURES, *INTERVALS, *CACHE, *PAGES, *CHECKS, *DROPOUT, *SINKS, *LAUNCHES, *INTEGRATIONS, *ELSEWHERE, *EXPORTS, *PROBABILITIES]
 
 
 def copied(place: Path) -> Path:

@@ -16,6 +16,7 @@ from flexpress.codegen.run.preview import (
     hopper_backward_compilations,
     hopper_compilation,
     preview,
+    statistics_compilations,
     update_cache_compilation,
 )
 from flexpress.codegen.run.preview_masks import (
@@ -148,6 +149,8 @@ OTHERS = {  # branches of the templates that the prints in generated/ do not hav
     "starts": lambda: block_starts_compilation("sm_90", sequences=True),
     "dense mask": lambda: dense_mask_compilation("sm_90", make("document")[1]),
     "evaluate": lambda: evaluate_compilation("sm_90", make("softcap")[0]),
+    "row statistics": lambda: statistics_compilations("sm_90", *make("alibi", "document"), head_dim=80)["rows"],
+    "column sums": lambda: statistics_compilations("sm_90", *make("relative_bias", "causal"), transposed=True)["columns"],
     "update cache": lambda: update_cache_compilation("sm_90", cache_dtype="float8_e4m3fn"),
 }
 

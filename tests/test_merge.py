@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -31,11 +33,66 @@ def test_parts_make_the_whole(sizes, seed, scale):
     parts = [attend(end - size, end) for size, end in zip(sizes, ends, strict=True)]
     found, whole = merge_attention(*zip(*parts, strict=True)), attend(0, ends[-1])
     for have, want in zip(found, whole, strict=True):
-        torch.testing.assert_close(have.double(), want, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(have, want, rtol=1e-10, atol=1e-10)
     d_out, d_lse = torch.randn(found[0].shape), torch.randn(found[1].shape)
     losses = [(out * d_out).sum() + (torch.where(torch.isneginf(lse), 0.0, lse) * d_lse).sum() for out, lse in (found, whole)]
-    for have, want in zip(*(torch.autograd.grad(loss.double(), (q, k, v)) for loss in losses), strict=True):
-        torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-4 * max(1.0, scale))
+    for have, want in zip(*(torch.autograd.grad(loss, (q, k, v)) for loss in losses), strict=True):
+        torch.testing.assert_close(have, want, rtol=1e-8, atol=1e-9 * max(1.0, scale))
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_derivatives_by_outs_and_lses(parts):
+    """Of both orders, by differences; also of parts that are far smaller than others, or empty."""
+    torch.manual_seed(0)
+    outs = [torch.randn(2, 3, 2, dtype=torch.float64).requires_grad_() for _ in range(parts)]
+    lses = [torch.randn(2, 3, dtype=torch.float64) * 5 for _ in range(parts)]
+    lses[0][0] = -torch.inf
+    finite = [lse.nan_to_num(neginf=0.0).requires_grad_() for lse in lses]
+
+    def merged(*tensors):
+        given = [torch.where(torch.isneginf(lse), -torch.inf, x) for lse, x in zip(lses, tensors[parts:], strict=True)]
+        out, lse = merge_attention(tensors[:parts], given)
+        return out, torch.where(torch.isneginf(lse), 0.0, lse)
+
+    assert torch.autograd.gradcheck(merged, (*outs, *finite))
+    assert torch.autograd.gradgradcheck(merged, (*outs, *finite))
+
+
+def test_an_empty_part_is_not_read():
+    torch.manual_seed(0)
+    out, lse = torch.randn(1, 2, 3, 4).requires_grad_(), torch.randn(1, 2, 3).requires_grad_()
+    poison, empty = torch.full_like(out, torch.nan).detach().requires_grad_(), torch.full_like(lse, -torch.inf).detach().requires_grad_()
+    found = merge_attention([poison, out], [empty, lse])
+    assert torch.equal(found[0], out) and torch.equal(found[1], lse)
+    d_out, d_empty, d_poison = torch.autograd.grad(found[0].sum() + found[1].sum(), (out, empty, poison))
+    assert torch.equal(d_out, torch.ones_like(out)) and not d_empty.any() and not d_poison.any()
+
+
+def test_precisions():
+    out, lse = torch.randn(2, 3, 4), torch.randn(2, 3)
+    for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)):
+        merged, found = merge_attention([out.to(dtype)] * 2, [lse] * 2)
+        assert merged.dtype == dtype and found.dtype == expected
+        torch.testing.assert_close(found, lse.to(expected) + math.log(2.0))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_under_torch_compile(device):
+    """In one graph with the calls that make the parts, gradients and all."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 64, 16, device=device).requires_grad_() for _ in range(3))
+
+    def attend(q, k, v):
+        parts = [flex_attention(q, k[:, :, part], v[:, :, part], return_lse=True) for part in (slice(0, 32), slice(32, 64))]
+        return merge_attention([out for out, _ in parts], [lse for _, lse in parts])
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    results = []
+    for function in (attend, compiled):
+        out, lse = function(q, k, v)
+        results.append((out, lse, *torch.autograd.grad(out.sin().sum() + lse.cos().sum(), (q, k, v))))
+    for have, want in zip(*results, strict=True):
+        torch.testing.assert_close(have, want)
 
 
 @pytest.mark.parametrize("device", DEVICES)

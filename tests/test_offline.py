@@ -33,6 +33,7 @@ from flexpress.codegen.run.preview import (
     decode_compilations,
     hopper_compilation,
     preview,
+    statistics_compilations,
     update_cache_compilation,
 )
 from flexpress.codegen.run.preview_masks import (
@@ -146,6 +147,13 @@ DECODE = {  # recipes, and what differs
     "relative_bias d80 bf16, located": ("relative_bias", dict(head_dim=80, located=True, lengths=True)),
 }
 
+STATISTICS = {  # each is two kernels
+    "plain d64 fp32": ("plain", dict(dtype="float32", head_dim=64)),
+    "alibi causal d128 bf16": ("alibi causal", {}),
+    "softcap document d80 fp16": ("softcap document", dict(dtype="float16", head_dim=80, separate_full=False)),
+    "causal d128 bf16, other options": ("causal", dict(transposed=True, options=Options(prescale_qk=True))),
+}
+
 # Default tiles that spill, and how many bytes at most, under any Triton that is tested. No other may.
 SPILLED = {
     ("sm_80", "plain d64 bf16"): 40,
@@ -181,6 +189,9 @@ def kernel_of(target: str, case: str) -> Compilation:
         return decode_compilations(target, *make(*recipes.split()), **details)[kernel]
     if case in OTHERS:
         return OTHERS[case](target)
+    if kernel in ("rows", "columns"):
+        recipes, details = STATISTICS[name]
+        return statistics_compilations(target, *make(*recipes.split()), **details)[kernel]
     recipes, details = FORWARD[case]
     return compilation(target, *make(*recipes.split()), **details)
 
@@ -192,6 +203,7 @@ CASES = [
     *(f"{case}: decode" for case in DECODE),
     "plain d128 bf16: combine",
     "softcap sliding_window d128 bf16, groups of 12: combine",
+    *(f"{case}: {kernel}" for case in STATISTICS for kernel in ("rows", "columns")),
 ]
 
 
@@ -218,6 +230,8 @@ EVERYWHERE = {
     "alibi causal d128 bf16, blocks elsewhere",
     "alibi causal d128 bf16, blocks elsewhere: dkv",
     "alibi causal d128 bf16, blocks elsewhere: dq",
+    "alibi causal d128 bf16: rows",
+    "alibi causal d128 bf16: columns",
 }
 ON_HOPPER = {"causal d128 fp16, full blocks past the end", "softcap causal d128 bf16: dq", "block_lists document, transposed"}
 

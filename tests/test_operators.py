@@ -163,6 +163,9 @@ CALLS = {
         *(t[0].transpose(0, 1) for t in (q, k, v)), torch.tensor([0, 3, 20], dtype=torch.int32, device=q.device), return_lse=True
     ),
     "flash": lambda q, k, v: flexpress.flash.flash_attn_func(q, k, v, causal=True),
+    "probabilities": lambda q, k, v: flex_attention(
+        q, k, v, return_aux=flexpress.AuxRequest(entropy=True, top_index=True, column_sums=True)
+    )[1][2:],
     "statistics": lambda q, k, v: flex_attention(q, k, v, return_aux=flexpress.AuxRequest(max_scores=True))[1].max_scores,
 }
 
@@ -253,6 +256,8 @@ def test_opcheck(device):
         new = torch.randn(3, 2, 1, 16, device=device)
         update_cache(new, new, cache, cache.clone(), kv_len)
         cached_attention(new, cache, cache, kv_len, mask_mod=mods.sliding_window(3))
+        aux = flexpress.AuxRequest(entropy=True, column_sums=True)
+        flex_attention(new, new, new, mods.alibi(torch.ones(2, device=device)), return_aux=aux)
     names = [function.__name__ for function, _ in seen.calls]
     assert names == [
         f"{name}.default"
@@ -264,6 +269,8 @@ def test_opcheck(device):
             "dense_mask",
             "update_cache",
             "cached_attention",
+            "flex_attention",
+            "probability_statistics",
         )
     ]
     for function, args in seen.calls:

@@ -30,15 +30,26 @@ MASKS = {
     "prefix_lm_of_a_batch": mods.prefix_lm(torch.tensor([3, 40])),
     "sliding_window": mods.sliding_window(window=16),
     "sliding_window_bidirectional": mods.sliding_window_bidirectional(right=4, left=9),
+    "block_causal": mods.block_causal(24),
+    "block_diffusion": mods.block_diffusion(length=100, block=24),
+    "graph_neighbors": mods.graph_neighbors((IDS[:, None] - IDS).abs(), 1),
+    "jagged_window": mods.jagged_window(torch.arange(S) - IDS, torch.arange(S) + 3),
+    "neighborhood": mods.neighborhood((S // 8, 8), (3, 5), causal=(True, False)),
+    "tree": mods.tree((torch.arange(S) - 1) // 2),
+    "tree_behind_texts": mods.tree((torch.arange(S) - 1) // 2, start=torch.tensor([3, 9])),
     "and_or": and_masks(mods.causal, or_masks(mods.sliding_window(9), mods.prefix_lm(5))),
 }
 SCORES = {
     "alibi": mods.alibi(mods.alibi_slopes(2)),
     "alibi_symmetric": mods.alibi_symmetric(slopes=mods.alibi_slopes(2)),
     "compose_scores": mods.compose_scores(mods.softcap(5.0), mods.alibi(mods.alibi_slopes(2))),
+    "disentangled": mods.disentangled(torch.randn(1, 2, 5, 6), p2c=torch.randn(1, 2, 7, 6)),
+    "forget_gate": mods.forget_gate(-torch.rand(1, 2, 7)),
+    "graph_bias": mods.graph_bias((IDS[:, None] - IDS).abs(), torch.randn(3, 2)),
     "relative_bias": mods.relative_bias(torch.randn(2, 2 * S - 1)),
     "softcap": mods.softcap(2.0),
     "t5_bias": mods.t5_bias(torch.randn(32, 2), bidirectional=False),
+    "yarn_temperature": mods.yarn_temperature(8.0, mscale=0.7),
 }
 
 

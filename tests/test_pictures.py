@@ -18,7 +18,7 @@ pictures = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(pictures)
 
 PAGE = (DOCS / "recipes.md").read_text(encoding="utf-8")
-HELPERS = {"alibi_slopes", "t5_bucket"}  # that make no mod
+HELPERS = {"alibi_slopes", "differential_lambda", "graph_distances", "t5_bucket"}  # that make no mod
 
 
 def cells(text: str, palette: list[str]) -> torch.Tensor:
@@ -67,8 +67,16 @@ def test_a_picture_is_what_the_recipe_says():
         colours, palette, _ = pictures.drawn(recipe)
         if recipe.kind == "mask":
             assert torch.equal(colours >= 2, pictures.made(recipe.code)(*where)), recipe.code
-        else:
+        elif recipe.kind == "score":
             scores = recipe.slope * (i[None, :] - i[:, None]).float()
             values = pictures.made(recipe.code)(scores, *where)
             exact = values / values.abs().max() * (len(palette) // 2) + len(palette) // 2
             assert (colours - exact).abs().max() < 0.51, recipe.code
+
+
+def test_the_picture_of_differential_attention_is_the_difference_of_two_softmaxes():
+    colours, palette, _ = pictures.drawn(pictures.RECIPES["differential"])
+    query, key = pictures.made("query"), pictures.made("key")
+    first, second = (query @ key.mT / query.shape[-1] ** 0.5).softmax(-1)[0]
+    values = first - 0.8 * second
+    assert (colours - (values / values.abs().max() + 1) * (len(palette) // 2)).abs().max() < 0.51

@@ -18,7 +18,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.nn.attention import flex_attention as torch_flex
 
 from flexpress import mods
@@ -26,15 +25,26 @@ from flexpress.mods import (
     alibi,
     alibi_slopes,
     alibi_symmetric,
+    block_causal,
+    block_diffusion,
     causal,
     causal_offset,
     compose_scores,
+    differential,
+    differential_lambda,
     dilated_window,
+    disentangled,
     document,
     document_from_offsets,
+    forget_gate,
     gaussian_distances,
     global_sliding,
+    graph_bias,
+    graph_distances,
+    graph_neighbors,
     invariant_points,
+    jagged_window,
+    neighborhood,
     prefix_lm,
     relative_bias,
     sliding_window,
@@ -42,57 +52,13 @@ from flexpress.mods import (
     softcap,
     t5_bias,
     t5_bucket,
+    tree,
     within_radius,
+    yarn_temperature,
 )
+from support.recipes import SIZES, assert_same_mask, assert_same_scores, dense_mask, dense_scores, values
 
-SIZES = [(13, 13), (7, 12), (12, 7)]  # (Q_LEN, KV_LEN)
 fast = settings(max_examples=25, deadline=None)
-
-
-def dense_mask(mask_mod, q_len, kv_len, batch=2, heads=3):
-    """What torch makes of a mask_mod: bool array (batch, heads, q_len, kv_len)."""
-    mask = torch_flex.create_mask(mask_mod, batch, heads, q_len, kv_len, device="cpu")
-    assert mask.dtype == torch.bool
-    return mask.expand(batch, heads, q_len, kv_len).numpy()
-
-
-def expected_mask(rule, q_len, kv_len, batch=2, heads=3):
-    """The same from ``rule(b, i, j) -> bool``, called with Python ints."""
-    cells = [[[bool(rule(b, i, j)) for j in range(kv_len)] for i in range(q_len)] for b in range(batch)]
-    mask = np.array(cells).reshape(batch, 1, q_len, kv_len)
-    return np.broadcast_to(mask, (batch, heads, q_len, kv_len))
-
-
-def dense_scores(score_mod, scores):
-    """What torch's vmap makes of a score_mod for scores (B, H, Q_LEN, KV_LEN), with int32 indices."""
-    mod = score_mod
-    for mapped in (4, 3, 2, 1):  # kv_idx innermost, b outermost
-        mod = torch.vmap(mod, in_dims=(0, *(0 if place == mapped else None for place in range(1, 5))))
-    with TransformGetItemToIndex():
-        return mod(scores, *(torch.arange(n, dtype=torch.int32) for n in scores.shape))
-
-
-def expected_scores(rule, scores):
-    """The same from ``rule(score, h, i, j) -> float``, called with Python numbers."""
-    array = scores.detach().double().numpy()
-    cells = [rule(float(score), h, i, j) for (b, h, i, j), score in np.ndenumerate(array)]
-    return np.array(cells).reshape(array.shape)
-
-
-def assert_same_mask(mask_mod, rule, sizes=SIZES):
-    for q_len, kv_len in sizes:
-        np.testing.assert_array_equal(dense_mask(mask_mod, q_len, kv_len), expected_mask(rule, q_len, kv_len))
-
-
-def assert_same_scores(score_mod, rule, shape=(2, 4, 9, 11)):
-    scores = torch.linspace(-5, 5, math.prod(shape)).reshape(shape)
-    out = dense_scores(score_mod, scores)
-    assert out.dtype == torch.float32 and out.shape == scores.shape
-    np.testing.assert_allclose(out.numpy(), expected_scores(rule, scores), rtol=1e-5, atol=1e-5)
-
-
-def values(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 # Masks
@@ -408,8 +374,12 @@ def test_invariant_points_do_not_see_how_the_whole_is_turned_and_moved():
 # In torch's own flex_attention
 
 IDS = torch.tensor([0, 0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2])
+PLACES = torch.arange(16)
+HOPS = (PLACES[:, None] - PLACES).abs().clamp_max(5)
 
 MASKS = {
+    "block_causal": block_causal(5),
+    "block_diffusion": block_diffusion(8, 3),
     "causal": causal,
     "causal_offset": causal_offset(2),
     "dilated_window": dilated_window(3, 2),
@@ -417,22 +387,30 @@ MASKS = {
     "document_and_inner": document(torch.stack([IDS, IDS.flip(0)]), causal),
     "document_from_offsets": document_from_offsets(torch.tensor([0, 5, 8]), 16),
     "global_sliding": global_sliding(3, 2),
+    "graph_neighbors": graph_neighbors(HOPS, 2),
+    "jagged_window": jagged_window(PLACES - PLACES // 2, PLACES + 2),
+    "neighborhood": neighborhood((4, 4), 3),
     "prefix_lm": prefix_lm(4),
     "prefix_lm of a tensor": prefix_lm(torch.tensor([3, 9])),
     "sliding_window": sliding_window(4),
     "sliding_window_bidirectional": sliding_window_bidirectional(2, 1),
     "within_radius": within_radius(values(16, 3), 1.5),
     "within_radius of a batch": within_radius(values(2, 16, 3), 1.5),
+    "tree": tree((PLACES - 1) // 2),
 }
 SCORES = {
     "alibi": alibi(alibi_slopes(4)),
     "alibi_symmetric": alibi_symmetric(alibi_slopes(4)),
     "compose_scores": compose_scores(softcap(1.0), alibi(alibi_slopes(4))),
+    "disentangled": disentangled(values(2, 4, 16, 6), values(2, 4, 16, 6, seed=1)),
+    "forget_gate": forget_gate(-values(2, 4, 16).abs()),
+    "graph_bias": graph_bias(HOPS, values(6, 4)),
     "relative_bias": relative_bias(values(4, 31)),
     "softcap": softcap(0.5),
     "t5_bias": t5_bias(values(32, 4)),
     "gaussian_distances": gaussian_distances(values(2, 16, 3), values(4).abs(), torch.ones(4), values(4, 4)),
     "invariant_points": invariant_points(values(2, 4, 16, 2, 3), values(2, 4, 16, 2, 3, seed=1), values(4).abs()),
+    "yarn_temperature": yarn_temperature(8.0),
 }
 
 
@@ -538,6 +516,46 @@ REFUSED = [
     (lambda: gaussian_distances(values(1, 9, 3), values(3), values(4), values(2, 3)), ValueError, "3 means, 4 widths and 3 weights a head"),
     (lambda: invariant_points(values(1, 2, 9, 3), 0, 0), ValueError, "query_points must have shape (B, Hq, S, P, 3), got (1, 2, 9, 3)"),
     (lambda: invariant_points(values(1, 2, 9, 4, 3), values(1, 2, 9, 3, 3), values(2)), ValueError, "queries have 4 points of 3 numbers"),
+    (lambda: neighborhood((), 1), ValueError, "grid must have 1 to 3 axes, got 0"),
+    (lambda: neighborhood((2, 2, 2, 2), 1), ValueError, "grid must have 1 to 3 axes, got 4"),
+    (lambda: neighborhood((4, 4.0), 1), TypeError, "grid must be an int, got 4.0"),
+    (lambda: neighborhood((4, 4), (3, 3, 3)), ValueError, "window must have an entry for each of 2 axes"),
+    (
+        lambda: neighborhood((4, 4), 5),
+        ValueError,
+        "window times dilation must fit into an axis of 4, got 5 * 1; pass a window of at most 4",
+    ),
+    (lambda: neighborhood(9, 3, 4), ValueError, "window times dilation must fit into an axis of 9, got 3 * 4; pass a window of at most 2"),
+    (lambda: neighborhood(9, 3, causal=1), TypeError, "causal must be a bool, got 1"),
+    (lambda: neighborhood(9, "3"), TypeError, "window must be an int, got '3'"),
+    (lambda: tree([-1, 0]), TypeError, "parents must be a tensor of shape (T,) or (B, T), got [-1, 0]"),
+    (lambda: tree(torch.tensor(-1)), ValueError, "parents must have shape (T,) or (B, T), got ()"),
+    (lambda: tree(IDS, -1), ValueError, "start must be at least 0, got -1"),
+    (lambda: tree(IDS, 1.0), TypeError, "start must be an int, got 1.0"),
+    (lambda: tree(IDS, torch.tensor(1)), ValueError, "start must have shape (B,), got ()"),
+    (lambda: block_causal(0), ValueError, "block must be at least 1, got 0"),
+    (lambda: block_diffusion(8, 2.0), TypeError, "block must be an int, got 2.0"),
+    (lambda: block_diffusion(0, 2), ValueError, "length must be at least 1, got 0"),
+    (lambda: jagged_window(PLACES.float(), PLACES), TypeError, "starts must have an integer dtype, got torch.float32"),
+    (lambda: jagged_window(PLACES, PLACES[1:]), ValueError, "ends must have the shape of starts, (16,), got (15,)"),
+    (lambda: graph_bias(HOPS.float(), values(6, 4)), TypeError, "distances must have an integer dtype, got torch.float32"),
+    (lambda: graph_bias(PLACES, values(6, 4)), ValueError, "distances must have shape (N, N) or (B, N, N), got (16,)"),
+    (lambda: graph_bias(HOPS, values(6)), ValueError, "weight must have shape (distances, Hq), got (6,)"),
+    (lambda: graph_neighbors(HOPS, -1), ValueError, "hops must be at least 0, got -1"),
+    (lambda: graph_distances(PLACES.view(8, 2), 16, 3), ValueError, "edges must have shape (2, E), got (8, 2)"),
+    (lambda: graph_distances(PLACES.view(2, 8), 16, 0), ValueError, "max_distance must be at least 1, got 0"),
+    (lambda: disentangled(values(1, 1, 4, 6), values(1, 1, 4, 4)), ValueError, "must have 2 * span columns each, got 6 and 4"),
+    (lambda: disentangled(values(1, 1, 4, 5), values(1, 1, 4, 5)), ValueError, "must have 2 * span columns each, got 5 and 5"),
+    (lambda: disentangled(values(4, 6), values(4, 6)), ValueError, "c2p must have shape (B, Hq, Q_LEN, 2 * span), got (4, 6)"),
+    (lambda: forget_gate(HOPS[None]), TypeError, "log_gates must have a floating-point dtype, got torch.int64"),
+    (lambda: forget_gate(values(4, 16)), ValueError, "log_gates must have shape (B, Hq, S), got (4, 16)"),
+    (lambda: yarn_temperature(0), ValueError, "factor must be finite and above 0, got 0.0"),
+    (lambda: yarn_temperature(2.0, "1"), TypeError, "mscale must be a number, got '1'"),
+    (lambda: differential(3, *values(3, 1, 2, 4, 4), 0.5), TypeError, "attention must be a function, got 3"),
+    (lambda: differential(len, *values(3, 1, 3, 4, 4), 0.5), ValueError, "query must have an even number of heads, got 3"),
+    (lambda: differential(len, *values(3, 2, 4, 4), 0.5), ValueError, "query must have shape (B, 2 * Hq, Q_LEN, D), got (2, 4, 4)"),
+    (lambda: differential_lambda(*values(4, 8), layer=-1), ValueError, "layer must be at least 0, got -1"),
+    (lambda: differential_lambda(*values(4, 2, 8), layer=1), ValueError, "lq1 must have shape (D,), got (2, 8)"),
     (lambda: compose_scores(), ValueError, "score_mods must hold a function, got none"),
     (lambda: compose_scores(softcap(1.0), 3), TypeError, "score_mods[1] must be a function, got 3"),
     (lambda: compose_scores([softcap(1.0)]), TypeError, "score_mods[0] must be a function, got ["),

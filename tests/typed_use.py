@@ -59,6 +59,7 @@ def attention(flag: bool, theirs: torchs.BlockMask) -> None:
     out, aux = flex_attention(q, k, v, return_aux=AuxRequest(lse=True))
     assert_type(aux, AuxOutput)
     assert_type(aux.lse, Tensor | None)
+    assert_type(flex_attention(q, k, v, return_aux=AuxRequest(entropy=True, column_sums=True))[1].column_sums, Tensor | None)
     assert_type(flex_attention(q, k, v, return_aux=torchs.AuxRequest(max_scores=True))[1].max_scores, Tensor | None)
     assert_type(flex_attention(q, k, v, None, None, None, False, flag), Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput])
     assert_type(flexpress.explain(q, k, v, bias, mask_mod=near), str)
@@ -114,6 +115,14 @@ def recipes(slopes: Tensor, ids: Tensor) -> None:
     assert_type(mods.dilated_window(4, 2), MaskMod)
     assert_type(mods.sliding_window_bidirectional(4, 2), MaskMod)
     assert_type(mods.t5_bucket(ids, bidirectional=False), Tensor)
+    assert_type(mods.neighborhood((8, 8), 3, causal=(True, False)), MaskMod)
+    assert_type(flexpress.and_masks(mods.tree(ids, 3), mods.block_causal(8), mods.block_diffusion(32, 8)), MaskMod)
+    assert_type(mods.jagged_window(ids, ids), MaskMod)
+    assert_type(mods.graph_neighbors(mods.graph_distances(ids, 8, 4), 2), MaskMod)
+    assert_type(mods.compose_scores(mods.graph_bias(ids, slopes), mods.disentangled(slopes, slopes)), ScoreMod)
+    assert_type(mods.compose_scores(mods.forget_gate(slopes), mods.yarn_temperature(8)), ScoreMod)
+    lam = mods.differential_lambda(slopes, slopes, slopes, slopes, layer=2)
+    assert_type(mods.differential(flex_attention, slopes, slopes, slopes, lam, mask_mod=mods.causal), Tensor)
 
     mods.sliding_window(0.5)  # type: ignore[arg-type]
     mods.softcap(slopes)  # type: ignore[arg-type]

@@ -78,7 +78,7 @@ class Imagined:
     def forward(self, target: str) -> forward_kernels.Call:
         """The forward pass as its kernels see it."""
         outputs = {"output_max": self.output_max, "output_rows": self.output_rows, "extras": self.extras}
-        return forward.case_of(self._tensors()[:3], self._scale, self.keys, self._blocks, self._options, *machine_of(target), **outputs)
+        return forward.case_of(self.tensors()[:3], self._scale, self.keys, self._blocks, self._options, *machine_of(target), **outputs)
 
     def backward(self, target: str, **changes) -> backward_kernels.Call:
         """The backward pass; `changes` of its BackwardCase."""
@@ -86,7 +86,7 @@ class Imagined:
         if self.captured and score:
             captured = frozenset(i for i, t in enumerate(score[1][: len(score[0].tensors)]) if t.is_floating_point())
         details = backward.Details(self._options, self.deterministic, self.lse_gradient, captured, extras=self.extras)
-        call = backward.case_of(self._tensors(), self._scale, self.keys, self._blocks, details, *machine_of(target))
+        call = backward.case_of(self.tensors(), self._scale, self.keys, self._blocks, details, *machine_of(target))
         return call._replace(case=call.case._replace(**{"whole": self.whole and not self.starts, **changes}))
 
     @property
@@ -101,7 +101,7 @@ class Imagined:
     def _options(self) -> Options:
         return self.options if self.use_tma is None else self.options._replace(use_tma=self.use_tma)
 
-    def _tensors(self) -> list[torch.Tensor]:
+    def tensors(self) -> list[torch.Tensor]:
         """q, k, v and dO."""
         B, H, Q_LEN, KV_LEN = EXTENTS
         d_v, found = self.head_dim if self.head_dim_v is None else self.head_dim_v, []

@@ -18,9 +18,10 @@ from ..device import offline
 from ..plan.backward import Step, delta_rows
 from ..plan.decode import BLOCK_S, DecodeCase, DecodePlan, plan_decode, rows_of
 from ..plan.forward import Cache, Plan
+from ..plan.statistics import plan_columns, plan_rows
 from ..plan.update_cache import BLOCK_T, UpdateCase, update_spec
 from ..text.spec import KernelSpec
-from . import backward_kernels, forward_kernels
+from . import backward_kernels, forward_kernels, statistics
 from .imagined import Imagined, backend_for, machine_of
 
 
@@ -102,6 +103,16 @@ def decode_compilations(
     plan = plan_decode(case, *machine_of(target), imagined.score, imagined.mask, rows)
     combine = {"combine": Compilation(target, plan.combine, {"BLOCK_S": BLOCK_S})} if plan.combine else {}
     return {"decode": _tiled(target, plan), **combine}
+
+
+def statistics_compilations(target: str, *call, **details) -> dict[str, Compilation]:
+    """The kernels that look at the probabilities by name, "rows" and "columns"; other arguments are those of Imagined."""
+    imagined = Imagined(*call, **details)
+    known = imagined.forward(target)
+    tensors = imagined.tensors()[:2]
+    case, _ = statistics.case_of(tensors, known.case.blocks, known.case.options, statistics.Wanted(True, True, True))
+    plans = {"rows": plan_rows, "columns": plan_columns}
+    return {name: _tiled(target, plan(case, *machine_of(target), known.score, known.mask)) for name, plan in plans.items()}
 
 
 def update_cache_compilation(target: str, dtype: str = "bfloat16", cache_dtype: str | None = None, **details) -> Compilation:

@@ -1,0 +1,129 @@
+"""The driver of the kernels that look at the probabilities: entropy and top index of each row, sums of columns."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..device.devices import architecture_of, backend_of
+from ..device.memory import contiguous
+from ..plan.forward import Blocks, Options, Plan, are_exact, geometry_of, scales
+from ..plan.statistics import StatisticsCase, plan_columns, plan_rows
+from ..registry import INFO, Table
+from ..text.mod_text import mod_values
+from .block_lists import BlockLists
+from .call import Bound, keys_of
+from .launch import Launch, launch_fitting
+from .layouts import strides_like
+from .profiled import in_range, is_profiled, names_of
+
+
+class Wanted(NamedTuple):
+    """Which statistics of the probabilities are wanted."""
+
+    entropy: bool = False
+    top_index: bool = False
+    column_sums: bool = False
+
+
+class Statistics(NamedTuple):
+    """entropy float32 and top_index int64 (Z, Hq, Q_LEN), column_sums float32 (Z, Hq, KV_LEN); None for what is not wanted."""
+
+    entropy: torch.Tensor | None = None
+    top_index: torch.Tensor | None = None
+    column_sums: torch.Tensor | None = None
+
+
+class _Pass(NamedTuple):
+    """One kernel in calls of a kind: all is decided but addresses and what mods capture."""
+
+    plan: Plan
+    launch: Launch
+
+
+_passes: dict[tuple, _Pass] = Table("passes over probabilities", 256)
+
+
+def statistics(bound: Bound, wanted: Wanted) -> Statistics:
+    """What is wanted of a call's probabilities: by one pass over K, and for column sums one more over Q."""
+    (Z, Hq, Q_LEN, KV_LEN), device = bound.inputs.extents, bound.q.device
+    found = Statistics(
+        contiguous((Z, Hq, Q_LEN), torch.float32, device) if wanted.entropy else None,
+        contiguous((Z, Hq, Q_LEN), torch.int64, device) if wanted.top_index else None,
+        contiguous((Z, Hq, KV_LEN), torch.float32, device) if wanted.column_sums else None,
+    )
+    if 0 in (Z, Hq, Q_LEN, KV_LEN, bound.q.shape[3]):
+        return Statistics(*(t if t is None else t.fill_(of_nothing) for t, of_nothing in zip(found, (0.0, -1, 0.0), strict=True)))
+    rows = contiguous((Z, Hq, Q_LEN, 2), torch.float32, device) if wanted.column_sums else None
+    named = {
+        "K": bound.k,
+        "Q": bound.q,
+        "ENTROPIES": found.entropy,
+        "TOP_INDICES": found.top_index,
+        "ROWS": rows,
+        "SUMS": found.column_sums,
+    }
+    run = _run if not is_profiled() else in_range(_run, "statistics", names_of(bound.score, bound.mask))
+    run(bound, wanted, {name: t for name, t in named.items() if t is not None})
+    return found
+
+
+def _run(bound: Bound, wanted: Wanted, tensors: dict[str, torch.Tensor]) -> None:
+    """Fill the outputs among `tensors`, which have the names of parameters."""
+    Z, Hq, Q_LEN, KV_LEN = bound.inputs.extents
+    walks = [("kv", bound.lists)]
+    if wanted.column_sums:
+        walks.append(("q", bound.transposed(bound.mask) if bound.transposed else None))
+    for axis, lists in walks:
+        found = _pass_over(axis, bound, wanted, lists)
+        given = {**tensors, **(lists.tensors(axis) if lists else {})}
+        captured = mod_values(found.plan, bound.score and bound.score[1], bound.mask and bound.mask[1])
+
+        def launch(tile, axis=axis, found=found, given=given, captured=captured):
+            tiles = -(-Q_LEN // tile.BLOCK_M) if axis == "kv" else -(-KV_LEN // tile.BLOCK_N)
+            found.launch.with_tile(tile, given, captured, (tiles * Z * Hq,), bound.q.device)
+
+        launch_fitting(found.plan, launch)
+
+
+def _pass_over(axis: str, bound: Bound, wanted: Wanted, lists: BlockLists | None) -> _Pass:
+    """The kernel that walks keys ("kv") or queries ("q"), and `lists` of them."""
+    q, k, inputs = bound.q, bound.k, bound.inputs
+    keys = keys_of(bound.score, bound.mask, inputs.extents, bound.lists)
+    key = (axis, inputs, bound.scale, keys, lists and lists.structure, bound.options, wanted)
+    found = _passes.get(key)
+    if found is not None:
+        INFO.hits += 1
+        return found
+    case, sizes = case_of((q, k), bound.lists and bound.lists.blocks, bound.options, wanted)
+    plan = (plan_rows if axis == "kv" else plan_columns)(case, backend_of(q.device.type), architecture_of(q.device), *keys)
+    launch = Launch(plan.spec, {**sizes, **scales(bound.scale, True), **(lists.numbers(axis) if lists else {})})
+    found = _passes[key] = _Pass(plan, launch)
+    return found
+
+
+def case_of(
+    tensors: tuple[torch.Tensor, torch.Tensor], blocks: Blocks | None, options: Options, wanted: Wanted
+) -> tuple[StatisticsCase, dict[str, int]]:
+    """What the kernels' text depends on beside mods; and sizes and strides by the names of parameters.
+
+    tensors   q and k, of which shapes, strides and dtype count
+    """
+    q, k = tensors
+    shapes, strides = (q.shape, k.shape, k.shape), (q.stride(), k.stride(), k.stride())
+    geometry = geometry_of(q.element_size(), shapes, strides, strides_like(q, q.shape[3]))
+    kept = Options(prescale_qk=options.prescale_qk, float32_precision=options.float32_precision)
+    case = StatisticsCase(
+        q.dtype,
+        q.shape[3],
+        geometry.units[:2],
+        geometry.aligned,
+        blocks,
+        kept,
+        are_exact(q.shape[2], k.shape[2], blocks),
+        wanted.entropy,
+        wanted.top_index,
+        wanted.column_sums,
+    )
+    return case, geometry.numbers
