@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import torch
 
+from flexpress.derivatives import gradients_of
+from flexpress.problem import Problem, dense
+
 from .codegen.compiling import runs_uncompiled
-from .codegen.mod.tensors import check_values, readable
+from .codegen.mod.tensors import check_values, is_transformed
 from .codegen.run.backward import backward, begin
 from .codegen.run.call import Bound, Rows
 from .codegen.run.captured import apart
 from .codegen.run.forward import forward
 
 ONCE = (
-    "flex_attention is differentiable once: its gradients have no derivative. Use dense attention for a second derivative, or "
-    "detach the first"
+    "flex_attention is differentiable once where torch records it as an operator (torch.compile, dispatch modes) and with context=: these "
+    "gradients have no derivative. Call it outside, or detach the gradient"
 )
 
 
@@ -54,14 +57,18 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, d_out, d_lse, _):
         if d_out is None and d_lse is None:
             return (None,) * len(ctx.needs_input_grad)
-        check_values("the backward pass of flex_attention")
-        d_out, d_lse = (g if g is None else _dense("gradient of flex_attention's output", g) for g in (d_out, d_lse))
+        transformed = is_transformed()
+        if not transformed:
+            check_values("the backward pass of flex_attention")
         q, k, v, out, values, *others = ctx.saved_tensors
         captured, mask_tensors = others[: ctx.count], others[ctx.count :]
         score, mask = ctx.bound.score, ctx.bound.mask
         bound = ctx.bound._replace(
             q=q, k=k, v=v, score=score and (score[0], [*captured, *score[1]]), mask=mask and (mask[0], [*mask_tensors, *mask[1]])
         )
+        if transformed or torch.is_grad_enabled():
+            return None, None, None, *_differentiable(ctx, bound, (d_out, d_lse, out, values), mask_tensors)
+        d_out, d_lse = (g if g is None else dense("gradient of flex_attention's output", g) for g in (d_out, d_lse))
         d_out = torch.zeros_like(out) if d_out is None else d_out
         with torch.no_grad():
             rows = Rows(values, ctx.raw, ctx.provisional)
@@ -73,17 +80,25 @@ class _Attention(torch.autograd.Function):
             *(g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad[3:6], strict=True)),
             *(of_captured.get(i) for i in range(ctx.count)),
         ]
-        return None, None, None, *once(found, (q, k, v, *captured))
+        return None, None, None, *found
+
+
+def _differentiable(ctx, bound: Bound, given: tuple, mask_tensors: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    """The gradients as functions of what they depend on, for create_graph=True and for transforms of torch.func."""
+    numbers = [mod and (mod[0], mod[1][len(mod[0].tensors) :]) for mod in (bound.score, bound.mask)]
+    d_out, d_lse, out, values = given
+    if ctx.raw:
+        values = values * values.new_tensor([bound.scale, 1.0])
+    transposed = bound.transposed and (lambda _: bound.transposed(bound.mask))
+    problem = Problem(bound.scale, bound.options, *numbers, bound.lists, transposed=transposed, deterministic=ctx.deterministic)
+    x = bound.q, bound.k, bound.v, *bound.captured, *mask_tensors
+    needed = [*ctx.needs_input_grad[3:], *(False for _ in mask_tensors)]
+    return gradients_of(problem, (out, values, *x), d_out, d_lse, needed)[: 3 + ctx.count]
 
 
 def _wanted(ctx) -> frozenset[int]:
     """Which captured tensors want a gradient."""
     return frozenset(i for i, needed in enumerate(ctx.needs_input_grad[6:]) if needed)
-
-
-def _dense(name: str, gradient: torch.Tensor) -> torch.Tensor:
-    """A gradient that autograd hands over, as ordinary memory."""
-    return readable(name, gradient if gradient.layout is torch.strided else gradient.to_dense())
 
 
 def once(gradients: list[torch.Tensor | None], inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor | None]:

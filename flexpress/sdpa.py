@@ -13,7 +13,7 @@ from flexpress.checks import check_tensor, refuse_dropout
 from flexpress.flash import added
 from flexpress.in_graph import compilable
 
-from .codegen.mod.tensors import check_surroundings
+from .codegen.mod.tensors import followed
 
 
 @compilable
@@ -45,7 +45,7 @@ def scaled_dot_product_attention(
 
     Raises ValueError, TypeError or NotImplementedError for arguments; the shapes that are shown are those of 4-D views.
     """
-    check_surroundings("scaled_dot_product_attention")
+    followed("scaled_dot_product_attention")
     refuse_dropout(dropout_p)
     if attn_mask is not None and is_causal:
         raise ValueError("attn_mask and is_causal exclude each other: put the causal mask into attn_mask")

@@ -13,7 +13,7 @@ from flexpress.packed_checks import check_packed
 from flexpress.packing import packing_of
 from flexpress.recorded import Recorded
 
-from .codegen.mod.tensors import ORDINARY, check_surroundings, is_distributed, read_captured
+from .codegen.mod.tensors import ORDINARY, followed, is_distributed, is_transformed, read_captured, untransformed
 from .codegen.run.call import Bound
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def varlen_attention(
 
     Source of the layout: flash_attn_varlen_func of FlashAttention (Dao 2023, arXiv 2307.08691).
     """
-    check_surroundings("varlen_attention")
+    followed("varlen_attention")
     arguments = q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, deterministic
     if context is not None:
         from flexpress.context_varlen import attend_varlen_in_context
@@ -188,7 +188,12 @@ def packed_call(
 ) -> Bound | Recorded:
     """The call of flex_attention that attends within packed sequences: of one batch entry, heads before tokens."""
     check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
-    packing = packing_of(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0])
+    lengths = cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0]
+    if is_transformed():
+        with untransformed():
+            packing = packing_of(*lengths)
+    else:
+        packing = packing_of(*lengths)
     q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
     score_mod = None if score_mod is None else packing.score_mod(score_mod)
     mask_mod, packed = packing.mask_mod(mask_mod), (packing.starts_q, packing.starts_k)

@@ -616,7 +616,7 @@ CHECKS = [
     ),
     Mutant(
         "flexpress/scales.py",
-        'if scale.device.type == "cpu" and not (scale.requires_grad and torch.is_grad_enabled()) and not tracing():',
+        'if scale.device.type == "cpu" and not (scale.requires_grad and torch.is_grad_enabled()) and not (tracing() or moving):',
         'if scale.device.type == "cpu":',
         named("scales", "learned_scale_gets"),
         "the gradient of scale is lost",

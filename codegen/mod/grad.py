@@ -45,7 +45,7 @@ def differentiate(graph: ModGraph, wanted: frozenset[int]) -> GradGraph:
                 continue
             run.line = node.source
             g, operands = Sym(gradients[id(node)]), [Sym(a) for a in node.args]
-            for operand, rule in zip(node.args, _rules(node), strict=True):
+            for operand, rule in zip(node.args, rules_of(node), strict=True):
                 if rule is None or id(operand) not in varies:
                     continue
                 more = rule(g, *operands, Sym(node))
@@ -58,7 +58,7 @@ def differentiate(graph: ModGraph, wanted: frozenset[int]) -> GradGraph:
     return GradGraph(found.get(id(score)), loads)
 
 
-def _rules(node: Expr) -> tuple:
+def rules_of(node: Expr) -> tuple:
     """How the gradient of a node passes to each of its operands."""
     if node.op == "cast":
         return (lambda g, *_: g,)
@@ -74,7 +74,7 @@ def _differentiable(nodes: list[Expr], wanted: frozenset[int]) -> set[int]:
         if node.op in ("symbol", "load"):
             varies = node.attr in wanted if node.op == "load" else node.attr == "score"
         else:
-            varies = any(rule and id(a) in found for a, rule in zip(node.args, _rules(node), strict=True))
+            varies = any(rule and id(a) in found for a, rule in zip(node.args, rules_of(node), strict=True))
         if varies:
             found.add(id(node))
     return found

@@ -8,8 +8,12 @@ POSITIONS = frozenset({"q_idx", "kv_idx"})
 
 
 def loads_of(graph: ModGraph) -> list[Expr]:
-    """The loads of a graph, in order."""
-    return [n for n in walk(graph.result) if n.op == "load"]
+    """The loads of a graph, in order; each once."""
+    loads = [n for n in walk(graph.result) if n.op == "load"]
+    if graph.beside:
+        beside = (n for root in graph.beside for n in walk(root) if n.op == "load")
+        loads = list({id(n): n for n in (*loads, *beside)}.values())
+    return loads
 
 
 def gathers(graph: ModGraph) -> bool:

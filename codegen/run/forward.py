@@ -61,7 +61,7 @@ def forward(
         INFO.hits += 1
     else:
         if 0 in (*inputs.extents, v.shape[3]):
-            return _nothing(q, v, output_max, output_rows)
+            return nothing(q, v, output_max, output_rows)
         for name, tensor in (("query", q), ("key", k), ("value", v)):
             if tensor.data_ptr() < LOWEST:  # of a kind that looks as others do
                 check_kind(name, tensor)
@@ -133,7 +133,7 @@ def prepare(bound: Bound, *, output_max: bool = False, output_rows: bool = False
             _refuse(ready, why)
 
 
-def _nothing(q: torch.Tensor, v: torch.Tensor, output_max: bool, output_rows: bool):
+def nothing(q: torch.Tensor, v: torch.Tensor, output_max: bool, output_rows: bool):
     """What `forward` returns where there are no queries, no keys, or no columns."""
     out, lse = output_like(q, v.shape[3]).zero_(), torch.full(q.shape[:3], float("-inf"), dtype=torch.float32, device=q.device)
     rows = torch.empty((*lse.shape, 2), dtype=torch.float32, device=q.device)

@@ -24,6 +24,7 @@ class Differential:
     score: Expr | None
     captured: tuple[tuple[str, Expr, Expr], ...] = ()  # (role, load, gradient)
     ordinary: bool = True  # captured numbers are, see mod/nan.py
+    tangent: Expr | None = None  # of d loss / d score
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,7 @@ class GradientText:
     score: Code
     captured: tuple[CapturedGradient, ...]
     names: frozenset[str]
+    tangent: Code | None = None  # of d loss / d score, if there is one
 
 
 def gradient_text(
@@ -91,9 +93,11 @@ def gradient_text(
     def guarded(value: Code, gradient: Expr) -> Code:
         return language.where(nothing_flows, zero, value) if may_be_nan(gradient, ordinary) else value
 
-    score = language.zeros_like(language.symbol(grad))
+    score, tangent = language.zeros_like(language.symbol(grad)), None
     if differential.score is not None:
         score = guarded(texts.pop(0), differential.score)
+    if differential.tangent is not None:
+        tangent = guarded(texts.pop(0), differential.tangent)
     captured = []
     for (role, load, gradient), (offset, checks) in zip(differential.captured, snippet.places, strict=True):
         text = texts.pop(0)
@@ -107,6 +111,11 @@ def gradient_text(
         elif role in ("store", "atomic"):
             found = replace(found, offset=language.beside("+", offset), checks=checks and language.beside("&", checks))
         captured.append(found)
-    codes = (*(s.value for s in snippet.gradient_statements), score, *(code for c in captured for code in (c.text, c.offset, c.checks)))
+    codes = (
+        *(s.value for s in snippet.gradient_statements),
+        score,
+        tangent,
+        *(code for c in captured for code in (c.text, c.offset, c.checks)),
+    )
     names = frozenset(use.name for use in uses_of(codes))
-    return GradientText(language.lines(snippet.gradient_statements), score, tuple(captured), names)
+    return GradientText(language.lines(snippet.gradient_statements), score, tuple(captured), names, tangent)
