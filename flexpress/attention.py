@@ -196,8 +196,8 @@ def flex_attention(
     float32 (B, Hq, Q_LEN). A row with nothing to attend to gives output 0 and lse -inf.
 
     Raises ValueError, TypeError or NotImplementedError for arguments, ModError for a mod that cannot be traced.
-    Differentiable once, with respect to query, key, value and every floating-point tensor that score_mod captures, through the output
-    and lse; not through max_scores.
+    Differentiable twice, in reverse and in forward mode, with respect to query, key, value and every floating-point tensor that score_mod
+    captures, through the output and lse; not through max_scores. torch.func follows (docs/derivatives.md).
     Meaning: torch.nn.attention.flex_attention (arXiv 2412.05496). Method: FlashAttention-2 (arXiv 2307.08691) with block lists.
     """
     want_max = return_aux is not None and _checked_request(return_aux, return_lse).max_scores

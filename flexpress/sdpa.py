@@ -40,7 +40,7 @@ def scaled_dot_product_attention(
     scale        a number or a tensor of one, 1 / sqrt(D) by default
     enable_gqa   allows Hq to be a multiple of Hkv
 
-    Returns (..., Hq, Q_LEN, D_V) in query's dtype. A row with nothing to attend to gives 0. Differentiable once, with respect to query,
+    Returns (..., Hq, Q_LEN, D_V) in query's dtype. A row with nothing to attend to gives 0. Differentiable twice, with respect to query,
     key, value and an attn_mask that is added.
 
     Raises ValueError, TypeError or NotImplementedError for arguments; the shapes that are shown are those of 4-D views.

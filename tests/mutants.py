@@ -651,7 +651,7 @@ CHECKS = [
     ),
     Mutant(
         "codegen/mod/tensors.py",
-        "        if keys not in _ordinary_keys(tensor.device):",
+        "        if _transform() is None and keys not in _ordinary_keys(tensor.device):",
         "        if False:",
         named("kinds_of_tensors", "flex_attention and other_kinds"),
         "tensors without memory reach kernels",

@@ -138,7 +138,9 @@ def is_recorded(function: str, query, key, value) -> bool:
         return False
     check_surroundings(function)
     if any(map(is_moving, (query, key, value))):
-        raise NotImplementedError(f"{function} was given a dual tensor with a tangent, and has no forward-mode derivative; flex_attention has")
+        raise NotImplementedError(
+            f"{function} was given a dual tensor with a tangent, and has no forward-mode derivative; flex_attention has"
+        )
     return recording(query, key)
 
 

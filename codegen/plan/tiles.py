@@ -203,8 +203,8 @@ def tangent_tile(kernel: str, arch: str, d_qk: int, d_v: int, itemsize: int, q_b
     tile = Tile(64, 64, 1, 1) if arch == "cpu" else _TANGENT[kernel, next(w for w in (64, 128, 256) if w >= max(d_qk, d_v)), itemsize]
     if arch == "gfx942":
         tile = replace(tile, num_stages=1)
-    elif (arch, kernel, tile.num_warps) == ("sm_80", "tangent", 4):  # 64 keys spill there
-        tile = replace(tile, BLOCK_N=32)
+    elif arch in ("sm_80", "sm_86") and kernel == "tangent":  # 64 keys spill there
+        tile = replace(tile, BLOCK_N=min(tile.BLOCK_N, 32))
     if q_block:
         tile = replace(tile, BLOCK_M=_divisor(tile.BLOCK_M, q_block), BLOCK_N=_divisor(tile.BLOCK_N, kv_block))
     return tile
