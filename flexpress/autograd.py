@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import torch
 
+from flexpress.derivatives import gradients_of
+from flexpress.problem import Problem, dense
+
 from .codegen.compiling import runs_uncompiled
-from .codegen.mod.tensors import check_values, readable
+from .codegen.mod.tensors import check_values, is_transformed
 from .codegen.run.backward import backward, begin
 from .codegen.run.call import Bound, ExtraInputs, Rows
 from .codegen.run.captured import apart
 from .codegen.run.forward import forward
 
 ONCE = (
-    "flex_attention is differentiable once: its gradients have no derivative. Use dense attention for a second derivative, or "
-    "detach the first"
+    "flex_attention is differentiable once where torch records it as an operator (torch.compile, dispatch modes), with context=, and with "
+    "sinks or dropout: these gradients have no derivative. Call it outside or without them, or detach the gradient"
 )
+NOT_WITH_EXTRAS = "sinks and dropout_p are not there inside transforms of torch.func, or in forward mode: leave them out there"
 
 
 def differentiable(bound: Bound, captured: list[torch.Tensor], output_max: bool, deterministic: bool) -> tuple:
@@ -58,16 +62,22 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, d_out, d_lse, _):
         if d_out is None and d_lse is None:
             return (None,) * len(ctx.needs_input_grad)
-        check_values("the backward pass of flex_attention")
-        d_out, d_lse = (g if g is None else _dense("gradient of flex_attention's output", g) for g in (d_out, d_lse))
+        transformed = is_transformed()
+        if not transformed:
+            check_values("the backward pass of flex_attention")
         q, k, v, out, values, sinks, seed, *others = ctx.saved_tensors
         captured, mask_tensors, places = others[: ctx.count], others[ctx.count : ctx.count_all], others[ctx.count_all :]
         score, mask = ctx.bound.score, ctx.bound.mask
         bound = ctx.bound._replace(
             q=q, k=k, v=v, score=score and (score[0], [*captured, *score[1]]), mask=mask and (mask[0], [*mask_tensors, *mask[1]])
         )
+        if ctx.extras is None and (transformed or torch.is_grad_enabled()):
+            return None, None, None, *_differentiable(ctx, bound, (d_out, d_lse, out, values), mask_tensors)
+        if transformed:
+            raise NotImplementedError(NOT_WITH_EXTRAS)
         extras = ctx.extras and ctx.extras._replace(sinks=sinks if ctx.needs_input_grad[6] else None, seed=seed, places=tuple(places))
         bound = bound._replace(extras=extras)
+        d_out, d_lse = (g if g is None else dense("gradient of flex_attention's output", g) for g in (d_out, d_lse))
         d_out = torch.zeros_like(out) if d_out is None else d_out
         with torch.no_grad():
             rows = Rows(values, ctx.raw, ctx.provisional)
@@ -83,14 +93,23 @@ class _Attention(torch.autograd.Function):
         return None, None, None, *once(found, (q, k, v, sinks, *captured))
 
 
+def _differentiable(ctx, bound: Bound, given: tuple, mask_tensors: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    """The gradients as functions of what they depend on, for create_graph=True and for transforms of torch.func."""
+    numbers = [mod and (mod[0], mod[1][len(mod[0].tensors) :]) for mod in (bound.score, bound.mask)]
+    d_out, d_lse, out, values = given
+    if ctx.raw:
+        values = values * values.new_tensor([bound.scale, 1.0])
+    transposed = bound.transposed and (lambda _: bound.transposed(bound.mask))
+    problem = Problem(bound.scale, bound.options, *numbers, bound.lists, transposed=transposed, deterministic=ctx.deterministic)
+    x = bound.q, bound.k, bound.v, *bound.captured, *mask_tensors
+    needed = [*ctx.needs_input_grad[3:6], *ctx.needs_input_grad[7:], *(False for _ in mask_tensors)]
+    q, k, v, *captured = gradients_of(problem, (out, values, *x), d_out, d_lse, needed)[: 3 + ctx.count]
+    return [q, k, v, None, *captured]
+
+
 def _wanted(ctx) -> frozenset[int]:
     """Which captured tensors want a gradient."""
     return frozenset(i for i, needed in enumerate(ctx.needs_input_grad[7:]) if needed)
-
-
-def _dense(name: str, gradient: torch.Tensor) -> torch.Tensor:
-    """A gradient that autograd hands over, as ordinary memory."""
-    return readable(name, gradient if gradient.layout is torch.strided else gradient.to_dense())
 
 
 def once(gradients: list[torch.Tensor | None], inputs: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor | None]:

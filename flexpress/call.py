@@ -17,21 +17,22 @@ import torch
 
 from flexpress import checks
 from flexpress.arguments import as_before, block_size, checked, read_mask
-from flexpress.autograd import differentiable
+from flexpress.autograd import NOT_WITH_EXTRAS, differentiable
 from flexpress.dropout import Dropout, readable_seed
 from flexpress.mask_mods import same_mod
+from flexpress.packed_blocks import starts_of
 from flexpress.packing import packing_of
 from flexpress.recorded import Recorded, recorded
 from flexpress.scales import read_scale
 from flexpress.sinks import read_sinks
+from flexpress.transformed import Transformed, transformed
 
 from .codegen.mod.bind import bind
 from .codegen.mod.capture import name_of
-from .codegen.mod.tensors import are_plain, check_kind, read_captured, readable_inputs, recording
+from .codegen.mod.tensors import are_plain, check_kind, is_transformed, read_captured, readable_inputs, recording
 from .codegen.run.call import Bound, ExtraInputs, Inputs
-from .codegen.run.decode import MAX_QUERIES
 from .codegen.run.forward import forward
-from .codegen.run.masks import Starts, automatic_lists, block_starts
+from .codegen.run.masks import automatic_lists
 
 _autocasts = torch._C._is_any_autocast_enabled
 _bound = tuple.__new__  # Bound's own is a function in Python, which is a part of what a call takes
@@ -51,7 +52,7 @@ def bound(
     read=read_captured,
     sinks=None,
     dropout=None,
-) -> Bound | Recorded:
+) -> Bound | Recorded | Transformed:
     """The arguments of flex_attention, checked, its mods bound, and its block lists.
 
     packed   where sequences start among the queries and among the keys, int32 (n + 1,) each, if these are packed sequences
@@ -64,6 +65,10 @@ def bound(
         if not are_plain(q, k, v):
             if recording(q, k, v):
                 return recorded(q, k, v, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed, sinks, dropout)
+            if is_transformed():
+                if sinks is not None or dropout is not None:
+                    raise NotImplementedError(NOT_WITH_EXTRAS)
+                return transformed(q, k, v, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed)
             q, k, v = readable_inputs(q, k, v)
         if _autocasts():
             q, k, v = checks.autocast(q, k, v)
@@ -114,22 +119,9 @@ def _extras(inputs: Inputs, packed: tuple | None, sinks: torch.Tensor | None, dr
     return ExtraInputs(sinks, dropout.p, readable_seed(dropout.seed), places)
 
 
-LONG = 4  # blocks that packed sequences must have on average for blocks of their own
-
-
-def starts_of(starts_q: torch.Tensor, starts_k: torch.Tensor, total_q: int, total_k: int, q_block: int, kv_block: int) -> Starts:
-    """Blocks that begin where sequences do, so that none holds two, and causal ones are as few as for each sequence alone. With short
-    sequences they would be many, mostly padding: then blocks of packed positions, as in any mask."""
-    if total_q <= MAX_QUERIES or min(total_q, total_k) < LONG * q_block * (starts_q.shape[0] - 1):
-        return ()
-    starts = block_starts(starts_q, total_q, q_block)
-    shared = starts_q is starts_k and q_block == kv_block
-    return starts, starts if shared else block_starts(starts_k, total_k, kv_block)
-
-
-def attend(call: Bound | Recorded, output_max: bool, deterministic: bool) -> tuple:
+def attend(call: Bound | Recorded | Transformed, output_max: bool, deterministic: bool) -> tuple:
     """out, lse and max_scores (None if they are not wanted)."""
-    if call.__class__ is Recorded:
+    if call.__class__ is not Bound:
         return call.attend(output_max, deterministic)
     try:
         deterministic = deterministic or torch.are_deterministic_algorithms_enabled()

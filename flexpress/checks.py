@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from .codegen import logs
-from .codegen.mod.tensors import ORDINARY, check_kind, is_distributed, is_pending
+from .codegen.mod.tensors import ORDINARY, check_kind, is_distributed, is_moving, is_pending
 from .codegen.plan.forward import Options
 from .codegen.text.layouts import LARGEST_BLOCK_N
 
@@ -20,8 +20,8 @@ MAX_HEAD_DIM = 256
 
 
 def check_rank(name: str, tensor, layout: str, *, may_stand: bool = False) -> None:
-    """A tensor that is ordinary memory, or with `may_stand` stands for such (a DTensor, a pending collective), with the rank of `layout`
-    and the extents that it gives as numbers."""
+    """A tensor that is ordinary memory, or with `may_stand` stands for such (a DTensor, a pending collective, one that torch.func maps or
+    differentiates), with the rank of `layout` and the extents that it gives as numbers."""
     check_tensor(name, tensor, layout, may_stand=may_stand)
     extents = layout.strip("()").split(", ")
     if tensor.dim() != len(extents) or any(e.isdigit() and int(e) != n for e, n in zip(extents, tensor.shape, strict=True)):
@@ -32,7 +32,7 @@ def check_tensor(name: str, tensor, layout: str, *, may_stand: bool = False) -> 
     """The same of any rank."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor of shape {layout}, got {type(tensor).__name__}")
-    if tensor.__class__ in ORDINARY or not (may_stand and (is_distributed(tensor) or is_pending(tensor))):
+    if not may_stand or not (is_moving(tensor) if tensor.__class__ in ORDINARY else is_distributed(tensor) or is_pending(tensor)):
         check_kind(name, tensor)
 
 
@@ -42,13 +42,15 @@ def autocasts(tensor: torch.Tensor) -> bool:
     return device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
 
 
-def check_tensors(query, key, value, enable_gqa: bool) -> None:
-    """Shapes, dtypes and devices of query (B, Hq, Q_LEN, D_QK), key (Bkv, Hkv, KV_LEN, D_QK), value (Bkv, Hkv, KV_LEN, D_V)."""
+def check_tensors(query, key, value, enable_gqa: bool, kinds: bool = True) -> None:
+    """Shapes, dtypes and devices of query (B, Hq, Q_LEN, D_QK), key (Bkv, Hkv, KV_LEN, D_QK), value (Bkv, Hkv, KV_LEN, D_V). `kinds`: they
+    must be ordinary memory, too."""
     named = {"query": query, "key": key, "value": value}
     for name, t in named.items():
         if not isinstance(t, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
-        check_kind(name, t)
+        if kinds:
+            check_kind(name, t)
         if t.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions (batch, heads, length, head_dim), got shape {_shape(t)}")
     if query.dtype not in DTYPES:

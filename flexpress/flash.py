@@ -35,7 +35,7 @@ from flexpress.checks import DTYPES, MAX_HEAD_DIM, autocasts, check_rank
 from flexpress.in_graph import compilable
 from flexpress.mods import causal as causal_mask
 
-from .codegen.mod.tensors import check_surroundings
+from .codegen.mod.tensors import followed
 
 __all__ = ["flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func"]
 
@@ -85,7 +85,7 @@ def flash_attn_func(
 
     The other arguments and the errors are described at the top of this module.
     """
-    check_surroundings("flash_attn_func")
+    followed("flash_attn_func")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_rank(name, tensor, "(B, S, H, D)", may_stand=True)
     if k.shape != v.shape:
@@ -136,7 +136,7 @@ def flash_attn_kvpacked_func(
 
     The other arguments and the errors are described at the top of this module.
     """
-    check_surroundings("flash_attn_kvpacked_func")
+    followed("flash_attn_kvpacked_func")
     check_rank("q", q, "(B, S, H, D)", may_stand=True)
     check_rank("kv", kv, "(B, S, 2, H, D)", may_stand=True)
     k, v = kv.unbind(2)
@@ -173,7 +173,7 @@ def flash_attn_qkvpacked_func(
 
     The other arguments and the errors are described at the top of this module.
     """
-    check_surroundings("flash_attn_qkvpacked_func")
+    followed("flash_attn_qkvpacked_func")
     check_rank("qkv", qkv, "(B, S, 3, H, D)", may_stand=True)
     q, k, v = qkv.unbind(2)
     check_together("qkv", qkv, "qkv", qkv, q.shape)

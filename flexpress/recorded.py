@@ -20,7 +20,7 @@ from flexpress.scales import read_scale
 from flexpress.sinks import check_sinks
 
 from .codegen.mod.bind import bind
-from .codegen.mod.tensors import check_kind, check_surroundings, tracing
+from .codegen.mod.tensors import check_kind, check_surroundings, is_transformed, tracing
 from .codegen.mod.trace import traced_once
 from .codegen.plan.forward import Options
 from .codegen.run.block_lists import BlockLists
@@ -112,7 +112,7 @@ def recorded(
     options = checks.parse_options(kernel_options)
     lists, decided = None, True
     if block_mask is not None:
-        lists, decided, mask_mod = _mask(block_mask, query, key, mask_mod)
+        lists, decided, mask_mod = lists_of_mask(block_mask, query, key, mask_mod)
     scale, score_mod = read_scale(scale, score_mod, query.shape[3], query.device)
     score, mask = bound_mod(score_mod, "score"), bound_mod(mask_mod, "mask")
     if sinks is not None:
@@ -121,7 +121,7 @@ def recorded(
     return Recorded(query, key, value, score, mask, lists, decided, tuple(packed or ()), scale, options, sinks, dropout)
 
 
-def _mask(block_mask, query, key, mask_mod) -> tuple:
+def lists_of_mask(block_mask, query, key, mask_mod) -> tuple:
     """The lists of a block mask, does its mask_mod decide alone, and this mask_mod."""
     if not isinstance(block_mask, BlockMask) and not is_foreign_mask(block_mask):
         raise TypeError(f"block_mask must be a BlockMask (from create_block_mask), got {type(block_mask).__name__}")
@@ -154,7 +154,7 @@ def bound_mod(mod, kind):
 
 def graph_and_values(mod, kind: str) -> tuple:
     """The same of any mod, unchecked."""
-    if not tracing():
+    if not (tracing() or is_transformed()):
         return bind(mod, kind)
     traced, values = traced_once(mod, kind)
     return traced.graph, values

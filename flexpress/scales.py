@@ -9,7 +9,7 @@ import torch
 from flexpress.checks import check_scale
 
 from .codegen.mod.capture import name_of, plain
-from .codegen.mod.tensors import check_kind, tracing
+from .codegen.mod.tensors import check_kind, is_transformed, tracing
 
 
 def read_scale(scale, score_mod: Callable | None, head_dim: int, device: torch.device) -> tuple[float, Callable | None]:
@@ -17,10 +17,12 @@ def read_scale(scale, score_mod: Callable | None, head_dim: int, device: torch.d
     then the number is 1 and the score_mod that of scores times the tensor. Raises TypeError or ValueError."""
     if not isinstance(scale, torch.Tensor):
         return check_scale(scale, head_dim), score_mod
-    check_kind("scale", scale)
+    moving = is_transformed()
+    if not moving:
+        check_kind("scale", scale)
     if scale.numel() != 1 or scale.is_complex() or scale.dtype == torch.bool:
         raise ValueError(f"scale must be a number, got a tensor of {scale.dtype} and shape {tuple(scale.shape)}")
-    if scale.device.type == "cpu" and not (scale.requires_grad and torch.is_grad_enabled()) and not tracing():
+    if scale.device.type == "cpu" and not (scale.requires_grad and torch.is_grad_enabled()) and not (tracing() or moving):
         return check_scale(scale.item(), head_dim), score_mod
     if scale.device.type != "cpu" and scale.device != device:
         raise ValueError(f"scale is on {scale.device} but query is on {device}; move it with .to(...)")

@@ -13,7 +13,7 @@ from flexpress.checks import check_tensor
 from flexpress.flash import added
 from flexpress.in_graph import compilable
 
-from .codegen.mod.tensors import check_surroundings
+from .codegen.mod.tensors import followed
 
 
 @compilable
@@ -40,12 +40,12 @@ def scaled_dot_product_attention(
     scale        a number or a tensor of one, 1 / sqrt(D) by default
     enable_gqa   allows Hq to be a multiple of Hkv
 
-    Returns (..., Hq, Q_LEN, D_V) in query's dtype. A row with nothing to attend to gives 0. Differentiable once, with respect to query,
+    Returns (..., Hq, Q_LEN, D_V) in query's dtype. A row with nothing to attend to gives 0. Differentiable twice, with respect to query,
     key, value and an attn_mask that is added.
 
     Raises ValueError, TypeError or NotImplementedError for arguments; the shapes that are shown are those of 4-D views.
     """
-    check_surroundings("scaled_dot_product_attention")
+    followed("scaled_dot_product_attention")
     if attn_mask is not None and is_causal:
         raise ValueError("attn_mask and is_causal exclude each other: put the causal mask into attn_mask")
     _check(query, key, value, attn_mask, enable_gqa)

@@ -14,8 +14,9 @@ from flexpress.packed_checks import check_packed
 from flexpress.packing import packing_of
 from flexpress.recorded import Recorded
 from flexpress.sinks import fold_sinks
+from flexpress.transformed import Transformed
 
-from .codegen.mod.tensors import ORDINARY, check_surroundings, is_distributed, read_captured
+from .codegen.mod.tensors import ORDINARY, followed, is_distributed, is_transformed, read_captured, untransformed
 from .codegen.run.call import Bound
 
 if TYPE_CHECKING:
@@ -177,7 +178,7 @@ def varlen_attention(
 
     Source of the layout: flash_attn_varlen_func of FlashAttention (Dao 2023, arXiv 2307.08691).
     """
-    check_surroundings("varlen_attention")
+    followed("varlen_attention")
     arguments = q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, deterministic
     dropout = read_dropout(dropout_p, dropout_seed, q.device) if dropout_p else None
     if dropout is not None and (context is not None or is_distributed(q)):
@@ -240,10 +241,15 @@ def packed_call(
     read=read_captured,
     sinks=None,
     dropout=None,
-) -> Bound | Recorded:
+) -> Bound | Recorded | Transformed:
     """The call of flex_attention that attends within packed sequences: of one batch entry, heads before tokens."""
     check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
-    packing = packing_of(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0])
+    lengths = cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0]
+    if is_transformed():
+        with untransformed():
+            packing = packing_of(*lengths)
+    else:
+        packing = packing_of(*lengths)
     q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
     score_mod = None if score_mod is None else packing.score_mod(score_mod)
     mask_mod, packed = packing.mask_mod(mask_mod), (packing.starts_q, packing.starts_k)

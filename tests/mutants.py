@@ -616,7 +616,7 @@ CHECKS = [
     ),
     Mutant(
         "flexpress/scales.py",
-        'if scale.device.type == "cpu" and not (scale.requires_grad and torch.is_grad_enabled()) and not tracing():',
+        'if scale.device.type == "cpu" and not (scale.requires_grad and torch.is_grad_enabled()) and not (tracing() or moving):',
         'if scale.device.type == "cpu":',
         named("scales", "learned_scale_gets"),
         "the gradient of scale is lost",
@@ -651,7 +651,7 @@ CHECKS = [
     ),
     Mutant(
         "codegen/mod/tensors.py",
-        "        if keys not in _ordinary_keys(tensor.device):",
+        "        if _transform() is None and keys not in _ordinary_keys(tensor.device):",
         "        if False:",
         named("kinds_of_tensors", "flex_attention and other_kinds"),
         "tensors without memory reach kernels",

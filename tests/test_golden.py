@@ -17,6 +17,7 @@ from flexpress.codegen.run.preview import (
     hopper_compilation,
     preview,
     statistics_compilations,
+    tangent_compilations,
     update_cache_compilation,
 )
 from flexpress.codegen.run.preview_masks import (
@@ -142,6 +143,9 @@ OTHERS = {  # branches of the templates that the prints in generated/ do not hav
     "hopper backward, slices": lambda: hopper_backward_compilations(*make("softcap", "causal"), **MLA, blocks=STARTS)["fused"],
     "hopper backward, wide": lambda: hopper_backward_compilations(*make("softcap", "causal"), head_dim=256)["fused"],
     "hopper backward, delta": lambda: hopper_backward_compilations(*make("causal"))["delta"],
+    "tangent": lambda: tangent_compilations("sm_90", *make("softcap", "document"), starts=True)["tangent"],
+    "tangent, dkv": lambda: tangent_compilations("sm_90", *make("alibi", "causal"), captured=True, shifted=True)["dkv"],
+    "tangent, dq": lambda: tangent_compilations("sm_90", *make("relative_bias", "document"), captured=True, starts=True)["dq"],
     "status": lambda: mask_compilations("sm_90", make("causal")[1], (48, 80), starts=True)["status"],
     "lists": lambda: mask_compilations("sm_90", make("document")[1], starts=True)["transposed_lists"],
     "zones": lambda: mask_compilations("sm_90", make("document")[1], starts=True)["zones"],

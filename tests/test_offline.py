@@ -34,6 +34,7 @@ from flexpress.codegen.run.preview import (
     hopper_compilation,
     preview,
     statistics_compilations,
+    tangent_compilations,
     update_cache_compilation,
 )
 from flexpress.codegen.run.preview_masks import (
@@ -134,6 +135,19 @@ BACKWARD = {  # each is three kernels
     "learned relative_bias d64 bf16, deterministic": ("relative_bias", dict(head_dim=64, captured=True, deterministic=True)),
 }
 
+TANGENTS = {  # each is three kernels
+    "plain d64 bf16": ("plain", dict(head_dim=64)),
+    "causal d128 bf16": ("causal", {}),
+    "learned alibi causal d128 fp16, any lse": (
+        "alibi causal",
+        dict(dtype="float16", captured=True, lse_gradient=True, separate_full=False),
+    ),
+    "learned relative_bias d64 bf16, deterministic": ("relative_bias", dict(head_dim=64, captured=True, deterministic=True)),
+    "softcap document d64 bf16, blocks with starts": ("softcap document", dict(head_dim=64, starts=True)),
+    "alibi causal d80 fp32, blocks elsewhere": ("alibi causal", dict(head_dim=80, dtype="float32", shifted=True)),
+    "causal d192x128 bf16": ("causal", dict(head_dim=192, head_dim_v=128)),
+}
+
 DECODE = {  # recipes, and what differs
     "plain d128 bf16": ("plain", {}),
     "plain d64 fp16": ("plain", dict(dtype="float16", head_dim=64)),
@@ -164,6 +178,8 @@ SPILLED = {
     ("sm_80", "alibi causal d128 bf16, pages of 16: decode"): 12,
     ("sm_80", "update_cache"): 8,
     ("sm_80", "plain d128 bf16: combine"): 8,
+    ("sm_80", "causal d128 bf16: tangent dkv"): 8,
+    ("sm_80", "learned alibi causal d128 fp16, any lse: tangent"): 376,
     ("sm_80", "learned relative_bias d64 bf16: dq"): 544,  # lengths that are no whole blocks: an address for each of 32 positions
     ("sm_90", "alibi causal d128 bf16, blocks elsewhere: dkv"): 520,
     ("sm_90", "plain d128 fp32: decode"): 360 if NEWER else 8,  # the same instructions in an order that takes all registers, not half
@@ -184,6 +200,11 @@ def kernel_of(target: str, case: str) -> Compilation:
     if kernel in ("delta", "dkv", "dq"):
         recipes, details = BACKWARD[name]
         return backward_compilations(target, *make(*recipes.split()), **details)[kernel]
+    if kernel.startswith("tangent"):
+        recipes, details = TANGENTS[name]
+        return tangent_compilations(target, *make(*recipes.split()), **details)[
+            kernel.removeprefix("tangent ") if " " in kernel else kernel
+        ]
     if kernel in ("decode", "combine"):
         recipes, details = DECODE[name]
         return decode_compilations(target, *make(*recipes.split()), **details)[kernel]
@@ -201,6 +222,7 @@ CASES = [
     *OTHERS,
     *(f"{case}: {kernel}" for case in BACKWARD for kernel in ("delta", "dkv", "dq")),
     *(f"{case}: decode" for case in DECODE),
+    *(f"{case}: {kernel}" for case in TANGENTS for kernel in ("tangent", "tangent dkv", "tangent dq")),
     "plain d128 bf16: combine",
     "softcap sliding_window d128 bf16, groups of 12: combine",
     *(f"{case}: {kernel}" for case in STATISTICS for kernel in ("rows", "columns")),
@@ -232,6 +254,9 @@ EVERYWHERE = {
     "alibi causal d128 bf16, blocks elsewhere: dq",
     "alibi causal d128 bf16: rows",
     "alibi causal d128 bf16: columns",
+    "causal d128 bf16: tangent",
+    "causal d128 bf16: tangent dkv",
+    "causal d128 bf16: tangent dq",
 }
 ON_HOPPER = {"causal d128 fp16, full blocks past the end", "softcap causal d128 bf16: dq", "block_lists document, transposed"}
 

@@ -2,7 +2,8 @@
 
 An `Expr` is an operation of the op table (`codegen/mod/ops.py`), a dot product of rows or one of four leaves:
 
-    symbol    score, b, h, q_idx or kv_idx; grad in derivatives             attr = its name
+    symbol    score, b, h, q_idx or kv_idx; grad in derivatives, and the
+              tangents of score and grad in tangents                        attr = its name
     literal   a number written in the mod                                   attr = the number
     scalar    a number known at launch (captured, or computed from those)   attr = index into ModGraph.scalars
     load      one element of a captured tensor, args = one index per dim    attr = index into ModGraph.tensors
@@ -102,6 +103,7 @@ class ModGraph:
     scalars: tuple[ScalarCapture, ...]
     origin: SourceLine | None = None
     symbols: frozenset[str] = field(default_factory=frozenset)  # which of score, b, h, q_idx, kv_idx it reads
+    beside: tuple[Expr, ...] = ()  # what kernels compute beside the result: tangents (tangent.py)
 
 
 def walk(root: Expr, leaves: Collection[int] = ()) -> list[Expr]:

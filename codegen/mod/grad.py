@@ -47,7 +47,7 @@ def differentiate(graph: ModGraph, wanted: frozenset[int]) -> GradGraph:
                 continue
             run.line = node.source
             g, operands = Sym(gradients[id(node)]), [Sym(a) for a in node.args]
-            for operand, rule in zip(node.args, _rules(node), strict=True):
+            for operand, rule in zip(node.args, rules_of(node), strict=True):
                 if rule is None or id(operand) not in varies:
                     continue
                 more = rule(g, *operands, Sym(node))
@@ -64,7 +64,7 @@ def differentiate(graph: ModGraph, wanted: frozenset[int]) -> GradGraph:
 _LEFT = ("symbol", "load", "dot")  # where derivatives end
 
 
-def _rules(node: Expr) -> tuple:
+def rules_of(node: Expr) -> tuple:
     """How the gradient of a node passes to each of its operands."""
     if node.op == "cast":
         return (lambda g, *_: g,)
@@ -82,7 +82,7 @@ def _differentiable(nodes: list[Expr], wanted: frozenset[int]) -> set[int]:
         elif node.op == "dot":
             varies = any(row.attr in wanted for row in node.args)
         else:
-            varies = any(rule and id(a) in found for a, rule in zip(node.args, _rules(node), strict=True))
+            varies = any(rule and id(a) in found for a, rule in zip(node.args, rules_of(node), strict=True))
         if varies:
             found.add(id(node))
     return found

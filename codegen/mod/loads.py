@@ -9,8 +9,12 @@ POSITIONS = frozenset({"q_idx", "kv_idx"})
 
 
 def loads_of(graph: ModGraph) -> list[Expr]:
-    """The loads of a graph, of elements and of rows, in order."""
-    return [n for n in walk(graph.result) if n.op in ("load", "row")]
+    """The loads of a graph, of elements and of rows, in order; each once."""
+    loads = [n for n in walk(graph.result) if n.op in ("load", "row")]
+    if graph.beside:
+        beside = (n for root in graph.beside for n in walk(root) if n.op in ("load", "row"))
+        loads = list({id(n): n for n in (*loads, *beside)}.values())
+    return loads
 
 
 def dots_of(graph: ModGraph) -> list[Expr]:

@@ -47,7 +47,7 @@ def _size(node: Expr, ordinary: bool, sizes: dict[int, float]) -> float:
     if not node.dtype.is_floating_point:
         found = 2.0**64
     elif node.op == "symbol":
-        found = 1.0 if node.attr == "grad" else most / 4
+        found = 1.0 if node.attr in ("grad", "grad_tangent") else most / 4
     elif node.op == "literal":
         found = abs(node.attr)
     elif node.op == "scalar":

@@ -10,7 +10,7 @@ from .op import Op, kind
 from .program import NUMBERS, UNKNOWN_NUMBERS, Untrackable
 from .stand_ins import HostNumber, HostValue
 from .symbols import Sym, TensorView, Vector
-from .tensors import DTYPES, tracing
+from .tensors import DTYPES, is_moving, tracing
 
 # around small computations of our own, which nobody is to record
 Unseen, Unrecorded = torch._C.DisableTorchFunction, torch._C._DisableTorchDispatch
@@ -114,7 +114,7 @@ def index_tensor(tensor: torch.Tensor, index: tuple) -> Sym | TensorView:
         return TensorView(tensor, index)
     if tensor.dtype not in DTYPES and tensor.layout == torch.strided and not tensor.is_quantized:
         raise trace.error(f"a captured tensor of {tensor.dtype}", "Mods read real numbers: convert it before.")
-    if tensor.ndim == 0 and tensor.device.type == "cpu" and not tensor.requires_grad and not tracing():
+    if tensor.ndim == 0 and tensor.device.type == "cpu" and not tensor.requires_grad and not (tracing() or is_moving(tensor)):
         number = trace.host_scalar(tensor)
         return Sym(
             _folded_literal(number.attr, tensor.dtype)

@@ -22,7 +22,7 @@ from .ops import FUNCTIONS
 from .program import UNKNOWN_NUMBERS, HostProgram, Untrackable, fits_int32
 from .purity import FACTORIES, changes_in_place
 from .stand_ins import HostNumber, as_python, label_of, pinned, plain_place, value_of
-from .tensors import check_kind, is_distributed, is_pending
+from .tensors import check_kind, is_distributed, is_pending, is_transformed
 
 
 class TracingRun(Run):
@@ -60,7 +60,7 @@ class TracingRun(Run):
 
     def check(self, tensor: torch.Tensor, name: str) -> None:
         """Raises ModError for a captured tensor that kernels cannot read, and that stands for none that they can."""
-        if is_distributed(tensor) or is_pending(tensor):
+        if is_distributed(tensor) or is_pending(tensor) or is_transformed():
             return
         try:
             check_kind(f"captures {name}, which", tensor)

@@ -6,6 +6,7 @@ be turned) have none, or one that means something else. All that is asked of a t
 
 from __future__ import annotations
 
+import contextlib
 import sys
 
 import torch
@@ -42,8 +43,8 @@ def check_surroundings(name: str) -> None:
     it could see."""
     if _transform() is not None:
         raise NotImplementedError(
-            f"{name} was called inside a transform of torch.func (vmap, grad, jvp, ...), which printed kernels cannot follow; call it "
-            "outside. Instead of vmap make the mapped dimension part of the batch, instead of grad use torch.autograd"
+            f"{name} was called inside a transform of torch.func (vmap, grad, jvp, ...), which it does not follow, as flex_attention and "
+            "what is made of that does; call it outside"
         )
     if _traced():
         raise NotImplementedError(
@@ -65,6 +66,44 @@ def check_values(function: str, **tensors) -> None:
             check_kind(name, tensor)
             if tensor.is_meta:
                 raise NotImplementedError(f"{name} is on meta, where tensors have no values; pass one on 'cuda' or 'cpu'")
+
+
+def is_transformed() -> bool:
+    """Is a call made inside a transform of torch.func, or in forward mode?"""
+    return (_transform() is not None or forward_ad._current_level >= 0) and not _traced()
+
+
+def is_moving(tensor) -> bool:
+    """Does a tensor stand for others in a transform of torch.func, or has it a tangent?"""
+    if not isinstance(tensor, torch.Tensor):
+        return False
+    if _transform() is not None and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return True
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def followed(name: str) -> bool:
+    """Is the public function `name` called inside transforms that it follows? NotImplementedError for those that it does not."""
+    if _transform() is not None:
+        kinds = torch._C._functorch.TransformType
+        stack = torch._C._functorch.get_interpreter_stack()
+        if any(interpreter.key() not in (kinds.Grad, kinds.Jvp, kinds.Vmap) for interpreter in stack):
+            raise NotImplementedError(
+                f"{name} was called inside a transform of torch.func that printed kernels cannot follow; they follow grad, vjp, jvp, vmap "
+                "and what is made of these"
+            )
+        return True
+    check_surroundings(name)
+    return forward_ad._current_level >= 0
+
+
+@contextlib.contextmanager
+def untransformed():
+    """For work on tensors that no transform stands for: torch.func sees nothing of it."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # there already, where there are transforms
+
+    with temporarily_clear_interpreter_stack():
+        yield
 
 
 def is_unseen() -> bool:
@@ -98,6 +137,10 @@ def is_recorded(function: str, query, key, value) -> bool:
     if are_plain(query, key, value) and not query.is_meta:
         return False
     check_surroundings(function)
+    if any(map(is_moving, (query, key, value))):
+        raise NotImplementedError(
+            f"{function} was given a dual tensor with a tangent, and has no forward-mode derivative; flex_attention has"
+        )
     return recording(query, key)
 
 
@@ -190,7 +233,7 @@ def _kind(tensor: torch.Tensor) -> str | None:
         return "a dual tensor with a tangent; kernels have no forward-mode derivative: use reverse mode"
     if tensor.device.type in ("cpu", "cuda") and not tensor.is_complex():
         keys = torch._C._dispatch_keys(tensor.resolve_neg()).raw_repr()
-        if keys not in _ordinary_keys(tensor.device):
+        if _transform() is None and keys not in _ordinary_keys(tensor.device):
             return f"a tensor of a kind that kernels cannot read ({torch._C._dispatch_keys(tensor)}); pass .clone()"
         if tensor.data_ptr() < LOWEST and tensor.numel() and not tensor.untyped_storage().data_ptr():
             return "a tensor whose memory was freed (its storage was resized to 0, as FSDP does between uses); use it while it has memory"

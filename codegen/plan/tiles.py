@@ -197,6 +197,41 @@ def backward_tile(
     return replace(tile, **chosen)
 
 
+# (kernel of tangents, larger padded head dim, bytes per element) -> tile. What these keep in registers is twice what others do
+_TANGENT = {
+    ("tangent", 64, 2): Tile(64, 64, 4, 2),
+    ("tangent", 128, 2): Tile(64, 64, 8, 2),
+    ("tangent", 256, 2): Tile(32, 32, 8, 1),
+    ("tangent", 64, 4): Tile(32, 32, 8, 1),
+    ("tangent", 128, 4): Tile(16, 16, 8, 1),
+    ("tangent", 256, 4): Tile(16, 16, 8, 1),
+    ("tangent_dq", 64, 2): Tile(64, 32, 8, 1),
+    ("tangent_dq", 128, 2): Tile(32, 32, 4, 1),
+    ("tangent_dq", 256, 2): Tile(32, 32, 8, 1),
+    ("tangent_dq", 64, 4): Tile(32, 32, 8, 1),
+    ("tangent_dq", 128, 4): Tile(16, 16, 8, 1),
+    ("tangent_dq", 256, 4): Tile(16, 16, 8, 1),
+    ("tangent_dkv", 64, 2): Tile(64, 32, 8, 1),
+    ("tangent_dkv", 128, 2): Tile(32, 32, 4, 1),
+    ("tangent_dkv", 256, 2): Tile(32, 32, 8, 1),
+    ("tangent_dkv", 64, 4): Tile(32, 32, 8, 1),
+    ("tangent_dkv", 128, 4): Tile(16, 16, 8, 1),
+    ("tangent_dkv", 256, 4): Tile(16, 16, 8, 1),
+}
+
+
+def tangent_tile(kernel: str, arch: str, d_qk: int, d_v: int, itemsize: int, q_block: int = 0, kv_block: int = 0) -> Tile:
+    """The tile of a kernel of tangents; other arguments as for forward_tile."""
+    tile = Tile(64, 64, 1, 1) if arch == "cpu" else _TANGENT[kernel, next(w for w in (64, 128, 256) if w >= max(d_qk, d_v)), itemsize]
+    if arch == "gfx942":
+        tile = replace(tile, num_stages=1)
+    elif arch in ("sm_80", "sm_86") and kernel == "tangent":  # 64 keys spill there
+        tile = replace(tile, BLOCK_N=min(tile.BLOCK_N, 32))
+    if q_block:
+        tile = replace(tile, BLOCK_M=_divisor(tile.BLOCK_M, q_block), BLOCK_N=_divisor(tile.BLOCK_N, kv_block))
+    return tile
+
+
 def _divisor(size: int, of: int) -> int:
     """The largest power of two up to `size` that divides `of`."""
     while of % size:

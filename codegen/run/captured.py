@@ -20,6 +20,15 @@ def apart(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     if tensor.is_leaf and 0 in tensor.stride():
         return tensor.contiguous()
+    return _without_overlaps(tensor)
+
+
+def distinct(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with an element of its own in memory for every index."""
+    return tensor.contiguous() if 0 in tensor.stride() else _without_overlaps(tensor)
+
+
+def _without_overlaps(tensor: torch.Tensor) -> torch.Tensor:
     dims = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if s and n > 1)
     reach = 1
     for stride, size in dims:

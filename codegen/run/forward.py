@@ -64,7 +64,7 @@ def forward(
         INFO.hits += 1
     else:
         if 0 in (*inputs.extents, v.shape[3]):
-            return _nothing(bound, output_max, output_rows)
+            return nothing(bound, output_max, output_rows)
         for name, tensor in (("query", q), ("key", k), ("value", v)):
             if tensor.data_ptr() < LOWEST:  # of a kind that looks as others do
                 check_kind(name, tensor)
@@ -143,7 +143,7 @@ def prepare(bound: Bound, *, output_max: bool = False, output_rows: bool = False
             _refuse(ready, why)
 
 
-def _nothing(bound: Bound, output_max: bool, output_rows: bool):
+def nothing(bound: Bound, output_max: bool, output_rows: bool):
     """What `forward` returns where there are no queries, no keys, or no columns."""
     q, v = bound.q, bound.v
     out, lse = output_like(q, v.shape[3]).zero_(), torch.full(q.shape[:3], float("-inf"), dtype=torch.float32, device=q.device)

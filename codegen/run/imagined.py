@@ -13,7 +13,8 @@ from ..gpus import architecture
 from ..mod.bind import bind
 from ..plan.extras import ORDINARY, Extras
 from ..plan.forward import Blocks, Mod, Options
-from . import backward, backward_kernels, forward, forward_kernels
+from ..plan.tangent import Moved, TangentCase
+from . import backward, backward_kernels, forward, forward_kernels, tangent
 from .call import keys_of
 
 TARGETS = ("cpu", *offline.TARGETS)
@@ -88,6 +89,18 @@ class Imagined:
         details = backward.Details(self._options, self.deterministic, self.lse_gradient, captured, extras=self.extras)
         call = backward.case_of(self.tensors(), self._scale, self.keys, self._blocks, details, *machine_of(target))
         return call._replace(case=call.case._replace(**{"whole": self.whole and not self.starts, **changes}))
+
+    def tangent(self, target: str) -> tuple[TangentCase, str, str, Moved | None, Mod | None]:
+        """Tangents of gradients, in a direction in which all moves, as plans take them."""
+        q, k, v, do = self._tensors()
+        named = {"q": q, "k": k, "v": v, "qt": q, "kt": k, "vt": v, "do": do, "o": do, "ot": do, "dq": q, "dk": k, "dv": v}
+        score, captured = self.bound[0], self.backward(target).case.captured
+        details = dict(captured=captured, wanted=captured, deterministic=self.deterministic, lse_gradient=self.lse_gradient)
+        aligned = tangent.geometry_of(named).aligned
+        precision = self._options.float32_precision
+        case = TangentCase(q.dtype, q.shape[3], v.shape[3], aligned, self._blocks, precision, statistics=True, **details)
+        tangents = tuple(t if i in captured else None for i, t in enumerate(score[1][: len(score[0].tensors)])) if score else ()
+        return case, *machine_of(target), tangent.with_tangents(case, score, tangents, EXTENTS)[0], self.keys[1]
 
     @property
     def _scale(self) -> float:

@@ -19,6 +19,7 @@ from ..plan.backward import Step, delta_rows
 from ..plan.decode import BLOCK_S, DecodeCase, DecodePlan, plan_decode, rows_of
 from ..plan.forward import Cache, Plan
 from ..plan.statistics import plan_columns, plan_rows
+from ..plan.tangent import plan_gradients, plan_tangent
 from ..plan.update_cache import BLOCK_T, UpdateCase, update_spec
 from ..text.spec import KernelSpec
 from . import backward_kernels, forward_kernels, statistics
@@ -68,6 +69,14 @@ def backward_compilations(target: str, *call, **details) -> dict[str, Compilatio
     plan = backward_kernels.Portable().plan(imagined)
     delta = Compilation(target, plan.delta, {"BLOCK_M": delta_rows(imagined.case.d_v)})
     return {"delta": delta, "dkv": _tiled(target, plan.dkv), "dq": _tiled(target, plan.dq)}
+
+
+def tangent_compilations(target: str, *call, **details) -> dict[str, Compilation]:
+    """The kernels of tangents by name, in a direction in which all moves: "tangent" with what the others, of second derivatives, need, and
+    "dkv" and "dq"."""
+    imagined = Imagined(*call, **details).tangent(target)
+    steps = plan_tangent(*imagined), *plan_gradients(*imagined)
+    return {name: _tiled(target, step) for name, step in zip(("tangent", "dkv", "dq"), steps, strict=True)}
 
 
 def hopper_backward_compilations(*call, captured: bool = False, **changes) -> dict[str, Compilation]:

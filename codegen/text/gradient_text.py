@@ -26,6 +26,7 @@ class Differential:
     captured: tuple[tuple[str, Expr, Expr], ...] = ()  # (role, load or dot product of rows, gradient)
     ordinary: bool = True  # captured numbers are, see mod/nan.py
     float32_precision: str = "ieee"
+    tangent: Expr | None = None  # of d loss / d score
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,7 @@ class GradientText:
     score: Code
     captured: tuple[CapturedGradient, ...]
     names: frozenset[str]
+    tangent: Code | None = None  # of d loss / d score, if there is one
 
 
 def gradient_text(
@@ -102,9 +104,11 @@ def gradient_text(
     def guarded(value: Code, gradient: Expr) -> Code:
         return language.where(nothing_flows, zero, value) if may_be_nan(gradient, ordinary) else value
 
-    score = language.zeros_like(language.symbol(grad))
+    score, tangent = language.zeros_like(language.symbol(grad)), None
     if differential.score is not None:
         score = guarded(texts.pop(0), differential.score)
+    if differential.tangent is not None:
+        tangent = guarded(texts.pop(0), differential.tangent)
     captured = []
     for (role, load, gradient), (offset, checks) in zip(differential.captured, snippet.places, strict=True):
         text = texts.pop(0)
@@ -125,7 +129,8 @@ def gradient_text(
     codes = (
         *(s.value for s in snippet.gradient_statements),
         score,
+        tangent,
         *(code for c in captured for code in (c.text, c.offset, c.checks, c.other)),
     )
     names = frozenset(use.name for use in uses_of(codes))
-    return GradientText(language.lines(snippet.gradient_statements), score, tuple(captured), names)
+    return GradientText(language.lines(snippet.gradient_statements), score, tuple(captured), names, tangent)

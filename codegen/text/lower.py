@@ -96,7 +96,7 @@ class _Printer:
         if self.graph.kind not in ("score", "mask"):
             return code
         symbols, rows = self.addresses.differs_along(root), self.axes - {"kv_idx"}
-        if {"score", "grad"} & symbols or ("kv_idx" in symbols and rows & symbols):
+        if {"score", "grad", "score_tangent", "grad_tangent"} & symbols or ("kv_idx" in symbols and rows & symbols):
             return code
         if self.axes & symbols:
             return self.language.broadcast(code, tile)
@@ -113,6 +113,7 @@ def lower(
     tile: str,
     gradients: tuple[Expr, ...] = (),
     places: tuple[Expr, ...] = (),
+    tangent: Expr | None = None,
     distances: tuple[Expr, ...] = (),
 ) -> Snippet:
     """Statements of the target's language for a traced mod.
@@ -123,6 +124,7 @@ def lower(
     tile       the kernel's name of a tensor with the tile's shape (and layout), "qk"; or the shape, "[BLOCK_M, BLOCK_N]"
     gradients  expressions of the symbols and of "grad", d loss / d result, to be computed after it is known (see grad.py)
     places     loads whose offsets are asked for
+    tangent    of the result, of the symbols and of "score_tangent", to be computed with it (see tangent.py)
     distances  expressions that get statements of their own, by the distance (see distance.py), without gradients
     """
     root = graph.result
@@ -130,22 +132,26 @@ def lower(
     printer = _Printer(graph, names, layouts, target, prefix, known=known)
     expressions = printer.expressions
     forward = walk(root, known)
+    if tangent is not None:
+        forward = list({id(n): n for n in (*forward, *walk(tangent, known))}.values())
     before = {id(n) for n in forward}
     backward = [n for n in {id(n): n for g in gradients for n in walk(g)}.values() if id(n) not in before]
     uses = Counter(id(a) for n in (*forward, *backward) if id(n) not in known for a in n.args)
     uses.update(id(g) for g in gradients)
-    uses[id(root)] += bool(gradients)
+    uses[id(root)] += bool(gradients) or tangent is not None
     printer.print_nodes(forward, uses)
     expressions.node = None
     result = printer.full_tile(root, expressions.operand(root, torch.float32 if graph.kind == "score" else root.dtype), tile)
-    result = expressions.statement(result, root.source)
+    result, moved = expressions.statement(result, root.source), None
+    if tangent is not None:
+        moved = printer.full_tile(tangent, expressions.operand(tangent, torch.float32), tile)
     statements, expressions.statements = tuple(expressions.statements), []
     printer.print_nodes(backward, uses)
     found = tuple(printer.full_tile(g, expressions.operand(g, torch.float32), tile) for g in gradients)
     where = tuple((printer.rows if load.op == "dot" else printer.addresses).place(load) for load in places)
     behind = tuple(expressions.statements)
-    codes = [*(s.value for s in (*statements, *behind)), result, *found, *(code for place in where for code in place)]
-    snippet = Snippet(statements, result, uses_of(codes), behind, found, where)
+    codes = [*(s.value for s in (*statements, *behind)), result, moved, *found, *(code for place in where for code in place)]
+    snippet = Snippet(statements, result, uses_of(codes), behind, found, where, tangent=moved)
     if not distances:
         return snippet
     apart = _Printer(graph, names, layouts, target, "distance", by_distance=True)

@@ -43,6 +43,7 @@ class ModText:
     gradient: GradientText | None = None
     sum: SumText | None = None  # instead of `result`, where a template asks for it
     distance: DistanceText | None = None  # what a template that asks for it computes apart
+    tangent: Code | None = None  # of the result, if it was asked for and there is one
     is_product: bool = False  # the compiler could put the result, before it is rounded, into a sum
 
     @property
@@ -70,7 +71,8 @@ class ModText:
     @property
     def _later(self) -> frozenset[str]:
         """Names that are used after the result is known."""
-        return self.gradient.names if self.gradient else frozenset()
+        names = self.gradient.names if self.gradient else frozenset()
+        return names | {use.name for use in self.tangent.uses} if self.tangent else names
 
     def values(self, captured: list) -> list:
         """The kernel arguments, in the order of `parameters`, from the mod's captured values (tensors, then numbers)."""
@@ -105,12 +107,13 @@ def mod_text(
     tile: str,
     taken: frozenset[str] = frozenset(),
     differential: Differential | None = None,
+    tangent: Expr | None = None,
     vectors: dict[str, str] | None = None,
     by_distance: bool = False,
 ) -> ModText:
     """Lower a mod and name its arguments; names in `taken` (another mod's) get a suffix. With `vectors`, other names, of which q_idx and
     kv_idx are vectors, a score_mod that is a sum is lowered as one, unless gradients of what it captures are asked for. With `by_distance`,
-    what it reads by the distance between query and key is lowered apart."""
+    what it reads by the distance between query and key is lowered apart. `tangent`: of the result (tangent.py)."""
     graph = _renamed(graph, taken)
     terms = as_sum(graph) if vectors and not (differential and differential.captured) else None
     if terms:
@@ -120,7 +123,7 @@ def mod_text(
     gradients = places = ()
     if differential:
         places = tuple(load for _, load, _ in differential.captured)
-        gradients = tuple(g for g in (differential.score, *(g for _, _, g in differential.captured)) if g is not None)
+        gradients = tuple(g for g in (differential.score, differential.tangent, *(g for _, _, g in differential.captured)) if g is not None)
     snippet: Snippet = lower(
         graph,
         names,
@@ -130,6 +133,7 @@ def mod_text(
         tile=tile,
         gradients=gradients,
         places=places,
+        tangent=tangent,
         distances=read_by_distance(graph) if by_distance else (),
     )
     gradient = gradient_text(graph, layouts, differential, snippet, target.language, names["grad"]) if differential else None
@@ -152,6 +156,7 @@ def _mod_text(graph: ModGraph, language: Language, snippet: Snippet, gradient: G
         gradient,
         snippet.sum,
         snippet.distance,
+        snippet.tangent,
         _is_product(graph.result, snippet.sum),
     )
 

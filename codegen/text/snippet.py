@@ -13,6 +13,7 @@ from .languages import TRITON
 class Snippet:
     """Statements that compute a mod, and what they need around them.
 
+    tangent               of the result, if it was asked for
     uses                  every name in it: kernel arguments, helpers, modules, symbols and temporaries
     gradient_statements   compute `gradients`, one per gradient that was asked for; they may use the temporaries of `statements`
     places                per load that was asked for: its offset in the tensor, and what must hold for it, if anything; per dot product of
@@ -27,6 +28,7 @@ class Snippet:
     places: tuple[tuple[Code, Code | None], ...] = ()
     sum: SumText | None = None  # instead of `result`
     distance: DistanceText | None = None
+    tangent: Code | None = None
 
 
 @dataclass(frozen=True, slots=True)

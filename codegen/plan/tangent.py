@@ -1,0 +1,196 @@
+"""The kernels of tangents as plans: that of the forward pass, and the two of the backward pass, which are second derivatives.
+
+As plan/forward.py and plan/backward.py: from what is known of a call, and no tensor, to KernelSpecs and tiles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ..gpus import round_up_head_dim
+from ..mod.dtypes import dtype_name
+from ..mod.tangent import Tangents, tangents_of
+from ..registry import remembered
+from ..text.gradient_text import Differential
+from ..text.mod_text import ModText, mod_text
+from ..text.parameters import Parameter, constants, numbers, pointer, stride_names
+from ..text.snippet import Target
+from ..text.spec import KernelSpec
+from .backward import Step, buffers_of, role_of
+from .forward import Blocks, Mod, block_flags, element_flags, list_numbers, list_tables
+from .tiles import tangent_tile
+
+_SYMBOLS = {"score": "qk", "b": "z", "h": "h", "q_idx": "m", "kv_idx": "n", "grad": "grad"}
+_SYMBOLS |= {"score_tangent": "qk_t", "grad_tangent": "grad_t"}
+INPUTS = ("q", "k", "v")
+
+
+class TangentCase(NamedTuple):
+    """What changes the kernels of tangents, beside their mods.
+
+    moves         which of q, k and v have a tangent
+    captured      which captured tensors of score_mod have one
+    wanted        of which the gradient has one that is asked for
+    statistics    the kernels of second derivatives follow
+    """
+
+    dtype: torch.dtype
+    d_qk: int
+    d_v: int
+    aligned: tuple[str, ...] = ()  # strides that are multiples of 16 bytes and are passed in that unit
+    blocks: Blocks | None = None
+    float32_precision: str = "ieee"
+    exact_indices: bool = True
+    moves: tuple[bool, bool, bool] = (True, True, True)
+    captured: frozenset[int] = frozenset()
+    output_max: bool = False
+    output_rows: bool = False
+    statistics: bool = False
+    lse_gradient: bool = False
+    wanted: frozenset[int] = frozenset()
+    one_batch: bool = False
+    one_head: bool = False
+    deterministic: bool = False
+
+
+class Moved(NamedTuple):
+    """A score_mod with the tangents of what it captures."""
+
+    tangents: Tangents
+    mod: Mod
+
+
+def moved(case: TangentCase, graph) -> Tangents:
+    """The tangents of a score_mod."""
+    symbols = {"score"} if case.moves[0] or case.moves[1] else set()
+    symbols |= {"grad"} if case.statistics else set()
+    return tangents_of(graph, frozenset(symbols), case.captured, case.wanted)
+
+
+def plan_tangent(case: TangentCase, backend: str, arch: str, score: Mod | None, mask: Mod | None) -> Step:
+    """The plan for a backend ("cuda", "hip", "cpu") and a row of the tile tables."""
+    target, mask_text = _target(case, backend), None
+    text = mod_text(*score.mod, _SYMBOLS, target, tile="qk", tangent=score.tangents.result) if score else None
+    if mask:
+        mask_text = mod_text(*mask, _SYMBOLS, target, tile="qk", taken=_names(score))
+    flags = {
+        **{f"MOVES_{t.upper()}": moves for t, moves in zip(INPUTS, case.moves, strict=True)},
+        "OUTPUT_MAX": case.output_max,
+        "OUTPUT_ROWS": case.output_rows,
+        "STATISTICS": case.statistics,
+        "LSE_GRADIENT": case.lse_gradient,
+    }
+    dtype, rows = dtype_name(case.dtype), "[Z, Hq, Q_LEN"
+    inputs = [*INPUTS, *(f"{t}t" for t, moves in zip(INPUTS, case.moves, strict=True) if moves)]
+    found = [pointer(t.upper(), dtype, _SHAPES[t[0]]) for t in inputs]
+    found += [pointer(t, dtype, f"{rows}, D_V], written") for t in ("O", "OT")]
+    found += [pointer(t, "float32", f"{rows}], written") for t in ("LSE", "LSET", *(["MAX"] if case.output_max else []))]
+    found += [pointer("ROWS", "float32", f"{rows}, 2], written")] if case.output_rows else []
+    if case.statistics:
+        found += [pointer("DO", dtype, f"{rows}, D_V]"), *([pointer("DLSE", "float32", f"{rows}]")] if case.lse_gradient else [])]
+        found += [pointer("STATS", "float32", "[Z, Hq, 5, Q_LEN], written")]
+    strided = [*inputs, "o", "ot", *(["do"] if case.statistics else [])]
+    sizes = ["Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", *strides(*strided), "SM_SCALE", "TO_LOG2", *list_numbers(case.blocks)]
+    return _step("tangent", case, backend, arch, (text, mask_text), found, sizes, flags=flags)
+
+
+def plan_gradients(case: TangentCase, backend: str, arch: str, score: Moved | None, mask: Mod | None) -> tuple[Step, Step]:
+    """The tangents of dK and dV, and of dQ, behind the statistics of `plan_tangent`; arguments as there."""
+    target, dtype, roles, steps = _target(case, backend), dtype_name(case.dtype), [], []
+    if score:
+        layouts = score.mod[1]
+        roles = [(role_of(load, layouts[load.attr], case), load, gradient) for load, gradient in score.tangents.of_loads]
+    mask_text = mod_text(*mask, _SYMBOLS, target, tile="qk", taken=_names(score)) if mask else None
+    inputs = (*INPUTS, *(f"{t}t" for t in INPUTS), "do")
+    for name, own, written in (("tangent_dkv", True, ("dk", "dv")), ("tangent_dq", False, ("dq",))):
+        captured, text = tuple(r for r in roles if (r[0] == "column") is own), None
+        if score:
+            derived = score.tangents.derived.score, captured, False, score.tangents.of_score
+            text = mod_text(*score.mod, _SYMBOLS, target, tile="qk", differential=Differential(*derived), tangent=score.tangents.result)
+        gathered = tuple(zip(text.gradient.captured, (load for _, load, _ in captured), strict=True)) if text else ()
+        slabs = any(role == "slab" for role, _, _ in captured)
+        found = [pointer(t.upper(), dtype, _SHAPES[t[0]]) for t in inputs]
+        found += [pointer("STATS", "float32", "[Z, Hq, 5, Q_LEN]")]
+        found += [pointer(t.upper(), dtype, f"written: as {t[1].upper()}") for t in written]
+        sizes = ["Z", "Hkv"] if own else ["Hq"]
+        sizes += ["Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", *strides(*inputs, *written), "SM_SCALE", "TO_LOG2"]
+        sizes += [*list_numbers(case.blocks, "q" if own else "kv"), *(["first_tile"] if slabs else [])]
+        buffers, axis = buffers_of(score and score.mod, gathered), "q" if own else "kv"
+        step = _step(name, case, backend, arch, (text, mask_text), found, sizes, flags={"SLABS": slabs}, buffers=buffers, axis=axis)
+        step.captured = gathered
+        steps.append(step)
+    return tuple(steps)
+
+
+_SHAPES = {"q": "[Z, Hq, Q_LEN, D_QK]", "k": "[Zkv, Hkv, KV_LEN, D_QK]", "v": "[Zkv, Hkv, KV_LEN, D_V]", "d": "[Z, Hq, Q_LEN, D_V]"}
+
+
+def strides(*tensors: str) -> list[str]:
+    """The strides of (Z, H, S, D) tensors that are kernel arguments; the head dim is contiguous."""
+    return [name for t in tensors for name in stride_names(t, "zhn" if t.strip("dt") in ("k", "v") else "zhm")]
+
+
+def _target(case: TangentCase, backend: str) -> Target:
+    return Target(backend, dtype_name(case.dtype), case.exact_indices, read_directly=backend == "cuda")
+
+
+def _names(score: Moved | None) -> frozenset[str]:
+    return frozenset(c.name for c in (*score.mod[0].tensors, *score.mod[0].scalars)) if score else frozenset()
+
+
+def _step(
+    name: str,
+    case: TangentCase,
+    backend: str,
+    arch: str,
+    texts: tuple[ModText | None, ModText | None],
+    tensors: list[Parameter],
+    sizes: list[str],
+    *,
+    flags: dict,
+    buffers: tuple[Parameter, ...] = (),
+    axis: str = "kv",
+) -> Step:
+    """A kernel of its parameters and flags."""
+    blocks, mods = case.blocks, tuple(p for m in texts if m for p in m.parameters)
+    parameters = (*tensors, *numbers(*sizes), *list_tables(blocks, axis), *mods, *buffers, *constants("BLOCK_M", "BLOCK_N"))
+    taken = {p.name for p in parameters}
+    flags = {
+        **element_flags(case, case.float32_precision),
+        "aligned": tuple(a for a in case.aligned if a in taken),
+        "ALIGNMENT": 16 // case.dtype.itemsize,
+        **block_flags(blocks),
+        "STARTS": blocks is not None and blocks.starts,
+        **flags,
+    }
+    widths = round_up_head_dim(case.d_qk), round_up_head_dim(case.d_v)
+    tile = tangent_tile(name, arch, *widths, case.dtype.itemsize, blocks.q_block if blocks else 0, blocks.kv_block if blocks else 0)
+    return Step(KernelSpec(name, texts, tuple(flags.items()), backend, parameters), tile, *texts)
+
+
+@dataclass(frozen=True, slots=True)
+class TangentGeometry:
+    """What follows from shapes and strides alone: which strides are passed in units of 16 bytes, and all of them as passed."""
+
+    aligned: tuple[str, ...]
+    strides: dict[str, int]
+
+
+_READ = frozenset((*INPUTS, *(f"{t}t" for t in INPUTS), "do"))
+
+
+@remembered("geometries of tangents", 4096)
+def tangent_geometry(itemsize: int, layouts: tuple[tuple[str, tuple, tuple], ...]) -> TangentGeometry:
+    """Of tensors as (name, shape, strides); a dimension of size 1 has stride 0."""
+    vector, aligned, found = 16 // itemsize, [], {}
+    for name, shape, layout in layouts:
+        known = [0 if n == 1 else s for n, s in zip(shape, layout, strict=True)]
+        for label, stride in zip(strides(name), known[:3], strict=True):
+            if name in _READ and stride % vector == 0:
+                aligned.append(label)
+                stride //= vector
+            found[label] = stride
+    return TangentGeometry(tuple(aligned), found)

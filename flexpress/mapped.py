@@ -1,0 +1,40 @@
+"""vmap of the functions of derivatives.py: the mapped dimension becomes a part of the batch, behind the batch itself."""
+
+from __future__ import annotations
+
+import torch
+
+from flexpress.problem import Problem
+
+BATCH = -1  # a tensor with the batch first; other kinds are numbers of captured tensors
+
+
+def inputs_of(count: int) -> list[int]:
+    """The kinds of `count` tensors that begin with q, k and v and go on with what mods capture."""
+    return [BATCH] * 3 + list(range(count - 3))
+
+
+def mapped(function, info, in_dims, problem: Problem, wanted: tuple[int, ...] | None, tensors, kinds: list[int]) -> tuple:
+    """The function's results for `info.batch_size` calls, as one call, and where their mapped dimension is.
+
+    wanted   captured tensors of which gradients are asked for: behind those of q, k and v. Each call has its own. None: the function has
+             no such argument
+    kinds    of the tensors
+    """
+    size, dims = info.batch_size, in_dims[len(in_dims) - len(tensors) :]
+    own = frozenset(kind for kind, dim in zip(kinds, dims, strict=True) if kind != BATCH and dim is not None) | frozenset(wanted or ())
+    folded = [_folded(t, dim, kind, kind in own, size) for t, dim, kind in zip(tensors, dims, kinds, strict=True)]
+    found = function.apply(problem.folded(size, own), *(() if wanted is None else (wanted,)), *folded)
+    at = range(3, 3 + len(wanted or ()))  # gradients of captured tensors
+    outs = tuple(t if i in at else t.unflatten(0, (-1, size)) for i, t in enumerate(found))
+    return outs, tuple(0 if i in at else 1 for i in range(len(outs)))
+
+
+def _folded(tensor: torch.Tensor | None, dim: int | None, kind: int, own: bool, size: int) -> torch.Tensor | None:
+    """A tensor of all calls: of the batch, entry i // size of call i % size; or what mods capture, one for each call if it is its own."""
+    if tensor is None or (kind != BATCH and not own):
+        return tensor
+    at = 1 if kind == BATCH else 0
+    shape = (*tensor.shape[:at], size, *tensor.shape[at:])
+    tensor = tensor.unsqueeze(at).expand(shape) if dim is None else tensor.movedim(dim, at)
+    return tensor.flatten(0, 1) if kind == BATCH else tensor

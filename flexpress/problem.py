@@ -1,0 +1,110 @@
+"""A call of attention without the tensors that transforms work on: what torch sees are functions of tensors, and a Problem beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from flexpress.arguments import block_size, checked
+from flexpress.block_lists import transposed_lists
+from flexpress.packed_blocks import starts_of
+from flexpress.programs import on_device
+
+from .codegen.mod.expr import ModGraph
+from .codegen.mod.folded import folded_graph
+from .codegen.mod.tensors import read_captured, readable
+from .codegen.plan.forward import Options
+from .codegen.run.block_lists import BlockLists
+from .codegen.run.call import Bound, Inputs
+from .codegen.run.masks import automatic_lists
+from .codegen.run.tangent import Direction
+
+
+def dense(name: str, gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient or a tangent that torch hands over, as ordinary memory."""
+    return readable(name, gradient if gradient.layout is torch.strided else gradient.to_dense())
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A call without q, k, v and what its mods capture: these are tensors of score_mod, then of mask_mod.
+
+    score, mask      graphs of the mods, with the numbers that they capture; or None
+    lists            of a block mask, or None: then those of mask_mod are made of it
+    transposed       what makes the transposed ones of the bound mask_mod, if that is known
+    packed           where packed sequences start among the queries and among the keys
+    """
+
+    scale: float
+    options: Options
+    score: tuple[ModGraph, list] | None = None
+    mask: tuple[ModGraph, list] | None = None
+    lists: BlockLists | None = None
+    packed: tuple[torch.Tensor, ...] = ()
+    transposed: Callable[[tuple], BlockLists] | None = None
+    output_max: bool = False
+    deterministic: bool = False
+
+    @property
+    def of_score(self) -> int:
+        """How many tensors score_mod captures."""
+        return len(self.score[0].tensors) if self.score else 0
+
+    def bound(self, q, k, v, captured) -> Bound:
+        """The call. Raises NotImplementedError for kinds of tensors that kernels cannot read."""
+        q, k, v = (readable(name, t.detach()) for name, t in (("query", q), ("key", k), ("value", v)))
+        inputs = checked(q, k, v, True)
+        captured = on_device(q.device, [t.detach() for t in captured])
+        score = self._bound(self.score, captured[: self.of_score], inputs, "score_mod")
+        mask = self._bound(self.mask, captured[self.of_score :], inputs, "mask_mod")
+        lists = transposed = None
+        if self.lists is not None:
+            lists, transposed = self.lists, self.transposed or (lambda _: transposed_lists(self.lists, k.shape[2]))
+        elif mask is not None:
+            size = block_size(self.options)
+            starts = starts_of(*self.packed, *inputs.extents[2:], *size) if self.packed else ()
+
+            def transposed(mask, transposed=True):
+                return automatic_lists(mask, inputs.extents, inputs.device, size, starts=starts, transposed=transposed)
+
+            lists = transposed(mask, False)
+        return Bound(q, k, v, inputs, self.scale, score, mask, lists, transposed, self.options)
+
+    def _bound(self, mod: tuple[ModGraph, list] | None, tensors: list, inputs: Inputs, where: str) -> tuple[ModGraph, list] | None:
+        if mod is None:
+            return None
+        graph, numbers = mod
+        found = graph, [*tensors, *numbers]
+        read_captured(found, inputs.device, where)
+        return found
+
+    def direction(self, bound: Bound, tangents) -> Direction:
+        """Tangents of q, k, v and captured tensors as kernels take them; those of what mask_mod captures mean nothing."""
+        pairs = zip(tangents, (bound.q, bound.k, bound.v, *bound.captured), strict=False)
+        q, k, v, *captured = (t if t is None else dense("tangent", t.detach()).to(like.device, like.dtype) for t, like in pairs)
+        return Direction(q, k, v, tuple(captured))
+
+    def folded(self, size: int, own: frozenset[int]) -> Problem:
+        """So many calls as one; every call has its `own` captured tensors, by their first dimension."""
+        mods = []
+        for mod, first in ((self.score, 0), (self.mask, self.of_score)):
+            if mod is not None:
+                graph, numbers = mod
+                mapped = frozenset(i - first for i in own if 0 <= i - first < len(graph.tensors))
+                mod = (folded_graph(graph, mapped), [*numbers, size]) if mapped or "b" in graph.symbols else mod
+            mods.append(mod)
+        lists, transposed = self.lists and _repeated(self.lists, size), self.transposed
+        if transposed is not None:
+            transposed = lambda mask: _repeated(self.transposed(mask), size)  # noqa: E731
+        return replace(self, score=mods[0], mask=mods[1], lists=lists, transposed=transposed)
+
+
+def _repeated(lists: BlockLists, size: int) -> BlockLists:
+    """The lists of so many calls; those that all batch entries share are shared by all."""
+    if lists.kv_num_blocks.shape[0] == 1:
+        return lists
+    names = "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
+    tables = {name: t.repeat_interleave(size, 0) for name in names if (t := getattr(lists, name)) is not None}
+    return replace(lists, **tables)

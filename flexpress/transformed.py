@@ -1,0 +1,69 @@
+"""Calls inside transforms of torch.func (grad, vjp, jvp, vmap and what is made of them), and in forward mode: functions of tensors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch.autograd import forward_ad
+
+from flexpress import checks
+from flexpress.derivatives import Attention, pushed
+from flexpress.problem import Problem
+from flexpress.recorded import lists_of_mask
+from flexpress.scales import read_scale
+
+from .codegen.mod.expr import ModGraph
+from .codegen.mod.tensors import followed
+from .codegen.mod.trace import traced_once
+
+
+class Transformed(NamedTuple):
+    """A call and its tensors: q, k, v, and what score_mod and mask_mod capture."""
+
+    problem: Problem
+    tensors: tuple[torch.Tensor, ...]
+
+    def attend(self, output_max: bool, deterministic: bool) -> tuple:
+        """out, lse and max_scores (None if they are not wanted)."""
+        deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+        problem = replace(self.problem, output_max=output_max, deterministic=deterministic)
+        out, lse, max_scores = _attention(problem, self.tensors)
+        return out, lse, max_scores if output_max else None
+
+
+def _attention(problem: Problem, tensors: tuple[torch.Tensor, ...]) -> tuple:
+    """out, lse and max_scores; in one pass with tangents where forward mode is the innermost transform."""
+    innermost = torch._C._functorch.peek_interpreter_stack()
+    forward_mode = forward_ad._current_level >= 0 and (innermost is None or innermost.key() == torch._C._functorch.TransformType.Jvp)
+    duals = [forward_ad.unpack_dual(t) for t in tensors] if forward_mode else []
+    if all(dual.tangent is None for dual in duals):
+        return Attention.apply(problem, *tensors)[:3]
+    out, lse, max_scores, _, out_t, lse_t = pushed(problem, *map(list, zip(*duals, strict=True)))
+    return forward_ad.make_dual(out, out_t), forward_ad.make_dual(lse, lse_t), max_scores
+
+
+def transformed(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed) -> Transformed:
+    """The arguments of flex_attention; `packed` as for call.bound."""
+    followed("flex_attention")
+    query, key, value = checks.autocast(query, key, value)
+    checks.check_tensors(query, key, value, enable_gqa, kinds=False)
+    options, lists = checks.parse_options(kernel_options), None
+    if block_mask is not None:
+        lists, _, mask_mod = lists_of_mask(block_mask, query, key, mask_mod)
+        checks.check_tile_fits_mask(options, lists.q_block, lists.kv_block)
+    scale, score_mod = read_scale(scale, score_mod, query.shape[3], query.device)
+    score, of_score = _traced(score_mod, "score")
+    mask, of_mask = _traced(mask_mod, "mask")
+    problem = Problem(scale, options, score, mask, lists, tuple(packed or ()))
+    return Transformed(problem, (query, key, value, *of_score, *of_mask))
+
+
+def _traced(mod, kind: str) -> tuple[tuple[ModGraph, list] | None, list]:
+    """A mod's graph with the numbers that it captures, and the tensors."""
+    if mod is None:
+        return None, []
+    traced, values = traced_once(mod, kind)
+    count = len(traced.graph.tensors)
+    return (traced.graph, values[count:]), values[:count]

@@ -1,0 +1,182 @@
+"""Tangents and second derivatives against float64 autograd through dense attention, and those of mods against torch's."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from hypothesis import strategies as st
+from torch.autograd import forward_ad
+
+from flexpress import flex_attention
+from flexpress.codegen.mod.bind import bind
+from flexpress.codegen.mod.compute import compute
+from flexpress.codegen.mod.expr import walk
+from flexpress.codegen.mod.tangent import tangents_of
+from support.dense import dense_attention
+from support.derivatives import indices, upstream
+from support.evaluate import make_mod
+from support.gradients import GradientProblem
+from support.problems import LEARNED_MODS, learned_mods, problems
+
+FLOORS = {torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 4e-2}
+SHORT = {"cpu": [1, 15, 33, 65], "cuda": [1, 15, 64, 129, 257, 1025]}
+
+
+def derivative_problems(device: str):
+    return problems(
+        device,
+        GradientProblem,
+        score=st.sampled_from(LEARNED_MODS),
+        lse=st.booleans(),
+        deterministic=st.booleans(),
+        KV_LEN=st.sampled_from(SHORT[device]),
+        group=st.sampled_from([1, 2]),
+        Hkv=st.just(1),
+        layouts=st.tuples(*[st.sampled_from(["contiguous", "bshd", "sliced", "wide_head_dim"])] * 3),  # torch makes no duals of others
+        scale=st.sampled_from([None, 0.3, -0.5]),
+    )
+
+
+def random_like(tensors, seed: int) -> list[torch.Tensor]:
+    """Random tensors of these shapes and dtypes."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(t.shape, generator=generator).to(t.device, t.dtype) for t in tensors]
+
+
+def relative_to(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """The error beside what as many numbers of size 0.3 have, or more."""
+    found, exact = (torch.where(exact.isinf(), 0.0, t.double()) for t in (found, exact))
+    return (found - exact).norm().item() / max(exact.norm().item(), 0.3 * exact.numel() ** 0.5, 1e-9)
+
+
+def assert_as_exact(found, exact, plain, dtype: torch.dtype, factor: float = 3.0) -> None:
+    """Every error is at most `factor` times that of a plain computation, or of the order of rounding."""
+    for i, (got, want, rough) in enumerate(zip(found, exact, plain, strict=True)):
+        assert got.shape == want.shape and not got.isnan().any()
+        limit = max(factor * relative_to(rough.nan_to_num(), want), FLOORS[dtype])
+        assert relative_to(got, want) <= limit, f"number {i}: error {relative_to(got, want):.2e}, allowed are {limit:.2e}"
+
+
+def in_precision(tensors, precision: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """q, k, v in a precision, and what mods capture in float32 at least."""
+    kept = torch.promote_types(precision, torch.float32)
+    return tuple(t.detach().to(precision if i < 3 else kept) for i, t in enumerate(tensors))
+
+
+def check_tangents(p: GradientProblem, device: str) -> None:
+    """out, lse and their tangents by forward mode are as exact as a plain computation's."""
+    make, learned = learned_mods(p.B, p.Hq, p.length, device, torch.float32, p.seed)[p.score]
+    inputs, mask_mod = [*p.tensors(device), *learned], p.mask_mod(device)
+    direction = random_like(inputs, p.seed + 5)
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(t, d) for t, d in zip(inputs, direction, strict=True)]
+        outputs = flex_attention(*duals[:3], make(*duals[3:]), **p.options(device), return_lse=True)
+        found = [part for dual in map(forward_ad.unpack_dual, outputs) for part in (dual.primal, dual.tangent)]
+    assert found[1].dtype == p.dtype and found[3].dtype == torch.float32
+
+    def reference(precision):
+        def dense(*x):
+            return dense_attention(*x[:3], make(*x[3:]), mask_mod, p.scale, precision)[:2]
+
+        (out, lse), (out_t, lse_t) = torch.func.jvp(dense, in_precision(inputs, precision), in_precision(direction, precision))
+        return out, out_t, lse, lse_t.masked_fill(lse == -math.inf, 0.0)
+
+    assert_as_exact(found, reference(torch.float64), reference(p.dtype), p.dtype)
+
+
+def twice_differentiated(attend, inputs, weights, direction) -> list[torch.Tensor]:
+    """The gradients of <direction, gradients> in the inputs and in the gradients of the outputs; attend(*inputs) gives out and lse."""
+    inputs = [t.detach().requires_grad_() for t in inputs]
+    weights = [None if w is None else w.detach().requires_grad_() for w in weights]
+    outputs = attend(*inputs)
+    used = [(o, w.to(o.dtype)) for o, w in zip(outputs, weights, strict=True) if w is not None]
+    first = torch.autograd.grad([o for o, _ in used], inputs, [w for _, w in used], create_graph=True, allow_unused=True)
+    both = [(g, d) for g, d in zip(first, direction, strict=True) if g is not None and g.requires_grad]
+    wanted = [*inputs, *(w for w in weights if w is not None)]
+    found = torch.autograd.grad([g for g, _ in both], wanted, [d.to(g.dtype) for g, d in both], allow_unused=True)
+    return [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, found, strict=True)]
+
+
+def check_second(p: GradientProblem, device: str) -> None:
+    """Second derivatives in q, k, v, captured tensors and the gradients of out and lse are as exact as a plain computation's."""
+    make, learned = learned_mods(p.B, p.Hq, p.length, device, torch.float32, p.seed)[p.score]
+    inputs, mask_mod, options = [*p.tensors(device), *learned], p.mask_mod(device), p.options(device)
+    direction = random_like(inputs, p.seed + 5)
+    shape = (p.B, p.Hq, p.Q_LEN)
+    d_out, d_lse = (torch.randn(*shape, *tail, generator=torch.Generator().manual_seed(p.seed + 6)).to(device) for tail in ((p.D_V,), ()))
+    weights = [d_out.to(p.dtype), d_lse if p.lse else None]
+
+    def attend(*x):
+        return flex_attention(*x[:3], make(*x[3:]), **options, return_lse=True, deterministic=p.deterministic)
+
+    def reference(precision):
+        def dense(*x):
+            out, lse, _ = dense_attention(*x[:3], make(*x[3:]), mask_mod, p.scale, precision)
+            return out, torch.where(lse == -math.inf, 0.0, lse)
+
+        return twice_differentiated(
+            dense, in_precision(inputs, precision), [w if w is None else w.to(precision) for w in weights], direction
+        )
+
+    found = twice_differentiated(attend, inputs, weights, direction)
+    assert_as_exact(found, reference(torch.float64), reference(p.dtype), p.dtype)
+
+
+class ModTangents:
+    """What the tangents of a mod are by its graph, and by torch, in float64, in a random direction of all that moves."""
+
+    def __init__(self, expression: str, scores: torch.Tensor, captured: dict) -> None:
+        self.expression, self.scores, self.captured = expression, scores, captured
+        self.graph, found = bind(make_mod(expression, "score", captured), "score")
+        count = len(self.graph.tensors)
+        self.tensors, self.scalars = found[:count], found[count:]
+        floats = frozenset(i for i, t in enumerate(self.tensors) if t.is_floating_point())
+        self.derived = tangents_of(self.graph, frozenset({"score", "grad"}), floats, floats)
+        self.moving = sorted(floats)
+        self.directions = random_like([scores, upstream(scores.shape), *(self.tensors[i].double() for i in self.moving)], 3)
+
+    @property
+    def operations(self) -> set[str]:
+        return {n.op for n in walk(self.graph.result)}
+
+    def ours(self) -> dict[str, torch.Tensor]:
+        """The tangents of the result, of the gradient for the score, and of those for captured tensors."""
+        shape = self.scores.shape
+        score_t, grad_t, *others = self.directions
+        symbols = {"score": self.scores, **indices(shape), "grad": upstream(shape), "score_tangent": score_t, "grad_tangent": grad_t}
+        tensors = [*(t.double() if t.is_floating_point() else t for t in self.tensors), *others]
+
+        def value(expr):
+            return torch.zeros(shape, dtype=torch.float64) if expr is None else compute(expr, symbols, tensors, self.scalars).expand(shape)
+
+        found = {"result": value(self.derived.result), "score": value(self.derived.of_score)}
+        for load, tangent in self.derived.of_loads:
+            total = torch.zeros(self.tensors[load.attr].shape, dtype=torch.float64)
+            places = tuple(compute(i, symbols, tensors, self.scalars).long().expand(shape) for i in load.args)
+            each = value(tangent)
+            total = total.index_put(places, each, accumulate=True) if places else each.sum()
+            name = next(k for k, v in self.captured.items() if v is self.tensors[load.attr])
+            found[name] = found.get(name, 0.0) + total
+        return found
+
+    def theirs(self) -> dict[str, torch.Tensor]:
+        """The same by torch.func."""
+        names = [next(k for k, v in self.captured.items() if v is self.tensors[i]) for i in self.moving]
+        leaves = [self.scores, *(self.tensors[i].double() for i in self.moving)]
+        text, plain = self.expression.replace(".float()", ".double()"), {"torch": torch, "F": F, "math": math}
+
+        def result(*x):
+            found = eval(
+                text, {**plain, **self.captured, **indices(self.scores.shape), "score": x[0], **dict(zip(names, x[1:], strict=True))}
+            )
+            return found.double().expand(self.scores.shape)
+
+        def gradients(grad, *x):
+            return torch.func.grad(lambda x: (result(*x) * grad).sum())(x)
+
+        score_t, grad_t, *others = self.directions
+        moved = torch.func.jvp(gradients, (upstream(self.scores.shape), *leaves), (grad_t, score_t, *others))[1]
+        found = torch.func.jvp(result, tuple(leaves), (score_t, *others))[1]
+        return {"result": found, **dict(zip(("score", *names), moved, strict=True))}

@@ -1,0 +1,215 @@
+"""torch.func through attention: grad, vjp, jvp, vmap over batches and over what mods capture, jacobians and hessians, functional_call."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.utils._pytree import tree_leaves
+
+from flexpress import create_block_mask, flex_attention, mods, scaled_dot_product_attention, varlen_attention
+from flexpress.flash import flash_attn_func
+from support.dense import dense_attention
+from support.devices import DEVICES
+from support.tangents import assert_as_exact
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+BATCHES = {  # of q, k, v, slopes and lengths: where each has the mapped dimension
+    "all": (0, 0, 0, 0, 0),
+    "queries": (0, None, None, None, None),
+    "keys": (None, 1, 2, None, None),
+    "slopes": (None, None, None, 1, None),
+    "lengths": (None, None, None, None, 0),
+}
+
+
+def tensors(device: str, batch: int = 2, length: int = 9) -> list[torch.Tensor]:
+    """q, k, v, slopes and lengths, by which a mask and a score_mod see the batch."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = (batch, 2, length, 8), (batch, 1, length + 4, 8), (batch, 1, length + 4, 4), (batch, 2)
+    return [
+        *(torch.randn(s, generator=generator).to(device) for s in shapes),
+        torch.randint(3, length + 4, (batch,), generator=generator).to(device),
+    ]
+
+
+def attention(attend):
+    """Both attentions with the same mods, of q, k, v, slopes and lengths: out and lse."""
+
+    def call(q, k, v, slopes, lengths):
+        def score_mod(score, b, h, q_idx, kv_idx):
+            return torch.tanh(score * slopes[b, h]) * 2 - slopes[b, h] * 0.1 * (q_idx - kv_idx)
+
+        return attend(q, k, v, score_mod, lambda b, h, q_idx, kv_idx: kv_idx < lengths[b] + q_idx // 2)
+
+    return call
+
+
+ours = attention(lambda q, k, v, s, m: flex_attention(q, k, v, s, mask_mod=m, enable_gqa=True, return_lse=True))
+theirs = attention(lambda q, k, v, s, m: dense_attention(q, k, v, s, m)[:2])
+
+
+def exact(x) -> tuple:
+    """Floats in float64."""
+    return tuple(t.double() if t.is_floating_point() else t for t in x)
+
+
+def loss(attend):
+    def of(floats, lengths):
+        out, lse = attend(*floats, lengths)
+        return out.square().sum() + lse.pow(3).sum()
+
+    return of
+
+
+def check(transform, *x) -> None:
+    """What a transform makes of both attentions is the same."""
+    found = tree_leaves(transform(ours)(*x))
+    wanted = tree_leaves(transform(theirs)(*torch.utils._pytree.tree_map(lambda t: t.double() if t.is_floating_point() else t, x)))
+    assert_as_exact(found, wanted, wanted, torch.float32)
+
+
+TRANSFORMS = {  # of a function of floats (a tuple) and lengths
+    "grad": lambda attend: grad(loss(attend)),
+    "vjp": lambda attend: lambda x, n: vjp(lambda x: attend(*x, n), x)[1](tuple(t.detach().cos() for t in attend(*x, n))),
+    "jvp of grad": lambda attend: lambda x, n: jvp(lambda x: grad(loss(attend))(x, n), (x,), (tuple(t.sin() for t in x),)),
+    "grad of grad": lambda attend: grad(lambda x, n: sum(g.square().sum() for g in grad(loss(attend))(x, n))),
+    "grad of jvp": lambda attend: grad(lambda x, n: sum(t.square().sum() for t in jvp(lambda *x: attend(*x, n), x, x)[1])),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transform(name, device):
+    *floats, lengths = tensors(device)
+    check(TRANSFORMS[name], tuple(floats), lengths)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", BATCHES)
+def test_vmap(name, device):
+    """Mods go on to see the batch that they know, and what they capture may be mapped."""
+    plain, dims = tensors(device), BATCHES[name]
+    several = [tensors(device, 6)[i].unflatten(0, (3, 2)).movedim(0, dim or 0) for i, dim in enumerate(dims)]
+    x = [t if dim is None else s for t, s, dim in zip(plain, several, dims, strict=True)]
+    check(lambda attend: vmap(attend, in_dims=dims), *x)
+    if name in ("all", "slopes"):
+        check(lambda attend: vmap(lambda *x: grad(loss(attend))(x[:4], x[4]), in_dims=dims), *x)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nested_vmap(device):
+    x = [t.unflatten(0, (2, 3, 1)) for t in tensors(device, 6)]
+    check(lambda attend: vmap(vmap(attend), in_dims=1), *x)
+    check(lambda attend: vmap(vmap(attend, in_dims=(0, None, None, None, None)), in_dims=(0, 0, 0, 0, 0)), x[0], *(t[:, 0] for t in x[1:]))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_tangents_inside_and_outside_of_vmap(device):
+    *floats, lengths = (t.unflatten(0, (2, 1)) for t in tensors(device))
+    floats = tuple(floats)
+    check(lambda attend: vmap(lambda x, n: jvp(lambda *x: attend(*x, n), x, tuple(t.cos() for t in x))), floats, lengths)
+    check(lambda attend: lambda x, n: jvp(lambda *x: vmap(attend)(*x, n), x, tuple(t.cos() for t in x)), floats, lengths)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_jacobians_and_hessians(device):
+    q, k, v, slopes, lengths = tensors(device, 1, 2)
+
+    def of_some(attend):
+        return lambda q, slopes: attend(q, k.to(q.dtype), v.to(q.dtype), slopes, lengths)
+
+    for jacobian in (jacrev, jacfwd):
+        check(lambda attend, jacobian=jacobian: jacobian(of_some(attend), argnums=(0, 1)), q, slopes)
+    check(lambda attend: hessian(lambda q, slopes: of_some(attend)(q, slopes)[0].square().sum(), argnums=(0, 1)), q, slopes)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_masks_made_before(device):
+    """One that all batch entries share, and one of each."""
+    *floats, _ = tensors(device, 6, 20)
+    x = [t.unflatten(0, (3, 2)) for t in floats[:3]]
+    starts = torch.tensor([2, 5], device=device)
+    for mask_mod, batch in ((mods.causal, None), (lambda b, h, q_idx, kv_idx: kv_idx <= q_idx + starts[b], 2)):
+        mask = create_block_mask(mask_mod, batch, None, 20, 24, device, 16)
+        found = vmap(lambda *x, mask=mask: flex_attention(*x, block_mask=mask, enable_gqa=True))(*x)
+        wanted = torch.stack([flex_attention(*each, block_mask=mask, enable_gqa=True) for each in zip(*x, strict=True)])
+        torch.testing.assert_close(found, wanted)
+
+        def total(*x, mask=mask):
+            return flex_attention(*x, block_mask=mask, enable_gqa=True).square().sum()
+
+        slopes = vmap(grad(total))(*x)
+        torch.testing.assert_close(slopes, torch.stack([grad(total)(*each) for each in zip(*x, strict=True)]))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_batched_gradients(device):
+    """vmap of the backward pass of a plain call."""
+    q = torch.randn(2, 2, 9, 8, device=device, requires_grad=True)
+    starts = torch.tensor([2, 5], device=device)
+    out = flex_attention(q, q, q, mask_mod=lambda b, h, q_idx, kv_idx: kv_idx <= q_idx + starts[b])
+    weights = torch.randn(3, *out.shape, device=device)
+    found = vmap(lambda w: torch.autograd.grad(out, q, w, retain_graph=True)[0])(weights)
+    torch.testing.assert_close(found, torch.stack([torch.autograd.grad(out, q, w, retain_graph=True)[0] for w in weights]))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_functional_call_of_an_ensemble(device):
+    """Gradients of each example, and of each of several models, whose learned bias the mod captures."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project, self.bias = torch.nn.Linear(8, 24), torch.nn.Parameter(torch.randn(2, 16))
+
+        def forward(self, x):
+            q, k, v = (t.unflatten(-1, (2, 4)).transpose(-2, -3)[None] for t in self.project(x).chunk(3, -1))
+            return flex_attention(q, k, v, lambda s, b, h, i, j: s + self.bias[h, i - j + 8], mask_mod=mods.causal).square().sum()
+
+    layers, x = [Layer().to(device) for _ in range(2)], torch.randn(3, 8, 8, device=device)
+    stacked, _ = torch.func.stack_module_state(layers)
+
+    def one(parameters, x):
+        return functional_call(layers[0], parameters, (x,))
+
+    found = vmap(vmap(grad(one), in_dims=(None, 0)), in_dims=(0, None))(stacked, x)
+    for i, layer in enumerate(layers):
+        for j, example in enumerate(x):
+            wanted = torch.autograd.grad(layer(example), list(layer.parameters()))
+            for (name, _), g in zip(layer.named_parameters(), wanted, strict=True):
+                torch.testing.assert_close(found[name][i, j], g, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_other_front_doors(device):
+    q = torch.randn(3, 2, 12, 8, device=device)
+    ends = torch.tensor([0, 5, 12], device=device, dtype=torch.int32)
+    doors = [
+        lambda q: scaled_dot_product_attention(q[None], q[None], q[None], is_causal=True),
+        lambda q: flash_attn_func(q.transpose(0, 1)[None], q.transpose(0, 1)[None], q.transpose(0, 1)[None], causal=True),
+        lambda q: varlen_attention(*[q.transpose(0, 1)] * 3, ends, mask_mod=mods.causal),
+    ]
+    for door in doors:
+
+        def total(q, door=door):
+            return door(q).square().sum()
+
+        torch.testing.assert_close(vmap(door)(q), torch.stack([door(each) for each in q]))
+        each = [torch.autograd.functional.vjp(total, t)[1] for t in q]
+        torch.testing.assert_close(vmap(grad(total))(q), torch.stack(each))
+        out, tangent = jvp(total, (q[0],), (q[1],))
+        torch.testing.assert_close(tangent, (each[0] * q[1]).sum(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_not_there_is_refused_in_words(device):
+    q = torch.randn(1, 1, 4, 8, device=device)
+    with pytest.raises(NotImplementedError, match="forward mode over forward mode"):
+        jacfwd(jacfwd(lambda q: flex_attention(q, q, q)))(q)
+    with pytest.raises(NotImplementedError, match="this would be a third"):
+        total = lambda q: flex_attention(q, q, q).square().sum()  # noqa: E731
+        for _ in range(2):
+            total = lambda q, inner=total: grad(inner)(q).square().sum()  # noqa: E731
+        grad(total)(q)
