@@ -25,6 +25,15 @@ EXPRESSIONS = {  # of a mod, and of the dense reference with everything material
     "greatest": ("score + table[h, kv_idx].relu().amax(0)", "score + table.relu().amax(-1)[:, None]"),
     "slice": ("score + torch.sum(torch.tanh(table[h, kv_idx])[1:3], -1)", "score + torch.tanh(table)[..., 1:3].sum(-1)[:, None]"),
     "element": ("score + (table[h, kv_idx] * 2)[-1]", "score + table[..., -1][:, None] * 2"),
+    "norm": (
+        "score - torch.linalg.norm(place[q_idx] - place[kv_idx])",
+        "score - torch.where((place[:, None] == place).all(-1), 0.0, (place[:, None] - place + 1e-30).norm(dim=-1))",
+    ),
+    "matrix": ("score + weights[:3] @ (frames[q_idx] @ place[kv_idx])", "score + torch.einsum('c,qcd,kd->qk', weights[:3], frames, place)"),
+    "joined": (
+        "score + torch.stack([place[q_idx].view(3, 1).flatten(), place[kv_idx]]).mean(0).amax()",
+        "score + ((place[:, None] + place) / 2).amax(-1)",
+    ),
     "scaled by the score": ("(score * table[h, kv_idx]).sum()", "score * table.sum(-1)[:, None]"),
 }
 
@@ -35,7 +44,7 @@ def mod_of(expression: str, **captured):
 
 def captured(device: str) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    shapes = {"place": (LENGTH, 3), "table": (2, LENGTH, 4), "weights": (4,)}
+    shapes = {"place": (LENGTH, 3), "table": (2, LENGTH, 4), "weights": (4,), "frames": (LENGTH, 3, 3)}
     return {name: torch.randn(shape, generator=generator).to(device).requires_grad_() for name, shape in shapes.items()}
 
 
@@ -59,6 +68,25 @@ def test_integers_are_summed_in_int64_and_halves_in_float32():
     mask = lambda b, h, q_idx, kv_idx: (numbers[q_idx].sum() == 300) & (halves[q_idx].sum(-1) == 60000.0)  # noqa: E731
     assert create_mask(mask, None, None, 1, 1, "cpu").item()
     assert create_block_mask(mask, None, None, 1, 1, "cpu").sparsity() == 0.0
+
+
+@pytest.mark.parametrize(
+    "text, dense",
+    [
+        ("(tags[q_idx] == tags[kv_idx]).any()", "(tags[:, None] == tags).any(-1)"),
+        ("(tags[q_idx] >= tags[kv_idx]).all(-1)", "(tags[:, None] >= tags).all(-1)"),
+        ("torch.cdist(place[q_idx][None], place[kv_idx][None]).squeeze() < 2.0", "torch.cdist(place, place) < 2.0"),
+        ("(place[q_idx].unsqueeze(0) * place[kv_idx]).sum((0, 1)) > 0", "place @ place.T > 0"),
+    ],
+)
+def test_masks_of_vectors(text, dense):
+    values = {"torch": torch, "place": captured("cpu")["place"].detach(), "tags": torch.randint(0, 9, (LENGTH, 3))}
+    mask = eval(f"lambda b, h, q_idx, kv_idx: {text}", values)
+    assert torch.equal(create_mask(mask, None, None, LENGTH, LENGTH, "cpu")[0, 0], eval(dense, values))
+    blocks = create_block_mask(mask, None, None, LENGTH, LENGTH, "cpu", BLOCK_SIZE=16)
+    q, k, v = torch.randn(3, 1, 1, LENGTH, 16)
+    exact, *_ = dense_attention(q, k, v, None, lambda *_: eval(dense, values))
+    torch.testing.assert_close(flex_attention(q, k, v, block_mask=blocks).double(), exact, atol=1e-5, rtol=1e-5)
 
 
 def test_another_length_of_vectors_is_another_kernel_and_other_tensors_are_not():
