@@ -108,8 +108,8 @@ def plan_gradients(case: TangentCase, backend: str, arch: str, score: Moved | No
     for name, own, written in (("tangent_dkv", True, ("dk", "dv")), ("tangent_dq", False, ("dq",))):
         captured, text = tuple(r for r in roles if (r[0] == "column") is own), None
         if score:
-            derived = score.tangents.derived.score, captured, False, score.tangents.of_score
-            text = mod_text(*score.mod, _SYMBOLS, target, tile="qk", differential=Differential(*derived), tangent=score.tangents.result)
+            derived = Differential(score.tangents.derived.score, captured, False, tangent=score.tangents.of_score)
+            text = mod_text(*score.mod, _SYMBOLS, target, tile="qk", differential=derived, tangent=score.tangents.result)
         gathered = tuple(zip(text.gradient.captured, (load for _, load, _ in captured), strict=True)) if text else ()
         slabs = any(role == "slab" for role, _, _ in captured)
         found = [pointer(t.upper(), dtype, _SHAPES[t[0]]) for t in inputs]

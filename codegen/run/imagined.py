@@ -92,7 +92,7 @@ class Imagined:
 
     def tangent(self, target: str) -> tuple[TangentCase, str, str, Moved | None, Mod | None]:
         """Tangents of gradients, in a direction in which all moves, as plans take them."""
-        q, k, v, do = self._tensors()
+        q, k, v, do = self.tensors()
         named = {"q": q, "k": k, "v": v, "qt": q, "kt": k, "vt": v, "do": do, "o": do, "ot": do, "dq": q, "dk": k, "dv": v}
         score, captured = self.bound[0], self.backward(target).case.captured
         details = dict(captured=captured, wanted=captured, deterministic=self.deterministic, lse_gradient=self.lse_gradient)
