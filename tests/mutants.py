@@ -978,6 +978,13 @@ LAUNCHES = [
         named("interrupts", "left_switched or first_switch"),
         "what an interrupt left switched stays so",
     ),
+    Mutant(
+        "codegen/device/interpreter_operands.py",
+        "name in _NUMBERS and abs(number) < 2**31",
+        "name in _NUMBERS",
+        named("operands", "int32"),
+        "the interpreter makes numbers of int32 that have no room in it",
+    ),
 ]
 
 _TRANSFORMERS, _REGISTRY = "flexpress/integrations/transformers.py", "flexpress/integrations/torch.py"
