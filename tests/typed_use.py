@@ -121,6 +121,8 @@ def recipes(slopes: Tensor, ids: Tensor) -> None:
     assert_type(mods.graph_neighbors(mods.graph_distances(ids, 8, 4), 2), MaskMod)
     assert_type(mods.compose_scores(mods.graph_bias(ids, slopes), mods.disentangled(slopes, slopes)), ScoreMod)
     assert_type(mods.compose_scores(mods.forget_gate(slopes), mods.yarn_temperature(8)), ScoreMod)
+    assert_type(mods.within_radius(slopes, 0.5), MaskMod)
+    assert_type(mods.compose_scores(mods.gaussian_distances(*[slopes] * 4), mods.invariant_points(slopes, slopes, slopes)), ScoreMod)
     lam = mods.differential_lambda(slopes, slopes, slopes, slopes, layer=2)
     assert_type(mods.differential(flex_attention, slopes, slopes, slopes, lam, mask_mod=mods.causal), Tensor)
 
