@@ -8,7 +8,7 @@ from flexpress.derivatives import gradients_of
 from flexpress.problem import Problem, dense
 
 from .codegen.compiling import runs_uncompiled
-from .codegen.mod.tensors import check_values, is_transformed
+from .codegen.mod.tensors import check_values, is_transformed, is_unseen
 from .codegen.run.backward import backward, begin
 from .codegen.run.call import Bound, Rows
 from .codegen.run.captured import apart
@@ -57,9 +57,11 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, d_out, d_lse, _):
         if d_out is None and d_lse is None:
             return (None,) * len(ctx.needs_input_grad)
-        transformed = is_transformed()
-        if not transformed:
-            check_values("the backward pass of flex_attention")
+        transformed = False
+        if not is_unseen():
+            transformed = is_transformed()
+            if not transformed:
+                check_values("the backward pass of flex_attention")
         q, k, v, out, values, *others = ctx.saved_tensors
         captured, mask_tensors = others[: ctx.count], others[ctx.count :]
         score, mask = ctx.bound.score, ctx.bound.mask
@@ -67,7 +69,7 @@ class _Attention(torch.autograd.Function):
             q=q, k=k, v=v, score=score and (score[0], [*captured, *score[1]]), mask=mask and (mask[0], [*mask_tensors, *mask[1]])
         )
         if transformed or torch.is_grad_enabled():
-            return None, None, None, *_differentiable(ctx, bound, (d_out, d_lse, out, values), mask_tensors)
+            return None, None, None, *_differentiable(ctx, bound, (d_out, d_lse, out.detach(), values), mask_tensors)
         d_out, d_lse = (g if g is None else dense("gradient of flex_attention's output", g) for g in (d_out, d_lse))
         d_out = torch.zeros_like(out) if d_out is None else d_out
         with torch.no_grad():
