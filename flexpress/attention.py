@@ -15,7 +15,7 @@ from flexpress.opened_masks import mask_of_parts, parts_of_mask
 from flexpress.probabilities import NOT_OVER_DEVICES, NOT_WITH_SINKS, look, wanted_of
 from flexpress.sinks import fold_sinks
 
-from .codegen.mod.tensors import ORDINARY, is_distributed
+from .codegen.mod.tensors import ORDINARY, check_still, is_distributed
 from .codegen.run.statistics import Statistics, Wanted
 
 if TYPE_CHECKING:
@@ -304,6 +304,7 @@ def _attend_in_context(context, arguments: tuple, want_max: bool, deterministic:
 
     check_plan(context)
     query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod = arguments
+    check_still("flex_attention with context=", query, key, value)
     if block_mask is not None or mask_mod is not None:
         raise ValueError(
             "with context= the plan has the mask: make it as ContextPlan(..., mask_mod=...), and leave block_mask and mask_mod out"

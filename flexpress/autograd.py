@@ -8,7 +8,7 @@ from flexpress.derivatives import gradients_of
 from flexpress.problem import Problem, dense
 
 from .codegen.compiling import runs_uncompiled
-from .codegen.mod.tensors import check_values, is_transformed
+from .codegen.mod.tensors import check_values, is_transformed, is_unseen
 from .codegen.run.backward import backward, begin
 from .codegen.run.call import Bound, ExtraInputs, Rows
 from .codegen.run.captured import apart
@@ -62,9 +62,11 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, d_out, d_lse, _):
         if d_out is None and d_lse is None:
             return (None,) * len(ctx.needs_input_grad)
-        transformed = is_transformed()
-        if not transformed:
-            check_values("the backward pass of flex_attention")
+        transformed = False
+        if not is_unseen():
+            transformed = is_transformed()
+            if not transformed:
+                check_values("the backward pass of flex_attention")
         q, k, v, out, values, sinks, seed, *others = ctx.saved_tensors
         captured, mask_tensors, places = others[: ctx.count], others[ctx.count : ctx.count_all], others[ctx.count_all :]
         score, mask = ctx.bound.score, ctx.bound.mask
@@ -72,7 +74,7 @@ class _Attention(torch.autograd.Function):
             q=q, k=k, v=v, score=score and (score[0], [*captured, *score[1]]), mask=mask and (mask[0], [*mask_tensors, *mask[1]])
         )
         if ctx.extras is None and (transformed or torch.is_grad_enabled()):
-            return None, None, None, *_differentiable(ctx, bound, (d_out, d_lse, out, values), mask_tensors)
+            return None, None, None, *_differentiable(ctx, bound, (d_out, d_lse, out.detach(), values), mask_tensors)
         if transformed:
             raise NotImplementedError(NOT_WITH_EXTRAS)
         extras = ctx.extras and ctx.extras._replace(sinks=sinks if ctx.needs_input_grad[6] else None, seed=seed, places=tuple(places))

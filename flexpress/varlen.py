@@ -16,7 +16,7 @@ from flexpress.recorded import Recorded
 from flexpress.sinks import fold_sinks
 from flexpress.transformed import Transformed
 
-from .codegen.mod.tensors import ORDINARY, followed, is_distributed, is_transformed, read_captured, untransformed
+from .codegen.mod.tensors import ORDINARY, check_still, followed, is_distributed, read_captured, untransformed
 from .codegen.run.call import Bound
 
 if TYPE_CHECKING:
@@ -178,12 +178,12 @@ def varlen_attention(
 
     Source of the layout: flash_attn_varlen_func of FlashAttention (Dao 2023, arXiv 2307.08691).
     """
-    followed("varlen_attention")
     arguments = q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, deterministic
     dropout = read_dropout(dropout_p, dropout_seed, q.device) if dropout_p else None
     if dropout is not None and (context is not None or is_distributed(q)):
         raise NotImplementedError("dropout_p of DTensors, or with context=, is not there: leave it out, or drop what attention returns")
     if context is not None:
+        check_still("varlen_attention with context=", q, k, v)
         from flexpress.context_varlen import attend_varlen_in_context
 
         out, lse = attend_varlen_in_context(context, *arguments)
@@ -243,9 +243,10 @@ def packed_call(
     dropout=None,
 ) -> Bound | Recorded | Transformed:
     """The call of flex_attention that attends within packed sequences: of one batch entry, heads before tokens."""
+    transformed = followed("varlen_attention")
     check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
     lengths = cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0]
-    if is_transformed():
+    if transformed:
         with untransformed():
             packing = packing_of(*lengths)
     else:

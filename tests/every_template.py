@@ -3,7 +3,7 @@
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/every_template.py
     compute-sanitizer --tool racecheck --error-exitcode 1 python tests/every_template.py hopper
 
-Parts of it may be named, as the whole takes many minutes there: portable, sequences, serving, prompts, hopper.
+Parts of it may be named, as the whole takes many minutes there: portable, tangents, sequences, serving, prompts, hopper.
 """
 
 from __future__ import annotations
@@ -78,6 +78,26 @@ def portable() -> None:
                 torch.autograd.grad(out, (q, k, v, tensor), torch.randn_like(out))
 
 
+def tangents() -> None:
+    """Forward mode and second derivatives, with every way to gather gradients of captured tensors."""
+    learned = torch.rand(2, device="cuda"), torch.randn(LENGTH, device="cuda"), torch.randn(2, 2 * LENGTH, device="cuda")
+    mask = create_block_mask(mods.causal, None, None, LENGTH, LENGTH, "cuda", 64)
+    for dtype, head_dim in ((torch.bfloat16, 64), (torch.float16, 80), (torch.float32, 40)):
+        x = [torch.randn(2, heads, LENGTH, head_dim, device="cuda", dtype=dtype) for heads in (2, 1, 1)]
+
+        def attend(q, k, v, slopes, keys, table):
+            def score_mod(s, b, h, m, n):
+                return torch.tanh(s) * keys[n] + slopes[h] * table[h, m - n + LENGTH] * keys[m]
+
+            return flex_attention(q, k, v, score_mod, mask, enable_gqa=True)
+
+        torch.func.jvp(attend, (*x, *learned), (*x, *learned))
+        inputs = [t.clone().requires_grad_() for t in (*x, *learned)]
+        out = attend(*inputs)
+        first = torch.autograd.grad(out, inputs, torch.randn_like(out), create_graph=True)
+        torch.autograd.grad(first, inputs, [torch.randn_like(g) for g in first])
+
+
 def sequences() -> None:
     """Packed sequences whose blocks begin where they do, and packed ones."""
     for lengths in ([131, 1500, 0, 700], [131, 70, 1]):
@@ -137,7 +157,7 @@ def hopper() -> None:
                 torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
 
 
-PARTS = {part.__name__: part for part in (portable, sequences, serving, prompts, hopper)}
+PARTS = {part.__name__: part for part in (portable, tangents, sequences, serving, prompts, hopper)}
 
 if __name__ == "__main__":
     main(*sys.argv[1:])

@@ -84,7 +84,10 @@ def is_moving(tensor) -> bool:
 
 def followed(name: str) -> bool:
     """Is the public function `name` called inside transforms that it follows? NotImplementedError for those that it does not."""
-    if _transform() is not None:
+    if _transform() is None:
+        if _traced():
+            check_surroundings(name)
+    else:
         kinds = torch._C._functorch.TransformType
         stack = torch._C._functorch.get_interpreter_stack()
         if any(interpreter.key() not in (kinds.Grad, kinds.Jvp, kinds.Vmap) for interpreter in stack):
@@ -93,8 +96,16 @@ def followed(name: str) -> bool:
                 "and what is made of these"
             )
         return True
-    check_surroundings(name)
     return forward_ad._current_level >= 0
+
+
+def check_still(function: str, *tensors) -> None:
+    """`check_surroundings`, and NotImplementedError for tensors with tangents: for functions that have no derivative there."""
+    check_surroundings(function)
+    if any(map(is_moving, tensors)):
+        raise NotImplementedError(
+            f"{function} was given a dual tensor with a tangent, and has no forward-mode derivative; flex_attention has"
+        )
 
 
 @contextlib.contextmanager
@@ -136,11 +147,7 @@ def is_recorded(function: str, query, key, value) -> bool:
     """`recording`, for a public function that is an operator then, with a quick look first. Raises as `check_surroundings` does."""
     if are_plain(query, key, value) and not query.is_meta:
         return False
-    check_surroundings(function)
-    if any(map(is_moving, (query, key, value))):
-        raise NotImplementedError(
-            f"{function} was given a dual tensor with a tangent, and has no forward-mode derivative; flex_attention has"
-        )
+    check_still(function, query, key, value)
     return recording(query, key)
 
 
