@@ -12,6 +12,7 @@ from flexpress.mods import MaskMod, ScoreMod
 from flexpress.packed_checks import check_packed
 from flexpress.packing import packing_of
 from flexpress.recorded import Recorded
+from flexpress.transformed import Transformed
 
 from .codegen.mod.tensors import ORDINARY, check_still, followed, is_distributed, read_captured, untransformed
 from .codegen.run.call import Bound
@@ -185,7 +186,7 @@ def _attend(q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, ker
 
 def packed_call(
     q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod=None, mask_mod=None, scale=None, kernel_options=None, read=read_captured
-) -> Bound | Recorded:
+) -> Bound | Recorded | Transformed:
     """The call of flex_attention that attends within packed sequences: of one batch entry, heads before tokens."""
     transformed = followed("varlen_attention")
     check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
