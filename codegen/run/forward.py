@@ -16,6 +16,7 @@ from ..plan.candidates import Choice, choose
 from ..plan.forward import Blocks, ForwardCase, Mod, Options, are_exact, geometry_of, wants_tma
 from ..registry import INFO, Table
 from .call import Bound, Rows, keys_of
+from .cpu import Cpp
 from .decode import Decode
 from .forward_kernels import Call, Hopper, Portable
 from .launch import Unusable, launch_nothing
@@ -23,7 +24,7 @@ from .layouts import output_like, strides_like
 from .meanwhile import REASON, Meanwhile, awaited_in, must_wait, serving
 from .profiled import in_range, is_profiled, names_of
 
-CANDIDATES = Decode(), Hopper(), Portable()
+CANDIDATES = Cpp(), Decode(), Hopper(), Portable()
 _refused: dict[tuple, str] = Table("forward kernels not used", 1024)  # that were compiled, and why
 _ready: dict[tuple, Ready] = Table("forward calls", 1024)
 _meanwhile: Table = Table("forward calls that others serve", 1024)

@@ -1,0 +1,67 @@
+"""The kernels in C++ as candidates: which calls they serve, and each in calls of a kind."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from ..device import cpp
+from ..device.cpp import CppKernel
+from ..device.kernel import kernel_for
+from ..mod.tensors import LOWEST, check_address
+from ..plan.cpu import CpuPlan, plan_cpu_forward
+from ..plan.forward import scales
+from ..registry import Table
+from ..text.mod_text import mod_values
+from .block_lists import BlockLists
+from .forward_kernels import Call, planned
+
+_plans: dict[tuple, CpuPlan] = Table("plans of kernels in C++", 1024)
+
+
+class Cpp:
+    """The forward kernel for CPUs."""
+
+    name = "CPP"
+
+    def fits(self, call: Call) -> str | None:
+        if call.backend != "cpu":
+            return "the tensors are not on a CPU"
+        if cpp.compiler() is None:
+            return "there is no C++ compiler (g++ or clang++; CXX names another)"
+        if call.case.options.prescale_qk:
+            return "PRESCALE_QK is for the other kernels"
+        return None
+
+    def worthwhile(self, call: Call) -> str | None:
+        return None if os.environ.get("FLEXPRESS_CPU") == "cpp" else "it is taken when asked for"
+
+    def plan(self, call: Call) -> CpuPlan:
+        return plan_cpu_forward(call.case, call.score, call.mask)
+
+    def prepare(self, call: Call, names: tuple[str, ...], lists: BlockLists | None) -> CppRunner:
+        return CppRunner(planned(_plans, self, call), call, names, lists)
+
+
+class CppRunner:
+    """One kernel in calls of a kind (see forward_kernels.Runner)."""
+
+    raw, waits, launches = False, True, ()
+
+    def __init__(self, plan: CpuPlan, call: Call, names: tuple[str, ...], lists: BlockLists | None) -> None:
+        self.plan, self.kernel, self.names = plan, kernel_for(plan.spec, CppKernel), names
+        self.captured = [p.name for m in plan.spec.mods if m for p in m.parameters]
+        geometry, unit = call.geometry, 16 // call.case.dtype.itemsize
+        whole = {name: n * unit if name in geometry.aligned else n for name, n in geometry.numbers.items()}
+        self.numbers = {"Z": call.extents[0], **whole, **scales(call.scale, plan.scale_apart), **(lists.numbers() if lists else {})}
+
+    def run(
+        self, tensors: list[torch.Tensor], addresses: list[int] | None, score: list | None, mask: list | None, lists: BlockLists | None
+    ) -> None:
+        """Fill the outputs among `tensors`."""
+        values = mod_values(self.plan, score, mask)
+        for tensor in (t for t in (*tensors, *values) if isinstance(t, torch.Tensor) and t.data_ptr() < LOWEST):
+            check_address(tensor)
+        named = zip(self.names, (*tensors, *(lists.tables if lists else ())), strict=True)
+        self.kernel.call({**self.numbers, **dict(named), **dict(zip(self.captured, values, strict=True))})

@@ -1,0 +1,91 @@
+// Tiles: small float32 matrices in a thread's own memory, their products, and how they are read and written.
+#pragma once
+
+namespace flexpress {
+
+// 2 to the power of x <= 127, to float32's rounding; 0 below 2^-126. A tenth of what Sleef's takes
+INLINE Float fast_exp2(Float x) {
+    x = where(x < -127.0f, -127.0f, x);
+    const Float shifted = x + 12582912.0f;  // 1.5 * 2^23: the nearest whole number is the end of the mantissa
+    const Float r = x - (shifted - 12582912.0f);
+    Float p = 0.00015461447765119374f * r + 0.0013390866806730628f;  // (2^r - 1) / r for |r| <= 1/2, off by 5e-9
+    p = p * r + 0.009618056938052177f;
+    p = p * r + 0.055503569543361664f;
+    p = p * r + 0.24022650718688965f;
+    p = p * r + 0.6931471824645996f;
+    p = p * r + 1.0f;
+    return p * bits_of<Float>((bits_of<Int>(shifted) << 23) + 0x3F800000);
+}
+
+// a * b rounded: no product that the compiler could put unrounded into a sum
+INLINE Float rounded_product(Float a, Float b) {
+    Float::Native x = (a * b).v;
+    asm("" : "+" REGISTER(x));
+    return Float(x);
+}
+
+// ROWS rows and VECTORS vectors of C = A B, with ADD of C += A B, in registers
+template <int ROWS, int VECTORS, bool ADD>
+INLINE void product(int depth, const float* a, int64_t a_row, int64_t a_depth, const float* b, int64_t b_row, float* c, int64_t c_row) {
+    Float sum[ROWS][VECTORS];
+    for (int i = 0; i < ROWS; ++i)
+        for (int j = 0; j < VECTORS; ++j) sum[i][j] = ADD ? load_lanes(c + i * c_row + j * LANES) : Float(0.0f);
+    for (int k = 0; k < depth; ++k) {
+        Float right[VECTORS];
+        for (int j = 0; j < VECTORS; ++j) right[j] = load_lanes(b + k * b_row + j * LANES);
+        for (int i = 0; i < ROWS; ++i)
+            for (int j = 0; j < VECTORS; ++j) sum[i][j] += a[i * a_row + k * a_depth] * right[j];
+    }
+    for (int i = 0; i < ROWS; ++i)
+        for (int j = 0; j < VECTORS; ++j) store_lanes(c + i * c_row + j * LANES, sum[i][j]);
+}
+
+template <int ROWS, int VECTORS, bool ADD>
+INLINE void last_rows(int rows, int depth, const float* a, int64_t a_row, int64_t a_depth, const float* b, int64_t b_row, float* c, int64_t c_row) {
+    if constexpr (ROWS > 0) {
+        if (rows == ROWS) product<ROWS, VECTORS, ADD>(depth, a, a_row, a_depth, b, b_row, c, c_row);
+        else last_rows<ROWS - 1, VECTORS, ADD>(rows, depth, a, a_row, a_depth, b, b_row, c, c_row);
+    }
+}
+
+// C [rows, COLUMNS] = A B, with ADD of C += A B. A [rows, depth] has elements a[i * a_row + k * a_depth], one of which is 1
+template <int COLUMNS, bool ADD>
+__attribute__((noinline)) void multiply(
+    int rows, int depth, const float* a, int64_t a_row, int64_t a_depth, const float* b, int64_t b_row, float* c, int64_t c_row) {
+    constexpr int VECTORS = COLUMNS / LANES % PRODUCT_VECTORS == 0 ? PRODUCT_VECTORS : COLUMNS / LANES % 2 == 0 ? 2 : 1;
+    for (int j = 0; j < COLUMNS; j += VECTORS * LANES) {
+        int i = 0;
+        for (; i + PRODUCT_ROWS <= rows; i += PRODUCT_ROWS)
+            product<PRODUCT_ROWS, VECTORS, ADD>(depth, a + i * a_row, a_row, a_depth, b + j, b_row, c + i * c_row + j, c_row);
+        last_rows<PRODUCT_ROWS - 1, VECTORS, ADD>(rows - i, depth, a + i * a_row, a_row, a_depth, b + j, b_row, c + i * c_row + j, c_row);
+    }
+}
+
+// [count, WIDTH] of a tensor as float32 rows; what is past `columns` is 0
+template <int WIDTH, class T>
+INLINE void read_rows(float* to, const T* from, int64_t row, int64_t unit, int count, int columns) {
+    for (int i = 0; i < count; ++i) {
+        if (unit == 1) for (int d = 0; d < columns; ++d) to[i * WIDTH + d] = widened(from[i * row + d]);
+        else for (int d = 0; d < columns; ++d) to[i * WIDTH + d] = widened(from[i * row + d * unit]);
+        for (int d = columns; d < WIDTH; ++d) to[i * WIDTH + d] = 0;
+    }
+}
+
+// the same transposed, [columns, WIDTH]; what is past `count` is 0
+template <int WIDTH, class T>
+INLINE void read_columns(float* to, const T* from, int64_t row, int64_t unit, int count, int columns) {
+    for (int d = 0; d < columns; ++d) {
+        for (int i = 0; i < count; ++i) to[d * WIDTH + i] = widened(from[i * row + d * unit]);
+        for (int i = count; i < WIDTH; ++i) to[d * WIDTH + i] = 0;
+    }
+}
+
+// memory of a thread's own
+template <class T>
+struct Owned {
+    T* const at = new (std::align_val_t(64)) T;
+    ~Owned() { operator delete(at, std::align_val_t(64)); }
+    T* operator->() const { return at; }
+};
+
+}  // namespace flexpress
