@@ -275,6 +275,8 @@ template <class X> INLINE auto sign(X x) {
     return where(x > 0, T(1), T(0)) - where(x < 0, T(1), T(0));
 }
 
+template <class X> INLINE auto zeros_like(X) { return Lane<X>(0); }
+
 // NaN where one is
 template <class A, class B> INLINE auto minimum(A a, B b) { return where((a < b) | (a != a), a, b); }
 template <class A, class B> INLINE auto maximum(A a, B b) { return where((a > b) | (a != a), a, b); }

@@ -17,11 +17,10 @@ INLINE Float fast_exp2(Float x) {
     return p * bits_of<Float>((bits_of<Int>(shifted) << 23) + 0x3F800000);
 }
 
-// a * b rounded: no product that the compiler could put unrounded into a sum
-INLINE Float rounded_product(Float a, Float b) {
-    Float::Native x = (a * b).v;
-    asm("" : "+" REGISTER(x));
-    return Float(x);
+// x rounded: no product that the compiler could put unrounded into a sum
+INLINE Float rounded(Float x) {
+    asm("" : "+" REGISTER(x.v));
+    return x;
 }
 
 // ROWS rows and VECTORS vectors of C = A B, with ADD of C += A B, in registers
@@ -48,17 +47,22 @@ INLINE void last_rows(int rows, int depth, const float* a, int64_t a_row, int64_
     }
 }
 
-// C [rows, COLUMNS] = A B, with ADD of C += A B. A [rows, depth] has elements a[i * a_row + k * a_depth], one of which is 1
+template <int VECTORS, bool ADD>
+INLINE void product_of_rows(int rows, int depth, const float* a, int64_t a_row, int64_t a_depth, const float* b, int64_t b_row, float* c, int64_t c_row) {
+    int i = 0;
+    for (; i + PRODUCT_ROWS <= rows; i += PRODUCT_ROWS)
+        product<PRODUCT_ROWS, VECTORS, ADD>(depth, a + i * a_row, a_row, a_depth, b, b_row, c + i * c_row, c_row);
+    last_rows<PRODUCT_ROWS - 1, VECTORS, ADD>(rows - i, depth, a + i * a_row, a_row, a_depth, b, b_row, c + i * c_row, c_row);
+}
+
+// C [rows, COLUMNS] = A B, with ADD of C += A B. A [rows, depth] has elements a[i * a_row + k * a_depth]
 template <int COLUMNS, bool ADD>
 __attribute__((noinline)) void multiply(
     int rows, int depth, const float* a, int64_t a_row, int64_t a_depth, const float* b, int64_t b_row, float* c, int64_t c_row) {
-    constexpr int VECTORS = COLUMNS / LANES % PRODUCT_VECTORS == 0 ? PRODUCT_VECTORS : COLUMNS / LANES % 2 == 0 ? 2 : 1;
-    for (int j = 0; j < COLUMNS; j += VECTORS * LANES) {
-        int i = 0;
-        for (; i + PRODUCT_ROWS <= rows; i += PRODUCT_ROWS)
-            product<PRODUCT_ROWS, VECTORS, ADD>(depth, a + i * a_row, a_row, a_depth, b + j, b_row, c + i * c_row + j, c_row);
-        last_rows<PRODUCT_ROWS - 1, VECTORS, ADD>(rows - i, depth, a + i * a_row, a_row, a_depth, b + j, b_row, c + i * c_row + j, c_row);
-    }
+    constexpr int WIDTH = PRODUCT_VECTORS * LANES, REST = COLUMNS % WIDTH / LANES;
+    for (int j = 0; j + WIDTH <= COLUMNS; j += WIDTH) product_of_rows<PRODUCT_VECTORS, ADD>(rows, depth, a, a_row, a_depth, b + j, b_row, c + j, c_row);
+    constexpr int LAST = COLUMNS - COLUMNS % WIDTH;
+    if constexpr (REST > 0) product_of_rows<REST, ADD>(rows, depth, a, a_row, a_depth, b + LAST, b_row, c + LAST, c_row);
 }
 
 // [count, WIDTH] of a tensor as float32 rows; what is past `columns` is 0
@@ -78,6 +82,19 @@ INLINE void read_columns(float* to, const T* from, int64_t row, int64_t unit, in
         for (int i = 0; i < count; ++i) to[d * WIDTH + i] = widened(from[i * row + d * unit]);
         for (int i = count; i < WIDTH; ++i) to[d * WIDTH + i] = 0;
     }
+}
+
+// the gradient of a captured tensor, `value` at each position, into its element: added up, or stored where no other has the same
+template <class T> INLINE void put(T* to, float value, bool adds) { narrow(adds ? widened(*to) + value : value, *to); }
+template <bool ADD, class T, class O, class C, class X>
+INLINE void scatter(T* to, O offset, C inside, X value, int count) {
+    for (int i = 0; i < LANES && i < count; ++i)
+        if (lane(inside, i)) put(to + lane(offset, i), lane(value, i), ADD);
+}
+template <class X> INLINE float sum_of_lanes(X x, int count) {
+    float sum = 0;
+    for (int i = 0; i < LANES && i < count; ++i) sum += lane(x, i);
+    return sum;
 }
 
 // memory of a thread's own

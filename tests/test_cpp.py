@@ -1,4 +1,4 @@
-"""Kernels in C++ against dense float64 attention: any problem, as for the interpreter."""
+"""Kernels in C++ against torch: operations, and attention and its gradients of any problem, as for the interpreter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from hypothesis import given, settings
 
 from flexpress import cache_clear, explain, mods
 from support.attention import check_attention
+from support.evaluate import check
+from support.gradients import check_gradients, gradient_problems
 from support.problems import problems
+
+EXAMPLES = int(os.environ.get("FLEXPRESS_CPU_EXAMPLES", "6"))  # `make test-cpu` draws more
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -23,10 +27,36 @@ def compiled():
     cache_clear()
 
 
-@settings(max_examples=10)
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "(q_idx - kv_idx) // 3 + (kv_idx - 7) % 5 + (q_idx - 4) ** 3 + (kv_idx >> 1) - (h << 2)",
+        "torch.where((q_idx < kv_idx) ^ (h == 1), torch.minimum(score, x[q_idx]), x[kv_idx] / (score + 300))",
+        "score // x[kv_idx] + score % 7 + torch.round(score) + torch.floor(x[q_idx]) - torch.sign(score)",
+        "torch.tanh(score / 9) + torch.exp(-torch.abs(score)) + torch.erf(score) + torch.log1p(score * score) + torch.sigmoid(score)",
+        "(i8[q_idx] * i8[kv_idx] + 100).float() + (u8[kv_idx] - u8[q_idx]).float() + score",
+        "(score.to(torch.bfloat16) + score.half() + x[(q_idx - kv_idx) % 24]).float()",
+    ],
+)
+def test_operations(expression):
+    """Vectors of queries, numbers that they share, and both together; those of 8 bits wrap around."""
+    generator = torch.Generator().manual_seed(0)
+    small = [torch.randint(0, 120, (24,), generator=generator).to(dtype) for dtype in (torch.int8, torch.uint8)]
+    captured = {"x": torch.randn(24, generator=generator), "i8": small[0], "u8": small[1]}
+    scores = torch.randn(2, 2, 20, 24, generator=generator) * 10
+    check(expression, scores, captured)
+
+
+@settings(max_examples=EXAMPLES)
 @given(problems("cpu"))
 def test_any_problem(p):
     check_attention(p, "cpu")
+
+
+@settings(max_examples=EXAMPLES // 2)
+@given(gradient_problems("cpu"))
+def test_any_gradient(p):
+    check_gradients(p, "cpu")
 
 
 def test_explain_names_the_kernel():

@@ -3,6 +3,7 @@
 The compiler is $CXX or c++, as for torch's own extensions. Code is named by the
 kernel's text, the compiler's version, the flags and the CPU.
 
+    FLEXPRESS_CPU        "interpreter": nothing is compiled for CPUs, and Triton's interpreter runs the portable kernels
     FLEXPRESS_CXXFLAGS   more flags, behind ours
 """
 
@@ -26,7 +27,6 @@ from pathlib import Path
 import torch
 
 from .. import logs, progress
-from ..mod.errors import RenderError
 from ..registry import INFO, remembered
 from ..text.cpp import c_type, captured_numbers
 from ..text.spec import KernelSpec
@@ -40,6 +40,13 @@ _CTYPES = {"float": ctypes.c_float, "int32_t": ctypes.c_int32, "int64_t": ctypes
 def compiler() -> str | None:
     """The compiler's path; None if there is none."""
     return shutil.which(os.environ.get("CXX") or "c++")
+
+
+def refusal() -> str | None:
+    """Why nothing is compiled for CPUs, or None."""
+    if os.environ.get("FLEXPRESS_CPU", "").lower() == "interpreter":
+        return "FLEXPRESS_CPU is interpreter"
+    return None if compiler() else "there is no C++ compiler (g++ or clang++; CXX names another)"
 
 
 @remembered("versions of the compiler", 16)
@@ -56,7 +63,8 @@ def flags() -> list[str]:
     """What kernels are compiled with."""
     arm, apple = platform.machine() in ("arm64", "aarch64"), sys.platform == "darwin"
     found = ["-std=gnu++17", "-O3", "-mcpu=native" if arm else "-march=native", "-fPIC", "-shared"]
-    found += [] if arm else ["-mprefer-vector-width=512"]
+    # g++ 12 loses roundings to half precision where the CPU has instructions for sums of such numbers, which no kernel wants
+    found += [] if arm else ["-mprefer-vector-width=512", "-mno-avx512fp16"]
     # integers wrap around as torch's do; a * b + c is one operation; no function sets errno or traps
     found += ["-fwrapv", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]
     found += ["-Xpreprocessor", "-fopenmp", "-lomp"] if apple else ["-fopenmp"]  # torch's own library, which the process has loaded
@@ -85,12 +93,16 @@ class CppKernel(Kernel):
         self.arguments = type("Arguments", (ctypes.Structure,), {"_fields_": names})
         self._function = None
 
-    def call(self, values: Mapping[str, object]) -> None:
-        """Run with arguments by the names of parameters."""
-        function = self._function or self._turn.run(self._built)
+    def call(self, values: Mapping[str, object], threads: int | None = None) -> None:
+        """Run with arguments by the names of parameters, by torch's threads or fewer."""
+        function = self.function()
         plain = (values[name] for name, _ in self.arguments._fields_)
         given = self.arguments(*(v.data_ptr() if isinstance(v, torch.Tensor) else v for v in plain))
-        function(ctypes.byref(given), torch.get_num_threads())
+        function(ctypes.byref(given), threads or torch.get_num_threads())
+
+    def function(self):
+        """The compiled function."""
+        return self._function or self._turn.run(self._built)
 
     def _built(self):
         if self._function is None:
@@ -116,19 +128,30 @@ class CppKernel(Kernel):
         return f"{self.path.stem}.{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
     def _compile(self) -> bytes:
-        path = compiler()
-        if path is None:
-            raise RuntimeError("there is no C++ compiler; install g++ or clang++, or set CXX to one")
-        with tempfile.TemporaryDirectory(prefix="flexpress-") as place, progress.shown(f"compiling {self.path.stem}"):
-            made = Path(place, "kernel.so")
-            command = [path, "-x", "c++", "-", *flags(), "-o", str(made)]
-            done = subprocess.run(command, input=whole(self.printed.source, str(self.path)), capture_output=True, text=True, cwd=place)
-            if done.returncode:
-                raise RenderError(f"{path} does not compile {self.path}:\n{done.stderr[:4000]}")
-            return made.read_bytes()
+        with progress.shown(f"compiling {self.path.stem}"):
+            return compiled(self.printed.source, str(self.path))
 
 
-def whole(source: str, name: str) -> str:
+def compiled(source: str, name: str) -> bytes:
+    """The library of a print. Raises RuntimeError if there is no compiler, or if it fails."""
+    path = compiler()
+    if path is None:
+        raise RuntimeError("there is no C++ compiler; install g++ or clang++, or set CXX to one")
+    with tempfile.TemporaryDirectory(prefix="flexpress-") as place:
+        made = Path(place, "kernel.so")
+        command = [path, "-x", "c++", "-", *flags(), "-o", str(made)]
+        done = subprocess.run(command, input=whole(source), capture_output=True, text=True, cwd=place)
+        if done.returncode:
+            raise RuntimeError(f"{path} does not compile {name} (FLEXPRESS_CPU=interpreter does without):\n{done.stderr[:4000]}")
+        return made.read_bytes()
+
+
+def tried() -> None:
+    """Compile the headers alone. Raises what `compiled` does."""
+    compiled("".join(f'#include "{header}"\n' for header in _INCLUDES), "the headers of kernels")
+
+
+def whole(source: str) -> str:
     """A print with the headers that it includes: one file."""
     import flexpress.templates
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from ..device import cpp
@@ -28,14 +26,12 @@ class Cpp:
     def fits(self, call: Call) -> str | None:
         if call.backend != "cpu":
             return "the tensors are not on a CPU"
-        if cpp.compiler() is None:
-            return "there is no C++ compiler (g++ or clang++; CXX names another)"
         if call.case.options.prescale_qk:
             return "PRESCALE_QK is for the other kernels"
-        return None
+        return None if call.case.options.backend == self.name and cpp.compiler() else cpp.refusal()
 
     def worthwhile(self, call: Call) -> str | None:
-        return None if os.environ.get("FLEXPRESS_CPU") == "cpp" else "it is taken when asked for"
+        return None
 
     def plan(self, call: Call) -> CpuPlan:
         return plan_cpu_forward(call.case, call.score, call.mask)
@@ -47,7 +43,7 @@ class Cpp:
 class CppRunner:
     """One kernel in calls of a kind (see forward_kernels.Runner)."""
 
-    raw, waits, launches = False, True, ()
+    raw, waits = False, True
 
     def __init__(self, plan: CpuPlan, call: Call, names: tuple[str, ...], lists: BlockLists | None) -> None:
         self.plan, self.kernel, self.names = plan, kernel_for(plan.spec, CppKernel), names
@@ -55,6 +51,11 @@ class CppRunner:
         geometry, unit = call.geometry, 16 // call.case.dtype.itemsize
         whole = {name: n * unit if name in geometry.aligned else n for name, n in geometry.numbers.items()}
         self.numbers = {"Z": call.extents[0], **whole, **scales(call.scale, plan.scale_apart), **(lists.numbers() if lists else {})}
+
+    @property
+    def launches(self) -> tuple[CppRunner, ...]:
+        """What `run` launches."""
+        return (self,)
 
     def run(
         self, tensors: list[torch.Tensor], addresses: list[int] | None, score: list | None, mask: list | None, lists: BlockLists | None

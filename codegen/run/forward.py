@@ -24,7 +24,8 @@ from .layouts import output_like, strides_like
 from .meanwhile import REASON, Meanwhile, awaited_in, must_wait, serving
 from .profiled import in_range, is_profiled, names_of
 
-CANDIDATES = Cpp(), Decode(), Hopper(), Portable()
+CANDIDATES = Decode(), Hopper(), Portable()
+ON_CPU = (Cpp(),)  # before them
 _refused: dict[tuple, str] = Table("forward kernels not used", 1024)  # that were compiled, and why
 _ready: dict[tuple, Ready] = Table("forward calls", 1024)
 _meanwhile: Table = Table("forward calls that others serve", 1024)
@@ -151,7 +152,8 @@ def choice_of(
     q, k, v, _, scale, _, _, lists, _, options = bound
     machine = backend_of(q.device.type), architecture_of(q.device)
     call = case_of((q, k, v), scale, keys, lists and lists.blocks, options, *machine, **outputs)
-    return choose(CANDIDATES, call, options.backend, _refused if not passed_over else {**_refused, **passed_over}), call
+    candidates = (*ON_CPU, *CANDIDATES) if call.backend == "cpu" or options.backend == Cpp.name else CANDIDATES
+    return choose(candidates, call, options.backend, _refused if not passed_over else {**_refused, **passed_over}), call
 
 
 def is_awaited(choice: Choice, call: Call) -> bool:

@@ -106,7 +106,7 @@ def _text(spec: KernelSpec) -> str:
         **words,
         "title": spec.name.replace("_", " "),
         "entry": spec.template,
-        "element": type_name(spec.flag["DTYPE"]) if language is CPP else "",
+        "element": type_name(spec.flag["DTYPE"]) if language is CPP and "DTYPE" in spec.flag else "",
         "libdevice": any(m.libdevice for m in spec.mods if m) or any("libdevice." in t for t in texts),
     }
     return environment().get_template(file_of(spec)).render(context)
