@@ -3,20 +3,6 @@
 
 namespace flexpress {
 
-// 2 to the power of x <= 127, to float32's rounding; 0 below 2^-126. A tenth of what Sleef's takes
-INLINE Float fast_exp2(Float x) {
-    x = where(x < -127.0f, -127.0f, x);
-    const Float shifted = x + 12582912.0f;  // 1.5 * 2^23: the nearest whole number is the end of the mantissa
-    const Float r = x - (shifted - 12582912.0f);
-    Float p = 0.00015461447765119374f * r + 0.0013390866806730628f;  // (2^r - 1) / r for |r| <= 1/2, off by 5e-9
-    p = p * r + 0.009618056938052177f;
-    p = p * r + 0.055503569543361664f;
-    p = p * r + 0.24022650718688965f;
-    p = p * r + 0.6931471824645996f;
-    p = p * r + 1.0f;
-    return p * bits_of<Float>((bits_of<Int>(shifted) << 23) + 0x3F800000);
-}
-
 // x rounded: no product that the compiler could put unrounded into a sum
 INLINE Float rounded(Float x) {
     asm("" : "+" REGISTER(x.v));
@@ -39,20 +25,22 @@ INLINE void product(int depth, const float* a, int64_t a_row, int64_t a_depth, c
         for (int j = 0; j < VECTORS; ++j) store_lanes(c + i * c_row + j * LANES, sum[i][j]);
 }
 
+// the last rows, fewer than 2 ROWS: each power of two once
 template <int ROWS, int VECTORS, bool ADD>
 INLINE void last_rows(int rows, int depth, const float* a, int64_t a_row, int64_t a_depth, const float* b, int64_t b_row, float* c, int64_t c_row) {
     if constexpr (ROWS > 0) {
-        if (rows == ROWS) product<ROWS, VECTORS, ADD>(depth, a, a_row, a_depth, b, b_row, c, c_row);
-        else last_rows<ROWS - 1, VECTORS, ADD>(rows, depth, a, a_row, a_depth, b, b_row, c, c_row);
+        const int done = rows & ROWS;
+        if (done) product<ROWS, VECTORS, ADD>(depth, a, a_row, a_depth, b, b_row, c, c_row);
+        last_rows<ROWS / 2, VECTORS, ADD>(rows, depth, a + done * a_row, a_row, a_depth, b, b_row, c + done * c_row, c_row);
     }
 }
 
 template <int VECTORS, bool ADD>
 INLINE void product_of_rows(int rows, int depth, const float* a, int64_t a_row, int64_t a_depth, const float* b, int64_t b_row, float* c, int64_t c_row) {
+    constexpr int ROWS = VECTORS == 1 ? NARROW_ROWS : PRODUCT_ROWS;
     int i = 0;
-    for (; i + PRODUCT_ROWS <= rows; i += PRODUCT_ROWS)
-        product<PRODUCT_ROWS, VECTORS, ADD>(depth, a + i * a_row, a_row, a_depth, b, b_row, c + i * c_row, c_row);
-    last_rows<PRODUCT_ROWS - 1, VECTORS, ADD>(rows - i, depth, a + i * a_row, a_row, a_depth, b, b_row, c + i * c_row, c_row);
+    for (; i + ROWS <= rows; i += ROWS) product<ROWS, VECTORS, ADD>(depth, a + i * a_row, a_row, a_depth, b, b_row, c + i * c_row, c_row);
+    last_rows<(ROWS > 8 ? 8 : 4), VECTORS, ADD>(rows - i, depth, a + i * a_row, a_row, a_depth, b, b_row, c + i * c_row, c_row);
 }
 
 // C [rows, COLUMNS] = A B, with ADD of C += A B. A [rows, depth] has elements a[i * a_row + k * a_depth]
@@ -75,12 +63,36 @@ INLINE void read_rows(float* to, const T* from, int64_t row, int64_t unit, int c
     }
 }
 
+// LANES elements of a column of a matrix with rows of so many elements
+template <class T> INLINE Float column(const T* from, int64_t row) {
+    Vec<int32_t> at;
+    for (int i = 0; i < LANES; ++i) at.v[i] = i * int32_t(row);
+    return load(from + at);
+}
+
 // the same transposed, [columns, WIDTH]; what is past `count` is 0
 template <int WIDTH, class T>
 INLINE void read_columns(float* to, const T* from, int64_t row, int64_t unit, int count, int columns) {
+    const bool near = row < (1 << 26) && row > -(1 << 26);
     for (int d = 0; d < columns; ++d) {
-        for (int i = 0; i < count; ++i) to[d * WIDTH + i] = widened(from[i * row + d * unit]);
-        for (int i = count; i < WIDTH; ++i) to[d * WIDTH + i] = 0;
+        int i = 0;
+        for (; near && i + LANES <= count; i += LANES) store_lanes(to + d * WIDTH + i, column(from + i * row + d * unit, row));
+        for (; i < count; ++i) to[d * WIDTH + i] = widened(from[i * row + d * unit]);
+        for (; i < WIDTH; ++i) to[d * WIDTH + i] = 0;
+    }
+}
+
+// `count` rows of so many columns, of their transpose [columns, WIDTH]
+template <int WIDTH, class T>
+INLINE void write_columns(T* to, int64_t row, const float* from, int count, int columns) {
+    for (int i = 0; i < count; ++i) {
+        int d = 0;
+        for (; d + LANES <= columns; d += LANES) {
+            alignas(64) float found[LANES];
+            store_lanes(found, column(from + d * WIDTH + i, WIDTH));
+            for (int k = 0; k < LANES; ++k) narrow(found[k], to[i * row + d + k]);
+        }
+        for (; d < columns; ++d) narrow(from[d * WIDTH + i], to[i * row + d]);
     }
 }
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from flexpress import cache_clear, explain, mods
+from flexpress import cache_clear, evaluate_mod, explain, flex_attention, mods
 from support.attention import check_attention
 from support.evaluate import check
 from support.gradients import check_gradients, gradient_problems
@@ -62,3 +62,29 @@ def test_any_gradient(p):
 def test_explain_names_the_kernel():
     q = torch.randn(1, 2, 50, 16)
     assert "CPP" in str(explain(q, q, q, mods.softcap(3.0)))
+
+
+def continued(score, b, h, q_idx, kv_idx):
+    # fmt: off
+    return score \
+        + q_idx
+    # fmt: on
+
+
+def test_a_line_that_ends_with_a_backslash_hides_none():
+    """In C++ such a comment would go on in the next line."""
+    scores = torch.randn(1, 1, 20, 5)
+    assert torch.allclose(evaluate_mod(continued, scores), scores + torch.arange(20.0)[:, None])
+
+
+def test_any_number_of_threads_gives_the_same_gradients():
+    """Of a table, too, whose elements all heads and positions share."""
+    inputs = [torch.randn(1, 4, 300, 16, requires_grad=True) for _ in range(3)]
+    table = torch.randn(600, requires_grad=True)
+    found, before = [], torch.get_num_threads()
+    for threads in (1, 2, 2):
+        torch.set_num_threads(threads)
+        out = flex_attention(*inputs, lambda score, b, h, q_idx, kv_idx: score + table[q_idx - kv_idx + 300])
+        found.append(torch.autograd.grad(out.sum(), (*inputs, table)))
+    torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))

@@ -8,12 +8,12 @@ from ..device import cpp
 from ..device.cpp import CppKernel
 from ..device.kernel import kernel_for
 from ..mod.tensors import LOWEST, check_address
-from ..plan.cpu import CpuPlan, plan_cpu_forward
+from ..plan.cpu import FEW, CpuPlan, plan_cpu_forward
 from ..plan.forward import scales
-from ..registry import Table
+from ..registry import INFO, Table
 from ..text.mod_text import mod_values
 from .block_lists import BlockLists
-from .forward_kernels import Call, planned
+from .forward_kernels import Call
 
 _plans: dict[tuple, CpuPlan] = Table("plans of kernels in C++", 1024)
 
@@ -34,10 +34,19 @@ class Cpp:
         return None
 
     def plan(self, call: Call) -> CpuPlan:
-        return plan_cpu_forward(call.case, call.score, call.mask)
+        return plan_cpu_forward(call.case, call.score, call.mask, few=call.extents[2] <= FEW)
+
+    def _planned(self, call: Call) -> CpuPlan:
+        key = *call.key, call.extents[2] <= FEW
+        plan = _plans.get(key)
+        if plan is None:
+            plan = _plans[key] = self.plan(call)
+        else:
+            INFO.hits += 1
+        return plan
 
     def prepare(self, call: Call, names: tuple[str, ...], lists: BlockLists | None) -> CppRunner:
-        return CppRunner(planned(_plans, self, call), call, names, lists)
+        return CppRunner(self._planned(call), call, names, lists)
 
 
 class CppRunner:
