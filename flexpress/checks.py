@@ -260,7 +260,7 @@ _OTHER_OPTIONS = {
     "BACKEND": (
         "backend",
         {
-            **{"AUTO": None, "HOPPER": "HOPPER", "PORTABLE": "PORTABLE", "DECODE": "DECODE"},
+            **{"AUTO": None, "CPP": "CPP", "HOPPER": "HOPPER", "PORTABLE": "PORTABLE", "DECODE": "DECODE"},
             **{"TRITON": "PORTABLE", "GLUON": "HOPPER", "TRITON_DECODE": "DECODE"},  # the first and the last are torch's; so is FLASH
         },
     ),

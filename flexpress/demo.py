@@ -14,6 +14,8 @@ from flexpress.block_mask import BlockMask
 from flexpress.inspection import cache_info, printed_kernels
 from flexpress.mask_creation import create_block_mask
 
+from .codegen.device import cpp
+
 _TOLERANCE = 2.0  # the error may be this many times that of plain attention in the same dtype
 _REPEATS = 20  # on a GPU
 
@@ -35,10 +37,11 @@ def demo(device_type: str | None = None) -> int:
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     size = _SIZES[device_type]
     device = torch.device(device_type)
-    where = torch.cuda.get_device_name() if device_type == "cuda" else "the CPU, in Triton's interpreter"
+    interpreted = device_type == "cpu" and cpp.refusal()
+    where = torch.cuda.get_device_name() if device_type == "cuda" else f"the CPU, in {'the interpreter' if interpreted else 'C++'}"
     print(f"ALiBi under a sliding window of {size.window}: B {size.B}, H {size.H}, S {size.S}, D {size.D}, bfloat16, on {where}")
-    if device_type == "cpu":
-        print("The interpreter shows that a kernel is right, not how fast it is. A GPU runs the same kernel.")
+    if interpreted:
+        print(f"{interpreted}. The interpreter shows that a kernel is right, not how fast it is. A GPU runs the same kernel.")
 
     torch.manual_seed(0)
     q, k, v = (torch.randn(size.B, size.H, size.S, size.D, dtype=torch.bfloat16, device=device) for _ in range(3))

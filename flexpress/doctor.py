@@ -17,7 +17,7 @@ from triton import knobs
 import flexpress
 from flexpress import mods
 
-from .codegen.device import offline
+from .codegen.device import cpp, offline
 from .codegen.gpus import SHARED_MEMORY, architecture
 from .codegen.run.preview import compilation
 from .versions import MINIMUM, too_new, too_old
@@ -56,6 +56,8 @@ def doctor() -> int:
     here = _gpus(report)
     report.title("cache")
     report.check("directory", _cache_directory)
+    report.title("C++ compiler, for tensors on the CPU")
+    report.check("c++", _compiler, needed=False)
     report.title("offline compilation of a causal kernel, bfloat16, head dim 64")
     for target in offline.TARGETS:
         report.check(target, lambda target=target: _compile(target), needed=target in here)
@@ -118,6 +120,19 @@ def _cache_directory() -> str:
         f"{path}  mode {info.st_mode & 0o777:o}, owner {info.st_uid}, {len(kernels)} printed "
         f"kernel{'s' * (len(kernels) != 1)}, {sum(f.stat().st_size for f in kernels) / 1024:.0f} KiB"
     )
+
+
+def _compiler() -> str:
+    """The compiler's version, and how long it takes; a RuntimeError that says how to get one."""
+    path = cpp.compiler()
+    if path is None:
+        raise RuntimeError(
+            "none: kernels for CPUs are interpreted, for tests. Install g++ 12 or clang++ 15 or newer (apt install g++, dnf install "
+            "gcc-c++, xcode-select --install), or set CXX to one"
+        )
+    start = time.perf_counter()
+    cpp.tried()
+    return f"{path}  {cpp.version(path)}, {time.perf_counter() - start:.2f} s for the headers"
 
 
 def _compile(target: str) -> str:

@@ -41,7 +41,8 @@ def explain(
         forward   HOPPER; not DECODE: query has 4096 positions, more than 16
         backward  PORTABLE; not HOPPER: deterministic: programs add to dQ in any order
 
-    "HOPPER" are the kernels for sm_90 alone, "PORTABLE" those for any device, "DECODE" the one for few queries. The arguments are those
+    "HOPPER" are the kernels for sm_90 alone, "PORTABLE" those for any device, "DECODE" the one for few queries, "CPP" those for CPUs, in
+    C++. The arguments are those
     of flex_attention; tensors that want gradients (requires_grad), captured ones too, are taken into account.
     Where a kernel is still being compiled beside the program, and PORTABLE serves meanwhile, its line says so.
     A mod that has to be traced at every call, which takes some tenths of a millisecond, has a line that says why.
@@ -67,8 +68,8 @@ def explain(
         chosen, itself_awaited = _backward_choice(call, keys, choice, deterministic)
         lines.append(_line("backward", chosen, chosen.candidate.name != "PORTABLE" and (awaited or itself_awaited)))
     lines += _traced_at_every_call(score_mod, mask_mod or getattr(block_mask, "mask_mod", None))
-    if seen.arch == "cpu":
-        lines.append("on the CPU kernels run in Triton's interpreter, for tests")
+    if seen.arch == "cpu" and choice.candidate.name != "CPP":
+        lines.append("on the CPU these kernels run in Triton's interpreter, for tests")
     return "\n".join(lines)
 
 

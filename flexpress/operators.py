@@ -36,7 +36,9 @@ from .codegen.run.layouts import traced_like
 from .codegen.run.statistics import Wanted, statistics
 
 
-def _bound(query, key, value, captures: Captures, lists: list, starts: list, scale: float, program: Program, sinks, seed) -> Bound:
+def _bound(
+    query, key, value, captures: Captures, lists: list, starts: list, scale: float, program: Program, sinks=None, seed=None
+) -> Bound:
     """The call that an operator was given."""
     score, mask = program.mods(captures._replace(tensors=on_device(query.device, captures.tensors)))
     block_mask = None
@@ -218,6 +220,7 @@ def _keep(ctx, inputs, output) -> None:
 
 
 def _differentiate(ctx, d_out, d_lse, *_):
+    """Of as many inputs as were given: torch leaves out the last ones that have their defaults."""
     query, key, value, out, rows, sinks, seed, *others = ctx.saved_tensors
     captured, listed = ctx.counts
     tensors, lists, starts = others[:captured], others[captured : captured + listed], others[captured + listed :]
@@ -225,19 +228,20 @@ def _differentiate(ctx, d_out, d_lse, *_):
     none = [None if numbers else [] for numbers in (ints, floats)]  # autograd takes lists of tensors apart, empty ones too
     none = [[None] * len(tensors), *none, *([None] * len(part) for part in (lists, starts))]
     if d_out is None and d_lse is None:
-        return None, None, None, *none, None, None, None, None
+        return (None, None, None, *none, None, None, None, None)[: len(ctx.needs_input_grad)]
     wanted = [i for i, needed in enumerate(ctx.needs_input_grad[3]) if needed]
+    learns = sinks is not None and ctx.needs_input_grad[10]
     found = torch.ops.flexpress.flex_attention_backward(
         torch.zeros_like(out) if d_out is None else d_out,
         *(d_lse, query, key, value, out, rows, tensors, ints, floats, lists, starts, scale, program, wanted),
-        sinks if ctx.needs_input_grad[10] else None,
+        sinks if learns else None,
         seed,
     )
-    of_sinks = found.pop(3) if ctx.needs_input_grad[10] else None
+    of_sinks = found.pop(3) if learns else None
     for i, gradient in zip(wanted, found[3:], strict=True):
         none[0][i] = gradient
     of_inputs = (g if needed else None for g, needed in zip(found[:3], ctx.needs_input_grad[:3], strict=True))
-    return *of_inputs, *none, None, None, of_sinks, None
+    return (*of_inputs, *none, None, None, of_sinks, None)[: len(ctx.needs_input_grad)]
 
 
 flex_attention.register_autograd(_differentiate, setup_context=_keep)

@@ -127,7 +127,7 @@ def test_forced(launched):
     q, k, v = tensors(32)
     with pytest.raises(ValueError, match="'HOPPER', but head dims are 32 and 32.*leave BACKEND out"):
         flex_attention(q, k, v, kernel_options={"BACKEND": "HOPPER"})
-    with pytest.raises(ValueError, match="'AUTO', 'HOPPER', 'PORTABLE', 'DECODE'"):
+    with pytest.raises(ValueError, match="'AUTO', 'CPP', 'HOPPER', 'PORTABLE', 'DECODE'"):
         flex_attention(q, k, v, kernel_options={"BACKEND": "CUTE"})
 
 

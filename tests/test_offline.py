@@ -178,6 +178,7 @@ SPILLED = {
     ("sm_80", "alibi causal d128 bf16, pages of 16: decode"): 12,
     ("sm_80", "update_cache"): 8,
     ("sm_80", "plain d128 bf16: combine"): 8,
+    ("sm_80", "softcap sliding_window d128 bf16, groups of 12: combine"): 8,
     ("sm_80", "causal d128 bf16: tangent dkv"): 8,
     ("sm_80", "learned alibi causal d128 fp16, any lse: tangent"): 376,
     ("sm_80", "learned relative_bias d64 bf16: dq"): 544,  # lengths that are no whole blocks: an address for each of 32 positions

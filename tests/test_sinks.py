@@ -39,7 +39,7 @@ def test_any_problem(drawn, device):
     inputs = [t.requires_grad_() for t in (*p.tensors(device), *learned, sinks.detach())]
     options, exact = p.options(device), [t.detach().double().requires_grad_() for t in inputs]
     aux = {"return_aux": AuxRequest(True, True), "deterministic": p.deterministic}
-    out, (lse, largest) = flex_attention(*inputs[:3], make(*inputs[3:-1]), **options, **aux, sinks=inputs[-1])
+    out, (lse, largest, *_) = flex_attention(*inputs[:3], make(*inputs[3:-1]), **options, **aux, sinks=inputs[-1])
     wanted = with_sinks(*exact[:3], exact[-1], make(*exact[3:-1]), p.mask_mod(device), p.scale)
     floor = 5 * FLOORS[p.dtype]
     for have, want in zip((out, lse, largest), wanted, strict=True):
@@ -187,7 +187,7 @@ def test_kernels_find_sinks_at_a_place_that_suits_them():
 def test_no_keys():
     q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 0, 8)
     sinks = torch.tensor([1.0, -2.0], requires_grad=True)
-    out, (lse, largest) = flex_attention(q, k, k, sinks=sinks, return_aux=AuxRequest(lse=True, max_scores=True))
+    out, (lse, largest, *_) = flex_attention(q, k, k, sinks=sinks, return_aux=AuxRequest(lse=True, max_scores=True))
     assert not out.any() and torch.equal(lse, sinks.detach().view(1, 2, 1).expand(1, 2, 3)) and (largest == -math.inf).all()
     (found,) = torch.autograd.grad(lse.sum(), sinks)
     assert torch.equal(found, torch.tensor([3.0, 3.0]))

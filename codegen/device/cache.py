@@ -21,6 +21,8 @@ from pathlib import Path
 import torch
 import triton
 
+from ..text import cpp
+from ..text.render import language_of
 from ..text.spec import KernelSpec
 from ..version import VERSION
 from . import folder, stages
@@ -44,8 +46,15 @@ def without_comments(source: str) -> str:
 
 
 def key_of(source: str, backend: str) -> str:
-    versions = f"{triton.__version__} {torch.__version__} {VERSION} {backend}"
-    return hashlib.sha256((versions + "\n" + without_comments(source)).encode()).hexdigest()
+    if backend == "cpp":
+        versions, text = f"{VERSION} {_templates_digest()}", cpp.without_comments(source)  # with the headers; device/cpp.py knows the rest
+    else:
+        versions, text = f"{triton.__version__} {torch.__version__} {VERSION} {backend}", without_comments(source)
+    return hashlib.sha256((versions + "\n" + text).encode()).hexdigest()
+
+
+def _backend(spec: KernelSpec) -> str:
+    return "cpp" if language_of(spec) is cpp.CPP else spec.backend
 
 
 def cache_dir() -> Path | None:
@@ -55,10 +64,10 @@ def cache_dir() -> Path | None:
 
 def store(source: str, spec: KernelSpec) -> PrintedKernel:
     """Put a kernel's text on disk (or find it there) and return the file and the text that it holds."""
-    key = key_of(source, spec.backend)
-    name = folder.file_name(spec.name, key[:12]) + ".py"
+    key = key_of(source, _backend(spec))
+    name = folder.file_name(spec.name, key[:12]) + (".cpp" if _backend(spec) == "cpp" else ".py")
     place, found = folder.path(), (folder.read(name) or b"").decode("utf-8", "replace")
-    if _key_or_none(found, spec.backend) != key:  # else the same code, whatever its comments say
+    if _key_or_none(found, _backend(spec)) != key:  # else the same code, whatever its comments say
         place, found = folder.write(name, source.encode()), source
     kernel = PrintedKernel((place or Path("<memory>")) / name, found)
     _remember(spec, kernel)
@@ -70,7 +79,8 @@ def _templates_digest() -> str:
     import flexpress.templates
 
     folder = resources.files(flexpress.templates)
-    texts = (f.name + f.read_text(encoding="utf-8") for f in sorted(folder.iterdir(), key=lambda f: f.name) if f.name.endswith(".jinja"))
+    files = (f for f in sorted(folder.iterdir(), key=lambda f: f.name) if f.name.endswith((".jinja", ".h")))
+    texts = (f.name + f.read_text(encoding="utf-8") for f in files)
     return hashlib.sha256("".join(texts).encode()).hexdigest()
 
 

@@ -27,7 +27,7 @@ from ..text.lines import one_line
 from ..turn import Turn
 
 _NAME_BYTES = 120  # of a kernel's name in a file name: file systems take 255 bytes, some 143, and a key and an ending follow
-_OURS = re.compile(r".+_[0-9a-f]{12}(\.py|\.[0-9a-f]{12}\.(json|metadata\.json|cubin|hsaco))|\.[0-9a-f]{24}\.spec", re.DOTALL)
+_OURS = re.compile(r".+_[0-9a-f]{12}(\.py|\.cpp|\.[0-9a-f]{12}\.(json|metadata\.json|cubin|hsaco|so))|\.[0-9a-f]{24}\.spec", re.DOTALL)
 _TEMPORARY = re.compile(r"\.flexpress-[0-9a-z_]+\.tmp")
 _ABANDONED = 3600.0  # seconds after which a temporary file has nobody who still writes it
 _FRESH = 600.0  # seconds in which a file's time of use need not be written again

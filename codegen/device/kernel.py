@@ -162,15 +162,15 @@ _kernels: dict[KernelSpec, Kernel] = Table("kernels", 2048)  # code on a device 
 _printing = Turn(fork_waits=True)
 
 
-def kernel_for(spec: KernelSpec) -> Kernel:
-    """The kernel of `spec`, printed at its first use."""
-    return _kernels.get(spec) or _printing.run(_printed, spec)
+def kernel_for(spec: KernelSpec, kind: type[Kernel] = Kernel) -> Kernel:
+    """The kernel of `spec`, printed at its first use. `kind`: of its language."""
+    return _kernels.get(spec) or _printing.run(_printed, spec, kind)
 
 
-def _printed(spec: KernelSpec) -> Kernel:
+def _printed(spec: KernelSpec, kind: type[Kernel]) -> Kernel:
     kernel = _kernels.get(spec)
     if kernel is None:
-        kernel = _kernels[spec] = Kernel(spec)
+        kernel = _kernels[spec] = kind(spec)
     return kernel
 
 

@@ -91,6 +91,7 @@ LOGIC = [
         (),
         "tl.where({0}, {1}, {2})",
         "choice",
+        cpp="where({0}, {1}, {2})",
         derivative=(None, lambda g, c, x, y, r: torch.where(c, g, 0.0), lambda g, c, x, y, r: torch.where(c, 0.0, g)),
         interval=rules.where_interval,
         exact=True,

@@ -184,25 +184,11 @@ JOINS = {"stack", "cat", "concat", "hstack", "vstack"}
 def moved(name: str, args: tuple, kwargs: dict):
     """What torch's function gives for the elements: a vector, a Sym, or a tuple of them."""
     items: list[Sym] = []
-
-    def numbers(value):
-        """The numbers in place of elements; of all that is joined in one list."""
-        value = as_vector(value)
-        if type(value) in (list, tuple):
-            return type(value)(map(numbers, value))
-        if isinstance(value, torch.Tensor):
-            value = Sym(to_expr(value))
-        if type(value) not in (Vector, Sym):
-            return pinned_all(value)
-        found, shape = (value.items, value.shape) if type(value) is Vector else ([value], ())
-        items.extend(found)
-        return torch.arange(len(items) - len(found), len(items)).view(tuple(shape))
-
     if any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values())):
         raise running().error(f"Tensor.{name}(dtype) is not a supported operation", "Convert with .to(dtype).")
     if name == "__getitem__" and _has_symbols(args[1]):
         raise running().error("a vector is indexed by a symbol", "Index the captured tensor by it.")
-    given = tuple(map(numbers, args[:1])), tuple(map(_shape_like, args[1:])), {k: _shape_like(v) for k, v in kwargs.items()}
+    given = tuple(_numbers(a, items) for a in args[:1]), tuple(map(_shape_like, args[1:])), {k: _shape_like(v) for k, v in kwargs.items()}
     function = getattr(torch if name in JOINS else torch.Tensor, name, None) or getattr(torch, name)
     with Unseen(), Unrecorded():
         try:
@@ -210,6 +196,20 @@ def moved(name: str, args: tuple, kwargs: dict):
         except (RuntimeError, IndexError, TypeError, ValueError) as error:
             raise running().error(f"torch refuses {name.strip('_')}: {str(error).strip().splitlines()[0]}") from None
         return _elements(found, items)
+
+
+def _numbers(value, items: list[Sym]):
+    """Numbers in place of elements, which are put behind `items`; of all that is joined in one list."""
+    value = as_vector(value)
+    if type(value) in (list, tuple):
+        return type(value)(_numbers(v, items) for v in value)
+    if isinstance(value, torch.Tensor):
+        value = Sym(to_expr(value))
+    if type(value) not in (Vector, Sym):
+        return pinned_all(value)
+    found, shape = (value.items, value.shape) if type(value) is Vector else ([value], ())
+    items.extend(found)
+    return torch.arange(len(items) - len(found), len(items)).view(tuple(shape))
 
 
 def _shape_like(value):

@@ -22,12 +22,14 @@ from ..text.parameters import named_strides
 from .backward_kernels import Call, Fused, Hopper, Portable, Sizes, TwoPass
 from .block_lists import BlockLists
 from .call import Bound, Rows, keys_of, structure_of
+from .cpu_backward import Cpp
 from .launch import Unusable, begin_only, launch_nothing
 from .layouts import output_like, strides_like, with_rows
 from .meanwhile import Meanwhile, awaited_in, must_wait, serving
 from .profiled import in_range, is_profiled, names_of
 
 CANDIDATES = Hopper(), Portable()
+ON_CPU = (Cpp(),)  # before them
 _refused: dict[tuple, str] = Table("backward kernels not used", 1024)  # that were compiled, and why
 _ready: dict[tuple, TwoPass | Fused] = Table("backward calls", 1024)
 _meanwhile: Table = Table("backward calls that others serve", 1024)
@@ -209,7 +211,8 @@ def choice_of(
     here."""
     device, named = tensors[0].device, details.options.backend
     call = case_of(tensors, scale, keys, blocks, details, backend_of(device.type), architecture_of(device))
-    return choose(CANDIDATES, call, named if named == Portable.name else None, _refused), call
+    candidates = (*ON_CPU, *CANDIDATES) if call.backend == "cpu" else CANDIDATES
+    return choose(candidates, call, named if named == Portable.name else None, _refused), call
 
 
 def is_awaited(choice: Choice, call: Call) -> bool:

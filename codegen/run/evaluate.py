@@ -11,15 +11,19 @@ from collections.abc import Callable
 import torch
 
 from ..compiling import runs_uncompiled
+from ..device import cpp
+from ..device.cpp import CppKernel
 from ..device.devices import backend_of
 from ..device.kernel import Kernel, kernel_for
 from ..mod.bind import bind
 from ..mod.expr import INDEX_BOUND, ModGraph
 from ..mod.tensors import check_values, read_captured, readable
 from ..registry import INFO, Table
+from ..text.cpp import CPP
+from ..text.languages import TRITON
 from ..text.layouts import layouts_of
 from ..text.mod_text import ModText, mod_text
-from ..text.parameters import constants, numbers, pointer
+from ..text.parameters import Parameter, constants, numbers, pointer
 from ..text.snippet import Target
 from ..text.spec import KernelSpec
 
@@ -64,8 +68,11 @@ def evaluate_mod(mod: Callable, scores: torch.Tensor, kind: str = "score", *, pr
     if result.numel():
         Z, H, Q_LEN, KV_LEN = scores.shape
         kernel, text = _plan(bound, tuple(scores.shape), scores.device, precision)
+        values = {"scores": scores, "result": result, "Z": Z, "H": H, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN, **text.named(bound[1])}
+        if isinstance(kernel, CppKernel):
+            kernel.call(values)
+            return result
         grid = (Z * H * -(-Q_LEN // _TILE) * -(-KV_LEN // _TILE),)
-        values = {"scores": scores, "result": result, "H": H, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN, **text.named(bound[1])}
         kernel.launch(grid, kernel.spec.arguments(values), scores.device, (_TILE, _TILE), num_warps=4, num_stages=1)
     return result
 
@@ -74,22 +81,33 @@ def _plan(bound: tuple[ModGraph, list], extents: tuple[int, int, int, int], devi
     graph, captured = bound
     exact = max(extents[2:]) <= INDEX_BOUND
     layouts = layouts_of(graph, captured, extents)
-    key = (graph, layouts, device, precision, exact)
+    in_cpp = device.type == "cpu" and cpp.refusal() is None
+    key = (graph, layouts, device, precision, exact, in_cpp)
     plan = _plans.get(key)
     if plan is not None:
         INFO.hits += 1
         return plan
     backend = backend_of(device.type)
-    target = Target(backend, precision, exact)
+    target = Target(backend, precision, exact, CPP if in_cpp else TRITON)
     text = mod_text(graph, layouts, _SYMBOL_NAMES, target, tile="[TILE_M, TILE_N]")
-    plan = _plans[key] = kernel_for(evaluate_spec(text, backend)), text
+    kernel = kernel_for(cpu_evaluate_spec(text), CppKernel) if in_cpp else kernel_for(evaluate_spec(text, backend))
+    plan = _plans[key] = kernel, text
     return plan
 
 
 def evaluate_spec(text: ModText, backend: str) -> KernelSpec:
     """The KernelSpec of evaluate."""
-    shape = "[Z, H, Q_LEN, KV_LEN], contiguous"
-    tensors = [pointer("scores", "float32", shape)] if text.kind == "score" else []
-    tensors.append(pointer("result", "float32" if text.kind == "score" else "bool", f"{shape}; written"))
-    parameters = (*tensors, *numbers("H", "Q_LEN", "KV_LEN"), *text.parameters, *constants("TILE_M", "TILE_N"))
+    parameters = (*_tensors(text), *numbers("H", "Q_LEN", "KV_LEN"), *text.parameters, *constants("TILE_M", "TILE_N"))
     return KernelSpec("evaluate", (text,), (), backend, parameters)
+
+
+def cpu_evaluate_spec(text: ModText) -> KernelSpec:
+    """The KernelSpec of cpu_evaluate."""
+    flags = (("LANGUAGE", CPP.name), ("WRITTEN", ("result",)))
+    return KernelSpec("cpu_evaluate", (text,), flags, "cpu", (*_tensors(text), *numbers("Z", "H", "Q_LEN", "KV_LEN"), *text.parameters))
+
+
+def _tensors(text: ModText) -> list[Parameter]:
+    shape = "[Z, H, Q_LEN, KV_LEN], contiguous"
+    scores = [pointer("scores", "float32", shape)] if text.kind == "score" else []
+    return [*scores, pointer("result", "float32" if text.kind == "score" else "bool", f"{shape}; written")]

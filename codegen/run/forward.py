@@ -17,6 +17,7 @@ from ..plan.extras import ORDINARY, Extras, factors_out
 from ..plan.forward import Blocks, ForwardCase, Mod, Options, are_exact, geometry_of, wants_tma
 from ..registry import INFO, Table
 from .call import Bound, Rows, keys_of, structure_of
+from .cpu import Cpp
 from .decode import Decode
 from .forward_kernels import Call, Hopper, Portable
 from .launch import Unusable, launch_nothing
@@ -25,6 +26,7 @@ from .meanwhile import REASON, Meanwhile, awaited_in, must_wait, serving
 from .profiled import in_range, is_profiled, names_of
 
 CANDIDATES = Decode(), Hopper(), Portable()
+ON_CPU = (Cpp(),)  # before them
 _refused: dict[tuple, str] = Table("forward kernels not used", 1024)  # that were compiled, and why
 _ready: dict[tuple, Ready] = Table("forward calls", 1024)
 _meanwhile: Table = Table("forward calls that others serve", 1024)
@@ -165,7 +167,8 @@ def choice_of(
     machine = backend_of(q.device.type), architecture_of(q.device)
     call = case_of((q, k, v), scale, keys, lists and lists.blocks, options, *machine, extras=structure_of(extras), **outputs)
     call = call if extras is None else call._replace(dropout_p=extras.dropout_p)
-    return choose(CANDIDATES, call, options.backend, _refused if not passed_over else {**_refused, **passed_over}), call
+    candidates = (*ON_CPU, *CANDIDATES) if call.backend == "cpu" or options.backend == Cpp.name else CANDIDATES
+    return choose(candidates, call, options.backend, _refused if not passed_over else {**_refused, **passed_over}), call
 
 
 def is_awaited(choice: Choice, call: Call) -> bool:

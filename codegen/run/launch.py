@@ -136,6 +136,9 @@ class _Unlaunched:
         with on(device):
             self.kernel.variant(args, device, constants, **options)
 
+    def call(self, values: dict, threads: int | None = None) -> None:
+        self.kernel.function()
+
     def variant(self, *args, waits: bool = True, **options) -> tuple[SimpleNamespace, list]:
         variant, plain = self.kernel.variant(*args, **options)
         return SimpleNamespace(function=variant.function, launch=lambda *_: None), plain

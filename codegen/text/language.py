@@ -1,4 +1,4 @@
-"""What a language of kernels offers to those who print in it. Triton and Gluon (languages.py) do; a third one would, too."""
+"""What a language of kernels offers to those who print in it: Triton and Gluon (languages.py), C++ (cpp.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The languages that kernels are printed in: Triton and Gluon. The op table has spellings for Triton, and for Gluon where those differ."""
+"""The languages that kernels for GPUs are printed in: Triton and Gluon. The op table has spellings for Triton, and for Gluon where those
+differ."""
 
 from __future__ import annotations
 
@@ -137,4 +138,3 @@ class Gluon(Triton):
 
 
 TRITON, GLUON = Triton(), Gluon()
-LANGUAGES = {language.name: language for language in (TRITON, GLUON)}

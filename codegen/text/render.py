@@ -10,11 +10,20 @@ from importlib import resources
 import jinja2
 
 from ..mod.errors import RenderError
-from .languages import LANGUAGES, TRITON
+from .cpp import CPP, comment, fields, type_name, without_comments
+from .language import Language
+from .languages import GLUON, TRITON
 from .lines import one_line
 from .parameters import signature
 from .spec import KernelSpec, without_texts
 from .spelling import literal_text
+
+LANGUAGES: dict[str, Language] = {language.name: language for language in (TRITON, GLUON, CPP)}
+
+
+def language_of(spec: KernelSpec) -> Language:
+    """What a kernel is printed in."""
+    return LANGUAGES[spec.flag.get("LANGUAGE", TRITON.name)]
 
 
 def _load_template(name: str) -> str | None:
@@ -35,6 +44,7 @@ def environment() -> jinja2.Environment:
     )
     env.filters["py"] = python_literal
     env.filters["names"] = quoted_names
+    env.filters["comment"] = comment
     return env
 
 
@@ -57,19 +67,26 @@ def python_literal(value) -> str:
 def render(spec: KernelSpec) -> str:
     """The text of the kernel that `spec` describes. Raises RenderError if a template prints something that is not Python, or if a text
     of the user's, which belongs into comments, would be more than a comment."""
-    text = _text(spec)
-    tree = _parsed(text, spec.template)
-    # nothing of the user's is in the tree, or it would not be the same without the user's texts
-    if not text.replace("\n", "").isprintable() or ast.dump(tree) != ast.dump(_parsed(_text(without_texts(spec)), spec.template)):
+    text, without = _text(spec), _text(without_texts(spec))
+    if language_of(spec) is CPP:
+        same = without_comments(text) == without_comments(without) and not any(line.endswith(("\\", "??/")) for line in text.split("\n"))
+    else:  # nothing of the user's is in the tree, or it would not be the same without the user's texts
+        same = ast.dump(_parsed(text, spec.template)) == ast.dump(_parsed(without, spec.template))
+    if not text.replace("\n", "").isprintable() or not same:
         raise RenderError(
-            f"templates/{spec.template}.py.jinja printed a source line or a name of the mod's as code. This is an error in "
+            f"templates/{file_of(spec)} printed a source line or a name of the mod's as code. This is an error in "
             "Flexpress, and the kernel is not used; please report the mod"
         )
     return text
 
 
+def file_of(spec: KernelSpec) -> str:
+    """The name of a kernel's template."""
+    return f"{spec.template}.{'cpp' if language_of(spec) is CPP else 'py'}.jinja"
+
+
 def _text(spec: KernelSpec) -> str:
-    language = LANGUAGES[spec.flag.get("LANGUAGE", TRITON.name)]
+    language = language_of(spec)
     words = {"jit": language.jit, "tl": language.module}
     library = _helpers(**words)
     helpers = tuple(dict.fromkeys(h for m in spec.mods if m for h in m.helpers))
@@ -78,7 +95,7 @@ def _text(spec: KernelSpec) -> str:
     context = {
         "numbers": tuple(p.name for p in spec.parameters if p.is_number),
         "parameters": tuple(p.name for p in spec.parameters if p.is_number and not p.is_captured),
-        "signature": signature(spec.parameters, names, language.module),
+        "signature": _signature(spec, language, names),
         **spec.flag,
         "score_mod": None,
         "mask_mod": None,
@@ -89,9 +106,16 @@ def _text(spec: KernelSpec) -> str:
         **words,
         "title": spec.name.replace("_", " "),
         "entry": spec.template,
+        "element": type_name(spec.flag["DTYPE"]) if language is CPP and "DTYPE" in spec.flag else "",
         "libdevice": any(m.libdevice for m in spec.mods if m) or any("libdevice." in t for t in texts),
     }
-    return environment().get_template(f"{spec.template}.py.jinja").render(context)
+    return environment().get_template(file_of(spec)).render(context)
+
+
+def _signature(spec: KernelSpec, language: Language, mods: dict[str, str]) -> str:
+    if language is CPP:
+        return fields(spec.parameters, spec.mods, spec.flag["WRITTEN"])
+    return signature(spec.parameters, mods, language.module)
 
 
 def _parsed(text: str, template: str) -> ast.Module:

@@ -23,7 +23,8 @@ def compare(whole, mask_mod, score_mod=None, captured=(), B=None, H=None, scale=
     plan = ContextPlan(q_len=q_len, kv_len=kv_len, mask_mod=mask_mod, B=B, H=H, device=here(), **of_plan)
     mine = [plan.shard(whole[0], 2), *(t[:, :, plan.kv_position_ids] for t in whole[1:])]
     mine = [t.clone().requires_grad_() for t in mine]
-    found, (lse, highest) = flex_attention(*mine, score_mod, enable_gqa=True, return_aux=AuxRequest(True, True), context=plan, scale=scale)
+    wanted = AuxRequest(lse=True, max_scores=True)
+    found, (lse, highest, *_) = flex_attention(*mine, score_mod, enable_gqa=True, return_aux=wanted, context=plan, scale=scale)
     reference = [t.double().requires_grad_() for t in whole]
     exact, exact_lse, exact_highest = dense_attention(*reference, score_mod, mask_mod, scale)
     d_out, d_lse = torch.randn(exact.shape), torch.randn(exact_lse.shape)

@@ -1,0 +1,148 @@
+"""Kernels in C++ beside torch on a CPU: scaled_dot_product_attention, torch.compile(flex_attention) and the rate of a matrix product.
+
+    python benchmarks/cpu.py                     a table, and benchmarks/results/cpu.json
+    python benchmarks/cpu.py --threads 2         by two threads, on the clock: for a machine that nobody else uses
+
+With one thread, times are the thread's own CPU time, so that other processes count little; the least of some repetitions that alternate
+between the candidates. Rates are shares of what torch.mm reaches in float32 in the same minute. Masked positions are no work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.nn.attention import flex_attention as torchs
+from torch.nn.functional import scaled_dot_product_attention
+
+from flexpress import create_block_mask, flex_attention, mods
+
+H, S, LONG, WINDOW = 8, 2048, 8192, 256
+RESULTS = Path(__file__).parent / "results" / "cpu.json"
+
+
+def softcap(score, b, h, q_idx, kv_idx):
+    return torch.tanh(score / 20) * 20
+
+
+def clock() -> float:
+    """The thread's own time where there is one thread."""
+    return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
+
+
+def timed(run: Callable) -> float:
+    start = clock()
+    run()
+    return clock() - start
+
+
+def first_call(run: Callable) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def compare(name: str, flops: float, candidates: dict[str, Callable], repeats: int) -> dict:
+    """Seconds of each candidate and of its first call, and their rates by that of torch.mm."""
+    square = torch.randn(1536, 1536)
+    firsts = {who: first_call(run) for who, run in candidates.items()}
+    best = dict.fromkeys([*candidates, "mm"], float("inf"))
+    for _ in range(repeats):
+        for who, run in candidates.items():
+            best[who] = min(best[who], timed(run))
+        best["mm"] = min(best["mm"], *(timed(lambda: square @ square) for _ in range(4)))
+    rate = 2 * 1536**3 / best.pop("mm")
+    found = {"case": name, "mm_gflops": round(rate * 1e-9, 1)}
+    for who, seconds in best.items():
+        found[who] = {"ms": round(1e3 * seconds, 2), "of_mm": round(flops / seconds / rate, 3), "first_call_s": round(firsts[who], 2)}
+    shown = "  ".join(f"{who} {r['ms']:.1f} ms ({r['of_mm']:.2f})" for who, r in found.items() if isinstance(r, dict))
+    print(f"{name:34} {shown}", flush=True)
+    return found
+
+
+def forward_cases(heads: int, repeats: int) -> list[dict]:
+    compiled, found = torch.compile(torchs.flex_attention), []
+    slopes = mods.alibi_slopes(heads, "cpu")
+    for dtype in (torch.float32, torch.bfloat16):
+        for D in (64, 128):
+            q, k, v = torch.randn(3, 1, heads, S, D).to(dtype).unbind()
+            flops = 4.0 * heads * S * S * D
+            causal = create_block_mask(mods.causal, None, None, S, S, "cpu")
+            torchs_causal = torchs.create_block_mask(mods.causal, None, None, S, S, "cpu")
+            for what, score_mod, masked in (
+                ("full", None, False),
+                ("causal", None, True),
+                ("alibi", mods.alibi(slopes), False),
+                ("softcap", softcap, False),
+            ):
+                ours = {"block_mask": causal} if masked else {}
+                theirs = {"block_mask": torchs_causal} if masked else {}
+                candidates = {
+                    "flexpress": lambda: flex_attention(q, k, v, score_mod, **ours),  # noqa: B023
+                    "flex": lambda: compiled(q, k, v, score_mod, **theirs),  # noqa: B023
+                }
+                if score_mod is None:
+                    candidates["sdpa"] = lambda: scaled_dot_product_attention(q, k, v, is_causal=masked)  # noqa: B023
+                name = f"{what} {D} {str(dtype).removeprefix('torch.')}"
+                with torch.no_grad():
+                    found.append(compare(name, flops * (0.5 if masked else 1), candidates, repeats))
+                torch._dynamo.reset()
+    return found
+
+
+def gradients_of(out: torch.Tensor, inputs: tuple) -> Callable:
+    gradient = torch.randn_like(out)
+    return lambda: torch.autograd.grad(out, inputs, gradient, retain_graph=True)
+
+
+def backward_cases(heads: int, repeats: int) -> list[dict]:
+    found = []
+    for D in (64, 128):
+        q, k, v = (torch.randn(1, heads, S, D, requires_grad=True) for _ in range(3))
+        for what, given in (
+            ("full", {}),
+            ("causal", {"mask_mod": mods.causal}),
+            ("alibi", {"score_mod": mods.alibi(mods.alibi_slopes(heads, "cpu"))}),
+        ):
+            runs, flops = {}, 2.5 * 4 * heads * S * S * D * (0.5 if what == "causal" else 1)
+            outputs = {"flexpress": flex_attention(q, k, v, **given)}
+            if what != "alibi":
+                outputs["sdpa"] = scaled_dot_product_attention(q, k, v, is_causal=what == "causal")
+            for who, out in outputs.items():
+                runs[who] = gradients_of(out, (q, k, v))
+            found.append(compare(f"backward {what} {D} float32", flops, runs, repeats))
+    return found
+
+
+def window_case(heads: int, repeats: int) -> dict:
+    """A sliding window over a long sequence, beside dense attention that does not know of it."""
+    q, k, v = torch.randn(3, 1, heads, LONG, 64).unbind()
+    mask = create_block_mask(mods.sliding_window(WINDOW), None, None, LONG, LONG, "cpu")
+    runs = {"flexpress": lambda: flex_attention(q, k, v, block_mask=mask), "sdpa": lambda: scaled_dot_product_attention(q, k, v)}
+    return compare(f"window {WINDOW} of {LONG} float32", 4.0 * heads * LONG * WINDOW * 64, runs, repeats)
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    options.add_argument("--threads", type=int, default=1)
+    options.add_argument("--heads", type=int, default=H)
+    options.add_argument("--repeats", type=int, default=5)
+    options.add_argument("--output", type=Path, default=RESULTS)
+    given = options.parse_args()
+    torch.set_num_threads(given.threads)
+    torch.manual_seed(0)
+    cases = forward_cases(given.heads, given.repeats)
+    cases += backward_cases(given.heads, given.repeats)
+    cases.append(window_case(given.heads, given.repeats))
+    machine = {"cpu": platform.processor() or platform.machine(), "capability": torch.backends.cpu.get_cpu_capability()}
+    about = {"torch": torch.__version__, "threads": given.threads, "heads": given.heads, "length": S, **machine}
+    given.output.write_text(json.dumps({"about": about, "cases": cases}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""The kernels in C++ as plans: from what is known of a call, and no tensor, to a KernelSpec."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..mod.dtypes import dtype_name
+from ..mod.grad import differentiate
+from ..text.cpp import CPP
+from ..text.gradient_text import Differential
+from ..text.mod_text import ModText, mod_text
+from ..text.parameters import Parameter, numbers, pointer
+from ..text.snippet import Target
+from ..text.spec import KernelSpec
+from .backward import BackwardCase, Gathered, buffers_of, role_of, strides
+from .forward import ForwardCase, Mod, block_flags, list_numbers, list_tables, lowered, scale_names, statistic_parameters, stride_names_of
+
+BLOCK_M, BLOCK_N = 64, 128
+FEW = 16  # queries that have tiles of their own
+BACKWARD_BLOCK_N = 64
+ROWS = 16  # sums of dK and dV have rows of a multiple of this
+_SYMBOLS = {"score": "qk", "b": "z", "h": "h", "q_idx": "m", "kv_idx": "n", "grad": "grad"}
+
+
+@dataclass(eq=False, slots=True)
+class CpuPlan:
+    """The kernel's text and how to find the mods' arguments."""
+
+    spec: KernelSpec
+    score: ModText | None
+    mask: ModText | None
+    scale_apart: bool  # SM_SCALE and TO_LOG2 are two arguments
+
+
+def plan_cpu_forward(case: ForwardCase, score: Mod | None, mask: Mod | None, few: bool = False) -> CpuPlan:
+    """The plan of cpu_forward; for `few` queries tiles are as narrow as a vector, and keys are read as fast as they come."""
+    dtype, blocks, units = dtype_name(case.dtype), case.blocks, case.units
+    score_text, mask_text = lowered(score, mask, Target("cpu", dtype, case.exact_indices, CPP))
+    scale_apart = score is not None or not case.scale_is_positive
+    flags = {
+        "LANGUAGE": CPP.name,
+        "WRITTEN": ("O", "LSE", "MAX", "ROWS"),
+        "DTYPE": dtype,
+        "D_QK": case.d_qk,
+        "D_V": case.d_v,
+        "BLOCK_M": FEW if few else BLOCK_M,
+        "BLOCK_N": BLOCK_N,
+        "Q_UNIT": units[0],
+        "K_UNIT": units[1],
+        "V_UNIT": units[2],
+        "K_DIRECT": units[1] and case.dtype is torch.float32,
+        "V_DIRECT": units[2] and case.dtype is torch.float32,
+        **block_flags(blocks),
+        "STARTS": blocks is not None and blocks.starts,
+        "SCALE_IS_POSITIVE": case.scale_is_positive,
+        "OUTPUT_MAX": case.output_max,
+        "OUTPUT_ROWS": case.output_rows,
+    }
+    spec = KernelSpec(
+        "cpu_forward", (score_text, mask_text), tuple(flags.items()), "cpu", _parameters(case, score_text, mask_text, scale_apart)
+    )
+    return CpuPlan(spec, score_text, mask_text, scale_apart)
+
+
+def _parameters(case: ForwardCase, score: ModText | None, mask: ModText | None, scale_apart: bool) -> tuple[Parameter, ...]:
+    dtype = dtype_name(case.dtype)
+    tensors = (
+        pointer("Q", dtype, "[Z, Hq, Q_LEN, D_QK]"),
+        pointer("K", dtype, "[Zkv, Hkv, KV_LEN, D_QK]"),
+        pointer("V", dtype, "[Zkv, Hkv, KV_LEN, D_V]"),
+        pointer("O", dtype, "[Z, Hq, Q_LEN, D_V] in any strides, written"),
+        *statistic_parameters("Z, Hq, Q_LEN", case.output_max, case.output_rows),
+    )
+    sizes = ("Z", "Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", *stride_names_of(case.units), *scale_names(scale_apart))
+    mods = tuple(p for m in (score, mask) if m for p in m.parameters)
+    return (*tensors, *numbers(*sizes, *list_numbers(case.blocks)), *list_tables(case.blocks), *mods)
+
+
+@dataclass(eq=False, slots=True)
+class CpuBackwardPlan:
+    """The same of cpu_backward, and what it gathers."""
+
+    spec: KernelSpec
+    score: ModText | None
+    mask: ModText | None
+    captured: Gathered
+
+
+def plan_cpu_backward(case: BackwardCase, score: Mod | None, mask: Mod | None) -> CpuBackwardPlan:
+    """The plan of cpu_backward, which takes head dims that are contiguous."""
+    dtype, blocks, roles, text = dtype_name(case.dtype), case.blocks, [], None
+    target = Target("cpu", dtype, case.exact_indices, CPP)
+    if score:
+        found = differentiate(score[0], case.captured)
+        atomic = case._replace(deterministic=False)  # every sum has an order here
+        roles = [(role_of(load, score[1][load.attr], atomic), load, gradient) for load, gradient in found.loads]
+        differential = Differential(found.score, tuple(roles), case.ordinary)
+        text = mod_text(*score, _SYMBOLS, target, tile="qk", differential=differential)
+    taken = frozenset(c.name for c in (*score[0].tensors, *score[0].scalars)) if score else frozenset()
+    mask_text = mod_text(*mask, _SYMBOLS, target, tile="qk", taken=taken) if mask else None
+    gathered = tuple(zip(text.gradient.captured, (load for _, load, _ in roles), strict=True)) if text else ()
+    flags = {
+        "LANGUAGE": CPP.name,
+        "WRITTEN": ("DQ", "DK", "DV", *(c.buffer for c, _ in gathered)),
+        "DTYPE": dtype,
+        "D_QK": case.d_qk,
+        "D_V": case.d_v,
+        "BLOCK_M": BLOCK_M,
+        "BLOCK_N": BACKWARD_BLOCK_N,
+        "DIRECT": case.dtype is torch.float32,
+        **block_flags(blocks),
+        "STARTS": blocks is not None and blocks.starts,
+        "SCALE_FIRST": score is not None or not case.scale_is_positive,
+        "LSE_GRADIENT": case.lse_gradient,
+    }
+    parameters = _backward_parameters(case, text, mask_text, score, gathered)
+    return CpuBackwardPlan(
+        KernelSpec("cpu_backward", (text, mask_text), tuple(flags.items()), "cpu", parameters), text, mask_text, gathered
+    )
+
+
+def _backward_parameters(
+    case: BackwardCase, text: ModText | None, mask: ModText | None, score: Mod | None, gathered: Gathered
+) -> tuple[Parameter, ...]:
+    dtype = dtype_name(case.dtype)
+    tensors = (
+        pointer("Q", dtype, "[Z, Hq, Q_LEN, D_QK]"),
+        pointer("K", dtype, "[Zkv, Hkv, KV_LEN, D_QK]"),
+        pointer("V", dtype, "[Zkv, Hkv, KV_LEN, D_V]"),
+        pointer("O", dtype, "[Z, Hq, Q_LEN, D_V]"),
+        pointer("DO", dtype, "[Z, Hq, Q_LEN, D_V]"),
+        pointer("ROWS", "float32", "[Z, Hq, Q_LEN, 2]: top and share as the forward kernel leaves them"),
+        *([pointer("DLSE", "float32", "[Z, Hq, Q_LEN]")] if case.lse_gradient else []),
+        pointer("DQ", dtype, "written: as Q"),
+        pointer("DK", "float32", "[PARTS, Zkv, Hkv, KV_LEN, QK_ROWS], added to"),
+        pointer("DV", "float32", "[PARTS, Zkv, Hkv, KV_LEN, V_ROWS], added to"),
+    )
+    sizes = ["Z", "Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", "PARTS", *strides("q", "k", "v", "o", "do", "dq"), "SM_SCALE", "TO_LOG2"]
+    shared = [c for c, _ in gathered if c.role == "atomic"]
+    sizes += [*(["ONE_COPY"] if shared else []), *(f"span_{c.name}_{c.load}" for c in shared)]
+    mods = tuple(p for m in (text, mask) if m for p in m.parameters)
+    return (*tensors, *numbers(*sizes, *list_numbers(case.blocks)), *list_tables(case.blocks), *mods, *buffers_of(score, gathered))

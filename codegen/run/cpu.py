@@ -1,0 +1,83 @@
+"""The kernels in C++ as candidates: which calls they serve, and each in calls of a kind."""
+
+from __future__ import annotations
+
+import torch
+
+from ..device import cpp
+from ..device.cpp import CppKernel
+from ..device.kernel import kernel_for
+from ..mod.loads import dots_of
+from ..mod.tensors import LOWEST, check_address
+from ..plan.cpu import FEW, CpuPlan, plan_cpu_forward
+from ..plan.extras import ORDINARY
+from ..plan.forward import scales
+from ..registry import INFO, Table
+from ..text.mod_text import mod_values
+from .block_lists import BlockLists
+from .forward_kernels import Call
+
+_plans: dict[tuple, CpuPlan] = Table("plans of kernels in C++", 1024)
+
+
+class Cpp:
+    """The forward kernel for CPUs."""
+
+    name = "CPP"
+
+    def fits(self, call: Call) -> str | None:
+        if call.backend != "cpu":
+            return "the tensors are not on a CPU"
+        if call.case.options.prescale_qk:
+            return "PRESCALE_QK is for the other kernels"
+        if call.case.extras != ORDINARY:
+            return "sinks and dropout: the portable kernels have them"
+        if call.score and dots_of(call.score[0]):
+            return "score_mod has a dot product of captured rows"
+        return None if call.case.options.backend == self.name and cpp.compiler() else cpp.refusal()
+
+    def worthwhile(self, call: Call) -> str | None:
+        return None
+
+    def plan(self, call: Call) -> CpuPlan:
+        return plan_cpu_forward(call.case, call.score, call.mask, few=call.extents[2] <= FEW)
+
+    def _planned(self, call: Call) -> CpuPlan:
+        key = *call.key, call.extents[2] <= FEW
+        plan = _plans.get(key)
+        if plan is None:
+            plan = _plans[key] = self.plan(call)
+        else:
+            INFO.hits += 1
+        return plan
+
+    def prepare(self, call: Call, names: tuple[str, ...], lists: BlockLists | None) -> CppRunner:
+        return CppRunner(self._planned(call), call, names, lists)
+
+
+class CppRunner:
+    """One kernel in calls of a kind (see forward_kernels.Runner)."""
+
+    raw, waits = False, True
+
+    def __init__(self, plan: CpuPlan, call: Call, names: tuple[str, ...], lists: BlockLists | None) -> None:
+        self.plan, self.kernel, self.names = plan, kernel_for(plan.spec, CppKernel), names
+        self.captured = [p.name for m in plan.spec.mods if m for p in m.parameters]
+        geometry, unit = call.geometry, 16 // call.case.dtype.itemsize
+        whole = {name: n * unit if name in geometry.aligned else n for name, n in geometry.numbers.items()}
+        self.numbers = {"Z": call.extents[0], **whole, **scales(call.scale, plan.scale_apart), **(lists.numbers() if lists else {})}
+
+    @property
+    def launches(self) -> tuple[CppRunner, ...]:
+        """What `run` launches."""
+        return (self,)
+
+    def run(
+        self, tensors: list[torch.Tensor], addresses: list[int] | None, score: list | None, mask: list | None, lists: BlockLists | None
+    ) -> None:
+        """Fill the outputs among `tensors`."""
+        values = mod_values(self.plan, score, mask)
+        for tensor in (t for t in (*tensors, *values) if isinstance(t, torch.Tensor) and t.data_ptr() < LOWEST):
+            check_address(tensor)
+        named = zip(self.names, (*tensors, *(lists.tables if lists else ())), strict=True)
+        self.kernel.call({**self.numbers, **dict(named), **dict(zip(self.captured, values, strict=True))})
