@@ -75,9 +75,9 @@ BAD = {
     "backend": (
         dict(kernel_options={"BACKEND": "FLASH"}),
         ValueError,
-        r"is 'FLASH'; write 'AUTO', 'HOPPER', 'PORTABLE', 'DECODE', 'TRITON', 'GLUON' or 'TRITON_DECODE'",
+        r"is 'FLASH'; write 'AUTO', 'CPP', 'HOPPER', 'PORTABLE', 'DECODE', 'TRITON', 'GLUON' or 'TRITON_DECODE'",
     ),
-    "backend of another type": (dict(kernel_options={"BACKEND": ["AUTO"]}), ValueError, r"write 'AUTO', 'HOPPER'"),
+    "backend of another type": (dict(kernel_options={"BACKEND": ["AUTO"]}), ValueError, r"write 'AUTO', 'CPP'"),
     "backend and its old form": (dict(kernel_options={"BACKEND": "AUTO", "FORCE_USE_FLEX_ATTENTION": True}), ValueError, r"exclude each"),
     "switch": (dict(kernel_options={"PRESCALE_QK": "no"}), ValueError, r"'PRESCALE_QK'\] is 'no'; write False or True"),
     "option too large": (dict(kernel_options={"BLOCK_N": 512}), ValueError, r"powers of two from 16 to 256"),
