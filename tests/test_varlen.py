@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flexpress import ModError, cache_clear, cache_info, call, mods, varlen, varlen_attention
+from flexpress import ModError, cache_clear, cache_info, mods, packed_blocks, varlen, varlen_attention
 from flexpress.call import attend
 from support.dense import relative_error
 from support.devices import DEVICES, for_any
@@ -67,7 +67,7 @@ def made_by(work) -> tuple[int, int, int]:
 def test_other_lengths_compile_nothing(apart, form, cross, device, monkeypatch):
     """Nor does another number of sequences, a fresh lambda with another number, other offsets' dtype or unaligned rows."""
     if apart:
-        monkeypatch.setattr(call, "LONG", 0)
+        monkeypatch.setattr(packed_blocks, "LONG", 0)
 
     def run(lengths, shift, dtype=torch.int32, D=16):
         slopes = torch.rand(2, device=device, requires_grad=True)

@@ -43,9 +43,14 @@ def compiler() -> str | None:
     return shutil.which(os.environ.get("CXX") or "c++")
 
 
+def asked_for() -> bool:
+    """Are kernels in C++ to serve calls that do not name them?"""
+    return os.environ.get("FLEXPRESS_CPU", "").lower() == "cpp"
+
+
 def refusal() -> str | None:
     """Why nothing is compiled for CPUs unless a call names these kernels, or None."""
-    if os.environ.get("FLEXPRESS_CPU", "").lower() != "cpp":
+    if not asked_for():
         return "FLEXPRESS_CPU is not cpp"
     return None if compiler() else "there is no C++ compiler (g++ or clang++; CXX names another)"
 

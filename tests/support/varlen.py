@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from flexpress import and_masks, call, mods, or_masks, varlen_attention
+from flexpress import and_masks, mods, or_masks, packed_blocks, varlen_attention
 from support.dense import dense_attention, relative_error
 from support.gradients import assert_gradients
 
@@ -157,7 +157,7 @@ def problems(draw, device):
 def check_problem(p: Problem, device: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if p.apart:
-            patch.setattr(call, "LONG", 0)
+            patch.setattr(packed_blocks, "LONG", 0)
         _check_problem(p, device)
 
 
