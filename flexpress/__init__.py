@@ -20,7 +20,7 @@ check_versions()
 from flexpress import flash, flash_attn
 from flexpress import mask_operators as _mask_operators  # noqa: F401
 from flexpress import operators as _operators  # noqa: F401
-from flexpress.attention import AuxOutput, AuxRequest, flex_attention
+from flexpress.attention import AuxOutput, AuxRequest, AuxStatistics, flex_attention
 from flexpress.block_mask import BlockMask
 from flexpress.cached import cached_attention
 from flexpress.dropout import dropout_mask
@@ -47,6 +47,7 @@ from .codegen.version import VERSION as __version__
 __all__ = [
     "AuxOutput",
     "AuxRequest",
+    "AuxStatistics",
     "BlockMask",
     "CacheInfo",
     "MaskMod",

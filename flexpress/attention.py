@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class AuxRequest(NamedTuple):
-    """Which statistics flex_attention is to return beside the output; see AuxOutput.
+    """Which statistics flex_attention is to return beside the output; see AuxOutput and AuxStatistics.
 
     The first two cost nothing. entropy and top_index take a pass over the keys of their own (one for both), and column_sums another one:
     each about half a forward pass by the portable kernels, whichever kernels compute the output.
@@ -37,7 +37,14 @@ class AuxRequest(NamedTuple):
 
 
 class AuxOutput(NamedTuple):
-    """What was asked for, None elsewhere. P is the softmax of a row's scores.
+    """lse and max_scores, float32 (B, Hq, Q_LEN), or None where not asked for."""
+
+    lse: torch.Tensor | None = None
+    max_scores: torch.Tensor | None = None
+
+
+class AuxStatistics(NamedTuple):
+    """What was asked for where that is more than AuxOutput holds, None elsewhere. P is the softmax of a row's scores.
 
     lse          float32 (B, Hq, Q_LEN)     natural logarithm of the softmax's denominator, -inf for a row with nothing to attend to
     max_scores   float32 (B, Hq, Q_LEN)     the largest score
@@ -52,6 +59,12 @@ class AuxOutput(NamedTuple):
     entropy: torch.Tensor | None = None
     top_index: torch.Tensor | None = None
     column_sums: torch.Tensor | None = None
+
+
+def _aux(request, lse, max_scores, *statistics) -> AuxOutput | AuxStatistics:
+    """What a request gets of these."""
+    lse = lse if request.lse else None
+    return AuxStatistics(lse, max_scores, *statistics) if any(wanted_of(request)) else AuxOutput(lse, max_scores)
 
 
 def _opened(given: dict) -> dict:
@@ -77,7 +90,7 @@ def _closed(found, given: dict):
     request = given["return_aux"]
     if request is not None:
         asked = request.max_scores, *wanted_of(request)
-        return out, AuxOutput(lse if request.lse else None, *(others.pop(0) if one else None for one in asked))
+        return out, _aux(request, lse, *(others.pop(0) if one else None for one in asked))
     return (out, lse) if given["return_lse"] else out
 
 
@@ -199,7 +212,7 @@ def flex_attention(
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, AuxOutput]: ...
+) -> tuple[torch.Tensor, AuxOutput | AuxStatistics]: ...
 @overload
 def flex_attention(
     query: torch.Tensor,
@@ -219,7 +232,7 @@ def flex_attention(
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, AuxOutput]: ...
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, AuxOutput | AuxStatistics]: ...
 @compilable(inner=_with_statistics, opened=_opened, closed=_closed)
 def flex_attention(
     query: torch.Tensor,
@@ -239,7 +252,7 @@ def flex_attention(
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, AuxOutput]:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, AuxOutput | AuxStatistics]:
     """Attention with the user's own score and mask, by a kernel printed for them. No torch.compile, no dense scores.
 
         out[b, h, i] = sum_j softmax_j(score_mod(query[b, h, i] . key[b, h', j] * scale, b, h, i, j)) value[b, h', j]
@@ -256,7 +269,7 @@ def flex_attention(
                     must have been made of this mask_mod
     scale           a number, 1 / sqrt(D_QK) by default, or a tensor of one: it may be learned, and on a GPU it is not waited for
     enable_gqa      allows Hq to be a multiple of Hkv
-    return_lse      also return lse; return_aux=AuxRequest(lse=True, ...) is the newer form: it gives an AuxOutput, which has more
+    return_lse      also return lse; return_aux=AuxRequest(lse=True, ...) is the newer form: it gives an AuxOutput or AuxStatistics
     kernel_options  BLOCK_M, BLOCK_N, num_warps, num_stages, PRESCALE_QK, ROWS_GUARANTEED_SAFE, USE_TMA, with or without the prefix fwd_;
                     FLOAT32_PRECISION ("ieee" or "tf32"), BACKEND ("AUTO"; "PORTABLE" for the portable kernels; "HOPPER" for the
                     forward kernel for Hopper, or an error; "DECODE" for that of up to 16 queries, which splits keys among programs);
@@ -273,9 +286,9 @@ def flex_attention(
                     follows from the seed, b, h, q_idx and kv_idx: see dropout_mask. lse and max_scores are those without
     dropout_seed    int64 (1,), on query's device; by default torch's generator gives one, also in a CUDA graph
 
-    Returns the output (B, Hq, Q_LEN, D_V), in query's dtype and order of dimensions; (out, lse) with return_lse; (out,
-    AuxOutput) with return_aux. lse is the natural logarithm of the softmax's denominator, float32 (B, Hq, Q_LEN). A row with nothing
-    to attend to gives output 0 and lse -inf.
+    Returns the output (B, Hq, Q_LEN, D_V), in query's dtype and order of dimensions; (out, lse) with return_lse; (out, AuxOutput or
+    AuxStatistics) with return_aux. lse is the natural logarithm of the softmax's denominator, float32 (B, Hq, Q_LEN). A row with
+    nothing to attend to gives output 0 and lse -inf.
 
     Raises ValueError, TypeError or NotImplementedError for arguments, ModError for a mod that cannot be traced.
     Differentiable twice, in reverse and in forward mode, with respect to query, key, value, sinks and every floating-point tensor that
@@ -288,7 +301,7 @@ def flex_attention(
     if return_aux is not None:
         request = _checked_request(return_aux, return_lse)
         out, lse, *others = _attend_and_look(arguments, request.max_scores, wanted_of(request), deterministic, context, sinks, dropout)
-        return out, AuxOutput(lse if request.lse else None, *others)
+        return out, _aux(request, lse, *others)
     usual = context is None and query.__class__ in ORDINARY  # so no detour
     if usual:
         found = attend(bound(*arguments, sinks=sinks, dropout=dropout), False, deterministic)

@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from flexpress import call, create_block_mask, flex_attention, mods, varlen_attention
+from flexpress import create_block_mask, flex_attention, mods, packed_blocks, varlen_attention
 from flexpress.codegen import registry
 from flexpress.codegen.device import counters, kernel
 from flexpress.codegen.device.offline import Compiled
@@ -253,7 +253,7 @@ def test_every_parameter_has_an_argument(monkeypatch, packed, learned):
     slopes = torch.zeros(2, requires_grad=learned)
     score_mod = (lambda s, b, h, m, n: s + slopes[h] * n) if learned else None
     if packed:
-        monkeypatch.setattr(call, "LONG", 1)
+        monkeypatch.setattr(packed_blocks, "LONG", 1)
         x, cu_seqlens = q[0].transpose(0, 1), torch.tensor([0, 130, 300], dtype=torch.int32)
         varlen_attention(x, x, x, cu_seqlens, score_mod=score_mod, mask_mod=mods.causal).sum().backward()
     else:

@@ -17,6 +17,7 @@ import flexpress
 from flexpress import (
     AuxOutput,
     AuxRequest,
+    AuxStatistics,
     BlockMask,
     MaskMod,
     ScoreMod,
@@ -57,11 +58,16 @@ def attention(flag: bool, theirs: torchs.BlockMask) -> None:
     assert_type(flex_attention(q, k, v, return_lse=False, deterministic=True), Tensor)
     assert_type(flex_attention(q, k, v, return_lse=True, kernel_options={"BLOCK_M": 64, "USE_TMA": False}), tuple[Tensor, Tensor])
     out, aux = flex_attention(q, k, v, return_aux=AuxRequest(lse=True))
-    assert_type(aux, AuxOutput)
+    assert_type(aux, AuxOutput | AuxStatistics)
     assert_type(aux.lse, Tensor | None)
-    assert_type(flex_attention(q, k, v, return_aux=AuxRequest(entropy=True, column_sums=True))[1].column_sums, Tensor | None)
+    more = flex_attention(q, k, v, return_aux=AuxRequest(entropy=True, column_sums=True))[1]
+    assert_type(more, AuxOutput | AuxStatistics)
+    assert isinstance(more, AuxStatistics)
+    assert_type(more.column_sums, Tensor | None)
     assert_type(flex_attention(q, k, v, return_aux=torchs.AuxRequest(max_scores=True))[1].max_scores, Tensor | None)
-    assert_type(flex_attention(q, k, v, None, None, None, False, flag), Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput])
+    assert_type(
+        flex_attention(q, k, v, None, None, None, False, flag), Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput | AuxStatistics]
+    )
     assert_type(flexpress.explain(q, k, v, bias, mask_mod=near), str)
 
     flex_attention(q, k)  # type: ignore[call-overload]  # value is missing

@@ -89,7 +89,7 @@ def _differences() -> list[tuple]:
         if attributes.get(name, _MISSING) is not value
         # a submodule that somebody imports, and what Python makes when it is asked for, are nobody's switching
         and not isinstance(value, types.ModuleType)
-        and name != "__annotations__"
+        and name not in ("__annotations__", "__warningregistry__")
     ]
 
 

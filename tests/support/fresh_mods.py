@@ -51,7 +51,7 @@ def language() -> list[tuple]:
         (owner, name, value)
         for owner in owners
         for name, value in vars(owner).items()
-        if not isinstance(value, module) and name != "__annotations__"
+        if not isinstance(value, module) and name not in ("__annotations__", "__warningregistry__")
     ]
 
 

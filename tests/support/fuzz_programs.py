@@ -589,14 +589,14 @@ def varlen(p: Program, rng: random.Random, small: int) -> None:
         p.inputs.append(f"cu_k = offsets({kv_lens}, device, {kind})")
     apart = chance(rng, 0.5)
     if apart:  # blocks begin where sequences do, however short these are
-        p.inputs.append("from flexpress import call\nusual, call.LONG = call.LONG, 0")
+        p.inputs.append("from flexpress import packed_blocks\nusual, packed_blocks.LONG = packed_blocks.LONG, 0")
     text = f"{'cu_k' if cross else None}, {'score_mod' if score else None}, {'mask_mod' if mask else None}"
     options = {"BACKEND": rng.choice(("TRITON", "AUTO"))} if chance(rng, 0.3) else {}
     text += f"{f', scale={scale}' if scale is not None else ''}{f', kernel_options={options}' if options else ''}"
     p.poison = deterministic = backward and chance(rng, 0.3)
     p.call.append(f"out, lse = flexpress.varlen_attention(q, k, v, cu_q, {text}, return_lse=True, deterministic={deterministic})")
     if apart:
-        p.call.append("call.LONG = usual")
+        p.call.append("packed_blocks.LONG = usual")
     results = ["out", "lse"]
     if backward:
         results += gradients(p, rng, (T, Hq, Dv), dtype, learned, chance(rng, 0.5), lse_shape=(T, Hq))
