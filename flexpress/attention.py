@@ -8,7 +8,7 @@ import torch
 from torch.nn.attention import flex_attention as torchs
 
 from flexpress.call import attend, bound
-from flexpress.dropout import Dropout, read_dropout
+from flexpress.dropout import Dropout, read_dropout, refuse_over_devices
 from flexpress.in_graph import compilable
 from flexpress.mods import MaskMod, ScoreMod
 from flexpress.opened_masks import mask_of_parts, parts_of_mask
@@ -141,8 +141,7 @@ def _attend(
     arguments: tuple, want_max: bool, deterministic: bool, context: ContextPlan | None, sinks: torch.Tensor | None, dropout: Dropout | None
 ) -> tuple:
     """out, lse and max_scores, or None, of query and what follows it in `bound`: on this device, or over several."""
-    if dropout is not None and (context is not None or is_distributed(arguments[0])):
-        raise NotImplementedError("dropout_p of DTensors, or with context=, is not there: leave it out, or drop what attention returns")
+    refuse_over_devices(dropout, context, arguments[0])
     if context is not None:
         out, lse, max_scores = _attend_in_context(context, arguments, want_max, deterministic)
         return (out, lse, max_scores) if sinks is None else (*fold_sinks(out, lse, sinks), max_scores)

@@ -126,17 +126,18 @@ def once(gradients: list[torch.Tensor | None], inputs: tuple[torch.Tensor | None
     if not torch.is_grad_enabled():
         return gradients
     anchor = next(t for t in inputs if t is not None and t.requires_grad)
-    return [g if g is None else _Once.apply(anchor, g) for g in gradients]
+    return [g if g is None else Refusing.apply(anchor, g, ONCE) for g in gradients]
 
 
 @runs_uncompiled
-class _Once(torch.autograd.Function):
-    """A gradient as it is, attached to an input that it depends on."""
+class Refusing(torch.autograd.Function):
+    """A tensor as it is, attached to an input that it depends on: a backward pass through it is refused in these words."""
 
     @staticmethod
-    def forward(ctx, anchor, gradient):
-        return gradient.view_as(gradient)
+    def forward(ctx, anchor, tensor, words: str):
+        ctx.words = words
+        return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx, _):
-        raise NotImplementedError(ONCE)
+        raise NotImplementedError(ctx.words)

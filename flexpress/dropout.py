@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from .codegen.mod.tensors import readable
+from .codegen.mod.tensors import is_distributed, readable
 
 _ROUNDS = 7
 _PRODUCTS, _STEPS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
@@ -37,6 +37,12 @@ def read_dropout(p, seed: torch.Tensor | None, device: torch.device) -> Dropout 
     if seed is None:
         seed = torch.randint(-(1 << 63), (1 << 63) - 1, (1,), device=device)
     return Dropout(round(p * 65536) / 65536, seed.reshape(1))
+
+
+def refuse_over_devices(dropout: Dropout | None, context, query: torch.Tensor) -> None:
+    """Raises NotImplementedError for dropout where several devices compute."""
+    if dropout is not None and (context is not None or is_distributed(query)):
+        raise NotImplementedError("dropout_p of DTensors, or with context=, is not there: leave it out, or drop what attention returns")
 
 
 def readable_seed(seed: torch.Tensor) -> torch.Tensor:

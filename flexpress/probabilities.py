@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from .codegen.compiling import runs_uncompiled
+from flexpress.autograd import Refusing
+
 from .codegen.run.call import Bound
 from .codegen.run.statistics import Statistics, Wanted, statistics
 
@@ -37,18 +38,5 @@ def look(call, wanted: Wanted) -> Statistics:
     anchor = next((t for t in (call.q, call.k, *call.captured) if t.requires_grad), None)
     if anchor is None:
         return found
-    entropy, column_sums = (t if t is None else _Refused.apply(anchor, t) for t in (found.entropy, found.column_sums))
+    entropy, column_sums = (t if t is None else Refusing.apply(anchor, t, NO_GRADIENT) for t in (found.entropy, found.column_sums))
     return Statistics(entropy, found.top_index, column_sums)
-
-
-@runs_uncompiled
-class _Refused(torch.autograd.Function):
-    """A tensor as it is, attached to an input that it depends on."""
-
-    @staticmethod
-    def forward(ctx, anchor, tensor):
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx, _):
-        raise NotImplementedError(NO_GRADIENT)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from flexpress.call import attend, bound
-from flexpress.dropout import read_dropout
+from flexpress.dropout import read_dropout, refuse_over_devices
 from flexpress.in_graph import compilable
 from flexpress.mods import MaskMod, ScoreMod
 from flexpress.packed_checks import check_packed
@@ -180,8 +180,7 @@ def varlen_attention(
     """
     arguments = q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, deterministic
     dropout = read_dropout(dropout_p, dropout_seed, q.device) if dropout_p else None
-    if dropout is not None and (context is not None or is_distributed(q)):
-        raise NotImplementedError("dropout_p of DTensors, or with context=, is not there: leave it out, or drop what attention returns")
+    refuse_over_devices(dropout, context, q)
     if context is not None:
         check_still("varlen_attention with context=", q, k, v)
         from flexpress.context_varlen import attend_varlen_in_context

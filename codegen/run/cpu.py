@@ -9,15 +9,25 @@ from ..device.cpp import CppKernel
 from ..device.kernel import kernel_for
 from ..mod.loads import dots_of
 from ..mod.tensors import LOWEST, check_address
+from ..plan.backward import BackwardCase
 from ..plan.cpu import FEW, CpuPlan, plan_cpu_forward
 from ..plan.extras import ORDINARY
-from ..plan.forward import scales
+from ..plan.forward import ForwardCase, Mod, scales
 from ..registry import INFO, Table
 from ..text.mod_text import mod_values
 from .block_lists import BlockLists
 from .forward_kernels import Call
 
 _plans: dict[tuple, CpuPlan] = Table("plans of kernels in C++", 1024)
+
+
+def refusal(case: ForwardCase | BackwardCase, score: Mod | None) -> str | None:
+    """Why kernels in C++ serve no call, forward or backward, with such a case and score_mod."""
+    if case.extras != ORDINARY:
+        return "sinks and dropout: the portable kernels have them"
+    if score and dots_of(score[0]):
+        return "score_mod has a dot product of captured rows"
+    return None if case.options.backend == Cpp.name and cpp.compiler() else cpp.refusal()
 
 
 class Cpp:
@@ -30,11 +40,7 @@ class Cpp:
             return "the tensors are not on a CPU"
         if call.case.options.prescale_qk:
             return "PRESCALE_QK is for the other kernels"
-        if call.case.extras != ORDINARY:
-            return "sinks and dropout: the portable kernels have them"
-        if call.score and dots_of(call.score[0]):
-            return "score_mod has a dot product of captured rows"
-        return None if call.case.options.backend == self.name and cpp.compiler() else cpp.refusal()
+        return refusal(call.case, call.score)
 
     def worthwhile(self, call: Call) -> str | None:
         return None

@@ -6,16 +6,14 @@ import math
 
 import torch
 
-from ..device import cpp
 from ..device.cpp import CppKernel
 from ..device.kernel import kernel_for
-from ..mod.loads import dots_of
 from ..plan.backward import strides
 from ..plan.cpu import BLOCK_M, ROWS, CpuBackwardPlan, plan_cpu_backward
-from ..plan.extras import ORDINARY
 from ..plan.forward import scales
 from ..registry import Table
 from ..text.mod_text import mod_values
+from . import cpu
 from .backward_kernels import Call, Sizes
 from .block_lists import BlockLists
 from .captured import Sums
@@ -29,16 +27,12 @@ _plans: dict[tuple, CpuBackwardPlan] = Table("plans of backward kernels in C++",
 class Cpp:
     """The backward kernel for CPUs."""
 
-    name = "CPP"
+    name = cpu.Cpp.name
 
     def fits(self, call: Call) -> str | None:
         if call.case.raw_tops or call.case.options.prescale_qk:
             return "the forward kernel was another one"
-        if call.case.extras != ORDINARY:
-            return "sinks and dropout: the portable kernels have them"
-        if call.score and dots_of(call.score[0]):
-            return "score_mod has a dot product of captured rows"
-        return None if call.case.options.backend == self.name and cpp.compiler() else cpp.refusal()
+        return cpu.refusal(call.case, call.score)
 
     def worthwhile(self, call: Call) -> str | None:
         return None

@@ -83,8 +83,9 @@ def forward(
         tensors.append(rows.values)
         addresses.append(rows.values.data_ptr())
     if extras:
-        tensors += extras.named.values()
-        addresses += [t.data_ptr() for t in extras.named.values()]
+        given = extras.named.values()
+        tensors += given
+        addresses += [t.data_ptr() for t in given]
     run = ready.runner.run if not is_profiled() else in_range(ready.runner.run, "forward", names_of(score, mask))
     try:
         run(tensors, None if beside else addresses, score and score[1], mask and mask[1], lists)
