@@ -26,7 +26,7 @@ class AuxRequest(NamedTuple):
     """Which statistics flex_attention is to return beside the output; see AuxOutput and AuxStatistics.
 
     The first two cost nothing. entropy and top_index take a pass over the keys of their own (one for both), and column_sums another one:
-    each about half a forward pass by the portable kernels, whichever kernels compute the output.
+    each about as long as a forward pass by the portable kernels, whichever kernels compute the output.
     """
 
     lse: bool = False
@@ -86,12 +86,15 @@ def _opened(given: dict) -> dict:
 
 def _closed(found, given: dict):
     """flex_attention's result of what `_with_statistics` gives; torch's compiler traces this."""
-    out, lse, *others = found
+    out, lse = found[:2]
     request = given["return_aux"]
-    if request is not None:
-        asked = request.max_scores, *wanted_of(request)
-        return out, _aux(request, lse, *(others.pop(0) if one else None for one in asked))
-    return (out, lse) if given["return_lse"] else out
+    if request is None:
+        return (out, lse) if given["return_lse"] else out
+    statistics, place = [], 2
+    for asked in (request.max_scores, *wanted_of(request)):
+        statistics.append(found[place] if asked else None)
+        place += bool(asked)
+    return out, _aux(request, lse, *statistics)
 
 
 def _with_statistics(

@@ -64,6 +64,11 @@ def dropout_mask(seed: torch.Tensor, shape: tuple[int, int, int, int], dropout_p
     """
     device = seed.device
     b, h, m, n = (torch.arange(size, device=device).view([-1, *[1] * (3 - i)]) for i, size in enumerate(shape))
+    return ((random_words(seed, b, h, m, n) >> ((n & 8) * 2)) & 0xFFFF) >= round(dropout_p * 65536)
+
+
+def random_words(seed: torch.Tensor, b: torch.Tensor, h: torch.Tensor, m: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+    """The 32-bit words, as int64, half of which says whether the weights of queries m and keys n are kept: those of the kernels."""
     words = list(torch.broadcast_tensors((m >> 4) * 8 + (m & 7), (n >> 5) * 8 + (n & 7), b, h))
     keys = [seed.reshape(()) & _LOW, (seed.reshape(()) >> 32) & _LOW]
     for _ in range(_ROUNDS):
@@ -71,8 +76,7 @@ def dropout_mask(seed: torch.Tensor, shape: tuple[int, int, int, int], dropout_p
         words = [high[1] ^ words[1] ^ keys[0], low[1], high[0] ^ words[3] ^ keys[1], low[0]]
         keys = [(key + step) & _LOW for key, step in zip(keys, _STEPS, strict=True)]
     row, column = (m & 8) == 0, (n & 16) == 0
-    word = torch.where(row, torch.where(column, words[0], words[1]), torch.where(column, words[2], words[3]))
-    return ((word >> ((n & 8) * 2)) & 0xFFFF) >= round(dropout_p * 65536)
+    return torch.where(row, torch.where(column, words[0], words[1]), torch.where(column, words[2], words[3]))
 
 
 def _product(word: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -681,10 +681,38 @@ CHECKS = [
 DROPOUT = [
     Mutant(
         "templates/_dropout.jinja",
-        "(seed >> 32).to(tl.uint32)",
-        "seed.to(tl.uint32)",
+        "(seed >> 32).to({{ tl }}.uint32)",
+        "seed.to({{ tl }}.uint32)",
         named("dropout", "every_tile"),
         "half of the seed is not used",
+    ),
+    Mutant(
+        "templates/hopper_backward.py.jinja",
+        "    dp = gl.where(kept_by(words, drop_n, DROPPED), dp * KEPT_SCALE, 0.0)\n",
+        "",
+        named("hopper_backward", "dropout"),
+        "in the kernel for Hopper gradients go through dropped weights",
+    ),
+    Mutant(
+        "templates/_hopper_backward.jinja",
+        "drop_n0 = kv_block * BLOCK_N + CONSUMER * 64",
+        "drop_n0 = kv_block * BLOCK_N",
+        named("hopper_backward", "dropout"),
+        "the second consumer drops what the first does",
+    ),
+    Mutant(
+        "codegen/plan/hopper_backward.py",
+        '    if case.extras.dropout == "packed":\n        return "dropout of packed sequences: the portable kernels have it"\n',
+        "",
+        named("extras_offline", "takes_them_or_refuses"),
+        "a kernel that cannot drop weights of packed sequences serves them",
+    ),
+    Mutant(
+        "templates/tangent.py.jinja",
+        "    mean = tl.where(alpha == 0.0, 0.0, mean_i)\n",
+        "    mean = mean_i * 0.0\n",
+        named("tangents", "together"),
+        "tangents of scores are rounded with what they have in common",
     ),
     Mutant(
         "templates/backward_dkv.py.jinja",

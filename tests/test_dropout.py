@@ -19,7 +19,7 @@ from flexpress import (
     scaled_dot_product_attention,
     varlen_attention,
 )
-from support.dense import dense_attention, positions, relative_error
+from support.dense import dense_attention, dropped_attention, relative_error
 from support.devices import DEVICES, for_any
 from support.gradients import FLOORS, GradientProblem, gradient_problems
 from support.problems import learned_mods
@@ -27,25 +27,10 @@ from support.problems import learned_mods
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
-def dropped_attention(q, k, v, kept, p, score_mod=None, mask_mod=None, scale=None):
-    """out in float64, of weights that the dense reference's lse makes."""
-    _, lse, _ = dense_attention(q, k, v, score_mod, mask_mod, scale)
-    group, scale = q.shape[1] // k.shape[1], q.shape[-1] ** -0.5 if scale is None else scale
-    k, v = (t.double().expand(q.shape[0], -1, -1, -1).repeat_interleave(group, 1) for t in (k, v))
-    scores = q.double() @ k.transpose(-1, -2) * scale
-    where = positions(scores.shape, q.device)
-    if score_mod is not None:
-        scores = score_mod(scores, *where).to(scores.dtype).expand(scores.shape)
-    if mask_mod is not None:
-        scores = scores.masked_fill(~mask_mod(*where).expand(scores.shape), -math.inf)
-    weights = (scores - torch.where(lse == -math.inf, 0.0, lse).unsqueeze(-1)).exp()
-    return (weights * kept / (1 - round(p * 65536) / 65536)) @ v
-
-
 @for_any(lambda device: st.tuples(gradient_problems(device), st.sampled_from([0.1, 0.5, 0.999])), cpu=8, cuda=100)
 def test_any_problem(drawn, device):
     problem, p = drawn
-    check(replace(problem, dtype=torch.float32), p, device)  # in 16 bits dP - delta cancels to what rounding leaves
+    check(replace(problem, dtype=torch.float32), p, device)  # in 16 bits dP - delta cancels to what rounding leaves: see below
 
 
 def check(p: GradientProblem, dropout_p: float, device: str) -> None:
@@ -69,6 +54,32 @@ def check(p: GradientProblem, dropout_p: float, device: str) -> None:
         size = max(want.norm().item(), element * want.numel() ** 0.5 / (1 - dropout_p) ** 0.5)
         limit = (1 if i < 3 else 5) * max(floor, FLOORS[have.dtype]) * size
         assert (have.double() - want).norm().item() <= limit, f"gradient {i}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["HOPPER", "PORTABLE"])
+@pytest.mark.parametrize(
+    "head_dims, score", [((64, 64), "alibi"), ((128, 128), None), ((72, 40), "softcap"), ((192, 128), None), ((256, 256), None)]
+)
+def test_in_16_bits_at_real_lengths(head_dims, score, backend):
+    """Errors of the output and of every gradient are at most twice those of a plain computation in bfloat16."""
+    if backend == "HOPPER" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs Hopper")
+    torch.manual_seed(0)
+    shapes = ((2, 4, 1100, head_dims[0]), (2, 2, 1300, head_dims[0]), (2, 2, 1300, head_dims[1]))
+    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes)
+    mod = {None: None, "alibi": mods.alibi(mods.alibi_slopes(4, "cuda")), "softcap": mods.softcap(5.0)}[score]
+    for mask_mod in (None, mods.causal):
+        options, seed = {"BACKEND": backend} if backend == "PORTABLE" else {}, torch.tensor([77 << 33], device="cuda")
+        out = flex_attention(q, k, v, mod, mask_mod=mask_mod, enable_gqa=True, dropout_p=0.2, dropout_seed=seed, kernel_options=options)
+        kept, weights = dropout_mask(seed, (2, 4, 1100, 1300), 0.2), torch.randn_like(out)
+        results = [(out, *torch.autograd.grad(out, (q, k, v), weights))]
+        for precision in (torch.float64, torch.bfloat16):
+            inputs = [t.detach().to(precision).requires_grad_() for t in (q, k, v)]
+            dense = dropped_attention(*inputs, kept, 0.2, mod, mask_mod, precision=precision)
+            results.append((dense, *torch.autograd.grad(dense, inputs, weights.to(precision))))
+        for found, exact, plain in zip(*results, strict=True):
+            assert relative_error(found, exact) <= 2 * relative_error(plain, exact)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -60,6 +60,37 @@ def test_dropout(kernel, target):
         assert found.assembly["ptx"].count("mul.hi.u32") <= bodies * 14 * scores // 4
 
 
+@pytest.mark.parametrize("extras", [SINKS, Extras(dropout="positions"), Extras("float32", "positions"), Extras(dropout="packed")])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("kernel", ["forward", "backward"])
+def test_a_hopper_kernel_takes_them_or_refuses(kernel, dims, extras):
+    """A kernel that serves a call reads what the call brings."""
+    given = {"head_dim": dims[0], "head_dim_v": dims[1], "extras": extras}
+    try:
+        if kernel == "forward":
+            specs = [hopper_compilation("sm_90", None, causal, output_rows=True, **given).spec]
+        else:
+            specs = [made.spec for made in hopper_backward_compilations(None, causal, **given).values()]
+    except ValueError as why:
+        assert extras.dropout and "dropout" in str(why)
+        assert extras.dropout == "packed" or dims[0] > 128
+    else:
+        taken = {p.name for spec in specs for p in spec.parameters}
+        assert extras.dropout != "packed"  # positions in sequences are read from tensors, which no kernel in Gluon does
+        assert not extras.sinks or "SINKS" in taken
+        assert not extras.dropout or {"SEED", "DROPPED", "KEPT_SCALE"} <= taken
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_dropout_in_hopper_kernels(head_dim):
+    """Forward a random number serves 8 weights, in the backward pass 4: with those before the loop, at most 14 products for each."""
+    for mask in (None, causal):
+        given = {"head_dim": head_dim, "extras": Extras(dropout="positions")}
+        forward = hopper_compilation("sm_90", None, mask, output_rows=True, **given).compile()
+        backward = hopper_backward_compilations(None, mask, **given)["fused"].compile()
+        assert forward.spilled <= 64 and backward.spilled <= 400, (forward.spilled, backward.spilled)
+
+
 def _compare(with_sinks, without):
     found, usual = with_sinks.compile(), without.compile()
     assert (found.spilled or 0) <= (usual.spilled or 0)

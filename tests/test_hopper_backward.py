@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flexpress import create_block_mask, mods
+from flexpress import create_block_mask, dropout_mask, mods
 from flexpress.block_lists import transposed_lists
 from flexpress.codegen import registry
 from flexpress.codegen.device import counters, kernel
@@ -15,11 +15,11 @@ from flexpress.codegen.device.arguments import one_by_one
 from flexpress.codegen.mod.bind import bind
 from flexpress.codegen.run import backward_kernels, launch
 from flexpress.codegen.run.backward import backward
-from flexpress.codegen.run.call import Bound, Inputs, Rows
+from flexpress.codegen.run.call import Bound, ExtraInputs, Inputs, Rows
 from flexpress.codegen.run.forward import forward
 from flexpress.codegen.text.render import render
 from support import fake_gluon
-from support.dense import dense_attention, relative_error
+from support.dense import dense_attention, dropped_attention, relative_error
 from support.fake_hopper import Variant, pass_for_hopper
 from support.shifts import Problem, at_positions, in_whole, shifted_lists
 
@@ -64,6 +64,14 @@ CASES = {  # heads of q and k, batch entries of q and k, lengths, head dims; how
     "the same, head dim 256": dict(
         score=lambda s, b, h, m, n: s + (m - n) * 0.01, mask=mods.causal, blocks=[[4], [3, 1]], lengths=(60, 256), dims=(256, 256)
     ),
+    "dropout": dict(dropout_p=0.3, batches=(2, 1), heads=(4, 2), megabytes=0),
+    "dropout, causal, softcap, head dim 128": dict(
+        dropout_p=0.5, score=mods.softcap(2.0), mask=mods.causal, dims=(128, 128), lengths=(300, 300)
+    ),
+    "dropout, learned per head": dict(
+        dropout_p=0.1, score=lambda s, b, h, m, n: s + NUMBERS[h] * (m - n) * 0.01, learned=NUMBERS, lengths=(130, 150)
+    ),
+    "dropout, blocks of a longer sequence": dict(dropout_p=0.4, blocks=[[6, 1], [5, 2]], lengths=(200, 256)),
     "a head without queries": dict(mask=lambda b, h, m, n: (h == 1) & (m >= n), megabytes=0),
 }
 
@@ -71,7 +79,7 @@ CASES = {  # heads of q and k, batch entries of q and k, lengths, head dims; how
 @pytest.mark.parametrize("name", CASES)
 def test_gradients(monkeypatch, name):
     case = dict(heads=(2, 2), batches=(1, 1), lengths=(200, 300), dims=(64, 64), score=None, mask=None, megabytes=24, programs=2, raw=False)
-    case |= {"blocks": None, "learned": None, **CASES[name]}
+    case |= {"blocks": None, "learned": None, "dropout_p": 0.0, **CASES[name]}
     (Hq, Hkv), (Z, Zkv), (Q_LEN, KV_LEN), (D_QK, D_V) = (case[key] for key in ("heads", "batches", "lengths", "dims"))
     generator = torch.Generator().manual_seed(0)
     shapes = ((Z, Hq, Q_LEN, D_QK), (Zkv, Hkv, KV_LEN, D_QK), (Zkv, Hkv, KV_LEN, D_V), (Z, Hq, Q_LEN, D_V))
@@ -89,7 +97,9 @@ def test_gradients(monkeypatch, name):
         mask = create_block_mask(mask_mod, None, Hq, Q_LEN, KV_LEN, device="cpu")
         lists = mask.as_lists(), lambda _: mask.as_transposed_lists()
     mods = [case[kind] and bind(case[kind], kind) for kind in ("score", "mask")]
-    bound = Bound(q, k, v, Inputs(q, k, v, True), D_QK**-0.5, *mods, *lists)
+    seed, p = torch.tensor([(5 << 40) + 3]), round(case["dropout_p"] * 65536) / 65536
+    extras = ExtraInputs(dropout_p=p, seed=seed) if p else None
+    bound = Bound(q, k, v, Inputs(q, k, v, True), D_QK**-0.5, *mods, *lists, extras=extras)
     out, _, _, rows = forward(bound, output_rows=True)
     if case["raw"]:
         rows = Rows(rows.values * torch.tensor([D_QK**0.5, 1.0]), True)
@@ -122,7 +132,11 @@ def test_gradients(monkeypatch, name):
     def gradients(precision):
         inputs = [t.detach().to(precision).requires_grad_() for t in (q, k, v)]
         inputs += [case["learned"].requires_grad_()] if wanted else []
-        result = dense_attention(*inputs[:3], score_mod, mask_mod, precision=precision)[0]
+        if p:
+            kept = dropout_mask(seed, (Z, Hq, Q_LEN, KV_LEN), p)
+            result = dropped_attention(*inputs[:3], kept, p, score_mod, mask_mod, precision=precision)
+        else:
+            result = dense_attention(*inputs[:3], score_mod, mask_mod, precision=precision)[0]
         return torch.autograd.grad(result, inputs, do.to(precision))
 
     for mine, exact, plain in zip(found, gradients(torch.float64), gradients(torch.bfloat16), strict=True):

@@ -103,6 +103,20 @@ def test_one_tangent_alone(moving, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_what_scores_of_a_row_change_by_together_changes_nothing(device):
+    """It cancels before weights are rounded to 16 bits; the tangent of lse has it."""
+    q, k, v = (torch.randn(1, 2, 150, 16, device=device, dtype=torch.bfloat16) for _ in range(3))
+    shift, direction = torch.zeros(2, device=device), torch.randn_like(q)
+
+    def attend(q, shift):
+        return flex_attention(q, k, v, lambda s, b, h, m, n: s + shift[h], mask_mod=mods.causal, return_lse=True)
+
+    found = [torch.func.jvp(attend, (q, shift), (direction, shift + together))[1] for together in (0.0, 1000.0)]
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=2e-2, atol=2e-3)
+    torch.testing.assert_close(found[1][1], found[0][1] + 1000.0, rtol=1e-6, atol=2e-3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_another_length_direction_and_slope_compile_nothing(device):
     def once(length, slopes):
         q = torch.randn(1, 2, length, 16, device=device)

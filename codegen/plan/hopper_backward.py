@@ -74,6 +74,10 @@ def fits(case: BackwardCase, arch: str = "sm_90", score: Mod | None = None) -> s
         return f"{dtype_name(case.dtype)} has no wgmma of its precision"
     if not (33 <= case.d_qk <= 192 and 33 <= case.d_v <= 128 or 129 <= min(case.d_qk, case.d_v) <= max(case.d_qk, case.d_v) <= 256):
         return f"head dims are {case.d_qk} and {case.d_v}; there are tiles for 33 to 192 and 33 to 128, and for 129 to 256"
+    if case.extras.dropout == "packed":
+        return "dropout of packed sequences: the portable kernels have it"
+    if case.extras.dropout and max(padded(case.d_qk, case.d_v)) > 128:
+        return f"dropout with head dims {case.d_qk} and {case.d_v}: the kernels for more than 128 columns have none"
     if case.deterministic:
         return "deterministic: programs add to dQ in any order"
     widest = max(padded(case.d_qk, case.d_v))
@@ -116,11 +120,11 @@ def padded(d_qk: int, d_v: int) -> tuple[int, int]:
 
 def hopper_backward_tile(case: BackwardCase, score: Mod | None, mask: Mod | None) -> HopperBackwardTile:
     """The tile for a case. At head dim 64, 128 query rows halve the number of barriers: 9 % faster under a causal mask. A score_mod would
-    spill up to 1900 bytes, and is as fast with 64."""
+    spill up to 1900 bytes, and is as fast with 64. Dropout takes registers, too."""
     if case.d_v > 128:
         return HopperBackwardTile(64, BLOCK_N=64)
     large = not score and not (mask and mask[0].tensors) and (not case.blocks or case.blocks.q_block % 128 == 0)
-    large = large and padded(case.d_qk, case.d_v)[0] == 64
+    large = large and padded(case.d_qk, case.d_v)[0] == 64 and not case.extras.dropout
     return HopperBackwardTile(128 if large else 64)
 
 
@@ -200,6 +204,7 @@ def _spec(
         "SUM_IS_RAW": raw,
         "CHECK_PADDING": check_padding,
         "EARLY_SHARE": early_share,
+        "DROPOUT": case.extras.dropout,
         "imports_triton": any("tl" in m.modules for m in mods),
     }
     template = "hopper_backward" + ("_wide" if flags["WIDE"] else "_sliced" if slices > 1 else "")
@@ -215,7 +220,7 @@ def _parameters(
     d_qk, d_v = padded(case.d_qk, case.d_v)
     d_qk //= 3 if d_qk == 192 else 1
     sizes = ["Z", "Zkv", "Hq", "Hkv", "GROUP_SIZE", "HEADS_PER_GROUP", "Q_LEN", "KV_LEN", *strides("dq"), "SM_SCALE", "TO_LOG2"]
-    sizes += [*list_numbers(blocks, "q"), *(strides("dk", "dv") if starts else [])]
+    sizes += [*case.extras.numbers, *list_numbers(blocks, "q"), *(strides("dk", "dv") if starts else [])]
     return (
         descriptor_of("Q", dtype, M, d_qk),
         descriptor_of("DO", dtype, M, d_v),
@@ -230,6 +235,7 @@ def _parameters(
         *(pointer(name, dtype) for name in ("DQ", *(("DK", "DV") if starts else ()))),
         pointer("DONE", "int32"),
         pointer("COUNTER", "int32"),
+        *case.extras.of_dropout,
         *numbers(*sizes),
         *list_tables(blocks, "q"),
         *(p for m in mods for p in m.parameters),

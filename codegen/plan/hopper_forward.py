@@ -85,8 +85,8 @@ def fits(case: ForwardCase, geometry: Geometry, arch: str = "sm_90", aligned: bo
         return "TMA cannot load q, k or v: a head dim that is not contiguous, or an address or strides that are no multiples of 16 bytes"
     if case.options.use_tma is False:
         return "USE_TMA is False"
-    if case.extras.dropout:
-        return "dropout: the portable kernels have it"
+    if case.extras.dropout == "packed":
+        return "dropout of packed sequences: the portable kernels have it"
     if case.options.prescale_qk:
         return "PRESCALE_QK: q goes to shared memory as it is"
     tile = [name for name, _ in case.options.tile if name in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")]
@@ -219,9 +219,21 @@ def _parameters(case: ForwardCase, tile: HopperTile, mods: tuple[Parameter, ...]
         *([pointer("O", dtype)] if starts else []),
         *statistic_parameters("T, Hq" if cache else "Z, Hq, Q_LEN", case.output_max, case.output_rows),
         *case.extras.of_sinks,
+        *case.extras.of_dropout,
         pointer("COUNTER", "int32"),
     ]
-    sizes = ["Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", "HEADS", "HEADS_PER_GROUP", *scale_names(scale_apart), *list_numbers(blocks)]
+    sizes = [
+        "Hq",
+        "Zkv",
+        "GROUP_SIZE",
+        "Q_LEN",
+        "KV_LEN",
+        "HEADS",
+        "HEADS_PER_GROUP",
+        *scale_names(scale_apart),
+        *case.extras.numbers,
+        *list_numbers(blocks),
+    ]
     sizes += STRIDES["o"] if starts else ()
     tables = list_tables(blocks)
     if cache:

@@ -227,6 +227,8 @@ def tangent_tile(kernel: str, arch: str, d_qk: int, d_v: int, itemsize: int, q_b
         tile = replace(tile, num_stages=1)
     elif arch in ("sm_80", "sm_86") and kernel == "tangent":  # 64 keys spill there
         tile = replace(tile, BLOCK_N=min(tile.BLOCK_N, 32))
+    elif arch == "sm_90" and (kernel, itemsize) == ("tangent", 2) and 64 < max(d_qk, d_v) <= 128:  # wgmma has no use for more warps
+        tile = replace(tile, BLOCK_N=32, num_warps=4)
     if q_block:
         tile = replace(tile, BLOCK_M=_divisor(tile.BLOCK_M, q_block), BLOCK_N=_divisor(tile.BLOCK_N, kv_block))
     return tile

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 
 
-def dense_attention(q, k, v, score_mod=None, mask_mod=None, scale=None, precision=torch.float64):
+def dense_attention(q, k, v, score_mod=None, mask_mod=None, scale=None, precision=torch.float64, factors=None):
     """out (B, Hq, Q_LEN, D_V), lse and max_scores (B, Hq, Q_LEN) by materialised scores, in `precision`.
 
     Mods are computed in float64 for precision=float64, else in float32; a row with nothing to attend to gives 0 and -inf.
+
+    factors   (B, Hq, Q_LEN, KV_LEN): what probabilities are multiplied by, as dropout does
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     B, Hq, Q_LEN, _ = q.shape
@@ -26,8 +28,15 @@ def dense_attention(q, k, v, score_mod=None, mask_mod=None, scale=None, precisio
     weights = (scores - torch.where(highest == float("-inf"), 0.0, highest)).exp()
     total = weights.sum(-1, keepdim=True)
     probabilities = (weights / torch.where(total == 0.0, 1.0, total)).to(precision)
+    if factors is not None:
+        probabilities = probabilities * factors.to(precision)
     lse = (highest + torch.where(total == 0.0, 1.0, total).log()).squeeze(-1)
     return probabilities @ v, torch.where(total.squeeze(-1) == 0.0, float("-inf"), lse), highest.squeeze(-1)
+
+
+def dropped_attention(q, k, v, kept, p, *others, **named):
+    """out of dense_attention, of weights that are `kept` with probability 1 - p; p is rounded as dropout_p is."""
+    return dense_attention(q, k, v, *others, **named, factors=kept / (1 - round(p * 65536) / 65536))[0]
 
 
 def positions(shape, device):

@@ -15,6 +15,8 @@ import types
 
 import torch
 
+from flexpress.dropout import random_words
+
 PATIENCE = 60.0  # seconds at a barrier
 
 
@@ -299,6 +301,7 @@ def gluon_language(programs: int, program: int, lock) -> types.SimpleNamespace:
     def warp_specialize(partitions, *_):
         errors = []
 
+        @torch.no_grad()  # a setting of each thread
         def run(function, args):
             try:
                 function(*args)
@@ -357,6 +360,17 @@ def limits(to_log2, text: str) -> tuple[torch.Tensor, torch.Tensor]:
     return most / to_log2, torch.exp2(torch.floor(torch.log2(to_log2.double()))).float()
 
 
+def words(seed, b, h, m0, m, n0, n) -> torch.Tensor:
+    """The kernel's own, without numbers that have no sign."""
+    b, h, m, n = (torch.as_tensor(x, dtype=torch.int64) for x in (b, h, m0 + m, n0 + n))
+    return random_words(seed.long(), b, h, m, n)
+
+
+def kept_by(words: torch.Tensor, n: torch.Tensor, dropped: int) -> torch.Tensor:
+    """The same."""
+    return ((words >> ((n & 8) * 2)) & 0xFFFF) >= dropped
+
+
 class Number(int):
     """An argument that may be converted, as a kernel's may."""
 
@@ -395,6 +409,8 @@ def run(text: str, name: str, args: tuple, programs: int = 2) -> None:
             "float_difference": lambda a, b: (a - b).float(),
             "meet": both.wait,
             "limits": lambda x: limits(x, text),
+            "random_words": words,
+            "kept_by": kept_by,
             "wait_for_stores": wait_for_stores,
             "tma_add": lambda *args: stores.give(*args, add=True),
         }
