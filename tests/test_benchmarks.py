@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from support.benchmarks import block_mask, common, forward, implementations, latency, reference, small, supervisor, workloads
+from support.benchmarks import benchmark, block_mask, common, forward, implementations, latency, reference, small, supervisor, workloads
 
 
 @pytest.mark.parametrize("row", workloads.WORKLOADS, ids=lambda row: row.name)
@@ -244,3 +244,29 @@ def test_plot(tmp_path):
     assert out.read_bytes().startswith(b"\x89PNG") and out.stat().st_size > 10_000
     with pytest.raises(ValueError, match="bwd_tflops"):
         plot.main([str(results), str(out), "--backward"])
+
+
+def test_features_are_compared_before_they_are_timed(monkeypatch):
+    """On the CPU torch has no dropout and no second derivatives to compare with."""
+    features = benchmark("features")
+    monkeypatch.setattr(features.common, "time_ms", lambda run, rep: (run(), 2.0)[1])
+    monkeypatch.setattr(features, "ROUNDS", 1)
+    small_ones = {
+        "sinks": lambda: features.sinks_case((1, 4, 2, 70, 16), features.causal),
+        "dropout": lambda: features.dropout_case((1, 2, 2, 70, 16), is_causal=True),
+        "jvp": lambda: features.jvp_case((1, 2, 2, 40, 16), is_causal=True),
+        "second": lambda: features.second_case((1, 2, 2, 40, 16), is_causal=False),
+        "dots": lambda: features.dots_case((1, 2, 2, 70, 16)),
+        "statistics": lambda: features.statistics_case((1, 2, 2, 70, 16)),
+    }
+    monkeypatch.setattr(features, "torch_flex", lambda **_: None)
+    monkeypatch.setattr(features, "CASES", small_ones)
+    for name in small_ones:
+        rows = {row["way"]: row for row in features.measure(name, 1.0)}
+        assert rows["feature"]["fwd_cost"] == 1.0 and "error" not in rows["feature"]
+        assert all(rows[way]["diff"] < 0.05 for way in ("by_hand", "unrolled") if way in rows)
+        assert features.summary(list(rows.values()))
+    wrong = small_ones["sinks"]()
+    wrong.ways["feature"] = wrong.ways["plain"]
+    monkeypatch.setitem(small_ones, "sinks", lambda: wrong)
+    assert "another result" in {row["way"]: row for row in features.measure("sinks", 1.0)}["by_hand"]["error"]

@@ -1,0 +1,328 @@
+"""What sinks, dropout, derivatives, long dot products and statistics cost, beside what a user would do without them.
+
+    python benchmarks/features.py --out features.json
+    python benchmarks/features.py --out features.json --cases sinks_causal,jvp_causal
+
+A case is one attention problem in bfloat16, done by several ways that take turns, three rounds each. The first way is the call
+without the feature, and "cost" is a time over that of the first. Before anything is timed the outputs are compared: `diff` is the
+relative difference to the way that `same` names, which computes the same thing, and `grad_diff` the largest of the gradients. Where no
+other way does (dropout), one head is compared with dense float64.
+
+    plain           flexpress without the feature
+    portable        the same by the portable kernels
+    feature         flexpress with it
+    by_hand         what does the same with flexpress, without the feature
+    torch           what does the same with torch: flex_attention compiled, or scaled_dot_product_attention
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import common
+import torch
+import torch._functorch.config
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import flex_attention as torchs
+from torch.nn.functional import scaled_dot_product_attention
+
+from flexpress import AuxRequest, create_block_mask, dropout_mask, flex_attention
+from flexpress.mods import causal, sliding_window
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # there tests run it, with small shapes
+ROUNDS = 3
+DROPOUT = 0.1
+PORTABLE = {"BACKEND": "PORTABLE"}
+
+
+@dataclass
+class Way:
+    """One way to compute a case: `run` gives tensors, the first of which is compared with that of the way `same`."""
+
+    run: Callable[[], tuple[torch.Tensor, ...]]
+    same: str | None = None
+
+
+@dataclass
+class Case:
+    """Ways by name. `leaves` get gradients in the timed backward pass; without any there is none."""
+
+    ways: dict[str, Way]
+    leaves: tuple[torch.Tensor, ...] = ()
+    answer: Callable[[tuple[torch.Tensor, ...]], float] | None = None  # the error of "feature" where no other way computes the same
+    limit: float = 0.02
+
+
+def normal(*shape: int, grad: bool = False) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE, dtype=torch.bfloat16, requires_grad=grad)
+
+
+def qkv(batch: int, heads: int, kv_heads: int, length: int, head_dim: int, grad: bool = True) -> tuple[torch.Tensor, ...]:
+    return tuple(normal(batch, n, length, head_dim, grad=grad) for n in (heads, kv_heads, kv_heads))
+
+
+def one(out: torch.Tensor) -> tuple[torch.Tensor]:
+    return (out,)
+
+
+def torch_flex(**given: object) -> Callable[..., object]:
+    """torch's flex_attention, compiled for one shape."""
+    return torch.compile(lambda *tensors: torchs.flex_attention(*tensors, **given), dynamic=False)
+
+
+def sinks_case(shape: Sequence[int], mask_mod: Callable[..., torch.Tensor]) -> Case:
+    """By hand: without sinks, and the output times sigmoid(lse - sink)."""
+    q, k, v = qkv(*shape)
+    sinks = normal(shape[1], grad=True)
+    mask = create_block_mask(mask_mod, None, None, shape[3], shape[3], DEVICE)
+    theirs = torchs.create_block_mask(mask_mod, None, None, shape[3], shape[3], DEVICE)
+
+    def fold(out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+        return (out * torch.sigmoid(lse - sinks[:, None])[..., None]).to(out.dtype)
+
+    def torch_by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return fold(*torchs.flex_attention(q, k, v, block_mask=theirs, enable_gqa=True, return_lse=True))
+
+    compiled = torch.compile(torch_by_hand, dynamic=False)
+    given = {"block_mask": mask, "enable_gqa": True}
+    ways = {
+        "plain": Way(lambda: one(flex_attention(q, k, v, **given))),
+        "feature": Way(lambda: one(flex_attention(q, k, v, sinks=sinks, **given))),
+        "by_hand": Way(lambda: one(fold(*flex_attention(q, k, v, return_lse=True, **given))), "feature"),
+        "torch": Way(lambda: one(compiled(q, k, v)), "feature"),
+    }
+    return Case(ways, (q, k, v))
+
+
+def dropout_case(shape: Sequence[int], *, is_causal: bool) -> Case:
+    """Torch's way is FlashAttention-2 in scaled_dot_product_attention, which draws other weights to drop."""
+    q, k, v = qkv(*shape)
+    mask_mod = causal if is_causal else None
+    seed = torch.tensor([1234], device=DEVICE)
+    mask = create_block_mask(causal, None, None, shape[3], shape[3], DEVICE) if is_causal else None
+
+    def sdpa(dropout_p: float) -> tuple[torch.Tensor]:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return one(scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=mask_mod is not None))
+
+    def error(found: tuple[torch.Tensor, ...]) -> float:
+        """The largest one of output and gradients of the first head of the first sequence."""
+        length = shape[3]
+        inputs = [t[0, 0].detach().double().requires_grad_() for t in (q, k, v)]
+        scores = inputs[0] @ inputs[1].T / math.sqrt(shape[4])
+        if is_causal:
+            scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
+        kept = dropout_mask(seed, (1, 1, length, length), DROPOUT)[0, 0]
+        p = round(DROPOUT * 65536) / 65536
+        out = scores.softmax(-1) * kept / (1 - p) @ inputs[2]
+        exact = (out, *torch.autograd.grad(out, inputs, torch.ones_like(out)))
+        return max(difference(have[0, 0], want) for have, want in zip(found, exact, strict=True))
+
+    ways = {
+        "plain": Way(lambda: one(flex_attention(q, k, v, block_mask=mask))),
+        "portable": Way(lambda: one(flex_attention(q, k, v, block_mask=mask, kernel_options=PORTABLE)), "plain"),
+        "feature": Way(lambda: one(flex_attention(q, k, v, block_mask=mask, dropout_p=DROPOUT, dropout_seed=seed))),
+        "torch plain": Way(lambda: sdpa(0.0), "plain"),
+        "torch": Way(lambda: sdpa(DROPOUT)),
+    }
+    return Case(ways, (q, k, v), error)
+
+
+def math_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool) -> torch.Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+
+def jvp_case(shape: Sequence[int], *, is_causal: bool) -> Case:
+    """Torch's way is the only back end of scaled_dot_product_attention that has forward derivatives: the dense one."""
+    tensors, directions = qkv(*shape, grad=False), qkv(*shape, grad=False)
+    mask = create_block_mask(causal, None, None, shape[3], shape[3], DEVICE) if is_causal else None
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return flex_attention(q, k, v, block_mask=mask)
+
+    def of_query(q: torch.Tensor) -> torch.Tensor:
+        return attention(q, *tensors[1:])
+
+    def torchs_way() -> tuple[torch.Tensor, ...]:
+        return torch.func.jvp(lambda *given: math_attention(*given, is_causal=is_causal), tensors, directions)[::-1]
+
+    ways = {
+        "plain": Way(lambda: one(attention(*tensors))),
+        "portable": Way(lambda: one(flex_attention(*tensors, block_mask=mask, kernel_options=PORTABLE)), "plain"),
+        "feature": Way(lambda: torch.func.jvp(attention, tensors, directions)[::-1]),
+        "feature, query alone": Way(lambda: torch.func.jvp(of_query, tensors[:1], directions[:1])[::-1]),
+        "torch": Way(torchs_way, "feature"),
+    }
+    return Case(ways)
+
+
+def second_case(shape: Sequence[int], *, is_causal: bool) -> Case:
+    """Gradients of gradients: of the sum of squares of all three. The first way is forward and backward pass alone."""
+    tensors = qkv(*shape)
+    weights = normal(*tensors[0].shape)
+    mask = create_block_mask(causal, None, None, shape[3], shape[3], DEVICE) if is_causal else None
+
+    def ours() -> torch.Tensor:
+        return flex_attention(*tensors, block_mask=mask)
+
+    def first() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(ours(), tensors, weights)
+
+    def twice(attention: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        gradients = torch.autograd.grad(attention(), tensors, weights, create_graph=True)
+        return torch.autograd.grad(gradients, tensors, [g.detach() for g in gradients])
+
+    ways = {
+        "plain": Way(first),
+        "feature": Way(lambda: twice(ours)),
+        "torch": Way(lambda: twice(lambda: math_attention(*tensors, is_causal=is_causal)), "feature"),
+    }
+    return Case(ways, limit=0.1)
+
+
+def dots_case(shape: Sequence[int], width: int = 64) -> Case:
+    """A dot product of captured rows in the score. By hand: rows beside those of query and key, so a head dim of 192.
+
+    Torch's way is that, too. Unrolled: four vectors of 16, which are multiplied element by element.
+    """
+    batch, heads, _, length, head_dim = shape
+    q, k, v = qkv(*shape, grad=False)
+    q_rows, k_rows = normal(batch, heads, length, width), normal(batch, length, width)
+    scale = 1 / math.sqrt(head_dim)
+    parts = [(q_rows[..., i : i + 16].contiguous(), k_rows[..., i : i + 16].contiguous()) for i in range(0, width, 16)]
+    (q0, k0), (q1, k1), (q2, k2), (q3, k3) = parts
+
+    def dot(score, b, h, q_idx, kv_idx):
+        return score + torch.dot(q_rows[b, h, q_idx], k_rows[b, kv_idx])
+
+    def unrolled(score, b, h, q_idx, kv_idx):
+        first = torch.dot(q0[b, h, q_idx], k0[b, kv_idx]) + torch.dot(q1[b, h, q_idx], k1[b, kv_idx])
+        return score + first + torch.dot(q2[b, h, q_idx], k2[b, kv_idx]) + torch.dot(q3[b, h, q_idx], k3[b, kv_idx])
+
+    def beside() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return torch.cat([q, q_rows / scale], -1), torch.cat([k, k_rows[:, None].expand(-1, heads, -1, -1)], -1), v
+
+    compiled = torch_flex(scale=scale)
+    ways = {
+        "plain": Way(lambda: one(flex_attention(q, k, v))),
+        "portable": Way(lambda: one(flex_attention(q, k, v, kernel_options=PORTABLE)), "plain"),
+        "feature": Way(lambda: one(flex_attention(q, k, v, dot))),
+        "by_hand": Way(lambda: one(flex_attention(*beside(), scale=scale)), "feature"),
+        "unrolled": Way(lambda: one(flex_attention(q, k, v, unrolled)), "feature"),
+        "torch": Way(lambda: one(compiled(*beside())), "feature"),
+    }
+    return Case(ways, limit=0.05)
+
+
+def statistics_case(shape: Sequence[int]) -> Case:
+    """What return_aux gives beyond lse."""
+    q, k, v = qkv(*shape, grad=False)
+    mask = create_block_mask(causal, None, None, shape[3], shape[3], DEVICE)
+
+    def asked(**names: bool) -> tuple[torch.Tensor]:
+        return one(flex_attention(q, k, v, block_mask=mask, return_aux=AuxRequest(**names))[0])
+
+    ways = {
+        "plain": Way(lambda: one(flex_attention(q, k, v, block_mask=mask))),
+        "portable": Way(lambda: one(flex_attention(q, k, v, block_mask=mask, kernel_options=PORTABLE)), "plain"),
+        "lse": Way(lambda: asked(lse=True), "plain"),
+        "entropy and top_index": Way(lambda: asked(entropy=True, top_index=True), "plain"),
+        "column_sums": Way(lambda: asked(column_sums=True), "plain"),
+        "feature": Way(lambda: asked(entropy=True, top_index=True, column_sums=True), "plain"),
+    }
+    return Case(ways)
+
+
+SHAPE, NARROW = (4, 16, 16, 4096, 128), (4, 16, 16, 4096, 64)
+CASES: dict[str, Callable[[], Case]] = {
+    "sinks_causal": lambda: sinks_case(SHAPE, causal),
+    "sinks_gpt_oss": lambda: sinks_case((1, 64, 8, 16384, 64), sliding_window(128)),
+    "dropout_causal": lambda: dropout_case(SHAPE, is_causal=True),
+    "dropout_full_d64": lambda: dropout_case(NARROW, is_causal=False),
+    "jvp_causal": lambda: jvp_case(SHAPE, is_causal=True),
+    "jvp_full": lambda: jvp_case(SHAPE, is_causal=False),
+    "jvp_full_d64": lambda: jvp_case(NARROW, is_causal=False),
+    "second_causal": lambda: second_case((1, 16, 16, 4096, 128), is_causal=True),
+    "second_full_d64": lambda: second_case((1, 16, 16, 4096, 64), is_causal=False),
+    "dots_full": lambda: dots_case(SHAPE),
+    "statistics_causal": lambda: statistics_case(SHAPE),
+}
+
+
+def difference(out: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((out.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def measure(name: str, rep: float) -> list[common.Row]:
+    """A row for every way of the case."""
+    torch.manual_seed(0)
+    case = CASES[name]()
+    rows = {way: {"case": name, "way": way, "fwd_rounds": [], "bwd_rounds": []} for way in case.ways}
+    outs: dict[str, tuple[torch.Tensor, ...]] = {}
+    for way, row in rows.items():
+        try:
+            out = case.ways[way].run()[0]
+            found = (out.detach(), *(torch.autograd.grad(out, case.leaves, torch.ones_like(out)) if case.leaves else ()))
+            if way == "feature" and case.answer:
+                row["diff"] = case.answer(found)
+            elif case.ways[way].same in outs:
+                row["diff"], *others = map(difference, found, outs[case.ways[way].same])
+                row["grad_diff"] = max(others, default=None)
+            if not max(row.get("diff", 0.0), row.get("grad_diff") or 0.0) < case.limit:
+                raise ValueError(f"another result: {row['diff']:.3g}, gradients {row.get('grad_diff')}")
+        except Exception as error:
+            row["error"] = common.first_line(error)
+            continue
+        outs[way] = found
+    outs.clear()
+    running = [way for way in rows if "error" not in rows[way]]
+    for turn in range(ROUNDS):
+        for way in running[:: 1 if turn % 2 else -1]:
+            timed(rows[way], case, case.ways[way], rep)
+    for direction in ("fwd", "bwd"):
+        first = common.median(rows["plain"][f"{direction}_rounds"])
+        for row in rows.values():
+            row[f"{direction}_ms"] = common.median(row[f"{direction}_rounds"])
+            row[f"{direction}_cost"] = common.ratio(row[f"{direction}_ms"], first)
+    return list(rows.values())
+
+
+def timed(row: common.Row, case: Case, way: Way, rep: float) -> None:
+    """Add a round."""
+    row["fwd_rounds"].append(common.time_ms(way.run, rep))
+    if not case.leaves:
+        return
+    out = way.run()[0]
+    weights = torch.ones_like(out)
+    row["bwd_rounds"].append(common.time_ms(lambda: torch.autograd.grad(out, case.leaves, weights, retain_graph=True), rep))
+
+
+def summary(rows: Sequence[common.Row]) -> str:
+    columns = ("fwd_ms", "fwd_cost", "bwd_ms", "bwd_cost", "diff", "grad_diff")
+    return common.table(
+        ["case", "way", *columns, "error"],
+        [[row["case"], row["way"], *(row.get(column) for column in columns), row.get("error", "")] for row in rows],
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = common.arguments(__doc__, "benchmarks/results/features.json")
+    parser.add_argument("--cases", type=common.names(list(CASES)), default=list(CASES), help="comma-separated (default: all)")
+    parser.add_argument("--rep", type=float, default=60.0, help="milliseconds a round (default: %(default)s)")
+    asked = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    torch._functorch.config.donated_buffer = False  # or a compiled backward could not be run twice
+    torch._dynamo.config.cache_size_limit = 64
+    rows: list[common.Row] = []
+    for name in asked.cases:
+        rows += measure(name, asked.rep)
+        common.write_results(asked.out, common.header(asked.commit), rows)
+        torch.cuda.empty_cache()
+    print(summary(rows))
+
+
+if __name__ == "__main__":
+    main()
