@@ -9,6 +9,8 @@ first_call  the block mask and the first forward, with empty disk caches, then i
             filled
 host_time   median time that a call keeps the host busy, over 200 calls of a tiny problem without waiting for
             the GPU; median and lowest of 20 rounds, as other work on the host lasts longer than a round
+beside_sdpa host_time of calls that take turns in one process, with scaled_dot_product_attention(is_causal=True) among them: calls, calls
+            with their backward pass, and create_block_mask for 8192 positions; only with the impl flexpress, whatever the case
 lengths     the block mask and the forward for one length after another in the same process, and what each
             compiled
 """
@@ -34,7 +36,7 @@ import torch
 from common import Row
 
 IMPLS = ("flexpress", "torch_flex")
-MEASURES = ("first_call", "host_time", "lengths")
+MEASURES = ("first_call", "host_time", "beside_sdpa", "lengths")
 CASES = ("causal_d128", "alibi_causal_d128", "softcap_causal_d128", "relative_bias_d128", "documents_16k")
 LENGTHS = (1024, 1536, 2048, 1111)
 CACHES = {"FLEXPRESS_CACHE_DIR": "flexpress", "TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
@@ -124,6 +126,61 @@ def host_time(impl: str, case: str) -> list[Row]:
     return [{"host_us": statistics.median(rounds), "host_us_lowest": min(rounds)}]
 
 
+def beside_sdpa(impl: str, case: str) -> list[Row]:
+    """Time calls of one head of 256 positions in turns; `to_sdpa` is the ratio to scaled_dot_product_attention's time."""
+    from torch.nn.functional import scaled_dot_product_attention
+    from workloads import document_ids
+
+    from flexpress import create_block_mask, flex_attention, mods
+
+    q, k, v = (torch.randn(1, 1, 256, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    weights = torch.randn_like(q)
+    learned = [t.clone().requires_grad_() for t in (q, k, v)]
+    mask, alibi = create_block_mask(mods.causal, None, None, 256, 256, "cuda"), mods.alibi(mods.alibi_slopes(1, "cuda"))
+    document = mods.document(document_ids(8192, 12, "cuda"), mask_mod=mods.causal)
+
+    def with_gradients(attention: Callable[..., torch.Tensor]) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(attention(*learned), learned, weights)
+
+    def sdpa(*tensors: torch.Tensor) -> torch.Tensor:
+        return scaled_dot_product_attention(*tensors, is_causal=True)
+
+    def causal(*tensors: torch.Tensor) -> torch.Tensor:
+        return flex_attention(*tensors, block_mask=mask)
+
+    def alibi_causal(*tensors: torch.Tensor) -> torch.Tensor:
+        return flex_attention(*tensors, score_mod=alibi, block_mask=mask)
+
+    calls = {
+        "sdpa": lambda: sdpa(q, k, v),
+        "causal": lambda: causal(q, k, v),
+        "alibi_causal": lambda: alibi_causal(q, k, v),
+        "sdpa, gradients": with_gradients(sdpa),
+        "causal, gradients": with_gradients(causal),
+        "alibi_causal, gradients": with_gradients(alibi_causal),
+        "create_block_mask, causal": lambda: create_block_mask(mods.causal, None, None, 8192, 8192, "cuda"),
+        "create_block_mask, documents": lambda: create_block_mask(document, None, None, 8192, 8192, "cuda"),
+    }
+    rounds: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(ROUNDS + 1):
+        for name, call in calls.items():
+            time.sleep(REST / 5)
+            times = []
+            for _ in range(CALLS // 2):
+                start = time.perf_counter()
+                call()
+                times.append(time.perf_counter() - start)
+            common.synchronize()
+            if turn:  # what was compiled and allocated first does not count
+                rounds[name].append(statistics.median(times) * 1e6)
+    found = {name: statistics.median(times) for name, times in rounds.items()}
+    rows = []
+    for name, us in found.items():
+        peer = None if "mask" in name else found["sdpa, gradients" if "gradients" in name else "sdpa"]
+        rows.append({"call": name, "host_us": us, "host_us_lowest": min(rounds[name]), "to_sdpa": common.ratio(us, peer)})
+    return rows
+
+
 def lengths(impl: str, case: str) -> list[Row]:
     """Time the first use of each length of `LENGTHS`, and count the kernels compiled for it."""
     from workloads import BY_NAME
@@ -171,6 +228,8 @@ def measure_all(args: argparse.Namespace) -> Iterator[list[Row]]:
     for measure in args.measures:
         for case in args.cases:
             for impl in args.impls:
+                if measure == "beside_sdpa" and (impl, case) != ("flexpress", args.cases[0]):
+                    continue
                 with tempfile.TemporaryDirectory(prefix="latency-") as folder:
                     if measure != "first_call":
                         yield in_process(measure, impl, case, Path(folder), args.limit)
@@ -201,7 +260,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     if args.child:
         measure, impl, case = args.child
-        print(json.dumps({"first_call": first_call, "host_time": host_time, "lengths": lengths}[measure](impl, case)))
+        print(
+            json.dumps(
+                {"first_call": first_call, "host_time": host_time, "beside_sdpa": beside_sdpa, "lengths": lengths}[measure](impl, case)
+            )
+        )
         return 0
     head = common.header(args.commit)
     rows: list[Row] = []
@@ -220,6 +283,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "kernels",
         "host_us",
         "host_us_lowest",
+        "call",
+        "to_sdpa",
         "error",
     )
     print(common.table(keys, [[row.get(key) for key in keys] for row in rows]))
