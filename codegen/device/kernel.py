@@ -54,6 +54,8 @@ class Kernel:
 
     def _print(self) -> None:
         if self._printed is None:
+            if not workers.SETTING["waits"] and self.spec.backend != "cpu":
+                workers.POOL.start()  # it takes as long as this
             start, self._printed = time.perf_counter(), cache.store(render(self.spec), self.spec)
             INFO.prints += 1
             logs.PRINT.info("printed %s in %.0f ms", self.path, 1e3 * (time.perf_counter() - start))

@@ -22,6 +22,7 @@ from ..progress import OFF
 from . import stages
 
 IDLE = 60.0  # seconds
+PRINTING: set[threading.Thread] = set()  # threads that print what nobody waits for
 _SPARE = 4  # kernels that are compiled at once, from which on this process leaves all to the others
 SETTING = {"waits": os.environ.get("FLEXPRESS_WAIT", "1").strip().lower() not in OFF}  # see run/meanwhile.py
 _START = (  # the path first, so that nothing is imported from the working directory
@@ -84,9 +85,9 @@ class Pool:
 
     @property
     def is_better(self) -> bool:
-        """Is it better to compile there, also where nobody compiles here? So it is where calls do not wait, as this process prints other
-        kernels meanwhile, once the other one answers, and if there are cores to spare."""
-        return not SETTING["waits"] and self._answers and limit() >= _SPARE
+        """Is it better to compile there, also where nobody compiles here? So it is while a thread prints other kernels here, once the
+        process answers, and if there are cores to spare. Else a fork takes 0.1 s longer."""
+        return bool(PRINTING) and self._answers and limit() >= _SPARE
 
     @property
     def is_idle(self) -> bool:
@@ -198,6 +199,7 @@ def _in_child() -> None:
     """A forked child has none of this: its copies of pipes would keep the process alive."""
     global POOL
     before, POOL = POOL, Pool()
+    PRINTING.clear()
     for job in [*before.running.values(), *before.waiting]:
         job.renew()
         job.end("the process was forked")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..device.workers import SETTING, Job
+from ..device.workers import PRINTING, SETTING, Job
 from ..plan.forward import Options
 from ..registry import Table
 
@@ -45,9 +45,12 @@ def begun_beside(begin: Callable[[list[Job]], None]) -> list[Job]:
             with torch.no_grad(), contextlib.suppress(Exception):  # whoever needs the kernels is told what is wrong
                 begin(jobs)
         finally:
+            PRINTING.discard(thread)
             jobs[0].end("all are begun")
 
-    threading.Thread(target=work, name="flexpress-begin", daemon=True).start()
+    thread = threading.Thread(target=work, name="flexpress-begin", daemon=True)
+    PRINTING.add(thread)
+    thread.start()
     return jobs
 
 
