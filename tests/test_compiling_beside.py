@@ -279,6 +279,24 @@ def test_portable_kernels_serve_until_those_for_hopper_are_there(hopper, monkeyp
     assert called() == ["hopper_forward", "backward_delta", "hopper_backward"]
 
 
+def test_with_cores_to_spare_a_call_compiles_nothing_here(hopper, monkeypatch):
+    """While a thread prints."""
+    monkeypatch.setattr(workers, "limit", lambda: 4)
+    workers.POOL.start()
+    wait_until(lambda: workers.POOL._answers)
+    begin, begun = binary.begin, []
+
+    def noted(printed, entry, *rest):
+        begun.append(entry)
+        wait_until(lambda: "forward" in begun)
+        return begin(printed, entry, *rest)
+
+    monkeypatch.setattr(binary, "begin", noted)
+    monkeypatch.setattr(binary, "obtain", None)
+    flex_attention(*problem(grad=False))
+    assert hopper == ["forward"] and sorted(begun) == ["forward", "hopper_forward"]
+
+
 def test_a_tensor_that_lies_elsewhere_has_kernels_of_its_own(hopper):
     """One that is captured, and begins at no multiple of 16 bytes: forward and backward wait for nobody again."""
     q, k, v = problem()

@@ -22,7 +22,6 @@ from ..progress import OFF
 from . import stages
 
 IDLE = 60.0  # seconds
-PRINTING: set[threading.Thread] = set()  # threads that print what nobody waits for
 _SPARE = 4  # kernels that are compiled at once, from which on this process leaves all to the others
 SETTING = {"waits": os.environ.get("FLEXPRESS_WAIT", "1").strip().lower() not in OFF}  # see run/meanwhile.py
 _START = (  # the path first, so that nothing is imported from the working directory
@@ -69,13 +68,19 @@ class Job:
 
 
 class Pool:
-    """The processes of this one. `process` is what forks; `running` and `waiting` are the jobs that are not over."""
+    """The processes of this one.
+
+    process            what forks
+    running, waiting   the jobs that are not over
+    printers           threads of this process that print kernels for which nobody waits
+    """
 
     def __init__(self) -> None:
         self._lock, self._numbers = threading.Lock(), itertools.count()
         self.process: subprocess.Popen | None = None
         self.running: dict[int, Job] = {}
         self.waiting: deque[Job] = deque()
+        self.printers: set[threading.Thread] = set()
         self._answers = False  # has the process loaded all that it needs?
 
     @property
@@ -87,7 +92,7 @@ class Pool:
     def is_better(self) -> bool:
         """Is it better to compile there, also where nobody compiles here? So it is while a thread prints other kernels here, once the
         process answers, and if there are cores to spare. Else a fork takes 0.1 s longer."""
-        return bool(PRINTING) and self._answers and limit() >= _SPARE
+        return bool(self.printers) and self._answers and limit() >= _SPARE
 
     @property
     def is_idle(self) -> bool:
@@ -199,7 +204,6 @@ def _in_child() -> None:
     """A forked child has none of this: its copies of pipes would keep the process alive."""
     global POOL
     before, POOL = POOL, Pool()
-    PRINTING.clear()
     for job in [*before.running.values(), *before.waiting]:
         job.renew()
         job.end("the process was forked")

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..device.workers import PRINTING, SETTING, Job
+from ..device import workers
+from ..device.workers import SETTING, Job
 from ..plan.forward import Options
 from ..registry import Table
 
@@ -38,18 +39,18 @@ def quick(options: Options) -> Options:
 
 def begun_beside(begin: Callable[[list[Job]], None]) -> list[Job]:
     """Jobs that come by and by from `begin`, in another thread, as kernels are printed before; one is over when all have begun."""
-    jobs = [Job()]
+    jobs, pool = [Job()], workers.POOL
 
     def work() -> None:
         try:
             with torch.no_grad(), contextlib.suppress(Exception):  # whoever needs the kernels is told what is wrong
                 begin(jobs)
         finally:
-            PRINTING.discard(thread)
+            pool.printers.discard(thread)
             jobs[0].end("all are begun")
 
     thread = threading.Thread(target=work, name="flexpress-begin", daemon=True)
-    PRINTING.add(thread)
+    pool.printers.add(thread)
     thread.start()
     return jobs
 
