@@ -54,6 +54,19 @@ def command_output(*command: str) -> str | None:
     return lines[0].strip() if done.returncode == 0 and lines else None
 
 
+def rows_of(command: Sequence[str], environment: dict[str, str], limit: float) -> list[Row]:
+    """Run a process for at most `limit` seconds and return the rows of its last line, which is JSON; a failure is a row with an `error`."""
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired:
+        return [{"error": f"ran past {limit} s"}]
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        complaint = done.stderr.strip().splitlines()
+        return [{"error": complaint[-1][:300] if complaint else f"ended with code {done.returncode}"}]
+    return json.loads(lines[-1])
+
+
 def version_of(package: str) -> str | None:
     """Return the version of an importable package, or None."""
     try:

@@ -23,7 +23,6 @@ import dataclasses
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -212,15 +211,7 @@ def in_process(measure: str, impl: str, case: str, caches: Path, limit: float) -
     about: Row = {"measure": measure, "impl": impl, "case": case}
     environment = os.environ | {variable: str(caches / folder) for variable, folder in CACHES.items()}
     command = [sys.executable, __file__, "--child", measure, impl, case]
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
-    except subprocess.TimeoutExpired:
-        return [about | {"error": f"ran past {limit} s"}]
-    lines = done.stdout.strip().splitlines()
-    if done.returncode or not lines:
-        complaint = done.stderr.strip().splitlines()
-        return [about | {"error": complaint[-1][:300] if complaint else f"ended with code {done.returncode}"}]
-    return [about | row for row in json.loads(lines[-1])]
+    return [about | row for row in common.rows_of(command, environment, limit)]
 
 
 def measure_all(args: argparse.Namespace) -> Iterator[list[Row]]:

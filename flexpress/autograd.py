@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from flexpress.derivatives import gradients_of
@@ -44,10 +46,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, bound: Bound, output_max: bool, deterministic: bool, q, k, v, sinks, *captured):
-
-        def before(out: torch.Tensor, rows: Rows, meanwhile_raw: bool) -> list:
-            return begin(bound, out, rows, meanwhile_raw, wanted=_wanted(ctx), deterministic=deterministic)
-
+        before = functools.partial(begin, bound, _wanted(ctx), deterministic)
         out, lse, max_scores, rows = forward(bound, output_max=output_max, output_rows=True, waits=deterministic, before=before)
         _, _, _, inputs, scale, score, mask, lists, transposed, options, extras = bound
         seed, places = (extras.seed, extras.places) if extras else (None, ())

@@ -44,7 +44,7 @@ def explain(
     "HOPPER" are the kernels for sm_90 alone, "PORTABLE" those for any device, "DECODE" the one for few queries, "CPP" those for CPUs, in
     C++. The arguments are those
     of flex_attention; tensors that want gradients (requires_grad), captured ones too, are taken into account.
-    Where a kernel is still being compiled beside the program, and PORTABLE serves meanwhile, its line says so.
+    Where a kernel is still being compiled beside the program, and one that compiles fast serves meanwhile, its line says so.
     A mod that has to be traced at every call, which takes some tenths of a millisecond, has a line that says why.
     Nothing is compiled or run but what a mask_mod's block lists need; that a kernel spills too many registers, or does not compile, is
     known only after the first call.
@@ -66,7 +66,7 @@ def explain(
     lines = [_line("forward", choice, awaited)]
     if differentiable:
         chosen, itself_awaited = _backward_choice(call, keys, choice, deterministic)
-        lines.append(_line("backward", chosen, chosen.candidate.name != "PORTABLE" and (awaited or itself_awaited)))
+        lines.append(_line("backward", chosen, awaited or itself_awaited))
     lines += _traced_at_every_call(score_mod, mask_mod or getattr(block_mask, "mask_mod", None))
     if seen.arch == "cpu" and choice.candidate.name != "CPP":
         lines.append("on the CPU these kernels run in Triton's interpreter, for tests")
@@ -85,7 +85,7 @@ def _backward_choice(call: Bound, keys: tuple, forward_choice: Choice, determini
 
 
 def _line(what: str, choice: Choice, awaited: bool) -> str:
-    return f"{what:<9} {choice.reasons}{'; being compiled, PORTABLE serves meanwhile' if awaited else ''}"
+    return f"{what:<9} {choice.reasons}{'; being compiled, a portable one serves meanwhile' if awaited else ''}"
 
 
 def _traced_at_every_call(score_mod: Callable | None, mask_mod: Callable | None) -> Iterator[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,9 +33,9 @@ class Precompiled(NamedTuple):
 
 @runs_uncompiled
 def precompile(
-    query: torch.Tensor | Sequence[int],
-    key: torch.Tensor | Sequence[int],
-    value: torch.Tensor | Sequence[int],
+    query: torch.Tensor | Sequence[int] | Sequence[Mapping[str, Any]],
+    key: torch.Tensor | Sequence[int] | None = None,
+    value: torch.Tensor | Sequence[int] | None = None,
     score_mod: ScoreMod | None = None,
     block_mask: torchs.BlockMask | None = None,
     scale: float | torch.Tensor | None = None,
@@ -54,6 +55,9 @@ def precompile(
 
         shape = (8, 16, 4096, 64)
         precompile(shape, shape, shape, alibi(slopes), mask_mod=causal, dtype=torch.bfloat16, backward=True)
+        precompile([{"query": shape, "key": shape, "value": shape, "score_mod": mod, "dtype": torch.bfloat16} for mod in mods])
+
+    The second way takes the arguments of several calls, by name, and compiles them side by side, each in a thread of its own.
 
     query, key, value   tensors: on the call's device, which are not written, or on "meta"; or shapes (B, H, S, D), which need dtype=
     device              for shapes and meta tensors; by default that of block_mask or cu_seqlens_q, else "cuda" if there is a GPU, or "cpu"
@@ -69,6 +73,8 @@ def precompile(
     Returns what this process has had compiled meanwhile: nothing, if all was there. Any thread may call this; what several threads ask for
     is compiled side by side, by processes beside this one. Raises what flex_attention raises.
     """
+    if isinstance(query, Sequence) and any(isinstance(call, Mapping) for call in query):
+        return _side_by_side(query)
     device = _device_of(query, (getattr(block_mask, "kv_num_blocks", None), cu_seqlens_q), device)
     tensors = [_real(name, t, dtype, device) for name, t in (("query", query), ("key", key), ("value", value))]
     check_values("precompile", query=tensors[0], key=tensors[1], value=tensors[2])
@@ -127,6 +133,22 @@ def precompile_cached(
     batch |= {name: _filled(name, t, torch.float32, device, 1) for name, t in factors.items()}
     with torch.no_grad():
         prepare_cached(*tensors, {**batch, "max_q_len": max_q_len}, score_mod, mask_mod, scale, batch_invariant)
+    return _compiled_since(before)
+
+
+def _side_by_side(calls: Sequence) -> list[Precompiled]:
+    """What was compiled for all of them. Raises what the first that fails does."""
+    if not all(isinstance(call, Mapping) for call in calls):
+        raise TypeError("precompile takes the arguments of one call, or a list of dicts with the arguments of one call each")
+    before, index = _counts(), torch.cuda.current_device() if torch.cuda.is_available() else -1
+
+    def compiled(call: Mapping[str, Any]) -> None:
+        with torch.cuda.device(index):  # which belongs to a thread
+            precompile(**call)
+
+    with ThreadPoolExecutor(len(calls), thread_name_prefix="flexpress-precompile") as threads:
+        for made in [threads.submit(compiled, call) for call in calls]:
+            made.result()
     return _compiled_since(before)
 
 

@@ -111,6 +111,29 @@ def test_default_options_parse():
     assert block_mask.parse(["--lengths", "131072"]).lengths == ["131072"]
 
 
+def test_first_calls_of_a_new_process(tmp_path):
+    """By the program, with a process for each row, and what goes wrong there."""
+    cold, out = benchmark("cold"), tmp_path / "cold.json"
+    asked = ["--out", str(out), "--runs", "1", "--part", "precompile,first", "--waits", "0", "--length", "32"]
+    assert cold.main(asked) == 0
+    first, precompiled = common.read_results(out)[1]
+    assert (first["part"], first["waits"], precompiled["part"], precompiled["waits"]) == ("first", False, "precompile", True)
+    assert first["mask_s"] + first["forward_s"] + first["backward_s"] < first["in_place_s"] and first["kernels"].startswith(
+        "forward   PORTABLE"
+    )
+    assert first["steps"] == cold.AFTER and first["step_ms"] <= first["longest_ms"] and precompiled["all_s"] > 0
+    assert cold.main([*asked, "--limit", "0.1"]) == 0
+    assert [row["error"] for row in common.read_results(out)[1]] == ["ran past 0.1 s"] * 2
+
+
+def test_eight_mods_at_once():
+    cold = benchmark("cold")
+    row = cold.eight(32)
+    assert 0 < row["all_s"] <= row["in_place_s"] < cold.PATIENCE
+    with pytest.raises(ValueError, match="3"):
+        cold.in_threads(lambda n: int(n), ["1", "a3"])
+
+
 REFERENCE_CASES = ("full_d128", "causal_gqa", "softcap_window_d256", "mla_causal", "relative_bias_d128")
 
 

@@ -19,6 +19,7 @@ from triton.backends.compiler import GPUTarget
 from flexpress import create_block_mask, explain, flex_attention, precompile
 from flexpress.codegen import registry
 from flexpress.codegen.device import binary, cache, compiler, kernel, stages, workers
+from flexpress.codegen.plan.forward import Options
 from flexpress.codegen.run import forward, forward_kernels, meanwhile
 from flexpress.codegen.run.preview import compilation
 from flexpress.codegen.text.render import render
@@ -39,7 +40,7 @@ def wait_until(true, seconds=90.0):
 
 
 def nothing_under_way() -> bool:
-    return workers.POOL.is_idle
+    return workers.POOL.is_idle and not any(thread.name == "flexpress-begin" for thread in threading.enumerate())
 
 
 def request_of(spec, signature, constants, options=OPTIONS, **changes) -> stages.Request:
@@ -122,6 +123,15 @@ def test_no_process_can_be_started(request_, monkeypatch, executable, why):
     monkeypatch.setattr(sys, "executable", executable)
     job = ended(request_, workers.Pool())
     assert job.found is None and why in job.why
+
+
+def test_a_worker_loads_neither_torch_nor_the_package(request_):
+    pool = workers.Pool()
+    assert ended(request_, pool).found
+    with open(f"/proc/{pool.process.pid}/maps") as file:
+        loaded = file.read()
+    assert "libtriton" in loaded and "libtorch" not in loaded
+    pool.process.kill()
 
 
 def test_file_numbers_may_be_large(request_):
@@ -256,7 +266,7 @@ def test_portable_kernels_serve_until_those_for_hopper_are_there(hopper, monkeyp
     assert called() == portable
     said = explain(q, k, v).splitlines()
     assert [line[:16] for line in said[:2]] == ["forward   HOPPER", "backward  HOPPER"]
-    assert all(line.endswith("; being compiled, PORTABLE serves meanwhile") for line in said[:2])
+    assert all(line.endswith("; being compiled, a portable one serves meanwhile") for line in said[:2])
     wait_until(nothing_under_way)
     assert called() == portable
     (entry,) = forward._meanwhile.values()
@@ -267,6 +277,24 @@ def test_portable_kernels_serve_until_those_for_hopper_are_there(hopper, monkeyp
     wait_until(lambda: entry.over)
     assert "compiled" not in explain(q, k, v)
     assert called() == ["hopper_forward", "backward_delta", "hopper_backward"]
+
+
+def test_with_cores_to_spare_a_call_compiles_nothing_here(hopper, monkeypatch):
+    """While a thread prints."""
+    monkeypatch.setattr(workers, "limit", lambda: 4)
+    workers.POOL.start()
+    wait_until(lambda: workers.POOL._answers)
+    begin, begun = binary.begin, []
+
+    def noted(printed, entry, *rest):
+        begun.append(entry)
+        wait_until(lambda: "forward" in begun)
+        return begin(printed, entry, *rest)
+
+    monkeypatch.setattr(binary, "begin", noted)
+    monkeypatch.setattr(binary, "obtain", None)
+    flex_attention(*problem(grad=False))
+    assert hopper == ["forward"] and sorted(begun) == ["forward", "hopper_forward"]
 
 
 def test_a_tensor_that_lies_elsewhere_has_kernels_of_its_own(hopper):
@@ -311,19 +339,36 @@ def test_one_that_did_not_compile_beside_is_compiled_here(hopper, monkeypatch):
     assert hopper[-1] == "hopper_forward" and len(hopper) == 2
 
 
+def test_what_takes_the_place_of_a_kernel_that_spills_is_not_waited_for(hopper, monkeypatch):
+    """The portable kernel that stays has another tile than the one that serves meanwhile."""
+    loaded = Variant.__init__
+    monkeypatch.setattr(Variant, "__init__", lambda self, name="", local=0: loaded(self, name, 10**6 if name.startswith("hopper") else 0))
+    made, begin = [], binary.begin
+    monkeypatch.setattr(binary, "begin", lambda *args: made.append((args[1], args[3], args[4]["num_warps"])) or begin(*args))
+    q, k, v = problem(grad=False)
+    for awaited in ("HOPPER", "PORTABLE"):
+        flex_attention(q, k, v)
+        assert hopper[-1] == "forward" and "being compiled" in explain(q, k, v)
+        assert [found.awaited[0] for found in forward._meanwhile.values()] == [awaited]
+        wait_until(nothing_under_way)
+    flex_attention(q, k, v)
+    assert not forward._meanwhile and hopper == ["forward"] * 3
+    assert [entry for entry, _, _ in made] == ["hopper_forward", "forward"] and made[1][2] == 4
+
+
 @pytest.mark.parametrize("device, capturing, deterministic, setting", [("cuda", True, 0, 0), ("cpu", False, 1, 0), ("cpu", False, 0, 1)])
 def test_must_wait(monkeypatch, device, capturing, deterministic, setting):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setitem(workers.SETTING, "waits", False)
-    assert not meanwhile.must_wait(torch.device(device), False)
+    assert not meanwhile.must_wait(torch.device(device), Options(), False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     monkeypatch.setitem(workers.SETTING, "waits", bool(setting))
-    assert meanwhile.must_wait(torch.device(device), bool(deterministic))
+    assert meanwhile.must_wait(torch.device(device), Options(), bool(deterministic))
     monkeypatch.setitem(workers.SETTING, "waits", False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     torch.use_deterministic_algorithms(True)
     try:
-        assert meanwhile.must_wait(torch.device(device), False)
+        assert meanwhile.must_wait(torch.device(device), Options(), False)
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -56,8 +56,9 @@ def test_it_compiles_what_the_library_compiles(monkeypatch, tmp_path, written):
         made, launch = kernels[name].on_target, getattr(module, name.upper())
         launch = launch["cuda"] if isinstance(launch, dict) else launch
         (compiled,) = launch.compiled.values()
-        same = compile_function(launch.kernel, made.spec, "sm_90", made.constants, made.num_warps, made.num_stages)
-        assert compiled.asm["ptx"] == same.assembly["ptx"]
+        last = "ttgir" if name == "hopper_backward" else "ptx"  # what follows is the same for both in Gluon, and takes longest
+        same = compile_function(launch.kernel, made.spec, "sm_90", made.constants, made.num_warps, made.num_stages, last)
+        assert compiled.asm[last] == same.assembly[last]
     tool = newer_assembler(90)
     assert module.assembler() == (tool.path, tool.version)
     assert triton.knobs.nvidia.ptxas.path.endswith("/ptxas") and "TRITON_PTXAS_PATH" not in os.environ  # as before

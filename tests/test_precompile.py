@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import pytest
@@ -153,6 +154,22 @@ def test_one_that_spills_is_passed_over(monkeypatch):
     flex_attention(q, q, q)
     assert len(obtained) == 2
     registry.clear()
+
+
+def test_a_list_of_calls(monkeypatch):
+    """Side by side: each begins before any is done."""
+    module, begun = sys.modules["flexpress.precompile"], threading.Barrier(3)
+    prepare = module._prepare
+    monkeypatch.setattr(module, "_prepare", lambda *args: begun.wait(60) >= 0 and prepare(*args))
+    shapes = {"query": SHAPE, "key": SHAPE, "value": SHAPE, "dtype": torch.float32, "device": "cpu", "backward": True}
+    calls = [{**shapes, "score_mod": mod} for mod in (mods.softcap(2.0), lambda score, *_: score + 1.0, lambda score, *_: score * 2.0)]
+    made = precompile(calls)
+    assert len([k for k in made if k.path.name.startswith("forward")]) == 3
+    assert precompile(calls) == []
+    with pytest.raises(TypeError, match="value must be a torch.Tensor or a shape"):
+        precompile([{k: v for k, v in shapes.items() if k != "value"}])
+    with pytest.raises(TypeError, match="a list of dicts"):
+        precompile([shapes, SHAPE])
 
 
 def test_threads_precompile_at_once():

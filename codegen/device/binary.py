@@ -111,8 +111,6 @@ def obtain(stem: str, layout: tuple, constants: tuple, options: dict, device_ind
     found = _read(name)
     if found is not None:
         return Binary(found, constants, device_index), False
-    if not workers.SETTING["waits"]:
-        workers.POOL.start()  # there is more to come
     source = ast_source(load_function(), layout, constants)
     with progress.shown(f"compiling {stem}"):
         metadata, code, extension = compile_source(source, target, options)

@@ -5,7 +5,9 @@ Threads may ask for the same kernel at once: it is printed once, and each varian
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -21,24 +23,21 @@ from .devices import on
 
 
 class NotYet(Exception):
-    """A kernel is being compiled beside this process. `job` ends when it is there."""
+    """A kernel is not compiled. `begin()` has that done beside this process, and is the job that ends when it is there; None if it is."""
 
-    def __init__(self, job: workers.Job) -> None:
-        self.job = job
+    def __init__(self, begin: Callable[[], workers.Job | None]) -> None:
+        self.begin = begin
 
 
 class Kernel:
     """One printed kernel. Its entry point has the template's name."""
 
     def __init__(self, spec: KernelSpec) -> None:
-        self.spec = spec
-        start, self.printed = time.perf_counter(), cache.recall(spec)
-        if self.printed is None:
-            self.printed = cache.store(render(spec), spec)
-            INFO.prints += 1
-            logs.PRINT.info("printed %s in %.0f ms", self.path, 1e3 * (time.perf_counter() - start))
-        else:
+        self.spec, self._printed = spec, cache.recall(spec)
+        if self._printed is not None:
             logs.PRINT.debug("found the print %s", self.path)
+        elif workers.SETTING["waits"]:
+            self._print()  # else when it is needed: another thread may have it compiled
         self._variants: dict[tuple, binary.Binary] = Bounded(256)
         self._usual: dict[tuple, binary.Binary] = Bounded(256)  # for aligned tensors and numbers of 32 bits: their types are the spec's
         self._interpreted = None
@@ -47,14 +46,31 @@ class Kernel:
         self._turn = Turn()  # who obtains a variant
 
     @property
+    def printed(self) -> cache.PrintedKernel:
+        """The file and its text."""
+        if self._printed is None:
+            _printing.run(self._print)
+        return self._printed
+
+    def _print(self) -> None:
+        if self._printed is None:
+            if not workers.SETTING["waits"] and self.spec.backend != "cpu":
+                workers.POOL.start()  # it takes as long as this
+            start, self._printed = time.perf_counter(), cache.store(render(self.spec), self.spec)
+            INFO.prints += 1
+            logs.PRINT.info("printed %s in %.0f ms", self.path, 1e3 * (time.perf_counter() - start))
+
+    @property
     def path(self):
         """The printed file."""
         return self.printed.path
 
-    def launch(self, grid: tuple[int, ...], args: tuple, device: torch.device, constants: tuple, **options: int) -> binary.Binary | None:
+    def launch(
+        self, grid: tuple[int, ...], args: tuple, device: torch.device, constants: tuple, *, waits: bool = True, **options: int
+    ) -> binary.Binary | None:
         """Run over `grid`. `constants` are the values of the last, tl.constexpr, parameters; `options` are num_warps and num_stages.
 
-        Returns the compiled variant that ran; None if none did.
+        Returns the compiled variant that ran; None if none did. Raises NotYet as `variant` does.
         """
         if 0 in grid:
             return None
@@ -62,7 +78,7 @@ class Kernel:
             self._interpret(grid, (*args, *constants))
             return None
         with on(device):
-            variant, plain = self.variant(args, device, constants, **options)
+            variant, plain = self.variant(args, device, constants, waits=waits, **options)
             variant.launch(grid, plain, device.index)
         return variant
 
@@ -70,7 +86,7 @@ class Kernel:
         self, args: tuple, device: torch.device, constants: tuple, *, waits: bool = True, **options: int
     ) -> tuple[binary.Binary, list]:
         """The compiled variant for these arguments, and the arguments as it takes them. The device is the current one. Where it must be
-        compiled and nobody `waits`, that happens beside this process, and NotYet is raised."""
+        compiled and nobody `waits`, NotYet is raised."""
         key, plain = (constants, device.index, *options.values()), plain_values(args)
         variant = self._usual.get(key) if plain is not None else None
         if variant is None:
@@ -92,24 +108,33 @@ class Kernel:
 
     def _begun(self, key: tuple, layout: tuple, constants: tuple, options: dict) -> workers.Job | None:
         if key not in self._variants and key not in self._jobs:
-            job = binary.begin(self.printed, self.spec.template, layout, constants, options)
+            try:
+                job = binary.begin(self.printed, self.spec.template, layout, constants, options)
+            except Exception as error:  # whoever needs the kernel is told
+                job = workers.Job()
+                job.end(f"{type(error).__name__}: {error}")
             if job is not None:
                 self._jobs[key] = job
         return self._jobs.get(key)
 
     def _raise_unless_there(self, key: tuple, layout: tuple, constants: tuple, options: dict) -> None:
-        job = self._turn.run(self._begun, key, layout, constants, options)
+        begin = functools.partial(self._turn.run, self._begun, key, layout, constants, options)
+        job = self._jobs.get(key)
+        if job is None:
+            if self._printed is None:
+                raise NotYet(begin)
+            job = begin()
         if job is not None and not job.over:
-            raise NotYet(job)
+            raise NotYet(begin)
 
     def _obtained(self, key: tuple, layout: tuple, constants: tuple, options: dict, device_index: int) -> binary.Binary:
         variant = self._variants.get(key)
         if variant is None:
             busy = compiler.is_busy()
-            if busy and workers.POOL.has_room:
+            if (busy or workers.POOL.is_better) and workers.POOL.has_room:
                 self._begun(key, layout, constants, options)
             job = self._jobs.pop(key, None)
-            if job is not None and (busy or not workers.POOL.withdraw(job)):
+            if job is not None and (workers.POOL.hasten(job) if busy else not workers.POOL.withdraw(job)):
                 with progress.shown(f"compiling {self.path.stem}"):
                     job.wait()
                 if job.found:

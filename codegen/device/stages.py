@@ -184,9 +184,10 @@ def _read(file: int, size: int) -> bytes:
 
 def serve() -> None:
     """Compile what comes by stdin, each kernel in a fork of this process, and answer by stdout: its number with what `compiled` returns, or
-    with why there is nothing. Ends, and all forks with it, when nobody asks any more."""
+    with why there is nothing. The first answer has no number. Ends, and all forks with it, when nobody asks any more."""
     questions, answers, lock = 0, os.dup(1), tempfile.TemporaryFile()  # noqa: SIM115 - for as long as this runs
     os.dup2(2, 1)  # whatever else is printed
+    _answer(lock, answers, (None, "all is loaded"))
     numbers: dict[int, int] = {}  # of kernels, by the fork that compiles them
     while True:
         asked, _, _ = select.select([questions], [], [], 0.05 if numbers else None)
@@ -203,7 +204,7 @@ def serve() -> None:
             process = os.fork()
             if process == 0:
                 try:
-                    answer = compiled(request)
+                    answer = compiled(Request(*request))
                 except Exception as error:
                     answer = f"{type(error).__name__}: {error}"
                 _answer(lock, answers, (number, answer))

@@ -143,6 +143,7 @@ def plan_backward(case: BackwardCase, backend: str, arch: str, score: Mod | None
             q_block=sizes.q_block,
             kv_block=sizes.kv_block,
             options=dict(case.options.tile),
+            quick=case.options.quick,
         )
         slabs = any(role == "slab" for role, _, _ in captured)
         read = (read_in(load, role) for role, load, _ in captured)

@@ -38,6 +38,7 @@ class Options(NamedTuple):
     float32_precision: str = "ieee"
     backend: str | None = None  # "PORTABLE", "HOPPER" or "DECODE" (few queries); None: the fastest that serves the call
     tile: tuple[tuple[str, int], ...] = ()
+    quick: bool = False  # the portable kernels are to compile fast: they serve while others compile
 
 
 class Blocks(NamedTuple):
@@ -175,6 +176,7 @@ def plan_forward(case: ForwardCase, backend: str, arch: str, score: Mod | None, 
         q_block=blocks.q_block if blocks else 0,
         kv_block=blocks.kv_block if blocks else 0,
         options=dict(case.options.tile),
+        quick=case.options.quick,
     )
     scale_apart = score is not None or case.options.prescale_qk or not case.scale_is_positive
     spec = _spec(case, backend, score_text, mask_text, scale_apart)

@@ -59,6 +59,7 @@ def forward_tile(
     q_block: int = 0,
     kv_block: int = 0,
     options: dict | None = None,
+    quick: bool = False,
 ) -> Tile:
     """The forward kernel's tile.
 
@@ -66,6 +67,7 @@ def forward_tile(
     gathers            a mod loads one element of a tensor for every position, or vectors, which leaves no registers for a larger tile
     q_block, kv_block  a block mask's sizes, which BLOCK_M and BLOCK_N must divide; 0 without block lists
     options            the user's BLOCK_M, BLOCK_N, num_warps, num_stages
+    quick              the kernel is to compile fast, rather than to run fast
     """
     family = {"sm_86": "sm_80", "sm_100": "sm_90"}.get(arch, arch)
     widths = sorted(k[1] for k in _FORWARD if k[0] == family and k[2] == itemsize)
@@ -80,6 +82,8 @@ def forward_tile(
         tile = replace(tile, BLOCK_M=_divisor(tile.BLOCK_M, q_block))
     if kv_block and "BLOCK_N" not in chosen:
         tile = replace(tile, BLOCK_N=_divisor(tile.BLOCK_N, kv_block))
+    if quick:
+        tile = _quick(tile, arch)
     if arch != "cpu":
         tile = fitting(tile, arch, d_qk, d_v, itemsize)
     return replace(tile, **chosen)
@@ -177,6 +181,7 @@ def backward_tile(
     q_block: int = 0,
     kv_block: int = 0,
     options: dict | None = None,
+    quick: bool = False,
 ) -> Tile:
     """The tile of backward_dq or backward_dkv (`kernel` is "dq" or "dkv"); arguments as for forward_tile.
 
@@ -194,6 +199,8 @@ def backward_tile(
     chosen = {k.removeprefix(f"{kernel}_"): v for k, v in (options or {}).items() if k.startswith(f"{kernel}_")}
     if q_block:
         tile = replace(tile, BLOCK_M=_divisor(tile.BLOCK_M, q_block), BLOCK_N=_divisor(tile.BLOCK_N, kv_block))
+    if quick:
+        tile = _quick(tile, arch, 32)
     return replace(tile, **chosen)
 
 
@@ -232,6 +239,13 @@ def tangent_tile(kernel: str, arch: str, d_qk: int, d_v: int, itemsize: int, q_b
     if q_block:
         tile = replace(tile, BLOCK_M=_divisor(tile.BLOCK_M, q_block), BLOCK_N=_divisor(tile.BLOCK_N, kv_block))
     return tile
+
+
+def _quick(tile: Tile, arch: str, keys: int = 64) -> Tile:
+    """A tile of which each thread has little, without a pipeline: LLVM and the assembler take a third to two thirds of the time."""
+    if not arch.startswith("sm_"):
+        return tile
+    return Tile(min(tile.BLOCK_M, 64), min(tile.BLOCK_N, keys), 8, 1)
 
 
 def _divisor(size: int, of: int) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import threading
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from .call import Bound, Rows, keys_of, structure_of
 from .cpu_backward import Cpp
 from .launch import Unusable, begin_only, launch_nothing
 from .layouts import output_like, strides_like, with_rows
-from .meanwhile import Meanwhile, awaited_in, must_wait, serving
+from .meanwhile import Meanwhile, awaited_in, begun_beside, must_wait, quick, serving
 from .profiled import in_range, is_profiled, names_of
 
 CANDIDATES = Hopper(), Portable()
@@ -83,10 +84,10 @@ def backward(
     if bound.extras:
         tensors |= bound.extras.named
     while True:  # until kernels are usable
-        ready = _ready.get(kind) or serving(_meanwhile, kind, q.device, waits)
+        ready = _ready.get(kind) or serving(_meanwhile, kind, q.device, bound.options, waits)
         if ready is None:
             ready = _ready[kind] = _new(_Pass((q, k, v, do), bound, keys, details, tensors, transposed), rows.provisional)
-            ready.waits = must_wait(q.device, waits)
+            ready.waits = rows.provisional or must_wait(q.device, bound.options, waits)
         else:
             INFO.hits += 1
         run = ready.run if not is_profiled() else in_range(ready.run, "backward", names_of(score, mask))
@@ -97,11 +98,12 @@ def backward(
             return dq, dk, dv, gradients, _of_sinks(bound, of_sinks)
         except Unusable as why:
             _refuse(ready, why)
-        except NotYet as soon:
+        except NotYet:
             _ready.pop(kind, None)
-            if not must_wait(q.device, waits):
-                others = _new(_Pass((q, k, v, do), bound, keys, details, tensors, transposed), portable=True)
-                _meanwhile[kind] = Meanwhile(others, [soon.job], (ready.name, *ready.key))
+            if not must_wait(q.device, bound.options, waits):
+                call = _Pass((q, k, v, do), bound, keys, details, tensors, transposed)
+                begin = functools.partial(_begin_all, call, _new(call))
+                _meanwhile[kind] = Meanwhile(_new(call, meanwhile=True), begun_beside(begin), (ready.name, *ready.key))
 
 
 def _of_sinks(bound: Bound, found: torch.Tensor | None) -> torch.Tensor | None:
@@ -125,11 +127,11 @@ class _Pass(NamedTuple):
         ready.run({**self.tensors, **ready.statistics(q.device)}, bound.score, bound.mask, bound.lists, self.transposed)
 
 
-def _new(call: _Pass, portable: bool = False) -> TwoPass | Fused:
-    """The kernels for calls of a new kind; or the portable ones, for now."""
+def _new(call: _Pass, meanwhile: bool = False) -> TwoPass | Fused:
+    """The kernels for calls of a new kind; or those that serve meanwhile."""
     lists, details = call.bound.lists, call.details
-    if portable:
-        details = details._replace(options=details.options._replace(backend=Portable.name))
+    if meanwhile:
+        details = details._replace(options=quick(details.options))
     choice, case = choice_of(call.inputs, call.bound.scale, call.keys, lists and lists.blocks, details)
     logs.CHOICE.debug("backward: %s", choice.reasons)
     return choice.candidate.prepare(case, _sizes(case, call.tensors, call.bound), lists, call.transposed)
@@ -160,22 +162,25 @@ def prepare(bound: Bound, out: torch.Tensor, rows: Rows, *, wanted: frozenset[in
             _refuse(ready, why)
 
 
-def begin(bound: Bound, out: torch.Tensor, rows: Rows, meanwhile_raw: bool, *, wanted: frozenset[int], deterministic: bool) -> list[Job]:
-    """Have what `prepare` compiles compiled beside this process, and before it what serves meanwhile, after a forward pass by other kernels
-    that leaves rows with `meanwhile_raw`. Returns the former's jobs, which come by and by: kernels are printed in another thread."""
-    call, jobs = _imagined(bound, out, rows, wanted, deterministic), [Job()]
-    threading.Thread(target=_begin, args=(call, meanwhile_raw, jobs), name="flexpress-begin", daemon=True).start()
-    return jobs
+def begin(
+    bound: Bound,
+    wanted: frozenset[int],
+    deterministic: bool,
+    out: torch.Tensor,
+    rows: Rows,
+    meanwhile_raw: bool,
+    forward: Callable[[], None],
+    jobs: list[Job],
+) -> None:
+    """Have what `prepare` compiles compiled beside this process, after what serves meanwhile, and after what `forward` begins.
 
-
-def _begin(call: _Pass, meanwhile_raw: bool, jobs: list[Job]) -> None:
+    meanwhile_raw   of the rows that the forward kernels leave meanwhile          jobs   takes those of the kernels that are awaited
+    """
+    call = _imagined(bound, out, rows, wanted, deterministic)
     before = call._replace(details=call.details._replace(raw_tops=meanwhile_raw))
-    try:
-        with torch.no_grad(), contextlib.suppress(Exception):  # whoever needs the kernels is told what is wrong
-            _begin_all(before, _new(before, portable=True), [])
-            _begin_all(call, _new(call), jobs)
-    finally:
-        jobs[0].end("all are begun")
+    _begin_all(before, _new(before, meanwhile=True), [])
+    forward()
+    _begin_all(call, _new(call), jobs)
 
 
 def _begin_all(call: _Pass, ready: TwoPass | Fused, jobs: list[Job]) -> None:
@@ -217,7 +222,7 @@ def choice_of(
 
 
 def is_awaited(choice: Choice, call: Call) -> bool:
-    """Do the last of the candidates serve such calls until the chosen one is compiled?"""
+    """Do other kernels serve such calls until the chosen one is compiled?"""
     return awaited_in(_meanwhile, (choice.candidate.name, *call.key))
 
 

@@ -126,6 +126,7 @@ class _Kernels:
         """The rows' maxima, shares and delta, and for the fused kernel what it counts on."""
         Z, Hq = self.sizes.extents[:2]
         grid = (Z * Hq * self.stats_len // self.delta_rows,)
+        self.delta.waits = self.waits
         self.delta.with_constants((self.delta_rows,), tensors, [], grid, tensors["Q"].device)
 
 
@@ -155,6 +156,7 @@ class TwoPass(_Kernels):
         self.describe_rows(tensors)
         sums = Sums(tuple(step for step, *_ in self.passes), score, self.sizes.extents, tensors["Q"].device, lists)
         for step, launch, axis, heads, length in self.passes:
+            launch.waits = self.waits
             walked = transposed if axis == "q" else lists
             given = {**tensors, **(walked.tensors(axis) if walked else {})}
             captured = mod_values(step, score and score[1], mask and mask[1])

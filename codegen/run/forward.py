@@ -12,6 +12,7 @@ from ..device.cpp import asked_for
 from ..device.devices import architecture_of, backend_of
 from ..device.kernel import NotYet
 from ..device.memory import empty
+from ..device.workers import Job
 from ..mod.tensors import LOWEST, check_kind
 from ..plan.candidates import Choice, choose
 from ..plan.extras import ORDINARY, Extras, factors_out
@@ -23,7 +24,7 @@ from .decode import Decode
 from .forward_kernels import Call, Hopper, Portable
 from .launch import Unusable, launch_nothing
 from .layouts import output_like, strides_like
-from .meanwhile import REASON, Meanwhile, awaited_in, must_wait, serving
+from .meanwhile import Meanwhile, awaited_in, begun_beside, must_wait, quick, serving
 from .profiled import in_range, is_profiled, names_of
 
 CANDIDATES = Decode(), Hopper(), Portable()
@@ -47,14 +48,19 @@ class Ready:
         self.new_stats = functools.partial(empty, tuple(rows), (Hq * Q_LEN, Q_LEN, 1), torch.float32, q.device)
         self.new_rows = functools.partial(empty, (*rows, 2), (Hq * Q_LEN * 2, Q_LEN * 2, 2, 1), torch.float32, q.device)
 
+    def print(self) -> None:
+        """Have the kernels' texts there."""
+        for launch in self.runner.launches:
+            launch.kernel.printed  # noqa: B018
+
 
 def forward(
-    bound: Bound, *, output_max: bool = False, output_rows: bool = False, waits: bool = True, before: Callable[..., list] | None = None
+    bound: Bound, *, output_max: bool = False, output_rows: bool = False, waits: bool = True, before: Callable[..., None] | None = None
 ):
     """out (Z, Hq, Q_LEN, D_V), lse float32 (Z, Hq, Q_LEN), max_scores (the same, or None) and Rows (or None).
 
     waits    for the compiler; else other kernels may serve until it is done (meanwhile.py)
-    before   where other kernels serve, called with out and Rows, unwritten, and what `raw` is meanwhile: jobs that the call waits for, too
+    before   where other kernels serve, called in another thread: it begins other jobs that the call waits for, too. See backward.begin
     """
     q, k, v, inputs, scale, score, mask, lists, _, options, extras = bound
     score_key, mask_key = keys_of(score, mask, inputs.extents, lists)
@@ -71,7 +77,7 @@ def forward(
         for name, tensor in (("query", q), ("key", k), ("value", v)):
             if tensor.data_ptr() < LOWEST:  # of a kind that looks as others do
                 check_kind(name, tensor)
-        ready = serving(_meanwhile, key, q.device, waits) or _decided(key, bound, output_max, output_rows, waits)
+        ready = serving(_meanwhile, key, q.device, options, waits) or _decided(key, bound, output_max, output_rows, waits)
     out, lse, max_scores, rows = ready.new_out(), ready.new_stats(), None, None
     tensors, addresses = [k, v, q, out, lse], [k_at, v_at, q_at, out.data_ptr(), lse.data_ptr()]
     if output_max:
@@ -93,12 +99,13 @@ def forward(
         _refuse(ready, why)
     except NotYet as soon:
         _ready.pop(key, None)
-        if not must_wait(q.device, waits):
-            others = _new(bound, {ready.refusal: REASON}, output_max, output_rows)
+        if not must_wait(q.device, options, waits):
+            others = _new(bound._replace(options=quick(options)), output_max, output_rows)
             others.provisional = True
-            jobs = before(out, rows, others.runner.raw) if before else []  # to which more may come
-            jobs.append(soon.job)
-            _meanwhile[key] = Meanwhile(others, jobs, ready.refusal)
+            others.print()  # before all that nobody waits for
+
+            begin = functools.partial(_begin, soon.begin, before and functools.partial(before, out, rows, others.runner.raw))
+            _meanwhile[key] = Meanwhile(others, begun_beside(begin), ready.refusal)
     else:
         return out, lse, max_scores, rows
     return forward(bound, output_max=output_max, output_rows=output_rows, waits=waits)
@@ -106,14 +113,25 @@ def forward(
 
 def _decided(key: tuple, bound: Bound, output_max: bool, output_rows: bool, waits: bool) -> Ready:
     """What serves calls of a new kind from now on."""
-    ready = _ready[key] = _new(bound, {}, output_max, output_rows)
-    ready.runner.waits = must_wait(bound.q.device, waits)
+    ready = _ready[key] = _new(bound, output_max, output_rows)
+    ready.runner.waits = must_wait(bound.q.device, bound.options, waits)
     return ready
 
 
-def _new(bound: Bound, passed_over: dict[tuple, str], output_max: bool, output_rows: bool) -> Ready:
+def _begin(begin: Callable[[], Job | None], before: Callable[..., None] | None, jobs: list[Job]) -> None:
+    """Begin a kernel, amid what `before` begins."""
+
+    def this() -> None:
+        job = begin()
+        if job is not None:
+            jobs.append(job)
+
+    before(this, jobs) if before else this()
+
+
+def _new(bound: Bound, output_max: bool, output_rows: bool) -> Ready:
     keys = keys_of(bound.score, bound.mask, bound.inputs.extents, bound.lists)
-    choice, call = choice_of(bound, keys, passed_over, output_max=output_max, output_rows=output_rows)
+    choice, call = choice_of(bound, keys, output_max=output_max, output_rows=output_rows)
     logs.CHOICE.debug("forward: %s", choice.reasons)
     return Ready(choice, call, bound, output_max, output_rows)
 
@@ -158,23 +176,19 @@ def nothing(bound: Bound, output_max: bool, output_rows: bool):
     return out, lse, max_scores, Rows(rows, False) if output_rows else None
 
 
-def choice_of(
-    bound: Bound, keys: tuple[Mod | None, Mod | None], passed_over: dict[tuple, str] | None = None, **outputs: bool
-) -> tuple[Choice, Call]:
-    """Which kernel serves a call, and what is known of that. Raises ValueError if the one that the user asks for does not fit.
-
-    keys, outputs   see case_of          passed_over   kernels that are not used, by name and call.key, and why
-    """
+def choice_of(bound: Bound, keys: tuple[Mod | None, Mod | None], **outputs: bool) -> tuple[Choice, Call]:
+    """Which kernel serves a call, and what is known of that; `keys` and `outputs` are as for case_of. Raises ValueError if the one that the
+    user asks for does not fit."""
     q, k, v, _, scale, _, _, lists, _, options, extras = bound
     machine = backend_of(q.device.type), architecture_of(q.device)
     call = case_of((q, k, v), scale, keys, lists and lists.blocks, options, *machine, extras=structure_of(extras), **outputs)
     call = call if extras is None else call._replace(dropout_p=extras.dropout_p)
     candidates = (*ON_CPU, *CANDIDATES) if options.backend == Cpp.name or (call.backend == "cpu" and asked_for()) else CANDIDATES
-    return choose(candidates, call, options.backend, _refused if not passed_over else {**_refused, **passed_over}), call
+    return choose(candidates, call, options.backend, _refused), call
 
 
 def is_awaited(choice: Choice, call: Call) -> bool:
-    """Does the last of the candidates serve such calls until the chosen one is compiled?"""
+    """Do other kernels serve such calls until the chosen one is compiled?"""
     return awaited_in(_meanwhile, (choice.candidate.name, *call.key))
 
 

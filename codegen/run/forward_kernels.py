@@ -143,8 +143,8 @@ class Runner:
                 again(stream, addresses, tensors, plain)
                 return
         named = dict(zip(self.names, (*tensors, *(lists.tables if lists else ())), strict=True))
+        self.launch.waits = self.waits
         if self.programs:
-            self.launch.waits = self.waits
             persistent(self.launch, named, captured, self._tiles(self.plan.tile, lists), self.limit, self.programs)
         else:
             launch_fitting(self.plan, lambda tile: self.launch.with_tile(tile, named, captured, (self._tiles(tile, lists),), device))

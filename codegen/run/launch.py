@@ -53,7 +53,7 @@ class Launch:
         self._blocks: dict[tuple[int, ...], list] = {}  # of descriptors, by constants
         self._maps: dict[tuple[int, ...], list] = {}  # by addresses
         self.again: Callable[[int, list, list, list], None] | None = None
-        self.waits = True  # for the compiler, where `if_usable` could raise NotYet
+        self.waits = True  # for the compiler; else a launch may raise NotYet
 
     def arguments(self, tensors: dict[str, torch.Tensor], captured: Iterable, constants: dict[str, int]) -> list:
         """In the order of the kernel's parameters, without constants."""
@@ -73,14 +73,15 @@ class Launch:
     ) -> None:
         """Launch a kernel that takes no descriptors."""
         args = self.arguments(tensors, captured, {})
-        variant = self.kernel.launch(grid, args, device, constants, num_warps=4, num_stages=1)
+        variant = self.kernel.launch(grid, args, device, constants, waits=self.waits, num_warps=4, num_stages=1)
         self._remember(variant, grid, tensors, captured, {})
 
     def with_tile(self, tile: Tile, tensors: dict[str, torch.Tensor], captured: list, grid: tuple[int, ...], device: torch.device) -> None:
         """Launch a kernel whose constants are BLOCK_M and BLOCK_N. Raises DoesNotFit if the device cannot hold the tile."""
         constants = {"BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N}
         args = self.arguments(tensors, captured, constants)
-        variant = self.kernel.launch(grid, args, device, tuple(constants.values()), num_warps=tile.num_warps, num_stages=tile.num_stages)
+        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        variant = self.kernel.launch(grid, args, device, tuple(constants.values()), waits=self.waits, **options)
         self._remember(variant, grid, tensors, captured, constants)
 
     def if_usable(self, tensors: dict[str, torch.Tensor], captured: list, grid: int, device: torch.device, limit: float | None) -> None:
@@ -129,7 +130,9 @@ class _Unlaunched:
     def __init__(self, kernel: Kernel) -> None:
         self.kernel, self.spec = kernel, kernel.spec
 
-    def launch(self, grid: tuple[int, ...], args: Iterable, device: torch.device, constants: tuple, **options: int) -> None:
+    def launch(
+        self, grid: tuple[int, ...], args: Iterable, device: torch.device, constants: tuple, *, waits: bool = True, **options: int
+    ) -> None:
         if self.spec.backend == "cpu":
             self.kernel.interpreted()
             return
@@ -156,7 +159,9 @@ class _Begun:
     def __init__(self, kernel: Kernel, jobs: list[Job]) -> None:
         self.kernel, self.spec, self.jobs = kernel, kernel.spec, jobs
 
-    def launch(self, grid: tuple[int, ...], args: Iterable, device: torch.device, constants: tuple, **options: int) -> None:
+    def launch(
+        self, grid: tuple[int, ...], args: Iterable, device: torch.device, constants: tuple, *, waits: bool = True, **options: int
+    ) -> None:
         with on(device):
             job = self.kernel.begin(args, device, constants, **options)
         if job is not None:

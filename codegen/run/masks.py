@@ -37,7 +37,7 @@ from .block_lists import BlockLists
 
 DENSE_TILE = 64  # rows and columns of a tile of the dense mask
 ZONE_TILE = 128  # positions that one step of block_zones takes
-LISTS_CHUNK, VERDICTS_CHUNK = 1024, 128  # blocks that one step of block_lists takes: from a status, by bounds
+LISTS_CHUNK, VERDICTS_CHUNK = 512, 128  # blocks that one step of block_lists takes: from a status, by bounds
 _ROOMY = 1 << 20  # bytes of lists as wide as there are columns, below which nobody waits to learn how wide they must be
 STARTS_CHUNK = 128  # sequences, and blocks of one, that a step of block_starts takes
 _KEPT_MASKS, _KEPT_BYTES = 64, 1 << 22  # block lists of masks that capture no tensors: how many, and the size of one

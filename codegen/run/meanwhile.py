@@ -1,20 +1,23 @@
 """Kernels that serve while faster ones are compiled beside this process.
 
-The kernels for Hopper take 4 to 6 s to compile, the portable ones 1 to 3. With FLEXPRESS_WAIT=0 another process compiles the former for a
-call of a new kind, and the latter serve it. The first call after that is served by what was compiled. Both compute the same, but for
-rounding. Whoever must have the same bits every time waits: see `must_wait`.
+The kernels for Hopper take 4 to 6 s to compile. With FLEXPRESS_WAIT=0 other processes compile those for a call of a new kind, and portable
+kernels with tiles that compile fast, in half a second, serve it. The first call after that is served by what was compiled. Both compute the
+same, but for rounding. Whoever must have the same bits every time waits: see `must_wait`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
+from ..device import workers
 from ..device.workers import SETTING, Job
+from ..plan.forward import Options
 from ..registry import Table
-
-REASON = "it is being compiled"
 
 
 class Meanwhile(NamedTuple):
@@ -29,20 +32,43 @@ class Meanwhile(NamedTuple):
         return all(job.over for job in self.jobs)
 
 
-def must_wait(device: torch.device, deterministic: bool) -> bool:
+def quick(options: Options) -> Options:
+    """Of a call of the same, that is served by kernels which compile fast."""
+    return options._replace(backend="PORTABLE", quick=True)
+
+
+def begun_beside(begin: Callable[[list[Job]], None]) -> list[Job]:
+    """Jobs that come by and by from `begin`, in another thread, as kernels are printed before; one is over when all have begun."""
+    jobs, pool = [Job()], workers.POOL
+
+    def work() -> None:
+        try:
+            with torch.no_grad(), contextlib.suppress(Exception):  # whoever needs the kernels is told what is wrong
+                begin(jobs)
+        finally:
+            pool.printers.discard(thread)
+            jobs[0].end("all are begun")
+
+    thread = threading.Thread(target=work, name="flexpress-begin", daemon=True)
+    pool.printers.add(thread)
+    thread.start()
+    return jobs
+
+
+def must_wait(device: torch.device, options: Options, deterministic: bool) -> bool:
     """Is a call to wait for the kernels that serve it in the end? Where results must not depend on when a compiler is done, where launches
-    are recorded for later, and unless FLEXPRESS_WAIT=0."""
-    if deterministic or SETTING["waits"] or torch.are_deterministic_algorithms_enabled():
+    are recorded for later, where a kernel is named, and unless FLEXPRESS_WAIT=0."""
+    if deterministic or SETTING["waits"] or options.backend or torch.are_deterministic_algorithms_enabled():
         return True
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def serving(table: Table, key: tuple, device: torch.device, deterministic: bool):
+def serving(table: Table, key: tuple, device: torch.device, options: Options, deterministic: bool):
     """What serves calls of a kind for now; None if nothing does, or need not any more."""
     found = table.get(key)
     if found is None:
         return None
-    if found.over or must_wait(device, deterministic):
+    if found.over or must_wait(device, options, deterministic):
         table.pop(key, None)
         return None
     return found.ready

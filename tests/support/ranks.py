@@ -41,6 +41,16 @@ def here() -> torch.device:
     return torch.get_default_device()
 
 
+def from_first_rank(compute):
+    """What `compute()` gives on rank 0, on every rank: what is the same everywhere. Random numbers go on as if it drew none."""
+    found = [None]
+    if torch.distributed.get_rank() == 0:
+        with torch.random.fork_rng(devices=[]):
+            found = [compute()]
+    torch.distributed.broadcast_object_list(found)
+    return found[0]
+
+
 def run(world: int, folder: Path, script: str, device: str) -> list[dict[str, str]]:
     """For each of `world` processes of a script beside this one what failed: tracebacks by the names of checks, which are all there."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
