@@ -43,8 +43,8 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser(
         "demo",
         help="ALiBi and a sliding window: the mask as a picture, the error, the time",
-        description="Runs ALiBi attention under a sliding window, on a GPU if there is one and else in "
-        "Triton's interpreter. Prints the block mask, the error against float64 beside plain attention's "
+        description="Runs ALiBi attention under a sliding window, on a GPU if there is one and else "
+        "on the CPU. Prints the block mask, the error against float64 beside plain attention's "
         "in the same dtype, the time and the printed kernels. Exit code 1 if the error is too large.",
     )
     demo.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU")
@@ -154,7 +154,7 @@ def _demo(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     from flexpress.demo import demo
 
     if given.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch sees no GPU here; leave the option out to run in the interpreter")
+        parser.error("--device cuda: torch sees no GPU here; leave the option out to run on the CPU")
     return demo(given.device)
 
 

@@ -14,7 +14,7 @@ from flexpress.block_mask import BlockMask
 from flexpress.inspection import cache_info, printed_kernels
 from flexpress.mask_creation import create_block_mask
 
-from .codegen.device import cpp
+from .codegen.device import cpp_compiler
 
 _TOLERANCE = 2.0  # the error may be this many times that of plain attention in the same dtype
 _REPEATS = 20  # on a GPU
@@ -37,7 +37,7 @@ def demo(device_type: str | None = None) -> int:
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     size = _SIZES[device_type]
     device = torch.device(device_type)
-    interpreted = device_type == "cpu" and cpp.refusal()
+    interpreted = device_type == "cpu" and cpp_compiler.refusal()
     where = torch.cuda.get_device_name() if device_type == "cuda" else f"the CPU, in {'the interpreter' if interpreted else 'C++'}"
     print(f"ALiBi under a sliding window of {size.window}: B {size.B}, H {size.H}, S {size.S}, D {size.D}, bfloat16, on {where}")
     if interpreted:

@@ -127,6 +127,12 @@ INLINE auto where(C condition, A yes, B no) {
     } else return condition ? Both<A, B>(yes) : Both<A, B>(no);
 }
 
+INLINE bool any(Bool x) {
+    bool found = false;
+    for (int i = 0; i < LANES; ++i) found |= x.v[i] != 0;
+    return found;
+}
+
 // a function of numbers, lane by lane
 template <class X>
 INLINE Lane<X> lane(X x, int i) {
@@ -136,8 +142,12 @@ INLINE Lane<X> lane(X x, int i) {
 template <class F, class... A>
 INLINE auto lanewise(F function, A... a) {
     if constexpr ((is_vector<A> || ...)) {
-        Vec<decltype(function(lane(a, 0)...))> result;
-        for (int i = 0; i < LANES; ++i) result.v[i] = function(lane(a, i)...);
+        using T = decltype(function(lane(a, 0)...));
+        Vec<T> result;
+        for (int i = 0; i < LANES; ++i) {
+            const typename Vec<T>::Element found = function(lane(a, i)...);
+            result.v[i] = std::is_same_v<T, bool> ? -found : found;
+        }
         return result;
     } else return function(a...);
 }
@@ -215,11 +225,7 @@ template <class T> INLINE auto load(const T* p) {
     else return x;
 }
 template <class T> INLINE auto load(const T* p, bool inside) { return inside ? load(p) : decltype(load(p))(0); }
-template <class T> INLINE auto load(const T* p, Bool inside) {
-    bool any = false;
-    for (int i = 0; i < LANES; ++i) any |= inside.v[i] != 0;
-    return where(inside, load(p, any), decltype(load(p))(0));
-}
+template <class T> INLINE auto load(const T* p, Bool inside) { return where(inside, load(p, any(inside)), decltype(load(p))(0)); }
 template <class T, class I> INLINE auto load(Pointers<T, I> p) {
     return lanewise([&](I offset) { return widened(p.base[offset]); }, p.offset);
 }

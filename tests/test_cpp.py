@@ -1,17 +1,26 @@
-"""Kernels in C++ against torch: operations, and attention and its gradients of any problem, as for the interpreter."""
+"""Kernels in C++ against torch: operations, masks, attention and its gradients of any problem, as for the interpreter; and which calls get
+them."""
 
 from __future__ import annotations
 
 import os
+import warnings
 from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from flexpress import cache_clear, evaluate_mod, explain, flex_attention, mods
+from flexpress import cache_clear, create_block_mask, create_mask, evaluate_mod, explain, flex_attention, mods, printed_kernels
+from flexpress.codegen.mod.bind import bind
+from flexpress.codegen.run.masks import automatic_lists
+from flexpress.codegen.run.status_lists import block_starts, owned_starts
 from support.attention import check_attention
-from support.evaluate import check
+from support.block_lists import as_kernels_compute, brute_force, check_bounds, check_lists, dense_status
+from support.compositions import MASK_LEAVES, compositions, mask_captures
+from support.dense import positions
+from support.evaluate import check, make_mod
 from support.gradients import check_gradients, gradient_problems
 from support.problems import problems
 
@@ -62,6 +71,115 @@ def test_any_gradient(p):
 def test_explain_names_the_kernel():
     q = torch.randn(1, 2, 50, 16)
     assert "CPP" in str(explain(q, q, q, mods.softcap(3.0)))
+
+
+@pytest.mark.filterwarnings("ignore:where received a uint8 condition")
+@settings(max_examples=EXAMPLES)
+@given(
+    compositions("b", 2, MASK_LEAVES),
+    mask_captures(),
+    st.sampled_from([(64, 64), (128, 128), (64, 128)]),
+    st.sampled_from([(1, 127), (129, 1), (127, 129), (300, 127)]),
+)
+def test_any_mask(expression, captured, size, lengths):
+    """Lists are exact where what bounds cannot decide is evaluated, and never wrong by bounds alone; so is the dense mask."""
+    mask_mod = make_mod(expression, "mask", captured)
+    bound = bind(mask_mod, "mask")
+    if bound[0].symbols:
+        meant = as_kernels_compute(*bound)
+        truth = brute_force(meant, 1, 2, *lengths, size, "cpu")
+        check_lists(create_block_mask(mask_mod, 1, 2, *lengths, "cpu", size), truth)
+        found = dense_status(automatic_lists(bound, (1, 2, *lengths), torch.device("cpu"), size), *truth.shape[-2:])
+        assert ((found == 1) | (found == truth)).all()
+        dense = meant(*positions((1, 2, *lengths), "cpu")).expand(1, 2, *lengths)
+        assert torch.equal(create_mask(mask_mod, 1, 2, *lengths, device="cpu"), dense)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float16])
+def test_bounds_of_what_a_mask_captures(dtype):
+    """Zones of every kind of number, with those at its ends; for floats NaN among them."""
+    ends = {torch.bool: [0, 1], torch.uint8: [0, 255, 7], torch.int64: [-(1 << 63), (1 << 63) - 1, 0]}
+    ends = torch.tensor(ends.get(dtype, [float("nan"), float("inf"), -1.0]), dtype=dtype)
+    x = ends[torch.randint(len(ends), (200,), generator=torch.Generator().manual_seed(0))]
+    x[:64] = ends[-1]
+    truth = check_bounds(make_mod("x[q_idx] == x[kv_idx]", "mask", {"x": x}), 1, 1, 200, 200, (32, 32), "cpu")[1]
+    assert len(truth.unique()) > 1
+    check_lists(create_block_mask(make_mod("~(x[q_idx] != x[kv_idx])", "mask", {"x": x}), 1, 1, 200, 200, "cpu", 32), truth)
+
+
+def test_where_blocks_of_packed_sequences_begin():
+    offsets = torch.tensor([0, 300, 300, 400], dtype=torch.int32)
+    assert block_starts(offsets, 400, 128).tolist() == [0, 128, 256, 300, 400, 400, 400]
+    starts, owners = owned_starts(torch.tensor([0, 130, 40, 400], dtype=torch.int32), 400, 128)
+    assert starts.tolist()[:5] == [0, 128, 130, 258, 386] and owners.tolist()[:5] == [0, 0, 3, 3, 3]
+
+
+def test_a_score_mod_as_a_dense_mask():
+    q = torch.arange(70)
+    found = create_mask(lambda score, b, h, q_idx, kv_idx: torch.where(q_idx >= kv_idx, score, -float("inf")), 1, 1, 70, 50, device="cpu")
+    assert torch.equal(found[0, 0], q[:, None] >= q[None, :50])
+
+
+def test_a_mask_needs_no_interpreter():
+    """Nothing of a call with a mask is printed in Triton."""
+    cache_clear()
+    q = torch.randn(1, 2, 200, 16, requires_grad=True)
+    seen = torch.arange(200) % 7
+    flex_attention(q, q, q, mask_mod=lambda b, h, q_idx, kv_idx: seen[q_idx] >= seen[kv_idx]).sum().backward()
+    assert {path.suffix for path in printed_kernels()} == {".cpp"}
+
+
+def test_evaluate_mod_of_a_dot_product_of_rows():
+    """Which the interpreter serves."""
+    rows = torch.randn(20, 32)
+    mod = lambda score, b, h, q_idx, kv_idx: score + torch.dot(rows[q_idx], rows[kv_idx])  # noqa: E731
+    torch.testing.assert_close(evaluate_mod(mod, torch.zeros(1, 1, 20, 20))[0, 0], rows @ rows.T, rtol=1e-4, atol=1e-4)
+
+
+def attend():
+    q = torch.randn(1, 1, 20, 16)
+    mask = create_block_mask(mods.causal, None, None, 20, 20, "cpu", 32)
+    torch.testing.assert_close(
+        flex_attention(q, q, q, block_mask=mask), torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+    )
+
+
+def test_without_a_compiler_the_interpreter_serves(monkeypatch, own_directory):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.warns(RuntimeWarning, match="no C\\+\\+ compiler was found"):
+        attend()
+    with pytest.raises(ValueError, match="there is no C\\+\\+ compiler"):
+        flex_attention(*torch.randn(3, 1, 1, 20, 16), kernel_options={"BACKEND": "CPP"})
+
+
+def test_a_compiler_that_fails_is_named_once(monkeypatch, own_directory):
+    monkeypatch.setenv("FLEXPRESS_CXXFLAGS", "--no-such-flag")
+    with pytest.warns(RuntimeWarning, match="(?s)kernels for the CPU do not compile.*no-such-flag") as seen:
+        attend()
+    assert len(seen) == 1
+    assert "failed before" in explain(*torch.randn(3, 1, 1, 20, 16))
+    with pytest.raises(RuntimeError, match="no-such-flag"):
+        flex_attention(*torch.randn(3, 1, 1, 20, 16), kernel_options={"BACKEND": "CPP"})
+
+
+def test_the_interpreter_may_be_asked_for(monkeypatch, own_directory):
+    monkeypatch.setenv("FLEXPRESS_CPU", "interpreter")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attend()
+    assert {path.suffix for path in printed_kernels()} == {".py"}
+
+
+def test_c_plus_plus_is_the_default(monkeypatch, own_directory):
+    monkeypatch.delenv("FLEXPRESS_CPU")
+    attend()
+    assert {path.suffix for path in printed_kernels()} == {".cpp"}
+
+
+def test_another_word_than_these_is_an_error(monkeypatch):
+    monkeypatch.setenv("FLEXPRESS_CPU", "fast")
+    with pytest.raises(ValueError, match="FLEXPRESS_CPU is 'fast'; write 'cpp' or 'interpreter'"):
+        attend()
 
 
 def continued(score, b, h, q_idx, kv_idx):

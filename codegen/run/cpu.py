@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..device import cpp
+from ..device import cpp_compiler
 from ..device.cpp import CppKernel
 from ..device.kernel import kernel_for
 from ..mod.loads import dots_of
@@ -17,6 +17,7 @@ from ..registry import INFO, Table
 from ..text.mod_text import mod_values
 from .block_lists import BlockLists
 from .forward_kernels import Call
+from .launch import Unusable
 
 _plans: dict[tuple, CpuPlan] = Table("plans of kernels in C++", 1024)
 
@@ -27,7 +28,18 @@ def refusal(case: ForwardCase | BackwardCase, score: Mod | None) -> str | None:
         return "sinks and dropout: the portable kernels have them"
     if score and dots_of(score[0]):
         return "score_mod has a dot product of captured rows"
-    return None if case.options.backend == Cpp.name and cpp.compiler() else cpp.refusal()
+    return None if case.options.backend == Cpp.name and cpp_compiler.compiler() else cpp_compiler.refusal()
+
+
+def run(kernel: CppKernel, values: dict[str, object], named: bool, threads: int | None = None) -> None:
+    """Call a kernel. Where the compiler fails, CompilerError if the user `named` these kernels, else Unusable: the interpreter serves."""
+    try:
+        kernel.call(values, threads)
+    except cpp_compiler.CompilerError as why:
+        if named:
+            raise
+        cpp_compiler.give_up(why)
+        raise Unusable(str(why)) from why
 
 
 class Cpp:
@@ -68,6 +80,7 @@ class CppRunner:
 
     def __init__(self, plan: CpuPlan, call: Call, names: tuple[str, ...], lists: BlockLists | None) -> None:
         self.plan, self.kernel, self.names = plan, kernel_for(plan.spec, CppKernel), names
+        self.named = call.case.options.backend == Cpp.name
         self.captured = [p.name for m in plan.spec.mods if m for p in m.parameters]
         geometry, unit = call.geometry, 16 // call.case.dtype.itemsize
         whole = {name: n * unit if name in geometry.aligned else n for name, n in geometry.numbers.items()}
@@ -86,4 +99,4 @@ class CppRunner:
         for tensor in (t for t in (*tensors, *values) if isinstance(t, torch.Tensor) and t.data_ptr() < LOWEST):
             check_address(tensor)
         named = zip(self.names, (*tensors, *(lists.tables if lists else ())), strict=True)
-        self.kernel.call({**self.numbers, **dict(named), **dict(zip(self.captured, values, strict=True))})
+        run(self.kernel, {**self.numbers, **dict(named), **dict(zip(self.captured, values, strict=True))}, self.named)

@@ -19,7 +19,7 @@ from ..plan.masks import (
 from ..text.layouts import layouts_of
 from ..text.mod_text import ModText, mod_text
 from ..text.snippet import Target
-from . import evaluate, masks
+from . import block_grid, evaluate, masks, status_lists
 from .imagined import EXTENTS, backend_for
 from .preview import Compilation
 
@@ -30,25 +30,25 @@ def mask_compilations(
     """The kernels of create_block_mask and mask_mod= by name: "status", "lists", "transposed_lists" and, where a mask needs it, "zones"."""
     backend = backend_for(target)
     texts = mask_texts(bind(mask_mod, "mask"), EXTENTS, backend)
-    chunk = {"CHUNK": masks.VERDICTS_CHUNK}
+    chunk = {"CHUNK": block_grid.VERDICTS_CHUNK}
     made = {
         "status": (status_spec(texts, block_size, backend, starts), status_constants(block_size, backend)),
         "lists": (verdict_lists_spec(texts, block_size, backend, False, starts), chunk),
         "transposed_lists": (verdict_lists_spec(texts, block_size, backend, True, starts), chunk),
     }
     if texts.zones:
-        made["zones"] = zones_spec(texts, block_size, backend, starts), {"TILE": masks.ZONE_TILE}
+        made["zones"] = zones_spec(texts, block_size, backend, starts), {"TILE": block_grid.ZONE_TILE}
     return {name: Compilation(target, spec, constants) for name, (spec, constants) in made.items()}
 
 
 def block_lists_compilation(target: str, separate_full: bool = True, starts: bool = False) -> Compilation:
     """The kernel that makes lists of classified blocks."""
-    return Compilation(target, lists_spec(separate_full, backend_for(target), starts), {"CHUNK": masks.LISTS_CHUNK})
+    return Compilation(target, lists_spec(separate_full, backend_for(target), starts), {"CHUNK": status_lists.LISTS_CHUNK})
 
 
 def block_starts_compilation(target: str, sequences: bool = False) -> Compilation:
     """The kernel that says where blocks of packed sequences begin, and which sequences they are of."""
-    return Compilation(target, starts_spec(128, backend_for(target), sequences), {"CHUNK": masks.STARTS_CHUNK})
+    return Compilation(target, starts_spec(128, backend_for(target), sequences), {"CHUNK": status_lists.STARTS_CHUNK})
 
 
 def dense_mask_compilation(target: str, mod: Callable, kind: str = "mask") -> Compilation:
