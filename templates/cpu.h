@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <new>
 #include <type_traits>
+#include <utility>
 
 #define INLINE inline __attribute__((always_inline))
 
@@ -189,9 +190,14 @@ template <class T> INLINE void store_lanes(T* p, Vec<T> x) { __builtin_memcpy(p,
 
 struct BFloat16 { uint16_t bits; };
 using Float16 = _Float16;
+struct Float8 { uint8_t bits; };  // float8_e4m3fn
 
 INLINE float widened(BFloat16 x) { return bits_of<float>(uint32_t(x.bits) << 16); }
 INLINE float widened(Float16 x) { return float(x); }
+INLINE float widened(Float8 x) {  // with the exponent's place in half precision, whose numbers are 2^8 times smaller then
+    if ((x.bits & 0x7F) == 0x7F) return __builtin_nanf("");
+    return float(bits_of<Float16>(uint16_t((x.bits & 0x80) << 8 | (x.bits & 0x7F) << 7))) * 256.0f;
+}
 INLINE float widened(double x) { return float(x); }
 template <class T> INLINE T widened(T x) { return x; }
 INLINE void narrow(float x, float& to) { to = x; }

@@ -109,6 +109,23 @@ template <class X> INLINE float sum_of_lanes(X x, int count) {
     return sum;
 }
 
+// the sum of all lanes, and the largest, which all lanes get: half with half
+template <int FIRST, class V, int... I> INLINE auto some_lanes(V v, std::integer_sequence<int, I...>) { return __builtin_shufflevector(v, v, (FIRST + I)...); }
+template <int COUNT = LANES, class V>
+INLINE float total_of(V v) {
+    if constexpr (COUNT == 1) return v[0];
+    else {
+        using Half = std::make_integer_sequence<int, COUNT / 2>;
+        return total_of<COUNT / 2>(some_lanes<0>(v, Half()) + some_lanes<COUNT / 2>(v, Half()));
+    }
+}
+INLINE float total(Float x) { return total_of(x.v); }
+INLINE Float largest_of(Float x) {
+    float found = x.v[0];
+    for (int i = 1; i < LANES; ++i) found = x.v[i] > found ? x.v[i] : found;
+    return found;
+}
+
 // memory of a thread's own
 template <class T>
 struct Owned {

@@ -12,14 +12,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexpress import cache_clear, create_block_mask, create_mask, evaluate_mod, explain, flex_attention, mods, printed_kernels
+from flexpress import (
+    cache_clear,
+    cached_attention,
+    create_block_mask,
+    create_mask,
+    evaluate_mod,
+    explain,
+    flex_attention,
+    mods,
+    printed_kernels,
+)
 from flexpress.codegen.mod.bind import bind
 from flexpress.codegen.run.masks import automatic_lists
 from flexpress.codegen.run.status_lists import block_starts, owned_starts
 from support.attention import check_attention
+from support.batches import Batch, batches, made
+from support.batches import check as check_batch
 from support.block_lists import as_kernels_compute, brute_force, check_bounds, check_lists, dense_status
 from support.compositions import MASK_LEAVES, compositions, mask_captures
-from support.dense import positions
+from support.dense import dense_attention, positions
 from support.evaluate import check, make_mod
 from support.gradients import check_gradients, gradient_problems
 from support.problems import problems
@@ -29,7 +41,7 @@ EXAMPLES = int(os.environ.get("FLEXPRESS_CPU_EXAMPLES", "6"))  # `make test-cpu`
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
-    """Tensors on the CPU are computed by kernels in C++, which compile in half the time with -O1; `make test-cpu` compiles them as users do."""
+    """Tensors on the CPU are computed by kernels in C++. They compile in half the time with -O1; `make test-cpu` has the usual flags."""
     with mock.patch.dict(os.environ, {"FLEXPRESS_CXXFLAGS": "-O1", **os.environ, "FLEXPRESS_CPU": "cpp"}):
         cache_clear()
         yield
@@ -66,6 +78,40 @@ def test_any_problem(p):
 @given(gradient_problems("cpu"))
 def test_any_gradient(p):
     check_gradients(p, "cpu")
+
+
+@settings(max_examples=EXAMPLES)
+@given(batches("cpu"))
+def test_any_batch_of_a_cache(p):
+    check_batch(p, "cpu")
+
+
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("queries", [1, 5])
+def test_few_queries_of_many_keys(queries, listed):
+    """Keys are split among tasks, and heads that share keys are rows of one tile; the backward pass goes on from what they leave."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, h, n, 40, generator=generator, requires_grad=True) for h, n in ((6, queries), (2, 1500), (2, 1500)))
+    score_mod, mask_mod = (
+        mods.alibi(torch.rand(6, generator=generator) * 0.01),
+        mods.sliding_window_bidirectional(400, 1000) if listed else None,
+    )
+    out, lse = flex_attention(q, k, v, score_mod, enable_gqa=True, mask_mod=mask_mod, return_lse=True)
+    wanted, wanted_lse, _ = dense_attention(q, k, v, score_mod, mask_mod)
+    torch.testing.assert_close(lse, wanted_lse.float(), rtol=1e-5, atol=1e-5)
+    weight = torch.randn(out.shape, generator=generator)
+    gradients = zip(torch.autograd.grad(out, (q, k, v), weight), torch.autograd.grad(wanted, (q, k, v), weight.double()), strict=True)
+    for one, other in ((out, wanted.float()), *gradients):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=2e-5)
+
+
+def test_a_sequence_alone_is_bitwise_the_same():
+    """batch_invariant, whatever room the others' caches need."""
+    arguments, _ = made(Batch(q_lens=[1, 3], kv_lens=[1100, 2500], page_size=0, invariant=True), "cpu")
+    whole = cached_attention(**arguments)
+    alone = {name: arguments[name] for name in ("k_cache", "v_cache", "batch_invariant")}
+    alone |= {"kv_len": arguments["kv_len"][:1], "cache_loc": torch.zeros(1, dtype=torch.int32)}
+    assert torch.equal(cached_attention(arguments["query"][:1].transpose(0, 1)[None], **alone)[0].transpose(0, 1), whole[:1])
 
 
 def test_explain_names_the_kernel():
