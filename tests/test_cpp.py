@@ -80,6 +80,13 @@ def test_any_gradient(p):
     check_gradients(p, "cpu")
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_number_of_16_bits_is_read_as_it_is(dtype):
+    value = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype).reshape(1, 1, -1, 64).nan_to_num(0.0, 0.0, 0.0)
+    zeros = torch.zeros_like(value)
+    assert torch.equal(flex_attention(zeros, zeros, value, mask_mod=lambda b, h, q_idx, kv_idx: q_idx == kv_idx), value)
+
+
 @settings(max_examples=EXAMPLES)
 @given(batches("cpu"))
 def test_any_batch_of_a_cache(p):
