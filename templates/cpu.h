@@ -206,6 +206,12 @@ INLINE void narrow(float x, BFloat16& to) {  // to nearest, ties to even
     const uint32_t b = bits_of<uint32_t>(x);
     to.bits = x != x ? 0x7FC0 : (b + 0x7FFF + ((b >> 16) & 1)) >> 16;
 }
+INLINE void narrow(float x, Float8& to) {  // the same; what is larger than all numbers becomes the largest one
+    const uint32_t b = bits_of<uint32_t>(x), size = b & 0x7FFFFFFF;
+    uint32_t found = size > 0x7F800000 ? 0x7F : uint32_t(__builtin_rintf(__builtin_fminf(__builtin_fabsf(x), 1.0f) * 512.0f));
+    if (size >= 121u << 23 && size <= 0x7F800000) found = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3);  // from 2^-6 on
+    to.bits = uint8_t((b >> 31) << 7 | (found > 0x7E && size <= 0x7F800000 ? 0x7E : found));
+}
 template <class X> INLINE auto to_bfloat16(X x) { return lanewise([](float a) { BFloat16 b; narrow(a, b); return widened(b); }, x); }
 template <class X> INLINE auto to_float16(X x) { return lanewise([](float a) { return float(Float16(a)); }, x); }
 

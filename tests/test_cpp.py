@@ -22,6 +22,7 @@ from flexpress import (
     flex_attention,
     mods,
     printed_kernels,
+    update_cache,
 )
 from flexpress.codegen.mod.bind import bind
 from flexpress.codegen.run.masks import automatic_lists
@@ -30,6 +31,7 @@ from support.attention import check_attention
 from support.batches import Batch, batches, made
 from support.batches import check as check_batch
 from support.block_lists import as_kernels_compute, brute_force, check_bounds, check_lists, dense_status
+from support.caches import check_update, updates
 from support.compositions import MASK_LEAVES, compositions, mask_captures
 from support.dense import dense_attention, positions
 from support.evaluate import check, make_mod
@@ -85,6 +87,22 @@ def test_every_number_of_16_bits_is_read_as_it_is(dtype):
     value = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype).reshape(1, 1, -1, 64).nan_to_num(0.0, 0.0, 0.0)
     zeros = torch.zeros_like(value)
     assert torch.equal(flex_attention(zeros, zeros, value, mask_mod=lambda b, h, q_idx, kv_idx: q_idx == kv_idx), value)
+
+
+def test_numbers_are_rounded_to_8_bits_as_torch_does():
+    """All halves; but what is larger than the largest number becomes that one, as on a GPU."""
+    value = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.float16).reshape(1, 1, -1, 64)
+    caches = [torch.zeros(1, value.shape[2], 1, 64, dtype=torch.float8_e4m3fn) for _ in range(2)]
+    update_cache(value, value, *caches, kv_len=torch.tensor([value.shape[2]], dtype=torch.int32))
+    expected = value.transpose(1, 2).float().clamp(-448, 448).to(torch.float8_e4m3fn)
+    for cache in caches:
+        torch.testing.assert_close(cache.float(), expected.float(), rtol=0, atol=0, equal_nan=True)
+
+
+@settings(max_examples=EXAMPLES)
+@given(updates("cpu"))
+def test_any_update_of_a_cache(p):
+    check_update(p, "cpu")
 
 
 @settings(max_examples=EXAMPLES)
