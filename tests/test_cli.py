@@ -33,6 +33,11 @@ def test_demo_and_doctor_on_a_gpu(capsys):
     assert "  ok      cuda:0 " in capsys.readouterr().out
 
 
+def test_render_for_a_cpu(capsys):
+    assert cli.main(["render", "alibi", "causal", "--target", "cpu"]) == 0
+    assert "// cpu forward alibi causal d128 bf16" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "arguments, found",
     [
@@ -42,7 +47,7 @@ def test_demo_and_doctor_on_a_gpu(capsys):
         (["plain", "--dtype", "fp32"], "# forward d128 fp32\n"),  # which the kernel for Hopper does not serve
         (["alibi", "causal", "--head-dim", "64", "--dtype", "fp16"], "# mods/causal.py:"),
         (["softcap", "--target", "gfx942"], "tanh_by_exp2"),
-        (["document", "--target", "cpu", "--head-dim", "192x128"], "# forward document and inner d192x128 bf16\n"),
+        (["document", "--target", "cpu", "--portable", "--head-dim", "192x128"], "# forward document and inner d192x128 bf16\n"),
         (["causal", "--target", "sm_90", "--portable"], "desc_k.load("),
         (["causal", "--target", "sm_90", "--no-tma"], "tl.load(k_ptrs"),
         (["causal", "--gluon"], "# hopper forward causal d128 bf16\n"),

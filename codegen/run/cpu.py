@@ -24,12 +24,18 @@ from .launch import Unusable
 _plans: dict[tuple, CpuPlan] = Table("plans of kernels in C++", 1024)
 
 
-def refusal(case: ForwardCase | BackwardCase, score: Mod | None) -> str | None:
-    """Why kernels in C++ serve no call, forward or backward, with such a case and score_mod."""
+def unserved(case: ForwardCase | BackwardCase, score: Mod | None) -> str | None:
+    """Why there are no kernels in C++, forward or backward, for such a case and score_mod."""
     if case.extras != ORDINARY:
         return "sinks and dropout: the portable kernels have them"
-    if score and dots_of(score[0]):
-        return "score_mod has a dot product of captured rows"
+    return "score_mod has a dot product of captured rows" if score and dots_of(score[0]) else None
+
+
+def refusal(case: ForwardCase | BackwardCase, score: Mod | None) -> str | None:
+    """Why none serves a call with them."""
+    reason = unserved(case, score)
+    if reason:
+        return reason
     return None if case.options.backend == Cpp.name and cpp_compiler.compiler() else cpp_compiler.refusal()
 
 

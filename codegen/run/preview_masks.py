@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..mod.bind import bind
+from ..plan.cpu_masks import blocks_spec, cpu_lists_spec, cpu_starts_spec
 from ..plan.masks import (
     SYMBOL_NAMES,
     dense_mask_spec,
@@ -16,9 +17,11 @@ from ..plan.masks import (
     verdict_lists_spec,
     zones_spec,
 )
+from ..text.cpp import CPP
 from ..text.layouts import layouts_of
 from ..text.mod_text import ModText, mod_text
 from ..text.snippet import Target
+from ..text.spec import KernelSpec
 from . import block_grid, evaluate, masks, status_lists
 from .imagined import EXTENTS, backend_for
 from .preview import Compilation
@@ -39,6 +42,17 @@ def mask_compilations(
     if texts.zones:
         made["zones"] = zones_spec(texts, block_size, backend, starts), {"TILE": block_grid.ZONE_TILE}
     return {name: Compilation(target, spec, constants) for name, (spec, constants) in made.items()}
+
+
+def cpu_mask_specs(mask_mod: Callable, block_size: tuple[int, int] = (128, 128), starts: bool = False) -> dict[str, KernelSpec]:
+    """The kernels in C++ that do the same, by name: "blocks", "lists", "starts" and "evaluate"."""
+    texts = mask_texts(bind(mask_mod, "mask"), EXTENTS, "cpu", language=CPP)
+    return {
+        "blocks": blocks_spec(texts, block_size, starts, True, starts),
+        "lists": cpu_lists_spec(True, starts),
+        "starts": cpu_starts_spec(128, starts),
+        "evaluate": evaluate.cpu_evaluate_spec(_text(mask_mod, "mask", Target("cpu", "float32", language=CPP))),
+    }
 
 
 def block_lists_compilation(target: str, separate_full: bool = True, starts: bool = False) -> Compilation:
