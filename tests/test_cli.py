@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 
 import pytest
 import torch
@@ -17,6 +18,17 @@ def test_demo_shows_picture_error_time_and_files(capsys):
     assert "printed kernel" in shown and "plain attention in bfloat16" in shown and "ok: at most 2 x" in shown
     assert "attention, first call" in shown and "attention, repeated" in shown
     assert "/forward_alibi_sliding_window_d64_bf16_" in shown
+
+
+def test_demo_by_kernels_in_cpp(capsys, monkeypatch):
+    """Beside torch; what does not run is said to."""
+    monkeypatch.setenv("FLEXPRESS_CPU", "cpp")
+    monkeypatch.setitem(demo._SIZES, "cpu", demo._SIZES["interpreter"])
+    monkeypatch.setattr(demo, "_peers", lambda *_: {"dense": lambda: torch.zeros(3), "broken": lambda: 1 // 0})
+    assert cli.main(["demo", "--device", "cpu"]) == 0
+    shown = capsys.readouterr().out
+    assert "float32, on the CPU, in C++" in shown and "/cpu_forward_alibi_sliding_window_d64_fp32_" in shown
+    assert re.search(r"  dense +[\d.]+ ms\n  broken +does not run here \(ZeroDivisionError\)\n", shown)
 
 
 def test_demo_fails_on_a_wrong_result(capsys, monkeypatch):
