@@ -127,6 +127,28 @@ def window_case(heads: int, repeats: int) -> dict:
     return compare(f"window {WINDOW} of {LONG} float32", 4.0 * heads * LONG * WINDOW * 64, runs, repeats)
 
 
+def decode_cases(repeats: int) -> list[dict]:
+    """One query of each head at 8192 keys: how fast keys and values are read. Four query heads may share one of the keys'."""
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        for heads, shared in ((H, H), (4 * H, H)):
+            q = torch.randn(1, heads, 1, 128).to(dtype)
+            k, v = torch.randn(2, 1, shared, LONG, 128).to(dtype).unbind()
+            bytes_read = 2 * k.numel() * k.element_size()
+            runs = {
+                "flexpress": lambda: flex_attention(q, k, v, enable_gqa=True),  # noqa: B023
+                "sdpa": lambda: scaled_dot_product_attention(q, k, v, enable_gqa=True),  # noqa: B023
+            }
+            case = {"case": f"one query, {heads} heads on {shared} of {LONG} keys, 128 {str(dtype).removeprefix('torch.')}"}
+            for who, run in runs.items():
+                run()
+                seconds = min(timed(run) for _ in range(4 * repeats))
+                case[who] = {"ms": round(1e3 * seconds, 2), "gb_s": round(1e-9 * bytes_read / seconds, 1)}
+            print(case, flush=True)
+            found.append(case)
+    return found
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     options.add_argument("--threads", type=int, default=1)
@@ -139,6 +161,7 @@ def main() -> None:
     cases = forward_cases(given.heads, given.repeats)
     cases += backward_cases(given.heads, given.repeats)
     cases.append(window_case(given.heads, given.repeats))
+    cases += decode_cases(given.repeats)
     machine = {"cpu": platform.processor() or platform.machine(), "capability": torch.backends.cpu.get_cpu_capability()}
     about = {"torch": torch.__version__, "threads": given.threads, "heads": given.heads, "length": S, **machine}
     given.output.write_text(json.dumps({"about": about, "cases": cases}, indent=1) + "\n", encoding="utf-8")

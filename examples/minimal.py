@@ -30,8 +30,8 @@ def manual_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch
 
 
 def printed_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """The same by a printed kernel. Without TMA, so that any device runs the kernel of minimal.md."""
-    return flex_attention(q, k, v, kernel_options={"USE_TMA": False})
+    """The same by a printed kernel: the portable one without TMA, so that any device runs the kernel of minimal.md."""
+    return flex_attention(q, k, v, kernel_options={"BACKEND": "PORTABLE", "USE_TMA": False})
 
 
 def profiled(name: str, attention, inputs: tuple, on_gpu: bool) -> torch.Tensor:

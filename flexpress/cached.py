@@ -247,7 +247,8 @@ def _call_of(
 
     if batch_invariant:
         where = replace(where, invariant=True)
-    masked = mask_mod is not None or where.max_q > 1 or q_offset is not None  # else one query, which sees all that there is
+    # else one query a sequence sees all that there is, by kernels that take keys in another order than those with lists
+    masked = mask_mod is not None or where.max_q > 1 or q_offset is not None or where.invariant
     position = _position_from(q_offset, kv_lens, where.cu_q, q.shape[2])
 
     def by_position(kind: str) -> tuple | None:

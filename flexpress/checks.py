@@ -61,7 +61,7 @@ def check_tensors(query, key, value, enable_gqa: bool, kinds: bool = True) -> No
         if named[name].device != query.device:
             raise ValueError(f"{name} is on {named[name].device} but query is on {query.device}; move one with .to(...)")
     if query.device.type not in ("cpu", "cuda", "meta"):
-        raise NotImplementedError(f"query is on {query.device}; kernels run on CUDA or ROCm GPUs ('cuda') and, interpreted, on 'cpu'")
+        raise NotImplementedError(f"query is on {query.device}; kernels run on CUDA or ROCm GPUs ('cuda') and on 'cpu'")
     if query.shape[3] != key.shape[3]:
         raise ValueError(f"query and key must have the same head_dim, got query {_shape(query)} and key {_shape(key)}")
     if key.shape[2] != value.shape[2]:
@@ -317,7 +317,7 @@ def resolve_device(device) -> torch.device:
     except (TypeError, RuntimeError) as error:
         raise TypeError(f"device must be a torch.device or its name, got {device!r}") from error
     if device.type not in ("cpu", "cuda"):
-        raise NotImplementedError(f"device is {str(device)!r}; kernels run on CUDA or ROCm GPUs ('cuda') and, interpreted, on 'cpu'")
+        raise NotImplementedError(f"device is {str(device)!r}; kernels run on CUDA or ROCm GPUs ('cuda') and on 'cpu'")
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return device

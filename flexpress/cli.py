@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 
@@ -12,7 +13,7 @@ from flexpress.recipes import HEADS, LENGTH, RECIPES, make
 
 from .codegen.mod.bind import bind
 from .codegen.run.imagined import TARGETS
-from .codegen.run.preview import compilation, hopper_compilation
+from .codegen.run.preview import compilation, cpu_specs, hopper_compilation
 from .codegen.text.render import render
 
 _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", **{n: n for n in ("float16", "bfloat16", "float32")}}
@@ -43,8 +44,8 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser(
         "demo",
         help="ALiBi and a sliding window: the mask as a picture, the error, the time",
-        description="Runs ALiBi attention under a sliding window, on a GPU if there is one and else in "
-        "Triton's interpreter. Prints the block mask, the error against float64 beside plain attention's "
+        description="Runs ALiBi attention under a sliding window, on a GPU if there is one and else "
+        "on the CPU. Prints the block mask, the error against float64 beside plain attention's "
         "in the same dtype, the time and the printed kernels. Exit code 1 if the error is too large.",
     )
     demo.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU")
@@ -56,14 +57,18 @@ def _parser() -> argparse.ArgumentParser:
         help="print the forward kernel of a recipe",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Prints the forward kernel that a call with a recipe gets on the target, at 4096 positions,\n"
-        "without running it: on sm_90 the kernel for Hopper where it serves. Several recipes are combined:\n"
+        "without running it: on sm_90 the kernel for Hopper where it serves, on cpu the one in C++. Several recipes are combined:\n"
         "score mods one after the other, masks by `and`.",
         epilog=f"recipes:\n{named}\n\nexample:\n  python -m flexpress render alibi causal --head-dim 64 --target sm_80",
     )
     _add_problem(show)
     show.add_argument("--target", choices=TARGETS, default="sm_90", metavar="TARGET", help=f"one of {', '.join(TARGETS)}; default sm_90")
     family = show.add_mutually_exclusive_group()
-    family.add_argument("--portable", action="store_true", help="the portable kernel, where calls on sm_90 get the one for Hopper")
+    family.add_argument(
+        "--portable",
+        action="store_true",
+        help="the portable kernel, where calls on sm_90 get the one for Hopper, and on cpu the one in C++",
+    )
     family.add_argument("--no-tma", action="store_true", help="the portable kernel that loads K and V by pointers, on sm_90 and sm_100 too")
     family.add_argument("--gluon", action="store_true", help="the kernel for Hopper, or an error where it does not serve")
     show.set_defaults(run=_render)
@@ -154,7 +159,7 @@ def _demo(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     from flexpress.demo import demo
 
     if given.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch sees no GPU here; leave the option out to run in the interpreter")
+        parser.error("--device cuda: torch sees no GPU here; leave the option out to run on the CPU")
     return demo(given.device)
 
 
@@ -167,8 +172,12 @@ def _render(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         except ValueError as error:
             if given.gluon:
                 parser.error(f"--gluon: {error}")
-    kernel = kernel or compilation(*problem, use_tma=False if given.no_tma else None)
-    sys.stdout.write(render(kernel.spec))
+    spec = kernel and kernel.spec
+    if given.target == "cpu" and not given.portable and not given.no_tma:
+        with contextlib.suppress(ValueError):
+            spec = cpu_specs(*problem[1:])["forward"]
+    spec = spec or compilation(*problem, use_tma=False if given.no_tma else None).spec
+    sys.stdout.write(render(spec))
     sys.stdout.flush()
     return 0
 

@@ -17,7 +17,7 @@ from triton import knobs
 import flexpress
 from flexpress import mods
 
-from .codegen.device import cpp, offline
+from .codegen.device import cpp_compiler, offline
 from .codegen.gpus import SHARED_MEMORY, architecture
 from .codegen.run.preview import compilation
 from .versions import MINIMUM, too_new, too_old
@@ -89,7 +89,7 @@ def _gpus(report: _Report) -> set[str]:
     """The architectures of the GPUs here, as the tile tables call them."""
     report.title("GPUs")
     if not torch.cuda.is_available():
-        report.say("none", "kernels run in Triton's interpreter, on tensors on the CPU")
+        report.say("none", "kernels run on tensors on the CPU")
         return set()
     found = set()
     for i in range(torch.cuda.device_count()):
@@ -124,15 +124,15 @@ def _cache_directory() -> str:
 
 def _compiler() -> str:
     """The compiler's version, and how long it takes; a RuntimeError that says how to get one."""
-    path = cpp.compiler()
+    path = cpp_compiler.compiler()
     if path is None:
         raise RuntimeError(
             "none: kernels for CPUs are interpreted, for tests. Install g++ 12 or clang++ 15 or newer (apt install g++, dnf install "
             "gcc-c++, xcode-select --install), or set CXX to one"
         )
     start = time.perf_counter()
-    cpp.tried()
-    return f"{path}  {cpp.version(path)}, {time.perf_counter() - start:.2f} s for the headers"
+    cpp_compiler.tried()
+    return f"{path}  {cpp_compiler.version(path)}, {time.perf_counter() - start:.2f} s for the headers"
 
 
 def _compile(target: str) -> str:

@@ -231,7 +231,7 @@ def check_together(q_name: str, q: torch.Tensor, name: str, packed: torch.Tensor
         if q.dtype not in DTYPES:
             raise TypeError(f"{q_name} has dtype {q.dtype}; supported are float16, bfloat16 and float32. Convert it with .to(...)")
     if q.device.type not in ("cpu", "cuda"):
-        raise NotImplementedError(f"{q_name} is on {q.device}; kernels run on CUDA or ROCm GPUs ('cuda') and, interpreted, on 'cpu'")
+        raise NotImplementedError(f"{q_name} is on {q.device}; kernels run on CUDA or ROCm GPUs ('cuda') and on 'cpu'")
     if packed.device != q.device:
         raise ValueError(f"{q_name} is on {q.device} but {name} is on {packed.device}; move one with .to(...)")
     B, H, D = q.shape[0], q.shape[-2], q.shape[-1]

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <new>
 #include <type_traits>
+#include <utility>
 
 #define INLINE inline __attribute__((always_inline))
 
@@ -127,6 +128,12 @@ INLINE auto where(C condition, A yes, B no) {
     } else return condition ? Both<A, B>(yes) : Both<A, B>(no);
 }
 
+INLINE bool any(Bool x) {
+    bool found = false;
+    for (int i = 0; i < LANES; ++i) found |= x.v[i] != 0;
+    return found;
+}
+
 // a function of numbers, lane by lane
 template <class X>
 INLINE Lane<X> lane(X x, int i) {
@@ -136,8 +143,12 @@ INLINE Lane<X> lane(X x, int i) {
 template <class F, class... A>
 INLINE auto lanewise(F function, A... a) {
     if constexpr ((is_vector<A> || ...)) {
-        Vec<decltype(function(lane(a, 0)...))> result;
-        for (int i = 0; i < LANES; ++i) result.v[i] = function(lane(a, i)...);
+        using T = decltype(function(lane(a, 0)...));
+        Vec<T> result;
+        for (int i = 0; i < LANES; ++i) {
+            const typename Vec<T>::Element found = function(lane(a, i)...);
+            result.v[i] = std::is_same_v<T, bool> ? -found : found;
+        }
         return result;
     } else return function(a...);
 }
@@ -179,9 +190,14 @@ template <class T> INLINE void store_lanes(T* p, Vec<T> x) { __builtin_memcpy(p,
 
 struct BFloat16 { uint16_t bits; };
 using Float16 = _Float16;
+struct Float8 { uint8_t bits; };  // float8_e4m3fn
 
 INLINE float widened(BFloat16 x) { return bits_of<float>(uint32_t(x.bits) << 16); }
 INLINE float widened(Float16 x) { return float(x); }
+INLINE float widened(Float8 x) {  // with the exponent's place in half precision, whose numbers are 2^8 times smaller then
+    if ((x.bits & 0x7F) == 0x7F) return __builtin_nanf("");
+    return float(bits_of<Float16>(uint16_t((x.bits & 0x80) << 8 | (x.bits & 0x7F) << 7))) * 256.0f;
+}
 INLINE float widened(double x) { return float(x); }
 template <class T> INLINE T widened(T x) { return x; }
 INLINE void narrow(float x, float& to) { to = x; }
@@ -189,6 +205,12 @@ INLINE void narrow(float x, Float16& to) { to = Float16(x); }
 INLINE void narrow(float x, BFloat16& to) {  // to nearest, ties to even
     const uint32_t b = bits_of<uint32_t>(x);
     to.bits = x != x ? 0x7FC0 : (b + 0x7FFF + ((b >> 16) & 1)) >> 16;
+}
+INLINE void narrow(float x, Float8& to) {  // the same; what is larger than all numbers becomes the largest one
+    const uint32_t b = bits_of<uint32_t>(x), size = b & 0x7FFFFFFF;
+    uint32_t found = size > 0x7F800000 ? 0x7F : uint32_t(__builtin_rintf(__builtin_fminf(__builtin_fabsf(x), 1.0f) * 512.0f));
+    if (size >= 121u << 23 && size <= 0x7F800000) found = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3);  // from 2^-6 on
+    to.bits = uint8_t((b >> 31) << 7 | (found > 0x7E && size <= 0x7F800000 ? 0x7E : found));
 }
 template <class X> INLINE auto to_bfloat16(X x) { return lanewise([](float a) { BFloat16 b; narrow(a, b); return widened(b); }, x); }
 template <class X> INLINE auto to_float16(X x) { return lanewise([](float a) { return float(Float16(a)); }, x); }
@@ -215,11 +237,7 @@ template <class T> INLINE auto load(const T* p) {
     else return x;
 }
 template <class T> INLINE auto load(const T* p, bool inside) { return inside ? load(p) : decltype(load(p))(0); }
-template <class T> INLINE auto load(const T* p, Bool inside) {
-    bool any = false;
-    for (int i = 0; i < LANES; ++i) any |= inside.v[i] != 0;
-    return where(inside, load(p, any), decltype(load(p))(0));
-}
+template <class T> INLINE auto load(const T* p, Bool inside) { return where(inside, load(p, any(inside)), decltype(load(p))(0)); }
 template <class T, class I> INLINE auto load(Pointers<T, I> p) {
     return lanewise([&](I offset) { return widened(p.base[offset]); }, p.offset);
 }

@@ -53,12 +53,34 @@ __attribute__((noinline)) void multiply(
     if constexpr (REST > 0) product_of_rows<REST, ADD>(rows, depth, a, a_row, a_depth, b + LAST, b_row, c + LAST, c_row);
 }
 
+// LANES elements that follow one another
+template <class T> INLINE Float widened_lanes(const T* p) {
+    if constexpr (std::is_same_v<T, BFloat16>) {
+        const auto bits = converted<Vec<uint32_t>::Native>(load_lanes(&p->bits).v);
+        return bits_of<Float>(bits << 16);
+    } else if constexpr (std::is_same_v<T, Float16>) {  // g++ 12 converts such vectors element by element
+        const Int bits = to_int32(load_lanes((const uint16_t*)p)), size = bits & 0x7FFF, exponent = bits & 0x7C00;
+        const Int usual = (size << 13) + where(exponent == 0x7C00, 224 << 23, 112 << 23);  // infinities and NaN have the largest exponent
+        const Int found = where(exponent == 0, bits_of<Int>(to_float32(size) * 0x1p-24f), usual);
+        return bits_of<Float>(found | (bits & 0x8000) << 16);
+    } else if constexpr (std::is_same_v<T, float>) {
+        return load_lanes(p);
+    } else {
+        Float x;
+        for (int i = 0; i < LANES; ++i) x.v[i] = widened(p[i]);
+        return x;
+    }
+}
+
 // [count, WIDTH] of a tensor as float32 rows; what is past `columns` is 0
 template <int WIDTH, class T>
 INLINE void read_rows(float* to, const T* from, int64_t row, int64_t unit, int count, int columns) {
     for (int i = 0; i < count; ++i) {
-        if (unit == 1) for (int d = 0; d < columns; ++d) to[i * WIDTH + d] = widened(from[i * row + d]);
-        else for (int d = 0; d < columns; ++d) to[i * WIDTH + d] = widened(from[i * row + d * unit]);
+        if (unit == 1) {
+            int d = 0;
+            for (; d + LANES <= columns; d += LANES) store_lanes(to + i * WIDTH + d, widened_lanes(from + i * row + d));
+            for (; d < columns; ++d) to[i * WIDTH + d] = widened(from[i * row + d]);
+        } else for (int d = 0; d < columns; ++d) to[i * WIDTH + d] = widened(from[i * row + d * unit]);
         for (int d = columns; d < WIDTH; ++d) to[i * WIDTH + d] = 0;
     }
 }
@@ -107,6 +129,23 @@ template <class X> INLINE float sum_of_lanes(X x, int count) {
     float sum = 0;
     for (int i = 0; i < LANES && i < count; ++i) sum += lane(x, i);
     return sum;
+}
+
+// the sum of all lanes, and the largest, which all lanes get: half with half
+template <int FIRST, class V, int... I> INLINE auto some_lanes(V v, std::integer_sequence<int, I...>) { return __builtin_shufflevector(v, v, (FIRST + I)...); }
+template <int COUNT = LANES, class V>
+INLINE float total_of(V v) {
+    if constexpr (COUNT == 1) return v[0];
+    else {
+        using Half = std::make_integer_sequence<int, COUNT / 2>;
+        return total_of<COUNT / 2>(some_lanes<0>(v, Half()) + some_lanes<COUNT / 2>(v, Half()));
+    }
+}
+INLINE float total(Float x) { return total_of(x.v); }
+INLINE Float largest_of(Float x) {
+    float found = x.v[0];
+    for (int i = 1; i < LANES; ++i) found = x.v[i] > found ? x.v[i] : found;
+    return found;
 }
 
 // memory of a thread's own

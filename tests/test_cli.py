@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 
 import pytest
 import torch
@@ -19,6 +20,17 @@ def test_demo_shows_picture_error_time_and_files(capsys):
     assert "/forward_alibi_sliding_window_d64_bf16_" in shown
 
 
+def test_demo_by_kernels_in_cpp(capsys, monkeypatch):
+    """Beside torch; what does not run is said to."""
+    monkeypatch.setenv("FLEXPRESS_CPU", "cpp")
+    monkeypatch.setitem(demo._SIZES, "cpu", demo._SIZES["interpreter"])
+    monkeypatch.setattr(demo, "_peers", lambda *_: {"dense": lambda: torch.zeros(3), "broken": lambda: 1 // 0})
+    assert cli.main(["demo", "--device", "cpu"]) == 0
+    shown = capsys.readouterr().out
+    assert "float32, on the CPU, in C++" in shown and "/cpu_forward_alibi_sliding_window_d64_fp32_" in shown
+    assert re.search(r"  dense +[\d.]+ ms\n  broken +does not run here \(ZeroDivisionError\)\n", shown)
+
+
 def test_demo_fails_on_a_wrong_result(capsys, monkeypatch):
     monkeypatch.setattr(demo, "flex_attention", lambda q, k, v, **_: torch.full_like(q, float("nan")))
     assert cli.main(["demo", "--device", "cpu"]) == 1
@@ -33,6 +45,11 @@ def test_demo_and_doctor_on_a_gpu(capsys):
     assert "  ok      cuda:0 " in capsys.readouterr().out
 
 
+def test_render_for_a_cpu(capsys):
+    assert cli.main(["render", "alibi", "causal", "--target", "cpu"]) == 0
+    assert "// cpu forward alibi causal d128 bf16" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "arguments, found",
     [
@@ -42,7 +59,7 @@ def test_demo_and_doctor_on_a_gpu(capsys):
         (["plain", "--dtype", "fp32"], "# forward d128 fp32\n"),  # which the kernel for Hopper does not serve
         (["alibi", "causal", "--head-dim", "64", "--dtype", "fp16"], "# mods/causal.py:"),
         (["softcap", "--target", "gfx942"], "tanh_by_exp2"),
-        (["document", "--target", "cpu", "--head-dim", "192x128"], "# forward document and inner d192x128 bf16\n"),
+        (["document", "--target", "cpu", "--portable", "--head-dim", "192x128"], "# forward document and inner d192x128 bf16\n"),
         (["causal", "--target", "sm_90", "--portable"], "desc_k.load("),
         (["causal", "--target", "sm_90", "--no-tma"], "tl.load(k_ptrs"),
         (["causal", "--gluon"], "# hopper forward causal d128 bf16\n"),

@@ -1,17 +1,40 @@
-"""Kernels in C++ against torch: operations, and attention and its gradients of any problem, as for the interpreter."""
+"""Kernels in C++ against torch: operations, masks, attention and its gradients of any problem, as for the interpreter; and which calls get
+them."""
 
 from __future__ import annotations
 
 import os
+import warnings
 from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from flexpress import cache_clear, evaluate_mod, explain, flex_attention, mods
+from flexpress import (
+    cache_clear,
+    cached_attention,
+    create_block_mask,
+    create_mask,
+    evaluate_mod,
+    explain,
+    flex_attention,
+    mods,
+    printed_kernels,
+    update_cache,
+)
+from flexpress.codegen.mod.bind import bind
+from flexpress.codegen.run.masks import automatic_lists
+from flexpress.codegen.run.status_lists import block_starts, owned_starts
 from support.attention import check_attention
-from support.evaluate import check
+from support.batches import Batch, batches, made
+from support.batches import check as check_batch
+from support.block_lists import as_kernels_compute, brute_force, check_bounds, check_lists, dense_status
+from support.caches import check_update, updates
+from support.compositions import MASK_LEAVES, compositions, mask_captures
+from support.dense import dense_attention, positions
+from support.evaluate import check, make_mod
 from support.gradients import check_gradients, gradient_problems
 from support.problems import problems
 
@@ -20,8 +43,8 @@ EXAMPLES = int(os.environ.get("FLEXPRESS_CPU_EXAMPLES", "6"))  # `make test-cpu`
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
-    """Tensors on the CPU are computed by kernels in C++."""
-    with mock.patch.dict(os.environ, FLEXPRESS_CPU="cpp"):
+    """Tensors on the CPU are computed by kernels in C++. They compile in half the time with -O1; `make test-cpu` has the usual flags."""
+    with mock.patch.dict(os.environ, {"FLEXPRESS_CXXFLAGS": "-O1", **os.environ, "FLEXPRESS_CPU": "cpp"}):
         cache_clear()
         yield
     cache_clear()
@@ -59,9 +82,175 @@ def test_any_gradient(p):
     check_gradients(p, "cpu")
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_number_of_16_bits_is_read_as_it_is(dtype):
+    value = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype).reshape(1, 1, -1, 64).nan_to_num(0.0, 0.0, 0.0)
+    zeros = torch.zeros_like(value)
+    assert torch.equal(flex_attention(zeros, zeros, value, mask_mod=lambda b, h, q_idx, kv_idx: q_idx == kv_idx), value)
+
+
+def test_numbers_are_rounded_to_8_bits_as_torch_does():
+    """All halves; but what is larger than the largest number becomes that one, as on a GPU."""
+    value = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.float16).reshape(1, 1, -1, 64)
+    caches = [torch.zeros(1, value.shape[2], 1, 64, dtype=torch.float8_e4m3fn) for _ in range(2)]
+    update_cache(value, value, *caches, kv_len=torch.tensor([value.shape[2]], dtype=torch.int32))
+    expected = value.transpose(1, 2).float().clamp(-448, 448).to(torch.float8_e4m3fn)
+    for cache in caches:
+        torch.testing.assert_close(cache.float(), expected.float(), rtol=0, atol=0, equal_nan=True)
+
+
+@settings(max_examples=EXAMPLES)
+@given(updates("cpu"))
+def test_any_update_of_a_cache(p):
+    check_update(p, "cpu")
+
+
+@settings(max_examples=EXAMPLES)
+@given(batches("cpu"))
+def test_any_batch_of_a_cache(p):
+    check_batch(p, "cpu")
+
+
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("queries", [1, 5])
+def test_few_queries_of_many_keys(queries, listed):
+    """Keys are split among tasks, and heads that share keys are rows of one tile; the backward pass goes on from what they leave."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, h, n, 40, generator=generator, requires_grad=True) for h, n in ((6, queries), (2, 1500), (2, 1500)))
+    score_mod, mask_mod = (
+        mods.alibi(torch.rand(6, generator=generator) * 0.01),
+        mods.sliding_window_bidirectional(400, 1000) if listed else None,
+    )
+    out, lse = flex_attention(q, k, v, score_mod, enable_gqa=True, mask_mod=mask_mod, return_lse=True)
+    wanted, wanted_lse, _ = dense_attention(q, k, v, score_mod, mask_mod)
+    torch.testing.assert_close(lse, wanted_lse.float(), rtol=1e-5, atol=1e-5)
+    weight = torch.randn(out.shape, generator=generator)
+    gradients = zip(torch.autograd.grad(out, (q, k, v), weight), torch.autograd.grad(wanted, (q, k, v), weight.double()), strict=True)
+    for one, other in ((out, wanted.float()), *gradients):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=2e-5)
+
+
+def test_a_sequence_alone_is_bitwise_the_same():
+    """batch_invariant, whatever room the others' caches need."""
+    arguments, _ = made(Batch(q_lens=[1, 3], kv_lens=[1100, 2500], page_size=0, invariant=True), "cpu")
+    whole = cached_attention(**arguments)
+    alone = {name: arguments[name] for name in ("k_cache", "v_cache", "batch_invariant")}
+    alone |= {"kv_len": arguments["kv_len"][:1], "cache_loc": torch.zeros(1, dtype=torch.int32)}
+    assert torch.equal(cached_attention(arguments["query"][:1].transpose(0, 1)[None], **alone)[0].transpose(0, 1), whole[:1])
+
+
 def test_explain_names_the_kernel():
     q = torch.randn(1, 2, 50, 16)
     assert "CPP" in str(explain(q, q, q, mods.softcap(3.0)))
+
+
+@pytest.mark.filterwarnings("ignore:where received a uint8 condition")
+@settings(max_examples=EXAMPLES)
+@given(
+    compositions("b", 2, MASK_LEAVES),
+    mask_captures(),
+    st.sampled_from([(64, 64), (128, 128), (64, 128)]),
+    st.sampled_from([(1, 127), (129, 1), (127, 129), (300, 127)]),
+)
+def test_any_mask(expression, captured, size, lengths):
+    """Lists are exact where what bounds cannot decide is evaluated, and never wrong by bounds alone; so is the dense mask."""
+    mask_mod = make_mod(expression, "mask", captured)
+    bound = bind(mask_mod, "mask")
+    if bound[0].symbols:
+        meant = as_kernels_compute(*bound)
+        truth = brute_force(meant, 1, 2, *lengths, size, "cpu")
+        check_lists(create_block_mask(mask_mod, 1, 2, *lengths, "cpu", size), truth)
+        found = dense_status(automatic_lists(bound, (1, 2, *lengths), torch.device("cpu"), size), *truth.shape[-2:])
+        assert ((found == 1) | (found == truth)).all()
+        dense = meant(*positions((1, 2, *lengths), "cpu")).expand(1, 2, *lengths)
+        assert torch.equal(create_mask(mask_mod, 1, 2, *lengths, device="cpu"), dense)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float16])
+def test_bounds_of_what_a_mask_captures(dtype):
+    """Zones of every kind of number, with those at its ends; for floats NaN among them."""
+    ends = {torch.bool: [0, 1], torch.uint8: [0, 255, 7], torch.int64: [-(1 << 63), (1 << 63) - 1, 0]}
+    ends = torch.tensor(ends.get(dtype, [float("nan"), float("inf"), -1.0]), dtype=dtype)
+    x = ends[torch.randint(len(ends), (200,), generator=torch.Generator().manual_seed(0))]
+    x[:64] = ends[-1]
+    truth = check_bounds(make_mod("x[q_idx] == x[kv_idx]", "mask", {"x": x}), 1, 1, 200, 200, (32, 32), "cpu")[1]
+    assert len(truth.unique()) > 1
+    check_lists(create_block_mask(make_mod("~(x[q_idx] != x[kv_idx])", "mask", {"x": x}), 1, 1, 200, 200, "cpu", 32), truth)
+
+
+def test_where_blocks_of_packed_sequences_begin():
+    offsets = torch.tensor([0, 300, 300, 400], dtype=torch.int32)
+    assert block_starts(offsets, 400, 128).tolist() == [0, 128, 256, 300, 400, 400, 400]
+    starts, owners = owned_starts(torch.tensor([0, 130, 40, 400], dtype=torch.int32), 400, 128)
+    assert starts.tolist()[:5] == [0, 128, 130, 258, 386] and owners.tolist()[:5] == [0, 0, 3, 3, 3]
+
+
+def test_a_score_mod_as_a_dense_mask():
+    q = torch.arange(70)
+    found = create_mask(lambda score, b, h, q_idx, kv_idx: torch.where(q_idx >= kv_idx, score, -float("inf")), 1, 1, 70, 50, device="cpu")
+    assert torch.equal(found[0, 0], q[:, None] >= q[None, :50])
+
+
+def test_a_mask_needs_no_interpreter():
+    """Nothing of a call with a mask is printed in Triton."""
+    cache_clear()
+    q = torch.randn(1, 2, 200, 16, requires_grad=True)
+    seen = torch.arange(200) % 7
+    flex_attention(q, q, q, mask_mod=lambda b, h, q_idx, kv_idx: seen[q_idx] >= seen[kv_idx]).sum().backward()
+    assert {path.suffix for path in printed_kernels()} == {".cpp"}
+
+
+def test_evaluate_mod_of_a_dot_product_of_rows():
+    """Which the interpreter serves."""
+    rows = torch.randn(20, 32)
+    mod = lambda score, b, h, q_idx, kv_idx: score + torch.dot(rows[q_idx], rows[kv_idx])  # noqa: E731
+    torch.testing.assert_close(evaluate_mod(mod, torch.zeros(1, 1, 20, 20))[0, 0], rows @ rows.T, rtol=1e-4, atol=1e-4)
+
+
+def attend():
+    q = torch.randn(1, 1, 20, 16)
+    mask = create_block_mask(mods.causal, None, None, 20, 20, "cpu", 32)
+    torch.testing.assert_close(
+        flex_attention(q, q, q, block_mask=mask), torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+    )
+
+
+def test_without_a_compiler_the_interpreter_serves(monkeypatch, own_directory):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.warns(RuntimeWarning, match="no C\\+\\+ compiler was found"):
+        attend()
+    with pytest.raises(ValueError, match="there is no C\\+\\+ compiler"):
+        flex_attention(*torch.randn(3, 1, 1, 20, 16), kernel_options={"BACKEND": "CPP"})
+
+
+def test_a_compiler_that_fails_is_named_once(monkeypatch, own_directory):
+    monkeypatch.setenv("FLEXPRESS_CXXFLAGS", "--no-such-flag")
+    with pytest.warns(RuntimeWarning, match="(?s)kernels for the CPU do not compile.*no-such-flag") as seen:
+        attend()
+    assert len(seen) == 1
+    assert "failed before" in explain(*torch.randn(3, 1, 1, 20, 16))
+    with pytest.raises(RuntimeError, match="no-such-flag"):
+        flex_attention(*torch.randn(3, 1, 1, 20, 16), kernel_options={"BACKEND": "CPP"})
+
+
+def test_the_interpreter_may_be_asked_for(monkeypatch, own_directory):
+    monkeypatch.setenv("FLEXPRESS_CPU", "interpreter")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attend()
+    assert {path.suffix for path in printed_kernels()} == {".py"}
+
+
+def test_c_plus_plus_is_the_default(monkeypatch, own_directory):
+    monkeypatch.delenv("FLEXPRESS_CPU")
+    attend()
+    assert {path.suffix for path in printed_kernels()} == {".cpp"}
+
+
+def test_another_word_than_these_is_an_error(monkeypatch):
+    monkeypatch.setenv("FLEXPRESS_CPU", "fast")
+    with pytest.raises(ValueError, match="FLEXPRESS_CPU is 'fast'; write 'cpp' or 'interpreter'"):
+        attend()
 
 
 def continued(score, b, h, q_idx, kv_idx):

@@ -7,11 +7,14 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from flexpress.codegen.plan.forward import Blocks, Cache
+from flexpress.codegen.plan.update_cache import UpdateCase, cpu_update_spec
 from flexpress.codegen.run.preview import (
     backward_compilations,
     compilation,
+    cpu_specs,
     decode_compilations,
     hopper_backward_compilations,
     hopper_compilation,
@@ -23,6 +26,7 @@ from flexpress.codegen.run.preview import (
 from flexpress.codegen.run.preview_masks import (
     block_lists_compilation,
     block_starts_compilation,
+    cpu_mask_specs,
     dense_mask_compilation,
     evaluate_compilation,
     mask_compilations,
@@ -32,7 +36,7 @@ from flexpress.recipes import make
 
 FOLDER = Path(__file__).parent.parent / "generated"
 TEMPLATES = FOLDER.parent / "templates"
-GOLDEN = {  # at most 9: a change of a template is read here, everything else is tested elsewhere
+GOLDEN = {  # at most 10: a change of a template is read here, everything else is tested elsewhere
     "forward_plain_d64_fp32": lambda: preview(dtype="float32", head_dim=64, use_tma=False),  # examples/minimal.md
     "forward_causal_d128_bf16_tma": lambda: preview(*make("causal")),
     "decode_alibi_paged_d128_bf16": lambda: (
@@ -45,18 +49,19 @@ GOLDEN = {  # at most 9: a change of a template is read here, everything else is
     "hopper_forward_causal_d128_bf16": lambda: hopper_compilation("sm_90", *make("causal")).spec,
     "hopper_backward_alibi_causal_d128_bf16": lambda: hopper_backward_compilations(*make("alibi", "causal"))["fused"].spec,
     "block_status_document": lambda: mask_compilations("sm_90", make("document")[1])["status"].spec,
+    "cpu_forward_alibi_causal_d64_fp32": lambda: cpu_specs(*make("alibi", "causal"), dtype="float32", head_dim=64)["forward"],
     "block_lists_sliding_window": lambda: mask_compilations("sm_90", make("sliding_window")[1])["lists"].spec,
 }
 
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_print_is_unchanged(name, request):
-    path = FOLDER / f"{name}.py"
+    path = FOLDER / f"{name}.{'cpp' if name.startswith('cpu') else 'py'}"
     text = render(GOLDEN[name]())
     if request.config.getoption("--update-golden"):
         path.write_text(text, encoding="utf-8")
     committed = path.read_text(encoding="utf-8") if path.exists() else ""
-    diff = list(difflib.unified_diff(committed.splitlines(), text.splitlines(), f"generated/{name}.py", "printed now", lineterm="", n=1))
+    diff = list(difflib.unified_diff(committed.splitlines(), text.splitlines(), f"generated/{path.name}", "printed now", lineterm="", n=1))
     if diff or text != committed:
         pytest.fail(
             "\n".join(["the print has changed. If it should: `make golden`, and read the diff of generated/.", *diff[:60]]), pytrace=False
@@ -64,8 +69,8 @@ def test_print_is_unchanged(name, request):
 
 
 def test_nothing_else_is_committed():
-    assert {f.stem for f in FOLDER.glob("*.py")} == set(GOLDEN)
-    assert len(GOLDEN) <= 9
+    assert {f.stem for f in FOLDER.iterdir() if f.suffix in (".py", ".cpp")} == set(GOLDEN)
+    assert len(GOLDEN) <= 10
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -74,7 +79,7 @@ def test_print_names_no_machine(name):
     text = render(GOLDEN[name]())
     assert str(FOLDER.parent) not in text
     if "_mod: " in text:
-        assert "# mods/" in text
+        assert re.search("(#|//) mods/", text)
 
 
 def added(plain, shifted) -> list[str]:
@@ -159,6 +164,28 @@ OTHERS = {  # branches of the templates that the prints in generated/ do not hav
 }
 
 
+UPDATE = UpdateCase(torch.bfloat16, 128, 128, ragged=True, page_size=16, kv_dtype=torch.float8_e4m3fn, scales=True, rope_dim=64)
+IN_CPP = {
+    **cpu_specs(*make("alibi", "document"), dtype="float16", starts=True, captured=True, output_max=True, output_rows=True),
+    "plain": cpu_specs(dtype="float32", head_dim=64)["decode"],
+    **{f"{name} of a mask": spec for name, spec in cpu_mask_specs(make("document")[1], starts=True).items()},
+    "update": cpu_update_spec(UPDATE),
+}
+
+
+@pytest.mark.parametrize("name", IN_CPP)
+def test_print_in_cpp_reads_well(name):
+    """No line has a blank end, or is longer than others, but for the user's; no two blank lines follow one another, or begin a function."""
+    lines = render(IN_CPP[name]).splitlines()
+    users = re.compile(r" *(// |const auto )")
+    assert [line for line in lines if line != line.rstrip() or (len(line) > 150 and not users.match(line))] == []
+    assert not [
+        one
+        for one, other in zip(lines, lines[1:], strict=False)
+        if not one and not other or one.endswith("{") and not other and one[0] == " "
+    ]
+
+
 def blemishes(text: str) -> list[str]:
     """What a reader of a kernel should not meet, line by line. A statement of the user's may be long."""
     found = []
@@ -175,14 +202,15 @@ def blemishes(text: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", [*GOLDEN, *OTHERS])
+@pytest.mark.parametrize("name", [*(name for name in GOLDEN if not name.startswith("cpu")), *OTHERS])
 def test_print_reads_well(name):
     assert blemishes(render(GOLDEN[name]() if name in GOLDEN else OTHERS[name]().spec)) == []
 
 
 def test_every_template_is_read():
     printed = {(GOLDEN[name]() if name in GOLDEN else OTHERS[name]().spec).template for name in [*GOLDEN, *OTHERS]}
-    assert printed == {path.name.removesuffix(".py.jinja") for path in TEMPLATES.glob("*.py.jinja")}
+    printed |= {spec.template for spec in IN_CPP.values()}
+    assert printed == {path.name.split(".")[0] for path in TEMPLATES.iterdir() if path.name.endswith((".py.jinja", ".cpp.jinja"))}
 
 
 @pytest.mark.parametrize("path", sorted(TEMPLATES.glob("*.jinja")), ids=lambda path: path.name)

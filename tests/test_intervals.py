@@ -14,7 +14,7 @@ from verdicts import Judged, check, random_case
 from flexpress import create_block_mask, mods
 from flexpress.codegen.mod.bind import bind
 from flexpress.codegen.mod.intervals import analyse
-from flexpress.codegen.run.masks import BlockGrid
+from flexpress.codegen.run.block_grid import BlockGrid
 from flexpress.codegen.text.layouts import layouts_of
 from flexpress.codegen.text.mod_text import mod_text
 from flexpress.codegen.text.snippet import Target

@@ -12,7 +12,7 @@ from flexpress.codegen import registry
 from flexpress.codegen.mod.bind import bind
 from flexpress.codegen.run import masks
 from flexpress.codegen.run.masks import automatic_lists
-from support.block_lists import brute_force, check_bounds, check_lists, dense_status
+from support.block_lists import as_kernels_compute, brute_force, check_bounds, check_lists, dense_status
 from support.compositions import MASK_LEAVES, compositions, mask_captures
 from support.dense import assert_as_accurate, dense_attention, relative_error
 from support.devices import DEVICES
@@ -42,21 +42,11 @@ def test_lists_of_random_masks(expression, captured, size, lengths, extents):
     mask_mod = make_mod(expression, "mask", captured)
     graph, values = bind(mask_mod, "mask")
     if graph.symbols:
-        dense = lambda *where: evaluated(graph, values, *where)  # noqa: E731
-        truth = brute_force(dense, *extents, *lengths, size, "cpu")
+        truth = brute_force(as_kernels_compute(graph, values), *extents, *lengths, size, "cpu")
         check_lists(create_block_mask(mask_mod, *extents, *lengths, "cpu", size), truth)
         lists = automatic_lists((graph, values), (*extents, *lengths), torch.device("cpu"), size)
         status = dense_status(lists, *truth.shape[-2:])
         assert ((status == 1) | (status == truth)).all()
-
-
-def evaluated(graph, values, b, h, q_idx, kv_idx):
-    """A traced mask on tensors of indices, as kernels compute it."""
-    from flexpress.codegen.mod.compute import compute
-
-    count = len(graph.tensors)
-    symbols = {name: value.to(torch.int32) for name, value in zip(("b", "h", "q_idx", "kv_idx"), (b, h, q_idx, kv_idx), strict=True)}
-    return compute(graph.result, symbols, values[:count], values[count:])
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,11 +1,6 @@
 """Kernels in C++: compiled by the system's compiler, kept on disk beside the print, loaded by ctypes.
 
-The compiler is $CXX or c++, as for torch's own extensions. Code is named by the
-kernel's text, the compiler's version, the flags and the CPU.
-
-    FLEXPRESS_CPU        "cpp": these kernels serve wherever they can; else Triton's interpreter runs the portable ones, but for calls
-                         with BACKEND="CPP"
-    FLEXPRESS_CXXFLAGS   more flags, behind ours
+Code is named by the kernel's text, the compiler's version, the flags and the CPU.
 """
 
 from __future__ import annotations
@@ -13,79 +8,22 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
-import os
-import platform
-import shlex
-import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from importlib import resources
 from pathlib import Path
 
 import torch
 
 from .. import logs, progress
-from ..registry import INFO, remembered
+from ..registry import INFO
 from ..text.cpp import c_type, captured_numbers
 from ..text.spec import KernelSpec
 from . import folder
+from .cpp_compiler import compiled, compiler, cpu, flags, version
 from .kernel import Kernel
 
-_INCLUDES = ("cpu.h", "cpu_tiles.h")  # of templates/
 _CTYPES = {"float": ctypes.c_float, "int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64}
-
-
-def compiler() -> str | None:
-    """The compiler's path; None if there is none."""
-    return shutil.which(os.environ.get("CXX") or "c++")
-
-
-def asked_for() -> bool:
-    """Are kernels in C++ to serve calls that do not name them?"""
-    return os.environ.get("FLEXPRESS_CPU", "").lower() == "cpp"
-
-
-def refusal() -> str | None:
-    """Why nothing is compiled for CPUs unless a call names these kernels, or None."""
-    if not asked_for():
-        return "FLEXPRESS_CPU is not cpp"
-    return None if compiler() else "there is no C++ compiler (g++ or clang++; CXX names another)"
-
-
-@remembered("versions of the compiler", 16)
-def version(path: str) -> str:
-    """Its first line about itself; "" if it does not run."""
-    try:
-        found = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return found.stdout.split("\n")[0]
-
-
-def flags() -> list[str]:
-    """What kernels are compiled with."""
-    arm, apple = platform.machine() in ("arm64", "aarch64"), sys.platform == "darwin"
-    found = ["-std=gnu++17", "-O3", "-mcpu=native" if arm else "-march=native", "-fPIC", "-shared"]
-    # g++ 12 loses roundings to half precision where the CPU has instructions for sums of such numbers, which no kernel wants
-    found += [] if arm else ["-mprefer-vector-width=512", "-mno-avx512fp16"]
-    # integers wrap around as torch's do; a * b + c is one operation; no function sets errno or traps
-    found += ["-fwrapv", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]
-    found += ["-Xpreprocessor", "-fopenmp", "-lomp"] if apple else ["-fopenmp"]  # torch's own library, which the process has loaded
-    libraries = Path(torch.__file__).parent / "lib"
-    return [*found, f"-L{libraries}", "-ltorch_cpu", "-lc10", *shlex.split(os.environ.get("FLEXPRESS_CXXFLAGS", ""))]
-
-
-@remembered("this CPU", 1)
-def cpu() -> str:
-    """What -march=native means here."""
-    known = ""
-    if os.path.exists("/proc/cpuinfo"):
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").split("\n")
-        known = " ".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name", "CPU part"))}))
-    return f"{platform.machine()} {platform.processor()} {torch.backends.cpu.get_cpu_capability()} {known}"
 
 
 class CppKernel(Kernel):
@@ -136,35 +74,6 @@ class CppKernel(Kernel):
     def _compile(self) -> bytes:
         with progress.shown(f"compiling {self.path.stem}"):
             return compiled(self.printed.source, str(self.path))
-
-
-def compiled(source: str, name: str) -> bytes:
-    """The library of a print. Raises RuntimeError if there is no compiler, or if it fails."""
-    path = compiler()
-    if path is None:
-        raise RuntimeError("there is no C++ compiler; install g++ or clang++, or set CXX to one")
-    with tempfile.TemporaryDirectory(prefix="flexpress-") as place:
-        made = Path(place, "kernel.so")
-        command = [path, "-x", "c++", "-", *flags(), "-o", str(made)]
-        done = subprocess.run(command, input=whole(source), capture_output=True, text=True, cwd=place)
-        if done.returncode:
-            raise RuntimeError(f"{path} does not compile {name}:\n{done.stderr[:4000]}")
-        return made.read_bytes()
-
-
-def tried() -> None:
-    """Compile the headers alone. Raises what `compiled` does."""
-    compiled("".join(f'#include "{header}"\n' for header in _INCLUDES), "the headers of kernels")
-
-
-def whole(source: str) -> str:
-    """A print with the headers that it includes: one file."""
-    import flexpress.templates
-
-    for header in _INCLUDES:
-        text = (resources.files(flexpress.templates) / header).read_text(encoding="utf-8").replace("#pragma once\n", "")
-        source = source.replace(f'#include "{header}"\n', f'#line 1 "{header}"\n{text}')
-    return source
 
 
 def _write(name: str, code: bytes) -> None:

@@ -113,8 +113,8 @@ class _Progress:
             self.announced = True
             warnings.warn(
                 f"the tensors are on the CPU, so the kernel `{self.name}` runs in Triton's interpreter: about "
-                f"{expected / 60:.1f} minutes for {self.total} programs. For real sizes install a C++ compiler (g++ or clang++; "
-                "`python -m flexpress doctor` looks for one), or move the tensors to a GPU.",
+                f"{expected / 60:.1f} minutes for {self.total} programs. For real sizes install a C++ compiler (`python -m flexpress "
+                "doctor` looks for one; docs/cpu.md says what it serves), or move the tensors to a GPU.",
                 stacklevel=9,
             )
         if self.announced and (now - self.last > 2.0 or self.done == self.total):

@@ -19,6 +19,7 @@ from ..text.spec import KernelSpec
 from ..turn import Turn
 from . import binary, cache, compiler, interpret, workers
 from .arguments import describe, one_by_one, plain_values
+from .cpp_compiler import note_interpreter
 from .devices import on
 
 
@@ -172,6 +173,7 @@ class Kernel:
 
     def _loaded(self):
         if self._interpreted is None:
+            note_interpreter()
             start, module = time.perf_counter(), interpret.load(str(self.path), self.printed.source)
             self._interpreted = getattr(module, self.spec.template)
             INFO.compiles += 1

@@ -18,7 +18,6 @@ from .backward import BackwardCase, Gathered, buffers_of, role_of, strides
 from .forward import ForwardCase, Mod, block_flags, list_numbers, list_tables, lowered, scale_names, statistic_parameters, stride_names_of
 
 BLOCK_M, BLOCK_N = 64, 128
-FEW = 16  # queries that have tiles of their own
 BACKWARD_BLOCK_N = 64
 ROWS = 16  # sums of dK and dV have rows of a multiple of this
 _SYMBOLS = {"score": "qk", "b": "z", "h": "h", "q_idx": "m", "kv_idx": "n", "grad": "grad"}
@@ -34,8 +33,8 @@ class CpuPlan:
     scale_apart: bool  # SM_SCALE and TO_LOG2 are two arguments
 
 
-def plan_cpu_forward(case: ForwardCase, score: Mod | None, mask: Mod | None, few: bool = False) -> CpuPlan:
-    """The plan of cpu_forward; for `few` queries tiles are as narrow as a vector, and keys are read as fast as they come."""
+def plan_cpu_forward(case: ForwardCase, score: Mod | None, mask: Mod | None) -> CpuPlan:
+    """The plan of cpu_forward."""
     dtype, blocks, units = dtype_name(case.dtype), case.blocks, case.units
     score_text, mask_text = lowered(score, mask, Target("cpu", dtype, case.exact_indices, CPP))
     scale_apart = score is not None or not case.scale_is_positive
@@ -45,7 +44,7 @@ def plan_cpu_forward(case: ForwardCase, score: Mod | None, mask: Mod | None, few
         "DTYPE": dtype,
         "D_QK": case.d_qk,
         "D_V": case.d_v,
-        "BLOCK_M": FEW if few else BLOCK_M,
+        "BLOCK_M": BLOCK_M,
         "BLOCK_N": BLOCK_N,
         "Q_UNIT": units[0],
         "K_UNIT": units[1],

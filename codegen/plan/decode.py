@@ -213,10 +213,12 @@ def _spec(case: DecodeCase, backend: str, score: ModText | None, mask: ModText |
         "CONVERTS": case.kv_dtype is not None,
         "kv_params": ", ".join(block_args),
     }
-    return KernelSpec("decode", (score, mask), tuple(flags.items()), backend, _parameters(case, score, mask, scale_apart))
+    parameters = (*decode_parameters(case, score, mask, scale_apart), *constants("BLOCK_M", "BLOCK_N"))
+    return KernelSpec("decode", (score, mask), tuple(flags.items()), backend, parameters)
 
 
-def _parameters(case: DecodeCase, score: ModText | None, mask: ModText | None, scale_apart: bool) -> tuple[Parameter, ...]:
+def decode_parameters(case: DecodeCase, score: ModText | None, mask: ModText | None, scale_apart: bool) -> tuple[Parameter, ...]:
+    """What decode takes, but constants."""
     dtype, kept = dtype_name(case.dtype), dtype_name(case.kv_dtype or case.dtype)
     places = f"pages, Hkv, {case.page_size}" if case.page_size else "Zkv, Hkv, KV_LEN"
     rows = "T, Hq" if case.ragged else "Z, Hq, Q_LEN"
@@ -243,7 +245,7 @@ def _parameters(case: DecodeCase, score: ModText | None, mask: ModText | None, s
     sizes += ["QUERIES", "PACK", *(["SPLITS", "MIN_SHARE"] if case.split else []), *(["Z", "PARTS"] if case.balanced else [])]
     sizes += [*(["stride_pages"] if case.page_size else []), *(["T"] if case.ragged else []), *list_numbers(case.blocks)]
     mods = tuple(p for m in (score, mask) if m for p in m.parameters)
-    return (*found, *numbers(*sizes), *list_tables(case.blocks), *mods, *constants("BLOCK_M", "BLOCK_N"))
+    return (*found, *numbers(*sizes), *list_tables(case.blocks), *mods)
 
 
 def _part_parameters(rows: str) -> tuple[Parameter, ...]:

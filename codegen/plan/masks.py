@@ -10,6 +10,8 @@ from ..mod.expr import INDEX_BOUND, ModGraph
 from ..mod.intervals import analyse
 from ..mod.op import kind
 from ..registry import remembered
+from ..text.language import Language
+from ..text.languages import TRITON
 from ..text.layouts import layouts_of
 from ..text.mod_text import ModText, mod_text, values_of
 from ..text.parameters import Parameter, constants, numbers, pointer
@@ -76,10 +78,12 @@ def parts_of(graph: ModGraph) -> tuple[ModGraph, ...]:
     return graph, analysis.verdict, *(zone.graph for zone in analysis.zones)
 
 
-def mask_texts(bound: Bound, extents: tuple[int, int, int, int], backend: str, layouts: Callable = layouts_of) -> MaskTexts:
+def mask_texts(
+    bound: Bound, extents: tuple[int, int, int, int], backend: str, layouts: Callable = layouts_of, language: Language = TRITON
+) -> MaskTexts:
     """Lower a mask_mod for its kernels. `extents` are Z, H, Q_LEN and KV_LEN; `layouts` says what texts may know of captured tensors."""
     graph, captured = bound
-    target = Target(backend, "float32", max(extents[2:]) <= INDEX_BOUND)
+    target = Target(backend, "float32", max(extents[2:]) <= INDEX_BOUND, language)
     zones = analyse(graph).zones
     names = {name: name for name in ("q_min", "q_max", "kv_min", "kv_max")} | {"b": "z", "h": "h"}
     for i in range(len(zones)):
@@ -107,7 +111,7 @@ def _spec(
     return KernelSpec(template, texts, tuple(flags.items()), backend, (*own, *captured, *constants(*chosen)))
 
 
-def _begins(starts: bool) -> tuple[Parameter, ...]:
+def begins(starts: bool) -> tuple[Parameter, ...]:
     """Where the blocks of a grid begin."""
     meaning = "first positions of blocks, and then the end of the last"
     names = (("q_starts", "[rows + 1]"), ("kv_starts", "[columns + 1]")) if starts else ()
@@ -120,7 +124,7 @@ _SIZES = numbers("Hm", "rows", "columns", "Q_LEN", "KV_LEN")
 def zones_spec(texts: MaskTexts, size: tuple[int, int], backend: str, starts: bool = False) -> KernelSpec:
     """The KernelSpec of block_zones, for blocks of `size`. `starts`: see masks.BlockGrid."""
     parts = tuple(zone.text for zone in texts.zones)
-    own = (*(p for zone in texts.zones for p in zone.parameters), *_begins(starts), *_SIZES)
+    own = (*(p for zone in texts.zones for p in zone.parameters), *begins(starts), *_SIZES)
     return _spec("block_zones", parts, own, ("TILE",), backend, Q_BLOCK=size[0], KV_BLOCK=size[1], STARTS=starts, zones=texts.zones)
 
 
@@ -137,7 +141,7 @@ def status_spec(texts: MaskTexts, size: tuple[int, int], backend: str, starts: b
         pointer("status", "int8", "[Zm, Hm, rows, columns]: 0 empty, 1 partial, 2 full; written"),
         pointer("num_blocks", "int32", "[Zm, Hm, rows], zero before: how many are partial"),
         pointer("num_full", "int32", "[Zm, Hm, rows], zero before: how many are full"),
-        *_begins(starts),
+        *begins(starts),
         *_SIZES,
         *(p for zone in texts.zones for p in zone.parameters),
     )
@@ -170,11 +174,10 @@ def _lists(separate_full: bool, lines: str, what: str) -> tuple[Parameter, ...]:
     )
 
 
-@remembered("specs of block_lists", 64)
-def lists_spec(separate_full: bool, backend: str, starts: bool = False) -> KernelSpec:
-    """The KernelSpec of block_lists from a status."""
+def lists_parameters(separate_full: bool, starts: bool) -> tuple[Parameter, ...]:
+    """What makes lists from a status takes."""
     meaning = "first positions of blocks, which the lists hold instead of their numbers, and then the end of the last"
-    own = (
+    return (
         *_lists(separate_full, "rows", "partial blocks" if separate_full else "partial blocks and full ones"),
         *([pointer("starts", "int32", meaning)] if starts else []),
         pointer(
@@ -183,6 +186,12 @@ def lists_spec(separate_full: bool, backend: str, starts: bool = False) -> Kerne
         *numbers("width", *(["full_width"] if separate_full else []), "Hm", "rows", "columns"),
         *numbers("stride_z", "stride_h", "stride_row", "stride_column"),
     )
+
+
+@remembered("specs of block_lists", 64)
+def lists_spec(separate_full: bool, backend: str, starts: bool = False) -> KernelSpec:
+    """The KernelSpec of block_lists from a status."""
+    own = lists_parameters(separate_full, starts)
     return _spec("block_lists", (), own, ("CHUNK",), backend, TRANSPOSED=False, SEPARATE_FULL=separate_full, STARTS=starts)
 
 
@@ -190,7 +199,7 @@ def verdict_lists_spec(texts: MaskTexts, size: tuple[int, int], backend: str, tr
     """The KernelSpec of block_lists straight from verdicts."""
     own = (
         *_lists(True, "columns" if transposed else "rows", "partial blocks, and undecided ones"),
-        *_begins(starts),
+        *begins(starts),
         *numbers("width"),
         *_SIZES,
         *(p for zone in texts.zones for p in zone.parameters),
@@ -210,17 +219,21 @@ def verdict_lists_spec(texts: MaskTexts, size: tuple[int, int], backend: str, tr
     )
 
 
-@remembered("specs of block_starts", 64)
-def starts_spec(block: int, backend: str, sequences: bool = False) -> KernelSpec:
-    """The KernelSpec of block_starts, which may write the blocks' sequences too."""
+def starts_parameters(sequences: bool) -> tuple[Parameter, ...]:
+    """What says where blocks of packed sequences begin takes, and of which sequences they are."""
     after = "the sequence of each block, as many as there are after the last one; that before, too; written"
-    own = (
+    return (
         pointer("cu_seqlens", "int32", "[sequences + 1]: 0, then the end of each sequence"),
         pointer("starts", "int32", "[RANGES + 1]: written; TOTAL before, and where no block is left"),
         *([pointer("sequences", "int32", f"[RANGES]: {after}")] if sequences else []),
         *numbers("RANGES", "TOTAL"),
     )
-    return _spec("block_starts", (), own, ("CHUNK",), backend, BLOCK=block, SEQUENCES=sequences)
+
+
+@remembered("specs of block_starts", 64)
+def starts_spec(block: int, backend: str, sequences: bool = False) -> KernelSpec:
+    """The KernelSpec of block_starts, which may write the blocks' sequences too."""
+    return _spec("block_starts", (), starts_parameters(sequences), ("CHUNK",), backend, BLOCK=block, SEQUENCES=sequences)
 
 
 def dense_mask_spec(text: ModText, backend: str) -> KernelSpec:

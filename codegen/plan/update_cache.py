@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from ..mod.dtypes import dtype_name
+from ..text.cpp import CPP, type_name
 from ..text.parameters import Parameter, constants, numbers, pointer, stride_names
 from ..text.spec import KernelSpec
 from .masks import power_of_two
@@ -50,7 +51,29 @@ def update_spec(case: UpdateCase, backend: str) -> KernelSpec:
         "KV_SCALES": case.scales,
         "CONVERTS": case.kv_dtype is not None,
     }
-    return KernelSpec("update_cache", (), tuple(flags.items()), backend, _parameters(case))
+    return KernelSpec("update_cache", (), tuple(flags.items()), backend, (*_parameters(case), *constants("BLOCK_T")))
+
+
+def cpu_update_spec(case: UpdateCase) -> KernelSpec:
+    """The KernelSpec of the same in C++."""
+    parameters = _parameters(case)
+    flags = {
+        "LANGUAGE": CPP.name,
+        "WRITTEN": ("K_CACHE", "V_CACHE", "Q_OUT"),
+        "DTYPE": dtype_name(case.dtype),
+        "KEPT": type_name(dtype_name(case.kv_dtype or case.dtype)),
+        "D_QK": case.d_qk,
+        "D_V": case.d_v,
+        "ROPE_DIM": case.rope_dim,
+        "INTERLEAVED": case.interleaved,
+        "RAGGED": case.ragged,
+        "LOCATED": case.located,
+        "PAGE_SIZE": case.page_size,
+        "OFFSETS": case.offsets,
+        "KV_SCALES": case.scales,
+    }
+    more = numbers("Hq", *([] if case.ragged else ["Z"]))
+    return KernelSpec("cpu_update_cache", (), tuple(flags.items()), "cpu", (*parameters, *more))
 
 
 def _parameters(case: UpdateCase) -> tuple[Parameter, ...]:
@@ -88,4 +111,4 @@ def _parameters(case: UpdateCase) -> tuple[Parameter, ...]:
             pointer("Q_OUT", dtype, f"[{tokens}, Hq, D_QK]: written"),
         ]
         sizes += ["TABLE_ROWS", "stride_table", *(name for t in "qo" for name in stride_names(t, f"{outer}mh"))]
-    return (*pointers, *numbers(*sizes), *constants("BLOCK_T"))
+    return (*pointers, *numbers(*sizes))

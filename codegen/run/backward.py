@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 
 from .. import logs
-from ..device.cpp import asked_for
 from ..device.devices import architecture_of, backend_of
 from ..device.kernel import NotYet
 from ..device.workers import Job
@@ -217,7 +216,7 @@ def choice_of(
     here."""
     device, named = tensors[0].device, details.options.backend
     call = case_of(tensors, scale, keys, blocks, details, backend_of(device.type), architecture_of(device))
-    candidates = (*ON_CPU, *CANDIDATES) if call.backend == "cpu" and (named == Cpp.name or asked_for()) else CANDIDATES
+    candidates = (*ON_CPU, *CANDIDATES) if call.backend == "cpu" else CANDIDATES
     return choose(candidates, call, named if named == Portable.name else None, _refused), call
 
 

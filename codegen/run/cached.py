@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from .. import logs
+from ..device.cpp_compiler import by_either
 from ..plan.candidates import choose
 from ..registry import Table
+from . import cpu_decode
 from .cached_call import CachedCall
 from .decode import DecodeCached
 from .launch import Unusable
@@ -16,6 +18,12 @@ _refused: dict[tuple, str] = Table("kernels over caches not used", 1024)  # that
 
 def attend_cached(call: CachedCall, *, prepare: bool = False) -> None:
     """Fill call.out and call.lse; or, to `prepare` such calls, compile what does, and launch nothing but what makes lists."""
+    by_either(
+        lambda in_cpp: (cpu_decode.attend_cached if in_cpp and cpu_decode.serves(call) else _attend)(call, prepare=prepare), call.q.device
+    )
+
+
+def _attend(call: CachedCall, *, prepare: bool) -> None:
     while True:  # until a kernel is usable
         candidate = choose(CANDIDATES, call, None, _refused).candidate
         try:

@@ -4,34 +4,54 @@ from __future__ import annotations
 
 import torch
 
-from ..device import cpp
+from ..device import cpp_compiler
 from ..device.cpp import CppKernel
 from ..device.kernel import kernel_for
 from ..mod.loads import dots_of
 from ..mod.tensors import LOWEST, check_address
 from ..plan.backward import BackwardCase
-from ..plan.cpu import FEW, CpuPlan, plan_cpu_forward
+from ..plan.cpu import CpuPlan, plan_cpu_forward
 from ..plan.extras import ORDINARY
 from ..plan.forward import ForwardCase, Mod, scales
-from ..registry import INFO, Table
+from ..registry import Table
 from ..text.mod_text import mod_values
 from .block_lists import BlockLists
-from .forward_kernels import Call
+from .call import NOT_CACHED
+from .cpu_decode import division, few_plan, in_elements, is_few
+from .forward_kernels import Call, planned
+from .launch import Unusable
 
 _plans: dict[tuple, CpuPlan] = Table("plans of kernels in C++", 1024)
 
 
-def refusal(case: ForwardCase | BackwardCase, score: Mod | None) -> str | None:
-    """Why kernels in C++ serve no call, forward or backward, with such a case and score_mod."""
+def unserved(case: ForwardCase | BackwardCase, score: Mod | None) -> str | None:
+    """Why there are no kernels in C++, forward or backward, for such a case and score_mod."""
     if case.extras != ORDINARY:
         return "sinks and dropout: the portable kernels have them"
-    if score and dots_of(score[0]):
-        return "score_mod has a dot product of captured rows"
-    return None if case.options.backend == Cpp.name and cpp.compiler() else cpp.refusal()
+    return "score_mod has a dot product of captured rows" if score and dots_of(score[0]) else None
+
+
+def refusal(case: ForwardCase | BackwardCase, score: Mod | None) -> str | None:
+    """Why none serves a call with them."""
+    reason = unserved(case, score)
+    if reason:
+        return reason
+    return None if case.options.backend == Cpp.name and cpp_compiler.compiler() else cpp_compiler.refusal()
+
+
+def run(kernel: CppKernel, values: dict[str, object], named: bool, threads: int | None = None) -> None:
+    """Call a kernel. Where the compiler fails, CompilerError if the user `named` these kernels, else Unusable: the interpreter serves."""
+    try:
+        kernel.call(values, threads)
+    except cpp_compiler.CompilerError as why:
+        if named:
+            raise
+        cpp_compiler.give_up(why)
+        raise Unusable(str(why)) from why
 
 
 class Cpp:
-    """The forward kernel for CPUs."""
+    """The forward kernels for CPUs: one for few queries, one for others."""
 
     name = "CPP"
 
@@ -46,19 +66,10 @@ class Cpp:
         return None
 
     def plan(self, call: Call) -> CpuPlan:
-        return plan_cpu_forward(call.case, call.score, call.mask, few=call.extents[2] <= FEW)
-
-    def _planned(self, call: Call) -> CpuPlan:
-        key = *call.key, call.extents[2] <= FEW
-        plan = _plans.get(key)
-        if plan is None:
-            plan = _plans[key] = self.plan(call)
-        else:
-            INFO.hits += 1
-        return plan
+        return few_plan(call) if is_few(call) else plan_cpu_forward(call.case, call.score, call.mask)
 
     def prepare(self, call: Call, names: tuple[str, ...], lists: BlockLists | None) -> CppRunner:
-        return CppRunner(self._planned(call), call, names, lists)
+        return CppRunner(few_plan(call) if is_few(call) else planned(_plans, self, call), call, names, lists)
 
 
 class CppRunner:
@@ -68,10 +79,14 @@ class CppRunner:
 
     def __init__(self, plan: CpuPlan, call: Call, names: tuple[str, ...], lists: BlockLists | None) -> None:
         self.plan, self.kernel, self.names = plan, kernel_for(plan.spec, CppKernel), names
+        self.named = call.case.options.backend == Cpp.name
         self.captured = [p.name for m in plan.spec.mods if m for p in m.parameters]
-        geometry, unit = call.geometry, 16 // call.case.dtype.itemsize
-        whole = {name: n * unit if name in geometry.aligned else n for name, n in geometry.numbers.items()}
-        self.numbers = {"Z": call.extents[0], **whole, **scales(call.scale, plan.scale_apart), **(lists.numbers() if lists else {})}
+        self.numbers = {"Z": call.extents[0], **in_elements(call.geometry, call.case.dtype), **scales(call.scale, plan.scale_apart)}
+        self.numbers |= lists.numbers() if lists else {}
+        self.room = 0  # for parts of keys
+        if is_few(call):
+            divided, self.room = division(call.extents, call.geometry, call.case.d_v, lists, NOT_CACHED)
+            self.numbers |= divided
 
     @property
     def launches(self) -> tuple[CppRunner, ...]:
@@ -86,4 +101,5 @@ class CppRunner:
         for tensor in (t for t in (*tensors, *values) if isinstance(t, torch.Tensor) and t.data_ptr() < LOWEST):
             check_address(tensor)
         named = zip(self.names, (*tensors, *(lists.tables if lists else ())), strict=True)
-        self.kernel.call({**self.numbers, **dict(named), **dict(zip(self.captured, values, strict=True))})
+        part = torch.empty(self.room, dtype=torch.float32)
+        run(self.kernel, {**self.numbers, **dict(named), **dict(zip(self.captured, values, strict=True)), "PART": part}, self.named)

@@ -51,6 +51,7 @@ class CppPass:
 
     def __init__(self, plan: CpuBackwardPlan, call: Call, sizes: Sizes, lists: BlockLists | None) -> None:
         self.plan, self.sizes, self.key, self.kernel = plan, sizes, call.key, kernel_for(plan.spec, CppKernel)
+        self.named = call.case.options.backend == Cpp.name
         self.args = [p.name for m in plan.spec.mods if m for p in m.parameters]
         (Z, Hq, Q_LEN, KV_LEN), (Zkv, Hkv), case = sizes.extents, sizes.shared, call.case
         q_block = lists.q_block if lists else BLOCK_M
@@ -87,7 +88,7 @@ class CppPass:
         for name in ("Q", "K", "V", "O", "DO", "DQ"):
             lying |= dict(zip(strides(name.lower()), tensors[name].stride(), strict=False))
         given = {**tensors, **(lists.tensors() if lists else {}), **self.numbers, **lying, **values, **gathered, **counted}
-        self.kernel.call({**given, "DK": dk, "DV": dv, "ONE_COPY": one_copy}, threads=1 if one_copy else None)
+        cpu.run(self.kernel, {**given, "DK": dk, "DV": dv, "ONE_COPY": one_copy}, self.named, threads=1 if one_copy else None)
         tensors["DK"].copy_(dk.sum(0)[..., : tensors["DK"].shape[3]].mul_(self.sizes.scale))
         tensors["DV"].copy_(dv.sum(0)[..., : tensors["DV"].shape[3]])
         for captured, _ in self.plan.captured:

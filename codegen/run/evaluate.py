@@ -11,12 +11,13 @@ from collections.abc import Callable
 import torch
 
 from ..compiling import runs_uncompiled
-from ..device import cpp
 from ..device.cpp import CppKernel
+from ..device.cpp_compiler import by_either
 from ..device.devices import backend_of
 from ..device.kernel import Kernel, kernel_for
 from ..mod.bind import bind
 from ..mod.expr import INDEX_BOUND, ModGraph
+from ..mod.loads import dots_of
 from ..mod.tensors import check_values, read_captured, readable
 from ..registry import INFO, Table
 from ..text.cpp import CPP
@@ -56,7 +57,7 @@ def evaluate_mod(mod: Callable, scores: torch.Tensor, kind: str = "score", *, pr
     if scores.dim() != 4 or scores.dtype != torch.float32:
         raise ValueError(f"scores must be float32 (B, H, Q_LEN, KV_LEN), got {scores.dtype} {tuple(scores.shape)}")
     if scores.device.type not in ("cpu", "cuda"):
-        raise NotImplementedError(f"scores are on {scores.device}; kernels run on CUDA or ROCm GPUs ('cuda') and, interpreted, on 'cpu'")
+        raise NotImplementedError(f"scores are on {scores.device}; kernels run on CUDA or ROCm GPUs ('cuda') and on 'cpu'")
     if kind not in ("score", "mask"):
         raise ValueError(f"kind is {kind!r}; write 'score' or 'mask'")
     if precision not in _PRECISIONS:
@@ -66,22 +67,29 @@ def evaluate_mod(mod: Callable, scores: torch.Tensor, kind: str = "score", *, pr
     scores = scores.detach().contiguous()
     result = torch.empty_like(scores, dtype=torch.float32 if kind == "score" else torch.bool)
     if result.numel():
-        Z, H, Q_LEN, KV_LEN = scores.shape
-        kernel, text = _plan(bound, tuple(scores.shape), scores.device, precision)
-        values = {"scores": scores, "result": result, "Z": Z, "H": H, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN, **text.named(bound[1])}
-        if isinstance(kernel, CppKernel):
-            kernel.call(values)
-            return result
-        grid = (Z * H * -(-Q_LEN // _TILE) * -(-KV_LEN // _TILE),)
-        kernel.launch(grid, kernel.spec.arguments(values), scores.device, (_TILE, _TILE), num_warps=4, num_stages=1)
+        by_either(lambda in_cpp: fill(result, bound, scores, precision, in_cpp=in_cpp and not dots_of(bound[0])), scores.device)
     return result
 
 
-def _plan(bound: tuple[ModGraph, list], extents: tuple[int, int, int, int], device: torch.device, precision: str) -> tuple[Kernel, ModText]:
+def fill(result: torch.Tensor, bound: tuple[ModGraph, list], scores: torch.Tensor | None, precision: str, *, in_cpp: bool) -> None:
+    """Write what a bound mod gives at every position into `result`, (B, H, Q_LEN, KV_LEN) and not empty. scores: as evaluate_mod has them;
+    None for a mask_mod."""
+    Z, H, Q_LEN, KV_LEN = result.shape
+    kernel, text = _plan(bound, tuple(result.shape), result.device, precision, in_cpp)
+    values = {"scores": scores, "result": result, "Z": Z, "H": H, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN, **text.named(bound[1])}
+    if isinstance(kernel, CppKernel):
+        kernel.call(values)
+        return
+    grid = (Z * H * -(-Q_LEN // _TILE) * -(-KV_LEN // _TILE),)
+    kernel.launch(grid, kernel.spec.arguments(values), result.device, (_TILE, _TILE), num_warps=4, num_stages=1)
+
+
+def _plan(
+    bound: tuple[ModGraph, list], extents: tuple[int, int, int, int], device: torch.device, precision: str, in_cpp: bool
+) -> tuple[Kernel, ModText]:
     graph, captured = bound
     exact = max(extents[2:]) <= INDEX_BOUND
     layouts = layouts_of(graph, captured, extents)
-    in_cpp = device.type == "cpu" and cpp.refusal() is None
     key = (graph, layouts, device, precision, exact, in_cpp)
     plan = _plans.get(key)
     if plan is not None:

@@ -16,7 +16,7 @@ from ..mod.nan import are_ordinary
 from ..plan.backward import delta_rows
 from ..plan.forward import Blocks, Options
 from ..plan.masks import lists_spec, mask_texts, status_constants, status_spec, verdict_lists_spec, zones_spec
-from . import backward, backward_kernels, forward, forward_kernels, masks
+from . import backward, backward_kernels, block_grid, forward, forward_kernels, status_lists
 from .exported_captures import layouts_for_any
 from .imagined import machine_of
 from .preview import Compilation
@@ -112,12 +112,12 @@ def mask_compilations(bound: tuple, extents: tuple, size: tuple[int, int], targe
     texts = mask_texts(bound, extents, backend, layouts_for_any)
     found = {}
     if texts.zones:
-        found["block_zones"] = Compilation(target, zones_spec(texts, size, backend), {"TILE": masks.ZONE_TILE}, 1)
+        found["block_zones"] = Compilation(target, zones_spec(texts, size, backend), {"TILE": block_grid.ZONE_TILE}, 1)
     if analyse(bound[0]).by_rules:
         for name, other in (("block_lists", False), ("transposed_block_lists", True)):
             if transposed or not other:
-                found[name] = Compilation(target, verdict_lists_spec(texts, size, backend, other), {"CHUNK": masks.VERDICTS_CHUNK})
+                found[name] = Compilation(target, verdict_lists_spec(texts, size, backend, other), {"CHUNK": block_grid.VERDICTS_CHUNK})
     else:
         found["block_status"] = Compilation(target, status_spec(texts, size, backend), status_constants(size, backend))
-        found["block_lists"] = Compilation(target, lists_spec(True, backend), {"CHUNK": masks.LISTS_CHUNK})
+        found["block_lists"] = Compilation(target, lists_spec(True, backend), {"CHUNK": status_lists.LISTS_CHUNK})
     return found

@@ -8,7 +8,6 @@ from collections.abc import Callable
 import torch
 
 from .. import logs
-from ..device.cpp import asked_for
 from ..device.devices import architecture_of, backend_of
 from ..device.kernel import NotYet
 from ..device.memory import empty
@@ -183,7 +182,7 @@ def choice_of(bound: Bound, keys: tuple[Mod | None, Mod | None], **outputs: bool
     machine = backend_of(q.device.type), architecture_of(q.device)
     call = case_of((q, k, v), scale, keys, lists and lists.blocks, options, *machine, extras=structure_of(extras), **outputs)
     call = call if extras is None else call._replace(dropout_p=extras.dropout_p)
-    candidates = (*ON_CPU, *CANDIDATES) if options.backend == Cpp.name or (call.backend == "cpu" and asked_for()) else CANDIDATES
+    candidates = (*ON_CPU, *CANDIDATES) if options.backend == Cpp.name or call.backend == "cpu" else CANDIDATES
     return choose(candidates, call, options.backend, _refused), call
 
 

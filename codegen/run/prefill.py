@@ -12,7 +12,7 @@ from . import forward_kernels
 from .block_lists import BlockLists
 from .cached_call import BLOCK, CachedCall
 from .launch import Launch, launch_nothing
-from .masks import owned_starts
+from .status_lists import owned_starts
 
 LONG = 4  # blocks of queries that sequences must have on average: each begins a tile of its own
 _launches: dict[tuple, tuple[HopperPlan, Launch]] = Table("prefill plans", 1024)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..mod.bind import bind
+from ..plan.cpu_masks import blocks_spec, cpu_lists_spec, cpu_starts_spec
 from ..plan.masks import (
     SYMBOL_NAMES,
     dense_mask_spec,
@@ -16,10 +17,12 @@ from ..plan.masks import (
     verdict_lists_spec,
     zones_spec,
 )
+from ..text.cpp import CPP
 from ..text.layouts import layouts_of
 from ..text.mod_text import ModText, mod_text
 from ..text.snippet import Target
-from . import evaluate, masks
+from ..text.spec import KernelSpec
+from . import block_grid, evaluate, masks, status_lists
 from .imagined import EXTENTS, backend_for
 from .preview import Compilation
 
@@ -30,25 +33,36 @@ def mask_compilations(
     """The kernels of create_block_mask and mask_mod= by name: "status", "lists", "transposed_lists" and, where a mask needs it, "zones"."""
     backend = backend_for(target)
     texts = mask_texts(bind(mask_mod, "mask"), EXTENTS, backend)
-    chunk = {"CHUNK": masks.VERDICTS_CHUNK}
+    chunk = {"CHUNK": block_grid.VERDICTS_CHUNK}
     made = {
         "status": (status_spec(texts, block_size, backend, starts), status_constants(block_size, backend)),
         "lists": (verdict_lists_spec(texts, block_size, backend, False, starts), chunk),
         "transposed_lists": (verdict_lists_spec(texts, block_size, backend, True, starts), chunk),
     }
     if texts.zones:
-        made["zones"] = zones_spec(texts, block_size, backend, starts), {"TILE": masks.ZONE_TILE}
+        made["zones"] = zones_spec(texts, block_size, backend, starts), {"TILE": block_grid.ZONE_TILE}
     return {name: Compilation(target, spec, constants) for name, (spec, constants) in made.items()}
+
+
+def cpu_mask_specs(mask_mod: Callable, block_size: tuple[int, int] = (128, 128), starts: bool = False) -> dict[str, KernelSpec]:
+    """The kernels in C++ that do the same, by name: "blocks", "lists", "starts" and "evaluate"."""
+    texts = mask_texts(bind(mask_mod, "mask"), EXTENTS, "cpu", language=CPP)
+    return {
+        "blocks": blocks_spec(texts, block_size, starts, True, starts),
+        "lists": cpu_lists_spec(True, starts),
+        "starts": cpu_starts_spec(128, starts),
+        "evaluate": evaluate.cpu_evaluate_spec(_text(mask_mod, "mask", Target("cpu", "float32", language=CPP))),
+    }
 
 
 def block_lists_compilation(target: str, separate_full: bool = True, starts: bool = False) -> Compilation:
     """The kernel that makes lists of classified blocks."""
-    return Compilation(target, lists_spec(separate_full, backend_for(target), starts), {"CHUNK": masks.LISTS_CHUNK})
+    return Compilation(target, lists_spec(separate_full, backend_for(target), starts), {"CHUNK": status_lists.LISTS_CHUNK})
 
 
 def block_starts_compilation(target: str, sequences: bool = False) -> Compilation:
     """The kernel that says where blocks of packed sequences begin, and which sequences they are of."""
-    return Compilation(target, starts_spec(128, backend_for(target), sequences), {"CHUNK": masks.STARTS_CHUNK})
+    return Compilation(target, starts_spec(128, backend_for(target), sequences), {"CHUNK": status_lists.STARTS_CHUNK})
 
 
 def dense_mask_compilation(target: str, mod: Callable, kind: str = "mask") -> Compilation:

@@ -6,8 +6,11 @@ from typing import NamedTuple
 
 import torch
 
+from ..device.cpp import CppKernel
+from ..device.cpp_compiler import by_either
 from ..device.devices import backend_of, on
-from ..plan.update_cache import BLOCK_T, UpdateCase, update_spec
+from ..device.kernel import kernel_for
+from ..plan.update_cache import BLOCK_T, UpdateCase, cpu_update_spec, update_spec
 from ..registry import INFO, Table
 from ..text.parameters import named_strides
 from .call import Cached
@@ -44,6 +47,38 @@ def update(
     table   float32 [positions, rope_dim / 2, 2], contiguous in its last two dimensions; beyond its end its last row counts
     """
     turned = () if table is None else (table, q, q_out)
+    by_either(
+        lambda in_cpp: (_update_in_cpp if in_cpp else _update)(k, v, k_cache, v_cache, cached, offsets, turned, interleaved), k.device
+    )
+
+
+def _update_in_cpp(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    cached: Cached,
+    offsets: torch.Tensor | None,
+    turned: tuple[torch.Tensor, ...],
+    interleaved: bool,
+) -> None:
+    case, numbers = _case_of(k, v, k_cache, v_cache, cached, offsets is not None, turned, interleaved)
+    tensors = {"K": k, "V": v, "K_CACHE": k_cache, "V_CACHE": v_cache, **cached.named}
+    tensors |= {} if offsets is None else {"OFFSETS": offsets}
+    tensors |= dict(zip(("TABLE", "Q", "Q_OUT"), turned, strict=False))
+    kernel_for(cpu_update_spec(case), CppKernel).call({**numbers, "Hq": turned[1].shape[-2] if turned else 0, **tensors})
+
+
+def _update(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    cached: Cached,
+    offsets: torch.Tensor | None,
+    turned: tuple[torch.Tensor, ...],
+    interleaved: bool,
+) -> None:
     tensors = [k, v, k_cache, v_cache, *(() if offsets is None else (offsets,)), *cached.tensors, *turned]
     layouts = tuple([(t.shape, t.stride()) for t in (k, v, k_cache, v_cache, *turned)])
     key = (layouts, k.dtype, k_cache.dtype, k.device, cached.structure, offsets is None, interleaved)
@@ -61,7 +96,7 @@ def update(
     ready.launch.with_constants((ready.tokens,), named, [], ready.grid, k.device)
 
 
-def _decide(
+def _case_of(
     k: torch.Tensor,
     v: torch.Tensor,
     k_cache: torch.Tensor,
@@ -70,7 +105,8 @@ def _decide(
     offsets: bool,
     turned: tuple[torch.Tensor, ...],
     interleaved: bool,
-) -> Ready:
+) -> tuple[UpdateCase, dict[str, int]]:
+    """What changes the kernel, and its numbers by the names of parameters."""
     ragged, paged = cached.cu_q is not None, cached.pages is not None
     Q_LEN = max(cached.max_q, 1) if ragged else k.shape[1]
     Z, Hkv = cached.kv_lens.shape[0], k.shape[-2]
@@ -100,9 +136,24 @@ def _decide(
         table, q, q_out = turned
         numbers |= {"TABLE_ROWS": table.shape[0], "stride_table": table.stride(0)}
         numbers |= {**named_strides("q", outer, q.stride()), **named_strides("o", outer, q_out.stride())}
+    return case, numbers
+
+
+def _decide(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    cached: Cached,
+    offsets: bool,
+    turned: tuple[torch.Tensor, ...],
+    interleaved: bool,
+) -> Ready:
+    case, numbers = _case_of(k, v, k_cache, v_cache, cached, offsets, turned, interleaved)
+    Z, Hkv, Q_LEN = numbers["Z"], numbers["Hkv"], numbers["Q_LEN"]
     names = ("K", "V", "K_CACHE", "V_CACHE", *(["OFFSETS"] if offsets else []), *cached.named, *(["TABLE", "Q", "Q_OUT"] if turned else []))
     tokens = 1 if Q_LEN == 1 else BLOCK_T
     heads = turned[1].shape[-2] if turned else 0
-    grid = -(-Q_LEN // tokens) * (Z + (ragged and heads > 0)), Hkv + heads
+    grid = -(-Q_LEN // tokens) * (Z + (case.ragged and heads > 0)), Hkv + heads
     launch = Launch(update_spec(case, backend_of(k.device.type)), numbers, names)
     return Ready(launch, names, grid, tokens)

@@ -15,7 +15,7 @@ from .lines import provenance
 from .parameters import Parameter
 from .spelling import ATOM, NAME, UNARY, read_spelling
 
-_TYPES = {"float32": "float", "float64": "double", "float16": "Float16", "bfloat16": "BFloat16"}
+_TYPES = {"float32": "float", "float64": "double", "float16": "Float16", "bfloat16": "BFloat16", "float8_e4m3fn": "Float8"}
 _TYPES |= {name: f"{name}_t" for name in ("int8", "int16", "int32", "int64", "uint8")} | {"bool": "bool"}
 
 

@@ -7,8 +7,21 @@ import torch
 from flexpress import BlockMask
 from flexpress.checks import resolve_device
 from flexpress.codegen.mod.bind import bind
+from flexpress.codegen.mod.compute import compute
+from flexpress.codegen.mod.expr import MASK_SYMBOLS
 from flexpress.codegen.run.masks import automatic_lists
 from support.dense import positions
+
+
+def as_kernels_compute(graph, values):
+    """A traced mask on tensors of indices: what it captures reads zero outside."""
+    count = len(graph.tensors)
+
+    def mask_mod(*where):
+        symbols = {name: value.to(torch.int32) for name, value in zip(MASK_SYMBOLS, where, strict=True)}
+        return compute(graph.result, symbols, values[:count], values[count:])
+
+    return mask_mod
 
 
 def brute_force(mask_mod, B, H, Q_LEN, KV_LEN, size, device):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from hypothesis import strategies as st
 
 from flexpress import rope_table, update_cache
 from support.dense import relative_error
@@ -34,6 +35,34 @@ class Update:
     fp8: bool
     dtype: torch.dtype
     seed: int
+
+
+@st.composite
+def updates(draw, device):
+    B = draw(st.integers(1, 4))
+    ragged = draw(st.booleans())
+    counts = [draw(st.sampled_from([0, 1, 2, 5, 33])) for _ in range(B)]
+    counts = counts if ragged else [max(counts)] * B
+    D = draw(st.sampled_from([8, 20, 64]))
+    return Update(
+        counts=counts,
+        offsets=[draw(st.integers(0, 40)) for _ in range(B)],
+        ragged=ragged,
+        D_QK=D,
+        D_V=draw(st.sampled_from([D, 12])),
+        Hkv=draw(st.integers(1, 3)),
+        Hq=draw(st.integers(1, 4)),
+        page_size=draw(st.sampled_from([0, 1, 7, 16])),
+        located=draw(st.booleans()),
+        given=draw(st.booleans()),
+        rope_dim=draw(st.sampled_from([0, 2, D // 2 // 2 * 2, D])),
+        interleaved=draw(st.booleans()),
+        query=draw(st.booleans()),
+        strided=draw(st.booleans()),
+        fp8=draw(st.booleans()),
+        dtype=draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16])),
+        seed=draw(st.integers(0, 99)),
+    )
 
 
 def turned(x, position, table, interleaved):

@@ -1,0 +1,127 @@
+"""The kernel in C++ for few queries and for caches: which calls it serves, and each in calls of a kind."""
+
+from __future__ import annotations
+
+import torch
+
+from ..device.cpp import CppKernel
+from ..device.cpp_compiler import refusal
+from ..device.kernel import kernel_for
+from ..mod.expr import INDEX_BOUND
+from ..mod.loads import dots_of
+from ..plan.cpu import CpuPlan
+from ..plan.cpu_decode import TILE_ROWS, cpu_parts_of, cpu_rows_of, plan_cpu_decode
+from ..plan.decode import DecodeCase, check_heads
+from ..plan.extras import ORDINARY, factors_out
+from ..plan.forward import Geometry, Mod, scales
+from ..registry import INFO, Table
+from ..text.mod_text import mod_values
+from .block_lists import BlockLists
+from .cached_call import CachedCall
+from .call import Cached, keys_of, structure_of
+from .forward_kernels import Call
+
+FEW = 16  # queries of a call without a cache
+_plans: dict[tuple, CpuPlan] = Table("plans of decoding in C++", 1024)
+
+
+def is_few(call: Call) -> bool:
+    """Does this kernel serve a call without a cache that kernels in C++ serve?"""
+    blocks = call.case.blocks
+    return call.extents[2] <= FEW and not (blocks and (blocks.shifted or blocks.starts))
+
+
+def few_plan(call: Call) -> CpuPlan:
+    """The plan for such a call."""
+    known = call.case
+    case = DecodeCase(
+        known.dtype,
+        known.d_qk,
+        known.d_v,
+        known.units,
+        blocks=known.blocks,
+        scale_is_positive=known.scale_is_positive,
+        output_max=known.output_max,
+        output_rows=known.output_rows,
+        exact_indices=known.exact_indices,
+        split=False,
+    )
+    return _planned(case, call.score, call.mask)
+
+
+def _planned(case: DecodeCase, score: Mod | None, mask: Mod | None) -> CpuPlan:
+    key = case, score, mask
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _plans[key] = plan_cpu_decode(case, score, mask)
+    else:
+        INFO.hits += 1
+    return plan
+
+
+def in_elements(geometry: Geometry, dtype: torch.dtype) -> dict[str, int]:
+    """Sizes and strides by the names of parameters."""
+    unit = 16 // dtype.itemsize
+    return {name: n * unit if name in geometry.aligned else n for name, n in geometry.numbers.items()}
+
+
+def division(
+    extents: tuple[int, int, int, int], geometry: Geometry, d_v: int, lists: BlockLists | None, cached: Cached
+) -> tuple[dict[str, int], int]:
+    """How queries and heads make up tiles and into how many parts keys are split, by the names of parameters; and the elements of PART."""
+    Z, Hq, Q_LEN, KV_LEN = extents
+    by_head = lists is not None and lists.kv_num_blocks.shape[1] > 1  # heads with lists of their own do not share a tile
+    rows = cpu_rows_of(Q_LEN, 1 if by_head else geometry.numbers["GROUP_SIZE"], lists.q_block if lists else 0)
+    tiles = -(-Q_LEN // rows.queries) * (Hq // rows.pack) * Z
+    parts = cpu_parts_of(KV_LEN, tiles, cached.invariant)
+    numbers = {"Q_LEN": Q_LEN, "KV_LEN": KV_LEN, "QUERIES": rows.queries, "PACK": rows.pack, "PARTS": parts.room, "MIN_SHARE": parts.least}
+    return numbers, tiles * parts.room * TILE_ROWS * (d_v + 3) if parts.room > 1 else 0
+
+
+def serves(call: CachedCall) -> bool:
+    """Does the kernel serve a call with a cache?"""
+    score = call.by_number("score")
+    return call.q.device.type == "cpu" and refusal() is None and call.extras is None and not (score and dots_of(score[0]))
+
+
+def attend_cached(call: CachedCall, *, prepare: bool = False) -> None:
+    """Fill out and lse; or, to prepare such calls, compile what does."""
+    score, mask = call.by_number("score"), call.by_number("mask")
+    lists = mask and call.lists(mask, call.extents[2])
+    keys = keys_of(score, mask, call.extents)
+    check_heads(score and score[0])
+    q, k, cached = call.q, call.k, call.cached
+    kept = k.dtype if k.dtype != q.dtype else None
+    geometry = call.geometry_in(q.element_size())
+    case = DecodeCase(
+        q.dtype,
+        q.shape[3],
+        call.v.shape[3],
+        geometry.units,
+        blocks=lists and lists.blocks._replace(interior=True),
+        scale_is_positive=factors_out(call.scale, structure_of(call.extras)),
+        exact_indices=max(call.extents[2:]) <= INDEX_BOUND,
+        split=False,
+        ragged=cached.cu_q is not None,
+        lengths=cached.kv_lens is not None,
+        located=cached.kv_locs is not None,
+        page_size=0 if cached.pages is None else k.shape[2],
+        kv_dtype=kept,
+        scales=cached.k_scales is not None,
+        extras=ORDINARY,
+    )
+    plan = _planned(case, *keys)
+    kernel = kernel_for(plan.spec, CppKernel)
+    if prepare:
+        kernel.function()
+        return
+    if case.ragged:  # tokens of no sequence
+        call.out.zero_()
+        call.lse.fill_(float("-inf"))
+    numbers, room = division(call.extents, geometry, case.d_v, lists, cached)
+    numbers |= {**in_elements(geometry, q.dtype), **numbers, "Z": call.extents[0], "T": q.shape[2], "stride_pages": call.stride_pages}
+    tensors = {"K": k, "V": call.v, "Q": q, "O": call.out, "LSE": call.lse, **cached.named, **(lists.tensors() if lists else {})}
+    captured = [p.name for m in plan.spec.mods if m for p in m.parameters]
+    values = dict(zip(captured, mod_values(plan, score and score[1], mask and mask[1]), strict=True))
+    part = {"PART": torch.empty(room, dtype=torch.float32)}
+    kernel.call({**numbers, **scales(call.scale, plan.scale_apart), **(lists.numbers() if lists else {}), **tensors, **values, **part})
