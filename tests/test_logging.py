@@ -49,7 +49,9 @@ def test_what_is_logged_and_nothing_of_a_repeated_call(own_directory, caplog, de
     flex_attention(q, q, q, mods.softcap(3.0))
     text = "\n".join(lines_of(caplog))
     assert re.search(r"^flexpress.trace DEBUG traced score_mod softcap in \d+\.\d ms$", text, re.MULTILINE)
-    assert re.search(r"^flexpress.choice DEBUG forward: PORTABLE; (not CPP: .*; )?not DECODE: query has 20 positions, more than 16", text, re.MULTILINE)
+    assert re.search(
+        r"^flexpress.choice DEBUG forward: PORTABLE; (not CPP: .*; )?not DECODE: query has 20 positions, more than 16", text, re.MULTILINE
+    )
     assert re.search(r"^flexpress.print INFO printed /.*/forward_softcap_d16_fp32_\w+\.py in \d+ ms$", text, re.MULTILINE)
     if device == "cpu":
         assert re.search(r"^flexpress.compile INFO loaded forward_softcap_d16_fp32_\w+ for the interpreter$", text, re.MULTILINE)
