@@ -132,6 +132,7 @@ def compiling(n: int) -> int:
 WAYS = {"import": importing, "interpret": interpret, "trace": trace, "compile": compiling}
 
 if __name__ == "__main__":
+    os.environ.setdefault("FLEXPRESS_CPU", "interpreter")  # on a CPU this is of kernels in Triton
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--n", type=int, default=25)
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS))

@@ -258,4 +258,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("FLEXPRESS_CPU", "interpreter")  # on a CPU this is of kernels in Triton
     sys.exit(main())

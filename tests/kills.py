@@ -111,6 +111,7 @@ def campaign(n: int, seed: int, place: Path, longest: float = 0.3) -> str:
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("FLEXPRESS_CPU", "interpreter")  # on a CPU this is of kernels in Triton
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--n", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)

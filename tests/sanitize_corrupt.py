@@ -13,6 +13,7 @@ is wrong must get what they get in an honest call. Exit status 1 if one of these
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator
 
@@ -235,6 +236,7 @@ def main(device: str, *names: str) -> None:
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("FLEXPRESS_CPU", "interpreter")  # on a CPU this is of kernels in Triton
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("parts", nargs="*", metavar="part", help=", ".join(PARTS))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
