@@ -81,14 +81,10 @@ def test_a_hopper_kernel_takes_them_or_refuses(kernel, dims, extras):
         assert not extras.dropout or {"SEED", "DROPPED", "KEPT_SCALE"} <= taken
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_dropout_in_hopper_kernels(head_dim):
-    """Forward a random number serves 8 weights, in the backward pass 4: with those before the loop, at most 14 products for each."""
-    for mask in (None, causal):
-        given = {"head_dim": head_dim, "extras": Extras(dropout="positions")}
-        forward = hopper_compilation("sm_90", None, mask, output_rows=True, **given).compile()
-        backward = hopper_backward_compilations(None, mask, **given)["fused"].compile()
-        assert forward.spilled <= 64 and backward.spilled <= 400, (forward.spilled, backward.spilled)
+def test_dropout_spills_little_in_hopper_kernels():
+    given = {"head_dim": 128, "extras": Extras(dropout="positions")}
+    assert hopper_compilation("sm_90", None, causal, output_rows=True, **given).compile().spilled <= 64
+    assert hopper_backward_compilations(None, causal, **given)["fused"].compile().spilled <= 400
 
 
 def _compare(with_sinks, without):
