@@ -35,20 +35,11 @@ def update_spec(case: UpdateCase, backend: str) -> KernelSpec:
     """The kernel's KernelSpec."""
     rest = case.d_qk - case.rope_dim
     flags = {
-        "DTYPE": dtype_name(case.dtype),
-        "D_QK": case.d_qk,
-        "D_V": case.d_v,
+        **_flags(case),
         "D_V_ROUNDED": power_of_two(case.d_v),
         "REST_ROUNDED": power_of_two(rest),
-        "ROPE_DIM": case.rope_dim,
         "HALF": case.rope_dim // 2,
         "HALF_ROUNDED": power_of_two(case.rope_dim // 2),
-        "INTERLEAVED": case.interleaved,
-        "RAGGED": case.ragged,
-        "LOCATED": case.located,
-        "PAGE_SIZE": case.page_size,
-        "OFFSETS": case.offsets,
-        "KV_SCALES": case.scales,
         "CONVERTS": case.kv_dtype is not None,
     }
     return KernelSpec("update_cache", (), tuple(flags.items()), backend, (*_parameters(case), *constants("BLOCK_T")))
@@ -58,10 +49,19 @@ def cpu_update_spec(case: UpdateCase) -> KernelSpec:
     """The KernelSpec of the same in C++."""
     parameters = _parameters(case)
     flags = {
+        **_flags(case),
         "LANGUAGE": CPP.name,
         "WRITTEN": ("K_CACHE", "V_CACHE", "Q_OUT"),
-        "DTYPE": dtype_name(case.dtype),
         "KEPT": type_name(dtype_name(case.kv_dtype or case.dtype)),
+    }
+    more = numbers("Hq", *([] if case.ragged else ["Z"]))
+    return KernelSpec("cpu_update_cache", (), tuple(flags.items()), "cpu", (*parameters, *more))
+
+
+def _flags(case: UpdateCase) -> dict[str, object]:
+    """What both templates know of a case."""
+    return {
+        "DTYPE": dtype_name(case.dtype),
         "D_QK": case.d_qk,
         "D_V": case.d_v,
         "ROPE_DIM": case.rope_dim,
@@ -72,8 +72,6 @@ def cpu_update_spec(case: UpdateCase) -> KernelSpec:
         "OFFSETS": case.offsets,
         "KV_SCALES": case.scales,
     }
-    more = numbers("Hq", *([] if case.ragged else ["Z"]))
-    return KernelSpec("cpu_update_cache", (), tuple(flags.items()), "cpu", (*parameters, *more))
 
 
 def _parameters(case: UpdateCase) -> tuple[Parameter, ...]:
