@@ -20,6 +20,7 @@ import numpy as np
 from triton.runtime import interpreter
 
 from .. import progress
+from ..text.parsing import parse
 from .interpreter_numbers import Libdevice, argument
 from .switching import LANGUAGE, at_once, restore, switches
 
@@ -29,7 +30,7 @@ _SLOW = 60.0  # an estimate longer than this is worth a word
 
 def load(path: str, source: str) -> types.SimpleNamespace:
     """The functions of a printed kernel file as plain Python functions for the interpreter."""
-    tree = ast.parse(source, path)
+    tree = parse(source, path)
     signatures = {}
     for node in tree.body:
         if isinstance(node, ast.FunctionDef):

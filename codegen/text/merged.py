@@ -7,6 +7,8 @@ import io
 import tokenize
 from typing import NamedTuple
 
+from .parsing import parse
+
 
 class Print(NamedTuple):
     """A printed kernel that goes into a file.
@@ -58,7 +60,7 @@ def merge(prints: list[Print], definitions: Definitions) -> Merged:
     sections: list[str] = []
     entries = []
     for text, entry, suffixes in prints:
-        tree, lines = ast.parse(text), text.split("\n")
+        tree, lines = parse(text), text.split("\n")
         imports |= dict.fromkeys(ast.unparse(node) for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom)))
         docstring = ast.get_docstring(tree) or ""
         if docstring.split("\n")[0] not in glossaries:

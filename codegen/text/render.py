@@ -15,6 +15,7 @@ from .language import Language
 from .languages import GLUON, TRITON
 from .lines import one_line
 from .parameters import signature
+from .parsing import parse
 from .spec import KernelSpec, without_texts
 from .spelling import literal_text
 
@@ -120,7 +121,7 @@ def _signature(spec: KernelSpec, language: Language, mods: dict[str, str]) -> st
 
 def _parsed(text: str, template: str) -> ast.Module:
     try:
-        return ast.parse(text)
+        return parse(text)
     except (SyntaxError, ValueError) as error:
         line = text.split("\n")[(getattr(error, "lineno", None) or 1) - 1]
         raise RenderError(

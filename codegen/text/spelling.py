@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from .code import Code, Use, uses_of
+from .parsing import parse
 
 # How tightly Python's operators bind. All are grouped from the left, but comparisons are not grouped at all. (// and % bind as * and /
 # do; a reader need not know.)
@@ -50,7 +51,7 @@ def read_spelling(spelling: str, module: str | None = None) -> Spelling:
     source = spelling
     for i in range(3):
         source = source.replace(f"{{{i}}}", f"_{i}_")  # as long as it was: columns stay
-    tree = ast.parse(source, mode="eval").body
+    tree = parse(source, mode="eval").body
     found, uses = [], {}  # found: where an operand or a module stands, and which
     for parent, node in _with_parents(tree):
         if not isinstance(node, ast.Name):
