@@ -16,6 +16,7 @@ from ..mod.errors import RenderError
 from ..mod.expr import ModGraph
 from ..text.merged import Definitions, Print, merge
 from ..text.parameters import Parameter
+from ..text.parsing import parse
 from ..text.render import environment, render
 from ..text.spec import KernelSpec, without_texts
 from ..text.spelling import literal_text
@@ -112,8 +113,8 @@ class File:
     def text(self) -> str:
         """The file. Raises RenderError if a text of the user's would be more than a comment."""
         found = self._rendered(lambda spec: spec)
-        tree = ast.parse(found)
-        if not found.replace("\n", "").isprintable() or ast.dump(tree) != ast.dump(ast.parse(self._rendered(without_texts))):
+        tree = parse(found)
+        if not found.replace("\n", "").isprintable() or ast.dump(tree) != ast.dump(parse(self._rendered(without_texts))):
             raise RenderError("an exported file would hold a source line or a name of the mod's as code; please report the mod")
         twice = [name for name, count in Counter(_defined(tree.body)).items() if count > 1]
         if twice:
