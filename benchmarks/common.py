@@ -6,10 +6,12 @@ import argparse
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import statistics
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from typing import Any
 import torch
 
 Row = dict[str, Any]
+SUSTAINED_GROUP = 20.0  # ms of calls between two events
 
 
 def arguments(description: str | None, out: str, parents: Sequence[argparse.ArgumentParser] = ()) -> argparse.ArgumentParser:
@@ -79,6 +82,14 @@ def version_of(package: str) -> str | None:
         return None
 
 
+def fa4_version() -> str | None:
+    """Return the version of FlashAttention-4, or None: asked without an import, as it and FlashAttention-2 share a module's name."""
+    try:
+        return importlib.metadata.version("flash-attn-4")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def header(commit: str | None = None) -> Row:
     """Return what the numbers depend on: device, driver, versions, commit and date (UTC)."""
     cuda = torch.cuda.is_available()
@@ -91,6 +102,7 @@ def header(commit: str | None = None) -> Row:
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if cuda else None,
         "flexpress": version_of("flexpress"),
+        "fa4": fa4_version(),
         "commit": commit or command_output("git", "rev-parse", "HEAD"),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
@@ -137,12 +149,13 @@ def time_ms(fn: Callable[[], object], rep: float = 100.0) -> float:
 
 
 def queued_ms(fn: Callable[[], object], rep: float = 100.0, batch: int = 10) -> float:
-    """Return the median time of `fn` in ms between CUDA events, over about `rep` ms of runs, L2 cleared, the first `batch` left out.
+    """Return the median time of `fn` in ms between CUDA events, over about `rep` ms of runs, L2 cleared, the first batch left out.
 
     The device waits until a batch of runs is enqueued: left to run, it would catch up with a host that is late, and the
-    gaps would be counted. Raises RuntimeError if a batch never is enqueued in time.
+    gaps would be counted. A batch is `batch` runs, or as few as take `rep` ms. Raises RuntimeError if a batch never is enqueued in time.
     """
     flush = torch.empty(2**28, dtype=torch.int8, device="cuda")
+    batch = min(batch, calls_in(rep, fn))
     cycles = 2**23  # of waiting, a few ms
     batches: list[list[float]] = []
     while sum(map(sum, batches[1:])) < rep:
@@ -165,6 +178,43 @@ def queued_ms(fn: Callable[[], object], rep: float = 100.0, batch: int = 10) -> 
         else:
             cycles *= 2
     return statistics.median(ms for times in batches[1:] for ms in times)
+
+
+def elapsed_ms(fn: Callable[[], object], times: int = 1) -> float:
+    """Return the time in ms of one of `times` calls one after another, and wait for them."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(times):
+        fn()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / times
+
+
+def calls_in(ms: float, fn: Callable[[], object]) -> int:
+    """Return how many calls of `fn` take `ms`, at least 1, by the second one."""
+    fn()
+    return max(1, math.ceil(ms / max(elapsed_ms(fn), 1e-3)))
+
+
+def sustained_ms(fn: Callable[[], object], seconds: float) -> float:
+    """Return the time of `fn` in ms while the device has done nothing else for `seconds`: the mean of the second half.
+
+    The host is ahead by one group of calls, so the device rests only where a call takes the host longer. L2 is not cleared.
+    """
+    times = calls_in(SUSTAINED_GROUP, fn)
+    began = time.perf_counter()
+    marks = [torch.cuda.Event(enable_timing=True)]
+    marks[0].record()
+    while len(marks) < 4 or time.perf_counter() - began < seconds:
+        for _ in range(times):
+            fn()
+        marks.append(torch.cuda.Event(enable_timing=True))
+        marks[-1].record()
+        marks[-2].synchronize()
+    marks[-1].synchronize()
+    middle = len(marks) // 2
+    return marks[middle].elapsed_time(marks[-1]) / (len(marks) - 1 - middle) / times
 
 
 class CaptureFailed(Exception):
@@ -195,14 +245,8 @@ def replay_ms(replay: Callable[[], None], rep: float = 100.0, groups: int = 10) 
     """Return the median time in ms of one `replay`, over about `rep` ms: events stand around each of `groups` of several."""
 
     def group(count: int) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         replay()  # keeps the device busy while the host enqueues the first that counts
-        start.record()
-        for _ in range(count):
-            replay()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / count
+        return elapsed_ms(replay, count)
 
     group(1)
     count = max(1, round(rep / groups / group(3)))

@@ -88,7 +88,7 @@ def first_call(impl: str, case: str) -> list[Row]:
     from workloads import BY_NAME
 
     work = BY_NAME[case]
-    score_mod, mask_mod = work.make_mods("cuda")
+    score_mod, mask_mod = work.make_mods("cuda")[:2]
     q, k, v, _ = work.inputs("cuda")
     create_block_mask, flex_attention = entry_points(impl)
     mask = None
@@ -105,7 +105,7 @@ def host_time(impl: str, case: str) -> list[Row]:
     from workloads import BY_NAME
 
     work = dataclasses.replace(BY_NAME[case], batch=1, heads=1, kv_heads=1, length=256)
-    score_mod, mask_mod = work.make_mods("cuda")
+    score_mod, mask_mod = work.make_mods("cuda")[:2]
     q, k, v, _ = work.inputs("cuda")
     create_block_mask, flex_attention = entry_points(impl)
     mask = create_block_mask(mask_mod, None, None, work.length, work.length, "cuda") if mask_mod else None
@@ -188,7 +188,7 @@ def lengths(impl: str, case: str) -> list[Row]:
     create_block_mask, flex_attention = entry_points(impl)
     for length in LENGTHS:
         work = dataclasses.replace(BY_NAME[case], batch=1, length=length)
-        score_mod, mask_mod = work.make_mods("cuda")
+        score_mod, mask_mod = work.make_mods("cuda")[:2]
         q, k, v, _ = work.inputs("cuda")
         row: Row = {"length": length, "mask_s": None}
         before = compiled_kernels()

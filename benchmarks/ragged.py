@@ -12,7 +12,7 @@ import torch
 from common import Row
 from reference import Batch, references
 from serving import Run, page_table
-from workloads import Workload, causal
+from workloads import Mods, Workload, causal
 
 from flexpress import mods
 
@@ -63,7 +63,7 @@ class Packed:
         starts = torch.tensor([0, *self.lengths]).cumsum(0)
         self.cu_seqlens = starts.to(device, torch.int32)
         more = [(b, b % case.kv_heads) for b in range(case.batch)]
-        self.answers = references(case, [self.prompts(x) for x in (self.q, self.k, self.v)], (None, mods.causal), more=more)
+        self.answers = references(case, [self.prompts(x) for x in (self.q, self.k, self.v)], Mods(mask=mods.causal), more=more)
 
     def prompts(self, x: torch.Tensor) -> Batch:
         """Return a packed tensor's prompts, (heads, length, head dim) each."""
@@ -103,8 +103,8 @@ class Packed:
     def _equal(self, build: Callable[..., implementations.Attention]) -> Run:
         row = self.case.equal()
         q, k, v, _ = row.inputs(self.device)
-        attention = build(row, (None, mods.causal), self.device)
-        return Run(lambda: [attention(q, k, v)], references(row, (q, k, v), (None, mods.causal)))
+        attention = build(row, Mods(mask=mods.causal), self.device)
+        return Run(lambda: [attention(q, k, v)], references(row, (q, k, v), Mods(mask=mods.causal)))
 
     def figures(self, row: Row, copy_tb_s: float | None) -> None:
         """Complete a row of which the time of a graph is known."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from common import Row
-from workloads import Mod, Workload
+from workloads import Mods, Workload
 
 Tensors = tuple[torch.Tensor, ...]
 Batch = torch.Tensor | Sequence[torch.Tensor]  # (batch, heads, length, head dim), or lengths of their own
@@ -25,7 +25,7 @@ class Slice:
     """The float64 answer for one batch and one key/value head with its group of query heads.
 
     `out` is (group, length, d_v); `grads` holds dq (group, length, d_qk), dk (length, d_qk) and
-    dv (length, d_v), or nothing.
+    dv (length, d_v), or nothing; `learned` what this batch adds to the gradients of the learned tensors, (group, ...) each.
     """
 
     batch: int
@@ -33,35 +33,30 @@ class Slice:
     kv_head: int
     out: torch.Tensor
     grads: Tensors = ()
+    learned: Tensors = ()
 
 
 def references(
     row: Workload,
     qkv: Sequence[Batch],
-    mods: tuple[Mod | None, Mod | None],
+    mods: Mods,
     grad_out: torch.Tensor | None = None,
     chunk: int = 512,
     more: Iterable[tuple[int, int]] = (),
 ) -> list[Slice]:
     """Return the answers for the first and the last (batch, key/value head), and for `more`.
 
-    `qkv` are the inputs of the whole problem, `mods` is (score_mod, mask_mod); q_idx counts from 0 whatever
-    the number of keys.  `grad_out` asks for gradients.  Every query must see a key.
+    `qkv` are the inputs of the whole problem; q_idx counts from 0 whatever the number of keys.  `grad_out` asks for gradients: those of
+    learned tensors are sums over the batch, so all of it is done for the two heads.  Every query must see a key.
     """
-    wanted = sorted({(0, 0), (row.batch - 1, row.kv_heads - 1), *more})
-    return [_attend(row, qkv, mods, grad_out, chunk, *where) for where in wanted]
+    wanted = {(0, 0), (row.batch - 1, row.kv_heads - 1), *more}
+    if mods.learned and grad_out is not None:
+        wanted |= {(b, head) for b in range(row.batch) for head in (0, row.kv_heads - 1)}
+    return [_attend(row, qkv, mods, grad_out, chunk, *where) for where in sorted(wanted)]
 
 
-def _attend(
-    row: Workload,
-    qkv: Sequence[Batch],
-    mods: tuple[Mod | None, Mod | None],
-    grad_out: torch.Tensor | None,
-    chunk: int,
-    batch: int,
-    kv_head: int,
-) -> Slice:
-    score_mod, mask_mod = mods
+def _attend(row: Workload, qkv: Sequence[Batch], mods: Mods, grad_out: torch.Tensor | None, chunk: int, batch: int, kv_head: int) -> Slice:
+    mods, learned = in_double(row, mods, grad_out is not None)
     group = row.heads // row.kv_heads
     heads = slice(kv_head * group, (kv_head + 1) * group)
     leaves = [x[batch][head].detach().double() for x, head in zip(qkv, (heads, kv_head, kv_head), strict=True)]
@@ -77,16 +72,29 @@ def _attend(
         rows = slice(begin, begin + chunk)
         q_idx = index[rows][None, :, None]
         scores = q[:, rows] @ k.T / math.sqrt(row.d_qk)
-        if score_mod is not None:
-            scores = score_mod(scores, b, h, q_idx, kv_idx)
-        if mask_mod is not None:
-            scores = scores.masked_fill(~mask_mod(b, h, q_idx, kv_idx), -math.inf)
-        part = scores.softmax(-1) @ v
+        if mods.score is not None:
+            scores = mods.score(scores, b, h, q_idx, kv_idx)
+        if mods.mask is not None:
+            scores = scores.masked_fill(~mods.mask(b, h, q_idx, kv_idx), -math.inf)
+        if mods.sinks is not None:  # one more column, with a value of 0
+            scores = torch.cat([scores, mods.sinks[heads, None, None].expand(*scores.shape[:-1], 1)], -1)
+        part = scores.softmax(-1)[..., : k.shape[0]] @ v
         if grad_out is not None:
             part.backward(grad_out[batch, heads, rows].double())
         parts.append(part.detach())
     grads = tuple(leaf.grad for leaf in leaves if leaf.grad is not None)
-    return Slice(batch, heads, kv_head, torch.cat(parts, 1), grads)
+    return Slice(
+        batch, heads, kv_head, torch.cat(parts, 1), grads, tuple(leaf.grad[heads].clone() for leaf in learned if leaf.grad is not None)
+    )
+
+
+def in_double(row: Workload, mods: Mods, backward: bool) -> tuple[Mods, Tensors]:
+    """Return the mods with learned tensors in float64, and these tensors, which get gradients if `backward`."""
+    bias, sinks = (x if x is None else x.detach().double().requires_grad_(backward) for x in (mods.bias, mods.sinks))
+    if row.learned is not None and bias is not None:
+        mods = mods._replace(score=row.learned.score(bias))
+    mods = mods._replace(bias=bias, sinks=sinks)
+    return mods, mods.learned
 
 
 def relative_error(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
@@ -116,11 +124,17 @@ def output_errors(answers: list[Slice], out: Batch) -> tuple[float, float]:
     return relative_error(pairs), float(rows.max())
 
 
-def gradient_error(answers: list[Slice], dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> float:
-    """Return the largest of the relative errors of dq, dk and dv."""
-    pairs = (
+def gradient_error(answers: list[Slice], dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *learned: torch.Tensor) -> float:
+    """Return the largest of the relative errors of dq, dk, dv and the gradients of learned tensors."""
+    pairs = [
         [(dq[x.batch, x.heads], x.grads[0]) for x in answers],
         [(dk[x.batch, x.kv_head], x.grads[1]) for x in answers],
         [(dv[x.batch, x.kv_head], x.grads[2]) for x in answers],
-    )
+    ]
+    for number, got in enumerate(learned):
+        of_head: dict[int, torch.Tensor] = {}
+        for x in answers:
+            of_head[x.kv_head] = of_head.get(x.kv_head, 0) + x.learned[number]
+        heads = {x.kv_head: x.heads for x in answers}
+        pairs.append([(got[heads[kv_head]], want) for kv_head, want in of_head.items()])
     return float(torch.tensor([relative_error(which) for which in pairs], dtype=torch.float64).max())

@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 import implementations
 import torch
 from common import Row
-from implementations import Mods
 from reference import Batch, Slice, references
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
-from workloads import Workload, alibi, causal, softcap, window
+from workloads import Mods, Workload, alibi, causal, softcap, window
 
 SHORTEST = 256  # of lengths that are mixed
 L2_TIMES = 8  # a graph reads at least so much more than fits into L2 before it reads the same bytes again
@@ -45,7 +44,7 @@ class Decode(Workload):
     @property
     def plain(self) -> bool:
         """True when a query sees all of its keys, and nothing changes the scores."""
-        return self.score is None and self.mask is None and not self.mixed
+        return self.plain_scores and self.mask is None and not self.mixed
 
     def lengths(self, seed: int = 0) -> list[int]:
         """Return the positions of every sequence."""
@@ -62,7 +61,7 @@ class Decode(Workload):
 
     def relative(self, mods: Mods) -> Mods:
         """Return the mods as functions of a q_idx that counts from the first new query, as flex_attention gives it."""
-        score_mod, mask_mod = mods
+        score_mod, mask_mod = mods[:2]
         offset = self.length - self.q_len
 
         def score(score: torch.Tensor, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> torch.Tensor:
@@ -71,7 +70,7 @@ class Decode(Workload):
         def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> torch.Tensor:
             return mask_mod(b, h, q_idx + offset, kv_idx)
 
-        return score if score_mod else None, mask if mask_mod else None
+        return Mods(score if score_mod else None, mask if mask_mod else None)
 
     def problem(self, device: str, l2: int) -> Step:
         """Return the tensors on `device`, in so many copies that a cache of `l2` bytes is of no use."""
@@ -140,12 +139,12 @@ class Step:
     @cached_property
     def answers(self) -> list[Slice]:
         """The float64 answers: of every sequence, and of all key/value heads if there are enough sequences."""
-        case, (score_mod, mask_mod) = self.case, self.case.relative(self.mods)
+        case, mods = self.case, self.case.relative(self.mods)
         if case.mixed:
             kv_len = self.kv_len
-            mask_mod = lambda b, h, q_idx, kv_idx: kv_idx < kv_len[b]  # noqa: E731
+            mods = mods._replace(mask=lambda b, h, q_idx, kv_idx: kv_idx < kv_len[b])
         more = [(b, b % case.kv_heads) for b in range(case.batch)]
-        return references(case, (self.q, self.k, self.v), (score_mod, mask_mod), more=more)
+        return references(case, (self.q, self.k, self.v), mods, more=more)
 
     def run(self, impl: str) -> Run:
         """Return what `impl` is to do: a call for every copy, as layers of a model follow one another."""
@@ -178,7 +177,7 @@ def cached(step: Step, page: int = 0) -> Attention:
     from flexpress import cached_attention
 
     table, caches = step.paged(page) if page else (None, step.contiguous)
-    score_mod, mask_mod = step.mods
+    score_mod, mask_mod = step.mods[:2]
     if step.case.mask is causal:
         mask_mod = None
     return lambda i: cached_attention(step.q, *caches[i], step.kv_len, page_table=table, score_mod=score_mod, mask_mod=mask_mod)

@@ -7,7 +7,8 @@ functions, so the same object goes to Flexpress, to torch's flex_attention and t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -15,6 +16,32 @@ from flexpress import mods
 
 Mod = Callable[..., torch.Tensor]
 Factory = Callable[["Workload", str], Mod]
+TensorFactory = Callable[["Workload", str], torch.Tensor]
+
+
+class Mods(NamedTuple):
+    """What an attention call is given beside q, k and v. None: it has none.
+
+    `bias` is the learned tensor that `score` captures, `sinks` a learned logit (heads,). Both begin with the heads, and get gradients
+    in the backward pass.
+    """
+
+    score: Mod | None = None
+    mask: Mod | None = None
+    bias: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+
+    @property
+    def learned(self) -> tuple[torch.Tensor, ...]:
+        """The learned tensors."""
+        return tuple(x for x in (self.bias, self.sinks) if x is not None)
+
+
+class Learned(NamedTuple):
+    """A score_mod with a learned tensor: what makes the tensor, and what makes the score_mod of it."""
+
+    tensor: TensorFactory
+    score: Callable[[torch.Tensor], Mod]
 
 
 @dataclass(frozen=True)
@@ -24,7 +51,7 @@ class Workload:
     q is (batch, heads, length, d_qk), k (batch, kv_heads, length, d_qk) and v (batch, kv_heads, length, d_v).
     `score` and `mask` take the row and a device and make the mod (None: there is none).  No mask here depends
     on the batch or the head.  `size` is the number that the mask asks for: a window, a prefix length, or a
-    number of documents.
+    number of documents.  A row has `score` or `learned`, not both.
     """
 
     name: str
@@ -38,6 +65,9 @@ class Workload:
     score: Factory | None = None
     mask: Factory | None = None
     size: int = 0
+    learned: Learned | None = None
+    sinks: TensorFactory | None = None
+    dtype: torch.dtype = torch.bfloat16
 
     @property
     def gqa(self) -> bool:
@@ -52,15 +82,28 @@ class Workload:
     @property
     def dense_or_causal(self) -> bool:
         """True when scaled_dot_product_attention can express the row (`is_causal` is `mask is not None`)."""
-        return self.score is None and self.mask in (None, causal)
+        return self.plain_scores and self.mask in (None, causal)
 
-    def make_mods(self, device: str) -> tuple[Mod | None, Mod | None]:
-        """Return (score_mod, mask_mod) with their captured tensors on `device`."""
-        score_mod = self.score(self, device) if self.score else None
+    @property
+    def half(self) -> bool:
+        """True when the tensors have 16 bits an element, which flash kernels want."""
+        return self.dtype.itemsize == 2
+
+    @property
+    def plain_scores(self) -> bool:
+        """True when nothing changes the scores."""
+        return self.score is None and self.learned is None and self.sinks is None
+
+    def make_mods(self, device: str) -> Mods:
+        """Return the mods with their captured tensors on `device`, and the learned tensors."""
         mask_mod = self.mask(self, device) if self.mask else None
-        return score_mod, mask_mod
+        sinks = self.sinks(self, device) if self.sinks else None
+        if self.learned is None:
+            return Mods(self.score(self, device) if self.score else None, mask_mod, sinks=sinks)
+        bias = self.learned.tensor(self, device)
+        return Mods(self.learned.score(bias), mask_mod, bias, sinks)
 
-    def inputs(self, device: str, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, ...]:
+    def inputs(self, device: str, seed: int = 0) -> tuple[torch.Tensor, ...]:
         """Return q, k, v and the output's gradient, normally distributed, determined by seed and device."""
         generator = torch.Generator(device).manual_seed(seed)
         shapes = (
@@ -69,7 +112,7 @@ class Workload:
             (self.batch, self.kv_heads, self.length, self.d_v),
             (self.batch, self.heads, self.length, self.d_v),
         )
-        return tuple(torch.randn(s, generator=generator, device=device, dtype=dtype) for s in shapes)
+        return tuple(torch.randn(s, generator=generator, device=device, dtype=self.dtype) for s in shapes)
 
     def forward_flops(self, pairs: int) -> int:
         """Operations of the two products, for `pairs` unmasked pairs per batch and query head."""
@@ -122,8 +165,11 @@ def alibi(row: Workload, device: str) -> Mod:
     return mods.alibi(mods.alibi_slopes(row.heads, device))
 
 
+CAP = 20.0
+
+
 def softcap(row: Workload, device: str) -> Mod:
-    return mods.softcap(20.0)
+    return mods.softcap(CAP)
 
 
 def relative_bias(row: Workload, device: str) -> Mod:
@@ -131,6 +177,47 @@ def relative_bias(row: Workload, device: str) -> Mod:
     table = torch.randn(row.heads, 2 * row.length - 1, generator=generator, device=device)
     return mods.relative_bias(table)
 
+
+def slopes(row: Workload, device: str) -> torch.Tensor:
+    return mods.alibi_slopes(row.heads, device)
+
+
+def dense_bias(row: Workload, device: str) -> torch.Tensor:
+    return normal(row.heads, row.length, row.length, device=device)
+
+
+def sinks(row: Workload, device: str) -> torch.Tensor:
+    return normal(row.heads, device=device)
+
+
+def normal(*shape: int, device: str) -> torch.Tensor:
+    """Return a learned tensor, normally distributed, in bfloat16 as those of models are."""
+    generator = torch.Generator(device).manual_seed(2)
+    return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
+
+
+def full_bias(bias: torch.Tensor) -> Mod:
+    """Add a number of its own to every score; `bias` is (heads, length, length)."""
+
+    def full_bias(score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
+        return score + bias[h, q_idx, kv_idx]
+
+    return full_bias
+
+
+GPT_OSS = Workload(
+    "gpt_oss_sinks",
+    "window 128, GQA 64:8, S 16384, D 64, sinks",
+    batch=1,
+    heads=64,
+    kv_heads=8,
+    length=16384,
+    d_qk=64,
+    d_v=64,
+    mask=window,
+    size=128,
+    sinks=sinks,
+)
 
 WORKLOADS = (
     Workload("full_d128", "full, D 128"),
@@ -161,6 +248,16 @@ WORKLOADS = (
     Workload("prefix_d128", "prefix 1024, D 128", mask=prefix, size=1024),
     Workload("relative_bias_d128", "relative-bias table, full, D 128", score=relative_bias),
     Workload("mla_causal", "MLA 192/128, causal", batch=2, d_qk=192, d_v=128, mask=causal),
+    Workload("full_d256", "full, D 256", heads=8, kv_heads=8, d_qk=256, d_v=256),
+    Workload("causal_16k_d256", "causal, S 16384, D 256", batch=1, heads=8, kv_heads=8, length=16384, d_qk=256, d_v=256, mask=causal),
+    Workload("causal_64k", "causal, S 65536", batch=1, length=65536, mask=causal),
+    Workload("causal_128k", "causal, S 131072", batch=1, length=131072, mask=causal),
+    *(Workload(f"window_{n}_16k", f"window {n}, S 16384", batch=1, length=16384, mask=window, size=n) for n in (128, 256, 512)),
+    replace(GPT_OSS, name="gpt_oss", title="window 128, GQA 64:8, S 16384, D 64", sinks=None),
+    GPT_OSS,
+    Workload("learned_alibi", "learned ALiBi, causal", learned=Learned(slopes, mods.alibi), mask=causal),
+    Workload("full_bias", "learned bias of every score", batch=2, learned=Learned(dense_bias, full_bias)),
+    Workload("seed_003", "full, S 64, D 64, float32", 16, 12, 12, length=64, d_qk=64, d_v=64, dtype=torch.float32),
 )
 
 BY_NAME = {row.name: row for row in WORKLOADS}
