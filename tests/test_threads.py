@@ -12,8 +12,8 @@ import forks
 import pytest
 import torch
 
-from flexpress import cache_clear, cache_info, evaluate_mod
-from flexpress.codegen.device import binary, compiler, interpret, kernel
+from flexpress import cache_clear, cache_info, evaluate_mod, flex_attention
+from flexpress.codegen.device import binary, compiler, cuda, interpret, kernel, tma
 from flexpress.codegen.mod.bind import bind
 from flexpress.codegen.run.preview_masks import evaluate_compilation
 from support.fresh_mods import score_mod, score_of
@@ -134,6 +134,40 @@ def test_a_forked_child_works_whatever_other_threads_do(ways):
     """A few of `python tests/forks.py --n 25`, in a process of their own."""
     done = subprocess.run([sys.executable, forks.__file__, "--n", "2", "--ways", *ways], capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_thread_without_a_context_describes_tensors(monkeypatch):
+    """The driver describes a tensor for TMA where its device's context is current."""
+    called = []
+
+    class Driver:
+        def cuTensorMapEncodeTiled(self, *_):
+            called.append("describe")
+            return 0 if "enter 3" in called else 201
+
+    monkeypatch.setattr(cuda, "_driver", Driver)
+    monkeypatch.setattr(cuda, "_enter_context", lambda device: called.append(f"enter {device}"))
+    made = tma._known(256, torch.bfloat16, (1, 2, 300, 64), (38400, 19200, 64, 1), 128, 64)
+    cuda._expanded(made, {"swizzle": 3, "block_size": [1, 1, 128, 64]}, 3)
+    assert called == ["describe", "enter 3", "describe"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_thread_whose_first_use_of_cuda_is_attention(gradients):
+    """Its memory comes from torch's cache, so that torch does not enter the device's context there."""
+    q, k, v = (torch.randn(1, 2, 512, 64, device="cuda", dtype=torch.bfloat16).requires_grad_(gradients) for _ in range(3))
+
+    def run(_):
+        out = flex_attention(q, k, v)
+        return torch.autograd.grad(out, (q, k, v), torch.ones_like(out)) if gradients else (out,)
+
+    expected = run(None)
+    for _ in range(3):
+        cache_clear()  # descriptors, too
+        (found,) = together(1, run)
+        assert not isinstance(found, Exception), found
+        assert all(torch.allclose(a, b, atol=1e-2) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.gpu

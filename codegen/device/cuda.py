@@ -17,7 +17,7 @@ import threading
 import torch
 
 SHARED_LIMIT, DYNAMIC_SHARED, LOCAL_SIZE = 97, 8, 3  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, CU_FUNC_ATTRIBUTE_...
-_INVALID_CONTEXT = 201
+_INVALID_CONTEXT = 201  # of a thread that has not used CUDA yet, or has left torch's context since
 _FORMATS = {"i1": "?", "u1": "?", "i32": "i", "i64": "q", "fp32": "f"}  # struct's codes; every pointer is "Q"
 _MAP_TYPES = {torch.float32: 7, torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
 _MAP_BYTES = 128
@@ -123,7 +123,7 @@ class Function:
 
     def expanded(self, descriptors: list) -> list:
         """Descriptors as the kernel takes them: the bytes of a map, sizes and strides each."""
-        return [_expanded(*pair) for pair in zip(descriptors, self.maps, strict=True)]
+        return [_expanded(*pair, self.device) for pair in zip(descriptors, self.maps, strict=True)]
 
     def launch_plain(self, x: int, y: int, z: int, stream: int, args: list) -> None:
         """The same with expanded descriptors."""
@@ -138,7 +138,7 @@ class Function:
                 args = [ctypes.c_float(a).value if type(a) is float else a for a in args]
                 self.pack(self.buffer, 0, *args, 0, 0)
             code = self.start(self.handle, x, y, z, self.threads, 1, 1, self.shared, stream, self.pointers, None)
-            if code == _INVALID_CONTEXT:  # somebody has left it since
+            if code == _INVALID_CONTEXT:
                 _enter_context(self.device)
                 code = self.start(self.handle, x, y, z, self.threads, 1, 1, self.shared, stream, self.pointers, None)
         if code:
@@ -160,16 +160,16 @@ def argument_format(types: list[str]) -> list[str]:
     return [*fields, "Q", "Q"]
 
 
-def _expanded(descriptor, how: dict) -> bytes:
+def _expanded(descriptor, how: dict, device: int) -> bytes:
     """A descriptor as the kernel takes it. Kept on the descriptor, which is used again."""
     key = (how["swizzle"], *how["block_size"])
     kept = descriptor.expanded.get(key)
     if kept is None:
-        kept = descriptor.expanded[key] = _DESCRIPTOR.pack(_tensor_map(descriptor, how), *descriptor.shape, *descriptor.strides)
+        kept = descriptor.expanded[key] = _DESCRIPTOR.pack(_tensor_map(descriptor, how, device), *descriptor.shape, *descriptor.strides)
     return kept
 
 
-def _tensor_map(descriptor, how: dict) -> bytes:
+def _tensor_map(descriptor, how: dict, device: int) -> bytes:
     rank = len(descriptor.shape)
     itemsize = descriptor.base.dtype.itemsize
     room = ctypes.create_string_buffer(_MAP_BYTES + 64)
@@ -179,7 +179,7 @@ def _tensor_map(descriptor, how: dict) -> bytes:
     box = (ctypes.c_uint32 * rank)(*reversed(how["block_size"]))
     steps = (ctypes.c_uint32 * rank)(*[1] * rank)
     # no interleaving, the kernel's swizzle, promotion to 128 bytes in the L2 cache, zeros outside
-    code = _driver().cuTensorMapEncodeTiled(
+    arguments = (
         ctypes.addressof(room) + start,
         _MAP_TYPES[descriptor.base.dtype],
         rank,
@@ -193,5 +193,9 @@ def _tensor_map(descriptor, how: dict) -> bytes:
         2,
         0,
     )
+    code = _driver().cuTensorMapEncodeTiled(*arguments)
+    if code == _INVALID_CONTEXT:
+        _enter_context(device)
+        code = _driver().cuTensorMapEncodeTiled(*arguments)
     _check(code, f"describing a tensor of shape {tuple(descriptor.shape)} and strides {tuple(descriptor.strides)} for TMA")
     return room.raw[start : start + _MAP_BYTES]
