@@ -227,11 +227,13 @@ def fold_scores(
     score = qk  # TO_LOG2 carries the scale
     n = offs_n[None, :]  # [1, BLOCK_N]; m is [64, 1]. Past KV_LEN too: loads that could leave their tensor are masked
     if EDGE:
-        # ---- mask_mod: causal
-        # mods/causal.py:26: return q_idx >= kv_idx
-        mask_0 = m >= n
-        seen = (mask_0 | is_full) & (offs_n < KV_LEN)[None, :]
-        score = gl.where(seen, score, float("-inf"))
+        if not is_full:
+            # ---- mask_mod: causal
+            # mods/causal.py:26: return q_idx >= kv_idx
+            mask_0 = m >= n
+            score = gl.where(mask_0, score, float("-inf"))
+        if start_n + BLOCK_N > KV_LEN:
+            score = gl.where((offs_n < KV_LEN)[None, :], score, float("-inf"))
 
     # running softmax in base 2: exp(s) = exp2(s * log2(e)), and the product folds into one fused multiply-add
     m_new = gl.maximum(m_i, gl.max(score, 1))
