@@ -179,9 +179,8 @@ def _is_mask(mask) -> bool:
     return mask is None or type(mask) is core.tensor and mask.dtype.name == "int1"
 
 
-def _held_mask(mask, shape: tuple):
-    data = np.ones(shape, bool) if mask is None else _spread(mask.handle.data, shape)
-    return interpreter.TensorHandle(data, core.int1)
+def _spread_mask(mask, shape: tuple):
+    return np.ones(shape, bool) if mask is None else _spread(mask.handle.data, shape)
 
 
 def _load(plain):
@@ -199,10 +198,8 @@ def _load(plain):
         if way is None:
             return plain(pointer, mask, other, **options)
         result, dtype, shape = way
-        addresses = interpreter.TensorHandle(_spread(pointer.handle.data, shape), pointer.dtype)
-        zeros = interpreter.TensorHandle(np.zeros(shape, dtype), result.scalar)
-        held = interpreter.interpreter_builder.create_masked_load(addresses, _held_mask(mask, shape), zeros, None, None, False)
-        return core.tensor(held, result)
+        addresses, zeros = _spread(pointer.handle.data, shape), np.zeros(shape, dtype)
+        return _tensor(interpreter._interpreter.load(addresses, _spread_mask(mask, shape), zeros, dtype), result)
 
     return load
 
@@ -217,9 +214,8 @@ def _store(plain):
             made = plain(pointer, value, mask, **options)
             _ways[key] = ()
             return made
-        addresses, shape = pointer.handle, pointer.handle.data.shape
-        held = interpreter.TensorHandle(_spread(value.handle.data, shape), value.dtype)
-        interpreter.interpreter_builder.create_masked_store(addresses, held, _held_mask(mask, shape), None, None)
+        addresses = pointer.handle.data
+        interpreter._interpreter.store(addresses, _spread(value.handle.data, addresses.shape), _spread_mask(mask, addresses.shape))
         return None
 
     return store
