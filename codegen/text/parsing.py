@@ -6,7 +6,7 @@ import ast
 import re
 
 # a string, which may hold a #; or a comment
-_STRING_OR_COMMENT = re.compile(r'''("""(?:\\.|[^\\])*?"""|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^'\\\n])*\')|#[^\n]*''', re.DOTALL)
+STRING_OR_COMMENT = re.compile(r'''("""(?:\\.|[^\\])*?"""|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^'\\\n])*\')|#[^\n]*''', re.DOTALL)
 
 
 def parse(source: str, path: str = "<unknown>", mode: str = "exec"):
@@ -22,5 +22,5 @@ def parse(source: str, path: str = "<unknown>", mode: str = "exec"):
 
 def without_comments(source: str) -> str:
     """The text of a printed kernel without comments and blank lines. Its strings are in one or three double quotes, or in single ones."""
-    lines = _STRING_OR_COMMENT.sub(lambda found: found[1] or "", source).split("\n")
+    lines = STRING_OR_COMMENT.sub(lambda found: found[1] or "", source).split("\n")
     return "\n".join(stripped for line in lines if (stripped := line.rstrip()))
