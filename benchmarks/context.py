@@ -313,7 +313,9 @@ def main() -> None:
     if asked.ranks == 0:
         parser.error("there is no GPU; --ranks 2 tries the program by gloo")
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(measure, (asked.ranks, os.path.join(folder, "store"), asked), nprocs=asked.ranks)
+        how = "spawn" if torch.cuda.is_available() else "fork"  # CUDA may not start in a fork, which has all that is imported here
+        given = asked.ranks, os.path.join(folder, "store"), asked
+        torch.multiprocessing.start_processes(measure, given, nprocs=asked.ranks, start_method=how)
 
 
 if __name__ == "__main__":

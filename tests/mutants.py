@@ -414,7 +414,7 @@ CACHE = [
     ),
     Mutant(
         "codegen/device/cache.py",
-        "if _key_or_none(found, _backend(spec)) != key:",
+        "if key_of(found, _backend(spec)) != key:",
         "if not found:",
         named("cache", "damaged"),
         "a damaged file is not printed again",
@@ -998,10 +998,45 @@ LAUNCHES = [
     ),
     Mutant(
         "codegen/device/interpreter_operands.py",
-        "name in _NUMBERS and abs(number) < 2**31",
-        "name in _NUMBERS",
+        "name in NUMBERS and abs(number) < 2**31",
+        "name in NUMBERS",
         named("operands", "int32"),
         "the interpreter makes numbers of int32 that have no room in it",
+    ),
+    Mutant(
+        "codegen/device/interpreter_direct.py",
+        "ufunc(right, left) if turned else ufunc(left, right)",
+        "ufunc(left, right)",
+        named("operands", "operations and int32"),
+        "the interpreter takes a number minus a tensor for the tensor minus the number",
+    ),
+    Mutant(
+        "codegen/device/interpreter_direct.py",
+        "left + size * right.astype(np.uint64)",
+        "left + right.astype(np.uint64)",
+        named("operands", "memory and fp32 or pointers"),
+        "the interpreter moves pointers by bytes",
+    ),
+    Mutant(
+        "codegen/device/interpreter_direct.py",
+        "max(left, right, key=_ORDER.index)",
+        "left",
+        named("operands", "operations and int32"),
+        "the interpreter computes with an integer and a float in integers",
+    ),
+    Mutant(
+        "codegen/device/interpreter_direct.py",
+        "np.ones(shape, bool) if mask is None else _spread(mask.handle.data, shape)",
+        "np.ones(shape, bool)",
+        named("operands", "memory and fp32"),
+        "the interpreter reads and writes what a mask leaves out",
+    ),
+    Mutant(
+        "codegen/text/parsing.py",
+        'found[1] or ""',
+        '""',
+        named("folder", "nothing_else"),
+        "what is in a kernel's strings does not count as its text",
     ),
 ]
 

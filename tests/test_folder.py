@@ -351,6 +351,9 @@ def test_the_key_knows_the_backend_and_the_code_and_nothing_else():
     assert cache.key_of(text, "cuda") != cache.key_of(text, "hip")
     assert cache.key_of(text, "cuda") == cache.key_of("# a comment\n\n" + text.replace("):\n", "):  # another\n", 1), "cuda")
     assert cache.key_of(text, "cuda") != cache.key_of(text + "x = 1\n", "cuda")
+    strings = '"# a"', '"# b"', "'# \\' b'", '"""a # "\n# b"""'
+    keys = {cache.key_of(f"{text}x = {string}  # {i}\n", "cuda") for i in range(2) for string in strings}
+    assert len(keys) == 4, "what is in a string is no comment"
 
 
 def test_the_folder_holds_so_much_and_what_was_used_last_stays(place, monkeypatch):

@@ -82,6 +82,7 @@ THE_OP_TABLE = {
 OTHER_NAMES = {  # that are spelled like those of operations
     Path("codegen/mod/operators.py"): set(OPS),  # Python's operators
     Path("codegen/device/stages.py"): {"neg"},  # PTX's instruction
+    Path("codegen/device/interpreter_direct.py"): {"where"},  # Triton's function
 }
 
 

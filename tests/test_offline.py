@@ -20,7 +20,6 @@ from triton.backends.nvidia.compiler import ptx_get_version
 
 from flexpress import create_block_mask, flex_attention, mods, printed_kernels, templates
 from flexpress.codegen.device import offline
-from flexpress.codegen.device.cache import without_comments
 from flexpress.codegen.device.compiler import newer_assembler
 from flexpress.codegen.gpus import SHARED_MEMORY, architecture
 from flexpress.codegen.mod.long_dots import same_where_seen
@@ -44,6 +43,7 @@ from flexpress.codegen.run.preview_masks import (
     evaluate_compilation,
     mask_compilations,
 )
+from flexpress.codegen.text.parsing import without_comments
 from flexpress.codegen.text.render import render
 from flexpress.recipes import RECIPES, make
 from support.assembly import assert_packed_as_read

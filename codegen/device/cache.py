@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import io
 import json
 import time
-import tokenize
 import types
 from dataclasses import dataclass
 from importlib import resources
@@ -21,7 +19,7 @@ from pathlib import Path
 import torch
 import triton
 
-from ..text import cpp
+from ..text import cpp, parsing
 from ..text.render import language_of
 from ..text.spec import KernelSpec
 from ..version import VERSION
@@ -36,20 +34,11 @@ class PrintedKernel:
     source: str
 
 
-def without_comments(source: str) -> str:
-    """The text with comments and blank lines removed: what decides whether two kernels are the same."""
-    tokens = [t for t in tokenize.generate_tokens(io.StringIO(source).readline) if t.type not in (tokenize.COMMENT, tokenize.NL)]
-    lines: dict[int, list[str]] = {}
-    for t in tokens:
-        lines.setdefault(t.start[0], []).append(t.string if t.type not in (tokenize.INDENT, tokenize.DEDENT) else "\t")
-    return "\n".join(" ".join(parts).rstrip() for parts in lines.values() if any(p.strip() for p in parts))
-
-
 def key_of(source: str, backend: str) -> str:
     if backend == "cpp":
         versions, text = f"{VERSION} {_templates_digest()}", cpp.without_comments(source)  # with the headers; device/cpp.py knows the rest
     else:
-        versions, text = f"{triton.__version__} {torch.__version__} {VERSION} {backend}", without_comments(source)
+        versions, text = f"{triton.__version__} {torch.__version__} {VERSION} {backend}", parsing.without_comments(source)
     return hashlib.sha256((versions + "\n" + text).encode()).hexdigest()
 
 
@@ -67,7 +56,7 @@ def store(source: str, spec: KernelSpec) -> PrintedKernel:
     key = key_of(source, _backend(spec))
     name = folder.file_name(spec.name, key[:12]) + (".cpp" if _backend(spec) == "cpp" else ".py")
     place, found = folder.path(), (folder.read(name) or b"").decode("utf-8", "replace")
-    if _key_or_none(found, _backend(spec)) != key:  # else the same code, whatever its comments say
+    if key_of(found, _backend(spec)) != key:  # else the same code, whatever its comments say
         place, found = folder.write(name, source.encode()), source
     kernel = PrintedKernel((place or Path("<memory>")) / name, found)
     _remember(spec, kernel)
@@ -110,13 +99,6 @@ def recall(spec: KernelSpec) -> PrintedKernel | None:
     except (ValueError, KeyError, TypeError):
         pass
     return None
-
-
-def _key_or_none(source: str, backend: str) -> str | None:
-    try:
-        return key_of(source, backend)
-    except (tokenize.TokenError, SyntaxError, IndentationError):
-        return None
 
 
 def load_module(kernel: PrintedKernel) -> types.ModuleType:

@@ -38,13 +38,26 @@ def load(path: str, source: str) -> types.SimpleNamespace:
             names = [a.arg for a in node.args.args]
             constants = {a.arg for a in node.args.args if a.annotation is not None and "constexpr" in ast.unparse(a.annotation)}
             signatures[node.name] = (names, constants)
-            interpreter.ASTTransformer().visit(node)
-    ast.fix_missing_locations(tree)
+            _convert_numbers(node.body)
     namespace = {"__name__": "flexpress_kernel", "__file__": path, "interpreter_semantic": interpreter.interpreter_semantic}
     exec(compile(tree, path, "exec"), namespace)
     if "libdevice" in namespace:
         namespace["libdevice"] = Libdevice()
     return types.SimpleNamespace(**{name: _Interpreted(namespace[name], *signature) for name, signature in signatures.items()})
+
+
+def _convert_numbers(statements: list[ast.stmt]) -> None:
+    """`x = 1` becomes `x = interpreter_semantic.to_tensor(1, False)`, as Triton's interpreter has it: a name's number is a tensor."""
+    for statement in statements:
+        if isinstance(statement, ast.Assign):
+            value, semantic = statement.value, ast.Name("interpreter_semantic", ast.Load())
+            no_check = ast.Constant(False)
+            to_tensor = ast.Attribute(semantic, "to_tensor", ast.Load())
+            statement.value = ast.Call(to_tensor, [value, no_check], [])
+            for new in (semantic, no_check, to_tensor, statement.value):
+                ast.copy_location(new, value)
+        for block in ("body", "orelse"):
+            _convert_numbers(getattr(statement, block, []))
 
 
 class _Interpreted:

@@ -16,12 +16,7 @@ from ..registry import Table
 
 # the types that two operands get, by their types; None: they must be cast, or are not of one kind
 _common: dict[tuple, tuple | None] = Table("common types of the interpreter's operands", 4096)
-_NUMBERS = {
-    "fp32": np.float32,
-    "fp64": np.float64,
-    "int32": np.int32,
-    "int64": np.int64,
-}  # element types, of which numbers become constants
+NUMBERS = {"fp32": np.float32, "fp64": np.float64, "int32": np.int32, "int64": np.int64}  # element types, of which numbers become constants
 
 
 def keep_operands(scope) -> None:
@@ -45,9 +40,9 @@ def keep_operands(scope) -> None:
                 lhs if of_left is None else core.tensor(lhs.handle, of_left),
                 rhs if of_right is None else core.tensor(rhs.handle, of_right),
             )
-        if left and arithmetic_check and _is_constant(rhs, lhs):
+        if left and arithmetic_check and is_constant(rhs, lhs):
             return lhs, _constant(rhs, lhs.type)
-        if right and arithmetic_check and _is_constant(lhs, rhs):
+        if right and arithmetic_check and is_constant(lhs, rhs):
             return _constant(lhs, rhs.type), rhs
         return make_alike(lhs, rhs, *more)
 
@@ -63,11 +58,11 @@ def _types(lhs, rhs, made: tuple) -> tuple | None:
     return tuple(None if was.type == now.type else now.type for was, now in pairs)
 
 
-def _is_constant(number, tensor) -> bool:
+def is_constant(number, tensor) -> bool:
     """Does a number become a constant of a tensor's element type?"""
     name = tensor.type.scalar.name
     if type(number) is int:
-        return name in ("fp32", "fp64") or name in _NUMBERS and abs(number) < 2**31
+        return name in ("fp32", "fp64") or name in NUMBERS and abs(number) < 2**31
     if type(number) is not float or number == 0 and math.copysign(1.0, number) < 0:  # Tritons differ about -0.0
         return False
     return name in ("fp32", "fp64")
@@ -75,4 +70,4 @@ def _is_constant(number, tensor) -> bool:
 
 def _constant(number, type):
     scalar = type.scalar
-    return core.tensor(interpreter.TensorHandle(np.array([number], dtype=_NUMBERS[scalar.name]), scalar), type)
+    return core.tensor(interpreter.TensorHandle(np.array([number], dtype=NUMBERS[scalar.name]), scalar), type)

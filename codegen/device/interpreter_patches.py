@@ -10,6 +10,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
+from .interpreter_direct import compute_directly
 from .interpreter_numbers import mend
 from .interpreter_operands import keep_operands
 from .interpreter_types import keep_types
@@ -30,6 +31,7 @@ def patch():
     keep_operands(scope)
     scope.set_attr(interpreter, "_get_np_dtype", _numpy_dtype)
     mend(scope)
+    compute_directly(scope)
     return scope
 
 

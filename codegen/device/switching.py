@@ -35,28 +35,34 @@ _OWNERS = (
     tl.core.tensor_descriptor_base,
     interpreter,
     interpreter.InterpreterBuilder,
+    interpreter.TensorHandle,
     interpreter.interpreter_builder,
     interpreter.interpreter_semantic,
 )
 _unchanged: list[tuple[object, dict]] = []  # those with their attributes, before the first switch
 _changes: list[tuple[object, str, object, object]] = []  # what differs while a kernel runs: of what, its name, before and then
+_setters: list[list] = []  # what makes all changes, and what takes them back
 at_once = deque(maxlen=0).extend  # goes through an iterator of C's own without a bytecode in between, at which an interrupt could strike
 
 
-def _changed(changes: Iterable[tuple], column: int) -> Iterable:
-    """An iterator that sets every attribute to its value in a column of `changes`."""
-    steps = [
+def _setters_of(changes: Iterable[tuple], column: int) -> list:
+    """Functions that set every attribute to its value in a column of `changes`."""
+    return [
         functools.partial(delattr, owner, name) if value is _MISSING else functools.partial(setattr, owner, name, value)
         for owner, name, value in ((change[0], change[1], change[column]) for change in changes)
     ]
-    return map(operator.methodcaller("__call__"), steps)
+
+
+def _calls(functions: list) -> Iterable:
+    """An iterator that calls each of them."""
+    return map(operator.methodcaller("__call__"), functions)
 
 
 def restore() -> None:
     """Switch back what an interrupt, or a fork in the middle of another thread's kernel, has left switched. Asked for under LANGUAGE."""
     left = [change for change in _changes or _differences() if vars(change[0]).get(change[1], _MISSING) is change[3]]
     if left:
-        at_once(_changed(left, 2))
+        at_once(_calls(_setters_of(left, 2)))
 
 
 def switches() -> tuple[Iterable, Iterable]:
@@ -64,9 +70,12 @@ def switches() -> tuple[Iterable, Iterable]:
     if not _changes:
         _changes.extend(_found_by_switching())
     # others may patch triton.language, too: what is there now is what comes back
-    _changes[:] = [(owner, name, vars(owner).get(name, _MISSING), then) for owner, name, _, then in _changes]
-    there = _changed(_changes, 3)
-    return there, itertools.chain(there, _changed(_changes, 2))  # back comes after all of `there`, if an interrupt came before it
+    if not _setters or any(vars(owner).get(name, _MISSING) is not before for owner, name, before, _ in _changes):
+        _setters.clear()  # should an interrupt strike, they are made anew
+        _changes[:] = [(owner, name, vars(owner).get(name, _MISSING), then) for owner, name, _, then in _changes]
+        _setters[:] = _setters_of(_changes, 3), _setters_of(_changes, 2)
+    there = _calls(_setters[0])
+    return there, itertools.chain(there, _calls(_setters[1]))  # back comes after all of `there`, if an interrupt came before it
 
 
 def _found_by_switching() -> list[tuple]:

@@ -16,7 +16,7 @@ from ..mod.errors import RenderError
 from ..mod.expr import ModGraph
 from ..text.merged import Definitions, Print, merge
 from ..text.parameters import Parameter
-from ..text.parsing import parse
+from ..text.parsing import parse, without_comments
 from ..text.render import environment, render
 from ..text.spec import KernelSpec, without_texts
 from ..text.spelling import literal_text
@@ -114,7 +114,7 @@ class File:
         """The file. Raises RenderError if a text of the user's would be more than a comment."""
         found = self._rendered(lambda spec: spec)
         tree = parse(found)
-        if not found.replace("\n", "").isprintable() or ast.dump(tree) != ast.dump(parse(self._rendered(without_texts))):
+        if not found.replace("\n", "").isprintable() or without_comments(found) != without_comments(self._rendered(without_texts)):
             raise RenderError("an exported file would hold a source line or a name of the mod's as code; please report the mod")
         twice = [name for name, count in Counter(_defined(tree.body)).items() if count > 1]
         if twice:

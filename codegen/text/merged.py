@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ast
-import io
-import tokenize
+import re
 from typing import NamedTuple
 
-from .parsing import parse
+from .parsing import STRING_OR_COMMENT, parse
 
 
 class Print(NamedTuple):
@@ -98,11 +97,8 @@ def _text_of(node: ast.FunctionDef | ast.ClassDef | ast.Assign, lines: list[str]
 
 def renamed(text: str, names: dict[str, str]) -> str:
     """Code in which some names are others. Comments, strings and attributes stay as they are."""
-    lines = text.split("\n")
-    tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
-    for before, token in reversed(list(zip([tokens[0], *tokens], tokens, strict=False))):
-        new = names.get(token.string, token.string)
-        if token.type == tokenize.NAME and new != token.string and before.string != ".":
-            (row, start), (_, end) = token.start, token.end
-            lines[row - 1] = lines[row - 1][:start] + new + lines[row - 1][end:]
-    return "\n".join(lines)
+    changed = {old: new for old, new in names.items() if old != new and old in text}
+    if not changed:
+        return text
+    pattern = rf"{STRING_OR_COMMENT.pattern}|(?<![.\w])(?P<name>{'|'.join(changed)})\b"
+    return re.sub(pattern, lambda found: changed[found["name"]] if found["name"] else found[0], text, flags=re.DOTALL)

@@ -1,8 +1,12 @@
-"""Parsing Python in several threads at once."""
+"""Reading Python: printed kernels and users' lines."""
 
 from __future__ import annotations
 
 import ast
+import re
+
+# a string, which may hold a #; or a comment
+STRING_OR_COMMENT = re.compile(r'''("""(?:\\.|[^\\])*?"""|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^'\\\n])*\')|#[^\n]*''', re.DOTALL)
 
 
 def parse(source: str, path: str = "<unknown>", mode: str = "exec"):
@@ -14,3 +18,9 @@ def parse(source: str, path: str = "<unknown>", mode: str = "exec"):
         except SystemError:
             continue
     return ast.parse(source, path, mode)
+
+
+def without_comments(source: str) -> str:
+    """The text of a printed kernel without comments and blank lines. Its strings are in one or three double quotes, or in single ones."""
+    lines = STRING_OR_COMMENT.sub(lambda found: found[1] or "", source).split("\n")
+    return "\n".join(stripped for line in lines if (stripped := line.rstrip()))

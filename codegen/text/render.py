@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import textwrap
 from importlib import resources
@@ -10,12 +9,12 @@ from importlib import resources
 import jinja2
 
 from ..mod.errors import RenderError
-from .cpp import CPP, comment, fields, type_name, without_comments
+from . import cpp, parsing
+from .cpp import CPP, comment, fields, type_name
 from .language import Language
 from .languages import GLUON, TRITON
 from .lines import one_line
 from .parameters import signature
-from .parsing import parse
 from .spec import KernelSpec, without_texts
 from .spelling import literal_text
 
@@ -69,10 +68,12 @@ def render(spec: KernelSpec) -> str:
     """The text of the kernel that `spec` describes. Raises RenderError if a template prints something that is not Python, or if a text
     of the user's, which belongs into comments, would be more than a comment."""
     text, without = _text(spec), _text(without_texts(spec))
+    code = cpp.without_comments if language_of(spec) is CPP else parsing.without_comments
+    same = code(text) == code(without)  # nothing of the user's is in the code, or it would not be the same without the user's texts
     if language_of(spec) is CPP:
-        same = without_comments(text) == without_comments(without) and not any(line.endswith(("\\", "??/")) for line in text.split("\n"))
-    else:  # nothing of the user's is in the tree, or it would not be the same without the user's texts
-        same = ast.dump(_parsed(text, spec.template)) == ast.dump(_parsed(without, spec.template))
+        same = same and not any(line.endswith(("\\", "??/")) for line in text.split("\n"))
+    elif same:
+        _check_syntax(text, spec.template)
     if not text.replace("\n", "").isprintable() or not same:
         raise RenderError(
             f"templates/{file_of(spec)} printed a source line or a name of the mod's as code. This is an error in "
@@ -119,9 +120,9 @@ def _signature(spec: KernelSpec, language: Language, mods: dict[str, str]) -> st
     return signature(spec.parameters, mods, language.module)
 
 
-def _parsed(text: str, template: str) -> ast.Module:
+def _check_syntax(text: str, template: str) -> None:
     try:
-        return parse(text)
+        parsing.parse(text)
     except (SyntaxError, ValueError) as error:
         line = text.split("\n")[(getattr(error, "lineno", None) or 1) - 1]
         raise RenderError(
