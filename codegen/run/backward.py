@@ -91,10 +91,8 @@ def backward(
             INFO.hits += 1
         run = ready.run if not is_profiled() else in_range(ready.run, "backward", names_of(score, mask))
         try:
-            statistics = ready.statistics(q.device)
-            gradients = run({**tensors, **statistics}, score, mask, lists, transposed)
-            of_sinks = statistics["D_SINKS"].sum((0, 2)) if details.extras.sinks else None
-            return dq, dk, dv, gradients, _of_sinks(bound, of_sinks)
+            gradients, of_sinks = run(tensors, score, mask, lists, transposed)
+            return dq, dk, dv, gradients, None if of_sinks is None else _of_sinks(bound, of_sinks.sum((0, 2)))
         except Unusable as why:
             _refuse(ready, why)
         except NotYet:
@@ -122,8 +120,7 @@ class _Pass(NamedTuple):
     transposed: BlockLists | None
 
     def run(self, ready: TwoPass | Fused) -> None:
-        bound, q = self.bound, self.inputs[0]
-        ready.run({**self.tensors, **ready.statistics(q.device)}, bound.score, bound.mask, bound.lists, self.transposed)
+        ready.run(self.tensors, self.bound.score, self.bound.mask, self.bound.lists, self.transposed)
 
 
 def _new(call: _Pass, meanwhile: bool = False) -> TwoPass | Fused:
@@ -133,7 +130,7 @@ def _new(call: _Pass, meanwhile: bool = False) -> TwoPass | Fused:
         details = details._replace(options=quick(details.options))
     choice, case = choice_of(call.inputs, call.bound.scale, call.keys, lists and lists.blocks, details)
     logs.CHOICE.debug("backward: %s", choice.reasons)
-    return choice.candidate.prepare(case, _sizes(case, call.tensors, call.bound), lists, call.transposed)
+    return choice.candidate.prepare(case, _sizes(case, call.tensors, call.bound), tuple(call.tensors), lists, call.transposed)
 
 
 def _details(bound: Bound, rows: Rows, lse_gradient: bool, wanted: frozenset[int], deterministic: bool) -> Details:

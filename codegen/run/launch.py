@@ -15,7 +15,7 @@ from ..device.arguments import Numbers, plain_values
 from ..device.cuda import DoesNotFit
 from ..device.devices import on
 from ..device.kernel import Kernel, NotYet, kernel_for
-from ..device.tma import descriptor
+from ..device.tma import descriptor, descriptor_at
 from ..device.workers import Job
 from ..mod.tensors import LOWEST, check_address
 from ..plan.tiles import Tile, next_smaller
@@ -39,8 +39,8 @@ class Launch:
     The first launch finds the compiled variant. From then on, if its tensors were 16-byte aligned and its numbers fit into 32 bits, `again`
     is a function that launches it by packing arguments alone:
 
-        again(stream, addresses, tensors, captured)     `tensors` in their order, all 16-byte aligned, their addresses, and `captured` as
-                                                        plain_values gives it. The device is the current one
+        again(stream, addresses, captured)     `addresses` of the tensors in their order, all 16-byte aligned, and `captured` as
+                                               plain_values gives it. The device is the current one
     """
 
     def __init__(self, spec: KernelSpec, numbers: dict[str, int | float], order: tuple[str, ...] | None = None) -> None:
@@ -52,7 +52,7 @@ class Launch:
         self._order, self._numbers, self._repeats = order, numbers, order is not None and plain_values(numbers.values()) is not None
         self._blocks: dict[tuple[int, ...], list] = {}  # of descriptors, by constants
         self._maps: dict[tuple[int, ...], list] = {}  # by addresses
-        self.again: Callable[[int, list, list, list], None] | None = None
+        self.again: Callable[[int, list, list], None] | None = None
         self.waits = True  # for the compiler; else a launch may raise NotYet
 
     def arguments(self, tensors: dict[str, torch.Tensor], captured: Iterable, constants: dict[str, int]) -> list:
@@ -101,25 +101,27 @@ class Launch:
         """Later launches may take the short way."""
         function = getattr(variant, "function", None)
         if function and self._repeats and plain_values((*tensors.values(), *captured)) is not None:
-            self.again = self._repeater(function, (*grid, 1, 1)[:3], constants)  # other threads take the short way at once
+            self.again = self._repeater(function, (*grid, 1, 1)[:3], tensors, constants)  # other threads take the short way at once
 
-    def _repeater(self, function, grid: tuple[int, int, int], constants: dict[str, int]) -> Callable[[int, list, list, list], None]:
+    def _repeater(
+        self, function, grid: tuple[int, int, int], tensors: dict[str, torch.Tensor], constants: dict[str, int]
+    ) -> Callable[[int, list, list], None]:
         """The short way."""
         launch = launcher(self.spec.parameters, self._numbers, self._order, function.launch_plain, grid)
         if not self._descriptors:
-            return launch  # which takes no descriptors from `tensors`
-        described = itemgetter(*(self._order.index(p.of) for p in self._descriptors))
+            return launch
+        described = itemgetter(*(self._order.index(p.of) for p in self._descriptors))  # no kernel has one alone
+        lying = [(t.dtype, t.shape, t.stride(), *p.block(constants)) for p in self._descriptors for t in (tensors[p.of],)]
         maps = self._maps
 
-        def again(stream: int, addresses: list, tensors: list, captured: list) -> None:
+        def again(stream: int, addresses: list, captured: list) -> None:
             key = described(addresses)
             expanded = maps.get(key)
             if expanded is None:
                 if len(maps) >= _MAPS:
                     maps.clear()
-                named = dict(zip(self._order, tensors, strict=False))
-                expanded = maps[key] = function.expanded(self._described_by(named, constants))
-            launch(stream, addresses, expanded, captured)
+                expanded = maps[key] = function.expanded([descriptor_at(at, *how) for at, how in zip(key, lying, strict=True)])
+            launch(stream, addresses, captured, expanded)
 
         return again
 
