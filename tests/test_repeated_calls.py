@@ -21,6 +21,11 @@ from flexpress.packing import packing_of
 from support.fake_hopper import Variant, pass_for_hopper
 
 
+def flat(args: list) -> list:
+    """Arguments with those of descriptors one by one."""
+    return [value for arg in args for value in (arg if isinstance(arg, tuple) else (arg,))]
+
+
 class Recorder(Variant):
     """Keeps the arguments of its launches, descriptors expanded."""
 
@@ -30,10 +35,10 @@ class Recorder(Variant):
 
     def launch(self, grid, args, _) -> None:
         count = sum(isinstance(a, tma.Descriptor) for a in args)
-        self.launches.append(("long", self.plain(*grid), [*self.expanded(args[:count]), *args[count:]]))
+        self.launches.append(("long", self.plain(*grid), flat([*self.expanded(args[:count]), *args[count:]])))
 
     def launch_plain(self, x, y, z, _, args) -> None:
-        self.launches.append(("short", self.plain(x, y, z), list(args)))
+        self.launches.append(("short", self.plain(x, y, z), flat(args)))
 
     @staticmethod
     def plain(x: int, y: int = 1, z: int = 1) -> int | tuple[int, int]:

@@ -12,6 +12,7 @@ import torch
 from .. import logs
 from ..device.devices import architecture_of, backend_of
 from ..device.kernel import NotYet
+from ..device.memory import empty
 from ..device.workers import Job
 from ..mod.nan import are_ordinary
 from ..plan.backward import BackwardCase, backward_geometry, delta_unit, whole_blocks
@@ -64,24 +65,28 @@ def backward(
 
     out, rows   what the forward pass returned      do, dlse   gradients of out and lse; dlse may be None      waits   as for `forward`
     """
-    score, mask, lists = bound.score, bound.mask, bound.lists
-    q, k, v, do = map(with_rows, (bound.q, bound.k, bound.v, do))
-    dq, dk, dv = output_like(q, q.shape[3]), output_like(k, k.shape[3]), output_like(v, v.shape[3])
-    if out.numel() == 0 or v.shape[2] == 0:
+    score, mask, lists, inputs, extras = bound.score, bound.mask, bound.lists, bound.inputs, bound.extras
+    q, k, v, do = bound.q, bound.k, bound.v, with_rows(do)
+    looks = inputs if inputs.alike(q, k, v) else tuple([(t.shape, t.stride(), t.dtype, t.device) for t in (q, k, v)])
+    like = _like.get(looks) or _likeness(looks, q, k, v)
+    if like.copied:
+        q, k, v = map(with_rows, (q, k, v))
+    dq, dk, dv = [new() for new in like.new]
+    if out.numel() == 0 or like.lengths[3] == 0:
         of_sinks = torch.zeros(q.shape[1], device=q.device) if dlse is None else dlse.sum((0, 2))  # each row's weight is its sink's
         return dq.zero_(), dk.zero_(), dv.zero_(), {i: torch.zeros_like(score[1][i]) for i in wanted}, _of_sinks(bound, of_sinks)
 
     transposed = bound.transposed(mask) if bound.transposed else None
-    keys = keys_of(score, mask, (*q.shape[:3], k.shape[2]), lists)
+    keys = keys_of(score, mask, like.lengths, lists)
     details = _details(bound, rows, dlse is not None, wanted, deterministic)
-    layouts = tuple([(t.shape, t.stride(), t.data_ptr() % 16) for t in (q, k, v, do)])
+    layouts = do.shape, do.stride(), q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16, do.data_ptr() % 16
     structures = lists and lists.structure, transposed and transposed.structure
-    kind = (q.device, q.dtype, layouts, out.stride(), bound.scale, details, rows.provisional, _dropout_of(bound), *keys, *structures)
+    kind = (looks, *layouts, out.stride(), bound.scale, details, rows.provisional, _dropout_of(bound), *keys, *structures)
     tensors = {"Q": q, "K": k, "V": v, "O": out, "DO": do, "ROWS": rows.values, "DQ": dq, "DK": dk, "DV": dv}
     if dlse is not None:
         tensors["DLSE"] = dlse.contiguous()
-    if bound.extras:
-        tensors |= bound.extras.named
+    if extras:
+        tensors |= extras.named
     while True:  # until kernels are usable
         ready = _ready.get(kind) or serving(_meanwhile, kind, q.device, bound.options, waits)
         if ready is None:
@@ -101,6 +106,26 @@ def backward(
                 call = _Pass((q, k, v, do), bound, keys, details, tensors, transposed)
                 begin = functools.partial(_begin_all, call, _new(call))
                 _meanwhile[kind] = Meanwhile(_new(call, meanwhile=True), begun_beside(begin), (ready.name, *ready.key))
+
+
+class _Like(NamedTuple):
+    """What follows from how q, k and v lie in memory: lengths (Z, Hq, Q_LEN, KV_LEN), whether rows must be copied to be read, and what
+    makes gradients."""
+
+    lengths: tuple[int, int, int, int]
+    copied: bool
+    new: tuple[Callable[[], torch.Tensor], ...]
+
+
+_like: dict[object, _Like] = Table("gradients like inputs", 1024)
+
+
+def _likeness(looks: object, *tensors: torch.Tensor) -> _Like:
+    read = q, k, _ = tuple(map(with_rows, tensors))
+    copied = any(t is not given for t, given in zip(read, tensors, strict=True))
+    new = [functools.partial(empty, tuple(t.shape), strides_like(t, t.shape[3]), t.dtype, t.device) for t in read]
+    found = _like[looks] = _Like((*q.shape[:3], k.shape[2]), copied, tuple(new))
+    return found
 
 
 def _of_sinks(bound: Bound, found: torch.Tensor | None) -> torch.Tensor | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from operator import itemgetter
 from types import SimpleNamespace
 from typing import NoReturn
 
@@ -22,7 +21,7 @@ from ..plan.tiles import Tile, next_smaller
 from ..text.parameters import launcher, packer
 from ..text.spec import KernelSpec
 
-_MAPS = 64  # kept of a launch: those of a training step's layers
+_MAPS = 256  # kept of each descriptor: those of a training step's layers
 
 
 class Unusable(Exception):
@@ -51,7 +50,6 @@ class Launch:
         self._descriptors = [p for p in spec.parameters if p.is_descriptor]
         self._order, self._numbers, self._repeats = order, numbers, order is not None and plain_values(numbers.values()) is not None
         self._blocks: dict[tuple[int, ...], list] = {}  # of descriptors, by constants
-        self._maps: dict[tuple[int, ...], list] = {}  # by addresses
         self.again: Callable[[int, list, list], None] | None = None
         self.waits = True  # for the compiler; else a launch may raise NotYet
 
@@ -110,17 +108,18 @@ class Launch:
         launch = launcher(self.spec.parameters, self._numbers, self._order, function.launch_plain, grid)
         if not self._descriptors:
             return launch
-        described = itemgetter(*(self._order.index(p.of) for p in self._descriptors))  # no kernel has one alone
-        lying = [(t.dtype, t.shape, t.stride(), *p.block(constants)) for p in self._descriptors for t in (tensors[p.of],)]
-        maps = self._maps
+        lying = [(tensors[p.of].dtype, tensors[p.of].shape, tensors[p.of].stride(), *p.block(constants)) for p in self._descriptors]
+        maps = [(self._order.index(p.of), {}) for p in self._descriptors]  # what a launch takes, by address
 
         def again(stream: int, addresses: list, captured: list) -> None:
-            key = described(addresses)
-            expanded = maps.get(key)
-            if expanded is None:
-                if len(maps) >= _MAPS:
-                    maps.clear()
-                expanded = maps[key] = function.expanded([descriptor_at(at, *how) for at, how in zip(key, lying, strict=True)])
+            expanded = [known.get(addresses[place]) for place, known in maps]
+            if None in expanded:
+                at = [addresses[place] for place, _ in maps]
+                expanded = function.expanded([descriptor_at(address, *how) for address, how in zip(at, lying, strict=True)])
+                for (_, known), address, found in zip(maps, at, expanded, strict=True):
+                    if len(known) >= _MAPS:
+                        known.clear()
+                    known[address] = found
             launch(stream, addresses, captured, expanded)
 
         return again

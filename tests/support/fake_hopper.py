@@ -22,7 +22,7 @@ class Variant:
         self.name, self.local, self.function = name, local, self
 
     def expanded(self, descriptors: list) -> list:
-        return [value for d in descriptors for value in (d.base.address, tuple(d.shape), tuple(d.strides), tuple(d.block_shape))]
+        return [(d.base.address, tuple(d.shape), tuple(d.strides), tuple(d.block_shape)) for d in descriptors]
 
     def launch(self, grid, args, _) -> None:
         """The long way; `args` may hold descriptors."""
