@@ -143,19 +143,16 @@ class _Kernels:
         self.order, self.numbers = (*names, *shapes), sizes.numbers(call, plan, stats_len)
         self.delta = Launch(plan.delta, {**self.numbers, **sizes.strides}, self.order)
         self.walks: tuple[Walk, ...] = ()
+        self.launches: tuple[Launch, ...] = (self.delta,)  # by `run`
 
-    def walk(self, spec: KernelSpec, step: Step | HopperBackwardPlan, lists: BlockLists | None, axis: str) -> Walk:
-        """One of the kernels. Where each head is launched alone, no launch is like the one before."""
+    def add(self, spec: KernelSpec, step: Step | HopperBackwardPlan, lists: BlockLists | None, axis: str) -> None:
+        """One more of the kernels. Where each head is launched alone, no launch is like the one before."""
         (Z, Hq, Q_LEN, KV_LEN), (Zkv, Hkv) = self.sizes.extents, self.sizes.shared
         order = (*self.order, *(lists.tensors(axis) if lists else ()), *dict.fromkeys(c.buffer for c, _ in step.captured))
         numbers = {**self.numbers, **(lists.numbers(axis) if lists else {})}
         launch = Launch(spec, numbers, None if spec.flag.get("SLABS") else order)
-        return Walk(step, launch, axis, *((Zkv * Hkv, KV_LEN) if axis == "q" else (Z * Hq, Q_LEN)))
-
-    @property
-    def launches(self) -> tuple[Launch, ...]:
-        """What `run` launches."""
-        return self.delta, *(walk.launch for walk in self.walks)
+        self.walks += (Walk(step, launch, axis, *((Zkv * Hkv, KV_LEN) if axis == "q" else (Z * Hq, Q_LEN))),)
+        self.launches += (launch,)
 
     def run(
         self, tensors: dict[str, torch.Tensor], score, mask, lists: BlockLists | None, transposed: BlockLists | None
@@ -221,7 +218,8 @@ class TwoPass(_Kernels):
         transposed: BlockLists | None,
     ) -> None:
         super().__init__(plan, call, sizes, names, lists, plan.dkv.tile.BLOCK_M, 1, {})
-        self.walks = self.walk(plan.dkv.spec, plan.dkv, transposed, "q"), self.walk(plan.dq.spec, plan.dq, lists, "kv")
+        self.add(plan.dkv.spec, plan.dkv, transposed, "q")
+        self.add(plan.dq.spec, plan.dq, lists, "kv")
 
     def _launch(self, walk: Walk, lists: BlockLists | None, tensors: dict, captured: list, sums: Sums, device: torch.device) -> None:
         step, heads = walk.step, walk.heads
@@ -256,7 +254,7 @@ class Fused(_Kernels):
         Z, Hq, Q_LEN, _ = sizes.extents
         apart = {"DQ_SUM": (Z, Hq, Q_LEN, call.case.d_qk), "DONE": (2, Z, Hq)}
         super().__init__(plan, call, sizes, ("COUNTER", *names), lists, 1, stats_copies(call.case), apart)
-        self.walks = (self.walk(plan.fused, plan, transposed, "q"),)
+        self.add(plan.fused, plan, transposed, "q")
 
     def run(
         self, tensors: dict[str, torch.Tensor], score, mask, lists: BlockLists | None, transposed: BlockLists | None
