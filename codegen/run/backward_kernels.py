@@ -209,13 +209,7 @@ class TwoPass(_Kernels):
     name = Portable.name
 
     def __init__(
-        self,
-        plan: BackwardPlan,
-        call: Call,
-        sizes: Sizes,
-        names: tuple[str, ...],
-        lists: BlockLists | None,
-        transposed: BlockLists | None,
+        self, plan: BackwardPlan, call: Call, sizes: Sizes, names: tuple[str, ...], lists: BlockLists | None, transposed: BlockLists | None
     ) -> None:
         super().__init__(plan, call, sizes, names, lists, plan.dkv.tile.BLOCK_M, 1, {})
         self.add(plan.dkv.spec, plan.dkv, transposed, "q")

@@ -75,7 +75,7 @@ class CppPass:
     def run(
         self, tensors: dict[str, torch.Tensor], score, mask, lists: BlockLists | None, transposed: BlockLists | None
     ) -> tuple[dict[int, torch.Tensor], None]:
-        """Fill DQ, DK and DV among `tensors`, which have the names of parameters; the gradients of captured tensors. Of sinks it has none."""
+        """Fill DQ, DK and DV among `tensors`, which have the names of parameters. The gradients of captured tensors; none of sinks."""
         (Zkv, Hkv), KV_LEN = self.sizes.shared, self.sizes.extents[3]
         sums = Sums((self.plan,), score, self.sizes.extents, tensors["Q"].device, lists)
         shapes = ((self.parts, Zkv, Hkv, KV_LEN, width) for width in self.padded)
