@@ -3,7 +3,8 @@
     python benchmarks/cold.py --out cold.json
     python benchmarks/cold.py --out cold.json --part first --waits 0 --runs 1
 
-Every run is a process of its own, with torch imported and the GPU initialised before the clock starts, for FLEXPRESS_WAIT=1 and =0.
+Every run is a process of its own, with torch imported and the GPU initialised before the clock starts, for FLEXPRESS_WAIT=1 and =0. Torch
+itself imports more at the first torch.autograd.grad of a process: that is done before, too, and `torch_backward_s` says how long it took.
 
 first       ALiBi and causal: the block mask, the first forward, the first backward; then training steps, one after another, until explain()
             says that nothing is being compiled and a few more were made
@@ -64,6 +65,14 @@ def ready(length: int) -> tuple[str, Callable[[], list[torch.Tensor]]]:
     return device, inputs
 
 
+def torch_backward(device: str) -> float:
+    """Return the seconds of this process's first torch.autograd.grad, which imports torch.fx and sympy to compare shapes."""
+    x = torch.ones(8, device=device, requires_grad=True)
+    clock = Clock()
+    torch.autograd.grad(2 * x, x, torch.ones_like(x))
+    return clock.seconds()
+
+
 class Clock:
     """Seconds since it was made, once the device has finished."""
 
@@ -84,7 +93,7 @@ def first(length: int) -> Row:
     import flexpress
     from flexpress.mods import causal
 
-    row: Row = {"import_s": imported.seconds()}
+    row: Row = {"import_s": imported.seconds(), "torch_backward_s": torch_backward(device)}
     mod = score_mods(q.shape[1], device)[0]
     whole, part = Clock(), Clock()
     mask = flexpress.create_block_mask(causal, None, None, length, length, device)
@@ -146,9 +155,10 @@ def eight(length: int) -> Row:
     def awaited() -> bool:
         return any("being compiled" in flexpress.explain(q, k, v, mod, mask_mod=causal) for (q, k, v, _), mod in calls)
 
+    row: Row = {"torch_backward_s": torch_backward(device)}
     whole = Clock()
     in_threads(step, calls)
-    row: Row = {"all_s": whole.seconds()}
+    row["all_s"] = whole.seconds()
     while awaited() and whole.seconds() < PATIENCE:
         time.sleep(0.05)
     return row | {"in_place_s": None if awaited() else whole.seconds()}
@@ -202,7 +212,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps([{"first": first, "eight": eight, "precompile": precompile}[args.child](args.length)]))
         return 0
     head, rows = common.header(args.commit), []
-    keys = ("part", "waits", "run", "mask_s", "forward_s", "backward_s", "all_s", "in_place_s", "steps", "step_ms", "longest_ms", "error")
+    keys = ("part", "waits", "run", "torch_backward_s", "mask_s", "forward_s", "backward_s", "all_s", "in_place_s")
+    keys += "steps", "step_ms", "longest_ms", "error"
     for row in measure_all(args):
         rows.append(row)
         common.write_results(args.out, head, rows)

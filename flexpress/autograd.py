@@ -16,6 +16,7 @@ from .codegen.run.call import Bound, ExtraInputs, Rows
 from .codegen.run.captured import apart
 from .codegen.run.forward import forward
 
+_NONE: frozenset[int] = frozenset()
 ONCE = (
     "flex_attention is differentiable once where torch records it as an operator (torch.compile, dispatch modes), with context=, and with "
     "sinks or dropout: these gradients have no derivative. Call it outside or without them, or detach the gradient"
@@ -55,7 +56,7 @@ class _Attention(torch.autograd.Function):
         # tensors are saved by autograd, which notices if they are overwritten before the backward pass
         score = score and (score[0], score[1][len(captured) :])
         mask = mask and (mask[0], mask[1][len(mask_tensors) :])
-        ctx.bound = Bound(None, None, None, inputs, scale, score, mask, lists, transposed, options)
+        ctx.kept = inputs, scale, score, mask, lists, transposed, options
         ctx.deterministic, ctx.raw, ctx.provisional, ctx.count = deterministic, rows.raw, rows.provisional, len(captured)
         ctx.count_all = len(captured) + len(mask_tensors)
         ctx.save_for_backward(q, k, v, out, rows.values, sinks, seed, *captured, *mask_tensors, *places)
@@ -75,29 +76,27 @@ class _Attention(torch.autograd.Function):
                 check_values("the backward pass of flex_attention")
         q, k, v, out, values, sinks, seed, *others = ctx.saved_tensors
         captured, mask_tensors, places = others[: ctx.count], others[ctx.count : ctx.count_all], others[ctx.count_all :]
-        score, mask = ctx.bound.score, ctx.bound.mask
-        bound = ctx.bound._replace(
-            q=q, k=k, v=v, score=score and (score[0], [*captured, *score[1]]), mask=mask and (mask[0], [*mask_tensors, *mask[1]])
-        )
-        if ctx.extras is None and (transformed or torch.is_grad_enabled()):
+        inputs, scale, score, mask, lists, transposed_lists, options = ctx.kept
+        score, mask = score and (score[0], [*captured, *score[1]]), mask and (mask[0], [*mask_tensors, *mask[1]])
+        makes_graph, extras = torch.is_grad_enabled(), ctx.extras
+        if extras is not None:
+            extras = extras._replace(sinks=sinks if ctx.needs_input_grad[6] else None, seed=seed, places=tuple(places))
+        bound = Bound(q, k, v, inputs, scale, score, mask, lists, transposed_lists, options, extras)
+        if extras is None and (transformed or makes_graph):
             return None, None, None, *_differentiable(ctx, bound, (d_out, d_lse, out.detach(), values), mask_tensors)
         if transformed:
             refuse_extras(sinks, seed)
-        extras = ctx.extras and ctx.extras._replace(sinks=sinks if ctx.needs_input_grad[6] else None, seed=seed, places=tuple(places))
-        bound = bound._replace(extras=extras)
-        d_out, d_lse = (g if g is None else dense("gradient of flex_attention's output", g) for g in (d_out, d_lse))
-        d_out = torch.zeros_like(out) if d_out is None else d_out
-        with torch.no_grad():
-            rows = Rows(values, ctx.raw, ctx.provisional)
-            deterministic = ctx.deterministic
-            *gradients, of_captured, of_sinks = backward(
-                bound, out, rows, d_out, d_lse, wanted=_wanted(ctx), deterministic=deterministic, waits=deterministic
-            )
-        found = [
-            *(g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad[3:6], strict=True)),
-            of_sinks,
-            *(of_captured.get(i) for i in range(ctx.count)),
-        ]
+        d_out = torch.zeros_like(out) if d_out is None else dense("gradient of flex_attention's output", d_out)
+        d_lse = None if d_lse is None else dense("gradient of flex_attention's lse", d_lse)
+        run = torch.no_grad()(backward) if makes_graph else backward
+        rows, deterministic = Rows(values, ctx.raw, ctx.provisional), ctx.deterministic
+        dq, dk, dv, of_captured, of_sinks = run(
+            bound, out, rows, d_out, d_lse, wanted=_wanted(ctx), deterministic=deterministic, waits=deterministic
+        )
+        of_q, of_k, of_v = ctx.needs_input_grad[3:6]
+        found = [dq if of_q else None, dk if of_k else None, dv if of_v else None, of_sinks]
+        if captured:
+            found += [of_captured.get(i) for i in range(ctx.count)]
         return None, None, None, *once(found, (q, k, v, sinks, *captured))
 
 
@@ -117,7 +116,9 @@ def _differentiable(ctx, bound: Bound, given: tuple, mask_tensors: list[torch.Te
 
 def _wanted(ctx) -> frozenset[int]:
     """Which captured tensors want a gradient."""
-    return frozenset(i for i, needed in enumerate(ctx.needs_input_grad[7:]) if needed)
+    if len(ctx.needs_input_grad) == 7:
+        return _NONE
+    return frozenset([i for i, needed in enumerate(ctx.needs_input_grad[7:]) if needed])
 
 
 def once(gradients: list[torch.Tensor | None], inputs: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor | None]:

@@ -14,7 +14,7 @@ from flexpress.programs import on_device
 
 from .codegen.mod.expr import ModGraph
 from .codegen.mod.folded import folded_graph
-from .codegen.mod.tensors import read_captured, readable
+from .codegen.mod.tensors import looks_ordinary, read_captured, readable
 from .codegen.plan.forward import Options
 from .codegen.run.block_lists import BlockLists
 from .codegen.run.call import Bound, Inputs
@@ -24,6 +24,8 @@ from .codegen.run.tangent import Direction
 
 def dense(name: str, gradient: torch.Tensor) -> torch.Tensor:
     """A gradient or a tangent that torch hands over, as ordinary memory."""
+    if looks_ordinary(gradient):
+        return gradient
     return readable(name, gradient if gradient.layout is torch.strided else gradient.to_dense())
 
 

@@ -906,6 +906,20 @@ LAUNCHES = [
         "two tiles share one binary",
     ),
     Mutant(
+        "codegen/run/workspace.py",
+        "[start + offset for offset in self._offsets]",
+        "[start for _ in self._offsets]",
+        named("repeated_calls", "a_backward_pass"),
+        "what a repeated backward pass keeps for its length lies in one place",
+    ),
+    Mutant(
+        "codegen/run/backward_kernels.py",
+        "[*addresses, *tables, *[t.data_ptr() for t in buffers.values()]]",
+        "[*addresses, *[t.data_ptr() for t in buffers.values()], *tables]",
+        named("repeated_calls", "a_backward_pass"),
+        "a repeated backward pass takes buffers for block lists",
+    ),
+    Mutant(
         "codegen/run/backward.py",
         "layouts, out.stride(), bound.scale, details,",
         "layouts, out.stride(), details,",

@@ -18,12 +18,12 @@ from triton.backends.compiler import GPUTarget
 
 from flexpress import create_block_mask, explain, flex_attention, precompile
 from flexpress.codegen import registry
-from flexpress.codegen.device import binary, cache, compiler, kernel, stages, workers
+from flexpress.codegen.device import binary, cache, compiler, cpp_compiler, kernel, stages, workers
 from flexpress.codegen.plan.forward import Options
-from flexpress.codegen.run import forward, forward_kernels, meanwhile
+from flexpress.codegen.run import block_grid, forward, forward_kernels, meanwhile, status_lists
 from flexpress.codegen.run.preview import compilation
 from flexpress.codegen.text.render import render
-from flexpress.mods import alibi, alibi_slopes, causal
+from flexpress.mods import alibi, alibi_slopes, causal, sliding_window
 from flexpress.recipes import make
 from support.dense import dense_attention, relative_error
 from support.fake_hopper import Variant, pass_for_hopper
@@ -316,6 +316,29 @@ def test_with_cores_to_spare_a_call_compiles_nothing_here(hopper, monkeypatch):
     monkeypatch.setattr(binary, "obtain", None)
     flex_attention(*problem(grad=False))
     assert hopper == ["forward"] and sorted(begun) == ["forward", "hopper_forward"]
+
+
+def test_a_masks_second_kernel_is_compiled_beside_the_first(hopper, monkeypatch):
+    """And is waited for. That of the next mask is there."""
+    for module in (block_grid, status_lists):
+        monkeypatch.setattr(module, "backend_of", lambda _: "cuda")
+    monkeypatch.setattr(cpp_compiler, "refusal", lambda: "a GPU's masks are asked for")
+    obtain, obtained = binary.obtain, []
+
+    def obtained_now(name, *rest):
+        jobs = [job.request.path for job in (*workers.POOL.running.values(), *workers.POOL.waiting)]
+        obtained.append((name.split("_")[1], ["block_lists" in path for path in jobs]))
+        return obtain(name, *rest)
+
+    monkeypatch.setattr(binary, "obtain", obtained_now)
+    create_block_mask(causal, None, None, 1000, 1000, "cpu")
+    create_block_mask(sliding_window(30), None, None, 1000, 1000, "cpu")
+    assert obtained == [("status", [True]), ("status", [])]
+    assert [name.split("_")[1] for name in hopper] == ["status", "lists"] * 2
+    monkeypatch.setitem(workers.SETTING, "waits", True)
+    registry.clear()
+    create_block_mask(causal, None, None, 1000, 1000, "cpu")
+    assert obtained[2:] == [("status", []), ("lists", [])]
 
 
 def test_a_tensor_that_lies_elsewhere_has_kernels_of_its_own(soon):

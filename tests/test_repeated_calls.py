@@ -21,6 +21,11 @@ from flexpress.packing import packing_of
 from support.fake_hopper import Variant, pass_for_hopper
 
 
+def flat(args: list) -> list:
+    """Arguments with those of descriptors one by one."""
+    return [value for arg in args for value in (arg if isinstance(arg, tuple) else (arg,))]
+
+
 class Recorder(Variant):
     """Keeps the arguments of its launches, descriptors expanded."""
 
@@ -30,10 +35,10 @@ class Recorder(Variant):
 
     def launch(self, grid, args, _) -> None:
         count = sum(isinstance(a, tma.Descriptor) for a in args)
-        self.launches.append(("long", self.plain(*grid), [*self.expanded(args[:count]), *args[count:]]))
+        self.launches.append(("long", self.plain(*grid), flat([*self.expanded(args[:count]), *args[count:]])))
 
     def launch_plain(self, x, y, z, _, args) -> None:
-        self.launches.append(("short", self.plain(x, y, z), list(args)))
+        self.launches.append(("short", self.plain(x, y, z), flat(args)))
 
     @staticmethod
     def plain(x: int, y: int = 1, z: int = 1) -> int | tuple[int, int]:
@@ -121,6 +126,49 @@ def test_packed_sequences_have_the_same_arguments(backend, D, launches):
     at = second.index(lists.kv_num_blocks.data_ptr())
     assert second[at - 4 : at] == [ranges, *out.stride()[:3]] if hopper else second[at - 1] == ranges
     assert second[at + 4] == lists.starts.data_ptr()
+
+
+LEARNED = torch.rand(4, requires_grad=True)
+BACKWARD = {  # how many launches a forward and a backward pass take, and arguments
+    "fused": (3, {"mask": mods.causal}),
+    "fused, learned": (3, {"score_mod": mods.alibi(LEARNED), "mask": mods.causal}),
+    "fused, gradient of lse": (3, {"mask": mods.sliding_window(30), "return_lse": True}),
+    "fused, head dims 192 and 128": (3, {"D": 192, "D_V": 128}),
+    "fused, sinks and dropout": (3, {"sinks": torch.rand(4, requires_grad=True), "dropout_p": 0.5, "dropout_seed": torch.tensor([3])}),
+    "portable": (4, {"mask": mods.causal, "kernel_options": {"BACKEND": "TRITON"}}),
+    "portable, no TMA, learned": (4, {"score_mod": mods.alibi(LEARNED), "kernel_options": {"BACKEND": "TRITON", "USE_TMA": False}}),
+    "portable, float32": (4, {"dtype": torch.float32, "mask": mods.causal}),
+}
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+def test_a_backward_pass_has_the_same_arguments(name, launches):
+    """But for addresses of what each pass allocates, of which all kernels of a pass get the same."""
+    count, case = BACKWARD[name][0], dict(BACKWARD[name][1])
+    inputs = [t.requires_grad_() for t in tensors(**{name: case.pop(name) for name in ("dtype", "D", "D_V") if name in case})]
+    mask = case.pop("mask", None)
+    if mask is not None:
+        case["block_mask"] = create_block_mask(mask, None, None, 200, 200, "cpu")
+    wanted = [*inputs, *([LEARNED] if "learned" in name else []), *([case["sinks"]] if "sinks" in case else [])]
+    passes, kept = [], []
+    for _ in range(3):
+        launches.clear()
+        found = flex_attention(*inputs, enable_gqa=True, **case)
+        found = found if isinstance(found, tuple) else (found,)
+        gradients = torch.autograd.grad(found, wanted, [torch.ones_like(t) for t in found])
+        kept.append((found, gradients))  # so that nobody gets their memory
+        passes.append(list(launches))
+    assert [[way for way, *_ in made] for made in passes] == [["long"] * count, ["short"] * count, ["short"] * count]
+    theirs = {t.data_ptr() for t in inputs}
+    for made, (_, gradients) in zip(passes[1:], kept[1:], strict=True):
+        known, back = {}, {}
+        for (_, grid, first), (_, other_grid, second) in zip(passes[0], made, strict=True):
+            assert grid == other_grid and len(first) == len(second)
+            for a, b in zip(first, second, strict=True):
+                assert a == b or (a % 16 == b % 16 == 0 and min(a, b) > 1 << 30 and a not in theirs)
+                assert known.setdefault(a, b) == b and back.setdefault(b, a) == a
+        last = {value for _, _, args in made[1:] for value in args if type(value) is int}
+        assert {t.data_ptr() for t in gradients[:3]} <= last
 
 
 CACHED = {"check": False}

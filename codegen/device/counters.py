@@ -49,19 +49,27 @@ def counter(device: torch.device, stream: int) -> torch.Tensor:
     return found
 
 
-@contextlib.contextmanager
-def held_counter(device: torch.device, stream: int) -> Iterator[torch.Tensor]:
+class held_counter:  # noqa: N801  # a context manager, without a generator's time
     """`counter` for kernels of which one leaves word for the next: no other thread gets it in between, and nobody if they fail."""
-    if stream and torch.cuda.is_current_stream_capturing():
-        yield _zeros(device)
-        return
-    held = _counters.pop((device, stream), None)
-    kept = held is not None or may_keep(stream)
-    if held is None:
-        held = _zeros(device)
-    yield held
-    if kept:
-        _counters[device, stream] = held
+
+    __slots__ = ("_key", "_kept", "_held")
+
+    def __init__(self, device: torch.device, stream: int) -> None:
+        self._key = device, stream
+
+    def __enter__(self) -> torch.Tensor:
+        device, stream = self._key
+        if stream and torch.cuda.is_current_stream_capturing():
+            self._kept, self._held = False, _zeros(device)
+            return self._held
+        held = _counters.pop(self._key, None)
+        self._kept = held is not None or may_keep(stream)
+        self._held = _zeros(device) if held is None else held
+        return self._held
+
+    def __exit__(self, failed: object, *_: object) -> None:
+        if self._kept and failed is None:
+            _counters[self._key] = self._held
 
 
 def _zeros(device: torch.device) -> torch.Tensor:

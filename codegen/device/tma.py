@@ -22,12 +22,12 @@ def descriptor(tensor: torch.Tensor, rows: int, columns: int | None = None):
     address = tensor.data_ptr()
     if address < LOWEST:
         check_address(tensor)
-    return _known(address, tensor.dtype, tensor.shape, tensor.stride(), rows, columns)
+    return descriptor_at(address, tensor.dtype, tensor.shape, tensor.stride(), rows, columns)
 
 
 @remembered("descriptors", 1024)
-def _known(address: int, dtype: torch.dtype, shape: tuple, strides: tuple, rows: int, columns: int):
-    """Descriptors are made once for an address and a layout; they keep no tensor alive."""
+def descriptor_at(address: int, dtype: torch.dtype, shape: tuple, strides: tuple, rows: int, columns: int):
+    """The same of memory at an address: made once for that and a layout, and keeps no tensor alive."""
     return _describe(_Memory(address, dtype), shape, strides, rows, columns)
 
 

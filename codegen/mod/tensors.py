@@ -265,8 +265,8 @@ def _ordinary_keys(device: torch.device) -> frozenset[int]:
     return frozenset(found)
 
 
-def _looks_ordinary(tensor: torch.Tensor) -> bool:
-    """The quick look at a tensor."""
+def looks_ordinary(tensor: torch.Tensor) -> bool:
+    """Is a tensor ordinary memory, as far as a quick look shows?"""
     try:
         return (
             tensor.__class__ in ORDINARY
@@ -281,7 +281,7 @@ def _looks_ordinary(tensor: torch.Tensor) -> bool:
 
 def check_memory(name: str, tensor: torch.Tensor) -> None:
     """`check_kind`, for a tensor that cannot be copied because it is written, or large: its memory must hold its values."""
-    if _looks_ordinary(tensor):
+    if looks_ordinary(tensor):
         return
     check_kind(name, tensor)
     if tensor.is_neg():
@@ -298,7 +298,7 @@ def read_captured(bound: tuple, device: torch.device, where: str) -> None:
     graph, values = bound
     for i, capture in enumerate(graph.tensors):
         tensor = values[i]
-        try:  # as _looks_ordinary does, without its call
+        try:  # as looks_ordinary does, without its call
             if (
                 tensor.device == device
                 and tensor.__class__ in ORDINARY

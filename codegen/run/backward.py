@@ -12,6 +12,7 @@ import torch
 from .. import logs
 from ..device.devices import architecture_of, backend_of
 from ..device.kernel import NotYet
+from ..device.memory import empty
 from ..device.workers import Job
 from ..mod.nan import are_ordinary
 from ..plan.backward import BackwardCase, backward_geometry, delta_unit, whole_blocks
@@ -64,24 +65,28 @@ def backward(
 
     out, rows   what the forward pass returned      do, dlse   gradients of out and lse; dlse may be None      waits   as for `forward`
     """
-    score, mask, lists = bound.score, bound.mask, bound.lists
-    q, k, v, do = map(with_rows, (bound.q, bound.k, bound.v, do))
-    dq, dk, dv = output_like(q, q.shape[3]), output_like(k, k.shape[3]), output_like(v, v.shape[3])
-    if out.numel() == 0 or v.shape[2] == 0:
+    score, mask, lists, inputs, extras = bound.score, bound.mask, bound.lists, bound.inputs, bound.extras
+    q, k, v, do = bound.q, bound.k, bound.v, with_rows(do)
+    looks = inputs if inputs.alike(q, k, v) else tuple([(t.shape, t.stride(), t.dtype, t.device) for t in (q, k, v)])
+    like = _like.get(looks) or _likeness(looks, q, k, v)
+    if like.copied:
+        q, k, v = map(with_rows, (q, k, v))
+    dq, dk, dv = [new() for new in like.new]
+    if out.numel() == 0 or like.lengths[3] == 0:
         of_sinks = torch.zeros(q.shape[1], device=q.device) if dlse is None else dlse.sum((0, 2))  # each row's weight is its sink's
         return dq.zero_(), dk.zero_(), dv.zero_(), {i: torch.zeros_like(score[1][i]) for i in wanted}, _of_sinks(bound, of_sinks)
 
     transposed = bound.transposed(mask) if bound.transposed else None
-    keys = keys_of(score, mask, (*q.shape[:3], k.shape[2]), lists)
+    keys = keys_of(score, mask, like.lengths, lists)
     details = _details(bound, rows, dlse is not None, wanted, deterministic)
-    layouts = tuple([(t.shape, t.stride(), t.data_ptr() % 16) for t in (q, k, v, do)])
+    layouts = do.shape, do.stride(), q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16, do.data_ptr() % 16
     structures = lists and lists.structure, transposed and transposed.structure
-    kind = (q.device, q.dtype, layouts, out.stride(), bound.scale, details, rows.provisional, _dropout_of(bound), *keys, *structures)
+    kind = (looks, *layouts, out.stride(), bound.scale, details, rows.provisional, _dropout_of(bound), *keys, *structures)
     tensors = {"Q": q, "K": k, "V": v, "O": out, "DO": do, "ROWS": rows.values, "DQ": dq, "DK": dk, "DV": dv}
     if dlse is not None:
         tensors["DLSE"] = dlse.contiguous()
-    if bound.extras:
-        tensors |= bound.extras.named
+    if extras:
+        tensors |= extras.named
     while True:  # until kernels are usable
         ready = _ready.get(kind) or serving(_meanwhile, kind, q.device, bound.options, waits)
         if ready is None:
@@ -91,10 +96,8 @@ def backward(
             INFO.hits += 1
         run = ready.run if not is_profiled() else in_range(ready.run, "backward", names_of(score, mask))
         try:
-            statistics = ready.statistics(q.device)
-            gradients = run({**tensors, **statistics}, score, mask, lists, transposed)
-            of_sinks = statistics["D_SINKS"].sum((0, 2)) if details.extras.sinks else None
-            return dq, dk, dv, gradients, _of_sinks(bound, of_sinks)
+            gradients, of_sinks = run(tensors, score, mask, lists, transposed)
+            return dq, dk, dv, gradients, None if of_sinks is None else _of_sinks(bound, of_sinks.sum((0, 2)))
         except Unusable as why:
             _refuse(ready, why)
         except NotYet:
@@ -103,6 +106,26 @@ def backward(
                 call = _Pass((q, k, v, do), bound, keys, details, tensors, transposed)
                 begin = functools.partial(_begin_all, call, _new(call))
                 _meanwhile[kind] = Meanwhile(_new(call, meanwhile=True), begun_beside(begin), (ready.name, *ready.key))
+
+
+class _Like(NamedTuple):
+    """What follows from how q, k and v lie in memory: lengths (Z, Hq, Q_LEN, KV_LEN), whether rows must be copied to be read, and what
+    makes gradients."""
+
+    lengths: tuple[int, int, int, int]
+    copied: bool
+    new: tuple[Callable[[], torch.Tensor], ...]
+
+
+_like: dict[object, _Like] = Table("gradients like inputs", 1024)
+
+
+def _likeness(looks: object, *tensors: torch.Tensor) -> _Like:
+    read = q, k, _ = tuple(map(with_rows, tensors))
+    copied = any(t is not given for t, given in zip(read, tensors, strict=True))
+    new = [functools.partial(empty, tuple(t.shape), strides_like(t, t.shape[3]), t.dtype, t.device) for t in read]
+    found = _like[looks] = _Like((*q.shape[:3], k.shape[2]), copied, tuple(new))
+    return found
 
 
 def _of_sinks(bound: Bound, found: torch.Tensor | None) -> torch.Tensor | None:
@@ -122,8 +145,7 @@ class _Pass(NamedTuple):
     transposed: BlockLists | None
 
     def run(self, ready: TwoPass | Fused) -> None:
-        bound, q = self.bound, self.inputs[0]
-        ready.run({**self.tensors, **ready.statistics(q.device)}, bound.score, bound.mask, bound.lists, self.transposed)
+        ready.run(self.tensors, self.bound.score, self.bound.mask, self.bound.lists, self.transposed)
 
 
 def _new(call: _Pass, meanwhile: bool = False) -> TwoPass | Fused:
@@ -133,7 +155,7 @@ def _new(call: _Pass, meanwhile: bool = False) -> TwoPass | Fused:
         details = details._replace(options=quick(details.options))
     choice, case = choice_of(call.inputs, call.bound.scale, call.keys, lists and lists.blocks, details)
     logs.CHOICE.debug("backward: %s", choice.reasons)
-    return choice.candidate.prepare(case, _sizes(case, call.tensors, call.bound), lists, call.transposed)
+    return choice.candidate.prepare(case, _sizes(case, call.tensors, call.bound), tuple(call.tensors), lists, call.transposed)
 
 
 def _details(bound: Bound, rows: Rows, lse_gradient: bool, wanted: frozenset[int], deterministic: bool) -> Details:

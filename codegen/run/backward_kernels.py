@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import NamedTuple
 
 import torch
 
+from ..device.arguments import plain_values
 from ..device.counters import held_counter
 from ..device.devices import multiprocessors, on
-from ..device.memory import contiguous
 from ..plan.backward import STATS_ALIGNMENT, BackwardCase, BackwardGeometry, BackwardPlan, Step, delta_rows, plan_backward, stats_copies
 from ..plan.extras import dropout_numbers
 from ..plan.forward import Mod, scales
@@ -19,10 +18,12 @@ from ..plan.hopper_forward import heads_per_group
 from ..plan.tiles import Tile
 from ..registry import Table
 from ..text.mod_text import mod_values
+from ..text.spec import KernelSpec
 from .block_lists import BlockLists, tiles_of
 from .captured import Sums
 from .forward_kernels import planned
-from .launch import Launch, launch_fitting
+from .launch import Launch, addresses_of, launch_fitting
+from .workspace import Workspace
 
 _plans: dict[tuple, BackwardPlan | HopperBackwardPlan] = Table("backward plans", 1024)
 
@@ -51,8 +52,8 @@ class Portable:
     def plan(self, call: Call) -> BackwardPlan:
         return plan_backward(call.case, call.backend, call.arch, call.score, call.mask)
 
-    def prepare(self, call: Call, sizes: Sizes, lists: BlockLists | None, transposed: BlockLists | None) -> TwoPass:
-        return TwoPass(planned(_plans, self, call), call, sizes, lists, transposed)
+    def prepare(self, call: Call, sizes: Sizes, names: tuple[str, ...], lists: BlockLists | None, transposed: BlockLists | None) -> TwoPass:
+        return TwoPass(planned(_plans, self, call), call, sizes, names, lists, transposed)
 
 
 class Hopper:
@@ -69,8 +70,8 @@ class Hopper:
     def plan(self, call: Call) -> HopperBackwardPlan:
         return plan_hopper_backward(call.case, call.score, call.mask)
 
-    def prepare(self, call: Call, sizes: Sizes, lists: BlockLists | None, transposed: BlockLists | None) -> Fused:
-        return Fused(planned(_plans, self, call), call, sizes, lists, transposed)
+    def prepare(self, call: Call, sizes: Sizes, names: tuple[str, ...], lists: BlockLists | None, transposed: BlockLists | None) -> Fused:
+        return Fused(planned(_plans, self, call), call, sizes, names, lists, transposed)
 
 
 class Sizes(NamedTuple):
@@ -96,38 +97,110 @@ class Sizes(NamedTuple):
         }
 
 
+class Walk(NamedTuple):
+    """A kernel that walks block lists: of queries ("q") for tiles of keys, or the other way round ("kv").
+
+    step     its tile, its mods and what it gathers      heads, length      of what its tiles are made of
+    """
+
+    step: Step | HopperBackwardPlan
+    launch: Launch
+    axis: str
+    heads: int
+    length: int
+
+    def tiles(self, lists: BlockLists | None) -> int:
+        """Of a head, with the step's tile."""
+        tile = self.step.tile
+        if self.axis == "q":
+            return tiles_of(self.length, tile.BLOCK_N, lists, "kv_block")
+        return tiles_of(self.length, tile.BLOCK_M, lists, "q_block")
+
+
 class _Kernels:
-    """The kernels of one pass in calls of a kind: all is decided but addresses and what mods capture."""
+    """The kernels of one pass in calls of a kind: all is decided but addresses and what mods capture.
 
-    def __init__(self, plan, call: Call, sizes: Sizes, lists: BlockLists | None, walked: int, copies: int) -> None:
-        Q_LEN = sizes.extents[2]
+    names   of the tensors that `run` gets, in their order
+    """
+
+    halves = 1  # of a tile, which sum the gradients of captured tensors apart
+
+    def __init__(
+        self, plan, call: Call, sizes: Sizes, names: tuple[str, ...], lists: BlockLists | None, walked: int, copies: int, apart: dict
+    ) -> None:
+        (Z, Hq, Q_LEN, _), sinks = sizes.extents, call.case.extras.sinks
         whole = math.lcm(STATS_ALIGNMENT, lists.q_block if lists else walked)  # backward_dkv walks whole query blocks
-        self.stats_len = -(-Q_LEN // whole) * whole
+        stats_len = -(-Q_LEN // whole) * whole
         if lists and lists.starts is not None:
-            self.stats_len += whole  # the last block may begin anywhere
-        self.plan, self.sizes, self.copies, self.waits = plan, sizes, copies, True
-        self.key, self.sinks = call.key, bool(call.case.extras.sinks)
-        self.numbers = sizes.numbers(call, plan, self.stats_len)
-        self.delta = Launch(plan.delta, {**self.numbers, **sizes.strides})
+            stats_len += whole  # the last block may begin anywhere
+        self.plan, self.sizes, self.key, self.sinks, self.waits = plan, sizes, call.key, bool(sinks), True
         self.delta_rows = delta_rows(call.case.d_v)
+        self.delta_grid = (Z * Hq * stats_len // self.delta_rows,)
+        shapes = {"TOPS": (Z, Hq, 2 * copies, stats_len), "DELTA": (Z, Hq, copies, stats_len), **apart}
+        if sinks:
+            shapes["D_SINKS"] = Z, Hq, stats_len // self.delta_rows
+        self.workspace = Workspace(shapes, ("DONE",))
+        self.order, self.numbers = (*names, *shapes), sizes.numbers(call, plan, stats_len)
+        self.delta = Launch(plan.delta, {**self.numbers, **sizes.strides}, self.order)
+        self.walks: tuple[Walk, ...] = ()
+        self.launches: tuple[Launch, ...] = (self.delta,)  # by `run`
 
-    def statistics(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """Memory for what backward_delta leaves."""
-        Z, Hq = self.sizes.extents[:2]
-        found = {
-            "TOPS": contiguous((Z, Hq, 2 * self.copies, self.stats_len), torch.float32, device),
-            "DELTA": contiguous((Z, Hq, self.copies, self.stats_len), torch.float32, device),
-        }
-        if self.sinks:
-            found["D_SINKS"] = contiguous((Z, Hq, self.stats_len // self.delta_rows), torch.float32, device)
-        return found
+    def add(self, spec: KernelSpec, step: Step | HopperBackwardPlan, lists: BlockLists | None, axis: str) -> None:
+        """One more of the kernels. Where each head is launched alone, no launch is like the one before."""
+        (Z, Hq, Q_LEN, KV_LEN), (Zkv, Hkv) = self.sizes.extents, self.sizes.shared
+        order = (*self.order, *(lists.tensors(axis) if lists else ()), *dict.fromkeys(c.buffer for c, _ in step.captured))
+        numbers = {**self.numbers, **(lists.numbers(axis) if lists else {})}
+        launch = Launch(spec, numbers, None if spec.flag.get("SLABS") else order)
+        self.walks += (Walk(step, launch, axis, *((Zkv * Hkv, KV_LEN) if axis == "q" else (Z * Hq, Q_LEN))),)
+        self.launches += (launch,)
 
-    def describe_rows(self, tensors: dict[str, torch.Tensor]) -> None:
-        """The rows' maxima, shares and delta, and for the fused kernel what it counts on."""
-        Z, Hq = self.sizes.extents[:2]
-        grid = (Z * Hq * self.stats_len // self.delta_rows,)
+    def run(
+        self, tensors: dict[str, torch.Tensor], score, mask, lists: BlockLists | None, transposed: BlockLists | None
+    ) -> tuple[dict[int, torch.Tensor], torch.Tensor | None]:
+        """Fill DQ, DK and DV among `tensors`. The gradients of captured tensors, and of sinks (Z, Hq, n), in n parts. Raises Unusable."""
+        device = tensors["Q"].device
+        memory = self.workspace.new(device)
+        sums = Sums(tuple([walk.step for walk in self.walks]), score, self.sizes.extents, device, lists)
+        found = [
+            (walk, mod_values(walk.step, score and score[1], mask and mask[1]), transposed if walk.axis == "q" else lists)
+            for walk in self.walks
+        ]
+        if not self._again([*tensors.values()], memory, found, sums, device):
+            self._first({**tensors, **self.workspace.tensors(memory)}, found, sums, device)
+        return sums.gradients(), self.workspace.tensor(memory, "D_SINKS") if self.sinks else None
+
+    def _again(self, tensors: list[torch.Tensor], memory: torch.Tensor, found: list[tuple], sums: Sums, device: torch.device) -> bool:
+        """The short way. False if it does not serve these tensors and numbers."""
+        if not all([launch.again for launch in self.launches]):
+            return False
+        addresses, calls = addresses_of(tensors), []
+        if addresses is None:
+            return False
+        addresses += self.workspace.addresses(memory)
+        for walk, captured, lists in found:
+            plain, tables = plain_values(captured), lists.addresses if lists else ()
+            if plain is None or tables is None:
+                return False
+            buffers = sums.tensors(walk.step, self.halves * walk.tiles(lists)) if walk.step.captured else {}
+            calls.append((walk.launch.again, [*addresses, *tables, *[t.data_ptr() for t in buffers.values()]], plain))
+        with on(device):
+            stream = torch._C._cuda_getCurrentRawStream(device.index)
+            self.delta.again(stream, addresses, [])
+            for again, given, plain in calls:
+                again(stream, given, plain)
+        return True
+
+    def _first(self, tensors: dict[str, torch.Tensor], found: list[tuple], sums: Sums, device: torch.device) -> None:
+        """The long way."""
         self.delta.waits = self.waits
-        self.delta.with_constants((self.delta_rows,), tensors, [], grid, tensors["Q"].device)
+        self.delta.with_constants((self.delta_rows,), tensors, [], self.delta_grid, device)
+        for walk, captured, lists in found:
+            walk.launch.waits = self.waits
+            given = {**tensors, **(lists.tensors(walk.axis) if lists else {})}
+            self._launch(walk, lists, given, captured, sums, device)
+
+    def _launch(self, walk: Walk, lists: BlockLists | None, tensors: dict, captured: list, sums: Sums, device: torch.device) -> None:
+        raise NotImplementedError
 
 
 class TwoPass(_Kernels):
@@ -135,81 +208,58 @@ class TwoPass(_Kernels):
 
     name = Portable.name
 
-    def __init__(self, plan: BackwardPlan, call: Call, sizes: Sizes, lists: BlockLists | None, transposed: BlockLists | None) -> None:
-        super().__init__(plan, call, sizes, lists, plan.dkv.tile.BLOCK_M, 1)
-        (Z, Hq, Q_LEN, KV_LEN), (Zkv, Hkv) = sizes.extents, sizes.shared
-        self.passes = (
-            (plan.dkv, self._launch(plan.dkv, transposed, "q"), "q", Zkv * Hkv, KV_LEN),
-            (plan.dq, self._launch(plan.dq, lists, "kv"), "kv", Z * Hq, Q_LEN),
-        )
-
-    @property
-    def launches(self) -> tuple[Launch, ...]:
-        """What `run` launches."""
-        return self.delta, *(launch for _, launch, *_ in self.passes)
-
-    def _launch(self, step: Step, lists: BlockLists | None, axis: str) -> Launch:
-        return Launch(step.spec, {**self.numbers, **(lists.numbers(axis) if lists else {})})
-
-    def run(self, tensors: dict[str, torch.Tensor], score, mask, lists: BlockLists | None, transposed: BlockLists | None) -> dict:
-        """Fill DQ, DK and DV among `tensors`, which have the names of parameters; the gradients of captured tensors."""
-        self.describe_rows(tensors)
-        sums = Sums(tuple(step for step, *_ in self.passes), score, self.sizes.extents, tensors["Q"].device, lists)
-        for step, launch, axis, heads, length in self.passes:
-            launch.waits = self.waits
-            walked = transposed if axis == "q" else lists
-            given = {**tensors, **(walked.tensors(axis) if walked else {})}
-            captured = mod_values(step, score and score[1], mask and mask[1])
-            launch_fitting(step, functools.partial(self._pass, step, launch, axis, heads, length, walked, given, captured, sums))
-        return sums.gradients()
-
-    def _pass(
-        self, step: Step, launch: Launch, axis: str, heads: int, length: int, lists, tensors, captured, sums: Sums, tile: Tile
+    def __init__(
+        self, plan: BackwardPlan, call: Call, sizes: Sizes, names: tuple[str, ...], lists: BlockLists | None, transposed: BlockLists | None
     ) -> None:
-        tiles = tiles_of(length, tile.BLOCK_N, lists, "kv_block") if axis == "q" else tiles_of(length, tile.BLOCK_M, lists, "q_block")
-        device = tensors["Q"].device
-        if not step.spec.flag["SLABS"]:
-            launch.with_tile(tile, {**tensors, **sums.tensors(step, tiles)}, captured, (tiles * heads,), device)
-            return
-        for head in range(heads):
-            given = {**tensors, **sums.tensors(step, tiles), "first_tile": head * tiles}
-            launch.with_tile(tile, given, captured, (tiles,), device)
-            sums.add_slabs(step, divmod(head, self.sizes.extents[1]))
+        super().__init__(plan, call, sizes, names, lists, plan.dkv.tile.BLOCK_M, 1, {})
+        self.add(plan.dkv.spec, plan.dkv, transposed, "q")
+        self.add(plan.dq.spec, plan.dq, lists, "kv")
+
+    def _launch(self, walk: Walk, lists: BlockLists | None, tensors: dict, captured: list, sums: Sums, device: torch.device) -> None:
+        step, heads = walk.step, walk.heads
+
+        def launch(tile: Tile) -> None:
+            tiles = walk.tiles(lists)
+            if not step.spec.flag["SLABS"]:
+                walk.launch.with_tile(tile, {**tensors, **sums.tensors(step, tiles)}, captured, (tiles * heads,), device)
+                return
+            for head in range(heads):
+                given = {**tensors, **sums.tensors(step, tiles), "first_tile": head * tiles}
+                walk.launch.with_tile(tile, given, captured, (tiles,), device)
+                sums.add_slabs(step, divmod(head, self.sizes.extents[1]))
+
+        launch_fitting(step, launch)
 
 
 class Fused(_Kernels):
     """hopper_backward: a program for each multiprocessor, unless there are fewer tiles and blocks of dQ to finish."""
 
-    name = Hopper.name
+    name, halves = Hopper.name, 2
 
-    def __init__(self, plan: HopperBackwardPlan, call: Call, sizes: Sizes, lists: BlockLists | None, transposed: BlockLists | None) -> None:
-        super().__init__(plan, call, sizes, lists, 1, stats_copies(call.case))
-        self.fused = Launch(plan.fused, {**self.numbers, **(transposed.numbers("q") if transposed else {})})
+    def __init__(
+        self,
+        plan: HopperBackwardPlan,
+        call: Call,
+        sizes: Sizes,
+        names: tuple[str, ...],
+        lists: BlockLists | None,
+        transposed: BlockLists | None,
+    ) -> None:
+        Z, Hq, Q_LEN, _ = sizes.extents
+        apart = {"DQ_SUM": (Z, Hq, Q_LEN, call.case.d_qk), "DONE": (2, Z, Hq)}
+        super().__init__(plan, call, sizes, ("COUNTER", *names), lists, 1, stats_copies(call.case), apart)
+        self.add(plan.fused, plan, transposed, "q")
 
-    @property
-    def launches(self) -> tuple[Launch, ...]:
-        """What `run` launches."""
-        return self.delta, self.fused
-
-    def run(self, tensors: dict[str, torch.Tensor], score, mask, lists: BlockLists | None, transposed: BlockLists | None) -> dict:
-        """As TwoPass.run. Raises Unusable."""
-        Z, Hq, Q_LEN, KV_LEN = self.sizes.extents
-        Zkv, Hkv = self.sizes.shared
-        plan, device = self.plan, tensors["Q"].device
-        sums = Sums((plan,), score, self.sizes.extents, device, lists)
-        tiles = tiles_of(KV_LEN, plan.tile.BLOCK_N, transposed, "kv_block")
-        work = max(tiles * Zkv * Hkv, -(-Q_LEN // plan.fused.flag["DQ_ROWS"]) * Z * Hq)
-        captured = mod_values(plan, score and score[1], mask and mask[1])
-        given = {
-            **tensors,
-            **(transposed.tensors("q") if transposed else {}),
-            **sums.tensors(plan, 2 * tiles),
-            "DQ_SUM": contiguous(tensors["Q"].shape, torch.float32, device),
-            "DONE": contiguous((2, Z, Hq), torch.int32, device),
-        }
-        self.fused.waits = self.waits
+    def run(
+        self, tensors: dict[str, torch.Tensor], score, mask, lists: BlockLists | None, transposed: BlockLists | None
+    ) -> tuple[dict[int, torch.Tensor], torch.Tensor | None]:
+        device = tensors["Q"].device
         with on(device), held_counter(device, torch._C._cuda_getCurrentRawStream(device.index)) as count:
-            given["COUNTER"] = count
-            self.describe_rows(given)
-            self.fused.if_usable(given, captured, min(work, multiprocessors(device)), device, math.inf)
-        return sums.gradients()
+            return super().run({"COUNTER": count, **tensors}, score, mask, lists, transposed)
+
+    def _launch(self, walk: Walk, lists: BlockLists | None, tensors: dict, captured: list, sums: Sums, device: torch.device) -> None:
+        Z, Hq, Q_LEN, _ = self.sizes.extents
+        tiles = walk.tiles(lists)
+        work = max(tiles * walk.heads, -(-Q_LEN // self.plan.fused.flag["DQ_ROWS"]) * Z * Hq)
+        given = {**tensors, **sums.tensors(self.plan, self.halves * tiles)}
+        walk.launch.if_usable(given, captured, min(work, multiprocessors(device)), device, math.inf)

@@ -10,6 +10,7 @@ from ..device.cpp import CppKernel
 from ..device.devices import backend_of
 from ..device.kernel import Kernel, kernel_for
 from ..device.memory import contiguous
+from ..device.workers import SETTING
 from ..mod.expr import INDEX_BOUND
 from ..plan.cpu_masks import blocks_spec
 from ..plan.masks import Bound, MaskTexts, list_names, mask_texts, parts_of, status_constants, status_spec, verdict_lists_spec, zones_spec
@@ -18,7 +19,7 @@ from ..text.cpp import CPP
 from ..text.language import Language
 from ..text.languages import TRITON
 from ..text.layouts import layouts_of
-from .status_lists import Starts, lists_of_status
+from .status_lists import Starts, begin_lists, lists_of_status
 
 ZONE_TILE = 128  # positions that one step of block_zones takes
 VERDICTS_CHUNK = 128  # blocks that one step of block_lists takes
@@ -96,12 +97,18 @@ class BlockGrid:
             self._launch(kernel, Z * H * (rows + columns), (ZONE_TILE,), num_warps=1, **maps)
         return maps
 
-    def status(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """int8 (Z, H, rows, columns): 0 empty, 1 partial, 2 full; and int32 (2, Z, H, rows): how many are partial, and full."""
+    def status(self, separate_full: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+        """int8 (Z, H, rows, columns): 0 empty, 1 partial, 2 full; and int32 (2, Z, H, rows): how many are partial, and full.
+
+        separate_full   what lists are to be made of it: their kernel may be compiled at the same time
+        """
         Z, H, rows, columns = self.shape
         status = contiguous(self.shape, torch.int8, self.device)
         counts = torch.zeros((2, Z, H, rows), dtype=torch.int32, device=self.device)
-        kernel = self.plan.kernel(Kernel, status_spec, self.size, self.backend, bool(self.starts))
+        details = self.size, self.backend, bool(self.starts)
+        if not SETTING["waits"] and (status_spec, details) not in self.plan.kernels:
+            begin_lists(separate_full, bool(self.starts), self.device)
+        kernel = self.plan.kernel(Kernel, status_spec, *details)
         constants = status_constants(self.size, self.backend)
         grid = Z * H * rows * -(-columns // constants["CHUNK"])
         self._launch(kernel, grid, tuple(constants.values()), status=status, num_blocks=counts[0], num_full=counts[1])
@@ -127,7 +134,7 @@ class CppGrid(BlockGrid):
         """The maps, which the kernel fills first."""
         return {"Zm": self.shape[0], **self._zone_maps()}
 
-    def status(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def status(self, separate_full: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
         return self._classified(evaluates=True, whole_queries=bool(self.starts))
 
     def lists(self, *, transposed: bool = False) -> list[torch.Tensor]:

@@ -40,7 +40,7 @@ class Cpp:
     def plan(self, call: Call) -> CpuBackwardPlan:
         return plan_cpu_backward(call.case, call.score, call.mask)
 
-    def prepare(self, call: Call, sizes: Sizes, lists: BlockLists | None, transposed: BlockLists | None) -> CppPass:
+    def prepare(self, call: Call, sizes: Sizes, names: tuple[str, ...], lists: BlockLists | None, transposed: BlockLists | None) -> CppPass:
         return CppPass(planned(_plans, self, call), call, sizes, lists)
 
 
@@ -72,12 +72,10 @@ class CppPass:
         """What `run` launches."""
         return (self,)
 
-    def statistics(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """Nothing is made apart."""
-        return {}
-
-    def run(self, tensors: dict[str, torch.Tensor], score, mask, lists: BlockLists | None, transposed: BlockLists | None) -> dict:
-        """Fill DQ, DK and DV among `tensors`, which have the names of parameters; the gradients of captured tensors."""
+    def run(
+        self, tensors: dict[str, torch.Tensor], score, mask, lists: BlockLists | None, transposed: BlockLists | None
+    ) -> tuple[dict[int, torch.Tensor], None]:
+        """Fill DQ, DK and DV among `tensors`, which have the names of parameters. The gradients of captured tensors; none of sinks."""
         (Zkv, Hkv), KV_LEN = self.sizes.shared, self.sizes.extents[3]
         sums = Sums((self.plan,), score, self.sizes.extents, tensors["Q"].device, lists)
         shapes = ((self.parts, Zkv, Hkv, KV_LEN, width) for width in self.padded)
@@ -96,7 +94,7 @@ class CppPass:
                 total = gathered[captured.buffer].sum(0)
                 like = sums.buffers[captured.buffer]
                 sums.buffers[captured.buffer] = total.as_strided(like.shape, like.stride()) if captured.role == "atomic" else total
-        return sums.gradients()
+        return sums.gradients(), None
 
     def _buffers(self, sums: Sums) -> tuple[dict[str, torch.Tensor], dict[str, int], bool]:
         """Memory for gradients of captured tensors by the names of parameters, how far apart the tasks' own lie, and whether all have

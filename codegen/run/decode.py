@@ -258,17 +258,11 @@ class Kernels:
             else:
                 lse.copy_(tensors[self.sinks])  # [T, Hq]
             out.zero_()
-        if addresses is None or not self._again(tensors, addresses, buffer, captured, lists, device):
+        if addresses is None or not self._again(addresses, buffer, captured, lists, device):
             self._first(tensors, buffer, captured, lists, device)
 
     def _again(
-        self,
-        tensors: list[torch.Tensor],
-        addresses: list[int],
-        buffer: torch.Tensor | None,
-        captured: list,
-        lists: BlockLists | None,
-        device: torch.device,
+        self, addresses: list[int], buffer: torch.Tensor | None, captured: list, lists: BlockLists | None, device: torch.device
     ) -> bool:
         """The short way. False if it does not serve these tensors and numbers."""
         if not self.launch.again or self.parts and not self.combine.again:
@@ -281,9 +275,9 @@ class Kernels:
             addresses += self.parts.addresses(buffer.data_ptr())
         with on(device):
             stream = torch._C._cuda_getCurrentRawStream(device.index)
-            self.launch.again(stream, addresses, tensors, plain)
+            self.launch.again(stream, addresses, plain)
             if self.parts:
-                self.combine.again(stream, addresses, tensors, [])
+                self.combine.again(stream, addresses, [])
         return True
 
     def _first(self, tensors: list[torch.Tensor], buffer, captured: list, lists: BlockLists | None, device: torch.device) -> None:

@@ -140,7 +140,7 @@ class Runner:
                 stream = torch._C._cuda_getCurrentRawStream(device.index)
                 if self.programs:
                     addresses.append(counter(device, stream).data_ptr())
-                again(stream, addresses, tensors, plain)
+                again(stream, addresses, plain)
                 return
         named = dict(zip(self.names, (*tensors, *(lists.tables if lists else ())), strict=True))
         self.launch.waits = self.waits

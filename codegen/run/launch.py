@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from operator import itemgetter
 from types import SimpleNamespace
 from typing import NoReturn
 
@@ -15,14 +14,14 @@ from ..device.arguments import Numbers, plain_values
 from ..device.cuda import DoesNotFit
 from ..device.devices import on
 from ..device.kernel import Kernel, NotYet, kernel_for
-from ..device.tma import descriptor
+from ..device.tma import descriptor, descriptor_at
 from ..device.workers import Job
 from ..mod.tensors import LOWEST, check_address
 from ..plan.tiles import Tile, next_smaller
 from ..text.parameters import launcher, packer
 from ..text.spec import KernelSpec
 
-_MAPS = 64  # kept of a launch: those of a training step's layers
+_MAPS = 256  # kept of each descriptor: those of a training step's layers
 
 
 class Unusable(Exception):
@@ -39,8 +38,8 @@ class Launch:
     The first launch finds the compiled variant. From then on, if its tensors were 16-byte aligned and its numbers fit into 32 bits, `again`
     is a function that launches it by packing arguments alone:
 
-        again(stream, addresses, tensors, captured)     `tensors` in their order, all 16-byte aligned, their addresses, and `captured` as
-                                                        plain_values gives it. The device is the current one
+        again(stream, addresses, captured)     `addresses` of the tensors in their order, all 16-byte aligned, and `captured` as
+                                               plain_values gives it. The device is the current one
     """
 
     def __init__(self, spec: KernelSpec, numbers: dict[str, int | float], order: tuple[str, ...] | None = None) -> None:
@@ -51,8 +50,7 @@ class Launch:
         self._descriptors = [p for p in spec.parameters if p.is_descriptor]
         self._order, self._numbers, self._repeats = order, numbers, order is not None and plain_values(numbers.values()) is not None
         self._blocks: dict[tuple[int, ...], list] = {}  # of descriptors, by constants
-        self._maps: dict[tuple[int, ...], list] = {}  # by addresses
-        self.again: Callable[[int, list, list, list], None] | None = None
+        self.again: Callable[[int, list, list], None] | None = None
         self.waits = True  # for the compiler; else a launch may raise NotYet
 
     def arguments(self, tensors: dict[str, torch.Tensor], captured: Iterable, constants: dict[str, int]) -> list:
@@ -101,25 +99,28 @@ class Launch:
         """Later launches may take the short way."""
         function = getattr(variant, "function", None)
         if function and self._repeats and plain_values((*tensors.values(), *captured)) is not None:
-            self.again = self._repeater(function, (*grid, 1, 1)[:3], constants)  # other threads take the short way at once
+            self.again = self._repeater(function, (*grid, 1, 1)[:3], tensors, constants)  # other threads take the short way at once
 
-    def _repeater(self, function, grid: tuple[int, int, int], constants: dict[str, int]) -> Callable[[int, list, list, list], None]:
+    def _repeater(
+        self, function, grid: tuple[int, int, int], tensors: dict[str, torch.Tensor], constants: dict[str, int]
+    ) -> Callable[[int, list, list], None]:
         """The short way."""
         launch = launcher(self.spec.parameters, self._numbers, self._order, function.launch_plain, grid)
         if not self._descriptors:
-            return launch  # which takes no descriptors from `tensors`
-        described = itemgetter(*(self._order.index(p.of) for p in self._descriptors))
-        maps = self._maps
+            return launch
+        lying = [(tensors[p.of].dtype, tensors[p.of].shape, tensors[p.of].stride(), *p.block(constants)) for p in self._descriptors]
+        maps = [(self._order.index(p.of), {}) for p in self._descriptors]  # what a launch takes, by address
 
-        def again(stream: int, addresses: list, tensors: list, captured: list) -> None:
-            key = described(addresses)
-            expanded = maps.get(key)
-            if expanded is None:
-                if len(maps) >= _MAPS:
-                    maps.clear()
-                named = dict(zip(self._order, tensors, strict=False))
-                expanded = maps[key] = function.expanded(self._described_by(named, constants))
-            launch(stream, addresses, expanded, captured)
+        def again(stream: int, addresses: list, captured: list) -> None:
+            expanded = [known.get(addresses[place]) for place, known in maps]
+            if None in expanded:
+                at = [addresses[place] for place, _ in maps]
+                expanded = function.expanded([descriptor_at(address, *how) for address, how in zip(at, lying, strict=True)])
+                for (_, known), address, found in zip(maps, at, expanded, strict=True):
+                    if len(known) >= _MAPS:
+                        known.clear()
+                    known[address] = found
+            launch(stream, addresses, captured, expanded)
 
         return again
 

@@ -47,7 +47,8 @@ def create_lists(
     if 0 in extents:
         lines = (*extents[:2], -(-extents[2] // size[0]))
         return empty_lists(lines, (capacity or 0,) * (1 + separate_full), device)
-    status, counts = by_either(lambda in_cpp: (CppGrid if in_cpp else BlockGrid)(bound, extents, device, size).status(), device)
+    given = bound, extents, device, size
+    status, counts = by_either(lambda in_cpp: (CppGrid if in_cpp else BlockGrid)(*given).status(separate_full), device)
     counts = counts if separate_full else counts.sum(0, keepdim=True)
     if capacity is None:
         large = _large(status.shape, len(counts))

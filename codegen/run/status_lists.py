@@ -6,7 +6,7 @@ import torch
 
 from ..device.cpp import CppKernel
 from ..device.cpp_compiler import by_either
-from ..device.devices import backend_of
+from ..device.devices import backend_of, on
 from ..device.kernel import kernel_for
 from ..plan.cpu_masks import cpu_lists_spec, cpu_starts_spec
 from ..plan.masks import list_names, lists_spec, starts_spec
@@ -24,6 +24,19 @@ def empty_lists(lines: tuple[int, ...], widths: tuple[int, ...], device: torch.d
         made.append(torch.zeros(lines, dtype=torch.int32, device=device))
         made.append(torch.zeros((*lines, max(width, 1)), dtype=torch.int32, device=device))
     return made
+
+
+def begin_lists(separate_full: bool, starts: bool, device: torch.device) -> None:
+    """Have the kernel of `lists_of_status` compiled beside this process, which compiles that of the status meanwhile. It is the same for
+    all masks, so stand-ins of one element do for its arguments."""
+    backend = backend_of(device.type)
+    if backend == "cpu":
+        return
+    kernel = kernel_for(lists_spec(separate_full, backend, starts))
+    tensors = {p.name: torch.empty(1, dtype=getattr(torch, p.type[1:]), device=device) for p in kernel.spec.parameters if p.type[0] == "*"}
+    numbers = {p.name: 1 for p in kernel.spec.parameters if p.is_number}
+    with on(device):
+        kernel.begin(kernel.spec.arguments({**tensors, **numbers}), device, (LISTS_CHUNK,), num_warps=4, num_stages=1)
 
 
 def lists_of_status(status: torch.Tensor, widths: list[int], separate_full: bool, starts: Starts = ()) -> list[torch.Tensor]:

@@ -90,7 +90,7 @@ def _update(
     addresses, again = addresses_of(tensors), ready.launch.again
     if again and addresses is not None:
         with on(k.device):
-            again(torch._C._cuda_getCurrentRawStream(k.device.index), addresses, tensors, [])
+            again(torch._C._cuda_getCurrentRawStream(k.device.index), addresses, [])
         return
     named = dict(zip(ready.names, tensors, strict=True))
     ready.launch.with_constants((ready.tokens,), named, [], ready.grid, k.device)

@@ -125,13 +125,14 @@ def packer(parameters: tuple[Parameter, ...], fixed: dict[str, object], whole: C
 def launcher(
     parameters: tuple[Parameter, ...], fixed: dict[str, object], order: tuple[str, ...], launch: Callable, grid: tuple
 ) -> Callable:
-    """A function of a stream and the same, but of a list of arguments, that calls launch(*grid, stream, all of a kernel's arguments).
+    """A function of a stream and the same, but of a list of arguments, and of descriptors last if there are any, that calls
+    launch(*grid, stream, all of a kernel's arguments).
 
     order   names of the list's arguments
     """
     fields, known = _fields(parameters, fixed, lambda name: f"given[{order.index(name)}]")
     fields = [f"*{field}" if field in known else field for field in fields]
-    inner = f"lambda stream, given, descriptors, captured: launch(x, y, z, stream, [{', '.join(fields)}])"
+    inner = f"lambda stream, given, captured, descriptors=(): launch(x, y, z, stream, [{', '.join(fields)}])"
     return _compiled(f"lambda {', '.join(('launch', 'x', 'y', 'z', *known))}: {inner}")(launch, *grid, *known.values())
 
 

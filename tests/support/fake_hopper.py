@@ -22,7 +22,7 @@ class Variant:
         self.name, self.local, self.function = name, local, self
 
     def expanded(self, descriptors: list) -> list:
-        return [value for d in descriptors for value in (d.base.address, tuple(d.shape), tuple(d.strides), tuple(d.block_shape))]
+        return [(d.base.address, tuple(d.shape), tuple(d.strides), tuple(d.block_shape)) for d in descriptors]
 
     def launch(self, grid, args, _) -> None:
         """The long way; `args` may hold descriptors."""
@@ -46,7 +46,7 @@ def pass_for_hopper(monkeypatch, variant: Callable[[str], Variant], multiprocess
 
     def descriptor(t, rows, columns=None):
         columns = columns or tma.round_up_head_dim(t.shape[3])
-        return tma._known(t.data_ptr(), t.dtype, t.shape, t.stride(), rows, columns)
+        return tma.descriptor_at(t.data_ptr(), t.dtype, t.shape, t.stride(), rows, columns)
 
     monkeypatch.setattr(launch_module, "descriptor", descriptor)
     for module in (forward_kernels, backward_kernels, prefill):
