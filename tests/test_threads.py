@@ -147,7 +147,7 @@ def test_a_thread_without_a_context_describes_tensors(monkeypatch):
 
     monkeypatch.setattr(cuda, "_driver", Driver)
     monkeypatch.setattr(cuda, "_enter_context", lambda device: called.append(f"enter {device}"))
-    made = tma._known(256, torch.bfloat16, (1, 2, 300, 64), (38400, 19200, 64, 1), 128, 64)
+    made = tma.descriptor_at(256, torch.bfloat16, (1, 2, 300, 64), (38400, 19200, 64, 1), 128, 64)
     cuda._expanded(made, {"swizzle": 3, "block_size": [1, 1, 128, 64]}, 3)
     assert called == ["describe", "enter 3", "describe"]
 
