@@ -81,6 +81,7 @@ SPILLED = {
     "causal d128 bf16, starts": 20,
     "alibi causal d128 bf16, blocks elsewhere": 24,
     "t5_bias document d128 bf16, blocks elsewhere": 68,
+    "causal d256 bf16": 24,
     "alibi causal d256 bf16": 24,
     "alibi causal d192x128 bf16": 36,
     "softcap sliding_window d192x128 bf16": 24,
