@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 Row = dict[str, Any]
+FA4 = "flash-attn-4"  # FlashAttention-4, which shares its module's name with FlashAttention-2
 SUSTAINED_GROUP = 20.0  # ms of calls between two events
 
 
@@ -70,24 +71,21 @@ def rows_of(command: Sequence[str], environment: dict[str, str], limit: float) -
     return json.loads(lines[-1])
 
 
+def installed_version(distribution: str) -> str | None:
+    """Return the version of an installed distribution, or None: asked without an import, as several may share a module's name."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def version_of(package: str) -> str | None:
     """Return the version of an importable package, or None."""
     try:
         module = importlib.import_module(package)
     except ImportError:
         return None
-    try:
-        return getattr(module, "__version__", None) or importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def fa4_version() -> str | None:
-    """Return the version of FlashAttention-4, or None: asked without an import, as it and FlashAttention-2 share a module's name."""
-    try:
-        return importlib.metadata.version("flash-attn-4")
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return getattr(module, "__version__", None) or installed_version(package)
 
 
 def header(commit: str | None = None) -> Row:
@@ -102,7 +100,7 @@ def header(commit: str | None = None) -> Row:
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if cuda else None,
         "flexpress": version_of("flexpress"),
-        "fa4": fa4_version(),
+        "fa4": installed_version(FA4),
         "commit": commit or command_output("git", "rev-parse", "HEAD"),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }

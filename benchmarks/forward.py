@@ -29,7 +29,8 @@ from reference import ERROR_LIMIT, Slice, Tensors, WrongResult, check_output, fi
 from supervisor import Watch
 from workloads import BY_NAME, Mods, Workload, count_pairs
 
-DEFAULT = ("flexpress", "flexpress_varlen", "torch_flex", "cudnn", "flash", "sdpa", "manual", *(["fa4"] if common.fa4_version() else []))
+_FA4 = ["fa4"] if common.installed_version(common.FA4) else []
+DEFAULT = ("flexpress", "flexpress_varlen", "torch_flex", "cudnn", "flash", "sdpa", "manual", *_FA4)
 REST = 0.25  # seconds without work before a timing: what ran before decides how warm the card is, and its power limit how fast it runs then
 PEERS = ("torch_flex", "cudnn", "fa4")  # those that flexpress is compared with in the summary
 CHECK_SCALE = 4.0  # of q in the check: at ordinary scores a lost softcap would hardly show
