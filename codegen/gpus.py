@@ -5,7 +5,7 @@ from __future__ import annotations
 # bytes that one program may have
 SHARED_MEMORY = {"sm_80": 166_912, "sm_86": 101_376, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
 
-WIDEST_HEAD = 256  # of the tables of tiles; what is wider has their last row
+WIDEST_TILE = 256  # of a head dim in one tile; wider ones are tiles side by side (plan/slices.py)
 
 
 def round_up_head_dim(d: int) -> int:

@@ -16,7 +16,8 @@ from .codegen.text.layouts import LARGEST_BLOCK_N
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CACHE_DTYPES = (*DTYPES, torch.float8_e4m3fn)
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512  # of values
+MAX_HEAD_DIM_QK = 576  # of queries and keys: latent attention has 64 columns beside its values
 
 
 def check_rank(name: str, tensor, layout: str, *, may_stand: bool = False) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..gpus import WIDEST_HEAD, round_up_head_dim
+from ..gpus import round_up_head_dim
 from ..mod.dtypes import dtype_name
 from ..mod.expr import Expr, symbols_in
 from ..mod.grad import differentiate
@@ -25,6 +25,7 @@ from ..text.snippet import Target
 from ..text.spec import KernelSpec
 from .extras import ORDINARY, Extras
 from .forward import Blocks, Mod, Options, block_flags, element_flags, list_numbers, list_tables
+from .slices import padded
 from .tiles import Tile, backward_tile
 
 STATS_ALIGNMENT = 128  # backward_delta pads its rows to a multiple of this; query tiles divide it
@@ -136,8 +137,8 @@ def plan_backward(case: BackwardCase, backend: str, arch: str, score: Mod | None
         tile = backward_tile(
             name,
             arch,
-            round_up_head_dim(min(case.d_qk + added, WIDEST_HEAD)),
-            round_up_head_dim(case.d_v),
+            padded(case.d_qk, added),
+            padded(case.d_v),
             case.dtype.itemsize,
             heavy=weight_of(score[0]) if score else "",
             q_block=sizes.q_block,

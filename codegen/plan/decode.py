@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..gpus import WIDEST_HEAD, round_up_head_dim
+from ..gpus import round_up_head_dim
 from ..mod.dtypes import dtype_name
 from ..mod.errors import mod_error
 from ..mod.expr import Expr, ModGraph, symbols_in
@@ -33,6 +33,7 @@ from .forward import (
     statistic_parameters,
     stride_names_of,
 )
+from .slices import padded
 from .tiles import Tile, decode_tile
 
 MAX_ROWS = 64  # of a tile, where it has so many
@@ -66,6 +67,7 @@ class DecodeCase(NamedTuple):
     kv_dtype: torch.dtype | None = None  # of K and V where it is not that of q
     scales: bool = False  # K and V are to be multiplied by
     extras: Extras = ORDINARY
+    values_in_keys: bool = False  # V is the first columns of K, in the same memory
 
 
 def vector_of(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> int:
@@ -168,8 +170,8 @@ def plan_decode(case: DecodeCase, backend: str, arch: str, score: Mod | None, ma
     tile = decode_tile(
         arch,
         rows,
-        round_up_head_dim(min(case.d_qk + width_of_dots(score and score[0]), WIDEST_HEAD)),
-        round_up_head_dim(case.d_v),
+        padded(case.d_qk, width_of_dots(score and score[0])),
+        padded(case.d_v),
         itemsize,
         kv_block=case.blocks.kv_block if case.blocks else 0,
         paged=case.page_size > 0,
@@ -186,17 +188,18 @@ def _spec(case: DecodeCase, backend: str, score: ModText | None, mask: ModText |
         *(["PAGES", "Zkv", "stride_kz"] if case.page_size else []),
         "stride_kn",
         *([] if units[1] else ["stride_kd"]),
-        "V",
-        *(["stride_vz"] if case.page_size else []),
-        "stride_vn",
-        *([] if units[2] else ["stride_vd"]),
     ]
+    if not case.values_in_keys:
+        block_args += ["V", *(["stride_vz"] if case.page_size else []), "stride_vn", *([] if units[2] else ["stride_vd"])]
+    parameters = (*decode_parameters(case, score, mask, scale_apart), *constants("BLOCK_M", "BLOCK_N"))
+    taken = {p.name for p in parameters}
     flags = {
         **element_flags(case, case.float32_precision),
         "Q_UNIT": units[0],
         "K_UNIT": units[1],
         "V_UNIT": units[2],
-        "aligned": case.aligned,
+        "VALUES_IN_KEYS": case.values_in_keys,
+        "aligned": tuple(name for name in case.aligned if name in taken),
         "ALIGNMENT": vector_of(case.dtype, case.kv_dtype),
         **block_flags(blocks),
         "SCALE_FIRST": scale_apart,
@@ -213,7 +216,6 @@ def _spec(case: DecodeCase, backend: str, score: ModText | None, mask: ModText |
         "CONVERTS": case.kv_dtype is not None,
         "kv_params": ", ".join(block_args),
     }
-    parameters = (*decode_parameters(case, score, mask, scale_apart), *constants("BLOCK_M", "BLOCK_N"))
     return KernelSpec("decode", (score, mask), tuple(flags.items()), backend, parameters)
 
 
@@ -222,7 +224,9 @@ def decode_parameters(case: DecodeCase, score: ModText | None, mask: ModText | N
     dtype, kept = dtype_name(case.dtype), dtype_name(case.kv_dtype or case.dtype)
     places = f"pages, Hkv, {case.page_size}" if case.page_size else "Zkv, Hkv, KV_LEN"
     rows = "T, Hq" if case.ragged else "Z, Hq, Q_LEN"
-    found = [pointer("K", kept, f"[{places}, D_QK]"), pointer("V", kept, f"[{places}, D_V]"), pointer("Q", dtype, f"[{rows}, D_QK]")]
+    found = [pointer("K", kept, f"[{places}, D_QK]{', V the first D_V columns' if case.values_in_keys else ''}")]
+    found += [] if case.values_in_keys else [pointer("V", kept, f"[{places}, D_V]")]
+    found.append(pointer("Q", dtype, f"[{rows}, D_QK]"))
     if case.split:
         found += _part_parameters(rows)
     else:
@@ -241,7 +245,8 @@ def decode_parameters(case: DecodeCase, score: ModText | None, mask: ModText | N
         found.append(pointer("PAGES", "int32", meaning))
     if case.scales:
         found += [pointer(name, "float32", "[Hkv]: to be multiplied by") for name in ("K_SCALES", "V_SCALES")]
-    sizes = ["Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", *stride_names_of(case.units), *scale_names(scale_apart)]
+    sizes = ["Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", *stride_names_of(case.units, case.values_in_keys)]
+    sizes += scale_names(scale_apart)
     sizes += ["QUERIES", "PACK", *(["SPLITS", "MIN_SHARE"] if case.split else []), *(["Z", "PARTS"] if case.balanced else [])]
     sizes += [*(["stride_pages"] if case.page_size else []), *(["T"] if case.ragged else []), *list_numbers(case.blocks)]
     mods = tuple(p for m in (score, mask) if m for p in m.parameters)

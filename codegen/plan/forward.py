@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..gpus import WIDEST_HEAD, round_up_head_dim
+from ..gpus import WIDEST_TILE, round_up_head_dim
 from ..mod.dtypes import dtype_name
 from ..mod.expr import INDEX_BOUND, ModGraph
 from ..mod.loads import takes_registers, width_of_dots
@@ -22,6 +22,7 @@ from ..text.parameters import Parameter, constants, descriptor_of, numbers, poin
 from ..text.snippet import Target
 from ..text.spec import KernelSpec
 from .extras import ORDINARY, Extras
+from .slices import padded, slices_of
 from .tiles import Tile, forward_tile
 
 LOG2_E = 1.4426950408889634
@@ -84,6 +85,8 @@ def element_flags(case, float32_precision: str) -> dict[str, object]:
         "D_V": case.d_v,
         "D_QK_ROUNDED": round_up_head_dim(case.d_qk),
         "D_V_ROUNDED": round_up_head_dim(case.d_v),
+        "QK_SLICES": slices_of(case.d_qk),
+        "V_SLICES": slices_of(case.d_v),
         "FLOAT32": float32,
         "FLOAT32_PRECISION": float32_precision if float32 else "",
     }
@@ -138,6 +141,7 @@ class ForwardCase(NamedTuple):
     exact_indices: bool = True
     cache: Cache | None = None  # the kernel for Hopper alone
     extras: Extras = ORDINARY
+    values_in_keys: bool = False  # V is the first columns of K, in the same memory; the portable kernel alone
 
 
 Mod = tuple[ModGraph, tuple[TensorLayout, ...]]
@@ -169,8 +173,8 @@ def plan_forward(case: ForwardCase, backend: str, arch: str, score: Mod | None, 
     blocks = case.blocks
     tile = forward_tile(
         arch,
-        round_up_head_dim(min(case.d_qk + width_of_dots(score and score[0]), WIDEST_HEAD)),
-        round_up_head_dim(case.d_v),
+        padded(case.d_qk, width_of_dots(score and score[0])),
+        padded(case.d_v),
         case.dtype.itemsize,
         gathers=any(takes_registers(m[0]) for m in (score, mask) if m),
         q_block=blocks.q_block if blocks else 0,
@@ -196,14 +200,18 @@ def lowered(
 
 def _spec(case: ForwardCase, backend: str, score: ModText | None, mask: ModText | None, scale_apart: bool) -> KernelSpec:
     options, blocks, units = case.options, case.blocks, case.units
-    strides = ["stride_kn", *([] if units[1] else ["stride_kd"]), "stride_vn", *([] if units[2] else ["stride_vd"])]
+    read = [("K", "k", units[1]), *([] if case.values_in_keys else [("V", "v", units[2])])]
+    tensors, strides = [name for name, _, _ in read], [f"stride_{t}{d}" for _, t, unit in read for d in ("n" if unit else "nd")]
+    parameters = _parameters(case, score, mask, scale_apart)
+    taken = {p.name for p in parameters}
     float32 = case.dtype is torch.float32
     flags = {
         **element_flags(case, options.float32_precision),
         "Q_UNIT": units[0],
         "K_UNIT": units[1],
         "V_UNIT": units[2],
-        "aligned": case.aligned,
+        "VALUES_IN_KEYS": case.values_in_keys,
+        "aligned": tuple(name for name in case.aligned if name in taken),
         "ALIGNMENT": 16 // case.dtype.itemsize,
         **block_flags(blocks),
         "CHECK_FULL_BLOCKS": blocks is not None and not blocks.interior,
@@ -216,9 +224,9 @@ def _spec(case: ForwardCase, backend: str, score: ModText | None, mask: ModText 
         "PRESCALE_QK": options.prescale_qk,
         "ROWS_GUARANTEED_SAFE": options.rows_guaranteed_safe,
         "USE_TMA": case.use_tma,
-        "kv_params": ", ".join(["desc_k", "desc_v", "z_kv", "h_kv"] if case.use_tma else ["K", "V", *strides]),
+        "kv_params": ", ".join(["desc_k", "desc_v", "z_kv", "h_kv"] if case.use_tma else [*tensors, *strides]),
     }
-    return KernelSpec("forward", (score, mask), tuple(flags.items()), backend, _parameters(case, score, mask, scale_apart))
+    return KernelSpec("forward", (score, mask), tuple(flags.items()), backend, parameters)
 
 
 def _parameters(case: ForwardCase, score: ModText | None, mask: ModText | None, scale_apart: bool) -> tuple[Parameter, ...]:
@@ -230,9 +238,11 @@ def _parameters(case: ForwardCase, score: ModText | None, mask: ModText | None, 
             descriptor_of("V", dtype, "BLOCK_N", round_up_head_dim(case.d_v), f"{values} as TMA descriptor"),
         ]
     else:
-        found = [pointer("K", dtype, keys), pointer("V", dtype, values)]
+        found = [pointer("K", dtype, f"{keys}{', V the first D_V columns' if case.values_in_keys else ''}")]
+        found += [] if case.values_in_keys else [pointer("V", dtype, values)]
     found += [pointer("Q", dtype, "[Z, Hq, Q_LEN, D_QK]"), pointer("O", dtype, "[Z, Hq, Q_LEN, D_V] in any strides, written")]
-    sizes = ("Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", *stride_names_of(case.units), *scale_names(scale_apart), *list_numbers(blocks))
+    sizes = ("Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", *stride_names_of(case.units, case.values_in_keys))
+    sizes += *scale_names(scale_apart), *list_numbers(blocks)
     sizes += case.extras.numbers
     mods = tuple(p for m in (score, mask) if m for p in m.parameters)
     statistics = statistic_parameters("Z, Hq, Q_LEN", case.output_max, case.output_rows)
@@ -248,9 +258,10 @@ def _parameters(case: ForwardCase, score: ModText | None, mask: ModText | None, 
     )
 
 
-def stride_names_of(units: tuple[bool, bool, bool]) -> tuple[str, ...]:
-    """Strides of q, k, v and out: of their head dims only where they are not contiguous."""
-    inputs = (name for t, unit in zip("qkv", units, strict=True) for name in (STRIDES[t][:3] if unit else STRIDES[t]))
+def stride_names_of(units: tuple[bool, bool, bool], values_in_keys: bool = False) -> tuple[str, ...]:
+    """Strides of q, k, v and out: of their head dims only where they are not contiguous, and of v unless it is read with k."""
+    read = zip("qk" if values_in_keys else "qkv", units, strict=False)
+    inputs = (name for t, unit in read for name in (STRIDES[t][:3] if unit else STRIDES[t]))
     return *inputs, *STRIDES["o"]
 
 
@@ -303,6 +314,6 @@ def geometry_of(itemsize: int, shapes: tuple, strides: tuple, out_strides: tuple
 
 
 def _fits_tma(strides: tuple, shape: tuple, vector: int) -> bool:
-    """TMA wants a contiguous head dim and strides of whole 16 bytes, none of them 0."""
+    """TMA wants a contiguous head dim and strides of whole 16 bytes, none of them 0; head dims in several tiles are read by pointers."""
     outer = all(s % vector == 0 and (s or n == 1) for s, n in zip(strides[:3], shape[:3], strict=True))
-    return outer and strides[3] == 1 and shape[3] % vector == 0
+    return outer and strides[3] == 1 and shape[3] % vector == 0 and shape[3] <= WIDEST_TILE

@@ -40,6 +40,12 @@ _FORWARD = {
     ("gfx942", 64, 4): Tile(64, 64, 4, 1),
     ("gfx942", 128, 4): Tile(64, 32, 4, 1),
     ("gfx942", 256, 4): Tile(32, 16, 4, 1),
+    ("sm_90", 512, 2): Tile(64, 32, 8, 2),
+    ("sm_90", 512, 4): Tile(16, 16, 8, 1),
+    ("sm_80", 512, 2): Tile(32, 32, 8, 2),
+    ("sm_80", 512, 4): Tile(16, 16, 8, 1),
+    ("gfx942", 512, 2): Tile(32, 16, 4, 1),
+    ("gfx942", 512, 4): Tile(16, 16, 4, 1),
     ("cpu", 256, 2): Tile(64, 64, 1, 1),
     ("cpu", 256, 4): Tile(64, 64, 1, 1),
 }
@@ -91,8 +97,8 @@ def forward_tile(
 
 # (larger padded head dim, bytes per element) -> keys of a decode block; a tile has as many rows as there are. With 16 rows of 16 bits
 # on sm_90 and sm_100 shared memory is full of loads in flight and one program keeps a multiprocessor busy
-_DECODE_KEYS = {(64, 2): 128, (128, 2): 64, (256, 2): 32, (64, 4): 64, (128, 4): 32, (256, 4): 16}
-_DECODE_KEYS_16_ROWS = {(64, 2): 256, (128, 2): 128, (256, 2): 64}
+_DECODE_KEYS = {(64, 2): 128, (128, 2): 64, (256, 2): 32, (512, 2): 32, (64, 4): 64, (128, 4): 32, (256, 4): 16, (512, 4): 16}
+_DECODE_KEYS_16_ROWS = {(64, 2): 256, (128, 2): 128, (256, 2): 64, (512, 2): 32}
 
 
 def decode_tile(arch: str, rows: int, d_qk: int, d_v: int, itemsize: int, *, kv_block: int = 0, paged: bool = False) -> Tile:
@@ -100,7 +106,7 @@ def decode_tile(arch: str, rows: int, d_qk: int, d_v: int, itemsize: int, *, kv_
     if arch == "cpu":
         tile = Tile(rows, 64, 1, 1)
     else:
-        row = next(w for w in (64, 128, 256) if w >= max(d_qk, d_v)), itemsize
+        row = next((w for w in (64, 128, 256) if w >= max(d_qk, d_v)), 512), itemsize
         keys = _DECODE_KEYS_16_ROWS.get(row, _DECODE_KEYS[row]) if rows == 16 and arch in ("sm_90", "sm_100") else _DECODE_KEYS[row]
         tile = fitting(Tile(rows, keys, 4, 1 if arch == "gfx942" else 3), arch, d_qk, d_v, itemsize)
         if paged and tile.num_stages > 1:  # loads of pages come first: Triton gives K and V every other stage

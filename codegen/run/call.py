@@ -8,10 +8,12 @@ from typing import NamedTuple
 
 import torch
 
+from ..gpus import WIDEST_TILE
 from ..mod.dtypes import dtype_name
 from ..mod.expr import ModGraph
 from ..plan.extras import ORDINARY, Extras
 from ..plan.forward import Mod, Options
+from ..plan.slices import lies_in
 from ..text.layouts import LARGEST_BLOCK_N, layouts_of
 from .block_lists import BlockLists
 
@@ -38,6 +40,16 @@ class Inputs:
 
 def _never(*_) -> bool:
     return False
+
+
+def values_in_keys(k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Are the values the first columns of the keys, in the same memory, so that a kernel's tiles of wide keys have those of the values?
+    (Z, H, S, D); tensors on the meta device are asked for their storage."""
+    if v.data_ptr() != k.data_ptr() or k.shape[3] <= WIDEST_TILE or not lies_in(v.shape[3], k.shape[3]):
+        return False
+    if k.is_meta and (v.untyped_storage()._cdata != k.untyped_storage()._cdata or v.storage_offset() != k.storage_offset()):
+        return False
+    return v.dtype == k.dtype and all(n == 1 or s == t for n, s, t in zip(k.shape, k.stride(), v.stride(), strict=True))
 
 
 class ExtraInputs(NamedTuple):

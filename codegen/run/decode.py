@@ -32,7 +32,7 @@ from ..registry import INFO, Table
 from ..text.mod_text import mod_values
 from .block_lists import BlockLists
 from .cached_call import CachedCall
-from .call import NOT_CACHED, Cached, keys_of, structure_of
+from .call import NOT_CACHED, Cached, keys_of, structure_of, values_in_keys
 from .forward_kernels import Call, planned
 from .launch import Launch, addresses_of, launch_fitting, launch_nothing
 
@@ -116,6 +116,7 @@ class Decode(_Planned):
             split.room > 0,
             split.of_all > 0,
             extras=known.extras,
+            values_in_keys=known.values_in_keys,
         )
         machine = call.backend, call.arch
         made = DecodeCall(case, call.geometry, call.extents, Q_LEN, rows, split, 0, *machine, call.scale, call.score, call.mask)
@@ -131,6 +132,7 @@ class DecodeCached(_Planned):
         lists = mask and call.lists(mask, call.extents[2])
         keys = keys_of(score, mask, call.extents)
         key = (*call.layouts, call.scale, *keys, lists and lists.structure, *call.cached.structure, structure_of(call.extras))
+        key += (values_in_keys(call.k, call.v),)
         extras = call.extras.named if call.extras else {}
         tensors = [call.k, call.v, call.q, call.out, call.lse, *call.cached.tensors, *extras.values()]
         kernels = None if prepare else _ready.get(key)
@@ -169,6 +171,7 @@ class DecodeCached(_Planned):
             kv_dtype=kv_dtype,
             scales=cached.k_scales is not None,
             extras=structure_of(call.extras),
+            values_in_keys=values_in_keys(k, v),
         )
         machine = backend_of(q.device.type), architecture_of(q.device)
         return DecodeCall(case, geometry, call.extents, q.shape[2], rows, split, call.stride_pages, *machine, call.scale, *keys)

@@ -17,7 +17,7 @@ from ..plan.candidates import Choice, choose
 from ..plan.extras import ORDINARY, Extras, factors_out
 from ..plan.forward import Blocks, ForwardCase, Mod, Options, are_exact, geometry_of, wants_tma
 from ..registry import INFO, Table
-from .call import Bound, Rows, keys_of, structure_of
+from .call import Bound, Rows, keys_of, structure_of, values_in_keys
 from .cpu import Cpp
 from .decode import Decode
 from .forward_kernels import Call, Hopper, Portable
@@ -66,7 +66,8 @@ def forward(
     k_at, v_at, q_at = k.data_ptr(), v.data_ptr(), q.data_ptr()
     beside = (k_at | v_at | q_at) % 16 and ((k_at | v_at) % 16, q_at % 16)  # 0 for what TMA can load
     known = extras and (extras.structure, extras.dropout_p)
-    key = (inputs, beside, scale, score_key, mask_key, lists and lists.structure, options, output_max, output_rows, known)
+    outputs = output_max, output_rows
+    key = (inputs, beside, k_at == v_at, scale, score_key, mask_key, lists and lists.structure, options, *outputs, known)
     ready = _ready.get(key)
     if ready is not None and k_at >= LOWEST and v_at >= LOWEST and q_at >= LOWEST:
         INFO.hits += 1
@@ -227,6 +228,7 @@ def case_of(
         output_rows,
         are_exact(q.shape[2], k.shape[2], blocks),
         extras=extras,
+        values_in_keys=values_in_keys(k, v),
     )
     aligned = aligned and q.data_ptr() % 16 == 0
     return Call(case, geometry, (*q.shape[:3], k.shape[2]), q.device, backend, arch, aligned, scale, *keys)

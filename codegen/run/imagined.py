@@ -30,6 +30,7 @@ class Imagined:
     block_size           of the block mask, if there is a mask_mod; its full blocks are listed apart (separate_full), and none reaches past
                          KV_LEN (interior); blocks begin where a tensor says (starts), or lie in a longer sequence (shifted)
     transposed           q, k and v lie in memory as (B, H, D, S), so the head dim is strided
+    values_in_keys       v is the first columns of k, where kernels read it with them
     output_max           max_scores are asked for
     output_rows          gradients are wanted
     captured             in a backward pass: of the floating-point tensors that score_mod captures, too
@@ -53,6 +54,7 @@ class Imagined:
     shifted: bool = False
     scale_is_positive: bool = True
     transposed: bool = False
+    values_in_keys: bool = False
     output_max: bool = False
     output_rows: bool = False
     captured: bool = False
@@ -122,6 +124,8 @@ class Imagined:
             shape = (B, H, width, length) if self.transposed else (B, H, length, width)
             tensor = torch.empty(shape, dtype=getattr(torch, self.dtype), device="meta")
             found.append(tensor.transpose(2, 3) if self.transposed else tensor)
+        if self.values_in_keys:
+            found[2] = found[1][..., :d_v]
         return found
 
 

@@ -123,7 +123,7 @@ def decode_compilations(
     imagined = imagined.forward(target)
     known, blocks, kept = imagined.case, imagined.case.blocks, getattr(torch, kv_dtype) if kv_dtype else None
     layout = known.dtype, known.d_qk, known.d_v, known.units, known.aligned, blocks
-    case = DecodeCase(*layout, kv_dtype=kept, scales=kept is not None, **changes)
+    case = DecodeCase(*layout, kv_dtype=kept, scales=kept is not None, values_in_keys=known.values_in_keys, **changes)
     rows = rows_of(q_len, group, blocks.q_block if blocks else 0).rows
     plan = plan_decode(case, *machine_of(target), imagined.score, imagined.mask, rows)
     combine = {"combine": Compilation(target, plan.combine, {"BLOCK_S": BLOCK_S})} if plan.combine else {}
@@ -149,7 +149,7 @@ def update_cache_compilation(target: str, dtype: str = "bfloat16", cache_dtype: 
 
 def _imagined(call: tuple, changes: dict, **details) -> tuple[Imagined, dict]:
     """The call, and what is left of `changes`."""
-    named = {name: changes[name] for name in ("score_mod", "mask_mod", "dtype", "head_dim", "head_dim_v") if name in changes}
+    named = {name: changes[name] for name in ("score_mod", "mask_mod", "dtype", "head_dim", "head_dim_v", "values_in_keys") if name in changes}
     return Imagined(*call, **named, **details), {name: value for name, value in changes.items() if name not in named}
 
 

@@ -1,0 +1,51 @@
+"""Head dims as tiles have them: powers of two, and wide ones as a sum of such.
+
+A tile of 1024 columns for 576 would nearly double what a kernel loads and multiplies, and no multiprocessor has the registers or the memory.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..gpus import WIDEST_TILE, round_up_head_dim
+
+STEP = 64  # columns to which wide head dims are padded: what a tile's row has in 128 bytes of 16-bit elements
+
+
+class Slice(NamedTuple):
+    """Some columns of a head dim.
+
+    suffix   of the names of its tiles in a kernel: "" for all columns, else "_0", "_1" and so on
+    padded   it ends past the head dim
+    """
+
+    suffix: str
+    start: int
+    width: int
+    padded: bool
+
+
+def slices_of(d: int) -> tuple[Slice, ...]:
+    """One slice up to WIDEST_TILE columns; of more, the powers of two that add up: 576 is 512 + 64, 320 is 256 + 64."""
+    if d <= WIDEST_TILE:
+        return (Slice("", 0, round_up_head_dim(d), round_up_head_dim(d) != d),)
+    widths, left = [], -(-d // STEP) * STEP
+    while left:
+        widths.append(1 << left.bit_length() - 1)
+        left -= widths[-1]
+    starts = [sum(widths[:i]) for i in range(len(widths))]
+    suffixes = [f"_{i}" for i in range(len(widths))] if len(widths) > 1 else [""]
+    return tuple(Slice(s, start, width, start + width > d) for s, start, width in zip(suffixes, starts, widths, strict=True))
+
+
+def padded(d: int, added: int = 0) -> int:
+    """The columns of all slices, by which tables of tiles go. `added`: columns of dot products of captured rows, which take the place of
+    as many where a tile of all has room for them."""
+    return sum(s.width for s in slices_of(max(d, min(d + added, WIDEST_TILE))))
+
+
+def lies_in(d_v: int, d_qk: int) -> bool:
+    """Are d_v columns of values, the first of d_qk columns of keys, whole tiles of the keys?"""
+    values, keys = slices_of(d_v), slices_of(d_qk)
+    same = [(v.start, v.width) == (k.start, k.width) for v, k in zip(values, keys, strict=False)]
+    return d_v <= d_qk and all(same) and (d_v == d_qk or not values[-1].padded)
