@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..gpus import round_up_head_dim
+from ..gpus import WIDEST_TILE, round_up_head_dim
 from ..mod.dtypes import dtype_name
 from ..mod.expr import Expr, symbols_in
 from ..mod.grad import differentiate
@@ -83,12 +83,24 @@ class Step:
 
 @dataclass(eq=False, slots=True)
 class BackwardPlan:
-    """The kernels of one backward pass, in the order of their launch."""
+    """The kernels of one backward pass.
+
+    walks         in the order of their launch, by what they write: "dkv" or, of wide heads, "dk" and "dv"; and "dq"
+    scale_apart   TO_LOG2 does not carry the scale
+    """
 
     delta: KernelSpec
-    dkv: Step
-    dq: Step
-    scale_apart: bool  # TO_LOG2 does not carry the scale
+    walks: dict[str, Step]
+    scale_apart: bool
+
+    @property
+    def dkv(self) -> Step:
+        """What gathers the gradients of captured columns."""
+        return next(iter(self.walks.values()))
+
+    @property
+    def dq(self) -> Step:
+        return self.walks["dq"]
 
 
 def role_of(load: Expr, layout: TensorLayout, case: BackwardCase) -> str:
@@ -127,12 +139,13 @@ def plan_backward(case: BackwardCase, backend: str, arch: str, score: Mod | None
     mask_text = mod_text(*mask, _SYMBOLS, target, tile="qk", taken=taken) if mask else None
     check_padding = score is not None and padding_may_be_nan(score[0].result, case.ordinary)
     sizes, added = case.blocks or Blocks(False, 0, 0), width_of_dots(score and score[0])
-    steps = []
-    for name, captured in (("dkv", columns), ("dq", others)):
+    wide = max(case.d_qk, case.d_v) > WIDEST_TILE  # no program has the registers for dK and dV
+    walks = {}
+    for name, captured in ((("dk", columns), ("dv", ())) if wide else (("dkv", columns),)) + (("dq", others),):
         text = None
         if score:
-            lies = replace(target, transposed=name == "dkv", ends_keys=name == "dq" and not case.whole)
-            differential = Differential(derivative, captured, case.ordinary, precision)
+            lies = replace(target, transposed=name != "dq", ends_keys=name == "dq" and not case.whole)
+            differential = Differential(derivative, captured, case.ordinary, precision) if name != "dv" else None
             text = mod_text(*score, _SYMBOLS, lies, tile="qk", differential=differential)
         tile = backward_tile(
             name,
@@ -148,12 +161,12 @@ def plan_backward(case: BackwardCase, backend: str, arch: str, score: Mod | None
         )
         slabs = any(role == "slab" for role, _, _ in captured)
         read = (read_in(load, role) for role, load, _ in captured)
-        gathered = tuple(zip(text.gradient.captured, read, strict=True)) if text else ()
+        gathered = tuple(zip(text.gradient.captured, read, strict=True)) if captured else ()
         whole = case.whole and (case.blocks is not None or _BLOCK % tile.BLOCK_M == 0 and _BLOCK % tile.BLOCK_N == 0)
         parameters = _parameters(name, case, text, mask_text, buffers_of(score, gathered), slabs)
         spec = _spec(name, case, backend, text, mask_text, slabs, check_padding, whole, parameters)
-        steps.append(Step(spec, tile, text, mask_text, gathered))
-    return BackwardPlan(delta_spec(case, backend), *steps, score is not None or not case.scale_is_positive or case.options.prescale_qk)
+        walks[name] = Step(spec, tile, text, mask_text, gathered)
+    return BackwardPlan(delta_spec(case, backend), walks, score is not None or not case.scale_is_positive or case.options.prescale_qk)
 
 
 def strides(*tensors: str) -> list[str]:
@@ -174,9 +187,10 @@ def buffers_of(score: Mod | None, gathered: Gathered) -> tuple[Parameter, ...]:
     return tuple(found)
 
 
-def statistics_read(stats: str = "STATS_LEN") -> tuple[Parameter, ...]:
+def statistics_read(stats: str = "STATS_LEN", delta: bool = True) -> tuple[Parameter, ...]:
     """What backward_delta leaves for the other kernels."""
-    return pointer("TOPS", "float32", f"[Z, Hq, 2, {stats}]: top and share"), pointer("DELTA", "float32", f"[Z, Hq, {stats}]")
+    tops = pointer("TOPS", "float32", f"[Z, Hq, 2, {stats}]: top and share")
+    return (tops, pointer("DELTA", "float32", f"[Z, Hq, {stats}]")) if delta else (tops,)
 
 
 def delta_unit(case: BackwardCase) -> int:
@@ -261,9 +275,10 @@ def _spec(
     if name == "dq":
         flags["kv_params"] = "desc_k, desc_v, z_kv, h_kv" if tma else "K, V, stride_kn, stride_vn"
     else:
+        flags |= {"WRITES_DK": name != "dv", "WRITES_DV": name != "dk"}
         flags["q_params"] = "desc_q, desc_do" if tma else "Q, DO, stride_qm, stride_dom"
         flags["q_args"] = "desc_q, desc_do" if tma else "q_head, do_head, stride_qm, stride_dom"
-    return KernelSpec(f"backward_{name}", (score, mask), tuple(flags.items()), backend, parameters)
+    return KernelSpec("backward_dq" if name == "dq" else "backward_dkv", (score, mask), tuple(flags.items()), backend, parameters)
 
 
 def _parameters(
@@ -273,12 +288,14 @@ def _parameters(
     d_qk, d_v = round_up_head_dim(case.d_qk), round_up_head_dim(case.d_v)
     queries = (("Q", d_qk, "[Z, Hq, Q_LEN, D_QK]"), ("DO", d_v, "[Z, Hq, Q_LEN, D_V]"))
     keys = (("K", d_qk, "[Zkv, Hkv, KV_LEN, D_QK]"), ("V", d_v, "[Zkv, Hkv, KV_LEN, D_V]"))
+    written = name.removeprefix("d").upper()
     if name == "dq":
-        streamed, kept, walked, tma, written = keys, queries, "BLOCK_N", case.use_tma[0], ("Q",)
-        sizes = ["Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", "STATS_LEN", *strides("q", "k", "v", "do", "dq")]
+        streamed, kept, walked, tma = keys, queries, "BLOCK_N", case.use_tma[0]
+        sizes = ["Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", "STATS_LEN"]
     else:
-        streamed, kept, walked, tma, written = queries, keys, "BLOCK_M", case.use_tma[1], ("K", "V")
-        sizes = ["Z", "Zkv", "Hkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", "STATS_LEN", *strides("q", "k", "v", "do", "dk", "dv")]
+        streamed, kept, walked, tma = queries, keys[:1] if name == "dv" else keys, "BLOCK_M", case.use_tma[1]
+        sizes = ["Z", "Zkv", "Hkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", "STATS_LEN"]
+    sizes += strides("q", *(t.lower() for t, _, _ in keys if name != "dv" or t == "K"), "do", *(f"d{t.lower()}" for t in written))
     sizes += ["SM_SCALE", "TO_LOG2", *list_numbers(blocks, "kv" if name == "dq" else "q"), *(["first_tile"] if slabs else [])]
     sizes += case.extras.numbers
     if tma:
@@ -286,7 +303,7 @@ def _parameters(
     else:
         found = [pointer(t, dtype, shape) for t, _, shape in streamed]
     found += [pointer(t, dtype, shape) for t, _, shape in kept]
-    found += [*case.extras.of_dropout, *statistics_read(), *(pointer(f"D{t}", dtype, f"written: as {t}") for t in written)]
+    found += [*case.extras.of_dropout, *statistics_read(delta=name != "dv"), *(pointer(f"D{t}", dtype, f"written: as {t}") for t in written)]
     mods = (p for m in (score, mask) if m for p in m.parameters)
     tables = list_tables(blocks, "kv" if name == "dq" else "q")
     return (*found, *numbers(*sizes), *tables, *mods, *buffers, *constants("BLOCK_M", "BLOCK_N"))
@@ -318,4 +335,5 @@ def backward_geometry(itemsize: int, shapes: tuple, layouts: tuple) -> BackwardG
                 stride //= vector
             found[label] = stride
         fits[name] = all(s % vector == 0 and (s or n == 1) for s, n in zip(known[:3], shape[:3], strict=True)) and shape[3] % vector == 0
+        fits[name] = fits[name] and shape[3] <= WIDEST_TILE
     return BackwardGeometry(tuple(aligned), found, (fits["k"] and fits["v"], fits["q"] and fits["do"]))

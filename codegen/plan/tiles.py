@@ -115,7 +115,7 @@ def decode_tile(arch: str, rows: int, d_qk: int, d_v: int, itemsize: int, *, kv_
 
 
 # (kernel, architecture, larger padded head dim, bytes per element) -> tile. backward_dq walks keys in steps of BLOCK_N,
-# backward_dkv walks queries in steps of BLOCK_M
+# backward_dkv, which of wide heads is one kernel for dK and one for dV, walks queries in steps of BLOCK_M
 _BACKWARD = {
     ("dq", "sm_90", 64, 2): Tile(64, 64, 4, 3),
     ("dq", "sm_90", 128, 2): Tile(128, 64, 8, 3),
@@ -154,6 +154,28 @@ _BACKWARD = {
     ("dkv", "gfx942", 64, 4): Tile(32, 32, 4, 1),
     ("dkv", "gfx942", 128, 4): Tile(16, 32, 4, 1),
     ("dkv", "gfx942", 256, 4): Tile(16, 16, 4, 1),
+    ("dq", "sm_90", 512, 2): Tile(64, 32, 8, 1),
+    ("dk", "sm_90", 512, 2): Tile(32, 64, 8, 1),
+    ("dv", "sm_90", 512, 2): Tile(32, 64, 8, 2),
+    ("dq", "sm_90", 512, 4): Tile(16, 16, 8, 1),
+    ("dk", "sm_90", 512, 4): Tile(16, 16, 8, 1),
+    ("dv", "sm_90", 512, 4): Tile(16, 16, 8, 1),
+    ("dq", "sm_80", 512, 2): Tile(32, 16, 8, 1),
+    ("dk", "sm_80", 512, 2): Tile(16, 32, 8, 1),
+    ("dv", "sm_80", 512, 2): Tile(16, 32, 8, 2),
+    ("dq", "sm_80", 512, 4): Tile(16, 16, 8, 1),
+    ("dk", "sm_80", 512, 4): Tile(16, 16, 8, 1),
+    ("dv", "sm_80", 512, 4): Tile(16, 16, 8, 1),
+    ("dq", "gfx942", 512, 2): Tile(16, 16, 4, 1),
+    ("dk", "gfx942", 512, 2): Tile(16, 16, 4, 1),
+    ("dv", "gfx942", 512, 2): Tile(16, 16, 4, 1),
+    ("dq", "gfx942", 512, 4): Tile(16, 16, 4, 1),
+    ("dk", "gfx942", 512, 4): Tile(16, 16, 4, 1),
+    ("dv", "gfx942", 512, 4): Tile(16, 16, 4, 1),
+    ("dk", "cpu", 512, 2): Tile(64, 64, 1, 1),
+    ("dk", "cpu", 512, 4): Tile(64, 64, 1, 1),
+    ("dv", "cpu", 512, 2): Tile(64, 64, 1, 1),
+    ("dv", "cpu", 512, 4): Tile(64, 64, 1, 1),
     ("dq", "cpu", 256, 2): Tile(64, 64, 1, 1),
     ("dq", "cpu", 256, 4): Tile(64, 64, 1, 1),
     ("dkv", "cpu", 256, 2): Tile(64, 64, 1, 1),
@@ -189,7 +211,7 @@ def backward_tile(
     options: dict | None = None,
     quick: bool = False,
 ) -> Tile:
-    """The tile of backward_dq or backward_dkv (`kernel` is "dq" or "dkv"); arguments as for forward_tile.
+    """The tile of backward_dq or backward_dkv (`kernel` is "dq", "dkv", "dk" or "dv"); arguments as for forward_tile.
 
     heavy     "dots" or "vectors" of captured tensors that a score_mod computes with, see loads.weight_of
     options   the user's dq_BLOCK_M, dq_BLOCK_N, dq_num_warps, dq_num_stages, and the same with dkv_
@@ -202,7 +224,8 @@ def backward_tile(
     if d_qk != d_v:
         tile = _BACKWARD_UNEQUAL.get(row, tile)
     tile = _BACKWARD_HEAVY.get((heavy, kernel, family, itemsize), tile)
-    chosen = {k.removeprefix(f"{kernel}_"): v for k, v in (options or {}).items() if k.startswith(f"{kernel}_")}
+    named = "dq_" if kernel == "dq" else "dkv_"
+    chosen = {k.removeprefix(named): v for k, v in (options or {}).items() if k.startswith(named)}
     if q_block:
         tile = replace(tile, BLOCK_M=_divisor(tile.BLOCK_M, q_block), BLOCK_N=_divisor(tile.BLOCK_N, kv_block))
     if quick:

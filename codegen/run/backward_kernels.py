@@ -204,7 +204,7 @@ class _Kernels:
 
 
 class TwoPass(_Kernels):
-    """backward_dkv, then backward_dq."""
+    """backward_dkv, which of wide heads is two kernels, then backward_dq."""
 
     name = Portable.name
 
@@ -212,8 +212,8 @@ class TwoPass(_Kernels):
         self, plan: BackwardPlan, call: Call, sizes: Sizes, names: tuple[str, ...], lists: BlockLists | None, transposed: BlockLists | None
     ) -> None:
         super().__init__(plan, call, sizes, names, lists, plan.dkv.tile.BLOCK_M, 1, {})
-        self.add(plan.dkv.spec, plan.dkv, transposed, "q")
-        self.add(plan.dq.spec, plan.dq, lists, "kv")
+        for name, step in plan.walks.items():
+            self.add(step.spec, step, *((lists, "kv") if name == "dq" else (transposed, "q")))
 
     def _launch(self, walk: Walk, lists: BlockLists | None, tensors: dict, captured: list, sums: Sums, device: torch.device) -> None:
         step, heads = walk.step, walk.heads

@@ -80,11 +80,11 @@ def hopper_compilation(target: str = "sm_90", *call, cache: Cache | None = None,
 
 
 def backward_compilations(target: str, *call, **details) -> dict[str, Compilation]:
-    """The three kernels of the backward pass by name."""
+    """The kernels of the backward pass by name: "delta", "dkv" or, of wide heads, "dk" and "dv", and "dq"."""
     imagined = Imagined(*call, **details).backward(target)
     plan = backward_kernels.Portable().plan(imagined)
     delta = Compilation(target, plan.delta, {"BLOCK_M": delta_rows(imagined.case.d_v)})
-    return {"delta": delta, "dkv": _tiled(target, plan.dkv), "dq": _tiled(target, plan.dq)}
+    return {"delta": delta, **{name: _tiled(target, step) for name, step in plan.walks.items()}}
 
 
 def tangent_compilations(target: str, *call, **details) -> dict[str, Compilation]:
