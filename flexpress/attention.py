@@ -262,7 +262,7 @@ def flex_attention(
     over the positions j that block_mask or mask_mod allows, with h' = h // (Hq / Hkv).
 
     query           (B, Hq, Q_LEN, D_QK), float16, bfloat16 or float32, any strides. DTensors give DTensors: see dtensors.py
-    key, value      (B or 1, Hkv, KV_LEN, D_QK) and (B or 1, Hkv, KV_LEN, D_V); head dims up to 256
+    key, value      (B or 1, Hkv, KV_LEN, D_QK) and (B or 1, Hkv, KV_LEN, D_V); head dims up to 512, D_QK up to 576
     score_mod       score_mod(score, b, h, q_idx, kv_idx) -> score, on scalars: score is float32, the others int32. It may index
                     captured tensors; an index outside a tensor reads zero
     block_mask      from create_block_mask, flexpress's or torch's

@@ -121,9 +121,10 @@ def cached_attention(
     """Attention of the queries of B sequences, prefill or decoding or both, to what a cache holds of each one.
 
     query         (B, Hq, Q_LEN, D_QK); or with cu_seqlens_q (T, Hq, D_QK), the queries of all sequences one after another. float16,
-                  bfloat16 or float32, head dims 1 to 256; under autocast it becomes autocast's dtype first
+                  bfloat16 or float32, head dims 1 to 512, D_QK up to 576; under autocast it becomes autocast's dtype first
     k_cache, v_cache   (N, S, Hkv, D_QK) and (N, S, Hkv, D_V): N sequences of up to S positions, or with page_table N pages of S positions.
-                  float16, bfloat16, float32 or float8_e4m3fn: what is not query's dtype is converted to it as it is read. Any strides
+                  float16, bfloat16, float32 or float8_e4m3fn: what is not query's dtype is converted to it as it is read. Any strides.
+                  Of more than 256 columns, values that are a view of the keys, k_cache[..., :D_V], are read once with them
     kv_len        int32 (B,): positions of each sequence that the cache holds, the new ones included; on the device, so it may grow under a
                   CUDA graph. 0 for a sequence that is not there
     page_table    int32 (B, n): the pages that hold a sequence's positions in order; entries past kv_len are never read

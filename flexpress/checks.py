@@ -75,8 +75,13 @@ def check_tensors(query, key, value, enable_gqa: bool, kinds: bool = True) -> No
         raise ValueError(f"key and value must have query's batch size or 1, got query {_shape(query)} and key {_shape(key)}")
     check_heads(query, key, enable_gqa)
     for name, t in named.items():
-        if t.shape[3] == 0 or t.shape[3] > MAX_HEAD_DIM:
-            raise NotImplementedError(f"{name} has head_dim {t.shape[3]} (shape {_shape(t)}); supported are 1 to {MAX_HEAD_DIM}")
+        check_head_dim(name, t, MAX_HEAD_DIM if name == "value" else MAX_HEAD_DIM_QK)
+
+
+def check_head_dim(name: str, tensor, most: int) -> None:
+    """The last extent of a tensor of queries, keys or values, of which kernels take `most`."""
+    if not 1 <= tensor.shape[-1] <= most:
+        raise NotImplementedError(f"{name} has head_dim {tensor.shape[-1]} (shape {_shape(tensor)}); supported are 1 to {most}")
 
 
 def check_heads(query, key, enable_gqa: bool) -> None:

@@ -130,7 +130,7 @@ def _add_problem(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", nargs="+", choices=tuple(RECIPES), metavar="RECIPE", help="one or more of the names below")
     parser.add_argument("--dtype", choices=tuple(_DTYPES), default="bf16", metavar="DTYPE", help="bf16 (default), fp16 or fp32")
     parser.add_argument(
-        "--head-dim", type=_head_dim, default=(128, 128), metavar="D", help="head dim, 1 to 256, or D_QKxD_V as in 192x128; default 128"
+        "--head-dim", type=_head_dim, default=(128, 128), metavar="D", help="head dim, 1 to 512, or D_QKxD_V as in 192x128, D_QK up to 576; default 128"
     )
 
 
@@ -144,12 +144,15 @@ def _heads(text: str) -> tuple[int, int]:
 
 def _head_dim(text: str) -> tuple[int, int]:
     """ "128" or "192x128" as (D_QK, D_V)."""
-    from flexpress.checks import MAX_HEAD_DIM
+    from flexpress.checks import MAX_HEAD_DIM, MAX_HEAD_DIM_QK
 
     parts = text.split("x")
     dims = tuple(int(p) for p in parts if p.isdecimal())
-    if len(dims) != len(parts) or len(dims) not in (1, 2) or not all(1 <= d <= MAX_HEAD_DIM for d in dims):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a head dim: write 1 to {MAX_HEAD_DIM}, or two of them as in 192x128")
+    if len(dims) != len(parts) or len(dims) not in (1, 2) or not (1 <= dims[0] <= MAX_HEAD_DIM_QK and 1 <= dims[-1] <= MAX_HEAD_DIM):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a head dim: write 1 to {MAX_HEAD_DIM}, or two of them as in 192x128, of which the first is at most "
+            f"{MAX_HEAD_DIM_QK}"
+        )
     return dims[0], dims[-1]
 
 

@@ -13,7 +13,7 @@ causal         query i sees key j if j <= i, whatever the lengths: the triangle 
 softmax_scale  a number, 1 / sqrt(D) by default
 return_lse     return (out, lse): lse float32 (B, H, Sq), the natural logarithm of the softmax's denominator; -inf for a row with nothing
 
-All take float16, bfloat16 or float32, any lengths, any strides and head dims up to 256, copy none of their inputs, and return (B, Sq, H, D)
+All take float16, bfloat16 or float32, any lengths, any strides and head dims up to 512, copy none of their inputs, and return (B, Sq, H, D)
 in q's dtype and q's order of dimensions in memory. A row with nothing to attend to gives 0. DTensors, sharded over batch (dimension 0)
 and heads (the last but one) or replicated, give DTensors; bias then may be one too.
 

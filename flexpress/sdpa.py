@@ -31,7 +31,7 @@ def scaled_dot_product_attention(
     """torch.nn.functional.scaled_dot_product_attention, with its signature and meaning.
 
     query        (..., Hq, Q_LEN, D), or without dimensions before Q_LEN: any 2-D, 3-D, 4-D or higher layout and any strides. float16,
-                 bfloat16 or float32, head dims up to 256
+                 bfloat16 or float32, head dims up to 512, of query and key up to 576
     key, value   (..., Hkv, KV_LEN, D) and (..., Hkv, KV_LEN, D_V). What precedes them broadcasts, heads only without enable_gqa
     attn_mask    broadcasts to (..., Hq, Q_LEN, KV_LEN): bool, True for what takes part, or floating-point, added to the scaled scores.
                  Read where it lies. One that is added gets its gradient

@@ -150,7 +150,7 @@ def varlen_attention(
     """Attention within each of n packed sequences, with the user's own score and mask.
 
     q               (total_q, Hq, D), float16, bfloat16 or float32, any strides
-    k, v            (total_k, Hkv, D) and (total_k, Hkv, Dv), Hq a multiple of Hkv; head dims up to 256
+    k, v            (total_k, Hkv, D) and (total_k, Hkv, Dv), Hq a multiple of Hkv; D up to 576, Dv up to 512
     cu_seqlens_q    (n + 1,), int32 or int64, on q's device: 0, then the end of each sequence, never falling, total_q at last. Sequence s
                     is the tokens cu_seqlens_q[s] <= i < cu_seqlens_q[s + 1]; it may have none
     cu_seqlens_k    the same for k and v, n sequences too. Leave it out where both are the same: that gives better kernels

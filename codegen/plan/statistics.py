@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 
-from ..gpus import round_up_head_dim
 from ..mod.dtypes import dtype_name
 from ..mod.loads import gathers
 from ..text.mod_text import ModText
@@ -17,6 +16,7 @@ from ..text.parameters import Parameter, constants, numbers, pointer
 from ..text.snippet import Target
 from ..text.spec import KernelSpec
 from .forward import STRIDES, Blocks, Mod, Options, Plan, block_flags, element_flags, list_numbers, list_tables, lowered, scale_names
+from .slices import padded
 from .tiles import backward_tile, forward_tile
 
 
@@ -45,7 +45,7 @@ class StatisticsCase(NamedTuple):
 
 def plan_rows(case: StatisticsCase, backend: str, arch: str, score: Mod | None, mask: Mod | None) -> Plan:
     """row_statistics, for a backend ("cuda", "hip", "cpu") and a row of the tile tables."""
-    width = round_up_head_dim(case.d_qk)
+    width = padded(case.d_qk)
     reads = any(gathers(m[0]) for m in (score, mask) if m)
     blocks = case.blocks or Blocks(False, 0, 0)
     tile = forward_tile(arch, width, width, case.dtype.itemsize, gathers=reads, q_block=blocks.q_block, kv_block=blocks.kv_block)
@@ -59,7 +59,7 @@ def plan_rows(case: StatisticsCase, backend: str, arch: str, score: Mod | None, 
 
 def plan_columns(case: StatisticsCase, backend: str, arch: str, score: Mod | None, mask: Mod | None) -> Plan:
     """column_sums, of the same arguments."""
-    width, blocks = round_up_head_dim(case.d_qk), case.blocks or Blocks(False, 0, 0)
+    width, blocks = padded(case.d_qk), case.blocks or Blocks(False, 0, 0)
     tile = backward_tile("dkv", arch, width, width, case.dtype.itemsize, q_block=blocks.q_block, kv_block=blocks.kv_block)
     tensors = [pointer("ROWS", "float32", "[Z, Hq, Q_LEN, 2], read"), pointer("SUMS", "float32", "[Z, Hq, KV_LEN], written")]
     return _plan("column_sums", case, backend, tile, score, mask, tensors, {}, "q")

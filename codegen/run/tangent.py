@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ..device.devices import architecture_of, backend_of
+from ..gpus import WIDEST_TILE
 from ..mod.expr import ModGraph
 from ..mod.loads import dots_of
 from ..plan.backward import Step
@@ -55,8 +56,9 @@ class Outputs(NamedTuple):
 
 
 def tangent(bound: Bound, direction: Direction, *, output_max: bool = False, output_rows: bool = False) -> Outputs:
-    """out, lse and what they change by in a direction, in one pass. Raises NotImplementedError for dot products of captured rows."""
-    _check_dots(bound)
+    """out, lse and what they change by in a direction, in one pass. Raises NotImplementedError for dot products of captured rows
+    and for head dims beyond 256."""
+    _check_served(bound)
     if 0 in (*bound.inputs.extents, bound.v.shape[3]):
         return _nothing(bound, output_max, output_rows)
     return _Pass(bound, direction, output_max=output_max, output_rows=output_rows).outputs()
@@ -70,7 +72,7 @@ def gradient_tangents(
 
     do, dlse   gradients of the loss in out and lse, which do not change; dlse may be None
     """
-    _check_dots(bound)
+    _check_served(bound)
     q, k, v, _, _, score = bound[:6]
     if 0 in (*bound.inputs.extents, v.shape[3]):
         of_captured = {i: torch.zeros_like(score[1][i]) for i in wanted}
@@ -83,9 +85,15 @@ def gradient_tangents(
     return *second.gradients(), found.out_tangent, found.lse_tangent
 
 
-def _check_dots(bound: Bound) -> None:
+def _check_served(bound: Bound) -> None:
     if bound.score and dots_of(bound.score[0]):
         raise NotImplementedError(NO_DOTS)
+    for name, tensor in (("query", bound.q), ("value", bound.v)):
+        if tensor.shape[3] > WIDEST_TILE:
+            raise NotImplementedError(
+                f"{name} has head_dim {tensor.shape[3]} (shape {tuple(tensor.shape)}), which is differentiable once: no forward mode and no "
+                f"second derivative beyond {WIDEST_TILE}"
+            )
 
 
 def _zeros(tangent: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ sinks              (Hq,): a logit for each head, the score of one more key whose
 return_attn_probs  return (out, softmax_lse, S_dmask): lse is float32, natural logarithm; S_dmask is empty, (0,)
 
 A row that sees nothing gives 0 and lse -inf, or its sink. Differentiable with respect to q, k, v, alibi_slopes and sinks, through out and
-lse. All take float16, bfloat16 or float32, any lengths and strides and head dims up to 256, and copy none of their inputs. Other lengths,
+lse. All take float16, bfloat16 or float32, any lengths and strides and head dims up to 512, and copy none of their inputs. Other lengths,
 windows, slopes and caps compile nothing; as many queries as keys, and one query, have kernels of their own.
 
 ValueError, TypeError or NotImplementedError names the argument that does not fit and shows the shapes.
