@@ -130,7 +130,11 @@ def _add_problem(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", nargs="+", choices=tuple(RECIPES), metavar="RECIPE", help="one or more of the names below")
     parser.add_argument("--dtype", choices=tuple(_DTYPES), default="bf16", metavar="DTYPE", help="bf16 (default), fp16 or fp32")
     parser.add_argument(
-        "--head-dim", type=_head_dim, default=(128, 128), metavar="D", help="head dim, 1 to 512, or D_QKxD_V as in 192x128, D_QK up to 576; default 128"
+        "--head-dim",
+        type=_head_dim,
+        default=(128, 128),
+        metavar="D",
+        help="head dim, 1 to 512, or D_QKxD_V as in 192x128, D_QK up to 576; default 128",
     )
 
 

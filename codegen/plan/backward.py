@@ -303,7 +303,11 @@ def _parameters(
     else:
         found = [pointer(t, dtype, shape) for t, _, shape in streamed]
     found += [pointer(t, dtype, shape) for t, _, shape in kept]
-    found += [*case.extras.of_dropout, *statistics_read(delta=name != "dv"), *(pointer(f"D{t}", dtype, f"written: as {t}") for t in written)]
+    found += [
+        *case.extras.of_dropout,
+        *statistics_read(delta=name != "dv"),
+        *(pointer(f"D{t}", dtype, f"written: as {t}") for t in written),
+    ]
     mods = (p for m in (score, mask) if m for p in m.parameters)
     tables = list_tables(blocks, "kv" if name == "dq" else "q")
     return (*found, *numbers(*sizes), *tables, *mods, *buffers, *constants("BLOCK_M", "BLOCK_N"))

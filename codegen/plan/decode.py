@@ -69,6 +69,11 @@ class DecodeCase(NamedTuple):
     extras: Extras = ORDINARY
     values_in_keys: bool = False  # V is the first columns of K, in the same memory
 
+    @property
+    def itemsize(self) -> int:
+        """Of the wider of q and k: K and V are converted."""
+        return max((self.kv_dtype or self.dtype).itemsize, self.dtype.itemsize)
+
 
 def vector_of(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> int:
     """Elements of the narrower of q and k that are 16 bytes."""
@@ -99,11 +104,12 @@ class Rows(NamedTuple):
         return max(16, 1 << (self.queries * self.pack - 1).bit_length())
 
 
-def rows_of(q_len: int, group: int, q_block: int = 0) -> Rows:
-    """The rows for up to `q_len` queries of every head and groups of `group` heads; a tile's queries lie in one block of the lists."""
-    pack = next(n for n in range(min(group, 2 * MAX_ROWS), 0, -1) if group % n == 0)
-    most = max(1, MAX_ROWS // pack)
-    queries = min(1 << (q_len - 1).bit_length(), 1 << most.bit_length() - 1)  # powers of two
+def rows_of(q_len: int, group: int, q_block: int = 0, most: int = 2 * MAX_ROWS) -> Rows:
+    """The rows for up to `q_len` queries of every head and groups of `group` heads; a tile's queries lie in one block of the lists, and it
+    has at most `most` rows (most_rows)."""
+    pack = next(n for n in range(min(group, most), 0, -1) if group % n == 0)
+    room = max(1, min(MAX_ROWS, most) // pack)
+    queries = min(1 << (q_len - 1).bit_length(), 1 << room.bit_length() - 1)  # powers of two
     while q_block and q_block % queries:
         queries //= 2
     return Rows(queries, pack)
@@ -166,15 +172,15 @@ def plan_decode(case: DecodeCase, backend: str, arch: str, score: Mod | None, ma
     precision = case.float32_precision
     target = Target(backend, dtype_name(case.dtype), case.exact_indices, packed_heads=True, float32_precision=precision)
     score_text, mask_text = lowered(score, mask, target)
-    itemsize = max((case.kv_dtype or case.dtype).itemsize, case.dtype.itemsize)
     tile = decode_tile(
         arch,
         rows,
         padded(case.d_qk, width_of_dots(score and score[0])),
         padded(case.d_v),
-        itemsize,
+        case.itemsize,
         kv_block=case.blocks.kv_block if case.blocks else 0,
         paged=case.page_size > 0,
+        values_in_keys=case.values_in_keys,
     )
     scale_apart = score is not None or not case.scale_is_positive or case.scales
     combine = _combine(case, backend, scale_apart) if case.split else None
@@ -183,12 +189,7 @@ def plan_decode(case: DecodeCase, backend: str, arch: str, score: Mod | None, ma
 
 def _spec(case: DecodeCase, backend: str, score: ModText | None, mask: ModText | None, scale_apart: bool) -> KernelSpec:
     blocks, units = case.blocks, case.units
-    block_args = [
-        "K",
-        *(["PAGES", "Zkv", "stride_kz"] if case.page_size else []),
-        "stride_kn",
-        *([] if units[1] else ["stride_kd"]),
-    ]
+    block_args = ["K", *(["PAGES", "Zkv", "stride_kz"] if case.page_size else []), "stride_kn", *([] if units[1] else ["stride_kd"])]
     if not case.values_in_keys:
         block_args += ["V", *(["stride_vz"] if case.page_size else []), "stride_vn", *([] if units[2] else ["stride_vd"])]
     parameters = (*decode_parameters(case, score, mask, scale_apart), *constants("BLOCK_M", "BLOCK_N"))

@@ -181,6 +181,7 @@ def plan_forward(case: ForwardCase, backend: str, arch: str, score: Mod | None, 
         kv_block=blocks.kv_block if blocks else 0,
         options=dict(case.options.tile),
         quick=case.options.quick,
+        values_in_keys=case.values_in_keys,
     )
     scale_apart = score is not None or case.options.prescale_qk or not case.scale_is_positive
     spec = _spec(case, backend, score_text, mask_text, scale_apart)

@@ -1,6 +1,6 @@
 """Head dims as tiles have them: powers of two, and wide ones as a sum of such.
 
-A tile of 1024 columns for 576 would nearly double what a kernel loads and multiplies, and no multiprocessor has the registers or the memory.
+A tile of 1024 columns for 576 would nearly double what a kernel loads and multiplies. No multiprocessor has the registers or the memory.
 """
 
 from __future__ import annotations

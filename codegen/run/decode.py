@@ -27,7 +27,7 @@ from ..plan.decode import (
 from ..plan.decode import Parts as Split
 from ..plan.extras import factors_out
 from ..plan.forward import STRIDES, Geometry, Mod, scales
-from ..plan.tiles import Tile, next_smaller
+from ..plan.tiles import Tile, most_rows, next_smaller
 from ..registry import INFO, Table
 from ..text.mod_text import mod_values
 from .block_lists import BlockLists
@@ -100,7 +100,7 @@ class Decode(_Planned):
 
     def prepare(self, call: Call, names: tuple[str, ...], lists: BlockLists | None) -> Kernels:
         Q_LEN, known = call.extents[2], call.case
-        rows, split = _division(call.extents, call.geometry, call.device, lists, NOT_CACHED)
+        rows, split = _division(call.extents, call.geometry, call.device, lists, NOT_CACHED, (known.d_qk, known.d_v, known.dtype.itemsize))
         case = DecodeCase(
             known.dtype,
             known.d_qk,
@@ -152,7 +152,9 @@ class DecodeCached(_Planned):
         q, k, v, cached = call.q, call.k, call.v, call.cached
         kv_dtype = k.dtype if k.dtype != q.dtype else None
         geometry = call.geometry_in(16 // vector_of(q.dtype, kv_dtype))
-        rows, split = _division(call.extents, geometry, q.device, lists, cached)
+        rows, split = _division(
+            call.extents, geometry, q.device, lists, cached, (q.shape[3], v.shape[3], max(q.element_size(), k.element_size()))
+        )
         case = DecodeCase(
             q.dtype,
             q.shape[3],
@@ -178,13 +180,19 @@ class DecodeCached(_Planned):
 
 
 def _division(
-    extents: tuple[int, int, int, int], geometry: Geometry, device: torch.device, lists: BlockLists | None, cached: Cached
+    extents: tuple[int, int, int, int],
+    geometry: Geometry,
+    device: torch.device,
+    lists: BlockLists | None,
+    cached: Cached,
+    widths: tuple[int, int, int],
 ) -> tuple[Rows, Split]:
-    """How queries and heads make up tiles, and into how many parts keys are split."""
+    """How queries and heads make up tiles, and into how many parts keys are split. widths: D_QK, D_V and bytes of an element."""
     Z, Hq, Q_LEN, KV_LEN = extents
     by_head = lists is not None and lists.kv_num_blocks.shape[1] > 1  # heads with lists of their own do not share a tile
     group = 1 if by_head else geometry.numbers["GROUP_SIZE"]
-    rows = rows_of(2 * MAX_ROWS if cached.invariant else Q_LEN, group, lists.q_block if lists else 0)
+    most = most_rows(architecture_of(device), *widths)
+    rows = rows_of(2 * MAX_ROWS if cached.invariant else Q_LEN, group, lists.q_block if lists else 0, most)
     programs = -(-Q_LEN // rows.queries) * (Hq // rows.pack) * Z
     available = multiprocessors(device) if device.type != "cpu" else _INTERPRETED
     structure = {"lengths": cached.kv_lens is not None, "listed": lists is not None, "invariant": cached.invariant}

@@ -11,6 +11,7 @@ from ..mod.expr import INDEX_BOUND, ModGraph
 from ..plan import decode
 from ..plan.decode import BLOCK_S, DecodeCase, Rows, plan_decode, rows_of, vector_of
 from ..plan.forward import LOG2_E, Blocks
+from ..plan.tiles import most_rows
 from ..text.parameters import stride_names
 from ..text.spelling import literal_text
 from .cached_call import BLOCK
@@ -99,7 +100,9 @@ class _Plans:
 def rows_in(call: ExportedCache) -> Rows:
     """How queries and heads make up a tile."""
     by_head = call.mask is not None and "h" in call.mask[0].symbols  # heads with lists of their own do not share a tile
-    return rows_of(call.q_len, 1 if by_head else call.group, BLOCK if call.mask else 0)
+    itemsize = max((call.kv_dtype or call.dtype).itemsize, call.dtype.itemsize)
+    most = most_rows(machine_of(call.target)[1], call.d_qk, call.d_v, itemsize)
+    return rows_of(call.q_len, 1 if by_head else call.group, BLOCK if call.mask else 0, most)
 
 
 class CachedFile(File):

@@ -21,6 +21,7 @@ from ..plan.decode import BLOCK_S, DecodeCase, DecodePlan, plan_decode, rows_of
 from ..plan.forward import Cache, Plan
 from ..plan.statistics import plan_columns, plan_rows
 from ..plan.tangent import plan_gradients, plan_tangent
+from ..plan.tiles import most_rows
 from ..plan.update_cache import BLOCK_T, UpdateCase, update_spec
 from ..text.spec import KernelSpec
 from . import backward_kernels, cpu, cpu_decode, forward_kernels, statistics
@@ -124,7 +125,8 @@ def decode_compilations(
     known, blocks, kept = imagined.case, imagined.case.blocks, getattr(torch, kv_dtype) if kv_dtype else None
     layout = known.dtype, known.d_qk, known.d_v, known.units, known.aligned, blocks
     case = DecodeCase(*layout, kv_dtype=kept, scales=kept is not None, values_in_keys=known.values_in_keys, **changes)
-    rows = rows_of(q_len, group, blocks.q_block if blocks else 0).rows
+    most = most_rows(machine_of(target)[1], case.d_qk, case.d_v, case.itemsize)
+    rows = rows_of(q_len, group, blocks.q_block if blocks else 0, most).rows
     plan = plan_decode(case, *machine_of(target), imagined.score, imagined.mask, rows)
     combine = {"combine": Compilation(target, plan.combine, {"BLOCK_S": BLOCK_S})} if plan.combine else {}
     return {"decode": _tiled(target, plan), **combine}
@@ -149,7 +151,9 @@ def update_cache_compilation(target: str, dtype: str = "bfloat16", cache_dtype: 
 
 def _imagined(call: tuple, changes: dict, **details) -> tuple[Imagined, dict]:
     """The call, and what is left of `changes`."""
-    named = {name: changes[name] for name in ("score_mod", "mask_mod", "dtype", "head_dim", "head_dim_v", "values_in_keys") if name in changes}
+    named = {
+        name: changes[name] for name in ("score_mod", "mask_mod", "dtype", "head_dim", "head_dim_v", "values_in_keys") if name in changes
+    }
     return Imagined(*call, **named, **details), {name: value for name, value in changes.items() if name not in named}
 
 

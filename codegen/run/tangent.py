@@ -91,8 +91,8 @@ def _check_served(bound: Bound) -> None:
     for name, tensor in (("query", bound.q), ("value", bound.v)):
         if tensor.shape[3] > WIDEST_TILE:
             raise NotImplementedError(
-                f"{name} has head_dim {tensor.shape[3]} (shape {tuple(tensor.shape)}), which is differentiable once: no forward mode and no "
-                f"second derivative beyond {WIDEST_TILE}"
+                f"{name} has head_dim {tensor.shape[3]} (shape {tuple(tensor.shape)}); forward mode and second derivatives have kernels up "
+                f"to {WIDEST_TILE}"
             )
 
 
