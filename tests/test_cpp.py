@@ -33,8 +33,9 @@ from support.batches import check as check_batch
 from support.block_lists import as_kernels_compute, brute_force, check_bounds, check_lists, dense_status
 from support.caches import check_update, updates
 from support.compositions import MASK_LEAVES, compositions, mask_captures
-from support.dense import dense_attention, positions
+from support.dense import dense_attention, positions, relative_error
 from support.evaluate import check, make_mod
+from support.extras import check_dropout, check_sinks, dropout_problems, sink_problems, with_sinks
 from support.gradients import check_gradients, gradient_problems
 from support.problems import problems
 
@@ -80,6 +81,28 @@ def test_any_problem(p):
 @given(gradient_problems("cpu"))
 def test_any_gradient(p):
     check_gradients(p, "cpu")
+
+
+@settings(max_examples=EXAMPLES // 2)
+@given(sink_problems("cpu"))
+def test_any_problem_with_sinks(drawn):
+    check_sinks(drawn, "cpu")
+
+
+@settings(max_examples=EXAMPLES // 2)
+@given(dropout_problems("cpu"))
+def test_any_problem_with_dropout(drawn):
+    check_dropout(drawn, "cpu")
+
+
+def test_sinks_of_a_cache():
+    """Where keys are split among tasks: a sink counts once."""
+    cache_clear()
+    q, k, v, sinks = torch.randn(1, 4, 1, 16), *torch.randn(2, 1, 1500, 2, 16), torch.randn(4) * 3
+    out, lse = cached_attention(q, k, v, torch.tensor([1500], dtype=torch.int32), sinks=sinks, return_lse=True)
+    exact, total, _ = with_sinks(q, k.transpose(1, 2), v.transpose(1, 2), sinks)
+    assert relative_error(out, exact) < 2e-6 and relative_error(lse, total) < 2e-6
+    assert {path.suffix for path in printed_kernels()} == {".cpp"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -24,7 +24,7 @@ import torch
 
 from ..registry import Table, remembered
 
-_INCLUDES = ("cpu.h", "cpu_tiles.h")  # of templates/
+_INCLUDES = ("cpu.h", "cpu_tiles.h", "cpu_dropout.h")  # of templates/
 _given_up: dict[tuple, str] = Table("compilers that failed", 16)  # and why
 T = TypeVar("T")
 

@@ -56,6 +56,7 @@ def plan_cpu_forward(case: ForwardCase, score: Mod | None, mask: Mod | None) -> 
         "SCALE_IS_POSITIVE": case.scale_is_positive,
         "OUTPUT_MAX": case.output_max,
         "OUTPUT_ROWS": case.output_rows,
+        **case.extras.flags,
     }
     spec = KernelSpec(
         "cpu_forward", (score_text, mask_text), tuple(flags.items()), "cpu", _parameters(case, score_text, mask_text, scale_apart)
@@ -71,8 +72,11 @@ def _parameters(case: ForwardCase, score: ModText | None, mask: ModText | None, 
         pointer("V", dtype, "[Zkv, Hkv, KV_LEN, D_V]"),
         pointer("O", dtype, "[Z, Hq, Q_LEN, D_V] in any strides, written"),
         *statistic_parameters("Z, Hq, Q_LEN", case.output_max, case.output_rows),
+        *case.extras.of_sinks,
+        *case.extras.of_dropout,
     )
     sizes = ("Z", "Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", *stride_names_of(case.units), *scale_names(scale_apart))
+    sizes += case.extras.numbers
     mods = tuple(p for m in (score, mask) if m for p in m.parameters)
     return (*tensors, *numbers(*sizes, *list_numbers(case.blocks)), *list_tables(case.blocks), *mods)
 
@@ -102,7 +106,7 @@ def plan_cpu_backward(case: BackwardCase, score: Mod | None, mask: Mod | None) -
     gathered = tuple(zip(text.gradient.captured, (load for _, load, _ in roles), strict=True)) if text else ()
     flags = {
         "LANGUAGE": CPP.name,
-        "WRITTEN": ("DQ", "DK", "DV", *(c.buffer for c, _ in gathered)),
+        "WRITTEN": ("DQ", "DK", "DV", "D_SINKS", *(c.buffer for c, _ in gathered)),
         "DTYPE": dtype,
         "D_QK": case.d_qk,
         "D_V": case.d_v,
@@ -113,6 +117,7 @@ def plan_cpu_backward(case: BackwardCase, score: Mod | None, mask: Mod | None) -
         "STARTS": blocks is not None and blocks.starts,
         "SCALE_FIRST": score is not None or not case.scale_is_positive,
         "LSE_GRADIENT": case.lse_gradient,
+        **case.extras.flags,
     }
     parameters = _backward_parameters(case, text, mask_text, score, gathered)
     return CpuBackwardPlan(
@@ -135,8 +140,23 @@ def _backward_parameters(
         pointer("DQ", dtype, "written: as Q"),
         pointer("DK", "float32", "[PARTS, Zkv, Hkv, KV_LEN, QK_ROWS], added to"),
         pointer("DV", "float32", "[PARTS, Zkv, Hkv, KV_LEN, V_ROWS], added to"),
+        *case.extras.of_sinks,
+        *([pointer("D_SINKS", "float32", "[Z, Hq, tiles], added to: what each tile gives the head's sink")] if case.extras.sinks else []),
+        *case.extras.of_dropout,
     )
-    sizes = ["Z", "Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", "PARTS", *strides("q", "k", "v", "o", "do", "dq"), "SM_SCALE", "TO_LOG2"]
+    sizes = [
+        "Z",
+        "Hq",
+        "Zkv",
+        "GROUP_SIZE",
+        "Q_LEN",
+        "KV_LEN",
+        "PARTS",
+        *strides("q", "k", "v", "o", "do", "dq"),
+        "SM_SCALE",
+        "TO_LOG2",
+        *case.extras.numbers,
+    ]
     shared = [c for c, _ in gathered if c.role == "atomic"]
     sizes += [*(["ONE_COPY"] if shared else []), *(f"span_{c.name}_{c.load}" for c in shared)]
     mods = tuple(p for m in (text, mask) if m for p in m.parameters)

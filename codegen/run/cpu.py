@@ -11,7 +11,7 @@ from ..mod.loads import dots_of
 from ..mod.tensors import LOWEST, check_address
 from ..plan.backward import BackwardCase
 from ..plan.cpu import CpuPlan, plan_cpu_forward
-from ..plan.extras import ORDINARY
+from ..plan.extras import dropout_numbers
 from ..plan.forward import ForwardCase, Mod, scales
 from ..registry import Table
 from ..text.mod_text import mod_values
@@ -26,8 +26,6 @@ _plans: dict[tuple, CpuPlan] = Table("plans of kernels in C++", 1024)
 
 def unserved(case: ForwardCase | BackwardCase, score: Mod | None) -> str | None:
     """Why there are no kernels in C++, forward or backward, for such a case and score_mod."""
-    if case.extras != ORDINARY:
-        return "sinks and dropout: the portable kernels have them"
     return "score_mod has a dot product of captured rows" if score and dots_of(score[0]) else None
 
 
@@ -82,7 +80,7 @@ class CppRunner:
         self.named = call.case.options.backend == Cpp.name
         self.captured = [p.name for m in plan.spec.mods if m for p in m.parameters]
         self.numbers = {"Z": call.extents[0], **in_elements(call.geometry, call.case.dtype), **scales(call.scale, plan.scale_apart)}
-        self.numbers |= lists.numbers() if lists else {}
+        self.numbers |= {**(lists.numbers() if lists else {}), **dropout_numbers(call.dropout_p)}
         self.room = 0  # for parts of keys
         if is_few(call):
             divided, self.room = division(call.extents, call.geometry, call.case.d_v, lists, NOT_CACHED)
