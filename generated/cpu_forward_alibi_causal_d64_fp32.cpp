@@ -146,7 +146,10 @@ struct Forward {
             t.l_i[j] = l_i;
         }
         for (int d = 0; d < D_V; ++d)
-            for (int j = 0; j < rows; j += LANES) store_lanes(t.acc + d * BLOCK_M + j, load_lanes(t.acc + d * BLOCK_M + j) / load_lanes(t.l_i + j));
+            for (int j = 0; j < rows; j += LANES) {
+                float* acc = t.acc + d * BLOCK_M + j;
+                store_lanes(acc, load_lanes(acc) / load_lanes(t.l_i + j));
+            }
         write_columns<BLOCK_M>(out, stride_om, t.acc, rows, D_V);
     }
 };

@@ -37,6 +37,8 @@ from support.dense import dense_attention, positions, relative_error
 from support.evaluate import check, make_mod
 from support.extras import check_dropout, check_sinks, dropout_problems, sink_problems, with_sinks
 from support.gradients import check_gradients, gradient_problems
+from support.long_dots import check_dots, dot_problems
+from support.probabilities import check_probabilities, probability_problems
 from support.problems import problems
 
 EXAMPLES = int(os.environ.get("FLEXPRESS_CPU_EXAMPLES", "6"))  # `make test-cpu` draws more
@@ -93,6 +95,18 @@ def test_any_problem_with_sinks(drawn):
 @given(dropout_problems("cpu"))
 def test_any_problem_with_dropout(drawn):
     check_dropout(drawn, "cpu")
+
+
+@settings(max_examples=EXAMPLES // 2)
+@given(probability_problems("cpu"))
+def test_any_probabilities(p):
+    check_probabilities(p, "cpu")
+
+
+@settings(max_examples=EXAMPLES // 2)
+@given(dot_problems("cpu"))
+def test_any_dot_products(p):
+    check_dots(p, "cpu")
 
 
 def test_sinks_of_a_cache():
@@ -224,10 +238,12 @@ def test_a_mask_needs_no_interpreter():
 
 
 def test_evaluate_mod_of_a_dot_product_of_rows():
-    """Which the interpreter serves."""
-    rows = torch.randn(20, 32)
-    mod = lambda score, b, h, q_idx, kv_idx: score + torch.dot(rows[q_idx], rows[kv_idx])  # noqa: E731
-    torch.testing.assert_close(evaluate_mod(mod, torch.zeros(1, 1, 20, 20))[0, 0], rows @ rows.T, rtol=1e-4, atol=1e-4)
+    """Of rows that all positions have in common, too."""
+    rows, one = torch.randn(20, 32), torch.randn(32).expand(9, 32)
+    mod = lambda score, b, h, q_idx, kv_idx: score + torch.dot(rows[q_idx], rows[kv_idx]) + torch.dot(one[q_idx], rows[kv_idx])  # noqa: E731
+    seen = torch.arange(20)[:, None] < 9
+    wanted = rows @ rows.T + torch.where(seen, one[0] @ rows.T, 0.0)
+    torch.testing.assert_close(evaluate_mod(mod, torch.zeros(1, 1, 20, 20))[0, 0], wanted, rtol=1e-4, atol=1e-4)
 
 
 def attend():

@@ -8,13 +8,14 @@ import torch
 
 from ..mod.dtypes import dtype_name
 from ..mod.grad import differentiate
+from ..mod.loads import read_in
 from ..text.cpp import CPP
 from ..text.gradient_text import Differential
 from ..text.mod_text import ModText, mod_text
 from ..text.parameters import Parameter, numbers, pointer
 from ..text.snippet import Target
 from ..text.spec import KernelSpec
-from .backward import BackwardCase, Gathered, buffers_of, role_of, strides
+from .backward import BackwardCase, Gathered, buffers_of, dot_roles, role_of, strides
 from .forward import ForwardCase, Mod, block_flags, list_numbers, list_tables, lowered, scale_names, statistic_parameters, stride_names_of
 
 BLOCK_M, BLOCK_N = 64, 128
@@ -99,11 +100,12 @@ def plan_cpu_backward(case: BackwardCase, score: Mod | None, mask: Mod | None) -
         found = differentiate(score[0], case.captured)
         atomic = case._replace(deterministic=False)  # every sum has an order here
         roles = [(role_of(load, score[1][load.attr], atomic), load, gradient) for load, gradient in found.loads]
+        roles += dot_roles(found.dots, case.captured)
         differential = Differential(found.score, tuple(roles), case.ordinary)
         text = mod_text(*score, _SYMBOLS, target, tile="qk", differential=differential)
     taken = frozenset(c.name for c in (*score[0].tensors, *score[0].scalars)) if score else frozenset()
     mask_text = mod_text(*mask, _SYMBOLS, target, tile="qk", taken=taken) if mask else None
-    gathered = tuple(zip(text.gradient.captured, (load for _, load, _ in roles), strict=True)) if text else ()
+    gathered = tuple(zip(text.gradient.captured, (read_in(load, role) for role, load, _ in roles), strict=True)) if text else ()
     flags = {
         "LANGUAGE": CPP.name,
         "WRITTEN": ("DQ", "DK", "DV", "D_SINKS", *(c.buffer for c, _ in gathered)),

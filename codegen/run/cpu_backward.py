@@ -31,9 +31,7 @@ class Cpp:
     name = cpu.Cpp.name
 
     def fits(self, call: Call) -> str | None:
-        if call.case.raw_tops or call.case.options.prescale_qk:
-            return "the forward kernel was another one"
-        return cpu.refusal(call.case, call.score)
+        return "the forward kernel was another one" if call.case.raw_tops else cpu.refusal(call.case.options.backend)
 
     def worthwhile(self, call: Call) -> str | None:
         return None

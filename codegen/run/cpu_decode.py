@@ -8,7 +8,6 @@ from ..device.cpp import CppKernel
 from ..device.cpp_compiler import refusal
 from ..device.kernel import kernel_for
 from ..mod.expr import INDEX_BOUND
-from ..mod.loads import dots_of
 from ..plan.cpu import CpuPlan
 from ..plan.cpu_decode import TILE_ROWS, cpu_parts_of, cpu_rows_of, plan_cpu_decode
 from ..plan.decode import DecodeCase, check_heads
@@ -81,8 +80,7 @@ def division(
 
 def serves(call: CachedCall) -> bool:
     """Does the kernel serve a call with a cache?"""
-    score = call.by_number("score")
-    return call.q.device.type == "cpu" and refusal() is None and not (score and dots_of(score[0]))
+    return call.q.device.type == "cpu" and refusal() is None
 
 
 def attend_cached(call: CachedCall, *, prepare: bool = False) -> None:
