@@ -24,7 +24,7 @@ import torch
 
 from ..registry import Table, remembered
 
-_INCLUDES = ("cpu.h", "cpu_tiles.h")  # of templates/
+_INCLUDES = ("cpu.h", "cpu_tiles.h", "cpu_dropout.h")  # of templates/
 _given_up: dict[tuple, str] = Table("compilers that failed", 16)  # and why
 T = TypeVar("T")
 
@@ -83,12 +83,17 @@ def note_interpreter() -> None:
         )
 
 
-def by_either(run: Callable[[bool], T], device: torch.device) -> T:
-    """`run(True)`, which takes kernels in C++, on a CPU that has a compiler, else `run(False)`."""
-    if device.type == "cpu" and refusal() is None:
+def by_either(run: Callable[[bool], T], device: torch.device, named: str | None = None) -> T:
+    """`run(True)`, which takes kernels in C++, on a CPU that has a compiler, else `run(False)`.
+
+    named   the BACKEND that the user asks for: for "CPP" the compiler must not fail, and for "PORTABLE" it is not asked
+    """
+    if device.type == "cpu" and named != "PORTABLE" and (refusal() is None or (named == "CPP" and compiler())):
         try:
             return run(True)
         except CompilerError as why:
+            if named == "CPP":
+                raise
             give_up(why)
     return run(False)
 

@@ -6,13 +6,18 @@ from typing import NamedTuple
 
 import torch
 
+from ..device.cpp import CppKernel
+from ..device.cpp_compiler import by_either
 from ..device.devices import architecture_of, backend_of
+from ..device.kernel import kernel_for
 from ..device.memory import contiguous
-from ..plan.forward import Blocks, Options, Plan, are_exact, geometry_of, scales
+from ..plan.cpu import BLOCK_M, CpuPlan
+from ..plan.cpu_statistics import plan_cpu_statistics
+from ..plan.forward import STRIDES, Blocks, Options, Plan, are_exact, geometry_of, scales
 from ..plan.statistics import StatisticsCase, plan_columns, plan_rows
 from ..registry import INFO, Table
 from ..text.mod_text import mod_values
-from .block_lists import BlockLists
+from .block_lists import BlockLists, tiles_of
 from .call import Bound, keys_of
 from .launch import Launch, launch_fitting
 from .layouts import strides_like
@@ -42,7 +47,9 @@ class _Pass(NamedTuple):
     launch: Launch
 
 
+TASKS = 16  # that a look has at least, if it has so many tiles: the same for any number of threads, so that sums have one order
 _passes: dict[tuple, _Pass] = Table("passes over probabilities", 256)
+_plans: dict[tuple, CpuPlan] = Table("plans of passes over probabilities in C++", 256)
 
 
 def statistics(bound: Bound, wanted: Wanted) -> Statistics:
@@ -64,9 +71,36 @@ def statistics(bound: Bound, wanted: Wanted) -> Statistics:
         "ROWS": rows,
         "SUMS": found.column_sums,
     }
-    run = _run if not is_profiled() else in_range(_run, "statistics", names_of(bound.score, bound.mask))
+    run = _by_either if not is_profiled() else in_range(_by_either, "statistics", names_of(bound.score, bound.mask))
     run(bound, wanted, {name: t for name, t in named.items() if t is not None})
     return found
+
+
+def _by_either(bound: Bound, wanted: Wanted, tensors: dict[str, torch.Tensor]) -> None:
+    device, named = bound.q.device, bound.options.backend
+    by_either(lambda in_cpp: (_run_in_cpp if in_cpp else _run)(bound, wanted, tensors), device, named)
+
+
+def _run_in_cpp(bound: Bound, wanted: Wanted, tensors: dict[str, torch.Tensor]) -> None:
+    """As `_run`, in one pass over tiles that looks at rows and then at columns."""
+    lists, (Z, Hq, Q_LEN, KV_LEN), (Zkv, Hkv) = bound.lists, bound.inputs.extents, bound.k.shape[:2]
+    case, _ = case_of((bound.q, bound.k), lists and lists.blocks, bound.options, wanted)
+    keys = keys_of(bound.score, bound.mask, bound.inputs.extents, lists)
+    plan = _plans.get((case, *keys))
+    if plan is None:
+        plan = _plans[(case, *keys)] = plan_cpu_statistics(case, *keys)
+    tiles = tiles_of(Q_LEN, BLOCK_M, lists, "q_block")
+    parts = max(1, min(tiles, -(-TASKS // (Z * Hq))))
+    sums = torch.zeros((parts, Z, Hq, KV_LEN), dtype=torch.float32) if wanted.column_sums else None
+    sizes = {"Z": Z, "Hq": Hq, "Zkv": Zkv, "GROUP_SIZE": Hq // Hkv, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN, "PARTS": parts}
+    for name, tensor in (("q", bound.q), ("k", bound.k)):
+        sizes |= dict(zip(STRIDES[name], tensor.stride(), strict=True))
+    captured = [p.name for m in plan.spec.mods if m for p in m.parameters]
+    values = mod_values(plan, bound.score and bound.score[1], bound.mask and bound.mask[1])
+    given = {**tensors, "SUMS": sums, **sizes, **scales(bound.scale, True), **dict(zip(captured, values, strict=True))}
+    kernel_for(plan.spec, CppKernel).call({**given, **({**lists.tensors(), **lists.numbers()} if lists else {})})
+    if sums is not None:
+        torch.sum(sums, 0, out=tensors["SUMS"])
 
 
 def _run(bound: Bound, wanted: Wanted, tensors: dict[str, torch.Tensor]) -> None:
