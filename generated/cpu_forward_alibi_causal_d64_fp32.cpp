@@ -64,6 +64,11 @@ struct Forward {
         return {factor, shift, safe, fast_exp2(where(usual == (abs(m_i) < huge()), shift_i - safe, -INF))};
     }
 
+    // log2 of the weight of a score m_i in the softmax of a row with sum l_i; 0 for an empty row
+    float share_of(float m_i, float shift_i, float l_i) const {
+        return l_i == 0 ? 0.0f : m_i * (std::fabs(m_i) < huge() ? TO_LOG2 : step()) - shift_i - std::log2(l_i);
+    }
+
     // The largest score of LANES queries is m_new
     void move_on(Tile& t, int j, Float m_new, const Turn& turn) const {
         store_lanes(t.m_i + j, m_new);
@@ -138,10 +143,8 @@ struct Forward {
         const int64_t stats = (int64_t(z) * Hq + h) * Q_LEN + first;
         for (int j = 0; j < rows; ++j) {
             const float m_i = t.m_i[j];
-            const bool empty = t.l_i[j] == 0;  // output 0, lse -inf
-            const float l_i = empty ? 1.0f : t.l_i[j];
-            const float scaled = m_i * (std::fabs(m_i) < huge() ? TO_LOG2 : step()) - t.shift_i[j];
-            const float share = empty ? 0.0f : scaled - std::log2(l_i);  // log2 of the weight of a score m_i
+            const float l_i = t.l_i[j] == 0 ? 1.0f : t.l_i[j];  // an empty row: output 0, lse -inf
+            const float share = share_of(m_i, t.shift_i[j], t.l_i[j]);
             LSE[stats + j] = m_i - share * LN2;
             t.l_i[j] = l_i;
         }

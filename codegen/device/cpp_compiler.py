@@ -51,8 +51,10 @@ def interpreter_asked_for() -> bool:
     return word == "interpreter"
 
 
-def refusal() -> str | None:
-    """Why nothing is compiled for CPUs unless a call names these kernels, or None."""
+def refusal(named: str | None = None) -> str | None:
+    """Why no kernels in C++ serve a call on CPU tensors that asks for the BACKEND `named`, or None."""
+    if named == "CPP" and compiler():
+        return None
     return "FLEXPRESS_CPU is interpreter" if interpreter_asked_for() else _unusable()
 
 
@@ -88,7 +90,7 @@ def by_either(run: Callable[[bool], T], device: torch.device, named: str | None 
 
     named   the BACKEND that the user asks for: for "CPP" the compiler must not fail, and for "PORTABLE" it is not asked
     """
-    if device.type == "cpu" and named != "PORTABLE" and (refusal() is None or (named == "CPP" and compiler())):
+    if device.type == "cpu" and named != "PORTABLE" and refusal(named) is None:
         try:
             return run(True)
         except CompilerError as why:

@@ -17,10 +17,12 @@ from ..text.snippet import Target
 from ..text.spec import KernelSpec
 from .backward import BackwardCase, Gathered, buffers_of, dot_roles, role_of, strides
 from .forward import ForwardCase, Mod, block_flags, list_numbers, list_tables, lowered, scale_names, statistic_parameters, stride_names_of
+from .statistics import StatisticsCase
 
 BLOCK_M, BLOCK_N = 64, 128
 BACKWARD_BLOCK_N = 64
 ROWS = 16  # sums of dK and dV have rows of a multiple of this
+TASKS = 16  # that a pass has at least, if it has so many tiles: the same for any number of threads, so that sums have one order
 _SYMBOLS = {"score": "qk", "b": "z", "h": "h", "q_idx": "m", "kv_idx": "n", "grad": "grad"}
 
 
@@ -34,24 +36,31 @@ class CpuPlan:
     scale_apart: bool  # SM_SCALE and TO_LOG2 are two arguments
 
 
-def plan_cpu_forward(case: ForwardCase, score: Mod | None, mask: Mod | None) -> CpuPlan:
-    """The plan of cpu_forward."""
-    dtype, blocks, units = dtype_name(case.dtype), case.blocks, case.units
-    score_text, mask_text = lowered(score, mask, Target("cpu", dtype, case.exact_indices, CPP))
-    scale_apart = score is not None or not case.scale_is_positive
-    flags = {
+def tile_flags(case: ForwardCase | StatisticsCase) -> dict[str, object]:
+    """What templates are told of a tile of queries, and of how it and keys are read."""
+    return {
         "LANGUAGE": CPP.name,
-        "WRITTEN": ("O", "LSE", "MAX", "ROWS"),
-        "DTYPE": dtype,
+        "DTYPE": dtype_name(case.dtype),
         "D_QK": case.d_qk,
         "D_V": case.d_v,
         "BLOCK_M": BLOCK_M,
         "BLOCK_N": BLOCK_N,
-        "Q_UNIT": units[0],
-        "K_UNIT": units[1],
-        "V_UNIT": units[2],
-        "K_DIRECT": units[1] and case.dtype is torch.float32,
-        "V_DIRECT": units[2] and case.dtype is torch.float32,
+        "Q_UNIT": case.units[0],
+        "K_UNIT": case.units[1],
+        "K_DIRECT": case.units[1] and case.dtype is torch.float32,
+    }
+
+
+def plan_cpu_forward(case: ForwardCase, score: Mod | None, mask: Mod | None) -> CpuPlan:
+    """The plan of cpu_forward."""
+    blocks = case.blocks
+    score_text, mask_text = lowered(score, mask, Target("cpu", dtype_name(case.dtype), case.exact_indices, CPP))
+    scale_apart = score is not None or not case.scale_is_positive
+    flags = {
+        "WRITTEN": ("O", "LSE", "MAX", "ROWS"),
+        **tile_flags(case),
+        "V_UNIT": case.units[2],
+        "V_DIRECT": case.units[2] and case.dtype is torch.float32,
         **block_flags(blocks),
         "STARTS": blocks is not None and blocks.starts,
         "SCALE_IS_POSITIVE": case.scale_is_positive,

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import torch
-
 from ..mod.dtypes import dtype_name
 from ..text.cpp import CPP
 from ..text.parameters import numbers, pointer
 from ..text.snippet import Target
 from ..text.spec import KernelSpec
-from .cpu import BLOCK_M, BLOCK_N, CpuPlan
+from .cpu import CpuPlan, tile_flags
 from .forward import STRIDES, Mod, block_flags, list_numbers, list_tables, lowered, scale_names
 from .statistics import StatisticsCase
 
 
 def plan_cpu_statistics(case: StatisticsCase, score: Mod | None, mask: Mod | None) -> CpuPlan:
     """The plan of cpu_statistics. `case.rows`: columns are summed."""
-    dtype, blocks, units = dtype_name(case.dtype), case.blocks, case.units
+    dtype, blocks = dtype_name(case.dtype), case.blocks
     score_text, mask_text = lowered(score, mask, Target("cpu", dtype, case.exact_indices, CPP))
     rows = "[Z, Hq, Q_LEN], written"
     parameters = (
@@ -31,16 +29,8 @@ def plan_cpu_statistics(case: StatisticsCase, score: Mod | None, mask: Mod | Non
         *(p for m in (score_text, mask_text) if m for p in m.parameters),
     )
     flags = {
-        "LANGUAGE": CPP.name,
         "WRITTEN": ("ENTROPIES", "TOP_INDICES", "SUMS"),
-        "DTYPE": dtype,
-        "D_QK": case.d_qk,
-        "D_V": case.d_v,
-        "BLOCK_M": BLOCK_M,
-        "BLOCK_N": BLOCK_N,
-        "Q_UNIT": units[0],
-        "K_UNIT": units[1],
-        "K_DIRECT": units[1] and case.dtype is torch.float32,
+        **tile_flags(case),
         **block_flags(blocks),
         "ENTROPY": case.entropy,
         "TOP_INDEX": case.top_index,

@@ -22,11 +22,6 @@ from .launch import Unusable
 _plans: dict[tuple, CpuPlan] = Table("plans of kernels in C++", 1024)
 
 
-def refusal(backend: str | None) -> str | None:
-    """Why no kernels in C++ serve a call on CPU tensors that asks for `backend`, if any."""
-    return None if backend == Cpp.name and cpp_compiler.compiler() else cpp_compiler.refusal()
-
-
 def run(kernel: CppKernel, values: dict[str, object], named: bool, threads: int | None = None) -> None:
     """Call a kernel. Where the compiler fails, CompilerError if the user `named` these kernels, else Unusable: the interpreter serves."""
     try:
@@ -46,7 +41,7 @@ class Cpp:
     def fits(self, call: Call) -> str | None:
         if call.backend != "cpu":
             return "the tensors are not on a CPU"
-        return refusal(call.case.options.backend)
+        return cpp_compiler.refusal(call.case.options.backend)
 
     def worthwhile(self, call: Call) -> str | None:
         return None

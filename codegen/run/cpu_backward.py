@@ -7,9 +7,10 @@ import math
 import torch
 
 from ..device.cpp import CppKernel
+from ..device.cpp_compiler import refusal
 from ..device.kernel import kernel_for
 from ..plan.backward import strides
-from ..plan.cpu import BLOCK_M, ROWS, CpuBackwardPlan, plan_cpu_backward
+from ..plan.cpu import BLOCK_M, ROWS, TASKS, CpuBackwardPlan, plan_cpu_backward
 from ..plan.extras import dropout_numbers
 from ..plan.forward import scales
 from ..registry import Table
@@ -20,7 +21,6 @@ from .block_lists import BlockLists
 from .captured import Sums
 from .forward_kernels import planned
 
-TASKS = 16  # that a pass has at least, if it has so many tiles: the same for any number of threads, so that sums have one order
 _LARGEST = 1 << 28  # elements of all tasks' gradients of a captured tensor; beyond that tasks run one after another
 _plans: dict[tuple, CpuBackwardPlan] = Table("plans of backward kernels in C++", 1024)
 
@@ -31,7 +31,7 @@ class Cpp:
     name = cpu.Cpp.name
 
     def fits(self, call: Call) -> str | None:
-        return "the forward kernel was another one" if call.case.raw_tops else cpu.refusal(call.case.options.backend)
+        return "the forward kernel was another one" if call.case.raw_tops else refusal(call.case.options.backend)
 
     def worthwhile(self, call: Call) -> str | None:
         return None
