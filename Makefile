@@ -66,7 +66,7 @@ test: venv $(OTHER_TRITONS)
 
 test-cpu: venv
 	FLEXPRESS_CPU=cpp FLEXPRESS_CXXFLAGS=-O3 FLEXPRESS_CPU_EXAMPLES=60 $(BIN)/python -m pytest -q -n 2 --dist worksteal $(PYTEST) \
-	    $(addprefix tests/test_,$(addsuffix .py,cpp ops mask_mod block_mask block_lists attention backward huge_scores indexing varlen flash_attn cached kv_cache))
+	    $(addprefix tests/test_,$(addsuffix .py,cpp ops mask_mod block_mask block_lists attention backward huge_scores indexing varlen flash_attn cached kv_cache sinks dropout probabilities long_dots))
 
 # what a kernel does that C++ does not define ends the process; ASan must be there before Python allocates
 UNDEFINED := -O1 -fsanitize=undefined -fno-sanitize=signed-integer-overflow,shift,float-cast-overflow,alignment,vptr -fno-sanitize-recover

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import sys
 
@@ -181,8 +180,7 @@ def _render(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
                 parser.error(f"--gluon: {error}")
     spec = kernel and kernel.spec
     if given.target == "cpu" and not given.portable and not given.no_tma:
-        with contextlib.suppress(ValueError):
-            spec = cpu_specs(*problem[1:])["forward"]
+        spec = cpu_specs(*problem[1:])["forward"]
     spec = spec or compilation(*problem, use_tma=False if given.no_tma else None).spec
     sys.stdout.write(render(spec))
     sys.stdout.flush()

@@ -14,7 +14,6 @@
 //     lse            [Z, Hq, Q_LEN]            natural logarithm of the sum of exp(score), -inf for an empty row
 //     kv_num_blocks  [Zm, Hm, rows]            how many KV blocks a row of query blocks visits (Zm, Hm: 1 or Z, Hq)
 //     kv_indices     [Zm, Hm, rows, columns]   which ones, in order. "Partial" blocks need mask_mod, "full" blocks do not
-
 #include "cpu.h"
 #include "cpu_tiles.h"
 
@@ -55,6 +54,28 @@ struct Forward {
     float huge() const { return 1073741824.0f / TO_LOG2; }
     float step() const { return bits_of<float>(bits_of<int32_t>(TO_LOG2) & 0x7F800000); }
 
+    // What a running softmax is multiplied by when its largest score becomes m_new, and how weights are computed from then on
+    struct Turn { Float factor, shift, safe, alpha; };
+    Turn turned(Float m_new, Float m_i, Float shift_i) const {
+        const Bool usual = abs(m_new) < huge();
+        const Float factor = where(usual, TO_LOG2, step()), shift = rounded(m_new * factor);
+        const Float safe = where(m_new == -INF, 0.0f, shift);  // a row with nothing to attend to yet: avoid inf - inf
+        // a sum that was shifted in the other way is of scores that are much smaller
+        return {factor, shift, safe, fast_exp2(where(usual == (abs(m_i) < huge()), shift_i - safe, -INF))};
+    }
+
+    // log2 of the weight of a score m_i in the softmax of a row with sum l_i; 0 for an empty row
+    float share_of(float m_i, float shift_i, float l_i) const {
+        return l_i == 0 ? 0.0f : m_i * (std::fabs(m_i) < huge() ? TO_LOG2 : step()) - shift_i - std::log2(l_i);
+    }
+
+    // The largest score of LANES queries is m_new
+    void move_on(Tile& t, int j, Float m_new, const Turn& turn) const {
+        store_lanes(t.m_i + j, m_new);
+        store_lanes(t.shift_i + j, turn.shift);
+        for (int d = 0; d < D_V; ++d) store_lanes(t.acc + d * BLOCK_M + j, load_lanes(t.acc + d * BLOCK_M + j) * turn.alpha);
+    }
+
     // Fold `count` keys from start_n on into a tile's running softmax
     template <bool IS_FULL>
     void fold(Tile& t, const float* K, const float* V, int32_t z, int32_t h, int64_t start_n, int count) const {
@@ -84,22 +105,15 @@ struct Forward {
             }
 
             // running softmax in base 2: exp(s) = exp2(s * log2(e)), and the product folds into one fused multiply-add
-            const Bool usual = abs(m_new) < huge();
-            const Float factor = where(usual, TO_LOG2, step());
-            const Float shift = rounded(m_new * factor);
-            const Float shift_safe = where(m_new == -INF, 0.0f, shift);  // a row with nothing to attend to yet: avoid inf - inf
-            // a sum that was shifted in the other way is of scores that are much smaller
-            const Float alpha = fast_exp2(where(usual == (abs(m_i) < huge()), shift_i - shift_safe, -INF));
+            const Turn turn = turned(m_new, m_i, shift_i);
             Float sum = 0.0f;
             for (int i = 0; i < count; ++i) {
-                const Float p = fast_exp2(load_lanes(t.s + i * BLOCK_M + j) * factor - shift_safe);
+                const Float p = fast_exp2(load_lanes(t.s + i * BLOCK_M + j) * turn.factor - turn.safe);
                 sum += p;
                 store_lanes(t.s + i * BLOCK_M + j, p);
             }
-            store_lanes(t.l_i + j, load_lanes(t.l_i + j) * alpha + sum);
-            store_lanes(t.m_i + j, m_new);
-            store_lanes(t.shift_i + j, shift);
-            for (int d = 0; d < D_V; ++d) store_lanes(t.acc + d * BLOCK_M + j, load_lanes(t.acc + d * BLOCK_M + j) * alpha);
+            store_lanes(t.l_i + j, load_lanes(t.l_i + j) * turn.alpha + sum);
+            move_on(t, j, m_new, turn);
         }
         multiply<BLOCK_M, true>(D_V, count, V + start_n * stride_vn, 1, stride_vn, t.s, BLOCK_M, t.acc, BLOCK_M);
     }
@@ -129,15 +143,16 @@ struct Forward {
         const int64_t stats = (int64_t(z) * Hq + h) * Q_LEN + first;
         for (int j = 0; j < rows; ++j) {
             const float m_i = t.m_i[j];
-            const bool empty = t.l_i[j] == 0;  // output 0, lse -inf
-            const float l_i = empty ? 1.0f : t.l_i[j];
-            const float scaled = m_i * (std::fabs(m_i) < huge() ? TO_LOG2 : step()) - t.shift_i[j];
-            const float share = empty ? 0.0f : scaled - std::log2(l_i);  // log2 of the weight of a score m_i
+            const float l_i = t.l_i[j] == 0 ? 1.0f : t.l_i[j];  // an empty row: output 0, lse -inf
+            const float share = share_of(m_i, t.shift_i[j], t.l_i[j]);
             LSE[stats + j] = m_i - share * LN2;
             t.l_i[j] = l_i;
         }
         for (int d = 0; d < D_V; ++d)
-            for (int j = 0; j < rows; j += LANES) store_lanes(t.acc + d * BLOCK_M + j, load_lanes(t.acc + d * BLOCK_M + j) / load_lanes(t.l_i + j));
+            for (int j = 0; j < rows; j += LANES) {
+                float* acc = t.acc + d * BLOCK_M + j;
+                store_lanes(acc, load_lanes(acc) / load_lanes(t.l_i + j));
+            }
         write_columns<BLOCK_M>(out, stride_om, t.acc, rows, D_V);
     }
 };

@@ -261,11 +261,6 @@ def forward_producer(
     q_turn = 0  # tiles that had something to visit
     tile = gl.program_id(0)
     while tile < tiles:
-        # every tile takes one ticket, so the last ticket is tiles - 1, and nobody comes after it
-        ticket = gl.atomic_add(COUNTER, 1)
-        if ticket == tiles - 1:
-            gl.store(COUNTER, 0)
-
         q_block, head = place_of(tile, q_blocks, HEADS, HEADS_PER_GROUP)
         z = head // Hq
         h = head % Hq
@@ -285,7 +280,10 @@ def forward_producer(
 
         steps = num_blocks + num_full_blocks
         block = listed_block(0, visits, STEPS=1)
+        ticket = tile
         for i in range(0, steps):
+            if i == gl.maximum(steps - 4, 0):  # late, so that whoever is done first draws first, yet in time
+                ticket = gl.atomic_add(COUNTER, 1)
             start_n = block * 128
             # a step ahead, so that no copy waits for it
             block = listed_block(i + 1, visits, STEPS=1)
@@ -306,6 +304,10 @@ def forward_producer(
             tma_load(desc_v, [z_kv, h_kv, start_n, 0], shared.v.full.index(slot), shared.v.buffers.index(slot))
             step += 1
         turn += 1
+        if steps == 0:
+            ticket = gl.atomic_add(COUNTER, 1)
+        if ticket == tiles - 1:  # the last, as every tile takes one: nobody comes after it
+            gl.store(COUNTER, 0)
         tile = ticket + gl.num_programs(0)
     mbarrier.wait(shared.tiles.empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
     hand_out(shared.tiles, turn, Q_BLOCK, -1)

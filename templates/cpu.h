@@ -247,6 +247,31 @@ template <class T, class I> INLINE auto load(Pointers<T, I> p, Bool inside) {
 }
 template <class T, class I> INLINE auto load(Pointers<T, I> p, bool inside) { return load(p, Bool(inside)); }
 
+// ---- rows of captured tensors, as factors of dot products: element k lies at p + k * step
+
+template <class T> struct SharedRow {  // one that all lanes have in common
+    const T* p;
+    int64_t step;
+    bool inside;
+    INLINE float operator[](int k) const { return inside ? float(widened(p[k * step])) : 0.0f; }
+};
+template <int LENGTH> struct Rows {  // one for each lane
+    Float elements[LENGTH];
+    INLINE Float operator[](int k) const { return elements[k]; }
+};
+template <int LENGTH, class T> INLINE SharedRow<T> read_row(const T* p, int64_t step, bool inside = true) { return {p, step, inside}; }
+template <int LENGTH, class P, class C> INLINE Rows<LENGTH> read_row(P p, int64_t step, C inside) {
+    Rows<LENGTH> row;
+    for (int k = 0; k < LENGTH; ++k) row.elements[k] = to_float32(load(p + k * step, inside));
+    return row;
+}
+template <int LENGTH, class T, class I> INLINE Rows<LENGTH> read_row(Pointers<T, I> p, int64_t step) { return read_row<LENGTH>(p, step, Bool(true)); }
+template <int LENGTH, class A, class B> INLINE auto dot(const A& a, const B& b) {
+    auto sum = a[0] * b[0];
+    for (int k = 1; k < LENGTH; ++k) sum += a[k] * b[k];
+    return sum;
+}
+
 // ---- functions. Those of Float are Sleef's, those of float the system's
 
 #define FUNCTION(name, accuracy)                                                        \

@@ -322,7 +322,7 @@ def test_a_masks_second_kernel_is_compiled_beside_the_first(hopper, monkeypatch)
     """And is waited for. That of the next mask is there."""
     for module in (block_grid, status_lists):
         monkeypatch.setattr(module, "backend_of", lambda _: "cuda")
-    monkeypatch.setattr(cpp_compiler, "refusal", lambda: "a GPU's masks are asked for")
+    monkeypatch.setattr(cpp_compiler, "refusal", lambda *_: "a GPU's masks are asked for")
     obtain, obtained = binary.obtain, []
 
     def obtained_now(name, *rest):

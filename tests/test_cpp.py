@@ -33,9 +33,12 @@ from support.batches import check as check_batch
 from support.block_lists import as_kernels_compute, brute_force, check_bounds, check_lists, dense_status
 from support.caches import check_update, updates
 from support.compositions import MASK_LEAVES, compositions, mask_captures
-from support.dense import dense_attention, positions
+from support.dense import dense_attention, positions, relative_error
 from support.evaluate import check, make_mod
+from support.extras import check_dropout, check_sinks, dropout_problems, sink_problems, with_sinks
 from support.gradients import check_gradients, gradient_problems
+from support.long_dots import check_dots, dot_problems
+from support.probabilities import check_probabilities, probability_problems
 from support.problems import problems
 
 EXAMPLES = int(os.environ.get("FLEXPRESS_CPU_EXAMPLES", "6"))  # `make test-cpu` draws more
@@ -80,6 +83,40 @@ def test_any_problem(p):
 @given(gradient_problems("cpu"))
 def test_any_gradient(p):
     check_gradients(p, "cpu")
+
+
+@settings(max_examples=EXAMPLES // 2)
+@given(sink_problems("cpu"))
+def test_any_problem_with_sinks(drawn):
+    check_sinks(drawn, "cpu")
+
+
+@settings(max_examples=EXAMPLES // 2)
+@given(dropout_problems("cpu"))
+def test_any_problem_with_dropout(drawn):
+    check_dropout(drawn, "cpu")
+
+
+@settings(max_examples=EXAMPLES // 2)
+@given(probability_problems("cpu"))
+def test_any_probabilities(p):
+    check_probabilities(p, "cpu")
+
+
+@settings(max_examples=EXAMPLES // 2)
+@given(dot_problems("cpu"))
+def test_any_dot_products(p):
+    check_dots(p, "cpu")
+
+
+def test_sinks_of_a_cache():
+    """Where keys are split among tasks: a sink counts once."""
+    cache_clear()
+    q, k, v, sinks = torch.randn(1, 4, 1, 16), *torch.randn(2, 1, 1500, 2, 16), torch.randn(4) * 3
+    out, lse = cached_attention(q, k, v, torch.tensor([1500], dtype=torch.int32), sinks=sinks, return_lse=True)
+    exact, total, _ = with_sinks(q, k.transpose(1, 2), v.transpose(1, 2), sinks)
+    assert relative_error(out, exact) < 2e-6 and relative_error(lse, total) < 2e-6
+    assert {path.suffix for path in printed_kernels()} == {".cpp"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -201,10 +238,12 @@ def test_a_mask_needs_no_interpreter():
 
 
 def test_evaluate_mod_of_a_dot_product_of_rows():
-    """Which the interpreter serves."""
-    rows = torch.randn(20, 32)
-    mod = lambda score, b, h, q_idx, kv_idx: score + torch.dot(rows[q_idx], rows[kv_idx])  # noqa: E731
-    torch.testing.assert_close(evaluate_mod(mod, torch.zeros(1, 1, 20, 20))[0, 0], rows @ rows.T, rtol=1e-4, atol=1e-4)
+    """Of rows that all positions have in common, too."""
+    rows, one = torch.randn(20, 32), torch.randn(32).expand(9, 32)
+    mod = lambda score, b, h, q_idx, kv_idx: score + torch.dot(rows[q_idx], rows[kv_idx]) + torch.dot(one[q_idx], rows[kv_idx])  # noqa: E731
+    seen = torch.arange(20)[:, None] < 9
+    wanted = rows @ rows.T + torch.where(seen, one[0] @ rows.T, 0.0)
+    torch.testing.assert_close(evaluate_mod(mod, torch.zeros(1, 1, 20, 20))[0, 0], wanted, rtol=1e-4, atol=1e-4)
 
 
 def attend():

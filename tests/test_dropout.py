@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import strategies as st
 
 from flexpress import (
     AuxRequest,
@@ -21,39 +19,14 @@ from flexpress import (
 )
 from support.dense import dense_attention, dropped_attention, relative_error
 from support.devices import DEVICES, for_any
-from support.gradients import FLOORS, GradientProblem, gradient_problems
-from support.problems import learned_mods
+from support.extras import check_dropout, dropout_problems
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
-@for_any(lambda device: st.tuples(gradient_problems(device), st.sampled_from([0.1, 0.5, 0.999])), cpu=8, cuda=100)
+@for_any(dropout_problems, cpu=8, cuda=100)
 def test_any_problem(drawn, device):
-    problem, p = drawn
-    check(replace(problem, dtype=torch.float32), p, device)  # in 16 bits dP - delta cancels to what rounding leaves: see below
-
-
-def check(p: GradientProblem, dropout_p: float, device: str) -> None:
-    make, learned = learned_mods(p.B, p.Hq, p.length, device, p.learned_dtype, p.seed)[p.score]
-    inputs = [t.requires_grad_() for t in (*p.tensors(device), *learned)]
-    options, exact = p.options(device), [t.detach().double().requires_grad_() for t in inputs]
-    seed = torch.randint(-(1 << 63), (1 << 63) - 1, (1,), device=device)
-    out = flex_attention(*inputs[:3], make(*inputs[3:]), **options, deterministic=p.deterministic, dropout_p=dropout_p, dropout_seed=seed)
-    kept = dropout_mask(seed, (p.B, p.Hq, p.Q_LEN, p.KV_LEN), dropout_p)
-    wanted = dropped_attention(*exact[:3], kept, dropout_p, make(*exact[3:]), p.mask_mod(device), p.scale)
-    floor = 5 * FLOORS[p.dtype]
-    assert relative_error(out, wanted) <= floor
-    weights = torch.randn_like(out)
-    found = torch.autograd.grad(out, inputs, weights, allow_unused=True)
-    expected = torch.autograd.grad(wanted, exact, weights.double(), allow_unused=True)
-    for i, (have, want) in enumerate(zip(found, expected, strict=True)):
-        if have is None or want is None:
-            assert not any(g is not None and g.any() for g in (have, want))
-            continue
-        element = 0.3 if i < 3 else 0.1 * max(math.prod(out.shape[:3]) / have.numel(), 1) ** 0.5
-        size = max(want.norm().item(), element * want.numel() ** 0.5 / (1 - dropout_p) ** 0.5)
-        limit = (1 if i < 3 else 5) * max(floor, FLOORS[have.dtype]) * size
-        assert (have.double() - want).norm().item() <= limit, f"gradient {i}"
+    check_dropout(drawn, device)
 
 
 @pytest.mark.gpu

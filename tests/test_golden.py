@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from flexpress.codegen.plan.extras import Extras
 from flexpress.codegen.plan.forward import Blocks, Cache
 from flexpress.codegen.plan.update_cache import UpdateCase, cpu_update_spec
 from flexpress.codegen.run.preview import (
@@ -168,6 +169,7 @@ UPDATE = UpdateCase(torch.bfloat16, 128, 128, ragged=True, page_size=16, kv_dtyp
 IN_CPP = {
     **cpu_specs(*make("alibi", "document"), dtype="float16", starts=True, captured=True, output_max=True, output_rows=True),
     "plain": cpu_specs(dtype="float32", head_dim=64)["decode"],
+    **{f"{name} with extras": spec for name, spec in cpu_specs(extras=Extras("float32", "packed"), captured=True).items()},
     **{f"{name} of a mask": spec for name, spec in cpu_mask_specs(make("document")[1], starts=True).items()},
     "update": cpu_update_spec(UPDATE),
 }

@@ -5,37 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flexpress import ModError, create_block_mask, flex_attention
+from flexpress import ModError
 from flexpress.codegen.mod.bind import bind
 from flexpress.codegen.mod.loads import dots_of
-from support.dense import dense_attention
 from support.devices import for_any
 from support.evaluate import make_mod
-from support.long_dots import dot_problems
-
-
-def near(b, h, q_idx, kv_idx):
-    return (q_idx - kv_idx < 40) & (kv_idx - q_idx < 50)
+from support.long_dots import check_dots, dot_problems
 
 
 @for_any(dot_problems, cpu=5, cuda=60)
 def test_any_dot_products_and_their_gradients(p, device):
-    values, inputs = p.captured(device), p.inputs(device)
-    assert dots_of(bind(p.mod(values), "score")[0])
-    mask = create_block_mask(near, None, None, *p.lengths, device) if p.masked else None
-    out, aux = flex_attention(
-        *inputs, p.mod(values), block_mask=mask, enable_gqa=p.heads[0] != p.heads[1], return_lse=True, deterministic=p.deterministic
-    )
-    exact, lse, _ = dense_attention(*(t.double() for t in inputs), p.dense_mod(values), near if p.masked else None)
-    tight = {torch.float32: 1e-5, torch.bfloat16: 1e-2}[p.dtype]
-    torch.testing.assert_close(out.double(), exact, atol=tight, rtol=tight)
-    torch.testing.assert_close(aux.double(), lse, atol=1e-5, rtol=1e-5)
-    leaves = {**dict(zip("qkv", inputs, strict=True)), **{n: t for n, t in values.items() if t.requires_grad and n in p.text}}
-    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(4)).to(out)
-    got, expected = (torch.autograd.grad(o, list(leaves.values()), upstream.to(o.dtype)) for o in (out, exact))
-    for (name, leaf), g, e in zip(leaves.items(), got, expected, strict=True):
-        loose = 2e-5 if leaf.dtype == p.dtype == torch.float32 == p.rows else 2e-2
-        assert (g.double() - e).norm() <= loose * e.norm() + 1e-6, (name, (g.double() - e).norm() / e.norm())
+    check_dots(p, device)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ import torch
 
 from ..registry import Table, remembered
 
-_INCLUDES = ("cpu.h", "cpu_tiles.h")  # of templates/
+_INCLUDES = ("cpu.h", "cpu_tiles.h", "cpu_dropout.h")  # of templates/
 _given_up: dict[tuple, str] = Table("compilers that failed", 16)  # and why
 T = TypeVar("T")
 
@@ -51,8 +51,10 @@ def interpreter_asked_for() -> bool:
     return word == "interpreter"
 
 
-def refusal() -> str | None:
-    """Why nothing is compiled for CPUs unless a call names these kernels, or None."""
+def refusal(named: str | None = None) -> str | None:
+    """Why no kernels in C++ serve a call on CPU tensors that asks for the BACKEND `named`, or None."""
+    if named == "CPP" and compiler():
+        return None
     return "FLEXPRESS_CPU is interpreter" if interpreter_asked_for() else _unusable()
 
 
@@ -83,12 +85,17 @@ def note_interpreter() -> None:
         )
 
 
-def by_either(run: Callable[[bool], T], device: torch.device) -> T:
-    """`run(True)`, which takes kernels in C++, on a CPU that has a compiler, else `run(False)`."""
-    if device.type == "cpu" and refusal() is None:
+def by_either(run: Callable[[bool], T], device: torch.device, named: str | None = None) -> T:
+    """`run(True)`, which takes kernels in C++, on a CPU that has a compiler, else `run(False)`.
+
+    named   the BACKEND that the user asks for: for "CPP" the compiler must not fail, and for "PORTABLE" it is not asked
+    """
+    if device.type == "cpu" and named != "PORTABLE" and refusal(named) is None:
         try:
             return run(True)
         except CompilerError as why:
+            if named == "CPP":
+                raise
             give_up(why)
     return run(False)
 

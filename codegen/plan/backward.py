@@ -120,6 +120,11 @@ def role_of(load: Expr, layout: TensorLayout, case: BackwardCase) -> str:
     return "row" if "q_idx" in symbols else "column" if "kv_idx" in symbols else "head"
 
 
+def dot_roles(dots: tuple[tuple[Expr, Expr], ...], captured: frozenset[int]) -> list[tuple[str, Expr, Expr]]:
+    """The same of dot products of rows: which of their two rows belong to tensors that want gradients, with the products' derivatives."""
+    return [(role, dot, gradient) for dot, gradient in dots for role in ("row", "column") if read_in(dot, role).attr in captured]
+
+
 def plan_backward(case: BackwardCase, backend: str, arch: str, score: Mod | None, mask: Mod | None) -> BackwardPlan:
     """The plan for a backend ("cuda", "hip", "cpu") and a row of the tile tables."""
     precision = case.options.float32_precision
@@ -130,9 +135,7 @@ def plan_backward(case: BackwardCase, backend: str, arch: str, score: Mod | None
         found = differentiate(score[0], case.captured)
         derivative = found.score
         roles = [(role_of(load, score[1][load.attr], case), load, gradient) for load, gradient in found.loads]
-        roles += [
-            (role, dot, gradient) for dot, gradient in found.dots for role in ("row", "column") if read_in(dot, role).attr in case.captured
-        ]
+        roles += dot_roles(found.dots, case.captured)
     columns = tuple(r for r in roles if r[0] == "column")
     others = tuple(r for r in roles if r[0] != "column")
     taken = frozenset(c.name for c in (*score[0].tensors, *score[0].scalars)) if score else frozenset()

@@ -8,18 +8,21 @@ import torch
 
 from ..mod.dtypes import dtype_name
 from ..mod.grad import differentiate
+from ..mod.loads import read_in
 from ..text.cpp import CPP
 from ..text.gradient_text import Differential
 from ..text.mod_text import ModText, mod_text
 from ..text.parameters import Parameter, numbers, pointer
 from ..text.snippet import Target
 from ..text.spec import KernelSpec
-from .backward import BackwardCase, Gathered, buffers_of, role_of, strides
+from .backward import BackwardCase, Gathered, buffers_of, dot_roles, role_of, strides
 from .forward import ForwardCase, Mod, block_flags, list_numbers, list_tables, lowered, scale_names, statistic_parameters, stride_names_of
+from .statistics import StatisticsCase
 
 BLOCK_M, BLOCK_N = 64, 128
 BACKWARD_BLOCK_N = 64
 ROWS = 16  # sums of dK and dV have rows of a multiple of this
+TASKS = 16  # that a pass has at least, if it has so many tiles: the same for any number of threads, so that sums have one order
 _SYMBOLS = {"score": "qk", "b": "z", "h": "h", "q_idx": "m", "kv_idx": "n", "grad": "grad"}
 
 
@@ -33,29 +36,37 @@ class CpuPlan:
     scale_apart: bool  # SM_SCALE and TO_LOG2 are two arguments
 
 
-def plan_cpu_forward(case: ForwardCase, score: Mod | None, mask: Mod | None) -> CpuPlan:
-    """The plan of cpu_forward."""
-    dtype, blocks, units = dtype_name(case.dtype), case.blocks, case.units
-    score_text, mask_text = lowered(score, mask, Target("cpu", dtype, case.exact_indices, CPP))
-    scale_apart = score is not None or not case.scale_is_positive
-    flags = {
+def tile_flags(case: ForwardCase | StatisticsCase) -> dict[str, object]:
+    """What templates are told of a tile of queries, and of how it and keys are read."""
+    return {
         "LANGUAGE": CPP.name,
-        "WRITTEN": ("O", "LSE", "MAX", "ROWS"),
-        "DTYPE": dtype,
+        "DTYPE": dtype_name(case.dtype),
         "D_QK": case.d_qk,
         "D_V": case.d_v,
         "BLOCK_M": BLOCK_M,
         "BLOCK_N": BLOCK_N,
-        "Q_UNIT": units[0],
-        "K_UNIT": units[1],
-        "V_UNIT": units[2],
-        "K_DIRECT": units[1] and case.dtype is torch.float32,
-        "V_DIRECT": units[2] and case.dtype is torch.float32,
+        "Q_UNIT": case.units[0],
+        "K_UNIT": case.units[1],
+        "K_DIRECT": case.units[1] and case.dtype is torch.float32,
+    }
+
+
+def plan_cpu_forward(case: ForwardCase, score: Mod | None, mask: Mod | None) -> CpuPlan:
+    """The plan of cpu_forward."""
+    blocks = case.blocks
+    score_text, mask_text = lowered(score, mask, Target("cpu", dtype_name(case.dtype), case.exact_indices, CPP))
+    scale_apart = score is not None or not case.scale_is_positive
+    flags = {
+        "WRITTEN": ("O", "LSE", "MAX", "ROWS"),
+        **tile_flags(case),
+        "V_UNIT": case.units[2],
+        "V_DIRECT": case.units[2] and case.dtype is torch.float32,
         **block_flags(blocks),
         "STARTS": blocks is not None and blocks.starts,
         "SCALE_IS_POSITIVE": case.scale_is_positive,
         "OUTPUT_MAX": case.output_max,
         "OUTPUT_ROWS": case.output_rows,
+        **case.extras.flags,
     }
     spec = KernelSpec(
         "cpu_forward", (score_text, mask_text), tuple(flags.items()), "cpu", _parameters(case, score_text, mask_text, scale_apart)
@@ -71,8 +82,11 @@ def _parameters(case: ForwardCase, score: ModText | None, mask: ModText | None, 
         pointer("V", dtype, "[Zkv, Hkv, KV_LEN, D_V]"),
         pointer("O", dtype, "[Z, Hq, Q_LEN, D_V] in any strides, written"),
         *statistic_parameters("Z, Hq, Q_LEN", case.output_max, case.output_rows),
+        *case.extras.of_sinks,
+        *case.extras.of_dropout,
     )
     sizes = ("Z", "Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", *stride_names_of(case.units), *scale_names(scale_apart))
+    sizes += case.extras.numbers
     mods = tuple(p for m in (score, mask) if m for p in m.parameters)
     return (*tensors, *numbers(*sizes, *list_numbers(case.blocks)), *list_tables(case.blocks), *mods)
 
@@ -95,14 +109,15 @@ def plan_cpu_backward(case: BackwardCase, score: Mod | None, mask: Mod | None) -
         found = differentiate(score[0], case.captured)
         atomic = case._replace(deterministic=False)  # every sum has an order here
         roles = [(role_of(load, score[1][load.attr], atomic), load, gradient) for load, gradient in found.loads]
+        roles += dot_roles(found.dots, case.captured)
         differential = Differential(found.score, tuple(roles), case.ordinary)
         text = mod_text(*score, _SYMBOLS, target, tile="qk", differential=differential)
     taken = frozenset(c.name for c in (*score[0].tensors, *score[0].scalars)) if score else frozenset()
     mask_text = mod_text(*mask, _SYMBOLS, target, tile="qk", taken=taken) if mask else None
-    gathered = tuple(zip(text.gradient.captured, (load for _, load, _ in roles), strict=True)) if text else ()
+    gathered = tuple(zip(text.gradient.captured, (read_in(load, role) for role, load, _ in roles), strict=True)) if text else ()
     flags = {
         "LANGUAGE": CPP.name,
-        "WRITTEN": ("DQ", "DK", "DV", *(c.buffer for c, _ in gathered)),
+        "WRITTEN": ("DQ", "DK", "DV", "D_SINKS", *(c.buffer for c, _ in gathered)),
         "DTYPE": dtype,
         "D_QK": case.d_qk,
         "D_V": case.d_v,
@@ -113,6 +128,7 @@ def plan_cpu_backward(case: BackwardCase, score: Mod | None, mask: Mod | None) -
         "STARTS": blocks is not None and blocks.starts,
         "SCALE_FIRST": score is not None or not case.scale_is_positive,
         "LSE_GRADIENT": case.lse_gradient,
+        **case.extras.flags,
     }
     parameters = _backward_parameters(case, text, mask_text, score, gathered)
     return CpuBackwardPlan(
@@ -135,8 +151,23 @@ def _backward_parameters(
         pointer("DQ", dtype, "written: as Q"),
         pointer("DK", "float32", "[PARTS, Zkv, Hkv, KV_LEN, QK_ROWS], added to"),
         pointer("DV", "float32", "[PARTS, Zkv, Hkv, KV_LEN, V_ROWS], added to"),
+        *case.extras.of_sinks,
+        *([pointer("D_SINKS", "float32", "[Z, Hq, tiles], added to: what each tile gives the head's sink")] if case.extras.sinks else []),
+        *case.extras.of_dropout,
     )
-    sizes = ["Z", "Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", "PARTS", *strides("q", "k", "v", "o", "do", "dq"), "SM_SCALE", "TO_LOG2"]
+    sizes = [
+        "Z",
+        "Hq",
+        "Zkv",
+        "GROUP_SIZE",
+        "Q_LEN",
+        "KV_LEN",
+        "PARTS",
+        *strides("q", "k", "v", "o", "do", "dq"),
+        "SM_SCALE",
+        "TO_LOG2",
+        *case.extras.numbers,
+    ]
     shared = [c for c, _ in gathered if c.role == "atomic"]
     sizes += [*(["ONE_COPY"] if shared else []), *(f"span_{c.name}_{c.load}" for c in shared)]
     mods = tuple(p for m in (text, mask) if m for p in m.parameters)

@@ -42,6 +42,7 @@ def plan_cpu_decode(case: DecodeCase, score: Mod | None, mask: Mod | None) -> Cp
         "LOCATED": case.located,
         "PAGE_SIZE": case.page_size,
         "KV_SCALES": case.scales,
+        **case.extras.flags,
     }
     own = decode_parameters(case, score_text, mask_text, scale_apart)
     part = pointer("PART", "float32", "[tiles, PARTS, TILE_ROWS, D_V + 3]: what parts leave; nothing where there is one part")

@@ -7,12 +7,10 @@ import torch
 from ..device import cpp_compiler
 from ..device.cpp import CppKernel
 from ..device.kernel import kernel_for
-from ..mod.loads import dots_of
 from ..mod.tensors import LOWEST, check_address
-from ..plan.backward import BackwardCase
 from ..plan.cpu import CpuPlan, plan_cpu_forward
-from ..plan.extras import ORDINARY
-from ..plan.forward import ForwardCase, Mod, scales
+from ..plan.extras import dropout_numbers
+from ..plan.forward import scales
 from ..registry import Table
 from ..text.mod_text import mod_values
 from .block_lists import BlockLists
@@ -22,21 +20,6 @@ from .forward_kernels import Call, planned
 from .launch import Unusable
 
 _plans: dict[tuple, CpuPlan] = Table("plans of kernels in C++", 1024)
-
-
-def unserved(case: ForwardCase | BackwardCase, score: Mod | None) -> str | None:
-    """Why there are no kernels in C++, forward or backward, for such a case and score_mod."""
-    if case.extras != ORDINARY:
-        return "sinks and dropout: the portable kernels have them"
-    return "score_mod has a dot product of captured rows" if score and dots_of(score[0]) else None
-
-
-def refusal(case: ForwardCase | BackwardCase, score: Mod | None) -> str | None:
-    """Why none serves a call with them."""
-    reason = unserved(case, score)
-    if reason:
-        return reason
-    return None if case.options.backend == Cpp.name and cpp_compiler.compiler() else cpp_compiler.refusal()
 
 
 def run(kernel: CppKernel, values: dict[str, object], named: bool, threads: int | None = None) -> None:
@@ -58,9 +41,7 @@ class Cpp:
     def fits(self, call: Call) -> str | None:
         if call.backend != "cpu":
             return "the tensors are not on a CPU"
-        if call.case.options.prescale_qk:
-            return "PRESCALE_QK is for the other kernels"
-        return refusal(call.case, call.score)
+        return cpp_compiler.refusal(call.case.options.backend)
 
     def worthwhile(self, call: Call) -> str | None:
         return None
@@ -82,7 +63,7 @@ class CppRunner:
         self.named = call.case.options.backend == Cpp.name
         self.captured = [p.name for m in plan.spec.mods if m for p in m.parameters]
         self.numbers = {"Z": call.extents[0], **in_elements(call.geometry, call.case.dtype), **scales(call.scale, plan.scale_apart)}
-        self.numbers |= lists.numbers() if lists else {}
+        self.numbers |= {**(lists.numbers() if lists else {}), **dropout_numbers(call.dropout_p)}
         self.room = 0  # for parts of keys
         if is_few(call):
             divided, self.room = division(call.extents, call.geometry, call.case.d_v, lists, NOT_CACHED)

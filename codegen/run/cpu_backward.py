@@ -7,9 +7,11 @@ import math
 import torch
 
 from ..device.cpp import CppKernel
+from ..device.cpp_compiler import refusal
 from ..device.kernel import kernel_for
 from ..plan.backward import strides
-from ..plan.cpu import BLOCK_M, ROWS, CpuBackwardPlan, plan_cpu_backward
+from ..plan.cpu import BLOCK_M, ROWS, TASKS, CpuBackwardPlan, plan_cpu_backward
+from ..plan.extras import dropout_numbers
 from ..plan.forward import scales
 from ..registry import Table
 from ..text.mod_text import mod_values
@@ -19,7 +21,6 @@ from .block_lists import BlockLists
 from .captured import Sums
 from .forward_kernels import planned
 
-TASKS = 16  # that a pass has at least, if it has so many tiles: the same for any number of threads, so that sums have one order
 _LARGEST = 1 << 28  # elements of all tasks' gradients of a captured tensor; beyond that tasks run one after another
 _plans: dict[tuple, CpuBackwardPlan] = Table("plans of backward kernels in C++", 1024)
 
@@ -30,9 +31,7 @@ class Cpp:
     name = cpu.Cpp.name
 
     def fits(self, call: Call) -> str | None:
-        if call.case.raw_tops or call.case.options.prescale_qk:
-            return "the forward kernel was another one"
-        return cpu.refusal(call.case, call.score)
+        return "the forward kernel was another one" if call.case.raw_tops else refusal(call.case.options.backend)
 
     def worthwhile(self, call: Call) -> str | None:
         return None
@@ -64,6 +63,7 @@ class CppPass:
             **{"Z": Z, "Hq": Hq, "Zkv": Zkv, "GROUP_SIZE": Hq // Hkv, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN, "PARTS": self.parts},
             **scales(sizes.scale, plan.spec.flag["SCALE_FIRST"]),
             "SM_SCALE": sizes.scale,
+            **dropout_numbers(sizes.dropout_p),
             **(lists.numbers() if lists else {}),
         }
 
@@ -74,8 +74,9 @@ class CppPass:
 
     def run(
         self, tensors: dict[str, torch.Tensor], score, mask, lists: BlockLists | None, transposed: BlockLists | None
-    ) -> tuple[dict[int, torch.Tensor], None]:
-        """Fill DQ, DK and DV among `tensors`, which have the names of parameters. The gradients of captured tensors; none of sinks."""
+    ) -> tuple[dict[int, torch.Tensor], torch.Tensor | None]:
+        """Fill DQ, DK and DV among `tensors`, which have the names of parameters. The gradients of captured tensors, and of sinks
+        (Z, Hq, n), in n parts."""
         (Zkv, Hkv), KV_LEN = self.sizes.shared, self.sizes.extents[3]
         sums = Sums((self.plan,), score, self.sizes.extents, tensors["Q"].device, lists)
         shapes = ((self.parts, Zkv, Hkv, KV_LEN, width) for width in self.padded)
@@ -86,7 +87,9 @@ class CppPass:
         for name in ("Q", "K", "V", "O", "DO", "DQ"):
             lying |= dict(zip(strides(name.lower()), tensors[name].stride(), strict=False))
         given = {**tensors, **(lists.tensors() if lists else {}), **self.numbers, **lying, **values, **gathered, **counted}
-        cpu.run(self.kernel, {**given, "DK": dk, "DV": dv, "ONE_COPY": one_copy}, self.named, threads=1 if one_copy else None)
+        of_sinks = torch.zeros((*self.sizes.extents[:2], self.tiles), dtype=torch.float32) if "SINKS" in tensors else None
+        given |= {"DK": dk, "DV": dv, "D_SINKS": of_sinks, "ONE_COPY": one_copy}
+        cpu.run(self.kernel, given, self.named, threads=1 if one_copy else None)
         tensors["DK"].copy_(dk.sum(0)[..., : tensors["DK"].shape[3]].mul_(self.sizes.scale))
         tensors["DV"].copy_(dv.sum(0)[..., : tensors["DV"].shape[3]])
         for captured, _ in self.plan.captured:
@@ -94,7 +97,7 @@ class CppPass:
                 total = gathered[captured.buffer].sum(0)
                 like = sums.buffers[captured.buffer]
                 sums.buffers[captured.buffer] = total.as_strided(like.shape, like.stride()) if captured.role == "atomic" else total
-        return sums.gradients(), None
+        return sums.gradients(), of_sinks
 
     def _buffers(self, sums: Sums) -> tuple[dict[str, torch.Tensor], dict[str, int], bool]:
         """Memory for gradients of captured tensors by the names of parameters, how far apart the tasks' own lie, and whether all have

@@ -8,11 +8,10 @@ from ..device.cpp import CppKernel
 from ..device.cpp_compiler import refusal
 from ..device.kernel import kernel_for
 from ..mod.expr import INDEX_BOUND
-from ..mod.loads import dots_of
 from ..plan.cpu import CpuPlan
 from ..plan.cpu_decode import TILE_ROWS, cpu_parts_of, cpu_rows_of, plan_cpu_decode
 from ..plan.decode import DecodeCase, check_heads
-from ..plan.extras import ORDINARY, factors_out
+from ..plan.extras import factors_out
 from ..plan.forward import Geometry, Mod, scales
 from ..registry import INFO, Table
 from ..text.mod_text import mod_values
@@ -28,7 +27,7 @@ _plans: dict[tuple, CpuPlan] = Table("plans of decoding in C++", 1024)
 def is_few(call: Call) -> bool:
     """Does this kernel serve a call without a cache that kernels in C++ serve?"""
     blocks = call.case.blocks
-    return call.extents[2] <= FEW and not (blocks and (blocks.shifted or blocks.starts))
+    return call.extents[2] <= FEW and not call.case.extras.dropout and not (blocks and (blocks.shifted or blocks.starts))
 
 
 def few_plan(call: Call) -> CpuPlan:
@@ -45,6 +44,7 @@ def few_plan(call: Call) -> CpuPlan:
         output_rows=known.output_rows,
         exact_indices=known.exact_indices,
         split=False,
+        extras=known.extras,
     )
     return _planned(case, call.score, call.mask)
 
@@ -80,8 +80,7 @@ def division(
 
 def serves(call: CachedCall) -> bool:
     """Does the kernel serve a call with a cache?"""
-    score = call.by_number("score")
-    return call.q.device.type == "cpu" and refusal() is None and call.extras is None and not (score and dots_of(score[0]))
+    return call.q.device.type == "cpu" and refusal() is None
 
 
 def attend_cached(call: CachedCall, *, prepare: bool = False) -> None:
@@ -108,7 +107,7 @@ def attend_cached(call: CachedCall, *, prepare: bool = False) -> None:
         page_size=0 if cached.pages is None else k.shape[2],
         kv_dtype=kept,
         scales=cached.k_scales is not None,
-        extras=ORDINARY,
+        extras=structure_of(call.extras),
     )
     plan = _planned(case, *keys)
     kernel = kernel_for(plan.spec, CppKernel)
@@ -121,6 +120,7 @@ def attend_cached(call: CachedCall, *, prepare: bool = False) -> None:
     numbers, room = division(call.extents, geometry, case.d_v, lists, cached)
     numbers |= {**in_elements(geometry, q.dtype), **numbers, "Z": call.extents[0], "T": q.shape[2], "stride_pages": call.stride_pages}
     tensors = {"K": k, "V": call.v, "Q": q, "O": call.out, "LSE": call.lse, **cached.named, **(lists.tensors() if lists else {})}
+    tensors |= call.extras.named if call.extras else {}
     captured = [p.name for m in plan.spec.mods if m for p in m.parameters]
     values = dict(zip(captured, mod_values(plan, score and score[1], mask and mask[1]), strict=True))
     part = {"PART": torch.empty(room, dtype=torch.float32)}

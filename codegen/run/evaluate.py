@@ -17,7 +17,6 @@ from ..device.devices import backend_of
 from ..device.kernel import Kernel, kernel_for
 from ..mod.bind import bind
 from ..mod.expr import INDEX_BOUND, ModGraph
-from ..mod.loads import dots_of
 from ..mod.tensors import check_values, read_captured, readable
 from ..registry import INFO, Table
 from ..text.cpp import CPP
@@ -67,7 +66,7 @@ def evaluate_mod(mod: Callable, scores: torch.Tensor, kind: str = "score", *, pr
     scores = scores.detach().contiguous()
     result = torch.empty_like(scores, dtype=torch.float32 if kind == "score" else torch.bool)
     if result.numel():
-        by_either(lambda in_cpp: fill(result, bound, scores, precision, in_cpp=in_cpp and not dots_of(bound[0])), scores.device)
+        by_either(lambda in_cpp: fill(result, bound, scores, precision, in_cpp=in_cpp), scores.device)
     return result
 
 

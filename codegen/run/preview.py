@@ -17,6 +17,7 @@ import torch
 from ..device import offline
 from ..plan.backward import Step, delta_rows
 from ..plan.cpu import plan_cpu_backward, plan_cpu_forward
+from ..plan.cpu_statistics import plan_cpu_statistics
 from ..plan.decode import BLOCK_S, DecodeCase, DecodePlan, plan_decode, rows_of
 from ..plan.forward import Cache, Plan
 from ..plan.statistics import plan_columns, plan_rows
@@ -24,7 +25,7 @@ from ..plan.tangent import plan_gradients, plan_tangent
 from ..plan.tiles import most_rows
 from ..plan.update_cache import BLOCK_T, UpdateCase, update_spec
 from ..text.spec import KernelSpec
-from . import backward_kernels, cpu, cpu_decode, forward_kernels, statistics
+from . import backward_kernels, cpu_decode, forward_kernels, statistics
 from .imagined import Imagined, backend_for, machine_of
 
 
@@ -56,17 +57,16 @@ def compilation(target: str, *call, **details) -> Compilation:
 
 
 def cpu_specs(*call, **details) -> dict[str, KernelSpec]:
-    """The kernels in C++ by name, "forward", "decode" for few queries, and "backward". ValueError, with the reason, where there are none.
-    Arguments are those of Imagined."""
+    """The kernels in C++ by name: "forward", "decode" for few queries, "backward", and "statistics" of the probabilities. Arguments are
+    those of Imagined."""
     imagined = Imagined(*call, **details)
     forward, backward = imagined.forward("cpu"), imagined.backward("cpu")
-    reason = cpu.unserved(forward.case, forward.score)
-    if reason:
-        raise ValueError(reason)
+    looks, _ = statistics.case_of(imagined.tensors()[:2], forward.case.blocks, forward.case.options, statistics.Wanted(True, True, True))
     return {
         "forward": plan_cpu_forward(forward.case, forward.score, forward.mask).spec,
         "decode": cpu_decode.few_plan(forward).spec,
         "backward": plan_cpu_backward(backward.case, backward.score, backward.mask).spec,
+        "statistics": plan_cpu_statistics(looks, forward.score, forward.mask).spec,
     }
 
 

@@ -6,14 +6,20 @@ from typing import NamedTuple
 
 import torch
 
+from ..device.cpp import CppKernel
+from ..device.cpp_compiler import by_either
 from ..device.devices import architecture_of, backend_of
+from ..device.kernel import kernel_for
 from ..device.memory import contiguous
-from ..plan.forward import Blocks, Options, Plan, are_exact, geometry_of, scales
+from ..plan.cpu import BLOCK_M, TASKS, CpuPlan
+from ..plan.cpu_statistics import plan_cpu_statistics
+from ..plan.forward import Blocks, Geometry, Options, Plan, are_exact, geometry_of, scales
 from ..plan.statistics import StatisticsCase, plan_columns, plan_rows
 from ..registry import INFO, Table
 from ..text.mod_text import mod_values
-from .block_lists import BlockLists
+from .block_lists import BlockLists, tiles_of
 from .call import Bound, keys_of
+from .cpu_decode import in_elements
 from .launch import Launch, launch_fitting
 from .layouts import strides_like
 from .profiled import in_range, is_profiled, names_of
@@ -43,6 +49,7 @@ class _Pass(NamedTuple):
 
 
 _passes: dict[tuple, _Pass] = Table("passes over probabilities", 256)
+_plans: dict[tuple, CpuPlan] = Table("plans of passes over probabilities in C++", 256)
 
 
 def statistics(bound: Bound, wanted: Wanted) -> Statistics:
@@ -64,9 +71,34 @@ def statistics(bound: Bound, wanted: Wanted) -> Statistics:
         "ROWS": rows,
         "SUMS": found.column_sums,
     }
-    run = _run if not is_profiled() else in_range(_run, "statistics", names_of(bound.score, bound.mask))
+    run = _by_either if not is_profiled() else in_range(_by_either, "statistics", names_of(bound.score, bound.mask))
     run(bound, wanted, {name: t for name, t in named.items() if t is not None})
     return found
+
+
+def _by_either(bound: Bound, wanted: Wanted, tensors: dict[str, torch.Tensor]) -> None:
+    device, named = bound.q.device, bound.options.backend
+    by_either(lambda in_cpp: (_run_in_cpp if in_cpp else _run)(bound, wanted, tensors), device, named)
+
+
+def _run_in_cpp(bound: Bound, wanted: Wanted, tensors: dict[str, torch.Tensor]) -> None:
+    """As `_run`, in one pass over tiles that looks at rows and then at columns."""
+    lists, (Z, Hq, Q_LEN, KV_LEN) = bound.lists, bound.inputs.extents
+    case, geometry = case_of((bound.q, bound.k), lists and lists.blocks, bound.options, wanted)
+    keys = keys_of(bound.score, bound.mask, bound.inputs.extents, lists)
+    plan = _plans.get((case, *keys))
+    if plan is None:
+        plan = _plans[(case, *keys)] = plan_cpu_statistics(case, *keys)
+    tiles = tiles_of(Q_LEN, BLOCK_M, lists, "q_block")
+    parts = max(1, min(tiles, -(-TASKS // (Z * Hq))))
+    sums = torch.zeros((parts, Z, Hq, KV_LEN), dtype=torch.float32) if wanted.column_sums else None
+    sizes = {"Z": Z, "PARTS": parts, **in_elements(geometry, case.dtype)}
+    captured = [p.name for m in plan.spec.mods if m for p in m.parameters]
+    values = mod_values(plan, bound.score and bound.score[1], bound.mask and bound.mask[1])
+    given = {**tensors, "SUMS": sums, **sizes, **scales(bound.scale, True), **dict(zip(captured, values, strict=True))}
+    kernel_for(plan.spec, CppKernel).call({**given, **({**lists.tensors(), **lists.numbers()} if lists else {})})
+    if sums is not None:
+        torch.sum(sums, 0, out=tensors["SUMS"])
 
 
 def _run(bound: Bound, wanted: Wanted, tensors: dict[str, torch.Tensor]) -> None:
@@ -96,17 +128,17 @@ def _pass_over(axis: str, bound: Bound, wanted: Wanted, lists: BlockLists | None
     if found is not None:
         INFO.hits += 1
         return found
-    case, sizes = case_of((q, k), bound.lists and bound.lists.blocks, bound.options, wanted)
+    case, geometry = case_of((q, k), bound.lists and bound.lists.blocks, bound.options, wanted)
     plan = (plan_rows if axis == "kv" else plan_columns)(case, backend_of(q.device.type), architecture_of(q.device), *keys)
-    launch = Launch(plan.spec, {**sizes, **scales(bound.scale, True), **(lists.numbers(axis) if lists else {})})
+    launch = Launch(plan.spec, {**geometry.numbers, **scales(bound.scale, True), **(lists.numbers(axis) if lists else {})})
     found = _passes[key] = _Pass(plan, launch)
     return found
 
 
 def case_of(
     tensors: tuple[torch.Tensor, torch.Tensor], blocks: Blocks | None, options: Options, wanted: Wanted
-) -> tuple[StatisticsCase, dict[str, int]]:
-    """What the kernels' text depends on beside mods; and sizes and strides by the names of parameters.
+) -> tuple[StatisticsCase, Geometry]:
+    """What the kernels' text depends on beside mods; and sizes and strides.
 
     tensors   q and k, of which shapes, strides and dtype count
     """
@@ -126,4 +158,4 @@ def case_of(
         wanted.top_index,
         wanted.column_sums,
     )
-    return case, geometry.numbers
+    return case, geometry

@@ -31,6 +31,7 @@ class Cpp(Triton):
     name: str = "cpp"
     module: str = ""
     jit: str = ""
+    has_rows: bool = True
 
     def literal(self, value) -> Code:
         if isinstance(value, bool):
@@ -66,6 +67,13 @@ class Cpp(Triton):
 
     def load(self, pointer: Code, inside: Code | None) -> Code:
         return self.write("load({0}, {1})", pointer, inside) if inside else self.write("load({0})", pointer)
+
+    def row_at(self, pointer: Code, step: Code, inside: Code | None, length: int) -> Code:
+        more = (inside,) if inside else ()
+        return self.write(f"read_row<{length}>({{0}}, {{1}}{', {2}' if inside else ''})", pointer, step, *more)
+
+    def dot(self, one: Code, other: Code, length: int) -> Code:
+        return self.write(f"dot<{length}>({{0}}, {{1}})", one, other)
 
     def zeros_like(self, value: Code) -> Code:
         return self.write("zeros_like({0})", value)

@@ -22,6 +22,7 @@ class Language(ABC):
     name: str
     module: str  # what kernels call it, and templates `tl`
     jit: str  # the decorator of its functions, in templates `jit`
+    has_rows: bool = False  # rows of captured tensors are values, `row_at`, and their products numbers, `dot`; else both are tiles
 
     # ---- names and numbers
 
@@ -92,6 +93,14 @@ class Language(ABC):
     @abstractmethod
     def load_directly(self, pointer: Code, inside: Code | None, bits: int) -> Code:
         """The same by an instruction that the compiler leaves where it is, of elements of 8, 16 or 32 bits (see _helpers.jinja)."""
+
+    def row_at(self, pointer: Code, step: Code, inside: Code | None, length: int) -> Code:
+        """A row of so many elements, `step` apart; zeros where not `inside`. For a language that has rows."""
+        raise NotImplementedError
+
+    def dot(self, one: Code, other: Code, length: int) -> Code:
+        """The dot product of two rows. For a language that has rows."""
+        raise NotImplementedError
 
     # ---- shapes. A tile is given by the name of a tensor of its shape (and layout), or as a list of sizes
 

@@ -112,7 +112,7 @@ def lower(
     prefix: str,
     tile: str,
     gradients: tuple[Expr, ...] = (),
-    places: tuple[Expr, ...] = (),
+    places: tuple[tuple[str, Expr], ...] = (),
     tangent: Expr | None = None,
     distances: tuple[Expr, ...] = (),
 ) -> Snippet:
@@ -123,7 +123,7 @@ def lower(
     prefix     of the temporaries' names
     tile       the kernel's name of a tensor with the tile's shape (and layout), "qk"; or the shape, "[BLOCK_M, BLOCK_N]"
     gradients  expressions of the symbols and of "grad", d loss / d result, to be computed after it is known (see grad.py)
-    places     loads whose offsets are asked for
+    places     loads whose offsets are asked for, with their roles
     tangent    of the result, of the symbols and of "score_tangent", to be computed with it (see tangent.py)
     distances  expressions that get statements of their own, by the distance (see distance.py), without gradients
     """
@@ -148,7 +148,7 @@ def lower(
     statements, expressions.statements = tuple(expressions.statements), []
     printer.print_nodes(backward, uses)
     found = tuple(printer.full_tile(g, expressions.operand(g, torch.float32), tile) for g in gradients)
-    where = tuple((printer.rows if load.op == "dot" else printer.addresses).place(load) for load in places)
+    where = tuple(printer.rows.place(load, role) if load.op == "dot" else printer.addresses.place(load) for role, load in places)
     behind = tuple(expressions.statements)
     codes = [*(s.value for s in (*statements, *behind)), result, moved, *found, *(code for place in where for code in place)]
     snippet = Snippet(statements, result, uses_of(codes), behind, found, where, tangent=moved)

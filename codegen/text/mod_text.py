@@ -122,7 +122,7 @@ def mod_text(
         return _mod_text(graph, target.language, snippet, gradient)
     gradients = places = ()
     if differential:
-        places = tuple(load for _, load, _ in differential.captured)
+        places = tuple((role, load) for role, load, _ in differential.captured)
         gradients = tuple(g for g in (differential.score, differential.tangent, *(g for _, _, g in differential.captured)) if g is not None)
     snippet: Snippet = lower(
         graph,

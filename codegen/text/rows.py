@@ -1,4 +1,5 @@
-"""Dot products of long rows of captured tensors as products of matrices: tiles of rows, and what their gradients take."""
+"""Dot products of long rows of captured tensors: products of tiles of rows, or of rows where a language has them; and what their gradients
+take."""
 
 from __future__ import annotations
 
@@ -22,10 +23,13 @@ class Rows:
         self.addresses, self.language, self.expressions = addresses, addresses.language, addresses.expressions
         self.column = "kv_idx" if addresses.target.transposed else "q_idx"  # the position that is a column
         self.tiles: dict[int, Code] = {}
-        self.factors: dict[int, tuple[Code, Code]] = {}  # per dot product, the tile of the column's rows first
+        self.factors: dict[int, tuple[Code, Code]] = {}  # per dot product: the tile of the column's rows first, or the query's row
 
     def product(self, dot: Expr) -> Code:
         """A dot product of two rows at all positions of a tile."""
+        if self.language.has_rows:
+            self.factors[id(dot)] = one, other = tuple(self._row(row, dot.attr) for row in dot.args)
+            return self.language.dot(one, other, dot.attr)
         rows = sorted(dot.args, key=lambda row: self.column not in symbols_in(row))
         tiles = [self._tile(row, dot.attr) for row in rows]
         precision = precision_of(dot, self.addresses.target.float32_precision)
@@ -34,10 +38,28 @@ class Rows:
         self.factors[id(dot)] = tuple(tiles)
         return self.language.product(*tiles, precision)
 
-    def place(self, dot: Expr) -> tuple[Code, Code | None]:
-        """For the gradient of the column's rows: the factor of d loss / d product, and what must hold for the rows."""
+    def place(self, dot: Expr, role: str) -> tuple[Code, Code | None]:
+        """For the gradient of the rows of a role (see CapturedGradient): the factor of d loss / d product, and what must hold for them.
+        Tiles serve the role of the column's."""
+        if self.language.has_rows:
+            own = ("row", "column").index(role)
+            return self.factors[id(dot)][1 - own], self.addresses.places[id(dot.args[own])][1]
         row = next(row for row in dot.args if self.column in symbols_in(row))
         return self.language.transposed(self.factors[id(dot)][1]), self.addresses.places[id(row)][1]
+
+    def _row(self, row: Expr, length: int) -> Code:
+        """A row at one position or at LANES of them."""
+        if id(row) not in self.tiles:
+            language, addresses, before = self.language, self.addresses, self.expressions.node
+            self.expressions.node = row
+            offset, inside = addresses.located(row)
+            pointer = addresses.added([*offset, *addresses.spread(row)], addresses.pointer(row))
+            is_one = addresses.layouts[row.attr].strides[-1] == "0"
+            step = language.literal(0) if is_one else addresses.stepped(row, len(row.args), language.literal(1))
+            found = language.row_at(pointer, step, inside, length)
+            self.tiles[id(row)] = self.expressions.statement(found, row.source, loads=True)
+            self.expressions.node = before
+        return self.tiles[id(row)]
 
     def _widened(self, tile: Code, row: Expr) -> Code:
         if row.dtype == torch.float32:

@@ -8,6 +8,10 @@ from types import SimpleNamespace
 import torch
 from hypothesis import strategies as st
 
+from flexpress import create_block_mask, flex_attention
+from flexpress.codegen.mod.bind import bind
+from flexpress.codegen.mod.loads import dots_of
+from support.dense import dense_attention
 from support.evaluate import make_mod
 
 QUERIES = ("qr[b, h, q_idx]", "qr[b, h // 2, q_idx // 2]", "by_q[q_idx]", "by_q[places[q_idx]]", "qr[0, h, q_idx - 3]")
@@ -98,3 +102,27 @@ def dot_problems(draw, device: str) -> DotProblem:
         masked=draw(st.booleans()),
         deterministic=draw(st.booleans()),
     )
+
+
+def near(b, h, q_idx, kv_idx):
+    return (q_idx - kv_idx < 40) & (kv_idx - q_idx < 50)
+
+
+def check_dots(p: DotProblem, device: str) -> None:
+    """The output, lse and gradients of everything against dense attention in float64."""
+    values, inputs = p.captured(device), p.inputs(device)
+    assert dots_of(bind(p.mod(values), "score")[0])
+    mask = create_block_mask(near, None, None, *p.lengths, device) if p.masked else None
+    out, aux = flex_attention(
+        *inputs, p.mod(values), block_mask=mask, enable_gqa=p.heads[0] != p.heads[1], return_lse=True, deterministic=p.deterministic
+    )
+    exact, lse, _ = dense_attention(*(t.double() for t in inputs), p.dense_mod(values), near if p.masked else None)
+    tight = {torch.float32: 1e-5, torch.bfloat16: 1e-2}[p.dtype]
+    torch.testing.assert_close(out.double(), exact, atol=tight, rtol=tight)
+    torch.testing.assert_close(aux.double(), lse, atol=1e-5, rtol=1e-5)
+    leaves = {**dict(zip("qkv", inputs, strict=True)), **{n: t for n, t in values.items() if t.requires_grad and n in p.text}}
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(4)).to(out)
+    got, expected = (torch.autograd.grad(o, list(leaves.values()), upstream.to(o.dtype)) for o in (out, exact))
+    for (name, leaf), g, e in zip(leaves.items(), got, expected, strict=True):
+        loose = 2e-5 if leaf.dtype == p.dtype == torch.float32 == p.rows else 2e-2
+        assert (g.double() - e).norm() <= loose * e.norm() + 1e-6, (name, (g.double() - e).norm() / e.norm())

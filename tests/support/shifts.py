@@ -14,7 +14,7 @@ from flexpress.call import attend, bound
 from flexpress.codegen.run import masks
 from flexpress.codegen.run.block_lists import BlockLists, Shifts, lists_of
 from support.dense import dense_attention, relative_error
-from support.gradients import assert_gradients
+from support.gradients import assert_gradients, rounding_of
 from support.varlen import FLOORS, MASK_MODS, SCORE_MODS, score_mods
 from support.varlen import mask_mods as narrow_mods
 
@@ -177,9 +177,10 @@ def check_problem(p: Problem, device: str, *, backward: bool = True) -> None:
     weights = random(*out.shape).to(p.dtype), random(*lse.shape)
     grads = torch.autograd.grad((out, lse), (*inputs, *learned), weights, allow_unused=True)
 
-    def gradients(leaves, out, lse):
-        loss = (out * weights[0].to(out.dtype)).sum() + (torch.where(seen, lse, 0.0) * weights[1].to(lse.dtype)).sum()
-        found = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else [None] * len(leaves)
+    def gradients(leaves, out, lse, less=0.0):
+        loss = (out * weights[0].to(out.dtype)).sum() + (torch.where(seen, lse, 0.0) * (weights[1].to(lse.dtype) - less)).sum()
+        found = torch.autograd.grad(loss, leaves, allow_unused=True, retain_graph=True) if loss.requires_grad else [None] * len(leaves)
         return [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)]
 
-    assert_gradients(grads, gradients(*exact), gradients(*plain), [p.dtype] * (3 + len(learned)), lse=lse.detach())
+    fused = gradients(*exact, rounding_of(exact[1], weights[0], p.dtype))
+    assert_gradients(grads, gradients(*exact), gradients(*plain), [p.dtype] * (3 + len(learned)), lse=lse.detach(), fused=fused)
