@@ -298,7 +298,8 @@ def test_mods_read_once_a_tile_and_what_keys_have_in_the_producer():
 
 
 @pytest.mark.parametrize(
-    "heads, kv_bytes, enough, expected", [(64, 2 << 20, 64, 16), (64, 2 << 20, 4, 4), (64, 1 << 30, 4, 1), (3, 1, 4, 3), (17, 2 << 20, 16, 9)]
+    "heads, kv_bytes, enough, expected",
+    [(64, 2 << 20, 64, 16), (64, 2 << 20, 4, 4), (64, 1 << 30, 4, 1), (3, 1, 4, 3), (17, 2 << 20, 16, 9)],
 )
 def test_heads_per_group(heads, kv_bytes, enough, expected):
     assert heads_per_group(heads, kv_bytes, enough) == expected

@@ -119,8 +119,8 @@ def padded(d_qk: int, d_v: int) -> tuple[int, int]:
 
 
 def enough_heads(kv_len: int) -> int:
-    """How many heads of K and V are worked on at a time (as in hopper_forward.py): a tile of 128 keys for every multiprocessor, as tiles wait
-    for those of the group before to zero their sums."""
+    """How many heads of K and V are worked on at a time (see hopper_forward.py): a tile of 128 keys for every multiprocessor, as tiles
+    wait for those of the group before to zero their sums."""
     return max(2, -(-128 // -(-kv_len // 128)))
 
 
