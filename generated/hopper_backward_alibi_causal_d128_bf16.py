@@ -28,7 +28,7 @@ A tile, as time goes by. The producer runs ahead until both buffers of Q and its
     numbers of a block of dQ    finish_dq, half of it
 
     Z, Hq, Hkv     batch size, query heads, key/value heads (GROUP_SIZE = Hq / Hkv query heads share one)
-    HEADS          Zkv * Hkv; HEADS_PER_GROUP of them are worked on at a time, as many as have Q, dO and dQ in the L2 cache
+    HEADS          Zkv * Hkv; HEADS_PER_GROUP of them are worked on at a time, with Q, dO and dQ in the L2 cache
     Q_LEN, KV_LEN  sequence lengths          m, n        query / key positions
     start_m        first query position of a block of BLOCK_M queries
     tile, turn     number of a key tile, and how many this program has had before

@@ -21,7 +21,7 @@ Partial blocks, which mask_mod must see, come first, and nothing runs beside the
 mask.
 
     Z, Hq, Hkv     batch size, query heads, key/value heads (GROUP_SIZE = Hq / Hkv query heads share one)
-    HEADS          Z * Hq; HEADS_PER_GROUP of them are worked on at a time, as many as have K and V in the L2 cache
+    HEADS          Z * Hq; HEADS_PER_GROUP of them are worked on at a time: few, so that memory is read all the time
     Q_LEN, KV_LEN  sequence lengths          D_QK, D_V   head dims, here padded to 128 and 128: TMA fills with zeros
     m, n           query / key positions     start_n     first key position of a block of BLOCK_N keys
     tile, turn     number of a query tile, and how many this program has had before

@@ -143,7 +143,7 @@ def meta(D=128, dtype=torch.bfloat16, grad=False):
 def test_what_a_file_says_of_hopper():
     for given, options, message in (
         (meta(dtype=torch.float32), {}, "float32 has no wgmma of its precision"),
-        (meta(32), {}, "head dims are 32 and 32; there are tiles for 33 to 256"),
+        (meta(16), {}, "head dims are 16 and 16; there are tiles for 17 to 256"),
         (meta(), {"target": "sm_80"}, "the kernel for Hopper needs sm_90, this is sm_80"),
         (meta(), {"kernel_options": {"BACKEND": "PORTABLE"}}, "BACKEND is PORTABLE"),
         (meta(), {"kernel_options": {"USE_TMA": False}}, "USE_TMA is False"),
@@ -161,7 +161,7 @@ def test_what_a_file_says_of_hopper():
 
 def test_a_backend_that_is_asked_for(tmp_path):
     for given, options, message in (
-        (meta(32), {"BACKEND": "HOPPER"}, "'HOPPER', but head dims are 32 and 32; .*; leave BACKEND out"),
+        (meta(16), {"BACKEND": "HOPPER"}, "'HOPPER', but head dims are 16 and 16; .*; leave BACKEND out"),
         (meta(), {"BACKEND": "HOPPER", "BLOCK_M": 64}, "this kernel has tiles of its own"),
         (meta(), {"BACKEND": "DECODE"}, "BACKEND"),
     ):

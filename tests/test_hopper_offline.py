@@ -13,7 +13,7 @@ from flexpress.codegen.device import offline
 from flexpress.codegen.device.cache import load_module, store
 from flexpress.codegen.gpus import SHARED_MEMORY
 from flexpress.codegen.plan.forward import Blocks, Cache, ForwardCase, Options, geometry_of
-from flexpress.codegen.plan.hopper_forward import fits, heads_per_group, plan_hopper_forward
+from flexpress.codegen.plan.hopper_forward import enough_heads, fits, heads_per_group, plan_hopper_forward
 from flexpress.codegen.run.preview import Compilation, hopper_compilation
 from flexpress.codegen.text.render import render
 from flexpress.recipes import make
@@ -56,6 +56,9 @@ CASES = {
     "causal d64 fp16, entries anywhere": ("causal", dict(head_dim=64, dtype="float16", starts=True, cache=Cache(located=True))),
     "alibi causal d128 bf16, pages of 64": ("alibi causal", dict(starts=True, cache=Cache(64, offsets=True))),
     "causal d192x128 bf16, pages of 32": ("causal", dict(**MLA, starts=True, cache=Cache(32))),
+    "plain d32 bf16": ("plain", dict(head_dim=32)),
+    "softcap causal d192 bf16": ("softcap causal", dict(head_dim=192)),
+    "causal d160 bf16, pages of 16": ("causal", dict(head_dim=160, starts=True, cache=Cache(16))),
 }
 
 BY_BOTH = {"plain d128 bf16", "causal d128 bf16", "causal d64 bf16, starts"}  # Tritons
@@ -86,10 +89,12 @@ SPILLED = {
     "alibi causal d192x128 bf16": 36,
     "softcap sliding_window d192x128 bf16": 24,
     "alibi document d128 bf16, max, scale, starts": 60,
-    "causal d256 bf16, starts": 28,
+    "causal d256 bf16, starts": 36,
+    "causal d192x128 bf16": 24,
     "causal d128 bf16, pages of 8": 40,
     "causal d192x128 bf16, pages of 32": 16,
     "alibi causal d128 bf16, pages of 64": 12,
+    "causal d160 bf16, pages of 16": 24,
 }
 
 NOTHING = torch.zeros(4096, dtype=torch.int32)
@@ -231,8 +236,8 @@ def test_what_it_serves():
     assert fits(case, geometry()) is None
     assert fits(case._replace(blocks=Blocks(True, 256, 128)), geometry()) is None
     assert "float32" in fits(case._replace(dtype=torch.float32), geometry())
-    assert "33 to 256" in fits(case._replace(d_qk=32), geometry())
-    assert "33 to 256" in fits(case._replace(d_v=264), geometry())
+    assert "17 to 256" in fits(case._replace(d_qk=16), geometry())
+    assert "17 to 256" in fits(case._replace(d_v=264), geometry())
     assert "TMA" in fits(case, geometry(strides=(4 * 256 * 128, 256 * 128, 1, 256)))
     assert "TMA" in fits(case, geometry(strides=(4 * 256 * 129, 256 * 129, 129, 1)))
     assert "TMA" in fits(case, geometry(strides=(0, 256 * 128, 128, 1)))
@@ -248,8 +253,9 @@ def test_what_it_serves():
     wide = case._replace(d_qk=256, d_v=256)  # 64 keys at a time
     assert fits(wide._replace(blocks=Blocks(True, 128, 64)), geometry()) is None
     assert "block sizes" in fits(wide._replace(blocks=Blocks(True, 64, 64)), geometry())
-    with pytest.raises(ValueError, match="33 to 256"):
-        hopper_compilation(head_dim=32)
+    assert "33 to 256" in fits(starts._replace(d_v=32, cache=Cache()), geometry())
+    with pytest.raises(ValueError, match="17 to 256"):
+        hopper_compilation(head_dim=16)
     with pytest.raises(ValueError, match="sm_90"):
         hopper_compilation("sm_100")
 
@@ -257,19 +263,20 @@ def test_what_it_serves():
 @pytest.mark.parametrize(
     "d_qk, d_v, block_n, columns, output_in_q",
     [
+        (17, 32, 128, (32, 32), False),
         (64, 64, 128, (64, 64), False),
         (96, 128, 128, (128, 128), False),
         (129, 65, 128, (64, 128), True),
         (192, 128, 128, (64, 128), True),
         (192, 64, 128, (64, 64), False),
-        (192, 192, 64, (64, 256), False),
+        (192, 129, 64, (64, 64), True),
         (193, 128, 64, (256, 128), False),
         (128, 256, 64, (128, 256), False),
         (256, 256, 64, (256, 256), True),
     ],
 )
 def test_what_is_copied_at_once(d_qk, d_v, block_n, columns, output_in_q):
-    """Q and K of 129 to 192 columns come in slices of 64: no product is with padding."""
+    """129 to 192 columns come in slices of 64: no product is with padding."""
     plan = plan_hopper_forward(ForwardCase(torch.bfloat16, d_qk, d_v, use_tma=True), None, None)
     assert described(plan) == ((block_n, columns[0]), (block_n, columns[1]), (64, columns[0]), (64, columns[1]))
     assert plan.tile.output_in_q == output_in_q
@@ -290,6 +297,14 @@ def test_mods_read_once_a_tile_and_what_keys_have_in_the_producer():
     assert "ptr_" not in text[folding:producer] + re.sub(r"ptr_\w+,", "", text[loop:kernel])
 
 
-@pytest.mark.parametrize("heads, kv_bytes, expected", [(64, 2 << 20, 16), (64, 1 << 30, 1), (3, 1, 3), (17, 2 << 20, 9)])
-def test_heads_per_group(heads, kv_bytes, expected):
-    assert heads_per_group(heads, kv_bytes) == expected
+@pytest.mark.parametrize(
+    "heads, kv_bytes, enough, expected",
+    [(64, 2 << 20, 64, 16), (64, 2 << 20, 4, 4), (64, 1 << 30, 4, 1), (3, 1, 4, 3), (17, 2 << 20, 16, 9)],
+)
+def test_heads_per_group(heads, kv_bytes, enough, expected):
+    assert heads_per_group(heads, kv_bytes, enough) == expected
+
+
+@pytest.mark.parametrize("tiles, listed, expected", [(1, False, 32), (4, False, 8), (512, False, 1), (4, True, 32), (128, True, 4)])
+def test_few_heads_are_worked_on_at_a_time(tiles, listed, expected):
+    assert enough_heads(tiles, listed) == expected

@@ -39,6 +39,7 @@ CASES = {
     "pages of 128": dict(page_size=128, dims=(64, 128)),
     "pages of 256": dict(page_size=256, heads=(4, 1)),
     "pages of 16, head dim 256": dict(page_size=16, dims=(256, 256)),
+    "pages of 16, head dims 160 and 192": dict(page_size=16, dims=(160, 192)),
     "pages of 128, head dim 256": dict(page_size=128, dims=(256, 200)),
     **{f"{name}, pages of 64": dict(page_size=64, mod=name) for name in MODS},
     "alibi, head dim 128": dict(dims=(128, 128), mod="alibi"),

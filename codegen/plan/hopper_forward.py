@@ -79,8 +79,9 @@ def fits(case: ForwardCase, geometry: Geometry, arch: str = "sm_90", aligned: bo
         return HEAVY[weight_of(score[0])]
     if case.dtype not in (torch.bfloat16, torch.float16):
         return f"{dtype_name(case.dtype)} has no wgmma of its precision"
-    if not all(33 <= d <= 256 for d in (case.d_qk, case.d_v)):
-        return f"head dims are {case.d_qk} and {case.d_v}; there are tiles for 33 to 256"
+    least = 33 if case.cache else 17
+    if not all(least <= d <= 256 for d in (case.d_qk, case.d_v)):
+        return f"head dims are {case.d_qk} and {case.d_v}; there are tiles for {least} to 256"
     if not (geometry.tma and geometry.q_tma and aligned):
         return "TMA cannot load q, k or v: a head dim that is not contiguous, or an address or strides that are no multiples of 16 bytes"
     if case.options.use_tma is False:
@@ -93,7 +94,7 @@ def fits(case: ForwardCase, geometry: Geometry, arch: str = "sm_90", aligned: bo
     if tile:
         return f"{', '.join(tile)}: this kernel has tiles of its own"
     if case.blocks:
-        tile = hopper_tile(*padded(case.d_qk, case.d_v), listed=True, reads=False)
+        tile = hopper_tile(*padded(case), listed=True, reads=False)
         if case.blocks.q_block % tile.BLOCK_M or case.blocks.kv_block % tile.BLOCK_N:
             return f"block sizes {case.blocks.q_block} and {case.blocks.kv_block} are no multiples of {tile.BLOCK_M} and {tile.BLOCK_N}"
         if case.blocks.starts and case.blocks.q_block != tile.BLOCK_M:
@@ -116,9 +117,14 @@ def worthwhile(q_len: int, heads: int, multiprocessors: int) -> str | None:
     return None
 
 
-def padded(d_qk: int, d_v: int) -> tuple[int, int]:
-    """Head dims as the kernel computes with them: 64, 128 and 256, as tensors' sizes are powers of two, and 192 for Q and K."""
-    return (192 if 128 < d_qk <= 192 else round_up_head_dim(d_qk)), round_up_head_dim(d_v)
+def padded(case: ForwardCase) -> tuple[int, int]:
+    """Head dims as the kernel computes with them: 32, 64, 128 and 256, as tensors' sizes are powers of two, and 192, in three slices."""
+    return tuple(192 if 128 < d <= 192 else max(32, round_up_head_dim(d)) for d in (case.d_qk, case.d_v))
+
+
+def slices(padded_dim: int) -> int:
+    """In how many parts of columns a padded head dim lies in shared memory."""
+    return 3 if padded_dim == 192 else 1
 
 
 def hopper_tile(d_qk: int, d_v: int, *, listed: bool, reads: bool) -> HopperTile:
@@ -130,7 +136,7 @@ def hopper_tile(d_qk: int, d_v: int, *, listed: bool, reads: bool) -> HopperTile
     if max(d_qk, d_v) > 128:
         registers = (240, 24) if reads else (232, 40)
         if d_v > 128 or d_qk > 192:  # 128 keys are too many for the registers or for shared memory
-            return HopperTile(2, 2, *registers, BLOCK_N=64, output_in_q=d_qk == d_v)
+            return HopperTile(2, 3 if max(d_qk, d_v) == 192 else 2, *registers, BLOCK_N=64, output_in_q=d_qk == d_v)
         return HopperTile(2, 2, *registers, output_in_q=d_v == 128)
     if max(d_qk, d_v) > 64:
         return HopperTile(2, 2, 240, 24)
@@ -143,11 +149,18 @@ def scores_are_raw(terms: Sum | SumText | None, scale_is_positive: bool) -> bool
     return bool(terms and terms.rate and not terms.key and scale_is_positive)
 
 
-def heads_per_group(heads: int, bytes_each: int, cached: int = L2_BYTES) -> int:
-    """How many heads are worked on at a time, if each reads so many bytes again and again: of K and V of one query head, its share if heads
-    share them. `cached` of them stay in the L2 cache."""
-    groups = -(-heads // max(1, cached // max(1, bytes_each)))
+def heads_per_group(heads: int, bytes_each: int, enough: int, cached: int = L2_BYTES) -> int:
+    """How many heads are worked on at a time, if each reads so many bytes again and again: `enough`, but no more than have theirs among the
+    `cached` bytes that stay in the L2 cache."""
+    groups = -(-heads // max(1, min(enough, cached // max(1, bytes_each))))
     return -(-heads // groups)
+
+
+def enough_heads(tiles: int, listed: bool) -> int:
+    """How many heads of K and V, each with so many tiles of queries, are worked on at a time: few, so that memory is read all the time.
+    Where every program begins with a head of its own, all wait for memory together, and then none reads it. With lists, a tile for every
+    multiprocessor and several heads, as the longest rows of a group go first."""
+    return max(4, -(-128 // tiles)) if listed else -(-32 // tiles)
 
 
 def plan_hopper_forward(case: ForwardCase, score: Mod | None, mask: Mod | None) -> HopperPlan:
@@ -158,7 +171,7 @@ def plan_hopper_forward(case: ForwardCase, score: Mod | None, mask: Mod | None) 
         score, mask, target, {"b": "z", "h": "h", "q_idx": "rows", "kv_idx": "offs_n"}, by_distance=case.cache is None
     )
     reads = any(gathers(m[0]) for m in (score, mask) if m) or any(m.staged("q_idx", "kv_idx").handed for m in (score_text, mask_text) if m)
-    tile = hopper_tile(*padded(case.d_qk, case.d_v), listed=case.blocks is not None, reads=reads)
+    tile = hopper_tile(*padded(case), listed=case.blocks is not None, reads=reads)
     if case.cache:  # the producer looks up pages
         tile = replace(tile, consumer_registers=232, producer_registers=40)
     scale_apart = score is not None or not case.scale_is_positive
@@ -169,8 +182,7 @@ def _spec(case: ForwardCase, tile: HopperTile, score: ModText | None, mask: ModT
     blocks, mods = case.blocks, [m for m in (score, mask) if m]
     starts = blocks is not None and blocks.starts
     cache = case.cache or Cache()
-    d_qk, d_v = padded(case.d_qk, case.d_v)
-    slices = 3 if d_qk == 192 else 1
+    d_qk, d_v = padded(case)
     flags = {
         "LANGUAGE": GLUON.name,
         "DTYPE": dtype_name(case.dtype),
@@ -178,8 +190,10 @@ def _spec(case: ForwardCase, tile: HopperTile, score: ModText | None, mask: ModT
         "D_V": case.d_v,
         "D_QK_ROUNDED": d_qk,
         "D_V_ROUNDED": d_v,
-        "SLICES": slices,
-        "D_QK_SLICE": d_qk // slices,
+        "SLICES": slices(d_qk),
+        "D_QK_SLICE": d_qk // slices(d_qk),
+        "V_SLICES": slices(d_v),
+        "D_V_SLICE": d_v // slices(d_v),
         "OUTPUT_IN_Q": tile.output_in_q,
         "CONSUMERS": tile.consumers,
         "STAGES": tile.stages,
@@ -208,8 +222,7 @@ def _spec(case: ForwardCase, tile: HopperTile, score: ModText | None, mask: ModT
 def _parameters(case: ForwardCase, tile: HopperTile, mods: tuple[Parameter, ...], scale_apart: bool) -> tuple[Parameter, ...]:
     blocks, cache, dtype, N = case.blocks, case.cache, dtype_name(case.dtype), tile.BLOCK_N
     starts = blocks is not None and blocks.starts
-    d_qk, d_v = padded(case.d_qk, case.d_v)
-    d_qk //= 3 if d_qk == 192 else 1
+    d_qk, d_v = (d // slices(d) for d in padded(case))
     pieces = cache is not None and 0 < cache.page_size < N  # of a block, which TMA copies apart
     found = [
         descriptor_of("K", dtype, *((cache.page_size, 64) if pieces else (N, d_qk))),

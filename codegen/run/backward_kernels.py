@@ -13,7 +13,7 @@ from ..device.devices import multiprocessors, on
 from ..plan.backward import STATS_ALIGNMENT, BackwardCase, BackwardGeometry, BackwardPlan, Step, delta_rows, plan_backward, stats_copies
 from ..plan.extras import dropout_numbers
 from ..plan.forward import Mod, scales
-from ..plan.hopper_backward import L2_BYTES, HopperBackwardPlan, fits, plan_hopper_backward
+from ..plan.hopper_backward import L2_BYTES, HopperBackwardPlan, enough_heads, fits, plan_hopper_backward
 from ..plan.hopper_forward import heads_per_group
 from ..plan.tiles import Tile
 from ..registry import Table
@@ -91,7 +91,7 @@ class Sizes(NamedTuple):
             **call.geometry.strides,
             **{"Z": Z, "Hq": Hq, "Zkv": Zkv, "Hkv": Hkv, "GROUP_SIZE": Hq // Hkv, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN},
             "STATS_LEN": stats_len,
-            "HEADS_PER_GROUP": heads_per_group(Zkv * Hkv, Q_LEN * row_bytes * (Z * Hq // (Zkv * Hkv)), L2_BYTES),
+            "HEADS_PER_GROUP": heads_per_group(Zkv * Hkv, Q_LEN * row_bytes * (Z * Hq // (Zkv * Hkv)), enough_heads(KV_LEN), L2_BYTES),
             **scales(self.scale, plan.scale_apart),
             **dropout_numbers(self.dropout_p),
         }

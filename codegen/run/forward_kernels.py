@@ -12,7 +12,7 @@ from ..device.devices import multiprocessors, on
 from ..plan import hopper_forward
 from ..plan.extras import dropout_numbers
 from ..plan.forward import ForwardCase, Geometry, Mod, Plan, plan_forward, scales
-from ..plan.hopper_forward import SPILL_LIMIT, HopperPlan, fits, heads_per_group, plan_hopper_forward
+from ..plan.hopper_forward import ROWS, SPILL_LIMIT, HopperPlan, enough_heads, fits, heads_per_group, plan_hopper_forward
 from ..registry import INFO, Table
 from ..text.mod_text import mod_values
 from .block_lists import BlockLists, tiles_of
@@ -91,13 +91,14 @@ def planned(plans: Table, candidate, call):
 
 def _numbers(call: Call, plan: Plan | HopperPlan, lists: BlockLists | None) -> dict[str, int | float]:
     """All that a forward kernel may take, by the names of parameters."""
-    Z, Hq, _, KV_LEN = call.extents
+    Z, Hq, Q_LEN, KV_LEN = call.extents
     group, case = call.geometry.numbers["GROUP_SIZE"], call.case
-    kv_bytes = KV_LEN * (case.d_qk + case.d_v) * case.dtype.itemsize // group
+    kv_bytes = KV_LEN * (case.d_qk + case.d_v) * case.dtype.itemsize
+    at_a_time = enough_heads(-(-Q_LEN // (2 * ROWS)) * group, lists is not None)
     return {
         **call.geometry.numbers,
         "HEADS": Z * Hq,
-        "HEADS_PER_GROUP": heads_per_group(Z * Hq, kv_bytes),
+        "HEADS_PER_GROUP": group * heads_per_group(Z * Hq // group, kv_bytes, at_a_time),
         **scales(call.scale, plan.scale_apart),
         **(lists.numbers() if lists else {}),
         **dropout_numbers(call.dropout_p),

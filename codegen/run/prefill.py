@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..device.devices import architecture_of, multiprocessors
 from ..plan.forward import scales
-from ..plan.hopper_forward import ROWS, SPILL_LIMIT, HopperPlan, fits, heads_per_group, plan_hopper_forward
+from ..plan.hopper_forward import ROWS, SPILL_LIMIT, HopperPlan, enough_heads, fits, heads_per_group, plan_hopper_forward
 from ..registry import INFO, Table
 from ..text.mod_text import mod_values
 from ..text.parameters import named_strides
@@ -76,10 +76,10 @@ def _numbers(call: CachedCall, plan: HopperPlan, lists: BlockLists, ranges: int)
     """All that the kernel takes, by the names of parameters."""
     (_, Hq, T, D_QK), (Zkv, Hkv, _, D_V) = call.q.shape, call.v.shape
     Z, _, _, KV_LEN = call.extents
-    kv_bytes = KV_LEN * (D_QK + D_V) * call.q.element_size() * Hkv // Hq
+    kv_bytes, group = KV_LEN * (D_QK + D_V) * call.q.element_size(), Hq // Hkv
     return {
-        **{"Hq": Hq, "Zkv": Zkv, "GROUP_SIZE": Hq // Hkv, "Q_LEN": T, "KV_LEN": KV_LEN},
-        **{"HEADS": Hq, "HEADS_PER_GROUP": heads_per_group(Hq, kv_bytes)},
+        **{"Hq": Hq, "Zkv": Zkv, "GROUP_SIZE": group, "Q_LEN": T, "KV_LEN": KV_LEN},
+        **{"HEADS": Hq, "HEADS_PER_GROUP": group * heads_per_group(Hkv, kv_bytes, enough_heads(ranges * group, True))},
         **scales(call.scale, plan.scale_apart),
         **lists.numbers(),
         **named_strides("o", "zhm", call.out.stride()),

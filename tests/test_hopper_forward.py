@@ -1,0 +1,48 @@
+"""The forward kernel for Hopper at head dims that it pads less, or cuts into slices. On a CPU its text runs in a stand-in for Gluon."""
+
+import pytest
+import torch
+
+from flexpress import create_block_mask, flex_attention, mods, varlen_attention
+from flexpress.codegen import registry
+from support.dense import dense_attention, relative_error
+from support.fake_hopper import forward_on_cpu
+
+DIMS = [(24, 24), (32, 64), (192, 192), (136, 160), (64, 192), (192, 32)]
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """What one test pretends to have compiled is not there in another."""
+    registry.clear()
+    yield
+    registry.clear()
+
+
+def tensors(d_qk: int, d_v: int, q_len: int, kv_len: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(d_qk + d_v)
+    shapes = ((1, 2, q_len, d_qk), (1, 1, kv_len, d_qk), (1, 1, kv_len, d_v))
+    return [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dims", DIMS)
+def test_head_dims(monkeypatch, dims, masked):
+    launched = forward_on_cpu(monkeypatch)
+    q, k, v = tensors(*dims, 200, 300)
+    mask = create_block_mask(mods.causal, None, None, 200, 300, "cpu") if masked else None
+    out = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+    assert [launch.spec.template for launch in launched] == ["hopper_forward"]
+    assert relative_error(out, dense_attention(q, k, v, None, mods.causal if masked else None)[0]) < 1e-2
+
+
+def test_slices_of_packed_sequences(monkeypatch):
+    """Tiles that end in the middle store their rows one by one, slice by slice."""
+    launched = forward_on_cpu(monkeypatch)
+    q, k, v = (t[0].transpose(0, 1) for t in tensors(192, 160, 230, 230))
+    ends = torch.tensor([0, 100, 230], dtype=torch.int32)
+    out = varlen_attention(q, k, v, ends)
+    assert len(launched) == 1
+    for begin, end in ((0, 100), (100, 230)):
+        one = [t[begin:end].transpose(0, 1)[None] for t in (q, k, v)]
+        assert relative_error(out[begin:end].transpose(0, 1)[None], dense_attention(*one, None, None)[0]) < 1e-2
