@@ -460,6 +460,22 @@ def test_backward_kernels_are_begun_with_the_forward_pass(soon, monkeypatch, wan
     assert [name for name in begun if name != "hopper_forward"] == expected
 
 
+def test_a_process_ends_while_kernels_are_printed():
+    """Not before the thread that prints is through: it may be inside torch."""
+    program = """
+import time, torch
+from flexpress.codegen.run import meanwhile
+
+def begin(jobs):
+    time.sleep(0.5)
+    print("through", flush=True)
+
+meanwhile.begun_beside(begin, torch.device("cpu"))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "through\n", "")
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="it has kernels for Hopper")
 def test_calls_while_kernels_are_replaced(own_directory, monkeypatch):
