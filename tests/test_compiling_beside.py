@@ -439,6 +439,43 @@ def test_threads_do_not_wait_for_each_others_compiles(hopper, monkeypatch):
     assert begun == ["hopper_forward"] and hopper == ["hopper_forward"]
 
 
+@pytest.mark.parametrize("wanted, capturing", [(True, False), (False, False), (True, True)])
+def test_backward_kernels_are_begun_with_the_forward_pass(soon, monkeypatch, wanted, capturing):
+    """Also where calls wait. Not where no gradient is wanted, nor inside a graph's capture, as block lists may have to be made."""
+    begun = []
+    monkeypatch.setitem(workers.SETTING, "waits", True)
+    monkeypatch.setattr(forward, "is_capturing", lambda _: capturing)
+    begin = binary.begin
+    monkeypatch.setattr(binary, "begin", lambda *args: begun.append(args[1]) or begin(*args))
+    q, k, v = problem(grad=wanted)
+    out = flex_attention(q, k, v)
+    wait_until(nothing_under_way)
+    expected = ["backward_delta", "hopper_backward"] if wanted and not capturing else []
+    assert [name for name in begun if name != "hopper_forward"] == expected
+    flex_attention(q, k, v)  # is no new kind
+    wait_until(nothing_under_way)
+    if wanted:
+        out.sum().backward()
+        assert soon[-1] == "hopper_backward"
+    assert [name for name in begun if name != "hopper_forward"] == expected
+
+
+def test_a_process_ends_while_kernels_are_printed():
+    """Not before the thread that prints is through: it may be inside torch."""
+    program = """
+import time, torch
+from flexpress.codegen.run import meanwhile
+
+def begin(jobs):
+    time.sleep(0.5)
+    print("through", flush=True)
+
+meanwhile.begun_beside(begin, torch.device("cpu"))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "through\n", "")
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="it has kernels for Hopper")
 def test_calls_while_kernels_are_replaced(own_directory, monkeypatch):

@@ -305,6 +305,17 @@ def test_heads_per_group(heads, kv_bytes, enough, expected):
     assert heads_per_group(heads, kv_bytes, enough) == expected
 
 
-@pytest.mark.parametrize("tiles, listed, expected", [(1, False, 32), (4, False, 8), (512, False, 1), (4, True, 32), (128, True, 4)])
-def test_few_heads_are_worked_on_at_a_time(tiles, listed, expected):
-    assert enough_heads(tiles, listed) == expected
+@pytest.mark.parametrize(
+    "heads, tiles, listed, expected",
+    [
+        (64, 1, False, 32),
+        (64, 4, False, 8),
+        (64, 512, False, 1),
+        (512, 4, True, 32),
+        (64, 128, True, 4),
+        (16, 32, True, 16),
+        (17, 32, True, 4),
+    ],
+)
+def test_few_heads_are_worked_on_at_a_time(heads, tiles, listed, expected):
+    assert enough_heads(heads, tiles, listed) == expected

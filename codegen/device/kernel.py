@@ -62,6 +62,11 @@ class Kernel:
             logs.PRINT.info("printed %s in %.0f ms", self.path, 1e3 * (time.perf_counter() - start))
 
     @property
+    def is_known(self) -> bool:
+        """Is it compiled for any arguments, or on its way?"""
+        return bool(self._variants or self._jobs)
+
+    @property
     def path(self):
         """The printed file."""
         return self.printed.path

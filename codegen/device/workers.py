@@ -7,6 +7,7 @@ after a minute without work.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import os
@@ -22,6 +23,7 @@ from ..progress import OFF
 from . import stages
 
 IDLE = 60.0  # seconds
+_LAST = 5.0  # seconds that the end of this process waits for a thread
 _SPARE = 4  # kernels that are compiled at once, from which on this process leaves all to the others
 SETTING = {"waits": os.environ.get("FLEXPRESS_WAIT", "1").strip().lower() not in OFF}  # see run/meanwhile.py
 _START = (  # the path first, so that nothing is imported from the working directory
@@ -198,6 +200,13 @@ def limit() -> int:
 
 
 POOL = Pool()
+
+
+@atexit.register
+def _end() -> None:
+    """Threads that print are in torch's C++ now and then, where the end of Python would catch them."""
+    for thread in list(POOL.printers):
+        thread.join(_LAST)
 
 
 def _in_child() -> None:

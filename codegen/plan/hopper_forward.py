@@ -156,11 +156,13 @@ def heads_per_group(heads: int, bytes_each: int, enough: int, cached: int = L2_B
     return -(-heads // groups)
 
 
-def enough_heads(tiles: int, listed: bool) -> int:
-    """How many heads of K and V, each with so many tiles of queries, are worked on at a time: few, so that memory is read all the time.
+def enough_heads(heads: int, tiles: int, listed: bool) -> int:
+    """How many of `heads` of K and V, each with so many tiles of queries, are worked on at a time: few, so that memory is read all along.
     Where every program begins with a head of its own, all wait for memory together, and then none reads it. With lists, a tile for every
-    multiprocessor and several heads, as the longest rows of a group go first."""
-    return max(4, -(-128 // tiles)) if listed else -(-32 // tiles)
+    multiprocessor and several heads, as the longest rows of a group go first; all heads, where a group would be much of the whole."""
+    if not listed:
+        return -(-32 // tiles)
+    return heads if heads * tiles <= 512 else max(4, -(-128 // tiles))
 
 
 def plan_hopper_forward(case: ForwardCase, score: Mod | None, mask: Mod | None) -> HopperPlan:

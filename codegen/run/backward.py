@@ -105,7 +105,8 @@ def backward(
             if not must_wait(q.device, bound.options, waits):
                 call = _Pass((q, k, v, do), bound, keys, details, tensors, transposed)
                 begin = functools.partial(_begin_all, call, _new(call))
-                _meanwhile[kind] = Meanwhile(_new(call, meanwhile=True), begun_beside(begin), (ready.name, *ready.key))
+                jobs = begun_beside(begin, q.device)
+                _meanwhile[kind] = Meanwhile(_new(call, meanwhile=True), jobs, (ready.name, *ready.key))
 
 
 class _Like(NamedTuple):
@@ -189,18 +190,21 @@ def begin(
     deterministic: bool,
     out: torch.Tensor,
     rows: Rows,
-    meanwhile_raw: bool,
-    forward: Callable[[], None],
     jobs: list[Job],
+    meanwhile_raw: bool | None = None,
+    forward: Callable[[], None] | None = None,
 ) -> None:
     """Have what `prepare` compiles compiled beside this process, after what serves meanwhile, and after what `forward` begins.
 
-    meanwhile_raw   of the rows that the forward kernels leave meanwhile          jobs   takes those of the kernels that are awaited
+    jobs            takes those of the kernels that are awaited
+    meanwhile_raw   of the rows that the forward kernels leave meanwhile; None: nothing serves meanwhile
     """
     call = _imagined(bound, out, rows, wanted, deterministic)
-    before = call._replace(details=call.details._replace(raw_tops=meanwhile_raw))
-    _begin_all(before, _new(before, meanwhile=True), [])
-    forward()
+    if meanwhile_raw is not None:
+        before = call._replace(details=call.details._replace(raw_tops=meanwhile_raw))
+        _begin_all(before, _new(before, meanwhile=True), [])
+    if forward:
+        forward()
     _begin_all(call, _new(call), jobs)
 
 

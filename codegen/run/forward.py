@@ -23,7 +23,7 @@ from .decode import Decode
 from .forward_kernels import Call, Hopper, Portable
 from .launch import Unusable, launch_nothing
 from .layouts import output_like, strides_like
-from .meanwhile import Meanwhile, awaited_in, begun_beside, must_wait, quick, serving
+from .meanwhile import Meanwhile, awaited_in, begun_beside, is_capturing, must_wait, quick, serving
 from .profiled import in_range, is_profiled, names_of
 
 CANDIDATES = Decode(), Hopper(), Portable()
@@ -47,6 +47,11 @@ class Ready:
         self.new_stats = functools.partial(empty, tuple(rows), (Hq * Q_LEN, Q_LEN, 1), torch.float32, q.device)
         self.new_rows = functools.partial(empty, (*rows, 2), (Hq * Q_LEN * 2, Q_LEN * 2, 2, 1), torch.float32, q.device)
 
+    @property
+    def is_new(self) -> bool:
+        """Is a kernel for GPUs to be compiled, or at least to be loaded?"""
+        return any([launch.spec.backend != "cpu" and not launch.kernel.is_known for launch in self.runner.launches])
+
     def print(self) -> None:
         """Have the kernels' texts there."""
         for launch in self.runner.launches:
@@ -59,7 +64,7 @@ def forward(
     """out (Z, Hq, Q_LEN, D_V), lse float32 (Z, Hq, Q_LEN), max_scores (the same, or None) and Rows (or None).
 
     waits    for the compiler; else other kernels may serve until it is done (meanwhile.py)
-    before   where other kernels serve, called in another thread: it begins other jobs that the call waits for, too. See backward.begin
+    before   backward.begin of the same call, where gradients are wanted: called in another thread while the forward kernels are compiled
     """
     q, k, v, inputs, scale, score, mask, lists, _, options, extras = bound
     score_key, mask_key = keys_of(score, mask, inputs.extents, lists)
@@ -71,6 +76,7 @@ def forward(
     ready = _ready.get(key)
     if ready is not None and k_at >= LOWEST and v_at >= LOWEST and q_at >= LOWEST:
         INFO.hits += 1
+        is_new = False
     else:
         if 0 in (*inputs.extents, v.shape[3]):
             return nothing(bound, output_max, output_rows)
@@ -78,6 +84,7 @@ def forward(
             if tensor.data_ptr() < LOWEST:  # of a kind that looks as others do
                 check_kind(name, tensor)
         ready = serving(_meanwhile, key, q.device, options, waits) or _decided(key, bound, output_max, output_rows, waits)
+        is_new = ready.runner.waits and ready.is_new and not is_capturing(q.device)
     out, lse, max_scores, rows = ready.new_out(), ready.new_stats(), None, None
     tensors, addresses = [k, v, q, out, lse], [k_at, v_at, q_at, out.data_ptr(), lse.data_ptr()]
     if output_max:
@@ -92,6 +99,8 @@ def forward(
         given = extras.named.values()
         tensors += given
         addresses += [t.data_ptr() for t in given]
+    if is_new and before:
+        begun_beside(functools.partial(before, out, rows), q.device)
     run = ready.runner.run if not is_profiled() else in_range(ready.runner.run, "forward", names_of(score, mask))
     try:
         run(tensors, None if beside else addresses, score and score[1], mask and mask[1], lists)
@@ -104,8 +113,8 @@ def forward(
             others.provisional = True
             others.print()  # before all that nobody waits for
 
-            begin = functools.partial(_begin, soon.begin, before and functools.partial(before, out, rows, others.runner.raw))
-            _meanwhile[key] = Meanwhile(others, begun_beside(begin), ready.refusal)
+            begin = functools.partial(_begin, soon.begin, before and functools.partial(before, out, rows, meanwhile_raw=others.runner.raw))
+            _meanwhile[key] = Meanwhile(others, begun_beside(begin, q.device), ready.refusal)
     else:
         return out, lse, max_scores, rows
     return forward(bound, output_max=output_max, output_rows=output_rows, waits=waits)
@@ -126,7 +135,7 @@ def _begin(begin: Callable[[], Job | None], before: Callable[..., None] | None, 
         if job is not None:
             jobs.append(job)
 
-    before(this, jobs) if before else this()
+    before(jobs, forward=this) if before else this()
 
 
 def _new(bound: Bound, output_max: bool, output_rows: bool) -> Ready:

@@ -94,7 +94,7 @@ def _numbers(call: Call, plan: Plan | HopperPlan, lists: BlockLists | None) -> d
     Z, Hq, Q_LEN, KV_LEN = call.extents
     group, case = call.geometry.numbers["GROUP_SIZE"], call.case
     kv_bytes = KV_LEN * (case.d_qk + case.d_v) * case.dtype.itemsize
-    at_a_time = enough_heads(-(-Q_LEN // (2 * ROWS)) * group, lists is not None)
+    at_a_time = enough_heads(Z * Hq // group, -(-Q_LEN // (2 * ROWS)) * group, lists is not None)
     return {
         **call.geometry.numbers,
         "HEADS": Z * Hq,

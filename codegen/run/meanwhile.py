@@ -37,13 +37,15 @@ def quick(options: Options) -> Options:
     return options._replace(backend="PORTABLE", quick=True)
 
 
-def begun_beside(begin: Callable[[list[Job]], None]) -> list[Job]:
-    """Jobs that come by and by from `begin`, in another thread, as kernels are printed before; one is over when all have begun."""
+def begun_beside(begin: Callable[[list[Job]], None], device: torch.device) -> list[Job]:
+    """Jobs that come by and by from `begin`, in another thread, as kernels are printed before; one is over when all have begun. What it
+    launches to make block lists follows what is on the caller's stream."""
     jobs, pool = [Job()], workers.POOL
+    stream = torch.cuda.stream(torch.cuda.current_stream(device)) if device.type == "cuda" else contextlib.nullcontext()
 
     def work() -> None:
         try:
-            with torch.no_grad(), contextlib.suppress(Exception):  # whoever needs the kernels is told what is wrong
+            with stream, torch.no_grad(), contextlib.suppress(Exception):  # whoever needs the kernels is told what is wrong
                 begin(jobs)
         finally:
             pool.printers.discard(thread)
@@ -60,6 +62,11 @@ def must_wait(device: torch.device, options: Options, deterministic: bool) -> bo
     are recorded for later, where a kernel is named, and unless FLEXPRESS_WAIT=0."""
     if deterministic or SETTING["waits"] or options.backend or torch.are_deterministic_algorithms_enabled():
         return True
+    return is_capturing(device)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Is a CUDA graph captured?"""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 

@@ -79,7 +79,7 @@ def _numbers(call: CachedCall, plan: HopperPlan, lists: BlockLists, ranges: int)
     kv_bytes, group = KV_LEN * (D_QK + D_V) * call.q.element_size(), Hq // Hkv
     return {
         **{"Hq": Hq, "Zkv": Zkv, "GROUP_SIZE": group, "Q_LEN": T, "KV_LEN": KV_LEN},
-        **{"HEADS": Hq, "HEADS_PER_GROUP": group * heads_per_group(Hkv, kv_bytes, enough_heads(ranges * group, True))},
+        **{"HEADS": Hq, "HEADS_PER_GROUP": group * heads_per_group(Hkv, kv_bytes, enough_heads(Hkv, ranges * group, True))},
         **scales(call.scale, plan.scale_apart),
         **lists.numbers(),
         **named_strides("o", "zhm", call.out.stride()),
