@@ -50,7 +50,7 @@ class Ready:
     @property
     def is_new(self) -> bool:
         """Is a kernel for GPUs to be compiled, or at least to be loaded?"""
-        return any([launch.spec.backend != "cpu" and not launch.kernel.is_known for launch in self.runner.launches])
+        return any([launch.kernel.spec.backend != "cpu" and not launch.kernel.is_known for launch in self.runner.launches])
 
     def print(self) -> None:
         """Have the kernels' texts there."""
