@@ -722,7 +722,11 @@ DROPOUT = [
         "gradients of keys go through dropped weights",
     ),
     Mutant(
-        "templates/backward_dkv.py.jinja", "    dv *= KEPT_SCALE\n", "", named("dropout", "packed"), "gradients of values are too small"
+        "templates/backward_dkv.py.jinja",
+        "    dv{{ s.suffix }} *= KEPT_SCALE\n",
+        "",
+        named("dropout", "packed"),
+        "gradients of values are too small",
     ),
     Mutant(
         "codegen/run/backward.py",
@@ -963,15 +967,15 @@ LAUNCHES = [
     ),
     Mutant(
         "templates/backward_dq.py.jinja",
-        "q = (q.to(tl.float32) * SM_SCALE).to(q.dtype)",
-        "q = (q.to(tl.float32) * (SM_SCALE * 1.002)).to(q.dtype)",
+        "q{{ s.suffix }} = (q{{ s.suffix }}.to(tl.float32) * SM_SCALE).to(q{{ s.suffix }}.dtype)",
+        "q{{ s.suffix }} = (q{{ s.suffix }}.to(tl.float32) * (SM_SCALE * 1.002)).to(q{{ s.suffix }}.dtype)",
         named("backward", "queries_scaled"),
         "dQ is not of the queries that the forward pass rounded",
     ),
     Mutant(
         "templates/backward_dkv.py.jinja",
-        "q = (q.to(tl.float32) * SM_SCALE).to(q.dtype)",
-        "q = (q * SM_SCALE.to(q.dtype)).to(q.dtype)",
+        "q{{ s.suffix }} = (q{{ s.suffix }}.to(tl.float32) * SM_SCALE).to(q{{ s.suffix }}.dtype)",
+        "q{{ s.suffix }} = (q{{ s.suffix }} * SM_SCALE.to(q{{ s.suffix }}.dtype)).to(q{{ s.suffix }}.dtype)",
         named("backward", "queries_scaled"),
         "dK and dV round the scale before the product",
     ),

@@ -102,7 +102,7 @@ def test_export(capsys, tmp_path, arguments, found):
         (["export", "causal", "--heads", "3:2", "-o", "x"], "'3:2' are no heads"),
         (["export", "causal", "--page-size", "0", "-o", "x"], "k_cache"),
         (["render", "caual"], "invalid choice: 'caual'"),
-        (["render", "causal", "--head-dim", "300"], "'300' is not a head dim: write 1 to 256"),
+        (["render", "causal", "--head-dim", "600"], "'600' is not a head dim: write 1 to 512"),
         (["render", "causal", "--target", "sm_70"], "invalid choice: 'sm_70'"),
         (["render", "causal", "--gluon", "--dtype", "fp32"], "--gluon: float32 has no wgmma"),
         (["render", "causal", "--gluon", "--portable"], "not allowed with argument"),

@@ -331,9 +331,9 @@ BAD = {
     "no heads": (flash_attn_func, (Q, K[:, :, :0], K[:, :, :0]), ValueError, r"multiple of k's"),
     "large head dim": (
         flash_attn_qkvpacked_func,
-        (torch.zeros(1, 2, 3, 1, 257),),
+        (torch.zeros(1, 2, 3, 1, 513),),
         NotImplementedError,
-        r"qkv has head dim 257; supported are 1 to 256, got \(1, 2, 3, 1, 257\)",
+        r"qkv has head dim 513; supported are 1 to 512, got \(1, 2, 3, 1, 513\)",
     ),
     "kv rank": (flash_attn_kvpacked_func, (Q, K), ValueError, r"kv must have shape \(B, S, 2, H, D\), got \(2, 7, 2, 16\)"),
     "kv packed": (flash_attn_kvpacked_func, (Q, QKV), ValueError, r"kv must have shape \(B, S, 2, H, D\), got \(2, 5, 3, 4, 16\)"),

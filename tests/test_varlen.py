@@ -191,7 +191,7 @@ BAD = {
     "k and v": (dict(v=X[1:]), ValueError, r"same tokens and heads, got k \(20, 4, 16\) and v \(19, 4, 16\)"),
     "head dim": (dict(k=X[..., :8]), ValueError, r"same head dim, got q \(20, 4, 16\) and k \(20, 4, 8\)"),
     "heads": (dict(q=X[:, :3]), ValueError, r"multiple of k's, got q \(20, 3, 16\) and k \(20, 4, 16\)"),
-    "large head dim": (dict(v=torch.zeros(20, 4, 300)), NotImplementedError, r"v has head dim 300 .* supported are 1 to 256"),
+    "large head dim": (dict(v=torch.zeros(20, 4, 600)), NotImplementedError, r"v has head_dim 600 .* supported are 1 to 512"),
     "tokens": (dict(k=K, v=K), ValueError, r"got q \(20, 4, 16\) and k \(30, 2, 16\); pass cu_seqlens_k"),
     "no tensor": (dict(cu_seqlens_q=[0, 12, 20]), TypeError, r"cu_seqlens_q must be a torch.Tensor of shape \(sequences \+ 1\), got list"),
     "cu rank": (dict(cu_seqlens_q=CU[None]), ValueError, r"cu_seqlens_q must have shape \(sequences \+ 1\), got \(1, 3\)"),

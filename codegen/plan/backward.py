@@ -23,10 +23,11 @@ from ..text.mod_text import ModText, mod_text
 from ..text.parameters import Parameter, constants, descriptor_of, numbers, pointer, stride_names
 from ..text.snippet import Target
 from ..text.spec import KernelSpec
+from .backward_tiles import backward_tile
 from .extras import ORDINARY, Extras
 from .forward import Blocks, Mod, Options, block_flags, element_flags, list_numbers, list_tables
 from .slices import padded
-from .tiles import Tile, backward_tile
+from .tiles import Tile
 
 STATS_ALIGNMENT = 128  # backward_delta pads its rows to a multiple of this; query tiles divide it
 _BLOCK = 128  # of queries or keys where there are no block lists

@@ -20,6 +20,7 @@ from ..text.mod_text import ModText
 from ..text.parameters import Parameter, constants, numbers, pointer
 from ..text.snippet import Target
 from ..text.spec import KernelSpec
+from .decode_tiles import decode_tile
 from .extras import ORDINARY, Extras
 from .forward import (
     Blocks,
@@ -34,7 +35,7 @@ from .forward import (
     stride_names_of,
 )
 from .slices import padded
-from .tiles import Tile, decode_tile
+from .tiles import Tile
 
 MAX_ROWS = 64  # of a tile, where it has so many
 MIN_SHARE = 256  # keys of a part at least: adding up parts costs as much as reading some tens of keys

@@ -15,9 +15,10 @@ from ..text.mod_text import ModText
 from ..text.parameters import Parameter, constants, numbers, pointer
 from ..text.snippet import Target
 from ..text.spec import KernelSpec
+from .backward_tiles import backward_tile
 from .forward import STRIDES, Blocks, Mod, Options, Plan, block_flags, element_flags, list_numbers, list_tables, lowered, scale_names
 from .slices import padded
-from .tiles import backward_tile, forward_tile
+from .tiles import forward_tile
 
 
 class StatisticsCase(NamedTuple):

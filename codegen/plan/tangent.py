@@ -20,8 +20,8 @@ from ..text.parameters import Parameter, constants, numbers, pointer, stride_nam
 from ..text.snippet import Target
 from ..text.spec import KernelSpec
 from .backward import Step, buffers_of, role_of
+from .backward_tiles import tangent_tile
 from .forward import Blocks, Mod, block_flags, element_flags, list_numbers, list_tables
-from .tiles import tangent_tile
 
 _SYMBOLS = {"score": "qk", "b": "z", "h": "h", "q_idx": "m", "kv_idx": "n", "grad": "grad"}
 _SYMBOLS |= {"score_tangent": "qk_t", "grad_tangent": "grad_t"}

@@ -25,9 +25,10 @@ from ..plan.decode import (
     vector_of,
 )
 from ..plan.decode import Parts as Split
+from ..plan.decode_tiles import most_rows
 from ..plan.extras import factors_out
 from ..plan.forward import STRIDES, Geometry, Mod, scales
-from ..plan.tiles import Tile, most_rows, next_smaller
+from ..plan.tiles import Tile, next_smaller
 from ..registry import INFO, Table
 from ..text.mod_text import mod_values
 from .block_lists import BlockLists

@@ -10,8 +10,8 @@ from ..mod.dtypes import dtype_name
 from ..mod.expr import INDEX_BOUND, ModGraph
 from ..plan import decode
 from ..plan.decode import BLOCK_S, DecodeCase, Rows, plan_decode, rows_of, vector_of
+from ..plan.decode_tiles import most_rows
 from ..plan.forward import LOG2_E, Blocks
-from ..plan.tiles import most_rows
 from ..text.parameters import stride_names
 from ..text.spelling import literal_text
 from .cached_call import BLOCK

@@ -19,10 +19,10 @@ from ..plan.backward import Step, delta_rows
 from ..plan.cpu import plan_cpu_backward, plan_cpu_forward
 from ..plan.cpu_statistics import plan_cpu_statistics
 from ..plan.decode import BLOCK_S, DecodeCase, DecodePlan, plan_decode, rows_of
+from ..plan.decode_tiles import most_rows
 from ..plan.forward import Cache, Plan
 from ..plan.statistics import plan_columns, plan_rows
 from ..plan.tangent import plan_gradients, plan_tangent
-from ..plan.tiles import most_rows
 from ..plan.update_cache import BLOCK_T, UpdateCase, update_spec
 from ..text.spec import KernelSpec
 from . import backward_kernels, cpu_decode, forward_kernels, statistics
