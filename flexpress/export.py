@@ -21,6 +21,7 @@ from flexpress.mods import MaskMod, ScoreMod
 from .codegen.device import offline
 from .codegen.device.cache import VERSION
 from .codegen.device.devices import architecture_of, backend_of
+from .codegen.gpus import WIDEST_TILE
 from .codegen.mod.bind import bind
 from .codegen.mod.expr import ModGraph
 from .codegen.mod.loads import dots_of
@@ -99,6 +100,12 @@ def _call(query, key, value, score_mod, block_mask, scale, kernel_options, mask_
     if backward is None:
         backward = bool(wanted) or any(t.requires_grad for t in (query, key, value))
     wanted = wanted if backward else frozenset()
+    for name, tensor in (("query", query), ("value", value)):
+        if backward and tensor.shape[3] > WIDEST_TILE:
+            raise NotImplementedError(
+                f"{name} has head_dim {tensor.shape[3]} (shape {tuple(tensor.shape)}); exported files have backward kernels up to "
+                f"{WIDEST_TILE}, pass backward=False"
+            )
     for i in wanted:
         if not captured[i].is_contiguous():
             raise ValueError(f"score_mod captures {score[0].tensors[i].name}, whose gradient needs a contiguous tensor; pass .contiguous()")
