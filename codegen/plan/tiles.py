@@ -52,7 +52,10 @@ _FORWARD = {
 
 # where a kernel without block lists, or unequal head dims, measured faster with another tile
 _FORWARD_DENSE = {("sm_90", 64, 2): Tile(128, 64, 4, 3)}
-_FORWARD_UNEQUAL = {("sm_90", 256, 2): Tile(128, 64, 8, 3)}  # 192 / 128, padded to 256 / 128
+_FORWARD_UNEQUAL = {
+    ("sm_90", 256, 2): Tile(128, 64, 8, 3),  # 192 / 128, padded to 256 / 128
+    ("sm_80", 512, 2): Tile(32, 16, 8, 2),  # 576 / 512: 32 keys leave room for one stage, which spills
+}
 _FORWARD_VALUES_IN_KEYS = {("sm_90", 512, 2): Tile(64, 64, 8, 2)}
 
 
