@@ -16,7 +16,7 @@ from flexpress.codegen.run.preview import (
     hopper_compilation,
 )
 from flexpress.mods import alibi, causal
-from support.tritons import PINNED
+from support.tritons import PINNED, my_turn
 
 SINKS = Extras("bfloat16")
 KINDS = TARGETS if PINNED else ["sm_90"]  # of GPUs
@@ -42,8 +42,11 @@ def test_portable_kernels(kernel, target):
 
 
 @pytest.mark.parametrize("kernel", HOPPER)
-def test_hopper_kernels(kernel):
-    _compare(HOPPER[kernel](SINKS), HOPPER[kernel](ORDINARY))
+def test_hopper_kernels(kernel, every_kernel):
+    if every_kernel or PINNED or my_turn(list(HOPPER).index(kernel)):
+        _compare(HOPPER[kernel](SINKS), HOPPER[kernel](ORDINARY))
+    else:
+        HOPPER[kernel](SINKS).compile("ttgir")
 
 
 @pytest.mark.parametrize("target", KINDS)
@@ -83,10 +86,17 @@ def test_a_hopper_kernel_takes_them_or_refuses(kernel, dims, extras):
         assert not extras.dropout or {"SEED", "DROPPED", "KEPT_SCALE"} <= taken
 
 
-def test_dropout_spills_little_in_hopper_kernels():
+@pytest.mark.parametrize("number, kernel, most", [(1, "forward", 64), (2, "backward", 400)])
+def test_dropout_spills_little_in_hopper_kernels(number, kernel, most, every_kernel):
     given = {"head_dim": 128, "extras": Extras(dropout="positions")}
-    assert hopper_compilation("sm_90", None, causal, output_rows=True, **given).compile().spilled <= 64
-    assert hopper_backward_compilations(None, causal, **given)["fused"].compile().spilled <= 400
+    if kernel == "forward":
+        made = hopper_compilation("sm_90", None, causal, output_rows=True, **given)
+    else:
+        made = hopper_backward_compilations(None, causal, **given)["fused"]
+    if every_kernel or PINNED or my_turn(number):
+        assert made.compile().spilled <= most
+    else:
+        made.compile("ttgir")
 
 
 def _compare(with_sinks, without):
