@@ -1,0 +1,57 @@
+"""Kernels for head dims beyond 256 compile for GPUs that are not here, and fit their shared memory."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from flexpress.codegen.device import offline
+from flexpress.codegen.gpus import SHARED_MEMORY
+from flexpress.codegen.run.preview import Compilation, backward_compilations, compilation, decode_compilations
+from flexpress.recipes import make
+from support.tritons import NEWER, OLDER
+
+LATENT = dict(head_dim=576, head_dim_v=512, values_in_keys=True)
+MAKERS = {
+    "forward d512": lambda target: {"": compilation(target, *make("causal"), head_dim=512)},
+    "forward d576, 512": lambda target: {"": compilation(target, *make("causal"), **LATENT)},
+    "forward d320 fp32": lambda target: {"": compilation(target, *make("alibi"), "float32", head_dim=320)},
+    "decode d512": lambda target: decode_compilations(target, *make("plain"), head_dim=512),
+    "decode d576, 512, 64 rows": lambda target: decode_compilations(target, *make("causal"), **LATENT, group=64),
+    "decode d576, 512, pages": lambda target: decode_compilations(target, *make("plain"), **LATENT, group=16, page_size=16),
+    "backward d512": lambda target: backward_compilations(target, *make("alibi", "causal"), head_dim=512),
+    "backward d576, 512": lambda target: backward_compilations(target, *make("causal"), head_dim=576, head_dim_v=512),
+}
+FOR_HOPPER = {"forward d320 fp32", "decode d512", "backward d512"}  # others have the same loops with more columns
+SPILLED = {  # bytes at most, by case and kernel, on any target under any Triton that is tested
+    ("forward d576, 512", ""): 72,
+    ("decode d512", "decode"): 12,
+    ("decode d576, 512, 64 rows", "decode"): 120,
+    ("backward d512", "dk"): 16,
+    ("backward d512", "dv"): 184,
+    ("backward d512", "dq"): 364,
+    ("backward d576, 512", "dk"): 156,
+    ("backward d576, 512", "dv"): 184,
+    ("backward d576, 512", "dq"): 528,
+}
+
+
+@functools.cache
+def compiled(case: str, target: str) -> dict[str, offline.Compiled]:
+    return {name: kernel.compile() for name, kernel in MAKERS[case](target).items() if isinstance(kernel, Compilation)}
+
+
+def targets_of(case: str) -> list[str]:
+    return ["sm_90"] if OLDER or NEWER or case in FOR_HOPPER else list(offline.TARGETS)
+
+
+@pytest.mark.parametrize("case, target", [(case, target) for case in MAKERS for target in targets_of(case)])
+def test_wide_heads_compile_and_fit(case, target):
+    for name, made in compiled(case, target).items():
+        assert made.shared <= SHARED_MEMORY[target], name
+        assert (made.spilled or 0) <= SPILLED.get((case, name), 0), name
+
+
+def test_table_of_spills_names_cases():
+    assert {case for case, _ in SPILLED} | FOR_HOPPER <= set(MAKERS)
