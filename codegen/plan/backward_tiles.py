@@ -46,15 +46,13 @@ _BACKWARD = {
     ("dkv", "gfx942", 64, 4): Tile(32, 32, 4, 1),
     ("dkv", "gfx942", 128, 4): Tile(16, 32, 4, 1),
     ("dkv", "gfx942", 256, 4): Tile(16, 16, 4, 1),
-    ("dq", "sm_90", 512, 2): Tile(64, 16, 8, 2),
-    ("dk", "sm_90", 512, 2): Tile(16, 64, 8, 2),
+    ("dq", "sm_90", 512, 2): Tile(32, 32, 8, 2),
+    ("dk", "sm_90", 512, 2): Tile(32, 32, 8, 2),
     ("dv", "sm_90", 512, 2): Tile(32, 64, 8, 2),
     ("dq", "sm_90", 512, 4): Tile(16, 16, 8, 1),
     ("dk", "sm_90", 512, 4): Tile(16, 16, 8, 1),
     ("dv", "sm_90", 512, 4): Tile(16, 16, 8, 1),
-    ("dq", "sm_100", 512, 2): Tile(64, 16, 8, 1),
-    ("dk", "sm_100", 512, 2): Tile(32, 32, 8, 2),  # with 64 keys the assembler does not come to an end in minutes
-    ("dv", "sm_100", 512, 2): Tile(32, 32, 8, 2),
+    ("dv", "sm_100", 512, 2): Tile(32, 32, 8, 2),  # with 64 keys the assembler does not come to an end in minutes
     ("dq", "sm_80", 512, 2): Tile(32, 16, 8, 1),
     ("dk", "sm_80", 512, 2): Tile(16, 32, 8, 1),
     ("dv", "sm_80", 512, 2): Tile(16, 32, 8, 2),
