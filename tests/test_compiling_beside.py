@@ -222,7 +222,7 @@ def hopper(own_directory, monkeypatch):
             self.launch()
 
     wait_until(nothing_under_way)
-    pass_for_hopper(monkeypatch, Noted)
+    pass_for_hopper(monkeypatch, Noted, beside=True)
     monkeypatch.setitem(workers.SETTING, "waits", False)
     monkeypatch.setattr(forward_kernels, "worthwhile", lambda *_: None)
     monkeypatch.setattr(binary, "current_target", lambda: TARGET)

@@ -17,7 +17,6 @@ from flexpress.call import attend, bound
 from flexpress.codegen import registry
 from flexpress.codegen.device import tma
 from flexpress.codegen.device.arguments import Numbers, plain_values
-from flexpress.codegen.run import forward
 from flexpress.packing import packing_of
 from support.fake_hopper import Variant, pass_for_hopper
 
@@ -52,7 +51,6 @@ def launches(monkeypatch):
     """What is launched while tensors of the host pass for a Hopper GPU's."""
     found: list = []
     pass_for_hopper(monkeypatch, lambda _: Recorder(found))
-    monkeypatch.setattr(forward, "begun_beside", lambda *_: [])  # a thread would take and return memory in between
     registry.clear()
     yield found
     registry.clear()

@@ -32,8 +32,11 @@ class Variant:
         """The short way, with expanded descriptors."""
 
 
-def pass_for_hopper(monkeypatch, variant: Callable[[str], Variant], multiprocessors: int = 5) -> None:
-    """`variant` makes what stands for the compiled kernel with a printed file's name."""
+def pass_for_hopper(monkeypatch, variant: Callable[[str], Variant], multiprocessors: int = 5, beside: bool = False) -> None:
+    """`variant` makes what stands for the compiled kernel with a printed file's name.
+
+    beside   kernels may be compiled by processes beside, which would be real ones, and begun by threads, which take memory
+    """
     for module in (devices, forward, backward, decode):
         monkeypatch.setattr(module, "backend_of", lambda _: "cuda")
     for module in (kernel, forward_kernels, backward_kernels, decode, update_cache):
@@ -43,6 +46,8 @@ def pass_for_hopper(monkeypatch, variant: Callable[[str], Variant], multiprocess
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)  # as the index of "cpu"
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    if not beside:
+        monkeypatch.setattr(forward, "begun_beside", lambda *_: [])
 
     def descriptor(t, rows, columns=None):
         columns = columns or tma.round_up_head_dim(t.shape[3])
