@@ -84,7 +84,7 @@ def forward(
             if tensor.data_ptr() < LOWEST:  # of a kind that looks as others do
                 check_kind(name, tensor)
         ready = serving(_meanwhile, key, q.device, options, waits) or _decided(key, bound, output_max, output_rows, waits)
-        is_new = ready.runner.waits and ready.is_new and not is_capturing(q.device)
+        is_new = before is not None and ready.runner.waits and ready.is_new and not is_capturing(q.device)
     out, lse, max_scores, rows = ready.new_out(), ready.new_stats(), None, None
     tensors, addresses = [k, v, q, out, lse], [k_at, v_at, q_at, out.data_ptr(), lse.data_ptr()]
     if output_max:
@@ -99,7 +99,7 @@ def forward(
         given = extras.named.values()
         tensors += given
         addresses += [t.data_ptr() for t in given]
-    if is_new and before:
+    if is_new:
         begun_beside(functools.partial(before, out, rows), q.device)
     run = ready.runner.run if not is_profiled() else in_range(ready.runner.run, "forward", names_of(score, mask))
     try:
