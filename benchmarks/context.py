@@ -245,7 +245,7 @@ def rows(asked: argparse.Namespace, ranks: int, device: torch.device) -> Iterato
         for name in asked.masks:
             problem, one_gpu = Problem(name, length, asked, device), {}
             plan = ContextPlan(q_len=length, mask_mod=problem.mask_mod, device=device, head_groups=asked.groups)
-            about = {"ranks": ranks, "length": length, "mask": name, "head_groups": asked.groups, "imbalance": plan.layout.imbalance}
+            about = {"ranks": ranks, "length": length, "mask": name, "head_groups": plan.head_groups, "imbalance": plan.layout.imbalance}
             about |= {"remote_blocks": plan.layout.remote_blocks.tolist(), "blocks": -(-length // BLOCK)}
             for way in asked.ways:
                 if way in ROTATE and name != "causal":
@@ -305,7 +305,7 @@ def main() -> None:
     parser.add_argument("--masks", type=chosen_masks, default=list(MASKS), help=f"separated by ; of {'; '.join(MASKS)}")
     parser.add_argument("--ways", type=names(WAYS), default=list(WAYS))
     parser.add_argument("--seconds", type=float, default=float("inf"), help="rows after so many seconds are not measured")
-    parser.add_argument("--groups", type=int, default=2, help="head_groups of the plans")
+    parser.add_argument("--groups", type=int, default=None, help="head_groups of the plans; by default theirs")
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count(), help="default: all GPUs")
     for name, default in (("heads", 32), ("kv-heads", 8), ("head-dim", 128)):
         parser.add_argument(f"--{name}", type=int, default=default)

@@ -59,6 +59,12 @@ class Layout:
         """(ranks,) How many blocks of keys each rank gets from others: as few as its queries need."""
         return np.array([self.needed[rank].sum() - len(self.sent(rank, rank)) for rank in range(self.ranks)])
 
+    @property
+    def head_groups(self) -> int:
+        """In how many groups of heads keys had best come: to hide the way of few of them costs more than it takes."""
+        few = len(self.needed[0]) / self.ranks / 4
+        return 2 if self.remote_blocks.max(initial=0) > few else 1
+
     def digest(self) -> int:
         """A number that two layouts share only if they are the same."""
         parts = (self.q_len, self.kv_len, self.ranks, *(b.tolist() for b in (*self.q_blocks, *self.kv_blocks)), self.status.shape)
@@ -106,7 +112,7 @@ class ContextPlan:
         H: int | None = None,
         heads: dist.ProcessGroup | dist.DeviceMesh | None = None,
         device: Device = None,
-        head_groups: int = 2,
+        head_groups: int | None = None,
         sum_gradients: bool = True,
     ) -> None:
         """group     a process group, a device mesh of one dimension (`mesh["context"]` of a larger one), or None for all ranks
@@ -117,7 +123,7 @@ class ContextPlan:
                      heads each
         device       where attention runs; by default as in create_block_mask
         head_groups  keys and values come in so many groups of heads, those of one while another is computed: more of them hide a slower
-                     network, and kernels have less to do at once
+                     network, and kernels have less to do at once. None: 2, or 1 where few keys come from others
         sum_gradients   gradients of what score_mod captures are summed over ranks. False: each rank gets what its own queries give, as for
                      any parameter; for FSDP and DDP, which add these up, and for tensors that `unshard` made
         """
@@ -127,12 +133,13 @@ class ContextPlan:
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
             raise ValueError("this process is no member of the plan's group; make the plan on members only")
-        self.mask_mod, self.head_groups = mask_mod or noop_mask, whole("head_groups", head_groups)
+        self.mask_mod = mask_mod or noop_mask
         self.sum_gradients = sum_gradients
         mask = create_block_mask(self.mask_mod, B, H, self.q_len, self.kv_len, device, BLOCK)
         self.status = mask._status()
         self.device = self.status.device
         self.layout = Layout(self.status.cpu().numpy(), self.q_len, self.kv_len, self.ranks)
+        self.head_groups = self.layout.head_groups if head_groups is None else whole("head_groups", head_groups)
         self.head_split = None if heads is None else HeadSplit(_group_of("heads", heads))
         mine, keys = self.layout.q_blocks[self.rank], self.layout.kv_blocks[self.rank]
         self._held = self._positions_held(positions_of(mine, self.q_len))
@@ -161,7 +168,7 @@ class ContextPlan:
         H: int | None = None,
         heads: dist.ProcessGroup | dist.DeviceMesh | None = None,
         device: Device = None,
-        head_groups: int = 2,
+        head_groups: int | None = None,
         sum_gradients: bool = True,
     ) -> ContextPlan:
         """The plan of packed sequences, for varlen_attention(q, k, v, score_mod=..., context=plan).
@@ -294,7 +301,7 @@ def _checked_total(name: str, cu_seqlens: torch.Tensor) -> int:
     """How many tokens packed sequences have. Raises as varlen_attention does, on any device."""
     ends = cu_seqlens.cpu()
     total = max(int(ends[-1]), 0) if ends.numel() else 0
-    check_cu_seqlens(name, ends, "the sequences", torch.empty(total))
+    check_cu_seqlens(name, ends, "the sequences", torch.empty(total, device="cpu"))
     return total
 
 

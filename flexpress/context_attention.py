@@ -213,15 +213,13 @@ class _InContext(torch.autograd.Function):
             dq.append(found[0])
             for i, gradient in found[3].items():
                 of_captured[i] += gradient
-            returning.append(exchange.give_back(found[1], found[2]))
-        dk, dv = (torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in (k, v))
-        for heads, gradients in zip(groups, returning, strict=True):
-            exchange.add(gradients, dk[:, heads.kv], dv[:, heads.kv])
+            returning.append((found[1], found[2], exchange.give_back(found[1], found[2])))
+        dk, dv = (_joined(list(parts)) for parts in zip(*(exchange.totals(*found) for found in returning), strict=True))
         for gradient in of_captured.values():
             for group in exchange.plan.groups if exchange.plan.sum_gradients else ():
                 torch.distributed.all_reduce(gradient, group=group)
         captured = (of_captured[i].to(t.dtype) if i in wanted else None for i, t in enumerate(captured))
-        return [torch.cat(dq, 1), dk.to(k.dtype), dv.to(v.dtype), *captured]
+        return [_joined(dq), dk, dv, *captured]
 
 
 def _joined(parts: list) -> torch.Tensor | None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from flexpress.block_mask import BlockMask
-from flexpress.context import BLOCK, ContextPlan, whole_blocks
+from flexpress.context import BLOCK, ContextPlan, positions_of, whole_blocks
 
 from .codegen.mod.capture import name_of
 from .codegen.run import masks
@@ -18,48 +18,75 @@ from .codegen.run.block_lists import BlockLists, Shifts, lists_of
 
 
 class Exchange:
-    """What a rank sends and gets by a plan: blocks of keys and values, its own among them, those of rank 0 first.
+    """What a rank sends and gets by a plan: blocks of keys and values. Its own stay where it is.
 
-    blocks      the numbers of their blocks in the whole sequence; keys past its end are padding
+    blocks      the numbers of their blocks in the whole sequence, its own first, then those of rank 0; keys past its end are padding
     rows        which of this rank's keys it sends, by target
     sent, received   how many keys go to and come from each rank
     """
 
     def __init__(self, plan: ContextPlan) -> None:
         layout, me = plan.layout, plan.rank
-        mine = layout.kv_blocks[me]
-        outgoing = [layout.sent(me, rank) for rank in range(layout.ranks)]
-        incoming = [layout.sent(rank, me) for rank in range(layout.ranks)]
+        mine, others = layout.kv_blocks[me], [rank for rank in range(layout.ranks) if rank != me]
+        nothing = np.zeros(0, dtype=np.int64)
+        outgoing, incoming = [nothing] * layout.ranks, [nothing] * layout.ranks
+        for rank in others:
+            outgoing[rank], incoming[rank] = layout.sent(me, rank), layout.sent(rank, me)
         place = np.zeros(-(-plan.kv_len // BLOCK) + 1, dtype=np.int64)
         place[mine] = np.arange(len(mine))
+        held, kept = len(plan.kv_position_ids), layout.sent(me, me)
         # padding of a last block repeats the last position; mask_mod hides it
-        rows = whole_blocks(np.concatenate([place[blocks] for blocks in outgoing])).clip(max=max(len(plan.kv_position_ids) - 1, 0))
-        self.plan, self.blocks = plan, np.concatenate(incoming)
-        self.rows = plan.on_device(rows)
+        rows = whole_blocks(np.concatenate([place[blocks] for blocks in outgoing])).clip(max=max(held - 1, 0))
+        touched, places = np.unique(rows, return_inverse=True)
+        self.plan, self.blocks = plan, np.concatenate([kept, *incoming])
+        self.rows, self._touched, self._places = (plan.on_device(numbers) for numbers in (rows, touched, places.reshape(-1)))
         self.sent, self.received = ([len(blocks) * BLOCK for blocks in part] for part in (outgoing, incoming))
+        self._nobody_sends = not layout.remote_blocks.any()
+        own = positions_of(place[kept], held)  # the rows of this rank's keys that its queries attend to
+        self._own, self._own_count, self._own_places = None if len(own) == held else plan.on_device(own), len(own), len(kept) * BLOCK
         self._lists: dict[tuple[int, int], BlockLists | None] = {}  # by heads
 
     def gather(self, k: torch.Tensor, v: torch.Tensor) -> Arriving:
         """The keys and values that this rank's queries attend to. k, v: those that it holds, (B, heads, positions, D)."""
-        sending = torch.cat([_by_position(t).index_select(0, self.rows) for t in (k, v)], -1)
-        return self._exchanged(sending, self.received, self.sent, k.shape[3])
+        k, v = _by_position(k), _by_position(v)
+        d_qk, width = k.shape[3], k.shape[3] + v.shape[3]
+        found = k.new_empty((self._own_places + sum(self.received), *k.shape[1:3], width))
+        work = self._exchanged(found[self._own_places :], lambda: _side_by_side(k, v, self.rows), self.received, self.sent)
+        for part, own in ((found[..., :d_qk], k), (found[..., d_qk:], v)):
+            part[: self._own_count] = own if self._own is None else own.index_select(0, self._own)
+            part[self._own_count : self._own_places] = 0
+        return Arriving(found, d_qk, work)
 
     def give_back(self, dk: torch.Tensor, dv: torch.Tensor) -> Arriving:
-        """The gradients of what this rank sent. dk, dv: of what it got."""
-        sending = torch.cat([_by_position(t) for t in (dk, dv)], -1)
-        return self._exchanged(sending, self.sent, self.received, dk.shape[3])
+        """The gradients of what this rank sent. dk, dv: of what `gather` found."""
+        d_qk, width = dk.shape[3], dk.shape[3] + dv.shape[3]
+        found = dk.new_empty((sum(self.sent), *dk.shape[:2], width))
+        remote = [_by_position(t)[self._own_places :] for t in (dk, dv)]
+        return Arriving(found, d_qk, self._exchanged(found, lambda: torch.cat(remote, -1), self.sent, self.received))
 
-    def _exchanged(self, sending: torch.Tensor, received: list[int], sent: list[int], d_qk: int) -> Arriving:
-        found = sending.new_empty((sum(received), *sending.shape[1:]))
-        return Arriving(found, d_qk, dist.all_to_all_single(found, sending, received, sent, group=self.plan.group, async_op=True))
+    def _exchanged(self, found: torch.Tensor, sending: Callable, received: list[int], sent: list[int]) -> dist.Work | None:
+        if self._nobody_sends:
+            return None
+        return dist.all_to_all_single(found, sending(), received, sent, group=self.plan.group, async_op=True)
 
-    def add(self, gradients: Arriving, dk: torch.Tensor, dv: torch.Tensor) -> None:
-        """Add what came back to the gradients of this rank's keys and values, in the order of ranks: every run adds alike."""
-        totals, parts, start = (_by_position(dk), _by_position(dv)), [_by_position(t) for t in gradients.pair()], 0
-        for count in self.sent:
-            for total, part in zip(totals, parts, strict=True):
-                total.index_add_(0, self.rows[start : start + count], part[start : start + count].to(total.dtype))
-            start += count
+    def totals(self, dk: torch.Tensor, dv: torch.Tensor, returned: Arriving) -> list[torch.Tensor]:
+        """The gradients of this rank's keys and values, (B, heads, positions, D). dk, dv: of what `gather` found; may be written to.
+
+        What came back is added in the order of ranks: every run adds alike.
+        """
+        found = []
+        for gradient, parts in zip((dk, dv), returned.pair(), strict=True):
+            total = _by_position(gradient)[: self._own_count]
+            if self._own is not None:
+                total = total.new_zeros((len(self.plan.kv_position_ids), *total.shape[1:])).index_copy_(0, self._own, total)
+            if self.rows.numel():
+                sums, start = total.index_select(0, self._touched).float(), 0
+                for count in self.sent:
+                    sums.index_add_(0, self._places[start : start + count], _by_position(parts)[start : start + count].float())
+                    start += count
+                total.index_copy_(0, self._touched, sums.to(total.dtype))
+            found.append(total.permute(1, 2, 0, 3))
+        return found
 
     def mask_of(self, heads: slice) -> BlockMask | None:
         """The mask of this rank's queries, in these heads, and the keys that it gets; None if there are none of either."""
@@ -108,11 +135,12 @@ class Arriving:
 
     packed: torch.Tensor
     d_qk: int
-    work: dist.Work
+    work: dist.Work | None
 
     def pair(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Both, (B, heads, positions, D), once they are there."""
-        self.work.wait()
+        if self.work is not None:
+            self.work.wait()
         packed = self.packed.permute(1, 2, 0, 3)
         return packed[..., : self.d_qk], packed[..., self.d_qk :]
 
@@ -130,3 +158,7 @@ def _moved(blocks: torch.Tensor) -> torch.Tensor:
 
 def _by_position(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.permute(2, 0, 1, 3)
+
+
+def _side_by_side(k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return torch.cat([t.index_select(0, rows) for t in (k, v)], -1)

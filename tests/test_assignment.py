@@ -6,11 +6,12 @@ import time
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flexpress.assignment import assign, imbalance
-from flexpress.context import BLOCK, Layout, positions_of
+from flexpress.context import BLOCK, Layout, _checked_total, positions_of
 
 RANKS = (2, 4, 8, 16, 32, 64)
 
@@ -85,12 +86,22 @@ def test_cuts_are_as_few_as_necklaces_need():
         assert imbalance(work, owners_of(parts, 4096), ranks) <= 1.002
 
 
+def test_few_keys_come_at_once_and_many_in_two_groups_of_heads():
+    found = {name: Layout(status, 1024 * BLOCK, 1024 * BLOCK, 4).head_groups for name, status in list(masks(1024))[:4]}
+    assert found["causal"] == 2 and found["window"] == 1, found
+
+
+def test_a_total_is_checked_whatever_the_default_device():
+    with torch.device("meta"):
+        assert _checked_total("cu_seqlens_q", torch.tensor([0, 3, 8], device="cpu")) == 8
+
+
 def test_only_what_a_mask_needs_is_sent():
     """A causal mask over two ranks: the rank with the first and last quarter needs the other's, which needs the first quarter."""
     layout = Layout(status_of(np.zeros(8, int), np.arange(8)), 8 * BLOCK, 8 * BLOCK, 2)
     assert [part.tolist() for part in layout.q_blocks] == [[0, 1, 6, 7], [2, 3, 4, 5]]
     assert layout.sent(0, 1).tolist() == [0, 1] and layout.sent(1, 0).tolist() == [2, 3, 4, 5]
-    assert layout.sent(0, 0).tolist() == [0, 1, 6, 7], "its own come the same way"
+    assert layout.sent(0, 0).tolist() == [0, 1, 6, 7], "what it needs of its own"
     assert layout.remote_blocks.tolist() == [4, 2]
 
 
