@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -54,7 +55,7 @@ class Layout:
         blocks = self.kv_blocks[source]
         return blocks[self.needed[target, blocks]]
 
-    @property
+    @cached_property
     def remote_blocks(self) -> np.ndarray:
         """(ranks,) How many blocks of keys each rank gets from others: as few as its queries need."""
         return np.array([self.needed[rank].sum() - len(self.sent(rank, rank)) for rank in range(self.ranks)])
@@ -62,7 +63,7 @@ class Layout:
     @property
     def head_groups(self) -> int:
         """In how many groups of heads keys had best come: to hide the way of few of them costs more than it takes."""
-        few = len(self.needed[0]) / self.ranks / 4
+        few = self.needed.shape[1] / self.ranks / 4
         return 2 if self.remote_blocks.max(initial=0) > few else 1
 
     def digest(self) -> int:
@@ -301,7 +302,7 @@ def _checked_total(name: str, cu_seqlens: torch.Tensor) -> int:
     """How many tokens packed sequences have. Raises as varlen_attention does, on any device."""
     ends = cu_seqlens.cpu()
     total = max(int(ends[-1]), 0) if ends.numel() else 0
-    check_cu_seqlens(name, ends, "the sequences", torch.empty(total, device="cpu"))
+    check_cu_seqlens(name, ends, "the sequences", ends.new_empty(total))
     return total
 
 

@@ -6,7 +6,7 @@ row's result is that of one process. The backward pass gets the keys a second ti
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -214,7 +214,7 @@ class _InContext(torch.autograd.Function):
             for i, gradient in found[3].items():
                 of_captured[i] += gradient
             returning.append((found[1], found[2], exchange.give_back(found[1], found[2])))
-        dk, dv = (_joined(list(parts)) for parts in zip(*(exchange.totals(*found) for found in returning), strict=True))
+        dk, dv = (_joined(parts) for parts in zip(*(exchange.totals(*found) for found in returning), strict=True))
         for gradient in of_captured.values():
             for group in exchange.plan.groups if exchange.plan.sum_gradients else ():
                 torch.distributed.all_reduce(gradient, group=group)
@@ -222,7 +222,7 @@ class _InContext(torch.autograd.Function):
         return [_joined(dq), dk, dv, *captured]
 
 
-def _joined(parts: list) -> torch.Tensor | None:
+def _joined(parts: Sequence) -> torch.Tensor | None:
     """What groups of heads have, in one; None if they have none."""
     return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(parts, 1)
 

@@ -27,14 +27,13 @@ class Exchange:
 
     def __init__(self, plan: ContextPlan) -> None:
         layout, me = plan.layout, plan.rank
-        mine, others = layout.kv_blocks[me], [rank for rank in range(layout.ranks) if rank != me]
-        nothing = np.zeros(0, dtype=np.int64)
-        outgoing, incoming = [nothing] * layout.ranks, [nothing] * layout.ranks
-        for rank in others:
-            outgoing[rank], incoming[rank] = layout.sent(me, rank), layout.sent(rank, me)
+        mine, kept = layout.kv_blocks[me], layout.sent(me, me)
+        nothing = kept[:0]  # what it sends to itself
+        outgoing = [nothing if rank == me else layout.sent(me, rank) for rank in range(layout.ranks)]
+        incoming = [nothing if rank == me else layout.sent(rank, me) for rank in range(layout.ranks)]
         place = np.zeros(-(-plan.kv_len // BLOCK) + 1, dtype=np.int64)
         place[mine] = np.arange(len(mine))
-        held, kept = len(plan.kv_position_ids), layout.sent(me, me)
+        held = len(plan.kv_position_ids)
         # padding of a last block repeats the last position; mask_mod hides it
         rows = whole_blocks(np.concatenate([place[blocks] for blocks in outgoing])).clip(max=max(held - 1, 0))
         touched, places = np.unique(rows, return_inverse=True)
@@ -49,25 +48,24 @@ class Exchange:
     def gather(self, k: torch.Tensor, v: torch.Tensor) -> Arriving:
         """The keys and values that this rank's queries attend to. k, v: those that it holds, (B, heads, positions, D)."""
         k, v = _by_position(k), _by_position(v)
-        d_qk, width = k.shape[3], k.shape[3] + v.shape[3]
-        found = k.new_empty((self._own_places + sum(self.received), *k.shape[1:3], width))
-        work = self._exchanged(found[self._own_places :], lambda: _side_by_side(k, v, self.rows), self.received, self.sent)
-        for part, own in ((found[..., :d_qk], k), (found[..., d_qk:], v)):
-            part[: self._own_count] = own if self._own is None else own.index_select(0, self._own)
+        sending = torch.cat([t.index_select(0, self.rows) for t in (k, v)], -1)
+        arriving = self._exchanged(sending, self.received, self.sent, k.shape[3], self._own_places)
+        for part, held in zip(arriving.packed.split((k.shape[3], v.shape[3]), -1), (k, v), strict=True):
+            part[: self._own_count] = held if self._own is None else held.index_select(0, self._own)
             part[self._own_count : self._own_places] = 0
-        return Arriving(found, d_qk, work)
+        return arriving
 
     def give_back(self, dk: torch.Tensor, dv: torch.Tensor) -> Arriving:
         """The gradients of what this rank sent. dk, dv: of what `gather` found."""
-        d_qk, width = dk.shape[3], dk.shape[3] + dv.shape[3]
-        found = dk.new_empty((sum(self.sent), *dk.shape[:2], width))
-        remote = [_by_position(t)[self._own_places :] for t in (dk, dv)]
-        return Arriving(found, d_qk, self._exchanged(found, lambda: torch.cat(remote, -1), self.sent, self.received))
+        sending = torch.cat([_by_position(t)[self._own_places :] for t in (dk, dv)], -1)
+        return self._exchanged(sending, self.sent, self.received, dk.shape[3])
 
-    def _exchanged(self, found: torch.Tensor, sending: Callable, received: list[int], sent: list[int]) -> dist.Work | None:
-        if self._nobody_sends:
-            return None
-        return dist.all_to_all_single(found, sending(), received, sent, group=self.plan.group, async_op=True)
+    def _exchanged(self, sending: torch.Tensor, received: list[int], sent: list[int], d_qk: int, before: int = 0) -> Arriving:
+        """What comes for what is sent, with room for so many positions before it."""
+        found, work = sending.new_empty((before + sum(received), *sending.shape[1:])), None
+        if not self._nobody_sends:
+            work = dist.all_to_all_single(found[before:], sending, received, sent, group=self.plan.group, async_op=True)
+        return Arriving(found, d_qk, work)
 
     def totals(self, dk: torch.Tensor, dv: torch.Tensor, returned: Arriving) -> list[torch.Tensor]:
         """The gradients of this rank's keys and values, (B, heads, positions, D). dk, dv: of what `gather` found; may be written to.
@@ -79,12 +77,11 @@ class Exchange:
             total = _by_position(gradient)[: self._own_count]
             if self._own is not None:
                 total = total.new_zeros((len(self.plan.kv_position_ids), *total.shape[1:])).index_copy_(0, self._own, total)
-            if self.rows.numel():
-                sums, start = total.index_select(0, self._touched).float(), 0
-                for count in self.sent:
-                    sums.index_add_(0, self._places[start : start + count], _by_position(parts)[start : start + count].float())
-                    start += count
-                total.index_copy_(0, self._touched, sums.to(total.dtype))
+            sums, start = total.index_select(0, self._touched).float(), 0
+            for count in self.sent:
+                sums.index_add_(0, self._places[start : start + count], _by_position(parts)[start : start + count].float())
+                start += count
+            total.index_copy_(0, self._touched, sums.to(total.dtype))
             found.append(total.permute(1, 2, 0, 3))
         return found
 
@@ -158,7 +155,3 @@ def _moved(blocks: torch.Tensor) -> torch.Tensor:
 
 def _by_position(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.permute(2, 0, 1, 3)
-
-
-def _side_by_side(k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    return torch.cat([t.index_select(0, rows) for t in (k, v)], -1)
