@@ -22,7 +22,7 @@ from flexpress.flash_attn import (
 from support.dense import relative_error
 from support.devices import DEVICES, for_any
 from support.flash_attn import Meaning, batch_attention, packed_attention
-from support.gradients import assert_gradients
+from support.gradients import assert_gradients, error_times
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -106,12 +106,12 @@ def attend(p: Problem, q, k, v, starts: tuple, slopes, **more):
 
 
 def reference(p: Problem, tensors, starts, slopes, d_out, d_lse, precision):
-    """out, lse and the gradients of q, k and v."""
+    """out, lse and the gradients of q, k and v; of out alone where d_lse is None."""
     leaves = [t.detach().to(precision).requires_grad_() for t in tensors]
     dense = packed_attention(*leaves, *starts, p.meaning, slopes, precision) if starts else None
     out, lse = dense or batch_attention(*leaves, p.meaning, slopes, precision)
     loss = (out * d_out.to(out.dtype)).sum()
-    if p.lse:
+    if d_lse is not None:
         loss = loss + (lse.masked_fill(lse == -math.inf, 0.0) * d_lse.to(lse.dtype)).sum()
     return out, lse, torch.autograd.grad(loss, leaves)
 
@@ -121,7 +121,9 @@ def check(p: Problem, device: str) -> None:
     tensors = [t.requires_grad_() for t in tensors]
     out, lse, dropped = attend(p, *tensors, starts, slopes, return_attn_probs=True)
     assert out.shape == tensors[0].shape and out.dtype == p.dtype and lse.dtype == torch.float32 and dropped.shape == (0,)
-    d_out, d_lse = torch.randn_like(out), torch.randn_like(lse)
+    generator = torch.Generator(device).manual_seed(p.seed)
+    d_out = torch.randn(out.shape, generator=generator, device=device).to(p.dtype)
+    d_lse = torch.randn(lse.shape, generator=generator, device=device) if p.lse else None
     grads = torch.autograd.grad((out, lse) if p.lse else out, tensors, (d_out, d_lse) if p.lse else d_out)
     exact_out, exact_lse, exact = reference(p, tensors, starts, slopes, d_out, d_lse, torch.float64)
     plain_out, _, plain = reference(p, tensors, starts, slopes, d_out, d_lse, p.dtype)
@@ -133,10 +135,10 @@ def check(p: Problem, device: str) -> None:
     if not all(t.numel() for t in tensors):  # nothing depends on anything
         assert not any(g.any() for g in grads)
         return
-    four = [t if t.ndim == 4 else t.unsqueeze(0) for t in exact]
-    assert_gradients(
-        *([g.reshape(f.shape) for g, f in zip(found, four, strict=True)] for found in (grads, exact, plain)), [p.dtype] * 3, lse=exact_lse
-    )
+    less = error_times(d_out, out, exact_out).transpose(-1, -2)
+    _, _, fused = reference(p, tensors, starts, slopes, d_out, -less if d_lse is None else d_lse - less, torch.float64)
+    found = [[t.reshape(t.shape if t.ndim == 4 else (1, *t.shape)) for t in each] for each in (grads, exact, plain, fused)]
+    assert_gradients(*found[:3], [p.dtype] * 3, lse=exact_lse, fused=found[3])
 
 
 @for_any(problems, cpu=25, cuda=200)

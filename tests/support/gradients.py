@@ -51,18 +51,18 @@ def reference_gradients(inputs, make, mask_mod, scale, d_out, d_lse, precision):
     return [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)]
 
 
-def rounding_of(out, d_out, dtype):
-    """What rounding adds to the exact output, times d_out, summed for every row.
+def error_times(d_out, out, exact):
+    """What the output is off from the exact one, times d_out, summed for every row.
 
-    Fused kernels, torch's too, have it in their delta: it does to gradients what so much less d_lse does.
+    Fused kernels, torch's too, have it in their delta, which they take from the output: it does to gradients what so much less d_lse does.
     """
-    return ((out.detach().to(dtype).double() - out.detach()) * d_out.double()).sum(-1)
+    return ((out.detach().double() - exact.detach()) * d_out.double()).sum(-1)
 
 
 def assert_gradients(grads, exact, plain, dtypes, factor=2.0, lse=None, fused=None):
     """Every gradient's error is at most `factor` times that of the plain computation, or of the order of rounding.
 
-    `fused`: exact but for `rounding_of`; what is as close to that will do, too.
+    `fused`: exact but for `error_times`; what is as close to that will do, too.
 
     Weights are recomputed from lse in float32, as by torch's fused kernels: where scores are large, lse's own rounding counts.
 
@@ -98,7 +98,7 @@ def check_gradients(p: GradientProblem, device: str) -> None:
     exact = reference_gradients(inputs, make, mask_mod, p.scale, d_out, d_lse, torch.float64)
     plain = reference_gradients(inputs, make, mask_mod, p.scale, d_out, d_lse, p.dtype)
     leaves = [t.detach().double() for t in inputs]
-    less = rounding_of(dense_attention(*leaves[:3], make(*leaves[3:]), mask_mod, p.scale)[0], d_out, p.dtype)
+    less = error_times(d_out, out, dense_attention(*leaves[:3], make(*leaves[3:]), mask_mod, p.scale)[0])
     fused = reference_gradients(inputs, make, mask_mod, p.scale, d_out, -less if d_lse is None else d_lse - less, torch.float64)
     rougher = torch.bfloat16 if torch.bfloat16 in (p.dtype, p.learned_dtype) else p.dtype
     assert_gradients(grads, exact, plain, [p.dtype] * 3 + [rougher] * len(learned), lse=lse.detach(), fused=fused)

@@ -14,7 +14,7 @@ from flexpress.call import attend, bound
 from flexpress.codegen.run import masks
 from flexpress.codegen.run.block_lists import BlockLists, Shifts, lists_of
 from support.dense import dense_attention, relative_error
-from support.gradients import assert_gradients, rounding_of
+from support.gradients import assert_gradients, error_times
 from support.varlen import FLOORS, MASK_MODS, SCORE_MODS, score_mods
 from support.varlen import mask_mods as narrow_mods
 
@@ -182,5 +182,5 @@ def check_problem(p: Problem, device: str, *, backward: bool = True) -> None:
         found = torch.autograd.grad(loss, leaves, allow_unused=True, retain_graph=True) if loss.requires_grad else [None] * len(leaves)
         return [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)]
 
-    fused = gradients(*exact, rounding_of(exact[1], weights[0], p.dtype))
+    fused = gradients(*exact, error_times(weights[0], out, exact[1]))
     assert_gradients(grads, gradients(*exact), gradients(*plain), [p.dtype] * (3 + len(learned)), lse=lse.detach(), fused=fused)
