@@ -6,14 +6,17 @@ from collections.abc import Callable
 
 from flexpress import checks
 from flexpress.block_lists import transposed_lists
-from flexpress.block_mask import DEFAULT_BLOCK_SIZE, BlockMask
+from flexpress.block_mask import BlockMask
 from flexpress.foreign_masks import adopt, is_foreign_mask
 
 from .codegen.mod.tensors import is_unseen
 from .codegen.plan.forward import Options
+from .codegen.plan.masks import Bound
+from .codegen.plan.tiles import BLOCK
 from .codegen.registry import Table
 from .codegen.run.block_lists import BlockLists
 from .codegen.run.call import Inputs
+from .codegen.run.masks import visits
 
 _inputs: dict[tuple, Inputs] = Table("checked inputs", 4096)
 _latest: dict[str, Inputs] = Table("latest inputs", 1)
@@ -86,4 +89,16 @@ def read_mask(block_mask, query, key, inputs: Inputs, options: Options) -> tuple
 def block_size(options: Options) -> tuple[int, int]:
     """The blocks of a mask that is made for one call: whole tiles, also where the user asks for large ones."""
     tile = dict(options.tile)
-    return tuple(max([DEFAULT_BLOCK_SIZE, *(n for name, n in tile.items() if name.endswith(f"BLOCK_{axis}"))]) for axis in "MN")
+    return tuple(max([BLOCK, *(n for name, n in tile.items() if name.endswith(f"BLOCK_{axis}"))]) for axis in "MN")
+
+
+def is_narrow(mask: Bound, inputs: Inputs, options: Options, block_mask=None) -> bool:
+    """Is a call faster with blocks of NARROW_BLOCK, and free to have them? A `block_mask` must be one of BLOCK that its mask_mod alone
+    decides, and no tile or kernel may be named."""
+    if not inputs.narrow_limit or options.tile or options.backend:
+        return False
+    lengths = inputs.extents[2:]
+    if block_mask is not None and not (isinstance(block_mask, BlockMask) and block_mask.is_as_made((BLOCK, BLOCK), lengths)):
+        return False
+    found = visits(mask, lengths, BLOCK)
+    return found is not None and 0 < found <= inputs.narrow_limit

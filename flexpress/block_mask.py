@@ -121,6 +121,10 @@ class BlockMask(MaskAttributes, torchs.BlockMask):  # type: ignore[misc, overrid
         """Does mask_mod alone say what attends? Else lists may leave out, or show in full, what it says otherwise."""
         return self._decided_by is self.mask_mod
 
+    def is_as_made(self, size: tuple[int, int], lengths: tuple[int, int]) -> bool:
+        """Would lists that are made of mask_mod now, for such blocks and lengths, be the mask's own?"""
+        return self._decided and size == self.BLOCK_SIZE and self._seq_lengths == lengths
+
     @classmethod
     def from_kv_blocks(  # type: ignore[override]  # torch's takes orders of dQ writes, which no kernel here needs
         cls,

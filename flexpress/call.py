@@ -16,7 +16,7 @@ from functools import partial
 import torch
 
 from flexpress import checks
-from flexpress.arguments import as_before, block_size, checked, read_mask
+from flexpress.arguments import as_before, block_size, checked, is_narrow, read_mask
 from flexpress.autograd import differentiable, refuse_extras
 from flexpress.dropout import Dropout, readable_seed
 from flexpress.mask_mods import same_mod
@@ -30,6 +30,7 @@ from flexpress.transformed import Transformed, transformed
 from .codegen.mod.bind import bind
 from .codegen.mod.capture import name_of
 from .codegen.mod.tensors import are_plain, check_kind, is_transformed, read_captured, readable_inputs, recording
+from .codegen.plan.tiles import NARROW_BLOCK
 from .codegen.run.call import Bound, ExtraInputs, Inputs
 from .codegen.run.forward import forward
 from .codegen.run.masks import automatic_lists
@@ -92,8 +93,9 @@ def bound(
         mask = bind(mask_mod, "mask")
         if mask[1]:
             read(mask, inputs.device, "mask_mod")
-    if mask is not None and lists is None:
-        size = block_size(options)
+    narrow = mask is not None and is_narrow(mask, inputs, options, block_mask)
+    if mask is not None and (lists is None or narrow):
+        size = (NARROW_BLOCK, NARROW_BLOCK) if narrow else block_size(options)
         starts = starts_of(*packed, *inputs.extents[2:], *size) if packed else ()
         make = partial(automatic_lists, extents=inputs.extents, device=inputs.device, size=size, starts=starts)
         lists, transposed = make(mask), partial(make, transposed=True)

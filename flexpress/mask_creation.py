@@ -64,8 +64,9 @@ def create_block_mask(
 
     B, H                  None (or 1) if the mask is the same for every batch entry or head
     device                of the lists; the current accelerator by default, else the CPU
-    BLOCK_SIZE            one size or (Q, KV), of any number of positions. Attention is fastest with 128; where no tile of 16 positions
-                          divides a size, kernels walk blocks of 128 made of these
+    BLOCK_SIZE            one size or (Q, KV), of any number of positions. Attention is fastest with 128; under a narrow mask
+                          calls walk blocks of 64 in its place. Where no tile of 16 positions divides a size, kernels walk blocks of
+                          128 made of these
     separate_full_blocks  False: list full blocks as partial ones too, so that mask_mod is evaluated everywhere
     _compile, compute_dq_write_order, dq_kv_order   torch's; kernels make the lists, and write dQ, whatever they say
     capacity              most partial (and most full) blocks that a row may have. By default the lists are as wide as there are columns

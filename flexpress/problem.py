@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from flexpress.arguments import block_size, checked
+from flexpress.arguments import block_size, checked, is_narrow
 from flexpress.block_lists import transposed_lists
 from flexpress.packed_blocks import starts_of
 from flexpress.programs import on_device
@@ -16,6 +16,7 @@ from .codegen.mod.expr import ModGraph
 from .codegen.mod.folded import folded_graph
 from .codegen.mod.tensors import looks_ordinary, read_captured, readable
 from .codegen.plan.forward import Options
+from .codegen.plan.tiles import NARROW_BLOCK
 from .codegen.run.block_lists import BlockLists
 from .codegen.run.call import Bound, Inputs
 from .codegen.run.masks import automatic_lists
@@ -65,7 +66,8 @@ class Problem:
         if self.lists is not None:
             lists, transposed = self.lists, self.transposed or (lambda _: transposed_lists(self.lists, k.shape[2]))
         elif mask is not None:
-            size = block_size(self.options)
+            narrow = is_narrow(mask, inputs, self.options)
+            size = (NARROW_BLOCK, NARROW_BLOCK) if narrow else block_size(self.options)
             starts = starts_of(*self.packed, *inputs.extents[2:], *size) if self.packed else ()
 
             def transposed(mask, transposed=True):

@@ -57,6 +57,14 @@ _FORWARD_UNEQUAL = {
     ("sm_80", 512, 2): Tile(32, 16, 8, 2),  # 576 / 512: 32 keys leave room for one stage, which spills
 }
 _FORWARD_VALUES_IN_KEYS = {("sm_90", 512, 2): Tile(64, 64, 8, 2)}
+_FORWARD_NARROW = {
+    ("sm_90", 64, 2): Tile(64, 64, 4, 2)
+}  # with few blocks of 64 keys: room for another program, rather than for a third stage
+
+BLOCK = 128  # of queries and of keys, where a call makes its own lists
+NARROW_BLOCK = 64  # the same under a narrow mask
+# (architecture, larger padded head dim, bytes per element): a mask is narrow if a row of BLOCK queries visits so many blocks, or fewer
+_NARROW = {("sm_90", 64, 2): 3}
 
 
 def forward_tile(
@@ -91,6 +99,8 @@ def forward_tile(
         tile = _FORWARD_UNEQUAL.get(row, tile)
     elif not kv_block and not gathers:
         tile = _FORWARD_DENSE.get(row, tile)
+    elif kv_block == NARROW_BLOCK:
+        tile = _FORWARD_NARROW.get(row, tile)
     chosen = {k: v for k, v in (options or {}).items() if k in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")}
     if q_block and "BLOCK_M" not in chosen:
         tile = replace(tile, BLOCK_M=divisor(tile.BLOCK_M, q_block))
@@ -101,6 +111,13 @@ def forward_tile(
     if arch != "cpu":
         tile = fitting(tile, arch, d_qk, 0 if values_in_keys else d_v, itemsize)
     return replace(tile, **chosen)
+
+
+def narrow_limit(arch: str, d_qk: int, d_v: int, itemsize: int) -> int:
+    """How many blocks a row of BLOCK queries may visit for NARROW_BLOCK to be faster; 0: it never is."""
+    return next(
+        (most for (family, width, size), most in _NARROW.items() if (family, size) == (arch, itemsize) and max(d_qk, d_v) <= width), 0
+    )
 
 
 def quick_tile(tile: Tile, arch: str, keys: int = 64) -> Tile:

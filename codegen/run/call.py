@@ -8,12 +8,14 @@ from typing import NamedTuple
 
 import torch
 
+from ..device.devices import architecture_of
 from ..gpus import WIDEST_TILE
 from ..mod.dtypes import dtype_name
 from ..mod.expr import ModGraph
 from ..plan.extras import ORDINARY, Extras
 from ..plan.forward import Mod, Options
 from ..plan.slices import lies_in
+from ..plan.tiles import BLOCK, narrow_limit
 from ..text.layouts import LARGEST_BLOCK_N, layouts_of
 from .block_lists import BlockLists
 
@@ -26,6 +28,8 @@ class Inputs:
         self.extents = (*q.shape[:3], k.shape[2])  # Z, Hq, Q_LEN, KV_LEN
         self.head_dim, self.device, self.enable_gqa = q.shape[3], q.device, enable_gqa
         self.scale = self.head_dim**-0.5  # where the user gives none
+        long = min(self.extents[2:]) >= 8 * BLOCK  # else no mask is narrow
+        self.narrow_limit = narrow_limit(architecture_of(q.device), self.head_dim, v.shape[3], q.element_size()) if long else 0
         self.look_like(q, k, v)
 
     def look_like(self, *tensors: torch.Tensor) -> None:

@@ -10,6 +10,7 @@ from ..device.counters import may_keep
 from ..device.cpp_compiler import by_either
 from ..device.devices import backend_of
 from ..device.kernel import kernel_for
+from ..mod.compute import compute
 from ..mod.expr import INDEX_BOUND
 from ..mod.intervals import analyse
 from ..mod.loads import dots_of
@@ -29,6 +30,7 @@ _KEPT_MASKS, _KEPT_BYTES = 64, 1 << 22  # block lists of masks that capture no t
 
 _plans: dict[tuple, object] = Table("dense mask plans", 1024)
 _kept: dict[tuple, BlockLists] = Table("block lists", _KEPT_MASKS)
+_visits: dict[tuple, int] = Table("blocks that masks visit", 1024)
 
 
 def create_lists(
@@ -121,6 +123,28 @@ def automatic_lists(
         if key and may_keep(stream) and sum(t.nbytes for t in made) <= _KEPT_BYTES:
             _kept[key] = lists
     return lists
+
+
+def visits(bound: Bound, lengths: tuple[int, int], block: int) -> int | None:
+    """How many blocks of `block` keys a row of as many queries visits: the most of three rows in the last part of the sequence. None if
+    it depends on more than positions and numbers. From bounds, on the host, once for a mask and its numbers."""
+    graph, captured = bound
+    if graph.tensors or graph.symbols & {"b", "h"}:
+        return None
+    key = (graph, *captured, lengths, block)
+    found = _visits.get(key)
+    if found is None:
+        rows, columns = (-(-n // block) for n in lengths)
+        m = torch.tensor([[rows // 2], [rows * 3 // 4], [rows - 1]], dtype=torch.int32, device="cpu") * block
+        n = torch.arange(columns, dtype=torch.int32, device="cpu") * block
+        positions = {
+            f"{axis}_{end}": first if end == "min" else (first + block).clamp(max=length) - 1
+            for axis, first, length in (("q", m, lengths[0]), ("kv", n, lengths[1]))
+            for end in ("min", "max")
+        }
+        status = compute(analyse(graph).verdict.result, positions, [], captured)
+        found = _visits[key] = int((status > 0).expand(3, columns).sum(-1).max())
+    return found
 
 
 def dense_mask(bound: Bound, Z: int, H: int, Q_LEN: int, KV_LEN: int, device: torch.device) -> torch.Tensor:
