@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from flexpress import checks
 from flexpress.block_lists import transposed_lists
 from flexpress.block_mask import BlockMask
 from flexpress.foreign_masks import adopt, is_foreign_mask
+from flexpress.packed_blocks import starts_of
 
 from .codegen.mod.tensors import is_unseen
 from .codegen.plan.forward import Options
 from .codegen.plan.masks import Bound
-from .codegen.plan.tiles import BLOCK
+from .codegen.plan.tiles import BLOCK, NARROW_BLOCK
 from .codegen.registry import Table
 from .codegen.run.block_lists import BlockLists
 from .codegen.run.call import Inputs
-from .codegen.run.masks import visits
+from .codegen.run.masks import automatic_lists, visits
 
 _inputs: dict[tuple, Inputs] = Table("checked inputs", 4096)
 _latest: dict[str, Inputs] = Table("latest inputs", 1)
@@ -90,6 +92,14 @@ def block_size(options: Options) -> tuple[int, int]:
     """The blocks of a mask that is made for one call: whole tiles, also where the user asks for large ones."""
     tile = dict(options.tile)
     return tuple(max([BLOCK, *(n for name, n in tile.items() if name.endswith(f"BLOCK_{axis}"))]) for axis in "MN")
+
+
+def lists_of_call(inputs: Inputs, options: Options, packed: tuple | None, narrow: bool) -> Callable[..., BlockLists]:
+    """What makes the lists of a bound mask_mod for one call, and with transposed=True those of its backward pass. `packed`: where packed
+    sequences start, or nothing."""
+    size = (NARROW_BLOCK, NARROW_BLOCK) if narrow else block_size(options)
+    starts = starts_of(*packed, *inputs.extents[2:], *size) if packed else ()
+    return partial(automatic_lists, extents=inputs.extents, device=inputs.device, size=size, starts=starts)
 
 
 def is_narrow(mask: Bound, inputs: Inputs, options: Options, block_mask=None) -> bool:

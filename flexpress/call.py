@@ -16,11 +16,10 @@ from functools import partial
 import torch
 
 from flexpress import checks
-from flexpress.arguments import as_before, block_size, checked, is_narrow, read_mask
+from flexpress.arguments import as_before, checked, is_narrow, lists_of_call, read_mask
 from flexpress.autograd import differentiable, refuse_extras
 from flexpress.dropout import Dropout, readable_seed
 from flexpress.mask_mods import same_mod
-from flexpress.packed_blocks import starts_of
 from flexpress.packing import packing_of
 from flexpress.recorded import Recorded, recorded
 from flexpress.scales import read_scale
@@ -30,10 +29,8 @@ from flexpress.transformed import Transformed, transformed
 from .codegen.mod.bind import bind
 from .codegen.mod.capture import name_of
 from .codegen.mod.tensors import are_plain, check_kind, is_transformed, read_captured, readable_inputs, recording
-from .codegen.plan.tiles import NARROW_BLOCK
 from .codegen.run.call import Bound, ExtraInputs, Inputs
 from .codegen.run.forward import forward
-from .codegen.run.masks import automatic_lists
 
 _autocasts = torch._C._is_any_autocast_enabled
 _bound = tuple.__new__  # Bound's own is a function in Python, which is a part of what a call takes
@@ -95,9 +92,7 @@ def bound(
             read(mask, inputs.device, "mask_mod")
     narrow = mask is not None and is_narrow(mask, inputs, options, block_mask)
     if mask is not None and (lists is None or narrow):
-        size = (NARROW_BLOCK, NARROW_BLOCK) if narrow else block_size(options)
-        starts = starts_of(*packed, *inputs.extents[2:], *size) if packed else ()
-        make = partial(automatic_lists, extents=inputs.extents, device=inputs.device, size=size, starts=starts)
+        make = lists_of_call(inputs, options, packed, narrow)
         lists, transposed = make(mask), partial(make, transposed=True)
     extras = None if sinks is None and dropout is None else _extras(inputs, packed, sinks, dropout)
     return _bound(Bound, (q, k, v, inputs, scale, score, mask, lists, transposed, options, extras))

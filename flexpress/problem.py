@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
-from flexpress.arguments import block_size, checked, is_narrow
+from flexpress.arguments import checked, is_narrow, lists_of_call
 from flexpress.block_lists import transposed_lists
-from flexpress.packed_blocks import starts_of
 from flexpress.programs import on_device
 
 from .codegen.mod.expr import ModGraph
 from .codegen.mod.folded import folded_graph
 from .codegen.mod.tensors import looks_ordinary, read_captured, readable
 from .codegen.plan.forward import Options
-from .codegen.plan.tiles import NARROW_BLOCK
 from .codegen.run.block_lists import BlockLists
 from .codegen.run.call import Bound, Inputs
-from .codegen.run.masks import automatic_lists
 from .codegen.run.tangent import Direction
 
 
@@ -66,14 +64,8 @@ class Problem:
         if self.lists is not None:
             lists, transposed = self.lists, self.transposed or (lambda _: transposed_lists(self.lists, k.shape[2]))
         elif mask is not None:
-            narrow = is_narrow(mask, inputs, self.options)
-            size = (NARROW_BLOCK, NARROW_BLOCK) if narrow else block_size(self.options)
-            starts = starts_of(*self.packed, *inputs.extents[2:], *size) if self.packed else ()
-
-            def transposed(mask, transposed=True):
-                return automatic_lists(mask, inputs.extents, inputs.device, size, starts=starts, transposed=transposed)
-
-            lists = transposed(mask, False)
+            make = lists_of_call(inputs, self.options, self.packed, is_narrow(mask, inputs, self.options))
+            lists, transposed = make(mask), partial(make, transposed=True)
         return Bound(q, k, v, inputs, self.scale, score, mask, lists, transposed, self.options)
 
     def _bound(self, mod: tuple[ModGraph, list] | None, tensors: list, inputs: Inputs, where: str) -> tuple[ModGraph, list] | None:
