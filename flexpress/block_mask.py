@@ -21,9 +21,10 @@ from flexpress.slices import Selection, selected, shown, take, three_indices
 
 from .codegen.compiling import runs_uncompiled
 from .codegen.mod.tensors import check_surroundings
+from .codegen.plan.tiles import BLOCK
 from .codegen.run.block_lists import BlockLists, lists_of
 
-DEFAULT_BLOCK_SIZE = 128
+DEFAULT_BLOCK_SIZE = BLOCK
 Index = int | slice | Sequence[int] | torch.Tensor
 
 

@@ -57,9 +57,8 @@ _FORWARD_UNEQUAL = {
     ("sm_80", 512, 2): Tile(32, 16, 8, 2),  # 576 / 512: 32 keys leave room for one stage, which spills
 }
 _FORWARD_VALUES_IN_KEYS = {("sm_90", 512, 2): Tile(64, 64, 8, 2)}
-_FORWARD_NARROW = {
-    ("sm_90", 64, 2): Tile(64, 64, 4, 2)
-}  # with few blocks of 64 keys: room for another program, rather than for a third stage
+# with few blocks of 64 keys: room for another program, rather than for a third stage
+_FORWARD_NARROW = {("sm_90", 64, 2): Tile(64, 64, 4, 2)}
 
 BLOCK = 128  # of queries and of keys, where a call makes its own lists
 NARROW_BLOCK = 64  # the same under a narrow mask
@@ -115,9 +114,8 @@ def forward_tile(
 
 def narrow_limit(arch: str, d_qk: int, d_v: int, itemsize: int) -> int:
     """How many blocks a row of BLOCK queries may visit for NARROW_BLOCK to be faster; 0: it never is."""
-    return next(
-        (most for (family, width, size), most in _NARROW.items() if (family, size) == (arch, itemsize) and max(d_qk, d_v) <= width), 0
-    )
+    widths = [width for family, width, size in _NARROW if (family, size) == (arch, itemsize) and width >= max(d_qk, d_v)]
+    return _NARROW[arch, min(widths), itemsize] if widths else 0
 
 
 def quick_tile(tile: Tile, arch: str, keys: int = 64) -> Tile:
