@@ -14,10 +14,9 @@ import torch
 
 from .codegen.mod.capture import name_of, plain
 from .codegen.mod.tensors import check_kind
+from .codegen.plan.tiles import BLOCK
 from .codegen.run import masks
 from .codegen.run.block_lists import BlockLists, lists_of
-
-_BLOCK = 128  # of the grid that kernels walk where a mask's own blocks do not suit them
 
 
 def read_lists(
@@ -139,7 +138,7 @@ def capturing(lists: BlockLists) -> bool:
 def kernel_size(size: tuple[int, int], seq_lengths: tuple[int, int]) -> tuple[int, int]:
     """The blocks that kernels walk for a mask with blocks of `size`: its own, unless no tile of 16 positions divides them, or a tile would
     walk through a block that is longer than the sequence by far."""
-    return tuple(n if n % 16 == 0 and n < 2 * max(length, _BLOCK) else _BLOCK for n, length in zip(size, seq_lengths, strict=True))
+    return tuple(n if n % 16 == 0 and n < 2 * max(length, BLOCK) else BLOCK for n, length in zip(size, seq_lengths, strict=True))
 
 
 def walked_in_every_length(size: tuple[int, int]) -> bool:

@@ -59,6 +59,13 @@ def error_times(d_out, out, exact):
     return ((out.detach().double() - exact.detach()) * d_out.double()).sum(-1)
 
 
+def gradients_of(leaves, out, lse, seen, weights, less=0.0):
+    """The gradients of (out, lse) times `weights`, but for `less` of that of lse; lse of rows that are not `seen` counts as 0."""
+    loss = (out * weights[0].to(out.dtype)).sum() + (torch.where(seen, lse, 0.0) * (weights[1].to(lse.dtype) - less)).sum()
+    found = torch.autograd.grad(loss, leaves, allow_unused=True, retain_graph=True) if loss.requires_grad else [None] * len(leaves)
+    return [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)]
+
+
 def assert_gradients(grads, exact, plain, dtypes, factor=2.0, lse=None, fused=None):
     """Every gradient's error is at most `factor` times that of the plain computation, or of the order of rounding.
 

@@ -14,7 +14,7 @@ from flexpress.call import attend, bound
 from flexpress.codegen.run import masks
 from flexpress.codegen.run.block_lists import BlockLists, Shifts, lists_of
 from support.dense import dense_attention, relative_error
-from support.gradients import assert_gradients, error_times
+from support.gradients import assert_gradients, error_times, gradients_of
 from support.varlen import FLOORS, MASK_MODS, SCORE_MODS, score_mods
 from support.varlen import mask_mods as narrow_mods
 
@@ -177,10 +177,6 @@ def check_problem(p: Problem, device: str, *, backward: bool = True) -> None:
     weights = random(*out.shape).to(p.dtype), random(*lse.shape)
     grads = torch.autograd.grad((out, lse), (*inputs, *learned), weights, allow_unused=True)
 
-    def gradients(leaves, out, lse, less=0.0):
-        loss = (out * weights[0].to(out.dtype)).sum() + (torch.where(seen, lse, 0.0) * (weights[1].to(lse.dtype) - less)).sum()
-        found = torch.autograd.grad(loss, leaves, allow_unused=True, retain_graph=True) if loss.requires_grad else [None] * len(leaves)
-        return [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)]
-
-    fused = gradients(*exact, error_times(weights[0], out, exact[1]))
-    assert_gradients(grads, gradients(*exact), gradients(*plain), [p.dtype] * (3 + len(learned)), lse=lse.detach(), fused=fused)
+    fused = gradients_of(*exact, seen, weights, error_times(weights[0], out, exact[1]))
+    wanted = [gradients_of(*one, seen, weights) for one in (exact, plain)]
+    assert_gradients(grads, *wanted, [p.dtype] * (3 + len(learned)), lse=lse.detach(), fused=fused)

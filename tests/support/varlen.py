@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from flexpress import and_masks, mods, or_masks, packed_blocks, varlen_attention
 from support.dense import dense_attention, relative_error
-from support.gradients import assert_gradients, error_times
+from support.gradients import assert_gradients, error_times, gradients_of
 
 LENGTHS = {"cpu": [0, 0, 1, 2, 15, 16, 40, 65, 130], "cuda": [0, 1, 17, 128, 300, 777, 1024]}
 HEAD_DIMS = {"cpu": [1, 8, 16, 31, 40], "cuda": [16, 31, 64, 80, 128, 192]}
@@ -199,14 +199,9 @@ def _check_problem(p: Problem, device: str) -> None:
     weights = weights[0].to(p.dtype), weights[1]
     grads = torch.autograd.grad((out, lse), (*inputs, *learned), weights, allow_unused=True)
 
-    def gradients(leaves, out, lse, less=0.0):
-        loss = (out * weights[0].to(out.dtype)).sum() + (torch.where(seen, lse, 0.0) * (weights[1].to(lse.dtype) - less)).sum()
-        found = torch.autograd.grad(loss, leaves, allow_unused=True, retain_graph=True) if loss.requires_grad else [None] * len(leaves)
-        return [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)]
-
     def heads_first(found):
         return [g if i >= 3 or g is None else g.transpose(0, 1)[None] for i, g in enumerate(found)]
 
-    fused = gradients(*exact, error_times(weights[0], out, exact[1]))
-    found = [heads_first(each) for each in (grads, gradients(*exact), gradients(*plain), fused)]
+    fused = gradients_of(*exact, seen, weights, error_times(weights[0], out, exact[1]))
+    found = [heads_first(each) for each in (grads, *(gradients_of(*one, seen, weights) for one in (exact, plain)), fused)]
     assert_gradients(*found[:3], [p.dtype] * (3 + len(learned)), lse=lse.detach(), fused=found[3])
