@@ -33,7 +33,7 @@ class Part:
         status, length, mask_mod = mask_of(problem)._status(), problem.length, problem.mask_mod
         layout = Layout(status.cpu().numpy(), length, length, ranks)
         rows = torch.from_numpy(layout.q_blocks[rank])
-        blocks = torch.cat([torch.from_numpy(layout.sent(source, rank)) for source in range(ranks)])
+        blocks = torch.cat([torch.from_numpy(part) for part in layout.keys(rank)])
         self.positions = [torch.from_numpy(whole_blocks(part.numpy())).int().to(problem.device) for part in (rows, blocks)]
         rows, blocks = rows.to(problem.device), blocks.to(problem.device)
         self.status, self.problem = status[:, :, rows][..., blocks], problem

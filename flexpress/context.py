@@ -35,7 +35,7 @@ class Layout:
 
     status                int8 (B, H, rows, columns) of the mask's blocks: 0 empty, 1 partial, 2 full
     q_blocks, kv_blocks   for each rank the numbers of its blocks of BLOCK positions, ascending; one object where Q_LEN is KV_LEN
-    needed                bool (ranks, KV blocks): which ones a rank's queries attend to
+    visits                int32 (ranks, KV blocks): by how many blocks of a rank's queries each is visited, counted over the mask's B and H
     imbalance             largest over mean work of a rank, counted in blocks that are visited
     """
 
@@ -47,23 +47,38 @@ class Layout:
         equal = np.ones(visited.shape[3])
         self.kv_blocks = self.q_blocks if q_len == kv_len else assign(equal, ranks)
         self.imbalance = imbalance(work, _owners(self.q_blocks, len(work)), ranks)
-        by_row = visited.any((0, 1))
-        self.needed = np.stack([by_row[blocks].any(0) for blocks in self.q_blocks])
+        by_row = visited.sum((0, 1), dtype=np.int32)
+        self.visits = np.stack([by_row[blocks].sum(0, dtype=np.int32) for blocks in self.q_blocks])
 
     def sent(self, source: int, target: int) -> np.ndarray:
-        """The blocks of keys that one rank has and another needs, ascending."""
+        """The blocks of keys that one rank has and another needs, those first that most of its blocks of queries visit."""
         blocks = self.kv_blocks[source]
-        return blocks[self.needed[target, blocks]]
+        visits = self.visits[target, blocks]
+        return blocks[np.argsort(-visits, kind="stable")[: np.count_nonzero(visits)]]
+
+    def keys(self, rank: int) -> list[np.ndarray]:
+        """The blocks of keys that a rank attends to, in the order in which they lie there: some of its own, those of rank 0 and so on
+        (nothing of itself), and the rest of its own.
+
+        The backward pass computes them in this order, and what takes longest had best not come last. So its own come first where at least
+        as many of its blocks of queries visit them as others' on average.
+        """
+        own, visits = self.sent(rank, rank), self.visits[rank]
+        others = [own[:0] if source == rank else self.sent(source, rank) for source in range(self.ranks)]
+        remote = np.concatenate(others)
+        first = np.count_nonzero(visits[own] >= visits[remote].mean()) if len(remote) else len(own)
+        return [own[:first], *others, own[first:]]
 
     @cached_property
     def remote_blocks(self) -> np.ndarray:
         """(ranks,) How many blocks of keys each rank gets from others: as few as its queries need."""
-        return np.array([self.needed[rank].sum() - len(self.sent(rank, rank)) for rank in range(self.ranks)])
+        needed = self.visits != 0
+        return np.array([needed[rank].sum() - needed[rank, self.kv_blocks[rank]].sum() for rank in range(self.ranks)])
 
     @property
     def head_groups(self) -> int:
         """In how many groups of heads keys had best come: to hide the way of few of them costs more than it takes."""
-        few = self.needed.shape[1] / self.ranks / 4
+        few = self.visits.shape[1] / self.ranks / 4
         return 2 if self.remote_blocks.max(initial=0) > few else 1
 
     def digest(self) -> int:

@@ -214,7 +214,9 @@ class _InContext(torch.autograd.Function):
             for i, gradient in found[3].items():
                 of_captured[i] += gradient
             returning.append((found[1], found[2], exchange.give_back(found[1], found[2])))
-        dk, dv = (_joined(parts) for parts in zip(*(exchange.totals(*found) for found in returning), strict=True))
+        dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
+        for heads, found in zip(groups, returning, strict=True):
+            exchange.add_up(*found, (dk[:, heads.kv], dv[:, heads.kv]))
         for gradient in of_captured.values():
             for group in exchange.plan.groups if exchange.plan.sum_gradients else ():
                 torch.distributed.all_reduce(gradient, group=group)

@@ -10,80 +10,77 @@ import torch
 import torch.distributed as dist
 
 from flexpress.block_mask import BlockMask
-from flexpress.context import BLOCK, ContextPlan, positions_of, whole_blocks
+from flexpress.context import BLOCK, ContextPlan
 
 from .codegen.mod.capture import name_of
 from .codegen.run import masks
 from .codegen.run.block_lists import BlockLists, Shifts, lists_of
+from .codegen.run.exchange import add_blocks, copy_blocks
 
 
 class Exchange:
     """What a rank sends and gets by a plan: blocks of keys and values. Its own stay where it is.
 
-    blocks      the numbers of their blocks in the whole sequence, its own first, then those of rank 0; keys past its end are padding
-    rows        which of this rank's keys it sends, by target
+    blocks      the numbers of their blocks in the whole sequence, in the order in which they lie here (Layout.keys); keys past the end of
+                the sequence are zeros
     sent, received   how many keys go to and come from each rank
     """
 
     def __init__(self, plan: ContextPlan) -> None:
         layout, me = plan.layout, plan.rank
-        mine, kept = layout.kv_blocks[me], layout.sent(me, me)
-        nothing = kept[:0]  # what it sends to itself
-        outgoing = [nothing if rank == me else layout.sent(me, rank) for rank in range(layout.ranks)]
-        incoming = [nothing if rank == me else layout.sent(rank, me) for rank in range(layout.ranks)]
-        place = np.zeros(-(-plan.kv_len // BLOCK) + 1, dtype=np.int64)
-        place[mine] = np.arange(len(mine))
-        held = len(plan.kv_position_ids)
-        # padding of a last block repeats the last position; mask_mod hides it
-        rows = whole_blocks(np.concatenate([place[blocks] for blocks in outgoing])).clip(max=max(held - 1, 0))
-        touched, places = np.unique(rows, return_inverse=True)
-        self.plan, self.blocks = plan, np.concatenate([kept, *incoming])
-        self.rows, self._touched, self._places = (plan.on_device(numbers) for numbers in (rows, touched, places.reshape(-1)))
+        mine, (first_own, *incoming, last_own) = layout.kv_blocks[me], layout.keys(me)
+        kept = np.concatenate([first_own, last_own])
+        outgoing = [kept[:0] if rank == me else layout.sent(me, rank) for rank in range(layout.ranks)]
+        self.plan, self.blocks = plan, np.concatenate([first_own, *incoming, last_own])
         self.sent, self.received = ([len(blocks) * BLOCK for blocks in part] for part in (outgoing, incoming))
         self._nobody_sends = not layout.remote_blocks.any()
-        own = positions_of(place[kept], held)  # the rows of this rank's keys that its queries attend to
-        self._own, self._own_count, self._own_places = None if len(own) == held else plan.on_device(own), len(own), len(kept) * BLOCK
+        remote = np.arange(len(first_own), len(self.blocks) - len(last_own))
+        self._remote = slice(len(first_own) * BLOCK, (len(self.blocks) - len(last_own)) * BLOCK)
+        # places of blocks: among those that this rank holds, among `blocks`, and among those that are sent and come back
+        held, going = _places_of(mine, plan), np.concatenate(outgoing)
+        here = np.delete(np.arange(len(self.blocks)), remote)
+        own = np.full(len(mine), -1)
+        own[held[kept]] = here
+        self._going = self._on_device(held[going], np.arange(len(going)))
+        self._staying = self._on_device(held[kept], here)
+        self._returning = self._on_device(remote, np.arange(len(remote)))
+        self._adding = self._on_device(own, _occurrences(held[going], len(mine)))
         self._lists: dict[tuple[int, int], BlockLists | None] = {}  # by heads
+
+    def _on_device(self, *numbers: np.ndarray) -> tuple[torch.Tensor, ...]:
+        return tuple(self.plan.on_device(n.astype(np.int32)) for n in numbers)
 
     def gather(self, k: torch.Tensor, v: torch.Tensor) -> Arriving:
         """The keys and values that this rank's queries attend to. k, v: those that it holds, (B, heads, positions, D)."""
-        k, v = _by_position(k), _by_position(v)
-        sending = torch.cat([t.index_select(0, self.rows) for t in (k, v)], -1)
-        arriving = self._exchanged(sending, self.received, self.sent, k.shape[3], self._own_places)
-        for part, held in zip(arriving.packed.split((k.shape[3], v.shape[3]), -1), (k, v), strict=True):
-            part[: self._own_count] = held if self._own is None else held.index_select(0, self._own)
-            part[self._own_count : self._own_places] = 0
-        return arriving
+        sending = self._side_by_side(k, v, sum(self.sent), self._going)
+        found = sending.new_empty((BLOCK * len(self.blocks), *sending.shape[1:]))
+        work = self._exchange(found[self._remote], sending, self.received, self.sent)
+        copy_blocks(k, v, *self._staying, found, BLOCK)
+        return Arriving(found, k.shape[3], work)
 
     def give_back(self, dk: torch.Tensor, dv: torch.Tensor) -> Arriving:
         """The gradients of what this rank sent. dk, dv: of what `gather` found."""
-        sending = torch.cat([_by_position(t)[self._own_places :] for t in (dk, dv)], -1)
-        return self._exchanged(sending, self.sent, self.received, dk.shape[3])
+        sending = self._side_by_side(dk, dv, sum(self.received), self._returning)
+        found = sending.new_empty((sum(self.sent), *sending.shape[1:]))
+        return Arriving(found, dk.shape[3], self._exchange(found, sending, self.sent, self.received))
 
-    def _exchanged(self, sending: torch.Tensor, received: list[int], sent: list[int], d_qk: int, before: int = 0) -> Arriving:
-        """What comes for what is sent, with room for so many positions before it."""
-        found, work = sending.new_empty((before + sum(received), *sending.shape[1:])), None
-        if not self._nobody_sends:
-            work = dist.all_to_all_single(found[before:], sending, received, sent, group=self.plan.group, async_op=True)
-        return Arriving(found, d_qk, work)
+    def _side_by_side(self, k: torch.Tensor, v: torch.Tensor, positions: int, places: tuple) -> torch.Tensor:
+        found = k.new_empty((positions, *k.shape[:2], k.shape[3] + v.shape[3]))
+        copy_blocks(k, v, *places, found, BLOCK)
+        return found
 
-    def totals(self, dk: torch.Tensor, dv: torch.Tensor, returned: Arriving) -> list[torch.Tensor]:
-        """The gradients of this rank's keys and values, (B, heads, positions, D). dk, dv: of what `gather` found; may be written to.
+    def _exchange(self, found: torch.Tensor, sending: torch.Tensor, received: list[int], sent: list[int]) -> dist.Work | None:
+        """Have what comes for what is sent written to `found`, if anybody sends anything."""
+        if self._nobody_sends:
+            return None
+        return dist.all_to_all_single(found, sending, received, sent, group=self.plan.group, async_op=True)
+
+    def add_up(self, dk: torch.Tensor, dv: torch.Tensor, returned: Arriving, sums: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Write the gradients of this rank's keys and values, (B, heads, positions, D), to `sums`. dk, dv: of what `gather` found.
 
         What came back is added in the order of ranks: every run adds alike.
         """
-        found = []
-        for gradient, parts in zip((dk, dv), returned.pair(), strict=True):
-            total = _by_position(gradient)[: self._own_count]
-            if self._own is not None:
-                total = total.new_zeros((len(self.plan.kv_position_ids), *total.shape[1:])).index_copy_(0, self._own, total)
-            sums, start = total.index_select(0, self._touched).float(), 0
-            for count in self.sent:
-                sums.index_add_(0, self._places[start : start + count], _by_position(parts)[start : start + count].float())
-                start += count
-            total.index_copy_(0, self._touched, sums.to(total.dtype))
-            found.append(total.permute(1, 2, 0, 3))
-        return found
+        add_blocks(dk, dv, returned.arrived(), *self._adding, sums, BLOCK)
 
     def mask_of(self, heads: slice) -> BlockMask | None:
         """The mask of this rank's queries, in these heads, and the keys that it gets; None if there are none of either."""
@@ -134,11 +131,15 @@ class Arriving:
     d_qk: int
     work: dist.Work | None
 
-    def pair(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both, (B, heads, positions, D), once they are there."""
+    def arrived(self) -> torch.Tensor:
+        """Both, once they are there."""
         if self.work is not None:
             self.work.wait()
-        packed = self.packed.permute(1, 2, 0, 3)
+        return self.packed
+
+    def pair(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each, (B, heads, positions, D), once they are there."""
+        packed = self.arrived().permute(1, 2, 0, 3)
         return packed[..., : self.d_qk], packed[..., self.d_qk :]
 
 
@@ -153,5 +154,17 @@ def _moved(blocks: torch.Tensor) -> torch.Tensor:
     return (blocks - torch.arange(len(blocks), device=blocks.device)).to(torch.int32)
 
 
-def _by_position(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.permute(2, 0, 1, 3)
+def _places_of(blocks: np.ndarray, plan: ContextPlan) -> np.ndarray:
+    """Where each block of the whole sequence stands in `blocks`; 0 for what does not."""
+    found = np.zeros(-(-plan.kv_len // BLOCK) + 1, dtype=np.int64)
+    found[blocks] = np.arange(len(blocks))
+    return found
+
+
+def _occurrences(places: np.ndarray, count: int) -> np.ndarray:
+    """(count, most) Where each number up to `count` stands in `places`, ascending, and then -1; of one column at least."""
+    counts = np.bincount(places, minlength=count)
+    inside = np.arange(counts.max(initial=1)) < counts[:, None]
+    found = np.full(inside.shape, -1)
+    found[inside] = np.argsort(places, kind="stable")
+    return found

@@ -30,6 +30,7 @@ from flexpress.codegen.run.preview import (
     backward_compilations,
     compilation,
     decode_compilations,
+    exchange_compilations,
     hopper_compilation,
     preview,
     statistics_compilations,
@@ -117,6 +118,10 @@ OTHERS = {
     "update_cache, fp8, pairs beside each other": lambda t: update_cache_compilation(
         t, cache_dtype="float8_e4m3fn", rope_dim=96, interleaved=True, offsets=True
     ),
+    "copy_blocks": lambda t: exchange_compilations(t)["copy"],
+    "copy_blocks d192x128 fp32, any strides": lambda t: exchange_compilations(t, "float32", 192, aligned=False)["copy"],
+    "add_blocks": lambda t: exchange_compilations(t)["add"],
+    "add_blocks d576x512": lambda t: exchange_compilations(t, "bfloat16", 576, 512)["add"],
 }
 
 BACKWARD = {  # each is three kernels
