@@ -75,12 +75,6 @@ class Layout:
         needed = self.visits != 0
         return np.array([needed[rank].sum() - needed[rank, self.kv_blocks[rank]].sum() for rank in range(self.ranks)])
 
-    @property
-    def head_groups(self) -> int:
-        """In how many groups of heads keys had best come: to hide the way of few of them costs more than it takes."""
-        few = self.visits.shape[1] / self.ranks / 4
-        return 2 if self.remote_blocks.max(initial=0) > few else 1
-
     def digest(self) -> int:
         """A number that two layouts share only if they are the same."""
         parts = (self.q_len, self.kv_len, self.ranks, *(b.tolist() for b in (*self.q_blocks, *self.kv_blocks)), self.status.shape)
@@ -128,7 +122,7 @@ class ContextPlan:
         H: int | None = None,
         heads: dist.ProcessGroup | dist.DeviceMesh | None = None,
         device: Device = None,
-        head_groups: int | None = None,
+        head_groups: int = 1,
         sum_gradients: bool = True,
     ) -> None:
         """group     a process group, a device mesh of one dimension (`mesh["context"]` of a larger one), or None for all ranks
@@ -138,8 +132,8 @@ class ContextPlan:
         heads        a second dimension of the mesh: its ranks hold a part of the sequence together, and attend to all of it by some of the
                      heads each
         device       where attention runs; by default as in create_block_mask
-        head_groups  keys and values come in so many groups of heads, those of one while another is computed: more of them hide a slower
-                     network, and kernels have less to do at once. None: 2, or 1 where few keys come from others
+        head_groups  keys and values come in so many groups of heads, those of one while another is computed. That hides a slow network;
+                     a fast one (NVLink) takes less time than what more kernels of less work each lose
         sum_gradients   gradients of what score_mod captures are summed over ranks. False: each rank gets what its own queries give, as for
                      any parameter; for FSDP and DDP, which add these up, and for tensors that `unshard` made
         """
@@ -155,7 +149,7 @@ class ContextPlan:
         self.status = mask._status()
         self.device = self.status.device
         self.layout = Layout(self.status.cpu().numpy(), self.q_len, self.kv_len, self.ranks)
-        self.head_groups = self.layout.head_groups if head_groups is None else whole("head_groups", head_groups)
+        self.head_groups = whole("head_groups", head_groups)
         self.head_split = None if heads is None else HeadSplit(_group_of("heads", heads))
         mine, keys = self.layout.q_blocks[self.rank], self.layout.kv_blocks[self.rank]
         self._held = self._positions_held(positions_of(mine, self.q_len))
@@ -184,7 +178,7 @@ class ContextPlan:
         H: int | None = None,
         heads: dist.ProcessGroup | dist.DeviceMesh | None = None,
         device: Device = None,
-        head_groups: int | None = None,
+        head_groups: int = 1,
         sum_gradients: bool = True,
     ) -> ContextPlan:
         """The plan of packed sequences, for varlen_attention(q, k, v, score_mod=..., context=plan).

@@ -3,7 +3,8 @@
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/every_template.py
     compute-sanitizer --tool racecheck --error-exitcode 1 python tests/every_template.py hopper
 
-Parts of it may be named, as the whole takes many minutes there: portable, tangents, sequences, serving, prompts, hopper.
+Parts of it may be named, as the whole takes many minutes there: portable, tangents, sequences, serving, prompts, hopper,
+exchange.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from flexpress import (
     update_cache,
     varlen_attention,
 )
+from flexpress.codegen.run.exchange import add_blocks, copy_blocks
 
 LENGTH = 131
 
@@ -157,7 +159,18 @@ def hopper() -> None:
                 torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
 
 
-PARTS = {part.__name__: part for part in (portable, tangents, sequences, serving, prompts, hopper)}
+def exchange() -> None:
+    """What ranks of a context plan exchange: last blocks that end early, blocks that nobody sent, head dims that are padded."""
+    for dtype, d_qk, d_v in ((torch.bfloat16, 128, 128), (torch.float32, 40, 24), (torch.bfloat16, 576, 512)):
+        k, v = (torch.randn(2, 300, 3, d, device="cuda", dtype=dtype).transpose(1, 2) for d in (d_qk, d_v))
+        out = torch.empty(4 * 128, 2, 3, d_qk + d_v, device="cuda", dtype=dtype)
+        some, others = (torch.tensor(blocks, dtype=torch.int32, device="cuda") for blocks in ([2, 0, 1], [0, 3, 1]))
+        copy_blocks(k, v, some, others, out, 128)
+        sums = tuple(torch.empty_like(t) for t in (k, v))
+        add_blocks(k, v, out, some.new_tensor([1, -1, 0]), some.new_tensor([[0, 3], [1, -1], [-1, -1]]), sums, 128)
+
+
+PARTS = {part.__name__: part for part in (portable, tangents, sequences, serving, prompts, hopper, exchange)}
 
 if __name__ == "__main__":
     main(*sys.argv[1:])

@@ -86,11 +86,6 @@ def test_cuts_are_as_few_as_necklaces_need():
         assert imbalance(work, owners_of(parts, 4096), ranks) <= 1.002
 
 
-def test_few_keys_come_at_once_and_many_in_two_groups_of_heads():
-    found = {name: Layout(status, 1024 * BLOCK, 1024 * BLOCK, 4).head_groups for name, status in list(masks(1024))[:4]}
-    assert found["causal"] == 2 and found["window"] == 1, found
-
-
 def test_a_total_is_checked_whatever_the_default_device():
     with torch.device("meta"):
         assert _checked_total("cu_seqlens_q", torch.tensor([0, 3, 8], device="cpu")) == 8
@@ -103,6 +98,14 @@ def test_only_what_a_mask_needs_is_sent():
     assert layout.sent(0, 1).tolist() == [0, 1] and layout.sent(1, 0).tolist() == [2, 3, 4, 5]
     assert layout.sent(0, 0).tolist() == [0, 1, 6, 7], "what it needs of its own"
     assert layout.remote_blocks.tolist() == [4, 2]
+
+
+def test_keys_that_most_queries_visit_come_first():
+    """As in the first backward pass of one sequence. Others' come together, in the order of ranks."""
+    layout = Layout(status_of(np.zeros(8, int), np.arange(8)), 8 * BLOCK, 8 * BLOCK, 2)
+    assert layout.visits.tolist() == [[4, 3, 2, 2, 2, 2, 2, 1], [4, 4, 4, 3, 2, 1, 0, 0]]
+    assert [part.tolist() for part in layout.keys(0)] == [[0, 1, 6], [], [2, 3, 4, 5], [7]]
+    assert [part.tolist() for part in layout.keys(1)] == [[2], [0, 1], [], [3, 4, 5]]
 
 
 @example(1, 2, 0)

@@ -118,10 +118,10 @@ OTHERS = {
     "update_cache, fp8, pairs beside each other": lambda t: update_cache_compilation(
         t, cache_dtype="float8_e4m3fn", rope_dim=96, interleaved=True, offsets=True
     ),
-    "copy_blocks": lambda t: exchange_compilations(t)["copy"],
-    "copy_blocks d192x128 fp32, any strides": lambda t: exchange_compilations(t, "float32", 192, aligned=False)["copy"],
-    "add_blocks": lambda t: exchange_compilations(t)["add"],
-    "add_blocks d576x512": lambda t: exchange_compilations(t, "bfloat16", 576, 512)["add"],
+    "copy_blocks": lambda t: exchange_compilations(t)["copy_blocks"],
+    "copy_blocks d192x128 fp32, any strides": lambda t: exchange_compilations(t, "float32", 192, aligned=False)["copy_blocks"],
+    "add_blocks": lambda t: exchange_compilations(t)["add_blocks"],
+    "add_blocks d576x512": lambda t: exchange_compilations(t, "bfloat16", 576, 512)["add_blocks"],
 }
 
 BACKWARD = {  # each is three kernels

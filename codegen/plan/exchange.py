@@ -28,7 +28,7 @@ class ExchangeCase(NamedTuple):
     aligned: tuple[str, ...] = ()
 
 
-def rows_of(block: int, d_qk: int, d_v: int) -> int:
+def positions_of_program(block: int, d_qk: int, d_v: int) -> int:
     """Positions of a block that a program takes."""
     return min(block, ELEMENTS // power_of_two(max(d_qk, d_v)))
 

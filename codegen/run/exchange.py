@@ -1,5 +1,6 @@
-"""Drivers of the kernels that lay out what ranks of a context plan exchange. On a CPU torch does their work, unless the interpreter is asked
-for.
+"""Drivers of the kernels that lay out what ranks of a context plan exchange.
+
+On a CPU torch does their work, unless the interpreter is asked for.
 
 k and v, or their gradients, are (Z, Hkv, positions, D_QK) and (Z, Hkv, positions, D_V), of one dtype; side by side they are contiguous
 (positions, Z, Hkv, D_QK + D_V). Blocks are named by int32 numbers on the tensors' device.
@@ -11,7 +12,7 @@ import torch
 
 from ..device.cpp_compiler import interpreter_asked_for
 from ..device.devices import backend_of, on
-from ..plan.exchange import ExchangeCase, add_spec, copy_spec, rows_of
+from ..plan.exchange import ExchangeCase, add_spec, copy_spec, positions_of_program
 from ..registry import INFO, Table
 from ..text.parameters import named_strides
 from .launch import Launch, addresses_of
@@ -89,14 +90,14 @@ def _launch(
         INFO.hits += 1
     else:
         aligned, strides = _strides(strided)
-        case = ExchangeCase(k.dtype, k.shape[3], v.shape[3], block, aligned)
-        launch = _launches[key] = Launch(make(case, backend_of(device.type)), {"HEADS": Z * Hkv, "Hkv": Hkv, **sizes, **strides}, tuple(named))
+        spec = make(ExchangeCase(k.dtype, k.shape[3], v.shape[3], block, aligned), backend_of(device.type))
+        launch = _launches[key] = Launch(spec, {"HEADS": Z * Hkv, "Hkv": Hkv, **sizes, **strides}, tuple(named))
     addresses = addresses_of(list(named.values()))
     if launch.again and addresses is not None:
         with on(device):
             launch.again(torch._C._cuda_getCurrentRawStream(device.index), addresses, [])
         return
-    rows = rows_of(block, k.shape[3], v.shape[3])
+    rows = positions_of_program(block, k.shape[3], v.shape[3])
     launch.with_constants((rows,), named, [], (blocks * (block // rows) * Z * Hkv,), device)
 
 

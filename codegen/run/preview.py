@@ -20,7 +20,7 @@ from ..plan.cpu import plan_cpu_backward, plan_cpu_forward
 from ..plan.cpu_statistics import plan_cpu_statistics
 from ..plan.decode import BLOCK_S, DecodeCase, DecodePlan, plan_decode, rows_of
 from ..plan.decode_tiles import most_rows
-from ..plan.exchange import ExchangeCase, add_spec, copy_spec, rows_of
+from ..plan.exchange import ExchangeCase, add_spec, copy_spec, positions_of_program
 from ..plan.forward import Cache, Plan
 from ..plan.statistics import plan_columns, plan_rows
 from ..plan.tangent import plan_gradients, plan_tangent
@@ -150,14 +150,16 @@ def update_cache_compilation(target: str, dtype: str = "bfloat16", cache_dtype: 
     return Compilation(target, update_spec(case, backend_for(target)), {"BLOCK_T": BLOCK_T})
 
 
-def exchange_compilations(target: str, dtype: str = "bfloat16", d_qk: int = 128, d_v: int = 128, aligned: bool = True) -> dict[str, Compilation]:
-    """The kernels that lay out what ranks of a context plan exchange, "copy" and "add". aligned: all strides are multiples of 16 bytes."""
+def exchange_compilations(
+    target: str, dtype: str = "bfloat16", d_qk: int = 128, d_v: int = 128, aligned: bool = True
+) -> dict[str, Compilation]:
+    """The kernels that lay out what ranks of a context plan exchange, "copy_blocks" and "add_blocks". aligned: all strides are multiples of 16 bytes."""
     case = ExchangeCase(getattr(torch, dtype), d_qk, d_v)
     found = {}
-    for name, make in (("copy", copy_spec), ("add", add_spec)):
+    for make in (copy_spec, add_spec):
         strides = (p.name for p in make(case, backend_for(target)).parameters if p.name.startswith("stride_"))
         spec = make(case._replace(aligned=tuple(strides) if aligned else ()), backend_for(target))
-        found[name] = Compilation(target, spec, {"BLOCK_T": rows_of(case.block, d_qk, d_v)})
+        found[spec.template] = Compilation(target, spec, {"BLOCK_T": positions_of_program(case.block, d_qk, d_v)})
     return found
 
 
