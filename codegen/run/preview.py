@@ -153,7 +153,10 @@ def update_cache_compilation(target: str, dtype: str = "bfloat16", cache_dtype: 
 def exchange_compilations(
     target: str, dtype: str = "bfloat16", d_qk: int = 128, d_v: int = 128, aligned: bool = True
 ) -> dict[str, Compilation]:
-    """The kernels that lay out what ranks of a context plan exchange, "copy_blocks" and "add_blocks". aligned: all strides are multiples of 16 bytes."""
+    """The kernels that lay out what ranks of a context plan exchange, "copy_blocks" and "add_blocks".
+
+    aligned   all strides are multiples of 16 bytes
+    """
     case = ExchangeCase(getattr(torch, dtype), d_qk, d_v)
     found = {}
     for make in (copy_spec, add_spec):
