@@ -20,9 +20,7 @@ from .launch import Launch, addresses_of
 _launches: dict[tuple, Launch] = Table("exchanges of keys", 1024)
 
 
-def copy_blocks(
-    k: torch.Tensor, v: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor, out: torch.Tensor, block: int
-) -> None:
+def copy_blocks(k: torch.Tensor, v: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor, out: torch.Tensor, block: int) -> None:
     """Block sources[i] of k and v, with zeros past their end, becomes block targets[i] of `out`."""
     if not sources.shape[0] or not out.numel():
         return
