@@ -305,7 +305,7 @@ def main() -> None:
     parser.add_argument("--masks", type=chosen_masks, default=list(MASKS), help=f"separated by ; of {'; '.join(MASKS)}")
     parser.add_argument("--ways", type=names(WAYS), default=list(WAYS))
     parser.add_argument("--seconds", type=float, default=float("inf"), help="rows after so many seconds are not measured")
-    parser.add_argument("--groups", type=int, default=None, help="head_groups of the plans; by default theirs")
+    parser.add_argument("--groups", type=int, default=1, help="head_groups of the plans")
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count(), help="default: all GPUs")
     for name, default in (("heads", 32), ("kv-heads", 8), ("head-dim", 128)):
         parser.add_argument(f"--{name}", type=int, default=default)
