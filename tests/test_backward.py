@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from flexpress import cache_info, create_block_mask, explain, flex_attention, mods
 from flexpress.codegen import registry
 from flexpress.codegen.plan.backward import whole_blocks
+from flexpress.codegen.run.preview import backward_compilations, preview
 from support.dense import dense_attention, relative_error
 from support.devices import DEVICES, for_any
 from support.gradients import GradientProblem, check_gradients, gradient_problems, reference_gradients
@@ -451,3 +452,13 @@ def test_gradients_at_indices_from_an_expanded_tensor(axis, device):
     scores = score_mod(scores, 0, 0, torch.arange(70, device=device)[:, None], torch.arange(70, device=device))
     (expected,) = torch.autograd.grad((torch.softmax(scores, -1) @ v.double()).square().sum(), table)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name, inside",
+    [("head_bias", True), ("turned", False), ("bias", False), ("table", False), ("per_key", False), ("windows", False), ("none", False)],
+)
+def test_batch_entries_that_share_a_bias_are_computed_beside_each_other(name, inside):
+    make, learned = learned_mods(3, 2, 64, "cpu")[name]
+    kernels = preview(make(*learned), head_dim=64), *(c.spec for c in backward_compilations("sm_90", make(*learned), head_dim=64).values())
+    assert [spec.flag["BATCH_INSIDE"] for spec in kernels if "BATCH_INSIDE" in spec.flag] == [inside] * 3

@@ -25,7 +25,7 @@ from ..text.snippet import Target
 from ..text.spec import KernelSpec
 from .backward_tiles import backward_tile
 from .extras import ORDINARY, Extras
-from .forward import Blocks, Mod, Options, block_flags, element_flags, list_numbers, list_tables
+from .forward import Blocks, Mod, Options, batch_inside, block_flags, element_flags, indices_of, list_numbers, list_tables
 from .slices import padded
 from .tiles import Tile
 
@@ -105,11 +105,8 @@ class BackwardPlan:
 
 
 def role_of(load: Expr, layout: TensorLayout, case: BackwardCase) -> str:
-    """How the gradient of a load is gathered (see CapturedGradient); "slab" is the deterministic form of "atomic".
-
-    A dimension of stride 0 is one element, whatever its index.
-    """
-    indices = [a for i, a in enumerate(load.args) if layout.strides[i] != "0"]
+    """How the gradient of a load is gathered (see CapturedGradient); "slab" is the deterministic form of "atomic"."""
+    indices = indices_of(load, layout)
     symbols = frozenset().union(*map(symbols_in, indices))
     if "score" in symbols or {"q_idx", "kv_idx"} <= symbols:
         plain = [a.attr for a in indices if a.op == "symbol"]
@@ -168,7 +165,8 @@ def plan_backward(case: BackwardCase, backend: str, arch: str, score: Mod | None
         gathered = tuple(zip(text.gradient.captured, read, strict=True)) if captured else ()
         whole = case.whole and (case.blocks is not None or _BLOCK % tile.BLOCK_M == 0 and _BLOCK % tile.BLOCK_N == 0)
         parameters = _parameters(name, case, text, mask_text, buffers_of(score, gathered), slabs)
-        spec = _spec(name, case, backend, text, mask_text, slabs, check_padding, whole, parameters)
+        inside = batch_inside(score, mask) and not slabs
+        spec = _spec(name, case, backend, text, mask_text, slabs, inside, check_padding, whole, parameters)
         walks[name] = Step(spec, tile, text, mask_text, gathered)
     return BackwardPlan(delta_spec(case, backend), walks, score is not None or not case.scale_is_positive or case.options.prescale_qk)
 
@@ -252,6 +250,7 @@ def _spec(
     score: ModText | None,
     mask: ModText | None,
     slabs: bool,
+    inside: bool,
     check_padding: bool,
     whole: bool,
     parameters: tuple[Parameter, ...],
@@ -275,6 +274,7 @@ def _spec(
         "DROPOUT": case.extras.dropout,
         "USE_TMA": tma,
         "SLABS": slabs,
+        "BATCH_INSIDE": inside,
     }
     if name == "dq":
         flags["kv_params"] = "desc_k, desc_v, z_kv, h_kv" if tma else "K, V, stride_kn, stride_vn"

@@ -13,8 +13,8 @@ import torch
 
 from ..gpus import WIDEST_TILE, round_up_head_dim
 from ..mod.dtypes import dtype_name
-from ..mod.expr import INDEX_BOUND, ModGraph
-from ..mod.loads import takes_registers, width_of_dots
+from ..mod.expr import INDEX_BOUND, Expr, ModGraph, symbols_in
+from ..mod.loads import POSITIONS, loads_of, takes_registers, width_of_dots
 from ..registry import remembered
 from ..text.layouts import TensorLayout
 from ..text.mod_text import ModText, mod_text
@@ -184,8 +184,24 @@ def plan_forward(case: ForwardCase, backend: str, arch: str, score: Mod | None, 
         values_in_keys=case.values_in_keys,
     )
     scale_apart = score is not None or case.options.prescale_qk or not case.scale_is_positive
-    spec = _spec(case, backend, score_text, mask_text, scale_apart)
+    spec = _spec(case, backend, score_text, mask_text, scale_apart, batch_inside(score, mask))
     return Plan(spec, tile, score_text, mask_text, scale_apart)
+
+
+def batch_inside(score: Mod | None, mask: Mod | None) -> bool:
+    """Do programs of all batch entries for one head and tile come beside each other? Where a mod loads an element of every position's own that
+    batch entries share, one of them brings it to the L2 cache, and what is added to its gradient meets there. The whole is too large for it."""
+    for graph, layouts in (m[:2] for m in (score, mask) if m):
+        for load in loads_of(graph):
+            indices = indices_of(load, layouts[load.attr])
+            if {a.attr for a in indices if a.op == "symbol"} >= POSITIONS and not any("b" in symbols_in(a) for a in indices):
+                return True
+    return False
+
+
+def indices_of(load: Expr, layout: TensorLayout) -> list[Expr]:
+    """The indices of a load that matter: a dimension of stride 0 is one element, whatever its index."""
+    return [a for i, a in enumerate(load.args) if layout.strides[i] != "0"]
 
 
 def lowered(
@@ -199,7 +215,9 @@ def lowered(
     return score_text, mask_text
 
 
-def _spec(case: ForwardCase, backend: str, score: ModText | None, mask: ModText | None, scale_apart: bool) -> KernelSpec:
+def _spec(
+    case: ForwardCase, backend: str, score: ModText | None, mask: ModText | None, scale_apart: bool, inside: bool
+) -> KernelSpec:
     options, blocks, units = case.options, case.blocks, case.units
     read = [("K", "k", units[1]), *([] if case.values_in_keys else [("V", "v", units[2])])]
     tensors, strides = [name for name, _, _ in read], [f"stride_{t}{d}" for _, t, unit in read for d in ("n" if unit else "nd")]
@@ -217,6 +235,7 @@ def _spec(case: ForwardCase, backend: str, score: ModText | None, mask: ModText 
         **block_flags(blocks),
         "CHECK_FULL_BLOCKS": blocks is not None and not blocks.interior,
         "STARTS": blocks is not None and blocks.starts,
+        "BATCH_INSIDE": inside,
         "PEEL_TAIL": not float32,  # a second copy of the dot makes float32 kernels spill
         "SCALE_IS_POSITIVE": case.scale_is_positive,
         "OUTPUT_MAX": case.output_max,

@@ -24,6 +24,7 @@ from .forward import (
     ForwardCase,
     Geometry,
     Mod,
+    batch_inside,
     block_flags,
     list_numbers,
     list_tables,
@@ -177,10 +178,12 @@ def plan_hopper_forward(case: ForwardCase, score: Mod | None, mask: Mod | None) 
     if case.cache:  # the producer looks up pages
         tile = replace(tile, consumer_registers=232, producer_registers=40)
     scale_apart = score is not None or not case.scale_is_positive
-    return HopperPlan(_spec(case, tile, score_text, mask_text, scale_apart), tile, score_text, mask_text, scale_apart)
+    return HopperPlan(_spec(case, tile, score_text, mask_text, scale_apart, batch_inside(score, mask)), tile, score_text, mask_text, scale_apart)
 
 
-def _spec(case: ForwardCase, tile: HopperTile, score: ModText | None, mask: ModText | None, scale_apart: bool) -> KernelSpec:
+def _spec(
+    case: ForwardCase, tile: HopperTile, score: ModText | None, mask: ModText | None, scale_apart: bool, inside: bool
+) -> KernelSpec:
     blocks, mods = case.blocks, [m for m in (score, mask) if m]
     starts = blocks is not None and blocks.starts
     cache = case.cache or Cache()
@@ -206,6 +209,7 @@ def _spec(case: ForwardCase, tile: HopperTile, score: ModText | None, mask: ModT
         "STEPS": blocks.kv_block // tile.BLOCK_N if blocks else 1,
         "CHECK_FULL_BLOCKS": blocks is not None and not blocks.interior,
         "STARTS": starts,
+        "BATCH_INSIDE": inside,
         "CACHED": case.cache is not None,
         "PAGE_SIZE": cache.page_size,
         "LOCATED": cache.located,

@@ -95,10 +95,11 @@ def _numbers(call: Call, plan: Plan | HopperPlan, lists: BlockLists | None) -> d
     group, case = call.geometry.numbers["GROUP_SIZE"], call.case
     kv_bytes = KV_LEN * (case.d_qk + case.d_v) * case.dtype.itemsize
     at_a_time = enough_heads(Z * Hq // group, -(-Q_LEN // (2 * ROWS)) * group, lists is not None)
+    heads = group * heads_per_group(Z * Hq // group, kv_bytes, at_a_time)
     return {
         **call.geometry.numbers,
         "HEADS": Z * Hq,
-        "HEADS_PER_GROUP": group * heads_per_group(Z * Hq // group, kv_bytes, at_a_time),
+        "HEADS_PER_GROUP": max(heads, Z) if plan.spec.flag["BATCH_INSIDE"] else heads,
         **scales(call.scale, plan.scale_apart),
         **(lists.numbers() if lists else {}),
         **dropout_numbers(call.dropout_p),
