@@ -455,8 +455,7 @@ def test_gradients_at_indices_from_an_expanded_tensor(axis, device):
 
 
 @pytest.mark.parametrize(
-    "name, inside",
-    [("head_bias", True), ("turned", False), ("bias", False), ("table", False), ("per_key", False), ("windows", False), ("none", False)],
+    "name, inside", [("head_bias", True), ("turned", False), ("bias", False), ("table", False), ("per_key", False), ("none", False)]
 )
 def test_batch_entries_that_share_a_bias_are_computed_beside_each_other(name, inside):
     make, learned = learned_mods(3, 2, 64, "cpu")[name]

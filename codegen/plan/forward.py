@@ -189,8 +189,11 @@ def plan_forward(case: ForwardCase, backend: str, arch: str, score: Mod | None, 
 
 
 def batch_inside(score: Mod | None, mask: Mod | None) -> bool:
-    """Do programs of all batch entries for one head and tile come beside each other? Where a mod loads an element of every position's own that
-    batch entries share, one of them brings it to the L2 cache, and what is added to its gradient meets there. The whole is too large for it."""
+    """Do programs of all batch entries for one head and tile come beside each other?
+
+    So they do where batch entries share elements that every position has of its own (a bias of a head). One entry brings them to the L2
+    cache for all, and what is added to their gradients meets there. The whole tensor is too large for it.
+    """
     for graph, layouts in (m[:2] for m in (score, mask) if m):
         for load in loads_of(graph):
             indices = indices_of(load, layouts[load.attr])
@@ -215,9 +218,7 @@ def lowered(
     return score_text, mask_text
 
 
-def _spec(
-    case: ForwardCase, backend: str, score: ModText | None, mask: ModText | None, scale_apart: bool, inside: bool
-) -> KernelSpec:
+def _spec(case: ForwardCase, backend: str, score: ModText | None, mask: ModText | None, scale_apart: bool, inside: bool) -> KernelSpec:
     options, blocks, units = case.options, case.blocks, case.units
     read = [("K", "k", units[1]), *([] if case.values_in_keys else [("V", "v", units[2])])]
     tensors, strides = [name for name, _, _ in read], [f"stride_{t}{d}" for _, t, unit in read for d in ("n" if unit else "nd")]

@@ -178,12 +178,11 @@ def plan_hopper_forward(case: ForwardCase, score: Mod | None, mask: Mod | None) 
     if case.cache:  # the producer looks up pages
         tile = replace(tile, consumer_registers=232, producer_registers=40)
     scale_apart = score is not None or not case.scale_is_positive
-    return HopperPlan(_spec(case, tile, score_text, mask_text, scale_apart, batch_inside(score, mask)), tile, score_text, mask_text, scale_apart)
+    spec = _spec(case, tile, score_text, mask_text, scale_apart, batch_inside(score, mask))
+    return HopperPlan(spec, tile, score_text, mask_text, scale_apart)
 
 
-def _spec(
-    case: ForwardCase, tile: HopperTile, score: ModText | None, mask: ModText | None, scale_apart: bool, inside: bool
-) -> KernelSpec:
+def _spec(case: ForwardCase, tile: HopperTile, score: ModText | None, mask: ModText | None, scale_apart: bool, inside: bool) -> KernelSpec:
     blocks, mods = case.blocks, [m for m in (score, mask) if m]
     starts = blocks is not None and blocks.starts
     cache = case.cache or Cache()
