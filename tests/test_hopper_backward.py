@@ -24,6 +24,7 @@ from support.fake_hopper import Variant, pass_for_hopper
 from support.shifts import Problem, at_positions, in_whole, shifted_lists
 
 NUMBERS = torch.randn(1024, generator=torch.Generator().manual_seed(1))
+BIAS = torch.randn(4, 300, 300, generator=torch.Generator().manual_seed(1))
 CASES = {  # heads of q and k, batch entries of q and k, lengths, head dims; how many MiB of heads are worked on at a time, and programs;
     # which blocks of a longer sequence those of queries, and of keys, are
     "one group": dict(),
@@ -72,6 +73,12 @@ CASES = {  # heads of q and k, batch entries of q and k, lengths, head dims; how
         dropout_p=0.1, score=lambda s, b, h, m, n: s + NUMBERS[h] * (m - n) * 0.01, learned=NUMBERS, lengths=(130, 150)
     ),
     "dropout, blocks of a longer sequence": dict(dropout_p=0.4, blocks=[[6, 1], [5, 2]], lengths=(200, 256)),
+    "a bias of each head that batch entries share": dict(
+        score=lambda s, b, h, m, n: s + BIAS[h, m, n], learned=BIAS, heads=(4, 2), batches=(3, 3), lengths=(130, 200), megabytes=0
+    ),
+    "the same, one group, keys shared, too": dict(
+        score=lambda s, b, h, m, n: s + BIAS[h, m, n], learned=BIAS, heads=(4, 2), batches=(3, 1), lengths=(130, 200)
+    ),
     "a head without queries": dict(mask=lambda b, h, m, n: (h == 1) & (m >= n), megabytes=0),
 }
 

@@ -36,6 +36,21 @@ def test_head_dims(monkeypatch, dims, masked):
     assert relative_error(out, dense_attention(q, k, v, None, mods.causal if masked else None)[0]) < 1e-2
 
 
+def test_batch_entries_that_share_a_bias(monkeypatch):
+    """They take turns for each head."""
+    launched = forward_on_cpu(monkeypatch)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(shape, generator=generator).bfloat16() for shape in ((3, 4, 200, 64), (1, 2, 150, 64), (1, 2, 150, 64)))
+    bias = torch.randn(4, 200, 150, generator=generator)
+
+    def biased(score, b, h, q_idx, kv_idx):
+        return score + bias[h, q_idx, kv_idx] + b
+
+    out = flex_attention(q, k, v, biased, enable_gqa=True)
+    assert [launch.spec.flag["BATCH_INSIDE"] for launch in launched] == [True]
+    assert relative_error(out, dense_attention(q, k, v, biased)[0]) < 1e-2
+
+
 def test_slices_of_packed_sequences(monkeypatch):
     """Tiles that end in the middle store their rows one by one, slice by slice."""
     launched = forward_on_cpu(monkeypatch)

@@ -206,9 +206,9 @@ def stats_copies(case: BackwardCase) -> int:
     return 4 if case.blocks and case.blocks.starts else 1
 
 
-def delta_spec(case: BackwardCase, backend: str, zero_dq: str = "", raw: bool = False) -> KernelSpec:
+def delta_spec(case: BackwardCase, backend: str, zero_dq: str = "", raw: bool = False, inside: bool = False) -> KernelSpec:
     """The KernelSpec of backward_delta; before the fused kernel it zeroes counts and sums of dQ as well: "all", or those of the "first"
-    group of heads. `raw`: the next kernel's scores are without scale where the forward kernel's were."""
+    group of heads. `raw`: the next kernel's scores are without scale where the forward kernel's were. `inside`: see batch_inside."""
     fused = bool(zero_dq)
     sizes = ["Hq", "Q_LEN", "STATS_LEN", *strides("o", "do"), *(["Zkv", "GROUP_SIZE", "HEADS_PER_GROUP"] if zero_dq == "first" else [])]
     sizes += [*(["SM_SCALE"] if case.raw_tops else []), *(["TO_LOG2"] if fused or case.extras.sinks else [])]
@@ -236,6 +236,7 @@ def delta_spec(case: BackwardCase, backend: str, zero_dq: str = "", raw: bool = 
         "SCALE_TOPS": case.raw_tops and not raw,
         "RAW": raw,
         "ZERO_DQ": zero_dq,
+        "BATCH_INSIDE": inside,
         "SHIFTS": stats_copies(case) if fused else 1,
     }
     if fused:

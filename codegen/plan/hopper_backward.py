@@ -26,7 +26,7 @@ from ..text.parameters import Parameter, descriptor_of, numbers, pointer
 from ..text.snippet import Target
 from ..text.spec import KernelSpec
 from .backward import BackwardCase, Gathered, buffers_of, delta_spec, role_of, strides
-from .forward import Mod, block_flags, list_numbers, list_tables
+from .forward import Mod, batch_inside, block_flags, list_numbers, list_tables
 from .hopper_forward import HEAVY, scores_are_raw
 
 BLOCK_N = 128  # keys of a program, 64 for each consumer
@@ -164,8 +164,9 @@ def plan_hopper_backward(
     scale_apart = score is not None or not case.scale_is_positive
     # share is read while S is computed: 5 % faster where that does not spill
     early = tile.BLOCK_M == 64 and not score and not (mask and mask[0].tensors)
-    fused = _spec(case, tile, score_text, mask_text, scale_apart, check_padding, early, buffers_of(score, gathered))
-    delta = delta_spec(case, "cuda", "first" if fused.flag["ZERO_AHEAD"] else "all", fused.flag["SUM_IS_RAW"])
+    inside = batch_inside(score, mask)
+    fused = _spec(case, tile, score_text, mask_text, scale_apart, inside, check_padding, early, buffers_of(score, gathered))
+    delta = delta_spec(case, "cuda", "first" if fused.flag["ZERO_AHEAD"] else "all", fused.flag["SUM_IS_RAW"], inside)
     return HopperBackwardPlan(delta, fused, tile, score_text, mask_text, scale_apart, gathered)
 
 
@@ -175,6 +176,7 @@ def _spec(
     score: ModText | None,
     mask: ModText | None,
     scale_apart: bool,
+    inside: bool,
     check_padding: bool,
     early_share: bool,
     buffers: tuple[Parameter, ...],
@@ -206,6 +208,7 @@ def _spec(
         **block_flags(blocks),
         "STEPS": blocks.q_block // tile.BLOCK_M if blocks else 1,
         "STARTS": starts,
+        "BATCH_INSIDE": inside,
         "SCALE_FIRST": scale_apart,
         "SUM_IS_RAW": raw,
         "CHECK_PADDING": check_padding,

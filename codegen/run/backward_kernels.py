@@ -87,11 +87,13 @@ class Sizes(NamedTuple):
         """All that the kernels may take beside lists, by the names of parameters."""
         (Z, Hq, Q_LEN, KV_LEN), (Zkv, Hkv), case = self.extents, self.shared, call.case
         row_bytes = case.d_qk * (case.dtype.itemsize + 4) + case.d_v * case.dtype.itemsize
+        heads = heads_per_group(Zkv * Hkv, Q_LEN * row_bytes * (Z * Hq // (Zkv * Hkv)), enough_heads(KV_LEN), L2_BYTES)
+        inside = isinstance(plan, HopperBackwardPlan) and plan.fused.flag["BATCH_INSIDE"]
         return {
             **call.geometry.strides,
             **{"Z": Z, "Hq": Hq, "Zkv": Zkv, "Hkv": Hkv, "GROUP_SIZE": Hq // Hkv, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN},
             "STATS_LEN": stats_len,
-            "HEADS_PER_GROUP": heads_per_group(Zkv * Hkv, Q_LEN * row_bytes * (Z * Hq // (Zkv * Hkv)), enough_heads(KV_LEN), L2_BYTES),
+            "HEADS_PER_GROUP": max(heads, Zkv) if inside else heads,
             **scales(self.scale, plan.scale_apart),
             **dropout_numbers(self.dropout_p),
         }
