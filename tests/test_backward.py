@@ -459,5 +459,6 @@ def test_gradients_at_indices_from_an_expanded_tensor(axis, device):
 )
 def test_batch_entries_that_share_a_bias_are_computed_beside_each_other(name, inside):
     make, learned = learned_mods(3, 2, 64, "cpu")[name]
-    kernels = preview(make(*learned), head_dim=64), *(c.spec for c in backward_compilations("sm_90", make(*learned), head_dim=64).values())
+    backward = backward_compilations("sm_90", make(*learned), head_dim=64).values()
+    kernels = [preview(make(*learned), head_dim=64), *(c.spec for c in backward)]
     assert {spec.template for spec in kernels if spec.flag["BATCH_INSIDE"]} == ({"forward", "backward_dq", "backward_dkv"} if inside else set())

@@ -14,7 +14,7 @@ from ..gpus import WIDEST_TILE, round_up_head_dim
 from ..mod.dtypes import dtype_name
 from ..mod.expr import Expr, symbols_in
 from ..mod.grad import differentiate
-from ..mod.loads import read_in, weight_of, width_of_dots
+from ..mod.loads import gathers, read_in, weight_of, width_of_dots
 from ..mod.nan import padding_may_be_nan
 from ..registry import remembered
 from ..text.gradient_text import CapturedGradient, Differential
@@ -141,6 +141,7 @@ def plan_backward(case: BackwardCase, backend: str, arch: str, score: Mod | None
     check_padding = score is not None and padding_may_be_nan(score[0].result, case.ordinary)
     sizes, added = case.blocks or Blocks(False, 0, 0), width_of_dots(score and score[0])
     wide = max(case.d_qk, case.d_v) > WIDEST_TILE  # no program has the registers for dK and dV
+    heavy = (weight_of(score[0]) or ("gathers" if gathers(score[0]) else "")) if score else ""
     walks = {}
     for name, captured in ((("dk", columns), ("dv", ())) if wide else (("dkv", columns),)) + (("dq", others),):
         text = None
@@ -154,7 +155,7 @@ def plan_backward(case: BackwardCase, backend: str, arch: str, score: Mod | None
             padded(case.d_qk, added),
             padded(case.d_v),
             case.dtype.itemsize,
-            heavy=weight_of(score[0]) if score else "",
+            heavy=heavy,
             q_block=sizes.q_block,
             kv_block=sizes.kv_block,
             options=dict(case.options.tile),
