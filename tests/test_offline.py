@@ -250,6 +250,8 @@ EVERYWHERE = {
     "block_lists",
     "block_starts",
     "update_cache",
+    "copy_blocks",
+    "add_blocks",
     "dense_mask global_sliding",
     "block_zones document",
     "block_status document, ragged",
