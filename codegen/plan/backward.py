@@ -14,7 +14,7 @@ from ..gpus import WIDEST_TILE, round_up_head_dim
 from ..mod.dtypes import dtype_name
 from ..mod.expr import Expr, symbols_in
 from ..mod.grad import differentiate
-from ..mod.loads import gathers, read_in, weight_of, width_of_dots
+from ..mod.loads import read_in, weight_of, width_of_dots
 from ..mod.nan import padding_may_be_nan
 from ..registry import remembered
 from ..text.gradient_text import CapturedGradient, Differential
@@ -25,7 +25,7 @@ from ..text.snippet import Target
 from ..text.spec import KernelSpec
 from .backward_tiles import backward_tile
 from .extras import ORDINARY, Extras
-from .forward import Blocks, Mod, Options, batch_inside, block_flags, element_flags, indices_of, list_numbers, list_tables
+from .forward import Blocks, Mod, Options, batch_inside, block_flags, element_flags, indices_of, list_numbers, list_tables, own_elements
 from .slices import padded
 from .tiles import Tile
 
@@ -141,7 +141,7 @@ def plan_backward(case: BackwardCase, backend: str, arch: str, score: Mod | None
     check_padding = score is not None and padding_may_be_nan(score[0].result, case.ordinary)
     sizes, added = case.blocks or Blocks(False, 0, 0), width_of_dots(score and score[0])
     wide = max(case.d_qk, case.d_v) > WIDEST_TILE  # no program has the registers for dK and dV
-    heavy = (weight_of(score[0]) or ("gathers" if gathers(score[0]) else "")) if score else ""
+    heavy = (weight_of(score[0]) or ("own elements" if own_elements(score) else "")) if score else ""
     walks = {}
     for name, captured in ((("dk", columns), ("dv", ())) if wide else (("dkv", columns),)) + (("dq", others),):
         text = None

@@ -89,8 +89,8 @@ _BACKWARD_HEAVY = {
     ("vectors", "dkv", "sm_80", 2): Tile(32, 32, 4, 2),
     ("vectors", "dq", "sm_80", 2): Tile(64, 32, 8, 2),
 }
-# where it loads an element of every position's own, and an address for each
-_BACKWARD_GATHERS = {("dkv", "sm_90", 128, 2): Tile(32, 64, 4, 2)}
+# where it loads elements that every position has of its own
+_BACKWARD_OWN = {("dkv", "sm_90", 128, 2): Tile(32, 64, 4, 2)}
 
 
 def backward_tile(
@@ -108,7 +108,8 @@ def backward_tile(
 ) -> Tile:
     """The tile of backward_dq or backward_dkv (`kernel` is "dq", "dkv", "dk" or "dv"); arguments as for forward_tile.
 
-    heavy     "dots" or "vectors" of captured tensors that a score_mod computes with (loads.weight_of), or "gathers" (loads.gathers)
+    heavy     what a score_mod computes with: "dots" or "vectors" of captured tensors (loads.weight_of), or "own elements" of every
+              position (forward.own_elements)
     options   the user's dq_BLOCK_M, dq_BLOCK_N, dq_num_warps, dq_num_stages, and the same with dkv_
     """
     family = {"sm_86": "sm_80", "sm_100": "sm_90"}.get(arch, arch)
@@ -118,7 +119,7 @@ def backward_tile(
     tile = _BACKWARD.get((kernel, arch, width, itemsize), _BACKWARD[row])
     if d_qk != d_v:
         tile = _BACKWARD_UNEQUAL.get(row, tile)
-    tile = _BACKWARD_GATHERS.get(row, tile) if heavy == "gathers" else _BACKWARD_HEAVY.get((heavy, kernel, family, itemsize), tile)
+    tile = _BACKWARD_OWN.get(row, tile) if heavy == "own elements" else _BACKWARD_HEAVY.get((heavy, kernel, family, itemsize), tile)
     named = "dq_" if kernel == "dq" else "dkv_"
     chosen = {k.removeprefix(named): v for k, v in (options or {}).items() if k.startswith(named)}
     if q_block:

@@ -194,12 +194,13 @@ def batch_inside(score: Mod | None, mask: Mod | None) -> bool:
     So they do where batch entries share elements that every position has of its own (a bias of a head). One entry brings them to the L2
     cache for all, and what is added to their gradients meets there. The whole tensor is too large for it.
     """
-    for graph, layouts in (m[:2] for m in (score, mask) if m):
-        for load in loads_of(graph):
-            indices = indices_of(load, layouts[load.attr])
-            if {a.attr for a in indices if a.op == "symbol"} >= POSITIONS and not any("b" in symbols_in(a) for a in indices):
-                return True
-    return False
+    return any(not any("b" in symbols_in(a) for a in indices) for indices in own_elements(score, mask))
+
+
+def own_elements(*mods: Mod | None) -> list[list[Expr]]:
+    """The indices of each load of an element that every position has of its own."""
+    loads = (indices_of(load, m[1][load.attr]) for m in mods if m for load in loads_of(m[0]))
+    return [indices for indices in loads if {a.attr for a in indices if a.op == "symbol"} >= POSITIONS]
 
 
 def indices_of(load: Expr, layout: TensorLayout) -> list[Expr]:
