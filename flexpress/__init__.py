@@ -20,6 +20,7 @@ check_versions()
 from flexpress import flash, flash_attn
 from flexpress import mask_operators as _mask_operators  # noqa: F401
 from flexpress import operators as _operators  # noqa: F401
+from flexpress import serving_ops as _serving_ops  # noqa: F401
 from flexpress.attention import AuxOutput, AuxRequest, AuxStatistics, flex_attention
 from flexpress.block_mask import BlockMask
 from flexpress.cached import cached_attention

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from flexpress import PageAllocator, mods, rope_table, serving_ops
+from flexpress import PageAllocator, cached_attention, layer_step, mods, rope_table, scaled_dot_product_attention, serving_ops
 from flexpress.sequences import AttentionInfo, CacheConfig, PositionalEmbeddingConfig, SequenceInfo
 from flexpress.serving import AttentionDescriptor, AttentionRegistry
 from support.caches import turned
@@ -159,6 +161,60 @@ def test_a_window_counts_the_token_itself(window):
     assert all((b.amin(0) - 1e-5 <= o).all() and (o <= b.amax(0) + 1e-5).all() for b, o in zip(bounds, head, strict=True))
 
 
+def test_importing_flexpress_registers_the_operators():
+    """All of them, without importing the modules in which they are written."""
+    names = [
+        "mha_with_cache",
+        "flattened_mha_with_cache",
+        "mha_with_paged_cache",
+        "prepare_metadata",
+        "scaled_dot_product_attention",
+        "update_cache",
+    ]
+    code = f"import torch, flexpress; assert all(hasattr(torch.ops.flexpress, name) for name in {names})"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", [name for name in samples("cpu") if "mha" in name])
+def test_heads_may_lie_apart(name, device):
+    """q, k and v with 3 or 4 dimensions, in any mixture: the same results, in the form of q."""
+    op = getattr(torch.ops.flexpress, name.partition(",")[0])
+    expected, written, args = None, None, samples(device)[name]
+    for apart in range(8):
+        q, k, v, *rest = (t.clone() if isinstance(t, torch.Tensor) else t for t in args)
+        caches = [t for t in rest if isinstance(t, torch.Tensor) and t.ndim == 4]
+        widths = [caches[0].shape[-1], caches[0].shape[-1], caches[1].shape[-1]]
+        q, k, v = (t.unflatten(2, (-1, d)) if apart >> i & 1 else t for i, (t, d) in enumerate(zip((q, k, v), widths, strict=True)))
+        out = op(q, k, v, *rest)
+        assert out.ndim == q.ndim and out.is_contiguous()
+        expected, written = (out, caches) if expected is None else (expected, written)
+        assert torch.equal(out.flatten(2), expected)
+        assert all(torch.equal(a.float(), b.float()) for a, b in zip(caches, written, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_fewer_sequences_than_the_cache_has_entries(device):
+    """Sequence i has entry i; entries behind them are neither read nor written."""
+    args = samples("cpu")["mha_with_cache"]
+    q, k, v, input_pos, *caches, rope = (t.to(device) for t in args)
+    more = [torch.cat([cache, torch.full_like(cache, float("nan"))]) for cache in caches]
+    out = torch.ops.flexpress.mha_with_cache(q, k, v, input_pos, *more, rope)
+    assert torch.equal(out, torch.ops.flexpress.mha_with_cache(q, k, v, input_pos, *caches, rope))
+    assert all(torch.equal(a[:3], b) and a[3:].isnan().all() for a, b in zip(more, caches, strict=True))
+
+
+@pytest.mark.parametrize("name", [name for name in samples("cpu") if "mha" in name])
+def test_outputs_are_not_copied(name, monkeypatch):
+    """What attention wrote is what the operator returns."""
+    written = []
+    monkeypatch.setattr(
+        layer_step, "cached_attention", lambda *args, **options: written.append(cached_attention(*args, **options)) or written[-1]
+    )
+    out = getattr(torch.ops.flexpress, name.partition(",")[0])(*samples("cpu")[name])
+    assert out.data_ptr() == written[0].data_ptr() and out.numel() == written[0].numel()
+
+
 BAD_OPERATORS = {  # operator, which arguments are others, and the words
     "q": ("mha_with_paged_cache", {0: lambda t: t[..., :60]}, r"q \(1, 5, 60\) must have heads \* 16"),
     "k": ("mha_with_paged_cache", {1: lambda t: t[..., :16]}, r"k \(1, 5, 16\) must have 2 \* 16"),
@@ -167,6 +223,17 @@ BAD_OPERATORS = {  # operator, which arguments are others, and the words
     "dtypes": ("mha_with_cache", {2: torch.Tensor.half}, "equal batch, tokens and dtype"),
     "a flat cache": ("mha_with_cache", {4: torch.Tensor.flatten}, "k_cache must be"),
     "input_pos": ("mha_with_cache", {3: lambda t: t[:2]}, "input_pos must be int32 .b,., a number for each sequence"),
+    "more sequences than entries": (
+        "mha_with_cache",
+        {4: lambda t: t[:2], 5: lambda t: t[:2]},
+        r"has 3 sequences, but k_cache .2, 32, 2, 16. only 2",
+    ),
+    "heads apart": (
+        "mha_with_cache",
+        {1: lambda t: t.unflatten(2, (4, 8))},
+        r"k \(3, 5, 4, 8\) must have 2 \* 16 as its last extent, or its last two",
+    ),
+    "dimensions": ("mha_with_cache", {0: lambda t: t[0]}, "or .batch, tokens, heads, head dim. with equal batch"),
     "cu_seqlens": ("mha_with_paged_cache", {3: lambda t: t[:2]}, "must be one longer than kv_len"),
     "a window": ("mha_with_paged_cache", {11: -1}, "window"),
     "a cap": ("mha_with_paged_cache", {12: -1.0}, "cap"),
@@ -203,8 +270,14 @@ def test_scaled_dot_product_attention(device):
     ):
         expected = dense_attention(q, k, v, score_mod, mask_mod, arguments.get("scale"))[0]
         assert relative_error(op(q, k, v, enable_gqa=True, **arguments), expected) < 1e-6
-    with pytest.raises(NotImplementedError, match="dropout_p is 0.5"):
-        op(q, k, v, None, 0.5)
+    torch.manual_seed(3)
+    dropped = op(q, k, v, dropout_p=0.5, enable_gqa=True)
+    torch.manual_seed(3)
+    assert torch.equal(dropped, scaled_dot_product_attention(q, k, v, dropout_p=0.5, enable_gqa=True))
+    assert not torch.equal(dropped, op(q, k, v, dropout_p=0.5, enable_gqa=True)), "the generator goes on"
+    assert torch.Tag.nondeterministic_seeded in op.default.tags, "a compiler must not take two calls for one"
+    with pytest.raises(ValueError, match="dropout_p must be a number from 0 to 1, got 1.5"):
+        op(q, k, v, None, 1.5, enable_gqa=True)
 
 
 @pytest.mark.parametrize("device", DEVICES)
