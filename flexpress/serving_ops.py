@@ -139,8 +139,10 @@ def mha_with_cache(
             "one for each"
         )
     kv_len = (input_pos + q.shape[1]).to(torch.int32)
-    entries = k_cache[:sequences], v_cache[:sequences]
-    return attend((q, k, v), kv_len, None, {}, entries, rope, interleaved, scale, sliding_window, softcap, (k_scale, v_scale))
+    where = {}
+    if k_cache.shape[0] > sequences:
+        where["cache_loc"] = torch.arange(sequences, dtype=torch.int32, device=q.device)
+    return attend((q, k, v), kv_len, None, where, (k_cache, v_cache), rope, interleaved, scale, sliding_window, softcap, (k_scale, v_scale))
 
 
 @mha_with_cache.register_fake
