@@ -373,7 +373,7 @@ class Server(torch.nn.Module):
         ("paged", (16, 3, 4), torch.float8_e4m3fn),
         ("flattened", (16, 2, 0), torch.float16),
         ("flattened", (16, 1, 0), torch.bfloat16),
-        ("paged", (5, 2, 4, 3), None),
+        ("paged", (5, 2, 4, 3, 4), None),
     ],
 )
 @torch.no_grad()
