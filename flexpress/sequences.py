@@ -41,8 +41,8 @@ class SequenceInfo(StepView):
     seq_start      [n]  where each sequence starts in input_ids
     page_table     [n, max_pages_per_seq]  the pages of each sequence, then -1: no kernel may read there
 
-    They are views of memory that stays where it is until `to`, so a CUDA graph sees every change; ids and rows have memory of their own, that
-    of rows as long as their shape and dtype stay. Behind its n entries seq_len is 0 up
+    They are views of memory that stays where it is until `to`, so a CUDA graph sees every change; ids and rows have memory of their own,
+    that of rows as long as their shape and dtype stay. Behind its n entries seq_len is 0 up
     to max_batch_size, and page_table -1: a kernel launched for more sequences finds no work in them. The host keeps the numbers too, and
     never waits for the device unless it is given positions or pages that are there. Bad arguments raise before anything has changed.
     """
@@ -264,7 +264,7 @@ class SequenceInfo(StepView):
         return torch.split(tokens.new_zeros((sum(lengths), *tokens.shape[1:])), lengths)
 
     def _pages_of_a_step(self) -> int:
-        """What max_num_tokens tokens fill at most: a token in a page of each sequence, and then one page more for every page_size tokens."""
+        """What max_num_tokens tokens fill at most: a page of each sequence with one token, then a page for every page_size tokens."""
         sequences, more = self._max_batch_size, max(self._max_num_tokens - self._max_batch_size, 0)
         return min(sequences * self.max_pages_per_seq, sequences + more // self._page_size)
 
