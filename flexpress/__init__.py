@@ -29,7 +29,7 @@ from flexpress.explain import explain
 from flexpress.export import export
 from flexpress.export_cached import export_cached
 from flexpress.inspection import CacheInfo, cache_clear, cache_dir, cache_info, printed_kernels
-from flexpress.kv_cache import rope_table, update_cache
+from flexpress.kv_cache import update_cache
 from flexpress.mask_creation import create_block_mask, create_mask
 from flexpress.mask_mods import and_masks, noop_mask, or_masks
 from flexpress.merge import merge_attention
@@ -38,6 +38,7 @@ from flexpress.pages import OutOfPages, PageAllocator
 from flexpress.pickling import safe_globals
 from flexpress.plot import plot_mask
 from flexpress.precompile import Precompiled, precompile, precompile_cached
+from flexpress.rope import Llama3Scaling, YarnScaling, rope_table
 from flexpress.sdpa import scaled_dot_product_attention
 from flexpress.varlen import varlen_attention
 
@@ -51,6 +52,7 @@ __all__ = [
     "AuxStatistics",
     "BlockMask",
     "CacheInfo",
+    "Llama3Scaling",
     "MaskMod",
     "ModError",
     "OutOfPages",
@@ -58,6 +60,7 @@ __all__ = [
     "Precompiled",
     "RenderError",
     "ScoreMod",
+    "YarnScaling",
     "__version__",
     "and_masks",
     "cache_clear",

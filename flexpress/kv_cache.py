@@ -1,50 +1,18 @@
-"""Writing new keys and values into a cache, contiguous or in pages, and rotary position embedding on the way."""
+"""Writing new keys and values into a cache, contiguous or in pages, and turning them by their positions on the way."""
 
 from __future__ import annotations
 
 from typing import overload
 
 import torch
-from torch.types import Device
 
 from flexpress import checks
 from flexpress.cache_checks import check_batch, check_contents, check_no_gradients, check_plain, check_writable, described
-from flexpress.checks import positive, whole
 from flexpress.in_graph import compilable
 
 from .codegen.mod.tensors import check_memory, is_recorded
 from .codegen.run.call import Cached
 from .codegen.run.update_cache import update
-
-
-def rope_table(
-    length: int, rope_dim: int, theta: float = 10000.0, scale: float = 1.0, *, inv_freq: torch.Tensor | None = None, device: Device = None
-) -> torch.Tensor:
-    """Cosine and sine of the angles of rotary position embedding, float32 (length, rope_dim / 2, 2), computed in float64.
-
-    Dimension pair j of position p is turned by p / scale * theta ** (-2 j / rope_dim).
-
-    theta      the base of the angles
-    scale      linear scaling: positions are divided by it
-    inv_freq   (rope_dim / 2,): angles per position, instead of theta's, for any other scaling (that of Llama 3, YaRN and so on)
-
-    Raises TypeError for a length or rope_dim that is no integer and for an inv_freq that is no tensor of floats, ValueError for a
-    negative length, an odd rope_dim, theta and scale that are not positive and finite, and another shape of inv_freq.
-
-    Method: RoFormer (Su et al. 2021, arXiv 2104.09864).
-    """
-    length, rope_dim = whole("length", length), whole("rope_dim", rope_dim)
-    if rope_dim < 2 or rope_dim % 2:
-        raise ValueError(f"rope_dim must be even and at least 2, got {rope_dim}")
-    theta, scale = positive("theta", theta), positive("scale", scale)
-    if inv_freq is None:
-        inv_freq = theta ** (-torch.arange(0, rope_dim, 2, dtype=torch.float64, device=device) / rope_dim)
-    elif not isinstance(inv_freq, torch.Tensor) or not inv_freq.is_floating_point():
-        raise TypeError(f"inv_freq must be a floating-point tensor ({rope_dim // 2},), got {described(inv_freq)}")
-    elif inv_freq.shape != (rope_dim // 2,):
-        raise ValueError(f"inv_freq must have shape ({rope_dim // 2},) for rope_dim {rope_dim}, got {tuple(inv_freq.shape)}")
-    angles = torch.arange(length, dtype=torch.float64, device=device)[:, None] / scale * inv_freq.to(device, torch.float64)
-    return torch.stack([angles.cos(), angles.sin()], dim=-1).float()
 
 
 @overload

@@ -15,15 +15,6 @@ def test_any_update(p, device):
     check_update(p, device)
 
 
-def test_rope_table():
-    """Angles are exact where float32 angles are not, and any other frequencies can be given."""
-    table = rope_table(200_000, 8)
-    exact = 199_999 * 10000.0 ** (-torch.arange(0, 8, 2).double() / 8)
-    assert (table[-1].double() - torch.stack([exact.cos(), exact.sin()], -1)).abs().max() < 6e-8
-    assert torch.equal(rope_table(10, 4, scale=2.0)[8], rope_table(10, 4)[4])
-    assert torch.equal(rope_table(10, 4, inv_freq=torch.tensor([1.0, 0.01], dtype=torch.float64)), rope_table(10, 4))
-
-
 BAD = {
     "more pages than there are": (dict(kv_len=[40]), "positions go from 0 to 31"),
     "a page outside": (dict(page_table=[[0, 9]]), r"page_table\[0\] names pages from 0 to 9"),

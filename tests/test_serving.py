@@ -8,9 +8,21 @@ import sys
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
-from flexpress import PageAllocator, cached_attention, layer_step, mods, rope_table, scaled_dot_product_attention, serving_ops
+from flexpress import (
+    Llama3Scaling,
+    PageAllocator,
+    YarnScaling,
+    cached_attention,
+    layer_step,
+    mods,
+    rope_table,
+    scaled_dot_product_attention,
+    serving_ops,
+)
 from flexpress.sequences import AttentionInfo, CacheConfig, PositionalEmbeddingConfig, SequenceInfo
 from flexpress.serving import AttentionDescriptor, AttentionRegistry
 from support.caches import turned
@@ -331,6 +343,77 @@ def test_steps_of_mixed_batches(name, interleaved, device):
             assert relative_error(found, expected) < 2e-6
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_a_layer_is_what_its_info_says(device, data):
+    """Head dim of values, scale, window, cap, scales of float8 and of rotary embedding: a prompt, then a step, against float64."""
+    D_V, window, softcap, scale = (data.draw(st.sampled_from(x)) for x in ([0, 8, 24], [0, 1, 3], [0.0, 2.0], [None, 0.7]))
+    scaling = data.draw(st.sampled_from([None, Llama3Scaling(8.0, 16), YarnScaling(4.0, 8)]))
+    rope = PositionalEmbeddingConfig(data.draw(st.sampled_from([None, "rope"])), rope_dim=8, rope_scaling=scaling)
+    k_scale = data.draw(st.sampled_from([None, 0.25, (0.5, 2.0)]))
+    cache = CacheConfig() if k_scale is None else CacheConfig(torch.float8_e4m3fn, k_scale, 0.125)
+    info = AttentionInfo(HEADS, KV_HEADS, D, torch.float32, cache, rope, D_V, scale, window, softcap)
+    attention = AttentionRegistry.get(data.draw(st.sampled_from(["flexpress_paged", "flexpress_flattened"])))
+    sequences = SequenceInfo(max_seq_len=24, max_batch_size=2, page_size=4 if attention.is_paged else 0, device=device)
+    caches = [make(sequences) for make in attention.cache_initializers(info).values()]
+    (table,) = (make(sequences) for make in attention.buffer_initializers(info).values())
+    scales = {name: make(sequences) for name, make in attention.scale_initializers(info).items()}
+    assert list(scales) == ([] if k_scale is None else ["k_scale", "v_scale"])
+    q, k, v = (torch.randn(8, h * d, device=device) for h, d in ((HEADS, D), (KV_HEADS, D), (KV_HEADS, info.value_dim)))
+    found = []
+    for first, end in ((0, 5), (5, 8)):
+        pages = [*range(sequences.max_pages_per_seq)]
+        sequences.nest_sequences([[0] * (end - first)], [first], [pages])
+        metadata = attention.metadata_op(*sequences.args)
+        new = (t[first:end][None] for t in (q, k, v))
+        found.append(attention.attention_op(*new, *metadata, *caches, table, *attention.constants(info), **scales)[0])
+    queries, keys, values = (t.unflatten(1, (h, -1)).transpose(0, 1)[None] for t, h in ((q, HEADS), (k, KV_HEADS), (v, KV_HEADS)))
+    if table is not None:
+        queries, keys = (turned(t, torch.arange(8, device=device), table, False) for t in (queries, keys))
+    kept = [c.flatten(0, 1)[:8].transpose(0, 1)[None].double() for c in caches]
+    kept = [c * scales[n][:, None, None] if scales else c for c, n in zip(kept, ("k_scale", "v_scale"), strict=True)]
+    for held, wanted in zip(kept, (keys, values), strict=True):
+        assert relative_error(held, wanted) < (0.05 if scales else 1e-6)
+    mask_mod = mods.sliding_window(window) if window else mods.causal
+    expected = dense_attention(queries, *kept, mods.softcap(softcap) if softcap else None, mask_mod, scale)[0]
+    assert relative_error(torch.cat(found), expected[0].transpose(0, 1).flatten(1)) < 2e-6
+
+
+BAD_INFO = {
+    "v_head_dim": (dict(v_head_dim=-1), ValueError, "v_head_dim is -1"),
+    "a scale": (dict(scale=float("inf")), ValueError, "scale must be finite in float32, got inf"),
+    "a scale in words": (dict(scale="big"), TypeError, "scale must be a number, got str"),
+    "a window": (dict(sliding_window=-2), ValueError, "sliding_window is -2"),
+    "a cap": (dict(softcap=-1.0), ValueError, "softcap is -1.0; it must be positive and finite"),
+    "scales of heads": (
+        dict(cache_config=CacheConfig(torch.float8_e4m3fn, (1.0, 2.0, 3.0), 1.0)),
+        ValueError,
+        "k_scale of the cache has 3 numbers; it needs one, or 2: num_kv_heads",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INFO)
+def test_an_info_says_what_is_wrong(name):
+    changes, error, words = BAD_INFO[name]
+    with pytest.raises(error, match=words):
+        AttentionInfo(HEADS, KV_HEADS, D, torch.float32, **changes)
+
+
+def test_configs_say_what_is_wrong():
+    with pytest.raises(ValueError, match="k_scale and v_scale go together; pass 1.0"):
+        CacheConfig(torch.float8_e4m3fn, k_scale=1.0)
+    with pytest.raises(ValueError, match="v_scale is 0; it must be positive and finite"):
+        CacheConfig(torch.float8_e4m3fn, 1.0, (1.0, 0))
+    with pytest.raises(TypeError, match="for caches of float8_e4m3fn, got dtype torch.float16; leave them out"):
+        CacheConfig(torch.float16, 1.0, 1.0)
+    with pytest.raises(ValueError, match=r"rope_scaling and a scale of positions \(2.0\) exclude each other"):
+        PositionalEmbeddingConfig("rope", rope_scale=2.0, rope_scaling=YarnScaling(4.0, 64))
+    with pytest.raises(TypeError, match="rope_scaling must be a Llama3Scaling, a YarnScaling or None, got 4.0"):
+        PositionalEmbeddingConfig("rope", rope_scaling=4.0)
+
+
 def test_descriptors_make_what_the_ops_take():
     sequences = SequenceInfo(max_seq_len=100, max_batch_size=2, page_size=16)
     info = AttentionInfo(HEADS, KV_HEADS, D, torch.bfloat16, CacheConfig(torch.float16))
@@ -414,9 +497,17 @@ def test_attention_takes_the_caches_its_descriptor_makes(dtype, name, device):
 def test_layers_share_a_table_only_if_all_digits_agree():
     names = set()
     thetas = 1000000, 1000001, 1e6 + 2**-20, 10000.0, 1e16, 1e-5, 10.5, 1.0
-    configs = [(theta, scale) for theta in thetas for scale in (1, 5.0, 1.05, 1e-5)]
-    for theta, scale in configs:
-        info = AttentionInfo(4, 2, 16, torch.float32, pos_embd_config=PositionalEmbeddingConfig("rope", theta, scale))
+    configs = [(theta, scale, None) for theta in thetas for scale in (1, 5.0, 1.05, 1e-5)]
+    configs += [
+        (1e4, 1, Llama3Scaling(8, 8192)),
+        (1e4, 1, YarnScaling(8, 8192)),
+        (1e4, 1, YarnScaling(8.5, 8192)),
+        (1e4, 1, YarnScaling(8, 4096)),
+    ]
+    configs += [(1e4, 1, YarnScaling(8, 8192, attention_factor=1.0)), (1e4, 1, YarnScaling(8, 8192, truncate=False))]
+    for theta, scale, scaling in configs:
+        rope = PositionalEmbeddingConfig("rope", theta, scale, rope_scaling=scaling)
+        info = AttentionInfo(4, 2, 16, torch.float32, pos_embd_config=rope)
         (name,) = AttentionRegistry.get("flexpress_paged").buffer_initializers(info)
         torch.nn.Module().register_buffer(name, None)
         assert name.isidentifier()
@@ -458,6 +549,7 @@ def descriptor(**changes):
         (descriptor(num_metadata=True), "Mine.num_metadata must be an int"),
         (descriptor(is_paged=lambda: True), "Mine.is_paged must be a bool"),
         (descriptor(cache_initializers=lambda info: {}), "Mine.cache_initializers must be a classmethod of info: write @classmethod"),
+        (descriptor(scale_initializers=lambda info: {}), "Mine.scale_initializers must be a classmethod of info"),
         (descriptor(constants=[1]), "Mine.constants must be a classmethod of info"),
         (object, "'mine' must be a subclass of AttentionDescriptor"),
         (descriptor(), "'mine' must be a subclass of AttentionDescriptor"),
