@@ -39,6 +39,7 @@ from flexpress.pickling import safe_globals
 from flexpress.plot import plot_mask
 from flexpress.precompile import Precompiled, precompile, precompile_cached
 from flexpress.rope import Llama3Scaling, YarnScaling, rope_table
+from flexpress.rotation import apply_rope
 from flexpress.sdpa import scaled_dot_product_attention
 from flexpress.varlen import varlen_attention
 
@@ -63,6 +64,7 @@ __all__ = [
     "YarnScaling",
     "__version__",
     "and_masks",
+    "apply_rope",
     "cache_clear",
     "cache_dir",
     "cache_info",

@@ -45,6 +45,7 @@ class PositionalEmbeddingConfig:
     rope_theta        pair i of rope_dim / 2 turns by (position / rope_scale) * rope_theta ** (-2 i / rope_dim) radians
     rope_scale        positions are divided by it (linear position interpolation)
     rope_dim          how many of a head's first elements turn; 0: all
+    rope_tail         they are a head's last elements
     rope_interleaved  a pair is elements (2 i, 2 i + 1); else (i, i + rope_dim / 2)
     rope_scaling      flexpress.Llama3Scaling(...) or YarnScaling(...), instead of rope_scale
     Raises ValueError for another mode, for theta or scale that are not positive and finite, for an odd or negative rope_dim and for
@@ -57,6 +58,7 @@ class PositionalEmbeddingConfig:
     rope_dim: int = 0
     rope_interleaved: bool = False
     rope_scaling: Llama3Scaling | YarnScaling | None = None
+    rope_tail: bool = False
 
     def __post_init__(self) -> None:
         if self.mode not in (None, "rope"):
@@ -65,8 +67,9 @@ class PositionalEmbeddingConfig:
             positive(name, getattr(self, name))
         if whole("rope_dim", self.rope_dim) % 2:
             raise ValueError(f"rope_dim is {self.rope_dim}; it must be even: elements turn in pairs")
-        if not isinstance(self.rope_interleaved, bool):
-            raise TypeError(f"rope_interleaved must be a bool, got {self.rope_interleaved!r}")
+        for name in ("rope_interleaved", "rope_tail"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
         check_scaling("rope_scaling", self.rope_scaling, self.rope_scale)
 
 
@@ -128,5 +131,5 @@ class AttentionInfo:
 
     @property
     def rope_dim(self) -> int:
-        """How many of a head's first elements turn; 0 without rotary embedding."""
+        """How many of a head's elements turn; 0 without rotary embedding."""
         return (self.pos_embd_config.rope_dim or self.head_dim) if self.pos_embd_config.mode == "rope" else 0

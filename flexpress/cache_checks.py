@@ -209,7 +209,7 @@ def check_contents(tokens, k_cache, cached: Cached, q_offset, written: bool = Fa
     _check_tables_again(cached, q_offset)
     lengths, cache = cached.kv_lens.tolist(), f"k_cache {tuple(k_cache.shape)}"
     ragged, pages, locations = cached.cu_q is not None, cached.pages, cached.kv_locs
-    counts = _counts(cached.cu_q.tolist(), tokens.shape[0], cached.max_q) if ragged else [tokens.shape[2]] * len(lengths)
+    counts = check_counts(cached.cu_q.tolist(), tokens.shape[0], cached.max_q) if ragged else [tokens.shape[2]] * len(lengths)
     offsets = [n - c for n, c in zip(lengths, counts, strict=True)] if q_offset is None else q_offset.tolist()
     entries, size = k_cache.shape[:2]
     room = size * (1 if pages is None else pages.shape[1])
@@ -268,11 +268,12 @@ def _check_tables_again(cached: Cached, q_offset) -> None:
             check_kind(("kv_len", "cu_seqlens_q", "page_table", "cache_loc", "q_offset", "k_scale", "v_scale")[i], table)
 
 
-def _counts(starts: list[int], tokens: int, max_q: int) -> list[int]:
+def check_counts(starts: list[int], tokens: int, max_q: int | None = None) -> list[int]:
+    """How many tokens each sequence has, by what cu_seqlens_q holds."""
     counts = [b - a for a, b in zip(starts, starts[1:], strict=False)]
     if starts[0] != 0 or min(counts, default=0) < 0 or starts[-1] > tokens:
         raise ValueError(f"cu_seqlens_q must start with 0, never fall, and end with at most the {tokens} tokens there are, got {starts}")
-    if max(counts, default=0) > max_q:
+    if max_q is not None and max(counts, default=0) > max_q:
         b = counts.index(max(counts))
         raise ValueError(
             f"max_q_len is {max_q}, but sequence {b} has {counts[b]} queries (cu_seqlens_q {starts}); it must be the largest length or more"

@@ -9,8 +9,9 @@ import torch
 from flexpress import checks
 from flexpress.cache_checks import check_batch, check_contents, check_no_gradients, check_plain, check_writable, described
 from flexpress.in_graph import compilable
+from flexpress.rope import check_reached, check_rope
 
-from .codegen.mod.tensors import check_memory, is_recorded
+from .codegen.mod.tensors import is_recorded
 from .codegen.run.call import Cached
 from .codegen.run.update_cache import update
 
@@ -31,6 +32,7 @@ def update_cache(
     query: None = None,
     rope: torch.Tensor | None = None,
     interleaved: bool = False,
+    rope_tail: bool = False,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     check: bool | None = None,
@@ -51,6 +53,7 @@ def update_cache(
     query: torch.Tensor,
     rope: torch.Tensor | None = None,
     interleaved: bool = False,
+    rope_tail: bool = False,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     check: bool | None = None,
@@ -71,6 +74,7 @@ def update_cache(
     query: torch.Tensor | None = None,
     rope: torch.Tensor | None = None,
     interleaved: bool = False,
+    rope_tail: bool = False,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     check: bool | None = None,
@@ -82,6 +86,7 @@ def update_cache(
     rope          from rope_table, with a row for every position that a sequence reaches: keys are turned before they are written. rope_dim
                   may be less than D_QK: the dimensions after it stay as they are
     interleaved   pairs are dimensions 2j and 2j + 1; else j and j + rope_dim / 2 (as in Llama's weights on Hugging Face)
+    rope_tail     the last rope_dim dimensions turn, not the first, counted from where they start (latent attention: 64 behind 512)
     query         (B, Hq, Q_LEN, D_QK) or (T, Hq, D_QK), with rope: a turned copy of it is returned. Tokens after the last sequence's are
                   in it as they are
     check         look at what kv_len, cu_seqlens_q, page_table, cache_loc, q_offset and the scales hold, and raise ValueError before
@@ -107,33 +112,33 @@ def update_cache(
     if recorded:
         turned = torch.ops.flexpress.update_cache(
             *(key, value, k_cache, v_cache, kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset),
-            *(query, rope, interleaved, k_scale, v_scale, check),
+            *(query, rope, interleaved, k_scale, v_scale, check, rope_tail),
         )
         return None if query is None else turned
     if check or (check is None and key.device.type == "cpu"):
-        _check_positions(rope, check_contents(key, k_cache, cached, q_offset, written=True))
+        check_reached(rope, check_contents(key, k_cache, cached, q_offset, written=True))
     if key.numel() == 0:
         return None if query is None else query.clone()
-    return _update(key, value, query, k_cache, v_cache, cached, q_offset, rope, interleaved)
+    return _update(key, value, query, k_cache, v_cache, cached, q_offset, rope, interleaved, rope_tail)
 
 
-def _update(key, value, query, k_cache, v_cache, cached: Cached, q_offset, rope, interleaved: bool) -> torch.Tensor | None:
+def _update(key, value, query, k_cache, v_cache, cached: Cached, q_offset, rope, interleaved: bool, rope_tail: bool) -> torch.Tensor | None:
     """update_cache of arguments that are checked."""
-    k, v = _readable(key), _readable(value)
+    k, v = readable(key), readable(value)
     q = q_out = None
     if rope is not None:
-        q = k[:, :0] if query is None else _readable(query)
+        q = k[:, :0] if query is None else readable(query)
         q_out = torch.empty_like(q)
     turned = q_out
     if cached.cu_q is None:  # tokens before heads
         k, v = k.transpose(1, 2), v.transpose(1, 2)
         if q is not None and q_out is not None:
             q, turned = q.transpose(1, 2), q_out.transpose(1, 2)
-    update(k, v, k_cache, v_cache, cached, q_offset, rope, q, turned, interleaved=interleaved)
+    update(k, v, k_cache, v_cache, cached, q_offset, rope, q, turned, interleaved=interleaved, rope_tail=rope_tail)
     return None if query is None else q_out
 
 
-def _readable(tensor: torch.Tensor) -> torch.Tensor:
+def readable(tensor: torch.Tensor) -> torch.Tensor:
     """With contiguous head dims and without the negative bit."""
     tensor = tensor.resolve_neg() if tensor.is_neg() else tensor
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
@@ -151,7 +156,7 @@ def _check_new(key, k_cache, v_cache, value, query, rope) -> None:
             f"{tuple(v_cache.shape)} need {Hkv} heads, head dims {k_cache.shape[3]} and {D_V}, and all else alike"
         )
     if rope is not None:
-        _check_rope(rope, key)
+        check_rope(rope, "key", key)
     if query is not None:
         if rope is None:
             raise ValueError("query is turned by rope; pass rope=rope_table(...), or leave query out")
@@ -162,23 +167,3 @@ def _check_new(key, k_cache, v_cache, value, query, rope) -> None:
         raise ValueError(f"the head dims of k_cache and v_cache must be contiguous, got strides {k_cache.stride()} and {v_cache.stride()}")
     check_writable("k_cache", k_cache)
     check_writable("v_cache", v_cache)
-
-
-def _check_positions(rope: torch.Tensor | None, reached: int) -> None:
-    """Has rope a row for every one of the positions that are `reached`?"""
-    if rope is not None and reached > rope.shape[0]:
-        raise ValueError(
-            f"rope {tuple(rope.shape)} has {rope.shape[0]} positions, but a new token has position {reached - 1}: make it "
-            f"with rope_table({reached}, ...) or longer"
-        )
-
-
-def _check_rope(rope: torch.Tensor, key: torch.Tensor) -> None:
-    check_plain("rope", rope, "(positions, rope_dim / 2, 2)")
-    check_memory("rope", rope)
-    fits = rope.shape[0] > 0 and rope.shape[2] == 2 and rope.dtype == torch.float32 and rope.device == key.device
-    if not fits or not 1 <= rope.shape[1] <= key.shape[-1] // 2 or rope.stride(2) != 1 or rope.stride(1) != 2 and rope.shape[1] > 1:
-        raise ValueError(
-            f"rope must be float32 (positions, rope_dim / 2, 2) on {key.device}, from rope_table, with rope_dim up to the "
-            f"{key.shape[-1]} of key, got {described(rope)} with strides {rope.stride()}"
-        )

@@ -43,7 +43,7 @@ def no_autocast(tensor: torch.Tensor):
     return torch.autocast(tensor.device.type, enabled=False) if torch._C._is_any_autocast_enabled() else nullcontext()
 
 
-def attend(qkv, kv_len, cu_seqlens, where, caches, rope, interleaved, scale, sliding_window, softcap, scales) -> torch.Tensor:
+def attend(qkv, kv_len, cu_seqlens, where, caches, turning, scale, sliding_window, softcap, scales) -> torch.Tensor:
     """Write the new keys and values, then attend; the caches' extents say what heads there are. Arguments as serving_ops has them."""
     check_tokens(*qkv, *caches)
     if cu_seqlens is not None and cu_seqlens.shape != (kv_len.shape[0] + 1,):
@@ -62,10 +62,10 @@ def attend(qkv, kv_len, cu_seqlens, where, caches, rope, interleaved, scale, sli
     where = {**where, "k_scale": scales[0], "v_scale": scales[1]}
     score_mod = mods.softcap(softcap) if softcap else None
     mask_mod = mods.sliding_window(sliding_window) if sliding_window else None  # before anything is written: these raise for bad numbers
+    rope, interleaved, rope_tail = turning
+    turn = {} if rope is None else {"query": query, "rope": rope, "interleaved": interleaved, "rope_tail": rope_tail}
     with no_autocast(q):
-        turned = update_cache(
-            key, value, k_cache, v_cache, kv_len, **where, query=None if rope is None else query, rope=rope, interleaved=interleaved
-        )
+        turned = update_cache(key, value, k_cache, v_cache, kv_len, **where, **turn)
         attended = cached_attention(
             query if turned is None else turned, k_cache, v_cache, kv_len, **where, score_mod=score_mod, mask_mod=mask_mod, scale=scale
         )

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch.types import Device
 
-from flexpress.cache_checks import described
+from flexpress.cache_checks import check_plain, described
 from flexpress.checks import positive, whole
+
+from .codegen.mod.tensors import check_memory
 
 
 @dataclass(frozen=True)
@@ -155,3 +157,24 @@ def check_scaling(name: str, scaling, scale: float) -> None:
         raise TypeError(f"{name} must be a Llama3Scaling, a YarnScaling or None, got {scaling!r}")
     if scaling is not None and scale != 1:
         raise ValueError(f"{name} and a scale of positions ({scale}) exclude each other; leave the scale 1")
+
+
+def check_rope(rope, name: str, tokens: torch.Tensor) -> None:
+    """A table that `tokens`, an argument of that name (..., D), can be turned by."""
+    check_plain("rope", rope, "(positions, rope_dim / 2, 2)")
+    check_memory("rope", rope)
+    fits = rope.shape[0] > 0 and rope.shape[2] == 2 and rope.dtype == torch.float32 and rope.device == tokens.device
+    if not fits or not 1 <= rope.shape[1] <= tokens.shape[-1] // 2 or rope.stride(2) != 1 or rope.stride(1) != 2 and rope.shape[1] > 1:
+        raise ValueError(
+            f"rope must be float32 (positions, rope_dim / 2, 2) on {tokens.device}, from rope_table, with rope_dim up to the "
+            f"{tokens.shape[-1]} of {name}, got {described(rope)} with strides {rope.stride()}"
+        )
+
+
+def check_reached(rope: torch.Tensor | None, reached: int) -> None:
+    """Has rope a row for every one of the positions that are `reached`?"""
+    if rope is not None and reached > rope.shape[0]:
+        raise ValueError(
+            f"rope {tuple(rope.shape)} has {rope.shape[0]} positions, but a new token has position {reached - 1}: make it "
+            f"with rope_table({reached}, ...) or longer"
+        )

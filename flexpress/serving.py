@@ -5,8 +5,8 @@ info = AttentionInfo(num_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfl
 caches = [make(sequences) for make in attention.cache_initializers(info).values()]       # of every layer
 buffers = [make(sequences) for make in attention.buffer_initializers(info).values()]     # of the model
 metadata = attention.metadata_op(*sequences.args)                                         # once a step
-scales = {name: make(sequences) for name, make in attention.scale_initializers(info).items()}
-out = attention.attention_op(q, k, v, *metadata, *caches, *buffers, *attention.constants(info), **scales)   # in every layer
+options = {name: x(sequences) if callable(x) else x for name, x in attention.options(info).items()}         # of every layer
+out = attention.attention_op(q, k, v, *metadata, *caches, *buffers, *attention.constants(info), **options)   # in every layer
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Initializer = Callable[[SequenceInfo], torch.Tensor | None]
 class AttentionDescriptor(ABC):
     """What a serving stack must know of an attention with a cache. Its operators are custom ops of torch.library.
 
-    attention_op   (q, k, v, *metadata, *caches, *buffers, *constants, **scales) -> out; it changes the caches
+    attention_op   (q, k, v, *metadata, *caches, *buffers, *constants, **options) -> out; it changes the caches
     metadata_op    (*SequenceInfo.args) -> list of `num_metadata` tensors, for all layers of a step
     is_paged       a sequence may have more than one page of the cache
     """
@@ -55,8 +55,8 @@ class AttentionDescriptor(ABC):
         return []
 
     @classmethod
-    def scale_initializers(cls, info: AttentionInfo) -> dict[str, Initializer]:
-        """By argument name, what makes a layer's scales of float8; the operator takes them by name. {} where there are none."""
+    def options(cls, info: AttentionInfo) -> dict[str, Initializer | int | float | str | None]:
+        """What the operator takes by name, where it is not the default: constants, and what makes tensors of a layer, such as scales."""
         return {}
 
 
@@ -99,7 +99,7 @@ class AttentionRegistry:
         return list(cls._known)
 
 
-_OF_INFO = "cache_initializers", "buffer_initializers", "constants", "scale_initializers"
+_OF_INFO = "cache_initializers", "buffer_initializers", "constants", "options"
 
 
 def _check_descriptor(name: str, descriptor) -> None:
@@ -169,12 +169,15 @@ class _WithCache(AttentionDescriptor):
         return [info.pos_embd_config.rope_interleaved, scale, info.sliding_window, float(info.softcap)]
 
     @classmethod
-    def scale_initializers(cls, info: AttentionInfo) -> dict[str, Initializer]:
+    def options(cls, info: AttentionInfo) -> dict[str, Initializer | int | float | str | None]:
         def scale(sequences: SequenceInfo, numbers: float | tuple[float, ...]) -> torch.Tensor:
             return torch.tensor(numbers, dtype=torch.float32, device=sequences.device).expand(info.num_kv_heads).contiguous()
 
-        found = {name: getattr(info.cache_config, name) for name in ("k_scale", "v_scale")}
-        return {name: partial(scale, numbers=numbers) for name, numbers in found.items() if numbers is not None}
+        found: dict[str, Initializer | int | float | str | None] = {"rope_tail": True} if info.pos_embd_config.rope_tail else {}
+        for name in ("k_scale", "v_scale"):
+            if (numbers := getattr(info.cache_config, name)) is not None:
+                found[name] = partial(scale, numbers=numbers)
+        return found
 
 
 @AttentionRegistry.register("flexpress_flattened")

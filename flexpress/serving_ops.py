@@ -117,13 +117,15 @@ def mha_with_cache(
     softcap: float = 0.0,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    *,
+    rope_tail: bool = False,
 ) -> torch.Tensor:
     """Attention of b sequences with s new tokens each, q (b, s, Hq * D), k and v (b, s, Hkv * D and * D_V), to caches (N, S, Hkv, D) and
     (N, S, Hkv, D_V) that hold input_pos (b,) positions of each and take the new ones. To (b, s, Hq * D_V), in q's dtype.
 
     q, k, v             each may have heads apart, (b, s, Hq, D) and so on; the output is (b, s, Hq, D_V) where q is
     k_cache, v_cache    in q's dtype or any other that cached_attention takes. N >= b: sequence i has entry i, and others stay as they are
-    rope, interleaved   as for update_cache: q and k are turned
+    rope, interleaved, rope_tail   as for update_cache: q and k are turned
     sliding_window      how many positions a token sees, its own included: 1, only itself; 0: all
     softcap             scores s become softcap * tanh(s / softcap); 0: they stay
     k_scale, v_scale    float32 (Hkv,): what caches of float8_e4m3fn are to be multiplied by; None: 1
@@ -142,7 +144,18 @@ def mha_with_cache(
     where = {}
     if k_cache.shape[0] > sequences:
         where["cache_loc"] = torch.arange(sequences, dtype=torch.int32, device=q.device)
-    return attend((q, k, v), kv_len, None, where, (k_cache, v_cache), rope, interleaved, scale, sliding_window, softcap, (k_scale, v_scale))
+    return attend(
+        (q, k, v),
+        kv_len,
+        None,
+        where,
+        (k_cache, v_cache),
+        (rope, interleaved, rope_tail),
+        scale,
+        sliding_window,
+        softcap,
+        (k_scale, v_scale),
+    )
 
 
 @mha_with_cache.register_fake
@@ -160,6 +173,8 @@ def _(
     softcap=0.0,
     k_scale=None,
     v_scale=None,
+    *,
+    rope_tail=False,
 ):
     return out_like(q, k_cache, v_cache)
 
@@ -181,6 +196,8 @@ def flattened_mha_with_cache(
     softcap: float = 0.0,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    *,
+    rope_tail: bool = False,
 ) -> torch.Tensor:
     """Attention of sequences with any numbers of new tokens, prefill and decoding in one batch, to caches (entries, S, Hkv, D) and D_V.
 
@@ -190,7 +207,16 @@ def flattened_mha_with_cache(
     """
     where = {"cache_loc": cache_loc}
     return attend(
-        (q, k, v), kv_len, cu_seqlens, where, (k_cache, v_cache), rope, interleaved, scale, sliding_window, softcap, (k_scale, v_scale)
+        (q, k, v),
+        kv_len,
+        cu_seqlens,
+        where,
+        (k_cache, v_cache),
+        (rope, interleaved, rope_tail),
+        scale,
+        sliding_window,
+        softcap,
+        (k_scale, v_scale),
     )
 
 
@@ -211,6 +237,8 @@ def _(
     softcap=0.0,
     k_scale=None,
     v_scale=None,
+    *,
+    rope_tail=False,
 ):
     return out_like(q, k_cache, v_cache)
 
@@ -232,11 +260,22 @@ def mha_with_paged_cache(
     softcap: float = 0.0,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    *,
+    rope_tail: bool = False,
 ) -> torch.Tensor:
     """flattened_mha_with_cache with caches (pages, page size, Hkv, D) and D_V, and page_table from prepare_metadata."""
     where = {"page_table": page_table}
     return attend(
-        (q, k, v), kv_len, cu_seqlens, where, (k_cache, v_cache), rope, interleaved, scale, sliding_window, softcap, (k_scale, v_scale)
+        (q, k, v),
+        kv_len,
+        cu_seqlens,
+        where,
+        (k_cache, v_cache),
+        (rope, interleaved, rope_tail),
+        scale,
+        sliding_window,
+        softcap,
+        (k_scale, v_scale),
     )
 
 
@@ -257,5 +296,7 @@ def _(
     softcap=0.0,
     k_scale=None,
     v_scale=None,
+    *,
+    rope_tail=False,
 ):
     return out_like(q, k_cache, v_cache)

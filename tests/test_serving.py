@@ -350,7 +350,9 @@ def test_a_layer_is_what_its_info_says(device, data):
     """Head dim of values, scale, window, cap, scales of float8 and of rotary embedding: a prompt, then a step, against float64."""
     D_V, window, softcap, scale = (data.draw(st.sampled_from(x)) for x in ([0, 8, 24], [0, 1, 3], [0.0, 2.0], [None, 0.7]))
     scaling = data.draw(st.sampled_from([None, Llama3Scaling(8.0, 16), YarnScaling(4.0, 8)]))
-    rope = PositionalEmbeddingConfig(data.draw(st.sampled_from([None, "rope"])), rope_dim=8, rope_scaling=scaling)
+    rope = PositionalEmbeddingConfig(
+        data.draw(st.sampled_from([None, "rope"])), rope_dim=8, rope_scaling=scaling, rope_tail=data.draw(st.booleans())
+    )
     k_scale = data.draw(st.sampled_from([None, 0.25, (0.5, 2.0)]))
     cache = CacheConfig() if k_scale is None else CacheConfig(torch.float8_e4m3fn, k_scale, 0.125)
     info = AttentionInfo(HEADS, KV_HEADS, D, torch.float32, cache, rope, D_V, scale, window, softcap)
@@ -358,8 +360,9 @@ def test_a_layer_is_what_its_info_says(device, data):
     sequences = SequenceInfo(max_seq_len=24, max_batch_size=2, page_size=4 if attention.is_paged else 0, device=device)
     caches = [make(sequences) for make in attention.cache_initializers(info).values()]
     (table,) = (make(sequences) for make in attention.buffer_initializers(info).values())
-    scales = {name: make(sequences) for name, make in attention.scale_initializers(info).items()}
-    assert list(scales) == ([] if k_scale is None else ["k_scale", "v_scale"])
+    options = {name: x(sequences) if callable(x) else x for name, x in attention.options(info).items()}
+    scales = [options[name] for name in options if "scale" in name]
+    assert list(options) == ["rope_tail"] * rope.rope_tail + ["k_scale", "v_scale"] * (k_scale is not None)
     q, k, v = (torch.randn(8, h * d, device=device) for h, d in ((HEADS, D), (KV_HEADS, D), (KV_HEADS, info.value_dim)))
     found = []
     for first, end in ((0, 5), (5, 8)):
@@ -367,12 +370,12 @@ def test_a_layer_is_what_its_info_says(device, data):
         sequences.nest_sequences([[0] * (end - first)], [first], [pages])
         metadata = attention.metadata_op(*sequences.args)
         new = (t[first:end][None] for t in (q, k, v))
-        found.append(attention.attention_op(*new, *metadata, *caches, table, *attention.constants(info), **scales)[0])
+        found.append(attention.attention_op(*new, *metadata, *caches, table, *attention.constants(info), **options)[0])
     queries, keys, values = (t.unflatten(1, (h, -1)).transpose(0, 1)[None] for t, h in ((q, HEADS), (k, KV_HEADS), (v, KV_HEADS)))
     if table is not None:
-        queries, keys = (turned(t, torch.arange(8, device=device), table, False) for t in (queries, keys))
+        queries, keys = (turned(t, torch.arange(8, device=device), table, False, rope.rope_tail) for t in (queries, keys))
     kept = [c.flatten(0, 1)[:8].transpose(0, 1)[None].double() for c in caches]
-    kept = [c * scales[n][:, None, None] if scales else c for c, n in zip(kept, ("k_scale", "v_scale"), strict=True)]
+    kept = [c * s[:, None, None] for c, s in zip(kept, scales, strict=True)] if scales else kept
     for held, wanted in zip(kept, (keys, values), strict=True):
         assert relative_error(held, wanted) < (0.05 if scales else 1e-6)
     mask_mod = mods.sliding_window(window) if window else mods.causal
@@ -549,7 +552,7 @@ def descriptor(**changes):
         (descriptor(num_metadata=True), "Mine.num_metadata must be an int"),
         (descriptor(is_paged=lambda: True), "Mine.is_paged must be a bool"),
         (descriptor(cache_initializers=lambda info: {}), "Mine.cache_initializers must be a classmethod of info: write @classmethod"),
-        (descriptor(scale_initializers=lambda info: {}), "Mine.scale_initializers must be a classmethod of info"),
+        (descriptor(options=lambda info: {}), "Mine.options must be a classmethod of info"),
         (descriptor(constants=[1]), "Mine.constants must be a classmethod of info"),
         (object, "'mine' must be a subclass of AttentionDescriptor"),
         (descriptor(), "'mine' must be a subclass of AttentionDescriptor"),

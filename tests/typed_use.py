@@ -185,6 +185,7 @@ def serving_step(info: sequences.AttentionInfo) -> None:
     assert_type([make(step) for make in attention.cache_initializers(info).values()], list[Tensor | None])
     rope = sequences.PositionalEmbeddingConfig("rope", rope_theta=5e5, rope_scaling=flexpress.Llama3Scaling(8.0, 8192))
     assert_type(flexpress.rope_table(64, 32, scaling=flexpress.YarnScaling(4.0, 4096)), Tensor)
+    assert_type(flexpress.apply_rope(q, torch.zeros(64, 16, 2), torch.zeros(2, dtype=torch.int32), rope_tail=True), Tensor)
     cache = sequences.CacheConfig(torch.float8_e4m3fn, 0.5, (0.25, 0.5))
     sequences.AttentionInfo(8, 2, 64, torch.bfloat16, cache, rope, v_head_dim=32, scale=0.1, sliding_window=128, softcap=30.0)
 
