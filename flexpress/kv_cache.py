@@ -7,7 +7,7 @@ from typing import overload
 import torch
 
 from flexpress import checks
-from flexpress.cache_checks import check_batch, check_contents, check_no_gradients, check_plain, check_writable, described
+from flexpress.cache_checks import check_batch, check_contents, check_no_gradients, check_plain, check_writable, described, looks
 from flexpress.in_graph import compilable
 from flexpress.rope import check_reached, check_rope
 
@@ -105,7 +105,7 @@ def update_cache(
     if torch._C._is_any_autocast_enabled():
         key, value, query = checks.autocast(key, value, query)
     tables = kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale, v_scale
-    cached, q_offset = check_batch("key", key, k_cache, v_cache, *tables, (value, query, rope), _check_new)
+    cached, q_offset = check_batch("key", key, k_cache, v_cache, *tables, (value, query, rope), _check_new, False if recorded else check)
     if torch.is_grad_enabled():
         tensors = {"key": key, "value": value, "query": query, "k_cache": k_cache, "v_cache": v_cache, "rope": rope}
         check_no_gradients("update_cache", "call it under torch.no_grad()", **tensors, k_scale=k_scale, v_scale=v_scale)
@@ -115,7 +115,7 @@ def update_cache(
             *(query, rope, interleaved, k_scale, v_scale, check, rope_tail),
         )
         return None if query is None else turned
-    if check or (check is None and key.device.type == "cpu"):
+    if looks(check, key):
         check_reached(rope, check_contents(key, k_cache, cached, q_offset, written=True))
     if key.numel() == 0:
         return None if query is None else query.clone()

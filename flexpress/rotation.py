@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flexpress.cache_checks import check_counts, check_plain, check_table, described
+from flexpress.cache_checks import check_counts, check_plain, check_table, described, looks
 from flexpress.checks import DTYPES
 from flexpress.kv_cache import readable
 from flexpress.rope import check_reached, check_rope
@@ -57,7 +57,7 @@ def _apply_rope(
 ) -> torch.Tensor:
     """flexpress.apply_rope, which has the same arguments."""
     _check(x, rope, positions, cu_seqlens_q)
-    if check or (check is None and x.device.type == "cpu"):
+    if looks(check, x):
         _check_contents(x, rope, positions, cu_seqlens_q)
     x = readable(x)
     turned = torch.empty_like(x)

@@ -113,7 +113,7 @@ BAD = {  # what changes, and what the error says
     ),
     "heads": (dict(query=torch.zeros(13, 5, 32)), "5 heads, no multiple of the 2 heads"),
     "head dim": (dict(query=torch.zeros(13, 6, 16)), r"query \(13, 6, 16\), k_cache .* do not fit"),
-    "both": (dict(cache_loc=[0, 1, 2, 3]), "exclude each other"),
+    "rows": (dict(cache_loc=[0, 1, 2, 4]), r"cache_loc names rows from 0 to 4; page_table .* has rows 0 to 3"),
     "one scale": (dict(k_scale=torch.ones(2)), "go together"),
 }
 

@@ -5,14 +5,27 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flexpress import rope_table, update_cache
+from flexpress import cached_attention, rope_table, update_cache
 from support.caches import check_update, updates
-from support.devices import for_any
+from support.devices import DEVICES, for_any
 
 
 @for_any(updates, cpu=40, cuda=100)
 def test_any_update(p, device):
     check_update(p, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_row_that_is_not_there_has_no_pages(device):
+    """Unchecked, such a sequence is not written, and no other sequence is either."""
+    int32 = dict(dtype=torch.int32, device=device)
+    caches = [torch.zeros(4, 2, 1, 8, device=device) for _ in range(2)]
+    new, lengths = torch.ones(4, 1, 2, 8, device=device), torch.tensor([2] * 4, **int32)
+    where = {"page_table": torch.tensor([[2], [0]], **int32), "cache_loc": torch.tensor([1, -1, 2, 2**31 - 1], **int32)}
+    update_cache(new, new, *caches, lengths, **where, check=False)
+    assert all((cache[0] == 1).all() and not cache[1:].any() for cache in caches)
+    out = cached_attention(new, *caches, lengths, **where, check=False)
+    assert (out[0] == 1).all() and not out[1:].any()
 
 
 BAD = {

@@ -109,7 +109,14 @@ def check_update(p: Update, device: str) -> None:
         arguments["cu_seqlens_q"] = torch.tensor([0, *torch.tensor(counts).cumsum(0)], **int32)
     if size:
         table = torch.randperm(entries, generator=g)[: B * pages].reshape(B, pages)
-        arguments["page_table"] = table.to(**int32)
+        if p.located:
+            rows = torch.randperm(B + 2, generator=g)[:B]
+            arguments |= {
+                "cache_loc": rows.to(**int32),
+                "page_table": torch.full((B + 2, pages), -1).index_copy(0, rows, table).to(**int32),
+            }
+        else:
+            arguments["page_table"] = table.to(**int32)
     elif p.located:
         arguments["cache_loc"] = (where := torch.randperm(entries, generator=g)[:B]).to(**int32)
     scales = [torch.rand(p.Hkv, generator=g).to(device) + 0.5 if p.fp8 else torch.ones(p.Hkv, device=device) for _ in range(2)]
