@@ -495,10 +495,10 @@ PAGES = [
     ),
     Mutant(
         "templates/update_cache.py.jinja",
-        "BLOCK_T, count, tiles * BLOCK_T):",
-        "BLOCK_T, count, count + 1):",
-        named("cache_arguments", "that_lies_loses"),
-        "tokens past max_q_len are not written",
+        "(ends <= tokens)",
+        "(ends < tokens)",
+        named("kv_cache", "any_update and not gpu"),
+        "a sequence's first token goes to the one before",
     ),
     Mutant(
         "templates/update_cache.py.jinja",

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from flexpress import cached_attention, rope_table, update_cache
+from flexpress.codegen.run import update_cache as driver
 from support.caches import check_update, updates
 from support.devices import DEVICES, for_any
 
@@ -13,6 +14,17 @@ from support.devices import DEVICES, for_any
 @for_any(updates, cpu=40, cuda=100)
 def test_any_update(p, device):
     check_update(p, device)
+
+
+def test_the_grid_follows_the_tokens():
+    """Not the longest sequence: 200 tokens are 13 tiles, however they are spread."""
+    for counts in ([1] * 39 + [161], [200], [0, 100, 0, 99, 1], [5] * 40):
+        starts = torch.tensor([0, *torch.tensor(counts).cumsum(0)], dtype=torch.int32)
+        caches = [torch.zeros(len(counts), 200, 1, 8) for _ in range(2)]
+        new = torch.arange(200.0)[:, None, None].expand(-1, 1, 8)
+        update_cache(new, new, *caches, torch.tensor(counts, dtype=torch.int32), cu_seqlens_q=starts, max_q_len=max(counts))
+        assert [*driver._ready.values()][-1].grid == (13, 1)
+        assert torch.equal(torch.cat([cache[: counts[b], 0, 0] for b, cache in enumerate(caches[0])]), new[:, 0, 0])
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -162,6 +162,6 @@ def _decide(
     names = ("K", "V", "K_CACHE", "V_CACHE", *(["OFFSETS"] if offsets else []), *cached.named, *(["TABLE", "Q", "Q_OUT"] if turned else []))
     tokens = 1 if Q_LEN == 1 else BLOCK_T
     heads = turned[1].shape[-2] if turned else 0
-    grid = -(-Q_LEN // tokens) * (Z + (case.ragged and heads > 0)), Hkv + heads
+    grid = -(-numbers["T"] // tokens) if case.ragged else -(-Q_LEN // tokens) * Z, Hkv + heads
     launch = Launch(update_spec(case, backend_of(k.device.type)), numbers, names)
     return Ready(launch, names, grid, tokens)
