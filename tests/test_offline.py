@@ -114,7 +114,6 @@ OTHERS = {
     "evaluate prefix_lm": lambda t: evaluate_compilation(t, make("prefix_lm")[1], "mask"),
     "update_cache": lambda t: update_cache_compilation(t, located=True),
     "update_cache, turned, ragged, in pages": lambda t: update_cache_compilation(t, ragged=True, page_size=16, rope_dim=128),
-    "update_cache, the last dimensions turned": lambda t: update_cache_compilation(t, rope_dim=64, rope_tail=True),
     "update_cache, fp8, pairs beside each other": lambda t: update_cache_compilation(
         t, cache_dtype="float8_e4m3fn", rope_dim=96, interleaved=True, offsets=True
     ),
