@@ -155,6 +155,7 @@ def decode(d: Draw, target: str) -> list[Kernel]:
     if "lengths" in details:  # of a cache
         details |= d.now_and_then(ragged=True, located=True)
         details |= d.now_and_then(balanced=True) if "split" not in details and mask_mod is None else {}
+        details |= d.now_and_then(by_tokens=True) if "ragged" in details and "balanced" not in details else {}
         details |= {} if "located" in details else d.now_and_then(page_size=d.random.choice((1, 8, 16, 48, 64, 128, 256)))
         mask_mod = None  # in place of block lists
     made = decode_compilations(

@@ -495,8 +495,8 @@ PAGES = [
     ),
     Mutant(
         "templates/update_cache.py.jinja",
-        "(ends <= tokens)",
-        "(ends < tokens)",
+        "(ends > tokens)",
+        "(ends >= tokens)",
         named("kv_cache", "any_update and not gpu"),
         "a sequence's first token goes to the one before",
     ),
