@@ -41,6 +41,7 @@ from flexpress.precompile import Precompiled, precompile, precompile_cached
 from flexpress.rope import Llama3Scaling, YarnScaling, rope_table
 from flexpress.rotation import apply_rope
 from flexpress.sdpa import scaled_dot_product_attention
+from flexpress.splits import split_attention
 from flexpress.varlen import varlen_attention
 
 from .codegen.mod.errors import ModError, RenderError
@@ -89,6 +90,7 @@ __all__ = [
     "rope_table",
     "safe_globals",
     "scaled_dot_product_attention",
+    "split_attention",
     "update_cache",
     "varlen_attention",
 ]

@@ -166,6 +166,7 @@ def caches(kv_len: Tensor, query: Tensor | None) -> None:
     except flexpress.OutOfPages as error:
         assert_type(error.wanted, int)
 
+    assert_type(flexpress.merge_attention(*flexpress.split_attention(q, k, v, kv_len, 4, page_table=table)), tuple[Tensor, Tensor])
     flexpress.cached_attention(q, k, v, kv_len, table)  # type: ignore[call-overload]  # by name
     flexpress.cached_attention(q, k, v)  # type: ignore[call-overload]
     print(flexpress.update_cache(k, v, k, v, kv_len).shape)  # type: ignore[attr-defined]  # there is no query
