@@ -7,7 +7,6 @@ import torch
 from flexpress.cache_checks import check_plain, check_table
 from flexpress.cached import cached_attention
 from flexpress.checks import whole
-from flexpress.mask_mods import and_masks
 from flexpress.mods import MaskMod, ScoreMod, causal
 
 from .codegen.mod.capture import plain
@@ -55,18 +54,6 @@ def split_attention(
     share = (kv_len + splits - 1) // splits
     begins = (torch.arange(splits, dtype=torch.int32, device=query.device)[:, None] * share).flatten()
     ends = torch.minimum(begins + share.repeat(splits), kv_len.repeat(splits))
-
-    def in_part(b, h, q_idx, kv_idx):
-        return kv_idx >= begins[b]
-
-    score_of, mask_of = (None if mod is None else plain(mod) for mod in (score_mod, mask_mod or causal))
-
-    def score(score, b, h, q_idx, kv_idx):
-        return score_of(score, b % B, h, q_idx, kv_idx)
-
-    def mask(b, h, q_idx, kv_idx):
-        return mask_of(b % B, h, q_idx, kv_idx)
-
     out, lse = cached_attention(
         query.repeat(splits, 1, 1, 1),
         k_cache,
@@ -75,8 +62,8 @@ def split_attention(
         page_table=page_table if page_table is None or cache_loc is not None else page_table.repeat(splits, 1),
         cache_loc=None if cache_loc is None else cache_loc.repeat(splits),
         q_offset=first.repeat(splits),
-        score_mod=None if score_mod is None else score,
-        mask_mod=and_masks(mask, in_part),
+        score_mod=None if score_mod is None else _score_of_parts(score_mod, B),
+        mask_mod=_mask_of_parts(mask_mod or causal, B, begins),
         scale=scale,
         k_scale=k_scale,
         v_scale=v_scale,
@@ -84,3 +71,23 @@ def split_attention(
         check=check,
     )
     return out.unflatten(0, (splits, B)), lse.unflatten(0, (splits, B))
+
+
+def _score_of_parts(score_mod: ScoreMod, B: int) -> ScoreMod:
+    """Part p of sequence b is number p * B + b."""
+    score_mod = plain(score_mod)
+
+    def score_of_parts(score, b, h, q_idx, kv_idx):
+        return score_mod(score, b % B, h, q_idx, kv_idx)
+
+    return score_of_parts
+
+
+def _mask_of_parts(mask_mod: MaskMod, B: int, begins: torch.Tensor) -> MaskMod:
+    """The same, and no key before where a part begins; kv_len says where it ends."""
+    mask_mod = plain(mask_mod)
+
+    def mask_of_parts(b, h, q_idx, kv_idx):
+        return mask_mod(b % B, h, q_idx, kv_idx) & (kv_idx >= begins[b])
+
+    return mask_of_parts
