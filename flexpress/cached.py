@@ -131,7 +131,7 @@ def cached_attention(
     cache_loc     int32 (B,): the sequence's entry in the cache, b by default; with page_table (R, n), its row there. (Each such call
                   makes a table of those rows. For many layers, make it once: page_table[cache_loc])
     cu_seqlens_q  int32 (B + 1,): where each sequence's queries start in query, and their end; lengths may be 0. max_q_len is the largest
-                  length or more (the kernels' grid follows from it); by default T
+                  length or more (how large tiles are follows from it); by default T
     q_offset      int32 (B,): the position of each sequence's first query; by default its queries are its last positions
     score_mod     score_mod(score, b, h, q_idx, kv_idx) with q_idx and kv_idx positions in the sequence, b its number in this batch
     mask_mod      mask_mod(b, h, q_idx, kv_idx); by default kv_idx <= q_idx

@@ -59,13 +59,13 @@ def _one_list(sequences) -> torch.Tensor | None:
 
 def _tokens(i: int, sequence) -> torch.Tensor:
     """A sequence's ids [s], or as a tensor rows [s, ...] of integers or floating-point numbers."""
-    rows = isinstance(sequence, torch.Tensor)
-    if not rows:
+    is_tensor = isinstance(sequence, torch.Tensor)
+    if not is_tensor:
         try:
             sequence = torch.tensor(list(sequence))
         except (TypeError, ValueError, RuntimeError):
             raise TypeError(f"sequence {i} must be a list of integers or a tensor, got {str(sequence)[:80]}") from None
-    if sequence.dim() == 0 or sequence.dim() > 1 and not rows:
+    if sequence.dim() == 0 or sequence.dim() > 1 and not is_tensor:
         remedy = "pass a tensor [s, ...] for tokens that are no ids" if sequence.dim() else "a token alone is a list of one"
         raise ValueError(f"sequence {i} must have 1 dimension, got shape {tuple(sequence.shape)}; {remedy}")
     if sequence.dim() == 1 and not len(sequence):

@@ -99,7 +99,8 @@ def _parameters(case: UpdateCase) -> tuple[Parameter, ...]:
     if case.scales:
         pointers += [pointer(name, "float32", "[Hkv]: what is kept is divided by it") for name in ("K_SCALES", "V_SCALES")]
     outer = "" if case.ragged else "z"
-    sizes = ["Hkv", "CAPACITY", *(["Z", "T"] if case.ragged else ["Q_LEN"]), *(["ENTRIES"] if case.page_size or case.located else [])]
+    sizes = ["Hkv", *([] if case.ragged else ["Q_LEN"]), "CAPACITY", *(["Z", "T"] if case.ragged else [])]
+    sizes += ["ENTRIES"] if case.page_size or case.located else []
     sizes += [name for t in "kv" for name in stride_names(t, f"{outer}mh")]
     sizes += [name for t in ("kc", "vc") for name in stride_names(t, "zmh")]
     sizes += ["stride_pages"] if case.page_size else []

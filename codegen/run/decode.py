@@ -67,7 +67,7 @@ class DecodeCall(NamedTuple):
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Tiles of rows, of one sequence where those share the other dimension, and parts of their keys."""
+        """Tiles of all sequences and parts of a tile's keys; or tiles of one sequence, and parts of all where their lengths decide."""
         Z, _, Q_LEN, _ = self.extents
         heads = self.extents[1] // self.rows.pack
         if self.split.of_all:
