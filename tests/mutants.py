@@ -509,6 +509,13 @@ PAGES = [
     ),
     Mutant(
         "templates/decode.py.jinja",
+        "(first_tile_of(end, at + 1, QUERIES) > tile)",
+        "(first_tile_of(end, at + 1, QUERIES) >= tile)",
+        named("cached", "grid_follows"),
+        "a sequence's first tile goes to the one before",
+    ),
+    Mutant(
+        "templates/decode.py.jinja",
         "inside = (page >= 0) & (page < Zkv) & (offs_n",
         "inside = (page < Zkv) & (offs_n",
         named("cache_arguments", "lies_read"),
