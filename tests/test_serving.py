@@ -433,13 +433,17 @@ class Server(torch.nn.Module):
 
     def __init__(self, attention, info, sequences):
         super().__init__()
-        self.attention, self.info = attention, info
+        self.attention, self.info, self.names_of_scales = attention, info, []
         self.embedding = torch.nn.Embedding(20, 8)
         self.qkv = torch.nn.ModuleList(torch.nn.Linear(8, h * D) for h in (HEADS, KV_HEADS, KV_HEADS))
         made = {**attention.cache_initializers(info), **attention.buffer_initializers(info)}
         self.names = list(made)
         for name, make in made.items():
             self.register_buffer(name, make(sequences))
+        self.options = dict(attention.options(info))
+        for name in [name for name, option in self.options.items() if callable(option)]:
+            self.register_buffer(name, self.options.pop(name)(sequences))
+            self.names_of_scales.append(name)
 
     def forward(self, *args):
         x = self.embedding(args[0])
@@ -449,6 +453,8 @@ class Server(torch.nn.Module):
             *metadata,
             *(getattr(self, name) for name in self.names),
             *self.attention.constants(self.info),
+            **self.options,
+            **{name: getattr(self, name) for name in self.names_of_scales},
         )
 
 
@@ -466,10 +472,9 @@ class Server(torch.nn.Module):
 def test_servers_can_be_exported(name, limits, dtype):
     """And run steps of every size, with caches of any dtype: outputs and caches are those of the model itself."""
     torch.manual_seed(0)
-    sequences, info = (
-        SequenceInfo(*limits),
-        AttentionInfo(HEADS, KV_HEADS, D, torch.float32, CacheConfig(dtype), PositionalEmbeddingConfig("rope")),
-    )
+    cache = CacheConfig(dtype) if dtype != torch.float8_e4m3fn else CacheConfig(dtype, 0.5, (0.25, 2.0))
+    rope = PositionalEmbeddingConfig("rope", rope_dim=8, rope_tail=True)
+    sequences, info = SequenceInfo(*limits), AttentionInfo(HEADS, KV_HEADS, D, torch.float32, cache, rope, sliding_window=3, softcap=5.0)
     model = Server(AttentionRegistry.get(f"flexpress_{name}"), info, sequences)
     exported = torch.export.export(copy.deepcopy(model), sequences.example_args(), dynamic_shapes=(sequences.dynamic_shapes,)).module()
     n, pages = sequences.max_batch_size, sequences.max_pages_per_seq
