@@ -20,6 +20,7 @@ check_versions()
 from flexpress import flash, flash_attn
 from flexpress import mask_operators as _mask_operators  # noqa: F401
 from flexpress import operators as _operators  # noqa: F401
+from flexpress import serving_ops as _serving_ops  # noqa: F401
 from flexpress.attention import AuxOutput, AuxRequest, AuxStatistics, flex_attention
 from flexpress.block_mask import BlockMask
 from flexpress.cached import cached_attention
@@ -28,7 +29,7 @@ from flexpress.explain import explain
 from flexpress.export import export
 from flexpress.export_cached import export_cached
 from flexpress.inspection import CacheInfo, cache_clear, cache_dir, cache_info, printed_kernels
-from flexpress.kv_cache import rope_table, update_cache
+from flexpress.kv_cache import update_cache
 from flexpress.mask_creation import create_block_mask, create_mask
 from flexpress.mask_mods import and_masks, noop_mask, or_masks
 from flexpress.merge import merge_attention
@@ -37,7 +38,10 @@ from flexpress.pages import OutOfPages, PageAllocator
 from flexpress.pickling import safe_globals
 from flexpress.plot import plot_mask
 from flexpress.precompile import Precompiled, precompile, precompile_cached
+from flexpress.rope import Llama3Scaling, YarnScaling, rope_table
+from flexpress.rotation import apply_rope
 from flexpress.sdpa import scaled_dot_product_attention
+from flexpress.splits import split_attention
 from flexpress.varlen import varlen_attention
 
 from .codegen.mod.errors import ModError, RenderError
@@ -50,6 +54,7 @@ __all__ = [
     "AuxStatistics",
     "BlockMask",
     "CacheInfo",
+    "Llama3Scaling",
     "MaskMod",
     "ModError",
     "OutOfPages",
@@ -57,8 +62,10 @@ __all__ = [
     "Precompiled",
     "RenderError",
     "ScoreMod",
+    "YarnScaling",
     "__version__",
     "and_masks",
+    "apply_rope",
     "cache_clear",
     "cache_dir",
     "cache_info",
@@ -83,6 +90,7 @@ __all__ = [
     "rope_table",
     "safe_globals",
     "scaled_dot_product_attention",
+    "split_attention",
     "update_cache",
     "varlen_attention",
 ]

@@ -67,10 +67,11 @@ def check_batch(
     v_scale,
     others: tuple = (),
     check_others: Callable | None = None,
+    check: bool | None = False,
 ) -> tuple[Cached, torch.Tensor | None]:
     """Those arguments, put together, and q_offset. `tokens`, an argument of that name, is (B, H, Q_LEN, D), or (T, H, D) with
     cu_seqlens_q. Checks are skipped for forms that passed before; `check_others(tokens, k_cache, v_cache,
-    *others)` looks at others."""
+    *others)` looks at others. Rows of page_table that cache_loc names become a table of their own."""
     tables = kv_len, page_table, cache_loc, cu_seqlens_q, q_offset, k_scale, v_scale
     forms = forms_of(name, max_q_len, tokens, k_cache, v_cache, *tables, *others)
     try:
@@ -88,8 +89,28 @@ def check_batch(
         kv_len, page_table, cache_loc, cu_seqlens_q, q_offset, k_scale, v_scale = (
             t if t is None or t.stride(-1) == 1 else t.contiguous() for t in tables
         )
+    if page_table is not None and cache_loc is not None:
+        page_table, cache_loc = _named_rows(page_table, cache_loc, looks(check, tokens)), None
     max_q = tokens.shape[2 if cu_seqlens_q is None else 0] if max_q_len is None else int(max_q_len)
     return Cached(cu_seqlens_q, max_q, kv_len, cache_loc, page_table, k_scale, v_scale), q_offset
+
+
+def looks(check: bool | None, tokens: torch.Tensor) -> bool:
+    """Does a call with that `check` look at what its tables hold?"""
+    return tokens.device.type == "cpu" if check is None else bool(check)
+
+
+def _named_rows(page_table: torch.Tensor, cache_loc: torch.Tensor, look: bool) -> torch.Tensor:
+    """A page table for the sequences of a batch, made on the device; -1, no page, for a row that is not there."""
+    last = page_table.shape[0] - 1
+    if look:
+        named = cache_loc.tolist()
+        if named and not 0 <= min(named) <= max(named) <= last:
+            raise ValueError(
+                f"cache_loc names rows from {min(named)} to {max(named)}; page_table {tuple(page_table.shape)} has rows 0 to {last}"
+            )
+    row = cache_loc.clamp(0, last)
+    return page_table.index_select(0, row).masked_fill_((row != cache_loc)[:, None], -1)
 
 
 def _check_batch(
@@ -98,12 +119,10 @@ def _check_batch(
     ragged = cu_seqlens_q is not None
     _check_caches(name, tokens, "(T, H, D) with cu_seqlens_q" if ragged else "(B, H, Q_LEN, D)", k_cache, v_cache, k_scale, v_scale)
     device = tokens.device
-    if page_table is not None and cache_loc is not None:
-        raise ValueError("page_table and cache_loc exclude each other: a page table says where a sequence is")
     check_table("kv_len", kv_len, (None if ragged else tokens.shape[0],), torch.int32, device)
     batch, heads = kv_len.shape[0], k_cache.shape[2]
     tables = (
-        ("page_table", page_table, (batch, None)),
+        ("page_table", page_table, (batch if cache_loc is None else None, None)),
         ("cache_loc", cache_loc, (batch,)),
         ("cu_seqlens_q", cu_seqlens_q, (batch + 1,)),
         ("q_offset", q_offset, (batch,)),
@@ -111,6 +130,8 @@ def _check_batch(
     for what, tensor, shape in tables:
         if tensor is not None:
             check_table(what, tensor, shape, torch.int32, device)
+    if page_table is not None and batch > page_table.shape[0] == 0:
+        raise ValueError(f"page_table {tuple(page_table.shape)} has no rows for the {batch} sequences of cache_loc")
     for what, tensor in (("k_scale", k_scale), ("v_scale", v_scale)):
         if tensor is not None:
             check_table(what, tensor, (heads,), torch.float32, device)
@@ -209,7 +230,7 @@ def check_contents(tokens, k_cache, cached: Cached, q_offset, written: bool = Fa
     _check_tables_again(cached, q_offset)
     lengths, cache = cached.kv_lens.tolist(), f"k_cache {tuple(k_cache.shape)}"
     ragged, pages, locations = cached.cu_q is not None, cached.pages, cached.kv_locs
-    counts = _counts(cached.cu_q.tolist(), tokens.shape[0], cached.max_q) if ragged else [tokens.shape[2]] * len(lengths)
+    counts = check_counts(cached.cu_q.tolist(), tokens.shape[0], cached.max_q) if ragged else [tokens.shape[2]] * len(lengths)
     offsets = [n - c for n, c in zip(lengths, counts, strict=True)] if q_offset is None else q_offset.tolist()
     entries, size = k_cache.shape[:2]
     room = size * (1 if pages is None else pages.shape[1])
@@ -268,11 +289,12 @@ def _check_tables_again(cached: Cached, q_offset) -> None:
             check_kind(("kv_len", "cu_seqlens_q", "page_table", "cache_loc", "q_offset", "k_scale", "v_scale")[i], table)
 
 
-def _counts(starts: list[int], tokens: int, max_q: int) -> list[int]:
+def check_counts(starts: list[int], tokens: int, max_q: int | None = None) -> list[int]:
+    """How many tokens each sequence has, by what cu_seqlens_q holds."""
     counts = [b - a for a, b in zip(starts, starts[1:], strict=False)]
     if starts[0] != 0 or min(counts, default=0) < 0 or starts[-1] > tokens:
         raise ValueError(f"cu_seqlens_q must start with 0, never fall, and end with at most the {tokens} tokens there are, got {starts}")
-    if max(counts, default=0) > max_q:
+    if max_q is not None and max(counts, default=0) > max_q:
         b = counts.index(max(counts))
         raise ValueError(
             f"max_q_len is {max_q}, but sequence {b} has {counts[b]} queries (cu_seqlens_q {starts}); it must be the largest length or more"

@@ -9,7 +9,7 @@ from typing import Literal, overload
 import torch
 
 from flexpress import checks
-from flexpress.cache_checks import check_batch, check_contents, check_no_gradients
+from flexpress.cache_checks import check_batch, check_contents, check_no_gradients, looks
 from flexpress.in_graph import compilable
 from flexpress.mods import MaskMod, ScoreMod
 from flexpress.programs import captures_of, mod_program
@@ -128,9 +128,10 @@ def cached_attention(
     kv_len        int32 (B,): positions of each sequence that the cache holds, the new ones included; on the device, so it may grow under a
                   CUDA graph. 0 for a sequence that is not there
     page_table    int32 (B, n): the pages that hold a sequence's positions in order; entries past kv_len are never read
-    cache_loc     int32 (B,): the sequence's entry in the cache, b by default; not with page_table
+    cache_loc     int32 (B,): the sequence's entry in the cache, b by default; with page_table (R, n), its row there. (Each such call
+                  makes a table of those rows. For many layers, make it once: page_table[cache_loc])
     cu_seqlens_q  int32 (B + 1,): where each sequence's queries start in query, and their end; lengths may be 0. max_q_len is the largest
-                  length or more (the kernels' grid follows from it); by default T
+                  length or more (how large tiles are follows from it); by default T
     q_offset      int32 (B,): the position of each sequence's first query; by default its queries are its last positions
     score_mod     score_mod(score, b, h, q_idx, kv_idx) with q_idx and kv_idx positions in the sequence, b its number in this batch
     mask_mod      mask_mod(b, h, q_idx, kv_idx); by default kv_idx <= q_idx
@@ -183,9 +184,8 @@ def _placed(
     """query as kernels read it, where the sequences are, and q_offset; all checked."""
     if torch._C._is_any_autocast_enabled():
         (query,) = checks.autocast(query)
-    where, q_offset = check_batch(
-        "query", query, k_cache, v_cache, kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale, v_scale
-    )
+    tables = kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale, v_scale
+    where, q_offset = check_batch("query", query, k_cache, v_cache, *tables, check=check)
     if query.shape[1] % k_cache.shape[2]:
         raise ValueError(
             f"query {tuple(query.shape)} has {query.shape[1]} heads, no multiple of the {k_cache.shape[2]} heads of k_cache "
@@ -193,7 +193,7 @@ def _placed(
         )
     if torch.is_grad_enabled():
         check_no_gradients("cached_attention", _INSTEAD, query=query, k_cache=k_cache, v_cache=v_cache, k_scale=k_scale, v_scale=v_scale)
-    if check or (check is None and query.device.type == "cpu"):
+    if looks(check, query):
         check_contents(query, k_cache, where, q_offset)
     return query.resolve_neg() if query.is_neg() else query, where, q_offset
 

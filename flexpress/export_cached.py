@@ -55,6 +55,8 @@ def export_cached(
     """
     if not isinstance(query, torch.Tensor) or query.dim() != 4:
         raise ValueError("export_cached takes query (B, Hq, Q_LEN, head_dim): queries of different numbers are not exported")
+    if page_table is not None and cache_loc is not None:
+        raise ValueError("export_cached takes page_table or cache_loc, not both; pass page_table[cache_loc]")
     where, _ = check_batch("query", query, k_cache, v_cache, kv_len, page_table, cache_loc, None, None, None, k_scale, v_scale)
     if query.shape[1] % k_cache.shape[2]:
         raise ValueError(f"query has {query.shape[1]} heads, no multiple of the {k_cache.shape[2]} heads of k_cache")

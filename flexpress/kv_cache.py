@@ -1,50 +1,19 @@
-"""Writing new keys and values into a cache, contiguous or in pages, and rotary position embedding on the way."""
+"""Writing new keys and values into a cache, contiguous or in pages, and turning them by their positions on the way."""
 
 from __future__ import annotations
 
 from typing import overload
 
 import torch
-from torch.types import Device
 
 from flexpress import checks
-from flexpress.cache_checks import check_batch, check_contents, check_no_gradients, check_plain, check_writable, described
-from flexpress.checks import positive, whole
+from flexpress.cache_checks import check_batch, check_contents, check_no_gradients, check_plain, check_writable, described, looks
 from flexpress.in_graph import compilable
+from flexpress.rope import check_reached, check_rope
 
-from .codegen.mod.tensors import check_memory, is_recorded
+from .codegen.mod.tensors import is_recorded
 from .codegen.run.call import Cached
 from .codegen.run.update_cache import update
-
-
-def rope_table(
-    length: int, rope_dim: int, theta: float = 10000.0, scale: float = 1.0, *, inv_freq: torch.Tensor | None = None, device: Device = None
-) -> torch.Tensor:
-    """Cosine and sine of the angles of rotary position embedding, float32 (length, rope_dim / 2, 2), computed in float64.
-
-    Dimension pair j of position p is turned by p / scale * theta ** (-2 j / rope_dim).
-
-    theta      the base of the angles
-    scale      linear scaling: positions are divided by it
-    inv_freq   (rope_dim / 2,): angles per position, instead of theta's, for any other scaling (that of Llama 3, YaRN and so on)
-
-    Raises TypeError for a length or rope_dim that is no integer and for an inv_freq that is no tensor of floats, ValueError for a
-    negative length, an odd rope_dim, theta and scale that are not positive and finite, and another shape of inv_freq.
-
-    Method: RoFormer (Su et al. 2021, arXiv 2104.09864).
-    """
-    length, rope_dim = whole("length", length), whole("rope_dim", rope_dim)
-    if rope_dim < 2 or rope_dim % 2:
-        raise ValueError(f"rope_dim must be even and at least 2, got {rope_dim}")
-    theta, scale = positive("theta", theta), positive("scale", scale)
-    if inv_freq is None:
-        inv_freq = theta ** (-torch.arange(0, rope_dim, 2, dtype=torch.float64, device=device) / rope_dim)
-    elif not isinstance(inv_freq, torch.Tensor) or not inv_freq.is_floating_point():
-        raise TypeError(f"inv_freq must be a floating-point tensor ({rope_dim // 2},), got {described(inv_freq)}")
-    elif inv_freq.shape != (rope_dim // 2,):
-        raise ValueError(f"inv_freq must have shape ({rope_dim // 2},) for rope_dim {rope_dim}, got {tuple(inv_freq.shape)}")
-    angles = torch.arange(length, dtype=torch.float64, device=device)[:, None] / scale * inv_freq.to(device, torch.float64)
-    return torch.stack([angles.cos(), angles.sin()], dim=-1).float()
 
 
 @overload
@@ -63,6 +32,7 @@ def update_cache(
     query: None = None,
     rope: torch.Tensor | None = None,
     interleaved: bool = False,
+    rope_tail: bool = False,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     check: bool | None = None,
@@ -83,6 +53,7 @@ def update_cache(
     query: torch.Tensor,
     rope: torch.Tensor | None = None,
     interleaved: bool = False,
+    rope_tail: bool = False,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     check: bool | None = None,
@@ -103,6 +74,7 @@ def update_cache(
     query: torch.Tensor | None = None,
     rope: torch.Tensor | None = None,
     interleaved: bool = False,
+    rope_tail: bool = False,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     check: bool | None = None,
@@ -114,6 +86,7 @@ def update_cache(
     rope          from rope_table, with a row for every position that a sequence reaches: keys are turned before they are written. rope_dim
                   may be less than D_QK: the dimensions after it stay as they are
     interleaved   pairs are dimensions 2j and 2j + 1; else j and j + rope_dim / 2 (as in Llama's weights on Hugging Face)
+    rope_tail     the last rope_dim dimensions turn, not the first, counted from where they start (latent attention: 64 behind 512)
     query         (B, Hq, Q_LEN, D_QK) or (T, Hq, D_QK), with rope: a turned copy of it is returned. Tokens after the last sequence's are
                   in it as they are
     check         look at what kv_len, cu_seqlens_q, page_table, cache_loc, q_offset and the scales hold, and raise ValueError before
@@ -132,40 +105,40 @@ def update_cache(
     if torch._C._is_any_autocast_enabled():
         key, value, query = checks.autocast(key, value, query)
     tables = kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale, v_scale
-    cached, q_offset = check_batch("key", key, k_cache, v_cache, *tables, (value, query, rope), _check_new)
+    cached, q_offset = check_batch("key", key, k_cache, v_cache, *tables, (value, query, rope), _check_new, False if recorded else check)
     if torch.is_grad_enabled():
         tensors = {"key": key, "value": value, "query": query, "k_cache": k_cache, "v_cache": v_cache, "rope": rope}
         check_no_gradients("update_cache", "call it under torch.no_grad()", **tensors, k_scale=k_scale, v_scale=v_scale)
     if recorded:
         turned = torch.ops.flexpress.update_cache(
             *(key, value, k_cache, v_cache, kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset),
-            *(query, rope, interleaved, k_scale, v_scale, check),
+            *(query, rope, interleaved, k_scale, v_scale, check, rope_tail),
         )
         return None if query is None else turned
-    if check or (check is None and key.device.type == "cpu"):
-        _check_positions(rope, check_contents(key, k_cache, cached, q_offset, written=True))
+    if looks(check, key):
+        check_reached(rope, check_contents(key, k_cache, cached, q_offset, written=True))
     if key.numel() == 0:
         return None if query is None else query.clone()
-    return _update(key, value, query, k_cache, v_cache, cached, q_offset, rope, interleaved)
+    return _update(key, value, query, k_cache, v_cache, cached, q_offset, rope, interleaved, rope_tail)
 
 
-def _update(key, value, query, k_cache, v_cache, cached: Cached, q_offset, rope, interleaved: bool) -> torch.Tensor | None:
+def _update(key, value, query, k_cache, v_cache, cached: Cached, q_offset, rope, interleaved: bool, rope_tail: bool) -> torch.Tensor | None:
     """update_cache of arguments that are checked."""
-    k, v = _readable(key), _readable(value)
+    k, v = readable(key), readable(value)
     q = q_out = None
     if rope is not None:
-        q = k[:, :0] if query is None else _readable(query)
+        q = k[:, :0] if query is None else readable(query)
         q_out = torch.empty_like(q)
     turned = q_out
     if cached.cu_q is None:  # tokens before heads
         k, v = k.transpose(1, 2), v.transpose(1, 2)
         if q is not None and q_out is not None:
             q, turned = q.transpose(1, 2), q_out.transpose(1, 2)
-    update(k, v, k_cache, v_cache, cached, q_offset, rope, q, turned, interleaved=interleaved)
+    update(k, v, k_cache, v_cache, cached, q_offset, rope, q, turned, interleaved=interleaved, rope_tail=rope_tail)
     return None if query is None else q_out
 
 
-def _readable(tensor: torch.Tensor) -> torch.Tensor:
+def readable(tensor: torch.Tensor) -> torch.Tensor:
     """With contiguous head dims and without the negative bit."""
     tensor = tensor.resolve_neg() if tensor.is_neg() else tensor
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
@@ -183,7 +156,7 @@ def _check_new(key, k_cache, v_cache, value, query, rope) -> None:
             f"{tuple(v_cache.shape)} need {Hkv} heads, head dims {k_cache.shape[3]} and {D_V}, and all else alike"
         )
     if rope is not None:
-        _check_rope(rope, key)
+        check_rope(rope, "key", key)
     if query is not None:
         if rope is None:
             raise ValueError("query is turned by rope; pass rope=rope_table(...), or leave query out")
@@ -194,23 +167,3 @@ def _check_new(key, k_cache, v_cache, value, query, rope) -> None:
         raise ValueError(f"the head dims of k_cache and v_cache must be contiguous, got strides {k_cache.stride()} and {v_cache.stride()}")
     check_writable("k_cache", k_cache)
     check_writable("v_cache", v_cache)
-
-
-def _check_positions(rope: torch.Tensor | None, reached: int) -> None:
-    """Has rope a row for every one of the positions that are `reached`?"""
-    if rope is not None and reached > rope.shape[0]:
-        raise ValueError(
-            f"rope {tuple(rope.shape)} has {rope.shape[0]} positions, but a new token has position {reached - 1}: make it "
-            f"with rope_table({reached}, ...) or longer"
-        )
-
-
-def _check_rope(rope: torch.Tensor, key: torch.Tensor) -> None:
-    check_plain("rope", rope, "(positions, rope_dim / 2, 2)")
-    check_memory("rope", rope)
-    fits = rope.shape[0] > 0 and rope.shape[2] == 2 and rope.dtype == torch.float32 and rope.device == key.device
-    if not fits or not 1 <= rope.shape[1] <= key.shape[-1] // 2 or rope.stride(2) != 1 or rope.stride(1) != 2 and rope.shape[1] > 1:
-        raise ValueError(
-            f"rope must be float32 (positions, rope_dim / 2, 2) on {key.device}, from rope_table, with rope_dim up to the "
-            f"{key.shape[-1]} of key, got {described(rope)} with strides {rope.stride()}"
-        )

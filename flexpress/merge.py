@@ -8,11 +8,14 @@ from collections.abc import Sequence
 import torch
 
 
-def merge_attention(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def merge_attention(
+    outs: Sequence[torch.Tensor] | torch.Tensor, lses: Sequence[torch.Tensor] | torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of the same queries to all keys, of attention to disjoint sets of keys.
 
     outs   floating-point (..., Q_LEN, D_V) each, as flex_attention returns it: what is in a row whose lse is -inf, NaN even, is not read
-    lses   floating-point (..., Q_LEN) each, natural logarithms, as return_lse gives them; -inf where a part has no keys for a row
+    lses   floating-point (..., Q_LEN) each, natural logarithms, as return_lse gives them; -inf where a part has no keys for a row. Either
+           may be one tensor with the parts in its first dimension, as split_attention gives them
 
     Computed in float32, or in float64 where a part or an lse is; out has the dtype of the parts, lse the one it is computed in. A row
     without keys in any part gives 0 and lse -inf. Differentiable in both, any number of times, under torch.compile, too.
@@ -20,7 +23,7 @@ def merge_attention(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) 
 
         out, lse = merge_attention(*zip(*(flex_attention(q, k, v, return_lse=True) for k, v in parts)))
     """
-    if not outs or len(outs) != len(lses):
+    if len(outs) == 0 or len(outs) != len(lses):
         raise ValueError(f"merge_attention needs an lse for each out, and at least one, got {len(outs)} outs and {len(lses)} lses")
     shapes = {tuple(t.shape) for t in outs}, {tuple(t.shape) for t in lses}
     if len(shapes[0]) > 1 or shapes[1] != {tuple(outs[0].shape[:-1])}:

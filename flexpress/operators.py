@@ -306,13 +306,15 @@ def update_cache(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
     check: bool | None,
+    rope_tail: bool = False,
 ) -> torch.Tensor:
     """flexpress.update_cache, which has the same arguments; empty without query."""
     places = {"page_table": page_table, "cache_loc": cache_loc, "cu_seqlens_q": cu_seqlens_q, "max_q_len": max_q_len, "q_offset": q_offset}
     with torch.no_grad():
         turned = flexpress.kv_cache.update_cache(
             *(key, value, k_cache, v_cache, kv_len),
-            **{**places, "query": query, "rope": rope, "interleaved": interleaved, "k_scale": k_scale, "v_scale": v_scale, "check": check},
+            **{**places, "query": query, "rope": rope, "interleaved": interleaved, "rope_tail": rope_tail},
+            **{"k_scale": k_scale, "v_scale": v_scale, "check": check},
         )
     return key.new_empty(0) if turned is None else turned
 

@@ -32,7 +32,8 @@ class SequenceInfo(StepView):
 
     Tensors, all int32 on `device`:
 
-    input_ids      [n, 1] if every sequence has one new token (generate-only), else [1, total]: the new tokens, sequence after sequence
+    input_ids      [n, 1] if every sequence has one new token (generate-only), else [1, total]: the new tokens, sequence after sequence.
+                   Where tokens are rows, such as embeddings, [n, 1, ...] or [1, total, ...], in their own dtype
     seq_len        [n]  new tokens of each sequence
     input_pos      [n]  tokens of each sequence that are in the cache already, so the position of its first new token
     cache_loc      [sum of pages_per_seq]  the pages of all sequences, sequence after sequence
@@ -40,7 +41,8 @@ class SequenceInfo(StepView):
     seq_start      [n]  where each sequence starts in input_ids
     page_table     [n, max_pages_per_seq]  the pages of each sequence, then -1: no kernel may read there
 
-    They are views of memory that stays where it is until `to`, so a CUDA graph sees every change. Behind its n entries seq_len is 0 up
+    They are views of memory that stays where it is until `to`, so a CUDA graph sees every change; ids and rows have memory of their own,
+    that of rows as long as their shape and dtype stay. Behind its n entries seq_len is 0 up
     to max_batch_size, and page_table -1: a kernel launched for more sequences finds no work in them. The host keeps the numbers too, and
     never waits for the device unless it is given positions or pages that are there. Bad arguments raise before anything has changed.
     """
@@ -60,11 +62,12 @@ class SequenceInfo(StepView):
         max_batch_size  sequences of a step
         page_size       tokens of a page; 0: max_seq_len, one page a sequence, a cache without paging
         max_num_tokens  new tokens of a step; 0: max_batch_size * max_seq_len
-        num_pages       pages of the cache; 0: as many as max_batch_size sequences of max_seq_len tokens fill
+        num_pages       pages of the cache; 0: as many as max_num_tokens tokens fill, however they are spread over max_batch_size sequences.
+                        That is a cache for one largest step. A server sets it to what its memory holds
         Raises ValueError for negative numbers, and for fewer pages than max_batch_size.
         """
         super().__init__(max_seq_len, max_batch_size, page_size, max_num_tokens, device)
-        self.num_pages = whole("num_pages", num_pages) or self._max_batch_size * self.max_pages_per_seq
+        self.num_pages = whole("num_pages", num_pages) or self._pages_of_a_step()
         self.reset()
 
     @property
@@ -119,7 +122,8 @@ class SequenceInfo(StepView):
     ) -> None:
         """The new tokens of each sequence, and with them their number.
 
-        sequences         lists of ids or integer tensors [s_i], s_i >= 0; or one integer tensor [n, s]
+        sequences         lists of ids or integer tensors [s_i], s_i >= 0; or one integer tensor [n, s]. Tokens that are no ids: tensors
+                          [s_i, ...] or [n, s, ...] of one shape and dtype behind s, floating-point (embeddings) or integers
         input_pos         tokens of each sequence in the cache, as in update_pos(..., reset=True)
         page_assignments  pages of each sequence, as in assign_cache_loc
         Where these are not given, sequence i keeps the position and pages of the sequence i before it; a new one starts at
@@ -174,9 +178,12 @@ class SequenceInfo(StepView):
         self._step.set_pages(self._checked_pages(page_assignments, self.num_sequences))
 
     def reset(self) -> None:
-        """A generate-only batch with nothing in the cache: token 0 for as many sequences as the limits allow, sequence i on page i."""
+        """A generate-only batch with nothing in the cache: token 0 for as many sequences as the limits allow, sequence i on page i.
+
+        Tokens stay what they are, ids or rows, here, in set_largest_batch and in example_args: a token 0 is a row of zeros then.
+        """
         n = min(self._max_batch_size, self._max_num_tokens)
-        self.nest_sequences([[0]] * n, 0, [[i] for i in range(n)])
+        self.nest_sequences(self._zeros([1] * n), 0, [[i] for i in range(n)])
 
     def set_largest_batch(self) -> None:
         """max_num_tokens tokens 0, spread over max_batch_size sequences: to warm up, and to see how much memory a step needs at most.
@@ -190,15 +197,15 @@ class SequenceInfo(StepView):
             count = -(-length // self._page_size)
             pages.append([(first + i) % self._num_pages for i in range(count)])
             first += count
-        self.nest_sequences([[0] * length for length in lengths], 0, pages)
+        self.nest_sequences(self._zeros(lengths), 0, pages)
 
     def sync(self, other: SequenceInfo) -> None:
         """Takes over the batch of another one, on this one's device. ValueError if its limits differ."""
         for name in ("max_seq_len", "max_batch_size", "page_size", "max_num_tokens", "num_pages"):
             if getattr(self, name) != getattr(other, name):
                 raise ValueError(f"{name} is {getattr(self, name)} here and {getattr(other, name)} in the other")
-        ids = other.input_ids.flatten()
-        self.nest_sequences(torch.split(ids, other.sequence_lengths), other.input_positions, other.page_assignments)
+        tokens = other.input_ids.flatten(0, 1)
+        self.nest_sequences(torch.split(tokens, other.sequence_lengths), other.input_positions, other.page_assignments)
 
     def to(self, device: torch.device | str | int) -> SequenceInfo:
         """Moves the tensors to `device`; returns itself. TypeError for what is no device: the tensors stay int32."""
@@ -219,9 +226,9 @@ class SequenceInfo(StepView):
         n, s = min(2, self._max_batch_size), min(4, self._most_tokens)
         length = min(s, self._max_seq_len)
         count = min(max(-(-length // self._page_size), 3 - n), self.max_pages_per_seq)
-        example = SequenceInfo(self._max_seq_len, n, self._page_size, n * s, device=self.device)
+        example = SequenceInfo(self._max_seq_len, n, self._page_size, n * s, n * count, device=self.device)
         example.nest_sequences([[0] * length] * n, 0, [list(range(i * count, (i + 1) * count)) for i in range(n)])
-        return (torch.zeros((n, s), dtype=torch.int32, device=self.device), *example.args[1:])
+        return (self._step.tokens.new_zeros((n, s, *self._step.tokens.shape[1:])), *example.args[1:])
 
     @property
     def dynamic_shapes(self) -> tuple[dict, ...]:
@@ -250,6 +257,16 @@ class SequenceInfo(StepView):
     @property
     def _most_tokens(self) -> int:
         return min(self._max_num_tokens, self._max_batch_size * self._max_seq_len)
+
+    def _zeros(self, lengths: list[int]) -> tuple[torch.Tensor, ...]:
+        """Tokens 0 of that many each, of the kind that there are."""
+        tokens = self._step.tokens
+        return torch.split(tokens.new_zeros((sum(lengths), *tokens.shape[1:])), lengths)
+
+    def _pages_of_a_step(self) -> int:
+        """What max_num_tokens tokens fill at most: a page of each sequence with one token, then a page for every page_size tokens."""
+        sequences, more = self._max_batch_size, max(self._max_num_tokens - self._max_batch_size, 0)
+        return min(sequences * self.max_pages_per_seq, sequences + more // self._page_size)
 
     def _kept_pages(self, n: int) -> list[list[int]]:
         pages = self._step.pages[:n]

@@ -5,19 +5,22 @@ info = AttentionInfo(num_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfl
 caches = [make(sequences) for make in attention.cache_initializers(info).values()]       # of every layer
 buffers = [make(sequences) for make in attention.buffer_initializers(info).values()]     # of the model
 metadata = attention.metadata_op(*sequences.args)                                         # once a step
-out = attention.attention_op(q, k, v, *metadata, *caches, *buffers, *attention.constants(info))   # in every layer
+options = {name: x(sequences) if callable(x) else x for name, x in attention.options(info).items()}         # of every layer
+out = attention.attention_op(q, k, v, *metadata, *caches, *buffers, *attention.constants(info), **options)   # in every layer
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import astuple
+from functools import partial
 from typing import ClassVar
 
 import torch
 
 from flexpress import serving_ops
-from flexpress.kv_cache import rope_table
+from flexpress.rope import rope_table
 from flexpress.sequences import AttentionInfo, SequenceInfo
 
 Initializer = Callable[[SequenceInfo], torch.Tensor | None]
@@ -26,7 +29,7 @@ Initializer = Callable[[SequenceInfo], torch.Tensor | None]
 class AttentionDescriptor(ABC):
     """What a serving stack must know of an attention with a cache. Its operators are custom ops of torch.library.
 
-    attention_op   (q, k, v, *metadata, *caches, *buffers, *constants) -> out; it changes the caches
+    attention_op   (q, k, v, *metadata, *caches, *buffers, *constants, **options) -> out; it changes the caches
     metadata_op    (*SequenceInfo.args) -> list of `num_metadata` tensors, for all layers of a step
     is_paged       a sequence may have more than one page of the cache
     """
@@ -48,8 +51,13 @@ class AttentionDescriptor(ABC):
 
     @classmethod
     def constants(cls, info: AttentionInfo) -> list[int | float | str | None]:
-        """The last arguments of the operator."""
+        """The arguments of the operator behind the buffers."""
         return []
+
+    @classmethod
+    def options(cls, info: AttentionInfo) -> dict[str, Initializer | int | float | str | None]:
+        """What the operator takes by name, where it is not the default: constants, and what makes tensors of a layer, such as scales."""
+        return {}
 
 
 class AttentionRegistry:
@@ -91,6 +99,9 @@ class AttentionRegistry:
         return list(cls._known)
 
 
+_OF_INFO = "cache_initializers", "buffer_initializers", "constants", "options"
+
+
 def _check_descriptor(name: str, descriptor) -> None:
     """TypeError that names the part which is missing or no such part."""
     if not isinstance(descriptor, type) or not issubclass(descriptor, AttentionDescriptor):
@@ -100,7 +111,7 @@ def _check_descriptor(name: str, descriptor) -> None:
         "metadata_op": (callable, "an operator"),
         "num_metadata": (lambda n: type(n) is int and n >= 0, "an int of 0 or more"),
         "is_paged": (lambda x: type(x) is bool, "a bool"),
-        **dict.fromkeys(("cache_initializers", "buffer_initializers", "constants"), (callable, "a classmethod of info")),
+        **dict.fromkeys(_OF_INFO, (callable, "a classmethod of info")),
     }
     for part, (fits, what) in parts.items():
         if not hasattr(descriptor, part) or part in descriptor.__abstractmethods__:
@@ -108,31 +119,30 @@ def _check_descriptor(name: str, descriptor) -> None:
         value = getattr(descriptor, part)
         if not fits(value):
             raise TypeError(f"{descriptor.__name__}.{part} must be {what}, got {value!r}")
-        if part in ("cache_initializers", "buffer_initializers", "constants") and getattr(value, "__self__", None) is not descriptor:
+        if part in _OF_INFO and getattr(value, "__self__", None) is not descriptor:
             raise TypeError(f"{descriptor.__name__}.{part} must be {what}: write @classmethod above it")
 
 
 class _WithCache(AttentionDescriptor):
-    """Caches (pages, page size, num_kv_heads, head_dim), and the table of rotary embedding.
+    """Caches (pages, page size, num_kv_heads, head_dim), and v_head_dim of values, and the table of rotary embedding.
 
-    Caches may have another dtype than q, k and v have. Those of float8_e4m3fn hold what fits (up to 448) unless the operator is also
-    called with k_scale= and v_scale=.
+    Caches may have another dtype than q, k and v have. Those of float8_e4m3fn hold what fits (up to 448) unless the CacheConfig has scales.
     """
 
     num_metadata = 3
 
     @classmethod
     def cache_initializers(cls, info: AttentionInfo) -> dict[str, Initializer]:
-        def cache(sequences: SequenceInfo) -> torch.Tensor:
+        def cache(sequences: SequenceInfo, width: int) -> torch.Tensor:
             if sequences.is_paged and not cls.is_paged:
                 raise ValueError(
                     f"{cls.__name__} keeps a sequence in one entry of the cache, but page_size {sequences.page_size} is less "
                     f"than max_seq_len {sequences.max_seq_len}; make the SequenceInfo without page_size"
                 )
-            shape = (sequences.num_pages, sequences.page_size, info.num_kv_heads, info.head_dim)
+            shape = (sequences.num_pages, sequences.page_size, info.num_kv_heads, width)
             return torch.zeros(shape, dtype=info.cache_dtype, device=sequences.device)
 
-        return {"k_cache": cache, "v_cache": cache}
+        return {"k_cache": partial(cache, width=info.head_dim), "v_cache": partial(cache, width=info.value_dim)}
 
     @classmethod
     def buffer_initializers(cls, info: AttentionInfo) -> dict[str, Initializer]:
@@ -142,14 +152,32 @@ class _WithCache(AttentionDescriptor):
             if not info.rope_dim:
                 return None
             positions = sequences.max_pages_per_seq * sequences.page_size
-            return rope_table(positions, info.rope_dim, rope.rope_theta, rope.rope_scale, device=sequences.device)
+            return rope_table(
+                positions, info.rope_dim, rope.rope_theta, rope.rope_scale, scaling=rope.rope_scaling, device=sequences.device
+            )
 
-        numbers = f"{info.rope_dim}_{float(rope.rope_theta)!r}_{float(rope.rope_scale)!r}"  # all digits: layers share what has one name
-        return {f"rope_{numbers}".replace(".", "_").replace("-", "m").replace("+", ""): table}
+        # all digits: layers share what has one name
+        numbers: list[float | str | None] = [info.rope_dim, float(rope.rope_theta), float(rope.rope_scale)]
+        if rope.rope_scaling is not None:
+            numbers += [type(rope.rope_scaling).__name__, *(n if n is None else float(n) for n in astuple(rope.rope_scaling))]
+        name = "_".join(["rope", *(n if isinstance(n, str) else repr(n) for n in numbers)])
+        return {name.replace(".", "_").replace("-", "m").replace("+", ""): table}
 
     @classmethod
     def constants(cls, info: AttentionInfo) -> list[int | float | str | None]:
-        return [info.pos_embd_config.rope_interleaved]
+        scale = None if info.scale is None else float(info.scale)
+        return [info.pos_embd_config.rope_interleaved, scale, info.sliding_window, float(info.softcap)]
+
+    @classmethod
+    def options(cls, info: AttentionInfo) -> dict[str, Initializer | int | float | str | None]:
+        def scale(sequences: SequenceInfo, numbers: float | tuple[float, ...]) -> torch.Tensor:
+            return torch.tensor(numbers, dtype=torch.float32, device=sequences.device).expand(info.num_kv_heads).contiguous()
+
+        found: dict[str, Initializer | int | float | str | None] = {"rope_tail": True} if info.pos_embd_config.rope_tail else {}
+        for name in ("k_scale", "v_scale"):
+            if (numbers := getattr(info.cache_config, name)) is not None:
+                found[name] = partial(scale, numbers=numbers)
+        return found
 
 
 @AttentionRegistry.register("flexpress_flattened")

@@ -1,7 +1,8 @@
 """The kernels of a serving step as operators of torch.library: opaque to torch.compile and torch.export, with fake implementations.
 
-Queries, keys and values come as a linear layer leaves them, (batch, tokens, heads * head dim); caches are changed in place. Batches are
-described by what `prepare_metadata` makes of a SequenceInfo's tensors, once a step and not once a layer:
+`import flexpress` registers them as torch.ops.flexpress.NAME. Queries, keys and values come as a linear layer leaves them,
+(batch, tokens, heads * head dim), or each with heads apart, (batch, tokens, heads, head dim); outputs have the form of the queries. Caches
+are changed in place. Batches are described by what `prepare_metadata` makes of a SequenceInfo's tensors, once a step and not once a layer:
 
     cu_seqlens   int32 (n + 1,)   where each sequence's new tokens start, and their end
     kv_len       int32 (n,)       positions of each sequence in the cache, the new ones included; 0 for a sequence without new tokens
@@ -10,22 +11,18 @@ described by what `prepare_metadata` makes of a SequenceInfo's tensors, once a s
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 
-from flexpress import mods, sdpa
+from flexpress import sdpa
 from flexpress.cache_checks import described
-from flexpress.cached import cached_attention
-from flexpress.checks import refuse_dropout
-from flexpress.kv_cache import update_cache
+from flexpress.layer_step import attend, check_tokens, no_autocast, out_like
 
 
-def _op(name: str, mutates: tuple[str, ...] = ()):
-    return torch.library.custom_op(f"flexpress::{name}", mutates_args=mutates)
+def _op(name: str, mutates: tuple[str, ...] = (), **more):
+    return torch.library.custom_op(f"flexpress::{name}", mutates_args=mutates, **more)
 
 
-@_op("scaled_dot_product_attention")
+@_op("scaled_dot_product_attention", tags=(torch.Tag.nondeterministic_seeded,))  # with dropout
 def scaled_dot_product_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -38,8 +35,7 @@ def scaled_dot_product_attention(
 ) -> torch.Tensor:
     """flexpress.scaled_dot_product_attention of (B, Hq, Q_LEN, D), (B, Hkv, KV_LEN, D) and (B, Hkv, KV_LEN, D_V), to a contiguous
     (B, Hq, Q_LEN, D_V). Not differentiable; autocast changes nothing."""
-    refuse_dropout(dropout_p)
-    with _no_autocast(query):
+    with no_autocast(query):
         return sdpa.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         ).contiguous()
@@ -121,21 +117,45 @@ def mha_with_cache(
     softcap: float = 0.0,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    *,
+    rope_tail: bool = False,
 ) -> torch.Tensor:
-    """Attention of b sequences with s new tokens each, q (b, s, Hq * D), k and v (b, s, Hkv * D and * D_V), to caches (b, S, Hkv, D) and
-    (b, S, Hkv, D_V) that hold input_pos (b,) positions of each and take the new ones. To (b, s, Hq * D_V), in q's dtype.
+    """Attention of b sequences with s new tokens each, q (b, s, Hq * D), k and v (b, s, Hkv * D and * D_V), to caches (N, S, Hkv, D) and
+    (N, S, Hkv, D_V) that hold input_pos (b,) positions of each and take the new ones. To (b, s, Hq * D_V), in q's dtype.
 
-    k_cache, v_cache    in q's dtype or any other that cached_attention takes
-    rope, interleaved   as for update_cache: q and k are turned
+    q, k, v             each may have heads apart, (b, s, Hq, D) and so on; the output is (b, s, Hq, D_V) where q is
+    k_cache, v_cache    in q's dtype or any other that cached_attention takes. N >= b: sequence i has entry i, and others stay as they are
+    rope, interleaved, rope_tail   as for update_cache: q and k are turned
     sliding_window      how many positions a token sees, its own included: 1, only itself; 0: all
     softcap             scores s become softcap * tanh(s / softcap); 0: they stay
     k_scale, v_scale    float32 (Hkv,): what caches of float8_e4m3fn are to be multiplied by; None: 1
     Raises ValueError or TypeError for arguments. Not differentiable; autocast changes nothing.
     """
-    if input_pos.ndim != 1 or input_pos.dtype not in (torch.int32, torch.int64) or q.ndim == 3 and input_pos.shape[0] != q.shape[0]:
+    check_tokens(q, k, v, k_cache, v_cache)
+    sequences = q.shape[0]
+    if input_pos.shape != (sequences,) or input_pos.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"input_pos must be int32 (b,), a number for each sequence of q {tuple(q.shape)}, got {described(input_pos)}")
+    if k_cache.shape[0] < sequences:
+        raise ValueError(
+            f"q {tuple(q.shape)} has {sequences} sequences, but k_cache {tuple(k_cache.shape)} only {k_cache.shape[0]} entries; it needs "
+            "one for each"
+        )
     kv_len = (input_pos + q.shape[1]).to(torch.int32)
-    return _attend((q, k, v), kv_len, None, {}, (k_cache, v_cache), rope, interleaved, scale, sliding_window, softcap, (k_scale, v_scale))
+    where = {}
+    if k_cache.shape[0] > sequences:
+        where["cache_loc"] = torch.arange(sequences, dtype=torch.int32, device=q.device)
+    return attend(
+        (q, k, v),
+        kv_len,
+        None,
+        where,
+        (k_cache, v_cache),
+        (rope, interleaved, rope_tail),
+        scale,
+        sliding_window,
+        softcap,
+        (k_scale, v_scale),
+    )
 
 
 @mha_with_cache.register_fake
@@ -153,8 +173,10 @@ def _(
     softcap=0.0,
     k_scale=None,
     v_scale=None,
+    *,
+    rope_tail=False,
 ):
-    return _out_like(q, k_cache, v_cache)
+    return out_like(q, k_cache, v_cache)
 
 
 @_op("flattened_mha_with_cache", ("k_cache", "v_cache"))
@@ -174,15 +196,27 @@ def flattened_mha_with_cache(
     softcap: float = 0.0,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    *,
+    rope_tail: bool = False,
 ) -> torch.Tensor:
     """Attention of sequences with any numbers of new tokens, prefill and decoding in one batch, to caches (entries, S, Hkv, D) and D_V.
 
-    q (n, 1, Hq * D) where each has one, or (1, T, Hq * D), sequence after sequence; k and v alike. cu_seqlens, kv_len, cache_loc from
-    prepare_flattened_metadata; the rest as for mha_with_cache. To q's extents with Hq * D_V; tokens after the last sequence's give 0.
+    q (n, 1, Hq * D) where each has one, or (1, T, Hq * D), sequence after sequence; k and v alike, each also with heads apart. cu_seqlens,
+    kv_len, cache_loc from prepare_flattened_metadata; the rest as for mha_with_cache. To q's extents with D_V for D; tokens after the last
+    sequence's give 0.
     """
     where = {"cache_loc": cache_loc}
-    return _attend(
-        (q, k, v), kv_len, cu_seqlens, where, (k_cache, v_cache), rope, interleaved, scale, sliding_window, softcap, (k_scale, v_scale)
+    return attend(
+        (q, k, v),
+        kv_len,
+        cu_seqlens,
+        where,
+        (k_cache, v_cache),
+        (rope, interleaved, rope_tail),
+        scale,
+        sliding_window,
+        softcap,
+        (k_scale, v_scale),
     )
 
 
@@ -203,8 +237,10 @@ def _(
     softcap=0.0,
     k_scale=None,
     v_scale=None,
+    *,
+    rope_tail=False,
 ):
-    return _out_like(q, k_cache, v_cache)
+    return out_like(q, k_cache, v_cache)
 
 
 @_op("mha_with_paged_cache", ("k_cache", "v_cache"))
@@ -224,11 +260,22 @@ def mha_with_paged_cache(
     softcap: float = 0.0,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    *,
+    rope_tail: bool = False,
 ) -> torch.Tensor:
     """flattened_mha_with_cache with caches (pages, page size, Hkv, D) and D_V, and page_table from prepare_metadata."""
     where = {"page_table": page_table}
-    return _attend(
-        (q, k, v), kv_len, cu_seqlens, where, (k_cache, v_cache), rope, interleaved, scale, sliding_window, softcap, (k_scale, v_scale)
+    return attend(
+        (q, k, v),
+        kv_len,
+        cu_seqlens,
+        where,
+        (k_cache, v_cache),
+        (rope, interleaved, rope_tail),
+        scale,
+        sliding_window,
+        softcap,
+        (k_scale, v_scale),
     )
 
 
@@ -249,61 +296,7 @@ def _(
     softcap=0.0,
     k_scale=None,
     v_scale=None,
+    *,
+    rope_tail=False,
 ):
-    return _out_like(q, k_cache, v_cache)
-
-
-def _out_like(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
-    return q.new_empty((*q.shape[:2], q.shape[2] // k_cache.shape[-1] * v_cache.shape[-1]))
-
-
-def _check_layers(q, k, v, k_cache, v_cache) -> None:
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if cache.ndim != 4 or cache.shape[3] == 0:
-            raise ValueError(f"{name} must be (entries or pages, positions, heads, head dim), got {described(cache)}")
-    for name, tensor, cache in (("q", q, k_cache), ("k", k, k_cache), ("v", v, v_cache)):
-        heads, head_dim = cache.shape[2:]
-        if tensor.ndim != 3 or tensor.shape[:2] != q.shape[:2] or tensor.dtype != q.dtype:
-            raise ValueError(
-                "q, k and v must be (batch, tokens, heads * head dim) with equal batch, tokens and dtype, got q "
-                f"{described(q)} and {name} {described(tensor)}"
-            )
-        if tensor.shape[2] % head_dim or name != "q" and tensor.shape[2] != heads * head_dim:
-            raise ValueError(
-                f"{name} {tuple(tensor.shape)} must have {'heads' if name == 'q' else heads} * {head_dim} as its last extent, "
-                f"for a cache {tuple(cache.shape)}"
-            )
-
-
-def _no_autocast(tensor: torch.Tensor):
-    """Operators compute in the dtype that they are given, as their fakes say, also under autocast."""
-    return torch.autocast(tensor.device.type, enabled=False) if torch._C._is_any_autocast_enabled() else nullcontext()
-
-
-def _attend(qkv, kv_len, cu_seqlens, where, caches, rope, interleaved, scale, sliding_window, softcap, scales) -> torch.Tensor:
-    """Write the new keys and values, then attend; the caches' extents say what heads there are."""
-    _check_layers(*qkv, *caches)
-    if cu_seqlens is not None and cu_seqlens.shape != (kv_len.shape[0] + 1,):
-        raise ValueError(
-            f"cu_seqlens {tuple(cu_seqlens.shape)} must be one longer than kv_len {tuple(kv_len.shape)}, both from the metadata operator"
-        )
-    (k_cache, v_cache), out = caches, _out_like(qkv[0], *caches)
-    split = tuple(t.unflatten(-1, (-1, cache.shape[-1])) for t, cache in zip(qkv, (k_cache, k_cache, v_cache), strict=True))
-    if cu_seqlens is None or out.shape[:2] == (kv_len.shape[0], 1):  # (b, s, heads, head dim) to (b, heads, s, head dim)
-        query, key, value = (t.transpose(1, 2) for t in split)
-    else:
-        query, key, value = (t.flatten(0, 1) for t in split)
-        where = {**where, "cu_seqlens_q": cu_seqlens}
-    where = {**where, "k_scale": scales[0], "v_scale": scales[1]}
-    score_mod = mods.softcap(softcap) if softcap else None
-    mask_mod = mods.sliding_window(sliding_window) if sliding_window else None  # before anything is written: these raise for bad numbers
-    with _no_autocast(out):
-        turned = update_cache(
-            key, value, k_cache, v_cache, kv_len, **where, query=None if rope is None else query, rope=rope, interleaved=interleaved
-        )
-        attended = cached_attention(
-            query if turned is None else turned, k_cache, v_cache, kv_len, **where, score_mod=score_mod, mask_mod=mask_mod, scale=scale
-        )
-    if attended.ndim == 4:
-        attended = attended.transpose(1, 2)
-    return out.copy_(attended.reshape(out.shape))
+    return out_like(q, k_cache, v_cache)

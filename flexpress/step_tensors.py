@@ -10,6 +10,8 @@ import torch
 class StepTensors:
     """New tokens, position and pages of each sequence. `memory` holds them as int32 tensors, by name, with room for the largest step.
 
+    Tokens that are rows of numbers, such as embeddings, are in "input_rows", made when the first ones come.
+
     Nothing is checked here, and nothing waits for the device.
     """
 
@@ -27,6 +29,7 @@ class StepTensors:
             "page_table": (max_batch_size, max_pages_per_seq),
         }
         self.memory = {name: torch.zeros(shape, dtype=torch.int32, device=device) for name, shape in shapes.items()}
+        self._tokens_in = "input_ids"
 
     @property
     def device(self) -> torch.device:
@@ -34,6 +37,11 @@ class StepTensors:
 
     def to(self, device: torch.device) -> None:
         self.memory = {name: memory.to(device) for name, memory in self.memory.items()}
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """Memory for the largest step, which begins with the step's tokens: ids, or rows."""
+        return self.memory[self._tokens_in]
 
     def of_sequences(self, name: str) -> torch.Tensor:
         """The part of a tensor that the step's sequences fill."""
@@ -45,7 +53,16 @@ class StepTensors:
             self.memory["seq_len"][len(lengths) :] = 0
             self._write("seq_len", lengths)
             self._write("seq_start", [0, *accumulate(lengths[:-1])])
-        self.memory["input_ids"][: len(ids)] = self._sent(ids)
+        self._hold(ids.shape[1:], ids.dtype if ids.is_floating_point() else torch.int32)
+        self.tokens[: len(ids)] = self._sent(ids)
+
+    def _hold(self, row: torch.Size, dtype: torch.dtype) -> None:
+        """Let `tokens` be memory for tokens of that shape: what held such tokens last, if it is there."""
+        self._tokens_in = "input_rows" if row else "input_ids"
+        held = self.memory.get(self._tokens_in)
+        if held is None or (held.shape[1:], held.dtype) != (row, dtype):
+            most = len(self.memory["input_ids"])
+            self.memory[self._tokens_in] = torch.zeros((most, *row), dtype=dtype, device=self.device)
 
     def set_positions(self, positions: list[int]) -> None:
         self.positions = positions

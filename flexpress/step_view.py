@@ -92,8 +92,8 @@ class StepView:
 
     @property
     def input_ids(self) -> torch.Tensor:
-        """int32 [n, 1] or [1, total]: the new tokens."""
-        flat = self._step.memory["input_ids"][: self.num_tokens]
+        """int32 [n, 1] or [1, total]: the new tokens. Where they are rows, [n, 1, ...] or [1, total, ...], in their dtype."""
+        flat = self._step.tokens[: self.num_tokens]
         return flat[:, None] if self.is_generate else flat[None]
 
     @property
@@ -128,7 +128,7 @@ class StepView:
 
     @property
     def position_ids(self) -> torch.Tensor:
-        """int32, shaped as input_ids: the position of each new token in its sequence. Made anew at each reading."""
+        """int32 [n, 1] or [1, total], as input_ids: the position of each new token in its sequence. Made anew at each reading."""
         if self.is_generate:
             return self.input_pos[:, None].clone()
         offsets = torch.repeat_interleave(self.input_pos - self.seq_start, self.seq_len, output_size=self.num_tokens)

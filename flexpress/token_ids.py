@@ -1,4 +1,4 @@
-"""Token ids and other integers as callers have them, lists or tensors, on any device: checked, in one tensor or list."""
+"""Tokens, ids or rows of more, and integers as callers have them, lists or tensors, on any device: checked, in one tensor or list."""
 
 from __future__ import annotations
 
@@ -9,22 +9,41 @@ import torch
 
 
 def flatten(sequences) -> tuple[list[int], torch.Tensor]:
-    """Lengths, and all ids in one integer tensor [total]; int32 where it lies on the host."""
-    if isinstance(sequences, torch.Tensor) and sequences.dim() != 2:
-        raise ValueError(f"sequences must be [n, s] as one tensor, got shape {tuple(sequences.shape)}")
+    """Lengths, and all tokens in one tensor: ids [total], integers, int32 where they lie on the host; or rows [total, ...]."""
+    if isinstance(sequences, torch.Tensor) and sequences.dim() < 2:
+        raise ValueError(f"sequences must be [n, s] or [n, s, ...] as one tensor, got shape {tuple(sequences.shape)}")
     if not isinstance(sequences, (Sequence, torch.Tensor)) or isinstance(sequences, str):
         raise TypeError(f"sequences must be a list of sequences, or a tensor, got {type(sequences).__name__}")
     together = _one_list(sequences)
     if together is not None:
         parts, lengths = [together], [len(sequence) for sequence in sequences]
     else:
-        parts = [_ids(i, sequence) for i, sequence in enumerate(sequences)]
+        parts = [_tokens(i, sequence) for i, sequence in enumerate(sequences)]
         lengths = [len(part) for part in parts]
+        parts = _alike(parts)
     devices = {part.device for part in parts}
     ids = torch.cat(parts if len(devices) == 1 else [part.cpu() for part in parts]) if parts else torch.empty(0)
-    if ids.device.type == "cpu" and ids.numel() and not -(2**31) <= int(ids.min()) <= int(ids.max()) < 2**31:
+    if (
+        ids.device.type == "cpu"
+        and ids.numel()
+        and not ids.is_floating_point()
+        and not -(2**31) <= int(ids.min()) <= int(ids.max()) < 2**31
+    ):
         raise ValueError("sequences has an id that does not fit int32")
     return lengths, ids
+
+
+def _alike(parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Those that have tokens, or one that has none. ValueError if a token of one is not what a token of another is."""
+    found = [i for i, part in enumerate(parts) if len(part)]
+    for i in found:
+        one, other = ((p.shape[1:], p.dtype if p.is_floating_point() else None) for p in (parts[found[0]], parts[i]))
+        if one != other:
+            raise ValueError(
+                f"tokens must all be ids, or rows of one shape and dtype: sequence {found[0]} is {parts[found[0]].dtype} "
+                f"{tuple(parts[found[0]].shape)}, sequence {i} {parts[i].dtype} {tuple(parts[i].shape)}"
+            )
+    return [parts[i] for i in found] or parts[:1]
 
 
 def _one_list(sequences) -> torch.Tensor | None:
@@ -38,19 +57,22 @@ def _one_list(sequences) -> torch.Tensor | None:
     return ids if ids.dim() == 1 and ids.dtype == torch.int64 else None
 
 
-def _ids(i: int, sequence) -> torch.Tensor:
-    if not isinstance(sequence, torch.Tensor):
+def _tokens(i: int, sequence) -> torch.Tensor:
+    """A sequence's ids [s], or as a tensor rows [s, ...] of integers or floating-point numbers."""
+    is_tensor = isinstance(sequence, torch.Tensor)
+    if not is_tensor:
         try:
             sequence = torch.tensor(list(sequence))
         except (TypeError, ValueError, RuntimeError):
-            raise TypeError(f"sequence {i} must be a list of integers or an integer tensor, got {str(sequence)[:80]}") from None
-    if sequence.dim() != 1:
-        raise ValueError(f"sequence {i} must have 1 dimension, got shape {tuple(sequence.shape)}")
-    if not len(sequence):
+            raise TypeError(f"sequence {i} must be a list of integers or a tensor, got {str(sequence)[:80]}") from None
+    if sequence.dim() == 0 or sequence.dim() > 1 and not is_tensor:
+        remedy = "pass a tensor [s, ...] for tokens that are no ids" if sequence.dim() else "a token alone is a list of one"
+        raise ValueError(f"sequence {i} must have 1 dimension, got shape {tuple(sequence.shape)}; {remedy}")
+    if sequence.dim() == 1 and not len(sequence):
         return sequence.to(torch.int32)
-    if sequence.is_floating_point() or sequence.is_complex() or sequence.dtype == torch.bool:
-        raise TypeError(f"sequence {i} must hold integers, got {sequence.dtype}")
-    return sequence
+    if sequence.is_complex() or sequence.dtype == torch.bool or (sequence.is_floating_point() and sequence.dim() == 1):
+        raise TypeError(f"sequence {i} must hold integers, or be [s, ...] for embeddings, got {sequence.dtype} {tuple(sequence.shape)}")
+    return sequence.detach()
 
 
 def integers(name: str, numbers, n: int | None = None) -> list[int]:

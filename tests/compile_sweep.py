@@ -155,6 +155,7 @@ def decode(d: Draw, target: str) -> list[Kernel]:
     if "lengths" in details:  # of a cache
         details |= d.now_and_then(ragged=True, located=True)
         details |= d.now_and_then(balanced=True) if "split" not in details and mask_mod is None else {}
+        details |= d.now_and_then(by_tokens=True) if "ragged" in details and "balanced" not in details else {}
         details |= {} if "located" in details else d.now_and_then(page_size=d.random.choice((1, 8, 16, 48, 64, 128, 256)))
         mask_mod = None  # in place of block lists
     made = decode_compilations(
@@ -182,7 +183,7 @@ def masks(d: Draw, target: str) -> list[Kernel]:
 def rest(d: Draw, target: str) -> list[Kernel]:
     score_mod = d.mods()[0] or SCORES["choices"]
     fp8 = d.now_and_then(cache_dtype="float8_e4m3fn") if target in ("sm_90", "sm_100") else {}
-    update = d.now_and_then(ragged=True, offsets=True, rope_dim=d.random.choice((64, 96, 128)), interleaved=True)
+    update = d.now_and_then(ragged=True, offsets=True, rope_dim=d.random.choice((64, 96, 128)), interleaved=True, rope_tail=True)
     update |= d.now_and_then(page_size=d.random.choice((1, 16, 64))) or d.now_and_then(located=True)
     return [
         ("update_cache", update_cache_compilation(target, d.of("dtype", "float16", "bfloat16", "float32"), **fp8, **update)),

@@ -495,10 +495,10 @@ PAGES = [
     ),
     Mutant(
         "templates/update_cache.py.jinja",
-        "BLOCK_T, count, tiles * BLOCK_T):",
-        "BLOCK_T, count, count + 1):",
-        named("cache_arguments", "that_lies_loses"),
-        "tokens past max_q_len are not written",
+        "(ends > tokens)",
+        "(ends >= tokens)",
+        named("kv_cache", "any_update and not gpu"),
+        "a sequence's first token goes to the one before",
     ),
     Mutant(
         "templates/update_cache.py.jinja",
@@ -506,6 +506,13 @@ PAGES = [
         "v_factor = 1.0 / tl.load(K_SCALES + head)",
         named("kv_cache", "any_update and not gpu"),
         "values are scaled as keys",
+    ),
+    Mutant(
+        "templates/decode.py.jinja",
+        "(first_tile_of(end, at + 1, QUERIES) > tile)",
+        "(first_tile_of(end, at + 1, QUERIES) >= tile)",
+        named("cached", "grid_follows"),
+        "a sequence's first tile goes to the one before",
     ),
     Mutant(
         "templates/decode.py.jinja",

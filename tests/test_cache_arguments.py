@@ -91,7 +91,20 @@ BOTH = {
     "a flat page table": ("pages", dict(page_table=int32(0, 1, 2)), ValueError, r"page_table must be torch.int32 \(3, n\)"),
     "an entry after the last": ("entries", dict(cache_loc=int32(0, 1, 3)), ValueError, "cache_loc names entries from 0 to 3"),
     "entry -1": ("entries", dict(cache_loc=int32(0, -1, 2)), ValueError, "cache_loc names entries from -1 to 2"),
-    "entries and pages": ("entries", dict(page_table=int32([0], [1], [2])), ValueError, "exclude each other"),
+    "a row after the last": (
+        "pages",
+        dict(cache_loc=int32(0, 1, 3)),
+        ValueError,
+        r"cache_loc names rows from 0 to 3; page_table \(3, 2\) has rows 0 to 2",
+    ),
+    "row -1": ("pages", dict(cache_loc=int32(0, -1, 2)), ValueError, "cache_loc names rows from -1 to 2"),
+    "no rows": (
+        "pages",
+        dict(cache_loc=int32(0, 1, 2), page_table=lambda t: t[:0]),
+        ValueError,
+        r"page_table \(0, 2\) has no rows for the 3",
+    ),
+    "rows of too few sequences": ("pages", dict(cache_loc=int32(0, 1)), ValueError, r"cache_loc must be torch.int32 \(3,\)"),
     "first positions below 0": ("pages", dict(q_offset=int32(0, -1, 0)), ValueError, "sequence 1 has 1 new tokens from position -1"),
     "first positions beyond": ("pages", dict(q_offset=int32(0, 0, 14)), ValueError, "sequence 2 has 3 new tokens from position 14"),
     "another number of entries": (

@@ -28,6 +28,20 @@ def test_sequences_share_the_device_by_length(device, page_size):
     check(Batch(q_lens=q_lens, kv_lens=kv_lens, **shape, score="per sequence", seed=3), device)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("mask, page_size, invariant", [("none", 16, False), ("window", 0, False), ("per head", 5, True)])
+def test_the_grid_follows_the_tokens(device, mask, page_size, invariant, monkeypatch):
+    """Not the longest sequence: a prompt among single tokens makes no tiles for them."""
+    monkeypatch.setenv("FLEXPRESS_CPU", "interpreter")  # kernels in C++ have no grid
+    q_lens = [*[1] * 20, 130, 0, 1, 70, 0]
+    kv_lens = [*range(1, 21), 200, 3, 9, 70, 0]
+    p = Batch(q_lens=q_lens, kv_lens=kv_lens, Hkv=2, Hq=8, page_size=page_size, score="alibi", mask=mask, invariant=invariant)
+    check(p, device)
+    ready = [*decode._ready.values()][-1]
+    heads, queries = (8, 64) if mask == "per head" else (2, 16)
+    assert ready.grid[0] == (sum(q_lens) // queries + len(q_lens)) * heads
+
+
 def batch(device, q_lens=(3, 1, 0, 9), kv_lens=(40, 7, 0, 300), dtype=torch.float32, **changes):
     """Arguments of cached_attention: a ragged batch in pages of 16, but for what `changes`."""
     p = Batch(q_lens=list(q_lens), kv_lens=list(kv_lens), dtype=dtype, **changes)
@@ -113,7 +127,7 @@ BAD = {  # what changes, and what the error says
     ),
     "heads": (dict(query=torch.zeros(13, 5, 32)), "5 heads, no multiple of the 2 heads"),
     "head dim": (dict(query=torch.zeros(13, 6, 16)), r"query \(13, 6, 16\), k_cache .* do not fit"),
-    "both": (dict(cache_loc=[0, 1, 2, 3]), "exclude each other"),
+    "rows": (dict(cache_loc=[0, 1, 2, 4]), r"cache_loc names rows from 0 to 4; page_table .* has rows 0 to 3"),
     "one scale": (dict(k_scale=torch.ones(2)), "go together"),
 }
 

@@ -98,5 +98,7 @@ def test_errors(tmp_path):
             attention(*arguments)
     with pytest.raises(ValueError, match="queries of different numbers"):
         export_cached(q[0], k, v, kv_len, page_table=table)
+    with pytest.raises(ValueError, match=r"page_table or cache_loc, not both; pass page_table\[cache_loc\]"):
+        export_cached(q, k, v, kv_len, page_table=table, cache_loc=torch.zeros_like(kv_len))
     with pytest.raises(FileExistsError, match="overwrite=True"):
         export_cached(q, k, v, kv_len, page_table=table, path=path)

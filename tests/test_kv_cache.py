@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flexpress import rope_table, update_cache
+from flexpress import cached_attention, rope_table, update_cache
+from flexpress.codegen.run import update_cache as driver
 from support.caches import check_update, updates
-from support.devices import for_any
+from support.devices import DEVICES, for_any
 
 
 @for_any(updates, cpu=40, cuda=100)
@@ -15,13 +16,29 @@ def test_any_update(p, device):
     check_update(p, device)
 
 
-def test_rope_table():
-    """Angles are exact where float32 angles are not, and any other frequencies can be given."""
-    table = rope_table(200_000, 8)
-    exact = 199_999 * 10000.0 ** (-torch.arange(0, 8, 2).double() / 8)
-    assert (table[-1].double() - torch.stack([exact.cos(), exact.sin()], -1)).abs().max() < 6e-8
-    assert torch.equal(rope_table(10, 4, scale=2.0)[8], rope_table(10, 4)[4])
-    assert torch.equal(rope_table(10, 4, inv_freq=torch.tensor([1.0, 0.01], dtype=torch.float64)), rope_table(10, 4))
+def test_the_grid_follows_the_tokens(monkeypatch):
+    """Not the longest sequence: 200 tokens are 13 tiles, however they are spread."""
+    monkeypatch.setenv("FLEXPRESS_CPU", "interpreter")  # kernels in C++ have no grid
+    for counts in ([1] * 39 + [161], [200], [0, 100, 0, 99, 1], [5] * 40):
+        starts = torch.tensor([0, *torch.tensor(counts).cumsum(0)], dtype=torch.int32)
+        caches = [torch.zeros(len(counts), 200, 1, 8) for _ in range(2)]
+        new = torch.arange(200.0)[:, None, None].expand(-1, 1, 8)
+        update_cache(new, new, *caches, torch.tensor(counts, dtype=torch.int32), cu_seqlens_q=starts, max_q_len=max(counts))
+        assert [*driver._ready.values()][-1].grid == (13, 1)
+        assert torch.equal(torch.cat([cache[: counts[b], 0, 0] for b, cache in enumerate(caches[0])]), new[:, 0, 0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_row_that_is_not_there_has_no_pages(device):
+    """Unchecked, such a sequence is not written, and no other sequence is either."""
+    int32 = dict(dtype=torch.int32, device=device)
+    caches = [torch.zeros(4, 2, 1, 8, device=device) for _ in range(2)]
+    new, lengths = torch.ones(4, 1, 2, 8, device=device), torch.tensor([2] * 4, **int32)
+    where = {"page_table": torch.tensor([[2], [0]], **int32), "cache_loc": torch.tensor([1, -1, 2, 2**31 - 1], **int32)}
+    update_cache(new, new, *caches, lengths, **where, check=False)
+    assert all((cache[0] == 1).all() and not cache[1:].any() for cache in caches)
+    out = cached_attention(new, *caches, lengths, **where, check=False)
+    assert (out[0] == 1).all() and not out[1:].any()
 
 
 BAD = {

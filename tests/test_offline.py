@@ -159,7 +159,7 @@ DECODE = {  # recipes, and what differs
     "plain d256 bf16": ("plain", dict(head_dim=256)),
     "plain d128 fp32": ("plain", dict(dtype="float32")),
     "plain d192x128 bf16, no parts": ("plain", dict(head_dim=192, head_dim_v=128, split=False, lengths=True)),
-    "alibi causal d128 bf16, pages of 16": ("alibi causal", dict(page_size=16, lengths=True, ragged=True, q_len=64)),
+    "alibi causal d128 bf16, pages of 16": ("alibi causal", dict(page_size=16, lengths=True, ragged=True, by_tokens=True, q_len=64)),
     "alibi d128 bf16, pages of 128": ("alibi", dict(page_size=128, lengths=True, balanced=True)),
     "softcap sliding_window d128 bf16, groups of 12": ("softcap sliding_window", dict(group=12, q_len=4, output_max=True)),
     "plain d128 bf16, fp8 in pages of 64": ("plain", dict(kv_dtype="float8_e4m3fn", page_size=64, lengths=True, balanced=True)),

@@ -103,7 +103,7 @@ def test_arguments_of_calls_with_a_cache():
             {"page_table": 3},
         ),
         (ValueError, "no multiple of the 3 heads", (query, *[(2, 20, 3, 16)] * 2, (2,)), {}),
-        (ValueError, "exclude each other", (query, cache, cache, (2,)), {"page_table": (2, 1), "cache_loc": (2,)}),
+        (ValueError, "has no rows for the 2 sequences", (query, cache, cache, (2,)), {"page_table": (0, 1), "cache_loc": (2,)}),
     ):
         with pytest.raises(error, match=message):
             precompile_cached(*given, **options, dtype=torch.float32, device="cpu")

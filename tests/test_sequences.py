@@ -26,7 +26,8 @@ def state(info: SequenceInfo) -> dict:
 @settings(max_examples=100)
 def test_batches(data):
     """One object through several steps: tensors against what they should be, by plain loops."""
-    info = SequenceInfo(max_seq_len=20, max_batch_size=5, page_size=data.draw(st.sampled_from([0, 3, 8])), max_num_tokens=60)
+    size = data.draw(st.sampled_from([0, 3, 8]))
+    info = SequenceInfo(max_seq_len=20, max_batch_size=5, page_size=size, max_num_tokens=60, num_pages=40)
     where = {name: getattr(info, name).data_ptr() for name in ARG_NAMES}
     for _ in range(3):
         lengths = data.draw(st.lists(st.integers(0, 12) if data.draw(st.booleans()) else st.just(1), min_size=1, max_size=5))
@@ -59,6 +60,44 @@ def test_batches(data):
         assert info._step.memory["page_table"][n:].eq(-1).all()
         assert all(t.dtype == torch.int32 for t in info.args)
         assert {name: getattr(info, name).data_ptr() for name in ARG_NAMES if getattr(info, name).numel()}.items() <= where.items()
+
+
+@given(st.data())
+@settings(max_examples=60)
+def test_tokens_may_be_rows(data):
+    """Embeddings, or several ids a token: they lie as ids would, come back as they were, and their memory stays where it is."""
+    info = SequenceInfo(max_seq_len=20, max_batch_size=4, max_num_tokens=60)
+    ids = info.input_ids.data_ptr()
+    row = tuple(data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=2)))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32]))
+    held = dtype if dtype.is_floating_point else torch.int32
+    where = set()
+    for _ in range(2):
+        lengths = data.draw(st.lists(st.integers(0, 12) if data.draw(st.booleans()) else st.just(1), min_size=1, max_size=4).filter(sum))
+        rows = [torch.randint(-9, 9, (n, *row)).to(dtype) for n in lengths]
+        together = len(set(lengths)) == 1 and data.draw(st.booleans())
+        info.nest_sequences(torch.stack(rows) if together else [[] if not len(r) and data.draw(st.booleans()) else r for r in rows], 0)
+        assert info.sequence_lengths == lengths and info.input_ids.dtype == held
+        assert info.input_ids.shape[:2] == info.position_ids.shape == ((len(lengths), 1) if info.is_generate else (1, sum(lengths)))
+        assert all(torch.equal(a, b) for a, b in zip(info.unnest_sequences(info.input_ids), (r.to(held) for r in rows), strict=True))
+        where.add(info.input_ids.data_ptr())
+        other = SequenceInfo(max_seq_len=20, max_batch_size=4, max_num_tokens=60)
+        other.sync(info)
+        assert torch.equal(other.input_ids, info.input_ids)
+    assert len(where) == 1 and ids not in where
+    for largest in (info.set_largest_batch, info.reset):
+        largest()
+        assert (info.input_ids.dtype, tuple(info.input_ids.shape[2:])) == (held, row) and not info.input_ids.any()
+    example = info.example_args()[0]
+    assert (example.dtype, tuple(example.shape)) == (held, (2, 4, *row))
+    info.nest_sequences([[1, 2], [3]])
+    assert info.input_ids.tolist() == [[1, 2, 3]] and info.input_ids.data_ptr() == ids
+
+
+def test_embeddings_bring_no_graph_of_autograd():
+    info = SequenceInfo(**SIZES)
+    info.nest_sequences([torch.ones(2, 3, requires_grad=True), []])
+    assert not info.input_ids.requires_grad and info.to("meta").input_ids.shape == (1, 2, 3)
 
 
 def test_a_conversation():
@@ -115,7 +154,7 @@ def test_without_paging():
 
 
 def test_reset_and_warm_up():
-    info = SequenceInfo(**SIZES, max_num_tokens=30)
+    info = SequenceInfo(**SIZES, max_num_tokens=30, num_pages=8)
     fresh = state(info)
     assert info.is_generate and info.input_ids.tolist() == [[0]] * 4 and info.cache_loc.tolist() == [0, 1, 2, 3]
     info.nest_sequences([[1, 2, 3], [], [4]], [0, 1, 2], [[7], [6, 5], [4]])
@@ -139,6 +178,19 @@ def test_number_of_pages():
     with pytest.raises(ValueError, match="num_pages is 50, but page 99 is assigned; reset first"):
         info.num_pages = 50
     assert info.num_pages == 100 and "num_pages=100" in repr(info)
+
+
+@given(st.integers(1, 12), st.integers(1, 4), st.integers(1, 5), st.integers(1, 50))
+@settings(max_examples=200)
+def test_the_default_number_of_pages_holds_any_first_step_and_no_more(length, batch, size, tokens):
+    """Against all ways to spread so many tokens, at most, over so many sequences."""
+
+    def filled(sequences, left):
+        return max((-(-n // size) + filled(sequences - 1, left - n) for n in range(min(length, left) + 1)), default=0) if sequences else 0
+
+    info = SequenceInfo(length, batch, min(size, length), tokens)
+    size = info.page_size
+    assert info.num_pages == max(filled(batch, min(tokens, batch * length)), batch)
 
 
 def test_names_and_other_devices():
@@ -182,11 +234,37 @@ def test_export():
 BAD = {
     "no sequences": (lambda i: i.nest_sequences([]), ValueError, "sequences has 0 entries; a batch has 1 to max_batch_size = 4"),
     "not a list": (lambda i: i.nest_sequences(3), TypeError, "sequences must be a list of sequences, or a tensor, got int"),
-    "flat": (lambda i: i.nest_sequences([1, 2]), TypeError, "sequence 0 must be a list of integers or an integer tensor, got 1"),
-    "flat tensor": (lambda i: i.nest_sequences(torch.arange(3)), ValueError, r"sequences must be \[n, s\] as one tensor, got shape \(3,\)"),
+    "flat": (lambda i: i.nest_sequences([1, 2]), TypeError, "sequence 0 must be a list of integers or a tensor, got 1"),
+    "flat tensor": (
+        lambda i: i.nest_sequences(torch.arange(3)),
+        ValueError,
+        r"sequences must be \[n, s\] or \[n, s, ...\] as one tensor, got shape \(3,\)",
+    ),
     "nested": (lambda i: i.nest_sequences([[1], [[2]]]), ValueError, r"sequence 1 must have 1 dimension, got shape \(1, 1\)"),
-    "floats": (lambda i: i.nest_sequences([[1], [2.5]]), TypeError, "sequence 1 must hold integers, got torch.float32"),
-    "bools": (lambda i: i.nest_sequences([torch.tensor([True])]), TypeError, "sequence 0 must hold integers, got torch.bool"),
+    "floats": (
+        lambda i: i.nest_sequences([[1], [2.5]]),
+        TypeError,
+        "sequence 1 must hold integers, or be .s, .... for embeddings, got torch.float32",
+    ),
+    "a number": (
+        lambda i: i.nest_sequences([torch.tensor(1)]),
+        ValueError,
+        r"sequence 0 must have 1 dimension, got shape \(\); a token alone",
+    ),
+    "complex rows": (lambda i: i.nest_sequences(torch.zeros(2, 2, 3, dtype=torch.complex64)), TypeError, "embeddings, got torch.complex64"),
+    "rows and ids": (
+        lambda i: i.nest_sequences([[1], torch.zeros(1, 3)]),
+        ValueError,
+        "sequence 0 is torch.int64 .1,., sequence 1 torch.float",
+    ),
+    "rows of two widths": (lambda i: i.nest_sequences([torch.zeros(1, 3), torch.zeros(1, 4)]), ValueError, "rows of one shape and dtype"),
+    "rows of two dtypes": (
+        lambda i: i.nest_sequences([torch.zeros(1, 3), torch.zeros(1, 3).half()]),
+        ValueError,
+        "rows of one shape and dtype",
+    ),
+    "many rows": (lambda i: i.nest_sequences(torch.zeros(4, 20, 2)), ValueError, "sequences has 80 tokens; max_num_tokens is 60"),
+    "bools": (lambda i: i.nest_sequences([torch.tensor([True])]), TypeError, "sequence 0 must hold integers, or be .s, .... for embed"),
     "text": (lambda i: i.nest_sequences(["abc"]), TypeError, "sequence 0 must be a list of integers"),
     "large id": (lambda i: i.nest_sequences([[1], [2**31]]), ValueError, "an id that does not fit int32"),
     "many sequences": (lambda i: i.nest_sequences([[1]] * 5), ValueError, "sequences has 5 entries"),
@@ -215,7 +293,7 @@ BAD = {
 @pytest.mark.parametrize("case", sorted(BAD))
 def test_bad_arguments_change_nothing(case):
     call, error, message = BAD[case]
-    info = SequenceInfo(**SIZES, max_num_tokens=60)
+    info = SequenceInfo(**SIZES, max_num_tokens=60, num_pages=20)
     info.nest_sequences([[1, 2, 3], [4]], [0, 9], [[2], [5, 6]])
     before = state(info)
     with pytest.raises(error, match=message):

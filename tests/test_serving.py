@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
-from flexpress import PageAllocator, mods, rope_table, serving_ops
+from flexpress import (
+    Llama3Scaling,
+    PageAllocator,
+    YarnScaling,
+    cached_attention,
+    layer_step,
+    mods,
+    rope_table,
+    scaled_dot_product_attention,
+    serving_ops,
+)
 from flexpress.sequences import AttentionInfo, CacheConfig, PositionalEmbeddingConfig, SequenceInfo
 from flexpress.serving import AttentionDescriptor, AttentionRegistry
 from support.caches import turned
@@ -159,6 +173,60 @@ def test_a_window_counts_the_token_itself(window):
     assert all((b.amin(0) - 1e-5 <= o).all() and (o <= b.amax(0) + 1e-5).all() for b, o in zip(bounds, head, strict=True))
 
 
+def test_importing_flexpress_registers_the_operators():
+    """All of them, without importing the modules in which they are written."""
+    names = [
+        "mha_with_cache",
+        "flattened_mha_with_cache",
+        "mha_with_paged_cache",
+        "prepare_metadata",
+        "scaled_dot_product_attention",
+        "update_cache",
+    ]
+    code = f"import torch, flexpress; assert all(hasattr(torch.ops.flexpress, name) for name in {names})"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", [name for name in samples("cpu") if "mha" in name])
+def test_heads_may_lie_apart(name, device):
+    """q, k and v with 3 or 4 dimensions, in any mixture: the same results, in the form of q."""
+    op = getattr(torch.ops.flexpress, name.partition(",")[0])
+    expected, written, args = None, None, samples(device)[name]
+    for apart in range(8):
+        q, k, v, *rest = (t.clone() if isinstance(t, torch.Tensor) else t for t in args)
+        caches = [t for t in rest if isinstance(t, torch.Tensor) and t.ndim == 4]
+        widths = [caches[0].shape[-1], caches[0].shape[-1], caches[1].shape[-1]]
+        q, k, v = (t.unflatten(2, (-1, d)) if apart >> i & 1 else t for i, (t, d) in enumerate(zip((q, k, v), widths, strict=True)))
+        out = op(q, k, v, *rest)
+        assert out.ndim == q.ndim and out.is_contiguous()
+        expected, written = (out, caches) if expected is None else (expected, written)
+        assert torch.equal(out.flatten(2), expected)
+        assert all(torch.equal(a.float(), b.float()) for a, b in zip(caches, written, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_fewer_sequences_than_the_cache_has_entries(device):
+    """Sequence i has entry i; entries behind them are neither read nor written."""
+    args = samples("cpu")["mha_with_cache"]
+    q, k, v, input_pos, *caches, rope = (t.to(device) for t in args)
+    more = [torch.cat([cache, torch.full_like(cache, float("nan"))]) for cache in caches]
+    out = torch.ops.flexpress.mha_with_cache(q, k, v, input_pos, *more, rope)
+    assert torch.equal(out, torch.ops.flexpress.mha_with_cache(q, k, v, input_pos, *caches, rope))
+    assert all(torch.equal(a[:3], b) and a[3:].isnan().all() for a, b in zip(more, caches, strict=True))
+
+
+@pytest.mark.parametrize("name", [name for name in samples("cpu") if "mha" in name])
+def test_outputs_are_not_copied(name, monkeypatch):
+    """What attention wrote is what the operator returns."""
+    written = []
+    monkeypatch.setattr(
+        layer_step, "cached_attention", lambda *args, **options: written.append(cached_attention(*args, **options)) or written[-1]
+    )
+    out = getattr(torch.ops.flexpress, name.partition(",")[0])(*samples("cpu")[name])
+    assert out.data_ptr() == written[0].data_ptr() and out.numel() == written[0].numel()
+
+
 BAD_OPERATORS = {  # operator, which arguments are others, and the words
     "q": ("mha_with_paged_cache", {0: lambda t: t[..., :60]}, r"q \(1, 5, 60\) must have heads \* 16"),
     "k": ("mha_with_paged_cache", {1: lambda t: t[..., :16]}, r"k \(1, 5, 16\) must have 2 \* 16"),
@@ -167,6 +235,17 @@ BAD_OPERATORS = {  # operator, which arguments are others, and the words
     "dtypes": ("mha_with_cache", {2: torch.Tensor.half}, "equal batch, tokens and dtype"),
     "a flat cache": ("mha_with_cache", {4: torch.Tensor.flatten}, "k_cache must be"),
     "input_pos": ("mha_with_cache", {3: lambda t: t[:2]}, "input_pos must be int32 .b,., a number for each sequence"),
+    "more sequences than entries": (
+        "mha_with_cache",
+        {4: lambda t: t[:2], 5: lambda t: t[:2]},
+        r"has 3 sequences, but k_cache .2, 32, 2, 16. only 2",
+    ),
+    "heads apart": (
+        "mha_with_cache",
+        {1: lambda t: t.unflatten(2, (4, 8))},
+        r"k \(3, 5, 4, 8\) must have 2 \* 16 as its last extent, or its last two",
+    ),
+    "dimensions": ("mha_with_cache", {0: lambda t: t[0]}, "or .batch, tokens, heads, head dim. with equal batch"),
     "cu_seqlens": ("mha_with_paged_cache", {3: lambda t: t[:2]}, "must be one longer than kv_len"),
     "a window": ("mha_with_paged_cache", {11: -1}, "window"),
     "a cap": ("mha_with_paged_cache", {12: -1.0}, "cap"),
@@ -203,8 +282,14 @@ def test_scaled_dot_product_attention(device):
     ):
         expected = dense_attention(q, k, v, score_mod, mask_mod, arguments.get("scale"))[0]
         assert relative_error(op(q, k, v, enable_gqa=True, **arguments), expected) < 1e-6
-    with pytest.raises(NotImplementedError, match="dropout_p is 0.5"):
-        op(q, k, v, None, 0.5)
+    torch.manual_seed(3)
+    dropped = op(q, k, v, dropout_p=0.5, enable_gqa=True)
+    torch.manual_seed(3)
+    assert torch.equal(dropped, scaled_dot_product_attention(q, k, v, dropout_p=0.5, enable_gqa=True))
+    assert not torch.equal(dropped, op(q, k, v, dropout_p=0.5, enable_gqa=True)), "the generator goes on"
+    assert torch.Tag.nondeterministic_seeded in op.default.tags, "a compiler must not take two calls for one"
+    with pytest.raises(ValueError, match="dropout_p must be a number from 0 to 1, got 1.5"):
+        op(q, k, v, None, 1.5, enable_gqa=True)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -258,6 +343,80 @@ def test_steps_of_mixed_batches(name, interleaved, device):
             assert relative_error(found, expected) < 2e-6
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_a_layer_is_what_its_info_says(device, data):
+    """Head dim of values, scale, window, cap, scales of float8 and of rotary embedding: a prompt, then a step, against float64."""
+    D_V, window, softcap, scale = (data.draw(st.sampled_from(x)) for x in ([0, 8, 24], [0, 1, 3], [0.0, 2.0], [None, 0.7]))
+    scaling = data.draw(st.sampled_from([None, Llama3Scaling(8.0, 16), YarnScaling(4.0, 8)]))
+    rope = PositionalEmbeddingConfig(
+        data.draw(st.sampled_from([None, "rope"])), rope_dim=8, rope_scaling=scaling, rope_tail=data.draw(st.booleans())
+    )
+    k_scale = data.draw(st.sampled_from([None, 0.25, (0.5, 2.0)]))
+    cache = CacheConfig() if k_scale is None else CacheConfig(torch.float8_e4m3fn, k_scale, 0.125)
+    info = AttentionInfo(HEADS, KV_HEADS, D, torch.float32, cache, rope, D_V, scale, window, softcap)
+    attention = AttentionRegistry.get(data.draw(st.sampled_from(["flexpress_paged", "flexpress_flattened"])))
+    sequences = SequenceInfo(max_seq_len=24, max_batch_size=2, page_size=4 if attention.is_paged else 0, device=device)
+    caches = [make(sequences) for make in attention.cache_initializers(info).values()]
+    (table,) = (make(sequences) for make in attention.buffer_initializers(info).values())
+    options = {name: x(sequences) if callable(x) else x for name, x in attention.options(info).items()}
+    scales = [options[name] for name in options if "scale" in name]
+    assert list(options) == ["rope_tail"] * rope.rope_tail + ["k_scale", "v_scale"] * (k_scale is not None)
+    q, k, v = (torch.randn(8, h * d, device=device) for h, d in ((HEADS, D), (KV_HEADS, D), (KV_HEADS, info.value_dim)))
+    found = []
+    for first, end in ((0, 5), (5, 8)):
+        pages = [*range(sequences.max_pages_per_seq)]
+        sequences.nest_sequences([[0] * (end - first)], [first], [pages])
+        metadata = attention.metadata_op(*sequences.args)
+        new = (t[first:end][None] for t in (q, k, v))
+        found.append(attention.attention_op(*new, *metadata, *caches, table, *attention.constants(info), **options)[0])
+    queries, keys, values = (t.unflatten(1, (h, -1)).transpose(0, 1)[None] for t, h in ((q, HEADS), (k, KV_HEADS), (v, KV_HEADS)))
+    if table is not None:
+        queries, keys = (turned(t, torch.arange(8, device=device), table, False, rope.rope_tail) for t in (queries, keys))
+    kept = [c.flatten(0, 1)[:8].transpose(0, 1)[None].double() for c in caches]
+    kept = [c * s[:, None, None] for c, s in zip(kept, scales, strict=True)] if scales else kept
+    for held, wanted in zip(kept, (keys, values), strict=True):
+        assert relative_error(held, wanted) < (0.05 if scales else 1e-6)
+    mask_mod = mods.sliding_window(window) if window else mods.causal
+    expected = dense_attention(queries, *kept, mods.softcap(softcap) if softcap else None, mask_mod, scale)[0]
+    assert relative_error(torch.cat(found), expected[0].transpose(0, 1).flatten(1)) < 2e-6
+
+
+BAD_INFO = {
+    "v_head_dim": (dict(v_head_dim=-1), ValueError, "v_head_dim is -1"),
+    "a scale": (dict(scale=float("inf")), ValueError, "scale must be finite in float32, got inf"),
+    "a scale in words": (dict(scale="big"), TypeError, "scale must be a number, got str"),
+    "a window": (dict(sliding_window=-2), ValueError, "sliding_window is -2"),
+    "a cap": (dict(softcap=-1.0), ValueError, "softcap is -1.0; it must be positive and finite"),
+    "scales of heads": (
+        dict(cache_config=CacheConfig(torch.float8_e4m3fn, (1.0, 2.0, 3.0), 1.0)),
+        ValueError,
+        "k_scale of the cache has 3 numbers; it needs one, or 2: num_kv_heads",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INFO)
+def test_an_info_says_what_is_wrong(name):
+    changes, error, words = BAD_INFO[name]
+    with pytest.raises(error, match=words):
+        AttentionInfo(HEADS, KV_HEADS, D, torch.float32, **changes)
+
+
+def test_configs_say_what_is_wrong():
+    with pytest.raises(ValueError, match="k_scale and v_scale go together; pass 1.0"):
+        CacheConfig(torch.float8_e4m3fn, k_scale=1.0)
+    with pytest.raises(ValueError, match="v_scale is 0; it must be positive and finite"):
+        CacheConfig(torch.float8_e4m3fn, 1.0, (1.0, 0))
+    with pytest.raises(TypeError, match="for caches of float8_e4m3fn, got dtype torch.float16; leave them out"):
+        CacheConfig(torch.float16, 1.0, 1.0)
+    with pytest.raises(ValueError, match=r"rope_scaling and a scale of positions \(2.0\) exclude each other"):
+        PositionalEmbeddingConfig("rope", rope_scale=2.0, rope_scaling=YarnScaling(4.0, 64))
+    with pytest.raises(TypeError, match="rope_scaling must be a Llama3Scaling, a YarnScaling or None, got 4.0"):
+        PositionalEmbeddingConfig("rope", rope_scaling=4.0)
+
+
 def test_descriptors_make_what_the_ops_take():
     sequences = SequenceInfo(max_seq_len=100, max_batch_size=2, page_size=16)
     info = AttentionInfo(HEADS, KV_HEADS, D, torch.bfloat16, CacheConfig(torch.float16))
@@ -274,13 +433,17 @@ class Server(torch.nn.Module):
 
     def __init__(self, attention, info, sequences):
         super().__init__()
-        self.attention, self.info = attention, info
+        self.attention, self.info, self.names_of_scales = attention, info, []
         self.embedding = torch.nn.Embedding(20, 8)
         self.qkv = torch.nn.ModuleList(torch.nn.Linear(8, h * D) for h in (HEADS, KV_HEADS, KV_HEADS))
         made = {**attention.cache_initializers(info), **attention.buffer_initializers(info)}
         self.names = list(made)
         for name, make in made.items():
             self.register_buffer(name, make(sequences))
+        self.options = dict(attention.options(info))
+        for name in [name for name, option in self.options.items() if callable(option)]:
+            self.register_buffer(name, self.options.pop(name)(sequences))
+            self.names_of_scales.append(name)
 
     def forward(self, *args):
         x = self.embedding(args[0])
@@ -290,6 +453,8 @@ class Server(torch.nn.Module):
             *metadata,
             *(getattr(self, name) for name in self.names),
             *self.attention.constants(self.info),
+            **self.options,
+            **{name: getattr(self, name) for name in self.names_of_scales},
         )
 
 
@@ -300,17 +465,16 @@ class Server(torch.nn.Module):
         ("paged", (16, 3, 4), torch.float8_e4m3fn),
         ("flattened", (16, 2, 0), torch.float16),
         ("flattened", (16, 1, 0), torch.bfloat16),
-        ("paged", (5, 2, 4, 3), None),
+        ("paged", (5, 2, 4, 3, 4), None),
     ],
 )
 @torch.no_grad()
 def test_servers_can_be_exported(name, limits, dtype):
     """And run steps of every size, with caches of any dtype: outputs and caches are those of the model itself."""
     torch.manual_seed(0)
-    sequences, info = (
-        SequenceInfo(*limits),
-        AttentionInfo(HEADS, KV_HEADS, D, torch.float32, CacheConfig(dtype), PositionalEmbeddingConfig("rope")),
-    )
+    cache = CacheConfig(dtype) if dtype != torch.float8_e4m3fn else CacheConfig(dtype, 0.5, (0.25, 2.0))
+    rope = PositionalEmbeddingConfig("rope", rope_dim=8, rope_tail=True)
+    sequences, info = SequenceInfo(*limits), AttentionInfo(HEADS, KV_HEADS, D, torch.float32, cache, rope, sliding_window=3, softcap=5.0)
     model = Server(AttentionRegistry.get(f"flexpress_{name}"), info, sequences)
     exported = torch.export.export(copy.deepcopy(model), sequences.example_args(), dynamic_shapes=(sequences.dynamic_shapes,)).module()
     n, pages = sequences.max_batch_size, sequences.max_pages_per_seq
@@ -341,9 +505,17 @@ def test_attention_takes_the_caches_its_descriptor_makes(dtype, name, device):
 def test_layers_share_a_table_only_if_all_digits_agree():
     names = set()
     thetas = 1000000, 1000001, 1e6 + 2**-20, 10000.0, 1e16, 1e-5, 10.5, 1.0
-    configs = [(theta, scale) for theta in thetas for scale in (1, 5.0, 1.05, 1e-5)]
-    for theta, scale in configs:
-        info = AttentionInfo(4, 2, 16, torch.float32, pos_embd_config=PositionalEmbeddingConfig("rope", theta, scale))
+    configs = [(theta, scale, None) for theta in thetas for scale in (1, 5.0, 1.05, 1e-5)]
+    configs += [
+        (1e4, 1, Llama3Scaling(8, 8192)),
+        (1e4, 1, YarnScaling(8, 8192)),
+        (1e4, 1, YarnScaling(8.5, 8192)),
+        (1e4, 1, YarnScaling(8, 4096)),
+    ]
+    configs += [(1e4, 1, YarnScaling(8, 8192, attention_factor=1.0)), (1e4, 1, YarnScaling(8, 8192, truncate=False))]
+    for theta, scale, scaling in configs:
+        rope = PositionalEmbeddingConfig("rope", theta, scale, rope_scaling=scaling)
+        info = AttentionInfo(4, 2, 16, torch.float32, pos_embd_config=rope)
         (name,) = AttentionRegistry.get("flexpress_paged").buffer_initializers(info)
         torch.nn.Module().register_buffer(name, None)
         assert name.isidentifier()
@@ -385,6 +557,7 @@ def descriptor(**changes):
         (descriptor(num_metadata=True), "Mine.num_metadata must be an int"),
         (descriptor(is_paged=lambda: True), "Mine.is_paged must be a bool"),
         (descriptor(cache_initializers=lambda info: {}), "Mine.cache_initializers must be a classmethod of info: write @classmethod"),
+        (descriptor(options=lambda info: {}), "Mine.options must be a classmethod of info"),
         (descriptor(constants=[1]), "Mine.constants must be a classmethod of info"),
         (object, "'mine' must be a subclass of AttentionDescriptor"),
         (descriptor(), "'mine' must be a subclass of AttentionDescriptor"),

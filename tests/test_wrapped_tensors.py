@@ -226,8 +226,6 @@ def test_a_mod_that_is_traced_at_every_call_captures_the_same_kinds():
 
 def test_operators_of_torch_library_unwrap_or_refuse():
     """torch hands a wrapper its call, and the wrapper makes calls with what it holds."""
-    import flexpress.serving_ops  # noqa: F401
-
     attend = torch.ops.flexpress.scaled_dot_product_attention
     two = attend(TwoTensor(Q, Q.neg()), Q, Q)
     torch.testing.assert_close((two.a, two.b), (attend(Q, Q, Q), attend(Q.neg(), Q, Q)))

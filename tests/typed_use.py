@@ -166,6 +166,7 @@ def caches(kv_len: Tensor, query: Tensor | None) -> None:
     except flexpress.OutOfPages as error:
         assert_type(error.wanted, int)
 
+    assert_type(flexpress.merge_attention(*flexpress.split_attention(q, k, v, kv_len, 4, page_table=table)), tuple[Tensor, Tensor])
     flexpress.cached_attention(q, k, v, kv_len, table)  # type: ignore[call-overload]  # by name
     flexpress.cached_attention(q, k, v)  # type: ignore[call-overload]
     print(flexpress.update_cache(k, v, k, v, kv_len).shape)  # type: ignore[attr-defined]  # there is no query
@@ -183,8 +184,11 @@ def serving_step(info: sequences.AttentionInfo) -> None:
     attention = serving.AttentionRegistry.get("flexpress_paged")
     assert_type(attention, type[serving.AttentionDescriptor])
     assert_type([make(step) for make in attention.cache_initializers(info).values()], list[Tensor | None])
-    rope = sequences.PositionalEmbeddingConfig("rope", rope_theta=5e5)
-    sequences.AttentionInfo(8, 2, 64, torch.bfloat16, sequences.CacheConfig(torch.float8_e4m3fn), rope)
+    rope = sequences.PositionalEmbeddingConfig("rope", rope_theta=5e5, rope_scaling=flexpress.Llama3Scaling(8.0, 8192))
+    assert_type(flexpress.rope_table(64, 32, scaling=flexpress.YarnScaling(4.0, 4096)), Tensor)
+    assert_type(flexpress.apply_rope(q, torch.zeros(64, 16, 2), torch.zeros(2, dtype=torch.int32), rope_tail=True), Tensor)
+    cache = sequences.CacheConfig(torch.float8_e4m3fn, 0.5, (0.25, 0.5))
+    sequences.AttentionInfo(8, 2, 64, torch.bfloat16, cache, rope, v_head_dim=32, scale=0.1, sliding_window=128, softcap=30.0)
 
     step.nest_sequences([1, 2])  # type: ignore[list-item]  # lists of ids
     step.page_size = 4  # type: ignore[misc]

@@ -62,6 +62,7 @@ class DecodeCase(NamedTuple):
     split: bool = True
     balanced: bool = False  # sequences have parts by their lengths
     ragged: bool = False  # queries of all sequences follow one another
+    by_tokens: bool = False  # and have tiles by their number, not by that of the longest sequence
     lengths: bool = False  # every sequence has a number of keys of its own
     located: bool = False  # every sequence says which entry of K and V it reads
     page_size: int = 0  # of paged K and V
@@ -211,6 +212,7 @@ def _spec(case: DecodeCase, backend: str, score: ModText | None, mask: ModText |
         "SPLIT": case.split,
         "BALANCED": case.balanced,
         "RAGGED": case.ragged,
+        "BY_TOKENS": case.by_tokens,
         "LENGTHS": case.lengths,
         "LOCATED": case.located,
         "PAGE_SIZE": case.page_size,
@@ -249,7 +251,8 @@ def decode_parameters(case: DecodeCase, score: ModText | None, mask: ModText | N
         found += [pointer(name, "float32", "[Hkv]: to be multiplied by") for name in ("K_SCALES", "V_SCALES")]
     sizes = ["Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", *stride_names_of(case.units, case.values_in_keys)]
     sizes += scale_names(scale_apart)
-    sizes += ["QUERIES", "PACK", *(["SPLITS", "MIN_SHARE"] if case.split else []), *(["Z", "PARTS"] if case.balanced else [])]
+    sizes += ["QUERIES", "PACK", *(["SPLITS", "MIN_SHARE"] if case.split else []), *(["Z"] if case.balanced or case.by_tokens else [])]
+    sizes += ["PARTS"] if case.balanced else []
     sizes += [*(["stride_pages"] if case.page_size else []), *(["T"] if case.ragged else []), *list_numbers(case.blocks)]
     mods = tuple(p for m in (score, mask) if m for p in m.parameters)
     return (*found, *numbers(*sizes), *list_tables(case.blocks), *mods)

@@ -29,6 +29,7 @@ class UpdateCase(NamedTuple):
     scales: bool = False
     rope_dim: int = 0  # 0: nothing is turned
     interleaved: bool = False
+    rope_tail: bool = False  # the last dimensions turn, not the first
 
 
 def update_spec(case: UpdateCase, backend: str) -> KernelSpec:
@@ -66,6 +67,7 @@ def _flags(case: UpdateCase) -> dict[str, object]:
         "D_V": case.d_v,
         "ROPE_DIM": case.rope_dim,
         "INTERLEAVED": case.interleaved,
+        "ROPE_TAIL": case.rope_tail,
         "RAGGED": case.ragged,
         "LOCATED": case.located,
         "PAGE_SIZE": case.page_size,
@@ -97,12 +99,14 @@ def _parameters(case: UpdateCase) -> tuple[Parameter, ...]:
     if case.scales:
         pointers += [pointer(name, "float32", "[Hkv]: what is kept is divided by it") for name in ("K_SCALES", "V_SCALES")]
     outer = "" if case.ragged else "z"
-    sizes = ["Hkv", "Q_LEN", "CAPACITY", *(["Z", "T"] if case.ragged else []), *(["ENTRIES"] if case.page_size or case.located else [])]
+    sizes = ["Hkv", *([] if case.ragged else ["Q_LEN"]), "CAPACITY", *(["Z", "T"] if case.ragged else [])]
+    sizes += ["ENTRIES"] if case.page_size or case.located else []
     sizes += [name for t in "kv" for name in stride_names(t, f"{outer}mh")]
     sizes += [name for t in ("kc", "vc") for name in stride_names(t, "zmh")]
     sizes += ["stride_pages"] if case.page_size else []
     if case.rope_dim:
-        turned = f"cosine and sine of every position's angles; dimensions from {case.rope_dim} on are not turned"
+        rest = f"before {case.d_qk - case.rope_dim}" if case.rope_tail else f"from {case.rope_dim} on"
+        turned = f"cosine and sine of every position's angles; dimensions {rest} are not turned"
         pointers += [
             pointer("TABLE", "float32", f"[TABLE_ROWS, {case.rope_dim // 2}, 2]: {turned}"),
             pointer("Q", dtype, f"[{tokens}, Hq, D_QK]: new, in any strides"),

@@ -66,9 +66,24 @@ class DecodeCall(NamedTuple):
         return self.case, self.arch, self.score, self.mask, self.rows.rows
 
     @property
-    def tiles(self) -> int:
-        """Of a sequence."""
-        return -(-self.extents[2] // self.rows.queries) * (self.extents[1] // self.rows.pack)
+    def grid(self) -> tuple[int, int]:
+        """Tiles of all sequences and parts of a tile's keys; or tiles of one sequence, and parts of all where their lengths decide."""
+        Z, _, Q_LEN, _ = self.extents
+        heads = self.extents[1] // self.rows.pack
+        if self.split.of_all:
+            return -(-Q_LEN // self.rows.queries) * heads, self.split.of_all + Z
+        return tiles_of(self.extents, self.rows, self.tokens if self.case.ragged else None) * heads, max(self.split.room, 1)
+
+
+def by_tokens(q_len: int, rows: Rows, tokens: int | None) -> bool:
+    """Do sequences of up to q_len queries have tiles by their own number of queries, `tokens` all together (None: q_len each)?"""
+    return tokens is not None and q_len > rows.queries
+
+
+def tiles_of(extents: tuple[int, int, int, int], rows: Rows, tokens: int | None) -> int:
+    """Of a head, for all sequences."""
+    Z, _, Q_LEN, _ = extents
+    return tokens // rows.queries + Z if by_tokens(Q_LEN, rows, tokens) else -(-Q_LEN // rows.queries) * Z
 
 
 class _Planned:
@@ -101,7 +116,8 @@ class Decode(_Planned):
 
     def prepare(self, call: Call, names: tuple[str, ...], lists: BlockLists | None) -> Kernels:
         Q_LEN, known = call.extents[2], call.case
-        rows, split = _division(call.extents, call.geometry, call.device, lists, NOT_CACHED, (known.d_qk, known.d_v, known.dtype.itemsize))
+        widths = known.d_qk, known.d_v, known.dtype.itemsize
+        rows, split = _division(call.extents, call.geometry, call.device, lists, NOT_CACHED, widths, None)
         case = DecodeCase(
             known.dtype,
             known.d_qk,
@@ -153,9 +169,9 @@ class DecodeCached(_Planned):
         q, k, v, cached = call.q, call.k, call.v, call.cached
         kv_dtype = k.dtype if k.dtype != q.dtype else None
         geometry = call.geometry_in(16 // vector_of(q.dtype, kv_dtype))
-        rows, split = _division(
-            call.extents, geometry, q.device, lists, cached, (q.shape[3], v.shape[3], max(q.element_size(), k.element_size()))
-        )
+        tokens = None if cached.cu_q is None else q.shape[2]
+        widths = q.shape[3], v.shape[3], max(q.element_size(), k.element_size())
+        rows, split = _division(call.extents, geometry, q.device, lists, cached, widths, tokens)
         case = DecodeCase(
             q.dtype,
             q.shape[3],
@@ -167,7 +183,8 @@ class DecodeCached(_Planned):
             exact_indices=max(call.extents[2:]) <= INDEX_BOUND,
             split=split.room > 0,
             balanced=split.of_all > 0,
-            ragged=cached.cu_q is not None,
+            ragged=tokens is not None,
+            by_tokens=by_tokens(call.extents[2], rows, tokens) and not split.of_all,
             lengths=cached.kv_lens is not None,
             located=cached.kv_locs is not None,
             page_size=0 if cached.pages is None else k.shape[2],
@@ -187,14 +204,16 @@ def _division(
     lists: BlockLists | None,
     cached: Cached,
     widths: tuple[int, int, int],
+    tokens: int | None,
 ) -> tuple[Rows, Split]:
-    """How queries and heads make up tiles, and into how many parts keys are split. widths: D_QK, D_V and bytes of an element."""
+    """How queries and heads make up tiles, and into how many parts keys are split. widths: D_QK, D_V and bytes of an element; tokens: of
+    ragged queries."""
     Z, Hq, Q_LEN, KV_LEN = extents
     by_head = lists is not None and lists.kv_num_blocks.shape[1] > 1  # heads with lists of their own do not share a tile
     group = 1 if by_head else geometry.numbers["GROUP_SIZE"]
     most = most_rows(architecture_of(device), *widths)
     rows = rows_of(2 * MAX_ROWS if cached.invariant else Q_LEN, group, lists.q_block if lists else 0, most)
-    programs = -(-Q_LEN // rows.queries) * (Hq // rows.pack) * Z
+    programs = tiles_of(extents, rows, tokens) * (Hq // rows.pack)
     available = multiprocessors(device) if device.type != "cpu" else _INTERPRETED
     structure = {"lengths": cached.kv_lens is not None, "listed": lists is not None, "invariant": cached.invariant}
     return rows, parts_of(KV_LEN, programs, Z, available, **structure)
@@ -237,7 +256,7 @@ class Kernels:
             **scales(call.scale, plan.scale_apart),
             **(lists.numbers() if lists else {}),
         }
-        self.grid = (call.tiles, split.of_all + Z) if split.of_all else (call.tiles * Z, max(split.room, 1))
+        self.grid = call.grid
         self.launch = Launch(plan.spec, numbers, (*names, *_PARTS))
         self.parts = None
         if split.room:

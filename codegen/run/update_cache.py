@@ -19,6 +19,13 @@ from .launch import Launch, addresses_of
 _ready: dict[tuple, Ready] = Table("cache updates", 1024)
 
 
+class Pairing(NamedTuple):
+    """Which elements of a head turn together."""
+
+    interleaved: bool
+    rope_tail: bool
+
+
 class Ready(NamedTuple):
     """What is decided of updates of a kind."""
 
@@ -40,6 +47,7 @@ def update(
     q_out: torch.Tensor | None,
     *,
     interleaved: bool,
+    rope_tail: bool,
 ) -> None:
     """Write k and v, and q turned to q_out. Shapes and dtypes are checked, contents need not be; all are [(Z,) tokens, heads, head dim]
     with a contiguous head dim. Ragged tokens after the last sequence get to q_out as they are.
@@ -47,9 +55,8 @@ def update(
     table   float32 [positions, rope_dim / 2, 2], contiguous in its last two dimensions; beyond its end its last row counts
     """
     turned = () if table is None else (table, q, q_out)
-    by_either(
-        lambda in_cpp: (_update_in_cpp if in_cpp else _update)(k, v, k_cache, v_cache, cached, offsets, turned, interleaved), k.device
-    )
+    pairing = Pairing(interleaved, rope_tail and table is not None and 2 * table.shape[1] < k.shape[-1])
+    by_either(lambda in_cpp: (_update_in_cpp if in_cpp else _update)(k, v, k_cache, v_cache, cached, offsets, turned, pairing), k.device)
 
 
 def _update_in_cpp(
@@ -60,9 +67,9 @@ def _update_in_cpp(
     cached: Cached,
     offsets: torch.Tensor | None,
     turned: tuple[torch.Tensor, ...],
-    interleaved: bool,
+    pairing: Pairing,
 ) -> None:
-    case, numbers = _case_of(k, v, k_cache, v_cache, cached, offsets is not None, turned, interleaved)
+    case, numbers = _case_of(k, v, k_cache, v_cache, cached, offsets is not None, turned, pairing)
     tensors = {"K": k, "V": v, "K_CACHE": k_cache, "V_CACHE": v_cache, **cached.named}
     tensors |= {} if offsets is None else {"OFFSETS": offsets}
     tensors |= dict(zip(("TABLE", "Q", "Q_OUT"), turned, strict=False))
@@ -77,14 +84,14 @@ def _update(
     cached: Cached,
     offsets: torch.Tensor | None,
     turned: tuple[torch.Tensor, ...],
-    interleaved: bool,
+    pairing: Pairing,
 ) -> None:
     tensors = [k, v, k_cache, v_cache, *(() if offsets is None else (offsets,)), *cached.tensors, *turned]
     layouts = tuple([(t.shape, t.stride()) for t in (k, v, k_cache, v_cache, *turned)])
-    key = (layouts, k.dtype, k_cache.dtype, k.device, cached.structure, offsets is None, interleaved)
+    key = (layouts, k.dtype, k_cache.dtype, k.device, cached.structure, offsets is None, pairing)
     ready = _ready.get(key)
     if ready is None:
-        ready = _ready[key] = _decide(k, v, k_cache, v_cache, cached, offsets is not None, turned, interleaved)
+        ready = _ready[key] = _decide(k, v, k_cache, v_cache, cached, offsets is not None, turned, pairing)
     else:
         INFO.hits += 1
     addresses, again = addresses_of(tensors), ready.launch.again
@@ -104,7 +111,7 @@ def _case_of(
     cached: Cached,
     offsets: bool,
     turned: tuple[torch.Tensor, ...],
-    interleaved: bool,
+    pairing: Pairing,
 ) -> tuple[UpdateCase, dict[str, int]]:
     """What changes the kernel, and its numbers by the names of parameters."""
     ragged, paged = cached.cu_q is not None, cached.pages is not None
@@ -121,7 +128,8 @@ def _case_of(
         kv_dtype=k_cache.dtype if k_cache.dtype != k.dtype else None,
         scales=cached.k_scales is not None,
         rope_dim=2 * turned[0].shape[1] if turned else 0,
-        interleaved=interleaved,
+        interleaved=pairing.interleaved,
+        rope_tail=pairing.rope_tail,
     )
     outer = "mh" if ragged else "zmh"
     numbers = {
@@ -147,13 +155,13 @@ def _decide(
     cached: Cached,
     offsets: bool,
     turned: tuple[torch.Tensor, ...],
-    interleaved: bool,
+    pairing: Pairing,
 ) -> Ready:
-    case, numbers = _case_of(k, v, k_cache, v_cache, cached, offsets, turned, interleaved)
+    case, numbers = _case_of(k, v, k_cache, v_cache, cached, offsets, turned, pairing)
     Z, Hkv, Q_LEN = numbers["Z"], numbers["Hkv"], numbers["Q_LEN"]
     names = ("K", "V", "K_CACHE", "V_CACHE", *(["OFFSETS"] if offsets else []), *cached.named, *(["TABLE", "Q", "Q_OUT"] if turned else []))
     tokens = 1 if Q_LEN == 1 else BLOCK_T
     heads = turned[1].shape[-2] if turned else 0
-    grid = -(-Q_LEN // tokens) * (Z + (case.ragged and heads > 0)), Hkv + heads
+    grid = -(-numbers["T"] // tokens) if case.ragged else -(-Q_LEN // tokens) * Z, Hkv + heads
     launch = Launch(update_spec(case, backend_of(k.device.type)), numbers, names)
     return Ready(launch, names, grid, tokens)

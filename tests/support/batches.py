@@ -37,7 +37,7 @@ def mask_mods():
 class Batch:
     """Sequences of `kv_lens` keys, the last `q_lens` of which are new: heads Hq and Hkv, head dims D_QK and D_V.
 
-    `page_size` 0: contiguous caches. `located`: those of a larger tensor, by cache_loc.
+    `page_size` 0: contiguous caches. `located`: those, or rows of page tables, of a larger tensor, by cache_loc.
     """
 
     q_lens: list[int]
@@ -118,6 +118,10 @@ def made(p: Batch, device: str) -> tuple[dict, list]:
                     cache[pages[i // size], i % size] = position
         for pages, n in zip(table, p.kv_lens, strict=True):
             pages[-(-n // size) :] = 1 << 30  # never to be read
+        if p.located:
+            rows = torch.randperm(B + 2, generator=g)[:B]
+            arguments["cache_loc"] = rows.to(device, torch.int32)
+            table = torch.full((B + 2, table.shape[1]), -1).index_copy(0, rows, table)
         arguments["page_table"] = table.to(device, torch.int32)
     else:
         places = torch.randperm(B + 2, generator=g)[:B] if p.located else torch.arange(B)

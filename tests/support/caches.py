@@ -30,6 +30,7 @@ class Update:
     given: bool
     rope_dim: int
     interleaved: bool
+    tail: bool
     query: bool
     strided: bool
     fp8: bool
@@ -57,6 +58,7 @@ def updates(draw, device):
         given=draw(st.booleans()),
         rope_dim=draw(st.sampled_from([0, 2, D // 2 // 2 * 2, D])),
         interleaved=draw(st.booleans()),
+        tail=draw(st.booleans()),
         query=draw(st.booleans()),
         strided=draw(st.booleans()),
         fp8=draw(st.booleans()),
@@ -65,14 +67,15 @@ def updates(draw, device):
     )
 
 
-def turned(x, position, table, interleaved):
-    """x [..., head dim] in float64, its first dimensions turned by the angles of a position."""
+def turned(x, position, table, interleaved, tail=False):
+    """x [..., head dim] in float64, its first dimensions, or its last, turned by the angles of a position."""
     x, half = x.double(), table.shape[1]
     c, s = table[position].double().unbind(-1)
     first, second = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if interleaved else (slice(0, half), slice(half, 2 * half))
     result = x.clone()
-    result[..., first] = x[..., first] * c - x[..., second] * s
-    result[..., second] = x[..., second] * c + x[..., first] * s
+    part, into = (t[..., t.shape[-1] - 2 * half :] if tail else t for t in (x, result))
+    into[..., first] = part[..., first] * c - part[..., second] * s
+    into[..., second] = part[..., second] * c + part[..., first] * s
     return result
 
 
@@ -106,7 +109,14 @@ def check_update(p: Update, device: str) -> None:
         arguments["cu_seqlens_q"] = torch.tensor([0, *torch.tensor(counts).cumsum(0)], **int32)
     if size:
         table = torch.randperm(entries, generator=g)[: B * pages].reshape(B, pages)
-        arguments["page_table"] = table.to(**int32)
+        if p.located:
+            rows = torch.randperm(B + 2, generator=g)[:B]
+            arguments |= {
+                "cache_loc": rows.to(**int32),
+                "page_table": torch.full((B + 2, pages), -1).index_copy(0, rows, table).to(**int32),
+            }
+        else:
+            arguments["page_table"] = table.to(**int32)
     elif p.located:
         arguments["cache_loc"] = (where := torch.randperm(entries, generator=g)[:B]).to(**int32)
     scales = [torch.rand(p.Hkv, generator=g).to(device) + 0.5 if p.fp8 else torch.ones(p.Hkv, device=device) for _ in range(2)]
@@ -114,7 +124,7 @@ def check_update(p: Update, device: str) -> None:
         arguments |= {"k_scale": scales[0], "v_scale": scales[1]}
     rope = rope_table(room, p.rope_dim, device=device) if p.rope_dim else None
     query = q if p.query and rope is not None else None
-    found = update_cache(k, v, *caches, **arguments, rope=rope, interleaved=p.interleaved, query=query)
+    found = update_cache(k, v, *caches, **arguments, rope=rope, interleaved=p.interleaved, rope_tail=p.tail, query=query)
 
     expected = [c.double() for c in before]
     for b in range(B):
@@ -122,7 +132,7 @@ def check_update(p: Update, device: str) -> None:
             at = offsets[b] + i
             place = (int(table[b, at // size]), at % size) if size else (int(where[b]) if p.located else b, at)
             new = of_sequence(k, b)[i]
-            expected[0][place] = (new.double() if rope is None else turned(new, at, rope, p.interleaved)) / scales[0][:, None]
+            expected[0][place] = (new.double() if rope is None else turned(new, at, rope, p.interleaved, p.tail)) / scales[0][:, None]
             expected[1][place] = of_sequence(v, b)[i].double() / scales[1][:, None]
     eps = torch.finfo(kept).eps
     for cache, wanted in zip(caches, expected, strict=True):
@@ -132,7 +142,7 @@ def check_update(p: Update, device: str) -> None:
     assert (found is None) == (query is None)
     if found is not None and found.numel():
         for b in range(B):
-            turned_q = [turned(of_sequence(q, b)[i], offsets[b] + i, rope, p.interleaved) for i in range(counts[b])]
+            turned_q = [turned(of_sequence(q, b)[i], offsets[b] + i, rope, p.interleaved, p.tail) for i in range(counts[b])]
             if turned_q:
                 assert relative_error(of_sequence(found, b), torch.stack(turned_q)) <= 2 * eps
                 assert found.dtype == q.dtype

@@ -751,6 +751,7 @@ def updated(p: Program, rng: random.Random, small: int) -> None:
         "given": chance(rng, 0.5),
         "rope_dim": rng.choice((0, 2, D // 4 * 2, D)),
         "interleaved": chance(rng, 0.5),
+        "tail": chance(rng, 0.5),
         "query": chance(rng, 0.5),
         "strided": chance(rng, 0.5),
         "fp8": chance(rng, 0.3),

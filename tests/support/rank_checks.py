@@ -18,7 +18,6 @@ from torch.nn.attention.flex_attention import create_block_mask as torch_block_m
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-import flexpress.serving_ops  # noqa: F401
 from flexpress import (
     AuxRequest,
     BlockMask,

@@ -1,0 +1,75 @@
+"""What a layer does in a serving step: it writes its new keys and values to its cache, then attends to that."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+
+from flexpress import mods
+from flexpress.cache_checks import described
+from flexpress.cached import cached_attention
+from flexpress.kv_cache import update_cache
+
+
+def out_like(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
+    """An empty output for queries (batch, tokens, Hq * D) or (batch, tokens, Hq, D), in their form."""
+    D_V = v_cache.shape[-1]
+    return q.new_empty((*q.shape[:2], q.shape[2] // k_cache.shape[-1] * D_V) if q.ndim == 3 else (*q.shape[:3], D_V))
+
+
+def check_tokens(q, k, v, k_cache, v_cache) -> None:
+    """ValueError unless q, k and v have the batch, tokens, heads and head dims of one layer with these caches."""
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.ndim != 4 or cache.shape[3] == 0:
+            raise ValueError(f"{name} must be (entries or pages, positions, heads, head dim), got {described(cache)}")
+    for name, tensor, cache in (("q", q, k_cache), ("k", k, k_cache), ("v", v, v_cache)):
+        heads, head_dim = cache.shape[2:]
+        if tensor.ndim not in (3, 4) or tensor.shape[:2] != q.shape[:2] or tensor.dtype != q.dtype:
+            raise ValueError(
+                "q, k and v must be (batch, tokens, heads * head dim) or (batch, tokens, heads, head dim) with equal batch, tokens and "
+                f"dtype, got q {described(q)} and {name} {described(tensor)}"
+            )
+        width = tensor.shape[2:].numel()
+        if tensor.ndim == 4 and tensor.shape[3] != head_dim or width % head_dim or name != "q" and width != heads * head_dim:
+            wanted = f"{'heads' if name == 'q' else heads} * {head_dim}"
+            raise ValueError(
+                f"{name} {tuple(tensor.shape)} must have {wanted} as its last extent, or its last two, for a cache {tuple(cache.shape)}"
+            )
+
+
+def no_autocast(tensor: torch.Tensor):
+    """Operators compute in the dtype that they are given, as their fakes say, also under autocast."""
+    return torch.autocast(tensor.device.type, enabled=False) if torch._C._is_any_autocast_enabled() else nullcontext()
+
+
+def attend(qkv, kv_len, cu_seqlens, where, caches, turning, scale, sliding_window, softcap, scales) -> torch.Tensor:
+    """Write the new keys and values, then attend; the caches' extents say what heads there are. Arguments as serving_ops has them."""
+    check_tokens(*qkv, *caches)
+    if cu_seqlens is not None and cu_seqlens.shape != (kv_len.shape[0] + 1,):
+        raise ValueError(
+            f"cu_seqlens {tuple(cu_seqlens.shape)} must be one longer than kv_len {tuple(kv_len.shape)}, both from the metadata operator"
+        )
+    q, (k_cache, v_cache) = qkv[0], caches
+    split = tuple(
+        t if t.ndim == 4 else t.unflatten(-1, (-1, cache.shape[-1])) for t, cache in zip(qkv, (k_cache, k_cache, v_cache), strict=True)
+    )
+    if cu_seqlens is None or q.shape[:2] == (kv_len.shape[0], 1):  # (b, s, heads, head dim) to (b, heads, s, head dim)
+        query, key, value = (t.transpose(1, 2) for t in split)
+    else:
+        query, key, value = (t.flatten(0, 1) for t in split)
+        where = {**where, "cu_seqlens_q": cu_seqlens}
+    where = {**where, "k_scale": scales[0], "v_scale": scales[1]}
+    score_mod = mods.softcap(softcap) if softcap else None
+    mask_mod = mods.sliding_window(sliding_window) if sliding_window else None  # before anything is written: these raise for bad numbers
+    rope, interleaved, rope_tail = turning
+    turn = {} if rope is None else {"query": query, "rope": rope, "interleaved": interleaved, "rope_tail": rope_tail}
+    with no_autocast(q):
+        turned = update_cache(key, value, k_cache, v_cache, kv_len, **where, **turn)
+        attended = cached_attention(
+            query if turned is None else turned, k_cache, v_cache, kv_len, **where, score_mod=score_mod, mask_mod=mask_mod, scale=scale
+        )
+    if attended.ndim == 4:
+        attended = attended.transpose(1, 2)
+    heads = attended.shape[-2:] if q.ndim == 4 else (attended.shape[-2:].numel(),)
+    return attended.reshape(*q.shape[:2], *heads).contiguous()  # contiguous already, but where q is not

@@ -1,0 +1,93 @@
+"""Attention to a cache in parts: the keys of every sequence split, a result for each part, to be merged by whoever has them all."""
+
+from __future__ import annotations
+
+import torch
+
+from flexpress.cache_checks import check_plain, check_table
+from flexpress.cached import cached_attention
+from flexpress.checks import whole
+from flexpress.mods import MaskMod, ScoreMod, causal
+
+from .codegen.mod.capture import plain
+
+
+def split_attention(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    kv_len: torch.Tensor,
+    splits: int,
+    *,
+    page_table: torch.Tensor | None = None,
+    cache_loc: torch.Tensor | None = None,
+    q_offset: torch.Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    scale: float | torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    check: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cached_attention to the parts of each sequence: outs (splits, B, Hq, Q_LEN, D_V) in query's dtype and lses float32
+    (splits, B, Hq, Q_LEN), all in one call. merge_attention makes the whole of them, also of what several devices have.
+
+        out, lse = merge_attention(*split_attention(q, k_cache, v_cache, kv_len, 4))
+
+    query     (B, Hq, Q_LEN, D_QK)
+    splits    1 or more. A part has ceil(kv_len / splits) positions of its sequence, the last ones fewer, also none: 0 and lse -inf
+    Other arguments, and mods, as for cached_attention, which by itself splits keys where that is faster.
+
+    Raises ValueError or TypeError for arguments, and what cached_attention raises. Method: flash decoding (Dao et al. 2023).
+    """
+    splits = whole("splits", splits, 1)
+    check_plain("query", query, "(B, H, Q_LEN, D)")
+    check_table("kv_len", kv_len, (query.shape[0],), torch.int32, query.device)
+    B, _, Q_LEN, _ = query.shape
+    rows = B if cache_loc is None else None
+    for name, table, shape in (("cache_loc", cache_loc, (B,)), ("q_offset", q_offset, (B,)), ("page_table", page_table, (rows, None))):
+        if table is not None:
+            check_table(name, table, shape, torch.int32, query.device)
+    if page_table is None and cache_loc is None:
+        cache_loc = torch.arange(B, dtype=torch.int32, device=query.device)
+    first = kv_len - Q_LEN if q_offset is None else q_offset
+    share = (kv_len + splits - 1) // splits
+    begins = (torch.arange(splits, dtype=torch.int32, device=query.device)[:, None] * share).flatten()
+    ends = torch.minimum(begins + share.repeat(splits), kv_len.repeat(splits))
+    out, lse = cached_attention(
+        query.repeat(splits, 1, 1, 1),
+        k_cache,
+        v_cache,
+        torch.where(begins < ends, ends, 0),
+        page_table=page_table if page_table is None or cache_loc is not None else page_table.repeat(splits, 1),
+        cache_loc=None if cache_loc is None else cache_loc.repeat(splits),
+        q_offset=first.repeat(splits),
+        score_mod=None if score_mod is None else _score_of_parts(score_mod, B),
+        mask_mod=_mask_of_parts(mask_mod or causal, B, begins),
+        scale=scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        return_lse=True,
+        check=check,
+    )
+    return out.unflatten(0, (splits, B)), lse.unflatten(0, (splits, B))
+
+
+def _score_of_parts(score_mod: ScoreMod, B: int) -> ScoreMod:
+    """Part p of sequence b is number p * B + b."""
+    score_mod = plain(score_mod)
+
+    def score_of_parts(score, b, h, q_idx, kv_idx):
+        return score_mod(score, b % B, h, q_idx, kv_idx)
+
+    return score_of_parts
+
+
+def _mask_of_parts(mask_mod: MaskMod, B: int, begins: torch.Tensor) -> MaskMod:
+    """The same, and no key before where a part begins; kv_len says where it ends."""
+    mask_mod = plain(mask_mod)
+
+    def mask_of_parts(b, h, q_idx, kv_idx):
+        return mask_mod(b % B, h, q_idx, kv_idx) & (kv_idx >= begins[b])
+
+    return mask_of_parts

@@ -1,0 +1,76 @@
+"""Attention to a cache in parts: each against dense attention to its keys, and all merged against attention to the whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from flexpress import cached_attention, merge_attention, mods, split_attention
+from support.batches import batches, made, mask_mods, score_mods, shifted
+from support.dense import dense_attention, relative_error
+from support.devices import DEVICES, for_any
+
+
+@st.composite
+def problems(draw, device):
+    p = draw(batches(device).filter(lambda p: not p.ragged and p.q_lens[0]))
+    return p, draw(st.integers(1, 5))
+
+
+@for_any(problems, cpu=12, cuda=60)
+def test_any_parts(problem, device):
+    p, splits = problem
+    arguments, sequences = made(p, device)
+    invariant = arguments.pop("batch_invariant")
+    mod = {"score_mod": score_mods(device)[p.score], "mask_mod": mask_mods()[p.mask]}
+    outs, lses = split_attention(**arguments, splits=splits, **mod)
+    assert outs.shape[:2] == lses.shape[:2] == (splits, len(sequences)) and outs.dtype == p.dtype
+    for b, (q, k, v) in enumerate(sequences):
+        n, offset = k.shape[2], k.shape[2] - q.shape[2]
+        share = -(-n // splits)
+        score_mod, mask_mod = shifted(mod["score_mod"], b, offset), shifted(mod["mask_mod"] or mods.causal, b, offset)
+        for part, (out, lse) in enumerate(zip(outs[:, b], lses[:, b], strict=True)):
+
+            def mine(b, h, m, n, mask_mod=mask_mod, begin=share * part, end=share * (part + 1)):
+                return mask_mod(b, h, m, n) & (n >= begin) & (n < end)
+
+            exact, exact_lse, _ = dense_attention(q, k, v, score_mod, mine)
+            plain = dense_attention(q, k, v, score_mod, mine, precision=p.dtype)[0]
+            assert relative_error(out[None], exact) <= 1.2 * relative_error(plain, exact) + 1e-6
+            assert torch.equal(lse.isneginf(), exact_lse[0].isneginf())
+    whole = cached_attention(**arguments, **mod, batch_invariant=invariant)
+    eps = torch.finfo(p.dtype).eps
+    assert relative_error(merge_attention(outs, lses)[0], whole) <= 4 * eps
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_absent_sequences_and_more_parts_than_keys(device):
+    q, cache = torch.randn(2, 2, 1, 16, device=device), torch.randn(2, 8, 1, 16, device=device)
+    kv_len = torch.tensor([0, 2], dtype=torch.int32, device=device)
+    outs, lses = split_attention(q, cache, cache, kv_len, 5)
+    assert not outs[:, 0].any() and lses[:, 0].isneginf().all()
+    assert torch.equal(outs[:2, 1, 0, 0], cache[1, :2, 0]) and not outs[2:].any() and lses[2:].isneginf().all()
+
+
+Q, CACHE, KV_LEN = torch.zeros(2, 4, 1, 16), torch.zeros(2, 8, 2, 16), torch.tensor([3, 4], dtype=torch.int32)
+BAD = {
+    "no splits": (dict(splits=0), ValueError, "splits is 0; it must be at least 1"),
+    "splits that are no integer": (dict(splits=2.0), TypeError, "splits must be an integer, got 2.0"),
+    "ragged queries": (dict(query=Q[:, :, 0]), ValueError, r"query must be \(B, H, Q_LEN, D\), got torch.float32 \(2, 4, 16\)"),
+    "lengths": (dict(kv_len=KV_LEN[:1]), ValueError, r"kv_len must be torch.int32 \(2,\) on cpu, got torch.int32 \(1,\)"),
+    "entries": (dict(cache_loc=KV_LEN[:1]), ValueError, r"cache_loc must be torch.int32 \(2,\)"),
+    "first positions": (dict(q_offset=KV_LEN.long()), ValueError, r"q_offset must be torch.int32 \(2,\)"),
+    "a flat page table": (dict(page_table=KV_LEN), ValueError, r"page_table must be torch.int32 \(2, n\)"),
+    "rows of pages": (dict(page_table=KV_LEN[:1, None]), ValueError, r"page_table must be torch.int32 \(2, n\)"),
+    "heads": (dict(query=Q[:, :3]), ValueError, "3 heads, no multiple of the 2 heads"),
+    "too long": (dict(kv_len=KV_LEN + 8), ValueError, "positions go from 0 to 7 in k_cache"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_errors(case):
+    changes, error, message = BAD[case]
+    arguments = {"query": Q, "k_cache": CACHE, "v_cache": CACHE, "kv_len": KV_LEN, "splits": 2} | changes
+    with pytest.raises(error, match=message):
+        split_attention(**arguments)
