@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from unittest import mock
 
 import pytest
 import torch
@@ -42,15 +41,7 @@ from support.probabilities import check_probabilities, probability_problems
 from support.problems import problems
 
 EXAMPLES = int(os.environ.get("FLEXPRESS_CPU_EXAMPLES", "6"))  # `make test-cpu` draws more
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled():
-    """Tensors on the CPU are computed by kernels in C++. They compile in half the time with -O1; `make test-cpu` has the usual flags."""
-    with mock.patch.dict(os.environ, {"FLEXPRESS_CXXFLAGS": "-O1", **os.environ, "FLEXPRESS_CPU": "cpp"}):
-        cache_clear()
-        yield
-    cache_clear()
+pytestmark = pytest.mark.usefixtures("in_cpp")
 
 
 @pytest.mark.parametrize(
