@@ -80,20 +80,39 @@ def run(world: int, folder: Path, script: str, device: str) -> list[dict[str, st
 
 
 def failures_of(script: str):
-    """A fixture: by number of ranks and device, what `run` of a script finds. Each is run once."""
+    """A fixture: by number of ranks and device, what `run` of a script finds. Each is run once, also where tests of a file go to several
+    of xdist's processes: the others wait for what the first one writes."""
 
     @pytest.fixture(scope="module")
     def failed(tmp_path_factory):
-        found = {}
+        base = tmp_path_factory.getbasetemp()
+        base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
         def of(world: int, device: str = "cpu") -> list[dict[str, str]]:
-            if (world, device) not in found:
-                found[world, device] = run(world, tmp_path_factory.mktemp(f"{world}_ranks"), script, device)
-            return found[world, device]
+            folder = base / f"{script}-{world}-{device}"
+            found = folder / "failed.json"
+            try:
+                folder.mkdir()
+            except FileExistsError:
+                _wait_for(found)
+            else:
+                written = folder / "failed.tmp"
+                written.write_text(json.dumps(run(world, folder, script, device)))
+                written.replace(found)
+            return json.loads(found.read_text())
 
         return of
 
     return failed
+
+
+def _wait_for(found: Path) -> None:
+    """Until the process that runs the checks has written what it found; it kills ranks after 300 s."""
+    for _ in range(4000):
+        if found.exists():
+            return
+        time.sleep(0.1)
+    raise TimeoutError(f"{found} is not written")
 
 
 def on_devices(module) -> list:
