@@ -20,6 +20,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from support.once import once
+
 CHECKS: dict[str, tuple[int, object]] = {}
 
 
@@ -80,39 +82,20 @@ def run(world: int, folder: Path, script: str, device: str) -> list[dict[str, st
 
 
 def failures_of(script: str):
-    """A fixture: by number of ranks and device, what `run` of a script finds. Each is run once, also where tests of a file go to several
-    of xdist's processes: the others wait for what the first one writes."""
+    """A fixture: by number of ranks and device, what `run` of a script finds. Each is run once."""
 
     @pytest.fixture(scope="module")
     def failed(tmp_path_factory):
-        base = tmp_path_factory.getbasetemp()
-        base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-
         def of(world: int, device: str = "cpu") -> list[dict[str, str]]:
-            folder = base / f"{script}-{world}-{device}"
-            found = folder / "failed.json"
-            try:
-                folder.mkdir()
-            except FileExistsError:
-                _wait_for(found)
-            else:
-                written = folder / "failed.tmp"
-                written.write_text(json.dumps(run(world, folder, script, device)))
-                written.replace(found)
-            return json.loads(found.read_text())
+            def write(folder: Path) -> None:
+                (folder / "failed.json").write_text(json.dumps(run(world, folder, script, device)))
+
+            folder = once(tmp_path_factory, f"{script}-{world}-{device}", write)
+            return json.loads((folder / "failed.json").read_text())
 
         return of
 
     return failed
-
-
-def _wait_for(found: Path) -> None:
-    """Until the process that runs the checks has written what it found; it kills ranks after 300 s."""
-    for _ in range(4000):
-        if found.exists():
-            return
-        time.sleep(0.1)
-    raise TimeoutError(f"{found} is not written")
 
 
 def on_devices(module) -> list:
