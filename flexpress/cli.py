@@ -88,14 +88,14 @@ def _add_export(commands, named: str) -> None:
     """The command export; `named` lists the recipes."""
     own = commands.add_parser(
         "export",
-        help="write the kernels of a recipe as a file that needs torch and triton alone",
+        help="write the kernels of a recipe as a file that needs torch and triton, or a C++ compiler, alone",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Writes a Python file with the kernels of a recipe, a function that checks its arguments and launches\n"
         "them, and a comparison with dense attention: see flexpress.export.",
         epilog=f"recipes:\n{named}\n\nexample:\n  python -m flexpress export alibi sliding_window --backward -o windowed.py",
     )
     _add_problem(own)
-    own.add_argument("--target", choices=tuple(TARGETS)[1:], default="sm_90", metavar="TARGET", help="whose tiles it has; default sm_90")
+    own.add_argument("--target", choices=TARGETS, default="sm_90", metavar="TARGET", help=f"one of {', '.join(TARGETS)}; default sm_90")
     own.add_argument("--heads", type=_heads, default=(HEADS, HEADS), metavar="H", help=f"heads, or Hq:Hkv as in 32:8; default {HEADS}")
     own.add_argument("--portable", action="store_true", help="leave the kernels for Hopper out, which a file for sm_90 has, too")
     kind = own.add_mutually_exclusive_group()

@@ -1,4 +1,4 @@
-"""Kernels to own: a call of flex_attention as one file that needs torch and triton alone."""
+"""Kernels to own: a call of flex_attention as one file that needs torch, and triton or a C++ compiler, alone."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from flexpress.mods import MaskMod, ScoreMod
 
 from .codegen.device import offline
 from .codegen.device.cache import VERSION
+from .codegen.device.cpp_compiler import interpreter_asked_for
 from .codegen.device.devices import architecture_of, backend_of
 from .codegen.gpus import WIDEST_TILE
 from .codegen.mod.bind import bind
@@ -27,9 +28,9 @@ from .codegen.mod.expr import ModGraph
 from .codegen.mod.loads import dots_of
 from .codegen.mod.long_dots import LONG
 from .codegen.mod.tensors import read_captured
-from .codegen.plan.forward import Options
 from .codegen.run.exported import Exported
 from .codegen.run.exported_attention import AttentionFile
+from .codegen.run.exported_cpu import CppFile
 
 
 def export(
@@ -49,8 +50,9 @@ def export(
     layout: str = "file",
     overwrite: bool = False,
 ) -> str:
-    """The kernels of a call of flex_attention as the text of a Python file that needs torch and triton alone: the printed kernels, a
-    function `attention` that checks its arguments and launches them, and a comparison with dense attention under `__main__`.
+    """The kernels of a call of flex_attention as the text of a Python file that needs torch and triton alone, or, with those in C++ for
+    CPUs, torch and a C++ compiler: the printed kernels, a function `attention` that checks its arguments and launches them, and a
+    comparison with dense attention under `__main__`.
 
         flexpress.export(q, k, v, score_mod=alibi(slopes), mask_mod=sliding_window(1024), path="windowed.py")
 
@@ -62,13 +64,14 @@ def export(
     scale               the default of `attention`, which takes others of the same sign
     kernel_options      as for flex_attention, but BACKEND. By default a file for sm_90 has the kernels for Hopper, too, where they can
                         serve, and takes them on such a GPU where they are faster. "PORTABLE" leaves them out. "HOPPER": they serve
-                        every call on such a GPU, or export raises a ValueError that says why they cannot
+                        every call on such a GPU, or export raises a ValueError that says why they cannot. "CPP" is for target="cpu"
     backward            with the kernels for gradients, of query, key, value and the captured tensors that require grad; by default where
                         one of these requires grad
-    target              "sm_80", "sm_90", "sm_100" or "gfx942": whose tiles, warps, stages and loads (TMA from sm_90 on) the file has. By
-                        default the query's GPU, or sm_90. In any case the file runs on a CPU as well, in Triton's interpreter
+    target              "sm_80", "sm_90", "sm_100" or "gfx942": whose tiles, warps, stages and loads (TMA from sm_90 on) the file has, which
+                        runs on a CPU as well, in Triton's interpreter; or "cpu": kernels in C++. By default the query's GPU, "cpu" for
+                        tensors on a CPU that calls in C++ serve (docs/cpu.md), and sm_90 for others
     path                where the file is written; with layout="kernels" a folder, in which it becomes a kernel in the layout of the Hugging
-                        Face package kernels (build/torch-universal), named after the folder
+                        Face package kernels (build/torch-universal), named after the folder; not for the target "cpu"
     overwrite           replace what is there; nothing half-written is ever seen
 
     Returns the text. Raises ValueError, TypeError or NotImplementedError for arguments, ModError for a mod that cannot be traced,
@@ -76,7 +79,9 @@ def export(
     """
     checks.check_tensors(query, key, value, enable_gqa)
     call = _call(query, key, value, score_mod, block_mask, scale, kernel_options, mask_mod, backward, target)
-    text = AttentionFile(call, VERSION).text
+    if call.target == "cpu" and layout == "kernels":
+        raise ValueError("layout 'kernels' is for kernels in Triton, which need no C++ compiler; leave layout out, or pass target='sm_90'")
+    text = (CppFile if call.target == "cpu" else AttentionFile)(call, VERSION).text
     write(text, path, layout, overwrite)
     return text
 
@@ -85,7 +90,8 @@ def _call(query, key, value, score_mod, block_mask, scale, kernel_options, mask_
     """What the file depends on."""
     if any(t.stride(3) != 1 and t.shape[3] > 1 for t in (query, key, value)):
         raise ValueError("exported kernels read contiguous head dims; pass query, key and value with a stride of 1 in the last dimension")
-    options = _options(kernel_options)
+    options = checks.DEFAULT if kernel_options is None else checks.parse_options(kernel_options)
+    target = _target(target, options.backend, query)
     if isinstance(scale, torch.Tensor):
         raise TypeError("export takes scale as a number; let the score_mod multiply by a tensor")
     scale = query.shape[3] ** -0.5 if scale is None else checks.check_scale(scale, query.shape[3])
@@ -101,7 +107,7 @@ def _call(query, key, value, score_mod, block_mask, scale, kernel_options, mask_
         backward = bool(wanted) or any(t.requires_grad for t in (query, key, value))
     wanted = wanted if backward else frozenset()
     for name, tensor in (("query", query), ("value", value)):
-        if backward and tensor.shape[3] > WIDEST_TILE:
+        if backward and target != "cpu" and tensor.shape[3] > WIDEST_TILE:
             raise NotImplementedError(
                 f"{name} has head_dim {tensor.shape[3]} (shape {tuple(tensor.shape)}); exported files have backward kernels up to "
                 f"{WIDEST_TILE}, pass backward=False"
@@ -110,22 +116,28 @@ def _call(query, key, value, score_mod, block_mask, scale, kernel_options, mask_
         if not captured[i].is_contiguous():
             raise ValueError(f"score_mod captures {score[0].tensors[i].name}, whose gradient needs a contiguous tensor; pass .contiguous()")
     return Exported(
-        *(score, mask, wanted, query.dtype, query.shape[3], value.shape[3], scale, options, target_of(target, query), size, backward),
+        *(score, mask, wanted, query.dtype, query.shape[3], value.shape[3], scale, options, target, size, backward),
         (query.shape[0], key.shape[0]),
         (query.shape[1], key.shape[1]),
         (query.shape[2], key.shape[2]),
     )
 
 
-def _options(kernel_options: dict | None) -> Options:
-    options = checks.DEFAULT if kernel_options is None else checks.parse_options(kernel_options)
-    if options.backend not in (None, "PORTABLE", "HOPPER"):
-        raise ValueError(f"kernel_options['BACKEND'] is {options.backend!r}; export knows 'PORTABLE' and 'HOPPER', or leave it out")
-    return options
+def _target(target: str | None, backend: str | None, query: torch.Tensor) -> str:
+    """The target that is asked for, by its name or by kernel_options, or that of query's device."""
+    if backend not in (None, "CPP", "PORTABLE", "HOPPER"):
+        raise ValueError(f"kernel_options['BACKEND'] is {backend!r}; export knows 'CPP', 'PORTABLE' and 'HOPPER', or leave it out")
+    if target is None and (backend == "CPP" or (backend is None and query.device.type == "cpu" and not interpreter_asked_for())):
+        return "cpu"
+    if target == "cpu" and backend in (None, "CPP"):
+        return target
+    if target == "cpu" or backend == "CPP":
+        raise ValueError(f"kernel_options['BACKEND'] is {backend!r}, which has no kernels for target {target!r}; leave one of them out")
+    return target_of(target, query)
 
 
 def target_of(target: str | None, query: torch.Tensor) -> str:
-    """The target that is asked for, or that of query's device."""
+    """The GPU that is asked for, or that of query's device."""
     if target is None:
         if query.device.type != "cuda":
             return "sm_90"

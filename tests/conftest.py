@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from unittest import mock
@@ -19,10 +20,11 @@ settings.register_profile(
 )
 settings.load_profile("flexpress")
 
-# caches of their own: no test reads or writes the user's
-_caches = tempfile.TemporaryDirectory(prefix="flexpress-tests-", ignore_cleanup_errors=True)
-for _name in ("FLEXPRESS_CACHE_DIR", "TRITON_CACHE_DIR"):
-    os.environ[_name] = os.path.join(_caches.name, _name.lower())
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    # caches of their own: no test reads or writes the user's. The processes of one run share them: a kernel is printed and compiled once
+    _caches = tempfile.TemporaryDirectory(prefix="flexpress-tests-", ignore_cleanup_errors=True)
+    for _name in ("FLEXPRESS_CACHE_DIR", "FLEXPRESS_EXPORTED_DIR", "TRITON_CACHE_DIR"):
+        os.environ[_name] = os.path.join(_caches.name, _name.lower())
 
 os.environ.setdefault("FLEXPRESS_CPU", "interpreter")  # tests without a GPU are of Triton's text; those of C++ ask for it
 os.environ["FLEXPRESS_WAIT"] = "1"  # which kernel computes does not depend on when another is compiled
@@ -82,6 +84,17 @@ def own_directory(tmp_path, monkeypatch):
     cache_clear()
 
 
+@pytest.fixture(scope="module")
+def in_cpp():
+    """Tensors on the CPU are computed by kernels in C++. They compile in half the time with -O1; `make test-cpu` has the usual flags."""
+    from flexpress import cache_clear
+
+    with mock.patch.dict(os.environ, {"FLEXPRESS_CXXFLAGS": "-O1", **os.environ, "FLEXPRESS_CPU": "cpp"}):
+        cache_clear()
+        yield
+    cache_clear()
+
+
 @pytest.fixture
 def poisoned_memory():
     """torch.empty gives NaN: what a kernel does not write shows."""
@@ -112,6 +125,14 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(items):
     for item in items:
         item.add_marker(tier_of(item))
+
+
+def pytest_collection_finish():
+    """What is imported stays, and interpreted kernels make objects by the million: looking at all of them as often as Python does by itself
+    takes a twentieth of the time of such tests."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 def tier_of(item) -> str:

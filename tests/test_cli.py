@@ -79,6 +79,7 @@ def test_render(capsys, arguments, found):
         (["plain", "--head-dim", "64", "--portable"], "return_lse=False"),
         (["alibi", "sliding_window", "--backward", "--heads", "8:2", "--dtype", "fp16"], "slopes, window=1024"),
         (["alibi", "--page-size", "16", "--heads", "8:2", "--target", "sm_80"], "page_table, *, slopes"),
+        (["alibi", "--backward", "--head-dim", "320x272", "--dtype", "fp32", "--target", "cpu"], "slopes, scale"),
     ],
 )
 def test_export(capsys, tmp_path, arguments, found):
@@ -87,8 +88,8 @@ def test_export(capsys, tmp_path, arguments, found):
     assert capsys.readouterr().out == f"{path}\n"
     (attention,) = (line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("def attention("))
     assert found in attention
-    is_cache = "--page-size" in arguments  # which files for Hopper know nothing of
-    assert ("HOPPER_FORWARD" in path.read_text(encoding="utf-8")) == (not is_cache and "--portable" not in arguments)
+    elsewhere = {"--page-size", "--portable", "cpu"}  # files for Hopper know nothing of caches
+    assert ("HOPPER_FORWARD" in path.read_text(encoding="utf-8")) == elsewhere.isdisjoint(arguments)
     with pytest.raises(SystemExit, match="2"):
         cli.main(["export", *arguments, "-o", str(path)])
     assert "is there already" in capsys.readouterr().err

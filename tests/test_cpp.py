@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from unittest import mock
 
 import pytest
 import torch
@@ -42,15 +41,7 @@ from support.probabilities import check_probabilities, probability_problems
 from support.problems import problems
 
 EXAMPLES = int(os.environ.get("FLEXPRESS_CPU_EXAMPLES", "6"))  # `make test-cpu` draws more
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled():
-    """Tensors on the CPU are computed by kernels in C++. They compile in half the time with -O1; `make test-cpu` has the usual flags."""
-    with mock.patch.dict(os.environ, {"FLEXPRESS_CXXFLAGS": "-O1", **os.environ, "FLEXPRESS_CPU": "cpp"}):
-        cache_clear()
-        yield
-    cache_clear()
+pytestmark = pytest.mark.usefixtures("in_cpp")
 
 
 @pytest.mark.parametrize(
@@ -305,14 +296,20 @@ def test_a_line_that_ends_with_a_backslash_hides_none():
     assert torch.allclose(evaluate_mod(continued, scores), scores + torch.arange(20.0)[:, None])
 
 
-def test_any_number_of_threads_gives_the_same_gradients():
-    """Of a table, too, whose elements all heads and positions share."""
-    inputs = [torch.randn(1, 4, 300, 16, requires_grad=True) for _ in range(3)]
-    table = torch.randn(600, requires_grad=True)
+@pytest.mark.parametrize("batch, length", [(1, 300), (12, 700)])
+def test_any_number_of_threads_gives_the_same_gradients(batch, length):
+    """Of a table whose elements all heads and positions share, and of rows that many queries share, which torch adds up."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(batch, 4, length, 16, requires_grad=True, generator=generator) for _ in range(3)]
+    table, rows = (torch.randn(n, requires_grad=True, generator=generator) for n in (2 * length, 7))
     found, before = [], torch.get_num_threads()
+
+    def mod(score, b, h, q_idx, kv_idx):
+        return torch.tanh(score + table[q_idx - kv_idx + length] + rows[q_idx % 7])
+
     for threads in (1, 2, 2):
         torch.set_num_threads(threads)
-        out = flex_attention(*inputs, lambda score, b, h, q_idx, kv_idx: score + table[q_idx - kv_idx + 300])
-        found.append(torch.autograd.grad(out.sum(), (*inputs, table)))
+        out = flex_attention(*inputs, mod)
+        found.append(torch.autograd.grad(out.sum(), (*inputs, table, rows)))
     torch.set_num_threads(before)
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))

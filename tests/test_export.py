@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 import torch
 
@@ -11,7 +9,7 @@ from flexpress import flex_attention
 from flexpress.mods import alibi, alibi_slopes, causal, document, relative_bias, sliding_window
 from support.dense import assert_as_accurate, dense_attention, relative_error
 from support.devices import DEVICES
-from support.exported import assert_equal, run_alone, saved, tensors
+from support.exported import assert_equal, captured_of, run_alone, saved, tensors, undecided
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -71,11 +69,6 @@ def test_a_document_mask_by_a_captured_tensor(tmp_path, device):
     assert "dense" not in path.read_text().split("# ---- a demo")[0].replace("with dense attention", "")
 
 
-def undecided(b, h, q_idx, kv_idx):
-    """Bounds do not decide it: blocks are evaluated."""
-    return torch.sin(q_idx.float() * kv_idx.float()) > 0.2
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_mask_that_is_evaluated(tmp_path, device):
     q, k, v = tensors(device, Q_LEN=140, KV_LEN=260, grad=True)
@@ -111,9 +104,3 @@ def test_gradients_of_what_is_captured_in_every_way(tmp_path, device):
     found, right = (torch.autograd.grad(o, inputs, d_out.to(o.dtype)) for o in (out, exact))
     for mine, wanted in zip(found, right, strict=True):
         assert relative_error(mine, wanted) <= (2e-5 if device == "cpu" else 3e-2)
-
-
-def captured_of(module, **named):
-    """The arguments that a module's attention names so, or nearly so."""
-    taken = inspect.signature(module.attention).parameters
-    return {next(p for p in taken if p.rstrip("_").removeprefix("captured_") == name): value for name, value in named.items()}

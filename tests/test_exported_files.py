@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import base64
 import hashlib
 import importlib.util
@@ -22,12 +21,7 @@ from flexpress.codegen.mod.errors import RenderError
 from flexpress.codegen.text.merged import Definitions
 from flexpress.mods import alibi, alibi_slopes, causal, document, sliding_window
 from support.dense import relative_error
-from support.exported import assert_equal, load, run_alone, saved, tensors
-
-
-def undecided(b, h, q_idx, kv_idx):
-    """Bounds do not decide it: blocks are evaluated."""
-    return torch.sin(q_idx.float() * kv_idx.float()) > 0.2
+from support.exported import assert_equal, imports_of, load, run_alone, saved, tensors, undecided
 
 
 def test_a_block_mask_stands_for_its_mask_mod(tmp_path):
@@ -198,17 +192,6 @@ def test_a_kernel_for_hugging_face(tmp_path):
     assert older.__all__ == module.__all__ and torch.equal(older.attention(q, k, v), module.attention(q, k, v))
     imported = {n.split(".")[0] for text in files.values() for n in imports_of(text.decode())}
     assert imported - set(sys.stdlib_module_names) <= {"torch", "triton", "numpy", ""}
-
-
-def imports_of(text: str) -> list[str]:
-    """The modules that a file imports; "" for relative ones."""
-    found = []
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            found.append("" if node.level else node.module)
-    return found
 
 
 def test_the_interpreter_leaves_triton_as_it_was(tmp_path):

@@ -18,13 +18,13 @@ import pytest
 
 import flexpress
 from flexpress import versions
-from support.package import BESIDE, FILES, FOLDERS, ROOT, build, third_party, wheel_in
+from support.package import BESIDE, FILES, FOLDERS, ROOT, built_once, third_party, wheel_in
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> Path:
     """A folder with an sdist and a wheel."""
-    return build(tmp_path_factory.mktemp("package"))
+    return built_once(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from support.devices import DEVICES
-from support.package import ROOT, build, done, third_party, wheel_in
+from support.package import ROOT, built_once, done, third_party, wheel_in
 
 PAGE = (ROOT / "docs" / "ten_minutes.md").read_text(encoding="utf-8")
 SCRIPT = (ROOT / "docs" / "ten_minutes.py").read_text(encoding="utf-8")
@@ -30,7 +30,7 @@ def test_the_script_is_the_page():
 def site(tmp_path_factory) -> str:
     """A folder into which pip has installed the wheel."""
     folder = tmp_path_factory.mktemp("ten_minutes")
-    wheel, site = wheel_in(build(folder)), folder / "site"
+    wheel, site = wheel_in(built_once(tmp_path_factory)), folder / "site"
     done(sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(site), str(wheel))
     return str(site)
 

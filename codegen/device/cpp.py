@@ -20,7 +20,8 @@ from ..registry import INFO
 from ..text.cpp import c_type, captured_numbers
 from ..text.spec import KernelSpec
 from . import folder
-from .cpp_compiler import compiled, compiler, cpu, flags, version
+from .cpp_build import flags
+from .cpp_compiler import compiled, compiler, cpu, version
 from .kernel import Kernel
 
 _CTYPES = {"float": ctypes.c_float, "int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64}

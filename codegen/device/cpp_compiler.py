@@ -2,35 +2,28 @@
 
 FLEXPRESS_CPU        "interpreter": Triton's interpreter runs the portable kernels, but for calls with BACKEND="CPP"; "cpp", or nothing:
                      kernels in C++ serve wherever they can
-FLEXPRESS_CXXFLAGS   more flags, behind ours
+How kernels are compiled is in cpp_build.py.
 """
 
 from __future__ import annotations
 
 import os
-import platform
-import shlex
 import shutil
-import subprocess
-import sys
-import tempfile
 import warnings
 from collections.abc import Callable
 from importlib import resources
-from pathlib import Path
 from typing import TypeVar
 
 import torch
 
 from ..registry import Table, remembered
+from .cpp_build import CompilerError, library, native_cpu, version_of, whole
 
 _INCLUDES = ("cpu.h", "cpu_tiles.h", "cpu_dropout.h")  # of templates/
 _given_up: dict[tuple, str] = Table("compilers that failed", 16)  # and why
 T = TypeVar("T")
-
-
-class CompilerError(RuntimeError):
-    """There is no C++ compiler, or it does not compile a kernel."""
+version = remembered("versions of the compiler", 16)(version_of)
+cpu = remembered("this CPU", 1)(native_cpu)
 
 
 def compiler() -> str | None:
@@ -100,51 +93,9 @@ def by_either(run: Callable[[bool], T], device: torch.device, named: str | None 
     return run(False)
 
 
-@remembered("versions of the compiler", 16)
-def version(path: str) -> str:
-    """Its first line about itself; "" if it does not run."""
-    try:
-        found = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return found.stdout.split("\n")[0]
-
-
-def flags() -> list[str]:
-    """What kernels are compiled with."""
-    arm, apple = platform.machine() in ("arm64", "aarch64"), sys.platform == "darwin"
-    found = ["-std=gnu++17", "-O3", "-mcpu=native" if arm else "-march=native", "-fPIC", "-shared"]
-    # g++ 12 loses roundings to half precision where the CPU has instructions for sums of such numbers, which no kernel wants
-    found += [] if arm else ["-mprefer-vector-width=512", "-mno-avx512fp16"]
-    # integers wrap around as torch's do; a * b + c is one operation; no function sets errno or traps
-    found += ["-fwrapv", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]
-    found += ["-Xpreprocessor", "-fopenmp", "-lomp"] if apple else ["-fopenmp"]  # torch's own library, which the process has loaded
-    libraries = Path(torch.__file__).parent / "lib"
-    return [*found, f"-L{libraries}", "-ltorch_cpu", "-lc10", *shlex.split(os.environ.get("FLEXPRESS_CXXFLAGS", ""))]
-
-
-@remembered("this CPU", 1)
-def cpu() -> str:
-    """What -march=native means here."""
-    known = ""
-    if os.path.exists("/proc/cpuinfo"):
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").split("\n")
-        known = " ".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name", "CPU part"))}))
-    return f"{platform.machine()} {platform.processor()} {torch.backends.cpu.get_cpu_capability()} {known}"
-
-
 def compiled(source: str, name: str) -> bytes:
     """The library of a print. Raises CompilerError if there is no compiler, or if it fails."""
-    path = compiler()
-    if path is None:
-        raise CompilerError("there is no C++ compiler; install g++ or clang++, or set CXX to one")
-    with tempfile.TemporaryDirectory(prefix="flexpress-") as place:
-        made = Path(place, "kernel.so")
-        command = [path, "-x", "c++", "-", *flags(), "-o", str(made)]
-        done = subprocess.run(command, input=whole(source), capture_output=True, text=True, cwd=place)
-        if done.returncode:
-            raise CompilerError(f"{path} does not compile {name}:\n{done.stderr[:4000]}")
-        return made.read_bytes()
+    return library(compiler(), whole(source, headers()), name)
 
 
 def tried() -> None:
@@ -152,11 +103,9 @@ def tried() -> None:
     compiled("".join(f'#include "{header}"\n' for header in _INCLUDES), "the headers of kernels")
 
 
-def whole(source: str) -> str:
-    """A print with the headers that it includes: one file."""
+@remembered("headers of kernels", 1)
+def headers() -> dict[str, str]:
+    """The texts of what prints include, by name."""
     import flexpress.templates
 
-    for header in _INCLUDES:
-        text = (resources.files(flexpress.templates) / header).read_text(encoding="utf-8").replace("#pragma once\n", "")
-        source = source.replace(f'#include "{header}"\n', f'#line 1 "{header}"\n{text}')
-    return source
+    return {name: (resources.files(flexpress.templates) / name).read_text(encoding="utf-8") for name in _INCLUDES}

@@ -115,7 +115,13 @@ class Sums:
             inside = inside.unsqueeze(-1)
             values = values.sum(-1, keepdim=True) if tensor.stride(-1) == 0 else values
         values = torch.where(inside, values.float(), 0.0)
-        if indices:
+        if indices and self.device.type == "cpu":  # where index_put_ adds many values in any order
+            total = self.totals[load.attr] = total.contiguous()
+            flat, width = 0, values.shape[len(grid) :]
+            for at, size in zip(indices, total.shape, strict=False):
+                flat = flat * size + at
+            total.view(-1, *width).index_add_(0, flat.reshape(-1), values.reshape(-1, *width))
+        elif indices:
             total.index_put_(tuple(indices), values, accumulate=True)
         else:
             total += values.sum()

@@ -21,7 +21,7 @@ from .block_lists import BlockLists
 from .captured import Sums
 from .forward_kernels import planned
 
-_LARGEST = 1 << 28  # elements of all tasks' gradients of a captured tensor; beyond that tasks run one after another
+LARGEST = 1 << 28  # elements of all tasks' gradients of a captured tensor; beyond that tasks run one after another
 _plans: dict[tuple, CpuBackwardPlan] = Table("plans of backward kernels in C++", 1024)
 
 
@@ -112,7 +112,7 @@ class CppPass:
                 gathered[captured.buffer] = torch.zeros((self.parts, *like.shape), dtype=torch.float32)
             elif captured.role == "atomic":
                 spans[captured] = 1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))
-        one_copy = tasks * sum(spans.values()) > _LARGEST
+        one_copy = tasks * sum(spans.values()) > LARGEST
         for captured, span in spans.items():
             gathered[captured.buffer] = torch.zeros((1 if one_copy else tasks, span), dtype=torch.float32)
         return gathered, {f"span_{c.name}_{c.load}": span for c, span in spans.items()}, one_copy

@@ -17,12 +17,13 @@ from ..text.spelling import literal_text
 from ..text.torch_text import torch_text
 from .exported import Exported, Plans
 from .exported_captures import layouts_for_any, named
-from .exported_file import File, Kernel, listed, reserved, unpacked
+from .exported_file import File, Kernel, TritonFile, listed, reserved, unpacked
 from .exported_hopper import HopperPart
 
 TEMPLATES = (
     "exported_attention.jinja",
-    *("_exported_masks.jinja", "_exported_backward.jinja", "_exported_hopper.jinja", "_exported_hopper_backward.jinja"),
+    *("_exported_masks.jinja", "_exported_lists.jinja", "_exported_gradients.jinja"),
+    *("_exported_backward.jinja", "_exported_hopper.jinja", "_exported_hopper_backward.jinja"),
 )
 MASKS = {  # kernel -> grid, suffix of its functions, name of its launch
     "block_zones": ("Z * Hm * (rows + columns)", "", "zones"),
@@ -61,7 +62,7 @@ class Gathered(NamedTuple):
     lines: tuple[str, ...]
 
 
-class AttentionFile(File):
+class AttentionFile(TritonFile):
     """What exported_attention.jinja asks for. `version` is that of the package that writes the file."""
 
     template = TEMPLATES[0]
@@ -82,43 +83,27 @@ class AttentionFile(File):
             if name in on_target
         )
         super().__init__(kernels, *names, call.score, call.mask, version)
-        self.call, self.backward, self.target = call, call.backward, call.target
+        describe_call(self, call)
+        self.target, self.has_transposed = call.target, call.backward and self.mask
         self.tma = forward_tma or bool(use_tma and any(use_tma))
-        self.dtype, self.d_qk, self.d_v = dtype_name(call.dtype), call.d_qk, call.d_v
         vector = 16 // call.dtype.itemsize
         self.q_unit, self.v_unit = (vector if d % vector == 0 else 1 for d in (call.d_qk, call.d_v))
-        self.longest, self.log2_e, self.tolerance = INDEX_BOUND, LOG2_E, TOLERANCES[self.dtype]
-        self.scale, self.scale_is_positive = literal_text(call.scale), call.scale > 0
         self.scale_apart = plans.forward(False).scale_apart
-        self.q_block, self.kv_block = call.size
-        numbers = call.score[1][len(call.score[0].tensors) :] if call.score else []
-        self.ordinary = call.backward and are_ordinary(numbers) and any(isinstance(n, float) for n in numbers)
         self.gathered = ()
         if call.backward:
             self._differentiate(plans, use_tma)
         if self.mask:
             describe_mask(self, call.mask, plans.extents)
-        (Z, Zkv), (Hq, Hkv) = call.batch, call.heads
-        self.demo_shapes = {"query": f"{Z}, {Hq}, Q_LEN, {call.d_qk}", "key": f"{Zkv}, {Hkv}, KV_LEN, {call.d_qk}"}
-        self.demo_shapes["value"] = f"{Zkv}, {Hkv}, KV_LEN, {call.d_v}"
-        self.demo_lengths = f"{call.lengths[0]}, {call.lengths[1]}"
 
     def _differentiate(self, plans: Plans, use_tma: tuple[bool, bool] | None) -> None:
         """What the backward pass asks for."""
         steps = plans.backward(False, False, use_tma)[0]
         self.backward_scale_apart = steps.scale_apart
         self.gathered = self._gathered(plans, (("dkv", steps.dkv), ("dq", steps.dq)))
-        self.symbols_of = symbols_of
         self.hopper_gathered = self._gathered(plans, (("hopper", self.hopper.backward),)) if self.hopper.backward else ()
         dkv = next(kernel for kernel in self.kernels if kernel.name == "backward_dkv")
         tiles = (k.constants["BLOCK_M"] for k in (dkv.on_target, dkv.on_cpu))
         self.stats_step = math.lcm(STATS_ALIGNMENT, *((self.q_block,) if self.mask else tiles))
-        self.wanted = tuple(c.name for c in self.captured if c.wanted)
-        self.named = listed(f"d_{name}" for name in self.wanted)
-        self.zeros = listed(f"torch.zeros_like({name})" for name in self.wanted)
-        converted = [f"d_{name}.to({name}.dtype)" for name in self.wanted]
-        self.converted, self.converted_apart = listed(converted), f"({', '.join(converted)}{',' * (len(converted) == 1)})"
-        self.returned = listed(f"d_{c.name}" if c.wanted else "None" for c in self.captured)
 
     def _gathered(self, plans: Plans, steps: tuple) -> tuple[Gathered, ...]:
         """The gradients of captured tensors, in the order of the kernels, named, that leave them."""
@@ -137,7 +122,7 @@ class AttentionFile(File):
         """One of them; `more`: others of the tensor were added up before."""
         tiles = "2 * tiles" if name == "hopper" else "tiles"  # one for each consumer
         shapes = {"row": "(Z, Hq, Q_LEN)", "column": "(Z, Hq, KV_LEN)", "head": f"(Z, Hq, {tiles})"}
-        buffer, lines, total = captured.buffer, [], captured.buffer
+        buffer, total = captured.buffer, captured.buffer
         if captured.role in shapes:
             made = f"torch.empty({shapes[captured.role]}, dtype=torch.float32, device=device)"
             axes = {"b": 0, "h": 1, **_MOVING[captured.role]}
@@ -145,16 +130,21 @@ class AttentionFile(File):
             if kept and None not in kept and len(set(kept)) == len(kept):
                 total = f"placed({tensor}, {_summed(buffer, kept)})"
             else:
-                count = len(self.call.score[0].tensors)
-                names = self.of_score[:count], self.of_score[count:]
-                places = torch_text(tuple(load.args), *names, f"place_{tensor}_{captured.load}", "float32")
-                lines += places.lines
-                total = f"added({', '.join([tensor, buffer + _AXES[captured.role], *(f'{p}.long()' for p in places.results)])})"
+                return Gathered(name, buffer, made, added(self, captured, load, buffer, f"d_{tensor} + " if more else ""))
         else:
             dtype = f"{tensor}.dtype" if captured.role == "store" else "torch.float32"
             made = f"torch.empty_strided({tensor}.shape, {tensor}.stride(), dtype={dtype}, device=device).zero_()"
-        lines.append(f"d_{tensor} = {f'd_{tensor} + ' if more else ''}{total}")
-        return Gathered(name, buffer, made, tuple(lines))
+        return Gathered(name, buffer, made, (f"d_{tensor} = {f'd_{tensor} + ' if more else ''}{total}",))
+
+
+def added(file: File, captured, load, buffer: str, plus: str = "", before: str = "") -> tuple[str, ...]:
+    """Statements that add what is in a buffer to the elements that a load reads, of a tensor's gradient: `plus` another sum, or into the
+    one that is called `before`."""
+    count, tensor = len(file.call.score[0].tensors), file.of_score[load.attr]
+    places = torch_text(tuple(load.args), file.of_score[:count], file.of_score[count:], f"place_{tensor}_{captured.load}", "float32")
+    arguments = [tensor, buffer + _AXES[captured.role], *(f"{place}.long()" for place in places.results)]
+    arguments += [f"before={before}"] if before else []
+    return *places.lines, f"d_{tensor} = {plus}added({', '.join(arguments)})"
 
 
 def _summed(buffer: str, kept: list[int]) -> str:
@@ -167,6 +157,28 @@ def _summed(buffer: str, kept: list[int]) -> str:
 def symbols_of(gathered: tuple[Gathered, ...]) -> str:
     """The targets for positions that adding up gradients needs; nothing if it needs none."""
     return unpacked(line for one in gathered for line in one.lines)
+
+
+def describe_call(file: File, call: Exported) -> None:
+    """What exported_attention.jinja asks for, whatever kernels are written in."""
+    file.call, file.backward = call, call.backward
+    file.dtype, file.d_qk, file.d_v = dtype_name(call.dtype), call.d_qk, call.d_v
+    file.longest, file.log2_e, file.tolerance = INDEX_BOUND, LOG2_E, TOLERANCES[file.dtype]
+    file.scale, file.scale_is_positive = literal_text(call.scale), call.scale > 0
+    file.q_block, file.kv_block = call.size
+    numbers = call.score[1][len(call.score[0].tensors) :] if call.score else []
+    file.ordinary = call.backward and are_ordinary(numbers) and any(isinstance(n, float) for n in numbers)
+    file.wanted = tuple(c.name for c in file.captured if c.wanted)
+    file.named = listed(f"d_{name}" for name in file.wanted)
+    file.zeros = listed(f"torch.zeros_like({name})" for name in file.wanted)
+    converted = [f"d_{name}.to({name}.dtype)" for name in file.wanted]
+    file.converted, file.converted_apart = listed(converted), f"({', '.join(converted)}{',' * (len(converted) == 1)})"
+    file.returned = listed(f"d_{c.name}" if c.wanted else "None" for c in file.captured)
+    file.symbols_of = symbols_of
+    (Z, Zkv), (Hq, Hkv) = call.batch, call.heads
+    file.demo_shapes = {"query": f"{Z}, {Hq}, Q_LEN, {call.d_qk}", "key": f"{Zkv}, {Hkv}, KV_LEN, {call.d_qk}"}
+    file.demo_shapes["value"] = f"{Zkv}, {Hkv}, KV_LEN, {call.d_v}"
+    file.demo_lengths = f"{call.lengths[0]}, {call.lengths[1]}"
 
 
 def describe_mask(file: File, bound: tuple, extents: tuple) -> None:

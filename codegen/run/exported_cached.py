@@ -18,12 +18,12 @@ from .cached_call import BLOCK
 from .exported import EXTENTS, mask_compilations
 from .exported_attention import MASKS, TOLERANCES, describe_mask
 from .exported_captures import Captured, layouts_for_any, named
-from .exported_file import File, Kernel, reserved
+from .exported_file import Kernel, TritonFile, reserved
 from .imagined import machine_of
 from .preview import Compilation
 
 Q_LEN = "exported_query_length"  # what a trace calls the number of a sequence's queries, which is no argument of the file's
-_TEMPLATES = "exported_cached.jinja", "_exported_masks.jinja"
+_TEMPLATES = "exported_cached.jinja", "_exported_masks.jinja", "_exported_lists.jinja"
 _GRID = "tiles * Z"
 
 
@@ -105,11 +105,11 @@ def rows_in(call: ExportedCache) -> Rows:
     return rows_of(call.q_len, 1 if by_head else call.group, BLOCK if call.mask else 0, most)
 
 
-class CachedFile(File):
+class CachedFile(TritonFile):
     """What exported_cached.jinja asks for. `version` is that of the package that writes the file."""
 
     template = _TEMPLATES[0]
-    backward = False
+    backward = has_transposed = False
 
     def __init__(self, call: ExportedCache, version: str) -> None:
         plans = _Plans(call, call.target)

@@ -19,7 +19,7 @@ from ..text.spelling import literal_text
 
 _ANY = (INDEX_BOUND,) * 4
 _LARGEST = dict.fromkeys(MASK_SYMBOLS, (0, (1 << 23) - 1))  # of an index, past the end of the longest sequences, too
-_OWN = re.compile("score_|mask_|place_|grad_|d_")
+_OWN = re.compile("score_|mask_|place_|grad_|span_|d_")
 _EXTENTS = {"b": "query.shape[0]", "h": "query.shape[1]"}
 
 

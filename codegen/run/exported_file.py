@@ -75,15 +75,16 @@ class File:
 
     captured             arguments of the file's functions          of_score, of_mask    the names of what each mod captures
     score_text, mask_text   the mods in torch
+    variables            what the file calls the tensors that kernels know by other names
     """
 
     template = ""
-    libdevice, named_tuples = False, True
+    in_cpp = False
     gluon: tuple[GluonKernel, ...] = ()
+    variables = _VARIABLES
 
     def __init__(
         self,
-        kernels: tuple[Kernel, ...],
         captured: tuple[Captured, ...],
         of_score: tuple[str, ...],
         of_mask: tuple[str, ...],
@@ -91,7 +92,7 @@ class File:
         mask: tuple | None,
         version: str,
     ) -> None:
-        self.kernels, self.captured, self.of_score, self.of_mask, self.version = kernels, captured, of_score, of_mask, version
+        self.captured, self.of_score, self.of_mask, self.version = captured, of_score, of_mask, version
         self.mask = mask is not None
         self.score_text = None if score is None else _in_torch(score[0], of_score)
         self.mask_text = None if mask is None else _in_torch(mask[0], of_mask)
@@ -114,12 +115,58 @@ class File:
         """The file. Raises RenderError if a text of the user's would be more than a comment."""
         found = self._rendered(lambda spec: spec)
         tree = parse(found)
-        if not found.replace("\n", "").isprintable() or without_comments(found) != without_comments(self._rendered(without_texts)):
+        if not found.replace("\n", "").isprintable() or self._code(found) != self._code(self._rendered(without_texts)):
             raise RenderError("an exported file would hold a source line or a name of the mod's as code; please report the mod")
         twice = [name for name, count in Counter(_defined(tree.body)).items() if count > 1]
         if twice:
             raise RenderError(f"an exported file would define {', '.join(twice)} twice; please report the mod")
         return found
+
+    def _rendered(self, shown: Callable[[KernelSpec], KernelSpec]) -> str:
+        """The text of kernels whose specs are shown so. Subclasses set what the template asks for of these first."""
+        text = environment().get_template(self.template).render(file=self, version=self.version)
+        return re.sub(r"\n{4,}", "\n\n\n", re.sub(r"[ \t]+\n", "\n", text)).rstrip("\n") + "\n"
+
+    def _code(self, text: str) -> str:
+        """A file's text without comments."""
+        return without_comments(text)
+
+    def _arguments(self, spec: KernelSpec) -> list[str]:
+        return [self._expression(spec, p) for p in spec.parameters if p.type != "constexpr"]
+
+    def _expression(self, spec: KernelSpec, parameter: Parameter) -> str:
+        """A kernel's argument."""
+        if parameter.is_descriptor:
+            rows, columns = parameter.type.split(":")[2].split("x")
+            if rows.isdigit():
+                return f"gluon_descriptor({self.variables[parameter.of]}, {rows}, {columns})"
+            return f"descriptor({self.variables[parameter.of]}, launch.constants[{('BLOCK_M', 'BLOCK_N').index(rows)}], {columns})"
+        if parameter.is_captured:
+            return self._captured(spec, parameter.name)
+        if spec.template in ("block_status", "cpu_blocks") and parameter.name in ("num_blocks", "num_full"):
+            return f"counts[{int(parameter.name == 'num_full')}]"
+        return self.variables.get(parameter.name, parameter.name)
+
+    def _captured(self, spec: KernelSpec, name: str) -> str:
+        for text in filter(None, spec.mods):
+            names = self.of_score if text.kind == "score" else self.of_mask
+            for parameter, (what, index, dim) in zip(text.args, text.recipe, strict=True):
+                if parameter == name:
+                    found = next(c for c in self.captured if c.name == names[index])
+                    unit = found.unit if what == "vectors" else 1
+                    ends = {"value": "", "size": f".shape[{dim}]", "stride": f".stride({dim})", "vectors": f".stride({dim}) // {unit}"}
+                    return found.name + ends[what]
+        raise KeyError(name)
+
+
+class TritonFile(File):
+    """What the template of a file with kernels in Triton, and for Hopper in Gluon, asks for."""
+
+    libdevice, named_tuples = False, True
+
+    def __init__(self, kernels: tuple[Kernel, ...], *of_file) -> None:
+        self.kernels = kernels
+        super().__init__(*of_file)
 
     def _rendered(self, shown: Callable[[KernelSpec], KernelSpec]) -> str:
         """The text of kernels whose specs are shown so."""
@@ -138,8 +185,7 @@ class File:
         self.title = f"# exported {shown(self.kernels[0].on_target.spec).name}".replace("_", " ")
         self.calls = {kernel.called: self._launch(kernel) for kernel in self.kernels if kernel.called}
         self.calls |= {kernel.name: _launched(kernel.grid, self._arguments(kernel.on_target.spec)) for kernel in self.gluon}
-        text = environment().get_template(self.template).render(file=self, version=self.version)
-        return re.sub(r"\n{4,}", "\n\n\n", re.sub(r"[ \t]+\n", "\n", text)).rstrip("\n") + "\n"
+        return super()._rendered(shown)
 
     def _prints(self, shown: Callable[[KernelSpec], KernelSpec]) -> list[Print]:
         prints = []
@@ -156,33 +202,6 @@ class File:
             raise ValueError(f"{kernel.name} takes other arguments in the interpreter: {on_target} and {on_cpu}")
         return _launched(kernel.grid, on_target)
 
-    def _arguments(self, spec: KernelSpec) -> list[str]:
-        return [self._expression(spec, p) for p in spec.parameters if p.type != "constexpr"]
-
-    def _expression(self, spec: KernelSpec, parameter: Parameter) -> str:
-        """A kernel's argument."""
-        if parameter.is_descriptor:
-            rows, columns = parameter.type.split(":")[2].split("x")
-            if rows.isdigit():
-                return f"gluon_descriptor({_VARIABLES[parameter.of]}, {rows}, {columns})"
-            return f"descriptor({_VARIABLES[parameter.of]}, launch.constants[{('BLOCK_M', 'BLOCK_N').index(rows)}], {columns})"
-        if parameter.is_captured:
-            return self._captured(spec, parameter.name)
-        if spec.template == "block_status" and parameter.name in ("num_blocks", "num_full"):
-            return f"counts[{int(parameter.name == 'num_full')}]"
-        return _VARIABLES.get(parameter.name, parameter.name)
-
-    def _captured(self, spec: KernelSpec, name: str) -> str:
-        for text in filter(None, spec.mods):
-            names = self.of_score if text.kind == "score" else self.of_mask
-            for parameter, (what, index, dim) in zip(text.args, text.recipe, strict=True):
-                if parameter == name:
-                    found = next(c for c in self.captured if c.name == names[index])
-                    unit = found.unit if what == "vectors" else 1
-                    ends = {"value": "", "size": f".shape[{dim}]", "stride": f".stride({dim})", "vectors": f".stride({dim}) // {unit}"}
-                    return found.name + ends[what]
-        raise KeyError(name)
-
     def sources(self, *others: Callable) -> tuple[str, ...]:
         """Texts of functions of Flexpress that are in the file as they stand: of the interpreter's numbers, and others."""
         functions = [getattr(interpreter_numbers, name) for name in ("mend", "_widened", "_narrowed", "_float8", "argument")]
@@ -191,9 +210,15 @@ class File:
 
 
 def _launched(grid: str, arguments: list[str]) -> str:
+    return called("launch", arguments, first=f"({grid},),")
+
+
+def called(function: str, arguments: list[str], first: str = "", last: str = "") -> str:
+    """The call of a function, with lines of arguments before and after the others."""
     whole = ", ".join(argument.replace(" ", "\0") for argument in arguments)  # an argument stays on one line
     lines = [line.replace("\0", " ") for line in textwrap.wrap(whole, 100, break_long_words=False)]
-    return "\n".join(["launch(", f"    ({grid},),", *(f"    {line}" for line in lines), ")"])
+    lines = [first, *lines[:-1], lines[-1] + ("," if last else ""), last]
+    return "\n".join([f"{function}(", *(f"    {line}" for line in lines if line), ")"])
 
 
 def _defined(body: list[ast.stmt]) -> list[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import inspect
 import os
 import subprocess
 import sys
@@ -73,3 +75,25 @@ def saved(tmp_path: Path, *arguments, **options):
 def assert_equal(found: torch.Tensor, library: torch.Tensor) -> None:
     """The same numbers, but for the order of sums in another tile."""
     assert relative_error(found, library) <= {torch.float32: 2e-6}.get(library.dtype, 1e-2)
+
+
+def undecided(b, h, q_idx, kv_idx):
+    """Bounds do not decide it: blocks are evaluated."""
+    return torch.sin(q_idx.float() * kv_idx.float()) > 0.2
+
+
+def captured_of(module, **named):
+    """The arguments that a module's attention names so, or nearly so."""
+    taken = inspect.signature(module.attention).parameters
+    return {next(p for p in taken if p.rstrip("_").removeprefix("captured_") == name): value for name, value in named.items()}
+
+
+def imports_of(text: str) -> list[str]:
+    """The modules that a file imports; "" for relative ones."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found.append("" if node.level else node.module)
+    return found

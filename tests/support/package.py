@@ -8,14 +8,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+from support.once import once
+
 ROOT = Path(__file__).parent.parent.parent
 FOLDERS = {"flexpress": "flexpress", "codegen": "flexpress/codegen", "templates": "flexpress/templates", "mods": "flexpress/mods"}
 BESIDE = (".ci", "benchmarks", "docs", "examples", "generated", "tests")
 FILES = ("CHANGELOG.md", "LICENSE", "Makefile", "README.md", "constraints.txt")
 
 
-def build(folder: Path) -> Path:
-    """A folder with an sdist, built from a copy of the sources so that nothing is left beside them, and a wheel built from the sdist."""
+def built_once(tmp_path_factory) -> Path:
+    """A folder with an sdist and a wheel: one build for all tests of a run."""
+    return once(tmp_path_factory, "package", _build) / "built"
+
+
+def _build(folder: Path) -> None:
+    """An sdist, built from a copy of the sources so that nothing is left beside them, and a wheel built from the sdist."""
     source, out = folder / "source", folder / "built"
     for part in (*FOLDERS, *BESIDE):
         shutil.copytree(ROOT / part, source / part, ignore=shutil.ignore_patterns("__pycache__"))
@@ -23,7 +30,6 @@ def build(folder: Path) -> Path:
         shutil.copy(ROOT / name, source)
     said = done(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source))
     assert "Deprecat" not in said
-    return out
 
 
 def wheel_in(built: Path) -> Path:

@@ -20,6 +20,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from support.once import once
+
 CHECKS: dict[str, tuple[int, object]] = {}
 
 
@@ -84,12 +86,12 @@ def failures_of(script: str):
 
     @pytest.fixture(scope="module")
     def failed(tmp_path_factory):
-        found = {}
-
         def of(world: int, device: str = "cpu") -> list[dict[str, str]]:
-            if (world, device) not in found:
-                found[world, device] = run(world, tmp_path_factory.mktemp(f"{world}_ranks"), script, device)
-            return found[world, device]
+            def write(folder: Path) -> None:
+                (folder / "failed.json").write_text(json.dumps(run(world, folder, script, device)))
+
+            folder = once(tmp_path_factory, f"{script}-{world}-{device}", write)
+            return json.loads((folder / "failed.json").read_text())
 
         return of
 

@@ -1,0 +1,72 @@
+"""Compiling one kernel in C++. Exported files have these functions as they stand, so they need torch and nothing of
+Flexpress, and none has a decorator.
+
+FLEXPRESS_CXXFLAGS   more flags, behind ours
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+
+class CompilerError(RuntimeError):
+    """There is no C++ compiler, or it does not compile a kernel."""
+
+
+def version_of(path: str) -> str:
+    """A compiler's first line about itself; "" if it does not run."""
+    try:
+        found = subprocess.run([path, "--version"], check=False, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return found.stdout.split("\n")[0]
+
+
+def flags() -> list[str]:
+    """What kernels are compiled with."""
+    arm, apple = platform.machine() in ("arm64", "aarch64"), sys.platform == "darwin"
+    found = ["-std=gnu++17", "-O3", "-mcpu=native" if arm else "-march=native", "-fPIC", "-shared"]
+    # g++ 12 loses roundings to half precision where the CPU has instructions for sums of such numbers, which no kernel wants
+    found += [] if arm else ["-mprefer-vector-width=512", "-mno-avx512fp16"]
+    # integers wrap around as torch's do; a * b + c is one operation; no function sets errno or traps
+    found += ["-fwrapv", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]
+    found += ["-Xpreprocessor", "-fopenmp", "-lomp"] if apple else ["-fopenmp"]  # torch's own library, which the process has loaded
+    libraries = Path(torch.__file__).parent / "lib"
+    return [*found, f"-L{libraries}", "-ltorch_cpu", "-lc10", *shlex.split(os.environ.get("FLEXPRESS_CXXFLAGS", ""))]
+
+
+def native_cpu() -> str:
+    """What -march=native means here."""
+    known = ""
+    if os.path.exists("/proc/cpuinfo"):
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").split("\n")
+        known = " ".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name", "CPU part"))}))
+    return f"{platform.machine()} {platform.processor()} {torch.backends.cpu.get_cpu_capability()} {known}"
+
+
+def whole(source: str, headers: dict[str, str]) -> str:
+    """A print with the headers that it includes: one file. `headers`: their texts by name."""
+    for name, text in headers.items():
+        source = source.replace(f'#include "{name}"\n', f'#line 1 "{name}"\n' + text.replace("#pragma once\n", ""))
+    return source
+
+
+def library(path: str | None, source: str, name: str) -> bytes:
+    """The shared library that the compiler makes of a whole print. Raises CompilerError if there is no compiler, or if it fails."""
+    if path is None:
+        raise CompilerError("there is no C++ compiler; install g++ or clang++, or set CXX to one")
+    with tempfile.TemporaryDirectory(prefix="flexpress-") as place:
+        made = Path(place, "kernel.so")
+        command = [path, "-x", "c++", "-", *flags(), "-o", str(made)]
+        done = subprocess.run(command, check=False, input=source, capture_output=True, text=True, cwd=place)
+        if done.returncode:
+            raise CompilerError(f"{path} does not compile {name}:\n{done.stderr[:4000]}")
+        return made.read_bytes()
