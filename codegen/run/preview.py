@@ -21,6 +21,7 @@ from ..plan.cpu_statistics import plan_cpu_statistics
 from ..plan.decode import BLOCK_S, DecodeCase, DecodePlan, plan_decode, rows_of
 from ..plan.decode_tiles import most_rows
 from ..plan.forward import Cache, Plan
+from ..plan.merge_parts import MergeCase, merge_spec, rows_of_program
 from ..plan.statistics import plan_columns, plan_rows
 from ..plan.tangent import plan_gradients, plan_tangent
 from ..plan.update_cache import BLOCK_T, UpdateCase, update_spec
@@ -147,6 +148,12 @@ def update_cache_compilation(target: str, dtype: str = "bfloat16", cache_dtype: 
     kept = getattr(torch, cache_dtype) if cache_dtype else None
     case = UpdateCase(getattr(torch, dtype), 128, 128, kv_dtype=kept, scales=kept is not None, **details)
     return Compilation(target, update_spec(case, backend_for(target)), {"BLOCK_T": BLOCK_T})
+
+
+def merge_parts_compilation(target: str, dtype: str = "bfloat16", d_v: int = 128) -> Compilation:
+    """The kernel that puts attention to two sets of keys together."""
+    spec = merge_spec(MergeCase(getattr(torch, dtype), d_v), backend_for(target))
+    return Compilation(target, spec, {"BLOCK_R": rows_of_program(d_v)})
 
 
 def _imagined(call: tuple, changes: dict, **details) -> tuple[Imagined, dict]:
