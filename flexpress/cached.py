@@ -175,7 +175,7 @@ def cached_attention(
         if shared_prefix is not None:
             check_shared(shared_prefix, kv_len, page_table, cache_loc, cu_seqlens_q, q_offset, k_cache)
             if looks(check, query):
-                check_pages(shared_prefix, placed[1].pages)
+                check_pages(shared_prefix, placed[1].pages)  # type: ignore[arg-type]  # check_shared saw that there are some
             if not batch_invariant and is_worthwhile(shared_prefix, *placed[:2], k_cache, v_cache, (score_mod, mask_mod)):
                 found = attend_shared(_attend, shared_prefix, *placed, k_cache, v_cache, score_mod, mask_mod, scale, sinks)
                 return found if return_lse else found[0]

@@ -1,4 +1,4 @@
-"""Mods of positions in a sequence as mods of what kernels over a cache count: queries of a sequence, rows of a group, keys behind a prefix."""
+"""Mods of positions in a sequence as mods of what kernels over a cache count: queries, rows of a group, keys behind a prefix."""
 
 from __future__ import annotations
 

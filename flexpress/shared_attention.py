@@ -80,7 +80,17 @@ def is_worthwhile(
 
 
 def attend_shared(
-    attend: Callable, shared: SharedPrefix | SharedTables, query, where: Cached, q_offset, k_cache, v_cache, score_mod, mask_mod, scale, sinks
+    attend: Callable,
+    shared: SharedPrefix | SharedTables,
+    query,
+    where: Cached,
+    q_offset,
+    k_cache,
+    v_cache,
+    score_mod,
+    mask_mod,
+    scale,
+    sinks,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse, by `attend`, which takes one part."""
     ragged = where.cu_q is not None
@@ -89,8 +99,8 @@ def attend_shared(
         shared = shared.tables(where.kv_lens, where.pages, queries=queries, cu_seqlens_q=where.cu_q, q_offset=q_offset)
     elif shared.queries != queries:
         raise ValueError(
-            f"shared_prefix holds tables that were made of queries={shared.queries}, but query {tuple(query.shape)} has {queries}; make them "
-            "once a step: shared.tables(..., queries=)"
+            f"shared_prefix holds tables that were made of queries={shared.queries}, but query {tuple(query.shape)} has {queries}; make "
+            "them once a step: shared.tables(..., queries=)"
         )
     # the part of the groups: sequence_of_group[row] is what their mods ask
     tokens = query if ragged else query.transpose(1, 2).flatten(0, 1)

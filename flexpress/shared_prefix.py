@@ -20,8 +20,8 @@ _TENSORS = "order", "starts", "lengths", "pages", "prefix"
 class SharedPrefix:
     """Groups of a batch's sequences whose first pages are the same. Made by `PageAllocator.shared_prefix`.
 
-    Its tensors are int32 on one device, of shapes that follow from the number of sequences B, `groups` and `width`. So a CUDA graph that was
-    captured with one sees what `update` copies into it.
+    Its tensors are int32 on one device, of shapes that follow from the number of sequences B, `groups` and `width`. So a CUDA graph that
+    was captured with one sees what `update` copies into it.
 
     order         (B,): numbers of the batch's sequences, those of a group one after another, those of no group last
     starts        (groups + 1,): where in `order` each group begins, and where the last one ends
@@ -64,7 +64,7 @@ class SharedPrefix:
         shapes = [[tuple(getattr(one, name).shape) for name in _TENSORS] + [one.page_size] for one in (self, other)]
         if shapes[0] != shapes[1]:
             raise ValueError(
-                f"shared_prefix has tensors of shapes {shapes[0][:-1]} and pages of {self.page_size} tokens, the other one {shapes[1][:-1]} "
+                f"shared_prefix has tensors of shapes {shapes[0][:-1]} and pages of {self.page_size} tokens, the other {shapes[1][:-1]} "
                 f"and {other.page_size}; make both for as many sequences, with the same groups= and width="
             )
         for name in _TENSORS:
@@ -148,7 +148,7 @@ def _tables_of(shared: SharedPrefix, tensors: dict[str, torch.Tensor | None], qu
     pages = page_table.gather(1, columns.clamp(max=width - 1).long()).masked_fill_(columns >= width, -1)
 
     order = shared.order.clamp(0, B - 1)
-    ends = torch.nn.functional.pad(counts[order].cumsum(0), (1, 0))  # int64: where the rows of each of `order` begin, and the last one's end
+    ends = torch.nn.functional.pad(counts[order].cumsum(0), (1, 0))  # where the rows of each of `order` begin and end
     rows = torch.arange(T, device=device)
     at = torch.searchsorted(ends[1:], rows, right=True).clamp(max=B - 1)
     sequence = order[at]
