@@ -162,10 +162,10 @@ def cached_attention(
     et al. 2023), paged attention (Kwon et al. 2023, arXiv 2309.06180).
 
     With shared_prefix, pages that sequences share are read once for all their queries, each sequence reads the rest, and the two parts are
-    merged by lse: the same numbers but for rounding (parts are rounded to query's dtype, and a lse of 1e6 is exact to 0.06). Where less
-    than 96 MB need not be read again, where sequences have more than 64 queries on average, with batch_invariant and where torch records
-    the call, it goes the usual way. Method: Hydragen (Juravsky et al. 2024, arXiv 2402.05099), cascade inference of FlashInfer (Ye et al.
-    2025, arXiv 2501.01005).
+    merged by lse: the same numbers but for rounding (parts are rounded to query's dtype, and a lse of 1e6 is exact to 0.06). It goes the
+    usual way where less than 96 MB need not be read again (384 MB without tables), where sequences have more than 64 queries on average,
+    with batch_invariant, for mods with dot products of rows, and where torch records the call. Method: Hydragen (Juravsky et al. 2024,
+    arXiv 2402.05099), cascade inference of FlashInfer (Ye et al. 2025, arXiv 2501.01005).
     """
     tables = page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale, v_scale
     if is_recorded("cached_attention", query, k_cache, v_cache):

@@ -21,6 +21,7 @@ from .codegen.run.call import Cached, values_in_keys
 from .codegen.run.merge_parts import merge_parts
 
 LEAST_BYTES = 96 << 20  # of keys and values that need not be read again; below, two more launches take longer than reading
+TABLES_TIMES = 4  # as much, where the call makes the tables itself, by thirty launches
 MOST_QUERIES = 64  # of a sequence, on average; more fill tiles of their own, and reading is not what they wait for
 
 
@@ -74,7 +75,8 @@ def is_worthwhile(
     if not prefix.tokens_saved or not 0 < tokens <= MOST_QUERIES * prefix.batch_size or 0 in k_cache.shape or not where.pages.shape[1]:
         return False
     columns = k_cache.shape[3] + (0 if values_in_keys(k_cache, v_cache) else v_cache.shape[3])
-    if prefix.tokens_saved * k_cache.shape[2] * columns * k_cache.element_size() < LEAST_BYTES:
+    least = LEAST_BYTES * (TABLES_TIMES if shared is prefix else 1)
+    if prefix.tokens_saved * k_cache.shape[2] * columns * k_cache.element_size() < least:
         return False
     return not any(mod is not None and dots_of(bind(mod, kind)[0]) for mod, kind in zip(mods, ("score", "mask"), strict=True))
 

@@ -95,11 +95,16 @@ def test_the_usual_way(device, monkeypatch):
         assert torch.equal(cached_attention(**arguments, **options), cached_attention(**without, **options))
     saved, row = arguments["shared_prefix"].tokens_saved, p.Hkv * (p.D_QK + p.D_V) * 4
     assert saved == 2 * 40 + 8
-    for least, times in ((saved * row + 1, 0), (saved * row, 1)):
-        monkeypatch.setattr(shared_attention, "LEAST_BYTES", least)
-        del merged[:]
-        cached_attention(**arguments)
-        assert len(merged) == times
+    tables = arguments["shared_prefix"].tables(
+        arguments["kv_len"], arguments["page_table"], queries=7, cu_seqlens_q=arguments["cu_seqlens_q"]
+    )
+    for given, least in ((arguments["shared_prefix"], saved * row // 4), (tables, saved * row)):
+        for more in (0, 1):
+            monkeypatch.setattr(shared_attention, "LEAST_BYTES", least + more)
+            del merged[:]
+            cached_attention(**{**arguments, "shared_prefix": given})
+            assert len(merged) == 1 - more
+    monkeypatch.setattr(shared_attention, "LEAST_BYTES", 0)
     monkeypatch.setattr(shared_attention, "MOST_QUERIES", 1)
     del merged[:]
     cached_attention(**arguments)  # 5 queries of 5 sequences and 2 behind them
