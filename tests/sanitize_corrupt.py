@@ -4,10 +4,10 @@ lead outside, lengths beyond the room, tables shorter than lengths, block lists 
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize_corrupt.py              # on a GPU: no invalid access
     python tests/sanitize_corrupt.py --device cpu caches                                               # in the interpreter
 
-Parts may be named: caches, prefixes (shared ones), prompts (long ones, by the kernel for Hopper where there is one), lists. Calls are unchecked (check=False).
-What a call may read and write lies between guards: NaN, or numbers that lead far away, and they must be there afterwards. Memory that
-nobody writes is NaN (torch's deterministic mode fills it), so a result without NaN has been written everywhere. Sequences of which nothing
-is wrong must get what they get in an honest call. Exit status 1 if one of these fails.
+Parts may be named: caches, prefixes (shared ones), prompts (long ones, by the kernel for Hopper where there is one), lists. Calls are
+unchecked (check=False). What a call may read and write lies between guards: NaN, or numbers that lead far away, and they must be
+there afterwards. Memory that nobody writes is NaN (torch's deterministic mode fills it), so a result without NaN has been written
+everywhere. Sequences of which nothing is wrong must get what they get in an honest call. Exit status 1 if one of these fails.
 """
 
 from __future__ import annotations
