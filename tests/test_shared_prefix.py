@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from flexpress import PageAllocator, SharedPrefix, cached_attention, shared_attention
 from flexpress.shared_prefix import grouped
+from support.benchmarks import benchmark
 from support.devices import DEVICES, for_any
 from support.prefixes import Forked, batches, check, made, pool_of
 
@@ -98,11 +100,11 @@ def test_the_usual_way(device, monkeypatch):
     tables = arguments["shared_prefix"].tables(
         arguments["kv_len"], arguments["page_table"], queries=7, cu_seqlens_q=arguments["cu_seqlens_q"]
     )
-    for given, least in ((arguments["shared_prefix"], saved * row // 4), (tables, saved * row)):
+    for named, least in ((arguments["shared_prefix"], saved * row // 4), (tables, saved * row)):
         for more in (0, 1):
             monkeypatch.setattr(shared_attention, "LEAST_BYTES", least + more)
             del merged[:]
-            cached_attention(**{**arguments, "shared_prefix": given})
+            cached_attention(**{**arguments, "shared_prefix": named})
             assert len(merged) == 1 - more
     monkeypatch.setattr(shared_attention, "LEAST_BYTES", 0)
     monkeypatch.setattr(shared_attention, "MOST_QUERIES", 1)
@@ -358,3 +360,15 @@ def test_compiled_calls_go_the_usual_way(monkeypatch):
 
     found = step(arguments["query"], arguments["shared_prefix"])
     assert not merged and torch.equal(found, cached_attention(**{**arguments, "shared_prefix": None}))
+
+
+@pytest.mark.parametrize("score", ["plain", "alibi"])
+def test_benchmark_measures_the_same_attention(score, monkeypatch):
+    """benchmarks/shared_prefix.py, on the CPU and without a clock."""
+    monkeypatch.setattr(shared_attention, "LEAST_BYTES", 1 << 20)
+    program = benchmark("shared_prefix")
+    asked = SimpleNamespace(page_size=16, layers=2, heads=4, kv_heads=2, head_dim=16, rep=0.0)
+    step = program.Step(40, 3, 5, score, asked, torch.device("cpu"))
+    row = program.row_of(step, asked, lambda run: (run(), None), lambda replay, rep: 1.0)
+    assert shared_attention.LEAST_BYTES == 1 << 20
+    assert row["speedup"] == 1 and row["usual"] and row["saved_mb"] == 2 * 32 * 2 * 2 * 16 * 2 / 1e6 and 0 < row["error"] < 0.01
