@@ -16,7 +16,7 @@ from flexpress.mods import MaskMod, ScoreMod
 from flexpress.programs import captures_of, mod_program
 from flexpress.recorded import bound_mod
 from flexpress.scales import read_scale
-from flexpress.shared_attention import attend_shared, check_pages, check_shared, is_worthwhile
+from flexpress.shared_attention import attend_shared, check_contents_of, check_shared, is_worthwhile
 from flexpress.shared_prefix import SharedPrefix, SharedTables
 from flexpress.sinks import check_sinks, read_sinks
 
@@ -175,7 +175,7 @@ def cached_attention(
         if shared_prefix is not None:
             check_shared(shared_prefix, kv_len, page_table, cache_loc, cu_seqlens_q, q_offset, k_cache)
             if looks(check, query):
-                check_pages(shared_prefix, placed[1].pages)  # type: ignore[arg-type]  # check_shared saw that there are some
+                check_contents_of(shared_prefix, kv_len, placed[1].pages)  # type: ignore[arg-type]  # check_shared saw that there are some
             if not batch_invariant and is_worthwhile(shared_prefix, *placed[:2], k_cache, v_cache, (score_mod, mask_mod)):
                 found = attend_shared(_attend, shared_prefix, *placed, k_cache, v_cache, score_mod, mask_mod, scale, sinks)
                 return found if return_lse else found[0]

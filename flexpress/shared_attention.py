@@ -20,7 +20,7 @@ from .codegen.mod.loads import dots_of
 from .codegen.run.call import Cached, values_in_keys
 from .codegen.run.merge_parts import merge_parts
 
-LEAST_BYTES = 96 << 20  # of keys and values that need not be read again; below, two more launches take longer than reading
+LEAST_BYTES = 96 << 20  # of keys and values that need not be read again; below, what the second part launches takes longer than reading
 TABLES_TIMES = 4  # as much, where the call makes the tables itself, by thirty launches
 MOST_QUERIES = 64  # of a sequence, on average; more fill tiles of their own, and reading is not what they wait for
 
@@ -125,16 +125,20 @@ def attend_shared(
     return out, lse
 
 
-def check_pages(shared: SharedPrefix | SharedTables, page_table: torch.Tensor) -> None:
-    """Raises ValueError if page_table does not begin with the pages that sequences are said to share. Waits for the device."""
+def check_contents_of(shared: SharedPrefix | SharedTables, kv_len: torch.Tensor, page_table: torch.Tensor) -> None:
+    """Raises ValueError if page_table does not begin with the pages that sequences are said to share, or if tables are older than what they
+    were made of. Waits for the device."""
     prefix = shared if isinstance(shared, SharedPrefix) else shared.shared
     order, starts, pages = prefix.order.tolist(), prefix.starts.tolist(), prefix.pages.tolist()
-    known = prefix.prefix.tolist()
+    lengths, known = kv_len.tolist(), prefix.prefix.tolist()
     for group, (first, last) in enumerate(zip(starts, starts[1:], strict=False)):
         for number in order[first:last]:
             count = known[number] // prefix.page_size
-            if page_table[number, :count].tolist() != pages[group][:count]:
+            found = page_table[number, :count].tolist()
+            if lengths[number] >= known[number] and found != pages[group][:count]:  # a shorter one reads all itself
                 raise ValueError(
-                    f"shared_prefix says that sequence {number} begins with pages {pages[group][:count]}, but page_table has "
-                    f"{page_table[number, :count].tolist()}; make it anew when a sequence is freed or truncated"
+                    f"shared_prefix says that sequence {number} begins with pages {pages[group][:count]}, but page_table has {found}; "
+                    "make it anew when a sequence is freed or truncated"
                 )
+    if isinstance(shared, SharedTables) and not shared.are_current():
+        raise ValueError("shared_prefix holds tables of an earlier step; make them once a step, when kv_len and the others are written")

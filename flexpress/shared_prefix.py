@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.types import Device
 
+from flexpress.cache_checks import check_table
 from flexpress.checks import whole
 
 _TENSORS = "order", "starts", "lengths", "pages", "prefix"
@@ -86,16 +87,17 @@ class SharedPrefix:
         queries   tokens in query: its first extent with cu_seqlens_q, else queries of each sequence
 
         Made on the device; the host does not wait. Under a CUDA graph, make it in the graph: it is then made anew at each replay. Raises
-        ValueError for a batch of another size or device.
+        ValueError or TypeError for tensors of another batch, device or dtype.
         """
         tensors = {"kv_len": kv_len, "page_table": page_table, "cu_seqlens_q": cu_seqlens_q, "q_offset": q_offset}
         for name, tensor in tensors.items():
             if tensor is not None:
-                self._check(name, tensor, self.batch_size + (name == "cu_seqlens_q"))
+                self._check(name, tensor, self.batch_size + (name == "cu_seqlens_q"), 2 if name == "page_table" else 1)
         return _tables_of(self, tensors, whole("queries", queries))
 
-    def _check(self, name: str, tensor: torch.Tensor, extent: int) -> None:
-        if tensor.shape[:1] != (extent,) or tensor.device != self.device:
+    def _check(self, name: str, tensor: torch.Tensor, extent: int, rank: int) -> None:
+        check_table(name, tensor, (None,) * rank, torch.int32, tensor.device if isinstance(tensor, torch.Tensor) else self.device)
+        if tensor.shape[0] != extent or tensor.device != self.device:
             raise ValueError(
                 f"shared_prefix was made for {self.batch_size} sequences on {self.device}, but {name} is {tuple(tensor.shape)} on "
                 f"{tensor.device}; make one for the batch at hand: pool.shared_prefix(sequences, device=...)"
@@ -130,6 +132,12 @@ class SharedTables:
     sequence: torch.Tensor
     position: torch.Tensor
     place: torch.Tensor
+
+    def are_current(self) -> bool:
+        """Do the tensors that they were made of still say the same? Waits for the device."""
+        now = _tables_of(self.shared, self.made_of, self.queries)
+        made = [[value for value in vars(one).values() if isinstance(value, torch.Tensor)] for one in (self, now)]
+        return all(map(torch.equal, *made))
 
 
 def _tables_of(shared: SharedPrefix, tensors: dict[str, torch.Tensor | None], queries: int) -> SharedTables:

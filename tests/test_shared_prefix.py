@@ -60,8 +60,8 @@ def test_sequences_that_left(device, made_before):
         arguments["kv_len"][b] = length
         arguments["page_table"][b, -(-length // p.page_size) :] = -1
         tables = shared.tables(arguments["kv_len"], arguments["page_table"], queries=1) if made_before else shared
-        found = cached_attention(**arguments, shared_prefix=tables, return_lse=True, check=False)
-        expected = cached_attention(**arguments, return_lse=True, check=False)
+        found = cached_attention(**arguments, shared_prefix=tables, return_lse=True)
+        expected = cached_attention(**arguments, return_lse=True)
         for have, want in zip(found, expected, strict=True):
             torch.testing.assert_close(have, want, rtol=1e-5, atol=1e-5)
 
@@ -296,6 +296,10 @@ BAD = {  # what changes, and what the error says
         lambda a: {"shared_prefix": tables_of(a, 2)},
         r"made of queries=2, but query \(5, 6, 1, 32\) has 1; make them once a step",
     ),
+    "tables of an earlier step": (
+        lambda a: {"shared_prefix": (tables_of(a), a["kv_len"].sub_(1))[0]},
+        r"shared_prefix holds tables of an earlier step; make them once a step",
+    ),
     "tables of rows": (
         lambda a: {"shared_prefix": tables_of(a), "cache_loc": torch.arange(5, dtype=torch.int32)},
         r"pass page_table\[cache_loc\]",
@@ -332,8 +336,15 @@ def test_errors_of_the_host():
         pool.shared_prefix(sequences, width=3)
     with pytest.raises(ValueError, match=r"\(2,\), \(1,\), \(1, 5\), .* \(3,\), \(2,\), \(2, 5\)"):
         shared.update(pool.shared_prefix(sequences, groups=2))
+    kv_len, table = torch.tensor([20, 20], dtype=torch.int32), torch.zeros(2, 5, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"made for 2 sequences on cpu, but page_table is \(3, 5\)"):
-        shared.tables(torch.tensor([20, 20], dtype=torch.int32), torch.zeros(3, 5, dtype=torch.int32), queries=1)
+        shared.tables(kv_len, torch.zeros(3, 5, dtype=torch.int32), queries=1)
+    with pytest.raises(ValueError, match=r"page_table must be torch.int32 \(n, n\) on cpu, got torch.int32 \(2,\)"):
+        shared.tables(kv_len, table[:, 0], queries=1)
+    with pytest.raises(ValueError, match=r"cu_seqlens_q must be torch.int32 \(n,\) on cpu, got torch.int64 \(3,\)"):
+        shared.tables(kv_len, table, queries=2, cu_seqlens_q=torch.arange(3))
+    with pytest.raises(ValueError, match="queries is -1"):
+        shared.tables(kv_len, table, queries=-1)
 
 
 @pytest.mark.parametrize("device", DEVICES)
