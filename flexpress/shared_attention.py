@@ -21,7 +21,7 @@ from .codegen.run.call import Cached, values_in_keys
 from .codegen.run.merge_parts import merge_parts
 
 LEAST_BYTES = 96 << 20  # of keys and values that need not be read again; below, what the second part launches takes longer than reading
-TABLES_TIMES = 4  # as much, where the call makes the tables itself, by thirty launches
+TABLES_TIMES = 2  # as much, where the call makes the tables itself
 MOST_QUERIES = 64  # of a sequence, on average; more fill tiles of their own, and reading is not what they wait for
 
 
@@ -104,24 +104,22 @@ def attend_shared(
             f"shared_prefix holds tables that were made of queries={shared.queries}, but query {tuple(query.shape)} has {queries}; make "
             "them once a step: shared.tables(..., queries=)"
         )
-    # the part of the groups: sequence_of_group[row] is what their mods ask
+    # the part of the groups: each is one sequence, whose queries are rows
     tokens = query if ragged else query.transpose(1, 2).flatten(0, 1)
-    rows, groups = tokens.index_select(0, shared.token), shared.shared
-    together = replace(where, cu_q=shared.starts, max_q=rows.shape[0], kv_lens=groups.lengths, pages=groups.pages)
-    score, mask = (
-        mod and make(mod, shared.sequence, shared.position) for mod, make in ((score_mod, score_of_rows), (mask_mod, mask_of_rows))
-    )
+    rows, groups, laid = tokens.index_select(0, shared.laid.token), shared.shared, shared.laid
+    together = replace(where, cu_q=laid.starts, max_q=rows.shape[0], kv_lens=groups.lengths, pages=groups.pages)
+    score, mask = (mod and make(mod, laid.sequence, laid.position) for mod, make in ((score_mod, score_of_rows), (mask_mod, mask_of_rows)))
     # rows whose queries are not all behind the prefix are not taken, so causal hides nothing
     part, part_lse = attend(
-        *(rows, together, shared.starts[:-1], k_cache, v_cache, score, mask, scale, False, None), sees_all=mask_mod is None
+        *(rows, together, laid.starts[:-1], k_cache, v_cache, score, mask, scale, False, None), sees_all=mask_mod is None
     )
-    rest = replace(where, kv_lens=shared.kv_len, pages=shared.pages)
-    score, mask = score_mod and score_behind(score_mod, shared.shift), mask_mod and mask_behind(mask_mod, shared.shift)
-    out, lse = attend(query, rest, shared.q_offset, k_cache, v_cache, score, mask, scale, False, sinks)
+    rest = replace(where, kv_lens=laid.kv_len, pages=laid.pages)
+    score, mask = score_mod and score_behind(score_mod, laid.shift), mask_mod and mask_behind(mask_mod, laid.shift)
+    out, lse = attend(query, rest, laid.q_offset, k_cache, v_cache, score, mask, scale, False, sinks)
     if ragged:
-        merge_parts(out.transpose(0, 1)[None], lse.transpose(0, 1)[None], part, part_lse, shared.place)
+        merge_parts(out.transpose(0, 1)[None], lse.transpose(0, 1)[None], part, part_lse, laid.place)
     else:
-        merge_parts(out, lse, part, part_lse, shared.place)
+        merge_parts(out, lse, part, part_lse, laid.place)
     return out, lse
 
 

@@ -14,6 +14,8 @@ from torch.types import Device
 from flexpress.cache_checks import check_table
 from flexpress.checks import whole
 
+from .codegen.run.shared_tables import Laid, lay_out
+
 _TENSORS = "order", "starts", "lengths", "pages", "prefix"
 
 
@@ -106,79 +108,27 @@ class SharedPrefix:
 
 @dataclass(eq=False)
 class SharedTables:
-    """What a step needs, made once for all layers. All tensors int32, but `shared`.
+    """What a step needs, made once for all layers by `SharedPrefix.tables`.
 
-    Rows are the tokens of the step in the order of the groups: those of a group's sequences one after another.
-
-    shift            (B,): tokens that a sequence reads with its group; 0 for one that reads all itself: its queries, or the end of its
-                     keys, do not lie behind the prefix, or it is in no group
-    kv_len, pages    (B,) and (B, n): what it reads itself
-    q_offset         (B,): positions of first queries behind the shift; None if the step has none
-    starts           (groups + 1,): where the rows of a group begin
-    token            (T,): the token of each row
-    sequence, position   (T,): of each row
-    place            (T,): the row of each token, -1 for one of a sequence that reads all itself
+    shared    what they are of
+    made_of   the tensors of the step by name, and `queries` of it
+    laid      the tables themselves
     """
 
     shared: SharedPrefix
     made_of: dict[str, torch.Tensor | None] = field(repr=False)
     queries: int
-    shift: torch.Tensor
-    kv_len: torch.Tensor
-    pages: torch.Tensor
-    q_offset: torch.Tensor | None
-    starts: torch.Tensor
-    token: torch.Tensor
-    sequence: torch.Tensor
-    position: torch.Tensor
-    place: torch.Tensor
+    laid: Laid = field(repr=False)
 
     def are_current(self) -> bool:
         """Do the tensors that they were made of still say the same? Waits for the device."""
         now = _tables_of(self.shared, self.made_of, self.queries)
-        made = [[value for value in vars(one).values() if isinstance(value, torch.Tensor)] for one in (self, now)]
-        return all(map(torch.equal, *made))
+        return all(made is None or torch.equal(made, found) for made, found in zip(self.laid, now.laid, strict=True))
 
 
 def _tables_of(shared: SharedPrefix, tensors: dict[str, torch.Tensor | None], queries: int) -> SharedTables:
-    """No index is ever outside of what it is used for, whatever the tensors hold."""
-    kv_len, page_table, cu_q, q_offset = tensors.values()
-    B, (_, width), device = shared.batch_size, page_table.shape, shared.device
-    int32 = {"dtype": torch.int32, "device": device}
-    cu = torch.arange(B + 1, **int32) * queries if cu_q is None else cu_q
-    T = B * queries if cu_q is None else queries
-    counts = cu.diff().clamp(min=0)
-    first = kv_len - counts if q_offset is None else q_offset
-    prefix = shared.prefix.clamp(min=0)
-    apart = (kv_len >= prefix) & (kv_len <= width * shared.page_size) & (first >= prefix)
-    shift = torch.where(apart, prefix, 0)
-    columns = torch.arange(width, **int32) + (shift // shared.page_size).unsqueeze(1)
-    pages = page_table.gather(1, columns.clamp(max=width - 1).long()).masked_fill_(columns >= width, -1)
-
-    order = shared.order.clamp(0, B - 1)
-    ends = torch.nn.functional.pad(counts[order].cumsum(0), (1, 0))  # where the rows of each of `order` begin and end
-    rows = torch.arange(T, device=device)
-    at = torch.searchsorted(ends[1:], rows, right=True).clamp(max=B - 1)
-    sequence = order[at]
-    token = (cu[sequence] + rows - ends[at]).clamp(0, T - 1)
-    owner = torch.searchsorted(cu[1:].contiguous(), rows.int(), right=True).clamp(max=B - 1)
-    slot = torch.zeros_like(order).scatter_(0, order.long(), torch.arange(B, **int32))
-    row = ends[slot[owner]] + rows - cu[owner]
-    alone = (shift[owner] == 0) | (rows >= cu[-1])
-    return SharedTables(
-        shared,
-        tensors,
-        queries,
-        shift,
-        kv_len - shift,
-        pages,
-        None if q_offset is None else q_offset - shift,
-        ends[shared.starts.clamp(0, B)].int(),
-        token.int(),
-        sequence,
-        (first[sequence] + rows - ends[at]).int(),
-        torch.where(alone, -1, row).int(),
-    )
+    laid = lay_out(shared.order, shared.starts, shared.prefix, *tensors.values(), queries, shared.page_size)  # type: ignore[arg-type]
+    return SharedTables(shared, tensors, queries, laid)
 
 
 @dataclass(eq=False)

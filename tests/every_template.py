@@ -138,6 +138,8 @@ def serving() -> None:
     )
     where = {"page_table": pool.page_table(sequences, device="cuda"), "shared_prefix": pool.shared_prefix(sequences, "cuda")}
     cached_attention(torch.randn(4, 4, 1, 80, device="cuda"), *caches, lengths, **where)
+    starts = torch.tensor([0, 1, 3, 3, 4], **int32)
+    cached_attention(torch.randn(5, 4, 80, device="cuda"), *caches, lengths, cu_seqlens_q=starts, q_offset=lengths - 2, **where)
 
 
 def prompts() -> None:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexpress import PageAllocator, SharedPrefix, cached_attention, shared_attention
+from flexpress.codegen.run.shared_tables import lay_out
 from flexpress.shared_prefix import grouped
 from support.benchmarks import benchmark
 from support.devices import DEVICES, for_any
@@ -100,7 +101,7 @@ def test_the_usual_way(device, monkeypatch):
     tables = arguments["shared_prefix"].tables(
         arguments["kv_len"], arguments["page_table"], queries=7, cu_seqlens_q=arguments["cu_seqlens_q"]
     )
-    for named, least in ((arguments["shared_prefix"], saved * row // 4), (tables, saved * row)):
+    for named, least in ((arguments["shared_prefix"], saved * row // shared_attention.TABLES_TIMES), (tables, saved * row)):
         for more in (0, 1):
             monkeypatch.setattr(shared_attention, "LEAST_BYTES", least + more)
             del merged[:]
@@ -260,6 +261,34 @@ def other_pool() -> SharedPrefix:
     pool = PageAllocator(64, 8)
     first = pool.allocate(20)
     return pool.shared_prefix([first, *(pool.fork(first) for _ in range(4))])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@given(st.data())
+def test_tables_are_those_of_torchs_operations(device, data):
+    """The kernel's, in the interpreter or on a GPU, of any batch, and of more sequences and pages than it takes at a time."""
+    p = data.draw(batches("cpu"))
+    p.made_before = True
+    if data.draw(st.booleans()):
+        times = 140 // len(p.order) + 1
+        p.order, p.q_lens = p.order * times, p.q_lens * times
+    if len(p.q_lens) == 0 or not sum(p.q_lens):
+        return
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("FLEXPRESS_CPU", "interpreter")
+        arguments, _, _ = made(p, device)
+        if "shared_prefix" not in arguments:
+            return
+        tables = arguments["shared_prefix"]
+        on_cpu = [t if t is None else t.cpu() for t in (tables.shared.order, tables.shared.starts, tables.shared.prefix)]
+        patched.setenv("FLEXPRESS_CPU", "cpp")
+        given_cpu = [None if t is None else t.cpu() for t in tables.made_of.values()]
+        expected = lay_out(*on_cpu, *given_cpu, tables.queries, tables.shared.page_size)
+    total = sum(p.q_lens)
+    for name, found, wanted in zip(expected._fields, tables.laid, expected, strict=True):
+        if wanted is not None:
+            rows = slice(total) if name in ("sequence", "position") else slice(None)  # behind them nobody asks
+            assert found.dtype == torch.int32 and torch.equal(found.cpu()[rows], wanted[rows]), name
 
 
 BAD = {  # what changes, and what the error says

@@ -22,6 +22,8 @@ from ..plan.decode import BLOCK_S, DecodeCase, DecodePlan, plan_decode, rows_of
 from ..plan.decode_tiles import most_rows
 from ..plan.forward import Cache, Plan
 from ..plan.merge_parts import MergeCase, merge_spec, rows_of_program
+from ..plan.shared_tables import BLOCK_T as SHARED_BLOCK_T
+from ..plan.shared_tables import SharedCase, shared_spec
 from ..plan.statistics import plan_columns, plan_rows
 from ..plan.tangent import plan_gradients, plan_tangent
 from ..plan.update_cache import BLOCK_T, UpdateCase, update_spec
@@ -154,6 +156,11 @@ def merge_parts_compilation(target: str, dtype: str = "bfloat16", d_v: int = 128
     """The kernel that puts attention to two sets of keys together."""
     spec = merge_spec(MergeCase(getattr(torch, dtype), d_v), backend_for(target))
     return Compilation(target, spec, {"BLOCK_R": rows_of_program(d_v)})
+
+
+def shared_tables_compilation(target: str, **details) -> Compilation:
+    """The kernel that lays out a step of sequences that share pages. details: fields of SharedCase."""
+    return Compilation(target, shared_spec(SharedCase(**details), backend_for(target)), {"BLOCK_T": SHARED_BLOCK_T})
 
 
 def _imagined(call: tuple, changes: dict, **details) -> tuple[Imagined, dict]:
