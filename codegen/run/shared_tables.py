@@ -101,7 +101,7 @@ def _by_torch(
     int32 = {"dtype": torch.int32, "device": device}
     cu = torch.arange(B + 1, **int32) * queries if cu_q is None else cu_q
     T = B * queries if cu_q is None else queries
-    counts = cu.diff().clamp(min=0)
+    counts = cu.diff().clamp(0, T)
     first = kv_len - counts if q_offset is None else q_offset
     prefix = prefix.clamp(min=0)
     apart = (kv_len >= prefix) & (kv_len <= width * page_size) & (first >= prefix)
