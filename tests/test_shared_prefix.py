@@ -44,6 +44,12 @@ def test_queries_inside_the_prefix(device, mask, ragged):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("fp8", [True, False])
+def test_sinks_count_once(device, fp8):
+    check(Forked(**TWINS, q_lens=[1, 2, 1, 3, 0], sinks=True, fp8=fp8, score="softcap"), device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_tokens_behind_the_last_sequence(device):
     """They stay 0, though the last sequence's group has rows of others behind its own."""
     check(Forked(forks=[(-1, 0, 20), (0, 20, 1), (0, 20, 5)], order=[2, 1, 0], q_lens=[2, 1, 1]), device)
@@ -52,15 +58,19 @@ def test_tokens_behind_the_last_sequence(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("made_before", [True, False])
-def test_sequences_that_left(device, made_before):
+@pytest.mark.parametrize("offsets", [True, False])
+def test_sequences_that_left(device, made_before, offsets):
     """kv_len 0, or less than is shared, says so on the device; the others go on sharing."""
     p = Forked(**TWINS, q_lens=[1] * 5, ragged=False)
     arguments, _, _ = made(p, device)
-    shared = arguments.pop("shared_prefix")
+    shared, where = arguments.pop("shared_prefix"), {}
+    if offsets:
+        arguments["q_offset"] = where["q_offset"] = arguments["kv_len"] - 1
     for b, length in ((1, 0), (2, 17), (0, 5)):
         arguments["kv_len"][b] = length
-        arguments["page_table"][b, -(-length // p.page_size) :] = -1
-        tables = shared.tables(arguments["kv_len"], arguments["page_table"], queries=1) if made_before else shared
+        if not offsets:
+            arguments["page_table"][b, -(-length // p.page_size) :] = -1
+        tables = shared.tables(arguments["kv_len"], arguments["page_table"], queries=1, **where) if made_before else shared
         found = cached_attention(**arguments, shared_prefix=tables, return_lse=True)
         expected = cached_attention(**arguments, return_lse=True)
         for have, want in zip(found, expected, strict=True):
