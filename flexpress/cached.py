@@ -173,7 +173,7 @@ def cached_attention(
     else:
         placed = _placed(query, k_cache, v_cache, kv_len, check, *tables)
         if shared_prefix is not None:
-            check_shared(shared_prefix, kv_len, page_table, cache_loc, cu_seqlens_q, q_offset, k_cache)
+            check_shared(shared_prefix, query, kv_len, page_table, cache_loc, cu_seqlens_q, q_offset, k_cache)
             if looks(check, query):
                 check_contents_of(shared_prefix, kv_len, placed[1].pages)  # type: ignore[arg-type]  # check_shared saw that there are some
             if not batch_invariant and is_worthwhile(shared_prefix, *placed[:2], k_cache, v_cache, (score_mod, mask_mod)):

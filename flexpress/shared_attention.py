@@ -25,7 +25,9 @@ TABLES_TIMES = 2  # as much, where the call makes the tables itself
 MOST_QUERIES = 64  # of a sequence, on average; more fill tiles of their own, and reading is not what they wait for
 
 
-def check_shared(shared, kv_len, page_table, cache_loc, cu_seqlens_q, q_offset, k_cache: torch.Tensor) -> None:
+def check_shared(
+    shared, query: torch.Tensor, kv_len: torch.Tensor, page_table, cache_loc, cu_seqlens_q, q_offset, k_cache: torch.Tensor
+) -> None:
     """Raises TypeError or ValueError for what is no SharedPrefix of this batch, or SharedTables of other tensors. These are checked."""
     if not isinstance(shared, (SharedPrefix, SharedTables)):
         raise TypeError(f"shared_prefix must be what PageAllocator.shared_prefix returns, got {described(shared)}")
@@ -51,6 +53,12 @@ def check_shared(shared, kv_len, page_table, cache_loc, cu_seqlens_q, q_offset, 
         given = {"kv_len": kv_len, "page_table": page_table, "cu_seqlens_q": cu_seqlens_q, "q_offset": q_offset}
         for name, tensor in given.items():
             _check_same(name, tensor, shared.made_of[name])
+        queries = query.shape[2 if cu_seqlens_q is None else 0]
+        if shared.queries != queries:
+            raise ValueError(
+                f"shared_prefix holds tables that were made of queries={shared.queries}, but query {tuple(query.shape)} has {queries}; "
+                "make them once a step: shared.tables(..., queries=)"
+            )
 
 
 def _check_same(name: str, tensor: torch.Tensor | None, known: torch.Tensor | None) -> None:
@@ -99,11 +107,6 @@ def attend_shared(
     queries = query.shape[0] if ragged else query.shape[2]
     if isinstance(shared, SharedPrefix):
         shared = shared.tables(where.kv_lens, where.pages, queries=queries, cu_seqlens_q=where.cu_q, q_offset=q_offset)
-    elif shared.queries != queries:
-        raise ValueError(
-            f"shared_prefix holds tables that were made of queries={shared.queries}, but query {tuple(query.shape)} has {queries}; make "
-            "them once a step: shared.tables(..., queries=)"
-        )
     # the part of the groups: each is one sequence, whose queries are rows
     tokens = query if ragged else query.transpose(1, 2).flatten(0, 1)
     rows, groups, laid = tokens.index_select(0, shared.laid.token), shared.shared, shared.laid
