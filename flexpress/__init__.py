@@ -41,6 +41,7 @@ from flexpress.precompile import Precompiled, precompile, precompile_cached
 from flexpress.rope import Llama3Scaling, YarnScaling, rope_table
 from flexpress.rotation import apply_rope
 from flexpress.sdpa import scaled_dot_product_attention
+from flexpress.shared_prefix import SharedPrefix, SharedTables
 from flexpress.splits import split_attention
 from flexpress.varlen import varlen_attention
 
@@ -62,6 +63,8 @@ __all__ = [
     "Precompiled",
     "RenderError",
     "ScoreMod",
+    "SharedPrefix",
+    "SharedTables",
     "YarnScaling",
     "__version__",
     "and_masks",

@@ -10,16 +10,19 @@ import torch
 
 from flexpress import checks
 from flexpress.cache_checks import check_batch, check_contents, check_no_gradients, looks
+from flexpress.cached_mods import causal, causal_from, mask_from, position_from, score_from
 from flexpress.in_graph import compilable
 from flexpress.mods import MaskMod, ScoreMod
 from flexpress.programs import captures_of, mod_program
 from flexpress.recorded import bound_mod
 from flexpress.scales import read_scale
+from flexpress.shared_attention import attend_shared, check_contents_of, check_shared, is_worthwhile
+from flexpress.shared_prefix import SharedPrefix, SharedTables
 from flexpress.sinks import check_sinks, read_sinks
 
 from .codegen.device.memory import contiguous
 from .codegen.mod.bind import bind
-from .codegen.mod.capture import name_of, plain
+from .codegen.mod.capture import name_of
 from .codegen.mod.tensors import is_recorded, read_captured
 from .codegen.run.cached import attend_cached
 from .codegen.run.cached_call import CachedCall
@@ -51,6 +54,7 @@ def cached_attention(
     batch_invariant: bool = False,
     check: bool | None = None,
     sinks: torch.Tensor | None = None,
+    shared_prefix: SharedPrefix | SharedTables | None = None,
 ) -> torch.Tensor: ...
 @overload
 def cached_attention(
@@ -73,6 +77,7 @@ def cached_attention(
     batch_invariant: bool = False,
     check: bool | None = None,
     sinks: torch.Tensor | None = None,
+    shared_prefix: SharedPrefix | SharedTables | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def cached_attention(
@@ -95,8 +100,9 @@ def cached_attention(
     batch_invariant: bool = False,
     check: bool | None = None,
     sinks: torch.Tensor | None = None,
+    shared_prefix: SharedPrefix | SharedTables | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
-@compilable
+@compilable(left_out=("shared_prefix",))
 def cached_attention(
     query: torch.Tensor,
     k_cache: torch.Tensor,
@@ -117,6 +123,7 @@ def cached_attention(
     batch_invariant: bool = False,
     check: bool | None = None,
     sinks: torch.Tensor | None = None,
+    shared_prefix: SharedPrefix | SharedTables | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of the queries of B sequences, prefill or decoding or both, to what a cache holds of each one.
 
@@ -138,6 +145,7 @@ def cached_attention(
     k_scale, v_scale   float32 (Hkv,): what caches of float8_e4m3fn are to be multiplied by; by default 1
     batch_invariant    a sequence's result is bitwise the same whatever else is in the batch (and takes longer)
     sinks         (Hq,), a logit for each head, as for flex_attention
+    shared_prefix what pool.shared_prefix(sequences, device) says of this batch, or its tables(...), made once a step for all layers
     check         raise ValueError for what tables and scales hold (no place in the cache, lengths that disagree); by default on the CPU
 
     Returns (B, Hq, Q_LEN, D_V) or (T, Hq, D_V), in query's dtype; with return_lse also lse, float32, (B, Hq, Q_LEN) or (T, Hq). A query
@@ -152,12 +160,25 @@ def cached_attention(
     On Hopper, ragged queries of 512 a sequence or more on average take another kernel, if the cache has 16 bits an element and contiguous
     head dims of 33 to 256, and pages of 8, 16, 32, 64 or a multiple of 128 positions; not with batch_invariant. Method: flash decoding (Dao
     et al. 2023), paged attention (Kwon et al. 2023, arXiv 2309.06180).
+
+    With shared_prefix, pages that sequences share are read once for all their queries, each sequence reads the rest, and the two parts are
+    merged by lse: the same numbers but for rounding (parts are rounded to query's dtype, and a lse of 1e6 is exact to 0.06). It goes the
+    usual way where less than 96 MB need not be read again (192 MB without tables), where sequences have more than 64 queries on average,
+    with batch_invariant, for mods with dot products of rows, and where torch records the call. Method: Hydragen (Juravsky et al. 2024,
+    arXiv 2402.05099), cascade inference of FlashInfer (Ye et al. 2025, arXiv 2501.01005).
     """
     tables = page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale, v_scale
     if is_recorded("cached_attention", query, k_cache, v_cache):
         found = _recorded(query, k_cache, v_cache, kv_len, tables, score_mod, mask_mod, scale, batch_invariant, check, sinks)
     else:
         placed = _placed(query, k_cache, v_cache, kv_len, check, *tables)
+        if shared_prefix is not None:
+            check_shared(shared_prefix, query, kv_len, page_table, cache_loc, cu_seqlens_q, q_offset, k_cache)
+            if looks(check, query):
+                check_contents_of(shared_prefix, kv_len, placed[1].pages)  # type: ignore[arg-type]  # check_shared saw that there are some
+            if not batch_invariant and is_worthwhile(shared_prefix, *placed[:2], k_cache, v_cache, (score_mod, mask_mod)):
+                found = attend_shared(_attend, shared_prefix, *placed, k_cache, v_cache, score_mod, mask_mod, scale, sinks)
+                return found if return_lse else found[0]
         found = _attend(*placed, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant, sinks)
     return found if return_lse else found[0]
 
@@ -206,9 +227,11 @@ def prepare(query, k_cache, v_cache, batch: dict[str, object], score_mod, mask_m
         attend_cached(call, prepare=True)
 
 
-def _attend(query, where: Cached, q_offset, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant: bool, sinks) -> tuple:
-    """out and lse of arguments that are checked, but scale, sinks and the mods."""
-    call, out, lse = _call_of(query, where, q_offset, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant, sinks)
+def _attend(
+    query, where: Cached, q_offset, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant: bool, sinks, sees_all: bool = False
+) -> tuple:
+    """out and lse of arguments that are checked, but scale, sinks and the mods. sees_all: without a mask_mod, no key is hidden."""
+    call, out, lse = _call_of(query, where, q_offset, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant, sinks, sees_all)
     if call is None:
         return out.zero_(), lse.fill_(float("-inf")) if sinks is None else lse.copy_(sinks.reshape(1, -1, *[1] * (lse.ndim - 2)))
     run = attend_cached
@@ -220,7 +243,7 @@ def _attend(query, where: Cached, q_offset, k_cache, v_cache, score_mod, mask_mo
 
 
 def _call_of(
-    query, where: Cached, q_offset, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant: bool, sinks
+    query, where: Cached, q_offset, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant: bool, sinks, sees_all: bool = False
 ) -> tuple[CachedCall | None, torch.Tensor, torch.Tensor]:
     """The call as kernels take it, or None if there is nothing to compute; out and lse, not filled yet."""
     if scale is None:
@@ -249,19 +272,19 @@ def _call_of(
     if batch_invariant:
         where = replace(where, invariant=True)
     # else one query a sequence sees all that there is, by kernels that take keys in another order than those with lists
-    masked = mask_mod is not None or where.max_q > 1 or q_offset is not None or where.invariant
-    position = _position_from(q_offset, kv_lens, where.cu_q, q.shape[2])
+    masked = mask_mod is not None or not sees_all and (where.max_q > 1 or q_offset is not None or where.invariant)
+    position = position_from(q_offset, kv_lens, where.cu_q, q.shape[2])
 
     def by_position(kind: str) -> tuple | None:
-        return _bound(score_mod if kind == "score" else mask_mod or _causal, kind, q.device)
+        return _bound(score_mod if kind == "score" else mask_mod or causal, kind, q.device)
 
     def by_number(kind: str) -> tuple | None:
         if kind == "score":
-            mod = None if score_mod is None else _score_from(score_mod, position)
+            mod = None if score_mod is None else score_from(score_mod, position)
         elif mask_mod is None:
-            mod = _causal_from(position, kv_lens) if masked else None
+            mod = causal_from(position, kv_lens) if masked else None
         else:
-            mod = _mask_from(mask_mod, position, kv_lens)
+            mod = mask_from(mask_mod, position, kv_lens)
         return _bound(mod, kind, q.device)
 
     call = CachedCall(q, k, v, to_fill, lse, extents, scale, where, masked, q_offset, checks.DEFAULT, by_position, by_number, extras)
@@ -296,41 +319,3 @@ def _check_no_gradient(bound: tuple | None, kind: str) -> None:
         raise NotImplementedError(
             f"{kind}_mod captures a tensor that requires grad, but cached_attention is not differentiable: {_INSTEAD}"
         )
-
-
-def _causal(b, h, q_idx, kv_idx):
-    return kv_idx <= q_idx
-
-
-def _position_from(q_offset: torch.Tensor | None, kv_len: torch.Tensor, cu_seqlens_q: torch.Tensor | None, q_len: int) -> Callable:
-    """From a sequence's number and the number of a query in it to the query's position."""
-    if q_offset is not None:
-        return lambda b, q_idx: q_idx + q_offset[b]
-    if cu_seqlens_q is None:
-        return lambda b, q_idx: q_idx + (kv_len[b] - q_len)
-    return lambda b, q_idx: q_idx + (kv_len[b] - (cu_seqlens_q[b + 1] - cu_seqlens_q[b]))
-
-
-def _score_from(score_mod: Callable, position: Callable) -> Callable:
-    score_mod = plain(score_mod)
-
-    def score_from(score, b, h, q_idx, kv_idx):
-        return score_mod(score, b, h, position(b, q_idx), kv_idx)
-
-    return score_from
-
-
-def _mask_from(mask_mod: Callable, position: Callable, kv_len: torch.Tensor) -> Callable:
-    mask_mod = plain(mask_mod)
-
-    def mask_from(b, h, q_idx, kv_idx):
-        return mask_mod(b, h, position(b, q_idx), kv_idx) & (kv_idx < kv_len[b])
-
-    return mask_from
-
-
-def _causal_from(position: Callable, kv_len: torch.Tensor) -> Callable:
-    def causal_from(b, h, q_idx, kv_idx):
-        return (kv_idx <= position(b, q_idx)) & (kv_idx < kv_len[b])
-
-    return causal_from

@@ -29,17 +29,20 @@ R = TypeVar("R")
 @overload
 def compilable(function: Callable[P, R]) -> Callable[P, R]: ...
 @overload
-def compilable(*, inner: Callable, opened: Callable | None = None, closed: Callable) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
-def compilable(function=None, *, inner=None, opened=None, closed=None):
+def compilable(
+    *, inner: Callable | None = None, opened: Callable | None = None, closed: Callable | None = None, left_out: tuple[str, ...] = ()
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def compilable(function=None, *, inner=None, opened=None, closed=None, left_out=()):
     """Decorator of a public function that torch.compile may meet. Its arguments named score_mod and mask_mod are mods. Signature and
     docstring stay, for type checkers and for `help`. A call with context= is a graph break.
 
     inner    called instead, with what `opened(arguments by name)` makes of them by name: tensors, numbers, mods and tuples of these.
              Returns tensors
     closed   (what `inner` returns, arguments by name) -> the function's result
+    left_out arguments that nodes do not have: those that change how fast a call is, and not its result
     """
     if function is None:
-        return functools.partial(compilable, inner=inner, opened=opened, closed=closed)
+        return functools.partial(compilable, inner=inner, opened=opened, closed=closed, left_out=left_out)
     called = f"{function.__module__}.{function.__name__}"
     CALL.functions[called] = inner or function
 
@@ -47,7 +50,7 @@ def compilable(function=None, *, inner=None, opened=None, closed=None):
         found = CALL(called, **(given if opened is None else opened(given)))
         return found if closed is None else closed(found, given)
 
-    public = functools.wraps(function)(_caller(function, node))
+    public = functools.wraps(function)(_caller(function, node, left_out))
     runs_uncompiled(function)  # after its attributes were copied
     return public
 
@@ -62,7 +65,7 @@ _OUTSIDE = "with context= ranks send each other keys, which is outside of graphs
 _outside._torchdynamo_disable_msg = _OUTSIDE  # type: ignore[attr-defined]
 
 
-def _caller(function: Callable, node: Callable) -> Callable:
+def _caller(function: Callable, node: Callable, left_out: tuple[str, ...]) -> Callable:
     """What calls `node` in torch.compile, and `function` elsewhere. It is printed with their parameters: one that took *args and **kwargs
     would need a third of a microsecond for each call."""
     parameters = inspect.signature(function).parameters.values()
@@ -77,7 +80,7 @@ def _caller(function: Callable, node: Callable) -> Callable:
 def {function.__name__}({", ".join(taken)}):
     if compiling() and in_graph._is_known():
         {with_context}
-        return node({", ".join(f"{p.name}={p.name}" for p in parameters)})
+        return node({", ".join(f"{p.name}={p.name}" for p in parameters if p.name not in left_out)})
     return function({passed})
 """
     exec(text, {"compiling": _compiling, "in_graph": sys.modules[__name__], "node": node, "function": function}, made)

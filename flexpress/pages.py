@@ -20,6 +20,7 @@ import torch
 from torch.types import Device
 
 from flexpress.checks import whole
+from flexpress.shared_prefix import SharedPrefix, shared_prefix_of
 
 
 class OutOfPages(RuntimeError):
@@ -143,6 +144,22 @@ class PageAllocator:
             raise ValueError(f"width is {width}, but sequence {sequence} has {most} pages")
         table = [row + [-1] * (width - len(row)) for row in rows]
         return torch.tensor(table, dtype=torch.int32).reshape(len(rows), width).to(device)
+
+    def shared_prefix(
+        self, sequences: Sequence[int], device: Device = None, *, groups: int | None = None, width: int | None = None
+    ) -> SharedPrefix | None:
+        """Which of a batch's sequences begin with the same pages, for `cached_attention(..., shared_prefix=)`. None if none do.
+
+        sequences   of the batch, in its order
+        groups      room for so many groups, of which those that save most are kept; by default as many as there are
+        width       room for so many pages of a prefix; by default as many as the longest has. Both fix shapes, for `SharedPrefix.update`
+
+        Only whole pages count that are full in every member. Of sequences that share more with some than with others, groups are such that
+        as few tokens as possible are read again. It holds while its members only grow: make it anew when one is freed, or truncated to
+        less than it shares. Raises ValueError for an unknown sequence, and for longer prefixes than `width`.
+        """
+        full = [self._pages[self._known(sequence)][: self._lengths[sequence] // self._page_size] for sequence in sequences]
+        return shared_prefix_of(full, self._page_size, device, groups, width)
 
     def __repr__(self) -> str:
         return (

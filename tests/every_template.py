@@ -16,6 +16,7 @@ import torch
 import flexpress
 from flexpress import (
     AuxRequest,
+    PageAllocator,
     cached_attention,
     create_block_mask,
     create_mask,
@@ -23,6 +24,7 @@ from flexpress import (
     flex_attention,
     mods,
     rope_table,
+    shared_attention,
     update_cache,
     varlen_attention,
 )
@@ -126,6 +128,20 @@ def serving() -> None:
         caches = [torch.zeros(*shape, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
         turned = update_cache(key, key, *caches, kv_len, cu_seqlens_q=cu_seqlens_q, query=query, rope=rope, **where)
         cached_attention(turned, *caches, kv_len, cu_seqlens_q=cu_seqlens_q, max_q_len=70, **where)
+    shared_attention.LEAST_BYTES = 0  # small ones, too
+    pool = PageAllocator(80, 16)
+    first = pool.allocate(600)
+    sequences = [first, pool.fork(first), pool.allocate(70), pool.fork(first)]
+    for sequence in sequences:
+        pool.extend(sequence, 1)
+    lengths, caches = (
+        torch.tensor([pool.length(s) for s in sequences], **int32),
+        [torch.randn(80, 16, 2, 80, device="cuda") for _ in range(2)],
+    )
+    where = {"page_table": pool.page_table(sequences, device="cuda"), "shared_prefix": pool.shared_prefix(sequences, "cuda")}
+    cached_attention(torch.randn(4, 4, 1, 80, device="cuda"), *caches, lengths, **where)
+    starts = torch.tensor([0, 1, 3, 3, 4], **int32)
+    cached_attention(torch.randn(5, 4, 80, device="cuda"), *caches, lengths, cu_seqlens_q=starts, q_offset=lengths - 2, **where)
 
 
 def prompts() -> None:

@@ -1248,7 +1248,74 @@ PROBABILITIES = [
     ),
 ]
 
-MUTANTS = [*CAPTURES, *INTERVALS, *CACHE, *PAGES, *CHECKS, *DROPOUT, *SINKS, *LAUNCHES, *INTEGRATIONS, *ELSEWHERE, *EXPORTS, *PROBABILITIES]
+PREFIXES = [
+    Mutant(
+        "templates/shared_tables.py.jinja",
+        " & (first >= prefix)",
+        "",
+        named("shared_prefix", "queries_inside"),
+        "queries inside a prefix see all of it",
+    ),
+    Mutant(
+        "templates/shared_tables.py.jinja",
+        "(kv_len >= prefix) & ",
+        "",
+        named("shared_prefix", "sequences_that_left"),
+        "a sequence that ends inside a prefix, or is not there, sees all of it",
+    ),
+    Mutant(
+        "templates/shared_tables.py.jinja",
+        "(row < total) & (shift > 0)",
+        "row < total",
+        named("shared_prefix", "queries_inside"),
+        "a sequence that reads all itself counts its prefix twice",
+    ),
+    Mutant(
+        "templates/shared_tables.py.jinja",
+        "(row < total) & (shift > 0)",
+        "shift > 0",
+        named("shared_prefix", "tables_are_those"),
+        "tokens of no sequence have rows",
+    ),
+    Mutant(
+        "flexpress/shared_attention.py",
+        "score, mask, scale, False, sinks)",
+        "score, mask, scale, False, None)",
+        named("shared_prefix", "sinks_count"),
+        "sinks do not count",
+    ),
+    Mutant(
+        "flexpress/shared_prefix.py",
+        "if len(c.members) * depth > c.saved",
+        "if True",
+        named("shared_prefix", "save_the_most"),
+        "a group that shares more joins one that shares less",
+    ),
+    Mutant(
+        "templates/merge_parts.py.jinja",
+        'there &= part_lse != float("-inf")  # else nothing is added',
+        "",
+        named("merge_parts", "parts_are_merged"),
+        "two parts without keys make NaN",
+    ),
+]
+
+
+MUTANTS = [
+    *CAPTURES,
+    *INTERVALS,
+    *CACHE,
+    *PAGES,
+    *PREFIXES,
+    *CHECKS,
+    *DROPOUT,
+    *SINKS,
+    *LAUNCHES,
+    *INTEGRATIONS,
+    *ELSEWHERE,
+    *EXPORTS,
+    *PROBABILITIES,
+]
 
 
 def copied(place: Path) -> Path:

@@ -4,10 +4,10 @@ lead outside, lengths beyond the room, tables shorter than lengths, block lists 
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize_corrupt.py              # on a GPU: no invalid access
     python tests/sanitize_corrupt.py --device cpu caches                                               # in the interpreter
 
-Parts may be named: caches, prompts (long ones, by the kernel for Hopper where there is one), lists. Calls are unchecked (check=False).
-What a call may read and write lies between guards: NaN, or numbers that lead far away, and they must be there afterwards. Memory that
-nobody writes is NaN (torch's deterministic mode fills it), so a result without NaN has been written everywhere. Sequences of which nothing
-is wrong must get what they get in an honest call. Exit status 1 if one of these fails.
+Parts may be named: caches, prefixes (shared ones), prompts (long ones, by the kernel for Hopper where there is one), lists. Calls are
+unchecked (check=False). What a call may read and write lies between guards: NaN, or numbers that lead far away, and they must be
+there afterwards. Memory that nobody writes is NaN (torch's deterministic mode fills it), so a result without NaN has been written
+everywhere. Sequences of which nothing is wrong must get what they get in an honest call. Exit status 1 if one of these fails.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 
 import torch
 
-from flexpress import BlockMask, cached_attention, flex_attention, mods, rope_table, update_cache
+from flexpress import BlockMask, SharedPrefix, cached_attention, flex_attention, mods, rope_table, shared_attention, update_cache
 
 FAR, LOW, HIGH = 1 << 30, -(1 << 31), (1 << 31) - 1
 GUARD = 256  # elements on both sides
@@ -158,6 +158,28 @@ def caches(device: str) -> None:
                 assert guards.intact(), "something was written outside"
 
 
+def prefixes(device: str) -> None:
+    """cached_attention that reads once what sequences are said to share."""
+    shared_attention.LEAST_BYTES = 0  # however little it is
+    honest = {"order": [2, 0, 1], "starts": [0, 2], "lengths": [8], "pages": [[3, 1]], "prefix": [4, 0, 8]}
+    settings = dict(lengths=[9, 4, 30], lens=[5, 1, 3], page_size=4, room=32, heads=(4, 2), dims=(16, 24), dtype=torch.float32)
+    lies = [(name, number) for name in honest for number in (LOW, -1, 5, FAR, HIGH)]
+    for i, (name, _, guards, (q, _, _), tensors, where, _) in enumerate(calls(device, cache_dtype=torch.float32, **settings)):
+        if "page_table" in where:
+            for lie, number in (("nothing", 0), *lies[i % 5 :: 5]):
+                numbers = {what: torch.tensor(values, dtype=torch.int32) for what, values in honest.items()}
+                if lie in numbers:
+                    numbers[lie].view(-1)[-1] = number
+                shared = SharedPrefix(**{what: guards.put(t) for what, t in numbers.items()}, page_size=4, tokens_saved=1)
+                with saying(name, f"{lie} of a shared prefix"):
+                    for mask_mod in (None, mods.sliding_window(3)):
+                        found = cached_attention(
+                            q, *tensors, **where, mask_mod=mask_mod, shared_prefix=shared, return_lse=True, check=False
+                        )
+                        assert not any(t.isnan().any() for t in found), "something was not written, or read outside"
+                    assert guards.intact(), "something was written outside"
+
+
 def prompts(device: str) -> None:
     """Long prompts, on Hopper by the kernel in Gluon."""
     size = (
@@ -220,7 +242,7 @@ class saying:
             print(f"failed: {self.what}", file=sys.stderr)
 
 
-PARTS = {part.__name__: part for part in (caches, prompts, lists)}
+PARTS = {part.__name__: part for part in (caches, prefixes, prompts, lists)}
 
 
 def main(device: str, *names: str) -> None:

@@ -43,7 +43,9 @@ def test_serving(device, monkeypatch):
     assert names["out"].shape == (17, 8, 64) and names["prefilled"].shape == (2, 8, 20, 64) and names["decoded"].shape == (2, 8, 1, 64)
     assert names["both"].shape == (23, 8, 64) and names["mixed"].shape == (6, 8, 64)
     assert names["kv_len"].tolist() == [21, 21] and names["pool"].free_pages == 64 - 2 - 1
-    for out in (names["out"], names["prefilled"], names["decoded"], names["both"], names["mixed"]):
+    assert names["answers"].shape == (4, 8, 1, 64) and names["verified"].shape == (2, 8, 4, 64)
+    assert [names["pool"].length(s) for s in names["running"]] == [20 + 1 + 3, 3 + 1 + 1]
+    for out in map(names.get, ("out", "prefilled", "decoded", "both", "mixed", "answers", "verified")):
         assert out.isfinite().all() and (out.abs().amax(-1) > 0).all()
 
 

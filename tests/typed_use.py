@@ -158,6 +158,15 @@ def caches(kv_len: Tensor, query: Tensor | None) -> None:
     assert_type(pool.extend(0, 3), list[tuple[int, int]])
     assert_type(flexpress.cached_attention(q, k, v, kv_len, page_table=table, score_mod=bias), Tensor)
     assert_type(flexpress.cached_attention(q, k, v, kv_len, return_lse=True), tuple[Tensor, Tensor])
+    shared = pool.shared_prefix([0, pool.fork(0)])
+    assert_type(shared, flexpress.SharedPrefix | None)
+    assert_type(flexpress.cached_attention(q, k, v, kv_len, page_table=table, shared_prefix=shared), Tensor)
+    if shared is not None:
+        tables = shared.tables(kv_len, table, queries=1)
+        assert_type(tables, flexpress.SharedTables)
+        assert_type(
+            flexpress.cached_attention(q, k, v, kv_len, page_table=table, shared_prefix=tables, return_lse=True), tuple[Tensor, Tensor]
+        )
     flexpress.update_cache(k, v, k, v, kv_len, page_table=table)
     assert_type(flexpress.update_cache(k, v, k, v, kv_len, query=q, rope=rope), Tensor)
     assert_type(flexpress.update_cache(k, v, k, v, kv_len, query=query, rope=rope), Tensor | None)

@@ -22,6 +22,9 @@ from ..plan.decode import BLOCK_S, DecodeCase, DecodePlan, plan_decode, rows_of
 from ..plan.decode_tiles import most_rows
 from ..plan.exchange import ExchangeCase, add_spec, copy_spec, positions_of_program
 from ..plan.forward import Cache, Plan
+from ..plan.merge_parts import MergeCase, merge_spec, rows_of_program
+from ..plan.shared_tables import BLOCK_T as SHARED_BLOCK_T
+from ..plan.shared_tables import SharedCase, shared_spec
 from ..plan.statistics import plan_columns, plan_rows
 from ..plan.tangent import plan_gradients, plan_tangent
 from ..plan.update_cache import BLOCK_T, UpdateCase, update_spec
@@ -164,6 +167,17 @@ def exchange_compilations(
         spec = make(case._replace(aligned=tuple(strides) if aligned else ()), backend_for(target))
         found[spec.template] = Compilation(target, spec, {"BLOCK_T": positions_of_program(case.block, d_qk, d_v)})
     return found
+
+
+def merge_parts_compilation(target: str, dtype: str = "bfloat16", d_v: int = 128) -> Compilation:
+    """The kernel that puts attention to two sets of keys together."""
+    spec = merge_spec(MergeCase(getattr(torch, dtype), d_v), backend_for(target))
+    return Compilation(target, spec, {"BLOCK_R": rows_of_program(d_v)})
+
+
+def shared_tables_compilation(target: str, **details) -> Compilation:
+    """The kernel that lays out a step of sequences that share pages. details: fields of SharedCase."""
+    return Compilation(target, shared_spec(SharedCase(**details), backend_for(target)), {"BLOCK_T": SHARED_BLOCK_T})
 
 
 def _imagined(call: tuple, changes: dict, **details) -> tuple[Imagined, dict]:

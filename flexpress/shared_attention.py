@@ -1,0 +1,145 @@
+"""cached_attention of sequences that begin with the same pages, which are read once for all of them.
+
+The queries of a group's sequences are the queries of one sequence, whose keys are the group's pages. Then each sequence attends to the rest
+of its own, and the two results are merged by lse. No kernel knows of groups: the mods do, by tables of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from flexpress.cache_checks import described
+from flexpress.cached_mods import mask_behind, mask_of_rows, score_behind, score_of_rows
+from flexpress.shared_prefix import SharedPrefix, SharedTables
+
+from .codegen.mod.bind import bind
+from .codegen.mod.loads import dots_of
+from .codegen.run.call import Cached, values_in_keys
+from .codegen.run.merge_parts import merge_parts
+
+LEAST_BYTES = 96 << 20  # of keys and values that need not be read again; below, what the second part launches takes longer than reading
+TABLES_TIMES = 2  # as much, where the call makes the tables itself
+MOST_QUERIES = 64  # of a sequence, on average; more fill tiles of their own, and reading is not what they wait for
+
+
+def check_shared(
+    shared, query: torch.Tensor, kv_len: torch.Tensor, page_table, cache_loc, cu_seqlens_q, q_offset, k_cache: torch.Tensor
+) -> None:
+    """Raises TypeError or ValueError for what is no SharedPrefix of this batch, or SharedTables of other tensors. These are checked."""
+    if not isinstance(shared, (SharedPrefix, SharedTables)):
+        raise TypeError(f"shared_prefix must be what PageAllocator.shared_prefix returns, got {described(shared)}")
+    prefix = shared if isinstance(shared, SharedPrefix) else shared.shared
+    if page_table is None:
+        raise ValueError(
+            f"shared_prefix is for caches in pages, but k_cache {tuple(k_cache.shape)} comes without page_table; pass page_table, or leave "
+            "shared_prefix out"
+        )
+    if prefix.batch_size != kv_len.shape[0] or prefix.device != kv_len.device:
+        raise ValueError(
+            f"shared_prefix was made for {prefix.batch_size} sequences on {prefix.device}, but kv_len is {tuple(kv_len.shape)} on "
+            f"{kv_len.device}; make one for the batch at hand: pool.shared_prefix(sequences, device=...)"
+        )
+    if prefix.page_size != k_cache.shape[1]:
+        raise ValueError(
+            f"shared_prefix has pages of {prefix.page_size} tokens, but k_cache {tuple(k_cache.shape)} has pages of {k_cache.shape[1]}; "
+            "make it of the PageAllocator whose pages the cache has"
+        )
+    if isinstance(shared, SharedTables):
+        if cache_loc is not None:
+            raise ValueError("tables of a shared_prefix are of each sequence's pages: pass page_table[cache_loc], which they were made of")
+        given = {"kv_len": kv_len, "page_table": page_table, "cu_seqlens_q": cu_seqlens_q, "q_offset": q_offset}
+        for name, tensor in given.items():
+            _check_same(name, tensor, shared.made_of[name])
+        queries = query.shape[2 if cu_seqlens_q is None else 0]
+        if shared.queries != queries:
+            raise ValueError(
+                f"shared_prefix holds tables that were made of queries={shared.queries}, but query {tuple(query.shape)} has {queries}; "
+                "make them once a step: shared.tables(..., queries=)"
+            )
+
+
+def _check_same(name: str, tensor: torch.Tensor | None, known: torch.Tensor | None) -> None:
+    if tensor is known:
+        return
+    both = tensor is not None and known is not None
+    if not both or (tensor.data_ptr(), tensor.shape, tensor.stride()) != (known.data_ptr(), known.shape, known.stride()):
+        what = "None" if tensor is None else described(tensor)
+        raise ValueError(
+            f"shared_prefix holds tables that were made of another {name} ({'None' if known is None else described(known)}) than this "
+            f"one ({what}); make them once a step, of the tensors of the step: shared.tables(kv_len, page_table, ...)"
+        )
+
+
+def is_worthwhile(
+    shared: SharedPrefix | SharedTables, query: torch.Tensor, where: Cached, k_cache: torch.Tensor, v_cache: torch.Tensor, mods: tuple
+) -> bool:
+    """Is what need not be read again enough to pay for a second part? Not with a mod that has dot products: a tile reads rows of one
+    sequence for them."""
+    prefix = shared if isinstance(shared, SharedPrefix) else shared.shared
+    tokens = query.shape[0] if where.cu_q is not None else query.shape[0] * query.shape[2]
+    if not prefix.tokens_saved or not 0 < tokens <= MOST_QUERIES * prefix.batch_size or 0 in k_cache.shape or not where.pages.shape[1]:
+        return False
+    columns = k_cache.shape[3] + (0 if values_in_keys(k_cache, v_cache) else v_cache.shape[3])
+    least = LEAST_BYTES * (TABLES_TIMES if shared is prefix else 1)
+    if prefix.tokens_saved * k_cache.shape[2] * columns * k_cache.element_size() < least:
+        return False
+    return not any(mod is not None and dots_of(bind(mod, kind)[0]) for mod, kind in zip(mods, ("score", "mask"), strict=True))
+
+
+def attend_shared(
+    attend: Callable,
+    shared: SharedPrefix | SharedTables,
+    query,
+    where: Cached,
+    q_offset,
+    k_cache,
+    v_cache,
+    score_mod,
+    mask_mod,
+    scale,
+    sinks,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse, by `attend`, which takes one part."""
+    ragged = where.cu_q is not None
+    queries = query.shape[0] if ragged else query.shape[2]
+    if isinstance(shared, SharedPrefix):
+        shared = shared.tables(where.kv_lens, where.pages, queries=queries, cu_seqlens_q=where.cu_q, q_offset=q_offset)
+    # the part of the groups: each is one sequence, whose queries are rows
+    tokens = query if ragged else query.transpose(1, 2).flatten(0, 1)
+    rows, groups, laid = tokens.index_select(0, shared.laid.token), shared.shared, shared.laid
+    together = replace(where, cu_q=laid.starts, max_q=rows.shape[0], kv_lens=groups.lengths, pages=groups.pages)
+    score, mask = (mod and make(mod, laid.sequence, laid.position) for mod, make in ((score_mod, score_of_rows), (mask_mod, mask_of_rows)))
+    # rows whose queries are not all behind the prefix are not taken, so causal hides nothing
+    part, part_lse = attend(
+        *(rows, together, laid.starts[:-1], k_cache, v_cache, score, mask, scale, False, None), sees_all=mask_mod is None
+    )
+    rest = replace(where, kv_lens=laid.kv_len, pages=laid.pages)
+    score, mask = score_mod and score_behind(score_mod, laid.shift), mask_mod and mask_behind(mask_mod, laid.shift)
+    out, lse = attend(query, rest, laid.q_offset, k_cache, v_cache, score, mask, scale, False, sinks)
+    if ragged:
+        merge_parts(out.transpose(0, 1)[None], lse.transpose(0, 1)[None], part, part_lse, laid.place)
+    else:
+        merge_parts(out, lse, part, part_lse, laid.place)
+    return out, lse
+
+
+def check_contents_of(shared: SharedPrefix | SharedTables, kv_len: torch.Tensor, page_table: torch.Tensor) -> None:
+    """Raises ValueError if page_table does not begin with the pages that sequences are said to share, or if tables are older than what they
+    were made of. Waits for the device."""
+    prefix = shared if isinstance(shared, SharedPrefix) else shared.shared
+    order, starts, pages = prefix.order.tolist(), prefix.starts.tolist(), prefix.pages.tolist()
+    lengths, known = kv_len.tolist(), prefix.prefix.tolist()
+    for group, (first, last) in enumerate(zip(starts, starts[1:], strict=False)):
+        for number in order[first:last]:
+            count = known[number] // prefix.page_size
+            found = page_table[number, :count].tolist()
+            if lengths[number] >= known[number] and found != pages[group][:count]:  # a shorter one reads all itself
+                raise ValueError(
+                    f"shared_prefix says that sequence {number} begins with pages {pages[group][:count]}, but page_table has {found}; "
+                    "make it anew when a sequence is freed or truncated"
+                )
+    if isinstance(shared, SharedTables) and not shared.are_current():
+        raise ValueError("shared_prefix holds tables of an earlier step; make them once a step, when kv_len and the others are written")

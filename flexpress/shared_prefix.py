@@ -1,0 +1,215 @@
+"""Sequences of a batch that begin with the same pages: which ones, and what a step needs to read those pages once.
+
+PageAllocator.shared_prefix makes a SharedPrefix when the batch changes; SharedPrefix.tables makes SharedTables once a step, for all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.types import Device
+
+from flexpress.cache_checks import check_table
+from flexpress.checks import whole
+
+from .codegen.run.shared_tables import Laid, lay_out
+
+_TENSORS = "order", "starts", "lengths", "pages", "prefix"
+
+
+@dataclass(eq=False)
+class SharedPrefix:
+    """Groups of a batch's sequences whose first pages are the same. Made by `PageAllocator.shared_prefix`.
+
+    Its tensors are int32 on one device, of shapes that follow from the number of sequences B, `groups` and `width`. So a CUDA graph that
+    was captured with one sees what `update` copies into it.
+
+    order         (B,): numbers of the batch's sequences, those of a group one after another, those of no group last
+    starts        (groups + 1,): where in `order` each group begins, and where the last one ends
+    lengths       (groups,): tokens that a group shares, a multiple of page_size; 0 for a group that is not there
+    pages         (groups, width): the pages that hold them; then -1
+    prefix        (B,): tokens that each sequence shares with its group; 0 for those of no group
+    page_size     tokens of a page
+    tokens_saved  tokens whose keys and values need not be read again: for each group, its length times its members but one
+    """
+
+    order: torch.Tensor
+    starts: torch.Tensor
+    lengths: torch.Tensor
+    pages: torch.Tensor
+    prefix: torch.Tensor
+    page_size: int
+    tokens_saved: int
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences of the batch."""
+        return self.order.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are."""
+        return self.order.device
+
+    def update(self, other: SharedPrefix | None) -> None:
+        """Copy another one, of a batch of as many sequences, into this one's tensors; None: nothing is shared any more.
+
+        A captured call goes on as it was captured: with sharing or without. It is right in both cases. Raises ValueError if shapes or page
+        sizes differ.
+        """
+        if other is None:
+            for tensor in (self.starts, self.lengths, self.prefix):
+                tensor.zero_()
+            self.tokens_saved = 0
+            return
+        shapes = [[tuple(getattr(one, name).shape) for name in _TENSORS] + [one.page_size] for one in (self, other)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"shared_prefix has tensors of shapes {shapes[0][:-1]} and pages of {self.page_size} tokens, the other {shapes[1][:-1]} "
+                f"and {other.page_size}; make both for as many sequences, with the same groups= and width="
+            )
+        for name in _TENSORS:
+            getattr(self, name).copy_(getattr(other, name), non_blocking=True)
+        self.tokens_saved = other.tokens_saved
+
+    def tables(
+        self,
+        kv_len: torch.Tensor,
+        page_table: torch.Tensor,
+        *,
+        queries: int,
+        cu_seqlens_q: torch.Tensor | None = None,
+        q_offset: torch.Tensor | None = None,
+    ) -> SharedTables:
+        """What a step needs to know of its sequences; to be passed to cached_attention of each layer, with the same tensors.
+
+        kv_len, page_table, cu_seqlens_q, q_offset   as for cached_attention
+        queries   tokens in query: its first extent with cu_seqlens_q, else queries of each sequence
+
+        Made on the device; the host does not wait. Under a CUDA graph, make it in the graph: it is then made anew at each replay. Raises
+        ValueError or TypeError for tensors of another batch, device or dtype.
+        """
+        tensors = {"kv_len": kv_len, "page_table": page_table, "cu_seqlens_q": cu_seqlens_q, "q_offset": q_offset}
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                self._check(name, tensor, self.batch_size + (name == "cu_seqlens_q"), 2 if name == "page_table" else 1)
+        return _tables_of(self, tensors, whole("queries", queries))
+
+    def _check(self, name: str, tensor: torch.Tensor, extent: int, rank: int) -> None:
+        check_table(name, tensor, (None,) * rank, torch.int32, tensor.device if isinstance(tensor, torch.Tensor) else self.device)
+        if tensor.shape[0] != extent or tensor.device != self.device:
+            raise ValueError(
+                f"shared_prefix was made for {self.batch_size} sequences on {self.device}, but {name} is {tuple(tensor.shape)} on "
+                f"{tensor.device}; make one for the batch at hand: pool.shared_prefix(sequences, device=...)"
+            )
+
+
+@dataclass(eq=False)
+class SharedTables:
+    """What a step needs, made once for all layers by `SharedPrefix.tables`.
+
+    shared    what they are of
+    made_of   the tensors of the step by name, and `queries` of it
+    laid      the tables themselves
+    """
+
+    shared: SharedPrefix
+    made_of: dict[str, torch.Tensor | None] = field(repr=False)
+    queries: int
+    laid: Laid = field(repr=False)
+
+    def are_current(self) -> bool:
+        """Do the tensors that they were made of still say the same? Waits for the device."""
+        now = _tables_of(self.shared, self.made_of, self.queries)
+        return all(made is None or torch.equal(made, found) for made, found in zip(self.laid, now.laid, strict=True))
+
+
+def _tables_of(shared: SharedPrefix, tensors: dict[str, torch.Tensor | None], queries: int) -> SharedTables:
+    laid = lay_out(shared.order, shared.starts, shared.prefix, *tensors.values(), queries, shared.page_size)  # type: ignore[arg-type]
+    return SharedTables(shared, tensors, queries, laid)
+
+
+@dataclass(eq=False)
+class _Branch:
+    """Sequences with a common beginning: what their groups save, the groups as (pages, members), and all members."""
+
+    saved: int
+    groups: list[tuple[int, list[int]]]
+    members: list[int]
+
+
+def grouped(pages: Sequence[Sequence[int]]) -> list[tuple[int, list[int]]]:
+    """Groups of lists that begin alike, as (how many elements are the same, numbers of the lists), so that the sum of elements times
+    members but one is the largest that there is; each list is in one group at most.
+
+    [[1, 2, 3], [1, 2, 4], [1, 2, 3]] gives [(2, [0, 1, 2])], which saves 4; of [[1, 2, 3], [1, 4], [1, 2, 3]] the first and the last
+    alone save 3.
+    """
+    order = sorted(range(len(pages)), key=pages.__getitem__)
+    open_branches: list[tuple[int, list[_Branch]]] = []  # the tree of beginnings, from the root to where the walk is
+    for i, number in enumerate(order):
+        branch = _Branch(0, [], [number])
+        depth = _alike(pages[number], pages[order[i + 1]]) if i + 1 < len(order) else 0
+        while open_branches and open_branches[-1][0] > depth:
+            closed, children = open_branches.pop()
+            branch = _joined(closed, [*children, branch])
+        if open_branches and open_branches[-1][0] == depth:
+            open_branches[-1][1].append(branch)
+        else:
+            open_branches.append((depth, [branch]))
+    return [(count, sorted(members)) for _, children in open_branches for branch in children for count, members in branch.groups]
+
+
+def _joined(depth: int, children: list[_Branch]) -> _Branch:
+    """Children whose own groups save less than they would by the common beginning, `depth` elements, make one group, if that saves more."""
+    joining = [c for c in children if len(c.members) * depth > c.saved]
+    gain = sum(len(c.members) * depth - c.saved for c in joining) - depth
+    saved, members = sum(c.saved for c in children), [m for c in children for m in c.members]
+    if gain <= 0:
+        return _Branch(saved, [g for c in children for g in c.groups], members)
+    kept = [g for c in children if c not in joining for g in c.groups]
+    return _Branch(saved + gain, [*kept, (depth, [m for c in joining for m in c.members])], members)
+
+
+def _alike(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many first elements are the same: by halves, as comparing lists is faster than a loop."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
+    return low
+
+
+def shared_prefix_of(
+    pages: list[list[int]], page_size: int, device: Device = None, groups: int | None = None, width: int | None = None
+) -> SharedPrefix | None:
+    """The SharedPrefix of sequences with these pages, all of them full. See PageAllocator.shared_prefix."""
+    found = sorted(grouped(pages), key=lambda group: group[0] * (1 - len(group[1])))
+    groups = len(found) if groups is None else whole("groups", groups, 1)
+    found = sorted(found[:groups], key=lambda group: group[1])
+    if not found:
+        return None
+    longest = max(count for count, _ in found)
+    width = longest if width is None else whole("width", width, 1)
+    if width < longest:
+        raise ValueError(f"width is {width}, but sequences share {longest} pages")
+    rest, members = groups - len(found), [number for _, numbers in found for number in numbers]
+    starts = [0]
+    for _, numbers in found:
+        starts.append(starts[-1] + len(numbers))
+    prefix = [0] * len(pages)
+    for count, numbers in found:
+        for number in numbers:
+            prefix[number] = count * page_size
+    table = [pages[numbers[0]][:count] + [-1] * (width - count) for count, numbers in found] + [[-1] * width] * rest
+    tensors = (
+        [*members, *sorted({*range(len(pages))} - {*members})],
+        starts + starts[-1:] * rest,
+        [count * page_size for count, _ in found] + [0] * rest,
+        table,
+        prefix,
+    )
+    saved = page_size * sum(count * (len(numbers) - 1) for count, numbers in found)
+    return SharedPrefix(*(torch.tensor(values, dtype=torch.int32).to(device) for values in tensors), page_size, saved)
