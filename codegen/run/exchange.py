@@ -11,11 +11,11 @@ from __future__ import annotations
 import torch
 
 from ..device.cpp_compiler import interpreter_asked_for
-from ..device.devices import backend_of, on
+from ..device.devices import backend_of
 from ..plan.exchange import ExchangeCase, add_spec, copy_spec, positions_of_program
 from ..registry import INFO, Table
 from ..text.parameters import named_strides
-from .launch import Launch, addresses_of
+from .launch import Launch
 
 _launches: dict[tuple, Launch] = Table("exchanges of keys", 1024)
 
@@ -90,13 +90,9 @@ def _launch(
         aligned, strides = _strides(strided)
         spec = make(ExchangeCase(k.dtype, k.shape[3], v.shape[3], block, aligned), backend_of(device.type))
         launch = _launches[key] = Launch(spec, {"HEADS": Z * Hkv, "Hkv": Hkv, **sizes, **strides}, tuple(named))
-    addresses = addresses_of(list(named.values()))
-    if launch.again and addresses is not None:
-        with on(device):
-            launch.again(torch._C._cuda_getCurrentRawStream(device.index), addresses, [])
-        return
-    rows = positions_of_program(block, k.shape[3], v.shape[3])
-    launch.with_constants((rows,), named, [], (blocks * (block // rows) * Z * Hkv,), device)
+    if not launch.again_with(list(named.values()), device):
+        rows = positions_of_program(block, k.shape[3], v.shape[3])
+        launch.with_constants((rows,), named, [], (blocks * (block // rows) * Z * Hkv,), device)
 
 
 def _strides(strided: dict[str, torch.Tensor]) -> tuple[tuple[str, ...], dict[str, int]]:

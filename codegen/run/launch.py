@@ -93,6 +93,15 @@ class Launch:
         variant.launch((grid,), plain, device.index)
         self._remember(variant, (grid,), tensors, captured, {})
 
+    def again_with(self, tensors: list[torch.Tensor], device: torch.device) -> bool:
+        """Launch on the shorter way a kernel that takes no captures, if there is one, and `tensors`, in their order, are aligned."""
+        addresses = addresses_of(tensors)
+        if self.again is None or addresses is None:
+            return False
+        with on(device):
+            self.again(torch._C._cuda_getCurrentRawStream(device.index), addresses, [])
+        return True
+
     def _remember(
         self, variant, grid: tuple[int, ...], tensors: dict[str, torch.Tensor], captured: list, constants: dict[str, int]
     ) -> None:

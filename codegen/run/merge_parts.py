@@ -6,11 +6,11 @@ from __future__ import annotations
 import torch
 
 from ..device.cpp_compiler import interpreter_asked_for
-from ..device.devices import backend_of, on
+from ..device.devices import backend_of
 from ..plan.merge_parts import MergeCase, merge_spec, rows_of_program
 from ..registry import INFO, Table
 from ..text.parameters import named_strides
-from .launch import Launch, addresses_of
+from .launch import Launch
 
 _launches: dict[tuple, Launch] = Table("merged parts", 1024)
 
@@ -36,13 +36,9 @@ def merge_parts(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_l
         numbers = {"ROWS": rows, "PARTS": part.shape[0], "Hq": Hq, "Q_LEN": Q_LEN}
         numbers |= {**named_strides("o", "zhm", out.stride()), **named_strides("l", "zhm", lse.stride())}
         launch = _launches[key] = Launch(merge_spec(MergeCase(out.dtype, D_V), backend_of(device.type)), numbers, tuple(named))
-    addresses = addresses_of(list(named.values()))
-    if launch.again and addresses is not None:
-        with on(device):
-            launch.again(torch._C._cuda_getCurrentRawStream(device.index), addresses, [])
-        return
-    block = rows_of_program(D_V)
-    launch.with_constants((block,), named, [], (-(-rows // block),), device)
+    if not launch.again_with(list(named.values()), device):
+        block = rows_of_program(D_V)
+        launch.with_constants((block,), named, [], (-(-rows // block),), device)
 
 
 def _merge_by_torch(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor, place: torch.Tensor) -> None:

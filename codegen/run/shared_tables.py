@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 
 from ..device.cpp_compiler import interpreter_asked_for
-from ..device.devices import backend_of, on
+from ..device.devices import backend_of
 from ..plan.shared_tables import BLOCK_T, SharedCase, shared_spec
 from ..registry import INFO, Table
-from .launch import Launch, addresses_of
+from .launch import Launch
 
 _launches: dict[tuple, Launch] = Table("tables of shared prefixes", 1024)
 
@@ -76,11 +76,7 @@ def lay_out(
         launch = _launches[key] = Launch(spec, {**numbers, "stride_pages": pages.stride(0)}, tuple(named))
     else:
         INFO.hits += 1
-    addresses = addresses_of(list(named.values()))
-    if launch.again and addresses is not None:
-        with on(device):
-            launch.again(torch._C._cuda_getCurrentRawStream(device.index), addresses, [])
-    else:
+    if not launch.again_with(list(named.values()), device):
         launch.with_constants((BLOCK_T,), named, [], (-(-T // BLOCK_T) + B + starts.shape[0],), device)
     return laid
 

@@ -8,13 +8,13 @@ import torch
 
 from ..device.cpp import CppKernel
 from ..device.cpp_compiler import by_either
-from ..device.devices import backend_of, on
+from ..device.devices import backend_of
 from ..device.kernel import kernel_for
 from ..plan.update_cache import BLOCK_T, UpdateCase, cpu_update_spec, update_spec
 from ..registry import INFO, Table
 from ..text.parameters import named_strides
 from .call import Cached
-from .launch import Launch, addresses_of
+from .launch import Launch
 
 _ready: dict[tuple, Ready] = Table("cache updates", 1024)
 
@@ -94,13 +94,8 @@ def _update(
         ready = _ready[key] = _decide(k, v, k_cache, v_cache, cached, offsets is not None, turned, pairing)
     else:
         INFO.hits += 1
-    addresses, again = addresses_of(tensors), ready.launch.again
-    if again and addresses is not None:
-        with on(k.device):
-            again(torch._C._cuda_getCurrentRawStream(k.device.index), addresses, [])
-        return
-    named = dict(zip(ready.names, tensors, strict=True))
-    ready.launch.with_constants((ready.tokens,), named, [], ready.grid, k.device)
+    if not ready.launch.again_with(tensors, k.device):
+        ready.launch.with_constants((ready.tokens,), dict(zip(ready.names, tensors, strict=True)), [], ready.grid, k.device)
 
 
 def _case_of(

@@ -9,7 +9,7 @@ import torch
 
 from flexpress.codegen.device import binary, devices, kernel, tma
 from flexpress.codegen.device.arguments import one_by_one
-from flexpress.codegen.run import backward, backward_kernels, decode, forward, forward_kernels, prefill, update_cache
+from flexpress.codegen.run import backward, backward_kernels, decode, forward, forward_kernels, prefill
 from flexpress.codegen.run import launch as launch_module
 from flexpress.codegen.text.render import render
 from support import fake_gluon
@@ -39,7 +39,7 @@ def pass_for_hopper(monkeypatch, variant: Callable[[str], Variant], multiprocess
     """
     for module in (devices, forward, backward, decode):
         monkeypatch.setattr(module, "backend_of", lambda _: "cuda")
-    for module in (kernel, forward_kernels, backward_kernels, decode, update_cache):
+    for module in (kernel, forward_kernels, backward_kernels, decode, launch_module):
         monkeypatch.setattr(module, "on", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(devices, "capability_of", lambda _: (9, 0))
     monkeypatch.setattr(binary, "obtain", lambda name, *_: (variant(name), False))
