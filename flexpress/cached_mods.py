@@ -93,5 +93,5 @@ def mask_behind(mask_mod: Callable, shift: torch.Tensor) -> Callable:
 
 
 def _named(made: Callable, mod: Callable) -> Callable:
-    made.__name__ = f"shared_{name_of(mod)}"
+    made.__name__ = f"cached_{name_of(mod)}"
     return made

@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 
 from flexpress.cached import cached_attention
+from flexpress.cached_mods import mask_behind, score_behind
 from flexpress.merge import merge_attention
-
-from .codegen.mod.capture import name_of
 
 
 def split_cached_attention(
@@ -50,8 +49,8 @@ def split_cached_attention(
         *(query, k_cache, v_cache, kv_len),
         **options,
         q_offset=(q_offset - kv_start).to(torch.int32),
-        score_mod=score_mod and _placed_score(score_mod, kv_start),
-        mask_mod=mask_mod and _placed_mask(mask_mod, kv_start),
+        score_mod=score_mod and score_behind(score_mod, kv_start),
+        mask_mod=mask_mod and mask_behind(mask_mod, kv_start),
         return_lse=True,
         check=False,  # queries stand after the positions that a rank holds
     )
@@ -60,19 +59,3 @@ def split_cached_attention(
     dist.all_gather(found, mine, group=group)
     merged, lse = merge_attention([part[..., :-1] for part in found], [part[..., -1] for part in found])
     return merged.to(query.dtype), lse
-
-
-def _placed_score(mod: Callable, start: torch.Tensor) -> Callable:
-    def placed(score, b, h, q_idx, kv_idx):
-        return mod(score, b, h, q_idx + start[b], kv_idx + start[b])
-
-    placed.__name__ = f"split_{name_of(mod)}"
-    return placed
-
-
-def _placed_mask(mod: Callable, start: torch.Tensor) -> Callable:
-    def placed(b, h, q_idx, kv_idx):
-        return mod(b, h, q_idx + start[b], kv_idx + start[b])
-
-    placed.__name__ = f"split_{name_of(mod)}"
-    return placed
