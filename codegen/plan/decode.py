@@ -146,7 +146,8 @@ def parts_of(keys: int, programs: int, sequences: int, multiprocessors: int, *, 
         return Parts(-(-keys // FIXED_SHARE), FIXED_SHARE)
     splits = splits_of(keys, programs, multiprocessors)
     if lengths and not listed and programs <= MAX_WAVES * multiprocessors:
-        return Parts(max(splits, min(ROOM, keys // MIN_SHARE)), of_all=sequences * splits)
+        room = max(splits, min(ROOM, keys // MIN_SHARE))
+        return Parts(room, of_all=sequences * splits) if room > 1 else Parts(0)
     return Parts(splits if splits > 1 else 0)
 
 
@@ -185,7 +186,7 @@ def plan_decode(case: DecodeCase, backend: str, arch: str, score: Mod | None, ma
         values_in_keys=case.values_in_keys,
     )
     scale_apart = score is not None or not case.scale_is_positive or case.scales
-    combine = _combine(case, backend, scale_apart) if case.split else None
+    combine = combine_spec(case, backend, scale_apart) if case.split else None
     return DecodePlan(_spec(case, backend, score_text, mask_text, scale_apart), combine, tile, score_text, mask_text, scale_apart)
 
 
@@ -268,7 +269,8 @@ def _part_parameters(rows: str) -> tuple[Parameter, ...]:
     )
 
 
-def _combine(case: DecodeCase, backend: str, scale_apart: bool) -> KernelSpec:
+def combine_spec(case: DecodeCase, backend: str, scale_apart: bool) -> KernelSpec:
+    """combine_splits, for what the kernels leave of parts."""
     flags = {
         "D_V": case.d_v,
         "D_V_ROUNDED": round_up_head_dim(case.d_v),

@@ -314,6 +314,7 @@ class Geometry:
     numbers: dict[str, int]  # sizes and strides by the names of parameters, in the units that `aligned` tells
     tma: bool  # shapes and strides of k and v that TMA can load
     q_tma: bool = False  # those of q
+    wide_tma: bool = False  # those of k, however wide
 
 
 @remembered("geometries", 4096)
@@ -332,10 +333,12 @@ def geometry_of(itemsize: int, shapes: tuple, strides: tuple, out_strides: tuple
             found[name] = stride
     found |= zip(STRIDES["o"], out_strides, strict=False)
     q_tma, *tma = (_fits_tma(s, shape, vector) for s, shape in zip(known, shapes, strict=True))
-    return Geometry(units, tuple(aligned), found, all(tma), q_tma)
+    wide_tma = _fits_tma(known[1], shapes[1], vector, shapes[1][3])
+    return Geometry(units, tuple(aligned), found, all(tma), q_tma, wide_tma)
 
 
-def _fits_tma(strides: tuple, shape: tuple, vector: int) -> bool:
-    """TMA wants a contiguous head dim and strides of whole 16 bytes, none of them 0; head dims in several tiles are read by pointers."""
+def _fits_tma(strides: tuple, shape: tuple, vector: int, widest: int = WIDEST_TILE) -> bool:
+    """TMA wants a contiguous head dim and strides of whole 16 bytes, none of them 0; head dims in several tiles most kernels read by
+    pointers."""
     outer = all(s % vector == 0 and (s or n == 1) for s, n in zip(strides[:3], shape[:3], strict=True))
-    return outer and strides[3] == 1 and shape[3] % vector == 0 and shape[3] <= WIDEST_TILE
+    return outer and strides[3] == 1 and shape[3] % vector == 0 and shape[3] <= widest

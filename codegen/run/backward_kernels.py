@@ -264,4 +264,4 @@ class Fused(_Kernels):
         tiles = walk.tiles(lists)
         work = max(tiles * walk.heads, -(-Q_LEN // self.plan.fused.flag["DQ_ROWS"]) * Z * Hq)
         given = {**tensors, **sums.tensors(self.plan, self.halves * tiles)}
-        walk.launch.if_usable(given, captured, min(work, multiprocessors(device)), device, math.inf)
+        walk.launch.if_usable(given, captured, (min(work, multiprocessors(device)),), device, math.inf)

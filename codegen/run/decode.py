@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from .. import logs
 from ..device.arguments import plain_values
 from ..device.devices import architecture_of, backend_of, multiprocessors, on
 from ..device.memory import contiguous
@@ -28,6 +29,8 @@ from ..plan.decode import Parts as Split
 from ..plan.decode_tiles import most_rows
 from ..plan.extras import factors_out
 from ..plan.forward import STRIDES, Geometry, Mod, scales
+from ..plan.hopper_decode import HopperDecodePlan, fits, plan_hopper_decode
+from ..plan.hopper_forward import SPILL_LIMIT
 from ..plan.tiles import Tile, next_smaller
 from ..registry import INFO, Table
 from ..text.mod_text import mod_values
@@ -35,12 +38,13 @@ from .block_lists import BlockLists
 from .cached_call import CachedCall
 from .call import NOT_CACHED, Cached, keys_of, structure_of, values_in_keys
 from .forward_kernels import Call, planned
-from .launch import Launch, addresses_of, launch_fitting, launch_nothing
+from .launch import Launch, Unusable, addresses_of, launch_fitting, launch_nothing
 
 MAX_QUERIES = 16  # of a call without a cache; more of them keep the device busy without splitting keys
 _INTERPRETED = 4  # multiprocessors of the interpreter: keys are split there, too
 _PARTS = ("PART", "PART_SHARE", "PART_MAX", "PART_COUNT")
-_plans: dict[tuple, DecodePlan] = Table("decode plans", 1024)
+_plans: dict[tuple, DecodePlan | HopperDecodePlan] = Table("decode plans", 1024)
+_refused: dict[tuple, str] = Table("decode kernels not used", 1024)  # for Hopper, that were compiled, and why
 _ready: dict[tuple, Kernels] = Table("decode calls", 1024)
 
 
@@ -59,11 +63,18 @@ class DecodeCall(NamedTuple):
     scale: float
     score: Mod | None
     mask: Mod | None
+    for_hopper: bool = False  # by the kernel for Hopper
 
     @property
     def key(self) -> tuple:
         """What changes the kernels."""
-        return self.case, self.arch, self.score, self.mask, self.rows.rows
+        return self.case, self.arch, self.score, self.mask, self.rows.rows, self.for_hopper
+
+    def fastest(self, aligned: bool, use_tma: bool | None) -> DecodeCall:
+        """By the kernel for Hopper where it serves. aligned: the address of k is a multiple of 16 bytes."""
+        why = fits(self.case, self.geometry, self.arch, aligned, self.rows.rows, self.score, self.mask)
+        found = self._replace(for_hopper=why is None and use_tma is not False)
+        return self if found.key in _refused else found
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -89,7 +100,9 @@ def tiles_of(extents: tuple[int, int, int, int], rows: Rows, tokens: int | None)
 class _Planned:
     name = "DECODE"
 
-    def plan(self, call: DecodeCall) -> DecodePlan:
+    def plan(self, call: DecodeCall) -> DecodePlan | HopperDecodePlan:
+        if call.for_hopper:
+            return plan_hopper_decode(call.case, call.score, call.mask)
         return plan_decode(call.case, call.backend, call.arch, call.score, call.mask, call.rows.rows)
 
 
@@ -137,7 +150,7 @@ class Decode(_Planned):
         )
         machine = call.backend, call.arch
         made = DecodeCall(case, call.geometry, call.extents, Q_LEN, rows, split, 0, *machine, call.scale, call.score, call.mask)
-        return Kernels(planned(_plans, self, made), made, names, lists)
+        return Kernels(self, made.fastest(call.aligned, known.options.use_tma), names, lists)
 
 
 class DecodeCached(_Planned):
@@ -149,14 +162,15 @@ class DecodeCached(_Planned):
         lists = mask and call.lists(mask, call.extents[2])
         keys = keys_of(score, mask, call.extents)
         key = (*call.layouts, call.scale, *keys, lists and lists.structure, *call.cached.structure, structure_of(call.extras))
-        key += (values_in_keys(call.k, call.v),)
+        aligned = call.k.data_ptr() % 16 == 0
+        key += (values_in_keys(call.k, call.v), aligned, call.options.use_tma)
         extras = call.extras.named if call.extras else {}
         tensors = [call.k, call.v, call.q, call.out, call.lse, *call.cached.tensors, *extras.values()]
         kernels = None if prepare else _ready.get(key)
         if kernels is None:
-            made = self._call(call, keys, lists)
+            made = self._call(call, keys, lists).fastest(aligned, call.options.use_tma)
             names = ("K", "V", "Q", "O", "LSE", *call.cached.named, *extras, *(lists.tensors() if lists else ()))
-            kernels = Kernels(planned(_plans, self, made), made, names, lists)
+            kernels = Kernels(self, made, names, lists)
             if prepare:
                 launch_nothing(kernels.launches)
             else:
@@ -238,34 +252,40 @@ class Parts:
 
 
 class Kernels:
-    """decode, and combine_splits where keys are split, in calls of one kind.
+    """decode, or its kernel for Hopper, and combine_splits where keys are split, in calls of one kind.
 
     names   of the tensors that `run` gets and, behind them, of the lists' tables
     """
 
     raw = False
 
-    def __init__(self, plan: DecodePlan, call: DecodeCall, names: tuple[str, ...], lists: BlockLists | None) -> None:
-        (Z, Hq, Q_LEN, KV_LEN), case, split = call.extents, call.case, call.split
-        self.plan, self.names, self.ragged = plan, names, case.ragged
+    def __init__(self, candidate: _Planned, call: DecodeCall, names: tuple[str, ...], lists: BlockLists | None) -> None:
+        case, split = call.case, call.split
+        self.candidate, self.names, self.ragged, self.grid = candidate, names, case.ragged, call.grid
         self.sinks = names.index("SINKS") if case.extras.sinks else None
+        self.parts = None
+        if split.room:
+            self.rows = call.tokens * call.extents[1] * (1 if case.ragged else call.extents[0])
+            self.parts = Parts(self.rows, split.room, case.d_v)
+        self._take(call, lists)
+
+    def _take(self, call: DecodeCall, lists: BlockLists | None) -> None:
+        """The kernels of a call."""
+        (Z, Hq, Q_LEN, KV_LEN), split = call.extents, call.split
+        self.call, self.plan = call, planned(_plans, self.candidate, call)
         numbers = {
             **call.geometry.numbers,
             **{"Q_LEN": Q_LEN, "KV_LEN": KV_LEN, "Z": Z, "T": call.tokens, "QUERIES": call.rows.queries, "PACK": call.rows.pack},
             **{"SPLITS": split.room, "MIN_SHARE": split.least, "PARTS": split.of_all, "stride_pages": call.stride_pages},
-            **scales(call.scale, plan.scale_apart),
+            **scales(call.scale, self.plan.scale_apart),
             **(lists.numbers() if lists else {}),
         }
-        self.grid = call.grid
-        self.launch = Launch(plan.spec, numbers, (*names, *_PARTS))
-        self.parts = None
-        if split.room:
-            self.rows = call.tokens * Hq * (1 if case.ragged else Z)
-            self.parts = Parts(self.rows, split.room, case.d_v)
+        self.launch = Launch(self.plan.spec, numbers, (*self.names, *_PARTS))
+        if self.parts:
             outer, *inner = [numbers[name] for name in STRIDES["o"]]  # of sequences, heads, queries
-            middle, inner, sizes = (*inner[::-1], (call.tokens, Hq)) if case.ragged else (*inner, (Hq, Q_LEN))
+            middle, inner, sizes = (*inner[::-1], (call.tokens, Hq)) if self.ragged else (*inner, (Hq, Q_LEN))
             numbers |= {"stride_outer": outer, "stride_middle": middle, "stride_inner": inner, "MIDDLE": sizes[0], "INNER": sizes[1]}
-            self.combine = Launch(plan.combine, numbers, (*names, *_PARTS))
+            self.combine = Launch(self.plan.combine, numbers, (*self.names, *_PARTS))
 
     @property
     def launches(self) -> tuple[Launch, ...]:
@@ -316,9 +336,25 @@ class Kernels:
         named = dict(zip(self.names, (*tensors, *(lists.tables if lists else ())), strict=True))
         if self.parts:
             named |= self.parts.tensors(buffer)
-        launch_fitting(self.plan, lambda tile: self.launch.with_tile(tile, named, captured, self.grid, device), _with_fewer_keys)
+        self._launch(named, captured, lists, device)
         if self.parts:
             self.combine.with_constants((BLOCK_S,), named, [], (self.rows,), device)
+
+    def _launch(self, named: dict[str, torch.Tensor], captured: list, lists: BlockLists | None, device: torch.device) -> None:
+        """The first of the kernels: the portable one, from now on, if that for Hopper is not usable."""
+        if self.call.for_hopper:
+            try:
+                with on(device):
+                    self.launch.if_usable(named, captured, self.grid, device, SPILL_LIMIT, self.plan.tile.num_warps)
+                return
+            except Unusable as why:
+                _refused[self.call.key] = str(why)
+                logs.CHOICE.info("decode: the kernel for Hopper is not used: %s", why)
+                is_launched = self.launch.is_launched
+                self._take(self.call._replace(for_hopper=False), lists)
+                if not is_launched:
+                    launch_nothing(self.launches)
+        launch_fitting(self.plan, lambda tile: self.launch.with_tile(tile, named, captured, self.grid, device), _with_fewer_keys)
 
 
 def _with_fewer_keys(tile: Tile) -> Tile | None:

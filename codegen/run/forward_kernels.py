@@ -160,4 +160,4 @@ def persistent(launch: Launch, tensors: dict[str, torch.Tensor], captured: list,
     device = tensors["Q"].device
     with on(device):
         count = counter(device, torch._C._cuda_getCurrentRawStream(device.index))
-        launch.if_usable({**tensors, "COUNTER": count}, captured, min(tiles, programs), device, limit)
+        launch.if_usable({**tensors, "COUNTER": count}, captured, (min(tiles, programs),), device, limit)

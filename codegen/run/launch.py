@@ -53,6 +53,11 @@ class Launch:
         self.again: Callable[[int, list, list], None] | None = None
         self.waits = True  # for the compiler; else a launch may raise NotYet
 
+    @property
+    def is_launched(self) -> bool:
+        """False where the kernel is only compiled (launch_nothing)."""
+        return not isinstance(self.kernel, _Unlaunched)
+
     def arguments(self, tensors: dict[str, torch.Tensor], captured: Iterable, constants: dict[str, int]) -> list:
         """In the order of the kernel's parameters, without constants."""
         return self._long(tensors, self._described_by(tensors, constants), captured)
@@ -82,16 +87,26 @@ class Launch:
         variant = self.kernel.launch(grid, args, device, tuple(constants.values()), waits=self.waits, **options)
         self._remember(variant, grid, tensors, captured, constants)
 
-    def if_usable(self, tensors: dict[str, torch.Tensor], captured: list, grid: int, device: torch.device, limit: float | None) -> None:
+    def if_usable(
+        self,
+        tensors: dict[str, torch.Tensor],
+        captured: list,
+        grid: tuple[int, ...],
+        device: torch.device,
+        limit: float | None,
+        num_warps: int = 4,
+    ) -> None:
         """Launch a kernel without constants. The device is the current one. Raises Unusable if it does not compile, or if a thread spills
         more than `limit` bytes; with None it raises what the compiler does. Raises NotYet, unless it waits, while it is being compiled."""
+        if 0 in grid:
+            return
         args = self.arguments(tensors, captured, {})
         if limit is None:
-            variant, plain = self.kernel.variant(args, device, (), num_warps=4)
+            variant, plain = self.kernel.variant(args, device, (), num_warps=num_warps)
         else:
-            variant, plain = usable(self.kernel, args, device, limit, self.waits)
-        variant.launch((grid,), plain, device.index)
-        self._remember(variant, (grid,), tensors, captured, {})
+            variant, plain = usable(self.kernel, args, device, limit, self.waits, num_warps)
+        variant.launch(grid, plain, device.index)
+        self._remember(variant, grid, tensors, captured, {})
 
     def again_with(self, tensors: list[torch.Tensor], device: torch.device) -> bool:
         """Launch on the shorter way a kernel that takes no captures, if there is one, and `tensors`, in their order, are aligned."""
@@ -212,11 +227,11 @@ def launch_fitting(holder, launch: Callable[[Tile], object], smaller: Callable[[
             holder.tile = tile
 
 
-def usable(kernel: Kernel, args: Iterable, device: torch.device, limit: float, waits: bool = True):
+def usable(kernel: Kernel, args: Iterable, device: torch.device, limit: float, waits: bool = True, num_warps: int = 4):
     """The variant of a kernel for Hopper, and its arguments. Raises Unusable if it does not compile, with a warning, as Gluon is
     experimental and may change with Triton; or if a thread spills more than `limit` bytes. Raises NotYet as Kernel.variant does."""
     try:
-        variant, plain = kernel.variant(args, device, (), waits=waits, num_warps=4)
+        variant, plain = kernel.variant(args, device, (), waits=waits, num_warps=num_warps)
     except (NotYet, Unusable):
         raise
     except Exception as error:

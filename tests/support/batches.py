@@ -37,7 +37,8 @@ def mask_mods():
 class Batch:
     """Sequences of `kv_lens` keys, the last `q_lens` of which are new: heads Hq and Hkv, head dims D_QK and D_V.
 
-    `page_size` 0: contiguous caches. `located`: those, or rows of page tables, of a larger tensor, by cache_loc.
+    `page_size` 0: contiguous caches. `located`: those, or rows of page tables, of a larger tensor, by cache_loc. `values_in_keys`: the
+    values are the keys' first columns.
     """
 
     q_lens: list[int]
@@ -55,6 +56,7 @@ class Batch:
     invariant: bool = False
     fp8: bool = False
     seed: int = 1
+    values_in_keys: bool = False
 
 
 @st.composite
@@ -99,6 +101,8 @@ def made(p: Batch, device: str) -> tuple[dict, list]:
         [random(1, H, n, D) for n in lens]
         for H, D, lens in ((p.Hq, p.D_QK, p.q_lens), (p.Hkv, p.D_QK, p.kv_lens), (p.Hkv, p.D_V, p.kv_lens))
     )
+    if p.values_in_keys:
+        v = [t[..., : p.D_V] for t in k]
     kept = torch.float8_e4m3fn if p.fp8 else p.dtype
     k, v = ([t.to(kept) for t in tensors] for tensors in (k, v))
     arguments = {"kv_len": torch.tensor(p.kv_lens, dtype=torch.int32, device=device), "batch_invariant": p.invariant}
@@ -131,6 +135,8 @@ def made(p: Batch, device: str) -> tuple[dict, list]:
                 cache[place, : t.shape[2]] = t[0].transpose(0, 1)
         if p.located:
             arguments["cache_loc"] = places.to(device, torch.int32)
+    if p.values_in_keys:
+        caches[1] = caches[0][..., : p.D_V]
     arguments |= {"k_cache": caches[0], "v_cache": caches[1]}
     if p.fp8:
         scales = [torch.rand(p.Hkv, generator=g).to(device) + 0.5 for _ in range(2)]

@@ -30,7 +30,7 @@ class StandIn:
             return False
         self.count += 1
         found = [_plain(argument) for argument in arguments]
-        fake_gluon.run(self.text, self.launch.kernel.__name__, tuple(found), grid[0])
+        fake_gluon.run(self.text, self.launch.kernel.__name__, tuple(found), grid[:1])
         return True
 
 

@@ -7,6 +7,7 @@ waits too late for these is not found.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import threading
@@ -261,7 +262,7 @@ def fused(a, b, c) -> torch.Tensor:
 def where(condition, a, b):
     if isinstance(a, Pointer):
         return a if condition else b
-    return torch.where(condition, torch.as_tensor(a), torch.as_tensor(b))
+    return torch.where(torch.as_tensor(condition), torch.as_tensor(a), torch.as_tensor(b))
 
 
 def together(threads: list[threading.Thread], errors: list) -> None:
@@ -282,8 +283,8 @@ def _plain(function):
     return on_tensors
 
 
-def gluon_language(programs: int, program: int, lock) -> types.SimpleNamespace:
-    """What stands for gluon.language in one of so many programs."""
+def gluon_language(programs: int, program: tuple[int, ...], lock) -> types.SimpleNamespace:
+    """What stands for gluon.language in one of so many programs along the first axis."""
 
     def atomic_add(pointer, value, sem=None, mask=None):
         if isinstance(value, torch.Tensor) and value.dim():  # places may be the same
@@ -321,7 +322,7 @@ def gluon_language(programs: int, program: int, lock) -> types.SimpleNamespace:
         **dtypes,
         **layouts,
         constexpr=lambda x: x,
-        program_id=lambda _: program,
+        program_id=lambda axis: torch.tensor(program[axis], dtype=torch.int32),
         num_programs=lambda _: programs,
         atomic_add=atomic_add,
         warp_specialize=warp_specialize,
@@ -349,7 +350,9 @@ def gluon_language(programs: int, program: int, lock) -> types.SimpleNamespace:
         fma=fused,
         broadcast=lambda a, b: torch.broadcast_tensors(a, b),
         max=lambda x, axis: x.amax(axis),
-        sum=lambda x, axis: x.sum(axis),
+        sum=lambda x, axis: x.sum(axis, dtype=x.dtype),
+        min=lambda x, axis: x.amin(axis),
+        associative_scan=lambda x, axis, _: x.cumsum(axis, dtype=x.dtype),
     )
 
 
@@ -378,15 +381,15 @@ class Number(int):
         return torch.tensor(self, dtype=dtype)
 
 
-def run(text: str, name: str, args: tuple, programs: int = 2) -> None:
-    """Run a printed kernel's entry point. Tensors among `args` are passed as pointers, Descriptors and numbers as they are."""
+def run(text: str, name: str, args: tuple, grid: tuple[int, ...] = (2,)) -> None:
+    """Run a printed kernel's entry point in programs of a grid. Tensors among `args` are passed as pointers, Descriptors and numbers as they are."""
     text = text.replace(".type.layout", "")
     lines = [line for line in text.splitlines() if not line.strip().startswith(("import triton", "from triton"))]
     lock, errors = threading.Lock(), []
 
-    def program(number: int) -> None:
-        language = gluon_language(programs, number, lock)
-        both, delays = threading.Barrier(2, timeout=PATIENCE), [0.3] * (2 * (number == 0))  # one program is late: others must wait for it
+    def program(number: tuple[int, ...]) -> None:
+        language = gluon_language(grid[0], number, lock)
+        both, delays = threading.Barrier(2, timeout=PATIENCE), [0.3] * (2 * (not any(number)))  # one program is late: others must wait for it
 
         def wait_for_stores() -> None:
             time.sleep(delays.pop() if delays else 0.0)
@@ -423,4 +426,4 @@ def run(text: str, name: str, args: tuple, programs: int = 2) -> None:
         except BaseException as error:
             errors.append(error)
 
-    together([threading.Thread(target=program, args=(i,), daemon=True) for i in range(programs)], errors)
+    together([threading.Thread(target=program, args=(i,), daemon=True) for i in itertools.product(*map(range, grid))], errors)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -11,6 +12,7 @@ from flexpress.codegen.device import binary, devices, kernel, tma
 from flexpress.codegen.device.arguments import one_by_one
 from flexpress.codegen.run import backward, backward_kernels, decode, forward, forward_kernels, prefill
 from flexpress.codegen.run import launch as launch_module
+from flexpress.codegen.run.launch import Launch
 from flexpress.codegen.text.render import render
 from support import fake_gluon
 
@@ -76,4 +78,29 @@ def forward_on_cpu(monkeypatch, run: bool = True) -> list:
 
     monkeypatch.setattr(forward_kernels, "persistent", persistent)
     monkeypatch.setattr(forward_kernels, "worthwhile", lambda *_: None)
+    return launched
+
+
+def decode_on_cpu(monkeypatch) -> list:
+    """A Hopper GPU of which the decode kernel runs in a stand-in for Gluon, and combine_splits in Triton's interpreter. The list gets every
+    Launch of the former."""
+    launched = []
+    pass_for_hopper(monkeypatch, Variant)
+
+    def if_usable(launch, tensors, captured, grid, *_):
+        launched.append(launch)
+        with monkeypatch.context() as patch:
+            patch.setattr(launch_module, "descriptor", fake_gluon.Descriptor)
+            arguments = launch.arguments(tensors, captured, {})
+        fake_gluon.run(render(launch.spec), "hopper_decode", tuple(one_by_one(arguments)), grid)
+
+    combine = Launch.with_constants
+
+    def with_constants(launch, constants, tensors, captured, grid, device):
+        if launch.spec.template == "combine_splits":
+            launch = Launch(replace(launch.spec, backend="cpu"), launch._numbers, launch._order)
+        combine(launch, constants, tensors, captured, grid, device)
+
+    monkeypatch.setattr(Launch, "if_usable", if_usable)
+    monkeypatch.setattr(Launch, "with_constants", with_constants)
     return launched

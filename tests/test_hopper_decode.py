@@ -1,0 +1,105 @@
+"""The decode kernel for Hopper: values that are the first columns of the keys. On a CPU its text runs in a stand-in for Gluon."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flexpress import cached_attention, flex_attention, mods
+from flexpress.codegen import registry
+from flexpress.codegen.run import decode
+from flexpress.codegen.run.launch import Launch, Unusable
+from support import batches
+from support.dense import dense_attention, relative_error
+from support.fake_hopper import decode_on_cpu
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """What one test pretends to have compiled is not there in another."""
+    registry.clear()
+    yield
+    registry.clear()
+
+
+def latent(**changes) -> batches.Batch:
+    """A batch whose values are a view of its keys."""
+    known = dict(q_lens=[1, 1, 1], kv_lens=[70, 5, 200], Hkv=1, Hq=16, D_QK=320, D_V=256, dtype=torch.bfloat16, values_in_keys=True)
+    return batches.Batch(**(known | changes))
+
+
+CASES = {
+    "pages of 64": dict(page_size=64),
+    "pages of 16, ragged": dict(page_size=16, q_lens=[1, 0, 3], mask="all"),
+    "pages of 8, causal": dict(page_size=8, q_lens=[3, 2, 1], mask="window"),
+    "pages of 128": dict(page_size=128, dtype=torch.float16),
+    "an entry a sequence": dict(page_size=0),
+    "entries anywhere": dict(page_size=0, located=True, Hkv=2, Hq=8),
+    "no columns of keys alone": dict(D_QK=512, D_V=512),
+    "576 and 512": dict(D_QK=576, D_V=512, kv_lens=[130, 64, 1]),
+    "alibi": dict(score="alibi", Hq=12),
+    "softcap": dict(score="softcap", q_lens=[2, 2, 2], ragged=False),
+    "by sequence": dict(Hq=6, score="per sequence", mask="per sequence", q_lens=[2, 3, 5]),
+    "a mask of each head": dict(mask="per head", Hq=4),
+    "tiles by tokens": dict(q_lens=[40, 3, 17], Hq=4, kv_lens=[70, 5, 90]),
+    "split": dict(kv_lens=[1500, 3, 700], page_size=64),
+    "split, an entry a sequence": dict(kv_lens=[1030, 64, 513], page_size=0, score="alibi", Hq=4),
+    "batch invariant": dict(kv_lens=[1500, 3, 700], page_size=64, invariant=True),
+    "one key, and few": dict(kv_lens=[1, 2, 3], ragged=False),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_the_kernel_computes(monkeypatch, name):
+    """By the kernel's text, from what it finds in a cache that is NaN wherever no sequence is."""
+    launched = decode_on_cpu(monkeypatch)
+    batches.check(latent(**CASES[name]), "cpu")
+    assert len(launched) >= 1
+
+
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(drawn=batches.batches("cpu"), dims=st.sampled_from([(320, 256), (512, 512), (264, 256)]), heads=st.sampled_from([(1, 12), (2, 8), (1, 3)]))
+def test_any_batch(monkeypatch, drawn, dims, heads):
+    dtype = torch.float16 if drawn.dtype is torch.float32 else drawn.dtype
+    page_size = {1: 8, 5: 128}.get(drawn.page_size, drawn.page_size)  # that TMA copies
+    known = dict(page_size=page_size, D_QK=dims[0], D_V=dims[1], Hkv=heads[0], Hq=heads[1], values_in_keys=True, fp8=False, dtype=dtype)
+    with monkeypatch.context() as patch:
+        decode_on_cpu(patch)
+        batches.check(replace(drawn, **known), "cpu")
+    registry.clear()
+
+
+def test_without_a_cache(monkeypatch):
+    """flex_attention of few queries, with sinks."""
+    launched = decode_on_cpu(monkeypatch)
+    q, k = torch.randn(2, 8, 2, 320, dtype=torch.bfloat16), torch.randn(2, 1, 700, 320, dtype=torch.bfloat16)
+    sinks = torch.randn(8)
+    out, lse = flex_attention(q, k, k[..., :256], score_mod=mods.softcap(20.0), enable_gqa=True, sinks=sinks, return_lse=True)
+    assert len(launched) == 1
+    exact, exact_lse, _ = dense_attention(q, k, k[..., :256], mods.softcap(20.0))
+    with_sinks = torch.logaddexp(exact_lse, sinks.double()[:, None])
+    exact, exact_lse = exact * (exact_lse - with_sinks).exp()[..., None], with_sinks
+    assert relative_error(out, exact) < 1e-2
+    torch.testing.assert_close(lse.double(), exact_lse, atol=1e-3, rtol=1e-3)
+
+
+def test_the_portable_kernel_takes_its_place(monkeypatch):
+    """Where the one for Hopper does not compile."""
+    decode_on_cpu(monkeypatch)
+    portable = []
+
+    def if_usable(*_):
+        raise Unusable("it does not compile")
+
+    monkeypatch.setattr(Launch, "if_usable", if_usable)
+    monkeypatch.setattr(Launch, "with_tile", lambda launch, *_: portable.append(launch.spec.template))
+    monkeypatch.setattr(Launch, "with_constants", lambda *_: None)
+    p = latent(page_size=64)
+    given, _ = batches.made(p, "cpu")
+    for _ in range(2):
+        cached_attention(**given, scale=0.1)
+    assert portable == ["decode", "decode"] and "it does not compile" in decode._refused.values()
