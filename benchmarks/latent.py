@@ -17,7 +17,7 @@ from common import arguments, captured, header, replay_ms, write_results
 
 from flexpress import PageAllocator, cached_attention, mods
 from flexpress.codegen import registry
-from flexpress.codegen.run import decode
+from flexpress.codegen.run import decode_kernels
 
 SCORE_MODS = {"plain": lambda heads: None, "alibi": mods.alibi, "softcap": lambda heads: mods.softcap(30.0)}
 BYTES = 4 << 30  # of caches at least: far more than fits into L2
@@ -72,16 +72,16 @@ def row_of(step: Step, asked, capture=captured, time_ms=replay_ms) -> dict:
     """What is measured of a step, by the kernel that serves and by the portable one."""
     found = {}
     for name in ("", "portable_")[: 2 if asked.portable else 1]:
-        fits = decode.fits
+        fits = decode_kernels.fits
         if name:
-            decode.fits = lambda *_: NO_KERNEL_FOR_HOPPER
+            decode_kernels.fits = lambda *_: NO_KERNEL_FOR_HOPPER
         registry.clear()
         try:
             outs, replay = capture(step.run)
             found[f"{name}us"] = 1e3 * time_ms(replay, asked.rep) / step.calls
             found[f"{name}error"] = step.error(outs[-1])
         finally:
-            decode.fits = fits
+            decode_kernels.fits = fits
         assert found[f"{name}error"] < 0.01, f"the output is off by {found[f'{name}error']:.3f} of its size"
     return {"tb_s": step.bytes / found["us"] / 1e6, "tflops": step.flops / found["us"] / 1e6, **found}
 

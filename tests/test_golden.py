@@ -20,6 +20,7 @@ from flexpress.codegen.run.preview import (
     exchange_compilations,
     hopper_backward_compilations,
     hopper_compilation,
+    hopper_decode_compilation,
     merge_parts_compilation,
     preview,
     shared_tables_compilation,
@@ -40,6 +41,7 @@ from flexpress.recipes import make
 
 FOLDER = Path(__file__).parent.parent / "generated"
 TEMPLATES = FOLDER.parent / "templates"
+LATENT = dict(head_dim=576, head_dim_v=512)
 GOLDEN = {  # at most 10: a change of a template is read here, everything else is tested elsewhere
     "forward_plain_d64_fp32": lambda: preview(dtype="float32", head_dim=64, use_tma=False),  # examples/minimal.md
     "forward_causal_d128_bf16_tma": lambda: preview(*make("causal")),
@@ -138,6 +140,13 @@ OTHERS = {  # branches of the templates that the prints in generated/ do not hav
     "delta": lambda: backward_compilations("sm_90", *make("causal"))["delta"],
     "dkv": lambda: backward_compilations("sm_90", *make("alibi", "document"), captured=True, starts=True)["dkv"],
     "dq": lambda: backward_compilations("sm_90", *make("relative_bias", "causal"), interior=False, whole=False)["dq"],
+    "hopper decode, pages": lambda: hopper_decode_compilation(*make("alibi"), **LATENT, page_size=64, lengths=True, balanced=True),
+    "hopper decode, lists": lambda: hopper_decode_compilation(
+        *make("softcap", "causal"), **LATENT, page_size=16, lengths=True, ragged=True
+    ),
+    "hopper decode, one part": lambda: hopper_decode_compilation(
+        *make("causal"), head_dim=320, head_dim_v=256, split=False, output_max=True
+    ),
     "hopper, distances": lambda: hopper_compilation("sm_90", *make("t5_bias", "document"), output_rows=True),
     "hopper, three consumers": lambda: hopper_compilation("sm_90", head_dim=64, dtype="float16"),
     "hopper, slices": lambda: hopper_compilation("sm_90", *make("softcap", "causal"), **MLA),

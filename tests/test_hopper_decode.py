@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from flexpress import cached_attention, flex_attention, mods
 from flexpress.codegen import registry
-from flexpress.codegen.run import decode
+from flexpress.codegen.run import decode_kernels
 from flexpress.codegen.run.launch import Launch, Unusable
 from support import batches
 from support.dense import dense_attention, relative_error
@@ -62,7 +62,11 @@ def test_what_the_kernel_computes(monkeypatch, name):
 
 
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(drawn=batches.batches("cpu"), dims=st.sampled_from([(320, 256), (512, 512), (264, 256)]), heads=st.sampled_from([(1, 12), (2, 8), (1, 3)]))
+@given(
+    drawn=batches.batches("cpu"),
+    dims=st.sampled_from([(320, 256), (512, 512), (264, 256)]),
+    heads=st.sampled_from([(1, 12), (2, 8), (1, 3)]),
+)
 def test_any_batch(monkeypatch, drawn, dims, heads):
     dtype = torch.float16 if drawn.dtype is torch.float32 else drawn.dtype
     page_size = {1: 8, 5: 128}.get(drawn.page_size, drawn.page_size)  # that TMA copies
@@ -102,4 +106,4 @@ def test_the_portable_kernel_takes_its_place(monkeypatch):
     given, _ = batches.made(p, "cpu")
     for _ in range(2):
         cached_attention(**given, scale=0.1)
-    assert portable == ["decode", "decode"] and "it does not compile" in decode._refused.values()
+    assert portable == ["decode", "decode"] and "it does not compile" in decode_kernels._refused.values()

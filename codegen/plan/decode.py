@@ -42,7 +42,7 @@ MIN_SHARE = 256  # keys of a part at least: adding up parts costs as much as rea
 FIXED_SHARE = 1024  # keys of a part where the result must not depend on other sequences
 MAX_WAVES = 8  # of programs; keys are not split where there would be more
 ROOM = 32  # parts for which there is room where the lengths of sequences decide how many parts each one has
-BLOCK_S = 16  # parts that combine_splits reads at a time
+PART_ELEMENTS = 2048  # that combine_splits reads at a time: few, as there are seldom more parts than two or three
 
 
 class DecodeCase(NamedTuple):
@@ -267,6 +267,11 @@ def _part_parameters(rows: str) -> tuple[Parameter, ...]:
         pointer("PART_MAX", "float32", f"[{rows}, SPLITS]: the largest scores of the parts"),
         pointer("PART_COUNT", "int32", f"[{rows}]: how many parts there are"),
     )
+
+
+def parts_at_once(d_v: int) -> int:
+    """How many parts combine_splits reads at a time, BLOCK_S."""
+    return min(16, PART_ELEMENTS // round_up_head_dim(d_v))
 
 
 def combine_spec(case: DecodeCase, backend: str, scale_apart: bool) -> KernelSpec:

@@ -9,7 +9,7 @@ import torch
 from ..mod.dtypes import dtype_name
 from ..mod.expr import INDEX_BOUND, ModGraph
 from ..plan import decode
-from ..plan.decode import BLOCK_S, DecodeCase, Rows, plan_decode, rows_of, vector_of
+from ..plan.decode import DecodeCase, Rows, parts_at_once, plan_decode, rows_of, vector_of
 from ..plan.decode_tiles import most_rows
 from ..plan.forward import LOG2_E, Blocks
 from ..text.parameters import stride_names
@@ -93,7 +93,7 @@ class _Plans:
             tile = plan.tile
             constants = {"BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N}
             found[name] = Compilation(self.target, plan.spec, constants, tile.num_warps, tile.num_stages)
-        found["combine_splits"] = Compilation(self.target, plan.combine, {"BLOCK_S": BLOCK_S})
+        found["combine_splits"] = Compilation(self.target, plan.combine, {"BLOCK_S": parts_at_once(plan.combine.flag["D_V"])})
         return found | (mask_compilations(self.call.mask, self.extents, (BLOCK, BLOCK), self.target, False) if self.call.mask else {})
 
 

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 import torch
 
 from ..device import offline
+from ..plan import hopper_decode
 from ..plan.backward import Step, delta_rows
 from ..plan.cpu import plan_cpu_backward, plan_cpu_forward
 from ..plan.cpu_statistics import plan_cpu_statistics
-from ..plan.decode import BLOCK_S, DecodeCase, DecodePlan, plan_decode, rows_of
+from ..plan.decode import DecodeCase, DecodePlan, parts_at_once, plan_decode, rows_of
 from ..plan.decode_tiles import most_rows
 from ..plan.exchange import ExchangeCase, add_spec, copy_spec, positions_of_program
 from ..plan.forward import Cache, Plan
@@ -124,16 +125,32 @@ def decode_compilations(
     changes   the former by name, and fields of DecodeCase: ragged, lengths, balanced, located, page_size, output_max, and split=False,
               which leaves "combine" out
     """
+    imagined, case, rows = _decode_case(target, call, q_len, group, kv_dtype, changes)
+    plan = plan_decode(case, *machine_of(target), imagined.score, imagined.mask, rows)
+    combine = {"combine": Compilation(target, plan.combine, {"BLOCK_S": parts_at_once(case.d_v)})} if plan.combine else {}
+    return {"decode": _tiled(target, plan), **combine}
+
+
+def hopper_decode_compilation(*call, q_len: int = 1, group: int = 4, **changes) -> Compilation:
+    """The decode kernel for Hopper, of values that are a view of the keys; arguments are those of decode_compilations. ValueError, with the
+    reason, where it does not serve."""
+    imagined, case, rows = _decode_case("sm_90", call, q_len, group, None, {"values_in_keys": True, **changes})
+    reason = hopper_decode.fits(case, imagined.geometry, "sm_90", True, rows, imagined.score, imagined.mask)
+    if reason:
+        raise ValueError(reason)
+    plan = hopper_decode.plan_hopper_decode(case, imagined.score, imagined.mask)
+    return Compilation("sm_90", plan.spec, {}, plan.tile.num_warps)
+
+
+def _decode_case(target: str, call: tuple, q_len: int, group: int, kv_dtype: str | None, changes: dict) -> tuple:
+    """The call, as a forward pass, its DecodeCase, and the rows of a tile."""
     imagined, changes = _imagined(call, changes)
     imagined = imagined.forward(target)
     known, blocks, kept = imagined.case, imagined.case.blocks, getattr(torch, kv_dtype) if kv_dtype else None
     layout = known.dtype, known.d_qk, known.d_v, known.units, known.aligned, blocks
     case = DecodeCase(*layout, kv_dtype=kept, scales=kept is not None, values_in_keys=known.values_in_keys, **changes)
     most = most_rows(machine_of(target)[1], case.d_qk, case.d_v, case.itemsize)
-    rows = rows_of(q_len, group, blocks.q_block if blocks else 0, most).rows
-    plan = plan_decode(case, *machine_of(target), imagined.score, imagined.mask, rows)
-    combine = {"combine": Compilation(target, plan.combine, {"BLOCK_S": BLOCK_S})} if plan.combine else {}
-    return {"decode": _tiled(target, plan), **combine}
+    return imagined, case, rows_of(q_len, group, blocks.q_block if blocks else 0, most).rows
 
 
 def statistics_compilations(target: str, *call, **details) -> dict[str, Compilation]:

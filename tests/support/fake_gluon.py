@@ -382,14 +382,17 @@ class Number(int):
 
 
 def run(text: str, name: str, args: tuple, grid: tuple[int, ...] = (2,)) -> None:
-    """Run a printed kernel's entry point in programs of a grid. Tensors among `args` are passed as pointers, Descriptors and numbers as they are."""
+    """Run a printed kernel's entry point in the programs of a grid. Tensors are passed as pointers, Descriptors and numbers as they are."""
     text = text.replace(".type.layout", "")
     lines = [line for line in text.splitlines() if not line.strip().startswith(("import triton", "from triton"))]
     lock, errors = threading.Lock(), []
 
     def program(number: tuple[int, ...]) -> None:
         language = gluon_language(grid[0], number, lock)
-        both, delays = threading.Barrier(2, timeout=PATIENCE), [0.3] * (2 * (not any(number)))  # one program is late: others must wait for it
+        both, delays = (
+            threading.Barrier(2, timeout=PATIENCE),
+            [0.3] * (0 if any(number) else 2),
+        )  # one program is late: others must wait for it
 
         def wait_for_stores() -> None:
             time.sleep(delays.pop() if delays else 0.0)

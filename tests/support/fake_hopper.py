@@ -10,7 +10,7 @@ import torch
 
 from flexpress.codegen.device import binary, devices, kernel, tma
 from flexpress.codegen.device.arguments import one_by_one
-from flexpress.codegen.run import backward, backward_kernels, decode, forward, forward_kernels, prefill
+from flexpress.codegen.run import backward, backward_kernels, decode, decode_kernels, forward, forward_kernels, prefill
 from flexpress.codegen.run import launch as launch_module
 from flexpress.codegen.run.launch import Launch
 from flexpress.codegen.text.render import render
@@ -41,7 +41,7 @@ def pass_for_hopper(monkeypatch, variant: Callable[[str], Variant], multiprocess
     """
     for module in (devices, forward, backward, decode):
         monkeypatch.setattr(module, "backend_of", lambda _: "cuda")
-    for module in (kernel, forward_kernels, backward_kernels, decode, launch_module):
+    for module in (kernel, forward_kernels, backward_kernels, decode_kernels, launch_module):
         monkeypatch.setattr(module, "on", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(devices, "capability_of", lambda _: (9, 0))
     monkeypatch.setattr(binary, "obtain", lambda name, *_: (variant(name), False))
