@@ -134,7 +134,8 @@ class Scheduler:
             if work is not None:
                 step.append(work)
                 spare -= len(work.tokens) - 1
-        while spare > 0 and self.waiting and len(self.running) < self.max_sequences and self._admit(self.waiting[0]):
+        least = min(self.chunk, self.pool.page_size)  # less is no page that others can go on from
+        while spare >= least and self.waiting and len(self.running) < self.max_sequences and self._admit(self.waiting[0]):
             self.running.append(self.waiting.popleft())
             step.append(self._chunk(self.running[-1], spare))
             spare -= len(step[-1].tokens)
@@ -211,9 +212,7 @@ class Scheduler:
     def _catch_up(self, request: Request) -> None:
         """Takes pages that others have written meanwhile, or write in this step: a layer writes all keys before any is read."""
         size, own = self.pool.page_size, request.sequence
-        if request.cached != self.prefixes.pages(own) * size:
-            return
-        holder, count = self.prefixes.longest(self._pages(request, request.cached), own)
+        holder, count = self.prefixes.longest(self._pages(request, self.prefixes.pages(own) * size), own)
         if holder is None:
             return
         request.sequence, length = self._forked(holder, count), self.pool.length(own)
