@@ -167,7 +167,7 @@ def test_requests_that_never_fit():
 )
 def test_captured_shapes_have_room(shape):
     steps = engine("steps")
-    exact = steps.Shape(*shape, False)
+    exact = steps.Shape(*shape)
     room = exact.rounded()
     for name in ("sequences", "tokens", "rows", "max_q_len", "nodes"):
         assert getattr(room, name) >= getattr(exact, name)

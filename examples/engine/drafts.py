@@ -38,7 +38,7 @@ class _Index:
 class PromptLookup:
     """Trees of up to `branches` continuations of the longest of `sizes` that was seen before."""
 
-    def __init__(self, branches: int = 2, sizes: tuple[int, ...] = (4, 3, 2)) -> None:
+    def __init__(self, branches: int = 2, sizes: tuple[int, ...] = (3, 2)) -> None:
         self.branches, self.sizes = branches, sizes
         self._indices: WeakKeyDictionary[Request, _Index] = WeakKeyDictionary()
 

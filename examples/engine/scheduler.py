@@ -174,12 +174,14 @@ class Scheduler:
 
     def _continue(self, request: Request, spare: int) -> Work | None:
         """The next work of a running request, or None if it was preempted."""
-        self._catch_up(request)
+        decoding = request.cached == request.length - 1 and bool(request.made)
+        if not decoding:
+            self._catch_up(request)
         while not self._room(request, request.length):
             self._preempt(self.running[-1])
             if request.sequence is None:
                 return None
-        if self.draft is None or request.cached != request.length - 1 or not request.made:
+        if self.draft is None or not decoding:
             return self._chunk(request, spare + 1)
         most = min(spare, self.nodes - 1, request.wanted - len(request.made) - 1)
         tokens, parents = self.draft(request, most) if most > 0 else ([], [])
@@ -200,8 +202,7 @@ class Scheduler:
         out again."""
         holder, count = self.prefixes.longest(self._pages(request, 0))
         request.sequence = self.pool.allocate() if holder is None else self._forked(holder, count)
-        spare = len(self.running) * self.pool.page_size
-        if not self._room(request, request.length, spare):
+        if not self._room(request, request.length, len(self.running)):
             self._free(request.sequence)
             request.sequence = None
             return False
@@ -239,21 +240,21 @@ class Scheduler:
     def _note(self, request: Request, length: int) -> None:
         """The first `length` tokens of a request are in the cache when the step is done."""
         size, known = self.pool.page_size, self.prefixes.pages(request.sequence)
-        pages = [tuple(request.known(start, size)) for start in range(known * size, length // size * size, size)]
-        self.prefixes.add(request.sequence, pages)
+        if length // size > known:
+            pages = [tuple(request.known(start, size)) for start in range(known * size, length // size * size, size)]
+            self.prefixes.add(request.sequence, pages)
 
     def _room(self, request: Request, length: int, spare: int = 0) -> bool:
-        """Pages for so many tokens of a request, if they are free or of sequences that are only kept. Leaves pages for `spare` tokens."""
-        pool, sequence = self.pool, request.sequence
-        wanted = max(0, length - pool.length(sequence))
-        pages = -(-max(length, pool.length(sequence)) // pool.page_size) - len(pool.pages(sequence)) + spare // pool.page_size
-        while pool.free_pages < pages:
+        """Pages for so many tokens of a request, if they are free or of sequences that are only kept. Leaves `spare` pages."""
+        pool, size, known = self.pool, self.pool.page_size, self.pool.length(request.sequence)
+        length = max(length, known)
+        while pool.free_pages < -(-length // size) - -(-known // size) + spare:
             if not self.kept:
                 return False
             oldest = next(iter(self.kept))
             del self.kept[oldest]
             self._free(oldest)
-        pool.extend(sequence, wanted)
+        pool.extend(request.sequence, length - known)
         return True
 
     def _places(self, request: Request, first: int, count: int) -> list[int]:

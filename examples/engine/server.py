@@ -81,7 +81,8 @@ class Engine:
         if not step:
             return []
         self.steps, self.steps_waited = self.steps + 1, self.steps_waited + bool(self.scheduler.waiting)
-        self.peak_pages = max(self.peak_pages, self.pages_in_use())
+        if self.pool.num_pages - self.pool.free_pages > self.peak_pages:
+            self.peak_pages = max(self.peak_pages, self.pages_in_use())
         before = [len(work.request.made) for work in step]
         try:
             moves = self.scheduler.commit(step, self.tensors.run(step))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -32,14 +32,14 @@ class Shape:
     rows: int
     max_q_len: int
     nodes: int
-    shared: bool
+    shared: bool = False
 
     @staticmethod
-    def of(step: list[Work], shared: bool) -> Shape:
+    def of(step: list[Work]) -> Shape:
         """As large as needed."""
         lengths = [len(work.tokens) for work in step]
         nodes = max(len(work.parents) for work in step)
-        return Shape(len(step), sum(lengths), max(1, sum(work.rows for work in step)), max(lengths), nodes, shared)
+        return Shape(len(step), sum(lengths), max(1, sum(work.rows for work in step)), max(lengths), nodes)
 
     def rounded(self) -> Shape:
         """A little larger, so that there are few shapes."""
@@ -91,27 +91,34 @@ class Inputs:
 
         self.on_device = views(self.sent)
         self.filled = {name: view.numpy() for name, view in views(self.host).items()}
+        self.filled["page_table"].fill(-1)
+        self.filled["parents"].fill(-1)
+        self.width, self._pages = width, [(-1, 0)] * sequences  # of each row of the table: whose pages it has, and how many
 
     def fill(self, step: list[Work], pool: PageAllocator) -> None:
         """Writes a step, and sends it."""
-        self.host.zero_()
-        to = self.filled
-        to["page_table"].fill(-1)
-        to["parents"].fill(-1)
-        token = row = 0
+        written: dict[str, list[int]] = {"ids": [], "positions": [], "cu_seqlens_q": [0], "kv_len": [], "start": [], "rows": []}
         for b, work in enumerate(step):
-            request, count, pages = work.request, len(work.tokens), pool.pages(work.request.sequence)
-            first = request.cached
-            to["ids"][token : token + count] = work.tokens
-            to["positions"][token : token + count] = _depths(work.parents, first) if work.parents else range(first, first + count)
-            to["parents"][b, : len(work.parents)] = work.parents
-            to["page_table"][b, : len(pages)] = pages
-            to["kv_len"][b], to["start"][b] = first + count, first if work.parents else first + count
-            token += count
-            to["cu_seqlens_q"][b + 1] = token
-            to["rows"][row : row + work.rows] = range(token - work.rows, token)
-            row += work.rows
-        to["cu_seqlens_q"][len(step) + 1 :] = token
+            first, count = work.request.cached, len(work.tokens)
+            written["ids"] += work.tokens
+            written["positions"] += _depths(work.parents, first) if work.parents else range(first, first + count)
+            token = len(written["ids"])
+            written["cu_seqlens_q"].append(token)
+            written["kv_len"].append(first + count)
+            written["start"].append(first if work.parents else first + count)
+            written["rows"] += range(token - work.rows, token)
+            if self.shape.nodes:
+                self.filled["parents"][b] = work.parents + [-1] * (self.shape.nodes - len(work.parents))
+            sequence = work.request.sequence
+            has = sequence, -(-pool.length(sequence) // pool.page_size)
+            if self._pages[b] != has:  # no page is ever copied, so pages are only added
+                pages = pool.pages(sequence)
+                self.filled["page_table"][b] = pages + [-1] * (self.width - len(pages))
+                self._pages[b] = has
+        written["cu_seqlens_q"] += [token] * (self.shape.sequences - len(step))
+        for name, numbers in written.items():  # a sequence that is not there has no tokens
+            self.filled[name][: len(numbers)] = numbers
+            self.filled[name][len(numbers) :] = 0
         self.sent.copy_(self.host, non_blocking=True)
 
 
@@ -155,11 +162,11 @@ class Steps:
 
     def run(self, step: list[Work]) -> list[list[int]]:
         """The likeliest next tokens of the rows of each work."""
-        shared = self._shared([work.request.sequence for work in step])
-        tokens = sum(len(work.tokens) for work in step)
-        pays = shared is not None and shared.pays(self.cache[0, 0], self.cache[0, 1], queries=tokens)
-        shape = Shape.of(step, pays)
-        chosen = self._replayed(step, shape.rounded(), shared) if self.graphs else self._run(step, shape, shared)[0]
+        shape = Shape.of(step).rounded() if self.graphs else Shape.of(step)
+        shared = self._shared([work.request.sequence for work in step], shape.sequences)
+        if shared is not None and shared.pays(*self.cache[0], queries=shape.tokens):
+            shape = replace(shape, shared=True)
+        chosen = self._replayed(step, shape, shared) if self.graphs else self._run(step, shape, shared)[0]
         found = iter(chosen.tolist())
         return [[next(found) for _ in range(work.rows)] for work in step]
 
@@ -192,9 +199,9 @@ class Steps:
             ((t.float() / s).clamp(-largest, largest).to(torch.float8_e4m3fn).float() * s).to(t) for t, s in ((k, k_scale), (v, v_scale))
         )
 
-    def _shared(self, sequences: list[int], size: int | None = None) -> SharedPrefix | None:
-        """Which of them share pages. What they share stays the same as long as they do."""
-        padded = sequences + [self.nobody] * ((_rounded(len(sequences)) if self.graphs else len(sequences)) - len(sequences))
+    def _shared(self, sequences: list[int], size: int) -> SharedPrefix | None:
+        """Which of them share pages, in a batch of that size. It stays the same as long as they do."""
+        padded = sequences + [self.nobody] * (size - len(sequences))
         if self._grouped[0] != padded:
             room = {"groups": GROUPS, "width": self.width} if self.graphs else {}
             self._grouped = padded, self.pool.shared_prefix(padded, self.device, **room)
