@@ -148,6 +148,14 @@ class Server:
             assert request.made == made[: len(request.made)], "tokens are those of the model alone"
             assert request.reason in ("", "cancelled") or (request.made == made and request.reason == reason)
         self.requests = [(r, m) for r, m in self.requests if not r.reason]
+        for sequence in scheduler.kept if self.draw.random() < 0.1 else ():
+            states = [0]
+            for node in scheduler.prefixes._paths[sequence]:
+                assert len(node.tokens) == self.size
+                for token in node.tokens:
+                    states.append(after(states[-1], token))
+            self.read(pool.pages(sequence), states[1:])
+            assert pool.length(sequence) == len(states) - 1, "what is kept is whole pages, which the tree knows"
 
     def run(self, steps: int) -> None:
         draw = self.draw
