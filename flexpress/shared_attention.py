@@ -72,13 +72,22 @@ def _check_same(name: str, tensor: torch.Tensor | None, known: torch.Tensor | No
 def is_worthwhile(
     shared: SharedPrefix | SharedTables, query: torch.Tensor, where: Cached, k_cache: torch.Tensor, v_cache: torch.Tensor, mods: tuple
 ) -> bool:
-    """Is what need not be read again enough to pay for a second part? Not with a mod that has dot products: a tile reads rows of one
-    sequence for them."""
+    """Is what need not be read again enough to pay for a second part?"""
     prefix = shared if isinstance(shared, SharedPrefix) else shared.shared
-    tokens = query.shape[0] if where.cu_q is not None else query.shape[0] * query.shape[2]
-    if not where.pages.shape[1] or not prefix.pays(k_cache, v_cache, queries=tokens, tables=shared is not prefix):
+    if not prefix.pays(k_cache, v_cache, queries=_tokens(query, where), tables=shared is not prefix):
+        return False
+    return is_possible(prefix, query, where, k_cache, mods)
+
+
+def is_possible(prefix: SharedPrefix, query: torch.Tensor, where: Cached, k_cache: torch.Tensor, mods: tuple) -> bool:
+    """May a prefix be read once? Not with a mod that has dot products: a tile reads rows of one sequence for them."""
+    if 0 in k_cache.shape or not where.pages.shape[1] or not prefix.has_few(_tokens(query, where)):
         return False
     return not any(mod is not None and dots_of(bind(mod, kind)[0]) for mod, kind in zip(mods, ("score", "mask"), strict=True))
+
+
+def _tokens(query: torch.Tensor, where: Cached) -> int:
+    return query.shape[0] if where.cu_q is not None else query.shape[0] * query.shape[2]
 
 
 def attend_shared(

@@ -67,11 +67,15 @@ class SharedPrefix:
         For whoever captures CUDA graphs with sharing and without, and chooses one for a step. (A mod that has dot products of rows goes
         the usual way in any case.)
         """
-        if not self.tokens_saved or not 0 < queries <= MOST_QUERIES * self.batch_size or 0 in k_cache.shape:
+        if not self.tokens_saved or not self.has_few(queries) or 0 in k_cache.shape:
             return False
         columns = k_cache.shape[3] + (0 if values_in_keys(k_cache, v_cache) else v_cache.shape[3])
         saved = self.tokens_saved * k_cache.shape[2] * columns * k_cache.element_size()
         return saved >= LEAST_BYTES * (1 if tables else TABLES_TIMES)
+
+    def has_few(self, queries: int) -> bool:
+        """Are these queries so few a sequence that reading keys is what they wait for?"""
+        return 0 < queries <= MOST_QUERIES * self.batch_size
 
     def update(self, other: SharedPrefix | None) -> None:
         """Copy another one, of a batch of as many sequences, into this one's tensors; None: nothing is shared any more.
