@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 
@@ -220,21 +220,21 @@ def _placed(
 
 
 def prepare(
-    query, k_cache, v_cache, batch: dict[str, object], score_mod, mask_mod, scale, batch_invariant: bool, shared: SharedPrefix | None = None
+    query, k_cache, v_cache, batch: dict[str, Any], score_mod, mask_mod, scale, batch_invariant: bool, shared: SharedPrefix | None = None
 ) -> None:
     """Compile what cached_attention launches, and launch nothing but what makes block lists and, with `shared`, what makes its tables and
     merges parts. `batch`: what describes it, by name."""
     placed = _placed(query, k_cache, v_cache, check=False, **batch)
 
-    def compiled(*arguments, sees_all: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        call, out, lse = _call_of(*arguments, sees_all)
+    def compiled(*arguments, **more) -> tuple[torch.Tensor, torch.Tensor]:
+        call, out, lse = _call_of(*arguments, **more)
         if call is not None:
             attend_cached(call, prepare=True)
         return out, lse
 
     if shared is not None:
-        tables = (batch[name] for name in ("kv_len", "page_table", "cache_loc", "cu_seqlens_q", "q_offset"))
-        check_shared(shared, query, *tables, k_cache)
+        tables = {name: batch[name] for name in ("kv_len", "page_table", "cache_loc", "cu_seqlens_q", "q_offset")}
+        check_shared(shared, query, **tables, k_cache=k_cache)
     compiled(*placed, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant, None)
     if shared is not None and not batch_invariant and is_possible(shared, query, placed[1], k_cache, (score_mod, mask_mod)):
         attend_shared(compiled, shared, *placed, k_cache, v_cache, score_mod, mask_mod, scale, None)
