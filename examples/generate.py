@@ -19,9 +19,9 @@ from statistics import mean, quantiles
 from typing import Any
 
 import torch
-from engine import Answer, Config, Engine, Llama, PromptLookup, Request, wrong_tokens
 
-Prompts = tuple[list[int], int, Any]  # tokens, how many more at most, and what ends the answer
+from engine import Answer, Config, Engine, Llama, PromptLookup, Request, wrong_tokens
+from flexpress import OutOfPages
 
 
 def smollm2() -> tuple[Llama, Any, frozenset[int]]:
@@ -49,10 +49,11 @@ def random_prompts(args: argparse.Namespace, config: Config) -> list[Request]:
 
 def text_prompts(args: argparse.Namespace, tokenizer: Any, ends: frozenset[int]) -> list[Request]:
     """Pieces of random lengths of this project's pages, each behind one of so many system prompts, in the words of a chat."""
-    draw, pages = random.Random(args.seed), sorted(Path(__file__).parent.parent.glob("docs/*.md"))
-    texts = [tokenizer.decode(tokenizer(page.read_text(encoding="utf-8"))["input_ids"][: args.system]) for page in pages]
-    systems = [f"You answer questions about this page. {text}" for text in texts[: args.systems]] or [""]
-    source = tokenizer("\n".join(page.read_text(encoding="utf-8") for page in pages))["input_ids"]
+    draw, pages = random.Random(args.seed), sorted((Path(__file__).parent.parent / "docs").glob("*.md"))
+    ids = [tokenizer(page.read_text(encoding="utf-8"))["input_ids"] for page in pages]
+    longest = sorted(ids, key=len, reverse=True)[: args.systems]
+    systems = [f"You answer questions about this page. {tokenizer.decode(text[: args.system])}" for text in longest] or [""]
+    source = sum(ids, [])
     requests = []
     for i in range(args.requests):
         count = draw.randint(1, args.prompt)
@@ -150,7 +151,7 @@ def arguments() -> argparse.Namespace:
         ("draft", 0, "tokens that a step may verify of a request, drafted by prompt lookup; 0: no drafts"),
         ("sequences", 64, "requests that run at a time"),
         ("chunk", 16, "tokens of prompts and drafts in a step"),
-        ("pages", 8, "of the cache"),
+        ("pages", 8, "of the cache; with --smollm2 as many as all that run may need"),
         ("page-size", 16, "tokens of a page"),
         ("seed", 0, "of all"),
     ):
@@ -192,13 +193,19 @@ def main() -> int:
     )
     if args.float8:
         engine.calibrate(asked[0].prompt)
-    if args.ask:
-        requests = ask(engine, args, tokenizer, ends)
-    else:
-        for _ in range(2 if device == "cuda" else 1):  # the first run loads the kernels, and compiles those not on disk
-            engine.forget()
-            requests = prompts()
-            engine.run(requests)
+    try:
+        if args.ask:
+            requests = ask(engine, args, tokenizer, ends)
+        else:
+            for _ in range(2 if device == "cuda" else 1):  # the first run loads the kernels, and compiles those not on disk
+                engine.forget()
+                requests = prompts()
+                engine.run(requests)
+    except OutOfPages as why:
+        print(
+            f"a request needs {why.wanted} pages of {args.page_size} tokens, but there are {why.num_pages}: pass --pages", file=sys.stderr
+        )
+        return 2
     check = model.parameters() <= 50e6 if args.check is None else args.check
     exact = model.to(dtype=torch.float64) if check else None
     stored = engine.tensors.stored if args.float8 else None

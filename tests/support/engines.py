@@ -16,9 +16,7 @@ def engine(part: str = "") -> ModuleType:
 
 
 def example(name: str) -> ModuleType:
-    """A module of examples/, whose other modules it finds beside it."""
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(EXAMPLES))
+    """A module of examples/, which finds others beside it, also later."""
+    if str(EXAMPLES) not in sys.path:
+        sys.path.append(str(EXAMPLES))
+    return importlib.import_module(name)
