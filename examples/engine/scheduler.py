@@ -198,11 +198,11 @@ class Scheduler:
         return Work(request, request.known(request.cached, count), [], request.cached + count == request.length)
 
     def _admit(self, request: Request) -> bool:
-        """Pages for all that a request knows, others' as far as they go. One more for each that runs must be there, or it would soon be
-        out again."""
+        """Pages for all that a request knows, others' as far as they go. One more for every fourth that runs must be there, or it would
+        soon be out again."""
         holder, count = self.prefixes.longest(self._pages(request, 0))
         request.sequence = self.pool.allocate() if holder is None else self._forked(holder, count)
-        if not self._room(request, request.length, len(self.running)):
+        if not self._room(request, request.length, len(self.running) // 4):
             self._free(request.sequence)
             request.sequence = None
             return False
