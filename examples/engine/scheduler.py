@@ -110,7 +110,10 @@ class Scheduler:
     def check(self, request: Request) -> None:
         """Raises what `submit` would."""
         if not request.prompt or request.wanted < 1 or request.reason or request.sequence is not None:
-            raise ValueError(f"a request must have a prompt, want a token, and be new; got {request}")
+            raise ValueError(
+                "a request must have a prompt, want a token, and be new; got one "
+                f"with {len(request.prompt)} tokens, wanted={request.wanted}, reason={request.reason!r}, sequence={request.sequence}"
+            )
         pages = -(-(len(request.prompt) + request.wanted) // self.pool.page_size)
         if pages > self.pool.num_pages:
             raise OutOfPages(pages, self.pool.num_pages, self.pool.num_pages)

@@ -77,14 +77,12 @@ class Engine:
 
         If it fails, as when memory is short, all requests wait again with the tokens that they have made.
         """
-        step = self.scheduler.plan()
-        if not step:
-            return []
-        self.steps, self.steps_waited = self.steps + 1, self.steps_waited + bool(self.scheduler.waiting)
-        if self.pool.num_pages - self.pool.free_pages > self.peak_pages:
-            self.peak_pages = max(self.peak_pages, self.pages_in_use())
-        before = [len(work.request.made) for work in step]
         try:
+            step = self.scheduler.plan()
+            if not step:
+                return []
+            self._count()
+            before = [len(work.request.made) for work in step]
             moves = self.scheduler.commit(step, self.tensors.run(step))
             if moves:
                 self.tensors.move(moves)
@@ -111,6 +109,12 @@ class Engine:
     def pages_in_use(self) -> int:
         """By requests that run."""
         return len({page for request in self.scheduler.running for page in self.pool.pages(request.sequence)})
+
+    def _count(self) -> None:
+        """A step begins."""
+        self.steps, self.steps_waited = self.steps + 1, self.steps_waited + bool(self.scheduler.waiting)
+        if self.pool.num_pages - self.pool.free_pages > self.peak_pages:
+            self.peak_pages = max(self.peak_pages, self.pages_in_use())
 
     def _check(self, request: Request) -> None:
         if len(request.prompt) + request.wanted > self.max_length:

@@ -15,6 +15,7 @@ from .llama import Attend, Llama
 from .scheduler import Work
 
 GROUPS = 8  # of sequences that share a prefix, in a captured step
+GRAPHS = 128  # at most: each takes memory. Steps of further shapes run without
 
 
 @dataclass(frozen=True)
@@ -216,6 +217,8 @@ class Steps:
         """By the graph of such steps. The first one runs without, which compiles kernels, and is captured then."""
         if shape not in self._captured:
             chosen, inputs = self._run(step, shape, shared)
+            if len(self._captured) >= GRAPHS:
+                return chosen
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._memory):
                 left = self._forward(inputs, shared)
