@@ -5,7 +5,7 @@
 bfloat16 in pages, 32 query heads, 8 key heads of 128, one new token a sequence. What is timed is a CUDA graph of several calls, each
 with its own cache, as the layers of a model have; the tables of a step are made in it once. Each row: microseconds of a call without
 sharing, with it as it comes, and with it by force (where `usual` is true, the two differ); megabytes that need not be read again; the
-speedup. LEAST_BYTES of flexpress/shared_attention.py is to be where the forced one begins to win. Outputs are compared with those
+speedup. LEAST_BYTES of flexpress/shared_prefix.py is to be where the forced one begins to win. Outputs are compared with those
 without.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from common import arguments, captured, header, replay_ms, write_results
 
-from flexpress import PageAllocator, SharedPrefix, cached_attention, mods, shared_attention
+from flexpress import PageAllocator, SharedPrefix, cached_attention, mods, shared_prefix
 
 SCORE_MODS = {"plain": lambda heads: None, "alibi": mods.alibi, "softcap": lambda heads: mods.softcap(30.0)}
 
@@ -51,13 +51,13 @@ class Step:
 
 def row_of(step: Step, asked, capture=captured, time_ms=replay_ms) -> dict:
     """What is measured of a step."""
-    found, outs, least_bytes = {}, {}, shared_attention.LEAST_BYTES
+    found, outs, least_bytes = {}, {}, shared_prefix.LEAST_BYTES
     for name, is_shared, least in (("without", False, least_bytes), ("shared", True, least_bytes), ("forced", True, 0)):
-        shared_attention.LEAST_BYTES = least
+        shared_prefix.LEAST_BYTES = least
         made, replay = capture(lambda is_shared=is_shared: step.run(is_shared))
         found[f"{name}_us"] = 1e3 * time_ms(replay, asked.rep) / asked.layers
         outs[name] = made[-1]
-    shared_attention.LEAST_BYTES = least_bytes
+    shared_prefix.LEAST_BYTES = least_bytes
     error = max((outs[name].float() - outs["without"].float()).norm() / outs["without"].float().norm() for name in ("shared", "forced"))
     assert error < 0.01, f"the outputs differ by {error:.3f} of their size"
     speedups = {"speedup": found["without_us"] / found["shared_us"], "forced_speedup": found["without_us"] / found["forced_us"]}

@@ -1,281 +1,224 @@
-"""Greedy generation with a small Llama: a paged cache, continuous batching, prompts in chunks. generate.md explains the parts.
+"""Greedy generation by a small engine: continuous batching, a paged cache with shared prompts, speculation. generate.md explains the parts.
 
     python examples/generate.py
     python examples/generate.py --config config.json --weights model.safetensors --dtype bfloat16 --page-size 64 --pages 512
+    python examples/generate.py --smollm2 --ask "Why is the sky blue?" --new 100        # real weights: make weights
+    python examples/generate.py --smollm2 --requests 200 --systems 4 --prompt 400 --new 128 --page-size 64 --chunk 1024
 
-Random prompts, by default a random model; on a GPU if there is one. Exit status 1 if the dense model in float64 makes other tokens.
+Without --ask random prompts, or with --smollm2 pieces of this project's pages; by default a random model; on a GPU if there is one. Exit
+status 1 if a request is lost, or if the dense model in float64 makes other tokens.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from itertools import accumulate
+import sys
 from pathlib import Path
+from statistics import mean, quantiles
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
 
-from flexpress import OutOfPages, PageAllocator, cached_attention, rope_table, update_cache
-
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # attend(layer, q, k, v), all (tokens, heads, head_dim), not yet turned by RoPE
+from engine import Answer, Config, Engine, Llama, PromptLookup, Request, wrong_tokens
+from flexpress import OutOfPages
 
 
-@dataclass
-class Config:
-    """A model in the words of Hugging Face's config.json; by default a tiny one."""
+def smollm2() -> tuple[Llama, Any, frozenset[int]]:
+    """SmolLM2-135M-Instruct in float32, its tokenizer, and the tokens that end an answer."""
+    from smollm2 import load
 
-    vocab_size: int = 256
-    hidden_size: int = 64
-    intermediate_size: int = 128
-    num_hidden_layers: int = 2
-    num_attention_heads: int = 4
-    num_key_value_heads: int = 2
-    head_dim: int = 16
-    rms_norm_eps: float = 1e-5
-    rope_theta: float = 10000.0
-    tie_word_embeddings: bool = False
-
-    @staticmethod
-    def read(path: str) -> Config:
-        """The config of a JSON file. ValueError where the model would need more than is here."""
-        given = {name: value for name, value in json.loads(Path(path).read_text(encoding="utf-8")).items() if value is not None}
-        rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
-        if rope.get("rope_type", rope.get("type", "default")) != "default" or given.get("hidden_act", "silu") != "silu":
-            raise ValueError(f"{path}: this example knows neither scaled RoPE nor activations other than silu")
-        heads = given["num_attention_heads"]
-        given = {"num_key_value_heads": heads, "head_dim": given["hidden_size"] // heads, **rope, **given}
-        return Config(**{f.name: given[f.name] for f in fields(Config) if f.name in given})
+    model, tokenizer = load("eager", "cpu")
+    ends = model.generation_config.eos_token_id
+    weights = {name: weight.detach() for name, weight in model.state_dict().items()}
+    return Llama.of(Config.of(model.config.to_dict()), weights), tokenizer, frozenset([ends] if isinstance(ends, int) else ends or ())
 
 
-@dataclass
-class Llama:
-    """Touvron et al. 2023 (arXiv 2302.13971). Its weights have Hugging Face's names; `attend` knows which token sees which."""
+def random_prompts(args: argparse.Namespace, config: Config) -> list[Request]:
+    """Of random tokens, behind one of so many system prompts."""
+    draw = random.Random(args.seed)
 
-    config: Config
-    weights: dict[str, Tensor]
+    def tokens(count: int) -> list[int]:
+        return [draw.randrange(config.vocab_size) for _ in range(count)]
 
-    def logits(self, ids: list[int], rows: list[int], attend: Attend) -> Tensor:
-        """(rows, vocab_size): what follows the tokens ids[row]."""
-
-        def linear(name: str, x: Tensor) -> Tensor:
-            return F.linear(x, self.weights[f"{name}.weight"])
-
-        def norm(name: str, x: Tensor) -> Tensor:
-            return F.rms_norm(x, x.shape[-1:], self.weights[f"{name}.weight"], self.config.rms_norm_eps)
-
-        x = self.weights["model.embed_tokens.weight"][ids]
-        for n in range(self.config.num_hidden_layers):
-            layer = f"model.layers.{n}"
-            normed = norm(f"{layer}.input_layernorm", x)
-            q, k, v = (linear(f"{layer}.self_attn.{i}_proj", normed).unflatten(-1, (-1, self.config.head_dim)) for i in "qkv")
-            x = x + linear(f"{layer}.self_attn.o_proj", attend(n, q, k, v).flatten(1))
-            normed = norm(f"{layer}.post_attention_layernorm", x)
-            gate, up = linear(f"{layer}.mlp.gate_proj", normed), linear(f"{layer}.mlp.up_proj", normed)
-            x = x + linear(f"{layer}.mlp.down_proj", F.silu(gate) * up)
-        return linear("lm_head", norm("model.norm", x[rows]))
+    systems = [tokens(args.system) for _ in range(args.systems)] or [[]]
+    return [
+        Request(systems[i % len(systems)] + tokens(draw.randint(1, args.prompt)), draw.randint(1, args.new)) for i in range(args.requests)
+    ]
 
 
-def weight_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """The shape of every weight."""
-    hidden, middle = config.hidden_size, config.intermediate_size
-    q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    of_layer = {
-        "input_layernorm": (hidden,),
-        "self_attn.q_proj": (q, hidden),
-        "self_attn.k_proj": (kv, hidden),
-        "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, q),
-        "post_attention_layernorm": (hidden,),
-        "mlp.gate_proj": (middle, hidden),
-        "mlp.up_proj": (middle, hidden),
-        "mlp.down_proj": (hidden, middle),
+def text_prompts(args: argparse.Namespace, tokenizer: Any, ends: frozenset[int]) -> list[Request]:
+    """Pieces of random lengths of this project's pages, each behind one of so many system prompts, in the words of a chat."""
+    draw, pages = random.Random(args.seed), sorted((Path(__file__).parent.parent / "docs").glob("*.md"))
+    ids = [tokenizer(page.read_text(encoding="utf-8"))["input_ids"] for page in pages]
+    longest = sorted(ids, key=len, reverse=True)[: args.systems]
+    systems = [f"You answer questions about this page. {tokenizer.decode(text[: args.system])}" for text in longest] or [""]
+    source = sum(ids, [])
+    requests = []
+    for i in range(args.requests):
+        count = draw.randint(1, args.prompt)
+        first = draw.randrange(max(1, len(source) - count))
+        question = f"Say in other words: {tokenizer.decode(source[first : first + count])}"
+        wanted = draw.randint(1, args.new)
+        requests.append(Request(chat(tokenizer, question, systems[i % len(systems)]), wanted, Answer(tokenizer, ends, tuple(args.stop))))
+    return requests
+
+
+def chat(tokenizer: Any, question: str, system: str = "") -> list[int]:
+    """The tokens of a chat whose answer is to come."""
+    said = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": question}]
+    return tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=True)["input_ids"]
+
+
+def ask(engine: Engine, args: argparse.Namespace, tokenizer: Any, ends: frozenset[int]) -> list[Request]:
+    """Answers every question. The first one's is written as it comes, the others behind it."""
+
+    def write(piece: str) -> None:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+
+    requests = []
+    for i, question in enumerate(args.ask):
+        answer = Answer(tokenizer, ends, tuple(args.stop), write if i == 0 else None)
+        requests.append(Request(chat(tokenizer, question), args.new, answer))
+        engine.submit(requests[-1])
+    while any(not r.reason for r in requests) and engine.step():
+        pass
+    for i, request in enumerate(requests):
+        answer = request.stop
+        assert isinstance(answer, Answer)
+        answer.close()
+        print((f"\n\n{args.ask[i]}\n{answer.text}" if i else "") + f"\n[{len(request.made)} tokens, {request.reason}]")
+    return requests
+
+
+def spread(seconds: list[float]) -> str:
+    """Mean, median and 99th percentile, in ms."""
+    if len(seconds) < 2:
+        return " ".join(f"{1000 * s:.2f}" for s in seconds) or "-"
+    cuts = quantiles(seconds, n=100)
+    return f"{1000 * mean(seconds):.2f} {1000 * cuts[49]:.2f} {1000 * cuts[98]:.2f}"
+
+
+def report(engine: Engine, requests: list[Request], wrong: int | None) -> dict[str, Any]:
+    """What is printed: name and value."""
+    made = sum(len(r.made) for r in requests)
+    first, last = min(r.times[0] for r in requests), max(r.times[-1] for r in requests)
+    drafts = {"drafted tokens": engine.drafted, "of these right": engine.accepted} if engine.scheduler.draft else {}
+    return {
+        "requests": len(requests),
+        "requests lost": len(lost(requests)),
+        "prompt tokens": sum(len(r.prompt) for r in requests),
+        "of these found in pages": engine.scheduler.tokens_found,
+        "generated tokens": made,
+        "seconds": f"{last - first:.2f}",
+        "tokens per second": f"{made / (last - first):.1f}",
+        "ms per output token, mean p50 p99": spread([(r.times[-1] - r.times[1]) / (len(r.made) - 1) for r in requests if len(r.made) > 1]),
+        "ms to first token, mean p50 p99": spread([r.times[1] - r.times[0] for r in requests]),
+        "steps": engine.steps,
+        "steps with a request waiting": engine.steps_waited,
+        "requests preempted": sum(r.preempted for r in requests),
+        "pages at most": f"{engine.peak_pages} of {engine.pool.num_pages}",
+        **drafts,
+        "tokens unlike float64, dense": "not checked" if wrong is None else wrong,
     }
-    shapes = {f"model.layers.{n}.{name}.weight": shape for n in range(config.num_hidden_layers) for name, shape in of_layer.items()}
-    return shapes | {
-        "model.embed_tokens.weight": (config.vocab_size, hidden),
-        "model.norm.weight": (hidden,),
-        "lm_head.weight": (config.vocab_size, hidden),
-    }
 
 
-def make_model(config: Config, files: list[str], seed: int, device: str, dtype: torch.dtype) -> Llama:
-    """A model with the weights of safetensors files, or without files random ones that keep the size of what they multiply."""
-    shapes, g = weight_shapes(config), torch.Generator().manual_seed(seed)
-    if files:
-        from safetensors.torch import load_file
-
-        weights = {name: weight for file in files for name, weight in load_file(file).items()}
-    else:
-        weights = {
-            name: torch.randn(shape, generator=g) * shape[1] ** -0.5 if len(shape) == 2 else torch.ones(shape)
-            for name, shape in shapes.items()
-        }
-    if config.tie_word_embeddings and "model.embed_tokens.weight" in weights:
-        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-    if wrong := shapes.items() ^ {name: tuple(weight.shape) for name, weight in weights.items()}.items():
-        raise ValueError(f"the weights are not those of the config: {sorted(wrong)}")
-    return Llama(config, {name: weight.to(device, dtype) for name, weight in weights.items()})
-
-
-@dataclass(eq=False)
-class Request:
-    """A prompt, how many tokens shall follow it, and those that do so far."""
-
-    prompt: list[int]
-    wanted: int
-    made: list[int] = field(default_factory=list)
-    sequence: int = -1  # its number in the PageAllocator
-    cached: int = 0  # how many of its tokens, prompt and made, are in the cache
-
-
-class Generator:
-    """Continuous batching. In a step every running request computes a chunk of its tokens that are not in the cache: of its prompt at
-    first, then the token made last. A request waits for pages for all tokens that it may have, and frees them when it has made the last."""
-
-    def __init__(self, model: Llama, num_pages: int, page_size: int, chunk: int) -> None:
-        config, weight = model.config, model.weights["lm_head.weight"]
-        self.model, self.chunk, self.device = model, chunk, weight.device
-        self.pool = PageAllocator(num_pages, page_size)
-        shape = (num_pages, page_size, config.num_key_value_heads, config.head_dim)
-        self.caches = [[torch.empty(shape, dtype=weight.dtype, device=self.device) for _ in "kv"] for _ in range(config.num_hidden_layers)]
-        self.rope = rope_table(num_pages * page_size, config.head_dim, config.rope_theta, device=self.device)
-        self.waiting, self.running = [], []  # Requests, in the order of their coming
-
-    def run(self, requests: list[Request]) -> None:
-        """Makes all tokens of all requests. OutOfPages for a request that needs more than there are."""
-        self.waiting += requests
-        self.steps = self.steps_waited = self.peak_pages = 0
-        while self.waiting or self.running:
-            self.admit()
-            self.step()
-
-    def admit(self) -> None:
-        """Lets requests enter in their order until there are too few pages for the next one."""
-        while self.waiting:
-            r = self.waiting[0]
-            try:
-                r.sequence = self.pool.allocate(len(r.prompt) + r.wanted)
-            except OutOfPages:
-                if self.running:
-                    return
-                raise
-            self.running.append(self.waiting.pop(0))
-
-    def step(self) -> None:
-        """One run of the model over the new tokens of all running requests, one request after another."""
-        new = [(r.prompt + r.made)[r.cached : r.cached + self.chunk] for r in self.running]
-        for r, tokens in zip(self.running, new, strict=True):
-            r.cached += len(tokens)
-        ends = list(accumulate(map(len, new)))
-        logits = self.model.logits(sum(new, []), [end - 1 for end in ends], self.paged_attention(ends, max(map(len, new))))
-        self.steps, self.steps_waited = self.steps + 1, self.steps_waited + bool(self.waiting)
-        self.peak_pages = max(self.peak_pages, self.pool.num_pages - self.pool.free_pages)
-        for r, token in zip(list(self.running), logits.argmax(-1).tolist(), strict=True):
-            if r.cached == len(r.prompt) + len(r.made):  # else there is more of its prompt
-                r.made.append(token)
-            if len(r.made) >= r.wanted:
-                self.pool.free(r.sequence)
-                self.running.remove(r)
-
-    def paged_attention(self, ends: list[int], most: int) -> Attend:
-        """Attention of this step's tokens, at most `most` of a request, to all that is cached of theirs; they are written there first."""
-        batch = {
-            "kv_len": torch.tensor([r.cached for r in self.running], dtype=torch.int32, device=self.device),
-            "page_table": self.pool.page_table([r.sequence for r in self.running], device=self.device),
-            "cu_seqlens_q": torch.tensor([0, *ends], dtype=torch.int32, device=self.device),
-            "max_q_len": most,
-        }
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q = update_cache(k, v, *self.caches[layer], query=q, rope=self.rope, **batch)
-            return cached_attention(q, *self.caches[layer], **batch)
-
-        return attend
-
-
-def dense_attention(config: Config) -> Attend:
-    """Attention within one whole sequence by plain torch."""
-
-    def turned(x: Tensor) -> Tensor:
-        j = torch.arange(0, config.head_dim, 2, dtype=torch.float64, device=x.device) / config.head_dim
-        angles = torch.arange(len(x), device=x.device)[:, None, None] * config.rope_theta**-j
-        (first, second), c, s = x.chunk(2, -1), angles.cos().to(x), angles.sin().to(x)
-        return torch.cat([first * c - second * s, second * c + first * s], -1)
-
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (t.transpose(0, 1)[None] for t in (turned(q), turned(k), v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
-
-    return attend
-
-
-def wrong_tokens(model: Llama, request: Request) -> int:
-    """How many tokens are not what the model in float64 chooses, computing all tokens before, densely, for each of them. In bfloat16, a
-    logit may be below the best one by 4 errors of the dense model in bfloat16: ours may have twice that, for the best one and its own."""
-    exact = Llama(model.config, {name: weight.double() for name, weight in model.weights.items()})
-    attend, wrong = dense_attention(model.config), 0
-    for i, token in enumerate(request.made):
-        plain, logits = (m.logits(request.prompt + request.made[:i], [-1], attend)[0] for m in (model, exact))
-        allowed = 0 if plain.dtype == torch.float32 else 4 * (plain - logits).abs().max()
-        wrong += int(logits.max() - logits[token] > allowed)
-    return wrong
+def lost(requests: list[Request]) -> list[Request]:
+    """Those that have no end, or another number of tokens than they wanted without a reason."""
+    return [
+        r for r in requests if not r.reason or not r.made or len(r.made) > r.wanted or (r.reason == "length" and len(r.made) < r.wanted)
+    ]
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", help="a Llama's config.json; a tiny model if left out")
     parser.add_argument("--weights", nargs="+", default=[], help="its safetensors files; random weights if left out")
+    parser.add_argument("--smollm2", action="store_true", help="SmolLM2-135M-Instruct, which `make weights` installs")
+    parser.add_argument("--ask", nargs="+", default=[], metavar="QUESTION", help="answer these, with --smollm2")
+    parser.add_argument("--stop", nargs="+", default=[], metavar="TEXT", help="answers end before such a text, with --smollm2")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--float8", action="store_true", help="keys and values are stored as e4m3, with scales")
+    parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, help="CUDA graphs; by default on a GPU")
     parser.add_argument("--check", action=argparse.BooleanOptionalAction, help="ask the dense model; by default up to 50M weights")
     for name, default, meaning in (
         ("requests", 6, "how many"),
-        ("prompt", 40, "tokens of a prompt, at most"),
+        ("systems", 0, "system prompts, which requests share in turn"),
+        ("system", 100, "tokens of a system prompt"),
+        ("prompt", 40, "tokens of a prompt behind that, at most"),
         ("new", 12, "tokens to make, at most"),
-        ("chunk", 16, "tokens of a prompt in a step"),
-        ("pages", 8, "of the cache"),
+        ("draft", 0, "tokens that a step may verify of a request, drafted by prompt lookup; 0: no drafts"),
+        ("sequences", 64, "requests that run at a time"),
+        ("chunk", 16, "tokens of prompts and drafts in a step"),
+        ("pages", 8, "of the cache; with --smollm2 as many as all that run may need"),
         ("page-size", 16, "tokens of a page"),
         ("seed", 0, "of all"),
     ):
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} (default {default})")
-    return parser.parse_args()
+        parser.add_argument(f"--{name}", type=int, default=None if name == "pages" else default, help=f"{meaning} (default {default})")
+    args = parser.parse_args()
+    if (args.ask or args.stop) and not args.smollm2:
+        parser.error("--ask and --stop need words: pass --smollm2")
+    return args
 
 
 def main() -> int:
     args, device = arguments(), "cuda" if torch.cuda.is_available() else "cpu"
-    config = Config.read(args.config) if args.config else Config()
-    model = make_model(config, args.weights, args.seed, device, getattr(torch, args.dtype))
-    generator = Generator(model, args.pages, args.page_size, args.chunk)
-    for _ in range(2 if device == "cuda" else 1):  # the first run loads the kernels, and compiles those not on disk
-        draw = random.Random(args.seed)
-        requests = [
-            Request([draw.randrange(config.vocab_size) for _ in range(draw.randint(1, args.prompt))], draw.randint(1, args.new))
-            for _ in range(args.requests)
-        ]
-        start = time.perf_counter()
-        generator.run(requests)
-        seconds = time.perf_counter() - start
+    tokenizer: Any = None
+    ends: frozenset[int] = frozenset()
+    if args.smollm2:
+        model, tokenizer, ends = smollm2()
+    else:
+        config = Config.read(args.config) if args.config else Config()
+        model = read(config, args.weights) if args.weights else Llama.random(config, args.seed)
+    model = model.to(device, getattr(torch, args.dtype))
 
-    made = sum(len(r.made) for r in requests)
-    check = sum(weight.numel() for weight in model.weights.values()) <= 50e6 if args.check is None else args.check
-    wrong = sum(wrong_tokens(model, r) for r in requests) if check else 0
-    table = {
-        "requests": len(requests),
-        "prompt tokens": sum(len(r.prompt) for r in requests),
-        "generated tokens": made,
-        "tokens per second": f"{made / seconds:.1f}",
-        "steps": generator.steps,
-        "steps with a request waiting": generator.steps_waited,
-        "pages at most": f"{generator.peak_pages} of {args.pages}",
-        "tokens unlike float64, dense": wrong if check else "not checked",
-    }
-    print("\n".join(f"{name:30}{value:>12}" for name, value in table.items()))
-    return int(wrong > 0)
+    def prompts() -> list[Request]:
+        return text_prompts(args, tokenizer, ends) if args.smollm2 else random_prompts(args, model.config)
+
+    asked = [Request(chat(tokenizer, question), args.new) for question in args.ask] or prompts()
+    longest = max(len(r.prompt) + r.wanted for r in asked)
+    fill = min(args.sequences, len(asked)) * -(-longest // args.page_size)  # pages of all that run, at full length
+    engine = Engine(
+        model,
+        num_pages=args.pages or (fill if args.smollm2 else 8),
+        page_size=args.page_size,
+        max_sequences=args.sequences,
+        chunk=args.chunk,
+        max_length=longest,
+        draft=PromptLookup() if args.draft else None,
+        nodes=args.draft + 1,
+        float8=args.float8,
+        graphs=args.graphs,
+    )
+    if args.float8:
+        engine.calibrate(asked[0].prompt)
+    try:
+        if args.ask:
+            requests = ask(engine, args, tokenizer, ends)
+        else:
+            for _ in range(2 if device == "cuda" else 1):  # the first run loads the kernels, and compiles those not on disk
+                engine.forget()
+                requests = prompts()
+                engine.run(requests)
+    except OutOfPages as why:
+        print(
+            f"a request needs {why.wanted} pages of {args.page_size} tokens, but there are {why.num_pages}: pass --pages", file=sys.stderr
+        )
+        return 2
+    check = model.parameters() <= 50e6 if args.check is None else args.check
+    exact = model.to(dtype=torch.float64) if check else None
+    stored = engine.tensors.stored if args.float8 else None
+    wrong = sum(wrong_tokens(model, r, stored, exact) for r in requests) if check else None
+    print("\n".join(f"{name:34}{value:>24}" for name, value in report(engine, requests, wrong).items()))
+    return int(bool(wrong) or bool(lost(requests)))
+
+
+def read(config: Config, files: list[str]) -> Llama:
+    """A model with the weights of safetensors files."""
+    from safetensors.torch import load_file
+
+    return Llama.of(config, {name: weight for file in files for name, weight in load_file(file).items()})
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 
@@ -16,7 +16,7 @@ from flexpress.mods import MaskMod, ScoreMod
 from flexpress.programs import captures_of, mod_program
 from flexpress.recorded import bound_mod
 from flexpress.scales import read_scale
-from flexpress.shared_attention import attend_shared, check_contents_of, check_shared, is_worthwhile
+from flexpress.shared_attention import attend_shared, check_contents_of, check_shared, is_possible, is_worthwhile
 from flexpress.shared_prefix import SharedPrefix, SharedTables
 from flexpress.sinks import check_sinks, read_sinks
 
@@ -219,12 +219,25 @@ def _placed(
     return query.resolve_neg() if query.is_neg() else query, where, q_offset
 
 
-def prepare(query, k_cache, v_cache, batch: dict[str, object], score_mod, mask_mod, scale, batch_invariant: bool, sinks=None) -> None:
-    """Compile what cached_attention launches, and launch nothing but what makes block lists. `batch`: what describes it, by name."""
+def prepare(
+    query, k_cache, v_cache, batch: dict[str, Any], score_mod, mask_mod, scale, batch_invariant: bool, shared: SharedPrefix | None = None
+) -> None:
+    """Compile what cached_attention launches, and launch nothing but what makes block lists and, with `shared`, what makes its tables and
+    merges parts. `batch`: what describes it, by name."""
     placed = _placed(query, k_cache, v_cache, check=False, **batch)
-    call, _, _ = _call_of(*placed, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant, sinks)
-    if call is not None:
-        attend_cached(call, prepare=True)
+
+    def compiled(*arguments, **more) -> tuple[torch.Tensor, torch.Tensor]:
+        call, out, lse = _call_of(*arguments, **more)
+        if call is not None:
+            attend_cached(call, prepare=True)
+        return out, lse
+
+    if shared is not None:
+        tables = {name: batch[name] for name in ("kv_len", "page_table", "cache_loc", "cu_seqlens_q", "q_offset")}
+        check_shared(shared, query, **tables, k_cache=k_cache)
+    compiled(*placed, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant, None)
+    if shared is not None and not batch_invariant and is_possible(shared, query, placed[1], k_cache, (score_mod, mask_mod)):
+        attend_shared(compiled, shared, *placed, k_cache, v_cache, score_mod, mask_mod, scale, None)
 
 
 def _attend(

@@ -13,6 +13,7 @@ from torch.nn.attention import flex_attention as torchs
 from flexpress.cached import prepare as prepare_cached
 from flexpress.call import bound
 from flexpress.mods import MaskMod, ScoreMod
+from flexpress.shared_prefix import SharedPrefix
 from flexpress.varlen import packed_call
 
 from .codegen.compiling import runs_uncompiled
@@ -109,6 +110,7 @@ def precompile_cached(
     k_scale: torch.Tensor | Sequence[int] | None = None,
     v_scale: torch.Tensor | Sequence[int] | None = None,
     batch_invariant: bool = False,
+    shared_prefix: SharedPrefix | Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> list[Precompiled]:
@@ -119,6 +121,8 @@ def precompile_cached(
     query, k_cache, v_cache   tensors, on "meta" or not, of which none is written, or shapes, which all have `dtype`. For a cache of
                 another dtype, as of float8_e4m3fn, pass tensors
     kv_len, page_table, cache_loc, cu_seqlens_q, q_offset, k_scale, v_scale   the same: what they hold changes no kernel
+    shared_prefix   one of as many sequences, or (groups, pages): for how many groups and pages of a prefix it has room. Then both ways are
+                compiled, with sharing and without, as it depends on the batch which one a call goes
     device      for shapes and meta tensors; by default that of a tensor among the others, else "cuda" if there is a GPU, or "cpu"
 
     The others are those of cached_attention. Few sequences split their keys, for which there are other kernels.
@@ -131,9 +135,27 @@ def precompile_cached(
     before = _counts()
     batch = {name: _filled(name, t, torch.int32, device, 0) for name, t in indices.items()}
     batch |= {name: _filled(name, t, torch.float32, device, 1) for name, t in factors.items()}
+    shared = None if shared_prefix is None else _shared(shared_prefix, batch, tensors[1])
     with torch.no_grad():
-        prepare_cached(*tensors, {**batch, "max_q_len": max_q_len}, score_mod, mask_mod, scale, batch_invariant)
+        prepare_cached(*tensors, {**batch, "max_q_len": max_q_len}, score_mod, mask_mod, scale, batch_invariant, shared)
     return _compiled_since(before)
+
+
+def _shared(given: SharedPrefix | Sequence[int], batch: Mapping[str, torch.Tensor | None], k_cache: torch.Tensor) -> SharedPrefix:
+    """As it is given, or one with room for (groups, pages) in which nothing is shared."""
+    if batch["page_table"] is None or batch["kv_len"] is None:
+        raise ValueError("shared_prefix is for caches in pages: pass kv_len and page_table, or leave shared_prefix out")
+    if isinstance(given, SharedPrefix):
+        return given
+    if not isinstance(given, Sequence) or len(given) != 2:
+        raise TypeError(f"shared_prefix must be a SharedPrefix, or (groups, pages), got {given!r}")
+    (groups, pages), B = given, batch["kv_len"].shape[0]
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=k_cache.device)
+
+    order = torch.arange(B, dtype=torch.int32, device=k_cache.device)
+    return SharedPrefix(order, zeros(groups + 1), zeros(groups), zeros(groups, pages) - 1, zeros(B), k_cache.shape[1], 0)
 
 
 def _side_by_side(calls: Sequence) -> list[Precompiled]:

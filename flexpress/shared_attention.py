@@ -17,12 +17,8 @@ from flexpress.shared_prefix import SharedPrefix, SharedTables
 
 from .codegen.mod.bind import bind
 from .codegen.mod.loads import dots_of
-from .codegen.run.call import Cached, values_in_keys
+from .codegen.run.call import Cached
 from .codegen.run.merge_parts import merge_parts
-
-LEAST_BYTES = 96 << 20  # of keys and values that need not be read again; below, what the second part launches takes longer than reading
-TABLES_TIMES = 2  # as much, where the call makes the tables itself
-MOST_QUERIES = 64  # of a sequence, on average; more fill tiles of their own, and reading is not what they wait for
 
 
 def check_shared(
@@ -76,17 +72,22 @@ def _check_same(name: str, tensor: torch.Tensor | None, known: torch.Tensor | No
 def is_worthwhile(
     shared: SharedPrefix | SharedTables, query: torch.Tensor, where: Cached, k_cache: torch.Tensor, v_cache: torch.Tensor, mods: tuple
 ) -> bool:
-    """Is what need not be read again enough to pay for a second part? Not with a mod that has dot products: a tile reads rows of one
-    sequence for them."""
+    """Is what need not be read again enough to pay for a second part?"""
     prefix = shared if isinstance(shared, SharedPrefix) else shared.shared
-    tokens = query.shape[0] if where.cu_q is not None else query.shape[0] * query.shape[2]
-    if not prefix.tokens_saved or not 0 < tokens <= MOST_QUERIES * prefix.batch_size or 0 in k_cache.shape or not where.pages.shape[1]:
+    if not prefix.pays(k_cache, v_cache, queries=_tokens(query, where), tables=shared is not prefix):
         return False
-    columns = k_cache.shape[3] + (0 if values_in_keys(k_cache, v_cache) else v_cache.shape[3])
-    least = LEAST_BYTES * (TABLES_TIMES if shared is prefix else 1)
-    if prefix.tokens_saved * k_cache.shape[2] * columns * k_cache.element_size() < least:
+    return is_possible(prefix, query, where, k_cache, mods)
+
+
+def is_possible(prefix: SharedPrefix, query: torch.Tensor, where: Cached, k_cache: torch.Tensor, mods: tuple) -> bool:
+    """May a prefix be read once? Not with a mod that has dot products: a tile reads rows of one sequence for them."""
+    if 0 in k_cache.shape or not where.pages.shape[1] or not prefix.has_few(_tokens(query, where)):
         return False
     return not any(mod is not None and dots_of(bind(mod, kind)[0]) for mod, kind in zip(mods, ("score", "mask"), strict=True))
+
+
+def _tokens(query: torch.Tensor, where: Cached) -> int:
+    return query.shape[0] if where.cu_q is not None else query.shape[0] * query.shape[2]
 
 
 def attend_shared(

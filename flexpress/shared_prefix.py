@@ -14,8 +14,12 @@ from torch.types import Device
 from flexpress.cache_checks import check_table
 from flexpress.checks import whole
 
+from .codegen.run.call import values_in_keys
 from .codegen.run.shared_tables import Laid, lay_out
 
+LEAST_BYTES = 96 << 20  # of keys and values that need not be read again; below, what the second part launches takes longer than reading
+TABLES_TIMES = 2  # as much, where the call makes the tables itself
+MOST_QUERIES = 64  # of a sequence, on average; more fill tiles of their own, and reading is not what they wait for
 _TENSORS = "order", "starts", "lengths", "pages", "prefix"
 
 
@@ -52,6 +56,26 @@ class SharedPrefix:
     def device(self) -> torch.device:
         """Where its tensors are."""
         return self.order.device
+
+    def pays(self, k_cache: torch.Tensor, v_cache: torch.Tensor, *, queries: int, tables: bool = True) -> bool:
+        """Does cached_attention read the prefixes once, or does it go the usual way, which is faster? Known on the host.
+
+        k_cache, v_cache   as for cached_attention
+        queries   tokens in query, of all sequences
+        tables    the call gets `tables` that were made before, not this object
+
+        For whoever captures CUDA graphs with sharing and without, and chooses one for a step. (A mod that has dot products of rows goes
+        the usual way in any case.)
+        """
+        if not self.tokens_saved or not self.has_few(queries) or 0 in k_cache.shape:
+            return False
+        columns = k_cache.shape[3] + (0 if values_in_keys(k_cache, v_cache) else v_cache.shape[3])
+        saved = self.tokens_saved * k_cache.shape[2] * columns * k_cache.element_size()
+        return saved >= LEAST_BYTES * (1 if tables else TABLES_TIMES)
+
+    def has_few(self, queries: int) -> bool:
+        """Are these queries so few a sequence that reading keys is what they wait for?"""
+        return 0 < queries <= MOST_QUERIES * self.batch_size
 
     def update(self, other: SharedPrefix | None) -> None:
         """Copy another one, of a batch of as many sequences, into this one's tensors; None: nothing is shared any more.

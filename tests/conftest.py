@@ -36,6 +36,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # processes share the cores: a thread e
 PURE = {
     "bert_padding",
     "compute",
+    "engine_scheduler",
     "flash_attn_page",
     "golden",
     "grad",

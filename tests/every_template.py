@@ -24,7 +24,7 @@ from flexpress import (
     flex_attention,
     mods,
     rope_table,
-    shared_attention,
+    shared_prefix,
     update_cache,
     varlen_attention,
 )
@@ -128,7 +128,7 @@ def serving() -> None:
         caches = [torch.zeros(*shape, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
         turned = update_cache(key, key, *caches, kv_len, cu_seqlens_q=cu_seqlens_q, query=query, rope=rope, **where)
         cached_attention(turned, *caches, kv_len, cu_seqlens_q=cu_seqlens_q, max_q_len=70, **where)
-    shared_attention.LEAST_BYTES = 0  # small ones, too
+    shared_prefix.LEAST_BYTES = 0  # small ones, too
     pool = PageAllocator(80, 16)
     first = pool.allocate(600)
     sequences = [first, pool.fork(first), pool.allocate(70), pool.fork(first)]

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 
 import torch
 
-from flexpress import BlockMask, SharedPrefix, cached_attention, flex_attention, mods, rope_table, shared_attention, update_cache
+from flexpress import BlockMask, SharedPrefix, cached_attention, flex_attention, mods, rope_table, shared_prefix, update_cache
 
 FAR, LOW, HIGH = 1 << 30, -(1 << 31), (1 << 31) - 1
 GUARD = 256  # elements on both sides
@@ -160,7 +160,7 @@ def caches(device: str) -> None:
 
 def prefixes(device: str) -> None:
     """cached_attention that reads once what sequences are said to share."""
-    shared_attention.LEAST_BYTES = 0  # however little it is
+    shared_prefix.LEAST_BYTES = 0  # however little it is
     honest = {"order": [2, 0, 1], "starts": [0, 2], "lengths": [8], "pages": [[3, 1]], "prefix": [4, 0, 8]}
     settings = dict(lengths=[9, 4, 30], lens=[5, 1, 3], page_size=4, room=32, heads=(4, 2), dims=(16, 24), dtype=torch.float32)
     lies = [(name, number) for name in honest for number in (LOW, -1, 5, FAR, HIGH)]

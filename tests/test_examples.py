@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
 import os
 import random
@@ -16,6 +15,7 @@ import pytest
 import torch
 
 import flexpress
+from support.engines import engine, example
 
 ROOT = Path(__file__).parent.parent
 
@@ -65,49 +65,22 @@ def test_page_quotes_the_printed_kernel(page, kernel):
         pytest.fail(f"examples/{page} does not explain what generated/{kernel} has:\n{text}", pytrace=False)
 
 
-def generate():
-    """examples/generate.py as a module."""
-    spec = importlib.util.spec_from_file_location("generate", ROOT / "examples" / "generate.py")
-    module = sys.modules["generate"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def served(example, config, lengths, dtype, **limits):
-    """A random model, its Generator after all requests of `lengths` (prompt, new), and these."""
-    model = example.make_model(config, [], 1, "cuda" if torch.cuda.is_available() else "cpu", dtype)
-    draw = random.Random(2)
-    requests = [example.Request([draw.randrange(config.vocab_size) for _ in range(n)], new) for n, new in lengths]
-    generator = example.Generator(model, **limits)
-    generator.run(requests)
-    assert [len(r.made) for r in requests] == [new for _, new in lengths]
-    assert generator.pool.free_pages == generator.pool.num_pages
-    return model, generator, requests
-
-
-def test_generate_makes_the_tokens_of_the_dense_model():
-    example = generate()
-    config = example.Config(num_attention_heads=2, num_key_value_heads=1)
+def test_the_engine_makes_the_tokens_of_the_dense_model():
+    """In the interpreter, and one token after another; test_engine.py has the rest."""
+    parts = engine()
+    model = parts.Llama.random(parts.Config(num_attention_heads=2, num_key_value_heads=1), 1)
+    draw, attend = random.Random(2), parts.dense_attention(model.config)
     lengths = [(19, 3), (1, 5), (8, 1), (3, 4), (20, 2)]  # pages of 8: the first three fill 5 of 6, the others wait
-    model, generator, requests = served(example, config, lengths, torch.float32, num_pages=6, page_size=8, chunk=6)
-    assert generator.steps_waited > 0 and generator.peak_pages <= 6
-
-    attend = example.dense_attention(config)
-    exact = example.Llama(config, {name: weight.double() for name, weight in model.weights.items()})
+    requests = [parts.Request([draw.randrange(256) for _ in range(n)], new) for n, new in lengths]
+    server = parts.Engine(model, num_pages=6, page_size=8, chunk=6)
+    server.run(requests)
+    assert server.steps_waited > 0 and server.peak_pages <= 6
+    exact = model.to(dtype=torch.float64)
     for r in requests:
         tokens = list(r.prompt)
         for _ in range(r.wanted):
-            tokens.append(int(exact.logits(tokens, [-1], attend)[0].argmax()))
-        assert r.prompt + r.made == tokens and example.wrong_tokens(model, r) == 0
-    requests[1].made[2] = (requests[1].made[2] + 1) % config.vocab_size
-    assert example.wrong_tokens(model, requests[1]) >= 1, "the check must see a wrong token"
-
-
-def test_generate_refuses_a_request_that_never_fits():
-    example = generate()
-    model = example.make_model(example.Config(), [], 0, "cpu", torch.float32)
-    with pytest.raises(flexpress.OutOfPages, match="3 pages are needed but 2 of 2 are free"):
-        example.Generator(model, num_pages=2, page_size=4, chunk=4).run([example.Request([1, 2, 3], 6)])
+            tokens.append(int(exact.logits(torch.tensor(tokens), torch.tensor([-1]), attend)[0].argmax()))
+        assert r.prompt + r.made == tokens and parts.wrong_tokens(model, r) == 0
 
 
 @pytest.mark.parametrize(
@@ -117,7 +90,11 @@ def test_generate_refuses_a_request_that_never_fits():
         ({"head_dim": 32}, {"head_dim": 32}),
         ({"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, {"rope_theta": 7.0}),
         ({"num_key_value_heads": None}, {"num_key_value_heads": 4}),
-        ({"rope_scaling": {"rope_type": "llama3"}}, None),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}},
+            {"scaling": flexpress.Llama3Scaling(8.0, 64)},
+        ),
+        ({"rope_scaling": {"rope_type": "longrope"}}, None),
         ({"hidden_act": "gelu"}, None),
     ],
 )
@@ -136,7 +113,7 @@ def test_generate_reads_configs(tmp_path, change, expected):
         "bos_token_id": 1,
     }
     (tmp_path / "config.json").write_text(json.dumps(given | change))
-    read = generate().Config.read
+    read = engine().Config.read
     if expected is None:
         with pytest.raises(ValueError, match="this example knows neither"):
             read(str(tmp_path / "config.json"))
@@ -146,30 +123,32 @@ def test_generate_reads_configs(tmp_path, change, expected):
 
 
 def test_generate_runs():
-    done = subprocess.run(
-        [sys.executable, "examples/generate.py", "--requests", "2", "--prompt", "9", "--new", "3", "--page-size", "4"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env=os.environ,
-    )
+    options = "--requests 2 --systems 1 --system 9 --prompt 9 --new 3 --draft 3 --float8 --page-size 4"
+    command = [sys.executable, "examples/generate.py", *options.split(" ")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"^tokens unlike float64, dense +0$", done.stdout, re.MULTILINE), done.stdout
+    for name in ("requests lost", "tokens unlike float64, dense"):
+        assert re.search(rf"^{name} +0$", done.stdout, re.MULTILINE), done.stdout
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_generate_a_larger_model(dtype):
-    example = generate()
-    config = example.Config(4000, 512, 1024, 6, 8, 2, 64, tie_word_embeddings=True)
-    lengths = [(1 + 97 * i % 700, 8 + 5 * i % 40) for i in range(24)]
-    model, generator, requests = served(example, config, lengths, dtype, num_pages=40, page_size=64, chunk=256)
-    assert generator.steps_waited > 0
-    assert [example.wrong_tokens(model, r) for r in requests] == [0] * len(requests)
+def test_generate_reads_weights(tmp_path):
+    """Of safetensors files, by Hugging Face's names."""
+    from safetensors.torch import save_file
+
+    config = engine().Config(num_hidden_layers=1)
+    weights = {name: torch.randn(shape) for name, shape in config.weight_shapes().items()}
+    save_file(weights, tmp_path / "model.safetensors")
+    model = example("generate").read(config, [tmp_path / "model.safetensors"])
+    assert torch.equal(model.layers[0].qkv[64:96], weights["model.layers.0.self_attn.k_proj.weight"])
+    del weights["model.norm.weight"]
+    with pytest.raises(ValueError, match="the weights are not those of the config: .*model.norm.weight"):
+        engine().Llama.of(config, weights)
 
 
 @pytest.mark.parametrize("name", ["generate", "embeddings", "smollm2"])
 def test_page_quotes_its_program(name):
     program = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8").splitlines()
+    if name == "generate":
+        program += [line for part in (ROOT / "examples" / "engine").glob("*.py") for line in part.read_text(encoding="utf-8").splitlines()]
     stale = [line for line in quoted_lines(ROOT / "examples" / f"{name}.md") if line not in program]
     assert not stale, f"examples/{name}.md quotes what examples/{name}.py no longer has:\n" + "\n".join(stale)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flexpress import cache_clear, cached_attention, mods, precompile_cached
+from flexpress import PageAllocator, cache_clear, cached_attention, mods, precompile_cached, shared_prefix
 from flexpress.codegen import registry
 from flexpress.codegen.device import interpret
 from support.costs import costs
@@ -53,6 +53,50 @@ def test_calls_with_a_cache(name, way, device):
         described["cu_seqlens_q"] = torch.tensor([0, 1, 20, 50], dtype=torch.int32, device=device)
     assert costs(lambda: cached_attention(*qkv, **described, **call, check=False)) == (0, 0)
     assert precompile_cached(*given, **described, **call, dtype=torch.float32, device=None if way == "examples" else device) == []
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("pays", [True, False])
+@pytest.mark.parametrize("ragged", [True, False])
+def test_shared_prefixes(device, pays, ragged, monkeypatch):
+    """Both ways to read what sequences share."""
+    monkeypatch.setattr(shared_prefix, "LEAST_BYTES", 0 if pays else 1 << 40)
+    pool, int32 = PageAllocator(40, 16), dict(dtype=torch.int32, device=device)
+    first = pool.allocate(70)
+    sequences = [first, pool.fork(first), pool.allocate(20)]
+    mask = dict(mask_mod=mods.sliding_window(50)) if ragged else {}
+    query, where = ((9, 4, 16), dict(cu_seqlens_q=(4,), max_q_len=5)) if ragged else ((3, 4, 1, 16), {})
+    caches = torch.zeros(2, 40, 16, 2, 16, device=device)
+    compiled = precompile_cached(
+        query, *caches, (3,), page_table=(3, 8), **where, **mask, shared_prefix=(2, 6), dtype=torch.float32, device=device
+    )
+    assert {k.path.name.split("_")[0] for k in compiled} >= {"decode", "merge", "shared"} and not caches.any()
+    shared = pool.shared_prefix(sequences, device, groups=2, width=6)
+    kv_len, table = torch.tensor([70, 70, 20], **int32), pool.page_table(sequences, 8, device)
+    batch = dict(page_table=table, **mask)
+    if ragged:
+        batch |= dict(cu_seqlens_q=torch.tensor([0, 2, 4, 9], **int32), max_q_len=5)
+    q = torch.zeros(query, device=device)
+    tables = {} if not ragged else {"cu_seqlens_q": batch["cu_seqlens_q"]}
+
+    def call():
+        made = shared.tables(kv_len, table, queries=9 if ragged else 1, **tables)
+        cached_attention(q, *caches, kv_len, **batch, shared_prefix=made, check=False)
+
+    assert costs(call) == (0, 0)
+
+
+def test_what_is_no_shared_prefix():
+    caches = [(40, 16, 2, 16)] * 2
+    with pytest.raises(TypeError, match=r"shared_prefix must be a SharedPrefix, or \(groups, pages\), got 3"):
+        precompile_cached((3, 4, 1, 16), *caches, (3,), page_table=(3, 8), shared_prefix=3, dtype=torch.float32, device="cpu")
+    pool = PageAllocator(40, 16)
+    first = pool.allocate(70)
+    two = pool.shared_prefix([first, pool.fork(first)], "cpu")
+    with pytest.raises(ValueError, match="shared_prefix was made for 2 sequences on cpu, but kv_len is"):
+        precompile_cached((3, 4, 1, 16), *caches, (3,), page_table=(3, 8), shared_prefix=two, dtype=torch.float32, device="cpu")
+    with pytest.raises(ValueError, match="shared_prefix is for caches in pages: pass kv_len and page_table"):
+        precompile_cached((3, 4, 1, 16), *caches, (3,), shared_prefix=(1, 1), dtype=torch.float32, device="cpu")
 
 
 def test_no_attention_kernel_runs(monkeypatch):

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexpress import PageAllocator, SharedPrefix, cached_attention, shared_attention
+from flexpress import PageAllocator, SharedPrefix, cached_attention, shared_attention, shared_prefix
 from flexpress.codegen.run.shared_tables import lay_out
 from flexpress.shared_prefix import grouped
 from support.benchmarks import benchmark
@@ -21,7 +21,7 @@ from support.prefixes import Forked, batches, check, made, pool_of
 @pytest.fixture(autouse=True)
 def always_shared(monkeypatch):
     """However little need not be read again."""
-    monkeypatch.setattr(shared_attention, "LEAST_BYTES", 0)
+    monkeypatch.setattr(shared_prefix, "LEAST_BYTES", 0)
 
 
 @for_any(batches, cpu=60, cuda=200)
@@ -111,14 +111,17 @@ def test_the_usual_way(device, monkeypatch):
     tables = arguments["shared_prefix"].tables(
         arguments["kv_len"], arguments["page_table"], queries=7, cu_seqlens_q=arguments["cu_seqlens_q"]
     )
-    for named, least in ((arguments["shared_prefix"], saved * row // shared_attention.TABLES_TIMES), (tables, saved * row)):
+    for named, least in ((arguments["shared_prefix"], saved * row // shared_prefix.TABLES_TIMES), (tables, saved * row)):
         for more in (0, 1):
-            monkeypatch.setattr(shared_attention, "LEAST_BYTES", least + more)
+            monkeypatch.setattr(shared_prefix, "LEAST_BYTES", least + more)
             del merged[:]
             cached_attention(**{**arguments, "shared_prefix": named})
             assert len(merged) == 1 - more
-    monkeypatch.setattr(shared_attention, "LEAST_BYTES", 0)
-    monkeypatch.setattr(shared_attention, "MOST_QUERIES", 1)
+            caches = arguments["k_cache"], arguments["v_cache"]
+            assert arguments["shared_prefix"].pays(*caches, queries=7, tables=named is tables) == (not more)
+            assert not arguments["shared_prefix"].pays(*caches, queries=64 * 5 + 1)
+    monkeypatch.setattr(shared_prefix, "LEAST_BYTES", 0)
+    monkeypatch.setattr(shared_prefix, "MOST_QUERIES", 1)
     del merged[:]
     cached_attention(**arguments)  # 5 queries of 5 sequences and 2 behind them
     assert not merged
@@ -415,10 +418,10 @@ def test_compiled_calls_go_the_usual_way(monkeypatch):
 @pytest.mark.parametrize("score", ["plain", "alibi"])
 def test_benchmark_measures_the_same_attention(score, monkeypatch):
     """benchmarks/shared_prefix.py, on the CPU and without a clock."""
-    monkeypatch.setattr(shared_attention, "LEAST_BYTES", 1 << 20)
+    monkeypatch.setattr(shared_prefix, "LEAST_BYTES", 1 << 20)
     program = benchmark("shared_prefix")
     asked = SimpleNamespace(page_size=16, layers=2, heads=4, kv_heads=2, head_dim=16, rep=0.0)
     step = program.Step(40, 3, 5, score, asked, torch.device("cpu"))
     row = program.row_of(step, asked, lambda run: (run(), None), lambda replay, rep: 1.0)
-    assert shared_attention.LEAST_BYTES == 1 << 20
+    assert shared_prefix.LEAST_BYTES == 1 << 20
     assert row["speedup"] == 1 and row["usual"] and row["saved_mb"] == 2 * 32 * 2 * 2 * 16 * 2 / 1e6 and 0 < row["error"] < 0.01

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from flexpress import apply_rope, cached_attention, mods, rope_table, shared_attention, update_cache
+from flexpress import apply_rope, cached_attention, mods, rope_table, shared_attention, shared_prefix, update_cache
 from support.batches import score_mods
 from support.dense import dense_attention, relative_error
 from support.devices import DEVICES, for_any
@@ -16,7 +16,7 @@ from support.prefixes import Forked, batches, made
 @pytest.fixture(autouse=True)
 def always_shared(monkeypatch):
     """However little need not be read again."""
-    monkeypatch.setattr(shared_attention, "LEAST_BYTES", 0)
+    monkeypatch.setattr(shared_prefix, "LEAST_BYTES", 0)
 
 
 @st.composite

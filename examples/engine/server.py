@@ -1,0 +1,125 @@
+"""An engine: requests come, steps make tokens of them, and nothing is lost when a step fails."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from flexpress import PageAllocator
+
+from .llama import Llama
+from .scheduler import Draft, Request, Scheduler
+from .steps import Steps
+
+
+class Engine:
+    """Continuous batching of greedy answers over one model, on the device of its weights.
+
+    steps, steps_waited   how many there were, and in how many a request waited
+    peak_pages            pages in use at most, without those that are only kept
+    drafted, accepted     tokens
+    """
+
+    def __init__(
+        self,
+        model: Llama,
+        *,
+        num_pages: int,
+        page_size: int,
+        max_sequences: int = 64,
+        chunk: int = 512,
+        max_length: int | None = None,
+        draft: Draft | None = None,
+        nodes: int = 8,
+        float8: bool = False,
+        graphs: bool | None = None,
+    ) -> None:
+        """
+        max_sequences   that run at a time
+        chunk           tokens of prompts and drafts in a step
+        max_length      tokens of a request, prompt and answer; by default as many as the pages hold
+        draft, nodes    what proposes next tokens, and how many tokens are verified at a time; by default nothing is drafted
+        float8          keys and values are stored as e4m3; call `calibrate` before the first request
+        graphs          CUDA graphs; by default on a GPU
+        """
+        self.pool = PageAllocator(num_pages, page_size)
+        self.max_length = num_pages * page_size if max_length is None else max_length
+        graphs = model.head.is_cuda if graphs is None else graphs
+        self.tensors = Steps(model, self.pool, self.max_length, float8=float8, graphs=graphs)
+        self.scheduler = Scheduler(self.pool, max_sequences, chunk, draft, nodes)
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing is in the cache, and all numbers begin at 0. Requests that run wait again."""
+        self.scheduler.abandon()
+        self.scheduler.tokens_found = 0
+        self.steps = self.steps_waited = self.peak_pages = self.drafted = self.accepted = 0
+
+    def calibrate(self, ids: list[int]) -> None:
+        """Sets the scales of a float8 cache by a text."""
+        with torch.no_grad():
+            self.tensors.calibrate(ids)
+
+    def submit(self, request: Request) -> None:
+        """A request waits for its turn. ValueError or OutOfPages if its turn could not come."""
+        self._check(request)
+        self.scheduler.submit(request)
+        request.times[:] = [time.perf_counter()]
+
+    def cancel(self, request: Request) -> None:
+        """A request is done with what it has."""
+        self.scheduler.cancel(request)
+
+    @torch.no_grad()
+    def step(self) -> list[Request]:
+        """One run of the model over what is there to compute. Returns the requests that were in it; none if nothing is left to do.
+
+        If it fails, as when memory is short, all requests wait again with the tokens that they have made.
+        """
+        try:
+            step = self.scheduler.plan()
+            if not step:
+                return []
+            self._count()
+            before = [len(work.request.made) for work in step]
+            moves = self.scheduler.commit(step, self.tensors.run(step))
+            if moves:
+                self.tensors.move(moves)
+        except BaseException:
+            self.scheduler.abandon()
+            raise
+        now = time.perf_counter()
+        for work, count in zip(step, before, strict=True):
+            made = len(work.request.made) - count
+            work.request.times += [now] * made
+            self.drafted += max(0, len(work.parents) - 1)
+            self.accepted += made - 1 if work.parents else 0
+        return [work.request for work in step]
+
+    def run(self, requests: list[Request]) -> None:
+        """Makes all tokens of all requests. Raises what `submit` does, before anything is made."""
+        for request in requests:
+            self._check(request)
+        for request in requests:
+            self.submit(request)
+        while self.step():
+            pass
+
+    def pages_in_use(self) -> int:
+        """By requests that run."""
+        return len({page for request in self.scheduler.running for page in self.pool.pages(request.sequence)})
+
+    def _count(self) -> None:
+        """A step begins."""
+        self.steps, self.steps_waited = self.steps + 1, self.steps_waited + bool(self.scheduler.waiting)
+        if self.pool.num_pages - self.pool.free_pages > self.peak_pages:
+            self.peak_pages = max(self.peak_pages, self.pages_in_use())
+
+    def _check(self, request: Request) -> None:
+        if len(request.prompt) + request.wanted > self.max_length:
+            raise ValueError(
+                f"the request has {len(request.prompt)} tokens and wants {request.wanted} more, but max_length is {self.max_length}; "
+                "make an engine with a larger one"
+            )
+        self.scheduler.check(request)

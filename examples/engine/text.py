@@ -1,0 +1,70 @@
+"""Text of an answer, as its tokens come: where it ends, and what of it may be shown already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+
+class Tokenizer(Protocol):
+    """What is used of a tokenizer: that of transformers has it."""
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        """Text of tokens. What is no whole character yet is U+FFFD."""
+
+
+class Answer:
+    """A `stop` of a Request: ends at one of `ids`, or where one of `strings` begins, which is no part of the text.
+
+    text    what the tokens say so far
+    write   is called with every new piece of it; what may be the beginning of one of `strings` is held back
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        ids: frozenset[int] = frozenset(),
+        strings: tuple[str, ...] = (),
+        write: Callable[[str], object] | None = None,
+    ) -> None:
+        self.tokenizer, self.ids, self.strings, self.write = tokenizer, ids, tuple(filter(None, strings)), write
+        self.text = ""
+        self._shown = 0  # characters of it
+        self._whole = 0, 0  # of the tokens, those before the last piece, and all that are text: a piece may depend on the one before it
+
+    def __call__(self, made: list[int]) -> str:
+        """After each token: "end of text", "stop string" or ""."""
+        if made[-1] in self.ids:
+            self.close()
+            return "end of text"
+        before = len(self.text)
+        self._read(made)
+        places = [at for s in self.strings if (at := self.text.find(s, max(0, before - len(s)))) >= 0]
+        if places:
+            self.text = self.text[: min(places)]
+            self.close()
+            return "stop string"
+        self._show(len(self.text) - self._held())
+        return ""
+
+    def close(self) -> None:
+        """Shows what was held back."""
+        self._show(len(self.text))
+
+    def _read(self, made: list[int]) -> None:
+        """Adds the text of new tokens, unless they end inside of a character."""
+        first, last = self._whole
+        known = self.tokenizer.decode(made[first:last], skip_special_tokens=True)
+        piece = self.tokenizer.decode(made[first:], skip_special_tokens=True)
+        if not piece.endswith("\ufffd"):
+            self.text += piece[len(known) :]
+            self._whole = last, len(made)
+
+    def _held(self) -> int:
+        """Characters at the end with which one of `strings` may begin."""
+        return max((n for s in self.strings for n in range(1, len(s)) if self.text.endswith(s[:n])), default=0)
+
+    def _show(self, end: int) -> None:
+        if self.write is not None and end > self._shown:
+            self.write(self.text[self._shown : end])
+        self._shown = max(self._shown, end)
