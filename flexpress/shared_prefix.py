@@ -5,6 +5,7 @@ PageAllocator.shared_prefix makes a SharedPrefix when the batch changes; SharedP
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -17,8 +18,8 @@ from flexpress.checks import whole
 from .codegen.run.call import values_in_keys
 from .codegen.run.shared_tables import Laid, lay_out
 
-LEAST_BYTES = 96 << 20  # of keys and values that need not be read again; below, what the second part launches takes longer than reading
-TABLES_TIMES = 2  # as much, where the call makes the tables itself
+LEAST_BYTES = 120 << 20  # of keys and values that need not be read again; below, what the second part launches takes longer than reading
+TABLES_TIMES = 1.25  # as much, where the call makes the tables itself
 MOST_QUERIES = 64  # of a sequence, on average; more fill tiles of their own, and reading is not what they wait for
 _TENSORS = "order", "starts", "lengths", "pages", "prefix"
 
@@ -112,14 +113,14 @@ class SharedPrefix:
         kv_len, page_table, cu_seqlens_q, q_offset   as for cached_attention
         queries   tokens in query: its first extent with cu_seqlens_q, else queries of each sequence
 
-        Made on the device; the host does not wait. Under a CUDA graph, make it in the graph: it is then made anew at each replay. Raises
-        ValueError or TypeError for tensors of another batch, device or dtype.
+        Made on the device, by the first call that reads a prefix once; the host does not wait. Under a CUDA graph, make it in the graph: it
+        is then made anew at each replay. Raises ValueError or TypeError for tensors of another batch, device or dtype.
         """
         tensors = {"kv_len": kv_len, "page_table": page_table, "cu_seqlens_q": cu_seqlens_q, "q_offset": q_offset}
         for name, tensor in tensors.items():
             if tensor is not None:
                 self._check(name, tensor, self.batch_size + (name == "cu_seqlens_q"), 2 if name == "page_table" else 1)
-        return _tables_of(self, tensors, whole("queries", queries))
+        return SharedTables(self, tensors, whole("queries", queries))
 
     def _check(self, name: str, tensor: torch.Tensor, extent: int, rank: int) -> None:
         check_table(name, tensor, (None,) * rank, torch.int32, tensor.device if isinstance(tensor, torch.Tensor) else self.device)
@@ -136,23 +137,27 @@ class SharedTables:
 
     shared    what they are of
     made_of   the tensors of the step by name, and `queries` of it
-    laid      the tables themselves
     """
 
     shared: SharedPrefix
     made_of: dict[str, torch.Tensor | None] = field(repr=False)
     queries: int
-    laid: Laid = field(repr=False)
+
+    @functools.cached_property
+    def laid(self) -> Laid:
+        """The tables themselves. They are not made where all calls go the usual way."""
+        return _laid(self)
 
     def are_current(self) -> bool:
         """Do the tensors that they were made of still say the same? Waits for the device."""
-        now = _tables_of(self.shared, self.made_of, self.queries)
-        return all(made is None or torch.equal(made, found) for made, found in zip(self.laid, now.laid, strict=True))
+        if "laid" not in self.__dict__:
+            return True
+        return all(made is None or torch.equal(made, found) for made, found in zip(self.laid, _laid(self), strict=True))
 
 
-def _tables_of(shared: SharedPrefix, tensors: dict[str, torch.Tensor | None], queries: int) -> SharedTables:
-    laid = lay_out(shared.order, shared.starts, shared.prefix, *tensors.values(), queries, shared.page_size)  # type: ignore[arg-type]
-    return SharedTables(shared, tensors, queries, laid)
+def _laid(tables: SharedTables) -> Laid:
+    prefix = tables.shared
+    return lay_out(prefix.order, prefix.starts, prefix.prefix, *tables.made_of.values(), tables.queries, prefix.page_size)  # type: ignore[arg-type]
 
 
 @dataclass(eq=False)

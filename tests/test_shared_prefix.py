@@ -111,7 +111,7 @@ def test_the_usual_way(device, monkeypatch):
     tables = arguments["shared_prefix"].tables(
         arguments["kv_len"], arguments["page_table"], queries=7, cu_seqlens_q=arguments["cu_seqlens_q"]
     )
-    for named, least in ((arguments["shared_prefix"], saved * row // shared_prefix.TABLES_TIMES), (tables, saved * row)):
+    for named, least in ((arguments["shared_prefix"], saved * row / shared_prefix.TABLES_TIMES), (tables, saved * row)):
         for more in (0, 1):
             monkeypatch.setattr(shared_prefix, "LEAST_BYTES", least + more)
             del merged[:]
@@ -339,7 +339,7 @@ BAD = {  # what changes, and what the error says
         r"made of queries=2, but query \(5, 6, 1, 32\) has 1; make them once a step",
     ),
     "tables of an earlier step": (
-        lambda a: {"shared_prefix": (tables_of(a), a["kv_len"].sub_(1))[0]},
+        lambda a: {"shared_prefix": (made := tables_of(a), made.laid, a["kv_len"].sub_(1))[0]},  # a call has used them
         r"shared_prefix holds tables of an earlier step; make them once a step",
     ),
     "tables of rows": (
