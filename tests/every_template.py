@@ -3,7 +3,7 @@
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/every_template.py
     compute-sanitizer --tool racecheck --error-exitcode 1 python tests/every_template.py hopper
 
-Parts of it may be named, as the whole takes many minutes there: portable, tangents, sequences, serving, prompts, hopper,
+Parts of it may be named, as the whole takes many minutes there: portable, tangents, sequences, serving, latent, prompts, hopper,
 exchange.
 """
 
@@ -144,6 +144,24 @@ def serving() -> None:
     cached_attention(torch.randn(5, 4, 80, device="cuda"), *caches, lengths, cu_seqlens_q=starts, q_offset=lengths - 2, **where)
 
 
+def latent() -> None:
+    """Values that are the first columns of the keys, in caches and without, whose last blocks end inside a page."""
+    int32 = dict(dtype=torch.int32, device="cuda")
+    kv_len, cu_seqlens_q = torch.tensor([700, 40, 3], **int32), torch.tensor([0, 3, 4, 6], **int32)
+    slopes = torch.rand(16, device="cuda")
+    for head_dim, head_dim_v in ((576, 512), (512, 512), (320, 256)):
+        query = torch.randn(3, 16, 1, head_dim, device="cuda", dtype=torch.bfloat16)
+        for size in (8, 64, 128, 1024):
+            keys = torch.randn(3 * 1024 // size, size, 1, head_dim, device="cuda", dtype=torch.bfloat16)
+            table = torch.randperm(len(keys), device="cuda").to(torch.int32).view(3, -1)
+            where = {} if size == 1024 else {"page_table": table}
+            cached_attention(query, keys, keys[..., :head_dim_v], kv_len, score_mod=mods.alibi(slopes), **where)
+            rows = torch.randn(7, 16, head_dim, device="cuda", dtype=torch.bfloat16)
+            cached_attention(rows, keys, keys[..., :head_dim_v], kv_len, cu_seqlens_q=cu_seqlens_q, mask_mod=mods.causal, **where)
+        keys = torch.randn(3, 1, 700, head_dim, device="cuda", dtype=torch.bfloat16)
+        flex_attention(query, keys, keys[..., :head_dim_v], enable_gqa=True, sinks=slopes)
+
+
 def prompts() -> None:
     """Long ragged prompts whose last blocks end inside a page, a sequence without queries, and tokens after the last one."""
     int32 = dict(dtype=torch.int32, device="cuda")
@@ -186,7 +204,7 @@ def exchange() -> None:
         add_blocks(k, v, out, some.new_tensor([1, -1, 0]), some.new_tensor([[0, 3], [1, -1], [-1, -1]]), sums, 128)
 
 
-PARTS = {part.__name__: part for part in (portable, tangents, sequences, serving, prompts, hopper, exchange)}
+PARTS = {part.__name__: part for part in (portable, tangents, sequences, serving, latent, prompts, hopper, exchange)}
 
 if __name__ == "__main__":
     main(*sys.argv[1:])

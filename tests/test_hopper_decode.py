@@ -9,6 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import flexpress
 from flexpress import cached_attention, flex_attention, mods
 from flexpress.codegen import registry
 from flexpress.codegen.run import decode_kernels
@@ -107,3 +108,32 @@ def test_the_portable_kernel_takes_its_place(monkeypatch):
     for _ in range(2):
         cached_attention(**given, scale=0.1)
     assert portable == ["decode", "decode"] and "it does not compile" in decode_kernels._refused.values()
+
+
+ON_GPU = {
+    "one query, parts": dict(q_lens=[1, 1, 1, 1], kv_lens=[9000, 3, 4096, 640]),
+    "64 rows and more": dict(q_lens=[7, 40, 1], kv_lens=[700, 3000, 65], page_size=64),
+    "pages of 8, masks": dict(q_lens=[2, 5, 0], kv_lens=[1300, 90, 4], page_size=8, mask="per sequence", score="per sequence"),
+    "entries anywhere": dict(q_lens=[1, 3, 17], kv_lens=[640, 100, 2000], page_size=0, located=True, Hkv=2, Hq=8, score="softcap"),
+    "a mask of each head": dict(q_lens=[2, 1, 1], kv_lens=[500, 200, 64], mask="per head", Hq=4),
+    "batch invariant": dict(kv_lens=[5000, 3, 700], page_size=128, invariant=True, score="alibi"),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dims", [(576, 512), (512, 512), (320, 256)], ids=str)
+@pytest.mark.parametrize("name", ON_GPU)
+def test_on_a_gpu(name, dims):
+    """The same on the real thing; on another GPU than Hopper by the portable kernel."""
+    for dtype in (torch.bfloat16, torch.float16):
+        case = dict(Hq=12, q_lens=[1, 1, 1]) | ON_GPU[name]
+        batches.check(latent(**case | dict(D_QK=dims[0], D_V=dims[1], dtype=dtype)), "cuda")
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert any(path.name.startswith("hopper_decode") for path in flexpress.printed_kernels())
+
+
+@pytest.mark.gpu
+def test_the_same_bits_every_time():
+    given, _ = batches.made(latent(q_lens=[1] * 5, kv_lens=[3000, 2000, 64, 9000, 1], Hq=12, D_QK=576, D_V=512, page_size=64), "cuda")
+    first = cached_attention(**given)
+    assert all(torch.equal(cached_attention(**given), first) for _ in range(20))
