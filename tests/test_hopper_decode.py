@@ -62,7 +62,7 @@ def test_what_the_kernel_computes(monkeypatch, name):
     assert len(launched) >= 1
 
 
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     drawn=batches.batches("cpu"),
     dims=st.sampled_from([(320, 256), (512, 512), (264, 256)]),
