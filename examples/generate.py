@@ -14,6 +14,8 @@ from __future__ import annotations
 import argparse
 import random
 import sys
+import time
+from itertools import accumulate
 from pathlib import Path
 from statistics import mean, quantiles
 from typing import Any
@@ -92,6 +94,22 @@ def ask(engine: Engine, args: argparse.Namespace, tokenizer: Any, ends: frozense
     return requests
 
 
+def load(engine: Engine, requests: list[Request], rate: float, seed: int) -> None:
+    """Requests come at random times, `rate` a second on average, or all at once. Returns when all are done."""
+    draw, start = random.Random(seed), time.perf_counter()
+    times = list(accumulate(draw.expovariate(rate) if rate else 0.0 for _ in requests))
+    come = 0
+    while True:
+        now = time.perf_counter() - start
+        while come < len(requests) and times[come] <= now:
+            engine.submit(requests[come])
+            come += 1
+        if not engine.step():
+            if come == len(requests):
+                return
+            time.sleep(max(0.0, times[come] - now))
+
+
 def spread(seconds: list[float]) -> str:
     """Mean, median and 99th percentile, in ms."""
     if len(seconds) < 2:
@@ -142,6 +160,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--float8", action="store_true", help="keys and values are stored as e4m3, with scales")
     parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, help="CUDA graphs; by default on a GPU")
     parser.add_argument("--check", action=argparse.BooleanOptionalAction, help="ask the dense model; by default up to 50M weights")
+    parser.add_argument("--rate", type=float, default=0.0, help="requests that come in a second, on average; 0: all at once (default 0)")
     for name, default, meaning in (
         ("requests", 6, "how many"),
         ("systems", 0, "system prompts, which requests share in turn"),
@@ -200,7 +219,7 @@ def main() -> int:
             for _ in range(2 if device == "cuda" else 1):  # the first run loads the kernels, and compiles those not on disk
                 engine.forget()
                 requests = prompts()
-                engine.run(requests)
+                load(engine, requests, args.rate, args.seed)
     except OutOfPages as why:
         print(
             f"a request needs {why.wanted} pages of {args.page_size} tokens, but there are {why.num_pages}: pass --pages", file=sys.stderr

@@ -31,7 +31,7 @@ def drawn(vocab_size: int, count: int, prompt: int, new: int, systems: int = 2, 
 WAYS = {  # what an engine has, beside enough pages for all that run
     "plain": {},
     "one at a time": dict(max_sequences=1),
-    "small chunks": dict(chunk=5),
+    "small chunks": dict(chunk=PAGE - 1),
     "drafts": dict(draft=parts.PromptLookup(), nodes=5),
     "few pages": dict(num_pages=16),
     "float8": dict(float8=True),
@@ -240,14 +240,16 @@ def test_a_larger_model(way, dtype, request):
     """By CUDA graphs: in bfloat16 with prefixes that are read once, in float32 as it pays."""
     merged = request.getfixturevalue("always_shared") if dtype == torch.bfloat16 else None
     model = parts.Llama.random(parts.Config(4000, 512, 1024, 6, 8, 2, 64, tie_word_embeddings=True), 1).to("cuda", dtype)
-    requests = drawn(4000, 40, 500, 60, systems=3, system=300)
+    few = "few pages" in way
+    prompt, new = (60, 200) if few else (500, 60)  # answers that outgrow the pages
+    requests = drawn(4000, 40, prompt, new, systems=3, system=300)
     options = dict(num_pages=400, page_size=64, max_sequences=24, chunk=512) | WAYS[way]
-    if "few pages" in way:
-        options["num_pages"] = 50
+    if few:
+        options |= dict(num_pages=150, page_size=16)
     server = served(model, requests, **options)
     assert unlike_dense(model, requests, server) == [0] * len(requests)
     assert merged is None or bool(merged) == (way != "one at a time")
-    assert (sum(r.preempted for r in requests) > 0) == ("few pages" in way) and len(server.tensors._captured) > 1
+    assert (sum(r.preempted for r in requests) > 0) == few and len(server.tensors._captured) > 1
 
 
 @pytest.mark.gpu

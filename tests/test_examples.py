@@ -123,7 +123,7 @@ def test_generate_reads_configs(tmp_path, change, expected):
 
 
 def test_generate_runs():
-    options = "--requests 2 --systems 1 --system 9 --prompt 9 --new 3 --draft 3 --float8 --page-size 4"
+    options = "--requests 2 --systems 1 --system 9 --prompt 9 --new 3 --draft 3 --float8 --page-size 4 --rate 1000"
     command = [sys.executable, "examples/generate.py", *options.split(" ")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ)
     assert done.returncode == 0, done.stdout + done.stderr

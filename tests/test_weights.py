@@ -74,6 +74,7 @@ WAYS = {"plain": {}, "drafts": dict(draft=engine().PromptLookup(), nodes=5), "in
 
 
 @on_devices
+@pytest.mark.usefixtures("in_cpp")  # hundreds of steps
 @pytest.mark.parametrize("way", WAYS)
 def test_the_engine_says_what_transformers_says(device, way):
     """Greedy text, token for token; the questions begin with the same system prompt."""
@@ -93,6 +94,7 @@ def test_the_engine_says_what_transformers_says(device, way):
 
 
 @on_devices
+@pytest.mark.usefixtures("in_cpp")  # hundreds of steps
 def test_the_engine_with_a_float8_cache(device):
     """Tokens are those of the dense model whose keys and values are rounded to e4m3, and the answer is right."""
     generate, parts = example("generate"), engine()
@@ -107,6 +109,7 @@ def test_the_engine_with_a_float8_cache(device):
 
 
 @on_devices
+@pytest.mark.usefixtures("in_cpp")  # hundreds of steps
 def test_a_load_on_real_weights(device):
     """The load test of examples/generate.md, small: nothing is lost."""
     generate, parts = example("generate"), engine()

@@ -184,13 +184,16 @@ class Scheduler:
             self._preempt(self.running[-1])
             if request.sequence is None:
                 return None
-        if self.draft is None or not decoding:
+        if not decoding:
             return self._chunk(request, spare + 1)
+        last = request.made[-1]
+        if self.draft is None:
+            return Work(request, [last], [], True)
         most = min(spare, self.nodes - 1, request.wanted - len(request.made) - 1)
         tokens, parents = self.draft(request, most) if most > 0 else ([], [])
         if not tokens or not self._room(request, request.length + len(tokens)):
-            return self._chunk(request, 1)
-        return Work(request, request.known(request.cached, 1) + tokens, [-1, *parents], True)
+            return Work(request, [last], [], True)
+        return Work(request, [last, *tokens], [-1, *parents], True)
 
     def _chunk(self, request: Request, most: int) -> Work:
         """At most so many tokens of what it knows. A chunk that is not the last ends with a page, where others can go on."""
@@ -248,10 +251,12 @@ class Scheduler:
             self.prefixes.add(request.sequence, pages)
 
     def _room(self, request: Request, length: int, spare: int = 0) -> bool:
-        """Pages for so many tokens of a request, if they are free or of sequences that are only kept. Leaves `spare` pages."""
+        """Whole pages for so many tokens of a request, if they are free or of sequences that are only kept. Leaves `spare` pages."""
         pool, size, known = self.pool, self.pool.page_size, self.pool.length(request.sequence)
-        length = max(length, known)
-        while pool.free_pages < -(-length // size) - -(-known // size) + spare:
+        if length <= known and not spare:
+            return True
+        length = max(-(-length // size) * size, known)
+        while pool.free_pages < (length - known) // size + spare:
             if not self.kept:
                 return False
             oldest = next(iter(self.kept))
