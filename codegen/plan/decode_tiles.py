@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..gpus import WIDEST_TILE
-from .tiles import Tile, divisor, fitting
+from ..gpus import SHARED_MEMORY, WIDEST_TILE
+from .tiles import Tile, divisor, fitting, shared_bytes
 
 # (larger padded head dim, bytes per element) -> keys of a decode block; a tile has as many rows as there are. With 16 rows of 16 bits
 # on sm_90 and sm_100 shared memory is full of loads in flight and one program keeps a multiprocessor busy
@@ -49,10 +49,22 @@ def decode_tile(
         else:
             row = next(w for w in (64, 128, 256) if w >= max(d_qk, d_v)), itemsize
             keys = _DECODE_KEYS_16_ROWS.get(row, _DECODE_KEYS[row]) if rows == 16 and arch in ("sm_90", "sm_100") else _DECODE_KEYS[row]
-            tile = fitting(Tile(rows, keys, 4, 1 if arch == "gfx942" else 3), arch, d_qk, d_v, itemsize)
+            stages = 1 if arch == "gfx942" else 3
+            if paged and keys > _DECODE_KEYS[row] and row[0] <= 128:  # as many in flight, in smaller pieces: sequences are short, too
+                keys, stages = keys // 2, 4
+            tile = fitting(Tile(rows, keys, 4, stages), arch, d_qk, d_v, itemsize)
         if paged and tile.num_stages > 1:  # loads of pages come first: Triton gives K and V every other stage
             tile = replace(tile, num_stages=2 * tile.num_stages - 1)
     return replace(tile, BLOCK_N=divisor(tile.BLOCK_N, kv_block)) if kv_block else tile
+
+
+def programs_at_once(arch: str, rows: int, d_qk: int, d_v: int, itemsize: int) -> int:
+    """How many programs with the tile of so many rows share a multiprocessor, to the good of all: two, where rows are so many that one waits
+    for its products, and shared memory has room for both."""
+    if arch != "sm_90" or rows < 64:
+        return 1
+    tile = decode_tile(arch, rows, d_qk, d_v, itemsize)
+    return 2 if 2 * shared_bytes(tile, d_qk, d_v, itemsize) <= SHARED_MEMORY[arch] else 1
 
 
 def _wide_decode_tile(arch: str, rows: int, itemsize: int, values_in_keys: bool) -> Tile:

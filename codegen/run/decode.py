@@ -8,7 +8,7 @@ from ..device.devices import architecture_of, backend_of, multiprocessors
 from ..mod.expr import INDEX_BOUND
 from ..plan.decode import MAX_ROWS, MIN_SHARE, DecodeCase, DecodePlan, Rows, differs_by_head, parts_of, plan_decode, rows_of, vector_of
 from ..plan.decode import Parts as Split
-from ..plan.decode_tiles import most_rows
+from ..plan.decode_tiles import most_rows, programs_at_once
 from ..plan.extras import factors_out
 from ..plan.forward import Geometry, Mod
 from ..plan.hopper_decode import HopperDecodePlan, plan_hopper_decode
@@ -155,7 +155,11 @@ def _division(
     group = 1 if by_head else geometry.numbers["GROUP_SIZE"]
     most = most_rows(architecture_of(device), *widths)
     rows = rows_of(2 * MAX_ROWS if cached.invariant else Q_LEN, group, lists.q_block if lists else 0, most)
-    programs = tiles_of(extents, rows, tokens) * (Hq // rows.pack)
-    available = multiprocessors(device) if device.type != "cpu" else _INTERPRETED
+    tiles = tiles_of(extents, rows, tokens)
+    if by_tokens(Q_LEN, rows, tokens):
+        tiles -= Z - (Z - 1) // 2  # that are there: the last one of a sequence is half full on average
+    programs = max(tiles, 1) * (Hq // rows.pack)
+    arch = architecture_of(device)
+    available = multiprocessors(device) * programs_at_once(arch, rows.rows, *widths) if device.type != "cpu" else _INTERPRETED
     structure = {"lengths": cached.kv_lens is not None, "listed": lists is not None, "invariant": cached.invariant}
     return rows, parts_of(KV_LEN, programs, Z, available, **structure)
