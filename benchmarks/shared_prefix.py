@@ -5,7 +5,7 @@
 bfloat16 in pages, 32 query heads, 8 key heads of 128, one new token a sequence. What is timed is a CUDA graph of several calls, each
 with its own cache, as the layers of a model have; the tables of a step are made in it once. Each row: microseconds of a call without
 sharing, with it as it comes, and with it by force (where `usual` is true, the two differ); megabytes that need not be read again; the
-speedup. LEAST_BYTES of flexpress/shared_prefix.py is to be where the forced one begins to win. Outputs are compared with those
+speedup. LEAST_BYTES and QUERIES of flexpress/shared_prefix.py are to be where the forced one begins to win. Outputs are compared with those
 without.
 """
 

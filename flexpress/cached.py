@@ -163,7 +163,7 @@ def cached_attention(
 
     With shared_prefix, pages that sequences share are read once for all their queries, each sequence reads the rest, and the two parts are
     merged by lse: the same numbers but for rounding (parts are rounded to query's dtype, and a lse of 1e6 is exact to 0.06). It goes the
-    usual way where less than 120 MiB need not be read again (150 without tables), where sequences have more than 64 queries on average,
+    usual way where less than 96 MiB and 1.5 a query need not be read again, where sequences have more than 64 queries on average,
     with batch_invariant, for mods with dot products of rows, and where torch records the call. Method: Hydragen (Juravsky et al. 2024,
     arXiv 2402.05099), cascade inference of FlashInfer (Ye et al. 2025, arXiv 2501.01005).
     """

@@ -18,7 +18,8 @@ from flexpress.checks import whole
 from .codegen.run.call import values_in_keys
 from .codegen.run.shared_tables import Laid, lay_out
 
-LEAST_BYTES = 120 << 20  # of keys and values that need not be read again; below, what the second part launches takes longer than reading
+LEAST_BYTES = 96 << 20  # of keys and values that need not be read again; below, what the second part launches takes longer than reading
+QUERIES = 64  # for as many it must be as much again: two results of each are written and merged
 TABLES_TIMES = 1.25  # as much, where the call makes the tables itself
 MOST_QUERIES = 64  # of a sequence, on average; more fill tiles of their own, and reading is not what they wait for
 _TENSORS = "order", "starts", "lengths", "pages", "prefix"
@@ -72,7 +73,7 @@ class SharedPrefix:
             return False
         columns = k_cache.shape[3] + (0 if values_in_keys(k_cache, v_cache) else v_cache.shape[3])
         saved = self.tokens_saved * k_cache.shape[2] * columns * k_cache.element_size()
-        return saved >= LEAST_BYTES * (1 if tables else TABLES_TIMES)
+        return saved >= LEAST_BYTES * (1 + queries / QUERIES) * (1 if tables else TABLES_TIMES)
 
     def has_few(self, queries: int) -> bool:
         """Are these queries so few a sequence that reading keys is what they wait for?"""

@@ -59,8 +59,8 @@ def decode_tile(
 
 
 def programs_at_once(arch: str, rows: int, d_qk: int, d_v: int, itemsize: int) -> int:
-    """How many programs with the tile of so many rows share a multiprocessor, to the good of all: two, where rows are so many that one waits
-    for its products, and shared memory has room for both."""
+    """How many programs with the tile of so many rows share a multiprocessor, to the good of all: two, where rows are so many that one
+    waits for its products, and shared memory has room for both."""
     if arch != "sm_90" or rows < 64:
         return 1
     tile = decode_tile(arch, rows, d_qk, d_v, itemsize)
