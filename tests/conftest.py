@@ -43,6 +43,7 @@ PURE = {
     "house",
     "interval_rules",
     "intervals",
+    "kept",
     "package",
     "pages",
     "ranges",
@@ -120,6 +121,18 @@ def pytest_configure(config):
         checks.DEFAULT = Options(backend="PORTABLE")
     elif config.getoption("--backend") == "HOPPER":
         forward_kernels.worthwhile = lambda *_: None
+    if not config.getoption("--every-kernel") and hasattr(config, "cache"):  # which pytest may be told to do without
+        from support import kept
+
+        config.kept = config.cache.mkdir("compiled")
+        kept.keep(config.kept)
+
+
+def pytest_unconfigure(config):
+    if hasattr(config, "kept") and "PYTEST_XDIST_WORKER" not in os.environ:
+        from support import kept
+
+        kept.limit(config.kept)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses

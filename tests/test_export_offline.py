@@ -17,6 +17,7 @@ from flexpress.mods import alibi, alibi_slopes, causal
 from support.dense import dense_attention, relative_error
 from support.exported import load, saved, tensors
 from support.fake_driver import fake_driver
+from support.kept import as_compiled_here
 
 
 @pytest.fixture
@@ -41,6 +42,7 @@ def problem(**options):
 
 def test_it_compiles_what_the_library_compiles(monkeypatch, tmp_path, written):
     """To the letter: in Gluon and in Triton, with the same assembler in mind. And once, whatever lengths are."""
+    as_compiled_here(monkeypatch)
     q, k, v = problem(grad=True)
     _, module = saved(tmp_path, q, k, v, mask_mod=causal)
     lists = [module.create_block_lists(t, t) for t in (q, q[:, :, :140])]

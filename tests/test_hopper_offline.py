@@ -111,7 +111,8 @@ SNIPPETS = {  # what Gluon spells in its own way, results that do not vary along
         lambda s, b, h, m, n: s + ((n - m) // WIDTH) + (m - n) % 7 + torch.sign(m - n) + ((n - m) << (n % 3)) + (m - n) ** 2,
         None,
     ),
-    "casts": (lambda s, b, h, m, n: s.to(torch.bfloat16).float() + (m > n).float() + s.half() + s.int() + s // 3.0, None),
+    # a quotient of every score is a loop of the assembler's for each: rows have the same spelling
+    "casts": (lambda s, b, h, m, n: s.to(torch.bfloat16).float() + (m > n).float() + s.half() + s.int() + m // 3.0, None),
 }
 
 

@@ -421,6 +421,7 @@ def test_a_tma_load_is_one_instruction_and_a_tensor_map():
     assert_packed_as_read(made, 2)
 
 
+@pytest.mark.skipif(not PINNED, reason="a print is the same under every Triton")
 @pytest.mark.parametrize("backend", ["cuda", "hip", "cpu"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_prints(recipe, backend):

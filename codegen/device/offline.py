@@ -10,6 +10,7 @@ import re
 import subprocess
 import tempfile
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -79,11 +80,24 @@ def compile_function(
     constexprs = {(i,): constants[p.name] for i, p in enumerate(spec.parameters) if p.type == "constexpr"}
     attributes = {(i,): [["tt.divisibility", 16]] for i, p in enumerate(spec.parameters) if p.type.startswith("*")}
     source = source_class(function)(function, signature, constexprs, attributes)
-    options = {"num_warps": num_warps, "num_stages": num_stages}
+    return Compiled(signature, *made(source, target, {"num_warps": num_warps, "num_stages": num_stages}, last))
+
+
+class Made(NamedTuple):
+    """The compiler's part of Compiled."""
+
+    texts: dict
+    shared: int | None
+    registers: int | None
+    spilled: int | None
+    warnings: tuple[str, ...]
+
+
+def made(source, target: str, options: dict[str, int], last: str | None) -> Made:
+    """What the compiler makes of what Triton takes (see stages.source_class). Tests put a function in its place that remembers."""
     texts: dict = {}
     metadata, _, _ = compile_source(source, TARGETS[target], options, texts, last)
-    report = _resources(texts["ptx"], target) if "ptx" in texts else (None, None, ())
-    return Compiled(signature, texts, metadata.get("shared"), *report)
+    return Made(texts, metadata.get("shared"), *(_resources(texts["ptx"], target) if "ptx" in texts else (None, None, ())))
 
 
 def _type_of(parameter: Parameter, constants: dict[str, int], gluon: bool) -> str:

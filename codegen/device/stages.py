@@ -89,9 +89,11 @@ def lowered(
     last    the stage to stop after, with texts; None: all
     """
     backend = make_backend(target)
-    # Products and sums are fused, whatever a Triton's default is. Kernels in Gluon have few registers to spare: Triton 3.9 can order
-    # instructions for that, and has to, as it computes more addresses. Older ones know no such option, and pass over it
-    options = {"enable_fp_fusion": True, "sched4reg": is_gluon(source.fn), **options, **source.parse_options()}
+    # Products and sums are fused, whatever a Triton's default is. Checks of overflow, which Triton would leave out again, are not made.
+    # Kernels in Gluon have few registers to spare: Triton 3.9 can order instructions for that, and has to, as it computes more addresses.
+    # Older ones know no such option, and pass over it
+    ours = {"enable_fp_fusion": True, "sanitize_overflow": False, "sched4reg": is_gluon(source.fn)}
+    options = {**ours, **options, **source.parse_options()}
     if assembler:  # else PTX is written for the assembler that TRITON_PTXAS_PATH names, which torch.compile may set at any time
         options["ptx_version"] = ptx_get_version(assembler[1])
     parsed = backend.parse_options(options)
