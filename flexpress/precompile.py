@@ -16,6 +16,7 @@ from flexpress.mods import MaskMod, ScoreMod
 from flexpress.varlen import packed_call
 
 from .codegen.compiling import runs_uncompiled
+from .codegen.device import workers
 from .codegen.device.kernel import loaded
 from .codegen.mod.tensors import check_values
 from .codegen.run import backward as backward_pass
@@ -134,6 +135,23 @@ def precompile_cached(
     with torch.no_grad():
         prepare_cached(*tensors, {**batch, "max_q_len": max_q_len}, score_mod, mask_mod, scale, batch_invariant)
     return _compiled_since(before)
+
+
+@runs_uncompiled
+def wait_for_kernels(timeout: float | None = None) -> bool:
+    """Wait until no kernel is being compiled beside this process: the next call of a kind that was made before runs the kernels that serve
+    it in the end.
+
+        flex_attention(q, k, v, score_mod=mod)  # may be served by kernels that compile fast
+        wait_for_kernels()
+        flex_attention(q, k, v, score_mod=mod)  # loads the others: from here on times are those of every later call
+
+    timeout   seconds; None: as long as it takes
+
+    Returns whether nothing is being compiled any more. A compiled kernel that is refused, as it would spill too many registers, is
+    replaced by one that is compiled from the next call on; `explain` says whether one is on its way.
+    """
+    return workers.wait(timeout)
 
 
 def _side_by_side(calls: Sequence) -> list[Precompiled]:

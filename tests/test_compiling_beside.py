@@ -117,12 +117,24 @@ def children_of(pid: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "executable, why", [("/no/such/python", "FileNotFoundError"), (None, "no other Python"), ("/bin/true", "has ended")]
+    "executable, why",
+    [("/no/such/python", "FileNotFoundError"), (None, "is no Python"), ("/bin/true", "is no Python"), ("python", "has ended")],
 )
-def test_no_process_can_be_started(request_, monkeypatch, executable, why):
-    monkeypatch.setattr(sys, "executable", executable)
-    job = ended(request_, workers.Pool())
-    assert job.found is None and why in job.why
+def test_no_process_can_be_started(request_, monkeypatch, tmp_path, executable, why):
+    """It is tried once. From then on calls wait."""
+    if executable == "python":  # and does not do as one
+        executable = tmp_path / "python3"
+        executable.symlink_to("/bin/true")
+    monkeypatch.setattr(sys, "executable", executable and str(executable))
+    pool = workers.Pool()
+    job = ended(request_, pool)
+    assert job.found is None and why in job.why and pool.fails and pool.is_idle
+    monkeypatch.setattr(subprocess, "Popen", None)
+    assert ended(request_, pool).why == pool.fails
+    monkeypatch.setitem(workers.SETTING, "waits", False)
+    assert not meanwhile.must_wait(torch.device("cpu"), Options(), False)
+    monkeypatch.setattr(workers, "POOL", pool)
+    assert meanwhile.must_wait(torch.device("cpu"), Options(), False)
 
 
 def test_a_worker_loads_neither_torch_nor_the_package(request_):

@@ -23,7 +23,7 @@ from .decode import Decode
 from .forward_kernels import Call, Hopper, Portable
 from .launch import Unusable, launch_nothing
 from .layouts import output_like, strides_like
-from .meanwhile import Meanwhile, awaited_in, begun_beside, is_capturing, must_wait, quick, serving
+from .meanwhile import Meanwhile, awaited_in, begun_beside, is_capturing, must_wait, note_failed, quick, serving
 from .profiled import in_range, is_profiled, names_of
 
 CANDIDATES = Decode(), Hopper(), Portable()
@@ -109,12 +109,22 @@ def forward(
     except NotYet as soon:
         _ready.pop(key, None)
         if not must_wait(q.device, options, waits):
-            others = _new(bound._replace(options=quick(options)), output_max, output_rows)
-            others.provisional = True
-            others.print()  # before all that nobody waits for
-
-            begin = functools.partial(_begin, soon.begin, before and functools.partial(before, out, rows, meanwhile_raw=others.runner.raw))
-            _meanwhile[key] = Meanwhile(others, begun_beside(begin, q.device), ready.refusal)
+            try:
+                others = _new(bound._replace(options=quick(options)), output_max, output_rows)
+                others.provisional = True
+                others.print()  # before all that nobody waits for
+            except Exception as why:  # noqa: BLE001 - whatever it is, the kernel that serves in the end may not mind
+                note_failed("forward", why)
+                waits = True
+            else:
+                both = before and functools.partial(before, out, rows, meanwhile_raw=others.runner.raw)
+                jobs = begun_beside(functools.partial(_begin, soon.begin, both), q.device)
+                _meanwhile[key] = Meanwhile(others, jobs, ready.refusal)
+    except Exception as why:
+        if not ready.provisional:
+            raise
+        note_failed("forward", why)
+        waits = True  # forgets what was to serve meanwhile
     else:
         return out, lse, max_scores, rows
     return forward(bound, output_max=output_max, output_rows=output_rows, waits=waits)

@@ -94,15 +94,20 @@ def automatic_lists(
     *,
     transposed: bool = False,
     starts: Starts = (),
-) -> BlockLists:
+    begins: bool = False,
+) -> BlockLists | None:
     """The lists of a mask_mod for one call, without waiting for the device; transposed, those of the backward pass, in the same fields.
-    `starts` is as for BlockGrid.
+    `starts` is as for BlockGrid. With `begins` there are none: if kernels of their own make them, these are compiled beside this process.
 
     By bounds if they decide the mask, else by evaluation too. Those of a mask_mod that captures no tensors are kept, for the same
     stream, unless they are large; others are made anew for every call: captured tensors may have changed in ways that nobody is told of.
     """
     graph, captured = bound
     extents = (extents[0] if "b" in graph.symbols else 1, extents[1] if "h" in graph.symbols else 1, *extents[2:])
+    if begins:
+        if backend_of(device.type) != "cpu" and analyse(graph).by_rules:
+            BlockGrid(bound, extents, device, size, starts, begins=True).lists(transposed=transposed)
+        return None
     key, stream = None, torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
     # what a CUDA graph captures is not there before its replay, and must not go while it lives; none captures stream 0
     if not graph.tensors and not starts and not (stream and torch.cuda.is_current_stream_capturing()):

@@ -1,8 +1,8 @@
 """Kernels that serve while faster ones are compiled beside this process.
 
-The kernels for Hopper take 4 to 6 s to compile. With FLEXPRESS_WAIT=0 other processes compile those for a call of a new kind, and portable
-kernels with tiles that compile fast, in half a second, serve it. The first call after that is served by what was compiled. Both compute the
-same, but for rounding. Whoever must have the same bits every time waits: see `must_wait`.
+The kernels for Hopper take 4 to 6 s to compile. Other processes compile those for a call of a new kind, and portable kernels with tiles
+that compile fast, in half a second, serve it. The first call after that is served by what was compiled. Both compute the same, but for
+rounding. Whoever must have the same bits every time waits: see `must_wait`. So does a call that these kernels do not serve.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .. import logs
 from ..device import workers
+from ..device.devices import on
 from ..device.workers import SETTING, Job
 from ..plan.forward import Options
 from ..registry import Table
@@ -38,31 +40,41 @@ def quick(options: Options) -> Options:
 
 
 def begun_beside(begin: Callable[[list[Job]], None], device: torch.device) -> list[Job]:
-    """Jobs that come by and by from `begin`, in another thread, as kernels are printed before; one is over when all have begun. What it
-    launches to make block lists follows what is on the caller's stream."""
+    """Jobs that come by and by from `begin`, in another thread, as kernels are printed before; one is over when all have begun.
+
+    That thread neither launches nor takes memory of a device: the caller may capture a CUDA graph by then, which both would spoil.
+    """
     jobs, pool = [Job()], workers.POOL
-    stream = torch.cuda.stream(torch.cuda.current_stream(device)) if device.type == "cuda" else contextlib.nullcontext()
 
     def work() -> None:
         try:
-            with stream, torch.no_grad(), contextlib.suppress(Exception):  # whoever needs the kernels is told what is wrong
+            with on(device), torch.no_grad(), contextlib.suppress(Exception):  # whoever needs the kernels is told what is wrong
                 begin(jobs)
         finally:
-            pool.printers.discard(thread)
+            pool.printers.pop(thread, None)
             jobs[0].end("all are begun")
 
     thread = threading.Thread(target=work, name="flexpress-begin", daemon=True)
-    pool.printers.add(thread)
-    thread.start()
+    pool.printers[thread] = jobs[0]
+    try:
+        thread.start()
+    except RuntimeError:  # no more threads: the next call compiles
+        pool.printers.pop(thread)
+        jobs[0].end("no thread can be started")
     return jobs
 
 
 def must_wait(device: torch.device, options: Options, deterministic: bool) -> bool:
     """Is a call to wait for the kernels that serve it in the end? Where results must not depend on when a compiler is done, where launches
-    are recorded for later, where a kernel is named, and unless FLEXPRESS_WAIT=0."""
-    if deterministic or SETTING["waits"] or options.backend or torch.are_deterministic_algorithms_enabled():
+    are recorded for later, where a kernel is named, where no process can compile it, and with FLEXPRESS_WAIT=1."""
+    if deterministic or SETTING["waits"] or workers.POOL.fails or options.backend or torch.are_deterministic_algorithms_enabled():
         return True
     return is_capturing(device)
+
+
+def note_failed(what: str, why: Exception) -> None:
+    """Of kernels that were to serve meanwhile. The call waits for the others, and raises what is wrong with these."""
+    logs.CHOICE.info("%s: what was to serve meanwhile fails, so the call waits: %s: %s", what, type(why).__name__, why)
 
 
 def is_capturing(device: torch.device) -> bool:
