@@ -27,7 +27,7 @@ from .call import Bound, Rows, keys_of, structure_of
 from .cpu_backward import Cpp
 from .launch import Unusable, begin_only, launch_nothing
 from .layouts import strides_like, with_rows
-from .meanwhile import Meanwhile, awaited_in, begun_beside, must_wait, note_failed, quick, serving
+from .meanwhile import Meanwhile, awaited_in, begun_beside, failed, must_wait, quick, serving
 from .profiled import in_range, is_profiled, names_of
 
 CANDIDATES = Hopper(), Portable()
@@ -87,14 +87,13 @@ def backward(
         tensors["DLSE"] = dlse.contiguous()
     if extras:
         tensors |= extras.named
+    meanwhile = rows.provisional
     while True:  # until kernels are usable
-        ready, temporary = _ready.get(kind), False
+        temporary = None
+        ready = _ready.get(kind) or (temporary := serving(_meanwhile, kind, q.device, bound.options, waits))
         if ready is None:
-            ready = serving(_meanwhile, kind, q.device, bound.options, waits)
-            temporary = ready is not None
-        if ready is None:
-            ready = _ready[kind] = _new(_Pass((q, k, v, do), bound, keys, details, tensors, transposed), rows.provisional)
-            ready.waits = rows.provisional or must_wait(q.device, bound.options, waits)
+            ready = _ready[kind] = _new(_Pass((q, k, v, do), bound, keys, details, tensors, transposed), meanwhile)
+            ready.waits = meanwhile or must_wait(q.device, bound.options, waits)
         else:
             INFO.hits += 1
         run = ready.run if not is_profiled() else in_range(ready.run, "backward", names_of(score, mask))
@@ -106,15 +105,10 @@ def backward(
         except NotYet:
             _ready.pop(kind, None)
             if not must_wait(q.device, bound.options, waits):
-                call = _Pass((q, k, v, do), bound, keys, details, tensors, transposed)
-                begin = functools.partial(_begin_all, call, _new(call))
-                jobs = begun_beside(begin, q.device)
-                _meanwhile[kind] = Meanwhile(_new(call, meanwhile=True), jobs, (ready.name, *ready.key))
+                _meanwhile[kind] = _begun(_Pass((q, k, v, do), bound, keys, details, tensors, transposed), ready)
         except Exception as why:
-            if not temporary:
-                raise
-            note_failed("backward", why)
-            waits = True  # forgets what was to serve meanwhile
+            waits, meanwhile = failed("backward", meanwhile or temporary is not None, why), False
+            _ready.pop(kind, None)
 
 
 class _Like(NamedTuple):
@@ -220,6 +214,12 @@ def begin(
         forward()
     if call:
         _begin_all(call, _new(call), jobs)
+
+
+def _begun(call: _Pass, ready: TwoPass | Fused) -> Meanwhile:
+    """The kernels of `ready` are begun, others serve meanwhile."""
+    jobs = begun_beside(functools.partial(_begin_all, call, _new(call)), call.bound.q.device)
+    return Meanwhile(_new(call, meanwhile=True), jobs, (ready.name, *ready.key))
 
 
 def _begin_all(call: _Pass, ready: TwoPass | Fused, jobs: list[Job]) -> None:

@@ -23,7 +23,7 @@ from .decode import Decode
 from .forward_kernels import Call, Hopper, Portable
 from .launch import Unusable, launch_nothing
 from .layouts import output_like, strides_like
-from .meanwhile import Meanwhile, awaited_in, begun_beside, is_capturing, must_wait, note_failed, quick, serving
+from .meanwhile import Meanwhile, awaited_in, begun_beside, failed, is_capturing, must_wait, quick, serving
 from .profiled import in_range, is_profiled, names_of
 
 CANDIDATES = Decode(), Hopper(), Portable()
@@ -70,9 +70,8 @@ def forward(
     score_key, mask_key = keys_of(score, mask, inputs.extents, lists)
     k_at, v_at, q_at = k.data_ptr(), v.data_ptr(), q.data_ptr()
     beside = (k_at | v_at | q_at) % 16 and ((k_at | v_at) % 16, q_at % 16)  # 0 for what TMA can load
-    known = extras and (extras.structure, extras.dropout_p)
-    outputs = output_max, output_rows
-    key = (inputs, beside, k_at == v_at, scale, score_key, mask_key, lists and lists.structure, options, *outputs, known)
+    known = output_max, output_rows, extras and (extras.structure, extras.dropout_p)
+    key = (inputs, beside, k_at == v_at, scale, score_key, mask_key, lists and lists.structure, options, *known)
     ready = _ready.get(key)
     if ready is not None and k_at >= LOWEST and v_at >= LOWEST and q_at >= LOWEST:
         INFO.hits += 1
@@ -96,8 +95,7 @@ def forward(
         tensors.append(rows.values)
         addresses.append(rows.values.data_ptr())
     if extras:
-        given = extras.named.values()
-        tensors += given
+        tensors += (given := extras.named.values())
         addresses += [t.data_ptr() for t in given]
     if is_new:
         begun_beside(functools.partial(before, out, rows), q.device)
@@ -109,22 +107,14 @@ def forward(
     except NotYet as soon:
         _ready.pop(key, None)
         if not must_wait(q.device, options, waits):
-            try:
-                others = _new(bound._replace(options=quick(options)), output_max, output_rows)
-                others.provisional = True
-                others.print()  # before all that nobody waits for
-            except Exception as why:  # noqa: BLE001 - whatever it is, the kernel that serves in the end may not mind
-                note_failed("forward", why)
-                waits = True
-            else:
+            others = _quick(bound, output_max, output_rows)
+            waits = others is None
+            if others is not None:
                 both = before and functools.partial(before, out, rows, meanwhile_raw=others.runner.raw)
-                jobs = begun_beside(functools.partial(_begin, soon.begin, both), q.device)
-                _meanwhile[key] = Meanwhile(others, jobs, ready.refusal)
+                begin = functools.partial(_begin, soon.begin, both)
+                _meanwhile[key] = Meanwhile(others, begun_beside(begin, q.device), ready.refusal)
     except Exception as why:
-        if not ready.provisional:
-            raise
-        note_failed("forward", why)
-        waits = True  # forgets what was to serve meanwhile
+        waits = failed("forward", ready.provisional, why)
     else:
         return out, lse, max_scores, rows
     return forward(bound, output_max=output_max, output_rows=output_rows, waits=waits)
@@ -135,6 +125,18 @@ def _decided(key: tuple, bound: Bound, output_max: bool, output_rows: bool, wait
     ready = _ready[key] = _new(bound, output_max, output_rows)
     ready.runner.waits = must_wait(bound.q.device, bound.options, waits)
     return ready
+
+
+def _quick(bound: Bound, output_max: bool, output_rows: bool) -> Ready | None:
+    """What serves calls of a new kind until the kernels that shall are compiled. None if it cannot: these may not mind what is wrong."""
+    try:
+        others = _new(bound._replace(options=quick(bound.options)), output_max, output_rows)
+        others.print()  # before all that nobody waits for
+    except Exception as why:
+        failed("forward", True, why)
+        return None
+    others.provisional = True
+    return others
 
 
 def _begin(begin: Callable[[], Job | None], before: Callable[..., None] | None, jobs: list[Job]) -> None:

@@ -72,9 +72,13 @@ def must_wait(device: torch.device, options: Options, deterministic: bool) -> bo
     return is_capturing(device)
 
 
-def note_failed(what: str, why: Exception) -> None:
-    """Of kernels that were to serve meanwhile. The call waits for the others, and raises what is wrong with these."""
+def failed(what: str, meanwhile: bool, why: Exception) -> bool:
+    """A pass has failed. If what served it did so `meanwhile`, True: the call waits for the other kernels, and raises what is wrong with
+    these. Else that is raised."""
+    if not meanwhile:
+        raise why
     logs.CHOICE.info("%s: what was to serve meanwhile fails, so the call waits: %s: %s", what, type(why).__name__, why)
+    return True
 
 
 def is_capturing(device: torch.device) -> bool:
