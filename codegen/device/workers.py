@@ -93,6 +93,7 @@ class Pool:
         self.printers: dict[threading.Thread, Job] = {}
         self.fails = ""
         self._answers = False  # has the process loaded all that it needs?
+        self._started = threading.Event()  # it has, or will not
         self._lost, self._closed = 0, False
 
     @property
@@ -119,6 +120,12 @@ class Pool:
         """Have the process there when it is needed."""
         with self._lock, contextlib.suppress(OSError):
             self._start()
+
+    def await_start(self) -> None:
+        """Until the process can compile, if one can be started."""
+        self.start()
+        if self.process is not None and not self._answers:
+            self._started.wait(_LAST)
 
     def submit(self, job: Job) -> Job:
         with self._lock:
@@ -184,6 +191,7 @@ class Pool:
             self._give_up(f"{type(error).__name__}: {error}")
             raise OSError(self.fails) from error
         self.process = process
+        self._started.clear()
 
     def _give_up(self, why: str) -> None:
         if self._closed:
@@ -216,6 +224,7 @@ class Pool:
                 break
             if number is None:
                 self._answers = True
+                self._started.set()
                 continue
             self.running[number].end(answer)
             with self._lock:
@@ -224,6 +233,7 @@ class Pool:
         _end(process)
         with contextlib.suppress(OSError):
             process.stdout.close()
+        self._started.set()
         with self._lock:
             lost = []
             if self.process is process:  # it broke

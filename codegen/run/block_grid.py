@@ -48,6 +48,7 @@ class BlockGrid:
 
     starts   where the blocks of queries, and those of keys, begin, or nothing (see BlockLists)
     begins   kernels are compiled beside this process, and nothing is launched or written
+    waits    for the compiler; else NotYet is raised where a kernel is not compiled
 
     Nothing here waits for the device.
     """
@@ -61,10 +62,12 @@ class BlockGrid:
         device: torch.device,
         size: tuple[int, int],
         starts: Starts = (),
+        *,
         begins: bool = False,
+        waits: bool = True,
     ) -> None:
         graph, self.captured = bound
-        self.begins, self.place = begins, META if begins else device
+        self.begins, self.waits, self.place = begins, waits, META if begins else device
         self.device, self.size, self.backend = device, size, backend_of(device.type)
         Z, H, Q_LEN, KV_LEN = extents
         rows, columns = (t.shape[0] - 1 for t in starts) if starts else (-(-Q_LEN // size[0]), -(-KV_LEN // size[1]))
@@ -89,7 +92,7 @@ class BlockGrid:
             with on(self.device):
                 kernel.begin(arguments, self.device, constants, num_warps=num_warps, num_stages=1)
             return
-        kernel.launch((grid,), arguments, self.device, constants, num_warps=num_warps, num_stages=1)
+        kernel.launch((grid,), arguments, self.device, constants, waits=self.waits, num_warps=num_warps, num_stages=1)
 
     def _zone_maps(self) -> dict[str, torch.Tensor]:
         """Memory for the least and the greatest value of every zone, (Z, H, rows or columns) each, by the names of parameters."""
@@ -115,10 +118,10 @@ class BlockGrid:
         separate_full   what lists are to be made of it: their kernel may be compiled at the same time
         """
         Z, H, rows, columns = self.shape
-        status = contiguous(self.shape, torch.int8, self.device)
-        counts = torch.zeros((2, Z, H, rows), dtype=torch.int32, device=self.device)
+        status = contiguous(self.shape, torch.int8, self.place)
+        counts = torch.zeros((2, Z, H, rows), dtype=torch.int32, device=self.place)
         details = self.size, self.backend, bool(self.starts)
-        if not SETTING["waits"] and (status_spec, details) not in self.plan.kernels:
+        if self.waits and not SETTING["waits"] and (status_spec, details) not in self.plan.kernels:
             begin_lists(separate_full, bool(self.starts), self.device)
         kernel = self.plan.kernel(Kernel, status_spec, *details)
         constants = status_constants(self.size, self.backend)

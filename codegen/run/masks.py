@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
 from ..device.counters import may_keep
 from ..device.cpp_compiler import by_either
 from ..device.devices import backend_of
-from ..device.kernel import kernel_for
+from ..device.kernel import NotYet, kernel_for
 from ..mod.compute import compute
 from ..mod.expr import INDEX_BOUND
 from ..mod.intervals import analyse
 from ..mod.loads import dots_of
+from ..plan.forward import Options
 from ..plan.masks import SYMBOL_NAMES, Bound, dense_mask_spec, power_of_two
 from ..registry import INFO, Table
 from ..text.layouts import layouts_of
@@ -22,7 +24,9 @@ from ..text.snippet import Target
 from .block_grid import BlockGrid, CppGrid
 from .block_lists import BlockLists
 from .evaluate import fill
-from .status_lists import Starts, empty_lists, lists_of_status
+from .evaluated_masks import bounded_status, evaluated_lists, evaluated_status, is_exact, is_small
+from .meanwhile import begun_beside, must_wait
+from .status_lists import Starts, begin_lists, empty_lists, lists_of_status
 
 DENSE_TILE = 64  # rows and columns of a tile of the dense mask
 _ROOMY = 1 << 20  # bytes of lists as wide as there are columns, below which nobody waits to learn how wide they must be
@@ -49,8 +53,7 @@ def create_lists(
     if 0 in extents:
         lines = (*extents[:2], -(-extents[2] // size[0]))
         return empty_lists(lines, (capacity or 0,) * (1 + separate_full), device)
-    given = bound, extents, device, size
-    status, counts = by_either(lambda in_cpp: (CppGrid if in_cpp else BlockGrid)(*given).status(separate_full), device)
+    status, counts, listed = by_either(lambda in_cpp: _status(bound, extents, device, size, separate_full, in_cpp=in_cpp), device)
     counts = counts if separate_full else counts.sum(0, keepdim=True)
     if capacity is None:
         large = _large(status.shape, len(counts))
@@ -59,7 +62,40 @@ def create_lists(
         if capacity < status.shape[-1]:
             torch._assert_async((counts.amax() <= capacity), f"create_block_mask: a row has more blocks than capacity={capacity}")
         widths = [capacity] * len(counts)
-    return lists_of_status(status, widths, separate_full)
+    return listed(status, widths, separate_full)
+
+
+def _status(
+    bound: Bound,
+    extents: tuple[int, int, int, int],
+    device: torch.device,
+    size: tuple[int, int],
+    separate_full: bool = True,
+    starts: Starts = (),
+    *,
+    in_cpp: bool,
+) -> tuple[torch.Tensor, torch.Tensor, Callable[..., list[torch.Tensor]]]:
+    """What BlockGrid.status gives, and what makes lists of it: kernels, or torch while these are compiled."""
+    given = bound, extents, device, size
+    if in_cpp:
+        return *CppGrid(*given, starts).status(separate_full), lists_of_status
+    if starts or not is_exact(bound[0]) or not is_small(extents, size) or _must_wait(device):
+        return *BlockGrid(*given, starts).status(separate_full), lists_of_status
+    try:
+        return *BlockGrid(*given, waits=False).status(separate_full), lists_of_status
+    except NotYet:
+        begun_beside(lambda _: _begin_status(given, separate_full), device)
+        return *evaluated_status(*given), evaluated_lists
+
+
+def _begin_status(given: tuple, separate_full: bool) -> None:
+    BlockGrid(*given, begins=True).status(separate_full)
+    begin_lists(separate_full, False, given[2])
+
+
+def _must_wait(device: torch.device) -> bool:
+    """Are lists to be made by the kernels alone?"""
+    return backend_of(device.type) == "cpu" or must_wait(device, Options(), False)
 
 
 def _no_longer_than_needed(size: int, length: int) -> int:
@@ -116,18 +152,34 @@ def automatic_lists(
     if lists is None:
 
         def run(in_cpp: bool) -> list[torch.Tensor]:
-            grid = (CppGrid if in_cpp else BlockGrid)(bound, extents, device, size, starts)
+            given = bound, extents, device, size
             if analyse(graph).by_rules:
-                return grid.lists(transposed=transposed)
-            status, _ = grid.status()
+                return _bounded(given, starts, transposed, in_cpp)
+            status, _, listed = _status(*given, starts=starts, in_cpp=in_cpp)
             status = status.transpose(-1, -2) if transposed else status
-            return lists_of_status(status, [status.shape[-1]] * 2, separate_full=True, starts=starts and (starts[not transposed],))
+            return listed(status, [status.shape[-1]] * 2, True, *((starts[not transposed],) if starts else ()))
 
         made = by_either(run, device)
         lists = BlockLists(*made, *size, interior=True, starts=starts[transposed] if starts else None)
         if key and may_keep(stream) and sum(t.nbytes for t in made) <= _KEPT_BYTES:
             _kept[key] = lists
     return lists
+
+
+def _bounded(given: tuple, starts: Starts, transposed: bool, in_cpp: bool) -> list[torch.Tensor]:
+    """What BlockGrid.lists gives, by kernels, or by torch while these are compiled."""
+    graph, device = given[0][0], given[2]
+    if in_cpp:
+        return CppGrid(*given, starts).lists(transposed=transposed)
+    if starts or graph.tensors or not is_exact(graph) or not is_exact(analyse(graph).verdict) or _must_wait(device):
+        return BlockGrid(*given, starts).lists(transposed=transposed)
+    try:
+        return BlockGrid(*given, waits=False).lists(transposed=transposed)
+    except NotYet:
+        begun_beside(lambda _: BlockGrid(*given, begins=True).lists(transposed=transposed), device)
+        status = bounded_status(*given)
+        status = status.transpose(-1, -2) if transposed else status
+        return evaluated_lists(status, [status.shape[-1]] * 2, True)
 
 
 def visits(bound: Bound, lengths: tuple[int, int], block: int) -> int | None:

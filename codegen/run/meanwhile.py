@@ -49,6 +49,7 @@ def begun_beside(begin: Callable[[list[Job]], None], device: torch.device) -> li
     def work() -> None:
         try:
             with on(device), torch.no_grad(), contextlib.suppress(Exception):  # whoever needs the kernels is told what is wrong
+                pool.await_start()  # until then the caller compiles here, and would share Python's lock with this thread
                 begin(jobs)
         finally:
             pool.printers.pop(thread, None)
