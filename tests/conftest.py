@@ -49,6 +49,7 @@ PURE = {
     "reference",
     "sequences",
     "sums",
+    "template_code",
     "types",
 }  # files that run no kernel without a `device`
 

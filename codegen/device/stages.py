@@ -64,6 +64,11 @@ def load_module(path: str, text: str) -> types.ModuleType:
     return module
 
 
+def load_code_generator() -> None:
+    """What Triton imports at its first compilation in a process, Gluon among it: 0.1 s."""
+    import triton.compiler.code_generator  # noqa: F401
+
+
 def is_gluon(function) -> bool:
     """Is a jitted function written in Gluon?"""
     return getattr(function, "is_gluon", lambda: False)()
@@ -188,6 +193,7 @@ def _read(file: int, size: int) -> bytes:
 def serve() -> None:
     """Compile what comes by stdin, each kernel in a fork of this process, and answer by stdout: its number with what `compiled` returns, or
     with why there is nothing. The first answer has no number. Ends, and all that it began with it, when nobody asks any more."""
+    load_code_generator()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of its own, at the end
     with tempfile.TemporaryDirectory(prefix="flexpress-") as tempfile.tempdir:
         try:

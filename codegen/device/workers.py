@@ -122,8 +122,7 @@ class Pool:
             self._start()
 
     def await_start(self) -> None:
-        """Until the process can compile, if one can be started."""
-        self.start()
+        """Until the process can compile, if there is one."""
         if self.process is not None and not self._answers:
             self._started.wait(_LAST)
 
@@ -173,6 +172,7 @@ class Pool:
         if self.process is not None:
             return
         process = None
+        self._started.clear()
         try:
             if not is_python(sys.executable) or not hasattr(os, "fork"):
                 raise OSError(f"there is no fork, or sys.executable is no Python: {sys.executable!r}")
@@ -191,7 +191,6 @@ class Pool:
             self._give_up(f"{type(error).__name__}: {error}")
             raise OSError(self.fails) from error
         self.process = process
-        self._started.clear()
 
     def _give_up(self, why: str) -> None:
         if self._closed:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import logs
-from ..device import workers
+from ..device import compiler, workers
 from ..device.devices import on
 from ..device.workers import SETTING, Job
 from ..plan.forward import Options
@@ -49,6 +49,8 @@ def begun_beside(begin: Callable[[list[Job]], None], device: torch.device) -> li
     def work() -> None:
         try:
             with on(device), torch.no_grad(), contextlib.suppress(Exception):  # whoever needs the kernels is told what is wrong
+                pool.start()
+                compiler.load_ahead()
                 pool.await_start()  # until then the caller compiles here, and would share Python's lock with this thread
                 begin(jobs)
         finally:
