@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -164,7 +165,7 @@ def _side_by_side(calls: Sequence) -> list[Precompiled]:
         with torch.cuda.device(index):  # which belongs to a thread
             precompile(**call)
 
-    with ThreadPoolExecutor(len(calls), thread_name_prefix="flexpress-precompile") as threads:
+    with workers.POOL.all_awaited(), ThreadPoolExecutor(len(calls), thread_name_prefix="flexpress-precompile") as threads:
         for made in [threads.submit(compiled, call) for call in calls]:
             made.result()
     return _compiled_since(before)
@@ -191,9 +192,10 @@ def _prepare(call: Bound, backward: bool, max_scores: bool, deterministic: bool)
     if backward and call.score:  # as autograd keeps it
         graph, values = call.score
         call = call._replace(score=(graph, [*map(apart, call.captured), *values[len(graph.tensors) :]]))
-    found = forward_pass.prepare(call, output_max=max_scores, output_rows=backward)
+    wanted = frozenset(i for i, t in enumerate(call.captured) if t.requires_grad)
+    before = partial(backward_pass.begin, call, wanted, deterministic) if backward else None
+    found = forward_pass.prepare(call, output_max=max_scores, output_rows=backward, before=before)
     if backward and found is not None:
-        wanted = frozenset(i for i, t in enumerate(call.captured) if t.requires_grad)
         backward_pass.prepare(call, *found, wanted=wanted, deterministic=deterministic)
 
 

@@ -293,6 +293,8 @@ def test_cores_are_those_of_a_container_and_shared_with_other_ranks(tmp_path, mo
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks) if ranks else "")
     cores_module._quota.cache_clear()
     assert cores_module.cores() == cores and workers.limit() == max(1, int(0.75 * cores))
+    with workers.POOL.all_awaited():
+        assert workers.limit() == int(cores)
     monkeypatch.setattr(cores_module, "_free", lambda: 1 << 20)
     assert workers.limit() == 1
     cores_module._quota.cache_clear()
@@ -505,10 +507,28 @@ def test_a_backend_that_is_named_is_waited_for(hopper):
     assert hopper == ["hopper_forward"]
 
 
-def test_precompile_waits(hopper):
+def test_precompile_waits(soon):
     q, k, v = problem()
     precompile(q, k, v, backward=True)
-    assert not hopper and nothing_under_way()
+    assert not soon and nothing_under_way()
+
+
+def test_precompile_begins_all_kernels_at_once(soon, monkeypatch):
+    """Of the forward and the backward pass. Nothing is compiled twice, and a call finds all of it."""
+    order, submit, end = [], workers.POOL.submit, workers.Job.end
+
+    def submitted(job):
+        order.append(job.request.entry)
+        return submit(job)
+
+    monkeypatch.setattr(workers.POOL, "submit", submitted)
+    monkeypatch.setattr(workers.Job, "end", lambda job, answer: (job.request and order.append("over"), end(job, answer)))
+    monkeypatch.setattr(binary, "obtain", None)
+    q, k, v = problem()
+    precompile(q, k, v, alibi(torch.ones(2)), mask_mod=causal, backward=True)
+    assert order == ["hopper_forward", "backward_delta", "hopper_backward", *["over"] * 3]
+    flex_attention(q, k, v, alibi(torch.ones(2)), mask_mod=causal).sum().backward()
+    assert len(order) == 6 and [name.split("_alibi")[0] for name in soon] == ["hopper_forward", "backward_delta", "hopper_backward"]
 
 
 def test_one_that_did_not_compile_beside_is_compiled_here(hopper, monkeypatch):

@@ -7,8 +7,8 @@ import functools
 import os
 from pathlib import Path
 
-_SHARE = 3 / 4  # of the cores: the program goes on meanwhile
-_BYTES = 1 << 29  # that a process takes which compiles
+_SHARE = 3 / 4  # of the cores, where the program goes on meanwhile
+_BYTES = 1 << 28  # that a process takes which compiles
 _RANKS = (
     "LOCAL_WORLD_SIZE",
     "OMPI_COMM_WORLD_LOCAL_SIZE",
@@ -17,9 +17,9 @@ _RANKS = (
 _GROUPS = Path("/sys/fs/cgroup")
 
 
-def at_once() -> int:
-    """How many processes may compile at once; 0 where there is neither a core nor memory to spare."""
-    return int(min(cores() * _SHARE, _free() / _BYTES))
+def at_once(awaited: bool) -> int:
+    """How many processes may compile at once; 0 where there is neither a core nor memory to spare. `awaited`: the program waits for all."""
+    return int(min(cores() * (1 if awaited else _SHARE), _free() / _BYTES))
 
 
 def cores() -> float:

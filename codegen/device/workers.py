@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,7 @@ class Pool:
     running, waiting   the jobs that are not over
     printers           threads of this process that print kernels for which nobody waits, and the jobs that end with them
     fails              why no process can be started; "" as long as one may
+    awaiting           how many threads have nothing else to do than to wait for all jobs
     """
 
     def __init__(self) -> None:
@@ -91,7 +92,7 @@ class Pool:
         self.running: dict[int, Job] = {}
         self.waiting: deque[Job] = deque()
         self.printers: dict[threading.Thread, Job] = {}
-        self.fails = ""
+        self.fails, self.awaiting = "", 0
         self._answers = False  # has the process loaded all that it needs?
         self._started = threading.Event()  # it has, or will not
         self._lost, self._closed = 0, False
@@ -115,6 +116,17 @@ class Pool:
     def awaited(self) -> list[Job]:
         """All jobs that are not over, those of threads that print among them."""
         return [*list(self.printers.values()), *list(self.running.values()), *list(self.waiting)]
+
+    @contextlib.contextmanager
+    def all_awaited(self) -> Iterator[None]:
+        """Inside, this thread waits for kernels: they may have all cores."""
+        with self._lock:
+            self.awaiting += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.awaiting -= 1
 
     def start(self) -> None:
         """Have the process there when it is needed."""
@@ -268,7 +280,7 @@ def _end(process: subprocess.Popen) -> None:
 
 def limit() -> int:
     """How many kernels may be compiled at once."""
-    return max(1, min(12, at_once()))
+    return max(1, min(24, at_once(awaited=True)) if POOL.awaiting else min(12, at_once(awaited=False)))
 
 
 POOL = Pool()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 
@@ -21,7 +22,7 @@ from .call import Bound, Rows, keys_of, structure_of, values_in_keys
 from .cpu import Cpp
 from .decode import Decode
 from .forward_kernels import Call, Hopper, Portable
-from .launch import Unusable, launch_nothing
+from .launch import Unusable, begin_only, launch_nothing
 from .layouts import output_like, strides_like
 from .meanwhile import Meanwhile, awaited_in, begun_beside, failed, is_capturing, must_wait, quick, serving
 from .profiled import in_range, is_profiled, names_of
@@ -163,8 +164,11 @@ def _refuse(ready: Ready, why: Unusable) -> None:
     _ready.clear()  # others of this case have other lengths
 
 
-def prepare(bound: Bound, *, output_max: bool = False, output_rows: bool = False) -> tuple[torch.Tensor, Rows | None] | None:
-    """Compile what `forward` launches, and launch nothing: out and Rows, unwritten. None where there is nothing to compute."""
+def prepare(
+    bound: Bound, *, output_max: bool = False, output_rows: bool = False, before: Callable[..., None] | None = None
+) -> tuple[torch.Tensor, Rows | None] | None:
+    """Compile what `forward` launches, and launch nothing: out and Rows, unwritten. None where there is nothing to compute. `before` is as
+    for `forward`; it is called when the forward kernels are begun beside this process."""
     q, k, v, inputs, _, score, mask, lists, _, _, extras = bound
     if 0 in (*inputs.extents, v.shape[3]):
         return None
@@ -172,15 +176,24 @@ def prepare(bound: Bound, *, output_max: bool = False, output_rows: bool = False
     while True:  # until a kernel is usable
         choice, call = choice_of(bound, keys, output_max=output_max, output_rows=output_rows)
         ready = Ready(choice, call, bound, output_max, output_rows)
-        launch_nothing(ready.runner.launches)
         out, rows = ready.new_out(), Rows(ready.new_rows(), ready.runner.raw) if output_rows else None
         others = [
             *([ready.new_stats()] if output_max else []),
             *([rows.values] if rows else []),
             *(extras.named.values() if extras else []),
         ]
+        given = [k, v, q, out, ready.new_stats(), *others], None, score and score[1], mask and mask[1], lists
+        if before and call.backend != "cpu":
+            with contextlib.suppress(Exception):  # whoever needs the kernels is told what is wrong
+                ahead = Ready(choice, call, bound, output_max, output_rows)
+                begin_only(ahead.runner.launches, [])
+                with contextlib.suppress(Unusable):
+                    ahead.runner.run(*given)
+                before(out, rows, [])
+            before = None
+        launch_nothing(ready.runner.launches)
         try:
-            ready.runner.run([k, v, q, out, ready.new_stats(), *others], None, score and score[1], mask and mask[1], lists)
+            ready.runner.run(*given)
             return out, rows
         except Unusable as why:
             _refuse(ready, why)
