@@ -14,7 +14,7 @@ from ..mod.intervals import analyse
 from ..mod.op import kind
 from ..plan.masks import Bound
 
-_AT_ONCE = 1 << 24  # positions that are evaluated at a time
+_AT_ONCE = 1 << 22  # positions that are evaluated at a time
 _MOST = 1 << 28  # positions in all, beyond which the kernels are faster, their compilation included
 
 
