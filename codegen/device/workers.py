@@ -43,12 +43,14 @@ _START = (  # the path first, so that nothing is imported from the working direc
 class Job:
     """A kernel on its way. `then` gets its metadata, code and extension, in another thread.
 
-    found   what `then` made of them, once the job is `over`; None if it went wrong: then this process compiles it, and raises what is wrong
-    why     what went wrong
+    found     what `then` made of them, once the job is `over`; None if it went wrong: then this process compiles it, and raises what is
+              wrong
+    why       what went wrong
+    seconds   of the process that compiled it; it may have waited for others before
     """
 
     def __init__(self, request: stages.Request | None = None, then: Callable[[bytes, bytes, str], Any] | None = None) -> None:
-        self.request, self.then, self.found, self.why = request, then, None, ""
+        self.request, self.then, self.found, self.why, self.seconds = request, then, None, "", 0.0
         self._over = threading.Event()
 
     @property
@@ -230,13 +232,14 @@ class Pool:
                     self.process, self._answers = None, False
                 break
             try:
-                number, answer = stages.receive(answers)
+                number, answer, seconds = stages.receive(answers)
             except Exception:  # noqa: BLE001 - whatever half a message may do: nobody may wait for ever
                 break
             if number is None:
                 self._answers = True
                 self._started.set()
                 continue
+            self.running[number].seconds = seconds
             self.running[number].end(answer)
             with self._lock:
                 del self.running[number]
