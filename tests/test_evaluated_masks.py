@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -103,6 +105,11 @@ def test_a_mask_does_not_wait_for_its_kernels(compiling, separate, capacity):
         mask = create_block_mask(mod, None, None, 300, 300, "cpu", 128, separate_full_blocks=separate, capacity=capacity)
         check_lists(mask, brute_force(mod, 1, 1, 300, 300, (128, 128), "cpu"))
         assert wait_for_kernels(30) and compiling == ["block_zones", "block_status", "lists"][2 - names :]
+        begun = len(compiling)
+        with mock.patch.object(masks, "evaluated_status", None):  # what did not come is compiled here
+            mask = create_block_mask(mod, None, None, 300, 300, "cpu", 128, separate_full_blocks=separate, capacity=capacity)
+        check_lists(mask, brute_force(mod, 1, 1, 300, 300, (128, 128), "cpu"))
+        assert len(compiling) == begun
 
 
 def test_a_call_with_a_mask_mod_does_not_wait_for_its_lists(compiling):

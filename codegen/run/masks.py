@@ -7,10 +7,12 @@ from collections.abc import Callable
 
 import torch
 
+from ..device import workers
 from ..device.counters import may_keep
 from ..device.cpp_compiler import by_either
 from ..device.devices import backend_of
 from ..device.kernel import NotYet, kernel_for
+from ..device.workers import Job
 from ..mod.compute import compute
 from ..mod.expr import INDEX_BOUND
 from ..mod.intervals import analyse
@@ -34,6 +36,7 @@ _KEPT_MASKS, _KEPT_BYTES = 64, 1 << 22  # block lists of masks that capture no t
 
 _plans: dict[tuple, object] = Table("dense mask plans", 1024)
 _kept: dict[tuple, BlockLists] = Table("block lists", _KEPT_MASKS)
+_begun: dict[tuple, list[Job]] = Table("mask kernels that are begun", 1024)
 _visits: dict[tuple, int] = Table("blocks that masks visit", 1024)
 
 
@@ -84,13 +87,23 @@ def _status(
     try:
         return *BlockGrid(*given, waits=False).status(separate_full), lists_of_status
     except NotYet:
-        begun_beside(lambda _: _begin_status(given, separate_full), device)
+        if not _are_begun((bound[0], device, size, separate_full), lambda _: _begin_status(given, separate_full), device):
+            return *BlockGrid(*given).status(separate_full), lists_of_status
         return *evaluated_status(*given), evaluated_lists
 
 
 def _begin_status(given: tuple, separate_full: bool) -> None:
     BlockGrid(*given, begins=True).status(separate_full)
     begin_lists(separate_full, False, given[2])
+
+
+def _are_begun(key: tuple, begin: Callable[[list[Job]], None], device: torch.device) -> bool:
+    """Are kernels that are not compiled on their way? They are begun once; what is over, and did not come, is compiled here."""
+    jobs = _begun.get(key)
+    if jobs is None:
+        _begun[key] = begun_beside(begin, device)
+        return True
+    return not jobs[0].over or bool(workers.POOL.awaited)
 
 
 def _must_wait(device: torch.device) -> bool:
@@ -176,7 +189,12 @@ def _bounded(given: tuple, starts: Starts, transposed: bool, in_cpp: bool) -> li
     try:
         return BlockGrid(*given, waits=False).lists(transposed=transposed)
     except NotYet:
-        begun_beside(lambda _: BlockGrid(*given, begins=True).lists(transposed=transposed), device)
+        if not _are_begun(
+            (graph, device, given[3], "transposed", transposed),
+            lambda _: BlockGrid(*given, begins=True).lists(transposed=transposed),
+            device,
+        ):
+            return BlockGrid(*given).lists(transposed=transposed)
         status = bounded_status(*given)
         status = status.transpose(-1, -2) if transposed else status
         return evaluated_lists(status, [status.shape[-1]] * 2, True)
