@@ -45,19 +45,16 @@ def test_all_is_what_kernels_give(name, B, H, Q_LEN, KV_LEN, size, separate, nar
         return
     call = bound, (B, H, Q_LEN, KV_LEN), torch.device("cpu"), size
     status, counts = BlockGrid(*call).status(separate)
-    evaluated_masks._AT_ONCE, before = B * H * size[0] * (KV_LEN + size[1]), evaluated_masks._AT_ONCE  # a row of blocks at a time
-    try:
-        found, counted = evaluated_masks.evaluated_status(*call)
-    finally:
-        evaluated_masks._AT_ONCE = before
-    assert equal((found, counted), (status, counts))
+    assert equal(evaluated_masks.evaluated_status(*call), (status, counts))
+    with mock.patch.object(evaluated_masks, "_AT_ONCE", B * H * size[0] * (KV_LEN + size[1])):  # a row of blocks
+        assert equal([evaluated_masks._evaluated(*call)], [status])
     counts = counts if separate else counts.sum(0, keepdim=True)
     widths = [int(n.amax()) + narrower for n in counts]
-    assert equal(evaluated_masks.evaluated_lists(status, widths, separate), lists_of_status(status, widths, separate))
+    assert equal(evaluated_masks.evaluated_lists(status, widths, separate, device=call[2]), lists_of_status(status, widths, separate))
     if not bound[0].tensors and analyse(bound[0]).by_rules:
-        verdicts = evaluated_masks.bounded_status(*call)
+        verdicts = evaluated_masks.bounded_status(*call[:2], size)
         for transposed, made in ((False, verdicts), (True, verdicts.transpose(-1, -2))):
-            listed = evaluated_masks.evaluated_lists(made, [made.shape[-1]] * 2, True)
+            listed = evaluated_masks.evaluated_lists(made, [made.shape[-1]] * 2, True, device=call[2])
             assert equal(known(listed), known(BlockGrid(*call).lists(transposed=transposed)))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -89,7 +90,7 @@ def _status(
     except NotYet:
         if not _are_begun((bound[0], device, size, separate_full), lambda _: _begin_status(given, separate_full), device):
             return *BlockGrid(*given).status(separate_full), lists_of_status
-        return *evaluated_status(*given), evaluated_lists
+        return *evaluated_status(*given), partial(evaluated_lists, device=device)
 
 
 def _begin_status(given: tuple, separate_full: bool) -> None:
@@ -195,9 +196,9 @@ def _bounded(given: tuple, starts: Starts, transposed: bool, in_cpp: bool) -> li
             device,
         ):
             return BlockGrid(*given).lists(transposed=transposed)
-        status = bounded_status(*given)
+        status = bounded_status(*given[:2], given[3])
         status = status.transpose(-1, -2) if transposed else status
-        return evaluated_lists(status, [status.shape[-1]] * 2, True)
+        return evaluated_lists(status, [status.shape[-1]] * 2, True, device=device)
 
 
 def visits(bound: Bound, lengths: tuple[int, int], block: int) -> int | None:
