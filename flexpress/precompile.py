@@ -24,6 +24,7 @@ from .codegen.run import backward as backward_pass
 from .codegen.run import forward as forward_pass
 from .codegen.run.call import Bound
 from .codegen.run.captured import apart
+from .codegen.run.meanwhile import waiting
 
 
 class Precompiled(NamedTuple):
@@ -83,13 +84,14 @@ def precompile(
     before = _counts()
     if cu_seqlens_q is not None and block_mask is not None:
         raise ValueError("varlen_attention takes no block_mask: pass mask_mod, or leave cu_seqlens_q out")
-    with torch.set_grad_enabled(backward):
-        if cu_seqlens_q is None:
-            call = bound(*tensors, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod)
-        else:
-            call = packed_call(*tensors, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options)
-    with torch.no_grad():
-        _prepare(call, backward, max_scores, deterministic or torch.are_deterministic_algorithms_enabled())
+    with waiting():
+        with torch.set_grad_enabled(backward):
+            if cu_seqlens_q is None:
+                call = bound(*tensors, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod)
+            else:
+                call = packed_call(*tensors, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options)
+        with torch.no_grad():
+            _prepare(call, backward, max_scores, deterministic or torch.are_deterministic_algorithms_enabled())
     return _compiled_since(before)
 
 
@@ -133,7 +135,7 @@ def precompile_cached(
     before = _counts()
     batch = {name: _filled(name, t, torch.int32, device, 0) for name, t in indices.items()}
     batch |= {name: _filled(name, t, torch.float32, device, 1) for name, t in factors.items()}
-    with torch.no_grad():
+    with waiting(), torch.no_grad():
         prepare_cached(*tensors, {**batch, "max_q_len": max_q_len}, score_mod, mask_mod, scale, batch_invariant)
     return _compiled_since(before)
 

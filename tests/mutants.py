@@ -904,7 +904,7 @@ LAUNCHES = [
     ),
     Mutant(
         "codegen/run/meanwhile.py",
-        " or workers.POOL.fails",
+        " or bool(workers.POOL.fails)",
         "",
         named("compiling_beside", "no_process"),
         "calls do not wait where no process can compile",

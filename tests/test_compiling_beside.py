@@ -513,6 +513,22 @@ def test_precompile_waits(soon):
     assert not soon and nothing_under_way()
 
 
+def test_precompile_waits_for_masks_too(soon, monkeypatch):
+    """Of its own thread alone. Later calls compile nothing."""
+    module, waits = sys.modules["flexpress.precompile"], []
+    call = module.bound
+
+    def noted(*args):
+        waits.append(meanwhile.must_wait(torch.device("cpu"), Options(), False))
+        return call(*args)
+
+    monkeypatch.setattr(module, "bound", noted)
+    q, k, v = problem(grad=False)
+    precompile(q, k, v, mask_mod=causal)
+    precompile([{"query": q, "key": k, "value": v, "mask_mod": causal}])
+    assert waits == [True, True] and not meanwhile.must_wait(torch.device("cpu"), Options(), False)
+
+
 def test_precompile_begins_all_kernels_at_once(soon, monkeypatch):
     """Of the forward and the backward pass. Nothing is compiled twice, and a call finds all of it."""
     order, submit, end = [], workers.POOL.submit, workers.Job.end

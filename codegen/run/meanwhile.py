@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -67,12 +67,29 @@ def begun_beside(begin: Callable[[list[Job]], None], device: torch.device) -> li
     return jobs
 
 
+class _Thread(threading.local):
+    waits = False
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def waiting() -> Iterator[None]:
+    """Inside, this thread waits for all kernels: it has them compiled for later."""
+    before, _thread.waits = _thread.waits, True
+    try:
+        yield
+    finally:
+        _thread.waits = before
+
+
 def must_wait(device: torch.device, options: Options, deterministic: bool) -> bool:
     """Is a call to wait for the kernels that serve it in the end? Where results must not depend on when a compiler is done, where launches
-    are recorded for later, where a kernel is named, where no process can compile it, and with FLEXPRESS_WAIT=1."""
-    if deterministic or SETTING["waits"] or workers.POOL.fails or options.backend or torch.are_deterministic_algorithms_enabled():
+    are recorded for later, where a kernel is named, where no process can compile it, in `waiting`, and with FLEXPRESS_WAIT=1."""
+    if deterministic or torch.are_deterministic_algorithms_enabled() or options.backend:
         return True
-    return is_capturing(device)
+    return SETTING["waits"] or _thread.waits or bool(workers.POOL.fails) or is_capturing(device)
 
 
 def failed(what: str, meanwhile: bool, why: Exception) -> bool:
