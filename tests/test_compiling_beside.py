@@ -24,8 +24,9 @@ from flexpress import create_block_mask, explain, flex_attention, precompile, wa
 from flexpress.codegen import registry
 from flexpress.codegen.device import binary, cache, compiler, cpp_compiler, kernel, memory, stages, workers
 from flexpress.codegen.device import cores as cores_module
+from flexpress.codegen.device.cuda import CudaError
 from flexpress.codegen.plan.forward import Options
-from flexpress.codegen.run import block_grid, forward, forward_kernels, meanwhile, status_lists
+from flexpress.codegen.run import block_grid, forward, forward_kernels, launch, meanwhile, status_lists
 from flexpress.codegen.run.preview import compilation
 from flexpress.codegen.text.render import render
 from flexpress.mods import alibi, alibi_slopes, causal, sliding_window
@@ -491,6 +492,42 @@ def test_a_call_waits_where_what_serves_meanwhile_fails(soon, monkeypatch, fails
     monkeypatch.setattr(binary, "obtain", mock.Mock(side_effect=ValueError("all")))
     with pytest.raises(ValueError, match="all"):
         flex_attention(q.float(), k.float(), v.float(), mask_mod=causal)
+
+
+def test_a_call_waits_where_no_thread_can_be_started(soon, monkeypatch):
+    """And none that was begun comes back."""
+    start = threading.Thread.start
+
+    def refused(thread):
+        if thread.name == "flexpress-begin":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    q, k, v = problem()
+    flex_attention(q, k, v).sum().backward()
+    assert soon == ["hopper_forward", "backward_delta", "hopper_backward"] and nothing_under_way()
+
+
+def test_what_the_kernels_say_that_serve_in_the_end_is_raised(soon, monkeypatch):
+    """By the first call after they failed beside."""
+    obtain = binary.obtain
+
+    def failing(name, *rest):
+        if "backward" in name and not name.startswith("backward_d"):
+            raise CudaError(name)
+        return obtain(name, *rest)
+
+    monkeypatch.setattr(binary, "begin", mock.Mock(side_effect=ValueError("not beside")))
+    monkeypatch.setattr(binary, "obtain", failing)
+    monkeypatch.setattr(
+        launch, "usable", lambda kernel, args, device, limit, waits=True: kernel.variant(args, device, (), waits=waits, num_warps=4)
+    )
+    q, k, v = problem()
+    flex_attention(q, k, v).sum().backward()
+    assert wait_for_kernels(60)
+    with pytest.raises(CudaError, match="hopper_backward"):
+        flex_attention(q, k, v).sum().backward()
 
 
 def test_whoever_must_have_the_same_bits_waits(hopper):

@@ -76,8 +76,7 @@ def backward(
         of_sinks = torch.zeros(q.shape[1], device=q.device) if dlse is None else dlse.sum((0, 2))  # each row's weight is its sink's
         return dq.zero_(), dk.zero_(), dv.zero_(), {i: torch.zeros_like(score[1][i]) for i in wanted}, _of_sinks(bound, of_sinks)
 
-    transposed = bound.transposed(mask) if bound.transposed else None
-    keys = keys_of(score, mask, like.lengths, lists)
+    transposed, keys = bound.transposed(mask) if bound.transposed else None, keys_of(score, mask, like.lengths, lists)
     details = _details(bound, rows, dlse is not None, wanted, deterministic)
     layouts = do.shape, do.stride(), q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16, do.data_ptr() % 16
     structures = lists and lists.structure, transposed and transposed.structure
@@ -85,15 +84,16 @@ def backward(
     tensors = {"Q": q, "K": k, "V": v, "O": out, "DO": do, "ROWS": rows.values, "DQ": dq, "DK": dk, "DV": dv}
     if dlse is not None:
         tensors["DLSE"] = dlse.contiguous()
-    if extras:
-        tensors |= extras.named
+    tensors |= extras.named if extras else {}
     meanwhile = rows.provisional
     while True:  # until kernels are usable
-        temporary = None
-        ready = _ready.get(kind) or (temporary := serving(_meanwhile, kind, q.device, bound.options, waits))
+        ready, temporary, failed_beside = _ready.get(kind), None, False
+        if ready is None:
+            temporary, failed_beside = serving(_meanwhile, kind, q.device, bound.options, waits)
+            ready = temporary
         if ready is None:
             ready = _ready[kind] = _new(_Pass((q, k, v, do), bound, keys, details, tensors, transposed), meanwhile)
-            ready.waits = meanwhile or must_wait(q.device, bound.options, waits)
+            ready.waits = meanwhile or failed_beside or must_wait(q.device, bound.options, waits)
         else:
             INFO.hits += 1
         run = ready.run if not is_profiled() else in_range(ready.run, "backward", names_of(score, mask))

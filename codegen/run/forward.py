@@ -80,10 +80,9 @@ def forward(
     else:
         if 0 in (*inputs.extents, v.shape[3]):
             return nothing(bound, output_max, output_rows)
-        for name, tensor in (("query", q), ("key", k), ("value", v)):
-            if tensor.data_ptr() < LOWEST:  # of a kind that looks as others do
-                check_kind(name, tensor)
-        ready = serving(_meanwhile, key, q.device, options, waits) or _decided(key, bound, output_max, output_rows, waits)
+        _check_memory(bound)
+        ready, failed_beside = serving(_meanwhile, key, q.device, options, waits)
+        ready = ready or _decided(key, bound, output_max, output_rows, waits or failed_beside)
         is_new = before is not None and ready.runner.waits and ready.is_new and not is_capturing(q.device)
     out, lse, max_scores, rows = ready.new_out(), ready.new_stats(), None, None
     tensors, addresses = [k, v, q, out, lse], [k_at, v_at, q_at, out.data_ptr(), lse.data_ptr()]
@@ -119,6 +118,12 @@ def forward(
     else:
         return out, lse, max_scores, rows
     return forward(bound, output_max=output_max, output_rows=output_rows, waits=waits)
+
+
+def _check_memory(bound: Bound) -> None:
+    for name, tensor in (("query", bound.q), ("key", bound.k), ("value", bound.v)):
+        if tensor.data_ptr() < LOWEST:  # of a kind that looks as others do
+            check_kind(name, tensor)
 
 
 def _decided(key: tuple, bound: Bound, output_max: bool, output_rows: bool, waits: bool) -> Ready:

@@ -33,6 +33,11 @@ class Meanwhile(NamedTuple):
     def over(self) -> bool:
         return all(job.over for job in self.jobs)
 
+    @property
+    def came(self) -> bool:
+        """Has every kernel that was begun been compiled, and was there one? The first job is the thread's that begins."""
+        return len(self.jobs) > 1 and all(job.found for job in self.jobs[1:])
+
 
 def quick(options: Options) -> Options:
     """Of a call of the same, that is served by kernels which compile fast."""
@@ -106,15 +111,16 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def serving(table: Table, key: tuple, device: torch.device, options: Options, deterministic: bool):
-    """What serves calls of a kind for now; None if nothing does, or need not any more."""
+def serving(table: Table, key: tuple, device: torch.device, options: Options, deterministic: bool) -> tuple[Any, bool]:
+    """What serves calls of a kind for now, None if nothing does, or need not any more; and whether to wait for the kernels that were begun,
+    as one did not come: it is compiled here, and what is wrong is raised."""
     found = table.get(key)
     if found is None:
-        return None
+        return None, False
     if found.over or must_wait(device, options, deterministic):
         table.pop(key, None)
-        return None
-    return found.ready
+        return None, found.over and not found.came
+    return found.ready, False
 
 
 def awaited_in(table: Table, key: tuple) -> bool:
