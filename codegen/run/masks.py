@@ -171,7 +171,7 @@ def automatic_lists(
                 return _bounded(given, starts, transposed, in_cpp)
             status, _, listed = _status(*given, starts=starts, in_cpp=in_cpp)
             status = status.transpose(-1, -2) if transposed else status
-            return listed(status, [status.shape[-1]] * 2, True, *((starts[not transposed],) if starts else ()))
+            return listed(status, [status.shape[-1]] * 2, True, *([(starts[not transposed],)] if starts else []))
 
         made = by_either(run, device)
         lists = BlockLists(*made, *size, interior=True, starts=starts[transposed] if starts else None)
