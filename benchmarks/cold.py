@@ -3,7 +3,8 @@
     python benchmarks/cold.py --out cold.json
     python benchmarks/cold.py --out cold.json --part first --waits 0 --runs 1
 
-Every run is a process of its own, with torch imported and the GPU initialised before the clock starts, for FLEXPRESS_WAIT=1 and =0. Torch
+Every run is a process of its own, with torch imported and the GPU initialised before the clock starts, with FLEXPRESS_WAIT=0 and =1. The
+__pycache__ of modules and templates is there from the second run on, unless PYTHONDONTWRITEBYTECODE is set. Torch
 itself imports more at the first torch.autograd.grad of a process: that is done before, too, and `torch_backward_s` says how long it took.
 
 first       ALiBi and causal: the block mask, the first forward, the first backward; then training steps, one after another, until explain()
@@ -30,7 +31,7 @@ import torch
 from common import Row
 
 PARTS = ("first", "eight", "precompile")
-WAITS = ("1", "0")
+WAITS = ("0", "1")
 SHAPE = (4, 16, 4096, 128)
 PATIENCE = 60.0  # seconds after which steps end, whatever is still being compiled
 AFTER = 20  # steps with the fastest kernels
@@ -190,7 +191,7 @@ def measure_all(args: argparse.Namespace) -> Iterator[Row]:
     """Yield one row after another. precompile always waits."""
     for run in range(args.runs):
         for part in args.part:
-            for waits in args.waits if part != "precompile" else WAITS[:1]:
+            for waits in args.waits if part != "precompile" else ("1",):
                 yield {"part": part, "waits": waits == "1", "run": run} | in_process(args, part, waits)
 
 
@@ -198,7 +199,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the command line's options."""
     parser = common.arguments(__doc__, "cold.json")
     parser.add_argument("--part", type=common.names(PARTS), default=list(PARTS), help=f"some of {','.join(PARTS)} (default: all)")
-    parser.add_argument("--waits", type=common.names(WAITS), default=list(WAITS), help="values of FLEXPRESS_WAIT (default: 1,0)")
+    parser.add_argument("--waits", type=common.names(WAITS), default=list(WAITS), help="values of FLEXPRESS_WAIT (default: 0,1)")
     parser.add_argument("--runs", type=int, default=3, help="of each (default: %(default)s)")
     parser.add_argument("--length", type=int, default=SHAPE[2], help="positions (default: %(default)s)")
     parser.add_argument("--limit", type=float, default=150.0, help="seconds per process (default: %(default)g)")

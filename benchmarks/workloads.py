@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import common  # noqa: F401 - before flexpress: calls then wait for the kernels that serve in the end
 import torch
 
 from flexpress import mods

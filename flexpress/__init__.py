@@ -37,7 +37,7 @@ from flexpress.mods import MaskMod, ScoreMod
 from flexpress.pages import OutOfPages, PageAllocator
 from flexpress.pickling import safe_globals
 from flexpress.plot import plot_mask
-from flexpress.precompile import Precompiled, precompile, precompile_cached
+from flexpress.precompile import Precompiled, precompile, precompile_cached, wait_for_kernels
 from flexpress.rope import Llama3Scaling, YarnScaling, rope_table
 from flexpress.rotation import apply_rope
 from flexpress.sdpa import scaled_dot_product_attention
@@ -96,4 +96,5 @@ __all__ = [
     "split_attention",
     "update_cache",
     "varlen_attention",
+    "wait_for_kernels",
 ]

@@ -85,7 +85,7 @@ def read_mask(block_mask, query, key, inputs: Inputs, options: Options) -> tuple
         if len(lists.fitting) >= 1024:
             lists.fitting.clear()
         lists.fitting.add((inputs, options))
-    return lists, lambda _: transposed_lists(lists, inputs.extents[3]), mask_mod
+    return lists, lambda _, begins=False: None if begins else transposed_lists(lists, inputs.extents[3]), mask_mod
 
 
 def block_size(options: Options) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from flexpress.attention import flex_attention
 from flexpress.block_mask import BlockMask
 from flexpress.inspection import cache_info, printed_kernels
 from flexpress.mask_creation import create_block_mask
+from flexpress.precompile import wait_for_kernels
 
 from .codegen.device import cpp_compiler
 
@@ -138,6 +139,7 @@ def _timed(run: Callable) -> tuple:
 def _repeated(run: Callable[[], torch.Tensor], repeats: int) -> float:
     """Seconds of one more call: the least of several, or on a GPU their mean, by its own clock."""
     if repeats > 1:
+        wait_for_kernels()
         found = run()
         if found.is_cuda:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

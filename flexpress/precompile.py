@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,12 +18,14 @@ from flexpress.shared_prefix import SharedPrefix
 from flexpress.varlen import packed_call
 
 from .codegen.compiling import runs_uncompiled
+from .codegen.device import workers
 from .codegen.device.kernel import loaded
 from .codegen.mod.tensors import check_values
 from .codegen.run import backward as backward_pass
 from .codegen.run import forward as forward_pass
 from .codegen.run.call import Bound
 from .codegen.run.captured import apart
+from .codegen.run.meanwhile import waiting
 
 
 class Precompiled(NamedTuple):
@@ -82,13 +85,14 @@ def precompile(
     before = _counts()
     if cu_seqlens_q is not None and block_mask is not None:
         raise ValueError("varlen_attention takes no block_mask: pass mask_mod, or leave cu_seqlens_q out")
-    with torch.set_grad_enabled(backward):
-        if cu_seqlens_q is None:
-            call = bound(*tensors, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod)
-        else:
-            call = packed_call(*tensors, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options)
-    with torch.no_grad():
-        _prepare(call, backward, max_scores, deterministic or torch.are_deterministic_algorithms_enabled())
+    with waiting():
+        with torch.set_grad_enabled(backward):
+            if cu_seqlens_q is None:
+                call = bound(*tensors, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod)
+            else:
+                call = packed_call(*tensors, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options)
+        with torch.no_grad():
+            _prepare(call, backward, max_scores, deterministic or torch.are_deterministic_algorithms_enabled())
     return _compiled_since(before)
 
 
@@ -136,9 +140,26 @@ def precompile_cached(
     batch = {name: _filled(name, t, torch.int32, device, 0) for name, t in indices.items()}
     batch |= {name: _filled(name, t, torch.float32, device, 1) for name, t in factors.items()}
     shared = None if shared_prefix is None else _shared(shared_prefix, batch, tensors[1])
-    with torch.no_grad():
+    with waiting(), torch.no_grad():
         prepare_cached(*tensors, {**batch, "max_q_len": max_q_len}, score_mod, mask_mod, scale, batch_invariant, shared)
     return _compiled_since(before)
+
+
+@runs_uncompiled
+def wait_for_kernels(timeout: float | None = None) -> bool:
+    """Wait until no kernel is being compiled beside this process: the next call of a kind that was made before runs the kernels that serve
+    it in the end.
+
+        flex_attention(q, k, v, score_mod=mod)  # may be served by kernels that compile fast
+        wait_for_kernels()
+        flex_attention(q, k, v, score_mod=mod)  # loads the others: from here on times are those of every later call
+
+    timeout   seconds; None: as long as it takes
+
+    Returns whether nothing is being compiled any more. A compiled kernel that is refused, as it would spill too many registers, is
+    replaced by one that is compiled from the next call on; `explain` says whether one is on its way.
+    """
+    return workers.wait(timeout)
 
 
 def _shared(given: SharedPrefix | Sequence[int], batch: Mapping[str, torch.Tensor | None], k_cache: torch.Tensor) -> SharedPrefix:
@@ -168,7 +189,7 @@ def _side_by_side(calls: Sequence) -> list[Precompiled]:
         with torch.cuda.device(index):  # which belongs to a thread
             precompile(**call)
 
-    with ThreadPoolExecutor(len(calls), thread_name_prefix="flexpress-precompile") as threads:
+    with workers.POOL.all_awaited(), ThreadPoolExecutor(len(calls), thread_name_prefix="flexpress-precompile") as threads:
         for made in [threads.submit(compiled, call) for call in calls]:
             made.result()
     return _compiled_since(before)
@@ -195,9 +216,10 @@ def _prepare(call: Bound, backward: bool, max_scores: bool, deterministic: bool)
     if backward and call.score:  # as autograd keeps it
         graph, values = call.score
         call = call._replace(score=(graph, [*map(apart, call.captured), *values[len(graph.tensors) :]]))
-    found = forward_pass.prepare(call, output_max=max_scores, output_rows=backward)
+    wanted = frozenset(i for i, t in enumerate(call.captured) if t.requires_grad)
+    before = partial(backward_pass.begin, call, wanted, deterministic) if backward else None
+    found = forward_pass.prepare(call, output_max=max_scores, output_rows=backward, before=before)
     if backward and found is not None:
-        wanted = frozenset(i for i, t in enumerate(call.captured) if t.requires_grad)
         backward_pass.prepare(call, *found, wanted=wanted, deterministic=deterministic)
 
 

@@ -9,18 +9,24 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from unittest import mock
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 
-from flexpress import create_block_mask, explain, flex_attention, precompile
+from flexpress import create_block_mask, explain, flex_attention, precompile, wait_for_kernels
 from flexpress.codegen import registry
-from flexpress.codegen.device import binary, cache, compiler, cpp_compiler, kernel, stages, workers
+from flexpress.codegen.device import binary, cache, compiler, cpp_compiler, kernel, memory, stages, workers
+from flexpress.codegen.device import cores as cores_module
+from flexpress.codegen.device.cuda import CudaError
 from flexpress.codegen.plan.forward import Options
-from flexpress.codegen.run import block_grid, forward, forward_kernels, meanwhile, status_lists
+from flexpress.codegen.run import block_grid, forward, forward_kernels, launch, meanwhile, status_lists
 from flexpress.codegen.run.preview import compilation
 from flexpress.codegen.text.render import render
 from flexpress.mods import alibi, alibi_slopes, causal, sliding_window
@@ -117,12 +123,24 @@ def children_of(pid: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "executable, why", [("/no/such/python", "FileNotFoundError"), (None, "no other Python"), ("/bin/true", "has ended")]
+    "executable, why",
+    [("/no/such/python", "FileNotFoundError"), (None, "is no Python"), ("/bin/true", "is no Python"), ("python", "has ended")],
 )
-def test_no_process_can_be_started(request_, monkeypatch, executable, why):
-    monkeypatch.setattr(sys, "executable", executable)
-    job = ended(request_, workers.Pool())
-    assert job.found is None and why in job.why
+def test_no_process_can_be_started(request_, monkeypatch, tmp_path, executable, why):
+    """It is tried once. From then on calls wait."""
+    if executable == "python":  # and does not do as one
+        executable = tmp_path / "python3"
+        executable.symlink_to("/bin/true")
+    monkeypatch.setattr(sys, "executable", executable and str(executable))
+    pool = workers.Pool()
+    job = ended(request_, pool)
+    assert job.found is None and why in job.why and pool.fails and pool.is_idle
+    monkeypatch.setattr(subprocess, "Popen", None)
+    assert ended(request_, pool).why == pool.fails
+    monkeypatch.setitem(workers.SETTING, "waits", False)
+    assert not meanwhile.must_wait(torch.device("cpu"), Options(), False)
+    monkeypatch.setattr(workers, "POOL", pool)
+    assert meanwhile.must_wait(torch.device("cpu"), Options(), False)
 
 
 def test_a_worker_loads_neither_torch_nor_the_package(request_):
@@ -187,15 +205,16 @@ def test_a_worker_ends_with_the_process_that_asks(request_):
     done = subprocess.run([sys.executable, "-c", program], input=pickle.dumps(request_), capture_output=True, check=True)
     pid = int(done.stdout)
 
-    def gone():
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] == "Z"  # nobody waits for it here
+    wait_until(lambda: not is_running(pid))
 
-    wait_until(gone)
+
+def is_running(pid: int, kill=os.kill) -> bool:
+    try:
+        kill(pid, 0)
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"  # nobody waits for it here
+    except (ProcessLookupError, FileNotFoundError):
+        return False
 
 
 def test_a_forked_child_waits_for_nobody(request_):
@@ -207,6 +226,79 @@ def test_a_forked_child_waits_for_nobody(request_):
     assert os.waitpid(pid, 0)[1] == 0
     wait_until(lambda: job.over)
     assert job.found
+
+
+def test_a_program_ends_while_kernels_are_compiled(request_, tmp_path):
+    """At once, without a word, and leaves neither a process nor a file."""
+    program = (
+        "import glob, pickle, sys, time\n"
+        "from flexpress.codegen.device import workers\n"
+        "request = pickle.load(sys.stdin.buffer)\n"
+        "[workers.POOL.submit(workers.Job(request, lambda *found: 1)) for _ in range(4)]\n"
+        "while not glob.glob(sys.argv[1] + '/flexpress-*/flexpress-*/kernel.ptx'):\n"
+        "    time.sleep(0.01)\n"
+        "print(workers.POOL.process.pid, time.time(), flush=True)\n"
+    )
+    slow = tmp_path / "assembler"  # it takes for ever, so that kernels are in the middle of it
+    slow.write_text("#!/bin/sh\nsleep 100\n")
+    slow.chmod(0o755)
+    (place := tmp_path / "tmp").mkdir()
+    asked = pickle.dumps(request_._replace(assembler=(str(slow), "12.9")))
+    done = subprocess.run(
+        [sys.executable, "-X", "dev", "-c", program, place],
+        input=asked,
+        capture_output=True,
+        timeout=60,
+        env=os.environ | {"TMPDIR": str(place)},
+    )
+    pid, at = done.stdout.split()
+    assert done.returncode == 0 and done.stderr == b""
+    assert time.time() - float(at) < 5 and list(place.iterdir()) == []
+    wait_until(lambda: not is_running(int(pid), os.killpg))
+
+
+def test_it_ends_where_a_fork_keeps_the_pipe(request_, monkeypatch):
+    """A fork that Python does not know of, as its parent ends."""
+    program = (
+        "import ctypes, os, sys, time\n"
+        "from flexpress.codegen.device import stages, workers\n"
+        "import pathlib; place = pathlib.Path(sys.argv[1], 'stages.py')\n"
+        "place.write_text(pathlib.Path(stages.__file__).read_text().replace('_LOOK_AGAIN = 5.0', '_LOOK_AGAIN = 0.1'))\n"
+        "stages.__file__ = str(place)\n"
+        "workers.POOL.start()\n"
+        "while not workers.POOL._answers: time.sleep(0.01)\n"
+        "print(workers.POOL.process.pid, flush=True)\n"
+        "if ctypes.CDLL(None).fork() == 0:\n"
+        "    os.closerange(1, 3)\n"
+        "    os.read(int(sys.argv[2]), 1)\n"
+        "os._exit(0)\n"
+    )
+    held, ours = os.pipe()
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run([sys.executable, "-c", program, folder, str(held)], capture_output=True, pass_fds=[held], timeout=60)
+        wait_until(lambda: not is_running(int(done.stdout)))
+    os.close(ours)
+    os.close(held)
+
+
+@pytest.mark.parametrize(
+    "quota, ranks, bound, cores", [("max 100000", 0, 8, 8), ("250000 100000", 0, 8, 2.5), ("max 100000", 4, 8, 2), ("max 100000", 4, 2, 2)]
+)
+def test_cores_are_those_of_a_container_and_shared_with_other_ranks(tmp_path, monkeypatch, quota, ranks, bound, cores):
+    """Bound to 2 of 8, a rank has these alone."""
+    (tmp_path / "cpu.max").write_text(quota)
+    monkeypatch.setattr(cores_module, "_GROUPS", tmp_path)
+    monkeypatch.setattr(cores_module.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(cores_module.os, "sched_getaffinity", lambda _: range(bound), raising=False)
+    monkeypatch.setattr(cores_module, "_free", lambda: 1 << 40)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks) if ranks else "")
+    cores_module._quota.cache_clear()
+    assert cores_module.cores() == cores and workers.limit() == max(1, int(0.75 * cores))
+    with workers.POOL.all_awaited():
+        assert workers.limit() == int(cores)
+    monkeypatch.setattr(cores_module, "_free", lambda: 1 << 20)
+    assert workers.limit() == 1
+    cores_module._quota.cache_clear()
 
 
 @pytest.fixture
@@ -352,6 +444,92 @@ def test_a_tensor_that_lies_elsewhere_has_kernels_of_its_own(soon):
             wait_until(nothing_under_way)
 
 
+@pytest.mark.parametrize("mask", ["none", "block mask", "mask_mod"])
+def test_the_thread_that_begins_touches_no_device(soon, monkeypatch, mask):
+    """Its caller may capture a CUDA graph by then. It launches nothing, and all tensors that it makes are on meta."""
+    made = []
+
+    class Noted(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            made.extend(t.device.type for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor))
+            return result
+
+    monkeypatch.setattr(memory, "_ALLOCATE", {})  # that way no mode sees
+    monkeypatch.setattr(meanwhile, "on", lambda _: Noted())
+    q, k, v = problem()
+    how = {"mask_mod": causal} if mask == "mask_mod" else {}
+    if mask == "block mask":
+        how["block_mask"] = create_block_mask(causal, None, None, 256, 256, "cpu")
+    slopes = torch.ones(2, requires_grad=True)
+    flex_attention(q, k, v, alibi(slopes), **how).sum().backward()
+    assert wait_for_kernels(60) and nothing_under_way()
+    assert "meta" in made and set(made) == {"meta"}
+    monkeypatch.setattr(binary, "begin", None)  # the kernels are those of a call
+    monkeypatch.setattr(binary, "obtain", None)
+    flex_attention(q, k, v, alibi(slopes), **how).sum().backward()
+    assert soon[-1].startswith("hopper_backward_alibi")
+
+
+@pytest.mark.parametrize("fails", ["forward", "backward_dq"])
+def test_a_call_waits_where_what_serves_meanwhile_fails(soon, monkeypatch, fails):
+    """Whatever is wrong with it. What it raises is what the kernels say that serve in the end."""
+    obtain = binary.obtain
+
+    def failing(name, layout, constants, options, *rest):
+        if name.startswith(fails) and options["num_warps"] == 8:
+            raise ValueError(name)
+        return obtain(name, layout, constants, options, *rest)
+
+    monkeypatch.setattr(binary, "obtain", failing)
+    monkeypatch.setattr(workers.POOL, "submit", lambda job: job.end("") or job)
+    q, k, v = problem()
+    flex_attention(q, k, v).sum().backward()
+    portable = ["backward_delta", "backward_dkv"]
+    assert soon == (
+        ["hopper_forward", *portable, "backward_dq"] if fails == "forward" else ["forward", *portable, "backward_delta", "hopper_backward"]
+    )
+    monkeypatch.setattr(binary, "obtain", mock.Mock(side_effect=ValueError("all")))
+    with pytest.raises(ValueError, match="all"):
+        flex_attention(q.float(), k.float(), v.float(), mask_mod=causal)
+
+
+def test_a_call_waits_where_no_thread_can_be_started(soon, monkeypatch):
+    """And none that was begun comes back."""
+    start = threading.Thread.start
+
+    def refused(thread):
+        if thread.name == "flexpress-begin":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    q, k, v = problem()
+    flex_attention(q, k, v).sum().backward()
+    assert soon == ["hopper_forward", "backward_delta", "hopper_backward"] and nothing_under_way()
+
+
+def test_what_the_kernels_say_that_serve_in_the_end_is_raised(soon, monkeypatch):
+    """By the first call after they failed beside."""
+    obtain = binary.obtain
+
+    def failing(name, *rest):
+        if "backward" in name and not name.startswith("backward_d"):
+            raise CudaError(name)
+        return obtain(name, *rest)
+
+    monkeypatch.setattr(binary, "begin", mock.Mock(side_effect=ValueError("not beside")))
+    monkeypatch.setattr(binary, "obtain", failing)
+    monkeypatch.setattr(
+        launch, "usable", lambda kernel, args, device, limit, waits=True: kernel.variant(args, device, (), waits=waits, num_warps=4)
+    )
+    q, k, v = problem()
+    flex_attention(q, k, v).sum().backward()
+    assert wait_for_kernels(60)
+    with pytest.raises(CudaError, match="hopper_backward"):
+        flex_attention(q, k, v).sum().backward()
+
+
 def test_whoever_must_have_the_same_bits_waits(hopper):
     q, k, v = problem(grad=False)
     flex_attention(q, k, v)
@@ -366,10 +544,44 @@ def test_a_backend_that_is_named_is_waited_for(hopper):
     assert hopper == ["hopper_forward"]
 
 
-def test_precompile_waits(hopper):
+def test_precompile_waits(soon):
     q, k, v = problem()
     precompile(q, k, v, backward=True)
-    assert not hopper and nothing_under_way()
+    assert not soon and nothing_under_way()
+
+
+def test_precompile_waits_for_masks_too(soon, monkeypatch):
+    """Of its own thread alone. Later calls compile nothing."""
+    module, waits = sys.modules["flexpress.precompile"], []
+    call = module.bound
+
+    def noted(*args):
+        waits.append(meanwhile.must_wait(torch.device("cpu"), Options(), False))
+        return call(*args)
+
+    monkeypatch.setattr(module, "bound", noted)
+    q, k, v = problem(grad=False)
+    precompile(q, k, v, mask_mod=causal)
+    precompile([{"query": q, "key": k, "value": v, "mask_mod": causal}])
+    assert waits == [True, True] and not meanwhile.must_wait(torch.device("cpu"), Options(), False)
+
+
+def test_precompile_begins_all_kernels_at_once(soon, monkeypatch):
+    """Of the forward and the backward pass. Nothing is compiled twice, and a call finds all of it."""
+    order, submit, end = [], workers.POOL.submit, workers.Job.end
+
+    def submitted(job):
+        order.append(job.request.entry)
+        return submit(job)
+
+    monkeypatch.setattr(workers.POOL, "submit", submitted)
+    monkeypatch.setattr(workers.Job, "end", lambda job, answer: (job.request and order.append("over"), end(job, answer)))
+    monkeypatch.setattr(binary, "obtain", None)
+    q, k, v = problem()
+    precompile(q, k, v, alibi(torch.ones(2)), mask_mod=causal, backward=True)
+    assert order == ["hopper_forward", "backward_delta", "hopper_backward", *["over"] * 3]
+    flex_attention(q, k, v, alibi(torch.ones(2)), mask_mod=causal).sum().backward()
+    assert len(order) == 6 and [name.split("_alibi")[0] for name in soon] == ["hopper_forward", "backward_delta", "hopper_backward"]
 
 
 def test_one_that_did_not_compile_beside_is_compiled_here(hopper, monkeypatch):
@@ -474,6 +686,32 @@ meanwhile.begun_beside(begin, torch.device("cpu"))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "through\n", "")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"])
+def test_a_graph_is_captured_while_kernels_are_printed_and_compiled(own_directory, monkeypatch, device):
+    """It waits for the kernels that serve in the end, and loads them inside the capture."""
+    monkeypatch.setitem(workers.SETTING, "waits", False)
+    q, k, v = (torch.randn(1, 8, 1024, 64, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    mod = alibi(alibi_slopes(8, device))
+
+    def step():
+        return torch.autograd.grad(flex_attention(q, k, v, mod, mask_mod=causal).sum(), (q, k, v))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    assert not nothing_under_way()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        gradients = step()
+    q.data.normal_()
+    graph.replay()
+    assert wait_for_kernels(60)
+    assert all(relative_error(a, b) < 1e-2 for a, b in zip(gradients, step(), strict=True))
 
 
 @pytest.mark.gpu

@@ -28,6 +28,7 @@ CONSTANT = {
     "compiler.newer_assembler",
     "cuda._driver",
     "cuda.shared_limit",
+    "cores._quota",
     "nodes._dtype_cache",  # by operation and dtypes
     "interpreter_patches._numpy_dtypes",  # by dtype
     "spelling.read_spelling",  # by spelling, as the op table and templates have them

@@ -211,6 +211,7 @@ def ahead(directory: Path) -> None:
     assert_type(
         flexpress.precompile_cached((2, 4, 1, 32), (2, 64, 4, 32), (2, 64, 4, 32), (2,), dtype=torch.float16), list[flexpress.Precompiled]
     )
+    assert_type(flexpress.wait_for_kernels(2.5), bool)
     torch.serialization.add_safe_globals(flexpress.safe_globals())
     flexpress.export(q, k, v, bias, path=4)  # type: ignore[arg-type]
 

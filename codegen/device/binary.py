@@ -145,11 +145,12 @@ def begin(printed: cache.PrintedKernel, entry: str, layout: tuple, constants: tu
         compiled = Compiled(metadata, code, extension, source.signature)
         _write(name, compiled)
         seconds = time.perf_counter() - start
-        logs.COMPILE.info("compiled %s beside this process in %.2f s", stem, seconds)
+        logs.COMPILE.info("compiled %s beside this process in %.2f s, %.2f of them in the compiler", stem, seconds, job.seconds)
         return seconds, compiled
 
     logs.COMPILE.debug("compiling %s beside this process", stem)
-    return workers.POOL.submit(workers.Job(request, keep))
+    job = workers.Job(request, keep)
+    return workers.POOL.submit(job)
 
 
 def _name_of(stem: str, layout: tuple, constants: tuple, options: dict, target: GPUTarget) -> str:

@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 from ..turn import Turn
 from . import cuda
 from .arguments import type_of
-from .stages import is_gluon, lowered, source_class
+from .stages import is_gluon, load_code_generator, lowered, source_class
 from .switching import LANGUAGE, restore
 
 
@@ -55,7 +55,12 @@ def newer_assembler(arch: int):
     return None
 
 
-_compiler = Turn(fork_waits=True)
+_compiler, _loading = Turn(fork_waits=True), Turn(fork_waits=True)
+
+
+def load_ahead() -> None:
+    """Have there what the first compilation imports, by a thread that has nothing else to do."""
+    _loading.run(load_code_generator)
 
 
 def compile_source(

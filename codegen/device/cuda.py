@@ -9,14 +9,17 @@ Source: CUDA driver API reference, sections Module Management, Execution Control
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import struct
 import threading
+from collections.abc import Iterator
 
 import torch
 
 SHARED_LIMIT, DYNAMIC_SHARED, LOCAL_SIZE = 97, 8, 3  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, CU_FUNC_ATTRIBUTE_...
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _INVALID_CONTEXT = 201  # of a thread that has not used CUDA yet, or has left torch's context since
 _FORMATS = {"i1": "?", "u1": "?", "i32": "i", "i64": "q", "fp32": "f"}  # struct's codes; every pointer is "Q"
 _MAP_TYPES = {torch.float32: 7, torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
@@ -73,6 +76,18 @@ def _enter_context(device: int) -> None:
     _check(_driver().cuCtxSetCurrent(context), "setting the context")
 
 
+@contextlib.contextmanager
+def _unrestricted() -> Iterator[None]:
+    """For this thread, what the driver forbids while a CUDA graph is captured, here or by another thread. Loading a kernel is no part of
+    a graph, and takes memory."""
+    mode = ctypes.c_int(_RELAXED)
+    _check(_driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "letting kernels be loaded")  # `mode` is what it was before
+    try:
+        yield
+    finally:
+        _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+
 @functools.cache
 def shared_limit(device: int) -> int:
     """Bytes of shared memory that a block may have."""
@@ -99,9 +114,10 @@ class Function:
         driver = _driver()
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
         _enter_context(device)
-        _check(driver.cuModuleLoadData(ctypes.byref(module), code), f"loading {metadata['name']}")
-        _check(driver.cuModuleGetFunction(ctypes.byref(function), module, metadata["name"].encode()), f"finding {metadata['name']}")
-        _check(driver.cuFuncSetAttribute(function, DYNAMIC_SHARED, metadata["shared"]), "reserving shared memory")
+        with _unrestricted():
+            _check(driver.cuModuleLoadData(ctypes.byref(module), code), f"loading {metadata['name']}")
+            _check(driver.cuModuleGetFunction(ctypes.byref(function), module, metadata["name"].encode()), f"finding {metadata['name']}")
+            _check(driver.cuFuncSetAttribute(function, DYNAMIC_SHARED, metadata["shared"]), "reserving shared memory")
         local = ctypes.c_int()
         _check(driver.cuFuncGetAttribute(ctypes.byref(local), LOCAL_SIZE, function), "asking for the local memory")
         self.local = local.value  # bytes of a thread: what it spills, and arrays

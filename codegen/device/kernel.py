@@ -109,7 +109,7 @@ class Kernel:
 
     def begin(self, args: tuple, device: torch.device, constants: tuple, **options: int) -> workers.Job | None:
         """Have the variant for these arguments compiled beside this process; None if it is there. The device is the current one."""
-        layout, _ = describe(args)
+        layout, _ = describe(args, unmade=True)
         return self._turn.run(self._begun, (layout, constants, device.index, *options.values()), layout, constants, options)
 
     def _begun(self, key: tuple, layout: tuple, constants: tuple, options: dict) -> workers.Job | None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 Shape = tuple[int, ...]
+META = torch.device("meta")
 
 
 def _found(device_type: str) -> Callable[[Shape, Shape, torch.dtype], torch.Tensor] | None:

@@ -6,6 +6,7 @@ Nothing of this file needs torch or the rest of the package: processes that comp
 
 from __future__ import annotations
 
+import contextlib
 import json
 import linecache
 import os
@@ -15,6 +16,7 @@ import select
 import signal
 import subprocess
 import tempfile
+import time
 import types
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +26,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import ptx_get_version
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.errors import PTXASError
+
+_LOOK_AGAIN = 5.0  # seconds after which a process without work looks whether that which asks is there
 
 
 class Request(NamedTuple):
@@ -59,6 +63,11 @@ def load_module(path: str, text: str) -> types.ModuleType:
     finally:
         linecache.cache.pop(path, None)
     return module
+
+
+def load_code_generator() -> None:
+    """What Triton imports at its first compilation in a process, Gluon among it: 0.1 s."""
+    import triton.compiler.code_generator  # noqa: F401
 
 
 def is_gluon(function) -> bool:
@@ -185,33 +194,62 @@ def _read(file: int, size: int) -> bytes:
 
 
 def serve() -> None:
-    """Compile what comes by stdin, each kernel in a fork of this process, and answer by stdout: its number with what `compiled` returns, or
-    with why there is nothing. The first answer has no number. Ends, and all forks with it, when nobody asks any more."""
+    """Compile what comes by stdin, each kernel in a fork of this process, and answer by stdout: its number, what `compiled` returns, or why
+    there is nothing, and the seconds that took. The first answer has no number. Ends, and all that it began with it, when nobody asks any
+    more."""
+    load_code_generator()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of its own, at the end
+    with tempfile.TemporaryDirectory(prefix="flexpress-") as tempfile.tempdir:
+        try:
+            _serve(os.getppid())
+        finally:
+            os.killpg(0, signal.SIGTERM)
+            with contextlib.suppress(ChildProcessError):
+                while True:
+                    os.wait()
+
+
+def _serve(parent: int) -> None:
     questions, answers, lock = 0, os.dup(1), tempfile.TemporaryFile()  # noqa: SIM115 - for as long as this runs
     os.dup2(2, 1)  # whatever else is printed
-    _answer(lock, answers, (None, "all is loaded"))
+    _answer(lock, answers, (None, "all is loaded", 0.0))
     numbers: dict[int, int] = {}  # of kernels, by the fork that compiles them
-    while True:
-        asked, _, _ = select.select([questions], [], [], 0.05 if numbers else None)
+    while os.getppid() == parent:  # else it has ended, and a fork of its that no Python knows of has kept the pipe
+        asked, _, _ = select.select([questions], [], [], 0.05 if numbers else _LOOK_AGAIN)
         for process in list(numbers):
             ended, status = os.waitpid(process, os.WNOHANG)
             number = numbers.pop(process) if ended else None
             if ended and status:
-                _answer(lock, answers, (number, f"a process that compiles has ended with {os.waitstatus_to_exitcode(status)}"))
+                _answer(lock, answers, (number, f"a process that compiles has ended with {os.waitstatus_to_exitcode(status)}", 0.0))
         if asked:
             try:
                 number, request = receive(questions)
             except EOFError:
-                os.killpg(0, signal.SIGKILL)
-            process = os.fork()
+                return
+            try:
+                process = os.fork()
+            except OSError as error:
+                _answer(lock, answers, (number, f"{type(error).__name__}: {error}", 0.0))
+                continue
             if process == 0:
+                ends = 1
                 try:
-                    answer = compiled(Request(*request))
-                except Exception as error:
-                    answer = f"{type(error).__name__}: {error}"
-                _answer(lock, answers, (number, answer))
-                os._exit(0)
+                    ends = _compile_one(lock, answers, number, request)
+                finally:
+                    os._exit(ends)
             numbers[process] = number
+
+
+def _compile_one(lock, answers: int, number: int, request: tuple) -> int:
+    """In a fork. Returns how it ends: with 0 once it has answered."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    start = time.perf_counter()
+    try:
+        answer = compiled(Request(*request))
+    except Exception as error:
+        answer = f"{type(error).__name__}: {error}"
+    _answer(lock, answers, (number, answer, time.perf_counter() - start))
+    return 0
 
 
 def _answer(lock, file: int, message) -> None:

@@ -17,7 +17,7 @@ def descriptor(tensor: torch.Tensor, rows: int, columns: int | None = None):
     """A descriptor of (Z, H, S, D) for blocks [rows, columns] of one head, all columns by default; what lies outside the tensor reads as
     zero and is not written."""
     columns = columns or round_up_head_dim(tensor.shape[3])
-    if tensor.device.type == "cpu":  # the interpreter reads through the tensor
+    if tensor.device.type in ("cpu", "meta"):  # the interpreter reads through the tensor, and what is only begun has no address
         return _describe(tensor, tensor.shape, tensor.stride(), rows, columns)
     address = tensor.data_ptr()
     if address < LOWEST:

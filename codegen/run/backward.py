@@ -12,7 +12,7 @@ import torch
 from .. import logs
 from ..device.devices import architecture_of, backend_of
 from ..device.kernel import NotYet
-from ..device.memory import empty
+from ..device.memory import META, empty
 from ..device.workers import Job
 from ..mod.nan import are_ordinary
 from ..plan.backward import BackwardCase, backward_geometry, delta_unit, whole_blocks
@@ -22,12 +22,12 @@ from ..plan.forward import Blocks, Mod, Options, are_exact, wants_tma
 from ..registry import INFO, Table
 from ..text.parameters import named_strides
 from .backward_kernels import Call, Fused, Hopper, Portable, Sizes, TwoPass
-from .block_lists import BlockLists
+from .block_lists import BlockLists, transposed_unmade
 from .call import Bound, Rows, keys_of, structure_of
 from .cpu_backward import Cpp
 from .launch import Unusable, begin_only, launch_nothing
-from .layouts import output_like, strides_like, with_rows
-from .meanwhile import Meanwhile, awaited_in, begun_beside, must_wait, quick, serving
+from .layouts import strides_like, with_rows
+from .meanwhile import Meanwhile, awaited_in, begun_beside, failed, must_wait, quick, serving
 from .profiled import in_range, is_profiled, names_of
 
 CANDIDATES = Hopper(), Portable()
@@ -76,8 +76,7 @@ def backward(
         of_sinks = torch.zeros(q.shape[1], device=q.device) if dlse is None else dlse.sum((0, 2))  # each row's weight is its sink's
         return dq.zero_(), dk.zero_(), dv.zero_(), {i: torch.zeros_like(score[1][i]) for i in wanted}, _of_sinks(bound, of_sinks)
 
-    transposed = bound.transposed(mask) if bound.transposed else None
-    keys = keys_of(score, mask, like.lengths, lists)
+    transposed, keys = bound.transposed(mask) if bound.transposed else None, keys_of(score, mask, like.lengths, lists)
     details = _details(bound, rows, dlse is not None, wanted, deterministic)
     layouts = do.shape, do.stride(), q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16, do.data_ptr() % 16
     structures = lists and lists.structure, transposed and transposed.structure
@@ -85,13 +84,16 @@ def backward(
     tensors = {"Q": q, "K": k, "V": v, "O": out, "DO": do, "ROWS": rows.values, "DQ": dq, "DK": dk, "DV": dv}
     if dlse is not None:
         tensors["DLSE"] = dlse.contiguous()
-    if extras:
-        tensors |= extras.named
+    tensors |= extras.named if extras else {}
+    meanwhile = rows.provisional
     while True:  # until kernels are usable
-        ready = _ready.get(kind) or serving(_meanwhile, kind, q.device, bound.options, waits)
+        ready, temporary, failed_beside = _ready.get(kind), None, False
         if ready is None:
-            ready = _ready[kind] = _new(_Pass((q, k, v, do), bound, keys, details, tensors, transposed), rows.provisional)
-            ready.waits = rows.provisional or must_wait(q.device, bound.options, waits)
+            temporary, failed_beside = serving(_meanwhile, kind, q.device, bound.options, waits)
+            ready = temporary
+        if ready is None:
+            ready = _ready[kind] = _new(_Pass((q, k, v, do), bound, keys, details, tensors, transposed), meanwhile)
+            ready.waits = meanwhile or failed_beside or must_wait(q.device, bound.options, waits)
         else:
             INFO.hits += 1
         run = ready.run if not is_profiled() else in_range(ready.run, "backward", names_of(score, mask))
@@ -103,10 +105,10 @@ def backward(
         except NotYet:
             _ready.pop(kind, None)
             if not must_wait(q.device, bound.options, waits):
-                call = _Pass((q, k, v, do), bound, keys, details, tensors, transposed)
-                begin = functools.partial(_begin_all, call, _new(call))
-                jobs = begun_beside(begin, q.device)
-                _meanwhile[kind] = Meanwhile(_new(call, meanwhile=True), jobs, (ready.name, *ready.key))
+                _meanwhile[kind] = _begun(_Pass((q, k, v, do), bound, keys, details, tensors, transposed), ready)
+        except Exception as why:
+            waits, meanwhile = failed("backward", meanwhile or temporary is not None, why), False
+            _ready.pop(kind, None)
 
 
 class _Like(NamedTuple):
@@ -199,27 +201,52 @@ def begin(
     jobs            takes those of the kernels that are awaited
     meanwhile_raw   of the rows that the forward kernels leave meanwhile; None: nothing serves meanwhile
     """
-    call = _imagined(bound, out, rows, wanted, deterministic)
-    if meanwhile_raw is not None:
+    if any(with_rows(t) is not t for t in _unmade(bound.q, bound.k, bound.v)):
+        call = None  # they are copied first: the backward pass begins its kernels itself
+    else:
+        call = _imagined(bound, out, rows, wanted, deterministic, unmade=True)
+        if bound.transposed:
+            bound.transposed(bound.mask, begins=True)
+    if call and meanwhile_raw is not None:
         before = call._replace(details=call.details._replace(raw_tops=meanwhile_raw))
         _begin_all(before, _new(before, meanwhile=True), [])
     if forward:
         forward()
-    _begin_all(call, _new(call), jobs)
+    if call:
+        _begin_all(call, _new(call), jobs)
+
+
+def _begun(call: _Pass, ready: TwoPass | Fused) -> Meanwhile:
+    """The kernels of `ready` are begun, others serve meanwhile."""
+    jobs = begun_beside(functools.partial(_begin_all, call, _new(call)), call.bound.q.device)
+    return Meanwhile(_new(call, meanwhile=True), jobs, (ready.name, *ready.key))
 
 
 def _begin_all(call: _Pass, ready: TwoPass | Fused, jobs: list[Job]) -> None:
     begin_only(ready.launches, jobs)
+    ready.writes_to = META
     with contextlib.suppress(Unusable):
         call.run(ready)
 
 
-def _imagined(bound: Bound, out: torch.Tensor, rows: Rows, wanted: frozenset[int], deterministic: bool) -> _Pass:
-    q, k, v, do = map(with_rows, (bound.q, bound.k, bound.v, torch.empty_like(out)))
-    transposed = bound.transposed(bound.mask) if bound.transposed else None
+def _unmade(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Others that lie as these do, without memory."""
+    return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=META) for t in tensors]
+
+
+def _imagined(bound: Bound, out: torch.Tensor, rows: Rows, wanted: frozenset[int], deterministic: bool, *, unmade: bool = False) -> _Pass:
+    """A pass for a gradient of out that lies as out does. What there is not yet has memory, unless it stays `unmade`."""
+    do = _unmade(out)[0] if unmade else torch.empty_like(out)
+    q, k, v, do = map(with_rows, (bound.q, bound.k, bound.v, do))
+    if unmade:
+        transposed = bound.lists and transposed_unmade(bound.lists, k.shape[2])
+    else:
+        transposed = bound.transposed(bound.mask) if bound.transposed else None
     keys = keys_of(bound.score, bound.mask, (*q.shape[:3], k.shape[2]), bound.lists)
     tensors = {"Q": q, "K": k, "V": v, "O": out, "DO": do, "ROWS": rows.values, **(bound.extras.named if bound.extras else {})}
-    tensors |= {f"D{name}": output_like(t, t.shape[3]) for name, t in (("Q", q), ("K", k), ("V", v))}
+    device = META if unmade else q.device
+    new = [torch.empty_strided(t.shape, strides_like(t, t.shape[3]), dtype=t.dtype, device=device) for t in (q, k, v)]
+    tensors |= dict(zip(("DQ", "DK", "DV"), new, strict=True))
     details = _details(bound, rows, False, wanted, deterministic)
     return _Pass((q, k, v, do), bound, keys, details, tensors, transposed)
 

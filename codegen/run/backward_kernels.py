@@ -10,6 +10,7 @@ import torch
 from ..device.arguments import plain_values
 from ..device.counters import held_counter
 from ..device.devices import multiprocessors, on
+from ..device.memory import META
 from ..plan.backward import STATS_ALIGNMENT, BackwardCase, BackwardGeometry, BackwardPlan, Step, delta_rows, plan_backward, stats_copies
 from ..plan.extras import dropout_numbers
 from ..plan.forward import Mod, scales
@@ -22,7 +23,7 @@ from ..text.spec import KernelSpec
 from .block_lists import BlockLists, tiles_of
 from .captured import Sums
 from .forward_kernels import planned
-from .launch import Launch, addresses_of, launch_fitting
+from .launch import Launch, Unusable, addresses_of, launch_fitting
 from .workspace import Workspace
 
 _plans: dict[tuple, BackwardPlan | HopperBackwardPlan] = Table("backward plans", 1024)
@@ -122,9 +123,11 @@ class Walk(NamedTuple):
 class _Kernels:
     """The kernels of one pass in calls of a kind: all is decided but addresses and what mods capture.
 
-    names   of the tensors that `run` gets, in their order
+    names       of the tensors that `run` gets, in their order
+    writes_to   the device of memory for what lives as long as `run`; None: that of the tensors. On "meta" nothing can be launched
     """
 
+    writes_to: torch.device | None = None
     halves = 1  # of a tile, which sum the gradients of captured tensors apart
 
     def __init__(
@@ -161,14 +164,17 @@ class _Kernels:
     ) -> tuple[dict[int, torch.Tensor], torch.Tensor | None]:
         """Fill DQ, DK and DV among `tensors`. The gradients of captured tensors, and of sinks (Z, Hq, n), in n parts. Raises Unusable."""
         device = tensors["Q"].device
-        memory = self.workspace.new(device)
-        sums = Sums(tuple([walk.step for walk in self.walks]), score, self.sizes.extents, device, lists)
+        place = self.writes_to or device
+        memory = self.workspace.new(place)
+        sums = Sums(tuple([walk.step for walk in self.walks]), score, self.sizes.extents, place, lists)
         found = [
             (walk, mod_values(walk.step, score and score[1], mask and mask[1]), transposed if walk.axis == "q" else lists)
             for walk in self.walks
         ]
         if not self._again([*tensors.values()], memory, found, sums, device):
             self._first({**tensors, **self.workspace.tensors(memory)}, found, sums, device)
+        if place is META:
+            raise Unusable("it is only begun")
         return sums.gradients(), self.workspace.tensor(memory, "D_SINKS") if self.sinks else None
 
     def _again(self, tensors: list[torch.Tensor], memory: torch.Tensor, found: list[tuple], sums: Sums, device: torch.device) -> bool:
@@ -228,6 +234,8 @@ class TwoPass(_Kernels):
             for head in range(heads):
                 given = {**tensors, **sums.tensors(step, tiles), "first_tile": head * tiles}
                 walk.launch.with_tile(tile, given, captured, (tiles,), device)
+                if self.writes_to is META:
+                    return
                 sums.add_slabs(step, divmod(head, self.sizes.extents[1]))
 
         launch_fitting(step, launch)
@@ -256,6 +264,8 @@ class Fused(_Kernels):
         self, tensors: dict[str, torch.Tensor], score, mask, lists: BlockLists | None, transposed: BlockLists | None
     ) -> tuple[dict[int, torch.Tensor], torch.Tensor | None]:
         device = tensors["Q"].device
+        if self.writes_to is META:
+            return super().run({"COUNTER": torch.empty(2, dtype=torch.int32, device=META), **tensors}, score, mask, lists, transposed)
         with on(device), held_counter(device, torch._C._cuda_getCurrentRawStream(device.index)) as count:
             return super().run({"COUNTER": count, **tensors}, score, mask, lists, transposed)
 

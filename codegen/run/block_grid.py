@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import torch
 
 from ..device.cpp import CppKernel
-from ..device.devices import backend_of
+from ..device.devices import backend_of, on
 from ..device.kernel import Kernel, kernel_for
-from ..device.memory import contiguous
+from ..device.memory import META, contiguous
 from ..device.workers import SETTING
 from ..mod.expr import INDEX_BOUND
 from ..plan.cpu_masks import blocks_spec
@@ -47,6 +47,8 @@ class BlockGrid:
     """A bound mask_mod over a grid of blocks: (Z, H) masks of Q_LEN x KV_LEN positions, in blocks of `size`. Not one of them is empty.
 
     starts   where the blocks of queries, and those of keys, begin, or nothing (see BlockLists)
+    begins   kernels are compiled beside this process, and nothing is launched or written
+    waits    for the compiler; else NotYet is raised where a kernel is not compiled
 
     Nothing here waits for the device.
     """
@@ -54,9 +56,18 @@ class BlockGrid:
     language: Language = TRITON
 
     def __init__(
-        self, bound: Bound, extents: tuple[int, int, int, int], device: torch.device, size: tuple[int, int], starts: Starts = ()
+        self,
+        bound: Bound,
+        extents: tuple[int, int, int, int],
+        device: torch.device,
+        size: tuple[int, int],
+        starts: Starts = (),
+        *,
+        begins: bool = False,
+        waits: bool = True,
     ) -> None:
         graph, self.captured = bound
+        self.begins, self.waits, self.place = begins, waits, META if begins else device
         self.device, self.size, self.backend = device, size, backend_of(device.type)
         Z, H, Q_LEN, KV_LEN = extents
         rows, columns = (t.shape[0] - 1 for t in starts) if starts else (-(-Q_LEN // size[0]), -(-KV_LEN // size[1]))
@@ -77,14 +88,18 @@ class BlockGrid:
 
     def _launch(self, kernel: Kernel, grid: int, constants: tuple[int, ...], num_warps: int = 4, **tensors) -> None:
         arguments = kernel.spec.arguments({**self.values, **tensors})
-        kernel.launch((grid,), arguments, self.device, constants, num_warps=num_warps, num_stages=1)
+        if self.begins:
+            with on(self.device):
+                kernel.begin(arguments, self.device, constants, num_warps=num_warps, num_stages=1)
+            return
+        kernel.launch((grid,), arguments, self.device, constants, waits=self.waits, num_warps=num_warps, num_stages=1)
 
     def _zone_maps(self) -> dict[str, torch.Tensor]:
         """Memory for the least and the greatest value of every zone, (Z, H, rows or columns) each, by the names of parameters."""
         Z, H, rows, columns = self.shape
         zones = [(zone, name) for zone in self.plan.texts.zones for name in zone.names]
         return {
-            name: contiguous((Z, H, rows if zone.axis == "q_idx" else columns), getattr(torch, zone.dtype), self.device)
+            name: contiguous((Z, H, rows if zone.axis == "q_idx" else columns), getattr(torch, zone.dtype), self.place)
             for zone, name in zones
         }
 
@@ -103,10 +118,10 @@ class BlockGrid:
         separate_full   what lists are to be made of it: their kernel may be compiled at the same time
         """
         Z, H, rows, columns = self.shape
-        status = contiguous(self.shape, torch.int8, self.device)
-        counts = torch.zeros((2, Z, H, rows), dtype=torch.int32, device=self.device)
+        status = contiguous(self.shape, torch.int8, self.place)
+        counts = torch.zeros((2, Z, H, rows), dtype=torch.int32, device=self.place)
         details = self.size, self.backend, bool(self.starts)
-        if not SETTING["waits"] and (status_spec, details) not in self.plan.kernels:
+        if self.waits and not SETTING["waits"] and (status_spec, details) not in self.plan.kernels:
             begin_lists(separate_full, bool(self.starts), self.device)
         kernel = self.plan.kernel(Kernel, status_spec, *details)
         constants = status_constants(self.size, self.backend)
@@ -119,7 +134,7 @@ class BlockGrid:
         Z, H, rows, columns = self.shape
         lines, width = (columns, rows) if transposed else (rows, columns)
         shapes = ((Z, H, lines), (Z, H, lines, width)) * 2
-        made = {name: contiguous(shape, torch.int32, self.device) for name, shape in zip(list_names(True), shapes, strict=True)}
+        made = {name: contiguous(shape, torch.int32, self.place) for name, shape in zip(list_names(True), shapes, strict=True)}
         kernel = self.plan.kernel(Kernel, verdict_lists_spec, self.size, self.backend, transposed, bool(self.starts))
         self._launch(kernel, Z * H * lines, (VERDICTS_CHUNK,), width=width, **made)
         return list(made.values())

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..device.memory import META
 from ..mod.expr import INDEX_BOUND
 from ..plan.forward import Blocks, list_numbers, list_tables
 
@@ -112,6 +113,16 @@ class BlockLists:
 def lists_of(tables: Sequence[torch.Tensor], q_block: int, kv_block: int, interior: bool) -> BlockLists:
     """Block lists of kv_num_blocks, kv_indices and, if they are kept apart, full_kv_num_blocks and full_kv_indices."""
     return BlockLists(*tables[:2], *(tables[2:] or (None, None)), q_block, kv_block, interior)
+
+
+def transposed_unmade(lists: BlockLists, KV_LEN: int) -> BlockLists:
+    """The transposed lists without memory: what kernels that walk them depend on."""
+    Zm, Hm, rows, _ = lists.kv_indices.shape
+    columns = -(-KV_LEN // lists.kv_block)
+    counts, indices = (torch.empty(shape, dtype=torch.int32, device=META) for shape in ((Zm, Hm, columns), (Zm, Hm, columns, rows)))
+    full = (None, None) if lists.full_kv_indices is None else (counts, indices)
+    starts = None if lists.starts is None else torch.empty(columns + 1, dtype=torch.int32, device=META)
+    return BlockLists(counts, indices, *full, lists.q_block, lists.kv_block, lists.interior, starts, lists.shifts)
 
 
 def tiles_of(length: int, size: int, lists: BlockLists | None, axis: str) -> int:

@@ -94,7 +94,8 @@ class Bound(NamedTuple):
     q, k, v       (Z, Hq, Q_LEN, D_QK), (Zkv, Hkv, KV_LEN, D_QK) and (Zkv, Hkv, KV_LEN, D_V)
     score, mask   a mod's graph and what it captures, or None. `mask` is the mask_mod of the partial blocks in `lists`
     lists         None for attention without a mask
-    transposed    from the bound mask_mod to the lists of query blocks for each KV block, in the same fields
+    transposed    from the bound mask_mod to the lists of query blocks for each KV block, in the same fields. With begins=True there are
+                  none, and kernels of their own, if they have any, are compiled beside this process
     extras        None for an ordinary softmax
     """
 

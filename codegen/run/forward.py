@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 
@@ -21,9 +22,9 @@ from .call import Bound, Rows, keys_of, structure_of, values_in_keys
 from .cpu import Cpp
 from .decode import Decode
 from .forward_kernels import Call, Hopper, Portable
-from .launch import Unusable, launch_nothing
+from .launch import Unusable, begin_only, launch_nothing
 from .layouts import output_like, strides_like
-from .meanwhile import Meanwhile, awaited_in, begun_beside, is_capturing, must_wait, quick, serving
+from .meanwhile import Meanwhile, awaited_in, begun_beside, failed, is_capturing, must_wait, quick, serving
 from .profiled import in_range, is_profiled, names_of
 
 CANDIDATES = Decode(), Hopper(), Portable()
@@ -70,9 +71,8 @@ def forward(
     score_key, mask_key = keys_of(score, mask, inputs.extents, lists)
     k_at, v_at, q_at = k.data_ptr(), v.data_ptr(), q.data_ptr()
     beside = (k_at | v_at | q_at) % 16 and ((k_at | v_at) % 16, q_at % 16)  # 0 for what TMA can load
-    known = extras and (extras.structure, extras.dropout_p)
-    outputs = output_max, output_rows
-    key = (inputs, beside, k_at == v_at, scale, score_key, mask_key, lists and lists.structure, options, *outputs, known)
+    known = output_max, output_rows, extras and (extras.structure, extras.dropout_p)
+    key = (inputs, beside, k_at == v_at, scale, score_key, mask_key, lists and lists.structure, options, *known)
     ready = _ready.get(key)
     if ready is not None and k_at >= LOWEST and v_at >= LOWEST and q_at >= LOWEST:
         INFO.hits += 1
@@ -80,10 +80,9 @@ def forward(
     else:
         if 0 in (*inputs.extents, v.shape[3]):
             return nothing(bound, output_max, output_rows)
-        for name, tensor in (("query", q), ("key", k), ("value", v)):
-            if tensor.data_ptr() < LOWEST:  # of a kind that looks as others do
-                check_kind(name, tensor)
-        ready = serving(_meanwhile, key, q.device, options, waits) or _decided(key, bound, output_max, output_rows, waits)
+        _check_memory(bound)
+        ready, failed_beside = serving(_meanwhile, key, q.device, options, waits)
+        ready = ready or _decided(key, bound, output_max, output_rows, waits or failed_beside)
         is_new = before is not None and ready.runner.waits and ready.is_new and not is_capturing(q.device)
     out, lse, max_scores, rows = ready.new_out(), ready.new_stats(), None, None
     tensors, addresses = [k, v, q, out, lse], [k_at, v_at, q_at, out.data_ptr(), lse.data_ptr()]
@@ -96,8 +95,7 @@ def forward(
         tensors.append(rows.values)
         addresses.append(rows.values.data_ptr())
     if extras:
-        given = extras.named.values()
-        tensors += given
+        tensors += (given := extras.named.values())
         addresses += [t.data_ptr() for t in given]
     if is_new:
         begun_beside(functools.partial(before, out, rows), q.device)
@@ -109,15 +107,23 @@ def forward(
     except NotYet as soon:
         _ready.pop(key, None)
         if not must_wait(q.device, options, waits):
-            others = _new(bound._replace(options=quick(options)), output_max, output_rows)
-            others.provisional = True
-            others.print()  # before all that nobody waits for
-
-            begin = functools.partial(_begin, soon.begin, before and functools.partial(before, out, rows, meanwhile_raw=others.runner.raw))
-            _meanwhile[key] = Meanwhile(others, begun_beside(begin, q.device), ready.refusal)
+            others = _quick(bound, output_max, output_rows)
+            waits = others is None
+            if others is not None:
+                both = before and functools.partial(before, out, rows, meanwhile_raw=others.runner.raw)
+                begin = functools.partial(_begin, soon.begin, both)
+                _meanwhile[key] = Meanwhile(others, begun_beside(begin, q.device), ready.refusal)
+    except Exception as why:
+        waits = failed("forward", ready.provisional, why)
     else:
         return out, lse, max_scores, rows
     return forward(bound, output_max=output_max, output_rows=output_rows, waits=waits)
+
+
+def _check_memory(bound: Bound) -> None:
+    for name, tensor in (("query", bound.q), ("key", bound.k), ("value", bound.v)):
+        if tensor.data_ptr() < LOWEST:  # of a kind that looks as others do
+            check_kind(name, tensor)
 
 
 def _decided(key: tuple, bound: Bound, output_max: bool, output_rows: bool, waits: bool) -> Ready:
@@ -125,6 +131,18 @@ def _decided(key: tuple, bound: Bound, output_max: bool, output_rows: bool, wait
     ready = _ready[key] = _new(bound, output_max, output_rows)
     ready.runner.waits = must_wait(bound.q.device, bound.options, waits)
     return ready
+
+
+def _quick(bound: Bound, output_max: bool, output_rows: bool) -> Ready | None:
+    """What serves calls of a new kind until the kernels that shall are compiled. None if it cannot: these may not mind what is wrong."""
+    try:
+        others = _new(bound._replace(options=quick(bound.options)), output_max, output_rows)
+        others.print()  # before all that nobody waits for
+    except Exception as why:
+        failed("forward", True, why)
+        return None
+    others.provisional = True
+    return others
 
 
 def _begin(begin: Callable[[], Job | None], before: Callable[..., None] | None, jobs: list[Job]) -> None:
@@ -151,8 +169,11 @@ def _refuse(ready: Ready, why: Unusable) -> None:
     _ready.clear()  # others of this case have other lengths
 
 
-def prepare(bound: Bound, *, output_max: bool = False, output_rows: bool = False) -> tuple[torch.Tensor, Rows | None] | None:
-    """Compile what `forward` launches, and launch nothing: out and Rows, unwritten. None where there is nothing to compute."""
+def prepare(
+    bound: Bound, *, output_max: bool = False, output_rows: bool = False, before: Callable[..., None] | None = None
+) -> tuple[torch.Tensor, Rows | None] | None:
+    """Compile what `forward` launches, and launch nothing: out and Rows, unwritten. None where there is nothing to compute. `before` is as
+    for `forward`; it is called when the forward kernels are begun beside this process."""
     q, k, v, inputs, _, score, mask, lists, _, _, extras = bound
     if 0 in (*inputs.extents, v.shape[3]):
         return None
@@ -160,15 +181,24 @@ def prepare(bound: Bound, *, output_max: bool = False, output_rows: bool = False
     while True:  # until a kernel is usable
         choice, call = choice_of(bound, keys, output_max=output_max, output_rows=output_rows)
         ready = Ready(choice, call, bound, output_max, output_rows)
-        launch_nothing(ready.runner.launches)
         out, rows = ready.new_out(), Rows(ready.new_rows(), ready.runner.raw) if output_rows else None
         others = [
             *([ready.new_stats()] if output_max else []),
             *([rows.values] if rows else []),
             *(extras.named.values() if extras else []),
         ]
+        given = [k, v, q, out, ready.new_stats(), *others], None, score and score[1], mask and mask[1], lists
+        if before and call.backend != "cpu":
+            with contextlib.suppress(Exception):  # whoever needs the kernels is told what is wrong
+                ahead = Ready(choice, call, bound, output_max, output_rows)
+                begin_only(ahead.runner.launches, [])
+                with contextlib.suppress(Unusable):
+                    ahead.runner.run(*given)
+                before(out, rows, [])
+            before = None
+        launch_nothing(ready.runner.launches)
         try:
-            ready.runner.run([k, v, q, out, ready.new_stats(), *others], None, score and score[1], mask and mask[1], lists)
+            ready.runner.run(*given)
             return out, rows
         except Unusable as why:
             _refuse(ready, why)

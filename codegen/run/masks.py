@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
+from ..device import workers
 from ..device.counters import may_keep
 from ..device.cpp_compiler import by_either
 from ..device.devices import backend_of
-from ..device.kernel import kernel_for
+from ..device.kernel import NotYet, kernel_for
+from ..device.workers import Job
 from ..mod.compute import compute
 from ..mod.expr import INDEX_BOUND
 from ..mod.intervals import analyse
 from ..mod.loads import dots_of
+from ..plan.forward import Options
 from ..plan.masks import SYMBOL_NAMES, Bound, dense_mask_spec, power_of_two
 from ..registry import INFO, Table
 from ..text.layouts import layouts_of
@@ -22,7 +27,9 @@ from ..text.snippet import Target
 from .block_grid import BlockGrid, CppGrid
 from .block_lists import BlockLists
 from .evaluate import fill
-from .status_lists import Starts, empty_lists, lists_of_status
+from .evaluated_masks import bounded_status, evaluated_lists, evaluated_status, is_exact, is_small
+from .meanwhile import begun_beside, must_wait
+from .status_lists import Starts, begin_lists, empty_lists, lists_of_status
 
 DENSE_TILE = 64  # rows and columns of a tile of the dense mask
 _ROOMY = 1 << 20  # bytes of lists as wide as there are columns, below which nobody waits to learn how wide they must be
@@ -30,6 +37,7 @@ _KEPT_MASKS, _KEPT_BYTES = 64, 1 << 22  # block lists of masks that capture no t
 
 _plans: dict[tuple, object] = Table("dense mask plans", 1024)
 _kept: dict[tuple, BlockLists] = Table("block lists", _KEPT_MASKS)
+_begun: dict[tuple, list[Job]] = Table("mask kernels that are begun", 1024)
 _visits: dict[tuple, int] = Table("blocks that masks visit", 1024)
 
 
@@ -49,8 +57,7 @@ def create_lists(
     if 0 in extents:
         lines = (*extents[:2], -(-extents[2] // size[0]))
         return empty_lists(lines, (capacity or 0,) * (1 + separate_full), device)
-    given = bound, extents, device, size
-    status, counts = by_either(lambda in_cpp: (CppGrid if in_cpp else BlockGrid)(*given).status(separate_full), device)
+    status, counts, listed = by_either(lambda in_cpp: _status(bound, extents, device, size, separate_full, in_cpp=in_cpp), device)
     counts = counts if separate_full else counts.sum(0, keepdim=True)
     if capacity is None:
         large = _large(status.shape, len(counts))
@@ -59,7 +66,50 @@ def create_lists(
         if capacity < status.shape[-1]:
             torch._assert_async((counts.amax() <= capacity), f"create_block_mask: a row has more blocks than capacity={capacity}")
         widths = [capacity] * len(counts)
-    return lists_of_status(status, widths, separate_full)
+    return listed(status, widths, separate_full)
+
+
+def _status(
+    bound: Bound,
+    extents: tuple[int, int, int, int],
+    device: torch.device,
+    size: tuple[int, int],
+    separate_full: bool = True,
+    starts: Starts = (),
+    *,
+    in_cpp: bool,
+) -> tuple[torch.Tensor, torch.Tensor, Callable[..., list[torch.Tensor]]]:
+    """What BlockGrid.status gives, and what makes lists of it: kernels, or torch while these are compiled."""
+    given = bound, extents, device, size
+    if in_cpp:
+        return *CppGrid(*given, starts).status(separate_full), lists_of_status
+    if starts or not is_exact(bound[0]) or not is_small(extents, size) or _must_wait(device):
+        return *BlockGrid(*given, starts).status(separate_full), lists_of_status
+    try:
+        return *BlockGrid(*given, waits=False).status(separate_full), lists_of_status
+    except NotYet:
+        if not _are_begun((bound[0], device, size, separate_full), lambda _: _begin_status(given, separate_full), device):
+            return *BlockGrid(*given).status(separate_full), lists_of_status
+        return *evaluated_status(*given), partial(evaluated_lists, device=device)
+
+
+def _begin_status(given: tuple, separate_full: bool) -> None:
+    BlockGrid(*given, begins=True).status(separate_full)
+    begin_lists(separate_full, False, given[2])
+
+
+def _are_begun(key: tuple, begin: Callable[[list[Job]], None], device: torch.device) -> bool:
+    """Are kernels that are not compiled on their way? They are begun once; what is over, and did not come, is compiled here."""
+    jobs = _begun.get(key)
+    if jobs is None:
+        _begun[key] = begun_beside(begin, device)
+        return True
+    return not jobs[0].over or bool(workers.POOL.awaited)
+
+
+def _must_wait(device: torch.device) -> bool:
+    """Are lists to be made by the kernels alone?"""
+    return backend_of(device.type) == "cpu" or must_wait(device, Options(), False)
 
 
 def _no_longer_than_needed(size: int, length: int) -> int:
@@ -94,15 +144,20 @@ def automatic_lists(
     *,
     transposed: bool = False,
     starts: Starts = (),
-) -> BlockLists:
+    begins: bool = False,
+) -> BlockLists | None:
     """The lists of a mask_mod for one call, without waiting for the device; transposed, those of the backward pass, in the same fields.
-    `starts` is as for BlockGrid.
+    `starts` is as for BlockGrid. With `begins` there are none: if kernels of their own make them, these are compiled beside this process.
 
     By bounds if they decide the mask, else by evaluation too. Those of a mask_mod that captures no tensors are kept, for the same
     stream, unless they are large; others are made anew for every call: captured tensors may have changed in ways that nobody is told of.
     """
     graph, captured = bound
     extents = (extents[0] if "b" in graph.symbols else 1, extents[1] if "h" in graph.symbols else 1, *extents[2:])
+    if begins:
+        if backend_of(device.type) != "cpu" and analyse(graph).by_rules:
+            BlockGrid(bound, extents, device, size, starts, begins=True).lists(transposed=transposed)
+        return None
     key, stream = None, torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
     # what a CUDA graph captures is not there before its replay, and must not go while it lives; none captures stream 0
     if not graph.tensors and not starts and not (stream and torch.cuda.is_current_stream_capturing()):
@@ -111,18 +166,39 @@ def automatic_lists(
     if lists is None:
 
         def run(in_cpp: bool) -> list[torch.Tensor]:
-            grid = (CppGrid if in_cpp else BlockGrid)(bound, extents, device, size, starts)
+            given = bound, extents, device, size
             if analyse(graph).by_rules:
-                return grid.lists(transposed=transposed)
-            status, _ = grid.status()
+                return _bounded(given, starts, transposed, in_cpp)
+            status, _, listed = _status(*given, starts=starts, in_cpp=in_cpp)
             status = status.transpose(-1, -2) if transposed else status
-            return lists_of_status(status, [status.shape[-1]] * 2, separate_full=True, starts=starts and (starts[not transposed],))
+            return listed(status, [status.shape[-1]] * 2, True, *([(starts[not transposed],)] if starts else []))
 
         made = by_either(run, device)
         lists = BlockLists(*made, *size, interior=True, starts=starts[transposed] if starts else None)
         if key and may_keep(stream) and sum(t.nbytes for t in made) <= _KEPT_BYTES:
             _kept[key] = lists
     return lists
+
+
+def _bounded(given: tuple, starts: Starts, transposed: bool, in_cpp: bool) -> list[torch.Tensor]:
+    """What BlockGrid.lists gives, by kernels, or by torch while these are compiled."""
+    graph, device = given[0][0], given[2]
+    if in_cpp:
+        return CppGrid(*given, starts).lists(transposed=transposed)
+    if starts or graph.tensors or not is_exact(graph) or not is_exact(analyse(graph).verdict) or _must_wait(device):
+        return BlockGrid(*given, starts).lists(transposed=transposed)
+    try:
+        return BlockGrid(*given, waits=False).lists(transposed=transposed)
+    except NotYet:
+        if not _are_begun(
+            (graph, device, given[3], "transposed", transposed),
+            lambda _: BlockGrid(*given, begins=True).lists(transposed=transposed),
+            device,
+        ):
+            return BlockGrid(*given).lists(transposed=transposed)
+        status = bounded_status(*given[:2], given[3])
+        status = status.transpose(-1, -2) if transposed else status
+        return evaluated_lists(status, [status.shape[-1]] * 2, True, device=device)
 
 
 def visits(bound: Bound, lengths: tuple[int, int], block: int) -> int | None:

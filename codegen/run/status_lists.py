@@ -8,6 +8,7 @@ from ..device.cpp import CppKernel
 from ..device.cpp_compiler import by_either
 from ..device.devices import backend_of, on
 from ..device.kernel import kernel_for
+from ..device.memory import META
 from ..plan.cpu_masks import cpu_lists_spec, cpu_starts_spec
 from ..plan.masks import list_names, lists_spec, starts_spec
 
@@ -33,7 +34,7 @@ def begin_lists(separate_full: bool, starts: bool, device: torch.device) -> None
     if backend == "cpu":
         return
     kernel = kernel_for(lists_spec(separate_full, backend, starts))
-    tensors = {p.name: torch.empty(1, dtype=getattr(torch, p.type[1:]), device=device) for p in kernel.spec.parameters if p.type[0] == "*"}
+    tensors = {p.name: torch.empty(1, dtype=getattr(torch, p.type[1:]), device=META) for p in kernel.spec.parameters if p.type[0] == "*"}
     numbers = {p.name: 1 for p in kernel.spec.parameters if p.is_number}
     with on(device):
         kernel.begin(kernel.spec.arguments({**tensors, **numbers}), device, (LISTS_CHUNK,), num_warps=4, num_stages=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import textwrap
 from importlib import resources
+from pathlib import Path
 
 import jinja2
 
@@ -17,6 +18,7 @@ from .lines import one_line
 from .parameters import signature
 from .spec import KernelSpec, without_texts
 from .spelling import literal_text
+from .template_code import TemplateCode
 
 LANGUAGES: dict[str, Language] = {language.name: language for language in (TRITON, GLUON, CPP)}
 
@@ -35,16 +37,14 @@ def _load_template(name: str) -> str | None:
 
 @functools.cache
 def environment() -> jinja2.Environment:
-    env = jinja2.Environment(
-        loader=jinja2.FunctionLoader(_load_template),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    env.filters["py"] = python_literal
-    env.filters["names"] = quoted_names
-    env.filters["comment"] = comment
+    import flexpress.templates
+
+    options = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+    filters = {"py": python_literal, "names": quoted_names, "comment": comment}
+    folder = resources.files(flexpress.templates)
+    code = TemplateCode(folder, f"{options} {sorted(filters)} strict") if isinstance(folder, Path) else None
+    env = jinja2.Environment(loader=jinja2.FunctionLoader(_load_template), undefined=jinja2.StrictUndefined, bytecode_cache=code, **options)
+    env.filters |= filters
     return env
 
 
