@@ -12,6 +12,7 @@ from torch.nn.attention import flex_attention as torchs
 
 from flexpress.cached import prepare as prepare_cached
 from flexpress.call import bound
+from flexpress.float8 import quantised
 from flexpress.mods import MaskMod, ScoreMod
 from flexpress.varlen import packed_call
 
@@ -48,6 +49,10 @@ def precompile(
     deterministic: bool = False,
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_k: torch.Tensor | None = None,
+    q_scale: torch.Tensor | Sequence[int] | None = None,
+    k_scale: torch.Tensor | Sequence[int] | None = None,
+    v_scale: torch.Tensor | Sequence[int] | None = None,
+    out_dtype: torch.dtype | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> list[Precompiled]:
@@ -65,6 +70,7 @@ def precompile(
                         captured tensors with requires_grad, too. Without it: the kernel of a call without gradients
     max_scores          as for return_aux=AuxRequest(max_scores=True)
     cu_seqlens_q, cu_seqlens_k   tensors on the device: the call is one of varlen_attention, with shapes (total, H, D)
+    q_scale, k_scale, v_scale, out_dtype   of float8_e4m3fn; scales as tensors or shapes: what they hold changes no kernel
 
     The others are those of flex_attention. Memory for the call's tensors is taken from the device while this runs, and the small kernels
     that make block lists are run. Another length, batch size or window needs nothing more, but where docs/what_works.md says that kinds of
@@ -81,11 +87,14 @@ def precompile(
     before = _counts()
     if cu_seqlens_q is not None and block_mask is not None:
         raise ValueError("varlen_attention takes no block_mask: pass mask_mod, or leave cu_seqlens_q out")
+    named = (("q_scale", q_scale), ("k_scale", k_scale), ("v_scale", v_scale))
+    float8 = quantised(*(_filled(name, t, torch.float32, device, 1) for name, t in named), out_dtype)
     with torch.set_grad_enabled(backward):
         if cu_seqlens_q is None:
-            call = bound(*tensors, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod)
+            call = bound(*tensors, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, quantised=float8)
         else:
-            call = packed_call(*tensors, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options)
+            packed = cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options
+            call = packed_call(*tensors, *packed, quantised=float8)
     with torch.no_grad():
         _prepare(call, backward, max_scores, deterministic or torch.are_deterministic_algorithms_enabled())
     return _compiled_since(before)

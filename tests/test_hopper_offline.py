@@ -12,7 +12,8 @@ import torch
 from flexpress.codegen.device import offline
 from flexpress.codegen.device.cache import load_module, store
 from flexpress.codegen.gpus import SHARED_MEMORY
-from flexpress.codegen.plan.forward import Blocks, Cache, ForwardCase, Options, geometry_of
+from flexpress.codegen.plan.forward import Blocks, Cache, ForwardCase, Options
+from flexpress.codegen.plan.geometry import geometry_of
 from flexpress.codegen.plan.hopper_forward import enough_heads, fits, heads_per_group, plan_hopper_forward
 from flexpress.codegen.run.preview import Compilation, hopper_compilation
 from flexpress.codegen.text.render import render

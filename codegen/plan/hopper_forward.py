@@ -19,10 +19,8 @@ from ..text.parameters import Parameter, descriptor_of, numbers, pointer
 from ..text.snippet import SumText, Target
 from ..text.spec import KernelSpec
 from .forward import (
-    STRIDES,
     Cache,
     ForwardCase,
-    Geometry,
     Mod,
     batch_inside,
     block_flags,
@@ -32,6 +30,7 @@ from .forward import (
     scale_names,
     statistic_parameters,
 )
+from .geometry import STRIDES, Geometry
 
 ROWS = 64  # of a consumer
 HEAVY = {
@@ -78,6 +77,8 @@ def fits(case: ForwardCase, geometry: Geometry, arch: str = "sm_90", aligned: bo
         return f"the kernel for Hopper needs sm_90, this is {arch}"
     if score and weight_of(score[0]):
         return HEAVY[weight_of(score[0])]
+    if case.dtype.itemsize == 1 or case.extras.scales:
+        return "float8: the portable kernels have it"
     if case.dtype not in (torch.bfloat16, torch.float16):
         return f"{dtype_name(case.dtype)} has no wgmma of its precision"
     least = 33 if case.cache else 17

@@ -27,7 +27,8 @@ from ..plan.decode import (
 from ..plan.decode import Parts as Split
 from ..plan.decode_tiles import most_rows
 from ..plan.extras import factors_out
-from ..plan.forward import STRIDES, Geometry, Mod, scales
+from ..plan.forward import Mod, scales
+from ..plan.geometry import STRIDES, Geometry
 from ..plan.tiles import Tile, next_smaller
 from ..registry import INFO, Table
 from ..text.mod_text import mod_values
@@ -102,6 +103,8 @@ class Decode(_Planned):
             return f"query has {q_len} positions, more than {MAX_QUERIES}"
         if options.tile or options.prescale_qk:
             return f"{', '.join(name for name, _ in options.tile) or 'PRESCALE_QK'} is for the other kernels"
+        if call.case.dtype.itemsize == 1 or call.case.extras.scales:
+            return "float8: the portable kernels have it"
         if call.case.extras.dropout:
             return "dropout: the portable kernels have it"
         if call.case.blocks and call.case.blocks.shifted:
