@@ -10,6 +10,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 import flexpress.cached
 import flexpress.kv_cache
+from flexpress.float8 import output_dtype
 from flexpress.programs import Captures, on_device, read_program
 
 from .codegen.device.counters import nothing_kept
@@ -37,24 +38,31 @@ def cached_attention(
     check: bool | None,
     program: str,
     sinks: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of flexpress.cached_attention, which has the same arguments."""
-    score, mask = read_program(program).mods(Captures(on_device(query.device, tensors), ints, floats))
+    asked = read_program(program)
+    score, mask = asked.mods(Captures(on_device(query.device, tensors), ints, floats))
     places = {"page_table": page_table, "cache_loc": cache_loc, "cu_seqlens_q": cu_seqlens_q, "max_q_len": max_q_len, "q_offset": q_offset}
     with torch.no_grad(), nothing_kept():
         return flexpress.cached.cached_attention(
             *(query, k_cache, v_cache, kv_len),
             **{**places, "score_mod": score, "mask_mod": mask, "scale": scale, "k_scale": k_scale, "v_scale": v_scale},
             **{"return_lse": True, "batch_invariant": batch_invariant, "check": check, "sinks": sinks},
+            **{"q_scale": q_scale, "out_dtype": asked.out_dtype},
         )
 
 
+_PROGRAM = 10  # its place behind cu_seqlens_q
+
+
 @cached_attention.register_fake
-def _(query, k_cache, v_cache, kv_len, page_table, cache_loc, cu_seqlens_q, *_):
-    lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
+def _(query, k_cache, v_cache, kv_len, page_table, cache_loc, cu_seqlens_q, *others):
+    lse, program = query.new_empty(query.shape[:-1], dtype=torch.float32), others[_PROGRAM]
+    dtype = output_dtype(query, read_program(program).out_dtype)
     if cu_seqlens_q is not None:
-        return query.new_empty((*query.shape[:2], v_cache.shape[3])), lse
-    return traced_like(query, v_cache.shape[3]), lse
+        return query.new_empty((*query.shape[:2], v_cache.shape[3]), dtype=dtype), lse
+    return traced_like(query, v_cache.shape[3], dtype), lse
 
 
 @torch.library.custom_op("flexpress::update_cache", mutates_args=("k_cache", "v_cache"))

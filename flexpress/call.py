@@ -19,7 +19,7 @@ from flexpress import checks
 from flexpress.arguments import as_before, checked, is_narrow, lists_of_call, read_mask
 from flexpress.autograd import differentiable, refuse_extras
 from flexpress.dropout import Dropout, readable_seed
-from flexpress.float8 import Quantised, as_multiplied, check_quantised, read_scales, refuse_gradients, refuse_transformed
+from flexpress.float8 import Quantised, as_multiplied, check_quantised, output_dtype, read_scales, refuse_gradients, refuse_transformed
 from flexpress.mask_mods import same_mod
 from flexpress.packing import packing_of
 from flexpress.recorded import Recorded, recorded
@@ -146,7 +146,7 @@ def _as_multiplied(q, k, v, inputs: Inputs, quantised: Quantised | None, options
         sinks, scales = extras and extras.sinks, quantised[:3] if quantised else ()
         captured = score[1][: len(score[0].tensors)] if score else ()
         refuse_gradients(q, k, v, sinks, *scales, *captured)
-    scales, out = read_scales(quantised), (quantised and quantised.out_dtype) or torch.bfloat16
+    scales, out = read_scales(quantised), output_dtype(q, quantised and quantised.out_dtype)
     q, k, v = as_multiplied(q, k, v, options, lists.kv_block if lists else 0)
     inputs = checked(q, k, v, inputs.enable_gqa)  # type: ignore[assignment]  # which are on no device "meta"
     if not scales and out == q.dtype:

@@ -6,6 +6,7 @@ bfloat16, which holds all of their numbers. Kernels multiply by scales in either
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from .codegen.gpus import WIDEST_TILE
 from .codegen.mod.tensors import check_kind, readable
 from .codegen.plan.forward import Options
 from .codegen.plan.tiles import FEWEST_KEYS_8
-from .codegen.run.call import Scales
+from .codegen.run.call import Cached, Scales
 
 FLOAT8 = torch.float8_e4m3fn
 NO_GRADIENTS = "attention of float8 has no gradients: call it under torch.no_grad(), or convert query, key and value"
@@ -41,19 +42,45 @@ def quantised(q_scale, k_scale, v_scale, out_dtype) -> Quantised | None:
     return Quantised(q_scale, k_scale, v_scale, out_dtype)
 
 
+def output_dtype(query: torch.Tensor, asked: torch.dtype | None) -> torch.dtype:
+    """The output's dtype, where a caller has asked for this one."""
+    return asked or (torch.bfloat16 if query.dtype == FLOAT8 else query.dtype)
+
+
 def check_quantised(given: Quantised, query: torch.Tensor, key: torch.Tensor) -> None:
     """Raises TypeError or ValueError for scales, or an output's dtype, that do not go with query (B, Hq, Q_LEN, D) and key."""
+    batch, heads = query.shape[0], key.shape[1]
     for name, scale in zip(("q_scale", "k_scale", "v_scale"), given, strict=False):
         if scale is not None:
-            _check_scale(name, scale, query, key)
-    if given.out_dtype is not None:
+            _check_scale(name, scale, query)
+            if scale.numel() != 1 and tuple(scale.shape) not in ((heads,), (1, heads), (batch, heads), (batch, 1)):
+                raise ValueError(
+                    f"{name} must have one element or shape ({heads},) or ({batch}, {heads}), by the heads of key {tuple(key.shape)} and "
+                    f"the batch entries of query {tuple(query.shape)}; got {tuple(scale.shape)}"
+                )
+    _check_output(query, given.out_dtype)
+
+
+def check_cached_query(query: torch.Tensor, k_cache: torch.Tensor, _, q_scale, out_dtype) -> None:
+    """The same for q_scale and out_dtype of cached_attention; k_cache is (N, S, Hkv, D)."""
+    if q_scale is not None:
+        heads = k_cache.shape[2]
+        _check_scale("q_scale", q_scale, query)
+        if q_scale.numel() != 1 and tuple(q_scale.shape) != (heads,):
+            shapes = f"the heads of k_cache {tuple(k_cache.shape)}; got {tuple(q_scale.shape)}"
+            raise ValueError(f"q_scale must have one element or shape ({heads},), by {shapes}")
+    _check_output(query, out_dtype)
+
+
+def _check_output(query: torch.Tensor, out_dtype) -> None:
+    if out_dtype is not None:
         if query.dtype != FLOAT8:
             raise TypeError(f"out_dtype is for float8_e4m3fn, but query has {query.dtype}, which is the output's: leave it out")
-        if given.out_dtype not in DTYPES:
-            raise TypeError(f"out_dtype is {given.out_dtype!r}; it must be torch.bfloat16, torch.float16 or torch.float32")
+        if out_dtype not in DTYPES:
+            raise TypeError(f"out_dtype is {out_dtype!r}; it must be torch.bfloat16, torch.float16 or torch.float32")
 
 
-def _check_scale(name: str, scale, query: torch.Tensor, key: torch.Tensor) -> None:
+def _check_scale(name: str, scale, query: torch.Tensor) -> None:
     if query.dtype != FLOAT8:
         raise TypeError(f"{name} is for float8_e4m3fn, but query has {query.dtype}: leave it out")
     if not isinstance(scale, torch.Tensor):
@@ -63,12 +90,6 @@ def _check_scale(name: str, scale, query: torch.Tensor, key: torch.Tensor) -> No
         raise TypeError(f"{name} must be float32, got {scale.dtype}: {name}.float()")
     if scale.device != query.device:
         raise ValueError(f"{name} is on {scale.device}, but query is on {query.device}: {name}.to(query.device)")
-    batch, heads = query.shape[0], key.shape[1]
-    if scale.numel() != 1 and tuple(scale.shape) not in ((heads,), (1, heads), (batch, heads), (batch, 1)):
-        raise ValueError(
-            f"{name} must have one element or shape ({heads},) or ({batch}, {heads}), by the heads of key {tuple(key.shape)} and the "
-            f"batch entries of query {tuple(query.shape)}; got {tuple(scale.shape)}"
-        )
 
 
 def refuse_gradients(*tensors: torch.Tensor | None) -> None:
@@ -126,3 +147,12 @@ def by_keys(v: torch.Tensor) -> torch.Tensor:
     # bytes, which torch copies for every kind of device
     made.view(torch.uint8).copy_(v.view(torch.uint8).transpose(2, 3))
     return made.transpose(2, 3)
+
+
+def with_query_scale(where: Cached, q_scale: torch.Tensor | None, kv_heads: int) -> Cached:
+    """Scales of a cache that bring scores to where q_scale, checked, does, too."""
+    if q_scale is None:
+        return where
+    ones = torch.ones(kv_heads, dtype=torch.float32, device=q_scale.device)
+    k_scales = (ones if where.k_scales is None else where.k_scales) * q_scale.detach().reshape(-1)
+    return replace(where, k_scales=k_scales, v_scales=ones if where.v_scales is None else where.v_scales)

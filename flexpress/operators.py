@@ -21,7 +21,7 @@ from flexpress.autograd import ONCE
 from flexpress.block_mask import BlockMask
 from flexpress.call import bound
 from flexpress.dropout import Dropout
-from flexpress.float8 import FLOAT8, quantised
+from flexpress.float8 import output_dtype, quantised
 from flexpress.mask_mods import noop_mask
 from flexpress.programs import Captures, Program, on_device, read_program
 
@@ -125,9 +125,8 @@ def _(query, key, value, tensors, ints, floats, lists, starts, scale, program, s
     wanted = read_program(program)
     statistics = functools.partial(query.new_empty, dtype=torch.float32)
     rows = query.shape[:3]
-    dtype = wanted.out_dtype or (torch.bfloat16 if query.dtype == FLOAT8 else query.dtype)
     return (
-        traced_like(query, value.shape[3], dtype),
+        traced_like(query, value.shape[3], output_dtype(query, wanted.out_dtype)),
         statistics(rows),
         statistics(rows if wanted.max_scores else 0),
         statistics((*rows, 2) if wanted.rows else 0),

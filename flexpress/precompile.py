@@ -115,8 +115,10 @@ def precompile_cached(
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     scale: float | torch.Tensor | None = None,
+    q_scale: torch.Tensor | Sequence[int] | None = None,
     k_scale: torch.Tensor | Sequence[int] | None = None,
     v_scale: torch.Tensor | Sequence[int] | None = None,
+    out_dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
@@ -127,21 +129,22 @@ def precompile_cached(
 
     query, k_cache, v_cache   tensors, on "meta" or not, of which none is written, or shapes, which all have `dtype`. For a cache of
                 another dtype, as of float8_e4m3fn, pass tensors
-    kv_len, page_table, cache_loc, cu_seqlens_q, q_offset, k_scale, v_scale   the same: what they hold changes no kernel
+    kv_len, page_table, cache_loc, cu_seqlens_q, q_offset, q_scale, k_scale, v_scale   the same: what they hold changes no kernel
     device      for shapes and meta tensors; by default that of a tensor among the others, else "cuda" if there is a GPU, or "cpu"
 
     The others are those of cached_attention. Few sequences split their keys, for which there are other kernels.
     """
     indices = {"kv_len": kv_len, "page_table": page_table, "cache_loc": cache_loc, "cu_seqlens_q": cu_seqlens_q, "q_offset": q_offset}
-    factors = {"k_scale": k_scale, "v_scale": v_scale}
+    factors = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
     device = _device_of(query, (k_cache, v_cache, *indices.values()), device)
     tensors = [_real(name, t, dtype, device) for name, t in (("query", query), ("k_cache", k_cache), ("v_cache", v_cache))]
     check_values("precompile_cached", query=tensors[0], k_cache=tensors[1], v_cache=tensors[2])
     before = _counts()
-    batch = {name: _filled(name, t, torch.int32, device, 0) for name, t in indices.items()}
-    batch |= {name: _filled(name, t, torch.float32, device, 1) for name, t in factors.items()}
+    lengths, pages, loc, starts, offsets = (_filled(name, t, torch.int32, device, 0) for name, t in indices.items())
+    of_q, *others = (_filled(name, t, torch.float32, device, 1) for name, t in factors.items())
+    tables = pages, loc, starts, max_q_len, offsets, *others
     with torch.no_grad():
-        prepare_cached(*tensors, {**batch, "max_q_len": max_q_len}, score_mod, mask_mod, scale, batch_invariant)
+        prepare_cached(*tensors, lengths, tables, (of_q, out_dtype), score_mod, mask_mod, scale, batch_invariant)
     return _compiled_since(before)
 
 

@@ -5,7 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flexpress import AuxRequest, create_block_mask, explain, export, flex_attention, mods, precompile, printed_kernels, varlen_attention
+from flexpress import (
+    AuxRequest,
+    cached_attention,
+    create_block_mask,
+    explain,
+    export,
+    flex_attention,
+    mods,
+    precompile,
+    printed_kernels,
+    varlen_attention,
+)
 from flexpress.float8 import Quantised, by_keys, read_scales
 from support.dense import dense_attention, relative_error
 from support.devices import DEVICES, for_any
@@ -215,3 +226,38 @@ def test_autocast_leaves_float8_as_it_is():
     q, k, v = quantised(*[(1, 2, 8, 16)] * 3)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(flex_attention(q, k, v), flex_attention(q, k, v, out_dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_cached_queries_compile(device):
+    """As an operator, whose fake knows the output's dtype. (support/batches.py has any problems of them.)"""
+    q, k, v = quantised((2, 4, 5, 32), (2, 40, 2, 32), (2, 40, 2, 32), device=device)
+    scale, lengths = torch.tensor([0.5, 2.0], device=device), torch.tensor([40, 9], dtype=torch.int32, device=device)
+
+    def step(q, scale, out_dtype):
+        out = cached_attention(q, k, v, lengths, q_scale=scale * 2, k_scale=scale, v_scale=scale, out_dtype=out_dtype)
+        return out * 2
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for dtype in (None, torch.float32):
+        found = step(q, scale, dtype)
+        assert found.dtype == (dtype or torch.bfloat16) and torch.equal(compiled(q, scale, dtype), found)
+    whole = cached_attention(q, k, v, lengths, q_scale=scale, out_dtype=torch.float32)
+    assert torch.equal(cached_attention(q.float(), k, v, lengths, k_scale=scale, v_scale=torch.ones(2, device=device)), whole)
+
+
+def test_bad_cached_queries():
+    q, k, v = quantised((1, 4, 5, 16), (1, 40, 2, 16), (1, 40, 2, 16))
+    lengths = torch.tensor([40], dtype=torch.int32)
+    with pytest.raises(TypeError, match="query has torch.float8_e4m3fn, but k_cache and v_cache have torch.float32; convert query"):
+        cached_attention(q, k.float(), v.float(), lengths)
+    with pytest.raises(ValueError, match=r"q_scale must have one element or shape \(2,\), .* \(1, 40, 2, 16\); got \(4,\)"):
+        cached_attention(q, k, v, lengths, q_scale=torch.ones(4))
+    with pytest.raises(ValueError, match="q_scale has 0.0; scales must be positive"):
+        cached_attention(q, k, v, lengths, q_scale=torch.zeros(2))
+    with pytest.raises(TypeError, match="q_scale is for float8_e4m3fn, but query has torch.float32"):
+        cached_attention(q.float(), k, v, lengths, q_scale=torch.ones(2))
+    with pytest.raises(TypeError, match="out_dtype is for float8_e4m3fn"):
+        cached_attention(q.float(), k, v, lengths, out_dtype=torch.float16)
+    with pytest.raises(NotImplementedError, match="q_scale requires grad, but cached_attention is not differentiable"):
+        cached_attention(q, k, v, lengths, q_scale=torch.ones(2, requires_grad=True))
