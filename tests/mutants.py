@@ -790,8 +790,8 @@ SINKS = [
 FLOAT8 = [
     Mutant(
         "templates/_softmax.jinja",
-        "p = tl.exp2(tl.fma(score - m_safe[:, None], TO_LOG2, 8.0))",
-        "p = tl.exp2(tl.fma(score - m_safe[:, None], TO_LOG2, 0.0))",
+        "p = {{ tl }}.exp2({{ tl }}.fma(score - m_safe[:, None], TO_LOG2, 8.0))",
+        "p = {{ tl }}.exp2({{ tl }}.fma(score - m_safe[:, None], TO_LOG2, 0.0))",
         named("float8", "any_problem"),
         "weights below 2**-6 lose their bits in products of 8 bits, and lse is off by 2**8",
     ),
@@ -804,7 +804,7 @@ FLOAT8 = [
     ),
     Mutant(
         "templates/_scales.jinja",
-        "tl.where(TO_LOG2 == 0.0, 1e-37, TO_LOG2)",
+        "{{ tl }}.where(TO_LOG2 == 0.0, 1e-37, TO_LOG2)",
         "TO_LOG2",
         named("float8", "all_zero"),
         "elements that are all 0, with a scale of 0, give NaN under a mask",

@@ -104,7 +104,7 @@ class Decode(_Planned):
         if options.tile or options.prescale_qk:
             return f"{', '.join(name for name, _ in options.tile) or 'PRESCALE_QK'} is for the other kernels"
         if call.case.dtype.itemsize == 1 or call.case.extras.scales:
-            return "float8: the portable kernels have it"
+            return "float8: other kernels have it"
         if call.case.extras.dropout:
             return "dropout: the portable kernels have it"
         if call.case.blocks and call.case.blocks.shifted:
