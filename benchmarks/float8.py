@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from flexpress import flex_attention
-from flexpress.float8 import by_keys
+from flexpress.codegen.run.values_by_keys import by_keys
 from flexpress.mods import causal
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # there tests run it, with small shapes

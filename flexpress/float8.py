@@ -19,6 +19,7 @@ from .codegen.mod.tensors import check_kind, readable
 from .codegen.plan.forward import Options
 from .codegen.plan.tiles import FEWEST_KEYS_8
 from .codegen.run.call import Cached, Scales
+from .codegen.run.values_by_keys import by_keys
 
 FLOAT8 = torch.float8_e4m3fn
 NO_GRADIENTS = "attention of float8 has no gradients: call it under torch.no_grad(), or convert query, key and value"
@@ -135,18 +136,6 @@ def as_multiplied(q, k, v, options: Options, kv_block: int) -> tuple[torch.Tenso
     if arch not in (*MULTIPLIED, "cpu") or narrow or max(q.shape[3], v.shape[3]) > WIDEST_TILE:
         return q.to(torch.bfloat16), k.to(torch.bfloat16), v.to(torch.bfloat16)
     return q, k, v if options.use_tma is False else by_keys(v)
-
-
-def by_keys(v: torch.Tensor) -> torch.Tensor:
-    """v (Z, H, KV_LEN, D), in memory as (Z, H, D, KV_LEN) with rows of whole 16 bytes: products of 8 bits want contiguous what they sum
-    over. A copy, unless it lies so."""
-    Z, H, KV_LEN, D = v.shape
-    if v.stride(2) == 1 and not any(v.stride(i) % 16 for i in (0, 1, 3) if v.shape[i] > 1):
-        return v
-    made = torch.empty((Z, H, D, -(-KV_LEN // 16) * 16), dtype=v.dtype, device=v.device)[..., :KV_LEN]
-    # bytes, which torch copies for every kind of device
-    made.view(torch.uint8).copy_(v.view(torch.uint8).transpose(2, 3))
-    return made.transpose(2, 3)
 
 
 def with_query_scale(where: Cached, q_scale: torch.Tensor | None, kv_heads: int) -> Cached:

@@ -817,7 +817,7 @@ FLOAT8 = [
         "scales at any address reach kernels that were compiled for multiples of 16",
     ),
     Mutant(
-        "flexpress/float8.py",
+        "codegen/run/values_by_keys.py",
         "if v.stride(2) == 1 and not any(v.stride(i) % 16 for i in (0, 1, 3) if v.shape[i] > 1):",
         "if v.stride(2) == 1:",
         named("float8", "lie_by_keys"),

@@ -17,7 +17,8 @@ from flexpress import (
     printed_kernels,
     varlen_attention,
 )
-from flexpress.float8 import Quantised, by_keys, read_scales
+from flexpress.codegen.run.values_by_keys import by_keys
+from flexpress.float8 import Quantised, read_scales
 from support.dense import dense_attention, relative_error
 from support.devices import DEVICES, for_any
 from support.float8 import FLOAT8, check_quantised, meant, plainly, quantised_problems

@@ -39,6 +39,7 @@ from flexpress.codegen.run.preview import (
     statistics_compilations,
     tangent_compilations,
     update_cache_compilation,
+    values_by_keys_compilation,
 )
 from flexpress.codegen.run.preview_masks import (
     block_lists_compilation,
@@ -129,6 +130,10 @@ OTHERS = {
     "evaluate prefix_lm": lambda t: evaluate_compilation(t, make("prefix_lm")[1], "mask"),
     "merge_parts": lambda t: merge_parts_compilation(t),
     "merge_parts d80 fp32": lambda t: merge_parts_compilation(t, "float32", 80),
+    "values_by_keys": lambda t: values_by_keys_compilation(t),
+    "values_by_keys d64": lambda t: values_by_keys_compilation(t, 64),
+    "values_by_keys d256": lambda t: values_by_keys_compilation(t, 256),
+    "values_by_keys d80, any strides": lambda t: values_by_keys_compilation(t, 80, unit=False, aligned=()),
     "shared_tables": lambda t: shared_tables_compilation(t),
     "shared_tables, ragged": lambda t: shared_tables_compilation(t, ragged=True, offsets=True),
     "update_cache": lambda t: update_cache_compilation(t, located=True),
@@ -271,6 +276,7 @@ EVERYWHERE = {
     "copy_blocks",
     "add_blocks",
     "merge_parts",
+    "values_by_keys",
     "shared_tables, ragged",
     "dense_mask global_sliding",
     "block_zones document",
