@@ -17,6 +17,8 @@ from flexpress import (
     printed_kernels,
     varlen_attention,
 )
+from flexpress.codegen.device import cuda
+from flexpress.codegen.device.tma import descriptor_at
 from flexpress.codegen.run.values_by_keys import by_keys
 from flexpress.float8 import Quantised, read_scales
 from support.dense import dense_attention, relative_error
@@ -48,7 +50,8 @@ def test_rows_of_huge_scores(shift, device):
 
     out, lse = flex_attention(q, k, v, far, return_lse=True)
     exact, total, _ = dense_attention(q.float(), k.float(), v.float(), far, precision=torch.float32)
-    assert relative_error(out, exact) < 0.02 and relative_error(lse, total) < 1e-6
+    rounding = 1e-6 if device == "cpu" else 1e-3  # Hopper adds products of 8 bits with 14 bits
+    assert relative_error(out, exact) < 0.02 + rounding and relative_error(lse, total) < rounding
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -62,9 +65,33 @@ def test_values_that_lie_by_keys(device, use_tma):
     rows = v.contiguous()
     copied = by_keys(rows)
     assert torch.equal(copied.float(), v.float()) and copied.stride() == v.stride()
-    assert torch.equal(flex_attention(q, k, rows, mask_mod=mods.causal, enable_gqa=True, kernel_options={"USE_TMA": use_tma}), out)
+    again = flex_attention(q, k, rows, mask_mod=mods.causal, enable_gqa=True, kernel_options={"USE_TMA": use_tma})
+    assert relative_error(again, out) < 1e-3
     exact = dense_attention(q, k, v, None, mods.causal)[0]
     assert relative_error(out, exact) <= 1.2 * relative_error(plainly(q.double(), k.double(), v.double(), None, mods.causal, None), exact)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 37, 32), (2, 1, 300, 1), (1, 3, 16, 64)])
+def test_tma_finds_values_by_keys(shape):
+    """Every stride is a multiple of 16 bytes, also of a dimension of one."""
+    v = by_keys(*quantised(shape))
+    found = descriptor_at(4096, v.dtype, v.shape, v.stride(), 64, 128)
+    assert found.shape == [*shape[:2], shape[3], shape[2]] and found.strides[3] == 1
+    assert not any(stride % 16 for stride in found.strides[:3]) and v.dtype in cuda._MAP_TYPES
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["PORTABLE", "HOPPER"])
+@pytest.mark.parametrize("lengths", [(2048, 2048), (64 + 7, 16384 + 3)])
+def test_real_shapes(lengths, backend):
+    """The error does not grow with the number of keys: the accumulator is outside of what adds with few bits."""
+    q, k, v = quantised((1, 2, lengths[0], 128), (1, 2, lengths[1], 128), (1, 2, lengths[1], 128), device="cuda")
+    scale = torch.tensor([0.5, 2.0], device="cuda")
+    out = flex_attention(q, k, v, q_scale=scale, v_scale=scale, kernel_options={"BACKEND": backend})
+    scores = meant(q, scale, 2) @ k.double().mT * 128**-0.5
+    weights, exact = (scores - scores.amax(-1, keepdim=True)).exp(), scores.softmax(-1) @ meant(v, scale, 2)
+    plain = (weights.float() * 256).to(FLOAT8).double() / 256 / weights.sum(-1, keepdim=True) @ meant(v, scale, 2)
+    assert relative_error(out, exact) < 1.2 * relative_error(plain, exact) + 4e-3
 
 
 @pytest.mark.parametrize("kind", ["sm_80", "gfx942", "narrow blocks", "wide heads"])

@@ -93,11 +93,12 @@ def check_quantised(p: Quantised, device: str) -> None:
         exact, lse, _ = with_sinks(*p.meant(device), sinks, score_mod, mask_mod, p.scale)
     plain = plainly(*p.meant(device), score_mod, mask_mod, p.scale, sinks)
     error, allowed = relative_error(out, exact), relative_error(plain, exact)
-    assert error <= 1.2 * allowed + FLOORS[out.dtype], f"error {error:.2e}, plainly {allowed:.2e}"
+    limit = 1.2 * allowed + FLOORS[out.dtype] + (0 if device == "cpu" else 3e-3)  # Hopper adds products of 8 bits with 14 bits
+    assert error <= limit, f"error {error:.2e}, plainly {allowed:.2e}"
     empty = lse == -math.inf
     assert torch.equal(aux.lse == -math.inf, empty)
     assert (out.masked_select(empty[..., None].expand_as(out)) == 0).all()
-    rounding = 2e-5 if device == "cpu" else 2e-3  # Hopper adds products of 8 bits with 14 bits
+    rounding = 2e-5 if device == "cpu" else 2e-3
     for got, want in ((aux.lse, lse), (aux.max_scores, highest)):
         hidden = want == -math.inf
         difference = (got.double() - want).masked_fill(hidden, 0).abs()
