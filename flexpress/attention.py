@@ -298,7 +298,9 @@ def flex_attention(
     """
     arguments = query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod
     dropout = read_dropout(dropout_p, dropout_seed, query.device) if dropout_p else None
-    float8 = quantised(q_scale, k_scale, v_scale, out_dtype)
+    float8 = None
+    if not q_scale is k_scale is v_scale is out_dtype is None:
+        float8 = Quantised(q_scale, k_scale, v_scale, out_dtype)
     if return_aux is not None:
         request = checked_request(return_aux, return_lse)
         extras = Extras(sinks, dropout, float8)

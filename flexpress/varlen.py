@@ -8,7 +8,7 @@ import torch
 
 from flexpress.call import attend, bound
 from flexpress.dropout import read_dropout, refuse_over_devices
-from flexpress.float8 import quantised, refuse_float8_over_devices
+from flexpress.float8 import Quantised, refuse_float8_over_devices
 from flexpress.in_graph import compilable
 from flexpress.mods import MaskMod, ScoreMod
 from flexpress.packed_checks import check_packed
@@ -211,7 +211,9 @@ def varlen_attention(
     arguments = q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, deterministic
     dropout = read_dropout(dropout_p, dropout_seed, q.device) if dropout_p else None
     refuse_over_devices(dropout, context, q)
-    float8 = quantised(q_scale, k_scale, v_scale, out_dtype)
+    float8 = None
+    if not q_scale is k_scale is v_scale is out_dtype is None:
+        float8 = Quantised(q_scale, k_scale, v_scale, out_dtype)
     if context is not None or is_distributed(q):
         refuse_float8_over_devices(q, float8)
     if context is not None:
