@@ -24,6 +24,7 @@ from .codegen.run.values_by_keys import by_keys
 FLOAT8 = torch.float8_e4m3fn
 NO_GRADIENTS = "attention of float8 has no gradients: call it under torch.no_grad(), or convert query, key and value"
 NOT_OF_FLOAT8 = "entropy, top_index and column_sums are not there for float8: convert query and key, key.to(torch.bfloat16)"
+ONE_TILE = 64  # queries, for which V is read once: a copy would take longer than turning its tiles in the kernel
 MULTIPLIED = ("sm_90", "sm_100")  # architectures of which kernels multiply 8 bits
 
 
@@ -135,7 +136,9 @@ def as_multiplied(q, k, v, options: Options, kv_block: int) -> tuple[torch.Tenso
     narrow = keys < FEWEST_KEYS_8 or kv_block % FEWEST_KEYS_8
     if arch not in (*MULTIPLIED, "cpu") or narrow or max(q.shape[3], v.shape[3]) > WIDEST_TILE:
         return q.to(torch.bfloat16), k.to(torch.bfloat16), v.to(torch.bfloat16)
-    return q, k, v if options.use_tma is False else by_keys(v)
+    if options.use_tma is False or (options.use_tma is None and q.shape[2] <= ONE_TILE):
+        return q, k, v
+    return q, k, by_keys(v)
 
 
 def with_query_scale(where: Cached, q_scale: torch.Tensor | None, kv_heads: int) -> Cached:

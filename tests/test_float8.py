@@ -8,6 +8,7 @@ import torch
 from flexpress import (
     AuxRequest,
     cached_attention,
+    checks,
     create_block_mask,
     explain,
     export,
@@ -20,7 +21,7 @@ from flexpress import (
 from flexpress.codegen.device import cuda
 from flexpress.codegen.device.tma import descriptor_at
 from flexpress.codegen.run.values_by_keys import by_keys
-from flexpress.float8 import Quantised, read_scales
+from flexpress.float8 import Quantised, as_multiplied, read_scales
 from support.dense import dense_attention, relative_error
 from support.devices import DEVICES, for_any
 from support.float8 import FLOAT8, check_quantised, meant, plainly, quantised_problems
@@ -69,6 +70,14 @@ def test_values_that_lie_by_keys(device, use_tma):
     assert relative_error(again, out) < 1e-3
     exact = dense_attention(q, k, v, None, mods.causal)[0]
     assert relative_error(out, exact) <= 1.2 * relative_error(plainly(q.double(), k.double(), v.double(), None, mods.causal, None), exact)
+
+
+def test_which_values_are_copied(monkeypatch):
+    monkeypatch.setattr("flexpress.float8.architecture_of", lambda device: "sm_90")
+    for queries, options, copied in ((64, {}, False), (64, {"USE_TMA": True}, True), (65, {}, True), (65, {"USE_TMA": False}, False)):
+        q, k, v = quantised((1, 2, queries, 32), (1, 2, 90, 32), (1, 2, 90, 32))
+        found = as_multiplied(q, k, v, checks.parse_options(options), 0)
+        assert found[0] is q and found[1] is k and (found[2].stride(2) == 1) == copied and torch.equal(found[2].float(), v.float())
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 37, 32), (2, 1, 300, 1), (1, 3, 16, 64)])
