@@ -8,9 +8,9 @@ SHARED_MEMORY = {"sm_80": 166_912, "sm_86": 101_376, "sm_90": 232_448, "sm_100":
 WIDEST_TILE = 256  # of a head dim in one tile; wider ones are tiles side by side (plan/slices.py)
 
 
-def round_up_head_dim(d: int) -> int:
-    """Triton's tiles are powers of two, and a dot needs at least 16."""
-    return max(16, 1 << (d - 1).bit_length())
+def round_up_head_dim(d: int, itemsize: int = 2) -> int:
+    """Triton's tiles are powers of two, and a dot needs at least 16, or 32 of 8 bits each."""
+    return max(32 if itemsize == 1 else 16, 1 << (d - 1).bit_length())
 
 
 def architecture(backend: str, capability) -> str:

@@ -17,11 +17,12 @@ from flexpress.versions import check_versions
 
 check_versions()
 
+from flexpress import cache_operators as _cache_operators  # noqa: F401
 from flexpress import flash, flash_attn
 from flexpress import mask_operators as _mask_operators  # noqa: F401
 from flexpress import operators as _operators  # noqa: F401
 from flexpress import serving_ops as _serving_ops  # noqa: F401
-from flexpress.attention import AuxOutput, AuxRequest, AuxStatistics, flex_attention
+from flexpress.attention import flex_attention
 from flexpress.block_mask import BlockMask
 from flexpress.cached import cached_attention
 from flexpress.dropout import dropout_mask
@@ -38,6 +39,7 @@ from flexpress.pages import OutOfPages, PageAllocator
 from flexpress.pickling import safe_globals
 from flexpress.plot import plot_mask
 from flexpress.precompile import Precompiled, precompile, precompile_cached, wait_for_kernels
+from flexpress.return_aux import AuxOutput, AuxRequest, AuxStatistics
 from flexpress.rope import Llama3Scaling, YarnScaling, rope_table
 from flexpress.rotation import apply_rope
 from flexpress.sdpa import scaled_dot_product_attention

@@ -9,10 +9,12 @@ from torch.nn.attention import flex_attention as torchs
 
 from flexpress.call import attend, bound
 from flexpress.dropout import Dropout, read_dropout, refuse_over_devices
+from flexpress.float8 import FLOAT8, NOT_OF_FLOAT8, Quantised, quantised, refuse_float8_over_devices
 from flexpress.in_graph import compilable
 from flexpress.mods import MaskMod, ScoreMod
 from flexpress.opened_masks import mask_of_parts, parts_of_mask
 from flexpress.probabilities import NOT_OVER_DEVICES, NOT_WITH_SINKS, look, wanted_of
+from flexpress.return_aux import AuxOutput, AuxRequest, AuxStatistics, aux_of, checked_request
 from flexpress.sinks import fold_sinks
 
 from .codegen.mod.tensors import ORDINARY, check_still, is_distributed
@@ -22,49 +24,12 @@ if TYPE_CHECKING:
     from flexpress.context import ContextPlan  # imports torch.distributed, which not everybody has
 
 
-class AuxRequest(NamedTuple):
-    """Which statistics flex_attention is to return beside the output; see AuxOutput and AuxStatistics.
+class Extras(NamedTuple):
+    """What changes the softmax beside scores and masks, or tensors' elements, as `bound` takes it."""
 
-    The first two cost nothing. entropy and top_index take a pass over the keys of their own (one for both), and column_sums another one:
-    each about as long as a forward pass by the portable kernels, whichever kernels compute the output.
-    """
-
-    lse: bool = False
-    max_scores: bool = False
-    entropy: bool = False
-    top_index: bool = False
-    column_sums: bool = False
-
-
-class AuxOutput(NamedTuple):
-    """lse and max_scores, float32 (B, Hq, Q_LEN), or None where not asked for."""
-
-    lse: torch.Tensor | None = None
-    max_scores: torch.Tensor | None = None
-
-
-class AuxStatistics(NamedTuple):
-    """What was asked for where that is more than AuxOutput holds, None elsewhere. P is the softmax of a row's scores.
-
-    lse          float32 (B, Hq, Q_LEN)     natural logarithm of the softmax's denominator, -inf for a row with nothing to attend to
-    max_scores   float32 (B, Hq, Q_LEN)     the largest score
-    entropy      float32 (B, Hq, Q_LEN)     -sum of P ln(P), in nats; 0 for an empty row. Without gradient
-    top_index    int64 (B, Hq, Q_LEN)       the key with the largest score, of equal ones the first; -1 for an empty row
-    column_sums  float32 (B, Hq, KV_LEN)    the sum of P over all queries: what each key is given, as evicting from a KV cache asks (H2O,
-                                            arXiv 2306.14048; SnapKV, arXiv 2404.14469). Without gradient
-    """
-
-    lse: torch.Tensor | None = None
-    max_scores: torch.Tensor | None = None
-    entropy: torch.Tensor | None = None
-    top_index: torch.Tensor | None = None
-    column_sums: torch.Tensor | None = None
-
-
-def _aux(request, lse, max_scores, *statistics) -> AuxOutput | AuxStatistics:
-    """What a request gets of these."""
-    lse = lse if request.lse else None
-    return AuxStatistics(lse, max_scores, *statistics) if any(wanted_of(request)) else AuxOutput(lse, max_scores)
+    sinks: torch.Tensor | None = None
+    dropout: Dropout | None = None
+    quantised: Quantised | None = None
 
 
 def _opened(given: dict) -> dict:
@@ -78,7 +43,7 @@ def _opened(given: dict) -> dict:
         if given["mask_mod"] is not None and given["mask_mod"] is not mod_of_lists:
             raise ValueError("block_mask was not made of this mask_mod; pass one of them, or and_masks(...) of both as mask_mod")
         given["mask_mod"] = mod_of_lists
-    request = None if return_aux is None else _checked_request(return_aux, given["return_lse"])
+    request = None if return_aux is None else checked_request(return_aux, given["return_lse"])
     max_scores, wanted = (False, Wanted()) if request is None else (request.max_scores, wanted_of(request))
     taken = {name: given[name] for name in given if name not in ("return_lse", "return_aux")}
     return {**taken, "tables": tables, "facts": facts, "max_scores": max_scores, "wanted": tuple(wanted)}
@@ -94,7 +59,7 @@ def _closed(found, given: dict):
     for asked in (request.max_scores, *wanted_of(request)):
         statistics.append(found[place] if asked else None)
         place += bool(asked)
-    return out, _aux(request, lse, *statistics)
+    return out, aux_of(request, lse, *statistics)
 
 
 def _with_statistics(
@@ -112,6 +77,10 @@ def _with_statistics(
     sinks,
     dropout_p,
     dropout_seed,
+    q_scale,
+    k_scale,
+    v_scale,
+    out_dtype,
     max_scores,
     wanted,
 ) -> tuple[torch.Tensor, ...]:
@@ -122,28 +91,32 @@ def _with_statistics(
         block_mask, mask_mod = mask_of_parts(tables, facts, mask_mod), None
     arguments = query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod
     dropout = read_dropout(dropout_p, dropout_seed, query.device) if dropout_p else None
-    out, lse, *others = _attend_and_look(arguments, max_scores, Wanted(*wanted), deterministic, None, sinks, dropout)
+    extras = Extras(sinks, dropout, quantised(q_scale, k_scale, v_scale, out_dtype))
+    out, lse, *others = _attend_and_look(arguments, max_scores, Wanted(*wanted), deterministic, None, extras)
     return out, lse, *(t for t in others if t is not None)
 
 
 def _attend_and_look(
-    arguments: tuple, want_max: bool, wanted: Wanted, deterministic: bool, context: ContextPlan | None, sinks, dropout: Dropout | None
+    arguments: tuple, want_max: bool, wanted: Wanted, deterministic: bool, context: ContextPlan | None, extras: Extras
 ) -> tuple:
     """out, lse, max_scores and Statistics, as one tuple, with None for what is not wanted."""
     if not any(wanted):
-        return *_attend(arguments, want_max, deterministic, context, sinks, dropout), *Statistics()
+        return *_attend(arguments, want_max, deterministic, context, extras), *Statistics()
     if context is not None or is_distributed(arguments[0]):
         raise NotImplementedError(NOT_OVER_DEVICES)
-    if sinks is not None:
+    if extras.sinks is not None:
         raise NotImplementedError(NOT_WITH_SINKS)
-    call = bound(*arguments, dropout=dropout)  # type: ignore[misc]  # of nine arguments
+    if arguments[0].dtype == FLOAT8:
+        raise NotImplementedError(NOT_OF_FLOAT8)
+    call = bound(*arguments, dropout=extras.dropout)  # type: ignore[misc]  # of nine arguments
     return *attend(call, want_max, deterministic), *look(call, wanted)
 
 
-def _attend(
-    arguments: tuple, want_max: bool, deterministic: bool, context: ContextPlan | None, sinks: torch.Tensor | None, dropout: Dropout | None
-) -> tuple:
+def _attend(arguments: tuple, want_max: bool, deterministic: bool, context: ContextPlan | None, extras: Extras) -> tuple:
     """out, lse and max_scores, or None, of query and what follows it in `bound`: on this device, or over several."""
+    sinks, dropout, _ = extras
+    if context is not None or is_distributed(arguments[0]):
+        refuse_float8_over_devices(arguments[0], extras.quantised)
     refuse_over_devices(dropout, context, arguments[0])
     if context is not None:
         out, lse, max_scores = _attend_in_context(context, arguments, want_max, deterministic)
@@ -152,7 +125,7 @@ def _attend(
         from flexpress.dtensors import attend_shards  # imports torch's module, which takes long
 
         return attend_shards(*arguments, output_max=want_max, deterministic=deterministic, sinks=sinks)
-    return attend(bound(*arguments, sinks=sinks, dropout=dropout), want_max, deterministic)  # type: ignore[misc]  # of nine arguments
+    return attend(bound(*arguments, **extras._asdict()), want_max, deterministic)
 
 
 @overload
@@ -174,6 +147,10 @@ def flex_attention(
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor: ...
 @overload
 def flex_attention(
@@ -194,6 +171,10 @@ def flex_attention(
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def flex_attention(
@@ -214,6 +195,10 @@ def flex_attention(
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, AuxOutput | AuxStatistics]: ...
 @overload
 def flex_attention(
@@ -234,6 +219,10 @@ def flex_attention(
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, AuxOutput | AuxStatistics]: ...
 @compilable(inner=_with_statistics, opened=_opened, closed=_closed)
 def flex_attention(
@@ -254,6 +243,10 @@ def flex_attention(
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, AuxOutput | AuxStatistics]:
     """Attention with the user's own score and mask, by a kernel printed for them. No torch.compile, no dense scores.
 
@@ -261,7 +254,8 @@ def flex_attention(
 
     over the positions j that block_mask or mask_mod allows, with h' = h // (Hq / Hkv).
 
-    query           (B, Hq, Q_LEN, D_QK), float16, bfloat16 or float32, any strides. DTensors give DTensors: see dtensors.py
+    query           (B, Hq, Q_LEN, D_QK), float16, bfloat16 or float32, or, without gradients, float8_e4m3fn; any strides. DTensors
+                    give DTensors: see dtensors.py
     key, value      (B or 1, Hkv, KV_LEN, D_QK) and (B or 1, Hkv, KV_LEN, D_V); head dims up to 512, D_QK up to 576
     score_mod       score_mod(score, b, h, q_idx, kv_idx) -> score, on scalars: score is float32, the others int32. It may index
                     captured tensors; an index outside a tensor reads zero
@@ -287,10 +281,14 @@ def flex_attention(
     dropout_p       weights are dropped with this probability, rounded to a multiple of 2**-16, and others divided by 1 - p. Which ones
                     follows from the seed, b, h, q_idx and kv_idx: see dropout_mask. lse and max_scores are those without
     dropout_seed    int64 (1,), on query's device; by default torch's generator gives one, also in a CUDA graph
+    q_scale, k_scale, v_scale   float32, positive: what query, key and value of float8_e4m3fn are to be multiplied by; by default 1.
+                    One element for all, (Hkv,) for the heads of key and those of query that share each, or (B, Hkv). score_mod sees
+                    scores with them
+    out_dtype       the output's dtype where query is float8_e4m3fn: bfloat16 by default, float16 or float32
 
-    Returns the output (B, Hq, Q_LEN, D_V), in query's dtype and order of dimensions; (out, lse) with return_lse; (out, AuxOutput or
-    AuxStatistics) with return_aux. lse is the natural logarithm of the softmax's denominator, float32 (B, Hq, Q_LEN). A row with
-    nothing to attend to gives output 0 and lse -inf.
+    Returns the output (B, Hq, Q_LEN, D_V), in query's dtype (or out_dtype) and order of dimensions; (out, lse) with return_lse; (out,
+    AuxOutput or AuxStatistics) with return_aux. lse is the natural logarithm of the softmax's denominator, float32 (B, Hq, Q_LEN). A
+    row with nothing to attend to gives output 0 and lse -inf.
 
     Raises ValueError, TypeError or NotImplementedError for arguments, ModError for a mod that cannot be traced.
     Differentiable twice, in reverse and in forward mode, with respect to query, key, value, sinks and every floating-point tensor that
@@ -300,15 +298,19 @@ def flex_attention(
     """
     arguments = query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod
     dropout = read_dropout(dropout_p, dropout_seed, query.device) if dropout_p else None
+    float8 = None
+    if not q_scale is k_scale is v_scale is out_dtype is None:
+        float8 = Quantised(q_scale, k_scale, v_scale, out_dtype)
     if return_aux is not None:
-        request = _checked_request(return_aux, return_lse)
-        out, lse, *others = _attend_and_look(arguments, request.max_scores, wanted_of(request), deterministic, context, sinks, dropout)
-        return out, _aux(request, lse, *others)
+        request = checked_request(return_aux, return_lse)
+        extras = Extras(sinks, dropout, float8)
+        out, lse, *others = _attend_and_look(arguments, request.max_scores, wanted_of(request), deterministic, context, extras)
+        return out, aux_of(request, lse, *others)
     usual = context is None and query.__class__ in ORDINARY  # so no detour
     if usual:
-        found = attend(bound(*arguments, sinks=sinks, dropout=dropout), False, deterministic)
+        found = attend(bound(*arguments, sinks=sinks, dropout=dropout, quantised=float8), False, deterministic)
     else:
-        found = _attend(arguments, False, deterministic, context, sinks, dropout)
+        found = _attend(arguments, False, deterministic, context, Extras(sinks, dropout, float8))
     return found[:2] if return_lse else found[0]
 
 
@@ -330,11 +332,3 @@ def _attend_in_context(context, arguments: tuple, want_max: bool, deterministic:
     from flexpress.context_dtensors import attend_shards_in_context
 
     return attend_shards_in_context(context, {"query": query, "key": key, "value": value}, score_mod, given)
-
-
-def _checked_request(return_aux, return_lse: bool) -> AuxRequest:
-    if return_lse:
-        raise ValueError("return_lse and return_aux exclude each other: write return_aux=AuxRequest(lse=True)")
-    if not (hasattr(return_aux, "lse") and hasattr(return_aux, "max_scores")):  # torch's will do
-        raise TypeError(f"return_aux must be AuxRequest(lse=..., max_scores=...), got {return_aux!r}")
-    return return_aux

@@ -152,14 +152,18 @@ def _check_caches(name: str, tokens, layout: str, k_cache, v_cache, k_scale, v_s
             check_memory(what, tensor)
         if tensor.device != tokens.device:
             raise ValueError(f"{what} is on {tensor.device} but {name} is on {tokens.device}; move one with .to(...)")
-    if tokens.dtype not in DTYPES:
-        raise TypeError(f"{name} must be float16, bfloat16 or float32, got {tokens.dtype}")
+    of_float8 = name == "query" and tokens.dtype == torch.float8_e4m3fn
+    if tokens.dtype not in DTYPES and not of_float8:
+        also = ", or with caches of it float8_e4m3fn" if name == "query" else ""
+        raise TypeError(f"{name} must be float16, bfloat16 or float32{also}, got {tokens.dtype}")
     if (k_scale is None) != (v_scale is None):
         raise ValueError("k_scale and v_scale go together; pass ones for the one that is not scaled")
     if k_cache.dtype not in CACHE_DTYPES or v_cache.dtype != k_cache.dtype:
         raise TypeError(
             f"k_cache and v_cache must both be float16, bfloat16, float32 or float8_e4m3fn, got {k_cache.dtype} and {v_cache.dtype}"
         )
+    if of_float8 and k_cache.dtype != tokens.dtype:
+        raise TypeError(f"query has {tokens.dtype}, but k_cache and v_cache have {k_cache.dtype}; convert query: query.to(...)")
     if k_scale is not None and k_cache.dtype != torch.float8_e4m3fn:
         raise TypeError(f"k_scale and v_scale are for caches of float8_e4m3fn, got {k_cache.dtype}; leave them out")
     for what, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
@@ -238,10 +242,8 @@ def check_contents(tokens, k_cache, cached: Cached, q_offset, written: bool = Fa
     locations = [*range(len(lengths))] if locations is None else locations.tolist()
     if locations and not 0 <= min(locations) <= max(locations) < entries and pages is None:
         raise ValueError(f"cache_loc names entries from {min(locations)} to {max(locations)}; {cache} has entries 0 to {entries - 1}")
-    for name, scale in (("k_scale", cached.k_scales), ("v_scale", cached.v_scales)):
-        wrong = [x for x in scale.tolist() if not 0 < x < math.inf] if scale is not None else []
-        if wrong:
-            raise ValueError(f"{name} has {wrong[0]}; scales must be positive and finite")
+    check_positive("k_scale", cached.k_scales)
+    check_positive("v_scale", cached.v_scales)
     reached, holders = 0, {}  # which sequence writes to a row of a page, or of an entry
     for b, (offset, count, length) in enumerate(zip(offsets, counts, lengths, strict=True)):
         if length < 0:
@@ -279,6 +281,13 @@ def check_contents(tokens, k_cache, cached: Cached, q_offset, written: bool = Fa
                     )
             holders[place].append((b, rows))
     return reached
+
+
+def check_positive(name: str, scale: torch.Tensor | None) -> None:
+    """What a tensor of scales holds. Waits for its device."""
+    wrong = [] if scale is None else [x for x in scale.flatten().tolist() if not 0 < x < math.inf]
+    if wrong:
+        raise ValueError(f"{name} has {wrong[0]}; scales must be positive and finite")
 
 
 def _check_tables_again(cached: Cached, q_offset) -> None:

@@ -9,8 +9,9 @@ from typing import Any, Literal, overload
 import torch
 
 from flexpress import checks
-from flexpress.cache_checks import check_batch, check_contents, check_no_gradients, looks
+from flexpress.cache_checks import check_batch, check_contents, check_no_gradients, check_positive, looks
 from flexpress.cached_mods import causal, causal_from, mask_from, position_from, score_from
+from flexpress.float8 import FLOAT8, check_cached_query, output_dtype, with_query_scale
 from flexpress.in_graph import compilable
 from flexpress.mods import MaskMod, ScoreMod
 from flexpress.programs import captures_of, mod_program
@@ -23,6 +24,7 @@ from flexpress.sinks import check_sinks, read_sinks
 from .codegen.device.memory import contiguous
 from .codegen.mod.bind import bind
 from .codegen.mod.capture import name_of
+from .codegen.mod.dtypes import dtype_name
 from .codegen.mod.tensors import is_recorded, read_captured
 from .codegen.run.cached import attend_cached
 from .codegen.run.cached_call import CachedCall
@@ -48,8 +50,10 @@ def cached_attention(
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     scale: float | torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     return_lse: Literal[False] = False,
     batch_invariant: bool = False,
     check: bool | None = None,
@@ -71,8 +75,10 @@ def cached_attention(
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     scale: float | torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     return_lse: Literal[True],
     batch_invariant: bool = False,
     check: bool | None = None,
@@ -94,8 +100,10 @@ def cached_attention(
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     scale: float | torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     return_lse: bool = False,
     batch_invariant: bool = False,
     check: bool | None = None,
@@ -117,8 +125,10 @@ def cached_attention(
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     scale: float | torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     return_lse: bool = False,
     batch_invariant: bool = False,
     check: bool | None = None,
@@ -128,7 +138,8 @@ def cached_attention(
     """Attention of the queries of B sequences, prefill or decoding or both, to what a cache holds of each one.
 
     query         (B, Hq, Q_LEN, D_QK); or with cu_seqlens_q (T, Hq, D_QK), the queries of all sequences one after another. float16,
-                  bfloat16 or float32, head dims 1 to 512, D_QK up to 576; under autocast it becomes autocast's dtype first
+                  bfloat16, float32, or with such a cache float8_e4m3fn; head dims 1 to 512, D_QK up to 576; under autocast it becomes
+                  autocast's dtype first
     k_cache, v_cache   (N, S, Hkv, D_QK) and (N, S, Hkv, D_V): N sequences of up to S positions, or with page_table N pages of S positions.
                   float16, bfloat16, float32 or float8_e4m3fn: what is not query's dtype is converted to it as it is read. Any strides.
                   Of more than 256 columns, values that are a view of the keys, k_cache[..., :D_V], are read once with them
@@ -143,13 +154,15 @@ def cached_attention(
     score_mod     score_mod(score, b, h, q_idx, kv_idx) with q_idx and kv_idx positions in the sequence, b its number in this batch
     mask_mod      mask_mod(b, h, q_idx, kv_idx); by default kv_idx <= q_idx
     k_scale, v_scale   float32 (Hkv,): what caches of float8_e4m3fn are to be multiplied by; by default 1
+    q_scale       float32, of one element or (Hkv,): the same of queries of float8_e4m3fn, for the heads that share each head of k_cache
+    out_dtype     the output's dtype where query is float8_e4m3fn: bfloat16 by default, float16 or float32
     batch_invariant    a sequence's result is bitwise the same whatever else is in the batch (and takes longer)
     sinks         (Hq,), a logit for each head, as for flex_attention
     shared_prefix what pool.shared_prefix(sequences, device) says of this batch, or its tables(...), made once a step for all layers
     check         raise ValueError for what tables and scales hold (no place in the cache, lengths that disagree); by default on the CPU
 
-    Returns (B, Hq, Q_LEN, D_V) or (T, Hq, D_V), in query's dtype; with return_lse also lse, float32, (B, Hq, Q_LEN) or (T, Hq). A query
-    with nothing to attend to, and a token after the last sequence, gets 0 and lse -inf.
+    Returns (B, Hq, Q_LEN, D_V) or (T, Hq, D_V), in query's dtype (or out_dtype); with return_lse also lse, float32, (B, Hq, Q_LEN) or
+    (T, Hq). A query with nothing to attend to, and a token after the last sequence, gets 0 and lse -inf.
     Raises ValueError or TypeError for arguments, ModError for a mod that cannot be traced, NotImplementedError for kinds of tensors that
     kernels cannot read and, as there is no backward pass, where gradients are on and a tensor requires grad.
 
@@ -167,11 +180,11 @@ def cached_attention(
     with batch_invariant, for mods with dot products of rows, and where torch records the call. Method: Hydragen (Juravsky et al. 2024,
     arXiv 2402.05099), cascade inference of FlashInfer (Ye et al. 2025, arXiv 2501.01005).
     """
-    tables = page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale, v_scale
+    tables, of_query = (page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale, v_scale), (q_scale, out_dtype)
     if is_recorded("cached_attention", query, k_cache, v_cache):
-        found = _recorded(query, k_cache, v_cache, kv_len, tables, score_mod, mask_mod, scale, batch_invariant, check, sinks)
+        found = _recorded(query, k_cache, v_cache, kv_len, tables, of_query, score_mod, mask_mod, scale, batch_invariant, check, sinks)
     else:
-        placed = _placed(query, k_cache, v_cache, kv_len, check, *tables)
+        placed = _widened(*_placed(query, k_cache, v_cache, kv_len, check, tables, of_query), k_cache, *of_query)
         if shared_prefix is not None:
             check_shared(shared_prefix, query, kv_len, page_table, cache_loc, cu_seqlens_q, q_offset, k_cache)
             if looks(check, query):
@@ -183,48 +196,68 @@ def cached_attention(
     return found if return_lse else found[0]
 
 
-def _recorded(query, k_cache, v_cache, kv_len, tables, score_mod, mask_mod, scale, batch_invariant, check, sinks) -> tuple:
+def _recorded(query, k_cache, v_cache, kv_len, tables, of_query, score_mod, mask_mod, scale, batch_invariant, check, sinks) -> tuple:
     """out and lse by the operator: for calls that torch is to see."""
     if sinks is not None:
         check_sinks(sinks, query.shape[1], query.device)
         _check_sinks_learn_nothing(sinks)
-    _placed(query, k_cache, v_cache, kv_len, False, *tables)
+    _placed(query, k_cache, v_cache, kv_len, False, tables, of_query)
     scale, score_mod = _read_scale(scale, score_mod, query)
     score, mask = bound_mod(score_mod, "score"), bound_mod(mask_mod, "mask")
     for bound in (score, mask):
         _check_no_gradient(bound, "score" if bound is score else "mask")
-    program = mod_program(score, mask).text()
+    program = mod_program(score, mask, out=of_query[1] and dtype_name(of_query[1])).text()
     return torch.ops.flexpress.cached_attention(
-        *(query, k_cache, v_cache, kv_len, *tables, *captures_of(score, mask)), *(scale, batch_invariant, check, program, sinks)
+        *(query, k_cache, v_cache, kv_len, *tables, *captures_of(score, mask)),
+        *(scale, batch_invariant, check, program, sinks, of_query[0]),
     )
 
 
-def _placed(
-    query, k_cache, v_cache, kv_len, check, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale, v_scale
-) -> tuple[torch.Tensor, Cached, torch.Tensor | None]:
+def _placed(query, k_cache, v_cache, kv_len, check, tables, of_query) -> tuple[torch.Tensor, Cached, torch.Tensor | None]:
     """query as kernels read it, where the sequences are, and q_offset; all checked."""
     if torch._C._is_any_autocast_enabled():
         (query,) = checks.autocast(query)
-    tables = kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale, v_scale
-    where, q_offset = check_batch("query", query, k_cache, v_cache, *tables, check=check)
+    pages, locations, starts, most, offset, k_scale, v_scale = tables
+    batch = kv_len, pages, locations, starts, most, offset, k_scale, v_scale, of_query, check_cached_query, check
+    where, q_offset = check_batch("query", query, k_cache, v_cache, *batch)
     if query.shape[1] % k_cache.shape[2]:
         raise ValueError(
             f"query {tuple(query.shape)} has {query.shape[1]} heads, no multiple of the {k_cache.shape[2]} heads of k_cache "
             f"{tuple(k_cache.shape)}"
         )
     if torch.is_grad_enabled():
-        check_no_gradients("cached_attention", _INSTEAD, query=query, k_cache=k_cache, v_cache=v_cache, k_scale=k_scale, v_scale=v_scale)
+        tensors = {"query": query, "k_cache": k_cache, "v_cache": v_cache, "q_scale": of_query[0], "k_scale": k_scale, "v_scale": v_scale}
+        check_no_gradients("cached_attention", _INSTEAD, **tensors)
     if looks(check, query):
         check_contents(query, k_cache, where, q_offset)
+        check_positive("q_scale", of_query[0])
     return query.resolve_neg() if query.is_neg() else query, where, q_offset
 
 
+def _widened(query, where: Cached, q_offset, k_cache, q_scale, out_dtype) -> tuple[torch.Tensor, Cached, torch.Tensor | None]:
+    """What was placed, with queries of float8 in the output's dtype, which holds their numbers: kernels convert the cache to it."""
+    if query.dtype != FLOAT8:
+        return query, where, q_offset
+    return query.to(output_dtype(query, out_dtype)), with_query_scale(where, q_scale, k_cache.shape[2]), q_offset
+
+
 def prepare(
-    query, k_cache, v_cache, batch: dict[str, Any], score_mod, mask_mod, scale, batch_invariant: bool, shared: SharedPrefix | None = None
+    query,
+    k_cache,
+    v_cache,
+    batch: dict[str, Any],
+    of_query: tuple,
+    score_mod,
+    mask_mod,
+    scale,
+    batch_invariant: bool,
+    shared: SharedPrefix | None = None,
 ) -> None:
     """Compile what cached_attention launches, and launch nothing but what makes block lists and, with `shared`, what makes its tables and
-    merges parts. `batch`: what describes it, by name."""
-    placed = _placed(query, k_cache, v_cache, check=False, **batch)
+    merges parts. `batch`: what describes it, by name; `of_query`: q_scale and out_dtype."""
+    names = "page_table", "cache_loc", "cu_seqlens_q", "max_q_len", "q_offset", "k_scale", "v_scale"
+    described = batch["kv_len"], False, tuple(batch[name] for name in names), of_query
+    placed = _widened(*_placed(query, k_cache, v_cache, *described), k_cache, *of_query)
 
     def compiled(*arguments, **more) -> tuple[torch.Tensor, torch.Tensor]:
         call, out, lse = _call_of(*arguments, **more)

@@ -19,6 +19,7 @@ from flexpress import checks
 from flexpress.arguments import as_before, checked, is_narrow, lists_of_call, read_mask
 from flexpress.autograd import differentiable, refuse_extras
 from flexpress.dropout import Dropout, readable_seed
+from flexpress.float8 import Quantised, as_multiplied, check_quantised, output_dtype, read_scales, refuse_gradients, refuse_transformed
 from flexpress.mask_mods import same_mod
 from flexpress.packing import packing_of
 from flexpress.recorded import Recorded, recorded
@@ -50,28 +51,27 @@ def bound(
     read=read_captured,
     sinks=None,
     dropout=None,
+    quantised=None,
 ) -> Bound | Recorded | Transformed:
     """The arguments of flex_attention, checked, its mods bound, and its block lists.
 
     packed   where sequences start among the queries and among the keys, int32 (n + 1,) each, if these are packed sequences
     read     makes what a bound mod captures readable, in place
-    sinks, dropout   as flexpress.sinks and flexpress.dropout read them
+    sinks, dropout, quantised   as flexpress.sinks, flexpress.dropout and flexpress.float8 read them
     """
     q, k, v = query, key, value
     inputs = None if _autocasts() else as_before(q, k, v, enable_gqa)
     if inputs is None:
+        asked = score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed, sinks, dropout, quantised
         if not are_plain(q, k, v):
-            if recording(q, k, v):
-                return recorded(q, k, v, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed, sinks, dropout)
-            if is_transformed():
-                refuse_extras(sinks, dropout)
-                return transformed(q, k, v, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed)
+            if (unusual := _unusual(q, k, v, asked)) is not None:
+                return unusual
             q, k, v = readable_inputs(q, k, v)
         if _autocasts():
             q, k, v = checks.autocast(q, k, v)
         inputs = checked(q, k, v, enable_gqa)
         if inputs is None:
-            return recorded(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed, sinks, dropout)
+            return recorded(query, key, value, *asked)
     options = checks.DEFAULT if kernel_options is None else checks.parse_options(kernel_options)
     if scale is None:
         scale = inputs.scale
@@ -95,6 +95,8 @@ def bound(
         make = lists_of_call(inputs, options, packed, narrow)
         lists, transposed = make(mask), partial(make, transposed=True)
     extras = None if sinks is None and dropout is None else _extras(inputs, packed, sinks, dropout)
+    if quantised is not None or inputs.is_float8:
+        q, k, v, inputs, extras = _as_multiplied(q, k, v, inputs, quantised, options, lists, extras, score)
     return _bound(Bound, (q, k, v, inputs, scale, score, mask, lists, transposed, options, extras))
 
 
@@ -118,6 +120,38 @@ def _extras(inputs: Inputs, packed: tuple | None, sinks: torch.Tensor | None, dr
         packing = packing_of(starts_q, None if starts_q is starts_k else starts_k, *inputs.extents[2:])
         places = packing.sequence_q, packing.local_q, packing.local_k
     return ExtraInputs(sinks, dropout.p, readable_seed(dropout.seed), places)
+
+
+def _unusual(q, k, v, asked: tuple) -> Recorded | Transformed | None:
+    """The call, if torch is to see it or transforms it. `asked`: what `recorded` takes behind q, k and v."""
+    if recording(q, k, v):
+        return recorded(q, k, v, *asked)
+    if not is_transformed():
+        return None
+    *asked, sinks, dropout, _ = asked
+    refuse_extras(sinks, dropout)
+    refuse_transformed(q)
+    return transformed(q, k, v, *asked)
+
+
+def _as_multiplied(q, k, v, inputs: Inputs, quantised: Quantised | None, options, lists, extras: ExtraInputs | None, score) -> tuple:
+    """q, k and v of float8 as kernels take them, their Inputs, and extras with their scales."""
+    if quantised is not None:
+        check_quantised(quantised, q, k)
+    if extras is not None and extras.seed is not None:
+        raise NotImplementedError(f"dropout_p is for training, and query is {q.dtype}, which has no gradients: leave dropout_p out")
+    if options.prescale_qk:
+        raise ValueError(f"kernel_options['PRESCALE_QK'] would round query, which is {q.dtype}, again: leave it out")
+    if torch.is_grad_enabled():
+        sinks, scales = extras and extras.sinks, quantised[:3] if quantised else ()
+        captured = score[1][: len(score[0].tensors)] if score else ()
+        refuse_gradients(q, k, v, sinks, *scales, *captured)
+    scales, out = read_scales(quantised), output_dtype(q, quantised and quantised.out_dtype)
+    q, k, v = as_multiplied(q, k, v, options, lists.kv_block if lists else 0)
+    inputs = checked(q, k, v, inputs.enable_gqa)  # type: ignore[assignment]  # which are on no device "meta"
+    if not scales and out == q.dtype:
+        return q, k, v, inputs, extras
+    return q, k, v, inputs, (extras or ExtraInputs())._replace(scales=scales, out=None if out == q.dtype else out)
 
 
 def attend(call: Bound | Recorded | Transformed, output_max: bool, deterministic: bool) -> tuple:

@@ -16,6 +16,7 @@ from .codegen.text.layouts import LARGEST_BLOCK_N
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CACHE_DTYPES = (*DTYPES, torch.float8_e4m3fn)
+QUERY_DTYPES = (*DTYPES, torch.float8_e4m3fn)  # of calls without gradients
 MAX_HEAD_DIM = 512  # of values
 MAX_HEAD_DIM_QK = 576  # of queries and keys: latent attention has 64 columns beside its values
 
@@ -54,8 +55,9 @@ def check_tensors(query, key, value, enable_gqa: bool, kinds: bool = True) -> No
             check_kind(name, t)
         if t.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions (batch, heads, length, head_dim), got shape {_shape(t)}")
-    if query.dtype not in DTYPES:
-        raise TypeError(f"query has dtype {query.dtype}; supported are float16, bfloat16 and float32. Convert with query.to(...).")
+    if query.dtype not in QUERY_DTYPES:
+        supported = "float16, bfloat16 and float32, and without gradients float8_e4m3fn"
+        raise TypeError(f"query has dtype {query.dtype}; supported are {supported}. Convert with query.to(...).")
     for name in ("key", "value"):
         if named[name].dtype != query.dtype:
             raise TypeError(f"{name} has dtype {named[name].dtype} but query has {query.dtype}; convert one with .to(...)")
@@ -156,12 +158,12 @@ def block_size(value) -> tuple[int, int]:
 
 
 def autocast(*tensors):
-    """Under autocast, floating-point tensors but float64 become autocast's dtype, as for torch's scaled_dot_product_attention. The first
-    says the device."""
+    """Under autocast, floating-point tensors but float64 and float8 become autocast's dtype, as for torch's scaled_dot_product_attention.
+    The first says the device."""
     if not isinstance(tensors[0], torch.Tensor) or not autocasts(tensors[0]):
         return tensors
-    dtype = torch.get_autocast_dtype(tensors[0].device.type)
-    return tuple(t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
+    dtype, kept = torch.get_autocast_dtype(tensors[0].device.type), (torch.float64, torch.float8_e4m3fn)
+    return tuple(t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() and t.dtype not in kept else t for t in tensors)
 
 
 def check_scale(scale, head_dim: int) -> float:

@@ -3,9 +3,8 @@
     flexpress::flex_attention             flex_attention, varlen_attention and the flash functions
     flexpress::flex_attention_backward    its gradients
     flexpress::probability_statistics     what else return_aux asks of flex_attention
-    flexpress::cached_attention, flexpress::update_cache
 
-Those of masks are in mask_operators.py.
+Those of masks are in mask_operators.py, those of caches in cache_operators.py.
 
 A plain call in eager mode goes past them (recorded.py says which calls do not). Mods come as a program (programs.py) with the tensors
 and numbers that they capture, numbers of bool among the ints.
@@ -18,12 +17,11 @@ import functools
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-import flexpress.cached
-import flexpress.kv_cache
 from flexpress.autograd import ONCE
 from flexpress.block_mask import BlockMask
 from flexpress.call import bound
 from flexpress.dropout import Dropout
+from flexpress.float8 import output_dtype, quantised
 from flexpress.mask_mods import noop_mask
 from flexpress.programs import Captures, Program, on_device, read_program
 
@@ -37,7 +35,17 @@ from .codegen.run.statistics import Wanted, statistics
 
 
 def _bound(
-    query, key, value, captures: Captures, lists: list, starts: list, scale: float, program: Program, sinks=None, seed=None
+    query,
+    key,
+    value,
+    captures: Captures,
+    lists: list,
+    starts: list,
+    scale: float,
+    program: Program,
+    sinks=None,
+    seed=None,
+    scales=(None, None, None),
 ) -> Bound:
     """The call that an operator was given."""
     score, mask = program.mods(captures._replace(tensors=on_device(query.device, captures.tensors)))
@@ -63,6 +71,7 @@ def _bound(
         packed,
         sinks=sinks,
         dropout=seed if seed is None else Dropout(program.dropout_p, seed),
+        quantised=quantised(*scales, program.out_dtype),
     )
 
 
@@ -86,6 +95,9 @@ def flex_attention(
     program: str,
     sinks: torch.Tensor | None = None,
     seed: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """out, lse, max_scores and what the backward pass needs of every row, float32 (B, Hq, Q_LEN, 2); the last two are empty where the
     program does not want them.
@@ -96,7 +108,8 @@ def flex_attention(
     """
     wanted = read_program(program)
     with nothing_kept():
-        call = _bound(query, key, value, Captures(tensors, ints, floats), lists, starts, scale, wanted, sinks, seed)
+        scales = q_scale, k_scale, v_scale
+        call = _bound(query, key, value, Captures(tensors, ints, floats), lists, starts, scale, wanted, sinks, seed, scales)
         out, lse, max_scores, rows = forward(call, output_max=wanted.max_scores, output_rows=wanted.rows)
     if rows is not None and rows.raw:  # no tensor says so to the backward pass
         rows.values.select(-1, 0).mul_(call.scale)
@@ -108,12 +121,12 @@ def _or_empty(tensor: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor:
 
 
 @flex_attention.register_fake
-def _(query, key, value, tensors, ints, floats, lists, starts, scale, program, sinks=None, seed=None):
+def _(query, key, value, tensors, ints, floats, lists, starts, scale, program, sinks=None, seed=None, *_):
     wanted = read_program(program)
     statistics = functools.partial(query.new_empty, dtype=torch.float32)
     rows = query.shape[:3]
     return (
-        traced_like(query, value.shape[3]),
+        traced_like(query, value.shape[3], output_dtype(query, wanted.out_dtype)),
         statistics(rows),
         statistics(rows if wanted.max_scores else 0),
         statistics((*rows, 2) if wanted.rows else 0),
@@ -210,7 +223,7 @@ flex_attention_backward.register_autograd(_refuse)
 
 
 def _keep(ctx, inputs, output) -> None:
-    query, key, value, tensors, ints, floats, lists, starts, scale, program, sinks, seed = inputs
+    query, key, value, tensors, ints, floats, lists, starts, scale, program, sinks, seed, *_ = inputs
     out, _, max_scores, rows = output
     ctx.save_for_backward(query, key, value, out, rows, sinks, seed, *tensors, *lists, *starts)
     ctx.counts = len(tensors), len(lists)
@@ -228,7 +241,7 @@ def _differentiate(ctx, d_out, d_lse, *_):
     none = [None if numbers else [] for numbers in (ints, floats)]  # autograd takes lists of tensors apart, empty ones too
     none = [[None] * len(tensors), *none, *([None] * len(part) for part in (lists, starts))]
     if d_out is None and d_lse is None:
-        return (None, None, None, *none, None, None, None, None)[: len(ctx.needs_input_grad)]
+        return (None, None, None, *none, None, None, None, None, None, None, None)[: len(ctx.needs_input_grad)]
     wanted = [i for i, needed in enumerate(ctx.needs_input_grad[3]) if needed]
     learns = sinks is not None and ctx.needs_input_grad[10]
     found = torch.ops.flexpress.flex_attention_backward(
@@ -241,89 +254,10 @@ def _differentiate(ctx, d_out, d_lse, *_):
     for i, gradient in zip(wanted, found[3:], strict=True):
         none[0][i] = gradient
     of_inputs = (g if needed else None for g, needed in zip(found[:3], ctx.needs_input_grad[:3], strict=True))
-    return (*of_inputs, *none, None, None, of_sinks, None)[: len(ctx.needs_input_grad)]
+    return (*of_inputs, *none, None, None, of_sinks, None, None, None, None)[: len(ctx.needs_input_grad)]
 
 
 flex_attention.register_autograd(_differentiate, setup_context=_keep)
-
-
-@torch.library.custom_op("flexpress::cached_attention", mutates_args=())
-def cached_attention(
-    query: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    kv_len: torch.Tensor,
-    page_table: torch.Tensor | None,
-    cache_loc: torch.Tensor | None,
-    cu_seqlens_q: torch.Tensor | None,
-    max_q_len: int | None,
-    q_offset: torch.Tensor | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    tensors: list[torch.Tensor],
-    ints: list[int],
-    floats: list[float],
-    scale: float,
-    batch_invariant: bool,
-    check: bool | None,
-    program: str,
-    sinks: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse of flexpress.cached_attention, which has the same arguments."""
-    score, mask = read_program(program).mods(Captures(on_device(query.device, tensors), ints, floats))
-    places = {"page_table": page_table, "cache_loc": cache_loc, "cu_seqlens_q": cu_seqlens_q, "max_q_len": max_q_len, "q_offset": q_offset}
-    with torch.no_grad(), nothing_kept():
-        return flexpress.cached.cached_attention(
-            *(query, k_cache, v_cache, kv_len),
-            **{**places, "score_mod": score, "mask_mod": mask, "scale": scale, "k_scale": k_scale, "v_scale": v_scale},
-            **{"return_lse": True, "batch_invariant": batch_invariant, "check": check, "sinks": sinks},
-        )
-
-
-@cached_attention.register_fake
-def _(query, k_cache, v_cache, kv_len, page_table, cache_loc, cu_seqlens_q, *_):
-    lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
-    if cu_seqlens_q is not None:
-        return query.new_empty((*query.shape[:2], v_cache.shape[3])), lse
-    return traced_like(query, v_cache.shape[3]), lse
-
-
-@torch.library.custom_op("flexpress::update_cache", mutates_args=("k_cache", "v_cache"))
-def update_cache(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    kv_len: torch.Tensor,
-    page_table: torch.Tensor | None,
-    cache_loc: torch.Tensor | None,
-    cu_seqlens_q: torch.Tensor | None,
-    max_q_len: int | None,
-    q_offset: torch.Tensor | None,
-    query: torch.Tensor | None,
-    rope: torch.Tensor | None,
-    interleaved: bool,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    check: bool | None,
-    rope_tail: bool = False,
-) -> torch.Tensor:
-    """flexpress.update_cache, which has the same arguments; empty without query."""
-    places = {"page_table": page_table, "cache_loc": cache_loc, "cu_seqlens_q": cu_seqlens_q, "max_q_len": max_q_len, "q_offset": q_offset}
-    with torch.no_grad():
-        turned = flexpress.kv_cache.update_cache(
-            *(key, value, k_cache, v_cache, kv_len),
-            **{**places, "query": query, "rope": rope, "interleaved": interleaved, "rope_tail": rope_tail},
-            **{"k_scale": k_scale, "v_scale": v_scale, "check": check},
-        )
-    return key.new_empty(0) if turned is None else turned
-
-
-@update_cache.register_fake
-def _(key, value, k_cache, v_cache, kv_len, page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, query, *_):
-    if query is None:
-        return key.new_empty(0)
-    return torch.empty_like(query if query.stride(-1) == 1 else query.contiguous())
 
 
 @register_flop_formula(torch.ops.flexpress.flex_attention)
@@ -338,11 +272,3 @@ def _(d_out, d_lse, query, key, value, *_, **__):
     """Scores, and the gradients of weights, values, queries and keys."""
     B, Hq, Q_LEN, D_QK = query
     return 2 * B * Hq * Q_LEN * key[2] * (3 * D_QK + 2 * value[3])
-
-
-@register_flop_formula(torch.ops.flexpress.cached_attention)
-def _(query, k_cache, v_cache, kv_len, page_table, *_, **__):
-    """As if each sequence filled its place in the cache."""
-    positions = k_cache[1] * (page_table[1] if page_table else 1)
-    rows = torch.Size(query[:-1]).numel()
-    return 2 * rows * positions * (query[-1] + v_cache[3])

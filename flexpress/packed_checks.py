@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flexpress.cache_checks import forms_of
-from flexpress.checks import DTYPES, MAX_HEAD_DIM, MAX_HEAD_DIM_QK, autocasts, check_head_dim, check_rank
+from flexpress.checks import MAX_HEAD_DIM, MAX_HEAD_DIM_QK, QUERY_DTYPES, autocasts, check_head_dim, check_rank
 
 from .codegen.mod.tensors import check_memory, tracing
 from .codegen.registry import Table
@@ -37,8 +37,9 @@ def _check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k) -> None:
     for name, t, layout in (("q", q, "(total_q, Hq, D)"), ("k", k, "(total_k, Hkv, D)"), ("v", v, "(total_k, Hkv, Dv)")):
         check_rank(name, t, layout, may_stand=True)
     autocast = autocasts(q)  # which converts them
-    if q.dtype not in DTYPES and not autocast:
-        raise TypeError(f"q has dtype {q.dtype}; supported are float16, bfloat16 and float32. Convert it with .to(...)")
+    if q.dtype not in QUERY_DTYPES and not autocast:
+        supported = "float16, bfloat16 and float32, and without gradients float8_e4m3fn"
+        raise TypeError(f"q has dtype {q.dtype}; supported are {supported}. Convert it with .to(...)")
     for name, t in (("k", k), ("v", v)):
         if t.dtype != q.dtype and not autocast:
             raise TypeError(f"q and {name} must have the same dtype, got {q.dtype} and {t.dtype}; convert one with .to(...)")

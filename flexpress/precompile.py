@@ -13,6 +13,7 @@ from torch.nn.attention import flex_attention as torchs
 
 from flexpress.cached import prepare as prepare_cached
 from flexpress.call import bound
+from flexpress.float8 import quantised
 from flexpress.mods import MaskMod, ScoreMod
 from flexpress.shared_prefix import SharedPrefix
 from flexpress.varlen import packed_call
@@ -52,6 +53,10 @@ def precompile(
     deterministic: bool = False,
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_k: torch.Tensor | None = None,
+    q_scale: torch.Tensor | Sequence[int] | None = None,
+    k_scale: torch.Tensor | Sequence[int] | None = None,
+    v_scale: torch.Tensor | Sequence[int] | None = None,
+    out_dtype: torch.dtype | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> list[Precompiled]:
@@ -69,6 +74,7 @@ def precompile(
                         captured tensors with requires_grad, too. Without it: the kernel of a call without gradients
     max_scores          as for return_aux=AuxRequest(max_scores=True)
     cu_seqlens_q, cu_seqlens_k   tensors on the device: the call is one of varlen_attention, with shapes (total, H, D)
+    q_scale, k_scale, v_scale, out_dtype   of float8_e4m3fn; scales as tensors or shapes: what they hold changes no kernel
 
     The others are those of flex_attention. Memory for the call's tensors is taken from the device while this runs, and the small kernels
     that make block lists are run. Another length, batch size or window needs nothing more, but where docs/what_works.md says that kinds of
@@ -85,12 +91,15 @@ def precompile(
     before = _counts()
     if cu_seqlens_q is not None and block_mask is not None:
         raise ValueError("varlen_attention takes no block_mask: pass mask_mod, or leave cu_seqlens_q out")
+    named = (("q_scale", q_scale), ("k_scale", k_scale), ("v_scale", v_scale))
+    float8 = quantised(*(_filled(name, t, torch.float32, device, 1) for name, t in named), out_dtype)
     with waiting():
         with torch.set_grad_enabled(backward):
             if cu_seqlens_q is None:
-                call = bound(*tensors, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod)
+                call = bound(*tensors, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, quantised=float8)
             else:
-                call = packed_call(*tensors, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options)
+                packed = cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options
+                call = packed_call(*tensors, *packed, quantised=float8)
         with torch.no_grad():
             _prepare(call, backward, max_scores, deterministic or torch.are_deterministic_algorithms_enabled())
     return _compiled_since(before)
@@ -111,8 +120,10 @@ def precompile_cached(
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     scale: float | torch.Tensor | None = None,
+    q_scale: torch.Tensor | Sequence[int] | None = None,
     k_scale: torch.Tensor | Sequence[int] | None = None,
     v_scale: torch.Tensor | Sequence[int] | None = None,
+    out_dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
     shared_prefix: SharedPrefix | Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
@@ -124,7 +135,7 @@ def precompile_cached(
 
     query, k_cache, v_cache   tensors, on "meta" or not, of which none is written, or shapes, which all have `dtype`. For a cache of
                 another dtype, as of float8_e4m3fn, pass tensors
-    kv_len, page_table, cache_loc, cu_seqlens_q, q_offset, k_scale, v_scale   the same: what they hold changes no kernel
+    kv_len, page_table, cache_loc, cu_seqlens_q, q_offset, q_scale, k_scale, v_scale   the same: what they hold changes no kernel
     shared_prefix   one of as many sequences, or (groups, pages): for how many groups and pages of a prefix it has room. Then both ways are
                 compiled, with sharing and without, as it depends on the batch which one a call goes
     device      for shapes and meta tensors; by default that of a tensor among the others, else "cuda" if there is a GPU, or "cpu"
@@ -132,16 +143,17 @@ def precompile_cached(
     The others are those of cached_attention. Few sequences split their keys, for which there are other kernels.
     """
     indices = {"kv_len": kv_len, "page_table": page_table, "cache_loc": cache_loc, "cu_seqlens_q": cu_seqlens_q, "q_offset": q_offset}
-    factors = {"k_scale": k_scale, "v_scale": v_scale}
+    factors = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
     device = _device_of(query, (k_cache, v_cache, *indices.values()), device)
     tensors = [_real(name, t, dtype, device) for name, t in (("query", query), ("k_cache", k_cache), ("v_cache", v_cache))]
     check_values("precompile_cached", query=tensors[0], k_cache=tensors[1], v_cache=tensors[2])
     before = _counts()
     batch = {name: _filled(name, t, torch.int32, device, 0) for name, t in indices.items()}
     batch |= {name: _filled(name, t, torch.float32, device, 1) for name, t in factors.items()}
+    of_query = batch.pop("q_scale"), out_dtype
     shared = None if shared_prefix is None else _shared(shared_prefix, batch, tensors[1])
     with waiting(), torch.no_grad():
-        prepare_cached(*tensors, {**batch, "max_q_len": max_q_len}, score_mod, mask_mod, scale, batch_invariant, shared)
+        prepare_cached(*tensors, {**batch, "max_q_len": max_q_len}, of_query, score_mod, mask_mod, scale, batch_invariant, shared)
     return _compiled_since(before)
 
 

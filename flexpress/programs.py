@@ -38,6 +38,7 @@ class Program:
     rows           what a backward pass needs is wanted
     transposed     the transposed lists come behind the mask's own
     dropout_p      above 0: a seed comes with the call
+    out            the output's dtype, where float8 has another than bfloat16
     """
 
     score: str | None = None
@@ -49,6 +50,12 @@ class Program:
     rows: bool = False
     transposed: bool = False
     dropout_p: float = 0.0
+    out: str | None = None
+
+    @property
+    def out_dtype(self) -> torch.dtype | None:
+        """`out` as a dtype."""
+        return None if self.out is None else getattr(torch, self.out)
 
     def text(self) -> str:
         """Only what differs from the defaults."""

@@ -14,12 +14,14 @@ from flexpress import checks
 from flexpress.block_lists import read_lists, walked_in_every_length
 from flexpress.block_mask import BlockMask
 from flexpress.dropout import Dropout
+from flexpress.float8 import FLOAT8, Quantised, check_quantised, refuse_gradients
 from flexpress.foreign_masks import foreign_lists, is_foreign_mask
 from flexpress.programs import captures_of, mod_program
 from flexpress.scales import read_scale
 from flexpress.sinks import check_sinks
 
 from .codegen.mod.bind import bind
+from .codegen.mod.dtypes import dtype_name
 from .codegen.mod.tensors import check_kind, check_surroundings, is_transformed, tracing
 from .codegen.mod.trace import traced_once
 from .codegen.plan.forward import Options
@@ -49,6 +51,7 @@ class Recorded(NamedTuple):
     options: Options
     sinks: torch.Tensor | None = None
     dropout: Dropout | None = None
+    quantised: Quantised | None = None
 
     def attend(self, output_max: bool, deterministic: bool) -> tuple:
         """out, lse and max_scores (None if they are not wanted)."""
@@ -60,6 +63,11 @@ class Recorded(NamedTuple):
         captures = captures_of(score, mask)
         learned = query, key, value, *captures.tensors, *(() if self.sinks is None else (self.sinks,))
         wants_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in learned)
+        scales: tuple = (None, None, None)
+        if self.query.dtype == FLOAT8:
+            if torch.is_grad_enabled():
+                refuse_gradients(*learned, *(self.quantised[:3] if self.quantised else ()))
+            scales = self.quantised[:3] if self.quantised else scales
         tables = list(lists.tables) if lists else []
         transposed = wants_gradient and bool(tables) and walked_in_every_length((lists.q_block, lists.kv_block))
         transposed = transposed and not torch.compiler.is_exporting()  # what is exported is run for its output
@@ -76,10 +84,12 @@ class Recorded(NamedTuple):
             rows=wants_gradient,
             transposed=transposed,
             dropout_p=self.dropout.p if self.dropout else 0.0,
+            out=dtype_name(self.quantised.out_dtype) if self.quantised and self.quantised.out_dtype else None,
         )
         starts = [self.packed[0]] if self.packed and self.packed[0] is self.packed[-1] else list(self.packed)
+        others = self.sinks, self.dropout and self.dropout.seed, *scales
         out, lse, max_scores, _ = torch.ops.flexpress.flex_attention(
-            query, key, value, *captures, tables, starts, self.scale, program.text(), self.sinks, self.dropout and self.dropout.seed
+            query, key, value, *captures, tables, starts, self.scale, program.text(), *others
         )
         return out, lse, max_scores if output_max else None
 
@@ -99,14 +109,16 @@ class Recorded(NamedTuple):
 
 
 def recorded(
-    query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed, sinks=None, dropout=None
+    query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed, sinks=None, dropout=None, quantised=None
 ) -> Recorded:
     """The arguments of flex_attention; `packed` as for call.bound."""
     check_surroundings("flex_attention")
     modes = [getattr(t, "fake_mode", None) for t in (query, key, value)]
     if None not in modes and not tracing():  # FakeTensors, outside the mode that they were made in
         with modes[0]:
-            return recorded(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed, sinks, dropout)
+            return recorded(
+                query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, packed, sinks, dropout, quantised
+            )
     query, key, value = checks.autocast(query, key, value)
     checks.check_tensors(query, key, value, enable_gqa)
     options = checks.parse_options(kernel_options)
@@ -118,7 +130,9 @@ def recorded(
     if sinks is not None:
         check_sinks(sinks, query.shape[1], query.device)
         check_kind("sinks", sinks)
-    return Recorded(query, key, value, score, mask, lists, decided, tuple(packed or ()), scale, options, sinks, dropout)
+    if quantised is not None:
+        check_quantised(quantised, query, key)
+    return Recorded(query, key, value, score, mask, lists, decided, tuple(packed or ()), scale, options, sinks, dropout, quantised)
 
 
 def lists_of_mask(block_mask, query, key, mask_mod) -> tuple:

@@ -25,8 +25,10 @@ def split_attention(
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     scale: float | torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     check: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """cached_attention to the parts of each sequence: outs (splits, B, Hq, Q_LEN, D_V) in query's dtype and lses float32
@@ -65,8 +67,10 @@ def split_attention(
         score_mod=None if score_mod is None else _score_of_parts(score_mod, B),
         mask_mod=_mask_of_parts(mask_mod or causal, B, begins),
         scale=scale,
+        q_scale=q_scale,
         k_scale=k_scale,
         v_scale=v_scale,
+        out_dtype=out_dtype,
         return_lse=True,
         check=check,
     )

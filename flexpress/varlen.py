@@ -8,6 +8,7 @@ import torch
 
 from flexpress.call import attend, bound
 from flexpress.dropout import read_dropout, refuse_over_devices
+from flexpress.float8 import Quantised, refuse_float8_over_devices
 from flexpress.in_graph import compilable
 from flexpress.mods import MaskMod, ScoreMod
 from flexpress.packed_checks import check_packed
@@ -41,6 +42,10 @@ def varlen_attention(
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor: ...
 @overload
 def varlen_attention(
@@ -60,6 +65,10 @@ def varlen_attention(
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def varlen_attention(
@@ -79,6 +88,10 @@ def varlen_attention(
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def varlen_attention(
@@ -95,6 +108,10 @@ def varlen_attention(
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor: ...
 @overload
 def varlen_attention(
@@ -111,6 +128,10 @@ def varlen_attention(
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def varlen_attention(
@@ -127,6 +148,10 @@ def varlen_attention(
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 @compilable
 def varlen_attention(
@@ -146,10 +171,14 @@ def varlen_attention(
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention within each of n packed sequences, with the user's own score and mask.
 
-    q               (total_q, Hq, D), float16, bfloat16 or float32, any strides
+    q               (total_q, Hq, D), float16, bfloat16 or float32, or, without gradients, float8_e4m3fn; any strides
     k, v            (total_k, Hkv, D) and (total_k, Hkv, Dv), Hq a multiple of Hkv; D up to 576, Dv up to 512
     cu_seqlens_q    (n + 1,), int32 or int64, on q's device: 0, then the end of each sequence, never falling, total_q at last. Sequence s
                     is the tokens cu_seqlens_q[s] <= i < cu_seqlens_q[s + 1]; it may have none
@@ -164,11 +193,12 @@ def varlen_attention(
                     and v are this rank's tokens. A score_mod is told the same as without
     sinks           (Hq,), a logit for each head, as for flex_attention
     dropout_p, dropout_seed   as for flex_attention; b is the number of the sequence, q_idx and kv_idx are positions inside it
+    q_scale, k_scale, v_scale, out_dtype   of float8_e4m3fn, as for flex_attention, for all sequences: one element or (Hkv,)
 
-    Returns (total_q, Hq, Dv) in q's dtype; with return_lse also lse (total_q, Hq), float32, natural logarithm. A query with nothing to
-    attend to gives 0 and -inf. Differentiable as flex_attention is. Other lengths, or another number of sequences, compile nothing (but
-    those of 512 tokens or more on average, whose blocks begin where sequences do, and those of fewer have kernels of their own, and so
-    has, in a portable backward pass of the latter, a sum that is a multiple of the block size).
+    Returns (total_q, Hq, Dv) in q's dtype (or out_dtype); with return_lse also lse (total_q, Hq), float32, natural logarithm. A query
+    with nothing to attend to gives 0 and -inf. Differentiable as flex_attention is. Other lengths, or another number of sequences,
+    compile nothing (but those of 512 tokens or more on average, whose blocks begin where sequences do, and those of fewer have kernels
+    of their own, and so has, in a portable backward pass of the latter, a sum that is a multiple of the block size).
 
     DTensors as q, k and v, sharded over heads (dimension 1) or replicated, give DTensors: as for flex_attention.
 
@@ -181,6 +211,11 @@ def varlen_attention(
     arguments = q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, deterministic
     dropout = read_dropout(dropout_p, dropout_seed, q.device) if dropout_p else None
     refuse_over_devices(dropout, context, q)
+    float8 = None
+    if not q_scale is k_scale is v_scale is out_dtype is None:
+        float8 = Quantised(q_scale, k_scale, v_scale, out_dtype)
+    if context is not None or is_distributed(q):
+        refuse_float8_over_devices(q, float8)
     if context is not None:
         check_still("varlen_attention with context=", q, k, v)
         from flexpress.context_varlen import attend_varlen_in_context
@@ -191,7 +226,7 @@ def varlen_attention(
     elif q.__class__ not in ORDINARY and is_distributed(q):
         out, lse = _attend_shards(*arguments, sinks)
     else:
-        out, lse = _attend(*arguments, sinks=sinks, dropout=dropout)
+        out, lse = _attend(*arguments, sinks=sinks, dropout=dropout, quantised=float8)
     return (out, lse) if return_lse else out
 
 
@@ -220,9 +255,10 @@ def _attend(
     read=read_captured,
     sinks=None,
     dropout=None,
+    quantised=None,
 ) -> tuple:
     """out and lse. `read` as for `bound`."""
-    call = packed_call(q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, read, sinks, dropout)
+    call = packed_call(q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, read, sinks, dropout, quantised)
     out, lse, _ = attend(call, False, deterministic)
     return tuple(t.squeeze(0).transpose(0, 1) for t in (out, lse))  # out[0] would copy its gradient
 
@@ -240,6 +276,7 @@ def packed_call(
     read=read_captured,
     sinks=None,
     dropout=None,
+    quantised=None,
 ) -> Bound | Recorded | Transformed:
     """The call of flex_attention that attends within packed sequences: of one batch entry, heads before tokens."""
     transformed = followed("varlen_attention")
@@ -253,4 +290,4 @@ def packed_call(
     q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
     score_mod = None if score_mod is None else packing.score_mod(score_mod)
     mask_mod, packed = packing.mask_mod(mask_mod), (packing.starts_q, packing.starts_k)
-    return bound(q, k, v, score_mod, None, scale, True, kernel_options, mask_mod, packed, read, sinks, dropout)
+    return bound(q, k, v, score_mod, None, scale, True, kernel_options, mask_mod, packed, read, sinks, dropout, quantised)

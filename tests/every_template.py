@@ -3,7 +3,7 @@
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/every_template.py
     compute-sanitizer --tool racecheck --error-exitcode 1 python tests/every_template.py hopper
 
-Parts of it may be named, as the whole takes many minutes there: portable, tangents, sequences, serving, latent, prompts, hopper,
+Parts of it may be named, as the whole takes many minutes there: portable, tangents, sequences, serving, latent, prompts, hopper, float8,
 exchange.
 """
 
@@ -193,6 +193,20 @@ def hopper() -> None:
                 torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
 
 
+def float8() -> None:
+    """Products of 8 bits by both kinds of kernels, of values that are copied and of others, and elements that become bfloat16."""
+    scale = torch.rand(2, device="cuda") + 0.5
+    for head_dim, head_dim_v in ((64, 80), (128, 128), (256, 256)):
+        q, k, v = (
+            torch.randn(2, heads, LENGTH, d, device="cuda").to(torch.float8_e4m3fn)
+            for heads, d in ((4, head_dim), (2, head_dim), (2, head_dim_v))
+        )
+        for options in ({"BACKEND": "PORTABLE"}, {"USE_TMA": False}, *([{"BACKEND": "HOPPER"}] if head_dim <= 128 else [])):
+            for mask_mod in (None, mods.causal):
+                scales = {"q_scale": scale, "k_scale": scale, "v_scale": scale}
+                flex_attention(q, k, v, mask_mod=mask_mod, enable_gqa=True, kernel_options=options, **scales)
+
+
 def exchange() -> None:
     """What ranks of a context plan exchange: last blocks that end early, blocks that nobody sent, head dims that are padded."""
     for dtype, d_qk, d_v in ((torch.bfloat16, 128, 128), (torch.float32, 40, 24), (torch.bfloat16, 576, 512)):
@@ -204,7 +218,7 @@ def exchange() -> None:
         add_blocks(k, v, out, some.new_tensor([1, -1, 0]), some.new_tensor([[0, 3], [1, -1], [-1, -1]]), sums, 128)
 
 
-PARTS = {part.__name__: part for part in (portable, tangents, sequences, serving, latent, prompts, hopper, exchange)}
+PARTS = {part.__name__: part for part in (portable, tangents, sequences, serving, latent, prompts, hopper, float8, exchange)}
 
 if __name__ == "__main__":
     main(*sys.argv[1:])

@@ -606,8 +606,8 @@ CHECKS = [
     ),
     Mutant(
         "flexpress/checks.py",
-        "and t.is_floating_point() and t.dtype != torch.float64",
-        "and t.is_floating_point()",
+        "(torch.float64, torch.float8_e4m3fn)",
+        "(torch.float8_e4m3fn,)",
         named("arguments", "float64"),
         "autocast rounds float64",
     ),
@@ -744,7 +744,7 @@ DROPOUT = [
     ),
     Mutant(
         "codegen/run/forward.py",
-        "extras and (extras.structure, extras.dropout_p)",
+        "extras and (extras.structure, extras.numbers)",
         "extras and extras.structure",
         named("dropout", "another_probability"),
         "a forward pass takes the probability of the one before",
@@ -785,6 +785,43 @@ SINKS = [
         "True",
         named("sinks", "place"),
         "sinks at any address reach kernels that were compiled for multiples of 16",
+    ),
+]
+FLOAT8 = [
+    Mutant(
+        "templates/_softmax.jinja",
+        "p = {{ tl }}.exp2({{ tl }}.fma(score - m_safe[:, None], TO_LOG2, 8.0))",
+        "p = {{ tl }}.exp2({{ tl }}.fma(score - m_safe[:, None], TO_LOG2, 0.0))",
+        named("float8", "any_problem"),
+        "weights below 2**-6 lose their bits in products of 8 bits, and lse is off by 2**8",
+    ),
+    Mutant(
+        "templates/_scales.jinja",
+        "h_kv * stride",
+        "h * stride",
+        named("float8", "any_problem"),
+        "scales of a head of keys are read by the head of queries",
+    ),
+    Mutant(
+        "templates/_scales.jinja",
+        "{{ tl }}.where(TO_LOG2 == 0.0, 1e-37, TO_LOG2)",
+        "TO_LOG2",
+        named("float8", "all_zero"),
+        "elements that are all 0, with a scale of 0, give NaN under a mask",
+    ),
+    Mutant(
+        "flexpress/float8.py",
+        "scale.data_ptr() % 16 == 0",
+        "True",
+        named("float8", "place"),
+        "scales at any address reach kernels that were compiled for multiples of 16",
+    ),
+    Mutant(
+        "codegen/run/values_by_keys.py",
+        "if v.stride(2) == 1 and not any(v.stride(i) % 16 for i in (0, 1, 3) if v.shape[i] > 1):",
+        "if v.stride(2) == 1:",
+        named("float8", "lie_by_keys"),
+        "TMA gets values whose rows are no multiples of 16 bytes",
     ),
 ]
 LAUNCHES = [
@@ -1338,6 +1375,7 @@ MUTANTS = [
     *CHECKS,
     *DROPOUT,
     *SINKS,
+    *FLOAT8,
     *LAUNCHES,
     *INTEGRATIONS,
     *ELSEWHERE,

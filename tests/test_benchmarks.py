@@ -462,3 +462,16 @@ def test_features_are_compared_before_they_are_timed(monkeypatch):
     wrong.ways["feature"] = wrong.ways["plain"]
     monkeypatch.setitem(small_ones, "sinks", lambda: wrong)
     assert "another result" in {row["way"]: row for row in features.measure("sinks", 1.0)}["by_hand"]["error"]
+
+
+def test_float8_is_compared_with_float64(monkeypatch, tmp_path, capsys):
+    float8 = benchmark("float8")
+    monkeypatch.setattr(float8.common, "time_ms", lambda run, rep: (run(), 2.0)[1])
+    monkeypatch.setattr(float8, "ROUNDS", 1)
+    monkeypatch.setattr(float8, "CASES", {"small": float8.Case(1, 30, 32, True, heads=2)})
+    float8.main(["--out", str(tmp_path / "float8.json"), "--cases", "small"])
+    rows = {row["way"]: row for row in json.loads((tmp_path / "float8.json").read_text())["rows"]}
+    assert 0.005 < rows["float8"]["error"] == rows["float8_by_keys"]["error"] < 0.04
+    assert rows["bfloat16"]["error"] < 0.01 and rows["widened"]["ms"] == 2.0
+    assert rows["float8"]["tflops"] == pytest.approx(4 * 2 * 30 * 31 / 2 * 32 / 2e-3 * 1e-12, rel=1e-2)
+    assert "failed" in rows["fa3"] and "float8_by_keys" in capsys.readouterr().out

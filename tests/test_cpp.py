@@ -35,6 +35,7 @@ from support.compositions import MASK_LEAVES, compositions, mask_captures
 from support.dense import dense_attention, positions, relative_error
 from support.evaluate import check, make_mod
 from support.extras import check_dropout, check_sinks, dropout_problems, sink_problems, with_sinks
+from support.float8 import check_quantised, quantised_problems
 from support.gradients import check_gradients, gradient_problems
 from support.long_dots import check_dots, dot_problems
 from support.probabilities import check_probabilities, probability_problems
@@ -68,6 +69,12 @@ def test_operations(expression):
 @given(problems("cpu"))
 def test_any_problem(p):
     check_attention(p, "cpu")
+
+
+@settings(max_examples=EXAMPLES // 3)
+@given(quantised_problems("cpu"))
+def test_any_problem_of_float8(p):
+    check_quantised(p, "cpu")
 
 
 @settings(max_examples=EXAMPLES // 2)

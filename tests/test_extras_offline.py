@@ -41,6 +41,17 @@ def test_portable_kernels(kernel, target):
     _compare(PORTABLE[kernel](target, SINKS), PORTABLE[kernel](target, ORDINARY))
 
 
+@pytest.mark.parametrize("target", KINDS)
+def test_scales(target):
+    """For elements that are float8 where a GPU multiplies none, and wide ones where it does."""
+    if target in ("sm_90", "sm_100"):
+        extras = Extras(scales="qkv", out="bfloat16")
+        found = compilation(target, None, causal, dtype="float8_e4m3fn", head_dim=256, extras=extras).compile()
+    else:
+        found = compilation(target, None, causal, head_dim=64, extras=Extras(scales="qkv")).compile()
+    assert {"Q_SCALES", "K_SCALES", "V_SCALES"} < set(found.signature) and not found.spilled
+
+
 @pytest.mark.parametrize("kernel", HOPPER)
 def test_hopper_kernels(kernel, every_kernel):
     if every_kernel or PINNED or my_turn(list(HOPPER).index(kernel)):

@@ -27,6 +27,7 @@ from flexpress.codegen.run.preview import (
     statistics_compilations,
     tangent_compilations,
     update_cache_compilation,
+    values_by_keys_compilation,
 )
 from flexpress.codegen.run.preview_masks import (
     block_lists_compilation,
@@ -175,6 +176,7 @@ OTHERS = {  # branches of the templates that the prints in generated/ do not hav
     "evaluate": lambda: evaluate_compilation("sm_90", make("softcap")[0]),
     "row statistics": lambda: statistics_compilations("sm_90", *make("alibi", "document"), head_dim=80)["rows"],
     "column sums": lambda: statistics_compilations("sm_90", *make("relative_bias", "causal"), transposed=True)["columns"],
+    "values by keys": lambda: values_by_keys_compilation("sm_90", 80),
     "merge parts": lambda: merge_parts_compilation("sm_90", d_v=80),
     "shared tables": lambda: shared_tables_compilation("sm_90", ragged=True, offsets=True),
     "update cache": lambda: update_cache_compilation("sm_90", cache_dtype="float8_e4m3fn"),

@@ -7,6 +7,7 @@ from flexpress import create_block_mask, flex_attention, mods, varlen_attention
 from flexpress.codegen import registry
 from support.dense import dense_attention, relative_error
 from support.fake_hopper import forward_on_cpu
+from support.float8 import FLOAT8, Quantised, check_quantised, plainly
 
 DIMS = [(24, 24), (32, 64), (192, 192), (136, 160), (64, 192), (192, 32)]
 
@@ -61,3 +62,35 @@ def test_slices_of_packed_sequences(monkeypatch):
     for begin, end in ((0, 100), (100, 230)):
         one = [t[begin:end].transpose(0, 1)[None] for t in (q, k, v)]
         assert relative_error(out[begin:end].transpose(0, 1)[None], dense_attention(*one, None, None)[0]) < 1e-2
+
+
+FLOAT8_PROBLEMS = {
+    "plain": dict(score="none", mask="none", scales=("head", "batch", "all")),
+    "a scale first": dict(score="scaled", mask="causal", scales=("head", "batch", "all"), out_dtype=torch.float32),
+    "sinks": dict(score="alibi", mask="document", scales=("all", "", "head"), sinks=True),
+    "blocks that are all full": dict(score="table", mask="window", scales=("", "", ""), D_V=64),
+    "no mods and sinks": dict(score="none", mask="none", scales=("", "batch", ""), sinks=True, scale=-0.5),
+}
+
+
+@pytest.mark.parametrize("name", FLOAT8_PROBLEMS)
+def test_float8(monkeypatch, name):
+    """Tiles of V are those of its transpose, and scales are another for each tile."""
+    launched = forward_on_cpu(monkeypatch)
+    shapes = dict(dtype=FLOAT8, B=2, Hkv=2, Q_LEN=150, KV_LEN=300, D_QK=64, D_V=48, mask_made="by the call")
+    usual = dict(out_dtype=None, sinks=False, spread=1.0)
+    check_quantised(Quantised(**{**shapes, **usual, **FLOAT8_PROBLEMS[name]}), "cpu")
+    assert [launch.spec.template for launch in launched] == ["hopper_forward"]
+
+
+def test_packed_sequences_of_float8(monkeypatch):
+    launched = forward_on_cpu(monkeypatch)
+    q, k, v = (t[0].transpose(0, 1).to(FLOAT8) for t in tensors(64, 32, 1230, 1230))
+    ends, scale = torch.tensor([0, 700, 1230], dtype=torch.int32), torch.tensor([0.5])
+    out = varlen_attention(q, k, v, ends, mask_mod=mods.causal, k_scale=scale)
+    assert [(launch.spec.template, launch.spec.flag["STARTS"]) for launch in launched] == [("hopper_forward", True)]
+    for begin, end in ((0, 700), (700, 1230)):
+        q_, k_, v_ = (t[begin:end].transpose(0, 1)[None].double() for t in (q, k, v))
+        exact = dense_attention(q_, k_ * 0.5, v_, None, mods.causal)[0]
+        allowed = relative_error(plainly(q_, k_ * 0.5, v_, None, mods.causal, None), exact)
+        assert relative_error(out[begin:end].transpose(0, 1)[None], exact) < 1.2 * allowed + 4e-3

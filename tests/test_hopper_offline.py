@@ -12,7 +12,9 @@ import torch
 from flexpress.codegen.device import offline
 from flexpress.codegen.device.cache import load_module, store
 from flexpress.codegen.gpus import SHARED_MEMORY
-from flexpress.codegen.plan.forward import Blocks, Cache, ForwardCase, Options, geometry_of
+from flexpress.codegen.plan.extras import Extras
+from flexpress.codegen.plan.forward import Blocks, Cache, ForwardCase, Options
+from flexpress.codegen.plan.geometry import geometry_of
 from flexpress.codegen.plan.hopper_forward import enough_heads, fits, heads_per_group, plan_hopper_forward
 from flexpress.codegen.run.preview import Compilation, hopper_compilation
 from flexpress.codegen.text.render import render
@@ -20,6 +22,7 @@ from flexpress.recipes import make
 from support.assembly import assert_packed_as_read
 from support.tritons import my_turn
 
+FLOAT8 = dict(dtype="float8_e4m3fn", extras=Extras(scales="qkv", out="bfloat16"))
 MLA = dict(head_dim=192, head_dim_v=128)
 CASES = {
     "plain d128 bf16": ("plain", {}),
@@ -59,6 +62,9 @@ CASES = {
     "plain d32 bf16": ("plain", dict(head_dim=32)),
     "softcap causal d192 bf16": ("softcap causal", dict(head_dim=192)),
     "causal d160 bf16, pages of 16": ("causal", dict(head_dim=160, starts=True, cache=Cache(16))),
+    "causal d128 fp8": ("causal", dict(FLOAT8)),
+    "alibi document d128 fp8, starts": ("alibi document", dict(FLOAT8, starts=True, output_max=True)),
+    "plain d80x32 fp8, sinks": ("plain", dict(FLOAT8, head_dim=80, head_dim_v=32, extras=Extras("bfloat16", scales="v", out="float32"))),
 }
 
 BY_BOTH = {"plain d128 bf16", "causal d128 bf16", "causal d64 bf16, starts"}  # Tritons
@@ -95,6 +101,8 @@ SPILLED = {
     "causal d192x128 bf16, pages of 32": 16,
     "alibi causal d128 bf16, pages of 64": 12,
     "causal d160 bf16, pages of 16": 24,
+    "causal d128 fp8": 16,
+    "alibi document d128 fp8, starts": 96,
 }
 
 NOTHING = torch.zeros(4096, dtype=torch.int32)

@@ -23,6 +23,7 @@ from flexpress.codegen.device import offline
 from flexpress.codegen.device.compiler import newer_assembler
 from flexpress.codegen.gpus import SHARED_MEMORY, architecture
 from flexpress.codegen.mod.long_dots import same_where_seen
+from flexpress.codegen.plan.extras import Extras
 from flexpress.codegen.plan.forward import Options
 from flexpress.codegen.run.imagined import architecture_for
 from flexpress.codegen.run.preview import (
@@ -38,6 +39,7 @@ from flexpress.codegen.run.preview import (
     statistics_compilations,
     tangent_compilations,
     update_cache_compilation,
+    values_by_keys_compilation,
 )
 from flexpress.codegen.run.preview_masks import (
     block_lists_compilation,
@@ -53,6 +55,7 @@ from support.assembly import assert_packed_as_read
 from support.tritons import NEWER, OLDER, PINNED, my_turn
 from support.varlen import score_mods
 
+FLOAT8 = Extras(scales="qkv", out="bfloat16")
 FORWARD = {  # every branch of the template and every row of the tile tables, not their product
     "plain d64 bf16": ("plain", dict(head_dim=64)),
     "plain d128 fp16": ("plain", dict(dtype="float16")),
@@ -82,6 +85,16 @@ FORWARD = {  # every branch of the template and every row of the tile tables, no
             transposed=True,
             options=Options(prescale_qk=True, rows_guaranteed_safe=True, float32_precision="tf32"),
         ),
+    ),
+    "plain d128 fp8": ("plain", dict(dtype="float8_e4m3fn", extras=FLOAT8)),
+    "alibi causal d128 fp8": ("alibi causal", dict(dtype="float8_e4m3fn", extras=FLOAT8._replace(sinks="bfloat16"), output_max=True)),
+    "softcap document d80x64 fp8, blocks with starts": (
+        "softcap document",
+        dict(dtype="float8_e4m3fn", head_dim=80, head_dim_v=64, starts=True, extras=FLOAT8._replace(scales="v")),
+    ),
+    "causal d64 fp8 by pointers": (
+        "causal",
+        dict(dtype="float8_e4m3fn", head_dim=64, use_tma=False, extras=FLOAT8._replace(out="float32")),
     ),
 }
 
@@ -117,6 +130,10 @@ OTHERS = {
     "evaluate prefix_lm": lambda t: evaluate_compilation(t, make("prefix_lm")[1], "mask"),
     "merge_parts": lambda t: merge_parts_compilation(t),
     "merge_parts d80 fp32": lambda t: merge_parts_compilation(t, "float32", 80),
+    "values_by_keys": lambda t: values_by_keys_compilation(t),
+    "values_by_keys d64": lambda t: values_by_keys_compilation(t, 64),
+    "values_by_keys d256": lambda t: values_by_keys_compilation(t, 256),
+    "values_by_keys d80, any strides": lambda t: values_by_keys_compilation(t, 80, unit=False, aligned=()),
     "shared_tables": lambda t: shared_tables_compilation(t),
     "shared_tables, ragged": lambda t: shared_tables_compilation(t, ragged=True, offsets=True),
     "update_cache": lambda t: update_cache_compilation(t, located=True),
@@ -259,6 +276,7 @@ EVERYWHERE = {
     "copy_blocks",
     "add_blocks",
     "merge_parts",
+    "values_by_keys",
     "shared_tables, ragged",
     "dense_mask global_sliding",
     "block_zones document",
@@ -275,16 +293,31 @@ EVERYWHERE = {
     "causal d128 bf16: tangent dkv",
     "causal d128 bf16: tangent dq",
 }
-ON_HOPPER = {"causal d128 fp16, full blocks past the end", "softcap causal d128 bf16: dq", "block_lists document, transposed"}
+ON_HOPPER = {
+    "causal d128 fp16, full blocks past the end",
+    "softcap causal d128 bf16: dq",
+    "block_lists document, transposed",
+    "alibi causal d128 fp8",
+    "causal d64 fp8 by pointers",
+}
 
 
 def targets_of(case: str) -> list[str]:
-    if "fp8" in case:
-        return list(FP8_TARGETS)
     if case in ON_HOPPER:
         return ["sm_90"]
+    if "fp8" in case:
+        return list(FP8_TARGETS)
     number = CASES.index(case)
     return [t for i, t in enumerate(offline.TARGETS) if case in EVERYWHERE or number % 4 == i or (t, case) in SPILLED]
+
+
+@pytest.mark.parametrize("case", ["plain d128 fp8", "softcap document d80x64 fp8, blocks with starts"])
+def test_hopper_multiplies_8_bits_twice(case):
+    """Scores, and weights by values, which lie as the instructions want them: no byte of V moves through shared memory."""
+    ptx = compiled("sm_90", case).assembly["ptx"]
+    products = re.findall(r"wgmma\.mma_async\S+", ptx)
+    assert len(products) >= 6 and all(p.endswith(".f32.e4m3.e4m3") for p in products)
+    assert "st.shared.b8" not in ptx
 
 
 PAIRS = [(t, c) for t in offline.TARGETS for c in CASES if t in targets_of(c)]

@@ -53,6 +53,7 @@ def attention(flag: bool, theirs: torchs.BlockMask) -> None:
     assert_type(mask, BlockMask)
     assert_type(flex_attention(q, k, v), Tensor)
     assert_type(flex_attention(q, k, v, bias, mask, 0.5, True), Tensor)
+    assert_type(flex_attention(q, k, v, q_scale=v, k_scale=v, v_scale=v, out_dtype=torch.float16), Tensor)
     assert_type(flex_attention(q, k, v, lambda score, b, h, q_idx, kv_idx: score * 2, mask_mod=mods.causal), Tensor)
     assert_type(flex_attention(q, k, v, score_mod=Bias(), block_mask=theirs, scale=torch.tensor(0.1)), Tensor)
     assert_type(flex_attention(q, k, v, return_lse=False, deterministic=True), Tensor)

@@ -22,7 +22,8 @@ SHARED_LIMIT, DYNAMIC_SHARED, LOCAL_SIZE = 97, 8, 3  # CU_DEVICE_ATTRIBUTE_MAX_S
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _INVALID_CONTEXT = 201  # of a thread that has not used CUDA yet, or has left torch's context since
 _FORMATS = {"i1": "?", "u1": "?", "i32": "i", "i64": "q", "fp32": "f"}  # struct's codes; every pointer is "Q"
-_MAP_TYPES = {torch.float32: 7, torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
+# CUtensorMapDataType, which has bytes for float8
+_MAP_TYPES = {torch.float32: 7, torch.float16: 6, torch.bfloat16: 9, torch.float8_e4m3fn: 0}
 _MAP_BYTES = 128
 _DESCRIPTOR_FIELDS = [f"{_MAP_BYTES}s", *"iiii", *"qqqq"]  # map, sizes and strides
 _DESCRIPTOR = struct.Struct("".join(_DESCRIPTOR_FIELDS))

@@ -15,7 +15,7 @@ from ..registry import remembered
 
 def descriptor(tensor: torch.Tensor, rows: int, columns: int | None = None):
     """A descriptor of (Z, H, S, D) for blocks [rows, columns] of one head, all columns by default; what lies outside the tensor reads as
-    zero and is not written."""
+    zero and is not written. Of a tensor whose last dimension is not contiguous it is one of (Z, H, D, S)."""
     columns = columns or round_up_head_dim(tensor.shape[3])
     if tensor.device.type in ("cpu", "meta"):  # the interpreter reads through the tensor, and what is only begun has no address
         return _describe(tensor, tensor.shape, tensor.stride(), rows, columns)
@@ -51,5 +51,9 @@ class Descriptor(TensorDescriptor):
 
 
 def _describe(base, shape: tuple, strides: tuple, rows: int, columns: int) -> Descriptor:
-    outer = [s if n > 1 else max(shape[3], 16) for s, n in zip(strides[:3], shape[:3], strict=True)]
+    row = shape[3]
+    if strides[3] != 1:
+        shape, strides = (*shape[:2], shape[3], shape[2]), (*strides[:2], strides[3], strides[2])
+        row = -(-shape[3] // 16) * 16  # of bytes, which may be any number
+    outer = [s if n > 1 else max(row, 16) for s, n in zip(strides[:3], shape[:3], strict=True)]
     return Descriptor(base, list(shape), [*outer, 1], [1, 1, rows, columns])

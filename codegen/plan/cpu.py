@@ -9,7 +9,7 @@ import torch
 from ..mod.dtypes import dtype_name
 from ..mod.grad import differentiate
 from ..mod.loads import read_in
-from ..text.cpp import CPP
+from ..text.cpp import CPP, type_name
 from ..text.gradient_text import Differential
 from ..text.mod_text import ModText, mod_text
 from ..text.parameters import Parameter, numbers, pointer
@@ -55,9 +55,12 @@ def plan_cpu_forward(case: ForwardCase, score: Mod | None, mask: Mod | None) -> 
     """The plan of cpu_forward."""
     blocks = case.blocks
     score_text, mask_text = lowered(score, mask, Target("cpu", dtype_name(case.dtype), case.exact_indices, CPP))
+    if set(case.extras.scales) & {"q", "k"}:  # what a kernel has as a constant of all heads is not theirs
+        case = case._replace(scale_is_positive=False)
     scale_apart = score is not None or not case.scale_is_positive
     flags = {
         "WRITTEN": ("O", "LSE", "MAX", "ROWS"),
+        "OUT": type_name(case.extras.out or dtype_name(case.dtype)),
         **tile_flags(case),
         "V_UNIT": case.units[2],
         "V_DIRECT": case.units[2] and case.dtype is torch.float32,
@@ -80,10 +83,11 @@ def _parameters(case: ForwardCase, score: ModText | None, mask: ModText | None, 
         pointer("Q", dtype, "[Z, Hq, Q_LEN, D_QK]"),
         pointer("K", dtype, "[Zkv, Hkv, KV_LEN, D_QK]"),
         pointer("V", dtype, "[Zkv, Hkv, KV_LEN, D_V]"),
-        pointer("O", dtype, "[Z, Hq, Q_LEN, D_V] in any strides, written"),
+        pointer("O", case.extras.out or dtype, "[Z, Hq, Q_LEN, D_V] in any strides, written"),
         *statistic_parameters("Z, Hq, Q_LEN", case.output_max, case.output_rows),
         *case.extras.of_sinks,
         *case.extras.of_dropout,
+        *case.extras.of_scales,
     )
     sizes = ("Z", "Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", *stride_names_of(case.units), *scale_names(scale_apart))
     sizes += case.extras.numbers

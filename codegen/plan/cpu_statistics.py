@@ -8,7 +8,8 @@ from ..text.parameters import numbers, pointer
 from ..text.snippet import Target
 from ..text.spec import KernelSpec
 from .cpu import CpuPlan, tile_flags
-from .forward import STRIDES, Mod, block_flags, list_numbers, list_tables, lowered, scale_names
+from .forward import Mod, block_flags, list_numbers, list_tables, lowered, scale_names
+from .geometry import STRIDES
 from .statistics import StatisticsCase
 
 

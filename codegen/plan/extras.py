@@ -1,4 +1,4 @@
-"""What changes the softmax beside scores and masks: sinks and dropout, as plans see them."""
+"""What changes the softmax beside scores and masks, or tensors' elements: sinks, dropout and scales, as plans see them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,19 @@ class Extras(NamedTuple):
 
     sinks     the dtype of sinks; "": there are none
     dropout   weights are dropped by their "positions", or by those in "packed" sequences; "": none is
+    scales    which of "q", "k" and "v" are to be multiplied by scales
+    out       the dtype of the output; "": that of q
     """
 
     sinks: str = ""
     dropout: str = ""
+    scales: str = ""
+    out: str = ""
 
     @property
     def flags(self) -> dict[str, object]:
         """What templates know of it."""
-        return {"SINKS": bool(self.sinks), "DROPOUT": self.dropout}
+        return {"SINKS": bool(self.sinks), "DROPOUT": self.dropout, "SCALES": self.scales}
 
     @property
     def of_sinks(self) -> tuple[Parameter, ...]:
@@ -34,16 +38,28 @@ class Extras(NamedTuple):
         return (pointer("SEED", "int64"), *(pointer(name, "int32") for name in places)) if self.dropout else ()
 
     @property
+    def of_scales(self) -> tuple[Parameter, ...]:
+        """The parameters that take scales."""
+        return tuple(pointer(f"{name.upper()}_SCALES", "float32", "[Z or 1, Hkv or 1]: to be multiplied by") for name in self.scales)
+
+    @property
     def numbers(self) -> tuple[str, ...]:
         """The names of its numbers."""
-        return ("DROPPED", "KEPT_SCALE") if self.dropout else ()
+        strides = tuple(f"stride_{name}_scale_{dim}" for name in self.scales for dim in "zh")
+        return (*(("DROPPED", "KEPT_SCALE") if self.dropout else ()), *strides)
 
 
 ORDINARY = Extras()
 
 
+def extra_numbers(extras: Extras, p: float, strides: tuple[tuple[int, int], ...] = ()) -> dict[str, int | float]:
+    """The values of Extras.numbers, of dropout with probability p and of scales with these strides."""
+    names = (f"stride_{name}_scale_{dim}" for name in extras.scales for dim in "zh")
+    return {**dropout_numbers(p), **dict(zip(names, (step for pair in strides for step in pair), strict=True))}
+
+
 def dropout_numbers(p: float) -> dict[str, int | float]:
-    """The values of Extras.numbers: of 2**16 random numbers, how many drop a weight, and by what kept ones are multiplied."""
+    """Of 2**16 random numbers, how many drop a weight, and by what kept ones are multiplied."""
     dropped = round(p * 65536)
     return {"DROPPED": dropped, "KEPT_SCALE": 65536 / (65536 - dropped) if dropped < 65536 else 0.0}
 
@@ -52,5 +68,6 @@ SMALLEST_SCALE = 1e-20  # sinks are divided by smaller ones nowhere
 
 
 def factors_out(scale: float, extras: Extras) -> bool:
-    """May kernels leave the scale to the conversion to base 2? Then larger scores are larger without it, and sinks are divided by it."""
-    return scale > (SMALLEST_SCALE if extras.sinks else 0.0)
+    """May kernels leave the scale to the conversion to base 2? Then larger scores are larger without it, and sinks are divided by it,
+    which is no place for what only the device knows."""
+    return not (extras.sinks and extras.scales) and scale > (SMALLEST_SCALE if extras.sinks else 0.0)

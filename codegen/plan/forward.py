@@ -11,23 +11,22 @@ from typing import NamedTuple
 
 import torch
 
-from ..gpus import WIDEST_TILE, round_up_head_dim
+from ..gpus import round_up_head_dim
 from ..mod.dtypes import dtype_name
 from ..mod.expr import INDEX_BOUND, Expr, ModGraph, symbols_in
 from ..mod.loads import POSITIONS, loads_of, takes_registers, width_of_dots
-from ..registry import remembered
 from ..text.layouts import TensorLayout
 from ..text.mod_text import ModText, mod_text
 from ..text.parameters import Parameter, constants, descriptor_of, numbers, pointer
 from ..text.snippet import Target
 from ..text.spec import KernelSpec
 from .extras import ORDINARY, Extras
+from .geometry import STRIDES
 from .slices import padded, slices_of
 from .tiles import Tile, forward_tile
 
 LOG2_E = 1.4426950408889634
 _SYMBOLS = {"score": "score", "b": "z", "h": "h", "q_idx": "m", "kv_idx": "n"}
-STRIDES = {t: tuple(f"stride_{t}{d}" for d in dims) for t, dims in (("q", "zhmd"), ("k", "zhnd"), ("v", "zhnd"), ("o", "zhm"))}
 
 
 class Options(NamedTuple):
@@ -78,15 +77,16 @@ def are_exact(q_len: int, kv_len: int, blocks: Blocks | None) -> bool:
 
 def element_flags(case, float32_precision: str) -> dict[str, object]:
     """What every portable template knows of its tensors' elements and head dims, from a case of any kind."""
-    float32 = case.dtype is torch.float32
+    float32, size = case.dtype is torch.float32, case.dtype.itemsize
     return {
         "DTYPE": dtype_name(case.dtype),
         "D_QK": case.d_qk,
         "D_V": case.d_v,
-        "D_QK_ROUNDED": round_up_head_dim(case.d_qk),
-        "D_V_ROUNDED": round_up_head_dim(case.d_v),
-        "QK_SLICES": slices_of(case.d_qk),
-        "V_SLICES": slices_of(case.d_v),
+        "D_QK_ROUNDED": round_up_head_dim(case.d_qk, size),
+        "D_V_ROUNDED": round_up_head_dim(case.d_v, size),
+        "QK_SLICES": slices_of(case.d_qk, size),
+        "V_SLICES": slices_of(case.d_v, size),
+        "FLOAT8": case.dtype is torch.float8_e4m3fn,
         "FLOAT32": float32,
         "FLOAT32_PRECISION": float32_precision if float32 else "",
     }
@@ -256,13 +256,14 @@ def _parameters(case: ForwardCase, score: ModText | None, mask: ModText | None, 
     keys, values = "[Zkv, Hkv, KV_LEN, D_QK]", "[Zkv, Hkv, KV_LEN, D_V]"
     if case.use_tma:
         found = [
-            descriptor_of("K", dtype, "BLOCK_N", round_up_head_dim(case.d_qk), f"{keys} as TMA descriptor"),
-            descriptor_of("V", dtype, "BLOCK_N", round_up_head_dim(case.d_v), f"{values} as TMA descriptor"),
+            descriptor_of("K", dtype, "BLOCK_N", round_up_head_dim(case.d_qk, case.dtype.itemsize), f"{keys} as TMA descriptor"),
+            _values_descriptor(case, values),
         ]
     else:
         found = [pointer("K", dtype, f"{keys}{', V the first D_V columns' if case.values_in_keys else ''}")]
         found += [] if case.values_in_keys else [pointer("V", dtype, values)]
-    found += [pointer("Q", dtype, "[Z, Hq, Q_LEN, D_QK]"), pointer("O", dtype, "[Z, Hq, Q_LEN, D_V] in any strides, written")]
+    found.append(pointer("Q", dtype, "[Z, Hq, Q_LEN, D_QK]"))
+    found.append(pointer("O", case.extras.out or dtype, "[Z, Hq, Q_LEN, D_V] in any strides, written"))
     sizes = ("Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", *stride_names_of(case.units, case.values_in_keys))
     sizes += *scale_names(scale_apart), *list_numbers(blocks)
     sizes += case.extras.numbers
@@ -273,11 +274,20 @@ def _parameters(case: ForwardCase, score: ModText | None, mask: ModText | None, 
         *found,
         *case.extras.of_sinks,
         *case.extras.of_dropout,
+        *case.extras.of_scales,
         *numbers(*sizes),
         *list_tables(blocks),
         *mods,
         *constants("BLOCK_M", "BLOCK_N"),
     )
+
+
+def _values_descriptor(case: ForwardCase, values: str) -> Parameter:
+    """V as TMA loads it. What is summed over is contiguous in products of 8 bits, and that is the keys."""
+    dtype, width = dtype_name(case.dtype), round_up_head_dim(case.d_v, case.dtype.itemsize)
+    if case.dtype.itemsize == 1:
+        return descriptor_of("V", dtype, width, "BLOCK_N", "[Zkv, Hkv, D_V, KV_LEN], V transposed, as TMA descriptor")
+    return descriptor_of("V", dtype, "BLOCK_N", width, f"{values} as TMA descriptor")
 
 
 def stride_names_of(units: tuple[bool, bool, bool], values_in_keys: bool = False) -> tuple[str, ...]:
@@ -303,42 +313,3 @@ def statistic_parameters(rows: str, output_max: bool, output_rows: bool) -> tupl
     found += [pointer("MAX", "float32", f"[{rows}], written")] if output_max else []
     found += [pointer("ROWS", "float32", f"[{rows}, 2], written")] if output_rows else []
     return tuple(found)
-
-
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """What follows from the shapes and strides of q, k, v and out alone."""
-
-    units: tuple[bool, bool, bool]
-    aligned: tuple[str, ...]
-    numbers: dict[str, int]  # sizes and strides by the names of parameters, in the units that `aligned` tells
-    tma: bool  # shapes and strides of k and v that TMA can load
-    q_tma: bool = False  # those of q
-    wide_tma: bool = False  # those of k, however wide
-
-
-@remembered("geometries", 4096)
-def geometry_of(itemsize: int, shapes: tuple, strides: tuple, out_strides: tuple) -> Geometry:
-    """The geometry of q, k, v (their shapes and strides) and out; a dimension of size 1 has stride 0."""
-    (_, Hq, Q_LEN, _), (_, Hkv, KV_LEN, _), (Zkv, *_) = shapes
-    known = [tuple(0 if n == 1 else s for n, s in zip(shape, stride, strict=True)) for shape, stride in zip(shapes, strides, strict=True)]
-    units = tuple(s[3] == 1 or shape[3] == 1 for s, shape in zip(known, shapes, strict=True))
-    vector = 16 // itemsize
-    aligned, found = [], {"Hq": Hq, "Zkv": Zkv, "GROUP_SIZE": Hq // Hkv, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN}
-    for t, s in zip("qkv", known, strict=True):
-        for name, stride in zip(STRIDES[t], s, strict=True):
-            if not name.endswith("d") and stride % vector == 0:
-                aligned.append(name)
-                stride //= vector
-            found[name] = stride
-    found |= zip(STRIDES["o"], out_strides, strict=False)
-    q_tma, *tma = (_fits_tma(s, shape, vector) for s, shape in zip(known, shapes, strict=True))
-    wide_tma = _fits_tma(known[1], shapes[1], vector, shapes[1][3])
-    return Geometry(units, tuple(aligned), found, all(tma), q_tma, wide_tma)
-
-
-def _fits_tma(strides: tuple, shape: tuple, vector: int, widest: int = WIDEST_TILE) -> bool:
-    """TMA wants a contiguous head dim and strides of whole 16 bytes, none of them 0; head dims in several tiles most kernels read by
-    pointers."""
-    outer = all(s % vector == 0 and (s or n == 1) for s, n in zip(strides[:3], shape[:3], strict=True))
-    return outer and strides[3] == 1 and shape[3] % vector == 0 and shape[3] <= widest

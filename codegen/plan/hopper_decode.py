@@ -20,7 +20,8 @@ from ..text.snippet import Target
 from ..text.spec import KernelSpec
 from .decode import DecodeCase, combine_spec, decode_parameters, vector_of
 from .extras import ORDINARY
-from .forward import Geometry, Mod, block_flags, lowered
+from .forward import Mod, block_flags, lowered
+from .geometry import Geometry
 from .hopper_forward import HEAVY, ROWS
 from .slices import padded, slices_of
 

@@ -19,10 +19,8 @@ from ..text.parameters import Parameter, descriptor_of, numbers, pointer
 from ..text.snippet import SumText, Target
 from ..text.spec import KernelSpec
 from .forward import (
-    STRIDES,
     Cache,
     ForwardCase,
-    Geometry,
     Mod,
     batch_inside,
     block_flags,
@@ -32,6 +30,7 @@ from .forward import (
     scale_names,
     statistic_parameters,
 )
+from .geometry import STRIDES, Geometry
 
 ROWS = 64  # of a consumer
 HEAVY = {
@@ -78,7 +77,12 @@ def fits(case: ForwardCase, geometry: Geometry, arch: str = "sm_90", aligned: bo
         return f"the kernel for Hopper needs sm_90, this is {arch}"
     if score and weight_of(score[0]):
         return HEAVY[weight_of(score[0])]
-    if case.dtype not in (torch.bfloat16, torch.float16):
+    if case.dtype is torch.float8_e4m3fn:
+        if case.cache or max(case.d_qk, case.d_v) > 128:
+            return f"head dims are {case.d_qk} and {case.d_v}; for float8 there are tiles for up to 128, without a cache"
+    elif case.extras.scales:
+        return "scales of elements that became bfloat16: the portable kernels have them"
+    elif case.dtype not in (torch.bfloat16, torch.float16):
         return f"{dtype_name(case.dtype)} has no wgmma of its precision"
     least = 33 if case.cache else 17
     if not all(least <= d <= 256 for d in (case.d_qk, case.d_v)):
@@ -175,6 +179,8 @@ def plan_hopper_forward(case: ForwardCase, score: Mod | None, mask: Mod | None) 
     )
     reads = any(gathers(m[0]) for m in (score, mask) if m) or any(m.staged("q_idx", "kv_idx").handed for m in (score_text, mask_text) if m)
     tile = hopper_tile(*padded(case), listed=case.blocks is not None, reads=reads)
+    if case.dtype.itemsize == 1:
+        tile = HopperTile(2, 4, 240, 24)
     if case.cache:  # the producer looks up pages
         tile = replace(tile, consumer_registers=232, producer_registers=40)
     scale_apart = score is not None or not case.scale_is_positive
@@ -190,6 +196,7 @@ def _spec(case: ForwardCase, tile: HopperTile, score: ModText | None, mask: ModT
     flags = {
         "LANGUAGE": GLUON.name,
         "DTYPE": dtype_name(case.dtype),
+        "FLOAT8": case.dtype is torch.float8_e4m3fn,
         "D_QK": case.d_qk,
         "D_V": case.d_v,
         "D_QK_ROUNDED": d_qk,
@@ -214,7 +221,7 @@ def _spec(case: ForwardCase, tile: HopperTile, score: ModText | None, mask: ModT
         "LOCATED": cache.located,
         "OFFSETS": cache.offsets,
         "SCALE_FIRST": scale_apart,
-        "SUM_IS_RAW": scores_are_raw(score and score.sum, case.scale_is_positive),
+        "SUM_IS_RAW": scores_are_raw(score and score.sum, case.scale_is_positive and not case.extras.scales),
         "OUTPUT_MAX": case.output_max,
         "OUTPUT_ROWS": case.output_rows,
         **case.extras.flags,
@@ -226,18 +233,19 @@ def _spec(case: ForwardCase, tile: HopperTile, score: ModText | None, mask: ModT
 
 def _parameters(case: ForwardCase, tile: HopperTile, mods: tuple[Parameter, ...], scale_apart: bool) -> tuple[Parameter, ...]:
     blocks, cache, dtype, N = case.blocks, case.cache, dtype_name(case.dtype), tile.BLOCK_N
-    starts = blocks is not None and blocks.starts
+    starts, out = blocks is not None and blocks.starts, case.extras.out or dtype
     d_qk, d_v = (d // slices(d) for d in padded(case))
     pieces = cache is not None and 0 < cache.page_size < N  # of a block, which TMA copies apart
     found = [
         descriptor_of("K", dtype, *((cache.page_size, 64) if pieces else (N, d_qk))),
-        descriptor_of("V", dtype, *((cache.page_size, 64) if pieces else (N, d_v))),
+        descriptor_of("V", dtype, *((cache.page_size, 64) if pieces else (d_v, N) if case.dtype.itemsize == 1 else (N, d_v))),
         descriptor_of("Q", dtype, ROWS, d_qk),
-        descriptor_of("O", dtype, ROWS, d_v),
-        *([pointer("O", dtype)] if starts else []),
+        descriptor_of("O", out, ROWS, d_v),
+        *([pointer("O", out)] if starts else []),
         *statistic_parameters("T, Hq" if cache else "Z, Hq, Q_LEN", case.output_max, case.output_rows),
         *case.extras.of_sinks,
         *case.extras.of_dropout,
+        *case.extras.of_scales,
         pointer("COUNTER", "int32"),
     ]
     sizes = [

@@ -25,10 +25,11 @@ class Slice(NamedTuple):
     padded: bool
 
 
-def slices_of(d: int) -> tuple[Slice, ...]:
+def slices_of(d: int, itemsize: int = 2) -> tuple[Slice, ...]:
     """One slice up to WIDEST_TILE columns; of more, the powers of two that add up: 576 is 512 + 64, 320 is 256 + 64."""
     if d <= WIDEST_TILE:
-        return (Slice("", 0, round_up_head_dim(d), round_up_head_dim(d) != d),)
+        width = round_up_head_dim(d, itemsize)
+        return (Slice("", 0, width, width != d),)
     widths, left = [], -(-d // STEP) * STEP
     while left:
         widths.append(1 << left.bit_length() - 1)

@@ -16,7 +16,8 @@ from ..text.parameters import Parameter, constants, numbers, pointer
 from ..text.snippet import Target
 from ..text.spec import KernelSpec
 from .backward_tiles import backward_tile
-from .forward import STRIDES, Blocks, Mod, Options, Plan, block_flags, element_flags, list_numbers, list_tables, lowered, scale_names
+from .forward import Blocks, Mod, Options, Plan, block_flags, element_flags, list_numbers, list_tables, lowered, scale_names
+from .geometry import STRIDES
 from .slices import padded
 from .tiles import forward_tile
 

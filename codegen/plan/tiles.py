@@ -46,12 +46,16 @@ _FORWARD = {
     ("sm_80", 512, 4): Tile(16, 16, 8, 1),
     ("gfx942", 512, 2): Tile(32, 16, 4, 1),
     ("gfx942", 512, 4): Tile(16, 16, 4, 1),
+    ("sm_90", 64, 1): Tile(64, 64, 4, 3),
+    ("sm_90", 128, 1): Tile(64, 64, 8, 3),
+    ("sm_90", 256, 1): Tile(64, 64, 8, 3),
+    ("cpu", 256, 1): Tile(64, 64, 1, 1),
     ("cpu", 256, 2): Tile(64, 64, 1, 1),
     ("cpu", 256, 4): Tile(64, 64, 1, 1),
 }
 
 # where a kernel without block lists, or unequal head dims, measured faster with another tile
-_FORWARD_DENSE = {("sm_90", 64, 2): Tile(128, 64, 4, 3)}
+_FORWARD_DENSE = {("sm_90", 64, 2): Tile(128, 64, 4, 3), ("sm_90", 64, 1): Tile(128, 128, 8, 3)}
 _FORWARD_UNEQUAL = {
     ("sm_90", 256, 2): Tile(128, 64, 8, 3),  # 192 / 128, padded to 256 / 128
     ("sm_80", 512, 2): Tile(32, 16, 8, 2),  # 576 / 512: 32 keys leave room for one stage, which spills
@@ -61,6 +65,7 @@ _FORWARD_VALUES_IN_KEYS = {("sm_90", 512, 2): Tile(64, 64, 8, 2)}
 _FORWARD_NARROW = {("sm_90", 64, 2): Tile(64, 64, 4, 2)}
 
 BLOCK = 128  # of queries and of keys, where a call makes its own lists
+FEWEST_KEYS_8 = 32  # of a tile whose products are of 8 bits
 NARROW_BLOCK = 64  # the same under a narrow mask
 # (architecture, larger padded head dim, bytes per element): a mask is narrow if a row of BLOCK queries visits so many blocks, or fewer
 _NARROW = {("sm_90", 64, 2): 3}

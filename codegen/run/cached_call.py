@@ -11,7 +11,8 @@ import torch
 from ..device.devices import architecture_of
 from ..mod.expr import INDEX_BOUND
 from ..plan.extras import factors_out
-from ..plan.forward import Cache, ForwardCase, Geometry, Mod, Options, geometry_of, wants_tma
+from ..plan.forward import Cache, ForwardCase, Mod, Options, wants_tma
+from ..plan.geometry import Geometry, geometry_of
 from .block_lists import BlockLists
 from .call import Cached, ExtraInputs, keys_of, structure_of
 from .masks import automatic_lists

@@ -28,6 +28,7 @@ class Inputs:
         self.extents = (*q.shape[:3], k.shape[2])  # Z, Hq, Q_LEN, KV_LEN
         self.head_dim, self.device, self.enable_gqa = q.shape[3], q.device, enable_gqa
         self.scale = self.head_dim**-0.5  # where the user gives none
+        self.is_float8 = q.dtype.itemsize == 1
         long = min(self.extents[2:]) >= 8 * BLOCK  # else no mask is narrow
         self.narrow_limit = narrow_limit(architecture_of(q.device), self.head_dim, v.shape[3], q.element_size()) if long else 0
         self.look_like(q, k, v)
@@ -56,36 +57,60 @@ def values_in_keys(k: torch.Tensor, v: torch.Tensor) -> bool:
     return v.dtype == k.dtype and all(n == 1 or s == t for n, s, t in zip(k.shape, k.stride(), v.stride(), strict=True))
 
 
+class Scales(NamedTuple):
+    """What a tensor's elements are to be multiplied by: float32, at a multiple of 16 bytes, and its steps from one batch entry, and one
+    head of keys, to the next."""
+
+    tensor: torch.Tensor
+    strides: tuple[int, int]
+
+
 class ExtraInputs(NamedTuple):
-    """What changes the softmax beside scores and masks.
+    """What changes the softmax beside scores and masks, or tensors' elements.
 
     sinks      (Hq,), contiguous and at a multiple of 16 bytes
     dropout_p  which part of the weights is dropped, in 65536ths
     seed       int64 (1,), of dropout
     places     of packed sequences, int32: the number of each query's sequence, its position there, and that of each key
+    scales     of "q", "k" and "v", those that have some
+    out        the output's dtype; None: q's
     """
 
     sinks: torch.Tensor | None = None
     dropout_p: float = 0.0
     seed: torch.Tensor | None = None
     places: tuple[torch.Tensor, ...] = ()
+    scales: tuple[tuple[str, Scales], ...] = ()
+    out: torch.dtype | None = None
 
     @property
     def structure(self) -> Extras:
         """All but addresses and numbers."""
         sinks = "" if self.sinks is None else dtype_name(self.sinks.dtype)
-        return Extras(sinks, "" if self.seed is None else "packed" if self.places else "positions")
+        dropout = "" if self.seed is None else "packed" if self.places else "positions"
+        return Extras(sinks, dropout, "".join(name for name, _ in self.scales), "" if self.out is None else dtype_name(self.out))
+
+    @property
+    def numbers(self) -> tuple[float, tuple[tuple[int, int], ...]]:
+        """dropout_p, and the strides of scales."""
+        return self.dropout_p, tuple(found.strides for _, found in self.scales)
 
     @property
     def named(self) -> dict[str, torch.Tensor]:
         """Its tensors by the names of parameters."""
         tensors = {"SINKS": self.sinks, "SEED": self.seed, **dict(zip(("DROP_B", "DROP_M", "DROP_N"), self.places, strict=False))}
+        tensors |= {f"{name.upper()}_SCALES": found.tensor for name, found in self.scales}
         return {name: t for name, t in tensors.items() if t is not None}
 
 
 def structure_of(extras: ExtraInputs | None) -> Extras:
     """All of it but addresses."""
     return ORDINARY if extras is None else extras.structure
+
+
+def output_dtype(q: torch.Tensor, extras: ExtraInputs | None) -> torch.dtype:
+    """The output's."""
+    return q.dtype if extras is None or extras.out is None else extras.out
 
 
 class Bound(NamedTuple):

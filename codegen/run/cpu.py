@@ -9,7 +9,7 @@ from ..device.cpp import CppKernel
 from ..device.kernel import kernel_for
 from ..mod.tensors import LOWEST, check_address
 from ..plan.cpu import CpuPlan, plan_cpu_forward
-from ..plan.extras import dropout_numbers
+from ..plan.extras import extra_numbers
 from ..plan.forward import scales
 from ..registry import Table
 from ..text.mod_text import mod_values
@@ -63,7 +63,7 @@ class CppRunner:
         self.named = call.case.options.backend == Cpp.name
         self.captured = [p.name for m in plan.spec.mods if m for p in m.parameters]
         self.numbers = {"Z": call.extents[0], **in_elements(call.geometry, call.case.dtype), **scales(call.scale, plan.scale_apart)}
-        self.numbers |= {**(lists.numbers() if lists else {}), **dropout_numbers(call.dropout_p)}
+        self.numbers |= {**(lists.numbers() if lists else {}), **extra_numbers(call.case.extras, *call.extras)}
         self.room = 0  # for parts of keys
         if is_few(call):
             divided, self.room = division(call.extents, call.geometry, call.case.d_v, lists, NOT_CACHED)

@@ -12,7 +12,8 @@ from ..plan.cpu import CpuPlan
 from ..plan.cpu_decode import TILE_ROWS, cpu_parts_of, cpu_rows_of, plan_cpu_decode
 from ..plan.decode import DecodeCase, check_heads
 from ..plan.extras import factors_out
-from ..plan.forward import Geometry, Mod, scales
+from ..plan.forward import Mod, scales
+from ..plan.geometry import Geometry
 from ..registry import INFO, Table
 from ..text.mod_text import mod_values
 from .block_lists import BlockLists
@@ -27,6 +28,8 @@ _plans: dict[tuple, CpuPlan] = Table("plans of decoding in C++", 1024)
 def is_few(call: Call) -> bool:
     """Does this kernel serve a call without a cache that kernels in C++ serve?"""
     blocks = call.case.blocks
+    if call.case.dtype.itemsize == 1 or call.case.extras.scales:
+        return False
     return call.extents[2] <= FEW and not call.case.extras.dropout and not (blocks and (blocks.shifted or blocks.starts))
 
 

@@ -10,7 +10,8 @@ from ..plan.decode import MAX_ROWS, MIN_SHARE, DecodeCase, DecodePlan, Rows, dif
 from ..plan.decode import Parts as Split
 from ..plan.decode_tiles import most_rows, programs_at_once
 from ..plan.extras import factors_out
-from ..plan.forward import Geometry, Mod
+from ..plan.forward import Mod
+from ..plan.geometry import Geometry
 from ..plan.hopper_decode import HopperDecodePlan, plan_hopper_decode
 from ..registry import INFO, Table
 from .block_lists import BlockLists
@@ -43,6 +44,8 @@ class Decode(_Planned):
             return f"query has {q_len} positions, more than {MAX_QUERIES}"
         if options.tile or options.prescale_qk:
             return f"{', '.join(name for name, _ in options.tile) or 'PRESCALE_QK'} is for the other kernels"
+        if call.case.dtype.itemsize == 1 or call.case.extras.scales:
+            return "float8: other kernels have it"
         if call.case.extras.dropout:
             return "dropout: the portable kernels have it"
         if call.case.blocks and call.case.blocks.shifted:

@@ -13,7 +13,8 @@ from ..device.devices import on
 from ..device.memory import contiguous
 from ..plan.decode import DecodeCase, DecodePlan, Rows, parts_at_once
 from ..plan.decode import Parts as Split
-from ..plan.forward import STRIDES, Geometry, Mod, scales
+from ..plan.forward import Mod, scales
+from ..plan.geometry import STRIDES, Geometry
 from ..plan.hopper_decode import HopperDecodePlan, fits
 from ..plan.hopper_forward import SPILL_LIMIT
 from ..plan.tiles import Tile, next_smaller

@@ -16,9 +16,10 @@ from ..device.workers import Job
 from ..mod.tensors import LOWEST, check_kind
 from ..plan.candidates import Choice, choose
 from ..plan.extras import ORDINARY, Extras, factors_out
-from ..plan.forward import Blocks, ForwardCase, Mod, Options, are_exact, geometry_of, wants_tma
+from ..plan.forward import Blocks, ForwardCase, Mod, Options, are_exact, wants_tma
+from ..plan.geometry import geometry_of
 from ..registry import INFO, Table
-from .call import Bound, Rows, keys_of, structure_of, values_in_keys
+from .call import Bound, Rows, keys_of, output_dtype, structure_of, values_in_keys
 from .cpu import Cpp
 from .decode import Decode
 from .forward_kernels import Call, Hopper, Portable
@@ -44,7 +45,7 @@ class Ready:
         self.refusal, self.provisional = (choice.candidate.name, *call.key), False
         self.runner = choice.candidate.prepare(call, (*names, *(lists.tensors() if lists else ())), lists)
         Z, Hq, Q_LEN = rows = q.shape[:3]
-        self.new_out = functools.partial(empty, (*rows, d_v), strides_like(q, d_v), q.dtype, q.device)
+        self.new_out = functools.partial(empty, (*rows, d_v), strides_like(q, d_v), output_dtype(q, bound.extras), q.device)
         self.new_stats = functools.partial(empty, tuple(rows), (Hq * Q_LEN, Q_LEN, 1), torch.float32, q.device)
         self.new_rows = functools.partial(empty, (*rows, 2), (Hq * Q_LEN * 2, Q_LEN * 2, 2, 1), torch.float32, q.device)
 
@@ -71,7 +72,7 @@ def forward(
     score_key, mask_key = keys_of(score, mask, inputs.extents, lists)
     k_at, v_at, q_at = k.data_ptr(), v.data_ptr(), q.data_ptr()
     beside = (k_at | v_at | q_at) % 16 and ((k_at | v_at) % 16, q_at % 16)  # 0 for what TMA can load
-    known = output_max, output_rows, extras and (extras.structure, extras.dropout_p)
+    known = output_max, output_rows, extras and (extras.structure, extras.numbers)
     key = (inputs, beside, k_at == v_at, scale, score_key, mask_key, lists and lists.structure, options, *known)
     ready = _ready.get(key)
     if ready is not None and k_at >= LOWEST and v_at >= LOWEST and q_at >= LOWEST:
@@ -207,7 +208,8 @@ def prepare(
 def nothing(bound: Bound, output_max: bool, output_rows: bool):
     """What `forward` returns where there are no queries, no keys, or no columns."""
     q, v = bound.q, bound.v
-    out, lse = output_like(q, v.shape[3]).zero_(), torch.full(q.shape[:3], float("-inf"), dtype=torch.float32, device=q.device)
+    out = output_like(q, v.shape[3]).zero_().to(output_dtype(q, bound.extras))
+    lse = torch.full(q.shape[:3], float("-inf"), dtype=torch.float32, device=q.device)
     max_scores = lse.clone() if output_max else None
     if bound.extras and bound.extras.sinks is not None:
         lse = bound.extras.sinks.float()[:, None].expand(lse.shape).clone()  # keys there are none, and every row has its sink
@@ -221,7 +223,7 @@ def choice_of(bound: Bound, keys: tuple[Mod | None, Mod | None], **outputs: bool
     q, k, v, _, scale, _, _, lists, _, options, extras = bound
     machine = backend_of(q.device.type), architecture_of(q.device)
     call = case_of((q, k, v), scale, keys, lists and lists.blocks, options, *machine, extras=structure_of(extras), **outputs)
-    call = call if extras is None else call._replace(dropout_p=extras.dropout_p)
+    call = call if extras is None else call._replace(extras=extras.numbers)
     candidates = (*ON_CPU, *CANDIDATES) if options.backend == Cpp.name or call.backend == "cpu" else CANDIDATES
     return choose(candidates, call, options.backend, _refused), call
 

@@ -10,8 +10,9 @@ from ..device.arguments import plain_values
 from ..device.counters import counter
 from ..device.devices import multiprocessors, on
 from ..plan import hopper_forward
-from ..plan.extras import dropout_numbers
-from ..plan.forward import ForwardCase, Geometry, Mod, Plan, plan_forward, scales
+from ..plan.extras import extra_numbers
+from ..plan.forward import ForwardCase, Mod, Plan, plan_forward, scales
+from ..plan.geometry import Geometry
 from ..plan.hopper_forward import ROWS, SPILL_LIMIT, HopperPlan, enough_heads, fits, heads_per_group, plan_hopper_forward
 from ..registry import INFO, Table
 from ..text.mod_text import mod_values
@@ -35,7 +36,7 @@ class Call(NamedTuple):
     scale: float
     score: Mod | None
     mask: Mod | None
-    dropout_p: float = 0.0
+    extras: tuple[float, tuple[tuple[int, int], ...]] = (0.0, ())  # numbers: dropout_p, and strides of scales
 
     @property
     def key(self) -> tuple:
@@ -102,7 +103,7 @@ def _numbers(call: Call, plan: Plan | HopperPlan, lists: BlockLists | None) -> d
         "HEADS_PER_GROUP": max(heads, Z) if plan.spec.flag["BATCH_INSIDE"] else heads,
         **scales(call.scale, plan.scale_apart),
         **(lists.numbers() if lists else {}),
-        **dropout_numbers(call.dropout_p),
+        **extra_numbers(case.extras, *call.extras),
     }
 
 

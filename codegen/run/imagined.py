@@ -25,7 +25,7 @@ EXTENTS = (4, 16, 4096, 4096)  # B, H, Q_LEN and KV_LEN
 class Imagined:
     """A call of flex_attention without memory.
 
-    dtype                "float16", "bfloat16" or "float32"
+    dtype                "float16", "bfloat16", "float32", or "float8_e4m3fn" for a forward pass
     use_tma              as the option USE_TMA: None is what the newest GPUs get, and no TMA elsewhere
     block_size           of the block mask, if there is a mask_mod; its full blocks are listed apart (separate_full), and none reaches past
                          KV_LEN (interior); blocks begin where a tensor says (starts), or lie in a longer sequence (shifted)
@@ -35,7 +35,7 @@ class Imagined:
     output_rows          gradients are wanted
     captured             in a backward pass: of the floating-point tensors that score_mod captures, too
     whole                in a backward pass: Q_LEN and KV_LEN are whole blocks
-    extras               sinks
+    extras               sinks, scales, the output's dtype
     options              the other kernel_options
 
     Raises ModError for a mod that cannot be traced.
@@ -65,8 +65,8 @@ class Imagined:
     options: Options = Options()
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("float16", "bfloat16", "float32"):
-            raise ValueError(f"dtype must be float16, bfloat16 or float32, got {self.dtype!r}")
+        if self.dtype not in ("float16", "bfloat16", "float32", "float8_e4m3fn"):
+            raise ValueError(f"dtype must be float16, bfloat16, float32 or float8_e4m3fn, got {self.dtype!r}")
 
     @functools.cached_property
     def bound(self) -> tuple[tuple | None, tuple | None]:
@@ -124,6 +124,8 @@ class Imagined:
             shape = (B, H, width, length) if self.transposed else (B, H, length, width)
             tensor = torch.empty(shape, dtype=getattr(torch, self.dtype), device="meta")
             found.append(tensor.transpose(2, 3) if self.transposed else tensor)
+        if self.dtype == "float8_e4m3fn":
+            found[2] = found[2].transpose(2, 3).contiguous().transpose(2, 3)  # as calls lay them out
         if self.values_in_keys:
             found[2] = found[1][..., :d_v]
         return found

@@ -18,9 +18,9 @@ def strides_like(q: torch.Tensor, d_v: int) -> tuple[int, ...]:
     return _strides_like(q.shape[:3], q.stride(), d_v)
 
 
-def traced_like(q: torch.Tensor, d_v: int) -> torch.Tensor:
-    """`output_like` for tensors without values, whose extents may be symbols."""
-    return q.new_empty_strided((*q.shape[:3], d_v), _ordered(q.shape[:3], q.stride(), d_v))
+def traced_like(q: torch.Tensor, d_v: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """`output_like` for tensors without values, whose extents may be symbols; of q's dtype by default."""
+    return q.new_empty_strided((*q.shape[:3], d_v), _ordered(q.shape[:3], q.stride(), d_v), dtype=dtype or q.dtype)
 
 
 @remembered("strides of outputs", 4096)

@@ -29,6 +29,7 @@ from ..plan.shared_tables import SharedCase, shared_spec
 from ..plan.statistics import plan_columns, plan_rows
 from ..plan.tangent import plan_gradients, plan_tangent
 from ..plan.update_cache import BLOCK_T, UpdateCase, update_spec
+from ..plan.values_by_keys import ByKeysCase, by_keys_spec, keys_of_program
 from ..text.spec import KernelSpec
 from . import backward_kernels, cpu_decode, forward_kernels, statistics
 from .imagined import Imagined, backend_for, machine_of
@@ -190,6 +191,12 @@ def merge_parts_compilation(target: str, dtype: str = "bfloat16", d_v: int = 128
     """The kernel that puts attention to two sets of keys together."""
     spec = merge_spec(MergeCase(getattr(torch, dtype), d_v), backend_for(target))
     return Compilation(target, spec, {"BLOCK_R": rows_of_program(d_v)})
+
+
+def values_by_keys_compilation(target: str, d_v: int = 128, **details) -> Compilation:
+    """The kernel that lays values of 8 bits out by keys. details: fields of ByKeysCase."""
+    spec = by_keys_spec(ByKeysCase(d_v, **details), backend_for(target))
+    return Compilation(target, spec, {"BLOCK_T": keys_of_program(d_v)})
 
 
 def shared_tables_compilation(target: str, **details) -> Compilation:

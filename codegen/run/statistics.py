@@ -13,7 +13,8 @@ from ..device.kernel import kernel_for
 from ..device.memory import contiguous
 from ..plan.cpu import BLOCK_M, TASKS, CpuPlan
 from ..plan.cpu_statistics import plan_cpu_statistics
-from ..plan.forward import Blocks, Geometry, Options, Plan, are_exact, geometry_of, scales
+from ..plan.forward import Blocks, Options, Plan, are_exact, scales
+from ..plan.geometry import Geometry, geometry_of
 from ..plan.statistics import StatisticsCase, plan_columns, plan_rows
 from ..registry import INFO, Table
 from ..text.mod_text import mod_values

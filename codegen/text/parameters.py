@@ -66,7 +66,7 @@ def pointer(name: str, dtype: str, meaning: str = "") -> Parameter:
     return Parameter(name, f"*{dtype}", meaning)
 
 
-def descriptor_of(tensor: str, dtype: str, rows: int | str, columns: int, meaning: str = "", name: str = "") -> Parameter:
+def descriptor_of(tensor: str, dtype: str, rows: int | str, columns: int | str, meaning: str = "", name: str = "") -> Parameter:
     """A TMA descriptor of blocks of a tensor that is known as `tensor`."""
     return Parameter(name or f"desc_{tensor.lower()}", f"desc:{dtype}:{rows}x{columns}", meaning, tensor)
 

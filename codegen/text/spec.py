@@ -58,7 +58,7 @@ class KernelSpec:
         if "D_QK" in flags:
             parts.append(f"d{flags['D_QK']}" + (f"x{flags['D_V']}" if flags["D_V"] != flags["D_QK"] else ""))
         if "DTYPE" in flags:
-            parts.append({"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}[flags["DTYPE"]])
+            parts.append({"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float8_e4m3fn": "fp8"}[flags["DTYPE"]])
         return "_".join(parts)
 
 

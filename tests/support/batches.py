@@ -55,6 +55,7 @@ class Batch:
     mask: str = "none"
     invariant: bool = False
     fp8: bool = False
+    fp8_query: bool = False  # with fp8; then dtype is the output's
     seed: int = 1
     values_in_keys: bool = False
 
@@ -85,6 +86,7 @@ def batches(draw, device):
         mask=draw(st.sampled_from(list(mask_mods()))),
         invariant=draw(st.booleans()),
         fp8=draw(st.booleans()),
+        fp8_query=draw(st.booleans()),
         seed=draw(st.integers(0, 99)),
     )
 
@@ -105,6 +107,7 @@ def made(p: Batch, device: str) -> tuple[dict, list]:
         v = [t[..., : p.D_V] for t in k]
     kept = torch.float8_e4m3fn if p.fp8 else p.dtype
     k, v = ([t.to(kept) for t in tensors] for tensors in (k, v))
+    q = [t.to(kept) for t in q] if p.fp8_query else q
     arguments = {"kv_len": torch.tensor(p.kv_lens, dtype=torch.int32, device=device), "batch_invariant": p.invariant}
     if p.ragged:
         arguments["query"] = torch.cat([t[0].transpose(0, 1) for t in q])
@@ -142,6 +145,11 @@ def made(p: Batch, device: str) -> tuple[dict, list]:
         scales = [torch.rand(p.Hkv, generator=g).to(device) + 0.5 for _ in range(2)]
         arguments |= {"k_scale": scales[0], "v_scale": scales[1]}
         k, v = ([t.double() * s[None, :, None, None] for t in tensors] for tensors, s in zip((k, v), scales, strict=True))
+        if p.fp8_query:
+            scale = (torch.rand(p.Hkv if p.seed % 2 else 1, generator=g) + 0.5).to(device)
+            arguments |= {"q_scale": scale, "out_dtype": p.dtype}
+            spread = scale.expand(p.Hkv).repeat_interleave(p.Hq // p.Hkv)[None, :, None, None]
+            q = [t.double() * spread for t in q]
     return arguments, list(zip(q, k, v, strict=True))
 
 

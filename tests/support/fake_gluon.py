@@ -152,9 +152,11 @@ class Barriers(list):
 
 
 class Descriptor:
-    """Of blocks of a (Z, H, S, D) tensor."""
+    """Of blocks of a (Z, H, S, D) tensor, or of its transpose if D is not contiguous."""
 
     def __init__(self, tensor: torch.Tensor, rows: int, columns: int) -> None:
+        tensor = tensor if tensor.stride(3) == 1 else tensor.transpose(2, 3)
+        assert tensor.dtype.itemsize > 1 or all(n == 1 or s % 16 == 0 for s, n in zip(tensor.stride()[:3], tensor.shape[:3], strict=True))
         self.tensor, self.box, self.dtype, self.layout = tensor, (rows, columns), tensor.dtype, "slabs"
         self.block_type = types.SimpleNamespace(nbytes=rows * columns * tensor.element_size())
 
@@ -312,7 +314,8 @@ def gluon_language(programs: int, program: tuple[int, ...], lock) -> types.Simpl
 
         together([threading.Thread(target=run, args=partition, daemon=True) for partition in partitions], errors)
 
-    dtypes = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int8", "int32", "int64")} | {"int1": torch.bool}
+    dtypes = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int8", "int32", "int64")}
+    dtypes |= {"int1": torch.bool, "float8e4nv": torch.float8_e4m3fn}
     layouts = dict.fromkeys(
         ("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout", "SwizzledSharedLayout", "DistributedLinearLayout"),
         Layout,

@@ -1,0 +1,57 @@
+"""What follows from the shapes and strides of q, k, v and out alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..gpus import WIDEST_TILE
+from ..registry import remembered
+
+STRIDES = {t: tuple(f"stride_{t}{d}" for d in dims) for t, dims in (("q", "zhmd"), ("k", "zhnd"), ("v", "zhnd"), ("o", "zhm"))}
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What follows from the shapes and strides of q, k, v and out alone."""
+
+    units: tuple[bool, bool, bool]
+    aligned: tuple[str, ...]
+    numbers: dict[str, int]  # sizes and strides by the names of parameters, in the units that `aligned` tells
+    tma: bool  # shapes and strides of k and v that TMA can load
+    q_tma: bool = False  # those of q
+    wide_tma: bool = False  # those of k, however wide
+
+
+@remembered("geometries", 4096)
+def geometry_of(itemsize: int, shapes: tuple, strides: tuple, out_strides: tuple) -> Geometry:
+    """The geometry of q, k, v (their shapes and strides) and out; a dimension of size 1 has stride 0."""
+    (_, Hq, Q_LEN, _), (_, Hkv, KV_LEN, _), (Zkv, *_) = shapes
+    known = [tuple(0 if n == 1 else s for n, s in zip(shape, stride, strict=True)) for shape, stride in zip(shapes, strides, strict=True)]
+    units = tuple(s[3] == 1 or shape[3] == 1 for s, shape in zip(known, shapes, strict=True))
+    vector = 16 // itemsize
+    aligned, found = [], {"Hq": Hq, "Zkv": Zkv, "GROUP_SIZE": Hq // Hkv, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN}
+    for t, s in zip("qkv", known, strict=True):
+        for name, stride in zip(STRIDES[t], s, strict=True):
+            if not name.endswith("d") and stride % vector == 0:
+                aligned.append(name)
+                stride //= vector
+            found[name] = stride
+    found |= zip(STRIDES["o"], out_strides, strict=False)
+    q_tma, *tma = (_fits_tma(s, shape, vector) for s, shape in zip(known, shapes, strict=True))
+    if itemsize == 1:
+        tma[1] = _fits_transposed(known[2], shapes[2])
+    wide_tma = _fits_tma(known[1], shapes[1], vector, shapes[1][3])
+    return Geometry(units, tuple(aligned), found, all(tma), q_tma, wide_tma)
+
+
+def _fits_tma(strides: tuple, shape: tuple, vector: int, widest: int = WIDEST_TILE) -> bool:
+    """TMA wants a contiguous head dim and strides of whole 16 bytes, none of them 0; head dims in several tiles most kernels read by
+    pointers."""
+    outer = all(s % vector == 0 and (s or n == 1) for s, n in zip(strides[:3], shape[:3], strict=True))
+    return outer and strides[3] == 1 and shape[3] % vector == 0 and shape[3] <= widest
+
+
+def _fits_transposed(strides: tuple, shape: tuple) -> bool:
+    """The same of V of 8 bits, of which TMA copies the transpose (see float8.py): rows of whole 16 bytes, of which the last may be less."""
+    outer = all(s % 16 == 0 and (s or n == 1) for s, n in zip((*strides[:2], strides[3]), (*shape[:2], shape[3]), strict=True))
+    return outer and strides[2] in (0, 1) and shape[3] <= WIDEST_TILE

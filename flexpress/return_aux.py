@@ -1,0 +1,63 @@
+"""What flex_attention returns beside its output where return_aux asks for it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from flexpress.probabilities import wanted_of
+
+
+class AuxRequest(NamedTuple):
+    """Which statistics flex_attention is to return beside the output; see AuxOutput and AuxStatistics.
+
+    The first two cost nothing. entropy and top_index take a pass over the keys of their own (one for both), and column_sums another one:
+    each about as long as a forward pass by the portable kernels, whichever kernels compute the output.
+    """
+
+    lse: bool = False
+    max_scores: bool = False
+    entropy: bool = False
+    top_index: bool = False
+    column_sums: bool = False
+
+
+class AuxOutput(NamedTuple):
+    """lse and max_scores, float32 (B, Hq, Q_LEN), or None where not asked for."""
+
+    lse: torch.Tensor | None = None
+    max_scores: torch.Tensor | None = None
+
+
+class AuxStatistics(NamedTuple):
+    """What was asked for where that is more than AuxOutput holds, None elsewhere. P is the softmax of a row's scores.
+
+    lse          float32 (B, Hq, Q_LEN)     natural logarithm of the softmax's denominator, -inf for a row with nothing to attend to
+    max_scores   float32 (B, Hq, Q_LEN)     the largest score
+    entropy      float32 (B, Hq, Q_LEN)     -sum of P ln(P), in nats; 0 for an empty row. Without gradient
+    top_index    int64 (B, Hq, Q_LEN)       the key with the largest score, of equal ones the first; -1 for an empty row
+    column_sums  float32 (B, Hq, KV_LEN)    the sum of P over all queries: what each key is given, as evicting from a KV cache asks (H2O,
+                                            arXiv 2306.14048; SnapKV, arXiv 2404.14469). Without gradient
+    """
+
+    lse: torch.Tensor | None = None
+    max_scores: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    top_index: torch.Tensor | None = None
+    column_sums: torch.Tensor | None = None
+
+
+def aux_of(request, lse, max_scores, *statistics) -> AuxOutput | AuxStatistics:
+    """What a request gets of these."""
+    lse = lse if request.lse else None
+    return AuxStatistics(lse, max_scores, *statistics) if any(wanted_of(request)) else AuxOutput(lse, max_scores)
+
+
+def checked_request(return_aux, return_lse: bool) -> AuxRequest:
+    """The request. Raises ValueError or TypeError."""
+    if return_lse:
+        raise ValueError("return_lse and return_aux exclude each other: write return_aux=AuxRequest(lse=True)")
+    if not (hasattr(return_aux, "lse") and hasattr(return_aux, "max_scores")):  # torch's will do
+        raise TypeError(f"return_aux must be AuxRequest(lse=..., max_scores=...), got {return_aux!r}")
+    return return_aux
