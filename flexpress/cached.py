@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 
@@ -17,7 +17,7 @@ from flexpress.mods import MaskMod, ScoreMod
 from flexpress.programs import captures_of, mod_program
 from flexpress.recorded import bound_mod
 from flexpress.scales import read_scale
-from flexpress.shared_attention import attend_shared, check_contents_of, check_shared, is_possible, is_worthwhile
+from flexpress.shared_attention import attend_shared, check_contents_of, check_shared, is_worthwhile
 from flexpress.shared_prefix import SharedPrefix, SharedTables
 from flexpress.sinks import check_sinks, read_sinks
 
@@ -184,7 +184,7 @@ def cached_attention(
     if is_recorded("cached_attention", query, k_cache, v_cache):
         found = _recorded(query, k_cache, v_cache, kv_len, tables, of_query, score_mod, mask_mod, scale, batch_invariant, check, sinks)
     else:
-        placed = _widened(*_placed(query, k_cache, v_cache, kv_len, check, tables, of_query), k_cache, *of_query)
+        placed = widen(*place_batch(query, k_cache, v_cache, kv_len, check, tables, of_query), k_cache, *of_query)
         if shared_prefix is not None:
             check_shared(shared_prefix, query, kv_len, page_table, cache_loc, cu_seqlens_q, q_offset, k_cache)
             if looks(check, query):
@@ -201,7 +201,7 @@ def _recorded(query, k_cache, v_cache, kv_len, tables, of_query, score_mod, mask
     if sinks is not None:
         check_sinks(sinks, query.shape[1], query.device)
         _check_sinks_learn_nothing(sinks)
-    _placed(query, k_cache, v_cache, kv_len, False, tables, of_query)
+    place_batch(query, k_cache, v_cache, kv_len, False, tables, of_query)
     scale, score_mod = _read_scale(scale, score_mod, query)
     score, mask = bound_mod(score_mod, "score"), bound_mod(mask_mod, "mask")
     for bound in (score, mask):
@@ -213,7 +213,7 @@ def _recorded(query, k_cache, v_cache, kv_len, tables, of_query, score_mod, mask
     )
 
 
-def _placed(query, k_cache, v_cache, kv_len, check, tables, of_query) -> tuple[torch.Tensor, Cached, torch.Tensor | None]:
+def place_batch(query, k_cache, v_cache, kv_len, check, tables, of_query) -> tuple[torch.Tensor, Cached, torch.Tensor | None]:
     """query as kernels read it, where the sequences are, and q_offset; all checked."""
     if torch._C._is_any_autocast_enabled():
         (query,) = checks.autocast(query)
@@ -234,50 +234,18 @@ def _placed(query, k_cache, v_cache, kv_len, check, tables, of_query) -> tuple[t
     return query.resolve_neg() if query.is_neg() else query, where, q_offset
 
 
-def _widened(query, where: Cached, q_offset, k_cache, q_scale, out_dtype) -> tuple[torch.Tensor, Cached, torch.Tensor | None]:
+def widen(query, where: Cached, q_offset, k_cache, q_scale, out_dtype) -> tuple[torch.Tensor, Cached, torch.Tensor | None]:
     """What was placed, with queries of float8 in the output's dtype, which holds their numbers: kernels convert the cache to it."""
     if query.dtype != FLOAT8:
         return query, where, q_offset
     return query.to(output_dtype(query, out_dtype)), with_query_scale(where, q_scale, k_cache.shape[2]), q_offset
 
 
-def prepare(
-    query,
-    k_cache,
-    v_cache,
-    batch: dict[str, Any],
-    of_query: tuple,
-    score_mod,
-    mask_mod,
-    scale,
-    batch_invariant: bool,
-    shared: SharedPrefix | None = None,
-) -> None:
-    """Compile what cached_attention launches, and launch nothing but what makes block lists and, with `shared`, what makes its tables and
-    merges parts. `batch`: what describes it, by name; `of_query`: q_scale and out_dtype."""
-    names = "page_table", "cache_loc", "cu_seqlens_q", "max_q_len", "q_offset", "k_scale", "v_scale"
-    described = batch["kv_len"], False, tuple(batch[name] for name in names), of_query
-    placed = _widened(*_placed(query, k_cache, v_cache, *described), k_cache, *of_query)
-
-    def compiled(*arguments, **more) -> tuple[torch.Tensor, torch.Tensor]:
-        call, out, lse = _call_of(*arguments, **more)
-        if call is not None:
-            attend_cached(call, prepare=True)
-        return out, lse
-
-    if shared is not None:
-        tables = {name: batch[name] for name in ("kv_len", "page_table", "cache_loc", "cu_seqlens_q", "q_offset")}
-        check_shared(shared, query, **tables, k_cache=k_cache)
-    compiled(*placed, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant, None)
-    if shared is not None and not batch_invariant and is_possible(shared, query, placed[1], k_cache, (score_mod, mask_mod)):
-        attend_shared(compiled, shared, *placed, k_cache, v_cache, score_mod, mask_mod, scale, None)
-
-
 def _attend(
     query, where: Cached, q_offset, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant: bool, sinks, sees_all: bool = False
 ) -> tuple:
     """out and lse of arguments that are checked, but scale, sinks and the mods. sees_all: without a mask_mod, no key is hidden."""
-    call, out, lse = _call_of(query, where, q_offset, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant, sinks, sees_all)
+    call, out, lse = call_of(query, where, q_offset, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant, sinks, sees_all)
     if call is None:
         return out.zero_(), lse.fill_(float("-inf")) if sinks is None else lse.copy_(sinks.reshape(1, -1, *[1] * (lse.ndim - 2)))
     run = attend_cached
@@ -288,7 +256,7 @@ def _attend(
     return out, lse
 
 
-def _call_of(
+def call_of(
     query, where: Cached, q_offset, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant: bool, sinks, sees_all: bool = False
 ) -> tuple[CachedCall | None, torch.Tensor, torch.Tensor]:
     """The call as kernels take it, or None if there is nothing to compute; out and lse, not filled yet."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.attention import flex_attention as torchs
 
-from flexpress.cached import prepare as prepare_cached
+from flexpress.cached_prepare import prepare as prepare_cached
 from flexpress.call import bound
 from flexpress.float8 import quantised
 from flexpress.mods import MaskMod, ScoreMod

@@ -1,0 +1,45 @@
+"""What precompile_cached has compiled: the kernels of a call of cached_attention, which launches nothing but what makes block lists."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flexpress.cached import call_of, place_batch, widen
+from flexpress.shared_attention import attend_shared, check_shared, is_possible
+from flexpress.shared_prefix import SharedPrefix
+
+from .codegen.run.cached import attend_cached
+
+
+def prepare(
+    query,
+    k_cache,
+    v_cache,
+    batch: dict[str, Any],
+    of_query: tuple,
+    score_mod,
+    mask_mod,
+    scale,
+    batch_invariant: bool,
+    shared: SharedPrefix | None = None,
+) -> None:
+    """Compile what cached_attention launches, and launch nothing but what makes block lists and, with `shared`, what makes its tables and
+    merges parts. `batch`: what describes it, by name; `of_query`: q_scale and out_dtype."""
+    names = "page_table", "cache_loc", "cu_seqlens_q", "max_q_len", "q_offset", "k_scale", "v_scale"
+    described = batch["kv_len"], False, tuple(batch[name] for name in names), of_query
+    placed = widen(*place_batch(query, k_cache, v_cache, *described), k_cache, *of_query)
+
+    def compiled(*arguments, **more) -> tuple[torch.Tensor, torch.Tensor]:
+        call, out, lse = call_of(*arguments, **more)
+        if call is not None:
+            attend_cached(call, prepare=True)
+        return out, lse
+
+    if shared is not None:
+        tables = {name: batch[name] for name in ("kv_len", "page_table", "cache_loc", "cu_seqlens_q", "q_offset")}
+        check_shared(shared, query, **tables, k_cache=k_cache)
+    compiled(*placed, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant, None)
+    if shared is not None and not batch_invariant and is_possible(shared, query, placed[1], k_cache, (score_mod, mask_mod)):
+        attend_shared(compiled, shared, *placed, k_cache, v_cache, score_mod, mask_mod, scale, None)
