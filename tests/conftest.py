@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import tempfile
@@ -126,8 +127,9 @@ def pytest_configure(config):
     if not config.getoption("--every-kernel") and hasattr(config, "cache"):  # which pytest may be told to do without
         from support import kept
 
-        config.kept = config.cache.mkdir("compiled")
-        kept.keep(config.kept)
+        with contextlib.suppress(OSError):  # where nothing can be written, all is compiled
+            config.kept = config.cache.mkdir("compiled")
+            kept.keep(config.kept)
 
 
 def pytest_unconfigure(config):

@@ -9,6 +9,7 @@ Entries lie in pytest's own cache (.pytest_cache/d); `pytest --cache-clear` empt
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -47,8 +48,9 @@ def kept(make: Callable[..., Made], folder: Path) -> Callable[..., Made]:
         found = make(source, target, options, last)
         found = found._replace(texts={name: text for name, text in found.texts.items() if name in KEPT})
         beside = file.with_name(f"{file.name}.{os.getpid()}")  # processes may make the same one
-        beside.write_bytes(zlib.compress(pickle.dumps(found), 1))
-        beside.replace(file)
+        with contextlib.suppress(OSError):  # then it is compiled again in the next run
+            beside.write_bytes(zlib.compress(pickle.dumps(found), 1))
+            beside.replace(file)
         return found
 
     return made
