@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import flexpress
 from flexpress import cached_attention, flex_attention, mods
 from flexpress.codegen import registry
-from flexpress.codegen.run import decode_kernels
-from flexpress.codegen.run.launch import Launch, Unusable
+from flexpress.codegen.run import decode, decode_kernels
+from flexpress.codegen.run.launch import Launch, OnlyBegun, Unusable
 from support import batches
 from support.dense import dense_attention, relative_error
 from support.fake_hopper import decode_on_cpu
@@ -108,6 +108,21 @@ def test_the_portable_kernel_takes_its_place(monkeypatch):
     for _ in range(2):
         cached_attention(**given, scale=0.1)
     assert portable == ["decode", "decode"] and "it does not compile" in decode_kernels._refused.values()
+
+
+def test_a_kernel_that_is_only_begun_is_not_refused(monkeypatch):
+    """As precompile does, which has other processes compile."""
+    decode_on_cpu(monkeypatch)
+    batches.check(latent(page_size=64), "cpu")
+    kernels = [*decode._ready.values()][-1]
+
+    def if_usable(*_):
+        raise OnlyBegun("it is only begun")
+
+    monkeypatch.setattr(Launch, "if_usable", if_usable)
+    with pytest.raises(OnlyBegun):
+        kernels._launch({}, [], None, torch.device("cpu"))
+    assert kernels.call.for_hopper and not [*decode_kernels._refused.values()]
 
 
 ON_GPU = {

@@ -22,7 +22,7 @@ from ..registry import Table
 from ..text.mod_text import mod_values
 from .block_lists import BlockLists
 from .forward_kernels import planned
-from .launch import Launch, Unusable, launch_fitting, launch_nothing
+from .launch import Launch, OnlyBegun, Unusable, launch_fitting, launch_nothing
 
 _PARTS = ("PART", "PART_SHARE", "PART_MAX", "PART_COUNT")
 _plans: dict[tuple, DecodePlan | HopperDecodePlan] = Table("decode plans", 1024)
@@ -192,6 +192,8 @@ class Kernels:
                 with on(device):
                     self.launch.if_usable(named, captured, self.grid, device, SPILL_LIMIT, self.plan.tile.num_warps)
                 return
+            except OnlyBegun:
+                raise
             except Unusable as why:
                 _refused[self.call.key] = str(why)
                 logs.CHOICE.info("decode: the kernel for Hopper is not used: %s", why)

@@ -28,6 +28,10 @@ class Unusable(Exception):
     """The compiled kernel is not to be used: another is faster, or the only one that compiles."""
 
 
+class OnlyBegun(Unusable):
+    """It is not compiled here at all: another process was asked to (begin_only)."""
+
+
 class Launch:
     """A kernel in calls of one kind: all is decided but addresses and what mods capture.
 
@@ -194,7 +198,7 @@ class _Begun:
 
     def variant(self, args: Iterable, device: torch.device, constants: tuple, *, waits: bool, **options) -> NoReturn:
         self.launch((), args, device, constants, **options)
-        raise Unusable("it is only begun")
+        raise OnlyBegun("it is only begun")
 
 
 def begin_only(launches: Iterable[Launch], jobs: list[Job]) -> None:
