@@ -25,6 +25,7 @@ import torch
 from flexpress import cache_clear, create_block_mask, evaluate_mod, flex_attention, mods
 from flexpress.codegen.run.preview import compilation
 from support.fresh_mods import language, mask_mod, mask_of, same_language, score_mod, score_of
+from support.kept import anew
 
 LENGTH = 40
 
@@ -100,7 +101,8 @@ def in_thread(number: int, delay: float) -> bool:
 
 def compiles() -> None:
     cache_clear()
-    assert compilation("sm_90", mask_mod=mods.causal, head_dim=64).compile().registers != 0
+    with anew():
+        assert compilation("sm_90", mask_mod=mods.causal, head_dim=64).compile().registers != 0
 
 
 def campaign(n: int, seed: int, ways=(by_signal, in_thread), offline: bool = True) -> int:

@@ -144,7 +144,12 @@ ATTEND = {
         "score_mod captures a tensor that requires grad",
     ),
     "heads": ("pages", dict(query=lambda t: t[:, :3]), ValueError, "3 heads, no multiple of the 2 heads"),
-    "integers": ("pages", dict(query=torch.Tensor.int), TypeError, "query must be float16, bfloat16 or float32, got torch.int32"),
+    "integers": (
+        "pages",
+        dict(query=torch.Tensor.int),
+        TypeError,
+        "query must be float16, .* or with caches of it float8_e4m3fn, got torch.int32",
+    ),
     "a large head dim": (
         "pages",
         dict(query=torch.zeros(6, 4, 600), k_cache=torch.zeros(7, 8, 2, 600)),

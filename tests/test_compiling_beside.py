@@ -521,7 +521,7 @@ def test_what_the_kernels_say_that_serve_in_the_end_is_raised(soon, monkeypatch)
     monkeypatch.setattr(binary, "begin", mock.Mock(side_effect=ValueError("not beside")))
     monkeypatch.setattr(binary, "obtain", failing)
     monkeypatch.setattr(
-        launch, "usable", lambda kernel, args, device, limit, waits=True: kernel.variant(args, device, (), waits=waits, num_warps=4)
+        launch, "usable", lambda kernel, args, device, _, waits, warps: kernel.variant(args, device, (), waits=waits, num_warps=warps)
     )
     q, k, v = problem()
     flex_attention(q, k, v).sum().backward()
@@ -555,9 +555,9 @@ def test_precompile_waits_for_masks_too(soon, monkeypatch):
     module, waits = sys.modules["flexpress.precompile"], []
     call = module.bound
 
-    def noted(*args):
+    def noted(*args, **more):
         waits.append(meanwhile.must_wait(torch.device("cpu"), Options(), False))
-        return call(*args)
+        return call(*args, **more)
 
     monkeypatch.setattr(module, "bound", noted)
     q, k, v = problem(grad=False)

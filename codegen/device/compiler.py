@@ -55,12 +55,13 @@ def newer_assembler(arch: int):
     return None
 
 
-_compiler, _loading = Turn(fork_waits=True), Turn(fork_waits=True)
+_compiler = Turn(fork_waits=True)
 
 
 def load_ahead() -> None:
-    """Have there what the first compilation imports, by a thread that has nothing else to do."""
-    _loading.run(load_code_generator)
+    """Have there what the first compilation imports, by a thread that has nothing else to do. It takes functions from triton.language, and
+    must not find them switched."""
+    LANGUAGE.run(load_code_generator)
 
 
 def compile_source(

@@ -12,10 +12,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import inspect
 import os
 import pickle
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import triton
@@ -31,6 +32,16 @@ LIMIT = 256 << 20  # bytes of the folder
 def keep(folder: Path) -> None:
     """From now on, offline compilations are looked for in a folder, and put there."""
     offline.made = kept(offline.made, folder)
+
+
+@contextlib.contextmanager
+def anew() -> Iterator[None]:
+    """Inside, what is kept is not asked for: where it matters that the compiler runs."""
+    before, offline.made = offline.made, inspect.unwrap(offline.made)
+    try:
+        yield
+    finally:
+        offline.made = before
 
 
 def kept(make: Callable[..., Made], folder: Path) -> Callable[..., Made]:
