@@ -191,7 +191,7 @@ def plan_decode(case: DecodeCase, backend: str, arch: str, score: Mod | None, ma
 
 
 def _spec(case: DecodeCase, backend: str, score: ModText | None, mask: ModText | None, scale_apart: bool) -> KernelSpec:
-    blocks, units = case.blocks, case.units
+    units = case.units
     block_args = ["K", *(["PAGES", "Zkv", "stride_kz"] if case.page_size else []), "stride_kn", *([] if units[1] else ["stride_kd"])]
     if not case.values_in_keys:
         block_args += ["V", *(["stride_vz"] if case.page_size else []), "stride_vn", *([] if units[2] else ["stride_vd"])]
@@ -205,7 +205,18 @@ def _spec(case: DecodeCase, backend: str, score: ModText | None, mask: ModText |
         "VALUES_IN_KEYS": case.values_in_keys,
         "aligned": tuple(name for name in case.aligned if name in taken),
         "ALIGNMENT": vector_of(case.dtype, case.kv_dtype),
-        **block_flags(blocks),
+        **call_flags(case, scale_apart),
+        "KV_SCALES": case.scales,
+        "CONVERTS": case.kv_dtype is not None,
+        "kv_params": ", ".join(block_args),
+    }
+    return KernelSpec("decode", (score, mask), tuple(flags.items()), backend, parameters)
+
+
+def call_flags(case: DecodeCase, scale_apart: bool) -> dict[str, object]:
+    """What decode and its kernel for Hopper alike know of a call: its lists, outputs, sequences and parts."""
+    return {
+        **block_flags(case.blocks),
         "SCALE_FIRST": scale_apart,
         "OUTPUT_MAX": case.output_max,
         "OUTPUT_ROWS": case.output_rows,
@@ -217,11 +228,7 @@ def _spec(case: DecodeCase, backend: str, score: ModText | None, mask: ModText |
         "LENGTHS": case.lengths,
         "LOCATED": case.located,
         "PAGE_SIZE": case.page_size,
-        "KV_SCALES": case.scales,
-        "CONVERTS": case.kv_dtype is not None,
-        "kv_params": ", ".join(block_args),
     }
-    return KernelSpec("decode", (score, mask), tuple(flags.items()), backend, parameters)
 
 
 def decode_parameters(case: DecodeCase, score: ModText | None, mask: ModText | None, scale_apart: bool) -> tuple[Parameter, ...]:

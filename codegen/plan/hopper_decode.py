@@ -7,8 +7,6 @@ combine_splits is what decode leaves.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from ..mod.dtypes import dtype_name
@@ -18,35 +16,15 @@ from ..text.mod_text import ModText
 from ..text.parameters import Parameter, descriptor_of
 from ..text.snippet import Target
 from ..text.spec import KernelSpec
-from .decode import DecodeCase, combine_spec, decode_parameters, vector_of
-from .extras import ORDINARY
-from .forward import Mod, block_flags, lowered
+from .decode import DecodeCase, DecodePlan, call_flags, combine_spec, decode_parameters, vector_of
+from .forward import Mod, lowered
 from .geometry import Geometry
 from .hopper_forward import HEAVY, ROWS
 from .slices import padded, slices_of
+from .tiles import Tile
 
-
-@dataclass(frozen=True, slots=True)
-class HopperDecodeTile:
-    """Keys of a block, buffers, and registers of the producer's threads."""
-
-    BLOCK_N: int = 64
-    stages: int = 2
-    producer_registers: int = 40
-    BLOCK_M: int = ROWS
-    num_warps: int = 8  # of the consumer
-
-
-@dataclass(eq=False, slots=True)
-class HopperDecodePlan:
-    """The kernels' text, their tile and how to find the mods' arguments. `combine` is None where keys are not split."""
-
-    spec: KernelSpec
-    combine: KernelSpec | None
-    tile: HopperDecodeTile
-    score: ModText | None
-    mask: ModText | None
-    scale_apart: bool  # SM_SCALE and TO_LOG2 are two arguments
+TILE = Tile(ROWS, 64, 8, 2)  # the consumer's warps, and buffers of K
+PRODUCER_REGISTERS = 40  # of a thread
 
 
 def fits(case: DecodeCase, geometry: Geometry, arch: str, aligned: bool, rows: int, score: Mod | None, mask: Mod | None) -> str | None:
@@ -78,19 +56,18 @@ def fits(case: DecodeCase, geometry: Geometry, arch: str, aligned: bool, rows: i
     return None
 
 
-def plan_hopper_decode(case: DecodeCase, score: Mod | None, mask: Mod | None) -> HopperDecodePlan:
+def plan_hopper_decode(case: DecodeCase, score: Mod | None, mask: Mod | None) -> DecodePlan:
     """The plan for a case that `fits`."""
     target = Target("cuda", dtype_name(case.dtype), case.exact_indices, GLUON, packed_heads=True)
     score_text, mask_text = lowered(score, mask, target)
     scale_apart = score is not None or not case.scale_is_positive
-    tile = HopperDecodeTile()
     combine = combine_spec(case, "cuda", scale_apart) if case.split else None
-    return HopperDecodePlan(_spec(case, tile, score_text, mask_text, scale_apart), combine, tile, score_text, mask_text, scale_apart)
+    return DecodePlan(_spec(case, score_text, mask_text, scale_apart), combine, TILE, score_text, mask_text, scale_apart)
 
 
-def _spec(case: DecodeCase, tile: HopperDecodeTile, score: ModText | None, mask: ModText | None, scale_apart: bool) -> KernelSpec:
+def _spec(case: DecodeCase, score: ModText | None, mask: ModText | None, scale_apart: bool) -> KernelSpec:
     blocks, mods = case.blocks, [m for m in (score, mask) if m]
-    rows = min(case.page_size or tile.BLOCK_N, tile.BLOCK_N)  # that TMA copies at once
+    rows = min(case.page_size or TILE.BLOCK_N, TILE.BLOCK_N)  # that TMA copies at once
     parameters = _parameters(case, rows, score, mask, scale_apart)
     taken = {p.name for p in parameters}
     flags = {
@@ -100,26 +77,15 @@ def _spec(case: DecodeCase, tile: HopperDecodeTile, score: ModText | None, mask:
         "D_V": case.d_v,
         "D_QK_ROUNDED": padded(case.d_qk),
         "D_V_ROUNDED": padded(case.d_v),
-        "BLOCK_N": tile.BLOCK_N,
-        "STAGES": tile.stages,
-        "PRODUCER_REGISTERS": tile.producer_registers,
+        "BLOCK_N": TILE.BLOCK_N,
+        "STAGES": TILE.num_stages,
+        "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
         "PAGE_ROWS": rows,
         "Q_UNIT": case.units[0],
         "aligned": tuple(name for name in case.aligned if name in taken),
         "ALIGNMENT": vector_of(case.dtype, None),
-        **block_flags(blocks),
-        "STEPS": blocks.kv_block // tile.BLOCK_N if blocks else 1,
-        "SCALE_FIRST": scale_apart,
-        "OUTPUT_MAX": case.output_max,
-        "OUTPUT_ROWS": case.output_rows,
-        **(ORDINARY if case.split else case.extras).flags,
-        "SPLIT": case.split,
-        "BALANCED": case.balanced,
-        "RAGGED": case.ragged,
-        "BY_TOKENS": case.by_tokens,
-        "LENGTHS": case.lengths,
-        "LOCATED": case.located,
-        "PAGE_SIZE": case.page_size,
+        "STEPS": blocks.kv_block // TILE.BLOCK_N if blocks else 1,
+        **call_flags(case, scale_apart),
         "imports_triton": any("tl" in m.modules for m in mods),
     }
     return KernelSpec("hopper_decode", (score, mask), tuple(flags.items()), "cuda", parameters)

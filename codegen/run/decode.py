@@ -12,7 +12,7 @@ from ..plan.decode_tiles import most_rows, programs_at_once
 from ..plan.extras import factors_out
 from ..plan.forward import Mod
 from ..plan.geometry import Geometry
-from ..plan.hopper_decode import HopperDecodePlan, plan_hopper_decode
+from ..plan.hopper_decode import plan_hopper_decode
 from ..registry import INFO, Table
 from .block_lists import BlockLists
 from .cached_call import CachedCall
@@ -29,7 +29,7 @@ _ready: dict[tuple, Kernels] = Table("decode calls", 1024)
 class _Planned:
     name = "DECODE"
 
-    def plan(self, call: DecodeCall) -> DecodePlan | HopperDecodePlan:
+    def plan(self, call: DecodeCall) -> DecodePlan:
         if call.for_hopper:
             return plan_hopper_decode(call.case, call.score, call.mask)
         return plan_decode(call.case, call.backend, call.arch, call.score, call.mask, call.rows.rows)
@@ -156,13 +156,13 @@ def _division(
     Z, Hq, Q_LEN, KV_LEN = extents
     by_head = lists is not None and lists.kv_num_blocks.shape[1] > 1  # heads with lists of their own do not share a tile
     group = 1 if by_head else geometry.numbers["GROUP_SIZE"]
-    most = most_rows(architecture_of(device), *widths)
+    arch = architecture_of(device)
+    most = most_rows(arch, *widths)
     rows = rows_of(2 * MAX_ROWS if cached.invariant else Q_LEN, group, lists.q_block if lists else 0, most)
     tiles = tiles_of(extents, rows, tokens)
     if by_tokens(Q_LEN, rows, tokens):
         tiles -= Z - (Z - 1) // 2  # that are there: the last one of a sequence is half full on average
     programs = max(tiles, 1) * (Hq // rows.pack)
-    arch = architecture_of(device)
     available = multiprocessors(device) * programs_at_once(arch, rows.rows, *widths) if device.type != "cpu" else _INTERPRETED
     structure = {"lengths": cached.kv_lens is not None, "listed": lists is not None, "invariant": cached.invariant}
     return rows, parts_of(KV_LEN, programs, Z, available, **structure)

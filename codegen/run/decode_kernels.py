@@ -15,7 +15,7 @@ from ..plan.decode import DecodeCase, DecodePlan, Rows, parts_at_once
 from ..plan.decode import Parts as Split
 from ..plan.forward import Mod, scales
 from ..plan.geometry import STRIDES, Geometry
-from ..plan.hopper_decode import HopperDecodePlan, fits
+from ..plan.hopper_decode import fits
 from ..plan.hopper_forward import SPILL_LIMIT
 from ..plan.tiles import Tile, next_smaller
 from ..registry import Table
@@ -25,7 +25,7 @@ from .forward_kernels import planned
 from .launch import Launch, OnlyBegun, Unusable, launch_fitting, launch_nothing
 
 _PARTS = ("PART", "PART_SHARE", "PART_MAX", "PART_COUNT")
-_plans: dict[tuple, DecodePlan | HopperDecodePlan] = Table("decode plans", 1024)
+_plans: dict[tuple, DecodePlan] = Table("decode plans", 1024)
 _refused: dict[tuple, str] = Table("decode kernels not used", 1024)  # for Hopper, that were compiled, and why
 
 
