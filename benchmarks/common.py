@@ -50,6 +50,11 @@ def names(known: Sequence[str]) -> Callable[[str], list[str]]:
     return choose
 
 
+def integers(text: str) -> list[int]:
+    """An argparse type: comma-separated whole numbers."""
+    return [int(n) for n in text.split(",")]
+
+
 def command_output(*command: str) -> str | None:
     """Return the first line that `command` prints, or None if it cannot be run or fails."""
     try:

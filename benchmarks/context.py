@@ -29,7 +29,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from common import arguments, first_line, header, names, tflops, write_results
+from common import arguments, first_line, header, integers, names, tflops, write_results
 
 from flexpress import create_block_mask, flex_attention, mods
 from flexpress.context import BLOCK, positions_of
@@ -301,7 +301,7 @@ def chosen_masks(text: str) -> list[str]:
 
 def main() -> None:
     parser = arguments(__doc__, "benchmarks/results/context.json")
-    parser.add_argument("--lengths", type=lambda text: [int(n) for n in text.split(",")], default=[32768, 65536, 131072])
+    parser.add_argument("--lengths", type=integers, default=[32768, 65536, 131072])
     parser.add_argument("--masks", type=chosen_masks, default=list(MASKS), help=f"separated by ; of {'; '.join(MASKS)}")
     parser.add_argument("--ways", type=names(WAYS), default=list(WAYS))
     parser.add_argument("--seconds", type=float, default=float("inf"), help="rows after so many seconds are not measured")

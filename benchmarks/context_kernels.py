@@ -10,7 +10,7 @@ from tables, as one would without a plan.
 from __future__ import annotations
 
 import torch
-from common import arguments, header, queued_ms, tflops, write_results
+from common import arguments, header, integers, queued_ms, tflops, write_results
 from context import BOTH, MASKS, Problem
 
 from flexpress import create_block_mask, flex_attention
@@ -98,7 +98,7 @@ def row_of(problem: Problem, ranks: int, rank: int, rep: float) -> dict:
 
 def main() -> None:
     parser = arguments(__doc__, "benchmarks/results/context_kernels.json")
-    parser.add_argument("--lengths", type=lambda text: [int(n) for n in text.split(",")], default=[65536])
+    parser.add_argument("--lengths", type=integers, default=[65536])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rank", type=int, default=0, help="which rank's part")
     parser.add_argument("--rep", type=float, default=300.0, help="ms to measure each")

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import common
 import torch
-from common import arguments, captured, header, replay_ms, write_results
+from common import arguments, captured, header, integers, replay_ms, write_results
+from shared_prefix import SCORE_MODS
 
 from flexpress import PageAllocator, cached_attention, mods
 from flexpress.codegen import registry
 from flexpress.codegen.run import decode_kernels
 
-SCORE_MODS = {"plain": lambda heads: None, "alibi": mods.alibi, "softcap": lambda heads: mods.softcap(30.0)}
 BYTES = 4 << 30  # of caches at least: far more than fits into L2
 SCALE = 192**-0.5
 NO_KERNEL_FOR_HOPPER = "the benchmark asks for the portable kernel"
@@ -37,13 +37,12 @@ class Step:
         self.kv_len = torch.full((sequences,), length, dtype=torch.int32, device=device)
         self.query = torch.randn(sequences, heads, queries, d_qk, device=device, dtype=torch.bfloat16)
         self.bytes = sequences * length * asked.kv_heads * d_qk * 2
-        self.layers = max(2, -(-BYTES // self.bytes))
-        shape = min(self.layers, 8), pages.numel(), size, asked.kv_heads, d_qk
+        self.calls = min(8, max(2, -(-BYTES // self.bytes)))
+        shape = self.calls, pages.numel(), size, asked.kv_heads, d_qk
         self.caches = torch.randn(shape, device=device, dtype=torch.bfloat16).unbind()
         self.flops = 2 * sequences * heads * queries * length * (d_qk + self.d_v)
         self.score_mod = SCORE_MODS[score](2.0 ** -torch.linspace(1, 8, heads, device=device))
         self.mask_mod = None if queries == 1 else mods.causal
-        self.calls = len(self.caches)
 
     def run(self) -> list[torch.Tensor]:
         """The output of each layer."""
@@ -89,8 +88,8 @@ def row_of(step: Step, asked, capture=captured, time_ms=replay_ms) -> dict:
 def main() -> None:
     parser = arguments(__doc__, "benchmarks/results/latent.json")
     for name, default in (("sequences", [16, 64, 128]), ("lengths", [8192, 32768]), ("heads", [16, 64, 128]), ("head-dims", [576, 512])):
-        parser.add_argument(f"--{name}", type=lambda text: [int(n) for n in text.split(",")], default=default)
-    parser.add_argument("--queries", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2], help="new ones of a sequence")
+        parser.add_argument(f"--{name}", type=integers, default=default)
+    parser.add_argument("--queries", type=integers, default=[1, 2], help="new ones of a sequence")
     parser.add_argument("--scores", type=common.names(list(SCORE_MODS)), default=["plain"], help=", ".join(SCORE_MODS))
     parser.add_argument("--kv-heads", type=int, default=1)
     parser.add_argument("--page-size", type=int, default=64)

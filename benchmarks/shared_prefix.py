@@ -12,7 +12,7 @@ without.
 from __future__ import annotations
 
 import torch
-from common import arguments, captured, header, replay_ms, write_results
+from common import arguments, captured, header, integers, replay_ms, write_results
 
 from flexpress import PageAllocator, SharedPrefix, cached_attention, mods, shared_prefix
 
@@ -67,7 +67,7 @@ def row_of(step: Step, asked, capture=captured, time_ms=replay_ms) -> dict:
 def main() -> None:
     parser = arguments(__doc__, "benchmarks/results/shared_prefix.json")
     for name, default in (("prefixes", [128, 512, 1024, 8192]), ("sequences", [8, 32, 128])):
-        parser.add_argument(f"--{name}", type=lambda text: [int(n) for n in text.split(",")], default=default)
+        parser.add_argument(f"--{name}", type=integers, default=default)
     for name, default in (("own", 256), ("page-size", 64), ("layers", 4), ("heads", 32), ("kv-heads", 8), ("head-dim", 128)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--rep", type=float, default=100.0, help="ms to measure each")
