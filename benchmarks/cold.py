@@ -8,7 +8,8 @@ __pycache__ of modules and templates is there from the second run on, unless PYT
 itself imports more at the first torch.autograd.grad of a process: that is done before, too, and `torch_backward_s` says how long it took.
 
 first       ALiBi and causal: the block mask, the first forward, the first backward; then training steps, one after another, until explain()
-            says that nothing is being compiled and a few more were made
+            says that nothing is being compiled and a few more were made. Python's collector of cycles may run in a step, 0.1 s long with
+            all of torch in memory: `collector_ms` is its longest time in one step, `longest_ms` the longest step without it
 eight       8 other score_mods, each with the causal mask, forward and backward, each in a thread of its own
 precompile  the same 8 by one flexpress.precompile
 """
@@ -16,6 +17,7 @@ precompile  the same 8 by one flexpress.precompile
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -86,6 +88,24 @@ class Clock:
         return time.perf_counter() - self.start
 
 
+class Collector:
+    """Seconds that Python's collector of cycles took since they were last asked for."""
+
+    def __init__(self) -> None:
+        self.took, self.began = 0.0, 0.0
+        gc.callbacks.append(self._note)
+
+    def _note(self, phase: str, _: dict) -> None:
+        if phase == "start":
+            self.began = time.perf_counter()
+        else:
+            self.took += time.perf_counter() - self.began
+
+    def seconds(self) -> float:
+        took, self.took = self.took, 0.0
+        return took
+
+
 def first(length: int) -> Row:
     """Time the first mask, forward and backward, and training steps until the fastest kernels are in place."""
     device, inputs = ready(length)
@@ -109,16 +129,20 @@ def first(length: int) -> Row:
 
     row["kernels"], row["in_place_s"] = kernels(), None
     times: list[float] = []
-    left = AFTER
+    collections: list[float] = []
+    collector, left = Collector(), AFTER
     while left and whole.seconds() < PATIENCE:
         step = Clock()
         torch.autograd.grad(flexpress.flex_attention(q, k, v, mod, mask), (q, k, v), d_out)
-        times.append(step.seconds())
+        seconds = step.seconds()
+        collections.append(collector.seconds())
+        times.append(seconds - collections[-1])
         if "being compiled" not in kernels():
             left -= 1
             row["in_place_s"] = row["in_place_s"] or whole.seconds()
     ordered = sorted(times)
-    return row | {"steps": len(times), "step_ms": 1e3 * ordered[len(ordered) // 2], "longest_ms": 1e3 * ordered[-1]}
+    row |= {"steps": len(times), "step_ms": 1e3 * ordered[len(ordered) // 2]}
+    return row | {"longest_ms": 1e3 * ordered[-1], "collector_ms": 1e3 * max(collections)}
 
 
 def in_threads(work: Callable[[Any], object], given: Sequence[Any]) -> None:
