@@ -47,10 +47,11 @@ def forward_block_mn(
     # n is [1, BLOCK_N], m [BLOCK_M, 1]. Past KV_LEN too: loads that could leave their tensor are masked
     n = offs_n[None, :]
     if not is_full:  # one branch for the whole tile: full blocks pay nothing for the mask
+        end_n = KV_LEN
         # ---- mask_mod: causal
         # mods/causal.py:26: return q_idx >= kv_idx
-        mask_0 = m >= n
-        score = tl.where(mask_0 & (offs_n < KV_LEN)[None, :], score, float("-inf"))
+        mask_0 = n <= tl.minimum(m, end_n - 1)
+        score = tl.where(mask_0, score, float("-inf"))
 
     # running softmax in base 2: exp(s) = exp2(s * log2(e)), and the product folds into one fused multiply-add
     m_new = tl.maximum(m_i, tl.max(score, 1))

@@ -119,6 +119,7 @@ def test_blocks_elsewhere_cost_two_numbers():
     assert found[10:] == 3 * block  # of the partial blocks, the one that fills the pipeline, and the full ones
     assert added(compilation("sm_90", *mods), compilation("sm_90", *mods, shifted=True)) == [
         "n = (offs_n + kv_shift)[None, :]",
+        "end_n = KV_LEN + kv_shift",
         "kv_shift = tl.load(kv_shifts + block) * 128",
         "kv_shift = tl.load(kv_shifts + block) * 128  # the next block's",
         "q_shift = tl.load(q_shifts + q_block * BLOCK_M // 128) * 128",

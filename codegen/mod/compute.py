@@ -7,7 +7,7 @@ import torch
 from .dtypes import operand_dtypes, wrapped
 from .expr import Expr, walk
 from .op import kind
-from .ops import OPS
+from .ops import row_of
 
 
 def compute(expr: Expr, symbols: dict[str, torch.Tensor], tensors: list[torch.Tensor], scalars: list) -> torch.Tensor:
@@ -46,7 +46,7 @@ def compute(expr: Expr, symbols: dict[str, torch.Tensor], tensors: list[torch.Te
                 value = value.to(node.dtype).to(precision)
         else:
             operands = [converted(o, dtype) for o, dtype in zip(operands, operand_dtypes(node), strict=True)]
-            row = OPS[node.op]
+            row = row_of(node)
             if row.divides and kind(node.dtype) == "int":
                 # anything may come of a division by 0, but no exception; the least number by -1 is the same as by 1, and ends the process
                 traps = (operands[1] == 0) | (operands[1] == -1) & (operands[0] == torch.iinfo(node.dtype).min)

@@ -8,12 +8,12 @@ import torch
 
 from .expr import Expr
 from .op import kind
-from .ops import OPS
+from .ops import row_of
 
 
 def operand_dtypes(node: Expr) -> list[torch.dtype]:
     """What the operands of an operation are converted to first."""
-    how = OPS[node.op].operands
+    how = row_of(node).operands
     if how == "choice":
         return [torch.bool, node.dtype, node.dtype]
     dtype = {"result": node.dtype, "float": torch.float32, "bool": torch.bool}.get(how) or common_dtype(node.args)

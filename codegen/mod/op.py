@@ -36,6 +36,8 @@ Traits, which simplification and analysis ask for:
     unchanged    from this number on the result is the operand
     picks        min or max, if it gives one of its operands
     opposite     of a comparison: the row that holds where this one does not, except for NaN
+    mirrored     of a comparison: the row that says the same with its operands exchanged
+    shows        of a comparison of whole numbers: rule(limit) -> the first and the last number of which it holds, None for no end
     decided      of a comparison of a number in [a, b] with one in [c, d]: rule(a, b, c, d) -> is it (always, never) true
     range        (low, high) of the result from those of the operands, whose ends may be infinite; floats are not rounded yet
     integers     the row on Python's integers, and on ranges of integers whose ends are finite
@@ -96,6 +98,8 @@ class Op:
     unchanged: float | None = None
     picks: Callable | None = None
     opposite: str = ""
+    mirrored: str = ""
+    shows: Callable | None = None
     decided: Callable | None = None
     range: Callable | None = None
     integers: Integers | None = None

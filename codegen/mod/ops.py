@@ -17,15 +17,17 @@ from .rows_composed import COMPOSED
 from .rows_functions import FUNCTIONS as FUNCTION_ROWS
 from .rows_functions import ROUNDINGS
 from .rows_logic import LOGIC
+from .rows_runs import BOUNDED, WITHIN
 
 _ROWS = (*ARITHMETIC, *FUNCTION_ROWS, *ROUNDINGS, *LOGIC, *COMPOSED)
 OPS: dict[str, Op] = {row.name: row for row in _ROWS}
+_MADE = {row.name: row for row in (WITHIN, BOUNDED)}
 _NO_ROW = Op("", None, (), exact=True)
 
 
 def row_of(node: Expr) -> Op:
     """The row of a node; for leaves and casts one that knows nothing, but that they do not round."""
-    return OPS.get(node.op, _NO_ROW)
+    return OPS.get(node.op) or _MADE.get(node.op, _NO_ROW)
 
 
 _HOMES = {"torch": torch, "Tensor": torch.Tensor, "F": F, "special": torch.special, "operator": operator}

@@ -16,7 +16,15 @@ def _is_short_shift(dtype: torch.dtype, _, amount: tuple) -> bool:
 
 
 LOGIC = [
-    compare("eq", "==", interval=rules.eq_interval, opposite="ne", decided=lambda a, b, c, d: (a == b == c == d, b < c or d < a)),
+    compare(
+        "eq",
+        "==",
+        interval=rules.eq_interval,
+        mirrored="eq",
+        shows=lambda limit: (limit, limit),
+        opposite="ne",
+        decided=lambda a, b, c, d: (a == b == c == d, b < c or d < a),
+    ),
     compare(
         "ne", "!=", "not_equal", interval=rules.ne_interval, opposite="eq", decided=lambda a, b, c, d: (b < c or d < a, a == b == c == d)
     ),
@@ -25,6 +33,8 @@ LOGIC = [
         "<",
         "less",
         interval=rules.order(operator.lt, operator.ge, rises=False),
+        mirrored="gt",
+        shows=lambda limit: (None, limit - 1),
         opposite="ge",
         decided=lambda a, b, c, d: (b < c, a >= d),
     ),
@@ -33,6 +43,8 @@ LOGIC = [
         "<=",
         "less_equal",
         interval=rules.order(operator.le, operator.gt, rises=False),
+        mirrored="ge",
+        shows=lambda limit: (None, limit),
         opposite="gt",
         decided=lambda a, b, c, d: (b <= c, a > d),
     ),
@@ -41,6 +53,8 @@ LOGIC = [
         ">",
         "greater",
         interval=rules.order(operator.gt, operator.le, rises=True),
+        mirrored="lt",
+        shows=lambda limit: (limit + 1, None),
         opposite="le",
         decided=lambda a, b, c, d: (a > d, b <= c),
     ),
@@ -49,6 +63,8 @@ LOGIC = [
         ">=",
         "greater_equal",
         interval=rules.order(operator.ge, operator.lt, rises=True),
+        mirrored="le",
+        shows=lambda limit: (limit, None),
         opposite="lt",
         decided=lambda a, b, c, d: (a >= d, b < c),
     ),

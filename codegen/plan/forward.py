@@ -15,6 +15,7 @@ from ..gpus import round_up_head_dim
 from ..mod.dtypes import dtype_name
 from ..mod.expr import INDEX_BOUND, Expr, ModGraph, symbols_in
 from ..mod.loads import POSITIONS, loads_of, takes_registers, width_of_dots
+from ..mod.position_runs import POSITIONS_END, as_run
 from ..text.layouts import TensorLayout
 from ..text.mod_text import ModText, mod_text
 from ..text.parameters import Parameter, constants, descriptor_of, numbers, pointer
@@ -26,7 +27,7 @@ from .slices import padded, slices_of
 from .tiles import Tile, forward_tile
 
 LOG2_E = 1.4426950408889634
-_SYMBOLS = {"score": "score", "b": "z", "h": "h", "q_idx": "m", "kv_idx": "n"}
+_SYMBOLS = {"score": "score", "b": "z", "h": "h", "q_idx": "m", "kv_idx": "n", POSITIONS_END: "end_n"}
 
 
 class Options(NamedTuple):
@@ -169,8 +170,10 @@ def plan_forward(case: ForwardCase, backend: str, arch: str, score: Mod | None, 
     """The plan for a backend ("cuda", "hip", "cpu") and a row of the tile tables."""
     precision = case.options.float32_precision
     target = Target(backend, dtype_name(case.dtype), case.exact_indices, float32_precision=precision, read_directly=backend == "cuda")
-    score_text, mask_text = lowered(score, mask, target)
     blocks = case.blocks
+    checked = blocks and blocks.has_full and not blocks.interior  # where keys end, for full blocks and others alike
+    shown = mask_of_runs(mask, "kv_idx", target, ends=not checked)
+    score_text, mask_text = lowered(score, shown, target)
     tile = forward_tile(
         arch,
         padded(case.d_qk, width_of_dots(score and score[0])),
@@ -217,6 +220,11 @@ def lowered(
     taken = frozenset(c.name for c in (*score[0].tensors, *score[0].scalars)) if score else frozenset()
     mask_text = mod_text(*mask, _SYMBOLS, target, tile="qk", taken=taken) if mask else None
     return score_text, mask_text
+
+
+def mask_of_runs(mask: Mod | None, axis: str, target: Target, ends: bool = False) -> Mod | None:
+    """A mask as runs along an axis (see as_run), where positions are small enough for that."""
+    return (as_run(mask[0], axis, ends), mask[1]) if mask and target.exact_indices else mask
 
 
 def _spec(case: ForwardCase, backend: str, score: ModText | None, mask: ModText | None, scale_apart: bool, inside: bool) -> KernelSpec:

@@ -26,7 +26,7 @@ from ..text.parameters import Parameter, descriptor_of, numbers, pointer
 from ..text.snippet import Target
 from ..text.spec import KernelSpec
 from .backward import BackwardCase, Gathered, buffers_of, delta_spec, role_of, strides
-from .forward import Mod, batch_inside, block_flags, list_numbers, list_tables
+from .forward import Mod, batch_inside, block_flags, list_numbers, list_tables, mask_of_runs
 from .hopper_forward import HEAVY, scores_are_raw
 
 BLOCK_N = 128  # keys of a program, 64 for each consumer
@@ -158,8 +158,9 @@ def plan_hopper_backward(
         )
         gathered = tuple(zip(score_text.gradient.captured, (load for _, load, _ in roles), strict=True))
         taken = frozenset(c.name for c in (*score[0].tensors, *score[0].scalars))
-    if mask:
-        mask_text = mod_text(*mask, _SYMBOLS, target, tile="qk", taken=taken)
+    shown = mask_of_runs(mask, "q_idx", target)
+    if shown:
+        mask_text = mod_text(*shown, _SYMBOLS, target, tile="qk", taken=taken)
     tile = tile or hopper_backward_tile(case, score, mask)
     scale_apart = score is not None or not case.scale_is_positive
     # share is read while S is computed: 5 % faster where that does not spill

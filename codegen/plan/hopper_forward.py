@@ -27,6 +27,7 @@ from .forward import (
     list_numbers,
     list_tables,
     lowered,
+    mask_of_runs,
     scale_names,
     statistic_parameters,
 )
@@ -174,9 +175,8 @@ def plan_hopper_forward(case: ForwardCase, score: Mod | None, mask: Mod | None) 
     """The plan for a case that `fits`."""
     target = Target("cuda", dtype_name(case.dtype), case.exact_indices, GLUON, rows_before_first=case.cache is not None)
     # the short way of distances counts on positions from 0 on, and those in a cache may be negative
-    score_text, mask_text = lowered(
-        score, mask, target, {"b": "z", "h": "h", "q_idx": "rows", "kv_idx": "offs_n"}, by_distance=case.cache is None
-    )
+    shown, vectors = mask_of_runs(mask, "kv_idx", target), {"b": "z", "h": "h", "q_idx": "rows", "kv_idx": "offs_n"}
+    score_text, mask_text = lowered(score, shown, target, vectors, by_distance=case.cache is None)
     reads = any(gathers(m[0]) for m in (score, mask) if m) or any(m.staged("q_idx", "kv_idx").handed for m in (score_text, mask_text) if m)
     tile = hopper_tile(*padded(case), listed=case.blocks is not None, reads=reads)
     if case.dtype.itemsize == 1:

@@ -9,7 +9,7 @@ from ..mod.dtypes import compute_dtype, operand_dtypes, wrapped
 from ..mod.expr import INDEX_BOUND, MASK_SYMBOLS, Expr, SourceLine
 from ..mod.index_range import value_range
 from ..mod.op import kind
-from ..mod.ops import OPS, row_of
+from ..mod.ops import row_of
 from .code import Code, Statement
 from .snippet import Target
 
@@ -89,7 +89,7 @@ class Expressions:
 
     def operation(self, node: Expr) -> Code:
         """An operation of the op table on its operands."""
-        row = OPS[node.op]
+        row = row_of(node)
         wanted = operand_dtypes(node)
         operands = [self.operand(a, w) for a, w in zip(node.args, wanted, strict=True)]
         if row.chooses and all(a.is_literal for a in node.args[1:]):

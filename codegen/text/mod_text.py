@@ -9,6 +9,7 @@ from ..mod.distance import read_by_distance
 from ..mod.dtypes import dtype_name
 from ..mod.expr import Expr, ModGraph
 from ..mod.ops import row_of
+from ..mod.position_runs import POSITIONS_END
 from ..mod.sums import as_sum
 from .code import Code, Statement, Use, arguments, named
 from .gradient_text import Differential, GradientText, gradient_text
@@ -44,6 +45,7 @@ class ModText:
     sum: SumText | None = None  # instead of `result`, where a template asks for it
     distance: DistanceText | None = None  # what a template that asks for it computes apart
     tangent: Code | None = None  # of the result, if it was asked for and there is one
+    ends: bool = False  # a mask that hides positions past the end itself (see position_runs.py)
     is_product: bool = False  # the compiler could put the result, before it is rounded, into a sum
 
     @property
@@ -157,6 +159,7 @@ def _mod_text(graph: ModGraph, language: Language, snippet: Snippet, gradient: G
         snippet.sum,
         snippet.distance,
         snippet.tangent,
+        POSITIONS_END in graph.symbols,
         _is_product(graph.result, snippet.sum),
     )
 

@@ -416,6 +416,7 @@ def run(text: str, name: str, args: tuple, grid: tuple[int, ...] = (2,)) -> None
         instructions = {  # a GPU's
             "tanh_approx": torch.tanh,
             "float_difference": lambda a, b: (a - b).float(),
+            "within": lambda position, first, count: (first <= position) & (position < first + count),
             "meet": both.wait,
             "limits": lambda x: limits(x, text),
             "random_words": words,
