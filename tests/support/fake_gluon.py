@@ -435,6 +435,7 @@ def run(text: str, name: str, args: tuple, grid: tuple[int, ...] = (2,)) -> None
             "float_difference": lambda a, b: (a - b).float(),
             "meet": both.wait,
             "limits": lambda x: limits(x, text),
+            "rounded": lambda x: x.to(getattr(torch, re.search(r"rounded to (b?float16)", text)[1])).float(),
             "philox": random_numbers,
             "drop": drop,
             "kept_by": kept_by,
