@@ -126,7 +126,7 @@ class Runner:
         self.plan, self.launch, self.names, self.limit, self.programs, self.waits = plan, launch, names, limit, programs, True
         self.heads, self.length = extents[0] * extents[1], extents[2]
         self.raw = bool(plan.spec.flag.get("SUM_IS_RAW"))
-        self.rows, self.lying = getattr(plan, "rows", ()), None
+        self.rows = getattr(plan, "rows", ())  # of a dot product that score_mod has
 
     @property
     def launches(self) -> tuple[Launch, ...]:
@@ -139,18 +139,17 @@ class Runner:
         """Fill the outputs among `tensors`. `addresses`: theirs, if all are aligned."""
         device, captured, again = tensors[0].device, mod_values(self.plan, score, mask), self.launch.again
         rows = [r.lying(score) for r in self.rows]  # of a dot product
-        lying = [(t.shape, t.stride()) for t in rows]
-        if rows and self.lying != (again, lying):  # descriptors on the short way are those of one shape
-            again = None
+        if again and any(again.lying[r.name] != (t.shape, t.stride()) for r, t in zip(self.rows, rows, strict=True)):
+            again = None  # descriptors on the short way are those of tensors that lie as others do
         if again and addresses is not None:
             if device.index != torch._C._cuda_getDevice():
                 with torch.cuda.device(device):
                     self.run(tensors, addresses, score, mask, lists)
                 return
-            plain, tables = plain_values(captured), lists.addresses if lists else ()
-            if plain is not None and tables is not None:
+            plain, tables, of_rows = plain_values(captured), lists.addresses if lists else (), plain_values(rows)
+            if plain is not None and tables is not None and of_rows is not None:
                 addresses += tables
-                addresses += [t.data_ptr() for t in rows]
+                addresses += of_rows
                 stream = torch._C._cuda_getCurrentRawStream(device.index)
                 if self.programs:
                     addresses.append(counter(device, stream).data_ptr())
@@ -161,7 +160,6 @@ class Runner:
         self.launch.waits = self.waits
         if self.programs:
             persistent(self.launch, named, captured, self._tiles(self.plan.tile, lists), self.limit, self.programs)
-            self.lying = self.launch.again, lying
         else:
             launch_fitting(self.plan, lambda tile: self.launch.with_tile(tile, named, captured, (self._tiles(tile, lists),), device))
 
