@@ -702,7 +702,7 @@ DROPOUT = [
     ),
     Mutant(
         "templates/hopper_backward.py.jinja",
-        "    dp = keep_float32(dp, kept)\n",
+        "    dp = dropped_float32(dp, bits, DROPPED)\n",
         "",
         named("hopper_backward", "dropout"),
         "in the kernel for Hopper gradients go through dropped weights",

@@ -375,18 +375,18 @@ def random_numbers(seed: torch.Tensor, *words) -> tuple[torch.Tensor, ...]:
 def drop(values: torch.Tensor, words: torch.Tensor, m: torch.Tensor, *threshold) -> torch.Tensor:
     """The same without instructions of a GPU, which have no keys given: a tile begins with a multiple of 32."""
     upper, lower = _numbers((words >> (torch.arange(values.shape[-1]) & 1) * 16) & 0xFFFF)
-    return keep(values, torch.where((m & 8) == 0, upper, lower) >= threshold[-1])
+    return dropped(values, torch.where((m & 8) == 0, upper, lower), threshold[-1])
 
 
-def kept_by(bits: torch.Tensor, threshold: int) -> torch.Tensor:
+def comparable(bits: torch.Tensor) -> torch.Tensor:
     """The same of a transposed tile: of queries by the eights."""
     upper, lower = (number.unflatten(1, (-1, 8)) for number in _numbers(bits & 0xFFFF))
-    return torch.stack((upper, lower), 2).flatten(1) >= threshold
+    return torch.stack((upper, lower), 2).flatten(1)
 
 
-def keep(values: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+def dropped(values: torch.Tensor, numbers: torch.Tensor, threshold: int) -> torch.Tensor:
     """The same."""
-    return torch.where(kept, values, torch.zeros((), dtype=values.dtype))
+    return torch.where(numbers >= threshold, values, torch.zeros((), dtype=values.dtype))
 
 
 def _numbers(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -438,8 +438,8 @@ def run(text: str, name: str, args: tuple, grid: tuple[int, ...] = (2,)) -> None
             "rounded": lambda x: x.to(getattr(torch, re.search(r"rounded to (b?float16)", text)[1])).float(),
             "philox": random_numbers,
             "drop": drop,
-            "kept_by": kept_by,
-            "keep": keep,  # of 16 bits and of float32
+            "comparable": comparable,
+            "dropped": dropped,  # of 16 bits and of float32
             "wait_for_stores": wait_for_stores,
             "tma_add": lambda *args: stores.give(*args, add=True),
         }
