@@ -116,7 +116,7 @@ def dropout_case(shape: Sequence[int], *, is_causal: bool) -> Case:
         if is_causal:
             scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
         kept = dropout_mask(seed, (1, 1, length, length), DROPOUT)[0, 0]
-        p = round(DROPOUT * 65536) / 65536
+        p = round(DROPOUT * 16384) / 16384
         out = scores.softmax(-1) * kept / (1 - p) @ inputs[2]
         exact = (out, *torch.autograd.grad(out, inputs, torch.ones_like(out)))
         return max(difference(have[0, 0], want) for have, want in zip(found, exact, strict=True))

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from .codegen.mod.tensors import is_distributed, readable
+from .codegen.plan.extras import DROPOUT_STEPS, dropout_numbers
 
 _ROUNDS = 7
 _PRODUCTS, _STEPS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
@@ -36,7 +37,7 @@ def read_dropout(p, seed: torch.Tensor | None, device: torch.device) -> Dropout 
         return None
     if seed is None:
         seed = torch.randint(-(1 << 63), (1 << 63) - 1, (1,), device=device)
-    return Dropout(round(p * 65536) / 65536, seed.reshape(1))
+    return Dropout(round(p * DROPOUT_STEPS) / DROPOUT_STEPS, seed.reshape(1))
 
 
 def refuse_over_devices(dropout: Dropout | None, context, query: torch.Tensor) -> None:
@@ -56,27 +57,35 @@ def dropout_mask(seed: torch.Tensor, shape: tuple[int, int, int, int], dropout_p
 
     seed    int64 (1,)          shape   (B, Hq, Q_LEN, KV_LEN); of packed sequences, b is the number of one
 
-    The output is (weights * kept / (1 - p)) @ value, with the softmax's weights and dropout_p rounded to p, a multiple of 2**-16. This is
+    The output is (weights * kept / (1 - p)) @ value, with the softmax's weights and dropout_p rounded to p, a multiple of 2**-14. This is
     for tests and for looking: a mask of the size that kernels never have in memory.
 
-    Source: Philox-4x32-7 (Salmon et al. 2011, Parallel random numbers: as easy as 1, 2, 3). Counters are the places of a group of 8
-    weights, b and h; the key is the seed. A weight has 16 of a group's 128 bits.
+    Source: Philox-4x32-7 (Salmon et al. 2011, Parallel random numbers: as easy as 1, 2, 3). Counters are the places of a group of 16
+    weights, b and h; the key is the seed. A weight has 7 bits of its own, and is dropped where these are less than p in 128ths. Where they
+    are that number rounded down, 7 bits of another weight decide, so that p is exact: of queries m and m + 8 with the same key, each
+    has the other's.
     """
     device = seed.device
     b, h, m, n = (torch.arange(size, device=device).view([-1, *[1] * (3 - i)]) for i, size in enumerate(shape))
-    return ((random_words(seed, b, h, m, n) >> ((n & 8) * 2)) & 0xFFFF) >= round(dropout_p * 65536)
+    return random_numbers(seed, b, h, m, n) >= dropout_numbers(dropout_p)["DROPPED"]
 
 
-def random_words(seed: torch.Tensor, b: torch.Tensor, h: torch.Tensor, m: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
-    """The 32-bit words, as int64, half of which says whether the weights of queries m and keys n are kept: those of the kernels."""
-    words = list(torch.broadcast_tensors((m >> 4) * 8 + (m & 7), (n >> 5) * 8 + (n & 7), b, h))
+def random_numbers(seed: torch.Tensor, b: torch.Tensor, h: torch.Tensor, m: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+    """What says whether the weights of queries m and keys n are kept, as int64: two bytes with 7 bits each, those of the kernels."""
+    words = philox(seed, *torch.broadcast_tensors((m >> 4) * 8 + (m & 7), (n >> 5) * 4 + ((n & 7) >> 1), b, h))
+    left, right = (torch.where((n & 8) == 0, *words[i : i + 2]) for i in (0, 2))
+    bits = (torch.where((n & 16) == 0, left, right) >> (n & 1) * 16) & 0x7F7F
+    return torch.where((m & 8) == 0, bits, (bits & 0x7F) << 8 | bits >> 8)
+
+
+def philox(seed: torch.Tensor, *words: torch.Tensor) -> list[torch.Tensor]:
+    """Philox-4x32-7 of four words of 32 bits, as int64."""
     keys = [seed.reshape(()) & _LOW, (seed.reshape(()) >> 32) & _LOW]
     for _ in range(_ROUNDS):
         low, high = zip(*(_product(words[i], factor) for i, factor in zip((0, 2), _PRODUCTS, strict=True)), strict=True)
         words = [high[1] ^ words[1] ^ keys[0], low[1], high[0] ^ words[3] ^ keys[1], low[0]]
         keys = [(key + step) & _LOW for key, step in zip(keys, _STEPS, strict=True)]
-    row, column = (m & 8) == 0, (n & 16) == 0
-    return torch.where(row, torch.where(column, words[0], words[1]), torch.where(column, words[2], words[3]))
+    return list(words)
 
 
 def _product(word: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:

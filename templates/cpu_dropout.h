@@ -13,14 +13,15 @@ INLINE void multiply_words(Word word, uint32_t factor, Word& high, Word& low) {
     low = Word((Word::Native)((even & mask) | (odd << 32)));
 }
 
-// Philox-4x32-7 (Salmon et al. 2011, Parallel random numbers: as easy as 1, 2, 3) gives 16 bits to each of 8 weights: queries m and m + 8 of
-// a group of 16, and keys n, n + 8, n + 16 and n + 24 of a group of 32. Lanes are queries; the words of a group of keys are kept.
+// Philox-4x32-7 (Salmon et al. 2011, Parallel random numbers: as easy as 1, 2, 3) serves 16 weights: queries m and m + 8 of a group of 16, and
+// keys n, n + 1, n + 8, n + 9, n + 16 to n + 25 of a group of 32. A weight has one byte of 32 bits. Lanes are queries; the words of a group
+// of keys are kept.
 struct Dropout {
     uint32_t seed_low, seed_high;
     Word b, h, row;
     Bool upper;  // queries m of a pair
     int32_t group = -1;
-    Word words[8][2];  // of keys n and n + 8, and of n + 16 and n + 24
+    Word words[4][4];  // of two neighbouring keys, and of those 8, 16 and 24 later
 
     Dropout(int64_t seed, Int b, int32_t h, Int m)
         : seed_low(uint32_t(seed)), seed_high(uint32_t(uint64_t(seed) >> 32)), b(converted<Word::Native>(b.v)), h(uint32_t(h)),
@@ -28,8 +29,8 @@ struct Dropout {
 
     __attribute__((noinline)) void draw(int32_t wanted) {
         group = wanted;
-        for (int i = 0; i < 8; ++i) {
-            Word w[4] = {row, Word(uint32_t(group * 8 + i)), b, h};
+        for (int i = 0; i < 4; ++i) {
+            Word w[4] = {row, Word(uint32_t(group * 4 + i)), b, h};
             uint32_t key0 = seed_low, key1 = seed_high;
             for (int round = 0; round < 7; ++round, key0 += 0x9E3779B9, key1 += 0xBB67AE85) {
                 Word high0, low0, high2, low2;
@@ -40,15 +41,17 @@ struct Dropout {
                 w[2] = high0 ^ w[3] ^ key1;
                 w[3] = low0;
             }
-            for (int half = 0; half < 2; ++half) words[i][half] = where(upper, w[half], w[2 + half]);
+            for (int j = 0; j < 4; ++j) {
+                const Word bits = w[j] & 0x7F7F7F7F;
+                words[i][j] = where(upper, bits, ((bits & 0x7F007F) << 8) | (bits >> 8 & 0x7F007F));
+            }
         }
     }
 
-    // Are the weights of a key kept, if so many of 2^16 numbers drop one?
-    INLINE Bool keeps(int32_t n, int64_t dropped) {
+    // Are the weights of a key kept? A weight's byte counts as 128ths; where it is the threshold's, the other byte of its 16 bits decides.
+    INLINE Bool keeps(int32_t n, int64_t threshold) {
         if (n >> 5 != group) draw(n >> 5);
-        const Word bits = words[n & 7][n >> 4 & 1] >> ((n & 8) * 2) & 0xFFFF;
-        return bits >= uint32_t(dropped);
+        return (words[n >> 1 & 3][n >> 3 & 3] >> (n & 1) * 16 & 0xFFFF) >= uint32_t(threshold);
     }
 };
 

@@ -694,8 +694,15 @@ DROPOUT = [
         "half of the seed is not used",
     ),
     Mutant(
+        "templates/_dropout.jinja",
+        "bits.permute((0, 4, 3, 1, 5, 2))",
+        "bits.permute((0, 3, 4, 1, 5, 2))",
+        named("hopper_backward", "dropout"),
+        "what threads have drawn together goes to other keys",
+    ),
+    Mutant(
         "templates/hopper_backward.py.jinja",
-        "    dp = gl.where(kept_by(words, drop_n, DROPPED), dp * KEPT_SCALE, 0.0)\n",
+        "    dp = dropped_float32(dp, bits, DROPPED)\n",
         "",
         named("hopper_backward", "dropout"),
         "in the kernel for Hopper gradients go through dropped weights",
@@ -723,7 +730,7 @@ DROPOUT = [
     ),
     Mutant(
         "templates/backward_dkv.py.jinja",
-        "    dp = tl.where(kept, dp * KEPT_SCALE, 0.0)\n",
+        "    dp = drop(dp * KEPT_SCALE, words, drop_m, drop_n, DROPPED)\n",
         "",
         named("dropout", "packed"),
         "gradients of keys go through dropped weights",

@@ -17,6 +17,7 @@ from flexpress import (
     scaled_dot_product_attention,
     varlen_attention,
 )
+from flexpress.codegen.plan.extras import DROPOUT_STEPS
 from support.dense import dense_attention, dropped_attention, relative_error
 from support.devices import DEVICES, for_any
 from support.extras import check_dropout, dropout_problems
@@ -90,16 +91,24 @@ def test_packed_sequences_drop_what_a_batch_of_them_does(device):
 
 
 def test_as_many_weights_are_dropped_as_asked_and_independently():
-    """Over 2**19 weights: their number, and how often neighbours of any kind and both halves of a random word agree."""
+    """Over 2**19 weights: their number, in rows too, and how often neighbours of any kind agree. Weights whose queries are 8 apart share
+    16 bits: where both are decided by both bytes they agree more often, and by so much."""
     seed, n = torch.tensor([42]), 1 << 19
-    for p in (0.1, 0.5):
+    for p in (0.1, 0.5, 0.003):
         dropped = ~dropout_mask(seed, (2, 4, 256, 256), p)
+        p = round(p * DROPOUT_STEPS) / DROPOUT_STEPS
         allowed = 5 * (p * (1 - p) / n) ** 0.5
-        assert abs(dropped.float().mean().item() - round(p * 65536) / 65536) < allowed
-        for dim, step in ((3, 1), (3, 8), (3, 16), (2, 1), (2, 8), (1, 1), (0, 1)):
+        assert abs(dropped.float().mean().item() - p) < allowed
+        of_rows = dropped.float().sum(3) - 256 * p
+        assert abs(of_rows.square().mean().item() / (256 * p * (1 - p)) - 1) < 5 * (2 / 2048) ** 0.5 + 1 / (256 * p)
+        for dim, step in ((3, 1), (3, 2), (3, 8), (3, 16), (3, 32), (2, 1), (2, 4), (2, 16), (1, 1), (0, 1)):
             length = dropped.shape[dim] - step
             both = (dropped.narrow(dim, 0, length) & dropped.narrow(dim, step, length)).float()
             assert abs(both.mean().item() - p * p) < 5 * (p * p / both.numel()) ** 0.5 + 2e-5
+        first, second = dropped.unflatten(2, (16, 2, 8)).unbind(3)
+        own, tie = divmod(round(p * DROPOUT_STEPS), 128)
+        expected = (own * own + 2 * min(own, tie) + (tie > own)) / DROPOUT_STEPS
+        assert abs((first & second).float().mean().item() - expected) < 5 * (expected / first.numel()) ** 0.5
     assert not (dropout_mask(seed, (1, 1, 64, 64), 0.5) == dropout_mask(seed + (1 << 32), (1, 1, 64, 64), 0.5)).all()
 
 

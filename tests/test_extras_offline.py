@@ -73,7 +73,7 @@ def test_dropout(kernel, target):
     assert "SEED" in found.signature
     if kernel == "forward" and target in ("sm_80", "sm_90"):
         bodies, scores = 3, made.constants["BLOCK_M"] * made.constants["BLOCK_N"] // (32 * made.num_warps)
-        assert found.assembly["ptx"].count("mul.hi.u32") <= bodies * 14 * scores // 4
+        assert found.assembly["ptx"].count("mul.wide.u32") <= bodies * 14 * scores // 8
 
 
 @pytest.mark.parametrize("extras", [SINKS, Extras(dropout="positions"), Extras("float32", "positions"), Extras(dropout="packed")])
@@ -97,7 +97,7 @@ def test_a_hopper_kernel_takes_them_or_refuses(kernel, dims, extras):
         assert not extras.dropout or {"SEED", "DROPPED", "KEPT_SCALE"} <= taken
 
 
-@pytest.mark.parametrize("number, kernel, most", [(1, "forward", 64), (2, "backward", 400)])
+@pytest.mark.parametrize("number, kernel, most", [(1, "forward", 64), (2, "backward", 128)])
 def test_dropout_spills_little_in_hopper_kernels(number, kernel, most, every_kernel):
     given = {"head_dim": 128, "extras": Extras(dropout="positions")}
     if kernel == "forward":

@@ -13,6 +13,7 @@ from flexpress.codegen import registry
 from flexpress.codegen.device import counters, kernel
 from flexpress.codegen.device.arguments import one_by_one
 from flexpress.codegen.mod.bind import bind
+from flexpress.codegen.plan.extras import DROPOUT_STEPS
 from flexpress.codegen.run import backward_kernels, launch
 from flexpress.codegen.run.backward import backward
 from flexpress.codegen.run.call import Bound, ExtraInputs, Inputs, Rows
@@ -104,7 +105,7 @@ def test_gradients(monkeypatch, name):
         mask = create_block_mask(mask_mod, None, Hq, Q_LEN, KV_LEN, device="cpu")
         lists = mask.as_lists(), lambda _: mask.as_transposed_lists()
     mods = [case[kind] and bind(case[kind], kind) for kind in ("score", "mask")]
-    seed, p = torch.tensor([(5 << 40) + 3]), round(case["dropout_p"] * 65536) / 65536
+    seed, p = torch.tensor([(5 << 40) + 3]), round(case["dropout_p"] * DROPOUT_STEPS) / DROPOUT_STEPS
     extras = ExtraInputs(dropout_p=p, seed=seed) if p else None
     bound = Bound(q, k, v, Inputs(q, k, v, True), D_QK**-0.5, *mods, *lists, extras=extras)
     out, _, _, rows = forward(bound, output_rows=True)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from flexpress import create_block_mask, flex_attention, mods, varlen_attention
+from flexpress import create_block_mask, dropout_mask, flex_attention, mods, varlen_attention
 from flexpress.codegen import registry
-from support.dense import dense_attention, relative_error
+from support.dense import dense_attention, dropped_attention, relative_error
 from support.fake_hopper import forward_on_cpu
 from support.float8 import FLOAT8, Quantised, check_quantised, plainly
 
@@ -50,6 +50,19 @@ def test_batch_entries_that_share_a_bias(monkeypatch):
     out = flex_attention(q, k, v, biased, enable_gqa=True)
     assert [launch.spec.flag["BATCH_INSIDE"] for launch in launched] == [True]
     assert relative_error(out, dense_attention(q, k, v, biased)[0]) < 1e-2
+
+
+@pytest.mark.parametrize("dims, dtype, masked", [((64, 64), torch.bfloat16, True), ((192, 72), torch.float16, False)])
+def test_dropout(monkeypatch, dims, dtype, masked):
+    """Two consumers, or three, drop what dropout_mask says, in blocks of any kind."""
+    launched = forward_on_cpu(monkeypatch)
+    q, k, v = (t.to(dtype).repeat(2, 1, 1, 1) for t in tensors(*dims, 400, 420))
+    mask_mod, seed = (mods.causal if masked else None), torch.tensor([-(3 << 40) + 5])
+    mask = create_block_mask(mods.causal, None, None, 400, 420, "cpu") if masked else None
+    out = flex_attention(q, k, v, block_mask=mask, enable_gqa=True, dropout_p=0.3, dropout_seed=seed)
+    assert [launch.spec.template for launch in launched] == ["hopper_forward"]
+    exact = dropped_attention(q, k, v, dropout_mask(seed, (2, 2, 400, 420), 0.3), 0.3, None, mask_mod)
+    assert relative_error(out, exact) < 1e-2
 
 
 def test_slices_of_packed_sequences(monkeypatch):

@@ -32,6 +32,7 @@ from flexpress.codegen.run.preview import (
     compilation,
     decode_compilations,
     exchange_compilations,
+    hopper_backward_compilations,
     hopper_compilation,
     merge_parts_compilation,
     preview,
@@ -431,8 +432,10 @@ def test_vectors_compile():
     compilation("gfx942", *call, head_dim=64).compile("ttgir")
     with pytest.raises(ValueError, match="vectors of captured tensors take more registers"):
         hopper_compilation("sm_90", *call)
-    with pytest.raises(ValueError, match="a further product of matrices, which the portable kernels alone have"):
-        hopper_compilation("sm_90", with_rows)
+    with pytest.raises(ValueError, match="vectors of captured tensors take more registers"):
+        hopper_backward_compilations(*call)
+    with pytest.raises(ValueError, match="a further product of matrices, which this kernel has not"):
+        hopper_backward_compilations(with_rows)
 
 
 def test_table_of_spills_names_cases():

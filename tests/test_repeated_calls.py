@@ -249,6 +249,15 @@ def test_other_addresses_get_their_own_maps(launches):
     assert cache_info().hits == before + 5
 
 
+def test_rows_in_a_dot_product_get_maps_of_their_own_layout(launches):
+    q, k, v = tensors()
+    query_rows = torch.zeros(2, 200, 40, dtype=torch.bfloat16)
+    for length, way in ((200, "long"), (200, "short"), (150, "long"), (150, "short"), (200, "long")):
+        key_rows = torch.zeros(2, length, 40, dtype=torch.bfloat16)
+        flex_attention(q, k, v, lambda s, b, h, m, n, key_rows=key_rows: s + torch.dot(query_rows[b, m], key_rows[b, n]), enable_gqa=True)
+        assert (launches[-1][0], launches[-1][2][16:24:4]) == (way, [query_rows.data_ptr(), key_rows.data_ptr()])
+
+
 def test_what_fits_into_the_short_way():
     """Aligned addresses, and integers of 32 bits."""
     ones = torch.ones(9)

@@ -274,6 +274,7 @@ def _spec(
         "SCALE_FIRST": score is not None or not case.scale_is_positive,
         "PRESCALE_QK": options.prescale_qk,
         "DROPOUT": case.extras.dropout,
+        "PTX": backend == "cuda",
         "USE_TMA": tma,
         "SLABS": slabs,
         "BATCH_INSIDE": inside,

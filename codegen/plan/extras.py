@@ -50,6 +50,7 @@ class Extras(NamedTuple):
 
 
 ORDINARY = Extras()
+DROPOUT_STEPS = 1 << 14  # probabilities of dropout are multiples of one over that
 
 
 def extra_numbers(extras: Extras, p: float, strides: tuple[tuple[int, int], ...] = ()) -> dict[str, int | float]:
@@ -59,9 +60,10 @@ def extra_numbers(extras: Extras, p: float, strides: tuple[tuple[int, int], ...]
 
 
 def dropout_numbers(p: float) -> dict[str, int | float]:
-    """Of 2**16 random numbers, how many drop a weight, and by what kept ones are multiplied."""
-    dropped = round(p * 65536)
-    return {"DROPPED": dropped, "KEPT_SCALE": 65536 / (65536 - dropped) if dropped < 65536 else 0.0}
+    """Where random numbers of two bytes, of 7 bits each, begin to keep a weight, and by what kept ones are multiplied."""
+    dropped = round(p * DROPOUT_STEPS)
+    scale = DROPOUT_STEPS / (DROPOUT_STEPS - dropped) if dropped < DROPOUT_STEPS else 0.0
+    return {"DROPPED": (dropped >> 7) << 8 | dropped & 0x7F, "KEPT_SCALE": scale}
 
 
 SMALLEST_SCALE = 1e-20  # sinks are divided by smaller ones nowhere

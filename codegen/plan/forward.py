@@ -251,6 +251,7 @@ def _spec(case: ForwardCase, backend: str, score: ModText | None, mask: ModText 
         "OUTPUT_MAX": case.output_max,
         "OUTPUT_ROWS": case.output_rows,
         **case.extras.flags,
+        "PTX": backend == "cuda",
         "PRESCALE_QK": options.prescale_qk,
         "ROWS_GUARANTEED_SAFE": options.rows_guaranteed_safe,
         "USE_TMA": case.use_tma,

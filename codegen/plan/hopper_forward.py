@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..gpus import round_up_head_dim
+from ..mod.added_dots import AddedDot, added_dot
 from ..mod.dtypes import dtype_name
 from ..mod.loads import gathers, weight_of
 from ..mod.sums import Sum
@@ -32,10 +33,11 @@ from .forward import (
     statistic_parameters,
 )
 from .geometry import STRIDES, Geometry
+from .hopper_dots import DOT_WIDTH, DotRows, rest_of, rows_of, why_no_dot
 
 ROWS = 64  # of a consumer
 HEAVY = {
-    "dots": "a dot product of rows of captured tensors is a further product of matrices, which the portable kernels alone have",
+    "dots": "a dot product of rows of captured tensors is a further product of matrices, which this kernel has not",
     "vectors": "vectors of captured tensors take more registers than its tiles leave",
 }
 L2_BYTES = 32 << 20  # of K and V that heads which are worked on at a time may take
@@ -67,6 +69,7 @@ class HopperPlan:
     score: ModText | None
     mask: ModText | None
     scale_apart: bool  # SM_SCALE and TO_LOG2 are two arguments
+    rows: tuple[DotRows, ...] = ()  # of a dot product that is added to the score: the query's and the key's
 
 
 def fits(case: ForwardCase, geometry: Geometry, arch: str = "sm_90", aligned: bool = True, score: tuple | None = None) -> str | None:
@@ -77,7 +80,9 @@ def fits(case: ForwardCase, geometry: Geometry, arch: str = "sm_90", aligned: bo
     if arch != "sm_90":
         return f"the kernel for Hopper needs sm_90, this is {arch}"
     if score and weight_of(score[0]):
-        return HEAVY[weight_of(score[0])]
+        why = why_no_dot(case, padded(case), *score) if weight_of(score[0]) == "dots" else HEAVY["vectors"]
+        if why:
+            return why
     if case.dtype is torch.float8_e4m3fn:
         if case.cache or max(case.d_qk, case.d_v) > 128:
             return f"head dims are {case.d_qk} and {case.d_v}; for float8 there are tiles for up to 128, without a cache"
@@ -173,6 +178,8 @@ def enough_heads(heads: int, tiles: int, listed: bool) -> int:
 
 def plan_hopper_forward(case: ForwardCase, score: Mod | None, mask: Mod | None) -> HopperPlan:
     """The plan for a case that `fits`."""
+    added = added_dot(score[0]) if score and weight_of(score[0]) == "dots" else None
+    rows, score = (rows_of(added), rest_of(added, score)) if added else ((), score)
     target = Target("cuda", dtype_name(case.dtype), case.exact_indices, GLUON, rows_before_first=case.cache is not None)
     # the short way of distances counts on positions from 0 on, and those in a cache may be negative
     shown, vectors = mask_of_runs(mask, "kv_idx", target), {"b": "z", "h": "h", "q_idx": "rows", "kv_idx": "offs_n"}
@@ -181,14 +188,26 @@ def plan_hopper_forward(case: ForwardCase, score: Mod | None, mask: Mod | None) 
     tile = hopper_tile(*padded(case), listed=case.blocks is not None, reads=reads)
     if case.dtype.itemsize == 1:
         tile = HopperTile(2, 4, 240, 24)
+    if added:
+        wide = max(padded(case)) > 64
+        tile = HopperTile(2, 2 if wide else 3, 240, 24, output_in_q=wide)
     if case.cache:  # the producer looks up pages
         tile = replace(tile, consumer_registers=232, producer_registers=40)
     scale_apart = score is not None or not case.scale_is_positive
-    spec = _spec(case, tile, score_text, mask_text, scale_apart, batch_inside(score, mask))
-    return HopperPlan(spec, tile, score_text, mask_text, scale_apart)
+    spec = _spec(case, tile, score_text, mask_text, scale_apart, batch_inside(score, mask), added, rows)
+    return HopperPlan(spec, tile, score_text, mask_text, scale_apart, rows)
 
 
-def _spec(case: ForwardCase, tile: HopperTile, score: ModText | None, mask: ModText | None, scale_apart: bool, inside: bool) -> KernelSpec:
+def _spec(
+    case: ForwardCase,
+    tile: HopperTile,
+    score: ModText | None,
+    mask: ModText | None,
+    scale_apart: bool,
+    inside: bool,
+    added: AddedDot | None,
+    rows: tuple[DotRows, ...],
+) -> KernelSpec:
     blocks, mods = case.blocks, [m for m in (score, mask) if m]
     starts = blocks is not None and blocks.starts
     cache = case.cache or Cache()
@@ -221,17 +240,23 @@ def _spec(case: ForwardCase, tile: HopperTile, score: ModText | None, mask: ModT
         "LOCATED": cache.located,
         "OFFSETS": cache.offsets,
         "SCALE_FIRST": scale_apart,
-        "SUM_IS_RAW": scores_are_raw(score and score.sum, case.scale_is_positive and not case.extras.scales),
+        "SUM_IS_RAW": scores_are_raw(score and score.sum, case.scale_is_positive and not case.extras.scales) or bool(added and not score),
+        "DOT_ROWS": rows,
+        "DOT_ROUNDED": dtype_name(added.rounded) if added and added.rounded else "",
+        "DOT_FACTOR": added.factor if added else 1.0,
+        "DOT_WIDTH": DOT_WIDTH,
         "OUTPUT_MAX": case.output_max,
         "OUTPUT_ROWS": case.output_rows,
         **case.extras.flags,
         "imports_triton": any("tl" in m.modules for m in mods),
     }
-    parameters = _parameters(case, tile, tuple(p for m in mods for p in m.parameters), scale_apart)
+    parameters = _parameters(case, tile, tuple(p for m in mods for p in m.parameters), scale_apart, rows)
     return KernelSpec("hopper_forward", (score, mask), tuple(flags.items()), "cuda", parameters)
 
 
-def _parameters(case: ForwardCase, tile: HopperTile, mods: tuple[Parameter, ...], scale_apart: bool) -> tuple[Parameter, ...]:
+def _parameters(
+    case: ForwardCase, tile: HopperTile, mods: tuple[Parameter, ...], scale_apart: bool, rows: tuple[DotRows, ...]
+) -> tuple[Parameter, ...]:
     blocks, cache, dtype, N = case.blocks, case.cache, dtype_name(case.dtype), tile.BLOCK_N
     starts, out = blocks is not None and blocks.starts, case.extras.out or dtype
     d_qk, d_v = (d // slices(d) for d in padded(case))
@@ -241,6 +266,7 @@ def _parameters(case: ForwardCase, tile: HopperTile, mods: tuple[Parameter, ...]
         descriptor_of("V", dtype, *((cache.page_size, 64) if pieces else (d_v, N) if case.dtype.itemsize == 1 else (N, d_v))),
         descriptor_of("Q", dtype, ROWS, d_qk),
         descriptor_of("O", out, ROWS, d_v),
+        *(descriptor_of(r.name, dtype, n, DOT_WIDTH) for r, n in zip(rows, (ROWS, N), strict=False)),
         *([pointer("O", out)] if starts else []),
         *statistic_parameters("T, Hq" if cache else "Z, Hq, Q_LEN", case.output_max, case.output_rows),
         *case.extras.of_sinks,

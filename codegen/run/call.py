@@ -69,7 +69,7 @@ class ExtraInputs(NamedTuple):
     """What changes the softmax beside scores and masks, or tensors' elements.
 
     sinks      (Hq,), contiguous and at a multiple of 16 bytes
-    dropout_p  which part of the weights is dropped, in 65536ths
+    dropout_p  which part of the weights is dropped, a multiple of one over DROPOUT_STEPS
     seed       int64 (1,), of dropout
     places     of packed sequences, int32: the number of each query's sequence, its position there, and that of each key
     scales     of "q", "k" and "v", those that have some

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from ..mod.loads import dots_of
 from ..plan import hopper_backward, hopper_forward
 from ..plan.backward import STATS_ALIGNMENT, delta_rows
 from ..plan.hopper_backward import HopperBackwardPlan
@@ -31,6 +32,8 @@ class HopperPart:
         self.fused: dict[str, HopperBackwardPlan] = {}  # by name
         fitting = plans.forward_call(call.backward)
         self.without = f"BACKEND is {named}" if named not in (None, candidate.name) else candidate.fits(fitting)
+        if not self.without and fitting.score and dots_of(fitting.score[0]):
+            self.without = "dot products of rows of captured tensors: files have the portable kernels for them"
         if self.without:
             if self.required:
                 raise ValueError(f"kernel_options['BACKEND'] is {named!r}, but {self.without}; leave BACKEND out")

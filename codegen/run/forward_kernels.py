@@ -9,10 +9,12 @@ import torch
 from ..device.arguments import plain_values
 from ..device.counters import counter
 from ..device.devices import multiprocessors, on
+from ..mod.loads import dots_of
 from ..plan import hopper_forward
 from ..plan.extras import extra_numbers
 from ..plan.forward import ForwardCase, Mod, Plan, plan_forward, scales
 from ..plan.geometry import Geometry
+from ..plan.hopper_dots import SMALLEST_SCALE
 from ..plan.hopper_forward import ROWS, SPILL_LIMIT, HopperPlan, enough_heads, fits, heads_per_group, plan_hopper_forward
 from ..registry import INFO, Table
 from ..text.mod_text import mod_values
@@ -63,7 +65,10 @@ class Hopper:
     name = "HOPPER"
 
     def fits(self, call: Call) -> str | None:
-        return fits(call.case, call.geometry, call.arch, call.aligned, call.score)
+        why = fits(call.case, call.geometry, call.arch, call.aligned, call.score)
+        if not why and call.scale < SMALLEST_SCALE and call.score and dots_of(call.score[0]):
+            why = f"a scale of {call.scale}, by which a dot product of rows would be divided"
+        return why
 
     def worthwhile(self, call: Call) -> str | None:
         Z, Hq, Q_LEN, _ = call.extents
@@ -75,7 +80,7 @@ class Hopper:
     def prepare(self, call: Call, names: tuple[str, ...], lists: BlockLists | None) -> Runner:
         plan = planned(_plans, self, call)
         limit = None if call.case.options.backend == self.name else SPILL_LIMIT
-        launch = Launch(plan.spec, _numbers(call, plan, lists), (*names, "COUNTER"))
+        launch = Launch(plan.spec, _numbers(call, plan, lists), (*names, *(r.name for r in plan.rows), "COUNTER"))
         return Runner(plan, launch, names, call.extents, limit, multiprocessors(call.device))
 
 
@@ -121,6 +126,7 @@ class Runner:
         self.plan, self.launch, self.names, self.limit, self.programs, self.waits = plan, launch, names, limit, programs, True
         self.heads, self.length = extents[0] * extents[1], extents[2]
         self.raw = bool(plan.spec.flag.get("SUM_IS_RAW"))
+        self.rows = getattr(plan, "rows", ())  # of a dot product that score_mod has
 
     @property
     def launches(self) -> tuple[Launch, ...]:
@@ -132,20 +138,25 @@ class Runner:
     ) -> None:
         """Fill the outputs among `tensors`. `addresses`: theirs, if all are aligned."""
         device, captured, again = tensors[0].device, mod_values(self.plan, score, mask), self.launch.again
+        rows = [r.lying(score) for r in self.rows]  # of a dot product
+        if again and any(again.lying[r.name] != (t.shape, t.stride()) for r, t in zip(self.rows, rows, strict=True)):
+            again = None  # descriptors on the short way are those of tensors that lie as others do
         if again and addresses is not None:
             if device.index != torch._C._cuda_getDevice():
                 with torch.cuda.device(device):
                     self.run(tensors, addresses, score, mask, lists)
                 return
-            plain, tables = plain_values(captured), lists.addresses if lists else ()
-            if plain is not None and tables is not None:
+            plain, tables, of_rows = plain_values(captured), lists.addresses if lists else (), plain_values(rows)
+            if plain is not None and tables is not None and of_rows is not None:
                 addresses += tables
+                addresses += of_rows
                 stream = torch._C._cuda_getCurrentRawStream(device.index)
                 if self.programs:
                     addresses.append(counter(device, stream).data_ptr())
                 again(stream, addresses, plain)
                 return
         named = dict(zip(self.names, (*tensors, *(lists.tables if lists else ())), strict=True))
+        named |= {r.name: t for r, t in zip(self.rows, rows, strict=True)}
         self.launch.waits = self.waits
         if self.programs:
             persistent(self.launch, named, captured, self._tiles(self.plan.tile, lists), self.limit, self.programs)

@@ -93,7 +93,7 @@ def values_of(recipe: Iterable[tuple], captured: list) -> list:
 def mod_values(plan, score: list | None, mask: list | None) -> list:
     """The kernel arguments of a plan's (or a step's) score_mod and mask_mod, from what the two capture."""
     found = []
-    if score:
+    if score and plan.score:  # a kernel may have all of a score_mod in itself
         found += values_of(plan.score.recipe, score)
     if mask:
         found += values_of(plan.mask.recipe, mask)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from flexpress.codegen.plan.extras import DROPOUT_STEPS
+
 
 def dense_attention(q, k, v, score_mod=None, mask_mod=None, scale=None, precision=torch.float64, factors=None):
     """out (B, Hq, Q_LEN, D_V), lse and max_scores (B, Hq, Q_LEN) by materialised scores, in `precision`.
@@ -36,7 +38,7 @@ def dense_attention(q, k, v, score_mod=None, mask_mod=None, scale=None, precisio
 
 def dropped_attention(q, k, v, kept, p, *others, **named):
     """out of dense_attention, of weights that are `kept` with probability 1 - p; p is rounded as dropout_p is."""
-    return dense_attention(q, k, v, *others, **named, factors=kept / (1 - round(p * 65536) / 65536))[0]
+    return dense_attention(q, k, v, *others, **named, factors=kept / (1 - round(p * DROPOUT_STEPS) / DROPOUT_STEPS))[0]
 
 
 def positions(shape, device):

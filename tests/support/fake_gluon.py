@@ -16,7 +16,7 @@ import types
 
 import torch
 
-from flexpress.dropout import random_words
+from flexpress.dropout import philox
 
 PATIENCE = 60.0  # seconds at a barrier
 
@@ -315,6 +315,7 @@ def gluon_language(programs: int, program: tuple[int, ...], lock) -> types.Simpl
         together([threading.Thread(target=run, args=partition, daemon=True) for partition in partitions], errors)
 
     dtypes = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int8", "int32", "int64")}
+    dtypes |= {"uint16": torch.int64, "uint32": torch.int64}  # wide enough
     dtypes |= {"int1": torch.bool, "float8e4nv": torch.float8_e4m3fn}
     layouts = dict.fromkeys(
         ("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout", "SwizzledSharedLayout", "DistributedLinearLayout"),
@@ -366,15 +367,31 @@ def limits(to_log2, text: str) -> tuple[torch.Tensor, torch.Tensor]:
     return most / to_log2, torch.exp2(torch.floor(torch.log2(to_log2.double()))).float()
 
 
-def words(seed, b, h, m0, m, n0, n) -> torch.Tensor:
-    """The kernel's own, without numbers that have no sign."""
-    b, h, m, n = (torch.as_tensor(x, dtype=torch.int64) for x in (b, h, m0 + m, n0 + n))
-    return random_words(seed.long(), b, h, m, n)
+def random_numbers(seed: torch.Tensor, *words) -> tuple[torch.Tensor, ...]:
+    """The kernel's own Philox, without numbers that have no sign."""
+    return tuple(philox(seed.long(), *torch.broadcast_tensors(*(torch.as_tensor(w, dtype=torch.int64) for w in words))))
 
 
-def kept_by(words: torch.Tensor, n: torch.Tensor, dropped: int) -> torch.Tensor:
+def drop(values: torch.Tensor, words: torch.Tensor, m: torch.Tensor, *threshold) -> torch.Tensor:
+    """The same without instructions of a GPU, which have no keys given: a tile begins with a multiple of 32."""
+    upper, lower = _numbers((words >> (torch.arange(values.shape[-1]) & 1) * 16) & 0xFFFF)
+    return dropped(values, torch.where((m & 8) == 0, upper, lower), threshold[-1])
+
+
+def comparable(bits: torch.Tensor) -> torch.Tensor:
+    """The same of a transposed tile: of queries by the eights."""
+    upper, lower = (number.unflatten(1, (-1, 8)) for number in _numbers(bits & 0xFFFF))
+    return torch.stack((upper, lower), 2).flatten(1)
+
+
+def dropped(values: torch.Tensor, numbers: torch.Tensor, threshold: int) -> torch.Tensor:
     """The same."""
-    return ((words >> ((n & 8) * 2)) & 0xFFFF) >= dropped
+    return torch.where(numbers >= threshold, values, torch.zeros((), dtype=values.dtype))
+
+
+def _numbers(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    bits = bits & 0x7F7F
+    return bits, (bits & 0x7F) << 8 | bits >> 8
 
 
 class Number(int):
@@ -419,8 +436,11 @@ def run(text: str, name: str, args: tuple, grid: tuple[int, ...] = (2,)) -> None
             "within": lambda position, first, count: (first <= position) & (position < first + count),
             "meet": both.wait,
             "limits": lambda x: limits(x, text),
-            "random_words": words,
-            "kept_by": kept_by,
+            "rounded": lambda x: x.to(getattr(torch, re.search(r"rounded to (b?float16)", text)[1])).float(),
+            "philox": random_numbers,
+            "drop": drop,
+            "comparable": comparable,
+            "dropped": dropped,  # of 16 bits and of float32
             "wait_for_stores": wait_for_stores,
             "tma_add": lambda *args: stores.give(*args, add=True),
         }
