@@ -10,14 +10,14 @@ import torch
 
 from flexpress import checks
 from flexpress.cache_checks import check_batch, check_contents, check_no_gradients, check_positive, looks
-from flexpress.cached_mods import causal, causal_from, mask_from, position_from, score_from
+from flexpress.cached_mods import causal, causal_from, mask_from, mask_of_rows, position_from, score_from
 from flexpress.float8 import FLOAT8, check_cached_query, output_dtype, with_query_scale
 from flexpress.in_graph import compilable
 from flexpress.mods import MaskMod, ScoreMod
 from flexpress.programs import captures_of, mod_program
 from flexpress.recorded import bound_mod
 from flexpress.scales import read_scale
-from flexpress.shared_attention import attend_shared, check_contents_of, check_shared, is_worthwhile
+from flexpress.shared_attention import Together, attend_shared, check_contents_of, check_shared, is_worthwhile
 from flexpress.shared_prefix import SharedPrefix, SharedTables
 from flexpress.sinks import check_sinks, read_sinks
 
@@ -29,8 +29,10 @@ from .codegen.mod.tensors import is_recorded, read_captured
 from .codegen.run.cached import attend_cached
 from .codegen.run.cached_call import CachedCall
 from .codegen.run.call import Cached, ExtraInputs
+from .codegen.run.launch import Unusable
 from .codegen.run.layouts import output_like
 from .codegen.run.profiled import in_range, is_profiled
+from .codegen.run.shared_parts import SharedParts
 
 _INSTEAD = "train with flex_attention or varlen_attention, or call it under torch.no_grad()"
 
@@ -242,10 +244,24 @@ def widen(query, where: Cached, q_offset, k_cache, q_scale, out_dtype) -> tuple[
 
 
 def _attend(
-    query, where: Cached, q_offset, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant: bool, sinks, sees_all: bool = False
+    query,
+    where: Cached,
+    q_offset,
+    k_cache,
+    v_cache,
+    score_mod,
+    mask_mod,
+    scale,
+    batch_invariant: bool,
+    sinks,
+    sees_all: bool = False,
+    together: Together | None = None,
 ) -> tuple:
-    """out and lse of arguments that are checked, but scale, sinks and the mods. sees_all: without a mask_mod, no key is hidden."""
-    call, out, lse = call_of(query, where, q_offset, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant, sinks, sees_all)
+    """out and lse of arguments that are checked, but scale, sinks and the mods. sees_all: without a mask_mod, no key is hidden. together:
+    what sequences attend to beside that; raises Unusable if the kernel for it is not."""
+    named = {"sees_all": sees_all, "together": together}
+    call, out, lse = call_of(query, where, q_offset, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant, sinks, **named)
+    check_serves(call)
     if call is None:
         return out.zero_(), lse.fill_(float("-inf")) if sinks is None else lse.copy_(sinks.reshape(1, -1, *[1] * (lse.ndim - 2)))
     run = attend_cached
@@ -257,9 +273,21 @@ def _attend(
 
 
 def call_of(
-    query, where: Cached, q_offset, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant: bool, sinks, sees_all: bool = False
+    query,
+    where: Cached,
+    q_offset,
+    k_cache,
+    v_cache,
+    score_mod,
+    mask_mod,
+    scale,
+    batch_invariant: bool,
+    sinks,
+    sees_all: bool = False,
+    together: Together | None = None,
 ) -> tuple[CachedCall | None, torch.Tensor, torch.Tensor]:
     """The call as kernels take it, or None if there is nothing to compute; out and lse, not filled yet."""
+    asked_scale = scale
     if scale is None:
         scale = query.shape[-1] ** -0.5
     else:
@@ -302,7 +330,39 @@ def call_of(
         return _bound(mod, kind, q.device)
 
     call = CachedCall(q, k, v, to_fill, lse, extents, scale, where, masked, q_offset, checks.DEFAULT, by_position, by_number, extras)
+    if together is not None:
+        call.shared = _shared_parts(call, together, asked_scale)
     return call, out, lse
+
+
+def check_serves(call: CachedCall | None) -> None:
+    """Raises Unusable if what sequences attend to together is not for the kernel that reads it."""
+    if call is not None and call.shared is not None and (reason := call.shared.refusal()):
+        raise Unusable(reason)
+
+
+def _shared_parts(call: CachedCall, together: Together, scale) -> SharedParts:
+    """What the sequences of a call attend to together, as the kernel takes it."""
+    score_mod, where, laid, q = together.score_mod, together.where, together.laid, call.q
+    if scale is not None:
+        _, score_mod = _read_scale(scale, score_mod, q)
+    rows = laid.token.shape[0]
+    extents = where.kv_lens.shape[0], q.shape[1], rows, call.k.shape[2] * where.pages.shape[1]  # type: ignore[union-attr]
+
+    def by_position(kind: str) -> tuple | None:
+        return _bound(score_mod if kind == "score" else together.mask_mod, kind, q.device)
+
+    def by_number(kind: str) -> tuple | None:
+        row = position_from(laid.starts[:-1], where.kv_lens, None, 0)  # type: ignore[arg-type]
+        mod = mask_from(mask_of_rows(together.mask_mod, laid.sequence, laid.position), row, where.kv_lens)  # type: ignore[arg-type]
+        return _bound(mod, kind, q.device)
+
+    masked, options = together.mask_mod is not None, checks.DEFAULT
+    groups = CachedCall(
+        *(q, call.k, call.v, call.out, call.lse, extents, call.scale, where, masked, None, options, by_position, by_number, call.extras)
+    )
+    reached = call.extents[0], call.k.shape[2] * call.cached.pages.shape[1]  # type: ignore[union-attr]
+    return SharedParts(groups, laid, together.lay, reached, call.cached.cu_q is not None)
 
 
 def _check_sinks_learn_nothing(sinks: torch.Tensor) -> None:

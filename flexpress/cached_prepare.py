@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from flexpress.cached import call_of, place_batch, widen
+from flexpress.cached import call_of, check_serves, place_batch, widen
 from flexpress.shared_attention import attend_shared, check_shared, is_possible
 from flexpress.shared_prefix import SharedPrefix
 
@@ -33,6 +33,7 @@ def prepare(
 
     def compiled(*arguments, **more) -> tuple[torch.Tensor, torch.Tensor]:
         call, out, lse = call_of(*arguments, **more)
+        check_serves(call)
         if call is not None:
             attend_cached(call, prepare=True)
         return out, lse

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,6 +17,9 @@ from ..plan.geometry import Geometry, geometry_of
 from .block_lists import BlockLists
 from .call import Cached, ExtraInputs, keys_of, structure_of
 from .masks import automatic_lists
+
+if TYPE_CHECKING:
+    from .shared_parts import SharedParts
 
 BLOCK = 128  # queries and keys of a block of the lists
 
@@ -34,6 +38,7 @@ class CachedCall:
     extras        None for an ordinary softmax
     by_number     the same of the numbers of queries in a sequence. Its mask_mod also hides keys past the sequence's end; None where the
                   call is not masked
+    shared        what else sequences attend to, together with others; None if they do not
     """
 
     q: torch.Tensor
@@ -50,6 +55,7 @@ class CachedCall:
     by_position: Callable[[str], tuple | None]
     by_number: Callable[[str], tuple | None]
     extras: ExtraInputs | None = None
+    shared: SharedParts | None = None
 
     @property
     def layouts(self) -> tuple:
