@@ -259,8 +259,9 @@ def _attend(
 ) -> tuple:
     """out and lse of arguments that are checked, but scale, sinks and the mods. sees_all: without a mask_mod, no key is hidden. together:
     what sequences attend to beside that; raises Unusable if the kernel for it is not."""
-    named = {"sees_all": sees_all, "together": together}
-    call, out, lse = call_of(query, where, q_offset, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant, sinks, **named)
+    call, out, lse = call_of(
+        *(query, where, q_offset, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant, sinks, sees_all, together)
+    )
     check_serves(call)
     if call is None:
         return out.zero_(), lse.fill_(float("-inf")) if sinks is None else lse.copy_(sinks.reshape(1, -1, *[1] * (lse.ndim - 2)))

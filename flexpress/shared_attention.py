@@ -19,6 +19,7 @@ from flexpress.shared_prefix import SharedPrefix, SharedTables
 
 from .codegen.mod.bind import bind
 from .codegen.mod.loads import dots_of
+from .codegen.plan.shared_tiles import BLOCK
 from .codegen.run.call import Cached
 from .codegen.run.launch import Unusable
 from .codegen.run.merge_parts import merge_parts
@@ -29,8 +30,8 @@ LEAST_FILL = 0.5  # of the rows of tiles: with fewer queries the kernel for few 
 
 
 class Together(NamedTuple):
-    """What sequences of a batch attend to together: the groups as sequences, the mods of the batch's own sequences, which of these and which
-    position each row of a group is, and what makes tiles for so many heads and programs."""
+    """What sequences of a batch attend to together: the groups as sequences, the mods of the batch's own sequences, which of these and
+    which position each row of a group is, and what makes tiles for so many heads and programs."""
 
     score_mod: Callable | None
     mask_mod: Callable | None
@@ -104,6 +105,11 @@ def is_possible(prefix: SharedPrefix, query: torch.Tensor, where: Cached, k_cach
     return not any(mod is not None and dots_of(bind(mod, kind)[0]) for mod, kind in zip(mods, ("score", "mask"), strict=True))
 
 
+def may_fill(query: torch.Tensor, where: Cached) -> bool:
+    """Are there queries enough for tiles of groups, if all are in one?"""
+    return _tokens(query, where) >= LEAST_FILL * BLOCK
+
+
 def _tokens(query: torch.Tensor, where: Cached) -> int:
     return query.shape[0] if where.cu_q is not None else query.shape[0] * query.shape[2]
 
@@ -120,8 +126,10 @@ def attend_shared(
     mask_mod,
     scale,
     sinks,
+    in_tiles: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse, by `attend`, which takes one part."""
+    """out and lse, by `attend`, which takes one part. in_tiles: by the kernel that has tiles of groups, where it serves; None: if these are
+    full enough."""
     ragged = where.cu_q is not None
     queries = query.shape[0] if ragged else query.shape[2]
     if isinstance(shared, SharedPrefix):
@@ -129,7 +137,7 @@ def attend_shared(
     groups, laid = shared.shared, shared.laid
     rest = replace(where, kv_lens=laid.kv_len, pages=laid.pages)
     score, mask = score_mod and score_behind(score_mod, laid.shift), mask_mod and mask_behind(mask_mod, laid.shift)
-    if groups.fills(_tokens(query, where)) >= LEAST_FILL:
+    if in_tiles or in_tiles is None and groups.fills(_tokens(query, where)) >= LEAST_FILL:
         whole = replace(where, cu_q=laid.starts, max_q=laid.token.shape[0], kv_lens=groups.lengths, pages=groups.pages)
         together = Together(score_mod, mask_mod, whole, laid, shared.tiles)
         with contextlib.suppress(Unusable):

@@ -301,7 +301,8 @@ def combine_spec(case: DecodeCase, backend: str, scale_apart: bool) -> KernelSpe
         pointer("O", dtype_name(case.dtype), "[rows, D_V] in any strides, written"),
         *statistic_parameters("rows", case.output_max, case.output_rows),
         *case.extras.of_sinks,
-        *numbers("MIDDLE", "INNER", "SPLITS", *(["MOST", "FIRST_SHARED"] if case.shared else []), "stride_outer", "stride_middle", "stride_inner", "TO_LOG2"),
+        *numbers("MIDDLE", "INNER", "SPLITS", *(["MOST", "FIRST_SHARED"] if case.shared else [])),
+        *numbers("stride_outer", "stride_middle", "stride_inner", "TO_LOG2"),
         *constants("BLOCK_S"),
     )
     return KernelSpec("combine_splits", (), tuple(flags.items()), backend, parameters)

@@ -27,7 +27,6 @@ def tiles_spec(backend: str) -> KernelSpec:
 
 
 def most_parts(tokens: int, heads: int, programs: int) -> int:
-    """Parts of a group's keys for which there is room: enough for twice as many tiles as programs, a multiple of 4, so that what lies behind
-    them is aligned."""
+    """Parts of a group's keys for which there is room: enough for twice as many tiles as programs, a multiple of 4."""
     wanted = 2 * programs // (heads * -(-tokens // BLOCK))
     return max(4, min(MOST_PARTS, -(-wanted // 4) * 4))

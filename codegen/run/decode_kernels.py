@@ -80,8 +80,8 @@ def tiles_of(extents: tuple[int, int, int, int], rows: Rows, tokens: int | None)
 
 
 class Parts:
-    """The memory for parts: elements of PART, PART_SHARE, PART_MAX and PART_COUNT, each a multiple of 16 bytes. Behind the parts of all rows
-    there are `shared` of each that another kernel makes."""
+    """The memory for parts: elements of PART, PART_SHARE, PART_MAX and PART_COUNT, each a multiple of 16 bytes. Behind the parts of all
+    rows there are `shared` of each that another kernel makes."""
 
     def __init__(self, rows: int, splits: int, d_v: int, shared: int = 0) -> None:
         self.first_shared, self.d_v = -(-rows * splits // 4) * 4, d_v

@@ -36,8 +36,8 @@ _refused: dict[tuple, str] = Table("prefix kernels not used", 1024)  # that were
 class SharedParts:
     """What groups of sequences share, in a call of all of these.
 
-    call     the groups as sequences, whose queries are rows: q is that of the batch, cached.kv_lens and pages those of the groups, by_number
-             counts rows, and by_position gives mods of the batch's own sequences
+    call     the groups as sequences, whose queries are rows: q is that of the batch, cached.kv_lens and pages those of the groups,
+             by_number counts rows, and by_position gives mods of the batch's own sequences
     laid     which token, sequence and position each row is
     lay      makes tiles of rows and of parts of keys, for so many heads and programs
     extents  sequences of the batch, and how many positions one may have
