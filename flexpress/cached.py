@@ -2,39 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Literal, overload
 
 import torch
 
 from flexpress import checks
 from flexpress.cache_checks import check_batch, check_contents, check_no_gradients, check_positive, looks
-from flexpress.cached_mods import causal, causal_from, mask_from, mask_of_rows, position_from, score_from
+from flexpress.cached_calls import INSTEAD, call_of, check_mod_learns_nothing, check_serves, check_sinks_learn_nothing, scale_of
 from flexpress.float8 import FLOAT8, check_cached_query, output_dtype, with_query_scale
 from flexpress.in_graph import compilable
 from flexpress.mods import MaskMod, ScoreMod
 from flexpress.programs import captures_of, mod_program
 from flexpress.recorded import bound_mod
-from flexpress.scales import read_scale
 from flexpress.shared_attention import Together, attend_shared, check_contents_of, check_shared, is_worthwhile
 from flexpress.shared_prefix import SharedPrefix, SharedTables
-from flexpress.sinks import check_sinks, read_sinks
+from flexpress.sinks import check_sinks
 
-from .codegen.device.memory import contiguous
-from .codegen.mod.bind import bind
 from .codegen.mod.capture import name_of
 from .codegen.mod.dtypes import dtype_name
-from .codegen.mod.tensors import is_recorded, read_captured
+from .codegen.mod.tensors import is_recorded
 from .codegen.run.cached import attend_cached
-from .codegen.run.cached_call import CachedCall
-from .codegen.run.call import Cached, ExtraInputs
-from .codegen.run.launch import Unusable
-from .codegen.run.layouts import output_like
+from .codegen.run.call import Cached
 from .codegen.run.profiled import in_range, is_profiled
-from .codegen.run.shared_parts import SharedParts
-
-_INSTEAD = "train with flex_attention or varlen_attention, or call it under torch.no_grad()"
 
 
 @overload
@@ -177,8 +166,9 @@ def cached_attention(
     et al. 2023), paged attention (Kwon et al. 2023, arXiv 2309.06180).
 
     With shared_prefix, pages that sequences share are read once for all their queries, each sequence reads the rest, and the two parts are
-    merged by lse: the same numbers but for rounding (parts are rounded to query's dtype, and a lse of 1e6 is exact to 0.06). It goes the
-    usual way where less than 96 MiB and 1.5 a query need not be read again, where sequences have more than 64 queries on average,
+    merged by lse: the same numbers but for rounding (parts are rounded to query's dtype, and a lse of 1e6 is exact to 0.06). On Hopper,
+    where the queries of groups fill half of tiles of 128 or more, and all else is as above, parts are float32 and added up once. It goes
+    the usual way where less than 96 MiB and 1.5 a query need not be read again, where sequences have more than 64 queries on average,
     with batch_invariant, for mods with dot products of rows, and where torch records the call. Method: Hydragen (Juravsky et al. 2024,
     arXiv 2402.05099), cascade inference of FlashInfer (Ye et al. 2025, arXiv 2501.01005).
     """
@@ -202,12 +192,12 @@ def _recorded(query, k_cache, v_cache, kv_len, tables, of_query, score_mod, mask
     """out and lse by the operator: for calls that torch is to see."""
     if sinks is not None:
         check_sinks(sinks, query.shape[1], query.device)
-        _check_sinks_learn_nothing(sinks)
+        check_sinks_learn_nothing(sinks)
     place_batch(query, k_cache, v_cache, kv_len, False, tables, of_query)
-    scale, score_mod = _read_scale(scale, score_mod, query)
+    scale, score_mod = scale_of(scale, score_mod, query)
     score, mask = bound_mod(score_mod, "score"), bound_mod(mask_mod, "mask")
     for bound in (score, mask):
-        _check_no_gradient(bound, "score" if bound is score else "mask")
+        check_mod_learns_nothing(bound, "score" if bound is score else "mask")
     program = mod_program(score, mask, out=of_query[1] and dtype_name(of_query[1])).text()
     return torch.ops.flexpress.cached_attention(
         *(query, k_cache, v_cache, kv_len, *tables, *captures_of(score, mask)),
@@ -229,7 +219,7 @@ def place_batch(query, k_cache, v_cache, kv_len, check, tables, of_query) -> tup
         )
     if torch.is_grad_enabled():
         tensors = {"query": query, "k_cache": k_cache, "v_cache": v_cache, "q_scale": of_query[0], "k_scale": k_scale, "v_scale": v_scale}
-        check_no_gradients("cached_attention", _INSTEAD, **tensors)
+        check_no_gradients("cached_attention", INSTEAD, **tensors)
     if looks(check, query):
         check_contents(query, k_cache, where, q_offset)
         check_positive("q_scale", of_query[0])
@@ -271,126 +261,3 @@ def _attend(
         run = in_range(attend_cached, "cached_attention", mods)
     run(call)
     return out, lse
-
-
-def call_of(
-    query,
-    where: Cached,
-    q_offset,
-    k_cache,
-    v_cache,
-    score_mod,
-    mask_mod,
-    scale,
-    batch_invariant: bool,
-    sinks,
-    sees_all: bool = False,
-    together: Together | None = None,
-) -> tuple[CachedCall | None, torch.Tensor, torch.Tensor]:
-    """The call as kernels take it, or None if there is nothing to compute; out and lse, not filled yet."""
-    asked_scale = scale
-    if scale is None:
-        scale = query.shape[-1] ** -0.5
-    else:
-        scale, score_mod = _read_scale(scale, score_mod, query)
-    extras = None
-    if sinks is not None:
-        extras = ExtraInputs(read_sinks(sinks, query.shape[1], query.device))
-        _check_sinks_learn_nothing(sinks)
-    ragged = where.cu_q is not None
-    kv_lens: torch.Tensor = where.kv_lens  # type: ignore[assignment]  # a cache has them
-    q = query.transpose(0, 1)[None] if ragged else query
-    k, v = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
-    KV_LEN = k.shape[2] * (1 if where.pages is None else where.pages.shape[1])
-    extents = kv_lens.shape[0], q.shape[1], where.max_q if ragged else q.shape[2], KV_LEN
-    if ragged:
-        out = contiguous((*query.shape[:2], v.shape[3]), query.dtype, query.device)
-        to_fill = out.transpose(0, 1)[None]
-    else:
-        to_fill = out = output_like(q, v.shape[3])
-    lse = contiguous(query.shape[:-1], torch.float32, query.device)
-    if out.numel() == 0 or k.shape[0] == 0 or 0 in extents:
-        return None, out, lse
-
-    if batch_invariant:
-        where = replace(where, invariant=True)
-    # else one query a sequence sees all that there is, by kernels that take keys in another order than those with lists
-    masked = mask_mod is not None or not sees_all and (where.max_q > 1 or q_offset is not None or where.invariant)
-    position = position_from(q_offset, kv_lens, where.cu_q, q.shape[2])
-
-    def by_position(kind: str) -> tuple | None:
-        return _bound(score_mod if kind == "score" else mask_mod or causal, kind, q.device)
-
-    def by_number(kind: str) -> tuple | None:
-        if kind == "score":
-            mod = None if score_mod is None else score_from(score_mod, position)
-        elif mask_mod is None:
-            mod = causal_from(position, kv_lens) if masked else None
-        else:
-            mod = mask_from(mask_mod, position, kv_lens)
-        return _bound(mod, kind, q.device)
-
-    call = CachedCall(q, k, v, to_fill, lse, extents, scale, where, masked, q_offset, checks.DEFAULT, by_position, by_number, extras)
-    if together is not None:
-        call.shared = _shared_parts(call, together, asked_scale)
-    return call, out, lse
-
-
-def check_serves(call: CachedCall | None) -> None:
-    """Raises Unusable if what sequences attend to together is not for the kernel that reads it."""
-    if call is not None and call.shared is not None and (reason := call.shared.refusal()):
-        raise Unusable(reason)
-
-
-def _shared_parts(call: CachedCall, together: Together, scale) -> SharedParts:
-    """What the sequences of a call attend to together, as the kernel takes it."""
-    score_mod, where, laid, q = together.score_mod, together.where, together.laid, call.q
-    if scale is not None:
-        _, score_mod = _read_scale(scale, score_mod, q)
-    rows = laid.token.shape[0]
-    extents = where.kv_lens.shape[0], q.shape[1], rows, call.k.shape[2] * where.pages.shape[1]  # type: ignore[union-attr]
-
-    def by_position(kind: str) -> tuple | None:
-        return _bound(score_mod if kind == "score" else together.mask_mod, kind, q.device)
-
-    def by_number(kind: str) -> tuple | None:
-        row = position_from(laid.starts[:-1], where.kv_lens, None, 0)  # type: ignore[arg-type]
-        mod = mask_from(mask_of_rows(together.mask_mod, laid.sequence, laid.position), row, where.kv_lens)  # type: ignore[arg-type]
-        return _bound(mod, kind, q.device)
-
-    masked, options = together.mask_mod is not None, checks.DEFAULT
-    groups = CachedCall(
-        *(q, call.k, call.v, call.out, call.lse, extents, call.scale, where, masked, None, options, by_position, by_number, call.extras)
-    )
-    reached = call.extents[0], call.k.shape[2] * call.cached.pages.shape[1]  # type: ignore[union-attr]
-    return SharedParts(groups, laid, together.lay, reached, call.cached.cu_q is not None)
-
-
-def _check_sinks_learn_nothing(sinks: torch.Tensor) -> None:
-    if torch.is_grad_enabled():
-        check_no_gradients("cached_attention", _INSTEAD, sinks=sinks)
-
-
-def _read_scale(scale, score_mod, query) -> tuple[float, Callable | None]:
-    if isinstance(scale, torch.Tensor) and torch.is_grad_enabled():
-        check_no_gradients("cached_attention", _INSTEAD, scale=scale)
-    return read_scale(scale, score_mod, query.shape[-1], query.device)
-
-
-def _bound(mod: Callable | None, kind: str, device: torch.device) -> tuple | None:
-    """A score_mod's or mask_mod's graph and what it captures, on the call's device."""
-    if mod is None:
-        return None
-    bound = bind(mod, kind)
-    read_captured(bound, device, f"{kind}_mod")
-    _check_no_gradient(bound, kind)
-    return bound
-
-
-def _check_no_gradient(bound: tuple | None, kind: str) -> None:
-    if bound is None:
-        return
-    if torch.is_grad_enabled() and any([t.requires_grad for t in bound[1][: len(bound[0].tensors)]]):
-        raise NotImplementedError(
-            f"{kind}_mod captures a tensor that requires grad, but cached_attention is not differentiable: {_INSTEAD}"
-        )

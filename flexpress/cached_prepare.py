@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from flexpress.cached import call_of, check_serves, place_batch, widen
+from flexpress.cached import place_batch, widen
+from flexpress.cached_calls import call_of, check_serves
 from flexpress.shared_attention import attend_shared, check_shared, is_possible, may_fill
 from flexpress.shared_prefix import SharedPrefix
 

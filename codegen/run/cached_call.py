@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
@@ -17,11 +17,23 @@ from ..plan.geometry import Geometry, geometry_of
 from .block_lists import BlockLists
 from .call import Cached, ExtraInputs, keys_of, structure_of
 from .masks import automatic_lists
-
-if TYPE_CHECKING:
-    from .shared_parts import SharedParts
+from .shared_tiles import Tiles
 
 BLOCK = 128  # queries and keys of a block of the lists
+
+
+class Beside(Protocol):
+    """What sequences attend to beside their own keys, by a kernel that leaves parts for the same combine_splits (see SharedParts)."""
+
+    @property
+    def tiles(self) -> Tiles:
+        """How many parts each query has."""
+
+    def refusal(self) -> str | None:
+        """Why the kernel does not serve, or None if it does."""
+
+    def run(self, parts: dict[str, torch.Tensor], *, prepare: bool = False) -> None:
+        """Write the parts; or, to prepare such calls, compile what does. Raises Unusable."""
 
 
 @dataclass
@@ -55,7 +67,7 @@ class CachedCall:
     by_position: Callable[[str], tuple | None]
     by_number: Callable[[str], tuple | None]
     extras: ExtraInputs | None = None
-    shared: SharedParts | None = None
+    shared: Beside | None = None
 
     @property
     def layouts(self) -> tuple:
