@@ -10,7 +10,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from flexpress import PageAllocator, SharedPrefix, and_masks, apply_rope, cached_attention, precompile_cached, rope_table, update_cache
+from flexpress import (
+    PageAllocator,
+    Precompiled,
+    SharedPrefix,
+    and_masks,
+    apply_rope,
+    cached_attention,
+    precompile_cached,
+    rope_table,
+    update_cache,
+)
 from flexpress.mods import MaskMod, causal, tree
 
 from .dense import dense_attention
@@ -185,31 +195,32 @@ class Steps:
         """Have the kernels of attention compiled side by side that steps of an engine with these limits need: decoding, with trees of drafts
         (nodes; 0: none), and chunks of prompts, of any number of sequences. Returns how many that were."""
         shapes = {
-            Shape(n, tokens, n * max(1, nodes), most, nodes).rounded()
+            Shape(n, tokens, n * max(1, drafted), most, drafted).rounded()
             for n in {min(1 << i, max_sequences) for i in range(max_sequences.bit_length() + 1)}
-            for tokens, most in ((n * max(1, nodes), max(1, nodes)), (chunk + n, chunk + n))
+            for drafted in {0, nodes}  # nobody may have a draft
+            for tokens, most in ((n * max(1, drafted), max(1, drafted)), (chunk + n, chunk + n))
         }
         begun, seen = time.perf_counter(), len(shapes)
         index = self.device.index if self.device.type == "cuda" else -1
 
-        def compiled(shape: Shape) -> int:
+        def compiled(shape: Shape) -> list[Precompiled]:
             with torch.cuda.device(index):  # which belongs to a thread
                 return self._compile(shape)
 
         with ThreadPoolExecutor(8) as threads:
-            found = sum(threads.map(compiled, sorted(shapes, key=lambda shape: (shape.sequences, shape.tokens))))
-        self.say(f"{found} kernels compiled for {seen} kinds of steps in {time.perf_counter() - begun:.1f} s")
-        return found
+            found = set().union(*threads.map(compiled, sorted(shapes, key=lambda shape: (shape.sequences, shape.tokens))))
+        self.say(f"{len(found)} kernels compiled for {seen} kinds of steps in {time.perf_counter() - begun:.1f} s")
+        return len(found)
 
-    def _compile(self, shape: Shape) -> int:
+    def _compile(self, shape: Shape) -> list[Precompiled]:
         """The kernels of attention in steps of a shape, with shared prefixes and without."""
         inputs, config = Inputs(shape, self.width, self.device), self.model.config
-        to, query = inputs.on_device, (shape.tokens, config.num_attention_heads, config.head_dim)
+        to, query_shape = inputs.on_device, (shape.tokens, config.num_attention_heads, config.head_dim)
         names = "kv_len", "page_table", "cu_seqlens_q"
         batch = {name: to[name] for name in names} | {"max_q_len": shape.max_q_len, "shared_prefix": (GROUPS, self.width)}
         scales = {} if self.scales is None else dict(zip(("k_scale", "v_scale"), self.scales[0].unbind(), strict=True))
-        caches, dtype = self.cache[0].unbind(), self.model.head.dtype
-        return len(precompile_cached(query, *caches, **batch, **scales, mask_mod=_mask(inputs), dtype=dtype, device=self.device))
+        query = torch.empty(query_shape, dtype=self.model.head.dtype, device="meta")  # the cache may have another dtype
+        return precompile_cached(query, *self.cache[0].unbind(), **batch, **scales, mask_mod=_mask(inputs), device=self.device)
 
     def run(self, step: list[Work]) -> list[list[int]]:
         """The likeliest next tokens of the rows of each work."""
