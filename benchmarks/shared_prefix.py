@@ -4,9 +4,11 @@
 
 bfloat16 in pages, 32 query heads, 8 key heads of 128, one new token a sequence. What is timed is a CUDA graph of several calls, each
 with its own cache, as the layers of a model have; the tables of a step are made in it once. Each row: microseconds of a call without
-sharing, with it as it comes, and with it by force (where `usual` is true, the two differ); megabytes that need not be read again; the
-speedup. LEAST_BYTES and QUERIES of flexpress/shared_prefix.py are to be where the forced one begins to win. Outputs are compared with those
-without.
+sharing, with it as it comes ("shared"), and by force in either way: "few" by the kernel for few queries, "tiles" by the kernel for Hopper
+that has tiles of the groups' queries; megabytes that need not be read again; how much faster than without. Where `usual` is true, less need
+not be read again than pays. LEAST_BYTES and QUERIES of flexpress/shared_prefix.py are to be where a forced one begins to win, LEAST_FILL of
+flexpress/shared_attention.py where tiles do; `fill` is what it is compared with. --ways leaves some out. Outputs are compared with those
+without. With --count also how many kernels a step of all layers launches.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ from __future__ import annotations
 import torch
 from common import arguments, captured, header, integers, replay_ms, write_results
 
-from flexpress import PageAllocator, SharedPrefix, cached_attention, mods, shared_prefix
+from flexpress import PageAllocator, SharedPrefix, cached_attention, mods, shared_attention, shared_prefix
 
+WAYS = {"few": (0, 2.0), "tiles": (0, 0.0)}  # LEAST_BYTES and LEAST_FILL by which calls go so
 SCORE_MODS = {"plain": lambda heads: None, "alibi": mods.alibi, "softcap": lambda heads: mods.softcap(30.0)}
 
 
@@ -51,17 +54,30 @@ class Step:
 
 def row_of(step: Step, asked, capture=captured, time_ms=replay_ms) -> dict:
     """What is measured of a step."""
-    found, outs, least_bytes = {}, {}, shared_prefix.LEAST_BYTES
-    for name, is_shared, least in (("without", False, least_bytes), ("shared", True, least_bytes), ("forced", True, 0)):
-        shared_prefix.LEAST_BYTES = least
-        made, replay = capture(lambda is_shared=is_shared: step.run(is_shared))
-        found[f"{name}_us"] = 1e3 * time_ms(replay, asked.rep) / asked.layers
-        outs[name] = made[-1]
-    shared_prefix.LEAST_BYTES = least_bytes
-    error = max((outs[name].float() - outs["without"].float()).norm() / outs["without"].float().norm() for name in ("shared", "forced"))
-    assert error < 0.01, f"the outputs differ by {error:.3f} of their size"
-    speedups = {"speedup": found["without_us"] / found["shared_us"], "forced_speedup": found["without_us"] / found["forced_us"]}
-    return {"saved_mb": step.saved / 1e6, "usual": step.saved < least_bytes, **found, **speedups, "error": float(error)}
+    found, errors, exact, usual = {}, [0.0], None, (shared_prefix.LEAST_BYTES, shared_attention.LEAST_FILL)
+    for name in ("without", *asked.ways):
+        shared_prefix.LEAST_BYTES, shared_attention.LEAST_FILL = WAYS.get(name, usual)
+        try:
+            made, replay = capture(lambda name=name: step.run(name != "without"))
+            found[f"{name}_us"] = 1e3 * time_ms(replay, asked.rep) / asked.layers
+            if asked.count:
+                found[f"{name}_kernels"] = kernels_of(lambda name=name: step.run(name != "without"))
+        finally:
+            shared_prefix.LEAST_BYTES, shared_attention.LEAST_FILL = usual
+        exact = made[-1].float() if exact is None else exact
+        errors.append(float((made[-1].float() - exact).norm() / exact.norm()))
+    assert max(errors) < 0.01, f"the outputs differ by {max(errors):.3f} of their size"
+    speedups = {f"{name}_speedup": found["without_us"] / found[f"{name}_us"] for name in asked.ways}
+    known = {"saved_mb": step.saved / 1e6, "usual": step.saved < usual[0], "fill": step.shared.fills(step.shared.batch_size)}
+    return {**known, **found, **speedups, "error": max(errors)}
+
+
+def kernels_of(run) -> int:
+    """How many kernels a step launches."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
 
 
 def main() -> None:
@@ -70,9 +86,12 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=integers, default=default)
     for name, default in (("own", 256), ("page-size", 64), ("layers", 4), ("heads", 32), ("kv-heads", 8), ("head-dim", 128)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--ways", nargs="+", choices=["shared", *WAYS], default=["shared", *WAYS], help="beside without")
+    parser.add_argument("--score-mods", nargs="+", choices=[*SCORE_MODS], default=[*SCORE_MODS], dest="score_mods")
+    parser.add_argument("--count", action="store_true", help="kernels of a step, by torch's profiler")
     parser.add_argument("--rep", type=float, default=100.0, help="ms to measure each")
     asked, rows = parser.parse_args(), []
-    for score in SCORE_MODS:
+    for score in asked.score_mods:
         for sequences in asked.sequences:
             for prefix in asked.prefixes:
                 torch.cuda.empty_cache()

@@ -142,6 +142,14 @@ def report(engine: Engine, requests: list[Request], wrong: int | None) -> dict[s
     }
 
 
+_start = time.perf_counter()
+
+
+def said(line: str) -> None:
+    """Where time goes before an answer, on stderr."""
+    print(f"{time.perf_counter() - _start:7.1f} s: {line}", file=sys.stderr, flush=True)
+
+
 def lost(requests: list[Request]) -> list[Request]:
     """Those that have no end, or another number of tokens than they wanted without a reason."""
     return [
@@ -160,6 +168,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--float8", action="store_true", help="keys and values are stored as e4m3, with scales")
     parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, help="CUDA graphs; by default on a GPU")
     parser.add_argument("--check", action=argparse.BooleanOptionalAction, help="ask the dense model; by default up to 50M weights")
+    parser.add_argument("--verbose", action="store_true", help="say where time goes on a CPU, too, and compile ahead there")
     parser.add_argument("--rate", type=float, default=0.0, help="requests that come in a second, on average; 0: all at once (default 0)")
     for name, default, meaning in (
         ("requests", 6, "how many"),
@@ -191,6 +200,7 @@ def main() -> int:
         config = Config.read(args.config) if args.config else Config()
         model = read(config, args.weights) if args.weights else Llama.random(config, args.seed)
     model = model.to(device, getattr(torch, args.dtype))
+    said(f"{model.parameters() / 1e6:.0f}M weights are on {device}") if device == "cuda" or args.verbose else None
 
     def prompts() -> list[Request]:
         return text_prompts(args, tokenizer, ends) if args.smollm2 else random_prompts(args, model.config)
@@ -212,14 +222,18 @@ def main() -> int:
     )
     if args.float8:
         engine.calibrate(asked[0].prompt)
+    if device == "cuda" or args.verbose:
+        engine.compile(said)
     try:
         if args.ask:
             requests = ask(engine, args, tokenizer, ends)
         else:
-            for _ in range(2 if device == "cuda" else 1):  # the first run loads the kernels, and compiles those not on disk
+            for _ in range(2 if device == "cuda" else 1):  # the first run loads the kernels, and captures graphs
                 engine.forget()
-                requests = prompts()
+                requests, begun = prompts(), time.perf_counter()
                 load(engine, requests, args.rate, args.seed)
+                if device == "cuda" or args.verbose:
+                    said(f"{len(requests)} requests answered in {engine.steps} steps, {time.perf_counter() - begun:.1f} s")
     except OutOfPages as why:
         print(
             f"a request needs {why.wanted} pages of {args.page_size} tokens, but there are {why.num_pages}: pass --pages", file=sys.stderr

@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Literal, overload
 
 import torch
 
 from flexpress import checks
 from flexpress.cache_checks import check_batch, check_contents, check_no_gradients, check_positive, looks
-from flexpress.cached_mods import causal, causal_from, mask_from, position_from, score_from
+from flexpress.cached_calls import INSTEAD, call_of, check_mod_learns_nothing, check_serves, check_sinks_learn_nothing, scale_of
 from flexpress.float8 import FLOAT8, check_cached_query, output_dtype, with_query_scale
 from flexpress.in_graph import compilable
 from flexpress.mods import MaskMod, ScoreMod
 from flexpress.programs import captures_of, mod_program
 from flexpress.recorded import bound_mod
-from flexpress.scales import read_scale
-from flexpress.shared_attention import attend_shared, check_contents_of, check_shared, is_worthwhile
+from flexpress.shared_attention import Together, attend_shared, check_contents_of, check_shared, is_worthwhile
 from flexpress.shared_prefix import SharedPrefix, SharedTables
-from flexpress.sinks import check_sinks, read_sinks
+from flexpress.sinks import check_sinks
 
-from .codegen.device.memory import contiguous
-from .codegen.mod.bind import bind
 from .codegen.mod.capture import name_of
 from .codegen.mod.dtypes import dtype_name
-from .codegen.mod.tensors import is_recorded, read_captured
+from .codegen.mod.tensors import is_recorded
 from .codegen.run.cached import attend_cached
-from .codegen.run.cached_call import CachedCall
-from .codegen.run.call import Cached, ExtraInputs
-from .codegen.run.layouts import output_like
+from .codegen.run.call import Cached
 from .codegen.run.profiled import in_range, is_profiled
-
-_INSTEAD = "train with flex_attention or varlen_attention, or call it under torch.no_grad()"
 
 
 @overload
@@ -175,8 +166,9 @@ def cached_attention(
     et al. 2023), paged attention (Kwon et al. 2023, arXiv 2309.06180).
 
     With shared_prefix, pages that sequences share are read once for all their queries, each sequence reads the rest, and the two parts are
-    merged by lse: the same numbers but for rounding (parts are rounded to query's dtype, and a lse of 1e6 is exact to 0.06). It goes the
-    usual way where less than 96 MiB and 1.5 a query need not be read again, where sequences have more than 64 queries on average,
+    merged by lse: the same numbers but for rounding (parts are rounded to query's dtype, and a lse of 1e6 is exact to 0.06). On Hopper,
+    where the queries of groups fill half of tiles of 128 or more, and all else is as above, parts are float32 and added up once. It goes
+    the usual way where less than 96 MiB and 1.5 a query need not be read again, where sequences have more than 64 queries on average,
     with batch_invariant, for mods with dot products of rows, and where torch records the call. Method: Hydragen (Juravsky et al. 2024,
     arXiv 2402.05099), cascade inference of FlashInfer (Ye et al. 2025, arXiv 2501.01005).
     """
@@ -200,12 +192,12 @@ def _recorded(query, k_cache, v_cache, kv_len, tables, of_query, score_mod, mask
     """out and lse by the operator: for calls that torch is to see."""
     if sinks is not None:
         check_sinks(sinks, query.shape[1], query.device)
-        _check_sinks_learn_nothing(sinks)
+        check_sinks_learn_nothing(sinks)
     place_batch(query, k_cache, v_cache, kv_len, False, tables, of_query)
-    scale, score_mod = _read_scale(scale, score_mod, query)
+    scale, score_mod = scale_of(scale, score_mod, query)
     score, mask = bound_mod(score_mod, "score"), bound_mod(mask_mod, "mask")
     for bound in (score, mask):
-        _check_no_gradient(bound, "score" if bound is score else "mask")
+        check_mod_learns_nothing(bound, "score" if bound is score else "mask")
     program = mod_program(score, mask, out=of_query[1] and dtype_name(of_query[1])).text()
     return torch.ops.flexpress.cached_attention(
         *(query, k_cache, v_cache, kv_len, *tables, *captures_of(score, mask)),
@@ -227,7 +219,7 @@ def place_batch(query, k_cache, v_cache, kv_len, check, tables, of_query) -> tup
         )
     if torch.is_grad_enabled():
         tensors = {"query": query, "k_cache": k_cache, "v_cache": v_cache, "q_scale": of_query[0], "k_scale": k_scale, "v_scale": v_scale}
-        check_no_gradients("cached_attention", _INSTEAD, **tensors)
+        check_no_gradients("cached_attention", INSTEAD, **tensors)
     if looks(check, query):
         check_contents(query, k_cache, where, q_offset)
         check_positive("q_scale", of_query[0])
@@ -242,10 +234,25 @@ def widen(query, where: Cached, q_offset, k_cache, q_scale, out_dtype) -> tuple[
 
 
 def _attend(
-    query, where: Cached, q_offset, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant: bool, sinks, sees_all: bool = False
+    query,
+    where: Cached,
+    q_offset,
+    k_cache,
+    v_cache,
+    score_mod,
+    mask_mod,
+    scale,
+    batch_invariant: bool,
+    sinks,
+    sees_all: bool = False,
+    together: Together | None = None,
 ) -> tuple:
-    """out and lse of arguments that are checked, but scale, sinks and the mods. sees_all: without a mask_mod, no key is hidden."""
-    call, out, lse = call_of(query, where, q_offset, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant, sinks, sees_all)
+    """out and lse of arguments that are checked, but scale, sinks and the mods. sees_all: without a mask_mod, no key is hidden. together:
+    what sequences attend to beside that; raises Unusable if the kernel for it is not."""
+    call, out, lse = call_of(
+        *(query, where, q_offset, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant, sinks, sees_all, together)
+    )
+    check_serves(call)
     if call is None:
         return out.zero_(), lse.fill_(float("-inf")) if sinks is None else lse.copy_(sinks.reshape(1, -1, *[1] * (lse.ndim - 2)))
     run = attend_cached
@@ -254,82 +261,3 @@ def _attend(
         run = in_range(attend_cached, "cached_attention", mods)
     run(call)
     return out, lse
-
-
-def call_of(
-    query, where: Cached, q_offset, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant: bool, sinks, sees_all: bool = False
-) -> tuple[CachedCall | None, torch.Tensor, torch.Tensor]:
-    """The call as kernels take it, or None if there is nothing to compute; out and lse, not filled yet."""
-    if scale is None:
-        scale = query.shape[-1] ** -0.5
-    else:
-        scale, score_mod = _read_scale(scale, score_mod, query)
-    extras = None
-    if sinks is not None:
-        extras = ExtraInputs(read_sinks(sinks, query.shape[1], query.device))
-        _check_sinks_learn_nothing(sinks)
-    ragged = where.cu_q is not None
-    kv_lens: torch.Tensor = where.kv_lens  # type: ignore[assignment]  # a cache has them
-    q = query.transpose(0, 1)[None] if ragged else query
-    k, v = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
-    KV_LEN = k.shape[2] * (1 if where.pages is None else where.pages.shape[1])
-    extents = kv_lens.shape[0], q.shape[1], where.max_q if ragged else q.shape[2], KV_LEN
-    if ragged:
-        out = contiguous((*query.shape[:2], v.shape[3]), query.dtype, query.device)
-        to_fill = out.transpose(0, 1)[None]
-    else:
-        to_fill = out = output_like(q, v.shape[3])
-    lse = contiguous(query.shape[:-1], torch.float32, query.device)
-    if out.numel() == 0 or k.shape[0] == 0 or 0 in extents:
-        return None, out, lse
-
-    if batch_invariant:
-        where = replace(where, invariant=True)
-    # else one query a sequence sees all that there is, by kernels that take keys in another order than those with lists
-    masked = mask_mod is not None or not sees_all and (where.max_q > 1 or q_offset is not None or where.invariant)
-    position = position_from(q_offset, kv_lens, where.cu_q, q.shape[2])
-
-    def by_position(kind: str) -> tuple | None:
-        return _bound(score_mod if kind == "score" else mask_mod or causal, kind, q.device)
-
-    def by_number(kind: str) -> tuple | None:
-        if kind == "score":
-            mod = None if score_mod is None else score_from(score_mod, position)
-        elif mask_mod is None:
-            mod = causal_from(position, kv_lens) if masked else None
-        else:
-            mod = mask_from(mask_mod, position, kv_lens)
-        return _bound(mod, kind, q.device)
-
-    call = CachedCall(q, k, v, to_fill, lse, extents, scale, where, masked, q_offset, checks.DEFAULT, by_position, by_number, extras)
-    return call, out, lse
-
-
-def _check_sinks_learn_nothing(sinks: torch.Tensor) -> None:
-    if torch.is_grad_enabled():
-        check_no_gradients("cached_attention", _INSTEAD, sinks=sinks)
-
-
-def _read_scale(scale, score_mod, query) -> tuple[float, Callable | None]:
-    if isinstance(scale, torch.Tensor) and torch.is_grad_enabled():
-        check_no_gradients("cached_attention", _INSTEAD, scale=scale)
-    return read_scale(scale, score_mod, query.shape[-1], query.device)
-
-
-def _bound(mod: Callable | None, kind: str, device: torch.device) -> tuple | None:
-    """A score_mod's or mask_mod's graph and what it captures, on the call's device."""
-    if mod is None:
-        return None
-    bound = bind(mod, kind)
-    read_captured(bound, device, f"{kind}_mod")
-    _check_no_gradient(bound, kind)
-    return bound
-
-
-def _check_no_gradient(bound: tuple | None, kind: str) -> None:
-    if bound is None:
-        return
-    if torch.is_grad_enabled() and any([t.requires_grad for t in bound[1][: len(bound[0].tensors)]]):
-        raise NotImplementedError(
-            f"{kind}_mod captures a tensor that requires grad, but cached_attention is not differentiable: {_INSTEAD}"
-        )

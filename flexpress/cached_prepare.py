@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from flexpress.cached import call_of, place_batch, widen
-from flexpress.shared_attention import attend_shared, check_shared, is_possible
+from flexpress.cached import place_batch, widen
+from flexpress.cached_calls import call_of, check_serves
+from flexpress.shared_attention import attend_shared, check_shared, is_possible, may_fill
 from flexpress.shared_prefix import SharedPrefix
 
 from .codegen.run.cached import attend_cached
@@ -33,6 +34,7 @@ def prepare(
 
     def compiled(*arguments, **more) -> tuple[torch.Tensor, torch.Tensor]:
         call, out, lse = call_of(*arguments, **more)
+        check_serves(call)
         if call is not None:
             attend_cached(call, prepare=True)
         return out, lse
@@ -42,4 +44,5 @@ def prepare(
         check_shared(shared, query, **tables, k_cache=k_cache)
     compiled(*placed, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant, None)
     if shared is not None and not batch_invariant and is_possible(shared, query, placed[1], k_cache, (score_mod, mask_mod)):
-        attend_shared(compiled, shared, *placed, k_cache, v_cache, score_mod, mask_mod, scale, None)
+        for in_tiles in (False, True) if may_fill(query, placed[1]) else (False,):
+            attend_shared(compiled, shared, *placed, k_cache, v_cache, score_mod, mask_mod, scale, None, in_tiles)

@@ -6,8 +6,10 @@ of its own, and the two results are merged by lse. No kernel knows of groups: th
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -17,8 +19,25 @@ from flexpress.shared_prefix import SharedPrefix, SharedTables
 
 from .codegen.mod.bind import bind
 from .codegen.mod.loads import dots_of
+from .codegen.plan.shared_tiles import BLOCK
 from .codegen.run.call import Cached
+from .codegen.run.launch import Unusable
 from .codegen.run.merge_parts import merge_parts
+from .codegen.run.shared_tables import Laid
+from .codegen.run.shared_tiles import Tiles
+
+LEAST_FILL = 0.5  # of the rows of tiles: with fewer queries the kernel for few of them takes no longer
+
+
+class Together(NamedTuple):
+    """What sequences of a batch attend to together: the groups as sequences, the mods of the batch's own sequences, which of these and
+    which position each row of a group is, and what makes tiles for so many heads and programs."""
+
+    score_mod: Callable | None
+    mask_mod: Callable | None
+    where: Cached
+    laid: Laid
+    lay: Callable[[int, int], Tiles]
 
 
 def check_shared(
@@ -86,6 +105,11 @@ def is_possible(prefix: SharedPrefix, query: torch.Tensor, where: Cached, k_cach
     return not any(mod is not None and dots_of(bind(mod, kind)[0]) for mod, kind in zip(mods, ("score", "mask"), strict=True))
 
 
+def may_fill(query: torch.Tensor, where: Cached) -> bool:
+    """Are there queries enough for tiles of groups, if all are in one?"""
+    return _tokens(query, where) >= LEAST_FILL * BLOCK
+
+
 def _tokens(query: torch.Tensor, where: Cached) -> int:
     return query.shape[0] if where.cu_q is not None else query.shape[0] * query.shape[2]
 
@@ -102,24 +126,32 @@ def attend_shared(
     mask_mod,
     scale,
     sinks,
+    in_tiles: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse, by `attend`, which takes one part."""
+    """out and lse, by `attend`, which takes one part. in_tiles: by the kernel that has tiles of groups, where it serves; None: if these are
+    full enough."""
     ragged = where.cu_q is not None
     queries = query.shape[0] if ragged else query.shape[2]
     if isinstance(shared, SharedPrefix):
         shared = shared.tables(where.kv_lens, where.pages, queries=queries, cu_seqlens_q=where.cu_q, q_offset=q_offset)
+    groups, laid = shared.shared, shared.laid
+    rest = replace(where, kv_lens=laid.kv_len, pages=laid.pages)
+    score, mask = score_mod and score_behind(score_mod, laid.shift), mask_mod and mask_behind(mask_mod, laid.shift)
+    if in_tiles or in_tiles is None and groups.fills(_tokens(query, where)) >= LEAST_FILL:
+        whole = replace(where, cu_q=laid.starts, max_q=laid.token.shape[0], kv_lens=groups.lengths, pages=groups.pages)
+        together = Together(score_mod, mask_mod, whole, laid, shared.tiles)
+        with contextlib.suppress(Unusable):
+            return attend(query, rest, laid.q_offset, k_cache, v_cache, score, mask, scale, False, sinks, together=together)
+    out, lse = attend(query, rest, laid.q_offset, k_cache, v_cache, score, mask, scale, False, sinks)
     # the part of the groups: each is one sequence, whose queries are rows
     tokens = query if ragged else query.transpose(1, 2).flatten(0, 1)
-    rows, groups, laid = tokens.index_select(0, shared.laid.token), shared.shared, shared.laid
+    rows = tokens.index_select(0, laid.token)
     together = replace(where, cu_q=laid.starts, max_q=rows.shape[0], kv_lens=groups.lengths, pages=groups.pages)
     score, mask = (mod and make(mod, laid.sequence, laid.position) for mod, make in ((score_mod, score_of_rows), (mask_mod, mask_of_rows)))
     # rows whose queries are not all behind the prefix are not taken, so causal hides nothing
     part, part_lse = attend(
         *(rows, together, laid.starts[:-1], k_cache, v_cache, score, mask, scale, False, None), sees_all=mask_mod is None
     )
-    rest = replace(where, kv_lens=laid.kv_len, pages=laid.pages)
-    score, mask = score_mod and score_behind(score_mod, laid.shift), mask_mod and mask_behind(mask_mod, laid.shift)
-    out, lse = attend(query, rest, laid.q_offset, k_cache, v_cache, score, mask, scale, False, sinks)
     if ragged:
         merge_parts(out.transpose(0, 1)[None], lse.transpose(0, 1)[None], part, part_lse, laid.place)
     else:

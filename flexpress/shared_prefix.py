@@ -6,6 +6,7 @@ PageAllocator.shared_prefix makes a SharedPrefix when the batch changes; SharedP
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -15,8 +16,10 @@ from torch.types import Device
 from flexpress.cache_checks import check_table
 from flexpress.checks import whole
 
+from .codegen.plan.shared_tiles import BLOCK
 from .codegen.run.call import values_in_keys
 from .codegen.run.shared_tables import Laid, lay_out
+from .codegen.run.shared_tiles import Tiles, lay_tiles
 
 LEAST_BYTES = 96 << 20  # of keys and values that need not be read again; below, what the second part launches takes longer than reading
 QUERIES = 64  # for as many it must be as much again: two results of each are written and merged
@@ -39,6 +42,7 @@ class SharedPrefix:
     prefix        (B,): tokens that each sequence shares with its group; 0 for those of no group
     page_size     tokens of a page
     tokens_saved  tokens whose keys and values need not be read again: for each group, its length times its members but one
+    groups        of each group, tokens that it shares and how many sequences it has, as the host knows them
     """
 
     order: torch.Tensor
@@ -48,6 +52,7 @@ class SharedPrefix:
     prefix: torch.Tensor
     page_size: int
     tokens_saved: int
+    groups: tuple[tuple[int, int], ...] = ()
 
     @property
     def batch_size(self) -> int:
@@ -79,6 +84,15 @@ class SharedPrefix:
         """Are these queries so few a sequence that reading keys is what they wait for?"""
         return 0 < queries <= MOST_QUERIES * self.batch_size
 
+    def fills(self, queries: int) -> float:
+        """Which part of the rows of tiles are queries, where groups have tiles of their own, weighted by the keys that they attend to;
+        `queries` of all sequences together. 0 if nothing is shared."""
+        of_each, rows, padded = queries / self.batch_size, 0.0, 0
+        for length, sequences in self.groups:
+            rows += length * sequences * of_each
+            padded += length * BLOCK * math.ceil(sequences * of_each / BLOCK)
+        return rows / padded if padded else 0.0
+
     def update(self, other: SharedPrefix | None) -> None:
         """Copy another one, of a batch of as many sequences, into this one's tensors; None: nothing is shared any more.
 
@@ -88,7 +102,7 @@ class SharedPrefix:
         if other is None:
             for tensor in (self.starts, self.lengths, self.prefix):
                 tensor.zero_()
-            self.tokens_saved = 0
+            self.tokens_saved, self.groups = 0, ()
             return
         shapes = [[tuple(getattr(one, name).shape) for name in _TENSORS] + [one.page_size] for one in (self, other)]
         if shapes[0] != shapes[1]:
@@ -98,7 +112,7 @@ class SharedPrefix:
             )
         for name in _TENSORS:
             getattr(self, name).copy_(getattr(other, name), non_blocking=True)
-        self.tokens_saved = other.tokens_saved
+        self.tokens_saved, self.groups = other.tokens_saved, other.groups
 
     def tables(
         self,
@@ -143,11 +157,19 @@ class SharedTables:
     shared: SharedPrefix
     made_of: dict[str, torch.Tensor | None] = field(repr=False)
     queries: int
+    _tiles: dict[tuple[int, int], Tiles] = field(default_factory=dict, repr=False)
 
     @functools.cached_property
     def laid(self) -> Laid:
         """The tables themselves. They are not made where all calls go the usual way."""
         return _laid(self)
+
+    def tiles(self, heads: int, programs: int) -> Tiles:
+        """Tiles of the groups' rows and of parts of their keys, for so many query heads and programs."""
+        found = self._tiles.get((heads, programs))
+        if found is None:
+            found = self._tiles[heads, programs] = lay_tiles(self.laid, self.shared.lengths, heads, programs)
+        return found
 
     def are_current(self) -> bool:
         """Do the tensors that they were made of still say the same? Waits for the device."""
@@ -241,5 +263,6 @@ def shared_prefix_of(
         table,
         prefix,
     )
+    sizes = tuple((count * page_size, len(numbers)) for count, numbers in found)
     saved = page_size * sum(count * (len(numbers) - 1) for count, numbers in found)
-    return SharedPrefix(*(torch.tensor(values, dtype=torch.int32).to(device) for values in tensors), page_size, saved)
+    return SharedPrefix(*(torch.tensor(values, dtype=torch.int32).to(device) for values in tensors), page_size, saved, sizes)

@@ -24,6 +24,7 @@ from flexpress import (
     flex_attention,
     mods,
     rope_table,
+    shared_attention,
     shared_prefix,
     update_cache,
     varlen_attention,
@@ -174,6 +175,23 @@ def prompts() -> None:
             table = torch.randperm(3 * count, device="cuda").to(torch.int32).view(3, count)
             where = {} if size == 1024 else {"page_table": table}
             cached_attention(query, *caches, kv_len, cu_seqlens_q=cu_seqlens_q, max_q_len=1000, **where)
+        prefixes(head_dim, head_dim_v)
+
+
+def prefixes(head_dim: int, head_dim_v: int) -> None:
+    """Groups of sequences, the last of which reads all by itself, by tiles of their queries."""
+    shared_prefix.LEAST_BYTES, shared_attention.LEAST_FILL = 0, 0.0
+    pool, int32 = PageAllocator(80, 16), dict(dtype=torch.int32, device="cuda")
+    first = pool.allocate(600)
+    sequences = [first, pool.fork(first), pool.fork(first), pool.allocate(70)]
+    for sequence in sequences[1:]:
+        pool.extend(sequence, 3)
+    lengths = torch.tensor([pool.length(s) for s in sequences], **int32)
+    caches = [torch.randn(80, 16, 2, d, device="cuda", dtype=torch.bfloat16) for d in (head_dim, head_dim_v)]
+    where = {"page_table": pool.page_table(sequences, device="cuda"), "shared_prefix": pool.shared_prefix(sequences, "cuda")}
+    query = torch.randn(4, 4, 2, head_dim, device="cuda", dtype=torch.bfloat16)
+    for options in ({}, {"score_mod": mods.alibi(torch.rand(4, device="cuda"))}, {"mask_mod": mods.sliding_window(300)}):
+        cached_attention(query, *caches, lengths, **where, **options)
 
 
 def hopper() -> None:

@@ -1364,6 +1364,27 @@ PREFIXES = [
         "sinks do not count",
     ),
     Mutant(
+        "templates/shared_tiles.py.jinja",
+        "tl.where(place >= 0, parts, 0)",
+        "parts",
+        named("shared_hopper", "test_tiles"),
+        "a sequence that reads all itself is added what its group reads",
+    ),
+    Mutant(
+        "templates/combine_splits.py.jinja",
+        "parts + s - shared",
+        "parts + s",
+        named("shared_hopper", "what_the_kernel_computes"),
+        "own parts behind shared ones are others",
+    ),
+    Mutant(
+        "templates/_hopper_forward_producer.jinja",
+        "num_blocks = num_blocks * (part + 1) // parts - first",
+        "num_blocks = num_blocks - first",
+        named("shared_hopper", "what_the_kernel_computes"),
+        "keys are in several parts",
+    ),
+    Mutant(
         "flexpress/shared_prefix.py",
         "if len(c.members) * depth > c.saved",
         "if True",

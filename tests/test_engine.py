@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from flexpress import shared_attention, shared_prefix
+from flexpress import printed_kernels, shared_attention, shared_prefix
 from support.engines import engine
 
 parts = engine()
@@ -76,6 +76,27 @@ def test_tokens_are_those_of_the_dense_model(way, always_shared):
     broken = requests[3].made
     broken[1] = (broken[1] + 1) % 256
     assert sum(unlike_dense(model, requests[3:4], server)) > 0, "the check must see a wrong token"
+
+
+def test_the_same_tokens_with_prefixes_read_once(monkeypatch):
+    """As when each sequence reads them."""
+    model, made = parts.Llama.random(parts.Config(), 1), []
+    for least in (0, 1 << 40):
+        monkeypatch.setattr(shared_prefix, "LEAST_BYTES", least)
+        requests = drawn(256, 10, 12, 30)
+        served(model, requests)
+        made.append([r.made for r in requests])
+    assert made[0] == made[1]
+
+
+def test_kernels_of_attention_are_compiled_ahead(own_directory, always_shared):
+    model, lines = parts.Llama.random(parts.Config(), 1), []
+    server = parts.Engine(model, num_pages=80, page_size=PAGE, max_sequences=5, chunk=24)
+    assert server.compile(lines.append) > 1 and server.compile() == 0
+    known = {*printed_kernels()}
+    server.run(drawn(256, 6, 12, 10))
+    assert not [path for path in {*printed_kernels()} - known if "update_cache" not in path.name]
+    assert "kernels compiled for" in lines[0] and len(lines) == 2
 
 
 @pytest.mark.parametrize("way", ["drafts", "few pages"])

@@ -24,6 +24,7 @@ from flexpress.codegen.run.preview import (
     merge_parts_compilation,
     preview,
     shared_tables_compilation,
+    shared_tiles_compilation,
     statistics_compilations,
     tangent_compilations,
     update_cache_compilation,
@@ -179,6 +180,7 @@ OTHERS = {  # branches of the templates that the prints in generated/ do not hav
     "column sums": lambda: statistics_compilations("sm_90", *make("relative_bias", "causal"), transposed=True)["columns"],
     "values by keys": lambda: values_by_keys_compilation("sm_90", 80),
     "merge parts": lambda: merge_parts_compilation("sm_90", d_v=80),
+    "shared tiles": lambda: shared_tiles_compilation("sm_90"),
     "shared tables": lambda: shared_tables_compilation("sm_90", ragged=True, offsets=True),
     "update cache": lambda: update_cache_compilation("sm_90", cache_dtype="float8_e4m3fn"),
 }

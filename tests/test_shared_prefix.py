@@ -421,8 +421,9 @@ def test_benchmark_measures_the_same_attention(score, monkeypatch):
     """benchmarks/shared_prefix.py, on the CPU and without a clock."""
     monkeypatch.setattr(shared_prefix, "LEAST_BYTES", 1 << 20)
     program = benchmark("shared_prefix")
-    asked = SimpleNamespace(page_size=16, layers=2, heads=4, kv_heads=2, head_dim=16, rep=0.0)
+    asked = SimpleNamespace(page_size=16, layers=2, heads=4, kv_heads=2, head_dim=16, rep=0.0, ways=["shared", "few", "tiles"], count=False)
     step = program.Step(40, 3, 5, score, asked, torch.device("cpu"))
     row = program.row_of(step, asked, lambda run: (run(), None), lambda replay, rep: 1.0)
-    assert shared_prefix.LEAST_BYTES == 1 << 20
-    assert row["speedup"] == 1 and row["usual"] and row["saved_mb"] == 2 * 32 * 2 * 2 * 16 * 2 / 1e6 and 0 < row["error"] < 0.01
+    assert shared_prefix.LEAST_BYTES == 1 << 20 and shared_attention.LEAST_FILL == 0.5
+    assert row["fill"] == 3 / 128 and row["shared_speedup"] == row["tiles_speedup"] == 1
+    assert row["usual"] and row["saved_mb"] == 2 * 32 * 2 * 2 * 16 * 2 / 1e6 and 0 < row["error"] < 0.01

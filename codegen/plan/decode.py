@@ -70,6 +70,7 @@ class DecodeCase(NamedTuple):
     scales: bool = False  # K and V are to be multiplied by
     extras: Extras = ORDINARY
     values_in_keys: bool = False  # V is the first columns of K, in the same memory
+    shared: bool = False  # another kernel leaves parts of keys that sequences share, for the same combine_splits
 
     @property
     def itemsize(self) -> int:
@@ -290,14 +291,18 @@ def combine_spec(case: DecodeCase, backend: str, scale_apart: bool) -> KernelSpe
         "OUTPUT_MAX": case.output_max,
         "OUTPUT_ROWS": case.output_rows,
         "RAGGED": case.ragged,
+        "SHARED": case.shared,
         **case.extras.flags,
     }
+    shared = "[queries]: how many of the shared keys' parts there are"
     parameters = (
         *_part_parameters("rows"),
+        *([pointer("SHARED_PARTS", "int32", shared)] if case.shared else []),
         pointer("O", dtype_name(case.dtype), "[rows, D_V] in any strides, written"),
         *statistic_parameters("rows", case.output_max, case.output_rows),
         *case.extras.of_sinks,
-        *numbers("MIDDLE", "INNER", "SPLITS", "stride_outer", "stride_middle", "stride_inner", "TO_LOG2"),
+        *numbers("MIDDLE", "INNER", "SPLITS", *(["MOST", "FIRST_SHARED"] if case.shared else [])),
+        *numbers("stride_outer", "stride_middle", "stride_inner", "TO_LOG2"),
         *constants("BLOCK_S"),
     )
     return KernelSpec("combine_splits", (), tuple(flags.items()), backend, parameters)

@@ -118,11 +118,14 @@ class Cache(NamedTuple):
     page_size   positions of a page; 0: a sequence has an entry of its own
     located     every sequence says which entry
     offsets     every sequence says at which position its queries begin; else they are its last positions
+    grouped     the pages are prefixes that groups of sequences share, and tables say which sequence and position a group's queries have;
+                what is left are parts for combine_splits
     """
 
     page_size: int = 0
     located: bool = False
     offsets: bool = False
+    grouped: bool = False
 
 
 class ForwardCase(NamedTuple):

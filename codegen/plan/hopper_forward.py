@@ -180,12 +180,14 @@ def plan_hopper_forward(case: ForwardCase, score: Mod | None, mask: Mod | None) 
     """The plan for a case that `fits`."""
     added = added_dot(score[0]) if score and weight_of(score[0]) == "dots" else None
     rows, score = (rows_of(added), rest_of(added, score)) if added else ((), score)
-    target = Target("cuda", dtype_name(case.dtype), case.exact_indices, GLUON, rows_before_first=case.cache is not None)
+    grouped = bool(case.cache and case.cache.grouped)
+    cached = {"rows_before_first": case.cache is not None, "packed_sequences": grouped}
+    target = Target("cuda", dtype_name(case.dtype), case.exact_indices, GLUON, **cached)
     # the short way of distances counts on positions from 0 on, and those in a cache may be negative
     shown, vectors = mask_of_runs(mask, "kv_idx", target), {"b": "z", "h": "h", "q_idx": "rows", "kv_idx": "offs_n"}
     score_text, mask_text = lowered(score, shown, target, vectors, by_distance=case.cache is None)
     reads = any(gathers(m[0]) for m in (score, mask) if m) or any(m.staged("q_idx", "kv_idx").handed for m in (score_text, mask_text) if m)
-    tile = hopper_tile(*padded(case), listed=case.blocks is not None, reads=reads)
+    tile = hopper_tile(*padded(case), listed=case.blocks is not None or grouped, reads=reads)
     if case.dtype.itemsize == 1:
         tile = HopperTile(2, 4, 240, 24)
     if added:
@@ -236,11 +238,14 @@ def _spec(
         "STARTS": starts,
         "BATCH_INSIDE": inside,
         "CACHED": case.cache is not None,
+        "GROUPED": cache.grouped,
         "PAGE_SIZE": cache.page_size,
         "LOCATED": cache.located,
         "OFFSETS": cache.offsets,
         "SCALE_FIRST": scale_apart,
-        "SUM_IS_RAW": scores_are_raw(score and score.sum, case.scale_is_positive and not case.extras.scales) or bool(added and not score),
+        # combine_splits knows scores with a score_mod by their scale
+        "SUM_IS_RAW": scores_are_raw(score and score.sum, case.scale_is_positive and not case.extras.scales and not cache.grouped)
+        or bool(added and not score),
         "DOT_ROWS": rows,
         "DOT_ROUNDED": dtype_name(added.rounded) if added and added.rounded else "",
         "DOT_FACTOR": added.factor if added else 1.0,
@@ -261,6 +266,8 @@ def _parameters(
     starts, out = blocks is not None and blocks.starts, case.extras.out or dtype
     d_qk, d_v = (d // slices(d) for d in padded(case))
     pieces = cache is not None and 0 < cache.page_size < N  # of a block, which TMA copies apart
+    if cache and cache.grouped:
+        return _parameters_of_groups(case, N, pieces, mods, scale_apart)
     found = [
         descriptor_of("K", dtype, *((cache.page_size, 64) if pieces else (N, d_qk))),
         descriptor_of("V", dtype, *((cache.page_size, 64) if pieces else (d_v, N) if case.dtype.itemsize == 1 else (N, d_v))),
@@ -294,3 +301,20 @@ def _parameters(
         places = ("sequences", "cu_q", "kv_lens", *(["q_offsets"] if cache.offsets else []), *where)
         tables += tuple(pointer(name, "int32") for name in places)
     return (*found, *numbers(*sizes), *tables, *mods)
+
+
+def _parameters_of_groups(case: ForwardCase, N: int, pieces: bool, mods: tuple[Parameter, ...], scale_apart: bool) -> tuple[Parameter, ...]:
+    """Those of the kernel that reads prefixes of groups, and leaves parts."""
+    dtype, size, (d_qk, d_v) = dtype_name(case.dtype), case.cache.page_size, (d // slices(d) for d in padded(case))  # type: ignore[union-attr]
+    found = [descriptor_of(name, dtype, *((size, 64) if pieces else (N, width))) for name, width in (("K", d_qk), ("V", d_v))]
+    found += [pointer("Q", dtype), *(pointer(name, "float32") for name in ("PART", "PART_SHARE", "PART_MAX")), pointer("COUNTER", "int32")]
+    sizes = ["Hq", "GROUP_SIZE", "KV_LEN", "QUERIES", "SPLITS", *STRIDES["q"][:3], "stride_pages"]
+    tables = "tiles_of_groups", "count", "lengths", "pages", "token", "sequence", "position"
+    numbers_of_lists = list_numbers(case.blocks)
+    return (
+        *found,
+        *numbers(*sizes, *scale_names(scale_apart), *numbers_of_lists),
+        *list_tables(case.blocks),
+        *(pointer(name, "int32") for name in tables),
+        *mods,
+    )

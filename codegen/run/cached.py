@@ -17,7 +17,8 @@ _refused: dict[tuple, str] = Table("kernels over caches not used", 1024)  # that
 
 
 def attend_cached(call: CachedCall, *, prepare: bool = False) -> None:
-    """Fill call.out and call.lse; or, to `prepare` such calls, compile what does, and launch nothing but what makes lists."""
+    """Fill call.out and call.lse; or, to `prepare` such calls, compile what does, and launch nothing but what makes lists. Raises Unusable
+    if the kernel for call.shared is not usable."""
     by_either(
         lambda in_cpp: (cpu_decode.attend_cached if in_cpp and cpu_decode.serves(call) else _attend)(call, prepare=prepare), call.q.device
     )
@@ -29,5 +30,7 @@ def _attend(call: CachedCall, *, prepare: bool) -> None:
         try:
             return candidate.run(call, prepare=prepare)
         except Unusable as why:
+            if call.shared:  # the kernel for what sequences share; whoever asked for it knows another way
+                raise
             _refused[(candidate.name, *call.key)] = str(why)
             logs.CHOICE.info("cached_attention: %s is not used: %s", candidate.name, why)

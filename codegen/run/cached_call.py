@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -16,8 +17,23 @@ from ..plan.geometry import Geometry, geometry_of
 from .block_lists import BlockLists
 from .call import Cached, ExtraInputs, keys_of, structure_of
 from .masks import automatic_lists
+from .shared_tiles import Tiles
 
 BLOCK = 128  # queries and keys of a block of the lists
+
+
+class Beside(Protocol):
+    """What sequences attend to beside their own keys, by a kernel that leaves parts for the same combine_splits (see SharedParts)."""
+
+    @property
+    def tiles(self) -> Tiles:
+        """How many parts each query has."""
+
+    def refusal(self) -> str | None:
+        """Why the kernel does not serve, or None if it does."""
+
+    def run(self, parts: dict[str, torch.Tensor], *, prepare: bool = False) -> None:
+        """Write the parts; or, to prepare such calls, compile what does. Raises Unusable."""
 
 
 @dataclass
@@ -34,6 +50,7 @@ class CachedCall:
     extras        None for an ordinary softmax
     by_number     the same of the numbers of queries in a sequence. Its mask_mod also hides keys past the sequence's end; None where the
                   call is not masked
+    shared        what else sequences attend to, together with others; None if they do not
     """
 
     q: torch.Tensor
@@ -50,6 +67,7 @@ class CachedCall:
     by_position: Callable[[str], tuple | None]
     by_number: Callable[[str], tuple | None]
     extras: ExtraInputs | None = None
+    shared: Beside | None = None
 
     @property
     def layouts(self) -> tuple:

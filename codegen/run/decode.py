@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from ..device.devices import architecture_of, backend_of, multiprocessors
@@ -94,21 +96,25 @@ class DecodeCached(_Planned):
         keys = keys_of(score, mask, call.extents)
         key = (*call.layouts, call.scale, *keys, lists and lists.structure, *call.cached.structure, structure_of(call.extras))
         aligned = call.k.data_ptr() % 16 == 0
-        key += (values_in_keys(call.k, call.v), aligned, call.options.use_tma)
+        shared = call.shared
+        key += (values_in_keys(call.k, call.v), aligned, call.options.use_tma, shared and shared.tiles.most)
         extras = call.extras.named if call.extras else {}
+        if shared:
+            extras = {**extras, "SHARED_PARTS": shared.tiles.parts}
         tensors = [call.k, call.v, call.q, call.out, call.lse, *call.cached.tensors, *extras.values()]
         kernels = None if prepare else _ready.get(key)
         if kernels is None:
             made = self._call(call, keys, lists).fastest(aligned, call.options.use_tma)
             names = ("K", "V", "Q", "O", "LSE", *call.cached.named, *extras, *(lists.tensors() if lists else ()))
-            kernels = Kernels(self, made, names, lists)
+            kernels = Kernels(self, made, names, lists, shared.tiles.most if shared else 0)
             if prepare:
                 launch_nothing(kernels.launches)
             else:
                 _ready[key] = kernels
         else:
             INFO.hits += 1
-        kernels.run(tensors, addresses_of(tensors), score and score[1], mask and mask[1], lists)
+        before = None if shared is None else functools.partial(shared.run, prepare=prepare)
+        kernels.run(tensors, addresses_of(tensors), score and score[1], mask and mask[1], lists, before)
 
     def _call(self, call: CachedCall, keys: tuple[Mod | None, Mod | None], lists: BlockLists | None) -> DecodeCall:
         q, k, v, cached = call.q, call.k, call.v, call.cached
@@ -117,6 +123,8 @@ class DecodeCached(_Planned):
         tokens = None if cached.cu_q is None else q.shape[2]
         widths = q.shape[3], v.shape[3], max(q.element_size(), k.element_size())
         rows, split = _division(call.extents, geometry, q.device, lists, cached, widths, tokens)
+        if call.shared and not split.room:  # combine_splits adds the shared parts
+            split = Split(1)
         case = DecodeCase(
             q.dtype,
             q.shape[3],
@@ -137,6 +145,7 @@ class DecodeCached(_Planned):
             scales=cached.k_scales is not None,
             extras=structure_of(call.extras),
             values_in_keys=values_in_keys(k, v),
+            shared=call.shared is not None,
         )
         machine = backend_of(q.device.type), architecture_of(q.device)
         return DecodeCall(case, geometry, call.extents, q.shape[2], rows, split, call.stride_pages, *machine, call.scale, *keys)

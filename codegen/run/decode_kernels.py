@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -79,10 +80,13 @@ def tiles_of(extents: tuple[int, int, int, int], rows: Rows, tokens: int | None)
 
 
 class Parts:
-    """The memory for parts: elements of PART, PART_SHARE, PART_MAX and PART_COUNT, each a multiple of 16 bytes."""
+    """The memory for parts: elements of PART, PART_SHARE, PART_MAX and PART_COUNT, each a multiple of 16 bytes. Behind the parts of all
+    rows there are `shared` of each that another kernel makes."""
 
-    def __init__(self, rows: int, splits: int, d_v: int) -> None:
-        self.sizes = [-(-rows * n // 4) * 4 for n in (splits * d_v, splits, splits, 1)]
+    def __init__(self, rows: int, splits: int, d_v: int, shared: int = 0) -> None:
+        self.first_shared, self.d_v = -(-rows * splits // 4) * 4, d_v
+        slots = self.first_shared + rows * shared if shared else rows * splits
+        self.sizes = [-(-n // 4) * 4 for n in (slots * d_v, slots, slots, rows)]
         self.room = sum(self.sizes)
         self._offsets = list(accumulate([4 * size for size in self.sizes[:-1]], initial=0))
 
@@ -90,6 +94,11 @@ class Parts:
         """By the names of parameters."""
         part, share, largest, count = buffer.split(self.sizes)
         return dict(zip(_PARTS, (part, share, largest, count.view(torch.int32)), strict=True))
+
+    def shared_tensors(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Those from the first shared part on."""
+        found, first = self.tensors(buffer), self.first_shared
+        return {name: found[name][first * (self.d_v if name == "PART" else 1) :] for name in _PARTS[:3]}
 
     def addresses(self, start: int) -> list[int]:
         """The same."""
@@ -100,18 +109,19 @@ class Kernels:
     """decode, or its kernel for Hopper, and combine_splits where keys are split, in calls of one kind.
 
     names   of the tensors that `run` gets and, behind them, of the lists' tables
+    shared  parts of each row for which there is room, beside those of its own keys (see SharedParts)
     """
 
     raw = False
 
-    def __init__(self, candidate, call: DecodeCall, names: tuple[str, ...], lists: BlockLists | None) -> None:
+    def __init__(self, candidate, call: DecodeCall, names: tuple[str, ...], lists: BlockLists | None, shared: int = 0) -> None:
         case, split = call.case, call.split
         self.candidate, self.names, self.ragged, self.grid = candidate, names, case.ragged, call.grid
         self.sinks = names.index("SINKS") if case.extras.sinks else None
-        self.parts = None
+        self.parts, self.shared = None, shared
         if split.room:
             self.rows = call.tokens * call.extents[1] * (1 if case.ragged else call.extents[0])
-            self.parts = Parts(self.rows, split.room, case.d_v)
+            self.parts = Parts(self.rows, split.room, case.d_v, shared)
         self._take(call, lists)
 
     def _take(self, call: DecodeCall, lists: BlockLists | None) -> None:
@@ -130,6 +140,7 @@ class Kernels:
             outer, *inner = [numbers[name] for name in STRIDES["o"]]  # of sequences, heads, queries
             middle, inner, sizes = (*inner[::-1], (call.tokens, Hq)) if self.ragged else (*inner, (Hq, Q_LEN))
             numbers |= {"stride_outer": outer, "stride_middle": middle, "stride_inner": inner, "MIDDLE": sizes[0], "INNER": sizes[1]}
+            numbers |= {"MOST": self.shared, "FIRST_SHARED": self.parts.first_shared}
             self.combine = Launch(self.plan.combine, numbers, (*self.names, *_PARTS))
 
     @property
@@ -138,9 +149,16 @@ class Kernels:
         return (self.launch, self.combine) if self.parts else (self.launch,)
 
     def run(
-        self, tensors: list[torch.Tensor], addresses: list[int] | None, score: list | None, mask: list | None, lists: BlockLists | None
+        self,
+        tensors: list[torch.Tensor],
+        addresses: list[int] | None,
+        score: list | None,
+        mask: list | None,
+        lists: BlockLists | None,
+        before: Callable[[dict[str, torch.Tensor]], None] | None = None,
     ) -> None:
-        """Fill the outputs among `tensors`, the fourth and those after. `addresses`: theirs, if all are aligned."""
+        """Fill the outputs among `tensors`, the fourth and those after. `addresses`: theirs, if all are aligned. `before` leaves the shared
+        parts."""
         out, lse = tensors[3:5]
         device, captured = out.device, mod_values(self.plan, score, mask)
         buffer = None
@@ -148,6 +166,8 @@ class Kernels:
             buffer = contiguous((self.parts.room,), torch.float32, device)
             if self.ragged:  # tokens after the last sequence's have no parts
                 buffer[-self.parts.sizes[-1] :].zero_()
+            if before is not None:
+                before(self.parts.shared_tensors(buffer))
         elif self.ragged:
             if self.sinks is None:
                 lse.fill_(float("-inf"))

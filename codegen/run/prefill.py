@@ -29,6 +29,8 @@ class Prefill:
             return f"sequences have fewer than {LONG * BLOCK} queries on average, or are padded"
         if call.options.backend not in (None, self.name):
             return f"BACKEND is {call.options.backend}"
+        if call.shared:
+            return "sequences attend to what they share apart"
         if cached.invariant:
             return "batch_invariant: decode alone adds up the keys of a sequence in an order of its own"
         if call.k.dtype != call.q.dtype:

@@ -26,6 +26,8 @@ from ..plan.forward import Cache, Plan
 from ..plan.merge_parts import MergeCase, merge_spec, rows_of_program
 from ..plan.shared_tables import BLOCK_T as SHARED_BLOCK_T
 from ..plan.shared_tables import SharedCase, shared_spec
+from ..plan.shared_tiles import BLOCK as SHARED_BLOCK
+from ..plan.shared_tiles import tiles_spec
 from ..plan.statistics import plan_columns, plan_rows
 from ..plan.tangent import plan_gradients, plan_tangent
 from ..plan.update_cache import BLOCK_T, UpdateCase, update_spec
@@ -79,7 +81,7 @@ def cpu_specs(*call, **details) -> dict[str, KernelSpec]:
 def hopper_compilation(target: str = "sm_90", *call, cache: Cache | None = None, **details) -> Compilation:
     """The forward kernel for Hopper. ValueError, with the reason, where it does not serve.
 
-    cache   where a cache holds the keys; with starts=True
+    cache   where a cache holds the keys; with starts=True, unless it is grouped
     """
     imagined = Imagined(*call, **details).forward(target)
     imagined = imagined._replace(case=imagined.case._replace(cache=cache))
@@ -202,6 +204,11 @@ def values_by_keys_compilation(target: str, d_v: int = 128, **details) -> Compil
 def shared_tables_compilation(target: str, **details) -> Compilation:
     """The kernel that lays out a step of sequences that share pages. details: fields of SharedCase."""
     return Compilation(target, shared_spec(SharedCase(**details), backend_for(target)), {"BLOCK_T": SHARED_BLOCK_T})
+
+
+def shared_tiles_compilation(target: str) -> Compilation:
+    """The kernel that says which tiles the prefixes of groups make."""
+    return Compilation(target, tiles_spec(backend_for(target)), {"BLOCK": SHARED_BLOCK})
 
 
 def _imagined(call: tuple, changes: dict, **details) -> tuple[Imagined, dict]:

@@ -45,7 +45,8 @@ class _Printer:
         by_distance: bool = False,
     ) -> None:
         self.graph, self.names, self.language, self.known = graph, names, target.language, known or {}
-        self.axes = POSITIONS | {"h"} if target.packed_heads else POSITIONS  # symbols that differ within a tile
+        # symbols that differ within a tile
+        self.axes = POSITIONS.union({"h"} if target.packed_heads else (), {"b"} if target.packed_sequences else ())
         self.expressions = Expressions(target, prefix, by_distance)
         self.addresses = Addresses(graph, names, layouts, self.axes, self.expressions)
         self.rows = Rows(self.addresses)

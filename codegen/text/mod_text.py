@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ..mod.distance import read_by_distance
 from ..mod.dtypes import dtype_name
-from ..mod.expr import Expr, ModGraph
+from ..mod.expr import Expr, ModGraph, symbols_in
 from ..mod.ops import row_of
 from ..mod.position_runs import POSITIONS_END
 from ..mod.sums import as_sum
@@ -118,6 +118,8 @@ def mod_text(
     what it reads by the distance between query and key is lowered apart. `tangent`: of the result (tangent.py)."""
     graph = _renamed(graph, taken)
     terms = as_sum(graph) if vectors and not (differential and differential.captured) else None
+    if terms and target.packed_sequences and any("b" in symbols_in(part) for part in terms.parts):
+        terms = None  # a number for every key would be one for every row, too
     if terms:
         snippet = lower_sum(graph, terms, vectors, layouts, target, prefix=graph.kind)
         gradient = GradientText((), target.language.symbol(names["grad"]), (), frozenset()) if differential else None

@@ -58,6 +58,7 @@ class Target:
     exact_indices: bool = True  # all lengths are at most INDEX_BOUND, so an index is exact in float32
     language: Language = TRITON
     packed_heads: bool = False  # h is a column, as q_idx is: rows of a tile belong to several heads
+    packed_sequences: bool = False  # the same of b
     rows_before_first: bool = False  # q_idx may be negative: a sequence with more queries than keys
     transposed: bool = False  # kv_idx is a column and q_idx a row
     ends_keys: bool = False  # rows of captured tensors past KV_LEN are multiplied by gradients of 0, and must not be read

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -48,7 +49,15 @@ class Engine:
         graphs = model.head.is_cuda if graphs is None else graphs
         self.tensors = Steps(model, self.pool, self.max_length, float8=float8, graphs=graphs)
         self.scheduler = Scheduler(self.pool, max_sequences, chunk, draft, nodes)
+        self.limits = max_sequences, chunk, nodes if draft else 0
         self.forget()
+
+    def compile(self, say: Callable[[str], object] | None = None) -> int:
+        """Compiles the kernels of attention ahead, side by side, and returns how many that were. What it did, and later each graph that is
+        captured, is said in a line."""
+        if say is not None:
+            self.tensors.say = say
+        return self.tensors.compile(*self.limits)
 
     def forget(self) -> None:
         """Nothing is in the cache, and all numbers begin at 0. Requests that run wait again."""

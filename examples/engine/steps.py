@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from flexpress import PageAllocator, SharedPrefix, and_masks, apply_rope, cached_attention, rope_table, update_cache
-from flexpress.mods import causal, tree
+from flexpress import (
+    PageAllocator,
+    Precompiled,
+    SharedPrefix,
+    and_masks,
+    apply_rope,
+    cached_attention,
+    precompile_cached,
+    rope_table,
+    update_cache,
+)
+from flexpress.mods import MaskMod, causal, tree
 
 from .dense import dense_attention
 from .llama import Attend, Llama
@@ -43,18 +56,28 @@ class Shape:
         return Shape(len(step), sum(lengths), max(1, sum(work.rows for work in step)), max(lengths), nodes)
 
     def rounded(self) -> Shape:
-        """A little larger, so that there are few shapes."""
+        """A little larger, so that there are few shapes. A sequence that is not there costs next to nothing beside a chunk."""
         chunks = self.max_q_len > max(1, self.nodes)
-        sequences, nodes = _rounded(self.sequences), _rounded(self.nodes)
+        sequences, nodes = (_of_chunks if chunks else _power)(self.sequences), _rounded(self.nodes)
         decoding = sequences * max(1, nodes)  # tokens, where nobody computes a prompt
         tokens = _rounded(self.tokens) if chunks else min(_rounded(self.tokens), decoding)
         rows = min(tokens, _rounded(self.rows)) if nodes else sequences
         return Shape(sequences, max(tokens, rows), rows, tokens if chunks else max(1, nodes), nodes, self.shared)
 
 
+def _power(n: int) -> int:
+    """The next power of two."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def _of_chunks(n: int) -> int:
+    """1, or the next of 2, 8, 32 and so on. One or two sequences with a whole chunk take the kernel of long prompts."""
+    return 1 if n == 1 else 2 << -(-max(0, (n - 1).bit_length() - 1) // 2) * 2
+
+
 def _rounded(n: int) -> int:
     """The next power of two, or 1.5 times one."""
-    power = 1 << max(0, n - 1).bit_length()
+    power = _power(n)
     return 0 if n == 0 else 3 * power // 4 if power >= 8 and n <= 3 * power // 4 else power
 
 
@@ -123,6 +146,12 @@ class Inputs:
         self.sent.copy_(self.host, non_blocking=True)
 
 
+def _mask(inputs: Inputs) -> MaskMod | None:
+    """What a token sees. A sequence without a tree has its start behind all its tokens."""
+    to = inputs.on_device
+    return and_masks(causal, tree(to["parents"], to["start"])) if inputs.shape.nodes else None
+
+
 def _depths(parents: list[int], first: int) -> list[int]:
     """The position of each node of a tree, whose root is at `first`."""
     found: list[int] = []
@@ -160,6 +189,38 @@ class Steps:
         self._captured: dict[Shape, Captured] = {}
         self._memory = torch.cuda.graph_pool_handle() if graphs else None
         self._grouped: tuple[list[int], SharedPrefix | None] = [], None
+        self.say: Callable[[str], object] = lambda line: None  # what takes time besides steps
+
+    def compile(self, max_sequences: int, chunk: int, nodes: int) -> int:
+        """Have the kernels of attention compiled side by side that steps of an engine with these limits need: decoding, with trees of drafts
+        (nodes; 0: none), and chunks of prompts, of any number of sequences. Returns how many that were."""
+        shapes = {
+            Shape(n, tokens, n * max(1, drafted), most, drafted).rounded()
+            for n in {min(1 << i, max_sequences) for i in range(max_sequences.bit_length() + 1)}
+            for drafted in {0, nodes}  # nobody may have a draft
+            for tokens, most in ((n * max(1, drafted), max(1, drafted)), (chunk + n, chunk + n))
+        }
+        begun, seen = time.perf_counter(), len(shapes)
+        index = self.device.index if self.device.type == "cuda" else -1
+
+        def compiled(shape: Shape) -> list[Precompiled]:
+            with torch.cuda.device(index):  # which belongs to a thread
+                return self._compile(shape)
+
+        with ThreadPoolExecutor(8) as threads:
+            found = set().union(*threads.map(compiled, sorted(shapes, key=lambda shape: (shape.sequences, shape.tokens))))
+        self.say(f"{len(found)} kernels compiled for {seen} kinds of steps in {time.perf_counter() - begun:.1f} s")
+        return len(found)
+
+    def _compile(self, shape: Shape) -> list[Precompiled]:
+        """The kernels of attention in steps of a shape, with shared prefixes and without."""
+        inputs, config = Inputs(shape, self.width, self.device), self.model.config
+        to, query_shape = inputs.on_device, (shape.tokens, config.num_attention_heads, config.head_dim)
+        names = "kv_len", "page_table", "cu_seqlens_q"
+        batch = {name: to[name] for name in names} | {"max_q_len": shape.max_q_len, "shared_prefix": (GROUPS, self.width)}
+        scales = {} if self.scales is None else dict(zip(("k_scale", "v_scale"), self.scales[0].unbind(), strict=True))
+        query = torch.empty(query_shape, dtype=self.model.head.dtype, device="meta")  # the cache may have another dtype
+        return precompile_cached(query, *self.cache[0].unbind(), **batch, **scales, mask_mod=_mask(inputs), device=self.device)
 
     def run(self, step: list[Work]) -> list[list[int]]:
         """The likeliest next tokens of the rows of each work."""
@@ -216,7 +277,9 @@ class Steps:
     def _replayed(self, step: list[Work], shape: Shape, shared: SharedPrefix | None) -> Tensor:
         """By the graph of such steps. The first one runs without, which compiles kernels, and is captured then."""
         if shape not in self._captured:
+            begun = time.perf_counter()
             chosen, inputs = self._run(step, shape, shared)
+            ran = time.perf_counter() - begun
             if len(self._captured) >= GRAPHS:
                 return chosen
             graph = torch.cuda.CUDAGraph()
@@ -224,6 +287,10 @@ class Steps:
                 left = self._forward(inputs, shared)
             self._captured[shape] = Captured(graph, inputs, shared if shape.shared else None, left)
             self._grouped = [], None  # what the graph reads is its own
+            self.say(
+                f"graph {len(self._captured)}: {shape.sequences} sequences, {shape.tokens} tokens{', shared' * shape.shared}; ran in {ran:.2f} s, "
+                f"captured in {time.perf_counter() - begun - ran:.2f}"
+            )
             return chosen
         captured = self._captured[shape]
         captured.inputs.fill(step, self.pool)
@@ -248,8 +315,7 @@ class Steps:
         if shape.shared and shared is not None:
             tables = shared.tables(**batch, queries=shape.tokens)
         batch["max_q_len"] = shape.max_q_len
-        # a sequence without a tree has its start behind all its tokens
-        mask = and_masks(causal, tree(to["parents"], to["start"])) if shape.nodes else None
+        mask = _mask(inputs)
 
         def attend(layer: int, qkv: Tensor) -> Tensor:
             caches = self.cache[layer].unbind()

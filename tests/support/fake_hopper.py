@@ -10,7 +10,7 @@ import torch
 
 from flexpress.codegen.device import binary, devices, kernel, tma
 from flexpress.codegen.device.arguments import one_by_one
-from flexpress.codegen.run import backward, backward_kernels, decode, decode_kernels, forward, forward_kernels, prefill
+from flexpress.codegen.run import backward, backward_kernels, decode, decode_kernels, forward, forward_kernels, prefill, shared_parts
 from flexpress.codegen.run import launch as launch_module
 from flexpress.codegen.run.launch import Launch
 from flexpress.codegen.text.render import render
@@ -56,7 +56,7 @@ def pass_for_hopper(monkeypatch, variant: Callable[[str], Variant], multiprocess
         return tma.descriptor_at(t.data_ptr(), t.dtype, t.shape, t.stride(), rows, columns)
 
     monkeypatch.setattr(launch_module, "descriptor", descriptor)
-    for module in (forward_kernels, backward_kernels, prefill):
+    for module in (forward_kernels, backward_kernels, prefill, shared_parts):
         monkeypatch.setattr(module, "multiprocessors", lambda _: multiprocessors)
 
 
@@ -78,6 +78,30 @@ def forward_on_cpu(monkeypatch, run: bool = True) -> list:
 
     monkeypatch.setattr(forward_kernels, "persistent", persistent)
     monkeypatch.setattr(forward_kernels, "worthwhile", lambda *_: None)
+    return launched
+
+
+def prefixes_on_cpu(monkeypatch, multiprocessors: int = 5) -> list:
+    """A Hopper GPU of which the kernel over shared prefixes runs in a stand-in for Gluon, and all others in Triton's interpreter. The list
+    gets every Launch of the former."""
+    launched = []
+    pass_for_hopper(monkeypatch, Variant, multiprocessors)
+    monkeypatch.setattr(decode, "backend_of", lambda kind: kind)
+    monkeypatch.setattr(decode, "multiprocessors", lambda _: multiprocessors)
+    monkeypatch.setenv("FLEXPRESS_CPU", "interpreter")
+
+    def persistent(launch, tensors, captured, tiles, limit, programs):
+        launched.append(launch)
+        tensors["COUNTER"] = torch.zeros(2, dtype=torch.int32)
+        for name in ("PART", "PART_SHARE", "PART_MAX"):
+            tensors[name].fill_(float("nan"))
+        with monkeypatch.context() as patch:
+            patch.setattr(launch_module, "descriptor", fake_gluon.Descriptor)
+            arguments = launch.arguments(tensors, captured, {})
+        fake_gluon.run(render(launch.spec), "hopper_forward", tuple(one_by_one(arguments)))
+        assert not tensors["COUNTER"].any()
+
+    monkeypatch.setattr(forward_kernels, "persistent", persistent)
     return launched
 
 
