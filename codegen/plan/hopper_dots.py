@@ -42,6 +42,16 @@ class DotRows(NamedTuple):
         return found
 
 
+def dot_flags(added: AddedDot | None, rows: tuple[DotRows, ...]) -> dict[str, object]:
+    """What the template knows of a dot product that is added."""
+    return {
+        "DOT_ROWS": rows,
+        "DOT_ROUNDED": dtype_name(added.rounded) if added and added.rounded else "",
+        "DOT_FACTOR": added.factor if added else 1.0,
+        "DOT_WIDTH": DOT_WIDTH,
+    }
+
+
 def why_no_dot(case: ForwardCase, padded: tuple[int, int], graph: ModGraph, layouts: tuple[TensorLayout, ...]) -> str | None:
     """Why the kernel cannot compute the dot product of rows of a score_mod, or None if it can."""
     added = added_dot(graph)

@@ -33,7 +33,7 @@ from .forward import (
     statistic_parameters,
 )
 from .geometry import STRIDES, Geometry
-from .hopper_dots import DOT_WIDTH, DotRows, rest_of, rows_of, why_no_dot
+from .hopper_dots import DOT_WIDTH, DotRows, dot_flags, rest_of, rows_of, why_no_dot
 
 ROWS = 64  # of a consumer
 HEAVY = {
@@ -246,10 +246,7 @@ def _spec(
         # combine_splits knows scores with a score_mod by their scale
         "SUM_IS_RAW": scores_are_raw(score and score.sum, case.scale_is_positive and not case.extras.scales and not cache.grouped)
         or bool(added and not score),
-        "DOT_ROWS": rows,
-        "DOT_ROUNDED": dtype_name(added.rounded) if added and added.rounded else "",
-        "DOT_FACTOR": added.factor if added else 1.0,
-        "DOT_WIDTH": DOT_WIDTH,
+        **dot_flags(added, rows),
         "OUTPUT_MAX": case.output_max,
         "OUTPUT_ROWS": case.output_rows,
         **case.extras.flags,
