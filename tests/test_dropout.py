@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -17,10 +18,13 @@ from flexpress import (
     scaled_dot_product_attention,
     varlen_attention,
 )
-from flexpress.codegen.plan.extras import DROPOUT_STEPS
+from flexpress.codegen.plan.extras import DROPOUT_STEPS, Extras
+from flexpress.codegen.run.preview import compilation
+from flexpress.codegen.text.render import render
 from support.dense import dense_attention, dropped_attention, relative_error
 from support.devices import DEVICES, for_any
 from support.extras import check_dropout, dropout_problems
+from support.ptx import inline_asm_elementwise
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -110,6 +114,17 @@ def test_as_many_weights_are_dropped_as_asked_and_independently():
         expected = (own * own + 2 * min(own, tie) + (tie > own)) / DROPOUT_STEPS
         assert abs((first & second).float().mean().item() - expected) < 5 * (expected / first.numel()) ** 0.5
     assert not (dropout_mask(seed, (1, 1, 64, 64), 0.5) == dropout_mask(seed + (1 << 32), (1, 1, 64, 64), 0.5)).all()
+
+
+def test_products_of_the_kernels():
+    """What Philox multiplies by, as instructions: the upper and the lower 32 bits."""
+    spec = compilation("sm_90", extras=Extras(dropout="positions")).spec
+    words = torch.randint(0, 1 << 32, (50,), generator=torch.Generator().manual_seed(0))
+    found = re.findall(r'"(\{.reg .b64 product; mul.wide.u32 product, \$2, (0x\w+);[^"]*)"', render(spec))
+    assert [int(factor, 0) for _, factor in found] == [0xD2511F53, 0xCD9E8D57]
+    for asm, factor in found:
+        high, low = inline_asm_elementwise(asm, "=r,=r,r", [words], (torch.int64, torch.int64), True, 1)
+        assert [(h << 32) + n for h, n in zip(high.tolist(), low.tolist(), strict=True)] == [n * int(factor, 0) for n in words.tolist()]
 
 
 def test_the_generator_gives_the_seed():

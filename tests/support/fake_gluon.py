@@ -17,6 +17,7 @@ import types
 import torch
 
 from flexpress.dropout import philox
+from support.ptx import inline_asm_elementwise
 
 PATIENCE = 60.0  # seconds at a barrier
 
@@ -315,7 +316,7 @@ def gluon_language(programs: int, program: tuple[int, ...], lock) -> types.Simpl
         together([threading.Thread(target=run, args=partition, daemon=True) for partition in partitions], errors)
 
     dtypes = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int8", "int32", "int64")}
-    dtypes |= {"uint16": torch.int64, "uint32": torch.int64}  # wide enough
+    dtypes |= {"uint16": torch.uint16, "uint32": torch.int64}  # wide enough
     dtypes |= {"int1": torch.bool, "float8e4nv": torch.float8_e4m3fn}
     layouts = dict.fromkeys(
         ("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout", "SwizzledSharedLayout", "DistributedLinearLayout"),
@@ -356,6 +357,7 @@ def gluon_language(programs: int, program: tuple[int, ...], lock) -> types.Simpl
         max=lambda x, axis: x.amax(axis),
         sum=lambda x, axis: x.sum(axis, dtype=x.dtype),
         min=lambda x, axis: x.amin(axis),
+        inline_asm_elementwise=inline_asm_elementwise,
         associative_scan=lambda x, axis, _: x.cumsum(axis, dtype=x.dtype),
     )
 
@@ -370,28 +372,6 @@ def limits(to_log2, text: str) -> tuple[torch.Tensor, torch.Tensor]:
 def random_numbers(seed: torch.Tensor, *words) -> tuple[torch.Tensor, ...]:
     """The kernel's own Philox, without numbers that have no sign."""
     return tuple(philox(seed.long(), *torch.broadcast_tensors(*(torch.as_tensor(w, dtype=torch.int64) for w in words))))
-
-
-def drop(values: torch.Tensor, words: torch.Tensor, m: torch.Tensor, *threshold) -> torch.Tensor:
-    """The same without instructions of a GPU, which have no keys given: a tile begins with a multiple of 32."""
-    upper, lower = _numbers((words >> (torch.arange(values.shape[-1]) & 1) * 16) & 0xFFFF)
-    return dropped(values, torch.where((m & 8) == 0, upper, lower), threshold[-1])
-
-
-def comparable(bits: torch.Tensor) -> torch.Tensor:
-    """The same of a transposed tile: of queries by the eights."""
-    upper, lower = (number.unflatten(1, (-1, 8)) for number in _numbers(bits & 0xFFFF))
-    return torch.stack((upper, lower), 2).flatten(1)
-
-
-def dropped(values: torch.Tensor, numbers: torch.Tensor, threshold: int) -> torch.Tensor:
-    """The same."""
-    return torch.where(numbers >= threshold, values, torch.zeros((), dtype=values.dtype))
-
-
-def _numbers(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    bits = bits & 0x7F7F
-    return bits, (bits & 0x7F) << 8 | bits >> 8
 
 
 class Number(int):
@@ -436,11 +416,7 @@ def run(text: str, name: str, args: tuple, grid: tuple[int, ...] = (2,)) -> None
             "within": lambda position, first, count: (first <= position) & (position < first + count),
             "meet": both.wait,
             "limits": lambda x: limits(x, text),
-            "rounded": lambda x: x.to(getattr(torch, re.search(r"rounded to (b?float16)", text)[1])).float(),
             "philox": random_numbers,
-            "drop": drop,
-            "comparable": comparable,
-            "dropped": dropped,  # of 16 bits and of float32
             "wait_for_stores": wait_for_stores,
             "tma_add": lambda *args: stores.give(*args, add=True),
         }

@@ -1,0 +1,136 @@
+"""PTX of inline assembly in kernels, run on a CPU: the few instructions that they have, on all elements of tensors at once."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import torch
+
+_LOW = 0xFFFFFFFF
+
+
+def inline_asm_elementwise(asm: str, constraints: str, args: list, dtype, is_pure: bool, pack: int):
+    """As Triton's: of `pack` neighbours in the last dimension at a time, which share registers of 32 bits where they have 16 each."""
+    if not args:
+        return torch.zeros((), dtype=torch.int32)
+    dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
+    tensors = torch.broadcast_tensors(*map(torch.as_tensor, args))
+    inputs = [register for tensor in tensors for register in _registers(_bits(tensor), _is_half(tensor.dtype), pack)]
+    counts = [1 if pack == 1 or _is_half(t) else 2 for t in dtypes]
+    names = {f"${sum(counts) + i}": register for i, register in enumerate(inputs)}
+    assert constraints.count("=") == sum(counts) and len(constraints.split(",")) == sum(counts) + len(inputs)
+    for statement in filter(None, map(str.strip, asm.strip("{}").split(";"))):
+        if not statement.startswith(".reg"):
+            name, operands = statement.split(None, 1)
+            _OPERATIONS[name](names, *re.findall(r"\{[^}]*\}|[^,\s]+", operands))
+    found, first = [], 0
+    for kind, count in zip(dtypes, counts, strict=True):
+        found.append(_tensor([names[f"${first + i}"] for i in range(count)], kind, pack, tensors[0].shape))
+        first += count
+    return tuple(found) if isinstance(dtype, tuple) else found[0]
+
+
+def _is_half(dtype: torch.dtype) -> bool:
+    return dtype.itemsize == 2
+
+
+def _bits(tensor: torch.Tensor) -> np.ndarray:
+    if tensor.is_floating_point():
+        tensor = tensor.view(torch.int16 if _is_half(tensor.dtype) else torch.int32)
+    return tensor.to(torch.int64).numpy() & (0xFFFF if _is_half(tensor.dtype) else _LOW)
+
+
+def _registers(bits: np.ndarray, is_half: bool, pack: int) -> list[np.ndarray]:
+    if pack == 1:
+        return [bits]
+    one, other = (np.broadcast_to(bits, bits.shape)[..., i::2] for i in range(2))
+    return [one | other << 16] if is_half else [one, other]
+
+
+def _tensor(registers: list[np.ndarray], dtype: torch.dtype, pack: int, shape: torch.Size) -> torch.Tensor:
+    if pack == 2:
+        parts = [registers[0] & 0xFFFF, registers[0] >> 16] if len(registers) == 1 else registers
+        registers = [np.stack(np.broadcast_arrays(*parts), -1).reshape(shape)]
+    bits = torch.from_numpy(np.ascontiguousarray(registers[0]))
+    if dtype in (torch.int64, torch.uint16):
+        return bits.to(dtype)
+    whole = (bits << 48 >> 48).to(torch.int16) if _is_half(dtype) else (bits << 32 >> 32).to(torch.int32)
+    return whole.view(dtype)
+
+
+def _value(names: dict, operand: str) -> np.ndarray:
+    return names[operand] if operand in names else np.int64(int(operand, 0))
+
+
+def _simple(compute):
+    def operation(names: dict, to: str, *operands: str) -> None:
+        names[to] = compute(*(_value(names, o) for o in operands)) & _LOW
+
+    return operation
+
+
+def _mul_wide(names: dict, to: str, one: str, other: str) -> None:
+    a, b = (np.asarray(_value(names, o)).astype(np.uint64) for o in (one, other))
+    names[to] = a * b
+
+
+def _unpack(bits: int):
+    def operation(names: dict, to: str, whole: str) -> None:
+        low, high = to.strip("{}").replace(",", " ").split()
+        names[low] = (names[whole] & np.array((1 << bits) - 1, dtype=names[whole].dtype)).astype(np.int64)
+        names[high] = (names[whole] >> np.array(bits, dtype=names[whole].dtype)).astype(np.int64)
+
+    return operation
+
+
+def _prmt(a, b, selector):
+    both, found = a | b << 32, np.zeros_like(a)
+    for i in range(4):
+        nibble = int(selector) >> 4 * i & 15
+        byte = both >> 8 * (nibble & 7) & 0xFF
+        found |= (np.where(byte & 0x80, 0xFF, 0) if nibble & 8 else byte) << 8 * i
+    return found
+
+
+def _halves(a) -> list[np.ndarray]:
+    """Two bfloat16 as float32."""
+    return [(np.asarray(part & 0xFFFF, dtype=np.uint32) << 16).view(np.float32) for part in (a, a >> 16)]
+
+
+def _set_ge(a, b):
+    low, high = (x >= y for x, y in zip(_halves(a), _halves(b), strict=True))
+    return np.where(low, 0xFFFF, 0) | np.where(high, 0xFFFF0000, 0)
+
+
+def _setp_ge(names: dict, to: str, a: str, b: str) -> None:
+    pairs = zip(_halves(_value(names, a)), _halves(_value(names, b)), strict=True)
+    names |= {name: x >= y for name, (x, y) in zip(to.split("|"), pairs, strict=True)}
+
+
+def _rounded(dtype: torch.dtype):
+    def compute(upper, lower):
+        low, high = (_bits(torch.from_numpy((x & _LOW).astype(np.uint32).view(np.float32)).to(dtype)) for x in (lower, upper))
+        return low | high << 16
+
+    return _simple(compute)
+
+
+def _float_of_half(a):
+    return _bits(torch.from_numpy((a & 0xFFFF).astype(np.uint16).view(np.float16).astype(np.float32)))
+
+
+_OPERATIONS = {
+    "and.b32": _simple(lambda a, b: a & b),
+    "shl.b32": _simple(lambda a, b: a << b & _LOW),
+    "prmt.b32": _simple(_prmt),
+    "mul.wide.u32": _mul_wide,
+    "mov.b64": _unpack(32),
+    "mov.b32": _unpack(16),
+    "set.ge.u32.bf16x2": _simple(_set_ge),
+    "setp.ge.bf16x2": _setp_ge,
+    "selp.b32": _simple(lambda a, b, which: np.where(which, a, b)),
+    "cvt.rn.bf16x2.f32": _rounded(torch.bfloat16),
+    "cvt.rn.f16x2.f32": _rounded(torch.float16),
+    "cvt.f32.f16": _simple(_float_of_half),
+}
