@@ -10,6 +10,8 @@ from flexpress import mods
 from flexpress.cache_checks import described
 from flexpress.cached import cached_attention
 from flexpress.kv_cache import update_cache
+from flexpress.shared_attention import check_shared
+from flexpress.shared_prefix import SharedPrefix
 
 
 def out_like(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
@@ -43,7 +45,9 @@ def no_autocast(tensor: torch.Tensor):
     return torch.autocast(tensor.device.type, enabled=False) if torch._C._is_any_autocast_enabled() else nullcontext()
 
 
-def attend(qkv, kv_len, cu_seqlens, where, caches, turning, scale, sliding_window, softcap, scales) -> torch.Tensor:
+def attend(
+    qkv, kv_len, cu_seqlens, where, caches, turning, scale, sliding_window, softcap, scales, shared_prefix: SharedPrefix | None = None
+) -> torch.Tensor:
     """Write the new keys and values, then attend; the caches' extents say what heads there are. Arguments as serving_ops has them."""
     check_tokens(*qkv, *caches)
     if cu_seqlens is not None and cu_seqlens.shape != (kv_len.shape[0] + 1,):
@@ -60,15 +64,17 @@ def attend(qkv, kv_len, cu_seqlens, where, caches, turning, scale, sliding_windo
         query, key, value = (t.flatten(0, 1) for t in split)
         where = {**where, "cu_seqlens_q": cu_seqlens}
     where = {**where, "k_scale": scales[0], "v_scale": scales[1]}
+    if shared_prefix is not None:  # before anything is written
+        tables = {"cache_loc": None, "cu_seqlens_q": where.get("cu_seqlens_q"), "q_offset": None}
+        check_shared(shared_prefix, query, kv_len, where.get("page_table"), **tables, k_cache=k_cache)
     score_mod = mods.softcap(softcap) if softcap else None
     mask_mod = mods.sliding_window(sliding_window) if sliding_window else None  # before anything is written: these raise for bad numbers
     rope, interleaved, rope_tail = turning
     turn = {} if rope is None else {"query": query, "rope": rope, "interleaved": interleaved, "rope_tail": rope_tail}
     with no_autocast(q):
         turned = update_cache(key, value, k_cache, v_cache, kv_len, **where, **turn)
-        attended = cached_attention(
-            query if turned is None else turned, k_cache, v_cache, kv_len, **where, score_mod=score_mod, mask_mod=mask_mod, scale=scale
-        )
+        how = {**where, "score_mod": score_mod, "mask_mod": mask_mod, "scale": scale, "shared_prefix": shared_prefix}
+        attended = cached_attention(query if turned is None else turned, k_cache, v_cache, kv_len, **how)
     if attended.ndim == 4:
         attended = attended.transpose(1, 2)
     heads = attended.shape[-2:] if q.ndim == 4 else (attended.shape[-2:].numel(),)

@@ -11,11 +11,14 @@ are changed in place. Batches are described by what `prepare_metadata` makes of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from flexpress import sdpa
 from flexpress.cache_checks import described
 from flexpress.layer_step import attend, check_tokens, no_autocast, out_like
+from flexpress.shared_prefix import SharedPrefix
 
 
 def _op(name: str, mutates: tuple[str, ...] = (), **more):
@@ -260,11 +263,22 @@ def mha_with_paged_cache(
     softcap: float = 0.0,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    shared_order: torch.Tensor | None = None,
+    shared_starts: torch.Tensor | None = None,
+    shared_lengths: torch.Tensor | None = None,
+    shared_pages: torch.Tensor | None = None,
+    shared_prefix: torch.Tensor | None = None,
+    shared_groups: Sequence[int] | None = None,
     *,
     rope_tail: bool = False,
 ) -> torch.Tensor:
-    """flattened_mha_with_cache with caches (pages, page size, Hkv, D) and D_V, and page_table from prepare_metadata."""
+    """flattened_mha_with_cache with caches (pages, page size, Hkv, D) and D_V, and page_table from prepare_metadata.
+
+    shared_...   all of them, the `options` of SequenceInfo.shared_prefix: pages that sequences share are read once, where that is faster
+    """
     where = {"page_table": page_table}
+    shared = shared_order, shared_starts, shared_lengths, shared_pages, shared_prefix
+    prefix = SharedPrefix.of(shared, shared_groups or (), k_cache.shape[1])
     return attend(
         (q, k, v),
         kv_len,
@@ -276,6 +290,7 @@ def mha_with_paged_cache(
         sliding_window,
         softcap,
         (k_scale, v_scale),
+        prefix,
     )
 
 
@@ -296,6 +311,12 @@ def _(
     softcap=0.0,
     k_scale=None,
     v_scale=None,
+    shared_order=None,
+    shared_starts=None,
+    shared_lengths=None,
+    shared_pages=None,
+    shared_prefix=None,
+    shared_groups=None,
     *,
     rope_tail=False,
 ):

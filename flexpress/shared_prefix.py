@@ -55,6 +55,27 @@ class SharedPrefix:
     groups: tuple[tuple[int, int], ...] = ()
 
     @property
+    def options(self) -> dict[str, torch.Tensor | list[int]]:
+        """What the operator `mha_with_paged_cache` takes of it, by name: its tensors, and numbers that the host knows."""
+        tensors = {f"shared_{name}": getattr(self, name) for name in _TENSORS}
+        return {**tensors, "shared_groups": [n for group in self.groups for n in group]}
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor | None], groups: Sequence[int], page_size: int) -> SharedPrefix | None:
+        """From `options`; None if no tensor is there. Raises ValueError or TypeError for what is none of these."""
+        if all(t is None for t in tensors):
+            return None
+        device = next(t.device for t in tensors if t is not None)
+        for name, tensor in zip(_TENSORS, tensors, strict=True):
+            check_table(f"shared_{name}", tensor, (None,) * (2 if name == "pages" else 1), torch.int32, device)
+        order, starts, lengths, pages, prefix = given = [t for t in tensors if t is not None]
+        if prefix.shape != order.shape or not starts.shape[0] - 1 == lengths.shape[0] == pages.shape[0] or len(groups) % 2:
+            shapes = ", ".join(f"shared_{name} {tuple(tensor.shape)}" for name, tensor in zip(_TENSORS, given, strict=True))
+            raise ValueError(f"{shapes} and {len(groups)} shared_groups do not belong together; pass all of SharedPrefix.options")
+        known = tuple(zip(groups[::2], groups[1::2], strict=True))
+        return cls(*given, page_size, sum(length * (members - 1) for length, members in known), known)
+
+    @property
     def batch_size(self) -> int:
         """Sequences of the batch."""
         return self.order.shape[0]

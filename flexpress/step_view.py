@@ -6,6 +6,7 @@ import torch
 from torch.types import Device
 
 from flexpress.checks import whole
+from flexpress.shared_prefix import SharedPrefix, shared_prefix_of
 from flexpress.step_tensors import StepTensors
 
 
@@ -115,6 +116,13 @@ class StepView:
     def seq_start(self) -> torch.Tensor:
         """int32 [n]: where each sequence starts in input_ids."""
         return self._step.of_sequences("seq_start")
+
+    def shared_prefix(self, *, groups: int | None = None, width: int | None = None) -> SharedPrefix | None:
+        """Which sequences begin with the same pages, as PageAllocator.shared_prefix says it: pages that are full of tokens in the cache.
+        `options` of it are for the operator mha_with_paged_cache of every layer. None if nothing is shared. It holds until a sequence is
+        replaced, or loses tokens that it shares."""
+        full = [pages[: position // self._page_size] for pages, position in zip(self._step.pages, self._step.positions, strict=True)]
+        return shared_prefix_of(full, self._page_size, self.device, groups, width)
 
     @property
     def page_table(self) -> torch.Tensor:

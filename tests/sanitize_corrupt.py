@@ -19,7 +19,17 @@ from collections.abc import Iterator
 
 import torch
 
-from flexpress import BlockMask, SharedPrefix, cached_attention, flex_attention, mods, rope_table, shared_prefix, update_cache
+from flexpress import (
+    BlockMask,
+    SharedPrefix,
+    cached_attention,
+    flex_attention,
+    mods,
+    rope_table,
+    shared_attention,
+    shared_prefix,
+    update_cache,
+)
 
 FAR, LOW, HIGH = 1 << 30, -(1 << 31), (1 << 31) - 1
 GUARD = 256  # elements on both sides
@@ -160,17 +170,24 @@ def caches(device: str) -> None:
 
 def prefixes(device: str) -> None:
     """cached_attention that reads once what sequences are said to share."""
-    shared_prefix.LEAST_BYTES = 0  # however little it is
-    honest = {"order": [2, 0, 1], "starts": [0, 2], "lengths": [8], "pages": [[3, 1]], "prefix": [4, 0, 8]}
-    settings = dict(lengths=[9, 4, 30], lens=[5, 1, 3], page_size=4, room=32, heads=(4, 2), dims=(16, 24), dtype=torch.float32)
+    shared_prefix.LEAST_BYTES, shared_attention.LEAST_FILL = 0, 0.0  # however little it is, and however empty tiles are
+    kinds = [(4, (16, 24), torch.float32)]
+    kinds += [(8, (64, 64), torch.bfloat16)] if device == "cuda" else []  # on Hopper by the kernel in Gluon
+    for size, dims, dtype in kinds:
+        _prefixes(device, size, dims, dtype)
+
+
+def _prefixes(device: str, size: int, dims: tuple[int, int], dtype: torch.dtype) -> None:
+    honest = {"order": [2, 0, 1], "starts": [0, 2], "lengths": [2 * size], "pages": [[3, 1]], "prefix": [size, 0, 2 * size]}
+    settings = dict(lengths=[9, 4, 30], lens=[5, 1, 3], page_size=size, room=32, heads=(4, 2), dims=dims, dtype=dtype)
     lies = [(name, number) for name in honest for number in (LOW, -1, 5, FAR, HIGH)]
-    for i, (name, _, guards, (q, _, _), tensors, where, _) in enumerate(calls(device, cache_dtype=torch.float32, **settings)):
+    for i, (name, _, guards, (q, _, _), tensors, where, _) in enumerate(calls(device, cache_dtype=dtype, **settings)):
         if "page_table" in where:
             for lie, number in (("nothing", 0), *lies[i % 5 :: 5]):
                 numbers = {what: torch.tensor(values, dtype=torch.int32) for what, values in honest.items()}
                 if lie in numbers:
                     numbers[lie].view(-1)[-1] = number
-                shared = SharedPrefix(**{what: guards.put(t) for what, t in numbers.items()}, page_size=4, tokens_saved=1)
+                shared = SharedPrefix(**{what: guards.put(t) for what, t in numbers.items()}, page_size=size, tokens_saved=1)
                 with saying(name, f"{lie} of a shared prefix"):
                     for mask_mod in (None, mods.sliding_window(3)):
                         found = cached_attention(

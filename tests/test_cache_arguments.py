@@ -7,7 +7,7 @@ import sanitize_corrupt
 import torch
 from torch._subclasses import FakeTensorMode
 
-from flexpress import cached_attention, mods, rope_table, shared_prefix, update_cache
+from flexpress import cached_attention, mods, rope_table, shared_attention, shared_prefix, update_cache
 from support.dense import relative_error
 from support.devices import DEVICES
 
@@ -427,5 +427,6 @@ def test_lies_read_and_write_nothing_outside(monkeypatch, part):
     """A part of what tests/sanitize_corrupt.py calls, which runs under compute-sanitizer as well."""
     calls = sanitize_corrupt.calls
     monkeypatch.setattr(sanitize_corrupt, "calls", lambda *a, **k: (c for c in calls(*a, **k) if c[0] in LIES))
-    monkeypatch.setattr(shared_prefix, "LEAST_BYTES", shared_prefix.LEAST_BYTES)  # which the part changes
+    monkeypatch.setattr(shared_prefix, "LEAST_BYTES", shared_prefix.LEAST_BYTES)  # which the part changes, and the next
+    monkeypatch.setattr(shared_attention, "LEAST_FILL", shared_attention.LEAST_FILL)
     sanitize_corrupt.main("cpu", part)

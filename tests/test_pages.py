@@ -9,13 +9,16 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from flexpress import OutOfPages, PageAllocator
 
 
 class Machine(RuleBasedStateMachine):
-    """tokens: what each sequence should hold. memory: what the pages do hold, after the copies and writes that a server would make."""
+    """tokens: what each sequence should hold. memory: what the pages do hold, after the copies and writes that a server would make. steps:
+    of all machines."""
+
+    steps = 0
 
     @initialize(num_pages=st.integers(1, 30), page_size=st.sampled_from([1, 2, 3, 5]))
     def start(self, num_pages, page_size):
@@ -115,8 +118,31 @@ class Machine(RuleBasedStateMachine):
             del self.tokens[sequence]
             self.freed.append(sequence)
 
+    @rule(numbers=st.lists(st.integers(0, 5), min_size=1, max_size=4))
+    def share(self, numbers):
+        """What sequences of a batch are said to share, they hold; and if nothing is, no two begin with the same full page."""
+        sequences = [self.pick(number) for number in numbers]
+        shared, size = self.pool.shared_prefix(sequences), self.pool.page_size
+        full = [self.pool.pages(s)[: len(self.tokens[s]) // size] for s in sequences]
+        if shared is None:
+            first = [pages[0] for pages in full if pages]
+            assert len(first) == len({*first})
+            return
+        order, starts, lengths = shared.order.tolist(), shared.starts.tolist(), shared.lengths.tolist()
+        assert sorted(order) == [*range(len(sequences))] and shared.groups == tuple(
+            (length, end - start) for length, start, end in zip(lengths, starts, starts[1:], strict=False)
+        )
+        expected = [0] * len(sequences)
+        for pages, length, start, end in zip(shared.pages.tolist(), lengths, starts, starts[1:], strict=False):
+            assert length > 0 and end - start > 1
+            for b in order[start:end]:
+                assert full[b][: length // size] == pages[: length // size]
+                expected[b] = length
+        assert shared.prefix.tolist() == expected
+
     @invariant()
     def nothing_lost_nothing_leaked(self):
+        Machine.steps += 1
         pool, size = self.pool, self.pool.page_size
         held = {page for s in self.tokens for page in pool.pages(s)}
         assert held <= set(range(pool.num_pages)) and pool.free_pages + len(held) == pool.num_pages
@@ -135,8 +161,10 @@ class Machine(RuleBasedStateMachine):
             self.attempt(self.pool.num_pages, self.pool.allocate, self.pool.num_pages * self.pool.page_size)
 
 
-TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=250, stateful_step_count=50)
+def test_ten_thousand_random_steps():
+    Machine.steps = 0
+    run_state_machine_as_test(Machine, settings=settings(max_examples=250, stateful_step_count=50))
+    assert Machine.steps >= 10_000
 
 
 def test_fork_copies_the_last_page_once():

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from flexpress import cached_attention, checks, printed_kernels, shared_attention, shared_prefix
 from flexpress.codegen import registry
@@ -192,6 +193,24 @@ def test_tables_that_lie_make_no_rows_outside(monkeypatch, device):
         tiles = found.tiles[: int(found.count)]
         assert ((tiles[:, 0] >= 0) & (tiles[:, 0] < tiles[:, 1]) & (tiles[:, 1] <= len(table.token))).all()
         assert (tiles[:, 4] < tiles[:, 5]).all() and (tiles[:, 5] <= found.most).all()
+
+
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 999))
+def test_a_shared_prefix_that_lies_reads_nothing_outside(monkeypatch, seed):
+    """The stand-in fails where an address lies outside its tensor. Every row is written."""
+    g = torch.Generator().manual_seed(seed)
+    with monkeypatch.context() as patch:
+        launched = prefixes_on_cpu(patch, multiprocessors=40)
+        arguments, _, _ = made(forked(score="per sequence", mask="window" if seed % 2 else "none"), "cpu")
+        arguments |= {name: arguments[name].nan_to_num() for name in ("k_cache", "v_cache")}
+        for name in ("order", "starts", "lengths", "pages", "prefix"):
+            tensor = getattr(arguments["shared_prefix"], name)
+            lies = torch.randint(-(2**31), 2**31 - 1, tensor.shape, generator=g) // 10 ** int(torch.randint(10, (), generator=g))
+            tensor.copy_(torch.where(torch.rand(tensor.shape, generator=g) < 0.7, lies.int(), tensor))
+        out, lse = cached_attention(**arguments, check=False, return_lse=True)
+    assert len(launched) == 1 and not out.isnan().any() and not lse.isnan().any()
+    registry.clear()
 
 
 on_hopper = [

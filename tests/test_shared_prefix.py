@@ -169,8 +169,10 @@ def test_one_step_of_many(device):
 
 
 @pytest.mark.gpu
-def test_a_graph_sees_other_groups(monkeypatch):
-    """A captured step with its tables, replayed for lengths, pages and groups that it was not captured with."""
+@pytest.mark.parametrize("least_fill", [0.0, 2.0])
+def test_a_graph_sees_other_groups(monkeypatch, least_fill):
+    """A captured step with its tables, replayed for lengths, pages and groups that it was not captured with; on Hopper by tiles, too."""
+    monkeypatch.setattr(shared_attention, "LEAST_FILL", least_fill)
     pool, int32 = PageAllocator(600, 16), dict(dtype=torch.int32, device="cuda")
     k, v = (torch.randn(600, 16, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     q = torch.randn(6, 8, 1, 64, device="cuda", dtype=torch.bfloat16)
@@ -326,6 +328,12 @@ BAD = {  # what changes, and what the error says
         lambda a: {"page_table": a["page_table"].clone().index_fill_(1, torch.tensor(0), 7)},
         r"shared_prefix says that sequence 0 begins with pages \[12, 13\], but page_table has \[7, 13\]; make it anew when",
     ),
+    "pages that only some sequences share": (
+        lambda a: {
+            "page_table": a["page_table"].clone().index_put_((torch.tensor(4), torch.tensor(9)), torch.tensor(7, dtype=torch.int32))
+        },
+        r"shared_prefix says that sequence 4 begins with pages \[(\d+, ){9}\d+\], but page_table has \[(\d+, ){9}7\]; make it anew when",
+    ),
     "no SharedPrefix": (lambda a: {"shared_prefix": True}, r"must be what PageAllocator.shared_prefix returns, got bool True"),
     "tables of other lengths": (
         lambda a: {"shared_prefix": tables_of(a), "kv_len": a["kv_len"].clone()},
@@ -363,8 +371,10 @@ def tables_of(arguments: dict, queries: int = 1):
 def test_errors(name):
     arguments, _, _ = made(Forked(**TWINS, q_lens=[1] * 5, ragged=False), "cpu")
     changes, message = BAD[name]
+    caches = {name: arguments[name].clone() for name in ("k_cache", "v_cache")}
     with pytest.raises((ValueError, TypeError), match=message):
         cached_attention(**{**arguments, **changes(arguments)})
+    assert all(torch.equal(arguments[name].nan_to_num(7.0), cache.nan_to_num(7.0)) for name, cache in caches.items())
 
 
 def test_errors_of_the_host():

@@ -192,8 +192,8 @@ class Steps:
         self.say: Callable[[str], object] = lambda line: None  # what takes time besides steps
 
     def compile(self, max_sequences: int, chunk: int, nodes: int) -> int:
-        """Have the kernels of attention compiled side by side that steps of an engine with these limits need: decoding, with trees of drafts
-        (nodes; 0: none), and chunks of prompts, of any number of sequences. Returns how many that were."""
+        """Have the kernels of attention compiled side by side that steps of an engine with these limits need: decoding, with trees of
+        drafts (nodes; 0: none), and chunks of prompts, of any number of sequences. Returns how many that were."""
         shapes = {
             Shape(n, tokens, n * max(1, drafted), most, drafted).rounded()
             for n in {min(1 << i, max_sequences) for i in range(max_sequences.bit_length() + 1)}
@@ -287,10 +287,8 @@ class Steps:
                 left = self._forward(inputs, shared)
             self._captured[shape] = Captured(graph, inputs, shared if shape.shared else None, left)
             self._grouped = [], None  # what the graph reads is its own
-            self.say(
-                f"graph {len(self._captured)}: {shape.sequences} sequences, {shape.tokens} tokens{', shared' * shape.shared}; ran in {ran:.2f} s, "
-                f"captured in {time.perf_counter() - begun - ran:.2f}"
-            )
+            kind = f"{shape.sequences} sequences, {shape.tokens} tokens{', shared' * shape.shared}"
+            self.say(f"graph {len(self._captured)}: {kind}; ran in {ran:.2f} s, captured in {time.perf_counter() - begun - ran:.2f}")
             return chosen
         captured = self._captured[shape]
         captured.inputs.fill(step, self.pool)

@@ -78,6 +78,7 @@ def forward_on_cpu(monkeypatch, run: bool = True) -> list:
 
     monkeypatch.setattr(forward_kernels, "persistent", persistent)
     monkeypatch.setattr(forward_kernels, "worthwhile", lambda *_: None)
+    monkeypatch.setattr(forward_kernels, "why_portable", lambda *_: None)
     return launched
 
 
