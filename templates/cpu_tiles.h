@@ -9,25 +9,49 @@ INLINE Float rounded(Float x) {
     return x;
 }
 
+// Factors of products are float32, or, of bfloat16 tensors where the CPU multiplies these faster, pairs of them that follow one another in the
+// sum: two products and two sums are one instruction then. A matrix [rows, depth] has `depths` factors in a row.
+struct Pair { BFloat16 first, second; };
+template <class F> constexpr int depths(int depth) { return std::is_same_v<F, Pair> ? (depth + 1) / 2 : depth; }
+#if defined(__AVX512BF16__) && defined(FAST_BFLOAT16)
+template <class T> using FactorOf = std::conditional_t<std::is_same_v<T, BFloat16>, Pair, float>;
+#else
+template <class T> using FactorOf = float;
+#endif
+
+// a left factor for all lanes, one for each, and what they add to a sum
+INLINE float spread(float x) { return x; }
+INLINE Int spread(Pair x) { return bits_of<int32_t>(x); }
+INLINE Float factors(const float* p) { return load_lanes(p); }
+INLINE Int factors(const Pair* p) { return load_lanes((const int32_t*)p); }
+INLINE void add_product(Float& sum, float a, Float b) { sum += a * b; }
+INLINE void add_product(Float& sum, Int a, Int b) {
+#if defined(__AVX512BF16__)
+    asm("vdpbf16ps %2, %1, %0" : "+v"(sum.v) : "v"(a.v), "v"(b.v));
+#endif
+}
+
 // ROWS rows and VECTORS vectors of C = A B, with ADD of C += A B, in registers
-template <int ROWS, int VECTORS, bool ADD>
-INLINE void product(int depth, const float* a, int64_t a_row, int64_t a_depth, const float* b, int64_t b_row, float* c, int64_t c_row) {
+template <int ROWS, int VECTORS, bool ADD, class F>
+INLINE void product(int depth, const F* a, int64_t a_row, int64_t a_depth, const F* b, int64_t b_row, float* c, int64_t c_row) {
     Float sum[ROWS][VECTORS];
     for (int i = 0; i < ROWS; ++i)
         for (int j = 0; j < VECTORS; ++j) sum[i][j] = ADD ? load_lanes(c + i * c_row + j * LANES) : Float(0.0f);
     for (int k = 0; k < depth; ++k) {
-        Float right[VECTORS];
-        for (int j = 0; j < VECTORS; ++j) right[j] = load_lanes(b + k * b_row + j * LANES);
-        for (int i = 0; i < ROWS; ++i)
-            for (int j = 0; j < VECTORS; ++j) sum[i][j] += a[i * a_row + k * a_depth] * right[j];
+        decltype(factors(b)) right[VECTORS];
+        for (int j = 0; j < VECTORS; ++j) right[j] = factors(b + k * b_row + j * LANES);
+        for (int i = 0; i < ROWS; ++i) {
+            const auto left = spread(a[i * a_row + k * a_depth]);
+            for (int j = 0; j < VECTORS; ++j) add_product(sum[i][j], left, right[j]);
+        }
     }
     for (int i = 0; i < ROWS; ++i)
         for (int j = 0; j < VECTORS; ++j) store_lanes(c + i * c_row + j * LANES, sum[i][j]);
 }
 
 // the last rows, fewer than 2 ROWS: each power of two once
-template <int ROWS, int VECTORS, bool ADD>
-INLINE void last_rows(int rows, int depth, const float* a, int64_t a_row, int64_t a_depth, const float* b, int64_t b_row, float* c, int64_t c_row) {
+template <int ROWS, int VECTORS, bool ADD, class F>
+INLINE void last_rows(int rows, int depth, const F* a, int64_t a_row, int64_t a_depth, const F* b, int64_t b_row, float* c, int64_t c_row) {
     if constexpr (ROWS > 0) {
         const int done = rows & ROWS;
         if (done) product<ROWS, VECTORS, ADD>(depth, a, a_row, a_depth, b, b_row, c, c_row);
@@ -35,18 +59,18 @@ INLINE void last_rows(int rows, int depth, const float* a, int64_t a_row, int64_
     }
 }
 
-template <int VECTORS, bool ADD>
-INLINE void product_of_rows(int rows, int depth, const float* a, int64_t a_row, int64_t a_depth, const float* b, int64_t b_row, float* c, int64_t c_row) {
+template <int VECTORS, bool ADD, class F>
+INLINE void product_of_rows(int rows, int depth, const F* a, int64_t a_row, int64_t a_depth, const F* b, int64_t b_row, float* c, int64_t c_row) {
     constexpr int ROWS = VECTORS == 1 ? NARROW_ROWS : PRODUCT_ROWS;
     int i = 0;
     for (; i + ROWS <= rows; i += ROWS) product<ROWS, VECTORS, ADD>(depth, a + i * a_row, a_row, a_depth, b, b_row, c + i * c_row, c_row);
     last_rows<(ROWS > 8 ? 8 : 4), VECTORS, ADD>(rows - i, depth, a + i * a_row, a_row, a_depth, b, b_row, c + i * c_row, c_row);
 }
 
-// C [rows, COLUMNS] = A B, with ADD of C += A B. A [rows, depth] has elements a[i * a_row + k * a_depth]
-template <int COLUMNS, bool ADD>
+// C [rows, COLUMNS] = A B, with ADD of C += A B. A [rows, depth] has factors a[i * a_row + k * a_depth]
+template <int COLUMNS, bool ADD, class F>
 __attribute__((noinline)) void multiply(
-    int rows, int depth, const float* a, int64_t a_row, int64_t a_depth, const float* b, int64_t b_row, float* c, int64_t c_row) {
+    int rows, int depth, const F* a, int64_t a_row, int64_t a_depth, const F* b, int64_t b_row, float* c, int64_t c_row) {
     constexpr int WIDTH = PRODUCT_VECTORS * LANES, REST = COLUMNS % WIDTH / LANES;
     for (int j = 0; j + WIDTH <= COLUMNS; j += WIDTH) product_of_rows<PRODUCT_VECTORS, ADD>(rows, depth, a, a_row, a_depth, b + j, b_row, c + j, c_row);
     constexpr int LAST = COLUMNS - COLUMNS % WIDTH;
@@ -85,6 +109,66 @@ INLINE void read_rows(float* to, const T* from, int64_t row, int64_t unit, int c
     }
 }
 
+// The same as pairs along a row
+template <int WIDTH>
+INLINE void read_rows(Pair* to, const BFloat16* from, int64_t row, int64_t unit, int count, int columns) {
+    constexpr int HALF = depths<Pair>(WIDTH);
+    for (int i = 0; i < count; ++i, from += row, to += HALF)
+        for (int d = 0; d < HALF; ++d)
+            to[d] = {2 * d < columns ? from[2 * d * unit] : BFloat16{0}, 2 * d + 1 < columns ? from[(2 * d + 1) * unit] : BFloat16{0}};
+}
+
+// [count, WIDTH] of a tensor as factors by rows: the tensor itself where it can be, else a copy. `step`: how many factors later a row begins
+template <int WIDTH, class F, class T>
+INLINE const F* left_factors(F* copy, const T* from, int64_t row, int64_t unit, int count, int64_t& step) {
+    constexpr int EACH = sizeof(F) / sizeof(T);
+    if (std::is_same_v<F, Pair> && unit == 1 && WIDTH % EACH == 0 && row % EACH == 0) return step = row / EACH, (const F*)from;
+    read_rows<WIDTH>(copy, from, row, unit, count, WIDTH);
+    return step = depths<F>(WIDTH), copy;
+}
+
+// Two numbers of 16 bits for each lane: from a and b in turn
+typedef uint16_t Halves __attribute__((vector_size(LANES * 4)));
+template <int... I> INLINE Halves in_turn(Vec<uint16_t> a, Vec<uint16_t> b, std::integer_sequence<int, I...>) {
+    return __builtin_shufflevector(a.v, b.v, (I / 2 + I % 2 * LANES)...);
+}
+
+// The same as pairs of rows that follow one another, [depths, WIDTH]
+template <int WIDTH, class T>
+INLINE void read_pairs_of_rows(float* to, const T* from, int64_t row, int64_t unit, int count) {
+    read_rows<WIDTH>(to, from, row, unit, count, WIDTH);
+}
+template <int WIDTH>
+INLINE void read_pairs_of_rows(Pair* to, const BFloat16* from, int64_t row, int64_t unit, int count) {
+    for (int i = 0; i < count; i += 2, from += 2 * row, to += WIDTH) {
+        int d = 0;
+        for (; i + 1 < count && unit == 1 && d + LANES <= WIDTH; d += LANES) {
+            const auto one = load_lanes((const uint16_t*)(from + d)), other = load_lanes((const uint16_t*)(from + row + d));
+            const Halves both = in_turn(one, other, std::make_integer_sequence<int, 2 * LANES>());
+            __builtin_memcpy(to + d, &both, sizeof(both));
+        }
+        for (; d < WIDTH; ++d) to[d] = {from[d * unit], i + 1 < count ? from[row + d * unit] : BFloat16{0}};
+    }
+}
+
+// Weights of `count` keys as right factors [depths, BLOCK_M]: weight(i) gives those of key i
+template <int BLOCK_M, class W>
+INLINE void put_weights(float* to, int count, W weight) {
+    for (int i = 0; i < count; ++i) store_lanes(to + i * BLOCK_M, weight(i));
+}
+template <int BLOCK_M, class W>
+INLINE void put_weights(Pair* to, int count, W weight) {
+    const auto nearest = [](Float x) {  // bfloat16 in the upper half of each lane; ties to even
+        const Int bits = bits_of<Int>(x);
+        return bits + 0x7FFF + (bits >> 16 & 1);
+    };
+    for (int i = 0; i < count; i += 2) {
+        const auto first = bits_of<Vec<uint32_t>>(nearest(weight(i))) >> 16;
+        const Int second = i + 1 < count ? nearest(weight(i + 1)) & -65536 : Int(0);
+        store_lanes((int32_t*)(to + i / 2 * BLOCK_M), bits_of<Int>(first) | second);
+    }
+}
+
 // LANES elements of a column of a matrix with rows of so many elements
 template <class T> INLINE Float column(const T* from, int64_t row) {
     Vec<int32_t> at;
@@ -102,6 +186,13 @@ INLINE void read_columns(float* to, const T* from, int64_t row, int64_t unit, in
         for (; i < count; ++i) to[d * WIDTH + i] = widened(from[i * row + d * unit]);
         for (; i < WIDTH; ++i) to[d * WIDTH + i] = 0;
     }
+}
+
+template <int WIDTH>
+INLINE void read_columns(Pair* to, const BFloat16* from, int64_t row, int64_t unit, int count, int columns) {
+    for (int d = 0; d < columns; d += 2, from += 2 * unit, to += WIDTH)
+        for (int i = 0; i < WIDTH; ++i)
+            to[i] = i < count ? Pair{from[i * row], d + 1 < columns ? from[i * row + unit] : BFloat16{0}} : Pair{};
 }
 
 // `count` rows of so many columns, of their transpose [columns, WIDTH]

@@ -120,8 +120,28 @@ def test_sinks_of_a_cache():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_every_number_of_16_bits_is_read_as_it_is(dtype):
     value = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype).reshape(1, 1, -1, 64).nan_to_num(0.0, 0.0, 0.0)
+    if dtype is torch.bfloat16:  # a CPU's products of these take denormal numbers as 0
+        value[value.float().abs() < torch.finfo(dtype).tiny] = 0
     zeros = torch.zeros_like(value)
     assert torch.equal(flex_attention(zeros, zeros, value, mask_mod=lambda b, h, q_idx, kv_idx: q_idx == kv_idx), value)
+
+
+@pytest.mark.parametrize("flag", ["", "-UFAST_BFLOAT16"])
+@pytest.mark.parametrize("d_qk, d_v, step", [(64, 40, 1), (31, 33, 1), (34, 16, 2)])
+def test_products_of_bfloat16(monkeypatch, flag, d_qk, d_v, step):
+    """By the CPU's own products and by float32's: odd lengths, head dims and strides, columns and rows that do not follow one another."""
+    monkeypatch.setenv("FLEXPRESS_CXXFLAGS", f"{os.environ.get('FLEXPRESS_CXXFLAGS', '')} {flag}")
+    cache_clear()
+    generator = torch.Generator().manual_seed(d_qk)
+    sizes = ((4, 77, d_qk), (2, 131, d_qk), (2, 131, d_v))
+    tensors = (torch.randn(1, h, n, d * step + step % 2, generator=generator).bfloat16() for h, n, d in sizes)
+    q, k, v = (t[..., : d * step : step] for t, (_, _, d) in zip(tensors, sizes, strict=True))
+    out, lse = flex_attention(q, k, v, mask_mod=mods.causal, enable_gqa=True, return_lse=True)
+    exact, wanted_lse, _ = dense_attention(q, k, v, None, mods.causal)
+    keys, values = (t.repeat_interleave(2, 1) for t in (k, v))
+    scores = (q @ keys.mT * d_qk**-0.5).masked_fill(~torch.ones(77, 131, dtype=torch.bool).tril(), -float("inf"))
+    assert relative_error(out, exact) <= relative_error(scores.softmax(-1) @ values, exact)
+    torch.testing.assert_close(lse, wanted_lse.float(), rtol=1e-5, atol=1e-5)
 
 
 def test_numbers_are_rounded_to_8_bits_as_torch_does():
