@@ -96,6 +96,27 @@ template <class T> INLINE Float widened_lanes(const T* p) {
     }
 }
 
+// the same written, rounded to what is there
+template <class T> INLINE void put_lanes(T* p, Float x) {
+    if constexpr (std::is_same_v<T, float>) store_lanes(p, x);
+    else {
+        alignas(64) float found[LANES];
+        store_lanes(found, x);
+        for (int k = 0; k < LANES; ++k) narrow(found[k], p[k]);
+    }
+}
+
+// the sum of the products of two rows
+template <class T> INLINE float product_of(const T* a, const float* b, int length) {
+    Float sums = 0.0f;
+    int d = 0;
+    for (; d + LANES <= length; d += LANES) sums += widened_lanes(a + d) * load_lanes(b + d);
+    float sum = 0;
+    for (int i = 0; i < LANES; ++i) sum += sums.v[i];
+    for (; d < length; ++d) sum += widened(a[d]) * b[d];
+    return sum;
+}
+
 // [count, WIDTH] of a tensor as float32 rows; what is past `columns` is 0
 template <int WIDTH, class T>
 INLINE void read_rows(float* to, const T* from, int64_t row, int64_t unit, int count, int columns) {
@@ -176,36 +197,94 @@ template <class T> INLINE Float column(const T* from, int64_t row) {
     return load(from + at);
 }
 
-// the same transposed, [columns, WIDTH]; what is past `count` is 0
-template <int WIDTH, class T>
-INLINE void read_columns(float* to, const T* from, int64_t row, int64_t unit, int count, int columns) {
-    const bool near = row < (1 << 26) && row > -(1 << 26);
-    for (int d = 0; d < columns; ++d) {
-        int i = 0;
-        for (; near && i + LANES <= count; i += LANES) store_lanes(to + d * WIDTH + i, column(from + i * row + d * unit, row));
-        for (; i < count; ++i) to[d * WIDTH + i] = widened(from[i * row + d * unit]);
-        for (; i < WIDTH; ++i) to[d * WIDTH + i] = 0;
+// LANES vectors of as many lanes, transposed: quarters off the diagonal change places, in those that are left too
+template <int HALF, class V, int... I> INLINE void exchange(V& a, V& b, std::integer_sequence<int, I...>) {
+    const V upper = __builtin_shufflevector(a, b, (I & HALF ? LANES + I - HALF : I)...);
+    b = __builtin_shufflevector(a, b, (I & HALF ? LANES + I : I + HALF)...);
+    a = upper;
+}
+template <int HALF = LANES / 2, class T> INLINE void transpose(Vec<T> (&rows)[LANES]) {
+    if constexpr (HALF > 0) {
+        for (int i = 0; i < LANES; ++i)
+            if (!(i & HALF)) exchange<HALF>(rows[i].v, rows[i + HALF].v, std::make_integer_sequence<int, LANES>());
+        transpose<HALF / 2>(rows);
     }
 }
 
+// [count, columns] of a tensor as factors by columns, [depths, WIDTH]; what is past `count` is 0
+template <int WIDTH, class T>
+INLINE void read_columns(float* to, const T* from, int64_t row, int64_t unit, int count, int columns) {
+    const bool near = row < (1 << 26) && row > -(1 << 26);
+    for (int i = 0; i < WIDTH; i += LANES, from += LANES * row, to += LANES) {
+        const int rows = count - i < 0 ? 0 : count - i < LANES ? count - i : LANES;
+        int d = 0;
+        for (; rows == LANES && unit == 1 && d + LANES <= columns; d += LANES) {
+            Float found[LANES];
+            for (int k = 0; k < LANES; ++k) found[k] = widened_lanes(from + k * row + d);
+            transpose(found);
+            for (int k = 0; k < LANES; ++k) store_lanes(to + (d + k) * WIDTH, found[k]);
+        }
+        for (; d < columns; ++d) {
+            if (rows == LANES && near) store_lanes(to + d * WIDTH, column(from + d * unit, row));
+            else for (int k = 0; k < LANES; ++k) to[d * WIDTH + k] = k < rows ? widened(from[k * row + d * unit]) : 0.0f;
+        }
+    }
+}
 template <int WIDTH>
 INLINE void read_columns(Pair* to, const BFloat16* from, int64_t row, int64_t unit, int count, int columns) {
-    for (int d = 0; d < columns; d += 2, from += 2 * unit, to += WIDTH)
-        for (int i = 0; i < WIDTH; ++i)
-            to[i] = i < count ? Pair{from[i * row], d + 1 < columns ? from[i * row + unit] : BFloat16{0}} : Pair{};
+    for (int i = 0; i < WIDTH; i += LANES, from += LANES * row, to += LANES) {
+        const int rows = count - i < 0 ? 0 : count - i < LANES ? count - i : LANES;
+        int d = 0;
+        for (; rows == LANES && unit == 1 && d + 2 * LANES <= columns; d += 2 * LANES) {
+            Int found[LANES];
+            for (int k = 0; k < LANES; ++k) found[k] = load_lanes((const int32_t*)(from + k * row + d));
+            transpose(found);
+            for (int k = 0; k < LANES; ++k) store_lanes((int32_t*)(to + (d / 2 + k) * WIDTH), found[k]);
+        }
+        for (; d < columns; d += 2)
+            for (int k = 0; k < LANES; ++k) {
+                const BFloat16* at = from + k * row + d * unit;
+                to[d / 2 * WIDTH + k] = k < rows ? Pair{at[0], d + 1 < columns ? at[unit] : BFloat16{0}} : Pair{};
+            }
+    }
+}
+
+// columns past `count` become the last one
+template <int WIDTH, class F>
+INLINE void repeat_last(F* columns, int depth, int count) {
+    for (int d = 0; d < depth; ++d)
+        for (int i = count; i < WIDTH; ++i) columns[d * WIDTH + i] = columns[d * WIDTH + count - 1];
 }
 
 // `count` rows of so many columns, of their transpose [columns, WIDTH]
 template <int WIDTH, class T>
 INLINE void write_columns(T* to, int64_t row, const float* from, int count, int columns) {
-    for (int i = 0; i < count; ++i) {
+    for (int i = 0; i < count; i += LANES) {
         int d = 0;
         for (; d + LANES <= columns; d += LANES) {
-            alignas(64) float found[LANES];
-            store_lanes(found, column(from + d * WIDTH + i, WIDTH));
-            for (int k = 0; k < LANES; ++k) narrow(found[k], to[i * row + d + k]);
+            Float found[LANES];
+            for (int k = 0; k < LANES; ++k) found[k] = load_lanes(from + (d + k) * WIDTH + i);
+            transpose(found);
+            for (int k = 0; k < LANES && i + k < count; ++k) put_lanes(to + (i + k) * row + d, found[k]);
         }
-        for (; d < columns; ++d) narrow(from[d * WIDTH + i], to[i * row + d]);
+        for (; d < columns; ++d)
+            for (int k = i; k < count && k < i + LANES; ++k) narrow(from[d * WIDTH + k], to[k * row + d]);
+    }
+}
+
+// a row of so many columns, times `scale`: the sum of rows that lie `step` elements apart
+template <int COLUMNS, class T>
+INLINE void add_rows(T* to, const float* from, int64_t step, int64_t count, float scale) {
+    int d = 0;
+    for (; d + LANES <= COLUMNS; d += LANES) {
+        Float sum = load_lanes(from + d);
+        for (int64_t i = 1; i < count; ++i) sum += load_lanes(from + i * step + d);
+        put_lanes(to + d, sum * scale);
+    }
+    for (; d < COLUMNS; ++d) {
+        float sum = from[d];
+        for (int64_t i = 1; i < count; ++i) sum += from[i * step + d];
+        narrow(sum * scale, to[d]);
     }
 }
 

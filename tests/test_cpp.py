@@ -144,6 +144,16 @@ def test_products_of_bfloat16(monkeypatch, flag, d_qk, d_v, step):
     torch.testing.assert_close(lse, wanted_lse.float(), rtol=1e-5, atol=1e-5)
 
 
+def test_gradients_of_huge_scores_of_bfloat16():
+    """The backward pass finds the very scores of the forward pass, or the largest one would be off by more than its weight says."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 100, 64, generator=generator).bfloat16().unbind()
+    v.requires_grad_()
+    (found,) = torch.autograd.grad(flex_attention(q * 1e8, k, v), v, torch.ones_like(v))
+    counts = torch.nn.functional.one_hot((q.double() @ k.double().mT).argmax(-1), 100).sum(-2)
+    torch.testing.assert_close(found, counts[..., None].expand_as(found).to(found.dtype))
+
+
 def test_numbers_are_rounded_to_8_bits_as_torch_does():
     """All halves; but what is larger than the largest number becomes that one, as on a GPU."""
     value = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.float16).reshape(1, 1, -1, 64)

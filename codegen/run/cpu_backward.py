@@ -80,18 +80,16 @@ class CppPass:
         (Zkv, Hkv), KV_LEN = self.sizes.shared, self.sizes.extents[3]
         sums = Sums((self.plan,), score, self.sizes.extents, tensors["Q"].device, lists)
         shapes = ((self.parts, Zkv, Hkv, KV_LEN, width) for width in self.padded)
-        dk, dv = (torch.zeros(shape, dtype=torch.float32) for shape in shapes)
+        dk, dv = (torch.empty(shape, dtype=torch.float32) for shape in shapes)
         gathered, counted, one_copy = self._buffers(sums)
         values = dict(zip(self.args, mod_values(self.plan, score and score[1], mask and mask[1]), strict=True))
         lying = {}
-        for name in ("Q", "K", "V", "O", "DO", "DQ"):
+        for name in ("Q", "K", "V", "O", "DO", "DQ", "DK", "DV"):
             lying |= dict(zip(strides(name.lower()), tensors[name].stride(), strict=False))
         given = {**tensors, **(lists.tensors() if lists else {}), **self.numbers, **lying, **values, **gathered, **counted}
         of_sinks = torch.zeros((*self.sizes.extents[:2], self.tiles), dtype=torch.float32) if "SINKS" in tensors else None
-        given |= {"DK": dk, "DV": dv, "D_SINKS": of_sinks, "ONE_COPY": one_copy}
+        given |= {"DK_SUMS": dk, "DV_SUMS": dv, "D_SINKS": of_sinks, "ONE_COPY": one_copy}
         cpu.run(self.kernel, given, self.named, threads=1 if one_copy else None)
-        tensors["DK"].copy_(dk.sum(0)[..., : tensors["DK"].shape[3]].mul_(self.sizes.scale))
-        tensors["DV"].copy_(dv.sum(0)[..., : tensors["DV"].shape[3]])
         for captured, _ in self.plan.captured:
             if captured.role in ("atomic", "column"):
                 total = gathered[captured.buffer].sum(0)

@@ -62,7 +62,7 @@ class CppFile(File):
 
     template, in_cpp, tma, has_transposed = TEMPLATES[0], True, False, False
     q_unit = 1  # elements of which strides are multiples
-    variables = {**File.variables, "DK": "dk_parts", "DV": "dv_parts"}
+    variables = {**File.variables, "DK_SUMS": "dk_sums", "DV_SUMS": "dv_sums"}
 
     def __init__(self, call: Exported, version: str) -> None:
         plans = Plans(call, "cpu", None)
