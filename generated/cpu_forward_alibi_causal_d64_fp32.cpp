@@ -77,7 +77,6 @@ struct Forward {
     }
 
     // Of `count` keys from start_n on, those between the first and the last one to which a query of the tile attends
-    struct Range { int begin, end; };
     Range attended(const Tile& t, int32_t z, int32_t h, int64_t start_n, int count) const {
         Range found{count, 0};
         for (int j = BLOCK_M - LANES; j >= 0; j -= LANES) {
@@ -94,7 +93,7 @@ struct Forward {
             while (begin < found.begin && !is_attended(begin)) ++begin;
             found = {begin, end};
         }
-        return found;
+        return found.begin < found.end ? whole(found, count) : found;
     }
 
     // Fold `count` keys from start_n on into a tile's running softmax

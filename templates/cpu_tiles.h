@@ -1,6 +1,16 @@
 // Tiles: small float32 matrices in a thread's own memory, their products, and how they are read and written.
 #pragma once
 
+#if defined(__AVX512BF16__) && defined(BRGEMM)  // oneDNN's products, inside libtorch_cpu: by AMX, where the CPU has it
+namespace c10 { struct BFloat16; }
+namespace at::native::cpublas {
+void brgemm(
+    int64_t rows, int64_t columns, int64_t depth, int64_t a_row, int64_t b_row, int64_t c_row, bool add, const c10::BFloat16* a,
+    const c10::BFloat16* b, float* c, bool b_is_pairs);
+void brgemm_release(bool);
+}  // namespace at::native::cpublas
+#endif
+
 namespace flexpress {
 
 // x rounded: no product that the compiler could put unrounded into a sum
@@ -18,6 +28,22 @@ template <class T> using FactorOf = std::conditional_t<std::is_same_v<T, BFloat1
 #else
 template <class T> using FactorOf = float;
 #endif
+
+// Does a left factor lie row by row, as brgemm has it? Kernels read columns of keys so then.
+#if defined(__AVX512BF16__) && defined(BRGEMM)
+constexpr bool BY_ROWS = true;
+constexpr int ROWS_AT_ONCE = 32;  // it compiles a kernel for every size, and other rows are multiplied here
+#else
+constexpr bool BY_ROWS = false;
+constexpr int ROWS_AT_ONCE = 1;
+#endif
+
+// Some of the keys of a block, and the same with all that are multiplied with these: forward and backward pass must find the same scores
+struct Range { int begin, end; };
+INLINE Range whole(Range keys, int count) {
+    const int end = (keys.end + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE * ROWS_AT_ONCE;
+    return {keys.begin / ROWS_AT_ONCE * ROWS_AT_ONCE, end < count ? end : count};
+}
 
 // a left factor for all lanes, one for each, and what they add to a sum
 INLINE float spread(float x) { return x; }
@@ -71,6 +97,13 @@ INLINE void product_of_rows(int rows, int depth, const F* a, int64_t a_row, int6
 template <int COLUMNS, bool ADD, class F>
 __attribute__((noinline)) void multiply(
     int rows, int depth, const F* a, int64_t a_row, int64_t a_depth, const F* b, int64_t b_row, float* c, int64_t c_row) {
+#if defined(__AVX512BF16__) && defined(BRGEMM)
+    if (const int whole = rows & -ROWS_AT_ONCE; std::is_same_v<F, Pair> && a_depth == 1 && whole > 0 && depth % 16 == 0) {
+        const auto *left = (const c10::BFloat16*)a, *right = (const c10::BFloat16*)b;
+        at::native::cpublas::brgemm(whole, COLUMNS, 2 * depth, 2 * a_row, b_row, c_row, ADD, left, right, c, true);
+        rows -= whole, a += whole * a_row, c += whole * c_row;
+    }
+#endif
     constexpr int WIDTH = PRODUCT_VECTORS * LANES, REST = COLUMNS % WIDTH / LANES;
     for (int j = 0; j + WIDTH <= COLUMNS; j += WIDTH) product_of_rows<PRODUCT_VECTORS, ADD>(rows, depth, a, a_row, a_depth, b + j, b_row, c + j, c_row);
     constexpr int LAST = COLUMNS - COLUMNS % WIDTH;
@@ -154,24 +187,6 @@ template <int... I> INLINE Halves in_turn(Vec<uint16_t> a, Vec<uint16_t> b, std:
     return __builtin_shufflevector(a.v, b.v, (I / 2 + I % 2 * LANES)...);
 }
 
-// The same as pairs of rows that follow one another, [depths, WIDTH]
-template <int WIDTH, class T>
-INLINE void read_pairs_of_rows(float* to, const T* from, int64_t row, int64_t unit, int count) {
-    read_rows<WIDTH>(to, from, row, unit, count, WIDTH);
-}
-template <int WIDTH>
-INLINE void read_pairs_of_rows(Pair* to, const BFloat16* from, int64_t row, int64_t unit, int count) {
-    for (int i = 0; i < count; i += 2, from += 2 * row, to += WIDTH) {
-        int d = 0;
-        for (; i + 1 < count && unit == 1 && d + LANES <= WIDTH; d += LANES) {
-            const auto one = load_lanes((const uint16_t*)(from + d)), other = load_lanes((const uint16_t*)(from + row + d));
-            const Halves both = in_turn(one, other, std::make_integer_sequence<int, 2 * LANES>());
-            __builtin_memcpy(to + d, &both, sizeof(both));
-        }
-        for (; d < WIDTH; ++d) to[d] = {from[d * unit], i + 1 < count ? from[row + d * unit] : BFloat16{0}};
-    }
-}
-
 // Weights of `count` keys as right factors [depths, BLOCK_M]: weight(i) gives those of key i
 template <int BLOCK_M, class W>
 INLINE void put_weights(float* to, int count, W weight) {
@@ -208,6 +223,49 @@ template <int HALF = LANES / 2, class T> INLINE void transpose(Vec<T> (&rows)[LA
         for (int i = 0; i < LANES; ++i)
             if (!(i & HALF)) exchange<HALF>(rows[i].v, rows[i + HALF].v, std::make_integer_sequence<int, LANES>());
         transpose<HALF / 2>(rows);
+    }
+}
+
+// Pairs of rows that follow one another, [depths, WIDTH]
+template <int WIDTH>
+INLINE void pair_rows(Pair* to, const BFloat16* from, int64_t row, int64_t unit, int count) {
+    for (int i = 0; i < count; i += 2, from += 2 * row, to += WIDTH) {
+        int d = 0;
+        for (; i + 1 < count && unit == 1 && d + LANES <= WIDTH; d += LANES) {
+            const auto one = load_lanes((const uint16_t*)(from + d)), other = load_lanes((const uint16_t*)(from + row + d));
+            const Halves both = in_turn(one, other, std::make_integer_sequence<int, 2 * LANES>());
+            __builtin_memcpy(to + d, &both, sizeof(both));
+        }
+        for (; d < WIDTH; ++d) to[d] = {from[d * unit], i + 1 < count ? from[row + d * unit] : BFloat16{0}};
+    }
+}
+
+// The columns of up to COUNT rows of a tensor as left factors, [WIDTH, depths]
+template <class F, int WIDTH, int COUNT> struct ColumnsLie {
+    static constexpr int ROW = std::is_same_v<F, Pair> && BY_ROWS ? depths<F>(COUNT) : 1;
+    static constexpr int DEPTH = std::is_same_v<F, Pair> && BY_ROWS ? 1 : WIDTH;
+};
+template <int WIDTH, int COUNT, class T>
+INLINE void read_left_columns(float* to, const T* from, int64_t row, int64_t unit, int count) {
+    read_rows<WIDTH>(to, from, row, unit, count, WIDTH);
+}
+template <int WIDTH, int COUNT>
+INLINE void read_left_columns(Pair* to, const BFloat16* from, int64_t row, int64_t unit, int count) {
+    if (!BY_ROWS) return pair_rows<WIDTH>(to, from, row, unit, count);
+    constexpr int ROW = ColumnsLie<Pair, WIDTH, COUNT>::ROW;
+    alignas(64) Pair pairs[LANES * WIDTH];
+    for (int i = 0; i < count; i += 2 * LANES) {
+        const int rows = count - i < 2 * LANES ? count - i : 2 * LANES;
+        pair_rows<WIDTH>(pairs, from + i * row, row, unit, rows);
+        int d = 0;
+        for (; rows == 2 * LANES && d + LANES <= WIDTH; d += LANES) {
+            Int found[LANES];
+            for (int k = 0; k < LANES; ++k) found[k] = load_lanes((const int32_t*)(pairs + k * WIDTH + d));
+            transpose(found);
+            for (int k = 0; k < LANES; ++k) store_lanes((int32_t*)(to + (d + k) * ROW + i / 2), found[k]);
+        }
+        for (; d < WIDTH; ++d)
+            for (int k = 0; 2 * k < rows; ++k) to[d * ROW + i / 2 + k] = pairs[k * WIDTH + d];
     }
 }
 
@@ -322,7 +380,12 @@ INLINE Float largest_of(Float x) {
 template <class T>
 struct Owned {
     T* const at = new (std::align_val_t(64)) T;
-    ~Owned() { operator delete(at, std::align_val_t(64)); }
+    ~Owned() {
+#if defined(__AVX512BF16__) && defined(BRGEMM)
+        at::native::cpublas::brgemm_release(true);
+#endif
+        operator delete(at, std::align_val_t(64));
+    }
     T* operator->() const { return at; }
 };
 

@@ -139,7 +139,7 @@ def test_every_number_of_16_bits_is_read_as_it_is(dtype):
     assert torch.equal(flex_attention(zeros, zeros, value, mask_mod=lambda b, h, q_idx, kv_idx: q_idx == kv_idx), value)
 
 
-@pytest.mark.parametrize("flag", ["", "-UFAST_BFLOAT16"])
+@pytest.mark.parametrize("flag", ["", "-UFAST_BFLOAT16", "-DFAST_BFLOAT16 -DBRGEMM"])
 @pytest.mark.parametrize("d_qk, d_v, step", [(64, 40, 1), (31, 34, 2)])
 def test_products_of_bfloat16(monkeypatch, flag, d_qk, d_v, step):
     """By the CPU's own products and by float32's: odd lengths, head dims and strides, columns and rows that do not follow one another."""
