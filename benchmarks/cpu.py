@@ -4,7 +4,8 @@
     python benchmarks/cpu.py --threads 2         by two threads, on the clock: for a machine that nobody else uses
 
 With one thread, times are the thread's own CPU time, so that other processes count little; the least of some repetitions that alternate
-between the candidates. Rates are shares of what torch.mm reaches in float32 in the same minute. Masked positions are no work.
+between the candidates. Rates are shares of what torch reaches in a product of matrices in float32 in the same minute: by
+torch.mm or, where that is faster, by oneDNN (MKL takes half of what an AMD CPU can do). Masked positions are no work.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +23,7 @@ from torch.nn.attention import flex_attention as torchs
 from torch.nn.functional import scaled_dot_product_attention
 
 from flexpress import create_block_mask, flex_attention, mods
+from flexpress.codegen.device.cpp_build import described
 
 H, S, LONG, WINDOW = 8, 2048, 8192, 256
 RESULTS = Path(__file__).parent / "results" / "cpu.json"
@@ -48,16 +51,19 @@ def first_call(run: Callable) -> float:
 
 
 def compare(name: str, flops: float, candidates: dict[str, Callable], repeats: int) -> dict:
-    """Seconds of each candidate and of its first call, and their rates by that of torch.mm."""
+    """Seconds of each candidate and of its first call, and their rates by that of a product of matrices."""
     square = torch.randn(1536, 1536)
+    products = {"mm": lambda: square @ square, "onednn": lambda: torch.ops.mkldnn._linear_pointwise(square, square, None, "none", [], "")}
     firsts = {who: first_call(run) for who, run in candidates.items()}
-    best = dict.fromkeys([*candidates, "mm"], float("inf"))
+    best = dict.fromkeys([*candidates, *products], float("inf"))
     for _ in range(repeats):
         for who, run in candidates.items():
             best[who] = min(best[who], timed(run))
-        best["mm"] = min(best["mm"], *(timed(lambda: square @ square) for _ in range(4)))
-    rate = 2 * 1536**3 / best.pop("mm")
-    found = {"case": name, "mm_gflops": round(rate * 1e-9, 1)}
+        for who, run in products.items():
+            best[who] = min(best[who], *(timed(run) for _ in range(4)))
+    rates = {who: 2 * 1536**3 / best.pop(who) for who in products}
+    rate = max(rates.values())
+    found = {"case": name, **{f"{who}_gflops": round(each * 1e-9, 1) for who, each in rates.items()}}
     for who, seconds in best.items():
         found[who] = {"ms": round(1e3 * seconds, 2), "of_mm": round(flops / seconds / rate, 3), "first_call_s": round(firsts[who], 2)}
     shown = "  ".join(f"{who} {r['ms']:.1f} ms ({r['of_mm']:.2f})" for who, r in found.items() if isinstance(r, dict))
@@ -119,6 +125,31 @@ def backward_cases(heads: int, repeats: int) -> list[dict]:
     return found
 
 
+def derivative_cases(heads: int, repeats: int) -> list[dict]:
+    """Forward mode, and gradients of gradients, of causal attention beside dense attention in torch."""
+    q, k, v, *direction = torch.randn(6, 1, heads, S, 64).unbind()
+    visible = torch.ones(S, S, dtype=torch.bool).tril()
+
+    def dense(q, k, v):
+        return (q @ k.mT / 8).masked_fill(~visible, -float("inf")).softmax(-1) @ v
+
+    def printed(q, k, v):
+        return flex_attention(q, k, v, mask_mod=mods.causal)
+
+    def twice(attend: Callable) -> None:
+        inputs = [t.clone().requires_grad_() for t in (q, k, v)]
+        found = torch.autograd.grad(attend(*inputs).square().sum(), inputs, create_graph=True)
+        torch.autograd.grad(sum(g.square().sum() for g in found), inputs)
+
+    forward = {who: lambda f=f: torch.func.jvp(f, (q, k, v), tuple(direction)) for who, f in (("flexpress", printed), ("dense", dense))}
+    second = {who: lambda f=f: twice(f) for who, f in (("flexpress", printed), ("dense", dense))}
+    flops = 2.0 * heads * S * S * 64
+    return [
+        compare("jvp causal 64 float32", 3 * flops, forward, repeats),
+        compare("second causal 64 float32", 11.5 * flops, second, repeats),
+    ]
+
+
 def window_case(heads: int, repeats: int) -> dict:
     """A sliding window over a long sequence, beside dense attention that does not know of it."""
     q, k, v = torch.randn(3, 1, heads, LONG, 64).unbind()
@@ -160,9 +191,14 @@ def main() -> None:
     torch.manual_seed(0)
     cases = forward_cases(given.heads, given.repeats)
     cases += backward_cases(given.heads, given.repeats)
+    cases += derivative_cases(given.heads, min(given.repeats, 2))
     cases.append(window_case(given.heads, given.repeats))
     cases += decode_cases(given.repeats)
-    machine = {"cpu": platform.processor() or platform.machine(), "capability": torch.backends.cpu.get_cpu_capability()}
+    named = re.search(r"model name\s*: (.*?)(?: vendor_id|$)", described())
+    machine = {
+        "cpu": named[1] if named else platform.processor() or platform.machine(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+    }
     about = {"torch": torch.__version__, "threads": given.threads, "heads": given.heads, "length": S, **machine}
     given.output.write_text(json.dumps({"about": about, "cases": cases}, indent=1) + "\n", encoding="utf-8")
 

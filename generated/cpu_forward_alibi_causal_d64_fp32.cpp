@@ -76,9 +76,35 @@ struct Forward {
         for (int d = 0; d < D_V; ++d) store_lanes(t.acc + d * BLOCK_M + j, load_lanes(t.acc + d * BLOCK_M + j) * turn.alpha);
     }
 
+    // Of `count` keys from start_n on, those between the first and the last one to which a query of the tile attends
+    Range attended(const Tile& t, int32_t z, int32_t h, int64_t start_n, int count) const {
+        Range found{count, 0};
+        for (int j = BLOCK_M - LANES; j >= 0; j -= LANES) {
+            const Int m = load_lanes(t.m + j);
+            const auto is_attended = [&](int i) {
+                const int32_t n = int32_t(start_n) + i;
+                // ---- mask_mod: causal
+                // mods/causal.py:26: return q_idx >= kv_idx
+                const auto mask_0 = m >= n;
+                return any(Bool(mask_0));
+            };
+            int begin = 0, end = count;
+            while (end > found.end && !is_attended(end - 1)) --end;
+            while (begin < found.begin && !is_attended(begin)) ++begin;
+            found = {begin, end};
+        }
+        return found.begin < found.end ? whole(found, count) : found;
+    }
+
     // Fold `count` keys from start_n on into a tile's running softmax
     template <bool IS_FULL>
     void fold(Tile& t, const float* K, const float* V, int32_t z, int32_t h, int64_t start_n, int count) const {
+        if constexpr (!IS_FULL) {
+            const Range keys = attended(t, z, h, start_n, count);
+            if (keys.begin >= keys.end) return;
+            start_n += keys.begin;
+            count = keys.end - keys.begin;
+        }
         multiply<BLOCK_M, false>(count, D_QK, K + start_n * stride_kn, stride_kn, 1, t.q, BLOCK_M, t.s, BLOCK_M);
         for (int j = 0; j < BLOCK_M; j += LANES) {
             const Int m = load_lanes(t.m + j);

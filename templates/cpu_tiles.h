@@ -1,6 +1,16 @@
 // Tiles: small float32 matrices in a thread's own memory, their products, and how they are read and written.
 #pragma once
 
+#if defined(__AVX512BF16__) && defined(BRGEMM)  // oneDNN's products, inside libtorch_cpu: by AMX, where the CPU has it
+namespace c10 { struct BFloat16; }
+namespace at::native::cpublas {
+void brgemm(
+    int64_t rows, int64_t columns, int64_t depth, int64_t a_row, int64_t b_row, int64_t c_row, bool add, const c10::BFloat16* a,
+    const c10::BFloat16* b, float* c, bool b_is_pairs);
+void brgemm_release(bool);
+}  // namespace at::native::cpublas
+#endif
+
 namespace flexpress {
 
 // x rounded: no product that the compiler could put unrounded into a sum
@@ -9,25 +19,65 @@ INLINE Float rounded(Float x) {
     return x;
 }
 
+// Factors of products are float32, or, of bfloat16 tensors where the CPU multiplies these faster, pairs of them that follow one another in the
+// sum: two products and two sums are one instruction then. A matrix [rows, depth] has `depths` factors in a row.
+struct Pair { BFloat16 first, second; };
+template <class F> constexpr int depths(int depth) { return std::is_same_v<F, Pair> ? (depth + 1) / 2 : depth; }
+#if defined(__AVX512BF16__) && defined(FAST_BFLOAT16)
+template <class T> using FactorOf = std::conditional_t<std::is_same_v<T, BFloat16>, Pair, float>;
+#else
+template <class T> using FactorOf = float;
+#endif
+
+// Does a left factor lie row by row, as brgemm has it? Kernels read columns of keys so then.
+#if defined(__AVX512BF16__) && defined(BRGEMM)
+constexpr bool BY_ROWS = true;
+constexpr int ROWS_AT_ONCE = 32;  // it compiles a kernel for every size, and other rows are multiplied here
+#else
+constexpr bool BY_ROWS = false;
+constexpr int ROWS_AT_ONCE = 1;
+#endif
+
+// Some of the keys of a block, and the same with all that are multiplied with these: forward and backward pass must find the same scores
+struct Range { int begin, end; };
+INLINE Range whole(Range keys, int count) {
+    const int end = (keys.end + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE * ROWS_AT_ONCE;
+    return {keys.begin / ROWS_AT_ONCE * ROWS_AT_ONCE, end < count ? end : count};
+}
+
+// a left factor for all lanes, one for each, and what they add to a sum
+INLINE float spread(float x) { return x; }
+INLINE Int spread(Pair x) { return bits_of<int32_t>(x); }
+INLINE Float factors(const float* p) { return load_lanes(p); }
+INLINE Int factors(const Pair* p) { return load_lanes((const int32_t*)p); }
+INLINE void add_product(Float& sum, float a, Float b) { sum += a * b; }
+INLINE void add_product(Float& sum, Int a, Int b) {
+#if defined(__AVX512BF16__)
+    asm("vdpbf16ps %2, %1, %0" : "+v"(sum.v) : "v"(a.v), "v"(b.v));
+#endif
+}
+
 // ROWS rows and VECTORS vectors of C = A B, with ADD of C += A B, in registers
-template <int ROWS, int VECTORS, bool ADD>
-INLINE void product(int depth, const float* a, int64_t a_row, int64_t a_depth, const float* b, int64_t b_row, float* c, int64_t c_row) {
+template <int ROWS, int VECTORS, bool ADD, class F>
+INLINE void product(int depth, const F* a, int64_t a_row, int64_t a_depth, const F* b, int64_t b_row, float* c, int64_t c_row) {
     Float sum[ROWS][VECTORS];
     for (int i = 0; i < ROWS; ++i)
         for (int j = 0; j < VECTORS; ++j) sum[i][j] = ADD ? load_lanes(c + i * c_row + j * LANES) : Float(0.0f);
     for (int k = 0; k < depth; ++k) {
-        Float right[VECTORS];
-        for (int j = 0; j < VECTORS; ++j) right[j] = load_lanes(b + k * b_row + j * LANES);
-        for (int i = 0; i < ROWS; ++i)
-            for (int j = 0; j < VECTORS; ++j) sum[i][j] += a[i * a_row + k * a_depth] * right[j];
+        decltype(factors(b)) right[VECTORS];
+        for (int j = 0; j < VECTORS; ++j) right[j] = factors(b + k * b_row + j * LANES);
+        for (int i = 0; i < ROWS; ++i) {
+            const auto left = spread(a[i * a_row + k * a_depth]);
+            for (int j = 0; j < VECTORS; ++j) add_product(sum[i][j], left, right[j]);
+        }
     }
     for (int i = 0; i < ROWS; ++i)
         for (int j = 0; j < VECTORS; ++j) store_lanes(c + i * c_row + j * LANES, sum[i][j]);
 }
 
 // the last rows, fewer than 2 ROWS: each power of two once
-template <int ROWS, int VECTORS, bool ADD>
-INLINE void last_rows(int rows, int depth, const float* a, int64_t a_row, int64_t a_depth, const float* b, int64_t b_row, float* c, int64_t c_row) {
+template <int ROWS, int VECTORS, bool ADD, class F>
+INLINE void last_rows(int rows, int depth, const F* a, int64_t a_row, int64_t a_depth, const F* b, int64_t b_row, float* c, int64_t c_row) {
     if constexpr (ROWS > 0) {
         const int done = rows & ROWS;
         if (done) product<ROWS, VECTORS, ADD>(depth, a, a_row, a_depth, b, b_row, c, c_row);
@@ -35,18 +85,25 @@ INLINE void last_rows(int rows, int depth, const float* a, int64_t a_row, int64_
     }
 }
 
-template <int VECTORS, bool ADD>
-INLINE void product_of_rows(int rows, int depth, const float* a, int64_t a_row, int64_t a_depth, const float* b, int64_t b_row, float* c, int64_t c_row) {
+template <int VECTORS, bool ADD, class F>
+INLINE void product_of_rows(int rows, int depth, const F* a, int64_t a_row, int64_t a_depth, const F* b, int64_t b_row, float* c, int64_t c_row) {
     constexpr int ROWS = VECTORS == 1 ? NARROW_ROWS : PRODUCT_ROWS;
     int i = 0;
     for (; i + ROWS <= rows; i += ROWS) product<ROWS, VECTORS, ADD>(depth, a + i * a_row, a_row, a_depth, b, b_row, c + i * c_row, c_row);
     last_rows<(ROWS > 8 ? 8 : 4), VECTORS, ADD>(rows - i, depth, a + i * a_row, a_row, a_depth, b, b_row, c + i * c_row, c_row);
 }
 
-// C [rows, COLUMNS] = A B, with ADD of C += A B. A [rows, depth] has elements a[i * a_row + k * a_depth]
-template <int COLUMNS, bool ADD>
+// C [rows, COLUMNS] = A B, with ADD of C += A B. A [rows, depth] has factors a[i * a_row + k * a_depth]
+template <int COLUMNS, bool ADD, class F>
 __attribute__((noinline)) void multiply(
-    int rows, int depth, const float* a, int64_t a_row, int64_t a_depth, const float* b, int64_t b_row, float* c, int64_t c_row) {
+    int rows, int depth, const F* a, int64_t a_row, int64_t a_depth, const F* b, int64_t b_row, float* c, int64_t c_row) {
+#if defined(__AVX512BF16__) && defined(BRGEMM)
+    if (const int whole = rows & -ROWS_AT_ONCE; std::is_same_v<F, Pair> && a_depth == 1 && whole > 0 && depth % 16 == 0) {
+        const auto *left = (const c10::BFloat16*)a, *right = (const c10::BFloat16*)b;
+        at::native::cpublas::brgemm(whole, COLUMNS, 2 * depth, 2 * a_row, b_row, c_row, ADD, left, right, c, true);
+        rows -= whole, a += whole * a_row, c += whole * c_row;
+    }
+#endif
     constexpr int WIDTH = PRODUCT_VECTORS * LANES, REST = COLUMNS % WIDTH / LANES;
     for (int j = 0; j + WIDTH <= COLUMNS; j += WIDTH) product_of_rows<PRODUCT_VECTORS, ADD>(rows, depth, a, a_row, a_depth, b + j, b_row, c + j, c_row);
     constexpr int LAST = COLUMNS - COLUMNS % WIDTH;
@@ -72,6 +129,27 @@ template <class T> INLINE Float widened_lanes(const T* p) {
     }
 }
 
+// the same written, rounded to what is there
+template <class T> INLINE void put_lanes(T* p, Float x) {
+    if constexpr (std::is_same_v<T, float>) store_lanes(p, x);
+    else {
+        alignas(64) float found[LANES];
+        store_lanes(found, x);
+        for (int k = 0; k < LANES; ++k) narrow(found[k], p[k]);
+    }
+}
+
+// the sum of the products of two rows
+template <class T> INLINE float product_of(const T* a, const float* b, int length) {
+    Float sums = 0.0f;
+    int d = 0;
+    for (; d + LANES <= length; d += LANES) sums += widened_lanes(a + d) * load_lanes(b + d);
+    float sum = 0;
+    for (int i = 0; i < LANES; ++i) sum += sums.v[i];
+    for (; d < length; ++d) sum += widened(a[d]) * b[d];
+    return sum;
+}
+
 // [count, WIDTH] of a tensor as float32 rows; what is past `columns` is 0
 template <int WIDTH, class T>
 INLINE void read_rows(float* to, const T* from, int64_t row, int64_t unit, int count, int columns) {
@@ -85,6 +163,48 @@ INLINE void read_rows(float* to, const T* from, int64_t row, int64_t unit, int c
     }
 }
 
+// The same as pairs along a row
+template <int WIDTH>
+INLINE void read_rows(Pair* to, const BFloat16* from, int64_t row, int64_t unit, int count, int columns) {
+    constexpr int HALF = depths<Pair>(WIDTH);
+    for (int i = 0; i < count; ++i, from += row, to += HALF)
+        for (int d = 0; d < HALF; ++d)
+            to[d] = {2 * d < columns ? from[2 * d * unit] : BFloat16{0}, 2 * d + 1 < columns ? from[(2 * d + 1) * unit] : BFloat16{0}};
+}
+
+// [count, WIDTH] of a tensor as factors by rows: the tensor itself where it can be, else a copy. `step`: how many factors later a row begins
+template <int WIDTH, class F, class T>
+INLINE const F* left_factors(F* copy, const T* from, int64_t row, int64_t unit, int count, int64_t& step) {
+    constexpr int EACH = sizeof(F) / sizeof(T);
+    if (std::is_same_v<F, Pair> && unit == 1 && WIDTH % EACH == 0 && row % EACH == 0) return step = row / EACH, (const F*)from;
+    read_rows<WIDTH>(copy, from, row, unit, count, WIDTH);
+    return step = depths<F>(WIDTH), copy;
+}
+
+// Two numbers of 16 bits for each lane: from a and b in turn
+typedef uint16_t Halves __attribute__((vector_size(LANES * 4)));
+template <int... I> INLINE Halves in_turn(Vec<uint16_t> a, Vec<uint16_t> b, std::integer_sequence<int, I...>) {
+    return __builtin_shufflevector(a.v, b.v, (I / 2 + I % 2 * LANES)...);
+}
+
+// Weights of `count` keys as right factors [depths, BLOCK_M]: weight(i) gives those of key i
+template <int BLOCK_M, class W>
+INLINE void put_weights(float* to, int count, W weight) {
+    for (int i = 0; i < count; ++i) store_lanes(to + i * BLOCK_M, weight(i));
+}
+template <int BLOCK_M, class W>
+INLINE void put_weights(Pair* to, int count, W weight) {
+    const auto nearest = [](Float x) {  // bfloat16 in the upper half of each lane; ties to even
+        const Int bits = bits_of<Int>(x);
+        return bits + 0x7FFF + (bits >> 16 & 1);
+    };
+    for (int i = 0; i < count; i += 2) {
+        const auto first = bits_of<Vec<uint32_t>>(nearest(weight(i))) >> 16;
+        const Int second = i + 1 < count ? nearest(weight(i + 1)) & -65536 : Int(0);
+        store_lanes((int32_t*)(to + i / 2 * BLOCK_M), bits_of<Int>(first) | second);
+    }
+}
+
 // LANES elements of a column of a matrix with rows of so many elements
 template <class T> INLINE Float column(const T* from, int64_t row) {
     Vec<int32_t> at;
@@ -92,29 +212,137 @@ template <class T> INLINE Float column(const T* from, int64_t row) {
     return load(from + at);
 }
 
-// the same transposed, [columns, WIDTH]; what is past `count` is 0
+// LANES vectors of as many lanes, transposed: quarters off the diagonal change places, in those that are left too
+template <int HALF, class V, int... I> INLINE void exchange(V& a, V& b, std::integer_sequence<int, I...>) {
+    const V upper = __builtin_shufflevector(a, b, (I & HALF ? LANES + I - HALF : I)...);
+    b = __builtin_shufflevector(a, b, (I & HALF ? LANES + I : I + HALF)...);
+    a = upper;
+}
+template <int HALF = LANES / 2, class T> INLINE void transpose(Vec<T> (&rows)[LANES]) {
+    if constexpr (HALF > 0) {
+        for (int i = 0; i < LANES; ++i)
+            if (!(i & HALF)) exchange<HALF>(rows[i].v, rows[i + HALF].v, std::make_integer_sequence<int, LANES>());
+        transpose<HALF / 2>(rows);
+    }
+}
+
+// Pairs of rows that follow one another, [depths, WIDTH]
+template <int WIDTH>
+INLINE void pair_rows(Pair* to, const BFloat16* from, int64_t row, int64_t unit, int count) {
+    for (int i = 0; i < count; i += 2, from += 2 * row, to += WIDTH) {
+        int d = 0;
+        for (; i + 1 < count && unit == 1 && d + LANES <= WIDTH; d += LANES) {
+            const auto one = load_lanes((const uint16_t*)(from + d)), other = load_lanes((const uint16_t*)(from + row + d));
+            const Halves both = in_turn(one, other, std::make_integer_sequence<int, 2 * LANES>());
+            __builtin_memcpy(to + d, &both, sizeof(both));
+        }
+        for (; d < WIDTH; ++d) to[d] = {from[d * unit], i + 1 < count ? from[row + d * unit] : BFloat16{0}};
+    }
+}
+
+// The columns of up to COUNT rows of a tensor as left factors, [WIDTH, depths]
+template <class F, int WIDTH, int COUNT> struct ColumnsLie {
+    static constexpr int ROW = std::is_same_v<F, Pair> && BY_ROWS ? depths<F>(COUNT) : 1;
+    static constexpr int DEPTH = std::is_same_v<F, Pair> && BY_ROWS ? 1 : WIDTH;
+};
+template <int WIDTH, int COUNT, class T>
+INLINE void read_left_columns(float* to, const T* from, int64_t row, int64_t unit, int count) {
+    read_rows<WIDTH>(to, from, row, unit, count, WIDTH);
+}
+template <int WIDTH, int COUNT>
+INLINE void read_left_columns(Pair* to, const BFloat16* from, int64_t row, int64_t unit, int count) {
+    if (!BY_ROWS) return pair_rows<WIDTH>(to, from, row, unit, count);
+    constexpr int ROW = ColumnsLie<Pair, WIDTH, COUNT>::ROW;
+    alignas(64) Pair pairs[LANES * WIDTH];
+    for (int i = 0; i < count; i += 2 * LANES) {
+        const int rows = count - i < 2 * LANES ? count - i : 2 * LANES;
+        pair_rows<WIDTH>(pairs, from + i * row, row, unit, rows);
+        int d = 0;
+        for (; rows == 2 * LANES && d + LANES <= WIDTH; d += LANES) {
+            Int found[LANES];
+            for (int k = 0; k < LANES; ++k) found[k] = load_lanes((const int32_t*)(pairs + k * WIDTH + d));
+            transpose(found);
+            for (int k = 0; k < LANES; ++k) store_lanes((int32_t*)(to + (d + k) * ROW + i / 2), found[k]);
+        }
+        for (; d < WIDTH; ++d)
+            for (int k = 0; 2 * k < rows; ++k) to[d * ROW + i / 2 + k] = pairs[k * WIDTH + d];
+    }
+}
+
+// [count, columns] of a tensor as factors by columns, [depths, WIDTH]; what is past `count` is 0
 template <int WIDTH, class T>
 INLINE void read_columns(float* to, const T* from, int64_t row, int64_t unit, int count, int columns) {
     const bool near = row < (1 << 26) && row > -(1 << 26);
-    for (int d = 0; d < columns; ++d) {
-        int i = 0;
-        for (; near && i + LANES <= count; i += LANES) store_lanes(to + d * WIDTH + i, column(from + i * row + d * unit, row));
-        for (; i < count; ++i) to[d * WIDTH + i] = widened(from[i * row + d * unit]);
-        for (; i < WIDTH; ++i) to[d * WIDTH + i] = 0;
+    for (int i = 0; i < WIDTH; i += LANES, from += LANES * row, to += LANES) {
+        const int rows = count - i < 0 ? 0 : count - i < LANES ? count - i : LANES;
+        int d = 0;
+        for (; rows == LANES && unit == 1 && d + LANES <= columns; d += LANES) {
+            Float found[LANES];
+            for (int k = 0; k < LANES; ++k) found[k] = widened_lanes(from + k * row + d);
+            transpose(found);
+            for (int k = 0; k < LANES; ++k) store_lanes(to + (d + k) * WIDTH, found[k]);
+        }
+        for (; d < columns; ++d) {
+            if (rows == LANES && near) store_lanes(to + d * WIDTH, column(from + d * unit, row));
+            else for (int k = 0; k < LANES; ++k) to[d * WIDTH + k] = k < rows ? widened(from[k * row + d * unit]) : 0.0f;
+        }
     }
+}
+template <int WIDTH>
+INLINE void read_columns(Pair* to, const BFloat16* from, int64_t row, int64_t unit, int count, int columns) {
+    for (int i = 0; i < WIDTH; i += LANES, from += LANES * row, to += LANES) {
+        const int rows = count - i < 0 ? 0 : count - i < LANES ? count - i : LANES;
+        int d = 0;
+        for (; rows == LANES && unit == 1 && d + 2 * LANES <= columns; d += 2 * LANES) {
+            Int found[LANES];
+            for (int k = 0; k < LANES; ++k) found[k] = load_lanes((const int32_t*)(from + k * row + d));
+            transpose(found);
+            for (int k = 0; k < LANES; ++k) store_lanes((int32_t*)(to + (d / 2 + k) * WIDTH), found[k]);
+        }
+        for (; d < columns; d += 2)
+            for (int k = 0; k < LANES; ++k) {
+                const BFloat16* at = from + k * row + d * unit;
+                to[d / 2 * WIDTH + k] = k < rows ? Pair{at[0], d + 1 < columns ? at[unit] : BFloat16{0}} : Pair{};
+            }
+    }
+}
+
+// columns past `count` become the last one
+template <int WIDTH, class F>
+INLINE void repeat_last(F* columns, int depth, int count) {
+    for (int d = 0; d < depth; ++d)
+        for (int i = count; i < WIDTH; ++i) columns[d * WIDTH + i] = columns[d * WIDTH + count - 1];
 }
 
 // `count` rows of so many columns, of their transpose [columns, WIDTH]
 template <int WIDTH, class T>
 INLINE void write_columns(T* to, int64_t row, const float* from, int count, int columns) {
-    for (int i = 0; i < count; ++i) {
+    for (int i = 0; i < count; i += LANES) {
         int d = 0;
         for (; d + LANES <= columns; d += LANES) {
-            alignas(64) float found[LANES];
-            store_lanes(found, column(from + d * WIDTH + i, WIDTH));
-            for (int k = 0; k < LANES; ++k) narrow(found[k], to[i * row + d + k]);
+            Float found[LANES];
+            for (int k = 0; k < LANES; ++k) found[k] = load_lanes(from + (d + k) * WIDTH + i);
+            transpose(found);
+            for (int k = 0; k < LANES && i + k < count; ++k) put_lanes(to + (i + k) * row + d, found[k]);
         }
-        for (; d < columns; ++d) narrow(from[d * WIDTH + i], to[i * row + d]);
+        for (; d < columns; ++d)
+            for (int k = i; k < count && k < i + LANES; ++k) narrow(from[d * WIDTH + k], to[k * row + d]);
+    }
+}
+
+// a row of so many columns, times `scale`: the sum of rows that lie `step` elements apart
+template <int COLUMNS, class T>
+INLINE void add_rows(T* to, const float* from, int64_t step, int64_t count, float scale) {
+    int d = 0;
+    for (; d + LANES <= COLUMNS; d += LANES) {
+        Float sum = load_lanes(from + d);
+        for (int64_t i = 1; i < count; ++i) sum += load_lanes(from + i * step + d);
+        put_lanes(to + d, sum * scale);
+    }
+    for (; d < COLUMNS; ++d) {
+        float sum = from[d];
+        for (int64_t i = 1; i < count; ++i) sum += from[i * step + d];
+        narrow(sum * scale, to[d]);
     }
 }
 
@@ -152,7 +380,12 @@ INLINE Float largest_of(Float x) {
 template <class T>
 struct Owned {
     T* const at = new (std::align_val_t(64)) T;
-    ~Owned() { operator delete(at, std::align_val_t(64)); }
+    ~Owned() {
+#if defined(__AVX512BF16__) && defined(BRGEMM)
+        at::native::cpublas::brgemm_release(true);
+#endif
+        operator delete(at, std::align_val_t(64));
+    }
     T* operator->() const { return at; }
 };
 

@@ -40,6 +40,7 @@ from support.gradients import check_gradients, gradient_problems
 from support.long_dots import check_dots, dot_problems
 from support.probabilities import check_probabilities, probability_problems
 from support.problems import problems
+from support.tangents import check_second, check_tangents, derivative_problems
 
 EXAMPLES = int(os.environ.get("FLEXPRESS_CPU_EXAMPLES", "6"))  # `make test-cpu` draws more
 pytestmark = pytest.mark.usefixtures("in_cpp")
@@ -83,6 +84,18 @@ def test_any_gradient(p):
     check_gradients(p, "cpu")
 
 
+@settings(max_examples=EXAMPLES // 3)
+@given(derivative_problems("cpu"))
+def test_any_tangent(p):
+    check_tangents(p, "cpu")
+
+
+@settings(max_examples=EXAMPLES // 3)
+@given(derivative_problems("cpu"))
+def test_any_second_derivative(p):
+    check_second(p, "cpu")
+
+
 @settings(max_examples=EXAMPLES // 2)
 @given(sink_problems("cpu"))
 def test_any_problem_with_sinks(drawn):
@@ -120,8 +133,38 @@ def test_sinks_of_a_cache():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_every_number_of_16_bits_is_read_as_it_is(dtype):
     value = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype).reshape(1, 1, -1, 64).nan_to_num(0.0, 0.0, 0.0)
+    if dtype is torch.bfloat16:  # a CPU's products of these take denormal numbers as 0
+        value[value.float().abs() < torch.finfo(dtype).tiny] = 0
     zeros = torch.zeros_like(value)
     assert torch.equal(flex_attention(zeros, zeros, value, mask_mod=lambda b, h, q_idx, kv_idx: q_idx == kv_idx), value)
+
+
+@pytest.mark.parametrize("flag", ["", "-UFAST_BFLOAT16", "-DFAST_BFLOAT16 -DBRGEMM"])
+@pytest.mark.parametrize("d_qk, d_v, step", [(64, 40, 1), (31, 34, 2)])
+def test_products_of_bfloat16(monkeypatch, flag, d_qk, d_v, step):
+    """By the CPU's own products and by float32's: odd lengths, head dims and strides, columns and rows that do not follow one another."""
+    monkeypatch.setenv("FLEXPRESS_CXXFLAGS", f"{os.environ.get('FLEXPRESS_CXXFLAGS', '')} {flag}")
+    cache_clear()
+    generator = torch.Generator().manual_seed(d_qk)
+    sizes = ((4, 77, d_qk), (2, 131, d_qk), (2, 131, d_v))
+    tensors = (torch.randn(1, h, n, d * step + step % 2, generator=generator).bfloat16() for h, n, d in sizes)
+    q, k, v = (t[..., : d * step : step] for t, (_, _, d) in zip(tensors, sizes, strict=True))
+    out, lse = flex_attention(q, k, v, mask_mod=mods.causal, enable_gqa=True, return_lse=True)
+    exact, wanted_lse, _ = dense_attention(q, k, v, None, mods.causal)
+    keys, values = (t.repeat_interleave(2, 1) for t in (k, v))
+    scores = (q @ keys.mT * d_qk**-0.5).masked_fill(~torch.ones(77, 131, dtype=torch.bool).tril(), -float("inf"))
+    assert relative_error(out, exact) <= relative_error(scores.softmax(-1) @ values, exact)
+    torch.testing.assert_close(lse, wanted_lse.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_of_huge_scores_of_bfloat16():
+    """The backward pass finds the very scores of the forward pass, or the largest one would be off by more than its weight says."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 100, 64, generator=generator).bfloat16().unbind()
+    v.requires_grad_()
+    (found,) = torch.autograd.grad(flex_attention(q * 1e8, k, v), v, torch.ones_like(v))
+    counts = torch.nn.functional.one_hot((q.double() @ k.double().mT).argmax(-1), 100).sum(-2)
+    torch.testing.assert_close(found, counts[..., None].expand_as(found).to(found.dtype))
 
 
 def test_numbers_are_rounded_to_8_bits_as_torch_does():

@@ -127,7 +127,7 @@ def test_another_length_direction_and_slope_compile_nothing(device):
     before = cache_info().compiles
     once(70, torch.rand(2, device=device))
     assert cache_info().compiles == before
-    assert any(path.stem.startswith("tangent_") for path in printed_kernels())
+    assert any("tangent_" in path.stem for path in printed_kernels())
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -23,8 +23,8 @@ from .backward import Step, buffers_of, role_of
 from .backward_tiles import tangent_tile
 from .forward import Blocks, Mod, block_flags, element_flags, list_numbers, list_tables
 
-_SYMBOLS = {"score": "qk", "b": "z", "h": "h", "q_idx": "m", "kv_idx": "n", "grad": "grad"}
-_SYMBOLS |= {"score_tangent": "qk_t", "grad_tangent": "grad_t"}
+SYMBOLS = {"score": "qk", "b": "z", "h": "h", "q_idx": "m", "kv_idx": "n", "grad": "grad"}
+SYMBOLS |= {"score_tangent": "qk_t", "grad_tangent": "grad_t"}
 INPUTS = ("q", "k", "v")
 
 
@@ -73,19 +73,29 @@ def moved(case: TangentCase, graph) -> Tangents:
 def plan_tangent(case: TangentCase, backend: str, arch: str, score: Mod | None, mask: Mod | None) -> Step:
     """The plan for a backend ("cuda", "hip", "cpu") and a row of the tile tables."""
     target, mask_text = _target(case, backend), None
-    text = mod_text(*score.mod, _SYMBOLS, target, tile="qk", tangent=score.tangents.result) if score else None
+    text = mod_text(*score.mod, SYMBOLS, target, tile="qk", tangent=score.tangents.result) if score else None
     if mask:
-        mask_text = mod_text(*mask, _SYMBOLS, target, tile="qk", taken=_names(score))
-    flags = {
+        mask_text = mod_text(*mask, SYMBOLS, target, tile="qk", taken=names_in(score))
+    tensors, sizes = tangent_parameters(case)
+    return _step("tangent", case, backend, arch, (text, mask_text), tensors, sizes, flags=tangent_flags(case))
+
+
+def tangent_flags(case: TangentCase) -> dict[str, object]:
+    """What a template of `tangent` is told beside what all are told."""
+    return {
         **{f"MOVES_{t.upper()}": moves for t, moves in zip(INPUTS, case.moves, strict=True)},
         "OUTPUT_MAX": case.output_max,
         "OUTPUT_ROWS": case.output_rows,
         "STATISTICS": case.statistics,
         "LSE_GRADIENT": case.lse_gradient,
     }
+
+
+def tangent_parameters(case: TangentCase) -> tuple[list[Parameter], list[str]]:
+    """Its tensors, and the names of its numbers, without those of the mods."""
     dtype, rows = dtype_name(case.dtype), "[Z, Hq, Q_LEN"
     inputs = [*INPUTS, *(f"{t}t" for t, moves in zip(INPUTS, case.moves, strict=True) if moves)]
-    found = [pointer(t.upper(), dtype, _SHAPES[t[0]]) for t in inputs]
+    found = [pointer(t.upper(), dtype, SHAPES[t[0]]) for t in inputs]
     found += [pointer(t, dtype, f"{rows}, D_V], written") for t in ("O", "OT")]
     found += [pointer(t, "float32", f"{rows}], written") for t in ("LSE", "LSET", *(["MAX"] if case.output_max else []))]
     found += [pointer("ROWS", "float32", f"{rows}, 2], written")] if case.output_rows else []
@@ -94,7 +104,7 @@ def plan_tangent(case: TangentCase, backend: str, arch: str, score: Mod | None, 
         found += [pointer("STATS", "float32", "[Z, Hq, 5, Q_LEN], written")]
     strided = [*inputs, "o", "ot", *(["do"] if case.statistics else [])]
     sizes = ["Hq", "Zkv", "GROUP_SIZE", "Q_LEN", "KV_LEN", *strides(*strided), "SM_SCALE", "TO_LOG2", *list_numbers(case.blocks)]
-    return _step("tangent", case, backend, arch, (text, mask_text), found, sizes, flags=flags)
+    return found, sizes
 
 
 def plan_gradients(case: TangentCase, backend: str, arch: str, score: Moved | None, mask: Mod | None) -> tuple[Step, Step]:
@@ -103,16 +113,16 @@ def plan_gradients(case: TangentCase, backend: str, arch: str, score: Moved | No
     if score:
         layouts = score.mod[1]
         roles = [(role_of(load, layouts[load.attr], case), load, gradient) for load, gradient in score.tangents.of_loads]
-    mask_text = mod_text(*mask, _SYMBOLS, target, tile="qk", taken=_names(score)) if mask else None
+    mask_text = mod_text(*mask, SYMBOLS, target, tile="qk", taken=names_in(score)) if mask else None
     inputs = (*INPUTS, *(f"{t}t" for t in INPUTS), "do")
     for name, own, written in (("tangent_dkv", True, ("dk", "dv")), ("tangent_dq", False, ("dq",))):
         captured, text = tuple(r for r in roles if (r[0] == "column") is own), None
         if score:
             derived = Differential(score.tangents.derived.score, captured, False, tangent=score.tangents.of_score)
-            text = mod_text(*score.mod, _SYMBOLS, target, tile="qk", differential=derived, tangent=score.tangents.result)
+            text = mod_text(*score.mod, SYMBOLS, target, tile="qk", differential=derived, tangent=score.tangents.result)
         gathered = tuple(zip(text.gradient.captured, (load for _, load, _ in captured), strict=True)) if text else ()
         slabs = any(role == "slab" for role, _, _ in captured)
-        found = [pointer(t.upper(), dtype, _SHAPES[t[0]]) for t in inputs]
+        found = [pointer(t.upper(), dtype, SHAPES[t[0]]) for t in inputs]
         found += [pointer("STATS", "float32", "[Z, Hq, 5, Q_LEN]")]
         found += [pointer(t.upper(), dtype, f"written: as {t[1].upper()}") for t in written]
         sizes = ["Z", "Hkv"] if own else ["Hq"]
@@ -125,7 +135,7 @@ def plan_gradients(case: TangentCase, backend: str, arch: str, score: Moved | No
     return tuple(steps)
 
 
-_SHAPES = {"q": "[Z, Hq, Q_LEN, D_QK]", "k": "[Zkv, Hkv, KV_LEN, D_QK]", "v": "[Zkv, Hkv, KV_LEN, D_V]", "d": "[Z, Hq, Q_LEN, D_V]"}
+SHAPES = {"q": "[Z, Hq, Q_LEN, D_QK]", "k": "[Zkv, Hkv, KV_LEN, D_QK]", "v": "[Zkv, Hkv, KV_LEN, D_V]", "d": "[Z, Hq, Q_LEN, D_V]"}
 
 
 def strides(*tensors: str) -> list[str]:
@@ -137,7 +147,7 @@ def _target(case: TangentCase, backend: str) -> Target:
     return Target(backend, dtype_name(case.dtype), case.exact_indices, read_directly=backend == "cuda")
 
 
-def _names(score: Moved | None) -> frozenset[str]:
+def names_in(score: Moved | None) -> frozenset[str]:
     return frozenset(c.name for c in (*score.mod[0].tensors, *score.mod[0].scalars)) if score else frozenset()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -52,15 +53,10 @@ class CppPass:
         self.plan, self.sizes, self.key, self.kernel = plan, sizes, call.key, kernel_for(plan.spec, CppKernel)
         self.named = call.case.options.backend == Cpp.name
         self.args = [p.name for m in plan.spec.mods if m for p in m.parameters]
-        (Z, Hq, Q_LEN, KV_LEN), (Zkv, Hkv), case = sizes.extents, sizes.shared, call.case
-        q_block = lists.q_block if lists else BLOCK_M
-        blocks = lists.starts.shape[0] - 1 if lists and lists.starts is not None else -(-Q_LEN // q_block)
-        self.tiles = blocks * -(-q_block // BLOCK_M)  # of a head
-        of_keys = self.tiles * Z * Hq // (Zkv * Hkv)
-        self.parts = max(1, min(of_keys // 4, -(-TASKS // (Zkv * Hkv))))
-        self.padded = tuple(-(-d // ROWS) * ROWS for d in (case.d_qk, case.d_v))
+        case = call.case
+        self.parting = parted(sizes.extents, sizes.shared, (case.d_qk, case.d_v), lists)
         self.numbers = {
-            **{"Z": Z, "Hq": Hq, "Zkv": Zkv, "GROUP_SIZE": Hq // Hkv, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN, "PARTS": self.parts},
+            **self.parting.numbers,
             **scales(sizes.scale, plan.spec.flag["SCALE_FIRST"]),
             "SM_SCALE": sizes.scale,
             **dropout_numbers(sizes.dropout_p),
@@ -77,42 +73,77 @@ class CppPass:
     ) -> tuple[dict[int, torch.Tensor], torch.Tensor | None]:
         """Fill DQ, DK and DV among `tensors`, which have the names of parameters. The gradients of captured tensors, and of sinks
         (Z, Hq, n), in n parts."""
-        (Zkv, Hkv), KV_LEN = self.sizes.shared, self.sizes.extents[3]
         sums = Sums((self.plan,), score, self.sizes.extents, tensors["Q"].device, lists)
-        shapes = ((self.parts, Zkv, Hkv, KV_LEN, width) for width in self.padded)
-        dk, dv = (torch.zeros(shape, dtype=torch.float32) for shape in shapes)
-        gathered, counted, one_copy = self._buffers(sums)
+        buffers = Buffers(self.plan, self.parting, sums)
         values = dict(zip(self.args, mod_values(self.plan, score and score[1], mask and mask[1]), strict=True))
         lying = {}
-        for name in ("Q", "K", "V", "O", "DO", "DQ"):
+        for name in ("Q", "K", "V", "O", "DO", "DQ", "DK", "DV"):
             lying |= dict(zip(strides(name.lower()), tensors[name].stride(), strict=False))
-        given = {**tensors, **(lists.tensors() if lists else {}), **self.numbers, **lying, **values, **gathered, **counted}
-        of_sinks = torch.zeros((*self.sizes.extents[:2], self.tiles), dtype=torch.float32) if "SINKS" in tensors else None
-        given |= {"DK": dk, "DV": dv, "D_SINKS": of_sinks, "ONE_COPY": one_copy}
-        cpu.run(self.kernel, given, self.named, threads=1 if one_copy else None)
-        tensors["DK"].copy_(dk.sum(0)[..., : tensors["DK"].shape[3]].mul_(self.sizes.scale))
-        tensors["DV"].copy_(dv.sum(0)[..., : tensors["DV"].shape[3]])
-        for captured, _ in self.plan.captured:
-            if captured.role in ("atomic", "column"):
-                total = gathered[captured.buffer].sum(0)
-                like = sums.buffers[captured.buffer]
-                sums.buffers[captured.buffer] = total.as_strided(like.shape, like.stride()) if captured.role == "atomic" else total
+        given = {**tensors, **(lists.tensors() if lists else {}), **self.numbers, **lying, **values, **buffers.named}
+        of_sinks = torch.zeros((*self.sizes.extents[:2], self.parting.tiles), dtype=torch.float32) if "SINKS" in tensors else None
+        cpu.run(self.kernel, {**given, "D_SINKS": of_sinks}, self.named, threads=1 if buffers.one_copy else None)
+        buffers.add_up()
         return sums.gradients(), of_sinks
 
-    def _buffers(self, sums: Sums) -> tuple[dict[str, torch.Tensor], dict[str, int], bool]:
-        """Memory for gradients of captured tensors by the names of parameters, how far apart the tasks' own lie, and whether all have
-        one."""
-        gathered, spans = sums.tensors(self.plan, self.tiles), {}
-        tasks = self.parts * math.prod(self.sizes.shared)
-        for captured, _ in self.plan.captured:
+
+class Parting(NamedTuple):
+    """How the work of a backward pass is parted.
+
+    tiles    of queries, of a head
+    parts    of them, of each head of keys
+    shapes   of the sums of dK and dV
+    numbers  sizes by the names of parameters
+    """
+
+    tiles: int
+    parts: int
+    shapes: tuple[tuple[int, ...], ...]
+    numbers: dict[str, int]
+
+
+def parted(extents: tuple[int, int, int, int], shared: tuple[int, int], head_dims: tuple[int, int], lists: BlockLists | None) -> Parting:
+    """By sizes alone: (Z, Hq, Q_LEN, KV_LEN), (Zkv, Hkv), (D_QK, D_V)."""
+    (Z, Hq, Q_LEN, KV_LEN), (Zkv, Hkv) = extents, shared
+    q_block = lists.q_block if lists else BLOCK_M
+    blocks = lists.starts.shape[0] - 1 if lists and lists.starts is not None else -(-Q_LEN // q_block)
+    tiles = blocks * -(-q_block // BLOCK_M)
+    parts = max(1, min(tiles * Z * Hq // (Zkv * Hkv) // 4, -(-TASKS // (Zkv * Hkv))))
+    shapes = tuple((parts, Zkv, Hkv, KV_LEN, -(-d // ROWS) * ROWS) for d in head_dims)
+    numbers = {"Z": Z, "Hq": Hq, "Zkv": Zkv, "GROUP_SIZE": Hq // Hkv, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN, "PARTS": parts}
+    return Parting(tiles, parts, shapes, numbers)
+
+
+class Buffers:
+    """What tasks add to, and the host adds up behind them.
+
+    named      memory by the names of parameters, and how far apart the tasks' own lies
+    one_copy   do all tasks have the same, so that they must run one after another?
+    """
+
+    def __init__(self, plan: CpuBackwardPlan, parting: Parting, sums: Sums) -> None:
+        self.plan, self.sums = plan, sums
+        gathered, spans = sums.tensors(plan, parting.tiles), {}
+        tasks = math.prod(parting.shapes[0][:3])
+        for captured, _ in plan.captured:
             like = gathered[captured.buffer]
             if captured.role in ("row", "head"):
                 like.zero_()  # tiles past the end, which a block of the mask may have, write nothing
             elif captured.role == "column":
-                gathered[captured.buffer] = torch.zeros((self.parts, *like.shape), dtype=torch.float32)
+                gathered[captured.buffer] = torch.zeros((parting.parts, *like.shape), dtype=torch.float32)
             elif captured.role == "atomic":
                 spans[captured] = 1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))
-        one_copy = tasks * sum(spans.values()) > LARGEST
+        self.one_copy = tasks * sum(spans.values()) > LARGEST
         for captured, span in spans.items():
-            gathered[captured.buffer] = torch.zeros((1 if one_copy else tasks, span), dtype=torch.float32)
-        return gathered, {f"span_{c.name}_{c.load}": span for c, span in spans.items()}, one_copy
+            gathered[captured.buffer] = torch.zeros((1 if self.one_copy else tasks, span), dtype=torch.float32)
+        dk, dv = (torch.empty(shape, dtype=torch.float32) for shape in parting.shapes)
+        self.gathered = gathered
+        self.named = {"DK_SUMS": dk, "DV_SUMS": dv, "ONE_COPY": self.one_copy, **gathered}
+        self.named |= {f"span_{c.name}_{c.load}": span for c, span in spans.items()}
+
+    def add_up(self) -> None:
+        """Give `sums` what tasks have left."""
+        buffers = self.sums.buffers
+        for captured, _ in self.plan.captured:
+            if captured.role in ("atomic", "column"):
+                total, like = self.gathered[captured.buffer].sum(0), buffers[captured.buffer]
+                buffers[captured.buffer] = total.as_strided(like.shape, like.stride()) if captured.role == "atomic" else total

@@ -28,7 +28,16 @@ TEMPLATES = (
     "exported_attention.jinja",
     *(f"_exported_{part}.jinja" for part in ("cpp", "cpp_lists", "masks", "gradients")),
 )
-_EMBEDDED = cpp_build.CompilerError, cpp_build.version_of, cpp_build.flags, cpp_build.native_cpu, cpp_build.whole, cpp_build.library
+_EMBEDDED = (
+    cpp_build.CompilerError,
+    cpp_build.version_of,
+    cpp_build.described,
+    cpp_build.fast_bfloat16,
+    cpp_build.flags,
+    cpp_build.native_cpu,
+    cpp_build.whole,
+    cpp_build.library,
+)
 _KINDS = {"float": "f", "int32_t": "i", "int64_t": "q"}
 _TEXT = re.compile(r'^(\w+ = r"""\n)(.*?)(?=""")', re.MULTILINE | re.DOTALL)
 
@@ -53,7 +62,7 @@ class CppFile(File):
 
     template, in_cpp, tma, has_transposed = TEMPLATES[0], True, False, False
     q_unit = 1  # elements of which strides are multiples
-    variables = {**File.variables, "DK": "dk_parts", "DV": "dv_parts"}
+    variables = {**File.variables, "DK_SUMS": "dk_sums", "DV_SUMS": "dv_sums"}
 
     def __init__(self, call: Exported, version: str) -> None:
         plans = Plans(call, "cpu", None)

@@ -19,6 +19,7 @@ from ..plan import hopper_decode
 from ..plan.backward import Step, delta_rows
 from ..plan.cpu import plan_cpu_backward, plan_cpu_forward
 from ..plan.cpu_statistics import plan_cpu_statistics
+from ..plan.cpu_tangent import plan_cpu_gradients, plan_cpu_tangent
 from ..plan.decode import DecodeCase, DecodePlan, parts_at_once, plan_decode, rows_of
 from ..plan.decode_tiles import most_rows
 from ..plan.exchange import ExchangeCase, add_spec, copy_spec, positions_of_program
@@ -65,16 +66,19 @@ def compilation(target: str, *call, **details) -> Compilation:
 
 
 def cpu_specs(*call, **details) -> dict[str, KernelSpec]:
-    """The kernels in C++ by name: "forward", "decode" for few queries, "backward", and "statistics" of the probabilities. Arguments are
-    those of Imagined."""
+    """The kernels in C++ by name: "forward", "decode" for few queries, "backward", "statistics" of the probabilities, "tangent" with what
+    "tangent_backward" needs, and that. Arguments are those of Imagined."""
     imagined = Imagined(*call, **details)
     forward, backward = imagined.forward("cpu"), imagined.backward("cpu")
+    moved, _, _, *mods = imagined.tangent("cpu")
     looks, _ = statistics.case_of(imagined.tensors()[:2], forward.case.blocks, forward.case.options, statistics.Wanted(True, True, True))
     return {
         "forward": plan_cpu_forward(forward.case, forward.score, forward.mask).spec,
         "decode": cpu_decode.few_plan(forward).spec,
         "backward": plan_cpu_backward(backward.case, backward.score, backward.mask).spec,
         "statistics": plan_cpu_statistics(looks, forward.score, forward.mask).spec,
+        "tangent": plan_cpu_tangent(moved, *mods).spec,
+        "tangent_backward": plan_cpu_gradients(moved, *mods).spec,
     }
 
 

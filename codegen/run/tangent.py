@@ -7,13 +7,18 @@ from typing import NamedTuple
 
 import torch
 
+from ..device.cpp import CppKernel
+from ..device.cpp_compiler import by_either
 from ..device.devices import architecture_of, backend_of
+from ..device.kernel import kernel_for
 from ..gpus import WIDEST_TILE
 from ..mod.expr import ModGraph
 from ..mod.loads import dots_of
 from ..plan.backward import Step
+from ..plan.cpu import CpuBackwardPlan, CpuPlan
+from ..plan.cpu_tangent import plan_cpu_gradients, plan_cpu_tangent
 from ..plan.forward import are_exact, scales
-from ..plan.tangent import Moved, TangentCase, TangentGeometry, moved, plan_gradients, plan_tangent, tangent_geometry
+from ..plan.tangent import Moved, TangentCase, TangentGeometry, moved, plan_gradients, plan_tangent, strides, tangent_geometry
 from ..plan.tiles import Tile
 from ..registry import Table
 from ..text.layouts import layouts_of
@@ -21,11 +26,12 @@ from ..text.mod_text import mod_values
 from .block_lists import BlockLists, tiles_of
 from .call import Bound, keys_of, reached
 from .captured import Sums
+from .cpu_backward import Buffers, parted
 from .forward import nothing
 from .launch import Launch, launch_fitting
 from .layouts import output_like, with_rows
 
-_plans: dict[tuple, Step | tuple[Step, Step]] = Table("plans of tangents", 1024)
+_plans: dict[tuple, Step | tuple[Step, Step] | CpuPlan | CpuBackwardPlan] = Table("plans of tangents", 1024)
 
 
 NO_DOTS = (
@@ -191,12 +197,36 @@ class _Pass:
     def _launch(self, step: Step, lists: BlockLists | None, axis: str = "kv") -> Launch:
         return Launch(step.spec, {**self.numbers, **(lists.numbers(axis) if lists else {})})
 
-    def _captured(self, step: Step) -> list:
+    def _captured(self, step: Step | CpuPlan | CpuBackwardPlan) -> list:
         mask = self.bound.mask
         return mod_values(step, self.values if self.score else None, mask and mask[1])
 
     def outputs(self) -> Outputs:
         """The forward pass."""
+        by_either(lambda in_cpp: self._attend_in_cpp() if in_cpp else self._attend(), self.device, self.bound.options.backend)
+        t = self.tensors
+        return Outputs(t["O"], t["LSE"], t["OT"], t["LSET"], t.get("MAX"), t.get("ROWS"))
+
+    def _attend_in_cpp(self) -> None:
+        self._call_in_cpp(self._planned_in_cpp(plan_cpu_tangent), {})
+
+    def _planned_in_cpp(self, plan):
+        key = plan.__name__, self.case, self.score, self.mask
+        found = _plans.get(key)
+        if found is None:
+            found = _plans[key] = plan(self.case._replace(aligned=()), self.score, self.mask)
+        return found
+
+    def _call_in_cpp(self, plan: CpuPlan | CpuBackwardPlan, more: dict[str, object], threads: int | None = None) -> None:
+        lists = self.bound.lists
+        captured = [p.name for m in plan.spec.mods if m for p in m.parameters]
+        given = {**self.numbers, **self.tensors, **dict(zip(captured, self._captured(plan), strict=True)), **more}
+        for name, tensor in self.tensors.items():
+            if tensor.dim() == 4:
+                given |= dict(zip(strides(name.lower()), tensor.stride(), strict=False))  # all but the last one, which is 1
+        kernel_for(plan.spec, CppKernel).call({**given, **({**lists.tensors(), **lists.numbers()} if lists else {})}, threads)
+
+    def _attend(self) -> None:
         lists, step = self.bound.lists, self._planned(plan_tangent)
         launch, given = self._launch(step, lists), {**self.tensors, **(lists.tensors() if lists else {})}
         Z, Hq, Q_LEN, _ = self.extents
@@ -206,11 +236,26 @@ class _Pass:
             launch.with_tile(tile, given, self._captured(step), grid, self.device)
 
         launch_fitting(step, with_tile)
-        t = self.tensors
-        return Outputs(t["O"], t["LSE"], t["OT"], t["LSET"], t.get("MAX"), t.get("ROWS"))
 
     def gradients(self) -> tuple:
         """The backward pass, behind `outputs`: dq, dk, dv and those of captured tensors."""
+        found = by_either(
+            lambda in_cpp: self._differentiate_in_cpp() if in_cpp else self._differentiate(), self.device, self.bound.options.backend
+        )
+        of_captured = {i: found[i] if i in found else torch.zeros_like(self.values[i]) for i in self.case.wanted}
+        return *self.grads.values(), of_captured
+
+    def _differentiate_in_cpp(self) -> dict[int, torch.Tensor]:
+        plan, lists = self._planned_in_cpp(plan_cpu_gradients), self.bound.lists
+        parting = parted(self.extents, self.shared, (self.case.d_qk, self.case.d_v), lists)
+        score = self.score and (self.score.mod[0], self.values)
+        sums = Sums((plan,), score, self.extents, self.device, lists)
+        buffers = Buffers(plan, parting, sums)
+        self._call_in_cpp(plan, {**parting.numbers, **buffers.named}, threads=1 if buffers.one_copy else None)
+        buffers.add_up()
+        return sums.gradients()
+
+    def _differentiate(self) -> dict[int, torch.Tensor]:
         (Z, Hq, Q_LEN, KV_LEN), (Zkv, Hkv), bound = self.extents, self.shared, self.bound
         dkv, dq = self._planned(plan_gradients)
         score = self.score and (self.score.mod[0], self.values)
@@ -218,9 +263,7 @@ class _Pass:
         transposed = bound.transposed(bound.mask) if bound.transposed else None
         for step, lists, axis, heads, length in ((dkv, transposed, "q", Zkv * Hkv, KV_LEN), (dq, bound.lists, "kv", Z * Hq, Q_LEN)):
             launch_fitting(step, functools.partial(self._gradient, step, lists, axis, heads, length, sums))
-        found = sums.gradients()
-        of_captured = {i: found[i] if i in found else torch.zeros_like(self.values[i]) for i in self.case.wanted}
-        return *self.grads.values(), of_captured
+        return sums.gradients()
 
     def _gradient(self, step: Step, lists: BlockLists | None, axis: str, heads: int, length: int, sums: Sums, tile: Tile) -> None:
         tiles = tiles_of(length, tile.BLOCK_N, lists, "kv_block") if axis == "q" else tiles_of(length, tile.BLOCK_M, lists, "q_block")
