@@ -50,13 +50,6 @@ class Extras(NamedTuple):
 
 
 ORDINARY = Extras()
-
-
-def why_portable(extras: Extras, d_qk: int, d_v: int) -> str | None:
-    """Why the portable kernels are faster than those for Hopper, or None if they are not."""
-    return "dropout: up to head dim 64 the portable kernels are faster" if extras.dropout and max(d_qk, d_v) <= 64 else None
-
-
 DROPOUT_STEPS = 1 << 14  # probabilities of dropout are multiples of one over that
 
 

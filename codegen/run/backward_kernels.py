@@ -12,7 +12,7 @@ from ..device.counters import held_counter
 from ..device.devices import multiprocessors, on
 from ..device.memory import META
 from ..plan.backward import STATS_ALIGNMENT, BackwardCase, BackwardGeometry, BackwardPlan, Step, delta_rows, plan_backward, stats_copies
-from ..plan.extras import dropout_numbers, why_portable
+from ..plan.extras import dropout_numbers
 from ..plan.forward import Mod, scales
 from ..plan.hopper_backward import L2_BYTES, HopperBackwardPlan, enough_heads, fits, plan_hopper_backward
 from ..plan.hopper_forward import heads_per_group
@@ -66,7 +66,7 @@ class Hopper:
         return fits(call.case, call.arch, call.score)
 
     def worthwhile(self, call: Call) -> str | None:
-        return why_portable(call.case.extras, call.case.d_qk, call.case.d_v)
+        return None
 
     def plan(self, call: Call) -> HopperBackwardPlan:
         return plan_hopper_backward(call.case, call.score, call.mask)

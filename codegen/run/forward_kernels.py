@@ -11,7 +11,7 @@ from ..device.counters import counter
 from ..device.devices import multiprocessors, on
 from ..mod.loads import dots_of
 from ..plan import hopper_forward
-from ..plan.extras import extra_numbers, why_portable
+from ..plan.extras import extra_numbers
 from ..plan.forward import ForwardCase, Mod, Plan, plan_forward, scales
 from ..plan.geometry import Geometry
 from ..plan.hopper_dots import SMALLEST_SCALE
@@ -72,7 +72,7 @@ class Hopper:
 
     def worthwhile(self, call: Call) -> str | None:
         Z, Hq, Q_LEN, _ = call.extents
-        return why_portable(call.case.extras, call.case.d_qk, call.case.d_v) or worthwhile(Q_LEN, Z * Hq, multiprocessors(call.device))
+        return worthwhile(Q_LEN, Z * Hq, multiprocessors(call.device))
 
     def plan(self, call: Call) -> HopperPlan:
         return plan_hopper_forward(call.case, call.score, call.mask)
