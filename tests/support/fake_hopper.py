@@ -56,8 +56,6 @@ def pass_for_hopper(monkeypatch, variant: Callable[[str], Variant], multiprocess
         return tma.descriptor_at(t.data_ptr(), t.dtype, t.shape, t.stride(), rows, columns)
 
     monkeypatch.setattr(launch_module, "descriptor", descriptor)
-    for module in (forward_kernels, backward_kernels):
-        monkeypatch.setattr(module, "why_portable", lambda *_: None)
     for module in (forward_kernels, backward_kernels, prefill, shared_parts):
         monkeypatch.setattr(module, "multiprocessors", lambda _: multiprocessors)
 
