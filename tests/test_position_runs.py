@@ -26,8 +26,9 @@ COMPARISONS = [operator.lt, operator.le, operator.gt, operator.ge, operator.eq, 
 def comparisons(draw):
     """A comparison of positions, with numbers that are captured, elements of tensors or written in the mod."""
     compare, number, flipped = draw(st.sampled_from(COMPARISONS)), draw(NUMBERS), draw(st.booleans())
-    dtype = draw(st.sampled_from([torch.int32, torch.int64]))
-    row = torch.tensor([draw(NUMBERS) for _ in range(Q_LEN)], dtype=dtype)
+    dtype = draw(st.sampled_from([torch.int8, torch.int16, torch.int32, torch.int64]))
+    numbers = NUMBERS if dtype in (torch.int32, torch.int64) else st.integers(-12, 12)
+    row = torch.tensor([draw(numbers) for _ in range(Q_LEN)], dtype=dtype)
     left = draw(
         st.sampled_from(
             [

@@ -148,7 +148,8 @@ def _difference(other: Sym | None, limit: Sym) -> Sym:
 def _limited(run: DerivedRun, node: Expr) -> Sym:
     """An integer as int32, brought between the bounds, which decides no comparison with positions."""
     low, high = value_range(node)
-    value = cast(Sym(node), torch.int32) if node.op == "scalar" or -_BOUND <= low <= high <= _BOUND else Sym(node)
-    if -_BOUND <= low <= high <= _BOUND:
+    small = -_BOUND <= low <= high <= _BOUND or torch.iinfo(node.dtype).bits < 32
+    value = cast(Sym(node), torch.int32) if small or node.op == "scalar" else Sym(node)
+    if small:
         return value
     return Sym(run.table.make(BOUNDED.name, (value.expr,), torch.int32, source=run.line))
