@@ -215,6 +215,7 @@ SPILLED = {
     ("sm_80", "learned relative_bias d64 bf16: dq"): 544,  # lengths that are no whole blocks: an address for each of 32 positions
     ("sm_90", "alibi causal d128 bf16, blocks elsewhere: dkv"): 520,
     ("sm_90", "causal d128 bf16: tangent"): 440,
+    ("sm_90", "causal d128 bf16 by pointers: dkv"): 532,
     ("sm_90", "learned alibi causal d128 fp16, any lse: tangent"): 436,
     ("sm_90", "plain d128 fp32: decode"): 360 if NEWER else 8,  # the same instructions in an order that takes all registers, not half
     ("sm_100", "causal d192x128 bf16: dkv"): 704,
