@@ -226,8 +226,8 @@ def test_a_kernel_that_spills_or_does_not_compile_is_not_tried_again(monkeypatch
     pass_for_hopper(monkeypatch, lambda name: Variant(name, local=5000))
     monkeypatch.setattr(forward_kernels, "worthwhile", lambda *_: None)
     monkeypatch.setattr(DecodeCached, "run", lambda *_, **__: decoded.append(1))
-    plan = prefill.plan_hopper_forward
-    monkeypatch.setattr(prefill, "plan_hopper_forward", lambda *a: tried.append(1) or plan(*a))
+    plan = forward_kernels.plan_hopper_forward
+    monkeypatch.setattr(forward_kernels, "plan_hopper_forward", lambda *a: tried.append(1) or plan(*a))
     arguments = Batch([512, 600], [512, 600], page_size=64).arguments()
     for _ in range(2):
         cached_attention(**arguments, check=False)

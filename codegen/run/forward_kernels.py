@@ -84,6 +84,17 @@ class Hopper:
         return Runner(plan, launch, names, call.extents, limit, multiprocessors(call.device))
 
 
+def planned_for_any(launches: Table, case: ForwardCase, keys: tuple[Mod | None, Mod | None]) -> tuple[HopperPlan, Launch]:
+    """The plan of the kernel for Hopper, and the kernel, of which all numbers change from call to call."""
+    found = launches.get((case, *keys))
+    if found is None:
+        plan = plan_hopper_forward(case, *keys)
+        found = launches[(case, *keys)] = plan, Launch(plan.spec, {})
+    else:
+        INFO.hits += 1
+    return found
+
+
 def planned(plans: Table, candidate, call):
     """A candidate's plan for a call, kept in `plans`."""
     key = (candidate.name, *call.key)

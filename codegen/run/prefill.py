@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ..device.devices import architecture_of, multiprocessors
 from ..plan.forward import scales
-from ..plan.hopper_forward import ROWS, SPILL_LIMIT, HopperPlan, enough_heads, fits, heads_per_group, plan_hopper_forward
-from ..registry import INFO, Table
+from ..plan.hopper_forward import ROWS, SPILL_LIMIT, HopperPlan, enough_heads, fits, heads_per_group
+from ..registry import Table
 from ..text.mod_text import mod_values
 from ..text.parameters import named_strides
 from . import forward_kernels
@@ -46,7 +46,8 @@ class Prefill:
         score, mask = call.own_mods
         # its tiles end with the sequence, not with max_q: the lists must hold for all rows of a block
         lists = call.lists(call.by_number("mask"), -(-call.cached.max_q // BLOCK) * BLOCK)
-        plan, launch = _planned(call, lists)
+        case = call.case._replace(blocks=lists.blocks._replace(starts=True))
+        plan, launch = forward_kernels.planned_for_any(_launches, case, call.own_keys)
         if prepare:
             launch = Launch(plan.spec, {})
             launch_nothing([launch])
@@ -60,18 +61,6 @@ class Prefill:
         limit = None if call.options.backend == self.name else SPILL_LIMIT
         captured = mod_values(plan, score and score[1], mask[1])
         forward_kernels.persistent(launch, arguments, captured, len(owners) * Hq, limit, multiprocessors(call.q.device))
-
-
-def _planned(call: CachedCall, lists: BlockLists) -> tuple[HopperPlan, Launch]:
-    """The plan, and the kernel, of which all numbers change from call to call."""
-    case, keys = call.case._replace(blocks=lists.blocks._replace(starts=True)), call.own_keys
-    found = _launches.get((case, *keys))
-    if found is None:
-        plan = plan_hopper_forward(case, *keys)
-        found = _launches[(case, *keys)] = plan, Launch(plan.spec, {})
-    else:
-        INFO.hits += 1
-    return found
 
 
 def _numbers(call: CachedCall, plan: HopperPlan, lists: BlockLists, ranges: int) -> dict[str, int | float]:

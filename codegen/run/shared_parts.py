@@ -15,8 +15,8 @@ from ..device.devices import architecture_of, multiprocessors
 from ..mod.expr import INDEX_BOUND
 from ..plan.extras import ORDINARY
 from ..plan.forward import ForwardCase, Mod, scales
-from ..plan.hopper_forward import SPILL_LIMIT, HopperPlan, fits, plan_hopper_forward
-from ..registry import INFO, Table
+from ..plan.hopper_forward import SPILL_LIMIT, HopperPlan, fits
+from ..registry import Table
 from ..text.mod_text import mod_values
 from ..text.parameters import named_strides
 from . import forward_kernels
@@ -89,7 +89,8 @@ class SharedParts:
         says why."""
         call, (score, mask) = self.call, self.mods
         lists = call.lists(call.by_number("mask"), self.laid.token.shape[0]) if mask else None  # type: ignore[arg-type]
-        plan, launch = self._planned(lists)
+        case = self.case._replace(blocks=lists and lists.blocks)
+        plan, launch = forward_kernels.planned_for_any(_launches, case, self.keys)
         if prepare:
             launch = Launch(plan.spec, {})
             launch_nothing([launch])
@@ -106,17 +107,6 @@ class SharedParts:
         except Unusable as why:
             _refused[(self.case, *self.keys)] = str(why)
             raise
-
-    def _planned(self, lists: BlockLists | None) -> tuple[HopperPlan, Launch]:
-        """The plan, and the kernel, of which all numbers change from call to call."""
-        case, keys = self.case._replace(blocks=lists and lists.blocks), self.keys
-        found = _launches.get((case, *keys))
-        if found is None:
-            plan = plan_hopper_forward(case, *keys)
-            found = _launches[(case, *keys)] = plan, Launch(plan.spec, {})
-        else:
-            INFO.hits += 1
-        return found
 
     def _numbers(self, plan: HopperPlan, lists: BlockLists | None) -> dict[str, int | float]:
         """All that the kernel takes, by the names of parameters."""
