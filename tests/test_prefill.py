@@ -17,6 +17,7 @@ from flexpress.codegen.run.cached_call import CachedCall
 from flexpress.codegen.run.call import Cached
 from flexpress.codegen.run.decode import DecodeCached
 from support.dense import dense_attention, relative_error
+from support.devices import hopper
 from support.fake_hopper import Variant, forward_on_cpu, pass_for_hopper
 from support.prefill import MODS, Batch, batches, check, made_mods
 
@@ -290,19 +291,6 @@ def test_lengths_and_values_compile_nothing(monkeypatch):
         arguments = Batch(q_lens, [n + 100 for n in q_lens], page_size=64).arguments()
         cached_attention(**arguments, score_mod=mods.alibi(torch.full((2,), slope)), mask_mod=mods.sliding_window(window), check=False)
     assert len(names) == 1
-
-
-on_hopper = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"),
-    pytest.mark.skipif(checks.DEFAULT.backend == "PORTABLE", reason="--backend PORTABLE"),
-]
-
-
-def hopper(test):
-    for mark in on_hopper:
-        test = mark(test)
-    return test
 
 
 @pytest.fixture

@@ -9,13 +9,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flexpress import cached_attention, checks, printed_kernels, shared_attention, shared_prefix
+from flexpress import cached_attention, printed_kernels, shared_attention, shared_prefix
 from flexpress.codegen import registry
 from flexpress.codegen.run import shared_parts
 from flexpress.codegen.run.launch import Unusable
 from flexpress.codegen.run.shared_tables import Laid
 from flexpress.codegen.run.shared_tiles import lay_tiles
-from support.devices import DEVICES
+from support.devices import DEVICES, hopper
 from support.fake_hopper import prefixes_on_cpu
 from support.prefixes import Forked, batches, check, made
 
@@ -211,19 +211,6 @@ def test_a_shared_prefix_that_lies_reads_nothing_outside(monkeypatch, seed):
         out, lse = cached_attention(**arguments, check=False, return_lse=True)
     assert len(launched) == 1 and not out.isnan().any() and not lse.isnan().any()
     registry.clear()
-
-
-on_hopper = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"),
-    pytest.mark.skipif(checks.DEFAULT.backend == "PORTABLE", reason="--backend PORTABLE"),
-]
-
-
-def hopper(test):
-    for mark in on_hopper:
-        test = mark(test)
-    return test
 
 
 @hopper

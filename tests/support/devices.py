@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
+from flexpress import checks
+
 PARTS = 4  # of the examples on a GPU, which several processes may share
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+def hopper(test: Callable) -> Callable:
+    """A test of kernels for Hopper on a GPU of that kind."""
+    there = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    test = pytest.mark.skipif(checks.DEFAULT.backend == "PORTABLE", reason="--backend PORTABLE")(test)
+    return pytest.mark.gpu(pytest.mark.skipif(not there, reason="needs a Hopper GPU")(test))
 
 
 def for_any(problems: Callable, **examples: int) -> Callable:
