@@ -14,6 +14,7 @@ from flexpress import checks
 PARTS = 4  # of the examples on a GPU, which several processes may share
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
+
 def hopper(test: Callable) -> Callable:
     """A test of kernels for Hopper on a GPU of that kind."""
     there = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
