@@ -99,14 +99,10 @@ def is_worthwhile(
 
 
 def is_possible(prefix: SharedPrefix, query: torch.Tensor, where: Cached, k_cache: torch.Tensor, mods: tuple) -> bool:
-    """May a prefix be read once? Not with a mod that has dot products: a tile reads rows of one sequence for them. And on a GPU not under a
-    mask_mod that reads tensors: making block lists of it for groups has ended with an illegal address there, for a reason not found yet."""
+    """May a prefix be read once? Not with a mod that has dot products: a tile reads rows of one sequence for them."""
     if 0 in k_cache.shape or not where.pages.shape[1] or not prefix.has_few(_tokens(query, where)):
         return False
-    graphs = [bind(mod, kind)[0] for mod, kind in zip(mods, ("score", "mask"), strict=True) if mod is not None]
-    if prefix.device.type == "cuda" and any(graph.kind == "mask" and graph.tensors for graph in graphs):
-        return False
-    return not any(map(dots_of, graphs))
+    return not any(mod is not None and dots_of(bind(mod, kind)[0]) for mod, kind in zip(mods, ("score", "mask"), strict=True))
 
 
 def may_fill(query: torch.Tensor, where: Cached) -> bool:

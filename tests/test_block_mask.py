@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexpress import BlockMask, and_masks, cache_info, create_block_mask, create_mask, mods, noop_mask, or_masks
-from support.block_lists import brute_force, check_lists
+from support.block_lists import brute_force, check_bounds, check_lists
 from support.dense import positions
-from support.devices import DEVICES
+from support.devices import DEVICES, for_any
 from support.problems import MASK_MODS, mask_mods
 
 
@@ -38,6 +38,51 @@ def test_lists_equal_brute_force_on_gpu(name, size):
     mask_mod = mask_mods(3000, "cuda")[name]
     mask = create_block_mask(mask_mod, 2, 3, 3000, 2050, "cuda", size)
     check_lists(mask, brute_force(mask_mod, 2, 3, 3000, 2050, size, "cuda").cpu())
+
+
+READS = (
+    "{t}[q_idx, kv_idx]",
+    "{t}[kv_idx, q_idx]",
+    "{t}[q_idx, q_idx // 2]",
+    "{t}[kv_idx, 1]",
+    "{t}[3, q_idx]",
+    "{t}[b + 4, {t}[kv_idx, 2].long() % 9]",
+)
+DTYPES = (torch.int32, torch.int64, torch.int16, torch.uint8, torch.bool, torch.float32)
+
+
+@st.composite
+def tables_read_in_many_ways(draw):
+    """A mask of a few reads of one or two tables, whose rows may be multiples of 16 bytes, and the tables."""
+    tables = {}
+    for name in "st"[: draw(st.integers(1, 2))]:
+        dtype, width = draw(st.sampled_from(DTYPES)), draw(st.sampled_from([96, 97, 98, 100, 112]))
+        generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+        values = sum(torch.rand(shape, generator=generator) for shape in ((96, 1), (1, width), (96, width)))
+        tables[name] = (values > 1.6).to(dtype)
+    reads = draw(st.lists(st.tuples(st.sampled_from(READS), st.sampled_from([*tables])), min_size=2, max_size=4))
+    return f" {draw(st.sampled_from('&|'))} ".join(f"({read.format(t=name)} > 0)" for read, name in reads), tables
+
+
+def check_tables(case, device):
+    expression, tables = case
+    namespace = {name: table.to(device) for name, table in tables.items()}
+    mask_mod = eval(f"lambda b, h, q_idx, kv_idx: {expression}", namespace)
+    mask = create_block_mask(mask_mod, 2, None, 96, 90, device, (16, 32))
+    check_lists(mask, brute_force(mask_mod, 2, 1, 96, 90, (16, 32), device).cpu())
+    check_bounds(mask_mod, 2, 1, 96, 90, (16, 32), device)
+
+
+@for_any(lambda device: tables_read_in_many_ways(), cpu=80, cuda=200)
+def test_a_table_read_in_many_ways(case, device):
+    """By one position and by both: the texts of a mask share the table's strides."""
+    check_tables(case, device)
+
+
+@settings(max_examples=30)
+@given(tables_read_in_many_ways())
+def test_a_table_read_in_many_ways_in_cpp(in_cpp, case):
+    check_tables(case, "cpu")
 
 
 @pytest.mark.parametrize("device", DEVICES)

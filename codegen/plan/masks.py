@@ -68,8 +68,11 @@ class MaskTexts:
     @functools.cached_property
     def _recipe(self) -> dict[str, tuple]:
         """Of all texts, which share most of it."""
-        texts = self.mask, self.verdict, *(zone.text for zone in self.zones)
-        return {name: step for text in texts for name, step in zip(text.args, text.recipe, strict=True)}
+        found: dict[str, tuple] = {}
+        for text in (self.mask, self.verdict, *(zone.text for zone in self.zones)):
+            for name, step in zip(text.args, text.recipe, strict=True):
+                assert found.setdefault(name, step) == step, f"{name} has two meanings in the texts of one mask_mod"
+        return found
 
 
 def parts_of(graph: ModGraph) -> tuple[ModGraph, ...]:
@@ -88,10 +91,12 @@ def mask_texts(
     names = {name: name for name in ("q_min", "q_max", "kv_min", "kv_max")} | {"b": "z", "h": "h"}
     for i in range(len(zones)):
         names |= {f"zone{i}_min": f"zone{i}_low", f"zone{i}_max": f"zone{i}_high"}
-    mask, verdict, *parts = (
-        mod_text(part, layouts(part, captured, extents), names if part.kind == "verdict" else SYMBOL_NAMES, target, tile="[TILE_M, TILE_N]")
-        for part in parts_of(graph)
-    )
+
+    def text_of(part: ModGraph) -> ModText:
+        known = layouts(part, captured, extents, graph)
+        return mod_text(part, known, names if part.kind == "verdict" else SYMBOL_NAMES, target, tile="[TILE_M, TILE_N]")
+
+    mask, verdict, *parts = map(text_of, parts_of(graph))
     return MaskTexts(
         mask,
         verdict,

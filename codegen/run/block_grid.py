@@ -72,7 +72,7 @@ class BlockGrid:
         Z, H, Q_LEN, KV_LEN = extents
         rows, columns = (t.shape[0] - 1 for t in starts) if starts else (-(-Q_LEN // size[0]), -(-KV_LEN // size[1]))
         self.starts, self.shape = starts, (Z, H, rows, columns)
-        layouts = tuple(layouts_of(part, self.captured, extents) for part in parts_of(graph))
+        layouts = tuple(layouts_of(part, self.captured, extents, graph) for part in parts_of(graph))
         key = ("blocks", graph, layouts, device, size, max(Q_LEN, KV_LEN) <= INDEX_BOUND, self.language.name)
         plan = plans.get(key)
         if plan is not None:

@@ -26,28 +26,30 @@ class TensorLayout(NamedTuple):
     inside: frozenset[tuple[int, int]] = frozenset()
 
 
-def layouts_of(graph: ModGraph, captured: list, extents: tuple[int | range, ...]) -> tuple[TensorLayout, ...]:
+def layouts_of(
+    graph: ModGraph, captured: list, extents: tuple[int | range, ...], whole: ModGraph | None = None
+) -> tuple[TensorLayout, ...]:
     """What the text may know of the captured tensors: unit and zero strides, 64-bit offsets, indices that need no check.
 
-    `extents` are the ranges of b, h, q_idx and kv_idx: a number n for 0 to n - 1, or a `range`.
+    extents   the ranges of b, h, q_idx and kv_idx: a number n for 0 to n - 1, or a `range`
+    whole     the mod that `graph` is a part of: texts of one kernel share arguments, so a stride has one unit in all of them
     """
     count = len(graph.tensors)
     if not count:
         return ()
-    return _layouts(graph, tuple([(t.shape, t.stride()) for t in captured[:count]]), tuple(captured[count:]), extents)
+    return _layouts(graph, whole or graph, tuple([(t.shape, t.stride()) for t in captured[:count]]), tuple(captured[count:]), extents)
 
 
 @remembered("layouts of captured tensors", 4096)
-def _layouts(graph: ModGraph, tensors: tuple, scalars: tuple, extents: tuple) -> tuple[TensorLayout, ...]:
+def _layouts(graph: ModGraph, whole: ModGraph, tensors: tuple, scalars: tuple, extents: tuple) -> tuple[TensorLayout, ...]:
     known = (range(n) if isinstance(n, int) else n for n in extents)
     reached = {symbol: (r.start, r.stop - 1) for symbol, r in zip(MASK_SYMBOLS, known, strict=True)}
     reached["kv_idx"] = 0, -(-extents[3] // LARGEST_BLOCK_N) * LARGEST_BLOCK_N - 1  # kernels do not clamp it in the tail block
     inside: list[set] = [set() for _ in tensors]
-    by_rows = set()  # tensors read element by element, where checks cost, or in rows: alignment pays
+    # tensors read element by element, where checks cost, or in rows: alignment pays
+    by_rows = {load.attr for load in loads_of(whole) if is_gather(load) or load.op == "row"}
     for number, load in enumerate(loads_of(graph)):
         spreads = is_gather(load)
-        if spreads or load.op == "row":
-            by_rows.add(load.attr)
         for dim, index in enumerate(load.args):
             if not spreads and index.op == "symbol" and index.attr in ("q_idx", "kv_idx"):
                 continue  # a vector's check is cheap, and a new length must not compile anything
