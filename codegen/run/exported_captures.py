@@ -69,9 +69,7 @@ class Captured:
         return f"(torch.arange({count}, device=device) * {steps} // {count}).reshape({shape}).to(torch.{self.dtype})"
 
 
-def layouts_for_any(
-    graph: ModGraph, captured: list, extents: tuple[int, ...], whole: ModGraph | None = None
-) -> tuple[TensorLayout, ...]:
+def layouts_for_any(graph: ModGraph, captured: list, extents: tuple[int, ...], whole: ModGraph | None = None) -> tuple[TensorLayout, ...]:
     """What a kernel's text may know of captured tensors in calls of any lengths and numbers: strides as they are; of indices, what does not
     depend on lengths and numbers, and that b and h lie inside (which launches check), if they do for the first two `extents`."""
     most = dict(zip(_EXTENTS, extents, strict=False))
