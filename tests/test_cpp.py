@@ -23,6 +23,7 @@ from flexpress import (
     printed_kernels,
     update_cache,
 )
+from flexpress.codegen.device import cpp_build
 from flexpress.codegen.mod.bind import bind
 from flexpress.codegen.run.masks import automatic_lists
 from flexpress.codegen.run.status_lists import block_starts, owned_starts
@@ -139,7 +140,21 @@ def test_every_number_of_16_bits_is_read_as_it_is(dtype):
     assert torch.equal(flex_attention(zeros, zeros, value, mask_mod=lambda b, h, q_idx, kv_idx: q_idx == kv_idx), value)
 
 
-@pytest.mark.parametrize("flag", ["", "-UFAST_BFLOAT16", "-DFAST_BFLOAT16 -DBRGEMM"])
+@pytest.mark.parametrize(
+    "cpu, expected",
+    [
+        ("vendor_id : AuthenticAMD flags : avx512f avx512_bf16", ["-DFAST_BFLOAT16"]),
+        ("vendor_id : GenuineIntel flags : avx512f avx512_bf16", []),
+        ("vendor_id : GenuineIntel flags : avx512_bf16 amx_bf16 amx_tile", ["-DFAST_BFLOAT16", "-DBRGEMM"]),
+        ("vendor_id : AuthenticAMD flags : avx512f", []),
+    ],
+)
+def test_flags_by_cpu(monkeypatch, cpu, expected):
+    monkeypatch.setattr(cpp_build, "described", lambda: cpu)
+    assert [flag for flag in cpp_build.flags() if flag.startswith("-D")] == expected
+
+
+@pytest.mark.parametrize("flag", ["", "-UFAST_BFLOAT16 -UBRGEMM", "-UBRGEMM", "-DFAST_BFLOAT16 -DBRGEMM"])
 @pytest.mark.parametrize("d_qk, d_v, step", [(64, 40, 1), (31, 34, 2)])
 def test_products_of_bfloat16(monkeypatch, flag, d_qk, d_v, step):
     """By the CPU's own products and by float32's: odd lengths, head dims and strides, columns and rows that do not follow one another."""

@@ -32,7 +32,7 @@ _EMBEDDED = (
     cpp_build.CompilerError,
     cpp_build.version_of,
     cpp_build.described,
-    cpp_build.fast_bfloat16,
+    cpp_build.bfloat16_flags,
     cpp_build.flags,
     cpp_build.native_cpu,
     cpp_build.whole,
