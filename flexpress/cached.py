@@ -9,6 +9,7 @@ import torch
 from flexpress import checks
 from flexpress.cache_checks import check_batch, check_contents, check_no_gradients, check_positive, looks
 from flexpress.cached_calls import INSTEAD, call_of, check_mod_learns_nothing, check_serves, check_sinks_learn_nothing, scale_of
+from flexpress.cached_problem import CachedProblem
 from flexpress.float8 import FLOAT8, check_cached_query, output_dtype, with_query_scale
 from flexpress.in_graph import compilable
 from flexpress.mods import MaskMod, ScoreMod
@@ -177,14 +178,15 @@ def cached_attention(
         found = _recorded(query, k_cache, v_cache, kv_len, tables, of_query, score_mod, mask_mod, scale, batch_invariant, check, sinks)
     else:
         placed = widen(*place_batch(query, k_cache, v_cache, kv_len, check, tables, of_query), k_cache, *of_query)
+        problem = CachedProblem(*placed, k_cache, v_cache, score_mod, mask_mod, scale, sinks, batch_invariant)
         if shared_prefix is not None:
             check_shared(shared_prefix, query, kv_len, page_table, cache_loc, cu_seqlens_q, q_offset, k_cache)
             if looks(check, query):
-                check_contents_of(shared_prefix, kv_len, placed[1].pages)  # type: ignore[arg-type]  # check_shared saw that there are some
-            if not batch_invariant and is_worthwhile(shared_prefix, *placed[:2], k_cache, v_cache, (score_mod, mask_mod)):
-                found = attend_shared(_attend, shared_prefix, *placed, k_cache, v_cache, score_mod, mask_mod, scale, sinks)
-                return found if return_lse else found[0]
-        found = _attend(*placed, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant, sinks)
+                check_contents_of(shared_prefix, kv_len, problem.where.pages)  # type: ignore[arg-type]  # check_shared saw that there are some
+        if shared_prefix is not None and is_worthwhile(shared_prefix, problem):
+            found = attend_shared(_attend, shared_prefix, problem)
+        else:
+            found = _attend(problem)
     return found if return_lse else found[0]
 
 
@@ -233,31 +235,16 @@ def widen(query, where: Cached, q_offset, k_cache, q_scale, out_dtype) -> tuple[
     return query.to(output_dtype(query, out_dtype)), with_query_scale(where, q_scale, k_cache.shape[2]), q_offset
 
 
-def _attend(
-    query,
-    where: Cached,
-    q_offset,
-    k_cache,
-    v_cache,
-    score_mod,
-    mask_mod,
-    scale,
-    batch_invariant: bool,
-    sinks,
-    sees_all: bool = False,
-    together: Together | None = None,
-) -> tuple:
-    """out and lse of arguments that are checked, but scale, sinks and the mods. sees_all: without a mask_mod, no key is hidden. together:
-    what sequences attend to beside that; raises Unusable if the kernel for it is not."""
-    call, out, lse = call_of(
-        *(query, where, q_offset, k_cache, v_cache, score_mod, mask_mod, scale, batch_invariant, sinks, sees_all, together)
-    )
+def _attend(problem: CachedProblem, together: Together | None = None) -> tuple:
+    """out and lse. together: what sequences attend to beside that; raises Unusable if the kernel for it is not."""
+    call, out, lse = call_of(problem, together)
     check_serves(call)
     if call is None:
+        sinks = problem.sinks
         return out.zero_(), lse.fill_(float("-inf")) if sinks is None else lse.copy_(sinks.reshape(1, -1, *[1] * (lse.ndim - 2)))
     run = attend_cached
     if is_profiled():
-        mods = [*map(name_of, filter(None, (score_mod, mask_mod))), *(["causal"] if call.masked and mask_mod is None else [])]
-        run = in_range(attend_cached, "cached_attention", mods)
+        causal = ["causal"] if call.masked and problem.mask_mod is None else []
+        run = in_range(attend_cached, "cached_attention", [*map(name_of, filter(None, (problem.score_mod, problem.mask_mod))), *causal])
     run(call)
     return out, lse

@@ -10,6 +10,7 @@ import torch
 from flexpress import checks
 from flexpress.cache_checks import check_no_gradients
 from flexpress.cached_mods import causal, causal_from, mask_from, mask_of_rows, position_from, score_from
+from flexpress.cached_problem import CachedProblem
 from flexpress.scales import read_scale
 from flexpress.shared_attention import Together
 from flexpress.sinks import read_sinks
@@ -18,7 +19,7 @@ from .codegen.device.memory import contiguous
 from .codegen.mod.bind import bind
 from .codegen.mod.tensors import read_captured
 from .codegen.run.cached_call import CachedCall
-from .codegen.run.call import Cached, ExtraInputs
+from .codegen.run.call import ExtraInputs
 from .codegen.run.launch import Unusable
 from .codegen.run.layouts import output_like
 from .codegen.run.shared_parts import SharedParts
@@ -26,22 +27,11 @@ from .codegen.run.shared_parts import SharedParts
 INSTEAD = "train with flex_attention or varlen_attention, or call it under torch.no_grad()"
 
 
-def call_of(
-    query,
-    where: Cached,
-    q_offset,
-    k_cache,
-    v_cache,
-    score_mod,
-    mask_mod,
-    scale,
-    batch_invariant: bool,
-    sinks,
-    sees_all: bool = False,
-    together: Together | None = None,
-) -> tuple[CachedCall | None, torch.Tensor, torch.Tensor]:
-    """The call as kernels take it, or None if there is nothing to compute; out and lse, not filled yet."""
-    asked_scale = scale
+def call_of(problem: CachedProblem, together: Together | None = None) -> tuple[CachedCall | None, torch.Tensor, torch.Tensor]:
+    """The call as kernels take it, or None if there is nothing to compute; out and lse, not filled yet. together: what the sequences attend
+    to beside that."""
+    query, where, q_offset, score_mod, mask_mod = problem.query, problem.where, problem.q_offset, problem.score_mod, problem.mask_mod
+    k_cache, v_cache, scale, sinks = problem.k_cache, problem.v_cache, problem.scale, problem.sinks
     if scale is None:
         scale = query.shape[-1] ** -0.5
     else:
@@ -50,7 +40,7 @@ def call_of(
     if sinks is not None:
         extras = ExtraInputs(read_sinks(sinks, query.shape[1], query.device))
         check_sinks_learn_nothing(sinks)
-    ragged = where.cu_q is not None
+    ragged = problem.is_ragged
     kv_lens: torch.Tensor = where.kv_lens  # type: ignore[assignment]  # a cache has them
     q = query.transpose(0, 1)[None] if ragged else query
     k, v = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
@@ -60,10 +50,10 @@ def call_of(
     if out.numel() == 0 or k.shape[0] == 0 or 0 in extents:
         return None, out, lse
 
-    if batch_invariant:
+    if problem.batch_invariant:
         where = replace(where, invariant=True)
     # else one query a sequence sees all that there is, by kernels that take keys in another order than those with lists
-    masked = mask_mod is not None or not sees_all and (where.max_q > 1 or q_offset is not None or where.invariant)
+    masked = mask_mod is not None or not problem.sees_all and (where.max_q > 1 or q_offset is not None or where.invariant)
     position = position_from(q_offset, kv_lens, where.cu_q, q.shape[2])
 
     def by_position(kind: str) -> tuple | None:
@@ -80,7 +70,7 @@ def call_of(
 
     call = CachedCall(q, k, v, to_fill, lse, extents, scale, where, masked, q_offset, checks.DEFAULT, by_position, by_number, extras)
     if together is not None:
-        call.shared = _shared_parts(call, together, asked_scale)
+        call.shared = _shared_parts(call, together, problem.scale)
     return call, out, lse
 
 

@@ -15,6 +15,7 @@ import torch
 
 from flexpress.cache_checks import described
 from flexpress.cached_mods import mask_behind, mask_of_rows, score_behind, score_of_rows
+from flexpress.cached_problem import CachedProblem
 from flexpress.shared_prefix import SharedPrefix, SharedTables
 
 from .codegen.mod.bind import bind
@@ -88,71 +89,67 @@ def _check_same(name: str, tensor: torch.Tensor | None, known: torch.Tensor | No
         )
 
 
-def is_worthwhile(
-    shared: SharedPrefix | SharedTables, query: torch.Tensor, where: Cached, k_cache: torch.Tensor, v_cache: torch.Tensor, mods: tuple
-) -> bool:
+def is_worthwhile(shared: SharedPrefix | SharedTables, problem: CachedProblem) -> bool:
     """Is what need not be read again enough to pay for a second part?"""
     prefix = shared if isinstance(shared, SharedPrefix) else shared.shared
-    if not prefix.pays(k_cache, v_cache, queries=_tokens(query, where), tables=shared is not prefix):
+    if not prefix.pays(problem.k_cache, problem.v_cache, queries=problem.tokens, tables=shared is not prefix):
         return False
-    return is_possible(prefix, query, where, k_cache, mods)
+    return is_possible(prefix, problem)
 
 
-def is_possible(prefix: SharedPrefix, query: torch.Tensor, where: Cached, k_cache: torch.Tensor, mods: tuple) -> bool:
-    """May a prefix be read once? Not with a mod that has dot products: a tile reads rows of one sequence for them."""
-    if 0 in k_cache.shape or not where.pages.shape[1] or not prefix.has_few(_tokens(query, where)):
+def is_possible(prefix: SharedPrefix, problem: CachedProblem) -> bool:
+    """May a prefix be read once? Not where sequences decide what they attend to alone, and not with a mod that has dot products: a tile
+    reads rows of one sequence for them."""
+    if problem.batch_invariant or 0 in problem.k_cache.shape or not problem.where.pages.shape[1]:  # type: ignore[union-attr]
         return False
-    return not any(mod is not None and dots_of(bind(mod, kind)[0]) for mod, kind in zip(mods, ("score", "mask"), strict=True))
+    if not prefix.has_few(problem.tokens):
+        return False
+    mods = ("score", problem.score_mod), ("mask", problem.mask_mod)
+    return not any(mod is not None and dots_of(bind(mod, kind)[0]) for kind, mod in mods)
 
 
-def may_fill(query: torch.Tensor, where: Cached) -> bool:
+def may_fill(problem: CachedProblem) -> bool:
     """Are there queries enough for tiles of groups, if all are in one?"""
-    return _tokens(query, where) >= LEAST_FILL * BLOCK
-
-
-def _tokens(query: torch.Tensor, where: Cached) -> int:
-    return query.shape[0] if where.cu_q is not None else query.shape[0] * query.shape[2]
+    return problem.tokens >= LEAST_FILL * BLOCK
 
 
 def attend_shared(
-    attend: Callable,
-    shared: SharedPrefix | SharedTables,
-    query,
-    where: Cached,
-    q_offset,
-    k_cache,
-    v_cache,
-    score_mod,
-    mask_mod,
-    scale,
-    sinks,
-    in_tiles: bool | None = None,
+    attend: Callable, shared: SharedPrefix | SharedTables, problem: CachedProblem, in_tiles: bool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse, by `attend`, which takes one part. in_tiles: by the kernel that has tiles of groups, where it serves; None: if these are
     full enough."""
-    ragged = where.cu_q is not None
-    queries = query.shape[0] if ragged else query.shape[2]
+    query, where, score_mod, mask_mod = problem.query, problem.where, problem.score_mod, problem.mask_mod
     if isinstance(shared, SharedPrefix):
-        shared = shared.tables(where.kv_lens, where.pages, queries=queries, cu_seqlens_q=where.cu_q, q_offset=q_offset)
+        steps = {"queries": problem.queries, "cu_seqlens_q": where.cu_q, "q_offset": problem.q_offset}
+        shared = shared.tables(where.kv_lens, where.pages, **steps)  # type: ignore[arg-type]
     groups, laid = shared.shared, shared.laid
-    rest = replace(where, kv_lens=laid.kv_len, pages=laid.pages)
-    score, mask = score_mod and score_behind(score_mod, laid.shift), mask_mod and mask_behind(mask_mod, laid.shift)
-    if in_tiles or in_tiles is None and groups.fills(_tokens(query, where)) >= LEAST_FILL:
-        whole = replace(where, cu_q=laid.starts, max_q=laid.token.shape[0], kv_lens=groups.lengths, pages=groups.pages)
+    whole = replace(where, cu_q=laid.starts, max_q=laid.token.shape[0], kv_lens=groups.lengths, pages=groups.pages)
+    rest = replace(
+        problem,
+        where=replace(where, kv_lens=laid.kv_len, pages=laid.pages),
+        q_offset=laid.q_offset,
+        score_mod=score_mod and score_behind(score_mod, laid.shift),
+        mask_mod=mask_mod and mask_behind(mask_mod, laid.shift),
+    )
+    if in_tiles or in_tiles is None and groups.fills(problem.tokens) >= LEAST_FILL:
         together = Together(score_mod, mask_mod, whole, laid, shared.tiles)
         with contextlib.suppress(Unusable):
-            return attend(query, rest, laid.q_offset, k_cache, v_cache, score, mask, scale, False, sinks, together=together)
-    out, lse = attend(query, rest, laid.q_offset, k_cache, v_cache, score, mask, scale, False, sinks)
+            return attend(rest, together)
+    out, lse = attend(rest)
     # the part of the groups: each is one sequence, whose queries are rows
-    tokens = query if ragged else query.transpose(1, 2).flatten(0, 1)
-    rows = tokens.index_select(0, laid.token)
-    together = replace(where, cu_q=laid.starts, max_q=rows.shape[0], kv_lens=groups.lengths, pages=groups.pages)
-    score, mask = (mod and make(mod, laid.sequence, laid.position) for mod, make in ((score_mod, score_of_rows), (mask_mod, mask_of_rows)))
-    # rows whose queries are not all behind the prefix are not taken, so causal hides nothing
-    part, part_lse = attend(
-        *(rows, together, laid.starts[:-1], k_cache, v_cache, score, mask, scale, False, None), sees_all=mask_mod is None
+    tokens = query if problem.is_ragged else query.transpose(1, 2).flatten(0, 1)
+    rows = replace(
+        problem,
+        query=tokens.index_select(0, laid.token),
+        where=whole,
+        q_offset=laid.starts[:-1],
+        score_mod=score_mod and score_of_rows(score_mod, laid.sequence, laid.position),
+        mask_mod=mask_mod and mask_of_rows(mask_mod, laid.sequence, laid.position),
+        sinks=None,
+        sees_all=mask_mod is None,  # rows whose queries are not all behind the prefix are not taken, so causal hides nothing
     )
-    if ragged:
+    part, part_lse = attend(rows)
+    if problem.is_ragged:
         merge_parts(out.transpose(0, 1)[None], lse.transpose(0, 1)[None], part, part_lse, laid.place)
     else:
         merge_parts(out, lse, part, part_lse, laid.place)
