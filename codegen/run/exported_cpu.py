@@ -27,7 +27,7 @@ class CppFile(FileInCpp):
         describe_call(self, call)
         found = plans.forward_call(call.backward)
         forward = plan_cpu_forward(found.case, found.score, found.mask)
-        specs = {"forward": forward.spec, "decode": few_plan(found).spec}
+        specs = {"forward": forward.spec, "decode": few_plan(plans.forward_call(False)).spec}
         self.scale_apart, self.few = forward.scale_apart, FEW
         self.gathered = ()
         if call.backward:
