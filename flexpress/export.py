@@ -82,8 +82,7 @@ def export(
     if query.dtype == FLOAT8:
         raise NotImplementedError("exported files are not there for float8; export with query, key and value of bfloat16, which holds it")
     call = _call(query, key, value, score_mod, block_mask, scale, kernel_options, mask_mod, backward, target)
-    if call.target == "cpu" and layout == "kernels":
-        raise ValueError("layout 'kernels' is for kernels in Triton, which need no C++ compiler; leave layout out, or pass target='sm_90'")
+    refuse_layout(layout, call.target)
     text = (CppFile if call.target == "cpu" else AttentionFile)(call, VERSION).text
     write(text, path, layout, overwrite)
     return text
@@ -94,7 +93,7 @@ def _call(query, key, value, score_mod, block_mask, scale, kernel_options, mask_
     if any(t.stride(3) != 1 and t.shape[3] > 1 for t in (query, key, value)):
         raise ValueError("exported kernels read contiguous head dims; pass query, key and value with a stride of 1 in the last dimension")
     options = checks.DEFAULT if kernel_options is None else checks.parse_options(kernel_options)
-    target = _target(target, options.backend, query)
+    target = asked_target(target, options.backend, query)
     if isinstance(scale, torch.Tensor):
         raise TypeError("export takes scale as a number; let the score_mod multiply by a tensor")
     scale = query.shape[3] ** -0.5 if scale is None else checks.check_scale(scale, query.shape[3])
@@ -126,7 +125,13 @@ def _call(query, key, value, score_mod, block_mask, scale, kernel_options, mask_
     )
 
 
-def _target(target: str | None, backend: str | None, query: torch.Tensor) -> str:
+def refuse_layout(layout: str, target: str) -> None:
+    """Raise ValueError for a layout that kernels for a target cannot have."""
+    if target == "cpu" and layout == "kernels":
+        raise ValueError("layout 'kernels' is for kernels in Triton, which need no C++ compiler; leave layout out, or pass target='sm_90'")
+
+
+def asked_target(target: str | None, backend: str | None, query: torch.Tensor) -> str:
     """The target that is asked for, by its name or by kernel_options, or that of query's device."""
     if backend not in (None, "CPP", "PORTABLE", "HOPPER"):
         raise ValueError(f"kernel_options['BACKEND'] is {backend!r}; export knows 'CPP', 'PORTABLE' and 'HOPPER', or leave it out")

@@ -1,4 +1,4 @@
-"""Kernels to own: a call of cached_attention, as in decoding, as one file that needs torch and triton alone."""
+"""Kernels to own: a call of cached_attention, as in decoding, as one file that needs torch, and triton or a C++ compiler, alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from flexpress import checks
 from flexpress.cache_checks import check_batch
-from flexpress.export import refuse_rows, target_of
+from flexpress.export import asked_target, refuse_layout, refuse_rows
 from flexpress.exported_files import write
 from flexpress.mods import MaskMod, ScoreMod
 
@@ -17,6 +17,7 @@ from .codegen.device.cache import VERSION
 from .codegen.mod.bind import bind
 from .codegen.mod.tensors import read_captured
 from .codegen.run.exported_cached import CachedFile, ExportedCache
+from .codegen.run.exported_cached_cpu import CachedCppFile
 
 
 def export_cached(
@@ -37,8 +38,8 @@ def export_cached(
     layout: str = "file",
     overwrite: bool = False,
 ) -> str:
-    """The kernels of a call of cached_attention as the text of a Python file that needs torch and triton alone: `attention` of the queries
-    of some sequences, their last positions, to a cache, contiguous or in pages.
+    """The kernels of a call of cached_attention as the text of a Python file that needs torch and triton alone, or, with kernels in C++ for
+    CPUs, torch and a C++ compiler: `attention` of the queries of some sequences, their last positions, to a cache, contiguous or in pages.
 
         flexpress.export_cached(q, k_pages, v_pages, kv_len, page_table=pages, score_mod=alibi(slopes), path="paged_decode.py")
 
@@ -66,11 +67,13 @@ def export_cached(
         raise ValueError(f"k_cache {tuple(k_cache.shape)} holds nothing; pass one that is like those to come")
     if isinstance(scale, torch.Tensor):
         raise TypeError("export_cached takes scale as a number; let the score_mod multiply by a tensor")
+    target = asked_target(target, None, query)
+    refuse_layout(layout, target)
     score, mask = _mods(score_mod, mask_mod, where.kv_lens, query.shape[2], query.device)
     call = ExportedCache(
         *(score, mask, where.kv_lens, query.dtype, None if k_cache.dtype == query.dtype else k_cache.dtype),
         *(query.shape[3], v_cache.shape[3], query.shape[3] ** -0.5 if scale is None else checks.check_scale(scale, query.shape[3])),
-        target_of(target, query),
+        target,
         0 if page_table is None else k_cache.shape[1],
         cache_loc is not None,
         where.k_scales is not None,
@@ -78,7 +81,7 @@ def export_cached(
         query.shape[2],
         (tuple(query.shape), tuple(k_cache.shape), tuple(v_cache.shape), 0 if page_table is None else page_table.shape[1]),
     )
-    text = CachedFile(call, VERSION).text
+    text = (CachedCppFile if target == "cpu" else CachedFile)(call, VERSION).text
     write(text, path, layout, overwrite)
     return text
 

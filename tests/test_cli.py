@@ -79,6 +79,7 @@ def test_render(capsys, arguments, found):
         (["plain", "--head-dim", "64", "--portable"], "return_lse=False"),
         (["alibi", "sliding_window", "--backward", "--heads", "8:2", "--dtype", "fp16"], "slopes, window=1024"),
         (["alibi", "--page-size", "16", "--heads", "8:2", "--target", "sm_80"], "page_table, *, slopes"),
+        (["alibi", "--page-size", "16", "--heads", "8:2", "--dtype", "fp32", "--target", "cpu"], "page_table, *, slopes"),
         (["alibi", "--backward", "--head-dim", "320x272", "--dtype", "fp32", "--target", "cpu"], "slopes, scale"),
     ],
 )

@@ -207,7 +207,7 @@ def test_any_batch_of_a_cache(p):
 @pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize("queries", [1, 5])
 def test_few_queries_of_many_keys(queries, listed):
-    """Keys are split among tasks, and heads that share keys are rows of one tile; the backward pass goes on from what they leave."""
+    """Keys are split among tasks, and heads that share keys are rows of one tile; with gradients another kernel serves."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, h, n, 40, generator=generator, requires_grad=True) for h, n in ((6, queries), (2, 1500), (2, 1500)))
     score_mod, mask_mod = (
@@ -221,6 +221,58 @@ def test_few_queries_of_many_keys(queries, listed):
     gradients = zip(torch.autograd.grad(out, (q, k, v), weight), torch.autograd.grad(wanted, (q, k, v), weight.double()), strict=True)
     for one, other in ((out, wanted.float()), *gradients):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=2e-5)
+    with torch.no_grad():
+        out, lse = flex_attention(q, k, v, score_mod, enable_gqa=True, mask_mod=mask_mod, return_lse=True)
+    torch.testing.assert_close(out, wanted.detach().float(), rtol=1e-3, atol=2e-5)
+    torch.testing.assert_close(lse, wanted_lse.detach().float(), rtol=1e-5, atol=1e-5)
+
+
+def huge(queries, keys, size, dtype, seed=0, heads=(4, 2), head_dim=24):
+    """query, key and value whose scores are as large as size**2, and no whole numbers; the gradient of the output."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(1, h, n, head_dim) for h, n in zip((heads[0], heads[1], heads[1], heads[0]), (queries, keys, keys, queries), strict=True)]
+    q, k, v, d_out = (torch.randn(shape, generator=generator) for shape in shapes)
+    return *(t.to(dtype).requires_grad_() for t in (q * size, k * size, v)), d_out.to(dtype)
+
+
+@settings(max_examples=4 * EXAMPLES)
+@given(
+    st.integers(1, 40),
+    st.integers(1, 200),
+    st.floats(0, 13),
+    st.sampled_from([(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)]),
+    st.integers(0, 99),
+)
+def test_weights_of_huge_scores_add_up_to_one_in_the_backward_pass(queries, keys, log_size, kind, seed):
+    """Whatever rounding does to scores: it finds those of the forward pass. The gradient of V, added up over keys, is then that of the
+    output, added up over queries."""
+    dtype, distant = kind
+    q, k, v, d_out = huge(queries, keys, 2.0**log_size, dtype, seed)
+    score_mod = mods.alibi(torch.tensor([3e5, 0.7, 1e-3, 77.7])) if distant else None
+    (d_v,) = torch.autograd.grad(flex_attention(q, k, v, score_mod, enable_gqa=True), v, d_out)
+    found, wanted = d_v.double().sum(2), d_out.double().unflatten(1, (2, 2)).sum((2, 3))
+    most = d_v.double().abs().sum(2) + d_out.double().abs().unflatten(1, (2, 2)).sum((2, 3))
+    assert ((found - wanted).abs() <= most * (1e-6 if dtype is torch.float32 else 8e-3)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("queries", [3, 16, 20])
+@pytest.mark.parametrize("size", [16.0, 300.0, 4096.0])
+def test_huge_scores_that_are_no_whole_numbers(size, queries, dtype):
+    """The output and the gradient of V are as near to those in float64 as dense attention in torch at the same precision."""
+    q, k, v, d_out = huge(queries, 200, size, dtype)
+
+    def dense(*inputs):
+        one, other, values = (t.detach().to(inputs[-1]) for t in inputs[:-1])
+        values.requires_grad_()
+        scores = one @ other.repeat_interleave(2, 1).mT * 24**-0.5
+        found = torch.softmax(scores, -1) @ values.repeat_interleave(2, 1)
+        return found, *torch.autograd.grad(found, values, d_out.to(found))
+
+    out = flex_attention(q, k, v, enable_gqa=True)
+    found = out, *torch.autograd.grad(out, v, d_out)
+    for mine, plain, exact in zip(found, dense(q, k, v, dtype), dense(q, k, v, torch.float64), strict=True):
+        assert relative_error(mine, exact) <= 2 * relative_error(plain, exact) + 2e-7
 
 
 def test_a_sequence_alone_is_bitwise_the_same():

@@ -11,21 +11,7 @@ from flexpress import cached_attention, export_cached
 from flexpress.mods import alibi, alibi_slopes, sliding_window, softcap
 from support.dense import relative_error
 from support.devices import DEVICES
-from support.exported import load, run_alone
-
-DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
-
-
-def problem(device, Z=3, Hq=8, Hkv=2, Q_LEN=1, S=16, pages=24, N=50, D=32, D_V=None, dtype=None):
-    """query, k_cache, v_cache, kv_len and page_table (or caches of N * S positions for N sequences, without)."""
-    generator = torch.Generator().manual_seed(0)
-    dtype = dtype or DTYPES[device]
-    shapes = (Z, Hq, Q_LEN, D), (N, S, Hkv, D), (N, S, Hkv, D_V or D)
-    q, k, v = (torch.randn(s, generator=generator).to(device, dtype) for s in shapes)
-    room = S * pages if pages else S
-    kv_len = torch.linspace(Q_LEN, room, Z).to(device, torch.int32)
-    table = torch.randint(N, (Z, pages), generator=generator).to(device, torch.int32) if pages else None
-    return q, k, v, kv_len, table
+from support.exported import cache, load, run_alone
 
 
 def assert_as_library(module, arguments, table, *, scale=None, tolerance=None, mods=(None, None), captured=None, **places):
@@ -44,12 +30,12 @@ def assert_as_library(module, arguments, table, *, scale=None, tolerance=None, m
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_paged_decode(tmp_path: Path, device):
-    q, k, v, kv_len, table = problem(device, D_V=48)
+    q, k, v, kv_len, table = cache(device, D_V=48)
     slopes, path = alibi_slopes(8, device), tmp_path / "paged.py"
     export_cached(q, k, v, kv_len, page_table=table, score_mod=alibi(slopes), path=path)
     module = load(path)
     for Z, Hkv, pages in ((3, 2, 24), (1, 1, 40), (5, 3, 3)):
-        q, k, v, kv_len, table = problem(device, Z=Z, Hq=4 * Hkv, Hkv=Hkv, pages=pages, D_V=48)
+        q, k, v, kv_len, table = cache(device, Z=Z, Hq=4 * Hkv, Hkv=Hkv, pages=pages, D_V=48)
         slopes = alibi_slopes(4 * Hkv, device)
         kv_len[0] = 0  # nothing to attend to
         captured = {"slopes": slopes}
@@ -59,19 +45,19 @@ def test_paged_decode(tmp_path: Path, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_window_over_several_queries(tmp_path, device):
-    q, k, v, kv_len, table = problem(device, Q_LEN=3)
+    q, k, v, kv_len, table = cache(device, Q_LEN=3)
     path = tmp_path / "windowed.py"
     export_cached(q, k, v, kv_len, page_table=table, mask_mod=sliding_window(64), path=path)
     module = load(path)
     for Q_LEN, window in ((5, 9), (1, 100)):
-        q, k, v, kv_len, table = problem(device, Q_LEN=Q_LEN)
+        q, k, v, kv_len, table = cache(device, Q_LEN=Q_LEN)
         assert_as_library(module, (q, k, v, kv_len), table, mods=(None, sliding_window(window)), captured={"window": window})
     assert "error" in run_alone(path)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_entries_of_a_contiguous_cache_in_eight_bits(tmp_path, device):
-    q, k, v, kv_len, _ = problem(device, Q_LEN=2, S=300, pages=0, N=6)
+    q, k, v, kv_len, _ = cache(device, Q_LEN=2, S=300, pages=0, N=6)
     k, v = (t.to(torch.float8_e4m3fn) for t in (k, v))
     k_scale, v_scale = torch.rand(2, 2, device=device) + 0.5
     where = {"cache_loc": torch.tensor([4, 0, 2], dtype=torch.int32, device=device), "k_scale": k_scale, "v_scale": v_scale}
@@ -81,7 +67,7 @@ def test_entries_of_a_contiguous_cache_in_eight_bits(tmp_path, device):
 
 
 def test_errors(tmp_path):
-    q, k, v, kv_len, table = problem("cpu")
+    q, k, v, kv_len, table = cache("cpu")
     path = tmp_path / "paged.py"
     export_cached(q, k, v, kv_len, page_table=table, path=path)
     attention = load(path).attention

@@ -17,13 +17,13 @@ TASKS = 16  # that a call has at least, if it has so many keys: the same for any
 
 
 def plan_cpu_decode(case: DecodeCase, score: Mod | None, mask: Mod | None) -> CpuPlan:
-    """The plan of cpu_decode, for calls that are not split or balanced in the sense of the other kernels."""
+    """The plan of cpu_decode, for calls without gradients that are not split or balanced in the sense of the other kernels."""
     dtype, kept = dtype_name(case.dtype), dtype_name(case.kv_dtype or case.dtype)
     score_text, mask_text = lowered(score, mask, Target("cpu", dtype, case.exact_indices, CPP))
     scale_apart = score is not None or not case.scale_is_positive or case.scales
     flags = {
         "LANGUAGE": CPP.name,
-        "WRITTEN": ("O", "LSE", "MAX", "ROWS", "PART"),
+        "WRITTEN": ("O", "LSE", "MAX", "PART"),
         "DTYPE": dtype,
         "KEPT": type_name(kept),
         "D_QK": case.d_qk,
@@ -36,7 +36,6 @@ def plan_cpu_decode(case: DecodeCase, score: Mod | None, mask: Mod | None) -> Cp
         **block_flags(case.blocks),
         "SCALE_FIRST": scale_apart,
         "OUTPUT_MAX": case.output_max,
-        "OUTPUT_ROWS": case.output_rows,
         "RAGGED": case.ragged,
         "LENGTHS": case.lengths,
         "LOCATED": case.located,

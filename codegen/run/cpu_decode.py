@@ -26,9 +26,10 @@ _plans: dict[tuple, CpuPlan] = Table("plans of decoding in C++", 1024)
 
 
 def is_few(call: Call) -> bool:
-    """Does this kernel serve a call without a cache that kernels in C++ serve?"""
+    """Does this kernel serve a call without a cache that kernels in C++ serve? Not one with gradients: it adds up products in an order of
+    its own, and the backward pass must find the forward pass's scores again."""
     blocks = call.case.blocks
-    if call.case.dtype.itemsize == 1 or call.case.extras.scales:
+    if call.case.output_rows or call.case.dtype.itemsize == 1 or call.case.extras.scales:
         return False
     return call.extents[2] <= FEW and not call.case.extras.dropout and not (blocks and (blocks.shifted or blocks.starts))
 
@@ -44,7 +45,6 @@ def few_plan(call: Call) -> CpuPlan:
         blocks=known.blocks,
         scale_is_positive=known.scale_is_positive,
         output_max=known.output_max,
-        output_rows=known.output_rows,
         exact_indices=known.exact_indices,
         split=False,
         extras=known.extras,

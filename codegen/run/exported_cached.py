@@ -18,7 +18,7 @@ from .cached_call import BLOCK
 from .exported import EXTENTS, mask_compilations
 from .exported_attention import MASKS, TOLERANCES, describe_mask
 from .exported_captures import Captured, layouts_for_any, named
-from .exported_file import Kernel, TritonFile, reserved
+from .exported_file import File, Kernel, TritonFile, reserved
 from .imagined import machine_of
 from .preview import Compilation
 
@@ -55,14 +55,19 @@ class ExportedCache(NamedTuple):
     shapes: tuple[tuple, tuple, tuple, int]
 
 
+def read_by(call: ExportedCache) -> tuple[tuple, tuple]:
+    """Extents of captured tensors, as the example has them, and what a kernel depends on of either mod."""
+    extents = *call.shapes[0][:2], *EXTENTS[2:]
+    return extents, tuple((bound[0], layouts_for_any(*bound, extents)) if bound else None for bound in call[:2])
+
+
 class _Plans:
     """The kernels of a call by name, for one of the targets."""
 
     def __init__(self, call: ExportedCache, target: str) -> None:
         self.call, self.target, self.machine = call, target, machine_of(target)
         self.unit = vector_of(call.dtype, call.kv_dtype)
-        self.extents = *call.shapes[0][:2], *EXTENTS[2:]  # of captured tensors, as the example has them
-        self.keys = tuple((bound[0], layouts_for_any(*bound, self.extents)) if bound else None for bound in call[:2])
+        self.extents, self.keys = read_by(call)
         self.rows = rows_in(call)
 
     def decode(self, split: bool):
@@ -114,9 +119,7 @@ class CachedFile(TritonFile):
     def __init__(self, call: ExportedCache, version: str) -> None:
         plans = _Plans(call, call.target)
         on_target, on_cpu = plans.kernels(), _Plans(call, "cpu").kernels()
-        lengths = Captured("kv_len", "int32", call.kv_len, ("0",), (1,), given=True)
-        given = lengths, Captured("Q_LEN", "int", Q_LEN, given=True)
-        names = named(call.score, call.mask, frozenset(), plans.keys, reserved(*_TEMPLATES), given)
+        names = names_in(call, plans.keys, reserved(*_TEMPLATES))
         table = {
             "decode": (_GRID, "", "decode"),
             "decode_parts": (f"{_GRID}, SPLITS" if call.mask else "tiles, PARTS + Z", "parts", "decode_parts"),
@@ -125,26 +128,37 @@ class CachedFile(TritonFile):
         }
         kernels = (Kernel(name, row[0], on_target[name], on_cpu[name], *row[1:]) for name, row in table.items() if name in on_target)
         super().__init__(tuple(kernels), *names, call.score, call.mask, version)
-        self.call, self.target, self.tma, self.ordinary = call, call.target, False, False
-        self.dtype, self.kv_dtype = dtype_name(call.dtype), dtype_name(call.kv_dtype or call.dtype)
-        self.d_qk, self.d_v, self.group, self.page_size = call.d_qk, call.d_v, call.group, call.page_size
-        self.located, self.scales = call.located, call.scales
-        self.q_unit, self.v_unit = (plans.unit if d % plans.unit == 0 else 1 for d in (call.d_qk, call.d_v))
-        self.longest, self.log2_e, self.tolerance = INDEX_BOUND, LOG2_E, TOLERANCES[self.dtype]
-        self.scale, self.scale_is_positive = literal_text(call.scale), call.scale > 0
-        self.scale_apart = plans.decode(True).scale_apart
-        self.rows, self.q_block, self.kv_block = plans.rows, BLOCK, BLOCK
-        names = self.symbols_of_mods.split(", ") if self.symbols_of_mods else ["_"] * 4
-        self.symbols_of_mods = ", ".join([*names[:3], "kv_idx"])  # which hides what is past a sequence's end
-        if self.mask:
-            describe_mask(self, call.mask, plans.extents)
-        self._places()
-
-    def _places(self) -> None:
-        """Where a sequence's keys are, as arguments; and the demo's sizes."""
-        call, Z = self.call, self.call.shapes[0][0]
-        self.tables = ", page_table" if self.page_size else ", cache_loc" if self.located else ""
-        self.factors = ", k_scale, v_scale" if self.scales else ""
-        (self.demo_query, self.demo_keys, self.demo_values, self.demo_pages), self.demo_batch = call.shapes, Z
+        self.target, self.tma = call.target, False
+        self.rows = plans.rows
+        describe_cache(self, call, plans.extents, plans.unit, plans.decode(True).scale_apart)
         self.constants = {name: getattr(decode, name) for name in ("MAX_WAVES", "MIN_SHARE", "ROOM", "FIXED_SHARE")}
         self.divisions = decode.splits_of, decode.Parts, decode.parts_of
+
+
+def names_in(call: ExportedCache, keys: tuple, reserved: frozenset[str]) -> tuple:
+    """What a call's mods capture, and their names (see named): lengths and the number of queries are arguments of the file's own."""
+    lengths = Captured("kv_len", "int32", call.kv_len, ("0",), (1,), given=True)
+    given = lengths, Captured("Q_LEN", "int", Q_LEN, given=True)
+    return named(call.score, call.mask, frozenset(), keys, reserved, given)
+
+
+def describe_cache(file: File, call: ExportedCache, extents: tuple, unit: int, scale_apart: bool) -> None:
+    """What exported_cached.jinja asks for, whatever kernels are written in: where a sequence's keys are, as arguments; the demo's sizes.
+
+    extents   of captured tensors          unit   elements of which strides are multiples, where a head dim is
+    """
+    file.call, file.ordinary = call, False
+    file.dtype, file.kv_dtype = dtype_name(call.dtype), dtype_name(call.kv_dtype or call.dtype)
+    file.d_qk, file.d_v, file.group, file.page_size = call.d_qk, call.d_v, call.group, call.page_size
+    file.located, file.scales = call.located, call.scales
+    file.q_unit, file.v_unit = (unit if d % unit == 0 else 1 for d in (call.d_qk, call.d_v))
+    file.longest, file.log2_e, file.tolerance = INDEX_BOUND, LOG2_E, TOLERANCES[file.dtype]
+    file.scale, file.scale_is_positive, file.scale_apart = literal_text(call.scale), call.scale > 0, scale_apart
+    file.q_block, file.kv_block = BLOCK, BLOCK
+    names = file.symbols_of_mods.split(", ") if file.symbols_of_mods else ["_"] * 4
+    file.symbols_of_mods = ", ".join([*names[:3], "kv_idx"])  # which hides what is past a sequence's end
+    if file.mask:
+        describe_mask(file, call.mask, extents)
+    file.tables = ", page_table" if call.page_size else ", cache_loc" if call.located else ""
+    file.factors = ", k_scale, v_scale" if call.scales else ""
+    (file.demo_query, file.demo_keys, file.demo_values, file.demo_pages), file.demo_batch = call.shapes, call.shapes[0][0]

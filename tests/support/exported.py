@@ -64,6 +64,18 @@ def tensors(device, Z=2, Hq=4, Hkv=4, Q_LEN=150, KV_LEN=150, D=32, D_V=None, dty
     return [t.requires_grad_(grad) for t in made]
 
 
+def cache(device, Z=3, Hq=8, Hkv=2, Q_LEN=1, S=16, pages=24, N=50, D=32, D_V=None, dtype=None):
+    """query, k_cache, v_cache, kv_len and page_table (or caches of N * S positions for N sequences, without)."""
+    generator = torch.Generator().manual_seed(0)
+    dtype = dtype or DTYPES[device]
+    shapes = (Z, Hq, Q_LEN, D), (N, S, Hkv, D), (N, S, Hkv, D_V or D)
+    q, k, v = (torch.randn(s, generator=generator).to(device, dtype) for s in shapes)
+    room = S * pages if pages else S
+    kv_len = torch.linspace(Q_LEN, room, Z).to(device, torch.int32)
+    table = torch.randint(N, (Z, pages), generator=generator).to(device, torch.int32) if pages else None
+    return q, k, v, kv_len, table
+
+
 def saved(tmp_path: Path, *arguments, **options):
     """An exported file, and it as a module."""
     path = tmp_path / "kernels_to_own.py"

@@ -1,0 +1,118 @@
+"""Exported files for caches with kernels in C++: they run without flexpress, and compute the library's bits."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from flexpress import cached_attention, export_cached
+from flexpress.mods import alibi, alibi_slopes, sliding_window, softcap
+from support.dense import relative_error
+from support.exported import cache, imports_of, load, run_alone
+
+pytestmark = pytest.mark.usefixtures("in_cpp")
+
+
+def saved(tmp_path, *arguments, **options):
+    """An exported file, and it as a module."""
+    path = tmp_path / "cache_to_own.py"
+    export_cached(*arguments, path=path, **options)
+    return path, load(path)
+
+
+def assert_same(module, arguments, *, mods=(None, None), captured=None, exact=2e-6, **named):
+    """A file's output and lse are cached_attention's bits, laid out as those, and near dense attention in float64."""
+    found = module.attention(*arguments, **named, **(captured or {}), return_lse=True)
+    library = cached_attention(*arguments, **named, score_mod=mods[0], mask_mod=mods[1], return_lse=True)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, library, strict=True))
+    assert found[0].stride() == library[0].stride()
+    assert relative_error(found[0], module.reference(*arguments, **named, **(captured or {}))) < exact
+
+
+def test_pages_and_one_query(tmp_path):
+    """Of sequences of any lengths, of which one is not there, and pages that are not either; a head dim of the values that is another."""
+    q, k, v, kv_len, table = cache("cpu", D_V=44)
+    path, module = saved(tmp_path, q, k, v, kv_len, page_table=table, score_mod=alibi(alibi_slopes(8)), scale=0.2)
+    for Z, Hkv, pages in ((3, 2, 24), (1, 1, 300), (5, 3, 3)):
+        q, k, v, kv_len, table = cache("cpu", Z=Z, Hq=4 * Hkv, Hkv=Hkv, pages=pages, D_V=44)
+        kv_len[Z // 2] = kv_len[Z // 2] - 1 if Z == 1 else 0
+        slopes = alibi_slopes(4 * Hkv)
+        assert_same(module, (q, k, v, kv_len), page_table=table, mods=(alibi(slopes), None), captured={"slopes": slopes}, scale=0.2)
+    table[-1, 1] = -1  # which the library refuses, unless it is told not to look
+    found = module.attention(q, k, v, kv_len, table, slopes=slopes)
+    assert torch.equal(found, cached_attention(q, k, v, kv_len, page_table=table, score_mod=alibi(slopes), scale=0.2, check=False))
+    assert "error" in run_alone(path)
+
+
+def wider_by_head(window):
+    """A window that each head has its own of."""
+
+    def mask(b, h, q_idx, kv_idx):
+        return (q_idx - kv_idx < window * (h + 1)) & (kv_idx <= q_idx)
+
+    return mask
+
+
+def test_a_window_over_many_queries(tmp_path):
+    """A prompt, and single queries, of caches in any strides and queries as (Z, Q_LEN, Hq, D); each head has other lists."""
+    q, k, v, kv_len, table = cache("cpu", Q_LEN=3, dtype=torch.bfloat16)
+    _, module = saved(tmp_path, q, k, v, kv_len, page_table=table, mask_mod=wider_by_head(30))
+    for Q_LEN, window, strided in ((200, 20, False), (1, 9, True), (5, 40, True)):
+        q, k, v, kv_len, table = cache("cpu", Q_LEN=Q_LEN, dtype=torch.bfloat16)
+        if strided:
+            q, k = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k))
+        named = {"page_table": table, "mods": (None, wider_by_head(window)), "captured": {"window": window}}
+        assert_same(module, (q, k, v, kv_len), **named, exact=4e-3)
+
+
+def test_entries_of_a_cache_in_eight_bits(tmp_path):
+    q, k, v, kv_len, _ = cache("cpu", Q_LEN=2, S=300, pages=0, N=6, dtype=torch.float16)
+    k, v = (t.to(torch.float8_e4m3fn) for t in (k, v))
+    k_scale, v_scale = torch.rand(2, 2) + 0.5
+    where = {"cache_loc": torch.tensor([4, 0, 2], dtype=torch.int32), "k_scale": k_scale, "v_scale": v_scale}
+    path, module = saved(tmp_path, q, k, v, kv_len, score_mod=softcap(20.0), **where)
+    assert_same(module, (q, k, v, kv_len), mods=(softcap(20.0), None), exact=1e-3, **where)
+    assert "error" in run_alone(path)
+    # of one query the library makes no lists by itself: the same numbers but for the order of sums
+    found = module.attention(q[:, :, :1], k, v, kv_len, **where)
+    assert relative_error(found, cached_attention(q[:, :, :1], k, v, kv_len, score_mod=softcap(20.0), **where)) < 1e-3
+
+
+def test_a_file_needs_torch_alone_and_passes_the_linter(tmp_path):
+    q, k, v, kv_len, table = cache("cpu")
+    kinds = {"a": {}, "b": {"score_mod": softcap(20.0), "mask_mod": sliding_window(64)}}
+    for name, options in kinds.items():
+        text = export_cached(q, k, v, kv_len, page_table=table, **options, path=tmp_path / f"{name}.py")
+        assert {n.split(".")[0] for n in imports_of(text)} - set(sys.stdlib_module_names) == {"torch"}
+        assert text == export_cached(q, k, v, kv_len, page_table=table, **options, target="cpu")
+    if importlib.util.find_spec("ruff") is None:
+        pytest.skip("ruff is not installed")
+    done = subprocess.run([sys.executable, "-m", "ruff", "check", "--isolated", "."], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_target_follows_from_the_call(monkeypatch):
+    """Tensors on a CPU, and whether the interpreter is asked for."""
+    q, k, v, kv_len, table = cache("cpu")
+
+    def needs_triton(**options):
+        return "import triton" in export_cached(q, k, v, kv_len, page_table=table, **options)
+
+    assert not needs_triton() and needs_triton(target="sm_80")
+    monkeypatch.setenv("FLEXPRESS_CPU", "interpreter")
+    assert needs_triton() and not needs_triton(target="cpu")
+    with pytest.raises(ValueError, match="layout 'kernels' is for kernels in Triton"):
+        export_cached(q, k, v, kv_len, page_table=table, target="cpu", layout="kernels", path="a")
+    with pytest.raises(ValueError, match="target must be one of"):
+        export_cached(q, k, v, kv_len, page_table=table, target="sm_1")
+
+
+def test_other_devices_are_an_error(tmp_path):
+    q, k, v, kv_len, table = cache("cpu")
+    _, module = saved(tmp_path, q, k, v, kv_len, page_table=table)
+    with pytest.raises(NotImplementedError, match="these kernels are for CPUs"):
+        module.attention(*(t.to("meta") for t in (q, k, v, kv_len, table)))
