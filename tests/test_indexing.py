@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexpress import ModError
+from flexpress import ModError, flex_attention
 from flexpress.codegen.run.evaluate import evaluate_mod
 from support.devices import DEVICES
 from support.evaluate import FLOATS, INTEGERS, check, make_mod, placed, values
@@ -99,6 +99,17 @@ def test_empty_tensors_read_zero(device):
     mod = make_mod("table[kv_idx, h] + 1", "score", {"table": torch.empty(0, 3, device=device)})
     out = evaluate_mod(mod, torch.zeros(1, 2, 5, 7, device=device))
     assert (out == 1).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("read", ["table[q_idx, 0]", "table[b, kv_idx]", "table[q_idx, kv_idx]", "table[h, kv_idx] - table[q_idx, 1]"])
+@pytest.mark.parametrize("shape", [(5, 0), (0, 7), (0, 0)])
+def test_empty_tensors_have_empty_gradients(device, read, shape):
+    table = torch.empty(shape, device=device, requires_grad=True)
+    q, k, v = (torch.ones(1, 2, n, 16, device=device) for n in (5, 7, 7))
+    out = flex_attention(q, k, v, make_mod(f"score + {read}", "score", {"table": table}))
+    assert (out == 1).all()
+    assert torch.autograd.grad(out.sum(), table)[0].shape == shape
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -269,3 +271,18 @@ def test_a_million_positions():
     causal = create_block_mask(mods.causal, None, None, length, length, "cuda")
     assert causal.kv_num_blocks.eq(1).all()
     assert causal.full_kv_num_blocks[0, 0].equal(torch.arange(blocks, device="cuda", dtype=torch.int32))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_mask_of_zero_is_not_one_of_minus_zero(device):
+    """They are equal, and so is their hash; lists of one are not kept for the other."""
+    q, k, v = inputs(device)
+
+    def at_one_end(end):
+        return lambda b, h, q_idx, kv_idx: torch.reciprocal(torch.full_like(kv_idx, 1, dtype=torch.float32) * end) > torch.tan(0.0 * q_idx)
+
+    for end in (0.0, -0.0, 0.0):
+        out = flex_attention(q, k, v, mask_mod=at_one_end(end))
+        exact = dense_attention(q, k, v, mask_mod=at_one_end(end))[0]
+        assert out.any() == exact.any() == (math.copysign(1, end) > 0)
+        assert relative_error(out, exact) < 1e-5 or not exact.any()

@@ -77,11 +77,13 @@ class ExprTable:
 
 @dataclass(frozen=True, slots=True)
 class TensorCapture:
-    """A tensor the mod indexes: a pointer, sizes and strides at launch."""
+    """A tensor the mod indexes: a pointer, sizes and strides at launch. `fixed`: dimensions whose size is part of the graph, as vectors are
+    made of their elements, with it."""
 
     name: str
     dtype: torch.dtype
     ndim: int
+    fixed: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

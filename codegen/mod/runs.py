@@ -10,6 +10,7 @@ import os
 import sys
 import types
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -22,7 +23,7 @@ from .ops import FUNCTIONS
 from .program import UNKNOWN_NUMBERS, HostProgram, Untrackable, fits_int32
 from .purity import FACTORIES, changes_in_place
 from .stand_ins import HostNumber, as_python, label_of, pinned, plain_place, value_of
-from .tensors import check_kind, is_distributed, is_pending, is_transformed
+from .tensors import check_kind, is_distributed, is_pending, is_transformed, tensors_in
 
 
 class TracingRun(Run):
@@ -31,6 +32,7 @@ class TracingRun(Run):
     def __init__(self, kind: str, operations: Operations) -> None:
         super().__init__(kind, ExprTable(), operations)
         self.tensors: dict[object, TensorCapture] = {}  # by what finds the value again
+        self.fixed: dict[int, dict[int, int]] = {}  # sizes that the graph depends on, by the tensor's identity and the dimension
         self.scalars: dict[object, ScalarCapture] = {}
         self.codes: set[types.CodeType] = set()  # of the mod's functions that have made a node
         self._names: set[str] = set()
@@ -56,6 +58,8 @@ class TracingRun(Run):
         if key not in self.tensors:
             self.check(tensor, name)
             self.tensors[key] = TensorCapture(self._unique(name), tensor.dtype, tensor.ndim)
+        if id(tensor) in self.fixed:
+            self.tensors[key] = replace(self.tensors[key], fixed=tuple(sorted(self.fixed[id(tensor)].items())))
         return list(self.tensors).index(key)
 
     def check(self, tensor: torch.Tensor, name: str) -> None:
@@ -85,9 +89,9 @@ class TracingRun(Run):
     @contextmanager
     def reading(self, function, args: tuple, kwargs: dict):
         """A mod may write into tensors that it has made. How often it runs is not for it to know, so it changes nothing else."""
-        foreign = [(t, t._version) for t in _tensors_in((args, kwargs)) if not t.is_inference() and _storage_of(t) not in self._own]
+        foreign = [(t, t._version) for t in tensors_in((args, kwargs)) if not t.is_inference() and _storage_of(t) not in self._own]
         out = kwargs.get("out")
-        written = set(map(id, args[:1] if out is None else _tensors_in((out,)))) if changes_in_place(function, kwargs) else ()
+        written = set(map(id, args[:1] if out is None else tensors_in((out,)))) if changes_in_place(function, kwargs) else ()
         if not any(id(t) in written for t, _ in foreign):
             yield
             written = ()
@@ -101,7 +105,7 @@ class TracingRun(Run):
         """Remember the storages of tensors that a function has made."""
         made = [t for t in (result if isinstance(result, (tuple, list)) else (result,)) if isinstance(t, torch.Tensor)]
         if made:
-            given = {_storage_of(a) for a in _tensors_in((args, kwargs))} - set(self._own)
+            given = {_storage_of(a) for a in tensors_in((args, kwargs))} - set(self._own)
             self._own |= {_storage_of(t): t for t in made if _storage_of(t) not in given}
 
     def source(self) -> SourceLine | None:
@@ -327,16 +331,6 @@ def _storage_of(tensor: torch.Tensor) -> int | None:
         return tensor.untyped_storage()._cdata
     except (RuntimeError, NotImplementedError):  # it has none
         return None
-
-
-def _tensors_in(value):
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors_in(item)
-    elif isinstance(value, dict):
-        yield from _tensors_in(list(value.values()))
 
 
 def _name_in(frame: types.FrameType | None, value) -> str:

@@ -323,3 +323,14 @@ def read_captured(bound: tuple, device: torch.device, where: str) -> None:
                 f"{where} {graph.name} captures {capture.name}, a tensor of {tensor.dtype}, which mods cannot read; convert it "
                 "with .to(...), or capture real and imaginary parts"
             )
+
+
+def tensors_in(value):
+    """The tensors in lists, tuples and dicts."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        yield from tensors_in(list(value.values()))

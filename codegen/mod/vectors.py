@@ -61,7 +61,9 @@ def _of_captured(tensor: torch.Tensor, index: tuple) -> Vector:
 
 def size_of(tensor: torch.Tensor, dim: int) -> int:
     """A size of a captured tensor, which is part of the trace from now on."""
-    return pinned(Run.current.host(torch.Tensor.size, (tensor, dim), {}, "size"))
+    size = pinned(Run.current.host(torch.Tensor.size, (tensor, dim), {}, "size"))
+    Run.current.fixed.setdefault(id(tensor), {})[dim] = size
+    return size
 
 
 def check_size(tensor: torch.Tensor, shape: torch.Size) -> None:

@@ -111,6 +111,8 @@ class Sums:
             total = self.totals[load.attr] = torch.zeros(shape, dtype=torch.float32, device=self.device)
         elif total.dtype != torch.float32:  # what another load of this tensor stored
             total = self.totals[load.attr] = total.float()
+        if total.numel() == 0:
+            return  # every index lies outside
         if load.op == "row":
             inside = inside.unsqueeze(-1)
             values = values.sum(-1, keepdim=True) if tensor.stride(-1) == 0 else values

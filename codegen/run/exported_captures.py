@@ -28,6 +28,7 @@ class Captured:
     """A captured tensor or number as an argument of the file's functions.
 
     sizes    of a tensor, per dimension: how large it is at least, as an expression
+    fixed    dimensions of a tensor whose size is as in the example, with it: a mod takes vectors along them
     strides  per dimension what the kernels' texts know: 0, 1, or of how many elements it is a multiple, as a text
     value    the example's; of a number, the default
     given    it is one of the function's own arguments, and no other
@@ -41,6 +42,7 @@ class Captured:
     wide: bool = False
     wanted: bool = False
     given: bool = False
+    fixed: tuple[tuple[int, int], ...] = ()
 
     is_tensor = property(lambda self: isinstance(self.value, torch.Tensor))
     is_floating = property(lambda self: self.value.is_floating_point())
@@ -126,7 +128,9 @@ def named(
                 found[name] = replace(made, name=name)
             else:
                 name, sizes = known.name, tuple(map(_larger, known.sizes, made.sizes))
-                found[name] = replace(known, sizes=sizes, wanted=known.wanted or made.wanted)
+                strides = tuple(map(_stricter, known.strides, made.strides))
+                fixed = tuple(sorted({*known.fixed, *made.fixed}))
+                found[name] = replace(known, sizes=sizes, strides=strides, wanted=known.wanted or made.wanted, fixed=fixed)
             names[which].append(name)
     return tuple(found.values()), tuple(names[0]), tuple(names[1])
 
@@ -141,6 +145,11 @@ def _larger(a: str, b: str) -> str:
     return a if a == b or b == "0" else b if a == "0" else f"max({a}, {b})"
 
 
+def _stricter(a: int | str, b: int | str) -> int | str:
+    """What both of two mods know of a stride: one may read rows in units of 16 bytes, and the other element by element."""
+    return b if a == "1" else a
+
+
 def _of_tensor(graph: ModGraph, layout: TensorLayout, place: int, tensor: torch.Tensor, wanted: bool) -> Captured:
     """What the text of a kernel supposes of a captured tensor."""
     sizes = ["0"] * tensor.dim()
@@ -151,4 +160,5 @@ def _of_tensor(graph: ModGraph, layout: TensorLayout, place: int, tensor: torch.
                 sizes[dim] = _larger(sizes[dim], least)
     unit = str(16 // tensor.element_size())
     strides = tuple({"0": 0, "1": 1, "v": unit, "n": "1"}[kind] for kind in layout.strides)
-    return Captured("", dtype_name(tensor.dtype), tensor, tuple(sizes), strides, layout.wide, wanted)
+    fixed = graph.tensors[place].fixed
+    return Captured("", dtype_name(tensor.dtype), tensor, tuple(sizes), strides, layout.wide, wanted, fixed=fixed)

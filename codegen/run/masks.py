@@ -161,7 +161,7 @@ def automatic_lists(
     key, stream = None, torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
     # what a CUDA graph captures is not there before its replay, and must not go while it lives; none captures stream 0
     if not graph.tensors and not starts and not (stream and torch.cuda.is_current_stream_capturing()):
-        key = (graph, *captured, extents, device, stream, size, transposed)
+        key = (graph, *map(repr, captured), extents, device, stream, size, transposed)  # 0.0 and -0.0 are equal, and are not the same
     lists = _kept.get(key)
     if lists is None:
 
