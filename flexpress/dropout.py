@@ -65,14 +65,17 @@ def dropout_mask(seed: torch.Tensor, shape: tuple[int, int, int, int], dropout_p
     are that number rounded down, 7 bits of another weight decide, so that p is exact: of queries m and m + 8 with the same key, each
     has the other's.
     """
-    device = seed.device
-    b, h, m, n = (torch.arange(size, device=device).view([-1, *[1] * (3 - i)]) for i, size in enumerate(shape))
-    return random_numbers(seed, b, h, m, n) >= dropout_numbers(dropout_p)["DROPPED"]
+    return random_numbers(seed, shape) >= dropout_numbers(dropout_p)["DROPPED"]
 
 
-def random_numbers(seed: torch.Tensor, b: torch.Tensor, h: torch.Tensor, m: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
-    """What says whether the weights of queries m and keys n are kept, as int64: two bytes with 7 bits each, those of the kernels."""
-    words = philox(seed, *torch.broadcast_tensors((m >> 4) * 8 + (m & 7), (n >> 5) * 4 + ((n & 7) >> 1), b, h))
+def random_numbers(seed: torch.Tensor, shape: tuple[int, int, int, int]) -> torch.Tensor:
+    """What says whether each weight is kept, as int64: two bytes with 7 bits each, those of the kernels."""
+    groups = *shape[:2], 8 * -(-shape[2] // 16), 4 * -(-shape[3] // 32)
+    b, h, group_m, group_n = (torch.arange(size, device=seed.device).view([-1, *[1] * (3 - i)]) for i, size in enumerate(groups))
+    m, n = (torch.arange(size, device=seed.device) for size in shape[2:])
+    of_groups = philox(seed, *torch.broadcast_tensors(group_m, group_n, b, h))
+    words = [w[:, :, (m >> 4) * 8 + (m & 7)][..., (n >> 5) * 4 + ((n & 7) >> 1)] for w in of_groups]
+    m = m[:, None]
     left, right = (torch.where((n & 8) == 0, *words[i : i + 2]) for i in (0, 2))
     bits = (torch.where((n & 16) == 0, left, right) >> (n & 1) * 16) & 0x7F7F
     return torch.where((m & 8) == 0, bits, (bits & 0x7F) << 8 | bits >> 8)

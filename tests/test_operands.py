@@ -20,13 +20,15 @@ DTYPES = {
     tl.uint8: np.uint8,
     tl.int32: np.int32,
     tl.int64: np.int64,
+    tl.uint32: np.uint32,
+    tl.uint64: np.uint64,
     tl.float16: np.float16,
     tl.bfloat16: np.uint16,
     tl.float32: np.float32,
     tl.float64: np.float64,
 }
 SHAPES = ((), (4,), (4, 1), (1, 4), (4, 4), (2, 1, 4), (8,))
-NUMBERS = (-1, 0, 1, 300, 2**31, 2**40, True, 0.0, -0.0, 0.5, 1e-42, float("inf"), float("nan"))
+NUMBERS = (-1, 0, 1, 300, 2**31, 2**32, 2**40, True, 0.0, -0.0, 0.5, 1e-42, float("inf"), float("nan"))
 
 
 def tensor(dtype, shape):
@@ -65,7 +67,9 @@ def test_operands_become_what_triton_makes_of_them(dtype, divided):
     LANGUAGE.run(compare)
 
 
-OPERATORS = [getattr(operator, name) for name in ("add", "sub", "mul", "lt", "le", "gt", "ge", "eq", "ne", "and_", "or_")]
+OPERATORS = [
+    getattr(operator, name) for name in ("add", "sub", "mul", "lt", "le", "gt", "ge", "eq", "ne", "and_", "or_", "xor", "lshift", "rshift")
+]
 FEW_SHAPES = ((), (4,), (4, 1), (4, 4))
 NEW_DIMENSIONS = [(slice(None), None), (None, slice(None)), (None, slice(None), None), (None,), (slice(None), slice(None), None)]
 

@@ -28,9 +28,14 @@ _UFUNCS = {
     "__ne__": np.not_equal,
     "__and__": np.bitwise_and,
     "__or__": np.bitwise_or,
+    "__xor__": np.bitwise_xor,
+    "__lshift__": np.left_shift,
+    "__rshift__": np.right_shift,
 }
 _TURNED = {"__radd__": "__add__", "__rsub__": "__sub__", "__rmul__": "__mul__"}  # the other operand is the left one
 _ORDER = ("int32", "int64", "fp32", "fp64")  # of two of these, the later one is what both are cast to
+_UNSIGNED = {"uint32": np.uint32, "uint64": np.uint64}  # these are computed directly beside their own kind and numbers
+_INTEGERS = {name: NUMBERS[name] for name in ("int32", "int64")} | _UNSIGNED
 _HINTS = {"eviction_policy", "cache_modifier"}  # arguments that change nothing here
 
 
@@ -60,6 +65,8 @@ def _numpy_common(name: str, left: str, right: str):
     """What NumPy computes in for these element types; None where Triton's own functions do."""
     if left == right == "int1":
         return np.dtype(bool) if name in ("__and__", "__or__") else None
+    if name in ("__lshift__", "__rshift__") or left in _UNSIGNED:
+        return np.dtype(_INTEGERS[left]) if left == right and left in _INTEGERS else None
     if left not in _ORDER or right not in _ORDER:
         return None
     return np.dtype(NUMBERS[max(left, right, key=_ORDER.index)])
@@ -72,7 +79,7 @@ def _operator(name: str, plain):
     def operator(self, other, **_):
         if type(other) is core.tensor:
             key = name, self.type.name, other.type.name
-        elif is_constant(other, self):
+        elif is_constant(other, self) or type(other) is int and 0 <= other < 1 << 32 and self.dtype.name in _UNSIGNED:
             key = name, self.type.name
         else:
             return plain(self, other)
@@ -129,7 +136,8 @@ def _cast(plain):
         was, name = self.dtype.name, dtype.name
         if was == name:
             return self
-        if name not in _ORDER or was not in _ORDER and was != "int1":
+        kinds = _INTEGERS if was in _UNSIGNED or name in _UNSIGNED else NUMBERS
+        if name not in kinds or was not in kinds and was != "int1":
             return plain(self, dtype)
         key = "to", self.type.name, name
         result = _ways.get(key)
@@ -137,7 +145,7 @@ def _cast(plain):
             made = plain(self, dtype)
             _ways[key] = made.type
             return made
-        return _tensor(self.handle.data.astype(NUMBERS[name]), result)
+        return _tensor(self.handle.data.astype(kinds[name]), result)
 
     return to
 
