@@ -278,7 +278,7 @@ def flex_attention(
     sinks           (Hq,), float16, bfloat16 or float32: a logit for each head, which takes part in the softmax as the score of one more
                     key whose value is 0 (attention sinks, arXiv 2309.17453; learned ones: gpt-oss, arXiv 2508.10925). lse has it in it,
                     max_scores has not. A row with nothing to attend to gives output 0, and its sink as lse
-    dropout_p       weights are dropped with this probability, rounded to a multiple of 2**-16, and others divided by 1 - p. Which ones
+    dropout_p       weights are dropped with this probability, rounded to a multiple of 2**-14, and others divided by 1 - p. Which ones
                     follows from the seed, b, h, q_idx and kv_idx: see dropout_mask. lse and max_scores are those without
     dropout_seed    int64 (1,), on query's device; by default torch's generator gives one, also in a CUDA graph
     q_scale, k_scale, v_scale   float32, positive: what query, key and value of float8_e4m3fn are to be multiplied by; by default 1.
