@@ -430,11 +430,12 @@ class Writer:
     def table(self, kind: str) -> str:
         """The name of a captured tensor of a kind, often one that there is."""
         rng = self.rng
-        tensors = {n: v for n, v in self.captures.value.items() if isinstance(v, torch.Tensor) and n.startswith(self.prefix)}
-        known = [n for n, v in tensors.items() if _kind(v) == kind]
-        if known and rng.random() < 0.5:
+        tensors = {n: v for n, v in self.captures.value.items() if isinstance(v, torch.Tensor) and n[0] in self.prefix + "m"}
+        known = [n for n, v in tensors.items() if _kind(v) == kind and len(self.captures.axes[n]) == v.ndim]  # a mask's, too
+        if known and rng.random() < 0.65:
             return rng.choice(known)
         name = f"{self.prefix}{len(self.captures.source)}"
+        whole = rng.random() < 0.5  # rows of whole 16 bytes are read otherwise than others
         sizes = dict(zip(MASK_SYMBOLS, self.extents, strict=True))
         axes, shape, cells = [], [], 1
         for _ in range(rng.choice((0, 1, 1, 1, 2, 2, 2, 3, 4))):
@@ -442,6 +443,8 @@ class Writer:
             size = {"distance": self.extents[2] + self.extents[3], "any": rng.randint(1, 7)}.get(axis) or sizes[axis]
             if rng.random() < 0.15:
                 size = max(1, size - rng.randint(1, 5))  # some indices lie outside
+            if whole:
+                size = -(-size // 16) * 16
             if cells * size > 200_000:
                 break
             cells *= size
@@ -475,6 +478,8 @@ class Writer:
         name, dtype = f"{self.prefix}{len(self.captures.source)}", rng.choice(INT_DTYPES)
         axes = ("q_idx", "kv_idx") if M * N <= 200_000 and rng.random() < 0.7 else ("sum",)
         shape = (M, N) if len(axes) == 2 else (M + N,)
+        if rng.random() < 0.5:
+            shape = *shape[:-1], -(-shape[-1] // 16) * 16
         low, high = rng.choice(((0, 1), (0, 3), (-3, 3), (0, 100)))
         source = f"integers({shape}, {dtype}, {rng.randrange(10_000)}, {max(low, torch.iinfo(dtype).min)}, {high})"
         if rng.random() < 0.15:
@@ -517,10 +522,34 @@ class Writer:
         if not axes:
             return self.made(name)
         index = [self.place(axis, n) for axis, n in zip(axes, value.shape, strict=True)]
+        if len(index) > 1 and self.rng.random() < 0.5:  # one row, or one column, beside what others read of the same tensor
+            for dim, size in enumerate(value.shape):
+                if self.rng.random() < 0.5:
+                    index[dim] = self.symbols[self.rng.choice(("q_idx", "kv_idx", "q_idx", "kv_idx", "h"))]
+                elif dim and self.rng.random() < 0.5:
+                    index[dim] = self.constant(self.rng.randrange(-size, size))
         places = [f"{{{i}}}" for i in range(len(index))]
         cut = self.rng.randint(1, len(index)) if self.rng.random() < 0.1 else len(index)
         form = f"{name}[{', '.join(places[:cut])}]" + (f"[{', '.join(places[cut:])}]" if cut < len(index) else "")
         return self.made(form, *index)
+
+    def read_twice(self) -> Node:
+        """A condition on what a table has for each pair of positions, and on one of its rows or columns."""
+        rng, s, name = self.rng, self.symbols, self.table_of_pairs()
+        if self.captures.value[name].ndim < 2:
+            return self.leaf("b")
+        form, at = f"{name}[{{0}}, {{1}}]", self.constant(rng.randint(0, 9))
+        reads = self.made(form, s["q_idx"], s["kv_idx"]), self.made(form, *rng.sample((s[rng.choice(("q_idx", "kv_idx"))], at), 2))
+        conditions = []
+        for node in reads:
+            n = node.value[rng.randrange(len(node.value))].item()
+            conditions.append(self.made(f"{{0}} {rng.choice(('<=', '>', '==', '!='))} {n if 0 <= n <= 100 else 0}", node))
+        return self.made(rng.choice(("{0} & {1}", "{0} | {1}")), *conditions)
+
+    def constant(self, n: int) -> Node:
+        """An index that is written in the mod."""
+        value = torch.full_like(self.symbols["b"].value, n)
+        return Node(str(n), (), value, value)
 
     def place(self, axis: str, size: int) -> Node:
         rng, s = self.rng, self.symbols
@@ -655,6 +684,8 @@ def mask_source(writer: Writer, depth: int, name: str = "mask_mod") -> str:
         if writer.rng.random() < 0.3:
             other = writer.made("{0} >= {1}", writer.symbols["q_idx"], writer.symbols["kv_idx"])
             node = writer.made(writer.rng.choice(("{0} & {1}", "{0} & {1}", "{0} | {1}")), other, node)
+        if writer.rng.random() < 0.25:
+            node = writer.made(writer.rng.choice(("{0} & {1}", "{0} | {1}")), node, writer.read_twice())
         if 0 < node.value.float().mean() < 1:
             break
     return source_of(node, name, MASK_SYMBOLS)
