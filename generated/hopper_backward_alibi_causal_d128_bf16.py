@@ -18,9 +18,9 @@ A tile, as time goes by. The producer runs ahead until both buffers of Q and its
     numbers of the tile, K, V   waits for them
     Q, top, share of block 0    starts S^T = K Q^T
     dO, delta of block 0        starts dP^T = V dO^T; waits for S^T: P^T = exp2(S^T - ...) while dP^T runs; starts dV += P^T dO
-    the same of block 1         waits for dP^T: dS^T = P^T (dP^T - delta) while dV runs; starts dK += dS^T Q
-                                dS^T to shared memory; meets the other consumer; starts its half of dQ = dS K
-                                waits for dK and dV, lets go of Q and dO; waits for dQ, which the TMA unit adds to DQ_SUM
+    the same of block 1         waits for dP^T: dS^T = P^T (dP^T - delta) and to shared memory while dV runs
+                                meets the other consumer; starts its half of dQ = dS K, and dK += dS^T Q
+                                waits for dQ, which the TMA unit adds to DQ_SUM while dK runs; waits for dK, lets go of Q and dO
     ...                         ...
     numbers of the next tile    lets go of K and V; dK and dV to shared memory, from where the TMA unit stores them
     its K, V and block 0        waits until they are in memory
@@ -526,7 +526,6 @@ def add_query_block(
     dp = warpgroup_mma_wait(1, deps=(dp,))
     delta = shared.delta.index(slot).reshape([BLOCK_M]).load(QUERIES)
     ds = (p * (dp - delta[None, :])).to(dtype)
-    dk = warpgroup_mma(gl.convert_layout(ds, WEIGHTS), q, dk, is_async=True)
 
     # dS to the other consumer. There are two buffers: who has met at this block no longer reads that of the block
     # before the last
@@ -537,16 +536,18 @@ def add_query_block(
     dq_zeros = gl.zeros([64, 64], gl.float32, layout=DQ_PART)
     k_half = k.slice(CONSUMER * 64, 64, dim=1)
     dq = warpgroup_mma(ds_buffer.permute((1, 0)), k_half, dq_zeros, use_acc=False, is_async=True)
-    dk, dv = warpgroup_mma_wait(1, deps=(dk, dv))
-    mbarrier.arrive(shared.q.empty.index(slot), count=1)
+    # behind dQ, so that it runs while dQ leaves
+    dk = warpgroup_mma(gl.convert_layout(ds, WEIGHTS), q, dk, is_async=True)
     tma.store_wait(0)  # the TMA unit has read what this buffer held of the block before
-    dq = warpgroup_mma_wait(0, deps=(dq,))
     barrier()
+    dq = warpgroup_mma_wait(1, deps=(dq,))
     dq_buffer = shared.dq.index(CONSUMER)
     dq_buffer.reshape([64, 64]).store(dq)
     fence_async_shared()
     barrier()
     tma_add(desc_dq, [z, h, start_m, CONSUMER * 64], dq_buffer)  # drops rows past the tensor
+    dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
+    mbarrier.arrive(shared.q.empty.index(slot), count=1)
     return dk, dv
 
 

@@ -15,10 +15,11 @@ from flexpress.codegen.gpus import SHARED_MEMORY
 from flexpress.codegen.plan.extras import Extras
 from flexpress.codegen.plan.forward import Blocks, Cache, ForwardCase, Options
 from flexpress.codegen.plan.geometry import geometry_of
-from flexpress.codegen.plan.hopper_forward import enough_heads, fits, heads_per_group, plan_hopper_forward
+from flexpress.codegen.plan.hopper_forward import UNEVEN_BYTES, enough_heads, fits, heads_per_group, is_uneven, plan_hopper_forward
 from flexpress.codegen.run.preview import Compilation, hopper_compilation
 from flexpress.codegen.text.render import render
 from flexpress.recipes import make
+from flexpress.recorded import graph_and_values
 from support.assembly import assert_packed_as_read
 from support.tritons import my_turn
 
@@ -335,3 +336,18 @@ def test_heads_per_group(heads, kv_bytes, enough, expected):
 )
 def test_few_heads_are_worked_on_at_a_time(heads, tiles, listed, expected):
     assert enough_heads(heads, tiles, listed) == expected
+
+
+@pytest.mark.parametrize(
+    "recipe, expected", [("causal", False), ("document", True), ("jagged_window", True), ("graph_neighbors", False), ("plain", False)]
+)
+def test_masks_with_long_rows_anywhere(recipe, expected):
+    """Those that read what positions have of their own; an element of every pair says nothing of it."""
+    mask = make(recipe)[1]
+    assert is_uneven(graph_and_values(mask, "mask") if mask else None) is expected
+
+
+@pytest.mark.parametrize("tiles, kv_bytes, expected", [(128, 8 << 20, 16), (32, 2 << 20, 64), (512, 32 << 20, 4), (512, 8 << 20, 4)])
+def test_many_heads_are_worked_on_where_long_rows_lie_anywhere(tiles, kv_bytes, expected):
+    """16 tiles for each of 128 multiprocessors, if their K and V are not too many."""
+    assert heads_per_group(64, kv_bytes, enough_heads(64, tiles, True, True), UNEVEN_BYTES) == expected

@@ -31,6 +31,7 @@ from .hopper_forward import HEAVY, scores_are_raw
 
 BLOCK_N = 128  # keys of a program, 64 for each consumer
 L2_BYTES = 24 << 20  # of Q, dO and dQ's sums that heads which are worked on at a time may take
+LISTED_BYTES = 72 << 20  # the same with block lists
 DQ_BLOCK = 128 << 10  # bytes of dQ's sums that a program reads at once, to finish them: as many as keep memory busy
 # a derivative is linear in the gradient of its result: it is applied to p before dP is there, which is waited for with fewer registers
 _SYMBOLS = {"score": "qk", "b": "z", "h": "h", "q_idx": "m", "kv_idx": "n", "grad": "p"}
@@ -118,10 +119,10 @@ def padded(d_qk: int, d_v: int) -> tuple[int, int]:
     return max(round_up_head_dim(d_qk), d_v), d_v
 
 
-def enough_heads(kv_len: int) -> int:
+def enough_heads(kv_len: int, listed: bool) -> int:
     """How many heads of K and V are worked on at a time (see hopper_forward.py): a tile of 128 keys for every multiprocessor, as tiles
-    wait for those of the group before to zero their sums."""
-    return max(2, -(-128 // -(-kv_len // 128)))
+    wait for those of the group before to zero their sums; with block lists several heads, as tiles take different times."""
+    return max(4 if listed else 2, -(-128 // -(-kv_len // 128)))
 
 
 def hopper_backward_tile(case: BackwardCase, score: Mod | None, mask: Mod | None) -> HopperBackwardTile:

@@ -12,7 +12,8 @@ import torch
 from ..gpus import round_up_head_dim
 from ..mod.added_dots import AddedDot, added_dot
 from ..mod.dtypes import dtype_name
-from ..mod.loads import gathers, weight_of
+from ..mod.expr import symbols_in
+from ..mod.loads import POSITIONS, gathers, is_gather, loads_of, weight_of
 from ..mod.sums import Sum
 from ..text.languages import GLUON
 from ..text.mod_text import ModText
@@ -41,6 +42,7 @@ HEAVY = {
     "vectors": "vectors of captured tensors take more registers than its tiles leave",
 }
 L2_BYTES = 32 << 20  # of K and V that heads which are worked on at a time may take
+UNEVEN_BYTES = 128 << 20  # the same under a mask that is_uneven, of which little is visited at a time
 SPILL_LIMIT = 1024  # bytes of a thread; a mod of a dozen library calls spills 20 times that, and the portable kernel is then twice as fast
 
 
@@ -167,10 +169,18 @@ def heads_per_group(heads: int, bytes_each: int, enough: int, cached: int = L2_B
     return -(-heads // groups)
 
 
-def enough_heads(heads: int, tiles: int, listed: bool) -> int:
+def is_uneven(mask: Mod | None) -> bool:
+    """Does a mask read what queries, or keys, have of their own, as of documents? Then long rows may lie anywhere."""
+    return mask is not None and any(symbols_in(load) & POSITIONS and not is_gather(load) for load in loads_of(mask[0]))
+
+
+def enough_heads(heads: int, tiles: int, listed: bool, uneven: bool = False) -> int:
     """How many of `heads` of K and V, each with so many tiles of queries, are worked on at a time: few, so that memory is read all along.
     Where every program begins with a head of its own, all wait for memory together, and then none reads it. With lists, a tile for every
-    multiprocessor and several heads, as the longest rows of a group go first; all heads, where a group would be much of the whole."""
+    multiprocessor and several heads, as the longest rows of a group go first; all heads, where a group would be much of the whole. Where
+    the longest do not go first, so many tiles for every multiprocessor that in the last group they are done before the others."""
+    if listed and uneven:
+        return -(-2048 // tiles)
     if not listed:
         return -(-32 // tiles)
     return heads if heads * tiles <= 512 else max(4, -(-128 // tiles))

@@ -14,7 +14,7 @@ from ..device.memory import META
 from ..plan.backward import STATS_ALIGNMENT, BackwardCase, BackwardGeometry, BackwardPlan, Step, delta_rows, plan_backward, stats_copies
 from ..plan.extras import dropout_numbers
 from ..plan.forward import Mod, scales
-from ..plan.hopper_backward import L2_BYTES, HopperBackwardPlan, enough_heads, fits, plan_hopper_backward
+from ..plan.hopper_backward import L2_BYTES, LISTED_BYTES, HopperBackwardPlan, enough_heads, fits, plan_hopper_backward
 from ..plan.hopper_forward import heads_per_group
 from ..plan.tiles import Tile
 from ..registry import Table
@@ -88,7 +88,9 @@ class Sizes(NamedTuple):
         """All that the kernels may take beside lists, by the names of parameters."""
         (Z, Hq, Q_LEN, KV_LEN), (Zkv, Hkv), case = self.extents, self.shared, call.case
         row_bytes = case.d_qk * (case.dtype.itemsize + 4) + case.d_v * case.dtype.itemsize
-        heads = heads_per_group(Zkv * Hkv, Q_LEN * row_bytes * (Z * Hq // (Zkv * Hkv)), enough_heads(KV_LEN), L2_BYTES)
+        listed = case.blocks is not None
+        enough, cached = enough_heads(KV_LEN, listed), LISTED_BYTES if listed else L2_BYTES
+        heads = heads_per_group(Zkv * Hkv, Q_LEN * row_bytes * (Z * Hq // (Zkv * Hkv)), enough, cached)
         inside = isinstance(plan, HopperBackwardPlan) and plan.fused.flag["BATCH_INSIDE"]
         return {
             **call.geometry.strides,

@@ -69,7 +69,9 @@ class HopperPart:
         self.half_tile, self.tile = hopper_forward.ROWS, 2 * hopper_forward.ROWS
         self.scale_apart = self.forward.scale_apart
         self.row_bytes = (call.d_qk + call.d_v) * call.dtype.itemsize
-        self.cached, self.cached_backward = hopper_forward.L2_BYTES, hopper_backward.L2_BYTES
+        self.uneven = bool(call.mask) and hopper_forward.is_uneven(call.mask)
+        self.cached = hopper_forward.UNEVEN_BYTES if self.uneven else hopper_forward.L2_BYTES
+        self.cached_backward = hopper_backward.LISTED_BYTES if call.mask else hopper_backward.L2_BYTES
         self.spill_limit = "None" if self.required else hopper_forward.SPILL_LIMIT
 
     def _differentiate(self, plans: Plans) -> None:

@@ -15,7 +15,18 @@ from ..plan.extras import extra_numbers
 from ..plan.forward import ForwardCase, Mod, Plan, plan_forward, scales
 from ..plan.geometry import Geometry
 from ..plan.hopper_dots import SMALLEST_SCALE
-from ..plan.hopper_forward import ROWS, SPILL_LIMIT, HopperPlan, enough_heads, fits, heads_per_group, plan_hopper_forward
+from ..plan.hopper_forward import (
+    L2_BYTES,
+    ROWS,
+    SPILL_LIMIT,
+    UNEVEN_BYTES,
+    HopperPlan,
+    enough_heads,
+    fits,
+    heads_per_group,
+    is_uneven,
+    plan_hopper_forward,
+)
 from ..registry import INFO, Table
 from ..text.mod_text import mod_values
 from .block_lists import BlockLists, tiles_of
@@ -111,8 +122,9 @@ def _numbers(call: Call, plan: Plan | HopperPlan, lists: BlockLists | None) -> d
     Z, Hq, Q_LEN, KV_LEN = call.extents
     group, case = call.geometry.numbers["GROUP_SIZE"], call.case
     kv_bytes = KV_LEN * (case.d_qk + case.d_v) * case.dtype.itemsize
-    at_a_time = enough_heads(Z * Hq // group, -(-Q_LEN // (2 * ROWS)) * group, lists is not None)
-    heads = group * heads_per_group(Z * Hq // group, kv_bytes, at_a_time)
+    uneven = lists is not None and is_uneven(call.mask)
+    at_a_time = enough_heads(Z * Hq // group, -(-Q_LEN // (2 * ROWS)) * group, lists is not None, uneven)
+    heads = group * heads_per_group(Z * Hq // group, kv_bytes, at_a_time, UNEVEN_BYTES if uneven else L2_BYTES)
     return {
         **call.geometry.numbers,
         "HEADS": Z * Hq,
