@@ -84,6 +84,8 @@ def float32_programs(backward: bool = False) -> list:
         body = p.body()
         if "torch.float32, device" not in body.split("\nq = laid_out")[1].split("\n")[0] or backward != ("autograd.grad" in body):
             continue
+        if "TRITON_DECODE" in body:  # which may be refused
+            continue
         names = p.run()
         if names["out"].any():
             assert not p.check(names).differences, body
