@@ -183,7 +183,7 @@ CAPTURES = [
     ),
     Mutant(
         "codegen/mod/runs.py",
-        "given = {_storage_of(a) for a in _tensors_in((args, kwargs))} - set(self._own)",
+        "given = {_storage_of(a) for a in tensors_in((args, kwargs))} - set(self._own)",
         "given = set()",
         named("captures", "may_not_change"),
         "a view of a captured tensor counts as the mod's own",
@@ -1357,9 +1357,16 @@ PREFIXES = [
         "tokens of no sequence have rows",
     ),
     Mutant(
+        "codegen/plan/masks.py",
+        "layouts(part, captured, extents, graph)",
+        "layouts(part, captured, extents)",
+        named("block_mask", "many_ways"),
+        "texts of a mask count a stride in different units",
+    ),
+    Mutant(
         "flexpress/shared_attention.py",
-        "score, mask, scale, False, sinks)",
-        "score, mask, scale, False, None)",
+        "q_offset=laid.q_offset,",
+        "q_offset=laid.q_offset, sinks=None,",
         named("shared_prefix", "sinks_count"),
         "sinks do not count",
     ),
