@@ -56,7 +56,7 @@ class FileInCpp(File):
     in_cpp, tma, has_transposed = True, False, False
     q_unit = 1  # elements of which strides are multiples
     variables = {**File.variables, "DK_SUMS": "dk_sums", "DV_SUMS": "dv_sums"}
-    spans: Mapping[str, str] = types.MappingProxyType({})  # of gradients that positions share: a number of the backward kernel's, the tensor
+    spans: Mapping[str, str] = types.MappingProxyType({})  # of shared gradients: a number of the backward kernel's, the tensor
 
     def hold(self, specs: Mapping[str, KernelSpec]) -> None:
         """The file has these kernels, by name."""
