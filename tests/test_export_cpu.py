@@ -79,7 +79,7 @@ def test_a_document_mask_of_16_bits(tmp_path, dtype):
     library = flex_attention(*inputs, mask_mod=document(other, causal), return_lse=True)
     assert_as_accurate(found[0], *inputs, mask_mod=document(other, causal))
     assert_same([*found, *gradients(*found, inputs)], [*library, *gradients(*library, inputs)])
-    assert dtype is torch.float16 or "error" in run_alone(path)
+    assert "error" in run_alone(path)
 
 
 def test_a_mask_that_is_evaluated(tmp_path):
