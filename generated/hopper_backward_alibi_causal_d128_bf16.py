@@ -9,8 +9,9 @@ One program stays on each multiprocessor and computes dK and dV of tiles of 128 
 has the TMA unit copy K, V and blocks of Q and dO to shared memory; two groups of four warps are consumers. Blocks are transposed,
 [keys, queries].
 Each consumer takes 64 keys, and P^T and dS^T are left operands of the next products as they stand in registers. dQ needs all 128 keys, so
-dS^T passes through shared memory, and each consumer computes half of the columns of a block's dQ, which the TMA unit adds to memory:
-the last bits of dQ depend on the order in which programs do so. dK and dV are the same every time.
+dS^T passes through shared memory, and each consumer computes half of the columns of a block's dQ. It does so one block
+late, so that none waits for the other's dS^T: they drift apart, and one computes weights while the other keeps the tensor cores busy. The
+TMA unit adds dQ to memory: its last bits depend on the order in which programs do so. dK and dV are the same every time.
 
 A tile, as time goes by. The producer runs ahead until both buffers of Q and its statistics are full, and those of dO.
 
@@ -19,7 +20,7 @@ A tile, as time goes by. The producer runs ahead until both buffers of Q and its
     Q, top, share of block 0    starts S^T = K Q^T
     dO, delta of block 0        starts dP^T = V dO^T; waits for S^T: P^T = exp2(S^T - ...) while dP^T runs; starts dV += P^T dO
     the same of block 1         waits for dP^T: dS^T = P^T (dP^T - delta) and to shared memory while dV runs
-                                meets the other consumer; starts its half of dQ = dS K, and dK += dS^T Q
+                                starts its half of dQ = dS K of the block before, and dK += dS^T Q
                                 waits for dQ, which the TMA unit adds to DQ_SUM while dK runs; waits for dK, lets go of Q and dO
     ...                         ...
     numbers of the next tile    lets go of K and V; dK and dV to shared memory, from where the TMA unit stores them
@@ -30,7 +31,7 @@ A tile, as time goes by. The producer runs ahead until both buffers of Q and its
     Z, Hq, Hkv     batch size, query heads, key/value heads (GROUP_SIZE = Hq / Hkv query heads share one)
     HEADS          Zkv * Hkv; HEADS_PER_GROUP of them are worked on at a time, with Q, dO and dQ in the L2 cache
     Q_LEN, KV_LEN  sequence lengths          m, n        query / key positions
-    start_m        first query position of a block of BLOCK_M queries
+    start_m        first query position of a block of BLOCK_M queries; m_before: of the block before, -1 if none is
     tile, turn     number of a key tile, and how many this program has had before
     step           how many blocks this program has had before, over all its tiles: block `step` lies in buffer step & 1
     full, empty    barriers: a buffer's copy has arrived; all that read it have done so
@@ -110,6 +111,7 @@ class Shared:
     do: Ring
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
+    kv_full: gl.shared_memory_descriptor
     tops: gl.shared_memory_descriptor
     delta: gl.shared_memory_descriptor
     ds: gl.shared_memory_descriptor
@@ -117,12 +119,13 @@ class Shared:
     start_m: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, tiles, q, do, k, v, tops, delta, ds, dq, start_m):
+    def __init__(self, tiles, q, do, k, v, kv_full, tops, delta, ds, dq, start_m):
         self.tiles = tiles
         self.q = q
         self.do = do
         self.k = k
         self.v = v
+        self.kv_full = kv_full
         self.tops = tops
         self.delta = delta
         self.ds = ds
@@ -391,17 +394,16 @@ def backward_producer(
             visits = visits_at(lists, place, num_blocks, num_full_blocks)
             block = listed_block(0, visits, STEPS=2)
             if reader == 0:
-                # the consumers still store dK and dV of the tile before. What they read again of its numbers is in the
-                # other turn's place
-                mbarrier.wait(shared.tiles.empty, (turn & 1) ^ 1)
                 hand_out(shared.tiles, turn, BLOCK, kv_block)
                 hand_out(shared.tiles, turn, BATCH, z_kv)
                 hand_out(shared.tiles, turn, HEAD, h_kv)
                 hand_out(shared.tiles, turn, ALL_CHECKED, gl.where((kv_block + 1) * BLOCK_N > KV_LEN, 1, huge))
-                mbarrier.arrive(shared.tiles.full, count=1)
-                mbarrier.expect(shared.tiles.full, desc_k.block_type.nbytes + desc_v.block_type.nbytes)
-                tma_load(desc_k, [z_kv, h_kv, kv_block * BLOCK_N, 0], shared.tiles.full, shared.k.index(0))
-                tma_load(desc_v, [z_kv, h_kv, kv_block * BLOCK_N, 0], shared.tiles.full, shared.v.index(0))
+                mbarrier.arrive(shared.tiles.full.index(turn & 1), count=1)
+                # the consumers let go of K and V of the tile before when its dK and dV are still to be stored
+                mbarrier.wait(shared.tiles.empty, (turn & 1) ^ 1)
+                mbarrier.expect(shared.kv_full, desc_k.block_type.nbytes + desc_v.block_type.nbytes)
+                tma_load(desc_k, [z_kv, h_kv, kv_block * BLOCK_N, 0], shared.kv_full, shared.k.index(0))
+                tma_load(desc_v, [z_kv, h_kv, kv_block * BLOCK_N, 0], shared.kv_full, shared.v.index(0))
             for i in range(0, steps):
                 start_m = block * 128 + i % 2 * BLOCK_M
                 # a step ahead, so that no copy waits for it
@@ -449,7 +451,7 @@ def backward_producer(
     if turn > 1:
         gl.atomic_add(DONE + earlier_head, 1, sem="release")
     hand_out(shared.tiles, turn, BLOCK, -2 - q_blocks)
-    mbarrier.arrive(shared.tiles.full, count=2)
+    mbarrier.arrive(shared.tiles.full.index(turn & 1), count=1)
     mbarrier.wait(shared.tiles.empty, turn & 1)
     if turn > 0:
         gl.atomic_add(DONE + last_head, 1, sem="release")
@@ -461,7 +463,7 @@ def backward_producer(
         hand_out(shared.tiles, turn, BLOCK, -2 - place.q_block)
         hand_out(shared.tiles, turn, BATCH, place.z)
         hand_out(shared.tiles, turn, HEAD, place.h)
-        mbarrier.arrive(shared.tiles.full, count=2)
+        mbarrier.arrive(shared.tiles.full.index(turn & 1), count=1)
         dq_block = gl.atomic_add(COUNTER, 1) - tiles
         turn += 1
     if dq_block == dq_blocks + gl.num_programs(0) - 1:  # every program draws one ticket in vain; this is the last
@@ -469,12 +471,56 @@ def backward_producer(
         gl.store(COUNTER + 1, 0)
     mbarrier.wait(shared.tiles.empty, (turn & 1) ^ 1)
     hand_out(shared.tiles, turn, BLOCK, -1)
-    mbarrier.arrive(shared.tiles.full, count=2)
+    mbarrier.arrive(shared.tiles.full.index(turn & 1), count=1)
+
+
+@gluon.jit
+def tell_other(step, CONSUMER: gl.constexpr):
+    """Tell the other consumer that dS of block `step` is stored, and dQ of the block before is computed."""
+    number = 9 + CONSUMER * 2 + (step & 1)
+    gl.inline_asm_elementwise("bar.arrive $1, 256; mov.u32 $0, 0;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def wait_for_other(step, CONSUMER: gl.constexpr):
+    """Wait until the other consumer has told so. There are two barriers each, as it may be a block ahead."""
+    number = 9 + (1 - CONSUMER) * 2 + (step & 1)
+    gl.inline_asm_elementwise("bar.sync $1, 256; mov.u32 $0, 0;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def start_dq(shared, step, CONSUMER: gl.constexpr):
+    """Start this consumer's half of dQ of block `step`."""
+    k = shared.k.index((step + 1) >> 31).reshape([BLOCK_N, 128])
+    ds = shared.ds.index(step & 1)
+    zeros = gl.zeros([64, 64], gl.float32, layout=DQ_PART)
+    return warpgroup_mma(ds.permute((1, 0)), k.slice(CONSUMER * 64, 64, dim=1), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def stored_dq(dq, shared, CONSUMER: gl.constexpr, LATER: gl.constexpr):
+    """Wait for dQ, and not for LATER products that were started after it; store it to the buffer that the TMA unit adds."""
+    tma.store_wait(0)  # it has read what was there of the block before
+    barrier()
+    dq = warpgroup_mma_wait(LATER, deps=(dq,))
+    buffer = shared.dq.index(CONSUMER)
+    buffer.reshape([64, 64]).store(dq)
+    fence_async_shared()
+    barrier()
+    return buffer
+
+
+@gluon.jit
+def finish_last_dq(z, h, m_before, desc_dq, shared, step, CONSUMER: gl.constexpr):
+    """Half of dQ of the last block of a query head."""
+    wait_for_other(step, CONSUMER)
+    dq_buffer = stored_dq(start_dq(shared, step, CONSUMER), shared, CONSUMER, LATER=0)
+    tma_add(desc_dq, [z, h, m_before, CONSUMER * 64], dq_buffer)
 
 
 @gluon.jit
 def add_query_block(
-    dk, dv, desc_dq, shared, step,
+    dk, dv, m_before, desc_dq, shared, step,
     z, h, n, keys, is_full, Q_LEN, KV_LEN, SM_SCALE, TO_LOG2,
     ptr_slopes,  # captured by score_mod alibi
     score_0,  # what the mods have read for every key
@@ -527,28 +573,27 @@ def add_query_block(
     delta = shared.delta.index(slot).reshape([BLOCK_M]).load(QUERIES)
     ds = (p * (dp - delta[None, :])).to(dtype)
 
-    # dS to the other consumer. There are two buffers: who has met at this block no longer reads that of the block
-    # before the last
-    ds_buffer = shared.ds.index(slot)
-    ds_buffer.slice(CONSUMER * 64, 64, dim=0).store(ds)
-    fence_async_shared()
-    meet()
-    dq_zeros = gl.zeros([64, 64], gl.float32, layout=DQ_PART)
-    k_half = k.slice(CONSUMER * 64, 64, dim=1)
-    dq = warpgroup_mma(ds_buffer.permute((1, 0)), k_half, dq_zeros, use_acc=False, is_async=True)
+    # who has told that its dS of the block before is stored has read the buffer that is next
+    if m_before >= 0:
+        wait_for_other(step - 1, CONSUMER)
+    shared.ds.index(slot).slice(CONSUMER * 64, 64, dim=0).store(ds)
+    dq = start_dq(shared, step - 1, CONSUMER)  # of nothing in the first block
     # behind dQ, so that it runs while dQ leaves
     dk = warpgroup_mma(gl.convert_layout(ds, WEIGHTS), q, dk, is_async=True)
-    tma.store_wait(0)  # the TMA unit has read what this buffer held of the block before
-    barrier()
-    dq = warpgroup_mma_wait(1, deps=(dq,))
-    dq_buffer = shared.dq.index(CONSUMER)
-    dq_buffer.reshape([64, 64]).store(dq)
-    fence_async_shared()
-    barrier()
-    tma_add(desc_dq, [z, h, start_m, CONSUMER * 64], dq_buffer)  # drops rows past the tensor
+    dq_buffer = stored_dq(dq, shared, CONSUMER, LATER=1)
+    tell_other(step, CONSUMER)
+    if m_before >= 0:
+        tma_add(desc_dq, [z, h, m_before, CONSUMER * 64], dq_buffer)  # drops rows past the tensor
     dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
     mbarrier.arrive(shared.q.empty.index(slot), count=1)
-    return dk, dv
+    return dk, dv, start_m
+
+
+@gluon.jit
+def next_block(tiles, turn):
+    """The first of the numbers that are handed out as the `turn`th, when they are there."""
+    mbarrier.wait(tiles.full.index(turn & 1), (turn >> 1) & 1)
+    return handed_out(tiles, turn, BLOCK)
 
 
 @gluon.jit
@@ -568,8 +613,7 @@ def backward_consumer(
     dv_buffer = dv_buffers.index(CONSUMER)
     step = 0
     turn = 0
-    mbarrier.wait(shared.tiles.full, 0)
-    kv_block = handed_out(shared.tiles, 0, BLOCK)
+    kv_block = next_block(shared.tiles, turn)
     while kv_block >= 0:
         keys = kv_block * BLOCK_N + CONSUMER * 64 + gl.arange(0, 64, layout=KEYS)
         n = keys[:, None]
@@ -589,12 +633,17 @@ def backward_consumer(
             # ---- score_mod: alibi, what it reads by key
             # mods/alibi.py:67: return score + slopes[h] * (kv_idx - q_idx)
             score_0 = gl.load(ptr_slopes + h)
+            if reader == 0:
+                wait_for_stores()  # of the tile before
+                barrier()  # every warp stores a part
+                mbarrier.wait(shared.kv_full, turn & 1)
+            m_before = -1
             # blocks whose scores are checked, and then the others: two loops, so that neither branches. Checked are
             # partial blocks, and all of them where the keys end or scores are huge
             checked = gl.where(handed_out(shared.tiles, turn, ALL_CHECKED) != 0, steps, num_blocks * 2)
             for i in range(0, checked):
-                dk, dv = add_query_block(
-                    dk, dv, desc_dq, shared, step,
+                dk, dv, m_before = add_query_block(
+                    dk, dv, m_before, desc_dq, shared, step,
                     z, h, n, keys, i >= num_blocks * 2, Q_LEN, KV_LEN, SM_SCALE, TO_LOG2,
                     ptr_slopes,
                     score_0,
@@ -602,20 +651,22 @@ def backward_consumer(
                 )
                 step += 1
             for i in range(checked, steps):
-                dk, dv = add_query_block(
-                    dk, dv, desc_dq, shared, step,
+                dk, dv, m_before = add_query_block(
+                    dk, dv, m_before, desc_dq, shared, step,
                     z, h, n, keys, True, Q_LEN, KV_LEN, SM_SCALE, TO_LOG2,
                     ptr_slopes,
                     score_0,
                     CONSUMER=CONSUMER, EDGE=False,
                 )
                 step += 1
+            if m_before >= 0:
+                finish_last_dq(z, h, m_before, desc_dq, shared, step - 1, CONSUMER)
 
-        mbarrier.arrive(shared.tiles.empty, count=1)
         # the numbers are read again, so that no register had to hold them
         first_key = handed_out(shared.tiles, turn, BLOCK) * BLOCK_N + CONSUMER * 64
         z_kv = handed_out(shared.tiles, turn, BATCH)
         h_kv = handed_out(shared.tiles, turn, HEAD)
+        mbarrier.arrive(shared.tiles.empty, count=1)
         tma.store_wait(0)  # of the last block's dQ
         meet()  # the other consumer has read this one's dS for the last time
         dv_buffer.reshape([64, 128]).store(dv.to(desc_dv.dtype))
@@ -624,12 +675,11 @@ def backward_consumer(
         barrier()
         tma_store(desc_dv, [z_kv, h_kv, first_key, 0], dv_buffer)  # drops keys past KV_LEN
         tma_store(desc_dk, [z_kv, h_kv, first_key, 0], dk_buffer.slice(CONSUMER * 64, 64, dim=2))
-        wait_for_stores()
-        barrier()  # every warp stores a part
         turn += 1
-        mbarrier.wait(shared.tiles.full, turn & 1)
-        kv_block = handed_out(shared.tiles, turn, BLOCK)
+        kv_block = next_block(shared.tiles, turn)
 
+    wait_for_stores()
+    barrier()
     while kv_block < -1:
         z = handed_out(shared.tiles, turn, BATCH)
         h = handed_out(shared.tiles, turn, HEAD)
@@ -638,8 +688,7 @@ def backward_consumer(
         first_row = (-2 - kv_block) * DQ_ROWS + CONSUMER * (DQ_ROWS // 2)
         finish_dq(DQ_SUM, dq_rows, z, h, first_row, Hq, Q_LEN, SM_SCALE)
         turn += 1
-        mbarrier.wait(shared.tiles.full, turn & 1)
-        kv_block = handed_out(shared.tiles, turn, BLOCK)
+        kv_block = next_block(shared.tiles, turn)
 
 
 @gluon.jit(
@@ -678,10 +727,11 @@ def hopper_backward(
     fence_async_shared()
     start_m = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     tile_buffers = gl.allocate_shared_memory(gl.int32, [2 * NUMBERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    tiles = Ring(tile_buffers, new_barriers(1, 2).index(0), new_barriers(1, 2).index(0))  # and K and V
+    tiles = Ring(tile_buffers, new_barriers(2, 1), new_barriers(1, 2).index(0))  # empty: K and V, too
+    kv_full = new_barriers(1, 1).index(0)
     q = Ring(q_buffers, new_barriers(2, 2), new_barriers(2, 2))
     do = Ring(do_buffers, new_barriers(2, 1), q.empty)  # both have been read
-    shared = Shared(tiles, q, do, k, v, tops, delta, ds, dq, start_m)
+    shared = Shared(tiles, q, do, k, v, kv_full, tops, delta, ds, dq, start_m)
     lists = Lists(
         mask_stride_z, mask_stride_h, mask_rows, full_mask_rows,
         q_num_blocks, q_indices, full_q_num_blocks, full_q_indices,
