@@ -1215,11 +1215,18 @@ EXPORTS = [
         "an exported file is assembled by whichever assembler Triton takes",
     ),
     Mutant(
-        "templates/hopper_decode.py.jinja",
-        "zero_rows(desc_k, shared.k.buffers, slot, gl.maximum(KV_LEN - start_n, 0), SLABS)",
+        "templates/_hopper_decode_producer.jinja",
+        "zero_rows(desc_k, shared.k.buffers, slot, gl.maximum(KV_LEN - start_n, 0), {{ V_SLABS }})",
         "pass",
         named("hopper_decode", "what_the_kernel"),
         "values past a sequence's end are multiplied by 0",
+    ),
+    Mutant(
+        "templates/_hopper_decode_output.jinja",
+        "acc_1 = acc_1 * factor",
+        "acc_1 = acc_1",
+        named("hopper_decode", "scores_that_grow"),
+        "half of the output is not scaled to a new maximum",
     ),
     Mutant(
         "codegen/run/decode.py",

@@ -41,6 +41,7 @@ CASES = {
     "an entry a sequence": dict(page_size=0),
     "entries anywhere": dict(page_size=0, located=True, Hkv=2, Hq=8),
     "no columns of keys alone": dict(D_QK=512, D_V=512),
+    "padded": dict(D_QK=304),
     "576 and 512": dict(D_QK=576, D_V=512, kv_lens=[130, 64, 1]),
     "alibi": dict(score="alibi", Hq=12),
     "softcap": dict(score="softcap", q_lens=[2, 2, 2], ragged=False),
@@ -90,6 +91,34 @@ def test_without_a_cache(monkeypatch):
     exact, exact_lse = exact * (exact_lse - with_sinks).exp()[..., None], with_sinks
     assert relative_error(out, exact) < 1e-2
     torch.testing.assert_close(lse.double(), exact_lse, atol=1e-3, rtol=1e-3)
+
+
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rate=st.sampled_from([-0.5, 0.01, 0.05, 0.09, 0.2, 0.7]),
+    keys=st.integers(600, 800),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+    wants_max=st.booleans(),
+)
+def test_scores_that_grow(monkeypatch, rate, keys, dtype, wants_max):
+    """Maxima that grow from block to block, a little and much."""
+    q, k = torch.randn(1, 4, 3, 320, dtype=dtype), torch.randn(1, 1, keys, 320, dtype=dtype)
+
+    def rising(score, b, h, q_idx, kv_idx):
+        return score + rate * kv_idx
+
+    request = flexpress.AuxRequest(lse=True, max_scores=wants_max)
+    with monkeypatch.context() as patch:
+        launched = decode_on_cpu(patch)
+        out, aux = flex_attention(q, k, k[..., :256], score_mod=rising, enable_gqa=True, return_aux=request)
+    registry.clear()
+    assert len(launched) == 1
+    exact, exact_lse, _ = dense_attention(q, k, k[..., :256], rising)
+    assert relative_error(out, exact) < 1e-2
+    torch.testing.assert_close(aux.lse.double(), exact_lse, atol=1e-3, rtol=1e-3)
+    if wants_max:
+        scores = q.double() @ k.double().transpose(2, 3) * 320**-0.5 + rate * torch.arange(keys)
+        torch.testing.assert_close(aux.max_scores.double(), scores.amax(-1), atol=1e-3, rtol=1e-3)
 
 
 def test_the_portable_kernel_takes_its_place(monkeypatch):

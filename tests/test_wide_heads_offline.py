@@ -42,9 +42,6 @@ SPILLED = {  # bytes at most, by case and kernel, on any target under any Triton
     ("forward d576, 512", ""): 164,
     ("decode d512", "decode"): 12,
     ("decode d576, 512, 64 rows", "decode"): 304,
-    ("hopper decode, pages", "decode"): 8,
-    ("hopper decode, lists", "decode"): 60,  # of the producer, which has 40 registers and four pages
-    ("hopper decode d320, 256", "decode"): 8,
     ("backward d512", "dv"): 184,
     ("backward d576, 512", "dk"): 84,
     ("backward d576, 512", "dv"): 208,

@@ -23,8 +23,8 @@ from .hopper_forward import HEAVY, ROWS
 from .slices import padded, slices_of
 from .tiles import Tile
 
-TILE = Tile(ROWS, 64, 8, 2)  # the consumer's warps, and buffers of K
-PRODUCER_REGISTERS = 40  # of a thread
+TILE = Tile(ROWS, 64, 8, 2)  # the warps that have the output, and buffers of K
+SOFTMAX_REGISTERS, PRODUCER_REGISTERS = 152, 40  # of a thread; what is left has the output
 
 
 def fits(case: DecodeCase, geometry: Geometry, arch: str, aligned: bool, rows: int, score: Mod | None, mask: Mod | None) -> str | None:
@@ -79,6 +79,7 @@ def _spec(case: DecodeCase, score: ModText | None, mask: ModText | None, scale_a
         "D_V_ROUNDED": padded(case.d_v),
         "BLOCK_N": TILE.BLOCK_N,
         "STAGES": TILE.num_stages,
+        "SOFTMAX_REGISTERS": SOFTMAX_REGISTERS,
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
         "PAGE_ROWS": rows,
         "Q_UNIT": case.units[0],
