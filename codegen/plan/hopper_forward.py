@@ -35,6 +35,7 @@ from .forward import (
 )
 from .geometry import STRIDES, Geometry
 from .hopper_dots import DOT_WIDTH, DotRows, dot_flags, rest_of, rows_of, why_no_dot
+from .hopper_elements import OTHER_BYTES, SHARED_BYTES, Elements, elements_of
 
 ROWS = 64  # of a consumer
 HEAVY = {
@@ -71,7 +72,7 @@ class HopperPlan:
     score: ModText | None
     mask: ModText | None
     scale_apart: bool  # SM_SCALE and TO_LOG2 are two arguments
-    rows: tuple[DotRows, ...] = ()  # of a dot product that is added to the score: the query's and the key's
+    rows: tuple[DotRows | Elements, ...] = ()  # captured tensors that TMA copies from
 
 
 def fits(case: ForwardCase, geometry: Geometry, arch: str = "sm_90", aligned: bool = True, score: tuple | None = None) -> str | None:
@@ -195,8 +196,11 @@ def plan_hopper_forward(case: ForwardCase, score: Mod | None, mask: Mod | None) 
     target = Target("cuda", dtype_name(case.dtype), case.exact_indices, GLUON, **cached)
     # the short way of distances counts on positions from 0 on, and those in a cache may be negative
     shown, vectors = mask_of_runs(mask, "kv_idx", target), {"b": "z", "h": "h", "q_idx": "rows", "kv_idx": "offs_n"}
-    score_text, mask_text = lowered(score, shown, target, vectors, by_distance=case.cache is None)
-    reads = any(gathers(m[0]) for m in (score, mask) if m) or any(m.staged("q_idx", "kv_idx").handed for m in (score_text, mask_text) if m)
+    load, elements = (elements_of(score) if score and case.copies else None) or (None, None)
+    elsewhere = {id(load): "element"} if load else None
+    score_text, mask_text = lowered(score, shown, target, vectors, by_distance=case.cache is None, elsewhere=elsewhere)
+    handed = [value for m in (score_text, mask_text) if m for value in m.staged("q_idx", "kv_idx").handed]
+    reads = bool(handed) or any(gathers(m[0]) for m in (score, mask) if m)
     tile = hopper_tile(*padded(case), listed=case.blocks is not None or grouped, reads=reads)
     if case.dtype.itemsize == 1:
         tile = HopperTile(2, 4, 240, 24)
@@ -205,9 +209,26 @@ def plan_hopper_forward(case: ForwardCase, score: Mod | None, mask: Mod | None) 
         tile = HopperTile(2, 2 if wide else 3, 240, 24, output_in_q=wide)
     if case.cache:  # the producer looks up pages
         tile = replace(tile, consumer_registers=232, producer_registers=40)
+    if elements:
+        found = _with_elements(case, tile, elements, len(handed))
+        if found is None:
+            return plan_hopper_forward(case._replace(copies=False), score, mask)
+        tile, elements = found
     scale_apart = score is not None or not case.scale_is_positive
-    spec = _spec(case, tile, score_text, mask_text, scale_apart, batch_inside(score, mask), added, rows)
-    return HopperPlan(spec, tile, score_text, mask_text, scale_apart, rows)
+    spec = _spec(case, tile, score_text, mask_text, scale_apart, batch_inside(score, mask), added, rows, elements)
+    return HopperPlan(spec, tile, score_text, mask_text, scale_apart, (*rows, *([elements] if elements else ())))
+
+
+def _with_elements(case: ForwardCase, tile: HopperTile, elements: Elements, handed: int) -> tuple[HopperTile, Elements] | None:
+    """With a buffer for the elements of a tile's scores, or with two; None if shared memory has no room. `handed`: how many numbers of a
+    key are there, too."""
+    (d_qk, d_v), size = padded(case), case.dtype.itemsize
+    room = SHARED_BYTES - OTHER_BYTES - size * (tile.BLOCK_M * d_qk + tile.stages * tile.BLOCK_N * (d_qk + d_v))
+    room -= 4 * handed * tile.stages * tile.BLOCK_N
+    output, buffer = size * tile.BLOCK_M * d_v, elements.dtype.itemsize * tile.BLOCK_M * tile.BLOCK_N
+    if output + buffer <= room:
+        return tile, elements._replace(stages=min(2, (room - output) // buffer))
+    return (replace(tile, output_in_q=True), elements) if buffer <= room and d_v <= d_qk else None
 
 
 def _spec(
@@ -219,6 +240,7 @@ def _spec(
     inside: bool,
     added: AddedDot | None,
     rows: tuple[DotRows, ...],
+    elements: Elements | None,
 ) -> KernelSpec:
     blocks, mods = case.blocks, [m for m in (score, mask) if m]
     starts = blocks is not None and blocks.starts
@@ -257,17 +279,24 @@ def _spec(
         "SUM_IS_RAW": scores_are_raw(score and score.sum, case.scale_is_positive and not case.extras.scales and not cache.grouped)
         or bool(added and not score),
         **dot_flags(added, rows),
+        "ELEMENTS": elements,
+        "ELEMENT_STAGES": elements.stages if elements else 0,
         "OUTPUT_MAX": case.output_max,
         "OUTPUT_ROWS": case.output_rows,
         **case.extras.flags,
         "imports_triton": any("tl" in m.modules for m in mods),
     }
-    parameters = _parameters(case, tile, tuple(p for m in mods for p in m.parameters), scale_apart, rows)
+    parameters = _parameters(case, tile, tuple(p for m in mods for p in m.parameters), scale_apart, rows, elements)
     return KernelSpec("hopper_forward", (score, mask), tuple(flags.items()), "cuda", parameters)
 
 
 def _parameters(
-    case: ForwardCase, tile: HopperTile, mods: tuple[Parameter, ...], scale_apart: bool, rows: tuple[DotRows, ...]
+    case: ForwardCase,
+    tile: HopperTile,
+    mods: tuple[Parameter, ...],
+    scale_apart: bool,
+    rows: tuple[DotRows, ...],
+    elements: Elements | None,
 ) -> tuple[Parameter, ...]:
     blocks, cache, dtype, N = case.blocks, case.cache, dtype_name(case.dtype), tile.BLOCK_N
     starts, out = blocks is not None and blocks.starts, case.extras.out or dtype
@@ -281,6 +310,7 @@ def _parameters(
         descriptor_of("Q", dtype, ROWS, d_qk),
         descriptor_of("O", out, ROWS, d_v),
         *(descriptor_of(r.name, dtype, n, DOT_WIDTH) for r, n in zip(rows, (ROWS, N), strict=False)),
+        *([descriptor_of(elements.name, dtype_name(elements.dtype), ROWS, N)] if elements else []),
         *([pointer("O", out)] if starts else []),
         *statistic_parameters("T, Hq" if cache else "Z, Hq, Q_LEN", case.output_max, case.output_rows),
         *case.extras.of_sinks,

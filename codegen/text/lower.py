@@ -116,6 +116,7 @@ def lower(
     places: tuple[tuple[str, Expr], ...] = (),
     tangent: Expr | None = None,
     distances: tuple[Expr, ...] = (),
+    elsewhere: dict[int, str] | None = None,
 ) -> Snippet:
     """Statements of the target's language for a traced mod.
 
@@ -127,9 +128,11 @@ def lower(
     places     loads whose offsets are asked for, with their roles
     tangent    of the result, of the symbols and of "score_tangent", to be computed with it (see tangent.py)
     distances  expressions that get statements of their own, by the distance (see distance.py), without gradients
+    elsewhere  names of loads, in float32 where they are of half precision, that are there already, without gradients
     """
     root = graph.result
-    known = {id(part): f"{prefix}_distance_{i}" for i, part in enumerate(distances)}
+    apart = {id(part): f"{prefix}_distance_{i}" for i, part in enumerate(distances)}
+    known = {**apart, **(elsewhere or {})}
     printer = _Printer(graph, names, layouts, target, prefix, known=known)
     expressions = printer.expressions
     forward = walk(root, known)
@@ -155,8 +158,8 @@ def lower(
     snippet = Snippet(statements, result, uses_of(codes), behind, found, where, tangent=moved)
     if not distances:
         return snippet
-    apart = _Printer(graph, names, layouts, target, "distance", by_distance=True)
-    return _with_distances(snippet, apart, distances, tuple(known.values()))
+    by_distance = _Printer(graph, names, layouts, target, "distance", by_distance=True)
+    return _with_distances(snippet, by_distance, distances, tuple(apart.values()))
 
 
 def _with_distances(snippet: Snippet, apart: _Printer, distances: tuple[Expr, ...], names: tuple[str, ...]) -> Snippet:

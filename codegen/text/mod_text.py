@@ -112,10 +112,12 @@ def mod_text(
     tangent: Expr | None = None,
     vectors: dict[str, str] | None = None,
     by_distance: bool = False,
+    elsewhere: dict[int, str] | None = None,
 ) -> ModText:
     """Lower a mod and name its arguments; names in `taken` (another mod's) get a suffix. With `vectors`, other names, of which q_idx and
     kv_idx are vectors, a score_mod that is a sum is lowered as one, unless gradients of what it captures are asked for. With `by_distance`,
-    what it reads by the distance between query and key is lowered apart. `tangent`: of the result (tangent.py)."""
+    what it reads by the distance between query and key is lowered apart. `tangent`: of the result (tangent.py). `elsewhere`:
+    names of loads that the template has done."""
     graph = _renamed(graph, taken)
     terms = as_sum(graph) if vectors and not (differential and differential.captured) else None
     if terms and target.packed_sequences and any("b" in symbols_in(part) for part in terms.parts):
@@ -139,6 +141,7 @@ def mod_text(
         places=places,
         tangent=tangent,
         distances=read_by_distance(graph) if by_distance else (),
+        elsewhere=elsewhere or {},
     )
     gradient = gradient_text(graph, layouts, differential, snippet, target.language, names["grad"]) if differential else None
     return _mod_text(graph, target.language, snippet, gradient)
