@@ -19,7 +19,7 @@ from ..mod.position_runs import POSITIONS_END, as_run
 from ..text.layouts import TensorLayout
 from ..text.mod_text import ModText, mod_text
 from ..text.parameters import Parameter, constants, descriptor_of, numbers, pointer
-from ..text.snippet import Target
+from ..text.snippet import Copied, Target
 from ..text.spec import KernelSpec
 from .extras import ORDINARY, Extras
 from .geometry import STRIDES
@@ -222,12 +222,12 @@ def lowered(
     vectors: dict[str, str] | None = None,
     *,
     by_distance: bool = False,
-    elsewhere: dict[int, str] | None = None,
+    copied: Copied | None = None,
 ) -> tuple[ModText | None, ModText | None]:
     """The mods as a forward kernel sees them; where both capture something of one name, the mask's gets another (vectors, by_distance,
-    elsewhere: see mod_text)."""
-    apart = {"by_distance": by_distance, "elsewhere": elsewhere}
-    score_text = mod_text(*score, _SYMBOLS, target, tile="qk", vectors=vectors, **apart) if score else None
+    copied: see mod_text)."""
+    details = {"vectors": vectors, "by_distance": by_distance, "copied": copied}
+    score_text = mod_text(*score, _SYMBOLS, target, tile="qk", **details) if score else None
     taken = frozenset(c.name for c in (*score[0].tensors, *score[0].scalars)) if score else frozenset()
     mask_text = mod_text(*mask, _SYMBOLS, target, tile="qk", taken=taken) if mask else None
     return score_text, mask_text

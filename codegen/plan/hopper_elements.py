@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..mod.expr import Expr
+from ..mod.expr import Expr, ModGraph, symbols_in
 from ..mod.loads import loads_of, weight_of
+from ..text.snippet import Copied
 from .forward import ForwardCase, Mod
 
 SHARED_BYTES = 227 << 10  # of a multiprocessor, for one program
@@ -22,25 +23,17 @@ class Elements(NamedTuple):
 
     tensor    which of score_mod's tensors
     dtype     of it
-    indices   of its dimensions before the last two, which are positions: "b", "h", or a number
     stages    how many tiles a consumer has buffers for
     name      of the parameter that would take the tensor
     """
 
     tensor: int
     dtype: torch.dtype
-    indices: tuple[str | int, ...]
     stages: int = 1
     name: str = "ELEMENTS"
 
-    @property
-    def place(self) -> str:
-        """The first two coordinates of a tile in what is `lying`, as the kernel names them."""
-        names = [{"b": "z", "h": "h"}.get(str(index), str(index)) for index in self.indices]
-        return ", ".join([*["0"] * (2 - len(names)), *names])
-
     def lying(self, captured: list[torch.Tensor]) -> torch.Tensor:
-        """The tensor with four dimensions, as TMA copies from it."""
+        """The tensor with four dimensions, the last two positions, as TMA copies from it."""
         found = captured[self.tensor].detach()
         if found.numel() == 0:  # as one zero, beyond which all is zero, too
             return found.new_zeros(1, 1, 1, 1)
@@ -55,32 +48,41 @@ def are_copied(case: ForwardCase, score: Mod | None) -> bool:
     blocks = case.blocks
     if score is None or weight_of(score[0]) or case.cache or case.dtype.itemsize != 2 or max(case.d_qk, case.d_v) > _WIDEST:
         return False
-    return not (blocks and (blocks.shifted or blocks.starts)) and elements_of(score) is not None
+    return not (blocks and (blocks.shifted or blocks.starts)) and copied_load(score) is not None
 
 
-def elements_of(score: Mod) -> tuple[Expr, Elements] | None:
-    """The first load of a score_mod that copies of tiles can take the place of, and what is copied."""
+def elements_of(graph: ModGraph, copied: Copied) -> Elements:
+    """What a copied load reads."""
+    tensor = copied.load.attr
+    return Elements(tensor, graph.tensors[tensor].dtype)
+
+
+def copied_load(score: Mod) -> Copied | None:
+    """The first load of a score_mod that copies of tiles can take the place of."""
     for number, load in enumerate(loads_of(score[0])):
-        found = _elements(load, number, score)
-        if found:
-            return load, found
+        indices = _indices(load, number, score)
+        if indices is not None:
+            return Copied(load, "element", indices)
     return None
 
 
-def _elements(load: Expr, number: int, score: Mod) -> Elements | None:
+def _indices(load: Expr, number: int, score: Mod) -> tuple[Expr | None, ...] | None:
+    """Those before the last two, None where all is one element; None for a load that is of another kind."""
     graph, layouts = score
     layout, capture = layouts[load.attr], graph.tensors[load.attr]
     if load.op != "load" or capture.dtype not in _DTYPES or not 2 <= capture.ndim <= 4 or layout.strides[-2:] != ("v", "1"):
         return None
-    *first, q_idx, kv_idx = [index.attr if index.op in ("symbol", "literal") else None for index in load.args]
-    if (q_idx, kv_idx) != ("q_idx", "kv_idx"):
+    *first, q_idx, kv_idx = load.args
+    if [index.op for index in (q_idx, kv_idx)] != ["symbol"] * 2 or (q_idx.attr, kv_idx.attr) != ("q_idx", "kv_idx"):
         return None
-    indices = []
+    found: list[Expr | None] = []
     for dim, index in enumerate(first):
-        if layout.strides[dim] == "0" and (number, dim) in layout.inside:  # all the same
-            indices.append(0)
-        elif layout.strides[dim] == "v" and (index in ("b", "h") or (isinstance(index, int) and index >= 0)):
-            indices.append(index)
+        inside = (number, dim) in layout.inside
+        if layout.strides[dim] == "0" and inside:
+            found.append(None)
+        # TMA reads zeros beyond the end, but does not count from there
+        elif layout.strides[dim] == "v" and symbols_in(index) <= {"b", "h"} and (inside or index.op == "symbol"):
+            found.append(index)
         else:
             return None
-    return Elements(load.attr, capture.dtype, tuple(indices))
+    return tuple(found)

@@ -35,7 +35,7 @@ from .forward import (
 )
 from .geometry import STRIDES, Geometry
 from .hopper_dots import DOT_WIDTH, DotRows, dot_flags, rest_of, rows_of, why_no_dot
-from .hopper_elements import OTHER_BYTES, SHARED_BYTES, Elements, elements_of
+from .hopper_elements import OTHER_BYTES, SHARED_BYTES, Elements, copied_load, elements_of
 
 ROWS = 64  # of a consumer
 HEAVY = {
@@ -196,9 +196,8 @@ def plan_hopper_forward(case: ForwardCase, score: Mod | None, mask: Mod | None) 
     target = Target("cuda", dtype_name(case.dtype), case.exact_indices, GLUON, **cached)
     # the short way of distances counts on positions from 0 on, and those in a cache may be negative
     shown, vectors = mask_of_runs(mask, "kv_idx", target), {"b": "z", "h": "h", "q_idx": "rows", "kv_idx": "offs_n"}
-    load, elements = (elements_of(score) if score and case.copies else None) or (None, None)
-    elsewhere = {id(load): "element"} if load else None
-    score_text, mask_text = lowered(score, shown, target, vectors, by_distance=case.cache is None, elsewhere=elsewhere)
+    copied = copied_load(score) if score and case.copies else None
+    score_text, mask_text = lowered(score, shown, target, vectors, by_distance=case.cache is None, copied=copied)
     handed = [value for m in (score_text, mask_text) if m for value in m.staged("q_idx", "kv_idx").handed]
     reads = bool(handed) or any(gathers(m[0]) for m in (score, mask) if m)
     tile = hopper_tile(*padded(case), listed=case.blocks is not None or grouped, reads=reads)
@@ -209,8 +208,9 @@ def plan_hopper_forward(case: ForwardCase, score: Mod | None, mask: Mod | None) 
         tile = HopperTile(2, 2 if wide else 3, 240, 24, output_in_q=wide)
     if case.cache:  # the producer looks up pages
         tile = replace(tile, consumer_registers=232, producer_registers=40)
-    if elements:
-        found = _with_elements(case, tile, elements, len(handed))
+    elements = None
+    if score and copied:
+        found = _with_elements(case, tile, elements_of(score[0], copied), len(handed))
         if found is None:
             return plan_hopper_forward(case._replace(copies=False), score, mask)
         tile, elements = found
