@@ -3,14 +3,17 @@ Hopper has the TMA unit copy to shared memory, beside K and V."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
+from ..mod.dtypes import dtype_name
 from ..mod.expr import Expr, ModGraph, symbols_in
 from ..mod.loads import loads_of, weight_of
 from ..text.snippet import Copied
 from .forward import ForwardCase, Mod
+from .hopper_tiles import ROWS, HopperTile, padded
 
 SHARED_BYTES = 227 << 10  # of a multiprocessor, for one program
 OTHER_BYTES = 1 << 10  # of that for barriers and numbers
@@ -32,6 +35,10 @@ class Elements(NamedTuple):
     stages: int = 1
     name: str = "ELEMENTS"
 
+    def block(self, dtype: str, keys: int) -> tuple[str, int, int]:
+        """Of what dtype a copy is, where q has another, and of how many rows and columns."""
+        return dtype_name(self.dtype), ROWS, keys
+
     def lying(self, captured: list[torch.Tensor]) -> torch.Tensor:
         """The tensor with four dimensions, the last two positions, as TMA copies from it."""
         found = captured[self.tensor].detach()
@@ -49,6 +56,24 @@ def are_copied(case: ForwardCase, score: Mod | None) -> bool:
     if score is None or weight_of(score[0]) or case.cache or case.dtype.itemsize != 2 or max(case.d_qk, case.d_v) > _WIDEST:
         return False
     return not (blocks and (blocks.shifted or blocks.starts)) and copied_load(score) is not None
+
+
+def with_elements(case: ForwardCase, tile: HopperTile, elements: Elements, handed: int) -> tuple[HopperTile, tuple[Elements]] | None:
+    """With buffers for the elements of a tile's scores, two if there is room; None if there is none. `handed`: of how many tensors
+    numbers of the keys are in shared memory, too."""
+    (d_qk, d_v), size = padded(case), case.dtype.itemsize
+    room = SHARED_BYTES - OTHER_BYTES - size * (tile.BLOCK_M * d_qk + tile.stages * tile.BLOCK_N * (d_qk + d_v))
+    room -= 4 * handed * tile.stages * tile.BLOCK_N
+    output, buffer = size * tile.BLOCK_M * d_v, elements.dtype.itemsize * tile.BLOCK_M * tile.BLOCK_N
+    if output + buffer <= room:
+        return tile, (elements._replace(stages=min(2, (room - output) // buffer)),)
+    return (replace(tile, output_in_q=True), (elements,)) if buffer <= room and d_v <= d_qk else None
+
+
+def element_flags(rows: tuple) -> dict[str, object]:
+    """What the template knows of elements among what is copied."""
+    elements = next((r for r in rows if isinstance(r, Elements)), None)
+    return {"ELEMENTS": elements, "ELEMENT_STAGES": elements.stages if elements else 0}
 
 
 def elements_of(graph: ModGraph, copied: Copied) -> Elements:
