@@ -258,6 +258,7 @@ WORKLOADS = (
     GPT_OSS,
     Workload("learned_alibi", "learned ALiBi, causal", learned=Learned(slopes, mods.alibi), mask=causal),
     Workload("full_bias", "learned bias of every score", batch=2, learned=Learned(dense_bias, full_bias)),
+    Workload("full_bias_d64", "learned bias of every score, D 64", batch=2, d_qk=64, d_v=64, learned=Learned(dense_bias, full_bias)),
     Workload("seed_003", "full, S 64, D 64, float32", 16, 12, 12, length=64, d_qk=64, d_v=64, dtype=torch.float32),
 )
 

@@ -49,7 +49,7 @@ def test_pairs_in_closed_form():
 
 
 def test_every_row_has_its_own_name():
-    assert len(workloads.BY_NAME) == len(workloads.WORKLOADS) == 28
+    assert len(workloads.BY_NAME) == len(workloads.WORKLOADS) == 29
 
 
 def test_operations_and_rates():
@@ -290,6 +290,7 @@ LEARNED_AND_NEW = {
     "gpt_oss_sinks": ["flexpress", "fa4"],
     "learned_alibi": ["flexpress"],
     "full_bias": ["flexpress"],
+    "full_bias_d64": ["flexpress"],
     "seed_003": ["flexpress", "sdpa", "manual"],
 }
 

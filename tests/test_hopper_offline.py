@@ -351,3 +351,24 @@ def test_masks_with_long_rows_anywhere(recipe, expected):
 def test_many_heads_are_worked_on_where_long_rows_lie_anywhere(tiles, kv_bytes, expected):
     """16 tiles for each of 128 multiprocessors, if their K and V are not too many."""
     assert heads_per_group(64, kv_bytes, enough_heads(64, tiles, True, True), UNEVEN_BYTES) == expected
+
+
+@pytest.mark.parametrize(
+    "head_dim, dtype, of_bias, recipe, spilled",
+    [
+        (128, "bfloat16", "bfloat16", "plain", 0),
+        (128, "bfloat16", "float32", "causal", 24),
+        (64, "float16", "float16", "causal", 0),
+        (64, "bfloat16", "float32", "plain", 8),
+    ],
+)
+def test_elements_of_every_score(head_dim, dtype, of_bias, recipe, spilled, every_kernel):
+    """They come to registers by ldmatrix: no thread reads memory in the loop."""
+    bias = torch.empty(16, 4096, 4096, dtype=getattr(torch, of_bias), device="meta")
+    kernel = hopper_compilation(
+        "sm_90", lambda s, b, h, m, n: s + bias[h, m, n], make(recipe)[1], head_dim=head_dim, dtype=dtype, output_rows=True
+    )
+    assert kernel.spec.flag["ELEMENTS"].dtype == bias.dtype
+    made = kernel.compile()
+    assert made.shared <= SHARED_MEMORY["sm_90"] and made.spilled <= spilled and made.warnings == ()
+    assert ("ldmatrix" in made.assembly["ptx"]) == (of_bias != "float32")

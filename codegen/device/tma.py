@@ -51,9 +51,8 @@ class Descriptor(TensorDescriptor):
 
 
 def _describe(base, shape: tuple, strides: tuple, rows: int, columns: int) -> Descriptor:
-    row = shape[3]
     if strides[3] != 1:
         shape, strides = (*shape[:2], shape[3], shape[2]), (*strides[:2], strides[3], strides[2])
-        row = -(-shape[3] // 16) * 16  # of bytes, which may be any number
-    outer = [s if n > 1 else max(row, 16) for s, n in zip(strides[:3], shape[:3], strict=True)]
+    row = max(-(-shape[3] // 16) * 16, 16)  # a multiple of 16 bytes, whatever the elements
+    outer = [s if n > 1 else row for s, n in zip(strides[:3], shape[:3], strict=True)]
     return Descriptor(base, list(shape), [*outer, 1], [1, 1, rows, columns])

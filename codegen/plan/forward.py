@@ -19,7 +19,7 @@ from ..mod.position_runs import POSITIONS_END, as_run
 from ..text.layouts import TensorLayout
 from ..text.mod_text import ModText, mod_text
 from ..text.parameters import Parameter, constants, descriptor_of, numbers, pointer
-from ..text.snippet import Target
+from ..text.snippet import Copied, Target
 from ..text.spec import KernelSpec
 from .extras import ORDINARY, Extras
 from .geometry import STRIDES
@@ -146,6 +146,7 @@ class ForwardCase(NamedTuple):
     cache: Cache | None = None  # the kernel for Hopper alone
     extras: Extras = ORDINARY
     values_in_keys: bool = False  # V is the first columns of K, in the same memory; the portable kernel alone
+    copies: bool = False  # what score_mod reads for every pair of positions lies where TMA copies it; the kernel for Hopper alone
 
 
 Mod = tuple[ModGraph, tuple[TensorLayout, ...]]
@@ -215,11 +216,18 @@ def indices_of(load: Expr, layout: TensorLayout) -> list[Expr]:
 
 
 def lowered(
-    score: Mod | None, mask: Mod | None, target: Target, vectors: dict[str, str] | None = None, *, by_distance: bool = False
+    score: Mod | None,
+    mask: Mod | None,
+    target: Target,
+    vectors: dict[str, str] | None = None,
+    *,
+    by_distance: bool = False,
+    copied: Copied | None = None,
 ) -> tuple[ModText | None, ModText | None]:
-    """The mods as a forward kernel sees them; where both capture something of one name, the mask's gets another (vectors, by_distance: see
-    mod_text)."""
-    score_text = mod_text(*score, _SYMBOLS, target, tile="qk", vectors=vectors, by_distance=by_distance) if score else None
+    """The mods as a forward kernel sees them; where both capture something of one name, the mask's gets another (vectors, by_distance,
+    copied: see mod_text)."""
+    details = {"vectors": vectors, "by_distance": by_distance, "copied": copied}
+    score_text = mod_text(*score, _SYMBOLS, target, tile="qk", **details) if score else None
     taken = frozenset(c.name for c in (*score[0].tensors, *score[0].scalars)) if score else frozenset()
     mask_text = mod_text(*mask, _SYMBOLS, target, tile="qk", taken=taken) if mask else None
     return score_text, mask_text

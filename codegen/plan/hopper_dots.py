@@ -12,6 +12,7 @@ from ..mod.expr import Expr, ModGraph, symbols_in
 from ..mod.loads import loads_of, weight_of
 from ..text.layouts import TensorLayout
 from .forward import ForwardCase, Mod
+from .hopper_tiles import ROWS
 
 DOT_WIDTH = 64  # of rows, as they lie in shared memory
 SMALLEST_SCALE = 1e-20  # products are divided by smaller ones nowhere
@@ -29,6 +30,10 @@ class DotRows(NamedTuple):
     tensor: int
     symbols: tuple[str, ...]
 
+    def block(self, dtype: str, keys: int) -> tuple[str, int, int]:
+        """Of what dtype a copy is, and of how many rows and columns; of keys it has so many."""
+        return dtype, ROWS if "q_idx" in self.symbols else keys, DOT_WIDTH
+
     def lying(self, captured: list[torch.Tensor]) -> torch.Tensor:
         """The tensor as (b, h, position, element), where TMA can copy from."""
         found = captured[self.tensor].detach()
@@ -42,10 +47,10 @@ class DotRows(NamedTuple):
         return found
 
 
-def dot_flags(added: AddedDot | None, rows: tuple[DotRows, ...]) -> dict[str, object]:
+def dot_flags(added: AddedDot | None, rows: tuple) -> dict[str, object]:
     """What the template knows of a dot product that is added."""
     return {
-        "DOT_ROWS": rows,
+        "DOT_ROWS": rows if added else (),
         "DOT_ROUNDED": dtype_name(added.rounded) if added and added.rounded else "",
         "DOT_FACTOR": added.factor if added else 1.0,
         "DOT_WIDTH": DOT_WIDTH,

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..gpus import round_up_head_dim
 from ..mod.added_dots import AddedDot, added_dot
 from ..mod.dtypes import dtype_name
 from ..mod.expr import symbols_in
@@ -34,9 +33,10 @@ from .forward import (
     statistic_parameters,
 )
 from .geometry import STRIDES, Geometry
-from .hopper_dots import DOT_WIDTH, DotRows, dot_flags, rest_of, rows_of, why_no_dot
+from .hopper_dots import DotRows, dot_flags, rest_of, rows_of, why_no_dot
+from .hopper_elements import Elements, copied_load, element_flags, elements_of, with_elements
+from .hopper_tiles import ROWS, HopperTile, hopper_tile, padded, slices
 
-ROWS = 64  # of a consumer
 HEAVY = {
     "dots": "a dot product of rows of captured tensors is a further product of matrices, which this kernel has not",
     "vectors": "vectors of captured tensors take more registers than its tiles leave",
@@ -46,20 +46,7 @@ UNEVEN_BYTES = 128 << 20  # the same under a mask that is_uneven, of which littl
 SPILL_LIMIT = 1024  # bytes of a thread; a mod of a dozen library calls spills 20 times that, and the portable kernel is then twice as fast
 
 
-@dataclass(frozen=True, slots=True)
-class HopperTile:
-    """Consumers of 64 query rows each, K and V buffers, and registers of a consumer's and of the producer's threads."""
-
-    consumers: int
-    stages: int
-    consumer_registers: int
-    producer_registers: int
-    BLOCK_N: int = 128
-    output_in_q: bool = False  # the output leaves through Q's part of shared memory, as there is no room for one of its own
-
-    @property
-    def BLOCK_M(self) -> int:
-        return ROWS * self.consumers
+Copies = tuple[DotRows | Elements, ...]  # captured tensors that TMA copies from
 
 
 @dataclass(eq=False, slots=True)
@@ -71,7 +58,7 @@ class HopperPlan:
     score: ModText | None
     mask: ModText | None
     scale_apart: bool  # SM_SCALE and TO_LOG2 are two arguments
-    rows: tuple[DotRows, ...] = ()  # of a dot product that is added to the score: the query's and the key's
+    rows: Copies = ()
 
 
 def fits(case: ForwardCase, geometry: Geometry, arch: str = "sm_90", aligned: bool = True, score: tuple | None = None) -> str | None:
@@ -130,32 +117,6 @@ def worthwhile(q_len: int, heads: int, multiprocessors: int) -> str | None:
     return None
 
 
-def padded(case: ForwardCase) -> tuple[int, int]:
-    """Head dims as the kernel computes with them: 32, 64, 128 and 256, as tensors' sizes are powers of two, and 192, in three slices."""
-    return tuple(192 if 128 < d <= 192 else max(32, round_up_head_dim(d)) for d in (case.d_qk, case.d_v))
-
-
-def slices(padded_dim: int) -> int:
-    """In how many parts of columns a padded head dim lies in shared memory."""
-    return 3 if padded_dim == 192 else 1
-
-
-def hopper_tile(d_qk: int, d_v: int, *, listed: bool, reads: bool) -> HopperTile:
-    """The tile for padded head dims.
-
-    listed    with block lists, whose blocks have 128 queries or a multiple
-    reads     a mod loads elements of a tensor by key, or by query and key (it costs registers)
-    """
-    if max(d_qk, d_v) > 128:
-        registers = (240, 24) if reads else (232, 40)
-        if d_v > 128 or d_qk > 192:  # 128 keys are too many for the registers or for shared memory
-            return HopperTile(2, 3 if max(d_qk, d_v) == 192 else 2, *registers, BLOCK_N=64, output_in_q=d_qk == d_v)
-        return HopperTile(2, 2, *registers, output_in_q=d_v == 128)
-    if max(d_qk, d_v) > 64:
-        return HopperTile(2, 2, 240, 24)
-    return HopperTile(2, 4, 240, 24) if listed or reads else HopperTile(3, 4, 160, 32)
-
-
 def scores_are_raw(terms: Sum | SumText | None, scale_is_positive: bool) -> bool:
     """Does a kernel for Hopper keep the scores of a score_mod with these terms without scale? One operation less a score, where distances
     alone are added."""
@@ -195,8 +156,10 @@ def plan_hopper_forward(case: ForwardCase, score: Mod | None, mask: Mod | None) 
     target = Target("cuda", dtype_name(case.dtype), case.exact_indices, GLUON, **cached)
     # the short way of distances counts on positions from 0 on, and those in a cache may be negative
     shown, vectors = mask_of_runs(mask, "kv_idx", target), {"b": "z", "h": "h", "q_idx": "rows", "kv_idx": "offs_n"}
-    score_text, mask_text = lowered(score, shown, target, vectors, by_distance=case.cache is None)
-    reads = any(gathers(m[0]) for m in (score, mask) if m) or any(m.staged("q_idx", "kv_idx").handed for m in (score_text, mask_text) if m)
+    copied = copied_load(score) if score and case.copies else None
+    score_text, mask_text = lowered(score, shown, target, vectors, by_distance=case.cache is None, copied=copied)
+    handed = [value for m in (score_text, mask_text) if m for value in m.staged("q_idx", "kv_idx").handed]
+    reads = bool(handed) or any(gathers(m[0]) for m in (score, mask) if m)
     tile = hopper_tile(*padded(case), listed=case.blocks is not None or grouped, reads=reads)
     if case.dtype.itemsize == 1:
         tile = HopperTile(2, 4, 240, 24)
@@ -205,6 +168,11 @@ def plan_hopper_forward(case: ForwardCase, score: Mod | None, mask: Mod | None) 
         tile = HopperTile(2, 2 if wide else 3, 240, 24, output_in_q=wide)
     if case.cache:  # the producer looks up pages
         tile = replace(tile, consumer_registers=232, producer_registers=40)
+    if score and copied:
+        found = with_elements(case, tile, elements_of(score[0], copied), len(handed))
+        if found is None:
+            return plan_hopper_forward(case._replace(copies=False), score, mask)
+        tile, rows = found
     scale_apart = score is not None or not case.scale_is_positive
     spec = _spec(case, tile, score_text, mask_text, scale_apart, batch_inside(score, mask), added, rows)
     return HopperPlan(spec, tile, score_text, mask_text, scale_apart, rows)
@@ -218,7 +186,7 @@ def _spec(
     scale_apart: bool,
     inside: bool,
     added: AddedDot | None,
-    rows: tuple[DotRows, ...],
+    rows: Copies,
 ) -> KernelSpec:
     blocks, mods = case.blocks, [m for m in (score, mask) if m]
     starts = blocks is not None and blocks.starts
@@ -257,6 +225,7 @@ def _spec(
         "SUM_IS_RAW": scores_are_raw(score and score.sum, case.scale_is_positive and not case.extras.scales and not cache.grouped)
         or bool(added and not score),
         **dot_flags(added, rows),
+        **element_flags(rows),
         "OUTPUT_MAX": case.output_max,
         "OUTPUT_ROWS": case.output_rows,
         **case.extras.flags,
@@ -266,9 +235,7 @@ def _spec(
     return KernelSpec("hopper_forward", (score, mask), tuple(flags.items()), "cuda", parameters)
 
 
-def _parameters(
-    case: ForwardCase, tile: HopperTile, mods: tuple[Parameter, ...], scale_apart: bool, rows: tuple[DotRows, ...]
-) -> tuple[Parameter, ...]:
+def _parameters(case: ForwardCase, tile: HopperTile, mods: tuple[Parameter, ...], scale_apart: bool, rows: Copies) -> tuple[Parameter, ...]:
     blocks, cache, dtype, N = case.blocks, case.cache, dtype_name(case.dtype), tile.BLOCK_N
     starts, out = blocks is not None and blocks.starts, case.extras.out or dtype
     d_qk, d_v = (d // slices(d) for d in padded(case))
@@ -280,7 +247,7 @@ def _parameters(
         descriptor_of("V", dtype, *((cache.page_size, 64) if pieces else (d_v, N) if case.dtype.itemsize == 1 else (N, d_v))),
         descriptor_of("Q", dtype, ROWS, d_qk),
         descriptor_of("O", out, ROWS, d_v),
-        *(descriptor_of(r.name, dtype, n, DOT_WIDTH) for r, n in zip(rows, (ROWS, N), strict=False)),
+        *(descriptor_of(r.name, *r.block(dtype, N)) for r in rows),
         *([pointer("O", out)] if starts else []),
         *statistic_parameters("T, Hq" if cache else "Z, Hq, Q_LEN", case.output_max, case.output_rows),
         *case.extras.of_sinks,

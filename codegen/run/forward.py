@@ -18,6 +18,7 @@ from ..plan.candidates import Choice, choose
 from ..plan.extras import ORDINARY, Extras, factors_out
 from ..plan.forward import Blocks, ForwardCase, Mod, Options, are_exact, wants_tma
 from ..plan.geometry import geometry_of
+from ..plan.hopper_elements import are_copied
 from ..registry import INFO, Table
 from .call import Bound, Rows, keys_of, output_dtype, structure_of, values_in_keys
 from .cpu import Cpp
@@ -72,7 +73,7 @@ def forward(
     score_key, mask_key = keys_of(score, mask, inputs.extents, lists)
     k_at, v_at, q_at = k.data_ptr(), v.data_ptr(), q.data_ptr()
     beside = (k_at | v_at | q_at) % 16 and ((k_at | v_at) % 16, q_at % 16)  # 0 for what TMA can load
-    known = output_max, output_rows, extras and (extras.structure, extras.numbers)
+    known = output_max, output_rows, extras and (extras.structure, extras.numbers), are_aligned(score)
     key = (inputs, beside, k_at == v_at, scale, score_key, mask_key, lists and lists.structure, options, *known)
     ready = _ready.get(key)
     if ready is not None and k_at >= LOWEST and v_at >= LOWEST and q_at >= LOWEST:
@@ -205,6 +206,11 @@ def prepare(
             _refuse(ready, why)
 
 
+def are_aligned(score: tuple | None) -> bool:
+    """Are the addresses of the tensors that a score_mod captures multiples of 16 bytes?"""
+    return not score or not any([t.data_ptr() % 16 for t in score[1][: len(score[0].tensors)]])
+
+
 def nothing(bound: Bound, output_max: bool, output_rows: bool):
     """What `forward` returns where there are no queries, no keys, or no columns."""
     q, v = bound.q, bound.v
@@ -220,7 +226,8 @@ def nothing(bound: Bound, output_max: bool, output_rows: bool):
 def choice_of(bound: Bound, keys: tuple[Mod | None, Mod | None], **outputs: bool) -> tuple[Choice, Call]:
     """Which kernel serves a call, and what is known of that; `keys` and `outputs` are as for case_of. Raises ValueError if the one that the
     user asks for does not fit."""
-    q, k, v, _, scale, _, _, lists, _, options, extras = bound
+    q, k, v, _, scale, score, _, lists, _, options, extras = bound
+    outputs["aligned_captures"] = are_aligned(score)
     machine = backend_of(q.device.type), architecture_of(q.device)
     call = case_of((q, k, v), scale, keys, lists and lists.blocks, options, *machine, extras=structure_of(extras), **outputs)
     call = call if extras is None else call._replace(extras=extras.numbers)
@@ -245,12 +252,14 @@ def case_of(
     output_max: bool = False,
     output_rows: bool = False,
     extras: Extras = ORDINARY,
+    aligned_captures: bool = False,
 ) -> Call:
     """What the choice and the text of a call's kernels depend on.
 
     tensors   q, k and v, of which shapes, strides, dtype and alignment count; on the "meta" device they are 16-byte aligned
     keys      what of the bound score_mod and mask_mod changes a kernel (keys_of)
     arch      the row of the tile tables
+    aligned_captures   the addresses of the tensors that score_mod captures are multiples of 16 bytes
     """
     q, k, v = tensors
     geometry = geometry_of(q.element_size(), (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride()), strides_like(q, v.shape[3]))
@@ -271,5 +280,7 @@ def case_of(
         extras=extras,
         values_in_keys=values_in_keys(k, v),
     )
+    if aligned_captures and arch == "sm_90" and are_copied(case, keys[0]):
+        case = case._replace(copies=True)
     aligned = aligned and q.data_ptr() % 16 == 0
     return Call(case, geometry, (*q.shape[:3], k.shape[2]), q.device, backend, arch, aligned, scale, *keys)

@@ -80,7 +80,7 @@ class Imagined:
 
     def forward(self, target: str) -> forward_kernels.Call:
         """The forward pass as its kernels see it."""
-        outputs = {"output_max": self.output_max, "output_rows": self.output_rows, "extras": self.extras}
+        outputs = {"output_max": self.output_max, "output_rows": self.output_rows, "extras": self.extras, "aligned_captures": True}
         return forward.case_of(self.tensors()[:3], self._scale, self.keys, self._blocks, self._options, *machine_of(target), **outputs)
 
     def backward(self, target: str, **changes) -> backward_kernels.Call:

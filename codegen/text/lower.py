@@ -21,7 +21,7 @@ from .code import Code, uses_of
 from .expressions import Expressions
 from .layouts import TensorLayout
 from .rows import Rows
-from .snippet import DistanceText, Snippet, SumText, Target
+from .snippet import Copied, CopiedText, DistanceText, Snippet, SumText, Target
 
 _WIDTH = 88  # longest statement that is still put on one line
 
@@ -116,6 +116,7 @@ def lower(
     places: tuple[tuple[str, Expr], ...] = (),
     tangent: Expr | None = None,
     distances: tuple[Expr, ...] = (),
+    copied: Copied | None = None,
 ) -> Snippet:
     """Statements of the target's language for a traced mod.
 
@@ -127,9 +128,11 @@ def lower(
     places     loads whose offsets are asked for, with their roles
     tangent    of the result, of the symbols and of "score_tangent", to be computed with it (see tangent.py)
     distances  expressions that get statements of their own, by the distance (see distance.py), without gradients
+    copied     a load that the template does, without gradients
     """
     root = graph.result
-    known = {id(part): f"{prefix}_distance_{i}" for i, part in enumerate(distances)}
+    apart = {id(part): f"{prefix}_distance_{i}" for i, part in enumerate(distances)}
+    known = {**apart, id(copied.load): copied.name} if copied else apart
     printer = _Printer(graph, names, layouts, target, prefix, known=known)
     expressions = printer.expressions
     forward = walk(root, known)
@@ -153,10 +156,12 @@ def lower(
     behind = tuple(expressions.statements)
     codes = [*(s.value for s in (*statements, *behind)), result, moved, *found, *(code for place in where for code in place)]
     snippet = Snippet(statements, result, uses_of(codes), behind, found, where, tangent=moved)
+    if copied:
+        snippet = _with_copied(snippet, _Printer(graph, names, layouts, target, copied.name), copied)
     if not distances:
         return snippet
-    apart = _Printer(graph, names, layouts, target, "distance", by_distance=True)
-    return _with_distances(snippet, apart, distances, tuple(known.values()))
+    by_distance = _Printer(graph, names, layouts, target, "distance", by_distance=True)
+    return _with_distances(snippet, by_distance, distances, tuple(apart.values()))
 
 
 def _with_distances(snippet: Snippet, apart: _Printer, distances: tuple[Expr, ...], names: tuple[str, ...]) -> Snippet:
@@ -169,6 +174,16 @@ def _with_distances(snippet: Snippet, apart: _Printer, distances: tuple[Expr, ..
     text = DistanceText(apart.language.lines(statements), tuple(values), names)
     uses = dict.fromkeys((*snippet.uses, *uses_of((*(s.value for s in statements), *values))))
     return replace(snippet, uses=tuple(uses), distance=text)
+
+
+def _with_copied(snippet: Snippet, apart: _Printer, copied: Copied) -> Snippet:
+    """A snippet with the indices of what the template reads, printed `apart`."""
+    apart.print_all(tuple(index for index in copied.indices if index is not None))
+    expressions, zero = apart.expressions, apart.language.literal(0)
+    indices = tuple(zero if index is None else expressions.operand(index, torch.int32) for index in copied.indices)
+    text = CopiedText(apart.language.lines(expressions.statements), indices)
+    uses = dict.fromkeys((*snippet.uses, *uses_of((*(s.value for s in expressions.statements), *indices))))
+    return replace(snippet, uses=tuple(uses), copied=text)
 
 
 def lower_sum(

@@ -18,7 +18,7 @@ from .layouts import TensorLayout
 from .lines import one_line
 from .lower import lower, lower_sum
 from .parameters import Parameter
-from .snippet import DistanceText, Snippet, SumText, Target
+from .snippet import Copied, CopiedText, DistanceText, Snippet, SumText, Target
 from .stages import Stages, ending, stages_of
 
 _FIND = {  # what a recipe asks of a captured tensor
@@ -44,6 +44,7 @@ class ModText:
     gradient: GradientText | None = None
     sum: SumText | None = None  # instead of `result`, where a template asks for it
     distance: DistanceText | None = None  # what a template that asks for it computes apart
+    copied: CopiedText | None = None  # where what a template copies lies
     tangent: Code | None = None  # of the result, if it was asked for and there is one
     ends: bool = False  # a mask that hides positions past the end itself (see position_runs.py)
     is_product: bool = False  # the compiler could put the result, before it is rounded, into a sum
@@ -112,10 +113,12 @@ def mod_text(
     tangent: Expr | None = None,
     vectors: dict[str, str] | None = None,
     by_distance: bool = False,
+    copied: Copied | None = None,
 ) -> ModText:
     """Lower a mod and name its arguments; names in `taken` (another mod's) get a suffix. With `vectors`, other names, of which q_idx and
     kv_idx are vectors, a score_mod that is a sum is lowered as one, unless gradients of what it captures are asked for. With `by_distance`,
-    what it reads by the distance between query and key is lowered apart. `tangent`: of the result (tangent.py)."""
+    what it reads by the distance between query and key is lowered apart. `tangent`: of the result (tangent.py). `copied`: a load
+    that the template does."""
     graph = _renamed(graph, taken)
     terms = as_sum(graph) if vectors and not (differential and differential.captured) else None
     if terms and target.packed_sequences and any("b" in symbols_in(part) for part in terms.parts):
@@ -139,6 +142,7 @@ def mod_text(
         places=places,
         tangent=tangent,
         distances=read_by_distance(graph) if by_distance else (),
+        copied=copied,
     )
     gradient = gradient_text(graph, layouts, differential, snippet, target.language, names["grad"]) if differential else None
     return _mod_text(graph, target.language, snippet, gradient)
@@ -160,6 +164,7 @@ def _mod_text(graph: ModGraph, language: Language, snippet: Snippet, gradient: G
         gradient,
         snippet.sum,
         snippet.distance,
+        snippet.copied,
         snippet.tangent,
         POSITIONS_END in graph.symbols,
         _is_product(graph.result, snippet.sum),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from .code import Code, Statement, Use
+from ..mod.expr import Expr
+from .code import Code, Statement, Use, arguments
 from .language import Language
 from .languages import TRITON
 
@@ -29,6 +31,35 @@ class Snippet:
     sum: SumText | None = None  # instead of `result`
     distance: DistanceText | None = None
     tangent: Code | None = None
+    copied: CopiedText | None = None
+
+
+class Copied(NamedTuple):
+    """A load that a template does for a tile at once. Its last two indices are q_idx and kv_idx.
+
+    name      of what is read, float32 if the tensor has half precision
+    indices   those before, integers of b and h; None is 0
+    """
+
+    load: Expr
+    name: str
+    indices: tuple[Expr | None, ...]
+
+
+class CopiedText(NamedTuple):
+    """Where a tile lies that is copied: statements, and what indexes the first two of four dimensions."""
+
+    lines: tuple[str, ...]
+    indices: tuple[Code, ...]
+
+    @property
+    def place(self) -> str:
+        return ", ".join([*["0"] * (2 - len(self.indices)), *map(str, self.indices)])
+
+    @property
+    def reads(self) -> bool:
+        """Are there captured values among them?"""
+        return bool(self.lines) or any(arguments(index.uses) for index in self.indices)
 
 
 @dataclass(frozen=True, slots=True)
