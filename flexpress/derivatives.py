@@ -15,6 +15,8 @@ as long as nobody asks for a gradient that can be differentiated.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from flexpress.mapped import BATCH, inputs_of, mapped
@@ -118,6 +120,8 @@ class Gradients(torch.autograd.Function):
     """(problem, wanted, d_out, d_lse or None, out, rows, q, k, v, *captured) -> the gradients of q, k, v and of the `wanted` captured
     tensors. out and rows are what Attention gives for x, and no further inputs."""
 
+    INPUTS = 4  # where q is among the tensors
+
     @staticmethod
     def forward(problem: Problem, wanted: tuple[int, ...], d_out, d_lse, out, rows, q, k, v, *captured):
         captured = _distinct(captured, wanted)
@@ -167,6 +171,8 @@ class Second(torch.autograd.Function):
     """(problem, wanted, d_out, d_lse or None, q, k, v, *captured, and a direction of x) -> the tangents of the gradients of q, k, v and of
     the `wanted` captured tensors, and those of out and lse."""
 
+    INPUTS = 2  # where q is among the tensors
+
     @staticmethod
     def forward(problem: Problem, wanted: tuple[int, ...], d_out, d_lse, *tensors):
         x, direction = _halves(tensors)
@@ -180,7 +186,7 @@ class Second(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        pass
+        ctx.like = [(t.shape, t.dtype, t.device) for t in output]
 
     @staticmethod
     def backward(ctx, *_):
@@ -188,7 +194,11 @@ class Second(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx, *_):
-        raise NotImplementedError(THIRD)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise NotImplementedError(THIRD)
+        # A backward pass through tangents, inside of the dual_level that they are of: torch asks for tangents of its gradients, which
+        # nobody may want.
+        return tuple(torch.full(shape, math.nan, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
 
     @staticmethod
     def vmap(info, in_dims, problem: Problem, wanted, *tensors):
@@ -196,8 +206,8 @@ class Second(torch.autograd.Function):
 
 
 def pushed(problem: Problem, x, direction) -> tuple:
-    """What Tangents gives."""
-    return Tangents.apply(problem, *x, *direction)
+    """What Tangents gives. Its kernel's rows are of scores with scale; those of other kernels are so where there is a score_mod."""
+    return Tangents.apply(problem.with_score_mod(), *x, *direction)
 
 
 def second(problem: Problem, x, d_out, d_lse, direction, needs) -> tuple[list[Given], tuple]:
@@ -243,7 +253,7 @@ def _or_empty(tensor: Given, like: torch.Tensor) -> torch.Tensor:
 
 
 def _plain(gradient: Given) -> Given:
-    return gradient if gradient is None else dense("gradient of flex_attention's output", gradient.detach())
+    return gradient if gradient is None else dense("gradient of flex_attention's output", gradient).detach()
 
 
 def _distinct(captured, wanted: tuple[int, ...]) -> tuple:

@@ -19,22 +19,28 @@ def mapped(function, info, in_dims, problem: Problem, wanted: tuple[int, ...] | 
 
     wanted   captured tensors of which gradients are asked for: behind those of q, k and v. Each call has its own. None: the function has
              no such argument
-    kinds    of the tensors
+    kinds    of the tensors; the first one has all entries of the batch, while keys and values may have one for all
     """
     size, dims = info.batch_size, in_dims[len(in_dims) - len(tensors) :]
     own = frozenset(kind for kind, dim in zip(kinds, dims, strict=True) if kind != BATCH and dim is not None) | frozenset(wanted or ())
-    folded = [_folded(t, dim, kind, kind in own, size) for t, dim, kind in zip(tensors, dims, kinds, strict=True)]
+    spread = [_spread(t, dim, kind, kind in own, size) for t, dim, kind in zip(tensors, dims, kinds, strict=True)]
+    batch = spread[0].shape[0]
+    folded = [
+        t if t is None or kind != BATCH else t.expand(batch, *t.shape[1:]).flatten(0, 1) for t, kind in zip(spread, kinds, strict=True)
+    ]
     found = function.apply(problem.folded(size, own), *(() if wanted is None else (wanted,)), *folded)
     at = range(3, 3 + len(wanted or ()))  # gradients of captured tensors
-    outs = tuple(t if i in at else t.unflatten(0, (-1, size)) for i, t in enumerate(found))
-    return outs, tuple(0 if i in at else 1 for i in range(len(outs)))
+    outs = [t if i in at else t.unflatten(0, (batch, size)) for i, t in enumerate(found)]
+    if wanted is not None:  # gradients of q, k and v come first, and q, k and v before what mods capture
+        inputs = spread[function.INPUTS : function.INPUTS + 3]
+        outs[:3] = [g if g.shape[0] == t.shape[0] else g.sum(0, keepdim=True) for g, t in zip(outs[:3], inputs, strict=True)]
+    return tuple(outs), tuple(0 if i in at else 1 for i in range(len(outs)))
 
 
-def _folded(tensor: torch.Tensor | None, dim: int | None, kind: int, own: bool, size: int) -> torch.Tensor | None:
-    """A tensor of all calls: of the batch, entry i // size of call i % size; or what mods capture, one for each call if it is its own."""
+def _spread(tensor: torch.Tensor | None, dim: int | None, kind: int, own: bool, size: int) -> torch.Tensor | None:
+    """A tensor of all calls: of the batch with calls behind it, what mods capture with calls first if each has its own."""
     if tensor is None or (kind != BATCH and not own):
         return tensor
     at = 1 if kind == BATCH else 0
     shape = (*tensor.shape[:at], size, *tensor.shape[at:])
-    tensor = tensor.unsqueeze(at).expand(shape) if dim is None else tensor.movedim(dim, at)
-    return tensor.flatten(0, 1) if kind == BATCH else tensor
+    return tensor.unsqueeze(at).expand(shape) if dim is None else tensor.movedim(dim, at)

@@ -15,6 +15,7 @@ from flexpress.programs import on_device
 from .codegen.mod.expr import ModGraph
 from .codegen.mod.folded import folded_graph
 from .codegen.mod.tensors import looks_ordinary, read_captured, readable
+from .codegen.mod.trace import traced_once
 from .codegen.plan.forward import Options
 from .codegen.run.block_lists import BlockLists
 from .codegen.run.call import Bound, Inputs
@@ -53,6 +54,10 @@ class Problem:
         """How many tensors score_mod captures."""
         return len(self.score[0].tensors) if self.score else 0
 
+    def with_score_mod(self) -> Problem:
+        """The same, with one that changes nothing where there is none."""
+        return self if self.score else replace(self, score=(traced_once(_unchanged, "score")[0].graph, []))
+
     def bound(self, q, k, v, captured) -> Bound:
         """The call. Raises NotImplementedError for kinds of tensors that kernels cannot read."""
         q, k, v = (readable(name, t.detach()) for name, t in (("query", q), ("key", k), ("value", v)))
@@ -79,7 +84,7 @@ class Problem:
     def direction(self, bound: Bound, tangents) -> Direction:
         """Tangents of q, k, v and captured tensors as kernels take them; those of what mask_mod captures mean nothing."""
         pairs = zip(tangents, (bound.q, bound.k, bound.v, *bound.captured), strict=False)
-        q, k, v, *captured = (t if t is None else dense("tangent", t.detach()).to(like.device, like.dtype) for t, like in pairs)
+        q, k, v, *captured = (t if t is None else dense("tangent", t).detach().to(like.device, like.dtype) for t, like in pairs)
         return Direction(q, k, v, tuple(captured))
 
     def folded(self, size: int, own: frozenset[int]) -> Problem:
@@ -95,6 +100,10 @@ class Problem:
         if transposed is not None:
             transposed = lambda mask: _repeated(self.transposed(mask), size)  # noqa: E731
         return replace(self, score=mods[0], mask=mods[1], lists=lists, transposed=transposed)
+
+
+def _unchanged(score, b, h, q_idx, kv_idx):
+    return score
 
 
 def _repeated(lists: BlockLists, size: int) -> BlockLists:

@@ -34,9 +34,17 @@ class Transformed(NamedTuple):
 
 
 def _attention(problem: Problem, tensors: tuple[torch.Tensor, ...]) -> tuple:
-    """out, lse and max_scores; in one pass with tangents where forward mode is the innermost transform."""
+    """out, lse and max_scores; in one pass with tangents where forward mode is the innermost transform.
+
+    Outside of torch.func tensors may have a tangent and require a gradient at once. The gradient has a tangent then, too, so it must be
+    that of what has both.
+    """
     innermost = torch._C._functorch.peek_interpreter_stack()
-    forward_mode = forward_ad._current_level >= 0 and (innermost is None or innermost.key() == torch._C._functorch.TransformType.Jvp)
+    if innermost is None:
+        forward_mode = not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+    else:
+        forward_mode = innermost.key() == torch._C._functorch.TransformType.Jvp
+    forward_mode = forward_mode and forward_ad._current_level >= 0
     duals = [forward_ad.unpack_dual(t) for t in tensors] if forward_mode else []
     if all(dual.tangent is None for dual in duals):
         return Attention.apply(problem, *tensors)[:3]

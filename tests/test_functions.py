@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils._pytree import tree_leaves
 
@@ -201,6 +202,74 @@ def test_other_front_doors(device):
         torch.testing.assert_close(vmap(grad(total))(q), torch.stack(each))
         out, tangent = jvp(total, (q[0],), (q[1],))
         torch.testing.assert_close(tangent, (each[0] * q[1]).sum(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("mod", [None, lambda score, b, h, q_idx, kv_idx: torch.tanh(score) * 2])
+def test_gradients_of_what_jvp_gives(mod, device):
+    """Of the output and of its tangent, in a direction that depends on the inputs."""
+    x = tuple(torch.randn(1, 2, 9, 8, device=device, generator=torch.Generator(device).manual_seed(i)) for i in range(3))
+
+    def loss(attend):
+        def of(*x):
+            primal, tangent = jvp(lambda *x: attend(*x)[:2], x, tuple(t.cos() for t in x))
+            return sum(t.square().sum() for t in (*primal, *tangent))
+
+        return grad(of, argnums=(0, 1, 2))
+
+    found = loss(lambda q, k, v: flex_attention(q, k, v, mod, return_lse=True))(*x)
+    wanted = loss(lambda q, k, v: dense_attention(q, k, v, mod))(*exact(x))
+    assert_as_exact(found, wanted, wanted, torch.float32)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("moving", [(0,), (1, 2), (3,), (0, 1, 2, 3)])
+def test_dual_tensors_that_require_gradients(moving, device):
+    """Outside of torch.func a gradient has a tangent where the inputs have one, and a tangent has a gradient."""
+    *floats, lengths = tensors(device)
+
+    def both(attend, x):
+        x = [t.clone().requires_grad_() for t in x]
+        with forward_ad.dual_level():
+            duals = [forward_ad.make_dual(t, t.detach().cos()) if i in moving else t for i, t in enumerate(x)]
+            outputs = attend(*duals, lengths)
+            total = sum(t.square().sum() + t.pow(3).sum() for t in outputs)
+            of_gradients = [forward_ad.unpack_dual(g).tangent for g in torch.autograd.grad(total, duals, create_graph=True)]
+            tangents = [forward_ad.unpack_dual(t).tangent.square().sum() for t in outputs]
+            of_tangents = torch.autograd.grad(sum(tangents), x)
+        return [*of_gradients, *(forward_ad.unpack_dual(g).primal for g in of_tangents)]
+
+    wanted = both(theirs, exact(floats))
+    assert_as_exact(both(ours, floats), wanted, wanted, torch.float32)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dims", [(0, None, None, None, None), (None, 0, 1, None, None), (0, 0, 0, 0, 0)])
+def test_vmap_where_all_entries_share_keys(dims, device):
+    """Keys and values of one batch entry stay one inside a mapped call, and so does their gradient."""
+    several = tensors(device, 6)
+    x = [
+        t[:n] if dim is None else t.unflatten(0, (3, 2))[:, :n].movedim(0, dim)
+        for t, dim, n in zip(several, dims, (2, 1, 1, 2, 2), strict=True)
+    ]
+    check(lambda attend: vmap(attend, in_dims=dims), *x)
+    check(lambda attend: vmap(lambda *x: grad(loss(attend))(x[:4], x[4]), in_dims=dims), *x)
+    check(lambda attend: vmap(lambda *x: TRANSFORMS["jvp of grad"](attend)(x[:4], x[4]), in_dims=dims), *x)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_captured_tensors_that_only_steps_read(device):
+    """Their gradient is 0, in every way to ask for it."""
+    q, steps = torch.randn(1, 2, 9, 8, device=device), torch.rand(9, device=device)
+
+    def total(q, steps):
+        return flex_attention(q, q, q, lambda s, b, h, i, j: s + torch.floor(3 * steps[j])).square().sum()
+
+    leaf = steps.clone().requires_grad_()
+    compiled = torch.compile(total, backend="aot_eager", fullgraph=True)
+    gradients = grad(total, argnums=1)(q, steps), *(torch.autograd.grad(f(q, leaf), leaf)[0] for f in (total, compiled))
+    for g in gradients:
+        assert g.shape == steps.shape and not g.any()
 
 
 @pytest.mark.parametrize("device", DEVICES)

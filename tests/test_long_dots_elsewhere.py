@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flexpress import ModError, cached_attention, explain, export, flex_attention, varlen_attention
+from flexpress import AuxRequest, ModError, cached_attention, explain, export, flex_attention, varlen_attention
 from support.dense import dense_attention
 from support.devices import DEVICES
 
@@ -37,6 +37,49 @@ def test_packed_sequences(device, lengths):
     upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(6)).to(device)
     for got, expected in zip(*(torch.autograd.grad(o, [q, k, v, qr, kr], upstream.to(o.dtype)) for o in (out, exact)), strict=True):
         assert (got - expected).norm() <= 2e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dims", [(0, None), (None, 1), (0, 0)])
+def test_mapped_rows(dims, device):
+    """Each call of vmap has its own rows, and its own gradients."""
+    q, k, v, *each = (
+        t.detach() for t in rows(device, (2, H, 9, D), (2, 2, 12, D), (2, 2, 12, D), *[(H, 9, WIDTH)] * 3, *[(12, WIDTH)] * 3)
+    )
+    stacked = [torch.stack(parts, dim) if dim is not None else parts[0] for parts, dim in zip((each[:3], each[3:]), dims, strict=True)]
+
+    def total(qr, kr):
+        out = flex_attention(q, k, v, lambda s, b, h, i, j: s + 0.2 * torch.dot(qr[h, i], kr[j]), enable_gqa=True)
+        return out.square().sum(), out
+
+    found = torch.func.vmap(torch.func.grad(total, argnums=(0, 1), has_aux=True), in_dims=dims)(*stacked)
+    for n in range(3):
+        x = [
+            (parts[n] if dim is not None else parts[0]).double().requires_grad_()
+            for parts, dim in zip((each[:3], each[3:]), dims, strict=True)
+        ]
+        bias = 0.2 * x[0] @ x[1].T
+        exact, *_ = dense_attention(q, k, v, lambda score, *_, bias=bias: score + bias)
+        torch.testing.assert_close(found[1][n].double(), exact, atol=1e-5, rtol=1e-5)
+        for got, expected in zip(found[0], torch.autograd.grad(exact.square().sum(), x), strict=True):
+            assert (got[n] - expected).norm() <= 2e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("lengths", [(33, 70), (9, 5), (130, 200)])
+def test_statistics_of_the_probabilities(lengths, device):
+    M, N = lengths
+    q, k, qr, kr = (t.detach() for t in rows(device, (2, H, M, D), (2, 2, N, D), (M, WIDTH), (2, N, WIDTH)))
+
+    def attend(mod):
+        request = AuxRequest(entropy=True, column_sums=True)
+        return flex_attention(q, k, k, mod, mask_mod=lambda b, h, i, j: i + 3 >= j, enable_gqa=True, return_aux=request)[1]
+
+    found = attend(lambda s, b, h, i, j: s + 0.2 * torch.dot(qr[i], kr[b, j]))
+    bias = 0.2 * qr.double() @ kr.double().transpose(-1, -2)
+    wanted = attend(lambda s, b, h, i, j: s + bias[b, i, j])
+    torch.testing.assert_close(found.entropy, wanted.entropy, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(found.column_sums, wanted.column_sums, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -37,7 +37,7 @@ def _folded(run: DerivedRun, node: Expr, args: tuple[Expr, ...], graph: ModGraph
     if node.op == "symbol" and node.attr == "b":
         quotient = Sym(node) // _examples(run, graph)
         return cast(quotient, node.dtype).expr
-    if node.op == "load" and node.attr in mapped:
+    if node.op in ("load", "row") and node.attr in mapped:
         b = run.table.make("symbol", (), torch.int32, attr="b", source=node.source)
         args = ((Sym(b) % _examples(run, graph)).expr, *args)
     return run.table.make(node.op, args, node.dtype, node.attr, node.weak, node.source)

@@ -70,9 +70,8 @@ def plan_columns(case: StatisticsCase, backend: str, arch: str, score: Mod | Non
 def _plan(
     template: str, case: StatisticsCase, backend: str, tile, score: Mod | None, mask: Mod | None, tensors: list, flags: dict, axis: str
 ) -> Plan:
-    score_text, mask_text = lowered(
-        score, mask, Target(backend, dtype_name(case.dtype), case.exact_indices, read_directly=backend == "cuda")
-    )
+    target = Target(backend, dtype_name(case.dtype), case.exact_indices, read_directly=backend == "cuda", transposed=axis == "q")
+    score_text, mask_text = lowered(score, mask, target)
     parameters = _parameters(case, score_text, mask_text, tensors, axis)
     taken = {p.name for p in parameters}
     flags = {

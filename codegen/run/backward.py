@@ -99,6 +99,8 @@ def backward(
         run = ready.run if not is_profiled() else in_range(ready.run, "backward", names_of(score, mask))
         try:
             gradients, of_sinks = run(tensors, score, mask, lists, transposed)
+            if len(gradients) < len(wanted):  # what is only rounded, compared or detached has no part in any kernel
+                gradients = {i: torch.zeros_like(score[1][i]) for i in wanted} | gradients
             return dq, dk, dv, gradients, None if of_sinks is None else _of_sinks(bound, of_sinks.sum((0, 2)))
         except Unusable as why:
             _refuse(ready, why)
