@@ -73,13 +73,13 @@ def check_tables(case, device):
     check_bounds(mask_mod, 2, 1, 96, 90, (16, 32), device)
 
 
-@for_any(lambda device: tables_read_in_many_ways(), cpu=80, cuda=200)
+@for_any(lambda device: tables_read_in_many_ways(), cpu=40, cuda=200)
 def test_a_table_read_in_many_ways(case, device):
     """By one position and by both: the texts of a mask share the table's strides."""
     check_tables(case, device)
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(tables_read_in_many_ways())
 def test_a_table_read_in_many_ways_in_cpp(in_cpp, case):
     check_tables(case, "cpu")

@@ -79,11 +79,11 @@ def step(model, tokens, window):
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_compiled_model(device):
     dynamo.reset()
-    model = Model().to(device)
+    model = Model(layers=1).to(device)  # Inductor's C++ for each takes seconds
     compiled = torch.compile(model, fullgraph=True)
     generator = torch.Generator().manual_seed(0)
     made = []
-    for length, window in ((64, 20), (80, 33), (51, 7), (96, 90), (33, 12)):
+    for length, window in ((64, 20), (80, 33), (51, 7), (96, 90)):
         tokens = torch.randint(0, 17, (2, length), generator=generator).to(device)
         with torch.no_grad():  # other slopes
             for block in model.blocks:
@@ -95,7 +95,7 @@ def test_a_compiled_model(device):
         torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
         for g, other in zip(gradients, others, strict=True):
             torch.testing.assert_close(g, other, rtol=2e-3, atol=1e-5)
-    assert made[2:] == [0, 0, 0]  # the first call and the first other numbers may compile
+    assert made[2:] == [0, 0]  # the first call and the first other numbers may compile
     dynamo.reset()
 
 

@@ -29,9 +29,9 @@ PORTABLE = {
 HOPPER = {
     "forward": lambda extras: hopper_compilation("sm_90", None, causal, output_rows=True, output_max=True, extras=extras),
     "forward, raw sums": lambda extras: hopper_compilation("sm_90", alibi(torch.rand(16)), causal, head_dim=64, extras=extras),
-    "forward, cache": lambda extras: hopper_compilation("sm_90", None, causal, cache=Cache(16), starts=True, extras=extras),
     "delta": lambda extras: hopper_backward_compilations(None, causal, extras=extras)["delta"],
     "delta, raw tops": lambda extras: hopper_backward_compilations(alibi(torch.rand(16)), causal, raw_tops=True, extras=extras)["delta"],
+    "forward, cache": lambda extras: hopper_compilation("sm_90", None, causal, cache=Cache(16), starts=True, extras=extras),
 }
 
 
@@ -54,7 +54,7 @@ def test_scales(target):
 
 @pytest.mark.parametrize("kernel", HOPPER)
 def test_hopper_kernels(kernel, every_kernel):
-    if every_kernel or PINNED or my_turn(list(HOPPER).index(kernel)):
+    if every_kernel or my_turn(list(HOPPER).index(kernel)):
         _compare(HOPPER[kernel](SINKS), HOPPER[kernel](ORDINARY))
     else:
         HOPPER[kernel](SINKS).compile("ttgir")
@@ -62,14 +62,14 @@ def test_hopper_kernels(kernel, every_kernel):
 
 @pytest.mark.parametrize("target", KINDS)
 @pytest.mark.parametrize("kernel", ["forward", "dkv", "dq"])
-def test_dropout(kernel, target):
+def test_dropout(kernel, target, every_kernel):
     """A random number serves all weights that a thread has of its group: then there are few of them."""
     extras = Extras(dropout="packed" if kernel == "dq" else "positions")
     if kernel == "forward":
         made = compilation(target, None, causal, head_dim=64, extras=extras)
     else:
         made = backward_compilations(target, None, causal, head_dim=64, extras=extras)[kernel]
-    found = made.compile()
+    found = made.compile(None if PINNED or kernel == "forward" or every_kernel else "ttgir")
     assert "SEED" in found.signature
     if kernel == "forward" and target in ("sm_80", "sm_90"):
         bodies, scores = 3, made.constants["BLOCK_M"] * made.constants["BLOCK_N"] // (32 * made.num_warps)
@@ -97,14 +97,14 @@ def test_a_hopper_kernel_takes_them_or_refuses(kernel, dims, extras):
         assert not extras.dropout or {"SEED", "DROPPED", "KEPT_SCALE"} <= taken
 
 
-@pytest.mark.parametrize("number, kernel, most", [(1, "forward", 64), (2, "backward", 128)])
+@pytest.mark.parametrize("number, kernel, most", [(1, "forward", 64), (4, "backward", 128)])
 def test_dropout_spills_little_in_hopper_kernels(number, kernel, most, every_kernel):
     given = {"head_dim": 128, "extras": Extras(dropout="positions")}
     if kernel == "forward":
         made = hopper_compilation("sm_90", None, causal, output_rows=True, **given)
     else:
         made = hopper_backward_compilations(None, causal, **given)["fused"]
-    if every_kernel or PINNED or my_turn(number):
+    if every_kernel or my_turn(number):
         assert made.compile().spilled <= most
     else:
         made.compile("ttgir")

@@ -24,7 +24,7 @@ from flexpress.recipes import make
 from support.assembly import assert_packed_as_read
 from support.fake_hopper import Variant, pass_for_hopper
 from support.hopper_backward import PLAIN, planned
-from support.tritons import my_turn
+from support.tritons import chosen, last_stage
 
 SPILLED = {  # bytes at most; 0 elsewhere. Of the loops without a mask only those at head dim 64 load values again, up to 7 a block
     # a number or two of the program's, at its start
@@ -71,19 +71,7 @@ SHIFTED = Blocks(True, 128, 128, shifted=True)
 
 VECTOR, BIAS = torch.zeros(4096), torch.zeros(4, 16, 64, 64)
 
-BY_BOTH = {"causal d128 bf16", "causal d128 bf16, starts"}  # Tritons
-# Not assembled without --every-kernel: their loops are those of an assembled kernel with another head dim or mod
-LOWERED = {
-    "softcap d64 fp16",
-    "alibi causal d64 bf16",
-    "relative_bias d128 bf16",
-    "alibi causal d80 fp16",
-    "plain d192, 128 bf16",
-    "plain d256 bf16",
-    "softcap causal d192, 160 fp16",
-    "a score_mod without derivative, d64 bf16",
-    "causal document d128 bf16, starts",
-}
+BY_ALL = {"causal d128 bf16", "causal d128 bf16, starts"}  # Tritons to the end
 
 CASES = {  # mods, or recipes for them, and what differs from PLAIN
     "plain d128 bf16": ("", {}),
@@ -143,6 +131,9 @@ def kernel_of(name: str) -> Compilation:
     return hopper_backward_compilations(*mods, dtype_name(case.dtype), case.d_qk, case.d_v, **kept)["fused"]
 
 
+FEW = chosen({name: [kernel_of(name).spec] for name in CASES}, sorted(BY_ALL))
+
+
 @functools.cache
 def compiled(name: str) -> Compiled:
     return kernel_of(name).compile()
@@ -150,8 +141,8 @@ def compiled(name: str) -> Compiled:
 
 @pytest.mark.parametrize("name", CASES)
 def test_kernel_fits_and_spills_little(name, every_kernel):
-    if not (every_kernel or name in BY_BOTH or name not in LOWERED and my_turn(list(CASES).index(name))):
-        kernel_of(name).compile("ttgir")
+    if last := last_stage(name, FEW, BY_ALL, every_kernel):
+        kernel_of(name).compile(last)
         return
     made = compiled(name)
     assert made.shared <= SHARED_MEMORY["sm_90"]

@@ -16,7 +16,7 @@ from support.extras import check_sinks, sink_problems, with_sinks
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
-@for_any(sink_problems, cpu=14, cuda=100)
+@for_any(sink_problems, cpu=9, cuda=100)
 def test_any_problem(drawn, device):
     check_sinks(drawn, device)
 

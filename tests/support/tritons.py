@@ -1,11 +1,22 @@
-"""Three Tritons compile kernels for GPUs that are not here (`make test`). All kernels for Hopper go through the passes of each, where they
-differ; that is a fifth of the work. The assembler, which says what spills, gets most of them from one of the three, half of those from
-the oldest, which an H100 with torch 2.11 has; --every-kernel: from all. Of those with sinks and dropout the pinned one brings all there.
-For other GPUs the pinned Triton compiles, and all of that."""
+"""Which of three Tritons compiles which kernels for GPUs that are not here, and how far (`make test`).
+
+The pinned Triton compiles all of them until its own passes have run ("ttgir"), where Tritons differ and fail. A change of a template
+shows there. What another Triton can break is a template under one of its flags, and what a mod is spelled with: each of these it meets in
+one kernel at least (`chosen`), not in every kernel. So do the assembler, which says what spills, and LLVM, which together take four fifths
+of the time: from one of the three, half of it from the oldest, which an H100 with torch 2.11 has and which is the fastest.
+--every-kernel: every Triton brings all to the assembler.
+
+For other GPUs than Hopper the pinned Triton compiles, and all of that.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
+import pytest
 import triton
+
+from flexpress.codegen.text.spec import KernelSpec
 
 _VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 OLDER, NEWER = _VERSION < (3, 7), _VERSION > (3, 7)
@@ -15,3 +26,34 @@ PINNED = not (OLDER or NEWER)
 def my_turn(number: int) -> bool:
     """Does this Triton bring the kernel with this number to the assembler?"""
     return number % 2 == 1 if OLDER else number % 4 == (2 if NEWER else 0)
+
+
+def features(spec: KernelSpec) -> set:
+    """A template's flags with their values, its mods, and what of theirs is read along which indices, stands apart or gets a gradient."""
+    found = {(name, repr(value)) for name, value in spec.flags}
+    for mod in filter(None, spec.mods):
+        found |= {(mod.kind, mod.name), (mod.kind, mod.sum is None, mod.distance is None, mod.tangent is None, mod.ends, mod.is_product)}
+        found |= {(mod.kind, "reads", s.varies) for s in mod.statements if s.loads}
+        found |= {("gradient of", c.role) for c in (mod.gradient.captured if mod.gradient else ())}
+    return {(spec.template, *feature) for feature in found}
+
+
+def chosen(specs: Mapping[str, Iterable[KernelSpec]], first: Iterable[str] = ()) -> list[str]:
+    """Few of some cases, of a kernel or more each, `first` among them, that have all features which any of them has."""
+    has = {name: set().union(*map(features, kernels)) for name, kernels in specs.items()}
+    names = list(first)
+    left = set().union(*has.values()).difference(*(has[name] for name in names))
+    while left:
+        names.append(max(has, key=lambda name: len(has[name] & left)))
+        left -= has[names[-1]]
+    return names
+
+
+def last_stage(name: str, few: list[str], by_all: Iterable[str], every_kernel: bool) -> str | None:
+    """How far this Triton compiles a case of which `few` are `chosen`: None, to the end, or "ttgir". Skips the test of one that it leaves
+    out."""
+    if every_kernel or name in by_all or (name in few and my_turn(few.index(name))):
+        return None
+    if not PINNED and name not in few:
+        pytest.skip("its features are those of other kernels, which this Triton compiles; the pinned one compiles all")
+    return "ttgir"
