@@ -1415,6 +1415,36 @@ PREFIXES = [
 ]
 
 
+ELEMENTS = [
+    Mutant(
+        "codegen/run/forward.py",
+        "extras and (extras.structure, extras.numbers), are_aligned(score)",
+        "extras and (extras.structure, extras.numbers)",
+        named("hopper_elements", "later_calls"),
+        "a kernel that copies serves a tensor at an odd address",
+    ),
+    Mutant(
+        "codegen/plan/hopper_elements.py",
+        '(inside or index.op == "symbol")',
+        "True",
+        named("hopper_elements", "threads_read"),
+        "an index that counts from the end is copied as one outside",
+    ),
+    Mutant(
+        "templates/_hopper_forward_producer.jinja",
+        "{{ score_mod.copied.place }}, {{ first_query }} + c * 64, start_n]",
+        "{{ score_mod.copied.place }}, {{ first_query }}, start_n]",
+        named("hopper_elements", "later_calls"),
+        "both consumers get the elements of the first one's rows",
+    ),
+    Mutant(
+        "codegen/plan/hopper_elements.py",
+        "    room -= 4 * handed * tile.stages * tile.BLOCK_N\n",
+        "",
+        named("hopper_elements", "take_room"),
+        "a kernel that copies wants more shared memory than there is",
+    ),
+]
 MUTANTS = [
     *CAPTURES,
     *INTERVALS,
@@ -1428,6 +1458,7 @@ MUTANTS = [
     *LAUNCHES,
     *INTEGRATIONS,
     *ELSEWHERE,
+    *ELEMENTS,
     *EXPORTS,
     *PROBABILITIES,
 ]
