@@ -74,7 +74,7 @@ def backward(
     dq, dk, dv = [new() for new in like.new]
     if out.numel() == 0 or like.lengths[3] == 0:
         of_sinks = torch.zeros(q.shape[1], device=q.device) if dlse is None else dlse.sum((0, 2))  # each row's weight is its sink's
-        return dq.zero_(), dk.zero_(), dv.zero_(), {i: torch.zeros_like(score[1][i]) for i in wanted}, _of_sinks(bound, of_sinks)
+        return dq.zero_(), dk.zero_(), dv.zero_(), _all_of({}, wanted, score), _of_sinks(bound, of_sinks)
 
     transposed, keys = bound.transposed(mask) if bound.transposed else None, keys_of(score, mask, like.lengths, lists)
     details = _details(bound, rows, dlse is not None, wanted, deterministic)
@@ -99,8 +99,7 @@ def backward(
         run = ready.run if not is_profiled() else in_range(ready.run, "backward", names_of(score, mask))
         try:
             gradients, of_sinks = run(tensors, score, mask, lists, transposed)
-            if len(gradients) < len(wanted):  # what is only rounded, compared or detached has no part in any kernel
-                gradients = {i: torch.zeros_like(score[1][i]) for i in wanted} | gradients
+            gradients = _all_of(gradients, wanted, score)
             return dq, dk, dv, gradients, None if of_sinks is None else _of_sinks(bound, of_sinks.sum((0, 2)))
         except Unusable as why:
             _refuse(ready, why)
@@ -131,6 +130,11 @@ def _likeness(looks: object, *tensors: torch.Tensor) -> _Like:
     new = [functools.partial(empty, tuple(t.shape), strides_like(t, t.shape[3]), t.dtype, t.device) for t in read]
     found = _like[looks] = _Like((*q.shape[:3], k.shape[2]), copied, tuple(new))
     return found
+
+
+def _all_of(gradients: dict[int, torch.Tensor], wanted: frozenset[int], score: tuple | None) -> dict[int, torch.Tensor]:
+    """With zeros for what is only rounded, compared or detached, which no kernel has a gradient of."""
+    return gradients | {i: torch.zeros_like(score[1][i]) for i in wanted - gradients.keys()}
 
 
 def _of_sinks(bound: Bound, found: torch.Tensor | None) -> torch.Tensor | None:
