@@ -99,8 +99,7 @@ def backward(
         run = ready.run if not is_profiled() else in_range(ready.run, "backward", names_of(score, mask))
         try:
             gradients, of_sinks = run(tensors, score, mask, lists, transposed)
-            gradients = _all_of(gradients, wanted, score)
-            return dq, dk, dv, gradients, None if of_sinks is None else _of_sinks(bound, of_sinks.sum((0, 2)))
+            return dq, dk, dv, _all_of(gradients, wanted, score), None if of_sinks is None else _of_sinks(bound, of_sinks.sum((0, 2)))
         except Unusable as why:
             _refuse(ready, why)
         except NotYet:
