@@ -12,9 +12,11 @@ from flexpress.cache_checks import check_batch
 from flexpress.export import asked_target, refuse_layout, refuse_rows
 from flexpress.exported_files import write
 from flexpress.mods import MaskMod, ScoreMod
+from flexpress.sinks import check_sinks
 
 from .codegen.device.cache import VERSION
 from .codegen.mod.bind import bind
+from .codegen.mod.dtypes import dtype_name
 from .codegen.mod.tensors import read_captured
 from .codegen.run.exported_cached import CachedFile, ExportedCache
 from .codegen.run.exported_cached_cpu import CachedCppFile
@@ -33,21 +35,24 @@ def export_cached(
     scale: float | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    q_offset: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     target: str | None = None,
     path: str | Path | None = None,
     layout: str = "file",
     overwrite: bool = False,
 ) -> str:
     """The kernels of a call of cached_attention as the text of a Python file that needs torch and triton alone, or, with kernels in C++ for
-    CPUs, torch and a C++ compiler: `attention` of the queries of some sequences, their last positions, to a cache, contiguous or in pages.
+    CPUs, torch and a C++ compiler: `attention` of the queries of some sequences, their last positions or those that q_offset says, to a
+    cache, contiguous or in pages.
 
         flexpress.export_cached(q, k_pages, v_pages, kv_len, page_table=pages, score_mod=alibi(slopes), path="paged_decode.py")
 
-    query, k_cache, v_cache, kv_len, page_table, cache_loc, k_scale, v_scale
-                as for cached_attention, with query (B, Hq, Q_LEN, D_QK); examples. Dtypes, head dims, the size of pages and Hq / Hkv are
-                the file's; the number of sequences, of heads, of pages, kv_len and strides are free, but head dims must be contiguous.
-                The tile is chosen for Q_LEN, which is free as well, unless it is 1 and there is no mask_mod: such a file is for single
-                queries
+    query, k_cache, v_cache, kv_len, page_table, cache_loc, k_scale, v_scale, q_offset, sinks
+                as for cached_attention, with query (B, Hq, Q_LEN, D_QK); examples. Which of them there are, dtypes, head dims, the size of
+                pages and Hq / Hkv are the file's; the number of sequences, of heads, of pages, kv_len and strides are free, but head dims
+                must be contiguous. The tile is chosen for Q_LEN, which is free as well, unless it is 1 and there is no mask_mod and no
+                q_offset: such a file is for single queries
     score_mod, mask_mod, scale, target, path, layout, overwrite
                 as for export. Mods see positions in a sequence; by default later keys are hidden
 
@@ -55,23 +60,22 @@ def export_cached(
     FileExistsError for what is there already.
     """
     if not isinstance(query, torch.Tensor) or query.dim() != 4:
-        raise ValueError("export_cached takes query (B, Hq, Q_LEN, head_dim): queries of different numbers are not exported")
+        raise ValueError("export_cached takes query (B, Hq, Q_LEN, head_dim): queries of different numbers, cu_seqlens_q, are not exported")
     if page_table is not None and cache_loc is not None:
         raise ValueError("export_cached takes page_table or cache_loc, not both; pass page_table[cache_loc]")
-    where, _ = check_batch("query", query, k_cache, v_cache, kv_len, page_table, cache_loc, None, None, None, k_scale, v_scale)
-    if query.shape[1] % k_cache.shape[2]:
-        raise ValueError(f"query has {query.shape[1]} heads, no multiple of the {k_cache.shape[2]} heads of k_cache")
-    if any(t.stride(3) != 1 for t in (query, k_cache, v_cache)):
-        raise ValueError("exported kernels read contiguous head dims; query, k_cache and v_cache need a stride of 1 in the last dimension")
-    if 0 in k_cache.shape:
-        raise ValueError(f"k_cache {tuple(k_cache.shape)} holds nothing; pass one that is like those to come")
-    if isinstance(scale, torch.Tensor):
-        raise TypeError("export_cached takes scale as a number; let the score_mod multiply by a tensor")
+    places = page_table, cache_loc, None, None, q_offset, k_scale, v_scale
+    where, q_offset = check_batch("query", query, k_cache, v_cache, kv_len, *places)
+    _refuse(query, k_cache, v_cache, scale)
+    if sinks is not None:
+        check_sinks(sinks, query.shape[1], query.device)
     target = asked_target(target, None, query)
     refuse_layout(layout, target)
-    score, mask = _mods(score_mod, mask_mod, where.kv_lens, query.shape[2], query.device)
+    if q_offset is where.kv_lens:
+        q_offset = q_offset.detach()  # an argument of its own in the file
+    score, mask = _mods(score_mod, mask_mod, where.kv_lens, q_offset, query.shape[2], query.device)
     call = ExportedCache(
-        *(score, mask, where.kv_lens, query.dtype, None if k_cache.dtype == query.dtype else k_cache.dtype),
+        *(score, mask, where.kv_lens, q_offset, "" if sinks is None else dtype_name(sinks.dtype)),
+        *(query.dtype, None if k_cache.dtype == query.dtype else k_cache.dtype),
         *(query.shape[3], v_cache.shape[3], query.shape[3] ** -0.5 if scale is None else checks.check_scale(scale, query.shape[3])),
         target,
         0 if page_table is None else k_cache.shape[1],
@@ -86,12 +90,26 @@ def export_cached(
     return text
 
 
-def _mods(score_mod, mask_mod, kv_len: torch.Tensor, q_len: int, device: torch.device) -> tuple[tuple | None, tuple | None]:
+def _refuse(query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scale) -> None:
+    """Raise for what no exported file takes."""
+    if query.shape[1] % k_cache.shape[2]:
+        raise ValueError(f"query has {query.shape[1]} heads, no multiple of the {k_cache.shape[2]} heads of k_cache")
+    if any(t.stride(3) != 1 for t in (query, k_cache, v_cache)):
+        raise ValueError("exported kernels read contiguous head dims; query, k_cache and v_cache need a stride of 1 in the last dimension")
+    if 0 in k_cache.shape:
+        raise ValueError(f"k_cache {tuple(k_cache.shape)} holds nothing; pass one that is like those to come")
+    if isinstance(scale, torch.Tensor):
+        raise TypeError("export_cached takes scale as a number; let the score_mod multiply by a tensor")
+
+
+def _mods(
+    score_mod, mask_mod, kv_len: torch.Tensor, q_offset: torch.Tensor | None, q_len: int, device: torch.device
+) -> tuple[tuple | None, tuple | None]:
     """The bound mods of the numbers of queries."""
     exported_query_length = q_len  # as Q_LEN says
 
     def position(b, q_idx):
-        return q_idx + (kv_len[b] - exported_query_length)
+        return q_idx + (kv_len[b] - exported_query_length if q_offset is None else q_offset[b])
 
     def score(score, b, h, q_idx, kv_idx):
         return score_mod(score, b, h, position(b, q_idx), kv_idx)
@@ -100,7 +118,7 @@ def _mods(score_mod, mask_mod, kv_len: torch.Tensor, q_len: int, device: torch.d
         allowed = kv_idx <= position(b, q_idx) if mask_mod is None else mask_mod(b, h, position(b, q_idx), kv_idx)
         return allowed & (kv_idx < kv_len[b])
 
-    masked = mask_mod is not None or q_len > 1  # one query sees all that there is
+    masked = mask_mod is not None or q_len > 1 or q_offset is not None  # one query, the last position, sees all that there is
     return _bound(score if score_mod else None, "score", device), _bound(mask if masked else None, "mask", device)
 
 

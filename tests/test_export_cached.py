@@ -11,7 +11,7 @@ from flexpress import cached_attention, export_cached
 from flexpress.mods import alibi, alibi_slopes, sliding_window, softcap
 from support.dense import relative_error
 from support.devices import DEVICES
-from support.exported import cache, load, run_alone
+from support.exported import cache, first_positions, load, run_alone, some_sinks
 
 
 def assert_as_library(module, arguments, table, *, scale=None, tolerance=None, mods=(None, None), captured=None, **places):
@@ -66,8 +66,46 @@ def test_entries_of_a_contiguous_cache_in_eight_bits(tmp_path, device):
     assert_as_library(load(path), (q, k, v, kv_len), None, mods=(softcap(20.0), None), tolerance=1e-3 if device == "cpu" else 2e-2, **where)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("length, positioned", [(1, False), (3, True)])
+def test_positions_of_queries_and_sinks(tmp_path, length, positioned, device):
+    """Where keys are split, and where they are not; a sequence of which the cache holds nothing has its sinks alone."""
+
+    def given(kv_len, q_len, heads):
+        of_positions = {"q_offset": first_positions(kv_len, q_len)} if positioned else {}
+        return {"sinks": some_sinks(heads, torch.float16, device), **of_positions}
+
+    q, k, v, kv_len, table = cache(device, Q_LEN=length)
+    path = tmp_path / "sinks.py"
+    export_cached(q, k, v, kv_len, page_table=table, score_mod=softcap(20.0), path=path, **given(kv_len, length, 8))
+    module = load(path)
+    for Z, Hkv, q_len, pages in ((3, 2, length, 24), (2, 1, 5 if positioned else 1, 150), (5, 3, 1, 3)):
+        q, k, v, kv_len, table = cache(device, Z=Z, Hq=4 * Hkv, Hkv=Hkv, Q_LEN=q_len, pages=pages)
+        kv_len[0] = 0
+        assert_as_library(module, (q, k, v, kv_len), table, mods=(softcap(20.0), None), **given(kv_len, q_len, 4 * Hkv))
+    if positioned:
+        assert "error" in run_alone(path)
+
+
 def test_errors(tmp_path):
     q, k, v, kv_len, table = cache("cpu")
+    sinks, path = some_sinks(8, torch.float32), tmp_path / "sinks.py"
+    export_cached(q, k, v, kv_len, page_table=table, q_offset=kv_len - 1, sinks=sinks, path=path)
+    attention = load(path).attention
+    for error, message, arguments in (
+        (ValueError, "q_offset must be torch.int32", (kv_len.long(), sinks)),
+        (ValueError, "q_offset must be torch.int32", (kv_len[:2], sinks)),
+        (ValueError, "sinks must be torch.float32", (kv_len, sinks.half())),
+        (ValueError, "sinks must be torch.float32 .*contiguous", (kv_len, sinks.repeat(2)[::2])),
+        (ValueError, "sinks must be torch.float32", (kv_len, sinks[:4])),
+        (NotImplementedError, "sinks requires grad", (kv_len, sinks.clone().requires_grad_())),
+    ):
+        with pytest.raises(error, match=message):
+            attention(q, k, v, kv_len, table, *arguments)
+    with pytest.raises(ValueError, match="sinks must have shape"):
+        export_cached(q, k, v, kv_len, page_table=table, sinks=sinks[:4])
+    with pytest.raises(ValueError, match="q_offset"):
+        export_cached(q, k, v, kv_len, page_table=table, q_offset=kv_len[:2])
     path = tmp_path / "paged.py"
     export_cached(q, k, v, kv_len, page_table=table, path=path)
     attention = load(path).attention
@@ -82,7 +120,7 @@ def test_errors(tmp_path):
     ):
         with pytest.raises(error, match=message):
             attention(*arguments)
-    with pytest.raises(ValueError, match="queries of different numbers"):
+    with pytest.raises(ValueError, match="queries of different numbers, cu_seqlens_q, are not"):
         export_cached(q[0], k, v, kv_len, page_table=table)
     with pytest.raises(ValueError, match=r"page_table or cache_loc, not both; pass page_table\[cache_loc\]"):
         export_cached(q, k, v, kv_len, page_table=table, cache_loc=torch.zeros_like(kv_len))

@@ -12,7 +12,7 @@ import torch
 from flexpress import cached_attention, export_cached
 from flexpress.mods import alibi, alibi_slopes, sliding_window, softcap
 from support.dense import relative_error
-from support.exported import cache, imports_of, load, run_alone
+from support.exported import cache, first_positions, imports_of, load, run_alone, some_sinks
 
 pytestmark = pytest.mark.usefixtures("in_cpp")
 
@@ -80,6 +80,48 @@ def test_entries_of_a_cache_in_eight_bits(tmp_path):
     # of one query the library makes no lists by itself: the same numbers but for the order of sums
     found = module.attention(q[:, :, :1], k, v, kv_len, **where)
     assert relative_error(found, cached_attention(q[:, :, :1], k, v, kv_len, score_mod=softcap(20.0), **where)) < 1e-3
+
+
+@pytest.mark.parametrize("length, kinds", [(1, ["q_offset"]), (1, ["sinks"]), (3, ["q_offset", "sinks"])])
+def test_positions_of_queries_and_sinks(tmp_path, length, kinds):
+    """Of other lengths than the example's, too, of a sequence of which the cache holds nothing, and of no sequence."""
+
+    def given(kv_len, q_len, heads):
+        made = {"q_offset": first_positions(kv_len, q_len), "sinks": some_sinks(heads, torch.bfloat16)}
+        return {kind: made[kind] for kind in kinds}
+
+    q, k, v, kv_len, table = cache("cpu", Q_LEN=length, D_V=44)
+    mod, own = alibi(alibi_slopes(8)), given(kv_len, length, 8)
+    path, module = saved(tmp_path, q, k, v, kv_len, page_table=table, score_mod=mod, scale=0.2, **own)
+    lengths = (7, 1, 40) if "q_offset" in kinds else (1, 1, 1)  # those that the library has lists of, where the file has
+    for q_len, (Z, Hkv, pages) in zip(lengths, ((3, 2, 24), (1, 1, 300), (4, 3, 9)), strict=True):
+        q, k, v, kv_len, table = cache("cpu", Z=Z, Hq=4 * Hkv, Hkv=Hkv, Q_LEN=q_len, pages=pages, D_V=44)
+        kv_len[Z // 2] = 16 * pages - 5 if Z == 1 else 0
+        slopes, own = alibi_slopes(4 * Hkv), given(kv_len, q_len, 4 * Hkv)
+        assert_same(module, (q, k, v, kv_len), page_table=table, mods=(alibi(slopes), None), captured={"slopes": slopes}, scale=0.2, **own)
+    none = [t[:0] for t in (kv_len, table)]
+    own = {name: t[:0] if name == "q_offset" else t for name, t in own.items()}
+    assert module.attention(q[:0], k, v, none[0], none[1], **own, slopes=slopes).shape == (0, *q.shape[1:3], 44)
+    assert "error" in run_alone(path)
+
+
+def test_a_tensor_may_be_lengths_and_positions(tmp_path):
+    """As the example has it; a file's arguments are two."""
+    q, k, v, kv_len, table = cache("cpu", Q_LEN=2)
+    _, module = saved(tmp_path, q, k, v, kv_len, page_table=table, q_offset=kv_len)
+    assert_same(module, (q, k, v, kv_len), page_table=table, q_offset=first_positions(kv_len, 2))
+
+
+def test_a_scale_that_sinks_cannot_be_divided_by(tmp_path):
+    q, k, v, kv_len, table = cache("cpu")
+    sinks = some_sinks(8, torch.float32)
+    _, module = saved(tmp_path, q, k, v, kv_len, page_table=table, sinks=sinks)
+    with pytest.raises(ValueError, match="scale must be a number above 1e-20, got 1e-30"):
+        module.attention(q, k, v, kv_len, table, sinks, scale=1e-30)
+    path = tmp_path / "small.py"
+    export_cached(q, k, v, kv_len, page_table=table, sinks=sinks, scale=1e-30, path=path)
+    for scale in (1e-30, -0.3):
+        assert_same(load(path), (q, k, v, kv_len), page_table=table, sinks=sinks, scale=scale)
 
 
 def test_a_file_needs_torch_alone_and_passes_the_linter(tmp_path):

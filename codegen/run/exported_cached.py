@@ -11,6 +11,7 @@ from ..mod.expr import INDEX_BOUND, ModGraph
 from ..plan import decode
 from ..plan.decode import DecodeCase, Rows, parts_at_once, plan_decode, rows_of, vector_of
 from ..plan.decode_tiles import most_rows
+from ..plan.extras import SMALLEST_SCALE, Extras, factors_out
 from ..plan.forward import LOG2_E, Blocks
 from ..text.parameters import stride_names
 from ..text.spelling import literal_text
@@ -25,13 +26,15 @@ from .preview import Compilation
 Q_LEN = "exported_query_length"  # what a trace calls the number of a sequence's queries, which is no argument of the file's
 _TEMPLATES = "exported_cached.jinja", "_exported_masks.jinja", "_exported_lists.jinja"
 _GRID = "tiles * Z"
+VARIABLES = {**File.variables, "SINKS": "sinks"}
 
 
 class ExportedCache(NamedTuple):
     """What of a call its file holds.
 
     score, mask   the bound mods of the numbers of queries (see CachedCall), or None; mask is None for one query that sees all
-    kv_len        the tensor that they capture as such
+    kv_len, q_offset   the tensors that they capture as such; q_offset is None where queries are the last positions
+    sinks         their dtype; "": there are none
     kv_dtype      of the cache, where it is not query's          scales    has it k_scale and v_scale
     page_size     0 for a contiguous cache                       located   does cache_loc say which entry is a sequence's
     group         query heads that share keys                    q_len     of the example, for which the tile is chosen
@@ -41,6 +44,8 @@ class ExportedCache(NamedTuple):
     score: tuple[ModGraph, list] | None
     mask: tuple[ModGraph, list] | None
     kv_len: torch.Tensor
+    q_offset: torch.Tensor | None
+    sinks: str
     dtype: torch.dtype
     kv_dtype: torch.dtype | None
     d_qk: int
@@ -53,6 +58,8 @@ class ExportedCache(NamedTuple):
     group: int
     q_len: int
     shapes: tuple[tuple, tuple, tuple, int]
+
+    extras = property(lambda self: Extras(sinks=self.sinks))
 
 
 def read_by(call: ExportedCache) -> tuple[tuple, tuple]:
@@ -79,7 +86,7 @@ class _Plans:
             *(call.dtype, call.d_qk, call.d_v),
             aligned=aligned,
             blocks=Blocks(True, BLOCK, BLOCK) if call.mask else None,
-            scale_is_positive=call.scale > 0,
+            scale_is_positive=factors_out(call.scale, call.extras),
             split=split,
             balanced=split and not call.mask,
             lengths=True,
@@ -87,6 +94,7 @@ class _Plans:
             page_size=call.page_size,
             kv_dtype=call.kv_dtype,
             scales=call.scales,
+            extras=call.extras,
         )
         return plan_decode(case, *self.machine, *self.keys, self.rows.rows)
 
@@ -115,6 +123,7 @@ class CachedFile(TritonFile):
 
     template = _TEMPLATES[0]
     backward = has_transposed = False
+    variables = VARIABLES
 
     def __init__(self, call: ExportedCache, version: str) -> None:
         plans = _Plans(call, call.target)
@@ -139,6 +148,8 @@ def names_in(call: ExportedCache, keys: tuple, reserved: frozenset[str]) -> tupl
     """What a call's mods capture, and their names (see named): lengths and the number of queries are arguments of the file's own."""
     lengths = Captured("kv_len", "int32", call.kv_len, ("0",), (1,), given=True)
     given = lengths, Captured("Q_LEN", "int", Q_LEN, given=True)
+    if call.q_offset is not None:
+        given += (Captured("q_offset", "int32", call.q_offset, ("0",), (1,), given=True),)
     return named(call.score, call.mask, frozenset(), keys, reserved, given)
 
 
@@ -153,12 +164,15 @@ def describe_cache(file: File, call: ExportedCache, extents: tuple, unit: int, s
     file.located, file.scales = call.located, call.scales
     file.q_unit, file.v_unit = (unit if d % unit == 0 else 1 for d in (call.d_qk, call.d_v))
     file.longest, file.log2_e, file.tolerance = INDEX_BOUND, LOG2_E, TOLERANCES[file.dtype]
-    file.scale, file.scale_is_positive, file.scale_apart = literal_text(call.scale), call.scale > 0, scale_apart
+    file.scale, file.scale_is_positive, file.scale_apart = literal_text(call.scale), factors_out(call.scale, call.extras), scale_apart
+    file.least_scale = literal_text(SMALLEST_SCALE) if call.sinks else "0"
+    file.offsets, file.sinks = call.q_offset is not None, call.sinks
     file.q_block, file.kv_block = BLOCK, BLOCK
     names = file.symbols_of_mods.split(", ") if file.symbols_of_mods else ["_"] * 4
     file.symbols_of_mods = ", ".join([*names[:3], "kv_idx"])  # which hides what is past a sequence's end
     if file.mask:
         describe_mask(file, call.mask, extents)
     file.tables = ", page_table" if call.page_size else ", cache_loc" if call.located else ""
-    file.factors = ", k_scale, v_scale" if call.scales else ""
+    file.tables += ", q_offset" if file.offsets else ""
+    file.factors = (", k_scale, v_scale" if call.scales else "") + (", sinks" if call.sinks else "")
     (file.demo_query, file.demo_keys, file.demo_values, file.demo_pages), file.demo_batch = call.shapes, call.shapes[0][0]

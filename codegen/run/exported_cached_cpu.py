@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from ..plan.cpu_decode import plan_cpu_decode
 from ..plan.decode import DecodeCase
-from ..plan.extras import ORDINARY, factors_out
+from ..plan.extras import factors_out
 from ..plan.forward import Blocks
 from .cached_call import BLOCK
-from .exported_cached import ExportedCache, describe_cache, names_in, read_by
+from .exported_cached import VARIABLES, ExportedCache, describe_cache, names_in, read_by
 from .exported_cpp import KERNELS, PARTS, FileInCpp, mask_specs
 from .exported_file import reserved
 
@@ -18,6 +18,7 @@ class CachedCppFile(FileInCpp):
     """What exported_cached_cpu.jinja asks for. `version` is that of the package that writes the file."""
 
     template, backward = TEMPLATES[0], False
+    variables = {**FileInCpp.variables, **VARIABLES}
 
     def __init__(self, call: ExportedCache, version: str) -> None:
         extents, keys = read_by(call)
@@ -26,13 +27,14 @@ class CachedCppFile(FileInCpp):
         case = DecodeCase(
             *(call.dtype, call.d_qk, call.d_v),
             blocks=Blocks(True, BLOCK, BLOCK) if call.mask else None,
-            scale_is_positive=factors_out(call.scale, ORDINARY),
+            scale_is_positive=factors_out(call.scale, call.extras),
             split=False,
             lengths=True,
             located=call.located,
             page_size=call.page_size,
             kv_dtype=call.kv_dtype,
             scales=call.scales,
+            extras=call.extras,
         )
         plan = plan_cpu_decode(case, *keys)
         describe_cache(self, call, extents, 1, plan.scale_apart)

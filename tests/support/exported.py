@@ -76,6 +76,19 @@ def cache(device, Z=3, Hq=8, Hkv=2, Q_LEN=1, S=16, pages=24, N=50, D=32, D_V=Non
     return q, k, v, kv_len, table
 
 
+def first_positions(kv_len: torch.Tensor, q_len: int) -> torch.Tensor:
+    """q_offset: of the first sequence's queries position 0, of the next ones' some between that and their last positions."""
+    share = torch.arange(len(kv_len), device=kv_len.device) / max(len(kv_len), 1)
+    return ((kv_len - q_len).clamp(min=0) * share).to(torch.int32)
+
+
+def some_sinks(heads: int, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
+    """No sink at all, some of usual scores, one above them all."""
+    sinks = torch.linspace(-3, 3, heads, device=device)
+    sinks[0], sinks[-1] = -torch.inf, 50.0
+    return sinks.to(dtype)
+
+
 def saved(tmp_path: Path, *arguments, **options):
     """An exported file, and it as a module."""
     path = tmp_path / "kernels_to_own.py"
