@@ -147,6 +147,19 @@ def test_the_generator_gives_the_seed():
     assert torch.equal(before, torch.get_rng_state()), "without dropout nothing is drawn"
 
 
+def test_another_probability_in_compiled_code():
+    """torch's compiler makes a symbol of a number that changes."""
+    q, seed = torch.randn(1, 2, 40, 16), torch.tensor([11])
+
+    def call(p):
+        return flex_attention(q, q, q, dropout_p=p, dropout_seed=seed)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for p in (0.1, 0.3, 0.0, 1.0, 0.3):
+        assert torch.equal(compiled(p), call(p))
+
+
 def test_statistics_and_sinks_know_nothing_of_it():
     q, sinks = torch.randn(1, 2, 70, 16), torch.randn(2, requires_grad=True)
     seed = torch.tensor([3])

@@ -30,8 +30,10 @@ COUNTS = {
     "huge": 8,
     "hidden infinities": 8,
     "update": 6,
+    "transforms": 10,
+    "extras": 16,
 }
-SMALLER = {"verdicts": 1, "attention": 1, "varlen": 1, "flash": 1, "huge": 1, "hidden infinities": 1}
+SMALLER = {"verdicts": 1, "attention": 1, "varlen": 1, "flash": 1, "huge": 1, "hidden infinities": 1, "transforms": 1, "extras": 1}
 
 
 @pytest.mark.parametrize("device", DEVICES)

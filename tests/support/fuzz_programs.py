@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from support import fuzz_inputs
+from support.fuzz_features import FEATURES
 from support.fuzz_mods import MASK_SYMBOLS, Captures, Writer, mask_source, reference_namespace, score_source
 from support.fuzz_reference import Difference, Judged, Problem, judge, solve_mod
 
@@ -940,6 +941,7 @@ KINDS: dict[str, tuple[Callable, float]] = {
     "cached": (cached, 8),
     "update": (updated, 3),
     "flash": (flash, 4),
+    **FEATURES,
 }
 
 
