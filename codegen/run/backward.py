@@ -99,9 +99,7 @@ def backward(
         run = ready.run if not is_profiled() else in_range(ready.run, "backward", names_of(score, mask))
         try:
             gradients, of_sinks = run(tensors, score, mask, lists, transposed)
-            if len(gradients) < len(wanted):  # what is only rounded, compared or detached has no part in any kernel
-                gradients = {i: torch.zeros_like(score[1][i]) for i in wanted} | gradients
-            return dq, dk, dv, gradients, None if of_sinks is None else _of_sinks(bound, of_sinks.sum((0, 2)))
+            return dq, dk, dv, _of_all(wanted, gradients, score), None if of_sinks is None else _of_sinks(bound, of_sinks.sum((0, 2)))
         except Unusable as why:
             _refuse(ready, why)
         except NotYet:
@@ -111,6 +109,13 @@ def backward(
         except Exception as why:
             waits, meanwhile = failed("backward", meanwhile or temporary is not None, why), False
             _ready.pop(kind, None)
+
+
+def _of_all(wanted: frozenset[int], gradients: dict, score: tuple | None) -> dict:
+    """Gradients of all that is wanted: what is only rounded, compared or detached has no part in any kernel."""
+    if len(gradients) == len(wanted):
+        return gradients
+    return {i: torch.zeros_like(score[1][i]) for i in wanted} | gradients  # type: ignore[index]  # what captures them
 
 
 class _Like(NamedTuple):
