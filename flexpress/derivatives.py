@@ -206,8 +206,9 @@ class Second(torch.autograd.Function):
 
 
 def pushed(problem: Problem, x, direction) -> tuple:
-    """What Tangents gives. Its kernel's rows are of scores with scale; those of other kernels are so where there is a score_mod."""
-    return Tangents.apply(problem.with_score_mod(), *x, *direction)
+    """What Tangents gives. Its kernel's rows are of scores with scale; those that backward kernels take are so where there is a
+    score_mod."""
+    return Tangents.apply(problem.as_pushed(), *x, *direction)
 
 
 def second(problem: Problem, x, d_out, d_lse, direction, needs) -> tuple[list[Given], tuple]:

@@ -54,9 +54,11 @@ class Problem:
         """How many tensors score_mod captures."""
         return len(self.score[0].tensors) if self.score else 0
 
-    def with_score_mod(self) -> Problem:
-        """The same, with one that changes nothing where there is none."""
-        return self if self.score else replace(self, score=(traced_once(_unchanged, "score")[0].graph, []))
+    def as_pushed(self) -> Problem:
+        """The same with scores as forward mode has them: scale before score_mod, which changes nothing where there is none, and query not
+        rounded with scale."""
+        score = self.score or (traced_once(_unchanged, "score")[0].graph, [])
+        return replace(self, score=score, options=self.options._replace(prescale_qk=False))
 
     def bound(self, q, k, v, captured) -> Bound:
         """The call. Raises NotImplementedError for kinds of tensors that kernels cannot read."""
