@@ -398,6 +398,11 @@ def run(text: str, name: str, args: tuple, grid: tuple[int, ...] = (2,)) -> None
             time.sleep(delays.pop() if delays else 0.0)
             stores.wait()
 
+        told = {(consumer, parity): threading.Semaphore(0) for consumer in range(2) for parity in range(2)}
+
+        def wait_for_other(step, CONSUMER) -> None:
+            assert told[1 - CONSUMER, int(step) & 1].acquire(timeout=PATIENCE), "the other consumer tells nothing"
+
         namespace = {
             "gl": language,
             "mbarrier": mbarrier,
@@ -415,6 +420,8 @@ def run(text: str, name: str, args: tuple, grid: tuple[int, ...] = (2,)) -> None
             "float_difference": lambda a, b: (a - b).float(),
             "within": lambda position, first, count: (first <= position) & (position < first + count),
             "meet": both.wait,
+            "tell_other": lambda step, CONSUMER: told[CONSUMER, int(step) & 1].release(),
+            "wait_for_other": wait_for_other,
             "limits": lambda x: limits(x, text),
             "philox": random_numbers,
             "wait_for_stores": wait_for_stores,
