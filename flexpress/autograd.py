@@ -10,6 +10,7 @@ from flexpress.derivatives import gradients_of
 from flexpress.problem import Problem, dense
 
 from .codegen.compiling import runs_uncompiled
+from .codegen.mod.loads import reached_by_gradients
 from .codegen.mod.tensors import check_values, is_transformed, is_unseen
 from .codegen.run.backward import backward, begin
 from .codegen.run.call import Bound, ExtraInputs, Rows
@@ -96,7 +97,8 @@ class _Attention(torch.autograd.Function):
         of_q, of_k, of_v = ctx.needs_input_grad[3:6]
         found = [dq if of_q else None, dk if of_k else None, dv if of_v else None, of_sinks]
         if captured:
-            found += [of_captured.get(i) for i in range(ctx.count)]
+            reached = reached_by_gradients(score[0])
+            found += [of_captured.get(i) if i in reached else None for i in range(ctx.count)]
         return None, None, None, *once(found, (q, k, v, sinks, *captured))
 
 
