@@ -1229,6 +1229,13 @@ EXPORTS = [
         "half of the output is not scaled to a new maximum",
     ),
     Mutant(
+        "templates/_softmax.jinja",
+        "(usual == ({{ tl }}.abs(m_i) < HUGE)) & (shift - shift_i",
+        "(shift - shift_i",
+        named("hopper_decode", "past_what_is_usual"),
+        "a shift in one base is kept for scores in the other",
+    ),
+    Mutant(
         "codegen/run/decode.py",
         "launch_nothing(kernels.launches)",
         "pass",

@@ -121,6 +121,43 @@ def test_scores_that_grow(monkeypatch, rate, keys, dtype, wants_max):
         torch.testing.assert_close(aux.max_scores.double(), scores.amax(-1), atol=1e-3, rtol=1e-3)
 
 
+def growing(rates):
+    """A score_mod that adds so much of the position to a head's scores."""
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score + rates[h] * kv_idx
+
+    return score_mod
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_row_does_not_depend_on_others(monkeypatch, device, dtype):
+    """The output is scaled in blocks in which some row's maximum has grown by much, and for the other rows the bits are the same."""
+    if device == "cpu":
+        decode_on_cpu(monkeypatch)
+    q, k = torch.randn(1, 8, 1, 320, dtype=dtype, device=device), torch.randn(1, 1, 900, 320, dtype=dtype, device=device)
+    rates = torch.tensor([0.0, 0.004, 0.02, 0.0, -0.1, 0.06, 0.0, 0.3], device=device)
+    out = flex_attention(q, k, k[..., :256], score_mod=growing(rates), enable_gqa=True)
+    for still in (range(1), range(3, 5), range(8)):
+        others = torch.tensor([h not in still for h in range(8)], device=device)
+        new_rates, new_q = torch.where(others, rates.flip(0), rates), torch.where(others[:, None, None], 3 * q.flip(1), q)
+        new = flex_attention(new_q, k, k[..., :256], score_mod=growing(new_rates), enable_gqa=True)
+        assert torch.equal(new[:, ~others], out[:, ~others])
+    exact, _, _ = dense_attention(q.cpu(), k.cpu(), k[..., :256].cpu(), growing(rates.cpu()))
+    assert relative_error(out.cpu(), exact) < 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_maxima_that_grow_past_what_is_usual(monkeypatch, dtype):
+    """There float32 numbers are so far apart that the last key has all weight."""
+    launched = decode_on_cpu(monkeypatch)
+    q, k = torch.randn(1, 4, 1, 320, dtype=dtype), torch.randn(1, 1, 700, 320, dtype=dtype)
+    out = flex_attention(q, k, k[..., :256], score_mod=growing(torch.tensor([1.1e6, 2.8e5, 3e7, 1e5])), enable_gqa=True)
+    assert len(launched) == 1
+    assert relative_error(out, k[:, :, -1:, :256].expand_as(out)) < 1e-2
+
+
 def test_the_portable_kernel_takes_its_place(monkeypatch):
     """Where the one for Hopper does not compile."""
     decode_on_cpu(monkeypatch)

@@ -24,7 +24,9 @@ from .slices import padded, slices_of
 from .tiles import Tile
 
 TILE = Tile(ROWS, 64, 8, 2)  # the warps that have the output, and buffers of K
-SOFTMAX_REGISTERS, PRODUCER_REGISTERS = 152, 40  # of a thread; what is left has the output
+# of a thread, of the softmax and of the producer: what is left has the output. Where pages are small, the producer needs more
+REGISTERS, REGISTERS_SMALL_PAGES = (160, 32), (152, 40)
+SLABS_IN_REGISTERS = 2  # of Q, 16 registers each: products read their left operand from shared memory for 64 columns alone
 
 
 def fits(case: DecodeCase, geometry: Geometry, arch: str, aligned: bool, rows: int, score: Mod | None, mask: Mod | None) -> str | None:
@@ -70,6 +72,8 @@ def _spec(case: DecodeCase, score: ModText | None, mask: ModText | None, scale_a
     rows = min(case.page_size or TILE.BLOCK_N, TILE.BLOCK_N)  # that TMA copies at once
     parameters = _parameters(case, rows, score, mask, scale_apart)
     taken = {p.name for p in parameters}
+    registers = REGISTERS if rows >= 16 else REGISTERS_SMALL_PAGES
+    by_key = any(s.loads and "kv_idx" in s.varies for mod in mods for s in mod.statements)  # which takes registers of the softmax
     flags = {
         "LANGUAGE": GLUON.name,
         "DTYPE": dtype_name(case.dtype),
@@ -79,8 +83,9 @@ def _spec(case: DecodeCase, score: ModText | None, mask: ModText | None, scale_a
         "D_V_ROUNDED": padded(case.d_v),
         "BLOCK_N": TILE.BLOCK_N,
         "STAGES": TILE.num_stages,
-        "SOFTMAX_REGISTERS": SOFTMAX_REGISTERS,
-        "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
+        "SOFTMAX_REGISTERS": registers[0],
+        "PRODUCER_REGISTERS": registers[1],
+        "SLABS_IN_REGISTERS": 0 if by_key or rows < 16 else SLABS_IN_REGISTERS,
         "PAGE_ROWS": rows,
         "Q_UNIT": case.units[0],
         "aligned": tuple(name for name in case.aligned if name in taken),
