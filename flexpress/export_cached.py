@@ -30,6 +30,8 @@ def export_cached(
     *,
     page_table: torch.Tensor | None = None,
     cache_loc: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    max_q_len: int | None = None,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     scale: float | None = None,
@@ -48,22 +50,21 @@ def export_cached(
 
         flexpress.export_cached(q, k_pages, v_pages, kv_len, page_table=pages, score_mod=alibi(slopes), path="paged_decode.py")
 
-    query, k_cache, v_cache, kv_len, page_table, cache_loc, k_scale, v_scale, q_offset, sinks
-                as for cached_attention, with query (B, Hq, Q_LEN, D_QK); examples. Which of them there are, dtypes, head dims, the size of
-                pages and Hq / Hkv are the file's; the number of sequences, of heads, of pages, kv_len and strides are free, but head dims
-                must be contiguous. The tile is chosen for Q_LEN, which is free as well, unless it is 1 and there is no mask_mod and no
-                q_offset: such a file is for single queries
+    query, k_cache, v_cache, kv_len, page_table, cache_loc, cu_seqlens_q, k_scale, v_scale, q_offset, sinks
+                as for cached_attention, with query (B, Hq, Q_LEN, D_QK), or (T, Hq, D_QK) with cu_seqlens_q; examples. Which of them
+                there are, dtypes, head dims, the size of pages and Hq / Hkv are the file's; the number of sequences, of heads, of
+                pages, kv_len and strides are free, but head dims must be contiguous. The tile is chosen for Q_LEN, which is free as
+                well, unless it is 1 and there is no mask_mod and no q_offset: such a file is for single queries
+    max_q_len   with cu_seqlens_q, the most queries of a sequence, for which the tile is chosen (by default T); free in the file, too
     score_mod, mask_mod, scale, target, path, layout, overwrite
                 as for export. Mods see positions in a sequence; by default later keys are hidden
 
     Returns the text. Raises ValueError, TypeError or NotImplementedError for arguments, ModError for a mod that cannot be traced,
     FileExistsError for what is there already.
     """
-    if not isinstance(query, torch.Tensor) or query.dim() != 4:
-        raise ValueError("export_cached takes query (B, Hq, Q_LEN, head_dim): queries of different numbers, cu_seqlens_q, are not exported")
     if page_table is not None and cache_loc is not None:
         raise ValueError("export_cached takes page_table or cache_loc, not both; pass page_table[cache_loc]")
-    places = page_table, cache_loc, None, None, q_offset, k_scale, v_scale
+    places = page_table, cache_loc, cu_seqlens_q, max_q_len, q_offset, k_scale, v_scale
     where, q_offset = check_batch("query", query, k_cache, v_cache, kv_len, *places)
     _refuse(query, k_cache, v_cache, scale)
     if sinks is not None:
@@ -72,17 +73,18 @@ def export_cached(
     refuse_layout(layout, target)
     if q_offset is where.kv_lens:
         q_offset = q_offset.detach()  # an argument of its own in the file
-    score, mask = _mods(score_mod, mask_mod, where.kv_lens, q_offset, query.shape[2], query.device)
+    score, mask = _mods(score_mod, mask_mod, where.kv_lens, q_offset, where.cu_q, where.max_q, query.device)
+    d_qk = query.shape[-1]
     call = ExportedCache(
-        *(score, mask, where.kv_lens, q_offset, "" if sinks is None else dtype_name(sinks.dtype)),
+        *(score, mask, where.kv_lens, q_offset, where.cu_q, "" if sinks is None else dtype_name(sinks.dtype)),
         *(query.dtype, None if k_cache.dtype == query.dtype else k_cache.dtype),
-        *(query.shape[3], v_cache.shape[3], query.shape[3] ** -0.5 if scale is None else checks.check_scale(scale, query.shape[3])),
+        *(d_qk, v_cache.shape[3], d_qk**-0.5 if scale is None else checks.check_scale(scale, d_qk)),
         target,
         0 if page_table is None else k_cache.shape[1],
         cache_loc is not None,
         where.k_scales is not None,
         query.shape[1] // k_cache.shape[2],
-        query.shape[2],
+        max(where.max_q, 1),
         (tuple(query.shape), tuple(k_cache.shape), tuple(v_cache.shape), 0 if page_table is None else page_table.shape[1]),
     )
     text = (CachedCppFile if target == "cpu" else CachedFile)(call, VERSION).text
@@ -94,7 +96,7 @@ def _refuse(query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, s
     """Raise for what no exported file takes."""
     if query.shape[1] % k_cache.shape[2]:
         raise ValueError(f"query has {query.shape[1]} heads, no multiple of the {k_cache.shape[2]} heads of k_cache")
-    if any(t.stride(3) != 1 for t in (query, k_cache, v_cache)):
+    if any(t.stride(-1) != 1 for t in (query, k_cache, v_cache)):
         raise ValueError("exported kernels read contiguous head dims; query, k_cache and v_cache need a stride of 1 in the last dimension")
     if 0 in k_cache.shape:
         raise ValueError(f"k_cache {tuple(k_cache.shape)} holds nothing; pass one that is like those to come")
@@ -103,13 +105,15 @@ def _refuse(query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, s
 
 
 def _mods(
-    score_mod, mask_mod, kv_len: torch.Tensor, q_offset: torch.Tensor | None, q_len: int, device: torch.device
+    score_mod, mask_mod, kv_len: torch.Tensor, q_offset: torch.Tensor | None, cu_q: torch.Tensor | None, q_len: int, device: torch.device
 ) -> tuple[tuple | None, tuple | None]:
     """The bound mods of the numbers of queries."""
     exported_query_length = q_len  # as Q_LEN says
 
     def position(b, q_idx):
-        return q_idx + (kv_len[b] - exported_query_length if q_offset is None else q_offset[b])
+        if q_offset is not None:
+            return q_idx + q_offset[b]
+        return q_idx + (kv_len[b] - (exported_query_length if cu_q is None else cu_q[b + 1] - cu_q[b]))
 
     def score(score, b, h, q_idx, kv_idx):
         return score_mod(score, b, h, position(b, q_idx), kv_idx)
@@ -118,7 +122,8 @@ def _mods(
         allowed = kv_idx <= position(b, q_idx) if mask_mod is None else mask_mod(b, h, position(b, q_idx), kv_idx)
         return allowed & (kv_idx < kv_len[b])
 
-    masked = mask_mod is not None or q_len > 1 or q_offset is not None  # one query, the last position, sees all that there is
+    # one query, the last position, sees all that there is
+    masked = mask_mod is not None or q_len > 1 or q_offset is not None or cu_q is not None
     return _bound(score if score_mod else None, "score", device), _bound(mask if masked else None, "mask", device)
 
 

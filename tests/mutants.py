@@ -1129,6 +1129,13 @@ LAUNCHES = [
         "the interpreter reads and writes what a mask leaves out",
     ),
     Mutant(
+        "codegen/device/interpreter_direct.py",
+        'result["dtype"]) if acc is None else acc.handle',
+        'result["dtype"]) if True else acc.handle',
+        named("operands", "products and fp32"),
+        "the interpreter's products leave out what they are added to",
+    ),
+    Mutant(
         "codegen/text/parsing.py",
         'found[1] or ""',
         '""',

@@ -11,19 +11,25 @@ from flexpress import cached_attention, export_cached
 from flexpress.mods import alibi, alibi_slopes, sliding_window, softcap
 from support.dense import relative_error
 from support.devices import DEVICES
-from support.exported import cache, first_positions, load, run_alone, some_sinks
+from support.exported import cache, first_positions, load, ragged, run_alone, some_sinks
 
 
-def assert_as_library(module, arguments, table, *, scale=None, tolerance=None, mods=(None, None), captured=None, **places):
-    """Output and lse of a file beside cached_attention and beside dense attention in float64."""
+def assert_as_library(
+    module, arguments, table, *, scale=None, tolerance=None, mods=(None, None), captured=None, most=None, tokens=None, **places
+):
+    """Output and lse of a file beside cached_attention and beside dense attention in float64. most: max_q_len; tokens: those of sequences,
+    of ragged queries."""
     named = {**places, **({} if table is None else {"page_table": table})}
     own = {} if scale is None else {"scale": scale}
     captured = captured or {}
-    out, lse = module.attention(*arguments, **named, **captured, **own, return_lse=True)
-    library, library_lse = cached_attention(*arguments, **named, score_mod=mods[0], mask_mod=mods[1], scale=scale, return_lse=True)
+    of_queries = {} if most is None else {"max_q_len": most}
+    out, lse = module.attention(*arguments, **named, **captured, **own, **of_queries, return_lse=True)
+    own_mods = {"score_mod": mods[0], "mask_mod": mods[1]}
+    library, library_lse = cached_attention(*arguments, **named, **own_mods, scale=scale, **of_queries, return_lse=True)
     exact = module.reference(*arguments, **named, **captured, **own)
     allowed = tolerance or {torch.float32: 2e-6, torch.bfloat16: 1e-2}[out.dtype]
     assert relative_error(out, library) <= allowed and relative_error(out, exact) <= allowed
+    lse, library_lse = (t[:tokens] for t in (lse, library_lse))  # of no sequence, a sink or -inf: nobody reads it
     assert relative_error(lse.exp(), library_lse.exp()) <= 10 * allowed  # -inf for none
     assert out.stride() == library.stride()
 
@@ -87,6 +93,29 @@ def test_positions_of_queries_and_sinks(tmp_path, length, positioned, device):
         assert "error" in run_alone(path)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("positioned", [False, True])
+def test_ragged_queries(tmp_path, positioned, device):
+    """Where keys are split, and where they are not, of several tiles a sequence; a sequence without queries, and tokens of none."""
+
+    def given(Z, Hkv, counts, pages, after=0):
+        q, k, v, kv_len, table = cache(device, Z=Z, Hq=4 * Hkv, Hkv=Hkv, Q_LEN=max(counts), pages=pages)
+        q, starts = ragged(q, counts, after)
+        more = {"q_offset": first_positions(kv_len, max(counts)), "sinks": some_sinks(4 * Hkv, torch.float16, device)} if positioned else {}
+        return (q, k, v, kv_len), table, {"cu_seqlens_q": starts, **more}
+
+    arguments, table, more = given(3, 2, [2, 5, 1], 24)
+    path = tmp_path / "ragged.py"
+    export_cached(*arguments, page_table=table, **more, max_q_len=5, score_mod=softcap(20.0), path=path)
+    module = load(path)
+    for Z, Hkv, counts, pages in ((3, 2, [3, 0, 1], 150), (1, 1, [40], 24), (5, 3, [1, 19, 4, 0, 2], 3)):
+        arguments, table, more = given(Z, Hkv, counts, pages, after=2)
+        arguments[3][-1] = 16 * pages - 5  # keys
+        assert_as_library(module, arguments, table, mods=(softcap(20.0), None), most=max(counts), tokens=sum(counts), **more)
+    if positioned:
+        assert "error" in run_alone(path)
+
+
 def test_errors(tmp_path):
     q, k, v, kv_len, table = cache("cpu")
     sinks, path = some_sinks(8, torch.float32), tmp_path / "sinks.py"
@@ -120,8 +149,22 @@ def test_errors(tmp_path):
     ):
         with pytest.raises(error, match=message):
             attention(*arguments)
-    with pytest.raises(ValueError, match="queries of different numbers, cu_seqlens_q, are not"):
+    with pytest.raises(ValueError, match=r"query must be \(B, H, Q_LEN, D\)"):
         export_cached(q[0], k, v, kv_len, page_table=table)
+    tokens, starts = ragged(q.expand(-1, -1, 3, -1), [1, 0, 3])
+    path = tmp_path / "ragged.py"
+    export_cached(tokens, k, v, kv_len, page_table=table, cu_seqlens_q=starts, path=path)
+    attention = load(path).attention
+    for message, arguments, most in (
+        ("query must be a tensor of 3 dimensions", (q, k, v, kv_len, table, starts), None),
+        ("cu_seqlens_q must be torch.int32", (tokens, k, v, kv_len, table, starts[1:]), None),
+        ("cu_seqlens_q must be torch.int32", (tokens, k, v, kv_len, table, starts.long()), None),
+        ("kv_len must be torch.int32", (tokens, k, v, kv_len[0], table, starts), None),
+        ("max_q_len must be a whole number from 0 to the 4 tokens", (tokens, k, v, kv_len, table, starts), 5),
+        ("max_q_len must be a whole number", (tokens, k, v, kv_len, table, starts), 2.0),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attention(*arguments, max_q_len=most)
     with pytest.raises(ValueError, match=r"page_table or cache_loc, not both; pass page_table\[cache_loc\]"):
         export_cached(q, k, v, kv_len, page_table=table, cache_loc=torch.zeros_like(kv_len))
     with pytest.raises(FileExistsError, match="overwrite=True"):

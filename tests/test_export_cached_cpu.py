@@ -12,7 +12,7 @@ import torch
 from flexpress import cached_attention, export_cached
 from flexpress.mods import alibi, alibi_slopes, sliding_window, softcap
 from support.dense import relative_error
-from support.exported import cache, first_positions, imports_of, load, run_alone, some_sinks
+from support.exported import cache, first_positions, imports_of, load, ragged, run_alone, some_sinks
 
 pytestmark = pytest.mark.usefixtures("in_cpp")
 
@@ -30,7 +30,8 @@ def assert_same(module, arguments, *, mods=(None, None), captured=None, exact=2e
     library = cached_attention(*arguments, **named, score_mod=mods[0], mask_mod=mods[1], return_lse=True)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, library, strict=True))
     assert found[0].stride() == library[0].stride()
-    assert relative_error(found[0], module.reference(*arguments, **named, **(captured or {}))) < exact
+    of_reference = {name: value for name, value in named.items() if name != "max_q_len"}
+    assert relative_error(found[0], module.reference(*arguments, **of_reference, **(captured or {}))) < exact
 
 
 def test_pages_and_one_query(tmp_path):
@@ -103,6 +104,46 @@ def test_positions_of_queries_and_sinks(tmp_path, length, kinds):
     own = {name: t[:0] if name == "q_offset" else t for name, t in own.items()}
     assert module.attention(q[:0], k, v, none[0], none[1], **own, slopes=slopes).shape == (0, *q.shape[1:3], 44)
     assert "error" in run_alone(path)
+
+
+@pytest.mark.parametrize("kinds", [[], ["q_offset", "sinks"]])
+def test_ragged_queries(tmp_path, kinds):
+    """Of other numbers of sequences, heads and queries than the example's; sequences without queries, without keys, and tokens of none."""
+
+    def given(Z, Hkv, counts, pages, after=0):
+        q, k, v, kv_len, table = cache("cpu", Z=Z, Hq=4 * Hkv, Hkv=Hkv, Q_LEN=max(counts), pages=pages, D_V=44)
+        q, starts = ragged(q, counts, after)
+        made = {"q_offset": first_positions(kv_len, 5), "sinks": some_sinks(4 * Hkv, torch.bfloat16)}
+        return (q, k, v, kv_len), {"page_table": table, "cu_seqlens_q": starts, **{kind: made[kind] for kind in kinds}}
+
+    arguments, named = given(3, 2, [3, 1, 7], 24)
+    mods = alibi(alibi_slopes(8)), wider_by_head(30)
+    path, module = saved(tmp_path, *arguments, **named, score_mod=mods[0], mask_mod=mods[1], scale=0.2)
+    for Z, Hkv, counts, pages, most in ((3, 2, [3, 0, 7], 24, 7), (1, 1, [200], 300, None), (5, 3, [1, 40, 0, 2, 0], 9, 40)):
+        arguments, named = given(Z, Hkv, counts, pages, after=2)
+        arguments[3][Z // 2] = 16 * pages - 5 if Z == 1 else 0
+        slopes = alibi_slopes(4 * Hkv)
+        more = {"mods": (alibi(slopes), wider_by_head(20)), "captured": {"slopes": slopes, "window": 20}, "scale": 0.2}
+        assert_same(module, arguments, **named, **more, **({} if most is None else {"max_q_len": most}))
+    found = module.attention(*arguments, **named, slopes=slopes, window=20, scale=0.2, max_q_len=4)  # fewer than a sequence has
+    library = cached_attention(
+        *arguments, **named, score_mod=alibi(slopes), mask_mod=wider_by_head(20), scale=0.2, max_q_len=4, check=False
+    )
+    assert torch.equal(found, library)
+    none = {name: t[:0] if name in ("page_table", "q_offset") else t[:1] if name == "cu_seqlens_q" else t for name, t in named.items()}
+    assert module.attention(*arguments[:3], arguments[3][:0], **none, slopes=slopes).abs().max() == 0
+    if kinds:
+        assert "error" in run_alone(path)
+
+
+def test_ragged_queries_of_a_contiguous_cache_in_eight_bits(tmp_path):
+    """By the default mask, and entries by cache_loc."""
+    q, k, v, kv_len, _ = cache("cpu", Q_LEN=9, S=300, pages=0, N=6, dtype=torch.bfloat16)
+    (q, starts), (k, v) = ragged(q, [2, 9, 4]), (t.to(torch.float8_e4m3fn) for t in (k, v))
+    k_scale, v_scale = torch.rand(2, 2) + 0.5
+    named = {"cu_seqlens_q": starts, "cache_loc": torch.tensor([4, 0, 2], dtype=torch.int32), "k_scale": k_scale, "v_scale": v_scale}
+    _, module = saved(tmp_path, q, k, v, kv_len, **named)
+    assert_same(module, (q, k, v, kv_len), **named, exact=1e-2)
 
 
 def test_a_tensor_may_be_lengths_and_positions(tmp_path):

@@ -79,3 +79,11 @@ def test_paged_decode_compiles(written, tmp_path, target):
     table, lengths = torch.zeros(2, 4, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
     export_cached(q, k, v, lengths, page_table=table, score_mod=softcap(20.0), target=target, path=tmp_path / "exported.py")
     check(*written(), target)
+
+
+def test_ragged_queries_compile(written, tmp_path):
+    q, k, v = torch.empty(5, 8, 128).bfloat16(), *torch.empty(2, 8, 16, 2, 128).bfloat16()
+    table, lengths, starts = torch.zeros(2, 4, dtype=torch.int32), torch.full((2,), 5, dtype=torch.int32), torch.tensor([0, 2, 5]).int()
+    where = {"page_table": table, "cu_seqlens_q": starts}
+    export_cached(q, k, v, lengths, **where, score_mod=softcap(20.0), target="sm_90", path=tmp_path / "exported.py")
+    check(*written(), "sm_90")

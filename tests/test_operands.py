@@ -175,3 +175,18 @@ def test_pointers_move_by_elements():
             assert found.handle.data.tolist() == buffer[::2].tolist()
 
     interpreted(check)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products_and_ranges_are_what_triton_makes_of_them(dtype):
+    def check():
+        shapes = (16, 32), (32, 16), (16, 16), (2, 16, 32), (2, 32, 16), (16, 4), (16,)
+        sums = None, tensor(tl.float32, (16, 16)), tensor(tl.float64, (16, 16)), tensor(tl.float32, (2, 16, 16)), 0
+        for a, b, acc, other in itertools.product(shapes, shapes, sums, (dtype, tl.float32)):
+            x, y = tensor(dtype, a), tensor(other, b)
+            for options in ({}, {"input_precision": "ieee"}, {"out_dtype": tl.float16}):
+                agree(lambda x=x, y=y, acc=acc, options=options: tl.dot(x, y, acc, **options), (a, b, other, acc, options))
+        for start, end in itertools.product((0, 16, -4, 3), (16, 32, 0, 4)):
+            agree(lambda start=start, end=end: tl.arange(start, end), (start, end))
+
+    interpreted(check)

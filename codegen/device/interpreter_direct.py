@@ -37,6 +37,9 @@ _ORDER = ("int32", "int64", "fp32", "fp64")  # of two of these, the later one is
 _UNSIGNED = {"uint32": np.uint32, "uint64": np.uint64}  # these are computed directly beside their own kind and numbers
 _INTEGERS = {name: NUMBERS[name] for name in ("int32", "int64")} | _UNSIGNED
 _HINTS = {"eviction_policy", "cache_modifier"}  # arguments that change nothing here
+# numbers beside tensors, by their dtype's character. Arrays of no dimension: NumPy takes twice as long for those of one element
+_numbers: dict[tuple, np.ndarray] = Table("numbers of the interpreter", 4096)
+_new = object.__new__
 
 
 def compute_directly(scope) -> None:
@@ -47,6 +50,8 @@ def compute_directly(scope) -> None:
     scope.set_attr(tensor, "__getitem__", _with_new_dimensions(tensor.__getitem__))
     scope.set_attr(tensor, "to", _cast(tensor.to))
     scope.set_attr(tl, "where", _where(tl.where))
+    scope.set_attr(tl, "dot", _dot(tl.dot))
+    scope.set_attr(tl, "arange", _arange(tl.arange))
     scope.set_attr(tl, "load", _load(tl.load))
     scope.set_attr(tl, "store", _store(tl.store))
     scope.set_attr(interpreter.TensorHandle, "__init__", _hold)
@@ -57,8 +62,29 @@ def _hold(self, data, dtype, attr=None) -> None:
     self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
 
 
-def _tensor(data, type):
-    return core.tensor(interpreter.TensorHandle(data, type.scalar), type)
+def _like(tensor) -> dict:
+    """What tensors of a type hold, but for their elements."""
+    return {name: value for name, value in vars(tensor).items() if name != "handle"}
+
+
+def _tensor(data, like: dict):
+    """A tensor that holds `data`, without the calls of two constructors."""
+    handle = _new(interpreter.TensorHandle)
+    handle.data, handle.dtype, handle.attr = data, like["dtype"], {}
+    made = _new(core.tensor)
+    made.__dict__.update(like, handle=handle)
+    return made
+
+
+def _number(value, dtype, beside):
+    """A number as an operand of NumPy's beside an array."""
+    if not beside.ndim:  # two arrays of no dimension would give no array
+        return np.array([value], dtype)
+    key = dtype.char, value
+    found = _numbers.get(key)
+    if found is None:
+        found = _numbers[key] = np.array(value, dtype)
+    return found
 
 
 def _numpy_common(name: str, left: str, right: str):
@@ -87,12 +113,13 @@ def _operator(name: str, plain):
         if way is _ways:
             made = plain(self, other)
             elements = self.dtype, other.dtype if len(key) == 3 else self.dtype
-            _ways[key] = _way(name, *elements, made.type)
+            _ways[key] = _way(name, *elements, _like(made))
             return made
         if way is None:
             return plain(self, other)
         dtype, result, size = way
-        left, right = self.handle.data, other.handle.data if len(key) == 3 else np.array([other], dtype)
+        left = self.handle.data
+        right = other.handle.data if len(key) == 3 else _number(other, dtype, left)
         if size:
             return _tensor(left + size * right.astype(np.uint64), result)
         if left.dtype is not dtype:
@@ -104,8 +131,8 @@ def _operator(name: str, plain):
     return operator
 
 
-def _way(name: str, left, right, result) -> tuple | None:
-    """What NumPy computes in, the type of the result, and the bytes of an element where an integer is added to a pointer, else 0."""
+def _way(name: str, left, right, result: dict) -> tuple | None:
+    """What NumPy computes in, what the result is like, and the bytes of an element where an integer is added to a pointer, else 0."""
     if name == "__add__" and left.is_ptr() and right.name in ("int32", "int64"):
         return None, result, max(1, left.element_ty.primitive_bitwidth // 8)
     dtype = _numpy_common(name, left.name, right.name)
@@ -122,9 +149,9 @@ def _with_new_dimensions(plain):
         result = _ways.get(key)
         if result is None:
             made = plain(self, slices)
-            _ways[key] = made.type
+            _ways[key] = _like(made)
             return made
-        return core.tensor(interpreter.TensorHandle(self.handle.data[slices], self.handle.dtype), result)
+        return _tensor(self.handle.data[slices], result)
 
     return getitem
 
@@ -143,7 +170,7 @@ def _cast(plain):
         result = _ways.get(key)
         if result is None:
             made = plain(self, dtype)
-            _ways[key] = made.type
+            _ways[key] = _like(made)
             return made
         return _tensor(self.handle.data.astype(kinds[name]), result)
 
@@ -163,7 +190,7 @@ def _where(plain):
         if way is _ways:
             made = plain(condition, x, y)
             dtype = _numpy_common("where", (x if of_x else y).dtype.name, (y if of_y else x).dtype.name)
-            _ways[key] = dtype and (dtype, made.type)
+            _ways[key] = dtype and (dtype, _like(made))
             return made
         if way is None:
             return plain(condition, x, y)
@@ -172,6 +199,40 @@ def _where(plain):
         return _tensor(np.where(condition.handle.data, x, y), result)
 
     return where
+
+
+def _dot(plain):
+    def dot(input, other, acc=None, **options):
+        precision = options.get("input_precision")
+        if not (type(precision) is str and len(options) == 1 or not options) or not (acc is None or type(acc) is core.tensor):
+            return plain(input, other, acc, **options)
+        key = "dot", input.type.name, other.type.name, None if acc is None else acc.type.name, precision
+        way = _ways.get(key)
+        if way is None:
+            made = plain(input, other, acc, **options)
+            _ways[key] = _like(made), made.handle.data.dtype
+            return made
+        result, dtype = way
+        sums = interpreter.TensorHandle(np.zeros(result["type"].shape, dtype), result["dtype"]) if acc is None else acc.handle
+        # the builder's, which knows bfloat16. The precision and how exact sums of float8 are change nothing here
+        return _tensor(interpreter.interpreter_builder.create_dot(input.handle, other.handle, sums, None, 0).data, result)
+
+    return dot
+
+
+def _arange(plain):
+    def arange(start, end):
+        if type(start) is not int or type(end) is not int:
+            return plain(start, end)
+        key = "arange", start, end
+        result = _ways.get(key)
+        if result is None:
+            made = plain(start, end)
+            _ways[key] = _like(made)
+            return made
+        return _tensor(np.arange(start, end, dtype=np.int32), result)
+
+    return arange
 
 
 def _spread(data, shape: tuple):
@@ -201,7 +262,7 @@ def _load(plain):
         way = _ways.get(key, _ways)
         if way is _ways:
             made = plain(pointer, mask, other, **options)
-            _ways[key] = None if made.dtype == core.int1 else (made.type, made.handle.data.dtype, made.handle.data.shape)
+            _ways[key] = None if made.dtype == core.int1 else (_like(made), made.handle.data.dtype, made.handle.data.shape)
             return made
         if way is None:
             return plain(pointer, mask, other, **options)

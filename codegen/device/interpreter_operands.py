@@ -24,6 +24,12 @@ def keep_operands(scope) -> None:
     semantic = interpreter.interpreter_semantic
     make_alike = semantic.binary_op_type_checking_impl
 
+    number_to_tensor = semantic.to_tensor
+
+    def to_tensor(x, check_type: bool = True):
+        """Every assignment asks for it, mostly with what is a tensor."""
+        return x if type(x) is core.tensor else number_to_tensor(x, check_type)
+
     def operands(lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False):
         more = allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
         left, right = type(lhs) is core.tensor, type(rhs) is core.tensor
@@ -47,6 +53,7 @@ def keep_operands(scope) -> None:
         return make_alike(lhs, rhs, *more)
 
     scope.set_attr(semantic, "binary_op_type_checking_impl", operands)
+    scope.set_attr(semantic, "to_tensor", to_tensor)
 
 
 def _types(lhs, rhs, made: tuple) -> tuple | None:

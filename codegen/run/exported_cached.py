@@ -26,25 +26,28 @@ from .preview import Compilation
 Q_LEN = "exported_query_length"  # what a trace calls the number of a sequence's queries, which is no argument of the file's
 _TEMPLATES = "exported_cached.jinja", "_exported_masks.jinja", "_exported_lists.jinja"
 _GRID = "tiles * Z"
-VARIABLES = {**File.variables, "SINKS": "sinks"}
+VARIABLES = {**File.variables, "SINKS": "sinks", "CU_Q": "cu_seqlens_q"}
+_EXTENTS = {"b": "kv_len.shape[0]", "h": "query.shape[1]"}
 
 
 class ExportedCache(NamedTuple):
     """What of a call its file holds.
 
     score, mask   the bound mods of the numbers of queries (see CachedCall), or None; mask is None for one query that sees all
-    kv_len, q_offset   the tensors that they capture as such; q_offset is None where queries are the last positions
+    kv_len, q_offset, cu_q   the tensors that they capture as such; q_offset is None where queries are the last positions, cu_q (where the
+                  queries of each sequence start) where all sequences have as many
     sinks         their dtype; "": there are none
     kv_dtype      of the cache, where it is not query's          scales    has it k_scale and v_scale
     page_size     0 for a contiguous cache                       located   does cache_loc say which entry is a sequence's
-    group         query heads that share keys                    q_len     of the example, for which the tile is chosen
-    shapes        of query, k_cache and v_cache, and pages of a sequence: the demo's
+    group         query heads that share keys                    q_len     of the example's longest sequence, for which the tile is chosen
+    shapes        of query (with cu_q (T, Hq, D_QK)), k_cache and v_cache, and pages of a sequence: the demo's
     """
 
     score: tuple[ModGraph, list] | None
     mask: tuple[ModGraph, list] | None
     kv_len: torch.Tensor
     q_offset: torch.Tensor | None
+    cu_q: torch.Tensor | None
     sinks: str
     dtype: torch.dtype
     kv_dtype: torch.dtype | None
@@ -59,12 +62,13 @@ class ExportedCache(NamedTuple):
     q_len: int
     shapes: tuple[tuple, tuple, tuple, int]
 
+    ragged = property(lambda self: self.cu_q is not None)
     extras = property(lambda self: Extras(sinks=self.sinks))
 
 
 def read_by(call: ExportedCache) -> tuple[tuple, tuple]:
     """Extents of captured tensors, as the example has them, and what a kernel depends on of either mod."""
-    extents = *call.shapes[0][:2], *EXTENTS[2:]
+    extents = len(call.kv_len), call.shapes[0][1], *EXTENTS[2:]
     return extents, tuple((bound[0], layouts_for_any(*bound, extents)) if bound else None for bound in call[:2])
 
 
@@ -89,6 +93,8 @@ class _Plans:
             scale_is_positive=factors_out(call.scale, call.extras),
             split=split,
             balanced=split and not call.mask,
+            ragged=call.ragged,
+            by_tokens=call.ragged,
             lengths=True,
             located=call.located,
             page_size=call.page_size,
@@ -129,10 +135,11 @@ class CachedFile(TritonFile):
         plans = _Plans(call, call.target)
         on_target, on_cpu = plans.kernels(), _Plans(call, "cpu").kernels()
         names = names_in(call, plans.keys, reserved(*_TEMPLATES))
+        grid = "tiles" if call.ragged else _GRID
         table = {
-            "decode": (_GRID, "", "decode"),
-            "decode_parts": (f"{_GRID}, SPLITS" if call.mask else "tiles, PARTS + Z", "parts", "decode_parts"),
-            "combine_splits": ("Z * Hq * Q_LEN", "", "combine"),
+            "decode": (grid, "", "decode"),
+            "decode_parts": (f"{grid}, SPLITS" if call.mask else "tiles, PARTS + Z", "parts", "decode_parts"),
+            "combine_splits": ("T * Hq" if call.ragged else "Z * Hq * Q_LEN", "", "combine"),
             **MASKS,
         }
         kernels = (Kernel(name, row[0], on_target[name], on_cpu[name], *row[1:]) for name, row in table.items() if name in on_target)
@@ -148,9 +155,11 @@ def names_in(call: ExportedCache, keys: tuple, reserved: frozenset[str]) -> tupl
     """What a call's mods capture, and their names (see named): lengths and the number of queries are arguments of the file's own."""
     lengths = Captured("kv_len", "int32", call.kv_len, ("0",), (1,), given=True)
     given = lengths, Captured("Q_LEN", "int", Q_LEN, given=True)
+    if call.cu_q is not None:
+        given += (Captured("cu_seqlens_q", "int32", call.cu_q, ("0",), (1,), given=True),)
     if call.q_offset is not None:
         given += (Captured("q_offset", "int32", call.q_offset, ("0",), (1,), given=True),)
-    return named(call.score, call.mask, frozenset(), keys, reserved, given)
+    return named(call.score, call.mask, frozenset(), keys, reserved, given, _EXTENTS)
 
 
 def describe_cache(file: File, call: ExportedCache, extents: tuple, unit: int, scale_apart: bool) -> None:
@@ -161,7 +170,7 @@ def describe_cache(file: File, call: ExportedCache, extents: tuple, unit: int, s
     file.call, file.ordinary = call, False
     file.dtype, file.kv_dtype = dtype_name(call.dtype), dtype_name(call.kv_dtype or call.dtype)
     file.d_qk, file.d_v, file.group, file.page_size = call.d_qk, call.d_v, call.group, call.page_size
-    file.located, file.scales = call.located, call.scales
+    file.located, file.scales, file.ragged = call.located, call.scales, call.ragged
     file.q_unit, file.v_unit = (unit if d % unit == 0 else 1 for d in (call.d_qk, call.d_v))
     file.longest, file.log2_e, file.tolerance = INDEX_BOUND, LOG2_E, TOLERANCES[file.dtype]
     file.scale, file.scale_is_positive, file.scale_apart = literal_text(call.scale), factors_out(call.scale, call.extras), scale_apart
@@ -173,6 +182,6 @@ def describe_cache(file: File, call: ExportedCache, extents: tuple, unit: int, s
     if file.mask:
         describe_mask(file, call.mask, extents)
     file.tables = ", page_table" if call.page_size else ", cache_loc" if call.located else ""
-    file.tables += ", q_offset" if file.offsets else ""
+    file.tables += (", cu_seqlens_q" if file.ragged else "") + (", q_offset" if file.offsets else "")
     file.factors = (", k_scale, v_scale" if call.scales else "") + (", sinks" if call.sinks else "")
-    (file.demo_query, file.demo_keys, file.demo_values, file.demo_pages), file.demo_batch = call.shapes, call.shapes[0][0]
+    (file.demo_query, file.demo_keys, file.demo_values, file.demo_pages), file.demo_batch = call.shapes, len(call.kv_len)

@@ -29,6 +29,7 @@ class CachedCppFile(FileInCpp):
             blocks=Blocks(True, BLOCK, BLOCK) if call.mask else None,
             scale_is_positive=factors_out(call.scale, call.extras),
             split=False,
+            ragged=call.ragged,
             lengths=True,
             located=call.located,
             page_size=call.page_size,

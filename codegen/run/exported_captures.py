@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import keyword
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -99,10 +100,12 @@ def named(
     keys: tuple[Mod | None, Mod | None],
     reserved: frozenset[str],
     given: tuple[Captured, ...] = (),
+    extents: Mapping[str, str] = _EXTENTS,
 ) -> tuple[tuple[Captured, ...], tuple[str, ...], tuple[str, ...]]:
     """What a call captures, each tensor once; and the names of that of score_mod and of mask_mod, in their order.
 
     given   what the mods get from the call itself: tensors, and numbers by the names that a trace gives them, with theirs in the file
+    extents   how the file finds out how many b and h there are
     """
     found: dict[str, Captured] = {c.name: c for c in given if c.is_tensor}
     numbers = {c.value: c for c in given if not c.is_tensor}
@@ -114,7 +117,7 @@ def named(
         count = len(graph.tensors)
         for i, (capture, value) in enumerate(zip((*graph.tensors, *graph.scalars), values, strict=True)):
             if i < count:
-                made = _of_tensor(graph, key[1][i], i, value, which == 0 and i in wanted)
+                made = _of_tensor(graph, key[1][i], i, value, which == 0 and i in wanted, extents)
                 known = next((c for c in found.values() if c.value is value), None)
             else:
                 made, known = Captured("", capture.kind.__name__, capture.kind(value)), None
@@ -150,13 +153,15 @@ def _stricter(a: int | str, b: int | str) -> int | str:
     return b if a == "1" else a
 
 
-def _of_tensor(graph: ModGraph, layout: TensorLayout, place: int, tensor: torch.Tensor, wanted: bool) -> Captured:
+def _of_tensor(
+    graph: ModGraph, layout: TensorLayout, place: int, tensor: torch.Tensor, wanted: bool, extents: Mapping[str, str]
+) -> Captured:
     """What the text of a kernel supposes of a captured tensor."""
     sizes = ["0"] * tensor.dim()
     for number, load in enumerate(loads_of(graph)):
         for dim, index in enumerate(load.args if load.attr == place else ()):
             if (number, dim) in layout.inside:
-                least = _EXTENTS[index.attr] if index.op == "symbol" else str(int(value_range(index, _LARGEST)[1]) + 1)
+                least = extents[index.attr] if index.op == "symbol" else str(int(value_range(index, _LARGEST)[1]) + 1)
                 sizes[dim] = _larger(sizes[dim], least)
     unit = str(16 // tensor.element_size())
     strides = tuple({"0": 0, "1": 1, "v": unit, "n": "1"}[kind] for kind in layout.strides)

@@ -76,6 +76,13 @@ def cache(device, Z=3, Hq=8, Hkv=2, Q_LEN=1, S=16, pages=24, N=50, D=32, D_V=Non
     return q, k, v, kv_len, table
 
 
+def ragged(query: torch.Tensor, counts: list[int], after: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of queries (Z, Hq, Q_LEN, D), `counts` of each sequence, as (T, Hq, D) with tokens of no sequence after them; cu_seqlens_q."""
+    parts = [q[:, :n].transpose(0, 1) for q, n in zip(query, counts, strict=True)]
+    starts = torch.tensor([0, *counts]).cumsum(0)
+    return torch.cat([*parts, query.new_ones((after, query.shape[1], query.shape[3]))]), starts.to(query.device, torch.int32)
+
+
 def first_positions(kv_len: torch.Tensor, q_len: int) -> torch.Tensor:
     """q_offset: of the first sequence's queries position 0, of the next ones' some between that and their last positions."""
     share = torch.arange(len(kv_len), device=kv_len.device) / max(len(kv_len), 1)
