@@ -78,7 +78,7 @@ def _tensor(data, like: dict):
 
 def _number(value, dtype, beside):
     """A number as an operand of NumPy's beside an array."""
-    if not beside.ndim:  # two arrays of no dimension would give no array
+    if not beside.ndim or not value:  # two arrays of no dimension would give no array; 0.0 and -0.0 are one key
         return np.array([value], dtype)
     key = dtype.char, value
     found = _numbers.get(key)
