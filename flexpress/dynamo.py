@@ -12,6 +12,7 @@ from torch._dynamo.exc import Unsupported
 from torch._dynamo.variables import higher_order_ops
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.higher_order_ops import TorchHigherOrderOperatorVariable, discard_graph_changes, speculate_subgraph
 from torch._dynamo.variables.lists import BaseListVariable
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -51,6 +52,9 @@ class _Inputs:
         if isinstance(found, BaseListVariable):  # a tuple or a list
             made = [self.argument(item.realize()) for item in found.items]
             return lambda values: tuple(make(values) for make in made)
+        if isinstance(found, ConstDictVariable):
+            named = {key.vt.as_python_constant(): self.argument(item.realize()) for key, item in found.items.items()}
+            return lambda values: {key: make(values) for key, make in named.items()}
         return self.input(found.as_proxy())
 
 

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch.nn.attention import flex_attention as torchs
 
 import flexpress
 from flexpress import create_block_mask, flex_attention, in_graph, mods, varlen_attention
@@ -171,6 +172,30 @@ def test_the_marks_do_not_import_the_compiler():
     """It takes seconds."""
     code = "import flexpress, sys; assert 'torch._dynamo' not in sys.modules and 'torch._inductor' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("library", [flexpress, torchs], ids=["ours", "torchs"])
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_masks_of_other_lengths_and_block_sizes(library, dynamic):
+    """Numbers of a mask that become symbols: those of blocks are none to kernels."""
+
+    def call(q, k, v, mask):
+        return flex_attention(q, k, v, block_mask=mask)
+
+    compiled = torch.compile(call, backend="eager", fullgraph=True, dynamic=dynamic)
+    for length, size in ((20, 128), (130, 128), (256, 128), (130, 64), (130, (16, 48))):
+        mask = library.create_block_mask(mods.sliding_window(9), None, None, length, length, "cpu", size)
+        torch.testing.assert_close(compiled(*inputs("cpu", length), mask), call(*inputs("cpu", length), mask))
+
+
+def test_numbers_of_options_that_become_symbols():
+    def call(q, k, v, size):
+        mask = create_block_mask(mods.causal, None, None, q.shape[2], k.shape[2], q.device, size)
+        return flex_attention(q, k, v, block_mask=mask, kernel_options={"BLOCK_N": size, "num_warps": 4})
+
+    compiled = torch.compile(call, backend="eager", fullgraph=True, dynamic=True)
+    for size in (128, 64):
+        torch.testing.assert_close(compiled(*inputs("cpu"), size), call(*inputs("cpu"), size))
 
 
 def test_threads_share_what_is_compiled():
