@@ -114,6 +114,10 @@ class CallVariable(TorchHigherOrderOperatorVariable):
 
 def _from_graph(module: torch.fx.GraphModule, symbols: int, name: str):
     """From what a mod captures, in the order of the graph's inputs behind its symbols, to the mod."""
+    for node in module.graph.nodes:
+        if node.target is torch._refs.tensor:  # what Dynamo makes of torch.tensor(number): it changes tensors in place
+            node.target = torch.tensor
+    module.recompile()
     forward = type(module).forward
     places = [n.target for n in module.graph.nodes if n.op == "placeholder"][symbols:]
 

@@ -188,6 +188,24 @@ def test_masks_of_other_lengths_and_block_sizes(library, dynamic):
         torch.testing.assert_close(compiled(*inputs("cpu", length), mask), call(*inputs("cpu", length), mask))
 
 
+WITH_NUMBERS = {
+    "clamp": lambda score, distance, n, x: score + distance.clamp(-n, n) + torch.clamp(score, max=x),
+    "tensor": lambda score, distance, n, x: score * torch.tensor(x) + torch.tensor(n) * (distance > 0),
+    "new_tensor": lambda score, distance, n, x: torch.where(distance > n, score, score.new_tensor(x)),
+    "alpha": lambda score, distance, n, x: torch.sub(torch.add(score, n, alpha=x), x, alpha=n),
+}
+
+
+@pytest.mark.parametrize("name", WITH_NUMBERS)
+def test_numbers_of_mods_that_become_symbols(name):
+    def call(q, k, v, n, x):
+        return flex_attention(q, k, v, lambda score, b, h, q_idx, kv_idx: WITH_NUMBERS[name](score, q_idx - kv_idx, n, x))
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=True)
+    for n, x in ((3, 1.5), (5, 0.25)):
+        torch.testing.assert_close(compiled(*inputs("cpu"), n, x), call(*inputs("cpu"), n, x), atol=1e-5, rtol=1e-4)
+
+
 def test_numbers_of_options_that_become_symbols():
     def call(q, k, v, size):
         mask = create_block_mask(mods.causal, None, None, q.shape[2], k.shape[2], q.device, size)
