@@ -42,7 +42,9 @@ def read_lists(
     if has_full and full.shape[-1] and partial.shape[-1]:
         place = torch.searchsorted(full, partial).clamp_(max=full.shape[-1] - 1)
         partial = torch.where(full.gather(-1, place) == partial, columns, partial).sort(-1).values
-    return BlockLists(*_counted(partial, columns), *(made or (None, None)), *size, interior=seq_lengths[1] % size[1] == 0)
+    # of a length that torch's compiler leaves open nothing is said: kernels then look where keys end
+    interior = not isinstance(columns, torch.SymInt) and seq_lengths[1] % size[1] == 0
+    return BlockLists(*_counted(partial, columns), *(made or (None, None)), *size, interior=interior)
 
 
 def _check(counts_name: str, counts, indices_name: str, indices, partial: torch.Tensor | None) -> None:

@@ -152,9 +152,9 @@ def pair(name: str, value, least: int, what: str) -> tuple[int, int]:
 def block_size(value) -> tuple[int, int]:
     """BLOCK_SIZE as (Q, KV): one size for both, or a pair."""
     what = "a positive integer, or a pair of them for queries and keys"
-    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
-        return (whole("BLOCK_SIZE", value, 1),) * 2
-    return pair("BLOCK_SIZE", value, 1, what)
+    if isinstance(value, (numbers.Integral, torch.SymInt)) and not isinstance(value, bool):
+        return (int(whole("BLOCK_SIZE", value, 1)),) * 2  # a graph of torch's compiler is of one size
+    return tuple(int(n) for n in pair("BLOCK_SIZE", value, 1, what))
 
 
 def autocast(*tensors):
@@ -297,6 +297,8 @@ def _tile_number(name: str, value) -> int:
         allowed, what = {1, 2, 4, 8, 16, 32}, "it must be a power of two from 1 to 32"
     else:
         allowed, what = range(1, 17), "it must be an integer from 1 to 16"
+    if type(value) is torch.SymInt:
+        value = int(value)
     if type(value) is not int or value not in allowed:
         raise ValueError(f"kernel_options[{name!r}] is {value!r}; {what}")
     return value

@@ -12,6 +12,7 @@ from torch._dynamo.exc import Unsupported
 from torch._dynamo.variables import higher_order_ops
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.higher_order_ops import TorchHigherOrderOperatorVariable, discard_graph_changes, speculate_subgraph
 from torch._dynamo.variables.lists import BaseListVariable
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -51,6 +52,9 @@ class _Inputs:
         if isinstance(found, BaseListVariable):  # a tuple or a list
             made = [self.argument(item.realize()) for item in found.items]
             return lambda values: tuple(make(values) for make in made)
+        if isinstance(found, ConstDictVariable):
+            named = {key.vt.as_python_constant(): self.argument(item.realize()) for key, item in found.items.items()}
+            return lambda values: {key: make(values) for key, make in named.items()}
         return self.input(found.as_proxy())
 
 
@@ -110,6 +114,10 @@ class CallVariable(TorchHigherOrderOperatorVariable):
 
 def _from_graph(module: torch.fx.GraphModule, symbols: int, name: str):
     """From what a mod captures, in the order of the graph's inputs behind its symbols, to the mod."""
+    for node in module.graph.nodes:
+        if node.target is torch._refs.tensor:  # what Dynamo makes of torch.tensor(number): it changes tensors in place
+            node.target = torch.tensor
+    module.recompile()
     forward = type(module).forward
     places = [n.target for n in module.graph.nodes if n.op == "placeholder"][symbols:]
 

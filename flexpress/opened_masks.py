@@ -26,6 +26,7 @@ def parts_of_mask(mask) -> tuple[tuple, tuple, object]:
 def mask_of_parts(tables: tuple, facts: tuple, mask_mod):
     """The mask of these parts: a BlockMask, or of torch's what is read of them."""
     lengths, q_block, kv_block, *ours = facts
+    q_block, kv_block = int(q_block), int(kv_block)  # under dynamic=True a symbol: another size is another kernel, so another graph
     full = tables[2:] or (None, None)
     if not ours:
         names = "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"

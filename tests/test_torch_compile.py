@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch.nn.attention import flex_attention as torchs
 
 import flexpress
 from flexpress import create_block_mask, flex_attention, in_graph, mods, varlen_attention
@@ -171,6 +172,48 @@ def test_the_marks_do_not_import_the_compiler():
     """It takes seconds."""
     code = "import flexpress, sys; assert 'torch._dynamo' not in sys.modules and 'torch._inductor' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("library", [flexpress, torchs], ids=["ours", "torchs"])
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_masks_of_other_lengths_and_block_sizes(library, dynamic):
+    """Numbers of a mask that become symbols: those of blocks are none to kernels."""
+
+    def call(q, k, v, mask):
+        return flex_attention(q, k, v, block_mask=mask)
+
+    compiled = torch.compile(call, backend="eager", fullgraph=True, dynamic=dynamic)
+    for length, size in ((20, 128), (130, 128), (256, 128), (130, 64), (130, (16, 48))):
+        mask = library.create_block_mask(mods.sliding_window(9), None, None, length, length, "cpu", size)
+        torch.testing.assert_close(compiled(*inputs("cpu", length), mask), call(*inputs("cpu", length), mask))
+
+
+WITH_NUMBERS = {
+    "clamp": lambda score, distance, n, x: score + distance.clamp(-n, n) + torch.clamp(score, max=x),
+    "tensor": lambda score, distance, n, x: score * torch.tensor(x) + torch.tensor(n) * (distance > 0),
+    "new_tensor": lambda score, distance, n, x: torch.where(distance > n, score, score.new_tensor(x)),
+    "alpha": lambda score, distance, n, x: torch.sub(torch.add(score, n, alpha=x), x, alpha=n),
+}
+
+
+@pytest.mark.parametrize("name", WITH_NUMBERS)
+def test_numbers_of_mods_that_become_symbols(name):
+    def call(q, k, v, n, x):
+        return flex_attention(q, k, v, lambda score, b, h, q_idx, kv_idx: WITH_NUMBERS[name](score, q_idx - kv_idx, n, x))
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=True)
+    for n, x in ((3, 1.5), (5, 0.25)):
+        torch.testing.assert_close(compiled(*inputs("cpu"), n, x), call(*inputs("cpu"), n, x), atol=1e-5, rtol=1e-4)
+
+
+def test_numbers_of_options_that_become_symbols():
+    def call(q, k, v, size):
+        mask = create_block_mask(mods.causal, None, None, q.shape[2], k.shape[2], q.device, size)
+        return flex_attention(q, k, v, block_mask=mask, kernel_options={"BLOCK_N": size, "num_warps": 4})
+
+    compiled = torch.compile(call, backend="eager", fullgraph=True, dynamic=True)
+    for size in (128, 64):
+        torch.testing.assert_close(compiled(*inputs("cpu"), size), call(*inputs("cpu"), size))
 
 
 def test_threads_share_what_is_compiled():
