@@ -678,8 +678,8 @@ CHECKS = [
     ),
     Mutant(
         "flexpress/block_lists.py",
-        "interior=seq_lengths[1] % size[1] == 0)",
-        "interior=True)",
+        "seq_lengths[1] % size[1] == 0\n",
+        "True\n",
         named("block_lists", "full_blocks_may"),
         "full blocks of others reach past KV_LEN",
     ),

@@ -37,8 +37,6 @@ _ORDER = ("int32", "int64", "fp32", "fp64")  # of two of these, the later one is
 _UNSIGNED = {"uint32": np.uint32, "uint64": np.uint64}  # these are computed directly beside their own kind and numbers
 _INTEGERS = {name: NUMBERS[name] for name in ("int32", "int64")} | _UNSIGNED
 _HINTS = {"eviction_policy", "cache_modifier"}  # arguments that change nothing here
-# numbers beside tensors, by their dtype's character. Arrays of no dimension: NumPy takes twice as long for those of one element
-_numbers: dict[tuple, np.ndarray] = Table("numbers of the interpreter", 4096)
 _new = object.__new__
 
 
@@ -77,14 +75,8 @@ def _tensor(data, like: dict):
 
 
 def _number(value, dtype, beside):
-    """A number as an operand of NumPy's beside an array."""
-    if not beside.ndim or not value:  # two arrays of no dimension would give no array; 0.0 and -0.0 are one key
-        return np.array([value], dtype)
-    key = dtype.char, value
-    found = _numbers.get(key)
-    if found is None:
-        found = _numbers[key] = np.array(value, dtype)
-    return found
+    """A number as an operand of NumPy's beside an array: one of no dimension, for which NumPy takes half as long as for one element."""
+    return np.array(value if beside.ndim else [value], dtype)  # two arrays of no dimension would give no array
 
 
 def _numpy_common(name: str, left: str, right: str):
