@@ -399,9 +399,16 @@ def run(text: str, name: str, args: tuple, grid: tuple[int, ...] = (2,)) -> None
             stores.wait()
 
         told = {(consumer, parity): threading.Semaphore(0) for consumer in range(2) for parity in range(2)}
+        taken = {key: threading.Semaphore(1) for key in told}
+
+        def tell_other(step, CONSUMER) -> None:
+            """Arrivals at a barrier are counted: two of one consumer would open it, with nobody there."""
+            assert taken[CONSUMER, int(step) & 1].acquire(blocking=False), "told twice before the other consumer waited"
+            told[CONSUMER, int(step) & 1].release()
 
         def wait_for_other(step, CONSUMER) -> None:
             assert told[1 - CONSUMER, int(step) & 1].acquire(timeout=PATIENCE), "the other consumer tells nothing"
+            taken[1 - CONSUMER, int(step) & 1].release()
 
         namespace = {
             "gl": language,
@@ -420,8 +427,12 @@ def run(text: str, name: str, args: tuple, grid: tuple[int, ...] = (2,)) -> None
             "float_difference": lambda a, b: (a - b).float(),
             "within": lambda position, first, count: (first <= position) & (position < first + count),
             "meet": both.wait,
-            "tell_other": lambda step, CONSUMER: told[CONSUMER, int(step) & 1].release(),
+            "tell_other": tell_other,
             "wait_for_other": wait_for_other,
+            "tell_read": lambda CONSUMER: tell_other(1, CONSUMER),
+            "tell_stored": lambda CONSUMER: tell_other(0, CONSUMER),
+            "wait_until_read": lambda CONSUMER: wait_for_other(1, CONSUMER),
+            "wait_until_stored": lambda CONSUMER: wait_for_other(0, CONSUMER),
             "limits": lambda x: limits(x, text),
             "philox": random_numbers,
             "wait_for_stores": wait_for_stores,
