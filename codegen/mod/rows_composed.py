@@ -90,6 +90,12 @@ def _scaled(x, y, alpha):
     return y * alpha if _is_number(as_python(y)) else torch.mul(y.to(dtype), alpha).to(dtype)
 
 
+def _masked_fill(x, mask, value):
+    if kind(mask.dtype) != "bool":
+        raise TypeError(f"masked_fill takes a mask of bools, not of {mask.dtype}: compare first")
+    return torch.where(mask, value, x).to(x.dtype)
+
+
 def _silu(x, inplace=False):
     return x * torch.sigmoid(x)
 
@@ -104,6 +110,7 @@ COMPOSED = [
     Op("div_mode", torch.div, (*elementwise("div"), *elementwise("divide"), *elementwise("true_divide")), expand=_div),
     Op("rsub", torch.rsub, ("torch.rsub",), expand=lambda x, y, *, alpha=1: _sub(y, x, alpha=alpha)),
     Op("where_method", torch.Tensor.where, ("Tensor.where",), expand=lambda x, condition, y: torch.where(condition, x, y)),
+    Op("masked_fill", torch.masked_fill, elementwise("masked_fill"), expand=_masked_fill),
     Op("clamp", torch.clamp, elementwise("clamp", "torch.clip", "Tensor.clip"), expand=_clamp),
     Op("clamp_min", torch.clamp_min, elementwise("clamp_min"), expand=lambda x, min: _clamp(x, min=min)),
     Op("clamp_max", torch.clamp_max, elementwise("clamp_max"), expand=lambda x, max: _clamp(x, max=max)),

@@ -77,6 +77,7 @@ FORMS = {
     },
     "where": ("torch.where({0}, {1}, {2})",),
     "where_method": ("{0}.where({1}, {2})",),
+    "masked_fill": ("{0}.masked_fill({1}, {2})",),
     "add_alpha": ("torch.add({0}, {1})", "torch.add({0}, {1}, alpha=3)"),
     "sub_alpha": ("torch.sub({0}, {1})", "torch.sub({0}, {1}, alpha=3)"),
     "rsub": ("torch.rsub({0}, {1})",),
