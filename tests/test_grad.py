@@ -130,6 +130,11 @@ def test_steps_have_no_derivative(name):
         "torch.sigmoid({})",
         "torch.tanh({})",
         "F.relu({})",
+        "F.leaky_relu({})",
+        "F.elu({}, 2.0)",
+        "F.mish({})",
+        "F.hardtanh({})",
+        "score.masked_fill({} > 3, 1.0)",
     ],
 )
 def test_activations_have_finite_derivatives(function):

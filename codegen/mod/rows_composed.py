@@ -100,6 +100,22 @@ def _silu(x, inplace=False):
     return x * torch.sigmoid(x)
 
 
+def _leaky_relu(x, negative_slope=0.01, inplace=False):
+    return torch.where(x > 0, x, x * negative_slope)
+
+
+def _elu(x, alpha=1.0, scale=1, input_scale=1, inplace=False):
+    return torch.where(x > 0, x * scale, torch.expm1(torch.where(x > 0, 0.0, x) * input_scale) * (alpha * scale))
+
+
+def _hardtanh(x, min_val=-1.0, max_val=1.0, inplace=False):
+    return torch.where(x <= min_val, min_val, torch.where(x >= max_val, max_val, x)).to(x.dtype)  # no gradient at a bound, unlike clamp
+
+
+def _mish(x, inplace=False):
+    return x * torch.tanh(_softplus(x))
+
+
 def _relu(x, inplace=False):
     return torch.where(x <= 0, torch.zeros_like(x), x)  # keeps NaN, as torch does
 
@@ -122,6 +138,11 @@ COMPOSED = [
     Op("isneginf", torch.isneginf, elementwise("isneginf"), expand=lambda x: x == -math.inf),
     Op("isfinite", torch.isfinite, elementwise("isfinite"), expand=_isfinite),
     Op("relu", torch.relu, elementwise("relu", "F.relu"), expand=_relu),
+    Op("leaky_relu", F.leaky_relu, ("F.leaky_relu",), expand=_leaky_relu),
+    Op("elu", F.elu, ("F.elu",), expand=_elu),
+    Op("mish", F.mish, ("F.mish",), expand=_mish),
+    Op("hardtanh", F.hardtanh, ("F.hardtanh",), expand=_hardtanh),
+    Op("relu6", F.relu6, ("F.relu6",), expand=lambda x, inplace=False: _hardtanh(x, 0.0, 6.0)),
     Op("gelu", F.gelu, ("F.gelu",), expand=_gelu),
     Op("silu", F.silu, ("F.silu",), expand=_silu),
     Op("softplus", F.softplus, ("F.softplus",), expand=_softplus),

@@ -88,6 +88,11 @@ FORMS = {
     "silu": ("F.silu({0})",),
     "softplus": ("F.softplus({0})", "F.softplus({0}, 2, 5)"),
     "logsigmoid": ("F.logsigmoid({0})",),
+    "leaky_relu": ("F.leaky_relu({0})", "F.leaky_relu({0}, 0.25)"),
+    "elu": ("F.elu({0})", "F.elu({0}, 2.0)"),
+    "mish": ("F.mish({0})",),
+    "hardtanh": ("F.hardtanh({0})", "F.hardtanh({0}, -2.0, 3.0)"),
+    "relu6": ("F.relu6({0})",),
     "detach": ("{0}.detach()",),
 }
 
