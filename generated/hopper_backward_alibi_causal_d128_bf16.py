@@ -141,12 +141,6 @@ def tma_add(desc, coordinates, buffer, _semantic=None):
 
 
 @gluon.jit
-def meet():
-    """A barrier of both consumers. Triton's own barriers have smaller numbers."""
-    gl.inline_asm_elementwise("bar.sync 8, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def wait_for_stores():
     """Until all that the TMA unit was given to add or to store is in memory. Gluon's store_wait ends when the buffers have been read."""
     gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
@@ -472,6 +466,12 @@ def backward_producer(
     mbarrier.wait(shared.tiles.empty, (turn & 1) ^ 1)
     hand_out(shared.tiles, turn, BLOCK, -1)
     mbarrier.arrive(shared.tiles.full.index(turn & 1), count=1)
+
+
+@gluon.jit
+def meet():
+    """A barrier of both consumers. Triton's own barriers have smaller numbers."""
+    gl.inline_asm_elementwise("bar.sync 8, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
