@@ -114,10 +114,11 @@ class CallVariable(TorchHigherOrderOperatorVariable):
 
 def _from_graph(module: torch.fx.GraphModule, symbols: int, name: str):
     """From what a mod captures, in the order of the graph's inputs behind its symbols, to the mod."""
-    for node in module.graph.nodes:
-        if node.target is torch._refs.tensor:  # what Dynamo makes of torch.tensor(number): it changes tensors in place
-            node.target = torch.tensor
-    module.recompile()
+    made_of_numbers = module.graph.find_nodes(op="call_function", target=torch._refs.tensor)
+    for node in made_of_numbers:  # what Dynamo makes of torch.tensor(number): it changes tensors in place
+        node.target = torch.tensor
+    if made_of_numbers:
+        module.recompile()
     forward = type(module).forward
     places = [n.target for n in module.graph.nodes if n.op == "placeholder"][symbols:]
 

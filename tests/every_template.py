@@ -3,8 +3,7 @@
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/every_template.py
     compute-sanitizer --tool racecheck --error-exitcode 1 python tests/every_template.py hopper
 
-Parts of it may be named, as the whole takes many minutes there: portable, tangents, sequences, serving, latent, prompts, hopper, float8,
-exchange.
+Parts of it may be named, as the whole takes many minutes there; `--names` prints their names.
 """
 
 from __future__ import annotations
@@ -239,4 +238,7 @@ def exchange() -> None:
 PARTS = {part.__name__: part for part in (portable, tangents, sequences, serving, latent, prompts, hopper, float8, exchange)}
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[1:] == ["--names"]:
+        print(*PARTS)
+    else:
+        main(*sys.argv[1:])

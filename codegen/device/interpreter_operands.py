@@ -22,9 +22,7 @@ NUMBERS = {"fp32": np.float32, "fp64": np.float64, "int32": np.int32, "int64": n
 def keep_operands(scope) -> None:
     """Until `scope` is restored, tensors that need no cast become alike in type alone: NumPy broadcasts what they hold. So do numbers."""
     semantic = interpreter.interpreter_semantic
-    make_alike = semantic.binary_op_type_checking_impl
-
-    number_to_tensor = semantic.to_tensor
+    make_alike, number_to_tensor = semantic.binary_op_type_checking_impl, semantic.to_tensor
 
     def to_tensor(x, check_type: bool = True):
         """Every assignment asks for it, mostly with what is a tensor."""
