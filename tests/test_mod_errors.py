@@ -181,7 +181,7 @@ def unsupported_method(score, b, h, q_idx, kv_idx):
 
 
 def unsupported_function(score, b, h, q_idx, kv_idx):
-    return torch.nn.functional.elu(score)
+    return torch.special.bessel_j0(score)
 
 
 def in_place(score, b, h, q_idx, kv_idx):
@@ -323,7 +323,7 @@ SCORE_CASES = [
     (tensor_index, "shape (2,) is used where a scalar is needed", "TABLE[h, torch.tensor([0, 1])]", "Index it"),
     (deviation_of_a_row, "Tensor.std is not a supported operation", "TABLE[h].std()", "Supported are"),
     (unsupported_method, "Tensor.lgamma is not a supported operation", "score.lgamma()", "Supported are"),
-    (unsupported_function, "elu is not a supported operation", "functional.elu(score)", "Supported are"),
+    (unsupported_function, "bessel_j0 is not a supported operation", "special.bessel_j0(score)", "Supported are"),
     (in_place, "Tensor.add_ is not a supported operation", "score.add_(1)", "Supported are"),
     (with_out, "torch.add with out=", "out=score", "drop out="),
     (torch_refuses, "torch refuses invert on (float32)", "return ~score", "integer and Boolean"),
