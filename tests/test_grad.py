@@ -63,8 +63,10 @@ def torch_differentiates(name: str, kinds: tuple) -> bool:
     floating = [not isinstance(k, type) and k.is_floating_point for k in kinds]
     if name == "remainder" and isinstance(kinds[0], type) or name == "pow" and {bool, torch.bool} & set(kinds):
         return False  # refused in the backward pass
-    if name == "atan2":
+    if name in ("atan2", "addcdiv"):
         return all(floating)  # integers are squared as integers there, and wrap around
+    if name in ("logaddexp", "logaddexp2") and torch.bool in kinds:
+        return False  # refused in the backward pass
     if name == "clamp" and len(kinds) == 3 and not isinstance(kinds[2], type):
         return False  # where tensors are equal bounds, none has a gradient
     return any(floating)
@@ -134,6 +136,18 @@ def test_steps_have_no_derivative(name):
         "F.elu({}, 2.0)",
         "F.mish({})",
         "F.hardtanh({})",
+        "F.celu({}, 2.0)",
+        "F.selu({})",
+        "F.hardsigmoid({})",
+        "F.hardswish({})",
+        "F.softsign({})",
+        "F.tanhshrink({})",
+        "F.softshrink({})",
+        "F.hardshrink({})",
+        "F.threshold({}, 0.5, -2.0)",
+        "torch.logaddexp({}, -score)",
+        "torch.asinh({} / 1e5)",
+        "torch.sinc({})",
         "score.masked_fill({} > 3, 1.0)",
     ],
 )

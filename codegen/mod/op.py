@@ -1,4 +1,4 @@
-"""What a row of the op table says. The rows stand in rows_arithmetic.py, rows_functions.py and rows_composed.py; ops.py finds them.
+"""What a row of the op table says. The rows stand in rows_*.py; ops.py finds them.
 
 Columns of a row (`Op`):
 

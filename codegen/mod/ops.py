@@ -12,14 +12,16 @@ import torch.nn.functional as F
 
 from .expr import Expr
 from .op import Op
+from .rows_activations import ACTIVATIONS
 from .rows_arithmetic import ARITHMETIC
 from .rows_composed import COMPOSED
 from .rows_functions import FUNCTIONS as FUNCTION_ROWS
 from .rows_functions import ROUNDINGS
 from .rows_logic import LOGIC
 from .rows_runs import BOUNDED, WITHIN
+from .rows_special import SPECIAL
 
-_ROWS = (*ARITHMETIC, *FUNCTION_ROWS, *ROUNDINGS, *LOGIC, *COMPOSED)
+_ROWS = (*ARITHMETIC, *FUNCTION_ROWS, *ROUNDINGS, *LOGIC, *COMPOSED, *SPECIAL, *ACTIVATIONS)
 OPS: dict[str, Op] = {row.name: row for row in _ROWS}
 _MADE = {row.name: row for row in (WITHIN, BOUNDED)}
 _NO_ROW = Op("", None, (), exact=True)

@@ -226,7 +226,7 @@ ARITHMETIC = [
     Op(
         "minimum",
         torch.minimum,
-        elementwise("minimum"),
+        elementwise("minimum", "torch.min", "Tensor.min"),
         {"float": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)", "int": "tl.minimum({0}, {1})", "bool": "{0} & {1}"},
         gluon={"float": "gl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)"},
         cpp={"float": "minimum({0}, {1})", "int": "minimum({0}, {1})"},
@@ -244,7 +244,7 @@ ARITHMETIC = [
     Op(
         "maximum",
         torch.maximum,
-        elementwise("maximum"),
+        elementwise("maximum", "torch.max", "Tensor.max"),
         {"float": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)", "int": "tl.maximum({0}, {1})", "bool": "{0} | {1}"},
         gluon={"float": "gl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)"},
         cpp={"float": "maximum({0}, {1})", "int": "maximum({0}, {1})"},
@@ -258,6 +258,15 @@ ARITHMETIC = [
         integers=Integers(max, ranges.greatest),
         size=max,
         of_infinity=True,
+    ),
+    Op(
+        "hypot",
+        torch.hypot,
+        elementwise("hypot"),
+        "libdevice.hypot({0}, {1})",
+        "float",
+        cpp="hypot({0}, {1})",
+        derivative=(lambda g, x, y, r: g * (x / r), lambda g, x, y, r: g * (y / r)),
     ),
     Op(
         "atan2",

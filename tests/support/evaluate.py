@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flexpress.codegen.mod.bind import bind
 from flexpress.codegen.mod.expr import MASK_SYMBOLS, SCORE_SYMBOLS
 from flexpress.codegen.mod.ops import OPS
+from flexpress.codegen.mod.rows_special import SPECIAL
 from flexpress.codegen.run.evaluate import evaluate_mod
 from support.dense import positions
 
@@ -111,6 +112,7 @@ def in_torch(expression: str, scores: torch.Tensor, captured: dict, precision: t
     if formulas:
         written = {name: row.expand for name, row in OPS.items() if row.expand and f"F.{name}" in row.spellings}
         names["F"] = SimpleNamespace(**{**written, "relu": F.relu, "sigmoid": torch.sigmoid, "tanh": torch.tanh})
+        names["torch"] = SimpleNamespace(**{**vars(torch), **{row.name: row.expand for row in SPECIAL}})
     with default_dtype(precision):
         return _run(expression, index, names).expand(scores.shape)
 

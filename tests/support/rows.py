@@ -53,6 +53,18 @@ FORMS = {
             "cos",
             "tan",
             "atan",
+            "asin",
+            "acos",
+            "sinh",
+            "cosh",
+            "asinh",
+            "acosh",
+            "atanh",
+            "log10",
+            "sinc",
+            "frac",
+            "deg2rad",
+            "rad2deg",
             "erf",
             "sigmoid",
             "tanh",
@@ -73,8 +85,24 @@ FORMS = {
     },
     **{
         name: (f"torch.{name}({{0}}, {{1}})",)
-        for name in ("fmod", "minimum", "maximum", "atan2", "logical_and", "logical_or", "logical_xor", "clamp_min", "clamp_max")
+        for name in (
+            "fmod",
+            "atan2",
+            "logical_and",
+            "logical_or",
+            "logical_xor",
+            "clamp_min",
+            "clamp_max",
+            "logaddexp",
+            "logaddexp2",
+            "hypot",
+            "fmax",
+            "fmin",
+            "xlogy",
+        )
     },
+    "minimum": ("torch.minimum({0}, {1})", "torch.min({0}, {1})", "{0}.min({1})"),
+    "maximum": ("torch.maximum({0}, {1})", "torch.max({0}, {1})", "{0}.max({1})"),
     "where": ("torch.where({0}, {1}, {2})",),
     "where_method": ("{0}.where({1}, {2})",),
     "masked_fill": ("{0}.masked_fill({1}, {2})",),
@@ -93,6 +121,21 @@ FORMS = {
     "mish": ("F.mish({0})",),
     "hardtanh": ("F.hardtanh({0})", "F.hardtanh({0}, -2.0, 3.0)"),
     "relu6": ("F.relu6({0})",),
+    "celu": ("F.celu({0})", "F.celu({0}, 2.0)"),
+    "selu": ("F.selu({0})",),
+    "hardsigmoid": ("F.hardsigmoid({0})",),
+    "hardswish": ("F.hardswish({0})",),
+    "softsign": ("F.softsign({0})",),
+    "tanhshrink": ("F.tanhshrink({0})",),
+    "softshrink": ("F.softshrink({0})", "F.softshrink({0}, 2.0)"),
+    "hardshrink": ("F.hardshrink({0})", "F.hardshrink({0}, 2.0)"),
+    "threshold": ("F.threshold({0}, 0.5, -2.0)",),
+    "addcmul": ("torch.addcmul({0}, {1}, {2})", "torch.addcmul({0}, {1}, {2}, value=0.5)"),
+    "addcdiv": ("torch.addcdiv({0}, {1}, {2})", "torch.addcdiv({0}, {1}, {2}, value=0.5)"),
+    "lerp": ("torch.lerp({0}, {1}, {2})",),
+    "logit": ("torch.logit({0})", "torch.logit({0}, 0.01)"),
+    "nan_to_num": ("torch.nan_to_num({0})", "torch.nan_to_num({0}, 1.0, 2.0, -3.0)"),
+    "isclose": ("torch.isclose({0}, {1})", "torch.isclose({0}, {1}, rtol=0.5, equal_nan=True)"),
     "detach": ("{0}.detach()",),
 }
 
@@ -127,7 +170,7 @@ def legal_operands(form: str) -> list[tuple]:
         operands = {f"x{i}": one for i, one in enumerate(ones)}
         try:
             eval(form.format(*operands), {"torch": torch, "F": torch.nn.functional, **operands})
-        except (AttributeError, TypeError, RuntimeError):
+        except (AttributeError, IndexError, TypeError, RuntimeError):  # torch.max(x, 1) is of a dimension
             continue
         found.append(kinds)
     return found
