@@ -708,7 +708,7 @@ DROPOUT = [
         "in the kernel for Hopper gradients go through dropped weights",
     ),
     Mutant(
-        "templates/_hopper_backward.jinja",
+        "templates/_hopper_backward_consumer.jinja",
         "drop_n0 = kv_block * BLOCK_N + CONSUMER * 64",
         "drop_n0 = kv_block * BLOCK_N",
         named("hopper_backward", "dropout"),

@@ -1,8 +1,8 @@
 """The fused backward kernel for Hopper as a plan: which calls it serves, and from what is known of one to its KernelSpecs.
 
-The kernel (templates/_hopper_backward.jinja, which three templates extend, each with its way to share the work) is written in Gluon, for
-sm_90 alone. It takes row statistics from backward_delta, which also zeroes its counts and, of the sums of dQ, those that it does not zero
-itself.
+The kernel (templates/_hopper_backward_consumer.jinja, which three templates extend, each with its way to share the work) is written in
+Gluon, for sm_90 alone. It takes row statistics from backward_delta, which also zeroes its counts and, of the sums of dQ, those that it does
+not zero itself.
 """
 
 from __future__ import annotations
