@@ -1267,7 +1267,7 @@ ELSEWHERE = [
         "queries of the backward pass are told where they are in memory",
     ),
     Mutant(
-        "templates/_hopper_forward_consumer.jinja",
+        "templates/_hopper_forward_tile.jinja",
         "        end_m = Q_LEN + shift\n",
         "        end_m = Q_LEN\n",
         named("shifts", "hopper"),
