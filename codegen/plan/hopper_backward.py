@@ -27,7 +27,7 @@ from ..text.snippet import Target
 from ..text.spec import KernelSpec
 from .backward import BackwardCase, Gathered, buffers_of, delta_spec, role_of, strides
 from .forward import Mod, batch_inside, block_flags, list_numbers, list_tables, mask_of_runs
-from .hopper_forward import HEAVY, scores_are_raw
+from .hopper_forward import HEAVY, HeadGroup, scores_are_raw
 
 BLOCK_N = 128  # keys of a program, 64 for each consumer
 L2_BYTES = 24 << 20  # of Q, dO and dQ's sums that heads which are worked on at a time may take
@@ -119,10 +119,15 @@ def padded(d_qk: int, d_v: int) -> tuple[int, int]:
     return max(round_up_head_dim(d_qk), d_v), d_v
 
 
+def head_group(listed: bool) -> HeadGroup:
+    """A tile of 128 keys for every multiprocessor, as tiles wait for those of the group before to zero their sums; with block lists several
+    heads, as tiles take different times."""
+    return HeadGroup(128, least=4 if listed else 2)
+
+
 def enough_heads(kv_len: int, listed: bool) -> int:
-    """How many heads of K and V are worked on at a time (see hopper_forward.py): a tile of 128 keys for every multiprocessor, as tiles
-    wait for those of the group before to zero their sums; with block lists several heads, as tiles take different times."""
-    return max(4 if listed else 2, -(-128 // -(-kv_len // 128)))
+    """How many heads of K and V are worked on at a time."""
+    return head_group(listed).heads(1, -(-kv_len // BLOCK_N))
 
 
 def hopper_backward_tile(case: BackwardCase, score: Mod | None, mask: Mod | None) -> HopperBackwardTile:
