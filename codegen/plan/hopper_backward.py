@@ -25,7 +25,7 @@ from ..text.mod_text import ModText, mod_text
 from ..text.parameters import Parameter, descriptor_of, numbers, pointer
 from ..text.snippet import Target
 from ..text.spec import KernelSpec
-from .backward import BackwardCase, Gathered, buffers_of, delta_spec, role_of, strides
+from .backward import SYMBOLS, BackwardCase, Gathered, buffers_of, delta_spec, role_of, strides
 from .forward import Mod, batch_inside, block_flags, list_numbers, list_tables, mask_of_runs
 from .hopper_forward import HEAVY, HeadGroup, scores_are_raw
 
@@ -34,7 +34,7 @@ L2_BYTES = 24 << 20  # of Q, dO and dQ's sums that heads which are worked on at 
 LISTED_BYTES = 72 << 20  # the same with block lists
 DQ_BLOCK = 128 << 10  # bytes of dQ's sums that a program reads at once, to finish them: as many as keep memory busy
 # a derivative is linear in the gradient of its result: it is applied to p before dP is there, which is waited for with fewer registers
-_SYMBOLS = {"score": "qk", "b": "z", "h": "h", "q_idx": "m", "kv_idx": "n", "grad": "p"}
+_SYMBOLS = {**SYMBOLS, "grad": "p"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ def plan_hopper_backward(
         found = differentiate(score[0], case.captured)
         derivative = found.score
         roles = tuple((role_of(load, score[1][load.attr], case), load, gradient) for load, gradient in found.loads)
-        names = {**_SYMBOLS, "grad": "grad"} if roles else _SYMBOLS
+        names = SYMBOLS if roles else _SYMBOLS
         score_text = mod_text(
             *score,
             names,

@@ -15,7 +15,6 @@ from .forward import ForwardCase, Mod
 from .hopper_tiles import ROWS
 
 DOT_WIDTH = 64  # of rows, as they lie in shared memory
-SMALLEST_SCALE = 1e-20  # products are divided by smaller ones nowhere
 
 
 class DotRows(NamedTuple):
