@@ -99,7 +99,7 @@ def _call(query, key, value, score_mod, block_mask, scale, kernel_options, mask_
     scale = query.shape[3] ** -0.5 if scale is None else checks.check_scale(scale, query.shape[3])
     size = block_size(options)
     if block_mask is not None:
-        mask_mod, size = _mask_of(block_mask, mask_mod, query, key)
+        mask_mod, size = _mask_of(block_mask, mask_mod)
         checks.check_tile_fits_mask(options, *size)
     score = _bound(score_mod, "score", query.device)
     mask = _bound(mask_mod, "mask", query.device)
@@ -177,7 +177,7 @@ def _bound(mod: Callable | None, kind: str, device: torch.device) -> tuple | Non
     return bound
 
 
-def _mask_of(block_mask, mask_mod, query: torch.Tensor, key: torch.Tensor) -> tuple[Callable, tuple[int, int]]:
+def _mask_of(block_mask, mask_mod) -> tuple[Callable, tuple[int, int]]:
     """The mask_mod and the block size of a BlockMask whose lists are those of its mask_mod."""
     if not isinstance(block_mask, BlockMask):
         what = "torch's BlockMask" if is_foreign_mask(block_mask) else type(block_mask).__name__

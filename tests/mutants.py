@@ -708,7 +708,7 @@ DROPOUT = [
         "in the kernel for Hopper gradients go through dropped weights",
     ),
     Mutant(
-        "templates/_hopper_backward.jinja",
+        "templates/_hopper_backward_consumer.jinja",
         "drop_n0 = kv_block * BLOCK_N + CONSUMER * 64",
         "drop_n0 = kv_block * BLOCK_N",
         named("hopper_backward", "dropout"),
@@ -1267,7 +1267,7 @@ ELSEWHERE = [
         "queries of the backward pass are told where they are in memory",
     ),
     Mutant(
-        "templates/_hopper_forward_consumer.jinja",
+        "templates/_hopper_forward_tile.jinja",
         "        end_m = Q_LEN + shift\n",
         "        end_m = Q_LEN\n",
         named("shifts", "hopper"),

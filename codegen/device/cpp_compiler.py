@@ -19,7 +19,8 @@ import torch
 from ..registry import Table, remembered
 from .cpp_build import CompilerError, library, native_cpu, version_of, whole
 
-_INCLUDES = ("cpu.h", "cpu_tiles.h", "cpu_dropout.h")  # of templates/
+_INCLUDES = ("cpu.h", "cpu_tiles.h", "cpu_dropout.h")  # of templates/, by prints
+_PARTS = ("cpu_vectors.h", "cpu_captured.h", "cpu_functions.h", "cpu_products.h", "cpu_factors.h", "cpu_results.h")  # by these, once each
 _given_up: dict[tuple, str] = Table("compilers that failed", 16)  # and why
 T = TypeVar("T")
 version = remembered("versions of the compiler", 16)(version_of)
@@ -105,7 +106,7 @@ def tried() -> None:
 
 @remembered("headers of kernels", 1)
 def headers() -> dict[str, str]:
-    """The texts of what prints include, by name."""
+    """The texts of what prints include, by name, and then of what these include."""
     import flexpress.templates
 
-    return {name: (resources.files(flexpress.templates) / name).read_text(encoding="utf-8") for name in _INCLUDES}
+    return {name: (resources.files(flexpress.templates) / name).read_text(encoding="utf-8") for name in _INCLUDES + _PARTS}

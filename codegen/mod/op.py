@@ -10,8 +10,8 @@ Columns of a row (`Op`):
     operands     what operands are converted to first: "result" dtype, "float" (float32), "common" (their common dtype), "bool"
                  or "choice" (the first "bool", the others to the "result" dtype: a condition and two values)
     gluon        per kind of operand, the Gluon spelling where it is not Triton's with `gl.` for `tl.`
-    cpp          the C++ spelling (of functions in templates/cpu.h) where it is not Triton's: for any operands, or per kind of operand, and
-                 "plainer" where that is not the one of `plainer`
+    cpp          the C++ spelling, with functions of templates/cpu_functions.h, where it is not Triton's: for any operands, or per kind of
+                 operand, and "plainer" where that is not the one of `plainer`
     approximate  spellings used instead for a (target, attention dtype): faster, and exact to that dtype's own rounding
     plainer      a shorter spelling and when it means the same: rule(result's dtype, (low, high) of each operand)
     expand       instead of `triton`: a function that writes the row in terms of other rows

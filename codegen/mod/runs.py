@@ -32,15 +32,19 @@ class TracingRun(Run):
     def __init__(self, kind: str, operations: Operations) -> None:
         super().__init__(kind, ExprTable(), operations)
         self.tensors: dict[object, TensorCapture] = {}  # by what finds the value again
-        self.fixed: dict[int, dict[int, int]] = {}  # sizes that the graph depends on, by the tensor's identity and the dimension
         self.scalars: dict[object, ScalarCapture] = {}
         self.codes: set[types.CodeType] = set()  # of the mod's functions that have made a node
         self._names: set[str] = set()
+        self._sizes: dict[int, dict[int, int]] = {}  # that the graph depends on, by the tensor's identity and the dimension
         self._own: dict[int, object] = {}  # storages of tensors that were made in the mod
 
     def tensor_index(self, tensor: torch.Tensor) -> int:
         """The number of a captured tensor among the kernel's arguments."""
         raise NotImplementedError
+
+    def note_size(self, tensor: torch.Tensor, dim: int, size: int) -> None:
+        """The graph depends on a size of a captured tensor."""
+        self._sizes.setdefault(id(tensor), {})[dim] = size
 
     def host_scalar(self, tensor: torch.Tensor) -> Expr:
         """The number in a 0-dim tensor in host memory, as an argument of the kernel: torch allows such tensors on any device."""
@@ -58,8 +62,8 @@ class TracingRun(Run):
         if key not in self.tensors:
             self.check(tensor, name)
             self.tensors[key] = TensorCapture(self._unique(name), tensor.dtype, tensor.ndim)
-        if id(tensor) in self.fixed:
-            self.tensors[key] = replace(self.tensors[key], fixed=tuple(sorted(self.fixed[id(tensor)].items())))
+        if id(tensor) in self._sizes:
+            self.tensors[key] = replace(self.tensors[key], fixed=tuple(sorted(self._sizes[id(tensor)].items())))
         return list(self.tensors).index(key)
 
     def check(self, tensor: torch.Tensor, name: str) -> None:

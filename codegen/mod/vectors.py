@@ -62,7 +62,7 @@ def _of_captured(tensor: torch.Tensor, index: tuple) -> Vector:
 def size_of(tensor: torch.Tensor, dim: int) -> int:
     """A size of a captured tensor, which is part of the trace from now on."""
     size = pinned(Run.current.host(torch.Tensor.size, (tensor, dim), {}, "size"))
-    Run.current.fixed.setdefault(id(tensor), {})[dim] = size
+    Run.current.note_size(tensor, dim, size)
     return size
 
 

@@ -45,7 +45,7 @@ def delta_rows(d_v: int) -> int:
     return max(16, min(STATS_ALIGNMENT, 4096 // round_up_head_dim(d_v)))
 
 
-_SYMBOLS = {"score": "qk", "b": "z", "h": "h", "q_idx": "m", "kv_idx": "n", "grad": "grad"}
+SYMBOLS = {"score": "qk", "b": "z", "h": "h", "q_idx": "m", "kv_idx": "n", "grad": "grad"}  # in kernels that differentiate
 
 
 class BackwardCase(NamedTuple):
@@ -137,7 +137,7 @@ def plan_backward(case: BackwardCase, backend: str, arch: str, score: Mod | None
     columns = tuple(r for r in roles if r[0] == "column")
     others = tuple(r for r in roles if r[0] != "column")
     taken = frozenset(c.name for c in (*score[0].tensors, *score[0].scalars)) if score else frozenset()
-    mask_text = mod_text(*mask, _SYMBOLS, target, tile="qk", taken=taken) if mask else None
+    mask_text = mod_text(*mask, SYMBOLS, target, tile="qk", taken=taken) if mask else None
     check_padding = score is not None and padding_may_be_nan(score[0].result, case.ordinary)
     sizes, added = case.blocks or Blocks(False, 0, 0), width_of_dots(score and score[0])
     wide = max(case.d_qk, case.d_v) > WIDEST_TILE  # no program has the registers for dK and dV
@@ -148,7 +148,7 @@ def plan_backward(case: BackwardCase, backend: str, arch: str, score: Mod | None
         if score:
             lies = replace(target, transposed=name != "dq", ends_keys=name == "dq" and not case.whole)
             differential = Differential(derivative, captured, case.ordinary, precision) if name != "dv" else None
-            text = mod_text(*score, _SYMBOLS, lies, tile="qk", differential=differential)
+            text = mod_text(*score, SYMBOLS, lies, tile="qk", differential=differential)
         tile = backward_tile(
             name,
             arch,
@@ -173,8 +173,8 @@ def plan_backward(case: BackwardCase, backend: str, arch: str, score: Mod | None
 
 
 def strides(*tensors: str) -> list[str]:
-    """The strides of (Z, H, S, D) tensors that are kernel arguments; the head dim is contiguous."""
-    return [name for t in tensors for name in stride_names(t, "zhn" if t in ("k", "v", "dk", "dv") else "zhm")]
+    """The strides of (Z, H, S, D) tensors that are kernel arguments, of gradients and tangents ("dq", "qt"), too; the last is 1."""
+    return [name for t in tensors for name in stride_names(t, "zhn" if t.strip("dt") in ("k", "v") else "zhm")]
 
 
 Gathered = tuple[tuple[CapturedGradient, Expr], ...]  # what a kernel gathers, and from which load

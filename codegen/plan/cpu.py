@@ -15,7 +15,7 @@ from ..text.mod_text import ModText, mod_text
 from ..text.parameters import Parameter, numbers, pointer
 from ..text.snippet import Target
 from ..text.spec import KernelSpec
-from .backward import BackwardCase, Gathered, buffers_of, dot_roles, role_of, strides
+from .backward import SYMBOLS, BackwardCase, Gathered, buffers_of, dot_roles, role_of, strides
 from .forward import ForwardCase, Mod, block_flags, list_numbers, list_tables, lowered, scale_names, statistic_parameters, stride_names_of
 from .statistics import StatisticsCase
 
@@ -23,7 +23,6 @@ BLOCK_M, BLOCK_N = 64, 128
 BACKWARD_BLOCK_N = 64
 ROWS = 16  # sums of dK and dV have rows of a multiple of this
 TASKS = 16  # that a pass has at least, if it has so many tiles: the same for any number of threads, so that sums have one order
-_SYMBOLS = {"score": "qk", "b": "z", "h": "h", "q_idx": "m", "kv_idx": "n", "grad": "grad"}
 
 
 @dataclass(eq=False, slots=True)
@@ -115,9 +114,9 @@ def plan_cpu_backward(case: BackwardCase, score: Mod | None, mask: Mod | None) -
         roles = [(role_of(load, score[1][load.attr], atomic), load, gradient) for load, gradient in found.loads]
         roles += dot_roles(found.dots, case.captured)
         differential = Differential(found.score, tuple(roles), case.ordinary)
-        text = mod_text(*score, _SYMBOLS, target, tile="qk", differential=differential)
+        text = mod_text(*score, SYMBOLS, target, tile="qk", differential=differential)
     taken = frozenset(c.name for c in (*score[0].tensors, *score[0].scalars)) if score else frozenset()
-    mask_text = mod_text(*mask, _SYMBOLS, target, tile="qk", taken=taken) if mask else None
+    mask_text = mod_text(*mask, SYMBOLS, target, tile="qk", taken=taken) if mask else None
     gathered = tuple(zip(text.gradient.captured, (read_in(load, role) for role, load, _ in roles), strict=True)) if text else ()
     flags = {
         "LANGUAGE": CPP.name,

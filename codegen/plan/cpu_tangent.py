@@ -9,10 +9,10 @@ from ..text.mod_text import mod_text
 from ..text.parameters import numbers, pointer
 from ..text.snippet import Target
 from ..text.spec import KernelSpec
-from .backward import buffers_of, role_of
+from .backward import buffers_of, role_of, strides
 from .cpu import BLOCK_M, CpuBackwardPlan, CpuPlan
 from .forward import Mod, block_flags, list_numbers, list_tables
-from .tangent import INPUTS, SHAPES, SYMBOLS, Moved, TangentCase, names_in, strides, tangent_flags, tangent_parameters
+from .tangent import INPUTS, SHAPES, SYMBOLS, Moved, TangentCase, names_in, tangent_flags, tangent_parameters
 
 BLOCK_N = 64
 

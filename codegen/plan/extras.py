@@ -66,7 +66,7 @@ def dropout_numbers(p: float) -> dict[str, int | float]:
     return {"DROPPED": (dropped >> 7) << 8 | dropped & 0x7F, "KEPT_SCALE": scale}
 
 
-SMALLEST_SCALE = 1e-20  # sinks are divided by smaller ones nowhere
+SMALLEST_SCALE = 1e-20  # nothing that is added to products is divided by smaller ones
 
 
 def factors_out(scale: float, extras: Extras) -> bool:

@@ -1,8 +1,8 @@
 """The fused backward kernel for Hopper as a plan: which calls it serves, and from what is known of one to its KernelSpecs.
 
-The kernel (templates/_hopper_backward.jinja, which three templates extend, each with its way to share the work) is written in Gluon, for
-sm_90 alone. It takes row statistics from backward_delta, which also zeroes its counts and, of the sums of dQ, those that it does not zero
-itself.
+The kernel (templates/_hopper_backward_consumer.jinja, which three templates extend, each with its way to share the work) is written in
+Gluon, for sm_90 alone. It takes row statistics from backward_delta, which also zeroes its counts and, of the sums of dQ, those that it does
+not zero itself.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from ..text.mod_text import ModText, mod_text
 from ..text.parameters import Parameter, descriptor_of, numbers, pointer
 from ..text.snippet import Target
 from ..text.spec import KernelSpec
-from .backward import BackwardCase, Gathered, buffers_of, delta_spec, role_of, strides
+from .backward import SYMBOLS, BackwardCase, Gathered, buffers_of, delta_spec, role_of, strides
 from .forward import Mod, batch_inside, block_flags, list_numbers, list_tables, mask_of_runs
-from .hopper_forward import HEAVY, scores_are_raw
+from .hopper_forward import HEAVY, HeadGroup, scores_are_raw
 
 BLOCK_N = 128  # keys of a program, 64 for each consumer
 L2_BYTES = 24 << 20  # of Q, dO and dQ's sums that heads which are worked on at a time may take
 LISTED_BYTES = 72 << 20  # the same with block lists
 DQ_BLOCK = 128 << 10  # bytes of dQ's sums that a program reads at once, to finish them: as many as keep memory busy
 # a derivative is linear in the gradient of its result: it is applied to p before dP is there, which is waited for with fewer registers
-_SYMBOLS = {"score": "qk", "b": "z", "h": "h", "q_idx": "m", "kv_idx": "n", "grad": "p"}
+_SYMBOLS = {**SYMBOLS, "grad": "p"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +119,15 @@ def padded(d_qk: int, d_v: int) -> tuple[int, int]:
     return max(round_up_head_dim(d_qk), d_v), d_v
 
 
+def head_group(listed: bool) -> HeadGroup:
+    """A tile of 128 keys for every multiprocessor, as tiles wait for those of the group before to zero their sums; with block lists several
+    heads, as tiles take different times."""
+    return HeadGroup(128, least=4 if listed else 2)
+
+
 def enough_heads(kv_len: int, listed: bool) -> int:
-    """How many heads of K and V are worked on at a time (see hopper_forward.py): a tile of 128 keys for every multiprocessor, as tiles
-    wait for those of the group before to zero their sums; with block lists several heads, as tiles take different times."""
-    return max(4 if listed else 2, -(-128 // -(-kv_len // 128)))
+    """How many heads of K and V are worked on at a time."""
+    return head_group(listed).heads(1, -(-kv_len // BLOCK_N))
 
 
 def hopper_backward_tile(case: BackwardCase, score: Mod | None, mask: Mod | None) -> HopperBackwardTile:
@@ -148,7 +153,7 @@ def plan_hopper_backward(
         found = differentiate(score[0], case.captured)
         derivative = found.score
         roles = tuple((role_of(load, score[1][load.attr], case), load, gradient) for load, gradient in found.loads)
-        names = {**_SYMBOLS, "grad": "grad"} if roles else _SYMBOLS
+        names = SYMBOLS if roles else _SYMBOLS
         score_text = mod_text(
             *score,
             names,

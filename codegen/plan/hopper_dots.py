@@ -15,7 +15,6 @@ from .forward import ForwardCase, Mod
 from .hopper_tiles import ROWS
 
 DOT_WIDTH = 64  # of rows, as they lie in shared memory
-SMALLEST_SCALE = 1e-20  # products are divided by smaller ones nowhere
 
 
 class DotRows(NamedTuple):
@@ -47,10 +46,10 @@ class DotRows(NamedTuple):
         return found
 
 
-def dot_flags(added: AddedDot | None, rows: tuple) -> dict[str, object]:
+def dot_flags(added: AddedDot | None) -> dict[str, object]:
     """What the template knows of a dot product that is added."""
     return {
-        "DOT_ROWS": rows if added else (),
+        "DOT_ROWS": rows_of(added) if added else (),
         "DOT_ROUNDED": dtype_name(added.rounded) if added and added.rounded else "",
         "DOT_FACTOR": added.factor if added else 1.0,
         "DOT_WIDTH": DOT_WIDTH,

@@ -58,7 +58,7 @@ def are_copied(case: ForwardCase, score: Mod | None) -> bool:
     return not (blocks and (blocks.shifted or blocks.starts)) and copied_load(score) is not None
 
 
-def with_elements(case: ForwardCase, tile: HopperTile, elements: Elements, handed: int) -> tuple[HopperTile, tuple[Elements]] | None:
+def with_elements(case: ForwardCase, tile: HopperTile, elements: Elements, handed: int) -> tuple[HopperTile, Elements] | None:
     """With buffers for the elements of a tile's scores, two if there is room; None if there is none. `handed`: of how many tensors
     numbers of the keys are in shared memory, too."""
     (d_qk, d_v), size = padded(case), case.dtype.itemsize
@@ -66,13 +66,12 @@ def with_elements(case: ForwardCase, tile: HopperTile, elements: Elements, hande
     room -= 4 * handed * tile.stages * tile.BLOCK_N
     output, buffer = size * tile.BLOCK_M * d_v, elements.dtype.itemsize * tile.BLOCK_M * tile.BLOCK_N
     if output + buffer <= room:
-        return tile, (elements._replace(stages=min(2, (room - output) // buffer)),)
-    return (replace(tile, output_in_q=True), (elements,)) if buffer <= room and d_v <= d_qk else None
+        return tile, elements._replace(stages=min(2, (room - output) // buffer))
+    return (replace(tile, output_in_q=True), elements) if buffer <= room and d_v <= d_qk else None
 
 
-def element_flags(rows: tuple) -> dict[str, object]:
-    """What the template knows of elements among what is copied."""
-    elements = next((r for r in rows if isinstance(r, Elements)), None)
+def element_flags(elements: Elements | None) -> dict[str, object]:
+    """What the template knows of elements that are copied."""
     return {"ELEMENTS": elements, "ELEMENT_STAGES": elements.stages if elements else 0}
 
 

@@ -6,6 +6,7 @@ The kernel (templates/hopper_forward.py.jinja) is written in Gluon, for sm_90 al
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -135,22 +136,38 @@ def is_uneven(mask: Mod | None) -> bool:
     return mask is not None and any(symbols_in(load) & POSITIONS and not is_gather(load) for load in loads_of(mask[0]))
 
 
-def enough_heads(heads: int, tiles: int, listed: bool, uneven: bool = False) -> int:
-    """How many of `heads` of K and V, each with so many tiles of queries, are worked on at a time: few, so that memory is read all along.
-    Where every program begins with a head of its own, all wait for memory together, and then none reads it. With lists, a tile for every
-    multiprocessor and several heads, as the longest rows of a group go first; all heads, where a group would be much of the whole. Where
-    the longest do not go first, so many tiles for every multiprocessor that in the last group they are done before the others."""
-    if listed and uneven:
-        return -(-2048 // tiles)
+class HeadGroup(NamedTuple):
+    """Heads of K and V that are worked on at a time: as many as have so many tiles of queries together, but at least so many; all heads,
+    where these have no more tiles than `whole`."""
+
+    tiles: int
+    least: int = 1
+    whole: int = 0
+
+    def heads(self, heads: int, tiles: int) -> int:
+        """How many of `heads`, each with so many tiles."""
+        return heads if heads * tiles <= self.whole else max(self.least, -(-self.tiles // tiles))
+
+
+def head_group(listed: bool, uneven: bool = False) -> HeadGroup:
+    """Few heads, so that memory is read all along: where every program begins with a head of its own, all wait for memory together, and
+    then none reads it. With lists, a tile for every multiprocessor and several heads, as the longest rows of a group go first; all heads,
+    where a group would be much of the whole. Where the longest do not go first, so many tiles that in the last group they are done before
+    the others."""
     if not listed:
-        return -(-32 // tiles)
-    return heads if heads * tiles <= 512 else max(4, -(-128 // tiles))
+        return HeadGroup(32)
+    return HeadGroup(2048) if uneven else HeadGroup(128, least=4, whole=512)
+
+
+def enough_heads(heads: int, tiles: int, listed: bool, uneven: bool = False) -> int:
+    """How many of `heads` of K and V, each with so many tiles of queries, are worked on at a time."""
+    return head_group(listed, uneven).heads(heads, tiles)
 
 
 def plan_hopper_forward(case: ForwardCase, score: Mod | None, mask: Mod | None) -> HopperPlan:
     """The plan for a case that `fits`."""
     added = added_dot(score[0]) if score and weight_of(score[0]) == "dots" else None
-    rows, score = (rows_of(added), rest_of(added, score)) if added else ((), score)
+    score = rest_of(added, score) if added else score
     grouped = bool(case.cache and case.cache.grouped)
     cached = {"rows_before_first": case.cache is not None, "packed_sequences": grouped}
     target = Target("cuda", dtype_name(case.dtype), case.exact_indices, GLUON, **cached)
@@ -168,14 +185,20 @@ def plan_hopper_forward(case: ForwardCase, score: Mod | None, mask: Mod | None) 
         tile = HopperTile(2, 2 if wide else 3, 240, 24, output_in_q=wide)
     if case.cache:  # the producer looks up pages
         tile = replace(tile, consumer_registers=232, producer_registers=40)
+    elements = None
     if score and copied:
         found = with_elements(case, tile, elements_of(score[0], copied), len(handed))
         if found is None:
             return plan_hopper_forward(case._replace(copies=False), score, mask)
-        tile, rows = found
+        tile, elements = found
     scale_apart = score is not None or not case.scale_is_positive
-    spec = _spec(case, tile, score_text, mask_text, scale_apart, batch_inside(score, mask), added, rows)
-    return HopperPlan(spec, tile, score_text, mask_text, scale_apart, rows)
+    spec = _spec(case, tile, score_text, mask_text, scale_apart, batch_inside(score, mask), added, elements)
+    return HopperPlan(spec, tile, score_text, mask_text, scale_apart, _copies(added, elements))
+
+
+def _copies(added: AddedDot | None, elements: Elements | None) -> Copies:
+    """Those of a dot product that is added, or the elements of scores."""
+    return (elements,) if elements else rows_of(added) if added else ()
 
 
 def _spec(
@@ -186,7 +209,7 @@ def _spec(
     scale_apart: bool,
     inside: bool,
     added: AddedDot | None,
-    rows: Copies,
+    elements: Elements | None,
 ) -> KernelSpec:
     blocks, mods = case.blocks, [m for m in (score, mask) if m]
     starts = blocks is not None and blocks.starts
@@ -224,18 +247,20 @@ def _spec(
         # combine_splits knows scores with a score_mod by their scale
         "SUM_IS_RAW": scores_are_raw(score and score.sum, case.scale_is_positive and not case.extras.scales and not cache.grouped)
         or bool(added and not score),
-        **dot_flags(added, rows),
-        **element_flags(rows),
+        **dot_flags(added),
+        **element_flags(elements),
         "OUTPUT_MAX": case.output_max,
         "OUTPUT_ROWS": case.output_rows,
         **case.extras.flags,
         "imports_triton": any("tl" in m.modules for m in mods),
     }
-    parameters = _parameters(case, tile, tuple(p for m in mods for p in m.parameters), scale_apart, rows)
+    parameters = _parameters(case, tile, tuple(p for m in mods for p in m.parameters), scale_apart, _copies(added, elements))
     return KernelSpec("hopper_forward", (score, mask), tuple(flags.items()), "cuda", parameters)
 
 
-def _parameters(case: ForwardCase, tile: HopperTile, mods: tuple[Parameter, ...], scale_apart: bool, rows: Copies) -> tuple[Parameter, ...]:
+def _parameters(
+    case: ForwardCase, tile: HopperTile, mods: tuple[Parameter, ...], scale_apart: bool, copies: Copies
+) -> tuple[Parameter, ...]:
     blocks, cache, dtype, N = case.blocks, case.cache, dtype_name(case.dtype), tile.BLOCK_N
     starts, out = blocks is not None and blocks.starts, case.extras.out or dtype
     d_qk, d_v = (d // slices(d) for d in padded(case))
@@ -247,7 +272,7 @@ def _parameters(case: ForwardCase, tile: HopperTile, mods: tuple[Parameter, ...]
         descriptor_of("V", dtype, *((cache.page_size, 64) if pieces else (d_v, N) if case.dtype.itemsize == 1 else (N, d_v))),
         descriptor_of("Q", dtype, ROWS, d_qk),
         descriptor_of("O", out, ROWS, d_v),
-        *(descriptor_of(r.name, *r.block(dtype, N)) for r in rows),
+        *(descriptor_of(c.name, *c.block(dtype, N)) for c in copies),
         *([pointer("O", out)] if starts else []),
         *statistic_parameters("T, Hq" if cache else "Z, Hq, Q_LEN", case.output_max, case.output_rows),
         *case.extras.of_sinks,

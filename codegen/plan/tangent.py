@@ -16,15 +16,15 @@ from ..mod.tangent import Tangents, tangents_of
 from ..registry import remembered
 from ..text.gradient_text import Differential
 from ..text.mod_text import ModText, mod_text
-from ..text.parameters import Parameter, constants, numbers, pointer, stride_names
+from ..text.parameters import Parameter, constants, numbers, pointer
 from ..text.snippet import Target
 from ..text.spec import KernelSpec
-from .backward import Step, buffers_of, role_of
+from . import backward
+from .backward import Step, buffers_of, role_of, strides
 from .backward_tiles import tangent_tile
 from .forward import Blocks, Mod, block_flags, element_flags, list_numbers, list_tables
 
-SYMBOLS = {"score": "qk", "b": "z", "h": "h", "q_idx": "m", "kv_idx": "n", "grad": "grad"}
-SYMBOLS |= {"score_tangent": "qk_t", "grad_tangent": "grad_t"}
+SYMBOLS = {**backward.SYMBOLS, "score_tangent": "qk_t", "grad_tangent": "grad_t"}
 INPUTS = ("q", "k", "v")
 
 
@@ -136,11 +136,6 @@ def plan_gradients(case: TangentCase, backend: str, arch: str, score: Moved | No
 
 
 SHAPES = {"q": "[Z, Hq, Q_LEN, D_QK]", "k": "[Zkv, Hkv, KV_LEN, D_QK]", "v": "[Zkv, Hkv, KV_LEN, D_V]", "d": "[Z, Hq, Q_LEN, D_V]"}
-
-
-def strides(*tensors: str) -> list[str]:
-    """The strides of (Z, H, S, D) tensors that are kernel arguments; the head dim is contiguous."""
-    return [name for t in tensors for name in stride_names(t, "zhn" if t.strip("dt") in ("k", "v") else "zhm")]
 
 
 def _target(case: TangentCase, backend: str) -> Target:

@@ -18,6 +18,7 @@ from ..device.kernel import Kernel, kernel_for
 from ..mod.bind import bind
 from ..mod.expr import INDEX_BOUND, ModGraph
 from ..mod.tensors import check_values, read_captured, readable
+from ..plan.masks import SYMBOL_NAMES
 from ..registry import INFO, Table
 from ..text.cpp import CPP
 from ..text.languages import TRITON
@@ -27,7 +28,6 @@ from ..text.parameters import Parameter, constants, numbers, pointer
 from ..text.snippet import Target
 from ..text.spec import KernelSpec
 
-_SYMBOL_NAMES = {"score": "score", "b": "z", "h": "h", "q_idx": "m", "kv_idx": "n"}
 _TILE = 64
 _PRECISIONS = ("float16", "bfloat16", "float32")
 
@@ -96,7 +96,7 @@ def _plan(
         return plan
     backend = backend_of(device.type)
     target = Target(backend, precision, exact, CPP if in_cpp else TRITON)
-    text = mod_text(graph, layouts, _SYMBOL_NAMES, target, tile="[TILE_M, TILE_N]")
+    text = mod_text(graph, layouts, SYMBOL_NAMES, target, tile="[TILE_M, TILE_N]")
     kernel = kernel_for(cpu_evaluate_spec(text), CppKernel) if in_cpp else kernel_for(evaluate_spec(text, backend))
     plan = _plans[key] = kernel, text
     return plan

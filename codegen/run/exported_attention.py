@@ -12,7 +12,6 @@ from ..mod.nan import are_ordinary
 from ..plan.backward import STATS_ALIGNMENT
 from ..plan.forward import LOG2_E
 from ..plan.masks import mask_texts
-from ..text.layouts import TensorLayout
 from ..text.spelling import literal_text
 from ..text.torch_text import torch_text
 from .exported import Exported, Plans
@@ -99,26 +98,25 @@ class AttentionFile(TritonFile):
         """What the backward pass asks for."""
         steps = plans.backward(False, False, use_tma)[0]
         self.backward_scale_apart = steps.scale_apart
-        self.gathered = self._gathered(plans, (("dkv", steps.dkv), ("dq", steps.dq)))
-        self.hopper_gathered = self._gathered(plans, (("hopper", self.hopper.backward),)) if self.hopper.backward else ()
+        self.gathered = self._gathered((("dkv", steps.dkv), ("dq", steps.dq)))
+        self.hopper_gathered = self._gathered((("hopper", self.hopper.backward),)) if self.hopper.backward else ()
         dkv = next(kernel for kernel in self.kernels if kernel.name == "backward_dkv")
         tiles = (k.constants["BLOCK_M"] for k in (dkv.on_target, dkv.on_cpu))
         self.stats_step = math.lcm(STATS_ALIGNMENT, *((self.q_block,) if self.mask else tiles))
 
-    def _gathered(self, plans: Plans, steps: tuple) -> tuple[Gathered, ...]:
+    def _gathered(self, steps: tuple) -> tuple[Gathered, ...]:
         """The gradients of captured tensors, in the order of the kernels, named, that leave them."""
         if self.call.score is None:
             return ()
         found, seen = [], set()
-        layouts = plans.keys[0][1]
         for name, step in steps:
             for captured, load in step.captured:
                 tensor = self.of_score[load.attr]
-                found.append(self._gathered_of(name, captured, load, tensor, layouts[load.attr], tensor in seen))
+                found.append(self._gathered_of(name, captured, load, tensor, tensor in seen))
                 seen.add(tensor)
         return tuple(found)
 
-    def _gathered_of(self, name: str, captured, load, tensor: str, layout: TensorLayout, more: bool) -> Gathered:
+    def _gathered_of(self, name: str, captured, load, tensor: str, more: bool) -> Gathered:
         """One of them; `more`: others of the tensor were added up before."""
         tiles = "2 * tiles" if name == "hopper" else "tiles"  # one for each consumer
         shapes = {"row": "(Z, Hq, Q_LEN)", "column": "(Z, Hq, KV_LEN)", "head": f"(Z, Hq, {tiles})"}

@@ -73,7 +73,10 @@ class FileInCpp(File):
     def _rendered(self, shown: Callable[[KernelSpec], KernelSpec]) -> str:
         """The text of kernels whose specs are shown so."""
         texts = {f"{kernel.name}_CPP": render(shown(kernel.spec)) for kernel in self.kernels}
-        headers = {name: text for name, text in cpp_compiler.headers().items() if any(f'"{name}"' in t for t in texts.values())}
+        headers = {}
+        for name, text in cpp_compiler.headers().items():
+            if any(f'"{name}"' in t for t in (*texts.values(), *headers.values())):
+                headers[name] = text
         self.headers = {name: name.upper().replace(".", "_") for name in headers}
         # a string in three quotes holds no three quotes; in a kernel, comments alone may have them
         texts = {self.headers[name]: text for name, text in headers.items()} | texts

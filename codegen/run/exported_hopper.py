@@ -69,8 +69,10 @@ class HopperPart:
         self.half_tile, self.tile = hopper_forward.ROWS, 2 * hopper_forward.ROWS
         self.scale_apart = self.forward.scale_apart
         self.row_bytes = (call.d_qk + call.d_v) * call.dtype.itemsize
-        self.uneven = bool(call.mask) and hopper_forward.is_uneven(call.mask)
-        self.cached = hopper_forward.UNEVEN_BYTES if self.uneven else hopper_forward.L2_BYTES
+        uneven = bool(call.mask) and hopper_forward.is_uneven(call.mask)
+        self.heads = hopper_forward.head_group(bool(call.mask), uneven)
+        self.heads_backward = hopper_backward.head_group(bool(call.mask))
+        self.cached = hopper_forward.UNEVEN_BYTES if uneven else hopper_forward.L2_BYTES
         self.cached_backward = hopper_backward.LISTED_BYTES if call.mask else hopper_backward.L2_BYTES
         self.spill_limit = "None" if self.required else hopper_forward.SPILL_LIMIT
 

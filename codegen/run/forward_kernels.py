@@ -11,10 +11,9 @@ from ..device.counters import counter
 from ..device.devices import multiprocessors, on
 from ..mod.loads import dots_of
 from ..plan import hopper_forward
-from ..plan.extras import extra_numbers
+from ..plan.extras import SMALLEST_SCALE, extra_numbers
 from ..plan.forward import ForwardCase, Mod, Plan, plan_forward, scales
 from ..plan.geometry import Geometry
-from ..plan.hopper_dots import SMALLEST_SCALE
 from ..plan.hopper_forward import (
     L2_BYTES,
     ROWS,
