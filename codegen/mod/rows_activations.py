@@ -77,10 +77,6 @@ def _hardshrink(x, lambd=0.5):
     return torch.where((x >= -lambd) & (x <= lambd), torch.zeros_like(x), x)
 
 
-def _threshold(x, threshold, value, inplace=False):
-    return torch.where(x <= threshold, value, x).to(x.dtype)
-
-
 ACTIVATIONS = [
     Op("relu", torch.relu, elementwise("relu", "F.relu"), expand=_relu),
     Op("leaky_relu", F.leaky_relu, ("F.leaky_relu",), expand=_leaky_relu),
@@ -100,5 +96,4 @@ ACTIVATIONS = [
     Op("tanhshrink", F.tanhshrink, ("F.tanhshrink",), expand=lambda x: x - torch.tanh(x)),
     Op("softshrink", F.softshrink, ("F.softshrink",), expand=_softshrink),
     Op("hardshrink", F.hardshrink, ("F.hardshrink",), expand=_hardshrink),
-    Op("threshold", F.threshold, ("F.threshold", "torch.threshold"), expand=_threshold),
 ]
