@@ -163,6 +163,8 @@ def legal_operands(form: str) -> list[tuple]:
             continue
         if "alpha=" in form and (torch.bool in kinds or len({k.is_floating_point for k in dtypes}) == 2):
             continue  # refused here; torch rounds an integer to half precision before the product
+        if "value=" in form and not any(k.is_floating_point for k in dtypes):
+            continue  # refused here; torch makes the value an integer
         if form == "{0} ** {1}" and kinds == (torch.bool, bool):
             continue  # refused here
         ones = [k(1) if isinstance(k, type) else torch.ones(1, dtype=k) for k in kinds]
