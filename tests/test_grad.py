@@ -63,7 +63,7 @@ def torch_differentiates(name: str, kinds: tuple) -> bool:
     floating = [not isinstance(k, type) and k.is_floating_point for k in kinds]
     if name == "remainder" and isinstance(kinds[0], type) or name == "pow" and {bool, torch.bool} & set(kinds):
         return False  # refused in the backward pass
-    if name in ("atan2", "addcdiv"):
+    if name == "atan2":
         return all(floating)  # integers are squared as integers there, and wrap around
     if name in ("logaddexp", "logaddexp2") and torch.bool in kinds:
         return False  # refused in the backward pass

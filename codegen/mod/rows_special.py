@@ -15,14 +15,6 @@ def _counted(x):
     return x * 1 if kind(x.dtype) == "bool" else x
 
 
-def _addcmul(x, y, z, *, value=1):
-    return torch.add(x, y * z, alpha=value)
-
-
-def _addcdiv(x, y, z, *, value=1):
-    return torch.add(x, y / z, alpha=value)
-
-
 def _lerp(start, end, weight):
     near_start, near_end = start + weight * (end - start), end - (end - start) * (1 - weight)
     if is_number(weight):
@@ -76,8 +68,6 @@ def _isclose(x, y, rtol=1e-05, atol=1e-08, equal_nan=False):
 
 
 SPECIAL = [
-    Op("addcmul", torch.addcmul, elementwise("addcmul"), expand=_addcmul),
-    Op("addcdiv", torch.addcdiv, elementwise("addcdiv"), expand=_addcdiv),
     Op("lerp", torch.lerp, elementwise("lerp"), expand=_lerp),
     Op("logaddexp", torch.logaddexp, elementwise("logaddexp"), expand=_logaddexp),
     Op("logaddexp2", torch.logaddexp2, elementwise("logaddexp2"), expand=_logaddexp2),

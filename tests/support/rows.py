@@ -129,8 +129,6 @@ FORMS = {
     "tanhshrink": ("F.tanhshrink({0})",),
     "softshrink": ("F.softshrink({0})", "F.softshrink({0}, 2.0)"),
     "hardshrink": ("F.hardshrink({0})", "F.hardshrink({0}, 2.0)"),
-    "addcmul": ("torch.addcmul({0}, {1}, {2})", "torch.addcmul({0}, {1}, {2}, value=0.5)"),
-    "addcdiv": ("torch.addcdiv({0}, {1}, {2})", "torch.addcdiv({0}, {1}, {2}, value=0.5)"),
     "lerp": ("torch.lerp({0}, {1}, {2})",),
     "logit": ("torch.logit({0})", "torch.logit({0}, 0.01)"),
     "nan_to_num": ("torch.nan_to_num({0})", "torch.nan_to_num({0}, 1.0, 2.0, -3.0)"),
@@ -163,8 +161,6 @@ def legal_operands(form: str) -> list[tuple]:
             continue
         if "alpha=" in form and (torch.bool in kinds or len({k.is_floating_point for k in dtypes}) == 2):
             continue  # refused here; torch rounds an integer to half precision before the product
-        if "value=" in form and not any(k.is_floating_point for k in dtypes):
-            continue  # refused here; torch makes the value an integer
         if form == "{0} ** {1}" and kinds == (torch.bool, bool):
             continue  # refused here
         ones = [k(1) if isinstance(k, type) else torch.ones(1, dtype=k) for k in kinds]
