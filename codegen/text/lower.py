@@ -20,7 +20,7 @@ from .addresses import Addresses
 from .code import Code, uses_of
 from .expressions import Expressions
 from .layouts import TensorLayout
-from .rows import Rows
+from .long_dots import Rows
 from .snippet import Copied, CopiedText, DistanceText, Snippet, SumText, Target
 
 _WIDTH = 88  # longest statement that is still put on one line
