@@ -59,7 +59,7 @@ class HopperPlan:
     score: ModText | None
     mask: ModText | None
     scale_apart: bool  # SM_SCALE and TO_LOG2 are two arguments
-    rows: Copies = ()
+    copies: Copies = ()
 
 
 def fits(case: ForwardCase, geometry: Geometry, arch: str = "sm_90", aligned: bool = True, score: tuple | None = None) -> str | None:
