@@ -7,6 +7,58 @@ mask = create_block_mask(sliding_window(1024), None, None, S, S, device="cuda")
 out = flex_attention(q, k, v, score_mod=alibi(slopes), block_mask=mask)
 """
 
+# The files of this folder:
+#
+# Attention
+#     attention, call                  flex_attention, and a call of it from top to bottom
+#     arguments, checks                tensors and masks as users pass them; one clear error for what is wrong
+#     scales, sinks, dropout, float8   what changes the softmax, or elements, beside mods
+#     return_aux, probabilities        what is returned beside the output
+#     autograd, derivatives            gradients; forward mode and second derivatives
+#     problem, transformed, mapped     the same under transforms of torch.func
+#     merge                            attention from its parts
+#
+# Masks
+#     mask_mods, mask_creation            mask_mods, and masks made of them
+#     block_mask, mask_attributes, plot   BlockMask, what users read of it, its picture
+#     block_lists, slices                 its lists, and parts of it
+#     foreign_masks, opened_masks         torch's masks; masks taken apart for torch's compiler
+#
+# Packed sequences
+#     varlen, packing                varlen_attention, and where tokens belong
+#     packed_blocks, packed_checks   their blocks, their errors
+#
+# Caches and serving
+#     cached, cached_calls, cached_problem            cached_attention, from its checks to its kernels
+#     cached_mods, cache_checks                       mods of positions; errors
+#     kv_cache, rope, rotation                        writing a cache, turning by positions
+#     pages, splits                                   pages of sequences, keys in parts
+#     shared_prefix, shared_attention                 sequences that begin with the same pages
+#     sequences, step_view, step_tensors, token_ids   the batch of a serving step
+#     serving, attention_info, layer_step             what a serving stack calls
+#
+# Several GPUs
+#     distributed, context, assignment                                      sequences over ranks: who has which blocks
+#     context_attention, context_cached, context_varlen, context_dtensors   the functions for them
+#     context_exchange, context_heads, context_agreement                    what ranks send each other, and whether they mean the same
+#     dtensors, parts                                                       DTensors over batch and heads
+#
+# As torch sees calls
+#     operators, mask_operators, cache_operators, serving_ops   operators of torch.library
+#     recorded, programs                                        calls that become operators, and what of them is text
+#     in_graph, dynamo                                          public functions in what torch.compile traces
+#     pickling                                                  what torch.load must be told of
+#
+# Other libraries' functions
+#     sdpa, flash   torch's scaled_dot_product_attention, flash_attn_triton
+#
+# Beside calls
+#     explain, inspection                                   why a kernel serves; caches and prints
+#     precompile, cached_prepare                            compiling ahead
+#     export, export_cached, exported_files                 kernels in a file of their own
+#     cli, __main__, demo, doctor, recipes, cache_command   the command line
+#     versions                                              what this runs with
+
 from pathlib import Path
 
 if not Path(__file__).with_name("codegen").is_dir():

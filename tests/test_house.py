@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import re
+from fnmatch import fnmatchcase as fnmatch
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,25 @@ def test_a_folder_imports_what_is_below_it(folder):
         if str(path.parent) == folder and str(other.parent) not in {folder, *BELOW[folder]}
     }
     assert upwards == set()
+
+
+@pytest.mark.parametrize("folder", ["flexpress", *(folder for folder in BELOW if folder.startswith("codegen/"))])
+def test_a_folder_says_what_is_in_it(folder):
+    """At the top of its __init__.py, in lines of names and what these hold, blanks between. `rows_*` are all whose names begin so."""
+    said = FILES[Path(folder, "__init__.py")].read_text(encoding="utf-8")
+    listed = [name for names in re.findall(r"^(?:#     )?([\w*]+(?:, [\w*]+)*)  +\S", said, re.M) for name in names.split(", ")]
+    there = {path.stem for path in FILES if str(path.parent) == folder} - {"__init__"}
+    assert sorted(there) == sorted(module for module in there for name in listed if fnmatch(module, name))
+    assert all(any(fnmatch(module, name) for module in there) for name in listed)
+
+
+def test_modules_of_text_are_listed_in_the_order_of_imports():
+    import flexpress.codegen.text
+
+    listed = re.findall(r"^(\w+)  ", flexpress.codegen.text.__doc__, re.M)
+    text = {path for path in FILES if path.parent == Path("codegen/text")}
+    imports = {(path.stem, other.stem) for path in text for other in IMPORTS[path] & text}
+    assert [pair for pair in imports if listed.index(pair[0]) < listed.index(pair[1])] == []
 
 
 def test_no_files_import_each_other_in_a_circle():

@@ -45,6 +45,11 @@ def interpreter_asked_for() -> bool:
     return word == "interpreter"
 
 
+def torch_serves(device: torch.device) -> bool:
+    """Does torch do what small kernels of Triton's do elsewhere? On a CPU, unless the interpreter is asked for."""
+    return device.type == "cpu" and not interpreter_asked_for()
+
+
 def refusal(named: str | None = None) -> str | None:
     """Why no kernels in C++ serve a call on CPU tensors that asks for the BACKEND `named`, or None."""
     if named == "CPP" and compiler():

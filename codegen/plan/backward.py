@@ -1,4 +1,4 @@
-"""The backward kernels as a plan: from what is known of a call, and no tensor, to three KernelSpecs and two tiles.
+"""The backward kernels as a plan: from what is known of a call, and no tensor, to their KernelSpecs and tiles.
 
 How the gradient of a captured tensor is gathered is decided here, by what its indices depend on (`role_of`).
 """
@@ -31,6 +31,7 @@ from .tiles import Tile
 
 STATS_ALIGNMENT = 128  # backward_delta pads its rows to a multiple of this; query tiles divide it
 _BLOCK = 128  # of queries or keys where there are no block lists
+SYMBOLS = {"score": "qk", "b": "z", "h": "h", "q_idx": "m", "kv_idx": "n", "grad": "grad"}  # in kernels that differentiate
 
 
 def whole_blocks(q_len: int, kv_len: int, blocks: Blocks | None) -> bool:
@@ -43,9 +44,6 @@ def whole_blocks(q_len: int, kv_len: int, blocks: Blocks | None) -> bool:
 def delta_rows(d_v: int) -> int:
     """BLOCK_M of backward_delta: 4096 elements a program."""
     return max(16, min(STATS_ALIGNMENT, 4096 // round_up_head_dim(d_v)))
-
-
-SYMBOLS = {"score": "qk", "b": "z", "h": "h", "q_idx": "m", "kv_idx": "n", "grad": "grad"}  # in kernels that differentiate
 
 
 class BackwardCase(NamedTuple):

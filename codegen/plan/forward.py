@@ -37,7 +37,7 @@ class Options(NamedTuple):
     rows_guaranteed_safe: bool = False
     use_tma: bool | None = None  # None: where the device has it and it is faster
     float32_precision: str = "ieee"
-    backend: str | None = None  # "PORTABLE", "HOPPER" or "DECODE" (few queries); None: the fastest that serves the call
+    backend: str | None = None  # "PORTABLE", "HOPPER", "DECODE" (few queries) or "CPP" (on a CPU); None: the fastest that serves
     tile: tuple[tuple[str, int], ...] = ()
     quick: bool = False  # the portable kernels are to compile fast: they serve while others compile
 

@@ -70,7 +70,7 @@ def with_elements(case: ForwardCase, tile: HopperTile, elements: Elements, hande
     return (replace(tile, output_in_q=True), elements) if buffer <= room and d_v <= d_qk else None
 
 
-def element_flags(elements: Elements | None) -> dict[str, object]:
+def copied_flags(elements: Elements | None) -> dict[str, object]:
     """What the template knows of elements that are copied."""
     return {"ELEMENTS": elements, "ELEMENT_STAGES": elements.stages if elements else 0}
 

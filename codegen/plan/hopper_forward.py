@@ -35,7 +35,7 @@ from .forward import (
 )
 from .geometry import STRIDES, Geometry
 from .hopper_dots import DotRows, dot_flags, rest_of, rows_of, why_no_dot
-from .hopper_elements import Elements, copied_load, element_flags, elements_of, with_elements
+from .hopper_elements import Elements, copied_flags, copied_load, elements_of, with_elements
 from .hopper_tiles import ROWS, HopperTile, hopper_tile, padded, slices
 
 HEAVY = {
@@ -59,7 +59,7 @@ class HopperPlan:
     score: ModText | None
     mask: ModText | None
     scale_apart: bool  # SM_SCALE and TO_LOG2 are two arguments
-    rows: Copies = ()
+    copies: Copies = ()
 
 
 def fits(case: ForwardCase, geometry: Geometry, arch: str = "sm_90", aligned: bool = True, score: tuple | None = None) -> str | None:
@@ -248,7 +248,7 @@ def _spec(
         "SUM_IS_RAW": scores_are_raw(score and score.sum, case.scale_is_positive and not case.extras.scales and not cache.grouped)
         or bool(added and not score),
         **dot_flags(added),
-        **element_flags(elements),
+        **copied_flags(elements),
         "OUTPUT_MAX": case.output_max,
         "OUTPUT_ROWS": case.output_rows,
         **case.extras.flags,

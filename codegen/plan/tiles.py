@@ -1,4 +1,5 @@
-"""Tile sizes of forward kernels and decode, and what to do when a tile does not fit. Those of gradients are in backward_tiles.py.
+"""Tile sizes of the portable forward kernel, and what to do when a tile does not fit. Others: backward_tiles.py, decode_tiles.py and
+hopper_tiles.py.
 
 A tile is chosen by (architecture, head dim, element size) and by what the mods cost. The numbers for sm_90 were measured on an
 H100 (benchmarks/results); the others follow from shared memory. `fitting` drops a tile that the device's shared memory
@@ -65,8 +66,8 @@ _FORWARD_VALUES_IN_KEYS = {("sm_90", 512, 2): Tile(64, 64, 8, 2)}
 _FORWARD_NARROW = {("sm_90", 64, 2): Tile(64, 64, 4, 2)}
 
 BLOCK = 128  # of queries and of keys, where a call makes its own lists
-FEWEST_KEYS_8 = 32  # of a tile whose products are of 8 bits
 NARROW_BLOCK = 64  # the same under a narrow mask
+FEWEST_KEYS_8 = 32  # of a tile whose products are of 8 bits
 # (architecture, larger padded head dim, bytes per element): a mask is narrow if a row of BLOCK queries visits so many blocks, or fewer
 _NARROW = {("sm_90", 64, 2): 3}
 

@@ -1,1 +1,34 @@
-"""A call's tensors become a plan, arguments and outputs."""
+"""A call's tensors become a plan, arguments and outputs.
+
+call                           a call as drivers take it
+launch                         launching one kernel
+meanwhile                      what serves while a faster kernel is compiled
+layouts, workspace, profiled   outputs in memory, memory for a call, names in profiles
+
+forward, forward_kernels        a forward pass, and the kernels for it
+backward, backward_kernels      a backward pass
+captured                        gradients of captured tensors
+tangent                         forward mode and second derivatives
+statistics                      what return_aux tells of the probabilities
+decode, decode_kernels          few queries
+cpu, cpu_backward, cpu_decode   kernels in C++ for these
+
+masks, block_grid           block masks and dense masks
+block_lists, status_lists   lists of blocks
+evaluated_masks             the same by torch, while kernels compile
+evaluate                    a mod on its own
+
+cached, cached_call                         a call over a cache
+prefill                                     long queries there
+shared_parts, shared_tables, shared_tiles   sequences that begin with the same pages
+update_cache, values_by_keys                what writes a cache, or lays one out
+merge_parts, exchange                       parts of attention, and what ranks exchange
+
+imagined                                   a call that nobody makes
+preview, preview_masks                     its kernels
+exported, exported_hopper                  those of a call that goes into a file of its own
+exported_captures                          what they capture
+exported_file, exported_cpp                what all such files say, and those in C++
+exported_attention, exported_cpu           files of flex_attention
+exported_cached, exported_cached_cpu       files of cached_attention
+"""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from ..device.cpp_compiler import interpreter_asked_for
+from ..device.cpp_compiler import torch_serves
 from ..device.devices import backend_of
 from ..plan.exchange import ExchangeCase, add_spec, copy_spec, positions_of_program
 from ..registry import INFO, Table
@@ -24,7 +24,7 @@ def copy_blocks(k: torch.Tensor, v: torch.Tensor, sources: torch.Tensor, targets
     """Block sources[i] of k and v, with zeros past their end, becomes block targets[i] of `out`."""
     if not sources.shape[0] or not out.numel():
         return
-    if _by_kernels(k.device):
+    if not torch_serves(k.device):
         k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (k, v))
         named = {"K": k, "V": v, "OUT": out, "sources": sources, "targets": targets}
         _launch(copy_spec, k, v, block, {"k": k, "v": v}, {"LEN": k.shape[2]}, named, sources.shape[0])
@@ -48,7 +48,7 @@ def add_blocks(
     dk_sum, dv_sum = sums
     if not own.shape[0] or not returned.shape[1] * returned.shape[2]:
         return
-    if _by_kernels(dk.device):
+    if not torch_serves(dk.device):
         named = {"DK": dk, "DV": dv, "RETURNED": returned, "own": own, "places": places, "DK_SUM": dk_sum, "DV_SUM": dv_sum}
         strided = {"k": dk, "v": dv, "sk": dk_sum, "sv": dv_sum}
         _launch(add_spec, dk, dv, block, strided, {"LEN": dk_sum.shape[2], "MOST": places.shape[1]}, named, own.shape[0])
@@ -59,10 +59,6 @@ def add_blocks(
     total = total[: dk_sum.shape[2]].permute(1, 2, 0, 3)
     dk_sum.copy_(total[..., : dk.shape[3]])
     dv_sum.copy_(total[..., dk.shape[3] :])
-
-
-def _by_kernels(device: torch.device) -> bool:
-    return device.type != "cpu" or interpreter_asked_for()
 
 
 def _positions(blocks: torch.Tensor, block: int) -> torch.Tensor:

@@ -90,7 +90,7 @@ class Hopper:
     def prepare(self, call: Call, names: tuple[str, ...], lists: BlockLists | None) -> Runner:
         plan = planned(_plans, self, call)
         limit = None if call.case.options.backend == self.name else SPILL_LIMIT
-        launch = Launch(plan.spec, _numbers(call, plan, lists), (*names, *(r.name for r in plan.rows), "COUNTER"))
+        launch = Launch(plan.spec, _numbers(call, plan, lists), (*names, *(c.name for c in plan.copies), "COUNTER"))
         return Runner(plan, launch, names, call.extents, limit, multiprocessors(call.device))
 
 
@@ -148,7 +148,7 @@ class Runner:
         self.plan, self.launch, self.names, self.limit, self.programs, self.waits = plan, launch, names, limit, programs, True
         self.heads, self.length = extents[0] * extents[1], extents[2]
         self.raw = bool(plan.spec.flag.get("SUM_IS_RAW"))
-        self.rows = getattr(plan, "rows", ())  # of a dot product that score_mod has
+        self.copies = getattr(plan, "copies", ())  # what a kernel for Hopper copies of what score_mod captures
 
     @property
     def launches(self) -> tuple[Launch, ...]:
@@ -160,25 +160,25 @@ class Runner:
     ) -> None:
         """Fill the outputs among `tensors`. `addresses`: theirs, if all are aligned."""
         device, captured, again = tensors[0].device, mod_values(self.plan, score, mask), self.launch.again
-        rows = [r.lying(score) for r in self.rows]  # of a dot product
-        if again and any(again.lying[r.name] != (t.shape, t.stride()) for r, t in zip(self.rows, rows, strict=True)):
+        copied = [c.lying(score) for c in self.copies]
+        if again and any(again.lying[c.name] != (t.shape, t.stride()) for c, t in zip(self.copies, copied, strict=True)):
             again = None  # descriptors on the short way are those of tensors that lie as others do
         if again and addresses is not None:
             if device.index != torch._C._cuda_getDevice():
                 with torch.cuda.device(device):
                     self.run(tensors, addresses, score, mask, lists)
                 return
-            plain, tables, of_rows = plain_values(captured), lists.addresses if lists else (), plain_values(rows)
-            if plain is not None and tables is not None and of_rows is not None:
+            plain, tables, of_copied = plain_values(captured), lists.addresses if lists else (), plain_values(copied)
+            if plain is not None and tables is not None and of_copied is not None:
                 addresses += tables
-                addresses += of_rows
+                addresses += of_copied
                 stream = torch._C._cuda_getCurrentRawStream(device.index)
                 if self.programs:
                     addresses.append(counter(device, stream).data_ptr())
                 again(stream, addresses, plain)
                 return
         named = dict(zip(self.names, (*tensors, *(lists.tables if lists else ())), strict=True))
-        named |= {r.name: t for r, t in zip(self.rows, rows, strict=True)}
+        named |= {c.name: t for c, t in zip(self.copies, copied, strict=True)}
         self.launch.waits = self.waits
         if self.programs:
             persistent(self.launch, named, captured, self._tiles(self.plan.tile, lists), self.limit, self.programs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from ..device.cpp_compiler import interpreter_asked_for
+from ..device.cpp_compiler import torch_serves
 from ..device.devices import backend_of
 from ..plan.merge_parts import MergeCase, merge_spec, rows_of_program
 from ..registry import INFO, Table
@@ -24,7 +24,7 @@ def merge_parts(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_l
     """
     if not part.numel() or not out.numel():
         return
-    if out.device.type == "cpu" and not interpreter_asked_for():
+    if torch_serves(out.device):
         _merge_by_torch(out, lse, part, part_lse, place)
         return
     (_, Hq, Q_LEN, D_V), device, rows = out.shape, out.device, place.shape[0] * out.shape[1]

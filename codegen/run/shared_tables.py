@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..device.cpp_compiler import interpreter_asked_for
+from ..device.cpp_compiler import torch_serves
 from ..device.devices import backend_of
 from ..plan.shared_tables import BLOCK_T, SharedCase, shared_spec
 from ..registry import INFO, Table
@@ -59,7 +59,7 @@ def lay_out(
     queries                 tokens with cu_q (B + 1,), else those of each sequence
     """
     B, width, device = order.shape[0], pages.shape[1], order.device
-    if not B or (device.type == "cpu" and not interpreter_asked_for()):
+    if not B or torch_serves(device):
         return _by_torch(order, starts, prefix, kv_len, pages, cu_q, q_offset, queries, page_size)
     T = queries if cu_q is not None else B * queries
     pages = pages if pages.stride(1) == 1 else pages.contiguous()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..device.cpp_compiler import interpreter_asked_for
+from ..device.cpp_compiler import torch_serves
 from ..device.devices import backend_of
 from ..plan.values_by_keys import OUT_STRIDES, ByKeysCase, by_keys_spec, keys_of_program
 from ..registry import INFO, Table
@@ -23,7 +23,7 @@ def by_keys(v: torch.Tensor) -> torch.Tensor:
     given = v.view(torch.uint8)
     if not whole.numel():
         pass
-    elif v.device.type == "cpu" and not interpreter_asked_for():
+    elif torch_serves(v.device):
         whole[..., :KV_LEN].copy_(given.transpose(2, 3))
     else:
         _turn(given, whole)

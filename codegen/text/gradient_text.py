@@ -12,7 +12,7 @@ from ..mod.nan import may_be_nan
 from .code import Code, uses_of
 from .language import Language
 from .layouts import TensorLayout
-from .rows import padded, precision_of
+from .long_dots import padded, precision_of
 from .snippet import Snippet
 
 _SUMMED = ("row", "head", "column")

@@ -20,7 +20,7 @@ from .addresses import Addresses
 from .code import Code, uses_of
 from .expressions import Expressions
 from .layouts import TensorLayout
-from .rows import Rows
+from .long_dots import Dots
 from .snippet import Copied, CopiedText, DistanceText, Snippet, SumText, Target
 
 _WIDTH = 88  # longest statement that is still put on one line
@@ -49,7 +49,7 @@ class _Printer:
         self.axes = POSITIONS.union({"h"} if target.packed_heads else (), {"b"} if target.packed_sequences else ())
         self.expressions = Expressions(target, prefix, by_distance)
         self.addresses = Addresses(graph, names, layouts, self.axes, self.expressions)
-        self.rows = Rows(self.addresses)
+        self.dots = Dots(self.addresses)
 
     def print_all(self, roots: tuple[Expr, ...]) -> None:
         """All below some roots."""
@@ -85,7 +85,7 @@ class _Printer:
         if node.op == "row":
             return self.language.literal(0)  # the product that it is a factor of reads it
         if node.op == "dot":
-            return expressions.statement(self.rows.product(node), node.source, dtype=node.dtype)
+            return expressions.statement(self.dots.product(node), node.source, dtype=node.dtype)
         loads = node.op == "load"
         code = self.addresses.load(node) if loads else expressions.cast(node) if node.op == "cast" else expressions.operation(node)
         if uses > 1 or loads or len(code.text) > _WIDTH:
@@ -152,7 +152,7 @@ def lower(
     statements, expressions.statements = tuple(expressions.statements), []
     printer.print_nodes(backward, uses)
     found = tuple(printer.full_tile(g, expressions.operand(g, torch.float32), tile) for g in gradients)
-    where = tuple(printer.rows.place(load, role) if load.op == "dot" else printer.addresses.place(load) for role, load in places)
+    where = tuple(printer.dots.place(load, role) if load.op == "dot" else printer.addresses.place(load) for role, load in places)
     behind = tuple(expressions.statements)
     codes = [*(s.value for s in (*statements, *behind)), result, moved, *found, *(code for place in where for code in place)]
     snippet = Snippet(statements, result, uses_of(codes), behind, found, where, tangent=moved)

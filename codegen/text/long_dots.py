@@ -16,8 +16,8 @@ def padded(length: int) -> int:
     return max(16, 1 << (length - 1).bit_length())
 
 
-class Rows:
-    """The dot products of a mod that are printed."""
+class Dots:
+    """The dot products of a mod, as they are printed."""
 
     def __init__(self, addresses: Addresses) -> None:
         self.addresses, self.language, self.expressions = addresses, addresses.language, addresses.expressions
