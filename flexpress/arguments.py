@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from flexpress import checks
-from flexpress.block_lists import transposed_lists
+from flexpress.block_lists import leave_out_entries, transposed_lists
 from flexpress.block_mask import BlockMask
 from flexpress.foreign_masks import adopt, is_foreign_mask
 from flexpress.packed_blocks import starts_of
@@ -86,6 +86,15 @@ def read_mask(block_mask, query, key, inputs: Inputs, options: Options) -> tuple
             lists.fitting.clear()
         lists.fitting.add((inputs, options))
     return lists, lambda _, begins=False: None if begins else transposed_lists(lists, inputs.extents[3]), mask_mod
+
+
+def tells_entries_apart(mask: Bound, lists: BlockLists, inputs: Inputs, block_mask) -> bool:
+    """Is this bound mask_mod another one for each batch entry or head, and its block mask made with B=None or H=None? Then the lists
+    are those of the first entry, and mask_mod, which alone decides, makes lists for the call."""
+    symbols = mask[0].symbols
+    if "b" not in symbols and "h" not in symbols:
+        return False
+    return isinstance(block_mask, BlockMask) and block_mask._decided and leave_out_entries(lists, symbols, inputs.extents[:2])
 
 
 def block_size(options: Options) -> tuple[int, int]:

@@ -47,6 +47,13 @@ def read_lists(
     return BlockLists(*_counted(partial, columns), *(made or (None, None)), *size, interior=interior)
 
 
+def leave_out_entries(lists: BlockLists, symbols: frozenset[str], entries: tuple[int, int]) -> bool:
+    """Are the lists made for one batch entry or head of a mask_mod that tells those of a call apart? `symbols`: what it reads; `entries`:
+    the call's batch entries and heads."""
+    extents = lists.kv_num_blocks.shape[:2]
+    return any(name in symbols and made == 1 and n != 1 for name, made, n in zip("bh", extents, entries, strict=True))
+
+
 def _check(counts_name: str, counts, indices_name: str, indices, partial: torch.Tensor | None) -> None:
     """Do counts and indices fit together, and full ones to the `partial` indices?"""
     for name, tensor in ((counts_name, counts), (indices_name, indices)):

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 
 from flexpress import checks
-from flexpress.arguments import as_before, checked, is_narrow, lists_of_call, read_mask
+from flexpress.arguments import as_before, checked, is_narrow, lists_of_call, read_mask, tells_entries_apart
 from flexpress.autograd import differentiable, refuse_extras
 from flexpress.dropout import Dropout, readable_seed
 from flexpress.float8 import Quantised, as_multiplied, check_quantised, output_dtype, read_scales, refuse_gradients, refuse_transformed
@@ -91,7 +91,7 @@ def bound(
         if mask[1]:
             read(mask, inputs.device, "mask_mod")
     narrow = mask is not None and is_narrow(mask, inputs, options, block_mask)
-    if mask is not None and (lists is None or narrow):
+    if mask is not None and (lists is None or narrow or tells_entries_apart(mask, lists, inputs, block_mask)):
         make = lists_of_call(inputs, options, packed, narrow)
         lists, transposed = make(mask), partial(make, transposed=True)
     extras = None if sinks is None and dropout is None else _extras(inputs, packed, sinks, dropout)

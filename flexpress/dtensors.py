@@ -19,14 +19,15 @@ from collections.abc import Callable
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from flexpress.block_lists import capturing
+from flexpress import checks
+from flexpress.block_lists import capturing, leave_out_entries
 from flexpress.block_mask import BlockMask
 from flexpress.call import attend, bound
-from flexpress.checks import check_heads
 from flexpress.foreign_masks import adopt, is_foreign_mask
 from flexpress.parts import Part, mask_of_part, score_of_part
 from flexpress.sinks import check_sinks
 
+from .codegen.mod.bind import bind
 from .codegen.mod.tensors import is_distributed, read_captured
 from .codegen.run.call import Bound
 
@@ -198,6 +199,12 @@ class Shards:
                 mask._parts[self.batch, self.heads] = found
         return found[1]
 
+    def leaves_out_entries(self, mask) -> bool:
+        """Are a block mask's lists those of the first batch entry or head alone, which this rank may not have?"""
+        if self._has_all or not isinstance(mask, BlockMask) or not mask._decided:
+            return False
+        return leave_out_entries(mask.as_lists(), bind(mask.mask_mod, "mask")[0].symbols, tuple(self._query.shape[:2]))
+
     def read_captured(self, bound: tuple, device: torch.device, where: str) -> None:
         """The same as for other calls, with captured DTensors gathered."""
         graph, values = bound
@@ -257,8 +264,12 @@ class _Summed(torch.autograd.Function):
 def bound_shard(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, sinks=None) -> tuple[Shards, Bound]:
     """`bound` for this rank's part of flex_attention's arguments, query a DTensor."""
     part = Shards({"query": query, "key": key, "value": value}, 0, 1)
-    check_heads(query, key, enable_gqa)  # a rank may have one head of each
-    mods = part.score_mod(score_mod), part.block_mask(block_mask), scale, enable_gqa, kernel_options, part.mask_mod(mask_mod)
+    checks.check_heads(query, key, enable_gqa)  # a rank may have one head of each
+    mask, own_mask_mod = part.block_mask(block_mask), part.mask_mod(mask_mod)
+    if part.leaves_out_entries(block_mask):
+        checks.check_mask_fits(mask.as_lists(), mask.seq_lengths, *part.local[:2], mask.shape)
+        mask, own_mask_mod = None, mask.mask_mod  # which makes lists of its own
+    mods = part.score_mod(score_mod), mask, scale, enable_gqa, kernel_options, own_mask_mod
     return part, bound(*part.local, *mods, read=part.read_captured, sinks=part.sinks(sinks))
 
 

@@ -62,7 +62,8 @@ def create_block_mask(
 ) -> BlockMask:
     """The BlockMask of `mask_mod(b, h, q_idx, kv_idx) -> bool` for B x H masks of Q_LEN x KV_LEN.
 
-    B, H                  None (or 1) if the mask is the same for every batch entry or head
+    B, H                  None (or 1) if the mask is the same for every batch entry or head. The lists are those of the first one, and a
+                          call with more entries, which mask_mod tells apart, makes lists of its own, as with mask_mod=
     device                of the lists; the current accelerator by default, else the CPU
     BLOCK_SIZE            one size or (Q, KV), of any number of positions. Attention is fastest with 128; under a narrow mask
                           calls walk blocks of 64 in its place. Where no tile of 16 positions divides a size, kernels walk blocks of

@@ -11,7 +11,7 @@ from typing import NamedTuple, overload
 import torch
 
 from flexpress import checks
-from flexpress.block_lists import read_lists, walked_in_every_length
+from flexpress.block_lists import leave_out_entries, read_lists, walked_in_every_length
 from flexpress.block_mask import BlockMask
 from flexpress.dropout import Dropout
 from flexpress.float8 import FLOAT8, Quantised, check_quantised, refuse_gradients
@@ -127,6 +127,8 @@ def recorded(
         lists, decided, mask_mod = lists_of_mask(block_mask, query, key, mask_mod)
     scale, score_mod = read_scale(scale, score_mod, query.shape[3], query.device)
     score, mask = bound_mod(score_mod, "score"), bound_mod(mask_mod, "mask")
+    if lists is not None and decided and leave_out_entries(lists, mask[0].symbols, query.shape[:2]):
+        lists = None  # mask_mod makes them
     if sinks is not None:
         check_sinks(sinks, query.shape[1], query.device)
         check_kind("sinks", sinks)

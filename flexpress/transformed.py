@@ -9,6 +9,7 @@ import torch
 from torch.autograd import forward_ad
 
 from flexpress import checks
+from flexpress.block_lists import leave_out_entries
 from flexpress.derivatives import Attention, pushed
 from flexpress.problem import Problem
 from flexpress.recorded import lists_of_mask
@@ -59,11 +60,13 @@ def transformed(query, key, value, score_mod, block_mask, scale, enable_gqa, ker
     checks.check_tensors(query, key, value, enable_gqa, kinds=False)
     options, lists = checks.parse_options(kernel_options), None
     if block_mask is not None:
-        lists, _, mask_mod = lists_of_mask(block_mask, query, key, mask_mod)
+        lists, decided, mask_mod = lists_of_mask(block_mask, query, key, mask_mod)
         checks.check_tile_fits_mask(options, lists.q_block, lists.kv_block)
     scale, score_mod = read_scale(scale, score_mod, query.shape[3], query.device)
     score, of_score = _traced(score_mod, "score")
     mask, of_mask = _traced(mask_mod, "mask")
+    if lists is not None and decided and leave_out_entries(lists, mask[0].symbols, query.shape[:2]):
+        lists = None  # mask_mod makes them
     problem = Problem(scale, options, score, mask, lists, tuple(packed or ()))
     return Transformed(problem, (query, key, value, *of_score, *of_mask))
 

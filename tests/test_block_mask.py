@@ -7,10 +7,12 @@ import torch
 import torch.nn.attention.flex_attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
+from torch.nn.attention.flex_attention import flex_attention as torch_attention
 
-from flexpress import BlockMask, and_masks, cache_info, create_block_mask, create_mask, mods, noop_mask, or_masks
+from flexpress import BlockMask, and_masks, cache_info, create_block_mask, create_mask, flex_attention, mods, noop_mask, or_masks
 from support.block_lists import brute_force, check_bounds, check_lists
-from support.dense import positions
+from support.dense import dense_attention, positions
 from support.devices import DEVICES, for_any
 from support.problems import MASK_MODS, mask_mods
 
@@ -153,6 +155,38 @@ def test_a_new_length_compiles_nothing(device):
     create_block_mask(mods.sliding_window(9), 2, 3, 77, 130, device)
     after = cache_info()
     assert (after.traces, after.prints, after.compiles) == (before.traces, before.prints, before.compiles)
+
+
+WAYS = {
+    "eager": lambda attend, q: attend(q),
+    "torch.compile": lambda attend, q: torch.compile(attend, backend="aot_eager", fullgraph=True)(q),
+    "vmap": lambda attend, q: torch.vmap(attend)(q[None])[0],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("size", [128, 24])
+@pytest.mark.parametrize(("B", "H"), [(None, None), (2, None), (1, 3)])
+def test_a_mask_mod_that_tells_entries_apart_decides_whatever_b_and_h_a_mask_was_made_with(in_cpp, way, size, B, H):
+    """As in torch's eager reference. The lists are those of the first entry, which attends to nothing at all here."""
+
+    def later(b, h, q_idx, kv_idx):
+        return (b + h > 0) & (q_idx - kv_idx < 20 * b + 5) & (kv_idx <= q_idx + 30 * h)
+
+    q, k, v = torch.randn(3, 2, 3, 100, 16, generator=torch.Generator().manual_seed(0)).unbind()
+    mask, wanted = create_block_mask(later, B, H, 100, 100, "cpu", size), dense_attention(q, k, v, None, later)[0].float()
+    torch._dynamo.reset()
+    found = WAYS[way](lambda q: flex_attention(q, k, v, block_mask=mask), q)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+    if way == "eager":
+        torch.testing.assert_close(torch_attention(q, k, v, block_mask=torch_block_mask(later, B, H, 100, 100, "cpu")), found)
+    if way != "vmap":
+        weight, leaves = torch.randn(q.shape), [t.clone().requires_grad_() for t in (q, k, v)]
+        out = WAYS[way](lambda q: flex_attention(q, *leaves[1:], block_mask=mask), leaves[0])
+        reference = dense_attention(*leaves, None, later)[0].float()
+        gradients = (torch.autograd.grad((o * weight).sum(), leaves) for o in (out, reference))
+        for g, expected in zip(*gradients, strict=True):
+            torch.testing.assert_close(g, expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.gpu

@@ -206,6 +206,22 @@ def test_numbers_of_mods_that_become_symbols(name):
         torch.testing.assert_close(compiled(*inputs("cpu"), n, x), call(*inputs("cpu"), n, x), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_what_a_mod_computes_of_numbers_alone(dynamic):
+    """It is computed when the mod is traced, of numbers that are constants to torch's compiler (at first all, and infinity always)."""
+
+    def call(q, k, v, x):
+        def score_mod(score, b, h, q_idx, kv_idx):
+            like = torch.full_like(score, x)
+            return torch.where(torch.isinf(like) | (like.abs().log() > 0), score, score * torch.full_like(score, 0.5).exp())
+
+        return flex_attention(q, k, v, score_mod)
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for x in (1.5, 0.25, float("inf")):
+        torch.testing.assert_close(compiled(*inputs("cpu"), x), call(*inputs("cpu"), x), atol=1e-5, rtol=1e-4)
+
+
 def test_numbers_of_options_that_become_symbols():
     def call(q, k, v, size):
         mask = create_block_mask(mods.causal, None, None, q.shape[2], k.shape[2], q.device, size)

@@ -149,10 +149,10 @@ def _fold(row: Op, operands: list[Expr], dtype: torch.dtype) -> Expr | None:
             plain = [o.attr if o.weak else torch.tensor(o.attr, dtype=o.dtype) for o in operands]
             try:
                 result = row.torch(*plain)
+                value = result.item() if isinstance(result, torch.Tensor) else result
             except (RuntimeError, ArithmeticError) as error:  # a division of integers by 0, a number that does not fit
                 problem = str(error).strip().splitlines()[0]
                 raise Run.current.error(f"torch refuses {row.name} of {' and '.join(str(o.attr) for o in operands)}: {problem}") from None
-        value = result.item() if isinstance(result, torch.Tensor) else result
         if all(o.weak for o in operands) and not isinstance(result, torch.Tensor):
             return Run.current.table.make("literal", (), WEAK_DTYPE[type(value)], attr=value, weak=True)
         return _folded_literal(value, dtype)

@@ -181,6 +181,9 @@ def block_masks():
         "one a batch entry": create_block_mask(lambda b, h, q_idx, kv_idx: q_idx + 5 * b >= kv_idx, 2, None, 20, 20, "cpu", 16),
         "one a head": create_block_mask(lambda b, h, q_idx, kv_idx: q_idx + 5 * h >= kv_idx, None, 4, 20, 20, "cpu", 16),
         "one": create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 20, 20, "cpu", 16),
+        "one for all that it tells apart": create_block_mask(
+            lambda b, h, q_idx, kv_idx: q_idx + 5 * b >= kv_idx, None, None, 20, 20, "cpu", 16
+        ),
         "torch's": torch_block_mask(stairs, 2, 4, 20, 20, "cpu", 16),
         "odd blocks": create_block_mask(stairs, 2, 4, 20, 20, "cpu", (1, 8)),
         "lists that say less": BlockMask((20, 20), *lists, BLOCK_SIZE=16, mask_mod=stairs),
