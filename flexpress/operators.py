@@ -23,7 +23,7 @@ from flexpress.call import bound
 from flexpress.dropout import Dropout
 from flexpress.float8 import output_dtype, quantised
 from flexpress.mask_mods import noop_mask
-from flexpress.programs import Captures, Program, on_device, read_program
+from flexpress.programs import Captures, Program, on_device, read_graph_once, read_program
 
 from .codegen.device.counters import nothing_kept
 from .codegen.run.backward import backward
@@ -242,7 +242,9 @@ def _differentiate(ctx, d_out, d_lse, *_):
     none = [[None] * len(tensors), *none, *([None] * len(part) for part in (lists, starts))]
     if d_out is None and d_lse is None:
         return (None, None, None, *none, None, None, None, None, None, None, None)[: len(ctx.needs_input_grad)]
-    wanted = [i for i, needed in enumerate(ctx.needs_input_grad[3]) if needed]
+    score = read_program(program).score
+    learned = len(read_graph_once(score).tensors) if score else 0  # mask_mod's tensors, which come behind them, have no gradient
+    wanted = [i for i, needed in enumerate(ctx.needs_input_grad[3][:learned]) if needed]
     learns = sinks is not None and ctx.needs_input_grad[10]
     found = torch.ops.flexpress.flex_attention_backward(
         torch.zeros_like(out) if d_out is None else d_out,

@@ -60,6 +60,10 @@ class Recorded(NamedTuple):
             graph, values = score
             count = len(graph.tensors)
             score = graph, [*map(apart, values[:count]), *values[count:]]
+        if mask is not None:  # a comparison has no gradient
+            graph, values = mask
+            count = len(graph.tensors)
+            mask = graph, [*(t.detach() for t in values[:count]), *values[count:]]
         captures = captures_of(score, mask)
         learned = query, key, value, *captures.tensors, *(() if self.sinks is None else (self.sinks,))
         wants_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in learned)

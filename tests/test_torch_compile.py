@@ -262,6 +262,28 @@ def test_no_gradient_flows_through_what_a_mod_computes_without(backend):
         torch.testing.assert_close(g, expected)
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("score_reads", ["nothing", "the mask's tensor", "another"])
+def test_no_gradient_flows_through_a_mask(backend, score_reads):
+    def run(q, limits, slopes):
+        read = {"the mask's tensor": limits, "another": slopes}.get(score_reads)
+        score_mod = None if read is None else lambda score, b, h, q_idx, kv_idx: score + read[kv_idx]
+        return flex_attention(q, q, q, score_mod, mask_mod=lambda b, h, q_idx, kv_idx: limits[kv_idx] > -1)
+
+    q = inputs("cpu")[0]
+    limits, slopes = torch.randn(2, q.shape[2]).requires_grad_().unbind()
+    compiled = torch.compile(run, backend=backend, fullgraph=True)
+    weight = torch.randn(q.shape)
+    found, expected = (
+        torch.autograd.grad((f(q, limits, slopes) * weight).sum(), (q, limits, slopes), allow_unused=True, materialize_grads=True)
+        for f in (compiled, run)
+    )
+    for g, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(g, wanted)
+    if score_reads != "the mask's tensor":
+        assert not compiled(q.detach(), limits, slopes.detach()).requires_grad
+
+
 def test_random_numbers_in_a_mod_are_refused():
     def noisy(score, b, h, q_idx, kv_idx):
         return score + torch.rand(())
