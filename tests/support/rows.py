@@ -132,7 +132,8 @@ FORMS = {
     "lerp": ("torch.lerp({0}, {1}, {2})",),
     "logit": ("torch.logit({0})", "torch.logit({0}, 0.01)"),
     "nan_to_num": ("torch.nan_to_num({0})", "torch.nan_to_num({0}, 1.0, 2.0, -3.0)"),
-    "isclose": ("torch.isclose({0}, {1})", "torch.isclose({0}, {1}, rtol=0.5, equal_nan=True)"),
+    # at every position: torch writes whether both are NaN into a tensor of the shape of the first operand
+    "isclose": ("torch.isclose({0}, {1})", "torch.isclose(torch.where({1} == {1}, {0}, {0}), {1}, rtol=0.5, equal_nan=True)"),
     "detach": ("{0}.detach()",),
 }
 
