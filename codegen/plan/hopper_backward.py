@@ -73,8 +73,8 @@ def fits(case: BackwardCase, arch: str = "sm_90", score: Mod | None = None) -> s
         return HEAVY[weight_of(score[0])]
     if case.dtype not in (torch.bfloat16, torch.float16):
         return f"{dtype_name(case.dtype)} has no wgmma of its precision"
-    if not (33 <= case.d_qk <= 192 and 33 <= case.d_v <= 128 or 129 <= min(case.d_qk, case.d_v) <= max(case.d_qk, case.d_v) <= 256):
-        return f"head dims are {case.d_qk} and {case.d_v}; there are tiles for 33 to 192 and 33 to 128, and for 129 to 256"
+    if not (17 <= case.d_qk <= 192 and 17 <= case.d_v <= 128 or 129 <= min(case.d_qk, case.d_v) <= max(case.d_qk, case.d_v) <= 256):
+        return f"head dims are {case.d_qk} and {case.d_v}; there are tiles for 17 to 192 and 17 to 128, and for 129 to 256"
     if case.extras.dropout == "packed":
         return "dropout of packed sequences: the portable kernels have it"
     if case.extras.dropout and max(padded(case.d_qk, case.d_v)) > 128:
@@ -115,7 +115,7 @@ def padded(d_qk: int, d_v: int) -> tuple[int, int]:
         return 256, 256
     if d_qk > 128:
         return 192, 128
-    d_v = round_up_head_dim(d_v)
+    d_v = max(64, round_up_head_dim(d_v))
     return max(round_up_head_dim(d_qk), d_v), d_v
 
 
