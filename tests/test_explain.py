@@ -42,7 +42,7 @@ CASES = {  # tensors, arguments, and a word of the reasons forward and backward;
     "float32": (tensors(dtype=torch.float32), {}, "wgmma", "wgmma"),
     "no gradients": (tensors(wants=False), {}, None, ""),
     "short head dims": (tensors(16), {}, "head dims", "head dims"),
-    "head dim 32, forward alone": (tensors(32), {}, None, "head dims"),
+    "head dim 32": (tensors(32), {}, None, None),
     "head dim 256": (tensors(256), {}, None, None),
     "unequal head dims": (tensors(192, 128), {}, None, None),
     "an odd head dim": (tensors(100), {}, "TMA", "TMA"),

@@ -222,6 +222,29 @@ def test_what_a_mod_computes_of_numbers_alone(dynamic):
         torch.testing.assert_close(compiled(*inputs("cpu"), x), call(*inputs("cpu"), x), atol=1e-5, rtol=1e-4)
 
 
+WITH_VECTORS = {
+    "dot": lambda score, at, by: score + torch.dot(at, by),
+    "distance": lambda score, at, by: score - torch.linalg.norm(at - by),
+    "views": lambda score, at, by: score + (at.view(2, -1) @ by.view(-1, 2)).flatten().sum(),
+    "unsqueeze": lambda score, at, by: score + (at.unsqueeze(0) * by.unsqueeze(1)).sum(-1).abs().mean(),
+}
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("name, width", [*((name, 4) for name in WITH_VECTORS), ("dot", 64)])
+def test_vectors_of_tensors_whose_sizes_become_symbols(name, width, dynamic):
+    """The width of a vector is part of its kernel: another is compiled anew."""
+
+    def call(q, k, v, table):
+        return flex_attention(q, k, v, lambda score, b, h, q_idx, kv_idx: WITH_VECTORS[name](score, table[q_idx], table[kv_idx]))
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for length, n in ((20, width), (17, width), (17, width // 2)):
+        table = torch.linspace(-1, 1, length * n).view(length, n)
+        found, expected = (f(*inputs("cpu", length), table) for f in (compiled, call))
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
 def test_numbers_of_options_that_become_symbols():
     def call(q, k, v, size):
         mask = create_block_mask(mods.causal, None, None, q.shape[2], k.shape[2], q.device, size)

@@ -61,7 +61,7 @@ def _of_captured(tensor: torch.Tensor, index: tuple) -> Vector:
 
 def size_of(tensor: torch.Tensor, dim: int) -> int:
     """A size of a captured tensor, which is part of the trace from now on."""
-    size = pinned(Run.current.host(torch.Tensor.size, (tensor, dim), {}, "size"))
+    size = int(pinned(Run.current.host(torch.Tensor.size, (tensor, dim), {}, "size")))  # a SymInt of torch's compiler: for this size alone
     Run.current.note_size(tensor, dim, size)
     return size
 
@@ -211,14 +211,16 @@ def _numbers(value, items: list[Sym]):
         return pinned_all(value)
     found, shape = (value.items, value.shape) if type(value) is Vector else ([value], ())
     items.extend(found)
-    return torch.arange(len(items) - len(found), len(items)).view(tuple(shape))
+    with Unseen(), Unrecorded():
+        return torch.arange(len(items) - len(found), len(items)).view(tuple(shape))
 
 
 def _shape_like(value):
     """An argument beside what is moved: a tensor there says a shape."""
     value = as_vector(value)
     if isinstance(value, (Vector, Sym)):
-        return torch.empty(tuple(value.shape))
+        with Unseen(), Unrecorded():
+            return torch.empty(tuple(value.shape))
     return pinned_all(value)
 
 
@@ -243,6 +245,8 @@ def pinned_all(value):
         return type(value)(map(pinned_all, value))
     if isinstance(value, slice):
         return slice(*map(pinned_all, (value.start, value.stop, value.step)))
+    if isinstance(value, torch.SymInt):
+        return int(value)
     return pinned(value) if is_stand_in(value) else value
 
 
