@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import warnings
+from collections.abc import Iterator
 
 import torch
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.variables import higher_order_ops
 from torch._dynamo.variables.base import VariableTracker
-from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch._dynamo.variables.builder import VariableBuilder, wrap_fx_proxy
 from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.higher_order_ops import TorchHigherOrderOperatorVariable, discard_graph_changes, speculate_subgraph
 from torch._dynamo.variables.lists import BaseListVariable
@@ -97,7 +99,7 @@ class CallVariable(TorchHigherOrderOperatorVariable):
         try:
             with discard_graph_changes(tx):
                 symbols = [scalar(name) for name in names]
-            with TransformGetItemToIndex():
+            with TransformGetItemToIndex(), _floats_of_the_whole_graph():
                 (_, _), graph, captured = speculate_subgraph(
                     tx, mod, symbols, {}, f"{function}: {key}", source_target=self.value, set_subgraph_inputs="flatten_manual"
                 )
@@ -110,6 +112,26 @@ class CallVariable(TorchHigherOrderOperatorVariable):
             raise
         found = [inputs.input(proxy) for proxy in captured]
         return lambda values: made([get(values) for get in found])
+
+
+@contextlib.contextmanager
+def _floats_of_the_whole_graph() -> Iterator[None]:
+    """A float that becomes a symbol while a mod is traced is a node of the whole graph: the other mod may read it, or what follows."""
+    wrap = VariableBuilder.wrap_symfloat
+
+    def wrapped(builder, *args, **kwargs):
+        output = builder.tx.output
+        tracers, output.tracers = output.tracers, output.tracers[:1]
+        try:
+            return wrap(builder, *args, **kwargs)
+        finally:
+            output.tracers = tracers
+
+    VariableBuilder.wrap_symfloat = wrapped
+    try:
+        yield
+    finally:
+        VariableBuilder.wrap_symfloat = wrap
 
 
 def _from_graph(module: torch.fx.GraphModule, symbols: int, name: str):

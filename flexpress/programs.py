@@ -96,7 +96,10 @@ def captures_of(*bound: tuple[ModGraph, Sequence] | None) -> Captures:
     for graph, values in (b for b in bound if b is not None):
         found.tensors.extend(values[: len(graph.tensors)])
         for scalar, value in zip(graph.scalars, values[len(graph.tensors) :], strict=True):
-            (found.floats if scalar.kind is float else found.ints).append(value)
+            if scalar.kind is float:
+                found.floats.append(value)
+            else:  # a list that has symbols of torch's compiler must have no bool
+                found.ints.append(int(value) if isinstance(value, (bool, torch.SymBool)) else value)
     return found
 
 

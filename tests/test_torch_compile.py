@@ -222,6 +222,35 @@ def test_what_a_mod_computes_of_numbers_alone(dynamic):
         torch.testing.assert_close(compiled(*inputs("cpu"), x), call(*inputs("cpu"), x), atol=1e-5, rtol=1e-4)
 
 
+SETTINGS = {}
+
+
+@pytest.mark.parametrize("later", [lambda out: out, lambda out: out * SETTINGS["x"]], ids=["both mods", "what follows, too"])
+def test_a_float_of_a_global_that_becomes_a_symbol(later):
+    def call(q, k, v):
+        def mask_mod(b, h, q_idx, kv_idx):
+            return q_idx - kv_idx < SETTINGS["x"]
+
+        return later(flex_attention(q, k, v, lambda score, b, h, q_idx, kv_idx: score * SETTINGS["x"], mask_mod=mask_mod))
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    for x in (3.5, 4.5, 0.5):
+        SETTINGS["x"] = x
+        torch.testing.assert_close(compiled(*inputs("cpu")), call(*inputs("cpu")), atol=1e-5, rtol=1e-4)
+
+
+def test_a_bool_beside_a_number_that_becomes_a_symbol():
+    def call(q, k, v, n, x):
+        def score_mod(score, b, h, q_idx, kv_idx):
+            return torch.where(q_idx - kv_idx > n, score, torch.clamp(score, max=x))
+
+        return flex_attention(q * x, k, v, score_mod)
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=True)
+    for n, x in ((3, 1.5), (5, 0.25)):
+        torch.testing.assert_close(compiled(*inputs("cpu"), n, x), call(*inputs("cpu"), n, x), atol=1e-5, rtol=1e-4)
+
+
 WITH_VECTORS = {
     "dot": lambda score, at, by: score + torch.dot(at, by),
     "distance": lambda score, at, by: score - torch.linalg.norm(at - by),
