@@ -27,12 +27,17 @@ _latest: dict[str, Inputs] = Table("latest inputs", 1)
 def as_before(query, key, value, enable_gqa: bool) -> Inputs | None:
     """The Inputs of the call before, if it was one of plain tensors that looked as these do, and nobody records this one."""
     latest = _latest.get("call")
+    return latest if looks_as(latest, query, key, value, enable_gqa) else None
+
+
+def looks_as(before: Inputs | None, query, key, value, enable_gqa: bool) -> bool:
+    """Are these plain tensors that look as those of a call before did, and does nobody record this one?"""
     try:  # asking after the sizes of nested tensors would end the process
-        if latest is None or latest.enable_gqa is not enable_gqa or query.is_nested or key.is_nested or value.is_nested:
-            return None
+        if before is None or before.enable_gqa is not enable_gqa or query.is_nested or key.is_nested or value.is_nested:
+            return False
     except AttributeError:  # no tensors
-        return None
-    return latest if latest.alike(query, key, value) and is_unseen() else None
+        return False
+    return before.alike(query, key, value) and is_unseen()
 
 
 def checked(query, key, value, enable_gqa: bool) -> Inputs | None:

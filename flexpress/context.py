@@ -157,6 +157,7 @@ class ContextPlan:
         self.position_ids, self.kv_position_ids = self._held[0], self._kv_held[0]
         self.packing: Packing | None = None  # of packed sequences
         self.exchange: Any = None  # made by the first call
+        self.passed: dict[tuple, Any] = {}  # Inputs of the latest calls that were checked, by their kinds
         self._parts: dict[tuple[Part, Part], ContextPlan] = {}
         self.groups = [self.group, *([self.head_split.group] if self.head_split else [])]
         self.mesh_dim_names = [_name_of_dim(mesh) for mesh in (group, heads)]

@@ -1,18 +1,20 @@
 """Attention over a sequence that is split over ranks: keys and values come to the queries, in groups of heads.
 
 While one group of heads is computed, the keys of the next are on their way. Heads do not depend on each other, so nothing is merged, and a
-row's result is that of one process. The backward pass gets the keys a second time, which spares memory, and sends their gradients back.
+row's result is that of one process. The backward pass sends the gradients of keys back. Where most keys are others' it gets them a second
+time, which spares memory (Exchange.keeps).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from flexpress.arguments import checked
+from flexpress.arguments import checked, looks_as
 from flexpress.autograd import once
 from flexpress.call import bound
 from flexpress.checks import autocast, parse_options
@@ -26,7 +28,7 @@ from .codegen.compiling import runs_uncompiled
 from .codegen.mod.bind import bind
 from .codegen.mod.expr import ModGraph
 from .codegen.mod.graph_text import text_of
-from .codegen.mod.tensors import check_values, read_captured
+from .codegen.mod.tensors import check_values, is_unseen, read_captured
 from .codegen.run.backward import backward
 from .codegen.run.call import Bound, Rows
 from .codegen.run.forward import forward
@@ -94,7 +96,8 @@ def attend_in_context(
         if mask is None:
             return None
         score = exchange.score_mod(score_mod, group.q.start)
-        with _disable_current_modes():  # of counters and checkpoints: a part of a call is no operator of theirs
+        # modes of counters and checkpoints: a part of a call is no operator of theirs
+        with nullcontext() if is_unseen() else _disable_current_modes():
             return bound(q, k, v, score, mask, scale, arguments.enable_gqa, arguments.kernel_options, None, read=given)
 
     deterministic = arguments.deterministic or torch.are_deterministic_algorithms_enabled()
@@ -116,14 +119,18 @@ def attend_packed_in_context(plan, tensors: tuple, score_mod, arguments: Argumen
 
 def _checked(plan: ContextPlan, tensors: tuple, score_mod, arguments: Arguments, batch: Part, heads: Part) -> tuple:
     """The tensors as autocast wants them, the scale as a number, and the score_mod for it. Raises what flex_attention does."""
-    check_values("flex_attention with context=", **dict(zip(("query", "key", "value"), tensors, strict=True)))
-    query, key, value = tensors = autocast(*tensors)
-    plan.check_lengths(query, key, value)
-    checked(query, key, value, arguments.enable_gqa)
+    kind = arguments.enable_gqa, batch, heads
+    if torch._C._is_any_autocast_enabled() or not looks_as(plan.passed.get(kind), *tensors, arguments.enable_gqa):
+        check_values("flex_attention with context=", **dict(zip(("query", "key", "value"), tensors, strict=True)))
+        query, key, value = tensors = autocast(*tensors)
+        plan.check_lengths(query, key, value)
+        passed = checked(query, key, value, arguments.enable_gqa)
+        for name, size, part, extent in zip("BH", plan.status.shape, (batch, heads), query.shape, strict=False):
+            if part.first is None and size not in (1, extent):
+                raise ValueError(f"the plan was made with {name}={size}, but query has shape {tuple(query.shape)}")
+        plan.passed[kind] = passed
     parse_options(arguments.kernel_options)
-    for name, size, part, extent in zip("BH", plan.status.shape, (batch, heads), query.shape, strict=False):
-        if part.first is None and size not in (1, extent):
-            raise ValueError(f"the plan was made with {name}={size}, but query has shape {tuple(query.shape)}")
+    query = tensors[0]
     scale, score_mod = read_scale(arguments.scale, score_mod, query.shape[3], query.device)
     return tensors, scale, score_mod
 
@@ -166,9 +173,9 @@ class _InContext(torch.autograd.Function):
     def forward(
         ctx, exchange: Exchange, groups: list[Heads], bound_to: Callable, deterministic: bool, max_scores: bool, q, k, v, *captured
     ):
-        calls, results = [], []
-        for heads, (own, keys, values) in _in_turn(exchange, groups, q, k, v):
-            call = bound_to(heads, own, keys, values)
+        calls, results, kept = [], [], []
+        for heads, own, came in _in_turn(exchange, groups, q, k, v):
+            call = bound_to(heads, own, *came.pair())
             if call is None:
                 lse = torch.full(own.shape[:3], -torch.inf, device=own.device)
                 found, maxima, rows = own.new_zeros((*own.shape[:3], v.shape[3])), lse.clone() if max_scores else None, None
@@ -176,10 +183,12 @@ class _InContext(torch.autograd.Function):
                 found, lse, maxima, rows = forward(call, output_max=max_scores, output_rows=True)
             calls.append(call and call._replace(q=None, k=None, v=None))
             results.append((found, lse, maxima, rows))
+            if exchange.keeps:
+                kept.append(came.packed)
         out, lse, maxima = (_joined([result[i] for result in results]) for i in range(3))
         ctx.exchange, ctx.groups, ctx.calls, ctx.deterministic = exchange, groups, calls, deterministic
-        ctx.raw = [rows is not None and rows.raw for *_, rows in results]
-        ctx.save_for_backward(q, k, v, out, *(lse if rows is None else rows.values for _, lse, _, rows in results), *captured)
+        ctx.raw, ctx.shapes = [rows is not None and rows.raw for *_, rows in results], (k.shape, v.shape)
+        ctx.save_for_backward(q, out, *(lse if rows is None else rows.values for _, lse, _, rows in results), *(kept or (k, v)), *captured)
         ctx.set_materialize_grads(False)
         if maxima is not None:
             ctx.mark_non_differentiable(maxima)
@@ -187,22 +196,29 @@ class _InContext(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_out, d_lse, _):
-        q, k, v, out, *others = ctx.saved_tensors
-        rows, captured = others[: len(ctx.groups)], others[len(ctx.groups) :]
+        q, out, *others = ctx.saved_tensors
+        count = len(ctx.groups)
+        rows, others = others[:count], others[count:]
+        count = count if ctx.exchange.keeps else 2
         with torch.no_grad():
-            found = _InContext.gradients(ctx, q, k, v, out, rows, captured, d_out, d_lse)
-        return None, None, None, None, None, *once(found, (q, k, v, *captured))
+            found = _InContext.gradients(ctx, q, out, rows, others[:count], others[count:], d_out, d_lse)
+        return None, None, None, None, None, *once(found, (out,))
 
     @staticmethod
-    def gradients(ctx, q, k, v, out, rows: list, captured: list, d_out, d_lse) -> list[torch.Tensor | None]:
-        """Of q, k, v and what score_mod captures."""
+    def gradients(ctx, q, out, rows: list, keys_and_values: list, captured: list, d_out, d_lse) -> list[torch.Tensor | None]:
+        """Of q, k, v and what score_mod captures. keys_and_values: k and v, or what came for each group of heads."""
         exchange, groups = ctx.exchange, ctx.groups
+        k_shape, v_shape = ctx.shapes
+        if exchange.keeps:
+            turns = zip(groups, (q[:, heads.q] for heads in groups), (Arriving(t, k_shape[3]) for t in keys_and_values), strict=True)
+        else:
+            turns = _in_turn(exchange, groups, q, *keys_and_values)
         wanted = frozenset(i for i, needed in enumerate(ctx.needs_input_grad[8:]) if needed)
         d_out = torch.zeros_like(out) if d_out is None else d_out
         of_captured = {i: torch.zeros_like(captured[i], dtype=torch.float32) for i in sorted(wanted)}
         dq, returning = [], []
-        for n, (heads, (own, keys, values)) in enumerate(_in_turn(exchange, groups, q, k, v)):
-            call = ctx.calls[n]
+        for n, (heads, own, came) in enumerate(turns):
+            call, (keys, values) = ctx.calls[n], came.pair()
             if call is None:
                 found = torch.zeros_like(own), torch.zeros_like(keys), torch.zeros_like(values), {}
             else:
@@ -214,7 +230,7 @@ class _InContext(torch.autograd.Function):
             for i, gradient in found[3].items():
                 of_captured[i] += gradient
             returning.append((found[1], found[2], exchange.give_back(found[1], found[2])))
-        dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
+        dk, dv = q.new_empty(k_shape), q.new_empty(v_shape)
         for heads, found in zip(groups, returning, strict=True):
             exchange.add_up(*found, (dk[:, heads.kv], dv[:, heads.kv]))
         for gradient in of_captured.values():
@@ -229,10 +245,10 @@ def _joined(parts: Sequence) -> torch.Tensor | None:
     return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(parts, 1)
 
 
-def _in_turn(exchange: Exchange, groups: list[Heads], q, k, v):
+def _in_turn(exchange: Exchange, groups: list[Heads], q, k, v) -> Iterator[tuple[Heads, torch.Tensor, Arriving]]:
     """Each group of heads, with its part of q and the keys and values that it attends to; those of the next are on their way."""
     arriving: Arriving | None = None
     for heads, following in zip((None, *groups), (*groups, None), strict=True):
-        arrived, arriving = arriving, following and exchange.gather(k[:, following.kv], v[:, following.kv])
+        came, arriving = arriving, following and exchange.gather(k[:, following.kv], v[:, following.kv])
         if heads is not None:
-            yield heads, (q[:, heads.q], *arrived.pair())
+            yield heads, q[:, heads.q], came

@@ -24,6 +24,8 @@ class Exchange:
     blocks      the numbers of their blocks in the whole sequence, in the order in which they lie here (Layout.keys); keys past the end of
                 the sequence are zeros
     sent, received   how many keys go to and come from each rank
+    keeps       what came is kept for the backward pass, instead of this rank's own keys: on no rank is what others send more than what it
+                has. Else it comes again. All ranks do the same
     """
 
     def __init__(self, plan: ContextPlan) -> None:
@@ -34,6 +36,7 @@ class Exchange:
         self.plan, self.blocks = plan, np.concatenate([first_own, *incoming, last_own])
         self.sent, self.received = ([len(blocks) * BLOCK for blocks in part] for part in (outgoing, incoming))
         self._nobody_sends = not layout.remote_blocks.any()
+        self.keeps = all(n <= len(blocks) for n, blocks in zip(layout.remote_blocks, layout.kv_blocks, strict=True))
         remote = np.arange(len(first_own), len(self.blocks) - len(last_own))
         self._remote = slice(len(first_own) * BLOCK, (len(self.blocks) - len(last_own)) * BLOCK)
         # places of blocks: among those that this rank holds, among `blocks`, and among those that are sent and come back
@@ -46,6 +49,7 @@ class Exchange:
         self._returning = self._on_device(remote, np.arange(len(remote)))
         self._adding = self._on_device(own, _occurrences(held[going], len(mine)))
         self._lists: dict[tuple[int, int], BlockLists | None] = {}  # by heads
+        self._masks: dict[tuple[int, int], BlockMask | None] = {}
 
     def _on_device(self, *numbers: np.ndarray) -> tuple[torch.Tensor, ...]:
         return tuple(self.plan.on_device(n.astype(np.int32)) for n in numbers)
@@ -84,10 +88,12 @@ class Exchange:
 
     def mask_of(self, heads: slice) -> BlockMask | None:
         """The mask of this rank's queries, in these heads, and the keys that it gets; None if there are none of either."""
-        lists = self._lists_of(heads if self.plan.status.shape[1] > 1 else slice(0, 1))
-        if lists is None:
-            return None
-        return BlockMask._made((len(self.plan.position_ids), BLOCK * len(self.blocks)), lists, self._mask_mod(heads.start))
+        key = heads.start, heads.stop
+        if key not in self._masks:
+            lists = self._lists_of(heads if self.plan.status.shape[1] > 1 else slice(0, 1))
+            lengths = len(self.plan.position_ids), BLOCK * len(self.blocks)
+            self._masks[key] = None if lists is None else BlockMask._made(lengths, lists, self._mask_mod(heads.start))
+        return self._masks[key]
 
     def _lists_of(self, heads: slice) -> BlockLists | None:
         plan, key = self.plan, (heads.start, heads.stop)
@@ -129,7 +135,7 @@ class Arriving:
 
     packed: torch.Tensor
     d_qk: int
-    work: dist.Work | None
+    work: dist.Work | None = None
 
     def arrived(self) -> torch.Tensor:
         """Both, once they are there."""

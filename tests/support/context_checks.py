@@ -223,6 +223,36 @@ def what_is_sent_is_what_the_mask_needs():
 
 
 @check(4)
+def keys_come_once_where_most_are_a_rank_s_own():
+    """Else a second time for the backward pass. What is kept is a copy, and has no second derivative."""
+    exchanged, count = dist.all_to_all_single, 0
+
+    def counts(*given, **more):
+        nonlocal count
+        count += 1
+        return exchanged(*given, **more)
+
+    for mask_mod, wanted in ((mods.sliding_window(100), 2), (mods.causal, 3)):
+        for head_groups in (1, 2):
+            count, whole = 0, tensors(1024, Hq=4, Hkv=2)
+            with mock.patch.object(dist, "all_to_all_single", counts):
+                plan = compare(whole, mask_mod, head_groups=head_groups)
+            assert plan.exchange.keeps == (wanted == 2) and count == wanted * head_groups, (mask_mod, count)
+    plan = ContextPlan(q_len=1024, mask_mod=mods.sliding_window(100), device=here())
+    q, k, v = (plan.shard(t, 2) for t in tensors(1024))
+    gradients = []
+    for changes in (False, True):
+        key = k.clone().requires_grad_()
+        out = flex_attention(q, key, v, context=plan, enable_gqa=True)
+        if changes:
+            key.detach().zero_()
+        gradients += torch.autograd.grad(out.square().sum(), key, create_graph=True)
+    assert torch.equal(*gradients)
+    with pytest.raises(NotImplementedError, match="flex_attention is differentiable once"):
+        gradients[0].sum().backward()
+
+
+@check(4)
 def softcap_and_scale():
     compare(tensors(640), mods.causal, mods.softcap(5.0), scale=0.3)
 
