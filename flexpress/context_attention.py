@@ -22,13 +22,14 @@ from flexpress.context import ContextPlan
 from flexpress.context_agreement import digest_of
 from flexpress.context_exchange import Arriving, Exchange
 from flexpress.parts import Heads, Part, score_of_part
+from flexpress.problem import dense
 from flexpress.scales import read_scale
 
 from .codegen.compiling import runs_uncompiled
 from .codegen.mod.bind import bind
 from .codegen.mod.expr import ModGraph
 from .codegen.mod.graph_text import text_of
-from .codegen.mod.tensors import check_values, is_unseen, read_captured
+from .codegen.mod.tensors import LOWEST, check_values, is_unseen, read_captured
 from .codegen.run.backward import backward
 from .codegen.run.call import Bound, Rows
 from .codegen.run.forward import forward
@@ -120,15 +121,16 @@ def attend_packed_in_context(plan, tensors: tuple, score_mod, arguments: Argumen
 def _checked(plan: ContextPlan, tensors: tuple, score_mod, arguments: Arguments, batch: Part, heads: Part) -> tuple:
     """The tensors as autocast wants them, the scale as a number, and the score_mod for it. Raises what flex_attention does."""
     kind = arguments.enable_gqa, batch, heads
-    if torch._C._is_any_autocast_enabled() or not looks_as(plan.passed.get(kind), *tensors, arguments.enable_gqa):
+    passed = not torch._C._is_any_autocast_enabled() and looks_as(plan.passed.get(kind), *tensors, arguments.enable_gqa)
+    if not passed or any([t.data_ptr() < LOWEST for t in tensors]):
         check_values("flex_attention with context=", **dict(zip(("query", "key", "value"), tensors, strict=True)))
         query, key, value = tensors = autocast(*tensors)
         plan.check_lengths(query, key, value)
-        passed = checked(query, key, value, arguments.enable_gqa)
+        inputs = checked(query, key, value, arguments.enable_gqa)
         for name, size, part, extent in zip("BH", plan.status.shape, (batch, heads), query.shape, strict=False):
             if part.first is None and size not in (1, extent):
                 raise ValueError(f"the plan was made with {name}={size}, but query has shape {tuple(query.shape)}")
-        plan.passed[kind] = passed
+        plan.passed[kind] = inputs
     parse_options(arguments.kernel_options)
     query = tensors[0]
     scale, score_mod = read_scale(arguments.scale, score_mod, query.shape[3], query.device)
@@ -214,7 +216,8 @@ class _InContext(torch.autograd.Function):
         else:
             turns = _in_turn(exchange, groups, q, *keys_and_values)
         wanted = frozenset(i for i, needed in enumerate(ctx.needs_input_grad[8:]) if needed)
-        d_out = torch.zeros_like(out) if d_out is None else d_out
+        d_out = torch.zeros_like(out) if d_out is None else dense("gradient of flex_attention's output", d_out)
+        d_lse = None if d_lse is None else dense("gradient of flex_attention's lse", d_lse)
         of_captured = {i: torch.zeros_like(captured[i], dtype=torch.float32) for i in sorted(wanted)}
         dq, returning = [], []
         for n, (heads, own, came) in enumerate(turns):

@@ -154,6 +154,18 @@ def what_torch_does_to_calls():
         d_q.sum().backward()
     with pytest.raises(TypeError, match="context must be a ContextPlan .*, got int"):
         flex_attention(q, k, v, context=4)
+    negative = torch._neg_view(torch.randn_like(q))
+    found, wanted = (torch.autograd.grad(exact[0], (q, k, v), t, retain_graph=True) for t in (negative, negative.resolve_neg()))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+        (d_q,) = torch.autograd.grad(attend(q, k, v).square().sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="flex_attention is differentiable once"):
+        d_q.sum().backward()
+    freed = v.detach().clone().requires_grad_()
+    attend(q, k, freed)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(NotImplementedError, match="value is a tensor whose memory was freed"):
+        attend(q, k, freed)
 
 
 @check(2)
