@@ -29,7 +29,7 @@ from .codegen.compiling import runs_uncompiled
 from .codegen.mod.bind import bind
 from .codegen.mod.expr import ModGraph
 from .codegen.mod.graph_text import text_of
-from .codegen.mod.tensors import LOWEST, check_values, is_unseen, read_captured
+from .codegen.mod.tensors import LOWEST, check_values, is_unseen, read_captured, readable_inputs
 from .codegen.run.backward import backward
 from .codegen.run.call import Bound, Rows
 from .codegen.run.forward import forward
@@ -123,7 +123,10 @@ def _checked(plan: ContextPlan, tensors: tuple, score_mod, arguments: Arguments,
     kind = arguments.enable_gqa, batch, heads
     passed = not torch._C._is_any_autocast_enabled() and looks_as(plan.passed.get(kind), *tensors, arguments.enable_gqa)
     if not passed or any([t.data_ptr() < LOWEST for t in tensors]):
-        check_values("flex_attention with context=", **dict(zip(("query", "key", "value"), tensors, strict=True)))
+        where = "flex_attention with context="
+        check_values(where)
+        tensors = readable_inputs(*tensors)
+        check_values(where, **dict(zip(("query", "key", "value"), tensors, strict=True)))
         query, key, value = tensors = autocast(*tensors)
         plan.check_lengths(query, key, value)
         inputs = checked(query, key, value, arguments.enable_gqa)
