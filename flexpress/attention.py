@@ -8,6 +8,7 @@ import torch
 from torch.nn.attention import flex_attention as torchs
 
 from flexpress.call import attend, bound
+from flexpress.checks import check_are_tensors
 from flexpress.dropout import Dropout, read_dropout, refuse_over_devices
 from flexpress.float8 import FLOAT8, NOT_OF_FLOAT8, Quantised, quantised, refuse_float8_over_devices
 from flexpress.in_graph import compilable
@@ -297,6 +298,8 @@ def flex_attention(
     Meaning: torch.nn.attention.flex_attention (arXiv 2412.05496). Method: FlashAttention-2 (arXiv 2307.08691) with block lists.
     """
     arguments = query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod
+    if dropout_p or context is not None or return_aux is not None:  # which ask query something; what follows checks all of them
+        check_are_tensors(query, key, value)
     dropout = read_dropout(dropout_p, dropout_seed, query.device) if dropout_p else None
     float8 = None
     if not q_scale is k_scale is v_scale is out_dtype is None:

@@ -21,6 +21,8 @@ MASK = create_block_mask(mods.causal, None, None, 20, 20, "cpu")
 
 BAD = {
     "list": (dict(query=[1.0]), TypeError, r"query must be a torch.Tensor, got list"),
+    "list with dropout_p": (dict(query=[1.0], dropout_p=0.1), TypeError, r"query must be a torch.Tensor, got list"),
+    "list with statistics": (dict(query=[1.0], return_aux=AuxRequest(entropy=True)), TypeError, r"query must be a torch.Tensor, got list"),
     "three dimensions": (dict(key=torch.randn(2, 20, 16)), ValueError, r"key must have 4 dimensions .* got shape \(2, 20, 16\)"),
     "dtype": (dict(query=tensor().double()), TypeError, r"query has dtype torch.float64; supported are float16, bfloat16 and float32"),
     "mixed dtypes": (dict(value=tensor().half()), TypeError, r"value has dtype torch.float16 but query has torch.float32"),

@@ -155,6 +155,9 @@ def what_torch_does_to_calls():
         d_q.sum().backward()
     with pytest.raises(TypeError, match="context must be a ContextPlan .*, got int"):
         flex_attention(q, k, v, context=4)
+    for name, given in (("query", (None, k, v)), ("value", (q, k, [1.0]))):
+        with pytest.raises(TypeError, match=f"{name} must be a torch.Tensor, got"):
+            flex_attention(*given, context=plan)
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
         (d_q,) = torch.autograd.grad(attend(q, k, v).square().sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="flex_attention is differentiable once"):
