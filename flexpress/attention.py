@@ -299,7 +299,7 @@ def flex_attention(
     """
     arguments = query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod
     if dropout_p or context is not None or return_aux is not None:  # which ask query something; what follows checks all of them
-        check_are_tensors(query, key, value)
+        check_are_tensors(query=query, key=key, value=value)
     dropout = read_dropout(dropout_p, dropout_seed, query.device) if dropout_p else None
     float8 = None
     if not q_scale is k_scale is v_scale is out_dtype is None:

@@ -44,17 +44,17 @@ def autocasts(tensor: torch.Tensor) -> bool:
     return device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
 
 
-def check_are_tensors(query, key, value) -> None:
-    for name, t in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(t, torch.Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
+def check_are_tensors(**named) -> None:
+    for name, given in named.items():
+        if not isinstance(given, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(given).__name__}")
 
 
 def check_tensors(query, key, value, enable_gqa: bool, kinds: bool = True) -> None:
     """Shapes, dtypes and devices of query (B, Hq, Q_LEN, D_QK), key (Bkv, Hkv, KV_LEN, D_QK), value (Bkv, Hkv, KV_LEN, D_V). `kinds`: they
     must be ordinary memory, too."""
-    check_are_tensors(query, key, value)
     named = {"query": query, "key": key, "value": value}
+    check_are_tensors(**named)
     for name, t in named.items():
         if kinds:
             check_kind(name, t)

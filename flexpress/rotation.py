@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flexpress.cache_checks import check_counts, check_plain, check_table, described, looks
-from flexpress.checks import DTYPES
+from flexpress.checks import DTYPES, check_are_tensors
 from flexpress.kv_cache import readable
 from flexpress.rope import check_reached, check_rope
 
@@ -42,6 +42,7 @@ def apply_rope(
 
     Method: RoFormer (Su et al. 2021, arXiv 2104.09864); on the last dimensions: DeepSeek-V2 (2024, arXiv 2405.04434).
     """
+    check_are_tensors(x=x, rope=rope, positions=positions)
     return torch.ops.flexpress.apply_rope(x, rope, positions, cu_seqlens_q, interleaved, rope_tail, check)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from flexpress.call import attend, bound
+from flexpress.checks import check_are_tensors
 from flexpress.dropout import read_dropout, refuse_over_devices
 from flexpress.float8 import Quantised, refuse_float8_over_devices
 from flexpress.in_graph import compilable
@@ -209,6 +210,8 @@ def varlen_attention(
     Source of the layout: flash_attn_varlen_func of FlashAttention (Dao 2023, arXiv 2307.08691).
     """
     arguments = q, k, v, cu_seqlens_q, cu_seqlens_k, score_mod, mask_mod, scale, kernel_options, deterministic
+    if dropout_p or context is not None:  # which ask q something; what follows checks all of them
+        check_are_tensors(q=q, k=k, v=v)
     dropout = read_dropout(dropout_p, dropout_seed, q.device) if dropout_p else None
     refuse_over_devices(dropout, context, q)
     float8 = None

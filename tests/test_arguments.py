@@ -197,6 +197,7 @@ ELSEWHERE = {
     "from_kv_blocks seq_lengths": (lambda: BlockMask.from_kv_blocks(COUNTS, INDICES, seq_lengths=(20,)), ValueError, "seq_lengths must be"),
     "seq_lengths, set": (lambda: setattr(create_block_mask(mods.causal, None, None, 8, 8, "cpu"), "seq_lengths", 3), TypeError, "pair"),
     "adjust": (lambda: MASK.adjust(True, 3), TypeError, "new_q_len must be an integer, got True"),
+    "varlen_attention q with dropout_p": (packed(q=None, dropout_p=0.1), TypeError, "q must be a torch.Tensor, got NoneType"),
     "varlen_attention q": (packed(q=[1.0]), TypeError, "q must be a torch.Tensor .* got list"),
     "varlen_attention cu_seqlens_q": (packed(cu_seqlens_q=[0, 3, 8]), TypeError, "cu_seqlens_q must be a torch.Tensor .* got list"),
     "varlen_attention cu_seqlens_q's dtype": (packed(cu_seqlens_q=torch.tensor([False, True])), TypeError, "has dtype torch.bool"),
