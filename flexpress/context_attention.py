@@ -123,10 +123,8 @@ def _checked(plan: ContextPlan, tensors: tuple, score_mod, arguments: Arguments,
     kind = arguments.enable_gqa, batch, heads
     passed = not torch._C._is_any_autocast_enabled() and looks_as(plan.passed.get(kind), *tensors, arguments.enable_gqa)
     if not passed or any([t.data_ptr() < LOWEST for t in tensors]):
-        where = "flex_attention with context="
-        check_values(where)
         tensors = readable_inputs(*tensors)
-        check_values(where, **dict(zip(("query", "key", "value"), tensors, strict=True)))
+        check_values("flex_attention with context=", **dict(zip(("query", "key", "value"), tensors, strict=True)))
         query, key, value = tensors = autocast(*tensors)
         plan.check_lengths(query, key, value)
         inputs = checked(query, key, value, arguments.enable_gqa)
@@ -193,7 +191,8 @@ class _InContext(torch.autograd.Function):
         out, lse, maxima = (_joined([result[i] for result in results]) for i in range(3))
         ctx.exchange, ctx.groups, ctx.calls, ctx.deterministic = exchange, groups, calls, deterministic
         ctx.raw, ctx.shapes = [rows is not None and rows.raw for *_, rows in results], (k.shape, v.shape)
-        ctx.save_for_backward(q, out, *(lse if rows is None else rows.values for _, lse, _, rows in results), *(kept or (k, v)), *captured)
+        keys_and_values = kept if exchange.keeps else (k, v)
+        ctx.save_for_backward(q, out, *(lse if rows is None else rows.values for _, lse, _, rows in results), *keys_and_values, *captured)
         ctx.set_materialize_grads(False)
         if maxima is not None:
             ctx.mark_non_differentiable(maxima)

@@ -49,7 +49,7 @@ class Exchange:
         self._returning = self._on_device(remote, np.arange(len(remote)))
         self._adding = self._on_device(own, _occurrences(held[going], len(mine)))
         self._lists: dict[tuple[int, int], BlockLists | None] = {}  # by heads
-        self._masks: dict[tuple[int, int], BlockMask | None] = {}
+        self._masks: dict[tuple[int, int], BlockMask | None] = {}  # the same
 
     def _on_device(self, *numbers: np.ndarray) -> tuple[torch.Tensor, ...]:
         return tuple(self.plan.on_device(n.astype(np.int32)) for n in numbers)
