@@ -66,7 +66,7 @@ struct Forward {
 
     // log2 of the weight of a score m_i in the softmax of a row with sum l_i; 0 for an empty row
     float share_of(float m_i, float shift_i, float l_i) const {
-        return l_i == 0 ? 0.0f : m_i * (std::fabs(m_i) < huge() ? TO_LOG2 : step()) - shift_i - std::log2(l_i);
+        return l_i == 0 ? 0.0f : m_i * (abs(m_i) < huge() ? TO_LOG2 : step()) - shift_i - log2(l_i);
     }
 
     // The largest score of LANES queries is m_new

@@ -8,12 +8,12 @@ namespace flexpress {
 #define FUNCTION(name, accuracy)                                                        \
     extern "C" Float::Native SLEEF(name, accuracy)(Float::Native);                      \
     INLINE Float name(Float x) { return Float(SLEEF(name, accuracy)(x.v)); }              \
-    INLINE float name(float x) { return std::name(x); }
+    INLINE float name(float x) { return __builtin_##name##f(x); }
 #define FUNCTION_2(name, accuracy)                                                      \
     extern "C" Float::Native SLEEF(name, accuracy)(Float::Native, Float::Native);       \
     template <class A, class B> INLINE Both<A, B> name(A x, B y) {                       \
         if constexpr (is_vector<Both<A, B>>) return Float(SLEEF(name, accuracy)(Float(x).v, Float(y).v)); \
-        else return std::name(x, y);                                                    \
+        else return __builtin_##name##f(x, y);                                                   \
     }
 FUNCTION(exp, u10)
 FUNCTION(exp2, u10)
@@ -65,7 +65,7 @@ INLINE Float tanh(Float x) {
     const Float far = 1.0f - 2.0f / (fast_exp2(where(size > 20.0f, 20.0f, size) * 2.8853900817779268f) + 1.0f);
     return where(size < 0.625f, x + x * z * p, where(x < 0.0f, -far, far));
 }
-INLINE float tanh(float x) { return std::tanh(x); }
+INLINE float tanh(float x) { return __builtin_tanhf(x); }
 template <class X> INLINE auto sqrt(X x) { return lanewise([](float a) { return __builtin_sqrtf(a); }, x); }
 template <class X> INLINE auto rsqrt(X x) { return 1.0f / sqrt(x); }
 template <class X> INLINE auto sigmoid(X x) { return 1.0f / (1.0f + exp(-x)); }
@@ -73,7 +73,7 @@ template <class X> INLINE auto floor(X x) { return lanewise([](float a) { return
 template <class X> INLINE auto ceil(X x) { return lanewise([](float a) { return __builtin_ceilf(a); }, x); }
 template <class X> INLINE auto trunc(X x) { return lanewise([](float a) { return __builtin_truncf(a); }, x); }
 template <class X> INLINE auto round(X x) { return lanewise([](float a) { return __builtin_rintf(a); }, x); }  // ties to even
-template <class A, class B> INLINE auto fmod(A a, B b) { return lanewise([](float x, float y) { return std::fmod(x, y); }, a, b); }
+template <class A, class B> INLINE auto fmod(A a, B b) { return lanewise([](float x, float y) { return __builtin_fmodf(x, y); }, a, b); }
 template <class X> INLINE X abs(X x) {
     if constexpr (std::is_same_v<Lane<X>, float>) return lanewise([](float a) { return __builtin_fabsf(a); }, x);
     else return where(x < 0, -x, x);
@@ -131,14 +131,14 @@ template <class A, class B> INLINE auto shift_right(A x, B y) {  // the same: 0 
 template <class A, class B> INLINE auto floor_div_float(A x, B y) {
     return lanewise([](float a, float b) {
         if (b == 0) return a / b;
-        const float rest = std::fmod(a, b), quotient = (a - rest) / b - (rest != 0 && (rest < 0) != (b < 0) ? 1.0f : 0.0f);
+        const float rest = __builtin_fmodf(a, b), quotient = (a - rest) / b - (rest != 0 && (rest < 0) != (b < 0) ? 1.0f : 0.0f);
         const float whole = __builtin_floorf(quotient);
         return quotient - whole > 0.5f ? whole + 1 : whole;
     }, x, y);
 }
 template <class A, class B> INLINE auto floor_mod_float(A x, B y) {
     return lanewise([](float a, float b) {
-        const float rest = std::fmod(a, b);
+        const float rest = __builtin_fmodf(a, b);
         return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
     }, x, y);
 }
