@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
 
 _FAILED = 0  # the number of a rank that has raised; digests are larger
 
@@ -39,8 +40,9 @@ class Agreement:
             yield
         except Exception as failure:
             if not self._known:
-                self._gathered_numbers(_FAILED)
-                self._gathered_objects((dist.get_rank(), f"{type(failure).__name__}: {failure}", ()))
+                with _disable_current_modes():  # under FakeTensorMode, which is refused, there would be no numbers to send
+                    self._gathered_numbers(_FAILED)
+                    self._gathered_objects((dist.get_rank(), f"{type(failure).__name__}: {failure}", ()))
             raise
 
     def _gathered_numbers(self, number: int) -> list[int]:

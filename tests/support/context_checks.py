@@ -10,6 +10,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -167,6 +169,20 @@ def what_torch_does_to_calls():
     freed.untyped_storage().resize_(0)
     with pytest.raises(NotImplementedError, match="value is a tensor whose memory was freed"):
         attend(q, k, freed)
+
+
+@check(2)
+def a_first_call_without_values_is_refused():
+    """Ranks tell each other what they raise, which is real where operations are recorded without their values."""
+    plan = ContextPlan(q_len=40, mask_mod=mods.causal, device=here())
+    q, k, v = (plan.shard(t, 2) for t in tensors(40))
+    refused = "context= was called where torch records operations without their values"
+    with pytest.raises(NotImplementedError, match=refused), FakeTensorMode() as mode:
+        flex_attention(*(mode.from_tensor(t) for t in (q, k, v)), context=plan, enable_gqa=True)
+    for tracing_mode in ("real", "fake"):
+        with pytest.raises((NotImplementedError, ValueError), match=refused):
+            make_fx(lambda q, k, v: flex_attention(q, k, v, context=plan, enable_gqa=True), tracing_mode=tracing_mode)(q, k, v)
+    flex_attention(q, k, v, context=plan, enable_gqa=True)
 
 
 @check(2)
