@@ -45,6 +45,7 @@ def autocasts(tensor: torch.Tensor) -> bool:
 
 
 def check_are_tensors(**named) -> None:
+    """TypeError for what is no tensor, by its name."""
     for name, given in named.items():
         if not isinstance(given, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(given).__name__}")
