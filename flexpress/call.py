@@ -118,7 +118,7 @@ def _extras(inputs: Inputs, packed: tuple | None, sinks: torch.Tensor | None, dr
     if packed:
         starts_q, starts_k = packed
         packing = packing_of(starts_q, None if starts_q is starts_k else starts_k, *inputs.extents[2:])
-        places = packing.sequence_q, packing.local_q, packing.local_k
+        places = packing.places
     return ExtraInputs(sinks, dropout.p, readable_seed(dropout.seed), places)
 
 

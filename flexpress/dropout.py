@@ -62,25 +62,38 @@ def dropout_mask(seed: torch.Tensor, shape: tuple[int, int, int, int], dropout_p
     The output is (weights * kept / (1 - p)) @ value, with the softmax's weights and dropout_p rounded to p, a multiple of 2**-14. This is
     for tests and for looking: a mask of the size that kernels never have in memory.
 
-    Source: Philox-4x32-7 (Salmon et al. 2011, Parallel random numbers: as easy as 1, 2, 3). Counters are the places of a group of 16
-    weights, b and h; the key is the seed. A weight has 7 bits of its own, and is dropped where these are less than p in 128ths. Where they
-    are that number rounded down, 7 bits of another weight decide, so that p is exact: of queries m and m + 8 with the same key, each
-    has the other's.
+    Source: Philox-4x32-7 (Salmon et al. 2011, Parallel random numbers: as easy as 1, 2, 3). Counters are the places of a group of 64
+    weights, b and h; the key is the seed. Of its 128 bits and of sums of these every weight has a number of 14 bits, and is dropped where
+    it is less than p * 2**14. The 6 bits that say most are independent of those of any other weight.
     """
+    if dropout_p >= 1:
+        return torch.zeros(shape, dtype=torch.bool, device=seed.device)
     return random_numbers(seed, shape) >= dropout_numbers(dropout_p)["DROPPED"]
 
 
 def random_numbers(seed: torch.Tensor, shape: tuple[int, int, int, int]) -> torch.Tensor:
-    """What says whether each weight is kept, as int64: two bytes with 7 bits each, those of the kernels."""
-    groups = *shape[:2], 8 * -(-shape[2] // 16), 4 * -(-shape[3] // 32)
+    """What says whether each weight is kept, as int64: numbers of 14 bits, those of the kernels."""
+    groups = *shape[:2], 8 * -(-shape[2] // 16), 4 * -(-shape[3] // 128)
     b, h, group_m, group_n = (torch.arange(size, device=seed.device).view([-1, *[1] * (3 - i)]) for i, size in enumerate(groups))
     m, n = (torch.arange(size, device=seed.device) for size in shape[2:])
-    of_groups = philox(seed, *torch.broadcast_tensors(group_m, group_n, b, h))
-    words = [w[:, :, (m >> 4) * 8 + (m & 7)][..., (n >> 5) * 4 + ((n & 7) >> 1)] for w in of_groups]
-    m = m[:, None]
-    left, right = (torch.where((n & 8) == 0, *words[i : i + 2]) for i in (0, 2))
-    bits = (torch.where((n & 16) == 0, left, right) >> (n & 1) * 16) & 0x7F7F
-    return torch.where((m & 8) == 0, bits, (bits & 0x7F) << 8 | bits >> 8)
+    w = philox(seed, *torch.broadcast_tensors(group_m, group_n, b, h))
+    x = mixed(w, 12)
+    y = mixed(x, 5)
+    m, group_n = m[:, None], (n >> 7) * 4 + ((n & 7) >> 1)
+    rows, place = (m >> 4) * 8 + (m & 7), (m >> 3 & 1) * 16 + (n & 1) * 8 + 7 - (n >> 3 & 7)
+    number = torch.zeros(shape, dtype=torch.int64, device=seed.device)
+    for one, other in zip((w[0], w[1], x[0], x[1], y[0], y[1]), (w[2], w[3], x[2], x[3], y[2], y[3]), strict=True):
+        word = torch.where((n & 64) == 0, one[:, :, rows, group_n], other[:, :, rows, group_n])
+        number = number << 1 | word >> place & 1
+    for word in (y[1], y[3], y[0], y[2], x[1], x[3], x[0], x[2]):
+        number = number << 1 | word[:, :, rows, group_n] >> (place ^ 16) & 1
+    return number
+
+
+def mixed(words: list[torch.Tensor], left: int) -> list[torch.Tensor]:
+    """Four words of four: each the exclusive or of one, of the next one turned to the left, and of the one after that."""
+    turned = [(word << left | word >> 32 - left) & _LOW for word in words]
+    return [words[i] ^ turned[(i + 1) % 4] ^ words[(i + 2) % 4] for i in range(4)]
 
 
 def philox(seed: torch.Tensor, *words: torch.Tensor) -> list[torch.Tensor]:

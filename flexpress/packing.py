@@ -49,6 +49,11 @@ class Packing:
         """(total_q,) the packed position of the key that has the query's place in its sequence."""
         return _moved(self.sequence_q, self.starts_k - self.starts_q)
 
+    @functools.cached_property
+    def places(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(3, total_q), int32: the number of each query's sequence, its position there, and where that one's keys begin; and local_k."""
+        return torch.stack((self.sequence_q, self.local_q, self.aligned_q - self.local_q)), self.local_k
+
     def score_mod(self, mod: Callable) -> Callable:
         """The score_mod on packed positions."""
         graph = graph_and_values(mod, "score")[0]

@@ -13,24 +13,36 @@ INLINE void multiply_words(Word word, uint32_t factor, Word& high, Word& low) {
     low = Word((Word::Native)((even & mask) | (odd << 32)));
 }
 
-// Philox-4x32-7 (Salmon et al. 2011, Parallel random numbers: as easy as 1, 2, 3) serves 16 weights: queries m and m + 8 of a group of 16, and
-// keys n, n + 1, n + 8, n + 9, n + 16 to n + 25 of a group of 32. A weight has one byte of 32 bits. Lanes are queries; the words of a group
-// of keys are kept.
+INLINE Word turned(Word word, int32_t left) { return word << left | word >> (32 - left); }
+
+// four more words: each is the exclusive or of one, of the next one turned, and of the one after that
+INLINE void mix(const Word (&words)[4], int32_t left, Word (&mixed)[4]) {
+    for (int i = 0; i < 4; ++i) mixed[i] = words[i] ^ turned(words[(i + 1) % 4], left) ^ words[(i + 2) % 4];
+}
+
+// Of 32 numbers, those that are at least `dropped` in their bits up to `bit`: `word` has these bits, `rest` the answer for the bits below.
+INLINE Word at_least(Word rest, Word word, int64_t dropped, int32_t bit) {
+    return dropped >> bit & 1 ? word & rest : word | rest;
+}
+
+// Philox-4x32-7 (Salmon et al. 2011, Parallel random numbers: as easy as 1, 2, 3) serves 64 weights: queries m and m + 8 of 16, and 16 pairs
+// of neighbouring keys, 8 apart, of 128. Its words and eight more have 14 bits of every weight, which is kept if that number is at least
+// `dropped`. Lanes are queries; what is kept of a group of 128 keys is computed once.
 struct Dropout {
     uint32_t seed_low, seed_high;
     Word b, h, row;
     Bool upper;  // queries m of a pair
     int32_t group = -1;
-    Word words[4][4];  // of two neighbouring keys, and of those 8, 16 and 24 later
+    Word kept[4][2];  // bits, of two neighbouring keys and those 8, 16 ... 56 later, and of those 64 later
 
     Dropout(int64_t seed, Int b, int32_t h, Int m)
         : seed_low(uint32_t(seed)), seed_high(uint32_t(uint64_t(seed) >> 32)), b(converted<Word::Native>(b.v)), h(uint32_t(h)),
           row(converted<Word::Native>(((m >> 4) * 8 + (m & 7)).v)), upper((m & 8) == 0) {}
 
-    __attribute__((noinline)) void draw(int32_t wanted) {
+    __attribute__((noinline)) void draw(int32_t wanted, int64_t dropped) {
         group = wanted;
         for (int i = 0; i < 4; ++i) {
-            Word w[4] = {row, Word(uint32_t(group * 4 + i)), b, h};
+            Word w[4] = {row, Word(uint32_t(group * 4 + i)), b, h}, x[4], y[4];
             uint32_t key0 = seed_low, key1 = seed_high;
             for (int round = 0; round < 7; ++round, key0 += 0x9E3779B9, key1 += 0xBB67AE85) {
                 Word high0, low0, high2, low2;
@@ -41,17 +53,27 @@ struct Dropout {
                 w[2] = high0 ^ w[3] ^ key1;
                 w[3] = low0;
             }
-            for (int j = 0; j < 4; ++j) {
-                const Word bits = w[j] & 0x7F7F7F7F;
-                words[i][j] = where(upper, bits, ((bits & 0x7F007F) << 8) | (bits >> 8 & 0x7F007F));
+            mix(w, 12, x);
+            mix(x, 5, y);
+            Word low = Word(0xFFFFFFFFu);
+            const Word lower[8] = {x[2], x[0], x[3], x[1], y[2], y[0], y[3], y[1]};
+            for (int bit = 0; bit < 8; ++bit) low = at_least(low, lower[bit], dropped, bit);
+            low = turned(low, 16);
+            for (int half = 0; half < 2; ++half) {
+                const int j = 2 * half;
+                const Word own[6] = {y[j + 1], y[j], x[j + 1], x[j], w[j + 1], w[j]};
+                Word found = low;
+                for (int bit = 0; bit < 6; ++bit) found = at_least(found, own[bit], dropped, bit + 8);
+                kept[i][half] = where(upper, found, found >> 16);
             }
         }
     }
 
-    // Are the weights of a key kept? A weight's byte counts as 128ths; where it is the threshold's, the other byte of its 16 bits decides.
-    INLINE Bool keeps(int32_t n, int64_t threshold) {
-        if (n >> 5 != group) draw(n >> 5);
-        return (words[n >> 1 & 3][n >> 3 & 3] >> (n & 1) * 16 & 0xFFFF) >= uint32_t(threshold);
+    // Are the weights of a key kept?
+    INLINE Bool keeps(int32_t n, int64_t dropped) {
+        if (n >> 7 != group) draw(n >> 7, dropped);
+        const int32_t place = (n & 1) * 8 + 7 - (n >> 3 & 7);
+        return (kept[n >> 1 & 3][n >> 6 & 1] >> place & 1) != 0;
     }
 };
 

@@ -34,7 +34,7 @@ class Extras(NamedTuple):
     @property
     def of_dropout(self) -> tuple[Parameter, ...]:
         """The parameters that take what says which weights are dropped."""
-        places = ("DROP_B", "DROP_M", "DROP_N") if self.dropout == "packed" else ()
+        places = ("DROP_Q", "DROP_N") if self.dropout == "packed" else ()
         return (pointer("SEED", "int64"), *(pointer(name, "int32") for name in places)) if self.dropout else ()
 
     @property
@@ -60,10 +60,9 @@ def extra_numbers(extras: Extras, p: float, strides: tuple[tuple[int, int], ...]
 
 
 def dropout_numbers(p: float) -> dict[str, int | float]:
-    """Where random numbers of two bytes, of 7 bits each, begin to keep a weight, and by what kept ones are multiplied."""
+    """The least number of 14 bits that keeps a weight, and by what kept ones are multiplied: 0 where p is 1, which no number says."""
     dropped = round(p * DROPOUT_STEPS)
-    scale = DROPOUT_STEPS / (DROPOUT_STEPS - dropped) if dropped < DROPOUT_STEPS else 0.0
-    return {"DROPPED": (dropped >> 7) << 8 | dropped & 0x7F, "KEPT_SCALE": scale}
+    return {"DROPPED": dropped, "KEPT_SCALE": DROPOUT_STEPS / (DROPOUT_STEPS - dropped) if dropped < DROPOUT_STEPS else 0.0}
 
 
 SMALLEST_SCALE = 1e-20  # nothing that is added to products is divided by smaller ones

@@ -435,6 +435,7 @@ def run(text: str, name: str, args: tuple, grid: tuple[int, ...] = (2,)) -> None
             "wait_until_stored": lambda CONSUMER: wait_for_other(0, CONSUMER),
             "limits": lambda x: limits(x, text),
             "philox": random_numbers,
+            "turned": lambda word, LEFT: (word << LEFT | (word & 0xFFFFFFFF) >> 32 - LEFT) & 0xFFFFFFFF,
             "wait_for_stores": wait_for_stores,
             "tma_add": lambda *args: stores.give(*args, add=True),
         }

@@ -77,6 +77,9 @@ def _mul_wide(names: dict, to: str, one: str, other: str) -> None:
 
 def _unpack(bits: int):
     def operation(names: dict, to: str, whole: str) -> None:
+        if not to.startswith("{"):
+            names[to] = _value(names, whole)
+            return
         low, high = to.strip("{}").replace(",", " ").split()
         names[low] = (names[whole] & np.array((1 << bits) - 1, dtype=names[whole].dtype)).astype(np.int64)
         names[high] = (names[whole] >> np.array(bits, dtype=names[whole].dtype)).astype(np.int64)
@@ -85,11 +88,21 @@ def _unpack(bits: int):
 
 
 def _prmt(a, b, selector):
+    a, b, selector = np.broadcast_arrays(a, b, selector)
     both, found = a | b << 32, np.zeros_like(a)
     for i in range(4):
-        nibble = int(selector) >> 4 * i & 15
+        nibble = selector >> 4 * i & 15
         byte = both >> 8 * (nibble & 7) & 0xFF
-        found |= (np.where(byte & 0x80, 0xFF, 0) if nibble & 8 else byte) << 8 * i
+        found |= np.where(nibble & 8, np.where(byte & 0x80, 0xFF, 0), byte) << 8 * i
+    return found
+
+
+def _lop3(a, b, c, table):
+    """Bits by bits of a table: number 4 * a + 2 * b + c."""
+    found = np.zeros_like(a | b | c)
+    for i in range(8):
+        if int(table) >> i & 1:
+            found |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
     return found
 
 
@@ -98,14 +111,10 @@ def _halves(a) -> list[np.ndarray]:
     return [(np.asarray(part & 0xFFFF, dtype=np.uint32) << 16).view(np.float32) for part in (a, a >> 16)]
 
 
-def _set_ge(a, b):
-    low, high = (x >= y for x, y in zip(_halves(a), _halves(b), strict=True))
-    return np.where(low, 0xFFFF, 0) | np.where(high, 0xFFFF0000, 0)
-
-
-def _setp_ge(names: dict, to: str, a: str, b: str) -> None:
+def _setp_neu(names: dict, to: str, a: str, b: str) -> None:
+    """Unequal, or one is a NaN."""
     pairs = zip(_halves(_value(names, a)), _halves(_value(names, b)), strict=True)
-    names |= {name: x >= y for name, (x, y) in zip(to.split("|"), pairs, strict=True)}
+    names |= {name: ~(x == y) for name, (x, y) in zip(to.split("|"), pairs, strict=True)}
 
 
 def _rounded(dtype: torch.dtype):
@@ -124,11 +133,11 @@ _OPERATIONS = {
     "and.b32": _simple(lambda a, b: a & b),
     "shl.b32": _simple(lambda a, b: a << b & _LOW),
     "prmt.b32": _simple(_prmt),
+    "lop3.b32": _simple(_lop3),
     "mul.wide.u32": _mul_wide,
     "mov.b64": _unpack(32),
     "mov.b32": _unpack(16),
-    "set.ge.u32.bf16x2": _simple(_set_ge),
-    "setp.ge.bf16x2": _setp_ge,
+    "setp.neu.bf16x2": _setp_neu,
     "selp.b32": _simple(lambda a, b, which: np.where(which, a, b)),
     "cvt.rn.bf16x2.f32": _rounded(torch.bfloat16),
     "cvt.rn.f16x2.f32": _rounded(torch.float16),
