@@ -188,6 +188,11 @@ def test_errors_of_turns(case):
 BAD = {
     "nothing": (lambda: apply_rope(None, rope_table(20, 16), torch.zeros(2).int()), TypeError, "x must be a torch.Tensor, got NoneType"),
     "list": (lambda: apply_rope(FLAT, rope_table(20, 16), [0] * 6), TypeError, "positions must be a torch.Tensor, got list"),
+    "list of starts": (
+        lambda: apply_rope(FLAT, rope_table(20, 16), torch.zeros(2).int(), cu_seqlens_q=[0, 2, 6]),
+        TypeError,
+        "cu_seqlens_q must be a torch.Tensor, got list",
+    ),
     "length": (lambda: rope_table(-1, 8), ValueError, "length is -1"),
     "rope_dim": (lambda: rope_table(4, 7), ValueError, "rope_dim must be even and at least 2, got 7"),
     "theta": (lambda: rope_table(4, 8, 0.0), ValueError, "theta is 0.0; it must be positive"),
