@@ -51,8 +51,10 @@ class Packing:
 
     @functools.cached_property
     def places(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(3, total_q), int32: the number of each query's sequence, its position there, and where that one's keys begin; and local_k."""
-        return torch.stack((self.sequence_q, self.local_q, self.aligned_q - self.local_q)), self.local_k
+        """int32 (3, total_q): the number of each query's sequence, its position there, and where that one's keys begin; and (2, total_k):
+        the number of each key's sequence, and its position there."""
+        of_queries = torch.stack((self.sequence_q, self.local_q, self.aligned_q - self.local_q))
+        return of_queries, torch.stack((self.sequence_k, self.local_k))
 
     def score_mod(self, mod: Callable) -> Callable:
         """The score_mod on packed positions."""

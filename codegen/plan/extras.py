@@ -34,7 +34,7 @@ class Extras(NamedTuple):
     @property
     def of_dropout(self) -> tuple[Parameter, ...]:
         """The parameters that take what says which weights are dropped."""
-        places = ("DROP_Q", "DROP_N") if self.dropout == "packed" else ()
+        places = ("DROP_Q", "DROP_K") if self.dropout == "packed" else ()
         return (pointer("SEED", "int64"), *(pointer(name, "int32") for name in places)) if self.dropout else ()
 
     @property

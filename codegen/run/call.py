@@ -71,7 +71,7 @@ class ExtraInputs(NamedTuple):
     sinks      (Hq,), contiguous and at a multiple of 16 bytes
     dropout_p  which part of the weights is dropped, a multiple of one over DROPOUT_STEPS
     seed       int64 (1,), of dropout
-    places     of packed sequences, int32, (3, total_q) and (total_k,), as Packing.places
+    places     of packed sequences, int32, (3, total_q) and (2, total_k), as Packing.places
     scales     of "q", "k" and "v", those that have some
     out        the output's dtype; None: q's
     """
@@ -98,7 +98,7 @@ class ExtraInputs(NamedTuple):
     @property
     def named(self) -> dict[str, torch.Tensor]:
         """Its tensors by the names of parameters."""
-        tensors = {"SINKS": self.sinks, "SEED": self.seed, **dict(zip(("DROP_Q", "DROP_N"), self.places, strict=False))}
+        tensors = {"SINKS": self.sinks, "SEED": self.seed, **dict(zip(("DROP_Q", "DROP_K"), self.places, strict=False))}
         tensors |= {f"{name.upper()}_SCALES": found.tensor for name, found in self.scales}
         return {name: t for name, t in tensors.items() if t is not None}
 
