@@ -66,8 +66,6 @@ def dropout_mask(seed: torch.Tensor, shape: tuple[int, int, int, int], dropout_p
     weights, b and h; the key is the seed. Of its 128 bits and of sums of these every weight has a number of 14 bits, and is dropped where
     it is less than p * 2**14. The 6 bits that say most are independent of those of any other weight.
     """
-    if dropout_p >= 1:
-        return torch.zeros(shape, dtype=torch.bool, device=seed.device)
     return random_numbers(seed, shape) >= dropout_numbers(dropout_p)["DROPPED"]
 
 

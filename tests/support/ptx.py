@@ -77,9 +77,6 @@ def _mul_wide(names: dict, to: str, one: str, other: str) -> None:
 
 def _unpack(bits: int):
     def operation(names: dict, to: str, whole: str) -> None:
-        if not to.startswith("{"):
-            names[to] = _value(names, whole)
-            return
         low, high = to.strip("{}").replace(",", " ").split()
         names[low] = (names[whole] & np.array((1 << bits) - 1, dtype=names[whole].dtype)).astype(np.int64)
         names[high] = (names[whole] >> np.array(bits, dtype=names[whole].dtype)).astype(np.int64)
