@@ -54,6 +54,7 @@ PURE = {
     "sequences",
     "sums",
     "template_code",
+    "turns",
     "types",
 }  # files that run no kernel without a `device`
 
@@ -116,6 +117,9 @@ def every_kernel(request) -> bool:
 
 
 def pytest_configure(config):
+    if config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ:
+        return  # it runs no test: importing torch would keep the processes that do waiting
+
     from flexpress import checks
     from flexpress.codegen.plan.forward import Options
     from flexpress.codegen.run import forward_kernels
@@ -133,7 +137,7 @@ def pytest_configure(config):
 
 
 def pytest_unconfigure(config):
-    if hasattr(config, "kept") and "PYTEST_XDIST_WORKER" not in os.environ:
+    if hasattr(config, "kept") and os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0":
         from support import kept
 
         kept.limit(config.kept)

@@ -1,8 +1,9 @@
 """Printed Gluon kernels on a CPU: enough of the language, on torch tensors, that the kernels for Hopper compute real results.
 
 Every partition of a program is a thread, barriers in shared memory count arrivals and bytes, and blocks lie in shared memory as TMA leaves
-them, 128 bytes of columns at a time. Layouts of registers, proxies, and products that are still running do not exist here: a kernel that
-waits too late for these is not found.
+them, 128 bytes of columns at a time. One thread runs at a time, as far as it can (turns.py): who does not wait for a block finds it empty,
+or has written over it. Layouts of registers, proxies, and products that are still running do not exist here: a kernel that waits too late
+for these is not found.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ import itertools
 import math
 import re
 import threading
-import time
 import types
+import zlib
+from functools import partial
 
 import torch
 
 from flexpress.dropout import philox
 from support.ptx import inline_asm_elementwise
-
-PATIENCE = 60.0  # seconds at a barrier
+from support.turns import Turns
 
 
 class Pointer:
@@ -126,22 +127,24 @@ class Slice(Shared):
 class Barrier:
     """Its phase ends when all have arrived and all bytes are there."""
 
-    def __init__(self) -> None:
-        self.changed, self.count, self.pending, self.bytes, self.phase = threading.Condition(), 0, 0, 0, 0
+    def __init__(self, turns: Turns) -> None:
+        self.turns, self.count, self.pending, self.bytes, self.phase = turns, 0, 0, 0, 0
 
     def change(self, arrivals: int, more: int) -> None:
-        with self.changed:
-            assert self.count, "a barrier that was not initialised"
-            self.pending -= arrivals
-            self.bytes += more
-            assert self.pending >= 0, "too many arrivals"
-            if self.pending == 0 and self.bytes == 0:
-                self.phase, self.pending = self.phase ^ 1, self.count
-                self.changed.notify_all()
+        assert self.count, "a barrier that was not initialised"
+        self.pending -= arrivals
+        self.bytes += more
+        assert self.pending >= 0, "too many arrivals"
+        if self.pending == 0 and self.bytes == 0:
+            self.phase, self.pending = self.phase ^ 1, self.count
+
+    def arrive(self, count: int) -> None:
+        self.change(count, 0)
+        self.turns.let_one()
 
     def wait(self, phase) -> None:
-        with self.changed:
-            assert self.changed.wait_for(lambda: self.phase != int(phase), PATIENCE), "nobody arrives"
+        phase = int(phase)
+        self.turns.wait(lambda: self.phase != phase)
 
 
 class Barriers(list):
@@ -177,17 +180,19 @@ class Descriptor:
 
 def copy_in(descriptor: Descriptor, at, barrier: Barrier, buffer: Shared) -> None:
     there, here = descriptor.part(at)
-    block = torch.zeros(descriptor.box, dtype=descriptor.dtype)
-    if here[0].stop and here[1].stop:
-        block[here] = descriptor.tensor[there]
-    buffer.store(block.reshape(buffer.shape))
-    _one(barrier).change(0, -descriptor.block_type.nbytes)
+
+    def copy() -> None:
+        block = torch.zeros(descriptor.box, dtype=descriptor.dtype)
+        if here[0].stop and here[1].stop:
+            block[here] = descriptor.tensor[there]
+        buffer.store(block.reshape(buffer.shape))
+        _one(barrier).change(0, -descriptor.block_type.nbytes)
+
+    _one(barrier).turns.at_some_time(copy)
 
 
 class Stores(threading.local):
     """What this thread has given to TMA: read when it waits for that and no sooner, and in memory when it waits for that, or ends."""
-
-    memory = threading.Lock()
 
     def __init__(self) -> None:
         self.given, self.read = [], []
@@ -204,12 +209,20 @@ class Stores(threading.local):
         for descriptor, at, block, add in self.read:
             there, here = descriptor.part(at)
             if here[0].stop and here[1].stop:
-                with self.memory:
-                    descriptor.tensor[there] = descriptor.tensor[there] + block[here] if add else block[here]
+                descriptor.tensor[there] = descriptor.tensor[there] + block[here] if add else block[here]
         self.read = []
 
 
 stores = Stores()
+
+
+class Looked(threading.local):
+    """Where this thread has looked for a count that others change."""
+
+    at = None
+
+
+looked = Looked()
 
 
 def _one(barrier) -> Barrier:
@@ -225,7 +238,7 @@ mbarrier = types.SimpleNamespace(
     init=initialise,
     wait=lambda b, phase: _one(b).wait(phase),
     expect=lambda b, n: _one(b).change(1, n),
-    arrive=lambda b, count=1: _one(b).change(count, 0),
+    arrive=lambda b, count=1: _one(b).arrive(count),
 )
 tma = types.SimpleNamespace(async_load=copy_in, async_store=stores.give, store_wait=stores.wait_until_read)
 
@@ -237,9 +250,9 @@ class Layout:
         self.value = self
 
 
-def allocate(dtype, shape, layout):
+def allocate(turns: Turns, dtype, shape, layout):
     if layout == "barriers":
-        return Barriers(Barrier() for _ in range(shape[0]))
+        return Barriers(Barrier(turns) for _ in range(shape[0]))
     memory = torch.full((math.prod(shape),), float("nan") if dtype.is_floating_point else -77, dtype=dtype)
     return Shared(memory, 0, shape, layout == "slabs")
 
@@ -268,17 +281,6 @@ def where(condition, a, b):
     return torch.where(torch.as_tensor(condition), torch.as_tensor(a), torch.as_tensor(b))
 
 
-def together(threads: list[threading.Thread], errors: list) -> None:
-    """Run all to their end, or to the first error."""
-    for thread in threads:
-        thread.start()
-    while not errors and any(thread.is_alive() for thread in threads):
-        threads[0].join(0.01)
-        time.sleep(0.001)
-    if errors:
-        raise errors[0]
-
-
 def _plain(function):
     def on_tensors(*args, **_):
         return function(*(torch.as_tensor(a) for a in args))
@@ -286,34 +288,31 @@ def _plain(function):
     return on_tensors
 
 
-def gluon_language(programs: int, program: tuple[int, ...], lock) -> types.SimpleNamespace:
+def gluon_language(programs: int, program: tuple[int, ...], turns: Turns) -> types.SimpleNamespace:
     """What stands for gluon.language in one of so many programs along the first axis."""
 
     def atomic_add(pointer, value, sem=None, mask=None):
         if isinstance(value, torch.Tensor) and value.dim():  # places may be the same
             places, mask = _among(pointer, mask)
-            with lock:
-                pointer.memory().index_add_(0, places[mask], value.expand_as(places)[mask])
+            pointer.memory().index_add_(0, places[mask], value.expand_as(places)[mask])
             return None
-        if isinstance(value, int) and value == 0:  # somebody waits
-            time.sleep(0.001)
-        with lock:
-            before = load(pointer).clone()
-            store(pointer, before + value)
-            return before
+        place = id(pointer.tensor), int(pointer.places())
+        if isinstance(value, int) and value == 0:  # somebody waits, and looks once more
+            if looked.at == place:
+                turns.let_all()
+            looked.at = place
+        before = load(pointer).clone()
+        store(pointer, before + value)
+        return before
 
     def warp_specialize(partitions, *_):
-        errors = []
-
         @torch.no_grad()  # a setting of each thread
         def run(function, args):
-            try:
-                function(*args)
-                stores.wait()
-            except BaseException as error:  # whichever thread it is in
-                errors.append(error)
+            function(*args)
+            assert not stores.given, "warps end before TMA has read what they gave to it"
+            stores.wait()
 
-        together([threading.Thread(target=run, args=partition, daemon=True) for partition in partitions], errors)
+        turns.together(partial(run, *partition) for partition in partitions)
 
     dtypes = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int8", "int32", "int64")}
     dtypes |= {"uint16": torch.uint16, "uint32": torch.int64}  # wide enough
@@ -333,7 +332,7 @@ def gluon_language(programs: int, program: tuple[int, ...], lock) -> types.Simpl
         warp_specialize=warp_specialize,
         load=load,
         store=store,
-        allocate_shared_memory=allocate,
+        allocate_shared_memory=partial(allocate, turns),
         shared_memory_descriptor=Shared,
         static_range=range,
         barrier=lambda: None,
@@ -385,30 +384,36 @@ def run(text: str, name: str, args: tuple, grid: tuple[int, ...] = (2,)) -> None
     """Run a printed kernel's entry point in the programs of a grid. Tensors are passed as pointers, Descriptors and numbers as they are."""
     text = text.replace(".type.layout", "")
     lines = [line for line in text.splitlines() if not line.strip().startswith(("import triton", "from triton"))]
-    lock, errors = threading.Lock(), []
+    turns = Turns(zlib.crc32(repr((text, grid, [a for a in args if isinstance(a, int)])).encode()))  # one of its own for every problem
 
     def program(number: tuple[int, ...]) -> None:
-        language = gluon_language(grid[0], number, lock)
-        both, delays = (
-            threading.Barrier(2, timeout=PATIENCE),
-            [0.3] * (0 if any(number) else 2),
-        )  # one program is late: others must wait for it
+        language = gluon_language(grid[0], number, turns)
+        met = 0
 
         def wait_for_stores() -> None:
-            time.sleep(delays.pop() if delays else 0.0)
+            if turns.draw.random() < 0.5:  # other programs must wait for that, too
+                turns.let_all()
             stores.wait()
 
-        told = {(consumer, parity): threading.Semaphore(0) for consumer in range(2) for parity in range(2)}
-        taken = {key: threading.Semaphore(1) for key in told}
+        def meet() -> None:
+            """Of two consumers."""
+            nonlocal met
+            met += 1
+            both = met + met % 2
+            turns.wait(lambda: met >= both)
+
+        told = set()
 
         def tell_other(step, CONSUMER) -> None:
             """Arrivals at a barrier are counted: two of one consumer would open it, with nobody there."""
-            assert taken[CONSUMER, int(step) & 1].acquire(blocking=False), "told twice before the other consumer waited"
-            told[CONSUMER, int(step) & 1].release()
+            what = CONSUMER, int(step) & 1
+            assert what not in told, "told twice before the other consumer waited"
+            told.add(what)
 
         def wait_for_other(step, CONSUMER) -> None:
-            assert told[1 - CONSUMER, int(step) & 1].acquire(timeout=PATIENCE), "the other consumer tells nothing"
-            taken[1 - CONSUMER, int(step) & 1].release()
+            what = 1 - CONSUMER, int(step) & 1
+            turns.wait(lambda: what in told)
+            told.remove(what)
 
         namespace = {
             "gl": language,
@@ -426,7 +431,7 @@ def run(text: str, name: str, args: tuple, grid: tuple[int, ...] = (2,)) -> None
             "tanh_approx": torch.tanh,
             "float_difference": lambda a, b: (a - b).float(),
             "within": lambda position, first, count: (first <= position) & (position < first + count),
-            "meet": both.wait,
+            "meet": meet,
             "tell_other": tell_other,
             "wait_for_other": wait_for_other,
             "tell_read": lambda CONSUMER: tell_other(1, CONSUMER),
@@ -443,9 +448,7 @@ def run(text: str, name: str, args: tuple, grid: tuple[int, ...] = (2,)) -> None
             for own, instruction in instructions.items():
                 if found == own or found.startswith(f"{own}_"):
                     namespace[found] = instruction
-        try:
-            namespace[name](*(Pointer(a) if isinstance(a, torch.Tensor) else Number(a) if type(a) is int else a for a in args))
-        except BaseException as error:
-            errors.append(error)
+        namespace[name](*(Pointer(a) if isinstance(a, torch.Tensor) else Number(a) if type(a) is int else a for a in args))
+        assert not told, "a consumer was told something and ended before it waited for that"
 
-    together([threading.Thread(target=program, args=(i,), daemon=True) for i in itertools.product(*map(range, grid))], errors)
+    turns.together(partial(program, number) for number in itertools.product(*map(range, grid)))

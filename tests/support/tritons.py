@@ -2,11 +2,11 @@
 
 The pinned Triton compiles all of them until its own passes have run ("ttgir"), where Tritons differ and fail. A change of a template
 shows there. What another Triton can break is a template under one of its flags, and what a mod is spelled with: each of these it meets in
-one kernel at least (`chosen`), not in every kernel. So do the assembler, which says what spills, and LLVM, which together take four fifths
-of the time: from one of the three, half of it from the oldest, which an H100 with torch 2.11 has and which is the fastest.
+one kernel at least (`chosen`), not in every kernel. LLVM and the assembler, which says what spills, take four fifths of the time: they meet
+few kernels from every Triton, and of the others those whose turn it is.
 --every-kernel: every Triton brings all to the assembler.
 
-For other GPUs than Hopper the pinned Triton compiles, and all of that.
+For other GPUs than Hopper the pinned Triton alone compiles; what it compiles for all of them, to the end for one of them (`further`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PINNED = not (OLDER or NEWER)
 
 def my_turn(number: int) -> bool:
     """Does this Triton bring the kernel with this number to the assembler?"""
-    return number % 8 == 6 if NEWER else number % 4 == (1 if OLDER else 0)
+    return number % 4 == 0 if PINNED else number % 8 == (1 if OLDER else 6)
 
 
 def further(target: str, number: int) -> bool:
