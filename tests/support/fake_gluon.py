@@ -8,13 +8,13 @@ for these is not found.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
 import threading
 import types
 import zlib
-from functools import partial
 
 import torch
 
@@ -96,12 +96,7 @@ class Shared:
         return self.load(None).permute(order)
 
     def places(self) -> torch.Tensor:
-        if not self.slabs:
-            return self.start + torch.arange(math.prod(self.shape)).reshape(self.shape)
-        rows, columns = math.prod(self.shape[:-1]), self.shape[-1]
-        row, column = torch.arange(rows)[:, None], torch.arange(columns)[None, :]
-        width = min(columns, 128 // self.dtype.itemsize)
-        return (self.start + column // width * rows * width + row * width + column % width).reshape(self.shape)
+        return _places(self.start, self.shape, 128 // self.dtype.itemsize if self.slabs else None)
 
     def load(self, _layout) -> torch.Tensor:
         return self.memory[self.places()]
@@ -109,6 +104,17 @@ class Shared:
     def store(self, value) -> None:
         assert tuple(value.shape) == self.shape
         self.memory[self.places()] = value.to(self.memory.dtype)
+
+
+@functools.lru_cache(4096)
+def _places(start: int, shape: tuple[int, ...], width: int | None) -> torch.Tensor:
+    """Row after row; or so many columns of all rows after another."""
+    if width is None:
+        return start + torch.arange(math.prod(shape)).reshape(shape)
+    rows, columns = math.prod(shape[:-1]), shape[-1]
+    row, column = torch.arange(rows)[:, None], torch.arange(columns)[None, :]
+    width = min(columns, width)
+    return (start + column // width * rows * width + row * width + column % width).reshape(shape)
 
 
 class Slice(Shared):
@@ -260,8 +266,17 @@ def allocate(turns: Turns, dtype, shape, layout):
 class Product(torch.Tensor):
     """What a product leaves in registers."""
 
-    def split(self, *args):
-        return super().split(*args) if args else self.unbind(-1)  # Gluon's: the last two of the last dimension
+    __torch_function__ = torch._C._disabled_torch_function_impl  # what is computed from one is an ordinary tensor
+
+    def reshape(self, shape):
+        return super().reshape(shape).as_subclass(Product)
+
+    def permute(self, order):
+        return super().permute(order).as_subclass(Product)
+
+    def split(self):
+        """Gluon's: the last two of the last dimension."""
+        return self.unbind(-1)
 
 
 def multiply(a, b, acc, use_acc=True, is_async=False):
@@ -312,7 +327,7 @@ def gluon_language(programs: int, program: tuple[int, ...], turns: Turns) -> typ
             assert not stores.given, "warps end before TMA has read what they gave to it"
             stores.wait()
 
-        turns.together(partial(run, *partition) for partition in partitions)
+        turns.together(functools.partial(run, *partition) for partition in partitions)
 
     dtypes = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int8", "int32", "int64")}
     dtypes |= {"uint16": torch.uint16, "uint32": torch.int64}  # wide enough
@@ -332,7 +347,7 @@ def gluon_language(programs: int, program: tuple[int, ...], turns: Turns) -> typ
         warp_specialize=warp_specialize,
         load=load,
         store=store,
-        allocate_shared_memory=partial(allocate, turns),
+        allocate_shared_memory=functools.partial(allocate, turns),
         shared_memory_descriptor=Shared,
         static_range=range,
         barrier=lambda: None,
@@ -384,6 +399,7 @@ def run(text: str, name: str, args: tuple, grid: tuple[int, ...] = (2,)) -> None
     """Run a printed kernel's entry point in the programs of a grid. Tensors are passed as pointers, Descriptors and numbers as they are."""
     text = text.replace(".type.layout", "")
     lines = [line for line in text.splitlines() if not line.strip().startswith(("import triton", "from triton"))]
+    code = compile("from __future__ import annotations\n" + "\n".join(lines), name, "exec")
     turns = Turns(zlib.crc32(repr((text, grid, [a for a in args if isinstance(a, int)])).encode()))  # one of its own for every problem
 
     def program(number: tuple[int, ...]) -> None:
@@ -426,7 +442,7 @@ def run(text: str, name: str, args: tuple, grid: tuple[int, ...] = (2,)) -> None
             "aggregate": lambda c: c,
             "gluon": types.SimpleNamespace(jit=lambda f=None, **_: f or (lambda g: g), constexpr_function=lambda f: f),
         }
-        exec(compile("from __future__ import annotations\n" + "\n".join(lines), name, "exec"), namespace)
+        exec(code, namespace)
         instructions = {  # a GPU's
             "tanh_approx": torch.tanh,
             "float_difference": lambda a, b: (a - b).float(),
@@ -451,4 +467,4 @@ def run(text: str, name: str, args: tuple, grid: tuple[int, ...] = (2,)) -> None
         namespace[name](*(Pointer(a) if isinstance(a, torch.Tensor) else Number(a) if type(a) is int else a for a in args))
         assert not told, "a consumer was told something and ended before it waited for that"
 
-    turns.together(partial(program, number) for number in itertools.product(*map(range, grid)))
+    turns.together(functools.partial(program, number) for number in itertools.product(*map(range, grid)))
