@@ -14,8 +14,7 @@ pytestmark = pytest.mark.skipif(
 if torch.distributed.is_available():
     import support.context_part_checks as checks
 
-
-failed = ranks.failures_of("context_part_checks.py")
+    failed = ranks.failures_of(checks)
 
 
 @pytest.mark.parametrize("name, world, device", ranks.on_devices(checks))

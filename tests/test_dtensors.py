@@ -14,8 +14,7 @@ pytestmark = pytest.mark.skipif(
 if torch.distributed.is_available():
     import support.rank_checks as checks
 
-
-failed = ranks.failures_of("rank_checks.py")
+    failed = ranks.failures_of(checks)
 
 
 @pytest.mark.parametrize("name, world", ranks.checks_in(checks).items())

@@ -20,7 +20,7 @@ from flexpress.context_exchange import Exchange
 from flexpress.distributed import ContextPlan, split_cached_attention
 from support.context import compare, tensors
 from support.dense import dense_attention
-from support.ranks import check, here, main
+from support.ranks import check, here
 
 
 @check(2)
@@ -334,7 +334,3 @@ def a_cache_that_is_split_over_ranks():
         whole, whole_lse = cached_attention(q, k, v, lengths, score_mod=score_mod, mask_mod=mask_mod, return_lse=True)
         torch.testing.assert_close(out, whole, rtol=1e-5, atol=2e-6)
         torch.testing.assert_close(lse, whole_lse, rtol=1e-5, atol=2e-6)
-
-
-if __name__ == "__main__":
-    main()

@@ -17,7 +17,7 @@ from flexpress.distributed import ContextPlan
 from support import context as one_process
 from support.context import tensors
 from support.dense import dense_attention
-from support.ranks import check, here, main
+from support.ranks import check, here
 from support.varlen import offsets
 
 
@@ -323,7 +323,3 @@ def under_torch_compile():
     torch.compiler.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="with context= ranks send each other keys.*compile without fullgraph=True"):
         torch.compile(layer, backend="aot_eager", fullgraph=True)(*mine)
-
-
-if __name__ == "__main__":
-    main()

@@ -33,7 +33,7 @@ from flexpress import (
     varlen_attention,
 )
 from flexpress.flash import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
-from support.ranks import check, from_first_rank, main
+from support.ranks import check, from_first_rank
 
 
 def mesh_of(*sizes: int):
@@ -639,7 +639,3 @@ def fully_sharded_and_tensor_parallel():
     wanted, expected = trained(reference, x)
     torch.testing.assert_close(out, wanted[share])
     same_gradients(gradients, expected)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,12 +1,15 @@
-"""Processes that attend together: `python ranks.py RANKS WORLD FOLDER DEVICE` runs every check of that many ranks, and writes what failed.
+"""Processes that attend together. `main` is such a process's program, with RANKS WORLD FOLDER DEVICE MODULES as its arguments: it runs every
+check of that many ranks in these modules, and writes what failed.
 
 RANKS is "2", or "0,1,2,3" for a process that forks into so many once it has imported what they need, which takes longer than most checks.
+So on a CPU all modules that are tested share their processes.
 
 Each check compares what processes compute together with what one process does that has all of the tensors.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -22,12 +25,12 @@ import torch
 
 from support.once import once
 
-CHECKS: dict[str, tuple[int, object]] = {}
+CHECKS: dict[tuple[str, str], tuple[int, object]] = {}  # by module and name, the number of ranks, and the check
 
 
 def check(world: int):
     def add(function):
-        CHECKS[function.__name__] = world, function
+        CHECKS[function.__module__, function.__name__] = world, function
         return function
 
     return add
@@ -35,7 +38,7 @@ def check(world: int):
 
 def checks_in(module) -> dict[str, int]:
     """The checks of a module, and how many ranks each wants."""
-    return {name: world for name, (world, function) in CHECKS.items() if function.__module__ == module.__name__}
+    return {name: world for (where, name), (world, _) in CHECKS.items() if where == module.__name__}
 
 
 def here() -> torch.device:
@@ -53,14 +56,14 @@ def from_first_rank(compute):
     return found[0]
 
 
-def run(world: int, folder: Path, script: str, device: str) -> list[dict[str, str]]:
-    """For each of `world` processes of a script beside this one what failed: tracebacks by the names of checks, which are all there."""
+def run(world: int, folder: Path, modules: list[str], device: str) -> list[dict[str, dict[str, str]]]:
+    """For each of `world` processes what failed: tracebacks by modules and names of checks, which are all there."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    script = Path(__file__).with_name(script)
+    program = "from support.ranks import main; main()"
     shares = [",".join(map(str, range(world)))] if device == "cpu" else map(str, range(world))  # after a fork CUDA may not start
     started = [
         subprocess.Popen(
-            [sys.executable, str(script), ranks, str(world), str(folder), device],
+            [sys.executable, "-c", program, ranks, str(world), str(folder), device, *modules],
             env=environment,
             stderr=subprocess.PIPE,
             start_new_session=True,
@@ -77,21 +80,27 @@ def run(world: int, folder: Path, script: str, device: str) -> list[dict[str, st
     failed = []
     for rank in range(world):
         found = folder / f"{rank}.json"
-        failed.append(json.loads(found.read_text()) if found.exists() else {"": words[rank % len(words)].decode(errors="replace")})
+        failed.append(
+            json.loads(found.read_text())
+            if found.exists()
+            else dict.fromkeys(modules, {"": words[rank % len(words)].decode(errors="replace")})
+        )
     return failed
 
 
-def failures_of(script: str):
-    """A fixture: by number of ranks and device, what `run` of a script finds. Each is run once."""
+def failures_of(module):
+    """A fixture: by number of ranks and device, what `run` finds in a module of checks. Each is run once."""
 
     @pytest.fixture(scope="module")
     def failed(tmp_path_factory):
         def of(world: int, device: str = "cpu") -> list[dict[str, str]]:
-            def write(folder: Path) -> None:
-                (folder / "failed.json").write_text(json.dumps(run(world, folder, script, device)))
+            modules = sorted({where for where, _ in CHECKS}) if device == "cpu" else [module.__name__]
 
-            folder = once(tmp_path_factory, f"{script}-{world}-{device}", write)
-            return json.loads((folder / "failed.json").read_text())
+            def write(folder: Path) -> None:
+                (folder / "failed.json").write_text(json.dumps(run(world, folder, modules, device)))
+
+            folder = once(tmp_path_factory, "-".join([*modules, str(world), device]), write)
+            return [failed[module.__name__] for failed in json.loads((folder / "failed.json").read_text())]
 
         return of
 
@@ -107,7 +116,10 @@ def on_devices(module) -> list:
 
 
 def main() -> None:
-    (rank, *others), world, folder, kind = map(int, sys.argv[1].split(",")), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+    ranks, world, folder, kind, *modules = sys.argv[1:]
+    (rank, *others), world, folder = map(int, ranks.split(",")), int(world), Path(folder)
+    for module in modules:
+        importlib.import_module(module)
     forks = []
     for other in others:
         fork = os.fork()
@@ -128,16 +140,16 @@ def main() -> None:
         timeout=timedelta(seconds=60),
         device_id=device if kind == "cuda" else None,
     )
-    failed = {}
-    for name, (ranks, function) in CHECKS.items():
-        if ranks == world:
+    failed = {module: {} for module in modules}
+    for (module, name), (wanted, function) in CHECKS.items():
+        if wanted == world:
             torch.manual_seed(0)
             started = time.perf_counter()
             try:
                 function()
-                failed[name] = ""
+                failed[module][name] = ""
             except Exception:
-                failed[name] = traceback.format_exc()
+                failed[module][name] = traceback.format_exc()
             print(f"rank {rank} of {world}: {name} took {time.perf_counter() - started:.1f} s", flush=True)
             (folder / f"{rank}.json").write_text(json.dumps(failed))
     torch.distributed.destroy_process_group()
