@@ -58,7 +58,8 @@ demo: venv
 	$(BIN)/python -m flexpress demo
 
 # pytest ends with 5 where PYTEST chooses none of the files' tests
-test: venv $(OTHER_TRITONS)
+test: venv
+	$(MAKE) -j2 $(OTHER_TRITONS)
 	for triton in $(abspath $(OTHER_TRITONS:%/.installed=%)); do \
 	    PYTHONPATH=$$triton $(BIN)/python -m pytest -q -n 2 --dist worksteal $(PYTEST) $(COMPILED) || test $$? = 5 || exit 1; \
 	done

@@ -1,5 +1,5 @@
-"""Processes that attend together. `main` is such a process's program, with RANKS WORLD FOLDER DEVICE MODULES as its arguments: it runs every
-check of that many ranks in these modules, and writes what failed.
+"""Processes that attend together. `main` is such a process's program, with RANKS WORLD FOLDER DEVICE MODULES as its arguments: it runs all
+checks of that many ranks in these modules, and writes what failed.
 
 RANKS is "2", or "0,1,2,3" for a process that forks into so many once it has imported what they need, which takes longer than most checks.
 So on a CPU all modules that are tested share their processes.
@@ -80,11 +80,8 @@ def run(world: int, folder: Path, modules: list[str], device: str) -> list[dict[
     failed = []
     for rank in range(world):
         found = folder / f"{rank}.json"
-        failed.append(
-            json.loads(found.read_text())
-            if found.exists()
-            else dict.fromkeys(modules, {"": words[rank % len(words)].decode(errors="replace")})
-        )
+        said = words[rank % len(words)].decode(errors="replace")
+        failed.append(json.loads(found.read_text()) if found.exists() else dict.fromkeys(modules, {"": said}))
     return failed
 
 
