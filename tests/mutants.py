@@ -1267,7 +1267,7 @@ EXPORTS = [
 
 ELSEWHERE = [
     Mutant(
-        "templates/forward.py.jinja",
+        "templates/_forward_block.jinja",
         '{{ "(offs_n + kv_shift)" if SHIFTED else "offs_n" }}',
         "offs_n",
         named("shifts", "cpu"),
