@@ -224,6 +224,24 @@ def float8() -> None:
                 flex_attention(q, k, v, mask_mod=mask_mod, enable_gqa=True, kernel_options=options, **scales)
 
 
+def extras() -> None:
+    """Sinks and dropout, in both kinds of kernels, in packed sequences and in decoding."""
+    sinks = torch.randn(4, device="cuda", requires_grad=True)
+    given = {"sinks": sinks, "dropout_p": 0.2, "dropout_seed": torch.tensor([7], device="cuda")}
+    mask = create_block_mask(mods.causal, None, None, LENGTH, LENGTH, "cuda")
+    for head_dim in (64, 128):
+        q, k, v = (torch.randn(2, heads, LENGTH, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2))
+        for backend in ("PORTABLE", "HOPPER") if torch.cuda.get_device_capability() == (9, 0) else ("PORTABLE",):
+            for block_mask in (None, mask):
+                out = flex_attention(q, k, v, block_mask=block_mask, enable_gqa=True, kernel_options={"BACKEND": backend}, **given)
+                torch.autograd.grad(out, (q, k, v, sinks), torch.randn_like(out))
+        flex_attention(q[:, :, :1], k, v, enable_gqa=True, sinks=sinks)
+        cu_seqlens = torch.tensor([0, 50, 51, LENGTH], dtype=torch.int32, device="cuda")
+        packed = [t[0].transpose(0, 1) for t in (q, k, v)]
+        out = varlen_attention(*packed, cu_seqlens, mask_mod=mods.causal, **given)
+        torch.autograd.grad(out, (q, k, v, sinks), torch.randn_like(out))
+
+
 def exchange() -> None:
     """What ranks of a context plan exchange: last blocks that end early, blocks that nobody sent, head dims that are padded."""
     for dtype, d_qk, d_v in ((torch.bfloat16, 128, 128), (torch.float32, 40, 24), (torch.bfloat16, 576, 512)):
@@ -235,7 +253,7 @@ def exchange() -> None:
         add_blocks(k, v, out, some.new_tensor([1, -1, 0]), some.new_tensor([[0, 3], [1, -1], [-1, -1]]), sums, 128)
 
 
-PARTS = {part.__name__: part for part in (portable, tangents, sequences, serving, latent, prompts, hopper, float8, exchange)}
+PARTS = {part.__name__: part for part in (portable, tangents, sequences, serving, latent, prompts, hopper, float8, extras, exchange)}
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--names"]:
