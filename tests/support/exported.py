@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import inspect
+import json
 import os
 import subprocess
 import sys
@@ -16,7 +18,7 @@ from flexpress import export
 from support.dense import relative_error
 
 WITHOUT = """
-import sys, importlib.abc
+import importlib.abc, json, os, runpy, signal, sys, traceback
 class Gone(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in ("flexpress", "jinja2"):
@@ -28,21 +30,49 @@ except ModuleNotFoundError:
     pass
 else:
     raise SystemExit("flexpress is there")
-import runpy
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
+import torch
+for line in sys.stdin:
+    path, environment, *files = json.loads(line)
+    child = os.fork()
+    if not child:
+        signal.alarm(300)
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(os.path.dirname(path))
+        for standard, file in enumerate(files, 1):
+            os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), standard)
+        sys.argv, failed = [path], True
+        try:
+            runpy.run_path(path, run_name="__main__")
+            failed = False
+        except SystemExit as end:
+            failed = end.code not in (None, 0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(failed)
+    print(os.waitpid(child, 0)[1], flush=True)
 """
 
 
 def run_alone(path: Path, **environment: str) -> str:
     """What the file's demo prints in a process of its own, where flexpress and jinja2 cannot be imported."""
     known = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRITON_INTERPRET")}
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", WITHOUT, str(path)],
-        capture_output=True, text=True, env={**known, **environment}, cwd=path.parent, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    files = path.with_suffix(".stdout"), path.with_suffix(".stderr")
+    print(json.dumps([str(path), {**known, **environment}, *map(str, files)]), file=_without().stdin, flush=True)
+    status = int(_without().stdout.readline())
+    said, errors = (file.read_text() for file in files)
+    assert status == 0, said + errors
+    return said
+
+
+@functools.cache
+def _without() -> subprocess.Popen:
+    """A process that has imported torch, which takes longer than most demos, and forks for each file; it ends with this one."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRITON_INTERPRET")}
+    command = [sys.executable, "-I", "-c", WITHOUT]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 
 
 def load(path: Path, name: str = "exported"):
