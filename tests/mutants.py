@@ -1473,6 +1473,45 @@ ELEMENTS = [
         "a kernel that copies wants more shared memory than there is",
     ),
 ]
+
+
+WAITS = [  # in kernels for Hopper, whose stand-in draws who goes on (tests/support/turns.py)
+    Mutant(
+        "templates/_hopper_backward_consumer.jinja",
+        "mbarrier.wait(shared.kv_full, turn & 1)",
+        "pass",
+        named("hopper_backward", "gradients"),
+        "nobody waits for keys and values",
+    ),
+    Mutant(
+        "templates/_hopper_backward_producer.jinja",
+        "    mbarrier.wait(shared.tiles.empty, turn & 1)\n",
+        "",
+        named("hopper_backward", "gradients"),
+        "a head's last tile is counted before its dQ is in memory",
+    ),
+    Mutant(
+        "templates/hopper_backward_sliced.py.jinja",
+        "    mbarrier.wait(shared.q.full.index(slot), phase)\n",
+        "",
+        named("hopper_backward", "gradients"),
+        "nobody waits for a slice of Q",
+    ),
+    Mutant(
+        "templates/_hopper_decode_output.jinja",
+        "mbarrier.wait(shared.weighed.index(slot * 2 + {{ half }}), phase)",
+        "pass",
+        named("hopper_decode", "what_the_kernel"),
+        "weights are multiplied before they are there",
+    ),
+    Mutant(
+        "templates/_hopper_forward_consumer.jinja",
+        "    tma.store_wait(0)\n{% endif %}",
+        "{% endif %}",
+        named("hopper_forward"),
+        "warps end before their output has been read",
+    ),
+]
 MUTANTS = [
     *CAPTURES,
     *INTERVALS,
@@ -1487,6 +1526,7 @@ MUTANTS = [
     *INTEGRATIONS,
     *ELSEWHERE,
     *ELEMENTS,
+    *WAITS,
     *EXPORTS,
     *PROBABILITIES,
 ]
