@@ -20,4 +20,5 @@ if torch.distributed.is_available():
 @pytest.mark.parametrize("name, world, device", ranks.on_devices(checks))
 def test_ranks_compute_what_one_process_does(failed, name, world, device):
     for rank, errors in enumerate(failed(world, device)):
-        assert not errors.get(name, errors), f"rank {rank} of {world}: {errors.get(name, errors)}"
+        why = errors.get(name, f"it did not run: {errors}")
+        assert not why, f"rank {rank} of {world}: {why}"

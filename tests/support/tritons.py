@@ -6,7 +6,8 @@ one kernel at least (`chosen`), not in every kernel. LLVM and the assembler, whi
 few kernels from every Triton, and of the others those whose turn it is.
 --every-kernel: every Triton brings all to the assembler.
 
-For other GPUs than Hopper the pinned Triton alone compiles; what it compiles for all of them, to the end for one of them (`further`).
+For other GPUs than Hopper the pinned Triton alone compiles: what it compiles for all of them, to the end for one (`further`), and every
+second of what it compiles for one of them.
 """
 
 from __future__ import annotations
