@@ -42,7 +42,9 @@ def apply_rope(
 
     Method: RoFormer (Su et al. 2021, arXiv 2104.09864); on the last dimensions: DeepSeek-V2 (2024, arXiv 2405.04434).
     """
-    check_are_tensors(x=x, rope=rope, positions=positions, **{} if cu_seqlens_q is None else {"cu_seqlens_q": cu_seqlens_q})
+    check_are_tensors(x=x, rope=rope, positions=positions)
+    if cu_seqlens_q is not None:
+        check_are_tensors(cu_seqlens_q=cu_seqlens_q)
     return torch.ops.flexpress.apply_rope(x, rope, positions, cu_seqlens_q, interleaved, rope_tail, check)
 
 

@@ -19,6 +19,5 @@ if torch.distributed.is_available():
 
 @pytest.mark.parametrize("name, world, device", ranks.on_devices(checks))
 def test_ranks_compute_what_one_process_does(failed, name, world, device):
-    for rank, errors in enumerate(failed(world, device)):
-        why = errors.get(name, f"it did not run: {errors}")
-        assert not why, f"rank {rank} of {world}: {why}"
+    why = failed(name, world, device)
+    assert not why, why

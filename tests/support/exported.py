@@ -70,9 +70,7 @@ def run_alone(path: Path, **environment: str) -> str:
 @functools.cache
 def _without() -> subprocess.Popen:
     """A process that has imported torch, which takes longer than most demos, and forks for each file; it ends with this one."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRITON_INTERPRET")}
-    command = [sys.executable, "-I", "-c", WITHOUT]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen([sys.executable, "-I", "-c", WITHOUT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def load(path: Path, name: str = "exported"):

@@ -86,18 +86,22 @@ def run(world: int, folder: Path, modules: list[str], device: str) -> list[dict[
 
 
 def failures_of(module):
-    """A fixture: by number of ranks and device, what `run` finds in a module of checks. Each is run once."""
+    """A fixture: by its name, number of ranks and device, what a check of a module raised on a rank, or "". All of them are run once."""
 
     @pytest.fixture(scope="module")
     def failed(tmp_path_factory):
-        def of(world: int, device: str = "cpu") -> list[dict[str, str]]:
+        def of(name: str, world: int, device: str = "cpu") -> str:
             modules = sorted({where for where, _ in CHECKS}) if device == "cpu" else [module.__name__]
 
             def write(folder: Path) -> None:
                 (folder / "failed.json").write_text(json.dumps(run(world, folder, modules, device)))
 
             folder = once(tmp_path_factory, "-".join([*modules, str(world), device]), write)
-            return [failed[module.__name__] for failed in json.loads((folder / "failed.json").read_text())]
+            for rank, found in enumerate(json.loads((folder / "failed.json").read_text())):
+                errors = found[module.__name__]
+                if why := errors.get(name, f"it did not run: {errors}"):
+                    return f"rank {rank} of {world}: {why}"
+            return ""
 
         return of
 
