@@ -25,6 +25,9 @@ TRITONS := 3.6.0 3.9.0
 OTHER_TRITONS := $(TRITONS:%=$(VENV)/triton-%/.installed)
 COMPILED := $(wildcard tests/test_*offline.py)
 
+# tests start some hundred processes, which would each compile all sources where .pyc files are forbidden, as container images often do
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help venv demo test test-cpu test-gpu weights sanitize sanitize-cpu golden pictures lint docs format
 
 help:
@@ -32,9 +35,11 @@ help:
 
 venv: $(VENV)/.installed
 
-$(VENV)/.installed: pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[test]'
 	touch $@
 
 $(VENV)/.linter: constraints.txt | $(VENV)/.installed
@@ -45,8 +50,8 @@ $(VENV)/.reference: constraints.txt | $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet -c constraints.txt pdoc
 	touch $@
 
-$(VENV)/triton-%/.installed: | $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(@D) triton==$*
+$(VENV)/triton-%/.installed: | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --no-compile --upgrade --no-deps --target $(@D) triton==$*
 	touch $@
 
 $(VENV)/.weights: constraints.txt | $(VENV)/.installed
@@ -58,8 +63,8 @@ demo: venv
 	$(BIN)/python -m flexpress demo
 
 # pytest ends with 5 where PYTEST chooses none of the files' tests
-test: venv
-	$(MAKE) -j2 $(OTHER_TRITONS)
+test:
+	$(MAKE) -j3 venv $(OTHER_TRITONS)
 	for triton in $(abspath $(OTHER_TRITONS:%/.installed=%)); do \
 	    PYTHONPATH=$$triton $(BIN)/python -m pytest -q -n 2 --dist worksteal $(PYTEST) $(COMPILED) || test $$? = 5 || exit 1; \
 	done

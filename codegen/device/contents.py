@@ -35,20 +35,21 @@ class Entry:
 def entries() -> list[Entry]:
     """The kernels of the folder, those used last first. Another process may add and remove some meanwhile."""
     found: dict[str, Entry] = {}
-    files, _ = folder.files(folder.path())
-    for file in files:
-        if file.path.suffix != ".spec":
-            name = file.path.name.split(".")[0]
-            _add(found.setdefault(name, Entry(name)), *file)
-    for file in files:
-        if file.path.suffix == ".spec":
-            note = _note(file.path)
+    place = folder.path()
+    files = [(place / name, size, used) for name, size, used in folder.files(place)[0]]
+    for path, *numbers in files:
+        if path.suffix != ".spec":
+            name = path.name.split(".")[0]
+            _add(found.setdefault(name, Entry(name)), path, *numbers)
+    for path, *numbers in files:
+        if path.suffix == ".spec":
+            note = _note(path)
             entry = found.get(Path(note["file"]).stem) if isinstance(note.get("file"), str) else None
             if entry is None:
                 entry = found.setdefault("", Entry(""))
             else:
                 _describe(entry, note)
-            _add(entry, *file)
+            _add(entry, path, *numbers)
     return sorted(found.values(), key=lambda entry: -entry.used)
 
 
@@ -83,10 +84,11 @@ def clear() -> tuple[int, int]:
     """Remove all files of kernels, and temporary ones of killed processes: how many, and their bytes. Processes that run go on with what
     they have loaded, and print and compile again what they need."""
     count = held = 0
-    ours, abandoned = folder.files(folder.path())
+    place = folder.path()
+    ours, abandoned = folder.files(place)
     for file in (*ours, *abandoned):
         with contextlib.suppress(OSError):
-            file.path.unlink()
+            (place / file.name).unlink()
             count, held = count + 1, held + file.bytes
     return count, held
 

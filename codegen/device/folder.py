@@ -41,7 +41,7 @@ class Unsafe(OSError):
 
 
 class _File(NamedTuple):
-    path: Path
+    name: str
     bytes: int
     used: float  # when it was last read or written, to _FRESH seconds
 
@@ -232,14 +232,14 @@ def limit() -> int:
 
 def files(place: Path | None) -> tuple[list[_File], list[_File]]:
     """Flexpress's own files in a folder: those of kernels, and temporary ones that nobody writes any more. What others put there is not
-    among them."""
+    among them. There may be thousands, and a new process looks before its first kernel: so they have names, not paths."""
     kernels, temporary = [], []
     with contextlib.suppress(OSError):
         for entry in os.scandir(place) if place else ():
             found = kernels if _OURS.fullmatch(entry.name) else temporary if _TEMPORARY.fullmatch(entry.name) else None
             with contextlib.suppress(OSError):
                 if found is not None and stat.S_ISREG((info := entry.stat(follow_symlinks=False)).st_mode):
-                    found.append(_File(Path(entry.path), info.st_size, info.st_mtime))
+                    found.append(_File(entry.name, info.st_size, info.st_mtime))
     return kernels, [file for file in temporary if time.time() - file.used > _ABANDONED]
 
 
@@ -253,24 +253,23 @@ def _make_room(place: _Place, size: int) -> None:
     if place.looked and place.unchecked < most // 16:
         return
     place.looked, place.unchecked = True, 0
-    kernels: dict[str, list] = {}  # newest use, bytes and files of what belongs together
-    ours, abandoned = files(place.path)
+    folder = place.path
+    ours, abandoned = files(folder)
     for file in abandoned:
-        _remove(file.path)
-    for file in ours:
-        group = kernels.setdefault(file.path.name.lstrip(".").split(".")[0], [0.0, 0, []])
-        group[0], group[1] = max(group[0], file.used), group[1] + max(file.bytes, 512)
-        group[2].append(file.path)
-    held = sum(group[1] for group in kernels.values())
+        _remove(folder / file.name)
+    held = sum(max(file.bytes, 512) for file in ours)
     if held > most:
+        kernels: dict[str, list[_File]] = {}  # what belongs together
+        for file in ours:
+            kernels.setdefault(file.name.lstrip(".").split(".")[0], []).append(file)
         before, count = held, 0
-        for _, bytes_, paths in sorted(kernels.values(), key=lambda group: group[0]):
-            for file in paths:
-                _remove(file)
-            held, count = held - bytes_, count + len(paths)
+        for group in sorted(kernels.values(), key=lambda group: max(file.used for file in group)):
+            for file in group:
+                _remove(folder / file.name)
+            held, count = held - sum(max(file.bytes, 512) for file in group), count + len(group)
             if held <= most * 3 // 4:
                 break
-        logs.CACHE.info("%s held %d MiB: removed the %d files that were unused longest", place.path, before >> 20, count)
+        logs.CACHE.info("%s held %d MiB: removed the %d files that were unused longest", folder, before >> 20, count)
 
 
 def _remove(file: str | Path) -> None:
