@@ -6,13 +6,13 @@
 A case is one attention problem in bfloat16, done by several ways that take turns, three rounds each. The first way is the call
 without the feature, and "cost" is a time over that of the first. Before anything is timed the outputs are compared: `diff` is the
 relative difference to the way that `same` names, which computes the same thing, and `grad_diff` the largest of the gradients. Where no
-other way does (dropout), one head is compared with dense float64.
+other way does (dropout), one head of one sequence is compared with dense float64.
 
     plain           flexpress without the feature
     portable        the same by the portable kernels
     feature         flexpress with it
     by_hand         what does the same with flexpress, without the feature
-    torch           what does the same with torch: flex_attention compiled, or scaled_dot_product_attention
+    torch           what does the same with torch: flex_attention compiled, scaled_dot_product_attention, or its FlashAttention-2
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention import flex_attention as torchs
 from torch.nn.functional import scaled_dot_product_attention
 
-from flexpress import AuxRequest, create_block_mask, dropout_mask, flex_attention
+from flexpress import AuxRequest, create_block_mask, dropout_mask, flex_attention, varlen_attention
 from flexpress.mods import causal, sliding_window
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # there tests run it, with small shapes
@@ -109,17 +109,7 @@ def dropout_case(shape: Sequence[int], *, is_causal: bool) -> Case:
             return one(scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=mask_mod is not None))
 
     def error(found: tuple[torch.Tensor, ...]) -> float:
-        """The largest one of output and gradients of the first head of the first sequence."""
-        length = shape[3]
-        inputs = [t[0, 0].detach().double().requires_grad_() for t in (q, k, v)]
-        scores = inputs[0] @ inputs[1].T / math.sqrt(shape[4])
-        if is_causal:
-            scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
-        kept = dropout_mask(seed, (1, 1, length, length), DROPOUT)[0, 0]
-        p = round(DROPOUT * 16384) / 16384
-        out = scores.softmax(-1) * kept / (1 - p) @ inputs[2]
-        exact = (out, *torch.autograd.grad(out, inputs, torch.ones_like(out)))
-        return max(difference(have[0, 0], want) for have, want in zip(found, exact, strict=True))
+        return error_of_dropout([t[0, 0] for t in (q, k, v)], [t[0, 0] for t in found], seed, is_causal)
 
     ways = {
         "plain": Way(lambda: one(flex_attention(q, k, v, block_mask=mask))),
@@ -129,6 +119,48 @@ def dropout_case(shape: Sequence[int], *, is_causal: bool) -> Case:
         "torch": Way(lambda: sdpa(DROPOUT)),
     }
     return Case(ways, (q, k, v), error)
+
+
+def packed_dropout_case(lengths: Sequence[int], heads: int, head_dim: int, *, is_causal: bool) -> Case:
+    """Sequences of these lengths. Torch's way is its FlashAttention-2, which draws other weights to drop."""
+    total = sum(lengths)
+    q, k, v = (normal(total, heads, head_dim, grad=True) for _ in range(3))
+    mask_mod = causal if is_causal else None
+    seed = torch.tensor([1234], device=DEVICE)
+    ends = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
+
+    def flash(dropout_p: float) -> tuple[torch.Tensor]:
+        of_sequences = ends, ends, max(lengths), max(lengths)
+        return one(torch.ops.aten._flash_attention_forward(q, k, v, *of_sequences, dropout_p, is_causal, False)[0])
+
+    def error(found: tuple[torch.Tensor, ...]) -> float:
+        return error_of_dropout([t[: lengths[0], 0] for t in (q, k, v)], [t[: lengths[0], 0] for t in found], seed, is_causal)
+
+    def packed(**given: object) -> tuple[torch.Tensor]:
+        return one(varlen_attention(q, k, v, ends, mask_mod=mask_mod, **given))
+
+    ways = {
+        "plain": Way(packed),
+        "portable": Way(lambda: packed(kernel_options=PORTABLE), "plain"),
+        "feature": Way(lambda: packed(dropout_p=DROPOUT, dropout_seed=seed)),
+    }
+    if DEVICE == "cuda":
+        ways |= {"torch plain": Way(lambda: flash(0.0), "plain"), "torch": Way(lambda: flash(DROPOUT))}
+    return Case(ways, (q, k, v), error)
+
+
+def error_of_dropout(given: Sequence[torch.Tensor], found: Sequence[torch.Tensor], seed: torch.Tensor, is_causal: bool) -> float:
+    """The largest one of output and gradients of one head of one sequence: `given` q, k and v (length, head_dim), what was `found`."""
+    inputs = [t.detach().double().requires_grad_() for t in given]
+    length, head_dim = inputs[0].shape
+    scores = inputs[0] @ inputs[1].T / math.sqrt(head_dim)
+    if is_causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
+    kept = dropout_mask(seed, (1, 1, length, length), DROPOUT)[0, 0]
+    p = round(DROPOUT * 16384) / 16384
+    out = scores.softmax(-1) * kept / (1 - p) @ inputs[2]
+    exact = (out, *torch.autograd.grad(out, inputs, torch.ones_like(out)))
+    return max(map(difference, found, exact))
 
 
 def math_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool) -> torch.Tensor:
@@ -237,12 +269,15 @@ def statistics_case(shape: Sequence[int]) -> Case:
     return Case(ways)
 
 
+PACKED = (4001, 7999, 2000, 10000, 8768) * 2
 SHAPE, NARROW = (4, 16, 16, 4096, 128), (4, 16, 16, 4096, 64)
 CASES: dict[str, Callable[[], Case]] = {
     "sinks_causal": lambda: sinks_case(SHAPE, causal),
     "sinks_gpt_oss": lambda: sinks_case((1, 64, 8, 16384, 64), sliding_window(128)),
     "dropout_causal": lambda: dropout_case(SHAPE, is_causal=True),
     "dropout_full_d64": lambda: dropout_case(NARROW, is_causal=False),
+    "dropout_packed": lambda: packed_dropout_case(PACKED, 16, 128, is_causal=True),
+    "dropout_packed_d64": lambda: packed_dropout_case(PACKED, 16, 64, is_causal=False),
     "jvp_causal": lambda: jvp_case(SHAPE, is_causal=True),
     "jvp_full": lambda: jvp_case(SHAPE, is_causal=False),
     "jvp_full_d64": lambda: jvp_case(NARROW, is_causal=False),

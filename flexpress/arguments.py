@@ -108,11 +108,11 @@ def block_size(options: Options) -> tuple[int, int]:
     return tuple(max([BLOCK, *(n for name, n in tile.items() if name.endswith(f"BLOCK_{axis}"))]) for axis in "MN")
 
 
-def lists_of_call(inputs: Inputs, options: Options, packed: tuple | None, narrow: bool) -> Callable[..., BlockLists]:
+def lists_of_call(inputs: Inputs, options: Options, packed: tuple | None, narrow: bool, dropout: bool = False) -> Callable[..., BlockLists]:
     """What makes the lists of a bound mask_mod for one call, and with transposed=True those of its backward pass. `packed`: where packed
     sequences start, or nothing."""
     size = (NARROW_BLOCK, NARROW_BLOCK) if narrow else block_size(options)
-    starts = starts_of(*packed, *inputs.extents[2:], *size) if packed else ()
+    starts = starts_of(*packed, *inputs.extents[2:], *size, dropout) if packed else ()
     return partial(automatic_lists, extents=inputs.extents, device=inputs.device, size=size, starts=starts)
 
 

@@ -92,7 +92,7 @@ def bound(
             read(mask, inputs.device, "mask_mod")
     narrow = mask is not None and is_narrow(mask, inputs, options, block_mask)
     if mask is not None and (lists is None or narrow or tells_entries_apart(mask, lists, inputs, block_mask)):
-        make = lists_of_call(inputs, options, packed, narrow)
+        make = lists_of_call(inputs, options, packed, narrow, dropout is not None)
         lists, transposed = make(mask), partial(make, transposed=True)
     extras = None if sinks is None and dropout is None else _extras(inputs, packed, sinks, dropout)
     if quantised is not None or inputs.is_float8:

@@ -50,11 +50,17 @@ class Packing:
         return _moved(self.sequence_q, self.starts_k - self.starts_q)
 
     @functools.cached_property
+    def aligned_k(self) -> torch.Tensor:
+        """(total_k,) the packed position of the query that has the key's place in its sequence."""
+        return self.aligned_q if self.shared else _moved(self.sequence_k, self.starts_q - self.starts_k)
+
+    @functools.cached_property
     def places(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """int32 (3, total_q): the number of each query's sequence, its position there, and where that one's keys begin; and (2, total_k):
-        the number of each key's sequence, and its position there."""
+        """int32 (3, total_q): the number of each query's sequence, its position there, and where that one's keys begin; and (3, total_k):
+        the same of keys, and where the queries begin."""
         of_queries = torch.stack((self.sequence_q, self.local_q, self.aligned_q - self.local_q))
-        return of_queries, torch.stack((self.sequence_k, self.local_k))
+        of_keys = of_queries if self.shared else torch.stack((self.sequence_k, self.local_k, self.aligned_k - self.local_k))
+        return of_queries, of_keys
 
     def score_mod(self, mod: Callable) -> Callable:
         """The score_mod on packed positions."""

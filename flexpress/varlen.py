@@ -198,8 +198,8 @@ def varlen_attention(
 
     Returns (total_q, Hq, Dv) in q's dtype (or out_dtype); with return_lse also lse (total_q, Hq), float32, natural logarithm. A query
     with nothing to attend to gives 0 and -inf. Differentiable as flex_attention is. Other lengths, or another number of sequences,
-    compile nothing (but those of 512 tokens or more on average, whose blocks begin where sequences do, and those of fewer have kernels
-    of their own, and so has, in a portable backward pass of the latter, a sum that is a multiple of the block size).
+    compile nothing (but those of 256 tokens or more on average, or of 64 with dropout, whose blocks begin where sequences do, and those of
+    fewer have kernels of their own, and so has, in a portable backward pass of the latter, a sum that is a multiple of the block size).
 
     DTensors as q, k and v, sharded over heads (dimension 1) or replicated, give DTensors: as for flex_attention.
 

@@ -447,6 +447,7 @@ def test_features_are_compared_before_they_are_timed(monkeypatch):
     small_ones = {
         "sinks": lambda: features.sinks_case((1, 4, 2, 70, 16), features.causal),
         "dropout": lambda: features.dropout_case((1, 2, 2, 70, 16), is_causal=True),
+        "dropout_packed": lambda: features.packed_dropout_case((70, 20), 2, 16, is_causal=True),
         "jvp": lambda: features.jvp_case((1, 2, 2, 40, 16), is_causal=True),
         "second": lambda: features.second_case((1, 2, 2, 40, 16), is_causal=False),
         "dots": lambda: features.dots_case((1, 2, 2, 70, 16)),

@@ -7,7 +7,7 @@ import torch
 
 from flexpress.codegen.device.offline import TARGETS
 from flexpress.codegen.plan.extras import ORDINARY, Extras
-from flexpress.codegen.plan.forward import Cache
+from flexpress.codegen.plan.forward import Blocks, Cache
 from flexpress.codegen.run.preview import (
     backward_compilations,
     compilation,
@@ -16,6 +16,7 @@ from flexpress.codegen.run.preview import (
     hopper_compilation,
 )
 from flexpress.mods import alibi, causal
+from flexpress.recipes import make
 from support.tritons import PINNED, further, my_turn
 
 SINKS = Extras("bfloat16")
@@ -79,36 +80,44 @@ def test_dropout(kernel, target, every_kernel):
 
 @pytest.mark.parametrize("extras", [SINKS, Extras(dropout="positions"), Extras("float32", "positions"), Extras(dropout="packed")])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("starts", [False, True])
 @pytest.mark.parametrize("kernel", ["forward", "backward"])
-def test_a_hopper_kernel_takes_them_or_refuses(kernel, dims, extras):
+def test_a_hopper_kernel_takes_them_or_refuses(kernel, starts, dims, extras):
     """A kernel that serves a call reads what the call brings."""
-    given = {"head_dim": dims[0], "head_dim_v": dims[1], "extras": extras}
     try:
-        if kernel == "forward":
-            specs = [hopper_compilation("sm_90", None, causal, output_rows=True, **given).spec]
-        else:
-            specs = [made.spec for made in hopper_backward_compilations(None, causal, **given).values()]
+        specs = [made.spec for made in hopper_kernels(kernel, None, causal, starts, head_dim=dims[0], head_dim_v=dims[1], extras=extras)]
     except ValueError as why:
-        assert extras.dropout and "dropout" in str(why)
-        assert extras.dropout == "packed" or dims[0] > 128
+        if "dropout" not in str(why):
+            assert starts and dims[0] == 256 and "they must have 64 keys" in str(why)
+        else:
+            assert kernel == "backward" and dims[0] > 128 or extras.dropout == "packed" and not starts
     else:
         taken = {p.name for spec in specs for p in spec.parameters}
-        assert extras.dropout != "packed"  # positions in sequences are read from tensors, which no kernel in Gluon does
+        assert starts or extras.dropout != "packed"  # a tile's weights are whole groups of one sequence alone
         assert not extras.sinks or "SINKS" in taken
         assert not extras.dropout or {"SEED", "DROPPED", "KEPT_SCALE"} <= taken
+        assert (extras.dropout == "packed") == ({"DROP_Q", "DROP_K"} <= taken)
 
 
-@pytest.mark.parametrize("number, kernel, most", [(1, "forward", 64), (4, "backward", 288)])
-def test_dropout_spills_little_in_hopper_kernels(number, kernel, most, every_kernel):
-    given = {"head_dim": 128, "extras": Extras(dropout="positions")}
-    if kernel == "forward":
-        made = hopper_compilation("sm_90", None, causal, output_rows=True, **given)
-    else:
-        made = hopper_backward_compilations(None, causal, **given)["fused"]
+@pytest.mark.parametrize(
+    "number, kernel, dropout, most",
+    [(1, "forward", "positions", 64), (4, "backward", "positions", 288), (8, "forward", "packed", 480), (6, "backward", "packed", 480)],
+)
+def test_dropout_spills_little_in_hopper_kernels(number, kernel, dropout, most, every_kernel):
+    mods = (None, causal) if dropout == "positions" else make("causal", "document")
+    made = hopper_kernels(kernel, *mods, dropout == "packed", extras=Extras(dropout=dropout))[-1]
     if every_kernel or my_turn(number):
         assert made.compile().spilled <= most
     else:
         made.compile("ttgir")
+
+
+def hopper_kernels(kernel, score_mod, mask_mod, starts, **given):
+    """Those of a forward or of a backward pass."""
+    if kernel == "forward":
+        return [hopper_compilation("sm_90", score_mod, mask_mod, output_rows=True, starts=starts, **given)]
+    blocks = {"blocks": Blocks(True, 128, 128, starts=True)} if starts else {}
+    return list(hopper_backward_compilations(score_mod, mask_mod, **given, **blocks).values())
 
 
 def _compare(with_sinks, without):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flexpress import create_block_mask, dropout_mask, mods
+from flexpress import create_block_mask, dropout_mask, mods, packed_blocks
 from flexpress.block_lists import transposed_lists
 from flexpress.codegen import registry
 from flexpress.codegen.device import counters, kernel
@@ -19,6 +19,8 @@ from flexpress.codegen.run.backward import backward
 from flexpress.codegen.run.call import Bound, ExtraInputs, Inputs, Rows
 from flexpress.codegen.run.forward import forward
 from flexpress.codegen.text.render import render
+from flexpress.dropout import Dropout
+from flexpress.varlen import packed_call
 from support import fake_gluon
 from support.dense import dense_attention, dropped_attention, relative_error
 from support.fake_hopper import Variant, pass_for_hopper
@@ -74,6 +76,11 @@ CASES = {  # heads of q and k, batch entries of q and k, lengths, head dims; how
         dropout_p=0.1, score=lambda s, b, h, m, n: s + NUMBERS[h] * (m - n) * 0.01, learned=NUMBERS, lengths=(130, 150)
     ),
     "dropout, blocks of a longer sequence": dict(dropout_p=0.4, blocks=[[6, 1], [5, 2]], lengths=(200, 256)),
+    "packed sequences": dict(packed=[[70, 0, 1, 180]], mask=mods.causal, dims=(64, 64)),
+    "dropout, packed sequences": dict(packed=[[150, 0, 1, 190]], dropout_p=0.3, mask=mods.causal, megabytes=0),
+    "the same, other keys, softcap, head dim 128": dict(
+        packed=[[70, 130, 3], [200, 0, 150]], dropout_p=0.4, score=mods.softcap(2.0), dims=(128, 128), heads=(4, 2)
+    ),
     "a bias of each head that batch entries share": dict(
         score=lambda s, b, h, m, n: s + BIAS[h, m, n], learned=BIAS, heads=(4, 2), batches=(3, 3), lengths=(130, 200), megabytes=0
     ),
@@ -84,10 +91,29 @@ CASES = {  # heads of q and k, batch entries of q and k, lengths, head dims; how
 }
 
 
+def places_of(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sequence of each packed token, and its position there."""
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    return sequence, torch.cat([torch.arange(length) for length in lengths])
+
+
+def of_sequences(mask_mod, queries: tuple, keys: tuple):
+    """A mask_mod of packed tokens: those of one sequence, where `mask_mod` allows it."""
+    (of_query, q_places), (of_key, k_places) = queries, keys
+
+    def packed(b, h, m, n):
+        allowed = of_query[m] == of_key[n]
+        return allowed & mask_mod(b, h, q_places[m], k_places[n]) if mask_mod else allowed
+
+    return packed
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_gradients(monkeypatch, name):
     case = dict(heads=(2, 2), batches=(1, 1), lengths=(200, 300), dims=(64, 64), score=None, mask=None, megabytes=24, programs=2, raw=False)
-    case |= {"blocks": None, "learned": None, "dropout_p": 0.0, **CASES[name]}
+    case |= {"blocks": None, "packed": None, "learned": None, "dropout_p": 0.0, **CASES[name]}
+    if case["packed"]:
+        case["lengths"] = sum(case["packed"][0]), sum(case["packed"][-1])
     (Hq, Hkv), (Z, Zkv), (Q_LEN, KV_LEN), (D_QK, D_V) = (case[key] for key in ("heads", "batches", "lengths", "dims"))
     generator = torch.Generator().manual_seed(0)
     shapes = ((Z, Hq, Q_LEN, D_QK), (Zkv, Hkv, KV_LEN, D_QK), (Zkv, Hkv, KV_LEN, D_V), (Z, Hq, Q_LEN, D_V))
@@ -106,8 +132,16 @@ def test_gradients(monkeypatch, name):
         lists = mask.as_lists(), lambda _: mask.as_transposed_lists()
     mods = [case[kind] and bind(case[kind], kind) for kind in ("score", "mask")]
     seed, p = torch.tensor([(5 << 40) + 3]), round(case["dropout_p"] * DROPOUT_STEPS) / DROPOUT_STEPS
-    extras = ExtraInputs(dropout_p=p, seed=seed) if p else None
-    bound = Bound(q, k, v, Inputs(q, k, v, True), D_QK**-0.5, *mods, *lists, extras=extras)
+    if case["packed"]:
+        monkeypatch.setattr(packed_blocks, "LONG", 0)  # blocks begin where sequences do, however short these are
+        ends = [torch.tensor([0, *lengths]).cumsum(0).int() for lengths in case["packed"]]
+        packed = [t[0].transpose(0, 1) for t in (q, k, v)]
+        bound = packed_call(*packed, ends[0], *ends[1:] or [None], score_mod, mask_mod, dropout=Dropout(p, seed) if p else None)
+        (at_q, q_places), (at_k, k_places) = places = [places_of(lengths) for lengths in (case["packed"][0], case["packed"][-1])]
+        mask_mod = of_sequences(mask_mod, *places)
+    else:
+        extras = ExtraInputs(dropout_p=p, seed=seed) if p else None
+        bound = Bound(q, k, v, Inputs(q, k, v, True), D_QK**-0.5, *mods, *lists, extras=extras)
     out, _, _, rows = forward(bound, output_rows=True)
     if case["raw"]:
         rows = Rows(rows.values * torch.tensor([D_QK**0.5, 1.0]), True)
@@ -134,14 +168,18 @@ def test_gradients(monkeypatch, name):
     *found, of_captured, _ = backward(bound, out, rows, do, None, wanted=wanted)
     found += of_captured.values()
     (counter,) = counters._counters.values()
+    assert len(ran) == 1 and not counter.any() and plan().fused.flag["STARTS"] == bool(case["packed"])
     registry.clear()
-    assert len(ran) == 1 and not counter.any()
 
     def gradients(precision):
         inputs = [t.detach().to(precision).requires_grad_() for t in (q, k, v)]
         inputs += [case["learned"].requires_grad_()] if wanted else []
         if p:
-            kept = dropout_mask(seed, (Z, Hq, Q_LEN, KV_LEN), p)
+            if case["packed"]:
+                kept = dropout_mask(seed, (len(case["packed"][0]), Hq, Q_LEN, KV_LEN), p)
+                kept = kept[at_q[:, None], :, q_places[:, None], k_places].permute(2, 0, 1)[None]
+            else:
+                kept = dropout_mask(seed, (Z, Hq, Q_LEN, KV_LEN), p)
             result = dropped_attention(*inputs[:3], kept, p, score_mod, mask_mod, precision=precision)
         else:
             result = dense_attention(*inputs[:3], score_mod, mask_mod, precision=precision)[0]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flexpress import create_block_mask, dropout_mask, flex_attention, mods, varlen_attention
+from flexpress import create_block_mask, dropout_mask, flex_attention, mods, packed_blocks, varlen_attention
 from flexpress.codegen import registry
 from support.dense import dense_attention, dropped_attention, relative_error
 from support.fake_hopper import forward_on_cpu
@@ -63,6 +63,28 @@ def test_dropout(monkeypatch, dims, dtype, masked):
     assert [launch.spec.template for launch in launched] == ["hopper_forward"]
     exact = dropped_attention(q, k, v, dropout_mask(seed, (2, 2, 400, 420), 0.3), 0.3, None, mask_mod)
     assert relative_error(out, exact) < 1e-2
+
+
+@pytest.mark.parametrize("d_v, lengths", [(64, [[150, 0, 1, 190]]), (128, [[70, 130, 3], [200, 0, 150]])])
+def test_dropout_of_packed_sequences(monkeypatch, d_v, lengths):
+    """Tiles and blocks begin where sequences do: what is dropped follows from where that is."""
+    launched = forward_on_cpu(monkeypatch)
+    monkeypatch.setattr(packed_blocks, "LONG", 0)
+    q, k, v = (t[0].transpose(0, 1) for t in tensors(d_v, d_v, sum(lengths[0]), sum(lengths[-1])))
+    ends = [torch.tensor([0, *of]).cumsum(0).int() for of in lengths]
+    mask_mod, seed = (mods.causal if len(ends) == 1 else None), torch.tensor([77])
+    out = varlen_attention(q, k, v, *ends, mask_mod=mask_mod, dropout_p=0.3, dropout_seed=seed)
+    assert [(launch.spec.template, launch.spec.flag["STARTS"]) for launch in launched] == [("hopper_forward", True)]
+    kept = dropout_mask(seed, (len(lengths[0]), 2, max(lengths[0]), max(lengths[-1])), 0.3)
+    for b, (queries, keys) in enumerate(zip(lengths[0], lengths[-1], strict=True)):
+        if not queries or not keys:  # tokens of the second one's sequence without keys: all weights of none
+            assert not out[int(ends[0][b]) : int(ends[0][b + 1])].any()
+            continue
+        first, begin = int(ends[0][b]), int(ends[-1][b])
+        one = (q[first : first + queries], k[begin : begin + keys], v[begin : begin + keys])
+        one = [t.transpose(0, 1)[None] for t in one]
+        exact = dropped_attention(*one, kept[b : b + 1, :, :queries, :keys], 0.3, None, mask_mod)
+        assert relative_error(out[first : first + queries].transpose(0, 1)[None], exact) < 1e-2
 
 
 def test_slices_of_packed_sequences(monkeypatch):

@@ -35,14 +35,21 @@ def test_deterministic_gradients(apart, device):
     check_problem(Problem(lengths=EXAMPLE, score="bias", deterministic=True, apart=apart), device)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kv_lengths", [None, [30, 5, 80, 0]])
+@pytest.mark.parametrize("apart", [False, True])
+def test_dropout(apart, kv_lengths, device):
+    check_problem(Problem(lengths=EXAMPLE, kv_lengths=kv_lengths, score="alibi", apart=apart, dropout=0.3), device)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv_lengths", [None, [1000, 4096, 0, 333, 1500, 900]])
 @pytest.mark.parametrize("score", ["none", "alibi", "sequence"])
-@pytest.mark.parametrize("mask", ["causal", "prefix"])
-def test_long_sequences(mask, score, kv_lengths):
+@pytest.mark.parametrize("mask, dropout", [("causal", 0.0), ("prefix", 0.0), ("causal", 0.4)])
+def test_long_sequences(mask, dropout, score, kv_lengths):
     lengths = [2000, 4001, 1, 0, 777, 1024]
     shape = dict(Hkv=2, group=4, D=128, Dv=128, dtype=torch.bfloat16)
-    check_problem(Problem(lengths=lengths, kv_lengths=kv_lengths, **shape, score=score, mask=mask), "cuda")
+    check_problem(Problem(lengths=lengths, kv_lengths=kv_lengths, **shape, score=score, mask=mask, dropout=dropout), "cuda")
 
 
 def made_by(work) -> tuple[int, int, int]:

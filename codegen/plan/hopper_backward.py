@@ -75,8 +75,8 @@ def fits(case: BackwardCase, arch: str = "sm_90", score: Mod | None = None) -> s
         return f"{dtype_name(case.dtype)} has no wgmma of its precision"
     if not (17 <= case.d_qk <= 192 and 17 <= case.d_v <= 128 or 129 <= min(case.d_qk, case.d_v) <= max(case.d_qk, case.d_v) <= 256):
         return f"head dims are {case.d_qk} and {case.d_v}; there are tiles for 17 to 192 and 17 to 128, and for 129 to 256"
-    if case.extras.dropout == "packed":
-        return "dropout of packed sequences: the portable kernels have it"
+    if case.extras.dropout == "packed" and not (case.blocks and case.blocks.starts):
+        return "dropout of packed sequences whose blocks do not begin where they do: the portable kernels have it"
     if case.extras.dropout and max(padded(case.d_qk, case.d_v)) > 128:
         return f"dropout with head dims {case.d_qk} and {case.d_v}: the kernels for more than 128 columns have none"
     if case.deterministic:

@@ -87,8 +87,8 @@ def fits(case: ForwardCase, geometry: Geometry, arch: str = "sm_90", aligned: bo
         return "TMA cannot load q, k or v: a head dim that is not contiguous, or an address or strides that are no multiples of 16 bytes"
     if case.options.use_tma is False:
         return "USE_TMA is False"
-    if case.extras.dropout == "packed":
-        return "dropout of packed sequences: the portable kernels have it"
+    if case.extras.dropout == "packed" and not (case.blocks and case.blocks.starts):
+        return "dropout of packed sequences whose blocks do not begin where they do: the portable kernels have it"
     if case.options.prescale_qk:
         return "PRESCALE_QK: q goes to shared memory as it is"
     tile = [name for name, _ in case.options.tile if name in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")]

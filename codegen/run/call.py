@@ -71,7 +71,7 @@ class ExtraInputs(NamedTuple):
     sinks      (Hq,), contiguous and at a multiple of 16 bytes
     dropout_p  which part of the weights is dropped, a multiple of one over DROPOUT_STEPS
     seed       int64 (1,), of dropout
-    places     of packed sequences, int32, (3, total_q) and (2, total_k), as Packing.places
+    places     of packed sequences, int32, (3, total_q) and (3, total_k), as Packing.places
     scales     of "q", "k" and "v", those that have some
     out        the output's dtype; None: q's
     """

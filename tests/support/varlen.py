@@ -9,7 +9,8 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from flexpress import and_masks, mods, or_masks, packed_blocks, varlen_attention
+from flexpress import and_masks, dropout_mask, mods, or_masks, packed_blocks, varlen_attention
+from flexpress.codegen.plan.extras import DROPOUT_STEPS
 from support.dense import dense_attention, relative_error
 from support.gradients import assert_gradients, error_times, gradients_of
 
@@ -81,8 +82,9 @@ def tensor_of(shape, layout: str, dtype, device: str, generator) -> torch.Tensor
     return random(T, H, D)
 
 
-def by_sequence(q, k, v, lengths_q, lengths_k, score_mod, mask_mod, scale, precision):
-    """out (total_q, Hq, Dv) and lse (total_q, Hq) by dense attention within each sequence."""
+def by_sequence(q, k, v, lengths_q, lengths_k, score_mod, mask_mod, scale, precision, factors=None):
+    """out (total_q, Hq, Dv) and lse (total_q, Hq) by dense attention within each sequence, of probabilities times `factors` (sequences, Hq,
+    longest of lengths_q, longest of lengths_k)."""
     outs, rows = [], []
     pieces = [t.split(lengths) for t, lengths in ((q, lengths_q), (k, lengths_k), (v, lengths_k))]
     for b, parts in enumerate(zip(*pieces, strict=True)):
@@ -95,7 +97,8 @@ def by_sequence(q, k, v, lengths_q, lengths_k, score_mod, mask_mod, scale, preci
             continue
         score = None if score_mod is None else lambda s, _, h, m, n, b=b: score_mod(s, torch.full_like(h, b), h, m, n)
         mask = None if mask_mod is None else lambda _, h, m, n, b=b: mask_mod(torch.full_like(h, b), h, m, n)
-        out, lse, _ = dense_attention(x, y, z, score, mask, scale, precision)
+        times = None if factors is None else factors[b : b + 1, :, : lengths_q[b], : lengths_k[b]]
+        out, lse, _ = dense_attention(x, y, z, score, mask, scale, precision, factors=times)
         outs.append(out[0].transpose(0, 1))
         rows.append(lse[0].transpose(0, 1))
     return torch.cat(outs), torch.cat(rows)
@@ -124,6 +127,7 @@ class Problem:
     deterministic: bool = False
     seed: int = 0
     apart: bool = False
+    dropout: float = 0.0
 
 
 @st.composite
@@ -151,6 +155,7 @@ def problems(draw, device):
         deterministic=draw(st.booleans()),
         seed=draw(st.integers(0, 99)),
         apart=draw(st.booleans()),
+        dropout=draw(st.sampled_from([0.0, 0.0, 0.3])),
     )
 
 
@@ -173,9 +178,13 @@ def _check_problem(p: Problem, device: str) -> None:
     mask_mod = mask_mods(n, device)[p.mask]
     cu_q = offsets(lengths, device, p.offsets)
     cu_k = None if p.kv_lengths is None else offsets(kv_lengths, device, p.offsets)
-    out, lse = varlen_attention(
-        *inputs, cu_q, cu_k, make(*learned), mask_mod, scale=p.scale, return_lse=True, deterministic=p.deterministic
-    )
+    given, factors = dict(scale=p.scale, return_lse=True, deterministic=p.deterministic), None
+    if p.dropout:
+        seed = torch.tensor([p.seed - 50], device=device)
+        given |= dict(dropout_p=p.dropout, dropout_seed=seed)
+        kept = dropout_mask(seed, (n, Hq, max(lengths), max(kv_lengths)), p.dropout)
+        factors = kept / (1 - round(p.dropout * DROPOUT_STEPS) / DROPOUT_STEPS)
+    out, lse = varlen_attention(*inputs, cu_q, cu_k, make(*learned), mask_mod, **given)
     assert out.shape == (Tq, Hq, p.Dv) and lse.shape == (Tq, Hq) and out.dtype == p.dtype and lse.dtype == torch.float32
 
     def reference(precision):
@@ -183,7 +192,7 @@ def _check_problem(p: Problem, device: str) -> None:
             t.detach().to(precision if i < 3 else torch.promote_types(precision, torch.float32)).requires_grad_()
             for i, t in enumerate((*inputs, *learned))
         ]
-        return leaves, *by_sequence(*leaves[:3], lengths, kv_lengths, make(*leaves[3:]), mask_mod, p.scale, precision)
+        return leaves, *by_sequence(*leaves[:3], lengths, kv_lengths, make(*leaves[3:]), mask_mod, p.scale, precision, factors)
 
     exact, plain = reference(torch.float64), reference(p.dtype)
     error, allowed = (relative_error(t, exact[1]) for t in (out, plain[1]))
