@@ -45,11 +45,20 @@ def test_dropout(apart, kv_lengths, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv_lengths", [None, [1000, 4096, 0, 333, 1500, 900]])
 @pytest.mark.parametrize("score", ["none", "alibi", "sequence"])
-@pytest.mark.parametrize("mask, dropout", [("causal", 0.0), ("prefix", 0.0), ("causal", 0.4)])
-def test_long_sequences(mask, dropout, score, kv_lengths):
+@pytest.mark.parametrize("mask", ["causal", "prefix"])
+def test_long_sequences(mask, score, kv_lengths):
     lengths = [2000, 4001, 1, 0, 777, 1024]
     shape = dict(Hkv=2, group=4, D=128, Dv=128, dtype=torch.bfloat16)
-    check_problem(Problem(lengths=lengths, kv_lengths=kv_lengths, **shape, score=score, mask=mask, dropout=dropout), "cuda")
+    check_problem(Problem(lengths=lengths, kv_lengths=kv_lengths, **shape, score=score, mask=mask), "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_lengths", [None, [300, 1024, 0, 333, 700, 600]])
+@pytest.mark.parametrize("score", ["none", "alibi"])
+@pytest.mark.parametrize("D", [64, 128])
+def test_dropout_of_long_sequences(D, score, kv_lengths):
+    shape = dict(Hkv=2, group=2, D=D, Dv=D, dtype=torch.bfloat16)
+    check_problem(Problem(lengths=[600, 1001, 1, 0, 177, 1024], kv_lengths=kv_lengths, **shape, score=score, dropout=0.4), "cuda")
 
 
 def made_by(work) -> tuple[int, int, int]:
