@@ -399,8 +399,8 @@ CACHE = [
     ),
     Mutant(
         "codegen/device/folder.py",
-        "key=lambda group: group[0])",
-        "key=lambda group: -group[0])",
+        "key=lambda group: max(file.used for file in group))",
+        "key=lambda group: -max(file.used for file in group))",
         named("folder", "holds_so_much"),
         "what was used last goes first",
     ),
@@ -730,10 +730,24 @@ DROPOUT = [
     ),
     Mutant(
         "codegen/plan/hopper_backward.py",
-        '    if case.extras.dropout == "packed":\n        return "dropout of packed sequences: the portable kernels have it"\n',
-        "",
+        'if case.extras.dropout == "packed" and not (case.blocks and case.blocks.starts):',
+        "if False:",
         named("extras_offline", "takes_them_or_refuses"),
         "a kernel that cannot drop weights of packed sequences serves them",
+    ),
+    Mutant(
+        "templates/hopper_backward.py.jinja",
+        "drop_b, h, start_m - drop_start",
+        "drop_b, h, start_m",
+        named("hopper_backward", "packed"),
+        "queries are counted from where all begin, not their sequence",
+    ),
+    Mutant(
+        "templates/_hopper_forward_tile.jinja",
+        "drop_start = gl.load(first_place + 2 * Q_LEN)",
+        "drop_start = gl.load(first_place + Q_LEN)",
+        named("hopper_forward", "dropout_of_packed"),
+        "keys are counted from where the tile lies in its sequence",
     ),
     Mutant(
         "templates/tangent.py.jinja",
