@@ -18,6 +18,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CACHE_DTYPES = (*DTYPES, torch.float8_e4m3fn)
 QUERY_DTYPES = (*DTYPES, torch.float8_e4m3fn)  # of calls without gradients
 MAX_HEAD_DIM = 512  # of values
+MOST = 2**31 - 1  # positions and lengths are int32 in kernels
 MAX_HEAD_DIM_QK = 576  # of queries and keys: latent attention has 64 columns beside its values
 
 
@@ -111,7 +112,8 @@ def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def whole(name: str, value, least: int = 0) -> int:
-    """The argument `name` as an int. TypeError if it is no integer, ValueError if it is less than `least`."""
+    """The argument `name` as an int. TypeError if it is no integer, ValueError if it is less than `least`, or more than kernels, which
+    count in 32 bits, can count."""
     try:
         if isinstance(value, (bool, torch.Tensor)):  # a tensor's number would have to be waited for
             raise TypeError
@@ -120,6 +122,8 @@ def whole(name: str, value, least: int = 0) -> int:
         raise TypeError(f"{name} must be an integer, got {value!r}") from None
     if number < least:
         raise ValueError(f"{name} is {number}; it must be at least {least}")
+    if type(number) is int and number > MOST:
+        raise ValueError(f"{name} is {number}; it must be at most {MOST}, as kernels count in 32 bits")
     return number
 
 

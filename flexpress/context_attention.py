@@ -48,11 +48,11 @@ class Arguments(NamedTuple):
 
 
 def heads_in_groups(Hq: int, Hkv: int, groups: int) -> list[Heads]:
-    """At most so many groups of heads, alike as far as may be; query heads with their key heads."""
+    """At most so many groups of heads, alike as far as may be; query heads with their key heads. Of no heads one group that has none."""
     size = -(-Hkv // max(groups, 1))
     shared = Hq // Hkv if Hkv else 1
     parts = [(first, min(first + size, Hkv)) for first in range(0, Hkv, max(size, 1))]
-    return [Heads(slice(a * shared, b * shared), slice(a, b)) for a, b in parts]
+    return [Heads(slice(a * shared, b * shared), slice(a, b)) for a, b in parts or [(0, 0)]]
 
 
 def attend_in_context(

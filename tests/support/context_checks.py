@@ -35,6 +35,15 @@ def a_single_block():
 
 
 @check(2)
+def no_heads():
+    plan = ContextPlan(q_len=256, mask_mod=mods.causal, device=here())
+    q, k, v = (torch.zeros(2, 0, 128, 16, device=here(), requires_grad=True) for _ in range(3))
+    out, lse = flex_attention(q, k, v, context=plan, return_lse=True)
+    assert out.shape == q.shape and lse.shape == q.shape[:3]
+    assert [g.shape for g in torch.autograd.grad(out.sum() + lse.sum(), (q, k, v))] == [q.shape] * 3
+
+
+@check(2)
 def no_mask():
     compare(tensors(300, D_V=32), None)
 
