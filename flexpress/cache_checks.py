@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from flexpress.checks import CACHE_DTYPES, DTYPES, MAX_HEAD_DIM, MAX_HEAD_DIM_QK, check_head_dim, whole
+from flexpress.checks import CACHE_DTYPES, DTYPES, MAX_HEAD_DIM, MAX_HEAD_DIM_QK, check_extents, whole
 
 from .codegen.mod.tensors import LOWEST, check_kind, check_memory
 from .codegen.registry import Table
@@ -178,8 +178,8 @@ def _check_caches(name: str, tokens, layout: str, k_cache, v_cache, k_scale, v_s
         )
     if k_cache.shape[2] == 0:
         raise ValueError(f"k_cache {tuple(k_cache.shape)} has no heads; it needs at least 1")
-    check_head_dim("k_cache", k_cache, MAX_HEAD_DIM_QK)
-    check_head_dim("v_cache", v_cache, MAX_HEAD_DIM)
+    check_extents("k_cache", k_cache, MAX_HEAD_DIM_QK)
+    check_extents("v_cache", v_cache, MAX_HEAD_DIM)
 
 
 def check_table(name: str, tensor, shape: tuple, dtype: torch.dtype, device: torch.device) -> None:

@@ -84,11 +84,13 @@ def check_tensors(query, key, value, enable_gqa: bool, kinds: bool = True) -> No
         raise ValueError(f"key and value must have query's batch size or 1, got query {_shape(query)} and key {_shape(key)}")
     check_heads(query, key, enable_gqa)
     for name, t in named.items():
-        check_head_dim(name, t, MAX_HEAD_DIM if name == "value" else MAX_HEAD_DIM_QK)
+        check_extents(name, t, MAX_HEAD_DIM if name == "value" else MAX_HEAD_DIM_QK)
 
 
-def check_head_dim(name: str, tensor, most: int) -> None:
-    """The last extent of a tensor of queries, keys or values, of which kernels take `most`."""
+def check_extents(name: str, tensor, most: int) -> None:
+    """The last extent of a tensor of queries, keys or values, of which kernels take `most`, and the others, which they count in 32 bits."""
+    if any(type(n) is int and n > MOST for n in tensor.shape):
+        raise ValueError(f"{name} has shape {_shape(tensor)}; kernels count in 32 bits, to {MOST}")
     if not 1 <= tensor.shape[-1] <= most:
         raise NotImplementedError(f"{name} has head_dim {tensor.shape[-1]} (shape {_shape(tensor)}); supported are 1 to {most}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flexpress.cache_checks import forms_of
-from flexpress.checks import MAX_HEAD_DIM, MAX_HEAD_DIM_QK, QUERY_DTYPES, autocasts, check_head_dim, check_rank
+from flexpress.checks import MAX_HEAD_DIM, MAX_HEAD_DIM_QK, QUERY_DTYPES, autocasts, check_extents, check_rank
 
 from .codegen.mod.tensors import check_memory, tracing
 from .codegen.registry import Table
@@ -52,8 +52,8 @@ def _check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k) -> None:
         raise ValueError(f"q and k must have the same head dim, {shapes}")
     if q.shape[1] != k.shape[1] and (k.shape[1] == 0 or q.shape[1] % k.shape[1]):
         raise ValueError(f"q's number of heads must be a multiple of k's, {shapes}")
-    check_head_dim("q", q, MAX_HEAD_DIM_QK)
-    check_head_dim("v", v, MAX_HEAD_DIM)
+    check_extents("q", q, MAX_HEAD_DIM_QK)
+    check_extents("v", v, MAX_HEAD_DIM)
     if cu_seqlens_k is None and q.shape[0] != k.shape[0]:
         raise ValueError(f"q and k must have the same number of tokens where cu_seqlens_k is left out, {shapes}; pass cu_seqlens_k")
     _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, "q", q)

@@ -144,6 +144,11 @@ def flash(name, *tensors, **more):
 
 BSHD = torch.randn(1, 8, 2, 16)
 ELSEWHERE = {
+    "more keys than int32": (
+        lambda: flex_attention(BSHD, *[BSHD[:, :, :1].expand(1, 8, 2**31, 16)] * 2),
+        ValueError,
+        r"key has shape \(1, 8, 2147483648, 16\); kernels count in 32 bits",
+    ),
     "create_block_mask mask_mod": (made(mask_mod=3), TypeError, "mask_mod must be a function, got int"),
     "create_block_mask B": (made(B=0), ValueError, "B is 0; it must be at least 1"),
     "create_block_mask H": (made(H=True), TypeError, "H must be an integer, got True"),
