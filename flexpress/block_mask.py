@@ -13,7 +13,7 @@ from torch.nn.attention import flex_attention as torchs
 from torch.types import Device
 
 from flexpress.block_lists import capturing, kernel_size, listed_status, mask_mod_of_lists, read_lists, regridded
-from flexpress.checks import block_size, pair, whole
+from flexpress.checks import block_size, extent, pair
 from flexpress.mask_attributes import MaskAttributes
 from flexpress.mask_mods import noop_mask, same_mod
 from flexpress.mods import MaskMod
@@ -270,7 +270,7 @@ class BlockMask(MaskAttributes, torchs.BlockMask):  # type: ignore[misc, overrid
 
         Raises ValueError for a length greater than the mask's: its lists know nothing of positions beyond.
         """
-        lengths = whole("new_q_len", new_q_len), whole("new_kv_len", new_kv_len)
+        lengths = extent("new_q_len", new_q_len), extent("new_kv_len", new_kv_len)
         for name, new, old in zip(("new_q_len", "new_kv_len"), lengths, self._seq_lengths, strict=True):
             if new > old:
                 raise ValueError(

@@ -114,8 +114,7 @@ def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def whole(name: str, value, least: int = 0) -> int:
-    """The argument `name` as an int. TypeError if it is no integer, ValueError if it is less than `least`, or more than kernels, which
-    count in 32 bits, can count."""
+    """The argument `name` as an int. TypeError if it is no integer, ValueError if it is less than `least`."""
     try:
         if isinstance(value, (bool, torch.Tensor)):  # a tensor's number would have to be waited for
             raise TypeError
@@ -124,6 +123,12 @@ def whole(name: str, value, least: int = 0) -> int:
         raise TypeError(f"{name} must be an integer, got {value!r}") from None
     if number < least:
         raise ValueError(f"{name} is {number}; it must be at least {least}")
+    return number
+
+
+def extent(name: str, value, least: int = 0) -> int:
+    """The same of a length or a number of heads, which kernels count in 32 bits: ValueError if it is more than that."""
+    number = whole(name, value, least)
     if type(number) is int and number > MOST:
         raise ValueError(f"{name} is {number}; it must be at most {MOST}, as kernels count in 32 bits")
     return number

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.types import Device
 
 from flexpress.assignment import assign, imbalance
-from flexpress.checks import resolve_device, whole
+from flexpress.checks import extent, resolve_device, whole
 from flexpress.context_agreement import Agreement, digest_of
 from flexpress.context_heads import Gathered, HeadSplit
 from flexpress.mask_creation import create_block_mask
@@ -137,8 +137,8 @@ class ContextPlan:
         sum_gradients   gradients of what score_mod captures are summed over ranks. False: each rank gets what its own queries give, as for
                      any parameter; for FSDP and DDP, which add these up, and for tensors that `unshard` made
         """
-        self.q_len = whole("q_len", q_len)
-        self.kv_len = self.q_len if kv_len is None else whole("kv_len", kv_len)
+        self.q_len = extent("q_len", q_len)
+        self.kv_len = self.q_len if kv_len is None else extent("kv_len", kv_len)
         self.group = _group_of("group", group)
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:

@@ -8,7 +8,7 @@ import torch
 from torch.types import Device
 
 from flexpress.block_mask import DEFAULT_BLOCK_SIZE, BlockMask
-from flexpress.checks import block_size, resolve_device, whole
+from flexpress.checks import block_size, extent, resolve_device, whole
 from flexpress.in_graph import compilable
 from flexpress.mods import MaskMod, ScoreMod
 from flexpress.programs import captures_of
@@ -121,5 +121,5 @@ def _positional(mod) -> int:
 
 def _extents(B: int | None, H: int | None, Q_LEN: int, KV_LEN: int) -> tuple[int, int, int, int]:
     """(B, H, Q_LEN, KV_LEN) of a mask, checked; None stands for 1."""
-    Z, heads = (1 if n is None else whole(name, n, 1) for name, n in (("B", B), ("H", H)))
-    return Z, heads, whole("Q_LEN", Q_LEN), whole("KV_LEN", KV_LEN)
+    Z, heads = (1 if n is None else extent(name, n, 1) for name, n in (("B", B), ("H", H)))
+    return Z, heads, extent("Q_LEN", Q_LEN), extent("KV_LEN", KV_LEN)
