@@ -18,8 +18,8 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CACHE_DTYPES = (*DTYPES, torch.float8_e4m3fn)
 QUERY_DTYPES = (*DTYPES, torch.float8_e4m3fn)  # of calls without gradients
 MAX_HEAD_DIM = 512  # of values
-MOST = 2**31 - 1  # positions and lengths are int32 in kernels
 MAX_HEAD_DIM_QK = 576  # of queries and keys: latent attention has 64 columns beside its values
+MOST = 2**31 - 1  # positions and lengths are int32 in kernels
 
 
 def check_rank(name: str, tensor, layout: str, *, may_stand: bool = False) -> None:

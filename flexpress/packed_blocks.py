@@ -8,7 +8,7 @@ from .codegen.run.decode import MAX_QUERIES
 from .codegen.run.status_lists import Starts, block_starts
 
 LONG = 2  # blocks that packed sequences must have on average for blocks of their own
-DROPPED = 0.5  # those with dropout: kernels for Hopper draw what is kept of whole blocks
+WITH_DROPOUT = 0.25  # of that is enough with dropout, as kernels for Hopper draw what is kept of whole blocks
 
 
 def starts_of(
@@ -16,7 +16,7 @@ def starts_of(
 ) -> Starts:
     """Blocks that begin where sequences do, so that none holds two, and causal ones are as few as for each sequence alone. With short
     sequences they would be many, mostly padding: then blocks of packed positions, as in any mask."""
-    least = min(LONG, DROPPED) if dropout else LONG
+    least = LONG * WITH_DROPOUT if dropout else LONG
     if total_q <= MAX_QUERIES or min(total_q, total_k) < least * q_block * (starts_q.shape[0] - 1):
         return ()
     starts = block_starts(starts_q, total_q, q_block)

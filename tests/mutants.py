@@ -743,9 +743,9 @@ DROPOUT = [
         "queries are counted from where all begin, not their sequence",
     ),
     Mutant(
-        "templates/_hopper_forward_tile.jinja",
-        "drop_start = gl.load(first_place + 2 * Q_LEN)",
-        "drop_start = gl.load(first_place + Q_LEN)",
+        "templates/_dropout.jinja",
+        "drop_start = gl.load(first_place + 2 * {{ length }})",
+        "drop_start = gl.load(first_place + {{ length }})",
         named("hopper_forward", "dropout_of_packed"),
         "keys are counted from where the tile lies in its sequence",
     ),

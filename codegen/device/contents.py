@@ -36,20 +36,20 @@ def entries() -> list[Entry]:
     """The kernels of the folder, those used last first. Another process may add and remove some meanwhile."""
     found: dict[str, Entry] = {}
     place = folder.path()
-    files = [(place / name, size, used) for name, size, used in folder.files(place)[0]]
-    for path, *numbers in files:
-        if path.suffix != ".spec":
-            name = path.name.split(".")[0]
-            _add(found.setdefault(name, Entry(name)), path, *numbers)
-    for path, *numbers in files:
-        if path.suffix == ".spec":
-            note = _note(path)
+    files, _ = folder.files(place)
+    for file in files:
+        if not file.name.endswith(".spec"):
+            name = file.name.split(".")[0]
+            _add(found.setdefault(name, Entry(name)), place / file.name, file.bytes, file.used)
+    for file in files:
+        if file.name.endswith(".spec"):
+            note = _note(file.name)
             entry = found.get(Path(note["file"]).stem) if isinstance(note.get("file"), str) else None
             if entry is None:
                 entry = found.setdefault("", Entry(""))
             else:
                 _describe(entry, note)
-            _add(entry, path, *numbers)
+            _add(entry, place / file.name, file.bytes, file.used)
     return sorted(found.values(), key=lambda entry: -entry.used)
 
 
@@ -57,7 +57,7 @@ def _add(entry: Entry, file: Path, size: int, used: float) -> None:
     entry.files.append(file)
     entry.bytes, entry.used = entry.bytes + size, max(entry.used, used)
     if file.name.endswith(".metadata.json"):
-        target = _note(file).get("target")
+        target = _note(file.name).get("target")
         if isinstance(target, dict):
             arch = target.get("arch")
             entry.targets.add(f"sm_{arch}" if isinstance(arch, int) else str(arch))
@@ -71,10 +71,10 @@ def _describe(entry: Entry, note: dict) -> None:
         entry.targets.add(str(note["backend"]))
 
 
-def _note(file: Path) -> dict:
-    """A file's JSON, {} if it is none."""
+def _note(name: str) -> dict:
+    """The JSON of a file of the folder, {} if it is none."""
     with contextlib.suppress(ValueError):
-        found = json.loads(folder.read(file.name, counts=False) or b"")
+        found = json.loads(folder.read(name, counts=False) or b"")
         if isinstance(found, dict):
             return found
     return {}

@@ -45,6 +45,11 @@ class _File(NamedTuple):
     bytes: int
     used: float  # when it was last read or written, to _FRESH seconds
 
+    @property
+    def held(self) -> int:
+        """Bytes that it takes of the folder."""
+        return max(self.bytes, 512)
+
 
 class _Place:
     """The folder that a configuration leads to. `path` is None if files stay in memory."""
@@ -257,7 +262,7 @@ def _make_room(place: _Place, size: int) -> None:
     ours, abandoned = files(folder)
     for file in abandoned:
         _remove(folder / file.name)
-    held = sum(max(file.bytes, 512) for file in ours)
+    held = sum(file.held for file in ours)
     if held > most:
         kernels: dict[str, list[_File]] = {}  # what belongs together
         for file in ours:
@@ -266,7 +271,7 @@ def _make_room(place: _Place, size: int) -> None:
         for group in sorted(kernels.values(), key=lambda group: max(file.used for file in group)):
             for file in group:
                 _remove(folder / file.name)
-            held, count = held - sum(max(file.bytes, 512) for file in group), count + len(group)
+            held, count = held - sum(file.held for file in group), count + len(group)
             if held <= most * 3 // 4:
                 break
         logs.CACHE.info("%s held %d MiB: removed the %d files that were unused longest", folder, before >> 20, count)
