@@ -22,9 +22,10 @@ from flexpress.codegen.text.render import render
 from flexpress.dropout import Dropout
 from flexpress.varlen import packed_call
 from support import fake_gluon
-from support.dense import dense_attention, dropped_attention, relative_error
+from support.dense import dense_attention, dropped_attention, factors_of, relative_error
 from support.fake_hopper import Variant, pass_for_hopper
 from support.shifts import Problem, at_positions, in_whole, shifted_lists
+from support.varlen import by_sequence, offsets
 
 NUMBERS = torch.randn(1024, generator=torch.Generator().manual_seed(1))
 BIAS = torch.randn(4, 300, 300, generator=torch.Generator().manual_seed(1))
@@ -91,29 +92,18 @@ CASES = {  # heads of q and k, batch entries of q and k, lengths, head dims; how
 }
 
 
-def places_of(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sequence of each packed token, and its position there."""
-    sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    return sequence, torch.cat([torch.arange(length) for length in lengths])
-
-
-def of_sequences(mask_mod, queries: tuple, keys: tuple):
-    """A mask_mod of packed tokens: those of one sequence, where `mask_mod` allows it."""
-    (of_query, q_places), (of_key, k_places) = queries, keys
-
-    def packed(b, h, m, n):
-        allowed = of_query[m] == of_key[n]
-        return allowed & mask_mod(b, h, q_places[m], k_places[n]) if mask_mod else allowed
-
-    return packed
+def by_tokens(tensor: torch.Tensor) -> torch.Tensor:
+    """(1, H, T, D) as packed sequences are given: (T, H, D)."""
+    return tensor[0].transpose(0, 1)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_gradients(monkeypatch, name):
     case = dict(heads=(2, 2), batches=(1, 1), lengths=(200, 300), dims=(64, 64), score=None, mask=None, megabytes=24, programs=2, raw=False)
     case |= {"blocks": None, "packed": None, "learned": None, "dropout_p": 0.0, **CASES[name]}
-    if case["packed"]:
-        case["lengths"] = sum(case["packed"][0]), sum(case["packed"][-1])
+    packed = case["packed"] and (case["packed"][0], case["packed"][-1])  # lengths of sequences, of queries and of keys
+    if packed:
+        case["lengths"] = tuple(map(sum, packed))
     (Hq, Hkv), (Z, Zkv), (Q_LEN, KV_LEN), (D_QK, D_V) = (case[key] for key in ("heads", "batches", "lengths", "dims"))
     generator = torch.Generator().manual_seed(0)
     shapes = ((Z, Hq, Q_LEN, D_QK), (Zkv, Hkv, KV_LEN, D_QK), (Zkv, Hkv, KV_LEN, D_V), (Z, Hq, Q_LEN, D_V))
@@ -127,18 +117,15 @@ def test_gradients(monkeypatch, name):
         score_mod, mask_mod = (
             at_positions(mod, *part.positions, score=kind == "score") for mod, kind in ((score_mod, "score"), (mask_mod, "mask"))
         )
-    elif mask_mod:
+    elif mask_mod and not packed:
         mask = create_block_mask(mask_mod, None, Hq, Q_LEN, KV_LEN, device="cpu")
         lists = mask.as_lists(), lambda _: mask.as_transposed_lists()
     mods = [case[kind] and bind(case[kind], kind) for kind in ("score", "mask")]
     seed, p = torch.tensor([(5 << 40) + 3]), round(case["dropout_p"] * DROPOUT_STEPS) / DROPOUT_STEPS
-    if case["packed"]:
+    if packed:
         monkeypatch.setattr(packed_blocks, "LONG", 0)  # blocks begin where sequences do, however short these are
-        ends = [torch.tensor([0, *lengths]).cumsum(0).int() for lengths in case["packed"]]
-        packed = [t[0].transpose(0, 1) for t in (q, k, v)]
-        bound = packed_call(*packed, ends[0], *ends[1:] or [None], score_mod, mask_mod, dropout=Dropout(p, seed) if p else None)
-        (at_q, q_places), (at_k, k_places) = places = [places_of(lengths) for lengths in (case["packed"][0], case["packed"][-1])]
-        mask_mod = of_sequences(mask_mod, *places)
+        q_ends, k_ends = [*map(offsets, case["packed"]), None][:2]
+        bound = packed_call(*map(by_tokens, (q, k, v)), q_ends, k_ends, score_mod, mask_mod, dropout=Dropout(p, seed) if p else None)
     else:
         extras = ExtraInputs(dropout_p=p, seed=seed) if p else None
         bound = Bound(q, k, v, Inputs(q, k, v, True), D_QK**-0.5, *mods, *lists, extras=extras)
@@ -168,18 +155,18 @@ def test_gradients(monkeypatch, name):
     *found, of_captured, _ = backward(bound, out, rows, do, None, wanted=wanted)
     found += of_captured.values()
     (counter,) = counters._counters.values()
-    assert len(ran) == 1 and not counter.any() and plan().fused.flag["STARTS"] == bool(case["packed"])
+    assert len(ran) == 1 and not counter.any() and plan().fused.flag["STARTS"] == bool(packed)
     registry.clear()
 
     def gradients(precision):
         inputs = [t.detach().to(precision).requires_grad_() for t in (q, k, v)]
         inputs += [case["learned"].requires_grad_()] if wanted else []
-        if p:
-            if case["packed"]:
-                kept = dropout_mask(seed, (len(case["packed"][0]), Hq, Q_LEN, KV_LEN), p)
-                kept = kept[at_q[:, None], :, q_places[:, None], k_places].permute(2, 0, 1)[None]
-            else:
-                kept = dropout_mask(seed, (Z, Hq, Q_LEN, KV_LEN), p)
+        if packed:
+            factors = factors_of(dropout_mask(seed, (len(packed[0]), Hq, *map(max, packed)), p), p) if p else None
+            result, _ = by_sequence(*map(by_tokens, inputs[:3]), *packed, score_mod, mask_mod, None, precision, factors)
+            result = result.transpose(0, 1)[None]
+        elif p:
+            kept = dropout_mask(seed, (Z, Hq, Q_LEN, KV_LEN), p)
             result = dropped_attention(*inputs[:3], kept, p, score_mod, mask_mod, precision=precision)
         else:
             result = dense_attention(*inputs[:3], score_mod, mask_mod, precision=precision)[0]

@@ -5,9 +5,10 @@ import torch
 
 from flexpress import create_block_mask, dropout_mask, flex_attention, mods, packed_blocks, varlen_attention
 from flexpress.codegen import registry
-from support.dense import dense_attention, dropped_attention, relative_error
+from support.dense import dense_attention, dropped_attention, factors_of, relative_error
 from support.fake_hopper import forward_on_cpu
 from support.float8 import FLOAT8, Quantised, check_quantised, plainly
+from support.varlen import by_sequence, offsets
 
 DIMS = [(24, 24), (32, 64), (192, 192), (136, 160), (64, 192), (192, 32)]
 
@@ -71,20 +72,13 @@ def test_dropout_of_packed_sequences(monkeypatch, d_v, lengths):
     launched = forward_on_cpu(monkeypatch)
     monkeypatch.setattr(packed_blocks, "LONG", 0)
     q, k, v = (t[0].transpose(0, 1) for t in tensors(d_v, d_v, sum(lengths[0]), sum(lengths[-1])))
-    ends = [torch.tensor([0, *of]).cumsum(0).int() for of in lengths]
-    mask_mod, seed = (mods.causal if len(ends) == 1 else None), torch.tensor([77])
-    out = varlen_attention(q, k, v, *ends, mask_mod=mask_mod, dropout_p=0.3, dropout_seed=seed)
+    mask_mod, seed = (mods.causal if len(lengths) == 1 else None), torch.tensor([77])
+    out = varlen_attention(q, k, v, *map(offsets, lengths), mask_mod=mask_mod, dropout_p=0.3, dropout_seed=seed)
     assert [(launch.spec.template, launch.spec.flag["STARTS"]) for launch in launched] == [("hopper_forward", True)]
     kept = dropout_mask(seed, (len(lengths[0]), 2, max(lengths[0]), max(lengths[-1])), 0.3)
-    for b, (queries, keys) in enumerate(zip(lengths[0], lengths[-1], strict=True)):
-        if not queries or not keys:  # tokens of the second one's sequence without keys: all weights of none
-            assert not out[int(ends[0][b]) : int(ends[0][b + 1])].any()
-            continue
-        first, begin = int(ends[0][b]), int(ends[-1][b])
-        one = (q[first : first + queries], k[begin : begin + keys], v[begin : begin + keys])
-        one = [t.transpose(0, 1)[None] for t in one]
-        exact = dropped_attention(*one, kept[b : b + 1, :, :queries, :keys], 0.3, None, mask_mod)
-        assert relative_error(out[first : first + queries].transpose(0, 1)[None], exact) < 1e-2
+    exact, _ = by_sequence(q, k, v, lengths[0], lengths[-1], None, mask_mod, None, torch.float64, factors_of(kept, 0.3))
+    for have, want in zip(out.split(lengths[0]), exact.split(lengths[0]), strict=True):
+        assert relative_error(have, want) < 1e-2
 
 
 def test_slices_of_packed_sequences(monkeypatch):

@@ -37,8 +37,13 @@ def dense_attention(q, k, v, score_mod=None, mask_mod=None, scale=None, precisio
 
 
 def dropped_attention(q, k, v, kept, p, *others, **named):
-    """out of dense_attention, of weights that are `kept` with probability 1 - p; p is rounded as dropout_p is."""
-    return dense_attention(q, k, v, *others, **named, factors=kept / (1 - round(p * DROPOUT_STEPS) / DROPOUT_STEPS))[0]
+    """out of dense_attention, of weights that are `kept` with probability 1 - p."""
+    return dense_attention(q, k, v, *others, **named, factors=factors_of(kept, p))[0]
+
+
+def factors_of(kept, p):
+    """What probabilities are multiplied by where weights are `kept` with probability 1 - p; p is rounded as dropout_p is."""
+    return kept / (1 - round(p * DROPOUT_STEPS) / DROPOUT_STEPS)
 
 
 def positions(shape, device):

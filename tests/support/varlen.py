@@ -10,8 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from flexpress import and_masks, dropout_mask, mods, or_masks, packed_blocks, varlen_attention
-from flexpress.codegen.plan.extras import DROPOUT_STEPS
-from support.dense import dense_attention, relative_error
+from support.dense import dense_attention, factors_of, relative_error
 from support.gradients import assert_gradients, error_times, gradients_of
 
 LENGTHS = {"cpu": [0, 0, 1, 2, 15, 16, 40, 65, 130], "cuda": [0, 1, 17, 128, 300, 777, 1024]}
@@ -183,7 +182,7 @@ def _check_problem(p: Problem, device: str) -> None:
         seed = torch.tensor([p.seed - 50], device=device)
         given |= dict(dropout_p=p.dropout, dropout_seed=seed)
         kept = dropout_mask(seed, (n, Hq, max(lengths), max(kv_lengths)), p.dropout)
-        factors = kept / (1 - round(p.dropout * DROPOUT_STEPS) / DROPOUT_STEPS)
+        factors = factors_of(kept, p.dropout)
     out, lse = varlen_attention(*inputs, cu_q, cu_k, make(*learned), mask_mod, **given)
     assert out.shape == (Tq, Hq, p.Dv) and lse.shape == (Tq, Hq) and out.dtype == p.dtype and lse.dtype == torch.float32
 
