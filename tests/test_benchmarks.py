@@ -441,19 +441,19 @@ def test_curves(tmp_path):
 
 def test_features_are_compared_before_they_are_timed(monkeypatch):
     """On the CPU torch has no dropout and no second derivatives to compare with."""
-    features = benchmark("features")
+    features, cases = benchmark("features"), benchmark("feature_cases")
     monkeypatch.setattr(features.common, "time_ms", lambda run, rep: (run(), 2.0)[1])
     monkeypatch.setattr(features, "ROUNDS", 1)
     small_ones = {
-        "sinks": lambda: features.sinks_case((1, 4, 2, 70, 16), features.causal),
-        "dropout": lambda: features.dropout_case((1, 2, 2, 70, 16), is_causal=True),
-        "dropout_packed": lambda: features.packed_dropout_case((70, 20), 2, 16, is_causal=True),
-        "jvp": lambda: features.jvp_case((1, 2, 2, 40, 16), is_causal=True),
-        "second": lambda: features.second_case((1, 2, 2, 40, 16), is_causal=False),
-        "dots": lambda: features.dots_case((1, 2, 2, 70, 16)),
-        "statistics": lambda: features.statistics_case((1, 2, 2, 70, 16)),
+        "sinks": lambda: cases.sinks_case((1, 4, 2, 70, 16), cases.causal),
+        "dropout": lambda: cases.dropout_case((1, 2, 2, 70, 16), is_causal=True),
+        "dropout_packed": lambda: cases.packed_dropout_case((70, 20), 2, 16, is_causal=True),
+        "jvp": lambda: cases.jvp_case((1, 2, 2, 40, 16), is_causal=True),
+        "second": lambda: cases.second_case((1, 2, 2, 40, 16), is_causal=False),
+        "dots": lambda: cases.dots_case((1, 2, 2, 70, 16)),
+        "statistics": lambda: cases.statistics_case((1, 2, 2, 70, 16)),
     }
-    monkeypatch.setattr(features, "torch_flex", lambda **_: None)
+    monkeypatch.setattr(cases, "torch_flex", lambda **_: None)
     monkeypatch.setattr(features, "CASES", small_ones)
     for name in small_ones:
         rows = {row["way"]: row for row in features.measure(name, 1.0)}
