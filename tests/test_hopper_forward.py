@@ -78,7 +78,7 @@ def test_dropout_of_packed_sequences(monkeypatch, d_v, lengths):
     kept = dropout_mask(seed, (len(lengths[0]), 2, max(lengths[0]), max(lengths[-1])), 0.3)
     exact, _ = by_sequence(q, k, v, lengths[0], lengths[-1], None, mask_mod, None, torch.float64, factors_of(kept, 0.3))
     for have, want in zip(out.split(lengths[0]), exact.split(lengths[0]), strict=True):
-        assert relative_error(have, want) < 1e-2
+        assert relative_error(have, want) < 1e-2 if want.any() else not have.any()
 
 
 def test_slices_of_packed_sequences(monkeypatch):

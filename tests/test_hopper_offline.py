@@ -21,7 +21,7 @@ from flexpress.codegen.text.render import render
 from flexpress.recipes import make
 from flexpress.recorded import graph_and_values
 from support.assembly import assert_packed_as_read
-from support.tritons import PINNED, chosen, features, last_stage, my_turn
+from support.tritons import by_pinned, chosen, features, last_stage, my_turn
 
 FLOAT8 = dict(dtype="float8_e4m3fn", extras=Extras(scales="qkv", out="bfloat16"))
 MLA = dict(head_dim=192, head_dim_v=128)
@@ -367,9 +367,8 @@ def test_elements_of_every_score(head_dim, dtype, of_bias, recipe, spilled, ever
         "sm_90", lambda s, b, h, m, n: s + bias[h, m, n], make(recipe)[1], head_dim=head_dim, dtype=dtype, output_rows=True
     )
     assert kernel.spec.flag["ELEMENTS"].dtype == bias.dtype
-    if not (PINNED or every_kernel):
-        kernel.compile("ttgir")
+    made = kernel.compile(last := by_pinned(every_kernel))
+    if last:
         return
-    made = kernel.compile()
     assert made.shared <= SHARED_MEMORY["sm_90"] and made.spilled <= spilled and made.warnings == ()
     assert ("ldmatrix" in made.assembly["ptx"]) == (of_bias != "float32")

@@ -54,7 +54,7 @@ from flexpress.codegen.text.parsing import without_comments
 from flexpress.codegen.text.render import render
 from flexpress.recipes import RECIPES, make
 from support.assembly import assert_packed_as_read
-from support.tritons import NEWER, OLDER, PINNED, chosen, further, last_stage
+from support.tritons import NEWER, OLDER, PINNED, by_pinned, chosen, further, last_stage
 from support.varlen import score_mods
 
 FLOAT8 = Extras(scales="qkv", out="bfloat16")
@@ -423,7 +423,7 @@ def with_rows_of_tokens(sequence):
 @pytest.mark.parametrize("target", offline.TARGETS if PINNED else ["sm_90"])
 def test_dot_products_of_rows_compile(target, every_kernel):
     """Forward and decode for every target, the backward pass for one: products take shared memory, and their sums registers."""
-    last = None if every_kernel or PINNED else "ttgir"
+    last = by_pinned(every_kernel)
     call = with_rows, mods.causal
     made = [compilation(target, *call), decode_compilations(target, *call, lengths=True, ragged=True)["decode"]]
     if target == "sm_90":
@@ -445,7 +445,7 @@ def test_dot_products_of_rows_that_a_load_gives_pass_triton(target):
 def test_vectors_compile(every_kernel):
     """Twelve numbers of each query and each key."""
     call = make("invariant_points")
-    found = compilation("sm_90", *call, head_dim=64).compile(None if every_kernel or PINNED else "ttgir")
+    found = compilation("sm_90", *call, head_dim=64).compile(by_pinned(every_kernel))
     assert (found.spilled or 0) <= (8 if NEWER else 0)
     compilation("gfx942", *call, head_dim=64).compile("ttgir")
     with pytest.raises(ValueError, match="vectors of captured tensors take more registers"):

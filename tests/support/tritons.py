@@ -31,6 +31,11 @@ def my_turn(number: int) -> bool:
     return PINNED and number % 4 == 0
 
 
+def by_pinned(every_kernel: bool) -> str | None:
+    """How far a Triton compiles what the pinned one alone brings to the assembler: None, to the end, or "ttgir"."""
+    return None if every_kernel or PINNED else "ttgir"
+
+
 def further(target: str, number: int) -> bool:
     """Does a kernel with this number that is compiled for every GPU reach the assembler for this one? For Hopper, and one other in turn."""
     others = [name for name in TARGETS if name != "sm_90"]
