@@ -428,6 +428,13 @@ CACHE = [
     ),
     Mutant(
         "codegen/device/stages.py",
+        "griddepcontrol.wait;\\n\\tgriddepcontrol.launch_dependents;",
+        "griddepcontrol.launch_dependents;\\n\\tgriddepcontrol.wait;",
+        named("offline", "begin_early"),
+        "a kernel lets the next one begin before the one before has ended",
+    ),
+    Mutant(
+        "codegen/device/stages.py",
         "linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)",
         "pass",
         named("folder", "what_was_compared"),

@@ -326,6 +326,17 @@ def test_hopper_multiplies_8_bits_twice(case):
     assert "st.shared.b8" not in ptx
 
 
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"] if PINNED else ["sm_90"])
+def test_kernels_that_begin_early_wait_first_of_all(target):
+    """For the end of the kernel before, whose results they may read. Only then may the next one begin."""
+    for case in ("plain d128 bf16: combine", "causal d128 bf16"):
+        ptx = compiled(target, case).assembly["ptx"]
+        first = [line.strip() for line in re.search(r"\.visible \.entry [^{]*\{(.*)", ptx, re.DOTALL)[1].splitlines()][1:3]
+        early = case.endswith("combine") and target != "sm_80"
+        assert (first == ["griddepcontrol.wait;", "griddepcontrol.launch_dependents;"]) == early
+        assert ptx.count("griddepcontrol") == 2 * early
+
+
 BY_ALL = {"causal d128 bf16", "causal d128 bf16: dkv", "causal d128 bf16: dq", "plain d128 bf16: decode", *ON_HOPPER}
 FEW = chosen({case: [kernel_of("sm_90", case).spec] for case in CASES}, sorted(EVERYWHERE | ON_HOPPER))
 PAIRS = [(t, c) for t in offline.TARGETS for c in CASES if t in targets_of(c)]

@@ -25,6 +25,9 @@ _FORMATS = {"i1": "?", "u1": "?", "i32": "i", "i64": "q", "fp32": "f"}  # struct
 # CUtensorMapDataType, which has bytes for float8
 _MAP_TYPES = {torch.float32: 7, torch.float16: 6, torch.bfloat16: 9, torch.float8_e4m3fn: 0}
 _MAP_BYTES = 128
+_CONFIG = struct.Struct("7IPPI4x")  # CUlaunchConfig: grid, block, bytes of shared memory, stream, attributes and how many there are
+_ATTRIBUTE = struct.Struct("i4xi60x")  # CUlaunchAttribute
+_BEGINS_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _DESCRIPTOR_FIELDS = [f"{_MAP_BYTES}s", *"iiii", *"qqqq"]  # map, sizes and strides
 _DESCRIPTOR = struct.Struct("".join(_DESCRIPTOR_FIELDS))
 
@@ -40,7 +43,7 @@ class CudaError(RuntimeError):
 @functools.cache
 def _driver() -> ctypes.CDLL:
     driver = ctypes.CDLL("libcuda.so.1")
-    words, pointer = ctypes.c_uint, ctypes.c_void_p  # cuLaunchKernel has no argtypes, which would double its time: pointers go as objects
+    words, pointer = ctypes.c_uint, ctypes.c_void_p  # cuLaunchKernelEx has no argtypes, which would double its time: pointers go as objects
     driver.cuModuleGetFunction.argtypes = [pointer, pointer, ctypes.c_char_p]
     driver.cuFuncSetAttribute.argtypes = [pointer, ctypes.c_int, ctypes.c_int]
     driver.cuFuncGetAttribute.argtypes = [pointer, ctypes.c_int, pointer]
@@ -58,6 +61,14 @@ def driver_version() -> int | None:
     except (OSError, CudaError):
         return None
     return version.value // 1000
+
+
+@functools.cache
+def _lets_kernels_begin_early() -> bool:
+    """CUDA graphs know kernels that do since CUDA 12.3."""
+    version = ctypes.c_int()
+    _check(_driver().cuDriverGetVersion(ctypes.byref(version)), "asking for the driver's version")
+    return version.value >= 12030
 
 
 def _check(code: int, what: str) -> None:
@@ -131,7 +142,10 @@ class Function:
         ends = [struct.calcsize("".join(fields[: i + 1])) for i in range(len(fields))]
         starts = [end - struct.calcsize(field) for end, field in zip(ends, fields, strict=True)]
         self.pointers = (ctypes.c_void_p * len(fields))(*(ctypes.addressof(self.buffer) + start for start in starts))
-        self.lock, self.start = threading.Lock(), driver.cuLaunchKernel
+        self.attribute = ctypes.create_string_buffer(_ATTRIBUTE.pack(_BEGINS_EARLY, 1), _ATTRIBUTE.size)
+        self.attributes = ctypes.addressof(self.attribute), int(metadata["launch_pdl"] and _lets_kernels_begin_early())
+        self.config = ctypes.create_string_buffer(_CONFIG.size)
+        self.lock, self.start = threading.Lock(), driver.cuLaunchKernelEx
 
     def launch(self, x: int, y: int, z: int, stream: int, args: list) -> None:
         """Launch over a grid; `args` in the order of `types`: descriptors (tma.Descriptor), addresses and numbers."""
@@ -147,17 +161,17 @@ class Function:
         if not hasattr(_threads, "entered"):  # a thread that may not have used CUDA yet, such as autograd's
             _enter_context(self.device)
             _threads.entered = True
-        stream = ctypes.c_void_p(stream)
         with self.lock:
+            _CONFIG.pack_into(self.config, 0, x, y, z, self.threads, 1, 1, self.shared, stream, *self.attributes)
             try:
                 self.pack(self.buffer, 0, *args, 0, 0)
             except OverflowError:  # a float beyond float32 is infinite there
                 args = [ctypes.c_float(a).value if type(a) is float else a for a in args]
                 self.pack(self.buffer, 0, *args, 0, 0)
-            code = self.start(self.handle, x, y, z, self.threads, 1, 1, self.shared, stream, self.pointers, None)
+            code = self.start(self.config, self.handle, self.pointers, None)
             if code == _INVALID_CONTEXT:
                 _enter_context(self.device)
-                code = self.start(self.handle, x, y, z, self.threads, 1, 1, self.shared, stream, self.pointers, None)
+                code = self.start(self.config, self.handle, self.pointers, None)
         if code:
             _check(code, f"launching {self.name}")
 

@@ -115,13 +115,16 @@ class Kernel:
     def _begun(self, key: tuple, layout: tuple, constants: tuple, options: dict) -> workers.Job | None:
         if key not in self._variants and key not in self._jobs:
             try:
-                job = binary.begin(self.printed, self.spec.template, layout, constants, options)
+                job = binary.begin(self.printed, self.spec.template, layout, constants, self._compiled_with(options))
             except Exception as error:  # whoever needs the kernel is told
                 job = workers.Job()
                 job.end(f"{type(error).__name__}: {error}")
             if job is not None:
                 self._jobs[key] = job
         return self._jobs.get(key)
+
+    def _compiled_with(self, options: dict) -> dict:
+        return {**options, "launch_pdl": self.spec.begins_early}
 
     def _raise_unless_there(self, key: tuple, layout: tuple, constants: tuple, options: dict) -> None:
         begin = functools.partial(self._turn.run, self._begun, key, layout, constants, options)
@@ -147,7 +150,8 @@ class Kernel:
                     return self._compiled_beside(key, job, constants, device_index)
                 logs.COMPILE.info("%s did not compile beside this process: %s", self.path.stem, job.why)
             start = time.perf_counter()
-            variant, compiled = binary.obtain(self.path.stem, layout, constants, options, device_index, self._function)
+            with_all = self._compiled_with(options)
+            variant, compiled = binary.obtain(self.path.stem, layout, constants, with_all, device_index, self._function)
             INFO.compiles += compiled
             seconds, numbers = time.perf_counter() - start, ", ".join(map(str, (*constants, *(f"{k}={v}" for k, v in options.items()))))
             if compiled:

@@ -80,7 +80,8 @@ def compile_function(
     constexprs = {(i,): constants[p.name] for i, p in enumerate(spec.parameters) if p.type == "constexpr"}
     attributes = {(i,): [["tt.divisibility", 16]] for i, p in enumerate(spec.parameters) if p.type.startswith("*")}
     source = source_class(function)(function, signature, constexprs, attributes)
-    return Compiled(signature, *made(source, target, {"num_warps": num_warps, "num_stages": num_stages}, last))
+    options = {"num_warps": num_warps, "num_stages": num_stages, "launch_pdl": spec.begins_early}
+    return Compiled(signature, *made(source, target, options, last))
 
 
 class Made(NamedTuple):

@@ -103,6 +103,7 @@ def lowered(
     # Older ones know no such option, and pass over it
     ours = {"enable_fp_fusion": True, "sanitize_overflow": False, "sched4reg": is_gluon(source.fn)}
     options = {**ours, **options, **source.parse_options()}
+    options["launch_pdl"] = options.get("launch_pdl", False) and target.backend == "cuda" and target.arch >= _BEGINS_EARLY
     if assembler:  # else PTX is written for the assembler that TRITON_PTXAS_PATH names, which torch.compile may set at any time
         options["ptx_version"] = ptx_get_version(assembler[1])
     parsed = backend.parse_options(options)
@@ -120,7 +121,7 @@ def lowered(
     for name in names[names.index(source.ext) : names.index(last) + 1 if last else None]:
         module = stages[name](module, metadata)
         if name == "ptx":
-            module = _wrapping(module)
+            module = _begun_early(_wrapping(module)) if parsed.launch_pdl else _wrapping(module)
         if texts is not None:
             texts[name] = module if isinstance(module, bytes) else str(module)
     return metadata, module, assemble if texts is None else None, backend.binary_ext
@@ -138,6 +139,16 @@ def _assembled(ptx: str, path: str, version: str, options: str | None) -> bytes:
         if done.returncode:
             raise PTXASError(f"{path} ended with {done.returncode}: {done.stdout}")
         return cubin.read_bytes()
+
+
+_BEGINS_EARLY = 90  # the architecture from which on kernels may
+_ENTRY = re.compile(r"\.visible \.entry [^{]*\{")
+
+
+def _begun_early(ptx: str) -> str:
+    """PTX of a kernel that is launched before the one before has ended (programmatic dependent launch): first of all it waits for that
+    end, then it lets the next one begin. This is done here as LLVM may move loads across what a kernel's own language has for it."""
+    return _ENTRY.sub(lambda found: f"{found[0]}\n\tgriddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;", ptx)
 
 
 _NEG_OR_ABS = re.compile(r"\b(neg|abs)\.s16(\s+)(%\w+), (%\w+);")

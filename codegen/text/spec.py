@@ -14,6 +14,9 @@ from ..mod.expr import SourceLine
 from .mod_text import ModText
 from .parameters import Parameter
 
+# kernels of few queries and of caches: a call may take 10 us, and is two of them or more
+_BEGIN_EARLY = {"decode", "hopper_decode", "combine_splits", "update_cache", "shared_tables", "shared_tiles"}
+
 
 @dataclass(frozen=True)
 class KernelSpec:
@@ -44,6 +47,11 @@ class KernelSpec:
 
     def __hash__(self) -> int:  # asked for at every launch, and long to compute
         return self._hash
+
+    @property
+    def begins_early(self) -> bool:
+        """Is it launched before the kernel before has ended? It waits for that end, and saves the time that a launch takes."""
+        return self.template in _BEGIN_EARLY
 
     @property
     def mod_names(self) -> tuple[str, ...]:

@@ -1,0 +1,105 @@
+"""Kernels of few queries and of caches are launched before the kernel before has ended, and wait for that one's end."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flexpress import cached_attention, update_cache
+from flexpress.codegen.device import cuda
+
+METADATA = {"name": "kernel", "shared": 4096, "num_warps": 4, "num_ctas": 1, "global_scratch_size": 0, "tensordesc_meta": None}
+
+
+class Attribute(ctypes.Structure):
+    """CUlaunchAttribute of cuda.h, with the one value that is used here of its union of 64 bytes."""
+
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60)]
+
+
+class Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(Attribute)),
+        ("count", ctypes.c_uint),
+    ]
+
+
+class Library:
+    """libcuda, of which every function succeeds. `launched`: configurations."""
+
+    def __init__(self, version: int) -> None:
+        self.version, self.launched = version, []
+
+    def __getattr__(self, name: str):
+        return lambda *_: 0
+
+    def cuDriverGetVersion(self, place) -> int:
+        place._obj.value = self.version
+        return 0
+
+    def cuDeviceGetAttribute(self, place, *_) -> int:
+        place._obj.value = 232_448
+        return 0
+
+    def cuLaunchKernelEx(self, config, *_) -> int:
+        self.launched.append(Config.from_buffer_copy(config))
+        return 0
+
+
+@pytest.mark.parametrize("early, version, count", [(True, 13000, 1), (True, 12030, 1), (True, 12020, 0), (False, 13000, 0)])
+def test_what_the_driver_is_told(monkeypatch, early, version, count):
+    library = Library(version)
+    monkeypatch.setattr(cuda, "_driver", lambda: library)
+    monkeypatch.setattr(cuda, "_threads", SimpleNamespace())
+    for function in (cuda.shared_limit, cuda._lets_kernels_begin_early):
+        monkeypatch.setattr(cuda, function.__name__, function.__wrapped__)
+    kernel = cuda.Function(b"", METADATA | {"launch_pdl": early}, ["*fp32", "i32"], 0)
+    for grid, stream in (((7, 3, 1), 2**40 + 8), ((5, 1, 2), 0)):
+        kernel.launch(*grid, stream, [2**50, 11])
+        found = library.launched[-1]
+        assert (tuple(found.grid), tuple(found.block), found.shared, found.stream or 0) == (grid, (128, 1, 1), 4096, stream)
+        assert found.count == count
+        assert (found.attributes[0].id, found.attributes[0].value) == (6, 1)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    assert ctypes.sizeof(Config) == cuda._CONFIG.size and ctypes.sizeof(Attribute) == cuda._ATTRIBUTE.size
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sequences, length", [(1, 700), (3, 8000), (40, 1500)])
+def test_a_chain_of_layers_computes_what_calls_one_by_one_do(sequences, length):
+    """Each layer's queries, keys and values are what the one before has computed: a kernel that did not wait would read older ones."""
+    torch.manual_seed(length)
+    shape = dict(device="cuda", dtype=torch.bfloat16)
+    caches = [torch.randn(2, sequences, length, 2, 64, **shape) for _ in range(12)]  # of layers
+    kv_len = torch.full((sequences,), length, device="cuda", dtype=torch.int32)
+    start = torch.randn(sequences, 8, 1, 64, **shape)
+
+    def step(wait) -> torch.Tensor:
+        x = start
+        for k, v in caches:
+            wait()
+            update_cache(x[:, :2], x[:, 2:4], k, v, kv_len, check=False)
+            wait()
+            x = cached_attention(x, k, v, kv_len, check=False)
+        return x
+
+    assert step(torch.cuda.synchronize).isfinite().all()
+    for _ in range(20):
+        start.copy_(torch.randn_like(start))
+        found = step(lambda: None)
+        assert torch.equal(found, step(torch.cuda.synchronize))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step(lambda: None)
+    for _ in range(20):
+        start.copy_(torch.randn_like(start))
+        graph.replay()
+        assert torch.equal(out.clone(), step(torch.cuda.synchronize))
