@@ -112,7 +112,7 @@ def lists_of_call(inputs: Inputs, options: Options, packed: tuple | None, narrow
     """What makes the lists of a bound mask_mod for one call, and with transposed=True those of its backward pass. `packed`: where packed
     sequences start, or nothing; `dropout`: their weights are dropped."""
     size = (NARROW_BLOCK, NARROW_BLOCK) if narrow else block_size(options)
-    starts = starts_of(*packed, *inputs.extents[2:], *size, dropout) if packed else ()
+    starts = starts_of(*packed, *inputs.extents[2:], *size, dropout=dropout, float8=inputs.is_float8) if packed else ()
     return partial(automatic_lists, extents=inputs.extents, device=inputs.device, size=size, starts=starts)
 
 

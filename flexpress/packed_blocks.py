@@ -12,10 +12,21 @@ WITH_DROPOUT = 0.25  # of that is enough with dropout, as kernels for Hopper dra
 
 
 def starts_of(
-    starts_q: torch.Tensor, starts_k: torch.Tensor, total_q: int, total_k: int, q_block: int, kv_block: int, dropout: bool = False
+    starts_q: torch.Tensor,
+    starts_k: torch.Tensor,
+    total_q: int,
+    total_k: int,
+    q_block: int,
+    kv_block: int,
+    *,
+    dropout: bool = False,
+    float8: bool = False,
 ) -> Starts:
     """Blocks that begin where sequences do, so that none holds two, and causal ones are as few as for each sequence alone. With short
-    sequences they would be many, mostly padding: then blocks of packed positions, as in any mask."""
+    sequences they would be many, mostly padding: then blocks of packed positions, as in any mask. So for float8, whose values lie by keys:
+    TMA copies rows of keys from multiples of 16 bytes on."""
+    if float8:
+        return ()
     least = LONG * WITH_DROPOUT if dropout else LONG
     if total_q <= MAX_QUERIES or min(total_q, total_k) < least * q_block * (starts_q.shape[0] - 1):
         return ()

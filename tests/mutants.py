@@ -859,6 +859,20 @@ FLOAT8 = [
         "scales at any address reach kernels that were compiled for multiples of 16",
     ),
     Mutant(
+        "templates/_hopper_forward_products.jinja",
+        "0x5410, 0x1054",
+        "0x1054, 0x5410",
+        named("hopper_forward", "float8"),
+        "weights of 8 bits come from the wrong one of two threads",
+    ),
+    Mutant(
+        "flexpress/packed_blocks.py",
+        "    if float8:\n        return ()\n",
+        "",
+        named("hopper_forward", "packed_sequences_of_float8"),
+        "TMA copies values by keys from where it cannot",
+    ),
+    Mutant(
         "codegen/run/values_by_keys.py",
         "if v.stride(2) == 1 and not any(v.stride(i) % 16 for i in (0, 1, 3) if v.shape[i] > 1):",
         "if v.stride(2) == 1:",

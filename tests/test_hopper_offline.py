@@ -69,7 +69,7 @@ CASES = {
     "softcap causal d192 bf16": ("softcap causal", dict(head_dim=192)),
     "causal d160 bf16, pages of 16": ("causal", dict(head_dim=160, starts=True, cache=Cache(16))),
     "causal d128 fp8": ("causal", dict(FLOAT8)),
-    "alibi document d128 fp8, starts": ("alibi document", dict(FLOAT8, starts=True, output_max=True)),
+    "alibi document d128 fp8": ("alibi document", dict(FLOAT8, output_max=True)),
     "plain d80x32 fp8, sinks": ("plain", dict(FLOAT8, head_dim=80, head_dim_v=32, extras=Extras("bfloat16", scales="v", out="float32"))),
 }
 
@@ -100,7 +100,7 @@ SPILLED = {
     "plain d256 bf16, groups": 16,
     "softcap sliding_window d128 fp16, groups": 32,
     "causal d128 fp8": 16,
-    "alibi document d128 fp8, starts": 96,
+    "alibi document d128 fp8": 96,
 }
 
 NOTHING = torch.zeros(4096, dtype=torch.int32)

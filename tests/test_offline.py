@@ -90,9 +90,9 @@ FORWARD = {  # every branch of the template and every row of the tile tables, no
     ),
     "plain d128 fp8": ("plain", dict(dtype="float8_e4m3fn", extras=FLOAT8)),
     "alibi causal d128 fp8": ("alibi causal", dict(dtype="float8_e4m3fn", extras=FLOAT8._replace(sinks="bfloat16"), output_max=True)),
-    "softcap document d80x64 fp8, blocks with starts": (
+    "softcap document d80x64 fp8": (
         "softcap document",
-        dict(dtype="float8_e4m3fn", head_dim=80, head_dim_v=64, starts=True, extras=FLOAT8._replace(scales="v")),
+        dict(dtype="float8_e4m3fn", head_dim=80, head_dim_v=64, extras=FLOAT8._replace(scales="v")),
     ),
     "causal d64 fp8 by pointers": (
         "causal",
@@ -317,7 +317,7 @@ def targets_of(case: str) -> list[str]:
     return [t for i, t in enumerate(offline.TARGETS) if case in EVERYWHERE or number % 4 == i or (t, case) in SPILLED]
 
 
-@pytest.mark.parametrize("case", ["plain d128 fp8", "softcap document d80x64 fp8, blocks with starts"])
+@pytest.mark.parametrize("case", ["plain d128 fp8", "softcap document d80x64 fp8"])
 def test_hopper_multiplies_8_bits_twice(case):
     """Scores, and weights by values, which lie as the instructions want them: no byte of V moves through shared memory."""
     ptx = compiled("sm_90", case).assembly["ptx"]

@@ -145,11 +145,12 @@ def test_undecided_blocks_of_sequences_are_evaluated():
 
 
 def test_which_sequences_have_blocks_of_their_own():
-    def starts(lengths, dropout=False):
-        return starts_of(*[offsets(lengths)] * 2, *[sum(lengths)] * 2, 128, 128, dropout)
+    def starts(lengths, **named):
+        return starts_of(*[offsets(lengths)] * 2, *[sum(lengths)] * 2, 128, 128, **named)
 
     assert starts([256] * 4) and starts([1000, 24]) and starts([0, 0, 1000]) and starts([64] * 4, dropout=True)
     assert not starts([255] * 4) and not starts([2000] + [1] * 8) and not starts([63] * 4, dropout=True)
+    assert not starts([1000] * 4, float8=True)
 
 
 TABLE = torch.zeros(100)

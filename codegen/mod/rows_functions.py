@@ -150,6 +150,7 @@ FUNCTIONS = [
         cpp="tanh({0})",
         approximate={
             ("cuda", "bfloat16"): "tanh_approx({0})",
+            ("cuda", "float8_e4m3fn"): "tanh_approx({0})",
             ("cuda", "float16"): "tanh_by_exp2({0})",
             ("hip", "bfloat16"): "tanh_by_exp2({0})",
             ("hip", "float16"): "tanh_by_exp2({0})",

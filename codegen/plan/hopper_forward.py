@@ -76,6 +76,8 @@ def fits(case: ForwardCase, geometry: Geometry, arch: str = "sm_90", aligned: bo
     if case.dtype is torch.float8_e4m3fn:
         if case.cache or max(case.d_qk, case.d_v) > 128:
             return f"head dims are {case.d_qk} and {case.d_v}; for float8 there are tiles for up to 128, without a cache"
+        if case.blocks and case.blocks.starts:
+            return "blocks begin anywhere, and TMA copies values by keys from multiples of 16 keys on"
     elif case.extras.scales:
         return "scales of elements that became bfloat16: the portable kernels have them"
     elif case.dtype not in (torch.bfloat16, torch.float16):

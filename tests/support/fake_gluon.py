@@ -173,6 +173,7 @@ class Descriptor:
     def part(self, at) -> tuple[tuple, tuple]:
         """Where a block that begins `at` lies in the tensor, and what of it does, as slices."""
         z, h, row, column = map(int, at)
+        assert column * self.tensor.element_size() % 16 == 0, f"an illegal instruction: TMA copies columns from {column} on"
         inside = 0 <= z < self.tensor.shape[0] and 0 <= h < self.tensor.shape[1] and row >= 0 and column >= 0
         rows, columns = (
             min(n, size - first) if inside else 0 for n, size, first in zip(self.box, self.tensor.shape[2:], (row, column), strict=True)
@@ -397,7 +398,7 @@ class Number(int):
 
 def run(text: str, name: str, args: tuple, grid: tuple[int, ...] = (2,)) -> None:
     """Run a printed kernel's entry point in the programs of a grid. Tensors are passed as pointers, Descriptors and numbers as they are."""
-    text = text.replace(".type.layout", "")
+    text = text.replace(".type.layout", "").replace(".to(gl.float8e4nv, bitcast=True)", ".view(gl.float8e4nv)")
     lines = [line for line in text.splitlines() if not line.strip().startswith(("import triton", "from triton"))]
     code = compile("from __future__ import annotations\n" + "\n".join(lines), name, "exec")
     turns = Turns(zlib.crc32(repr((text, grid, [a for a in args if isinstance(a, int)])).encode()))  # one of its own for every problem

@@ -1,4 +1,7 @@
-"""PTX of inline assembly in kernels, run on a CPU: the few instructions that they have, on all elements of tensors at once."""
+"""PTX of inline assembly in kernels, run on a CPU: the few instructions that they have, on all elements of tensors at once.
+
+Where threads exchange words, the four of a group are the last dimension.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ _LOW = 0xFFFFFFFF
 def inline_asm_elementwise(asm: str, constraints: str, args: list, dtype, is_pure: bool, pack: int):
     """As Triton's: of `pack` neighbours in the last dimension at a time, which share registers of 32 bits where they have 16 each."""
     if not args:
-        return torch.zeros((), dtype=torch.int32)
+        return torch.arange(4, dtype=torch.int32) if "%laneid" in asm else torch.zeros((), dtype=torch.int32)
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
     tensors = torch.broadcast_tensors(*map(torch.as_tensor, args))
     inputs = [register for tensor in tensors for register in _registers(_bits(tensor), _is_half(tensor.dtype), pack)]
@@ -75,8 +78,14 @@ def _mul_wide(names: dict, to: str, one: str, other: str) -> None:
     names[to] = a * b
 
 
-def _unpack(bits: int):
+def _move(bits: int):
+    """A word to its halves, or two halves to their word."""
+
     def operation(names: dict, to: str, whole: str) -> None:
+        if whole.startswith("{"):
+            low, high = (names[name] for name in whole.strip("{}").replace(",", " ").split())
+            names[to] = low | high << bits
+            return
         low, high = to.strip("{}").replace(",", " ").split()
         names[low] = (names[whole] & np.array((1 << bits) - 1, dtype=names[whole].dtype)).astype(np.int64)
         names[high] = (names[whole] >> np.array(bits, dtype=names[whole].dtype)).astype(np.int64)
@@ -114,6 +123,17 @@ def _setp_neu(names: dict, to: str, a: str, b: str) -> None:
     names |= {name: ~(x == y) for name, (x, y) in zip(to.split("|"), pairs, strict=True)}
 
 
+def _shuffle(word, source, segments, lanes):
+    """What the threads `source` of the same group of four have."""
+    assert (segments, lanes) == (0x1C1F, -1)
+    return np.take_along_axis(word, np.broadcast_to(source, word.shape), -1)
+
+
+def _to_e4m3(upper, lower):
+    low, high = (torch.from_numpy((x & _LOW).astype(np.uint32).view(np.float32)).to(torch.float8_e4m3fn) for x in (lower, upper))
+    return low.view(torch.uint8).numpy().astype(np.int64) | high.view(torch.uint8).numpy().astype(np.int64) << 8
+
+
 def _rounded(dtype: torch.dtype):
     def compute(upper, lower):
         low, high = (_bits(torch.from_numpy((x & _LOW).astype(np.uint32).view(np.float32)).to(dtype)) for x in (lower, upper))
@@ -132,11 +152,14 @@ _OPERATIONS = {
     "prmt.b32": _simple(_prmt),
     "lop3.b32": _simple(_lop3),
     "mul.wide.u32": _mul_wide,
-    "mov.b64": _unpack(32),
-    "mov.b32": _unpack(16),
+    "mov.b64": _move(32),
+    "mov.b32": _move(16),
+    "setp.ne.s32": _simple(lambda a, b: a != b),
+    "shfl.sync.idx.b32": _simple(_shuffle),
     "setp.neu.bf16x2": _setp_neu,
     "selp.b32": _simple(lambda a, b, which: np.where(which, a, b)),
     "cvt.rn.bf16x2.f32": _rounded(torch.bfloat16),
     "cvt.rn.f16x2.f32": _rounded(torch.float16),
+    "cvt.rn.satfinite.e4m3x2.f32": _simple(_to_e4m3),
     "cvt.f32.f16": _simple(_float_of_half),
 }
