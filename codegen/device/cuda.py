@@ -20,6 +20,7 @@ import torch
 
 SHARED_LIMIT, DYNAMIC_SHARED, LOCAL_SIZE = 97, 8, 3  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, CU_FUNC_ATTRIBUTE_...
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_OUT_OF_MEMORY = 2
 _INVALID_CONTEXT = 201  # of a thread that has not used CUDA yet, or has left torch's context since
 _FORMATS = {"i1": "?", "u1": "?", "i32": "i", "i64": "q", "fp32": "f"}  # struct's codes; every pointer is "Q"
 # CUtensorMapDataType, which has bytes for float8
@@ -75,10 +76,20 @@ def _check(code: int, what: str) -> None:
     if code:
         text = ctypes.c_char_p()
         _driver().cuGetErrorString(code, ctypes.byref(text))
-        raise CudaError(f"{what}: {(text.value or b'unknown error').decode()} (CUDA error {code})")
+        kind = torch.OutOfMemoryError if code == _OUT_OF_MEMORY else CudaError
+        raise kind(f"{what}: {(text.value or b'unknown error').decode()} (CUDA error {code})")
 
 
 _threads = threading.local()
+
+
+def _made_room(code: int) -> bool:
+    """Had the driver too little memory, for a kernel's code or for what its threads spill, and is what torch keeps of freed memory given
+    back now?"""
+    if code != _OUT_OF_MEMORY or torch.cuda.is_current_stream_capturing():
+        return False
+    torch.cuda.empty_cache()
+    return True
 
 
 def _enter_context(device: int) -> None:
@@ -127,7 +138,10 @@ class Function:
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
         _enter_context(device)
         with _unrestricted():
-            _check(driver.cuModuleLoadData(ctypes.byref(module), code), f"loading {metadata['name']}")
+            answer = driver.cuModuleLoadData(ctypes.byref(module), code)
+            if _made_room(answer):
+                answer = driver.cuModuleLoadData(ctypes.byref(module), code)
+            _check(answer, f"loading {metadata['name']}")
             _check(driver.cuModuleGetFunction(ctypes.byref(function), module, metadata["name"].encode()), f"finding {metadata['name']}")
             _check(driver.cuFuncSetAttribute(function, DYNAMIC_SHARED, metadata["shared"]), "reserving shared memory")
         local = ctypes.c_int()
@@ -171,6 +185,8 @@ class Function:
             code = self.start(self.config, self.handle, self.pointers, None)
             if code == _INVALID_CONTEXT:
                 _enter_context(self.device)
+                code = self.start(self.config, self.handle, self.pointers, None)
+            if _made_room(code):
                 code = self.start(self.config, self.handle, self.pointers, None)
         if code:
             _check(code, f"launching {self.name}")

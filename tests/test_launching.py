@@ -1,4 +1,5 @@
-"""Kernels of few queries and of caches are launched before the kernel before has ended, and wait for that one's end."""
+"""What the driver is asked for, and what follows from its answers. Kernels of few queries and of caches are launched before the kernel
+before has ended, and wait for that one's end."""
 
 from __future__ import annotations
 
@@ -11,7 +12,15 @@ import torch
 from flexpress import cached_attention, update_cache
 from flexpress.codegen.device import cuda
 
-METADATA = {"name": "kernel", "shared": 4096, "num_warps": 4, "num_ctas": 1, "global_scratch_size": 0, "tensordesc_meta": None}
+METADATA = {
+    "name": "kernel",
+    "shared": 4096,
+    "num_warps": 4,
+    "num_ctas": 1,
+    "global_scratch_size": 0,
+    "tensordesc_meta": None,
+    "launch_pdl": False,
+}
 
 
 class Attribute(ctypes.Structure):
@@ -34,13 +43,17 @@ class Config(ctypes.Structure):
 
 
 class Library:
-    """libcuda, of which every function succeeds. `launched`: configurations."""
+    """libcuda, of which every function succeeds, but those for which there are `answers`, to give one after another. `launched`:
+    configurations."""
 
-    def __init__(self, version: int) -> None:
-        self.version, self.launched = version, []
+    def __init__(self, version: int, **answers: list[int]) -> None:
+        self.version, self.answers, self.launched = version, answers, []
+
+    def answer(self, name: str) -> int:
+        return self.answers[name].pop(0) if self.answers.get(name) else 0
 
     def __getattr__(self, name: str):
-        return lambda *_: 0
+        return lambda *_: self.answer(name)
 
     def cuDriverGetVersion(self, place) -> int:
         place._obj.value = self.version
@@ -52,17 +65,22 @@ class Library:
 
     def cuLaunchKernelEx(self, config, *_) -> int:
         self.launched.append(Config.from_buffer_copy(config))
-        return 0
+        return self.answer("cuLaunchKernelEx")
+
+
+def loaded(monkeypatch, library: Library, **changes) -> cuda.Function:
+    """A kernel."""
+    monkeypatch.setattr(cuda, "_driver", lambda: library)
+    monkeypatch.setattr(cuda, "_threads", SimpleNamespace())
+    for function in (cuda.shared_limit, cuda._lets_kernels_begin_early):
+        monkeypatch.setattr(cuda, function.__name__, function.__wrapped__)
+    return cuda.Function(b"", METADATA | changes, ["*fp32", "i32"], 0)
 
 
 @pytest.mark.parametrize("early, version, count", [(True, 13000, 1), (True, 12030, 1), (True, 12020, 0), (False, 13000, 0)])
 def test_what_the_driver_is_told(monkeypatch, early, version, count):
     library = Library(version)
-    monkeypatch.setattr(cuda, "_driver", lambda: library)
-    monkeypatch.setattr(cuda, "_threads", SimpleNamespace())
-    for function in (cuda.shared_limit, cuda._lets_kernels_begin_early):
-        monkeypatch.setattr(cuda, function.__name__, function.__wrapped__)
-    kernel = cuda.Function(b"", METADATA | {"launch_pdl": early}, ["*fp32", "i32"], 0)
+    kernel = loaded(monkeypatch, library, launch_pdl=early)
     for grid, stream in (((7, 3, 1), 2**40 + 8), ((5, 1, 2), 0)):
         kernel.launch(*grid, stream, [2**50, 11])
         found = library.launched[-1]
@@ -70,6 +88,31 @@ def test_what_the_driver_is_told(monkeypatch, early, version, count):
         assert found.count == count
         assert (found.attributes[0].id, found.attributes[0].value) == (6, 1)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     assert ctypes.sizeof(Config) == cuda._CONFIG.size and ctypes.sizeof(Attribute) == cuda._ATTRIBUTE.size
+
+
+LOAD, LAUNCH = "cuModuleLoadData", "cuLaunchKernelEx"
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+@pytest.mark.parametrize(
+    "name, answers", [*((name, answers) for name in (LOAD, LAUNCH) for answers in ([2], [2, 2], [1])), (LAUNCH, [201, 2])]
+)
+def test_memory_that_torch_keeps_is_given_back(monkeypatch, name, capturing, answers):
+    """Where the driver has too little for a kernel: once, and not while a graph is captured, which may use it."""
+    given_back = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(True))
+    fails = answers in ([2, 2], [1]) or 2 in answers and capturing
+
+    def work() -> None:
+        loaded(monkeypatch, Library(13000, **{name: [*answers]})).launch(1, 1, 1, 0, [2**50, 11])
+
+    if fails:
+        with pytest.raises(cuda.CudaError if answers == [1] else torch.OutOfMemoryError, match=r"ing kernel: unknown error \(CUDA error"):
+            work()
+    else:
+        work()
+    assert len(given_back) == (2 in answers and not capturing)
 
 
 @pytest.mark.gpu
