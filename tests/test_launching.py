@@ -11,6 +11,7 @@ import torch
 
 from flexpress import cached_attention, update_cache
 from flexpress.codegen.device import cuda
+from flexpress.codegen.run.launch import usable
 
 METADATA = {
     "name": "kernel",
@@ -113,6 +114,14 @@ def test_memory_that_torch_keeps_is_given_back(monkeypatch, name, capturing, ans
     else:
         work()
     assert len(given_back) == (2 in answers and not capturing)
+
+
+def test_too_little_memory_is_no_reason_for_another_kernel():
+    def variant(*_, **__):
+        raise torch.OutOfMemoryError("loading hopper_forward: out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        usable(SimpleNamespace(variant=variant), [], torch.device("cpu"), 0)
 
 
 @pytest.mark.gpu

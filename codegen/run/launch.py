@@ -237,7 +237,7 @@ def usable(kernel: Kernel, args: Iterable, device: torch.device, limit: float, w
     experimental and may change with Triton; or if a thread spills more than `limit` bytes. Raises NotYet as Kernel.variant does."""
     try:
         variant, plain = kernel.variant(args, device, (), waits=waits, num_warps=num_warps)
-    except (NotYet, Unusable):
+    except (NotYet, Unusable, torch.OutOfMemoryError):
         raise
     except Exception as error:
         text = f"{kernel.spec.template} does not compile with Triton {triton.__version__} ({type(error).__name__})"
