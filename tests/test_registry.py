@@ -27,6 +27,7 @@ CONSTANT = {
     "devices.multiprocessors",
     "compiler.newer_assembler",
     "cuda._driver",
+    "cuda._lets_kernels_begin_early",
     "cuda.shared_limit",
     "cores._quota",
     "nodes._dtype_cache",  # by operation and dtypes
