@@ -205,12 +205,25 @@ def _laid(tables: SharedTables) -> Laid:
 
 
 @dataclass(eq=False)
-class _Branch:
-    """Sequences with a common beginning: what their groups save, the groups as (pages, members), and all members."""
+class _Beginning:
+    """Elements that lists have in common, `depth` many.
 
-    saved: int
-    groups: list[tuple[int, list[int]]]
-    members: list[int]
+    lists    that have no more in common with any other
+    longer   beginnings that begin with this one
+    above    depths of those that it begins with itself, from 0 on
+    best     what can be counted of its lists, by the depth of the group around it: for every list the depth of its group, less for every
+             group its depth
+    """
+
+    depth: int
+    lists: list[int] = field(default_factory=list)
+    longer: list[_Beginning] = field(default_factory=list)
+    above: list[int] = field(default_factory=list)
+    best: dict[int, int] = field(default_factory=dict)
+
+    def counted(self, around: int) -> int:
+        """The same if it is no group: all its lists, and what is longer, have the one around it."""
+        return len(self.lists) * around + sum(b.best[around] for b in self.longer)
 
 
 def grouped(pages: Sequence[Sequence[int]]) -> list[tuple[int, list[int]]]:
@@ -220,30 +233,40 @@ def grouped(pages: Sequence[Sequence[int]]) -> list[tuple[int, list[int]]]:
     [[1, 2, 3], [1, 2, 4], [1, 2, 3]] gives [(2, [0, 1, 2])], which saves 4; of [[1, 2, 3], [1, 4], [1, 2, 3]] the first and the last
     alone save 3.
     """
-    order = sorted(range(len(pages)), key=pages.__getitem__)
-    open_branches: list[tuple[int, list[_Branch]]] = []  # the tree of beginnings, from the root to where the walk is
+    *longer_first, root = _beginnings(pages)
+    for one in (root, *reversed(longer_first)):
+        for other in one.longer:
+            other.above = [*one.above, one.depth]
+    for one in longer_first:
+        as_group = one.counted(one.depth) - one.depth
+        one.best = {around: max(one.counted(around), as_group) for around in one.above}
+    groups: list[tuple[int, list[int]]] = []
+    waiting: list[tuple[_Beginning, int, list[int]]] = [(one, 0, []) for one in root.longer]  # with the group around each
+    while waiting:
+        one, around, members = waiting.pop()
+        if one.best[around] > one.counted(around):
+            around, members = one.depth, []
+            groups.append((one.depth, members))
+        members += one.lists
+        waiting += [(other, around, members) for other in one.longer]
+    return [(count, sorted(members)) for count, members in groups]
+
+
+def _beginnings(pages: Sequence[Sequence[int]]) -> list[_Beginning]:
+    """What lists have in common: longer beginnings before those that they begin with, the empty one last."""
+    order, found = sorted(range(len(pages)), key=pages.__getitem__), []
+    path = [_Beginning(0)]  # from the empty one to where the walk is
     for i, number in enumerate(order):
-        branch = _Branch(0, [], [number])
         depth = _alike(pages[number], pages[order[i + 1]]) if i + 1 < len(order) else 0
-        while open_branches and open_branches[-1][0] > depth:
-            closed, children = open_branches.pop()
-            branch = _joined(closed, [*children, branch])
-        if open_branches and open_branches[-1][0] == depth:
-            open_branches[-1][1].append(branch)
-        else:
-            open_branches.append((depth, [branch]))
-    return [(count, sorted(members)) for _, children in open_branches for branch in children for count, members in branch.groups]
-
-
-def _joined(depth: int, children: list[_Branch]) -> _Branch:
-    """Children whose own groups save less than they would by the common beginning, `depth` elements, make one group, if that saves more."""
-    joining = [c for c in children if len(c.members) * depth > c.saved]
-    gain = sum(len(c.members) * depth - c.saved for c in joining) - depth
-    saved, members = sum(c.saved for c in children), [m for c in children for m in c.members]
-    if gain <= 0:
-        return _Branch(saved, [g for c in children for g in c.groups], members)
-    kept = [g for c in children if c not in joining for g in c.groups]
-    return _Branch(saved + gain, [*kept, (depth, [m for c in joining for m in c.members])], members)
+        if depth > path[-1].depth:
+            path.append(_Beginning(depth))
+        path[-1].lists.append(number)
+        while path[-1].depth > depth:
+            found.append(path.pop())
+            if path[-1].depth < depth:
+                path.append(_Beginning(depth))
+            path[-1].longer.append(found[-1])
+    return [*found, *path]
 
 
 def _alike(one: Sequence[int], other: Sequence[int]) -> int:

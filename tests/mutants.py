@@ -1463,8 +1463,8 @@ PREFIXES = [
     ),
     Mutant(
         "flexpress/shared_prefix.py",
-        "if len(c.members) * depth > c.saved",
-        "if True",
+        "max(one.counted(around), as_group)",
+        "as_group",
         named("shared_prefix", "save_the_most"),
         "a group that shares more joins one that shares less",
     ),
