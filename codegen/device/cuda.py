@@ -27,8 +27,9 @@ _FORMATS = {"i1": "?", "u1": "?", "i32": "i", "i64": "q", "fp32": "f"}  # struct
 _MAP_TYPES = {torch.float32: 7, torch.float16: 6, torch.bfloat16: 9, torch.float8_e4m3fn: 0}
 _MAP_BYTES = 128
 _CONFIG = struct.Struct("7IPPI4x")  # CUlaunchConfig: grid, block, bytes of shared memory, stream, attributes and how many there are
-_ATTRIBUTE = struct.Struct("i4xi60x")  # CUlaunchAttribute
-_BEGINS_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_ATTRIBUTE = struct.Struct("i4xi60x")  # CUlaunchAttribute: which, and its value
+# CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, of kernels that begin early
+_BEGINS_EARLY = ctypes.create_string_buffer(_ATTRIBUTE.pack(6, 1), _ATTRIBUTE.size)
 _DESCRIPTOR_FIELDS = [f"{_MAP_BYTES}s", *"iiii", *"qqqq"]  # map, sizes and strides
 _DESCRIPTOR = struct.Struct("".join(_DESCRIPTOR_FIELDS))
 
@@ -54,22 +55,25 @@ def _driver() -> ctypes.CDLL:
     return driver
 
 
+def _version() -> int:
+    """That of CUDA which the driver runs: 12030 is 12.3."""
+    version = ctypes.c_int()
+    _check(_driver().cuDriverGetVersion(ctypes.byref(version)), "asking for the driver's version")
+    return version.value
+
+
 def driver_version() -> int | None:
     """The major version of CUDA that the driver runs; None if there is no driver."""
-    version = ctypes.c_int()
     try:
-        _check(_driver().cuDriverGetVersion(ctypes.byref(version)), "asking for the driver's version")
+        return _version() // 1000
     except (OSError, CudaError):
         return None
-    return version.value // 1000
 
 
 @functools.cache
 def _lets_kernels_begin_early() -> bool:
     """CUDA graphs know kernels that do since CUDA 12.3."""
-    version = ctypes.c_int()
-    _check(_driver().cuDriverGetVersion(ctypes.byref(version)), "asking for the driver's version")
-    return version.value >= 12030
+    return _version() >= 12030
 
 
 def _check(code: int, what: str) -> None:
@@ -156,8 +160,7 @@ class Function:
         ends = [struct.calcsize("".join(fields[: i + 1])) for i in range(len(fields))]
         starts = [end - struct.calcsize(field) for end, field in zip(ends, fields, strict=True)]
         self.pointers = (ctypes.c_void_p * len(fields))(*(ctypes.addressof(self.buffer) + start for start in starts))
-        self.attribute = ctypes.create_string_buffer(_ATTRIBUTE.pack(_BEGINS_EARLY, 1), _ATTRIBUTE.size)
-        self.attributes = ctypes.addressof(self.attribute), int(metadata["launch_pdl"] and _lets_kernels_begin_early())
+        self.attributes = ctypes.addressof(_BEGINS_EARLY), int(metadata["launch_pdl"] and _lets_kernels_begin_early())
         self.config = ctypes.create_string_buffer(_CONFIG.size)
         self.lock, self.start = threading.Lock(), driver.cuLaunchKernelEx
 

@@ -328,7 +328,7 @@ def drawn_options(p: Program, rng: random.Random, s: Shape, dtype: str, masked: 
         options["BACKEND"] = rng.choice(("TRITON", "AUTO", "TRITON_DECODE" if s.M <= 16 else "TRITON", "GLUON" if cuda else "TRITON"))
     elif s.M <= 16 and chance(rng, 0.25):
         options["BACKEND"] = "TRITON_DECODE"
-    if os.environ.get("FLEXPRESS_CPU") == "cpp":  # which do not round scaled queries again; another backend is the interpreter's
+    if not cuda and os.environ.get("FLEXPRESS_CPU") == "cpp":  # which rounds scaled queries no more; another backend is the interpreter
         options = {name: value for name, value in options.items() if name not in ("PRESCALE_QK", "BACKEND")}
     if options.get("BACKEND") == "GLUON":
         p.refusals += "|GLUON"

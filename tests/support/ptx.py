@@ -40,7 +40,7 @@ def _is_half(dtype: torch.dtype) -> bool:
 
 def _bits(tensor: torch.Tensor) -> np.ndarray:
     if tensor.is_floating_point():
-        tensor = tensor.view(torch.int16 if _is_half(tensor.dtype) else torch.int32)
+        tensor = tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.dtype.itemsize])
     return tensor.to(torch.int64).numpy() & (0xFFFF if _is_half(tensor.dtype) else _LOW)
 
 
@@ -82,11 +82,10 @@ def _move(bits: int):
     """A word to its halves, or two halves to their word."""
 
     def operation(names: dict, to: str, whole: str) -> None:
+        low, high = (whole if whole.startswith("{") else to).strip("{}").replace(",", " ").split()
         if whole.startswith("{"):
-            low, high = (names[name] for name in whole.strip("{}").replace(",", " ").split())
-            names[to] = low | high << bits
+            names[to] = names[low] | names[high] << bits
             return
-        low, high = to.strip("{}").replace(",", " ").split()
         names[low] = (names[whole] & np.array((1 << bits) - 1, dtype=names[whole].dtype)).astype(np.int64)
         names[high] = (names[whole] >> np.array(bits, dtype=names[whole].dtype)).astype(np.int64)
 
@@ -129,15 +128,10 @@ def _shuffle(word, source, segments, lanes):
     return np.take_along_axis(word, np.broadcast_to(source, word.shape), -1)
 
 
-def _to_e4m3(upper, lower):
-    low, high = (torch.from_numpy((x & _LOW).astype(np.uint32).view(np.float32)).to(torch.float8_e4m3fn) for x in (lower, upper))
-    return low.view(torch.uint8).numpy().astype(np.int64) | high.view(torch.uint8).numpy().astype(np.int64) << 8
-
-
 def _rounded(dtype: torch.dtype):
     def compute(upper, lower):
         low, high = (_bits(torch.from_numpy((x & _LOW).astype(np.uint32).view(np.float32)).to(dtype)) for x in (lower, upper))
-        return low | high << 16
+        return low | high << 8 * dtype.itemsize
 
     return _simple(compute)
 
@@ -160,6 +154,6 @@ _OPERATIONS = {
     "selp.b32": _simple(lambda a, b, which: np.where(which, a, b)),
     "cvt.rn.bf16x2.f32": _rounded(torch.bfloat16),
     "cvt.rn.f16x2.f32": _rounded(torch.float16),
-    "cvt.rn.satfinite.e4m3x2.f32": _simple(_to_e4m3),
+    "cvt.rn.satfinite.e4m3x2.f32": _rounded(torch.float8_e4m3fn),
     "cvt.f32.f16": _simple(_float_of_half),
 }
