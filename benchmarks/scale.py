@@ -37,7 +37,7 @@ from workloads import Workload, causal
 DEFAULT = tuple(impl for impl in ("flexpress", "cudnn", "fa4") if impl in forward.DEFAULT)
 LENGTHS = tuple(2**n for n in range(9, 18))
 TOKENS = 16384
-DIMS = (32, 64, 96, 128, 192, 256)
+DIMS = (32, 64, 80, 96, 128, 160, 192, 256)
 REST = 0.05  # seconds
 LIMIT = 0.9  # of the fastest other implementation: what is below is a cliff
 

@@ -566,8 +566,8 @@ def add_query_block(
         # not be rounded, is a choice
         score = gl.where(seen, score, float("-inf")) - top[None, :]
     p = gl.exp2(gl.fma(score, TO_LOG2, share[None, :]))  # [64, BLOCK_M], the softmax itself
-    weights = gl.convert_layout(p.to(dtype), WEIGHTS)
-    dv = warpgroup_mma(weights, do, dv, is_async=True)
+    weights = p.to(dtype)
+    dv = warpgroup_mma(gl.convert_layout(weights, WEIGHTS), do, dv, is_async=True)
 
     dp = warpgroup_mma_wait(1, deps=(dp,))
     delta = shared.delta.index(slot).reshape([BLOCK_M]).load(QUERIES)

@@ -38,6 +38,18 @@ CASES = {  # heads of q and k, batch entries of q and k, lengths, head dims; how
     "more programs than tiles": dict(lengths=(600, 100), heads=(2, 1), programs=7),
     "head dim 128": dict(dims=(128, 128), megabytes=0, lengths=(150, 140)),
     "head dims 72 and 40": dict(dims=(72, 40), megabytes=0, lengths=(100, 200)),
+    "head dim 32, causal": dict(dims=(32, 32), mask=mods.causal, megabytes=0, lengths=(300, 300)),
+    "head dims 48 and 24, alibi": dict(dims=(48, 24), score=mods.alibi(torch.tensor([0.5, 0.1])), megabytes=0, lengths=(130, 150)),
+    "head dims 24 and 32, learned per key": dict(
+        dims=(24, 32), score=lambda s, b, h, m, n: torch.tanh(s) * NUMBERS[n], learned=NUMBERS, lengths=(130, 150)
+    ),
+    "head dims 96 and 112, softcap": dict(dims=(96, 112), score=mods.softcap(2.0), megabytes=0, lengths=(130, 150)),
+    "head dims 80 and 72, dropout": dict(dims=(80, 72), dropout_p=0.3, lengths=(130, 150)),
+    "head dims 136 and 120": dict(dims=(136, 120), lengths=(100, 140)),
+    "head dims 160 and 208": dict(dims=(160, 208), mask=mods.causal, megabytes=0, lengths=(150, 140)),
+    "head dims 224 and 192": dict(dims=(224, 192), megabytes=0, lengths=(100, 140)),
+    "packed sequences, head dims 96 and 80": dict(packed=[[70, 0, 1, 180]], mask=mods.causal, dims=(96, 80)),
+    "packed sequences, head dims 24 and 32": dict(packed=[[70, 0, 1, 180]], mask=mods.causal, dims=(24, 32), megabytes=0),
     "head dims 192 and 128": dict(dims=(192, 128), megabytes=0, lengths=(100, 140)),
     "head dim 256": dict(dims=(256, 256), megabytes=0, lengths=(100, 140)),
     "scores of 1e9": dict(score=lambda s, b, h, m, n: torch.where(m % 2 == 0, s, s * 0.0 - 1e9), lengths=(130, 150)),

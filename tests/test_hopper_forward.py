@@ -10,7 +10,7 @@ from support.fake_hopper import forward_on_cpu
 from support.float8 import FLOAT8, Quantised, check_quantised, plainly
 from support.varlen import by_sequence, offsets
 
-DIMS = [(24, 24), (32, 64), (192, 192), (136, 160), (64, 192), (192, 32)]
+DIMS = [(24, 24), (32, 64), (192, 192), (136, 160), (64, 192), (192, 32), (72, 96), (40, 112), (200, 176), (224, 208)]
 
 
 @pytest.fixture(autouse=True)

@@ -28,6 +28,7 @@ from ..text.spec import KernelSpec
 from .backward import SYMBOLS, BackwardCase, Gathered, buffers_of, delta_spec, role_of, strides
 from .forward import Mod, batch_inside, block_flags, list_numbers, list_tables, mask_of_runs
 from .hopper_forward import HEAVY, HeadGroup, scores_are_raw
+from .slices import parts_of, summed_columns
 
 BLOCK_N = 128  # keys of a program, 64 for each consumer
 L2_BYTES = 24 << 20  # of Q, dO and dQ's sums that heads which are worked on at a time may take
@@ -115,7 +116,7 @@ def padded(d_qk: int, d_v: int) -> tuple[int, int]:
         return 256, 256
     if d_qk > 128:
         return 192, 128
-    d_v = max(64, round_up_head_dim(d_v))
+    d_v = max(32, round_up_head_dim(d_v))
     return max(round_up_head_dim(d_qk), d_v), d_v
 
 
@@ -131,13 +132,15 @@ def enough_heads(kv_len: int, listed: bool) -> int:
 
 
 def hopper_backward_tile(case: BackwardCase, score: Mod | None, mask: Mod | None) -> HopperBackwardTile:
-    """The tile for a case. At head dim 64, 128 query rows halve the number of barriers: 9 % faster under a causal mask. A score_mod would
-    spill up to 1900 bytes, and is as fast with 64. Dropout takes registers, too."""
+    """The tile for a case. Up to head dim 64, 128 query rows halve the number of barriers: 9 % faster under a causal mask. At 64 a
+    score_mod would spill up to 1900 bytes, and is as fast with 64 rows; at 32 only gradients of captured tensors would. Dropout takes
+    registers, too."""
     if case.d_v > 128:
         return HopperBackwardTile(64, BLOCK_N=64)
-    large = not score and not (mask and mask[0].tensors) and (not case.blocks or case.blocks.q_block % 128 == 0)
-    large = large and padded(case.d_qk, case.d_v)[0] == 64 and not case.extras.dropout
-    return HopperBackwardTile(128 if large else 64)
+    widest = padded(case.d_qk, case.d_v)[0]
+    light = not case.captured if widest == 32 else not score and not (mask and mask[0].tensors)
+    whole = not case.blocks or case.blocks.q_block % 128 == 0
+    return HopperBackwardTile(128 if widest <= 64 and light and whole and not case.extras.dropout else 64)
 
 
 def plan_hopper_backward(
@@ -204,6 +207,10 @@ def _spec(
         "WIDE": d_v == 256,
         "SLICES": slices,
         "D_QK_SLICE": d_qk // slices,
+        "QK_COLUMNS": summed_columns(case.d_qk, d_qk),
+        "V_COLUMNS": summed_columns(case.d_v, d_v),
+        "DK_PARTS": parts_of(case.d_qk, d_qk),
+        "DV_PARTS": parts_of(case.d_v, d_v),
         "BLOCK_M": tile.BLOCK_M,
         "BLOCK_N": tile.BLOCK_N,
         "SPLIT_COLUMNS": columns,

@@ -36,7 +36,8 @@ from .forward import (
 from .geometry import STRIDES, Geometry
 from .hopper_dots import DotRows, dot_flags, rest_of, rows_of, why_no_dot
 from .hopper_elements import Elements, copied_flags, copied_load, elements_of, with_elements
-from .hopper_tiles import ROWS, HopperTile, hopper_tile, padded, slices
+from .hopper_tiles import ROWS, HopperTile, hopper_tile, output_parts, padded, slices
+from .slices import summed_columns
 
 HEAVY = {
     "dots": "a dot product of rows of captured tensors is a further product of matrices, which this kernel has not",
@@ -227,8 +228,10 @@ def _spec(
         "D_V_ROUNDED": d_v,
         "SLICES": slices(d_qk),
         "D_QK_SLICE": d_qk // slices(d_qk),
+        "QK_COLUMNS": summed_columns(case.d_qk, d_qk, 32 // case.dtype.itemsize),
         "V_SLICES": slices(d_v),
         "D_V_SLICE": d_v // slices(d_v),
+        "OUTPUT_PARTS": output_parts(d_v if case.dtype.itemsize == 1 else case.d_v, d_v),
         "OUTPUT_IN_Q": tile.output_in_q,
         "CONSUMERS": tile.consumers,
         "STAGES": tile.stages,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..gpus import round_up_head_dim
 from .forward import ForwardCase
+from .slices import Columns, parts_of
 
 ROWS = 64  # of a consumer
 
@@ -34,6 +36,32 @@ def padded(case: ForwardCase) -> tuple[int, int]:
 def slices(padded_dim: int) -> int:
     """In how many parts of columns a padded head dim lies in shared memory."""
     return 3 if padded_dim == 192 else 1
+
+
+class OutputPart(NamedTuple):
+    """Columns of the output that have an accumulator of their own.
+
+    name     of the accumulator        slice     of V in which they lie, and `start` in it
+    layout   what is appended to the names of layouts for tiles so wide
+    """
+
+    name: str
+    slice: int
+    start: int
+    width: int
+    layout: str = ""
+
+
+def output_parts(d_v: int, padded_dim: int) -> tuple[OutputPart, ...]:
+    """The accumulators of the output. Those of 160 columns have 64, 64 and 32."""
+    count = slices(padded_dim)
+    if count == 1:
+        parts = [(0, part) for part in parts_of(d_v, padded_dim)]
+    else:
+        parts = [(0, Columns(0, 64)), (1, Columns(0, 64)), (2, Columns(0, round_up_head_dim(d_v - 128)))]
+    names = ["acc"] if len(parts) == 1 else [f"acc_{i}" for i in range(len(parts))]
+    widest = parts[0][1].width
+    return tuple(OutputPart(name, s, *part, "_REST" if part.width != widest else "") for name, (s, part) in zip(names, parts, strict=True))
 
 
 def hopper_tile(d_qk: int, d_v: int, *, listed: bool, reads: bool) -> HopperTile:

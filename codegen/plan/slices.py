@@ -50,3 +50,32 @@ def lies_in(d_v: int, d_qk: int) -> bool:
     values, keys = slices_of(d_v), slices_of(d_qk)
     same = [(v.start, v.width) == (k.start, k.width) for v, k in zip(values, keys, strict=False)]
     return d_v <= d_qk and all(same) and (d_v == d_qk or not values[-1].padded)
+
+
+class Columns(NamedTuple):
+    """Some columns of rows over which a product sums."""
+
+    start: int
+    width: int
+
+
+def summed_columns(d: int, padded_dim: int, step: int = 16) -> tuple[Columns, ...]:
+    """The columns that a product over rows of head dim `d` has to read, as powers of two: of 80, padded to 128, 64 and 16.
+
+    step   columns of one instruction: 32 bytes
+    """
+    left, found = min(-(-d // step) * step, padded_dim), []
+    while left:
+        width = 1 << left.bit_length() - 1
+        found.append(Columns(sum(c.width for c in found), width))
+        left -= width
+    return tuple(found)
+
+
+def parts_of(d: int, padded_dim: int) -> tuple[Columns, ...]:
+    """Columns of accumulators of a product of Hopper's, without most of the padding where two powers of two have a quarter less: 96 of 128
+    are 64 and 32, 80 are 64 and 16, and 112 stay 128. Products of fewer than 64 columns take nearly as long as those of 64."""
+    half, rest = padded_dim // 2, round_up_head_dim(max(1, d - padded_dim // 2))
+    if padded_dim < 128 or rest > half // 2:
+        return (Columns(0, padded_dim),)
+    return Columns(0, half), Columns(half, rest)
