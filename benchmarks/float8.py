@@ -44,12 +44,13 @@ class Case:
     head_dim: int
     causal: bool
     heads: int = 16
+    head_dim_v: int = 0  # if it is another
 
     @property
     def flops(self) -> float:
         """Of both products, of visible pairs."""
         pairs = self.length * (self.length + 1) / 2 if self.causal else self.length**2
-        return 4 * self.batch * self.heads * pairs * self.head_dim
+        return 2 * self.batch * self.heads * pairs * (self.head_dim + (self.head_dim_v or self.head_dim))
 
 
 CASES = {
@@ -60,14 +61,17 @@ CASES = {
     for is_causal in (False, True)
     for length, batch in ((4096, 4), (16384, 1))
     if head_dim == 128 or length == 4096
+} | {
+    f"{'causal' if is_causal else 'full'}_4k_mla": Case(4, 4096, 192, is_causal, head_dim_v=128)  # of DeepSeek's prefill
+    for is_causal in (False, True)
 }
 
 
 def quantised(case: Case) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """q, k and v in float8, and their scales (batch, heads)."""
     tensors, scales = [], []
-    for _ in range(3):
-        t = torch.randn(case.batch, case.heads, case.length, case.head_dim, device=DEVICE)
+    for head_dim in (case.head_dim, case.head_dim, case.head_dim_v or case.head_dim):
+        t = torch.randn(case.batch, case.heads, case.length, head_dim, device=DEVICE)
         scale = t.abs().amax((2, 3)) / 448
         tensors.append((t / scale[..., None, None]).to(FLOAT8))
         scales.append(scale)

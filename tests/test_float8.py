@@ -180,8 +180,8 @@ def test_in_a_graph():
 def test_what_calls_get(own_directory, monkeypatch):
     q, k, v = quantised(*[(1, 2, 300, 64)] * 3)
     monkeypatch.setattr("flexpress.codegen.run.forward.architecture_of", lambda device: "sm_90")
-    wide = q.new_zeros(1, 2, 300, 144)
-    assert "not HOPPER: head dims are 144 and 64; for float8 there are tiles for up to 128" in explain(wide, wide, v).split("\n")[0]
+    wide = q.new_zeros(1, 2, 300, 208)
+    assert "not HOPPER: head dims are 208 and 64; for float8 there are tiles for up to 192 and 128" in explain(wide, wide, v).split("\n")[0]
     assert "not DECODE: float8: other kernels have it" in explain(q[:, :, :5], k, v).split("\n")[0]
     monkeypatch.undo()
     made = precompile((1, 2, 300, 64), (1, 2, 300, 64), (1, 2, 300, 64), dtype=FLOAT8, q_scale=(), v_scale=(2,))

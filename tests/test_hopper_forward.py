@@ -99,6 +99,9 @@ FLOAT8_PROBLEMS = {
     "sinks": dict(score="alibi", mask="document", scales=("all", "", "head"), sinks=True),
     "blocks that are all full": dict(score="table", mask="window", scales=("", "", ""), D_V=64),
     "no mods and sinks": dict(score="none", mask="none", scales=("", "batch", ""), sinks=True, scale=-0.5),
+    "head dim 96": dict(score="none", mask="causal", scales=("head", "", "all"), D_QK=96, D_V=80),
+    "head dims 192 and 128": dict(score="alibi", mask="causal", scales=("head", "batch", "all"), D_QK=192, D_V=128),
+    "head dims 144 and 32, in float32": dict(score="none", mask="none", scales=("", "", "head"), D_QK=144, D_V=32, out_dtype=torch.float32),
 }
 
 

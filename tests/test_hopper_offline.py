@@ -72,6 +72,11 @@ CASES = {
     "causal d160 bf16, pages of 16": ("causal", dict(head_dim=160, starts=True, cache=Cache(16))),
     "causal d128 fp8": ("causal", dict(FLOAT8)),
     "alibi document d128 fp8": ("alibi document", dict(FLOAT8, output_max=True)),
+    "alibi causal d192x128 fp8": ("alibi causal", dict(FLOAT8, **MLA, output_max=True)),
+    "document d144x128 fp8, in float32": (
+        "document",
+        dict(FLOAT8, head_dim=144, head_dim_v=128, extras=Extras(scales="qkv", out="float32")),
+    ),
     "plain d80x32 fp8, sinks": ("plain", dict(FLOAT8, head_dim=80, head_dim_v=32, extras=Extras("bfloat16", scales="v", out="float32"))),
 }
 
@@ -103,6 +108,8 @@ SPILLED = {
     "softcap sliding_window d128 fp16, groups": 32,
     "causal d128 fp8": 16,
     "alibi document d128 fp8": 96,
+    "alibi causal d192x128 fp8": 24,
+    "document d144x128 fp8, in float32": 24,
 }
 
 NOTHING = torch.zeros(4096, dtype=torch.int32)

@@ -75,8 +75,8 @@ def fits(case: ForwardCase, geometry: Geometry, arch: str = "sm_90", aligned: bo
         if why:
             return why
     if case.dtype is torch.float8_e4m3fn:
-        if case.cache or max(case.d_qk, case.d_v) > 128:
-            return f"head dims are {case.d_qk} and {case.d_v}; for float8 there are tiles for up to 128, without a cache"
+        if case.cache or case.d_qk > 192 or case.d_v > 128:
+            return f"head dims are {case.d_qk} and {case.d_v}; for float8 there are tiles for up to 192 and 128, without a cache"
         if case.blocks and case.blocks.starts:
             return "blocks begin anywhere, and TMA copies values by keys from multiples of 16 keys on"
     elif case.extras.scales:
@@ -182,7 +182,8 @@ def plan_hopper_forward(case: ForwardCase, score: Mod | None, mask: Mod | None) 
     reads = bool(handed) or any(gathers(m[0]) for m in (score, mask) if m)
     tile = hopper_tile(*padded(case), listed=case.blocks is not None or grouped, reads=reads)
     if case.dtype.itemsize == 1:
-        tile = HopperTile(2, 4, 240, 24)
+        wide = case.d_qk > 128 and case.extras.out == "float32"  # which leaves no room for a fourth stage
+        tile = HopperTile(2, 3 if wide else 4, 240, 24)
     if added:
         wide = max(padded(case)) > 64
         tile = HopperTile(2, 2 if wide else 3, 240, 24, output_in_q=wide)
