@@ -9,7 +9,8 @@ import torch
 from hypothesis import strategies as st
 
 from flexpress import cached_attention, explain, export, flex_attention, mods, update_cache, varlen_attention
-from flexpress.codegen.plan.slices import lies_in, slices_of
+from flexpress.codegen.plan.hopper_tiles import output_parts
+from flexpress.codegen.plan.slices import lies_in, parts_of, slices_of, summed_columns
 from support import batches
 from support.attention import check_attention
 from support.dense import dense_attention, relative_error
@@ -49,6 +50,28 @@ def test_slices(d, widths):
 def test_which_values_lie_in_whole_slices_of_the_keys():
     assert lies_in(512, 576) and lies_in(512, 512)
     assert not lies_in(400, 576) and not lies_in(576, 512)
+
+
+@pytest.mark.parametrize("padded", [32, 64, 128, 256])
+def test_products_leave_padding_out(padded):
+    for d in range(padded // 2 + 1, padded + 1):
+        for step in (16, 32):
+            found = summed_columns(d, padded, step)
+            assert [c.start for c in found] == [sum(c.width for c in found[:i]) for i in range(len(found))]
+            assert d <= sum(c.width for c in found) < d + step and all(c.width % step == 0 == c.width & (c.width - 1) for c in found)
+        first, *rest = parts_of(d, padded)
+        assert first.start == 0 and [part.start for part in rest] == [first.width] * len(rest)
+        width = first.width + sum(part.width for part in rest)
+        assert d <= width <= padded and (not rest or width <= 0.75 * padded)
+
+
+@pytest.mark.parametrize(
+    "d, padded, widths", [(64, 64, [64]), (80, 128, [64, 16]), (112, 128, [128]), (160, 192, [64, 64, 32]), (192, 192, [64] * 3)]
+)
+def test_outputs_have_accumulators_for_their_columns(d, padded, widths):
+    parts = output_parts(d, padded)
+    assert [part.width for part in parts] == widths and len({part.name for part in parts}) == len(widths)
+    assert {part.width for part in parts if not part.layout} == {widths[0]}  # which all that have no layout of their own have
 
 
 def latent(device: str, q_lens: tuple[int, ...], kv_lens: tuple[int, ...], heads: int, page_size: int = 0, dtype=torch.bfloat16) -> dict:
