@@ -1546,6 +1546,27 @@ WAITS = [  # in kernels for Hopper, whose stand-in draws who goes on (tests/supp
         named("hopper_forward"),
         "warps end before their output has been read",
     ),
+    Mutant(
+        "templates/hopper_backward.py.jinja",
+        "warpgroup_mma_wait({{ V_COLUMNS | length }}, deps=(qk,))",
+        "warpgroup_mma_wait({{ V_COLUMNS | length + 1 }}, deps=(qk,))",
+        named("hopper_backward", "gradients"),
+        "scores are read while their product runs",
+    ),
+    Mutant(
+        "templates/_hopper_forward_output.jinja",
+        "        fence_async_shared()\n",
+        "",
+        named("hopper_forward"),
+        "the TMA unit may not find the output that threads have stored",
+    ),
+    Mutant(
+        "templates/hopper_backward.py.jinja",
+        '"2 * CONSUMER)',
+        '"CONSUMER)',
+        named("hopper_backward", "gradients"),
+        "dK of 32 columns leaves through what the other consumer writes next",
+    ),
 ]
 MUTANTS = [
     *CAPTURES,

@@ -36,8 +36,7 @@ from .forward import (
 from .geometry import STRIDES, Geometry
 from .hopper_dots import DotRows, dot_flags, rest_of, rows_of, why_no_dot
 from .hopper_elements import Elements, copied_flags, copied_load, elements_of, with_elements
-from .hopper_tiles import ROWS, HopperTile, hopper_tile, output_parts, padded, slices
-from .slices import summed_columns
+from .hopper_tiles import ROWS, HopperTile, head_dim_flags, hopper_tile, padded, slices
 
 HEAVY = {
     "dots": "a dot product of rows of captured tensors is a further product of matrices, which this kernel has not",
@@ -218,21 +217,11 @@ def _spec(
     blocks, mods = case.blocks, [m for m in (score, mask) if m]
     starts = blocks is not None and blocks.starts
     cache = case.cache or Cache()
-    d_qk, d_v = padded(case)
     flags = {
         "LANGUAGE": GLUON.name,
         "DTYPE": dtype_name(case.dtype),
         "FLOAT8": case.dtype is torch.float8_e4m3fn,
-        "D_QK": case.d_qk,
-        "D_V": case.d_v,
-        "D_QK_ROUNDED": d_qk,
-        "D_V_ROUNDED": d_v,
-        "SLICES": slices(d_qk),
-        "D_QK_SLICE": d_qk // slices(d_qk),
-        "QK_COLUMNS": summed_columns(case.d_qk, d_qk, 32 // case.dtype.itemsize),
-        "V_SLICES": slices(d_v),
-        "D_V_SLICE": d_v // slices(d_v),
-        "OUTPUT_PARTS": output_parts(d_v if case.dtype.itemsize == 1 else case.d_v, d_v),
+        **head_dim_flags(case),
         "OUTPUT_IN_Q": tile.output_in_q,
         "CONSUMERS": tile.consumers,
         "STAGES": tile.stages,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..gpus import round_up_head_dim
 from .forward import ForwardCase
-from .slices import Columns, parts_of
+from .slices import Columns, parts_of, summed_columns
 
 ROWS = 64  # of a consumer
 
@@ -62,6 +62,23 @@ def output_parts(d_v: int, padded_dim: int) -> tuple[OutputPart, ...]:
     names = ["acc"] if len(parts) == 1 else [f"acc_{i}" for i in range(len(parts))]
     widest = parts[0][1].width
     return tuple(OutputPart(name, s, *part, "_REST" if part.width != widest else "") for name, (s, part) in zip(names, parts, strict=True))
+
+
+def head_dim_flags(case: ForwardCase) -> dict[str, object]:
+    """What the template knows of head dims. Products of 8 bits have one accumulator, and sum over 32 columns at a time."""
+    d_qk, d_v = padded(case)
+    return {
+        "D_QK": case.d_qk,
+        "D_V": case.d_v,
+        "D_QK_ROUNDED": d_qk,
+        "D_V_ROUNDED": d_v,
+        "SLICES": slices(d_qk),
+        "D_QK_SLICE": d_qk // slices(d_qk),
+        "QK_COLUMNS": summed_columns(case.d_qk, d_qk, 32 // case.dtype.itemsize),
+        "V_SLICES": slices(d_v),
+        "D_V_SLICE": d_v // slices(d_v),
+        "OUTPUT_PARTS": output_parts(d_v if case.dtype.itemsize == 1 else case.d_v, d_v),
+    }
 
 
 def hopper_tile(d_qk: int, d_v: int, *, listed: bool, reads: bool) -> HopperTile:

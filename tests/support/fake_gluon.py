@@ -2,8 +2,9 @@
 
 Every partition of a program is a thread, barriers in shared memory count arrivals and bytes, and blocks lie in shared memory as TMA leaves
 them, 128 bytes of columns at a time. One thread runs at a time, as far as it can (turns.py): who does not wait for a block finds it empty,
-or has written over it. Layouts of registers, proxies, and products that are still running do not exist here: a kernel that waits too late
-for these is not found.
+or has written over it. A product reads shared memory when it is started or when it is waited for, which is drawn. What it leaves in
+registers is NaN until then. What a thread stores to shared memory, products and the TMA unit may read behind a fence. Layouts of registers
+do not exist here.
 """
 
 from __future__ import annotations
@@ -66,11 +67,29 @@ def store(pointer: Pointer, value, mask=None) -> None:
     pointer.memory()[places[mask]] = value[mask]
 
 
-class Shared:
-    """A part of shared memory, of which the last two extents are a block. What TMA copies lies there 128 bytes of columns at a time."""
+class Unfenced(threading.local):
+    """What this thread has stored to shared memory since its last fence, as bytes of `unfenced` tensors."""
 
-    def __init__(self, memory: torch.Tensor, start: int, shape: tuple[int, ...], slabs: bool) -> None:
-        self.memory, self.start, self.shape, self.slabs = memory, start, tuple(shape), slabs
+    def __init__(self) -> None:
+        self.stored: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def fence(self) -> None:
+        for unfenced, places in self.stored:
+            unfenced[places] = False
+        self.stored = []
+
+
+mine = Unfenced()
+
+
+class Shared:
+    """A part of shared memory, of which the last two extents are a block. What TMA copies lies there 128 bytes of columns at a time.
+
+    unfenced   bool, for the bytes of `memory`: stored to by a thread that has not seen to it that products and the TMA unit find it
+    """
+
+    def __init__(self, memory: torch.Tensor, unfenced: torch.Tensor, start: int, shape: tuple[int, ...], slabs: bool) -> None:
+        self.memory, self.unfenced, self.start, self.shape, self.slabs = memory, unfenced, start, tuple(shape), slabs
 
     @property
     def dtype(self) -> torch.dtype:
@@ -78,25 +97,29 @@ class Shared:
 
     def index(self, i) -> Shared:
         assert 0 <= int(i) < self.shape[0], f"buffer {int(i)} of {self.shape[0]}"
-        return Shared(self.memory, self.start + int(i) * math.prod(self.shape[1:]), self.shape[1:], self.slabs)
+        return Shared(self.memory, self.unfenced, self.start + int(i) * math.prod(self.shape[1:]), self.shape[1:], self.slabs)
 
     def reshape(self, shape) -> Shared:
-        return Shared(self.memory, self.start, shape, self.slabs)
+        return Shared(self.memory, self.unfenced, self.start, shape, self.slabs)
 
     def slice(self, start, length: int, dim: int = 0) -> Slice:
-        return Slice(self.memory, self.places().narrow(dim, int(start), length))
+        return Slice(self.memory, self.unfenced, self.places().narrow(dim, int(start), length))
 
     def reinterpret(self, dtype, shape, layout) -> Shared:
         memory = self.memory.view(dtype)
         start = self.start * self.dtype.itemsize // dtype.itemsize
         assert start + math.prod(shape) <= len(memory)
-        return Shared(memory, start, shape, layout == "slabs")
+        return Shared(memory, self.unfenced, start, shape, layout == "slabs")
 
-    def permute(self, order) -> torch.Tensor:
-        return self.load(None).permute(order)
+    def permute(self, order) -> Slice:
+        return Slice(self.memory, self.unfenced, self.places().permute(order))
 
     def places(self) -> torch.Tensor:
         return _places(self.start, self.shape, 128 // self.dtype.itemsize if self.slabs else None)
+
+    def bytes(self) -> torch.Tensor:
+        """The first one of each element."""
+        return self.places() * self.dtype.itemsize
 
     def load(self, _layout) -> torch.Tensor:
         return self.memory[self.places()]
@@ -104,6 +127,19 @@ class Shared:
     def store(self, value) -> None:
         assert tuple(value.shape) == self.shape
         self.memory[self.places()] = value.to(self.memory.dtype)
+        places = self.bytes()
+        self.unfenced[places] = True
+        mine.stored.append((self.unfenced, places))
+
+    def fenced(self) -> torch.Tensor:
+        """As products and the TMA unit read it."""
+        assert not self.unfenced[self.bytes()].any(), "shared memory that a thread has stored to is read without a fence"
+        return self.load(None)
+
+    def copy_in(self, value: torch.Tensor) -> None:
+        """As the TMA unit writes it."""
+        self.memory[self.places()] = value
+        self.unfenced[self.bytes()] = False
 
 
 @functools.lru_cache(4096)
@@ -120,11 +156,11 @@ def _places(start: int, shape: tuple[int, ...], width: int | None) -> torch.Tens
 class Slice(Shared):
     """Places in shared memory."""
 
-    def __init__(self, memory: torch.Tensor, places: torch.Tensor) -> None:
-        self.memory, self.shape, self._places = memory, tuple(places.shape), places
+    def __init__(self, memory: torch.Tensor, unfenced: torch.Tensor, places: torch.Tensor) -> None:
+        self.memory, self.unfenced, self.shape, self._places = memory, unfenced, tuple(places.shape), places
 
     def slice(self, start, length: int, dim: int = 0) -> Slice:
-        return Slice(self.memory, self._places.narrow(dim, int(start), length))
+        return Slice(self.memory, self.unfenced, self._places.narrow(dim, int(start), length))
 
     def places(self) -> torch.Tensor:
         return self._places
@@ -192,7 +228,7 @@ def copy_in(descriptor: Descriptor, at, barrier: Barrier, buffer: Shared) -> Non
         block = torch.zeros(descriptor.box, dtype=descriptor.dtype)
         if here[0].stop and here[1].stop:
             block[here] = descriptor.tensor[there]
-        buffer.store(block.reshape(buffer.shape))
+        buffer.copy_in(block.reshape(buffer.shape))
         _one(barrier).change(0, -descriptor.block_type.nbytes)
 
     _one(barrier).turns.at_some_time(copy)
@@ -208,7 +244,7 @@ class Stores(threading.local):
         self.given.append((descriptor, tuple(map(int, at)), buffer, add))
 
     def wait_until_read(self, *_) -> None:
-        self.read += [(descriptor, at, buffer.load(None).reshape(descriptor.box), add) for descriptor, at, buffer, add in self.given]
+        self.read += [(descriptor, at, buffer.fenced().reshape(descriptor.box), add) for descriptor, at, buffer, add in self.given]
         self.given = []
 
     def wait(self) -> None:
@@ -261,7 +297,7 @@ def allocate(turns: Turns, dtype, shape, layout):
     if layout == "barriers":
         return Barriers(Barrier(turns) for _ in range(shape[0]))
     memory = torch.full((math.prod(shape),), float("nan") if dtype.is_floating_point else -77, dtype=dtype)
-    return Shared(memory, 0, shape, layout == "slabs")
+    return Shared(memory, torch.zeros(memory.nbytes, dtype=torch.bool), 0, shape, layout == "slabs")
 
 
 class Product(torch.Tensor):
@@ -280,9 +316,47 @@ class Product(torch.Tensor):
         return self.unbind(-1)
 
 
-def multiply(a, b, acc, use_acc=True, is_async=False):
-    a, b = (x.load(None) if isinstance(x, Shared) else x for x in (a, b))
-    return (a.float() @ b.float() + (acc if use_acc else 0.0)).as_subclass(Product)
+class Started:
+    """A product: its operands, and its result, of which registers hold NaN until somebody has waited."""
+
+    def __init__(self, a, b, acc, use_acc: bool) -> None:
+        self.a, self.b, self.acc = a, b, acc if use_acc else torch.zeros(())
+        self.value = None
+        self.result = torch.full((a.shape[0], b.shape[1]), float("nan")).as_subclass(Product)
+        self.result.started = self
+
+    def compute(self) -> torch.Tensor:
+        if self.value is None:
+            a, b = (x.fenced() if isinstance(x, Shared) else x for x in (self.a, self.b))
+            before = getattr(self.acc, "started", None)  # products on one accumulator follow each other, unwaited for
+            self.value = a.float() @ b.float() + (before.compute() if before else self.acc)
+        return self.value
+
+    def finish(self) -> None:
+        self.result.copy_(self.compute())
+        self.result.started = self.a = self.b = self.acc = None
+
+
+class Running(threading.local):
+    """Products that this thread has started, in order."""
+
+    def __init__(self) -> None:
+        self.products: list[Started] = []
+
+    def start(self, turns: Turns, a, b, acc, use_acc=True, is_async=False) -> Product:
+        assert is_async
+        self.products.append(Started(a, b, acc, bool(use_acc)))
+        if turns.draw.random() < 0.5:
+            self.products[-1].compute()
+        return self.products[-1].result
+
+    def wait(self, left: int, deps: tuple):
+        while len(self.products) > left:
+            self.products.pop(0).finish()
+        return deps if len(deps) > 1 else deps[0]
+
+
+running = Running()
 
 
 def fused(a, b, c) -> torch.Tensor:
@@ -326,6 +400,7 @@ def gluon_language(programs: int, program: tuple[int, ...], turns: Turns) -> typ
         def run(function, args):
             function(*args)
             assert not stores.given, "warps end before TMA has read what they gave to it"
+            assert not running.products, "warps end before their products have"
             stores.wait()
 
         turns.together(functools.partial(run, *partition) for partition in partitions)
@@ -436,9 +511,9 @@ def run(text: str, name: str, args: tuple, grid: tuple[int, ...] = (2,)) -> None
             "gl": language,
             "mbarrier": mbarrier,
             "tma": tma,
-            "warpgroup_mma": multiply,
-            "fence_async_shared": lambda: None,
-            "warpgroup_mma_wait": lambda _, deps: deps if len(deps) > 1 else deps[0],
+            "warpgroup_mma": functools.partial(running.start, turns),
+            "fence_async_shared": mine.fence,
+            "warpgroup_mma_wait": running.wait,
             "builtin": lambda f: f,
             "aggregate": lambda c: c,
             "gluon": types.SimpleNamespace(jit=lambda f=None, **_: f or (lambda g: g), constexpr_function=lambda f: f),
