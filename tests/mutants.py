@@ -1561,6 +1561,13 @@ WAITS = [  # in kernels for Hopper, whose stand-in draws who goes on (tests/supp
         "the TMA unit may not find the output that threads have stored",
     ),
     Mutant(
+        "templates/hopper_backward_wide.py.jinja",
+        "dk, dv = warpgroup_mma_wait(1, deps=(dk, dv))",
+        "dk, dv = warpgroup_mma_wait(2, deps=(dk, dv))",
+        named("hopper_backward", "gradients"),
+        "Q is let go of while its product runs",
+    ),
+    Mutant(
         "templates/hopper_backward.py.jinja",
         '"2 * CONSUMER)',
         '"CONSUMER)',

@@ -52,6 +52,8 @@ CASES = {  # heads of q and k, batch entries of q and k, lengths, head dims; how
     "packed sequences, head dims 24 and 32": dict(packed=[[70, 0, 1, 180]], mask=mods.causal, dims=(24, 32), megabytes=0),
     "head dims 192 and 128": dict(dims=(192, 128), megabytes=0, lengths=(100, 140)),
     "head dim 256": dict(dims=(256, 256), megabytes=0, lengths=(100, 140)),
+    "head dims 192 and 128, many blocks": dict(dims=(192, 128), heads=(1, 1), lengths=(700, 70)),
+    "head dim 256, many blocks": dict(dims=(256, 256), heads=(1, 1), lengths=(700, 70)),
     "scores of 1e9": dict(score=lambda s, b, h, m, n: torch.where(m % 2 == 0, s, s * 0.0 - 1e9), lengths=(130, 150)),
     "a head of huge scores, causal": dict(score=lambda s, b, h, m, n: s - torch.where(h == 1, 1e9, 0.0), mask=mods.causal, megabytes=0),
     "the least number, head dims 192 and 128": dict(

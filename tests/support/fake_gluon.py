@@ -182,11 +182,19 @@ class Barrier:
 
     def arrive(self, count: int) -> None:
         self.change(count, 0)
+        self.dawdle()
         self.turns.let_one()
 
     def wait(self, phase) -> None:
         phase = int(phase)
+        self.dawdle()
         self.turns.wait(lambda: self.phase != phase)
+
+    def dawdle(self) -> None:
+        """Let all others go on as far as they can, sometimes: one that was told too early writes over what a product, or the TMA unit, is to
+        read for this thread."""
+        if (running.products or stores.given) and self.turns.draw.random() < 0.5:
+            self.turns.let_all()
 
 
 class Barriers(list):
