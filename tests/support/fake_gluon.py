@@ -191,8 +191,8 @@ class Barrier:
         self.turns.wait(lambda: self.phase != phase)
 
     def dawdle(self) -> None:
-        """Let all others go on as far as they can, sometimes: one that was told too early writes over what a product, or the TMA unit, is to
-        read for this thread."""
+        """Let all others go on as far as they can, sometimes: one that was told too early writes over what a product, or the TMA unit, is
+        to read for this thread."""
         if (running.products or stores.given) and self.turns.draw.random() < 0.5:
             self.turns.let_all()
 
