@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from flexpress import create_block_mask, dropout_mask, mods, packed_blocks
 from flexpress.block_lists import transposed_lists
@@ -29,6 +31,12 @@ from support.varlen import by_sequence, offsets
 
 NUMBERS = torch.randn(1024, generator=torch.Generator().manual_seed(1))
 BIAS = torch.randn(4, 300, 300, generator=torch.Generator().manual_seed(1))
+SCORES = [
+    mods.alibi(torch.tensor([0.5, 0.1, 0.2, 0.3])),
+    mods.softcap(2.0),
+    lambda s, b, h, m, n: s + NUMBERS[n] * 0.5,
+    lambda s, b, h, m, n: s + NUMBERS[(m - n).abs()],
+]
 CASES = {  # heads of q and k, batch entries of q and k, lengths, head dims; how many MiB of heads are worked on at a time, and programs;
     # which blocks of a longer sequence those of queries, and of keys, are
     "one group": dict(),
@@ -111,10 +119,51 @@ def by_tokens(tensor: torch.Tensor) -> torch.Tensor:
     return tensor[0].transpose(0, 1)
 
 
+@st.composite
+def cases(draw):
+    """Such cases, of any kind."""
+    kind = draw(st.sampled_from(["plain", "shared keys", "packed", "blocks", "dropout"]))
+    D_QK = draw(st.integers(3, 32)) * 8
+    D_V = draw(st.one_of(st.just(D_QK), st.integers(3, 16).map(lambda n: n * 8))) if D_QK <= 192 else draw(st.integers(17, 32)) * 8
+    if kind in ("packed", "dropout"):  # wider ones are the portable kernels'
+        D_QK, D_V = min(D_QK, 192 if kind == "packed" else 128), min(D_V, 128)
+    case = dict(
+        dims=(D_QK, D_V),
+        heads=draw(st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2)])),
+        score=draw(st.sampled_from([None, *SCORES])),
+        mask=draw(st.sampled_from([None, mods.causal, mods.sliding_window(70), lambda b, h, m, n: (m // 60) == (n // 60)])),
+        lengths=(draw(st.integers(60, 400)), draw(st.integers(60, 300))),
+        megabytes=draw(st.sampled_from([0, 24])),
+        programs=draw(st.integers(1, 5)),
+    )
+    if kind == "shared keys":
+        case |= dict(batches=(2, draw(st.sampled_from([1, 2]))))
+    if kind == "packed":
+        case |= dict(packed=[[*draw(st.lists(st.sampled_from([0, 1, 40, 70, 130, 180]), max_size=3)), 150]])
+    if kind == "blocks":
+        case |= dict(blocks=[[6, 1], [2, 0, 5]], lengths=(draw(st.integers(129, 256)), 384))
+    if kind == "dropout":
+        case |= dict(dropout_p=draw(st.sampled_from([0.1, 0.5])))
+    return case
+
+
+@settings(max_examples=8)
+@given(cases())
+def test_any_gradients(case):
+    with pytest.MonkeyPatch.context() as patch:
+        check(patch, case)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_gradients(monkeypatch, name):
-    case = dict(heads=(2, 2), batches=(1, 1), lengths=(200, 300), dims=(64, 64), score=None, mask=None, megabytes=24, programs=2, raw=False)
-    case |= {"blocks": None, "packed": None, "learned": None, "dropout_p": 0.0, **CASES[name]}
+    check(monkeypatch, CASES[name])
+
+
+def check(monkeypatch, case: dict) -> None:
+    usual = dict(
+        heads=(2, 2), batches=(1, 1), lengths=(200, 300), dims=(64, 64), score=None, mask=None, megabytes=24, programs=2, raw=False
+    )
+    case = {**usual, "blocks": None, "packed": None, "learned": None, "dropout_p": 0.0, **case}
     packed = case["packed"] and (case["packed"][0], case["packed"][-1])  # lengths of sequences, of queries and of keys
     if packed:
         case["lengths"] = tuple(map(sum, packed))

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from flexpress import create_block_mask, dropout_mask, flex_attention, mods, packed_blocks, varlen_attention
 from flexpress.codegen import registry
@@ -36,6 +38,45 @@ def test_head_dims(monkeypatch, dims, masked):
     out = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
     assert [launch.spec.template for launch in launched] == ["hopper_forward"]
     assert relative_error(out, dense_attention(q, k, v, None, mods.causal if masked else None)[0]) < 1e-2
+
+
+NUMBERS = torch.randn(1024, generator=torch.Generator().manual_seed(1))
+SCORES = [
+    None,
+    mods.alibi(torch.tensor([0.5, 0.1])),
+    mods.softcap(2.0),
+    lambda s, b, h, m, n: s + NUMBERS[n] * 0.5,
+    lambda s, b, h, m, n: s + NUMBERS[(m - n).abs()],
+    lambda s, b, h, m, n: s + NUMBERS[m] * NUMBERS[n],
+]
+MASKS = [None, mods.causal, mods.sliding_window(70), lambda b, h, m, n: (m // 60) == (n // 60)]
+
+
+@settings(max_examples=12)
+@given(
+    dims=st.tuples(st.integers(3, 32), st.integers(3, 32)),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+    score=st.sampled_from(SCORES),
+    mask=st.sampled_from(MASKS),
+    lengths=st.tuples(st.integers(65, 500), st.integers(1, 450)),
+    packed=st.one_of(st.none(), st.lists(st.sampled_from([0, 1, 40, 70, 130, 180]), max_size=3)),
+)
+def test_any_problem(dims, dtype, score, mask, lengths, packed):
+    lengths = lengths if packed is None else (sum(packed) + 150,) * 2
+    q, k, v = (t.to(dtype) for t in tensors(8 * dims[0], 8 * dims[1], *lengths))
+    with pytest.MonkeyPatch.context() as patch:
+        registry.clear()
+        launched = forward_on_cpu(patch)
+        if packed is None:
+            out = flex_attention(q, k, v, score, mask_mod=mask, enable_gqa=True)
+            exact, plain = (dense_attention(q, k, v, score, mask, precision=p)[0] for p in (torch.float64, dtype))
+        else:
+            patch.setattr(packed_blocks, "LONG", 0)  # blocks begin where sequences do, however short these are
+            q, k, v, parts = *(t[0].transpose(0, 1) for t in (q, k, v)), [*packed, 150]
+            out = varlen_attention(q, k, v, offsets(parts), score_mod=score, mask_mod=mask)
+            exact, plain = (by_sequence(q, k, v, parts, parts, score, mask, None, p)[0] for p in (torch.float64, dtype))
+    assert [launch.spec.template for launch in launched] == ["hopper_forward"]
+    assert relative_error(out, exact) <= 1.5 * relative_error(plain, exact) + 1e-3
 
 
 def test_batch_entries_that_share_a_bias(monkeypatch):
