@@ -184,4 +184,5 @@ def check(p: Forked, device: str) -> None:
         errors = [(t - exact_lse[0]).nan_to_num(0.0, 0.0, 0.0).abs().max() for t in (found_lse, of_sequence(plain_lse, b), dense_lse[0])]
         assert errors[0] <= 2 * max(errors[1:]) + 1e-5
     if p.ragged:
-        assert torch.equal(out[starts[-1] :], plain_out[starts[-1] :]) and torch.equal(lse[starts[-1] :], plain_lse[starts[-1] :])
+        assert torch.equal(out[starts[-1] :], plain_out[starts[-1] :])
+        torch.testing.assert_close(lse[starts[-1] :], plain_lse[starts[-1] :], atol=1e-6, rtol=1e-6)  # that of sinks is theirs, via base 2
