@@ -172,7 +172,8 @@ def check(p: Batch, device: str) -> None:
         shift = shifted(score_mod, b, offset), shifted(mask_mod or mods.causal, b, offset)
         exact, exact_lse, _ = dense_attention(q, k, v, *shift)
         plain, plain_lse, _ = dense_attention(q, k, v, *shift, precision=p.dtype)
-        assert relative_error(found[0], exact[0]) <= 1.2 * relative_error(plain, exact) + 1e-6
+        by_chance = 2 / found[0].numel() ** 0.5  # errors of few numbers are larger or smaller than those of others
+        assert relative_error(found[0], exact[0]) <= (1.2 + by_chance) * relative_error(plain, exact) + 1e-6
         assert torch.equal(found[1] == float("-inf"), exact_lse[0] == float("-inf"))
         error, plain_error = ((t - exact_lse[0]).nan_to_num(0.0, 0.0, 0.0).abs().max() for t in (found[1], plain_lse[0]))
         assert error <= 2 * plain_error + 1e-5
