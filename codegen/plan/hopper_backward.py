@@ -197,6 +197,7 @@ def _spec(
     columns = tile.BLOCK_M == 64  # which way consumers share a block's dQ; each computes 64 rows
     slices = 3 if d_qk == 192 else 1
     dq_columns = 32 if slices > 1 else min(64, d_qk // 2) if columns else d_qk
+    least = dq_columns if d_v == 256 else 16  # where a consumer has one part, its dQ is so wide, and fills a buffer
     flags = {
         "LANGUAGE": GLUON.name,
         "DTYPE": dtype_name(case.dtype),
@@ -209,8 +210,8 @@ def _spec(
         "D_QK_SLICE": d_qk // slices,
         "QK_COLUMNS": summed_columns(case.d_qk, d_qk),
         "V_COLUMNS": summed_columns(case.d_v, d_v),
-        "DK_PARTS": parts_of(case.d_qk, d_qk),
-        "DV_PARTS": parts_of(case.d_v, d_v),
+        "DK_PARTS": parts_of(case.d_qk, d_qk, least),
+        "DV_PARTS": parts_of(case.d_v, d_v, least),
         "BLOCK_M": tile.BLOCK_M,
         "BLOCK_N": tile.BLOCK_N,
         "SPLIT_COLUMNS": columns,

@@ -12,6 +12,13 @@ from ..gpus import WIDEST_TILE, round_up_head_dim
 STEP = 64  # columns to which wide head dims are padded: what a tile's row has in 128 bytes of 16-bit elements
 
 
+class Columns(NamedTuple):
+    """Some columns of a tile."""
+
+    start: int
+    width: int
+
+
 class Slice(NamedTuple):
     """Some columns of a head dim.
 
@@ -25,18 +32,24 @@ class Slice(NamedTuple):
     padded: bool
 
 
+def _powers_of_two(columns: int) -> tuple[Columns, ...]:
+    """As many columns as powers of two that add up, the largest first."""
+    found, start = [], 0
+    while start < columns:
+        width = 1 << (columns - start).bit_length() - 1
+        found.append(Columns(start, width))
+        start += width
+    return tuple(found)
+
+
 def slices_of(d: int, itemsize: int = 2) -> tuple[Slice, ...]:
     """One slice up to WIDEST_TILE columns; of more, the powers of two that add up: 576 is 512 + 64, 320 is 256 + 64."""
     if d <= WIDEST_TILE:
         width = round_up_head_dim(d, itemsize)
         return (Slice("", 0, width, width != d),)
-    widths, left = [], -(-d // STEP) * STEP
-    while left:
-        widths.append(1 << left.bit_length() - 1)
-        left -= widths[-1]
-    starts = [sum(widths[:i]) for i in range(len(widths))]
-    suffixes = [f"_{i}" for i in range(len(widths))] if len(widths) > 1 else [""]
-    return tuple(Slice(s, start, width, start + width > d) for s, start, width in zip(suffixes, starts, widths, strict=True))
+    found = _powers_of_two(-(-d // STEP) * STEP)
+    suffixes = [f"_{i}" for i in range(len(found))] if len(found) > 1 else [""]
+    return tuple(Slice(suffix, *c, c.start + c.width > d) for suffix, c in zip(suffixes, found, strict=True))
 
 
 def padded(d: int, added: int = 0) -> int:
@@ -52,30 +65,21 @@ def lies_in(d_v: int, d_qk: int) -> bool:
     return d_v <= d_qk and all(same) and (d_v == d_qk or not values[-1].padded)
 
 
-class Columns(NamedTuple):
-    """Some columns of rows over which a product sums."""
-
-    start: int
-    width: int
-
-
 def summed_columns(d: int, padded_dim: int, step: int = 16) -> tuple[Columns, ...]:
     """The columns that a product over rows of head dim `d` has to read, as powers of two: of 80, padded to 128, 64 and 16.
 
     step   columns of one instruction: 32 bytes
     """
-    left, found = min(-(-d // step) * step, padded_dim), []
-    while left:
-        width = 1 << left.bit_length() - 1
-        found.append(Columns(sum(c.width for c in found), width))
-        left -= width
-    return tuple(found)
+    return _powers_of_two(min(-(-d // step) * step, padded_dim))
 
 
-def parts_of(d: int, padded_dim: int) -> tuple[Columns, ...]:
+def parts_of(d: int, padded_dim: int, least: int = 16) -> tuple[Columns, ...]:
     """Columns of accumulators of a product of Hopper's, without most of the padding where two powers of two have a quarter less: 96 of 128
-    are 64 and 32, 80 are 64 and 16, and 112 stay 128. Products of fewer than 64 columns take nearly as long as those of 64."""
-    half, rest = padded_dim // 2, round_up_head_dim(max(1, d - padded_dim // 2))
+    are 64 and 32, 80 are 64 and 16, and 112 stay 128. Products of fewer than 64 columns take nearly as long as those of 64.
+
+    least   columns of an accumulator
+    """
+    half, rest = padded_dim // 2, max(least, round_up_head_dim(max(1, d - padded_dim // 2)))
     if padded_dim < 128 or rest > half // 2:
         return (Columns(0, padded_dim),)
     return Columns(0, half), Columns(half, rest)
