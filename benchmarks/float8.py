@@ -47,10 +47,15 @@ class Case:
     head_dim_v: int = 0  # if it is another
 
     @property
+    def head_dims(self) -> tuple[int, int, int]:
+        """Of q, k and v."""
+        return self.head_dim, self.head_dim, self.head_dim_v or self.head_dim
+
+    @property
     def flops(self) -> float:
         """Of both products, of visible pairs."""
         pairs = self.length * (self.length + 1) / 2 if self.causal else self.length**2
-        return 2 * self.batch * self.heads * pairs * (self.head_dim + (self.head_dim_v or self.head_dim))
+        return 2 * self.batch * self.heads * pairs * sum(self.head_dims[1:])
 
 
 CASES = {
@@ -70,7 +75,7 @@ CASES = {
 def quantised(case: Case) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """q, k and v in float8, and their scales (batch, heads)."""
     tensors, scales = [], []
-    for head_dim in (case.head_dim, case.head_dim, case.head_dim_v or case.head_dim):
+    for head_dim in case.head_dims:
         t = torch.randn(case.batch, case.heads, case.length, head_dim, device=DEVICE)
         scale = t.abs().amax((2, 3)) / 448
         tensors.append((t / scale[..., None, None]).to(FLOAT8))

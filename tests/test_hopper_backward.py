@@ -26,17 +26,12 @@ from flexpress.varlen import packed_call
 from support import fake_gluon
 from support.dense import dense_attention, dropped_attention, factors_of, relative_error
 from support.fake_hopper import Variant, pass_for_hopper
+from support.few_mods import MASKS, SCORES
 from support.shifts import Problem, at_positions, in_whole, shifted_lists
 from support.varlen import by_sequence, offsets
 
 NUMBERS = torch.randn(1024, generator=torch.Generator().manual_seed(1))
 BIAS = torch.randn(4, 300, 300, generator=torch.Generator().manual_seed(1))
-SCORES = [
-    mods.alibi(torch.tensor([0.5, 0.1, 0.2, 0.3])),
-    mods.softcap(2.0),
-    lambda s, b, h, m, n: s + NUMBERS[n] * 0.5,
-    lambda s, b, h, m, n: s + NUMBERS[(m - n).abs()],
-]
 CASES = {  # heads of q and k, batch entries of q and k, lengths, head dims; how many MiB of heads are worked on at a time, and programs;
     # which blocks of a longer sequence those of queries, and of keys, are
     "one group": dict(),
@@ -130,8 +125,8 @@ def cases(draw):
     case = dict(
         dims=(D_QK, D_V),
         heads=draw(st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2)])),
-        score=draw(st.sampled_from([None, *SCORES])),
-        mask=draw(st.sampled_from([None, mods.causal, mods.sliding_window(70), lambda b, h, m, n: (m // 60) == (n // 60)])),
+        score=draw(st.sampled_from(SCORES)),
+        mask=draw(st.sampled_from(MASKS)),
         lengths=(draw(st.integers(60, 400)), draw(st.integers(60, 300))),
         megabytes=draw(st.sampled_from([0, 24])),
         programs=draw(st.integers(1, 5)),

@@ -9,6 +9,7 @@ from flexpress import create_block_mask, dropout_mask, flex_attention, mods, pac
 from flexpress.codegen import registry
 from support.dense import dense_attention, dropped_attention, factors_of, relative_error
 from support.fake_hopper import forward_on_cpu
+from support.few_mods import MASKS, SCORES
 from support.float8 import FLOAT8, Quantised, check_quantised, plainly
 from support.varlen import by_sequence, offsets
 
@@ -38,18 +39,6 @@ def test_head_dims(monkeypatch, dims, masked):
     out = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
     assert [launch.spec.template for launch in launched] == ["hopper_forward"]
     assert relative_error(out, dense_attention(q, k, v, None, mods.causal if masked else None)[0]) < 1e-2
-
-
-NUMBERS = torch.randn(1024, generator=torch.Generator().manual_seed(1))
-SCORES = [
-    None,
-    mods.alibi(torch.tensor([0.5, 0.1])),
-    mods.softcap(2.0),
-    lambda s, b, h, m, n: s + NUMBERS[n] * 0.5,
-    lambda s, b, h, m, n: s + NUMBERS[(m - n).abs()],
-    lambda s, b, h, m, n: s + NUMBERS[m] * NUMBERS[n],
-]
-MASKS = [None, mods.causal, mods.sliding_window(70), lambda b, h, m, n: (m // 60) == (n // 60)]
 
 
 @settings(max_examples=12)
