@@ -1561,6 +1561,20 @@ WAITS = [  # in kernels for Hopper, whose stand-in draws who goes on (tests/supp
         "the TMA unit may not find the output that threads have stored",
     ),
     Mutant(
+        "templates/_hopper_forward_producer.jinja",
+        "mbarrier.wait(shared.v_rest.empty.index(0), (v_step & 1) ^ 1)",
+        "",
+        named("hopper_forward"),
+        "the smaller part of V is copied over one that is still read",
+    ),
+    Mutant(
+        "templates/_hopper_forward_output.jinja",
+        "left, right = gl.split(",
+        "right, left = gl.split(",
+        named("hopper_forward"),
+        "halves of an accumulator change places",
+    ),
+    Mutant(
         "templates/hopper_backward_wide.py.jinja",
         "dk, dv = warpgroup_mma_wait(1, deps=(dk, dv))",
         "dk, dv = warpgroup_mma_wait(2, deps=(dk, dv))",

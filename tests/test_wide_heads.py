@@ -66,12 +66,13 @@ def test_products_leave_padding_out(padded):
 
 
 @pytest.mark.parametrize(
-    "d, padded, widths", [(64, 64, [64]), (80, 128, [64, 16]), (112, 128, [128]), (160, 192, [64, 64, 32]), (192, 192, [64] * 3)]
+    "d, padded, widths", [(64, 64, [64]), (80, 128, [64, 16]), (112, 128, [128]), (160, 192, [128, 32]), (192, 192, [128, 64])]
 )
 def test_outputs_have_accumulators_for_their_columns(d, padded, widths):
     parts = output_parts(d, padded)
     assert [part.width for part in parts] == widths and len({part.name for part in parts}) == len(widths)
-    assert {part.width for part in parts if not part.layout} == {widths[0]}  # which all that have no layout of their own have
+    assert [part.start for part in parts] == [sum(widths[:i]) for i in range(len(widths))]
+    assert [part.layout for part in parts] == ["", "_REST"][: len(widths)]
 
 
 def latent(device: str, q_lens: tuple[int, ...], kv_lens: tuple[int, ...], heads: int, page_size: int = 0, dtype=torch.bfloat16) -> dict:

@@ -179,7 +179,8 @@ def plan_hopper_forward(case: ForwardCase, score: Mod | None, mask: Mod | None) 
     score_text, mask_text = lowered(score, shown, target, vectors, by_distance=case.cache is None, copied=copied)
     handed = [value for m in (score_text, mask_text) if m for value in m.staged("q_idx", "kv_idx").handed]
     reads = bool(handed) or any(gathers(m[0]) for m in (score, mask) if m)
-    tile = hopper_tile(*padded(case), listed=case.blocks is not None or grouped, reads=reads)
+    long = case.cache is None and not case.extras.dropout and not (case.blocks and case.blocks.kv_block % 128)
+    tile = hopper_tile(*padded(case), listed=case.blocks is not None or grouped, reads=reads, long=long)
     if case.dtype.itemsize == 1:
         wide = case.d_qk > 128 and case.extras.out == "float32"  # which leaves no room for a fourth stage
         tile = HopperTile(2, 3 if wide else 4, 240, 24)
@@ -225,6 +226,7 @@ def _spec(
         "OUTPUT_IN_Q": tile.output_in_q,
         "CONSUMERS": tile.consumers,
         "STAGES": tile.stages,
+        "REST_STAGES": tile.rest_stages,
         "BLOCK_N": tile.BLOCK_N,
         "CONSUMER_REGISTERS": tile.consumer_registers,
         "PRODUCER_REGISTERS": tile.producer_registers,

@@ -10,6 +10,8 @@ from .forward import ForwardCase
 from .slices import Columns, parts_of, summed_columns
 
 ROWS = 64  # of a consumer
+SLICE = 64  # columns of a slice, where a head dim lies in three
+WIDE = 128  # columns of the wider part of V, where it lies in two
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,7 @@ class HopperTile:
     producer_registers: int
     BLOCK_N: int = 128
     output_in_q: bool = False  # the output leaves through Q's part of shared memory, as there is no room for one of its own
+    rest_stages: int = 0  # buffers of V's columns from 128 on, where V lies in two parts
 
     @property
     def BLOCK_M(self) -> int:
@@ -41,32 +44,43 @@ def slices(padded_dim: int) -> int:
 class OutputPart(NamedTuple):
     """Columns of the output that have an accumulator of their own.
 
-    name     of the accumulator        slice     of V in which they lie, and `start` in it
+    name     of the accumulator        start     the first of the columns
+    values   the buffers of V that have them, and `at` where in these
     layout   what is appended to the names of layouts for tiles so wide
     """
 
     name: str
-    slice: int
     start: int
     width: int
+    values: str = "v"
+    at: int = 0
     layout: str = ""
 
 
 def output_parts(d_v: int, padded_dim: int) -> tuple[OutputPart, ...]:
-    """The accumulators of the output. Those of 160 columns have 64, 64 and 32."""
-    count = slices(padded_dim)
-    if count == 1:
-        parts = [(0, part) for part in parts_of(d_v, padded_dim)]
-    else:
-        parts = [(0, Columns(0, 64)), (1, Columns(0, 64)), (2, Columns(0, round_up_head_dim(d_v - 128)))]
-    names = ["acc"] if len(parts) == 1 else [f"acc_{i}" for i in range(len(parts))]
-    widest = parts[0][1].width
-    return tuple(OutputPart(name, s, *part, "_REST" if part.width != widest else "") for name, (s, part) in zip(names, parts, strict=True))
+    """The accumulators of the output: of 160 columns 128 and 32, as two products of 64 take longer than one of 128."""
+    if padded_dim == 192:
+        rest = round_up_head_dim(d_v - WIDE)
+        return OutputPart("acc_0", 0, WIDE), OutputPart("acc_1", WIDE, rest, "v_rest", layout="_REST")
+    first, *others = parts_of(d_v, padded_dim)
+    if not others:
+        return (OutputPart("acc", *first),)
+    (rest,) = others
+    return OutputPart("acc_0", *first), OutputPart("acc_1", *rest, at=rest.start, layout="_REST")
+
+
+def qk_slices(d_qk: int, padded_dim: int, step: int) -> tuple[tuple[Columns, ...], ...]:
+    """What a product of Q and K reads of each of the slices in which they lie: all of the first two, and of the third what there is."""
+    if slices(padded_dim) == 1:
+        return ()
+    whole = (Columns(0, SLICE),)
+    return whole, whole, summed_columns(d_qk - WIDE, SLICE, step)
 
 
 def head_dim_flags(case: ForwardCase) -> dict[str, object]:
     """What the template knows of head dims. Products of 8 bits have one accumulator, and sum over 32 columns at a time."""
     d_qk, d_v = padded(case)
+    step = 32 // case.dtype.itemsize
     return {
         "D_QK": case.d_qk,
         "D_V": case.d_v,
@@ -74,23 +88,28 @@ def head_dim_flags(case: ForwardCase) -> dict[str, object]:
         "D_V_ROUNDED": d_v,
         "SLICES": slices(d_qk),
         "D_QK_SLICE": d_qk // slices(d_qk),
-        "QK_COLUMNS": summed_columns(case.d_qk, d_qk, 32 // case.dtype.itemsize),
+        "QK_COLUMNS": summed_columns(case.d_qk, d_qk, step),
+        "QK_SLICES": qk_slices(case.d_qk, d_qk, step),
         "V_SLICES": slices(d_v),
         "D_V_SLICE": d_v // slices(d_v),
         "OUTPUT_PARTS": output_parts(d_v if case.dtype.itemsize == 1 else case.d_v, d_v),
     }
 
 
-def hopper_tile(d_qk: int, d_v: int, *, listed: bool, reads: bool) -> HopperTile:
+def hopper_tile(d_qk: int, d_v: int, *, listed: bool, reads: bool, long: bool = False) -> HopperTile:
     """The tile for padded head dims.
 
     listed    with block lists, whose blocks have 128 queries or a multiple
     reads     a mod loads elements of a tensor by key, or by query and key (it costs registers)
+    long      blocks of 128 keys may be had for a smaller part of V with one buffer
     """
     if max(d_qk, d_v) > 128:
+        if long and d_qk == d_v == 192 and not reads:
+            return HopperTile(2, 2, 240, 24, output_in_q=True, rest_stages=1)
         registers = (240, 24) if reads else (232, 40)
         if d_v > 128 or d_qk > 192:  # 128 keys are too many for the registers or for shared memory
-            return HopperTile(2, 3 if max(d_qk, d_v) == 192 else 2, *registers, BLOCK_N=64, output_in_q=d_qk == d_v)
+            stages = 3 if max(d_qk, d_v) == 192 else 2
+            return HopperTile(2, stages, *registers, BLOCK_N=64, output_in_q=d_qk == d_v, rest_stages=stages if d_v == 192 else 0)
         return HopperTile(2, 2, *registers, output_in_q=d_v == 128)
     if max(d_qk, d_v) > 64:
         return HopperTile(2, 2, 240, 24)

@@ -95,6 +95,10 @@ class Shared:
     def dtype(self) -> torch.dtype:
         return self.memory.dtype
 
+    @property
+    def layout(self) -> str:
+        return "slabs" if self.slabs else "rows"
+
     def index(self, i) -> Shared:
         assert 0 <= int(i) < self.shape[0], f"buffer {int(i)} of {self.shape[0]}"
         return Shared(self.memory, self.unfenced, self.start + int(i) * math.prod(self.shape[1:]), self.shape[1:], self.slabs)
