@@ -1574,13 +1574,7 @@ WAITS = [  # in kernels for Hopper, whose stand-in draws who goes on (tests/supp
         named("hopper_forward"),
         "halves of an accumulator change places",
     ),
-    Mutant(
-        "codegen/mod/wide.py",
-        "dtype, wide = torch.int64, True",
-        "pass",
-        named("wide_integers"),
-        "integers of indices wrap around",
-    ),
+    Mutant("codegen/mod/wide.py", "dtype, wide = torch.int64, True", "pass", named("wide_integers"), "integers of indices wrap around"),
     Mutant(
         "codegen/mod/wide.py",
         'if node.op == "symbol" or (',
