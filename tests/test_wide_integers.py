@@ -11,6 +11,7 @@ from flexpress.codegen.mod.wide import in_wide_integers
 from flexpress.recipes import RECIPES, make
 from support.dense import relative_error
 from support.devices import DEVICES
+from support.exported import saved
 
 S = 70
 FACTOR = 1103515245
@@ -140,3 +141,18 @@ def test_a_long_sequence(device):
         return abs(q_idx - kv_idx) < 20
 
     assert relative_error(flex_attention(q, k, v, mask_mod=near), flex_attention(q, k, v, mask_mod=apart)) < 1e-6
+
+
+def test_exported_files_serve_any_length(tmp_path, in_cpp):
+    """Also lengths at which other integers leave int32 than at those of the call that was exported."""
+    generator = torch.Generator().manual_seed(5)
+    far = 65536 + 64
+    q, k, v = (torch.randn(1, 1, n, 16, generator=generator) for n in (65, far, far))
+
+    def near(b, h, q_idx, kv_idx):
+        return (q_idx - kv_idx) ** 2 < 400
+
+    _, module = saved(tmp_path, q, k[:, :, :300], v[:, :, :300], mask_mod=near)
+    for length in (200, far):
+        found = module.attention(q, k[:, :, :length], v[:, :, :length])
+        assert relative_error(found, flex_attention(q, k[:, :, :length], v[:, :, :length], mask_mod=near)) < 1e-6

@@ -33,6 +33,11 @@ def may_leave_int32(mod: tuple[ModGraph, list], q_len: int, kv_len: int) -> bool
     return in_wide_integers(mod, (*_ANY[:2], *lengths))[0] is not mod[0]
 
 
+def at_any_length(mod: tuple[ModGraph, list]) -> tuple[ModGraph, list]:
+    """A bound mod whose integers hold for lengths that are not known, such as those of an exported file's calls."""
+    return in_wide_integers(mod, _ANY)
+
+
 def in_wide_integers(mod: tuple[ModGraph, list], extents: tuple[int, ...]) -> tuple[ModGraph, list]:
     """A bound mod whose integers hold for (B, H, Q_LEN, KV_LEN): itself, unless an operation on indices may leave int32 there."""
     graph, values = mod
