@@ -18,7 +18,6 @@ from flexpress.sinks import read_sinks
 from .codegen.device.memory import contiguous
 from .codegen.mod.bind import bind
 from .codegen.mod.tensors import read_captured
-from .codegen.mod.wide import in_wide_integers
 from .codegen.run.cached_call import CachedCall
 from .codegen.run.call import ExtraInputs
 from .codegen.run.launch import Unusable
@@ -58,7 +57,7 @@ def call_of(problem: CachedProblem, together: Together | None = None) -> tuple[C
     position = position_from(q_offset, kv_lens, where.cu_q, q.shape[2])
 
     def by_position(kind: str) -> tuple | None:
-        return _bound(score_mod if kind == "score" else mask_mod or causal, kind, q.device, extents)
+        return _bound(score_mod if kind == "score" else mask_mod or causal, kind, q.device)
 
     def by_number(kind: str) -> tuple | None:
         if kind == "score":
@@ -67,7 +66,7 @@ def call_of(problem: CachedProblem, together: Together | None = None) -> tuple[C
             mod = causal_from(position, kv_lens) if masked else None
         else:
             mod = mask_from(mask_mod, position, kv_lens)
-        return _bound(mod, kind, q.device, extents)
+        return _bound(mod, kind, q.device)
 
     call = CachedCall(q, k, v, to_fill, lse, extents, scale, where, masked, q_offset, checks.DEFAULT, by_position, by_number, extras)
     if together is not None:
@@ -100,12 +99,12 @@ def _shared_parts(call: CachedCall, together: Together, scale) -> SharedParts:
     extents = where.kv_lens.shape[0], q.shape[1], rows, call.k.shape[2] * where.pages.shape[1]  # type: ignore[union-attr]
 
     def by_position(kind: str) -> tuple | None:
-        return _bound(score_mod if kind == "score" else together.mask_mod, kind, q.device, extents)
+        return _bound(score_mod if kind == "score" else together.mask_mod, kind, q.device)
 
     def by_number(kind: str) -> tuple | None:
         row = position_from(laid.starts[:-1], where.kv_lens, None, 0)  # type: ignore[arg-type]
         mod = mask_from(mask_of_rows(together.mask_mod, laid.sequence, laid.position), row, where.kv_lens)  # type: ignore[arg-type]
-        return _bound(mod, kind, q.device, extents)
+        return _bound(mod, kind, q.device)
 
     masked, options = together.mask_mod is not None, checks.DEFAULT
     groups = CachedCall(
@@ -126,11 +125,11 @@ def scale_of(scale, score_mod, query) -> tuple[float, Callable | None]:
     return read_scale(scale, score_mod, query.shape[-1], query.device)
 
 
-def _bound(mod: Callable | None, kind: str, device: torch.device, extents: tuple[int, int, int, int]) -> tuple | None:
-    """A score_mod's or mask_mod's graph and what it captures, on the call's device. Queries are positions among keys."""
+def _bound(mod: Callable | None, kind: str, device: torch.device) -> tuple | None:
+    """A score_mod's or mask_mod's graph and what it captures, on the call's device."""
     if mod is None:
         return None
-    bound = in_wide_integers(bind(mod, kind), (*extents[:2], max(extents[2:]), extents[3]))
+    bound = bind(mod, kind)
     read_captured(bound, device, f"{kind}_mod")
     check_mod_learns_nothing(bound, kind)
     return bound

@@ -30,7 +30,6 @@ from flexpress.transformed import Transformed, transformed
 from .codegen.mod.bind import bind
 from .codegen.mod.capture import name_of
 from .codegen.mod.tensors import are_plain, check_kind, is_transformed, read_captured, readable_inputs, recording
-from .codegen.mod.wide import in_wide_integers
 from .codegen.run.call import Bound, ExtraInputs, Inputs
 from .codegen.run.forward import forward
 
@@ -80,7 +79,7 @@ def bound(
         scale, score_mod = read_scale(scale, score_mod, inputs.head_dim, inputs.device)
     score = mask = lists = transposed = None
     if score_mod is not None:
-        score = in_wide_integers(bind(score_mod, "score"), inputs.extents)
+        score = bind(score_mod, "score")
         if score[1]:
             read(score, inputs.device, "score_mod")
     if block_mask is not None:
@@ -88,7 +87,7 @@ def bound(
             _check_same(block_mask, mask_mod)
         lists, transposed, mask_mod = read_mask(block_mask, q, k, inputs, options)
     if mask_mod is not None:
-        mask = in_wide_integers(bind(mask_mod, "mask"), inputs.extents)
+        mask = bind(mask_mod, "mask")
         if mask[1]:
             read(mask, inputs.device, "mask_mod")
     narrow = mask is not None and is_narrow(mask, inputs, options, block_mask)

@@ -16,7 +16,6 @@ from .codegen.mod.loads import dots_of
 from .codegen.mod.long_dots import same_where_seen
 from .codegen.mod.ops import row_of
 from .codegen.mod.tensors import tracing
-from .codegen.mod.wide import may_leave_int32
 from .codegen.registry import remembered
 
 
@@ -65,8 +64,8 @@ class Packing:
 
     def score_mod(self, mod: Callable) -> Callable:
         """The score_mod on packed positions."""
-        bound = graph_and_values(mod, "score")
-        places, sequence, of_keys, mod = self._places(bound), self.sequence_q, self.sequence_k, plain(mod)
+        graph = graph_and_values(mod, "score")[0]
+        places, sequence, of_keys, mod = self._places(graph), self.sequence_q, self.sequence_k, plain(mod)
 
         def packed(score, b, h, q_idx, kv_idx):
             return mod(score, sequence[q_idx], h, *places(q_idx, kv_idx))
@@ -74,7 +73,7 @@ class Packing:
         def packed_with_rows(score, b, h, q_idx, kv_idx):
             return mod(score, same_where_seen(sequence[q_idx], of_keys[kv_idx]), h, *places(q_idx, kv_idx))
 
-        packed = packed_with_rows if dots_of(bound[0]) else packed
+        packed = packed_with_rows if dots_of(graph) else packed
         packed.__name__ = f"varlen_{name_of(mod)}"
         return packed
 
@@ -87,7 +86,7 @@ class Packing:
                 return sequence_q[q_idx] == sequence_k[kv_idx]
 
             return varlen
-        places, mod = self._places(graph_and_values(mod, "mask")), plain(mod)
+        places, mod = self._places(graph_and_values(mod, "mask")[0]), plain(mod)
 
         def packed(b, h, q_idx, kv_idx):
             sequence = sequence_q[q_idx]
@@ -96,17 +95,14 @@ class Packing:
         packed.__name__ = f"varlen_{name_of(mod)}"
         return packed
 
-    def _places(self, bound: tuple[ModGraph, list]) -> Callable:
+    def _places(self, graph: ModGraph) -> Callable:
         """From packed positions to the q_idx and kv_idx that a mod is given.
 
         A mod of distances alone gets packed positions, aligned so that distances within a sequence are right: bounds of a block that
-        holds parts of two sequences are then tight, and less is loaded. Others get positions inside the sequence, in int64
-        where int32 may be too small for what a mod computes of them.
+        holds parts of two sequences are then tight, and less is loaded. Others get positions inside the sequence.
         """
-        if not _of_distances(bound[0]):
+        if not _of_distances(graph):
             local_q, local_k = self.local_q, self.local_k
-            if may_leave_int32(bound, len(local_q), len(local_k)):
-                return lambda q_idx, kv_idx: (local_q[q_idx].long(), local_k[kv_idx].long())
             return lambda q_idx, kv_idx: (local_q[q_idx], local_k[kv_idx])
         if self.shared:
             return lambda q_idx, kv_idx: (q_idx, kv_idx)
