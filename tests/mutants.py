@@ -1494,7 +1494,7 @@ ELEMENTS = [
         "an index that counts from the end is copied as one outside",
     ),
     Mutant(
-        "templates/_hopper_forward_producer.jinja",
+        "templates/_hopper_forward_copies.jinja",
         "{{ score_mod.copied.place }}, {{ first_query }} + c * 64, start_n]",
         "{{ score_mod.copied.place }}, {{ first_query }}, start_n]",
         named("hopper_elements", "later_calls"),
@@ -1561,8 +1561,8 @@ WAITS = [  # in kernels for Hopper, whose stand-in draws who goes on (tests/supp
         "the TMA unit may not find the output that threads have stored",
     ),
     Mutant(
-        "templates/_hopper_forward_producer.jinja",
-        "mbarrier.wait(shared.v_rest.empty.index(0), (v_step & 1) ^ 1)",
+        "templates/_hopper_forward_copies.jinja",
+        "mbarrier.wait(shared.v_rest.empty.index({{ rest }}), {{ rest_free }})",
         "",
         named("hopper_forward"),
         "the smaller part of V is copied over one that is still read",
