@@ -18,6 +18,7 @@ from flexpress.sinks import read_sinks
 from .codegen.device.memory import contiguous
 from .codegen.mod.bind import bind
 from .codegen.mod.tensors import read_captured
+from .codegen.mod.wide import in_wide_integers, part_in_wide_integers
 from .codegen.run.cached_call import CachedCall
 from .codegen.run.call import ExtraInputs
 from .codegen.run.launch import Unusable
@@ -57,16 +58,16 @@ def call_of(problem: CachedProblem, together: Together | None = None) -> tuple[C
     position = position_from(q_offset, kv_lens, where.cu_q, q.shape[2])
 
     def by_position(kind: str) -> tuple | None:
-        return _bound(score_mod if kind == "score" else mask_mod or causal, kind, q.device)
+        return _bound(score_mod if kind == "score" else mask_mod or causal, kind, q.device, extents)
 
     def by_number(kind: str) -> tuple | None:
         if kind == "score":
-            mod = None if score_mod is None else score_from(score_mod, position)
+            mod = None if score_mod is None else score_from(_part(score_mod, kind, extents), position)
         elif mask_mod is None:
             mod = causal_from(position, kv_lens) if masked else None
         else:
-            mod = mask_from(mask_mod, position, kv_lens)
-        return _bound(mod, kind, q.device)
+            mod = mask_from(_part(mask_mod, kind, extents), position, kv_lens)
+        return _bound(mod, kind, q.device, extents)
 
     call = CachedCall(q, k, v, to_fill, lse, extents, scale, where, masked, q_offset, checks.DEFAULT, by_position, by_number, extras)
     if together is not None:
@@ -97,14 +98,15 @@ def _shared_parts(call: CachedCall, together: Together, scale) -> SharedParts:
         _, score_mod = scale_of(scale, score_mod, q)
     rows = laid.token.shape[0]
     extents = where.kv_lens.shape[0], q.shape[1], rows, call.k.shape[2] * where.pages.shape[1]  # type: ignore[union-attr]
+    reach = *extents[:3], extents[3] + call.extents[3]  # queries stand behind the rest of their sequence
 
     def by_position(kind: str) -> tuple | None:
-        return _bound(score_mod if kind == "score" else together.mask_mod, kind, q.device)
+        return _bound(score_mod if kind == "score" else together.mask_mod, kind, q.device, reach)
 
     def by_number(kind: str) -> tuple | None:
         row = position_from(laid.starts[:-1], where.kv_lens, None, 0)  # type: ignore[arg-type]
         mod = mask_from(mask_of_rows(together.mask_mod, laid.sequence, laid.position), row, where.kv_lens)  # type: ignore[arg-type]
-        return _bound(mod, kind, q.device)
+        return _bound(mod, kind, q.device, reach)
 
     masked, options = together.mask_mod is not None, checks.DEFAULT
     groups = CachedCall(
@@ -125,11 +127,16 @@ def scale_of(scale, score_mod, query) -> tuple[float, Callable | None]:
     return read_scale(scale, score_mod, query.shape[-1], query.device)
 
 
-def _bound(mod: Callable | None, kind: str, device: torch.device) -> tuple | None:
-    """A score_mod's or mask_mod's graph and what it captures, on the call's device."""
+def _part(mod: Callable, kind: str, extents: tuple[int, int, int, int]) -> Callable:
+    """A mod of positions as a part of a mod of numbers."""
+    return part_in_wide_integers(mod, bind(mod, kind), (extents[3], extents[3]))
+
+
+def _bound(mod: Callable | None, kind: str, device: torch.device, extents: tuple[int, int, int, int]) -> tuple | None:
+    """A score_mod's or mask_mod's graph and what it captures, on the call's device. Queries are positions among keys."""
     if mod is None:
         return None
-    bound = bind(mod, kind)
+    bound = in_wide_integers(bind(mod, kind), (*extents[:2], max(extents[2:]), extents[3]))
     read_captured(bound, device, f"{kind}_mod")
     check_mod_learns_nothing(bound, kind)
     return bound

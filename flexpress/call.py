@@ -30,6 +30,7 @@ from flexpress.transformed import Transformed, transformed
 from .codegen.mod.bind import bind
 from .codegen.mod.capture import name_of
 from .codegen.mod.tensors import are_plain, check_kind, is_transformed, read_captured, readable_inputs, recording
+from .codegen.mod.wide import in_wide_integers
 from .codegen.run.call import Bound, ExtraInputs, Inputs
 from .codegen.run.forward import forward
 
@@ -79,7 +80,7 @@ def bound(
         scale, score_mod = read_scale(scale, score_mod, inputs.head_dim, inputs.device)
     score = mask = lists = transposed = None
     if score_mod is not None:
-        score = bind(score_mod, "score")
+        score = in_wide_integers(bind(score_mod, "score"), inputs.extents)
         if score[1]:
             read(score, inputs.device, "score_mod")
     if block_mask is not None:
@@ -87,7 +88,7 @@ def bound(
             _check_same(block_mask, mask_mod)
         lists, transposed, mask_mod = read_mask(block_mask, q, k, inputs, options)
     if mask_mod is not None:
-        mask = bind(mask_mod, "mask")
+        mask = in_wide_integers(bind(mask_mod, "mask"), inputs.extents)
         if mask[1]:
             read(mask, inputs.device, "mask_mod")
     narrow = mask is not None and is_narrow(mask, inputs, options, block_mask)

@@ -12,7 +12,9 @@ import torch.distributed as dist
 from flexpress.block_mask import BlockMask
 from flexpress.context import BLOCK, ContextPlan
 
+from .codegen.mod.bind import bind
 from .codegen.mod.capture import name_of
+from .codegen.mod.wide import part_in_wide_integers
 from .codegen.run import masks
 from .codegen.run.block_lists import BlockLists, Shifts, lists_of
 from .codegen.run.exchange import add_blocks, copy_blocks
@@ -109,6 +111,7 @@ class Exchange:
         """A score_mod, told heads of all."""
         if mod is None:
             return None
+        mod = part_in_wide_integers(mod, bind(mod, "score"), (self.plan.q_len, self.plan.kv_len))
 
         def in_context(score, b, h, q_idx, kv_idx):
             return mod(score, b, h + first_head, q_idx, kv_idx)
@@ -118,7 +121,8 @@ class Exchange:
 
     def _mask_mod(self, first_head: int) -> Callable:
         """The plan's mask_mod, told the same; it hides padding."""
-        mod, kv_len = self.plan.mask_mod, self.plan.kv_len
+        kv_len = self.plan.kv_len
+        mod = part_in_wide_integers(self.plan.mask_mod, bind(self.plan.mask_mod, "mask"), (self.plan.q_len, kv_len))
         padded = kv_len % BLOCK != 0
 
         def in_context(b, h, q_idx, kv_idx):

@@ -29,6 +29,7 @@ from .codegen.mod.expr import ModGraph
 from .codegen.mod.loads import dots_of
 from .codegen.mod.long_dots import LONG
 from .codegen.mod.tensors import read_captured
+from .codegen.mod.wide import at_any_length
 from .codegen.run.exported import Exported
 from .codegen.run.exported_attention import AttentionFile
 from .codegen.run.exported_cpu import CppFile
@@ -170,7 +171,7 @@ def _bound(mod: Callable | None, kind: str, device: torch.device) -> tuple | Non
     """A mod's graph and what it captures."""
     if mod is None:
         return None
-    bound = bind(mod, kind)
+    bound = at_any_length(bind(mod, kind))
     refuse_rows(bound[0])
     if device.type != "meta":
         read_captured(bound, device, f"{kind}_mod")

@@ -18,6 +18,7 @@ from .codegen.device.cache import VERSION
 from .codegen.mod.bind import bind
 from .codegen.mod.dtypes import dtype_name
 from .codegen.mod.tensors import read_captured
+from .codegen.mod.wide import at_any_length
 from .codegen.run.exported_cached import CachedFile, ExportedCache
 from .codegen.run.exported_cached_cpu import CachedCppFile
 
@@ -130,7 +131,7 @@ def _mods(
 def _bound(mod: Callable | None, kind: str, device: torch.device) -> tuple | None:
     if mod is None:
         return None
-    bound = bind(mod, kind)
+    bound = at_any_length(bind(mod, kind))
     refuse_rows(bound[0])
     read_captured(bound, device, f"{kind}_mod")
     return bound

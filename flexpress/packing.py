@@ -16,6 +16,7 @@ from .codegen.mod.loads import dots_of
 from .codegen.mod.long_dots import same_where_seen
 from .codegen.mod.ops import row_of
 from .codegen.mod.tensors import tracing
+from .codegen.mod.wide import part_in_wide_integers
 from .codegen.registry import remembered
 
 
@@ -64,8 +65,8 @@ class Packing:
 
     def score_mod(self, mod: Callable) -> Callable:
         """The score_mod on packed positions."""
-        graph = graph_and_values(mod, "score")[0]
-        places, sequence, of_keys, mod = self._places(graph), self.sequence_q, self.sequence_k, plain(mod)
+        graph, mod = self._part(mod, "score")
+        places, sequence, of_keys = self._places(graph), self.sequence_q, self.sequence_k
 
         def packed(score, b, h, q_idx, kv_idx):
             return mod(score, sequence[q_idx], h, *places(q_idx, kv_idx))
@@ -86,7 +87,8 @@ class Packing:
                 return sequence_q[q_idx] == sequence_k[kv_idx]
 
             return varlen
-        places, mod = self._places(graph_and_values(mod, "mask")[0]), plain(mod)
+        graph, mod = self._part(mod, "mask")
+        places = self._places(graph)
 
         def packed(b, h, q_idx, kv_idx):
             sequence = sequence_q[q_idx]
@@ -94,6 +96,11 @@ class Packing:
 
         packed.__name__ = f"varlen_{name_of(mod)}"
         return packed
+
+    def _part(self, mod: Callable, kind: str) -> tuple[ModGraph, Callable]:
+        """A mod of sequences: its graph, and as a part of a mod on packed positions."""
+        bound = graph_and_values(mod, kind)
+        return bound[0], part_in_wide_integers(plain(mod), bound, (len(self.sequence_q), len(self.sequence_k)))
 
     def _places(self, graph: ModGraph) -> Callable:
         """From packed positions to the q_idx and kv_idx that a mod is given.

@@ -1574,6 +1574,14 @@ WAITS = [  # in kernels for Hopper, whose stand-in draws who goes on (tests/supp
         named("hopper_forward"),
         "halves of an accumulator change places",
     ),
+    Mutant("codegen/mod/wide.py", "dtype, wide = torch.int64, True", "pass", named("wide_integers"), "integers of indices wrap around"),
+    Mutant(
+        "codegen/mod/integers.py",
+        'if node.op == "symbol" or (',
+        'if node.op in ("symbol", "load") or (',
+        named("wide_integers"),
+        "products of elements do not wrap around as torch's do",
+    ),
     Mutant(
         "templates/hopper_backward_wide.py.jinja",
         "dk, dv = warpgroup_mma_wait(1, deps=(dk, dv))",

@@ -302,7 +302,7 @@ def test_any_mask(expression, captured, size, lengths):
     mask_mod = make_mod(expression, "mask", captured)
     bound = bind(mask_mod, "mask")
     if bound[0].symbols:
-        meant = as_kernels_compute(*bound)
+        meant = as_kernels_compute(bound, (1, 2, *lengths))
         truth = brute_force(meant, 1, 2, *lengths, size, "cpu")
         check_lists(create_block_mask(mask_mod, 1, 2, *lengths, "cpu", size), truth)
         found = dense_status(automatic_lists(bound, (1, 2, *lengths), torch.device("cpu"), size), *truth.shape[-2:])

@@ -113,13 +113,14 @@ def test_empty_tensors_have_empty_gradients(device, read, shape):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_an_index_that_wraps_around_int32_reads_zero(device):
-    """2**31 and beyond become negative in int32; no bound may be concluded from q_idx * 2**30 >= 0."""
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_an_index_beyond_int32_reads_zero(dtype, device):
+    """2**31 and beyond become negative in int32; no bound may be concluded from q_idx * 2**30 >= 0 there."""
     buffer = torch.full((100,), math.nan, device=device)
     table = buffer[40:60].fill_(2.0)
     scores = torch.zeros(1, 1, 9, 5, device=device)
-    out = evaluate_mod(make_mod("table[q_idx * 1073741824 - 1]", "score", {"table": table}), scores)
-    place = torch.arange(9, dtype=torch.int32) * 1073741824 - 1
+    out = evaluate_mod(make_mod(f"table[(q_idx * 1073741824 - 1).to(torch.{dtype})]", "score", {"table": table}), scores)
+    place = (torch.arange(9) * 1073741824 - 1).to(getattr(torch, dtype))
     expected = torch.where((place >= -20) & (place < 20), 2.0, 0.0)
     assert (out.cpu() == expected[:, None]).all()
 

@@ -44,7 +44,7 @@ def test_lists_of_random_masks(expression, captured, size, lengths, extents):
     mask_mod = make_mod(expression, "mask", captured)
     graph, values = bind(mask_mod, "mask")
     if graph.symbols:
-        truth = brute_force(as_kernels_compute(graph, values), *extents, *lengths, size, "cpu")
+        truth = brute_force(as_kernels_compute((graph, values), (*extents, *lengths)), *extents, *lengths, size, "cpu")
         check_lists(create_block_mask(mask_mod, *extents, *lengths, "cpu", size), truth)
         lists = automatic_lists((graph, values), (*extents, *lengths), torch.device("cpu"), size)
         status = dense_status(lists, *truth.shape[-2:])

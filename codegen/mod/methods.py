@@ -6,6 +6,7 @@ import torch
 
 from .current import running
 from .errors import ModError
+from .integers import ANY_LENGTH, LEAVES, USUAL, leaves, limits_of, with_indices
 from .nodes import cast, literal_tensor, to_expr
 from .ops import supported_operations
 from .symbols import Sym
@@ -30,8 +31,20 @@ _CASTS = {
 }
 
 
+def _cast(symbol, dtype: torch.dtype) -> Sym:
+    """A cast that a mod asks for. One of int32 to int32 is kept where what is cast may leave int32, and is then computed in int64."""
+    found = cast(symbol, dtype)
+    expr = to_expr(found)
+    if dtype != torch.int32 or expr.op in LEAVES or id(expr) not in with_indices(expr):
+        return found
+    if not leaves(limits_of(expr, ANY_LENGTH, [USUAL])[id(expr)]):
+        return found
+    run = running()
+    return Sym(run.table.make("cast", (expr,), dtype, source=run.source()))
+
+
 def _cast_to(dtype: torch.dtype):
-    return lambda symbol, **_: cast(symbol, dtype)
+    return lambda symbol, **_: _cast(symbol, dtype)
 
 
 def _to(symbol, *args, dtype=None, **_):
@@ -40,7 +53,7 @@ def _to(symbol, *args, dtype=None, **_):
             dtype = a
         elif isinstance(a, (Sym, torch.Tensor)):
             dtype = a.dtype
-    return symbol if dtype is None else cast(symbol, dtype)
+    return symbol if dtype is None else _cast(symbol, dtype)
 
 
 def _like(fill):
@@ -81,6 +94,7 @@ METHODS = {
     "new_ones": _new(1),
     "new_full": _new_full,
     "new_tensor": lambda s, value, dtype=None, **_: literal_tensor(value, dtype or s.dtype),
+    "is_floating_point": lambda symbol: to_expr(symbol).dtype.is_floating_point,
     **{name: lambda symbol, *_, **__: symbol for name in ("clone", "contiguous")},
 }
 METHOD_OF = {  # torch's functions that are these methods

@@ -87,6 +87,7 @@ LOGIC = [
         "shift_left({0}, {1})",
         plainer=("{0} << {1}", _is_short_shift),
         interval=rules.lshift_interval,
+        size=lambda x, bits: x * 2 ** min(bits, 64),
     ),
     Op(
         "rshift",

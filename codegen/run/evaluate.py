@@ -18,6 +18,7 @@ from ..device.kernel import Kernel, kernel_for
 from ..mod.bind import bind
 from ..mod.expr import INDEX_BOUND, ModGraph
 from ..mod.tensors import check_values, read_captured, readable
+from ..mod.wide import in_wide_integers
 from ..plan.masks import SYMBOL_NAMES
 from ..registry import INFO, Table
 from ..text.cpp import CPP
@@ -61,7 +62,7 @@ def evaluate_mod(mod: Callable, scores: torch.Tensor, kind: str = "score", *, pr
         raise ValueError(f"kind is {kind!r}; write 'score' or 'mask'")
     if precision not in _PRECISIONS:
         raise ValueError(f"precision is {precision!r}; write one of {', '.join(map(repr, _PRECISIONS))}")
-    bound = bind(mod, kind)
+    bound = in_wide_integers(bind(mod, kind), tuple(scores.shape))
     read_captured(bound, scores.device, f"{kind}_mod")
     scores = scores.detach().contiguous()
     result = torch.empty_like(scores, dtype=torch.float32 if kind == "score" else torch.bool)

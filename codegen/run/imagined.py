@@ -11,6 +11,7 @@ import torch
 from ..device import offline
 from ..gpus import architecture
 from ..mod.bind import bind
+from ..mod.wide import in_wide_integers
 from ..plan.extras import ORDINARY, Extras
 from ..plan.forward import Blocks, Mod, Options
 from ..plan.tangent import Moved, TangentCase
@@ -71,7 +72,10 @@ class Imagined:
     @functools.cached_property
     def bound(self) -> tuple[tuple | None, tuple | None]:
         """score_mod and mask_mod."""
-        return tuple(bind(mod, kind) if mod else None for mod, kind in ((self.score_mod, "score"), (self.mask_mod, "mask")))
+        return tuple(
+            in_wide_integers(bind(mod, kind), EXTENTS) if mod else None
+            for mod, kind in ((self.score_mod, "score"), (self.mask_mod, "mask"))
+        )
 
     @property
     def keys(self) -> tuple[Mod | None, Mod | None]:

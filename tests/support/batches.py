@@ -19,6 +19,7 @@ def score_mods(device):
         "none": None,
         "alibi": mods.alibi(slopes),
         "softcap": mods.softcap(2.0),
+        "hash": lambda score, b, h, q, k: score + ((q * 2654435761) ^ k) % 11 * 0.2,
         "per sequence": lambda score, b, h, q, k: score + b * 0.3 - k * 0.01 + slopes[h],
     }
 
@@ -28,6 +29,7 @@ def mask_mods():
         "none": None,
         "window": mods.sliding_window(20),
         "per sequence": lambda b, h, q, k: (k <= q) & ((k + b) % 3 != 0),
+        "hash": lambda b, h, q, k: (k <= q) & ((q * 1103515245 + k * 12345) % 7 < 5),
         "all": lambda b, h, q, k: k >= 0,
         "per head": lambda b, h, q, k: (k <= q) & (k >= h),
     }

@@ -9,12 +9,14 @@ from flexpress.checks import resolve_device
 from flexpress.codegen.mod.bind import bind
 from flexpress.codegen.mod.compute import compute
 from flexpress.codegen.mod.expr import MASK_SYMBOLS
+from flexpress.codegen.mod.wide import in_wide_integers
 from flexpress.codegen.run.masks import automatic_lists
 from support.dense import positions
 
 
-def as_kernels_compute(graph, values):
-    """A traced mask on tensors of indices: what it captures reads zero outside."""
+def as_kernels_compute(bound, extents):
+    """A traced mask on tensors of indices below (B, H, Q_LEN, KV_LEN): what it captures reads zero outside."""
+    graph, values = in_wide_integers(bound, extents)
     count = len(graph.tensors)
 
     def mask_mod(*where):

@@ -220,6 +220,11 @@ def random_problems_of_four_ranks():
     random_problems(2)
 
 
+def hashed(score, b, h, q_idx, kv_idx):
+    """Integers that leave int32."""
+    return score + ((q_idx * 2654435761) ^ kv_idx) % 11 * 0.2
+
+
 def random_problems(count: int):
     """Lengths, heads that share keys, head dims, masks and biases, drawn alike on all ranks; gradients are those of one process."""
     draw = random.Random(dist.get_world_size())
@@ -231,7 +236,7 @@ def random_problems(count: int):
         ids = torch.randint(4, (max(q_len, kv_len),)).sort().values
         masks = [None, mods.causal, mods.sliding_window(draw.randrange(1, 300)), lambda b, h, i, j: ids[i] == ids[j]]  # noqa: B023
         slopes = torch.rand(Hkv * shared, requires_grad=True)
-        score_mod, learned = draw.choice([(None, []), (mods.alibi(slopes), [slopes]), (mods.softcap(2.0), [])])
+        score_mod, learned = draw.choice([(None, []), (mods.alibi(slopes), [slopes]), (mods.softcap(2.0), []), (hashed, [])])
         compare(whole, draw.choice(masks), score_mod, learned, head_groups=draw.choice([1, 2, 4]))
 
 

@@ -47,9 +47,9 @@ def factors_of(kept, p):
 
 
 def positions(shape, device):
-    """b, h, q_idx and kv_idx that broadcast to (B, H, Q_LEN, KV_LEN), int32 as in a kernel."""
+    """b, h, q_idx and kv_idx that broadcast to (B, H, Q_LEN, KV_LEN), int64 as in torch."""
     views = ((-1, 1, 1, 1), (-1, 1, 1), (-1, 1), (-1,))
-    return [torch.arange(n, dtype=torch.int32, device=device).view(view) for n, view in zip(shape, views, strict=True)]
+    return [torch.arange(n, device=device).view(view) for n, view in zip(shape, views, strict=True)]
 
 
 def relative_error(value, reference) -> float:

@@ -367,7 +367,7 @@ class Writer:
             places[0], places[1] = 0, count - 1
         symbols = {}
         for name, n in reversed(list(zip(MASK_SYMBOLS, extents, strict=True))):
-            symbols[name] = (places % n).to(torch.int32)
+            symbols[name] = places % n
             places = places // n
         self.symbols = {name: Node(name, (), symbols[name], symbols[name]) for name in MASK_SYMBOLS}
         if deviation is not None:

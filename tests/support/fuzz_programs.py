@@ -194,7 +194,7 @@ def values_of(p: Program, names: dict) -> dict:
 
 def indices(extents: tuple, device) -> list[torch.Tensor]:
     views = ((-1, 1, 1, 1), (-1, 1, 1), (-1, 1), (-1,))
-    return [torch.arange(n, dtype=torch.int32, device=device).view(view) for n, view in zip(extents, views, strict=True)]
+    return [torch.arange(n, device=device).view(view) for n, view in zip(extents, views, strict=True)]
 
 
 # Kinds
@@ -610,12 +610,12 @@ def varlen(p: Program, rng: random.Random, small: int) -> None:
             return None if t is None else t.transpose(0, 1)[None]
 
         def places(lens):
-            sequence = torch.tensor([i for i, n in enumerate(lens) for _ in range(n)], dtype=torch.int32, device=p.device)
-            local = torch.tensor([i for n in lens for i in range(n)], dtype=torch.int32, device=p.device)
+            sequence = torch.tensor([i for i, n in enumerate(lens) for _ in range(n)], dtype=torch.int64, device=p.device)
+            local = torch.tensor([i for n in lens for i in range(n)], dtype=torch.int64, device=p.device)
             return sequence, local
 
         (sq, lq), (sk, lk) = places(q_lens), places(kv_lens)
-        h = torch.arange(Hq, dtype=torch.int32, device=p.device).view(-1, 1, 1)
+        h = torch.arange(Hq, device=p.device).view(-1, 1, 1)
         d_lse = names.get("d_lse")
         problem = Problem(
             *(heads_first(names[n]) for n in "qkv"),
@@ -701,13 +701,13 @@ def cached(p: Program, rng: random.Random, small: int) -> None:
     p.poison = True
 
     def check(names: dict) -> Judged:
-        def int32(values):
-            return torch.tensor(values, dtype=torch.int32, device=p.device).view(-1, 1, 1, 1)
+        def of_sequences(values):
+            return torch.tensor(values, device=p.device).view(-1, 1, 1, 1)
 
-        local = torch.arange(M, dtype=torch.int32, device=p.device)[:, None]
-        n = torch.arange(N + 8, dtype=torch.int32, device=p.device)
-        b = torch.arange(B, dtype=torch.int32, device=p.device).view(-1, 1, 1, 1)
-        h = torch.arange(Hq, dtype=torch.int32, device=p.device).view(-1, 1, 1)
+        local = torch.arange(M, device=p.device)[:, None]
+        n = torch.arange(N + 8, device=p.device)
+        b = torch.arange(B, device=p.device).view(-1, 1, 1, 1)
+        h = torch.arange(Hq, device=p.device).view(-1, 1, 1)
         reference = mask or "def mask_mod(b, h, q_idx, kv_idx):\n    return kv_idx <= q_idx\n"
         k, v = names["k"], names["v"]
         if fp8:
@@ -718,12 +718,12 @@ def cached(p: Program, rng: random.Random, small: int) -> None:
             v,
             b,
             h,
-            local + int32(starts),
+            local + of_sequences(starts),
             n,
             "\n\n".join((score, reference)),
             values_of(p, names),
             scale,
-            (n < int32(kv_lens)) & (local < int32(q_lens)),
+            (n < of_sequences(kv_lens)) & (local < of_sequences(q_lens)),
         )
         out, lse = names["out"], names["lse"]
         if ragged:

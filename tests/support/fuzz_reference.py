@@ -79,7 +79,7 @@ class Noise(AnyNoise):
 class Problem:
     """Attention of (Z, Hq, M, D) queries to (Z or 1, Hkv, N, D) keys and their values.
 
-    b, h, m, n  int32 indices that broadcast to (Z, Hq, M, N): what the mods are told
+    b, h, m, n  int64 indices that broadcast to (Z, Hq, M, N): what the mods are told
     base        bool, broadcasting too: which pairs there are at all; None: all
     mods        source of score_mod and mask_mod ("" where there is none); `captured` what they read, by name
     d_out, d_lse, learned   for gradients: of the output, of lse or None, and the names in `captured` of tensors that want gradients

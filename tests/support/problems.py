@@ -27,6 +27,7 @@ def score_mods(heads: int, length: int, device: str) -> dict:
         "alibi": mods.alibi(slopes),
         "softcap": mods.softcap(3.0),
         "distance": lambda score, b, h, q_idx, kv_idx: score + (q_idx - kv_idx),
+        "hash": lambda score, b, h, q_idx, kv_idx: score + ((q_idx * 2654435761) ^ kv_idx) % 11 * 0.2,
         "scaled": lambda score, b, h, q_idx, kv_idx: score * temperature + temperature,
         "table": lambda score, b, h, q_idx, kv_idx: score + table[h, q_idx - kv_idx + length],
         "full_bias": lambda score, b, h, q_idx, kv_idx: score + bias[0, h, q_idx, kv_idx],
@@ -183,6 +184,7 @@ def learned_mods(batch: int, heads: int, length: int, device: str, dtype=torch.f
     return {
         "none": (lambda: None, []),
         "softcap": (lambda: mods.softcap(3.0), []),
+        "hash": (lambda: lambda s, b, h, m, n: s * (((m * 2654435761) ^ n) % 11 * 0.2 + 0.1), []),
         "distance": (lambda: lambda s, b, h, m, n: s + (m - n) * 0.01, []),
         "slopes": (lambda t: mods.alibi(t), [learned(heads)]),
         "temperature": (lambda t: lambda s, b, h, m, n: s * t + t, [learned()]),

@@ -62,9 +62,9 @@ class Problem:
 
     @property
     def positions(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """int32, of queries and of keys."""
+        """Of queries and of keys."""
         q, kv = (
-            torch.cat([torch.arange(n * size, n * size + size) for n in blocks]).int()
+            torch.cat([torch.arange(n * size, n * size + size) for n in blocks])
             for blocks, size in ((self.rows, self.size[0]), (self.columns, self.size[1]))
         )
         return q[q < self.q_len], kv if self.padded else kv[kv < self.kv_len]
