@@ -34,6 +34,8 @@ methods                                methods of symbols that are no operations
 operators                              Python's operators
 nodes                                  an operation becomes a node
 vectors, vector_functions, long_dots   captured rows and small matrices, and dot products of long rows
+vector_statistics                      functions of a vector as a whole
+lookups                                embeddings, places in sorted rows, sets of numbers
 
 What it captures
 

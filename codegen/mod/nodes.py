@@ -88,6 +88,8 @@ def to_expr(value) -> Expr:
         return index_tensor(value, ()).expr
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         return to_expr(value.item())
+    if isinstance(value, NUMBERS):  # of an enumeration
+        return trace.number(next(t for t in (bool, int, float) if isinstance(value, t))(value))
     raise trace.error(
         f"{value!r} ({type(value).__name__}) is used where a number is needed", "Use symbols, Python numbers and captured tensors."
     )

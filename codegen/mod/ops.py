@@ -69,6 +69,7 @@ def supported_operations() -> str:
         "Python's + - * / // % ** abs, comparisons, & | ^ ~ << >>, indexing of captured tensors, casts (.to, .float, "
         ".int, .long, .bool, .half, .bfloat16), torch.tensor(number), *_like, new_*, and "
         + ", ".join(names)
-        + "; of vectors, too: sum, mean, prod, amax, amin, any, all, dot, @, norm, cdist, view, unsqueeze, "
-        "flatten, stack, cat"
+        + "; of vectors, too: sum, mean, prod, amax, amin, any, all, var, std, dot, @, einsum, norm, cdist, softmax, logsumexp, argmax, "
+        "cumsum, normalize, layer_norm, view, unsqueeze, flatten, stack, cat; of captured tensors: embedding, take, bucketize, "
+        "searchsorted, isin"
     )

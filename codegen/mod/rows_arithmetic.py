@@ -216,6 +216,8 @@ ARITHMETIC = [
     unary(
         "sign",
         {"float": "sign_float({0})", "int": "sign_int({0})", "bool": "{0}"},
+        "torch.sgn",
+        "Tensor.sgn",
         cpp={"float": "sign({0})", "int": "sign({0})"},
         operands="result",
         interval=rules.sign_interval,

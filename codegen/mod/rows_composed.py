@@ -76,6 +76,11 @@ def _masked_fill(x, mask, value):
     return torch.where(mask, value, x).to(x.dtype)
 
 
+def _float_power(x, y):
+    x, y = (float(v) if is_number(v) else v.double() for v in (x, y))
+    return x**y
+
+
 COMPOSED = [
     Op("add_alpha", torch.add, elementwise("add"), expand=_add),
     Op("sub_alpha", torch.sub, elementwise("sub", "torch.subtract", "Tensor.subtract"), expand=_sub),
@@ -86,6 +91,8 @@ COMPOSED = [
     Op("clamp", torch.clamp, elementwise("clamp", "torch.clip", "Tensor.clip"), expand=_clamp),
     Op("clamp_min", torch.clamp_min, elementwise("clamp_min"), expand=lambda x, min: _clamp(x, min=min)),
     Op("clamp_max", torch.clamp_max, elementwise("clamp_max"), expand=lambda x, max: _clamp(x, max=max)),
+    Op("float_power", torch.float_power, elementwise("float_power"), expand=_float_power),
+    Op("positive", torch.positive, elementwise("positive"), expand=lambda x: x),
     Op("square", torch.square, elementwise("square"), expand=lambda x: x**2),
     Op("reciprocal", torch.reciprocal, elementwise("reciprocal"), expand=lambda x: 1.0 / x),
     Op("isnan", torch.isnan, elementwise("isnan"), expand=lambda x: x != x),

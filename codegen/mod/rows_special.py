@@ -67,7 +67,20 @@ def _isclose(x, y, rtol=1e-05, atol=1e-08, equal_nan=False):
     return close | ((x != x) & (y != y)) if equal_nan else close
 
 
+def _addcmul(x, first, second, *, value=1):
+    dtype = (x + first + second).dtype
+    return torch.add(x, first.to(dtype) * second.to(dtype), alpha=value)
+
+
+def _addcdiv(x, first, second, *, value=1):
+    if all(map(is_integral, (x, first, second))):
+        raise TypeError("addcdiv of integers: write x + value * (a / b)")
+    return torch.add(x, first / second, alpha=value)
+
+
 SPECIAL = [
+    Op("addcmul", torch.addcmul, elementwise("addcmul"), expand=_addcmul),
+    Op("addcdiv", torch.addcdiv, elementwise("addcdiv"), expand=_addcdiv),
     Op("lerp", torch.lerp, elementwise("lerp"), expand=_lerp),
     Op("logaddexp", torch.logaddexp, elementwise("logaddexp"), expand=_logaddexp),
     Op("logaddexp2", torch.logaddexp2, elementwise("logaddexp2"), expand=_logaddexp2),

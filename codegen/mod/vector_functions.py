@@ -10,8 +10,10 @@ import torch.nn.functional as F
 
 from .current import running
 from .long_dots import promised, same_where_seen
+from .lookups import LOOKUPS
 from .nodes import cast
 from .symbols import Sym, TensorView, Vector
+from .vector_statistics import STATISTICAL, STATISTICS, extreme
 from .vectors import JOINS, MOVES, REDUCTIONS, apply_to_elements, as_vector, is_vector, moved, pinned_all, reduced
 
 
@@ -115,9 +117,15 @@ def _reduction(name: str):
     def reduction(x, *args, **kwargs):
         if name in ("max", "min") and (args and not isinstance(pinned_all(args[0]), int) or "other" in kwargs):
             return getattr(torch, f"{name}imum")(x, *args, *kwargs.values())
+        if name in ("max", "min") and (args or "dim" in kwargs):
+            return extreme(x, *_along(*args, **kwargs), largest=name == "max")
         return reduced(name, x, *args, **kwargs)
 
     return reduction
+
+
+def _along(dim, keepdim=False) -> tuple[int, bool]:
+    return dim, keepdim
 
 
 def _move(name: str):
@@ -127,7 +135,8 @@ def _move(name: str):
 _METHODS = {  # of tensors, by name; torch has those of the same names, too
     **{name: _reduction(name) for name in REDUCTIONS},
     **{name: _move(name) for name in MOVES},
-    **dict.fromkeys(("matmul", "__matmul__", "mv", "mm", "bmm", "dot"), _matmul),
+    **STATISTICS,
+    **dict.fromkeys(("matmul", "__matmul__", "mv", "mm", "bmm", "dot", "vdot"), _matmul),
     **{"vecdot": _vecdot, "inner": _inner, "outer": _outer, "ger": _outer, "cross": _cross, "norm": _norm, "dist": _dist, "cdist": _cdist},
 }
 FUNCTIONS = {  # and their names, for vectors, which have them as methods
@@ -135,6 +144,8 @@ FUNCTIONS = {  # and their names, for vectors, which have them as methods
     **_METHODS,
     **dict.fromkeys((operator.matmul, torch.linalg.matmul), _matmul),
     **{torch.linalg.vecdot: _vecdot, torch.linalg.cross: _cross, torch.linalg.norm: _matrix_norm, torch.linalg.vector_norm: _norm},
+    **LOOKUPS,
+    **STATISTICAL,
     same_where_seen: promised,
     **{F.linear: _linear, F.pairwise_distance: _pairwise_distance, F.cosine_similarity: _cosine_similarity},
 }

@@ -189,7 +189,7 @@ def moved(name: str, args: tuple, kwargs: dict):
     if any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values())):
         raise running().error(f"Tensor.{name}(dtype) is not a supported operation", "Convert with .to(dtype).")
     if name == "__getitem__" and _has_symbols(args[1]):
-        raise running().error("a vector is indexed by a symbol", "Index the captured tensor by it.")
+        return _chosen(as_vector(args[0]), args[1] if isinstance(args[1], tuple) else (args[1],))
     given = tuple(_numbers(a, items) for a in args[:1]), tuple(map(_shape_like, args[1:])), {k: _shape_like(v) for k, v in kwargs.items()}
     function = getattr(torch if name in JOINS else torch.Tensor, name, None) or getattr(torch, name)
     with Unseen(), Unrecorded():
@@ -198,6 +198,24 @@ def moved(name: str, args: tuple, kwargs: dict):
         except (RuntimeError, IndexError, TypeError, ValueError) as error:
             raise running().error(f"torch refuses {name.strip('_')}: {str(error).strip().splitlines()[0]}") from None
         return _elements(found, items)
+
+
+def _chosen(vector: Vector, index: tuple):
+    """A vector indexed by symbols in its first dimensions: they are compared with all places. Outside it is 0, as captured tensors are."""
+    index = tuple(map(pinned_all, index))
+    if len(index) > vector.ndim or not all(type(i) in (Sym, int) for i in index):
+        raise running().error("a vector is indexed by symbols beside others than numbers", "Index the captured tensor by them.")
+    found = vector
+    for place in index:
+        parts = found.unbind(0)
+        if type(place) is int:
+            found = parts[place]
+            continue
+        place = torch.where(place < 0, place + len(parts), place)
+        found, rest = torch.where(place == 0, parts[0], 0), parts[1:]
+        for i, part in enumerate(rest, 1):
+            found = torch.where(place == i, part, found)
+    return found
 
 
 def _numbers(value, items: list[Sym]):
@@ -256,8 +274,6 @@ def pinned_all(value):
 def reduced(name: str, vector, dim=None, keepdim: bool = False, *, axis=None, dtype: torch.dtype | None = None):
     """torch's reduction: over one dimension, some or all of them; sums in float32, and of integers and bools in int64."""
     vector, dims = as_vector(vector), pinned_all(axis if dim is None else dim)
-    if name in ("max", "min") and dims is not None:
-        raise running().error(f"{name} along a dimension, which gives indices, too", f"Write .a{name}({dims}).")
     dims = range(vector.ndim) if dims is None or dims in ((), []) else dims if isinstance(dims, (tuple, list)) else (dims,)
     if not all(-vector.ndim <= d < vector.ndim for d in dims):
         raise running().error(f"{name} with dim={dim} of a tensor of shape {tuple(vector.shape)}", "It has no such dimension.")

@@ -86,6 +86,7 @@ FORMS = {
     **{
         name: (f"torch.{name}({{0}}, {{1}})",)
         for name in (
+            "float_power",
             "fmod",
             "atan2",
             "logical_and",
@@ -129,6 +130,10 @@ FORMS = {
     "tanhshrink": ("F.tanhshrink({0})",),
     "softshrink": ("F.softshrink({0})", "F.softshrink({0}, 2.0)"),
     "hardshrink": ("F.hardshrink({0})", "F.hardshrink({0}, 2.0)"),
+    "threshold": ("F.threshold({0}, 0.5, -2.0)",),
+    "addcmul": ("torch.addcmul({0}, {1}, {2})", "torch.addcmul({0}, {1}, {2}, value=3)"),
+    "addcdiv": ("torch.addcdiv({0}, {1}, {2})", "torch.addcdiv({0}, {1}, {2}, value=0.5)"),
+    "positive": ("torch.positive({0})",),
     "lerp": ("torch.lerp({0}, {1}, {2})",),
     "logit": ("torch.logit({0})", "torch.logit({0}, 0.01)"),
     "nan_to_num": ("torch.nan_to_num({0})", "torch.nan_to_num({0}, 1.0, 2.0, -3.0)"),
@@ -160,7 +165,7 @@ def legal_operands(form: str) -> list[tuple]:
         dtypes = [k for k in kinds if not isinstance(k, type)]
         if not dtypes:
             continue
-        if "alpha=" in form and (torch.bool in kinds or len({k.is_floating_point for k in dtypes}) == 2):
+        if ("alpha=" in form or ".addc" in form) and (torch.bool in kinds or len({k.is_floating_point for k in dtypes}) == 2):
             continue  # refused here; torch rounds an integer to half precision before the product
         if form == "{0} ** {1}" and kinds == (torch.bool, bool):
             continue  # refused here

@@ -1,0 +1,156 @@
+"""Functions of a vector as a whole, written as in a mod: softmax, variances, normalisation, running sums, where the largest element is."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from .current import running
+from .symbols import Sym, Vector
+from .vectors import as_vector, pinned_all, reduced
+
+
+class Extreme(NamedTuple):
+    """What torch's max and min along a dimension give."""
+
+    values: Sym | Vector
+    indices: Sym | Vector
+
+
+def _converted(x, dtype: torch.dtype | None):
+    x = as_vector(x)
+    return x if dtype is None else x.to(dtype)
+
+
+def softmax(x, dim=None, _stacklevel=3, dtype=None):
+    x = _converted(x, dtype)
+    weights = torch.exp(x - reduced("amax", x, dim, True))
+    return weights / reduced("sum", weights, dim, True)
+
+
+def log_softmax(x, dim=None, _stacklevel=3, dtype=None):
+    x = _converted(x, dtype)
+    return x - logsumexp(x, dim, True)
+
+
+def logsumexp(x, dim, keepdim=False):
+    x = as_vector(x)
+    most = reduced("amax", x, dim, True)
+    most = torch.where(torch.isinf(most), 0.0, most)
+    found = torch.log(reduced("sum", torch.exp(x - most), dim, True)) + most
+    return found if keepdim else reduced("sum", found, dim)  # of one element
+
+
+def var(x, dim=None, unbiased=None, keepdim=False, *, correction=None):
+    x = as_vector(x)
+    if isinstance(dim, bool):
+        dim, unbiased = None, dim
+    if correction is None:
+        correction = 1 if unbiased is None or unbiased else 0
+    mean = reduced("mean", x, dim, True)
+    count = x.numel() // max(1, as_vector(mean).numel())
+    return reduced("sum", (x - mean) ** 2, dim, keepdim) / max(0, count - correction)
+
+
+def std(x, *args, **kwargs):
+    return torch.sqrt(var(x, *args, **kwargs))
+
+
+def extreme(x, dim, keepdim: bool, largest: bool) -> Extreme:
+    """The largest (or smallest) elements along a dimension, and the first place of each; NaN is before any number."""
+    x = as_vector(x)
+    parts = x.unbind(pinned_all(dim))
+    value, place = parts[0], torch.zeros_like(as_vector(parts[0]), dtype=torch.int64)
+    for i, part in enumerate(parts[1:], 1):
+        better = (part > value if largest else part < value) | ((part != part) & (value == value))
+        value, place = torch.where(better, part, value), torch.where(better, i, place)
+    return Extreme(value.unsqueeze(dim), place.unsqueeze(dim)) if keepdim else Extreme(value, place)
+
+
+def _argument(largest: bool):
+    def argument(x, dim=None, keepdim=False):
+        x = as_vector(x)
+        if dim is None:
+            if keepdim:
+                raise running().error("argmax or argmin with keepdim, but without dim", "Name the dimension.")
+            return extreme(x.flatten(), 0, False, largest).indices
+        return extreme(x, dim, keepdim, largest).indices
+
+    return argument
+
+
+def cumsum(x, dim, *, dtype=None):
+    parts = list(_converted(x, dtype).unbind(pinned_all(dim)))
+    for i in range(1, len(parts)):
+        parts[i] = parts[i - 1] + parts[i]
+    return torch.stack(parts, dim)
+
+
+def count_nonzero(x, dim=None):
+    return reduced("sum", as_vector(x) != 0, dim)
+
+
+def normalize(x, p=2.0, dim=1, eps=1e-12, out=None):
+    x = as_vector(x)
+    return x / torch.clamp_min(torch.linalg.vector_norm(x, p, dim, True), eps)
+
+
+def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-05):
+    x, dims = as_vector(x), _last(x, normalized_shape)
+    x = x - reduced("mean", x, dims, True)
+    return _weighted(x * torch.rsqrt(reduced("mean", x * x, dims, True) + eps), weight, bias)
+
+
+def rms_norm(x, normalized_shape, weight=None, eps=None):
+    x, dims = as_vector(x), _last(x, normalized_shape)
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    return _weighted(x * torch.rsqrt(reduced("mean", x * x, dims, True) + eps), weight, None)
+
+
+def _last(x, shape) -> tuple[int, ...]:
+    shape = pinned_all(tuple(shape) if isinstance(shape, (tuple, list, torch.Size)) else (shape,))
+    if tuple(x.shape[-len(shape) :]) != tuple(shape):
+        raise running().error(f"a norm of the last dimensions {tuple(shape)} of shape {tuple(x.shape)}", "They must be the same.")
+    return tuple(range(-len(shape), 0))
+
+
+def _weighted(x, weight, bias):
+    x = x if weight is None else x * weight
+    return x if bias is None else x + bias
+
+
+def einsum(equation, *operands):
+    """Sums of products, by the letters of dimensions: "i,i->" or "i,ij->j"."""
+    operands = tuple(operands[0]) if len(operands) == 1 and isinstance(operands[0], (tuple, list)) else operands
+    left, arrow, result = str(equation).replace(" ", "").partition("->")
+    terms, operands = left.split(","), [as_vector(x) for x in operands]
+    letters = sorted(set(left) - {","})
+    if not all(c.isalpha() for c in letters + list(result)) or len(terms) != len(operands) or not set(result) <= set(letters):
+        raise running().error(f"einsum {equation!r} of {len(operands)} operands", "Write a letter for every dimension: 'i,ij->j'.")
+    result = result if arrow else "".join(c for c in letters if left.count(c) == 1)
+    order, total = result + "".join(c for c in letters if c not in result), None
+    for term, x in zip(terms, operands, strict=True):
+        if len(set(term)) < len(term) or len(term) != getattr(x, "ndim", 0):
+            raise running().error(f"einsum's {term!r} of a shape {tuple(x.shape)}", "Write another letter for every dimension.")
+        if len(order) > 1 and term:
+            places = [order.index(c) for c in term]
+            x = x.permute(*sorted(range(len(term)), key=places.__getitem__))
+            for place in range(len(order)):
+                x = x if place in places else x.unsqueeze(place)
+        total = x if total is None else total * x
+    summed = tuple(range(len(result), len(order)))
+    return reduced("sum", total, summed) if summed else total
+
+
+STATISTICS = {  # of tensors, by name; torch has those of the same names, too
+    **{f.__name__: f for f in (softmax, log_softmax, logsumexp, var, std, cumsum, count_nonzero)},
+    "argmax": _argument(True),
+    "argmin": _argument(False),
+}
+STATISTICAL = {  # and functions that are no methods
+    **{F.softmax: softmax, F.log_softmax: log_softmax, torch.special.softmax: softmax, torch.special.log_softmax: log_softmax},
+    **{torch.special.logsumexp: logsumexp, F.normalize: normalize, F.layer_norm: layer_norm, F.rms_norm: rms_norm},
+    **{torch.layer_norm: layer_norm, torch.rms_norm: rms_norm, torch.einsum: einsum},
+}
