@@ -122,12 +122,12 @@ def pytest_configure(config):
 
     from flexpress import checks
     from flexpress.codegen.plan.forward import Options
-    from flexpress.codegen.run import forward_kernels
+    from flexpress.codegen.run import backward_kernels, forward_kernels
 
     if config.getoption("--backend") == "PORTABLE":
         checks.DEFAULT = Options(backend="PORTABLE")
     elif config.getoption("--backend") == "HOPPER":
-        forward_kernels.worthwhile = lambda *_: None
+        forward_kernels.worthwhile = backward_kernels.worthwhile = lambda *_: None
     if not config.getoption("--every-kernel") and hasattr(config, "cache"):  # which pytest may be told to do without
         from support import kept
 

@@ -8,7 +8,10 @@ import torch
 from flexpress import create_block_mask, explain, flex_attention, mods
 from flexpress.codegen import registry
 from flexpress.codegen.device import binary
-from flexpress.codegen.run import forward_kernels
+from flexpress.codegen.plan import hopper_backward, hopper_forward
+from flexpress.codegen.plan.forward import Blocks, ForwardCase
+from flexpress.codegen.plan.hopper_tiles import has_larger_tiles
+from flexpress.codegen.run import backward_kernels, forward_kernels
 from support.fake_hopper import Variant, pass_for_hopper
 
 
@@ -24,6 +27,7 @@ def launched(monkeypatch):
         launch_plain = launch
 
     pass_for_hopper(monkeypatch, lambda name: Recorder(name, local=2000), multiprocessors=4)
+    monkeypatch.setattr(hopper_forward, "FEW_KEYS", 0)
     registry.clear()
     yield found
     registry.clear()
@@ -91,6 +95,62 @@ def test_few_tiles(launched, monkeypatch):
     monkeypatch.setattr(forward_kernels, "multiprocessors", lambda _: 16)
     assert "forward   HOPPER" in explain(*tensors())
     assert "forward   HOPPER" in explain(*tensors(length=1), kernel_options={"BACKEND": "HOPPER"})
+
+
+@pytest.mark.parametrize(
+    "length, heads, head_dim, by_hopper",
+    [
+        (256, 32, 128, False),  # too few tiles
+        (256, 64, 128, False),  # a tile for every multiprocessor, of two blocks of keys
+        (512, 33, 128, False),
+        (512, 34, 128, True),  # two rounds
+        (513, 32, 128, True),
+        (512, 66, 64, False),
+        (512, 67, 64, True),
+        (512, 32, 192, True),
+    ],
+)
+def test_few_keys(length, heads, head_dim, by_hopper):
+    """Of 132 multiprocessors, as it was measured (docs/lab.md)."""
+    why = hopper_forward.worthwhile(length, length, heads, head_dim, 132)
+    assert (why is None) == by_hopper
+    assert why is None or "for 132 multiprocessors" in why
+
+
+@pytest.mark.parametrize(
+    "length, heads, group, head_dim, by_hopper",
+    [
+        (256, 64, 1, 128, False),
+        (256, 67, 1, 128, True),
+        (512, 8, 1, 128, True),
+        (512, 66, 1, 64, False),
+        (512, 67, 1, 64, True),
+        (512, 8, 4, 64, True),  # four heads share keys: a program has 2048 queries
+        (1024, 8, 1, 64, False),
+        (1024, 9, 1, 64, True),
+        (128, 8, 1, 256, True),
+    ],
+)
+def test_few_queries_of_a_backward_pass(length, heads, group, head_dim, by_hopper):
+    why = hopper_backward.worthwhile(group * length, length, heads, head_dim, 132)
+    assert (why is None) == by_hopper
+    assert why is None or why.endswith("and 132 multiprocessors")
+
+
+def test_a_backward_pass_by_the_kernel_that_is_named(launched, monkeypatch):
+    monkeypatch.setattr(backward_kernels, "worthwhile", hopper_backward.worthwhile)
+    assert "there are 256 queries for 8 tiles of 128 keys, and 4 multiprocessors" in explain(*tensors(64))
+    assert "backward  HOPPER" in explain(*tensors(64), kernel_options={"BACKEND": "HOPPER"})
+
+
+@pytest.mark.parametrize("length, heads, consumers", [(1024, 16, 2), (2048, 16, 2), (2048, 17, 3), (4096, 64, 3)])
+def test_tiles_of_dense_attention(monkeypatch, length, heads, consumers):
+    """Three consumers of 64 rows, where that leaves no multiprocessors idle."""
+    assert hopper_forward.are_few(length, heads, 132) == (consumers == 2)
+    case = ForwardCase(torch.bfloat16, 64, 64, few_tiles=consumers == 2)
+    assert hopper_forward.plan_hopper_forward(case, None, None).tile.consumers == consumers
+    listed = case._replace(blocks=Blocks(True, 128, 128))
+    assert has_larger_tiles(case) and not has_larger_tiles(case._replace(d_v=96)) and not has_larger_tiles(listed)
 
 
 def test_spills(launched):

@@ -89,15 +89,18 @@ def _captured(options: dict, sizes: dict, learned: bool) -> tuple[dict, dict]:
 
 
 def test_where_it_is_not_hopper_or_too_small(tmp_path):
-    """A CPU, few queries, few tiles: the portable kernel."""
+    """A CPU, few queries, few tiles, few keys: the portable kernel."""
     q, k, v = tensors("cpu", dtype=torch.bfloat16, Z=1, Hq=1, Hkv=1, D=64, Q_LEN=70, KV_LEN=70)
     path, module = saved(tmp_path, q, k, v)
     plain = module.attention(q, k, v)
-    assert not module.on_hopper(q)
+    few = module.FEW_KEYS
+    assert not module.on_hopper(q, k)
     kernels = pass_for_hopper(module, path, multiprocessors=2)
-    assert module.on_hopper(q) and not module.on_hopper(q[:, :, :64]) and not module.on_hopper(q.expand(2, -1, -1, -1))
+    assert module.on_hopper(q, k) and not module.on_hopper(q[:, :, :64], k)
+    module.FEW_KEYS = few
+    assert not module.on_hopper(q, k) and module.on_hopper(q, k.repeat(1, 1, 8, 1)) and module.on_hopper(q.repeat(5, 1, 1, 1), k)
     module.multiprocessors = lambda _: 3
-    assert not module.on_hopper(q)
+    assert not module.on_hopper(q, k)
     assert torch.equal(module.attention(q, k, v), plain) and kernels["HOPPER_FORWARD"].count == 0
 
 

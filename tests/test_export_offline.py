@@ -31,7 +31,7 @@ def written(monkeypatch):
 
 def on_target(module) -> None:
     """Have a file take the CPU for a Hopper GPU."""
-    module.is_hopper, module.multiprocessors = lambda _: True, lambda _: 3
+    module.is_hopper, module.multiprocessors, module.FEW_KEYS = lambda _: True, lambda _: 3, 0
     for value in vars(module).values():
         if isinstance(value, dict) and set(value) == {"cuda", "cpu"}:
             value["cpu"] = value["cuda"]
@@ -91,7 +91,7 @@ def hopper_with(monkeypatch, tmp_path):
     def made(q, k, v, compiled, *mods, **options):
         _, module = saved(tmp_path, q, k, v, *mods, overwrite=True, **options)
         fake_driver(monkeypatch, tmp_path)
-        module.is_hopper, module.multiprocessors = lambda _: True, lambda _: 3
+        module.is_hopper, module.multiprocessors, module.FEW_KEYS = lambda _: True, lambda _: 3, 0
         module.HOPPER_FORWARD.kernel.warmup = warmup = mock.Mock(side_effect=compiled)
         return module, warmup
 
@@ -140,7 +140,7 @@ def test_a_triton_without_gluon(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)
     module = load(path, "without")
     assert "gluon" in module.WITHOUT_HOPPER and module.HOPPER_FORWARD is None
-    module.is_hopper, module.multiprocessors = lambda _: True, lambda _: 3
+    module.is_hopper, module.multiprocessors, module.FEW_KEYS = lambda _: True, lambda _: 3, 0
     assert relative_error(module.attention(q, k, v), dense_attention(q, k, v)[0]) <= 1e-2
     path, _ = saved(tmp_path, q, k, v, kernel_options={"BACKEND": "HOPPER"}, overwrite=True)
     module = load(path, "without")

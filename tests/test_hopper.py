@@ -28,7 +28,8 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def forced(monkeypatch):
     """Small problems as well."""
-    monkeypatch.setattr(forward_kernels, "worthwhile", lambda *_: None)
+    for kernels in (forward_kernels, backward_kernels):
+        monkeypatch.setattr(kernels, "worthwhile", lambda *_: None)
 
 
 def poison() -> None:

@@ -36,6 +36,7 @@ CASES = {
     "alibi causal d64 fp16": ("alibi causal", dict(output_rows=True, head_dim=64, dtype="float16")),
     "softcap causal d128 bf16": ("softcap causal", {}),
     "softcap d64 bf16": ("softcap", dict(head_dim=64)),
+    "softcap d64 bf16, few tiles": ("softcap", dict(head_dim=64, few_tiles=True)),
     "relative_bias d128 bf16": ("relative_bias", {}),
     "t5_bias d128 bf16": ("t5_bias", {}),
     "document d128 bf16": ("document", {}),

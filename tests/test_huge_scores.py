@@ -13,7 +13,7 @@ import torch
 from flexpress import AuxRequest, cached_attention, create_block_mask, flex_attention, mods, varlen_attention
 from flexpress.codegen import registry
 from flexpress.codegen.mod.bind import bind
-from flexpress.codegen.run import forward_kernels
+from flexpress.codegen.run import backward_kernels, forward_kernels
 from flexpress.codegen.run.call import Bound, Inputs
 from flexpress.codegen.run.forward import forward
 from support.devices import DEVICES
@@ -127,7 +127,8 @@ def test_large_head_dims_on_gpu(monkeypatch, name, head_dim, mask_mod):
 def check_on_gpu(monkeypatch, name, dtype, backend, head_dim, mask_mod):
     if backend == "GLUON" and (dtype is torch.float32 or torch.cuda.get_device_capability() != (9, 0)):
         pytest.skip("no kernel for Hopper")
-    monkeypatch.setattr(forward_kernels, "worthwhile", lambda *_: None)
+    for kernels in (forward_kernels, backward_kernels):
+        monkeypatch.setattr(kernels, "worthwhile", lambda *_: None)
     q, k = (whole_numbers(2, h, n, head_dim, dtype=dtype, device="cuda", seed=n) for h, n in ((2, 300), (1, 400)))
     v = torch.randn(2, 1, 400, head_dim, device="cuda").to(dtype)
     check(name, q, k, v, mask_mod, {"BACKEND": backend})

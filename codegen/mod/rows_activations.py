@@ -41,10 +41,6 @@ def _elu(x, alpha=1.0, scale=1, input_scale=1, inplace=False):
     return torch.where(x > 0, x * scale, torch.expm1(torch.where(x > 0, 0.0, x) * input_scale) * (alpha * scale))
 
 
-def _threshold(x, threshold, value, inplace=False):
-    return torch.where(x <= threshold, value, x).to(x.dtype)
-
-
 def _hardtanh(x, min_val=-1.0, max_val=1.0, inplace=False):
     return torch.where(x <= min_val, min_val, torch.where(x >= max_val, max_val, x)).to(x.dtype)  # no gradient at a bound, unlike clamp
 
@@ -87,7 +83,6 @@ ACTIVATIONS = [
     Op("elu", F.elu, ("F.elu",), expand=_elu),
     Op("mish", F.mish, ("F.mish",), expand=_mish),
     Op("hardtanh", F.hardtanh, ("F.hardtanh",), expand=_hardtanh),
-    Op("threshold", torch.threshold, elementwise("threshold", "F.threshold"), expand=_threshold),
     Op("relu6", F.relu6, ("F.relu6",), expand=lambda x, inplace=False: _hardtanh(x, 0.0, 6.0)),
     Op("gelu", F.gelu, ("F.gelu",), expand=_gelu),
     Op("silu", F.silu, ("F.silu",), expand=_silu),

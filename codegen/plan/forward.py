@@ -146,6 +146,7 @@ class ForwardCase(NamedTuple):
     cache: Cache | None = None  # the kernel for Hopper alone
     extras: Extras = ORDINARY
     values_in_keys: bool = False  # V is the first columns of K, in the same memory; the portable kernel alone
+    few_tiles: bool = False  # of queries, for the multiprocessors that there are; the kernel for Hopper alone
     copies: bool = False  # what score_mod reads for every pair of positions lies where TMA copies it; the kernel for Hopper alone
 
 

@@ -44,6 +44,7 @@ HEAVY = {
 }
 L2_BYTES = 32 << 20  # of K and V that heads which are worked on at a time may take
 UNEVEN_BYTES = 128 << 20  # the same under a mask that is_uneven, of which little is visited at a time
+FEW_KEYS = 512  # which the portable kernel is through with before this one's programs have begun their work
 SPILL_LIMIT = 1024  # bytes of a thread; a mod of a dozen library calls spills 20 times that, and the portable kernel is then twice as fast
 
 
@@ -110,14 +111,35 @@ def fits(case: ForwardCase, geometry: Geometry, arch: str = "sm_90", aligned: bo
     return None
 
 
-def worthwhile(q_len: int, heads: int, multiprocessors: int) -> str | None:
-    """Why the portable kernel is faster for a call that the one for Hopper could serve, or None if it is not."""
+def worthwhile(q_len: int, kv_len: int, heads: int, head_dim: int, multiprocessors: int) -> str | None:
+    """Why the portable kernel is faster for a call that the one for Hopper could serve, or None if it is not.
+
+    head_dim   the larger one of D_QK and D_V
+    """
     if q_len <= ROWS:
         return f"there are {q_len} queries, which is half of a tile or less"
-    tiles = -(-q_len // (2 * ROWS)) * heads
+    tiles = tiles_of_two(q_len, heads)
     if 2 * tiles < multiprocessors:
         return f"there are {tiles} tiles of {2 * ROWS} queries, for {multiprocessors} multiprocessors"
+    if kv_len <= FEW_KEYS and tiles <= rounds_of_few_keys(head_dim) * multiprocessors:
+        return f"there are {kv_len} keys and {tiles} tiles of {2 * ROWS} queries, for {multiprocessors} multiprocessors"
     return None
+
+
+def tiles_of_two(q_len: int, heads: int) -> int:
+    """How many tiles of two consumers there are."""
+    return -(-q_len // (2 * ROWS)) * heads
+
+
+def rounds_of_few_keys(head_dim: int) -> int:
+    """With so many tiles a multiprocessor, and FEW_KEYS, the portable kernel is still the faster one."""
+    return 2 if head_dim <= 64 else 1 if head_dim <= 128 else 0
+
+
+def are_few(q_len: int, heads: int, multiprocessors: int) -> bool:
+    """Are there so few tiles that larger ones would leave multiprocessors idle in their last round? 192 tiles of 128 rows take two rounds
+    on 132 multiprocessors, and 128 tiles of 192 rows one that is half as long again; 256 take two, and 171 of 192 rows two longer ones."""
+    return tiles_of_two(q_len, heads) <= 2 * multiprocessors
 
 
 def scores_are_raw(terms: Sum | SumText | None, scale_is_positive: bool) -> bool:
@@ -180,7 +202,7 @@ def plan_hopper_forward(case: ForwardCase, score: Mod | None, mask: Mod | None) 
     handed = [value for m in (score_text, mask_text) if m for value in m.staged("q_idx", "kv_idx").handed]
     reads = bool(handed) or any(gathers(m[0]) for m in (score, mask) if m)
     long = case.cache is None and not case.extras.dropout and not (case.blocks and case.blocks.kv_block % 128)
-    tile = hopper_tile(*padded(case), listed=case.blocks is not None or grouped, reads=reads, long=long)
+    tile = hopper_tile(*padded(case), listed=case.blocks is not None or grouped or case.few_tiles, reads=reads, long=long)
     if case.dtype.itemsize == 1:
         wide = case.d_qk > 128 and case.extras.out == "float32"  # which leaves no room for a fourth stage
         tile = HopperTile(2, 3 if wide else 4, 240, 24)

@@ -96,10 +96,15 @@ def head_dim_flags(case: ForwardCase) -> dict[str, object]:
     }
 
 
+def has_larger_tiles(case: ForwardCase) -> bool:
+    """Has the kernel for Hopper tiles of three consumers for a case, too?"""
+    return case.blocks is None and case.dtype.itemsize == 2 and max(padded(case)) <= 64
+
+
 def hopper_tile(d_qk: int, d_v: int, *, listed: bool, reads: bool, long: bool = False) -> HopperTile:
     """The tile for padded head dims.
 
-    listed    with block lists, whose blocks have 128 queries or a multiple
+    listed    with block lists, whose blocks have 128 queries or a multiple; or there are so few tiles that smaller ones are better
     reads     a mod loads elements of a tensor by key, or by query and key (it costs registers)
     long      blocks of 128 keys may be had for a smaller part of V with one buffer
     """

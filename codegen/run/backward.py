@@ -327,4 +327,4 @@ def case_of(
         extras=details.extras,
         whole=whole_blocks(q.shape[2], k.shape[2], blocks),
     )
-    return Call(case, geometry, backend, arch, *keys)
+    return Call(case, geometry, backend, arch, *keys, (*q.shape[:3], *k.shape[:3]), q.device)

@@ -11,6 +11,7 @@ from ..device.arguments import plain_values
 from ..device.counters import held_counter
 from ..device.devices import multiprocessors, on
 from ..device.memory import META
+from ..plan import hopper_backward
 from ..plan.backward import STATS_ALIGNMENT, BackwardCase, BackwardGeometry, BackwardPlan, Step, delta_rows, plan_backward, stats_copies
 from ..plan.extras import dropout_numbers
 from ..plan.forward import Mod, scales
@@ -26,6 +27,7 @@ from .forward_kernels import planned
 from .launch import Launch, Unusable, addresses_of, launch_fitting
 from .workspace import Workspace
 
+worthwhile = hopper_backward.worthwhile
 _plans: dict[tuple, BackwardPlan | HopperBackwardPlan] = Table("backward plans", 1024)
 
 
@@ -38,6 +40,8 @@ class Call(NamedTuple):
     arch: str
     score: Mod | None
     mask: Mod | None
+    extents: tuple[int, int, int, int, int, int]  # Z, Hq, Q_LEN, Zkv, Hkv, KV_LEN
+    device: torch.device
 
     @property
     def key(self) -> tuple:
@@ -66,7 +70,11 @@ class Hopper:
         return fits(call.case, call.arch, call.score)
 
     def worthwhile(self, call: Call) -> str | None:
-        return None
+        if call.case.options.backend == self.name:
+            return None
+        Z, Hq, Q_LEN, Zkv, Hkv, KV_LEN = call.extents
+        head_dim = max(call.case.d_qk, call.case.d_v)
+        return worthwhile(Z * Hq // (Zkv * Hkv) * Q_LEN, KV_LEN, Zkv * Hkv, head_dim, multiprocessors(call.device))
 
     def plan(self, call: Call) -> HopperBackwardPlan:
         return plan_hopper_backward(call.case, call.score, call.mask)

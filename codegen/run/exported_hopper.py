@@ -67,6 +67,7 @@ class HopperPart:
         """What the template asks for of the forward pass."""
         call = self.call
         self.half_tile, self.tile = hopper_forward.ROWS, 2 * hopper_forward.ROWS
+        self.few_keys, self.rounds = hopper_forward.FEW_KEYS, hopper_forward.rounds_of_few_keys(max(call.d_qk, call.d_v))
         self.scale_apart = self.forward.scale_apart
         self.row_bytes = (call.d_qk + call.d_v) * call.dtype.itemsize
         uneven = bool(call.mask) and hopper_forward.is_uneven(call.mask)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from .. import logs
-from ..device.devices import architecture_of, backend_of
+from ..device.devices import architecture_of, backend_of, multiprocessors
 from ..device.kernel import NotYet
 from ..device.memory import empty
 from ..device.workers import Job
@@ -19,6 +19,8 @@ from ..plan.extras import ORDINARY, Extras, factors_out
 from ..plan.forward import Blocks, ForwardCase, Mod, Options, are_exact, wants_tma
 from ..plan.geometry import geometry_of
 from ..plan.hopper_elements import are_copied
+from ..plan.hopper_forward import are_few
+from ..plan.hopper_tiles import has_larger_tiles
 from ..registry import INFO, Table
 from .call import Bound, Rows, keys_of, output_dtype, structure_of, values_in_keys
 from .cpu import Cpp
@@ -280,7 +282,10 @@ def case_of(
         extras=extras,
         values_in_keys=values_in_keys(k, v),
     )
-    if aligned_captures and arch == "sm_90" and are_copied(case, keys[0]):
-        case = case._replace(copies=True)
+    if arch == "sm_90":
+        if aligned_captures and are_copied(case, keys[0]):
+            case = case._replace(copies=True)
+        if has_larger_tiles(case) and q.device.type == "cuda" and are_few(q.shape[2], q.shape[0] * q.shape[1], multiprocessors(q.device)):
+            case = case._replace(few_tiles=True)
     aligned = aligned and q.data_ptr() % 16 == 0
     return Call(case, geometry, (*q.shape[:3], k.shape[2]), q.device, backend, arch, aligned, scale, *keys)

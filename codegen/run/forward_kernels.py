@@ -81,8 +81,8 @@ class Hopper:
         return why
 
     def worthwhile(self, call: Call) -> str | None:
-        Z, Hq, Q_LEN, _ = call.extents
-        return worthwhile(Q_LEN, Z * Hq, multiprocessors(call.device))
+        (Z, Hq, Q_LEN, KV_LEN), case = call.extents, call.case
+        return worthwhile(Q_LEN, KV_LEN, Z * Hq, max(case.d_qk, case.d_v), multiprocessors(call.device))
 
     def plan(self, call: Call) -> HopperPlan:
         return plan_hopper_forward(call.case, call.score, call.mask)

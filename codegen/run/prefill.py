@@ -39,7 +39,8 @@ class Prefill:
         return fits(call.case, call.geometry_in(call.q.element_size()), arch, aligned, call.own_mods[0])
 
     def worthwhile(self, call: CachedCall) -> str | None:
-        return forward_kernels.worthwhile(call.q.shape[2], call.extents[1], multiprocessors(call.q.device))
+        head_dim = max(call.q.shape[3], call.v.shape[3])
+        return forward_kernels.worthwhile(call.q.shape[2], call.extents[3], call.extents[1], head_dim, multiprocessors(call.q.device))
 
     def run(self, call: CachedCall, *, prepare: bool = False) -> None:
         """Fill out and lse; or, to prepare such calls, compile what does. Raises Unusable."""

@@ -82,13 +82,14 @@ def cpu_specs(*call, **details) -> dict[str, KernelSpec]:
     }
 
 
-def hopper_compilation(target: str = "sm_90", *call, cache: Cache | None = None, **details) -> Compilation:
+def hopper_compilation(target: str = "sm_90", *call, cache: Cache | None = None, few_tiles: bool = False, **details) -> Compilation:
     """The forward kernel for Hopper. ValueError, with the reason, where it does not serve.
 
-    cache   where a cache holds the keys; with starts=True, unless it is grouped
+    cache       where a cache holds the keys; with starts=True, unless it is grouped
+    few_tiles   of queries, for the multiprocessors that there are
     """
     imagined = Imagined(*call, **details).forward(target)
-    imagined = imagined._replace(case=imagined.case._replace(cache=cache))
+    imagined = imagined._replace(case=imagined.case._replace(cache=cache, few_tiles=few_tiles))
     return Compilation(target, _fitting(forward_kernels.Hopper(), imagined).spec, {})
 
 

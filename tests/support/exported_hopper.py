@@ -46,7 +46,7 @@ def _plain(argument):
 def pass_for_hopper(module, path: Path, multiprocessors: int = 3, refused: tuple[str, ...] = ()) -> dict[str, StandIn]:
     """Have a file's functions take the CPU for a Hopper GPU. Returns its kernels' stand-ins by name."""
     text, found = gluon_text(path), {}
-    module.is_hopper, module.multiprocessors = lambda _: True, lambda _: multiprocessors
+    module.is_hopper, module.multiprocessors, module.FEW_KEYS = lambda _: True, lambda _: multiprocessors, 0
     for name in ("HOPPER_FORWARD", "HOPPER_FORWARD_WITH_ROWS", "HOPPER_BACKWARD", "HOPPER_BACKWARD_SCALED"):
         launch = getattr(module, name, None)
         if launch is not None:

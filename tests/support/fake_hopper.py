@@ -58,6 +58,7 @@ def pass_for_hopper(monkeypatch, variant: Callable[[str], Variant], multiprocess
     monkeypatch.setattr(launch_module, "descriptor", descriptor)
     for module in (forward_kernels, backward_kernels, prefill, shared_parts):
         monkeypatch.setattr(module, "multiprocessors", lambda _: multiprocessors)
+    monkeypatch.setattr(backward_kernels, "worthwhile", lambda *_: None)
 
 
 def forward_on_cpu(monkeypatch, run: bool = True) -> list:

@@ -130,7 +130,6 @@ FORMS = {
     "tanhshrink": ("F.tanhshrink({0})",),
     "softshrink": ("F.softshrink({0})", "F.softshrink({0}, 2.0)"),
     "hardshrink": ("F.hardshrink({0})", "F.hardshrink({0}, 2.0)"),
-    "threshold": ("F.threshold({0}, 0.5, -2.0)",),
     "addcmul": ("torch.addcmul({0}, {1}, {2})", "torch.addcmul({0}, {1}, {2}, value=3)"),
     "addcdiv": ("torch.addcdiv({0}, {1}, {2})", "torch.addcdiv({0}, {1}, {2}, value=0.5)"),
     "positive": ("torch.positive({0})",),
