@@ -40,6 +40,8 @@ FUNCTIONS = [
     "table[q_idx % 5].max(0).values + table[kv_idx % 5].min(-1)[1]",
     "torch.max(table.view(5, 2, 2)[kv_idx % 5], dim=0, keepdim=True).values.sum()",
     "table[q_idx % 5].cumsum(0)[2]",
+    "(table[q_idx % 5] > 0)[kv_idx % 4] * 1.0 + table.view(5, 2, 2)[q_idx % 5].exp()[kv_idx % 2, -1]",
+    "F.softmax(table[kv_idx % 5])[-h]",
     "table[q_idx % 5].count_nonzero() + torch.count_nonzero(table[kv_idx % 5] > 0)",
     "(F.normalize(table[q_idx % 5], dim=0) * F.normalize(table[kv_idx % 5], dim=-1)).sum()",
     "(F.layer_norm(table[q_idx % 5], (4,), row[:4], row[4:8]) * table[kv_idx % 5]).sum()",
@@ -90,7 +92,9 @@ def test_values_and_gradients(expression, device):
     """Of attention, with gradients of what is captured."""
     names, exact_names = captured(device), captured(device, torch.float64)
     q, k, v = (torch.randn(1, 2, LENGTH, 16, device=device, requires_grad=True) for _ in range(3))
-    out = flex_attention(q, k, v, mod_of(f"score * (0.5 + 0.1 * ({expression}))", names))
+    mod = mod_of(f"score * (0.5 + 0.1 * ({expression}))", names)
+    out, traces = flex_attention(q, k, v, mod), cache_info().traces
+    assert torch.equal(flex_attention(q, k, v, mod), out) and cache_info().traces == traces
     scores = (q @ k.mT).double() / 4
     exact = in_torch(mod_of(f"score * (0.5 + 0.1 * ({expression}))", exact_names), scores).softmax(-1) @ v.double()
     torch.testing.assert_close(out.double(), exact, atol=2e-5, rtol=2e-5)
@@ -157,6 +161,9 @@ def test_an_enumeration_that_changes():
         ("torch.einsum('ii->i', table.view(5, 2, 2)[h])[0]", "another letter for every dimension"),
         ("torch.einsum('i,j->', table[h])", "einsum 'i,j->' of 1 operands"),
         ("table[h].softmax(3)[0]", "amax with dim=3"),
+        ("F.softmax(table.view(5, 2, 2)[h]).sum()", r"a softmax of shape \(2, 2\) without dim"),
+        ("torch.argmax(table[h], keepdim=True).sum()", "with keepdim, but without dim"),
+        ("table[h].exp()[q_idx, kv_idx]", "indexed by symbols beside others than numbers"),
         ("torch.addcdiv(q_idx, kv_idx, h)", "addcdiv of integers"),
     ],
 )

@@ -24,15 +24,23 @@ def _converted(x, dtype: torch.dtype | None):
     return x if dtype is None else x.to(dtype)
 
 
+def _one_dim(x, dim) -> int:
+    """The dimension of a softmax."""
+    if dim is None and x.ndim > 1:
+        raise running().error(f"a softmax of shape {tuple(x.shape)} without dim", "Name the dimension.")
+    return 0 if dim is None else dim
+
+
 def softmax(x, dim=None, _stacklevel=3, dtype=None):
     x = _converted(x, dtype)
+    dim = _one_dim(x, dim)
     weights = torch.exp(x - reduced("amax", x, dim, True))
     return weights / reduced("sum", weights, dim, True)
 
 
 def log_softmax(x, dim=None, _stacklevel=3, dtype=None):
     x = _converted(x, dtype)
-    return x - logsumexp(x, dim, True)
+    return x - logsumexp(x, _one_dim(x, dim), True)
 
 
 def logsumexp(x, dim, keepdim=False):

@@ -212,8 +212,8 @@ def _chosen(vector: Vector, index: tuple):
             found = parts[place]
             continue
         place = torch.where(place < 0, place + len(parts), place)
-        found, rest = torch.where(place == 0, parts[0], 0), parts[1:]
-        for i, part in enumerate(rest, 1):
+        found = torch.zeros_like(parts[0])
+        for i, part in enumerate(parts):
             found = torch.where(place == i, part, found)
     return found
 
