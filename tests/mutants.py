@@ -882,6 +882,16 @@ FLOAT8 = [
 ]
 LAUNCHES = [
     Mutant(
+        "codegen/plan/hopper_forward.py",
+        "tiles_of_two(q_len, heads) <= 2 * multiprocessors",
+        "False",
+        named("explain", "tiles_of_dense"),
+        "few tiles are large ones",
+    ),
+    Mutant(
+        "codegen/plan/hopper_forward.py", "if kv_len <= FEW_KEYS and", "if False and", named("explain", "few_keys"), "few keys take long"
+    ),
+    Mutant(
         "codegen/run/block_lists.py",
         "return [Hm * rows if Zm > 1 else 0, rows if Hm > 1 else 0,",
         "return [Hm * rows if Zm > 1 else 0, rows,",
@@ -1510,6 +1520,61 @@ ELEMENTS = [
 ]
 
 
+MEANINGS = [  # of operations, as torch's eager reference has them
+    Mutant("codegen/mod/wide.py", "dtype, wide = torch.int64, True", "pass", named("wide_integers"), "integers of indices wrap around"),
+    Mutant(
+        "codegen/mod/wide.py",
+        "return mod if wide is bound else GraphMod(*wide)",
+        "return mod",
+        named("wide_integers"),
+        "integers of positions that are elements wrap around",
+    ),
+    Mutant(
+        "codegen/mod/integers.py",
+        "for x in (n, *n.args)",
+        "for x in (n,)",
+        named("ops", "test_literals"),
+        "a number wraps around before an index is divided by it",
+    ),
+    Mutant(
+        "codegen/mod/methods.py",
+        "    run = running()\n    return Sym(run.table.make",
+        "    return found\n    return Sym(run.table.make",
+        named("indexing", "beyond_int32"),
+        ".int() of an index leaves it in int64",
+    ),
+    Mutant(
+        "codegen/mod/lookups.py",
+        "if right else ~(other >= value)",
+        "if not right else ~(other >= value)",
+        named("lookups"),
+        "sides change places",
+    ),
+    Mutant("codegen/mod/lookups.py", "(place + step <= count) & ", "", named("lookups"), "a search goes past the end of a row"),
+    Mutant(
+        "codegen/mod/lookups.py",
+        "padding_idx is not None and weight",
+        "False and weight",
+        named("lookups"),
+        "padding of an embedding learns",
+    ),
+    Mutant(
+        "codegen/mod/vector_statistics.py",
+        " | ((part != part) & (value == value))",
+        "",
+        named("lookups", "nan_comes_first"),
+        "argmax passes over NaN",
+    ),
+    Mutant("codegen/mod/vectors.py", "torch.where(place < 0, place + len(parts), place)", "place", named("lookups"), "-h indexes nothing"),
+    Mutant(
+        "codegen/mod/integers.py",
+        'if node.op == "symbol" or (',
+        'if node.op in ("symbol", "load") or (',
+        named("wide_integers"),
+        "products of elements do not wrap around as torch's do",
+    ),
+]
+
 WAITS = [  # in kernels for Hopper, whose stand-in draws who goes on (tests/support/turns.py)
     Mutant(
         "templates/_hopper_backward_consumer.jinja",
@@ -1574,14 +1639,6 @@ WAITS = [  # in kernels for Hopper, whose stand-in draws who goes on (tests/supp
         named("hopper_forward"),
         "halves of an accumulator change places",
     ),
-    Mutant("codegen/mod/wide.py", "dtype, wide = torch.int64, True", "pass", named("wide_integers"), "integers of indices wrap around"),
-    Mutant(
-        "codegen/mod/integers.py",
-        'if node.op == "symbol" or (',
-        'if node.op in ("symbol", "load") or (',
-        named("wide_integers"),
-        "products of elements do not wrap around as torch's do",
-    ),
     Mutant(
         "templates/hopper_backward_wide.py.jinja",
         "dk, dv = warpgroup_mma_wait(1, deps=(dk, dv))",
@@ -1611,6 +1668,7 @@ MUTANTS = [
     *INTEGRATIONS,
     *ELSEWHERE,
     *ELEMENTS,
+    *MEANINGS,
     *WAITS,
     *EXPORTS,
     *PROBABILITIES,

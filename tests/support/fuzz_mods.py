@@ -299,6 +299,9 @@ INT_FORMS = [
     ("torch.add({i}, {i}, alpha=3)", None, 0.5),
     ("torch.full_like({i}, {n})", None, 0.2),
     ("torch.rsub({i}, {n})", None, 0.3),
+    ("torch.bucketize({i}.long(), {row})", None, 0.7),
+    ("torch.searchsorted({row}, {i}.long(), right=True)", None, 0.7),
+    ("torch.take({row}, {i}.long() % 3)", None, 0.5),
 ]
 BOOL_FORMS = [
     *((f"{{i}} {op} {{i}}", None, 3) for op in ("<", "<=", ">", ">=", "==", "!=")),
@@ -325,6 +328,8 @@ BOOL_FORMS = [
     ("torch.where({b}, {b}, {b})", None, 1),
     ("({i} & {n}) != 0", None, 1),
     ("torch.lt({i}, {i})", None, 0.5),
+    ("torch.isin({i}, {row})", None, 0.5),
+    ("torch.isin({i}.long(), {row}, invert=True)", None, 0.3),
     ("{b} & {on}", None, 0.5),
     ("{b} | {on}", None, 0.3),
 ]
@@ -399,6 +404,13 @@ class Writer:
 
     def on(self) -> str:
         return self.captured_number(self.rng.random() < 0.5)
+
+    def row(self) -> str:
+        """The name of a captured row of ascending integers, int64."""
+        numbers = sorted(self.rng.randint(-5, max(self.extents[2:]) + 5) for _ in range(self.rng.choice((3, 4, 7, 8, 9))))
+        name = f"r{len(self.captures.source)}"
+        self.captures.add(name, f"torch.tensor({numbers}).to(device)")
+        return name
 
     def leaf(self, kind: str) -> Node:
         rng = self.rng
@@ -620,8 +632,8 @@ class Writer:
         while (at := text.find("{")) >= 0:
             end = text.index("}", at)
             key = text[at + 1 : end]
-            if key in ("n", "x", "on"):
-                put = {"n": self.number, "x": self.real, "on": self.on}[key]()
+            if key in ("n", "x", "on", "row"):
+                put = {"n": self.number, "x": self.real, "on": self.on, "row": self.row}[key]()
                 if key == "n" and (any(sign in form for sign in "<>=") or "torch.where" in form or "clamp" in form):
                     put = self.fitted(put, args)
             else:
