@@ -67,7 +67,7 @@ def call_of(problem: CachedProblem, together: Together | None = None) -> tuple[C
             mod = causal_from(position, kv_lens) if masked else None
         else:
             mod = mask_from(_part(mask_mod, kind, extents), position, kv_lens)
-        return _bound(mod, kind, q.device, extents)
+        return _bound(mod, kind, q.device)
 
     call = CachedCall(q, k, v, to_fill, lse, extents, scale, where, masked, q_offset, checks.DEFAULT, by_position, by_number, extras)
     if together is not None:
@@ -106,7 +106,7 @@ def _shared_parts(call: CachedCall, together: Together, scale) -> SharedParts:
     def by_number(kind: str) -> tuple | None:
         row = position_from(laid.starts[:-1], where.kv_lens, None, 0)  # type: ignore[arg-type]
         mod = mask_from(mask_of_rows(together.mask_mod, laid.sequence, laid.position), row, where.kv_lens)  # type: ignore[arg-type]
-        return _bound(mod, kind, q.device, reach)
+        return _bound(mod, kind, q.device)
 
     masked, options = together.mask_mod is not None, checks.DEFAULT
     groups = CachedCall(
@@ -132,11 +132,16 @@ def _part(mod: Callable, kind: str, extents: tuple[int, int, int, int]) -> Calla
     return part_in_wide_integers(mod, bind(mod, kind), (extents[3], extents[3]))
 
 
-def _bound(mod: Callable | None, kind: str, device: torch.device, extents: tuple[int, int, int, int]) -> tuple | None:
-    """A score_mod's or mask_mod's graph and what it captures, on the call's device. Queries are positions among keys."""
+def _bound(mod: Callable | None, kind: str, device: torch.device, extents: tuple[int, ...] | None = None) -> tuple | None:
+    """A score_mod's or mask_mod's graph and what it captures, on the call's device.
+
+    extents   (B, H, Q_LEN, KV_LEN) of a mod of positions, of which queries have some among the keys
+    """
     if mod is None:
         return None
-    bound = in_wide_integers(bind(mod, kind), (*extents[:2], max(extents[2:]), extents[3]))
+    bound = bind(mod, kind)
+    if extents:
+        bound = in_wide_integers(bound, (*extents[:2], max(extents[2:]), extents[3]))
     read_captured(bound, device, f"{kind}_mod")
     check_mod_learns_nothing(bound, kind)
     return bound

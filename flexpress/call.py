@@ -11,6 +11,7 @@ backward            from what autograd kept                          autograd.py
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -80,7 +81,7 @@ def bound(
         scale, score_mod = read_scale(scale, score_mod, inputs.head_dim, inputs.device)
     score = mask = lists = transposed = None
     if score_mod is not None:
-        score = in_wide_integers(bind(score_mod, "score"), inputs.extents)
+        score = _bound_mod(score_mod, "score", inputs, packed)
         if score[1]:
             read(score, inputs.device, "score_mod")
     if block_mask is not None:
@@ -88,7 +89,7 @@ def bound(
             _check_same(block_mask, mask_mod)
         lists, transposed, mask_mod = read_mask(block_mask, q, k, inputs, options)
     if mask_mod is not None:
-        mask = in_wide_integers(bind(mask_mod, "mask"), inputs.extents)
+        mask = _bound_mod(mask_mod, "mask", inputs, packed)
         if mask[1]:
             read(mask, inputs.device, "mask_mod")
     narrow = mask is not None and is_narrow(mask, inputs, options, block_mask)
@@ -99,6 +100,12 @@ def bound(
     if quantised is not None or inputs.is_float8:
         q, k, v, inputs, extras = _as_multiplied(q, k, v, inputs, quantised, options, lists, extras, score)
     return _bound(Bound, (q, k, v, inputs, scale, score, mask, lists, transposed, options, extras))
+
+
+def _bound_mod(mod: Callable, kind: str, inputs: Inputs, packed: tuple | None) -> tuple:
+    """A mod's graph and what it captures. What is made of mods on sequences holds already (Packing)."""
+    found = bind(mod, kind)
+    return found if packed else in_wide_integers(found, inputs.extents)
 
 
 def _check_same(block_mask, mask_mod) -> None:

@@ -18,6 +18,7 @@ from .codegen.compiling import runs_uncompiled
 from .codegen.mod.bind import bind
 from .codegen.mod.graph_text import text_of
 from .codegen.mod.tensors import check_surroundings, read_captured, recording
+from .codegen.mod.wide import in_wide_integers
 from .codegen.run import masks
 from .codegen.run.block_lists import BlockLists, lists_of
 
@@ -84,7 +85,7 @@ def create_block_mask(
     extents, size = _extents(B, H, Q_LEN, KV_LEN), block_size(BLOCK_SIZE)
     capacity = capacity if capacity is None else whole("capacity", capacity)
     device = resolve_device(device)
-    bound = bind(mask_mod, "mask")
+    bound = in_wide_integers(bind(mask_mod, "mask"), extents)
     read_captured(bound, device, "mask_mod")
     if capacity is None and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         capacity = -(-extents[3] // size[1])  # nobody can wait
@@ -106,7 +107,7 @@ def create_mask(mod_fn: MaskMod | ScoreMod, B: int | None, H: int | None, Q_LEN:
     if recording():
         graph, values = bound_mod(mod_fn, kind)
         return torch.ops.flexpress.dense_mask(*captures_of((graph, values)), list(extents), device, text_of(graph))
-    bound = bind(mod_fn, kind)
+    bound = in_wide_integers(bind(mod_fn, kind), extents)
     read_captured(bound, device, f"{kind}_mod")
     return masks.dense_mask(bound, *extents, device)
 

@@ -13,6 +13,7 @@ from flexpress.block_lists import made_transposed
 from flexpress.programs import on_device, read_graph_once, values_of
 
 from .codegen.mod.tensors import read_captured
+from .codegen.mod.wide import in_wide_integers
 from .codegen.run import masks
 from .codegen.run.block_lists import lists_of
 
@@ -35,15 +36,17 @@ def block_lists(
     capacity   how wide lists are; by default as wide as there are columns
     """
     capacity = -(-extents[3] // size[1]) if capacity is None else capacity
-    return masks.create_lists(_mask(tensors, ints, floats, device, mask), tuple(extents), device, tuple(size), separate_full, capacity)
+    return masks.create_lists(
+        _mask(tensors, ints, floats, device, mask, extents), tuple(extents), device, tuple(size), separate_full, capacity
+    )
 
 
-def _mask(tensors: list[torch.Tensor], ints: list[int], floats: list[float], device: torch.device, text: str) -> tuple:
-    """A bound mod of a text."""
+def _mask(tensors: list[torch.Tensor], ints: list[int], floats: list[float], device: torch.device, text: str, extents: list[int]) -> tuple:
+    """A bound mod of a text, whose integers hold for extents."""
     graph = read_graph_once(text)
     bound_mod = graph, values_of(graph, iter(on_device(device, tensors)), iter(ints), iter(floats))
     read_captured(bound_mod, device, f"{graph.kind}_mod")
-    return bound_mod
+    return in_wide_integers(bound_mod, tuple(extents))
 
 
 @block_lists.register_fake
@@ -73,7 +76,7 @@ def dense_mask(
     tensors: list[torch.Tensor], ints: list[int], floats: list[float], extents: list[int], device: torch.device, mod: str
 ) -> torch.Tensor:
     """bool `extents`, (B, H, Q_LEN, KV_LEN): a mask_mod's text everywhere, or where a score_mod's of zero scores is not -inf."""
-    return masks.dense_mask(_mask(tensors, ints, floats, device, mod), *extents, device)
+    return masks.dense_mask(_mask(tensors, ints, floats, device, mod, extents), *extents, device)
 
 
 @dense_mask.register_fake

@@ -82,7 +82,7 @@ class Problem:
         graph, numbers = mod
         found = graph, [*tensors, *numbers]
         read_captured(found, inputs.device, where)
-        return in_wide_integers(found, inputs.extents)
+        return found if self.packed else in_wide_integers(found, inputs.extents)
 
     def direction(self, bound: Bound, tangents) -> Direction:
         """Tangents of q, k, v and captured tensors as kernels take them; those of what mask_mod captures mean nothing."""

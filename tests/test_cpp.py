@@ -25,6 +25,7 @@ from flexpress import (
 )
 from flexpress.codegen.device import cpp_build
 from flexpress.codegen.mod.bind import bind
+from flexpress.codegen.mod.wide import in_wide_integers
 from flexpress.codegen.run.masks import automatic_lists
 from flexpress.codegen.run.status_lists import block_starts, owned_starts
 from support.attention import check_attention
@@ -300,7 +301,7 @@ def test_explain_names_the_kernel():
 def test_any_mask(expression, captured, size, lengths):
     """Lists are exact where what bounds cannot decide is evaluated, and never wrong by bounds alone; so is the dense mask."""
     mask_mod = make_mod(expression, "mask", captured)
-    bound = bind(mask_mod, "mask")
+    bound = in_wide_integers(bind(mask_mod, "mask"), (1, 2, *lengths))
     if bound[0].symbols:
         meant = as_kernels_compute(bound, (1, 2, *lengths))
         truth = brute_force(meant, 1, 2, *lengths, size, "cpu")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from flexpress import BlockMask, cache_info, create_block_mask, flex_attention, mods
 from flexpress.codegen import registry
 from flexpress.codegen.mod.bind import bind
+from flexpress.codegen.mod.wide import in_wide_integers
 from flexpress.codegen.run import masks
 from flexpress.codegen.run.masks import automatic_lists
 from support.block_lists import as_kernels_compute, brute_force, check_bounds, check_lists, dense_status
@@ -42,11 +43,11 @@ def inputs(device, length=100, kv_length=None, heads=2, head_dim=16, batch=2, dt
 def test_lists_of_random_masks(expression, captured, size, lengths, extents):
     """Against brute force: exact where create_block_mask evaluates what is undecided, never wrong by bounds alone."""
     mask_mod = make_mod(expression, "mask", captured)
-    graph, values = bind(mask_mod, "mask")
-    if graph.symbols:
-        truth = brute_force(as_kernels_compute((graph, values), (*extents, *lengths)), *extents, *lengths, size, "cpu")
+    bound = in_wide_integers(bind(mask_mod, "mask"), (*extents, *lengths))
+    if bound[0].symbols:
+        truth = brute_force(as_kernels_compute(bound, (*extents, *lengths)), *extents, *lengths, size, "cpu")
         check_lists(create_block_mask(mask_mod, *extents, *lengths, "cpu", size), truth)
-        lists = automatic_lists((graph, values), (*extents, *lengths), torch.device("cpu"), size)
+        lists = automatic_lists(bound, (*extents, *lengths), torch.device("cpu"), size)
         status = dense_status(lists, *truth.shape[-2:])
         assert ((status == 1) | (status == truth)).all()
 

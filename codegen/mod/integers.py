@@ -10,14 +10,15 @@ from .expr import INDEX_BOUND, MASK_SYMBOLS, Expr, walk
 from .ops import row_of
 
 ANY_LENGTH = (1 << 16, 1 << 16, INDEX_BOUND, INDEX_BOUND)
-USUAL = 1 << 30  # of numbers that are captured
+USUAL = 1 << 30  # of numbers that are captured, and of elements of int32 tensors
 LEAVES = ("symbol", "literal", "scalar", "load", "row", "dot", "cast")
 
 _HUGE = 1 << 64
 
 
 def limits_of(result: Expr, extents: tuple[int, ...], numbers: list[int]) -> dict[int, tuple[int, int]]:
-    """The least and the largest that integers of an expression may be, by the ids of nodes. Elements of tensors are taken for indices.
+    """The least and the largest that integers of an expression may be, by the ids of nodes. Elements of tensors are USUAL, or of a
+    narrower dtype.
 
     extents   B, H, Q_LEN, KV_LEN
     numbers   how large the graph's scalars are at most; the last of them stands for all that follow
@@ -38,7 +39,7 @@ def limits_of(result: Expr, extents: tuple[int, ...], numbers: list[int]) -> dic
         elif node.op == "cast" and not node.args[0].dtype.is_floating_point:
             limits = _cast(found[id(node.args[0])], node.dtype)
         elif node.op in LEAVES:
-            limits = -max(extents), max(extents)
+            limits = max(-USUAL, torch.iinfo(node.dtype).min), min(USUAL, torch.iinfo(node.dtype).max)
         else:
             limits = _result(node, [found[id(a)] for a in node.args])
         found[id(node)] = max(limits[0], -_HUGE), min(limits[1], _HUGE)

@@ -18,7 +18,6 @@ from ..mod.compute import compute
 from ..mod.expr import INDEX_BOUND
 from ..mod.intervals import analyse
 from ..mod.loads import dots_of
-from ..mod.wide import in_wide_integers
 from ..plan.forward import Options
 from ..plan.masks import SYMBOL_NAMES, Bound, dense_mask_spec, power_of_two
 from ..registry import INFO, Table
@@ -54,7 +53,6 @@ def create_lists(
 
     capacity   the width of the lists; by default as in `block_lists`. A row with more makes the program fail, by torch._assert_async
     """
-    bound = in_wide_integers(bound, extents)
     size = tuple(_no_longer_than_needed(n, length) for n, length in zip(size, extents[2:], strict=True))
     if 0 in extents:
         lines = (*extents[:2], -(-extents[2] // size[0]))
@@ -154,7 +152,7 @@ def automatic_lists(
     By bounds if they decide the mask, else by evaluation too. Those of a mask_mod that captures no tensors are kept, for the same
     stream, unless they are large; others are made anew for every call: captured tensors may have changed in ways that nobody is told of.
     """
-    graph, captured = bound = in_wide_integers(bound, extents)
+    graph, captured = bound
     extents = (extents[0] if "b" in graph.symbols else 1, extents[1] if "h" in graph.symbols else 1, *extents[2:])
     if begins:
         if backend_of(device.type) != "cpu" and analyse(graph).by_rules:
@@ -227,7 +225,6 @@ def visits(bound: Bound, lengths: tuple[int, int], block: int) -> int | None:
 
 def dense_mask(bound: Bound, Z: int, H: int, Q_LEN: int, KV_LEN: int, device: torch.device) -> torch.Tensor:
     """bool (Z, H, Q_LEN, KV_LEN): the mask_mod everywhere, or where a score_mod of zero scores is not -inf."""
-    bound = in_wide_integers(bound, (Z, H, Q_LEN, KV_LEN))
     mask = torch.empty((Z, H, Q_LEN, KV_LEN), dtype=torch.bool, device=device)
     if not mask.numel():
         return mask

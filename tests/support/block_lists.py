@@ -74,7 +74,7 @@ def dense_status(lists, rows, columns, transposed=False):
 
 def check_bounds(mask_mod, B, H, Q_LEN, KV_LEN, size, device):
     """Lists by bounds: nothing that attends is missing, nothing is full that is not; the transposed ones say the same."""
-    bound = bind(mask_mod, "mask")
+    bound = in_wide_integers(bind(mask_mod, "mask"), (B, H, Q_LEN, KV_LEN))
     truth = brute_force(mask_mod, B, H, Q_LEN, KV_LEN, size, device).cpu()
     rows, columns = truth.shape[-2:]
     found = []

@@ -17,9 +17,9 @@ def integers(shape, dtype, seed, low, high):
 
 
 def extremes(shape, dtype, seed):
-    """The ends of an integer dtype and their neighbours, among small numbers."""
-    info = torch.iinfo(dtype)
-    corners = torch.tensor([info.min, info.min + 1, info.max - 1, info.max, 0, 1, max(info.min, -1), 2, 3, 7, 100])
+    """The ends of an integer dtype and their neighbours, among small numbers; of int32 what may stand beside an index (docs/mods.md)."""
+    low, high = (-(1 << 30), 1 << 30) if dtype is torch.int32 else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    corners = torch.tensor([low, low + 1, high - 1, high, 0, 1, max(low, -1), 2, 3, 7, 100])
     return corners[torch.randint(0, len(corners), shape, generator=torch.Generator().manual_seed(seed))].to(dtype)
 
 

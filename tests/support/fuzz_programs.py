@@ -912,12 +912,13 @@ def wrong_bounds(mask_mod, dense: torch.Tensor, extents: tuple, device: str) -> 
     """Blocks that bounds of a mask_mod call empty or full and that are not, in the lists that a call makes."""
     from flexpress.checks import resolve_device
     from flexpress.codegen.mod.bind import bind
+    from flexpress.codegen.mod.wide import in_wide_integers
     from flexpress.codegen.run.masks import automatic_lists
 
     wrong = []
-    truth = true_status(dense, (128, 128))
+    truth, bound = true_status(dense, (128, 128)), in_wide_integers(bind(mask_mod, "mask"), extents)
     for transposed in (False, True):
-        lists = automatic_lists(bind(mask_mod, "mask"), extents, resolve_device(device), (128, 128), transposed=transposed)
+        lists = automatic_lists(bound, extents, resolve_device(device), (128, 128), transposed=transposed)
         status = truth.transpose(-1, -2) if transposed else truth
         partial = listed(lists.kv_num_blocks, lists.kv_indices, status.shape[-1])
         found = partial.to(torch.int8) + 2 * listed(lists.full_kv_num_blocks, lists.full_kv_indices, status.shape[-1]).to(torch.int8)
