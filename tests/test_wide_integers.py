@@ -30,6 +30,7 @@ def scores(device: str) -> dict:
         "exclusive or": lambda s, b, h, m, n: s + ((m * 2654435761) ^ (n * 40503)) % 11 * 0.1,
         "a shift": lambda s, b, h, m, n: s + ((n << 28) + m) % 13 * 0.1,
         "a choice": lambda s, b, h, m, n: s + torch.where(m > n, n * FACTOR, m - n) % 17 * 0.1,
+        "a number like an index": lambda s, b, h, m, n: s + (torch.full_like(m, 1 << 40) + n.new_tensor(1 << 33) * n) % 7 * 0.1,
         "a comparison": lambda s, b, h, m, n: torch.where(n * FACTOR > table[n] * 1000, s, s + 1),
         "an index": lambda s, b, h, m, n: s + table[(m * FACTOR + n) % S] * 1e-5,
         "a negative number": lambda s, b, h, m, n: s - (-(n * FACTOR)) // 1000000000 * 0.01,

@@ -60,8 +60,16 @@ def _like(fill):
     return lambda symbol, dtype=None, **_: literal_tensor(fill, dtype or to_expr(symbol).dtype)
 
 
+def _number_like(symbol, value, dtype: torch.dtype | None) -> Sym:
+    """A number in the dtype of a symbol: int64 if that is of indices, as torch's are, and int32 too small."""
+    expr = to_expr(symbol)
+    if dtype is None and type(value) is int and leaves((value, value)) and id(expr) in with_indices(expr):
+        dtype = torch.int64
+    return literal_tensor(value, dtype or expr.dtype)
+
+
 def _full_like(symbol, fill_value, dtype=None, **_):
-    return literal_tensor(fill_value, dtype or to_expr(symbol).dtype)
+    return _number_like(symbol, fill_value, dtype)
 
 
 def _new(fill):
@@ -74,7 +82,7 @@ def _new(fill):
 
 def _new_full(symbol, size, fill_value, dtype=None, **_):
     _scalar_shape((size,))
-    return literal_tensor(fill_value, dtype or to_expr(symbol).dtype)
+    return _number_like(symbol, fill_value, dtype)
 
 
 def _scalar_shape(shape: tuple) -> None:
@@ -93,7 +101,7 @@ METHODS = {
     "new_zeros": _new(0),
     "new_ones": _new(1),
     "new_full": _new_full,
-    "new_tensor": lambda s, value, dtype=None, **_: literal_tensor(value, dtype or s.dtype),
+    "new_tensor": lambda s, value, dtype=None, **_: _number_like(s, value, dtype),
     "is_floating_point": lambda symbol: to_expr(symbol).dtype.is_floating_point,
     **{name: lambda symbol, *_, **__: symbol for name in ("clone", "contiguous")},
 }
