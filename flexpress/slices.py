@@ -69,7 +69,7 @@ def _index_map(positions: Sequence[int] | None, device) -> Callable:
     step = positions[1] - first if len(positions) > 1 else 0
     if all(p == first + n * step for n, p in enumerate(positions)):
         return lambda i: i * step + first
-    table = torch.tensor(positions, dtype=torch.int32, device=device)
+    table = _table(positions, device)
     return lambda i: table[i]
 
 
@@ -81,8 +81,13 @@ def _row_map(rows: Sequence[int] | None, q_block: int, device) -> Callable:
     if _is_run(rows, first):
         offset = first * q_block
         return lambda i: i + offset
-    table = torch.tensor(rows, dtype=torch.int32, device=device)
+    table = _table(rows, device)
     return lambda i: table[i // q_block] * q_block + i % q_block
+
+
+def _table(positions: Sequence[int], device) -> torch.Tensor:
+    """Of int64: what a mod computes of its elements is not seen to be computed of indices (codegen/mod/wide.py)."""
+    return torch.tensor(positions, dtype=torch.int64, device=device)
 
 
 def three_indices(index) -> tuple:

@@ -157,3 +157,21 @@ def test_exported_files_serve_any_length(tmp_path, in_cpp):
     for length in (200, far):
         found = module.attention(q, k[:, :, :length], v[:, :, :length])
         assert relative_error(found, flex_attention(q, k[:, :, :length], v[:, :, :length], mask_mod=near)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "index", [([1, 0, 1],), (slice(None), [1, 0]), (slice(None), slice(None), [3, 0, 4]), (slice(None), slice(None), [1, 2])]
+)
+def test_slices_of_a_mask(index):
+    """Entries, heads and rows of a slice are elements of a tensor, or a first one and a step."""
+
+    def hashed(b, h, q_idx, kv_idx):
+        return (q_idx * FACTOR + (b + 1) * 2654435761 + h * 40503 * 2654435761 + kv_idx) % 10 < 6
+
+    mask = create_block_mask(hashed, 2, 2, S, S, "cpu", BLOCK_SIZE=16)[index]
+    b, h, rows = (*(torch.arange(n)[i] for n, i in zip((2, 2, 5), index, strict=False)), *map(torch.arange, (2, 2, 5)[len(index) :]))
+    at = torch.cat([torch.arange(16 * r, min(16 * r + 16, S)) for r in rows.tolist()])
+    whole = hashed(b[:, None, None, None], h[:, None, None], at[:, None], torch.arange(S))
+    q, k, v = (torch.randn(len(b), len(h), n, 16) for n in (len(at), S, S))
+    exact = (q.double() @ k.double().mT / 4).masked_fill(~whole, float("-inf")).softmax(-1).nan_to_num(0) @ v.double()
+    assert relative_error(flex_attention(q, k, v, block_mask=mask), exact) < 1e-5

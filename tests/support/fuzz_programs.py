@@ -376,7 +376,7 @@ def mask_call(p: Program, rng: random.Random, s: Shape, mask: str, masked: str, 
     rng.shuffle(parts)
     p.call.append(f"mask = {text}{''.join(parts)}")
     for name, values in (("batches", batches), ("heads", heads), ("rows", places)):
-        p.call.append(f"{name} = torch.tensor({values}, dtype=torch.int32, device=device)  # for the reference")
+        p.call.append(f"{name} = torch.tensor({values}, device=device)  # for the reference")
     outer = "def mask_mod(b, h, q_idx, kv_idx):\n    return whole_mask(batches[b], heads[h], rows[q_idx], kv_idx)\n"
     return {"block_mask": "mask"}, [mask.replace("def mask_mod(", "def whole_mask("), outer]
 
