@@ -9,7 +9,7 @@ import torch
 
 from flexpress import checks
 from flexpress.cache_checks import check_no_gradients
-from flexpress.cached_mods import causal, causal_from, mask_from, mask_of_rows, position_from, score_from
+from flexpress.cached_mods import causal, causal_from, mask_from, mask_of_rows, part_of, position_from, score_from
 from flexpress.cached_problem import CachedProblem
 from flexpress.scales import read_scale
 from flexpress.shared_attention import Together
@@ -18,7 +18,7 @@ from flexpress.sinks import read_sinks
 from .codegen.device.memory import contiguous
 from .codegen.mod.bind import bind
 from .codegen.mod.tensors import read_captured
-from .codegen.mod.wide import in_wide_integers, part_in_wide_integers
+from .codegen.mod.wide import in_wide_integers
 from .codegen.run.cached_call import CachedCall
 from .codegen.run.call import ExtraInputs
 from .codegen.run.launch import Unusable
@@ -62,11 +62,11 @@ def call_of(problem: CachedProblem, together: Together | None = None) -> tuple[C
 
     def by_number(kind: str) -> tuple | None:
         if kind == "score":
-            mod = None if score_mod is None else score_from(_part(score_mod, kind, extents), position)
+            mod = None if score_mod is None else score_from(part_of(score_mod, kind, KV_LEN), position)
         elif mask_mod is None:
             mod = causal_from(position, kv_lens) if masked else None
         else:
-            mod = mask_from(_part(mask_mod, kind, extents), position, kv_lens)
+            mod = mask_from(part_of(mask_mod, kind, KV_LEN), position, kv_lens)
         return _bound(mod, kind, q.device)
 
     call = CachedCall(q, k, v, to_fill, lse, extents, scale, where, masked, q_offset, checks.DEFAULT, by_position, by_number, extras)
@@ -125,11 +125,6 @@ def scale_of(scale, score_mod, query) -> tuple[float, Callable | None]:
     if isinstance(scale, torch.Tensor) and torch.is_grad_enabled():
         check_no_gradients("cached_attention", INSTEAD, scale=scale)
     return read_scale(scale, score_mod, query.shape[-1], query.device)
-
-
-def _part(mod: Callable, kind: str, extents: tuple[int, int, int, int]) -> Callable:
-    """A mod of positions as a part of a mod of numbers."""
-    return part_in_wide_integers(mod, bind(mod, kind), (extents[3], extents[3]))
 
 
 def _bound(mod: Callable | None, kind: str, device: torch.device, extents: tuple[int, ...] | None = None) -> tuple | None:

@@ -8,6 +8,7 @@ import torch
 
 from .codegen.mod.bind import bind
 from .codegen.mod.capture import name_of, plain
+from .codegen.mod.expr import INDEX_BOUND
 from .codegen.mod.wide import part_in_wide_integers
 
 
@@ -56,7 +57,7 @@ def causal_from(position: Callable, kv_len: torch.Tensor) -> Callable:
 
 def score_of_rows(score_mod: Callable, sequence: torch.Tensor, position: torch.Tensor) -> Callable:
     """The score_mod of rows, each with a sequence and a position of its own, and keys from position 0 on."""
-    mod = _part(score_mod, "score")
+    mod = part_of(score_mod, "score")
 
     def of_rows(score, b, h, q_idx, kv_idx):
         return mod(score, sequence[q_idx], h, position[q_idx], kv_idx)
@@ -66,7 +67,7 @@ def score_of_rows(score_mod: Callable, sequence: torch.Tensor, position: torch.T
 
 def mask_of_rows(mask_mod: Callable, sequence: torch.Tensor, position: torch.Tensor) -> Callable:
     """The same of a mask_mod."""
-    mod = _part(mask_mod, "mask")
+    mod = part_of(mask_mod, "mask")
 
     def of_rows(b, h, q_idx, kv_idx):
         return mod(sequence[q_idx], h, position[q_idx], kv_idx)
@@ -76,7 +77,7 @@ def mask_of_rows(mask_mod: Callable, sequence: torch.Tensor, position: torch.Ten
 
 def score_behind(score_mod: Callable, shift: torch.Tensor) -> Callable:
     """The score_mod of positions of queries and keys behind the first shift[b] of their sequence."""
-    mod = _part(score_mod, "score")
+    mod = part_of(score_mod, "score")
 
     def behind(score, b, h, q_idx, kv_idx):
         return mod(score, b, h, q_idx + shift[b], kv_idx + shift[b])
@@ -86,7 +87,7 @@ def score_behind(score_mod: Callable, shift: torch.Tensor) -> Callable:
 
 def mask_behind(mask_mod: Callable, shift: torch.Tensor) -> Callable:
     """The same of a mask_mod."""
-    mod = _part(mask_mod, "mask")
+    mod = part_of(mask_mod, "mask")
 
     def behind(b, h, q_idx, kv_idx):
         return mod(b, h, q_idx + shift[b], kv_idx + shift[b])
@@ -94,9 +95,9 @@ def mask_behind(mask_mod: Callable, shift: torch.Tensor) -> Callable:
     return _named(behind, mask_mod)
 
 
-def _part(mod: Callable, kind: str) -> Callable:
-    """A mod as a part of one whose call does not say how far positions reach."""
-    return part_in_wide_integers(plain(mod), bind(mod, kind))
+def part_of(mod: Callable, kind: str, reach: int = INDEX_BOUND) -> Callable:
+    """A mod of positions, up to `reach`, as a part of another one; by default of one whose call does not say how far they reach."""
+    return part_in_wide_integers(plain(mod), bind(mod, kind), (reach, reach))
 
 
 def _named(made: Callable, mod: Callable) -> Callable:

@@ -6,22 +6,22 @@ import operator
 
 import torch
 
-from .expr import INDEX_BOUND, MASK_SYMBOLS, Expr, walk
+from .expr import INDEX_BOUND, LEAVES, MASK_SYMBOLS, Expr, walk
 from .ops import row_of
 
 ANY_LENGTH = (1 << 16, 1 << 16, INDEX_BOUND, INDEX_BOUND)
 USUAL = 1 << 30  # of numbers that are captured, and of elements of int32 tensors
-LEAVES = ("symbol", "literal", "scalar", "load", "row", "dot", "cast")
+WITHOUT_ROW = (*LEAVES, "row", "dot", "cast")  # in the op table
 
 _HUGE = 1 << 64
 
 
-def limits_of(result: Expr, extents: tuple[int, ...], numbers: list[int]) -> dict[int, tuple[int, int]]:
+def limits_of(result: Expr, extents: tuple[int, ...] = ANY_LENGTH, numbers: list[int] | None = None) -> dict[int, tuple[int, int]]:
     """The least and the largest that integers of an expression may be, by the ids of nodes. Elements of tensors are USUAL, or of a
     narrower dtype.
 
     extents   B, H, Q_LEN, KV_LEN
-    numbers   how large the graph's scalars are at most; the last of them stands for all that follow
+    numbers   how large the graph's scalars are at most; by default USUAL
     """
     found: dict[int, tuple[int, int]] = {}
     for node in walk(result):
@@ -34,11 +34,11 @@ def limits_of(result: Expr, extents: tuple[int, ...], numbers: list[int]) -> dic
         elif node.op == "literal":
             limits = node.attr, node.attr
         elif node.op == "scalar":
-            size = numbers[min(node.attr, len(numbers) - 1)]
+            size = USUAL if numbers is None else numbers[node.attr]
             limits = -size, size
         elif node.op == "cast" and not node.args[0].dtype.is_floating_point:
             limits = _cast(found[id(node.args[0])], node.dtype)
-        elif node.op in LEAVES:
+        elif node.op in WITHOUT_ROW:
             limits = max(-USUAL, torch.iinfo(node.dtype).min), min(USUAL, torch.iinfo(node.dtype).max)
         else:
             limits = _result(node, [found[id(a)] for a in node.args])
@@ -49,6 +49,11 @@ def limits_of(result: Expr, extents: tuple[int, ...], numbers: list[int]) -> dic
 def leaves(limits: tuple[int, int], dtype: torch.dtype = torch.int32) -> bool:
     """Is a number of these limits perhaps none of an integer dtype?"""
     return limits[0] < torch.iinfo(dtype).min or limits[1] > torch.iinfo(dtype).max
+
+
+def may_leave_int32(node: Expr) -> bool:
+    """Is an int32 expression one of indices, which is int64 at some lengths?"""
+    return id(node) in with_indices(node) and leaves(limits_of(node)[id(node)])
 
 
 def too_large(result: Expr, limits: dict[int, tuple[int, int]]) -> set[int]:
@@ -63,7 +68,7 @@ def with_indices(result: Expr) -> set[int]:
     for node in walk(result):
         if node.dtype != torch.int32:
             continue
-        if node.op == "symbol" or (node.op not in LEAVES and any(id(a) in found for a in node.args)):
+        if node.op == "symbol" or (node.op not in WITHOUT_ROW and any(id(a) in found for a in node.args)):
             found.add(id(node))
     return found
 

@@ -6,7 +6,7 @@ import torch
 
 from .current import running
 from .errors import ModError
-from .integers import ANY_LENGTH, LEAVES, USUAL, leaves, limits_of, with_indices
+from .integers import leaves, may_leave_int32, with_indices
 from .nodes import cast, literal_tensor, to_expr
 from .ops import supported_operations
 from .symbols import Sym
@@ -35,9 +35,7 @@ def _cast(symbol, dtype: torch.dtype) -> Sym:
     """A cast that a mod asks for. One of int32 to int32 is kept where what is cast may leave int32, and is then computed in int64."""
     found = cast(symbol, dtype)
     expr = to_expr(found)
-    if dtype != torch.int32 or expr.op in LEAVES or id(expr) not in with_indices(expr):
-        return found
-    if not leaves(limits_of(expr, ANY_LENGTH, [USUAL])[id(expr)]):
+    if dtype != torch.int32 or not may_leave_int32(expr):
         return found
     run = running()
     return Sym(run.table.make("cast", (expr,), dtype, source=run.source()))

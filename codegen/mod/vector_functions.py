@@ -118,14 +118,10 @@ def _reduction(name: str):
         if name in ("max", "min") and (args and not isinstance(pinned_all(args[0]), int) or "other" in kwargs):
             return getattr(torch, f"{name}imum")(x, *args, *kwargs.values())
         if name in ("max", "min") and (args or "dim" in kwargs):
-            return extreme(x, *_along(*args, **kwargs), largest=name == "max")
+            return extreme(x, *args, **kwargs, largest=name == "max")
         return reduced(name, x, *args, **kwargs)
 
     return reduction
-
-
-def _along(dim, keepdim=False) -> tuple[int, bool]:
-    return dim, keepdim
 
 
 def _move(name: str):

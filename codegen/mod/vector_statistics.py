@@ -66,7 +66,7 @@ def std(x, *args, **kwargs):
     return torch.sqrt(var(x, *args, **kwargs))
 
 
-def extreme(x, dim, keepdim: bool, largest: bool) -> Extreme:
+def extreme(x, dim, keepdim: bool = False, *, largest: bool) -> Extreme:
     """The largest (or smallest) elements along a dimension, and the first place of each; NaN is before any number."""
     x = as_vector(x)
     parts = x.unbind(pinned_all(dim))
@@ -83,8 +83,8 @@ def _argument(largest: bool):
         if dim is None:
             if keepdim:
                 raise running().error("argmax or argmin with keepdim, but without dim", "Name the dimension.")
-            return extreme(x.flatten(), 0, False, largest).indices
-        return extreme(x, dim, keepdim, largest).indices
+            return extreme(x.flatten(), 0, largest=largest).indices
+        return extreme(x, dim, keepdim, largest=largest).indices
 
     return argument
 
@@ -106,15 +106,16 @@ def normalize(x, p=2.0, dim=1, eps=1e-12, out=None):
 
 
 def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-05):
-    x, dims = as_vector(x), _last(x, normalized_shape)
-    x = x - reduced("mean", x, dims, True)
-    return _weighted(x * torch.rsqrt(reduced("mean", x * x, dims, True) + eps), weight, bias)
+    x = as_vector(x)
+    x = rms_norm(x - reduced("mean", x, _last(x, normalized_shape), True), normalized_shape, weight, eps)
+    return x if bias is None else x + bias
 
 
 def rms_norm(x, normalized_shape, weight=None, eps=None):
-    x, dims = as_vector(x), _last(x, normalized_shape)
+    x = as_vector(x)
     eps = torch.finfo(x.dtype).eps if eps is None else eps
-    return _weighted(x * torch.rsqrt(reduced("mean", x * x, dims, True) + eps), weight, None)
+    x = x * torch.rsqrt(reduced("mean", x * x, _last(x, normalized_shape), True) + eps)
+    return x if weight is None else x * weight
 
 
 def _last(x, shape) -> tuple[int, ...]:
@@ -122,11 +123,6 @@ def _last(x, shape) -> tuple[int, ...]:
     if tuple(x.shape[-len(shape) :]) != tuple(shape):
         raise running().error(f"a norm of the last dimensions {tuple(shape)} of shape {tuple(x.shape)}", "They must be the same.")
     return tuple(range(-len(shape), 0))
-
-
-def _weighted(x, weight, bias):
-    x = x if weight is None else x * weight
-    return x if bias is None else x + bias
 
 
 def einsum(equation, *operands):

@@ -15,7 +15,7 @@ import torch
 from ..registry import Table
 from .expr import INDEX_BOUND, ExprTable, ModGraph, walk
 from .graph_mod import GraphMod
-from .integers import ANY_LENGTH, LEAVES, USUAL, limits_of, too_large, with_indices
+from .integers import ANY_LENGTH, USUAL, WITHOUT_ROW, limits_of, too_large, with_indices
 from .trace import known_graph
 
 _fit: dict[ModGraph, bool] = Table("mods of small integers", 4096)
@@ -43,7 +43,7 @@ def in_wide_integers(mod: tuple[ModGraph, list], extents: tuple[int, ...]) -> tu
     graph, values = mod
     fit = _fit.get(graph)
     if fit is None:
-        fit = _fit[graph] = not too_large(graph.result, limits_of(graph.result, ANY_LENGTH, [USUAL]))
+        fit = _fit[graph] = not too_large(graph.result, limits_of(graph.result))
     numbers = values[len(graph.tensors) :]
     if fit and max(extents[2], extents[3]) <= INDEX_BOUND and (not numbers or max(map(abs, numbers)) <= USUAL):
         return mod
@@ -67,7 +67,7 @@ def _widened(graph: ModGraph, limits: dict[int, tuple[int, int]]) -> ModGraph:
         wide = any(a.dtype == torch.int64 and not a.weak for a in args)
         if id(node) in of_indices and (wide or id(node) in large):
             dtype, wide = torch.int64, True
-        if wide and node.op not in LEAVES:
+        if wide and node.op not in WITHOUT_ROW:
             args = tuple(table.make("cast", (a,), torch.int64) if a.dtype == torch.int32 and not a.weak else a for a in args)
         made[id(node)] = table.make(node.op, args, dtype, node.attr, node.weak, node.source)
     result = made[id(graph.result)]

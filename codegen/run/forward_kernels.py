@@ -16,7 +16,6 @@ from ..plan.forward import ForwardCase, Mod, Plan, plan_forward, scales
 from ..plan.geometry import Geometry
 from ..plan.hopper_forward import (
     L2_BYTES,
-    ROWS,
     SPILL_LIMIT,
     UNEVEN_BYTES,
     HopperPlan,
@@ -25,6 +24,7 @@ from ..plan.hopper_forward import (
     heads_per_group,
     is_uneven,
     plan_hopper_forward,
+    tiles_of_two,
 )
 from ..registry import INFO, Table
 from ..text.mod_text import mod_values
@@ -122,7 +122,7 @@ def _numbers(call: Call, plan: Plan | HopperPlan, lists: BlockLists | None) -> d
     group, case = call.geometry.numbers["GROUP_SIZE"], call.case
     kv_bytes = KV_LEN * (case.d_qk + case.d_v) * case.dtype.itemsize
     uneven = lists is not None and is_uneven(call.mask)
-    at_a_time = enough_heads(Z * Hq // group, -(-Q_LEN // (2 * ROWS)) * group, lists is not None, uneven)
+    at_a_time = enough_heads(Z * Hq // group, tiles_of_two(Q_LEN, group), lists is not None, uneven)
     heads = group * heads_per_group(Z * Hq // group, kv_bytes, at_a_time, UNEVEN_BYTES if uneven else L2_BYTES)
     return {
         **call.geometry.numbers,
