@@ -1,5 +1,5 @@
 # make demo      set up .venv and show what Flexpress does
-# make test      set up .venv and run the tests that need no GPU, in three processes; those that compile for GPUs with two more Tritons, too
+# make test      set up .venv and run the tests that need no GPU, in JOBS processes (2); those that compile for GPUs with two more Tritons, too
 # make test-gpu  the tests on a GPU
 # make test-cpu  what runs in the interpreter by kernels in C++: operations, attention, gradients, and more examples; takes an hour
 # make sanitize-cpu  kernels in C++ under UBSan, then under ASan
@@ -18,6 +18,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST ?=
+JOBS ?= 2
 BIN := $(VENV)/bin
 
 # the oldest Triton, which an H100 with torch 2.11 has, and the newest. Each lies in a folder of its own, which goes before .venv's
@@ -66,12 +67,12 @@ demo: venv
 test:
 	$(MAKE) -j3 venv $(OTHER_TRITONS)
 	for triton in $(abspath $(OTHER_TRITONS:%/.installed=%)); do \
-	    PYTHONPATH=$$triton $(BIN)/python -m pytest -q -n 3 --dist worksteal $(PYTEST) $(COMPILED) || test $$? = 5 || exit 1; \
+	    PYTHONPATH=$$triton $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal $(PYTEST) $(COMPILED) || test $$? = 5 || exit 1; \
 	done
-	$(BIN)/python -m pytest -q -n 3 --dist worksteal $(PYTEST)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal $(PYTEST)
 
 test-cpu: venv
-	FLEXPRESS_CPU=cpp FLEXPRESS_CXXFLAGS=-O3 FLEXPRESS_CPU_EXAMPLES=60 $(BIN)/python -m pytest -q -n 3 --dist worksteal $(PYTEST) \
+	FLEXPRESS_CPU=cpp FLEXPRESS_CXXFLAGS=-O3 FLEXPRESS_CPU_EXAMPLES=60 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal $(PYTEST) \
 	    $(addprefix tests/test_,$(addsuffix .py,cpp ops mask_mod block_mask block_lists attention backward huge_scores indexing varlen flash_attn cached kv_cache sinks dropout probabilities long_dots))
 
 # what a kernel does that C++ does not define ends the process; ASan must be there before Python allocates

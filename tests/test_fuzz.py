@@ -21,9 +21,9 @@ from support.fuzz_programs import KINDS, listed, program, true_status
 
 SEED = int(os.environ.get("FLEXPRESS_FUZZ_SEED", 0))
 COUNTS = {
-    "verdicts": 70,
-    "evaluate": 100,
-    "attention": 30,
+    "verdicts": 40,
+    "evaluate": 60,
+    "attention": 20,
     "varlen": 8,
     "cached": 12,
     "flash": 6,

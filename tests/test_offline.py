@@ -359,10 +359,9 @@ def test_compiles_and_fits(target, case, every_kernel):
             pytest.skip("its features are those of other kernels, which this Triton compiles")
         kernel_of("sm_90", case).compile("ttgir")
         return
-    if PINNED and (target != "sm_90" or case not in FEW):
-        number = CASES.index(case)
-        to_the_end = further(target, number) if case in EVERYWHERE else number // 4 % 2 == 0 or (target, case) in SPILLED
-        last = None if every_kernel or to_the_end else "ttgir"
+    if PINNED and target != "sm_90":
+        to_the_end = further(target, CASES.index(case)) and case in EVERYWHERE or (target, case) in SPILLED
+        last = last_stage(case, FEW, [case] if to_the_end else (), every_kernel)
     else:
         last = last_stage(case, FEW, EVERYWHERE | ON_HOPPER if PINNED else BY_ALL, every_kernel)
     if last:

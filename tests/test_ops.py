@@ -192,7 +192,7 @@ def test_compositions(kind, device):
     leaves = LEAVES if kind == "score" else {**LEAVES, "f": LEAVES["f"][1:], "a": LEAVES["a"][1:]}
     of_kind = {"score": "f", "mask": "b"}[kind]
     depths = st.integers(1, 5).flatmap(lambda depth: compositions(of_kind, depth, leaves))
-    examples = 250 if device == "cpu" else 60
+    examples = 160 if device == "cpu" else 60
     settings(max_examples=examples)(given(depths, environments(), st.integers(0, 99))(run))()
     assert sum(shares) / len(shares) > 0.7  # most positions have a certain answer
 

@@ -60,8 +60,9 @@ def targets_of(case: str) -> list[str]:
 
 @pytest.mark.parametrize("case, target", [(case, target) for case in MAKERS for target in targets_of(case)])
 def test_wide_heads_compile_and_fit(case, target, every_kernel):
-    if PINNED:
-        last = None if every_kernel or further(target, list(MAKERS).index(case)) else "ttgir"
+    number = list(MAKERS).index(case)
+    if PINNED:  # every second one, as the others have the same loops with other flags
+        last = None if every_kernel or number % 2 == 0 and further(target, number) else "ttgir"
     else:
         last = last_stage(case, FEW, (), every_kernel)
     for name, kernel in kernels_of(case, target).items():
