@@ -4,8 +4,9 @@
     python benchmarks/short.py --out short.json --backward
 
 One sequence in bfloat16, 256 to 2048 positions and 8 to 64 heads. What is timed is a CUDA graph of 20 calls, forward, or forward and
-backward with --backward: flexpress as it chooses, its portable kernels, its kernels for Hopper, and SDPA, in turns in one process. Outputs
-and gradients are compared with float64. In the end every problem is printed where flexpress is below 0.9 of the fastest.
+backward with --backward: flexpress as it chooses, its portable kernels, its kernels for Hopper, SDPA, and FlashAttention-4 where it is
+installed, in turns in one process. Outputs and gradients are compared with float64. In the end every problem is printed where flexpress is
+below 0.9 of the fastest.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from collections.abc import Callable, Sequence
 import common
 import torch
 from common import Row
+from implementations import in_layout
 
-IMPLS = {"flexpress": None, "portable": "PORTABLE", "hopper": "HOPPER", "sdpa": ""}
+OWN = {"flexpress": None, "portable": "PORTABLE", "hopper": "HOPPER"}  # with these BACKENDs
+PEERS = ("sdpa", "fa4") if common.installed_version(common.FA4) else ("sdpa",)
 MASKS = ("full", "causal")
 LENGTHS, HEADS, DIMS = (256, 512, 1024, 2048), (8, 16, 32, 64), (64, 128)
 CALLS, ROUNDS = 20, 5
@@ -32,8 +35,12 @@ def attention(impl: str, mask: str, q: torch.Tensor, k: torch.Tensor, v: torch.T
 
     if impl == "sdpa":
         return lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=mask == "causal")
+    if impl == "fa4":
+        from flash_attn.cute import flash_attn_func
+
+        return lambda: flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=mask == "causal")[0].transpose(1, 2)
     lists = flexpress.create_block_mask(flexpress.mods.causal, None, None, q.shape[2], k.shape[2], "cuda") if mask == "causal" else None
-    return lambda: flexpress.flex_attention(q, k, v, block_mask=lists, kernel_options={"BACKEND": IMPLS[impl]} if IMPLS[impl] else None)
+    return lambda: flexpress.flex_attention(q, k, v, block_mask=lists, kernel_options={"BACKEND": OWN[impl]} if OWN[impl] else None)
 
 
 def exact(mask: str, tensors: Sequence[torch.Tensor], weights: torch.Tensor) -> list[torch.Tensor]:
@@ -53,15 +60,18 @@ def error(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> floa
 
 def measure(mask: str, length: int, heads: int, dim: int, backward: bool, rep: float) -> list[Row]:
     """Return a row for each implementation of one problem."""
-    q, k, v = tensors = [torch.randn(1, heads, length, dim, device="cuda", dtype=torch.bfloat16, requires_grad=backward) for _ in range(3)]
-    weights = torch.randn_like(q)
+    tensors = [torch.randn(1, heads, length, dim, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    weights = torch.randn_like(tensors[0])
     wanted, rows, replays = exact(mask, tensors, weights), [], []
-    attends = {impl: attention(impl, mask, q, k, v) for impl in IMPLS}  # which hold the lists that the graphs read
+    given = {impl: [t.detach().requires_grad_(backward) for t in tensors] for impl in (*OWN, *PEERS)}
+    if "fa4" in given:
+        given["fa4"] = [t.requires_grad_(backward) for t in in_layout("BSHD", tensors)]
+    attends = {impl: attention(impl, mask, *qkv) for impl, qkv in given.items()}  # which hold the lists that the graphs read
     for impl, attend in attends.items():
 
-        def call(attend: Callable[[], torch.Tensor] = attend) -> list[torch.Tensor]:
+        def call(attend: Callable[[], torch.Tensor] = attend, qkv: list[torch.Tensor] = given[impl]) -> list[torch.Tensor]:
             out = attend()
-            return [out, *torch.autograd.grad(out, (q, k, v), weights)] if backward else [out]
+            return [out, *torch.autograd.grad(out, qkv, weights)] if backward else [out]
 
         def calls(call: Callable[[], list[torch.Tensor]] = call) -> list[torch.Tensor]:
             return [call() for _ in range(CALLS)][-1]
@@ -81,15 +91,18 @@ def measure(mask: str, length: int, heads: int, dim: int, backward: bool, rep: f
 def summary(rows: Sequence[Row]) -> str:
     """Return the table of times, and of the problems where flexpress is slow."""
     lines, low = [], []
-    for at in range(0, len(rows), len(IMPLS)):
-        case = rows[at : at + len(IMPLS)]
+    impls = len(OWN) + len(PEERS)
+    for at in range(0, len(rows), impls):
+        case = rows[at : at + impls]
         times = {row["impl"]: row["us"] for row in case}
         name = [case[0][key] for key in ("mask", "length", "heads", "dim")]
         best = min(times.values())
-        lines.append([*name, *times.values(), times["sdpa"] / times["flexpress"], max(r["rel_err"] for r in case if r["impl"] != "sdpa")])
+        ratios = [times[peer] / times["flexpress"] for peer in PEERS]
+        lines.append([*name, *times.values(), *ratios, max(r["rel_err"] for r in case if r["impl"] in OWN)])
         if best < LIMIT * times["flexpress"]:
             low.append([*name, min(times, key=times.__getitem__), best / times["flexpress"]])
-    found = [common.table(["mask", "length", "heads", "dim", *IMPLS, "sdpa / flexpress", "error"], lines)]
+    columns = ["mask", "length", "heads", "dim", *OWN, *PEERS, *(f"{peer} / flexpress" for peer in PEERS), "error"]
+    found = [common.table(columns, lines)]
     found.append(f"\n{len(low)} of {len(lines)} problems below {LIMIT} of the fastest")
     return "\n".join([*found, *([common.table(["mask", "length", "heads", "dim", "fastest", "ratio"], low)] if low else [])])
 
