@@ -8,14 +8,14 @@ at barriers in shared memory: a buffer is "full" when its copy has arrived, "emp
 A tile, as time goes by. The producer runs ahead until all 2 buffers of K, or of V, are full.
 
     producer                    each consumer
-    numbers of the tile         waits for them
-    K of block 0, and Q         S = Q K^T; waits for it and lets go of K; softmax: P = exp2(S - maximum), which begins acc
+    K of block 0, and Q
+    numbers of the tile         waits for them; S = Q K^T; waits for it and lets go of K; softmax: P = exp2(S - maximum), which begins acc
     V of block 0, K of block 1  starts the next S = Q K^T, and beside it acc += P V
     V of block 1, K of block 2  waits for S and lets go of K; softmax, while P V may still run
                                 waits for acc, lets go of V, scales acc to the new maximum; starts the next S and acc += P V
     ...                         ...
-    numbers of the next tile    has started its last S: lets go of Q; acc += P V, the last one
-    its K of block 0, and Q     lets go of V; acc / l_i to shared memory, from where the TMA unit stores it, and lse; lets go of the numbers
+    K and Q of the next tile    has started its last S: lets go of Q; acc += P V, the last one
+    its numbers                 lets go of V; acc / l_i to shared memory, from where the TMA unit stores it, and lse; lets go of the numbers
 
 Partial blocks, which mask_mod must see, come first, and nothing runs beside their softmax: the loop over full blocks has no trace of a
 mask.
@@ -109,9 +109,19 @@ class Shared:
 
 
 @gluon.jit
+def quotient(number, by):
+    """number // by. A division takes a tenth of a microsecond, for which a program's first tile waits, and is seldom needed: never in a
+    first group, batch entry or head."""
+    found = number * 0
+    if number >= by:
+        found = number // by
+    return found
+
+
+@gluon.jit
 def place_of(tile, q_blocks, HEADS, HEADS_PER_GROUP):
     """The query block and the head of a tile: group by group, the last rows first, as they are the longest under a causal mask."""
-    group = tile // (q_blocks * HEADS_PER_GROUP)
+    group = quotient(tile, q_blocks * HEADS_PER_GROUP)
     inside = tile - group * q_blocks * HEADS_PER_GROUP
     heads = gl.minimum(HEADS_PER_GROUP, HEADS - group * HEADS_PER_GROUP)
     return q_blocks - 1 - inside // heads, group * HEADS_PER_GROUP + inside % heads
@@ -197,6 +207,13 @@ def visits_at(lists, place, num_blocks, num_full_blocks):
 
 
 @gluon.jit
+def first_block(visits):
+    """The KV block of the first step. Both lists are read: to know first which one has it takes longer."""
+    full = gl.load(visits.full_indices)
+    return gl.where(visits.num_blocks > 0, gl.load(visits.indices), full)
+
+
+@gluon.jit
 def listed_block(step, visits, STEPS: gl.constexpr):
     """The KV block of a step: the partial blocks first, then the full ones. Past the end, the last one again."""
     at = step // STEPS
@@ -262,28 +279,20 @@ def forward_producer(
     tile = gl.program_id(0)
     while tile < tiles:
         q_block, head = place_of(tile, q_blocks, HEADS, HEADS_PER_GROUP)
-        z = head // Hq
-        h = head % Hq
-        z_kv = z % Zkv  # K and V may have one batch entry that all queries share
-        h_kv = h // GROUP_SIZE
+        z = quotient(head, Hq)
+        h = head - z * Hq
+        z_kv = z - quotient(z, Zkv) * Zkv  # K and V may have one batch entry that all queries share
+        h_kv = h
+        if GROUP_SIZE > 1:
+            h_kv = h // GROUP_SIZE
         place = place_in(lists, z, h, q_block)
         num_blocks = gl.load(lists.num_blocks + place)
         num_full_blocks = gl.load(lists.full_num_blocks + place)
         visits = visits_at(lists, place, num_blocks, num_full_blocks)
-        mbarrier.wait(shared.tiles.empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
-        hand_out(shared.tiles, turn, Q_BLOCK, q_block)
-        hand_out(shared.tiles, turn, BATCH, z)
-        hand_out(shared.tiles, turn, HEAD, h)
-        hand_out(shared.tiles, turn, BLOCKS, num_blocks)
-        hand_out(shared.tiles, turn, FULL_BLOCKS, num_full_blocks)
-        mbarrier.arrive(shared.tiles.full.index(turn & 1), count=1)
-
         steps = num_blocks + num_full_blocks
-        block = listed_block(0, visits, STEPS=1)
+        block = first_block(visits)
         ticket = tile
         for i in range(0, steps):
-            if i == gl.maximum(steps - 4, 0):  # late, so that whoever is done first draws first, yet in time
-                ticket = gl.atomic_add(COUNTER, 1)
             start_n = block * 128
             # a step ahead, so that no copy waits for it
             block = listed_block(i + 1, visits, STEPS=1)
@@ -299,13 +308,29 @@ def forward_producer(
                     mbarrier.expect(q_full, desc_q.block_type.nbytes)
                     tma_load(desc_q, [z, h, q_block * BLOCK_M + c * 64, 0], q_full, shared.q.buffers.index(c))
                 q_turn += 1
+                mbarrier.wait(shared.tiles.empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
+                hand_out(shared.tiles, turn, Q_BLOCK, q_block)
+                hand_out(shared.tiles, turn, BATCH, z)
+                hand_out(shared.tiles, turn, HEAD, h)
+                hand_out(shared.tiles, turn, BLOCKS, num_blocks)
+                hand_out(shared.tiles, turn, FULL_BLOCKS, num_full_blocks)
+                mbarrier.arrive(shared.tiles.full.index(turn & 1), count=1)
             mbarrier.wait(shared.v.empty.index(slot), free)
             mbarrier.expect(shared.v.full.index(slot), desc_v.block_type.nbytes)
             tma_load(desc_v, [z_kv, h_kv, start_n, 0], shared.v.full.index(slot), shared.v.buffers.index(slot))
             step += 1
-        turn += 1
+            if i == gl.maximum(steps - 4, 0):  # late, so that whoever is done first draws first, yet in time
+                ticket = gl.atomic_add(COUNTER, 1)
         if steps == 0:
+            mbarrier.wait(shared.tiles.empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
+            hand_out(shared.tiles, turn, Q_BLOCK, q_block)
+            hand_out(shared.tiles, turn, BATCH, z)
+            hand_out(shared.tiles, turn, HEAD, h)
+            hand_out(shared.tiles, turn, BLOCKS, num_blocks)
+            hand_out(shared.tiles, turn, FULL_BLOCKS, num_full_blocks)
+            mbarrier.arrive(shared.tiles.full.index(turn & 1), count=1)
             ticket = gl.atomic_add(COUNTER, 1)
+        turn += 1
         if ticket == tiles - 1:  # the last, as every tile takes one: nobody comes after it
             gl.store(COUNTER, 0)
         tile = ticket + gl.num_programs(0)

@@ -1577,6 +1577,27 @@ MEANINGS = [  # of operations, as torch's eager reference has them
 
 WAITS = [  # in kernels for Hopper, whose stand-in draws who goes on (tests/support/turns.py)
     Mutant(
+        "templates/_hopper.jinja",
+        "gl.where(visits.num_blocks > 0, gl.load(visits.indices), full)",
+        "gl.where(visits.num_blocks >= 0, gl.load(visits.indices), full)",
+        named("hopper_forward", "masks or bounds or problem"),
+        "a row of full blocks begins with what its other list holds",
+    ),
+    Mutant(
+        "templates/_hopper.jinja",
+        "if number >= by:",
+        "if number > by:",
+        named("hopper_forward", ""),
+        "the first head of the second batch entry is one past the first's last",
+    ),
+    Mutant(
+        "templates/_hopper_forward_producer.jinja",
+        "            {{ hand_out_numbers() | trim | indent(12) }}\n            ticket",
+        "            ticket",
+        named("hopper_forward", ""),
+        "the consumers hear nothing of a tile that visits nothing",
+    ),
+    Mutant(
         "templates/_hopper_backward_consumer.jinja",
         "mbarrier.wait(shared.kv_full, turn & 1)",
         "pass",
