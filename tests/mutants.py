@@ -1580,7 +1580,7 @@ WAITS = [  # in kernels for Hopper, whose stand-in draws who goes on (tests/supp
         "templates/_hopper.jinja",
         "gl.where(visits.num_blocks > 0, gl.load(visits.indices), full)",
         "gl.where(visits.num_blocks >= 0, gl.load(visits.indices), full)",
-        named("hopper_forward", "masks or bounds or problem"),
+        named("hopper_forward", "full_blocks_alone"),
         "a row of full blocks begins with what its other list holds",
     ),
     Mutant(

@@ -41,6 +41,15 @@ def test_head_dims(monkeypatch, dims, masked):
     assert relative_error(out, dense_attention(q, k, v, None, mods.causal if masked else None)[0]) < 1e-2
 
 
+def test_rows_of_full_blocks_alone(monkeypatch):
+    """Whose first block is not the first of all, or there is none."""
+    forward_on_cpu(monkeypatch)
+    q, k, v = tensors(64, 64, 500, 400)
+    mask = lambda b, h, q_idx, kv_idx: (kv_idx // 128 == q_idx // 128 + h) & (q_idx < 384)
+    out = flex_attention(q, k, v, mask_mod=mask, enable_gqa=True)
+    assert relative_error(out, dense_attention(q, k, v, None, mask)[0]) < 1e-2
+
+
 @settings(max_examples=12)
 @given(
     dims=st.tuples(st.integers(3, 32), st.integers(3, 32)),
