@@ -8,14 +8,14 @@ at barriers in shared memory: a buffer is "full" when its copy has arrived, "emp
 A tile, as time goes by. The producer runs ahead until all 2 buffers of K, or of V, are full.
 
     producer                    each consumer
-    K of block 0, and Q
-    numbers of the tile         waits for them; S = Q K^T; waits for it and lets go of K; softmax: P = exp2(S - maximum), which begins acc
+    K of block 0
+    numbers of the tile, and Q  waits for them; S = Q K^T; waits for it and lets go of K; softmax: P = exp2(S - maximum), which begins acc
     V of block 0, K of block 1  starts the next S = Q K^T, and beside it acc += P V
     V of block 1, K of block 2  waits for S and lets go of K; softmax, while P V may still run
                                 waits for acc, lets go of V, scales acc to the new maximum; starts the next S and acc += P V
     ...                         ...
-    K and Q of the next tile    has started its last S: lets go of Q; acc += P V, the last one
-    its numbers                 lets go of V; acc / l_i to shared memory, from where the TMA unit stores it, and lse; lets go of the numbers
+    K of the next tile          has started its last S: lets go of Q; acc += P V, the last one
+    its numbers, and Q          lets go of V; acc / l_i to shared memory, from where the TMA unit stores it, and lse; lets go of the numbers
 
 Partial blocks, which mask_mod must see, come first, and nothing runs beside their softmax: the loop over full blocks has no trace of a
 mask.
@@ -302,12 +302,6 @@ def forward_producer(
             mbarrier.expect(shared.k.full.index(slot), desc_k.block_type.nbytes)
             tma_load(desc_k, [z_kv, h_kv, start_n, 0], shared.k.full.index(slot), shared.k.buffers.index(slot))
             if i == 0:
-                for c in gl.static_range(CONSUMERS):
-                    q_full = shared.q.full.index(c)
-                    mbarrier.wait(shared.q.empty.index(c), (q_turn & 1) ^ 1)
-                    mbarrier.expect(q_full, desc_q.block_type.nbytes)
-                    tma_load(desc_q, [z, h, q_block * BLOCK_M + c * 64, 0], q_full, shared.q.buffers.index(c))
-                q_turn += 1
                 mbarrier.wait(shared.tiles.empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
                 hand_out(shared.tiles, turn, Q_BLOCK, q_block)
                 hand_out(shared.tiles, turn, BATCH, z)
@@ -315,6 +309,12 @@ def forward_producer(
                 hand_out(shared.tiles, turn, BLOCKS, num_blocks)
                 hand_out(shared.tiles, turn, FULL_BLOCKS, num_full_blocks)
                 mbarrier.arrive(shared.tiles.full.index(turn & 1), count=1)
+                for c in gl.static_range(CONSUMERS):
+                    q_full = shared.q.full.index(c)
+                    mbarrier.wait(shared.q.empty.index(c), (q_turn & 1) ^ 1)
+                    mbarrier.expect(q_full, desc_q.block_type.nbytes)
+                    tma_load(desc_q, [z, h, q_block * BLOCK_M + c * 64, 0], q_full, shared.q.buffers.index(c))
+                q_turn += 1
             mbarrier.wait(shared.v.empty.index(slot), free)
             mbarrier.expect(shared.v.full.index(slot), desc_v.block_type.nbytes)
             tma_load(desc_v, [z_kv, h_kv, start_n, 0], shared.v.full.index(slot), shared.v.buffers.index(slot))

@@ -1592,8 +1592,8 @@ WAITS = [  # in kernels for Hopper, whose stand-in draws who goes on (tests/supp
     ),
     Mutant(
         "templates/_hopper_forward_producer.jinja",
-        "            {{ hand_out_numbers() | trim | indent(12) }}\n            ticket",
-        "            ticket",
+        "            {{ hand_out_numbers() | trim | indent(12) }}\n{% if OUTPUT",
+        "{% if OUTPUT",
         named("hopper_forward", ""),
         "the consumers hear nothing of a tile that visits nothing",
     ),
