@@ -110,8 +110,8 @@ class Shared:
 
 @gluon.jit
 def quotient(number, by):
-    """number // by. A division takes a tenth of a microsecond, for which a program's first tile waits, and is seldom needed: never in a
-    first group, batch entry or head."""
+    """number // by. A division takes a tenth of a microsecond, for which a program's first tile waits, and is seldom needed: not in
+    the first group of heads, nor in the first batch entry."""
     found = number * 0
     if number >= by:
         found = number // by
