@@ -127,7 +127,7 @@ def test_row(name):
             ranges.append(ends)
         return kinds, literals, ranges
 
-    @settings(max_examples=40)
+    @settings(max_examples=60)
     @given(cases(), st.integers(0, 99))
     def run(case, seed):
         kinds, literals, ranges = case

@@ -218,6 +218,11 @@ def test_large_captured_ints():
         assert verdict_of(lambda b, h, q_idx, kv_idx, n=n: kv_idx < h + n) == (2 * (wrapped > 0),) * 2
 
 
+def test_squares_of_what_may_be_0():
+    assert verdict_of(lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) ** 2 < 3) == (1, 1)
+    assert verdict_of(lambda b, h, q_idx, kv_idx: (q_idx * 0.5 - kv_idx) ** 2 < 1) == (1, 1)
+
+
 def verdict_of(mod) -> tuple[int, int]:
     """(verdict, truth) of the first 4 x 4 positions."""
     return tuple(int(found[0, 0]) for found in Judged.of(mod).blocks([0, 4], [0, 4]))
