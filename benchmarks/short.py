@@ -63,9 +63,8 @@ def measure(mask: str, length: int, heads: int, dim: int, backward: bool, rep: f
     tensors = [torch.randn(1, heads, length, dim, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
     weights = torch.randn_like(tensors[0])
     wanted, rows, replays = exact(mask, tensors, weights), [], []
-    given = {impl: [t.detach().requires_grad_(backward) for t in tensors] for impl in (*OWN, *PEERS)}
-    if "fa4" in given:
-        given["fa4"] = [t.requires_grad_(backward) for t in in_layout("BSHD", tensors)]
+    layouts = {impl: "BSHD" if impl == "fa4" else "BHSD" for impl in (*OWN, *PEERS)}
+    given = {impl: [t.detach().requires_grad_(backward) for t in in_layout(layout, tensors)] for impl, layout in layouts.items()}
     attends = {impl: attention(impl, mask, *qkv) for impl, qkv in given.items()}  # which hold the lists that the graphs read
     for impl, attend in attends.items():
 

@@ -104,13 +104,18 @@ def test_a_hopper_kernel_takes_them_or_refuses(kernel, starts, dims, extras):
 
 
 @pytest.mark.parametrize(
-    "number, kernel, dropout, most",
-    [(1, "forward", "positions", 64), (4, "backward", "positions", 288), (8, "forward", "packed", 480), (6, "backward", "packed", 480)],
+    "to_the_end, kernel, dropout, most",
+    [
+        (False, "forward", "positions", 64),
+        (False, "backward", "positions", 288),
+        (False, "forward", "packed", 480),
+        (True, "backward", "packed", 480),
+    ],
 )
-def test_dropout_spills_little_in_hopper_kernels(number, kernel, dropout, most, every_kernel):
+def test_dropout_spills_little_in_hopper_kernels(to_the_end, kernel, dropout, most, every_kernel):
     mods = (None, causal) if dropout == "positions" else make("causal", "document")
     made = hopper_kernels(kernel, *mods, dropout == "packed", extras=Extras(dropout=dropout))[-1]
-    if every_kernel or my_turn(number):
+    if every_kernel or PINNED and to_the_end:
         assert made.compile().spilled <= most
     else:
         made.compile("ttgir")

@@ -17,7 +17,6 @@ from flexpress.codegen.run.preview import hopper_compilation
 from support.dense import dense_attention, relative_error
 from support.evaluate import make_mod
 from support.fake_hopper import forward_on_cpu
-from support.tritons import my_turn
 
 MODS = {  # and the same with `product`, or `other`, which is dense, in place of what makes it
     "score + torch.dot(qr[b, h, q_idx], kr[b, kv_idx])": "score + half(product)",
@@ -171,15 +170,15 @@ def test_what_the_portable_kernels_keep(text, changes, why):
         hopper_compilation("sm_90", mod, **changes)
 
 
-@pytest.mark.parametrize("number, head_dim, dtype", [(0, 128, "bfloat16"), (1, 64, "float16")])
-def test_it_compiles_without_spills(number, head_dim, dtype, every_kernel):
+@pytest.mark.parametrize("to_the_end, head_dim, dtype", [(True, 128, "bfloat16"), (False, 64, "float16")])
+def test_it_compiles_without_spills(to_the_end, head_dim, dtype, every_kernel):
     rows = [torch.zeros(*shape, 4096, 64, dtype=getattr(torch, dtype)) for shape in ((4, 16), (4,))]
 
     def mod(score, b, h, q_idx, kv_idx):
         return score + torch.dot(rows[0][b, h, q_idx], rows[1][b, kv_idx])
 
     kernel = hopper_compilation("sm_90", mod, mods.causal, head_dim=head_dim, dtype=dtype, output_rows=True)
-    if not (every_kernel or my_turn(number)):
+    if not (every_kernel or to_the_end):
         kernel.compile("ttgir")
         return
     found = kernel.compile()

@@ -360,11 +360,10 @@ def test_compiles_and_fits(target, case, every_kernel):
         kernel_of("sm_90", case).compile("ttgir")
         return
     if PINNED and target != "sm_90":
-        to_the_end = further(target, CASES.index(case)) and case in EVERYWHERE or (target, case) in SPILLED
-        last = last_stage(case, FEW, [case] if to_the_end else (), every_kernel)
+        to_the_end = [case] if further(target, CASES.index(case)) and case in EVERYWHERE or (target, case) in SPILLED else []
     else:
-        last = last_stage(case, FEW, EVERYWHERE | ON_HOPPER if PINNED else BY_ALL, every_kernel)
-    if last:
+        to_the_end = EVERYWHERE | ON_HOPPER if PINNED else BY_ALL
+    if last := last_stage(case, FEW, to_the_end, every_kernel):
         kernel_of(target, case).compile(last)
         return
     made = compiled(target, case)
