@@ -20,6 +20,7 @@ import torch
 
 SHARED_LIMIT, DYNAMIC_SHARED, LOCAL_SIZE = 97, 8, 3  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, CU_FUNC_ATTRIBUTE_...
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_CAPTURING = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 _OUT_OF_MEMORY = 2
 _INVALID_CONTEXT = 201  # of a thread that has not used CUDA yet, or has left torch's context since
 _FORMATS = {"i1": "?", "u1": "?", "i32": "i", "i64": "q", "fp32": "f"}  # struct's codes; every pointer is "Q"
@@ -76,6 +77,19 @@ def _lets_kernels_begin_early() -> bool:
     return _version() >= 12030
 
 
+def capture_number(stream: int) -> int | None:
+    """Which capture into a CUDA graph, of all of this process, is under way on `stream`; None if the driver does not say."""
+    ask = getattr(_driver(), "cuStreamGetCaptureInfo_v2", None)
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    if (
+        ask is None
+        or ask(ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None)
+        or status.value != _CAPTURING
+    ):
+        return None
+    return number.value
+
+
 def _check(code: int, what: str) -> None:
     if code:
         text = ctypes.c_char_p()
@@ -104,9 +118,9 @@ def _enter_context(device: int) -> None:
 
 
 @contextlib.contextmanager
-def _unrestricted() -> Iterator[None]:
+def unrestricted() -> Iterator[None]:
     """For this thread, what the driver forbids while a CUDA graph is captured, here or by another thread. Loading a kernel is no part of
-    a graph, and takes memory."""
+    a graph, and takes memory; nor is what is allocated for more than one."""
     mode = ctypes.c_int(_RELAXED)
     _check(_driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "letting kernels be loaded")  # `mode` is what it was before
     try:
@@ -141,7 +155,7 @@ class Function:
         driver = _driver()
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
         _enter_context(device)
-        with _unrestricted():
+        with unrestricted():
             answer = driver.cuModuleLoadData(ctypes.byref(module), code)
             if _made_room(answer):
                 answer = driver.cuModuleLoadData(ctypes.byref(module), code)
