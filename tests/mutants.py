@@ -889,7 +889,7 @@ LAUNCHES = [
         "few tiles are large ones",
     ),
     Mutant(
-        "codegen/plan/hopper_forward.py", "if kv_len <= FEW_KEYS and", "if False and", named("explain", "few_keys"), "few keys take long"
+        "codegen/plan/hopper_forward.py", "if tiles <= few //", "if tiles < 0 * few //", named("explain", "few_keys"), "few keys take long"
     ),
     Mutant(
         "codegen/run/block_lists.py",

@@ -98,21 +98,28 @@ def test_few_tiles(launched, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "length, heads, head_dim, by_hopper",
+    "length, heads, head_dim, listed, by_hopper",
     [
-        (256, 32, 128, False),  # too few tiles
-        (256, 64, 128, False),  # a tile for every multiprocessor, of two blocks of keys
-        (512, 33, 128, False),
-        (512, 34, 128, True),  # two rounds
-        (513, 32, 128, True),
-        (512, 66, 64, False),
-        (512, 67, 64, True),
-        (512, 32, 192, True),
+        (256, 32, 128, False, False),  # too few tiles
+        (256, 64, 128, False, False),  # a tile for every multiprocessor, of two blocks of keys
+        (256, 67, 128, False, True),  # two rounds
+        (512, 16, 128, True, False),
+        (512, 32, 128, True, True),
+        (1024, 8, 128, False, False),
+        (256, 64, 64, False, False),
+        (512, 8, 64, False, True),  # without lists, one tile gains
+        (1024, 8, 64, False, True),
+        (1024, 8, 64, True, False),
+        (512, 33, 64, True, False),
+        (512, 34, 64, True, True),
+        (256, 132, 64, True, False),
+        (256, 133, 64, True, True),
+        (512, 32, 192, False, True),
     ],
 )
-def test_few_keys(length, heads, head_dim, by_hopper):
+def test_few_keys(length, heads, head_dim, listed, by_hopper):
     """Of 132 multiprocessors, as it was measured (docs/lab.md)."""
-    why = hopper_forward.worthwhile(length, length, heads, head_dim, 132)
+    why = hopper_forward.worthwhile(length, length, heads, head_dim, listed, 132)
     assert (why is None) == by_hopper
     assert why is None or "for 132 multiprocessors" in why
 

@@ -44,7 +44,7 @@ HEAVY = {
 }
 L2_BYTES = 32 << 20  # of K and V that heads which are worked on at a time may take
 UNEVEN_BYTES = 128 << 20  # the same under a mask that is_uneven, of which little is visited at a time
-FEW_KEYS = 512  # which the portable kernel is through with before this one's programs have begun their work
+FEW_KEYS = 256  # which the portable kernel is through with before this one's programs have begun their work
 SPILL_LIMIT = 1024  # bytes of a thread; a mod of a dozen library calls spills 20 times that, and the portable kernel is then twice as fast
 
 
@@ -111,17 +111,18 @@ def fits(case: ForwardCase, geometry: Geometry, arch: str = "sm_90", aligned: bo
     return None
 
 
-def worthwhile(q_len: int, kv_len: int, heads: int, head_dim: int, multiprocessors: int) -> str | None:
+def worthwhile(q_len: int, kv_len: int, heads: int, head_dim: int, listed: bool, multiprocessors: int) -> str | None:
     """Why the portable kernel is faster for a call that the one for Hopper could serve, or None if it is not.
 
     head_dim   the larger one of D_QK and D_V
+    listed     there are block lists
     """
     if q_len <= ROWS:
         return f"there are {q_len} queries, which is half of a tile or less"
-    tiles = tiles_of_two(q_len, heads)
-    if 2 * tiles < multiprocessors:
+    tiles, few = tiles_of_two(q_len, heads), few_keys(head_dim, listed)
+    if 2 * tiles < multiprocessors and not (gains_alone(head_dim, listed) and kv_len > few):
         return f"there are {tiles} tiles of {2 * ROWS} queries, for {multiprocessors} multiprocessors"
-    if kv_len <= FEW_KEYS and tiles <= rounds_of_few_keys(head_dim) * multiprocessors:
+    if tiles <= few // max(kv_len, FEW_KEYS) * multiprocessors:
         return f"there are {kv_len} keys and {tiles} tiles of {2 * ROWS} queries, for {multiprocessors} multiprocessors"
     return None
 
@@ -131,9 +132,14 @@ def tiles_of_two(q_len: int, heads: int) -> int:
     return -(-q_len // (2 * ROWS)) * heads
 
 
-def rounds_of_few_keys(head_dim: int) -> int:
-    """With so many tiles a multiprocessor, and FEW_KEYS, the portable kernel is still the faster one."""
-    return 2 if head_dim <= 64 else 1 if head_dim <= 128 else 0
+def few_keys(head_dim: int, listed: bool) -> int:
+    """With so many keys and a tile for each multiprocessor, or half of the keys and two tiles, the portable kernel is the faster one."""
+    return 0 if head_dim > 128 else 2 * FEW_KEYS if head_dim <= 64 and listed else FEW_KEYS
+
+
+def gains_alone(head_dim: int, listed: bool) -> bool:
+    """Is a tile of this kernel through sooner than smaller ones of the portable kernel, even with a multiprocessor for each of those?"""
+    return head_dim <= 64 and not listed
 
 
 def are_few(q_len: int, heads: int, multiprocessors: int) -> bool:

@@ -67,7 +67,9 @@ class HopperPart:
         """What the template asks for of the forward pass."""
         call = self.call
         self.half_tile, self.tile = hopper_forward.ROWS, 2 * hopper_forward.ROWS
-        self.few_keys, self.rounds = hopper_forward.FEW_KEYS, hopper_forward.rounds_of_few_keys(max(call.d_qk, call.d_v))
+        kind = max(call.d_qk, call.d_v), bool(call.mask)
+        self.fewest_keys, self.few_keys = hopper_forward.FEW_KEYS, hopper_forward.few_keys(*kind)
+        self.gains_alone = hopper_forward.gains_alone(*kind)
         self.scale_apart = self.forward.scale_apart
         self.row_bytes = (call.d_qk + call.d_v) * call.dtype.itemsize
         uneven = bool(call.mask) and hopper_forward.is_uneven(call.mask)

@@ -82,7 +82,7 @@ class Hopper:
 
     def worthwhile(self, call: Call) -> str | None:
         (Z, Hq, Q_LEN, KV_LEN), case = call.extents, call.case
-        return worthwhile(Q_LEN, KV_LEN, Z * Hq, max(case.d_qk, case.d_v), multiprocessors(call.device))
+        return worthwhile(Q_LEN, KV_LEN, Z * Hq, max(case.d_qk, case.d_v), bool(case.blocks), multiprocessors(call.device))
 
     def plan(self, call: Call) -> HopperPlan:
         return plan_hopper_forward(call.case, call.score, call.mask)
