@@ -28,6 +28,7 @@ CONSTANT = {
     "compiler.newer_assembler",
     "cuda._driver",
     "cuda._lets_kernels_begin_early",
+    "counters._spare",
     "cuda.shared_limit",
     "cores._quota",
     "nodes._dtype_cache",  # by operation and dtypes
