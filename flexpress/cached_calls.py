@@ -15,22 +15,49 @@ from flexpress.scales import read_scale
 from flexpress.shared_attention import Together
 from flexpress.sinks import read_sinks
 
+from .codegen.device.devices import architecture_of
 from .codegen.device.memory import contiguous
 from .codegen.mod.bind import bind
 from .codegen.mod.tensors import read_captured
 from .codegen.mod.wide import in_wide_integers
+from .codegen.run import prefill
 from .codegen.run.cached_call import CachedCall
 from .codegen.run.call import ExtraInputs
 from .codegen.run.launch import Unusable
 from .codegen.run.layouts import output_like
 from .codegen.run.shared_parts import SharedParts
 
+long_prompts = prefill.Prefill()
 INSTEAD = "train with flex_attention or varlen_attention, or call it under torch.no_grad()"
 
 
 def call_of(problem: CachedProblem, together: Together | None = None) -> tuple[CachedCall | None, torch.Tensor, torch.Tensor]:
     """The call as kernels take it, or None if there is nothing to compute; out and lse, not filled yet. together: what the sequences attend
-    to beside that."""
+    to beside that. Long padded queries are ragged ones of equal lengths where the kernel for Hopper then serves: call.lse is not lse."""
+    packed = one_after_another(problem) if together is None else None
+    if packed is not None:
+        call, _, _ = _call_of(packed)
+        if call is not None and not (long_prompts.fits(call) or long_prompts.worthwhile(call)):
+            out = output_like(problem.query, call.v.shape[3])
+            call.out = out.transpose(1, 2).view(1, *packed.query.shape[:2], -1).transpose(1, 2)
+            return call, out, contiguous(out.shape[:-1], torch.float32, out.device)
+    return _call_of(problem, together)
+
+
+def one_after_another(problem: CachedProblem) -> CachedProblem | None:
+    """The same call with the queries of all sequences one after another, if each has many that lie so, and they may be added up in any
+    order."""
+    query = problem.query
+    if problem.is_ragged or problem.batch_invariant or query.shape[2] < prefill.LEAST or architecture_of(query.device) != "sm_90":
+        return None
+    B, _, Q_LEN, _ = query.shape
+    if B > 1 and query.stride(0) != Q_LEN * query.stride(2):
+        return None
+    starts = torch.arange(0, B * Q_LEN + 1, Q_LEN, dtype=torch.int32, device=query.device)
+    return replace(problem, query=query.transpose(1, 2).flatten(0, 1), where=replace(problem.where, cu_q=starts, max_q=Q_LEN))
+
+
+def _call_of(problem: CachedProblem, together: Together | None = None) -> tuple[CachedCall | None, torch.Tensor, torch.Tensor]:
     query, where, q_offset, score_mod, mask_mod = problem.query, problem.where, problem.q_offset, problem.score_mod, problem.mask_mod
     k_cache, v_cache, scale, sinks = problem.k_cache, problem.v_cache, problem.scale, problem.sinks
     if scale is None:

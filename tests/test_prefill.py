@@ -16,6 +16,7 @@ from flexpress.codegen.run import forward_kernels, prefill
 from flexpress.codegen.run.cached_call import CachedCall
 from flexpress.codegen.run.call import Cached
 from flexpress.codegen.run.decode import DecodeCached
+from flexpress.codegen.run.layouts import output_like
 from support.dense import dense_attention, relative_error
 from support.devices import hopper
 from support.fake_hopper import Variant, forward_on_cpu, pass_for_hopper
@@ -52,7 +53,7 @@ CASES = {
 def test_what_the_kernel_computes(monkeypatch, name):
     """By the kernel's text, from what it finds in a cache that is NaN wherever no sequence is."""
     launched = forward_on_cpu(monkeypatch)
-    monkeypatch.setattr(prefill, "LONG", 1)
+    monkeypatch.setattr(prefill, "LEAST", 128)
     p = Batch([200, 0, 345, 33], [200, 5, 500, 33], more=20, **CASES[name])
     found = cached_attention(**p.arguments(), **p.mods(), return_lse=True, check=False)
     assert len(launched) == 1
@@ -63,17 +64,42 @@ def test_what_the_kernel_computes(monkeypatch, name):
 def test_more_queries_than_keys(monkeypatch, mod):
     """The first ones stand before the sequence: mods are told negative positions."""
     launched = forward_on_cpu(monkeypatch)
-    monkeypatch.setattr(prefill, "LONG", 1)
+    monkeypatch.setattr(prefill, "LEAST", 128)
     p = Batch([200, 190, 300], [345, 33, 0], page_size=16, mod=mod)
     found = cached_attention(**p.arguments(), **p.mods(), return_lse=True, check=False)
     assert len(launched) == 1
     check(p, found)
 
 
+PADDED = {
+    "queries beside each other": ([200, 200], lambda q: q.contiguous().transpose(1, 2)),
+    "one sequence": ([300], lambda q: q.contiguous().transpose(1, 2)),
+    "one sequence, heads apart": ([300], lambda q: q.transpose(1, 2).contiguous()),
+    "heads around sequences": ([150, 150, 150], lambda q: q.permute(2, 0, 1, 3).contiguous().transpose(0, 1)),
+}
+
+
+@pytest.mark.parametrize("name", PADDED)
+@pytest.mark.parametrize("case", [dict(mod="alibi", page_size=16), dict(offsets=[7, 30, 60], heads=(4, 2)), dict(mod="per sequence")])
+def test_padded_queries_that_lie_one_after_another(monkeypatch, name, case):
+    """Are ragged ones of equal lengths; results lie as those of any padded queries."""
+    launched = forward_on_cpu(monkeypatch)
+    monkeypatch.setattr(prefill, "LEAST", 128)
+    q_lens, laid = PADDED[name]
+    case = {**case, **({"offsets": case["offsets"][: len(q_lens)]} if "offsets" in case else {})}
+    p = Batch(q_lens, [400, 150, 220][: len(q_lens)], **case)
+    arguments = p.arguments()
+    del arguments["cu_seqlens_q"], arguments["max_q_len"]
+    arguments["query"] = laid(arguments["query"].unflatten(0, (len(q_lens), q_lens[0])))
+    out, lse = cached_attention(**arguments, **p.mods(), return_lse=True, check=False)
+    assert len(launched) == 1 and out.stride() == output_like(arguments["query"], out.shape[3]).stride() and lse.is_contiguous()
+    check(p, (out.transpose(1, 2).flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)))
+
+
 def test_negative_positions_index_as_python_does(monkeypatch):
     """From a table's end; what lies before its first element is outside, and reads zero."""
     forward_on_cpu(monkeypatch)
-    monkeypatch.setattr(prefill, "LONG", 1)
+    monkeypatch.setattr(prefill, "LEAST", 128)
     arguments, table = Batch([190], [33]).arguments(), torch.ones(20)
 
     def attend(mask_mod):
@@ -87,7 +113,7 @@ def test_negative_positions_index_as_python_does(monkeypatch):
 
 def test_sequences_without_queries_or_keys(monkeypatch):
     launched = forward_on_cpu(monkeypatch)
-    monkeypatch.setattr(prefill, "LONG", 0)
+    monkeypatch.setattr(prefill, "LEAST", 0)
     for q_lens, kv_lens in (([0, 128, 0], [7, 128, 0]), ([0, 0, 130], [1, 2, 130]), ([128, 64], [0, 64])):
         p = Batch(q_lens, kv_lens, page_size=16)
         arguments = p.arguments()
@@ -105,7 +131,7 @@ def test_more_keys_than_there_is_room_for(monkeypatch, page_size):
         arguments[cache] = arguments[cache][:, :320].nan_to_num() if not page_size else arguments[cache].nan_to_num()
     if page_size:
         arguments["page_table"] = arguments["page_table"][:, :20].contiguous()
-    monkeypatch.setattr(prefill, "LONG", 1)
+    monkeypatch.setattr(prefill, "LEAST", 128)
     arguments |= {"q_offset": torch.tensor([120, 20], dtype=torch.int32), "check": False}
     expected = cached_attention(**arguments)
     assert torch.equal(cached_attention(**{**arguments, "kv_len": torch.tensor([400, 999], dtype=torch.int32)}), expected)
@@ -132,7 +158,7 @@ def test_more_keys_than_there_is_room_for(monkeypatch, page_size):
 def test_wrong_values_read_nothing_outside(monkeypatch, wrong):
     """The stand-in fails where an address lies outside its tensor."""
     launched = forward_on_cpu(monkeypatch)
-    monkeypatch.setattr(prefill, "LONG", 1)
+    monkeypatch.setattr(prefill, "LEAST", 128)
     arguments = Batch([200, 300], [200, 300], page_size=16).arguments()
     arguments |= {
         name: torch.tensor(v, dtype=torch.int32)
@@ -154,7 +180,7 @@ def test_wrong_values_read_nothing_outside(monkeypatch, wrong):
 def test_queries_past_a_max_q_len_that_lies_are_right_or_nothing(monkeypatch):
     """Its tiles know where sequences end, not max_q_len: the lists hold for whole blocks of queries."""
     launched = forward_on_cpu(monkeypatch)
-    monkeypatch.setattr(prefill, "LONG", 0)
+    monkeypatch.setattr(prefill, "LEAST", 0)
     arguments = Batch([300], [400], page_size=16).arguments()
     arguments |= {"mask_mod": lambda b, h, q_idx, kv_idx: (kv_idx <= q_idx) & (kv_idx // 128 == q_idx // 128), "check": False}
     expected, found = (cached_attention(**arguments | {"max_q_len": n}, return_lse=True) for n in (300, 140))
@@ -198,11 +224,19 @@ def test_which_calls_it_serves(monkeypatch):
         k = arguments["k_cache"]
         arguments["k_cache"] = k[:1].expand(k.shape)
 
-    def not_ragged(arguments):
-        arguments["query"] = arguments["query"][:1024].view(2, 512, 2, 64).transpose(1, 2)
+    def padded(arguments, length=512):
+        arguments["query"] = arguments["query"][: 2 * length].view(2, length, 2, 64).transpose(1, 2)
         del arguments["cu_seqlens_q"], arguments["max_q_len"]
 
-    assert not any(goes(change=change) for change in (scaled, unaligned, one_entry, not_ragged))
+    def short(arguments):
+        padded(arguments, 511)
+
+    def apart(arguments):
+        padded(arguments)
+        arguments["query"] = arguments["query"].contiguous()
+
+    assert goes(change=padded)
+    assert not any(goes(change=change) for change in (scaled, unaligned, one_entry, short, apart))
     monkeypatch.setattr(devices, "capability_of", lambda _: (8, 0))
     assert not goes()
     monkeypatch.setattr(devices, "capability_of", lambda _: (9, 0))
@@ -301,7 +335,7 @@ def forced(monkeypatch):
         raise AssertionError("decode took a call")
 
     monkeypatch.setattr(forward_kernels, "worthwhile", lambda *_: None)
-    monkeypatch.setattr(prefill, "LONG", 0)
+    monkeypatch.setattr(prefill, "LEAST", 0)
     monkeypatch.setattr(DecodeCached, "run", decode)
     torch.full((1 << 26,), float("nan"), device="cuda")
 

@@ -128,24 +128,46 @@ class Sums:
         else:
             total += values.sum()
 
+    def _add_over(self, axis: str, load: Expr, values: torch.Tensor) -> None:
+        """Add values for all of b, h and `axis`: positions ("q_idx", "kv_idx"), or "part", of which a head has several. A load whose
+        indices are these themselves, as in `slopes[h]`, has sums as its gradient: one kernel in place of some thirty."""
+        tensor, axes = self._tensor(load), {"b": "b", "h": "h", axis: "n"}
+        fixed = [stride == 0 for stride in tensor.stride()]  # dimensions of one element
+        names = [None if alone else index.attr if index.op == "symbol" else "" for index, alone in zip(load.args, fixed, strict=False)]
+        own = [name for name in names if name is not None]
+        moved = axis != "part" and self.lists is not None and self.lists.shifts is not None
+        if moved or len(set(own)) < len(own) or not axes.keys() >= set(own):
+            grid = {"b": self._range(self.extents[0])[:, None, None], "h": self._range(self.extents[1])[None, :, None]}
+            if axis == "part":
+                values = values.sum(2, keepdim=True)
+            else:
+                grid[axis] = self._positions(axis.removesuffix("_idx"))[None, None, :]
+            self._add(load, values, grid)
+            return
+        wide, kept = ("w", "" if fixed[-1] else "w") if load.op == "row" else ("", "")
+        values = torch.einsum(f"bhn{wide}->{''.join(axes[name] for name in own)}{kept}", values).contiguous()
+        shape = _own_shape(tensor)
+        # what lies behind the tensor's end has no element
+        values = values[tuple(None if alone else slice(n) for n, alone in zip(shape, fixed, strict=True))]
+        if values.shape != shape:
+            found, values = values, values.new_zeros(shape)
+            values[tuple(map(slice, found.shape))] = found
+        total = self.totals.get(load.attr)
+        self.totals[load.attr] = values if total is None else total.float() + values
+
     def gradients(self) -> dict[int, torch.Tensor]:
         """The gradient of every captured tensor that wants one, in its shape and dtype."""
         if not self.buffers:
             return {}
-        Z, Hq, *_ = self.extents
-        grid = {"b": self._range(Z)[:, None, None], "h": self._range(Hq)[None, :, None]}
+        axes = {"head": "part", "row": "q_idx", "column": "kv_idx"}
         for step in self.steps:
             for captured, load in step.captured:
                 buffer = self.buffers[captured.buffer]
                 if captured.role in ("store", "atomic"):
                     found = self.totals.get(load.attr)
                     self.totals[load.attr] = buffer if found is None else found + buffer
-                elif captured.role == "head":
-                    self._add(load, buffer.sum(-1, keepdim=True), grid)
-                elif captured.role == "row":
-                    self._add(load, buffer, {**grid, "q_idx": self._positions("q")[None, None, :]})
-                elif captured.role == "column":
-                    self._add(load, buffer, {**grid, "kv_idx": self._positions("kv")[None, None, :]})
+                elif captured.role in axes:
+                    self._add_over(axes[captured.role], load, buffer)
         return {i: _spread(total, self.score[1][i]) for i, total in self.totals.items()}
 
 

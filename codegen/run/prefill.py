@@ -14,7 +14,7 @@ from .cached_call import BLOCK, CachedCall
 from .launch import Launch, launch_nothing
 from .status_lists import owned_starts
 
-LONG = 4  # blocks of queries that sequences must have on average: each begins a tile of its own
+LEAST = 4 * BLOCK  # queries that sequences must have on average: each begins a tile of its own
 _launches: dict[tuple, tuple[HopperPlan, Launch]] = Table("prefill plans", 1024)
 
 
@@ -25,8 +25,8 @@ class Prefill:
 
     def fits(self, call: CachedCall) -> str | None:
         cached, tokens = call.cached, call.q.shape[2]
-        if cached.cu_q is None or not call.masked or tokens < LONG * BLOCK * call.extents[0]:
-            return f"sequences have fewer than {LONG * BLOCK} queries on average, or are padded"
+        if cached.cu_q is None or not call.masked or tokens < LEAST * call.extents[0]:
+            return f"sequences have fewer than {LEAST} queries on average, or are padded"
         if call.options.backend not in (None, self.name):
             return f"BACKEND is {call.options.backend}"
         if call.shared:

@@ -1,0 +1,83 @@
+"""Gradients of captured tensors that are read by the position itself: sums, without a position computed for every value."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flexpress import flex_attention
+from flexpress.codegen.run import captured
+from support.dense import dense_attention
+from support.devices import DEVICES
+
+B, H, Q_LEN, KV_LEN = 2, 3, 20, 37
+OTHER = torch.randn(KV_LEN, 32, generator=torch.Generator().manual_seed(1))
+# a captured tensor's shape, and what is added to the score
+WHOLE = {
+    "by head": ((H,), lambda t, u, b, h, i, j: t[h] * (j - i)),
+    "more heads than there are": ((H + 2,), lambda t, u, b, h, i, j: t[h] * (j - i)),
+    "by batch entry and head": ((B, H), lambda t, u, b, h, i, j: t[b, h] * (j - i)),
+    "by head and batch entry": ((H, B), lambda t, u, b, h, i, j: t[h, b] * (j - i)),
+    "by query": ((Q_LEN,), lambda t, u, b, h, i, j: t[i] * j),
+    "by query and head, longer": ((Q_LEN + 5, H), lambda t, u, b, h, i, j: t[i, h] * j),
+    "by key": ((KV_LEN,), lambda t, u, b, h, i, j: t[j] * i),
+    "by key, all": ((KV_LEN, H, B), lambda t, u, b, h, i, j: t[j, h, b] * i),
+    "a number": ((), lambda t, u, b, h, i, j: t * (j - i)),
+    "twice": ((max(B, H),), lambda t, u, b, h, i, j: t[h] * (j - i) + t[b] * i),
+    "rows by query": ((Q_LEN, 32), lambda t, u, b, h, i, j: (t[i] * u[j]).sum(-1)),
+    "rows by head and key": ((H, KV_LEN, 32), lambda t, u, b, h, i, j: (u[i] * t[h, j]).sum(-1)),
+}
+
+
+def check(shape, term, device, change=lambda t: t):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(B, H, n, 16, device=device) for n in (Q_LEN, KV_LEN, KV_LEN))
+    own = torch.randn(shape, device=device)
+    weight = torch.randn(B, H, Q_LEN, 16, device=device)
+
+    def gradient(attend, dtype):
+        leaf = own.to(dtype).requires_grad_()
+        learned, other = change(leaf), OTHER.to(device, dtype)
+        out = attend(*(t.to(dtype) for t in (q, k, v)), lambda s, b, h, i, j: s + 0.1 * term(learned, other, b, h, i, j))
+        return torch.autograd.grad((out * weight).sum(), leaf)[0]
+
+    found = gradient(lambda q, k, v, mod: flex_attention(q, k, v, mod), torch.float32)
+    exact = gradient(lambda q, k, v, mod: dense_attention(q, k, v, mod)[0], torch.float64)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-4 * exact.abs().max().item())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", WHOLE)
+def test_positions_themselves(kind, device, monkeypatch):
+    monkeypatch.setattr(captured, "compute", None)  # which says what positions are read
+    check(*WHOLE[kind], device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "kind, change",
+    [
+        ("by batch entry and head", lambda t: t[:, :1].expand(B, H)),
+        ("by query", lambda t: t[:1].expand(Q_LEN)),
+        ("rows by head and key", lambda t: t[:, :, :1].expand(H, KV_LEN, 32)),
+        ("rows by head and key", lambda t: t[:1].expand(H, KV_LEN, 32)),
+        ("by key, all", lambda t: t[:, :1].expand(KV_LEN, H, B)),
+    ],
+)
+def test_positions_of_one_element(kind, change, device):
+    check(*WHOLE[kind], device, change)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "shape, term",
+    [
+        ((H,), lambda t, u, b, h, i, j: t[H - 1 - h] * (j - i)),
+        ((H, H), lambda t, u, b, h, i, j: t[h, h] * (j - i)),
+        ((Q_LEN,), lambda t, u, b, h, i, j: t[i // 2] * j),
+        ((KV_LEN + 1,), lambda t, u, b, h, i, j: t[j + 1] * i),
+        ((H, 2), lambda t, u, b, h, i, j: t[h, 1] * (j - i)),
+    ],
+)
+def test_positions_that_are_computed(shape, term, device):
+    check(shape, term, device)
