@@ -18,7 +18,7 @@ from flexpress.recorded import Recorded
 from flexpress.sinks import fold_sinks
 from flexpress.transformed import Transformed
 
-from .codegen.mod.tensors import ORDINARY, check_still, followed, is_distributed, read_captured, untransformed
+from .codegen.mod.tensors import ORDINARY, check_still, followed, is_distributed, read_captured, tracing, untransformed
 from .codegen.run.call import Bound
 
 if TYPE_CHECKING:
@@ -183,7 +183,8 @@ def varlen_attention(
     k, v            (total_k, Hkv, D) and (total_k, Hkv, Dv), Hq a multiple of Hkv; D up to 576, Dv up to 512
     cu_seqlens_q    (n + 1,), int32 or int64, on q's device: 0, then the end of each sequence, never falling, total_q at last. Sequence s
                     is the tokens cu_seqlens_q[s] <= i < cu_seqlens_q[s + 1]; it may have none
-    cu_seqlens_k    the same for k and v, n sequences too. Leave it out where both are the same: that gives better kernels
+    cu_seqlens_k    the same for k and v, n sequences too. Leave it out, or pass the same tensor, where both are the same: that gives better
+                    kernels
     score_mod       score_mod(score, b, h, q_idx, kv_idx) -> score, as for flex_attention, but b is the number of the sequence, and q_idx
                     and kv_idx are positions inside it. It may index captured tensors by all of them
     mask_mod        mask_mod(b, h, q_idx, kv_idx) -> bool, with the same arguments; other sequences are hidden in any case. `causal` lets
@@ -284,6 +285,8 @@ def packed_call(
     """The call of flex_attention that attends within packed sequences: of one batch entry, heads before tokens."""
     transformed = followed("varlen_attention")
     check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    if cu_seqlens_k is cu_seqlens_q and not tracing() and q.shape[0] == k.shape[0]:
+        cu_seqlens_k = None  # as who comes from FlashAttention writes it
     lengths = cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0]
     if transformed:
         with untransformed():

@@ -61,6 +61,22 @@ def test_dropout_of_long_sequences(D, score, kv_lengths):
     check_problem(Problem(lengths=[600, 1001, 1, 0, 177, 1024], kv_lengths=kv_lengths, **shape, score=score, dropout=0.4), "cuda")
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_same_tensor_twice_is_left_out(device):
+    """A call of the form that FlashAttention asks for gets the kernels of shared sequences."""
+    starts = torch.tensor([0, 30, 30, 47], dtype=torch.int32, device=device)
+    q, k, v = (torch.randn(47, 2, 16, device=device) for _ in range(3))
+    slopes = torch.tensor([0.1, 0.3], device=device)
+    call = lambda other: varlen_attention(q, k, v, starts, other, mods.alibi(slopes), mods.causal, return_lse=True)
+    found = call(None)
+    assert made_by(lambda: call(starts)) == (0, 0, 0) and all(map(torch.equal, call(starts), found))
+    for mine, other in zip(call(starts.clone()), found, strict=True):
+        torch.testing.assert_close(mine, other)
+    q, k, starts = q.cpu(), torch.cat([k, k[:1]]).cpu(), starts.cpu()
+    with pytest.raises(ValueError, match="cu_seqlens_k must be .* the 48 tokens of k"):
+        varlen_attention(q, k, k, starts, starts)
+
+
 def made_by(work) -> tuple[int, int, int]:
     """Traces, prints and compiles that `work` costs."""
     before = cache_info()
