@@ -46,6 +46,8 @@ def fold_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tup
             sinks = sinks.redistribute(placements=everywhere)
         else:
             sinks = DTensor.from_local(sinks, out.device_mesh, everywhere, run_check=False)
-    scores = sinks.float().reshape(1, -1, *[1] * (lse.ndim - 2))
+    logits = sinks.float().reshape(1, -1, *[1] * (lse.ndim - 2))
+    scores = logits.clamp(min=torch.finfo(torch.float32).min)  # -inf less -inf, for a row that is empty, would be NaN
     kept = torch.sigmoid(lse - scores)  # 0 for an empty row
-    return (out * kept.unsqueeze(-1)).to(out.dtype), torch.logaddexp(lse, scores.expand_as(lse))
+    empty = (lse == float("-inf")) & (logits == float("-inf"))
+    return (out * kept.unsqueeze(-1)).to(out.dtype), torch.where(empty, lse, torch.logaddexp(lse, scores.expand_as(lse)))

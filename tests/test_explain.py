@@ -125,29 +125,31 @@ def test_few_keys(length, heads, head_dim, listed, by_hopper):
 
 
 @pytest.mark.parametrize(
-    "length, heads, group, head_dim, by_hopper",
+    "length, heads, group, head_dim, listed, by_hopper",
     [
-        (256, 64, 1, 128, False),
-        (256, 67, 1, 128, True),
-        (512, 8, 1, 128, True),
-        (512, 66, 1, 64, False),
-        (512, 67, 1, 64, True),
-        (512, 8, 4, 64, True),  # four heads share keys: a program has 2048 queries
-        (1024, 8, 1, 64, False),
-        (1024, 9, 1, 64, True),
-        (128, 8, 1, 256, True),
+        (256, 64, 1, 128, False, False),
+        (256, 67, 1, 128, False, True),
+        (512, 8, 1, 128, True, True),
+        (512, 66, 1, 64, True, False),
+        (512, 67, 1, 64, True, True),
+        (512, 33, 1, 64, False, False),
+        (512, 34, 1, 64, False, True),
+        (512, 8, 4, 64, False, True),  # four heads share keys: a program has 2048 queries
+        (1024, 8, 1, 64, True, False),
+        (1024, 9, 1, 64, True, True),
+        (128, 8, 1, 256, True, True),
     ],
 )
-def test_few_queries_of_a_backward_pass(length, heads, group, head_dim, by_hopper):
-    why = hopper_backward.worthwhile(group * length, length, heads, head_dim, 132)
+def test_few_queries_of_a_backward_pass(length, heads, group, head_dim, listed, by_hopper):
+    why = hopper_backward.worthwhile(group * length, length, heads, head_dim, listed, 132)
     assert (why is None) == by_hopper
     assert why is None or why.endswith("and 132 multiprocessors")
 
 
 def test_a_backward_pass_by_the_kernel_that_is_named(launched, monkeypatch):
     monkeypatch.setattr(backward_kernels, "worthwhile", hopper_backward.worthwhile)
-    assert "there are 256 queries for 8 tiles of 128 keys, and 4 multiprocessors" in explain(*tensors(64))
-    assert "backward  HOPPER" in explain(*tensors(64), kernel_options={"BACKEND": "HOPPER"})
+    assert "there are 128 queries for 4 tiles of 128 keys, and 4 multiprocessors" in explain(*tensors(64, length=128))
+    assert "backward  HOPPER" in explain(*tensors(64, length=128), kernel_options={"BACKEND": "HOPPER"})
 
 
 @pytest.mark.parametrize("length, heads, consumers", [(1024, 16, 2), (2048, 16, 2), (2048, 17, 3), (4096, 64, 3)])

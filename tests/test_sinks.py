@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flexpress import AuxRequest, cached_attention, flash_attn, flex_attention, mods, varlen_attention
-from flexpress.sinks import read_sinks
+from flexpress.sinks import fold_sinks, read_sinks
 from support.dense import relative_error
 from support.devices import DEVICES, for_any
 from support.extras import check_sinks, sink_problems, with_sinks
@@ -177,3 +177,37 @@ def test_bad_sinks(sinks, error, words):
     ):
         with pytest.raises(error, match=words):
             call()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_sink_without_keys_has_no_gradient(device):
+    """lse is the sink: its weight is 1, and that of -inf is 0, as torch.logsumexp has it."""
+    q, k = (torch.randn(2, 3, n, 16, device=device, requires_grad=True) for n in (5, 0))
+    sinks = torch.tensor([-math.inf, 0.5, -math.inf], device=device, requires_grad=True)
+    _, lse = flex_attention(q, k, k, return_lse=True, sinks=sinks)
+    weights = torch.rand_like(lse)
+    (found,) = torch.autograd.grad((lse.nan_to_num(neginf=0.0) * weights).sum(), sinks)
+    assert torch.equal(found, weights.sum((0, 2)) * torch.tensor([0.0, 1.0, 0.0], device=device))
+    out, lse = flex_attention(q, k, k, return_lse=True, sinks=sinks)
+    (found,) = torch.autograd.grad((out, lse), sinks, (torch.ones_like(out), torch.ones_like(lse)))
+    assert torch.equal(found, torch.tensor([0.0, 10.0, 0.0], device=device))
+
+
+def test_sinks_that_are_folded_in_afterwards():
+    """As for a sequence that is split over ranks: the same, and gradients too, with empty rows and sinks of -inf."""
+    out, lse = torch.randn(1, 3, 4, 8), torch.tensor([0.3, -math.inf, -2.0, 50.0]).expand(1, 3, 4).clone()
+    out[lse == -math.inf] = 0.0
+    sinks = torch.tensor([-math.inf, 0.7, -90.0])
+    inputs = [t.requires_grad_() for t in (out, lse, sinks)]
+    found, total = fold_sinks(*inputs)
+    empty = (lse == -math.inf) & (sinks[:, None] == -math.inf)
+    exact = torch.stack((lse.double(), sinks.double()[:, None].expand(1, 3, 4))).detach().requires_grad_()
+    wanted = torch.logsumexp(exact, 0)
+    kept = torch.where(empty, 0.0, (exact[0] - wanted.masked_fill(empty, 0.0)).exp())
+    torch.testing.assert_close(total.double(), wanted)
+    torch.testing.assert_close(found.double(), out.double() * kept.unsqueeze(-1))
+    grads = torch.autograd.grad((found, total), inputs, (torch.ones_like(found), torch.ones_like(total)))
+    assert all(g.isfinite().all() for g in grads)
+    ((_, of_sinks),) = torch.autograd.grad((wanted.masked_fill(empty, 0.0).sum() + (out.detach().double().sum(-1) * kept).sum(),), exact)
+    assert grads[2][0] == 0  # -inf
+    torch.testing.assert_close(grads[2][1:].double(), of_sinks.sum((0, 2))[1:])

@@ -61,17 +61,18 @@ class HopperBackwardPlan:
     captured: Gathered = ()  # by the fused kernel
 
 
-def worthwhile(q_rows: int, kv_len: int, heads: int, head_dim: int, multiprocessors: int) -> str | None:
+def worthwhile(q_rows: int, kv_len: int, heads: int, head_dim: int, listed: bool, multiprocessors: int) -> str | None:
     """Why the portable kernels are faster for a backward pass that the one for Hopper could serve, or None if they are not: short programs
     are through before this one's have begun their work, and with few key tiles two kernels have more programs than one.
 
     q_rows     of all heads that share keys
     heads      of keys and values
     head_dim   the larger one of D_QK and D_V
+    listed     there are block lists
     """
     tiles = -(-kv_len // BLOCK_N) * heads
     if head_dim <= 64:
-        short = q_rows <= 512 and tiles <= 2 * multiprocessors or q_rows <= 1024 and 2 * tiles < multiprocessors
+        short = q_rows <= 512 and tiles <= (2 if listed else 1) * multiprocessors or q_rows <= 1024 and 2 * tiles < multiprocessors
     else:
         short = head_dim <= 128 and q_rows <= 256 and tiles <= multiprocessors
     return f"there are {q_rows} queries for {tiles} tiles of {BLOCK_N} keys, and {multiprocessors} multiprocessors" if short else None

@@ -73,8 +73,7 @@ def backward(
         q, k, v = map(with_rows, (q, k, v))
     dq, dk, dv = [new() for new in like.new]
     if out.numel() == 0 or like.lengths[3] == 0:
-        of_sinks = torch.zeros(q.shape[1], device=q.device) if dlse is None else dlse.sum((0, 2))  # each row's weight is its sink's
-        return dq.zero_(), dk.zero_(), dv.zero_(), _all_of({}, wanted, score), _of_sinks(bound, of_sinks)
+        return dq.zero_(), dk.zero_(), dv.zero_(), _all_of({}, wanted, score), _of_sinks(bound, _of_sinks_alone(bound, dlse))
 
     transposed, keys = bound.transposed(mask) if bound.transposed else None, keys_of(score, mask, like.lengths, lists)
     details = _details(bound, rows, dlse is not None, wanted, deterministic)
@@ -136,10 +135,18 @@ def _all_of(gradients: dict[int, torch.Tensor], wanted: frozenset[int], score: t
     return gradients | {i: torch.zeros_like(score[1][i]) for i in wanted - gradients.keys()}
 
 
+def _of_sinks_alone(bound: Bound, dlse: torch.Tensor | None) -> torch.Tensor | None:
+    """The gradient of sinks in float32 where there is nothing else: lse is the sink, and -inf is no weight at all."""
+    if bound.extras is None or bound.extras.sinks is None:
+        return None
+    if dlse is None:
+        return torch.zeros_like(bound.extras.sinks, dtype=torch.float32)
+    return dlse.sum((0, 2)).masked_fill(bound.extras.sinks == float("-inf"), 0.0)
+
+
 def _of_sinks(bound: Bound, found: torch.Tensor | None) -> torch.Tensor | None:
     """The gradient of sinks, if it is wanted."""
-    wanted = bound.extras is not None and bound.extras.sinks is not None
-    return found.to(bound.extras.sinks.dtype) if wanted else None  # type: ignore[union-attr]
+    return None if found is None else found.to(bound.extras.sinks.dtype)  # type: ignore[union-attr]
 
 
 class _Pass(NamedTuple):

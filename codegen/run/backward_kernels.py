@@ -74,7 +74,8 @@ class Hopper:
             return None
         Z, Hq, Q_LEN, Zkv, Hkv, KV_LEN = call.extents
         head_dim = max(call.case.d_qk, call.case.d_v)
-        return worthwhile(Z * Hq // (Zkv * Hkv) * Q_LEN, KV_LEN, Zkv * Hkv, head_dim, multiprocessors(call.device))
+        rows, listed = Z * Hq // (Zkv * Hkv) * Q_LEN, bool(call.case.blocks)
+        return worthwhile(rows, KV_LEN, Zkv * Hkv, head_dim, listed, multiprocessors(call.device))
 
     def plan(self, call: Call) -> HopperBackwardPlan:
         return plan_hopper_backward(call.case, call.score, call.mask)
