@@ -27,7 +27,7 @@ SCORES = {  # what a mod captures: a float tensor `s` of this shape, and int `n`
     "pairs": (("H", "M", "N"), "score + s[h, q_idx, kv_idx] * score"),
     "distance": (("H", "M + N"), "score + s[h, q_idx - kv_idx + N]"),
     "number": ((), "torch.where(kv_idx % 3 == 1, score * s, score + s * s)"),
-    "wrapped": (("N",), "score + s[-1 - kv_idx] * 2 + s[0]"),
+    "wrapped": (("max(N, 1)",), "score + s[-1 - kv_idx] * 2 + s[0]"),
     "gated": (("B", "M"), "score * torch.sigmoid(s[b, q_idx]) + (n[b] - q_idx) * 0.05"),
     "vectors": (("M + N", "3"), "score - (s[q_idx] - s[kv_idx]).pow(2).sum(-1) * 0.3"),
     "dots": (("M + N", "20"), "score + (s[q_idx] * s[kv_idx]).sum(-1) * 0.2"),
