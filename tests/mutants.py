@@ -1675,6 +1675,61 @@ WAITS = [  # in kernels for Hopper, whose stand-in draws who goes on (tests/supp
         "dK of 32 columns leaves through what the other consumer writes next",
     ),
 ]
+SUMS = [
+    Mutant(
+        "codegen/mod/rows_arithmetic.py",
+        "result = square if result is None else",
+        "result = square if result is None or result.expr.is_literal else",
+        named("ops", "literals"),
+        "a power of a number is what came last",
+    ),
+    Mutant(
+        "codegen/run/captured.py",
+        "axes[name] for name in own",
+        "axes[name] for name in sorted(own)",
+        named("captured_sums"),
+        "a gradient by head and batch entry is one by batch entry and head",
+    ),
+    Mutant(
+        "codegen/run/captured.py", "if values.shape != shape:", "if False:", named("captured_sums"), "a gradient ends where positions do"
+    ),
+    Mutant(
+        "codegen/device/counters.py",
+        "if last != number:",
+        "if last is None:",
+        named("counters"),
+        "a graph counts where the last one counted",
+    ),
+    Mutant(
+        "flexpress/cached_calls.py",
+        "if B > 1 and query.stride(0)",
+        "if False and query.stride(0)",
+        named("prefill", "serves"),
+        "queries are copied to lie one after another",
+    ),
+    Mutant(
+        "flexpress/cached.py",
+        "if call.lse.ndim < lse.ndim:",
+        "if False:",
+        named("prefill", "padded"),
+        "lse of padded queries is not written",
+    ),
+    Mutant(
+        "codegen/run/backward.py",
+        '.masked_fill(bound.extras.sinks == float("-inf"), 0.0)',
+        "",
+        named("sinks", "no_sink_without"),
+        "a sink of -inf has a gradient where there are no keys",
+    ),
+    Mutant(
+        "flexpress/sinks.py",
+        "logits.clamp(min=torch.finfo(torch.float32).min)",
+        "logits",
+        named("sinks", "folded"),
+        "a sink of -inf makes an empty row NaN",
+    ),
+]
+
 MUTANTS = [
     *CAPTURES,
     *INTERVALS,
@@ -1693,6 +1748,7 @@ MUTANTS = [
     *WAITS,
     *EXPORTS,
     *PROBABILITIES,
+    *SUMS,
 ]
 
 

@@ -101,6 +101,33 @@ def test_row(name, device):
     run()
 
 
+@st.composite
+def constants(draw, name: str, form: str) -> str:
+    """One form of tensors that hold a number written in the mod."""
+    operands = []
+    for i, kind in enumerate(draw(st.sampled_from(legal_operands(form)))):
+        if isinstance(kind, type):
+            operands.append(repr(draw(st.sampled_from([n for n in NUMBER_VALUES[kind] if n or name not in DIVISIONS or i != 1]))))
+            continue
+        number = draw(st.sampled_from([3, 1, 2, 5] if name in DIVISIONS or not kind.is_signed else [3, -2, 0, 1, 5]))
+        number = bool(number % 2) if kind == torch.bool else number + 0.25 * kind.is_floating_point
+        operands.append(f"torch.full_like(score, {number}, dtype={kind})")
+    return form.format(*operands)
+
+
+@pytest.mark.filterwarnings("ignore:where received a uint8 condition")
+@pytest.mark.parametrize("name", FORMS)
+def test_row_of_constants(name):
+    """What tracing computes, so that no kernel has to."""
+
+    @settings(max_examples=3)
+    @given(st.sampled_from(FORMS[name]).flatmap(lambda form: constants(name, form)))
+    def run(expression):
+        check(expression, torch.ones(1, 1, 2, 3), {}, exact=name in EXACT)
+
+    run()
+
+
 @pytest.mark.parametrize("precision", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_rows_compile_for_gpus(target, precision):
@@ -245,6 +272,9 @@ LITERALS = [
     "torch.zeros_like(score)",
     "torch.ones_like(q_idx)",
     "torch.full_like(score, 2.5)",
+    "torch.full_like(score, 3.0) ** 3 * score",
+    "torch.full_like(q_idx, 3) ** 7 + q_idx",
+    "torch.full_like(q_idx, 3) ** 0",
     "torch.full_like(q_idx, n)",
     "torch.zeros_like(score, dtype=torch.int32)",
     "score.new_zeros(())",

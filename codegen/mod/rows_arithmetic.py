@@ -49,13 +49,13 @@ def _simple_power(x, y):
         return applied(torch.sqrt, (x,), {})
     elif power not in (0, 1, 2, 3, 4):
         return None
-    result, square, bits = applied(torch.ones_like, (x,), {}), x, int(power)
+    result, square, bits = None, x, int(power)
     while bits:
         if bits & 1:
-            result = square if result.expr.is_literal else result * square
+            result = square if result is None else result * square
         bits >>= 1
         square = square * square if bits else square
-    return result
+    return applied(torch.ones_like, (x,), {}) if result is None else result
 
 
 def _is_natural_division(dtype: torch.dtype, dividend: tuple, divisor: tuple) -> bool:
