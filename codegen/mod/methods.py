@@ -6,7 +6,8 @@ import torch
 
 from .current import running
 from .errors import ModError
-from .integers import leaves, may_leave_int32, with_indices
+from .expr import walk
+from .integers import may_leave_int32, with_indices
 from .nodes import cast, literal_tensor, to_expr
 from .ops import supported_operations
 from .symbols import Sym
@@ -55,14 +56,14 @@ def _to(symbol, *args, dtype=None, **_):
 
 
 def _like(fill):
-    return lambda symbol, dtype=None, **_: literal_tensor(fill, dtype or to_expr(symbol).dtype)
+    return lambda symbol, dtype=None, **_: _number_like(symbol, fill, dtype)
 
 
 def _number_like(symbol, value, dtype: torch.dtype | None) -> Sym:
-    """A number in the dtype of a symbol: int64 if that is of indices, as torch's are, and int32 too small."""
-    expr = to_expr(symbol)
-    if dtype is None and type(value) is int and leaves((value, value)) and id(expr) in with_indices(expr):
-        dtype = torch.int64
+    """A number in the dtype of a symbol. Like an index it is one, so that what is computed of it is int64 wherever int32 is too small."""
+    expr, number = to_expr(symbol), to_expr(value)
+    if dtype is None and number.weak and number.dtype == torch.int64 and id(expr) in with_indices(expr):
+        return Sym(next(n for n in walk(expr) if n.op == "symbol" and n.dtype == torch.int32)) * 0 + value
     return literal_tensor(value, dtype or expr.dtype)
 
 
@@ -73,7 +74,7 @@ def _full_like(symbol, fill_value, dtype=None, **_):
 def _new(fill):
     def make(symbol, *size, dtype=None, **_):
         _scalar_shape(size)
-        return literal_tensor(fill, dtype or to_expr(symbol).dtype)
+        return _number_like(symbol, fill, dtype)
 
     return make
 
