@@ -1675,13 +1675,20 @@ WAITS = [  # in kernels for Hopper, whose stand-in draws who goes on (tests/supp
         "dK of 32 columns leaves through what the other consumer writes next",
     ),
 ]
-SUMS = [
+VARIOUS = [
     Mutant(
         "codegen/mod/rows_arithmetic.py",
         "result = square if result is None else",
         "result = square if result is None or result.expr.is_literal else",
         named("ops", "literals"),
         "a power of a number is what came last",
+    ),
+    Mutant(
+        "codegen/mod/methods.py",
+        "and id(expr) in with_indices(expr):",
+        "and False:",
+        named("wide_integers"),
+        "a number like an index is int32 whatever is beside it",
     ),
     Mutant(
         "codegen/run/captured.py",
@@ -1748,7 +1755,7 @@ MUTANTS = [
     *WAITS,
     *EXPORTS,
     *PROBABILITIES,
-    *SUMS,
+    *VARIOUS,
 ]
 
 

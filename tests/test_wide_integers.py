@@ -31,6 +31,13 @@ def scores(device: str) -> dict:
         "a shift": lambda s, b, h, m, n: s + ((n << 28) + m) % 13 * 0.1,
         "a choice": lambda s, b, h, m, n: s + torch.where(m > n, n * FACTOR, m - n) % 17 * 0.1,
         "a number like an index": lambda s, b, h, m, n: s + (torch.full_like(m, 1 << 40) + n.new_tensor(1 << 33) * n) % 7 * 0.1,
+        "a captured number like an index": lambda s, b, h, m, n: s + (torch.full_like(m - n, FACTOR) * 5 + n) % 7 * 0.1,
+        "a small number like an index": lambda s, b, h, m, n: (
+            torch.where(torch.full_like(b, 2) <= 1 << 62, s - 1, s) + (torch.ones_like(m) << 40) % 7
+        ),
+        "an element beside a number like an index": lambda s, b, h, m, n: (
+            s + (torch.minimum(table[n], torch.zeros_like(m)) - (1 << 33)) % 11 * 0.1
+        ),
         "a comparison": lambda s, b, h, m, n: torch.where(n * FACTOR > table[n] * 1000, s, s + 1),
         "an index": lambda s, b, h, m, n: s + table[(m * FACTOR + n) % S] * 1e-5,
         "a negative number": lambda s, b, h, m, n: s - (-(n * FACTOR)) // 1000000000 * 0.01,
