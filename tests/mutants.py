@@ -1341,8 +1341,8 @@ ELSEWHERE = [
     ),
     Mutant(
         "codegen/run/captured.py",
-        '"kv_idx": self._positions("kv")[None, None, :]',
-        '"kv_idx": self._range(self.extents[3])[None, None, :]',
+        'self._positions(axis.removesuffix("_idx"))',
+        "self._range(values.shape[2])",
         named("shifts", "gather and cpu"),
         "gradients of what is read by key go to other keys",
     ),

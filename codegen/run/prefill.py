@@ -26,7 +26,7 @@ class Prefill:
     def fits(self, call: CachedCall) -> str | None:
         cached, tokens = call.cached, call.q.shape[2]
         if cached.cu_q is None or not call.masked or tokens < LEAST * call.extents[0]:
-            return f"sequences have fewer than {LEAST} queries on average, or are padded"
+            return f"sequences have fewer than {LEAST} queries on average, or padded ones that do not lie one after another"
         if call.options.backend not in (None, self.name):
             return f"BACKEND is {call.options.backend}"
         if call.shared:
