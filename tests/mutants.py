@@ -1698,6 +1698,13 @@ VARIOUS = [
         "a gradient by head and batch entry is one by batch entry and head",
     ),
     Mutant(
+        "codegen/run/captured.py",
+        "moved = axis",
+        "moved = False and axis",
+        named("shifts", "gather and cpu"),
+        "gradients of what is read by position go where blocks without a shift are",
+    ),
+    Mutant(
         "codegen/run/captured.py", "if values.shape != shape:", "if False:", named("captured_sums"), "a gradient ends where positions do"
     ),
     Mutant(
