@@ -247,6 +247,6 @@ def _attend(problem: CachedProblem, together: Together | None = None) -> tuple:
         causal = ["causal"] if call.masked and problem.mask_mod is None else []
         run = in_range(attend_cached, "cached_attention", [*map(name_of, filter(None, (problem.score_mod, problem.mask_mod))), *causal])
     run(call)
-    if call.lse.ndim < lse.ndim:  # of padded queries that were taken one after another
+    if call.lse is not lse:  # of padded queries that were taken one after another
         lse.copy_(call.lse.view(*lse.transpose(1, 2).shape).transpose(1, 2))
     return out, lse

@@ -21,13 +21,13 @@ from .codegen.mod.bind import bind
 from .codegen.mod.tensors import read_captured
 from .codegen.mod.wide import in_wide_integers
 from .codegen.run import prefill
+from .codegen.run.cached import serves_long_prompt
 from .codegen.run.cached_call import CachedCall
 from .codegen.run.call import ExtraInputs
 from .codegen.run.launch import Unusable
 from .codegen.run.layouts import output_like
 from .codegen.run.shared_parts import SharedParts
 
-long_prompts = prefill.Prefill()
 INSTEAD = "train with flex_attention or varlen_attention, or call it under torch.no_grad()"
 
 
@@ -37,7 +37,7 @@ def call_of(problem: CachedProblem, together: Together | None = None) -> tuple[C
     packed = one_after_another(problem) if together is None else None
     if packed is not None:
         call, _, _ = _call_of(packed)
-        if call is not None and not (long_prompts.fits(call) or long_prompts.worthwhile(call)):
+        if call is not None and serves_long_prompt(call):
             out = output_like(problem.query, call.v.shape[3])
             call.out = out.transpose(1, 2).view(1, *packed.query.shape[:2], -1).transpose(1, 2)
             return call, out, contiguous(out.shape[:-1], torch.float32, out.device)

@@ -45,8 +45,7 @@ def counter(device: torch.device, stream: int) -> torch.Tensor:
         return _of_graph(device, stream)
     found = _counters.get((device, stream))
     if found is None:
-        found = _zeros(device)
-        _set_aside(device)
+        found = _first(device)
         if may_keep(stream):
             _counters[device, stream] = found
     return found
@@ -67,9 +66,7 @@ class held_counter:  # noqa: N801  # a context manager, without a generator's ti
             return self._held
         held = _counters.pop(self._key, None)
         self._kept = held is not None or may_keep(stream)
-        self._held = _zeros(device) if held is None else held
-        if held is None:
-            _set_aside(device)
+        self._held = _first(device) if held is None else held
         return self._held
 
     def __exit__(self, failed: object, *_: object) -> None:
@@ -90,17 +87,18 @@ _spare: dict[torch.device, _Spare] = {}  # never cleared: graphs may outlive eve
 _lock = threading.Lock()
 
 
+def _first(device: torch.device) -> torch.Tensor:
+    """Zeros for a stream that is not captured; the first time, counters for graphs are allocated, too."""
+    if device.type == "cuda" and device not in _spare:
+        thread = threading.Thread(target=_set_aside, args=(device,))
+        thread.start()
+        thread.join()
+    return _zeros(device)
+
+
 def _set_aside(device: torch.device) -> None:
-    """Allocate counters for graphs, once. In a thread and on a stream of their own, as memory of this thread's, or of the current stream's,
+    """Allocate counters for graphs. In a thread and on a stream of their own, as memory of the caller's thread, or of the current stream,
     may be taken for a graph's now."""
-    if device.type != "cuda" or device in _spare:
-        return
-    thread = threading.Thread(target=_allocate, args=(device,))
-    thread.start()
-    thread.join()
-
-
-def _allocate(device: torch.device) -> None:
     torch.cuda.set_device(device)
     with _lock, unrestricted(), contextlib.suppress(torch.OutOfMemoryError):
         if device in _spare:

@@ -73,7 +73,7 @@ def backward(
         q, k, v = map(with_rows, (q, k, v))
     dq, dk, dv = [new() for new in like.new]
     if out.numel() == 0 or like.lengths[3] == 0:
-        return dq.zero_(), dk.zero_(), dv.zero_(), _all_of({}, wanted, score), _of_sinks(bound, _of_sinks_alone(bound, dlse))
+        return dq.zero_(), dk.zero_(), dv.zero_(), _all_of({}, wanted, score), _of_sinks_alone(bound, dlse)
 
     transposed, keys = bound.transposed(mask) if bound.transposed else None, keys_of(score, mask, like.lengths, lists)
     details = _details(bound, rows, dlse is not None, wanted, deterministic)
@@ -98,7 +98,8 @@ def backward(
         run = ready.run if not is_profiled() else in_range(ready.run, "backward", names_of(score, mask))
         try:
             gradients, of_sinks = run(tensors, score, mask, lists, transposed)
-            return dq, dk, dv, _all_of(gradients, wanted, score), None if of_sinks is None else _of_sinks(bound, of_sinks.sum((0, 2)))
+            of_sinks = None if of_sinks is None else of_sinks.sum((0, 2)).to(extras.sinks.dtype)
+            return dq, dk, dv, _all_of(gradients, wanted, score), of_sinks
         except Unusable as why:
             _refuse(ready, why)
         except NotYet:
@@ -136,17 +137,11 @@ def _all_of(gradients: dict[int, torch.Tensor], wanted: frozenset[int], score: t
 
 
 def _of_sinks_alone(bound: Bound, dlse: torch.Tensor | None) -> torch.Tensor | None:
-    """The gradient of sinks in float32 where there is nothing else: lse is the sink, and -inf is no weight at all."""
-    if bound.extras is None or bound.extras.sinks is None:
-        return None
-    if dlse is None:
-        return torch.zeros_like(bound.extras.sinks, dtype=torch.float32)
-    return dlse.sum((0, 2)).masked_fill(bound.extras.sinks == float("-inf"), 0.0)
-
-
-def _of_sinks(bound: Bound, found: torch.Tensor | None) -> torch.Tensor | None:
-    """The gradient of sinks, if it is wanted."""
-    return None if found is None else found.to(bound.extras.sinks.dtype)  # type: ignore[union-attr]
+    """The gradient of sinks, if there are any, where there is nothing else: lse is the sink, and -inf is no weight at all."""
+    sinks = bound.extras and bound.extras.sinks
+    if sinks is None or dlse is None:
+        return None if sinks is None else torch.zeros_like(sinks)
+    return dlse.sum((0, 2)).masked_fill(sinks == float("-inf"), 0.0).to(sinks.dtype)
 
 
 class _Pass(NamedTuple):

@@ -24,6 +24,11 @@ def attend_cached(call: CachedCall, *, prepare: bool = False) -> None:
     )
 
 
+def serves_long_prompt(call: CachedCall) -> bool:
+    """Does the kernel for long prompts serve this call?"""
+    return choose(CANDIDATES, call, None, _refused).candidate is CANDIDATES[0]
+
+
 def _attend(call: CachedCall, *, prepare: bool) -> None:
     while True:  # until a kernel is usable
         candidate = choose(CANDIDATES, call, None, _refused).candidate
