@@ -240,7 +240,7 @@ def test_other_functions():
         ({"dropout_p": 0.5, "dropout_seed": 3}, TypeError, "dropout_seed must be an int64 tensor of one element, got int"),
         ({"dropout_p": 0.5, "dropout_seed": torch.zeros(2, dtype=torch.int64)}, TypeError, r"got torch.int64 \(2,\)"),
         ({"dropout_p": 0.5, "dropout_seed": torch.zeros(1, dtype=torch.int64, device="meta")}, ValueError, "dropout_seed is on meta"),
-        ({"dropout_p": 0.5, "kernel_options": {"BACKEND": "HOPPER"}}, ValueError, "BACKEND'. is 'HOPPER', but"),
+        ({"dropout_p": 0.5, "kernel_options": {"BACKEND": "HOPPER"}}, ValueError, "BACKEND'. names HOPPER, but"),
     ],
 )
 def test_bad_arguments(given, error, words):

@@ -195,7 +195,7 @@ def test_gluon_of_another_version(launched, monkeypatch):
 def test_forced(launched):
     """BACKEND="HOPPER" is an error where the kernel does not serve, before anything is launched."""
     q, k, v = tensors(16)
-    with pytest.raises(ValueError, match="'HOPPER', but head dims are 16 and 16.*leave BACKEND out"):
+    with pytest.raises(ValueError, match="names HOPPER, but head dims are 16 and 16.*leave BACKEND out"):
         flex_attention(q, k, v, kernel_options={"BACKEND": "HOPPER"})
     with pytest.raises(ValueError, match="'AUTO', 'CPP', 'HOPPER', 'PORTABLE', 'DECODE'"):
         flex_attention(q, k, v, kernel_options={"BACKEND": "CUTE"})

@@ -164,7 +164,7 @@ def test_what_a_file_says_of_hopper():
 
 def test_a_backend_that_is_asked_for(tmp_path):
     for given, options, message in (
-        (meta(16), {"BACKEND": "HOPPER"}, "'HOPPER', but head dims are 16 and 16; .*; leave BACKEND out"),
+        (meta(16), {"BACKEND": "HOPPER"}, "names HOPPER, but head dims are 16 and 16; .*; leave BACKEND out"),
         (meta(), {"BACKEND": "HOPPER", "BLOCK_M": 64}, "this kernel has tiles of its own"),
         (meta(), {"BACKEND": "DECODE"}, "BACKEND"),
     ):

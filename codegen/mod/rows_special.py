@@ -35,8 +35,9 @@ def _apart(x, y):
 
 
 def _xlogy(x, y):
-    if is_number(y):
-        y = torch.full_like(x, y, dtype=torch.float32)
+    both = x + y
+    dtype = torch.float32 if is_integral(both) else both.dtype  # of the result; torch rounds y to it before the logarithm
+    y = torch.full_like(x, y, dtype=dtype) if is_number(y) else y.to(dtype)
     nothing = (x == 0) & ((y <= 0) | (y == math.inf))
     return torch.where(nothing, 0.0, x * torch.log(torch.where(nothing, 1.0, y)))
 

@@ -47,7 +47,7 @@ def choose(candidates: tuple[Candidate, ...], call, named: str | None, refused: 
         else:
             reason = candidate.fits(call)
             if named and reason:
-                raise ValueError(f"kernel_options['BACKEND'] is {named!r}, but {reason}; leave BACKEND out")
+                raise ValueError(f"kernel_options['BACKEND'] names {named}, but {reason}; leave BACKEND out")
             if not named:
                 reason = reason or refused.get((candidate.name, *call.key)) or candidate.worthwhile(call)
         if reason is None:

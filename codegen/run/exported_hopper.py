@@ -36,7 +36,7 @@ class HopperPart:
             self.without = "dot products of rows of captured tensors: files have the portable kernels for them"
         if self.without:
             if self.required:
-                raise ValueError(f"kernel_options['BACKEND'] is {named!r}, but {self.without}; leave BACKEND out")
+                raise ValueError(f"kernel_options['BACKEND'] names {named}, but {self.without}; leave BACKEND out")
             return
         self.forward = candidate.plan(plans.forward_call(False))
         self.forward_with_rows = candidate.plan(fitting) if call.backward else None

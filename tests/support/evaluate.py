@@ -141,6 +141,11 @@ def default_dtype(dtype: torch.dtype):
         torch.set_default_dtype(before)
 
 
+def is_integer(value) -> bool:
+    """Whether it is a tensor of integers."""
+    return isinstance(value, torch.Tensor) and not value.is_floating_point() and value.dtype != torch.bool
+
+
 class Noise(TorchDispatchMode):
     """Every operation that rounds is off by a few float32 roundings, and overflows where float32 does."""
 
@@ -180,8 +185,8 @@ class Noise(TorchDispatchMode):
         return torch.where(value.isfinite(), value * (1 + noise * self.AMOUNT) + noise * SMALLEST, value)
 
     def as_float(self, value):
-        """A large integer, on its way into floating point."""
-        if isinstance(value, torch.Tensor) and not value.is_floating_point() and value.dtype != torch.bool:
+        """An integer on its way into floating point, which rounds if it is large."""
+        if is_integer(value):
             return torch.where(value.abs() > 1 << 24, self.blurred(value.double()), value.double())
         return value
 
@@ -192,7 +197,7 @@ class Noise(TorchDispatchMode):
         if mixed and name not in ("index", "where"):
             args = tuple(map(self.as_float, args))
         if name in self.BLUR or "alpha" in (kwargs or {}):
-            args = tuple(map(self.blurred, args))
+            args = tuple(self.blurred(a.double() if is_integer(a) and name != "pow" else a) for a in args)
         result = function(*args, **(kwargs or {}))
         return self.blurred(result) if name in self.ROUND | self.BLUR else result
 

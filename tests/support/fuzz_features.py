@@ -142,7 +142,8 @@ def finite(found):
 
 def total(found):
     # a number of all results, in which each element has a weight of its own
-    return sum((t * torch.arange(t.numel()).reshape(t.shape).cos()).sum() + 0.1 * t.pow(2).sum() for t in tree_leaves(finite(found)))
+    weight = lambda t: torch.arange(t.numel(), device=t.device).reshape(t.shape).cos()
+    return sum((t * weight(t)).sum() + 0.1 * t.pow(2).sum() for t in tree_leaves(finite(found)))
 
 
 def replaced(x, places, values):

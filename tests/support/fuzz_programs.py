@@ -331,9 +331,9 @@ def drawn_options(p: Program, rng: random.Random, s: Shape, dtype: str, masked: 
     if not cuda and os.environ.get("FLEXPRESS_CPU") == "cpp":  # which rounds scaled queries no more; another backend is the interpreter
         options = {name: value for name, value in options.items() if name not in ("PRESCALE_QK", "BACKEND")}
     if options.get("BACKEND") == "GLUON":
-        p.refusals += "|GLUON"
+        p.refusals += "|names HOPPER"
     if options.get("BACKEND") == "TRITON_DECODE":
-        p.refusals += "|DECODE"
+        p.refusals += "|names DECODE"
     if cuda:
         p.refusals += "|out of resource|shared memory"
     return options
