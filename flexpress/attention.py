@@ -42,7 +42,7 @@ def _opened(given: dict) -> dict:
     if block_mask is not None:
         tables, facts, mod_of_lists = parts_of_mask(block_mask)
         if given["mask_mod"] is not None and given["mask_mod"] is not mod_of_lists:
-            raise ValueError("block_mask was not made of this mask_mod; pass one of them, or and_masks(...) of both as mask_mod")
+            raise ValueError("inside torch.compile mask_mod must be the very function that block_mask was made of; pass one of them")
         given["mask_mod"] = mod_of_lists
     request = None if return_aux is None else checked_request(return_aux, given["return_lse"])
     max_scores, wanted = (False, Wanted()) if request is None else (request.max_scores, wanted_of(request))

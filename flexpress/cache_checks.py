@@ -167,8 +167,6 @@ def _check_caches(name: str, tokens, layout: str, k_cache, v_cache, k_scale, v_s
     if k_scale is not None and k_cache.dtype != torch.float8_e4m3fn:
         raise TypeError(f"k_scale and v_scale are for caches of float8_e4m3fn, got {k_cache.dtype}; leave them out")
     for what, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if tensor.device != tokens.device:
-            raise ValueError(f"{what} is on {tensor.device} but {name} is on {tokens.device}; move one with .to(...)")
         if tensor.is_neg():
             raise ValueError(f"{what} is a view with the negative bit (as x.conj().imag is); pass {what}.resolve_neg()")
     if k_cache.shape[:3] != v_cache.shape[:3] or k_cache.shape[3] != tokens.shape[-1]:

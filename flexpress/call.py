@@ -21,7 +21,7 @@ from flexpress.arguments import as_before, checked, is_narrow, lists_of_call, re
 from flexpress.autograd import differentiable, refuse_extras
 from flexpress.dropout import Dropout, readable_seed
 from flexpress.float8 import Quantised, as_multiplied, check_quantised, output_dtype, read_scales, refuse_gradients, refuse_transformed
-from flexpress.mask_mods import same_mod
+from flexpress.mask_mods import check_made_of
 from flexpress.packing import packing_of
 from flexpress.recorded import Recorded, recorded
 from flexpress.scales import read_scale
@@ -29,7 +29,6 @@ from flexpress.sinks import read_sinks
 from flexpress.transformed import Transformed, transformed
 
 from .codegen.mod.bind import bind
-from .codegen.mod.capture import name_of
 from .codegen.mod.tensors import are_plain, check_kind, is_transformed, read_captured, readable_inputs, recording
 from .codegen.mod.wide import in_wide_integers
 from .codegen.run.call import Bound, ExtraInputs, Inputs
@@ -85,8 +84,7 @@ def bound(
         if score[1]:
             read(score, inputs.device, "score_mod")
     if block_mask is not None:
-        if mask_mod is not None:
-            _check_same(block_mask, mask_mod)
+        check_made_of(block_mask, mask_mod)
         lists, transposed, mask_mod = read_mask(block_mask, q, k, inputs, options)
     if mask_mod is not None:
         mask = _bound_mod(mask_mod, "mask", inputs, packed)
@@ -106,14 +104,6 @@ def _bound_mod(mod: Callable, kind: str, inputs: Inputs, packed: tuple | None) -
     """A mod's graph and what it captures. What is made of mods on sequences holds already (Packing)."""
     found = bind(mod, kind)
     return found if packed else in_wide_integers(found, inputs.extents)
-
-
-def _check_same(block_mask, mask_mod) -> None:
-    if not same_mod(block_mask.mask_mod, mask_mod, "mask"):
-        raise ValueError(
-            f"block_mask was made of {name_of(block_mask.mask_mod)}, not of the mask_mod {name_of(mask_mod)}; pass one of "
-            "them, or and_masks(...) of both as mask_mod"
-        )
 
 
 def _extras(inputs: Inputs, packed: tuple | None, sinks: torch.Tensor | None, dropout: Dropout | None) -> ExtraInputs:

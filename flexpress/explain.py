@@ -9,6 +9,9 @@ import torch
 from torch.nn.attention import flex_attention as torchs
 
 from flexpress.call import bound
+from flexpress.checks import check_are_tensors
+from flexpress.dropout import read_dropout, refuse_over_devices
+from flexpress.float8 import quantised, refuse_float8_over_devices
 from flexpress.mods import MaskMod, ScoreMod
 
 from .codegen.compiling import runs_uncompiled
@@ -16,9 +19,10 @@ from .codegen.mod.bind import why_every_call
 from .codegen.mod.sums import as_sum
 from .codegen.mod.tensors import check_values, is_distributed
 from .codegen.plan.candidates import Choice
+from .codegen.plan.extras import factors_out
 from .codegen.plan.hopper_forward import scores_are_raw
 from .codegen.run import backward, forward
-from .codegen.run.call import Bound, keys_of
+from .codegen.run.call import Bound, keys_of, structure_of
 from .codegen.run.layouts import with_rows
 
 
@@ -35,6 +39,13 @@ def explain(
     *,
     mask_mod: MaskMod | None = None,
     deterministic: bool = False,
+    sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> str:
     """Which kernels flex_attention chooses for these arguments, and why not those that come first: a line each for forward and backward.
 
@@ -42,8 +53,8 @@ def explain(
         backward  PORTABLE; not HOPPER: deterministic: programs add to dQ in any order
 
     "HOPPER" are the kernels for sm_90 alone, "PORTABLE" those for any device, "DECODE" the one for few queries, "CPP" those for CPUs, in
-    C++. The arguments are those
-    of flex_attention; tensors that want gradients (requires_grad), captured ones too, are taken into account.
+    C++. The arguments are those of flex_attention, except context, return_lse and return_aux. There is a line for the backward pass where
+    a tensor wants a gradient (requires_grad), a captured one or sinks, too.
     Where a kernel is still being compiled beside the program, and one that compiles fast serves meanwhile, its line says so.
     A mod that has to be traced at every call, which takes some tenths of a millisecond, has a line that says why.
     Nothing is compiled or run but what a mask_mod's block lists need; that a kernel spills too many registers, or does not compile, is
@@ -52,15 +63,22 @@ def explain(
     Raises what flex_attention raises.
     """
     arguments = query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod
+    check_are_tensors(query=query, key=key, value=value)
+    dropout = read_dropout(dropout_p, dropout_seed, query.device) if dropout_p else None
+    float8 = quantised(q_scale, k_scale, v_scale, out_dtype)
     if is_distributed(query):
         from flexpress.dtensors import bound_shard  # imports torch's module, which takes long
 
-        _, call = bound_shard(*arguments)
+        refuse_float8_over_devices(query, float8)
+        refuse_over_devices(dropout, None, query)
+        _, call = bound_shard(*arguments, sinks)
     else:
         check_values("explain", query=query, key=key, value=value)
-        call = bound(*arguments)  # type: ignore[assignment]  # of tensors with values it is no Recorded
+        # of tensors with values it is no Recorded
+        call = bound(*arguments, sinks=sinks, dropout=dropout, quantised=float8)  # type: ignore[assignment]
     keys = keys_of(call.score, call.mask, call.inputs.extents, call.lists)
-    differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in (call.q, call.k, call.v, *call.captured))
+    learned = (call.q, call.k, call.v, *call.captured, *((call.extras.sinks,) if call.extras and call.extras.sinks is not None else ()))
+    differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in learned)
     choice, seen = forward.choice_of(call, keys, output_rows=differentiable)
     awaited = forward.is_awaited(choice, seen)
     lines = [_line("forward", choice, awaited)]
@@ -77,8 +95,9 @@ def _backward_choice(call: Bound, keys: tuple, forward_choice: Choice, determini
     """With whether it is on its way. The output's gradient is taken to lie as query does."""
     wanted = frozenset(i for i, t in enumerate(call.captured) if t.requires_grad)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    raw = forward_choice.candidate.name == "HOPPER" and call.score is not None and scores_are_raw(as_sum(call.score[0]), call.scale > 0)
-    details = backward.Details(call.options, deterministic, False, wanted, raw)
+    by_hopper, positive = forward_choice.candidate.name == "HOPPER", factors_out(call.scale, structure_of(call.extras))
+    raw = by_hopper and call.score is not None and scores_are_raw(as_sum(call.score[0]), positive)
+    details = backward.details_of(call, raw, False, wanted, deterministic)
     q, k, v = map(with_rows, call[:3])
     choice, seen = backward.choice_of((q, k, v, q), call.scale, keys, None if call.lists is None else call.lists.blocks, details)
     return choice, backward.is_awaited(choice, seen)

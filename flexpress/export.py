@@ -16,7 +16,7 @@ from flexpress.exported_files import write
 from flexpress.float8 import FLOAT8
 from flexpress.foreign_masks import is_foreign_mask
 from flexpress.mask_creation import create_block_mask
-from flexpress.mask_mods import same_mod
+from flexpress.mask_mods import check_made_of
 from flexpress.mods import MaskMod, ScoreMod
 
 from .codegen.device import offline
@@ -183,8 +183,7 @@ def _mask_of(block_mask, mask_mod) -> tuple[Callable, tuple[int, int]]:
     if not isinstance(block_mask, BlockMask):
         what = "torch's BlockMask" if is_foreign_mask(block_mask) else type(block_mask).__name__
         raise TypeError(f"block_mask must be made by flexpress.create_block_mask, got {what}; or pass mask_mod=")
-    if mask_mod is not None and not same_mod(block_mask.mask_mod, mask_mod, "mask"):
-        raise ValueError("block_mask was not made of mask_mod; pass one of them")
+    check_made_of(block_mask, mask_mod)
     size = tuple(block_mask.BLOCK_SIZE)
     device, apart = block_mask.kv_num_blocks.device, block_mask.full_kv_num_blocks is not None
     grid = (*block_mask.shape[:2], *block_mask.seq_lengths)

@@ -33,6 +33,7 @@ import torch
 from flexpress.attention import flex_attention
 from flexpress.checks import DTYPES, MAX_HEAD_DIM, autocasts, check_rank
 from flexpress.in_graph import compilable
+from flexpress.mask_mods import without_ones
 from flexpress.mods import causal as causal_mask
 
 from .codegen.mod.tensors import followed
@@ -201,12 +202,11 @@ def _attention(q, k, v, bias, causal, softmax_scale, return_lse):
 
 
 def added(bias: torch.Tensor) -> Callable:
-    """The score_mod that adds a bias of four dimensions: captured without its extents of 1, and indexed along the others only."""
-    varies = tuple(n != 1 for n in bias.shape)
-    bias = bias.squeeze()
+    """The score_mod that adds a bias of four dimensions."""
+    bias, at = without_ones(bias)
 
     def add_bias(score, b, h, q_idx, kv_idx):
-        return score + bias[tuple(i for i, used in zip((b, h, q_idx, kv_idx), varies, strict=True) if used)]
+        return score + bias[at(b, h, q_idx, kv_idx)]
 
     return add_bias
 

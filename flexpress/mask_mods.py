@@ -1,4 +1,4 @@
-"""mask_mods: the one that hides nothing, several as one, and whether two are the same."""
+"""mask_mods: the one that hides nothing, several as one, that of a tensor, and whether two are the same."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from flexpress.mods import MaskMod
 from .codegen.mod.bind import bind
 from .codegen.mod.capture import name_of
 from .codegen.mod.errors import ModError
+from .codegen.mod.tensors import looks_ordinary, tracing
 from .mods._made import picklable
 
 
@@ -46,6 +47,26 @@ def _combined(mask_mods: tuple, word: str, start: Callable, join: Callable) -> C
     return combined
 
 
+def without_ones(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable]:
+    """A tensor of 4 dimensions without those of extent 1, which broadcast, and at(b, h, q_idx, kv_idx), the index of its element."""
+    varies = tuple(extent != 1 for extent in tensor.shape)
+
+    def at(*indices):
+        return tuple(index for index, used in zip(indices, varies, strict=True) if used)
+
+    return tensor.squeeze(), at
+
+
+def check_made_of(block_mask, mask_mod: MaskMod | None) -> None:
+    """Raises ValueError for a mask_mod beside a block mask that was made of another one. None beside it is right."""
+    if mask_mod is None or same_mod(block_mask.mask_mod, mask_mod, "mask"):
+        return
+    names = name_of(block_mask.mask_mod), name_of(mask_mod)
+    raise ValueError(
+        f"block_mask was made of {names[0]}, not of the mask_mod {names[1]}; pass one of them, or and_masks(...) of both as mask_mod"
+    )
+
+
 def same_mod(mod, other, kind: str) -> bool:
     """Whether two mods are one function, or have the same code and capture equal values: one trace, which fits both."""
     if mod is other:
@@ -59,5 +80,10 @@ def same_mod(mod, other, kind: str) -> bool:
 
 def _same_value(value, other) -> bool:
     if isinstance(value, torch.Tensor):
-        return value is other or (value.device == other.device and torch.equal(value, other))
+        return value is other or (_has_values(value) and _has_values(other) and value.device == other.device and torch.equal(value, other))
     return value == other or (value != value and other != other)
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    """May it be compared with another one here?"""
+    return looks_ordinary(tensor) and tensor.device.type != "meta" and not tracing()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .codegen.run.decode import MAX_QUERIES
+from .codegen.plan.decode import MAX_QUERIES
 from .codegen.run.status_lists import Starts, block_starts
 
 LONG = 2  # blocks that packed sequences must have on average for blocks of their own

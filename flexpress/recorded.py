@@ -16,6 +16,7 @@ from flexpress.block_mask import BlockMask
 from flexpress.dropout import Dropout
 from flexpress.float8 import FLOAT8, Quantised, check_quantised, refuse_gradients
 from flexpress.foreign_masks import foreign_lists, is_foreign_mask
+from flexpress.mask_mods import check_made_of
 from flexpress.programs import captures_of, mod_program
 from flexpress.scales import read_scale
 from flexpress.sinks import check_sinks
@@ -145,8 +146,7 @@ def lists_of_mask(block_mask, query, key, mask_mod) -> tuple:
     """The lists of a block mask, does its mask_mod decide alone, and this mask_mod."""
     if not isinstance(block_mask, BlockMask) and not is_foreign_mask(block_mask):
         raise TypeError(f"block_mask must be a BlockMask (from create_block_mask), got {type(block_mask).__name__}")
-    if mask_mod is not None and mask_mod is not block_mask.mask_mod:
-        raise ValueError("block_mask was not made of this mask_mod; pass one of them, or and_masks(...) of both as mask_mod")
+    check_made_of(block_mask, mask_mod)
     lengths = block_mask.seq_lengths
     if isinstance(block_mask, BlockMask):
         lists, decided = block_mask.as_lists(), block_mask._decided

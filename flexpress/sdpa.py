@@ -12,6 +12,7 @@ from flexpress.attention import flex_attention
 from flexpress.checks import check_tensor
 from flexpress.flash import added
 from flexpress.in_graph import compilable
+from flexpress.mask_mods import without_ones
 
 from .codegen.mod.tensors import followed
 
@@ -127,11 +128,10 @@ def _mask_as_four_dimensions(mask: torch.Tensor, scores: tuple[int, ...]) -> tor
 
 
 def _taken_from(mask: torch.Tensor) -> Callable:
-    """The mask_mod that is True where a mask of four dimensions is; read along the extents other than 1 only."""
-    varies = tuple(n != 1 for n in mask.shape)
-    mask = mask.squeeze()
+    """The mask_mod that is True where a mask of four dimensions is."""
+    mask, at = without_ones(mask)
 
     def attn_mask(b, h, q_idx, kv_idx):
-        return mask[tuple(i for i, used in zip((b, h, q_idx, kv_idx), varies, strict=True) if used)]
+        return mask[at(b, h, q_idx, kv_idx)]
 
     return attn_mask

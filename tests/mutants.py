@@ -1070,8 +1070,8 @@ LAUNCHES = [
     ),
     Mutant(
         "codegen/run/backward.py",
-        "rows.raw, ordinary, structure_of",
-        "rows.raw, True, structure_of",
+        "raw_tops, ordinary, structure_of",
+        "raw_tops, True, structure_of",
         named("backward", "becomes_infinite"),
         "a captured number that is infinite now finds the kernel of one that was not",
     ),

@@ -142,7 +142,7 @@ def test_gradients(keys, device):
 
 def test_what_it_does_not_serve_is_an_error():
     q = torch.randn(1, 1, 17, 16)
-    with pytest.raises(ValueError, match="'DECODE', but query has 17 positions, more than 16; leave BACKEND out"):
+    with pytest.raises(ValueError, match="names DECODE, but query has 17 positions, more than 16; leave BACKEND out"):
         flex_attention(q, q, q, kernel_options=OPTIONS)
     with pytest.raises(ValueError, match="BLOCK_N is for the other kernels"):
         flex_attention(q[:, :, :1], q, q, kernel_options={**OPTIONS, "BLOCK_N": 32})

@@ -68,6 +68,21 @@ CASES = {  # tensors, arguments, and a word of the reasons forward and backward;
     "learned per query": (tensors(64), {"score_mod": lambda s, b, h, m, n: s + LEARNED_PER_POSITION[m]}, None, "query alone"),
     "causal": (tensors(), {"block_mask": create_block_mask(mods.causal, None, None, 256, 256, device="cpu")}, None, None),
     "few queries": (tensors(length=64), {}, "64 queries", None),
+    "dropout": (tensors(), {"dropout_p": 0.1}, None, None),
+    "dropout, 192 columns": (
+        tensors(192),
+        {"dropout_p": 0.1, "dropout_seed": torch.ones(1, dtype=torch.int64)},
+        None,
+        "dropout with head dims",
+    ),
+    "sinks": (tensors(), {"sinks": torch.zeros(4, requires_grad=True)}, None, None),
+    "float8": ([t.to(torch.float8_e4m3fn) for t in tensors(wants=False)], {"q_scale": torch.ones(1)}, None, ""),
+    "float8 in float32": (
+        [t.to(torch.float8_e4m3fn) for t in tensors(wants=False)],
+        {"k_scale": torch.ones(4), "v_scale": torch.ones(1, 4), "out_dtype": torch.float32},
+        None,
+        "",
+    ),
     "small blocks": (
         tensors(),
         {"block_mask": create_block_mask(mods.causal, None, None, 256, 256, device="cpu", BLOCK_SIZE=64)},
@@ -82,7 +97,7 @@ def test_every_reason_is_named(name, launched):
     given, arguments, *reasons = CASES[name]
     text = explain(*given, **arguments)
     lines = text.splitlines()
-    assert len(lines) == (1 if name == "no gradients" else 2)
+    assert len(lines) == (2 if given[0].requires_grad else 1)
     for line, what, reason in zip(lines, ("forward", "backward"), reasons, strict=False):
         assert line.startswith(what) and (line.split()[1].rstrip(";") == "HOPPER") == (reason is None)
         assert reason is None or reason in line
@@ -206,3 +221,17 @@ def test_on_the_cpu():
     assert "not HOPPER: the kernel for Hopper needs sm_90, this is cpu" in text and "interpreter" in text
     with pytest.raises(ValueError, match="needs sm_90"):
         flex_attention(*tensors(), kernel_options={"BACKEND": "HOPPER"})
+
+
+def test_sinks_that_learn_alone():
+    assert "backward" in explain(*tensors(wants=False), sinks=torch.zeros(4, requires_grad=True))
+
+
+def test_what_flex_attention_refuses():
+    q, k, v = tensors()
+    with pytest.raises(ValueError, match="dropout_p"):
+        explain(q, k, v, dropout_p=2.0)
+    with pytest.raises(ValueError, match="sinks"):
+        explain(q, k, v, sinks=torch.zeros(3))
+    with pytest.raises(TypeError, match="query must be a torch.Tensor"):
+        explain(None, k, v)  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.func import vmap
 
 from flexpress import BlockMask, cache_info, create_block_mask, flex_attention, mods
 from flexpress.codegen import registry
@@ -131,6 +132,13 @@ def test_block_mask_and_mask_mod_must_agree(device):
         flex_attention(q, k, v, block_mask=mask, mask_mod=mods.sliding_window(31))
     with pytest.raises(ValueError, match="not of the mask_mod causal"):
         flex_attention(q, k, v, block_mask=mask, mask_mod=mods.causal)
+
+    def mapped(window):
+        return vmap(lambda q: flex_attention(q, k, v, block_mask=mask, mask_mod=mods.sliding_window(window)))(q[None])
+
+    torch.testing.assert_close(mapped(30)[0], flex_attention(q, k, v, block_mask=mask))
+    with pytest.raises(ValueError, match="block_mask was made of sliding_window, not of the mask_mod sliding_window"):
+        mapped(31)
 
 
 @pytest.mark.parametrize("device", DEVICES)

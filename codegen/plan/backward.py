@@ -27,17 +27,16 @@ from .backward_tiles import backward_tile
 from .extras import ORDINARY, Extras
 from .forward import Blocks, Mod, Options, batch_inside, block_flags, element_flags, indices_of, list_numbers, list_tables, own_elements
 from .slices import padded
-from .tiles import Tile
+from .tiles import BLOCK, Tile
 
 STATS_ALIGNMENT = 128  # backward_delta pads its rows to a multiple of this; query tiles divide it
-_BLOCK = 128  # of queries or keys where there are no block lists
 SYMBOLS = {"score": "qk", "b": "z", "h": "h", "q_idx": "m", "kv_idx": "n", "grad": "grad"}  # in kernels that differentiate
 
 
 def whole_blocks(q_len: int, kv_len: int, blocks: Blocks | None) -> bool:
     """Does every block end inside the sequence? Then no tile of it has a position that does not exist, and none needs a check."""
     if blocks is None:
-        return q_len % _BLOCK == 0 and kv_len % _BLOCK == 0
+        return q_len % BLOCK == 0 and kv_len % BLOCK == 0
     return not blocks.starts and q_len % blocks.q_block == 0 and kv_len % blocks.kv_block == 0
 
 
@@ -134,8 +133,7 @@ def plan_backward(case: BackwardCase, backend: str, arch: str, score: Mod | None
         roles += dot_roles(found.dots, case.captured)
     columns = tuple(r for r in roles if r[0] == "column")
     others = tuple(r for r in roles if r[0] != "column")
-    taken = frozenset(c.name for c in (*score[0].tensors, *score[0].scalars)) if score else frozenset()
-    mask_text = mod_text(*mask, SYMBOLS, target, tile="qk", taken=taken) if mask else None
+    mask_text = mod_text(*mask, SYMBOLS, target, tile="qk", beside=score) if mask else None
     check_padding = score is not None and padding_may_be_nan(score[0].result, case.ordinary)
     sizes, added = case.blocks or Blocks(False, 0, 0), width_of_dots(score and score[0])
     wide = max(case.d_qk, case.d_v) > WIDEST_TILE  # no program has the registers for dK and dV
@@ -162,7 +160,7 @@ def plan_backward(case: BackwardCase, backend: str, arch: str, score: Mod | None
         slabs = any(role == "slab" for role, _, _ in captured)
         read = (read_in(load, role) for role, load, _ in captured)
         gathered = tuple(zip(text.gradient.captured, read, strict=True)) if captured else ()
-        whole = case.whole and (case.blocks is not None or _BLOCK % tile.BLOCK_M == 0 and _BLOCK % tile.BLOCK_N == 0)
+        whole = case.whole and (case.blocks is not None or BLOCK % tile.BLOCK_M == 0 and BLOCK % tile.BLOCK_N == 0)
         parameters = _parameters(name, case, text, mask_text, buffers_of(score, gathered), slabs)
         inside = batch_inside(score, mask) and not slabs
         spec = _spec(name, case, backend, text, mask_text, slabs, inside, check_padding, whole, parameters)
@@ -188,10 +186,10 @@ def buffers_of(score: Mod | None, gathered: Gathered) -> tuple[Parameter, ...]:
     return tuple(found)
 
 
-def statistics_read(stats: str = "STATS_LEN", delta: bool = True) -> tuple[Parameter, ...]:
+def statistics_read(delta: bool = True) -> tuple[Parameter, ...]:
     """What backward_delta leaves for the other kernels."""
-    tops = pointer("TOPS", "float32", f"[Z, Hq, 2, {stats}]: top and share")
-    return (tops, pointer("DELTA", "float32", f"[Z, Hq, {stats}]")) if delta else (tops,)
+    tops = pointer("TOPS", "float32", "[Z, Hq, 2, STATS_LEN]: top and share")
+    return (tops, pointer("DELTA", "float32", "[Z, Hq, STATS_LEN]")) if delta else (tops,)
 
 
 def delta_unit(case: BackwardCase) -> int:

@@ -115,8 +115,7 @@ def plan_cpu_backward(case: BackwardCase, score: Mod | None, mask: Mod | None) -
         roles += dot_roles(found.dots, case.captured)
         differential = Differential(found.score, tuple(roles), case.ordinary)
         text = mod_text(*score, SYMBOLS, target, tile="qk", differential=differential)
-    taken = frozenset(c.name for c in (*score[0].tensors, *score[0].scalars)) if score else frozenset()
-    mask_text = mod_text(*mask, SYMBOLS, target, tile="qk", taken=taken) if mask else None
+    mask_text = mod_text(*mask, SYMBOLS, target, tile="qk", beside=score) if mask else None
     gathered = tuple(zip(text.gradient.captured, (read_in(load, role) for role, load, _ in roles), strict=True)) if text else ()
     flags = {
         "LANGUAGE": CPP.name,

@@ -12,7 +12,7 @@ from ..text.spec import KernelSpec
 from .backward import buffers_of, role_of, strides
 from .cpu import BLOCK_M, CpuBackwardPlan, CpuPlan
 from .forward import Mod, block_flags, list_numbers, list_tables
-from .tangent import INPUTS, SHAPES, SYMBOLS, Moved, TangentCase, names_in, tangent_flags, tangent_parameters
+from .tangent import INPUTS, SHAPES, SYMBOLS, Moved, TangentCase, tangent_flags, tangent_parameters
 
 BLOCK_N = 64
 
@@ -21,7 +21,7 @@ def plan_cpu_tangent(case: TangentCase, score: Moved | None, mask: Mod | None) -
     """The plan of cpu_tangent."""
     target = _target(case)
     score_text = mod_text(*score.mod, SYMBOLS, target, tile="qk", tangent=score.tangents.result) if score else None
-    mask_text = mod_text(*mask, SYMBOLS, target, tile="qk", taken=names_in(score)) if mask else None
+    mask_text = mod_text(*mask, SYMBOLS, target, tile="qk", beside=score and score.mod) if mask else None
     tensors, sizes = tangent_parameters(case)
     mods = tuple(p for m in (score_text, mask_text) if m for p in m.parameters)
     flags = {"WRITTEN": ("O", "OT", "LSE", "LSET", "MAX", "ROWS", "STATS"), **_flags(case), **tangent_flags(case)}
@@ -37,7 +37,7 @@ def plan_cpu_gradients(case: TangentCase, score: Moved | None, mask: Mod | None)
         roles = tuple((role_of(load, score.mod[1][load.attr], ordered), load, gradient) for load, gradient in score.tangents.of_loads)
         derived = Differential(score.tangents.derived.score, roles, False, tangent=score.tangents.of_score)
         text = mod_text(*score.mod, SYMBOLS, target, tile="qk", differential=derived, tangent=score.tangents.result)
-    mask_text = mod_text(*mask, SYMBOLS, target, tile="qk", taken=names_in(score)) if mask else None
+    mask_text = mod_text(*mask, SYMBOLS, target, tile="qk", beside=score and score.mod) if mask else None
     gathered = tuple(zip(text.gradient.captured, (load for _, load, _ in roles), strict=True)) if text else ()
     inputs = (*INPUTS, *(f"{t}t" for t in INPUTS), "do")
     tensors = [pointer(t.upper(), dtype, SHAPES[t[0]]) for t in inputs]

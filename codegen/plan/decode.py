@@ -37,6 +37,7 @@ from .forward import (
 from .slices import padded
 from .tiles import Tile
 
+MAX_QUERIES = 16  # of a call without a cache; more of them keep the device busy without splitting keys
 MAX_ROWS = 64  # of a tile, where it has so many
 MIN_SHARE = 256  # keys of a part at least: adding up parts costs as much as reading some tens of keys
 FIXED_SHARE = 1024  # keys of a part where the result must not depend on other sequences

@@ -229,8 +229,7 @@ def lowered(
     copied: see mod_text)."""
     details = {"vectors": vectors, "by_distance": by_distance, "copied": copied}
     score_text = mod_text(*score, _SYMBOLS, target, tile="qk", **details) if score else None
-    taken = frozenset(c.name for c in (*score[0].tensors, *score[0].scalars)) if score else frozenset()
-    mask_text = mod_text(*mask, _SYMBOLS, target, tile="qk", taken=taken) if mask else None
+    mask_text = mod_text(*mask, _SYMBOLS, target, tile="qk", beside=score) if mask else None
     return score_text, mask_text
 
 

@@ -167,7 +167,6 @@ def plan_hopper_backward(
     target = Target("cuda", dtype_name(case.dtype), case.exact_indices, GLUON)
     score_text = mask_text = None
     gathered = ()
-    taken = frozenset()
     check_padding = score is not None and padding_may_be_nan(score[0].result, case.ordinary)
     if score:
         found = differentiate(score[0], case.captured)
@@ -183,10 +182,9 @@ def plan_hopper_backward(
             vectors={**names, "q_idx": "rows", "kv_idx": "keys"} if not check_padding else None,
         )
         gathered = tuple(zip(score_text.gradient.captured, (load for _, load, _ in roles), strict=True))
-        taken = frozenset(c.name for c in (*score[0].tensors, *score[0].scalars))
     shown = mask_of_runs(mask, "q_idx", target)
     if shown:
-        mask_text = mod_text(*shown, _SYMBOLS, target, tile="qk", taken=taken)
+        mask_text = mod_text(*shown, _SYMBOLS, target, tile="qk", beside=score)
     tile = tile or hopper_backward_tile(case, score, mask)
     scale_apart = score is not None or not case.scale_is_positive
     # share is read while S is computed: 5 % faster where that does not spill

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..gpus import SHARED_MEMORY
 from ..mod.dtypes import dtype_name
 from ..mod.expr import Expr, ModGraph, symbols_in
 from ..mod.loads import loads_of, weight_of
@@ -15,7 +16,6 @@ from ..text.snippet import Copied
 from .forward import ForwardCase, Mod
 from .hopper_tiles import ROWS, HopperTile, padded
 
-SHARED_BYTES = 227 << 10  # of a multiprocessor, for one program
 OTHER_BYTES = 1 << 10  # of that for barriers and numbers
 _WIDEST = 128  # head dims: wider ones leave no room
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -62,7 +62,7 @@ def with_elements(case: ForwardCase, tile: HopperTile, elements: Elements, hande
     """With buffers for the elements of a tile's scores, two if there is room; None if there is none. `handed`: of how many tensors
     numbers of the keys are in shared memory, too."""
     (d_qk, d_v), size = padded(case), case.dtype.itemsize
-    room = SHARED_BYTES - OTHER_BYTES - size * (tile.BLOCK_M * d_qk + tile.stages * tile.BLOCK_N * (d_qk + d_v))
+    room = SHARED_MEMORY["sm_90"] - OTHER_BYTES - size * (tile.BLOCK_M * d_qk + tile.stages * tile.BLOCK_N * (d_qk + d_v))
     room -= 4 * handed * tile.stages * tile.BLOCK_N
     output, buffer = size * tile.BLOCK_M * d_v, elements.dtype.itemsize * tile.BLOCK_M * tile.BLOCK_N
     if output + buffer <= room:

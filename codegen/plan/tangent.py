@@ -75,7 +75,7 @@ def plan_tangent(case: TangentCase, backend: str, arch: str, score: Mod | None, 
     target, mask_text = _target(case, backend), None
     text = mod_text(*score.mod, SYMBOLS, target, tile="qk", tangent=score.tangents.result) if score else None
     if mask:
-        mask_text = mod_text(*mask, SYMBOLS, target, tile="qk", taken=names_in(score))
+        mask_text = mod_text(*mask, SYMBOLS, target, tile="qk", beside=score and score.mod)
     tensors, sizes = tangent_parameters(case)
     return _step("tangent", case, backend, arch, (text, mask_text), tensors, sizes, flags=tangent_flags(case))
 
@@ -113,7 +113,7 @@ def plan_gradients(case: TangentCase, backend: str, arch: str, score: Moved | No
     if score:
         layouts = score.mod[1]
         roles = [(role_of(load, layouts[load.attr], case), load, gradient) for load, gradient in score.tangents.of_loads]
-    mask_text = mod_text(*mask, SYMBOLS, target, tile="qk", taken=names_in(score)) if mask else None
+    mask_text = mod_text(*mask, SYMBOLS, target, tile="qk", beside=score and score.mod) if mask else None
     inputs = (*INPUTS, *(f"{t}t" for t in INPUTS), "do")
     for name, own, written in (("tangent_dkv", True, ("dk", "dv")), ("tangent_dq", False, ("dq",))):
         captured, text = tuple(r for r in roles if (r[0] == "column") is own), None
@@ -140,10 +140,6 @@ SHAPES = {"q": "[Z, Hq, Q_LEN, D_QK]", "k": "[Zkv, Hkv, KV_LEN, D_QK]", "v": "[Z
 
 def _target(case: TangentCase, backend: str) -> Target:
     return Target(backend, dtype_name(case.dtype), case.exact_indices, read_directly=backend == "cuda")
-
-
-def names_in(score: Moved | None) -> frozenset[str]:
-    return frozenset(c.name for c in (*score.mod[0].tensors, *score.mod[0].scalars)) if score else frozenset()
 
 
 def _step(

@@ -76,7 +76,7 @@ def backward(
         return dq.zero_(), dk.zero_(), dv.zero_(), _all_of({}, wanted, score), _of_sinks_alone(bound, dlse)
 
     transposed, keys = bound.transposed(mask) if bound.transposed else None, keys_of(score, mask, like.lengths, lists)
-    details = _details(bound, rows, dlse is not None, wanted, deterministic)
+    details = details_of(bound, rows.raw, dlse is not None, wanted, deterministic)
     layouts = do.shape, do.stride(), q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16, do.data_ptr() % 16
     structures = lists and lists.structure, transposed and transposed.structure
     kind = (looks, *layouts, out.stride(), bound.scale, details, rows.provisional, _dropout_of(bound), *keys, *structures)
@@ -168,10 +168,11 @@ def _new(call: _Pass, meanwhile: bool = False) -> TwoPass | Fused:
     return choice.candidate.prepare(case, _sizes(case, call.tensors, call.bound), tuple(call.tensors), lists, call.transposed)
 
 
-def _details(bound: Bound, rows: Rows, lse_gradient: bool, wanted: frozenset[int], deterministic: bool) -> Details:
+def details_of(bound: Bound, raw_tops: bool, lse_gradient: bool, wanted: frozenset[int], deterministic: bool) -> Details:
+    """Those of a call whose forward pass left its row maxima so."""
     score = bound.score
     ordinary = score is None or are_ordinary(score[1][len(score[0].tensors) :])
-    return Details(bound.options, deterministic, lse_gradient, wanted, rows.raw, ordinary, structure_of(bound.extras))
+    return Details(bound.options, deterministic, lse_gradient, wanted, raw_tops, ordinary, structure_of(bound.extras))
 
 
 def _refuse(ready: TwoPass | Fused, why: Unusable) -> None:
@@ -254,7 +255,7 @@ def _imagined(bound: Bound, out: torch.Tensor, rows: Rows, wanted: frozenset[int
     device = META if unmade else q.device
     new = [torch.empty_strided(t.shape, strides_like(t, t.shape[3]), dtype=t.dtype, device=device) for t in (q, k, v)]
     tensors |= dict(zip(("DQ", "DK", "DV"), new, strict=True))
-    details = _details(bound, rows, False, wanted, deterministic)
+    details = details_of(bound, rows.raw, False, wanted, deterministic)
     return _Pass((q, k, v, do), bound, keys, details, tensors, transposed)
 
 

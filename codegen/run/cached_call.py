@@ -14,12 +14,11 @@ from ..mod.expr import INDEX_BOUND
 from ..plan.extras import factors_out
 from ..plan.forward import Cache, ForwardCase, Mod, Options, wants_tma
 from ..plan.geometry import Geometry, geometry_of
+from ..plan.tiles import BLOCK
 from .block_lists import BlockLists
 from .call import Cached, ExtraInputs, keys_of, structure_of
 from .masks import automatic_lists
 from .shared_tiles import Tiles
-
-BLOCK = 128  # queries and keys of a block of the lists
 
 
 class Beside(Protocol):

@@ -10,7 +10,7 @@ from ..device.kernel import kernel_for
 from ..mod.expr import INDEX_BOUND
 from ..plan.cpu import CpuPlan
 from ..plan.cpu_decode import TILE_ROWS, cpu_parts_of, cpu_rows_of, plan_cpu_decode
-from ..plan.decode import DecodeCase, check_heads
+from ..plan.decode import MAX_QUERIES, DecodeCase, check_heads
 from ..plan.extras import factors_out
 from ..plan.forward import Mod, scales
 from ..plan.geometry import Geometry
@@ -21,7 +21,6 @@ from .cached_call import CachedCall
 from .call import Cached, keys_of, structure_of
 from .forward_kernels import Call
 
-FEW = 16  # queries of a call without a cache
 _plans: dict[tuple, CpuPlan] = Table("plans of decoding in C++", 1024)
 
 
@@ -31,7 +30,7 @@ def is_few(call: Call) -> bool:
     blocks = call.case.blocks
     if call.case.output_rows or call.case.dtype.itemsize == 1 or call.case.extras.scales:
         return False
-    return call.extents[2] <= FEW and not call.case.extras.dropout and not (blocks and (blocks.shifted or blocks.starts))
+    return call.extents[2] <= MAX_QUERIES and not call.case.extras.dropout and not (blocks and (blocks.shifted or blocks.starts))
 
 
 def few_plan(call: Call) -> CpuPlan:

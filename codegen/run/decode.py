@@ -8,7 +8,19 @@ import torch
 
 from ..device.devices import architecture_of, backend_of, multiprocessors
 from ..mod.expr import INDEX_BOUND
-from ..plan.decode import MAX_ROWS, MIN_SHARE, DecodeCase, DecodePlan, Rows, differs_by_head, parts_of, plan_decode, rows_of, vector_of
+from ..plan.decode import (
+    MAX_QUERIES,
+    MAX_ROWS,
+    MIN_SHARE,
+    DecodeCase,
+    DecodePlan,
+    Rows,
+    differs_by_head,
+    parts_of,
+    plan_decode,
+    rows_of,
+    vector_of,
+)
 from ..plan.decode import Parts as Split
 from ..plan.decode_tiles import most_rows, programs_at_once
 from ..plan.extras import factors_out
@@ -23,7 +35,6 @@ from .decode_kernels import DecodeCall, Kernels, by_tokens, tiles_of
 from .forward_kernels import Call
 from .launch import addresses_of, launch_nothing
 
-MAX_QUERIES = 16  # of a call without a cache; more of them keep the device busy without splitting keys
 _INTERPRETED = 4  # multiprocessors of the interpreter: keys are split there, too
 _ready: dict[tuple, Kernels] = Table("decode calls", 1024)
 

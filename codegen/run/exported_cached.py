@@ -13,9 +13,9 @@ from ..plan.decode import DecodeCase, Rows, parts_at_once, plan_decode, rows_of,
 from ..plan.decode_tiles import most_rows
 from ..plan.extras import SMALLEST_SCALE, Extras, factors_out
 from ..plan.forward import LOG2_E, Blocks
+from ..plan.tiles import BLOCK
 from ..text.parameters import stride_names
 from ..text.spelling import literal_text
-from .cached_call import BLOCK
 from .exported import EXTENTS, mask_compilations
 from .exported_attention import MASKS, TOLERANCES, describe_mask
 from .exported_captures import Captured, layouts_for_any, named

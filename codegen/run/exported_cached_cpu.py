@@ -6,7 +6,7 @@ from ..plan.cpu_decode import plan_cpu_decode
 from ..plan.decode import DecodeCase
 from ..plan.extras import factors_out
 from ..plan.forward import Blocks
-from .cached_call import BLOCK
+from ..plan.tiles import BLOCK
 from .exported_cached import VARIABLES, ExportedCache, describe_cache, names_in, read_by
 from .exported_cpp import KERNELS, PARTS, FileInCpp, mask_specs
 from .exported_file import reserved

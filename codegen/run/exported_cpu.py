@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from ..plan import cpu
 from ..plan.cpu import CpuBackwardPlan, plan_cpu_backward, plan_cpu_forward
+from ..plan.decode import MAX_QUERIES
 from .cpu_backward import LARGEST
-from .cpu_decode import FEW, few_plan
+from .cpu_decode import few_plan
 from .exported import Exported, Plans
 from .exported_attention import Gathered, added, describe_call, describe_mask
 from .exported_captures import named
@@ -28,7 +29,7 @@ class CppFile(FileInCpp):
         found = plans.forward_call(call.backward)
         forward = plan_cpu_forward(found.case, found.score, found.mask)
         specs = {"forward": forward.spec, "decode": few_plan(plans.forward_call(False)).spec}
-        self.scale_apart, self.few = forward.scale_apart, FEW
+        self.scale_apart, self.few = forward.scale_apart, MAX_QUERIES
         self.gathered = ()
         if call.backward:
             found = plans.backward_call(True)

@@ -89,10 +89,11 @@ def waiting() -> Iterator[None]:
         _thread.waits = before
 
 
-def must_wait(device: torch.device, options: Options, deterministic: bool) -> bool:
-    """Is a call to wait for the kernels that serve it in the end? Where results must not depend on when a compiler is done, where launches
-    are recorded for later, where a kernel is named, where no process can compile it, in `waiting`, and with FLEXPRESS_WAIT=1."""
-    if deterministic or torch.are_deterministic_algorithms_enabled() or options.backend:
+def must_wait(device: torch.device, options: Options, waits: bool) -> bool:
+    """Is a call to wait for the kernels that serve it in the end? Where its caller wants these (`waits`), where results must not depend on
+    when a compiler is done, where launches are recorded for later, where a kernel is named, where no process can compile it, in `waiting`,
+    and with FLEXPRESS_WAIT=1."""
+    if waits or torch.are_deterministic_algorithms_enabled() or options.backend:
         return True
     return SETTING["waits"] or _thread.waits or bool(workers.POOL.fails) or is_capturing(device)
 
@@ -111,13 +112,13 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def serving(table: Table, key: tuple, device: torch.device, options: Options, deterministic: bool) -> tuple[Any, bool]:
+def serving(table: Table, key: tuple, device: torch.device, options: Options, waits: bool) -> tuple[Any, bool]:
     """What serves calls of a kind for now, None if nothing does, or need not any more; and whether to wait for the kernels that were begun,
     as one did not come: it is compiled here, and what is wrong is raised."""
     found = table.get(key)
     if found is None:
         return None, False
-    if found.over or must_wait(device, options, deterministic):
+    if found.over or must_wait(device, options, waits):
         table.pop(key, None)
         return None, found.over and not found.came
     return found.ready, False

@@ -5,12 +5,13 @@ from __future__ import annotations
 from ..device.devices import architecture_of, multiprocessors
 from ..plan.forward import scales
 from ..plan.hopper_forward import ROWS, SPILL_LIMIT, HopperPlan, enough_heads, fits, heads_per_group
+from ..plan.tiles import BLOCK
 from ..registry import Table
 from ..text.mod_text import mod_values
 from ..text.parameters import named_strides
 from . import forward_kernels
 from .block_lists import BlockLists
-from .cached_call import BLOCK, CachedCall
+from .cached_call import CachedCall
 from .launch import Launch, launch_nothing
 from .status_lists import owned_starts
 

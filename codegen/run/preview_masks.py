@@ -44,11 +44,11 @@ def mask_compilations(
     return {name: Compilation(target, spec, constants) for name, (spec, constants) in made.items()}
 
 
-def cpu_mask_specs(mask_mod: Callable, block_size: tuple[int, int] = (128, 128), starts: bool = False) -> dict[str, KernelSpec]:
+def cpu_mask_specs(mask_mod: Callable, starts: bool = False) -> dict[str, KernelSpec]:
     """The kernels in C++ that do the same, by name: "blocks", "lists", "starts" and "evaluate"."""
     texts = mask_texts(bind(mask_mod, "mask"), EXTENTS, "cpu", language=CPP)
     return {
-        "blocks": blocks_spec(texts, block_size, starts, True, starts),
+        "blocks": blocks_spec(texts, (128, 128), starts, True, starts),
         "lists": cpu_lists_spec(True, starts),
         "starts": cpu_starts_spec(128, starts),
         "evaluate": evaluate.cpu_evaluate_spec(_text(mask_mod, "mask", Target("cpu", "float32", language=CPP))),

@@ -108,18 +108,18 @@ def mod_text(
     target: Target,
     *,
     tile: str,
-    taken: frozenset[str] = frozenset(),
+    beside: tuple[ModGraph, tuple[TensorLayout, ...]] | None = None,
     differential: Differential | None = None,
     tangent: Expr | None = None,
     vectors: dict[str, str] | None = None,
     by_distance: bool = False,
     copied: Copied | None = None,
 ) -> ModText:
-    """Lower a mod and name its arguments; names in `taken` (another mod's) get a suffix. With `vectors`, other names, of which q_idx and
+    """Lower a mod and name its arguments; names that the mod `beside` it has get a suffix. With `vectors`, other names, of which q_idx and
     kv_idx are vectors, a score_mod that is a sum is lowered as one, unless gradients of what it captures are asked for. With `by_distance`,
     what it reads by the distance between query and key is lowered apart. `tangent`: of the result (tangent.py). `copied`: a load
     that the template does."""
-    graph = _renamed(graph, taken)
+    graph = _renamed(graph, beside[0]) if beside else graph
     terms = as_sum(graph) if vectors and not (differential and differential.captured) else None
     if terms and target.packed_sequences and any("b" in symbols_in(part) for part in terms.parts):
         terms = None  # a number for every key would be one for every row, too
@@ -189,9 +189,13 @@ def _is_product(result: Expr, terms: SumText | None) -> bool:
     return result.op != "load" and row_of(result).product
 
 
-def _renamed(graph: ModGraph, taken: frozenset[str]) -> ModGraph:
-    if not taken & {c.name for c in (*graph.tensors, *graph.scalars)}:
+def _renamed(graph: ModGraph, beside: ModGraph) -> ModGraph:
+    if not _names_in(beside) & _names_in(graph):
         return graph
     tensors = tuple(replace(c, name=f"{c.name}_{graph.kind}") for c in graph.tensors)
     scalars = tuple(replace(c, name=f"{c.name}_{graph.kind}") for c in graph.scalars)
     return replace(graph, tensors=tensors, scalars=scalars)
+
+
+def _names_in(graph: ModGraph) -> set[str]:
+    return {c.name for c in (*graph.tensors, *graph.scalars)}

@@ -23,6 +23,7 @@ from torch.nn.attention import flex_attention as torchs
 from flexpress.attention import flex_attention
 from flexpress.block_mask import DEFAULT_BLOCK_SIZE, BlockMask
 from flexpress.mask_creation import create_block_mask
+from flexpress.mask_mods import without_ones
 from flexpress.mods import causal
 
 from ..codegen.mod.bind import bind
@@ -245,22 +246,11 @@ def _checked(name: str, tensor: torch.Tensor, shape: tuple[int, int, int, int]) 
     return tensor
 
 
-def _element(tensor: torch.Tensor) -> Callable:
-    """element(b, h, q_idx, kv_idx) of a tensor of 4 dimensions, which broadcasts those of extent 1."""
-    varies = tuple(extent != 1 for extent in tensor.shape)
-    tensor = tensor.squeeze()
-
-    def element(b, h, q_idx, kv_idx):
-        return tensor[tuple(index for index, used in zip((b, h, q_idx, kv_idx), varies, strict=True) if used)]
-
-    return element
-
-
-def _dense_mask(tensor: torch.Tensor) -> Callable:
-    element = _element(tensor)
+def _dense_mask(attention_mask: torch.Tensor) -> Callable:
+    attention_mask, at = without_ones(attention_mask)
 
     def dense_mask(b, h, q_idx, kv_idx):
-        return element(b, h, q_idx, kv_idx)
+        return attention_mask[at(b, h, q_idx, kv_idx)]
 
     return dense_mask
 
@@ -269,13 +259,13 @@ def _score_mod(softcap: float | None, terms: list[torch.Tensor]) -> Callable | N
     """The score_mod that caps a score and adds terms to it, or None."""
     if softcap is None and not terms:
         return None
-    elements = [_element(term) for term in terms]
+    biases = [without_ones(term) for term in terms]
 
     def score_mod(score, b, h, q_idx, kv_idx):
         if softcap is not None:
             score = softcap * torch.tanh(score / softcap)
-        for element in elements:
-            score = score + element(b, h, q_idx, kv_idx)
+        for bias, at in biases:
+            score = score + bias[at(b, h, q_idx, kv_idx)]
         return score
 
     return score_mod
