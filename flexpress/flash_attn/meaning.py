@@ -40,9 +40,13 @@ def read_options(causal, window_size, softcap, alibi_slopes, q: torch.Tensor, ba
         raise TypeError(f"softcap must be a number, 0.0 for none, got {softcap!r}")
     if alibi_slopes is not None:
         _check_slopes(alibi_slopes, batch, q)
-    if causal:
-        right = 0
-    return Options(bool(causal), None if left < 0 else min(left, _FAR), None if right < 0 else min(right, _FAR), softcap, alibi_slopes)
+    return options_of(causal, left, right, softcap, alibi_slopes)
+
+
+def options_of(causal: bool, left: int, right: int, softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None) -> Options:
+    """Those; left and right below 0 are no limit."""
+    left, right = (None if n < 0 else min(n, _FAR) for n in (left, 0 if causal else right))
+    return Options(bool(causal), left, right, softcap, alibi_slopes)
 
 
 def _check_slopes(slopes, batch: int, q: torch.Tensor) -> None:

@@ -13,15 +13,14 @@ The operators of torch that change hands are those of its registry of FlashAtten
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch.library import Library
 
 from flexpress.cached import cached_attention
 from flexpress.call import attend, bound
-from flexpress.mods import causal_offset
+from flexpress.flash_attn.meaning import Options, cache_mask_mod_of, mask_mod_of, options_of, placed_by_sequence, placed_last, same_place
+from flexpress.mask_mods import noop_mask
 from flexpress.varlen import packed_call
 
 from ..codegen.run.backward import backward
@@ -80,59 +79,39 @@ def install(device: str = "CUDA") -> Installed:
     return Installed(library)
 
 
-class _Window(NamedTuple):
-    """Which keys a query sees, from the one at its own place: so many before it and after it, or None for all."""
-
-    left: int | None
-    right: int | None
-
-    @staticmethod
-    def read(is_causal: bool, left: int | None, right: int | None) -> _Window:
-        left, right = (None if n is None or n < 0 else int(n) for n in (left, right))
-        return _Window(left, 0 if is_causal else right)
-
-    def mask_mod(self, place: Callable) -> Callable | None:
-        """The mask_mod, from place(b, q_idx), a query's place among its keys; None if all are seen."""
-        left, right = self
-        if left is None and right is None:
-            return None
-        if left is None:
-            return lambda b, h, q_idx, kv_idx: kv_idx <= place(b, q_idx) + right
-        if right is None:
-            return lambda b, h, q_idx, kv_idx: kv_idx >= place(b, q_idx) - left
-        return lambda b, h, q_idx, kv_idx: (kv_idx <= place(b, q_idx) + right) & (kv_idx >= place(b, q_idx) - left)
+def _seen(is_causal: bool, left: int | None, right: int | None) -> Options:
+    """Which keys a query sees, from the one at its own place: so many before it and after it, all with None or -1."""
+    left, right = (-1 if n is None else int(n) for n in (left, right))
+    return options_of(is_causal or right == 0, left, right)
 
 
-def _dense_call(query, key, value, window: _Window, scale: float | None) -> Bound:
+def _dense_call(query, key, value, seen: Options, scale: float | None) -> Bound:
     """The call for tensors (B, H, S, D)."""
-    more = key.shape[2] - query.shape[2]
-    mask_mod = causal_offset(more) if window == (None, 0) else window.mask_mod(lambda b, q_idx: q_idx + more)
+    mask_mod = mask_mod_of(seen, placed_last(query.shape[2], key.shape[2]), one_query=False)
     return bound(query, key, value, None, None, scale, True, None, mask_mod)
 
 
-def _packed_call(query, key, value, cu_q, cu_k, window: _Window, scale: float | None, used: torch.Tensor | None = None) -> Bound:
+def _packed_call(query, key, value, cu_q, cu_k, seen: Options, scale: float | None, used: torch.Tensor | None = None) -> Bound:
     """The call for packed sequences. used: how many keys of each sequence there are, if not all that have room."""
     shared = cu_k is None or (cu_k.data_ptr() == cu_q.data_ptr() and cu_k.shape == cu_q.shape)
     if shared and used is None:
-        mask_mod = window.mask_mod(lambda b, q_idx: q_idx)
+        place = same_place
     else:
         starts = cu_q if cu_k is None else cu_k
         keys = starts.diff() if used is None else used
-        more = keys - cu_q.diff()
-        mask_mod = window.mask_mod(lambda b, q_idx: q_idx + more[b])
+        place = placed_by_sequence(keys - cu_q.diff())
+    mask_mod = mask_mod_of(seen, place, one_query=False)
     if used is not None:
-        seen = mask_mod or (lambda b, h, q_idx, kv_idx: kv_idx >= 0)
-        mask_mod = lambda b, h, q_idx, kv_idx: seen(b, h, q_idx, kv_idx) & (kv_idx < used[b])
+        allowed = mask_mod or noop_mask
+        mask_mod = lambda b, h, q_idx, kv_idx: allowed(b, h, q_idx, kv_idx) & (kv_idx < used[b])
     return packed_call(query, key, value, cu_q, None if shared else cu_k, None, mask_mod, scale)
 
 
-def _paged(
-    query, key, value, cu_q, max_q: int, window: _Window, scale, lengths, page_table, num_splits
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _paged(query, key, value, cu_q, max_q: int, seen: Options, scale, lengths, page_table, num_splits) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse, (H, total), of packed queries to a paged cache."""
     if lengths is None or cu_q is None:
         raise ValueError(_refused("a block_table without cu_seq_q and seqused_k"))
-    mask_mod = window.mask_mod(lambda b, q_idx: q_idx) or (lambda b, h, q_idx, kv_idx: kv_idx >= 0)
+    mask_mod = cache_mask_mod_of(seen, None, one_query=False)
     options = {"page_table": page_table, "cu_seqlens_q": cu_q, "max_q_len": int(max_q), "mask_mod": mask_mod, "scale": scale}
     out, lse = cached_attention(query, key, value, lengths, **options, return_lse=True, batch_invariant=num_splits == 1)
     return out, lse.transpose(0, 1).contiguous()
@@ -162,15 +141,15 @@ def _forward(
     query, key, value, cum_seq_q, cum_seq_k, max_q, is_causal, scale, left, right, seqused_k, block_table, num_splits
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out (as query) and lse of tensors in FlashAttention's layouts."""
-    window = _Window.read(is_causal, left, right)
+    seen = _seen(is_causal, left, right)
     if block_table is not None:
-        return _paged(query, key, value, cum_seq_q, max_q, window, scale, seqused_k, block_table, num_splits)
+        return _paged(query, key, value, cum_seq_q, max_q, seen, scale, seqused_k, block_table, num_splits)
     if cum_seq_q is not None:
-        out, lse, _ = attend(_packed_call(query, key, value, cum_seq_q, cum_seq_k, window, scale, seqused_k), False, False)
+        out, lse, _ = attend(_packed_call(query, key, value, cum_seq_q, cum_seq_k, seen, scale, seqused_k), False, False)
         return out[0].transpose(0, 1), lse[0]
     if seqused_k is not None:
         raise NotImplementedError(_refused("seqused_k without cu_seq_q"))
-    out, lse, _ = attend(_dense_call(*(t.transpose(1, 2) for t in (query, key, value)), window, scale), False, False)
+    out, lse, _ = attend(_dense_call(*(t.transpose(1, 2) for t in (query, key, value)), seen, scale), False, False)
     return out.transpose(1, 2), lse
 
 
@@ -238,12 +217,12 @@ def _flash_attention_backward(
     window_size_right=None,
 ):
     _check(dropout_p)
-    window = _Window.read(is_causal, window_size_left, window_size_right)
+    seen = _seen(is_causal, window_size_left, window_size_right)
     if cum_seq_q is None:
         turned = [t.transpose(1, 2) for t in (query, key, value, out, grad_out)]
-        found = _gradients(_dense_call(*turned[:3], window, scale), turned[3], logsumexp, turned[4])
+        found = _gradients(_dense_call(*turned[:3], seen, scale), turned[3], logsumexp, turned[4])
         return tuple(g.transpose(1, 2) for g in found)
-    call = _packed_call(query, key, value, cum_seq_q, cum_seq_k, window, scale)
+    call = _packed_call(query, key, value, cum_seq_q, cum_seq_k, seen, scale)
     found = _gradients(call, out.transpose(0, 1)[None], logsumexp[None], grad_out.transpose(0, 1)[None])
     return tuple(g[0].transpose(0, 1) for g in found)
 
@@ -251,7 +230,7 @@ def _flash_attention_backward(
 def _scaled_dot_product_flash_attention(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
     _check(dropout_p, return_debug_mask)
     with torch.no_grad():
-        out, lse, _ = attend(_dense_call(query, key, value, _Window.read(is_causal, None, None), scale), False, False)
+        out, lse, _ = attend(_dense_call(query, key, value, _seen(is_causal, None, None), scale), False, False)
     state, offset, debug_mask = _unused(query)
     return out, lse, None, None, query.shape[2], key.shape[2], state, offset, debug_mask
 
@@ -275,4 +254,4 @@ def _scaled_dot_product_flash_attention_backward(
     scale=None,
 ):
     _check(dropout_p)
-    return tuple(_gradients(_dense_call(query, key, value, _Window.read(is_causal, None, None), scale), out, logsumexp, grad_out))
+    return tuple(_gradients(_dense_call(query, key, value, _seen(is_causal, None, None), scale), out, logsumexp, grad_out))
