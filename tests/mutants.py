@@ -1236,8 +1236,8 @@ INTEGRATIONS = [
     ),
     Mutant(
         _REGISTRY,
-        "more = keys - cu_q.diff()",
-        "more = 0 * keys",
+        "placed_by_sequence(keys - cu_q.diff())",
+        "placed_by_sequence(0 * keys)",
         named("torch_registry", "varlen_attn or keys_that"),
         "causal masks of torch's operators begin in the top left corner",
     ),
