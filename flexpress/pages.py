@@ -143,7 +143,7 @@ class PageAllocator:
             sequence = next(s for s, row in zip(sequences, rows, strict=True) if len(row) == most)
             raise ValueError(f"width is {width}, but sequence {sequence} has {most} pages")
         table = [row + [-1] * (width - len(row)) for row in rows]
-        return torch.tensor(table, dtype=torch.int32).reshape(len(rows), width).to(device)
+        return torch.tensor(table, dtype=torch.int32, device="cpu").reshape(len(rows), width).to(device)
 
     def shared_prefix(
         self, sequences: Sequence[int], device: Device = None, *, groups: int | None = None, width: int | None = None

@@ -309,4 +309,4 @@ def shared_prefix_of(
     )
     sizes = tuple((count * page_size, len(numbers)) for count, numbers in found)
     saved = page_size * sum(count * (len(numbers) - 1) for count, numbers in found)
-    return SharedPrefix(*(torch.tensor(values, dtype=torch.int32).to(device) for values in tensors), page_size, saved, sizes)
+    return SharedPrefix(*(torch.tensor(values, dtype=torch.int32, device="cpu").to(device) for values in tensors), page_size, saved, sizes)

@@ -75,13 +75,13 @@ class StepTensors:
         counts = [len(row) for row in rows]
         self._write("pages_per_seq", counts)
         self._write("cache_loc", [page for row in rows for page in row])
-        row = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(counts))
-        column = torch.arange(sum(counts)) - torch.tensor([0, *accumulate(counts[:-1])])[row]
+        row = torch.repeat_interleave(torch.arange(len(rows), device="cpu"), torch.tensor(counts, device="cpu"))
+        column = torch.arange(sum(counts), device="cpu") - torch.tensor([0, *accumulate(counts[:-1])], device="cpu")[row]
         pages = self.memory["cache_loc"][: sum(counts)]
         self.memory["page_table"].fill_(-1)[self._sent(row), self._sent(column)] = pages
 
     def _write(self, name: str, numbers: list[int]) -> None:
-        self.memory[name][: len(numbers)] = self._sent(torch.tensor(numbers, dtype=torch.int32))
+        self.memory[name][: len(numbers)] = self._sent(torch.tensor(numbers, dtype=torch.int32, device="cpu"))
 
     def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the host on the device, without waiting for it."""

@@ -22,7 +22,7 @@ def flatten(sequences) -> tuple[list[int], torch.Tensor]:
         lengths = [len(part) for part in parts]
         parts = _alike(parts)
     devices = {part.device for part in parts}
-    ids = torch.cat(parts if len(devices) == 1 else [part.cpu() for part in parts]) if parts else torch.empty(0)
+    ids = torch.cat(parts if len(devices) == 1 else [part.cpu() for part in parts]) if parts else torch.empty(0, device="cpu")
     if (
         ids.device.type == "cpu"
         and ids.numel()
@@ -51,7 +51,7 @@ def _one_list(sequences) -> torch.Tensor | None:
     if not all(type(sequence) is list for sequence in sequences):
         return None
     try:
-        ids = torch.tensor([number for sequence in sequences for number in sequence])
+        ids = torch.tensor([number for sequence in sequences for number in sequence], device="cpu")
     except (TypeError, ValueError, RuntimeError):
         return None
     return ids if ids.dim() == 1 and ids.dtype == torch.int64 else None
@@ -62,7 +62,7 @@ def _tokens(i: int, sequence) -> torch.Tensor:
     is_tensor = isinstance(sequence, torch.Tensor)
     if not is_tensor:
         try:
-            sequence = torch.tensor(list(sequence))
+            sequence = torch.tensor(list(sequence), device="cpu")
         except (TypeError, ValueError, RuntimeError):
             raise TypeError(f"sequence {i} must be a list of integers or a tensor, got {str(sequence)[:80]}") from None
     if sequence.dim() == 0 or sequence.dim() > 1 and not is_tensor:

@@ -149,3 +149,37 @@ def too_long(path: Path) -> list[str]:
 @pytest.mark.parametrize("path", sorted(FILES), ids=str)
 def test_modules_and_functions_are_short(path):
     assert not too_long(path)
+
+
+MAKERS = (
+    "empty",
+    "empty_strided",
+    "zeros",
+    "ones",
+    "full",
+    "tensor",
+    "as_tensor",
+    "scalar_tensor",
+    "arange",
+    "linspace",
+    "eye",
+    "rand",
+    "randn",
+)
+PROGRAMS = ("flexpress/cli.py", "flexpress/demo.py", "flexpress/recipes.py")  # which may follow torch's default device
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if str(p) not in PROGRAMS], ids=str)
+def test_tensors_are_made_on_a_device_that_is_named(path):
+    """torch's default device is the user's: a kernel's own memory on another one ends the process."""
+    for node in ast.walk(ast.parse(FILES[path].read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Call) or ast.unparse(node.func) not in {f"torch.{name}" for name in MAKERS}:
+            continue
+        assert {"device", None} & {k.arg for k in node.keywords}, f"{path}:{node.lineno} {ast.unparse(node)}: say on which device"
+
+
+def test_tensors_of_files_are_made_on_a_device_that_is_named():
+    for path in (ROOT / "templates").glob("*.jinja"):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if any(f"torch.{name}(" in line for name in MAKERS):
+                assert "device" in line, (path.name, line)

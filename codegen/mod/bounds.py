@@ -50,7 +50,7 @@ def constant(value) -> Sym:
     if isinstance(value, bool):
         dtype = torch.bool
     elif isinstance(value, float):
-        dtype, value = torch.float32, torch.tensor(value, dtype=torch.float32).item()
+        dtype, value = torch.float32, torch.tensor(value, dtype=torch.float32, device="cpu").item()
     else:
         dtype = _dtype_of(value, value)
     return Sym(Run.current.table.make("literal", (), dtype, attr=value))
@@ -159,7 +159,7 @@ class BoundsRun(Run):
         low, high = rule(*ranges)
         low, high = low - abs(low) * 1e-6, high + abs(high) * 1e-6
         if node.op == "cast" and node.dtype in (torch.float16, torch.bfloat16):
-            low, high = torch.tensor([low, high], dtype=torch.float32).to(node.dtype).tolist()
+            low, high = torch.tensor([low, high], dtype=torch.float32, device="cpu").to(node.dtype).tolist()
         return (low, high) if max(abs(low), abs(high)) < 1e38 else None
 
     # shorter expressions

@@ -54,14 +54,14 @@ def result_dtype(row: Op, operands: list[Expr]) -> torch.dtype:
     key = (row.name, torch.get_default_dtype(), tuple((o.dtype, o.weak) for o in operands))
     if key not in _dtype_cache:
         with Unseen(), Unrecorded():
-            stand_ins = [_NUMBER_OF[kind(o.dtype)] if o.weak else torch.ones((), dtype=o.dtype) for o in operands]
+            stand_ins = [_NUMBER_OF[kind(o.dtype)] if o.weak else torch.ones((), dtype=o.dtype, device="cpu") for o in operands]
             try:
                 result = row.torch(*stand_ins)
             except (TypeError, RuntimeError) as error:
                 kinds = ", ".join(str(o.dtype).removeprefix("torch.") for o in operands)
                 problem = str(error).strip().splitlines()[0]
                 raise Run.current.error(f"torch refuses {row.name} on ({kinds}): {problem}") from None
-            _dtype_cache[key] = result.dtype if isinstance(result, torch.Tensor) else torch.tensor(result).dtype
+            _dtype_cache[key] = result.dtype if isinstance(result, torch.Tensor) else torch.tensor(result, device="cpu").dtype
     return _dtype_cache[key]
 
 
@@ -140,7 +140,7 @@ def literal_tensor(value, dtype: torch.dtype | None) -> Sym:
 
 def _folded_literal(value, dtype: torch.dtype) -> Expr:
     with Unseen(), Unrecorded():
-        value = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None).to(dtype).item()
+        value = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None, device="cpu").to(dtype).item()
     return Run.current.table.make("literal", (), dtype, attr=value)
 
 
@@ -148,7 +148,7 @@ def _fold(row: Op, operands: list[Expr], dtype: torch.dtype) -> Expr | None:
     """Constant operands are computed now, and `mask & True` is `mask`; None when there is nothing to fold."""
     if all(o.is_literal for o in operands) and not _may_trap(row, operands):
         with Unseen(), Unrecorded():
-            plain = [o.attr if o.weak else torch.tensor(o.attr, dtype=o.dtype) for o in operands]
+            plain = [o.attr if o.weak else torch.tensor(o.attr, dtype=o.dtype, device="cpu") for o in operands]
             try:
                 result = row.torch(*plain)
                 value = result.item() if isinstance(result, torch.Tensor) else result

@@ -169,7 +169,7 @@ def _common_shape(name: str, shapes: list[torch.Size]) -> torch.Size:
 
 def _spread(vector: Vector, shape: torch.Size) -> list[Sym]:
     with Unseen(), Unrecorded():
-        places = torch.arange(vector.numel()).view(vector.shape).expand(shape).flatten().tolist()
+        places = torch.arange(vector.numel(), device="cpu").view(vector.shape).expand(shape).flatten().tolist()
     return [vector.items[i] for i in places]
 
 
@@ -230,7 +230,7 @@ def _numbers(value, items: list[Sym]):
     found, shape = (value.items, value.shape) if type(value) is Vector else ([value], ())
     items.extend(found)
     with Unseen(), Unrecorded():
-        return torch.arange(len(items) - len(found), len(items)).view(tuple(shape))
+        return torch.arange(len(items) - len(found), len(items), device="cpu").view(tuple(shape))
 
 
 def _shape_like(value):
@@ -238,7 +238,7 @@ def _shape_like(value):
     value = as_vector(value)
     if isinstance(value, (Vector, Sym)):
         with Unseen(), Unrecorded():
-            return torch.empty(tuple(value.shape))
+            return torch.empty(tuple(value.shape), device="cpu")
     return pinned_all(value)
 
 
@@ -285,7 +285,7 @@ def reduced(name: str, vector, dim=None, keepdim: bool = False, *, axis=None, dt
     shape = [1 if d in dims else n for d, n in enumerate(vector.shape) if keepdim or d not in dims]
     kept = [d for d in range(vector.ndim) if d not in dims]
     with Unseen(), Unrecorded():
-        numbers = torch.arange(vector.numel()).view(vector.shape).permute(*kept, *dims)
+        numbers = torch.arange(vector.numel(), device="cpu").view(vector.shape).permute(*kept, *dims)
         groups = numbers.reshape(max(1, torch.Size(shape).numel()), -1).tolist()
     found = [_joined(name, [vector.items[i] for i in group], dtype) for group in groups]
     return Vector(found, shape) if shape else found[0]

@@ -82,5 +82,5 @@ class CppRunner:
         for tensor in (t for t in (*tensors, *values) if isinstance(t, torch.Tensor) and t.data_ptr() < LOWEST):
             check_address(tensor)
         named = zip(self.names, (*tensors, *(lists.tables if lists else ())), strict=True)
-        part = torch.empty(self.room, dtype=torch.float32)
+        part = torch.empty(self.room, dtype=torch.float32, device="cpu")
         run(self.kernel, {**self.numbers, **dict(named), **dict(zip(self.captured, values, strict=True)), "PART": part}, self.named)

@@ -80,7 +80,9 @@ class CppPass:
         for name in ("Q", "K", "V", "O", "DO", "DQ", "DK", "DV"):
             lying |= dict(zip(strides(name.lower()), tensors[name].stride(), strict=False))
         given = {**tensors, **(lists.tensors() if lists else {}), **self.numbers, **lying, **values, **buffers.named}
-        of_sinks = torch.zeros((*self.sizes.extents[:2], self.parting.tiles), dtype=torch.float32) if "SINKS" in tensors else None
+        of_sinks = (
+            torch.zeros((*self.sizes.extents[:2], self.parting.tiles), dtype=torch.float32, device="cpu") if "SINKS" in tensors else None
+        )
         cpu.run(self.kernel, {**given, "D_SINKS": of_sinks}, self.named, threads=1 if buffers.one_copy else None)
         buffers.add_up()
         return sums.gradients(), of_sinks
@@ -129,13 +131,13 @@ class Buffers:
             if captured.role in ("row", "head"):
                 like.zero_()  # tiles past the end, which a block of the mask may have, write nothing
             elif captured.role == "column":
-                gathered[captured.buffer] = torch.zeros((parting.parts, *like.shape), dtype=torch.float32)
+                gathered[captured.buffer] = torch.zeros((parting.parts, *like.shape), dtype=torch.float32, device="cpu")
             elif captured.role == "atomic":
                 spans[captured] = 1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))
         self.one_copy = tasks * sum(spans.values()) > LARGEST
         for captured, span in spans.items():
-            gathered[captured.buffer] = torch.zeros((1 if self.one_copy else tasks, span), dtype=torch.float32)
-        dk, dv = (torch.empty(shape, dtype=torch.float32) for shape in parting.shapes)
+            gathered[captured.buffer] = torch.zeros((1 if self.one_copy else tasks, span), dtype=torch.float32, device="cpu")
+        dk, dv = (torch.empty(shape, dtype=torch.float32, device="cpu") for shape in parting.shapes)
         self.gathered = gathered
         self.named = {"DK_SUMS": dk, "DV_SUMS": dv, "ONE_COPY": self.one_copy, **gathered}
         self.named |= {f"span_{c.name}_{c.load}": span for c, span in spans.items()}

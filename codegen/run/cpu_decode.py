@@ -125,5 +125,5 @@ def attend_cached(call: CachedCall, *, prepare: bool = False) -> None:
     tensors |= call.extras.named if call.extras else {}
     captured = [p.name for m in plan.spec.mods if m for p in m.parameters]
     values = dict(zip(captured, mod_values(plan, score and score[1], mask and mask[1]), strict=True))
-    part = {"PART": torch.empty(room, dtype=torch.float32)}
+    part = {"PART": torch.empty(room, dtype=torch.float32, device="cpu")}
     kernel.call({**numbers, **scales(call.scale, plan.scale_apart), **(lists.numbers() if lists else {}), **tensors, **values, **part})

@@ -63,10 +63,10 @@ class CppFile(FileInCpp):
         if role in shapes:
             total = f"{buffer}.sum(0)" if role == "column" else buffer
             lines = added(self, captured, load, total, before=before)
-            return Gathered("", buffer, f"torch.zeros({shapes[role]}, dtype=torch.float32)", lines)
+            return Gathered("", buffer, f'torch.zeros({shapes[role]}, dtype=torch.float32, device="cpu")', lines)
         if role == "atomic":
-            made = f"torch.zeros((copies, span_{captured.name}_{captured.load}), dtype=torch.float32)"
+            made = f'torch.zeros((copies, span_{captured.name}_{captured.load}), dtype=torch.float32, device="cpu")'
             total = f"{buffer}.sum(0).as_strided({tensor}.shape, {tensor}.stride())"
         else:
-            made, total = f"torch.empty_strided({tensor}.shape, {tensor}.stride(), dtype={tensor}.dtype).zero_()", buffer
+            made, total = f'torch.empty_strided({tensor}.shape, {tensor}.stride(), dtype={tensor}.dtype, device="cpu").zero_()', buffer
         return Gathered("", buffer, made, (f"d_{tensor} = {f'{before} + ' if more else ''}{total}",))

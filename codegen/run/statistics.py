@@ -92,7 +92,7 @@ def _run_in_cpp(bound: Bound, wanted: Wanted, tensors: dict[str, torch.Tensor]) 
         plan = _plans[(case, *keys)] = plan_cpu_statistics(case, *keys)
     tiles = tiles_of(Q_LEN, BLOCK_M, lists, "q_block")
     parts = max(1, min(tiles, -(-TASKS // (Z * Hq))))
-    sums = torch.zeros((parts, Z, Hq, KV_LEN), dtype=torch.float32) if wanted.column_sums else None
+    sums = torch.zeros((parts, Z, Hq, KV_LEN), dtype=torch.float32, device="cpu") if wanted.column_sums else None
     sizes = {"Z": Z, "PARTS": parts, **in_elements(geometry, case.dtype)}
     captured = [p.name for m in plan.spec.mods if m for p in m.parameters]
     values = mod_values(plan, bound.score and bound.score[1], bound.mask and bound.mask[1])
