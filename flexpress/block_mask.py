@@ -207,7 +207,9 @@ class BlockMask(MaskAttributes, torchs.BlockMask):  # type: ignore[misc, overrid
         return BlockLists(change(counts), change(indices), full_counts, full_indices, *self.BLOCK_SIZE, self._lists.interior)
 
     def to(self, device: Device) -> BlockMask:
-        """The same mask with its lists on another device."""
+        """The same mask with its lists on another device. Raises TypeError for anything else: lists are int32."""
+        if not isinstance(device, (torch.device, str, int)) or isinstance(device, bool):
+            raise TypeError(f"device must be a torch.device or its name, got {device!r}")
         lists = self._lists_by(lambda table: table.to(device))
         selection = self._selected()
         mask_mod = self.mask_mod

@@ -197,7 +197,7 @@ def _recorded(query, k_cache, v_cache, kv_len, tables, of_query, score_mod, mask
         check_sinks_learn_nothing(sinks)
     place_batch(query, k_cache, v_cache, kv_len, False, tables, of_query)
     scale, score_mod = scale_of(scale, score_mod, query)
-    score, mask = bound_mod(score_mod, "score"), bound_mod(mask_mod, "mask")
+    score, mask = bound_mod(score_mod, "score", query.device), bound_mod(mask_mod, "mask", query.device)
     for bound in (score, mask):
         check_mod_learns_nothing(bound, "score" if bound is score else "mask")
     program = mod_program(score, mask, out=of_query[1] and dtype_name(of_query[1])).text()

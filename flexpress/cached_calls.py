@@ -161,7 +161,7 @@ def _bound(mod: Callable | None, kind: str, device: torch.device, extents: tuple
     """
     if mod is None:
         return None
-    bound = bind(mod, kind)
+    bound = bind(mod, kind, device)
     if extents:
         bound = in_wide_integers(bound, (*extents[:2], max(extents[2:]), extents[3]))
     read_captured(bound, device, f"{kind}_mod")

@@ -102,7 +102,7 @@ def bound(
 
 def _bound_mod(mod: Callable, kind: str, inputs: Inputs, packed: tuple | None) -> tuple:
     """A mod's graph and what it captures. What is made of mods on sequences holds already (Packing)."""
-    found = bind(mod, kind)
+    found = bind(mod, kind, inputs.device)
     return found if packed else in_wide_integers(found, inputs.extents)
 
 

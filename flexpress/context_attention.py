@@ -66,7 +66,7 @@ def attend_in_context(
     """
     with plan.agreement.telling_failures():
         tensors, scale, score_mod = _checked(plan, tensors, score_mod, arguments, batch, heads)
-        score = None if score_mod is None else bind(score_of_part(score_mod, batch, heads), "score")
+        score = None if score_mod is None else bind(score_of_part(score_mod, batch, heads), "score", tensors[0].device)
         facts = _facts(tensors, score, arguments.max_scores)
         split = plan.head_split
         of_ranks = split.heads(tensors[0].shape[1], tensors[1].shape[1]) if split else []
@@ -81,7 +81,7 @@ def attend_in_context(
     query, key, value = tensors
     captured = []
     if score is not None:
-        graph, values = score = bind(exchange.score_mod(score_mod, 0), "score")
+        graph, values = score = bind(exchange.score_mod(score_mod, 0), "score", query.device)
         read(score, query.device, "score_mod")
         captured = values[: len(graph.tensors)]
 

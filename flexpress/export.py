@@ -171,7 +171,7 @@ def _bound(mod: Callable | None, kind: str, device: torch.device) -> tuple | Non
     """A mod's graph and what it captures."""
     if mod is None:
         return None
-    bound = at_any_length(bind(mod, kind))
+    bound = at_any_length(bind(mod, kind, device))
     refuse_rows(bound[0])
     if device.type != "meta":
         read_captured(bound, device, f"{kind}_mod")

@@ -131,7 +131,7 @@ def _mods(
 def _bound(mod: Callable | None, kind: str, device: torch.device) -> tuple | None:
     if mod is None:
         return None
-    bound = at_any_length(bind(mod, kind))
+    bound = at_any_length(bind(mod, kind, device))
     refuse_rows(bound[0])
     read_captured(bound, device, f"{kind}_mod")
     return bound

@@ -36,7 +36,7 @@ def _tables(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, separate_full_blo
     """The lists of a mask, as wide as there are columns unless there is a capacity: nothing waits for their values."""
     extents, size = _extents(B, H, Q_LEN, KV_LEN), block_size(BLOCK_SIZE)
     capacity = capacity if capacity is None else whole("capacity", capacity)
-    graph, values = bound_mod(mask_mod, "mask")
+    graph, values = bound_mod(mask_mod, "mask", resolve_device(device))
     captures = captures_of((graph, values))
     return tuple(
         torch.ops.flexpress.block_lists(
@@ -85,7 +85,7 @@ def create_block_mask(
     extents, size = _extents(B, H, Q_LEN, KV_LEN), block_size(BLOCK_SIZE)
     capacity = capacity if capacity is None else whole("capacity", capacity)
     device = resolve_device(device)
-    bound = in_wide_integers(bind(mask_mod, "mask"), extents)
+    bound = in_wide_integers(bind(mask_mod, "mask", device), extents)
     read_captured(bound, device, "mask_mod")
     if capacity is None and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         capacity = -(-extents[3] // size[1])  # nobody can wait
@@ -105,9 +105,9 @@ def create_mask(mod_fn: MaskMod | ScoreMod, B: int | None, H: int | None, Q_LEN:
     extents, device = _extents(B, H, Q_LEN, KV_LEN), resolve_device(device)
     kind = "score" if _positional(mod_fn) == 5 else "mask"
     if recording():
-        graph, values = bound_mod(mod_fn, kind)
+        graph, values = bound_mod(mod_fn, kind, device)
         return torch.ops.flexpress.dense_mask(*captures_of((graph, values)), list(extents), device, text_of(graph))
-    bound = in_wide_integers(bind(mod_fn, kind), extents)
+    bound = in_wide_integers(bind(mod_fn, kind, device), extents)
     read_captured(bound, device, f"{kind}_mod")
     return masks.dense_mask(bound, *extents, device)
 

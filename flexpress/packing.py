@@ -99,7 +99,7 @@ class Packing:
 
     def _part(self, mod: Callable, kind: str) -> tuple[ModGraph, Callable]:
         """A mod of sequences: its graph, and as a part of a mod on packed positions."""
-        bound = graph_and_values(mod, kind)
+        bound = graph_and_values(mod, kind, self.sequence_q.device)
         return bound[0], part_in_wide_integers(plain(mod), bound, (len(self.sequence_q), len(self.sequence_k)))
 
     def _places(self, graph: ModGraph) -> Callable:

@@ -22,6 +22,7 @@ from flexpress.scales import read_scale
 from flexpress.sinks import check_sinks
 
 from .codegen.mod.bind import bind
+from .codegen.mod.current import set_device
 from .codegen.mod.dtypes import dtype_name
 from .codegen.mod.tensors import check_kind, check_surroundings, is_transformed, tracing
 from .codegen.mod.trace import traced_once
@@ -131,7 +132,7 @@ def recorded(
     if block_mask is not None:
         lists, decided, mask_mod = lists_of_mask(block_mask, query, key, mask_mod)
     scale, score_mod = read_scale(scale, score_mod, query.shape[3], query.device)
-    score, mask = bound_mod(score_mod, "score"), bound_mod(mask_mod, "mask")
+    score, mask = bound_mod(score_mod, "score", query.device), bound_mod(mask_mod, "mask", query.device)
     if lists is not None and decided and leave_out_entries(lists, mask[0].symbols, query.shape[:2]):
         lists = None  # mask_mod makes them
     if sinks is not None:
@@ -158,23 +159,24 @@ def lists_of_mask(block_mask, query, key, mask_mod) -> tuple:
 
 
 @overload
-def bound_mod(mod: Callable, kind: str) -> tuple: ...
+def bound_mod(mod: Callable, kind: str, device: torch.device | None = None) -> tuple: ...
 @overload
-def bound_mod(mod: None, kind: str) -> None: ...
-def bound_mod(mod, kind):
+def bound_mod(mod: None, kind: str, device: torch.device | None = None) -> None: ...
+def bound_mod(mod, kind, device=None):
     """A mod's graph and what it captures, with or without values. Raises NotImplementedError for kinds of tensors that kernels cannot
     read."""
     if mod is None:
         return None
-    graph, values = graph_and_values(mod, kind)
+    graph, values = graph_and_values(mod, kind, device)
     for capture, tensor in zip(graph.tensors, values, strict=False):
         check_kind(f"{kind}_mod {graph.name} captures {capture.name}, which", tensor)
     return graph, values
 
 
-def graph_and_values(mod, kind: str) -> tuple:
+def graph_and_values(mod, kind: str, device: torch.device | None = None) -> tuple:
     """The same of any mod, unchecked."""
     if not (tracing() or is_transformed()):
-        return bind(mod, kind)
+        return bind(mod, kind, device)
+    set_device(device)
     traced, values = traced_once(mod, kind)
     return traced.graph, values

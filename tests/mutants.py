@@ -1084,10 +1084,10 @@ LAUNCHES = [
     ),
     Mutant(
         "codegen/run/captured.py",
-        "(total if shared <= 1 else total.float() / shared)",
-        "total",
-        named("backward", "learned or places_outside or dtype"),
-        "an expanded tensor gets its gradient several times",
+        "return distinct(tensor) if tensor.requires_grad else tensor",
+        "return tensor",
+        named("captured_sums"),
+        "an expanded tensor gets its gradient in memory that indices share",
     ),
     Mutant(
         "codegen/mod/nan.py",
@@ -1705,7 +1705,11 @@ VARIOUS = [
         "gradients of what is read by position go where blocks without a shift are",
     ),
     Mutant(
-        "codegen/run/captured.py", "if values.shape != shape:", "if False:", named("captured_sums"), "a gradient ends where positions do"
+        "codegen/run/captured.py",
+        "if values.shape != tensor.shape:",
+        "if False:",
+        named("captured_sums"),
+        "a gradient ends where positions do",
     ),
     Mutant(
         "codegen/device/counters.py",

@@ -69,6 +69,25 @@ def test_positions_of_one_element(kind, change, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_gradients_at_what_autograd_has_expanded(device):
+    """Of each index its own: what stands behind, as a hook, may not be a sum over them."""
+    q, k, v = (torch.randn(2, 3, 20, 16, device=device) for _ in range(3))
+    learned = torch.randn(20, 1, device=device, requires_grad=True)
+
+    def gradient(attend, dtype, hook=None):
+        expanded = learned.to(dtype).expand(20, 3)
+        if hook:
+            expanded.register_hook(hook)
+        out = attend(q.to(dtype), k.to(dtype), v.to(dtype), lambda s, b, h, i, j: s + expanded[j, h])
+        return torch.autograd.grad(out.square().sum(), learned if hook else expanded)[0]
+
+    for hook in (None, lambda g: g.clamp(-0.1, 0.1)):
+        found = gradient(lambda q, k, v, mod: flex_attention(q, k, v, mod), torch.float32, hook)
+        exact = gradient(lambda q, k, v, mod: dense_attention(q, k, v, mod)[0], torch.float64, hook)
+        torch.testing.assert_close(found.double(), exact.double(), rtol=1e-4, atol=1e-4 * exact.abs().max().item())
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "shape, term",
     [

@@ -330,3 +330,61 @@ def test_names_come_from_the_mod():
     assert [c.name for c in found.tensors] == ["table", "slopes"]
     assert [c.name for c in found.scalars] == ["window"]
     assert found.symbols == {"score", "h", "kv_idx"}
+
+
+def in_steps(score, b, h, q_idx, kv_idx):
+    distance = q_idx - kv_idx
+    distance = distance.abs()
+    distance += 100
+    distance //= 3
+    small = (q_idx - kv_idx).to(torch.int8)
+    small += kv_idx * 100  # wraps
+    half = score.half()
+    half *= 0.7
+    copy = score.clone()
+    copy += 1
+    near = q_idx > kv_idx
+    near |= q_idx == kv_idx
+    row = SLOPES[:2]
+    row = row * 2
+    row -= SLOPES[1:3]
+    total = 0.0
+    for x in (distance, small, half, copy, row.sum(), score):
+        total += x
+    return torch.where(near, total, score)
+
+
+def test_in_place():
+    """`x += y` keeps x's dtype, as in torch."""
+    scores = torch.randn(1, 2, 5, 7)
+
+    def elsewhere(score, b, h, q_idx, kv_idx):
+        distance = (q_idx - kv_idx).abs()
+        small = (q_idx - kv_idx).to(torch.int8) + (kv_idx * 100).to(torch.int8)
+        total = (distance + 100) // 3 + small + (score.half() * 0.7).half() + score + 1 + (SLOPES[:2] * 2 - SLOPES[1:3]).sum() + score
+        return torch.where(q_idx >= kv_idx, total, score)
+
+    torch.testing.assert_close(evaluate_mod(in_steps, scores), evaluate_mod(elsewhere, scores), rtol=1e-3, atol=1e-3)
+    expected = elsewhere(scores, *positions(scores.shape, "cpu"))
+    torch.testing.assert_close(evaluate_mod(in_steps, scores), expected.float(), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "mod",
+    [
+        lambda score, b, h, q_idx, kv_idx: score + torch.arange(8, device=q_idx.device)[kv_idx] * SLOPES.to(score.device)[h],
+        lambda score, b, h, q_idx, kv_idx: (
+            score + torch.tensor([0, 1, 2, 3, 4, 5, 6], device=str(score.device))[kv_idx] * SLOPES.to(score)[h]
+        ),
+        lambda score, b, h, q_idx, kv_idx: score + kv_idx * SLOPES.type_as(score)[h] * (SLOPES.device == score.device) + score.is_cuda,
+    ],
+)
+def test_the_device_of_symbols_is_that_of_the_call(mod):
+    scores = torch.randn(1, 2, 5, 7)
+    expected = scores + torch.arange(7) * SLOPES[:2].reshape(2, 1, 1)
+    torch.testing.assert_close(evaluate_mod(mod, scores), expected)
+    before = cache_info().traces
+    torch.testing.assert_close(evaluate_mod(mod, scores), expected)
+    assert cache_info().traces == before
+    graph, values = bind(mod, "score", torch.device("meta"))
+    assert {value.device.type for value in values if isinstance(value, torch.Tensor)} <= {"meta", "cpu"}

@@ -188,6 +188,24 @@ def in_place(score, b, h, q_idx, kv_idx):
     return score.add_(1)
 
 
+def changed_elsewhere(score, b, h, q_idx, kv_idx):
+    other = score
+    score += 1
+    return other * 2
+
+
+def changed_vector(score, b, h, q_idx, kv_idx):
+    row = TABLE[q_idx]
+    half = row
+    half /= 2
+    return score + half.sum() + row.sum()
+
+
+def changed_to_a_float(score, b, h, q_idx, kv_idx):
+    q_idx *= 1.5
+    return score + q_idx
+
+
 def with_out(score, b, h, q_idx, kv_idx):
     return torch.add(score, 1, out=score)
 
@@ -325,6 +343,9 @@ SCORE_CASES = [
     (unsupported_method, "Tensor.lgamma is not a supported operation", "score.lgamma()", "Supported are"),
     (unsupported_function, "bessel_j0 is not a supported operation", "special.bessel_j0(score)", "Supported are"),
     (in_place, "Tensor.add_ is not a supported operation", "score.add_(1)", "Supported are"),
+    (changed_elsewhere, "used after it was changed in place", "return other * 2", "use the changed name alone"),
+    (changed_vector, "used after it was changed in place", "row.sum()", "use the changed name alone"),
+    (changed_to_a_float, "torch.float32 is assigned in place", "q_idx *= 1.5", "another dtype"),
     (with_out, "torch.add with out=", "out=score", "drop out="),
     (torch_refuses, "torch refuses invert on (float32)", "return ~score", "integer and Boolean"),
     (difference_of_bools, "torch refuses sub on (bool, bool)", "(q_idx > 1) - (kv_idx > 1)", "logical_xor"),

@@ -22,6 +22,7 @@ from .. import logs
 from ..registry import INFO, Table
 from ..turn import Turn
 from .capture import name_of, plain
+from .current import set_device
 from .expr import ModGraph
 from .graph_mod import GraphMod
 from .program import Untrackable
@@ -59,8 +60,8 @@ def _code_of(mod):
     return type(mod).__module__, type(mod).__qualname__
 
 
-def bind(mod, kind: str) -> tuple[ModGraph, list]:
-    """The graph of a score_mod or mask_mod and what it captures now: tensors, then numbers, in the graph's order.
+def bind(mod, kind: str, device: torch.device | None = None) -> tuple[ModGraph, list]:
+    """The graph of a score_mod or mask_mod and what it captures now: tensors, then numbers, in the graph's order. `device`: of the call.
 
     Traces the mod if no trace fits. Raises ModError for a mod that cannot be traced.
     """
@@ -69,6 +70,7 @@ def bind(mod, kind: str) -> tuple[ModGraph, list]:
             return mod.graph, [*mod.values]
         if getattr(type(mod), "stands_for_its_function", False):  # `plain`, without the calls
             mod = mod.function
+    set_device(device)
     key = (kind, mod.__code__ if type(mod) is types.FunctionType else _code_of(mod), torch.get_default_dtype())
     bucket = _buckets.get(key)
     if bucket is not None:

@@ -39,9 +39,20 @@ class _Thread(threading.local):
     """Each thread traces on its own."""
 
     run: Run | None = None
+    device = torch.device("meta")
 
 
 _thread = _Thread()
+
+
+def set_device(device: torch.device | None) -> None:
+    """Mods of this thread are bound for a call on this device; None: nobody knows on which."""
+    _thread.device = device or _Thread.device
+
+
+def device_of_call(*_) -> torch.device:
+    """Where the tensors are that symbols stand for."""
+    return _thread.device
 
 
 class _RunType(type):
@@ -70,6 +81,10 @@ class Run(metaclass=_RunType):
     def source(self) -> SourceLine | None:
         """The user's line that a new node comes from."""
         return None
+
+    def device(self) -> torch.device:
+        """Where symbols are, which a mod may ask."""
+        return device_of_call()
 
     def simplified(self, op: str, operands: list[Expr]) -> Expr | None:
         """A shorter expression for a new node; None if there is none."""

@@ -61,6 +61,7 @@ _PLAIN_ATTRIBUTES = {
     torch.Tensor.is_cuda.__get__,
     torch.Tensor.layout.__get__,
 }
+_LIKE = (torch.Tensor.to, torch.Tensor.type_as)  # a captured tensor on the device, and in the dtype, of a symbol
 _FROM_NUMBER = {torch.tensor, torch.scalar_tensor, torch.as_tensor}
 
 
@@ -73,6 +74,8 @@ def dispatch(function, args: tuple, kwargs: dict):
         if _symbolic(args) or _symbolic(tuple(kwargs.values())):
             return args[0] if args else kwargs["input"]
     in_kernel = _symbolic(args) or _symbolic(tuple(kwargs.values()))
+    if function in _LIKE and len(args) == 2 and isinstance(args[0], torch.Tensor) and isinstance(args[1], (Sym, TensorView, Vector)):
+        function, args, in_kernel = torch.Tensor.to, (args[0], args[1].device, args[1].dtype), False
     row = ops.METHODS.get(function) if isinstance(function, str) else ops.FUNCTIONS.get(function)
     if in_kernel and takes_vectors(function, args, kwargs, row is not None):
         return apply_to_vectors(function, args, kwargs)

@@ -102,7 +102,8 @@ METHODS = {
     "new_full": _new_full,
     "new_tensor": lambda s, value, dtype=None, **_: _number_like(s, value, dtype),
     "is_floating_point": lambda symbol: to_expr(symbol).dtype.is_floating_point,
-    **{name: lambda symbol, *_, **__: symbol for name in ("clone", "contiguous")},
+    "contiguous": lambda symbol, *_, **__: symbol,
+    "clone": lambda symbol, **_: Sym(to_expr(symbol)),
 }
 METHOD_OF = {  # torch's functions that are these methods
     getattr(home, name): name

@@ -16,7 +16,7 @@ import torch
 
 from .audit import audited
 from .capture import CaptureReader
-from .current import WEAK_DTYPE, Operations, Run, Symbolic
+from .current import WEAK_DTYPE, Operations, Run, Symbolic, device_of_call
 from .errors import ModError, mod_error
 from .expr import Expr, ExprTable, ScalarCapture, SourceLine, TensorCapture
 from .ops import FUNCTIONS
@@ -138,6 +138,9 @@ class ReplayedRun(TracingRun):
         super().__init__(kind, operations)
         self.program = HostProgram(mod)
         self.reader = CaptureReader(self.program, operations.is_operation, self._call)
+
+    def device(self) -> torch.device:
+        return self.reader.track(device_of_call(), device_of_call, "device")
 
     def _call(self, function, args: tuple, kwargs: dict, name: str):
         return self.operations.apply(function, args, kwargs) if function in FACTORIES else self.host(function, args, kwargs, name)

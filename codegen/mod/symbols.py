@@ -15,6 +15,7 @@ class Sym(Symbolic):
     """A 0-dim tensor known only inside the kernel, while a mod is traced."""
 
     __slots__ = ("expr",)
+    _value = "expr"
 
     def __init__(self, expr: Expr) -> None:
         self.expr = expr
@@ -23,7 +24,8 @@ class Sym(Symbolic):
     dtype = property(lambda self: self.expr.dtype)
     shape = property(lambda self: torch.Size(()))
     ndim = property(lambda self: 0)
-    device = property(lambda self: torch.device("meta"))
+    device = property(lambda self: running().device())
+    is_cuda = property(lambda self: self.device.type == "cuda")
     requires_grad = property(lambda self: False)
 
     def dim(self):
@@ -40,11 +42,6 @@ class Sym(Symbolic):
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         return applied(function, args, kwargs or {})
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return running().operations.method(self, name)
 
     def _refuse(self, what: str, remedy: str):
         raise running().error(f"{what} needs the value of a symbol, which is only known inside the kernel", remedy)
@@ -91,6 +88,37 @@ class Sym(Symbolic):
         return f"<{self.expr.attr if self.expr.op == 'symbol' else self.expr.op}: {self.expr.dtype}>"
 
 
+def _in_place(function):
+    """`x += y`: a new value, in x's dtype as torch has it. In torch whatever else is called x changes, so here that cannot be used any
+    more."""
+
+    def assigned(self, other):
+        made = applied(function, (self, other), {})
+        if not torch.can_cast(made.dtype, self.dtype):
+            raise running().error(
+                f"a value of {made.dtype} is assigned in place (+=, *= and the like) to one of {self.dtype}",
+                "Write x = x + y, which makes a new value of another dtype.",
+            )
+        if (self.dtype, made.dtype) != (torch.int32, torch.int64):  # positions, which have int64 in torch
+            made = made.to(self.dtype)
+        delattr(self, self._value)
+        return made
+
+    return assigned
+
+
+def _missing(self, name: str):
+    """An attribute that is no field, or the field of a value that was changed in place."""
+    if name == self._value:
+        raise running().error(
+            "a value is used after it was changed in place (by +=, *= and the like) under another name",
+            "Write x = x + y, which makes a new value and leaves the others; or use the changed name alone.",
+        )
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return running().operations.method(self, name)
+
+
 def _operator(function, reflected: bool):
     if reflected:
         return lambda self, other: applied(function, (other, self), {})
@@ -102,6 +130,7 @@ class TensorView(Symbolic):
     computed with element by element (vectors.py)."""
 
     __slots__ = ("tensor", "index")
+    _value = "tensor"
 
     def __init__(self, tensor: torch.Tensor, index: tuple) -> None:
         self.tensor, self.index = tensor, index
@@ -110,7 +139,8 @@ class TensorView(Symbolic):
     shape = property(lambda self: self.tensor.shape[len(self.index) :])  # recorded, as any read of a captured tensor
     ndim = property(lambda self: self.tensor.ndim - len(self.index))
     dtype = property(lambda self: self.tensor.dtype)
-    device = property(lambda self: torch.device("meta"))
+    device = property(lambda self: running().device())
+    is_cuda = property(lambda self: self.device.type == "cuda")
     T = property(lambda self: applied("t", (self,), {}))
     mT = property(lambda self: applied("transpose", (self, -1, -2), {}))
 
@@ -129,11 +159,6 @@ class TensorView(Symbolic):
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         return applied(function, args, kwargs or {})
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return running().operations.method(self, name)
 
     def incomplete(self, *_):
         raise running().error(
@@ -155,6 +180,7 @@ class Vector(Symbolic):
     """
 
     __slots__ = ("shape", "rows", "_make", "_dtype")
+    _value = "_make"
 
     def __init__(self, items, shape=None, rows: tuple = (), dtype: torch.dtype | None = None) -> None:
         self.shape = torch.Size((len(items),) if shape is None else shape)
@@ -162,7 +188,8 @@ class Vector(Symbolic):
 
     __array_ufunc__ = None
     ndim = property(lambda self: len(self.shape))
-    device = property(lambda self: torch.device("meta"))
+    device = property(lambda self: running().device())
+    is_cuda = property(lambda self: self.device.type == "cuda")
     requires_grad = property(lambda self: False)
     T = property(lambda self: applied("t", (self,), {}))
     mT = property(lambda self: applied("transpose", (self, -1, -2), {}))
@@ -197,7 +224,6 @@ class Vector(Symbolic):
         return iter([self[i] for i in range(len(self))])
 
     __torch_function__ = TensorView.__torch_function__
-    __getattr__ = TensorView.__getattr__
 
     def incomplete(self, *_):
         what = f"a vector of {len(self)} elements" if self.ndim == 1 else f"a tensor of shape {tuple(self.shape)}"
@@ -207,6 +233,9 @@ class Vector(Symbolic):
 
 
 for _kind in (Sym, TensorView, Vector):
+    _kind.__getattr__ = _missing
+    for _name in BINARY:
+        setattr(_kind, f"__i{_name}__", _in_place(function_of(_name)))
     for _name in BINARY if _kind is Sym else (*BINARY, "matmul"):
         setattr(_kind, f"__{_name}__", _operator(function_of(_name), reflected=False))
         setattr(_kind, f"__r{_name}__", _operator(function_of(_name), reflected=True))

@@ -14,13 +14,9 @@ _CHUNK = 1 << 24  # positions whose gradient is added up at a time on the host
 
 
 def apart(tensor: torch.Tensor) -> torch.Tensor:
-    """A captured tensor that wants a gradient has an element of its own in memory for every index. Dimensions of stride 0 are left alone
-    where autograd sums over them, in the backward pass of what expanded the tensor."""
-    if not tensor.requires_grad:
-        return tensor
-    if tensor.is_leaf and 0 in tensor.stride():
-        return tensor.contiguous()
-    return _without_overlaps(tensor)
+    """A captured tensor as kernels read it: one that wants a gradient is `distinct`, also what autograd has expanded. Hooks and
+    torch.autograd.grad see the gradient of each of its indices."""
+    return distinct(tensor) if tensor.requires_grad else tensor
 
 
 def distinct(tensor: torch.Tensor) -> torch.Tensor:
@@ -62,7 +58,7 @@ class Sums:
                 if buffer is None:
                     tensor = self._tensor(load)
                     dtype = tensor.dtype if captured.role == "store" else torch.float32
-                    buffer = torch.empty_strided(_own_shape(tensor), tensor.stride(), dtype=dtype, device=self.device).zero_()
+                    buffer = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=self.device).zero_()
             elif buffer is None or buffer.shape != shape:
                 buffer = torch.empty(shape, dtype=torch.float32, device=self.device)
             self.buffers[captured.buffer] = buffer.zero_() if captured.role == "slab" else buffer
@@ -95,27 +91,22 @@ class Sums:
         tensor = self._tensor(load)
         grid = values.shape[:-1] if load.op == "row" else values.shape
         count = len(self.score[0].tensors)
-        shape = _own_shape(tensor)
         inside = torch.ones(grid, dtype=torch.bool, device=self.device)
         indices = []
-        for index, size, stride in zip(load.args, tensor.shape, tensor.stride(), strict=False):
-            if stride == 0:  # one element; the kernel has seen to what lies outside
-                indices.append(torch.zeros(grid, dtype=torch.int64, device=self.device))
-                continue
+        for index, size in zip(load.args, tensor.shape, strict=False):
             at = compute(index, symbols, self.score[1][:count], self.score[1][count:]).long().expand(grid)
             at = torch.where(at < 0, at + size, at)
             inside &= (at >= 0) & (at < size)
             indices.append(at.clamp(0, size - 1))
         total = self.totals.get(load.attr)
         if total is None:
-            total = self.totals[load.attr] = torch.zeros(shape, dtype=torch.float32, device=self.device)
+            total = self.totals[load.attr] = torch.zeros(tensor.shape, dtype=torch.float32, device=self.device)
         elif total.dtype != torch.float32:  # what another load of this tensor stored
             total = self.totals[load.attr] = total.float()
         if total.numel() == 0:
             return  # every index lies outside
         if load.op == "row":
             inside = inside.unsqueeze(-1)
-            values = values.sum(-1, keepdim=True) if tensor.stride(-1) == 0 else values
         values = torch.where(inside, values.float(), 0.0)
         if indices and self.device.type == "cpu":  # where index_put_ adds many values in any order
             total = self.totals[load.attr] = total.contiguous()
@@ -132,9 +123,7 @@ class Sums:
         """Add values for all of b, h and `axis`: positions ("q_idx", "kv_idx"), or "part", of which a head has several. A load whose
         indices are these themselves, as in `slopes[h]`, has sums as its gradient: one kernel in place of some thirty."""
         tensor, axes = self._tensor(load), {"b": "b", "h": "h", axis: "n"}
-        fixed = [stride == 0 for stride in tensor.stride()]  # dimensions of one element
-        names = [None if alone else index.attr if index.op == "symbol" else "" for index, alone in zip(load.args, fixed, strict=False)]
-        own = [name for name in names if name is not None]
+        own = [index.attr if index.op == "symbol" else "" for index in load.args]
         moved = axis != "part" and self.lists is not None and self.lists.shifts is not None
         if moved or len(set(own)) < len(own) or not axes.keys() >= set(own):
             grid = {"b": self._range(self.extents[0])[:, None, None], "h": self._range(self.extents[1])[None, :, None]}
@@ -144,13 +133,11 @@ class Sums:
                 grid[axis] = self._positions(axis.removesuffix("_idx"))[None, None, :]
             self._add(load, values, grid)
             return
-        wide, kept = ("w", "" if fixed[-1] else "w") if load.op == "row" else ("", "")
-        values = torch.einsum(f"bhn{wide}->{''.join(axes[name] for name in own)}{kept}", values).contiguous()
-        shape = _own_shape(tensor)
-        # what lies behind the tensor's end has no element
-        values = values[tuple(None if alone else slice(n) for n, alone in zip(shape, fixed, strict=True))]
-        if values.shape != shape:
-            found, values = values, values.new_zeros(shape)
+        wide = "w" if load.op == "row" else ""
+        values = torch.einsum(f"bhn{wide}->{''.join(axes[name] for name in own)}{wide}", values).contiguous()
+        values = values[tuple(map(slice, tensor.shape))]  # what lies behind the tensor's end has no element
+        if values.shape != tensor.shape:
+            found, values = values, values.new_zeros(tensor.shape)
             values[tuple(map(slice, found.shape))] = found
         total = self.totals.get(load.attr)
         self.totals[load.attr] = values if total is None else total.float() + values
@@ -168,15 +155,4 @@ class Sums:
                     self.totals[load.attr] = buffer if found is None else found + buffer
                 elif captured.role in axes:
                     self._add_over(axes[captured.role], load, buffer)
-        return {i: _spread(total, self.score[1][i]) for i, total in self.totals.items()}
-
-
-def _own_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The tensor's shape with every dimension of stride 0, which holds one element, of size 1."""
-    return tuple(1 if s == 0 else n for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _spread(total: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """A gradient with the tensor's shape: where elements share memory, each gets an equal part of their sum."""
-    shared = tensor.numel() // max(total.numel(), 1)
-    return (total if shared <= 1 else total.float() / shared).to(tensor.dtype).expand(tensor.shape)
+        return {i: total.to(self.score[1][i].dtype) for i, total in self.totals.items()}

@@ -62,7 +62,7 @@ def evaluate_mod(mod: Callable, scores: torch.Tensor, kind: str = "score", *, pr
         raise ValueError(f"kind is {kind!r}; write 'score' or 'mask'")
     if precision not in _PRECISIONS:
         raise ValueError(f"precision is {precision!r}; write one of {', '.join(map(repr, _PRECISIONS))}")
-    bound = in_wide_integers(bind(mod, kind), tuple(scores.shape))
+    bound = in_wide_integers(bind(mod, kind, scores.device), tuple(scores.shape))
     read_captured(bound, scores.device, f"{kind}_mod")
     scores = scores.detach().contiguous()
     result = torch.empty_like(scores, dtype=torch.float32 if kind == "score" else torch.bool)
