@@ -60,7 +60,12 @@ class _Attention(torch.autograd.Function):
         ctx.kept = inputs, scale, score, mask, lists, transposed, options
         ctx.deterministic, ctx.raw, ctx.provisional, ctx.count = deterministic, rows.raw, rows.provisional, len(captured)
         ctx.count_all = len(captured) + len(mask_tensors)
-        ctx.save_for_backward(q, k, v, out, rows.values, sinks, seed, *captured, *mask_tensors, *places)
+        saved = q, k, v, out, rows.values, sinks, seed, *captured, *mask_tensors, *places
+        ctx.dtypes, ctx.strides, ctx.of_inference = [t if t is None else t.dtype for t in saved], out.stride(), {}
+        if len(saved) > 7 or seed is not None:  # autograd saves no tensor of inference mode, which has no version
+            ctx.of_inference = {i: t for i, t in enumerate(saved[6:], 6) if t is not None and t.is_inference()}
+            saved = [None if i in ctx.of_inference else t for i, t in enumerate(saved)] if ctx.of_inference else saved
+        ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
         if max_scores is not None:
             ctx.mark_non_differentiable(max_scores)
@@ -75,7 +80,15 @@ class _Attention(torch.autograd.Function):
             transformed = is_transformed()
             if not transformed:
                 check_values("the backward pass of flex_attention")
-        q, k, v, out, values, sinks, seed, *others = ctx.saved_tensors
+        saved = ctx.saved_tensors
+        if ctx.of_inference:
+            saved = [ctx.of_inference.get(i, t) for i, t in enumerate(saved)]
+        if [t if t is None else t.dtype for t in saved] != ctx.dtypes:
+            raise TypeError("hooks of saved tensors gave flex_attention's back in other dtypes; they must unpack what was packed")
+        q, k, v, out, values, sinks, seed, *others = saved
+        if out.stride() != ctx.strides:  # hooks may have laid them out anew
+            out = out.contiguous()
+        values, sinks = values.contiguous(), sinks if sinks is None else sinks.contiguous()
         captured, mask_tensors, places = others[: ctx.count], others[ctx.count : ctx.count_all], others[ctx.count_all :]
         inputs, scale, score, mask, lists, transposed_lists, options = ctx.kept
         score, mask = score and (score[0], [*captured, *score[1]]), mask and (mask[0], [*mask_tensors, *mask[1]])
@@ -110,7 +123,8 @@ def _differentiable(ctx, bound: Bound, given: tuple, mask_tensors: list[torch.Te
         values = values * values.new_tensor([bound.scale, 1.0])
     transposed = bound.transposed and (lambda _: bound.transposed(bound.mask))
     problem = Problem(bound.scale, bound.options, *numbers, bound.lists, transposed=transposed, deterministic=ctx.deterministic)
-    x = bound.q, bound.k, bound.v, *bound.captured, *mask_tensors
+    others = (t.clone() if t.is_inference() else t for t in (*bound.captured, *mask_tensors))  # as these are saved once more
+    x = bound.q, bound.k, bound.v, *others
     needed = [*ctx.needs_input_grad[3:6], *ctx.needs_input_grad[7:], *(False for _ in mask_tensors)]
     q, k, v, *captured = gradients_of(problem, (out, values, *x), d_out, d_lse, needed)[: 3 + ctx.count]
     return [q, k, v, None, *captured]

@@ -26,7 +26,7 @@ def read_dropout(p, seed: torch.Tensor | None, device: torch.device) -> Dropout 
     """What dropout_p and dropout_seed say, None for no dropout. Raises TypeError or ValueError."""
     if isinstance(p, torch.SymFloat):  # of torch's compiler, which compiles anew for another one
         p = float(p)
-    if not isinstance(p, numbers.Real):
+    if isinstance(p, bool) or not isinstance(p, numbers.Real):
         raise TypeError(f"dropout_p must be a number from 0 to 1, got {type(p).__name__}")
     if not 0.0 <= p <= 1.0:  # NaN, too
         raise ValueError(f"dropout_p must be a number from 0 to 1, got {p}")

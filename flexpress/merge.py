@@ -25,8 +25,9 @@ def merge_attention(
     """
     if len(outs) == 0 or len(outs) != len(lses):
         raise ValueError(f"merge_attention needs an lse for each out, and at least one, got {len(outs)} outs and {len(lses)} lses")
-    shapes = {tuple(t.shape) for t in outs}, {tuple(t.shape) for t in lses}
-    if len(shapes[0]) > 1 or shapes[1] != {tuple(outs[0].shape[:-1])}:
+    shape = outs[0].shape  # compared by ==, as a compiler's lengths have no hash
+    if any(out.shape != shape for out in outs) or any(lse.shape != shape[:-1] for lse in lses):
+        shapes = [", ".join(str(tuple(t.shape)) for t in given) for given in (outs, lses)]
         raise ValueError(f"all outs must have one shape (..., Q_LEN, D_V) and all lses (..., Q_LEN), got {shapes[0]} and {shapes[1]}")
     precision = functools.reduce(torch.promote_types, (t.dtype for t in (*outs, *lses)), torch.float32)
     stacked = torch.stack(tuple(lses)).to(precision)

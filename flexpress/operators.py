@@ -23,6 +23,7 @@ from flexpress.call import bound
 from flexpress.dropout import Dropout
 from flexpress.float8 import output_dtype, quantised
 from flexpress.mask_mods import noop_mask
+from flexpress.probabilities import NO_GRADIENT
 from flexpress.programs import Captures, Program, on_device, read_graph_once, read_program
 
 from .codegen.device.counters import nothing_kept
@@ -31,6 +32,7 @@ from .codegen.run.block_lists import lists_of
 from .codegen.run.call import Bound, Rows
 from .codegen.run.forward import forward
 from .codegen.run.layouts import traced_like
+from .codegen.run.meanwhile import is_capturing
 from .codegen.run.statistics import Wanted, statistics
 
 
@@ -164,6 +166,44 @@ def _(query, key, tensors, ints, floats, lists, scale, program, entropy, top_ind
     return tuple(query.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, _STATISTICS, strict=True))
 
 
+@torch.library.custom_op("flexpress::refuse_gradient", mutates_args=())
+def refuse_gradient(gradient: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """No gradient for a tensor. Raises NotImplementedError for one of entropy or column_sums that is not 0, as is that which a compiler
+    computes though nobody wants it. While a CUDA graph is captured nobody can look."""
+    if not is_capturing(gradient.device) and bool(gradient.any()):
+        raise NotImplementedError(NO_GRADIENT)
+    return torch.zeros_like(tensor)
+
+
+@refuse_gradient.register_fake
+def _(gradient, tensor):
+    return torch.empty_like(tensor)
+
+
+def _keep_inputs(ctx, inputs, output) -> None:
+    query, key, tensors, ints, floats, lists, *_ = inputs
+    ctx.save_for_backward(query, key, *tensors)
+    ctx.others = _no_gradients(ints), _no_gradients(floats), [None] * len(lists)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _refuse_statistics(ctx, of_entropy, _, of_column_sums):
+    inputs, (query, key, tensors, *rest) = ctx.saved_tensors, ctx.needs_input_grad
+    place = (query, key, *tensors).index(True)  # of any input that has a gradient: a compiler leaves out what nobody uses
+    found = [None] * len(inputs)
+    gradient = torch.cat([g.flatten() for g in (of_entropy, of_column_sums)])
+    found[place] = torch.ops.flexpress.refuse_gradient(gradient, inputs[place])
+    return *found[:2], found[2:], *ctx.others, *(None for _ in rest[len(ctx.others) :])
+
+
+def _no_gradients(numbers: list) -> list | None:
+    """Those of an operator's list of numbers: autograd takes empty lists for lists of tensors."""
+    return None if numbers else []
+
+
+probability_statistics.register_autograd(_refuse_statistics, setup_context=_keep_inputs)
+
+
 @torch.library.custom_op("flexpress::flex_attention_backward", mutates_args=())
 def flex_attention_backward(
     d_out: torch.Tensor,
@@ -238,8 +278,7 @@ def _differentiate(ctx, d_out, d_lse, *_):
     captured, listed = ctx.counts
     tensors, lists, starts = others[:captured], others[captured : captured + listed], others[captured + listed :]
     ints, floats, scale, program = ctx.others
-    none = [None if numbers else [] for numbers in (ints, floats)]  # autograd takes lists of tensors apart, empty ones too
-    none = [[None] * len(tensors), *none, *([None] * len(part) for part in (lists, starts))]
+    none = [[None] * len(tensors), *map(_no_gradients, (ints, floats)), *([None] * len(part) for part in (lists, starts))]
     if d_out is None and d_lse is None:
         return (None, None, None, *none, None, None, None, None, None, None, None)[: len(ctx.needs_input_grad)]
     score = read_program(program).score

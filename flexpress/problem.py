@@ -14,7 +14,7 @@ from flexpress.programs import on_device
 
 from .codegen.mod.expr import ModGraph
 from .codegen.mod.folded import folded_graph
-from .codegen.mod.tensors import looks_ordinary, read_captured, readable
+from .codegen.mod.tensors import looks_ordinary, read_captured, readable, untransformed
 from .codegen.mod.trace import traced_once
 from .codegen.mod.wide import in_wide_integers
 from .codegen.plan.forward import Options
@@ -114,5 +114,6 @@ def _repeated(lists: BlockLists, size: int) -> BlockLists:
     if lists.kv_num_blocks.shape[0] == 1:
         return lists
     names = "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
-    tables = {name: t.repeat_interleave(size, 0) for name in names if (t := getattr(lists, name)) is not None}
+    with untransformed():
+        tables = {name: t.repeat_interleave(size, 0) for name in names if (t := getattr(lists, name)) is not None}
     return replace(lists, **tables)

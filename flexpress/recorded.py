@@ -100,17 +100,14 @@ class Recorded(NamedTuple):
         return out, lse, max_scores if output_max else None
 
     def look(self, wanted: Wanted) -> Statistics:
-        """What is wanted of the probabilities; nothing of it requires grad."""
+        """What is wanted of the probabilities."""
         score, mask, lists = self.score, self.mask, self.lists
         captures = captures_of(score, mask)
-        captures = captures._replace(tensors=[t.detach() for t in captures.tensors])
         program = mod_program(
             score, mask, lists=lists and (lists.q_block, lists.kv_block, lists.interior, self.decided), options=self.options
         )
         tables = list(lists.tables) if lists else []
-        found = torch.ops.flexpress.probability_statistics(
-            self.query.detach(), self.key.detach(), *captures, tables, self.scale, program.text(), *wanted
-        )
+        found = torch.ops.flexpress.probability_statistics(self.query, self.key, *captures, tables, self.scale, program.text(), *wanted)
         return Statistics(*(t if asked else None for t, asked in zip(found, wanted, strict=True)))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch.autograd import forward_ad
@@ -32,6 +32,13 @@ class Transformed(NamedTuple):
         problem = replace(self.problem, output_max=output_max, deterministic=deterministic)
         out, lse, max_scores = _attention(problem, self.tensors)
         return out, lse, max_scores if output_max else None
+
+    def look(self, _) -> NoReturn:
+        """Statistics of the probabilities, which are not there."""
+        raise NotImplementedError(
+            "entropy, top_index and column_sums of return_aux are not there inside transforms of torch.func, or in forward mode: ask for "
+            "them outside, of detached tensors"
+        )
 
 
 def _attention(problem: Problem, tensors: tuple[torch.Tensor, ...]) -> tuple:

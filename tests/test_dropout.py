@@ -236,6 +236,7 @@ def test_other_functions():
     [
         ({"dropout_p": 1.5}, ValueError, "dropout_p must be a number from 0 to 1, got 1.5"),
         ({"dropout_p": math.nan}, ValueError, "dropout_p must be a number from 0 to 1, got nan"),
+        ({"dropout_p": True}, TypeError, "dropout_p must be a number from 0 to 1, got bool"),
         ({"dropout_p": "a"}, TypeError, "dropout_p must be a number from 0 to 1, got str"),
         ({"dropout_p": 0.5, "dropout_seed": 3}, TypeError, "dropout_seed must be an int64 tensor of one element, got int"),
         ({"dropout_p": 0.5, "dropout_seed": torch.zeros(2, dtype=torch.int64)}, TypeError, r"got torch.int64 \(2,\)"),

@@ -142,7 +142,11 @@ def test_masks_made_before(device):
             return flex_attention(*x, block_mask=mask, enable_gqa=True).square().sum()
 
         slopes = vmap(grad(total))(*x)
-        torch.testing.assert_close(slopes, torch.stack([grad(total)(*each) for each in zip(*x, strict=True)]))
+        wanted = torch.stack([grad(total)(*each) for each in zip(*x, strict=True)])
+        torch.testing.assert_close(slopes, wanted)
+        torch.testing.assert_close(grad(lambda *x, total=total: vmap(total)(*x).sum())(*x), wanted)
+        moved = jvp(lambda q, total=total: vmap(total)(q, *x[1:]).sum(), (x[0],), (x[0],))[1]
+        torch.testing.assert_close(moved, (wanted * x[0]).sum(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -363,3 +363,53 @@ def test_block_mask_devices_without_kernels_are_refused():
         with pytest.raises(error, match="device"):
             create_block_mask(mods.causal, None, None, 8, 8, device)
     assert flexpress.create_block_mask(mods.causal, None, None, 8, 8, torch.device("cpu")).shape == (1, 1, 8, 8)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_hooks_may_lay_out_saved_tensors_anew(device):
+    q, k, v = (torch.randn(2, 3, 20, 16, device=device, requires_grad=True) for _ in range(3))
+    sinks, bias = (torch.randn(n, device=device, requires_grad=True) for n in (3, 20))
+
+    def gradients(pack, unpack):
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            out, lse = flexpress.flex_attention(q, k, v, lambda s, b, h, i, j: s + bias[j], sinks=sinks, return_lse=True)
+        return torch.autograd.grad(out.square().sum() + lse.sum(), (q, k, v, sinks, bias))
+
+    def other_strides(t):
+        return t.mT.contiguous().mT if t.ndim > 1 else torch.stack([t, t], 1)[:, 0]
+
+    wanted = gradients(lambda t: t, lambda t: t)
+    for have, want in zip(gradients(lambda t: t, other_strides), wanted, strict=True):
+        torch.testing.assert_close(have, want)
+    with pytest.raises(TypeError, match="hooks of saved tensors gave flex_attention's back in other dtypes"):
+        gradients(lambda t: t.half(), lambda t: t)
+    with pytest.raises(ValueError, match="hooks of saved tensors gave flex_attention's back in other shapes"):
+        gradients(lambda t: t, lambda t: t[:1] if t.ndim == 4 else t)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_tensors_of_inference_mode_beside_gradients(device):
+    q = torch.randn(1, 2, 20, 16, device=device, requires_grad=True)
+    with torch.inference_mode():
+        ids, slopes, seed = (
+            torch.arange(20, device=device) // 6,
+            torch.ones(2, device=device),
+            torch.ones(1, dtype=torch.int64, device=device),
+        )
+    mods = {"score_mod": lambda s, b, h, i, j: s + slopes[h] * j, "mask_mod": lambda b, h, i, j: ids[i] == ids[j]}
+
+    def gradient(create_graph=False, **more):
+        return torch.autograd.grad(flexpress.flex_attention(q, q, q, **mods, **more).square().sum(), q, create_graph=create_graph)[0]
+
+    found = gradient(), gradient(True), gradient(dropout_p=0.5, dropout_seed=seed)
+    second = torch.autograd.grad(found[1].square().sum(), q)[0]
+    ids, slopes, seed = ids.clone(), slopes.clone(), seed.clone()
+    torch.testing.assert_close(found, (gradient(), gradient(True), gradient(dropout_p=0.5, dropout_seed=seed)))
+    torch.testing.assert_close(second, torch.autograd.grad(gradient(True).square().sum(), q)[0])
+
+
+@pytest.mark.parametrize("name", ["explain", "precompile"])
+def test_forward_mode_around_functions_that_do_not_follow_it(name):
+    q = torch.randn(1, 2, 9, 16)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=f"{name} was called inside torch.autograd.forward_ad"):
+        getattr(flexpress, name)(q, q, q)

@@ -116,3 +116,19 @@ def test_shapes_that_do_not_fit():
         merge_attention([out, out], [lse])
     with pytest.raises(ValueError, match=r"all lses \(..., Q_LEN\), got"):
         merge_attention([out, out[:, :1]], [lse, lse])
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_for_any_length(strict):
+    class Merged(torch.nn.Module):
+        def forward(self, a, b, lse_a, lse_b):
+            return merge_attention([a, b], [lse_a, lse_b])
+
+    def parts(length):
+        return *torch.randn(2, 1, 2, length, 8), *torch.randn(2, 1, 2, length)
+
+    length = torch.export.Dim("length", max=999)
+    made = torch.export.export(Merged(), parts(9), dynamic_shapes=({2: length},) * 4, strict=strict).module()
+    x = parts(17)
+    for have, want in zip(made(*x), Merged()(*x), strict=True):
+        torch.testing.assert_close(have, want)

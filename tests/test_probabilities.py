@@ -116,6 +116,37 @@ def test_under_torch_compile(device):
     assert torch.equal(only().column_sums, flex_attention(q, k, v, block_mask=mask, return_aux=ALL)[1].column_sums)
 
 
+@pytest.mark.parametrize("learned", ["query", "key", "slopes"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_under_torch_compile(learned, device):
+    """Refused as in eager mode; statistics that a loss does not read change nothing."""
+    x = {name: torch.randn(1, 2, 30, 16, device=device) for name in ("query", "key", "value")} | {"slopes": torch.ones(2, device=device)}
+    x[learned].requires_grad_()
+
+    def attend(weight):
+        q, k, v, slopes = x.values()
+        out, aux = flex_attention(q, k, v, mods.alibi(slopes), return_aux=ALL)
+        return out.square().sum() + weight * (aux.entropy.sum() + aux.column_sums.square().sum()), aux.entropy
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    (wanted,), (found,) = (torch.autograd.grad(function(0.0)[0], x[learned]) for function in (attend_alone(x), compiled))
+    torch.testing.assert_close(found, wanted)
+    for function in (attend, compiled):
+        with pytest.raises(NotImplementedError, match="have no gradient"):
+            function(1.0)[0].backward()
+
+
+def attend_alone(x):
+    q, k, v, slopes = x.values()
+    return lambda _: (flex_attention(q, k, v, mods.alibi(slopes)).square().sum(),)
+
+
+def test_in_transforms():
+    q = torch.randn(1, 2, 9, 8)
+    with pytest.raises(NotImplementedError, match="are not there inside transforms"):
+        torch.func.grad(lambda q: flex_attention(q, q, q, return_aux=AuxRequest(top_index=True))[0].sum())(q)
+
+
 def test_shapes_without_memory():
     q, k = torch.randn(2, 4, 30, 16, device="meta"), torch.randn(2, 2, 50, 16, device="meta")
     _, aux = flex_attention(q, k, k, enable_gqa=True, return_aux=ALL)

@@ -62,6 +62,10 @@ def check_values(function: str, **tensors) -> None:
             f"{function} was called where torch records operations without their values (FakeTensorMode, make_fx, torch.export); call it "
             "outside"
         )
+    if tensors and forward_ad._current_level >= 0:
+        raise NotImplementedError(
+            f"{function} was called inside torch.autograd.forward_ad.dual_level, which it does not follow; call it outside"
+        )
     for name, tensor in tensors.items():
         if isinstance(tensor, torch.Tensor):
             check_kind(name, tensor)

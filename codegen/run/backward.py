@@ -67,7 +67,7 @@ def backward(
     """
     score, mask, lists, inputs, extras = bound.score, bound.mask, bound.lists, bound.inputs, bound.extras
     q, k, v, do = bound.q, bound.k, bound.v, with_rows(do)
-    looks = inputs if inputs.alike(q, k, v) else tuple([(t.shape, t.stride(), t.dtype, t.device) for t in (q, k, v)])
+    looks = inputs if inputs.alike(q, k, v) else _other_looks(inputs, q, k, v)
     like = _like.get(looks) or _likeness(looks, q, k, v)
     if like.copied:
         q, k, v = map(with_rows, (q, k, v))
@@ -109,6 +109,14 @@ def backward(
         except Exception as why:
             waits, meanwhile = failed("backward", meanwhile or temporary is not None, why), False
             _ready.pop(kind, None)
+
+
+def _other_looks(inputs, *tensors: torch.Tensor) -> tuple:
+    """How q, k and v look that lie otherwise than in the forward pass."""
+    q, k, _ = tensors
+    if (*q.shape[:3], k.shape[2]) != inputs.extents:
+        raise ValueError("hooks of saved tensors gave flex_attention's back in other shapes; they must unpack what was packed")
+    return tuple([(t.shape, t.stride(), t.dtype, t.device) for t in tensors])
 
 
 class _Like(NamedTuple):
