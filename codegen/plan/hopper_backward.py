@@ -106,7 +106,7 @@ def fits(case: BackwardCase, arch: str = "sm_90", score: Mod | None = None) -> s
     if "row" in roles:
         return "gradients of a captured tensor that varies with the query alone: the portable kernels are faster"
     if widest == 128 and roles - {"head"}:
-        return "gradients of a captured tensor that varies with the key take too many registers at head dims above 64"
+        return "gradients of a captured tensor that is read by more than batch entry and head take too many registers at head dims above 64"
     if not all(case.use_tma):
         return "TMA cannot load q, k, v or the gradient of the output, or is not wanted"
     tile = [name for name, _ in case.options.tile if name.startswith(("dq_", "dkv_"))]
