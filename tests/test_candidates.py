@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flexpress import checks, explain, flex_attention, mods
+from flexpress import checks, explain, flex_attention, mods, precompile
 from flexpress.codegen import registry
 from flexpress.codegen.run import forward
 from flexpress.codegen.run.launch import Unusable
@@ -39,9 +39,12 @@ class OneKey:
             group = found["Q"].shape[1] // found["K"].shape[1]
             keys, values = (found[name].repeat_interleave(group, 1) for name in ("K", "V"))
             found["O"].copy_(values.expand(found["O"].shape))
-            found["LSE"].copy_((found["Q"].float() * keys.float()).sum(-1) * call.scale)
+            product = (found["Q"].float() * keys.float()).sum(-1)
+            found["LSE"].copy_(product * call.scale)
+            if "ROWS" in found:  # gradients are wanted: the largest product, and log2 of its weight, which is 1
+                found["ROWS"].copy_(torch.stack((product, torch.zeros_like(product)), -1))
 
-        return SimpleNamespace(run=run, raw=False)
+        return SimpleNamespace(run=run, launches=(), raw=False, waits=True)
 
 
 @pytest.fixture
@@ -75,6 +78,21 @@ def test_it_serves_what_it_fits(one_key):
     assert one_key.ran == 2
 
 
+def test_gradients_through_it(one_key):
+    tensors = [t.requires_grad_() for t in inputs(20, 1)]
+    out = flex_attention(*tensors, enable_gqa=True)
+    gradients = torch.autograd.grad(out, tensors, torch.ones_like(out))
+    assert one_key.ran == 1
+    for found, expected in zip(gradients, (0.0, 0.0, 40.0), strict=True):  # a value gets one from each of 20 queries of two heads
+        torch.testing.assert_close(found, torch.full_like(found, expected), atol=1e-5, rtol=1e-5)
+
+
+def test_it_is_precompiled(one_key):
+    for backward in (False, True):
+        precompile(*inputs(20, 1), enable_gqa=True, backward=backward)
+    assert one_key.ran == 2  # it has no launches: nothing of it is compiled
+
+
 def test_explain_knows_it(one_key):
     assert explain(*inputs(20, 1), enable_gqa=True).startswith("forward   ONE_KEY")
     assert "not ONE_KEY: there are mods, or more keys than one" in explain(*inputs(20, 2), enable_gqa=True)
@@ -93,5 +111,5 @@ def test_a_user_names_it(one_key, monkeypatch):
     named = {"enable_gqa": True, "kernel_options": {"BACKEND": "ONE_KEY"}}
     flex_attention(*inputs(1, 1), **named)
     assert one_key.ran == 1
-    with pytest.raises(ValueError, match="BACKEND.*is 'ONE_KEY', but there are mods, or more keys than one"):
+    with pytest.raises(ValueError, match="BACKEND.*names ONE_KEY, but there are mods, or more keys than one"):
         flex_attention(*inputs(20, 2), **named)

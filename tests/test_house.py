@@ -23,6 +23,7 @@ BELOW = {  # what a folder may import beside its own files; the files of codegen
     "mods": set(),
 }
 BELOW["flexpress/flash_attn"] = BELOW["flexpress"] | {"flexpress"}  # both are the front door
+BELOW["flexpress/integrations"] = BELOW["flexpress/flash_attn"] | {"flexpress/flash_attn"}  # no file imports it
 BELOW["flexpress"] |= {"flexpress/flash_attn"}
 FILES = {path.relative_to(ROOT): path for folder in BELOW for path in (ROOT / folder).glob("*.py")}
 
@@ -37,8 +38,8 @@ def place_of(name: str) -> Path | None:
 
 def imports_of(path: Path) -> set[Path]:
     """The files that a file imports, whether at once or inside a function."""
-    home = "flexpress" if path.parts[0] == "flexpress" else f"flexpress.{'.'.join(path.parts[:-1])}"
-    found = set()
+    folders = path.parts[:-1]
+    home, found = ".".join(folders if folders[0] == "flexpress" else ("flexpress", *folders)), set()
     for node in ast.walk(ast.parse(FILES[path].read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
