@@ -131,7 +131,7 @@ class CacheInfo:
     traces: int = 0  # mods traced
     prints: int = 0  # kernels rendered from a template
     compiles: int = 0  # kernels compiled (GPU) or loaded for the interpreter (CPU)
-    hits: int = 0  # calls that found everything ready
+    hits: int = 0  # look-ups that found a plan, or a kind of call, ready. A call may count several: 2 if its mask_mod captures a tensor
 
 
 INFO = CacheInfo()

@@ -268,12 +268,13 @@ def flex_attention(
     enable_gqa      allows Hq to be a multiple of Hkv
     return_lse      also return lse; return_aux=AuxRequest(lse=True, ...) is the newer form: it gives an AuxOutput or AuxStatistics
     kernel_options  BLOCK_M, BLOCK_N, num_warps, num_stages, PRESCALE_QK, ROWS_GUARANTEED_SAFE, USE_TMA, with or without the prefix fwd_;
-                    FLOAT32_PRECISION ("ieee" or "tf32"), BACKEND ("AUTO"; "PORTABLE" for the portable kernels; "HOPPER" for the
-                    forward kernel for Hopper, or an error; "DECODE" for that of up to 16 queries, which splits keys among programs);
+                    FLOAT32_PRECISION ("ieee" or "tf32"), BACKEND ("AUTO"; "PORTABLE" or torch's "TRITON" for the portable kernels;
+                    "HOPPER" for the forward kernel for Hopper, or an error; "DECODE" or torch's "TRITON_DECODE" for that of up to 16
+                    queries, which splits keys among programs; "CPP" for the kernels in C++ on a CPU, or an error);
                     for the backward pass BLOCK_M1, BLOCK_N1 (of dK and dV), BLOCK_M2, BLOCK_N2 (of dQ), with or without bwd_,
                     bwd_num_warps, bwd_num_stages. ROWS_GUARANTEED_SAFE promises that every row sees a key; it is taken at its word.
-                    Torch's BLOCKS_ARE_CONTIGUOUS, FORCE_USE_FLEX_ATTENTION, IS_DIVISIBLE, WRITE_DQ, its names of back ends and hints
-                    for others change nothing or mean these (logged at DEBUG). Others are refused
+                    Torch's BLOCKS_ARE_CONTIGUOUS, FORCE_USE_FLEX_ATTENTION, IS_DIVISIBLE, WRITE_DQ and hints for other back ends
+                    change nothing (logged at DEBUG). Others are refused, and so is torch's BACKEND "FLASH"
     deterministic   gradients are bitwise equal on every run (also with torch.use_deterministic_algorithms); captured ones may cost more
     context         a ContextPlan (flexpress.distributed), which has the mask: query, key and value are this rank's parts of the whole
     sinks           (Hq,), float16, bfloat16 or float32: a logit for each head, which takes part in the softmax as the score of one more
@@ -318,7 +319,7 @@ def flex_attention(
 
 
 def _attend_in_context(context, arguments: tuple, want_max: bool, deterministic: bool) -> tuple:
-    """The same of this rank's parts, by a ContextPlan."""
+    """out, lse and max_scores, or None, of this rank's parts, by a ContextPlan."""
     from flexpress.context import check_plan
     from flexpress.context_attention import Arguments, attend_in_context
 

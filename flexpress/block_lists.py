@@ -133,7 +133,7 @@ def transposed_lists(lists: BlockLists, KV_LEN: int) -> BlockLists:
 
 
 def made_transposed(lists: BlockLists, KV_LEN: int, wait: bool) -> BlockLists:
-    """The same, made anew; `wait` is as for masks.block_lists."""
+    """For each KV block the query blocks that visit it, made anew; `wait` is as for masks.block_lists."""
     status = status_of(lists, -(-KV_LEN // lists.kv_block)).transpose(-1, -2)
     made = listed_status(status, lists, lists.interior, (lists.q_block, lists.kv_block), wait=wait)
     return made if lists.shifts is None else replace(made, shifts=lists.shifts)

@@ -139,15 +139,18 @@ def cached_attention(
                   CUDA graph. 0 for a sequence that is not there
     page_table    int32 (B, n): the pages that hold a sequence's positions in order; entries past kv_len are never read
     cache_loc     int32 (B,): the sequence's entry in the cache, b by default; with page_table (R, n), its row there. (Each such call
-                  makes a table of those rows. For many layers, make it once: page_table[cache_loc])
+                  makes a table of those rows. For many layers, make it once: page_table[cache_loc].) SequenceInfo.cache_loc is something
+                  else, a flat list of pages: pass its page_table here
     cu_seqlens_q  int32 (B + 1,): where each sequence's queries start in query, and their end; lengths may be 0. max_q_len is the largest
                   length or more (how large tiles are follows from it); by default T
     q_offset      int32 (B,): the position of each sequence's first query; by default its queries are its last positions
     score_mod     score_mod(score, b, h, q_idx, kv_idx) with q_idx and kv_idx positions in the sequence, b its number in this batch
     mask_mod      mask_mod(b, h, q_idx, kv_idx); by default kv_idx <= q_idx
+    scale         a number, 1 / sqrt(D_QK) by default, or a tensor of one
     k_scale, v_scale   float32 (Hkv,): what caches of float8_e4m3fn are to be multiplied by; by default 1
     q_scale       float32, of one element or (Hkv,): the same of queries of float8_e4m3fn, for the heads that share each head of k_cache
     out_dtype     the output's dtype where query is float8_e4m3fn: bfloat16 by default, float16 or float32
+    return_lse    also return lse
     batch_invariant    a sequence's result is bitwise the same whatever else is in the batch (and takes longer)
     sinks         (Hq,), a logit for each head, as for flex_attention
     shared_prefix what pool.shared_prefix(sequences, device) says of this batch, or its tables(...), made once a step for all layers
@@ -162,7 +165,8 @@ def cached_attention(
     page outside the cache holds zeros, and an entry outside (cache_loc) zeros or nothing; queries past max_q_len may get 0 and lse -inf,
     and so do tokens that cu_seqlens_q gives to no sequence.
 
-    On Hopper, ragged queries of 512 a sequence or more on average take another kernel, if the cache has 16 bits an element and contiguous
+    On Hopper, queries of 512 a sequence or more on average take another kernel: ragged ones, and padded ones that lie one after another in
+    memory, as those of one sequence do, or of a transposed (B, Q_LEN, Hq, D_QK). The cache must have query's dtype, of 16 bits, contiguous
     head dims of 33 to 256, and pages of 8, 16, 32, 64 or a multiple of 128 positions; not with batch_invariant. Method: flash decoding (Dao
     et al. 2023), paged attention (Kwon et al. 2023, arXiv 2309.06180).
 

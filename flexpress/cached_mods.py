@@ -47,7 +47,7 @@ def mask_from(mask_mod: Callable, position: Callable, kv_len: torch.Tensor) -> C
 
 
 def causal_from(position: Callable, kv_len: torch.Tensor) -> Callable:
-    """The same of the default."""
+    """The default mask_mod, of the numbers of queries: later keys are hidden, and those past the sequence's end."""
 
     def causal_from(b, h, q_idx, kv_idx):
         return (kv_idx <= position(b, q_idx)) & (kv_idx < kv_len[b])
@@ -66,7 +66,7 @@ def score_of_rows(score_mod: Callable, sequence: torch.Tensor, position: torch.T
 
 
 def mask_of_rows(mask_mod: Callable, sequence: torch.Tensor, position: torch.Tensor) -> Callable:
-    """The same of a mask_mod."""
+    """The mask_mod of rows, each with a sequence and a position of its own, and keys from position 0 on."""
     mod = part_of(mask_mod, "mask")
 
     def of_rows(b, h, q_idx, kv_idx):
@@ -86,7 +86,7 @@ def score_behind(score_mod: Callable, shift: torch.Tensor) -> Callable:
 
 
 def mask_behind(mask_mod: Callable, shift: torch.Tensor) -> Callable:
-    """The same of a mask_mod."""
+    """The mask_mod of positions of queries and keys behind the first shift[b] of their sequence."""
     mod = part_of(mask_mod, "mask")
 
     def behind(b, h, q_idx, kv_idx):

@@ -32,7 +32,7 @@ def check_rank(name: str, tensor, layout: str, *, may_stand: bool = False) -> No
 
 
 def check_tensor(name: str, tensor, layout: str, *, may_stand: bool = False) -> None:
-    """The same of any rank."""
+    """A tensor of any rank, as for check_rank."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor of shape {layout}, got {type(tensor).__name__}")
     if not may_stand or not (is_moving(tensor) if tensor.__class__ in ORDINARY else is_distributed(tensor) or is_pending(tensor)):
@@ -127,7 +127,7 @@ def whole(name: str, value, least: int = 0) -> int:
 
 
 def extent(name: str, value, least: int = 0) -> int:
-    """The same of a length or a number of heads, which kernels count in 32 bits: ValueError if it is more than that."""
+    """A length or a number of heads, as for `whole`. Kernels count it in 32 bits: ValueError if it is more than that."""
     number = whole(name, value, least)
     if type(number) is int and number > MOST:
         raise ValueError(f"{name} is {number}; it must be at most {MOST}, as kernels count in 32 bits")
@@ -286,7 +286,7 @@ _OTHER_OPTIONS = {
         "backend",
         {
             **{"AUTO": None, "CPP": "CPP", "HOPPER": "HOPPER", "PORTABLE": "PORTABLE", "DECODE": "DECODE"},
-            **{"TRITON": "PORTABLE", "GLUON": "HOPPER", "TRITON_DECODE": "DECODE"},  # the first and the last are torch's; so is FLASH
+            **{"TRITON": "PORTABLE", "GLUON": "HOPPER", "TRITON_DECODE": "DECODE"},  # two are torch's; its FLASH is refused
         },
     ),
 }

@@ -95,7 +95,7 @@ def positions_of(blocks: np.ndarray, length: int) -> np.ndarray:
 
 
 def whole_blocks(blocks: np.ndarray) -> np.ndarray:
-    """The same, past the end of the sequence, too."""
+    """The positions in blocks of BLOCK, in their order, also those past the end of the sequence."""
     return (blocks[:, None] * BLOCK + np.arange(BLOCK)).reshape(-1)
 
 
@@ -103,7 +103,7 @@ class ContextPlan:
     """A sequence split over the ranks of a group, for attention by a mask_mod.
 
     position_ids       int64 (local length,) on the plan's device: the positions that this rank holds, ascending
-    kv_position_ids    the same of keys and values
+    kv_position_ids    int64 (local kv length,), also there: the positions of keys and values that this rank holds, ascending
     layout             of all ranks (see Layout)
 
     Every rank makes its plan alone, of the same mask, and waits for nobody; that plans agree is checked when one is first used.
@@ -228,15 +228,15 @@ class ContextPlan:
 
     @property
     def kv_order(self) -> torch.Tensor:
-        """The same of keys and values, int64 (kv_len,)."""
+        """int64 (kv_len,): the positions of keys and values as ranks hold them, those of the first rank first."""
         return self.on_device(np.concatenate([positions_of(blocks, self.kv_len) for blocks in self.layout.kv_blocks]))
 
     def on_device(self, numbers: np.ndarray) -> torch.Tensor:
-        """A host array as a tensor on the device where attention runs."""
+        """A numpy array as a tensor on the plan's device, where attention runs; its dtype stays."""
         return torch.from_numpy(numbers).to(self.device)
 
     def shard(self, tensor: torch.Tensor, dim: int = -2) -> torch.Tensor:
-        """This rank's part of a tensor with q_len (or kv_len) positions in `dim`."""
+        """This rank's part of a tensor with q_len (or kv_len) positions in `dim`. ValueError for another number."""
         return tensor.index_select(dim, self._positions(tensor.shape[dim], dim, (self.q_len, self.kv_len)))
 
     def _positions(self, length: int, dim: int, lengths: tuple[int, int]) -> torch.Tensor:
@@ -248,7 +248,8 @@ class ContextPlan:
     def unshard(self, tensor: torch.Tensor, dim: int = -2, length: int | None = None) -> torch.Tensor:
         """The whole tensor of all ranks' parts, on each of them. Differentiable: a rank gets the gradient of its part, summed over ranks.
 
-        length   of the whole; q_len by default
+        dim      which dimension is the sequence; by default the last but one
+        length   of the whole; q_len by default. kv_len is for parts of keys and values
         """
         self.agreement.check("plan", self.facts)
         length = self.q_len if length is None else length

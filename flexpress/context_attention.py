@@ -112,7 +112,7 @@ def attend_in_context(
 
 
 def attend_packed_in_context(plan, tensors: tuple, score_mod, arguments: Arguments, heads: Part = ALL, read=read_captured) -> tuple:
-    """The same of packed sequences, (local tokens, H, D) each, and of a score_mod on packed positions."""
+    """out, lse and max_scores, if asked for, of packed sequences, (local tokens, H, D) each, with a score_mod on packed positions."""
     tensors = tuple(t.unsqueeze(0).transpose(1, 2) for t in tensors)
     found = attend_in_context(plan, tensors, score_mod, arguments, ALL, heads, read)
     return tuple(t if t is None else t.squeeze(0).transpose(0, 1) for t in found)
@@ -156,7 +156,7 @@ def _facts(tensors: tuple, score: tuple | None, max_scores: bool) -> tuple:
 
 
 def _shown(tensors: tuple, captured: tuple, graph: ModGraph | None, max_scores: bool) -> dict[str, object]:
-    """The same in words, by name."""
+    """What `_facts` gives, in words, by name."""
 
     def words(shape: tuple, dtype: torch.dtype, learns: bool) -> str:
         return f"{shape} {dtype}{', requires_grad' if learns else ''}"

@@ -30,7 +30,7 @@ def attend_shards_in_context(plan: ContextPlan, named: dict[str, torch.Tensor], 
 
 
 def attend_packed_shards_in_context(plan: ContextPlan, named: dict[str, torch.Tensor], score_mod, arguments: Arguments) -> tuple:
-    """The same of packed sequences (total, H, D)."""
+    """out, lse and max_scores, if asked for, of packed sequences (total, H, D), DTensors as query is."""
     with plan.agreement.telling_failures():
         part = Shards(named, None, 1, functools.partial(_dims_of, plan), plan.sum_gradients)
     return part.joined(*attend_packed_in_context(plan, part.local, score_mod, arguments, part.heads, part.read_captured))

@@ -173,7 +173,7 @@ class Shards:
         return score_of_part(mod, self.batch, self.heads)
 
     def mask_mod(self, mod: Callable | None) -> Callable | None:
-        """The same of a mask_mod."""
+        """A mask_mod that is told this rank's b and h, of one that is told those of all."""
         return mask_of_part(mod, self.batch, self.heads)
 
     def block_mask(self, mask):
@@ -206,7 +206,7 @@ class Shards:
         return leave_out_entries(mask.as_lists(), bind(mask.mask_mod, "mask")[0].symbols, tuple(self._query.shape[:2]))
 
     def read_captured(self, bound: tuple, device: torch.device, where: str) -> None:
-        """The same as for other calls, with captured DTensors gathered."""
+        """Make what a bound mod captures readable, in place, with DTensors gathered."""
         graph, values = bound
         for i, capture in enumerate(graph.tensors):
             tensor = values[i]

@@ -64,7 +64,7 @@ def check_quantised(given: Quantised, query: torch.Tensor, key: torch.Tensor) ->
 
 
 def check_cached_query(query: torch.Tensor, k_cache: torch.Tensor, _, q_scale, out_dtype) -> None:
-    """The same for q_scale and out_dtype of cached_attention; k_cache is (N, S, Hkv, D)."""
+    """Raises TypeError or ValueError for q_scale and out_dtype of cached_attention that do not go with query and k_cache (N, S, Hkv, D)."""
     if q_scale is not None:
         heads = k_cache.shape[2]
         _check_scale("q_scale", q_scale, query)

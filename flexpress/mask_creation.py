@@ -97,7 +97,12 @@ def create_block_mask(
 def create_mask(mod_fn: MaskMod | ScoreMod, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, device: Device = None) -> torch.Tensor:
     """The dense mask, bool (B, H, Q_LEN, KV_LEN), of a mask_mod; or of a score_mod, where it does not turn a zero score into -inf.
 
-    For looking at and for tests: attention never needs it.
+    B, H            extents of the mask; None is 1
+    Q_LEN, KV_LEN   its positions, 0 or more
+    device          of the mask, and where the kernel runs; the current accelerator by default, else the CPU
+
+    For looking at and for tests: attention never needs it. Raises ModError if the mod cannot be traced, ValueError or TypeError for other
+    arguments, NotImplementedError for a device without kernels.
     """
     check_surroundings("create_mask")
     if not callable(mod_fn):

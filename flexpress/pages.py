@@ -151,6 +151,7 @@ class PageAllocator:
         """Which of a batch's sequences begin with the same pages, for `cached_attention(..., shared_prefix=)`. None if none do.
 
         sequences   of the batch, in its order
+        device      of its tensors; by default the CPU. cached_attention wants them where the cache is
         groups      room for so many groups, of which those that save most are kept; by default as many as there are
         width       room for so many pages of a prefix; by default as many as the longest has. Both fix shapes, for `SharedPrefix.update`
 

@@ -38,7 +38,7 @@ def score_of_part(mod: Callable | None, batch: Part, heads: Part) -> Callable | 
 
 
 def mask_of_part(mod: Callable | None, batch: Part, heads: Part) -> Callable | None:
-    """The same of a mask_mod."""
+    """A mask_mod that is told b and h of a part, of one that is told those of all."""
     batch_of, head_of = _indices(mod, "mask", batch, heads)
     if batch_of is head_of is _same:
         return mod

@@ -129,18 +129,20 @@ def precompile_cached(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> list[Precompiled]:
-    """The same of a call of cached_attention.
+    """Compile the kernels of a call of cached_attention, and keep them on disk, without computing attention.
 
         precompile_cached((64, 32, 1, 128), k_cache, v_cache, (64,), page_table=(64, 256), dtype=torch.bfloat16)
 
     query, k_cache, v_cache   tensors, on "meta" or not, of which none is written, or shapes, which all have `dtype`. For a cache of
                 another dtype, as of float8_e4m3fn, pass tensors
-    kv_len, page_table, cache_loc, cu_seqlens_q, q_offset, q_scale, k_scale, v_scale   the same: what they hold changes no kernel
+    kv_len, page_table, cache_loc, cu_seqlens_q, q_offset, q_scale, k_scale, v_scale   tensors or shapes: what they hold changes no
+                kernel
     shared_prefix   one of as many sequences, or (groups, pages): for how many groups and pages of a prefix it has room. Then both ways are
                 compiled, with sharing and without, as it depends on the batch which one a call goes
     device      for shapes and meta tensors; by default that of a tensor among the others, else "cuda" if there is a GPU, or "cpu"
 
-    The others are those of cached_attention. Few sequences split their keys, for which there are other kernels.
+    The others are those of cached_attention. Few sequences split their keys, for which there are other kernels. Returns what this process
+    has had compiled meanwhile: nothing, if all was there. Raises what cached_attention raises.
     """
     indices = {"kv_len": kv_len, "page_table": page_table, "cache_loc": cache_loc, "cu_seqlens_q": cu_seqlens_q, "q_offset": q_offset}
     factors = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}

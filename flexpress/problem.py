@@ -56,8 +56,8 @@ class Problem:
         return len(self.score[0].tensors) if self.score else 0
 
     def as_pushed(self) -> Problem:
-        """The same with scores as forward mode has them: scale before score_mod, which changes nothing where there is none, and query not
-        rounded with scale."""
+        """This problem with scores as forward mode has them: scale before score_mod, which changes nothing where there is none, and query
+        not rounded with scale."""
         score = self.score or (traced_once(_unchanged, "score")[0].graph, [])
         return replace(self, score=score, options=self.options._replace(prescale_qk=False))
 

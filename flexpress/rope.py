@@ -125,6 +125,7 @@ def rope_table(
     inv_freq   (rope_dim / 2,): angles per position, instead of theta's
     scaling    Llama3Scaling(...) or YarnScaling(...): how theta's angles change, instead of scale. YaRN multiplies cosines and sines by its
                attention factor, too
+    device     of the table; by default torch's default device. inv_freq must be there, unless device is given
 
     Raises TypeError for a length or rope_dim that is no integer, for an inv_freq that is no tensor of floats and another scaling;
     ValueError for a negative length, an odd rope_dim, theta and scale that are not positive and finite, another shape of inv_freq, and

@@ -92,7 +92,7 @@ def _keep(ctx, inputs, output) -> None:
 
 
 def _differentiate(ctx, d_turned):
-    """The same pairs, turned back."""
+    """The gradient of x: pairs of d_turned, turned back."""
     rope, positions, cu_seqlens_q = ctx.saved_tensors
     back = torch.stack([rope[..., 0], -rope[..., 1]], dim=-1)
     d_x = torch.ops.flexpress.apply_rope(d_turned, back, positions, cu_seqlens_q, ctx.interleaved, ctx.rope_tail, False)

@@ -36,7 +36,8 @@ class SequenceInfo(StepView):
                    Where tokens are rows, such as embeddings, [n, 1, ...] or [1, total, ...], in their own dtype
     seq_len        [n]  new tokens of each sequence
     input_pos      [n]  tokens of each sequence that are in the cache already, so the position of its first new token
-    cache_loc      [sum of pages_per_seq]  the pages of all sequences, sequence after sequence
+    cache_loc      [sum of pages_per_seq]  the pages of all sequences, sequence after sequence. It is not cached_attention's cache_loc, one
+                   entry of the cache for each sequence
     pages_per_seq  [n]  pages of each sequence
     seq_start      [n]  where each sequence starts in input_ids
     page_table     [n, max_pages_per_seq]  the pages of each sequence, then -1: no kernel may read there
@@ -200,7 +201,8 @@ class SequenceInfo(StepView):
         self.nest_sequences(self._zeros(lengths), 0, pages)
 
     def sync(self, other: SequenceInfo) -> None:
-        """Takes over the batch of another one, on this one's device. ValueError if its limits differ."""
+        """Takes over the batch of another one: its tokens, positions and pages. They are copied to this one's device; `other` keeps its own
+        tensors. ValueError if its limits differ."""
         for name in ("max_seq_len", "max_batch_size", "page_size", "max_num_tokens", "num_pages"):
             if getattr(self, name) != getattr(other, name):
                 raise ValueError(f"{name} is {getattr(self, name)} here and {getattr(other, name)} in the other")

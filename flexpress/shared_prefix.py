@@ -222,7 +222,7 @@ class _Beginning:
     best: dict[int, int] = field(default_factory=dict)
 
     def counted(self, around: int) -> int:
-        """The same if it is no group: all its lists, and what is longer, have the one around it."""
+        """What can be counted of its lists if it is no group: all of them, and what is longer, have the group around it."""
         return len(self.lists) * around + sum(b.best[around] for b in self.longer)
 
 

@@ -22,7 +22,7 @@ def check_sinks(sinks, heads: int, device: torch.device) -> None:
 
 
 def read_sinks(sinks, heads: int, device: torch.device) -> torch.Tensor:
-    """The same as kernels read them."""
+    """Sinks as kernels read them. Raises as check_sinks does."""
     check_sinks(sinks, heads, device)
     return in_place(readable("sinks", sinks))
 

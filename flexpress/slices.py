@@ -44,7 +44,7 @@ class Selection:
         return cls(base, base, *others)
 
     def made_for(self, device) -> Selection:
-        """The same with its mask_mod made, capturing tensors on `device`."""
+        """This selection with its mask_mod made, capturing tensors on `device`."""
         made = self.base
         if not (self.b is self.h is self.rows is None):
             made = _reindexed(self.base, _index_map(self.b, device), _index_map(self.h, device), _row_map(self.rows, self.q_block, device))
@@ -74,7 +74,7 @@ def _index_map(positions: Sequence[int] | None, device) -> Callable:
 
 
 def _row_map(rows: Sequence[int] | None, q_block: int, device) -> Callable:
-    """The same for positions in rows of blocks."""
+    """A position's place in the whole mask, where row i of blocks is rows[i] there, as a function that can be traced."""
     if rows is None:
         return lambda i: i
     first = rows[0] if len(rows) else 0

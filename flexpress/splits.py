@@ -88,7 +88,7 @@ def _score_of_parts(score_mod: ScoreMod, B: int) -> ScoreMod:
 
 
 def _mask_of_parts(mask_mod: MaskMod, B: int, begins: torch.Tensor) -> MaskMod:
-    """The same, and no key before where a part begins; kv_len says where it ends."""
+    """Part p of sequence b is number p * B + b. It has no key before where it begins; kv_len says where it ends."""
     mask_mod = plain(mask_mod)
 
     def mask_of_parts(b, h, q_idx, kv_idx):

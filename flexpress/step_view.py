@@ -131,7 +131,7 @@ class StepView:
 
     @property
     def cache_loc(self) -> torch.Tensor:
-        """int32 [sum of pages_per_seq]: the pages of all sequences."""
+        """int32 [sum of pages_per_seq]: the pages of all sequences, a flat list. cached_attention takes page_table instead."""
         return self._step.memory["cache_loc"][: sum(map(len, self._step.pages))]
 
     @property

@@ -188,7 +188,7 @@ class Function:
         return [_expanded(*pair, self.device) for pair in zip(descriptors, self.maps, strict=True)]
 
     def launch_plain(self, x: int, y: int, z: int, stream: int, args: list) -> None:
-        """The same with expanded descriptors."""
+        """Launch over a grid; `args` begin with descriptors as `expanded` gives them."""
         if not hasattr(_threads, "entered"):  # a thread that may not have used CUDA yet, such as autograd's
             _enter_context(self.device)
             _threads.entered = True

@@ -35,7 +35,7 @@ def empty(shape: Shape, strides: Shape, dtype: torch.dtype, device: torch.device
 
 
 def contiguous(shape: Shape, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The same, contiguous."""
+    """A contiguous tensor without values."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)

@@ -73,7 +73,7 @@ def compile_for(
 def compile_function(
     function, spec: KernelSpec, target: str, constants: dict[str, int], num_warps: int, num_stages: int, last: str | None = None
 ) -> Compiled:
-    """The same of a kernel's function that is loaded already, as from an exported file."""
+    """Compile a kernel's function that is loaded already, as from an exported file; arguments as for compile_for."""
     signature = {p.name: _type_of(p, constants, is_gluon(function)) for p in spec.parameters}
     if list(signature) != list(function.arg_names):
         raise ValueError(f"{spec.template} takes {function.arg_names}, and its spec says {list(signature)}")

@@ -27,7 +27,7 @@ def descriptor(tensor: torch.Tensor, rows: int, columns: int | None = None):
 
 @remembered("descriptors", 1024)
 def descriptor_at(address: int, dtype: torch.dtype, shape: tuple, strides: tuple, rows: int, columns: int):
-    """The same of memory at an address: made once for that and a layout, and keeps no tensor alive."""
+    """A descriptor of memory at an address: made once for that and a layout, and keeps no tensor alive."""
     return _describe(_Memory(address, dtype), shape, strides, rows, columns)
 
 

@@ -73,7 +73,7 @@ def same_where_seen(one, other):
 
 
 def promised(one: Sym, other: Sym) -> Sym:
-    """The same while a mod is traced."""
+    """`one`, with the promise of same_where_seen noted for the mod that is being traced."""
     running().twins[id(one.expr)] = other.expr
     return one
 

@@ -116,7 +116,7 @@ def role_of(load: Expr, layout: TensorLayout, case: BackwardCase) -> str:
 
 
 def dot_roles(dots: tuple[tuple[Expr, Expr], ...], captured: frozenset[int]) -> list[tuple[str, Expr, Expr]]:
-    """The same of dot products of rows: which of their two rows belong to tensors that want gradients, with the products' derivatives."""
+    """(role, dot, gradient) of dot products of rows, once for each of their two rows that belongs to a tensor that wants a gradient."""
     return [(role, dot, gradient) for dot, gradient in dots for role in ("row", "column") if read_in(dot, role).attr in captured]
 
 

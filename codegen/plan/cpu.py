@@ -96,7 +96,7 @@ def _parameters(case: ForwardCase, score: ModText | None, mask: ModText | None, 
 
 @dataclass(eq=False, slots=True)
 class CpuBackwardPlan:
-    """The same of cpu_backward, and what it gathers."""
+    """The text of cpu_backward, how to find the mods' arguments, and what it gathers."""
 
     spec: KernelSpec
     score: ModText | None

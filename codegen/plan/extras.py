@@ -69,6 +69,6 @@ SMALLEST_SCALE = 1e-20  # nothing that is added to products is divided by smalle
 
 
 def factors_out(scale: float, extras: Extras) -> bool:
-    """May kernels leave the scale to the conversion to base 2? Then larger scores are larger without it, and sinks are divided by it,
-    which is no place for what only the device knows."""
+    """May scores stay unscaled, the scale being folded into TO_LOG2? Only a positive one: the row maximum is then at the same score. Sinks
+    are divided by it. With them it must also be above SMALLEST_SCALE and known on the host, so not with float8 scales."""
     return not (extras.sinks and extras.scales) and scale > (SMALLEST_SCALE if extras.sinks else 0.0)

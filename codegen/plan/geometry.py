@@ -52,6 +52,6 @@ def _fits_tma(strides: tuple, shape: tuple, vector: int, widest: int = WIDEST_TI
 
 
 def _fits_transposed(strides: tuple, shape: tuple) -> bool:
-    """The same of V of 8 bits, of which TMA copies the transpose (see float8.py): rows of whole 16 bytes, of which the last may be less."""
+    """What TMA wants of V of 8 bits, whose transpose it copies (see float8.py): rows of whole 16 bytes, of which the last may be less."""
     outer = all(s % 16 == 0 and (s or n == 1) for s, n in zip((*strides[:2], strides[3]), (*shape[:2], shape[3]), strict=True))
     return outer and strides[2] in (0, 1) and shape[3] <= WIDEST_TILE

@@ -30,7 +30,7 @@ class DotRows(NamedTuple):
     symbols: tuple[str, ...]
 
     def block(self, dtype: str, keys: int) -> tuple[str, int, int]:
-        """Of what dtype a copy is, and of how many rows and columns; of keys it has so many."""
+        """(dtype, rows, columns) of one TMA copy: q's `dtype`; ROWS rows of queries, or `keys` rows of keys."""
         return dtype, ROWS if "q_idx" in self.symbols else keys, DOT_WIDTH
 
     def lying(self, captured: list[torch.Tensor]) -> torch.Tensor:

@@ -36,7 +36,7 @@ class Elements(NamedTuple):
     name: str = "ELEMENTS"
 
     def block(self, dtype: str, keys: int) -> tuple[str, int, int]:
-        """Of what dtype a copy is, where q has another, and of how many rows and columns."""
+        """(dtype, rows, columns) of one TMA copy, whatever q's `dtype` is."""
         return dtype_name(self.dtype), ROWS, keys
 
     def lying(self, captured: list[torch.Tensor]) -> torch.Tensor:

@@ -226,11 +226,11 @@ def verdict_lists_spec(texts: MaskTexts, size: tuple[int, int], backend: str, tr
 
 def starts_parameters(sequences: bool) -> tuple[Parameter, ...]:
     """What says where blocks of packed sequences begin takes, and of which sequences they are."""
-    after = "the sequence of each block, as many as there are after the last one; that before, too; written"
+    owners = "each block's sequence, or n (how many there are) after the last; holds n before; written"
     return (
         pointer("cu_seqlens", "int32", "[sequences + 1]: 0, then the end of each sequence"),
         pointer("starts", "int32", "[RANGES + 1]: written; TOTAL before, and where no block is left"),
-        *([pointer("sequences", "int32", f"[RANGES]: {after}")] if sequences else []),
+        *([pointer("sequences", "int32", f"[RANGES]: {owners}")] if sequences else []),
         *numbers("RANGES", "TOTAL"),
     )
 

@@ -141,7 +141,7 @@ class BlockGrid:
 
 
 class CppGrid(BlockGrid):
-    """The same by one kernel in C++, which measures zones, asks for bounds and evaluates."""
+    """A BlockGrid by one kernel in C++, which measures zones, asks for bounds and evaluates."""
 
     language = CPP
 

@@ -184,7 +184,7 @@ class Cached:
 
     @property
     def named(self) -> dict[str, torch.Tensor]:
-        """The same by the names of parameters."""
+        """Those that there are, by the names of parameters."""
         names = "CU_Q", "KV_LENS", "KV_LOCS", "PAGES", "K_SCALES", "V_SCALES"
         return {name: t for name, t in zip(names, self._fields, strict=True) if t is not None}
 

@@ -98,7 +98,7 @@ class Decode(_Planned):
 
 
 class DecodeCached(_Planned):
-    """The same for any call with one."""
+    """decode and combine_splits, for any call with a cache."""
 
     def run(self, call: CachedCall, *, prepare: bool = False) -> None:
         """Fill out and lse; or, to prepare such calls, compile what does."""

@@ -101,7 +101,7 @@ class Parts:
         return {name: found[name][first * (self.d_v if name == "PART" else 1) :] for name in _PARTS[:3]}
 
     def addresses(self, start: int) -> list[int]:
-        """The same."""
+        """The addresses of `tensors`, of a buffer that begins at `start`."""
         return [start + offset for offset in self._offsets]
 
 

@@ -67,7 +67,7 @@ class Plans:
         return forward.case_of(*case, *self.machine, output_rows=output_rows)
 
     def backward_call(self, lse_gradient: bool, raw_tops: bool = False) -> backward_kernels.Call:
-        """The same of the backward pass; `raw_tops` as in BackwardCase."""
+        """The backward pass as its candidates see it; `raw_tops` as in BackwardCase."""
         score, wanted = self.call.score, self.call.wanted
         ordinary = score is None or are_ordinary(score[1][len(score[0].tensors) :])
         details = backward.Details(self.options, False, lse_gradient, wanted, raw_tops, ordinary)

@@ -61,7 +61,7 @@ def preview(*call, backend: str = "cuda", **details) -> KernelSpec:
 
 
 def compilation(target: str, *call, **details) -> Compilation:
-    """The same for one of TARGETS, with its default tile."""
+    """The portable forward kernel for one of TARGETS, with its default tile."""
     return _tiled(target, forward_kernels.Portable().plan(Imagined(*call, **details).forward(target)))
 
 

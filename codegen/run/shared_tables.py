@@ -92,7 +92,7 @@ def _by_torch(
     queries: int,
     page_size: int,
 ) -> Laid:
-    """The same by torch's operations. No index is outside of what it is used for."""
+    """What `lay_out` gives, by torch's operations. No index is outside of what it is used for."""
     B, width, device = order.shape[0], pages.shape[1], order.device
     int32 = {"dtype": torch.int32, "device": device}
     cu = torch.arange(B + 1, **int32) * queries if cu_q is None else cu_q

@@ -71,8 +71,11 @@ def block_starts(cu_seqlens: torch.Tensor, total: int, block: int) -> torch.Tens
 
 
 def owned_starts(cu_seqlens: torch.Tensor, total: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`block_starts`, where positions after the last sequence have blocks as well, and the number of each block's sequence: as many as
-    there are for those, and where no block is left."""
+    """starts and sequences, int32: the first token of each block, and the number of its sequence. Tokens after the last sequence get blocks
+    of number n (how many sequences there are), and so do unused entries at the end. cu_seqlens [0, 5, 7], total 12, block 4:
+
+        starts [0, 4, 5, 7, 11, 12, 12]    sequences [0, 0, 1, 2, 2, 2]
+    """
     return _starts(cu_seqlens, total, block, 1)
 
 

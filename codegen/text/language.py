@@ -92,7 +92,7 @@ class Language(ABC):
 
     @abstractmethod
     def load_directly(self, pointer: Code, inside: Code | None, bits: int) -> Code:
-        """The same by an instruction that the compiler leaves where it is, of elements of 8, 16 or 32 bits (see _helpers.jinja)."""
+        """`load` by an instruction that the compiler leaves where it is, of elements of 8, 16 or 32 bits (see _helpers.jinja)."""
 
     def row_at(self, pointer: Code, step: Code, inside: Code | None, length: int) -> Code:
         """A row of so many elements, `step` apart; zeros where not `inside`. For a language that has rows."""

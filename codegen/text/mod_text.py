@@ -82,7 +82,7 @@ class ModText:
         return values_of(self.recipe, captured)
 
     def named(self, captured: list) -> dict[str, object]:
-        """The same by name."""
+        """The kernel arguments by name, from the mod's captured values."""
         return dict(zip(self.args, self.values(captured), strict=True))
 
 

@@ -125,11 +125,8 @@ def packer(parameters: tuple[Parameter, ...], fixed: dict[str, object], whole: C
 def launcher(
     parameters: tuple[Parameter, ...], fixed: dict[str, object], order: tuple[str, ...], launch: Callable, grid: tuple
 ) -> Callable:
-    """A function of a stream and the same, but of a list of arguments, and of descriptors last if there are any, that calls
-    launch(*grid, stream, all of a kernel's arguments).
-
-    order   names of the list's arguments
-    """
+    """f(stream, given, captured, descriptors=()): as packer's, but `given` is a list in the order `order`. It calls
+    launch(*grid, stream, arguments)."""
     fields, known = _fields(parameters, fixed, lambda name: f"given[{order.index(name)}]")
     fields = [f"*{field}" if field in known else field for field in fields]
     inner = f"lambda stream, given, captured, descriptors=(): launch(x, y, z, stream, [{', '.join(fields)}])"

@@ -75,7 +75,7 @@ def placed_last(q_len: int, kv_len: int) -> Callable:
 
 
 def placed_by_sequence(more: torch.Tensor) -> Callable:
-    """The same, with an offset for each sequence: by how much its keys outnumber its queries."""
+    """The places of queries of which the last of each sequence stands at its last key. more: by how much its keys outnumber its queries."""
     return lambda b, q_idx: q_idx + more[b]
 
 
