@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import re
+
 import pytest
 import torch
 from torch import _dynamo as dynamo
@@ -137,7 +140,8 @@ def masks_seen(model, **given) -> list:
 
 def test_nothing_is_stored_for_a_causal_mask(llama):
     given = models.inputs_of("llama", "cpu", padded=0)
-    assert masks_seen(llama, **given) == [None, None]
+    mask, other = masks_seen(llama, **given)
+    assert mask is other and mask.mask_mod is causal and mask.block_mask is None
     mask, other = masks_seen(models.model_of("mistral", "cpu"), **given)
     assert mask is other and mask.block_mask is None and mask.shape == (2, 1, 20, 20), "a window reads no tensors: nothing is stored"
 
@@ -150,7 +154,8 @@ def test_layers_share_the_lists_of_padding(llama):
 def test_positions_instead_of_lengths():
     """The first versions of transformers 5 give these."""
     padding = torch.ones(2, 9, dtype=torch.bool)
-    assert integration.mask(2, kv_length=9, cache_position=torch.arange(9), attention_mask=padding) is None
+    plain = integration.mask(2, kv_length=9, cache_position=torch.arange(9), attention_mask=padding)
+    assert plain.mask_mod is causal and plain.block_mask is None and plain.shape == (2, 1, 9, 9)
     made = integration.mask(2, kv_length=9, cache_position=torch.arange(5, 9), attention_mask=padding)
     expected = torch.arange(9) <= torch.arange(5, 9)[:, None]
     assert made.shape == (2, 1, 4, 9) and torch.equal(create_mask(made.mask_mod, 2, None, 4, 9, "cpu"), expected.expand(2, 1, 4, 9))
@@ -206,7 +211,105 @@ def test_chunked_attention():
 def test_what_is_refused(given, error, words):
     query = torch.randn(2, 4, 8, 16)
     with pytest.raises(error, match=words):
-        integration.attention(torch.nn.Module(), query, query, query, **{"attention_mask": None, **given})
+        integration.attention(torch.nn.Module(), query, query, query, **{"attention_mask": None, "is_causal": True, **given})
+
+
+def test_masks_of_other_lengths_are_refused():
+    """As of DeepSeek-V4, whose layers add keys to those that the mask is for. A mask that hides nothing fits any."""
+    query, key = torch.randn(2, 4, 8, 16), torch.randn(2, 4, 11, 16)
+    padding = torch.ones(2, 8, dtype=torch.bool)
+    padding[0, 0] = False
+    for given in ({}, {"attention_mask": padding}):
+        with pytest.raises(ValueError, match="mask is for 8 queries and 8 keys, but Module has 8 and 11"):
+            integration.attention(torch.nn.Module(), query, key, key, integration.mask(2, 8, 8, **given))
+    seen = integration.mask(2, 8, 8, allow_is_causal_skip=False, allow_is_bidirectional_skip=True)
+    out, _ = integration.attention(torch.nn.Module(), query, key, key, seen)
+    torch.testing.assert_close(out.transpose(1, 2), torch.nn.functional.scaled_dot_product_attention(query, key, key))
+
+
+def test_attention_without_a_mask_asks_the_module():
+    query, module = torch.randn(2, 4, 8, 16), torch.nn.Module()
+    with pytest.raises(ValueError, match="Module gives attention no mask and no is_causal"):
+        integration.attention(module, query, query, query, None)
+    for module.is_causal in (False, True):
+        out, _ = integration.attention(module, query, query, query, None)
+        wanted = torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=module.is_causal)
+        torch.testing.assert_close(out.transpose(1, 2), wanted)
+
+
+@pytest.mark.parametrize("padded", [0, 5])
+@pytest.mark.parametrize("name", models.OTHERS)
+def test_what_the_mask_says_counts(name, padded):
+    """Where modules have no is_causal, or another than their mask. Encoders must not become causal, nor decoders see what comes."""
+    given, found = models.inputs_of(name, "cpu", padded=padded), {}
+    for implementation in ("eager", "flexpress"):
+        model = models.other_model_of(name, implementation)
+        found[implementation] = model(**given)[0][given["attention_mask"].bool()]
+    torch.testing.assert_close(found["flexpress"], found["eager"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["pegasus_x", "bert"])
+def test_a_compiled_step_without_an_attention_mask(name):
+    """No graph breaks on masks that are only causal, or hide nothing."""
+    dynamo.reset()
+    ids, found = models.inputs_of(name, "cpu")["input_ids"], {}
+    for implementation in ("eager", "flexpress"):
+        model = models.other_model_of(name, implementation) if name in models.OTHERS else models.model_of(name, "cpu").eval()
+        model.set_attn_implementation(implementation)
+        step = torch.compile(model, backend="aot_eager", fullgraph=True) if implementation == "flexpress" else model
+        found[implementation] = step(ids, use_cache=False)[0]
+    torch.testing.assert_close(found["flexpress"], found["eager"], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("padded", [0, 5])
+@pytest.mark.parametrize("name", models.REFUSED)
+def test_models_that_compute_attention_themselves_are_refused(name, padded):
+    """They take masks for tensors. With a mask of None they would see everything."""
+    model, use = models.other_model_of(name, "flexpress"), models.REFUSED[name][2]
+    words = rf'{type(model.config).__name__} uses one \({re.escape(use)}\).*attn_implementation="eager"'
+    with pytest.raises(NotImplementedError, match=words):
+        model(**models.inputs_of(name, "cpu", padded=padded))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda mask, scores: scores + mask,
+        lambda mask, scores: mask + scores,
+        lambda mask, scores: scores.add_(mask),
+        lambda mask, scores: scores * mask,
+        lambda mask, scores: 1.0 - mask,
+        lambda mask, scores: ~mask,
+        lambda mask, scores: mask == 0,
+        lambda mask, scores: mask < 0,
+        lambda mask, scores: 0.0 in mask,
+        lambda mask, scores: mask[:, :, :, :5],
+        lambda mask, scores: len(mask),
+        lambda mask, scores: mask.size(),
+        lambda mask, scores: mask.dtype,
+        lambda mask, scores: mask.to(torch.float32),
+        lambda mask, scores: torch.cat([scores, mask], -1),
+        lambda mask, scores: torch.where(mask, scores, 0.0),
+        lambda mask, scores: scores.masked_fill(mask, 0.0),
+    ],
+)
+def test_a_mask_is_no_tensor(use):
+    mask = integration.mask(2, 8, 8)
+    with pytest.raises(NotImplementedError, match="has no mask tensor, and the model of"):
+        use(mask, torch.zeros(2, 4, 8, 8))
+
+
+def test_what_passes_a_mask_on():
+    """accelerate's hooks ask whether it can be moved, generate hands it in again, and it can be compared, hashed, copied and shown."""
+    padding = torch.ones(2, 8, dtype=torch.bool)
+    padding[0, 0] = False
+    for mask in (integration.mask(2, 8, 8), integration.mask(2, 8, 8, attention_mask=padding)):
+        assert hasattr(mask, "to") and not hasattr(mask, "size") and mask.ndim == mask.dim() == len(mask.shape)
+        moved = mask.to("cpu", non_blocking=True)
+        assert moved.shape == mask.shape and moved.mask_mod is mask.mask_mod and (moved.block_mask is None) == (mask.block_mask is None)
+        assert integration.mask(2, 8, 8, attention_mask=mask) is mask is mask.contiguous()
+        assert mask in {mask} and mask != integration.mask(2, 8, 8) and mask is not None and copy.copy(mask).shape == mask.shape
+        assert str(mask).startswith("Mask(shape=(2, 1, 8, 8)")
 
 
 def test_dropout_in_training():

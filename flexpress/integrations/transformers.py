@@ -6,11 +6,13 @@
 Two functions are registered, with the arguments that transformers 5 gives them. The mask function runs once for each kind of mask in a
 forward pass, and the attention function once a layer. docs/transformers.md lists what they take and what they refuse.
 
-No mask of S x S is made. What the mask function returns depends on what the mask needs to know:
+No mask of S x S is made. The mask function returns a Mask, with what the mask needs to know:
 
-None                        nothing is hidden, or the mask is plainly causal: the attention function knows which
-Mask without a block mask   a mask that reads no tensors, such as a sliding window. The kernels' block lists of these are kept
+Mask without a mask_mod     nothing is hidden
+Mask without a block mask   a mask that reads no tensors, such as causal or a sliding window. The kernels' block lists of these are kept
 Mask with a block mask      one that reads tensors (padding, packed sequences, the length of a static cache): lists made once for all layers
+
+It never returns None. To models that add masks to scores themselves None would be a mask that hides nothing; a Mask raises an error there.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from flexpress.mask_mods import without_ones
 from flexpress.mods import causal
 
 from ..codegen.mod.bind import bind
+from .transformers_mask import Mask
 
 NAME = "flexpress"
 _REFUSED = {  # what else may come to an attention function and changes what it computes
@@ -66,24 +69,6 @@ def _interfaces() -> tuple:
 AttentionInterface, AttentionMaskInterface, _logger, _is_tracing = _interfaces()
 
 
-class Mask(torchs.BlockMask):
-    """A mask (B, H, Q_LEN, KV_LEN): its mask_mod, and a BlockMask of it or None. transformers takes torch's BlockMasks for masks that were
-    made before, so it is an instance of these; no code of torch's runs."""
-
-    def __init__(self, shape: tuple[int, int, int, int], mask_mod: Callable, block_mask: BlockMask | None) -> None:
-        self._shape, self.mask_mod, self.block_mask = shape, mask_mod, block_mask
-
-    shape = property(lambda self: self._shape)
-    ndim = property(lambda self: len(self._shape))
-
-    def contiguous(self) -> Mask:
-        """Itself: `generate` asks for that as if it were a tensor."""
-        return self
-
-    def __repr__(self) -> str:
-        return f"Mask(shape={self._shape}, block_mask={self.block_mask!r})"
-
-
 def mask(
     batch_size: int,
     q_length: int | None = None,
@@ -91,27 +76,31 @@ def mask(
     q_offset: int | torch.Tensor = 0,
     kv_offset: int = 0,
     mask_function: Callable | None = None,
-    attention_mask: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | Mask | None = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
     device: torch.device | str = "cpu",
     cache_position: torch.Tensor | None = None,
+    config: object = None,
     **_,
-) -> Mask | None:
+) -> Mask:
     """The mask of a forward pass, for the attention function below. transformers calls this.
 
     q_offset, kv_offset    the positions of the first query and of the first key; q_offset of a static cache is a tensor
     mask_function          mask_function(b, h, q_idx, kv_idx) -> bool on positions; causal by default
-    attention_mask         (batch_size, positions so far), bool: False where a key is padding
+    attention_mask         (batch_size, positions so far), bool: False where a key is padding; or a Mask, which is returned
     local_size             the window's size, or the chunk's, if mask_function has one
     cache_position         (q_length,): positions of queries, which the first versions of transformers 5 give instead of q_length, q_offset
                            and device
-    allow_is_..._skip      None may be returned for a mask that is only causal, or hides nothing
+    allow_is_..._skip      without padding, mask_function is no more than causal, or hides nothing
+    config                 the model's
 
     In eager mode the host reads whether anything is padding, as for other implementations, and waits for that; not while torch
     compiles and not in the capture of a CUDA graph.
     """
+    if isinstance(attention_mask, Mask):  # `generate` makes masks before a step, and the model hands them in again
+        return attention_mask
     if cache_position is not None:
         q_length, device = cache_position.shape[0], cache_position.device
         q_offset = 0 if q_length == kv_length else cache_position[0]
@@ -122,7 +111,8 @@ def mask(
     if padding is None and not is_local and not isinstance(q_offset, torch.Tensor):
         starts_at_its_keys = q_length == 1 or q_length == kv_length or q_offset == 0
         if allow_is_bidirectional_skip or (allow_is_causal_skip and starts_at_its_keys):
-            return None
+            all_seen = allow_is_bidirectional_skip or q_length == 1
+            return Mask((batch_size, 1, q_length, kv_length), None if all_seen else causal, config=config)
     if isinstance(q_offset, torch.Tensor):
         q_offset = q_offset.clone()  # the cache adds to its own in place, before the kernels read this
     mask_mod = _mask_mod(mask_function, q_offset, kv_offset, None if padding is None else padding.expand(batch_size, -1))
@@ -130,7 +120,7 @@ def mask(
     if torch.compiler.is_compiling() or bind(mask_mod, "mask")[0].tensors:
         columns = -(-kv_length // DEFAULT_BLOCK_SIZE)  # as many as there are: nobody waits for the densest row
         block_mask = create_block_mask(mask_mod, batch_size, None, q_length, kv_length, device, capacity=columns)
-    return Mask((batch_size, 1, q_length, kv_length), mask_mod, block_mask)
+    return Mask((batch_size, 1, q_length, kv_length), mask_mod, block_mask, config)
 
 
 def _padding(attention_mask: torch.Tensor | None, length: int, hides_the_rest: bool) -> torch.Tensor | None:
@@ -166,7 +156,7 @@ def attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | torchs.BlockMask | None,
+    attention_mask: torch.Tensor | Mask | torchs.BlockMask | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -182,36 +172,31 @@ def attention(
     query, key, value   (B, Hq, Q_LEN, D), (B, Hkv, KV_LEN, D), (B, Hkv, KV_LEN, Dv)
     attention_mask      what `mask` returned, a BlockMask, or a tensor that broadcasts to (B, Hq, Q_LEN, KV_LEN or more): bool, True where a
                         key is seen, or floating, added to the scores
-    is_causal           without a mask: does query i see keys 0 to i? By default what the module says
+    is_causal           without a mask: does query i see keys 0 to i? By default the module's is_causal. Masks of `mask` say it themselves
     softcap             scores become softcap * tanh(score / softcap), before anything is added
     dropout             weights are dropped with this probability, in training alone; torch's generator gives the seed
     s_aux               (Hq,): attention sinks, the score of a key without a value
     position_bias       broadcasts to (B, Hq, Q_LEN, KV_LEN or more), added to the scores; may be learned
     kernel_options      as for flex_attention; model(..., kernel_options=...) passes them on
 
-    Returns the output (B, Q_LEN, Hq, Dv), and None for the weights, which are never in memory. Raises ValueError for masks
-    that do not fit, NotImplementedError for what would change the result and is not here (_REFUSED).
+    Returns the output (B, Q_LEN, Hq, Dv), and None for the weights, which are never in memory. Raises ValueError for masks that do not fit
+    and where nothing says whether attention is causal, NotImplementedError for what would change the result and is not here (_REFUSED).
     """
     _check(module, output_attentions, more)
     shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-    score_terms, block_mask, mask_mod = [], None, None
+    mask_mod, block_mask, score_terms = None, None, []
     if position_bias is not None:
         score_terms.append(_checked("position_bias", position_bias, shape))
     if attention_mask is None:
-        if is_causal is None:
-            is_causal = getattr(module, "is_causal", True)
-        if shape[2] > 1 and is_causal:
-            mask_mod = causal
-    elif isinstance(attention_mask, torch.Tensor):
-        if _checked("attention_mask", attention_mask, shape).dtype == torch.bool:
-            mask_mod = _dense_mask(attention_mask)
-        else:
-            score_terms.append(attention_mask)
+        mask_mod = causal if shape[2] > 1 and _is_causal(module, is_causal) else None
     elif isinstance(attention_mask, Mask):
-        block_mask = attention_mask.block_mask
-        mask_mod = attention_mask.mask_mod if block_mask is None else None
-    else:
+        mask_mod, block_mask = _read(attention_mask, module, shape)
+    elif not isinstance(attention_mask, torch.Tensor):
         block_mask = attention_mask
+    elif _checked("attention_mask", attention_mask, shape).dtype == torch.bool:
+        mask_mod = _dense_mask(attention_mask)
+    else:
+        score_terms.append(attention_mask)
     out = flex_attention(
         query,
         key,
@@ -234,6 +219,24 @@ def _check(module: torch.nn.Module, output_attentions: bool, more: dict) -> None
             raise NotImplementedError(f'attn_implementation="flexpress" has no {what}, which {type(module).__name__} asks for ({name})')
     if output_attentions:
         _logger.warning_once('attn_implementation="flexpress" has no attention weights to output; load the model with "eager" to see them')
+
+
+def _is_causal(module: torch.nn.Module, is_causal: bool | None) -> bool:
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", None)
+    if is_causal is None:  # eager attention would hide nothing, and sdpa the keys after a query
+        raise ValueError(f"{type(module).__name__} gives attention no mask and no is_causal: pass a mask, or is_causal=True or False")
+    return is_causal
+
+
+def _read(mask: Mask, module: torch.nn.Module, shape: tuple[int, int, int, int]) -> tuple[Callable | None, BlockMask | None]:
+    """A Mask's mask_mod or block mask. One that hides something has the scores' lengths; more keys than these are no harm."""
+    if mask.mask_mod is not None and (mask.shape[2] != shape[2] or mask.shape[3] < shape[3]):
+        raise ValueError(
+            f"the model's mask is for {mask.shape[2]} queries and {mask.shape[3]} keys, but {type(module).__name__} has {shape[2]} and "
+            f"{shape[3]} of them. Load the model with another attn_implementation"
+        )
+    return (mask.mask_mod, None) if mask.block_mask is None else (None, mask.block_mask)
 
 
 def _checked(name: str, tensor: torch.Tensor, shape: tuple[int, int, int, int]) -> torch.Tensor:

@@ -4,6 +4,7 @@ attention. Imports transformers, which takes seconds."""
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable
 
 import torch
@@ -79,6 +80,37 @@ SEQ2SEQ = {
     "bart": ("Bart", "BartForConditionalGeneration", {**_SEQ2SEQ, **_BART, "d_model": 32, "dropout": 0.0, "forced_eos_token_id": None}),
 }
 ALL = {**CAUSAL, **ENCODERS, **SEQ2SEQ}
+_FEW_SIZES = {**_ENCODER, "max_position_embeddings": 64}
+_OLD_SIZES = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4}
+_DECODER = {**_SEQ2SEQ, **_BART, "d_model": 32, "dropout": 0.0, "max_position_embeddings": 64}
+# models whose masks say something else than their modules' is_causal: class, config
+OTHERS = {
+    "clap": ("ClapTextModel", _FEW_SIZES),
+    "splinter": ("SplinterModel", _FEW_SIZES),
+    "align": ("AlignTextModel", _FEW_SIZES),
+    "nllb_moe": ("NllbMoeDecoder", {**_DECODER, "num_experts": 2, "router_jitter_noise": 0.0}),
+    "pegasus_x": ("PegasusXDecoder", _DECODER),
+}
+# models that take masks for tensors: class, config, and what they do to a mask first
+REFUSED = {
+    "codegen": ("CodeGenForCausalLM", {**_OLD_SIZES, "n_positions": 64, "rotary_dim": 4}, "add"),
+    "bloom": ("BloomForCausalLM", {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4}, "add"),
+    "mpnet": ("MPNetModel", _FEW_SIZES, "add"),
+    "xglm": (
+        "XGLMForCausalLM",
+        {"vocab_size": VOCABULARY, "d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4},
+        "mask.size",
+    ),
+    "mpt": (
+        "MptForCausalLM",
+        {"vocab_size": VOCABULARY, "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64},
+        "mask.to(torch.bool)",
+    ),
+    "led": ("LEDDecoder", {**_DECODER, "attention_window": 8}, "mask.size"),
+    "longformer": ("LongformerModel", {**_FEW_SIZES, "attention_window": 8}, "__getitem__"),
+    "canine": ("CanineModel", {**_FEW_SIZES, "num_hash_buckets": 64, "local_transformer_stride": 8}, "mask.to(torch.float32)"),
+    "doge": ("DogeForCausalLM", {**_SIZES, "num_key_value_heads": 2}, "mask.dtype"),
+}
 
 
 def model_of(name: str, device: str, **more) -> transformers.PreTrainedModel:
@@ -94,6 +126,19 @@ def model_of(name: str, device: str, **more) -> transformers.PreTrainedModel:
     if name in ("gpt_oss", "deepseek_v3"):
         model.set_experts_implementation("eager")  # others have no float64
     return model.to(device)
+
+
+def other_model_of(name: str, implementation: str) -> transformers.PreTrainedModel:
+    """A model of OTHERS or REFUSED, with the same weights at every call. Some of the classes are in their own modules only."""
+    kind, options = {**OTHERS, **REFUSED}[name][:2]
+    kind = getattr(importlib.import_module(f"transformers.models.{name}.modeling_{name}"), kind)
+    torch.manual_seed(0)
+    model = kind._from_config(kind.config_class(**options), attn_implementation=implementation)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.mul_(3.0)  # scores have to matter
+    return model.eval()
 
 
 def inputs_of(name: str, device: str, length: int = 20, padded: int = 5) -> dict[str, torch.Tensor]:
