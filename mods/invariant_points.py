@@ -46,7 +46,7 @@ def invariant_points(query_points: Tensor, key_points: Tensor, weights: Tensor) 
         )
 
     def invariant_points(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        apart = query_points[b, h, q_idx] - key_points[b, h, kv_idx]
+        apart = query_points[b, h, q_idx].float() - key_points[b, h, kv_idx].float()  # half precision holds no squares above 65504
         return score - 0.5 * weights[h] * (apart * apart).sum((-2, -1))
 
     return invariant_points

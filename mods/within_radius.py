@@ -40,13 +40,13 @@ def within_radius(places: Tensor, radius: float) -> MaskMod:
     if places.dim() == 2:
 
         def within_radius(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-            apart = places[q_idx] - places[kv_idx]
+            apart = places[q_idx].float() - places[kv_idx].float()  # half precision holds no squares above 65504
             return (apart * apart).sum(-1) <= limit
 
     else:
 
         def within_radius(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-            apart = places[b, q_idx] - places[b, kv_idx]
+            apart = places[b, q_idx].float() - places[b, kv_idx].float()
             return (apart * apart).sum(-1) <= limit
 
     return within_radius

@@ -231,7 +231,7 @@ def missing_operands(score, b, h, q_idx, kv_idx):
 
 
 def decimals(score, b, h, q_idx, kv_idx):
-    return torch.round(score, decimals=2)
+    return score + torch.round(q_idx, decimals=2)
 
 
 def rounding_mode(score, b, h, q_idx, kv_idx):
@@ -338,7 +338,7 @@ SCORE_CASES = [
     (bool_index, "an index of torch.bool", "TABLE[h, q_idx > 2]", ".int()"),
     (none_index, "returns a tensor of shape (1, 8)", "TABLE[h, None]", "Index every dimension"),
     (ellipsis_index, "returns a vector of 2 elements", "TABLE[..., h]", "Index every dimension"),
-    (tensor_index, "shape (2,) is used where a scalar is needed", "TABLE[h, torch.tensor([0, 1])]", "Index it"),
+    (tensor_index, "returns a vector of 2 elements", "TABLE[h, torch.tensor([0, 1])]", "Index every dimension"),
     (median_of_a_row, "Tensor.median is not a supported operation", "TABLE[h].median()", "Supported are"),
     (unsupported_method, "Tensor.lgamma is not a supported operation", "score.lgamma()", "Supported are"),
     (unsupported_function, "bessel_j0 is not a supported operation", "special.bessel_j0(score)", "Supported are"),
@@ -352,7 +352,7 @@ SCORE_CASES = [
     (negative_power, "an integer to a negative power", "q_idx**-1", ".float()"),
     (number_for_a_tensor, "must be Tensor, not int", "torch.minimum(score, 3)", "must be Tensor"),
     (missing_operands, "where with 1 of its 3 operands", "torch.where(score > 0)", "Give it 3"),
-    (decimals, "torch.round with decimals=", "decimals=2", "Drop that argument"),
+    (decimals, "round of torch.int32 with decimals", "decimals=2", ".float()"),
     (rounding_mode, "rounding_mode is 'up'", 'rounding_mode="up"', "'floor' or 'trunc'"),
     (a_vector, "a value of shape 5", "score.new_zeros(5)", "the shape is ()"),
     (reinterpreted, "Tensor.view(dtype) is not a supported operation", "score.view(torch.int32)", ".to(dtype)"),

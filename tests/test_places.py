@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flexpress import create_block_mask, flex_attention
+from flexpress import create_block_mask, evaluate_mod, flex_attention
 from flexpress.mods import gaussian_distances, invariant_points, within_radius
 from support.dense import dense_attention
 from support.devices import DEVICES
@@ -58,3 +58,14 @@ def test_scores_by_places(recipe, bias, shapes, device):
 def test_places_that_lie_together_make_empty_blocks(device):
     places = torch.arange(1024, device=device)[:, None] * torch.tensor([0.1, 0.0, 0.0], device=device)
     assert create_block_mask(within_radius(places, 5.0), None, None, 1024, 1024, device, 128).sparsity() > 60
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_distances_whose_squares_half_precision_does_not_hold(dtype):
+    places = torch.tensor([[0.0, 0, 0], [304, 0, 0], [0, 384, 0], [512, 0, 0]])
+    exact = torch.cdist(places, places)
+    seen = evaluate_mod(within_radius(places.to(dtype), 400.0), torch.zeros(1, 1, 4, 4), "mask")[0, 0]
+    assert torch.equal(seen, exact <= 400)
+    points = places.to(dtype).view(1, 1, 4, 1, 3)
+    found = evaluate_mod(invariant_points(points, points, torch.ones(1)), torch.zeros(1, 1, 4, 4))[0, 0]
+    torch.testing.assert_close(found, -0.5 * exact**2)

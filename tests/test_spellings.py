@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
+import re
 
 import pytest
 import torch
 
+from flexpress import ModError, evaluate_mod
 from flexpress.codegen.mod.bind import bind
 from flexpress.codegen.mod.ops import OPS
 from support.evaluate import check, make_mod, torch_dtype
@@ -55,8 +58,9 @@ def test_every_spelling_gives_the_same_graph(name):
     form = FORMS[name][0]
     operands = accepted_operands(form)
     expected = bind(make_mod(form.format(*operands), "score", {}), "score")[0]
+    numbers = re.findall(r"(?<=, )\d[\d.]*(?=[,)])", form)  # that the form gives beside its operands
     for spelling in OPS[name].spellings:
-        expression = spelled(spelling, operands[: arity(form)])
+        expression = spelled(spelling, (*operands[: arity(form)], *numbers))
         if expression is not None:
             graph = bind(make_mod(expression, "score", {"operator": operator}), "score")[0]
             assert signature_of(graph.result) == signature_of(expected.result), expression
@@ -73,6 +77,108 @@ def test_every_spelling_gives_the_same_graph(name):
 )
 def test_keywords_that_only_name_operands(expression):
     check(expression, torch.ones(1, 2, 5, 7), {})
+
+
+def keywords_of(form: str):
+    """torch's names for the operands of a function, of each of its overloads."""
+    home, name = re.match(r"(torch|F)\.(\w+)\(", form).groups()
+    if home == "F" and inspect.isfunction(getattr(torch.nn.functional, name)):
+        yield [*inspect.signature(getattr(torch.nn.functional, name)).parameters]
+    for schema in torch._C._jit_get_schemas_for_operator(f"aten::{name}"):
+        names = ["input" if a.name == "self" else a.name for a in schema.arguments]
+        yield names
+        yield [{"input": "a", "other": "x2"}.get(name, name) for name in names]  # NumPy's, which torch takes as well
+
+
+CALLS = [form for forms in FORMS.values() for form in forms if re.fullmatch(r"(torch|F)\.\w+\(\{0\}(, (\w+=[^,]+|\{.\}))*\)", form)]
+
+
+@pytest.mark.parametrize("form", CALLS)
+def test_operands_by_keyword(form):
+    operands, compared = accepted_operands(form), 0
+    expected = bind(make_mod(form.format(*operands), "score", {}), "score")[0]
+    for names in keywords_of(form):
+        if "out" in names or len(names) < arity(form):
+            continue
+        named = re.sub(r"(?<!=)\{(\d)\}", lambda m, names=names: f"{names[int(m[1])]}={{{m[1]}}}", form)
+        try:
+            torch_dtype(named.format(*operands), {})
+        except (TypeError, RuntimeError, SyntaxError):
+            continue
+        compared += 1
+        assert signature_of(bind(make_mod(named.format(*operands), "score", {}), "score")[0].result) == signature_of(expected.result)
+    assert compared or form.startswith("F."), form  # some of torch's functions in C take no keywords
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "torch.sum(input=v, dim=0)",
+        "torch.amax(input=v)",
+        "torch.softmax(input=v, dim=0)[1]",
+        "F.softmax(input=v, dim=0)[1]",
+        "torch.cumsum(input=v, dim=0)[1]",
+        "torch.logsumexp(input=v, dim=0)",
+        "torch.argmax(input=v) * 1.0",
+        "torch.max(input=v)",
+        "torch.max(input=v, dim=0).values",
+        "torch.maximum(input=v, other=v)[0]",
+        "torch.max(input=v, other=score)[0]",
+        "torch.dot(input=v, tensor=v)",
+        "torch.vdot(input=v, other=v)",
+        "torch.mv(input=m, vec=v)[0]",
+        "torch.mm(input=m, mat2=m)[0, 1]",
+        "torch.bmm(input=m[None], mat2=m[None])[0, 0, 1]",
+        "torch.matmul(input=m, other=v)[0]",
+        "torch.outer(input=v, vec2=v)[0, 1]",
+        "torch.inner(input=v, other=v)",
+        "torch.linalg.vecdot(x=v, y=v)",
+        "torch.cross(input=v, other=m[1], dim=0)[0]",
+        "torch.linalg.cross(input=v, other=m[1])[0]",
+        "torch.norm(input=v)",
+        "torch.norm(input=v, p=1, dim=0, keepdim=True)[0]",
+        "torch.linalg.norm(input=v, ord=1)",
+        "torch.linalg.vector_norm(x=v, ord=3)",
+        "torch.dist(input=v, other=m[1])",
+        "torch.cdist(x1=m, x2=m)[0, 1]",
+        "F.pairwise_distance(x1=v, x2=m[1])",
+        "F.cosine_similarity(x1=v, x2=m[1], dim=0)",
+        "F.linear(input=v, weight=m, bias=v)[0]",
+        "F.layer_norm(input=v, normalized_shape=(3,), weight=v)[0]",
+        "F.rms_norm(input=v, normalized_shape=(3,), eps=1e-6)[0]",
+        "F.normalize(input=v, dim=0)[0]",
+        "torch.stack(tensors=[v, v])[1, 0]",
+        "torch.cat(tensors=(v, v), dim=0)[4]",
+        "torch.unsqueeze(input=v, dim=0)[0, 1]",
+        "torch.reshape(input=v, shape=(3, 1))[0, 0]",
+        "torch.isin(elements=q_idx, test_element=2) * 1.0",
+        "torch.searchsorted(sorted_sequence=row, input=score) * 1.0",
+        "torch.bucketize(input=score, boundaries=row) * 1.0",
+        "F.embedding(input=q_idx, weight=m)[1]",
+        "torch.count_nonzero(input=v) * 1.0",
+        "torch.var(input=v, dim=0, correction=0)",
+        "torch.sum(v, axis=0, keepdims=True)[0]",
+        "torch.softmax(v, axis=0)[1]",
+        "v.var(axis=0, keepdims=True)[0]",
+        "torch.sum(a=v)",
+        "torch.sum(v, dim=0, out=None)",
+        "torch.add(score, v, out=None)[0]",
+    ],
+)
+def test_operands_of_functions_of_vectors_by_keyword(expression):
+    captured = {"matrix": torch.randn(1, 3, 3), "row": torch.tensor([-1.0, 0.0, 2.0])}
+    text = re.sub(r"\bm\b", "matrix[b]", re.sub(r"\bv\b", "matrix[b, 0]", expression)).replace("weight=matrix[b])", "weight=matrix[0])")
+    index = {name: torch.tensor(0) for name in ("b", "h", "q_idx", "kv_idx")}
+    exact = eval(text, {"torch": torch, "F": torch.nn.functional, "score": torch.tensor(0.5), **index, **captured})
+    found = evaluate_mod(make_mod(text, "score", captured), torch.full((1, 1, 1, 1), 0.5))
+    torch.testing.assert_close(found.squeeze(), exact.float())
+
+
+@pytest.mark.parametrize("expression", ["torch.add(score, 1, out=score)", "torch.sum(row, 0, out=score)", "torch.norm(row, out=score)"])
+def test_another_out_is_refused(expression):
+    with pytest.raises(ModError, match="with out=") as caught:
+        bind(make_mod(expression.replace("row", "row[b]"), "score", {"row": torch.randn(1, 3)}), "score")
+    assert "drop out=" in str(caught.value)
 
 
 @pytest.mark.parametrize("expression", ["add_alpha", "sub_alpha", "rsub"])

@@ -51,6 +51,7 @@ RULES = {  # one for every row that has a derivative
     "log10": "torch.log10(score * score + t[q_idx] * t[q_idx] + 0.1)",
     "hypot": "torch.hypot(score * score, t[q_idx] + 3.0)",
     "erf": "torch.erf(score * t[q_idx])",
+    "erfc": "torch.erfc(score * t[q_idx])",
     "sigmoid": "torch.sigmoid(score * t[q_idx])",
     "tanh": "torch.tanh(score * t[q_idx])",
 }

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flexpress import ModError, cache_info, create_block_mask, create_mask, flex_attention
+from flexpress import ModError, cache_info, create_block_mask, create_mask, evaluate_mod, flex_attention
 from flexpress.codegen.mod.bind import bind
 from support.dense import dense_attention
 from support.devices import DEVICES
+from support.evaluate import DTYPES, traced_dtype
+from support.reductions import REDUCTIONS, in_torch, matrices, of_row, rows_of
 
 LENGTH = 50
 EXPRESSIONS = {  # of a mod, and of the dense reference with everything materialised
@@ -70,6 +72,49 @@ def test_integers_are_summed_in_int64_and_halves_in_float32():
     assert create_block_mask(mask, None, None, 1, 1, "cpu").sparsity() == 0.0
 
 
+def _of_rows(form: str, rows: torch.Tensor) -> torch.Tensor | None:
+    """torch's results for rows; None where it refuses them."""
+    try:
+        return torch.stack([in_torch(form, rows, place) for place in range(len(rows))])
+    except (RuntimeError, NotImplementedError, TypeError):
+        return None
+
+
+def _traced(form: str, rows: torch.Tensor) -> torch.dtype | None:
+    try:
+        return traced_dtype(of_row(form), {"x": rows, "m": matrices(rows)})
+    except ModError:
+        return None
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtypes_of_reductions(dtype):
+    """Of rows of all dtypes; what torch refuses is refused."""
+    rows = rows_of(dtype)
+    for form in REDUCTIONS:
+        exact = _of_rows(form, rows)
+        assert _traced(form, rows) == (None if exact is None else exact.dtype), form
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.uint8, torch.int32], ids=str)
+def test_values_of_reductions(dtype, device):
+    """As torch has them, or as exact as the result's dtype is: all in one kernel."""
+    rows = rows_of(dtype)
+    wanted = {form: found for form in REDUCTIONS if (found := _of_rows(form, rows)) is not None}
+    lines = [f"    found = torch.where(kv_idx == {i}, ({of_row(form)}).float(), found)" for i, form in enumerate(wanted)]
+    namespace = {"torch": torch, "F": torch.nn.functional, "x": rows.to(device), "m": matrices(rows).to(device)}
+    exec("\n".join(["def mod(score, b, h, q_idx, kv_idx):\n    found = score", *lines, "    return found"]), namespace)
+    found = evaluate_mod(namespace["mod"], torch.zeros(1, 1, len(rows), len(wanted), device=device))[0, 0].cpu()
+    for i, (form, exact) in enumerate(wanted.items()):
+        rounding = torch.finfo(exact.dtype).eps if exact.dtype in (torch.float16, torch.bfloat16) else 1e-6
+        others, plain = [exact.float()], _of_rows(form, rows.double()) if dtype.is_floating_point else None
+        others += [] if plain is None else [plain.to(exact.dtype).float()]
+        close = [torch.isclose(found[:, i], other, rtol=2 * rounding, atol=1e-6, equal_nan=True) for other in others]
+        assert torch.stack(close).any(0).all(), (form, found[:, i], others)
+
+
 @pytest.mark.parametrize(
     "text, dense",
     [
@@ -87,6 +132,61 @@ def test_masks_of_vectors(text, dense):
     q, k, v = torch.randn(3, 1, 1, LENGTH, 16)
     exact, *_ = dense_attention(q, k, v, None, lambda *_: eval(dense, values))
     torch.testing.assert_close(flex_attention(q, k, v, block_mask=blocks).double(), exact, atol=1e-5, rtol=1e-5)
+
+
+INDEXED = (  # by lists and tensors, as torch indexes by them
+    "place[q_idx, [0, 2]].sum()",
+    "place[q_idx][[2, -1]].prod()",
+    "place[q_idx, torch.tensor([0, 2])][1]",
+    "place[q_idx].exp()[torch.tensor([0, 2])].sum()",
+    "frames[q_idx, [0, 2], [1, 1]].sum()",
+    "frames[[0, 1], :, kv_idx % 3][1, 2]",
+    "frames[[0, 1], kv_idx % 3, :][1, 2]",
+    "frames[q_idx, [[0], [2]], [1, 0]][1, 0]",
+    "frames[q_idx, None, 1:, [0, 2]].sum()",
+    "table[h, [0, 7], 1:].sum()",
+    "weights[tags[q_idx]].prod()",
+    "table[1, tags[q_idx], torch.stack([h, h + 1, h])][1]",
+    "torch.stack([place[q_idx], place[kv_idx]])[[1, 0], [0, 2]].prod()",
+)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("text", INDEXED)
+def test_indices_of_several_elements(text, device):
+    values = {name: t.detach() for name, t in captured(device).items()}
+    values["tags"] = torch.randint(0, 4, (LENGTH, 3), generator=torch.Generator().manual_seed(2)).to(device)
+    found = evaluate_mod(mod_of(text, **values), torch.zeros(1, 2, LENGTH, 7, device=device))[0].cpu()
+    names = {"torch": torch, **{name: t.cpu() for name, t in values.items()}}
+    for h, q, k in ((0, 0, 0), (1, 3, 4), (0, 49, 6), (1, 20, 5)):
+        torch.testing.assert_close(
+            found[h, q, k], eval(text, names, {"h": torch.tensor(h), "q_idx": torch.tensor(q), "kv_idx": torch.tensor(k)})
+        )
+
+
+def test_an_index_in_a_tensor_is_read_at_every_call():
+    """In host memory it is a part of the trace, which fits no other one."""
+    values, places = torch.randn(4, 3), torch.tensor([0, 2])
+    mod = mod_of("values[q_idx, places].sum()", values=values, places=places)
+    for chosen in ([0, 2], [1, 1], [2, 0]):
+        places.copy_(torch.tensor(chosen))
+        found = evaluate_mod(mod, torch.zeros(1, 1, 4, 1))[0, 0, :, 0]
+        torch.testing.assert_close(found, values[:, places].sum(-1))
+
+
+def test_what_is_joined_has_one_dtype():
+    """That of torch, which has positions in int64."""
+    huge = torch.tensor([2**30, 5], dtype=torch.int32)
+    mod = mod_of("torch.stack([q_idx, huge[kv_idx]]).mul(3).amax() == 3 * 2**30", huge=huge)
+    assert evaluate_mod(lambda s, *i: mod(s, *i) * 1.0, torch.zeros(1, 1, 1, 2)).flatten().tolist() == [1.0, 0.0]
+    assert evaluate_mod(mod_of("torch.stack([q_idx, score]).sum()"), torch.full((1, 1, 1, 1), 0.75)).item() == 0.75
+
+
+def test_sizes_of_a_part():
+    mod = mod_of(
+        "score + t[h].numel() * 1000 + t[h].size(0) * 100 + t[h].size()[1] * 10 + t[h].ndim + t[h].exp().nelement()", t=torch.ones(2, 3, 4)
+    )
+    assert evaluate_mod(mod, torch.zeros(1, 1, 1, 1)).item() == 12000 + 300 + 40 + 2 + 12
 
 
 def test_another_length_of_vectors_is_another_kernel_and_other_tensors_are_not():
@@ -109,7 +209,12 @@ def test_another_length_of_vectors_is_another_kernel_and_other_tensors_are_not()
         ("score + (place[q_idx] + table[h, q_idx]).sum()", r"add of vectors of shapes \(3,\) and \(4,\)"),
         ("score + place[q_idx].sum(1)", "sum with dim=1"),
         ("score + (score * long).sum()", r"a part of shape \(50, 65\)"),
-        ("weights[place[q_idx].long()]", "a vector of 3 elements is used where a scalar is needed"),
+        ("weights[place[q_idx].long()]", "returns a vector of 3 elements"),
+        ("score + weights[place[q_idx]].sum()", "an index of torch.float32"),
+        ("score + weights[[h, h + 1]].sum()", "a tensor is indexed by a list of symbols"),
+        ("score + place[q_idx, [0, 3]].sum()", r"an index of \[0, 3\] into a dimension of 3 elements"),
+        ("score + place[q_idx, [True, False, True]].sum()", r"an index of \[True, False, True\]"),
+        ("score + table[[0, 1], q_idx, [0, 1, 2]].sum()", "torch refuses an index: shape mismatch"),
     ],
 )
 def test_what_is_refused(expression, message):

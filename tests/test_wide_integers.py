@@ -43,6 +43,9 @@ def scores(device: str) -> dict:
         "a negative number": lambda s, b, h, m, n: s - (-(n * FACTOR)) // 1000000000 * 0.01,
         "as a float": lambda s, b, h, m, n: s + (n * FACTOR) / 1e11,
         "elements beside an index": lambda s, b, h, m, n: s + (few[n] * n * 10000000) % 19 * 0.1,
+        "a multiple of an element beside an index": lambda s, b, h, m, n: s + torch.add(m, table[n], alpha=3000) % 19 * 0.1,
+        "a product of elements beside an index": lambda s, b, h, m, n: s + torch.addcmul(m, table[n], table[n]) % 19 * 0.1,
+        "a multiple of an index": lambda s, b, h, m, n: s + torch.sub(table[n], m * 7, alpha=FACTOR) % 19 * 0.1,
         "elements alone, which wrap": lambda s, b, h, m, n: s + (table[n] * table[n] * table[n] * table[n] * table[n]) % 19 * 0.1,
     }
 

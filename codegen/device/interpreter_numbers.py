@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import numpy as np
 import torch
@@ -89,10 +90,10 @@ def argument(value):
 
 
 class Libdevice:
-    """libdevice's functions, which NumPy has under the same names."""
+    """libdevice's functions, which NumPy, or Python, has under the same names."""
 
     def __getattr__(self, name: str):
-        return functools.partial(_applied, getattr(np, name))
+        return functools.partial(_applied, getattr(np, name, None) or np.vectorize(getattr(math, name)))
 
 
 def _applied(function, *operands):

@@ -34,7 +34,9 @@ methods                                methods of symbols that are no operations
 operators                              Python's operators
 nodes                                  an operation becomes a node
 vectors, vector_functions, long_dots   captured rows and small matrices, and dot products of long rows
+vector_moves                           parts that an index names, views, stacks: what moves elements
 vector_statistics                      functions of a vector as a whole
+vector_dtypes                          in which dtypes these compute
 lookups                                embeddings, places in sorted rows, sets of numbers
 
 What it captures

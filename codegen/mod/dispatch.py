@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode
 
 from . import ops
 from .current import Operations, Run, applied, running
-from .errors import ModError
+from .errors import ModError, call_problem
 from .methods import METHOD_OF, METHODS, unsupported
-from .nodes import apply, literal_tensor, to_expr
+from .nodes import apply, literal_tensor, to_expr, with_named
 from .op import Op
 from .program import NUMBERS
 from .purity import FACTORIES
@@ -24,7 +24,7 @@ from .stand_ins import HostNumber
 from .symbols import Sym, TensorView, Vector
 from .vector_functions import FUNCTIONS as VECTOR_FUNCTIONS
 from .vector_functions import apply_to_vectors, takes_vectors
-from .vectors import MOVES, indexed
+from .vector_moves import MOVES, indexed
 
 
 class Mode(TorchFunctionMode):
@@ -78,6 +78,7 @@ def dispatch(function, args: tuple, kwargs: dict):
         function, args, in_kernel = torch.Tensor.to, (args[0], args[1].device, args[1].dtype), False
     row = ops.METHODS.get(function) if isinstance(function, str) else ops.FUNCTIONS.get(function)
     if in_kernel and takes_vectors(function, args, kwargs, row is not None):
+        _refuse_out(function, kwargs)
         return apply_to_vectors(function, args, kwargs)
     if in_kernel and row is not None and row.expand is not None:
         return _expand(row, args, kwargs)
@@ -101,11 +102,11 @@ def _expand(row: Op, args: tuple, kwargs: dict):
         kwargs = {k: Sym(to_expr(v)) if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
     _refuse_out(row.torch, kwargs)
     try:
-        return row.expand(*args, **kwargs)
+        return row.expand(*with_named(args, kwargs), **kwargs)
     except (TypeError, ValueError) as error:
         if isinstance(error, ModError):
             raise
-        raise Run.current.error(str(error)) from None
+        raise Run.current.error(call_problem(error, row.name)) from None
 
 
 def _kernel_side(function, row: Op | None, args: tuple, kwargs: dict):

@@ -5,6 +5,8 @@ Wrong arguments raise the usual ``ValueError`` / ``TypeError`` / ``NotImplemente
 
 from __future__ import annotations
 
+import re
+
 from .expr import SourceLine
 
 
@@ -20,3 +22,8 @@ def mod_error(problem: str, remedy: str, source: SourceLine | None, kind: str) -
     """What is wrong with a mod of this kind, its line, and what to do."""
     where = f'\n  File "{source.file}", line {source.line}\n    {source.text}' if source else ""
     return ModError(f"{kind}_mod: {problem}{where}" + (f"\n{remedy}" if remedy else ""))
+
+
+def call_problem(error: Exception, name: str) -> str:
+    """What Python says of arguments that a function of ours does not take, with the name that the mod called it by."""
+    return re.sub(r"^\S+\(\) (?=got|missing|takes)", f"{name}() ", str(error))

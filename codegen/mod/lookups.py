@@ -73,9 +73,9 @@ def _bits(count) -> int:
     return int(count).bit_length()
 
 
-def _isin(elements, test_elements, *, assume_unique=False, invert=False):
-    tests = as_vector(test_elements)
-    elements, found = as_vector(elements), None
+def _isin(elements=None, test_elements=None, *, element=None, test_element=None, assume_unique=False, invert=False):
+    tests = as_vector(test_element if test_elements is None else test_elements)
+    elements, found = as_vector(element if elements is None else elements), None
     for test in tests.items if type(tests) is Vector else [tests]:
         same = elements == test
         found = same if found is None else found | same

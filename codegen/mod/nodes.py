@@ -19,12 +19,9 @@ Unseen, Unrecorded = torch._C.DisableTorchFunction, torch._C._DisableTorchDispat
 def apply(row: Op, args: tuple, kwargs: dict) -> Sym:
     """Record one row of the op table on symbolic and plain operands."""
     trace = Run.current
+    args = with_named(args, kwargs)
     if kwargs:
-        try:  # keywords that only name positional arguments (input=, other=)
-            args = (*args, *(kwargs.pop(k) for k in ("condition", "input", "self", "other", "exponent") if k in kwargs))
-        finally:
-            if kwargs:
-                raise trace.error(f"torch.{row.name} with {', '.join(kwargs)}=", "Drop that argument.")
+        raise trace.error(f"torch.{row.name} with {', '.join(kwargs)}=", "Drop that argument.")
     operands = [to_expr(a) for a in args]
     if len(operands) != row.arity:
         raise trace.error(f"{row.name} with {len(operands)} of its {row.arity} operands", f"Give it {row.arity}.")
@@ -41,6 +38,14 @@ def apply(row: Op, args: tuple, kwargs: dict) -> Sym:
     if folded is not None:
         return Sym(folded)
     return Sym(trace.made(trace.table.make(row.name, operands, dtype, source=trace.source())))
+
+
+def with_named(args: tuple, kwargs: dict) -> tuple:
+    """The operands of a row, with those that are given by torch's names for them, which leave `kwargs`."""
+    return (*args, *(kwargs.pop(k) for k in _OPERANDS if k in kwargs)) if kwargs else args
+
+
+_OPERANDS = ("condition", "input", "self", "x", "a", "x1", "other", "x2", "exponent")  # x, a, x1 and x2 are NumPy's, which torch takes, too
 
 
 _dtype_cache: dict[tuple, torch.dtype] = {}

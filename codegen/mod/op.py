@@ -148,3 +148,8 @@ def div_trunc(x, y):
     if has_torch_function((x, y)):
         return handle_torch_function(div_trunc, (x, y), x, y)
     return torch.div(x, y, rounding_mode="trunc")
+
+
+def rint(x):
+    """The nearest whole number, the even one of two."""
+    return handle_torch_function(rint, (x,), x) if has_torch_function((x,)) else torch.round(x)

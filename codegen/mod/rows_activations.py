@@ -77,7 +77,12 @@ def _hardshrink(x, lambd=0.5):
     return torch.where((x >= -lambd) & (x <= lambd), torch.zeros_like(x), x)
 
 
+def _threshold(x, threshold, value, inplace=False):
+    return torch.where(x <= threshold, value, x).to(x.dtype)
+
+
 ACTIVATIONS = [
+    Op("threshold", F.threshold, ("F.threshold", "torch.threshold"), expand=_threshold),
     Op("relu", torch.relu, elementwise("relu", "F.relu"), expand=_relu),
     Op("leaky_relu", F.leaky_relu, ("F.leaky_relu",), expand=_leaky_relu),
     Op("elu", F.elu, ("F.elu",), expand=_elu),

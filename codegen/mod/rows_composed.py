@@ -7,7 +7,7 @@ import operator
 
 import torch
 
-from .op import Op, div_trunc, elementwise, kind
+from .op import Op, div_trunc, elementwise, kind, rint
 from .program import NUMBERS, UNKNOWN_NUMBERS
 from .stand_ins import as_python
 
@@ -64,10 +64,41 @@ def _scaled(x, y, alpha):
     """y * alpha, in the dtype of x + y."""
     if type(alpha) is int and alpha == 1:
         return y
+    total = x + y
+    if kind(total.dtype) == "bool" or (kind(total.dtype) == "int" and not is_integral(alpha)):
+        raise TypeError(f"alpha is {as_python(alpha)}, but the operands are {total.dtype}: write the product yourself")
+    if is_number(as_python(y)):
+        return y * alpha
+    product = torch.mul(in_dtype_of(total, y), alpha)
+    return product if kind(total.dtype) == "int" else product.to(total.dtype)
+
+
+def in_dtype_of(total, y):
+    """An operand in the dtype of a sum: a number like an index where the sum is one, so that what is computed of it is int64 wherever int32
+    is too small."""
+    return y + torch.zeros_like(total) if kind(total.dtype) == "int" else y.to(total.dtype)
+
+
+def _round(x, *, decimals=0):
+    decimals = int(decimals)
+    if decimals == 0:
+        return rint(x)
+    if is_integral(x):
+        raise TypeError(f"round of {x.dtype} with decimals: write .float() first")
+    unit = 10.0 ** abs(decimals)
+    return rint(x * unit) / unit if decimals > 0 else rint(x / unit) * unit
+
+
+def _copysign(x, y):
     dtype = (x + y).dtype
-    if kind(dtype) == "bool" or (kind(dtype) == "int" and not is_integral(alpha)):
-        raise TypeError(f"alpha is {as_python(alpha)}, but the operands are {dtype}: write the product yourself")
-    return y * alpha if is_number(as_python(y)) else torch.mul(y.to(dtype), alpha).to(dtype)
+    size = torch.abs(x * 1.0).to(dtype if dtype.is_floating_point else torch.get_default_dtype())
+    if is_number(as_python(y)):
+        return size * math.copysign(1.0, float(y))
+    return torch.where((y < 0) | ((y == 0) & (1.0 / y < 0)), -size, size)
+
+
+def _heaviside(x, values):
+    return torch.where(x == 0, values, (x > 0).to(x.dtype)).to(x.dtype)
 
 
 def _masked_fill(x, mask, value):
@@ -92,6 +123,9 @@ COMPOSED = [
     Op("clamp_min", torch.clamp_min, elementwise("clamp_min"), expand=lambda x, min: _clamp(x, min=min)),
     Op("clamp_max", torch.clamp_max, elementwise("clamp_max"), expand=lambda x, max: _clamp(x, max=max)),
     Op("float_power", torch.float_power, elementwise("float_power"), expand=_float_power),
+    Op("round", torch.round, elementwise("round", "special.round"), expand=_round),
+    Op("copysign", torch.copysign, elementwise("copysign"), expand=_copysign),
+    Op("heaviside", torch.heaviside, elementwise("heaviside"), expand=_heaviside),
     Op("positive", torch.positive, elementwise("positive"), expand=lambda x: x),
     Op("square", torch.square, elementwise("square"), expand=lambda x: x**2),
     Op("reciprocal", torch.reciprocal, elementwise("reciprocal"), expand=lambda x: 1.0 / x),

@@ -8,7 +8,7 @@ import torch
 
 from . import interval_rules as rules
 from . import ranges
-from .op import unary
+from .op import Op, rint, unary
 
 FUNCTIONS = [
     unary("exp", "tl.exp({0})", cpp="exp({0})", derivative=lambda g, x, r: g * r, interval=rules.rising(torch.exp, 2**-14)),
@@ -130,6 +130,14 @@ FUNCTIONS = [
         of_infinity=True,
     ),
     unary(
+        "erfc",
+        "libdevice.erfc({0})",
+        cpp="erfc({0})",
+        derivative=lambda g, x, r: g * torch.exp(-(x * x)) * (-2 / math.sqrt(math.pi)),
+        size=lambda x: 2.0,
+        of_infinity=True,
+    ),
+    unary(
         "sigmoid",
         "tl.sigmoid({0})",
         "F.sigmoid",
@@ -206,11 +214,12 @@ ROUNDINGS = [
         jumps=True,
         range=ranges.rounded,
     ),
-    unary(
-        "round",
+    Op(
+        "rint",
+        rint,
+        (),
         {"float": "libdevice.rint({0})", "int": "{0}"},
         cpp={"float": "round({0})"},
-        operands="result",
         interval=rules.steps(torch.round),
         exact=True,
         jumps=True,

@@ -7,7 +7,7 @@ import math
 import torch
 
 from .op import Op, elementwise, kind
-from .rows_composed import is_integral, is_number
+from .rows_composed import in_dtype_of, is_integral, is_number
 
 
 def _counted(x):
@@ -68,15 +68,15 @@ def _isclose(x, y, rtol=1e-05, atol=1e-08, equal_nan=False):
     return close | ((x != x) & (y != y)) if equal_nan else close
 
 
-def _addcmul(x, first, second, *, value=1):
-    dtype = (x + first + second).dtype
-    return torch.add(x, first.to(dtype) * second.to(dtype), alpha=value)
+def _addcmul(x, tensor1, tensor2, *, value=1):
+    total = x + tensor1 + tensor2
+    return torch.add(x, in_dtype_of(total, tensor1) * in_dtype_of(total, tensor2), alpha=value)
 
 
-def _addcdiv(x, first, second, *, value=1):
-    if all(map(is_integral, (x, first, second))):
+def _addcdiv(x, tensor1, tensor2, *, value=1):
+    if all(map(is_integral, (x, tensor1, tensor2))):
         raise TypeError("addcdiv of integers: write x + value * (a / b)")
-    return torch.add(x, first / second, alpha=value)
+    return torch.add(x, tensor1 / tensor2, alpha=value)
 
 
 SPECIAL = [

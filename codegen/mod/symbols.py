@@ -4,6 +4,8 @@ goes to the run they belong to.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from .current import Symbolic, applied, running
@@ -33,6 +35,8 @@ class Sym(Symbolic):
 
     def numel(self):
         return 1
+
+    nelement = numel
 
     def size(self, dim=None):
         if dim is not None:
@@ -147,6 +151,15 @@ class TensorView(Symbolic):
     def dim(self):
         return self.ndim
 
+    def size(self, dim=None):
+        return self.shape if dim is None else self.shape[dim]
+
+    def numel(self):
+        return math.prod(self.shape)
+
+    def nelement(self):
+        return self.numel()
+
     def __len__(self):
         return self.shape[0]
 
@@ -210,6 +223,8 @@ class Vector(Symbolic):
 
     def numel(self):
         return self.shape.numel()
+
+    nelement = numel
 
     def size(self, dim=None):
         return self.shape if dim is None else self.shape[dim]

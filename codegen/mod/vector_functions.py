@@ -9,12 +9,14 @@ import torch
 import torch.nn.functional as F
 
 from .current import running
+from .errors import call_problem
 from .long_dots import promised, same_where_seen
 from .lookups import LOOKUPS
-from .nodes import cast
 from .symbols import Sym, TensorView, Vector
+from .vector_dtypes import of_floats, rounded_once, summed_in
+from .vector_moves import JOINS, MOVES, moved
 from .vector_statistics import STATISTICAL, STATISTICS, extreme
-from .vectors import JOINS, MOVES, REDUCTIONS, apply_to_elements, as_vector, is_vector, moved, pinned_all, reduced
+from .vectors import REDUCTIONS, apply_to_elements, as_vector, is_vector, pinned_all, reduced
 
 
 def _matmul(a, b):
@@ -24,15 +26,23 @@ def _matmul(a, b):
     inner = a.shape[-1], b.shape[-2 if b.ndim > 1 else 0]
     if inner[0] != inner[1]:
         raise running().error(f"a product of shapes {tuple(a.shape)} and {tuple(b.shape)}", "The inner sizes must be equal.")
+    given = torch.promote_types(a.dtype, b.dtype)
+    if given == torch.bool:
+        raise running().error("a product of matrices of bools", "Write .int() first.")
+    wide = summed_in(given)  # integers stay in their dtype, and wrap around
+    a, b = a.to(wide), b.to(wide)
     if b.ndim == 1:
-        return (a * b).sum(-1)
-    if a.ndim == 1:
-        return (a.unsqueeze(-1) * b).sum(-2)
-    return (a.unsqueeze(-1) * b.unsqueeze(-3)).sum(-2)
+        found = (a * b).sum(-1, dtype=wide)
+    elif a.ndim == 1:
+        found = (a.unsqueeze(-1) * b).sum(-2, dtype=wide)
+    else:
+        found = (a.unsqueeze(-1) * b.unsqueeze(-3)).sum(-2, dtype=wide)
+    return found.to(given)
 
 
+@rounded_once(2)
 def _vecdot(a, b, *, dim=-1):
-    return (a * b).sum(dim)
+    return (of_floats("vecdot", a) * of_floats("vecdot", b)).sum(dim)
 
 
 def _inner(a, b):
@@ -44,6 +54,7 @@ def _outer(a, b):
     return as_vector(a).unsqueeze(-1) * b
 
 
+@rounded_once()
 def _linear(x, weight, bias=None):
     found = _inner(x, weight)
     return found if bias is None else found + bias
@@ -59,21 +70,21 @@ def _cross(a, b, *, dim=-1):
 def _norm(x, p=None, dim=None, keepdim=False, *, ord=None, dtype=None):
     x, p = as_vector(x), pinned_all(ord if p is None else p)
     given = dtype or x.dtype
-    if not given.is_floating_point:
-        raise running().error(f"the norm of {given}", "Write .float() first.")
-    x = cast_all(x, torch.promote_types(given, torch.float32))
+    if not (x.dtype.is_floating_point and torch.promote_types(x.dtype, given) == given):
+        raise running().error(f"the norm of {x.dtype}" + (f" in {given}" if dtype else ""), "Convert first, for example with .float().")
+    x = x.to(summed_in(given))
     p = 2.0 if p in (None, "fro") else p
     if isinstance(p, str):
         raise running().error(f"a norm of order {p!r}", "Write a number, or 'fro'.")
     if p == math.inf or p == -math.inf:
         found = reduced("amax" if p > 0 else "amin", torch.abs(x), dim, keepdim)
     elif p == 0:
-        found = cast_all(reduced("sum", x != 0, dim, keepdim), x.dtype)
+        found = reduced("sum", x != 0, dim, keepdim)
     elif p == 1:
         found = reduced("sum", torch.abs(x), dim, keepdim)
     else:
         found = _root(reduced("sum", x * x if p == 2 else torch.abs(x) ** p, dim, keepdim), p)
-    return cast_all(found, given)
+    return found.to(given)
 
 
 def _matrix_norm(x, ord=None, dim=None, keepdim=False, *, dtype=None):
@@ -90,11 +101,6 @@ def _root(total, p):
     return torch.where(none, 0.0, torch.sqrt(inside) if p == 2 else inside ** (1.0 / p))
 
 
-def cast_all(x, dtype: torch.dtype):
-    """A vector's elements, or a scalar, converted."""
-    return Vector([cast(i, dtype) for i in x.items], x.shape) if type(x) is Vector else cast(x, dtype)
-
-
 def _dist(a, b, p=2):
     return _norm(as_vector(a) - b, p)
 
@@ -103,12 +109,13 @@ def _pairwise_distance(a, b, p=2.0, eps=1e-6, keepdim=False):
     return _norm(as_vector(a) - b + eps, p, -1, keepdim)
 
 
+@rounded_once(2)
 def _cdist(a, b, p=2.0, compute_mode=None):
-    return _norm(as_vector(a).unsqueeze(-2) - as_vector(b).unsqueeze(-3), p, -1)
+    return _norm(a.unsqueeze(-2) - b.unsqueeze(-3), p, -1)
 
 
+@rounded_once(2)
 def _cosine_similarity(a, b, dim=1, eps=1e-8):
-    a, b = as_vector(a), as_vector(b)
     sizes = [torch.clamp_min(_norm(x, 2, dim), eps) for x in (a, b)]
     return (a * b).sum(dim) / (sizes[0] * sizes[1])
 
@@ -145,6 +152,8 @@ FUNCTIONS = {  # and their names, for vectors, which have them as methods
     same_where_seen: promised,
     **{F.linear: _linear, F.pairwise_distance: _pairwise_distance, F.cosine_similarity: _cosine_similarity},
 }
+# what torch calls the operands of these functions, in the order in which they are given
+_OPERANDS = ("input", "tensors", "a", "x1", "x", "other", "tensor", "vec", "vec2", "mat2", "x2", "y")
 _JOINING = {name for name in JOINS} | {getattr(torch, name) for name in JOINS}
 _MOVING = {name for name in MOVES} | {getattr(home, name, None) for name in MOVES for home in (torch.Tensor, torch)}
 
@@ -161,11 +170,16 @@ def takes_vectors(function, args: tuple, kwargs: dict, is_row: bool) -> bool:
         return True
     if function is same_where_seen:
         return True
-    if function in _JOINING:
-        return bool(args) and isinstance(args[0], (list, tuple)) and any(isinstance(a, (Sym, Vector, TensorView)) for a in args[0])
+    if function in _JOINING or function is torch.einsum:
+        return any(isinstance(a, (Sym, Vector, TensorView)) for v in values if isinstance(v, (list, tuple)) for a in v)
     if not any(type(v) is Sym for v in values):
         return False
-    return function in _MOVING or (is_row or function in FUNCTIONS) and any(isinstance(v, torch.Tensor) and v.ndim for v in values)
+    return (
+        function in _MOVING
+        or function in LOOKUPS
+        or (is_row or function in FUNCTIONS)
+        and any(isinstance(v, torch.Tensor) and v.ndim for v in values)
+    )
 
 
 def apply_to_vectors(function, args: tuple, kwargs: dict):
@@ -174,7 +188,11 @@ def apply_to_vectors(function, args: tuple, kwargs: dict):
     if written is None:
         name = function if isinstance(function, str) else getattr(function, "__name__", "")
         return apply_to_elements(name, function, args, kwargs)
+    if function not in LOOKUPS:
+        args = (*args, *(kwargs.pop(k) for k in _OPERANDS if k in kwargs))
+        kwargs = {{"axis": "dim", "keepdims": "keepdim"}.get(k, k): v for k, v in kwargs.items()}
     try:
         return written(*args, **kwargs)
     except TypeError as error:
-        raise running().error(str(error).replace("<lambda>()", "it")) from None
+        name = function if isinstance(function, str) else getattr(function, "__name__", "it")
+        raise running().error(call_problem(error, name)) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 
 from .current import running
 from .symbols import Sym, Vector
+from .vector_dtypes import of_floats, rounded_once, summed_in
 from .vectors import as_vector, pinned_all, reduced
 
 
@@ -19,11 +21,6 @@ class Extreme(NamedTuple):
     indices: Sym | Vector
 
 
-def _converted(x, dtype: torch.dtype | None):
-    x = as_vector(x)
-    return x if dtype is None else x.to(dtype)
-
-
 def _one_dim(x, dim) -> int:
     """The dimension of a softmax."""
     if dim is None and x.ndim > 1:
@@ -31,28 +28,53 @@ def _one_dim(x, dim) -> int:
     return 0 if dim is None else dim
 
 
-def softmax(x, dim=None, _stacklevel=3, dtype=None):
-    x = _converted(x, dtype)
+def _most(x, dim) -> Vector:
+    """The largest element along a dimension, which only keeps exponentials small: no gradient goes through it."""
+    return reduced("amax", x, dim, True).detach()
+
+
+def softmax(x, dim=None, dtype=None):
+    return _softmax(of_floats("softmax", x, dtype), dim)
+
+
+@rounded_once()
+def _softmax(x, dim):
     dim = _one_dim(x, dim)
-    weights = torch.exp(x - reduced("amax", x, dim, True))
+    weights = torch.exp(x - _most(x, dim))
     return weights / reduced("sum", weights, dim, True)
 
 
-def log_softmax(x, dim=None, _stacklevel=3, dtype=None):
-    x = _converted(x, dtype)
-    return x - logsumexp(x, _one_dim(x, dim), True)
+def log_softmax(x, dim=None, dtype=None):
+    return _log_softmax(of_floats("log_softmax", x, dtype), dim)
+
+
+@rounded_once()
+def _log_softmax(x, dim):
+    dim = _one_dim(x, dim)
+    x = x - _most(x, dim)  # first: of huge numbers the logarithm would be lost beside it
+    return x - torch.log(reduced("sum", torch.exp(x), dim, True))
+
+
+def _functional(function, sign: int = 1):
+    """The same as torch.nn.functional has it."""
+    return lambda x, dim=None, _stacklevel=3, dtype=None: function(x if sign > 0 else -as_vector(x), dim, dtype)
 
 
 def logsumexp(x, dim, keepdim=False):
     x = as_vector(x)
-    most = reduced("amax", x, dim, True)
+    return _logsumexp(x if x.dtype.is_floating_point else x.to(torch.get_default_dtype()), dim, keepdim)
+
+
+@rounded_once()
+def _logsumexp(x, dim, keepdim):
+    most = _most(x, dim)
     most = torch.where(torch.isinf(most), 0.0, most)
     found = torch.log(reduced("sum", torch.exp(x - most), dim, True)) + most
     return found if keepdim else reduced("sum", found, dim)  # of one element
 
 
+@rounded_once()
 def var(x, dim=None, unbiased=None, keepdim=False, *, correction=None):
-    x = as_vector(x)
     if isinstance(dim, bool):
         dim, unbiased = None, dim
     if correction is None:
@@ -62,6 +84,7 @@ def var(x, dim=None, unbiased=None, keepdim=False, *, correction=None):
     return reduced("sum", (x - mean) ** 2, dim, keepdim) / max(0, count - correction)
 
 
+@rounded_once()
 def std(x, *args, **kwargs):
     return torch.sqrt(var(x, *args, **kwargs))
 
@@ -80,6 +103,8 @@ def extreme(x, dim, keepdim: bool = False, *, largest: bool) -> Extreme:
 def _argument(largest: bool):
     def argument(x, dim=None, keepdim=False):
         x = as_vector(x)
+        if x.dtype == torch.bool:
+            raise running().error("argmax or argmin of bools", "Write .int() first.")
         if dim is None:
             if keepdim:
                 raise running().error("argmax or argmin with keepdim, but without dim", "Name the dimension.")
@@ -90,30 +115,32 @@ def _argument(largest: bool):
 
 
 def cumsum(x, dim, *, dtype=None):
-    parts = list(_converted(x, dtype).unbind(pinned_all(dim)))
+    x = as_vector(x)
+    dtype = dtype or (x.dtype if x.dtype.is_floating_point else torch.int64)
+    parts = list(x.to(dtype).to(summed_in(dtype)).unbind(pinned_all(dim)))
     for i in range(1, len(parts)):
         parts[i] = parts[i - 1] + parts[i]
-    return torch.stack(parts, dim)
+    return torch.stack(parts, dim).to(dtype)
 
 
 def count_nonzero(x, dim=None):
     return reduced("sum", as_vector(x) != 0, dim)
 
 
-def normalize(x, p=2.0, dim=1, eps=1e-12, out=None):
+def normalize(x, p=2.0, dim=1, eps=1e-12):
     x = as_vector(x)
     return x / torch.clamp_min(torch.linalg.vector_norm(x, p, dim, True), eps)
 
 
+@rounded_once()
 def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-05):
-    x = as_vector(x)
     x = rms_norm(x - reduced("mean", x, _last(x, normalized_shape), True), normalized_shape, weight, eps)
     return x if bias is None else x + bias
 
 
+@rounded_once()
 def rms_norm(x, normalized_shape, weight=None, eps=None):
-    x = as_vector(x)
-    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    eps = torch.finfo(x.dtype).eps if eps is None else eps  # float32's for half precision, too: torch adds it there
     x = x * torch.rsqrt(reduced("mean", x * x, _last(x, normalized_shape), True) + eps)
     return x if weight is None else x * weight
 
@@ -134,10 +161,25 @@ def einsum(equation, *operands):
     if not all(c.isalpha() for c in letters + list(result)) or len(terms) != len(operands) or not set(result) <= set(letters):
         raise running().error(f"einsum {equation!r} of {len(operands)} operands", "Write a letter for every dimension: 'i,ij->j'.")
     result = result if arrow else "".join(c for c in letters if left.count(c) == 1)
-    order, total = result + "".join(c for c in letters if c not in result), None
     for term, x in zip(terms, operands, strict=True):
         if len(set(term)) < len(term) or len(term) != getattr(x, "ndim", 0):
             raise running().error(f"einsum's {term!r} of a shape {tuple(x.shape)}", "Write another letter for every dimension.")
+    return _contracted(*operands, terms=terms, result=result)
+
+
+@rounded_once(None)
+def _contracted(*operands, terms: list[str], result: str):
+    """Operands with a letter for each of their dimensions, multiplied, and summed over the letters that `result` has not."""
+    operands, terms, count = list(operands), list(terms), Counter("".join(terms))
+    for i, term in enumerate(terms):  # what one operand alone has is summed before the product, of integers in int64
+        alone = tuple(place for place, c in enumerate(term) if c not in result and count[c] == 1)
+        if alone:
+            operands[i], terms[i] = reduced("sum", operands[i], alone), "".join(c for c in term if c in result or count[c] > 1)
+    order = result + "".join(sorted(set("".join(terms)) - set(result)))
+    if len(order) > len(result) and any(x.dtype == torch.bool for x in operands):
+        raise running().error("an einsum of bools that sums products", "Write .int() first.")
+    total = None
+    for term, x in zip(terms, operands, strict=True):
         if len(order) > 1 and term:
             places = [order.index(c) for c in term]
             x = x.permute(*sorted(range(len(term)), key=places.__getitem__))
@@ -145,7 +187,7 @@ def einsum(equation, *operands):
                 x = x if place in places else x.unsqueeze(place)
         total = x if total is None else total * x
     summed = tuple(range(len(result), len(order)))
-    return reduced("sum", total, summed) if summed else total
+    return reduced("sum", total, summed, dtype=total.dtype) if summed else total
 
 
 STATISTICS = {  # of tensors, by name; torch has those of the same names, too
@@ -154,7 +196,8 @@ STATISTICS = {  # of tensors, by name; torch has those of the same names, too
     "argmin": _argument(False),
 }
 STATISTICAL = {  # and functions that are no methods
-    **{F.softmax: softmax, F.log_softmax: log_softmax, torch.special.softmax: softmax, torch.special.log_softmax: log_softmax},
-    **{torch.special.logsumexp: logsumexp, F.normalize: normalize, F.layer_norm: layer_norm, F.rms_norm: rms_norm},
+    **{F.softmax: _functional(softmax), F.softmin: _functional(softmax, -1), F.log_softmax: _functional(log_softmax)},
+    **{torch.special.softmax: softmax, torch.special.log_softmax: log_softmax, torch.special.logsumexp: logsumexp},
+    **{F.normalize: normalize, F.layer_norm: layer_norm, F.rms_norm: rms_norm},
     **{torch.layer_norm: layer_norm, torch.rms_norm: rms_norm, torch.einsum: einsum},
 }

@@ -66,12 +66,12 @@ FORMS = {
             "deg2rad",
             "rad2deg",
             "erf",
+            "erfc",
             "sigmoid",
             "tanh",
             "floor",
             "ceil",
             "trunc",
-            "round",
             "logical_not",
             "square",
             "reciprocal",
@@ -97,6 +97,8 @@ FORMS = {
             "logaddexp",
             "logaddexp2",
             "hypot",
+            "copysign",
+            "heaviside",
             "fmax",
             "fmin",
             "xlogy",
@@ -138,6 +140,9 @@ FORMS = {
     "nan_to_num": ("torch.nan_to_num({0})", "torch.nan_to_num({0}, 1.0, 2.0, -3.0)"),
     # at every position: torch writes whether both are NaN into a tensor of the shape of the first operand
     "isclose": ("torch.isclose({0}, {1})", "torch.isclose(torch.where({1} == {1}, {0}, {0}), {1}, rtol=0.5, equal_nan=True)"),
+    "rint": ("torch.round({0})",),
+    "round": ("torch.round({0}, decimals=0)", "torch.round({0}, decimals=2)", "torch.round({0}, decimals=-1)"),
+    "threshold": ("F.threshold({0}, 0.5, 2)",),
     "detach": ("{0}.detach()",),
 }
 
