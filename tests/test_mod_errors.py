@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from pathlib import Path
@@ -9,8 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention.flex_attention import and_masks as torch_and_masks
 
-from flexpress import ModError, create_block_mask, create_mask, evaluate_mod, flex_attention
+from flexpress import ModError, and_masks, create_block_mask, create_mask, evaluate_mod, flex_attention, or_masks
+from flexpress.mods import compose_scores
 
 TABLE = torch.rand(2, 8)
 Q = torch.randn(1, 2, 8, 16)
@@ -124,6 +127,79 @@ def test_masks(mod, problem, line, remedy):
     message = str(caught.value)
     assert message.startswith("mask_mod: ") and problem in message.splitlines()[0]
     assert line in message and "test_mod_errors.py" in message and remedy in message
+
+
+def later(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+def half_of_it(b, h, q_idx, kv_idx):
+    return q_idx / 2
+
+
+def makes_one_later(b, h, q_idx, kv_idx):
+    yield q_idx >= kv_idx
+
+
+async def awaited(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+class AClass:
+    """No function of positions."""
+
+    def __init__(self, b, h, q_idx, kv_idx):
+        pass
+
+
+class MakesOneLater:
+    """A generator by its call."""
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        yield q_idx >= kv_idx
+
+
+JOINED = [and_masks, or_masks, torch_and_masks]
+PARTS = [c for c in CASES if c[0] is not looks_like_a_score_mod] + [
+    (half_of_it, "returns torch.float32, not torch.bool", "return q_idx / 2", "!= 0"),
+    (makes_one_later, "makes_one_later is a generator function", "def makes_one_later", "Write a function"),
+    (awaited, "awaited is a coroutine function", "async def awaited", "Write a function"),
+]
+
+
+@pytest.mark.parametrize("join", JOINED, ids=["and", "or", "torch's and"])
+@pytest.mark.parametrize("mod, problem, line, remedy", PARTS, ids=[c[0].__name__ for c in PARTS])
+def test_parts_of_masks(mod, problem, line, remedy, join):
+    """The error of a part shows its own line."""
+    for whole in (join(later, mod), join(later, and_masks(later, mod)), functools.partial(mod)):
+        with pytest.raises(ModError) as caught:
+            create_block_mask(whole, None, 2, 8, 8, "cpu")
+        message = str(caught.value)
+        assert problem.removeprefix(f"{mod.__name__} ") in message.splitlines()[0] and line in message and remedy in message, message
+
+
+@pytest.mark.parametrize(
+    "mod, problem",
+    [
+        (makes_one_later, "def makes_one_later"),
+        (awaited, "async def awaited"),
+        (AClass, "AClass is a class"),
+        (MakesOneLater(), "MakesOneLater"),
+    ],
+)
+def test_what_is_no_function(mod, problem):
+    with pytest.raises(ModError, match=problem) as caught:
+        flex_attention(Q, Q, Q, mask_mod=mod)
+    assert "call.py" not in str(caught.value)
+
+
+def test_parts_of_scores():
+    with pytest.raises(ModError, match=r"returns a tuple(?s:.*)def returns_a_pair"):
+        flex_attention(Q, Q, Q, compose_scores(lambda score, *_: score, returns_a_pair))
+
+
+def returns_a_pair(score, b, h, q_idx, kv_idx):
+    return score, score
 
 
 def with_or(score, b, h, q_idx, kv_idx):

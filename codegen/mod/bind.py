@@ -23,10 +23,11 @@ from ..registry import INFO, Table
 from ..turn import Turn
 from .capture import name_of, plain
 from .current import set_device
+from .errors import ModError
 from .expr import ModGraph
 from .graph_mod import GraphMod
 from .program import Untrackable
-from .trace import Traced, check_parameters, replayable, traced_once
+from .trace import Traced, check_parameters, parts_of, replayable, traced_once
 
 _PER_BUCKET = 64  # traces kept for one piece of code: more means numbers that Python itself consumes keep changing
 _GRAPHS = 8  # kernels of the same functions of which nothing is said
@@ -111,7 +112,13 @@ def _trace(mod, kind: str, bucket: _Bucket) -> tuple[Traced, list, str]:
             reason = str(refused)
         except Exception as error:  # on real objects it may be none; if it is, that error is the user's
             reason = f"raises {type(error).__name__} with stand-ins for what it captures"
-    return *traced_once(mod, kind), reason
+    try:
+        return *traced_once(mod, kind), reason
+    except ModError as error:
+        problem = error
+    for part in parts_of(plain(mod)):
+        bind(part, kind)  # the error of a part shows its own line
+    raise problem
 
 
 def _count(bucket: _Bucket, traced: Traced) -> None:

@@ -37,6 +37,7 @@ class TracingRun(Run):
         self._names: set[str] = set()
         self._sizes: dict[int, dict[int, int]] = {}  # that the graph depends on, by the tensor's identity and the dimension
         self._own: dict[int, object] = {}  # storages of tensors that were made in the mod
+        self.definition: SourceLine | None = None  # the mod's first line, once it has returned
 
     def tensor_index(self, tensor: torch.Tensor) -> int:
         """The number of a captured tensor among the kernel's arguments."""
@@ -115,20 +116,21 @@ class TracingRun(Run):
     def source(self) -> SourceLine | None:
         """The innermost line of the user's code that is being run."""
         frame = self.user_frame()
-        return line_of(frame.f_code.co_filename, frame.f_lineno) if frame is not None else None
+        return line_of(frame.f_code.co_filename, frame.f_lineno) if frame is not None else self.definition
 
     def user_frame(self) -> types.FrameType | None:
         """The innermost frame of the mod: outside Flexpress's workshop and, if there is one, outside torch."""
-        frame, within_torch = sys._getframe(1), None
+        frame, within_torch, found = sys._getframe(1), None, None
         while frame is not None and frame.f_code is not run_mod.__code__:
             file = frame.f_code.co_filename
             if file.startswith(_TORCH):
                 within_torch = within_torch or frame
-            elif not file.startswith(_WORKSHOP):
-                self.codes.add(frame.f_code)
-                return frame
+            elif found is None and not file.startswith(_WORKSHOP):
+                found = frame
             frame = frame.f_back
-        return within_torch
+        if found is not None and frame is not None:
+            self.codes.add(found.f_code)
+        return (found or within_torch) if frame is not None else None  # the mod has returned
 
 
 class ReplayedRun(TracingRun):
@@ -283,10 +285,8 @@ class EagerRun(TracingRun):
         return [*self._tensors, *self._numbers]
 
 
-# what Python takes for a plain value: as part of the trace it is compared
-_CONVERSIONS = {"__bool__", "__int__", "__float__", "__index__", "__len__", "__contains__", "__complex__"}
-# the code of autograd.Function.apply, or None where it is no Python
-_APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
+_CONVERSIONS = {"__bool__", "__int__", "__float__", "__index__", "__len__", "__contains__", "__complex__"}  # to what Python compares
+_APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)  # None where it is no Python
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _WORKSHOP = os.path.dirname(_HERE) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep

@@ -10,6 +10,7 @@ methods of `Sym`; both end in `dispatch`, which looks the operation up in the op
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 from dataclasses import dataclass
@@ -19,16 +20,25 @@ import torch
 from ..registry import Table
 from ..turn import Turn
 from .capture import name_of, plain
+from .current import Symbolic
 from .dispatch import OPERATIONS, Mode
 from .errors import ModError, mod_error
 from .expr import MASK_SYMBOLS, SCORE_SYMBOLS, Expr, ModGraph, SourceLine, walk
 from .nodes import to_expr
-from .program import HostProgram
+from .program import NUMBERS, UNKNOWN_NUMBERS, HostProgram
 from .randomness import Search, refused, title
 from .runs import EagerRun, ReplayedRun, TracingRun, is_machinery, line_of, run_mod
+from .stand_ins import is_stand_in
 from .symbols import Sym, TensorView, Vector
 
 _SIGNATURES = {"score": f"score_mod({', '.join(SCORE_SYMBOLS)})", "mask": f"mask_mod({', '.join(MASK_SYMBOLS)})"}
+
+_NO_FUNCTIONS = (
+    (inspect.isclass, "a class"),
+    (inspect.isgeneratorfunction, "a generator function: it has a `yield`"),
+    (inspect.iscoroutinefunction, "a coroutine function: it is `async`"),
+    (inspect.isasyncgenfunction, "an asynchronous generator function"),
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +69,11 @@ def check_parameters(mod, kind: str) -> None:
     if not callable(mod):
         raise TypeError(f"{kind}_mod must be a function, got {type(mod).__name__}")
     expected = SCORE_SYMBOLS if kind == "score" else MASK_SYMBOLS
+    for is_one, what in _NO_FUNCTIONS:
+        if is_one(mod):
+            raise mod_error(
+                f"{name_of(mod)} is {what}", f"Write a function that returns one scalar: {_SIGNATURES[kind]}.", definition_of(mod), kind
+            )
     try:
         signature = inspect.signature(mod)
     except (TypeError, ValueError):
@@ -66,8 +81,6 @@ def check_parameters(mod, kind: str) -> None:
     try:
         signature.bind(*expected)
     except TypeError:
-        code = getattr(mod, "__code__", None)
-        where = line_of(code.co_filename, code.co_firstlineno) if isinstance(code, types.CodeType) else None
         name = name_of(mod)
         hint = ""
         other = "mask" if kind == "score" else "score"
@@ -79,7 +92,10 @@ def check_parameters(mod, kind: str) -> None:
         except TypeError:
             pass
         raise mod_error(
-            f"{name}{signature} does not take {len(expected)} positional arguments", f"Write it as {_SIGNATURES[kind]}.{hint}", where, kind
+            f"{name}{signature} does not take {len(expected)} positional arguments",
+            f"Write it as {_SIGNATURES[kind]}.{hint}",
+            definition_of(mod),
+            kind,
         ) from None
 
 
@@ -121,6 +137,7 @@ def _result(run: TracingRun, mod) -> Expr:
                 problem = str(error).strip()
                 remedy = "Capture torch.as_tensor(array, device=...) instead of a NumPy array." if "numpy." in problem else ""
                 raise mod_error(problem, remedy, _line_of(error), run.kind) from error
+        run.definition = definition_of(mod)
         return _checked_result(result, run, mod)
 
 
@@ -165,7 +182,7 @@ def _line_of(error: Exception) -> SourceLine | None:
 
 def _checked_result(result, run: TracingRun, mod) -> Expr:
     where = run.kind + "_mod"
-    if isinstance(result, (tuple, list, dict, str)) or result is None:
+    if not _may_be_scalar(result):
         got = "nothing (a `return` is missing)" if result is None else f"a {type(result).__name__}"
         raise _result_error(run, mod, f"returns {got}", f"Return one scalar from {where}.")
     if isinstance(result, torch.Tensor) and result.ndim:
@@ -194,9 +211,29 @@ def _checked_result(result, run: TracingRun, mod) -> Expr:
     return expr
 
 
+def _may_be_scalar(result) -> bool:
+    """Is it a value that a kernel may have, or an array of them, of which more is said?"""
+    if isinstance(result, (Symbolic, torch.Tensor, *NUMBERS, *UNKNOWN_NUMBERS)) or is_stand_in(result):
+        return True
+    return hasattr(result, "item") and getattr(result, "ndim", None) == 0
+
+
 def _result_error(run: TracingRun, mod, problem: str, remedy: str, source: SourceLine | None = None) -> ModError:
-    if source is None:
-        code = getattr(mod, "__code__", None)
-        if isinstance(code, types.CodeType):
-            source = line_of(code.co_filename, code.co_firstlineno)
-    return mod_error(problem, remedy, source, run.kind)
+    source = source or run.definition
+    return mod_error(problem if source else f"{name_of(mod)} {problem}", remedy, source, run.kind)
+
+
+def definition_of(mod) -> SourceLine | None:
+    """The first line of a mod that is a function."""
+    while isinstance(mod, functools.partial):
+        mod = mod.func
+    code = getattr(plain(mod), "__code__", None)
+    return line_of(code.co_filename, code.co_firstlineno) if isinstance(code, types.CodeType) else None
+
+
+def parts_of(mod) -> list:
+    """The mods that a library's function has made one of, as and_masks does."""
+    if not isinstance(mod, types.FunctionType) or (mod.__module__ or "").partition(".")[0] not in ("flexpress", "torch"):
+        return []
+    held = [cell.cell_contents for cell in mod.__closure__ or ()]
+    return [part for parts in held if isinstance(parts, (tuple, list)) for part in parts if callable(part)]
