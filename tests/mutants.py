@@ -1565,7 +1565,9 @@ MEANINGS = [  # of operations, as torch's eager reference has them
         named("lookups", "nan_comes_first"),
         "argmax passes over NaN",
     ),
-    Mutant("codegen/mod/vectors.py", "torch.where(place < 0, place + len(parts), place)", "place", named("lookups"), "-h indexes nothing"),
+    Mutant(
+        "codegen/mod/vector_moves.py", "torch.where(place < 0, place + len(parts), place)", "place", named("lookups"), "-h indexes nothing"
+    ),
     Mutant(
         "codegen/mod/integers.py",
         'if node.op == "symbol" or (',

@@ -174,12 +174,9 @@ def takes_vectors(function, args: tuple, kwargs: dict, is_row: bool) -> bool:
         return any(isinstance(a, (Sym, Vector, TensorView)) for v in values if isinstance(v, (list, tuple)) for a in v)
     if not any(type(v) is Sym for v in values):
         return False
-    return (
-        function in _MOVING
-        or function in LOOKUPS
-        or (is_row or function in FUNCTIONS)
-        and any(isinstance(v, torch.Tensor) and v.ndim for v in values)
-    )
+    if function in _MOVING or function is torch.isin:
+        return True
+    return (is_row or function in FUNCTIONS) and any(isinstance(v, torch.Tensor) and v.ndim for v in values)
 
 
 def apply_to_vectors(function, args: tuple, kwargs: dict):
