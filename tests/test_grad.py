@@ -68,6 +68,8 @@ def torch_differentiates(name: str, kinds: tuple) -> bool:
         return all(floating)  # integers are squared as integers there, and wrap around
     if name in ("logaddexp", "logaddexp2") and torch.bool in kinds:
         return False  # refused in the backward pass
+    if name == "xlogy" and {torch.float16, torch.bfloat16} & set(kinds) and not all(floating):
+        return False  # the integer is rounded to half precision
     if name == "clamp" and len(kinds) == 3 and not isinstance(kinds[2], type):
         return False  # where tensors are equal bounds, none has a gradient
     return any(floating)

@@ -247,9 +247,7 @@ def _kind(tensor: torch.Tensor) -> str | None:
             "jacfwd or hessian of torch.func"
         )
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
-        return (
-            "a dual tensor with a tangent, where it cannot be followed; call jvp, or forward_ad, around an eager flex_attention"
-        )
+        return "a dual tensor with a tangent, where it cannot be followed; call jvp, or forward_ad, around an eager flex_attention"
     if tensor.device.type in ("cpu", "cuda") and not tensor.is_complex():
         keys = torch._C._dispatch_keys(tensor.resolve_neg()).raw_repr()
         if _transform() is None and keys not in _ordinary_keys(tensor.device):
